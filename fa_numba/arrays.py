@@ -1,0 +1,241 @@
+"""Arrays of any library, in and out, without copies where there can be none."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fa_numba import device
+from fa_numba.device import DeviceArray
+from fa_numba.problem import DTYPES
+
+HOST = -1
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An argument as the kernels see it.
+
+    ``place`` is the GPU's ordinal, or HOST. ``host`` is the NumPy view of host memory, ``view``
+    the GPU memory; one of them is None. ``empty(shape)`` makes an array of the same library there.
+    """
+
+    name: str
+    library: str
+    place: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    pointer: int
+    host: np.ndarray | None
+    owner: Any
+    empty: Callable[[tuple[int, ...]], Any]
+    writable: bool = True
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every row starts at a 16-byte address and is contiguous."""
+        rows = zip(self.shape[:-1], self.strides[:-1], strict=True)
+        return (
+            (self.shape[-1] == 1 or self.strides[-1] == 4)
+            and self.pointer % 16 == 0
+            and all(n == 1 or stride % 16 == 0 for n, stride in rows)
+        )
+
+    @property
+    def where(self) -> str:
+        return "host memory" if self.place == HOST else f"GPU {self.place}"
+
+    def argument(self) -> Any:
+        """What ``device.launch`` takes."""
+        if self.host is not None:
+            return self.host
+        return DeviceArray(self.pointer, self.shape, self.strides, self.owner)
+
+    def spans(self) -> np.ndarray:
+        """An array over the same addresses, never read: for questions of overlap only."""
+        return np.asarray(_Span(self))
+
+
+class _Span:
+    def __init__(self, operand: Operand) -> None:
+        self.__array_interface__ = {
+            "data": (operand.pointer, True),
+            "shape": operand.shape,
+            "strides": operand.strides,
+            "typestr": "<f4" if operand.dtype == "float32" else "|V1",
+            "version": 3,
+        }
+
+
+def _from_numpy(name: str, array: np.ndarray, library: str, owner: Any, empty: Callable) -> Operand:
+    return Operand(
+        name,
+        library,
+        HOST,
+        array.dtype.name if array.dtype.isnative else array.dtype.str,
+        array.shape,
+        array.strides,
+        array.ctypes.data,
+        array,
+        owner,
+        empty,
+        array.flags.writeable,
+    )
+
+
+def _from_torch(name: str, tensor: Any) -> Operand:
+    torch = sys.modules["torch"]
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} requires a gradient and this call computes none: "
+            "pass a detached tensor or call it under torch.no_grad()"
+        )
+
+    def empty(shape):
+        return torch.empty(shape, dtype=torch.float32, device=tensor.device)
+
+    if tensor.device.type == "cpu":
+        return _from_numpy(name, tensor.detach().numpy(), "torch", tensor, empty)
+    if tensor.device.type != "cuda":
+        raise TypeError(f"{name} is on {tensor.device}: allowed are CPU and CUDA tensors")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    strides = tuple(tensor.element_size() * n for n in tensor.stride())
+    place = tensor.device.index
+    pointer = tensor.data_ptr()
+    return Operand(
+        name, "torch", place, dtype, tuple(tensor.shape), strides, pointer, None, tensor, empty
+    )
+
+
+def _from_interface(name: str, array: Any) -> Operand:
+    interface = array.__cuda_array_interface__
+    shape = tuple(interface["shape"])
+    dtype = np.dtype(interface["typestr"])
+    strides = interface.get("strides")
+    if strides is None:
+        sizes = np.cumprod((dtype.itemsize, *shape[:0:-1]), dtype=np.int64)[::-1]
+        strides = tuple(int(n) for n in sizes)
+    pointer, read_only = interface["data"]
+    library = type(array).__module__.partition(".")[0]
+    empty = device.empty
+    if library == "cupy":
+        cupy = sys.modules["cupy"]
+
+        def empty(shape):
+            return cupy.empty(shape, dtype=np.float32)
+
+    return Operand(
+        name,
+        library,
+        device.ordinal_of(pointer),
+        dtype.name if dtype.isnative else dtype.str,
+        shape,
+        tuple(strides),
+        pointer,
+        None,
+        array,
+        empty,
+        not read_only,
+    )
+
+
+def _from_dlpack(name: str, array: Any) -> Operand:
+    kind, _ = array.__dlpack_device__()
+    if kind == 1:
+        host = np.from_dlpack(array)
+        return _from_numpy(name, host, "dlpack", array, lambda s: np.empty(s, np.float32))
+    if kind != 2:
+        raise TypeError(f"{name} is on DLPack device type {kind}: allowed are CPU (1) and CUDA (2)")
+    from cuda.core.utils import StridedMemoryView
+
+    view = StridedMemoryView.from_dlpack(array, stream_ptr=-1)
+    itemsize = view.dtype.itemsize
+    shape = tuple(view.shape)
+    strides = view.strides
+    if strides is None:
+        strides = tuple(int(n) for n in np.cumprod((1, *shape[:0:-1]), dtype=np.int64)[::-1])
+    return Operand(
+        name,
+        "dlpack",
+        view.device_id,
+        np.dtype(view.dtype).name,
+        shape,
+        tuple(itemsize * n for n in strides),
+        view.ptr,
+        None,
+        view,
+        device.empty,
+        not view.readonly,
+    )
+
+
+def operand(name: str, array: Any) -> Operand:
+    """Describe ``array``: NumPy, torch, ``__cuda_array_interface__`` or DLPack.
+
+    Raises TypeError for anything else (a list is not converted), and for a dtype outside
+    ``problem.DTYPES``.
+    """
+    if isinstance(array, np.ndarray):
+        found = _from_numpy(name, array, "numpy", array, lambda s: np.empty(s, np.float32))
+    elif type(array).__module__.partition(".")[0] == "torch" and "torch" in sys.modules:
+        found = _from_torch(name, array)
+    elif hasattr(array, "__cuda_array_interface__"):
+        found = _from_interface(name, array)
+    elif hasattr(array, "__dlpack__"):
+        found = _from_dlpack(name, array)
+    else:
+        raise TypeError(
+            f"{name} is a {type(array).__name__}: allowed are NumPy arrays, torch tensors and "
+            "arrays with __cuda_array_interface__ or DLPack"
+        )
+    if found.dtype not in DTYPES:
+        raise TypeError(f"{name} has dtype {found.dtype}: allowed is {' or '.join(DTYPES)}")
+    return found
+
+
+def check_together(operands: list[Operand]) -> None:
+    """Raise ValueError unless all are on one device, and TypeError unless of one dtype."""
+    first = operands[0]
+    for other in operands[1:]:
+        if other.place != first.place:
+            raise ValueError(
+                f"{other.name} is in {other.where}, {first.name} in {first.where}: "
+                "allowed is one device for all"
+            )
+        if other.dtype != first.dtype:
+            raise TypeError(
+                f"{other.name} has dtype {other.dtype}, {first.name} {first.dtype}: "
+                "allowed is one dtype for all"
+            )
+
+
+def check_out(out: Operand, shape: tuple[int, ...], inputs: list[Operand]) -> None:
+    """Raise ValueError unless ``out`` can take the result: shape, layout, and memory of its own."""
+    if out.shape != shape:
+        raise ValueError(f"out has shape {out.shape}: allowed is {shape}")
+    if not out.writable:
+        raise ValueError("out is read-only: allowed is writable memory")
+    if out.library != inputs[0].library:
+        raise ValueError(
+            f"out is a {out.library} array, q a {inputs[0].library} one: allowed is one library"
+        )
+    if any(n > 1 and stride == 0 for n, stride in zip(out.shape, out.strides, strict=True)):
+        raise ValueError(
+            f"out has strides {out.strides} bytes for shape {out.shape}: "
+            "allowed is one address for each element"
+        )
+    for other in inputs:
+        if _overlap(out, other):
+            raise ValueError(f"out shares memory with {other.name}: allowed is memory of its own")
+
+
+def _overlap(a: Operand, b: Operand) -> bool:
+    try:
+        return np.shares_memory(a.spans(), b.spans(), max_work=100_000)
+    except np.exceptions.TooHardError:
+        return True

@@ -1,0 +1,331 @@
+"""The only door to ``numba.cuda``: the GPU or the emulator behind one ``launch``.
+
+Kernels and parts take ``cuda``, the scalar types and the decorators from here. A ``Kernel`` is
+compiled by Numba when it first runs on a GPU; on the emulator its Python function runs as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numba import cuda, float32, int32, types, uint32
+
+from fa_numba import emulator
+
+MIN_COMPUTE_CAPABILITY = (8, 0)
+# Shared memory of one block where there is no GPU to ask: an H100's or H200's.
+EMULATED_SHARED_BYTES = 227 * 1024
+
+
+def device_function(function):
+    """A function that kernels call; inlined, so that register tiles stay in registers."""
+    return cuda.jit(device=True, inline="always")(function)
+
+
+def array_type(ndim: int):
+    """Numba's type of a float32 array with ``ndim`` axes and any strides."""
+    return types.Array(types.float32, ndim, "A")
+
+
+# --- which device ----------------------------------------------------------------------------
+
+
+@functools.cache
+def gpu_available() -> bool:
+    """Whether a CUDA GPU that the kernels can run on is present."""
+    with contextlib.suppress(Exception):
+        if cuda.is_available():
+            return tuple(cuda.get_current_device().compute_capability) >= MIN_COMPUTE_CAPABILITY
+    return False
+
+
+_forced: ContextVar[str | None] = ContextVar("fa_numba_device", default=None)
+_counts: ContextVar[emulator.Counts | None] = ContextVar("fa_numba_counts", default=None)
+
+
+def on_gpu() -> bool:
+    """Whether launches go to the GPU in the current context."""
+    forced = _forced.get()
+    return gpu_available() if forced is None else forced == "gpu"
+
+
+@contextlib.contextmanager
+def using(device: str) -> Iterator[None]:
+    """Run everything inside on ``"gpu"`` or ``"emulator"``.
+
+    Raises ValueError for another name and RuntimeError for "gpu" without a usable one.
+    """
+    if device not in ("gpu", "emulator"):
+        raise ValueError(f"device must be 'gpu' or 'emulator', not {device!r}")
+    if device == "gpu" and not gpu_available():
+        raise RuntimeError("device is 'gpu', but no CUDA GPU of compute capability >= 8.0 is here")
+    token = _forced.set(device)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+@contextlib.contextmanager
+def count_accesses() -> Iterator[emulator.Counts]:
+    """Run everything inside on the emulator and count its accesses to global memory.
+
+    Yields a ``Counts`` with dictionaries ``loads`` and ``stores`` (elements) and ``load_bytes``
+    and ``store_bytes``, keyed by the kernels' array names.
+
+    >>> import numpy as np, fa_numba
+    >>> q = np.ones((1, 1, 8, 4), np.float32)
+    >>> with fa_numba.count_accesses() as counts:
+    ...     _ = fa_numba.flash_attention_2(q, q, q)
+    >>> counts.loads["Q"], counts.stores["O"]
+    (32, 32)
+    """
+    counts = emulator.Counts()
+    token = _counts.set(counts)
+    try:
+        with using("emulator"):
+            yield counts
+    finally:
+        _counts.reset(token)
+
+
+def shared_bytes_limit() -> int:
+    """Bytes of shared memory one block can have on the current device."""
+    return _shared_bytes_limit(cuda.get_current_device().id) if on_gpu() else EMULATED_SHARED_BYTES
+
+
+@functools.cache
+def _shared_bytes_limit(ordinal: int) -> int:
+    with cuda.gpus[ordinal]:
+        return int(cuda.get_current_device().MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+
+
+# --- kernels ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A kernel and what its launch needs.
+
+    ``argument_types`` are Numba types; ``threads`` per block and ``shared_bytes`` per block.
+    """
+
+    function: Callable
+    argument_types: tuple
+    threads: int
+    shared_bytes: int
+    min_blocks: int = 1
+    _compiled: dict = field(default_factory=dict, repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    @property
+    def signature(self):
+        return types.void(*self.argument_types)
+
+    def compiled(self):
+        """The ``cuda.core`` kernel for the current device, with its shared memory allowed."""
+        device = cuda.get_current_device().id
+        if device not in self._compiled:
+            dispatcher = cuda.jit(launch_bounds=(self.threads, self.min_blocks))(self.function)
+            overload = dispatcher.compile(self.argument_types)
+            overload.bind()
+            kernel = overload._codelibrary.get_cufunc().kernel
+            _allow_shared_memory(kernel, self.shared_bytes, device)
+            self._compiled[device] = kernel
+        return self._compiled[device]
+
+
+def _allow_shared_memory(kernel, size, device):
+    from cuda.bindings import driver
+
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    handle = driver.CUkernel(int(kernel.handle))
+    (error,) = driver.cuKernelSetAttribute(attribute, size, handle, driver.CUdevice(device))
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"{size} bytes of shared memory a block were refused: {error.name}")
+
+
+@dataclass(frozen=True)
+class DeviceArray:
+    """Float32 memory on the GPU as a kernel takes it: address, shape and strides in bytes."""
+
+    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    owner: Any = field(repr=False, default=None)
+
+    def arguments(self) -> tuple[int, ...]:
+        """The words of Numba's array ABI: meminfo, parent, size, itemsize, data, shape, strides."""
+        return (0, 0, int(np.prod(self.shape)), 4, self.pointer, *self.shape, *self.strides)
+
+
+def launch(kernel: Kernel, grid: tuple[int, ...], args: tuple, stream: int = 0) -> None:
+    """Run ``kernel`` over ``grid`` blocks on the GPU stream ``stream`` or on the emulator.
+
+    Arrays among ``args`` are ``DeviceArray`` on the GPU, ``numpy.ndarray`` on the emulator.
+    """
+    if not on_gpu():
+        counts = emulator.launch(
+            kernel.function, grid, kernel.threads, args, shared_bytes=kernel.shared_bytes
+        )
+        total = _counts.get()
+        if total is not None:
+            total.merge(counts)
+        return
+    import ctypes
+
+    from cuda.core import LaunchConfig, Stream
+    from cuda.core import launch as core_launch
+
+    words: list[Any] = []
+    for ty, value in zip(kernel.argument_types, args, strict=True):
+        if isinstance(value, DeviceArray):
+            words.extend(value.arguments())
+        elif ty == types.float32:
+            words.append(ctypes.c_float(value))
+        else:
+            words.append(ctypes.c_int32(value))
+    config = LaunchConfig(grid=grid, block=kernel.threads, shmem_size=kernel.shared_bytes)
+    core_launch(Stream.from_handle(stream), config, kernel.compiled(), *words)
+
+
+# --- memory ----------------------------------------------------------------------------------
+
+
+class MemoryTrace:
+    """Bytes that this package allocated on the GPU inside ``track_memory``."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+
+
+_traces: list[MemoryTrace] = []
+
+
+@contextlib.contextmanager
+def track_memory() -> Iterator[MemoryTrace]:
+    """Record the GPU memory that calls inside need beside their inputs and ``out``."""
+    trace = MemoryTrace()
+    _traces.append(trace)
+    try:
+        yield trace
+    finally:
+        _traces.remove(trace)
+
+
+def trace_allocation(nbytes: int) -> None:
+    """Tell the open traces that one call holds ``nbytes`` of its own at once."""
+    for trace in _traces:
+        trace.peak_bytes = max(trace.peak_bytes, nbytes)
+
+
+def empty(shape: tuple[int, ...]):
+    """An uninitialised float32 array on the current GPU, with ``__cuda_array_interface__``."""
+    return cuda.device_array(shape, np.float32)
+
+
+def to_gpu(array: np.ndarray, stream: int = 0):
+    """A copy of a float32 NumPy array on the current GPU, with ``__cuda_array_interface__``."""
+    return cuda.to_device(np.ascontiguousarray(array), stream=_numba_stream(stream))
+
+
+def to_host(array, out: np.ndarray, stream: int = 0) -> None:
+    """Copy a contiguous GPU array made here into ``out``, of any strides, and wait for it."""
+    out[...] = array.copy_to_host(stream=_numba_stream(stream))
+    synchronize(stream)
+
+
+def _numba_stream(stream: int):
+    return cuda.external_stream(stream) if stream else 0
+
+
+def ordinal_of(pointer: int) -> int:
+    """The ordinal of the GPU that owns the memory at ``pointer``."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    cuda.current_context()
+    error, ordinal = driver.cuPointerGetAttribute(attribute, pointer)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise ValueError(f"address {pointer:#x} is not CUDA memory: {error.name}")
+    return int(ordinal)
+
+
+def on_device(ordinal: int):
+    """A context manager that makes GPU ``ordinal`` the current one."""
+    return cuda.gpus[ordinal]
+
+
+# --- measuring -------------------------------------------------------------------------------
+
+
+def synchronize(stream: int | None = None) -> None:
+    """Wait for ``stream``, or for the whole GPU."""
+    if stream:
+        cuda.external_stream(stream).synchronize()
+    else:
+        cuda.synchronize()
+
+
+def describe() -> dict[str, Any]:
+    """What the current device is, for provenance: its name, limits and driver."""
+    if not on_gpu():
+        return {"name": "emulator", "shared_bytes": EMULATED_SHARED_BYTES}
+    gpu = cuda.get_current_device()
+    return {
+        "name": gpu.name.decode() if isinstance(gpu.name, bytes) else str(gpu.name),
+        "compute_capability": ".".join(map(str, gpu.compute_capability)),
+        "multiprocessors": int(gpu.MULTIPROCESSOR_COUNT),
+        "shared_bytes": shared_bytes_limit(),
+        "l2_bytes": int(gpu.L2_CACHE_SIZE),
+        "cuda_driver": ".".join(map(str, cuda.cudadrv.driver.get_version())),
+    }
+
+
+def time_ms(
+    function: Callable[[], object],
+    *,
+    repeats: int = 20,
+    warmup: int = 3,
+    flush_l2: bool = True,
+) -> list[float]:
+    """Milliseconds of each of ``repeats`` calls, by events on the default stream.
+
+    ``warmup`` calls go first and do not count. ``flush_l2`` overwrites four times the L2 cache
+    before each call, outside the timed interval.
+    """
+    scratch = None
+    if flush_l2:
+        scratch = cuda.device_array(4 * describe()["l2_bytes"], np.uint8)
+    for _ in range(warmup):
+        function()
+    times = []
+    for _ in range(repeats):
+        if scratch is not None:
+            cuda.cudadrv.driver.device_memset(scratch, 0, scratch.size)
+        start, stop = cuda.event(), cuda.event()
+        start.record()
+        function()
+        stop.record()
+        stop.synchronize()
+        times.append(float(cuda.event_elapsed_time(start, stop)))
+    return times
+
+
+def profile_start() -> None:
+    """Open the range that a profiler started with ``--profile-from-start off`` records."""
+    cuda.profile_start()
+
+
+def profile_stop() -> None:
+    """Close the range opened by ``profile_start``."""
+    cuda.profile_stop()

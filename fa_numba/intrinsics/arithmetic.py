@@ -1,0 +1,69 @@
+"""Float32 arithmetic that has one instruction and no exact Python spelling."""
+
+import math
+
+from llvmlite import ir
+from numba.core import types
+from numba.cuda.extending import intrinsic
+
+from fa_numba.intrinsics._build import F32, emulated_by
+
+
+def _unary(instruction):
+    def build(typingctx, x):
+        if x != types.float32:
+            return None
+
+        def codegen(context, builder, signature, args):
+            asm = ir.InlineAsm(ir.FunctionType(F32, [F32]), f"{instruction} $0, $1;", "=f,f")
+            return builder.call(asm, args)
+
+        return types.float32(types.float32), codegen
+
+    return build
+
+
+def _exp2(x):
+    if x > 128.0:
+        return math.inf
+    return 2.0**x if x > -200.0 or x != x else 0.0
+
+
+@emulated_by(_exp2)
+@intrinsic
+def exp2(typingctx, x):
+    """2**x: ``ex2.approx.ftz.f32``, relative error 2**-22.5 (PTX ISA, "ex2")."""
+    return _unary("ex2.approx.ftz.f32")(typingctx, x)
+
+
+def _log2(x):
+    if x > 0.0:
+        return math.log2(x)
+    return -math.inf if x == 0.0 else math.nan
+
+
+@emulated_by(_log2)
+@intrinsic
+def log2(typingctx, x):
+    """Base-2 logarithm: ``lg2.approx.f32``; 0 gives -inf (PTX ISA, "lg2")."""
+    return _unary("lg2.approx.f32")(typingctx, x)
+
+
+def _maximum(x, y):
+    if x != x:
+        return y
+    return x if x > y or y != y else y
+
+
+@emulated_by(_maximum)
+@intrinsic
+def maximum(typingctx, x, y):
+    """The larger of two floats, the other one if one is NaN: ``max.f32``."""
+    if x != types.float32 or y != types.float32:
+        return None
+
+    def codegen(context, builder, signature, args):
+        asm = ir.InlineAsm(ir.FunctionType(F32, [F32, F32]), "max.f32 $0, $1, $2;", "=f,f,f")
+        return builder.call(asm, args)
+
+    return types.float32(types.float32, types.float32), codegen

@@ -1,0 +1,106 @@
+"""Asynchronous copies from global to shared memory: ``cp.async`` (PTX ISA, sm_80 and later).
+
+The copying thread commits its copies to a group and waits for groups; other threads see the data
+after that wait and a barrier.
+"""
+
+from llvmlite import ir
+from numba.core import types
+from numba.cuda.extending import intrinsic
+
+from fa_numba import emulator
+from fa_numba.intrinsics._build import (
+    F32,
+    GLOBAL,
+    I32,
+    SHARED,
+    emulated_by,
+    global_pointer,
+    is_float32_array,
+    shared_pointer,
+)
+
+
+def _copy(width):
+    operation = "cp.async.cg" if width == 4 else "cp.async.ca"
+    instruction = f"{operation}.shared.global [$0], [$1], {4 * width}, $2;"
+
+    def build(typingctx, dst, index, src, row, col, count):
+        if not (is_float32_array(dst, 1) and is_float32_array(src, 2) and count == types.int32):
+            return None
+
+        def codegen(context, builder, signature, args):
+            target = shared_pointer(context, builder, dst, args[0], args[1], index)
+            source = global_pointer(context, builder, src, args[2], args[3], row, args[4], col)
+            # Bytes to read; the rest of the destination is filled with zeros.
+            read = builder.shl(args[5], I32(2))
+            pointers = [F32.as_pointer(SHARED), F32.as_pointer(GLOBAL)]
+            asm = ir.InlineAsm(
+                ir.FunctionType(ir.VoidType(), [*pointers, I32]),
+                instruction,
+                "r,l,r,~{memory}",
+                side_effect=True,
+            )
+            builder.call(asm, [target, source, read])
+
+        return types.void(dst, index, src, row, col, count), codegen
+
+    return build
+
+
+def _copy4_async(dst, index, src, row, col, count):
+    emulator.current().async_copy(dst, index, src, (row, col), 4, count)
+
+
+def _copy1_async(dst, index, src, row, col, count):
+    emulator.current().async_copy(dst, index, src, (row, col), 1, count)
+
+
+@emulated_by(_copy4_async)
+@intrinsic
+def copy4_async(typingctx, dst, index, src, row, col, count):
+    """Start copying src[row, col : col + count] to dst[index], zeros up to index + 4.
+
+    ``dst`` is a 1-D shared array, ``src`` a 2-D global one, both addresses 16-byte aligned;
+    ``count`` (int32) is 0..4.
+    """
+    return _copy(4)(typingctx, dst, index, src, row, col, count)
+
+
+@emulated_by(_copy1_async)
+@intrinsic
+def copy1_async(typingctx, dst, index, src, row, col, count):
+    """As ``copy4_async`` for one element (``count`` 0 or 1), any alignment and strides."""
+    return _copy(1)(typingctx, dst, index, src, row, col, count)
+
+
+def _statement(instruction):
+    def codegen(context, builder, signature, args):
+        asm = ir.InlineAsm(
+            ir.FunctionType(ir.VoidType(), []), instruction, "~{memory}", side_effect=True
+        )
+        builder.call(asm, [])
+
+    return codegen
+
+
+def _commit_async():
+    emulator.current().async_commit()
+
+
+@emulated_by(_commit_async)
+@intrinsic
+def commit_async(typingctx):
+    """Close this thread's current group of copies: ``cp.async.commit_group``."""
+    return types.void(), _statement("cp.async.commit_group;")
+
+
+def _wait_async():
+    emulator.current().async_wait(0)
+
+
+@emulated_by(_wait_async)
+@intrinsic
+def wait_async(typingctx):
+    """Wait for all of this thread's groups: ``cp.async.wait_group 0``."""
+    return types.void(), _statement("cp.async.wait_group 0;")

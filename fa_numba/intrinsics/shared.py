@@ -1,0 +1,104 @@
+"""Shared memory: arrays carved from the dynamic allocation, and 16-byte accesses to them.
+
+Dynamic shared memory is the only kind above 48 KB (CUDA C++ Programming Guide, "Shared Memory").
+"""
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.cuda.extending import intrinsic
+
+from fa_numba import emulator
+from fa_numba.intrinsics._build import (
+    F32,
+    FLOAT4,
+    SHARED,
+    emulated_by,
+    is_float32_array,
+    pack4,
+    shared_pointer,
+    unpack4,
+)
+
+_SYMBOL = "fa_numba_dynamic_shared"
+
+
+def _shared_tile(offset, length):
+    return emulator.current().shared_tile(offset, length, "float32")
+
+
+@emulated_by(_shared_tile)
+@intrinsic
+def shared_tile(typingctx, offset, length):
+    """A 1-D float32 array of ``length`` elements at element ``offset`` of dynamic shared memory.
+
+    Both are compile-time constants, ``offset`` a multiple of 4 so that 16-byte accesses align.
+    """
+    if not (isinstance(offset, types.IntegerLiteral) and isinstance(length, types.IntegerLiteral)):
+        return None
+    array_ty = types.Array(types.float32, 1, "C")
+    start, count = offset.literal_value, length.literal_value
+
+    def codegen(context, builder, signature, args):
+        module = builder.module
+        symbol = module.globals.get(_SYMBOL)
+        if symbol is None:
+            symbol = ir.GlobalVariable(module, ir.ArrayType(F32, 0), _SYMBOL, SHARED)
+            symbol.linkage = "external"
+            symbol.align = 16
+        base = builder.gep(symbol, [ir.IntType(32)(0), ir.IntType(32)(start)], inbounds=True)
+        data = builder.addrspacecast(base, F32.as_pointer(), "generic")
+        array = context.make_array(array_ty)(context, builder)
+        itemsize = context.get_constant(types.intp, 4)
+        shape = cgutils.pack_array(builder, [context.get_constant(types.intp, count)])
+        context.populate_array(
+            array,
+            data=data,
+            shape=shape,
+            strides=cgutils.pack_array(builder, [itemsize]),
+            itemsize=itemsize,
+            meminfo=None,
+        )
+        return array._getvalue()
+
+    return array_ty(offset, length), codegen
+
+
+def _load4(array, index):
+    return array.load(index, 4)
+
+
+@emulated_by(_load4)
+@intrinsic
+def load4(typingctx, array, index):
+    """Elements index .. index + 3 of a 1-D shared float32 array as a tuple: ``ld.shared.v4.f32``.
+
+    ``index`` must be a multiple of 4 (PTX ISA, "ld": natural alignment).
+    """
+    if not is_float32_array(array, 1) or not isinstance(index, types.Integer):
+        return None
+
+    def codegen(context, builder, signature, args):
+        pointer = shared_pointer(context, builder, array, args[0], args[1], index)
+        vector = builder.load(builder.bitcast(pointer, FLOAT4.as_pointer(SHARED)), align=16)
+        return unpack4(context, builder, vector)
+
+    return types.UniTuple(types.float32, 4)(array, index), codegen
+
+
+def _store4(array, index, x0, x1, x2, x3):
+    array.store(index, (x0, x1, x2, x3))
+
+
+@emulated_by(_store4)
+@intrinsic
+def store4(typingctx, array, index, x0, x1, x2, x3):
+    """Store four floats at index .. index + 3 of a 1-D shared array: ``st.shared.v4.f32``."""
+    if not is_float32_array(array, 1) or not isinstance(index, types.Integer):
+        return None
+
+    def codegen(context, builder, signature, args):
+        pointer = shared_pointer(context, builder, array, args[0], args[1], index)
+        target = builder.bitcast(pointer, FLOAT4.as_pointer(SHARED))
+        builder.store(pack4(builder, args[2:]), target, align=16)
+
+    return types.void(array, index, x0, x1, x2, x3), codegen

@@ -1,0 +1,128 @@
+"""FlashAttention-2, forward: Q outer, K/V inner (arXiv 2307.08691, Algorithm 1), on CUDA cores.
+
+One thread block takes one row tile Qi: the outer loop (line 3) is the grid. O, m and l stay in
+registers from the first K/V tile to the last; O is normalised once, and one logsumexp leaves.
+
+Shared memory, floats:  Br (d + 4) + Bc (d + 4) + Bc d + Br (Bc + 8)
+Accesses, elements per head:  loads Nq d + 2 Tr Nk d, stores Nq d + Nq; with a causal mask only the
+    K/V tiles that row tile i sees.
+"""
+
+from functools import cache
+
+from numba import types
+
+from fa_numba.device import Kernel, array_type, cuda, float32, int32, uint32
+from fa_numba.intrinsics.async_copy import commit_async, wait_async
+from fa_numba.intrinsics.shared import shared_tile
+from fa_numba.parts.products import make_accumulate, make_scores
+from fa_numba.parts.rows import (
+    NEG_INF,
+    make_reciprocal,
+    make_scale_rows,
+    make_write_rows,
+    make_write_values,
+)
+from fa_numba.parts.softmax import (
+    make_logsumexp,
+    make_online_softmax,
+    make_scale_and_mask,
+    make_store_p,
+)
+from fa_numba.parts.tile_load import make_load_tile
+
+
+@cache
+def make_forward(spec):
+    """The kernel for ``spec``; launched over (Tr, Hq, B) blocks."""
+    Br, Bc, TX, d, causal = spec.Br, spec.Bc, spec.tx_count, spec.head_dim, spec.causal
+    TM, RS, RO = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4
+    NQ, NK, NV, NP = spec.tile_floats
+    AT_K, AT_V, AT_P = NQ, NQ + NK, NQ + NK + NV
+
+    load_q = make_load_tile(Br, spec.d4, spec.pitch_qk, spec.threads, spec.aligned)
+    load_k = make_load_tile(Bc, spec.d4, spec.pitch_qk, spec.threads, spec.aligned)
+    load_v = make_load_tile(Bc, spec.pitch_v, spec.pitch_v, spec.threads, spec.aligned)
+    scores = make_scores(spec)
+    scale_and_mask = make_scale_and_mask(spec)
+    online_softmax = make_online_softmax(spec)
+    store_p = make_store_p(spec)
+    accumulate = make_accumulate(spec)
+    scale_rows = make_scale_rows(spec)
+    reciprocal = make_reciprocal(spec)
+    logsumexp = make_logsumexp(spec)
+    write_rows = make_write_rows(spec)
+    write_values = make_write_values(spec)
+
+    def fa2_forward(Q, K, V, O, L, scale, diagonal, group):
+        sQ = shared_tile(0, NQ)
+        sK = shared_tile(AT_K, NK)
+        sV = shared_tile(AT_V, NV)
+        sP = shared_tile(AT_P, NP)
+        rS = cuda.local.array(RS, float32)
+        rO = cuda.local.array(RO, float32)
+        rm = cuda.local.array(TM, float32)
+        rl = cuda.local.array(TM, float32)
+        rf = cuda.local.array(TM, float32)
+        tx = uint32(cuda.threadIdx.x) % uint32(TX)
+        ty = uint32(cuda.threadIdx.x) // uint32(TX)
+        h = uint32(cuda.blockIdx.y)
+        b = uint32(cuda.blockIdx.z)
+        Qh, Oh, Lh = Q[b, h], O[b, h], L[b, h]
+        Kh, Vh = K[b, h // uint32(group)], V[b, h // uint32(group)]
+        Nq = uint32(Qh.shape[0])
+        Nk = uint32(Kh.shape[0])
+
+        # Alg. 1 line 3: row tile i. The tiles with most columns go first: a shorter tail.
+        i0 = uint32((cuda.gridDim.x - 1 - cuda.blockIdx.x) * Br)
+        j_end = Nk
+        if causal:
+            j_end = uint32(min(int32(Nk), max(int32(0), int32(i0 + Br + diagonal))))
+
+        # Alg. 1 line 4: load Qi (and K0, ahead of line 7)
+        load_q(sQ, Qh, i0, Nq, 0, d)
+        load_k(sK, Kh, 0, Nk, 0, d)
+        commit_async()
+        # Alg. 1 line 5: O = 0, l = 0, m = -inf, on chip
+        for e in range(RO):
+            rO[e] = float32(0.0)
+        for i in range(TM):
+            rm[i] = NEG_INF
+            rl[i] = float32(0.0)
+
+        # Alg. 1 line 6: for each column tile j that row tile i sees
+        j0 = uint32(0)
+        while j0 < j_end:
+            wait_async()
+            cuda.syncthreads()  # Kj is there; nobody reads sV and sP any more
+            # Alg. 1 line 7: load Vj, in flight during line 8
+            load_v(sV, Vh, j0, Nk, 0, d)
+            commit_async()
+            # Alg. 1 line 8: Sij = scale Qi KjT
+            scores(rS, sQ, sK, ty, tx)
+            scale_and_mask(rS, scale, i0, j0, Nk, diagonal, ty, tx)
+            # Alg. 1 line 9: m, P and l
+            online_softmax(rS, rm, rl, rf)
+            store_p(sP, rS, ty, tx)
+            wait_async()
+            cuda.syncthreads()  # Vj and Pij are there; nobody reads sK any more
+            # Alg. 1 line 7 of the next j: load Kj+1, in flight during line 10
+            load_k(sK, Kh, uint32(j0 + Bc), Nk, 0, d)
+            commit_async()
+            # Alg. 1 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj
+            scale_rows(rO, rf)
+            accumulate(rO, sP, sV, ty, tx)
+            j0 = uint32(j0 + Bc)
+        wait_async()
+
+        # Alg. 1 lines 12, 14: O = diag(l)^-1 O, written once
+        reciprocal(rf, rl)
+        scale_rows(rO, rf)
+        write_rows(rO, Oh, i0, Nq, ty, tx)
+        # Alg. 1 lines 13, 15: L = m + log l
+        logsumexp(rl, rm, rl)
+        write_values(rl, Lh, i0, Nq, ty, tx)
+
+    arrays = [array_type(4)] * 4 + [array_type(3)]
+    arguments = (*arrays, types.float32, types.int32, types.int32)
+    return Kernel(fa2_forward, arguments, spec.threads, spec.shared_bytes, spec.min_blocks)

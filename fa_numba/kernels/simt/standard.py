@@ -1,0 +1,208 @@
+"""Standard attention: S and P through global memory (Algorithm 0 of arXiv 2205.14135 and
+arXiv 2307.08691), on CUDA cores, in three kernels that share tiles and products with the others.
+
+P overwrites S in the same memory. No tile is skipped: a causal mask writes -inf.
+
+Accesses, elements per head:
+    scores   loads Nq d + Tr Nk d, stores Nq Nk
+    softmax  loads Nq Nk (twice where a row exceeds shared memory), stores Nq Nk
+    output   loads Nq Nk + Tr Nk d, stores Nq d
+"""
+
+import math
+from functools import cache
+
+from numba import types
+
+from fa_numba.device import Kernel, array_type, cuda, device_function, float32, uint32
+from fa_numba.intrinsics.arithmetic import exp2, log2, maximum
+from fa_numba.intrinsics.async_copy import commit_async, wait_async
+from fa_numba.intrinsics.shared import shared_tile
+from fa_numba.parts.products import make_accumulate, make_scores
+from fa_numba.parts.rows import make_write_rows
+from fa_numba.parts.softmax import FULL_WARP, LN2, NEG_INF, make_scale_and_mask
+from fa_numba.parts.tile_load import make_load_tile
+
+LOG2E = float32(math.log2(math.e))
+MAX_WARPS = 8
+
+
+@cache
+def make_standard_scores(spec):
+    """S = scale Q KT, masked (line 1); launched over (Tr, Hq, B) blocks."""
+    Br, Bc, TX, TY, d = spec.Br, spec.Bc, spec.tx_count, spec.ty_count, spec.head_dim
+    TM, TN, RS = spec.TM, spec.TN, spec.TM * spec.TN
+    NQ, NK, _, _ = spec.tile_floats
+    AT_K = NQ
+
+    load_q = make_load_tile(Br, spec.d4, spec.pitch_qk, spec.threads, spec.aligned)
+    load_k = make_load_tile(Bc, spec.d4, spec.pitch_qk, spec.threads, spec.aligned)
+    scores = make_scores(spec)
+    scale_and_mask = make_scale_and_mask(spec)
+
+    def standard_scores(Q, K, S, scale, diagonal, group):
+        sQ = shared_tile(0, NQ)
+        sK = shared_tile(AT_K, NK)
+        rS = cuda.local.array(RS, float32)
+        tx = uint32(cuda.threadIdx.x) % uint32(TX)
+        ty = uint32(cuda.threadIdx.x) // uint32(TX)
+        h = uint32(cuda.blockIdx.y)
+        b = uint32(cuda.blockIdx.z)
+        Qh, Kh, Sh = Q[b, h], K[b, h // uint32(group)], S[b, h]
+        Nq = uint32(Qh.shape[0])
+        Nk = uint32(Kh.shape[0])
+        i0 = uint32(cuda.blockIdx.x * Br)
+
+        load_q(sQ, Qh, i0, Nq, 0, d)
+        load_k(sK, Kh, 0, Nk, 0, d)
+        commit_async()
+        j0 = uint32(0)
+        while j0 < Nk:
+            wait_async()
+            cuda.syncthreads()  # Kj is there
+            scores(rS, sQ, sK, ty, tx)
+            cuda.syncthreads()  # nobody reads sK any more
+            load_k(sK, Kh, uint32(j0 + Bc), Nk, 0, d)
+            commit_async()
+            scale_and_mask(rS, scale, i0, j0, Nk, diagonal, ty, tx)
+            for i in range(TM):
+                row = uint32(i0 + ty + i * TY)
+                for j in range(TN):
+                    col = uint32(j0 + tx + j * TX)
+                    if row < Nq and col < Nk:
+                        Sh[row, col] = rS[i * TN + j]
+            j0 = uint32(j0 + Bc)
+        wait_async()
+
+    arguments = (*[array_type(4)] * 3, types.float32, types.int32, types.int32)
+    shared_bytes = 4 * (NQ + NK)
+    return Kernel(standard_scores, arguments, spec.threads, shared_bytes)
+
+
+@device_function
+def _exp_of_difference(s, m):
+    """e^(s - m), and 0 where s is -inf, whatever m."""
+    p = float32(0.0)
+    if s != NEG_INF:
+        p = exp2((s - m) * LOG2E)
+    return p
+
+
+@cache
+def make_standard_softmax(row_floats, warps, return_lse):
+    """P = softmax(S) by rows (line 2); launched over (Nq, Hq, B) blocks.
+
+    A row of up to ``row_floats`` is kept in shared memory; 0 reads it from global memory twice.
+    Each of 32 ``warps`` threads takes an online softmax over its own columns of the row, and the
+    threads' (m, l) are merged.
+    """
+    resident = row_floats > 0
+    NR = max(row_floats, 4)
+    WARPS, threads = warps, 32 * warps
+    AT_M, AT_L = NR, NR + WARPS
+
+    def standard_softmax(S, P, L):
+        sRow = shared_tile(0, NR)
+        sm = shared_tile(AT_M, WARPS)
+        sl = shared_tile(AT_L, WARPS)
+        h = uint32(cuda.blockIdx.y)
+        b = uint32(cuda.blockIdx.z)
+        row = uint32(cuda.blockIdx.x)
+        Si, Pi = S[b, h, row], P[b, h, row]
+        Nk = uint32(Si.shape[0])
+        thread = uint32(cuda.threadIdx.x)
+
+        m = NEG_INF
+        l = float32(0.0)
+        col = thread
+        while col < Nk:
+            s = Si[col]
+            if resident:
+                sRow[col] = s
+            m_new = maximum(m, s)
+            l = l * _exp_of_difference(m, m_new) + _exp_of_difference(s, m_new)
+            m = m_new
+            col = uint32(col + threads)
+
+        lane = 16
+        while lane > 0:
+            m_other = cuda.shfl_xor_sync(FULL_WARP, m, lane)
+            l_other = cuda.shfl_xor_sync(FULL_WARP, l, lane)
+            m_new = maximum(m, m_other)
+            l = l * _exp_of_difference(m, m_new) + l_other * _exp_of_difference(m_other, m_new)
+            m = m_new
+            lane //= 2
+        if thread % uint32(32) == uint32(0):
+            sm[thread // uint32(32)] = m
+            sl[thread // uint32(32)] = l
+        cuda.syncthreads()
+        m = NEG_INF
+        l = float32(0.0)
+        for w in range(WARPS):
+            m_new = maximum(m, sm[w])
+            l = l * _exp_of_difference(m, m_new) + sl[w] * _exp_of_difference(sm[w], m_new)
+            m = m_new
+
+        inverse = float32(0.0)
+        if l != float32(0.0):
+            inverse = float32(1.0) / l
+        col = thread
+        while col < Nk:
+            if resident:
+                s = sRow[col]
+            else:
+                s = Si[col]
+            Pi[col] = _exp_of_difference(s, m) * inverse
+            col = uint32(col + threads)
+        if return_lse:
+            if thread == uint32(0):
+                L[b, h, row] = m + LN2 * log2(l)
+
+    arguments = (array_type(4), array_type(4), array_type(3))
+    shared_bytes = 4 * (NR + 2 * WARPS)
+    return Kernel(standard_softmax, arguments, threads, shared_bytes)
+
+
+@cache
+def make_standard_output(spec):
+    """O = P V (line 3); launched over (Tr, Hq, B) blocks."""
+    Br, Bc, TX, d = spec.Br, spec.Bc, spec.tx_count, spec.head_dim
+    RO = spec.TM * spec.DN * 4
+    _, _, NV, NP = spec.tile_floats
+    AT_P = NV
+
+    load_p = make_load_tile(Br, Bc, spec.pitch_p, spec.threads, spec.aligned)
+    load_v = make_load_tile(Bc, spec.pitch_v, spec.pitch_v, spec.threads, spec.aligned)
+    accumulate = make_accumulate(spec)
+    write_rows = make_write_rows(spec)
+
+    def standard_output(P, V, O, group):
+        sV = shared_tile(0, NV)
+        sP = shared_tile(AT_P, NP)
+        rO = cuda.local.array(RO, float32)
+        tx = uint32(cuda.threadIdx.x) % uint32(TX)
+        ty = uint32(cuda.threadIdx.x) // uint32(TX)
+        h = uint32(cuda.blockIdx.y)
+        b = uint32(cuda.blockIdx.z)
+        Ph, Vh, Oh = P[b, h], V[b, h // uint32(group)], O[b, h]
+        Nq = uint32(Ph.shape[0])
+        Nk = uint32(Ph.shape[1])
+        i0 = uint32(cuda.blockIdx.x * Br)
+
+        for e in range(RO):
+            rO[e] = float32(0.0)
+        j0 = uint32(0)
+        while j0 < Nk:
+            cuda.syncthreads()  # nobody reads sP and sV any more
+            load_p(sP, Ph, i0, Nq, j0, Nk)
+            load_v(sV, Vh, j0, Nk, 0, d)
+            commit_async()
+            wait_async()
+            cuda.syncthreads()  # Pij and Vj are there
+            accumulate(rO, sP, sV, ty, tx)
+            j0 = uint32(j0 + Bc)
+        write_rows(rO, Oh, i0, Nq, ty, tx)
+
+    arguments = (*[array_type(4)] * 3, types.int32)
+    shared_bytes = 4 * (NV + NP)
+    return Kernel(standard_output, arguments, spec.threads, shared_bytes)

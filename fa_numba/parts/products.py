@@ -1,0 +1,73 @@
+"""The two matrix products of attention on register tiles, operands in shared memory.
+
+Thread (ty, tx) owns rows ty + i TY and, of S, columns tx + j TX: neighbouring threads read
+neighbouring rows, which the pitch of each tile puts in different banks.
+"""
+
+from functools import cache
+
+from fa_numba.device import cuda, device_function, float32, uint32
+from fa_numba.intrinsics.shared import load4
+
+
+@cache
+def make_scores(spec):
+    """``scores(rS, sQ, sK, ty, tx)``: rS = Qi KjT, contraction over the head dimension."""
+    TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.ty_count
+    d4, pitch = spec.d4, spec.pitch_qk
+    RK = 4 * TN
+
+    @device_function
+    def scores(rS, sQ, sK, ty, tx):
+        rK = cuda.local.array(RK, float32)
+        for e in range(TM * TN):
+            rS[e] = float32(0.0)
+        for k in range(0, d4, 4):
+            for j in range(TN):
+                b = load4(sK, uint32((tx + j * TX) * pitch + k))
+                rK[4 * j] = b[0]
+                rK[4 * j + 1] = b[1]
+                rK[4 * j + 2] = b[2]
+                rK[4 * j + 3] = b[3]
+            for i in range(TM):
+                a = load4(sQ, uint32((ty + i * TY) * pitch + k))
+                for j in range(TN):
+                    s = rS[i * TN + j]
+                    s += a[0] * rK[4 * j]
+                    s += a[1] * rK[4 * j + 1]
+                    s += a[2] * rK[4 * j + 2]
+                    s += a[3] * rK[4 * j + 3]
+                    rS[i * TN + j] = s
+
+    return scores
+
+
+@cache
+def make_accumulate(spec):
+    """``accumulate(rO, sP, sV, ty, tx)``: rO += Pij Vj, contraction over the columns of the tile."""
+    TM, DN, TX, TY, Bc = spec.TM, spec.DN, spec.tx_count, spec.ty_count, spec.Bc
+    pitch_p, pitch_v = spec.pitch_p, spec.pitch_v
+    RP = 4 * TM
+
+    @device_function
+    def accumulate(rO, sP, sV, ty, tx):
+        rP = cuda.local.array(RP, float32)
+        for k in range(0, Bc, 4):
+            for i in range(TM):
+                a = load4(sP, uint32((ty + i * TY) * pitch_p + k))
+                rP[4 * i] = a[0]
+                rP[4 * i + 1] = a[1]
+                rP[4 * i + 2] = a[2]
+                rP[4 * i + 3] = a[3]
+            for n in range(4):
+                for c in range(DN):
+                    b = load4(sV, uint32((k + n) * pitch_v + 4 * (tx + c * TX)))
+                    for i in range(TM):
+                        e = 4 * (i * DN + c)
+                        p = rP[4 * i + n]
+                        rO[e] += p * b[0]
+                        rO[e + 1] += p * b[1]
+                        rO[e + 2] += p * b[2]
+                        rO[e + 3] += p * b[3]
+
+    return accumulate

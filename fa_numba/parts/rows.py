@@ -1,0 +1,130 @@
+"""A thread's rows: its part of an O tile in registers, and one value (m, l, L) a row.
+
+Thread (ty, tx) owns rows ty + i TY and the columns 4 (tx + c TX) .. + 3 of each; register
+4 (i DN + c) + n holds column n of group c of row i.
+"""
+
+import math
+from functools import cache
+
+from fa_numba.device import cuda, device_function, float32, uint32
+from fa_numba.intrinsics.global_memory import read4, write4
+
+FULL_WARP = 0xFFFFFFFF
+NEG_INF = float32(-math.inf)
+
+
+@cache
+def make_read_rows(spec):
+    """``read_rows(rO, O, row0, rows_end, ty, tx)``: this thread's part of an O tile, or zeros."""
+    TM, DN, TX, TY = spec.TM, spec.DN, spec.tx_count, spec.ty_count
+    d, aligned = spec.head_dim, spec.aligned
+
+    @device_function
+    def read_rows(rO, O, row0, rows_end, ty, tx):
+        for e in range(TM * DN * 4):
+            rO[e] = float32(0.0)
+        for i in range(TM):
+            row = uint32(row0 + ty + i * TY)
+            for c in range(DN):
+                col = uint32(4 * (tx + c * TX))
+                e = 4 * (i * DN + c)
+                if aligned:
+                    if row < rows_end and col < uint32(d):
+                        o = read4(O, row, col)
+                        rO[e] = o[0]
+                        rO[e + 1] = o[1]
+                        rO[e + 2] = o[2]
+                        rO[e + 3] = o[3]
+                else:
+                    for n in range(4):
+                        if row < rows_end and uint32(col + n) < uint32(d):
+                            rO[e + n] = O[row, uint32(col + n)]
+
+    return read_rows
+
+
+@cache
+def make_write_rows(spec):
+    """``write_rows(rO, O, row0, rows_end, ty, tx)``: this thread's part of an O tile to memory."""
+    TM, DN, TX, TY = spec.TM, spec.DN, spec.tx_count, spec.ty_count
+    d, aligned = spec.head_dim, spec.aligned
+
+    @device_function
+    def write_rows(rO, O, row0, rows_end, ty, tx):
+        for i in range(TM):
+            row = uint32(row0 + ty + i * TY)
+            for c in range(DN):
+                col = uint32(4 * (tx + c * TX))
+                e = 4 * (i * DN + c)
+                if aligned:
+                    if row < rows_end and col < uint32(d):
+                        write4(O, row, col, rO[e], rO[e + 1], rO[e + 2], rO[e + 3])
+                else:
+                    for n in range(4):
+                        if row < rows_end and uint32(col + n) < uint32(d):
+                            O[row, uint32(col + n)] = rO[e + n]
+
+    return write_rows
+
+
+@cache
+def make_scale_rows(spec):
+    """``scale_rows(rO, rf)``: diag(f) O."""
+    TM, DN4 = spec.TM, 4 * spec.DN
+
+    @device_function
+    def scale_rows(rO, rf):
+        for i in range(TM):
+            for c in range(DN4):
+                rO[i * DN4 + c] *= rf[i]
+
+    return scale_rows
+
+
+@cache
+def make_reciprocal(spec):
+    """``reciprocal(rf, rl)``: f = 1 / l, and 0 where l = 0 (no visible column)."""
+    TM = spec.TM
+
+    @device_function
+    def reciprocal(rf, rl):
+        for i in range(TM):
+            rf[i] = float32(0.0)
+            if rl[i] != float32(0.0):
+                rf[i] = float32(1.0) / rl[i]
+
+    return reciprocal
+
+
+@cache
+def make_read_values(spec):
+    """``read_values(rv, V, row0, rows_end, ty, tx)``: one value a row, read by one lane of each."""
+    TM, TX, TY = spec.TM, spec.tx_count, spec.ty_count
+
+    @device_function
+    def read_values(rv, V, row0, rows_end, ty, tx):
+        first = uint32(uint32(cuda.threadIdx.x) % uint32(32) - tx)
+        for i in range(TM):
+            row = uint32(row0 + ty + i * TY)
+            value = float32(0.0)
+            if tx == uint32(0) and row < rows_end:
+                value = V[row]
+            rv[i] = cuda.shfl_sync(FULL_WARP, value, first)
+
+    return read_values
+
+
+@cache
+def make_write_values(spec):
+    """``write_values(rv, V, row0, rows_end, ty, tx)``: one value a row, written by one lane."""
+    TM, TY = spec.TM, spec.ty_count
+
+    @device_function
+    def write_values(rv, V, row0, rows_end, ty, tx):
+        for i in range(TM):
+            row = uint32(row0 + ty + i * TY)
+            if tx == uint32(0) and row < rows_end:
+                V[row] = rv[i]
+
+    return write_values

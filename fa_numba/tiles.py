@@ -1,0 +1,205 @@
+"""Block sizes: the papers' rules, and how the threads of a block share a tile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_ACCUMULATORS = 128
+MAX_THREADS = 512
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Block sizes of a tiled algorithm.
+
+    ``Br`` rows of Q and ``Bc`` rows of K and V make one tile of S. ``threads`` is the number of
+    threads in a block; None takes the split with the fewest shared-memory reads.
+
+    Raises ValueError when Br is no multiple of 4, Bc no multiple of 8, or either is not positive.
+    """
+
+    Br: int
+    Bc: int
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, step in (("Br", self.Br, 4), ("Bc", self.Bc, 8)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"tiles: {name} must be an int, not {value!r}")
+            if value < 1 or value % step:
+                raise ValueError(
+                    f"tiles: {name} must be a positive multiple of {step}, not {value}"
+                )
+        if self.threads is not None and (
+            isinstance(self.threads, bool) or not isinstance(self.threads, int)
+        ):
+            raise TypeError(f"tiles: threads must be an int or None, not {self.threads!r}")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The compile-time facts of a kernel: everything it closes over.
+
+    Thread (ty, tx) of a ``ty_count`` x ``tx_count`` block owns TM = Br / ty_count rows, TN columns
+    of S and 4 DN columns of O. Pitches are row lengths in shared memory, in floats; the padding
+    puts rows that neighbouring lanes read into different banks.
+    """
+
+    head_dim: int
+    Br: int
+    Bc: int
+    tx_count: int
+    ty_count: int
+    causal: bool = False
+    aligned: bool = True
+    return_lse: bool = False
+
+    @property
+    def threads(self) -> int:
+        return self.tx_count * self.ty_count
+
+    @property
+    def TM(self) -> int:
+        return self.Br // self.ty_count
+
+    @property
+    def TN(self) -> int:
+        return self.Bc // self.tx_count
+
+    @property
+    def DN(self) -> int:
+        return -(-self.head_dim // (4 * self.tx_count))
+
+    @property
+    def d4(self) -> int:
+        """The head dimension rounded up to whole 16-byte accesses."""
+        return -(-self.head_dim // 4) * 4
+
+    @property
+    def pitch_qk(self) -> int:
+        return self.d4 + 4
+
+    @property
+    def pitch_v(self) -> int:
+        return 4 * self.tx_count * self.DN
+
+    @property
+    def pitch_p(self) -> int:
+        return self.Bc + 64 // self.tx_count
+
+    @property
+    def tile_floats(self) -> tuple[int, int, int, int]:
+        """Floats of sQ, sK, sV and sP in shared memory."""
+        return (
+            self.Br * self.pitch_qk,
+            self.Bc * self.pitch_qk,
+            self.Bc * self.pitch_v,
+            self.Br * self.pitch_p,
+        )
+
+    @property
+    def shared_bytes(self) -> int:
+        return 4 * sum(self.tile_floats)
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of one thread's parts of S and O."""
+        return self.TM * (self.TN + 4 * self.DN)
+
+    @property
+    def reads_per_fma(self) -> float:
+        """16-byte shared-memory reads per multiply-add of one thread over both products."""
+        reads = (self.TM + self.TN) * self.d4 / 4 + (self.TM / 4 + self.DN) * self.Bc
+        return reads / (self.accumulators_s * self.d4 + self.TM * 4 * self.DN * self.Bc)
+
+    @property
+    def accumulators_s(self) -> int:
+        return self.TM * self.TN
+
+    @property
+    def min_blocks(self) -> int:
+        """Blocks of the flash kernels that ptxas should make room for on a multiprocessor."""
+        return 2 if self.threads <= 128 else 1
+
+
+def splits(Br: int, Bc: int, head_dim: int, **facts) -> list[Spec]:
+    """Every way to share a tile among the threads of a block, best first."""
+    found = []
+    for tx in (8, 16):
+        for TM in (1, 2, 4, 8):
+            if Bc % tx or Br % TM:
+                continue
+            spec = Spec(head_dim, Br, Bc, tx, Br // TM, **facts)
+            if (
+                spec.threads % 32 == 0
+                and spec.threads <= MAX_THREADS
+                and spec.accumulators <= MAX_ACCUMULATORS
+            ):
+                found.append(spec)
+    return sorted(found, key=lambda s: (s.reads_per_fma, s.threads))
+
+
+def specialise(tiles: Tiles, head_dim: int, shared_limit: int, **facts) -> Spec:
+    """The kernel specialisation for ``tiles``; ``shared_limit`` in bytes a block.
+
+    Raises ValueError when the tiles need more shared memory than there is, or no split of the tile
+    over threads exists.
+    """
+    found = splits(tiles.Br, tiles.Bc, head_dim, **facts)
+    if tiles.threads is not None:
+        allowed = sorted({s.threads for s in found})
+        found = [s for s in found if s.threads == tiles.threads]
+        if not found:
+            raise ValueError(
+                f"tiles: threads={tiles.threads} does not fit Br={tiles.Br}, Bc={tiles.Bc}, "
+                f"head_dim={head_dim}; allowed: {allowed or 'none'}"
+            )
+    if not found:
+        raise ValueError(
+            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} needs more than "
+            f"{MAX_THREADS} threads of {MAX_ACCUMULATORS} accumulators; take smaller blocks"
+        )
+    spec = found[0]
+    if spec.shared_bytes > shared_limit:
+        raise ValueError(
+            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} needs "
+            f"{spec.shared_bytes} bytes of shared memory, the device has {shared_limit} a block"
+        )
+    return spec
+
+
+def paper_rule(M: int, head_dim: int) -> tuple[int, int]:
+    """(Br, Bc) of FlashAttention's Algorithm 1, line 1, for M floats of on-chip memory."""
+    Bc = -(-M // (4 * head_dim))
+    return min(Bc, head_dim), Bc
+
+
+def _power_of_two(n: int) -> int:
+    """The largest power of two that is at most ``n``."""
+    return 1 << (n.bit_length() - 1)
+
+
+def default_tiles(
+    algorithm: str, seqlen_q: int, seqlen_k: int, head_dim: int, shared_limit: int
+) -> Tiles:
+    """Block sizes for ``algorithm`` on a device with ``shared_limit`` bytes a block.
+
+    FlashAttention-1 takes Bc from its line 1 (ceil(M / 4d), as a power of two up to 128); the
+    Q-outer kernels and the inner block take FlashAttention-2's choice from {64, 128} (section 3.3).
+    Both are halved, the larger first, until shared memory and registers hold them, and no block is
+    larger than the sequence needs.
+    """
+    Br, Bc = 128, 64
+    if algorithm == "fa1":
+        Bc = min(128, _power_of_two(paper_rule(shared_limit // 4, head_dim)[1]))
+    Br = min(Br, max(16, 2 * _power_of_two(max(1, seqlen_q - 1))))
+    Bc = min(Bc, max(16, 2 * _power_of_two(max(1, seqlen_k - 1))))
+    while (Br, Bc) != (4, 8):
+        found = splits(Br, Bc, head_dim)
+        if found and found[0].shared_bytes <= shared_limit:
+            return Tiles(Br, Bc)
+        if Br >= Bc and Br > 4:
+            Br //= 2
+        else:
+            Bc //= 2
+    return Tiles(Br, Bc)
