@@ -14,6 +14,8 @@ from fa_numba.device import DeviceArray
 from fa_numba.problem import DTYPES
 
 HOST = -1
+# Candidate solutions tried before two interleaved layouts are taken to overlap.
+_OVERLAP_WORK: Any = 100_000
 
 
 @dataclass(frozen=True)
@@ -236,6 +238,6 @@ def check_out(out: Operand, shape: tuple[int, ...], inputs: list[Operand]) -> No
 
 def _overlap(a: Operand, b: Operand) -> bool:
     try:
-        return np.shares_memory(a.spans(), b.spans(), max_work=100_000)
+        return bool(np.shares_memory(a.spans(), b.spans(), max_work=_OVERLAP_WORK))
     except np.exceptions.TooHardError:
         return True

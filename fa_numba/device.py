@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numba import cuda, float32, int32, types, uint32
+from numba import cuda, float32, int32, types, uint32  # noqa: F401  # kernels take them here
 
 from fa_numba import emulator
 

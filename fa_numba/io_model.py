@@ -272,8 +272,8 @@ def flops(problem: Problem, passes: str = "fwd") -> int:
 def workspace(algorithm: str, problem: Problem, *, return_lse: bool = False) -> int:
     """Bytes of global memory beside inputs and outputs (float32).
 
-    standard: S, which P overwrites, 4 B H N_q N_k with N_k rounded up to a multiple of 4. fa1: l and m, 8 B H N_q. fa2: L, 4 B H N_q,
-    and nothing when the caller takes L (`return_lse`).
+    standard: S, which P overwrites, 4 B H N_q N_k with N_k rounded up to a multiple of 4.
+    fa1: l and m, 8 B H N_q. fa2: L, 4 B H N_q, and nothing when the caller takes L (`return_lse`).
     """
     _check("algorithm", algorithm, ALGORITHMS)
     rows = problem.batch * problem.heads_q * problem.seqlen_q

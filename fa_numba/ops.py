@@ -18,7 +18,7 @@ from fa_numba.arrays import HOST, Operand, check_out, check_together, operand
 from fa_numba.device import DeviceArray, Kernel
 from fa_numba.kernels.simt import fa1_forward, fa2_forward, standard
 from fa_numba.problem import Problem, as_size
-from fa_numba.tiles import Spec, Tiles, default_tiles, specialise
+from fa_numba.tiles import Tiles, default_tiles, specialise
 
 ALGORITHMS = ("standard", "fa1", "fa2")
 
@@ -374,6 +374,7 @@ def _workspace(shape: tuple[int, ...], library: Operand | None = None) -> Any:
 
 def _execute(run: _Run, arguments, O: Any, L: Any, stream: int) -> None:
     problem, kernels = run.plan.problem, run.kernels
+    args: tuple
     Q, K, V = arguments
     grids = [k.grid for k in run.plan.kernels]
     device.trace_allocation(run.plan.workspace_bytes)

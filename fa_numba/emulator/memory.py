@@ -194,10 +194,12 @@ class SharedArray:
 
     def load(self, e: int, n: int) -> tuple[Any, ...]:
         """Elements e..e+n-1 (flat index) in one access of n elements, e a multiple of n."""
-        first = self._vector(e, n)
+        first = self.base + e
+        end = first + n
+        if e < 0 or e + n > self.length or first % n:
+            self._vector(e, n)
         ctx = self.ctx
         every, several, me = ctx.every, ctx.several, ctx.me
-        end = first + n
         for r in self.read[first:end]:
             if r is not every and r is not several and r is not me:
                 for k in range(first, end):
@@ -560,7 +562,9 @@ class GlobalArray:
 
     def _put(self, e: int, value: Any) -> None:
         try:
-            self._set(e, self._convert(value) if self._convert is not None else value)
+            if self._convert is not None:
+                value = self._convert(value)
+            self._set(e, value)
         except (TypeError, ValueError) as error:
             if self._memory.flags.writeable:
                 raise
@@ -568,6 +572,12 @@ class GlobalArray:
             raise self.ctx.fault(ReadOnlyStore, text, self.name) from error
 
     def _at(self, index: tuple[int, ...]) -> int:
+        if self.ndim == 2:  # the same as below, for speed
+            i, j = index
+            rows, columns = self.shape
+            if 0 <= i < rows and 0 <= j < columns:
+                down, right = self._steps
+                return self._offset + i * down + j * right
         e = self._offset
         for i, n, step in zip(index, self.shape, self._steps, strict=True):
             if not 0 <= i < n:

@@ -6,6 +6,7 @@ from numba.core import cgutils, types
 I32 = ir.IntType(32)
 F32 = ir.FloatType()
 FLOAT4 = ir.VectorType(F32, 4)
+FLOAT4_TUPLE = types.containers.UniTuple(types.float32, 4)
 SHARED = 3
 GLOBAL = 1
 
@@ -51,7 +52,7 @@ def global_pointer(context, builder, array_ty, array, row, row_ty, col, col_ty):
 
 def unpack4(context, builder, vector):
     lanes = [builder.extract_element(vector, I32(n)) for n in range(4)]
-    return context.make_tuple(builder, types.UniTuple(types.float32, 4), lanes)
+    return context.make_tuple(builder, FLOAT4_TUPLE, lanes)
 
 
 def pack4(builder, lanes):

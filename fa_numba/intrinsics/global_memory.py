@@ -5,6 +5,7 @@ from numba.cuda.extending import intrinsic
 
 from fa_numba.intrinsics._build import (
     FLOAT4,
+    FLOAT4_TUPLE,
     GLOBAL,
     emulated_by,
     global_pointer,
@@ -21,7 +22,7 @@ def _read4(array, row, col):
 @emulated_by(_read4)
 @intrinsic
 def read4(typingctx, array, row, col):
-    """Elements (row, col .. col + 3) as a tuple: ``ld.global.v4.f32``. The address is 16-aligned."""
+    """Elements (row, col .. col + 3), 16-byte aligned, as a tuple: ``ld.global.v4.f32``."""
     if not is_float32_array(array, 2):
         return None
 
@@ -30,7 +31,7 @@ def read4(typingctx, array, row, col):
         vector = builder.load(builder.bitcast(pointer, FLOAT4.as_pointer(GLOBAL)), align=16)
         return unpack4(context, builder, vector)
 
-    return types.UniTuple(types.float32, 4)(array, row, col), codegen
+    return FLOAT4_TUPLE(array, row, col), codegen
 
 
 def _write4(array, row, col, x0, x1, x2, x3):
@@ -40,7 +41,7 @@ def _write4(array, row, col, x0, x1, x2, x3):
 @emulated_by(_write4)
 @intrinsic
 def write4(typingctx, array, row, col, x0, x1, x2, x3):
-    """Store four floats at (row, col .. col + 3): ``st.global.v4.f32``. The address is 16-aligned."""
+    """Store four floats at (row, col .. col + 3), 16-byte aligned: ``st.global.v4.f32``."""
     if not is_float32_array(array, 2):
         return None
 

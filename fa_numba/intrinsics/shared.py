@@ -11,6 +11,7 @@ from fa_numba import emulator
 from fa_numba.intrinsics._build import (
     F32,
     FLOAT4,
+    FLOAT4_TUPLE,
     SHARED,
     emulated_by,
     is_float32_array,
@@ -82,7 +83,7 @@ def load4(typingctx, array, index):
         vector = builder.load(builder.bitcast(pointer, FLOAT4.as_pointer(SHARED)), align=16)
         return unpack4(context, builder, vector)
 
-    return types.UniTuple(types.float32, 4)(array, index), codegen
+    return FLOAT4_TUPLE(array, index), codegen
 
 
 def _store4(array, index, x0, x1, x2, x3):

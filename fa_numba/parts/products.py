@@ -44,7 +44,7 @@ def make_scores(spec):
 
 @cache
 def make_accumulate(spec):
-    """``accumulate(rO, sP, sV, ty, tx)``: rO += Pij Vj, contraction over the columns of the tile."""
+    """``accumulate(rO, sP, sV, ty, tx)``: rO += Pij Vj, contraction over the tile's columns."""
     TM, DN, TX, TY, Bc = spec.TM, spec.DN, spec.tx_count, spec.ty_count, spec.Bc
     pitch_p, pitch_v = spec.pitch_p, spec.pitch_v
     RP = 4 * TM

@@ -100,7 +100,7 @@ def make_reciprocal(spec):
 @cache
 def make_read_values(spec):
     """``read_values(rv, V, row0, rows_end, ty, tx)``: one value a row, read by one lane of each."""
-    TM, TX, TY = spec.TM, spec.tx_count, spec.ty_count
+    TM, TY = spec.TM, spec.ty_count
 
     @device_function
     def read_values(rv, V, row0, rows_end, ty, tx):

@@ -148,15 +148,11 @@ def make_standard_softmax(row_floats, warps, return_lse):
             inverse = float32(1.0) / l
         col = thread
         while col < Nk:
-            if resident:
-                s = sRow[col]
-            else:
-                s = Si[col]
+            s = sRow[col] if resident else Si[col]
             Pi[col] = _exp_of_difference(s, m) * inverse
             col = uint32(col + threads)
-        if return_lse:
-            if thread == uint32(0):
-                L[b, h, row] = m + LN2 * log2(l)
+        if return_lse and thread == uint32(0):
+            L[b, h, row] = m + LN2 * log2(l)
 
     arguments = (array_type(4), array_type(4), array_type(3))
     shared_bytes = 4 * (NR + 2 * WARPS)
