@@ -7,7 +7,9 @@ compiled by Numba when it first runs on a GPU; on the emulator its Python functi
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -165,7 +167,7 @@ class DeviceArray:
 
     def arguments(self) -> tuple[int, ...]:
         """The words of Numba's array ABI: meminfo, parent, size, itemsize, data, shape, strides."""
-        return (0, 0, int(np.prod(self.shape)), 4, self.pointer, *self.shape, *self.strides)
+        return (0, 0, math.prod(self.shape), 4, self.pointer, *self.shape, *self.strides)
 
 
 def launch(kernel: Kernel, grid: tuple[int, ...], args: tuple, stream: int = 0) -> None:
@@ -181,8 +183,6 @@ def launch(kernel: Kernel, grid: tuple[int, ...], args: tuple, stream: int = 0) 
         if total is not None:
             total.merge(counts)
         return
-    import ctypes
-
     from cuda.core import LaunchConfig, Stream
     from cuda.core import launch as core_launch
 
@@ -202,10 +202,15 @@ def launch(kernel: Kernel, grid: tuple[int, ...], args: tuple, stream: int = 0) 
 
 
 class MemoryTrace:
-    """Bytes that this package allocated on the GPU inside ``track_memory``."""
+    """GPU memory that calls inside ``track_memory`` took beside their inputs and outputs, bytes."""
 
     def __init__(self) -> None:
+        self.live_bytes = 0
         self.peak_bytes = 0
+
+    def add(self, nbytes: int) -> None:
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
 
 _traces: list[MemoryTrace] = []
@@ -213,7 +218,7 @@ _traces: list[MemoryTrace] = []
 
 @contextlib.contextmanager
 def track_memory() -> Iterator[MemoryTrace]:
-    """Record the GPU memory that calls inside need beside their inputs and ``out``."""
+    """Record the scratch memory that calls inside allocate: every byte goes through ``scratch``."""
     trace = MemoryTrace()
     _traces.append(trace)
     try:
@@ -222,10 +227,57 @@ def track_memory() -> Iterator[MemoryTrace]:
         _traces.remove(trace)
 
 
-def trace_allocation(nbytes: int) -> None:
-    """Tell the open traces that one call holds ``nbytes`` of its own at once."""
-    for trace in _traces:
-        trace.peak_bytes = max(trace.peak_bytes, nbytes)
+@functools.cache
+def _pool(ordinal: int):
+    """A pool of GPU memory of our own that keeps what it has, as caching allocators do."""
+    from cuda.bindings import driver
+    from cuda.core import Device, DeviceMemoryResource, DeviceMemoryResourceOptions
+
+    Device(ordinal).set_current()
+    pool = DeviceMemoryResource(ordinal, DeviceMemoryResourceOptions())
+    keep = driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+    driver.cuMemPoolSetAttribute(pool.handle, keep, driver.cuuint64_t(2**63))
+    return pool
+
+
+@contextlib.contextmanager
+def scratch(stream: int) -> Iterator[Callable[[tuple[int, ...]], Any]]:
+    """``allocate(shape)`` for float32 workspace of launches on ``stream``; freed behind them.
+
+    On the emulator it gives NumPy arrays, NaN until written.
+    """
+    if not on_gpu():
+        yield lambda shape: np.full(shape, np.nan, np.float32)
+        return
+    from cuda.core import Stream
+
+    pool = _pool(cuda.get_current_device().id)
+    order = Stream.from_handle(stream)
+    buffers = []
+
+    def allocate(shape: tuple[int, ...]) -> DeviceArray:
+        size = 4 * math.prod(shape)
+        buffers.append(pool.allocate(size, stream=order))
+        for trace in _traces:
+            trace.add(size)
+        strides = tuple(4 * math.prod(shape[n + 1 :]) for n in range(len(shape)))
+        return DeviceArray(int(buffers[-1].handle), shape, strides)
+
+    try:
+        yield allocate
+    finally:
+        for buffer in buffers:
+            for trace in _traces:
+                trace.add(-buffer.size)
+            buffer.close(order)
+
+
+def release_memory() -> None:
+    """Give the workspace memory that the pool keeps back to the GPU."""
+    from cuda.bindings import driver
+
+    synchronize()
+    driver.cuMemPoolTrimTo(_pool(cuda.get_current_device().id).handle, 0)
 
 
 def empty(shape: tuple[int, ...]):

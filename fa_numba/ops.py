@@ -8,10 +8,8 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from fa_numba import device, io_model
 from fa_numba.arrays import HOST, Operand, check_out, check_together, operand
@@ -365,45 +363,34 @@ def _whole(array) -> DeviceArray:
     return found.argument()
 
 
-def _workspace(shape: tuple[int, ...], library: Operand | None = None) -> Any:
-    """Scratch memory as a launch argument; on the emulator NaN until written."""
-    if device.on_gpu():
-        return _whole(device.empty(shape))
-    return np.full(shape, np.nan, np.float32)
-
-
 def _execute(run: _Run, arguments, O: Any, L: Any, stream: int) -> None:
     problem, kernels = run.plan.problem, run.kernels
-    args: tuple
     Q, K, V = arguments
     grids = [k.grid for k in run.plan.kernels]
-    device.trace_allocation(run.plan.workspace_bytes)
-    if run.plan.algorithm == "fa2":
-        L = _workspace(problem.lse_shape) if L is None else L
-        scale = problem.scale * _LOG2E
-        args = (Q, K, V, O, L, scale, problem.diagonal, problem.group)
-        device.launch(kernels[0], grids[0], args, stream)
-    elif run.plan.algorithm == "fa1":
-        l, m = _workspace(problem.lse_shape), _workspace(problem.lse_shape)
-        L = l if L is None else L
-        scale = problem.scale * _LOG2E
-        args = (Q, K, V, O, L, l, m, scale, problem.diagonal, problem.group, run.split_rows)
-        device.launch(kernels[0], grids[0], args, stream)
-    else:
-        S = _score_matrix(problem)
-        unused = _workspace((1, 1, 1)) if L is None else L
-        device.launch(
-            kernels[0], grids[0], (Q, K, S, problem.scale, problem.diagonal, problem.group), stream
-        )
-        device.launch(kernels[1], grids[1], (S, S, unused), stream)
-        device.launch(kernels[2], grids[2], (S, V, O, problem.group), stream)
+    diagonal, group = problem.diagonal, problem.group
+    args: tuple
+    with device.scratch(stream) as allocate:
+        if run.plan.algorithm == "fa2":
+            L = allocate(problem.lse_shape) if L is None else L
+            args = (Q, K, V, O, L, problem.scale * _LOG2E, diagonal, group)
+            device.launch(kernels[0], grids[0], args, stream)
+        elif run.plan.algorithm == "fa1":
+            l, m = allocate(problem.lse_shape), allocate(problem.lse_shape)
+            L = l if L is None else L
+            args = (Q, K, V, O, L, l, m, problem.scale * _LOG2E, diagonal, group, run.split_rows)
+            device.launch(kernels[0], grids[0], args, stream)
+        else:
+            S = _score_matrix(problem, allocate)
+            L = allocate((1, 1, 1)) if L is None else L
+            device.launch(kernels[0], grids[0], (Q, K, S, problem.scale, diagonal, group), stream)
+            device.launch(kernels[1], grids[1], (S, S, L), stream)
+            device.launch(kernels[2], grids[2], (S, V, O, group), stream)
 
 
-def _score_matrix(problem: Problem) -> Any:
+def _score_matrix(problem: Problem, allocate: Callable) -> Any:
     """S of shape (B, Hq, Nq, Nk), its rows padded to 16 bytes."""
     pitch = -(-problem.seqlen_k // 4) * 4
-    whole = _workspace((problem.batch, problem.heads_q, problem.seqlen_q, pitch))
+    whole = allocate((problem.batch, problem.heads_q, problem.seqlen_q, pitch))
     if isinstance(whole, DeviceArray):
-        shape = (*whole.shape[:3], problem.seqlen_k)
-        return DeviceArray(whole.pointer, shape, whole.strides, whole.owner)
+        return replace(whole, shape=(*whole.shape[:3], problem.seqlen_k))
     return whole[..., : problem.seqlen_k]

@@ -1,0 +1,53 @@
+# make figures   measure what this machine can measure and draw every figure
+# make test      the tests          make lint    ruff and mypy
+# make clean     remove .venv and everything generated that git does not track
+# Each makes .venv first when it is missing or setup.cfg has changed.
+
+PYTHON ?= python3
+JOBS ?= auto
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+# CUDA wheels that fit the driver: cu12 for a 12.x driver, cu13 for a newer one or none.
+ifndef CUDA
+CUDA := $(if $(filter 12,$(shell nvidia-smi 2>/dev/null | \
+	sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')),cu12,cu13)
+endif
+
+# ruff reads no setup.cfg, so its options live here.
+RUFF := --isolated --config 'target-version = "py311"' --config 'line-length = 100'
+# The papers' symbols are names here: l is no 1 (E741), N and M are no constants (SIM300).
+RULES := --select E,F,I,B,UP,SIM --ignore E741,SIM300
+SOURCES := fa_numba experiments tests
+
+.PHONY: figures test lint clean
+.DELETE_ON_ERROR:
+
+figures: $(VENV)/.run-$(CUDA)
+	@$(RUN) -m experiments all
+
+test: $(VENV)/.dev-$(CUDA)
+	@$(RUN) -m pytest -q -n $(JOBS) $(TESTS)
+
+lint: $(VENV)/.dev-$(CUDA)
+	@$(RUN) -m ruff check $(RUFF) $(RULES) $(SOURCES)
+	@$(RUN) -m ruff format $(RUFF) --check $(SOURCES)
+	@$(RUN) -m mypy
+
+clean:
+	rm -rf $(VENV) build *.egg-info figures/quick .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find $(wildcard $(SOURCES)) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	"fa_numba needs Python 3.11 or newer, but %s is %d.%d; choose one: make PYTHON=/path/to/python3" \
+	% (sys.executable, *sys.version_info[:2]))'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run-$(CUDA): setup.cfg pyproject.toml | $(VENV)/bin/python
+	$(RUN) -m pip install --disable-pip-version-check --quiet -e '.[$(CUDA)]'
+	@touch $@
+
+$(VENV)/.dev-$(CUDA): setup.cfg pyproject.toml | $(VENV)/bin/python
+	$(RUN) -m pip install --disable-pip-version-check --quiet -e '.[$(CUDA),test,lint]'
+	@touch $@ $(VENV)/.run-$(CUDA)

@@ -1,0 +1,147 @@
+"""python -m experiments list | run NAME ... | draw NAME ... | all | report"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from .lab import report
+from .lab.options import FIGURES, Options
+from .lab.runner import Runner, load, names
+
+QUICK = FIGURES / "quick"
+MAX_SEQLEN = 1 << 20
+MAX_HEAD_DIM = 256
+CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
+
+
+def _sizes(what: str, largest: int):
+    def parse(text: str) -> tuple[int, ...]:
+        values = []
+        for part in text.split(","):
+            try:
+                value = int(part)
+            except ValueError:
+                raise argparse.ArgumentTypeError(
+                    f"{part!r} is no integer; give {what} separated by commas, such as 64,128"
+                ) from None
+            if not 1 <= value <= largest:
+                raise argparse.ArgumentTypeError(f"{value} is outside 1 to {largest}")
+            values.append(value)
+        return tuple(dict.fromkeys(values))
+
+    return parse
+
+
+def _folder(text: str) -> Path:
+    path = Path(text).resolve()
+    for place in (path, *path.parents):
+        if place.exists():
+            if not place.is_dir():
+                raise argparse.ArgumentTypeError(f"{place} is a file, not a folder")
+            break
+    return path
+
+
+def _parser() -> argparse.ArgumentParser:
+    choices = argparse.ArgumentParser(add_help=False)
+    group = choices.add_argument_group("options")
+    group.add_argument(
+        "--quick",
+        action="store_true",
+        help="a few small sizes, in seconds; written to figures/quick unless --out is given",
+    )
+    group.add_argument(
+        "--seqlens",
+        type=_sizes("lengths", MAX_SEQLEN),
+        metavar="N,...",
+        help="sequence lengths to measure and draw, instead of the experiment's own",
+    )
+    group.add_argument(
+        "--head-dims",
+        type=_sizes("head dimensions", MAX_HEAD_DIM),
+        metavar="D,...",
+        help="head dimensions to measure and draw, instead of the experiment's own",
+    )
+    group.add_argument(
+        "--causal",
+        choices=CAUSAL,
+        help="masks to measure and draw, instead of the experiment's own",
+    )
+    group.add_argument(
+        "--out",
+        type=_folder,
+        metavar="FOLDER",
+        help="where figures go, and their data under FOLDER/data (default: figures); data that "
+        "is not there is drawn from the project's recordings",
+    )
+
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments",
+        description="Measure both loop orders of FlashAttention and draw the figures.",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands.add_parser("list", help="name the experiments and what each one shows")
+    for command, text in (
+        ("run", "measure the named experiments on this machine, store the rows, draw the figures"),
+        ("draw", "draw the named figures from stored rows, measuring nothing"),
+    ):
+        sub = commands.add_parser(command, help=text, description=text, parents=[choices])
+        sub.add_argument("names", nargs="+", metavar="NAME", help=f"any of: {', '.join(names())}")
+    text = "run every experiment that this machine can run, draw every figure, sum up"
+    commands.add_parser("all", help=text, description=text, parents=[choices])
+    text = "write the tables of paper_repro.md anew from the stored rows"
+    commands.add_parser("report", help=text, description=text)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    console = Console()
+    if args.command == "list":
+        table = Table(box=None, show_header=False)
+        for name in names():
+            module = load(name)
+            needs = " Needs a CUDA GPU to measure." if module.NEEDS_GPU else ""
+            table.add_row(f"[bold]{name}[/]", f"{module.DESCRIPTION}{needs}")
+        console.print(table)
+        return 0
+    if args.command == "report":
+        changed = report.update()
+        console.print(f"paper_repro.md: {', '.join(changed) if changed else 'nothing'} changed")
+        return 0
+
+    chosen = names() if args.command == "all" else list(dict.fromkeys(args.names))
+    unknown = [name for name in chosen if name not in names()]
+    if unknown:
+        parser.error(f"no experiment named {', '.join(unknown)}; known are: {', '.join(names())}")
+    options = Options(
+        quick=args.quick,
+        seqlens=args.seqlens,
+        head_dims=args.head_dims,
+        causal=CAUSAL[args.causal] if args.causal else None,
+        out=args.out or (QUICK if args.quick else FIGURES),
+    )
+    runner = Runner(options, arguments, console)
+    try:
+        for name in chosen:
+            if args.command != "draw":
+                runner.measure(name)
+            runner.draw(name)
+    except KeyboardInterrupt:
+        console.print("[yellow]interrupted; the rows measured so far are stored[/]")
+        return 130
+    if args.command == "all":
+        console.print(runner.summary(chosen))
+    return 1 if any(report.error for report in runner.reports.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

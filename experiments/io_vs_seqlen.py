@@ -1,0 +1,260 @@
+"""Global-memory accesses over the sequence length, for standard attention and both loop orders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import fa_numba
+from fa_numba import device, io_model
+from fa_numba.problem import Problem
+
+from .lab import counters
+from .lab.algorithms import LABELS, SERIES, call, plan, row_fields
+from .lab.options import Bench, Options
+from .lab.settings import HEAD_DIMS, SEQLENS, Inputs, fa2_setting, one_head
+from .lab.store import EMULATOR, MODEL, Row
+from .lab.timing import attempt
+
+NAME = "io_vs_seqlen"
+TITLE = "accesses over the sequence length: model, counts, bounds, L2 and DRAM"
+DESCRIPTION = (
+    "Global-memory accesses over N for standard attention, FA-1 and FA-2: closed form to 64k, "
+    "counted on the emulator at small N, the published bounds, and on a GPU with Nsight Compute "
+    "the L2 and DRAM bytes in FA-2's setting."
+)
+NEEDS_GPU = False
+
+MODEL_SEQLENS = tuple(1 << n for n in range(5, 17))
+COUNTED_SEQLENS = (32, 64, 128, 256)  # minutes on the emulator beyond
+BOUNDS = {
+    "theta-standard": lambda problem, M: io_model.theta_standard(problem),
+    "theta-flash": io_model.theta_flash,
+    "saha-ye": io_model.saha_ye,
+}
+# Drawn like the algorithm they bound. Saha and Ye's bound is FA-1's wherever M >= d^2, as it is
+# for every head dimension here, so it has rows but no line.
+BOUND_STYLES = {
+    "theta-standard": ("standard-simt", "bound $Nd+N^2$"),
+    "theta-flash": ("fa1-simt", "bound $N^2d^2/M$, {M}"),
+}
+
+
+def measure(options: Options, bench: Bench) -> Iterator[Row]:
+    """Rows per head for models and counts, of whole calls for hardware counters."""
+    head_dims = options.head_dims or HEAD_DIMS
+    masks = options.causal or (False,)
+    lengths = options.seqlens or (MODEL_SEQLENS[:6] if options.quick else MODEL_SEQLENS)
+    cases = [one_head(N, d, mask) for d in head_dims for mask in masks for N in lengths]
+    for problem in bench.track(cases, "closed forms"):
+        yield from _model(problem)
+
+    wanted = options.seqlens or (COUNTED_SEQLENS[:2] if options.quick else COUNTED_SEQLENS)
+    longest = max(COUNTED_SEQLENS)
+    small = [N for N in wanted if N <= longest]
+    # One head dimension is enough: counting is slow, and the tests cover many more sizes.
+    cases = [one_head(N, min(head_dims), mask) for mask in masks for N in small]
+    inputs = Inputs()
+    work = [(series, problem) for problem in cases for series in SERIES]
+    for series, problem in bench.track(work, "counting on the emulator"):
+        yield from _count(series, problem, inputs)
+
+    if bench.machine is not None:
+        lengths = options.seqlens or (SEQLENS[:2] if options.quick else SEQLENS)
+        cases = [fa2_setting(N, d, mask) for d in head_dims for mask in masks for N in lengths]
+        yield from _hardware(cases, bench)
+
+
+def _model(problem: Problem) -> list[Row]:
+    """Closed forms at the emulated device's tiles, so that they are the same on every machine."""
+    rows = []
+    with device.using("emulator"):
+        M = device.shared_bytes_limit() // io_model.ELEMENT_BYTES
+        for series in SERIES:
+            planned = plan(series, problem)
+            common = {"machine": MODEL, "source": "model", "tiles": planned.tiles}
+            rows += _loads_and_stores(series, problem, planned.accesses, **common)
+    for series, bound in BOUNDS.items():
+        rows.append(
+            Row(
+                machine=MODEL,
+                experiment=NAME,
+                series=series,
+                source="model",
+                metric="accesses",
+                unit="elements",
+                value=float(bound(problem, M)),
+                note="" if series == "theta-standard" else f"M={M}",
+                **row_fields(problem),
+            )
+        )
+    return rows
+
+
+def _count(series: str, problem: Problem, inputs: Inputs) -> list[Row]:
+    with fa_numba.count_accesses() as counts:
+        tiles = plan(series, problem).tiles
+        call(series, problem, *inputs(problem))()
+    common = {"machine": EMULATOR, "source": "counted", "tiles": tiles}
+    return _loads_and_stores(series, problem, counts, **common)
+
+
+def _loads_and_stores(
+    series: str, problem: Problem, accesses: Any, *, machine: str, source: str, tiles: Any
+) -> list[Row]:
+    return [
+        Row(
+            machine=machine,
+            experiment=NAME,
+            series=series,
+            source=source,
+            Br=tiles.Br,
+            Bc=tiles.Bc,
+            metric=metric,
+            unit="elements",
+            value=sum(arrays.values()),
+            **row_fields(problem),
+        )
+        for metric, arrays in (("loads", accesses.loads), ("stores", accesses.stores))
+    ]
+
+
+def _hardware(cases: Sequence[Problem], bench: Bench) -> Iterator[Row]:
+    """L2 and DRAM bytes of whole calls, and the model's bytes with the same tiles beside them."""
+    work = [(series, problem) for problem in cases for series in SERIES]
+    if not counters.available():
+        bench.say("  no Nsight Compute (ncu) here: L2 and DRAM bytes are not measured")
+        return
+    bench.say(f"  Nsight Compute: {len(work)} calls")
+    wanted = [
+        counters.Case(SERIES[series], p.batch, p.heads_q, p.seqlen_q, p.head_dim, p.causal)
+        for series, p in work
+    ]
+    try:
+        results = counters.count(wanted)
+    except counters.CountersError as error:
+        bench.say(f"  {error}")
+        results = [f"failed: {error}"] * len(work)
+    for (series, problem), result in zip(work, results, strict=True):
+        planned, failure = attempt(lambda s=series, p=problem: plan(s, p))
+        common = {
+            "machine": bench.machine,
+            "experiment": NAME,
+            "series": series,
+            "metric": "traffic",
+            "unit": "bytes",
+            **row_fields(problem),
+        }
+        if planned is not None:
+            common |= {"Br": planned.tiles.Br, "Bc": planned.tiles.Bc}
+            yield Row(source="model", value=planned.accesses.bytes, **common)
+        note = failure or (result if isinstance(result, str) else "")
+        for source in ("l2", "dram"):
+            value = None if note else getattr(result, source)
+            yield Row(source=source, value=value, note=note, **common)
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """A row of panels a head dimension: accesses of one head, and bytes of a call on a GPU."""
+    from matplotlib.lines import Line2D
+
+    from .lab import style
+
+    if not rows:
+        return None
+    mask = min(row.causal for row in rows)
+    rows = [row for row in rows if row.causal == mask and not row.failed]
+    head_dims = sorted({row.head_dim for row in rows})[:2]
+    figure, axes = style.new(len(head_dims), 2, 0.7 + 3.6 * len(head_dims))
+    masked = ", causal" if mask else ""
+    for (left, right), d in zip(axes, head_dims, strict=True):
+        mine = [row for row in rows if row.head_dim == d]
+        _draw_accesses(left, mine, style)
+        left.set_title(f"accesses of one head, fp32, d={d}{masked}")
+        gpu = sorted({row.machine for row in mine} - {MODEL, EMULATOR})
+        right.set_title(f"bytes moved, 16k tokens, hidden 2048, d={d}{masked}")
+        if gpu:
+            _draw_bytes(right, [row for row in mine if row.machine == gpu[0]], style)
+        else:
+            right.text(
+                0.5,
+                0.5,
+                "no hardware counters\nrecorded yet",
+                ha="center",
+                transform=right.transAxes,
+            )
+            right.set_axis_off()
+
+    def line(label: str, **options: Any) -> Line2D:
+        return Line2D([], [], label=label, **{"color": "#444444", **options})
+
+    notes = {row.series: row.note for row in rows}
+    bounds = [
+        (style.COLOURS[like], label.format(M=notes[series]))
+        for series, (like, label) in BOUND_STYLES.items()
+        if series in notes
+    ]
+    handles = [
+        *(line(LABELS[series], color=style.COLOURS[series]) for series in SERIES),
+        line("model"),
+        line("counted on the emulator", ls="", marker="o"),
+        *(line(label, color=colour, ls="--", lw=1.2) for colour, label in bounds),
+        line("L2 traffic, measured", ls=":", marker="o"),
+        line("DRAM traffic, measured", ls="--", lw=1.2, marker="o", mfc="white"),
+    ]
+    figure.legend(handles=handles, loc="outside upper center", ncols=3)
+    return figure
+
+
+def _draw_accesses(ax: Any, rows: Sequence[Row], style: Any) -> None:
+    for series in SERIES:
+        for source, options in (
+            ("model", {}),
+            ("counted", {"ls": "", "marker": style.MARKERS[series]}),
+        ):
+            points = _per_head(
+                r for r in rows if (r.series, r.source) == (series, source) and r.unit == "elements"
+            )
+            ax.plot(*_xy(points), color=style.COLOURS[series], **options)
+    for series, (like, _) in BOUND_STYLES.items():
+        points = _per_head(r for r in rows if r.series == series)
+        ax.plot(*_xy(points), color=style.COLOURS[like], ls="--", lw=1.2)
+    lengths = sorted({row.seqlen_q for row in rows if row.unit == "elements"})
+    style.sizes(ax, lengths[::2] if len(lengths) > 7 else lengths, "sequence length N")
+    ax.set_xlim(right=max(lengths, default=1) * 1.2)
+    ax.set_yscale("log")
+    ax.set_ylabel("loads + stores (elements)")
+
+
+def _draw_bytes(ax: Any, rows: Sequence[Row], style: Any) -> None:
+    for series in SERIES:
+        colour = style.COLOURS[series]
+        marker = {"marker": style.MARKERS[series]}
+        for source, options in (
+            ("model", {}),
+            ("l2", {"ls": ":", **marker}),
+            ("dram", {"ls": "--", "lw": 1.2, "mfc": "white", **marker}),
+        ):
+            points = sorted(
+                (row.seqlen_q, row.value)
+                for row in rows
+                if (row.series, row.source, row.metric) == (series, source, "traffic")
+            )
+            ax.plot(*_xy(points), color=colour, **options)
+    style.sizes(ax, sorted({row.seqlen_q for row in rows}), "sequence length N")
+    ax.set_yscale("log")
+    style.byte_axis(ax.yaxis)
+    ax.set_ylabel("bytes of one forward call")
+
+
+def _per_head(rows: Any) -> list[tuple[int, float]]:
+    """Loads and stores added up, for one batch entry and head, over N."""
+    totals: dict[int, float] = {}
+    for row in rows:
+        share = row.value / (row.batch * row.heads_q)
+        totals[row.seqlen_q] = totals.get(row.seqlen_q, 0) + share
+    return sorted(totals.items())
+
+
+def _xy(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]

@@ -1,0 +1,1 @@
+"""What experiments share: data store, provenance, timing, counters, peers, figure style."""

@@ -1,0 +1,74 @@
+"""The program that Nsight Compute watches: runs the calls of a list, once each, inside the profile.
+
+    python -m experiments.lab.counter_target --algorithm fa2 --seqlen 1024
+    python -m experiments.lab.counter_target --cases cases.json --kernels kernels.json
+
+A call is warmed up before the profiled range, which holds its kernels and nothing else. `--kernels`
+gets a JSON list: for each call how many kernels it launched, or why it failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import fa_numba
+from fa_numba import device
+from fa_numba.problem import Problem
+
+from .counters import Case
+from .settings import Inputs
+from .timing import attempt
+
+
+def run(case: Case, inputs: Inputs) -> int:
+    """Run the case in the profiled range; how many kernels that took."""
+    problem = Problem(
+        case.batch,
+        case.heads,
+        case.heads,
+        case.seqlen,
+        case.seqlen,
+        case.head_dim,
+        causal=case.causal,
+    )
+    q, k, v = (device.to_gpu(x) for x in inputs(problem))
+    options = {"algorithm": case.algorithm, "causal": case.causal}
+    out = fa_numba.attention(q, k, v, **options)
+    device.synchronize()
+    device.profile_start()
+    fa_numba.attention(q, k, v, out=out, **options)
+    device.synchronize()
+    device.profile_stop()
+    return len(fa_numba.plan(problem.q_shape, problem.k_shape, **options).kernels)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cases", type=Path, help="JSON list of calls, instead of the options")
+    parser.add_argument("--kernels", type=Path, help="where to write the kernel counts")
+    parser.add_argument("--algorithm", default="fa2", choices=["standard", "fa1", "fa2"])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=1)
+    parser.add_argument("--seqlen", type=int, default=1024)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--causal", action="store_true")
+    args = parser.parse_args()
+    if args.cases:
+        cases = [Case(**case) for case in json.loads(args.cases.read_text())]
+    else:
+        cases = [
+            Case(args.algorithm, args.batch, args.heads, args.seqlen, args.head_dim, args.causal)
+        ]
+    inputs = Inputs()
+    kernels: list[int | str] = []
+    for case in cases:
+        launched, failure = attempt(lambda case=case: run(case, inputs))
+        kernels.append(failure or launched)
+    if args.kernels:
+        args.kernels.write_text(json.dumps(kernels))
+
+
+if __name__ == "__main__":
+    main()

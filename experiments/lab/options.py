@@ -1,0 +1,59 @@
+"""What a run was asked for, as every experiment receives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .store import PUBLISHED, Row
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FIGURES = REPOSITORY / "figures"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Choices from the command line; None where nothing was chosen.
+
+    `seqlens` and `head_dims` are the values to take instead of an experiment's own, `causal` the
+    masks. `quick` shrinks an experiment to seconds.
+    """
+
+    quick: bool = False
+    seqlens: tuple[int, ...] | None = None
+    head_dims: tuple[int, ...] | None = None
+    causal: tuple[bool, ...] | None = None
+    out: Path = FIGURES
+
+    @property
+    def complete(self) -> bool:
+        """Whether a run with these measures everything an experiment has."""
+        return not self.quick and (self.seqlens, self.head_dims, self.causal) == (None, None, None)
+
+    def admits(self, row: Row) -> bool:
+        """Whether the row is among what was asked for."""
+        return row.source == PUBLISHED or (
+            (self.seqlens is None or row.seqlen_q in self.seqlens)
+            and (self.head_dims is None or row.head_dim in self.head_dims)
+            and (self.causal is None or row.causal in self.causal)
+        )
+
+
+@dataclass
+class Bench:
+    """Where an experiment runs: `machine` is this machine's GPU as a file name, None without one.
+
+    `track(items, label)` goes through the items under a progress bar; `say` prints a line.
+    """
+
+    machine: str | None = None
+    describe: dict[str, Any] | None = None
+    progress: Callable[[Sequence[Any], str], Iterable[Any]] | None = None
+    say: Callable[[str], None] = print
+
+    def track(self, items: Sequence[T], label: str) -> Iterator[T]:
+        yield from self.progress(items, label) if self.progress and items else items

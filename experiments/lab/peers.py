@@ -1,0 +1,86 @@
+"""torch's attention kernels, measured beside ours on the same arrays. torch may be missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fa_numba.problem import Problem
+
+try:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+except ImportError:  # pragma: no cover
+    torch = None
+
+EFFICIENT = "torch-efficient"
+UNFUSED = "torch-unfused"
+# torch's FlashAttention-2 and cuDNN kernels take half precision only.
+FLOAT32 = (EFFICIENT, UNFUSED)
+
+
+def available() -> bool:
+    return torch is not None and torch.cuda.is_available()
+
+
+def version() -> str | None:
+    return torch.__version__ if torch is not None else None
+
+
+def call(series: str, problem: Problem, q: Any, k: Any, v: Any) -> Callable[..., Any]:
+    """A function that runs the series once on q, k and v, which are viewed, not copied.
+
+    It takes `out` as ours do, for the sake of one timing loop, and leaves it alone: torch's
+    attention makes its own output, in a cached allocation.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = False
+    tq, tk, tv = (torch.as_tensor(x, device="cuda") for x in (q, k, v))
+    for ours, theirs in zip((q, k, v), (tq, tk, tv), strict=True):
+        if ours.__cuda_array_interface__["data"][0] != theirs.data_ptr():
+            raise RuntimeError("torch copied an input instead of viewing it")
+    scale, causal = problem.scale, problem.causal
+    if causal and problem.diagonal:
+        raise ValueError("torch's causal mask is aligned to the top left: lengths must be equal")
+
+    if series == EFFICIENT:
+
+        def run(out: Any = None) -> Any:
+            with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+                return torch.nn.functional.scaled_dot_product_attention(
+                    tq, tk, tv, is_causal=causal, scale=scale, enable_gqa=problem.group > 1
+                )
+
+    elif series == UNFUSED:
+        hidden = None
+        if causal:
+            shape = (problem.seqlen_q, problem.seqlen_k)
+            hidden = torch.ones(shape, dtype=torch.bool, device="cuda").triu_(1)
+        if problem.group > 1:
+            tk, tv = (x.repeat_interleave(problem.group, dim=1) for x in (tk, tv))
+
+        def run(out: Any = None) -> Any:
+            S = torch.matmul(tq, tk.transpose(-2, -1)).mul_(scale)
+            if hidden is not None:
+                S.masked_fill_(hidden, float("-inf"))
+            return torch.matmul(torch.softmax(S, dim=-1), tv)
+
+    else:
+        raise ValueError(f"series is {series!r}: allowed is {', '.join(FLOAT32)}")
+    return run
+
+
+def peak_bytes(run: Callable[..., Any]) -> int:
+    """Peak memory of one call beside inputs and output."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before - out.numel() * out.element_size()
+
+
+def release() -> None:
+    """Give cached memory back to the device."""
+    if available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,216 @@
+"""The tables of paper_repro.md, made from stored rows between markers.
+
+<!-- table: NAME -->
+...
+<!-- end: NAME -->
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from fa_numba import io_model
+from fa_numba.problem import Problem
+
+from .algorithms import LABELS
+from .options import FIGURES, REPOSITORY
+from .provenance import when_and_where
+from .store import EMULATOR, MODEL, Row, Store
+
+PAGE = REPOSITORY / "paper_repro.md"
+NO_RECORDING = "no recording yet"
+_BLOCK = re.compile(
+    r"(?P<start><!-- table: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(?P<end><!-- end: (?P=name) -->)",
+    re.DOTALL,
+)
+
+
+def _gpu_rows(store: Store, experiment: str) -> tuple[list[Row], str]:
+    """The latest recording of a GPU and a line that says which one it is."""
+    gpus = [m for m in store.machines(experiment) if m not in (MODEL, EMULATOR)]
+    if not gpus:
+        return [], ""
+    abouts = {m: store.provenance(experiment, m) for m in gpus}
+    machine = max(gpus, key=lambda m: (str(abouts[m].get("date")), m))
+    name = (abouts[machine].get("device") or {}).get("name", machine)
+    line = f"{when_and_where(abouts[machine], name)}; figures/data/{experiment}/{machine}.csv"
+    return store.read(experiment, machine), line
+
+
+def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rows = [header, ["---"] + ["---:"] * (len(header) - 1), *lines]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _value(row: Row | None, shown: Callable[[float], str]) -> str:
+    if row is None:
+        return "-"
+    return "failed" if row.value is None else shown(row.value)
+
+
+def speed(store: Store) -> str:
+    """TFLOP/s of every series, and FA-2 over torch's memory-efficient kernel."""
+    rows, source = _gpu_rows(store, "speed")
+    found = {(r.head_dim, r.causal, r.seqlen_q, r.series): r for r in rows if r.metric == "speed"}
+    if not found:
+        return NO_RECORDING + "\n"
+    shown = (
+        "fa1-simt",
+        "fa1-simt-splits",
+        "fa2-simt",
+        "standard-simt",
+        "torch-efficient",
+        "torch-unfused",
+    )
+    lines = []
+    for d, causal, N in sorted({key[:3] for key in found}):
+        cells = [found.get((d, causal, N, series)) for series in shown]
+        ours, peer = cells[2], cells[4]
+        ratio = "-"
+        if ours and peer and ours.value and peer.value:
+            ratio = f"{ours.value / peer.value:.2f}"
+        numbers = [_value(cell, lambda v: f"{v:.1f}") for cell in cells]
+        lines.append([str(d), "yes" if causal else "no", str(N), *numbers, ratio])
+    header = ["d", "causal", "N", *(LABELS[s] for s in shown), "FA-2 / torch efficient"]
+    return f"TFLOP/s, forward, fp32. {source}\n\n" + _markdown(header, lines)
+
+
+def memory(store: Store) -> str:
+    """Peak memory beside inputs and outputs, in MiB."""
+    rows, source = _gpu_rows(store, "speed")
+    found = {(r.head_dim, r.seqlen_q, r.series): r for r in rows if r.metric == "memory"}
+    if not found:
+        return NO_RECORDING + "\n"
+    shown = ("fa1-simt", "fa2-simt", "standard-simt", "torch-efficient", "torch-unfused")
+    lines = []
+    for d, N in sorted({key[:2] for key in found}):
+        cells = [found.get((d, N, series)) for series in shown]
+        lines.append([str(d), str(N), *(_value(cell, lambda v: f"{v:.4g}") for cell in cells)])
+    header = ["d", "N", *(LABELS[s] for s in shown)]
+    return f"MiB beside inputs and outputs. {source}\n\n" + _markdown(header, lines)
+
+
+def block_size(store: Store) -> str:
+    """Accesses and runtime over the block size, the paper's beside ours."""
+    from experiments import block_size as experiment
+
+    rows, source = _gpu_rows(store, experiment.NAME)
+    published = {(r.Bc, r.metric): r.value for r in experiment.published_rows()}
+    times = {
+        (r.series, r.Br, r.Bc): r
+        for r in rows
+        if r.metric == "time"
+        and (r.seqlen_q, r.head_dim, r.causal) == (experiment.SEQLEN, experiment.HEAD_DIM, False)
+    }
+    model: dict[tuple[str, int | None, int | None], float] = {}
+    for r in store.read(experiment.NAME, MODEL):
+        of_the_paper = (r.batch, r.seqlen_q, r.head_dim, r.causal) == (
+            experiment.BATCH,
+            experiment.SEQLEN,
+            experiment.HEAD_DIM,
+            False,
+        )
+        if of_the_paper and r.unit == "elements" and r.value is not None:
+            key = (r.series, r.Br, r.Bc)
+            model[key] = model.get(key, 0) + r.value * io_model.ELEMENT_BYTES / 1e9
+    if not model:
+        return NO_RECORDING + "\n"
+    heads = experiment.HEADS
+    N, d = experiment.SEQLEN, experiment.HEAD_DIM
+    problem = Problem(experiment.BATCH, heads, heads, N, N, d)
+    lines = []
+    for size in experiment.SIZES:
+        fixed = experiment.FIXED
+        k_outer, q_outer = ("fa1-simt", fixed, size), ("fa2-simt", size, fixed)
+        paper_gb, paper_ms = published.get((size, "traffic")), published.get((size, "time"))
+        lines.append(
+            [
+                str(size),
+                "-" if paper_gb is None else f"{paper_gb / 1e9:.2f}",
+                f"{io_model.fa1_paper_gb(problem, size):.2f}",
+                f"{model[k_outer]:.2f}",
+                f"{model[q_outer]:.2f}",
+                "-" if paper_ms is None else f"{paper_ms:.1f}",
+                _value(times.get(k_outer), lambda v: f"{v:.1f}"),
+                _value(times.get(q_outer), lambda v: f"{v:.1f}"),
+            ]
+        )
+    header = [
+        "block size",
+        "paper, GB (2 B)",
+        "its formula, GB (2 B)",
+        "K/V outer over B_c, GB (4 B)",
+        "Q outer over B_r, GB (4 B)",
+        "paper, ms (A100, fp16)",
+        "K/V outer, ms",
+        "Q outer, ms",
+    ]
+    note = source or f"runtime of ours: {NO_RECORDING}"
+    return f"The other block size is {experiment.FIXED}. {note}\n\n" + _markdown(header, lines)
+
+
+def io_vs_seqlen(store: Store) -> str:
+    """Model, L2 and DRAM bytes of a call."""
+    rows, source = _gpu_rows(store, "io_vs_seqlen")
+    found = {
+        (r.head_dim, r.seqlen_q, r.series, r.source): r
+        for r in rows
+        if r.metric == "traffic" and not r.causal
+    }
+    if not found:
+        return NO_RECORDING + "\n"
+    lines = []
+    for d, N, series in sorted({key[:3] for key in found}):
+        cells = [found.get((d, N, series, kind)) for kind in ("model", "l2", "dram")]
+        numbers = [_value(cell, lambda v: f"{v / 1e9:.3g}") for cell in cells]
+        lines.append([str(d), str(N), LABELS[series], *numbers])
+    header = ["d", "N", "algorithm", "model, GB", "L2, GB", "DRAM, GB"]
+    return f"Forward, fp32, 16k tokens, hidden dimension 2048. {source}\n\n" + _markdown(
+        header, lines
+    )
+
+
+TABLES: dict[str, Callable[[Store], str]] = {
+    "speed": speed,
+    "memory": memory,
+    "block_size": block_size,
+    "io_vs_seqlen": io_vs_seqlen,
+}
+
+
+def render(page: str, store: Store) -> str:
+    """The page with every marked table made anew. Raises ValueError for an unknown table."""
+
+    def table(found: re.Match[str]) -> str:
+        name = found["name"]
+        if name not in TABLES:
+            raise ValueError(f"no table named {name!r}: known are {', '.join(TABLES)}")
+        return f"{found['start']}{TABLES[name](store)}{found['end']}"
+
+    return _BLOCK.sub(table, page)
+
+
+def tables(page: str) -> dict[str, str]:
+    """Name -> text of the marked tables. Raises ValueError for a marker without its end."""
+    found = {block["name"]: block["body"] for block in _BLOCK.finditer(page)}
+    for name in re.findall(r"<!-- table: ([\w-]+) -->", page):
+        if name not in found:
+            raise ValueError(f"table {name!r} has no end marker")
+    return found
+
+
+def check(path: Path = PAGE, store: Store | None = None) -> list[str]:
+    """Names of the tables on the page that differ from what the stored rows give."""
+    page = path.read_text()
+    now, new = tables(page), tables(render(page, store or Store(FIGURES)))
+    return [name for name in now if now[name] != new[name]]
+
+
+def update(path: Path = PAGE, store: Store | None = None) -> list[str]:
+    """Write the tables anew; gives the names of those that changed."""
+    stale = check(path, store)
+    if stale:
+        path.write_text(render(path.read_text(), store or Store(FIGURES)))
+    return stale

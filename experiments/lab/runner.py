@@ -1,0 +1,179 @@
+"""Runs experiments: measure, store, draw, and say what came from where."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import experiments
+from fa_numba import device
+
+from . import provenance
+from .options import FIGURES, Bench, Options
+from .store import EMULATOR, MODEL, Outcome, Recorder, Row, Store
+
+_NOT_GPUS = (EMULATOR, MODEL)
+
+
+def names() -> list[str]:
+    """Every experiment, by its module's name."""
+    found = pkgutil.iter_modules(experiments.__path__)
+    return sorted(m.name for m in found if not m.ispkg and not m.name.startswith("_"))
+
+
+def load(name: str) -> ModuleType:
+    return importlib.import_module(f"experiments.{name}")
+
+
+@dataclass
+class Report:
+    """What became of one experiment."""
+
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    drawn_from: list[str] = field(default_factory=list)
+    recorded: dict[str, dict[str, Any]] = field(default_factory=dict)
+    error: str = ""
+    not_measured: str = ""
+
+
+class Runner:
+    """One command: `measure`, `draw` and `summary` for the experiments it names."""
+
+    def __init__(self, options: Options, arguments: Sequence[str], console: Console) -> None:
+        self.options, self.console = options, console
+        self.store = Store(options.out)
+        self.gpu = dict(device.describe()) if device.gpu_available() else None
+        self.machine = provenance.slug(self.gpu["name"]) if self.gpu else None
+        self._provenance = provenance.Provenance(list(arguments), self.gpu)
+        self.reports: dict[str, Report] = {}
+
+    def measure(self, name: str) -> None:
+        """Measure what this machine can; rows are stored as they come."""
+        report = self.reports.setdefault(name, Report())
+        module = load(name)
+        if module.NEEDS_GPU and self.machine is None:
+            report.not_measured = "needs a CUDA GPU"
+            self.console.print(f"[bold]{name}[/]: needs a CUDA GPU, and this machine has none")
+            return
+        self.console.print(f"[bold]{name}[/]: {module.TITLE}")
+        recorder = Recorder(self.store, name, self._provenance.for_machine)
+        report.outcomes = recorder.outcomes
+        with Progress(
+            TextColumn("  {task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self.console,
+        ) as progress:
+            bench = Bench(
+                machine=self.machine,
+                describe=self.gpu,
+                progress=lambda items, label: progress.track(items, description=label),
+                say=progress.console.print,
+            )
+            try:
+                for row in module.measure(self.options, bench):
+                    recorder.add(row)
+            except Exception as error:
+                report.error = f"{type(error).__name__}: {error}"
+                progress.console.print_exception()
+                return
+        recorder.finish(complete=self.options.complete)
+
+    def draw(self, name: str) -> bool:
+        """Draw one figure from stored files alone; False when there is nothing to draw."""
+        report = self.reports.setdefault(name, Report())
+        try:
+            module = load(name)
+            from . import style
+        except ModuleNotFoundError as error:
+            if error.name != "matplotlib":
+                raise
+            report.error = "not drawn: matplotlib is not installed"
+            self.console.print(f"[red]{name}: {report.error}[/]")
+            return False
+        rows, report.recorded = self._stored(name)
+        report.drawn_from = sorted({row.machine for row in rows})
+        figure = module.draw(rows) if rows else None
+        if figure is None:
+            report.drawn_from = []
+            self.console.print(f"[yellow]{name}: no data, no figure[/]")
+            return False
+        changed = style.save(
+            figure, self.options.out / name, footnote(report.drawn_from, report.recorded)
+        )
+        state = "drawn" if changed else "drawn, same as before"
+        self.console.print(f"  {self.options.out / name}.svg and .png: {state}", soft_wrap=True)
+        return True
+
+    def _stored(self, name: str) -> tuple[list[Row], dict[str, dict[str, Any]]]:
+        """The rows to draw: closed forms, counts, and one GPU's; with their provenance.
+
+        A machine missing from --out is taken from the recordings that come with the project.
+        """
+        places: dict[str, Store] = {}
+        for store in (Store(FIGURES), self.store):
+            places.update(dict.fromkeys(store.machines(name), store))
+        abouts = {machine: places[machine].provenance(name, machine) for machine in places}
+        gpus = [machine for machine in places if machine not in _NOT_GPUS]
+        # This machine's GPU, else the latest recording.
+        gpus.sort(key=lambda m: (m == self.machine, str(abouts[m].get("date")), m))
+        chosen = [machine for machine in places if machine in _NOT_GPUS] + gpus[-1:]
+        rows = [row for machine in chosen for row in places[machine].read(name, machine)]
+        rows = [row for row in rows if self.options.admits(row)]
+        return rows, {machine: abouts[machine] for machine in chosen}
+
+    def summary(self, chosen: Iterable[str]) -> Table:
+        """For each figure: what is new, counted here, or from a recording, and of which machine."""
+        table = Table(title="Figures", title_justify="left")
+        for column in ("figure", "data", "this run", "recorded"):
+            table.add_column(column)
+        for name in chosen:
+            report = self.reports.get(name, Report())
+            machines = sorted(set(report.drawn_from) | set(report.outcomes))
+            if not machines:
+                state = report.error or report.not_measured
+                table.add_row(name, "-", "no data" + (f" ({state})" if state else ""), "-")
+            for i, machine in enumerate(machines):
+                table.add_row(
+                    name if i == 0 else "",
+                    {MODEL: "closed forms", EMULATOR: "counts"}.get(machine, machine),
+                    _what_happened(machine, report),
+                    provenance.when(report.recorded.get(machine, {})),
+                )
+            if report.error and machines:
+                table.add_row("", "", f"[red]{report.error}[/]", "")
+        return table
+
+
+def _what_happened(machine: str, report: Report) -> str:
+    outcome = report.outcomes.get(machine)
+    if outcome is None:
+        why = f" ({report.not_measured} to measure)" if report.not_measured else ""
+        return f"drawn from the recording{why}"
+    verb = {MODEL: "computed", EMULATOR: "counted"}.get(machine, "measured")
+    text = f"{verb} here: {outcome.measured} rows, "
+    text += "new" if outcome.changed else "same as recorded"
+    return text + (f"; [red]{outcome.failed} failed[/]" if outcome.failed else "")
+
+
+def footnote(machines: Sequence[str], recorded: dict[str, dict[str, Any]]) -> str:
+    """Machine, date and commit of every file that a figure is drawn from; a GPU's first."""
+    gpus, others = [], []
+    for machine in machines:
+        about = recorded.get(machine, {})
+        if machine in _NOT_GPUS:
+            label = {MODEL: "closed forms", EMULATOR: "counted on the emulator"}[machine]
+            others.append(provenance.when_and_where(about, label))
+        else:
+            name = (about.get("device") or {}).get("name", machine)
+            gpus.append(provenance.when_and_where(about, f"recorded on {name}"))
+    return "\n".join("; ".join(line) for line in (gpus, others) if line)

@@ -1,0 +1,252 @@
+"""The data store: one tidy CSV for each experiment and machine, its provenance in a JSON beside it.
+
+`<root>/data/<experiment>/<machine>.csv`. Files are sorted and are rewritten only when a row
+differs, so that a repeated count leaves a checkout as it was.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+EMULATOR = "emulator"
+MODEL = "model"
+PUBLISHED = "published"
+SOURCES = ("measured", "counted", "model", "l2", "dram", PUBLISHED)
+
+Number = int | float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One number. `machine` names the file it stands in; the other fields are the CSV's columns.
+
+    `value` is None for a configuration that failed; `note` then says why. `p20`, `p80` and `n`
+    belong to timings: percentiles and how many runs.
+    """
+
+    machine: str
+    experiment: str
+    series: str
+    source: str
+    pass_: str = "fwd"
+    dtype: str = "float32"
+    batch: int
+    heads_q: int
+    heads_k: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    causal: bool
+    Br: int | None = None
+    Bc: int | None = None
+    metric: str
+    unit: str
+    value: Number | None
+    p20: Number | None = None
+    p80: Number | None = None
+    n: int | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.source not in SOURCES:
+            raise ValueError(f"source is {self.source!r}: allowed is {', '.join(SOURCES)}")
+
+    @property
+    def failed(self) -> bool:
+        return self.value is None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What the number is of; two rows with one key are two readings of the same thing."""
+        return tuple(getattr(self, name) for name in _KEY)
+
+    @property
+    def _order(self) -> tuple[Any, ...]:
+        return tuple(-1 if part is None else part for part in self.key)
+
+
+_FIELDS = tuple(f.name for f in fields(Row) if f.name != "machine")
+_KEY = _FIELDS[: _FIELDS.index("metric") + 1]
+COLUMNS = tuple(name.rstrip("_") for name in _FIELDS)
+_INTS = {"batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim", "Br", "Bc", "n"}
+_NUMBERS = {"value", "p20", "p80"}
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value)
+
+
+def _number(text: str) -> Number:
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+def _field(name: str, text: str) -> Any:
+    if name == "causal":
+        return {"true": True, "false": False}[text]
+    if name in _INTS:
+        return int(text) if text else None
+    if name in _NUMBERS:
+        return _number(text) if text else None
+    return text
+
+
+def dump(rows: Iterable[Row]) -> str:
+    """The rows as CSV text, sorted by key."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for row in sorted(rows, key=lambda row: row._order):
+        writer.writerow([_text(getattr(row, name)) for name in _FIELDS])
+    return text.getvalue()
+
+
+def parse(text: str, machine: str) -> list[Row]:
+    """The rows of CSV text. Raises ValueError when the columns or a value are not ours."""
+    lines = csv.reader(io.StringIO(text))
+    header = tuple(next(lines, ()))
+    if header != COLUMNS:
+        raise ValueError(f"columns are {', '.join(header)}: expected {', '.join(COLUMNS)}")
+    rows = []
+    for line in lines:
+        try:
+            named = zip(_FIELDS, line, strict=True)
+            rows.append(Row(machine=machine, **{name: _field(name, cell) for name, cell in named}))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"line {lines.line_num}: {error}") from error
+    return rows
+
+
+def write_if_changed(path: Path, content: str | bytes) -> bool:
+    """Replace the file in one step unless it holds just that; gives whether it changed."""
+    data = content.encode() if isinstance(content, str) else content
+    if path.exists() and path.read_bytes() == data:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+    return True
+
+
+class Store:
+    """Stored rows and provenance under `<root>/data`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def path(self, experiment: str, machine: str, suffix: str = ".csv") -> Path:
+        return self.root / "data" / experiment / f"{machine}{suffix}"
+
+    def machines(self, experiment: str) -> list[str]:
+        """Names with stored rows: GPUs, and `emulator` and `model`."""
+        return sorted(path.stem for path in (self.root / "data" / experiment).glob("*.csv"))
+
+    def read(self, experiment: str, machine: str) -> list[Row]:
+        path = self.path(experiment, machine)
+        if not path.exists():
+            return []
+        try:
+            return parse(path.read_text(), machine)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def provenance(self, experiment: str, machine: str) -> dict[str, Any]:
+        """The JSON beside the rows; empty when there is none."""
+        path = self.path(experiment, machine, ".json")
+        return json.loads(path.read_text()) if path.exists() else {}
+
+
+@dataclass
+class Outcome:
+    """What one run did to one machine's file."""
+
+    measured: int = 0
+    failed: int = 0
+    changed: bool = False
+
+
+class Recorder:
+    """Takes one run's rows as they come and keeps each at once: an interrupted run loses none.
+
+    A row replaces the stored row of the same key; others stay. When a complete run ends,
+    `finish(complete=True)` drops stored rows of the series and sources that it measured but no
+    longer makes, such as those of tile sizes no longer used.
+    """
+
+    def __init__(
+        self, store: Store, experiment: str, provenance: Callable[[str], dict[str, Any]]
+    ) -> None:
+        self.store, self.experiment = store, experiment
+        self._provenance = provenance
+        self._rows: dict[str, dict[tuple[Any, ...], Row]] = {}
+        self._fresh: dict[str, set[tuple[Any, ...]]] = {}
+        self._before: dict[str, dict[str, Any]] = {}
+        self.outcomes: dict[str, Outcome] = {}
+
+    def add(self, row: Row) -> None:
+        machine = row.machine
+        if machine not in self._rows:
+            stored = self.store.read(self.experiment, machine)
+            self._rows[machine] = {old.key: old for old in stored}
+            self._fresh[machine] = set()
+            self._before[machine] = self.store.provenance(self.experiment, machine)
+            self.outcomes[machine] = Outcome()
+        self._rows[machine][row.key] = row
+        self._fresh[machine].add(row.key)
+        outcome = self.outcomes[machine]
+        outcome.measured += 1
+        outcome.failed += row.failed
+        self._write(machine)
+
+    def finish(self, *, complete: bool) -> dict[str, Outcome]:
+        for machine, rows in self._rows.items():
+            fresh = self._fresh[machine]
+            if complete:
+                redone = {_series(rows[key]) for key in fresh}
+                for key in [key for key in rows if key not in fresh]:
+                    if _series(rows[key]) in redone:
+                        del rows[key]
+            self._write(machine)
+        return self.outcomes
+
+    def _write(self, machine: str) -> None:
+        rows, outcome = self._rows[machine], self.outcomes[machine]
+        path = self.store.path(self.experiment, machine)
+        outcome.changed |= write_if_changed(path, dump(rows.values()))
+        if outcome.changed:
+            about = dict(self._provenance(machine))
+            kept = len(rows) - len(self._fresh[machine])
+            if kept:
+                before = self._before[machine]
+                run = {name: before.get(name) for name in ("commit", "dirty", "command", "date")}
+                about["rows_of_earlier_runs"] = kept
+                about["earlier_runs"] = [run, *before.get("earlier_runs", [])]
+            text = json.dumps(about, indent=2, sort_keys=True) + "\n"
+            write_if_changed(self.store.path(self.experiment, machine, ".json"), text)
+
+
+def _series(row: Row) -> tuple[str, ...]:
+    return row.series, row.source, row.pass_, row.dtype

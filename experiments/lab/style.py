@@ -1,0 +1,124 @@
+"""One look for every figure, and files that come out byte for byte the same."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+
+from .store import write_if_changed
+
+# Colours of the Okabe-Ito set, told apart by people with any colour vision.
+COLOURS = {
+    "standard-simt": "#D55E00",
+    "fa1-simt": "#0072B2",
+    "fa1-simt-splits": "#56B4E9",
+    "fa2-simt": "#009E73",
+    "torch-efficient": "#000000",
+    "torch-unfused": "#8C8C8C",
+    "published": "#CC79A7",
+}
+MARKERS = {
+    "standard-simt": "s",
+    "fa1-simt": "o",
+    "fa1-simt-splits": "D",
+    "fa2-simt": "^",
+    "torch-efficient": "v",
+    "torch-unfused": "P",
+}
+WIDTH = 10.0  # inches; a README shows it about 800 pixels wide
+RC: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 11,
+    "axes.titlesize": 11.5,
+    "axes.labelsize": 11,
+    "legend.fontsize": 10,
+    "xtick.labelsize": 10,
+    "ytick.labelsize": 10,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": "#E4E4E4",
+    "grid.linewidth": 0.8,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 6,
+    "legend.frameon": False,
+    "figure.facecolor": "white",
+    "svg.hashsalt": "fa_numba",
+}
+
+
+def use() -> None:
+    """Start from matplotlib's defaults and this look, whatever the user's matplotlibrc says."""
+    matplotlib.rcdefaults()
+    matplotlib.rcParams.update(RC)
+
+
+def new(rows: int, columns: int, height: float, **options: Any) -> tuple[Figure, Any]:
+    """A figure and its grid of axes (always two-dimensional)."""
+    use()
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def sizes(ax: Any, values: Sequence[int], name: str) -> None:
+    """A log2 x axis with a tick at every size, 1024 as 1k."""
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(list(values), [short(value) for value in values])
+    ax.xaxis.set_minor_locator(NullLocator())
+    if values:
+        ax.set_xlim(min(values) / 1.2, max(values) * 1.2)
+    ax.set_xlabel(name)
+
+
+def short(value: float) -> str:
+    """1024 as 1k, 65536 as 64k; anything else as it is."""
+    return f"{value / 1024:g}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
+
+
+def byte_axis(axis: Any) -> None:
+    """Ticks of a log axis of bytes in MB, GB, TB (powers of ten)."""
+
+    def label(value: float, _position: int) -> str:
+        for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+            if value >= size * 0.999:
+                return f"{value / size:g} {unit}"
+        return f"{value:g} B"
+
+    axis.set_major_formatter(FuncFormatter(label))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def save(figure: Figure, stem: Path, footnote: str) -> list[Path]:
+    """Write stem.svg and stem.png with the footnote; gives the files that changed."""
+    with matplotlib.rc_context(RC):
+        lines = footnote.count("\n") + 1
+        room = (0.16 * lines + 0.06) / figure.get_figheight()
+        engine = figure.get_layout_engine()
+        if engine is not None:
+            engine.set(rect=(0, room, 1, 1 - room))
+        figure.text(
+            0.008,
+            0.05 / figure.get_figheight(),
+            footnote,
+            fontsize=8.5,
+            color="#555555",
+            va="bottom",
+        )
+        changed = []
+        for suffix, options in (
+            (".svg", {"metadata": {"Date": None, "Creator": None}}),
+            (".png", {"dpi": 160, "metadata": {"Software": None}}),
+        ):
+            data = io.BytesIO()
+            figure.savefig(data, format=suffix[1:], **options)
+            path = stem.with_suffix(suffix)
+            if write_if_changed(path, data.getvalue()):
+                changed.append(path)
+        return changed

@@ -1,0 +1,1420 @@
+"""The emulator: every detector on a planted fault and on its clean twin, every count by hand."""
+
+import math
+import time
+
+import numpy as np
+import pytest
+from numba import cuda, float32, int32, uint32
+
+from fa_numba import emulator
+from fa_numba.emulator import (
+    BarrierDivergence,
+    Deadlock,
+    EmulatorError,
+    Misaligned,
+    OutOfBounds,
+    ReadOnlyStore,
+    SharedHazard,
+    UninitialisedRead,
+    launch,
+)
+
+FULL = 0xFFFFFFFF
+TILE = 16
+
+
+def intrinsic(function):
+    """What an intrinsic is to the emulator: an object with an `emulation`."""
+
+    class Intrinsic:
+        emulation = staticmethod(function)
+
+    return Intrinsic()
+
+
+@intrinsic
+def tile(offset, length):
+    return emulator.current().shared_tile(offset, length, "float32")
+
+
+@intrinsic
+def copy(dst, e, src, index, n, valid):
+    emulator.current().async_copy(dst, e, src, index, n, valid)
+
+
+@intrinsic
+def commit():
+    emulator.current().async_commit()
+
+
+@intrinsic
+def wait(n):
+    emulator.current().async_wait(n)
+
+
+@intrinsic
+def load4(array, index):
+    return array.load(index, 4)
+
+
+@intrinsic
+def store4(array, index, values):
+    array.store(index, values)
+
+
+def zeros(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+def ramp(*shape):
+    return np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+
+
+def caught(kind, kernel, block, *args, **options):
+    """The error of `kernel`, which must be of `kind` and say where it happened."""
+    with pytest.raises(kind) as info:
+        launch(kernel, 1, block, args, **options)
+    error = info.value
+    assert type(error) is kind
+    assert error.block == (0, 0, 0)
+    assert "test_emulator.py:" in error.line
+    for part in (error.block, error.thread, error.line):
+        assert str(part) in str(error)
+    return error
+
+
+# ---- a whole kernel
+
+
+def matmul(A, B, C):
+    sA = cuda.shared.array((TILE, TILE), float32)
+    sB = cuda.shared.array((TILE, TILE), float32)
+    x, y = cuda.grid(2)
+    tx, ty = cuda.threadIdx.x, cuda.threadIdx.y
+    c = float32(0.0)
+    for i in range(cuda.gridDim.x):
+        sA[ty, tx] = A[y, tx + i * TILE]
+        sB[ty, tx] = B[ty + i * TILE, x]
+        cuda.syncthreads()
+        for k in range(TILE):
+            c += sA[ty, k] * sB[k, tx]
+        cuda.syncthreads()
+    C[y, x] = c
+
+
+def test_matmul_is_right_and_counted():
+    rng = np.random.default_rng(0)
+    A, B = rng.standard_normal((2, 64, 64)).astype(np.float32)
+    C = np.full((64, 64), np.nan, np.float32)
+    start = time.perf_counter()
+    counts = launch(matmul, (4, 4), (TILE, TILE), (A, B, C))
+    print(f"64x64 matmul: {time.perf_counter() - start:.2f} s")
+    expected = (A.astype(np.float64) @ B).astype(np.float32)
+    np.testing.assert_allclose(C, expected, rtol=1e-6, atol=1e-6)
+    assert counts.loads == {"A": 4 * 64 * 64, "B": 4 * 64 * 64}
+    assert counts.stores == {"C": 64 * 64}
+    assert counts.load_bytes == {"A": 4 * 4 * 64 * 64, "B": 4 * 4 * 64 * 64}
+    assert counts.store_bytes == {"C": 4 * 64 * 64}
+
+
+@pytest.mark.parametrize("dropped", [1, 2])
+def test_matmul_without_one_of_its_barriers_is_reported(dropped):
+    first, second = dropped == 1, dropped == 2
+
+    def faulty(A, B, C):
+        sA = cuda.shared.array((TILE, TILE), float32)
+        sB = cuda.shared.array((TILE, TILE), float32)
+        x, y = cuda.grid(2)
+        tx, ty = cuda.threadIdx.x, cuda.threadIdx.y
+        c = float32(0.0)
+        for i in range(cuda.gridDim.x):
+            sA[ty, tx] = A[y, tx + i * TILE]
+            sB[ty, tx] = B[ty + i * TILE, x]
+            if not first:
+                cuda.syncthreads()
+            for k in range(TILE):
+                c += sA[ty, k] * sB[k, tx]
+            if not second:
+                cuda.syncthreads()
+        C[y, x] = c
+
+    A = ramp(32, 32)
+    with pytest.raises((SharedHazard, UninitialisedRead)) as info:
+        launch(faulty, (2, 2), (TILE, TILE), (A, A, zeros(32, 32)))
+    assert info.value.array in ("sA", "sB")
+
+
+# ---- shared-memory hazards; True leaves the barrier out
+
+
+def neighbour(out, faulty):
+    s = cuda.shared.array(64, float32)
+    t = cuda.threadIdx.x
+    s[t] = t
+    if not faulty:
+        cuda.syncthreads()
+    out[t] = s[t - 1 if t > 0 else 63]
+
+
+def test_read_after_write():
+    out = zeros(64)
+    launch(neighbour, 1, 64, (out, False))
+    assert out.tolist() == [63, *range(63)]
+
+    # thread 0 runs first and reads what nobody wrote yet
+    caught(UninitialisedRead, neighbour, 64, out, True)
+
+
+def passed_on(out, faulty):
+    s = cuda.shared.array(1, float32)
+    t = cuda.threadIdx.x
+    if t == 0:
+        s[0] = float32(7.0)
+    if not faulty:
+        cuda.syncthreads()
+    out[t] = s[0]
+
+
+def test_read_after_write_by_another_thread():
+    out = zeros(64)
+    launch(passed_on, 1, 64, (out, False))
+    assert (out == 7).all()
+    error = caught(SharedHazard, passed_on, 64, zeros(64), True)
+    assert error.thread == (1, 0, 0)
+    assert error.array == "s"
+    assert error.line.endswith("out[t] = s[0]")
+    assert "reads s[0], which thread (0, 0, 0) wrote" in str(error)
+
+
+def read_then_overwritten(out, faulty):
+    s = cuda.shared.array(64, float32)
+    t = cuda.threadIdx.x
+    s[t] = t
+    cuda.syncthreads()
+    mine = s[63 - t]
+    if not faulty:
+        cuda.syncthreads()
+    if t >= 32:
+        s[t] = mine
+    out[t] = mine
+
+
+def test_write_after_read():
+    out = zeros(64)
+    launch(read_then_overwritten, 1, 64, (out, False))
+    assert out.tolist() == list(range(63, -1, -1))
+    error = caught(SharedHazard, read_then_overwritten, 64, zeros(64), True)
+    assert "overwrites" in str(error) and error.array == "s"
+    assert error.line.endswith("s[t] = mine")
+
+
+def read_by_all_then_overwritten(out, faulty):
+    s = cuda.shared.array(1, float32)
+    t = cuda.threadIdx.x
+    if t == 0:
+        s[0] = float32(1.0)
+    cuda.syncthreads()
+    out[t] = s[0]
+    if not faulty:
+        cuda.syncthreads()
+    if t == cuda.blockDim.x - 1:
+        s[0] = float32(2.0)
+
+
+@pytest.mark.parametrize("threads", [2, 32, 33, 256])
+def test_write_after_many_reads(threads):
+    launch(read_by_all_then_overwritten, 1, threads, (zeros(threads), False))
+    error = caught(SharedHazard, read_by_all_then_overwritten, threads, zeros(threads), True)
+    assert error.thread == (threads - 1, 0, 0)
+
+
+def written_twice(out, faulty):
+    s = cuda.shared.array(1, float32)
+    t = cuda.threadIdx.x
+    if t == 3:
+        s[0] = float32(1.0)
+    if not faulty:
+        cuda.syncthreads()
+    if t == 40:
+        s[0] = float32(2.0)
+
+
+def test_write_after_write():
+    launch(written_twice, 1, 64, (zeros(1), False))
+    error = caught(SharedHazard, written_twice, 64, zeros(1), True)
+    assert error.thread == (40, 0, 0)
+    assert "overwrites s[0], which thread (3, 0, 0) wrote" in str(error)
+
+
+def own_element(out):
+    s = cuda.shared.array((2, 32), float32)
+    t = cuda.threadIdx.x
+    s[1, t] = float32(1.0)
+    for _ in range(3):
+        s[1, t] += t
+        s[1, t] = s[1, t] + s[1, t]
+    out[t] = s[1, t]
+
+
+def test_a_thread_needs_no_barrier_against_itself():
+    out = zeros(32)
+    launch(own_element, 1, 32, (out,))
+    t = np.arange(32)
+    assert (out == 2 * (2 * (2 * (1 + t) + t) + t)).all()
+
+
+def exchange_in_warp(out, faulty, apart):
+    # every thread reads what thread t ^ apart wrote, `rounds` times over the same element
+    s = cuda.shared.array(64, float32)
+    t = cuda.threadIdx.x
+    mine = float32(t)
+    for _ in range(3):
+        s[t] = mine
+        if faulty != 1:
+            cuda.syncwarp()
+        mine = s[t ^ apart] + 1
+        if faulty != 2:
+            cuda.syncwarp()
+    out[t] = mine
+
+
+def test_syncwarp_orders_the_warp():
+    out = zeros(64)
+    launch(exchange_in_warp, 1, 64, (out, 0, 1))
+    assert out.tolist() == [(t ^ 1) + 3 for t in range(64)]
+
+
+@pytest.mark.parametrize("faulty, kind", [(1, UninitialisedRead), (2, SharedHazard)])
+def test_missing_syncwarp(faulty, kind):
+    assert caught(kind, exchange_in_warp, 64, zeros(64), faulty, 1).array == "s"
+
+
+def test_missing_syncwarp_after_a_write_by_another_lane():
+    def kernel(out, faulty):
+        s = cuda.shared.array(32, float32)
+        t = cuda.threadIdx.x
+        s[t] = float32(t)
+        if not faulty:
+            cuda.syncwarp()
+        out[t] = s[0]
+
+    out = zeros(32)
+    launch(kernel, 1, 32, (out, False))
+    assert (out == 0).all()
+    assert caught(SharedHazard, kernel, 32, out, True).thread == (1, 0, 0)
+
+
+def test_syncwarp_does_not_order_two_warps():
+    with pytest.raises((SharedHazard, UninitialisedRead)):
+        launch(exchange_in_warp, 1, 64, (zeros(64), 0, 32))
+
+
+def test_syncwarp_of_half_a_warp_does_not_order_memory():
+    def kernel(out, mask):
+        s = cuda.shared.array(1, float32)
+        t = cuda.threadIdx.x
+        if t == 0:
+            s[0] = float32(1.0)
+        if mask >> t & 1:
+            cuda.syncwarp(mask)
+        if t == 1:
+            out[0] = s[0]
+
+    launch(kernel, 1, 32, (zeros(1), FULL))
+    caught(SharedHazard, kernel, 32, zeros(1), 0xFFFF)
+
+
+def test_shuffles_do_not_order_memory():
+    def kernel(out, fence):
+        s = cuda.shared.array(1, float32)
+        t = cuda.threadIdx.x
+        if t == 0:
+            s[0] = float32(1.0)
+        cuda.shfl_sync(FULL, t, 0)
+        if fence:
+            cuda.syncwarp()
+        out[t] = s[0]
+
+    launch(kernel, 1, 32, (zeros(32), True))
+    caught(SharedHazard, kernel, 32, zeros(32), False)
+
+
+def test_reads_of_a_warp_before_its_syncwarp_still_bar_another_warp():
+    # lane 1 reads, the warp synchronises, lane 2 reads: lane 1's read must not be forgotten
+    def kernel(out, writer):
+        s = cuda.shared.array(1, float32)
+        t = cuda.threadIdx.x
+        if t == 0:
+            s[0] = float32(1.0)
+        cuda.syncthreads()
+        if t == 1:
+            out[1] = s[0]
+        cuda.syncwarp()
+        if t == 2:
+            out[2] = s[0]
+        cuda.syncwarp()
+        if t == writer:
+            s[0] = float32(2.0)
+
+    launch(kernel, 1, 64, (zeros(64), 1))
+    launch(kernel, 1, 64, (zeros(64), 31))
+    assert caught(SharedHazard, kernel, 64, zeros(64), 33).thread == (33, 0, 0)
+
+
+def brute_force_hazard(program, threads):
+    """Whether `program`, lists of steps in the order run, has two conflicting unordered accesses.
+
+    Vector clocks kept in full, where the emulator keeps two stamps an element.
+    """
+    clock = np.eye(threads, dtype=int)
+    past = []
+    for step in program:
+        if step[0] == "block" or step[0] == "warp":
+            group = range(threads) if step[0] == "block" else range(step[1] * 32, step[1] * 32 + 32)
+            group = [t for t in group if t < threads]
+            clock[group] = clock[group].max(axis=0)
+            clock[group, group] += 1
+        else:
+            kind, t, e = step
+            for other, u, f, when in past:
+                harmless = kind == other and kind != "write"
+                if f == e and u != t and not harmless and clock[t, u] < when:
+                    return True
+            past.append((kind, t, e, clock[t, t]))
+    return False
+
+
+def test_hazards_equal_those_of_vector_clocks():
+    threads, elements = 64, 3
+    rng = np.random.default_rng(1)
+    found = []
+
+    def kernel(program, length):
+        s = cuda.shared.array(elements, float32)
+        t = cuda.threadIdx.x
+        if t == 0:
+            for e in range(elements):
+                s[e] = float32(0.0)
+        cuda.syncthreads()
+        for n in range(length):
+            kind, who, e = program[n]
+            if kind == "block":
+                cuda.syncthreads()
+            elif kind == "warp":
+                if t // 32 == who:
+                    cuda.syncwarp()
+            elif who == t:
+                if kind == "write":
+                    s[e] = float32(n)
+                elif kind == "atomic":
+                    cuda.atomic.add(s, e, float32(n))
+                else:
+                    s[e]
+
+    for _ in range(400):
+        # accesses between two barriers of the block, sorted by thread: the order they run in
+        program = []
+        lanes = rng.choice([0, 1, 2, 33, 34], 3)
+        kinds = rng.choice(["read", "write", "atomic"], 5)
+        for phase in range(2):
+            for warp in (0, 1):
+                for part in range(3):
+                    steps = [
+                        (str(rng.choice(kinds)), int(t), int(e))
+                        for t, e in zip(rng.choice(lanes, 2), rng.choice(elements, 2), strict=True)
+                        if t // 32 == warp
+                    ]
+                    program += sorted(steps, key=lambda step: step[1])
+                    if part < 2:
+                        program.append(("warp", warp, 0))
+            if phase == 0:
+                program.append(("block", 0, 0))
+        expected = brute_force_hazard(program, threads)
+        try:
+            launch(kernel, 1, threads, (program, len(program)))
+            assert not expected, program
+        except SharedHazard:
+            assert expected, program
+        found.append(expected)
+    assert 50 < sum(found) < 350
+
+
+def test_uninitialised_shared_memory():
+    def kernel(out, faulty):
+        s = cuda.shared.array(8, float32)
+        t = cuda.threadIdx.x
+        if t > 0 or not faulty:
+            s[t] = float32(t)
+        cuda.syncthreads()
+        out[t] = s[7 - t]
+
+    launch(kernel, 1, 8, (zeros(8), False))
+    error = caught(UninitialisedRead, kernel, 8, zeros(8), True)
+    assert error.thread == (7, 0, 0)
+    assert "s[0] is read, but was never written" in str(error)
+
+
+def test_shared_memory_does_not_survive_a_block():
+    def kernel(out, every):
+        s = cuda.shared.array(1, float32)
+        b = cuda.blockIdx.x
+        if b == 0 or every:
+            s[0] = float32(b)
+        out[b] = s[0]
+
+    out = zeros(3)
+    launch(kernel, 3, 1, (out, True))
+    assert out.tolist() == [0, 1, 2]
+    with pytest.raises(UninitialisedRead) as info:
+        launch(kernel, 3, 1, (out, False))
+    assert info.value.block == (1, 0, 0)
+
+
+def test_uninitialised_local_memory():
+    def kernel(out, faulty):
+        r = cuda.local.array(4, float32)
+        for i in range(3 if faulty else 4):
+            r[i] = float32(i)
+        for i in range(4):
+            out[0] += r[i]
+
+    out = zeros(1)
+    launch(kernel, 1, 1, (out, False))
+    assert out[0] == 6
+    error = caught(UninitialisedRead, kernel, 1, out, True)
+    assert error.array == "r" and "r[3]" in str(error)
+
+
+# ---- barriers and collectives
+
+
+def barrier_for(out, limit):
+    t = cuda.threadIdx.x
+    if t < limit:
+        cuda.syncthreads()
+    out[t] = t
+
+
+def test_barrier_with_exited_threads():
+    launch(barrier_for, 1, 64, (zeros(64), 64))
+    error = caught(BarrierDivergence, barrier_for, 64, zeros(64), 40)
+    assert "(40, 0, 0)" in str(error) and "returned" in str(error)
+    assert error.line.endswith("cuda.syncthreads()")
+
+
+def two_barriers(out, limit):
+    t = cuda.threadIdx.x
+    if t < limit:
+        cuda.syncthreads()
+    else:
+        cuda.syncthreads()
+    out[t] = t
+
+
+def test_barriers_on_two_lines():
+    launch(two_barriers, 1, 64, (zeros(64), 64))
+    launch(two_barriers, 1, 64, (zeros(64), 0))
+    error = caught(BarrierDivergence, two_barriers, 64, zeros(64), 32)
+    assert str(error).count("wait in syncthreads") == 2
+    assert "(0, 0, 0)" in str(error) and "(32, 0, 0)" in str(error)
+
+
+def barrier_in_a_loop(out, more):
+    t = cuda.threadIdx.x
+    n = 2
+    if t == 5:
+        n += more
+    for _ in range(n):
+        cuda.syncthreads()
+    out[t] = t
+
+
+@pytest.mark.parametrize("more", [-1, 1, 2])
+def test_barrier_in_a_loop_with_differing_trip_counts(more):
+    launch(barrier_in_a_loop, 1, 64, (zeros(64), 0))
+    caught(BarrierDivergence, barrier_in_a_loop, 64, zeros(64), more)
+
+
+def test_barrier_against_warp_collective():
+    def kernel(out, limit):
+        t = cuda.threadIdx.x
+        if t < limit:
+            cuda.syncthreads()
+        out[t] = cuda.shfl_xor_sync(FULL, t, 1)
+        if t >= limit:
+            cuda.syncthreads()
+
+    launch(kernel, 1, 64, (zeros(64), 64))
+    launch(kernel, 1, 64, (zeros(64), 0))
+    error = caught(BarrierDivergence, kernel, 64, zeros(64), 16)
+    assert "wait in syncthreads" in str(error) and "wait in shfl_xor_sync" in str(error)
+
+
+def shuffle_under_a_branch(out, limit):
+    t = cuda.threadIdx.x
+    if t < limit:
+        out[t] = cuda.shfl_xor_sync(FULL, t, 1)
+
+
+def test_divergent_shuffle():
+    launch(shuffle_under_a_branch, 1, 32, (zeros(32), 32))
+    error = caught(BarrierDivergence, shuffle_under_a_branch, 32, zeros(32), 30)
+    assert "shfl_xor_sync" in str(error) and "(30, 0, 0), (31, 0, 0) returned" in str(error)
+
+
+def test_one_shuffle_on_two_lines():
+    def kernel(out, limit):
+        t = cuda.threadIdx.x
+        if t < limit:
+            out[t] = cuda.shfl_xor_sync(FULL, t, 1)
+        else:
+            out[t] = cuda.shfl_xor_sync(FULL, t, 1)
+
+    launch(kernel, 1, 32, (zeros(32), 32))
+    caught(BarrierDivergence, kernel, 32, zeros(32), 16)
+
+
+def test_shuffle_with_a_mask_that_leaves_the_caller_out():
+    def kernel(out, mask):
+        t = cuda.threadIdx.x
+        out[t] = cuda.shfl_sync(mask, t, 0)
+
+    launch(kernel, 1, 32, (zeros(32), FULL))
+    error = caught(BarrierDivergence, kernel, 32, zeros(32), 0x7FFFFFFF)
+    assert error.thread == (31, 0, 0)
+
+
+def test_shuffle_from_a_lane_that_takes_no_part():
+    def kernel(out, source):
+        t = cuda.threadIdx.x
+        if t < 16:
+            out[t] = cuda.shfl_sync(0xFFFF, t, source)
+
+    out = zeros(32)
+    launch(kernel, 1, 32, (out, 9))
+    assert (out[:16] == 9).all()
+    caught(UninitialisedRead, kernel, 32, out, 20)
+
+
+def test_lanes_that_wait_for_one_another_deadlock():
+    def kernel(out, faulty):
+        t = cuda.threadIdx.x
+        mask = 0b111
+        if faulty:
+            mask = (1 << t) | (1 << (t + 1) % 3)
+        if t < 3:
+            out[t] = cuda.any_sync(mask, True)
+
+    launch(kernel, 1, 32, (zeros(32), False))
+    assert "different masks" in str(caught(Deadlock, kernel, 32, zeros(32), True))
+
+
+def test_a_lock_that_nobody_opens_deadlocks():
+    def kernel(lock, out, faulty):
+        while cuda.atomic.cas(lock, 0, 0, 1) != 0:
+            pass
+        out[0] += 1
+        if not faulty:
+            cuda.atomic.exch(lock, 0, 0)
+
+    out = zeros(1)
+    launch(kernel, 1, 8, (zeros(1, dtype=np.int32), out, False))
+    assert out[0] == 8
+    assert "spins" in str(caught(Deadlock, kernel, 8, zeros(1, dtype=np.int32), out, True))
+
+
+def test_a_lock_across_a_switch_of_threads_is_waited_for():
+    def kernel(lock, out):
+        t = cuda.threadIdx.x
+        while cuda.atomic.cas(lock, 0, 0, 1) != 0:
+            pass
+        cuda.nanosleep(10)
+        out[0] += t
+        cuda.atomic.exch(lock, 0, 0)
+
+    out = zeros(1)
+    launch(kernel, 1, 8, (zeros(1, dtype=np.int32), out))
+    assert out[0] == 28
+
+
+@pytest.mark.parametrize("threads", [32, 64, 96])
+def test_collectives_equal_numpy(threads):
+    def kernel(values, out):
+        t = cuda.threadIdx.x
+        v = values[t]
+        out[0, t] = cuda.shfl_sync(FULL, v, 3)
+        out[1, t] = cuda.shfl_up_sync(FULL, v, 2)
+        out[2, t] = cuda.shfl_down_sync(FULL, v, 1)
+        out[3, t] = cuda.shfl_xor_sync(FULL, v, 1)
+        out[4, t] = cuda.ballot_sync(FULL, v > 0)
+        out[5, t] = cuda.all_sync(FULL, v > -1)
+        out[6, t] = cuda.any_sync(FULL, v > 2)
+        out[7, t] = cuda.eq_sync(FULL, v > 0)
+        out[8, t] = cuda.syncthreads_count(v > 0)
+        out[9, t] = cuda.syncthreads_and(v > 0)
+        out[10, t] = cuda.syncthreads_or(v > 2)
+        out[11, t] = cuda.laneid
+        out[12, t] = cuda.warpsize
+
+    values = np.random.default_rng(threads).standard_normal(threads)
+    out = np.full((13, threads), np.nan)
+    launch(kernel, 1, threads, (values, out))
+    for w in range(0, threads, 32):
+        v, got, lanes = values[w : w + 32], out[:, w : w + 32], np.arange(32)
+        assert (got[0] == v[3]).all()
+        assert (got[1] == v[np.where(lanes < 2, lanes, lanes - 2)]).all()
+        assert (got[2] == v[np.minimum(lanes + 1, 31)]).all()
+        assert (got[3] == v[lanes ^ 1]).all()
+        assert (got[4] == sum(1 << n for n in range(32) if v[n] > 0)).all()
+        assert (got[5] == (v > -1).all()).all()
+        assert (got[6] == (v > 2).any()).all()
+        assert (got[7] == ((v > 0).all() or not (v > 0).any())).all()
+        assert (got[11] == lanes).all()
+    assert (out[8] == (values > 0).sum()).all()
+    assert (out[9] == (values > 0).all()).all()
+    assert (out[10] == (values > 2).any()).all()
+    assert (out[12] == 32).all()
+
+
+def test_a_full_mask_means_the_lanes_that_exist():
+    def kernel(out, delta):
+        t = cuda.threadIdx.x
+        out[t] = cuda.ballot_sync(FULL, True)
+        if t >= 32:
+            cuda.shfl_down_sync(FULL, t, delta)
+
+    out = zeros(40, dtype=np.int64)
+    launch(kernel, 1, 40, (out, 0))
+    assert (out[:32] == FULL).all() and (out[32:] == 0xFF).all()
+    error = caught(UninitialisedRead, kernel, 40, out, 1)
+    assert error.thread == (39, 0, 0) and "reads lane 8" in str(error)
+
+
+def test_a_butterfly_sums_each_group_of_lanes():
+    def kernel(values, out):
+        t = cuda.threadIdx.x
+        v = values[t]
+        for n in (4, 2, 1):
+            v += cuda.shfl_xor_sync(FULL, v, n)
+        out[t] = v
+
+    values = np.random.default_rng(0).integers(0, 99, 64).astype(np.float32)
+    out = zeros(64)
+    launch(kernel, 1, 64, (values, out))
+    assert (out == np.repeat(values.reshape(8, 8).sum(axis=1), 8)).all()
+
+
+# ---- bounds and alignment
+
+
+@pytest.mark.parametrize("index", [(2, 0), (0, 3), (-1, 0), (0, -1)])
+@pytest.mark.parametrize("what", ["load", "store"])
+def test_global_out_of_bounds(what, index):
+    def load(A, i, j):
+        A[i, j]
+
+    def store(A, i, j):
+        A[i, j] = 1
+
+    kernel = load if what == "load" else store
+    launch(kernel, 1, 1, (zeros(2, 3), 1, 2))
+    error = caught(OutOfBounds, kernel, 1, zeros(2, 3), *index)
+    assert error.array == "A" and "2 x 3" in str(error)
+
+
+def test_views_of_global_arrays_are_bounded():
+    def kernel(A, b, i):
+        A[b][i, 0] = 1
+
+    launch(kernel, 1, 1, (zeros(2, 2, 2), 1, 1))
+    caught(OutOfBounds, kernel, 1, zeros(2, 2, 2), 2, 0)
+    caught(OutOfBounds, kernel, 1, zeros(2, 2, 2), 0, 2)
+    caught(OutOfBounds, kernel, 1, zeros(2, 2, 2), -1, 0)
+
+
+@pytest.mark.parametrize("index", [-1, 8])
+def test_shared_and_local_out_of_bounds(index):
+    def shared_store(out, i):
+        s = cuda.shared.array(8, float32)
+        s[i] = float32(1.0)
+
+    def shared_load(out, i):
+        s = cuda.shared.array(8, float32)
+        for k in range(8):
+            s[k] = float32(1.0)
+        out[0] = s[i]
+
+    def local_store(out, i):
+        s = cuda.local.array(8, float32)
+        s[i] = float32(1.0)
+
+    def local_load(out, i):
+        s = cuda.local.array(8, float32)
+        for k in range(8):
+            s[k] = float32(1.0)
+        out[0] = s[i]
+
+    for kernel in (shared_store, shared_load, local_store, local_load):
+        launch(kernel, 1, 1, (zeros(1), 7))
+        error = caught(OutOfBounds, kernel, 1, zeros(1), index)
+        assert error.array == "s"
+        assert "[i]" in error.line
+
+
+@pytest.mark.parametrize("index", [(0, -1), (0, 4), (-1, 0), (2, 0)])
+@pytest.mark.parametrize("axes", [2, 3])
+def test_shared_and_local_out_of_bounds_in_more_dimensions(index, axes):
+    shape = (2, 4) if axes == 2 else (2, 1, 4)
+
+    def shared(out, i, j):
+        s = cuda.shared.array(shape, float32)
+        place = (i, j) if axes == 2 else (i, 0, j)
+        s[place] = float32(1.0)
+        out[0] = s[place]
+
+    def local(out, i, j):
+        s = cuda.local.array(shape, float32)
+        place = (i, j) if axes == 2 else (i, 0, j)
+        s[place] = float32(3.0)
+        out[0] = s[place]
+
+    for kernel in (shared, local):
+        launch(kernel, 1, 1, (zeros(1), 1, 3))
+        caught(OutOfBounds, kernel, 1, zeros(1), *index)
+
+
+def test_vectors_must_be_aligned_and_inside():
+    def shared_store(A, e):
+        s = cuda.shared.array(16, float32)
+        store4(s, e, (1.0, 2.0, 3.0, 4.0))
+
+    def shared_load(A, e):
+        s = cuda.shared.array(16, float32)
+        for k in range(16):
+            s[k] = float32(1.0)
+        load4(s, e)
+
+    def global_store(A, e):
+        store4(A, (1, e), (1.0, 2.0, 3.0, 4.0))
+
+    def global_load(A, e):
+        load4(A, (1, e))
+
+    for kernel in (shared_store, shared_load, global_store, global_load):
+        launch(kernel, 1, 1, (zeros(2, 16), 12))
+        caught(Misaligned, kernel, 1, zeros(2, 16), 2)
+        caught(OutOfBounds, kernel, 1, zeros(2, 16), 16)
+        caught(OutOfBounds, kernel, 1, zeros(2, 16), -4)
+    for kernel in (global_store, global_load):
+        launch(kernel, 1, 1, (zeros(2, 16), 4))
+        caught(Misaligned, kernel, 1, zeros(2, 32)[:, ::2], 4)  # not contiguous
+        caught(Misaligned, kernel, 1, zeros(2, 18)[:, 1:17], 4)  # rows at odd addresses
+
+
+def test_vectors_carry_their_values():
+    def kernel(A, out):
+        s = cuda.shared.array(8, float32)
+        t = cuda.threadIdx.x
+        store4(s, 4 * t, load4(A, (t, 0)))
+        cuda.syncthreads()
+        store4(out, (t, 0), load4(s, 4 - 4 * t))
+
+    A, out = ramp(2, 4), zeros(2, 4)
+    counts = launch(kernel, 1, 2, (A, out))
+    assert (out == A[::-1]).all()
+    assert counts.loads == {"A": 8} and counts.stores == {"out": 8}
+
+
+def test_vector_access_meets_hazards():
+    def kernel(out, faulty, width):
+        s = cuda.shared.array(8, float32)
+        t = cuda.threadIdx.x
+        store4(s, 4 * t, (t, t, t, t))
+        if faulty != 1:
+            cuda.syncthreads()
+        out[t, 0] = s[width]
+        if faulty != 2:
+            cuda.syncthreads()
+        if t == 1:
+            store4(s, 0, (5.0, 6.0, 7.0, 8.0))
+        if faulty != 3:
+            cuda.syncthreads()
+        if t == 0:
+            store4(out, (0, 0), load4(s, 0))
+        if faulty != 4:
+            cuda.syncthreads()
+        if t == 1:
+            s[width] = float32(9.0)
+
+    for width in range(4):  # each of the four elements is checked
+        out = zeros(2, 4)
+        launch(kernel, 1, 2, (out, 0, width))
+        assert out.tolist() == [[5, 6, 7, 8], [0, 0, 0, 0]]
+        for faulty, thread in ((1, 1), (2, 1), (4, 1)):
+            error = caught(SharedHazard, kernel, 2, zeros(2, 4), faulty, width)
+            assert error.thread == (thread, 0, 0) and f"s[{width}]" in str(error)
+        # thread 0 reads before thread 1 overwrites: again seen from thread 1
+        assert "overwrites" in str(caught(SharedHazard, kernel, 2, zeros(2, 4), 3, width))
+
+
+def test_a_vector_load_checks_each_element():
+    def kernel(out, e):
+        s = cuda.shared.array(4, float32)
+        t = cuda.threadIdx.x
+        if t == 0:
+            for k in range(4):
+                s[k] = float32(k)
+        cuda.syncthreads()
+        if t == 0:
+            s[e] = float32(1.0)
+        if t == 1:
+            for k in range(4):
+                if k != e:
+                    s[k]
+            load4(s, 0)
+
+    for e in range(4):
+        error = caught(SharedHazard, kernel, 2, zeros(1), e)
+        assert error.thread == (1, 0, 0) and f"reads s[{e}]" in str(error)
+
+
+def test_a_read_only_array_is_not_stored_to():
+    def kernel(A):
+        A[0] = 1
+
+    A = zeros(1)
+    launch(kernel, 1, 1, (A,))
+    A.setflags(write=False)
+    assert caught(ReadOnlyStore, kernel, 1, A).array == "A"
+
+
+# ---- dynamic and static shared memory
+
+
+def test_static_arrays_do_not_alias():
+    def kernel(out):
+        a = cuda.shared.array(1, float32)
+        b = cuda.shared.array(1, float32)
+        c, d = cuda.shared.array(1, float32), cuda.shared.array(1, float32)
+        a[0], b[0], c[0], d[0] = 1, 2, 3, 4
+        out[0], out[1], out[2], out[3] = a[0], b[0], c[0], d[0]
+
+    out = zeros(4)
+    launch(kernel, 1, 1, (out,))
+    assert out.tolist() == [1, 2, 3, 4]
+
+
+def test_dynamic_shared_array():
+    def kernel(out, e):
+        s = cuda.shared.array(0, float32)
+        t = cuda.threadIdx.x
+        s[t] = float32(t)
+        cuda.syncthreads()
+        out[t] = s[e]
+
+    out = zeros(8)
+    launch(kernel, 1, 8, (out, 5), shared_bytes=32)
+    assert (out == 5).all()
+    assert caught(OutOfBounds, kernel, 8, out, 8, shared_bytes=32).array == "s"
+    caught(OutOfBounds, kernel, 8, out, 0, shared_bytes=28)
+
+
+def test_dynamic_tiles_are_bounded_each():
+    def kernel(out, e):
+        sA = tile(0, 8)
+        sB = tile(8, 8)
+        t = cuda.threadIdx.x
+        sA[t] = float32(t)
+        sB[t] = float32(10 + t)
+        cuda.syncthreads()
+        out[0, t] = sA[7 - t]
+        out[1, t] = sB[7 - t]
+        sA[e]
+
+    out = zeros(2, 8)
+    launch(kernel, 1, 8, (out, 7), shared_bytes=64)
+    assert out.tolist() == [list(range(7, -1, -1)), list(range(17, 9, -1))]
+    assert caught(OutOfBounds, kernel, 8, out, 8, shared_bytes=64).array == "sA"
+    error = caught(EmulatorError, kernel, 8, out, 7, shared_bytes=63)
+    assert error.array == "sB" and "63" in str(error)
+
+
+def test_a_tile_laid_over_another_needs_a_barrier():
+    def kernel(out, faulty):
+        sA = tile(0, 8)
+        t = cuda.threadIdx.x
+        sA[t] = float32(t)
+        cuda.syncthreads()
+        out[t] = sA[7 - t]
+        if not faulty:
+            cuda.syncthreads()
+        sB = tile(4, 4)
+        if t >= 4:
+            sB[t - 4] = float32(-1.0)
+            out[t] = sA[t]
+
+    out = zeros(8)
+    launch(kernel, 1, 8, (out, False), shared_bytes=32)
+    assert out.tolist() == [7, 6, 5, 4, -1, -1, -1, -1]
+    error = caught(SharedHazard, kernel, 8, zeros(8), True, shared_bytes=32)
+    assert error.array == "sB" and "overwrites sB[0], which thread (3, 0, 0) reads" in str(error)
+
+
+def test_tiles_of_two_dtypes_must_not_overlap():
+    def kernel(at):
+        a = tile(0, 4)
+        b = words(at, 4)
+        a[0], b[0] = 1, 2
+
+    @intrinsic
+    def words(offset, length):
+        return emulator.current().shared_tile(offset, length, int32)
+
+    launch(kernel, 1, 1, (4,), shared_bytes=32)
+    assert "not emulated" in str(caught(EmulatorError, kernel, 1, 3, shared_bytes=32))
+
+
+# ---- asynchronous copies
+
+
+def staged(A, out, faulty):
+    sA = tile(0, 8)
+    t = cuda.threadIdx.x
+    copy(sA, 4 * t, A, (t, 0), 4, 4)
+    commit()
+    if faulty != "no wait":
+        wait(0)
+    if faulty == "own":
+        out[t, 0] = sA[4 * t]
+    if faulty != "no barrier":
+        cuda.syncthreads()
+    if faulty == "write":
+        copy(sA, 4 * t, A, (t, 0), 4, 4)
+        sA[4 * t] = float32(1.0)
+    for k in range(4):
+        out[1 - t, k] = sA[4 - 4 * t + k]
+    if faulty == "exit":
+        cuda.syncthreads()
+        copy(sA, 4 * t, A, (t, 0), 4, 4)
+        commit()
+    if faulty == "exit uncommitted":
+        cuda.syncthreads()
+        copy(sA, 4 * t, A, (t, 0), 4, 4)
+    if faulty == "unordered":
+        copy(sA, 4 * t, A, (t, 0), 4, 4)
+        commit()
+        wait(0)
+
+
+@pytest.mark.parametrize("clean", ["", "own"])
+def test_async_copy(clean):
+    A, out = ramp(2, 4), zeros(2, 4)
+    counts = launch(staged, 1, 2, (A, out, clean), shared_bytes=32)
+    assert (out == A).all()
+    assert counts.loads == {"A": 8}
+    assert counts.stores == {"out": 8 + 2 * (clean == "own")}
+
+
+@pytest.mark.parametrize(
+    "faulty, message",
+    [
+        ("no wait", "copy in flight, issued by thread (1, 0, 0)"),
+        ("write", "copy in flight, issued by thread (0, 0, 0)"),
+        ("exit", "exits with a copy"),
+        ("exit uncommitted", "exits with a copy"),
+        ("unordered", "which thread (0, 0, 0) wrote"),
+    ],
+)
+def test_async_copy_hazards(faulty, message):
+    error = caught(SharedHazard, staged, 2, ramp(2, 4), zeros(2, 4), faulty, shared_bytes=32)
+    assert message in str(error)
+    assert error.array == "sA"
+
+
+def test_async_copy_over_what_another_thread_reads():
+    def kernel(A, out, faulty):
+        s = tile(0, 4)
+        t = cuda.threadIdx.x
+        s[t] = float32(t)
+        cuda.syncthreads()
+        out[t] = s[3 - t]
+        if not faulty:
+            cuda.syncthreads()
+        if t == 3:
+            copy(s, 0, A, (0, 0), 4, 4)
+            commit()
+            wait(0)
+
+    out = zeros(4)
+    launch(kernel, 1, 4, (ramp(1, 4), out, False), shared_bytes=16)
+    assert out.tolist() == [3, 2, 1, 0]
+    error = caught(SharedHazard, kernel, 4, ramp(1, 4), out, True, shared_bytes=16)
+    assert error.thread == (3, 0, 0) and "overwrites s[1]" in str(error)
+
+
+def test_async_copy_over_what_the_thread_itself_has_read():
+    def kernel(A, out, faulty):
+        s = tile(0, 4)
+        for k in range(4):
+            s[k] = float32(k)
+        out[0] = s[0]
+        copy(s, 0, A, (0, 0), 4, 4)
+        commit()
+        if not faulty:
+            wait(0)
+        out[0] = s[0]
+        wait(0)
+
+    launch(kernel, 1, 1, (ramp(1, 4), zeros(1), False), shared_bytes=16)
+    caught(SharedHazard, kernel, 1, ramp(1, 4), zeros(1), True, shared_bytes=16)
+
+
+def test_async_copies_to_one_place():
+    def kernel(A, apart):
+        s = tile(0, 8)
+        t = cuda.threadIdx.x
+        copy(s, apart * t, A, (0, 0), 4, 4)
+        commit()
+        wait(0)
+
+    launch(kernel, 1, 2, (ramp(1, 4), 4), shared_bytes=32)
+    caught(SharedHazard, kernel, 2, ramp(1, 4), 0, shared_bytes=32)
+
+
+def test_async_copy_read_by_another_thread_after_the_wait_but_before_a_barrier():
+    def kernel(A, out, faulty):
+        sA = tile(0, 4)
+        t = cuda.threadIdx.x
+        if t == 0:
+            copy(sA, 0, A, (0, 0), 4, 4)
+            commit()
+            wait(0)
+        if not faulty:
+            cuda.syncthreads()
+        out[t] = sA[t]
+
+    out = zeros(4)
+    launch(kernel, 1, 4, (ramp(1, 4), out, False), shared_bytes=16)
+    assert out.tolist() == [0, 1, 2, 3]
+    error = caught(SharedHazard, kernel, 4, ramp(1, 4), out, True, shared_bytes=16)
+    assert error.thread == (1, 0, 0)
+    assert "thread (0, 0, 0) wrote" in str(error)
+
+
+def test_async_copy_read_by_its_own_thread_before_the_wait():
+    def kernel(A, out, n):
+        sA = tile(0, 8)
+        copy(sA, 0, A, (0, 0), 4, 4)
+        commit()
+        copy(sA, 4, A, (1, 0), 4, 4)
+        commit()
+        wait(n)
+        for k in range(4):
+            out[k] = sA[k]
+        wait(0)
+
+    out = zeros(4)
+    launch(kernel, 1, 1, (ramp(2, 4), out, 1), shared_bytes=32)
+    assert out.tolist() == [0, 1, 2, 3]
+    caught(SharedHazard, kernel, 1, ramp(2, 4), out, 2, shared_bytes=32)
+
+
+def test_async_copy_lands_at_the_wait_and_fills_with_zeros():
+    def kernel(A, out, valid):
+        s = tile(0, 4)
+        Ab = A[0]
+        copy(s, 0, Ab, (1, 4), 4, valid)
+        commit()
+        Ab[1, 4] = float32(100.0)
+        wait(0)
+        for k in range(4):
+            out[k] = s[k]
+
+    for valid, expected in ((3, [100, 13, 14, 0]), (1, [100, 0, 0, 0]), (0, [0, 0, 0, 0])):
+        out = np.full(4, np.nan, np.float32)
+        counts = launch(kernel, 1, 1, (ramp(1, 2, 8), out, valid), shared_bytes=16)
+        assert out.tolist() == expected
+        assert counts.loads["A"] == valid
+
+
+def test_async_copy_is_bounded_and_aligned():
+    def kernel(A, e, column, n, valid):
+        s = tile(0, 8)
+        copy(s, e, A, (0, column), n, valid)
+        commit()
+        wait(0)
+
+    launch(kernel, 1, 1, (ramp(1, 8), 4, 4, 4, 4), shared_bytes=32)
+    launch(kernel, 1, 1, (ramp(1, 7), 4, 4, 4, 3), shared_bytes=32)
+    launch(kernel, 1, 1, (ramp(1, 7), 5, 3, 1, 1), shared_bytes=32)
+    launch(kernel, 1, 1, (ramp(1, 7), 4, 80, 4, 0), shared_bytes=32)  # reads nothing
+    caught(OutOfBounds, kernel, 1, ramp(1, 7), 4, 4, 4, 4, shared_bytes=32)
+    caught(OutOfBounds, kernel, 1, ramp(1, 8), 8, 4, 4, 4, shared_bytes=32)
+    caught(Misaligned, kernel, 1, ramp(1, 8), 2, 4, 4, 4, shared_bytes=32)
+    caught(Misaligned, kernel, 1, ramp(1, 8), 4, 2, 4, 4, shared_bytes=32)
+    caught(Misaligned, kernel, 1, ramp(1, 16)[:, ::2], 4, 4, 4, 4, shared_bytes=32)
+
+
+# ---- counts, atomics, layouts, rounding
+
+
+def test_counts_by_hand():
+    def kernel(A, B, rows):
+        b = cuda.blockIdx.x
+        Ab = A[b]
+        t = cuda.threadIdx.x
+        if t < rows:
+            Ab[t, 0] += Ab[t, 1] + A[b, t, 2]
+            B[b, t] = int32(7)
+
+    A, B = zeros(2, 3, 4), zeros(2, 3, dtype=np.int64)
+    counts = launch(kernel, 2, 32, (A, B, 3))
+    assert counts.loads == {"A": 18}
+    assert counts.stores == {"A": 6, "B": 6}
+    assert counts.load_bytes == {"A": 72}
+    assert counts.store_bytes == {"A": 24, "B": 48}
+    assert counts.loads["B"] == 0
+    twice = counts + counts
+    assert twice.loads == {"A": 36} and counts.loads == {"A": 18}
+    assert counts.merge(twice) is counts and counts.store_bytes == {"A": 72, "B": 144}
+
+
+def test_atomics():
+    def kernel(total, low, high):
+        s = cuda.shared.array(1, float32)
+        t = cuda.threadIdx.x
+        if t == 0:
+            s[0] = float32(0.0)
+        cuda.syncthreads()
+        cuda.atomic.add(s, 0, float32(t))
+        cuda.syncthreads()
+        if t == 0:
+            cuda.atomic.add(total, 0, s[0])
+        cuda.atomic.min(low, (0, 0), -t)
+        cuda.atomic.max(high, 1, t)
+
+    total, low, high = zeros(1), zeros(1, 1), zeros(2, dtype=np.int32)
+    counts = launch(kernel, 3, 64, (total, low, high))
+    assert total[0] == 3 * 2016 and low[0, 0] == -63 and high.tolist() == [0, 63]
+    assert counts.loads == counts.stores == {"total": 3, "low": 192, "high": 192}
+
+
+def test_atomics_race_with_plain_accesses():
+    def kernel(out, faulty, reader):
+        s = cuda.shared.array(1, float32)
+        t = cuda.threadIdx.x
+        if t == 0:
+            s[0] = float32(0.0)
+        if faulty != 1:
+            cuda.syncthreads()
+        cuda.atomic.add(s, 0, float32(1.0))
+        if faulty != 2:
+            cuda.syncthreads()
+        if t == reader:
+            out[0] = s[0]
+        if faulty != 3:
+            cuda.syncthreads()
+        cuda.atomic.add(s, 0, float32(1.0))
+
+    out = zeros(1)
+    for reader in (0, 63):
+        launch(kernel, 1, 64, (out, 0, reader))
+        assert out[0] == 64
+    assert "atomically updates" in str(caught(SharedHazard, kernel, 64, out, 1, 0))
+    assert "reads" in str(caught(SharedHazard, kernel, 64, out, 2, 63))
+    assert "atomically updates" in str(caught(SharedHazard, kernel, 64, out, 3, 0))
+
+
+def test_atomics_on_uninitialised_memory():
+    def kernel(out):
+        s = cuda.shared.array(1, float32)
+        cuda.atomic.add(s, 0, float32(1.0))
+
+    caught(UninitialisedRead, kernel, 1, zeros(1))
+
+
+def test_any_strides():
+    def kernel(A, B):
+        i, j = cuda.threadIdx.y, cuda.threadIdx.x
+        B[i, j] = 2 * A[i, j]
+
+    base = ramp(12, 12)
+    for A in (base[:3, :4], base.T[2:5, 1:5], base[::-4, ::3], base[2:5, 8:4:-1]):
+        for target in (zeros(3, 4), zeros(4, 3).T, zeros(6, 8)[::2, ::-2]):
+            counts = launch(kernel, 1, (4, 3), (A, target))
+            assert (target == 2 * A).all()
+            assert counts.loads == {"A": 12} and counts.stores == {"B": 12}
+    wide = zeros(6, 8)
+    launch(kernel, 1, (4, 3), (np.broadcast_to(np.float32(1), (3, 4)), wide[1:4, 2:6]))
+    assert wide.sum() == 24 and wide[1:4, 2:6].sum() == 24
+
+
+def test_stores_round_to_single_precision():
+    def kernel(x, out):
+        s = cuda.shared.array(2, float32)
+        r = cuda.local.array(2, float32)
+        for k in range(2):
+            s[k] = x[k]
+            r[k] = x[k]
+            out[0, k] = s[k] == x[k]
+            out[1, k] = s[k]
+            out[2, k] = r[k]
+            out[3, k] = x[k] * 1.0
+        store4(s2(), 0, (x[0], x[0], x[0], x[0]))
+
+    @intrinsic
+    def s2():
+        return emulator.current().shared_tile(0, 4)
+
+    x, out = np.array([0.1, 1e300]), zeros(4, 2)
+    launch(kernel, 1, 1, (x, out), shared_bytes=16)
+    assert out.tolist() == [[0, 0], *[[float(np.float32(0.1)), math.inf]] * 3]
+
+
+def test_casts_wrap_around():
+    def kernel(out):
+        out[0] = uint32(-1)
+        out[1] = int32(2**31)
+        out[2] = int32(-2.9)
+        out[3] = float32(3)
+        out[4] = uint32(2**32 + 5)
+
+    out = zeros(5, dtype=np.float64)
+    launch(kernel, 1, 1, (out,))
+    assert out.tolist() == [2**32 - 1, -(2**31), -2, 3, 5]
+
+
+def test_arrays_of_integers_wrap_around():
+    def kernel(out):
+        s = cuda.shared.array(1, uint32)
+        s[0] = -1
+        out[0] = s[0] + 2**31
+
+    out = zeros(1, dtype=np.int32)
+    launch(kernel, 1, 1, (out,))
+    assert out[0] == 2**31 - 1
+
+
+def test_half_precision():
+    def kernel(x, out):
+        out[0] = x[0] + x[1]
+
+    x, out = np.array([1, 2**-11], np.float16), np.zeros(1, np.float16)
+    counts = launch(kernel, 1, 1, (x, out))
+    assert out[0] == 1 and counts.load_bytes == {"x": 4}
+
+
+# ---- names, indices, rebinding
+
+
+@cuda.jit(device=True, inline="always")
+def doubled(x):
+    return halved_in_vain(x) * 4
+
+
+def halved_in_vain(x):
+    assert cuda.blockDim.x == 4
+    return x * 0.5
+
+
+def make_kernel(scale):
+    step = np.int64(1)
+
+    @cuda.jit(launch_bounds=(4, 1), fastmath=True)
+    def kernel(out):
+        i = cuda.grid(1)
+        if i < out.size:
+            out[i] = doubled(scale * (i + step)) + math.exp(-math.inf)
+
+    return kernel
+
+
+def test_jitted_kernels_device_functions_and_closures():
+    for scale in (np.float32(1.0), 2.0):
+        out = zeros(10)
+        launch(make_kernel(scale), 3, 4, (out,))
+        assert out.tolist() == [2 * float(scale) * (i + 1) for i in range(10)]
+
+
+def test_indices():
+    def kernel(out):
+        x, y, z = cuda.grid(3)
+        t, b, d, g = cuda.threadIdx, cuda.blockIdx, cuda.blockDim, cuda.gridDim
+        assert (x, y, z) == (b.x * d.x + t.x, b.y * d.y + t.y, b.z * d.z + t.z)
+        assert cuda.gridsize(3) == (d.x * g.x, d.y * g.y, d.z * g.z)
+        assert cuda.laneid == (t.x + d.x * (t.y + d.y * t.z)) % 32
+        out[z, y, x] += 1
+
+    out = zeros(4, 9, 10)
+    launch(kernel, (2, 3, 1), (5, 3, 4), (out,))
+    assert (out == 1).all()
+
+
+def test_the_gpu_gives_inf_where_python_raises():
+    def kernel(out):
+        out[0] = math.exp(1000.0)
+        out[1] = math.log(0.0)
+        out[2] = cuda.libdevice.exp2f(5000.0)
+        out[3] = math.sqrt(-1.0)
+        out[4] = cuda.libdevice.fmaxf(math.nan, 2.0)
+        out[5] = cuda.fma(2.0, 3.0, 4.0)
+
+    out = zeros(6)
+    launch(kernel, 1, 1, (out,))
+    assert out[:3].tolist() == [math.inf, -math.inf, math.inf]
+    assert math.isnan(out[3]) and out[4:].tolist() == [2, 10]
+
+
+def test_errors_of_the_kernel_say_which_thread():
+    def kernel(out):
+        t = cuda.threadIdx.x
+        out[t] = 1 // (5 - t)
+
+    with pytest.raises(ZeroDivisionError) as info:
+        launch(kernel, (1, 2), (8, 2), (zeros(8),))
+    (note,) = info.value.__notes__
+    assert note.startswith("in block (0, 0, 0), thread (5, 0, 0), at test_emulator.py:")
+    assert note.endswith("out[t] = 1 // (5 - t)")
+
+
+def test_the_line_is_that_of_the_device_function():
+    @cuda.jit(device=True)
+    def helper(s, t):
+        return s[t + 1]
+
+    def kernel(out):
+        sums = cuda.shared.array(4, float32)
+        t = cuda.threadIdx.x
+        sums[t] = float32(t)
+        cuda.syncthreads()
+        out[t] = helper(sums, t)
+
+    error = caught(OutOfBounds, kernel, 4, zeros(4))
+    assert error.line.endswith("return s[t + 1]")
+    assert error.array == "sums" and error.thread == (3, 0, 0)
+
+
+def test_nothing_is_left_running():
+    with pytest.raises(BarrierDivergence):
+        launch(barrier_for, 1, 64, (zeros(64), 40))
+    with pytest.raises(RuntimeError, match="no kernel is running"):
+        emulator.current()
+    launch(barrier_for, 1, 64, (zeros(64), 64))
+
+
+@pytest.mark.parametrize(
+    "grid, block, args, kind, message",
+    [
+        (0, 1, (zeros(1), 1), ValueError, "grid = 0"),
+        (1, (1, 1, 1, 1), (zeros(1), 1), ValueError, "block"),
+        (1, 1.5, (zeros(1), 1), ValueError, "block = 1.5"),
+        (1, 1025, (zeros(1), 1), ValueError, "1024"),
+        (1, 1, (zeros(1),), TypeError, "takes 2 arguments, got 1"),
+        (1, 1, (np.zeros(1, complex), 1), TypeError, "complex"),
+        (1, 1, (np.zeros(1, ">f4"), 1), TypeError, ">f4"),
+    ],
+)
+def test_launches_that_cannot_be(grid, block, args, kind, message):
+    with pytest.raises(kind, match=message):
+        launch(barrier_for, grid, block, args)

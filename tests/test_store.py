@@ -1,0 +1,228 @@
+"""The data store and the tables made from it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from experiments.lab import report
+from experiments.lab.store import COLUMNS, Recorder, Row, Store, dump, parse
+
+
+def row(**changes):
+    fields = {
+        "machine": "a-gpu",
+        "experiment": "speed",
+        "series": "fa2-simt",
+        "source": "measured",
+        "batch": 4,
+        "heads_q": 32,
+        "heads_k": 32,
+        "seqlen_q": 4096,
+        "seqlen_k": 4096,
+        "head_dim": 64,
+        "causal": False,
+        "Br": 64,
+        "Bc": 64,
+        "metric": "time",
+        "unit": "ms",
+        "value": 12.5,
+        "p20": 12.25,
+        "p80": 13.25,
+        "n": 20,
+    }
+    return Row(**{**fields, **changes})
+
+
+def provenance(machine, commit="1" * 40):
+    return {"machine": machine, "commit": commit, "date": "2026-01-01", "dirty": False}
+
+
+def record(store, rows, *, complete=True, commit="1" * 40, experiment="speed"):
+    recorder = Recorder(store, experiment, lambda machine: provenance(machine, commit))
+    for one in rows:
+        recorder.add(one)
+    return recorder.finish(complete=complete)
+
+
+def test_columns_are_the_designs():
+    assert ",".join(COLUMNS) == (
+        "experiment,series,source,pass,dtype,batch,heads_q,heads_k,seqlen_q,seqlen_k,head_dim,"
+        "causal,Br,Bc,metric,unit,value,p20,p80,n,note"
+    )
+
+
+def test_round_trip_keeps_every_field():
+    rows = [
+        row(),
+        row(causal=True, Br=None, Bc=None, note='a "quoted", note'),
+        row(series="fa1-simt", value=None, p20=None, p80=None, n=None, note="failed: reason"),
+        row(metric="loads", unit="elements", source="counted", value=2**45 + 1),
+        row(metric="error", unit="1", value=3.25e-7),
+    ]
+    text = dump(rows)
+    back = parse(text, "a-gpu")
+    assert sorted(map(str, back)) == sorted(map(str, rows))
+    assert dump(back) == text
+
+
+def test_numbers_are_short_and_stable():
+    (back,) = parse(dump([row(value=1 / 3, p20=1e-9, p80=12.0)]), "a-gpu")
+    assert (back.value, back.p20, back.p80) == (0.333333, 1e-9, 12)
+
+
+def test_rows_are_sorted_by_number_not_by_digit():
+    lengths = [16384, 512, 8192, 1024]
+    text = dump(row(seqlen_q=n, seqlen_k=n) for n in lengths)
+    assert [r.seqlen_q for r in parse(text, "m")] == sorted(lengths)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace("series,", "kind,", 1),
+        lambda text: text.replace("false", "maybe"),
+        lambda text: text.replace("4096", "many", 1),
+        lambda text: text.replace("measured", "guessed"),
+        lambda text: text.rstrip("\n") + ",one more\n",
+    ],
+)
+def test_a_file_that_is_not_ours_is_refused(tmp_path, change):
+    store = Store(tmp_path)
+    record(store, [row()])
+    path = store.path("speed", "a-gpu")
+    path.write_text(change(path.read_text()))
+    with pytest.raises(ValueError, match="a-gpu.csv"):
+        store.read("speed", "a-gpu")
+
+
+def test_unknown_source_is_refused():
+    with pytest.raises(ValueError, match="source is 'timed'"):
+        row(source="timed")
+
+
+def test_equal_rows_leave_both_files_alone(tmp_path):
+    store = Store(tmp_path)
+    assert record(store, [row()])["a-gpu"].changed
+    files = [store.path("speed", "a-gpu"), store.path("speed", "a-gpu", ".json")]
+    before = [(f.read_bytes(), f.stat().st_mtime_ns, f.stat().st_ino) for f in files]
+    outcome = record(store, [row()], commit="2" * 40)["a-gpu"]
+    assert not outcome.changed
+    assert outcome.measured == 1
+    assert [(f.read_bytes(), f.stat().st_mtime_ns, f.stat().st_ino) for f in files] == before
+
+
+def test_a_changed_value_rewrites_both(tmp_path):
+    store = Store(tmp_path)
+    record(store, [row()])
+    assert record(store, [row(value=11.0)], commit="2" * 40)["a-gpu"].changed
+    assert [r.value for r in store.read("speed", "a-gpu")] == [11]
+    assert store.provenance("speed", "a-gpu")["commit"] == "2" * 40
+
+
+def test_a_partial_run_keeps_other_rows_and_says_so(tmp_path):
+    store = Store(tmp_path)
+    short = row(seqlen_q=512, seqlen_k=512)
+    record(store, [row(), short])
+    record(store, [replace(short, value=1.5)], complete=False, commit="2" * 40)
+    assert [r.value for r in store.read("speed", "a-gpu")] == [1.5, 12.5]
+    about = store.provenance("speed", "a-gpu")
+    assert about["rows_of_earlier_runs"] == 1
+    assert [run["commit"] for run in about["earlier_runs"]] == ["1" * 40]
+
+
+def test_a_complete_run_drops_what_its_series_no_longer_has(tmp_path):
+    store = Store(tmp_path)
+    peer = row(series="torch-efficient")
+    record(store, [row(), peer])
+    record(store, [row(Br=128)])
+    kept = store.read("speed", "a-gpu")
+    assert [(r.series, r.Br) for r in kept] == [("fa2-simt", 128), ("torch-efficient", 64)]
+
+
+def test_each_row_is_stored_as_it_comes(tmp_path):
+    store = Store(tmp_path)
+    recorder = Recorder(store, "speed", provenance)
+    recorder.add(row())
+    assert len(store.read("speed", "a-gpu")) == 1
+    recorder.add(row(causal=True))
+    assert len(store.read("speed", "a-gpu")) == 2
+    assert store.provenance("speed", "a-gpu")["commit"]
+
+
+def test_rows_go_to_their_machines_file(tmp_path):
+    store = Store(tmp_path)
+    record(store, [row(), row(machine="model", source="model")])
+    assert store.machines("speed") == ["a-gpu", "model"]
+    assert [r.source for r in store.read("speed", "model")] == ["model"]
+    assert not list(tmp_path.rglob(".*.csv.*")), "a temporary file was left behind"
+
+
+def test_json_is_sorted_text(tmp_path):
+    store = Store(tmp_path)
+    record(store, [row()])
+    text = store.path("speed", "a-gpu", ".json").read_text()
+    assert list(json.loads(text)) == sorted(json.loads(text))
+    assert text.endswith("}\n")
+
+
+# --- tables ----------------------------------------------------------------------------------
+
+PAGE = """Text before.
+<!-- table: speed -->
+<!-- end: speed -->
+Text after.
+"""
+
+
+def test_tables_are_made_from_rows_and_checked(tmp_path):
+    store, page = Store(tmp_path), tmp_path / "page.md"
+    page.write_text(PAGE)
+    assert report.check(page, store) == ["speed"]
+    assert report.update(page, store) == ["speed"]
+    assert report.NO_RECORDING in page.read_text()
+    assert report.check(page, store) == []
+
+    speed = {"metric": "speed", "unit": "TFLOP/s"}
+    record(store, [row(value=24.0, **speed), row(series="torch-efficient", value=32.0, **speed)])
+    assert report.check(page, store) == ["speed"]
+    report.update(page, store)
+    (line,) = [line for line in page.read_text().splitlines() if line.startswith("| 64 ")]
+    assert [cell.strip() for cell in line.strip("|").split("|")] == [
+        *("64", "no", "4096"),
+        *("-", "-", "24.0", "-", "32.0", "-"),
+        "0.75",
+    ]
+    assert page.read_text().startswith("Text before.\n")
+    assert page.read_text().endswith("Text after.\n")
+
+
+def test_a_failed_configuration_is_in_the_table(tmp_path):
+    store = Store(tmp_path)
+    record(store, [row(metric="speed", unit="TFLOP/s", value=None, note="failed: out of memory")])
+    assert "| failed |" in report.speed(store)
+
+
+@pytest.mark.parametrize("name", report.TABLES)
+def test_every_table_can_do_without_a_recording(tmp_path, name):
+    assert report.NO_RECORDING in report.TABLES[name](Store(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        ("<!-- table: speed -->\n", "no end marker"),
+        ("<!-- table: nonsense -->\n<!-- end: nonsense -->\n", "no table named 'nonsense'"),
+    ],
+)
+def test_broken_markers_are_refused(tmp_path, page, message):
+    path = tmp_path / "page.md"
+    path.write_text(page)
+    with pytest.raises(ValueError, match=message):
+        report.check(path, Store(tmp_path))
+
+
+def test_the_pages_tables_are_those_of_the_data():
+    assert {"speed", "block_size", "io_vs_seqlen"} <= set(report.tables(report.PAGE.read_text()))
+    stale = report.check()
+    assert not stale, f"python -m experiments report would change: {', '.join(stale)}"
