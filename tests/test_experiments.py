@@ -426,14 +426,16 @@ def test_provenance_has_what_a_reader_needs():
     assert about["numpy"] == np.__version__
 
 
-def test_splits_give_every_multiprocessor_a_block():
+def test_splits_share_the_row_tiles_out_evenly():
     from experiments.lab.algorithms import query_splits
 
-    for N in (512, 4096, 16384):
-        problem = fa2_setting(N, 128)
-        splits = query_splits(problem, 132)
-        blocks = problem.batch * problem.heads_q
-        assert blocks * splits >= 132 > blocks * (splits - 1)
+    # 64 heads, 32 row tiles each: 2 splits fill 128 of 132 multiprocessors with 16 tiles, and no
+    # number of splits needs fewer than 2048 / 132 = 15.5.
+    assert query_splits(fa2_setting(4096, 128), 132) == 2
+    # 16 heads of 128 row tiles on 132: 8 splits of 16 tiles.
+    assert query_splits(fa2_setting(16384, 128), 132) == 8
+    # More heads than multiprocessors in whole waves: splitting gains nothing.
+    assert query_splits(fa2_setting(512, 64), 128) == 1
 
 
 @pytest.mark.gpu

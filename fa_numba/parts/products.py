@@ -43,15 +43,20 @@ def make_scores(spec):
 
 
 @cache
-def make_accumulate(spec):
-    """``accumulate(rO, sP, sV, ty, tx)``: rO += Pij Vj, contraction over the tile's columns."""
+def make_product(spec):
+    """``product(rT, sP, sV, ty, tx)``: rT = Pij Vj, contraction over the tile's columns.
+
+    A sum of its own for each tile: one running sum over all columns would lose accuracy as N grows.
+    """
     TM, DN, TX, TY, Bc = spec.TM, spec.DN, spec.tx_count, spec.ty_count, spec.Bc
     pitch_p, pitch_v = spec.pitch_p, spec.pitch_v
     RP = 4 * TM
 
     @device_function
-    def accumulate(rO, sP, sV, ty, tx):
+    def product(rT, sP, sV, ty, tx):
         rP = cuda.local.array(RP, float32)
+        for e in range(TM * DN * 4):
+            rT[e] = float32(0.0)
         for k in range(0, Bc, 4):
             for i in range(TM):
                 a = load4(sP, uint32((ty + i * TY) * pitch_p + k))
@@ -65,9 +70,9 @@ def make_accumulate(spec):
                     for i in range(TM):
                         e = 4 * (i * DN + c)
                         p = rP[4 * i + n]
-                        rO[e] += p * b[0]
-                        rO[e + 1] += p * b[1]
-                        rO[e + 2] += p * b[2]
-                        rO[e + 3] += p * b[3]
+                        rT[e] += p * b[0]
+                        rT[e + 1] += p * b[1]
+                        rT[e + 2] += p * b[2]
+                        rT[e + 3] += p * b[3]
 
-    return accumulate
+    return product

@@ -83,6 +83,21 @@ def make_scale_rows(spec):
 
 
 @cache
+def make_scale_and_add(spec):
+    """``scale_and_add(rO, rf, rT)``: diag(f) O + T."""
+    TM, DN4 = spec.TM, 4 * spec.DN
+
+    @device_function
+    def scale_and_add(rO, rf, rT):
+        for i in range(TM):
+            for c in range(DN4):
+                e = i * DN4 + c
+                rO[e] = rf[i] * rO[e] + rT[e]
+
+    return scale_and_add
+
+
+@cache
 def make_reciprocal(spec):
     """``reciprocal(rf, rl)``: f = 1 / l, and 0 where l = 0 (no visible column)."""
     TM = spec.TM

@@ -15,10 +15,11 @@ from numba import types
 from fa_numba.device import Kernel, array_type, cuda, float32, int32, uint32
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
 from fa_numba.intrinsics.shared import shared_tile
-from fa_numba.parts.products import make_accumulate, make_scores
+from fa_numba.parts.products import make_product, make_scores
 from fa_numba.parts.rows import (
     NEG_INF,
     make_reciprocal,
+    make_scale_and_add,
     make_scale_rows,
     make_write_rows,
     make_write_values,
@@ -47,7 +48,8 @@ def make_forward(spec):
     scale_and_mask = make_scale_and_mask(spec)
     online_softmax = make_online_softmax(spec)
     store_p = make_store_p(spec)
-    accumulate = make_accumulate(spec)
+    product = make_product(spec)
+    scale_and_add = make_scale_and_add(spec)
     scale_rows = make_scale_rows(spec)
     reciprocal = make_reciprocal(spec)
     logsumexp = make_logsumexp(spec)
@@ -61,6 +63,7 @@ def make_forward(spec):
         sP = shared_tile(AT_P, NP)
         rS = cuda.local.array(RS, float32)
         rO = cuda.local.array(RO, float32)
+        rT = cuda.local.array(RO, float32)
         rm = cuda.local.array(TM, float32)
         rl = cuda.local.array(TM, float32)
         rf = cuda.local.array(TM, float32)
@@ -110,8 +113,8 @@ def make_forward(spec):
             load_k(sK, Kh, uint32(j0 + Bc), Nk, 0, d)
             commit_async()
             # Alg. 1 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj
-            scale_rows(rO, rf)
-            accumulate(rO, sP, sV, ty, tx)
+            product(rT, sP, sV, ty, tx)
+            scale_and_add(rO, rf, rT)
             j0 = uint32(j0 + Bc)
         wait_async()
 

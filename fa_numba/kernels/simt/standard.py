@@ -18,8 +18,8 @@ from fa_numba.device import Kernel, array_type, cuda, device_function, float32, 
 from fa_numba.intrinsics.arithmetic import exp2, log2, maximum
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
 from fa_numba.intrinsics.shared import shared_tile
-from fa_numba.parts.products import make_accumulate, make_scores
-from fa_numba.parts.rows import make_write_rows
+from fa_numba.parts.products import make_product, make_scores
+from fa_numba.parts.rows import make_scale_and_add, make_write_rows
 from fa_numba.parts.softmax import FULL_WARP, LN2, NEG_INF, make_scale_and_mask
 from fa_numba.parts.tile_load import make_load_tile
 
@@ -163,19 +163,22 @@ def make_standard_softmax(row_floats, warps, return_lse):
 def make_standard_output(spec):
     """O = P V (line 3); launched over (Tr, Hq, B) blocks."""
     Br, Bc, TX, d = spec.Br, spec.Bc, spec.tx_count, spec.head_dim
-    RO = spec.TM * spec.DN * 4
+    TM, RO = spec.TM, spec.TM * spec.DN * 4
     _, _, NV, NP = spec.tile_floats
     AT_P = NV
 
     load_p = make_load_tile(Br, Bc, spec.pitch_p, spec.threads, spec.aligned)
     load_v = make_load_tile(Bc, spec.pitch_v, spec.pitch_v, spec.threads, spec.aligned)
-    accumulate = make_accumulate(spec)
+    product = make_product(spec)
+    scale_and_add = make_scale_and_add(spec)
     write_rows = make_write_rows(spec)
 
     def standard_output(P, V, O, group):
         sV = shared_tile(0, NV)
         sP = shared_tile(AT_P, NP)
         rO = cuda.local.array(RO, float32)
+        rT = cuda.local.array(RO, float32)
+        rf = cuda.local.array(TM, float32)
         tx = uint32(cuda.threadIdx.x) % uint32(TX)
         ty = uint32(cuda.threadIdx.x) // uint32(TX)
         h = uint32(cuda.blockIdx.y)
@@ -187,6 +190,8 @@ def make_standard_output(spec):
 
         for e in range(RO):
             rO[e] = float32(0.0)
+        for i in range(TM):
+            rf[i] = float32(1.0)
         j0 = uint32(0)
         while j0 < Nk:
             cuda.syncthreads()  # nobody reads sP and sV any more
@@ -195,7 +200,8 @@ def make_standard_output(spec):
             commit_async()
             wait_async()
             cuda.syncthreads()  # Pij and Vj are there
-            accumulate(rO, sP, sV, ty, tx)
+            product(rT, sP, sV, ty, tx)
+            scale_and_add(rO, rf, rT)
             j0 = uint32(j0 + Bc)
         write_rows(rO, Oh, i0, Nq, ty, tx)
 
