@@ -85,7 +85,7 @@ class Spec:
 
     @property
     def pitch_p(self) -> int:
-        return self.Bc + 64 // self.tx_count
+        return self.Bc + self.tx_count
 
     @property
     def tile_floats(self) -> tuple[int, int, int, int]:

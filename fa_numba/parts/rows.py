@@ -15,6 +15,22 @@ NEG_INF = float32(-math.inf)
 
 
 @cache
+def make_start(spec):
+    """``start(rO, rl, rm)``: O = 0, l = 0, m = -inf, before any column has been seen."""
+    TM, RO = spec.TM, spec.TM * spec.DN * 4
+
+    @device_function
+    def start(rO, rl, rm):
+        for e in range(RO):
+            rO[e] = float32(0.0)
+        for i in range(TM):
+            rl[i] = float32(0.0)
+            rm[i] = NEG_INF
+
+    return start
+
+
+@cache
 def make_read_rows(spec):
     """``read_rows(rO, O, row0, rows_end, ty, tx)``: this thread's part of an O tile, or zeros."""
     TM, DN, TX, TY = spec.TM, spec.DN, spec.tx_count, spec.ty_count

@@ -4,7 +4,7 @@ One thread block takes one (batch, head): both loops run inside it. O, l and m p
 memory in every pass over K/V, and O is normalised each time. ``query_splits`` blocks can share a
 head, each with its own rows of Q and all of K/V, as the released code did later; 1 is the paper's.
 
-Shared memory, floats:  Br (d + 4) + Bc (d + 4) + Bc d + Br (Bc + 8)
+Shared memory, floats:  Br (d + 4) + Bc (d + 4) + Bc d + Br (Bc + TX)
 Accesses, elements per head:  loads 2 Nk d + Tc Nq d + (Tc - 1) (Nq d + 2 Nq),
     stores Tc (Nq d + 2 Nq); with a causal mask only the row tiles that see column tile j. The
     first pass knows line 2's O = 0, l = 0, m = -inf and reads none of them.
@@ -21,12 +21,12 @@ from fa_numba.intrinsics.async_copy import commit_async, wait_async
 from fa_numba.intrinsics.shared import shared_tile
 from fa_numba.parts.products import make_product, make_scores
 from fa_numba.parts.rows import (
-    NEG_INF,
     make_read_rows,
     make_read_values,
     make_reciprocal,
     make_scale_and_add,
     make_scale_rows,
+    make_start,
     make_write_rows,
     make_write_values,
 )
@@ -51,6 +51,7 @@ def make_forward(spec):
     load_q = make_load_tile(Br, spec.d4, spec.pitch_qk, spec.threads, spec.aligned)
     load_k = make_load_tile(Bc, spec.d4, spec.pitch_qk, spec.threads, spec.aligned)
     load_v = make_load_tile(Bc, spec.pitch_v, spec.pitch_v, spec.threads, spec.aligned)
+    start = make_start(spec)
     scores = make_scores(spec)
     scale_and_mask = make_scale_and_mask(spec)
     online_softmax = make_online_softmax(spec)
@@ -84,8 +85,9 @@ def make_forward(spec):
         Nq = uint32(Qh.shape[0])
         Nk = uint32(Kh.shape[0])
 
-        # The rows of this block: all of them, unless the queries are split.
-        i_first = uint32(cuda.blockIdx.x * split_rows)
+        # The rows of this block: all of them, unless the queries are split. The splits with most
+        # columns go first: a shorter tail.
+        i_first = uint32((cuda.gridDim.x - 1 - cuda.blockIdx.x) * split_rows)
         i_end = uint32(min(Nq, uint32(i_first + split_rows)))
         j_end = Nk
         if causal:
@@ -115,11 +117,7 @@ def make_forward(spec):
                     read_values(rl, lh, i0, i_end, ty, tx)
                     read_values(rm, mh, i0, i_end, ty, tx)
                 else:
-                    for e in range(RO):
-                        rO[e] = float32(0.0)
-                    for i in range(TM):
-                        rm[i] = NEG_INF
-                        rl[i] = float32(0.0)
+                    start(rO, rl, rm)
                 # Alg. 1 line 12: diag(li) Oi
                 scale_rows(rO, rl)
                 # Alg. 1 line 9: Sij = scale Qi KjT

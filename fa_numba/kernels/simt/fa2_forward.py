@@ -3,7 +3,7 @@
 One thread block takes one row tile Qi: the outer loop (line 3) is the grid. O, m and l stay in
 registers from the first K/V tile to the last; O is normalised once, and one logsumexp leaves.
 
-Shared memory, floats:  Br (d + 4) + Bc (d + 4) + Bc d + Br (Bc + 8)
+Shared memory, floats:  Br (d + 4) + Bc (d + 4) + Bc d + Br (Bc + TX)
 Accesses, elements per head:  loads Nq d + 2 Tr Nk d, stores Nq d + Nq; with a causal mask only the
     K/V tiles that row tile i sees.
 """
@@ -17,10 +17,10 @@ from fa_numba.intrinsics.async_copy import commit_async, wait_async
 from fa_numba.intrinsics.shared import shared_tile
 from fa_numba.parts.products import make_product, make_scores
 from fa_numba.parts.rows import (
-    NEG_INF,
     make_reciprocal,
     make_scale_and_add,
     make_scale_rows,
+    make_start,
     make_write_rows,
     make_write_values,
 )
@@ -44,6 +44,7 @@ def make_forward(spec):
     load_q = make_load_tile(Br, spec.d4, spec.pitch_qk, spec.threads, spec.aligned)
     load_k = make_load_tile(Bc, spec.d4, spec.pitch_qk, spec.threads, spec.aligned)
     load_v = make_load_tile(Bc, spec.pitch_v, spec.pitch_v, spec.threads, spec.aligned)
+    start = make_start(spec)
     scores = make_scores(spec)
     scale_and_mask = make_scale_and_mask(spec)
     online_softmax = make_online_softmax(spec)
@@ -87,11 +88,7 @@ def make_forward(spec):
         load_k(sK, Kh, 0, Nk, 0, d)
         commit_async()
         # Alg. 1 line 5: O = 0, l = 0, m = -inf, on chip
-        for e in range(RO):
-            rO[e] = float32(0.0)
-        for i in range(TM):
-            rm[i] = NEG_INF
-            rl[i] = float32(0.0)
+        start(rO, rl, rm)
 
         # Alg. 1 line 6: for each column tile j that row tile i sees
         j0 = uint32(0)
