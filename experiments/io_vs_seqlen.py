@@ -122,19 +122,10 @@ def _loads_and_stores(
 def _hardware(cases: Sequence[Problem], bench: Bench) -> Iterator[Row]:
     """L2 and DRAM bytes of whole calls, and the model's bytes with the same tiles beside them."""
     work = [(series, problem) for problem in cases for series in SERIES]
-    if not counters.available():
-        bench.say("  no Nsight Compute (ncu) here: L2 and DRAM bytes are not measured")
+    wanted = [counters.Case.of(SERIES[series], problem) for series, problem in work]
+    results = counters.count_or_say(wanted, counters.TRAFFIC, bench.say)
+    if results is None:
         return
-    bench.say(f"  Nsight Compute: {len(work)} calls")
-    wanted = [
-        counters.Case(SERIES[series], p.batch, p.heads_q, p.seqlen_q, p.head_dim, p.causal)
-        for series, p in work
-    ]
-    try:
-        results = counters.count(wanted)
-    except counters.CountersError as error:
-        bench.say(f"  {error}")
-        results = [f"failed: {error}"] * len(work)
     for (series, problem), result in zip(work, results, strict=True):
         planned, failure = attempt(lambda s=series, p=problem: plan(s, p))
         common = {
@@ -149,8 +140,8 @@ def _hardware(cases: Sequence[Problem], bench: Bench) -> Iterator[Row]:
             common |= {"Br": planned.tiles.Br, "Bc": planned.tiles.Bc}
             yield Row(source="model", value=planned.accesses.bytes, **common)
         note = failure or (result if isinstance(result, str) else "")
-        for source in ("l2", "dram"):
-            value = None if note else getattr(result, source)
+        for source, in_bytes in (("l2", counters.l2_bytes), ("dram", counters.dram_bytes)):
+            value = None if note else in_bytes(result)
             yield Row(source=source, value=value, note=note, **common)
 
 

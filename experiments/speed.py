@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fa_numba import device, io_model
+from fa_numba import device
 from fa_numba.problem import Problem
 
 from .lab import peers
@@ -14,7 +14,7 @@ from .lab.algorithms import LABELS, SPLITS, call, plan, query_splits, row_fields
 from .lab.options import Bench, Options
 from .lab.settings import HEAD_DIMS, SEQLENS, Inputs, fa2_setting
 from .lab.store import Row
-from .lab.timing import Gate, attempt, time_call
+from .lab.timing import Gate, attempt, time_call, timing_rows
 
 NAME = "speed"
 TITLE = "TFLOP/s over the sequence length, both loop orders and torch"
@@ -86,7 +86,7 @@ def _ours(
 def _peer(series: str, problem: Problem, arrays: tuple, gate: Gate, machine: str) -> Iterator[Row]:
     def work() -> tuple:
         run = peers.call(series, problem, *arrays)
-        return time_call(run, gate), peers.peak_bytes(run)
+        return time_call(run, gate.peer), peers.peak_bytes(run)
 
     yield from _rows(series, problem, machine, work, {}, "")
 
@@ -113,13 +113,7 @@ def _rows(
         yield Row(metric="speed", unit="TFLOP/s", value=None, **common)
         return
     timing, peak = result
-    times = {"p20": timing.p20, "p80": timing.p80, "n": timing.n}
-    yield Row(metric="time", unit="ms", value=timing.median, **times, **common)
-    teraflop = io_model.flops(problem) / 1e9
-    # The fastest fifth of the runs is the upper end of the speed.
-    speeds = {"p20": teraflop / timing.p80, "p80": teraflop / timing.p20, "n": timing.n}
-    yield Row(metric="speed", unit="TFLOP/s", value=teraflop / timing.median, **speeds, **common)
-    yield Row(metric="error", unit="1", value=timing.error, **common)
+    yield from timing_rows(timing, problem, **common)
     yield Row(metric="memory", unit="MiB", value=peak / 2**20, **common)
 
 

@@ -13,16 +13,26 @@ import pytest
 
 import fa_numba
 from experiments import __main__ as command
-from experiments import block_size, io_vs_seqlen, speed
-from experiments.lab import counters, peers, provenance, published, runner, style, timing
-from experiments.lab.algorithms import row_fields
-from experiments.lab.options import FIGURES, REPOSITORY, Options
+from experiments import block_size, io_vs_seqlen, loop_cost, speed
+from experiments.lab import (
+    algorithms,
+    counters,
+    peers,
+    provenance,
+    published,
+    report,
+    runner,
+    style,
+    timing,
+)
+from experiments.lab.algorithms import FA1_TILES, SPLITS, row_fields
+from experiments.lab.options import FIGURES, REPOSITORY, Bench, Options
 from experiments.lab.settings import fa2_setting, one_head
 from experiments.lab.store import EMULATOR, MODEL, Row, Store
 from fa_numba import io_model, reference
 from fa_numba.problem import Problem
 
-NAMES = ["block_size", "io_vs_seqlen", "speed"]
+NAMES = ["block_size", "io_vs_seqlen", "loop_cost", "speed"]
 
 
 def gpu_row(experiment, problem, **fields):
@@ -70,6 +80,18 @@ def synthetic(name):
                     **block_size._fields(problem, series, Br, Bc),
                 )
             )
+    elif name == "loop_cost":
+        for step, time in zip(loop_cost.STEPS, (40.0, 20.0, 16.0, 12.0), strict=True):
+            common = {"series": step, "note": "query_splits=2" if step == SPLITS else ""}
+            numbers = [("measured", "time", "ms", time), ("model", "traffic", "bytes", 1e9 * time)]
+            # 20 / 16 of the time is 1.1 of the instructions, 1.2 of the waiting and a rest.
+            k_outer = step in ("fa1-simt", SPLITS)
+            numbers.append(("measured", "instructions", "1", 1.1e10 if k_outer else 1e10))
+            numbers.append(("measured", "issue", "1", 0.5 if k_outer else 0.6))
+            numbers += [(kind, "traffic", "bytes", 2e9) for kind in ("l2", "dram")]
+            for source, metric, unit, value in numbers:
+                fields = {"source": source, "metric": metric, "unit": unit, "value": value}
+                rows.append(gpu_row(name, fa2_setting(4096, 64), **fields, **common))
     else:
         for N in (512, 1024):
             for i, series in enumerate(speed.ALL):
@@ -312,59 +334,140 @@ a line that the program printed
 "ID","Process ID","Process Name","Kernel Name","Metric Name","Metric Unit","Metric Value"
 "0","1234","python","scores","dram__bytes_read.sum","Mbyte","1,268.5"
 "0","1234","python","scores","dram__bytes_write.sum","byte","512"
-"0","1234","python","scores","lts__t_bytes.sum","Gbyte","2.5"
-"0","1234","python","scores","other.sum","%","3"
+"0","1234","python","scores","lts__t_sectors_srcunit_tex.sum","Gsector","2.5"
+"0","1234","python","scores","other.sum","furlong","3"
 "1","1234","python","output","dram__bytes_read.sum","Kbyte","1"
 "1","1234","python","output","dram__bytes_write.sum","Kbyte","2"
-"1","1234","python","output","lts__t_bytes.sum","Mbyte","3"
+"1","1234","python","output","lts__t_sectors_srcunit_tex.sum","Msector","3"
 "2","1234","python","forward","dram__bytes_read.sum","byte","7"
 "2","1234","python","forward","dram__bytes_write.sum","byte","8"
-"2","1234","python","forward","lts__t_bytes.sum","byte","9"
+"2","1234","python","forward","lts__t_sectors_srcunit_tex.sum","sector","9"
 ==PROF== Disconnected from process 1234
 """
 
 
 def test_counter_table_is_read_with_its_units():
-    first, second, third = counters.parse(NCU)
+    first, second, third = counters.parse(NCU, counters.TRAFFIC)
     assert first == {
         "dram__bytes_read.sum": 1268.5e6,
         "dram__bytes_write.sum": 512.0,
-        "lts__t_bytes.sum": 2.5e9,
+        "lts__t_sectors_srcunit_tex.sum": 2.5e9,
     }
-    assert second["lts__t_bytes.sum"] == 3e6
+    assert second["lts__t_sectors_srcunit_tex.sum"] == 3e6
     assert sum(third.values()) == 24
 
 
+@pytest.mark.parametrize(
+    ("unit", "factor"),
+    [
+        *[("byte", 1), ("sector", 1), ("inst", 1), ("", 1), ("%", 0.01), ("Ginst", 1e9)],
+        *[("ns", 1), ("nsecond", 1), ("usecond", 1e3), ("ms", 1e6), ("second", 1e9)],
+    ],
+)
+def test_every_unit_of_ncu_has_its_factor(unit, factor):
+    text = NCU.replace('"other.sum","furlong","3"', f'"other.sum","{unit}","3"')
+    only = "".join(line for line in text.splitlines(True) if not re.match('"[12]"', line))
+    ((other,),) = [launch.values() for launch in counters.parse(only, ["other.sum"])]
+    assert other == pytest.approx(3 * factor)
+
+
 def test_launches_are_added_up_by_call():
-    one, failed, two = counters.assign(counters.parse(NCU), [2, "failed: out of memory", 1])
-    assert one == counters.Traffic(l2=2.5e9 + 3e6, dram=1268.5e6 + 512 + 3000)
+    launches = counters.parse(NCU, counters.TRAFFIC)
+    one, failed, two = counters.assign(launches, [2, "failed: out of memory", 1])
+    assert counters.l2_bytes(one) == 32 * (2.5e9 + 3e6)
+    assert counters.dram_bytes(one) == 1268.5e6 + 512 + 3000
     assert failed == "failed: out of memory"
-    assert two == counters.Traffic(l2=9, dram=15)
+    assert (counters.l2_bytes(two), counters.dram_bytes(two)) == (32 * 9, 15)
+
+
+def test_ratios_are_taken_and_never_added_up():
+    launches = [{"a.sum": 1.0, "b.ratio": 0.25}] * 3
+    one, several = counters.assign(launches, [1, 2])
+    assert one == launches[0]
+    assert several == "failed: b.ratio of 2 kernels cannot be added up"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("==ERROR== ERR_NVGPUCTRPERM", "no table: .*ERR_NVGPUCTRPERM"),
-        (NCU.replace('"Gbyte"', '"parsec"'), "'parsec' is not a number of bytes"),
-        (NCU.replace('"2.5"', '"n/a"'), "'n/a' 'Gbyte' is not a number"),
+        (NCU.replace('"Gsector"', '"parsec"'), "lts__t_sectors_srcunit_tex.sum in 'parsec': known"),
+        (NCU.replace('"2.5"', '"n/a"'), "is 'n/a', no number"),
+        (NCU.replace('"2.5"', '"nan"'), "is 'nan', no number"),
         (re.sub('.*"512"\n', "", NCU), "launch 0 has no dram__bytes_write"),
     ],
 )
 def test_broken_counter_tables_are_refused(text, message):
     with pytest.raises(counters.CountersError, match=message):
-        counters.parse(text)
+        counters.parse(text, counters.TRAFFIC)
 
 
 def test_a_missing_kernel_is_noticed():
     with pytest.raises(counters.CountersError, match="saw 3 kernels where 4 were launched"):
-        counters.assign(counters.parse(NCU), [3, 1])
+        counters.assign(counters.parse(NCU, counters.TRAFFIC), [3, 1])
 
 
 def test_counters_without_the_tool_say_so(monkeypatch):
     monkeypatch.setenv("PATH", "")
+    case = counters.Case("fa2", 1, 1, 64, 64, False)
     with pytest.raises(counters.CountersError, match="not on the PATH"):
-        counters.count([counters.Case("fa2", 1, 1, 64, 64, False)])
+        counters.count([case], counters.TRAFFIC)
+    said = []
+    assert counters.count_or_say([case], counters.TRAFFIC, said.append) is None
+    assert "no Nsight Compute" in said[0]
+
+
+def test_a_failure_of_ncu_is_every_calls(monkeypatch):
+    def broken(cases, metrics):
+        raise counters.CountersError("no permission")
+
+    monkeypatch.setattr(counters, "available", lambda: True)
+    monkeypatch.setattr(counters, "count", broken)
+    case = counters.Case("fa2", 1, 1, 64, 64, False)
+    results = counters.count_or_say([case] * 2, counters.TRAFFIC, lambda line: None)
+    assert results == ["failed: no permission"] * 2
+
+
+FAKE_NCU = """#!{python}
+import json, subprocess, sys
+arguments = sys.argv[1:]
+at = arguments.index("--log-file")
+(metrics,) = [a.removeprefix("--metrics=") for a in arguments if a.startswith("--metrics=")]
+cases = arguments[arguments.index("--cases") + 1]
+# One launch for each call, but for the first, which "failed".
+done = ["failed: out of memory"] + [1] * (len(json.load(open(cases))) - 1)
+json.dump(done, open(arguments[arguments.index("--kernels") + 1], "w"))
+with open(arguments[at + 1], "w") as log:
+    print('"ID","Metric Name","Metric Unit","Metric Value"', file=log)
+    for i, case in enumerate(json.load(open(cases))[1:]):
+        for name in metrics.split(","):
+            print(f'"{{i}}","{{name}}","byte","{{case["Br"]}}"', file=log)
+"""
+
+
+def test_cases_reach_the_tool_and_its_numbers_their_calls(monkeypatch, tmp_path):
+    tool = tmp_path / "ncu"
+    tool.write_text(FAKE_NCU.format(python=sys.executable))
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    problem = one_head(64, 64)
+    cases = [
+        counters.Case.of("fa1", problem),
+        counters.Case.of("fa1", problem, fa_numba.Tiles(32, 64), query_splits=2),
+        counters.Case.of("fa2", problem, fa_numba.Tiles(16, 32)),
+    ]
+    assert counters.count(cases, ["x.sum", "y.ratio"]) == [
+        "failed: out of memory",
+        {"x.sum": 32, "y.ratio": 32},
+        {"x.sum": 16, "y.ratio": 16},
+    ]
+
+
+def test_cases_that_cannot_be_run_are_refused():
+    with pytest.raises(ValueError, match="Br is 64 and Bc is None"):
+        counters.Case("fa2", 1, 1, 64, 64, False, Br=64)
+    with pytest.raises(ValueError, match="heads and lengths"):
+        counters.Case.of("fa2", Problem(1, 4, 2, 64, 64, 64))
 
 
 def exact(problem, q, k, v):
@@ -391,6 +494,30 @@ def test_the_gate_passes_the_right_result_and_no_wrong_one(causal, lengths):
     ):
         with pytest.raises(timing.WrongResult):
             gate(wrong)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_gate_asks_of_peers_only_that_they_compute_the_same(causal):
+    problem = Problem(1, 2, 2, 100, 100, 16, causal=causal)
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal(problem.q_shape, dtype=np.float32) for _ in range(3))
+    gate = timing.Gate(problem, q, k, v)
+    out = exact(problem, q, k, v)
+    off = out * np.float32(1 + 5e-5)
+    assert gate.bound < gate.peer(off) < timing.PEER_BOUND
+    with pytest.raises(timing.WrongResult):
+        gate(off)
+    other_mask = Problem(1, 2, 2, 100, 100, 16, causal=not causal)
+    # 10 bits of the inputs, as TF32 keeps
+    short = (x.astype(np.float16).astype(np.float32) for x in (q, k, v))
+    for wrong in (
+        exact(problem, q * np.float32(1.01), k, v),
+        exact(other_mask, q, k, v),
+        exact(problem, *short),
+        np.full_like(out, np.nan),
+    ):
+        with pytest.raises(timing.WrongResult, match="allowed 1.00e-04"):
+            gate.peer(wrong)
 
 
 def test_failures_become_notes():
@@ -426,16 +553,176 @@ def test_provenance_has_what_a_reader_needs():
     assert about["numpy"] == np.__version__
 
 
-def test_splits_share_the_row_tiles_out_evenly():
-    from experiments.lab.algorithms import query_splits
+def test_speed_holds_torch_to_the_peers_bound(monkeypatch):
+    problem = one_head(64, 16)
+    arrays = [np.ones(problem.q_shape, np.float32)] * 3
+    gate, checks = timing.Gate(problem, *arrays), []
 
-    # 64 heads, 32 row tiles each: 2 splits fill 128 of 132 multiprocessors with 16 tiles, and no
-    # number of splits needs fewer than 2048 / 132 = 15.5.
-    assert query_splits(fa2_setting(4096, 128), 132) == 2
-    # 16 heads of 128 row tiles on 132: 8 splits of 16 tiles.
-    assert query_splits(fa2_setting(16384, 128), 132) == 8
-    # More heads than multiprocessors in whole waves: splitting gains nothing.
-    assert query_splits(fa2_setting(512, 64), 128) == 1
+    def time_call(run, check):
+        checks.append(check)
+        return timing.Timing(1.0, 1.0, 1.0, 20, 1.2e-6)
+
+    monkeypatch.setattr(speed, "time_call", time_call)
+    monkeypatch.setattr(speed.peers, "call", lambda *_: None)
+    monkeypatch.setattr(speed.peers, "peak_bytes", lambda run: 0)
+    rows = list(speed._peer(peers.UNFUSED, problem, arrays, gate, "some-gpu"))
+    assert checks == [gate.peer]
+    assert {r.metric: r.value for r in rows}["error"] == 1.2e-6
+
+
+# --- query splits ----------------------------------------------------------------------------
+
+
+def test_query_splits_without_a_mask():
+    """Every block of s splits costs Tc (Tr / s + 1/2): its tiles, and half of one for each K/V."""
+    best = algorithms.query_splits
+    # 64 heads, Tr = 32, Tc = 64. 1 split: a round of 64 (32 + 1/2) = 2080 on 64 of the 132.
+    # 2 splits: 128 blocks, still a round, of 64 (16 + 1/2) = 1056. 4 splits: 256 blocks, 2 rounds
+    # of 64 (8 + 1/2) = 544, so 1088. From there on rounds double and K/V weighs more.
+    assert best(fa2_setting(4096, 128), 132) == 2
+    assert [
+        algorithms.makespan(fa2_setting(4096, 128), 128, 64, splits, 132) for splits in (1, 2, 4)
+    ] == [2080, 1056, 1088]
+    # 16 heads, Tr = 128: 8 splits make 128 blocks.
+    assert best(fa2_setting(16384, 128), 132) == 8
+    # 128 heads fill 128 of 132: 2 splits end no earlier, 2 rounds of 32 (16 + 1/2).
+    assert best(fa2_setting(4096, 64), 132) == 1
+    # One multiprocessor: splitting only adds loads.
+    assert best(one_head(512, 64), 1) == 1
+
+
+def test_query_splits_know_the_mask():
+    # One head, Tr = Tc = 4, two multiprocessors. Row tile i visits i + 1 column tiles when causal.
+    # 4 splits cost 4 + 2, 3 + 3/2, 2 + 1, 1 + 1/2, the last rows first: 6, then 1.5 more on one,
+    # 4.5 and 3 on the other. 2 splits: 3 + 4 + 2 = 9 and 1 + 2 + 1 = 4. 1 split: 10 + 2.
+    causal, full = one_head(512, 64, causal=True), one_head(512, 64)
+    costs = {s: algorithms.block_costs(causal, 128, 128, s) for s in (1, 2, 4)}
+    assert costs == {1: [12], 2: [9, 4], 4: [6, 4.5, 3, 1.5]}
+    assert [algorithms.makespan(causal, 128, 128, s, 2) for s in costs] == [12, 9, 7.5]
+    assert algorithms.query_splits(causal, 2) == 4
+    # Without the mask: 4 splits of 6 are two rounds, 12; 2 splits of 2 (4 + 1) are one, 10.
+    assert algorithms.query_splits(full, 2) == 2
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [(512, 512), (700, 512), (300, 1024), (1024, 256)])
+@pytest.mark.parametrize("splits", [1, 2, 3, 8])
+def test_the_work_of_the_blocks_is_the_models(causal, lengths, splits):
+    problem, tiles = Problem(1, 1, 1, *lengths, 64, causal=causal), fa_numba.Tiles(64, 128)
+    column_tiles = io_model.fa1(problem, tiles, query_splits=splits).loads["K"] // (128 * 64)
+    visited = io_model.tiles_visited("fa1", problem, tiles)
+    assert sum(algorithms.block_costs(problem, 64, 128, splits)) == visited + column_tiles / 2
+
+
+# --- where the time of the loop goes ---------------------------------------------------------
+
+
+def test_factors_multiply_to_the_whole():
+    found = loop_cost.factors(loop_cost.values(synthetic("loop_cost")))
+    assert (found["grid"], found["order"], found["tiles"]) == (2, 1.25, pytest.approx(4 / 3))
+    assert found["total"] == pytest.approx(found["grid"] * found["order"] * found["tiles"])
+    assert (found["instructions"], found["waiting"]) == (pytest.approx(1.1), pytest.approx(1.2))
+    parts = found["instructions"] * found["waiting"] * found["rest"]
+    assert parts == pytest.approx(found["order"])
+
+
+def test_factors_without_counters_are_those_of_the_times():
+    rows = [row for row in synthetic("loop_cost") if row.metric != "issue"]
+    found = loop_cost.factors(loop_cost.values(rows))
+    assert (found["waiting"], found["rest"]) == (None, None)
+    assert (found["order"], found["instructions"]) == (1.25, pytest.approx(1.1))
+
+
+def measured_steps(monkeypatch, counted, head_dim):
+    """loop_cost's rows with stand-ins for the GPU: runs are noted, not made."""
+    calls = []
+
+    def attention(q, k, v, **options):
+        calls.append({"d": q.shape[-1], **options})
+
+    def time_call(run, check):
+        run()
+        return timing.Timing(float(len(calls)), 1.0, 2.0, 20, 1e-7)
+
+    monkeypatch.setattr(fa_numba, "attention", attention)
+    monkeypatch.setattr(loop_cost, "time_call", time_call)
+    monkeypatch.setattr(loop_cost.device, "to_gpu", lambda array: array)
+    monkeypatch.setattr(loop_cost.device, "release_memory", lambda: None)
+    monkeypatch.setattr(loop_cost, "fa2_setting", lambda N, d, mask: Problem(1, 2, 2, N, N, d))
+    cases = []
+
+    def count_or_say(wanted, metrics, say):
+        cases.extend(wanted)
+        return counted and [dict.fromkeys(metrics, 1.0 * i) for i in range(1, 1 + len(wanted))]
+
+    monkeypatch.setattr(counters, "count_or_say", count_or_say)
+    options = Options(seqlens=(512,), head_dims=(head_dim,))
+    bench = Bench(machine="some-gpu", describe={"multiprocessors": 132}, say=lambda line: None)
+    rows = list(loop_cost.measure(options, bench))
+    assert len({row.key for row in rows}) == len(rows)
+    return rows, calls, cases
+
+
+def test_each_step_runs_as_it_says(monkeypatch):
+    rows, calls, cases = measured_steps(monkeypatch, counted=True, head_dim=64)
+    # One kernel call and one count a step: FA-1, its splits, FA-2, FA-2 at FA-1's tiles.
+    assert (
+        [c["algorithm"] for c in calls]
+        == ["fa1", "fa1", "fa2", "fa2"]
+        == [case.algorithm for case in cases]
+    )
+    assert [c.get("query_splits", 1) for c in calls] == [1, 4, 1, 1]
+    assert [case.query_splits for case in cases] == [1, 4, 1, 1]
+    assert [(case.Br, case.Bc) for case in cases] == [(None, None)] * 3 + [(128, 128)]
+    assert calls[3]["tiles"] == fa_numba.Tiles(128, 128)
+    blocks = {row.series: (row.Br, row.Bc) for row in rows}
+    assert blocks == {
+        "fa1-simt": (128, 128),
+        SPLITS: (128, 128),
+        FA1_TILES: (128, 128),
+        "fa2-simt": (128, 64),
+    }
+    found = loop_cost.values(rows)
+    for at, series in enumerate(("fa1-simt", SPLITS, "fa2-simt", FA1_TILES), 1):
+        assert found[series, "measured", "time"] == at
+        assert found[series, "measured", "stall_global"] == at
+        assert found[series, "l2", "traffic"] == 32 * at
+        assert found[series, "dram", "traffic"] == 2 * at
+    problem = Problem(1, 2, 2, 512, 512, 64)
+    model = io_model.fa1(problem, fa_numba.Tiles(128, 128), query_splits=4).bytes
+    assert found[SPLITS, "model", "traffic"] == model
+
+
+def test_a_step_that_changes_nothing_is_not_run_twice(monkeypatch):
+    rows, calls, _ = measured_steps(monkeypatch, counted=True, head_dim=128)
+    assert [c["algorithm"] for c in calls] == ["fa1", "fa1", "fa2"]
+    mine, other = ([r for r in rows if r.series == s] for s in (FA1_TILES, "fa2-simt"))
+    assert [r.value for r in mine] == [r.value for r in other]
+    assert {r.note for r in mine} == {"the same tiles: the run of fa2-simt"}
+
+
+def test_steps_are_timed_without_counters_too(monkeypatch):
+    rows, _, _ = measured_steps(monkeypatch, counted=None, head_dim=64)
+    assert {r.source for r in rows} == {"measured", "model"}
+    assert {r.metric for r in rows} == {"time", "speed", "error", "traffic"}
+    assert loop_cost.draw(rows).axes
+
+
+def test_the_table_of_steps(tmp_path):
+    store_synthetic("loop_cost", tmp_path)
+    lines = [line for line in report.loop_cost(Store(tmp_path)).splitlines() if "4096" in line]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[0] == [
+        *("64", "no", "4096"),
+        *("3.33", "2.00", "1.25", "1.10", "1.20", "0.95", "1.33"),
+    ]
+    assert [line[3:5] for line in cells[1:]] == [
+        [name, time]
+        for name, time in zip(
+            loop_cost.STEPS.values(), ("40.00", "20.00", "16.00", "12.00"), strict=True
+        )
+    ]
+    assert cells[1][-3:] == ["40.0", "2.00", "2.00"]
 
 
 @pytest.mark.gpu
@@ -458,3 +745,14 @@ def test_every_experiment_measures_on_a_gpu(name, tmp_path):
         assert series >= set(speed.OURS)
         if peers.available():
             assert series >= set(peers.FLOAT32)
+    if name == "loop_cost":
+        timed = {row.series for row in rows if row.metric == "time" and not row.failed}
+        assert timed == set(loop_cost.STEPS)
+        if counters.available():
+            found = loop_cost.factors(loop_cost.values(rows))
+            assert all(found.values())
+            assert all(0 < r.value <= 1 for r in rows if r.metric.startswith("issue"))
+            # FA-1 passes O through memory, FA-2 does not.
+            moved = {(r.series, r.source): r.value for r in rows if r.metric == "traffic"}
+            for source in ("model", "l2"):
+                assert moved[SPLITS, source] > moved[FA1_TILES, source]

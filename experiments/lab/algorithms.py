@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import fa_numba
@@ -11,15 +13,25 @@ from fa_numba.problem import Problem
 # Data store's series -> algorithm. "simt" is the unit they run on.
 SERIES = {"standard-simt": "standard", "fa1-simt": "fa1", "fa2-simt": "fa2"}
 SPLITS = "fa1-simt-splits"
+# FA-2 at the block sizes that FA-1 takes.
+FA1_TILES = "fa2-simt-fa1-tiles"
+_ALGORITHMS = {**SERIES, SPLITS: "fa1", FA1_TILES: "fa2"}
+LOADING_KV = 0.5  # of the time of a tile of S
 # What figures and tables call a series.
 LABELS = {
     "standard-simt": "standard",
     "fa1-simt": "FA-1 (K/V outer)",
     "fa1-simt-splits": "FA-1, query splits",
     "fa2-simt": "FA-2 (Q outer)",
+    "fa2-simt-fa1-tiles": "FA-2, FA-1's tiles",
     "torch-efficient": "torch efficient",
     "torch-unfused": "torch unfused",
 }
+
+
+def algorithm(series: str) -> str:
+    """The public name of what a series runs."""
+    return _ALGORITHMS[series]
 
 
 def plan(series: str, problem: Problem, **options: Any) -> fa_numba.Plan:
@@ -27,7 +39,7 @@ def plan(series: str, problem: Problem, **options: Any) -> fa_numba.Plan:
     return fa_numba.plan(
         problem.q_shape,
         problem.k_shape,
-        algorithm="fa1" if series == SPLITS else SERIES[series],
+        algorithm=algorithm(series),
         causal=problem.causal,
         **options,
     )
@@ -35,30 +47,56 @@ def plan(series: str, problem: Problem, **options: Any) -> fa_numba.Plan:
 
 def call(series: str, problem: Problem, q: Any, k: Any, v: Any, **options: Any) -> Callable:
     """A function that runs the series once; it takes `out=`."""
-    algorithm = "fa1" if series == SPLITS else SERIES[series]
+    options |= {"algorithm": algorithm(series), "causal": problem.causal}
 
     def run(out: Any = None) -> Any:
-        return fa_numba.attention(
-            q, k, v, algorithm=algorithm, causal=problem.causal, out=out, **options
-        )
+        return fa_numba.attention(q, k, v, out=out, **options)
 
     return run
 
 
 def query_splits(problem: Problem, multiprocessors: int) -> int:
-    """The splits of FA-1's queries with which the longest multiprocessor visits fewest row tiles.
+    """The splits of FA-1's queries that end first on so many multiprocessors, by `makespan`.
 
-    A wave is one thread block on every multiprocessor; with equal waves the fewest splits win,
-    since each split reads all of K and V.
+    Tried are the powers of two below the number of row tiles, and that number; of equals the
+    fewest splits win. The tiles are the plan's.
     """
-    Tr = -(-problem.seqlen_q // plan(SPLITS, problem).tiles.Br)
-    heads = problem.batch * problem.heads_q
+    tiles = plan("fa1-simt", problem).tiles
+    return _best_splits(problem, tiles.Br, tiles.Bc, multiprocessors)
 
-    def row_tiles(splits: int) -> int:
-        rows = -(-Tr // splits)
-        return -(-heads * -(-Tr // rows) // multiprocessors) * rows
 
-    return min(range(1, Tr + 1), key=lambda splits: (row_tiles(splits), splits))
+@cache
+def _best_splits(problem: Problem, Br: int, Bc: int, multiprocessors: int) -> int:
+    Tr = -(-problem.seqlen_q // Br)
+    tried = [1 << n for n in range(Tr.bit_length()) if 1 << n < Tr] + [Tr]
+    return min(tried, key=lambda s: (makespan(problem, Br, Bc, s, multiprocessors), s))
+
+
+def makespan(problem: Problem, Br: int, Bc: int, splits: int, multiprocessors: int) -> float:
+    """When the last thread block ends, in tiles of S, one block at a time on a multiprocessor.
+
+    The hardware hands out blocks in order, splits first, then heads, to whoever is free.
+    """
+    free = [0.0] * multiprocessors
+    for cost in block_costs(problem, Br, Bc, splits) * (problem.batch * problem.heads_q):
+        heapq.heapreplace(free, free[0] + cost)
+    return max(free)
+
+
+def block_costs(problem: Problem, Br: int, Bc: int, splits: int) -> list[float]:
+    """The work of one head's thread blocks in launch order, in tiles of S.
+
+    A block pays for the tiles that it visits, and for every column tile half a tile more, which
+    is what loading Kj and Vj costs it. Row tile i visits the column tiles that its last row
+    sees, the first in any case; the block with the last rows is launched first.
+    """
+    Nq, Tr = problem.seqlen_q, -(-problem.seqlen_q // Br)
+    column_tiles = [
+        max(1, -(-problem.columns_end(min((i + 1) * Br, Nq) - 1) // Bc)) for i in range(Tr)
+    ]
+    run = -(-Tr // splits)
+    chunks = [column_tiles[first : first + run] for first in range(0, Tr, run)]
+    return [sum(chunk) + LOADING_KV * chunk[-1] for chunk in reversed(chunks)]
 
 
 def row_fields(problem: Problem) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import fa_numba
 from fa_numba import device
@@ -33,15 +34,20 @@ def run(case: Case, inputs: Inputs) -> int:
         case.head_dim,
         causal=case.causal,
     )
+    options: dict[str, Any] = {"algorithm": case.algorithm, "causal": case.causal}
+    if case.Br is not None and case.Bc is not None:
+        options["tiles"] = fa_numba.Tiles(Br=case.Br, Bc=case.Bc)
+    if case.query_splits != 1:
+        options["query_splits"] = case.query_splits
+    kernels = fa_numba.plan(problem.q_shape, problem.k_shape, **options).kernels
     q, k, v = (device.to_gpu(x) for x in inputs(problem))
-    options = {"algorithm": case.algorithm, "causal": case.causal}
     out = fa_numba.attention(q, k, v, **options)
     device.synchronize()
     device.profile_start()
     fa_numba.attention(q, k, v, out=out, **options)
     device.synchronize()
     device.profile_stop()
-    return len(fa_numba.plan(problem.q_shape, problem.k_shape, **options).kernels)
+    return len(kernels)
 
 
 def main() -> None:
@@ -54,20 +60,25 @@ def main() -> None:
     parser.add_argument("--seqlen", type=int, default=1024)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--causal", action="store_true")
-    args = parser.parse_args()
-    if args.cases:
-        cases = [Case(**case) for case in json.loads(args.cases.read_text())]
+    parser.add_argument("--Br", type=int, help="rows of a tile, with --Bc; the plan's own without")
+    parser.add_argument("--Bc", type=int, help="columns of a tile, with --Br")
+    parser.add_argument("--query-splits", type=int, default=1, help="fa1: thread blocks a head")
+    args = vars(parser.parse_args())
+    cases_file, kernels_file = args.pop("cases"), args.pop("kernels")
+    if cases_file:
+        cases = [Case(**case) for case in json.loads(cases_file.read_text())]
     else:
-        cases = [
-            Case(args.algorithm, args.batch, args.heads, args.seqlen, args.head_dim, args.causal)
-        ]
+        try:
+            cases = [Case(**args)]
+        except ValueError as error:
+            parser.error(str(error))
     inputs = Inputs()
     kernels: list[int | str] = []
     for case in cases:
         launched, failure = attempt(lambda case=case: run(case, inputs))
         kernels.append(failure or launched)
-    if args.kernels:
-        args.kernels.write_text(json.dumps(kernels))
+    if kernels_file:
+        kernels_file.write_text(json.dumps(kernels))
 
 
 if __name__ == "__main__":

@@ -1,26 +1,36 @@
-"""L2 and DRAM traffic from Nsight Compute (`ncu`), which runs `counter_target` under it."""
+"""Hardware counters from Nsight Compute (`ncu`), which runs `counter_target` under it."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
+import math
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+from fa_numba.problem import Problem
 
 from .options import REPOSITORY
 
+# Reads and writes of device memory.
 DRAM = ("dram__bytes_read.sum", "dram__bytes_write.sum")
-L2 = ("lts__t_bytes.sum",)
-METRICS = DRAM + L2
+# What the multiprocessors' L1 asks of L2, in sectors: lts__t_bytes would add DRAM's fills.
+L2 = ("lts__t_sectors_srcunit_tex.sum",)
+SECTOR_BYTES = 32
+TRAFFIC = DRAM + L2
 TIMEOUT = 540  # seconds
-# ncu empties the caches before every kernel and leaves the clocks alone.
+PROTOCOL = (
+    "Nsight Compute around one call after a warm-up, caches emptied before every kernel, clocks "
+    "left alone; L2 is the traffic between the multiprocessors and L2, 32-byte sectors"
+)
 COMMAND = (
     "ncu",
     "--csv",
@@ -28,9 +38,9 @@ COMMAND = (
     "--profile-from-start=off",
     "--clock-control=none",
     "--cache-control=all",
-    f"--metrics={','.join(METRICS)}",
 )
-_PREFIX = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_NANOSECONDS = {"n": 1.0, "u": 1e3, "m": 1e6, "": 1e9}
 
 
 class CountersError(Exception):
@@ -39,7 +49,7 @@ class CountersError(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """One call to be counted."""
+    """One call to be counted. Br and Bc are None for the plan's own, else both are given."""
 
     algorithm: str
     batch: int
@@ -47,22 +57,50 @@ class Case:
     seqlen: int
     head_dim: int
     causal: bool
+    Br: int | None = None
+    Bc: int | None = None
+    query_splits: int = 1
 
+    def __post_init__(self) -> None:
+        if (self.Br is None) != (self.Bc is None):
+            raise ValueError(f"Br is {self.Br} and Bc is {self.Bc}: give both or neither")
 
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes that one call moved, over all its kernels."""
-
-    l2: float
-    dram: float
+    @classmethod
+    def of(cls, algorithm: str, problem: Problem, tiles: Any = None, query_splits: int = 1) -> Case:
+        """A call for the problem; as many heads and rows of K and V as of Q."""
+        if (problem.heads_q, problem.seqlen_q) != (problem.heads_k, problem.seqlen_k):
+            raise ValueError(f"problem is {problem}: heads and lengths of q and k must be equal")
+        return cls(
+            algorithm,
+            problem.batch,
+            problem.heads_q,
+            problem.seqlen_q,
+            problem.head_dim,
+            problem.causal,
+            Br=None if tiles is None else tiles.Br,
+            Bc=None if tiles is None else tiles.Bc,
+            query_splits=query_splits,
+        )
 
 
 def available() -> bool:
     return shutil.which("ncu") is not None
 
 
-def parse(text: str) -> list[dict[str, float]]:
-    """ncu's CSV as one dict of metric -> bytes for each kernel launch, in launch order."""
+def l2_bytes(counted: Mapping[str, float]) -> float:
+    return SECTOR_BYTES * sum(counted[name] for name in L2)
+
+
+def dram_bytes(counted: Mapping[str, float]) -> float:
+    return sum(counted[name] for name in DRAM)
+
+
+def parse(text: str, metrics: Sequence[str]) -> list[dict[str, float]]:
+    """ncu's CSV as one dict of metric -> value for each kernel launch, in launch order.
+
+    Bytes, sectors, instructions and plain ratios as they are, times in ns, percentages as fractions
+    of 1. Raises CountersError for any other unit, and for a metric that a launch does not have.
+    """
     start = re.search(r'^"ID",', text, re.MULTILINE)
     if start is None:
         raise CountersError(f"ncu printed no table: {_tail(text)}")
@@ -70,38 +108,56 @@ def parse(text: str) -> list[dict[str, float]]:
     for line in csv.DictReader(io.StringIO(text[start.start() :])):
         identity, name = line["ID"], line["Metric Name"]
         # The program's own output may follow the table.
-        if not identity.isdecimal() or name not in METRICS:
+        if not identity.isdecimal() or name not in metrics:
             continue
-        launches.setdefault(int(identity), {})[name] = _bytes(
-            line["Metric Value"], line["Metric Unit"]
+        launches.setdefault(int(identity), {})[name] = _number(
+            name, line["Metric Value"], line["Metric Unit"]
         )
-    for identity, metrics in launches.items():
-        missing = [name for name in METRICS if name not in metrics]
+    for identity, values in launches.items():
+        missing = [name for name in metrics if name not in values]
         if missing:
             raise CountersError(f"launch {identity} has no {', '.join(missing)}")
     return [launches[identity] for identity in sorted(launches)]
 
 
-def _bytes(value: str, unit: str) -> float:
-    known = re.fullmatch(r"([KMGTP]?)byte", unit)
+def _number(name: str, value: str, unit: str) -> float:
+    factor = _factor(unit)
+    if factor is None:
+        raise CountersError(
+            f"ncu gives {name} in {unit!r}: known are byte, sector, inst, s, % and none"
+        )
     try:
         number = float(value.replace(",", ""))
     except ValueError:
-        number = None
-    if known is None or number is None:
-        raise CountersError(f"ncu's value {value!r} {unit!r} is not a number of bytes")
-    return number * _PREFIX[known[1]]
+        number = math.nan
+    if not math.isfinite(number):
+        raise CountersError(f"ncu's value of {name} is {value!r}, no number")
+    return number * factor
 
 
-def assign(launches: Sequence[dict[str, float]], kernels: Sequence[int | str]) -> list:
+def _factor(unit: str) -> float | None:
+    """What a value in ncu's unit is multiplied by; None for a unit not known."""
+    if unit in ("", "%"):
+        return 0.01 if unit else 1.0
+    if known := re.fullmatch(r"([KMGTP]?)(byte|sector|inst)s?", unit):
+        return _PREFIXES[known[1]]
+    if known := re.fullmatch(r"([num]?)s(econd)?", unit):
+        return _NANOSECONDS[known[1]]
+    return None
+
+
+def assign(
+    launches: Sequence[Mapping[str, float]], kernels: Sequence[int | str]
+) -> list[dict[str, float] | str]:
     """Launches dealt out to calls: `kernels` has each call's kernel count, or why it failed.
 
-    Gives a Traffic, or the reason, for each call.
+    Gives each call's values, or the reason. Totals (`.sum`) of a call's kernels are added up; any
+    other metric is a ratio, which only a call of a single kernel has.
     """
     expected = sum(count for count in kernels if isinstance(count, int))
     if expected != len(launches):
         raise CountersError(f"ncu saw {len(launches)} kernels where {expected} were launched")
-    results: list[Traffic | str] = []
+    results: list[dict[str, float] | str] = []
     at = 0
     for count in kernels:
         if isinstance(count, str):
@@ -109,28 +165,32 @@ def assign(launches: Sequence[dict[str, float]], kernels: Sequence[int | str]) -
             continue
         mine = launches[at : at + count]
         at += count
-        results.append(
-            Traffic(
-                l2=sum(launch[name] for launch in mine for name in L2),
-                dram=sum(launch[name] for launch in mine for name in DRAM),
-            )
-        )
+        ratios = [name for name in mine[0] if not name.endswith(".sum")] if mine else []
+        if ratios and count > 1:
+            results.append(f"failed: {', '.join(ratios)} of {count} kernels cannot be added up")
+        else:
+            names = mine[0] if mine else ()
+            results.append({name: sum(launch[name] for launch in mine) for name in names})
     return results
 
 
-def count(cases: Sequence[Case]) -> list[Traffic | str]:
-    """The traffic of every case, or why it failed; one process for all. Raises CountersError."""
+def count(cases: Sequence[Case], metrics: Sequence[str]) -> list[dict[str, float] | str]:
+    """Every case's metric -> value (see `parse`, `assign`), or why it failed.
+
+    One process for all. Raises CountersError when there is no ncu, or it fails as a whole.
+    """
     if not available():
         raise CountersError("ncu is not on the PATH")
     with tempfile.TemporaryDirectory() as folder:
         wanted, done = Path(folder) / "cases.json", Path(folder) / "kernels.json"
-        wanted.write_text(json.dumps([vars(case) for case in cases]))
+        wanted.write_text(json.dumps([asdict(case) for case in cases]))
         log = Path(folder) / "ncu.csv"
+        command = (*COMMAND, f"--metrics={','.join(metrics)}", "--log-file", str(log))
         target = (sys.executable, "-m", "experiments.lab.counter_target")
         files = ("--cases", str(wanted), "--kernels", str(done))
         try:
             run = subprocess.run(
-                (*COMMAND, "--log-file", str(log), *target, *files),
+                (*command, *target, *files),
                 cwd=REPOSITORY,
                 capture_output=True,
                 text=True,
@@ -143,7 +203,22 @@ def count(cases: Sequence[Case]) -> list[Traffic | str]:
             raise CountersError(
                 f"ncu ended with {run.returncode}: {_tail(table + run.stdout + run.stderr)}"
             )
-        return assign(parse(table), json.loads(done.read_text()))
+        return assign(parse(table, metrics), json.loads(done.read_text()))
+
+
+def count_or_say(
+    cases: Sequence[Case], metrics: Sequence[str], say: Callable[[str], None]
+) -> list[dict[str, float] | str] | None:
+    """As `count`; None without ncu, which is said, and a failure as a whole is every case's."""
+    if not available():
+        say("  no Nsight Compute (ncu) here: hardware counters are not read")
+        return None
+    say(f"  Nsight Compute: {len(cases)} calls")
+    try:
+        return count(cases, metrics)
+    except CountersError as error:
+        say(f"  {error}")
+        return [f"failed: {error}"] * len(cases)
 
 
 def _tail(text: str, length: int = 300) -> str:

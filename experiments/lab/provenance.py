@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
 
-from . import peers
+from . import counters, peers
 from .options import REPOSITORY
 from .settings import SEED
 from .store import EMULATOR, MODEL
@@ -107,7 +107,7 @@ class Provenance:
                 "cuda": {package: _version(package) for package in _CUDA_PACKAGES},
                 "device": self._gpu,
                 "nvidia_smi": _smi(),
-                "protocol": PROTOCOL,
+                "protocol": PROTOCOL | {"counters": counters.PROTOCOL},
                 "seed": SEED,
                 "torch": peers.version(),
                 "system": f"{platform.system()} {platform.machine()}",

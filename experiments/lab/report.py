@@ -172,11 +172,65 @@ def io_vs_seqlen(store: Store) -> str:
     )
 
 
+def loop_cost(store: Store) -> str:
+    """The factor of every step from FA-1's grid to FA-2, and what was measured of each."""
+    from experiments import loop_cost as experiment
+
+    rows, source = _gpu_rows(store, experiment.NAME)
+    if not rows:
+        return NO_RECORDING + "\n"
+    measured: dict[str, tuple[str, Callable[[float], str]]] = {
+        "time": ("ms", lambda v: f"{v:.2f}"),
+        "speed": ("TFLOP/s", lambda v: f"{v:.1f}"),
+        "instructions": ("warp instructions, 10^9", lambda v: f"{v / 1e9:.2f}"),
+        "issue": ("issue, active cycles", lambda v: f"{v:.3f}"),
+        "issue_elapsed": ("issue, all cycles", lambda v: f"{v:.3f}"),
+        "stall_global": ("warps waiting for global memory per issue", lambda v: f"{v:.2f}"),
+    }
+    traffic = {"model": "model, GB", "l2": "L2, GB", "dram": "DRAM, GB"}
+    gains = {
+        "total": "FA-1 / FA-2",
+        "grid": "grid",
+        "order": "loop order",
+        "instructions": "its instructions",
+        "waiting": "its waiting",
+        "rest": "its rest",
+        "tiles": "tiles",
+    }
+    gain_lines, step_lines = [], []
+    for problem, mine in experiment.problems_of(rows).items():
+        sizes = [str(problem.head_dim), "yes" if problem.causal else "no", str(problem.seqlen_q)]
+        factors = experiment.factors(experiment.values(mine))
+        gain_lines.append(
+            [*sizes, *("-" if factors[n] is None else f"{factors[n]:.2f}" for n in gains)]
+        )
+        found = {(r.series, r.source, r.metric): r for r in mine}
+        for series, name in experiment.STEPS.items():
+            cells = [
+                _value(found.get((series, "measured", metric)), shown)
+                for metric, (_, shown) in measured.items()
+            ]
+            cells += [
+                _value(found.get((series, kind, "traffic")), experiment.gigabytes)
+                for kind in traffic
+            ]
+            step_lines.append([*sizes, name, *cells])
+    sizes = ["d", "causal", "N"]
+    step_header = [*sizes, "step", *(name for name, _ in measured.values()), *traffic.values()]
+    return (
+        "How many times faster each step is: FA-1 / FA-2 = grid x loop order x tiles, and loop "
+        f"order = instructions x waiting x rest. Forward, fp32, 16k tokens, hidden dimension "
+        f"2048. {source}\n\n{_markdown([*sizes, *gains.values()], gain_lines)}\n"
+        f"What was measured of each step:\n\n{_markdown(step_header, step_lines)}"
+    )
+
+
 TABLES: dict[str, Callable[[Store], str]] = {
     "speed": speed,
     "memory": memory,
     "block_size": block_size,
     "io_vs_seqlen": io_vs_seqlen,
+    "loop_cost": loop_cost,
 }
 
 

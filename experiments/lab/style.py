@@ -19,6 +19,7 @@ COLOURS = {
     "fa1-simt": "#0072B2",
     "fa1-simt-splits": "#56B4E9",
     "fa2-simt": "#009E73",
+    "fa2-simt-fa1-tiles": "#66C5AB",
     "torch-efficient": "#000000",
     "torch-unfused": "#8C8C8C",
     "published": "#CC79A7",

@@ -1,0 +1,314 @@
+"""Where the time of the K/V-outer loop goes: from FA-1's grid to FA-2 in steps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import fa_numba
+from fa_numba import device
+from fa_numba.problem import Problem
+
+from .lab import counters
+from .lab.algorithms import (
+    FA1_TILES,
+    SPLITS,
+    algorithm,
+    call,
+    plan,
+    query_splits,
+    row_fields,
+)
+from .lab.options import Bench, Options
+from .lab.settings import HEAD_DIMS, Inputs, fa2_setting
+from .lab.store import Row
+from .lab.timing import Gate, attempt, time_call, timing_rows
+
+NAME = "loop_cost"
+TITLE = "where the time of the K/V-outer loop goes"
+DESCRIPTION = (
+    "From FA-1's grid to FA-2 in steps (query splits, the other loop order at the same tiles, its "
+    "own tiles), FA-2's setting at N=4096, forward, fp32: time, and with Nsight Compute "
+    "instructions, how often one is issued, and L2 and DRAM bytes, which say what each step gains."
+)
+NEEDS_GPU = True
+
+SEQLEN, QUICK_SEQLEN = 4096, 512
+FA1, FA2 = "fa1-simt", "fa2-simt"
+STEPS = {
+    FA1: "FA-1, the paper's grid",
+    SPLITS: "FA-1, query splits",
+    FA1_TILES: "FA-2 at FA-1's tiles",
+    FA2: "FA-2 at its own tiles",
+}
+_STALLED = "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio"
+# Our metric -> ncu's.
+PROFILED = {
+    # warp instructions executed
+    "instructions": "smsp__inst_executed.sum",
+    # share of the cycles, in which a scheduler had a warp, in which it issued an instruction
+    "issue": "smsp__issue_active.avg.pct_of_peak_sustained_active",
+    # the same share of all cycles: multiprocessors without a block count
+    "issue_elapsed": "smsp__issue_active.avg.pct_of_peak_sustained_elapsed",
+    # warps that wait for global memory, for each instruction issued
+    "stall_global": _STALLED,
+}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One step. `same_as` is the series that runs just this already; `note` says so."""
+
+    series: str
+    options: dict[str, Any] = field(default_factory=dict)
+    same_as: str | None = None
+    note: str = ""
+
+
+def configurations(problem: Problem, multiprocessors: int) -> list[Configuration]:
+    """The steps in the order in which they are measured: a copy follows its original."""
+    splits = query_splits(problem, multiprocessors)
+    k_outer, q_outer = (plan(series, problem).tiles for series in (FA1, FA2))
+    if splits == 1:
+        b = Configuration(SPLITS, same_as=FA1, note="one split: the run of fa1-simt")
+    else:
+        b = Configuration(SPLITS, {"query_splits": splits}, note=f"query_splits={splits}")
+    if (k_outer.Br, k_outer.Bc) == (q_outer.Br, q_outer.Bc):
+        c = Configuration(FA1_TILES, same_as=FA2, note="the same tiles: the run of fa2-simt")
+    else:
+        tiles = fa_numba.Tiles(Br=k_outer.Br, Bc=k_outer.Bc)
+        c = Configuration(FA1_TILES, {"tiles": tiles})
+    return [Configuration(FA1), b, Configuration(FA2), c]
+
+
+def measure(options: Options, bench: Bench) -> Iterator[Row]:
+    """Times, checked first, then the hardware counters of every step."""
+    assert bench.machine is not None and bench.describe is not None
+    lengths = options.seqlens or ((QUICK_SEQLEN,) if options.quick else (SEQLEN,))
+    head_dims = options.head_dims or (HEAD_DIMS[:1] if options.quick else HEAD_DIMS)
+    masks = options.causal or (False,)
+    problems = [fa2_setting(N, d, mask) for d in head_dims for mask in masks for N in lengths]
+    multiprocessors = bench.describe["multiprocessors"]
+    work = [(p, configurations(p, multiprocessors)) for p in problems]
+    inputs = Inputs()
+    for problem, steps in bench.track(work, "timing"):
+        host = inputs(problem)
+        gate = Gate(problem, *host)
+        arrays = tuple(device.to_gpu(x) for x in host)
+        timed: dict[str, list[Row]] = {}
+        for step in steps:
+            if step.same_as is None:
+                timed[step.series] = list(_timed(step, problem, arrays, gate, bench.machine))
+                device.release_memory()
+            else:
+                timed[step.series] = copies(step, timed[step.same_as])
+            yield from timed[step.series]
+    yield from _profiled(work, bench)
+
+
+def copies(step: Configuration, rows: Iterable[Row]) -> list[Row]:
+    """Rows of one run under a second name: measuring it twice would only show noise."""
+    return [replace(row, series=step.series, note=row.note or step.note) for row in rows]
+
+
+def _common(step: Configuration, problem: Problem, machine: str) -> tuple[dict[str, Any], Any, str]:
+    """What the step's rows share, its plan or None, and why there is none."""
+    common = {"machine": machine, "experiment": NAME, "series": step.series, **row_fields(problem)}
+    planned, failure = attempt(lambda: plan(step.series, problem, **step.options))
+    if planned is not None:
+        common |= {"Br": planned.tiles.Br, "Bc": planned.tiles.Bc}
+    return common, planned, failure
+
+
+def _timed(
+    step: Configuration, problem: Problem, arrays: tuple, gate: Gate, machine: str
+) -> Iterator[Row]:
+    common, _, failure = _common(step, problem, machine)
+    timing = None
+    if not failure:
+        run = call(step.series, problem, *arrays, **step.options)
+        timing, failure = attempt(lambda: time_call(run, gate))
+    common |= {"source": "measured", "note": failure or step.note}
+    if timing is None:
+        yield Row(metric="time", unit="ms", value=None, **common)
+    else:
+        yield from timing_rows(timing, problem, **common)
+
+
+def _profiled(work: Sequence[tuple[Problem, list[Configuration]]], bench: Bench) -> Iterator[Row]:
+    """Each step's counters, and the model's bytes beside them."""
+    runs = [(problem, step) for problem, steps in work for step in steps if step.same_as is None]
+    wanted = [
+        counters.Case.of(algorithm(step.series), problem, **step.options) for problem, step in runs
+    ]
+    metrics = (*counters.TRAFFIC, *PROFILED.values())
+    results = counters.count_or_say(wanted, metrics, bench.say)
+    found: dict[Problem, dict[str, list[Row]]] = {problem: {} for problem, _ in work}
+    for i, (problem, step) in enumerate(runs):
+        result = None if results is None else results[i]
+        found[problem][step.series] = list(_counted(step, problem, result, bench.machine))
+    for problem, steps in work:
+        for step in steps:
+            if step.same_as is not None:
+                found[problem][step.series] = copies(step, found[problem][step.same_as])
+            yield from found[problem][step.series]
+
+
+def _counted(
+    step: Configuration, problem: Problem, result: dict[str, float] | str | None, machine: str
+) -> Iterator[Row]:
+    common, planned, failure = _common(step, problem, machine)
+    traffic = {"metric": "traffic", "unit": "bytes", **common}
+    if planned is not None:
+        yield Row(source="model", value=planned.accesses.bytes, note=step.note, **traffic)
+    if result is None:
+        return
+    failure = failure or (result if isinstance(result, str) else "")
+    note = failure or step.note
+    for source, in_bytes in (("l2", counters.l2_bytes), ("dram", counters.dram_bytes)):
+        value = None if failure else in_bytes(result)
+        yield Row(source=source, value=value, note=note, **traffic)
+    common |= {"source": "measured", "unit": "1", "note": note}
+    for metric, name in PROFILED.items():
+        yield Row(metric=metric, value=None if failure else result[name], **common)
+
+
+Values = dict[tuple[str, str, str], float]
+
+
+def values(rows: Iterable[Row]) -> Values:
+    """(series, source, metric) -> value, for the rows of one problem that did not fail."""
+    return {(r.series, r.source, r.metric): r.value for r in rows if r.value is not None}
+
+
+def factors(found: Values) -> dict[str, float | None]:
+    """How many times faster each step is, and what the change of loop order is made of.
+
+    `total` = grid x order x tiles, in times. A kernel runs for instructions / (issue x
+    schedulers) cycles of those in which its multiprocessors are active, so that
+    `order` = instructions x waiting x rest; `rest` is what idle multiprocessors and the clock
+    leave over. None where a number is missing.
+    """
+
+    def ratio(metric: str, over: str, under: str) -> float | None:
+        pair = [found.get((series, "measured", metric)) for series in (over, under)]
+        return pair[0] / pair[1] if pair[0] and pair[1] else None
+
+    order = ratio("time", SPLITS, FA1_TILES)
+    instructions = ratio("instructions", SPLITS, FA1_TILES)
+    waiting = ratio("issue", FA1_TILES, SPLITS)
+    explained = order and instructions and waiting
+    return {
+        "total": ratio("time", FA1, FA2),
+        "grid": ratio("time", FA1, SPLITS),
+        "order": order,
+        "instructions": instructions,
+        "waiting": waiting,
+        "rest": order / (instructions * waiting) if explained else None,
+        "tiles": ratio("time", FA1_TILES, FA2),
+    }
+
+
+def problems_of(rows: Iterable[Row]) -> dict[Problem, list[Row]]:
+    """The rows by problem: without a mask first, then by length and head dimension."""
+    found: dict[Problem, list[Row]] = {}
+    for row in sorted(rows, key=lambda r: (r.causal, r.seqlen_q, r.head_dim)):
+        sizes = (row.batch, row.heads_q, row.heads_k, row.seqlen_q, row.seqlen_k, row.head_dim)
+        found.setdefault(Problem(*sizes, causal=row.causal), []).append(row)
+    return found
+
+
+def gigabytes(number: float) -> str:
+    """Bytes as 13.0 or 0.53."""
+    return f"{number / 1e9:.{1 if number >= 1e10 else 2}f}"
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """A row of panels a problem: time of each step, and bytes of both loop orders."""
+    from .lab import style
+
+    problems = list(problems_of(rows).items())[:4]
+    if not problems:
+        return None
+    figure, axes = style.new(len(problems), 2, 0.5 + 3.0 * len(problems), width_ratios=(2.3, 1))
+    for (problem, mine), (left, right) in zip(problems, axes, strict=True):
+        masked = ", causal" if problem.causal else ""
+        _draw_times(left, mine, style)
+        left.set_title(
+            f"one forward call, fp32, N={problem.seqlen_q}, d={problem.head_dim}{masked}"
+        )
+        _draw_bytes(right, mine, style)
+        right.set_title("bytes moved")
+    return figure
+
+
+def _step_labels(rows: Sequence[Row]) -> dict[str, str]:
+    notes = " ".join({r.note for r in rows if r.series == SPLITS})
+    splits = re.search(r"query_splits=(\d+)", notes)
+    tiles = {r.series: f"\n$B_r$={r.Br}, $B_c$={r.Bc}" for r in rows if r.Br is not None}
+    names = STEPS | {SPLITS: f"FA-1, blocks a head: {splits[1] if splits else 1}"}
+    return {series: name + tiles.get(series, "") for series, name in names.items()}
+
+
+def _draw_times(ax: Any, rows: Sequence[Row], style: Any) -> None:
+    """Bars of time; the light end of a bar is what the step took away, × how many times faster."""
+    found = values(rows)
+    gains = factors(found)
+
+    def times(name: str, label: str) -> str:
+        return "" if gains[name] is None else f"{label} ×{gains[name]:.2f}"
+
+    order = times("order", "loop order")
+    if gains["rest"] is not None:
+        parts = [times("instructions", "fewer instructions"), times("waiting", "less waiting")]
+        if abs(gains["rest"] - 1) >= 0.005:
+            parts.append(times("rest", "rest"))
+        order += f" = {', '.join(parts)}"
+    texts = {SPLITS: times("grid", "grid"), FA1_TILES: order, FA2: times("tiles", "tiles")}
+    before = None
+    for at, series in enumerate(STEPS):
+        time = found.get((series, "measured", "time"))
+        if time is None:
+            failed = any(r.series == series and r.failed for r in rows)
+            ax.text(0, at, " failed" if failed else " no time", va="center", fontsize=9.5)
+            before = None
+            continue
+        colour = style.COLOURS[series]
+        ax.barh(at, time, height=0.46, color=colour)
+        ink = "black" if series in (SPLITS, FA1_TILES) else "white"  # on light and dark bars
+        ax.text(time, at, f"{time:.3g} ms ", ha="right", va="center", color=ink, weight="bold")
+        if before is not None:
+            ax.barh(at, max(0, before - time), left=time, height=0.46, color=colour, alpha=0.22)
+            ax.text(0, at - 0.27, f" {texts[series]}", va="bottom", fontsize=9.5)
+        before = time
+    labels = _step_labels(rows)
+    ax.set_yticks(range(len(STEPS)), [labels[series] for series in STEPS])
+    ax.set_ylim(len(STEPS) - 0.6, -0.6)
+    ax.set_xlim(left=0)
+    ax.grid(False, axis="y")
+    ax.set_xlabel("ms; × is how many times faster a step is")
+
+
+def _draw_bytes(ax: Any, rows: Sequence[Row], style: Any) -> None:
+    """Model, L2 and DRAM bytes of both orders at the same tiles."""
+    found = values(rows)
+    sources = {"model": "model", "l2": "L2", "dram": "DRAM"}
+    pair = {SPLITS: "FA-1", FA1_TILES: "FA-2"}
+    largest = 0.0
+    for at, source in enumerate(sources):
+        for side, series in zip((-0.2, 0.2), pair, strict=True):
+            moved = found.get((series, source, "traffic"))
+            if moved is None:
+                ax.text(0, at + side, " not measured", va="center", fontsize=9)
+                continue
+            largest = max(largest, moved / 1e9)
+            ax.barh(at + side, moved / 1e9, height=0.36, color=style.COLOURS[series])
+            text = f" {pair[series]}: {gigabytes(moved)} GB"
+            ax.text(moved / 1e9, at + side, text, va="center", fontsize=9)
+    ax.set_yticks(range(len(sources)), list(sources.values()))
+    ax.set_ylim(len(sources) - 0.5, -0.5)
+    ax.set_xlim(0, largest * 1.75 or 1)
+    ax.grid(False, axis="y")
+    ax.set_xlabel("GB, at FA-1's tiles")
