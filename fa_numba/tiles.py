@@ -88,7 +88,7 @@ class Spec:
         return self.Bc + self.tx_count
 
     @property
-    def tile_floats(self) -> tuple[int, int, int, int]:
+    def tile_floats(self) -> tuple[int, ...]:
         """Floats of sQ, sK, sV and sP in shared memory."""
         return (
             self.Br * self.pitch_qk,
@@ -120,6 +120,40 @@ class Spec:
     def min_blocks(self) -> int:
         """Blocks of the flash kernels that ptxas should make room for on a multiprocessor."""
         return 2 if self.threads <= 128 else 1
+
+
+@dataclass(frozen=True)
+class BackwardSpec(Spec):
+    """The same for a backward kernel: every tile serves two products and has one pitch.
+
+    A thread owns CM rows of dK and dV, in groups of four.
+    """
+
+    @property
+    def CM(self) -> int:
+        return self.Bc // self.ty_count
+
+    @property
+    def columns(self) -> int:
+        """The head dimension rounded up to what the threads of a row cover."""
+        return 4 * self.tx_count * self.DN
+
+    @property
+    def pitch_qk(self) -> int:
+        return self.columns + 4
+
+    @property
+    def pitch_v(self) -> int:
+        return self.pitch_qk
+
+    @property
+    def tile_floats(self) -> tuple[int, ...]:
+        """Floats of a row tile, a column tile, and a tile of P."""
+        return (self.Br * self.pitch_qk, self.Bc * self.pitch_qk, self.Br * self.pitch_p)
+
+    @property
+    def shared_bytes(self) -> int:
+        return 8 * sum(self.tile_floats)
 
 
 def splits(Br: int, Bc: int, head_dim: int, **facts) -> list[Spec]:

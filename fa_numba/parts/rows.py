@@ -9,6 +9,7 @@ from functools import cache
 
 from fa_numba.device import cuda, device_function, float32, uint32
 from fa_numba.intrinsics.global_memory import read4, write4
+from fa_numba.intrinsics.reduction import add_global
 
 FULL_WARP = 0xFFFFFFFF
 NEG_INF = float32(-math.inf)
@@ -82,6 +83,49 @@ def make_write_rows(spec):
                             O[row, uint32(col + n)] = rO[e + n]
 
     return write_rows
+
+
+@cache
+def make_add_rows(spec):
+    """``add_rows(rT, T, factor, row0, rows_end, ty, tx)``: T += factor rT by atomic adds."""
+    TM, DN, TX, TY, d = spec.TM, spec.DN, spec.tx_count, spec.ty_count, spec.head_dim
+
+    @device_function
+    def add_rows(rT, T, factor, row0, rows_end, ty, tx):
+        for i in range(TM):
+            row = uint32(row0 + ty + i * TY)
+            for c in range(DN):
+                for n in range(4):
+                    col = uint32(4 * (tx + c * TX) + n)
+                    if row < rows_end and col < uint32(d):
+                        add_global(T, row, col, factor * rT[4 * (i * DN + c) + n])
+
+    return add_rows
+
+
+@cache
+def make_update_rows(spec):
+    """``update_rows(rT, T, factor, seen, row0, rows_end, ty, tx)``: T = factor rT + T, in memory.
+
+    Where T was not ``seen`` before it counts as 0 and is not read.
+    """
+    TM, DN4 = spec.TM, 4 * spec.DN
+    RT = TM * DN4
+    read_rows = make_read_rows(spec)
+    write_rows = make_write_rows(spec)
+
+    @device_function
+    def update_rows(rT, T, factor, seen, row0, rows_end, ty, tx):
+        old = cuda.local.array(RT, float32)
+        read_end = uint32(0)
+        if seen:
+            read_end = rows_end
+        read_rows(old, T, row0, read_end, ty, tx)
+        for e in range(RT):
+            rT[e] = factor * rT[e] + old[e]
+        write_rows(rT, T, row0, rows_end, ty, tx)
+
+    return update_rows
 
 
 @cache

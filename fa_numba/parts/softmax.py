@@ -13,6 +13,7 @@ from fa_numba.masks import visible_causal
 FULL_WARP = 0xFFFFFFFF
 NEG_INF = float32(-math.inf)
 LN2 = float32(math.log(2.0))
+LOG2E = float32(math.log2(math.e))
 
 _visible_causal = device_function(visible_causal)
 
@@ -85,6 +86,23 @@ def make_online_softmax(spec):
             rm[i] = m_new
 
     return online_softmax
+
+
+@cache
+def make_softmax_from_lse(spec):
+    """``softmax_from_lse(rS, rL)``: scores to P = exp(S - L); 0 in a row with L = -inf."""
+    TM, TN = spec.TM, spec.TN
+
+    @device_function
+    def softmax_from_lse(rS, rL):
+        for i in range(TM):
+            shift = LOG2E * rL[i]
+            if rL[i] == NEG_INF:
+                shift = float32(0.0)
+            for j in range(TN):
+                rS[i * TN + j] = exp2(rS[i * TN + j] - shift)
+
+    return softmax_from_lse
 
 
 @cache

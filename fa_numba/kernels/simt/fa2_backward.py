@@ -1,0 +1,141 @@
+"""FlashAttention-2, backward: a grid over K/V blocks, Q inner (arXiv 2307.08691, Algorithm 2), on
+CUDA cores.
+
+One thread block takes one column tile Kj, Vj: the outer loop (line 5) is the grid. dK and dV stay
+in registers; P is recomputed from L alone; dQ is summed in global memory by atomic adds.
+
+Shared memory, floats:  2 (Br + Bc) (d + 4) + 2 Br (Bc + TX)
+Accesses, elements per head:  loads 2 Nk d + Tc (2 Nq d + 2 Nq), stores 2 Nk d, and Tc Nq d atomic
+    adds to dQ, each a load and a store; with a causal mask only the row tiles that see column
+    tile j. The row sums D take 2 Nq d loads and Nq stores before.
+"""
+
+from functools import cache
+
+from numba import types
+
+from fa_numba.device import Kernel, array_type, cuda, float32, int32, uint32
+from fa_numba.intrinsics.async_copy import commit_async, wait_async
+from fa_numba.intrinsics.shared import shared_tile
+from fa_numba.parts.gradients import (
+    make_add_transposed_product,
+    make_scale_columns,
+    make_score_gradients,
+    make_start_columns,
+    make_write_columns,
+)
+from fa_numba.parts.products import make_product, make_scores
+from fa_numba.parts.rows import make_add_rows, make_read_values
+from fa_numba.parts.softmax import make_scale_and_mask, make_softmax_from_lse, make_store_p
+from fa_numba.parts.tile_load import make_load_tile
+
+
+@cache
+def make_backward(spec):
+    """The kernel for ``spec``; launched over (Tc, Hk, B) blocks."""
+    Br, Bc, TX, d, causal = spec.Br, spec.Bc, spec.tx_count, spec.head_dim, spec.causal
+    TM, RS, RQ = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4
+    RK = spec.CM * spec.DN * 4
+    NQ, NK, NP = spec.tile_floats
+    AT_DO, AT_K, AT_V, AT_P, AT_DS = NQ, 2 * NQ, 2 * NQ + NK, 2 * NQ + 2 * NK, 2 * NQ + 2 * NK + NP
+
+    load_rows = make_load_tile(Br, spec.columns, spec.pitch_qk, spec.threads, spec.aligned)
+    load_columns = make_load_tile(Bc, spec.columns, spec.pitch_qk, spec.threads, spec.aligned)
+    start_columns = make_start_columns(spec)
+    read_values = make_read_values(spec)
+    scores = make_scores(spec)
+    scale_and_mask = make_scale_and_mask(spec)
+    softmax_from_lse = make_softmax_from_lse(spec)
+    score_gradients = make_score_gradients(spec)
+    store_p = make_store_p(spec)
+    add_transposed_product = make_add_transposed_product(spec)
+    product = make_product(spec)
+    add_rows = make_add_rows(spec)
+    scale_columns = make_scale_columns(spec)
+    write_columns = make_write_columns(spec)
+
+    def fa2_backward(Q, K, V, dO, L, D, dQ, dK, dV, scale, scale_log2, diagonal, group):
+        sQ = shared_tile(0, NQ)
+        sdO = shared_tile(AT_DO, NQ)
+        sK = shared_tile(AT_K, NK)
+        sV = shared_tile(AT_V, NK)
+        sP = shared_tile(AT_P, NP)
+        sdS = shared_tile(AT_DS, NP)
+        rS = cuda.local.array(RS, float32)
+        rdP = cuda.local.array(RS, float32)
+        rdQ = cuda.local.array(RQ, float32)
+        rdK = cuda.local.array(RK, float32)
+        rdV = cuda.local.array(RK, float32)
+        rL = cuda.local.array(TM, float32)
+        rD = cuda.local.array(TM, float32)
+        tx = uint32(cuda.threadIdx.x) % uint32(TX)
+        ty = uint32(cuda.threadIdx.x) // uint32(TX)
+        hk = uint32(cuda.blockIdx.y)
+        b = uint32(cuda.blockIdx.z)
+        Kh, Vh, dKh, dVh = K[b, hk], V[b, hk], dK[b, hk], dV[b, hk]
+        Nq = uint32(Q.shape[2])
+        Nk = uint32(Kh.shape[0])
+
+        # Alg. 2 line 5: column tile j. The tiles with most rows, the first ones, go first.
+        j0 = uint32(cuda.blockIdx.x * Bc)
+        i_first = uint32(0)
+        if causal:
+            i_first = uint32(max(int32(0), int32(j0) - diagonal) // int32(Br) * int32(Br))
+
+        # Alg. 2 line 6: load Kj, Vj
+        load_columns(sK, Kh, j0, Nk, 0, d)
+        load_columns(sV, Vh, j0, Nk, 0, d)
+        # Alg. 2 line 7: dKj = 0, dVj = 0, on chip
+        start_columns(rdK, rdV)
+        # The query heads that share this K/V head
+        h = uint32(hk * group)
+        h_end = uint32(h + group)
+        while h < h_end:
+            Qh, dOh, Lh, Dh, dQh = Q[b, h], dO[b, h], L[b, h], D[b, h], dQ[b, h]
+            load_rows(sQ, Qh, i_first, Nq, 0, d)
+            load_rows(sdO, dOh, i_first, Nq, 0, d)
+            commit_async()
+            # Alg. 2 line 8: for each row tile i that sees column tile j
+            i0 = i_first
+            while i0 < Nq:
+                wait_async()
+                cuda.syncthreads()  # Qi and dOi are there; nobody reads sdS any more
+                # Alg. 2 line 9: Li, Di
+                read_values(rL, Lh, i0, Nq, ty, tx)
+                read_values(rD, Dh, i0, Nq, ty, tx)
+                # Alg. 2 line 10: Sij = scale Qi KjT
+                scores(rS, sQ, sK, ty, tx)
+                scale_and_mask(rS, scale_log2, i0, j0, Nk, diagonal, ty, tx)
+                # Alg. 2 line 11: Pij = exp(Sij - Li)
+                softmax_from_lse(rS, rL)
+                store_p(sP, rS, ty, tx)
+                # Alg. 2 line 13: dPij = dOi VjT
+                scores(rdP, sdO, sV, ty, tx)
+                # Alg. 2 line 14: dSij = Pij o (dPij - Di)
+                score_gradients(rdP, rS, rD)
+                store_p(sdS, rdP, ty, tx)
+                cuda.syncthreads()  # Pij and dSij are there
+                # Alg. 2 line 12: dVj += PijT dOi
+                add_transposed_product(rdV, sP, sdO, ty, tx)
+                # Alg. 2 line 16: dKj += dSijT Qi
+                add_transposed_product(rdK, sdS, sQ, ty, tx)
+                cuda.syncthreads()  # nobody reads sQ and sdO any more
+                # Alg. 2 line 9 of the next i: load Qi+1, dOi+1, in flight during line 15
+                if uint32(i0 + Br) < Nq:
+                    load_rows(sQ, Qh, uint32(i0 + Br), Nq, 0, d)
+                    load_rows(sdO, dOh, uint32(i0 + Br), Nq, 0, d)
+                commit_async()
+                # Alg. 2 line 15: dQi += scale dSij Kj, in global memory
+                product(rdQ, sdS, sK, ty, tx)
+                add_rows(rdQ, dQh, scale, i0, Nq, ty, tx)
+                i0 = uint32(i0 + Br)
+            h = uint32(h + 1)
+
+        # Alg. 2 line 18: write dKj, dVj
+        scale_columns(rdK, scale)
+        write_columns(rdK, dKh, j0, Nk, ty, tx)
+        write_columns(rdV, dVh, j0, Nk, ty, tx)
+
+    arrays = [*[array_type(4)] * 4, *[array_type(3)] * 2, *[array_type(4)] * 3]
+    arguments = (*arrays, types.float32, types.float32, types.int32, types.int32)
+    return Kernel(fa2_backward, arguments, spec.threads, spec.shared_bytes, spec.min_blocks)

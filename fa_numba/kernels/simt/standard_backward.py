@@ -1,0 +1,126 @@
+"""Standard attention, backward (Algorithm 3 of arXiv 2205.14135), on CUDA cores.
+
+P is made anew in global memory by the forward kernels; these read it back. dS overwrites dP.
+
+Accesses, elements per head, beside those of scores and softmax:
+    dV = PT dO   loads Nq Nk + Tc Nq d, stores Nk d          (line 1)
+    dP = dO VT   loads Nq d + Tr Nk d, stores Nq Nk          (line 2, the scores kernel)
+    dS           loads 2 Nq Nk, twice where a row exceeds shared memory, stores Nq Nk   (line 3)
+    dQ = dS K    loads Nq Nk + Tr Nk d, stores Nq d          (line 4, the output kernel)
+    dK = dST Q   as dV                                        (line 5)
+"""
+
+from functools import cache
+
+from numba import types
+
+from fa_numba.device import Kernel, array_type, cuda, float32, uint32
+from fa_numba.intrinsics.async_copy import commit_async, wait_async
+from fa_numba.intrinsics.shared import shared_tile
+from fa_numba.parts.gradients import make_add_transposed_product, make_write_columns
+from fa_numba.parts.softmax import FULL_WARP
+from fa_numba.parts.tile_load import make_load_tile
+
+
+@cache
+def make_standard_transposed_output(spec):
+    """dV = PT dO, or dK = dST Q, summed over the heads of a group; over (Tc, Hk, B) blocks."""
+    Br, Bc, TX, d = spec.Br, spec.Bc, spec.tx_count, spec.head_dim
+    RK = spec.CM * spec.DN * 4
+    NQ, _, NP = spec.tile_floats
+    AT_P = NQ
+
+    load_p = make_load_tile(Br, Bc, spec.pitch_p, spec.threads, spec.aligned)
+    load_rows = make_load_tile(Br, spec.columns, spec.pitch_qk, spec.threads, spec.aligned)
+    add_transposed_product = make_add_transposed_product(spec)
+    write_columns = make_write_columns(spec)
+
+    def standard_transposed_output(P, dO, dV, group):
+        sdO = shared_tile(0, NQ)
+        sP = shared_tile(AT_P, NP)
+        rdV = cuda.local.array(RK, float32)
+        tx = uint32(cuda.threadIdx.x) % uint32(TX)
+        ty = uint32(cuda.threadIdx.x) // uint32(TX)
+        hk = uint32(cuda.blockIdx.y)
+        b = uint32(cuda.blockIdx.z)
+        dVh = dV[b, hk]
+        Nq = uint32(P.shape[2])
+        Nk = uint32(P.shape[3])
+        j0 = uint32(cuda.blockIdx.x * Bc)
+
+        for e in range(RK):
+            rdV[e] = float32(0.0)
+        h = uint32(hk * group)
+        h_end = uint32(h + group)
+        while h < h_end:
+            Ph, dOh = P[b, h], dO[b, h]
+            i0 = uint32(0)
+            while i0 < Nq:
+                cuda.syncthreads()  # nobody reads sP and sdO any more
+                load_p(sP, Ph, i0, Nq, j0, Nk)
+                load_rows(sdO, dOh, i0, Nq, 0, d)
+                commit_async()
+                wait_async()
+                cuda.syncthreads()  # Pij and dOi are there
+                add_transposed_product(rdV, sP, sdO, ty, tx)
+                i0 = uint32(i0 + Br)
+            h = uint32(h + 1)
+        write_columns(rdV, dVh, j0, Nk, ty, tx)
+
+    arguments = (*[array_type(4)] * 3, types.int32)
+    return Kernel(standard_transposed_output, arguments, spec.threads, 4 * (NQ + NP))
+
+
+@cache
+def make_standard_score_gradients(row_floats, warps):
+    """dS = scale P o (dP - rowsum(P o dP)), in place of dP; over (Nq, Hq, B) blocks.
+
+    A row of P and one of dP, up to ``row_floats`` each, are kept in shared memory; 0 reads them
+    from global memory twice.
+    """
+    resident = row_floats > 0
+    NR = max(row_floats, 4)
+    WARPS, threads = warps, 32 * warps
+    AT_DP, AT_D = NR, 2 * NR
+
+    def standard_score_gradients(P, dP, dS, scale):
+        sP = shared_tile(0, NR)
+        sdP = shared_tile(AT_DP, NR)
+        sD = shared_tile(AT_D, WARPS)
+        h = uint32(cuda.blockIdx.y)
+        b = uint32(cuda.blockIdx.z)
+        row = uint32(cuda.blockIdx.x)
+        Pi, dPi, dSi = P[b, h, row], dP[b, h, row], dS[b, h, row]
+        Nk = uint32(Pi.shape[0])
+        thread = uint32(cuda.threadIdx.x)
+
+        dot = float32(0.0)
+        col = thread
+        while col < Nk:
+            p = Pi[col]
+            g = dPi[col]
+            if resident:
+                sP[col] = p
+                sdP[col] = g
+            dot += p * g
+            col = uint32(col + threads)
+        lane = 16
+        while lane > 0:
+            dot += cuda.shfl_xor_sync(FULL_WARP, dot, lane)
+            lane //= 2
+        if thread % uint32(32) == uint32(0):
+            sD[thread // uint32(32)] = dot
+        cuda.syncthreads()
+        D = float32(0.0)
+        for w in range(WARPS):
+            D += sD[w]
+
+        col = thread
+        while col < Nk:
+            p = sP[col] if resident else Pi[col]
+            g = sdP[col] if resident else dPi[col]
+            dSi[col] = scale * p * (g - D)
+            col = uint32(col + threads)
+
+    arguments = (*[array_type(4)] * 3, types.float32)
+    return Kernel(standard_score_gradients, arguments, threads, 4 * (2 * NR + WARPS))
