@@ -123,6 +123,13 @@ def _from_interface(name: str, array: Any) -> Operand:
         sizes = np.cumprod((dtype.itemsize, *shape[:0:-1]), dtype=np.int64)[::-1]
         strides = tuple(int(n) for n in sizes)
     pointer, read_only = interface["data"]
+    try:
+        place = device.ordinal_of(pointer)
+    except Exception as error:  # no driver, no GPU, or no such memory
+        raise ValueError(
+            f"{name} is an array with __cuda_array_interface__ at {pointer:#x}, and no GPU here "
+            "has that memory: allowed is host memory or memory of a GPU that is here"
+        ) from error
     library = type(array).__module__.partition(".")[0]
     empty = device.empty
     if library == "cupy":
@@ -134,7 +141,7 @@ def _from_interface(name: str, array: Any) -> Operand:
     return Operand(
         name,
         library,
-        device.ordinal_of(pointer),
+        place,
         dtype.name if dtype.isnative else dtype.str,
         shape,
         tuple(strides),
@@ -182,6 +189,8 @@ def operand(name: str, array: Any) -> Operand:
     Raises TypeError for anything else (a list is not converted), and for a dtype outside
     ``problem.DTYPES``.
     """
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array: allowed are arrays without a mask of their own")
     if isinstance(array, np.ndarray):
         found = _from_numpy(name, array, "numpy", array, lambda s: np.empty(s, np.float32))
     elif type(array).__module__.partition(".")[0] == "torch" and "torch" in sys.modules:
@@ -197,6 +206,12 @@ def operand(name: str, array: Any) -> Operand:
         )
     if found.dtype not in DTYPES:
         raise TypeError(f"{name} has dtype {found.dtype}: allowed is {' or '.join(DTYPES)}")
+    steps = [stride for n, stride in zip(found.shape, found.strides, strict=True) if n > 1]
+    if any(n % 4 for n in (found.pointer, *steps)):
+        raise ValueError(
+            f"{name} lies at address {found.pointer:#x} with strides {found.strides} bytes: "
+            "allowed are multiples of 4, the size of a float32"
+        )
     return found
 
 
@@ -226,7 +241,7 @@ def check_out(out: Operand, shape: tuple[int, ...], inputs: list[Operand]) -> No
         raise ValueError(
             f"out is a {out.library} array, q a {inputs[0].library} one: allowed is one library"
         )
-    if any(n > 1 and stride == 0 for n, stride in zip(out.shape, out.strides, strict=True)):
+    if _overlaps_itself(out):
         raise ValueError(
             f"out has strides {out.strides} bytes for shape {out.shape}: "
             "allowed is one address for each element"
@@ -234,6 +249,16 @@ def check_out(out: Operand, shape: tuple[int, ...], inputs: list[Operand]) -> No
     for other in inputs:
         if _overlap(out, other):
             raise ValueError(f"out shares memory with {other.name}: allowed is memory of its own")
+
+
+def _overlaps_itself(a: Operand) -> bool:
+    axes = sorted((abs(stride), n) for n, stride in zip(a.shape, a.strides, strict=True) if n > 1)
+    end = 0  # bytes from the first to the last element of the axes so far
+    for stride, n in axes:
+        if stride <= end:
+            return True
+        end += (n - 1) * stride
+    return False
 
 
 def _overlap(a: Operand, b: Operand) -> bool:

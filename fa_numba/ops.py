@@ -88,14 +88,18 @@ def plan(
     return _run(problem, algorithm, tiles, True, return_lse, query_splits).plan
 
 
-def _run(problem, algorithm, tiles, aligned, return_lse, query_splits) -> _Run:
+def _check_algorithm(algorithm: Any) -> None:
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm is {algorithm!r}: allowed is one of {', '.join(ALGORITHMS)}")
+
+
+def _run(problem, algorithm, tiles, aligned, return_lse, query_splits) -> _Run:
+    _check_algorithm(algorithm)
     if tiles is not None and not isinstance(tiles, Tiles):
         raise TypeError(f"tiles is {tiles!r}: allowed is a Tiles(Br=..., Bc=...) or None")
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse is {return_lse!r}: allowed is True or False")
-    query_splits = as_size("query_splits", query_splits)
+    query_splits = as_size("query_splits", query_splits, axis=False)
     if query_splits != 1 and algorithm != "fa1":
         raise ValueError(f"query_splits is {query_splits}: only fa1 splits its queries")
     for name, size in (("batch", problem.batch), ("heads of q", problem.heads_q)):
@@ -249,8 +253,7 @@ def attention(q, k, v, *, algorithm="fa2", **options):
         "fa1": flash_attention_1,
         "fa2": flash_attention_2,
     }
-    if algorithm not in functions:
-        raise ValueError(f"algorithm is {algorithm!r}: allowed is one of {', '.join(ALGORITHMS)}")
+    _check_algorithm(algorithm)
     return functions[algorithm](q, k, v, **options)
 
 
@@ -381,10 +384,17 @@ def _execute(run: _Run, arguments, O: Any, L: Any, stream: int) -> None:
             device.launch(kernels[0], grids[0], args, stream)
         else:
             S = _score_matrix(problem, allocate)
-            L = allocate((1, 1, 1)) if L is None else L
+            L = _first_column(S) if L is None else L  # not written
             device.launch(kernels[0], grids[0], (Q, K, S, problem.scale, diagonal, group), stream)
             device.launch(kernels[1], grids[1], (S, S, L), stream)
             device.launch(kernels[2], grids[2], (S, V, O, group), stream)
+
+
+def _first_column(S: Any) -> Any:
+    """A 3-D array for the place of L where the kernel has none to write."""
+    if isinstance(S, DeviceArray):
+        return replace(S, shape=S.shape[:3], strides=S.strides[:3])
+    return S[..., 0]
 
 
 def _score_matrix(problem: Problem, allocate: Callable) -> Any:

@@ -18,7 +18,7 @@ _AXES = ("batch", "heads", "seqlen", "head_dim")
 _SIZES = ("batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim")
 
 
-def as_size(name: str, value: Any) -> int:
+def as_size(name: str, value: Any, axis: bool = True) -> int:
     """`value` as an int >= 1; else a TypeError or ValueError that calls it `name`."""
     try:
         if isinstance(value, (bool, np.bool_)):
@@ -27,8 +27,8 @@ def as_size(name: str, value: Any) -> int:
     except TypeError:
         raise TypeError(f"{name} is {value!r}: allowed is an integer >= 1") from None
     if size < 1:
-        what = "an empty axis" if size == 0 else "a negative size"
-        raise ValueError(f"{name} is {size}, {what}: allowed is an integer >= 1")
+        empty = ", an empty axis" if axis and size == 0 else ""
+        raise ValueError(f"{name} is {size}{empty}: allowed is an integer >= 1")
     return size
 
 
@@ -37,7 +37,8 @@ def _as_scale(value: Any, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim)
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
         raise TypeError(f"scale is {value!r}: allowed is a finite real number, or None")
-    largest = float(np.finfo(np.float32).max)
+    # The kernels multiply by scale log2(e), in float32.
+    largest = float(np.finfo(np.float32).max) / math.log2(math.e)
     try:
         scale = float(value)
     except OverflowError:  # an integer beyond float64
@@ -51,7 +52,12 @@ def _as_scale(value: Any, head_dim: int) -> float:
 
 
 def _as_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    shape = tuple(shape)
+    try:
+        shape = tuple(shape)
+    except TypeError:
+        raise TypeError(
+            f"{name} has shape {shape!r}: allowed is a sequence of four sizes"
+        ) from None
     if len(shape) != len(_AXES):
         raise ValueError(
             f"{name} has shape {shape} of rank {len(shape)}: allowed is rank 4, "

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 MAX_ACCUMULATORS = 128
 MAX_THREADS = 512
+# Of a multiprocessor, and what a thread needs beside its accumulators.
+REGISTERS = 65536
+OTHER_REGISTERS = 96
 
 
 @dataclass(frozen=True)
@@ -103,18 +106,14 @@ class Spec:
 
     @property
     def accumulators(self) -> int:
-        """Registers of one thread's parts of S and O."""
-        return self.TM * (self.TN + 4 * self.DN)
+        """Registers of one thread's parts of O and of S or, once S is done with, of P V."""
+        return self.TM * (4 * self.DN + max(self.TN, 4 * self.DN))
 
     @property
     def reads_per_fma(self) -> float:
         """16-byte shared-memory reads per multiply-add of one thread over both products."""
         reads = (self.TM + self.TN) * self.d4 / 4 + (self.TM / 4 + self.DN) * self.Bc
-        return reads / (self.accumulators_s * self.d4 + self.TM * 4 * self.DN * self.Bc)
-
-    @property
-    def accumulators_s(self) -> int:
-        return self.TM * self.TN
+        return reads / (self.TM * self.TN * self.d4 + self.TM * 4 * self.DN * self.Bc)
 
     @property
     def min_blocks(self) -> int:
@@ -128,6 +127,11 @@ class BackwardSpec(Spec):
 
     A thread owns CM rows of dK and dV, in groups of four.
     """
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of one thread's parts of dK and dV, and of S and dP."""
+        return 2 * (4 * self.CM * self.DN + self.TM * self.TN)
 
     @property
     def CM(self) -> int:
@@ -168,6 +172,7 @@ def splits(Br: int, Bc: int, head_dim: int, **facts) -> list[Spec]:
                 spec.threads % 32 == 0
                 and spec.threads <= MAX_THREADS
                 and spec.accumulators <= MAX_ACCUMULATORS
+                and spec.accumulators + OTHER_REGISTERS <= REGISTERS // spec.threads
             ):
                 found.append(spec)
     return sorted(found, key=lambda s: (s.reads_per_fma, s.threads))
@@ -190,8 +195,8 @@ def specialise(tiles: Tiles, head_dim: int, shared_limit: int, **facts) -> Spec:
             )
     if not found:
         raise ValueError(
-            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} needs more than "
-            f"{MAX_THREADS} threads of {MAX_ACCUMULATORS} accumulators; take smaller blocks"
+            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} needs more registers "
+            f"than a multiprocessor's {REGISTERS}; take smaller blocks"
         )
     spec = found[0]
     if spec.shared_bytes > shared_limit:

@@ -139,7 +139,6 @@ def make_backward(spec):
             write_columns(rdK, dKh, j0, Nk, ty, tx)
             write_columns(rdV, dVh, j0, Nk, ty, tx)
             j0 = uint32(j0 + Bc)
-        wait_async()
 
     arrays = [*[array_type(4)] * 5, array_type(3), *[array_type(4)] * 3]
     arguments = (*arrays, types.float32, types.float32, types.int32, types.int32)

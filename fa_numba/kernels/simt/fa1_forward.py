@@ -128,7 +128,8 @@ def make_forward(spec):
                 store_p(sP, rS, ty, tx)
                 cuda.syncthreads()  # Pij is there; nobody reads sQ any more
                 # Alg. 1 line 8 of the next i: load Qi+1, in flight during line 12
-                load_q(sQ, Qh, uint32(i0 + Br), i_end, 0, d)
+                if uint32(i0 + Br) < i_end:
+                    load_q(sQ, Qh, uint32(i0 + Br), i_end, 0, d)
                 commit_async()
                 # Alg. 1 line 12: O = diag(l_new)^-1 (diag(li) e^(mi - m_new) Oi + Pij Vj)
                 product(rT, sP, sV, ty, tx)
@@ -140,7 +141,6 @@ def make_forward(spec):
                 write_values(rl, lh, i0, i_end, ty, tx)
                 write_values(rm, mh, i0, i_end, ty, tx)
                 i0 = uint32(i0 + Br)
-            wait_async()
             j0 = uint32(j0 + Bc)
 
         if return_lse:

@@ -85,7 +85,8 @@ def make_forward(spec):
 
         # Alg. 1 line 4: load Qi (and K0, ahead of line 7)
         load_q(sQ, Qh, i0, Nq, 0, d)
-        load_k(sK, Kh, 0, Nk, 0, d)
+        if j_end > uint32(0):
+            load_k(sK, Kh, 0, Nk, 0, d)
         commit_async()
         # Alg. 1 line 5: O = 0, l = 0, m = -inf, on chip
         start(rO, rl, rm)
@@ -107,7 +108,8 @@ def make_forward(spec):
             wait_async()
             cuda.syncthreads()  # Vj and Pij are there; nobody reads sK any more
             # Alg. 1 line 7 of the next j: load Kj+1, in flight during line 10
-            load_k(sK, Kh, uint32(j0 + Bc), Nk, 0, d)
+            if uint32(j0 + Bc) < j_end:
+                load_k(sK, Kh, uint32(j0 + Bc), Nk, 0, d)
             commit_async()
             # Alg. 1 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj
             product(rT, sP, sV, ty, tx)

@@ -1,0 +1,31 @@
+"""`device`: the same test on the emulator and, marked `gpu`, on the GPU where there is one."""
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from fa_numba.device import gpu_available
+
+pytest.register_assert_rewrite("helpers")
+
+# An emulated launch takes a tenth of a second, so no deadline an example.
+settings.register_profile(
+    "fa_numba",
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("fa_numba")
+
+
+def pytest_collection_modifyitems(items):
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not gpu_available():
+        skip = pytest.mark.skip(reason="no CUDA GPU of compute capability 8.0 or later")
+        for item in marked:
+            item.add_marker(skip)
+
+
+@pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)], scope="session")
+def device(request):
+    return request.param

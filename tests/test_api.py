@@ -1,0 +1,459 @@
+"""The public functions: what they refuse and how they say so, and which arrays they take."""
+
+import inspect
+
+import numpy as np
+import pytest
+from helpers import ALGORITHMS, GUARD, Memory, assert_close_to_float64, random_inputs
+
+import fa_numba
+from fa_numba import Tiles, ops
+from fa_numba import device as devices
+from fa_numba.tiles import splits
+
+FUNCTIONS = {
+    "standard": fa_numba.standard_attention,
+    "fa1": fa_numba.flash_attention_1,
+    "fa2": fa_numba.flash_attention_2,
+}
+
+
+@pytest.fixture(autouse=True)
+def emulator(request):
+    if request.node.get_closest_marker("gpu"):
+        yield
+    else:
+        with devices.using("emulator"):
+            yield
+
+
+def array(*shape, dtype="float32"):
+    return np.ones(shape, dtype)
+
+
+# q (1, 2, 5, 4), k and v (1, 1, 7, 4) unless a case replaces them
+GOOD = {"q": array(1, 2, 5, 4), "k": array(1, 1, 7, 4), "v": array(1, 1, 7, 4)}
+
+
+class OnlyDlpack:
+    """Host memory that offers the DLPack protocol and nothing else."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __dlpack__(self, **options):
+        return self.values.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.values.__dlpack_device__()
+
+
+class FakeGpuArray:
+    """Claims to be in GPU memory."""
+
+    def __init__(self, shape):
+        self.__cuda_array_interface__ = {
+            "data": (4096, False),
+            "shape": shape,
+            "strides": None,
+            "typestr": "<f4",
+            "version": 3,
+        }
+
+
+# --- bad input -------------------------------------------------------------------------------
+
+# bytes of shared memory that Tiles(64, 256) needs at d = 256
+TOO_LARGE = splits(64, 256, 256)[0].shared_bytes
+
+# (replaced arguments, error, what its message says: the argument, its value, what is allowed)
+REFUSED = {
+    # kinds of arrays
+    "a list": ({"q": [[1.0]]}, TypeError, ["q is a list", "NumPy", "torch", "DLPack"]),
+    "None": ({"v": None}, TypeError, ["v is a NoneType", "NumPy"]),
+    "a number": ({"k": np.float32(1)}, TypeError, ["k is a float32", "NumPy"]),
+    "GPU memory beside host memory": (
+        {"k": FakeGpuArray((1, 1, 7, 4))}, (TypeError, ValueError), ["k is "],
+    ),
+    "GPU memory without a GPU": (
+        {n: FakeGpuArray(a.shape) for n, a in GOOD.items()} | {"out": None},
+        (TypeError, ValueError), ["q is "],
+    ),
+    # dtypes
+    **{
+        dtype: ({"q": array(1, 2, 5, 4, dtype=dtype)}, TypeError, ["q has", dtype, "float32"])
+        for dtype in ("float64", "float16", "int32", "bool", "complex64", ">f4")
+    },
+    "mixed dtypes": ({"k": array(1, 1, 7, 4, dtype="f2")}, TypeError, ["k has", "float16"]),
+    "float64 of v": ({"v": array(1, 1, 7, 4, dtype="f8")}, TypeError, ["v has", "float64"]),
+    # shapes
+    "rank of q": ({"q": array(2, 5, 4)}, ValueError, ["q has", "(2, 5, 4)", "rank 3", "rank 4"]),
+    "rank of k": ({"k": array(7, 4)}, ValueError, ["k has", "(7, 4)", "rank 2", "rank 4"]),
+    "rank of v": ({"v": array(1, 1, 1, 7, 4)}, ValueError, ["v has", "rank 5", "rank 4"]),
+    "batch": (
+        {"k": array(3, 1, 7, 4), "v": array(3, 1, 7, 4)}, ValueError,
+        ["k has batch 3", "allowed is 1"],
+    ),
+    "batch of v": ({"v": array(2, 1, 7, 4)}, ValueError, ["v has batch 2", "allowed is 1"]),
+    "heads": (
+        {"k": array(1, 3, 7, 4), "v": array(1, 3, 7, 4)}, ValueError,
+        ["k has heads 3", "divisor of 2"],
+    ),
+    "more heads of k": (
+        {"k": array(1, 4, 7, 4), "v": array(1, 4, 7, 4)}, ValueError,
+        ["k has heads 4", "divisor of 2"],
+    ),
+    "heads of v": ({"v": array(1, 2, 7, 4)}, ValueError, ["v has heads 2", "allowed is 1"]),
+    "length of v": ({"v": array(1, 1, 8, 4)}, ValueError, ["v has seqlen 8", "allowed is 7"]),
+    "head_dim of k": ({"k": array(1, 1, 7, 8)}, ValueError, ["k has head_dim 8", "is 4"]),
+    "head_dim of v": ({"v": array(1, 1, 7, 2)}, ValueError, ["v has head_dim 2", "is 4"]),
+    "head_dim over 256": (
+        {n: array(1, 1, 2, 257) for n in "qkv"}, ValueError,
+        ["q has head_dim 257", "1 to 256"],
+    ),
+    "no rows": ({"q": array(1, 2, 0, 4)}, ValueError, ["seqlen of q", "is 0", "empty axis"]),
+    "no columns": (
+        {"k": array(1, 1, 0, 4), "v": array(1, 1, 0, 4)}, ValueError,
+        ["seqlen of k", "is 0", "empty axis"],
+    ),
+    "no batch": ({"q": array(0, 2, 5, 4)}, ValueError, ["batch of q", "is 0", "empty axis"]),
+    # memory that no float32 access can reach
+    "a start between two floats": (
+        {"q": np.ndarray((1, 2, 5, 4), "f4", bytearray(1000), 1)}, ValueError, ["q "],
+    ),
+    "a stride between two floats": (
+        {"k": np.ndarray((1, 1, 7, 4), "f4", bytearray(1000), 0, (200, 200, 18, 4))}, ValueError,
+        ["k "],
+    ),
+    # options
+    "scale nan": ({"scale": float("nan")}, ValueError, ["scale is nan", "finite"]),
+    "scale inf": ({"scale": -np.inf}, ValueError, ["scale is -inf", "finite"]),
+    "scale text": ({"scale": "1"}, TypeError, ["scale is '1'", "finite"]),
+    "scale bool": ({"scale": True}, TypeError, ["scale is True", "finite"]),
+    "causal 1": ({"causal": 1}, TypeError, ["causal is 1", "True or False"]),
+    "causal None": ({"causal": None}, TypeError, ["causal is None", "True or False"]),
+    "return_lse 1": ({"return_lse": 1}, TypeError, ["return_lse is 1", "True or False"]),
+    "tiles a tuple": ({"tiles": (8, 8)}, TypeError, ["tiles is (8, 8)", "Tiles(Br=..., Bc=...)"]),
+    "tiles too large": (
+        {n: array(1, 1, 2, 256) for n in "qkv"} | {"tiles": Tiles(64, 256)}, ValueError,
+        ["tiles", "Br=64, Bc=256", f"{TOO_LARGE} bytes", f"the device has {227 * 1024}"],
+    ),
+    "tiles of too many accumulators": (
+        {"tiles": Tiles(4096, 512)}, ValueError, ["tiles", "Br=4096", "more registers", "smaller"],
+    ),
+    "threads": ({"tiles": Tiles(16, 16, 96)}, ValueError, ["threads=96", "[32, 64, 128, 256]"]),
+    "no threads": ({"tiles": Tiles(16, 16, 0)}, ValueError, ["threads=0", "[32, 64, 128, 256]"]),
+    "stream": ({"stream": 1}, ValueError, ["stream is 1", "emulator", "allowed is None"]),
+    # out
+    "out a list": ({"out": []}, TypeError, ["out is a list", "NumPy"]),
+    "out shape": ({"out": array(1, 2, 5, 8)}, ValueError, ["out has", "(1, 2, 5, 8)", "5, 4)"]),
+    "out rank": ({"out": array(10, 4)}, ValueError, ["out has", "(10, 4)", "(1, 2, 5, 4)"]),
+    "out dtype": ({"out": array(1, 2, 5, 4, dtype="f8")}, TypeError, ["out has", "float64"]),
+    "out of another library": (
+        {"out": OnlyDlpack(array(1, 2, 5, 4))}, ValueError,
+        ["out is a dlpack array", "q a numpy one", "one library"],
+    ),
+    "out on the GPU": (
+        {"out": FakeGpuArray((1, 2, 5, 4))}, (TypeError, ValueError), ["out is "],
+    ),
+    "out a broadcast": (
+        {"out": np.lib.stride_tricks.as_strided(array(400), (1, 2, 5, 4), (80, 80, 0, 4))},
+        ValueError, ["out has strides (80, 80, 0, 4)", "one address for each element"],
+    ),
+    "out over itself": (
+        {"out": np.lib.stride_tricks.as_strided(array(400), (1, 2, 5, 4), (80, 80, 4, 4))},
+        ValueError, ["out has strides (80, 80, 4, 4)", "one address for each element"],
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Every launch of the test; none is made."""
+    made = []
+    monkeypatch.setattr(devices, "launch", lambda *args: made.append(args))
+    return made
+
+
+def unchanged(values):
+    return {n: a.copy() for n, a in values.items() if isinstance(a, np.ndarray)}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_is_refused_before_any_launch(algorithm, name, launches):
+    replaced, error, says = REFUSED[name]
+    out = Memory("emulator", (1, 2, 5, 4), "padded")
+    arguments = {**GOOD, "out": out.argument, **replaced}
+    if replaced.get("out", out) is out and arguments["q"] is not GOOD["q"]:
+        arguments["out"] = None  # it fits the good q alone
+    before = unchanged(arguments)
+    with pytest.raises(error) as caught:
+        FUNCTIONS[algorithm](**arguments)
+    message = str(caught.value)
+    assert all(part in message for part in says), message
+    assert not launches
+    out.assert_intact("out", whole=True)
+    for argument, values in before.items():
+        assert np.array_equal(arguments[argument], values, equal_nan=values.dtype.kind == "f")
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("shared", ["q", "k", "v"])
+def test_out_must_not_share_memory_with_an_input(algorithm, shared, launches):
+    memory = np.ones(200, np.float32)
+    arguments = dict(GOOD)
+    shape = GOOD[shared].shape
+    start = 30 if shared == "q" else 20
+    arguments[shared] = memory[start : start + np.prod(shape)].reshape(shape)
+    for out in (memory[:40], memory[20:60], memory[40:80]):
+        if not np.shares_memory(out, arguments[shared]):
+            continue
+        with pytest.raises(ValueError, match=f"out shares memory with {shared}"):
+            FUNCTIONS[algorithm](**arguments, out=out.reshape(1, 2, 5, 4))
+    assert not launches and (memory == 1).all()
+
+
+def test_out_may_lie_between_the_rows_of_an_input():
+    memory = np.ones((1, 2, 10, 4), np.float32)
+    fa_numba.flash_attention_2(memory[:, :, ::2], GOOD["k"], GOOD["v"], out=memory[:, :, 1::2])
+    assert (memory[:, :, ::2] == 1).all()
+
+
+def test_a_read_only_out_is_refused(launches):
+    out = np.ones((1, 2, 5, 4), np.float32)
+    out.flags.writeable = False
+    with pytest.raises(ValueError, match="out is read-only"):
+        fa_numba.flash_attention_2(**GOOD, out=out)
+    assert not launches
+
+
+def test_read_only_inputs_are_taken():
+    frozen = {n: a.copy() for n, a in GOOD.items()}
+    for a in frozen.values():
+        a.flags.writeable = False
+    for function in FUNCTIONS.values():
+        assert (function(**frozen) == 1).all()
+
+
+@pytest.mark.parametrize(
+    "bad, error, says",
+    [
+        (0, ValueError, ["query_splits is 0", ">= 1"]),
+        (-2, ValueError, ["query_splits is -2", ">= 1"]),
+        (1.5, TypeError, ["query_splits is 1.5", "integer"]),
+        (True, TypeError, ["query_splits is True", "integer"]),
+    ],
+)
+def test_query_splits_are_checked(bad, error, says, launches):
+    for call in (
+        lambda: fa_numba.flash_attention_1(**GOOD, query_splits=bad),
+        lambda: fa_numba.plan((1, 2, 5, 4), (1, 1, 7, 4), algorithm="fa1", query_splits=bad),
+    ):
+        with pytest.raises(error) as caught:
+            call()
+        assert all(part in str(caught.value) for part in says)
+    assert not launches
+
+
+def test_options_that_a_function_does_not_have_are_refused(launches):
+    for algorithm in ("standard", "fa2"):
+        with pytest.raises(TypeError, match="query_splits"):
+            FUNCTIONS[algorithm](**GOOD, query_splits=2)
+        with pytest.raises(TypeError, match="query_splits"):
+            fa_numba.attention(**GOOD, algorithm=algorithm, query_splits=2)
+        with pytest.raises(ValueError, match="query_splits is 2: only fa1"):
+            fa_numba.plan((1, 2, 5, 4), (1, 1, 7, 4), algorithm=algorithm, query_splits=2)
+    for algorithm in ALGORITHMS:
+        with pytest.raises(TypeError, match="dropout"):
+            fa_numba.attention(**GOOD, algorithm=algorithm, dropout=0.1)
+    with pytest.raises(ValueError, match="algorithm is .fa3.: allowed is one of standard, fa1"):
+        fa_numba.attention(**GOOD, algorithm="fa3")
+    with pytest.raises(ValueError, match="algorithm is .fa3.: allowed is one of standard, fa1"):
+        fa_numba.plan((1, 2, 5, 4), (1, 1, 7, 4), algorithm="fa3")
+    assert not launches
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_problem_too_large_for_the_emulator_is_refused(algorithm, launches):
+    q = np.zeros((1, 1, 4096, 64), np.float32)
+    out = np.full_like(q, GUARD)
+    with pytest.raises(ValueError) as caught:
+        FUNCTIONS[algorithm](q, q, q, out=out)
+    message = str(caught.value)
+    for part in ("q has shape (1, 1, 4096, 64)", "k (1, 1, 4096, 64)", "4.29e+09 FLOPs",
+                 "without a CUDA GPU", f"at most {ops.EMULATOR_FLOPS:.3g}", "smaller problem",
+                 "fa_numba.reference", "fa_numba.plan"):  # fmt: skip
+        assert part in message
+    assert not launches and (out.view(np.uint32) == GUARD.view(np.uint32)).all()
+    plan = fa_numba.plan(q.shape, q.shape, algorithm=algorithm)  # the way out works
+    assert plan.flops == 4 * 4096 * 4096 * 64
+
+
+def test_the_limit_of_the_emulator_is_what_the_message_says(launches):
+    side = int((ops.EMULATOR_FLOPS / 4) ** 0.5)  # d = 1
+    at, over = (np.zeros((1, 1, n, 1), np.float32) for n in (side, side + 1))
+    fa_numba.flash_attention_2(at, at, at)
+    assert len(launches) == 1
+    with pytest.raises(ValueError, match="FLOPs"):
+        fa_numba.flash_attention_2(over, over, over)
+    assert len(launches) == 1
+
+
+# --- plan ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "q, k, options, error, says",
+    [
+        ((2, 5, 4), (1, 1, 7, 4), {}, ValueError, ["q has", "rank 3"]),
+        ((1, 2, 5, 4), (2, 1, 7, 4), {}, ValueError, ["k has batch 2", "is 1"]),
+        ((1, 2, 5, 4), (1, 3, 7, 4), {}, ValueError, ["k has heads 3", "divisor of 2"]),
+        ((1, 2, 5, 4), (1, 1, 7, 8), {}, ValueError, ["k has head_dim 8"]),
+        ((1, 1, 5, 257), (1, 1, 7, 257), {}, ValueError, ["head_dim 257", "1 to 256"]),
+        ((1, 2, 0, 4), (1, 1, 7, 4), {}, ValueError, ["seqlen of q", "empty axis"]),
+        ((1, 2, 5.0, 4), (1, 1, 7, 4), {}, TypeError, ["seqlen of q", "5.0"]),
+        ((1, 2, 5, 4), (1, 1, 7, 4), {"dtype": "float16"}, ValueError, ["dtype", "'float16'"]),
+        ((1, 2, 5, 4), (1, 1, 7, 4), {"scale": np.nan}, ValueError, ["scale is nan"]),
+        ((1, 2, 5, 4), (1, 1, 7, 4), {"causal": 1}, TypeError, ["causal is 1"]),
+        ((1, 2, 5, 4), (1, 1, 7, 4), {"return_lse": None}, TypeError, ["return_lse is None"]),
+        ((1, 2, 5, 4), (1, 1, 7, 4), {"tiles": 8}, TypeError, ["tiles is 8", "Tiles("]),
+        ((1, 1, 5, 256), (1, 1, 7, 256), {"tiles": Tiles(64, 256)}, ValueError,
+         [f"{TOO_LARGE} bytes", f"has {227 * 1024}"]),
+        ((65536, 1, 1, 4), (65536, 1, 1, 4), {}, ValueError, ["batch is 65536", "65535"]),
+        ((1, 65536, 1, 4), (1, 1, 1, 4), {}, ValueError, ["heads of q is 65536", "65535"]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_plan_refuses_as_the_call_does(algorithm, q, k, options, error, says):
+    with pytest.raises(error) as caught:
+        fa_numba.plan(q, k, algorithm=algorithm, **options)
+    assert all(part in str(caught.value) for part in says), caught.value
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_plan_is_what_runs(algorithm, launches):
+    q, k, v = random_inputs(2, 4, 2, 37, 53, 8)
+    options = {"tiles": Tiles(8, 16), "causal": True, "return_lse": True}
+    if algorithm == "fa1":
+        options["query_splits"] = 2
+    FUNCTIONS[algorithm](q, k, v, **options)
+    p = fa_numba.plan(q.shape, k.shape, algorithm=algorithm, **options)
+    assert [kernel.name for kernel, *_ in launches] == [k.name for k in p.kernels]
+    for (kernel, grid, *_), planned in zip(launches, p.kernels, strict=True):
+        assert grid == planned.grid
+        assert (kernel.threads, kernel.shared_bytes) == (planned.threads, planned.shared_bytes)
+    assert (p.algorithm, p.unit) == (algorithm, "simt")
+    assert (p.tiles.Br, p.tiles.Bc, p.tiles.threads) == (8, 16, p.kernels[0].threads)
+    assert p.problem.q_shape == q.shape and p.problem.k_shape == k.shape
+    grids = {"fa2": (5, 4, 2), "fa1": (2, 4, 2), "standard": (5, 4, 2)}
+    assert p.kernels[0].grid == grids[algorithm]
+    assert p.flops == 2 * 2 * 4 * 37 * 53 * 8
+    rows = 4 * 2 * 4 * 37  # bytes of one float a row
+    assert p.workspace_bytes == {"fa2": 0, "fa1": 2 * rows, "standard": 56 * rows}[algorithm]
+
+
+# --- arrays of other libraries ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_dlpack_objects_in_host_memory(algorithm):
+    q, k, v = random_inputs(1, 2, 1, 9, 17, 8)
+    given = [OnlyDlpack(a) for a in (q, k, v)]
+    O, L = FUNCTIONS[algorithm](*given, return_lse=True)
+    assert type(O) is np.ndarray and type(L) is np.ndarray
+    assert_close_to_float64(O, q, k, v, L)
+    out = OnlyDlpack(np.full_like(q, np.nan))
+    assert FUNCTIONS[algorithm](*given, out=out) is out
+    assert np.array_equal(out.values, O)
+
+
+def test_a_dlpack_object_of_another_dtype_is_refused(launches):
+    with pytest.raises(TypeError, match="q has dtype float64: allowed is float32"):
+        fa_numba.flash_attention_2(OnlyDlpack(array(1, 2, 5, 4, dtype="f8")), *[GOOD["k"]] * 2)
+    assert not launches
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_torch_tensors_in_host_memory(algorithm):
+    torch = pytest.importorskip("torch")
+    q, k, v = random_inputs(1, 2, 1, 9, 17, 8)
+    tensors = [torch.from_numpy(a) for a in (q, k, v)]
+    O, L = FUNCTIONS[algorithm](*tensors, return_lse=True)
+    for result in (O, L):
+        assert isinstance(result, torch.Tensor) and result.dtype == torch.float32
+    assert_close_to_float64(O.numpy(), q, k, v, L.numpy())
+    out = torch.full_like(tensors[0], float("nan"))
+    pointer = out.data_ptr()
+    assert FUNCTIONS[algorithm](*tensors, out=out) is out
+    assert out.data_ptr() == pointer and torch.equal(out, O)
+
+
+def test_a_torch_tensor_that_wants_a_gradient_is_refused(launches):
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.ones(1, 1, 3, 4) for _ in range(3))
+    k.requires_grad_()
+    with pytest.raises(ValueError, match="k requires a gradient.*detached.*no_grad"):
+        fa_numba.flash_attention_2(q, k, v)
+    assert not launches
+    with torch.no_grad():
+        fa_numba.flash_attention_2(q, k, v)
+    assert len(launches) == 1
+
+
+def test_torch_tensors_of_another_dtype_are_refused(launches):
+    torch = pytest.importorskip("torch")
+    q = torch.ones(1, 1, 3, 4)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        name = str(dtype).removeprefix("torch.")
+        with pytest.raises(TypeError, match=f"v has dtype {name}: allowed is float32"):
+            fa_numba.flash_attention_2(q, q, q.to(dtype))
+    assert not launches
+
+
+@pytest.mark.gpu
+def test_mixed_places_are_refused_on_a_gpu():
+    q, k, v = random_inputs(1, 1, 1, 8, 8, 8)
+    remote = devices.to_gpu(k)
+    with pytest.raises(ValueError, match="k is in GPU 0, q in host memory"):
+        fa_numba.flash_attention_2(q, remote, v)
+    with pytest.raises(ValueError, match="out is in GPU 0, q in host memory"):
+        fa_numba.flash_attention_2(q, k, v, out=devices.to_gpu(q))
+    with devices.using("emulator"), pytest.raises(ValueError, match="q is in GPU 0"):
+        fa_numba.flash_attention_2(devices.to_gpu(q), remote, devices.to_gpu(v))
+    with pytest.raises(TypeError, match="stream is 'default'"):
+        fa_numba.flash_attention_2(q, k, v, stream="default")
+
+
+# --- the documentation -----------------------------------------------------------------------
+
+
+def test_the_public_names():
+    assert sorted(fa_numba.__all__) == sorted(
+        ["Plan", "Tiles", "attention", "count_accesses", "flash_attention_1", "flash_attention_2",
+         "io_model", "plan", "reference", "standard_attention"]
+    )  # fmt: skip
+    for name in fa_numba.__all__:
+        assert inspect.getdoc(getattr(fa_numba, name)), f"{name} has no docstring"
+
+
+def test_docstrings_say_what_comes_back_and_what_is_raised():
+    whole = inspect.getdoc(fa_numba.flash_attention_2)
+    for part in ("Returns", "Raises ValueError or TypeError", "(B, Hq, Nq, d)", "float32"):
+        assert part in whole
+    for name in inspect.signature(fa_numba.flash_attention_2).parameters:
+        assert name in whole, f"flash_attention_2 does not explain {name}"
+    for function in FUNCTIONS.values():
+        text = inspect.getdoc(function)
+        assert ">>>" in text and ("Raises" in text or "errors as" in text)
+    assert "query_splits" in inspect.getdoc(fa_numba.flash_attention_1)
+    for function in (fa_numba.attention, fa_numba.plan):
+        assert "Raises" in inspect.getdoc(function)
+
+
+def test_the_three_functions_share_one_signature():
+    want = inspect.signature(fa_numba.flash_attention_2)
+    assert inspect.signature(fa_numba.standard_attention) == want
+    first = dict(inspect.signature(fa_numba.flash_attention_1).parameters)
+    assert first.pop("query_splits").default == 1
+    assert first == dict(want.parameters)

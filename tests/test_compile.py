@@ -1,0 +1,162 @@
+"""The kernels compiled without a GPU: no spills, no local memory, no float64, within budgets."""
+
+import functools
+import itertools
+import re
+
+import pytest
+from numba import cuda
+
+import fa_numba
+from fa_numba.device import Kernel, array_type, float32
+from fa_numba.kernels.simt import fa1_forward, fa2_forward, standard
+from fa_numba.tiles import default_tiles, specialise, splits
+
+pytest.importorskip("cuda.core", reason="cuda-core is not installed")
+REGISTERS = 64 * 1024  # of a multiprocessor, sm_80 and sm_90 alike
+SHARED = {"sm_80": 163 * 1024, "sm_90a": 227 * 1024}  # bytes a block may have
+CAPABILITY = {"sm_80": (8, 0), "sm_90a": (9, 0, "a")}
+
+
+def kernel_of(name, arch, d, causal, aligned, return_lse=True):
+    """The kernel that the default tiles give for long sequences."""
+    algorithm = "standard" if name not in ("fa1", "fa2") else name
+    tiles = default_tiles(algorithm, 4096, 4096, d, SHARED[arch])
+    facts = {"causal": causal, "aligned": aligned}
+    if name == "fa1":
+        facts["return_lse"] = return_lse
+    spec = specialise(tiles, d, SHARED[arch], **facts)
+    make = {
+        "fa1": fa1_forward.make_forward,
+        "fa2": fa2_forward.make_forward,
+        "scores": standard.make_standard_scores,
+        "output": standard.make_standard_output,
+    }
+    if name == "softmax":
+        return standard.make_standard_softmax(4096, standard.MAX_WARPS, return_lse)
+    if name == "softmax twice":
+        return standard.make_standard_softmax(0, standard.MAX_WARPS, return_lse)
+    return make[name](spec)
+
+
+@functools.cache
+def compiled(kernel, arch):
+    """(PTX, the assembler's log), linked as at run time."""
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+
+    try:
+        ltoir, _ = cuda.compile(
+            kernel.function,
+            kernel.signature,
+            cc=CAPABILITY[arch],
+            device=False,
+            abi="numba",
+            output="ltoir",
+            launch_bounds=(kernel.threads, kernel.min_blocks),
+        )
+    except Exception as error:
+        if "nvvm" in str(error).lower() and "not" in str(error).lower():
+            pytest.skip(f"no NVVM: {error}")
+        raise
+
+    def link(kind, **options):
+        options = LinkerOptions(arch=arch, link_time_optimization=True, **options)
+        linker = Linker(ObjectCode.from_ltoir(ltoir), options=options)
+        code = linker.link(kind)
+        return bytes(code.code), (linker.get_info_log() or "") + (linker.get_error_log() or "")
+
+    ptx, _ = link("ptx", ptx=True)
+    _, log = link("cubin", verbose=True, ptxas_options=["-v"])
+    return ptx.decode(errors="replace"), log
+
+
+def registers(log):
+    return int(re.search(r"Used (\d+) registers", log)[1])
+
+
+CASES = [
+    # name, arch, head_dim, causal, aligned
+    ("fa2", "sm_90a", 64, False, True),
+    ("fa2", "sm_90a", 128, True, True),
+    ("fa2", "sm_90a", 256, True, False),
+    ("fa2", "sm_90a", 32, True, True),
+    ("fa2", "sm_80", 64, True, True),
+    ("fa2", "sm_80", 128, False, False),
+    ("fa1", "sm_90a", 64, False, True),
+    ("fa1", "sm_90a", 128, True, True),
+    ("fa1", "sm_90a", 256, False, False),
+    ("fa1", "sm_90a", 160, True, True),
+    ("fa1", "sm_90a", 192, True, True),
+    ("fa1", "sm_80", 128, True, True),
+    ("scores", "sm_90a", 128, True, True),
+    ("scores", "sm_80", 64, True, False),
+    ("output", "sm_90a", 128, False, True),
+    ("output", "sm_80", 64, False, False),
+    ("softmax", "sm_90a", 64, False, True),
+    ("softmax twice", "sm_80", 64, False, True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))
+def test_a_kernel_compiles_within_its_budgets(case):
+    name, arch, d, causal, aligned = case
+    kernel = kernel_of(*case)
+    ptx, log = compiled(kernel, arch)
+
+    assert f".target {arch}" in ptx
+    assert ".f64" not in ptx, "float64 arithmetic"
+    assert ".local" not in ptx, "local memory"
+    spills = re.findall(r"(\d+) bytes (stack frame|spill stores|spill loads)", log)
+    assert len(spills) == 3 and all(n == "0" for n, _ in spills), log
+    assert registers(log) * kernel.threads * kernel.min_blocks <= REGISTERS
+    assert kernel.min_blocks * kernel.threads <= 2048
+    assert kernel.shared_bytes <= SHARED[arch]
+
+    if not name.startswith("softmax"):
+        assert "ld.shared.v4.f32" in ptx, "16-byte reads of shared memory"
+        width = "cg.shared.global" if aligned else "ca.shared.global"
+        assert f"cp.async.{width}" in ptx, "asynchronous copies"
+    if name in ("fa1", "fa2", "output") and aligned:
+        assert "st.global.v4.f32" in ptx, "16-byte writes of O"
+    if name in ("fa1", "fa2") or name.startswith("softmax"):
+        assert "ex2.approx.ftz.f32" in ptx
+        assert "shfl.sync.bfly" in ptx
+
+
+@pytest.mark.parametrize("module", [fa1_forward, fa2_forward], ids=["fa1", "fa2"])
+def test_the_docstrings_shared_memory_is_the_kernels(module):
+    formula = re.search(r"Shared memory, floats: +(.*)", module.__doc__)[1]
+    python = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula)
+    checked = 0
+    for d, (Br, Bc) in itertools.product((32, 64, 128, 256), ((64, 64), (128, 64), (64, 32))):
+        for spec in splits(Br, Bc, d):
+            if spec.pitch_v == d:  # V's rows need no padding
+                floats = eval(python, {"Br": Br, "Bc": Bc, "d": d, "TX": spec.tx_count})
+                assert 4 * floats == spec.shared_bytes == module.make_forward(spec).shared_bytes
+                checked += 1
+    assert checked >= 10
+
+
+def test_the_default_plan_is_what_is_compiled_here():
+    for d in (64, 128):
+        for algorithm, name in (("fa1", "fa1"), ("fa2", "fa2"), ("standard", "scores")):
+            with fa_numba.device.using("emulator"):
+                plan = fa_numba.plan((1, 1, 4096, d), (1, 1, 4096, d), algorithm=algorithm)
+            kernel = kernel_of(name, "sm_90a", d, False, True)
+            first = plan.kernels[0]
+            assert (first.threads, first.shared_bytes) == (kernel.threads, kernel.shared_bytes)
+
+
+def test_the_check_sees_spills_and_float64():
+    """A kernel with a double and an array indexed at run time fails what the others pass."""
+
+    def faulty(X):
+        t = cuda.threadIdx.x
+        kept = cuda.local.array(64, float32)
+        for n in range(64):
+            kept[n] = X[n] + 0.1
+        X[t] = kept[int(X[t]) % 64]
+
+    ptx, log = compiled(Kernel(faulty, (array_type(1),), 32, 0), "sm_90a")
+    assert ".f64" in ptx and ".local" in ptx
+    assert re.search(r"[1-9]\d* bytes stack frame", log)

@@ -1,0 +1,158 @@
+"""Tiles, the papers' rule, and how the threads of a block share a tile."""
+
+import itertools
+
+import pytest
+
+from fa_numba import Tiles
+from fa_numba.tiles import (
+    MAX_ACCUMULATORS,
+    MAX_THREADS,
+    default_tiles,
+    paper_rule,
+    specialise,
+    splits,
+)
+
+KB = 1024
+
+
+@pytest.mark.parametrize(
+    "arguments, error, says",
+    [
+        ((0, 8), ValueError, ["Br", "multiple of 4", "0"]),
+        ((-4, 8), ValueError, ["Br", "multiple of 4", "-4"]),
+        ((6, 8), ValueError, ["Br", "multiple of 4", "6"]),
+        ((4, 0), ValueError, ["Bc", "multiple of 8", "0"]),
+        ((4, 12), ValueError, ["Bc", "multiple of 8", "12"]),
+        ((4.0, 8), TypeError, ["Br", "int", "4.0"]),
+        ((4, "8"), TypeError, ["Bc", "int", "'8'"]),
+        ((True, 8), TypeError, ["Br", "int", "True"]),
+        ((None, 8), TypeError, ["Br", "int", "None"]),
+        ((4, 8, 32.0), TypeError, ["threads", "int or None", "32.0"]),
+        ((4, 8, True), TypeError, ["threads", "int or None", "True"]),
+    ],
+)
+def test_bad_tiles_are_refused(arguments, error, says):
+    with pytest.raises(error) as caught:
+        Tiles(*arguments)
+    assert all(part in str(caught.value) for part in ["tiles", *says])
+
+
+def test_tiles_are_values():
+    assert Tiles(8, 16) == Tiles(Br=8, Bc=16, threads=None)
+    assert {Tiles(8, 16): 1}[Tiles(8, 16)] == 1
+    with pytest.raises(AttributeError):
+        Tiles(8, 16).Br = 4
+
+
+# FlashAttention, Algorithm 1, line 1: Bc = ceil(M / 4d), Br = min(ceil(M / 4d), d)
+@pytest.mark.parametrize(
+    "M, d, Br, Bc",
+    [
+        (1024, 64, 4, 4),
+        (12 * KB, 64, 48, 48),  # 48 KB of float32
+        (12 * KB, 128, 24, 24),
+        (25 * KB, 64, 64, 100),  # 100 KB: d bounds Br
+        (58112, 64, 64, 227),  # an H100's 227 KB
+        (58112, 128, 114, 114),
+        (58112, 256, 57, 57),
+        (1000, 3, 3, 84),  # 83.3 is rounded up
+        (10, 64, 1, 1),
+    ],
+)
+def test_the_papers_rule_by_hand(M, d, Br, Bc):
+    assert paper_rule(M, d) == (Br, Bc)
+
+
+TILINGS = list(itertools.product((4, 8, 12, 16, 32, 48, 64, 128), (8, 16, 24, 40, 64, 128)))
+
+
+@pytest.mark.parametrize("d", [1, 4, 30, 64, 100, 256])
+def test_every_split_covers_the_block_exactly_once(d):
+    found = 0
+    for Br, Bc in TILINGS:
+        for s in splits(Br, Bc, d, causal=True):
+            found += 1
+            places = list(itertools.product(range(s.ty_count), range(s.tx_count)))
+            rows = sorted(ty + i * s.ty_count for ty in range(s.ty_count) for i in range(s.TM))
+            assert rows == list(range(Br))
+            cols = sorted(tx + j * s.tx_count for tx in range(s.tx_count) for j in range(s.TN))
+            assert cols == list(range(Bc))
+            o = [
+                4 * (tx + c * s.tx_count) + n
+                for tx in range(s.tx_count)
+                for c in range(s.DN)
+                for n in range(4)
+            ]
+            assert sorted(o) == list(range(s.pitch_v)) and s.pitch_v >= d
+            assert s.pitch_v - 4 * s.tx_count < d  # no whole group to spare
+            assert len(places) == s.threads and s.threads % 32 == 0
+            assert s.threads <= MAX_THREADS and s.accumulators <= MAX_ACCUMULATORS
+            assert 32 % s.tx_count == 0  # the threads of a row lie in one warp
+            assert s.causal
+    assert found > 50
+
+
+def test_tiles_in_shared_memory_are_aligned_and_as_the_kernels_say():
+    for d, (Br, Bc) in itertools.product([1, 8, 30, 64, 256], TILINGS):
+        for s in splits(Br, Bc, d):
+            # 16-byte accesses: every array and every row begins at a multiple of 4 floats
+            assert all(n % 4 == 0 for n in s.tile_floats)
+            assert all(p % 4 == 0 for p in (s.pitch_qk, s.pitch_v, s.pitch_p))
+            assert s.pitch_qk > s.d4 >= d and s.pitch_p > Bc
+            assert s.shared_bytes == 4 * (
+                Br * s.pitch_qk + Bc * s.pitch_qk + Bc * s.pitch_v + Br * s.pitch_p
+            )
+            assert s.min_blocks >= 1
+
+
+def test_splits_are_sorted_by_shared_memory_reads():
+    for Br, Bc in TILINGS:
+        reads = [s.reads_per_fma for s in splits(Br, Bc, 64)]
+        assert reads == sorted(reads)
+
+
+LIMITS = [48 * KB, 64 * KB, 99 * KB, 100 * KB, 163 * KB, 227 * KB]
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("algorithm", ["standard", "fa1", "fa2"])
+def test_the_default_fits_every_device_and_head_dimension(algorithm, limit):
+    for d in range(1, 257):
+        for Nq, Nk in ((1, 1), (1, 5000), (5000, 1), (17, 100), (4096, 4096)):
+            tiles = default_tiles(algorithm, Nq, Nk, d, limit)
+            spec = specialise(tiles, d, limit)
+            assert spec.shared_bytes <= limit
+            assert (spec.Br, spec.Bc) == (tiles.Br, tiles.Bc)
+
+
+def test_the_default_follows_the_papers_where_memory_allows():
+    for d in (32, 64, 128):
+        tiles = default_tiles("fa2", 4096, 4096, d, 227 * KB)
+        assert {tiles.Br, tiles.Bc} <= {64, 128}
+    assert default_tiles("fa1", 4096, 4096, 64, 227 * KB).Bc == 128
+    for N in (1, 15, 16, 33, 100):
+        tiles = default_tiles("fa2", N, N, 64, 227 * KB)
+        assert max(tiles.Br, tiles.Bc) <= max(16, 2 * N)
+
+
+@pytest.mark.parametrize("threads", [32, 64, 128, 256])
+def test_threads_are_taken_where_a_split_has_them(threads):
+    assert specialise(Tiles(16, 16, threads), 8, 227 * KB).threads == threads
+
+
+def test_tiles_without_a_split_are_refused():
+    with pytest.raises(ValueError, match=r"threads=48 does not fit Br=16, Bc=16.*\[32, 64, 128"):
+        specialise(Tiles(16, 16, 48), 8, 227 * KB)
+    with pytest.raises(ValueError, match="Br=1024, Bc=256.*more registers"):
+        specialise(Tiles(1024, 256), 64, 227 * KB)
+
+
+def test_tiles_beyond_shared_memory_are_refused_with_both_numbers():
+    spec = specialise(Tiles(64, 64), 128, 227 * KB)
+    assert specialise(Tiles(64, 64), 128, spec.shared_bytes) == spec
+    with pytest.raises(ValueError) as caught:
+        specialise(Tiles(64, 64), 128, spec.shared_bytes - 1)
+    for part in (f"needs {spec.shared_bytes} bytes", f"has {spec.shared_bytes - 1} a block"):
+        assert part in str(caught.value)
