@@ -3,24 +3,32 @@
 from fa_numba import io_model, reference
 from fa_numba.device import count_accesses
 from fa_numba.ops import (
-    Plan,
     attention,
+    attention_backward,
     flash_attention_1,
+    flash_attention_1_backward,
     flash_attention_2,
+    flash_attention_2_backward,
     plan,
     standard_attention,
+    standard_attention_backward,
 )
+from fa_numba.plans import Plan
 from fa_numba.tiles import Tiles
 
 __all__ = [
     "Plan",
     "Tiles",
     "attention",
+    "attention_backward",
     "count_accesses",
     "flash_attention_1",
+    "flash_attention_1_backward",
     "flash_attention_2",
+    "flash_attention_2_backward",
     "io_model",
     "plan",
     "reference",
     "standard_attention",
+    "standard_attention_backward",
 ]

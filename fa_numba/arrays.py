@@ -90,6 +90,11 @@ def _from_numpy(name: str, array: np.ndarray, library: str, owner: Any, empty: C
     )
 
 
+def _check_dtype(name: str, dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise TypeError(f"{name} has dtype {dtype}: allowed is {' or '.join(DTYPES)}")
+
+
 def _from_torch(name: str, tensor: Any) -> Operand:
     torch = sys.modules["torch"]
     if tensor.requires_grad and torch.is_grad_enabled():
@@ -101,11 +106,14 @@ def _from_torch(name: str, tensor: Any) -> Operand:
     def empty(shape):
         return torch.empty(shape, dtype=torch.float32, device=tensor.device)
 
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    _check_dtype(name, dtype)
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} has layout {tensor.layout}: allowed is torch.strided")
     if tensor.device.type == "cpu":
         return _from_numpy(name, tensor.detach().numpy(), "torch", tensor, empty)
     if tensor.device.type != "cuda":
         raise TypeError(f"{name} is on {tensor.device}: allowed are CPU and CUDA tensors")
-    dtype = str(tensor.dtype).removeprefix("torch.")
     strides = tuple(tensor.element_size() * n for n in tensor.stride())
     place = tensor.device.index
     pointer = tensor.data_ptr()
@@ -130,14 +138,17 @@ def _from_interface(name: str, array: Any) -> Operand:
             f"{name} is an array with __cuda_array_interface__ at {pointer:#x}, and no GPU here "
             "has that memory: allowed is host memory or memory of a GPU that is here"
         ) from error
-    library = type(array).__module__.partition(".")[0]
-    empty = device.empty
-    if library == "cupy":
-        cupy = sys.modules["cupy"]
+    library, empty = "interface", device.empty
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(array, cupy.ndarray):
+        library = "cupy"
 
         def empty(shape):
             return cupy.empty(shape, dtype=np.float32)
 
+    elif interface.get("stream"):
+        # What still writes the array on another stream; CuPy's is the one that we launch on.
+        device.synchronize(interface["stream"])
     return Operand(
         name,
         library,
@@ -162,7 +173,8 @@ def _from_dlpack(name: str, array: Any) -> Operand:
         raise TypeError(f"{name} is on DLPack device type {kind}: allowed are CPU (1) and CUDA (2)")
     from cuda.core.utils import StridedMemoryView
 
-    view = StridedMemoryView.from_dlpack(array, stream_ptr=-1)
+    # 1 is the legacy default stream, on which such arrays are computed unless told otherwise.
+    view = StridedMemoryView.from_dlpack(array, stream_ptr=1)
     itemsize = view.dtype.itemsize
     shape = tuple(view.shape)
     strides = view.strides
@@ -193,7 +205,7 @@ def operand(name: str, array: Any) -> Operand:
         raise TypeError(f"{name} is a masked array: allowed are arrays without a mask of their own")
     if isinstance(array, np.ndarray):
         found = _from_numpy(name, array, "numpy", array, lambda s: np.empty(s, np.float32))
-    elif type(array).__module__.partition(".")[0] == "torch" and "torch" in sys.modules:
+    elif "torch" in sys.modules and isinstance(array, sys.modules["torch"].Tensor):
         found = _from_torch(name, array)
     elif hasattr(array, "__cuda_array_interface__"):
         found = _from_interface(name, array)
@@ -204,8 +216,7 @@ def operand(name: str, array: Any) -> Operand:
             f"{name} is a {type(array).__name__}: allowed are NumPy arrays, torch tensors and "
             "arrays with __cuda_array_interface__ or DLPack"
         )
-    if found.dtype not in DTYPES:
-        raise TypeError(f"{name} has dtype {found.dtype}: allowed is {' or '.join(DTYPES)}")
+    _check_dtype(name, found.dtype)
     steps = [stride for n, stride in zip(found.shape, found.strides, strict=True) if n > 1]
     if any(n % 4 for n in (found.pointer, *steps)):
         raise ValueError(
@@ -231,10 +242,15 @@ def check_together(operands: list[Operand]) -> None:
             )
 
 
+def check_shape(array: Operand, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless ``array`` has that shape."""
+    if array.shape != shape:
+        raise ValueError(f"{array.name} has shape {array.shape}: allowed is {shape}")
+
+
 def check_out(out: Operand, shape: tuple[int, ...], inputs: list[Operand]) -> None:
     """Raise ValueError unless ``out`` can take the result: shape, layout, and memory of its own."""
-    if out.shape != shape:
-        raise ValueError(f"out has shape {out.shape}: allowed is {shape}")
+    check_shape(out, shape)
     if not out.writable:
         raise ValueError("out is read-only: allowed is writable memory")
     if out.library != inputs[0].library:
@@ -244,7 +260,7 @@ def check_out(out: Operand, shape: tuple[int, ...], inputs: list[Operand]) -> No
     if _overlaps_itself(out):
         raise ValueError(
             f"out has strides {out.strides} bytes for shape {out.shape}: "
-            "allowed is one address for each element"
+            "allowed are axes that do not interleave, one address for each element"
         )
     for other in inputs:
         if _overlap(out, other):

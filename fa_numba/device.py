@@ -38,13 +38,24 @@ def array_type(ndim: int):
 # --- which device ----------------------------------------------------------------------------
 
 
-@functools.cache
 def gpu_available() -> bool:
     """Whether a CUDA GPU that the kernels can run on is present."""
-    with contextlib.suppress(Exception):
-        if cuda.is_available():
-            return tuple(cuda.get_current_device().compute_capability) >= MIN_COMPUTE_CAPABILITY
-    return False
+    return not why_no_gpu()
+
+
+@functools.cache
+def why_no_gpu() -> str:
+    """Why there is no usable GPU, or an empty string where there is one."""
+    try:
+        if not cuda.is_available():
+            return "no CUDA GPU or driver was found"
+        found = tuple(cuda.get_current_device().compute_capability)
+    except Exception as error:  # a driver or wheels that do not fit each other
+        return f"CUDA could not start: {error}"
+    if found < MIN_COMPUTE_CAPABILITY:
+        wanted = ".".join(map(str, MIN_COMPUTE_CAPABILITY))
+        return f"the GPU has compute capability {'.'.join(map(str, found))}, {wanted} is needed"
+    return ""
 
 
 _forced: ContextVar[str | None] = ContextVar("fa_numba_device", default=None)
@@ -66,7 +77,7 @@ def using(device: str) -> Iterator[None]:
     if device not in ("gpu", "emulator"):
         raise ValueError(f"device must be 'gpu' or 'emulator', not {device!r}")
     if device == "gpu" and not gpu_available():
-        raise RuntimeError("device is 'gpu', but no CUDA GPU of compute capability >= 8.0 is here")
+        raise RuntimeError(f"device is 'gpu', but {why_no_gpu()}")
     token = _forced.set(device)
     try:
         yield
@@ -176,6 +187,10 @@ def launch(kernel: Kernel, grid: tuple[int, ...], args: tuple, stream: int = 0) 
     Arrays among ``args`` are ``DeviceArray`` on the GPU, ``numpy.ndarray`` on the emulator.
     """
     if not on_gpu():
+        floats = [ty == types.float32 for ty in kernel.argument_types]
+        args = tuple(
+            float(np.float32(x)) if single else x for x, single in zip(args, floats, strict=True)
+        )
         counts = emulator.launch(
             kernel.function, grid, kernel.threads, args, shared_bytes=kernel.shared_bytes
         )
@@ -292,8 +307,9 @@ def to_gpu(array: np.ndarray, stream: int = 0):
 
 def to_host(array, out: np.ndarray, stream: int = 0) -> None:
     """Copy a contiguous GPU array made here into ``out``, of any strides, and wait for it."""
-    out[...] = array.copy_to_host(stream=_numba_stream(stream))
+    copy = array.copy_to_host(stream=_numba_stream(stream))
     synchronize(stream)
+    out[...] = copy
 
 
 def _numba_stream(stream: int):
@@ -352,12 +368,13 @@ def time_ms(
 ) -> list[float]:
     """Milliseconds of each of ``repeats`` calls, by events on the default stream.
 
-    ``warmup`` calls go first and do not count. ``flush_l2`` overwrites four times the L2 cache
-    before each call, outside the timed interval.
+    ``warmup`` calls go first and do not count. ``flush_l2`` overwrites four times the L2 cache, and
+    at least a GiB, before each call and outside the timed interval: long enough for the host to
+    enqueue the call meanwhile, so that its Python time does not count.
     """
     scratch = None
     if flush_l2:
-        scratch = cuda.device_array(4 * describe()["l2_bytes"], np.uint8)
+        scratch = cuda.device_array(max(4 * describe()["l2_bytes"], 2**30), np.uint8)
     for _ in range(warmup):
         function()
     times = []

@@ -1,19 +1,23 @@
 """Global-memory accesses, FLOPs and workspace in closed form.
 
 Three kinds of numbers, not to be mixed:
-- `standard`, `fa1`, `fa2`: exact loads and stores of this package's kernels, per array, in
-  elements. Ragged edges and skipped causal tiles count as what they are.
+- `standard`, `fa1`, `fa2`, and these names with `_backward`: exact loads and stores of this
+  package's kernels, per array, in elements. Ragged edges and skipped causal tiles count as what
+  they are.
 - `theta_standard`, `theta_flash`, `saha_ye`: the published bounds with every constant set to 1.
 - `standard_paper`, `fa1_paper`, `flops`: how the papers themselves count.
 
 Below: N_q, N_k sequence lengths, d head dimension, B H = batch x query heads, T_r = ceil(N_q/B_r),
 T_c = ceil(N_k/B_c), r_i and c_j the rows and columns of row tile i and column tile j. A query head
-loads the K/V head it shares with others for itself. No kernel is imported here.
+loads the K/V head it shares with others for itself, unless it says "per K/V head", of which there
+are B H_k. No kernel is imported here.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,7 +43,9 @@ class TileSizes(Protocol):
 
 @dataclass(frozen=True)
 class Accesses:
-    """Global-memory loads and stores of one call, in elements by array (Q K V O L l m S P).
+    """Global-memory loads and stores of one call, in elements by array (Q K V O L l m S P ...).
+
+    An array goes by the name of the kernel's parameter. An atomic add is a load and a store.
 
     An array that is never loaded (or stored) is left out of `loads` (or `stores`).
     """
@@ -65,13 +71,37 @@ class Accesses:
         return ELEMENT_BYTES * self.total
 
 
-def _accesses(problem: Problem, loads: dict[str, int], stores: dict[str, int]) -> Accesses:
-    """The counts of one head, times batch x heads, without the arrays that are not touched."""
-    heads = problem.batch * problem.heads_q  # Python integers: a count may exceed 64 bits
-    return Accesses(
-        {name: heads * n for name, n in loads.items() if n},
-        {name: heads * n for name, n in stores.items() if n},
-    )
+def _accesses(
+    problem: Problem,
+    loads: dict[str, int],
+    stores: dict[str, int],
+    shared_loads: dict[str, int] | None = None,
+    shared_stores: dict[str, int] | None = None,
+) -> Accesses:
+    """The counts of all heads from those of one, without the arrays that are not touched.
+
+    `loads` and `stores` are of a query head, `shared_loads` and `shared_stores` of a K/V head.
+    """
+    # Python integers: a count may exceed 64 bits.
+    heads, shared = problem.batch * problem.heads_q, problem.batch * problem.heads_k
+
+    def total(own: dict[str, int], common: dict[str, int] | None) -> dict[str, int]:
+        counts = {name: heads * n for name, n in own.items()}
+        for name, n in (common or {}).items():
+            counts[name] = counts.get(name, 0) + shared * n
+        return {name: n for name, n in counts.items() if n}
+
+    return Accesses(total(loads, shared_loads), total(stores, shared_stores))
+
+
+def _sum(parts: Iterable[Accesses]) -> Accesses:
+    """The accesses of kernels that run one after the other; parameters of one name add up."""
+    loads: Counter[str] = Counter()
+    stores: Counter[str] = Counter()
+    for part in parts:
+        loads.update(part.loads)
+        stores.update(part.stores)
+    return Accesses(dict(loads), dict(stores))
 
 
 def _tile_counts(problem: Problem, tiles: TileSizes) -> tuple[int, int]:
@@ -86,18 +116,22 @@ def _column_tiles(problem: Problem, tiles: TileSizes) -> np.ndarray:
     return -(-problem.columns_end(last) // tiles.Bc)
 
 
-def _first_row_tiles(problem: Problem, tiles: TileSizes) -> np.ndarray:
+def _first_row_tiles(
+    problem: Problem, tiles: TileSizes, *, first_pass_takes_all: bool = True
+) -> np.ndarray:
     """K/V-outer: for each column tile, the first row tile it visits; it visits all from there.
 
-    Column tile 0 visits every row tile: that is what initialises O, l and m. Any other starts at
-    the row tile of the first row that sees its first column. The last row sees every column, so
-    there always is one.
+    That is the row tile of the first row that sees the tile's first column. The last row sees every
+    column, so there always is one. With `first_pass_takes_all` column tile 0 visits every row tile:
+    that is what initialises O, l and m, or dQ.
     """
     _, Tc = _tile_counts(problem, tiles)
     first = np.zeros(Tc, dtype=np.int64)
     if problem.causal:
-        column = np.arange(1, Tc) * tiles.Bc
-        first[1:] = np.maximum(column - problem.diagonal, 0) // tiles.Br
+        column = np.arange(Tc) * tiles.Bc
+        first = np.maximum(column - problem.diagonal, 0) // tiles.Br
+        if first_pass_takes_all:
+            first[0] = 0
     return first
 
 
@@ -180,13 +214,118 @@ def fa2(problem: Problem, tiles: TileSizes) -> Accesses:
     return _accesses(problem, {"Q": Nq * d, "K": kv, "V": kv}, {"O": Nq * d, "L": Nq})
 
 
-def tiles_visited(algorithm: str, problem: Problem, tiles: TileSizes) -> int:
+def standard_backward(
+    problem: Problem,
+    tiles: TileSizes,
+    *,
+    row_resident: bool = True,
+    forward_resident: bool = True,
+) -> Accesses:
+    """Accesses of standard attention's gradients (FA-1 Algorithm 3) in seven tiled kernels.
+
+    P is made anew by the forward's scores and softmax. An array goes by the name that it has in
+    its kernel. Per head:
+        scores             loads Q N_q d, K T_r N_k d        stores S N_q N_k
+        softmax            loads S N_q N_k                   stores P N_q N_k
+        dV = P^T dO        loads P N_q N_k, dO T_c N_q d     stores dV N_k d, per K/V head
+        dP = dO V^T        as scores, named Q, K, S
+        dS = P o (dP - D)  loads P, dP N_q N_k each          stores dS N_q N_k
+        dQ = dS K          loads P N_q N_k, V T_r N_k d      stores O N_q d
+        dK = dS^T Q        as dV, named P, dO, dV
+    A row of S too long for shared memory (`forward_resident` False) is loaded twice by the softmax;
+    rows of P and dP that are too long together (`row_resident` False), twice for dS. Masked tiles
+    are not skipped.
+    """
+    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, problem.head_dim
+    Tr, Tc = _tile_counts(problem, tiles)
+    matrix = Nq * Nk
+    reads, forward_reads = (1 if resident else 2 for resident in (row_resident, forward_resident))
+    scores = _accesses(problem, {"Q": Nq * d, "K": Tr * Nk * d}, {"S": matrix})
+    softmax = _accesses(problem, {"S": forward_reads * matrix}, {"P": matrix})
+    transposed_output = _accesses(
+        problem, {"P": matrix, "dO": Tc * Nq * d}, {}, shared_stores={"dV": Nk * d}
+    )
+    score_gradients = _accesses(
+        problem, {"P": reads * matrix, "dP": reads * matrix}, {"dS": matrix}
+    )
+    output = _accesses(problem, {"P": matrix, "V": Tr * Nk * d}, {"O": Nq * d})
+    dV, dP, dS, dQ, dK = transposed_output, scores, score_gradients, output, transposed_output
+    return _sum((scores, softmax, dV, dP, dS, dQ, dK))
+
+
+def fa1_backward(problem: Problem, tiles: TileSizes) -> Accesses:
+    """Accesses of FA-1's Algorithm 4: K/V outer, Q inner; dQ through global memory in every pass.
+
+    With R_j = N_q - f_j B_r the rows that column tile j visits (see `fa1`), per head:
+        loads   Q, O, dO: sum_j R_j d each    L: sum_j R_j
+                dQ: sum_{j>0} R_j d (line 5's zeros need no read)
+        stores  dQ: sum_j R_j d
+    and per K/V head K, V loaded and dK, dV stored once, N_k d each.
+    """
+    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, problem.head_dim
+    rows = Nq - _first_row_tiles(problem, tiles) * tiles.Br
+    visited, reread = int(rows.sum()), int(rows[1:].sum())
+    return _accesses(
+        problem,
+        {"Q": visited * d, "O": visited * d, "dO": visited * d, "L": visited, "dQ": reread * d},
+        {"dQ": visited * d},
+        {"K": Nk * d, "V": Nk * d},
+        {"dK": Nk * d, "dV": Nk * d},
+    )
+
+
+def fa2_backward(problem: Problem, tiles: TileSizes, *, deterministic: bool = False) -> Accesses:
+    """Accesses of FA-2's Algorithm 2: D first, then a grid over K/V blocks.
+
+    With R_j the rows that column tile j visits: N_q, and with a causal mask those from the row tile
+    of the first row that sees it; per head:
+        row sums      loads O, dO: N_q d each           stores D: N_q, dQ = 0: N_q d
+        the K/V grid  loads Q, dO: sum_j R_j d each, L, D: sum_j R_j each
+                      dQ: sum_j R_j d atomic adds, each a load and a store
+    and per K/V head K, V loaded and dK, dV stored once, N_k d each.
+
+    `deterministic` drops the atomic adds and the zeros. A grid over Q blocks makes dQ instead:
+    with n_i the column tiles that row tile i sees, per head it
+        loads  Q, dO: N_q d each, L, D: N_q each, K, V: sum_i min(n_i B_c, N_k) d each
+        stores dQ: N_q d
+    """
+    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, problem.head_dim
+    first = _first_row_tiles(problem, tiles, first_pass_takes_all=False)
+    visited = int((Nq - first * tiles.Br).sum())
+    added = 0 if deterministic else visited * d
+    row_sums = _accesses(
+        problem, {"O": Nq * d, "dO": Nq * d}, {"D": Nq, "dQ": 0 if deterministic else Nq * d}
+    )
+    columns = _accesses(
+        problem,
+        {"Q": visited * d, "dO": visited * d, "L": visited, "D": visited, "dQ": added},
+        {"dQ": added},
+        {"K": Nk * d, "V": Nk * d},
+        {"dK": Nk * d, "dV": Nk * d},
+    )
+    if not deterministic:
+        return _sum((row_sums, columns))
+    kv = int(np.minimum(_column_tiles(problem, tiles) * tiles.Bc, Nk).sum()) * d
+    rows = _accesses(
+        problem,
+        {"Q": Nq * d, "dO": Nq * d, "L": Nq, "D": Nq, "K": kv, "V": kv},
+        {"dQ": Nq * d},
+    )
+    return _sum((row_sums, columns, rows))
+
+
+def tiles_visited(
+    algorithm: str, problem: Problem, tiles: TileSizes, *, passes: str = "fwd"
+) -> int:
     """Tiles of S computed, over batch and heads: B H T_r T_c without a mask.
 
     Causal: fa2 leaves out every tile that no row of it sees; fa1 too, but for column tile 0, in
-    which it initialises O, l and m; standard leaves out nothing.
+    which it initialises O, l and m; standard leaves out nothing. `passes` is "fwd" or "bwd"; one
+    sweep backward visits the same tiles as one forward, the second sweep of a deterministic
+    fa2_backward again.
     """
     _check("algorithm", algorithm, ALGORITHMS)
+    _check("passes", passes, PASSES[:2])
     Tr, Tc = _tile_counts(problem, tiles)
     if algorithm == "standard":
         per_head = Tr * Tc
@@ -269,16 +408,24 @@ def flops(problem: Problem, passes: str = "fwd") -> int:
     return factor * problem.batch * problem.heads_q * Nq * Nk * d
 
 
-def workspace(algorithm: str, problem: Problem, *, return_lse: bool = False) -> int:
-    """Bytes of global memory beside inputs and outputs (float32).
+def workspace(
+    algorithm: str, problem: Problem, *, return_lse: bool = False, passes: str = "fwd"
+) -> int:
+    """Bytes of global memory beside inputs and outputs (float32), `passes` "fwd" or "bwd".
 
-    standard: S, which P overwrites, 4 B H N_q N_k with N_k rounded up to a multiple of 4.
+    Forward. standard: S, which P overwrites, 4 B H N_q N_k with N_k rounded up to a multiple of 4.
     fa1: l and m, 8 B H N_q. fa2: L, 4 B H N_q, and nothing when the caller takes L (`return_lse`).
+    Backward. standard: P, and dP, which dS overwrites, twice the above. fa1: nothing.
+    fa2: D, 4 B H N_q.
     """
     _check("algorithm", algorithm, ALGORITHMS)
+    _check("passes", passes, PASSES[:2])
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     if algorithm == "standard":
-        return ELEMENT_BYTES * rows * (-(-problem.seqlen_k // 4) * 4)
+        matrices = 1 if passes == "fwd" else 2
+        return ELEMENT_BYTES * matrices * rows * (-(-problem.seqlen_k // 4) * 4)
+    if passes == "bwd":
+        return 0 if algorithm == "fa1" else ELEMENT_BYTES * rows
     if algorithm == "fa1":
         return ELEMENT_BYTES * 2 * rows
     return 0 if return_lse else ELEMENT_BYTES * rows

@@ -2,65 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
-import operator
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from fa_numba import device, io_model
-from fa_numba.arrays import HOST, Operand, check_out, check_together, operand
-from fa_numba.device import DeviceArray, Kernel
-from fa_numba.kernels.simt import fa1_forward, fa2_forward, standard
-from fa_numba.problem import Problem, as_size
-from fa_numba.tiles import Tiles, default_tiles, specialise
+from fa_numba import calls, device, plans
+from fa_numba.arrays import HOST, Operand, check_out, check_shape, check_together, operand
+from fa_numba.device import DeviceArray
+from fa_numba.plans import Plan, Run, check_algorithm
+from fa_numba.problem import Problem
+from fa_numba.tiles import Tiles
 
-ALGORITHMS = ("standard", "fa1", "fa2")
-
-# The emulator's limit for one call, in FLOPs: about 3.5e6 a second, so half a minute.
-EMULATOR_FLOPS = 2**27
-_MAX_GRID_YZ = 65535
 _LOG2E = math.log2(math.e)
-
-
-@dataclass(frozen=True)
-class KernelPlan:
-    """One launch: ``grid`` in blocks, ``threads`` and ``shared_bytes`` a block."""
-
-    name: str
-    grid: tuple[int, int, int]
-    threads: int
-    shared_bytes: int
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a call runs.
-
-    ``accesses`` are exact loads and stores of global memory in elements by array, ``flops`` follows
-    FlashAttention-2's convention, ``workspace_bytes`` is memory beside inputs and outputs.
-    """
-
-    algorithm: str
-    unit: str
-    problem: Problem
-    tiles: Tiles
-    kernels: tuple[KernelPlan, ...]
-    accesses: io_model.Accesses
-    flops: int
-    workspace_bytes: int
-
-
-@dataclass(frozen=True)
-class _Run:
-    """A plan with its compiled-in kernels."""
-
-    plan: Plan
-    kernels: tuple[Kernel, ...]
-    split_rows: int
 
 
 def plan(
@@ -74,10 +28,13 @@ def plan(
     tiles: Tiles | None = None,
     return_lse: bool = False,
     query_splits: int = 1,
+    passes: str = "fwd",
+    deterministic: bool = False,
 ) -> Plan:
     """What a call with these arguments runs on the current device, without running it.
 
-    Shapes are (B, Hq, Nq, d) and (B, Hk, Nk, d). Raises as the call itself would.
+    Shapes are (B, Hq, Nq, d) and (B, Hk, Nk, d); ``passes`` is "fwd" or "bwd". Raises as the call
+    itself would.
 
     >>> import fa_numba
     >>> p = fa_numba.plan((1, 2, 1024, 64), (1, 2, 1024, 64), algorithm="fa2")
@@ -85,89 +42,18 @@ def plan(
     ('fa2_forward', (8, 2, 1))
     """
     problem = Problem.from_shapes(q_shape, k_shape, dtype=dtype, scale=scale, causal=causal)
-    return _run(problem, algorithm, tiles, True, return_lse, query_splits).plan
-
-
-def _check_algorithm(algorithm: Any) -> None:
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm is {algorithm!r}: allowed is one of {', '.join(ALGORITHMS)}")
-
-
-def _run(problem, algorithm, tiles, aligned, return_lse, query_splits) -> _Run:
-    _check_algorithm(algorithm)
-    if tiles is not None and not isinstance(tiles, Tiles):
-        raise TypeError(f"tiles is {tiles!r}: allowed is a Tiles(Br=..., Bc=...) or None")
-    if not isinstance(return_lse, bool):
-        raise TypeError(f"return_lse is {return_lse!r}: allowed is True or False")
-    query_splits = as_size("query_splits", query_splits, axis=False)
-    if query_splits != 1 and algorithm != "fa1":
-        raise ValueError(f"query_splits is {query_splits}: only fa1 splits its queries")
-    for name, size in (("batch", problem.batch), ("heads of q", problem.heads_q)):
-        if size > _MAX_GRID_YZ:
-            raise ValueError(f"{name} is {size}: allowed is at most {_MAX_GRID_YZ}, a grid's limit")
-    limit = device.shared_bytes_limit()
-    return _specialised(problem, algorithm, tiles, aligned, return_lse, query_splits, limit)
-
-
-@functools.lru_cache(maxsize=1024)
-def _specialised(problem, algorithm, tiles, aligned, return_lse, query_splits, limit) -> _Run:
-    d, Nq, Nk = problem.head_dim, problem.seqlen_q, problem.seqlen_k
-    if tiles is None:
-        tiles = default_tiles(algorithm, Nq, Nk, d, limit)
-    flash_lse = return_lse and algorithm == "fa1"
-    spec = specialise(tiles, d, limit, causal=problem.causal, aligned=aligned, return_lse=flash_lse)
-    tiles = Tiles(tiles.Br, tiles.Bc, spec.threads)
-    Tr = -(-Nq // tiles.Br)
-    per_head = (problem.heads_q, problem.batch)
-    split_rows = 0
-    if algorithm == "fa2":
-        launches = [(fa2_forward.make_forward(spec), Tr)]
-        accesses = io_model.fa2(problem, tiles)
-    elif algorithm == "fa1":
-        split_rows = -(-Tr // query_splits) * tiles.Br
-        launches = [(fa1_forward.make_forward(spec), -(-Nq // split_rows))]
-        accesses = io_model.fa1(problem, tiles, query_splits=query_splits, return_lse=return_lse)
-    else:
-        row_floats = _row_floats(Nk, limit)
-        launches = [
-            (standard.make_standard_scores(spec), Tr),
-            (standard.make_standard_softmax(row_floats, _row_warps(Nk), return_lse), Nq),
-            (standard.make_standard_output(spec), Tr),
-        ]
-        accesses = io_model.standard(
-            problem, tiles, return_lse=return_lse, row_resident=row_floats > 0
-        )
-    kernels = tuple(
-        KernelPlan(kernel.name, (blocks, *per_head), kernel.threads, kernel.shared_bytes)
-        for kernel, blocks in launches
-    )
-    return _Run(
-        Plan(
-            algorithm,
-            "simt",
-            problem,
-            tiles,
-            kernels,
-            accesses,
-            io_model.flops(problem),
-            io_model.workspace(algorithm, problem, return_lse=return_lse),
-        ),
-        tuple(kernel for kernel, _ in launches),
-        split_rows,
-    )
-
-
-def _row_floats(Nk: int, limit: int) -> int:
-    """Shared-memory floats for a row of S: a power of two, so that few kernels are compiled."""
-    room = limit // 4 - 2 * standard.MAX_WARPS
-    if room < Nk:
-        return 0
-    return min(room // 4 * 4, max(256, 1 << (Nk - 1).bit_length()))
-
-
-def _row_warps(Nk: int) -> int:
-    """Warps for a row of S: a thread for every four columns, as a power of two."""
-    return min(standard.MAX_WARPS, max(1, (1 << (Nk - 1).bit_length()) // 128))
+    if passes not in plans.PASSES:
+        raise ValueError(f"passes is {passes!r}: allowed is one of {', '.join(plans.PASSES)}")
+    if passes == "bwd":
+        if return_lse is not False or query_splits != 1:
+            raise ValueError(
+                f"passes is 'bwd' with return_lse={return_lse!r}, query_splits={query_splits!r}: "
+                "only the forward pass has them"
+            )
+        return plans.backward(problem, algorithm, tiles, True, deterministic).plan
+    if deterministic is not False:
+        raise ValueError(f"deterministic is {deterministic!r}: only passes='bwd' has it")
+    return plans.forward(problem, algorithm, tiles, True, return_lse, query_splits).plan
 
 
 def standard_attention(
@@ -253,7 +139,7 @@ def attention(q, k, v, *, algorithm="fa2", **options):
         "fa1": flash_attention_1,
         "fa2": flash_attention_2,
     }
-    _check_algorithm(algorithm)
+    check_algorithm(algorithm)
     return functions[algorithm](q, k, v, **options)
 
 
@@ -268,126 +154,178 @@ def _attend(algorithm, q, k, v, scale, causal, tiles, return_lse, out, stream, q
         target = operand("out", out)
         check_together([inputs[0], target])
         check_out(target, problem.q_shape, inputs)
-    with _placed(inputs[0]):
-        copies = device.on_gpu() and inputs[0].place == HOST
-        aligned = problem.head_dim % 4 == 0 and (
-            copies or all(x.aligned for x in (*inputs, *([target] if target else [])))
-        )
-        run = _run(problem, algorithm, tiles, aligned, return_lse, query_splits)
-        handle = _stream_handle(stream, inputs[0])
-        if not device.on_gpu():
-            _check_size(problem)
-        return _launch(run, inputs, target, return_lse, handle)
+    with calls.placed(inputs[0]):
+        aligned = _aligned(problem, [*inputs, target] if target else inputs)
+        run = plans.forward(problem, algorithm, tiles, aligned, return_lse, query_splits)
+        handle = calls.stream_handle(stream, inputs[0])
+        calls.check_size(run.plan)
+        outputs: list = [(problem.q_shape, target)]
+        if return_lse:
+            outputs.append((problem.lse_shape, None))
+
+        def execute(given: list, made: list, stream: int) -> None:
+            _forward(run, given, made[0], made[1] if return_lse else None, stream)
+
+        results = calls.run(execute, inputs, outputs, handle)
+    return tuple(results) if return_lse else results[0]
 
 
-def _placed(q: Operand):
-    """Make the inputs' device the current one, or refuse."""
-    if q.place == HOST:
-        return contextlib.nullcontext()
-    if not device.on_gpu():
-        raise ValueError(f"q is in {q.where}: the emulator takes arrays in host memory")
-    return device.on_device(q.place)
+def _aligned(problem: Problem, operands: Sequence[Operand]) -> bool:
+    """Whether 16-byte accesses are allowed; copies made for the GPU always allow them."""
+    copies = device.on_gpu() and operands[0].place == HOST
+    return problem.head_dim % 4 == 0 and (copies or all(x.aligned for x in operands))
 
 
-def _check_size(problem: Problem) -> None:
-    p = problem
-    flops = 4 * p.batch * p.heads_q * p.seqlen_q * p.seqlen_k * p.head_dim
-    if flops > EMULATOR_FLOPS:
-        raise ValueError(
-            f"q has shape {p.q_shape} and k {p.k_shape}, {flops:.3g} FLOPs: without a CUDA GPU the "
-            f"emulator takes at most {EMULATOR_FLOPS:.3g}. Take a smaller problem, a machine with "
-            "a GPU, fa_numba.reference for the values or fa_numba.plan for the accesses"
-        )
-
-
-def _stream_handle(stream: Any, q: Operand) -> int:
-    """The address of ``stream``, or of the current stream of q's library."""
-    if stream is None:
-        if not device.on_gpu() or q.place == HOST:
-            return 0
-        if q.library == "torch":
-            return int(sys.modules["torch"].cuda.current_stream(q.place).cuda_stream)
-        if q.library == "cupy":
-            return int(sys.modules["cupy"].cuda.get_current_stream().ptr)
-        return 0
-    if not device.on_gpu():
-        raise ValueError(f"stream is {stream!r}: the emulator has no streams, allowed is None")
-    for attribute in ("cuda_stream", "ptr", "handle"):
-        if hasattr(stream, attribute):
-            return int(getattr(stream, attribute))
-    if hasattr(stream, "__cuda_stream__"):
-        return int(stream.__cuda_stream__()[1])
-    if isinstance(stream, bool):
-        raise TypeError(f"stream is {stream!r}: allowed is a CUDA stream, its address, or None")
-    try:
-        return operator.index(stream)
-    except TypeError:
-        raise TypeError(
-            f"stream is {stream!r}: allowed is a CUDA stream, its address, or None"
-        ) from None
-
-
-def _launch(run: _Run, inputs, target: Operand | None, return_lse: bool, stream: int) -> Any:
+def _forward(run: Run, given: list, O: Any, L: Any, stream: int) -> None:
+    Q, K, V = given
     problem = run.plan.problem
-    library = inputs[0]
-    gpu = device.on_gpu()
-    staged = gpu and library.place == HOST
-
-    if not staged:
-        arguments = [x.argument() for x in inputs]
-        result = target if target is not None else operand("out", library.empty(problem.q_shape))
-        lse = operand("lse", library.empty(problem.lse_shape)) if return_lse else None
-        _execute(run, arguments, result.argument(), lse and lse.argument(), stream)
-        return (result.owner, lse.owner) if lse is not None else result.owner
-
-    buffers = [device.to_gpu(x.host, stream) for x in inputs]
-    o_gpu = device.empty(problem.q_shape)
-    l_gpu = device.empty(problem.lse_shape) if return_lse else None
-    _execute(
-        run,
-        [_whole(b) for b in buffers],
-        _whole(o_gpu),
-        None if l_gpu is None else _whole(l_gpu),
-        stream,
-    )
-    result = target if target is not None else operand("out", library.empty(problem.q_shape))
-    assert result.host is not None
-    device.to_host(o_gpu, result.host, stream)
-    if l_gpu is None:
-        return result.owner
-    lse = operand("lse", library.empty(problem.lse_shape))
-    assert lse.host is not None
-    device.to_host(l_gpu, lse.host, stream)
-    return result.owner, lse.owner
-
-
-def _whole(array) -> DeviceArray:
-    found = operand("array", array)
-    return found.argument()
-
-
-def _execute(run: _Run, arguments, O: Any, L: Any, stream: int) -> None:
-    problem, kernels = run.plan.problem, run.kernels
-    Q, K, V = arguments
-    grids = [k.grid for k in run.plan.kernels]
     diagonal, group = problem.diagonal, problem.group
-    args: tuple
     with device.scratch(stream) as allocate:
         if run.plan.algorithm == "fa2":
             L = allocate(problem.lse_shape) if L is None else L
-            args = (Q, K, V, O, L, problem.scale * _LOG2E, diagonal, group)
-            device.launch(kernels[0], grids[0], args, stream)
+            run.launch(0, (Q, K, V, O, L, problem.scale * _LOG2E, diagonal, group), stream)
         elif run.plan.algorithm == "fa1":
             l, m = allocate(problem.lse_shape), allocate(problem.lse_shape)
-            L = l if L is None else L
-            args = (Q, K, V, O, L, l, m, problem.scale * _LOG2E, diagonal, group, run.split_rows)
-            device.launch(kernels[0], grids[0], args, stream)
+            L = l if L is None else L  # not written
+            scale = problem.scale * _LOG2E
+            args = (Q, K, V, O, L, l, m, scale, diagonal, group, run.split_rows)
+            run.launch(0, args, stream)
         else:
             S = _score_matrix(problem, allocate)
             L = _first_column(S) if L is None else L  # not written
-            device.launch(kernels[0], grids[0], (Q, K, S, problem.scale, diagonal, group), stream)
-            device.launch(kernels[1], grids[1], (S, S, L), stream)
-            device.launch(kernels[2], grids[2], (S, V, O, group), stream)
+            run.launch(0, (Q, K, S, problem.scale, diagonal, group), stream)
+            run.launch(1, (S, S, L), stream)
+            run.launch(2, (S, V, O, group), stream)
+
+
+def standard_attention_backward(
+    dout, q, k, v, out, lse, *, scale=None, causal=False, tiles=None, stream=None
+):
+    """Gradients of ``standard_attention`` with N x N matrices in global memory (arXiv 2205.14135,
+    Algorithm 3).
+
+    Arguments, result and errors as ``flash_attention_2_backward``. P is made anew in global memory
+    and read back; ``out`` and ``lse`` are checked but not needed. The workspace is two Nq x Nk
+    matrices a head.
+    """
+    given = (dout, q, k, v, out, lse)
+    return _differentiate("standard", given, scale, causal, tiles, stream, False)
+
+
+def flash_attention_1_backward(
+    dout, q, k, v, out, lse, *, scale=None, causal=False, tiles=None, stream=None
+):
+    """Gradients of attention, K/V outer (arXiv 2205.14135, Algorithm 4).
+
+    Arguments, result and errors as ``flash_attention_2_backward``. dQ passes through global memory
+    in every step, in one order; no workspace.
+    """
+    given = (dout, q, k, v, out, lse)
+    return _differentiate("fa1", given, scale, causal, tiles, stream, False)
+
+
+def flash_attention_2_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    *,
+    scale=None,
+    causal=False,
+    tiles=None,
+    stream=None,
+    deterministic=False,
+):
+    """Gradients of attention, a grid over K/V blocks (arXiv 2307.08691, Algorithm 2).
+
+    ``dout`` and ``out`` are (B, Hq, Nq, d), ``lse`` (B, Hq, Nq) as the forward pass returned it
+    with ``return_lse``; the rest as ``flash_attention_2``, with the same ``scale`` and ``causal``.
+
+    dQ is summed by atomic adds in no fixed order: Tc Nq d loads and as many stores a head, and
+    gradients that can differ in the last bits between runs. ``deterministic`` sums it in a second
+    sweep instead, which computes S and dP once more and costs 2 Nq d + 2 Tr Nk d loads and Nq d
+    stores. The workspace is one float a row.
+
+    Returns (dq, dk, dv), float32 in the shapes of q, k and v, in q's library and place. A query
+    that sees no key, and a key that no query sees, get zeros.
+
+    Raises ValueError or TypeError, before anything runs, as ``flash_attention_2`` does.
+
+    >>> import numpy as np, fa_numba
+    >>> q = np.linspace(-1, 1, 32, dtype=np.float32).reshape(1, 1, 8, 4)
+    >>> o, lse = fa_numba.flash_attention_2(q, q, q, return_lse=True)
+    >>> dq, dk, dv = fa_numba.flash_attention_2_backward(np.ones_like(o), q, q, q, o, lse)
+    >>> dv.sum().round(3).item()
+    32.0
+    """
+    given = (dout, q, k, v, out, lse)
+    return _differentiate("fa2", given, scale, causal, tiles, stream, deterministic)
+
+
+def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
+    """Gradients by ``algorithm``: "standard", "fa1" or "fa2"; the rest as that function takes it.
+
+    Raises ValueError for another algorithm, TypeError for an option that it does not have.
+    """
+    functions: dict[str, Callable] = {
+        "standard": standard_attention_backward,
+        "fa1": flash_attention_1_backward,
+        "fa2": flash_attention_2_backward,
+    }
+    check_algorithm(algorithm)
+    return functions[algorithm](dout, q, k, v, out, lse, **options)
+
+
+def _differentiate(algorithm, given, scale, causal, tiles, stream, deterministic) -> Any:
+    names = ("dout", "q", "k", "v", "out", "lse")
+    dout, q, k, v, out, lse = (operand(*x) for x in zip(names, given, strict=True))
+    check_together([q, k, v, dout, out, lse])
+    problem = Problem.from_shapes(
+        q.shape, k.shape, v.shape, dtype=q.dtype, scale=scale, causal=causal
+    )
+    check_shape(dout, problem.q_shape)
+    check_shape(out, problem.q_shape)
+    check_shape(lse, problem.lse_shape)
+    inputs = [q, k, v, out, dout, lse]
+    with calls.placed(q):
+        aligned = _aligned(problem, inputs[:-1])
+        run = plans.backward(problem, algorithm, tiles, aligned, deterministic)
+        handle = calls.stream_handle(stream, q)
+        calls.check_size(run.plan)
+        shapes = (problem.q_shape, problem.k_shape, problem.k_shape)
+
+        def execute(given: list, made: list, stream: int) -> None:
+            _backward(run, given, made, stream)
+
+        return tuple(calls.run(execute, inputs, [(shape, None) for shape in shapes], handle))
+
+
+def _backward(run: Run, given: list, made: list, stream: int) -> None:
+    Q, K, V, O, dO, L = given
+    dQ, dK, dV = made
+    problem = run.plan.problem
+    diagonal, group = problem.diagonal, problem.group
+    factors = (problem.scale, problem.scale * _LOG2E, diagonal, group)
+    with device.scratch(stream) as allocate:
+        if run.plan.algorithm == "fa2":
+            D = allocate(problem.lse_shape)
+            run.launch(0, (O, dO, D, dQ), stream)
+            run.launch(1, (Q, K, V, dO, L, D, dQ, dK, dV, *factors), stream)
+            if len(run.kernels) == 3:
+                run.launch(2, (Q, K, V, dO, L, D, dQ, *factors), stream)
+        elif run.plan.algorithm == "fa1":
+            run.launch(0, (Q, K, V, O, dO, L, dQ, dK, dV, *factors), stream)
+        else:
+            P, dP = _score_matrix(problem, allocate), _score_matrix(problem, allocate)
+            run.launch(0, (Q, K, P, problem.scale, diagonal, group), stream)
+            run.launch(1, (P, P, _first_column(P)), stream)
+            run.launch(2, (P, dO, dV, group), stream)
+            run.launch(3, (dO, V, dP, 1.0, 0, group), stream)
+            run.launch(4, (P, dP, dP, problem.scale), stream)
+            run.launch(5, (dP, K, dQ, group), stream)
+            run.launch(6, (dP, Q, dK, group), stream)
 
 
 def _first_column(S: Any) -> Any:

@@ -48,6 +48,8 @@ def _as_scale(value: Any, head_dim: int) -> float:
             f"scale is {value!r}: allowed is a finite number, at most {largest:.3g} in magnitude "
             "(float32), or None"
         )
+    if scale and not np.float32(scale):
+        raise ValueError(f"scale is {value!r}: it rounds to 0 in float32, allowed is 0.0 itself")
     return scale
 
 

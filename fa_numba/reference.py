@@ -1,15 +1,17 @@
-"""Attention in float64, the oracle of every kernel, and the two tiled algorithms in plain NumPy.
+"""Attention and its gradients in float64, the oracle of every kernel, and the two tiled algorithms
+in plain NumPy.
 
 Shapes everywhere: q (batch, heads_q, seqlen_q, head_dim), k and v (batch, heads_k, seqlen_k,
 head_dim); outputs O as q, and L (batch, heads_q, seqlen_q), the natural logarithm of the sum of
 the exponentials of a row's scaled and masked scores. A row that sees no column, or only scores of
 -inf, has O = 0 and L = -inf. A NaN or infinity in v may reach rows that do not see it, as 0 NaN.
+Gradients have the shapes of q, k and v; such a row takes no part in them.
 No kernel is imported here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -123,6 +125,94 @@ def unfused(
             O[head][rows] = (P / _one_if_zero(l)[:, None]) @ V
             L[head][rows] = _logsumexp(m, l)
     return (O, L) if return_lse else O
+
+
+def _output_gradient(problem: Problem, dout: ArrayLike, dtype: DTypeLike) -> Array:
+    dout = np.asarray(dout, dtype)
+    if dout.shape != problem.q_shape:
+        raise ValueError(f"dout has shape {dout.shape}: allowed is q's, {problem.q_shape}")
+    return dout
+
+
+def _gradients(
+    problem: Problem, dO: Array, q: ArrayLike, k: ArrayLike, v: ArrayLike, softmax: Callable
+) -> tuple[Array, Array, Array]:
+    """dQ, dK, dV in dO's dtype from P = softmax(S), a block of rows at a time.
+
+    dV = P^T dO, dP = dO V^T, D = rowsum(P o dP), dS = P o (dP - D), dQ = scale dS K,
+    dK = scale dS^T Q; dK and dV summed over the query heads of a group.
+    """
+    dQ = np.empty(problem.q_shape, dO.dtype)
+    dK, dV = np.zeros(problem.k_shape, dO.dtype), np.zeros(problem.k_shape, dO.dtype)
+    scale = dO.dtype.type(problem.scale)
+    for head, Q, K, V in _heads(problem, q, k, v, dO.dtype):
+        b, h = head
+        shared = b, h // problem.group
+        for row in range(0, problem.seqlen_q, _ROWS):
+            rows = slice(row, row + _ROWS)
+            P = softmax(_scores(problem, Q[rows], K, row, 0))
+            dP = dO[head][rows] @ V.T
+            D = (P * dP).sum(axis=1)
+            dS = P * (dP - D[:, None])
+            dV[shared] += P.T @ dO[head][rows]
+            dQ[head][rows] = scale * (dS @ K)
+            dK[shared] += scale * (dS.T @ Q[rows])
+    return dQ, dK, dV
+
+
+def attention_backward(
+    dout: ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+) -> tuple[Array, Array, Array]:
+    """(dq, dk, dv) in float64, the gradients of sum(dout o attention(q, k, v)), in closed form.
+
+    dout has the shape of q. P is SciPy's softmax; a row that sees no column has P = 0.
+
+    >>> import numpy as np
+    >>> one_key = np.ones((1, 1, 1, 2))
+    >>> [g.ravel().tolist() for g in attention_backward(5 * one_key, one_key, one_key, one_key)]
+    [[0.0, 0.0], [0.0, 0.0], [5.0, 5.0]]
+    """
+
+    def softmax(S: Array) -> Array:
+        empty = S.max(axis=1) == -np.inf
+        S[empty] = 0  # SciPy answers a row of -inf with NaN
+        P = special.softmax(S, axis=1)
+        P[empty] = 0
+        return P
+
+    problem = _problem(q, k, v, scale, causal)
+    dO = _output_gradient(problem, dout, np.float64)
+    return _gradients(problem, dO, q, k, v, softmax)
+
+
+def unfused_backward(
+    dout: ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    *,
+    dtype: DTypeLike = np.float32,
+    scale: float | None = None,
+    causal: bool = False,
+) -> tuple[Array, Array, Array]:
+    """(dq, dk, dv) from whole rows of P and dP with every step rounded to `dtype`.
+
+    The yardstick of the backward kernels, as `unfused` is of the forward ones.
+    """
+
+    def softmax(S: Array) -> Array:
+        P = np.exp(S - _finite_or_zero(S.max(axis=1))[:, None])
+        return P / _one_if_zero(P.sum(axis=1))[:, None]
+
+    problem = _problem(q, k, v, scale, causal)
+    dO = _output_gradient(problem, dout, dtype)
+    return _gradients(problem, dO, q, k, v, softmax)
 
 
 def fa1_tiled(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 MAX_ACCUMULATORS = 128
 MAX_THREADS = 512
@@ -56,6 +57,12 @@ class Spec:
     causal: bool = False
     aligned: bool = True
     return_lse: bool = False
+
+    @property
+    def shares_evenly(self) -> bool:
+        """Whether the threads cover the tile with equal parts, in whole warps."""
+        whole = self.Bc % self.tx_count == 0 and self.Br % self.ty_count == 0
+        return whole and self.threads % 32 == 0
 
     @property
     def threads(self) -> int:
@@ -116,6 +123,18 @@ class Spec:
         return reads / (self.TM * self.TN * self.d4 + self.TM * 4 * self.DN * self.Bc)
 
     @property
+    def max_accumulators(self) -> int:
+        return MAX_ACCUMULATORS
+
+    @property
+    def fits_registers(self) -> bool:
+        """Whether a thread has registers for its accumulators and the rest."""
+        share = REGISTERS // self.threads - OTHER_REGISTERS
+        return self.threads <= MAX_THREADS and self.accumulators <= min(
+            self.max_accumulators, share
+        )
+
+    @property
     def min_blocks(self) -> int:
         """Blocks of the flash kernels that ptxas should make room for on a multiprocessor."""
         return 2 if self.threads <= 128 else 1
@@ -132,6 +151,25 @@ class BackwardSpec(Spec):
     def accumulators(self) -> int:
         """Registers of one thread's parts of dK and dV, and of S and dP."""
         return 2 * (4 * self.CM * self.DN + self.TM * self.TN)
+
+    @property
+    def max_accumulators(self) -> int:
+        """At 256 columns dK and dV alone take 128."""
+        return 144
+
+    @property
+    def reads_per_fma(self) -> float:
+        """The same over the five products."""
+        over_d = 2 * (self.TM + self.TN) * self.columns / 4
+        over_rows = 2 * (self.CM / 4 + self.DN) * self.Br
+        over_columns = (self.TM / 4 + self.DN) * self.Bc
+        fmas = 2 * self.TM * self.TN * self.columns
+        fmas += 4 * self.DN * (2 * self.CM * self.Br + self.TM * self.Bc)
+        return (over_d + over_rows + over_columns) / fmas
+
+    @property
+    def shares_evenly(self) -> bool:
+        return super().shares_evenly and self.Bc % (4 * self.ty_count) == 0
 
     @property
     def CM(self) -> int:
@@ -160,51 +198,63 @@ class BackwardSpec(Spec):
         return 8 * sum(self.tile_floats)
 
 
-def splits(Br: int, Bc: int, head_dim: int, **facts) -> list[Spec]:
-    """Every way to share a tile among the threads of a block, best first."""
+def splits(
+    Br: int,
+    Bc: int,
+    head_dim: int,
+    kind: type[Spec] = Spec,
+    *,
+    any_registers: bool = False,
+    **facts: bool,
+) -> list[Spec]:
+    """Every way to share a tile among the threads of a block, best first.
+
+    ``any_registers`` keeps those whose threads would not hold their parts in registers.
+    """
     found = []
     for tx in (8, 16):
         for TM in (1, 2, 4, 8):
-            if Bc % tx or Br % TM:
+            if Br % TM:
                 continue
-            spec = Spec(head_dim, Br, Bc, tx, Br // TM, **facts)
-            if (
-                spec.threads % 32 == 0
-                and spec.threads <= MAX_THREADS
-                and spec.accumulators <= MAX_ACCUMULATORS
-                and spec.accumulators + OTHER_REGISTERS <= REGISTERS // spec.threads
-            ):
+            spec = kind(head_dim, Br, Bc, tx, Br // TM, **facts)
+            if spec.shares_evenly and (any_registers or spec.fits_registers):
                 found.append(spec)
     return sorted(found, key=lambda s: (s.reads_per_fma, s.threads))
 
 
-def specialise(tiles: Tiles, head_dim: int, shared_limit: int, **facts) -> Spec:
+def specialise(
+    tiles: Tiles, head_dim: int, shared_limit: int, kind: type[Spec] = Spec, **facts
+) -> Any:
     """The kernel specialisation for ``tiles``; ``shared_limit`` in bytes a block.
 
     Raises ValueError when the tiles need more shared memory than there is, or no split of the tile
     over threads exists.
     """
-    found = splits(tiles.Br, tiles.Bc, head_dim, **facts)
+    even = splits(tiles.Br, tiles.Bc, head_dim, kind, any_registers=True, **facts)
+    if even:
+        smallest = min(spec.shared_bytes for spec in even)
+        if smallest > shared_limit:
+            raise ValueError(
+                f"tiles: Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} needs {smallest} "
+                f"bytes of shared memory, the device has {shared_limit} a block"
+            )
+    found = splits(tiles.Br, tiles.Bc, head_dim, kind, **facts)
+    found = [spec for spec in found if spec.shared_bytes <= shared_limit]
+    if not found:
+        raise ValueError(
+            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} leaves no split over 32 "
+            f"to {MAX_THREADS} threads whose parts of the tiles fit their registers; take "
+            "smaller blocks"
+        )
     if tiles.threads is not None:
-        allowed = sorted({s.threads for s in found})
-        found = [s for s in found if s.threads == tiles.threads]
+        allowed = sorted({spec.threads for spec in found})
+        found = [spec for spec in found if spec.threads == tiles.threads]
         if not found:
             raise ValueError(
                 f"tiles: threads={tiles.threads} does not fit Br={tiles.Br}, Bc={tiles.Bc}, "
-                f"head_dim={head_dim}; allowed: {allowed or 'none'}"
+                f"head_dim={head_dim}; allowed: {allowed}"
             )
-    if not found:
-        raise ValueError(
-            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} needs more registers "
-            f"than a multiprocessor's {REGISTERS}; take smaller blocks"
-        )
-    spec = found[0]
-    if spec.shared_bytes > shared_limit:
-        raise ValueError(
-            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} needs "
-            f"{spec.shared_bytes} bytes of shared memory, the device has {shared_limit} a block"
-        )
-    return spec
+    return found[0]
 
 
 def paper_rule(M: int, head_dim: int) -> tuple[int, int]:
@@ -233,8 +283,20 @@ def default_tiles(
         Bc = min(128, _power_of_two(paper_rule(shared_limit // 4, head_dim)[1]))
     Br = min(Br, max(16, 2 * _power_of_two(max(1, seqlen_q - 1))))
     Bc = min(Bc, max(16, 2 * _power_of_two(max(1, seqlen_k - 1))))
+    return _shrunk(Br, Bc, head_dim, shared_limit, Spec)
+
+
+def default_backward_tiles(seqlen_q: int, seqlen_k: int, head_dim: int, shared_limit: int) -> Tiles:
+    """Block sizes of the backward kernels: 64 x 64, halved until memory and registers hold them."""
+    Br = min(64, max(16, 2 * _power_of_two(max(1, seqlen_q - 1))))
+    Bc = min(64, max(16, 2 * _power_of_two(max(1, seqlen_k - 1))))
+    return _shrunk(Br, Bc, head_dim, shared_limit, BackwardSpec)
+
+
+def _shrunk(Br: int, Bc: int, head_dim: int, shared_limit: int, kind: type[Spec]) -> Tiles:
+    """The first tiles that fit, the larger block halved first."""
     while (Br, Bc) != (4, 8):
-        found = splits(Br, Bc, head_dim)
+        found = splits(Br, Bc, head_dim, kind)
         if found and found[0].shared_bytes <= shared_limit:
             return Tiles(Br, Bc)
         if Br >= Bc and Br > 4:

@@ -7,7 +7,7 @@ import pytest
 from helpers import ALGORITHMS, GUARD, Memory, assert_close_to_float64, random_inputs
 
 import fa_numba
-from fa_numba import Tiles, ops
+from fa_numba import Tiles, calls
 from fa_numba import device as devices
 from fa_numba.tiles import splits
 
@@ -64,7 +64,7 @@ class FakeGpuArray:
 # --- bad input -------------------------------------------------------------------------------
 
 # bytes of shared memory that Tiles(64, 256) needs at d = 256
-TOO_LARGE = splits(64, 256, 256)[0].shared_bytes
+TOO_LARGE = min(s.shared_bytes for s in splits(64, 256, 256, any_registers=True))
 
 # (replaced arguments, error, what its message says: the argument, its value, what is allowed)
 REFUSED = {
@@ -138,8 +138,8 @@ REFUSED = {
         {n: array(1, 1, 2, 256) for n in "qkv"} | {"tiles": Tiles(64, 256)}, ValueError,
         ["tiles", "Br=64, Bc=256", f"{TOO_LARGE} bytes", f"the device has {227 * 1024}"],
     ),
-    "tiles of too many accumulators": (
-        {"tiles": Tiles(4096, 512)}, ValueError, ["tiles", "Br=4096", "more registers", "smaller"],
+    "tiles beyond shared memory": (
+        {"tiles": Tiles(4096, 512)}, ValueError, ["tiles", "Br=4096", "bytes of shared memory"],
     ),
     "threads": ({"tiles": Tiles(16, 16, 96)}, ValueError, ["threads=96", "[32, 64, 128, 256]"]),
     "no threads": ({"tiles": Tiles(16, 16, 0)}, ValueError, ["threads=0", "[32, 64, 128, 256]"]),
@@ -281,8 +281,8 @@ def test_a_problem_too_large_for_the_emulator_is_refused(algorithm, launches):
     with pytest.raises(ValueError) as caught:
         FUNCTIONS[algorithm](q, q, q, out=out)
     message = str(caught.value)
-    for part in ("q has shape (1, 1, 4096, 64)", "k (1, 1, 4096, 64)", "4.29e+09 FLOPs",
-                 "without a CUDA GPU", f"at most {ops.EMULATOR_FLOPS:.3g}", "smaller problem",
+    for part in ("q has shape (1, 1, 4096, 64)", "k (1, 1, 4096, 64)", "steps",
+                 f"at most {calls.EMULATOR_STEPS:.2g}", "no CUDA GPU", "smaller problem",
                  "fa_numba.reference", "fa_numba.plan"):  # fmt: skip
         assert part in message
     assert not launches and (out.view(np.uint32) == GUARD.view(np.uint32)).all()
@@ -290,13 +290,15 @@ def test_a_problem_too_large_for_the_emulator_is_refused(algorithm, launches):
     assert plan.flops == 4 * 4096 * 4096 * 64
 
 
-def test_the_limit_of_the_emulator_is_what_the_message_says(launches):
-    side = int((ops.EMULATOR_FLOPS / 4) ** 0.5)  # d = 1
-    at, over = (np.zeros((1, 1, n, 1), np.float32) for n in (side, side + 1))
-    fa_numba.flash_attention_2(at, at, at)
+def test_the_limit_of_the_emulator_is_work_padding_and_blocks_included(launches):
+    tiles = Tiles(16, 16)  # 32 threads a block, 32 columns of O whatever d
+    tile, block = 16 * 16 * 2 * 32, 32 * calls.STEPS_PER_THREAD
+    batch = calls.EMULATOR_STEPS // (tile + block)
+    at, over = (np.zeros((n, 1, 1, 1), np.float32) for n in (batch, batch + 1))
+    fa_numba.flash_attention_2(at, at, at, tiles=tiles)
     assert len(launches) == 1
-    with pytest.raises(ValueError, match="FLOPs"):
-        fa_numba.flash_attention_2(over, over, over)
+    with pytest.raises(ValueError, match="steps"):
+        fa_numba.flash_attention_2(over, over, over, tiles=tiles)
     assert len(launches) == 1
 
 
@@ -430,8 +432,10 @@ def test_mixed_places_are_refused_on_a_gpu():
 
 def test_the_public_names():
     assert sorted(fa_numba.__all__) == sorted(
-        ["Plan", "Tiles", "attention", "count_accesses", "flash_attention_1", "flash_attention_2",
-         "io_model", "plan", "reference", "standard_attention"]
+        ["Plan", "Tiles", "attention", "attention_backward", "count_accesses",
+         "flash_attention_1", "flash_attention_1_backward", "flash_attention_2",
+         "flash_attention_2_backward", "io_model", "plan", "reference", "standard_attention",
+         "standard_attention_backward"]
     )  # fmt: skip
     for name in fa_numba.__all__:
         assert inspect.getdoc(getattr(fa_numba, name)), f"{name} has no docstring"

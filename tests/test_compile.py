@@ -135,6 +135,14 @@ def test_the_docstrings_shared_memory_is_the_kernels(module):
                 assert 4 * floats == spec.shared_bytes == module.make_forward(spec).shared_bytes
                 checked += 1
     assert checked >= 10
+    algorithm = module.__name__.rpartition(".")[2].removesuffix("_forward")
+    documented = re.findall(r"(\d+)\s+\(d=(\d+), (\d+) x (\d+)\)", module.__doc__)
+    assert len(documented) == 3
+    for size, d, Br, Bc in (map(int, found) for found in documented):
+        with fa_numba.device.using("emulator"):
+            plan = fa_numba.plan((1, 1, 4096, d), (1, 1, 4096, d), algorithm=algorithm)
+        assert (plan.tiles.Br, plan.tiles.Bc) == (Br, Bc)
+        assert plan.kernels[0].shared_bytes == size
 
 
 def test_the_default_plan_is_what_is_compiled_here():

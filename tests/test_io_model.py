@@ -27,6 +27,7 @@ class Walk:
         self.rows = self.cut(problem.seqlen_q, tiles.Br)
         self.cols = self.cut(problem.seqlen_k, tiles.Bc)
         self.heads = list(product(range(problem.batch), range(problem.heads_q)))
+        self.shared_heads = list(product(range(problem.batch), range(problem.heads_k)))
         self.loads, self.stores, self.tiles = Counter(), Counter(), 0
 
     @staticmethod
@@ -115,6 +116,129 @@ class Walk:
                 self.store("L", rows)
         return self
 
+    def heads_of(self, shared):
+        """The query heads of a K/V head."""
+        group = self.p.heads_q // self.p.heads_k
+        return [h for h in range(self.p.heads_q) if h // group == shared]
+
+    def scores(self, A, B, C):
+        """C = A B^T as the scores kernel counts it: every tile, none skipped."""
+        d = range(self.p.head_dim)
+        for _ in self.heads:
+            for rows in self.rows:
+                self.load(A, rows, d)
+                for cols in self.cols:
+                    self.load(B, cols, d)
+                    self.store(C, rows, cols)
+
+    def output(self, A, B, C):
+        """C = A B, A a matrix as large as S."""
+        d = range(self.p.head_dim)
+        for _ in self.heads:
+            for rows in self.rows:
+                for cols in self.cols:
+                    self.load(A, rows, cols)
+                    self.load(B, cols, d)
+                self.store(C, rows, d)
+
+    def transposed_output(self, A, B, C):
+        """C = A^T B summed over a group of heads, A a matrix as large as S."""
+        d = range(self.p.head_dim)
+        for _, shared in self.shared_heads:
+            for cols in self.cols:
+                for _ in self.heads_of(shared):
+                    for rows in self.rows:
+                        self.load(A, rows, cols)
+                        self.load(B, rows, d)
+                self.store(C, cols, d)
+
+    def elementwise(self, sources, target, times):
+        for _ in self.heads:
+            for row in range(self.p.seqlen_q):
+                for col in range(self.p.seqlen_k):
+                    for name in sources * times:
+                        self.load(name, [row], [col])
+                    self.store(target, [row], [col])
+
+    def standard_backward(self, *, row_resident, forward_resident):
+        """Names are those of the kernels' parameters: dP is the scores kernel's S, and so on."""
+        self.scores("Q", "K", "S")
+        self.elementwise(["S"], "P", 1 if forward_resident else 2)
+        self.transposed_output("P", "dO", "dV")
+        self.scores("Q", "K", "S")  # dO, V, dP
+        self.elementwise(["P", "dP"], "dS", 1 if row_resident else 2)
+        self.output("P", "V", "O")  # dS, K, dQ
+        self.transposed_output("P", "dO", "dV")  # dS, Q, dK
+        return self
+
+    def columns_of_gradients(self, *, visits, each, add_dQ):
+        """dK and dV by column tiles, with `each(j, rows)` for a tile that `visits` takes."""
+        d = range(self.p.head_dim)
+        for _, shared in self.shared_heads:
+            for j, cols in enumerate(self.cols):
+                self.load("K", cols, d)
+                self.load("V", cols, d)
+                for _ in self.heads_of(shared):
+                    for rows in self.rows:
+                        if not visits(j, rows, cols):
+                            continue
+                        self.tiles += 1
+                        self.load("Q", rows, d)
+                        self.load("dO", rows, d)
+                        self.load("L", rows)
+                        each(j, rows)
+                        if add_dQ:
+                            self.store("dQ", rows, d)
+                self.store("dK", cols, d)
+                self.store("dV", cols, d)
+
+    def fa1_backward(self):
+        d = range(self.p.head_dim)
+
+        def each(j, rows):
+            self.load("O", rows, d)
+            if j > 0:
+                self.load("dQ", rows, d)
+
+        def visits(j, rows, cols):
+            return j == 0 or self.sees(rows, cols)
+
+        self.columns_of_gradients(visits=visits, each=each, add_dQ=True)
+        return self
+
+    def fa2_backward(self, *, deterministic):
+        d = range(self.p.head_dim)
+        for _ in self.heads:
+            for row in range(self.p.seqlen_q):
+                self.load("O", [row], d)
+                self.load("dO", [row], d)
+                self.store("D", [row])
+                if not deterministic:
+                    self.store("dQ", [row], d)
+
+        def each(j, rows):
+            self.load("D", rows)
+            if not deterministic:
+                self.load("dQ", rows, d)
+
+        def visits(j, rows, cols):
+            return self.sees(rows, cols)
+
+        self.columns_of_gradients(visits=visits, each=each, add_dQ=not deterministic)
+        if deterministic:
+            for _ in self.heads:
+                for rows in self.rows:
+                    self.load("Q", rows, d)
+                    self.load("dO", rows, d)
+                    self.load("L", rows)
+                    self.load("D", rows)
+                    for cols in self.cols:
+                        if self.sees(rows, cols):
+                            self.load("K", cols, d)
+                            self.load("V", cols, d)
+                    self.store("dQ", rows, d)
+        return self
+
     def agrees_with(self, accesses):
         assert accesses.loads == dict(self.loads)
         assert accesses.stores == dict(self.stores)
@@ -163,6 +287,30 @@ def test_fa2_is_the_walk(problem, tiles):
     assert io.tiles_visited("fa2", problem, tiles) == walk.tiles
 
 
+@often
+@given(PROBLEMS, TILES, st.booleans(), st.booleans())
+def test_standard_backward_is_the_walk(problem, tiles, row_resident, forward_resident):
+    resident = {"row_resident": row_resident, "forward_resident": forward_resident}
+    walk = Walk(problem, tiles).standard_backward(**resident)
+    walk.agrees_with(io.standard_backward(problem, tiles, **resident))
+
+
+@often
+@given(PROBLEMS, TILES)
+def test_fa1_backward_is_the_walk(problem, tiles):
+    walk = Walk(problem, tiles).fa1_backward()
+    walk.agrees_with(io.fa1_backward(problem, tiles))
+    assert io.tiles_visited("fa1", problem, tiles, passes="bwd") == walk.tiles
+
+
+@often
+@given(PROBLEMS, TILES, st.booleans())
+def test_fa2_backward_is_the_walk(problem, tiles, deterministic):
+    walk = Walk(problem, tiles).fa2_backward(deterministic=deterministic)
+    walk.agrees_with(io.fa2_backward(problem, tiles, deterministic=deterministic))
+    assert io.tiles_visited("fa2", problem, tiles, passes="bwd") == walk.tiles
+
+
 @pytest.mark.parametrize("Nq, Nk", list(product(range(1, 9), repeat=2)))
 def test_every_small_causal_shape_is_the_walk(Nq, Nk):
     p = Problem(1, 1, 1, Nq, Nk, 1, causal=True)
@@ -172,6 +320,10 @@ def test_every_small_causal_shape_is_the_walk(Nq, Nk):
         for splits in (1, 2, 3, 5):
             walk = Walk(p, t).fa1(query_splits=splits, return_lse=False)
             walk.agrees_with(io.fa1(p, t, query_splits=splits))
+        Walk(p, t).fa1_backward().agrees_with(io.fa1_backward(p, t))
+        for deterministic in (False, True):
+            walk = Walk(p, t).fa2_backward(deterministic=deterministic)
+            walk.agrees_with(io.fa2_backward(p, t, deterministic=deterministic))
 
 
 def square(N, d, *, batch=1, heads=1, causal=False):
@@ -226,6 +378,51 @@ def test_a_shared_kv_head_is_loaded_by_each_query_head():
         assert count(p, t) == count(replace(p, heads_k=2), t)
 
 
+def test_gradients_of_one_small_problem():
+    p, t = square(64, 8), Tiles(16, 16)
+    pass_over_rows, columns = 64 * 8, 2 * 64 * 8
+    # K, V, dK and dV once; four passes over Q, dO, O, L and dQ, whose first read is left out.
+    outer_kv = io.fa1_backward(p, t)
+    assert outer_kv.total_loads == columns + 4 * (3 * pass_over_rows + 64) + 3 * pass_over_rows
+    assert outer_kv.total_stores == columns + 4 * pass_over_rows
+    # D takes O and dO once; then four passes over Q, dO, L and D, and adds to dQ.
+    atomic = io.fa2_backward(p, t)
+    sums = 2 * pass_over_rows
+    assert atomic.total_loads == sums + columns + 4 * (3 * pass_over_rows + 2 * 64)
+    assert atomic.total_stores == 64 + pass_over_rows + columns + 4 * pass_over_rows
+    # The second sweep reads Q and dO once and K and V four times.
+    swept = io.fa2_backward(p, t, deterministic=True)
+    sweep = 2 * pass_over_rows + 2 * 64 + 4 * columns
+    assert swept.total_loads == sums + columns + 4 * (2 * pass_over_rows + 2 * 64) + sweep
+    assert swept.total_stores == 64 + columns + pass_over_rows
+
+
+def test_one_column_tile_never_reads_dQ():
+    assert "dQ" not in io.fa1_backward(square(16, 4), Tiles(4, 16)).loads
+
+
+def test_a_shared_kv_head_is_loaded_once_backward():
+    p = Problem(2, 6, 6, 33, 17, 8)
+    shared, t = replace(p, heads_k=2), Tiles(16, 8)
+    for count in (io.fa1_backward, io.fa2_backward):
+        own, group = count(p, t), count(shared, t)
+        for name in own.loads:
+            assert own.loads[name] == group.loads[name] * (3 if name in "KV" else 1)
+        for name in own.stores:
+            assert own.stores[name] == group.stores[name] * (3 if name in ("dK", "dV") else 1)
+
+
+def test_rows_that_see_nothing_backward():
+    p = Problem(1, 1, 1, 20, 4, 2, causal=True)  # rows 0..15 see no column
+    t = Tiles(4, 2)
+    # fa1 writes dQ = 0 in its first pass, fa2 with the row sums.
+    assert io.tiles_visited("fa1", p, t, passes="bwd") == 5 + 1
+    assert io.tiles_visited("fa2", p, t, passes="bwd") == 2
+    assert io.fa2_backward(p, t).loads["Q"] == 2 * 4 * 2
+    assert io.fa2_backward(p, t).stores["dQ"] == 20 * 2 + 2 * 4 * 2
+    assert io.fa2_backward(p, t, deterministic=True).stores["dQ"] == 20 * 2
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_larger_tiles_of_the_outer_loop_never_cost_more(causal):
     p = square(1000, 64, causal=causal)
@@ -267,6 +464,8 @@ def test_long_sequences_are_quick_and_counts_do_not_overflow():
     assert b.loads["K"] == a.loads["K"]
     assert b.stores["O"] == heads * d * N * (N + 1) // 2
     assert io.standard(p, Tiles(64, 64)).loads["S"] == heads * N * N
+    for back in (io.fa1_backward(p, Tiles(1, 1)), io.fa2_backward(p, Tiles(1, 1))):
+        assert back.loads["Q"] == a.loads["K"] and back.loads["K"] == heads // 8 * d * N
 
 
 # FA-1 (arXiv 2205.14135v2) Fig. 2 middle: A100, N = 1024, d = 64, 16 heads, batch 64, forward.
@@ -338,6 +537,9 @@ def test_workspace():
     assert io.workspace("fa1", p) == io.workspace("fa1", p, return_lse=True) == 8 * 2 * 4 * 10
     assert io.workspace("fa2", p) == 4 * 2 * 4 * 10
     assert io.workspace("fa2", p, return_lse=True) == 0
+    assert io.workspace("standard", p, passes="bwd") == 2 * 4 * 2 * 4 * 10 * padded
+    assert io.workspace("fa1", p, passes="bwd") == 0
+    assert io.workspace("fa2", p, passes="bwd") == 4 * 2 * 4 * 10
 
 
 @pytest.mark.parametrize(
@@ -346,6 +548,14 @@ def test_workspace():
         (lambda p: io.workspace("fa3", p), ["algorithm", "'fa3'", "'standard', 'fa1', 'fa2'"]),
         (lambda p: io.tiles_visited("", p, Tiles(1, 1)), ["algorithm", "''", "'fa1'"]),
         (lambda p: io.flops(p, "both"), ["passes", "'both'", "'fwd', 'bwd', 'fwd+bwd'"]),
+        (
+            lambda p: io.workspace("fa1", p, passes="fwd+bwd"),
+            ["passes", "'fwd+bwd'", "'fwd', 'bwd'"],
+        ),
+        (
+            lambda p: io.tiles_visited("fa1", p, Tiles(1, 1), passes="back"),
+            ["passes", "'back'", "'fwd', 'bwd'"],
+        ),
         (lambda p: io.fa1(p, Tiles(1, 1), query_splits=0), ["query_splits", "0", ">= 1"]),
         (lambda p: io.fa1_paper(p, 0), ["Bc", "0", ">= 1"]),
         (lambda p: io.theta_flash(p, 0), ["M", "0", "> 0"]),

@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa_numba import reference
-from fa_numba.reference import attention, fa1_tiled, fa2_tiled, relative_error, unfused, worst
+from fa_numba.reference import (
+    attention,
+    attention_backward,
+    fa1_tiled,
+    fa2_tiled,
+    relative_error,
+    unfused,
+    unfused_backward,
+    worst,
+)
 
 EPS = np.finfo(np.float64).eps
 TILED = [fa1_tiled, fa2_tiled]
@@ -247,6 +256,167 @@ def test_unfused_in_float64_is_attention(causal):
     q, k, v = random_inputs(2, 4, 2, 9, 6, 5)
     got = unfused(q, k, v, dtype=np.float64, causal=causal, return_lse=True)
     assert_close(got, plain_loop(q, k, v, causal=causal), 50 * EPS)
+
+
+# --- gradients -------------------------------------------------------------------------------
+
+IN_FLOAT64 = [attention_backward, partial(unfused_backward, dtype=np.float64)]
+
+
+def with_output_gradient(shape, *, seed=0):
+    q, k, v = random_inputs(*shape, seed=seed)
+    return np.random.default_rng(seed + 1000).standard_normal(q.shape), q, k, v
+
+
+def central_differences(dout, q, k, v, **options):
+    """The gradients of sum(dout o attention(q, k, v)), one element moved at a time."""
+    step = 1e-5  # error: step^2 of the method, EPS / step of the arithmetic
+    gradients = []
+    for n, array in enumerate((q, k, v)):
+        gradient = np.empty(array.shape)
+        for where in np.ndindex(array.shape):
+            loss = []
+            for sign in (1, -1):
+                moved = [a.copy() for a in (q, k, v)]
+                moved[n][where] += sign * step
+                loss.append(math.fsum((dout * attention(*moved, **options)).ravel()))
+            gradient[where] = (loss[0] - loss[1]) / (2 * step)
+        gradients.append(gradient)
+    return gradients
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", [None, -0.7])
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 1, 1, 1, 1, 1), (1, 2, 1, 5, 5, 3), (2, 4, 2, 3, 6, 2), (1, 3, 1, 6, 3, 2)],
+)
+def test_gradients_are_the_central_differences(shape, scale, causal):
+    dout, q, k, v = with_output_gradient(shape)
+    options = dict(scale=scale, causal=causal)
+    want = central_differences(dout, q, k, v, **options)
+    for compute in IN_FLOAT64:
+        for name, got, ref in zip("qkv", compute(dout, q, k, v, **options), want, strict=True):
+            assert got.dtype == np.float64 and got.shape == ref.shape
+            np.testing.assert_allclose(got, ref, rtol=0, atol=1e-8, err_msg=f"d{name}")
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    B=st.integers(1, 2),
+    Hk=st.integers(1, 2),
+    group=st.integers(1, 3),
+    Nq=st.integers(1, 9),
+    Nk=st.integers(1, 9),
+    d=st.integers(1, 4),
+    causal=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_gradients_along_a_direction(B, Hk, group, Nq, Nk, d, causal, seed):
+    """The slope of the loss along any direction is the gradients' product with it."""
+    dout, q, k, v = with_output_gradient((B, Hk * group, Hk, Nq, Nk, d), seed=seed)
+    rng = np.random.default_rng(seed)
+    direction = [rng.standard_normal(a.shape) for a in (q, k, v)]
+
+    def loss(t):
+        moved = (a + t * u for a, u in zip((q, k, v), direction, strict=True))
+        return np.sum(dout * attention(*moved, causal=causal))
+
+    slope = (loss(1e-5) - loss(-1e-5)) / 2e-5
+    gradients = attention_backward(dout, q, k, v, causal=causal)
+    terms = [np.sum(g * u) for g, u in zip(gradients, direction, strict=True)]
+    assert sum(terms) == pytest.approx(slope, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("compute", [attention_backward, unfused_backward])
+def test_gradients_by_hand(compute):
+    # Two keys of equal score: P = (1/2, 1/2). dP = dO V^T = (6, 2), D = 4, dS = (1, -1).
+    q, k = np.array([2.0]).reshape(1, 1, 1, 1), np.array([5.0, 5.0]).reshape(1, 1, 2, 1)
+    v, dout = np.array([3.0, 1.0]).reshape(1, 1, 2, 1), np.array([2.0]).reshape(1, 1, 1, 1)
+    dq, dk, dv = compute(dout, q, k, v, scale=0.5)
+    assert dq.ravel().tolist() == [0.0]  # both keys are the same, so nothing turns q
+    assert dk.ravel().tolist() == [1.0, -1.0]  # scale dS q
+    assert dv.ravel().tolist() == [1.0, 1.0]  # P dO
+    k[0, 0, 1] = 5.0 - math.log(3)  # scores 10 and 10 - 2 log 3: P = (9, 1) / 10
+    dq, dk, dv = compute(dout, q, k, v, scale=1.0)
+    close = partial(np.testing.assert_allclose, rtol=1e-5)
+    # dP = (6, 2), D = 5.6, dS = (0.36, -0.36)
+    close(dq.ravel(), [0.36 * math.log(3)])
+    close(dk.ravel(), [0.72, -0.72])
+    close(dv.ravel(), [1.8, 0.2])
+
+
+@pytest.mark.parametrize("compute", [attention_backward, unfused_backward])
+def test_a_group_sums_its_heads(compute):
+    dout, q, k, v = with_output_gradient((2, 6, 2, 7, 9, 4))
+    dq, dk, dv = compute(dout, q, k, v, causal=True)
+    repeated = [np.repeat(a, 3, axis=1) for a in (k, v)]
+    dq_own, dk_own, dv_own = compute(dout, q, *repeated, causal=True)
+    np.testing.assert_array_equal(dq, dq_own)
+    for got, own in ((dk, dk_own), (dv, dv_own)):
+        want = own.reshape(2, 2, 3, 9, 4).sum(axis=2)
+        np.testing.assert_allclose(got, want, rtol=0, atol=4 * np.finfo(got.dtype).eps * 10)
+
+
+@pytest.mark.parametrize("compute", [attention_backward, unfused_backward])
+def test_a_row_without_columns_has_no_gradient(compute):
+    dout, q, k, v = with_output_gradient((1, 2, 1, 9, 4, 3))
+    dq, dk, dv = compute(dout, q, k, v, causal=True)
+    assert np.all(dq[:, :, :5] == 0) and np.all(dq[:, :, 6:] != 0)
+    # The other rows alone give the same.
+    alone = compute(dout[:, :, 5:], q[:, :, 5:], k, v, causal=True)
+    for got, want in zip((dq[:, :, 5:], dk, dv), alone, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=40 * np.finfo(got.dtype).eps)
+
+
+@pytest.mark.parametrize("compute", IN_FLOAT64)
+def test_long_gradients_are_computed_in_pieces(compute):
+    Nq = reference._ROWS + 37
+    dout, q, k, v = with_output_gradient((1, 1, 1, Nq, 30, 2))
+    whole = compute(dout, q, k, v)
+    parts = [compute(dout[:, :, n], q[:, :, n], k, v) for n in (slice(300), slice(300, None))]
+    np.testing.assert_allclose(
+        whole[0], np.concatenate([p[0] for p in parts], axis=2), rtol=0, atol=1e-13
+    )
+    for n in (1, 2):
+        np.testing.assert_allclose(whole[n], parts[0][n] + parts[1][n], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype, low, high", [("f4", 1e-9, 1e-5), ("f2", 1e-5, 1e-1)])
+def test_unfused_gradients_round_every_step(dtype, low, high):
+    dout, q, k, v = (a.astype(dtype) for a in with_output_gradient((1, 1, 1, 33, 65, 16)))
+    got = unfused_backward(dout, q, k, v, dtype=dtype, scale=0.3)
+    scale = np.asarray(0.3, dtype)
+    S = scale * (q[0, 0] @ k[0, 0].T)
+    P = np.exp(S - S.max(axis=1, keepdims=True))
+    P = P / P.sum(axis=1, keepdims=True)
+    dP = dout[0, 0] @ v[0, 0].T
+    dS = P * (dP - (P * dP).sum(axis=1, keepdims=True))
+    want = scale * (dS @ k[0, 0]), scale * (dS.T @ q[0, 0]), P.T @ dout[0, 0]
+    exact = attention_backward(dout, q, k, v, scale=0.3)
+    for g, w, e in zip(got, want, exact, strict=True):
+        assert g.dtype == w.dtype == np.dtype(dtype)
+        np.testing.assert_array_equal(g[0, 0], w)
+        assert low < relative_error(g, e) < high
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_of_huge_logits(shape, causal):
+    dout, q, k, v = with_output_gradient(shape)
+    q = 1e4 * q
+    bound = 1e8 * shape[-1] * 100 * EPS  # a score's rounding, times K, Q, dO and V
+    for g, w in zip(*(f(dout, q, k, v, causal=causal) for f in IN_FLOAT64), strict=True):
+        assert np.isfinite(g).all()
+        np.testing.assert_allclose(g, w, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("compute", [attention_backward, unfused_backward])
+def test_shapes_of_gradients_are_checked(compute):
+    with pytest.raises(ValueError, match=r"dout has shape \(1, 1, 1, 3\): allowed is q's, \(1, 1,"):
+        compute(Q[..., :3], Q, K, V)
+    with pytest.raises(ValueError, match="v has seqlen 7"):
+        compute(Q, Q, K, V[:, :, :7])
 
 
 def test_relative_error():

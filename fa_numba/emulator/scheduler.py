@@ -12,6 +12,7 @@ import inspect
 import linecache
 import os
 import sys
+import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -488,14 +489,21 @@ def _assigned(code: CodeType, instruction: int) -> str | None:
     return None
 
 
-_running: list[Context] = []
+class _Running(threading.local):
+    """The contexts of this Python thread's launches, the innermost last."""
+
+    def __init__(self) -> None:
+        self.contexts: list[Context] = []
+
+
+_running = _Running()
 
 
 def current() -> Context:
     """The running launch. RuntimeError outside of one."""
-    if not _running:
+    if not _running.contexts:
         raise RuntimeError("no kernel is running on the emulator")
-    return _running[-1]
+    return _running.contexts[-1]
 
 
 def _extent(name: str, value: Any) -> Index3:
@@ -555,13 +563,13 @@ def launch(
     values = [passed(name, value) for name, value in zip(names, args, strict=True)]
     rebound = rebinder.function(function)
     context._codes = rebinder.codes
-    _running.append(context)
+    _running.contexts.append(context)
     try:
         for z, y, x in product(range(extent[2]), range(extent[1]), range(extent[0])):
             context.run_block(rebound, values, (x, y, z))
     finally:
         context.end()
-        _running.pop()
+        _running.contexts.pop()
     counts = Counts()
     for a in arrays:
         for number, elements, size in (

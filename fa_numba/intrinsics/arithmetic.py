@@ -8,6 +8,10 @@ from numba.cuda.extending import intrinsic
 
 from fa_numba.intrinsics._build import F32, emulated_by
 
+NEG_INF = types.float32(-math.inf)
+LN2 = types.float32(math.log(2.0))
+LOG2E = types.float32(math.log2(math.e))
+
 
 def _unary(instruction):
     def build(typingctx, x):
@@ -24,9 +28,9 @@ def _unary(instruction):
 
 
 def _exp2(x):
-    if x > 128.0:
+    if x >= 128.0:
         return math.inf
-    return 2.0**x if x > -200.0 or x != x else 0.0
+    return 0.0 if x < -126.0 else 2.0**x  # ftz: no denormals
 
 
 @emulated_by(_exp2)

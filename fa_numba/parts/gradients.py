@@ -9,7 +9,8 @@ from functools import cache
 from fa_numba.device import cuda, device_function, float32, uint32
 from fa_numba.intrinsics.global_memory import write4
 from fa_numba.intrinsics.shared import load4
-from fa_numba.parts.rows import FULL_WARP, make_read_rows
+from fa_numba.parts.rows import make_read_rows
+from fa_numba.parts.softmax import FULL_WARP
 
 
 @cache

@@ -4,15 +4,13 @@ Thread (ty, tx) owns rows ty + i TY and the columns 4 (tx + c TX) .. + 3 of each
 4 (i DN + c) + n holds column n of group c of row i.
 """
 
-import math
 from functools import cache
 
 from fa_numba.device import cuda, device_function, float32, uint32
+from fa_numba.intrinsics.arithmetic import NEG_INF
 from fa_numba.intrinsics.global_memory import read4, write4
 from fa_numba.intrinsics.reduction import add_global
-
-FULL_WARP = 0xFFFFFFFF
-NEG_INF = float32(-math.inf)
+from fa_numba.parts.softmax import FULL_WARP
 
 
 @cache
@@ -158,18 +156,21 @@ def make_scale_and_add(spec):
 
 
 @cache
-def make_reciprocal(spec):
-    """``reciprocal(rf, rl)``: f = 1 / l, and 0 where l = 0 (no visible column)."""
-    TM = spec.TM
+def make_normalise_rows(spec):
+    """``normalise_rows(rO, rl)``: diag(l)^-1 O, and 0 in a row without a visible column (l = 0)."""
+    TM, DN4 = spec.TM, 4 * spec.DN
 
     @device_function
-    def reciprocal(rf, rl):
+    def normalise_rows(rO, rl):
         for i in range(TM):
-            rf[i] = float32(0.0)
+            factor = float32(0.0)
             if rl[i] != float32(0.0):
-                rf[i] = float32(1.0) / rl[i]
+                factor = float32(1.0) / rl[i]
+            for c in range(DN4):
+                # V may hold NaN or inf, and 0 times those is no 0.
+                rO[i * DN4 + c] = rO[i * DN4 + c] * factor if factor != float32(0.0) else factor
 
-    return reciprocal
+    return normalise_rows
 
 
 @cache

@@ -3,17 +3,13 @@
 Scores are scaled by scale log2(e), so m is in units of log2 and every exponential is an exp2.
 """
 
-import math
 from functools import cache
 
 from fa_numba.device import cuda, device_function, float32, int32, uint32
-from fa_numba.intrinsics.arithmetic import exp2, log2, maximum
+from fa_numba.intrinsics.arithmetic import LN2, LOG2E, NEG_INF, exp2, log2, maximum
 from fa_numba.masks import visible_causal
 
 FULL_WARP = 0xFFFFFFFF
-NEG_INF = float32(-math.inf)
-LN2 = float32(math.log(2.0))
-LOG2E = float32(math.log2(math.e))
 
 _visible_causal = device_function(visible_causal)
 

@@ -5,9 +5,12 @@ memory in every pass over K/V, and O is normalised each time. ``query_splits`` b
 head, each with its own rows of Q and all of K/V, as the released code did later; 1 is the paper's.
 
 Shared memory, floats:  Br (d + 4) + Bc (d + 4) + Bc d + Br (Bc + TX)
-Accesses, elements per head:  loads 2 Nk d + Tc Nq d + (Tc - 1) (Nq d + 2 Nq),
+    in bytes at the default tiles:  176128 (d=64, 128 x 128), 175104 (d=128, 128 x 64), 144896
+    (d=256, 64 x 32); up to 255 registers, none spilled
+Accesses, elements per head:  loads 2 Nk d for each query split + Tc Nq d + (Tc - 1) (Nq d + 2 Nq),
     stores Tc (Nq d + 2 Nq); with a causal mask only the row tiles that see column tile j. The
-    first pass knows line 2's O = 0, l = 0, m = -inf and reads none of them.
+    first pass knows line 2's O = 0, l = 0, m = -inf and reads none of them. With L for the
+    caller 2 Nq loads and Nq stores more.
 m is kept in units of log2.
 """
 
@@ -16,14 +19,13 @@ from functools import cache
 from numba import types
 
 from fa_numba.device import Kernel, array_type, cuda, float32, int32, uint32
-from fa_numba.intrinsics.arithmetic import log2
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
 from fa_numba.intrinsics.shared import shared_tile
 from fa_numba.parts.products import make_product, make_scores
 from fa_numba.parts.rows import (
+    make_normalise_rows,
     make_read_rows,
     make_read_values,
-    make_reciprocal,
     make_scale_and_add,
     make_scale_rows,
     make_start,
@@ -31,7 +33,7 @@ from fa_numba.parts.rows import (
     make_write_values,
 )
 from fa_numba.parts.softmax import (
-    LN2,
+    make_logsumexp,
     make_online_softmax,
     make_scale_and_mask,
     make_store_p,
@@ -46,7 +48,7 @@ def make_forward(spec):
     TM, RS, RO = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4
     NQ, NK, NV, NP = spec.tile_floats
     AT_K, AT_V, AT_P = NQ, NQ + NK, NQ + NK + NV
-    threads, return_lse = spec.threads, spec.return_lse
+    return_lse = spec.return_lse
 
     load_q = make_load_tile(Br, spec.d4, spec.pitch_qk, spec.threads, spec.aligned)
     load_k = make_load_tile(Bc, spec.d4, spec.pitch_qk, spec.threads, spec.aligned)
@@ -59,7 +61,8 @@ def make_forward(spec):
     product = make_product(spec)
     scale_and_add = make_scale_and_add(spec)
     scale_rows = make_scale_rows(spec)
-    reciprocal = make_reciprocal(spec)
+    normalise_rows = make_normalise_rows(spec)
+    logsumexp = make_logsumexp(spec)
     read_rows = make_read_rows(spec)
     read_values = make_read_values(spec)
     write_rows = make_write_rows(spec)
@@ -118,7 +121,7 @@ def make_forward(spec):
                     read_values(rm, mh, i0, i_end, ty, tx)
                 else:
                     start(rO, rl, rm)
-                # Alg. 1 line 12: diag(li) Oi
+                # Alg. 1 line 12: diag(li) Oi, before line 11 replaces li
                 scale_rows(rO, rl)
                 # Alg. 1 line 9: Sij = scale Qi KjT
                 scores(rS, sQ, sK, ty, tx)
@@ -134,8 +137,7 @@ def make_forward(spec):
                 # Alg. 1 line 12: O = diag(l_new)^-1 (diag(li) e^(mi - m_new) Oi + Pij Vj)
                 product(rT, sP, sV, ty, tx)
                 scale_and_add(rO, rf, rT)
-                reciprocal(rf, rl)
-                scale_rows(rO, rf)
+                normalise_rows(rO, rl)
                 write_rows(rO, Oh, i0, i_end, ty, tx)
                 # Alg. 1 line 13: write li, mi
                 write_values(rl, lh, i0, i_end, ty, tx)
@@ -145,11 +147,13 @@ def make_forward(spec):
 
         if return_lse:
             # Not in Algorithm 1: L = m + log l, for the caller
-            cuda.syncthreads()
-            row = uint32(i_first + cuda.threadIdx.x)
-            while row < i_end:
-                L[b, h, row] = LN2 * (mh[row] + log2(lh[row]))
-                row = uint32(row + threads)
+            i0 = i_first
+            while i0 < i_end:
+                read_values(rl, lh, i0, i_end, ty, tx)
+                read_values(rm, mh, i0, i_end, ty, tx)
+                logsumexp(rl, rm, rl)
+                write_values(rl, L[b, h], i0, i_end, ty, tx)
+                i0 = uint32(i0 + Br)
 
     arrays = [array_type(4)] * 4 + [array_type(3)] * 3
     arguments = (*arrays, types.float32, types.int32, types.int32, types.int32)

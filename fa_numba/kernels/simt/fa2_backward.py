@@ -2,12 +2,14 @@
 CUDA cores.
 
 One thread block takes one column tile Kj, Vj: the outer loop (line 5) is the grid. dK and dV stay
-in registers; P is recomputed from L alone; dQ is summed in global memory by atomic adds.
+in registers; P is recomputed from L alone. dQ is summed in global memory by atomic adds, in no
+fixed order, or by a second sweep with Q outer, in one order.
 
 Shared memory, floats:  2 (Br + Bc) (d + 4) + 2 Br (Bc + TX)
 Accesses, elements per head:  loads 2 Nk d + Tc (2 Nq d + 2 Nq), stores 2 Nk d, and Tc Nq d atomic
     adds to dQ, each a load and a store; with a causal mask only the row tiles that see column
-    tile j. The row sums D take 2 Nq d loads and Nq stores before.
+    tile j. The row sums D take 2 Nq d loads before, and Nq + Nq d stores with dQ = 0. The second
+    sweep takes the place of the adds: loads 2 Nq d + 2 Nq + 2 Tr Nk d, stores Nq d.
 """
 
 from functools import cache
@@ -25,14 +27,22 @@ from fa_numba.parts.gradients import (
     make_write_columns,
 )
 from fa_numba.parts.products import make_product, make_scores
-from fa_numba.parts.rows import make_add_rows, make_read_values
-from fa_numba.parts.softmax import make_scale_and_mask, make_softmax_from_lse, make_store_p
+from fa_numba.parts.rows import make_add_rows, make_read_values, make_write_rows
+from fa_numba.parts.softmax import (
+    FULL_WARP,
+    make_scale_and_mask,
+    make_softmax_from_lse,
+    make_store_p,
+)
 from fa_numba.parts.tile_load import make_load_tile
 
 
 @cache
-def make_backward(spec):
-    """The kernel for ``spec``; launched over (Tc, Hk, B) blocks."""
+def make_backward(spec, atomic=True):
+    """The kernel for ``spec``; launched over (Tc, Hk, B) blocks.
+
+    Without ``atomic`` it leaves dQ to ``make_query_gradients``.
+    """
     Br, Bc, TX, d, causal = spec.Br, spec.Bc, spec.tx_count, spec.head_dim, spec.causal
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4
     RK = spec.CM * spec.DN * 4
@@ -126,8 +136,9 @@ def make_backward(spec):
                     load_rows(sdO, dOh, uint32(i0 + Br), Nq, 0, d)
                 commit_async()
                 # Alg. 2 line 15: dQi += scale dSij Kj, in global memory
-                product(rdQ, sdS, sK, ty, tx)
-                add_rows(rdQ, dQh, scale, i0, Nq, ty, tx)
+                if atomic:
+                    product(rdQ, sdS, sK, ty, tx)
+                    add_rows(rdQ, dQh, scale, i0, Nq, ty, tx)
                 i0 = uint32(i0 + Br)
             h = uint32(h + 1)
 
@@ -139,3 +150,121 @@ def make_backward(spec):
     arrays = [*[array_type(4)] * 4, *[array_type(3)] * 2, *[array_type(4)] * 3]
     arguments = (*arrays, types.float32, types.float32, types.int32, types.int32)
     return Kernel(fa2_backward, arguments, spec.threads, spec.shared_bytes, spec.min_blocks)
+
+
+WARPS = 4
+
+
+@cache
+def make_row_sums(head_dim, clear):
+    """Alg. 2 line 4: D = rowsum(dO o O); line 3 if ``clear``: dQ = 0. Over (Nq / 4, Hq, B) blocks.
+
+    A warp takes a row.
+    """
+
+    def row_sums(O, dO, D, dQ):
+        h = uint32(cuda.blockIdx.y)
+        b = uint32(cuda.blockIdx.z)
+        lane = uint32(cuda.threadIdx.x) % uint32(32)
+        row = uint32(cuda.blockIdx.x * WARPS + cuda.threadIdx.x // 32)
+        Nq = uint32(O.shape[2])
+        dot = float32(0.0)
+        if row < Nq:
+            Oi, dOi, dQi = O[b, h, row], dO[b, h, row], dQ[b, h, row]
+            col = lane
+            while col < uint32(head_dim):
+                dot += Oi[col] * dOi[col]
+                if clear:
+                    dQi[col] = float32(0.0)
+                col = uint32(col + 32)
+        step = 16
+        while step > 0:
+            dot += cuda.shfl_xor_sync(FULL_WARP, dot, step)
+            step //= 2
+        if lane == uint32(0) and row < Nq:
+            D[b, h, row] = dot
+
+    arguments = (array_type(4), array_type(4), array_type(3), array_type(4))
+    return Kernel(row_sums, arguments, 32 * WARPS, 0)
+
+
+@cache
+def make_query_gradients(spec):
+    """dQ without atomic adds: a second sweep, Q outer; launched over (Tr, Hq, B) blocks.
+
+    S, P, dP and dS are computed once more, and every dQi is summed in one order and written once.
+    """
+    Br, Bc, TX, d, causal = spec.Br, spec.Bc, spec.tx_count, spec.head_dim, spec.causal
+    TM, RS, RQ = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4
+    NQ, NK, NP = spec.tile_floats
+    AT_DO, AT_K, AT_V, AT_DS = NQ, 2 * NQ, 2 * NQ + NK, 2 * NQ + 2 * NK
+
+    load_rows = make_load_tile(Br, spec.columns, spec.pitch_qk, spec.threads, spec.aligned)
+    load_columns = make_load_tile(Bc, spec.columns, spec.pitch_qk, spec.threads, spec.aligned)
+    read_values = make_read_values(spec)
+    scores = make_scores(spec)
+    scale_and_mask = make_scale_and_mask(spec)
+    softmax_from_lse = make_softmax_from_lse(spec)
+    score_gradients = make_score_gradients(spec)
+    store_p = make_store_p(spec)
+    product = make_product(spec)
+    write_rows = make_write_rows(spec)
+
+    def fa2_backward_dq(Q, K, V, dO, L, D, dQ, scale, scale_log2, diagonal, group):
+        sQ = shared_tile(0, NQ)
+        sdO = shared_tile(AT_DO, NQ)
+        sK = shared_tile(AT_K, NK)
+        sV = shared_tile(AT_V, NK)
+        sdS = shared_tile(AT_DS, NP)
+        rS = cuda.local.array(RS, float32)
+        rdP = cuda.local.array(RS, float32)
+        rT = cuda.local.array(RQ, float32)
+        rdQ = cuda.local.array(RQ, float32)
+        rL = cuda.local.array(TM, float32)
+        rD = cuda.local.array(TM, float32)
+        tx = uint32(cuda.threadIdx.x) % uint32(TX)
+        ty = uint32(cuda.threadIdx.x) // uint32(TX)
+        h = uint32(cuda.blockIdx.y)
+        b = uint32(cuda.blockIdx.z)
+        Qh, dOh, Lh, Dh, dQh = Q[b, h], dO[b, h], L[b, h], D[b, h], dQ[b, h]
+        Kh, Vh = K[b, h // uint32(group)], V[b, h // uint32(group)]
+        Nq = uint32(Qh.shape[0])
+        Nk = uint32(Kh.shape[0])
+        i0 = uint32((cuda.gridDim.x - 1 - cuda.blockIdx.x) * Br)
+        j_end = Nk
+        if causal:
+            j_end = uint32(min(int32(Nk), max(int32(0), int32(i0 + Br + diagonal))))
+
+        load_rows(sQ, Qh, i0, Nq, 0, d)
+        load_rows(sdO, dOh, i0, Nq, 0, d)
+        read_values(rL, Lh, i0, Nq, ty, tx)
+        read_values(rD, Dh, i0, Nq, ty, tx)
+        for e in range(RQ):
+            rdQ[e] = float32(0.0)
+        j0 = uint32(0)
+        while j0 < j_end:
+            cuda.syncthreads()  # nobody reads sK and sV any more
+            load_columns(sK, Kh, j0, Nk, 0, d)
+            load_columns(sV, Vh, j0, Nk, 0, d)
+            commit_async()
+            wait_async()
+            cuda.syncthreads()  # Kj and Vj are there; nobody reads sdS any more
+            scores(rS, sQ, sK, ty, tx)
+            scale_and_mask(rS, scale_log2, i0, j0, Nk, diagonal, ty, tx)
+            softmax_from_lse(rS, rL)
+            scores(rdP, sdO, sV, ty, tx)
+            score_gradients(rdP, rS, rD)
+            store_p(sdS, rdP, ty, tx)
+            cuda.syncthreads()  # dSij is there
+            product(rT, sdS, sK, ty, tx)
+            for e in range(RQ):
+                rdQ[e] += scale * rT[e]
+            j0 = uint32(j0 + Bc)
+        commit_async()
+        wait_async()
+        write_rows(rdQ, dQh, i0, Nq, ty, tx)
+
+    arrays = [*[array_type(4)] * 4, *[array_type(3)] * 2, array_type(4)]
+    arguments = (*arrays, types.float32, types.float32, types.int32, types.int32)
+    shared_bytes = 4 * (2 * NQ + 2 * NK + NP)
+    return Kernel(fa2_backward_dq, arguments, spec.threads, shared_bytes, spec.min_blocks)

@@ -9,21 +9,19 @@ Accesses, elements per head:
     output   loads Nq Nk + Tr Nk d, stores Nq d
 """
 
-import math
 from functools import cache
 
 from numba import types
 
 from fa_numba.device import Kernel, array_type, cuda, device_function, float32, uint32
-from fa_numba.intrinsics.arithmetic import exp2, log2, maximum
+from fa_numba.intrinsics.arithmetic import LN2, LOG2E, NEG_INF, exp2, log2, maximum
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
 from fa_numba.intrinsics.shared import shared_tile
 from fa_numba.parts.products import make_product, make_scores
 from fa_numba.parts.rows import make_scale_and_add, make_write_rows
-from fa_numba.parts.softmax import FULL_WARP, LN2, NEG_INF, make_scale_and_mask
+from fa_numba.parts.softmax import FULL_WARP, make_scale_and_mask
 from fa_numba.parts.tile_load import make_load_tile
 
-LOG2E = float32(math.log2(math.e))
 MAX_WARPS = 8
 
 

@@ -1,0 +1,104 @@
+"""How a call reaches a device: where its arrays are, on which stream, and what it may weigh."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fa_numba import device, io_model
+from fa_numba.arrays import HOST, Operand, operand
+from fa_numba.plans import Plan
+
+# The emulator's limit for one call: multiply-adds of the tiles, padding included, of which it does
+# about 2e6 a second, and what a thread costs beside them.
+EMULATOR_STEPS = 2**26
+STEPS_PER_THREAD = 1000
+
+
+def placed(q: Operand):
+    """Make the inputs' device the current one, or refuse."""
+    if q.place == HOST:
+        return contextlib.nullcontext()
+    if not device.on_gpu():
+        raise ValueError(f"q is in {q.where}: the emulator takes arrays in host memory")
+    return device.on_device(q.place)
+
+
+def check_size(plan: Plan) -> None:
+    """Refuse what would take the emulator minutes."""
+    if device.on_gpu():
+        return
+    p, tiles = plan.problem, plan.tiles
+    columns = -(-p.head_dim // 32) * 32  # what the threads of a row cover
+    tiles_visited = io_model.tiles_visited(plan.algorithm, p, tiles, passes=plan.passes)
+    steps = tiles_visited * tiles.Br * tiles.Bc * 2 * columns
+    if plan.passes == "bwd":
+        steps = steps * 5 // 2
+    steps += sum(STEPS_PER_THREAD * math.prod(k.grid) * k.threads for k in plan.kernels)
+    if steps > EMULATOR_STEPS:
+        raise ValueError(
+            f"q has shape {p.q_shape} and k {p.k_shape}, about {steps:.2g} steps: the emulator "
+            f"takes at most {EMULATOR_STEPS:.2g}, half a minute, and it runs here because "
+            f"{device.why_no_gpu() or 'it was asked for'}. Take a smaller problem, a machine with "
+            "a GPU, fa_numba.reference for the values or fa_numba.plan for the accesses"
+        )
+
+
+def stream_handle(stream: Any, q: Operand) -> int:
+    """The address of ``stream``, or of the current stream of q's library."""
+    if stream is None:
+        if not device.on_gpu() or q.place == HOST:
+            return 0
+        if q.library == "torch":
+            return int(sys.modules["torch"].cuda.current_stream(q.place).cuda_stream)
+        if q.library == "cupy":
+            return int(sys.modules["cupy"].cuda.get_current_stream().ptr)
+        return 0
+    if not device.on_gpu():
+        raise ValueError(f"stream is {stream!r}: the emulator has no streams, allowed is None")
+    for attribute in ("cuda_stream", "ptr", "handle"):
+        if hasattr(stream, attribute):
+            return int(getattr(stream, attribute))
+    if hasattr(stream, "__cuda_stream__"):
+        return int(stream.__cuda_stream__()[1])
+    if isinstance(stream, bool):
+        raise TypeError(f"stream is {stream!r}: allowed is a CUDA stream, its address, or None")
+    try:
+        return operator.index(stream)
+    except TypeError:
+        raise TypeError(
+            f"stream is {stream!r}: allowed is a CUDA stream, its address, or None"
+        ) from None
+
+
+def run(
+    execute: Callable[[list[Any], list[Any], int], None],
+    inputs: Sequence[Operand],
+    outputs: Sequence[tuple[tuple[int, ...], Operand | None]],
+    handle: int,
+) -> list[Any]:
+    """Call ``execute(inputs, outputs, handle)`` with launch arguments; gives the outputs' arrays.
+
+    An output is a shape and the operand that takes it, or None for a new array of the inputs'
+    library. Host arrays are copied to the GPU and back where there is one.
+    """
+    library = inputs[0]
+    results = [
+        target if target is not None else operand("result", library.empty(shape))
+        for shape, target in outputs
+    ]
+    if not (device.on_gpu() and library.place == HOST):
+        execute([x.argument() for x in inputs], [x.argument() for x in results], handle)
+        return [x.owner for x in results]
+    sent = [device.to_gpu(x.host, handle) for x in inputs if x.host is not None]
+    made = [device.empty(shape) for shape, _ in outputs]
+    given, taken = ([operand("copy", x).argument() for x in arrays] for arrays in (sent, made))
+    execute(given, taken, handle)
+    for array, result in zip(made, results, strict=True):
+        assert result.host is not None
+        device.to_host(array, result.host, handle)
+    return [x.owner for x in results]
