@@ -9,9 +9,12 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 
 # CUDA wheels that fit the driver: cu12 for a 12.x driver, cu13 for a newer one or none.
-ifndef CUDA
-CUDA := $(if $(filter 12,$(shell nvidia-smi 2>/dev/null | \
+ifndef WHEELS
+WHEELS := $(if $(filter 12,$(shell nvidia-smi 2>/dev/null | \
 	sed -n 's/.*CUDA Version: *\([0-9]*\).*/\1/p')),cu12,cu13)
+endif
+ifeq ($(filter 1cu12 1cu13,$(words $(WHEELS))$(strip $(WHEELS))),)
+$(error WHEELS is "$(WHEELS)": allowed is cu12 or cu13)
 endif
 
 # ruff reads no setup.cfg, so its options live here.
@@ -23,13 +26,13 @@ SOURCES := fa_numba experiments tests
 .PHONY: figures test lint clean
 .DELETE_ON_ERROR:
 
-figures: $(VENV)/.run-$(CUDA)
+figures: $(VENV)/.run-$(WHEELS)
 	@$(RUN) -m experiments all
 
-test: $(VENV)/.dev-$(CUDA)
+test: $(VENV)/.dev-$(WHEELS)
 	@$(RUN) -m pytest -q -n $(JOBS) $(TESTS)
 
-lint: $(VENV)/.dev-$(CUDA)
+lint: $(VENV)/.dev-$(WHEELS)
 	@$(RUN) -m ruff check $(RUFF) $(RULES) $(SOURCES)
 	@$(RUN) -m ruff format $(RUFF) --check $(SOURCES)
 	@$(RUN) -m mypy
@@ -44,10 +47,10 @@ $(VENV)/bin/python:
 	% (sys.executable, *sys.version_info[:2]))'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.run-$(CUDA): setup.cfg pyproject.toml | $(VENV)/bin/python
-	$(RUN) -m pip install --disable-pip-version-check --quiet -e '.[$(CUDA)]'
+$(VENV)/.run-$(WHEELS): setup.cfg pyproject.toml | $(VENV)/bin/python
+	$(RUN) -m pip install --disable-pip-version-check --quiet -e '.[$(WHEELS)]'
 	@touch $@
 
-$(VENV)/.dev-$(CUDA): setup.cfg pyproject.toml | $(VENV)/bin/python
-	$(RUN) -m pip install --disable-pip-version-check --quiet -e '.[$(CUDA),test,lint]'
-	@touch $@ $(VENV)/.run-$(CUDA)
+$(VENV)/.dev-$(WHEELS): setup.cfg pyproject.toml | $(VENV)/bin/python
+	$(RUN) -m pip install --disable-pip-version-check --quiet -e '.[$(WHEELS),test,lint]'
+	@touch $@ $(VENV)/.run-$(WHEELS)

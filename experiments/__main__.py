@@ -130,17 +130,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         out=args.out or (QUICK if args.quick else FIGURES),
     )
     runner = Runner(options, arguments, console)
+    missing = []
     try:
         for name in chosen:
             if args.command != "draw":
                 runner.measure(name)
-            runner.draw(name)
+            if not runner.draw(name):
+                missing.append(name)
     except KeyboardInterrupt:
         console.print("[yellow]interrupted; the rows measured so far are stored[/]")
         return 130
+    reports = runner.reports
+    failed = any(report.error for report in reports.values())
     if args.command == "all":
         console.print(runner.summary(chosen))
-    return 1 if any(report.error for report in runner.reports.values()) else 0
+        return 1 if failed else 0
+    # What was asked for by name and is not there is an error.
+    unable = [name for name in reports if reports[name].not_measured]
+    if unable:
+        console.print(f"[red]not measured, no CUDA GPU here: {', '.join(unable)}[/]")
+    if missing:
+        console.print(f"[red]not drawn: {', '.join(missing)}[/]")
+    return 1 if failed or unable or missing else 0
 
 
 if __name__ == "__main__":

@@ -31,6 +31,9 @@ SIZES = (16, 32, 64, 128, 256, 512)
 FIXED = 64
 # Counted where the emulator takes a second: the same tiles, with fewer of them.
 SMALL_SEQLEN, SMALL_HEAD_DIM, SMALL_SIZES, SMALL_FIXED = 96, 16, (16, 32, 48, 64), 32
+COUNTED_SEQLEN, COUNTED_FLOPS = 256, 1e7  # half a minute for a problem's tiles; minutes beyond
+# Columns that this experiment varies: a row of other block sizes is no older reading.
+SWEPT = ("Br", "Bc")
 FA1, FA2 = "fa1-simt", "fa2-simt"
 
 
@@ -51,29 +54,41 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
         for d in head_dims
         for mask in masks
     ]
-    work = [(problem, *tile) for problem in problems for tile in sweep(SIZES, FIXED)]
+    sizes = SIZES[1:4] if options.quick else SIZES
+    tiles = sweep(sizes, FIXED)
+    work = [(problem, *tile) for problem in problems for tile in tiles]
     for problem, series, Br, Bc in bench.track(work, "closed forms"):
         yield from _model(problem, series, Br, Bc)
 
     small = sweep(SMALL_SIZES[:2] if options.quick else SMALL_SIZES, SMALL_FIXED)
     inputs = Inputs()
-    counted = [
-        (one_head(SMALL_SEQLEN, SMALL_HEAD_DIM, mask), *tile) for mask in masks for tile in small
-    ]
+    counted = [(problem, *tile) for problem in _countable(options, bench, masks) for tile in small]
     for problem, series, Br, Bc in bench.track(counted, "counting on the emulator"):
         yield from _model(problem, series, Br, Bc)
         yield from _count(problem, series, Br, Bc, inputs)
 
     if bench.machine is None:
         return
-    sizes = SIZES[1:4] if options.quick else SIZES
-    tiles = sweep(sizes, FIXED)
     for problem in problems:
         host = inputs(problem)
         gate = Gate(problem, *host)
         arrays = tuple(device.to_gpu(x) for x in host)
         for series, Br, Bc in bench.track(tiles, "timing"):
             yield _time(problem, series, Br, Bc, arrays, gate, bench.machine)
+
+
+def _countable(options: Options, bench: Bench, masks: Sequence[bool]) -> list[Problem]:
+    """What the emulator counts; says which of the sizes asked for are too large for it."""
+    sizes = [
+        (N, d)
+        for N in options.seqlens or (SMALL_SEQLEN,)
+        for d in options.head_dims or (SMALL_HEAD_DIM,)
+    ]
+    small = [(N, d) for N, d in sizes if N <= COUNTED_SEQLEN and 4 * N * N * d <= COUNTED_FLOPS]
+    beyond = [f"N={N}, d={d}" for N, d in sizes if (N, d) not in small]
+    if beyond:
+        bench.say(f"  not counted, minutes on the emulator: {'; '.join(beyond)}")
+    return [one_head(N, d, mask) for N, d in small for mask in masks]
 
 
 def _fields(problem: Problem, series: str, Br: int | None, Bc: int | None) -> dict[str, Any]:
@@ -163,7 +178,7 @@ def draw(rows: Sequence[Row]) -> Any:
     from .lab import style
 
     large = [row for row in rows if row.batch == BATCH]
-    problems = sorted({(row.seqlen_q, row.head_dim, row.causal) for row in large})[:3]
+    problems = sorted({(row.seqlen_q, row.head_dim, row.causal) for row in large})
     if not problems:
         return None
     figure, axes = style.new(len(problems), 2, 1.0 + 3.8 * len(problems))
@@ -172,14 +187,11 @@ def draw(rows: Sequence[Row]) -> Any:
         mine = [r for r in large if (r.seqlen_q, r.head_dim, r.causal) == (N, d, mask)]
         reference = published_rows() if (N, d, mask) == (SEQLEN, HEAD_DIM, False) else []
         gpu = {row.machine for row in mine if row.source == "measured"}
-        _panel(left, mine, reference, "traffic", style)
-        _panel(right, mine, reference, "time", style)
         setting = f"N={N}, d={d}{', causal' if mask else ''}"
         left.set_title(f"accesses (model), {setting}")
-        left.set_ylabel("loads + stores (GB)")
         right.set_title(f"runtime, {setting}" + ("" if gpu else ": ours not recorded yet"))
-        right.set_ylabel("ms")
-        right.set_ylim(bottom=0)
+        _panel(left, mine, reference, "traffic", "loads + stores (GB)", style)
+        _panel(right, mine, reference, "time", "ms", style)
         absent = sorted({max(row.Br, row.Bc) for row in mine if row.failed})
         if absent:
             right.annotate(
@@ -189,27 +201,39 @@ def draw(rows: Sequence[Row]) -> Any:
                 ha="right",
                 fontsize=9,
             )
-        left.set_ylim(bottom=0)
     if counted:
+        sizes = sorted({(r.seqlen_q, r.head_dim) for r in rows if r.source == "counted"})
+        where = "; ".join(f"N={N}, d={d}" for N, d in sizes)
         axes[0][0].annotate(
-            f"counted on the emulator at N={SMALL_SEQLEN}, d={SMALL_HEAD_DIM}:\n"
-            f"{equal} of {counted} numbers equal the model",
+            f"counted on the emulator at {where}:\n{equal} of {counted} numbers equal the model",
             (0.98, 0.55),
             xycoords="axes fraction",
             ha="right",
             fontsize=9,
         )
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=2)
+    shown: dict[str, Any] = {}
+    for ax in axes.flat:
+        handles, labels = ax.get_legend_handles_labels()
+        shown |= dict(zip(labels, handles, strict=True)) | shown
+    if shown:
+        figure.legend(shown.values(), shown.keys(), loc="outside upper center", ncols=2)
     return figure
 
 
-def _panel(ax: Any, rows: Sequence[Row], reference: Sequence[Row], metric: str, style: Any) -> None:
+def _panel(
+    ax: Any,
+    rows: Sequence[Row],
+    reference: Sequence[Row],
+    metric: str,
+    name: str,
+    style: Any,
+) -> None:
     sweeps = (
         (FA1, "Bc", "-", f"FA-1 (K/V outer) over $B_c$, $B_r$={FIXED}, fp32"),
         (FA2, "Br", "-", f"FA-2 (Q outer) over $B_r$, $B_c$={FIXED}, fp32"),
         (FA2, "Bc", ":", f"FA-2 (Q outer) over $B_c$, $B_r$={FIXED}, fp32"),
     )
+    drawn: set[int | None] = set()
     for series, varied, ls, label in sweeps:
         other = "Br" if varied == "Bc" else "Bc"
         points: dict[int, float] = {}
@@ -221,6 +245,9 @@ def _panel(ax: Any, rows: Sequence[Row], reference: Sequence[Row], metric: str, 
                 points[x] = points.get(x, 0) + row.value * io_model.ELEMENT_BYTES / 1e9
             elif metric == "time" and row.metric == "time":
                 points[x] = row.value
+        if not points:
+            continue
+        drawn |= set(points)
         x = sorted(points)
         ax.plot(
             x,
@@ -234,6 +261,7 @@ def _panel(ax: Any, rows: Sequence[Row], reference: Sequence[Row], metric: str, 
     published_points = [row for row in reference if row.metric == metric]
     if published_points:
         factor = 1e9 if metric == "traffic" else 1
+        drawn |= {row.Bc for row in published_points}
         ax.plot(
             [row.Bc for row in published_points],
             [row.value / factor for row in published_points],
@@ -242,4 +270,9 @@ def _panel(ax: Any, rows: Sequence[Row], reference: Sequence[Row], metric: str, 
             ls="--",
             label="FA-1 paper over $B_c$, A100, fp16 (2 bytes an element)",
         )
-    style.sizes(ax, SIZES, "block size")
+    if not drawn:
+        style.empty(ax, "not recorded yet" if metric == "time" else "no model")
+        return
+    style.sizes(ax, sorted(drawn), "block size")
+    ax.set_ylabel(name)
+    ax.set_ylim(bottom=0)

@@ -27,11 +27,15 @@ NEEDS_GPU = False
 
 MODEL_SEQLENS = tuple(1 << n for n in range(5, 17))
 COUNTED_SEQLENS = (32, 64, 128, 256)  # minutes on the emulator beyond
+# Of those lengths a run that names none counts what takes at most five seconds a call.
+COUNTED_FLOPS = 2**24
 BOUNDS = {
     "theta-standard": lambda problem, M: io_model.theta_standard(problem),
     "theta-flash": io_model.theta_flash,
     "saha-ye": io_model.saha_ye,
 }
+WIDTHS = {"standard-simt": 1.8, "fa1-simt": 3.8, "fa2-simt": 1.8}
+ORDER = {"fa1-simt": 2.0, "standard-simt": 2.1, "fa2-simt": 2.2}
 # Drawn like the algorithm they bound. Saha and Ye's bound is FA-1's wherever M >= d^2, as it is
 # for every head dimension here, so it has rows but no line.
 BOUND_STYLES = {
@@ -49,12 +53,8 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     for problem in bench.track(cases, "closed forms"):
         yield from _model(problem)
 
-    wanted = options.seqlens or (COUNTED_SEQLENS[:2] if options.quick else COUNTED_SEQLENS)
-    longest = max(COUNTED_SEQLENS)
-    small = [N for N in wanted if N <= longest]
-    # One head dimension is enough: counting is slow, and the tests cover many more sizes.
-    cases = [one_head(N, min(head_dims), mask) for mask in masks for N in small]
     inputs = Inputs()
+    cases = _countable(options, bench, head_dims, masks)
     work = [(series, problem) for problem in cases for series in SERIES]
     for series, problem in bench.track(work, "counting on the emulator"):
         yield from _count(series, problem, inputs)
@@ -63,6 +63,27 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
         lengths = options.seqlens or (SEQLENS[:2] if options.quick else SEQLENS)
         cases = [fa2_setting(N, d, mask) for d in head_dims for mask in masks for N in lengths]
         yield from _hardware(cases, bench)
+
+
+def _countable(
+    options: Options, bench: Bench, head_dims: Sequence[int], masks: Sequence[bool]
+) -> list[Problem]:
+    """What the emulator counts; says which lengths that were asked for it does not."""
+    longest = max(COUNTED_SEQLENS)
+    if options.seqlens is not None:
+        beyond = [N for N in options.seqlens if N > longest]
+        if beyond:
+            bench.say(
+                f"  not counted: N={', '.join(map(str, beyond))}; beyond {longest} the emulator "
+                "takes minutes"
+            )
+        lengths = tuple(N for N in options.seqlens if N <= longest)
+    else:
+        lengths = COUNTED_SEQLENS[:2] if options.quick else COUNTED_SEQLENS
+    cases = [one_head(N, d, mask) for d in head_dims for mask in masks for N in lengths]
+    if options.seqlens is not None:
+        return cases
+    return [p for p in cases if 4 * p.seqlen_q * p.seqlen_k * p.head_dim <= COUNTED_FLOPS]
 
 
 def _model(problem: Problem) -> list[Row]:
@@ -146,35 +167,31 @@ def _hardware(cases: Sequence[Problem], bench: Bench) -> Iterator[Row]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """A row of panels a head dimension: accesses of one head, and bytes of a call on a GPU."""
+    """A row of panels a head dimension and mask: accesses of one head, bytes of a call on a GPU."""
     from matplotlib.lines import Line2D
 
     from .lab import style
 
-    if not rows:
+    rows = [row for row in rows if not row.failed]
+    panels = sorted({(row.causal, row.head_dim) for row in rows})
+    if not panels:
         return None
-    mask = min(row.causal for row in rows)
-    rows = [row for row in rows if row.causal == mask and not row.failed]
-    head_dims = sorted({row.head_dim for row in rows})[:2]
-    figure, axes = style.new(len(head_dims), 2, 0.7 + 3.6 * len(head_dims))
-    masked = ", causal" if mask else ""
-    for (left, right), d in zip(axes, head_dims, strict=True):
-        mine = [row for row in rows if row.head_dim == d]
-        _draw_accesses(left, mine, style)
+    figure, axes = style.new(len(panels), 2, 0.7 + 3.6 * len(panels))
+    for (left, right), (mask, d) in zip(axes, panels, strict=True):
+        mine = [row for row in rows if (row.causal, row.head_dim) == (mask, d)]
+        masked = ", causal" if mask else ""
+        of_a_head = [row for row in mine if row.unit == "elements"]
+        on_gpu = [row for row in mine if row.metric == "traffic"]
         left.set_title(f"accesses of one head, fp32, d={d}{masked}")
-        gpu = sorted({row.machine for row in mine} - {MODEL, EMULATOR})
         right.set_title(f"bytes moved, 16k tokens, hidden 2048, d={d}{masked}")
-        if gpu:
-            _draw_bytes(right, [row for row in mine if row.machine == gpu[0]], style)
+        if of_a_head:
+            _draw_accesses(left, of_a_head, style)
         else:
-            right.text(
-                0.5,
-                0.5,
-                "no hardware counters\nrecorded yet",
-                ha="center",
-                transform=right.transAxes,
-            )
-            right.set_axis_off()
+            style.empty(left, "no counts")
+        if on_gpu:
+            _draw_bytes(right, on_gpu, style)
+        else:
+            style.empty(right, "no hardware counters\nrecorded yet")
 
     def line(label: str, **options: Any) -> Line2D:
         return Line2D([], [], label=label, **{"color": "#444444", **options})
@@ -185,13 +202,19 @@ def draw(rows: Sequence[Row]) -> Any:
         for series, (like, label) in BOUND_STYLES.items()
         if series in notes
     ]
+    drawn = {row.series for row in rows}
+    kinds = {
+        "model": line("model"),
+        "counted": line("counted on the emulator", ls="", marker="o"),
+        "l2": line("L2 traffic, measured", ls=":", marker="o"),
+        "dram": line("DRAM traffic, measured", ls="--", lw=1.2, marker="o", mfc="white"),
+    }
+    # The bounds are rows of the model too, but dashed lines of their own.
+    sources = {row.source for row in rows if row.series in SERIES}
     handles = [
-        *(line(LABELS[series], color=style.COLOURS[series]) for series in SERIES),
-        line("model"),
-        line("counted on the emulator", ls="", marker="o"),
+        *(line(LABELS[s], color=style.COLOURS[s], lw=WIDTHS[s]) for s in SERIES if s in drawn),
+        *(handle for source, handle in kinds.items() if source in sources),
         *(line(label, color=colour, ls="--", lw=1.2) for colour, label in bounds),
-        line("L2 traffic, measured", ls=":", marker="o"),
-        line("DRAM traffic, measured", ls="--", lw=1.2, marker="o", mfc="white"),
     ]
     figure.legend(handles=handles, loc="outside upper center", ncols=3)
     return figure
@@ -206,7 +229,7 @@ def _draw_accesses(ax: Any, rows: Sequence[Row], style: Any) -> None:
             points = _per_head(
                 r for r in rows if (r.series, r.source) == (series, source) and r.unit == "elements"
             )
-            ax.plot(*_xy(points), color=style.COLOURS[series], **options)
+            ax.plot(*_xy(points), color=style.COLOURS[series], **_under(series), **options)
     for series, (like, _) in BOUND_STYLES.items():
         points = _per_head(r for r in rows if r.series == series)
         ax.plot(*_xy(points), color=style.COLOURS[like], ls="--", lw=1.2)
@@ -222,9 +245,9 @@ def _draw_bytes(ax: Any, rows: Sequence[Row], style: Any) -> None:
         colour = style.COLOURS[series]
         marker = {"marker": style.MARKERS[series]}
         for source, options in (
-            ("model", {}),
-            ("l2", {"ls": ":", **marker}),
-            ("dram", {"ls": "--", "lw": 1.2, "mfc": "white", **marker}),
+            ("model", _under(series)),
+            ("l2", {"ls": ":", **_under(series), **marker}),
+            ("dram", {**_under(series), "ls": "--", "lw": 1.2, "mfc": "white", **marker}),
         ):
             points = sorted(
                 (row.seqlen_q, row.value)
@@ -236,6 +259,11 @@ def _draw_bytes(ax: Any, rows: Sequence[Row], style: Any) -> None:
     ax.set_yscale("log")
     style.byte_axis(ax.yaxis)
     ax.set_ylabel("bytes of one forward call")
+
+
+def _under(series: str) -> dict[str, float]:
+    """FA-1 beneath the others and broader, so that it is seen where they coincide."""
+    return {"lw": WIDTHS[series], "ms": 2.2 * WIDTHS[series] + 2.2, "zorder": ORDER[series]}
 
 
 def _per_head(rows: Any) -> list[tuple[int, float]]:

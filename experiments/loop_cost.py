@@ -229,7 +229,7 @@ def draw(rows: Sequence[Row]) -> Any:
     """A row of panels a problem: time of each step, and bytes of both loop orders."""
     from .lab import style
 
-    problems = list(problems_of(rows).items())[:4]
+    problems = list(problems_of(rows).items())
     if not problems:
         return None
     figure, axes = style.new(len(problems), 2, 0.5 + 3.0 * len(problems), width_ratios=(2.3, 1))

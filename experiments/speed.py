@@ -132,45 +132,50 @@ def draw(rows: Sequence[Row]) -> Any:
     head_dims = sorted({row.head_dim for row in rows})
     masks = sorted({row.causal for row in rows})
     figure, axes = style.new(len(head_dims), len(masks), 0.9 + 3.1 * len(head_dims), sharey="row")
-    lengths = sorted({row.seqlen_q for row in rows})
     for d, across in zip(head_dims, axes, strict=True):
         for mask, ax in zip(masks, across, strict=True):
             mine = [r for r in rows if (r.head_dim, r.causal) == (d, mask)]
-            for series in ALL:
-                points = sorted(
-                    (r for r in mine if r.series == series and not r.failed),
-                    key=lambda r: r.seqlen_q,
-                )
-                x = [r.seqlen_q for r in points]
-                ax.plot(
-                    x,
-                    [r.value for r in points],
-                    color=style.COLOURS[series],
-                    marker=style.MARKERS[series],
-                    ls="--" if series.startswith("torch") else "-",
-                    zorder=2.5 if series == SPLITS else 3,
-                    label=LABELS[series],
-                )
-                ax.fill_between(
-                    x,
-                    [r.value if r.p20 is None else r.p20 for r in points],
-                    [r.value if r.p80 is None else r.p80 for r in points],
-                    color=style.COLOURS[series],
-                    alpha=0.2,
-                    lw=0,
-                )
-            style.sizes(ax, lengths, "sequence length N")
-            ax.set_ylim(bottom=0)
+            curves(ax, mine, ALL)
+            style.sizes(ax, sorted({row.seqlen_q for row in rows}), "sequence length N")
             ax.set_title(f"d={d}, {'causal' if mask else 'not causal'}")
         across[0].set_ylabel("TFLOP/s")
+    legend(figure, axes, rows, ALL, "forward, fp32, 16k tokens in all, hidden dimension 2048")
+    return figure
+
+
+def curves(ax: Any, rows: Sequence[Row], shown: Sequence[str]) -> None:
+    """Speed over N of each series, the band between its percentiles behind it."""
+    from .lab import style
+
+    for series in shown:
+        points = sorted(
+            (r for r in rows if r.series == series and not r.failed), key=lambda r: r.seqlen_q
+        )
+        x = [r.seqlen_q for r in points]
+        ax.plot(
+            x,
+            [r.value for r in points],
+            color=style.COLOURS[series],
+            marker=style.MARKERS[series],
+            ls="--" if series.startswith("torch") else "-",
+            zorder=2.5 if series == SPLITS else 3,
+            label=LABELS[series],
+        )
+        ax.fill_between(
+            x,
+            [r.value if r.p20 is None else r.p20 for r in points],
+            [r.value if r.p80 is None else r.p80 for r in points],
+            color=style.COLOURS[series],
+            alpha=0.2,
+            lw=0,
+        )
+    ax.set_ylim(bottom=0)
+
+
+def legend(figure: Any, axes: Any, rows: Sequence[Row], shown: Sequence[str], title: str) -> None:
+    """A legend of the series that have rows."""
     handles, labels = axes[0][0].get_legend_handles_labels()
     used = {r.series for r in rows}
     pairs = zip(handles, labels, strict=True)
-    kept = [pair for pair, series in zip(pairs, ALL, strict=True) if series in used]
-    figure.legend(
-        *zip(*kept, strict=True),
-        loc="outside upper center",
-        ncols=3,
-        title="forward, fp32, 16k tokens in all, hidden dimension 2048",
-    )
-    return figure
+    kept = [pair for pair, series in zip(pairs, shown, strict=True) if series in used]
+    figure.legend(*zip(*kept, strict=True), loc="outside upper center", ncols=3, title=title)

@@ -1,6 +1,8 @@
 """The public functions: what they refuse and how they say so, and which arrays they take."""
 
 import inspect
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -461,3 +463,33 @@ def test_the_three_functions_share_one_signature():
     first = dict(inspect.signature(fa_numba.flash_attention_1).parameters)
     assert first.pop("query_splits").default == 1
     assert first == dict(want.parameters)
+
+
+def test_lengths_beyond_32_bits_are_refused():
+    with pytest.raises(ValueError, match="q has seqlen 4294967301: allowed is at most"):
+        fa_numba.plan((1, 1, 2**32 + 5, 1), (1, 1, 8, 1))
+    with pytest.raises(ValueError, match="k has seqlen 2147483648: allowed is at most"):
+        fa_numba.plan((1, 1, 8, 1), (1, 1, 2**31, 1))
+
+
+def test_a_scale_that_float32_would_make_zero_is_refused():
+    q = array(1, 1, 4, 4)
+    with pytest.raises(ValueError, match="scale is 1e-46: it rounds to 0 in float32"):
+        fa_numba.flash_attention_2(q, q, q, scale=1e-46)
+
+
+def test_a_masked_array_is_refused():
+    q = array(1, 1, 4, 4)
+    with pytest.raises(TypeError, match="q is a masked array"):
+        fa_numba.flash_attention_2(np.ma.masked_array(q), q, q)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not devices.gpu_available(), reason="no CUDA GPU")
+def test_the_readmes_torch_example_runs():
+    torch = pytest.importorskip("torch")
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (example,) = re.findall(r"```python\n(q, k, v = \(torch.*?)```", readme, re.DOTALL)
+    names = {"torch": torch, "fa_numba": fa_numba}
+    exec(example, names)
+    assert isinstance(names["out"], torch.Tensor) and names["out"].shape == (4, 32, 4096, 64)

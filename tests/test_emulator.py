@@ -1418,3 +1418,27 @@ def test_nothing_is_left_running():
 def test_launches_that_cannot_be(grid, block, args, kind, message):
     with pytest.raises(kind, match=message):
         launch(barrier_for, grid, block, args)
+
+
+def test_launches_from_several_python_threads_do_not_mix():
+    import sys
+    from concurrent.futures import ThreadPoolExecutor
+
+    import fa_numba
+
+    q = np.random.default_rng(0).standard_normal((1, 1, 40, 8), dtype=np.float32)
+    with fa_numba.device.using("emulator"):
+        alone = fa_numba.flash_attention_2(q, q, q)
+
+    def call(_):
+        with fa_numba.device.using("emulator"):
+            return fa_numba.flash_attention_2(q, q, q)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            results = list(pool.map(call, range(8)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert all((result == alone).all() for result in results)

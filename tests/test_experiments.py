@@ -3,8 +3,10 @@
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +15,7 @@ import pytest
 
 import fa_numba
 from experiments import __main__ as command
-from experiments import block_size, io_vs_seqlen, loop_cost, speed
+from experiments import block_size, io_vs_seqlen, loop_cost, speed, speed_backward
 from experiments.lab import (
     algorithms,
     counters,
@@ -27,12 +29,12 @@ from experiments.lab import (
 )
 from experiments.lab.algorithms import FA1_TILES, SPLITS, row_fields
 from experiments.lab.options import FIGURES, REPOSITORY, Bench, Options
-from experiments.lab.settings import fa2_setting, one_head
+from experiments.lab.settings import Inputs, fa2_setting, one_head
 from experiments.lab.store import EMULATOR, MODEL, Row, Store
 from fa_numba import io_model, reference
 from fa_numba.problem import Problem
 
-NAMES = ["block_size", "io_vs_seqlen", "loop_cost", "speed"]
+NAMES = ["block_size", "io_vs_seqlen", "loop_cost", "speed", "speed_backward"]
 
 
 def gpu_row(experiment, problem, **fields):
@@ -40,17 +42,17 @@ def gpu_row(experiment, problem, **fields):
     return Row(experiment=experiment, **row_fields(problem), **{**defaults, **fields})
 
 
-def synthetic(name):
+def synthetic(name, machine="some-gpu"):
     """A few rows of each kind that the figure draws."""
     rows = []
     if name == "io_vs_seqlen":
         tiles = SimpleNamespace(Br=64, Bc=64)
-        for machine, source in ((MODEL, "model"), (EMULATOR, "counted")):
+        for place, source in ((MODEL, "model"), (EMULATOR, "counted")):
             for series, form in (("fa1-simt", io_model.fa1), ("fa2-simt", io_model.fa2)):
                 for problem in (one_head(64, 64), one_head(256, 64)):
                     accesses = form(problem, tiles)
                     rows += io_vs_seqlen._loads_and_stores(
-                        series, problem, accesses, machine=machine, source=source, tiles=tiles
+                        series, problem, accesses, machine=place, source=source, tiles=tiles
                     )
         for N in (512, 1024):
             for source in ("model", "l2", "dram"):
@@ -92,20 +94,27 @@ def synthetic(name):
             for source, metric, unit, value in numbers:
                 fields = {"source": source, "metric": metric, "unit": unit, "value": value}
                 rows.append(gpu_row(name, fa2_setting(4096, 64), **fields, **common))
+    elif name == "speed_backward":
+        for N in (512, 16384):
+            for i, series in enumerate(speed_backward.ALL):
+                for pass_ in speed_backward.passes_of(series):
+                    common = {"series": series, "metric": "speed", "unit": "TFLOP/s"}
+                    common |= {"pass_": pass_, "value": 5.0 + i}
+                    rows.append(gpu_row(name, fa2_setting(N, 64), **common))
     else:
         for N in (512, 1024):
             for i, series in enumerate(speed.ALL):
                 common = {"series": series, "metric": "speed", "unit": "TFLOP/s"}
                 rows.append(gpu_row(name, fa2_setting(N, 64), value=5.0 + i, **common))
-    return rows
+    return [replace(row, machine=machine) if row.machine == "some-gpu" else row for row in rows]
 
 
-def store_synthetic(name, folder):
+def store_synthetic(name, folder, machine="some-gpu"):
     from experiments.lab.store import Recorder
 
     about = {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
     recorder = Recorder(Store(folder), name, lambda machine: about)
-    for row in synthetic(name):
+    for row in synthetic(name, machine):
         recorder.add(row)
     recorder.finish(complete=True)
 
@@ -258,6 +267,25 @@ def test_no_gpu_is_said_and_nothing_is_measured(monkeypatch, tmp_path):
     assert running.reports["standing_in"].not_measured == "needs a CUDA GPU"
 
 
+def no_gpu(monkeypatch, tmp_path, *arguments):
+    monkeypatch.setattr(runner.device, "gpu_available", lambda: False)
+    monkeypatch.setattr(runner, "FIGURES", tmp_path / "none")
+    monkeypatch.setattr(style, "save", lambda *_: [])
+    return command.main([*arguments, "--out", str(tmp_path)])
+
+
+def test_what_was_named_and_needs_a_gpu_is_an_error(monkeypatch, tmp_path, capsys):
+    store_synthetic("speed", tmp_path)
+    assert no_gpu(monkeypatch, tmp_path, "run", "speed") == 1
+    assert "not measured, no CUDA GPU here: speed" in capsys.readouterr().out
+    assert no_gpu(monkeypatch, tmp_path, "draw", "speed") == 0
+
+
+def test_all_does_without_a_gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(command, "names", lambda: ["speed", "loop_cost"])
+    assert no_gpu(monkeypatch, tmp_path, "all") == 0
+
+
 # --- figures ---------------------------------------------------------------------------------
 
 
@@ -303,10 +331,12 @@ def test_figures_of_a_part_of_the_data_can_be_drawn(name):
         assert figure is None or figure.axes
 
 
-def test_a_figure_without_data_is_no_crash(tmp_path):
+def test_a_figure_without_data_is_an_error_and_no_crash(tmp_path):
     done = run("draw", "speed", "--head-dims", "7", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
     assert "no data" in done.stdout
+    assert "not drawn: speed" in done.stdout
     assert not list(tmp_path.glob("*.svg"))
 
 
@@ -709,7 +739,7 @@ def test_steps_are_timed_without_counters_too(monkeypatch):
 
 
 def test_the_table_of_steps(tmp_path):
-    store_synthetic("loop_cost", tmp_path)
+    store_synthetic("loop_cost", tmp_path, report.MACHINE)
     lines = [line for line in report.loop_cost(Store(tmp_path)).splitlines() if "4096" in line]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert cells[0] == [
@@ -723,6 +753,261 @@ def test_the_table_of_steps(tmp_path):
         )
     ]
     assert cells[1][-3:] == ["40.0", "2.00", "2.00"]
+
+
+# --- what was asked for is drawn -------------------------------------------------------------
+
+
+def titles(figure):
+    return [ax.get_title() for ax in figure.axes]
+
+
+def model_rows(name, head_dims, masks, lengths=(64, 128)):
+    if name == "io_vs_seqlen":
+        problems = [one_head(N, d, mask) for d in head_dims for mask in masks for N in lengths]
+        return [row for problem in problems for row in io_vs_seqlen._model(problem)]
+    rows = []
+    for N in lengths:
+        for d in head_dims:
+            for mask in masks:
+                problem = Problem(64, 16, 16, N, N, d, causal=mask)
+                for tile in block_size.sweep((32, 64), 64):
+                    rows += block_size._model(problem, *tile)
+    return rows
+
+
+def test_every_head_dimension_and_mask_has_its_panels():
+    head_dims, masks = (32, 64, 128), (False, True)
+    wanted = [f"d={d}{', causal' if mask else ''}" for mask in masks for d in head_dims]
+    figure = io_vs_seqlen.draw(model_rows("io_vs_seqlen", head_dims, masks))
+    assert [t.split("fp32, ")[1] for t in titles(figure)[::2]] == wanted
+    figure = block_size.draw(model_rows("block_size", head_dims, masks))
+    assert {t.split(", ", 1)[1] for t in titles(figure)[::2]} == {
+        f"N={N}, {text}" for N in (64, 128) for text in wanted
+    }
+    problems = [fa2_setting(N, 64) for N in (512, 1024, 2048, 4096, 8192)]
+    common = {"series": "fa2-simt", "metric": "time", "unit": "ms", "value": 1.0}
+    figure = loop_cost.draw([gpu_row("loop_cost", problem, **common) for problem in problems])
+    assert sum("one forward call" in t for t in titles(figure)) == len(problems)
+
+
+def counted_by(experiment, monkeypatch, **options):
+    """The problems that a run on a machine without a GPU counts, and what it says."""
+    said, counted = [], []
+
+    def count(*arguments):
+        counted.append(next(x for x in arguments if isinstance(x, Problem)))
+        return []
+
+    monkeypatch.setattr(experiment, "_count", count)
+    list(experiment.measure(Options(**options), Bench(say=said.append)))
+    return {(p.seqlen_q, p.head_dim, p.causal) for p in counted}, " ".join(said)
+
+
+def test_what_is_asked_for_is_counted_or_said(monkeypatch):
+    counted, said = counted_by(io_vs_seqlen, monkeypatch)
+    small = {(N, d, False) for N in (32, 64, 128) for d in (64, 128)}
+    assert (counted, said) == (small | {(256, 64, False)}, "")
+    asked = {"seqlens": (48, 256, 512), "head_dims": (16, 128), "causal": (True,)}
+    counted, said = counted_by(io_vs_seqlen, monkeypatch, **asked)
+    assert counted == {(N, d, True) for N in (48, 256) for d in (16, 128)}
+    assert "not counted: N=512" in said
+
+    assert counted_by(block_size, monkeypatch) == ({(96, 16, False)}, "")
+    counted, said = counted_by(block_size, monkeypatch, **asked)
+    assert counted == {(48, 16, True), (48, 128, True), (256, 16, True)}
+    for beyond in ("N=256, d=128", "N=512, d=16", "N=512, d=128"):
+        assert beyond in said
+    # Nothing counted is filtered out of the figure.
+    assert all(N in asked["seqlens"] and d in asked["head_dims"] for N, d, _ in counted)
+
+
+def test_quick_computes_only_what_it_times():
+    options = Options(quick=True, causal=(False,))
+    rows = [r for r in block_size.measure(options, Bench()) if r.batch == block_size.BATCH]
+    assert {r.Bc for r in rows} == {32, 64, 128}
+
+
+def test_a_panel_without_numbers_has_no_ticks():
+    # Only at the paper's setting are there published times to draw.
+    rows = model_rows("block_size", (64,), (False,))
+    for right in block_size.draw(rows).axes[1::2]:
+        assert not right.axison
+        assert right.texts[0].get_text() == "not recorded yet"
+    problem = Problem(64, 16, 16, 1024, 1024, 64)
+    (left, right) = block_size.draw(list(block_size._model(problem, "fa2-simt", 64, 64))).axes
+    assert left.axison and right.axison
+    assert len(right.lines) == 1
+
+
+def test_the_legend_names_only_what_is_drawn():
+    def labels(rows):
+        return {text.get_text() for text in io_vs_seqlen.draw(rows).legends[0].get_texts()}
+
+    rows = synthetic("io_vs_seqlen")
+    everything = {"model", "counted on the emulator", "L2 traffic, measured"}
+    assert everything | {"DRAM traffic, measured", "FA-1 (K/V outer)"} <= labels(rows)
+    assert "standard" not in labels(rows)
+    assert not any("bound" in label for label in labels(rows))
+    assert labels([r for r in rows if r.machine == MODEL]) == {
+        *("model", "FA-1 (K/V outer)", "FA-2 (Q outer)"),
+    }
+
+
+def test_fa1_is_seen_where_fa2_covers_it():
+    rows = model_rows("io_vs_seqlen", (64,), (False,))
+    lines = {
+        line.get_color(): line
+        for line in io_vs_seqlen.draw(rows).axes[0].lines
+        if line.get_linestyle() == "-" and len(line.get_xdata())
+    }
+    below, above = (lines[style.COLOURS[series]] for series in ("fa1-simt", "fa2-simt"))
+    assert below.get_linewidth() >= 2 * above.get_linewidth()
+    assert below.get_zorder() < above.get_zorder()
+
+
+# --- gradients -------------------------------------------------------------------------------
+
+
+def test_the_protocol_says_what_is_flushed():
+    assert "at least 1 GiB" in timing.PROTOCOL["l2"]
+    assert f"N={timing.CHECKED_SEQLEN}" in timing.PROTOCOL["check of gradients"]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_gradients_gate(causal):
+    problem = Problem(2, 2, 2, 60, 60, 16, causal=causal)
+    q, k, v, dout = Inputs(gradient=True)(problem)
+    assert all(map(np.array_equal, Inputs()(problem), (q, k, v)))
+    gate = timing.GradientGate(problem, q, k, v, dout)
+    exact = reference.attention_backward(dout, q, k, v, causal=causal)
+    right = [x.astype(np.float32) for x in exact]
+    assert gate(right) <= min(gate.bounds)
+    for i, name in enumerate(("dq", "dk", "dv")):
+        off = [x * np.float32(1 + 5e-5 * (i == n)) for n, x in enumerate(right)]
+        with pytest.raises(timing.WrongResult, match=name):
+            gate(off)
+        assert 4e-5 < gate.peer(off) < 6e-5
+        wrong = [np.full_like(x, np.nan) if i == n else x for n, x in enumerate(right)]
+        with pytest.raises(timing.WrongResult, match=name):
+            gate.peer(wrong)
+    with pytest.raises(ValueError, match="heads_k"):
+        timing.GradientGate(Problem(1, 2, 1, 8, 8, 4), *[np.ones((1, 2, 8, 4))] * 4)
+
+
+def on_the_emulator(monkeypatch):
+    """speed_backward's rows of N=8 and 24, gradients of which are checked to N=16; what is timed.
+
+    Kernels run on the emulator; their times are made up.
+    """
+    timed = []
+
+    def time_ms(run, *, repeats, **_):
+        run()
+        timed.append(repeats)
+        return [2.0] * repeats
+
+    for module in (timing.device, speed_backward.device):
+        monkeypatch.setattr(module, "synchronize", lambda: None)
+        monkeypatch.setattr(module, "release_memory", lambda: None)
+        monkeypatch.setattr(module, "to_gpu", lambda array: array)
+    monkeypatch.setattr(timing.device, "time_ms", time_ms)
+    monkeypatch.setattr(speed_backward, "CHECKED_SEQLEN", 16)
+    monkeypatch.setattr(speed_backward, "FA1_LONGEST", 16)
+    monkeypatch.setattr(speed_backward.peers, "available", lambda: False)
+    monkeypatch.setattr(speed_backward, "fa2_setting", lambda *a: one_head(*a))
+    said = []
+    options = Options(seqlens=(8, 24), head_dims=(8,), causal=(True,))
+    with fa_numba.device.using("emulator"):
+        bench = Bench(machine="some-gpu", describe={}, say=said.append)
+        rows = list(speed_backward.measure(options, bench))
+    assert len({row.key for row in rows}) == len(rows)
+    return rows, timed, " ".join(said)
+
+
+def test_backward_rows(monkeypatch):
+    rows, timed, said = on_the_emulator(monkeypatch)
+    assert not [row.note for row in rows if row.failed]
+    ours = [("standard-simt", *x) for x in (("bwd",), ("fwd+bwd",))]
+    passes = {(r.series, r.pass_) for r in rows if r.seqlen_q == 24}
+    assert passes == {
+        *ours,
+        ("fa2-simt", "bwd"),
+        ("fa2-simt", "fwd+bwd"),
+        ("fa2-simt-deterministic", "bwd"),
+    }
+    assert {(r.series, r.pass_) for r in rows if r.seqlen_q == 8} == passes | {
+        ("fa1-simt", "bwd"),
+        ("fa1-simt", "fwd+bwd"),
+    }
+    assert "FA-1 is not measured at N=24" in said
+    # Beyond what is checked there is no error to give.
+    assert {r.seqlen_q for r in rows if r.metric == "error"} == {8}
+    for r in rows:
+        if r.metric == "speed":
+            problem = one_head(r.seqlen_q, 8, True)
+            assert r.value == pytest.approx(io_model.flops(problem, r.pass_) / 2e9)
+    assert all(timing.FEWEST <= repeats <= timing.REPEATS for repeats in timed)
+
+
+def test_wrong_gradients_are_not_timed_at_any_length(monkeypatch):
+    right = fa_numba.attention_backward
+
+    def wrong(*arrays, deterministic=False, **options):
+        dq, dk, dv = right(*arrays, **options)
+        return dq, dk * np.float32(1 + deterministic), dv
+
+    monkeypatch.setattr(fa_numba, "attention_backward", wrong)
+    rows, timed, _ = on_the_emulator(monkeypatch)
+    failed = {(r.series, r.seqlen_q) for r in rows if r.failed}
+    assert failed == {("fa2-simt-deterministic", 8), ("fa2-simt-deterministic", 24)}
+    assert all("dk: error" in r.note for r in rows if r.failed)
+    assert len(timed) == len({(r.series, r.pass_, r.seqlen_q) for r in rows if not r.failed})
+
+
+def test_long_calls_are_repeated_less(monkeypatch):
+    now = iter([0.0, 0.05, 0.0, 10.0, 0.0, 1e-3])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(timing.device, "synchronize", lambda: None)
+    monkeypatch.setattr(timing.device, "time_ms", lambda run, *, repeats, **_: [1.0] * repeats)
+    runs = [timing.time_call(lambda out=None: 0, lambda out: 0.0, seconds=0.4) for _ in range(3)]
+    assert [timing_.n for timing_ in runs] == [8, timing.FEWEST, timing.REPEATS]
+
+
+def test_the_backward_figure_says_where_fa1_ends():
+    rows = synthetic("speed_backward")
+    figure = speed_backward.draw(rows)
+    assert titles(figure) == [f"{p}, d=64, not causal" for p in speed_backward.PASSES.values()]
+    assert "to N=8k only" in figure.legends[0].get_title().get_text()
+    short = speed_backward.draw([row for row in rows if row.seqlen_q == 512])
+    assert "only" not in short.legends[0].get_title().get_text()
+
+
+# --- Makefile --------------------------------------------------------------------------------
+
+
+def make(**environment):
+    return subprocess.run(
+        ["make", "-n", "figures"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_make_takes_no_path_of_cuda_for_the_wheels():
+    done = make(CUDA="/usr/local/cuda")
+    assert done.returncode == 0, done.stderr
+    assert "/usr/local/cuda" not in done.stdout
+    for wheels in ("cu12", "cu13"):
+        done = make(WHEELS=wheels)
+        assert done.returncode == 0, done.stderr
+    for wheels in ("12", "cu11", "cu12 cu13"):
+        done = make(WHEELS=wheels)
+        assert done.returncode != 0
+        assert f'WHEELS is "{wheels}": allowed is cu12 or cu13' in done.stderr
 
 
 @pytest.mark.gpu
@@ -745,6 +1030,10 @@ def test_every_experiment_measures_on_a_gpu(name, tmp_path):
         assert series >= set(speed.OURS)
         if peers.available():
             assert series >= set(peers.FLOAT32)
+    if name == "speed_backward":
+        done_ = {(row.series, row.pass_) for row in rows if not row.failed}
+        shown = speed_backward.ALL if peers.available() else speed_backward.OURS
+        assert done_ == {(s, p) for s in shown for p in speed_backward.passes_of(s)}
     if name == "loop_cost":
         timed = {row.series for row in rows if row.metric == "time" and not row.failed}
         assert timed == set(loop_cost.STEPS)

@@ -509,3 +509,15 @@ def test_torch_is_not_imported_for_numpy_arrays():
     with devices.using("emulator"):
         fa_numba.flash_attention_2(q, k, v)
     assert "torch" not in sys.modules
+
+
+@pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
+def test_a_row_without_a_key_is_zero_even_where_v_is_not_a_number(algorithm):
+    q, k, v = random_inputs(1, 1, 1, 9, 3, 4)
+    v[:] = np.nan
+    with fa_numba.device.using("emulator"):
+        out, lse = fa_numba.attention(
+            q, k, v, algorithm=algorithm, causal=True, tiles=Tiles(16, 16), return_lse=True
+        )
+    assert (out[0, 0, :6] == 0).all() and np.isneginf(lse[0, 0, :6]).all()
+    assert np.isnan(out[0, 0, 6:]).all()

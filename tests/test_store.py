@@ -11,7 +11,7 @@ from experiments.lab.store import COLUMNS, Recorder, Row, Store, dump, parse
 
 def row(**changes):
     fields = {
-        "machine": "a-gpu",
+        "machine": report.MACHINE,
         "experiment": "speed",
         "series": "fa2-simt",
         "source": "measured",
@@ -61,13 +61,13 @@ def test_round_trip_keeps_every_field():
         row(metric="error", unit="1", value=3.25e-7),
     ]
     text = dump(rows)
-    back = parse(text, "a-gpu")
+    back = parse(text, report.MACHINE)
     assert sorted(map(str, back)) == sorted(map(str, rows))
     assert dump(back) == text
 
 
 def test_numbers_are_short_and_stable():
-    (back,) = parse(dump([row(value=1 / 3, p20=1e-9, p80=12.0)]), "a-gpu")
+    (back,) = parse(dump([row(value=1 / 3, p20=1e-9, p80=12.0)]), report.MACHINE)
     assert (back.value, back.p20, back.p80) == (0.333333, 1e-9, 12)
 
 
@@ -90,10 +90,10 @@ def test_rows_are_sorted_by_number_not_by_digit():
 def test_a_file_that_is_not_ours_is_refused(tmp_path, change):
     store = Store(tmp_path)
     record(store, [row()])
-    path = store.path("speed", "a-gpu")
+    path = store.path("speed", report.MACHINE)
     path.write_text(change(path.read_text()))
-    with pytest.raises(ValueError, match="a-gpu.csv"):
-        store.read("speed", "a-gpu")
+    with pytest.raises(ValueError, match="nvidia-h200.csv"):
+        store.read("speed", report.MACHINE)
 
 
 def test_unknown_source_is_refused():
@@ -103,10 +103,10 @@ def test_unknown_source_is_refused():
 
 def test_equal_rows_leave_both_files_alone(tmp_path):
     store = Store(tmp_path)
-    assert record(store, [row()])["a-gpu"].changed
-    files = [store.path("speed", "a-gpu"), store.path("speed", "a-gpu", ".json")]
+    assert record(store, [row()])[report.MACHINE].changed
+    files = [store.path("speed", report.MACHINE), store.path("speed", report.MACHINE, ".json")]
     before = [(f.read_bytes(), f.stat().st_mtime_ns, f.stat().st_ino) for f in files]
-    outcome = record(store, [row()], commit="2" * 40)["a-gpu"]
+    outcome = record(store, [row()], commit="2" * 40)[report.MACHINE]
     assert not outcome.changed
     assert outcome.measured == 1
     assert [(f.read_bytes(), f.stat().st_mtime_ns, f.stat().st_ino) for f in files] == before
@@ -115,9 +115,9 @@ def test_equal_rows_leave_both_files_alone(tmp_path):
 def test_a_changed_value_rewrites_both(tmp_path):
     store = Store(tmp_path)
     record(store, [row()])
-    assert record(store, [row(value=11.0)], commit="2" * 40)["a-gpu"].changed
-    assert [r.value for r in store.read("speed", "a-gpu")] == [11]
-    assert store.provenance("speed", "a-gpu")["commit"] == "2" * 40
+    assert record(store, [row(value=11.0)], commit="2" * 40)[report.MACHINE].changed
+    assert [r.value for r in store.read("speed", report.MACHINE)] == [11]
+    assert store.provenance("speed", report.MACHINE)["commit"] == "2" * 40
 
 
 def test_a_partial_run_keeps_other_rows_and_says_so(tmp_path):
@@ -125,8 +125,8 @@ def test_a_partial_run_keeps_other_rows_and_says_so(tmp_path):
     short = row(seqlen_q=512, seqlen_k=512)
     record(store, [row(), short])
     record(store, [replace(short, value=1.5)], complete=False, commit="2" * 40)
-    assert [r.value for r in store.read("speed", "a-gpu")] == [1.5, 12.5]
-    about = store.provenance("speed", "a-gpu")
+    assert [r.value for r in store.read("speed", report.MACHINE)] == [1.5, 12.5]
+    about = store.provenance("speed", report.MACHINE)
     assert about["rows_of_earlier_runs"] == 1
     assert [run["commit"] for run in about["earlier_runs"]] == ["1" * 40]
 
@@ -136,24 +136,72 @@ def test_a_complete_run_drops_what_its_series_no_longer_has(tmp_path):
     peer = row(series="torch-efficient")
     record(store, [row(), peer])
     record(store, [row(Br=128)])
-    kept = store.read("speed", "a-gpu")
+    kept = store.read("speed", report.MACHINE)
     assert [(r.series, r.Br) for r in kept] == [("fa2-simt", 128), ("torch-efficient", 64)]
+
+
+def readings(store, experiment="speed"):
+    rows = store.read(experiment, report.MACHINE)
+    return [(r.series, r.seqlen_q, r.Br, r.metric, r.value) for r in rows]
+
+
+def test_a_partial_run_replaces_rows_of_tiles_no_longer_used(tmp_path):
+    store, short = Store(tmp_path), {"seqlen_q": 512, "seqlen_k": 512}
+    record(store, [row(), row(metric="error", unit="1", value=1e-7), row(**short)])
+    recorder = Recorder(store, "speed", provenance)
+    recorder.add(row(Br=128, value=9.0))
+    # At once: a run that is killed leaves no two readings beside each other.
+    now = [("fa2-simt", 512, 64, "time", 12.5), ("fa2-simt", 4096, 128, "time", 9)]
+    assert readings(store) == now
+    recorder.finish(complete=False)
+    assert readings(store) == now
+
+
+@pytest.mark.parametrize("Br", [None, 64])
+def test_a_failure_leaves_no_older_reading(tmp_path, Br):
+    store = Store(tmp_path)
+    tiles = {"Br": Br, "Bc": Br}
+    numbers = [row(metric=metric, **tiles) for metric in ("time", "speed", "error", "memory")]
+    record(store, [*numbers, row(source="l2", metric="traffic", **tiles)])
+    recorder = Recorder(store, "speed", provenance)
+    recorder.add(row(metric="speed", value=None, note="failed: reason", **tiles))
+    kept = [("fa2-simt", 4096, Br, "traffic", 12.5), ("fa2-simt", 4096, Br, "speed", None)]
+    assert sorted(map(str, readings(store))) == sorted(map(str, kept))
+
+
+def test_numbers_that_a_partial_run_no_longer_gives_go_at_its_end(tmp_path):
+    store = Store(tmp_path)
+    record(store, [row(), row(metric="memory"), row(metric="memory", pass_="bwd")])
+    record(store, [row(value=9.0)], complete=False)
+    assert [(r.pass_, r.metric, r.value) for r in store.read("speed", report.MACHINE)] == [
+        ("bwd", "memory", 12.5),
+        ("fwd", "time", 9),
+    ]
+
+
+def test_tiles_that_are_swept_do_not_replace_each_other(tmp_path):
+    store = Store(tmp_path)
+    for Br, value in ((64, 1.0), (128, 2.0), (128, None)):
+        recorder = Recorder(store, "speed", provenance, ("Br", "Bc"))
+        recorder.add(row(Br=Br, value=value))
+        recorder.finish(complete=False)
+    assert [line[2:] for line in readings(store)] == [(64, "time", 1), (128, "time", None)]
 
 
 def test_each_row_is_stored_as_it_comes(tmp_path):
     store = Store(tmp_path)
     recorder = Recorder(store, "speed", provenance)
     recorder.add(row())
-    assert len(store.read("speed", "a-gpu")) == 1
+    assert len(store.read("speed", report.MACHINE)) == 1
     recorder.add(row(causal=True))
-    assert len(store.read("speed", "a-gpu")) == 2
-    assert store.provenance("speed", "a-gpu")["commit"]
+    assert len(store.read("speed", report.MACHINE)) == 2
+    assert store.provenance("speed", report.MACHINE)["commit"]
 
 
 def test_rows_go_to_their_machines_file(tmp_path):
     store = Store(tmp_path)
     record(store, [row(), row(machine="model", source="model")])
-    assert store.machines("speed") == ["a-gpu", "model"]
+    assert store.machines("speed") == ["model", report.MACHINE]
     assert [r.source for r in store.read("speed", "model")] == ["model"]
     assert not list(tmp_path.rglob(".*.csv.*")), "a temporary file was left behind"
 
@@ -161,7 +209,7 @@ def test_rows_go_to_their_machines_file(tmp_path):
 def test_json_is_sorted_text(tmp_path):
     store = Store(tmp_path)
     record(store, [row()])
-    text = store.path("speed", "a-gpu", ".json").read_text()
+    text = store.path("speed", report.MACHINE, ".json").read_text()
     assert list(json.loads(text)) == sorted(json.loads(text))
     assert text.endswith("}\n")
 
@@ -201,6 +249,45 @@ def test_a_failed_configuration_is_in_the_table(tmp_path):
     store = Store(tmp_path)
     record(store, [row(metric="speed", unit="TFLOP/s", value=None, note="failed: out of memory")])
     assert "| failed |" in report.speed(store)
+
+
+def test_the_page_is_of_one_machine(tmp_path):
+    store, page = Store(tmp_path), tmp_path / "page.md"
+    page.write_text(PAGE)
+    speed = {"metric": "speed", "unit": "TFLOP/s"}
+    record(store, [row(value=24.0, **speed)])
+    report.update(page, store)
+    later = Recorder(store, "speed", lambda machine: {"date": "2099-01-01", "commit": "2" * 40})
+    later.add(row(machine="zz-somebodys-gpu", value=99.0, **speed))
+    later.finish(complete=True)
+    assert report.check(page, store) == []
+    assert "24.0" in report.speed(store)
+
+
+def test_memory_with_and_without_a_mask(tmp_path):
+    store, memory = Store(tmp_path), {"metric": "memory", "unit": "MiB"}
+    record(store, [row(value=1.5, **memory), row(value=2.5, causal=True, **memory)])
+    lines = [x.strip("| ").split(" | ") for x in report.memory(store).splitlines() if "4096" in x]
+    assert [line[:5] for line in lines] == [
+        ["64", "no", "4096", "-", "1.5"],
+        ["64", "yes", "4096", "-", "2.5"],
+    ]
+
+
+def test_the_backward_table(tmp_path):
+    store, speed = Store(tmp_path), {"metric": "speed", "unit": "TFLOP/s"}
+    rows = []
+    for pass_, ours in (("bwd", 30.0), ("fwd+bwd", 33.0)):
+        rows.append(row(experiment="speed_backward", pass_=pass_, value=ours, **speed))
+        peer = {"series": "torch-efficient", "value": 20.0}
+        rows.append(row(experiment="speed_backward", pass_=pass_, **peer, **speed))
+    record(store, rows, experiment="speed_backward")
+    text = report.speed_backward(store)
+    lines = [x.strip("| ").split(" | ") for x in text.splitlines() if "4096" in x]
+    assert lines == [
+        [pass_, "64", "no", "4096", "-", "-", ours, "-", "20.0", "-", ratio]
+        for pass_, ours, ratio in (("bwd", "30.0", "1.50"), ("fwd+bwd", "33.0", "1.65"))
+    ]
 
 
 @pytest.mark.parametrize("name", report.TABLES)

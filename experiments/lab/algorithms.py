@@ -15,7 +15,9 @@ SERIES = {"standard-simt": "standard", "fa1-simt": "fa1", "fa2-simt": "fa2"}
 SPLITS = "fa1-simt-splits"
 # FA-2 at the block sizes that FA-1 takes.
 FA1_TILES = "fa2-simt-fa1-tiles"
-_ALGORITHMS = {**SERIES, SPLITS: "fa1", FA1_TILES: "fa2"}
+# FA-2's backward pass with a fixed order of dQ's sums.
+DETERMINISTIC = "fa2-simt-deterministic"
+_ALGORITHMS = {**SERIES, SPLITS: "fa1", FA1_TILES: "fa2", DETERMINISTIC: "fa2"}
 LOADING_KV = 0.5  # of the time of a tile of S
 # What figures and tables call a series.
 LABELS = {
@@ -24,6 +26,7 @@ LABELS = {
     "fa1-simt-splits": "FA-1, query splits",
     "fa2-simt": "FA-2 (Q outer)",
     "fa2-simt-fa1-tiles": "FA-2, FA-1's tiles",
+    "fa2-simt-deterministic": "FA-2, deterministic dQ",
     "torch-efficient": "torch efficient",
     "torch-unfused": "torch unfused",
 }
@@ -51,6 +54,32 @@ def call(series: str, problem: Problem, q: Any, k: Any, v: Any, **options: Any) 
 
     def run(out: Any = None) -> Any:
         return fa_numba.attention(q, k, v, out=out, **options)
+
+    return run
+
+
+def backward_options(series: str) -> dict[str, Any]:
+    """What the series asks of the backward pass beside its algorithm."""
+    return {"deterministic": True} if series == DETERMINISTIC else {}
+
+
+def gradients(series: str, problem: Problem, pass_: str, *arrays: Any) -> Callable:
+    """A function that gives dq, dk and dv once by the series; `arrays` are q, k, v and dout.
+
+    For "bwd" it runs the backward pass alone, for "fwd+bwd" a forward pass before it. It takes
+    `out`, which it leaves alone: the gradients are made in the call.
+    """
+    q, k, v, dout = arrays
+    common = {"algorithm": algorithm(series), "causal": problem.causal}
+    options = common | backward_options(series)
+
+    def forward() -> Any:
+        return fa_numba.attention(q, k, v, return_lse=True, **common)
+
+    kept = forward() if pass_ == "bwd" else None
+
+    def run(out: Any = None) -> Any:
+        return fa_numba.attention_backward(dout, q, k, v, *(kept or forward()), **options)
 
     return run
 

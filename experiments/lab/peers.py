@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fa_numba.problem import Problem
@@ -36,7 +36,7 @@ def call(series: str, problem: Problem, q: Any, k: Any, v: Any) -> Callable[...,
     torch.backends.cuda.matmul.allow_tf32 = False
     tq, tk, tv = (torch.as_tensor(x, device="cuda") for x in (q, k, v))
     for ours, theirs in zip((q, k, v), (tq, tk, tv), strict=True):
-        if ours.__cuda_array_interface__["data"][0] != theirs.data_ptr():
+        if ours is not theirs and ours.__cuda_array_interface__["data"][0] != theirs.data_ptr():
             raise RuntimeError("torch copied an input instead of viewing it")
     scale, causal = problem.scale, problem.causal
     if causal and problem.diagonal:
@@ -67,6 +67,29 @@ def call(series: str, problem: Problem, q: Any, k: Any, v: Any) -> Callable[...,
     else:
         raise ValueError(f"series is {series!r}: allowed is {', '.join(FLOAT32)}")
     return run
+
+
+def gradients(series: str, problem: Problem, pass_: str, *arrays: Any) -> Callable[..., Any]:
+    """A function that gives dq, dk and dv once, by autograd through what `call` runs.
+
+    `arrays` are q, k, v and dout; passes and `out` as `algorithms.gradients` has them.
+    """
+    tq, tk, tv, dout = (torch.as_tensor(x, device="cuda").detach() for x in arrays)
+    leaves = tuple(x.requires_grad_() for x in (tq, tk, tv))
+    forward = call(series, problem, *leaves)
+    kept = forward() if pass_ == "bwd" else None
+
+    def run(out: Any = None) -> Any:
+        if kept is not None:
+            return torch.autograd.grad(kept, leaves, dout, retain_graph=True)
+        return torch.autograd.grad(forward(), leaves, dout)
+
+    return run
+
+
+def tensors(arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """NumPy arrays as torch tensors on the GPU."""
+    return tuple(torch.as_tensor(x, device="cuda") for x in arrays)
 
 
 def peak_bytes(run: Callable[..., Any]) -> int:

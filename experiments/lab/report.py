@@ -17,10 +17,13 @@ from fa_numba.problem import Problem
 from .algorithms import LABELS
 from .options import FIGURES, REPOSITORY
 from .provenance import when_and_where
-from .store import EMULATOR, MODEL, Row, Store
+from .store import MODEL, Row, Store
 
 PAGE = REPOSITORY / "paper_repro.md"
+# The GPU of the page's numbers: whatever else is recorded, the page stays as it is.
+MACHINE = "nvidia-h200"
 NO_RECORDING = "no recording yet"
+RATIO = "FA-2 / torch efficient"
 _BLOCK = re.compile(
     r"(?P<start><!-- table: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(?P<end><!-- end: (?P=name) -->)",
     re.DOTALL,
@@ -28,15 +31,13 @@ _BLOCK = re.compile(
 
 
 def _gpu_rows(store: Store, experiment: str) -> tuple[list[Row], str]:
-    """The latest recording of a GPU and a line that says which one it is."""
-    gpus = [m for m in store.machines(experiment) if m not in (MODEL, EMULATOR)]
-    if not gpus:
+    """The recording of MACHINE and a line that says what it is."""
+    if MACHINE not in store.machines(experiment):
         return [], ""
-    abouts = {m: store.provenance(experiment, m) for m in gpus}
-    machine = max(gpus, key=lambda m: (str(abouts[m].get("date")), m))
-    name = (abouts[machine].get("device") or {}).get("name", machine)
-    line = f"{when_and_where(abouts[machine], name)}; figures/data/{experiment}/{machine}.csv"
-    return store.read(experiment, machine), line
+    about = store.provenance(experiment, MACHINE)
+    name = (about.get("device") or {}).get("name", MACHINE)
+    line = f"{when_and_where(about, name)}; figures/data/{experiment}/{MACHINE}.csv"
+    return store.read(experiment, MACHINE), line
 
 
 def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -66,29 +67,52 @@ def speed(store: Store) -> str:
     )
     lines = []
     for d, causal, N in sorted({key[:3] for key in found}):
-        cells = [found.get((d, causal, N, series)) for series in shown]
-        ours, peer = cells[2], cells[4]
-        ratio = "-"
-        if ours and peer and ours.value and peer.value:
-            ratio = f"{ours.value / peer.value:.2f}"
-        numbers = [_value(cell, lambda v: f"{v:.1f}") for cell in cells]
-        lines.append([str(d), "yes" if causal else "no", str(N), *numbers, ratio])
-    header = ["d", "causal", "N", *(LABELS[s] for s in shown), "FA-2 / torch efficient"]
+        cells = {series: found.get((d, causal, N, series)) for series in shown}
+        lines.append([str(d), "yes" if causal else "no", str(N), *_speeds(cells)])
+    header = ["d", "causal", "N", *(LABELS[s] for s in shown), RATIO]
     return f"TFLOP/s, forward, fp32. {source}\n\n" + _markdown(header, lines)
+
+
+def _speeds(cells: dict[str, Row | None]) -> list[str]:
+    """TFLOP/s of the series, and what RATIO names."""
+    ours, peer = cells["fa2-simt"], cells["torch-efficient"]
+    ratio = f"{ours.value / peer.value:.2f}" if ours and peer and ours.value and peer.value else "-"
+    return [*(_value(cell, lambda v: f"{v:.1f}") for cell in cells.values()), ratio]
+
+
+def speed_backward(store: Store) -> str:
+    """TFLOP/s of the backward pass, alone and with the forward one, as `speed` gives them."""
+    from experiments import speed_backward as experiment
+
+    rows, source = _gpu_rows(store, experiment.NAME)
+    found = {
+        (r.pass_, r.head_dim, r.causal, r.seqlen_q, r.series): r
+        for r in rows
+        if r.metric == "speed"
+    }
+    if not found:
+        return NO_RECORDING + "\n"
+    lines = []
+    for pass_, d, causal, N in sorted({key[:4] for key in found}):
+        cells = {series: found.get((pass_, d, causal, N, series)) for series in experiment.ALL}
+        lines.append([pass_, str(d), "yes" if causal else "no", str(N), *_speeds(cells)])
+    header = ["pass", "d", "causal", "N", *(LABELS[s] for s in experiment.ALL), RATIO]
+    return f"TFLOP/s, fp32. {source}\n\n" + _markdown(header, lines)
 
 
 def memory(store: Store) -> str:
     """Peak memory beside inputs and outputs, in MiB."""
     rows, source = _gpu_rows(store, "speed")
-    found = {(r.head_dim, r.seqlen_q, r.series): r for r in rows if r.metric == "memory"}
+    found = {(r.head_dim, r.causal, r.seqlen_q, r.series): r for r in rows if r.metric == "memory"}
     if not found:
         return NO_RECORDING + "\n"
     shown = ("fa1-simt", "fa2-simt", "standard-simt", "torch-efficient", "torch-unfused")
     lines = []
-    for d, N in sorted({key[:2] for key in found}):
-        cells = [found.get((d, N, series)) for series in shown]
-        lines.append([str(d), str(N), *(_value(cell, lambda v: f"{v:.4g}") for cell in cells)])
-    header = ["d", "N", *(LABELS[s] for s in shown)]
+    for d, causal, N in sorted({key[:3] for key in found}):
+        cells = [found.get((d, causal, N, series)) for series in shown]
+        numbers = [_value(cell, lambda v: f"{v:.4g}") for cell in cells]
+        lines.append([str(d), "yes" if causal else "no", str(N), *numbers])
+    header = ["d", "causal", "N", *(LABELS[s] for s in shown)]
     return f"MiB beside inputs and outputs. {source}\n\n" + _markdown(header, lines)
 
 
@@ -130,8 +154,7 @@ def block_size(store: Store) -> str:
                 str(size),
                 "-" if paper_gb is None else f"{paper_gb / 1e9:.2f}",
                 f"{io_model.fa1_paper_gb(problem, size):.2f}",
-                f"{model[k_outer]:.2f}",
-                f"{model[q_outer]:.2f}",
+                *(f"{model[s]:.2f}" if s in model else "-" for s in (k_outer, q_outer)),
                 "-" if paper_ms is None else f"{paper_ms:.1f}",
                 _value(times.get(k_outer), lambda v: f"{v:.1f}"),
                 _value(times.get(q_outer), lambda v: f"{v:.1f}"),
@@ -227,6 +250,7 @@ def loop_cost(store: Store) -> str:
 
 TABLES: dict[str, Callable[[Store], str]] = {
     "speed": speed,
+    "speed_backward": speed_backward,
     "memory": memory,
     "block_size": block_size,
     "io_vs_seqlen": io_vs_seqlen,

@@ -64,7 +64,8 @@ class Runner:
             self.console.print(f"[bold]{name}[/]: needs a CUDA GPU, and this machine has none")
             return
         self.console.print(f"[bold]{name}[/]: {module.TITLE}")
-        recorder = Recorder(self.store, name, self._provenance.for_machine)
+        swept = getattr(module, "SWEPT", ())
+        recorder = Recorder(self.store, name, self._provenance.for_machine, swept)
         report.outcomes = recorder.outcomes
         with Progress(
             TextColumn("  {task.description}"),
@@ -79,14 +80,16 @@ class Runner:
                 progress=lambda items, label: progress.track(items, description=label),
                 say=progress.console.print,
             )
+            complete = False
             try:
                 for row in module.measure(self.options, bench):
                     recorder.add(row)
+                complete = self.options.complete
             except Exception as error:
                 report.error = f"{type(error).__name__}: {error}"
                 progress.console.print_exception()
-                return
-        recorder.finish(complete=self.options.complete)
+            finally:
+                recorder.finish(complete=complete)
 
     def draw(self, name: str) -> bool:
         """Draw one figure from stored files alone; False when there is nothing to draw."""
@@ -124,8 +127,13 @@ class Runner:
             places.update(dict.fromkeys(store.machines(name), store))
         abouts = {machine: places[machine].provenance(name, machine) for machine in places}
         gpus = [machine for machine in places if machine not in _NOT_GPUS]
-        # This machine's GPU, else the latest recording.
-        gpus.sort(key=lambda m: (m == self.machine, str(abouts[m].get("date")), m))
+
+        def preferred(machine: str) -> tuple[bool, bool, str, str]:
+            """This machine's GPU, else one recorded in --out, else the latest recording."""
+            date = str(abouts[machine].get("date"))
+            return machine == self.machine, places[machine] is self.store, date, machine
+
+        gpus.sort(key=preferred)
         chosen = [machine for machine in places if machine in _NOT_GPUS] + gpus[-1:]
         rows = [row for machine in chosen for row in places[machine].read(name, machine)]
         rows = [row for row in rows if self.options.admits(row)]

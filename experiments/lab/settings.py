@@ -34,22 +34,26 @@ def one_head(seqlen: int, head_dim: int, causal: bool = False) -> Problem:
 
 
 class Inputs:
-    """Standard normal q, k and v: the first numbers of three streams, drawn once."""
+    """Standard normal q, k and v: the first numbers of three streams, drawn once.
 
-    def __init__(self) -> None:
+    With `gradient` dout too, of a fourth stream.
+    """
+
+    def __init__(self, *, gradient: bool = False) -> None:
         self._drawn: tuple[np.ndarray, ...] = ()
+        self._streams = 4 if gradient else 3
 
-    def __call__(self, problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        sizes = [int(np.prod(s)) for s in (problem.q_shape, problem.k_shape, problem.k_shape)]
+    def __call__(self, problem: Problem) -> tuple[np.ndarray, ...]:
+        shapes = (problem.q_shape, problem.k_shape, problem.k_shape, problem.q_shape)
+        shapes = shapes[: self._streams]
+        sizes = [int(np.prod(shape)) for shape in shapes]
         if not self._drawn or self._drawn[0].size < max(sizes):
-            streams = np.random.SeedSequence(SEED).spawn(3)
+            streams = np.random.SeedSequence(SEED).spawn(self._streams)
             self._drawn = tuple(
                 np.random.default_rng(stream).standard_normal(max(sizes), dtype=np.float32)
                 for stream in streams
             )
-        q, k, v = (drawn[:size] for drawn, size in zip(self._drawn, sizes, strict=True))
-        return (
-            q.reshape(problem.q_shape),
-            k.reshape(problem.k_shape),
-            v.reshape(problem.k_shape),
+        return tuple(
+            drawn[:size].reshape(shape)
+            for drawn, size, shape in zip(self._drawn, sizes, shapes, strict=True)
         )

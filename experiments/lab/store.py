@@ -11,7 +11,7 @@ import io
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -191,16 +191,26 @@ class Outcome:
 class Recorder:
     """Takes one run's rows as they come and keeps each at once: an interrupted run loses none.
 
-    A row replaces the stored row of the same key; others stay. When a complete run ends,
-    `finish(complete=True)` drops stored rows of the series and sources that it measured but no
-    longer makes, such as those of tile sizes no longer used.
+    A row replaces the stored row of the same key, and with it goes what older runs stored of the
+    same series, source and problem: at once where a row of other tiles or a failure contradicts
+    it, else when `finish` ends the run. Other rows stay, unless `finish(complete=True)` says that
+    the run measured all there is: then no older row of its series and sources is left.
+
+    `swept` names the columns that an experiment varies, such as Br and Bc; rows that differ in
+    them do not contradict each other.
     """
 
     def __init__(
-        self, store: Store, experiment: str, provenance: Callable[[str], dict[str, Any]]
+        self,
+        store: Store,
+        experiment: str,
+        provenance: Callable[[str], dict[str, Any]],
+        swept: Sequence[str] = (),
     ) -> None:
         self.store, self.experiment = store, experiment
         self._provenance = provenance
+        chosen = {"metric", "Br", "Bc"} - set(swept)
+        self._setting = tuple(name for name in _KEY if name not in chosen)
         self._rows: dict[str, dict[tuple[Any, ...], Row]] = {}
         self._fresh: dict[str, set[tuple[Any, ...]]] = {}
         self._before: dict[str, dict[str, Any]] = {}
@@ -216,6 +226,14 @@ class Recorder:
             self.outcomes[machine] = Outcome()
         self._rows[machine][row.key] = row
         self._fresh[machine].add(row.key)
+        setting = self._setting_of(row)
+        self._drop(
+            machine,
+            lambda old: (
+                self._setting_of(old) == setting
+                and (row.failed or (old.Br, old.Bc) != (row.Br, row.Bc))
+            ),
+        )
         outcome = self.outcomes[machine]
         outcome.measured += 1
         outcome.failed += row.failed
@@ -223,14 +241,19 @@ class Recorder:
 
     def finish(self, *, complete: bool) -> dict[str, Outcome]:
         for machine, rows in self._rows.items():
-            fresh = self._fresh[machine]
-            if complete:
-                redone = {_series(rows[key]) for key in fresh}
-                for key in [key for key in rows if key not in fresh]:
-                    if _series(rows[key]) in redone:
-                        del rows[key]
+            same = _series if complete else self._setting_of
+            redone = {same(rows[key]) for key in self._fresh[machine]}
+            self._drop(machine, lambda old, same=same, redone=redone: same(old) in redone)
             self._write(machine)
         return self.outcomes
+
+    def _setting_of(self, row: Row) -> tuple[Any, ...]:
+        return tuple(getattr(row, name) for name in self._setting)
+
+    def _drop(self, machine: str, stale: Callable[[Row], bool]) -> None:
+        rows, fresh = self._rows[machine], self._fresh[machine]
+        for key in [key for key, old in rows.items() if key not in fresh and stale(old)]:
+            del rows[key]
 
     def _write(self, machine: str) -> None:
         rows, outcome = self._rows[machine], self.outcomes[machine]

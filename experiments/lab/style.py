@@ -20,6 +20,7 @@ COLOURS = {
     "fa1-simt-splits": "#56B4E9",
     "fa2-simt": "#009E73",
     "fa2-simt-fa1-tiles": "#66C5AB",
+    "fa2-simt-deterministic": "#66C5AB",
     "torch-efficient": "#000000",
     "torch-unfused": "#8C8C8C",
     "published": "#CC79A7",
@@ -29,6 +30,7 @@ MARKERS = {
     "fa1-simt": "o",
     "fa1-simt-splits": "D",
     "fa2-simt": "^",
+    "fa2-simt-deterministic": ">",
     "torch-efficient": "v",
     "torch-unfused": "P",
 }
@@ -66,6 +68,12 @@ def new(rows: int, columns: int, height: float, **options: Any) -> tuple[Figure,
     use()
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def empty(ax: Any, text: str) -> None:
+    """A panel without data: the text, and no axes with made-up ticks."""
+    ax.text(0.5, 0.5, text, ha="center", transform=ax.transAxes)
+    ax.set_axis_off()
 
 
 def sizes(ax: Any, values: Sequence[int], name: str) -> None:

@@ -23,16 +23,28 @@ REPEATS = 20
 # For kernels that are not ours: that they computed the same function. A forgotten scale or mask,
 # or TF32, is further off; another order of summation is not.
 PEER_BOUND = 1e-4
+# The longest problem whose gradients are computed in float64 here.
+CHECKED_SEQLEN = 2048
+# Of calls with gradients, which take long: about so much time, and no fewer calls.
+SECONDS, FEWEST = 0.4, 5
 PROTOCOL = {
     "clock": "device events around one call",
     "repeats": REPEATS,
     "warmup": "3 calls, or 1 where a call takes over 200 ms",
-    "l2": "flushed before every call",
+    "l2": "flushed before every call by overwriting at least 1 GiB, behind which the host cost of "
+    "the launch hides too",
     "statistic": "median; p20 and p80 beside it",
     "check": "error against float64 at most twice that of unfused float32, on blocks of rows of "
     "the first and the last head",
     "check of torch": f"the same rows; error at most {PEER_BOUND:g}, that the same function was "
     "computed: how it rounds is not ours to certify",
+    "gradients": f"repeats cut to {SECONDS:g} s of calls, {FEWEST} at least; dq, dk and dv are "
+    "allocated in the call, by torch's caching allocator where torch is installed; fwd+bwd is one "
+    "forward with the logsumexp and one backward in one timed call",
+    "check of gradients": "dq, dk and dv of the whole last head, each at most twice the error of "
+    "unfused float32 and a rounding off float64; beyond N="
+    f"{CHECKED_SEQLEN} the same call is checked once at N={CHECKED_SEQLEN} of the same head "
+    "dimension and mask instead, and no error is given",
 }
 
 
@@ -112,17 +124,66 @@ class Gate:
         return error
 
 
+class GradientGate:
+    """Checks dq, dk and dv of the whole last head, as `Gate` checks rows of the output.
+
+    `arrays` are q, k, v and dout. The error is the largest of the three. Query and K/V heads must
+    be as many: with shared K/V heads dk and dv are sums over heads.
+    """
+
+    def __init__(self, problem: Problem, *arrays: np.ndarray) -> None:
+        if problem.group != 1:
+            raise ValueError(f"heads_q is {problem.heads_q}, not heads_k, {problem.heads_k}")
+        b, h = self._head = (problem.batch - 1, problem.heads_q - 1)
+        q, k, v, dout = (x[b : b + 1, h : h + 1] for x in arrays)
+        options = {"scale": problem.scale, "causal": problem.causal}
+        exact = reference.attention_backward(dout, q, k, v, **options)
+        unfused = reference.unfused_backward(dout, q, k, v, dtype=np.float32, **options)
+        self._expected = [x[0, 0] for x in exact]
+        self.bounds = [
+            2 * reference.relative_error(*pair) + float(np.finfo(np.float32).eps)
+            for pair in zip(unfused, exact, strict=True)
+        ]
+
+    def __call__(self, gradients: Any) -> float:
+        return self._check(gradients, self.bounds)
+
+    def peer(self, gradients: Any) -> float:
+        return self._check(gradients, [PEER_BOUND] * 3)
+
+    def _check(self, gradients: Any, bounds: list[float]) -> float:
+        errors = []
+        for name, got, expected, bound in zip(
+            ("dq", "dk", "dv"), gradients, self._expected, bounds, strict=True
+        ):
+            errors.append(float(reference.relative_error(to_host(got[self._head]), expected)))
+            if not errors[-1] <= bound:
+                raise WrongResult(
+                    f"{name}: error {errors[-1]:.2e} against float64, allowed {bound:.2e}"
+                )
+        return max(errors)
+
+
 def time_call(
-    call: Callable[..., Any], check: Callable[[Any], float], repeats: int = REPEATS
+    call: Callable[..., Any],
+    check: Callable[[Any], float],
+    repeats: int = REPEATS,
+    seconds: float | None = None,
 ) -> Timing:
-    """Check `call()`'s result with a gate, then time `call(out=result)`."""
+    """Check `call()`'s result with a gate, then time `call(out=result)`.
+
+    With `seconds` there are fewer than `repeats` where they would take longer, FEWEST at least.
+    """
     out = call()
     device.synchronize()
     error = check(out)
     start = time.perf_counter()
     call(out=out)
     device.synchronize()
-    warmup = 1 if time.perf_counter() - start > 0.2 else 3
+    took = time.perf_counter() - start
+    warmup = 1 if took > 0.2 else 3
+    if seconds is not None:
+        repeats = max(min(FEWEST, repeats), min(repeats, int(seconds / took)))
     samples = device.time_ms(lambda: call(out=out), repeats=repeats, warmup=warmup, flush_l2=True)
     p20, median, p80 = np.percentile(samples, [20, 50, 80])
     return Timing(float(median), float(p20), float(p80), len(samples), error)
@@ -132,7 +193,7 @@ def timing_rows(timing: Timing, problem: Problem, **common: Any) -> Iterator[Row
     """The rows of one timing: time, speed and the error found before; `common` is their rest."""
     times = {"p20": timing.p20, "p80": timing.p80, "n": timing.n}
     yield Row(metric="time", unit="ms", value=timing.median, **times, **common)
-    teraflop = io_model.flops(problem) / 1e9
+    teraflop = io_model.flops(problem, common.get("pass_", "fwd")) / 1e9
     # The fastest fifth of the runs is the upper end of the speed.
     speeds = {"p20": teraflop / timing.p80, "p80": teraflop / timing.p20, "n": timing.n}
     yield Row(metric="speed", unit="TFLOP/s", value=teraflop / timing.median, **speeds, **common)
