@@ -9,8 +9,21 @@ from numba import cuda
 
 import fa_numba
 from fa_numba.device import Kernel, array_type, float32
-from fa_numba.kernels.simt import fa1_forward, fa2_forward, standard
-from fa_numba.tiles import default_tiles, specialise, splits
+from fa_numba.kernels.simt import (
+    fa1_backward,
+    fa1_forward,
+    fa2_backward,
+    fa2_forward,
+    standard,
+    standard_backward,
+)
+from fa_numba.tiles import (
+    BackwardSpec,
+    default_backward_tiles,
+    default_tiles,
+    specialise,
+    splits,
+)
 
 pytest.importorskip("cuda.core", reason="cuda-core is not installed")
 REGISTERS = 64 * 1024  # of a multiprocessor, sm_80 and sm_90 alike
@@ -70,6 +83,24 @@ def compiled(kernel, arch):
     return ptx.decode(errors="replace"), log
 
 
+def backward_kernel_of(name, arch, d, causal, aligned):
+    """The same for the backward pass."""
+    if name == "row sums":
+        return fa2_backward.make_row_sums(d, True)
+    if name == "dS":
+        return standard_backward.make_standard_score_gradients(4096, standard.MAX_WARPS)
+    tiles = default_backward_tiles(4096, 4096, d, SHARED[arch])
+    spec = specialise(tiles, d, SHARED[arch], BackwardSpec, causal=causal, aligned=aligned)
+    make = {
+        "fa1": fa1_backward.make_backward,
+        "fa2": fa2_backward.make_backward,
+        "fa2 without dQ": functools.partial(fa2_backward.make_backward, atomic=False),
+        "fa2 dQ": fa2_backward.make_query_gradients,
+        "transposed": standard_backward.make_standard_transposed_output,
+    }
+    return make[name](spec)
+
+
 def registers(log):
     return int(re.search(r"Used (\d+) registers", log)[1])
 
@@ -123,6 +154,47 @@ def test_a_kernel_compiles_within_its_budgets(case):
         assert "shfl.sync.bfly" in ptx
 
 
+BACKWARD_CASES = [
+    *(
+        (name, arch, d, True, True)
+        for name in ("fa1", "fa2", "fa2 dQ")
+        for arch in ("sm_90a", "sm_80")
+        for d in (64, 128)
+    ),
+    ("fa1", "sm_90a", 256, True, True),
+    ("fa2", "sm_90a", 128, False, False),
+    ("fa2 without dQ", "sm_90a", 128, True, True),
+    ("transposed", "sm_90a", 128, True, True),
+    ("transposed", "sm_80", 64, True, False),
+    ("dS", "sm_90a", 64, True, True),
+    ("row sums", "sm_80", 128, True, True),
+]
+
+
+@pytest.mark.parametrize("case", BACKWARD_CASES, ids=lambda c: "-".join(map(str, c)))
+def test_a_backward_kernel_compiles_within_its_budgets(case):
+    name, arch, d, causal, aligned = case
+    kernel = backward_kernel_of(*case)
+    ptx, log = compiled(kernel, arch)
+
+    assert f".target {arch}" in ptx
+    assert ".f64" not in ptx, "float64 arithmetic"
+    assert ".local" not in ptx, "local memory"
+    spills = re.findall(r"(\d+) bytes (stack frame|spill stores|spill loads)", log)
+    assert len(spills) == 3 and all(n == "0" for n, _ in spills), log
+    assert registers(log) * kernel.threads * kernel.min_blocks <= REGISTERS
+    assert kernel.shared_bytes <= SHARED[arch]
+
+    if name not in ("dS", "row sums"):
+        assert "ld.shared.v4.f32" in ptx, "16-byte reads of shared memory"
+        width = "cg.shared.global" if aligned else "ca.shared.global"
+        assert f"cp.async.{width}" in ptx, "asynchronous copies"
+        if aligned:
+            assert "st.global.v4.f32" in ptx, "16-byte writes of a gradient"
+    assert ("ex2.approx.ftz.f32" in ptx) == name.startswith("fa")
+    assert ("red.global.add.f32" in ptx) == (name == "fa2")
+
+
 @pytest.mark.parametrize("module", [fa1_forward, fa2_forward], ids=["fa1", "fa2"])
 def test_the_docstrings_shared_memory_is_the_kernels(module):
     formula = re.search(r"Shared memory, floats: +(.*)", module.__doc__)[1]
@@ -143,6 +215,32 @@ def test_the_docstrings_shared_memory_is_the_kernels(module):
             plan = fa_numba.plan((1, 1, 4096, d), (1, 1, 4096, d), algorithm=algorithm)
         assert (plan.tiles.Br, plan.tiles.Bc) == (Br, Bc)
         assert plan.kernels[0].shared_bytes == size
+
+
+@pytest.mark.parametrize("module", [fa1_backward, fa2_backward], ids=["fa1", "fa2"])
+def test_the_docstrings_shared_memory_is_the_backward_kernels(module):
+    formula = re.search(r"Shared memory, floats: +(.*)", module.__doc__)[1]
+    python = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula)
+    checked = 0
+    for d, (Br, Bc) in itertools.product((32, 64, 128, 256), ((64, 64), (32, 64), (64, 32))):
+        for spec in splits(Br, Bc, d, BackwardSpec):
+            if spec.columns == d:  # rows need no padding beyond the 4
+                floats = eval(python, {"Br": Br, "Bc": Bc, "d": d, "TX": spec.tx_count})
+                assert 4 * floats == spec.shared_bytes == module.make_backward(spec).shared_bytes
+                checked += 1
+    assert checked >= 10
+
+
+def test_the_default_backward_plan_is_what_is_compiled_here():
+    for d in (64, 128):
+        for algorithm, n, name in (("fa1", 0, "fa1"), ("fa2", 1, "fa2"), ("standard", 2, None)):
+            with fa_numba.device.using("emulator"):
+                shape = (1, 1, 4096, d)
+                plan = fa_numba.plan(shape, shape, algorithm=algorithm, passes="bwd")
+            kernel = backward_kernel_of(name or "transposed", "sm_90a", d, False, True)
+            planned = plan.kernels[n]
+            assert planned.name == kernel.name
+            assert (planned.threads, planned.shared_bytes) == (kernel.threads, kernel.shared_bytes)
 
 
 def test_the_default_plan_is_what_is_compiled_here():

@@ -14,14 +14,40 @@ from functools import cache
 
 import numpy as np
 import pytest
-from helpers import ALGORITHMS, assert_close_to_float64, attend, random_inputs
+from backward_helpers import (
+    NAMES,
+    WAYS,
+    differentiate,
+    random_gradients,
+    saved,
+    true_gradients,
+)
+from helpers import (
+    ALGORITHMS,
+    assert_close_to_float64,
+    assert_within,
+    attend,
+    random_inputs,
+)
 
 from fa_numba import Tiles, emulator, plans
-from fa_numba.kernels.simt import fa1_forward, fa2_forward, standard
-from fa_numba.parts import products, rows, softmax, tile_load
+from fa_numba.kernels.simt import (
+    fa1_backward,
+    fa1_forward,
+    fa2_backward,
+    fa2_forward,
+    standard,
+    standard_backward,
+)
+from fa_numba.parts import gradients, products, rows, softmax, tile_load
 
-KERNELS = {"standard": standard, "fa1": fa1_forward, "fa2": fa2_forward}
-PARTS = {m.__name__.rpartition(".")[2]: m for m in (products, rows, softmax, tile_load)}
+BACKWARD = {
+    "standard_backward": standard_backward,
+    "fa1_backward": fa1_backward,
+    "fa2_backward": fa2_backward,
+}
+KERNELS = {"standard": standard, "fa1": fa1_forward, "fa2": fa2_forward, **BACKWARD}
+PARTS = {m.__name__.rpartition(".")[2]: m for m in (gradients, products, rows, softmax, tile_load)}
 
 # --- the machinery ---------------------------------------------------------------------------
 
@@ -117,14 +143,46 @@ def run(algorithm, case):
     assert_close_to_float64(result.O, q, k, v, result.L, causal=case.causal)
 
 
+# Tiles of columns are 16 or more, so that a group of four belongs to each thread.
+BACKWARD_CASES = (
+    Case((1, 2, 1, 21, 39, 8), Tiles(8, 16, 64), False),
+    Case((1, 2, 1, 43, 41, 8), Tiles(8, 16, 64), True),  # rows 0 and 1 see no column
+    Case((2, 4, 2, 10, 41, 5), Tiles(4, 16, 32), False, layout="odd"),
+    Case((1, 1, 1, 45, 19, 4), Tiles(8, 16, 64), True),  # whole row tiles that see no column
+    Case((1, 1, 1, 40, 40, 4), Tiles(8, 16, 64), True),  # the diagonal meets corners of tiles
+    Case((1, 1, 1, 39, 40, 4), Tiles(8, 16, 64), True),  # and passes one column beyond them
+    Case((1, 1, 1, 5, 200, 4), Tiles(8, 64, 64), False),  # two warps for a row of P
+)
+
+
+@cache
+def gradient_inputs(case):
+    given = random_gradients(*case.shape)
+    values = saved(*given[1:], causal=case.causal)
+    return given, values, true_gradients(*given, causal=case.causal)
+
+
+def run_backward(algorithm, case):
+    given, values, want = gradient_inputs(case)
+    for way in WAYS:
+        if WAYS[way][0] == algorithm:
+            options = {"causal": case.causal, "tiles": case.tiles, "layout": case.layout}
+            found = differentiate("emulator", way, *given, saved_values=values, **options)
+            for name in NAMES:
+                assert_within(name, getattr(found, name), getattr(want, name), want.bounds[name])
+
+
 def caught_by(algorithm, kernels, monkeypatch):
     """What fails first over all cases: an emulator error's name, "counts", "values" or None."""
-    module = {"standard": "standard", "fa1": "fa1_forward", "fa2": "fa2_forward"}[algorithm]
+    name, _, backward = algorithm.partition("_")
+    module = algorithm if backward or name == "standard" else f"{algorithm}_forward"
+    runs, cases = (run_backward, BACKWARD_CASES) if backward else (run, CASES)
+    planned = "_backward" if backward else "_forward"
     monkeypatch.setattr(plans, module, kernels[algorithm])
-    monkeypatch.setattr(plans, "_forward", plans._forward.__wrapped__)
-    for case in CASES:
+    monkeypatch.setattr(plans, planned, getattr(plans, planned).__wrapped__)
+    for case in cases:
         try:
-            run(algorithm, case)
+            runs(name, case)
         except AssertionError as error:
             return "counts" if str(error).startswith("counts") else "values"
         except (emulator.EmulatorError, ZeroDivisionError, ValueError) as error:
@@ -170,6 +228,14 @@ def mutants():
         ("fa1", 3, 1, 2),
         ("fa2", 2, 3, 3),
         ("standard", 5, 3, 3),
+    ):
+        add("no barrier", name, "cuda.syncthreads()", "pass", HAZARDS, total=barriers)
+        add("no wait", name, " wait_async()", " pass", HAZARDS, total=waits)
+        add("no commit", name, " commit_async()", " pass", HAZARDS, total=commits)
+    for name, barriers, waits, commits in (
+        ("fa1_backward", 4, 1, 2),
+        ("fa2_backward", 6, 3, 4),
+        ("standard_backward", 3, 1, 1),
     ):
         add("no barrier", name, "cuda.syncthreads()", "pass", HAZARDS, total=barriers)
         add("no wait", name, " wait_async()", " pass", HAZARDS, total=waits)
@@ -472,7 +538,383 @@ def mutants():
     add("P without the inverse", "standard", "* inverse", "", "values")
     add("L without l", "standard", "m + LN2 * log2(l)", "m", "values")
     add("no guard of -inf", "standard", "if s != NEG_INF:", "if True:", "values")
+    gradient_mutants(add)
     return found
+
+
+def gradient_mutants(add):
+    """Faults of the backward kernels and of the parts that only they have."""
+    flash, every = ("fa1_backward", "fa2_backward"), tuple(BACKWARD)
+    some = ("values", "counts")
+    any_way = (*some, "OutOfBounds", *HAZARDS)
+
+    # D
+    parts = "gradients.make_score_gradients"
+    add("D added", parts, "- rD[i]", "+ rD[i]", "values", flash)
+    add("no D", parts, "- rD[i]", "", "values", flash)
+    add("dS without P", parts, "rP[i * TN + j] * (", "(", "values", flash)
+    add("D added", "standard_backward", "(g - D)", "(g + D)", "values")
+    add(
+        "D of one warp",
+        "standard_backward",
+        "for w in range(WARPS):",
+        "for w in range(1):",
+        "values",
+    )
+    add(
+        "D of one thread",
+        "standard_backward",
+        "dot += cuda.shfl_xor_sync(FULL_WARP, dot, lane)",
+        "pass",
+        "values",
+    )
+    add(
+        "D of one thread",
+        "fa2_backward",
+        "dot += cuda.shfl_xor_sync(FULL_WARP, dot, step)",
+        "pass",
+        "values",
+    )
+    add(
+        "D of one thread",
+        "gradients.make_row_dots",
+        "dot += cuda.shfl_xor_sync(FULL_WARP, dot, lane)",
+        "pass",
+        "values",
+        ("fa1_backward",),
+    )
+    add(
+        "D of the first column group",
+        "gradients.make_row_dots",
+        "for c in range(DN):",
+        "for c in range(DN - 1):",
+        some,
+        ("fa1_backward",),
+    )
+    add(
+        "D of another row",
+        "gradients.make_row_dots",
+        "(ty + i * TY) * pitch",
+        "(ty + i) * pitch",
+        ("values", *HAZARDS),
+        ("fa1_backward",),
+    )
+    add(
+        "every lane writes D",
+        "fa2_backward",
+        "if lane == uint32(0) and row < Nq:",
+        "if row < Nq:",
+        "counts",
+    )
+    add(
+        "rows past the end",
+        "fa2_backward",
+        "if lane == uint32(0) and row < Nq:",
+        "if lane == uint32(0):",
+        ("OutOfBounds", "counts"),
+    )
+    add(
+        "rows past the end of O",
+        "fa2_backward",
+        "        if row < Nq:",
+        "        if True:",
+        ("OutOfBounds", "counts"),
+    )
+
+    # Scale
+    add(
+        "dQ without scale",
+        "fa1_backward",
+        "update_rows(rdQ, dQh, scale,",
+        "update_rows(rdQ, dQh, float32(1.0),",
+        "values",
+    )
+    add(
+        "dQ without scale",
+        "fa2_backward",
+        "add_rows(rdQ, dQh, scale,",
+        "add_rows(rdQ, dQh, float32(1.0),",
+        "values",
+    )
+    add("dQ of the sweep without scale", "fa2_backward", "+= scale * rT[e]", "+= rT[e]", "values")
+    add("dS without scale", "standard_backward", "scale * p * (g", "p * (g", "values")
+    for name in flash:
+        scales = 1 if name == "fa1_backward" else 2
+        add(
+            "S in natural units",
+            name,
+            "scale_and_mask(rS, scale_log2,",
+            "scale_and_mask(rS, scale,",
+            "values",
+            total=scales,
+        )
+        add("dK without scale", name, "scale_columns(rdK, scale)", "pass", "values")
+        add("dV scaled for dK", name, "scale_columns(rdK", "scale_columns(rdV", "values")
+    add(
+        "scaled by another factor",
+        "gradients.make_scale_columns",
+        "rT[e] *= factor",
+        "rT[e] *= factor * float32(1.0001)",
+        "values",
+        flash,
+    )
+    add(
+        "added by another factor",
+        "rows.make_add_rows",
+        "factor * rT",
+        "factor * float32(1.0001) * rT",
+        "values",
+        ("fa2_backward",),
+    )
+
+    # P from L
+    from_L = "softmax.make_softmax_from_lse"
+    add("L in units of log2", from_L, "LOG2E * rL[i]", "rL[i]", "values", flash)
+    add("no shift of a blind row", from_L, "if rL[i] == NEG_INF:", "if False:", "values", flash)
+    add(
+        "the score itself",
+        from_L,
+        "exp2(rS[i * TN + j] - shift)",
+        "rS[i * TN + j] - shift",
+        "values",
+        flash,
+    )
+
+    # Heads of a group
+    for name in every:
+        add("one head of the group", name, "uint32(h + group)", "uint32(h + 1)", some)
+        add(
+            "heads of another group",
+            name,
+            "h = uint32(hk * group)",
+            "h = hk",
+            (*some, "OutOfBounds"),
+        )
+    add(
+        "wrong K/V head",
+        "fa2_backward",
+        "h // uint32(group)",
+        "h % uint32(group)",
+        ("values", "OutOfBounds"),
+        total=2,
+    )
+
+    # Which tiles are visited
+    add(
+        "no row tile skipped",
+        "fa1_backward",
+        "if causal and j0 > uint32(0):",
+        "if False:",
+        "counts",
+    )
+    add(
+        "blind rows without dQ", "fa1_backward", "if causal and j0 > uint32(0):", "if causal:", some
+    )
+    add(
+        "no row tile skipped",
+        "fa2_backward",
+        "        if causal:",
+        "        if False:",
+        "counts",
+        total=2,
+    )
+    for name in flash:
+        for shift in ("+ 1", "- 1"):
+            add(
+                f"first row {shift}",
+                name,
+                "int32(j0) - diagonal)",
+                f"int32(j0) - diagonal {shift})",
+                some,
+            )
+        add(
+            "a row tile too many skipped",
+            name,
+            "// int32(Br) * int32(Br)",
+            "// int32(Br) * int32(Br) + int32(Br)",
+            any_way,
+        )
+        add("a row tile dropped", name, "while i0 < Nq:", "while i0 + uint32(Br) < Nq:", any_way)
+        add("the next row tile not loaded", name, "if uint32(i0 + Br) < Nq:", "if False:", any_way)
+    add(
+        "a row tile dropped",
+        "standard_backward",
+        "while i0 < Nq:",
+        "while i0 + uint32(Br) < Nq:",
+        any_way,
+    )
+    add(
+        "a column tile dropped",
+        "fa1_backward",
+        "while j0 < Nk:",
+        "while j0 + uint32(Bc) < Nk:",
+        any_way,
+    )
+    add(
+        "a column tile dropped",
+        "fa2_backward",
+        "while j0 < j_end:",
+        "while j0 + uint32(Bc) < j_end:",
+        any_way,
+    )
+    for shift in ("+ 1", "- 1"):
+        add(
+            f"columns end {shift}",
+            "fa2_backward",
+            "int32(i0 + Br + diagonal)",
+            f"int32(i0 + Br + diagonal {shift})",
+            some,
+        )
+    add(
+        "a part of the row",
+        "standard_backward",
+        "while col < Nk:",
+        "while col + uint32(threads) < Nk:",
+        any_way,
+        total=2,
+    )
+
+    # dQ through memory
+    add(
+        "dQ read in the first pass",
+        "fa1_backward",
+        "scale, j0 > uint32(0), i0",
+        "scale, True, i0",
+        some,
+    )
+    add(
+        "dQ not read in the second pass",
+        "fa1_backward",
+        "scale, j0 > uint32(0), i0",
+        "scale, j0 > uint32(Bc), i0",
+        some,
+    )
+    add(
+        "dQ of the last pass alone",
+        "rows.make_update_rows",
+        "+ old[e]",
+        "",
+        "values",
+        ("fa1_backward",),
+    )
+    add("dQ not begun at 0", "fa2_backward", "dQi[col] = float32(0.0)", "pass", some)
+    add(
+        "dQ begun at 0 for nothing",
+        "fa2_backward",
+        "                if clear:",
+        "                if True:",
+        "counts",
+    )
+    add("dQ twice", "fa2_backward", "                if atomic:", "                if True:", some)
+    add(
+        "no row bound of an addition",
+        "rows.make_add_rows",
+        "if row < rows_end and",
+        "if",
+        ("OutOfBounds", "counts"),
+        ("fa2_backward",),
+    )
+    add(
+        "no column bound of an addition",
+        "rows.make_add_rows",
+        " and col < uint32(d)",
+        "",
+        ("OutOfBounds", "counts"),
+        ("fa2_backward",),
+    )
+
+    # The products
+    for name in flash:
+        add(
+            "dV from dS",
+            name,
+            "add_transposed_product(rdV, sP,",
+            "add_transposed_product(rdV, sdS,",
+            "values",
+        )
+        add(
+            "dK from P",
+            name,
+            "add_transposed_product(rdK, sdS,",
+            "add_transposed_product(rdK, sP,",
+            "values",
+        )
+    transposed = "gradients.make_add_transposed_product"
+    add(
+        "four rows dropped",
+        transposed,
+        "for i in range(0, Br, 4):",
+        "for i in range(0, Br - 4, 4):",
+        ("values", "UninitialisedRead"),
+        every,
+    )
+    add(
+        "one row of four",
+        transposed,
+        "for n in range(4):",
+        "for n in range(1):",
+        ("values", "UninitialisedRead"),
+        every,
+        2,
+    )
+    add("the sum of one tile", transposed, "rT[e] += p * b[0]", "rT[e] = p * b[0]", "values", every)
+    for register in ("rdK[e]", "rdV[e]"):
+        add(
+            f"{register} not begun at 0",
+            "gradients.make_start_columns",
+            f"{register} = float32(0.0)",
+            "pass",
+            "UninitialisedRead",
+            flash,
+        )
+    add(
+        "rdV not begun at 0",
+        "standard_backward",
+        "rdV[e] = float32(0.0)",
+        "pass",
+        "UninitialisedRead",
+    )
+    add("rdQ not begun at 0", "fa2_backward", "rdQ[e] = float32(0.0)", "pass", "UninitialisedRead")
+
+    # Edges of tiles in memory
+    write = "gradients.make_write_columns"
+    add("no row bound", write, "if row < rows_end and", "if", ("OutOfBounds", "counts"), every, 2)
+    add(
+        "no column bound",
+        write,
+        " and uint32(col + n) < uint32(d)",
+        "",
+        ("OutOfBounds", "counts"),
+        every,
+    )
+    add(
+        "no column bound, 16 bytes",
+        write,
+        " and col < uint32(d)",
+        "",
+        ("OutOfBounds", "counts"),
+        every,
+    )
+    add("rows of one group", write, "(ty + (r // 4) * TY)", "ty", any_way, every)
+    values = "rows.make_read_values"
+    guard = "if tx == uint32(0) and row < rows_end:"
+    add(
+        "no row bound, backward",
+        values,
+        guard,
+        "if tx == uint32(0):",
+        ("OutOfBounds", "counts"),
+        flash,
+    )
+    add("values of every lane, backward", values, guard, "if row < rows_end:", "counts", flash)
+    add(
+        "values not shared",
+        values,
+        "rv[i] = cuda.shfl_sync(FULL_WARP, value, first)",
+        "rv[i] = value",
+        "values",
+        flash,
+    )
 
 
 MUTANTS = mutants()
@@ -481,7 +923,7 @@ MUTANTS = mutants()
 # --- the tests -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", KERNELS)
 def test_the_source_as_it_is_passes(algorithm, monkeypatch):
     kernels = kernels_with(**{part: source(part) for part in PARTS})
     assert caught_by(algorithm, kernels, monkeypatch) is None

@@ -1,4 +1,4 @@
-"""fa1_forward.py and fa2_forward.py differ where the papers differ, and nowhere else."""
+"""The kernels of one pass differ where the papers differ, and nowhere else."""
 
 import ast
 import inspect
@@ -6,10 +6,20 @@ import re
 
 import pytest
 
-from fa_numba.kernels.simt import fa1_forward, fa2_forward, standard
+from fa_numba.kernels.simt import (
+    fa1_backward,
+    fa1_forward,
+    fa2_backward,
+    fa2_forward,
+    standard,
+    standard_backward,
+)
 
 TWINS = (fa1_forward, fa2_forward)
-KERNELS = (*TWINS, standard)
+BACKWARD_TWINS = (fa1_backward, fa2_backward)
+KERNELS = (*TWINS, standard, *BACKWARD_TWINS, standard_backward)
+
+either_pass = pytest.mark.parametrize("twins", [TWINS, BACKWARD_TWINS], ids=["fwd", "bwd"])
 
 
 def text(module):
@@ -17,9 +27,9 @@ def text(module):
 
 
 def factory(module):
-    """(make_forward, the kernel inside) as syntax trees."""
+    """(make_forward or make_backward, the kernel inside) as syntax trees."""
     functions = [n for n in ast.parse(text(module)).body if isinstance(n, ast.FunctionDef)]
-    (made,) = [f for f in functions if f.name == "make_forward"]
+    (made,) = [f for f in functions if f.name in ("make_forward", "make_backward")]
     (kernel,) = [n for n in made.body if isinstance(n, ast.FunctionDef)]
     return made, kernel
 
@@ -38,16 +48,28 @@ def in_common(one, other):
     return [x for x in one if x in other]
 
 
-def test_one_factory_of_one_name_and_parameter():
-    for module in TWINS:
+@either_pass
+def test_one_factory_of_one_name_and_parameter(twins):
+    assert len({factory(m)[0].name for m in twins}) == 1
+    for module in twins:
         made, kernel = factory(module)
-        assert [a.arg for a in made.args.args] == ["spec"]
+        parameters = [a.arg for a in made.args.args]
+        assert parameters == ["spec", *(["atomic"] if module is fa2_backward else [])]
         assert [ast.unparse(d) for d in made.decorator_list] == ["cache"]
         assert kernel.name == module.__name__.rpartition(".")[2]
 
 
-def test_the_helpers_have_the_same_names_and_order():
-    first, second = (assigned(factory(m)[0].body) for m in TWINS)
+@pytest.mark.parametrize(
+    "twins, own",
+    [
+        (TWINS, ({"read_rows", "read_values", "scale_rows"}, set())),
+        # D in every pass, dQ read and written; or D before, dQ by atomic adds.
+        (BACKWARD_TWINS, ({"row_dots", "update_rows"}, {"add_rows"})),
+    ],
+    ids=["fwd", "bwd"],
+)
+def test_the_helpers_have_the_same_names_and_order(twins, own):
+    first, second = (assigned(factory(m)[0].body) for m in twins)
     helpers = [
         [n for n, value in made.items() if value.startswith("make_")] for made in (first, second)
     ]
@@ -56,14 +78,14 @@ def test_the_helpers_have_the_same_names_and_order():
         assert first[name] == second[name], f"{name} is made differently"
     # What only one of them has is what the second paper changed.
     only_first, only_second = (set(a) - set(b) for a, b in (helpers, helpers[::-1]))
-    assert only_first == {"read_rows", "read_values", "scale_rows"}
-    assert only_second == set()
+    assert (only_first, only_second) == own
     for name in helpers[0] + helpers[1]:
         assert (first | second)[name].startswith(f"make_{name}(") or name.startswith("load_")
 
 
-def test_shared_memory_and_registers_are_declared_alike():
-    first, second = (assigned(factory(m)[1].body) for m in TWINS)
+@either_pass
+def test_shared_memory_and_registers_are_declared_alike(twins):
+    first, second = (assigned(factory(m)[1].body) for m in twins)
     for kind in ("shared_tile(", "cuda.local.array("):
         arrays = [
             [(n, v) for n, v in body.items() if v.startswith(kind)] for body in (first, second)
@@ -71,28 +93,55 @@ def test_shared_memory_and_registers_are_declared_alike():
         assert arrays[0] == arrays[1] and len(arrays[0]) >= 4
         prefix = "s" if kind == "shared_tile(" else "r"
         assert all(n.startswith(prefix) for n, _ in arrays[0])
-    common = in_common(first, second)
-    assert {"tx", "ty", "h", "b", "Nq", "Nk", "j_end", "j0"} <= set(common)
-    for name in ("tx", "ty", "h", "b", "Nq", "Nk", "j_end", "j0"):
+    names = ("tx", "ty", "b", "Nq", "Nk", *(("h", "j_end", "j0") if twins is TWINS else ("hk",)))
+    for name in names:
         assert first[name] == second[name], f"{name} is computed differently"
 
 
-def test_parameters_stand_in_one_order():
-    first, second = ([a.arg for a in factory(m)[1].args.args] for m in TWINS)
-    assert in_common(first, second) == second
-    assert [p for p in first if p not in second] == ["l", "m", "split_rows"]
+@pytest.mark.parametrize(
+    "twins, only_first, only_second",
+    [(TWINS, ["l", "m", "split_rows"], []), (BACKWARD_TWINS, ["O"], ["D"])],
+    ids=["fwd", "bwd"],
+)
+def test_parameters_stand_in_one_order(twins, only_first, only_second):
+    first, second = ([a.arg for a in factory(m)[1].args.args] for m in twins)
+    assert in_common(first, second) == in_common(second, first)
+    assert [p for p in first if p not in second] == only_first
+    assert [p for p in second if p not in first] == only_second
+
+
+def steps(module):
+    """The statements of the innermost loop, over row tiles, `if atomic` taken."""
+    loops = [n for n in ast.walk(factory(module)[1]) if isinstance(n, ast.While)]
+    (inner,) = [n for n in loops if ast.unparse(n.test) == "i0 < Nq"]
+    found = []
+    for node in inner.body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "atomic":
+            found += map(ast.unparse, node.body)
+        else:
+            found.append(ast.unparse(node))
+    return found
+
+
+def test_a_row_tile_is_taken_alike_backward():
+    first, second = (steps(m) for m in BACKWARD_TWINS)
+    assert in_common(first, second) == in_common(second, first)
+    assert [s.partition("(")[0] for s in first if s not in second] == ["row_dots", "update_rows"]
+    assert [s.partition("(")[0] for s in second if s not in first] == ["read_values", "add_rows"]
+    assert len(first) == len(second) >= 18
 
 
 def test_both_docstrings_have_the_same_parts():
     for module in KERNELS:
         doc = module.__doc__
         assert "arXiv" in doc and "Algorithm" in doc and "Accesses, elements per head" in doc
-    first, second = (re.search(r"Shared memory, floats: .*", m.__doc__)[0] for m in TWINS)
-    assert first == second
+    for twins in (TWINS, BACKWARD_TWINS):
+        first, second = (re.search(r"Shared memory, floats: .*", m.__doc__)[0] for m in twins)
+        assert first == second
 
 
 def test_every_barrier_says_what_it_is_for():
-    for module in TWINS:
+    for module in (*TWINS, *BACKWARD_TWINS):
         before = ""
         for line in text(module).splitlines():
             if "cuda.syncthreads()" in line:
@@ -106,10 +155,10 @@ def test_one_shared_array_a_line():
             assert line.count("shared_tile(") <= 1
 
 
-def lines_named(module):
-    """The lines of Algorithm 1 that comments of the kernel name."""
+def lines_named(module, algorithm=1):
+    """The lines of the algorithm that comments of the kernel name."""
     named = set()
-    for comment in re.findall(r"# Alg\. 1 lines? ([\d, ]+)", text(module)):
+    for comment in re.findall(rf"# Alg\. {algorithm} lines? ([\d, ]+)", text(module)):
         named |= {int(n) for n in re.findall(r"\d+", comment)}
     return named
 
@@ -125,6 +174,21 @@ def lines_named(module):
 )
 def test_every_line_of_algorithm_1_is_named(module, lines):
     assert lines <= lines_named(module), f"not named: {sorted(lines - lines_named(module))}"
+
+
+@pytest.mark.parametrize(
+    "module, algorithm, lines",
+    [
+        # 14, 15 and 18 are dropout, 23 ends a loop
+        (fa1_backward, 4, set(range(6, 25)) - {14, 15, 18, 23}),
+        # 17 ends a loop; 3 and 4 stand before it, in a kernel of their own
+        (fa2_backward, 2, set(range(5, 19)) - {17}),
+    ],
+    ids=["fa1", "fa2"],
+)
+def test_every_line_of_the_backward_algorithms_is_named(module, algorithm, lines):
+    named = lines_named(module, algorithm)
+    assert lines <= named, f"not named: {sorted(lines - named)}"
 
 
 def test_float_literals_are_typed():

@@ -69,15 +69,21 @@ def make_score_gradients(spec):
 
 @cache
 def make_add_transposed_product(spec):
-    """``add_transposed_product(rT, sP, sB, ty, tx)``: rT += PT B, contraction over the rows."""
+    """``add_transposed_product(rdV, sP, sB, ty, tx)``: rdV += PT B, contraction over the rows.
+
+    Each tile has a sum of its own, as in ``products.make_product``.
+    """
     CG, DN, TX, TY, Br = spec.CM // 4, spec.DN, spec.tx_count, spec.ty_count, spec.Br
     pitch_p, pitch = spec.pitch_p, spec.pitch_qk
 
-    RP = 16 * CG
+    RP, RT = 16 * CG, 16 * CG * DN
 
     @device_function
-    def add_transposed_product(rT, sP, sB, ty, tx):
+    def add_transposed_product(rdV, sP, sB, ty, tx):
         rP = cuda.local.array(RP, float32)
+        rT = cuda.local.array(RT, float32)
+        for e in range(RT):
+            rT[e] = float32(0.0)
         for i in range(0, Br, 4):
             for n in range(4):
                 for g in range(CG):
@@ -96,6 +102,8 @@ def make_add_transposed_product(spec):
                         rT[e + 1] += p * b[1]
                         rT[e + 2] += p * b[2]
                         rT[e + 3] += p * b[3]
+        for e in range(RT):
+            rdV[e] += rT[e]
 
     return add_transposed_product
 
