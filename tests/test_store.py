@@ -310,7 +310,7 @@ def test_broken_markers_are_refused(tmp_path, page, message):
 
 
 def test_the_pages_tables_are_those_of_the_data():
-    wanted = {"speed", "block_size", "io_vs_seqlen", "loop_cost"}
+    wanted = {"speed", "speed_backward", "block_size", "io_vs_seqlen", "loop_cost"}
     assert wanted <= set(report.tables(report.PAGE.read_text()))
     stale = report.check()
     assert not stale, f"python -m experiments report would change: {', '.join(stale)}"
