@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -143,7 +143,9 @@ def draw(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def curves(ax: Any, rows: Sequence[Row], shown: Sequence[str]) -> None:
+def curves(
+    ax: Any, rows: Sequence[Row], shown: Sequence[str], labels: Mapping[str, str] = LABELS
+) -> None:
     """Speed over N of each series, the band between its percentiles behind it."""
     from .lab import style
 
@@ -159,7 +161,7 @@ def curves(ax: Any, rows: Sequence[Row], shown: Sequence[str]) -> None:
             marker=style.MARKERS[series],
             ls="--" if series.startswith("torch") else "-",
             zorder=2.5 if series == SPLITS else 3,
-            label=LABELS[series],
+            label=labels[series],
         )
         ax.fill_between(
             x,

@@ -9,7 +9,14 @@ from fa_numba import device
 from fa_numba.problem import Problem
 
 from .lab import peers
-from .lab.algorithms import DETERMINISTIC, backward_options, gradients, plan, row_fields
+from .lab.algorithms import (
+    BACKWARD_LABELS,
+    DETERMINISTIC,
+    backward_options,
+    gradients,
+    plan,
+    row_fields,
+)
 from .lab.options import Bench, Options
 from .lab.settings import HEAD_DIMS, SEQLENS, Inputs, fa2_setting
 from .lab.store import Row
@@ -175,7 +182,7 @@ def draw(rows: Sequence[Row]) -> Any:
     for (pass_, d), panels in zip(across, axes, strict=True):
         for mask, ax in zip(masks, panels, strict=True):
             mine = [r for r in rows if (r.pass_, r.head_dim, r.causal) == (pass_, d, mask)]
-            curves(ax, mine, ALL)
+            curves(ax, mine, ALL, BACKWARD_LABELS)
             style.sizes(ax, lengths, "sequence length N")
             ax.set_title(f"{PASSES[pass_]}, d={d}, {'causal' if mask else 'not causal'}")
         panels[0].set_ylabel("TFLOP/s")

@@ -37,6 +37,13 @@ def algorithm(series: str) -> str:
     return _ALGORITHMS[series]
 
 
+# In the backward pass both orders have K/V outside: what differs is the grid.
+BACKWARD_LABELS = LABELS | {
+    "fa1-simt": "FA-1 (a block a head)",
+    "fa2-simt": "FA-2 (grid over K/V)",
+}
+
+
 def plan(series: str, problem: Problem, **options: Any) -> fa_numba.Plan:
     """The plan of one series for the problem."""
     return fa_numba.plan(

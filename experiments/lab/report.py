@@ -14,7 +14,7 @@ from pathlib import Path
 from fa_numba import io_model
 from fa_numba.problem import Problem
 
-from .algorithms import LABELS
+from .algorithms import BACKWARD_LABELS, LABELS
 from .options import FIGURES, REPOSITORY
 from .provenance import when_and_where
 from .store import MODEL, Row, Store
@@ -96,7 +96,8 @@ def speed_backward(store: Store) -> str:
     for pass_, d, causal, N in sorted({key[:4] for key in found}):
         cells = {series: found.get((pass_, d, causal, N, series)) for series in experiment.ALL}
         lines.append([pass_, str(d), "yes" if causal else "no", str(N), *_speeds(cells)])
-    header = ["pass", "d", "causal", "N", *(LABELS[s] for s in experiment.ALL), RATIO]
+    names = [BACKWARD_LABELS[s] for s in experiment.ALL]
+    header = ["pass", "d", "causal", "N", *names, RATIO]
     return f"TFLOP/s, fp32. {source}\n\n" + _markdown(header, lines)
 
 
