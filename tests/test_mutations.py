@@ -505,15 +505,15 @@ def mutants():
     )
     add(
         "a part of the head dropped",
-        "products.make_scores",
-        "for k in range(0, d4, 4):",
-        "for k in range(4, d4, 4):",
+        "products._make_partial_scores",
+        "for k in range(first, last, 4):",
+        "for k in range(first + 4, last, 4):",
         "values",
         every,
     )
     for place, register in (
         ("products.make_product", "rT[e]"),
-        ("products.make_scores", "rS[e]"),
+        ("products._make_partial_scores", "rS[e]"),
         ("rows.make_start", "rO[e]"),
         ("rows.make_start", "rl[i]"),
     ):

@@ -9,20 +9,43 @@ from functools import cache
 from fa_numba.device import cuda, device_function, float32, uint32
 from fa_numba.intrinsics.shared import load4
 
+# Columns of Q and K that one running sum takes: beyond that its rounding shows in the gradients.
+LONGEST_SUM = 128
+
 
 @cache
 def make_scores(spec):
     """``scores(rS, sQ, sK, ty, tx)``: rS = Qi KjT, contraction over the head dimension."""
-    TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.ty_count
-    d4, pitch = spec.d4, spec.pitch_qk
-    RK = 4 * TN
+    RS = spec.TM * spec.TN
+    if spec.d4 <= LONGEST_SUM:
+        return _make_partial_scores(spec, 0, spec.d4)
+    middle = spec.d4 // 8 * 4
+    lower = _make_partial_scores(spec, 0, middle)
+    upper = _make_partial_scores(spec, middle, spec.d4)
 
     @device_function
     def scores(rS, sQ, sK, ty, tx):
+        rH = cuda.local.array(RS, float32)
+        lower(rH, sQ, sK, ty, tx)
+        upper(rS, sQ, sK, ty, tx)
+        for e in range(RS):
+            rS[e] += rH[e]
+
+    return scores
+
+
+def _make_partial_scores(spec, first, last):
+    """The same over columns ``first`` to ``last`` of Q and K."""
+    TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.ty_count
+    pitch = spec.pitch_qk
+    RK = 4 * TN
+
+    @device_function
+    def partial_scores(rS, sQ, sK, ty, tx):
         rK = cuda.local.array(RK, float32)
         for e in range(TM * TN):
             rS[e] = float32(0.0)
-        for k in range(0, d4, 4):
+        for k in range(first, last, 4):
             for j in range(TN):
                 b = load4(sK, uint32((tx + j * TX) * pitch + k))
                 rK[4 * j] = b[0]
@@ -32,14 +55,13 @@ def make_scores(spec):
             for i in range(TM):
                 a = load4(sQ, uint32((ty + i * TY) * pitch + k))
                 for j in range(TN):
-                    s = rS[i * TN + j]
-                    s += a[0] * rK[4 * j]
-                    s += a[1] * rK[4 * j + 1]
-                    s += a[2] * rK[4 * j + 2]
-                    s += a[3] * rK[4 * j + 3]
-                    rS[i * TN + j] = s
+                    e = i * TN + j
+                    rS[e] += a[0] * rK[4 * j]
+                    rS[e] += a[1] * rK[4 * j + 1]
+                    rS[e] += a[2] * rK[4 * j + 2]
+                    rS[e] += a[3] * rK[4 * j + 3]
 
-    return scores
+    return partial_scores
 
 
 @cache
