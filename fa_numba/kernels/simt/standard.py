@@ -91,8 +91,8 @@ def make_standard_softmax(row_floats, warps, return_lse):
     """P = softmax(S) by rows (line 2); launched over (Nq, Hq, B) blocks.
 
     A row of up to ``row_floats`` is kept in shared memory; 0 reads it from global memory twice.
-    Each of 32 ``warps`` threads takes an online softmax over its own columns of the row, and the
-    threads' (m, l) are merged.
+    Each of the 32 ``warps`` threads takes an online softmax over its own columns of the row, and
+    the threads' (m, l) are merged.
     """
     resident = row_floats > 0
     NR = max(row_floats, 4)
