@@ -2,6 +2,7 @@
 
 from fa_numba import io_model, reference
 from fa_numba.device import count_accesses
+from fa_numba.dropout import dropout_mask
 from fa_numba.ops import (
     attention,
     attention_backward,
@@ -13,15 +14,18 @@ from fa_numba.ops import (
     standard_attention,
     standard_attention_backward,
 )
+from fa_numba.options import AttentionOptions
 from fa_numba.plans import Plan
 from fa_numba.tiles import Tiles
 
 __all__ = [
+    "AttentionOptions",
     "Plan",
     "Tiles",
     "attention",
     "attention_backward",
     "count_accesses",
+    "dropout_mask",
     "flash_attention_1",
     "flash_attention_1_backward",
     "flash_attention_2",

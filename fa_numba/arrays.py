@@ -226,6 +226,19 @@ def operand(name: str, array: Any) -> Operand:
     return found
 
 
+def on_host(name: str, array: Any) -> np.ndarray:
+    """A copy on the host of a small array of any dtype, or of a sequence of numbers."""
+    if "torch" in sys.modules and isinstance(array, sys.modules["torch"].Tensor):
+        return array.detach().cpu().numpy()
+    if hasattr(array, "__cuda_array_interface__"):
+        return device.copied_to_host(array)
+    if isinstance(array, (np.ndarray, list, tuple)):
+        return np.asarray(array)
+    if hasattr(array, "__dlpack__"):
+        return np.from_dlpack(array)
+    raise TypeError(f"{name} is a {type(array).__name__}: allowed are arrays and sequences")
+
+
 def check_together(operands: list[Operand]) -> None:
     """Raise ValueError unless all are on one device, and TypeError unless of one dtype."""
     first = operands[0]

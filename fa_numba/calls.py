@@ -7,6 +7,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fa_numba import device, io_model
@@ -34,7 +35,8 @@ def check_size(plan: Plan) -> None:
         return
     p, tiles = plan.problem, plan.tiles
     columns = -(-p.head_dim // 32) * 32  # what the threads of a row cover
-    tiles_visited = io_model.tiles_visited(plan.algorithm, p, tiles, passes=plan.passes)
+    dense = replace(p, sparse=False)
+    tiles_visited = io_model.tiles_visited(plan.algorithm, dense, tiles, passes=plan.passes)
     steps = tiles_visited * tiles.Br * tiles.Bc * 2 * columns
     if plan.passes == "bwd":
         steps = steps * 5 // 2

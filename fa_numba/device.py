@@ -10,13 +10,13 @@ import contextlib
 import ctypes
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from numba import cuda, float32, int32, types, uint32  # noqa: F401  # kernels take them here
+from numba import cuda, float32, int32, types, uint32, uint64  # noqa: F401  # for the kernels
 
 from fa_numba import emulator
 
@@ -30,9 +30,9 @@ def device_function(function):
     return cuda.jit(device=True, inline="always")(function)
 
 
-def array_type(ndim: int):
-    """Numba's type of a float32 array with ``ndim`` axes and any strides."""
-    return types.Array(types.float32, ndim, "A")
+def array_type(ndim: int, element=types.float32):
+    """Numba's type of an array of ``element`` with ``ndim`` axes and any strides."""
+    return types.Array(element, ndim, "A")
 
 
 # --- which device ----------------------------------------------------------------------------
@@ -169,30 +169,63 @@ def _allow_shared_memory(kernel, size, device):
 
 @dataclass(frozen=True)
 class DeviceArray:
-    """Float32 memory on the GPU as a kernel takes it: address, shape and strides in bytes."""
+    """Memory on the GPU as a kernel takes it: address, shape, strides and item size in bytes."""
 
     pointer: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     owner: Any = field(repr=False, default=None)
+    itemsize: int = 4
 
     def arguments(self) -> tuple[int, ...]:
         """The words of Numba's array ABI: meminfo, parent, size, itemsize, data, shape, strides."""
-        return (0, 0, math.prod(self.shape), 4, self.pointer, *self.shape, *self.strides)
+        size = math.prod(self.shape)
+        return (0, 0, size, self.itemsize, self.pointer, *self.shape, *self.strides)
 
 
-def launch(kernel: Kernel, grid: tuple[int, ...], args: tuple, stream: int = 0) -> None:
+def broadcast(array: Any, shape: tuple[int, ...]) -> Any:
+    """A launch argument seen with ``shape``, its axes of length 1 repeated without a copy."""
+    full = (1,) * (len(shape) - len(array.shape)) + tuple(array.shape)
+    steps = (0,) * (len(shape) - len(array.shape)) + tuple(array.strides)
+    strides = tuple(
+        0 if n == 1 and m != 1 else step for n, m, step in zip(full, shape, steps, strict=True)
+    )
+    return _seen_as(array, shape, strides)
+
+
+def transposed(array: Any, order: tuple[int, ...]) -> Any:
+    """A launch argument with its axes in ``order``, and one of length 1 before them."""
+    shape = (1, *(array.shape[n] for n in order))
+    return _seen_as(array, shape, (0, *(array.strides[n] for n in order)))
+
+
+def _seen_as(array: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    if isinstance(array, DeviceArray):
+        return replace(array, shape=shape, strides=strides)
+    return np.lib.stride_tricks.as_strided(array, shape, strides, writeable=array.flags.writeable)
+
+
+def launch(
+    kernel: Kernel,
+    grid: tuple[int, ...],
+    args: tuple,
+    stream: int = 0,
+    uncounted: Collection[str] = (),
+) -> None:
     """Run ``kernel`` over ``grid`` blocks on the GPU stream ``stream`` or on the emulator.
 
-    Arrays among ``args`` are ``DeviceArray`` on the GPU, ``numpy.ndarray`` on the emulator.
+    Arrays among ``args``, or in a named tuple among them, are ``DeviceArray`` on the GPU,
+    ``numpy.ndarray`` on the emulator, whose counts leave out those named ``uncounted``.
     """
     if not on_gpu():
-        floats = [ty == types.float32 for ty in kernel.argument_types]
-        args = tuple(
-            float(np.float32(x)) if single else x for x, single in zip(args, floats, strict=True)
-        )
+        rounded = tuple(map(_rounded, kernel.argument_types, args))
         counts = emulator.launch(
-            kernel.function, grid, kernel.threads, args, shared_bytes=kernel.shared_bytes
+            kernel.function,
+            grid,
+            kernel.threads,
+            rounded,
+            shared_bytes=kernel.shared_bytes,
+            uncounted=uncounted,
         )
         total = _counts.get()
         if total is not None:
@@ -201,16 +234,27 @@ def launch(kernel: Kernel, grid: tuple[int, ...], args: tuple, stream: int = 0) 
     from cuda.core import LaunchConfig, Stream
     from cuda.core import launch as core_launch
 
-    words: list[Any] = []
-    for ty, value in zip(kernel.argument_types, args, strict=True):
-        if isinstance(value, DeviceArray):
-            words.extend(value.arguments())
-        elif ty == types.float32:
-            words.append(ctypes.c_float(value))
-        else:
-            words.append(ctypes.c_int32(value))
+    words = [
+        word for ty, x in zip(kernel.argument_types, args, strict=True) for word in _words(ty, x)
+    ]
     config = LaunchConfig(grid=grid, block=kernel.threads, shmem_size=kernel.shared_bytes)
     core_launch(Stream.from_handle(stream), config, kernel.compiled(), *words)
+
+
+def _rounded(ty: Any, value: Any) -> Any:
+    """An argument for the emulator: what the GPU would take as float32 is rounded to it."""
+    if isinstance(ty, types.NamedTuple):
+        return type(value)(*map(_rounded, ty.types, value))
+    return float(np.float32(value)) if ty == types.float32 else value
+
+
+def _words(ty: Any, value: Any) -> tuple:
+    """An argument in Numba's ABI, which passes the fields of a tuple one after the other."""
+    if isinstance(ty, types.NamedTuple):
+        return tuple(word for t, x in zip(ty.types, value, strict=True) for word in _words(t, x))
+    if isinstance(value, DeviceArray):
+        return value.arguments()
+    return (ctypes.c_float(value) if ty == types.float32 else ctypes.c_int32(value),)
 
 
 # --- memory ----------------------------------------------------------------------------------
@@ -300,9 +344,33 @@ def empty(shape: tuple[int, ...]):
     return cuda.device_array(shape, np.float32)
 
 
+def clear(array: Any, stream: int = 0) -> None:
+    """Fill a launch argument whose memory is one piece with zeros, in the stream's order."""
+    if not isinstance(array, DeviceArray):
+        array[...] = 0
+        return
+    from cuda.bindings import driver
+
+    size = array.itemsize * math.prod(array.shape)
+    (error,) = driver.cuMemsetD8Async(array.pointer, 0, size, driver.CUstream(stream))
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"{size} bytes at {array.pointer:#x} were not cleared: {error.name}")
+
+
+def current_ordinal() -> int:
+    """The ordinal of the current GPU."""
+    return int(cuda.get_current_device().id)
+
+
 def to_gpu(array: np.ndarray, stream: int = 0):
-    """A copy of a float32 NumPy array on the current GPU, with ``__cuda_array_interface__``."""
+    """A copy of a NumPy array on the current GPU, with ``__cuda_array_interface__``."""
     return cuda.to_device(np.ascontiguousarray(array), stream=_numba_stream(stream))
+
+
+def copied_to_host(array: Any) -> np.ndarray:
+    """What an array with ``__cuda_array_interface__`` holds, once all that was begun is done."""
+    synchronize()
+    return cuda.as_cuda_array(array).copy_to_host()
 
 
 def to_host(array, out: np.ndarray, stream: int = 0) -> None:

@@ -2,27 +2,38 @@
 
 Three kinds of numbers, not to be mixed:
 - `standard`, `fa1`, `fa2`, and these names with `_backward`: exact loads and stores of this
-  package's kernels, per array, in elements. Ragged edges and skipped causal tiles count as what
-  they are.
+  package's kernels, per array, in elements. Ragged edges, skipped tiles and valid lengths count as
+  what they are.
 - `theta_standard`, `theta_flash`, `saha_ye`: the published bounds with every constant set to 1.
 - `standard_paper`, `fa1_paper`, `flops`: how the papers themselves count.
 
-Below: N_q, N_k sequence lengths, d head dimension, B H = batch x query heads, T_r = ceil(N_q/B_r),
-T_c = ceil(N_k/B_c), r_i and c_j the rows and columns of row tile i and column tile j. A query head
-loads the K/V head it shares with others for itself, unless it says "per K/V head", of which there
-are B H_k. No kernel is imported here.
+Below, for each batch entry: N_q, N_k its valid rows and columns, N_q', N_k' those that its arrays
+have (seqlen_q, seqlen_k; packed sequences have no others than the valid ones), d the head
+dimension, T_r = ceil(N_q/B_r), T_c = ceil(N_k/B_c), r_i and c_j the valid rows and columns of row
+tile i and column tile j. Tile (i, j) of S is visited when a row of it sees a column of it, by the
+causal mask and the window, and the block mask has it; without any of them all T_r T_c are. Sums
+are over visited tiles: sum c_j is T_r N_k, and sum r_i is T_c N_q, when all are.
+
+What is given "per head" is summed over batch entries and query heads. A query head loads the K/V
+head it shares with others for itself, unless it says "per K/V head". Integers that all threads
+read at one place (lengths, block mask) and ALiBi slopes are not counted; softcap and dropout cost
+accesses only in `standard_backward`. No kernel is imported here.
+
+`block_mask` is the bool array (T_r, T_c) of the longest sequences, or that with leading axes that
+broadcast to (B, Hq); it must be given if and only if the problem is sparse.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from .options import Features
 from .problem import Problem, as_size
 
 ALGORITHMS = ("standard", "fa1", "fa2")
@@ -71,27 +82,13 @@ class Accesses:
         return ELEMENT_BYTES * self.total
 
 
-def _accesses(
-    problem: Problem,
-    loads: dict[str, int],
-    stores: dict[str, int],
-    shared_loads: dict[str, int] | None = None,
-    shared_stores: dict[str, int] | None = None,
-) -> Accesses:
-    """The counts of all heads from those of one, without the arrays that are not touched.
+def _accesses(loads: dict[str, int], stores: dict[str, int]) -> Accesses:
+    """These counts without the arrays that are not touched."""
 
-    `loads` and `stores` are of a query head, `shared_loads` and `shared_stores` of a K/V head.
-    """
-    # Python integers: a count may exceed 64 bits.
-    heads, shared = problem.batch * problem.heads_q, problem.batch * problem.heads_k
-
-    def total(own: dict[str, int], common: dict[str, int] | None) -> dict[str, int]:
-        counts = {name: heads * n for name, n in own.items()}
-        for name, n in (common or {}).items():
-            counts[name] = counts.get(name, 0) + shared * n
+    def touched(counts: dict[str, int]) -> dict[str, int]:
         return {name: n for name, n in counts.items() if n}
 
-    return Accesses(total(loads, shared_loads), total(stores, shared_stores))
+    return Accesses(touched(loads), touched(stores))
 
 
 def _sum(parts: Iterable[Accesses]) -> Accesses:
@@ -104,114 +101,281 @@ def _sum(parts: Iterable[Accesses]) -> Accesses:
     return Accesses(dict(loads), dict(stores))
 
 
-def _tile_counts(problem: Problem, tiles: TileSizes) -> tuple[int, int]:
-    """T_r and T_c."""
-    return -(-problem.seqlen_q // tiles.Br), -(-problem.seqlen_k // tiles.Bc)
+def _entries(problem: Problem) -> list[tuple[int, int]]:
+    """A batch entry of each pair of lengths, and how many have these."""
+    if problem.q_lens is None and problem.kv_lens is None:
+        return [(0, problem.batch)]
+    first: dict[tuple[int, int], int] = {}
+    count: Counter[tuple[int, int]] = Counter()
+    for entry in range(problem.batch):
+        lengths = problem.lengths(entry)
+        first.setdefault(lengths, entry)
+        count[lengths] += 1
+    return [(first[lengths], n) for lengths, n in count.items()]
 
 
-def _column_tiles(problem: Problem, tiles: TileSizes) -> np.ndarray:
-    """Q-outer: for each row tile, how many column tiles its last row (and so any row) sees."""
-    Tr, _ = _tile_counts(problem, tiles)
-    last = np.minimum((np.arange(Tr) + 1) * tiles.Br, problem.seqlen_q) - 1
-    return -(-problem.columns_end(last) // tiles.Bc)
+class _Whole(NamedTuple):
+    """Sums over batch entries and heads of what no mask changes, in the terms of the docstrings."""
+
+    rows: int  # N_q
+    columns: int  # N_k
+    all_rows: int  # N_q'
+    all_columns: int  # N_k'
+    pairs: int  # N_q N_k
+    tiles: int  # T_r T_c
+    columns_by_row_tile: int  # T_r N_k
+    rows_by_column_tile: int  # T_c N_q
 
 
-def _first_row_tiles(
-    problem: Problem, tiles: TileSizes, *, first_pass_takes_all: bool = True
-) -> np.ndarray:
-    """K/V-outer: for each column tile, the first row tile it visits; it visits all from there.
+def _whole(problem: Problem, tiles: TileSizes, heads: int) -> _Whole:
+    # Python integers: a count may exceed 64 bits.
+    total = [0] * len(_Whole._fields)
+    for entry, count in _entries(problem):
+        Nq, Nk = problem.lengths(entry)
+        Tr, Tc = -(-Nq // tiles.Br), -(-Nk // tiles.Bc)
+        every = (Nq, Nk) if problem.packed else (problem.seqlen_q, problem.seqlen_k)
+        one = (Nq, Nk, *every, Nq * Nk, Tr * Tc, Tr * Nk, Tc * Nq)
+        total = [t + heads * count * n for t, n in zip(total, one, strict=True)]
+    return _Whole(*total)
 
-    That is the row tile of the first row that sees the tile's first column. The last row sees every
-    column, so there always is one. With `first_pass_takes_all` column tile 0 visits every row tile:
-    that is what initialises O, l and m, or dQ.
+
+class _Visits(NamedTuple):
+    """Sums over the visited tiles of all batch entries and query heads, of:"""
+
+    tiles: int  # 1
+    rows: int  # r_i
+    columns: int  # c_j
+    pairs: int  # r_i c_j
+    rows_again: int  # r_i, column tile 0 left out
+
+
+def _visits(
+    problem: Problem,
+    tiles: TileSizes,
+    block_mask: Any,
+    *,
+    takes_all: bool = False,
+    run: int = 1,
+) -> _Visits:
+    """The tiles that a kernel visits: both loop orders go through the same ones.
+
+    With `takes_all` column tile 0 visits every row tile whatever the mask says, and exists even
+    where N_k = 0. With `run` above 1 so many row tiles count as one, which visits the column
+    tiles that any of them visits.
     """
-    _, Tc = _tile_counts(problem, tiles)
-    first = np.zeros(Tc, dtype=np.int64)
-    if problem.causal:
-        column = np.arange(Tc) * tiles.Bc
-        first = np.maximum(column - problem.diagonal, 0) // tiles.Br
-        if first_pass_takes_all:
-            first[0] = 0
-    return first
+    total = [0] * len(_Visits._fields)
+    for entry, mask, count in _distinct_heads(problem, _as_blocks(problem, block_mask, tiles)):
+        of_head = _row_tiles(problem, tiles, entry, mask, run)
+        if takes_all:
+            of_head = of_head.all_with_0(min(tiles.Bc, problem.lengths(entry)[1]))
+        total = [t + count * n for t, n in zip(total, of_head.sums(), strict=True)]
+    return _Visits(*total)
+
+
+class _RowTiles(NamedTuple):
+    """What the row tiles (or runs of them) of one head visit: a number for each."""
+
+    rows: np.ndarray  # r_i
+    seen: np.ndarray  # column tiles visited
+    columns: np.ndarray  # their columns, sum_j c_j
+    with_0: np.ndarray  # whether column tile 0 is one of them
+
+    def all_with_0(self, columns: int) -> _RowTiles:
+        """The same with column tile 0, which has so many columns, visited by every row tile."""
+        new = ~self.with_0
+        return _RowTiles(
+            self.rows, self.seen + new, self.columns + columns * new, self.with_0 | new
+        )
+
+    def sums(self) -> _Visits:
+        return _Visits(
+            tiles=int(self.seen.sum()),
+            rows=int(self.rows @ self.seen),
+            columns=int(self.columns.sum()),
+            pairs=int(self.rows @ self.columns),
+            rows_again=int(self.rows @ (self.seen - self.with_0)),
+        )
+
+
+def _row_tiles(
+    problem: Problem, tiles: TileSizes, entry: int, mask: np.ndarray | None, run: int
+) -> _RowTiles:
+    """The row tiles of a head of this batch entry and block mask, in runs of so many."""
+    Nq, Nk = problem.lengths(entry)
+    Bc, height = tiles.Bc, run * tiles.Br
+    if mask is None:
+        first, end = _column_tiles(problem, entry, height, Bc)
+        seen, with_0 = end - first, (first == 0) & (end > 0)
+        columns = np.minimum(end * Bc, Nk) - first * Bc
+    else:
+        first, end = _column_tiles(problem, entry, tiles.Br, Bc)
+        j = np.arange(-(-Nk // Bc))
+        visited = mask[: len(first), : len(j)] & (first[:, None] <= j) & (j < end[:, None])
+        visited = np.logical_or.reduceat(visited, np.arange(0, len(first), run), axis=0)
+        seen, with_0 = visited.sum(axis=1), visited[:, :1].any(axis=1)
+        columns = visited @ np.minimum(Nk - j * Bc, Bc)
+    rows = np.minimum(Nq - np.arange(0, Nq, height), height)
+    return _RowTiles(rows, seen, columns, with_0)
+
+
+def _column_tiles(
+    problem: Problem, entry: int, height: int, Bc: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """First and one past the last of the column tiles that row tiles of this height see.
+
+    The ranges of columns that two neighbouring rows see overlap or touch, so successive rows see
+    all columns from the first one's first to the last one's last.
+    """
+    Nq, _ = problem.lengths(entry)
+    rows = np.arange(0, Nq, height)
+    last = np.minimum(rows + height, Nq) - 1
+    return problem.columns_begin(rows, entry) // Bc, -(-problem.columns_end(last, entry) // Bc)
+
+
+def _as_blocks(
+    problem: Problem, block_mask: Any, tiles: TileSizes | None = None
+) -> np.ndarray | None:
+    """The block mask with four axes, checked; for tiles of any size unless `tiles` are given."""
+    if not problem.sparse:
+        if block_mask is not None:
+            raise ValueError("block_mask is given: allowed is None, as the problem is not sparse")
+        return None
+    if block_mask is None:
+        raise ValueError("block_mask is None: allowed is a bool array, as the problem is sparse")
+    blocks = np.asarray(block_mask)
+    if blocks.dtype != np.bool_:
+        raise TypeError(f"block_mask has dtype {blocks.dtype}: allowed is bool")
+    heads, shape = (problem.batch, problem.heads_q), blocks.shape
+    grid = shape[-2:]
+    if tiles is not None:
+        grid = -(-problem.seqlen_q // tiles.Br), -(-problem.seqlen_k // tiles.Bc)
+    leading = (1,) * (4 - len(shape)) + shape[:-2]
+    fits = 2 <= len(shape) <= 4 and shape[-2:] == grid and 0 not in grid
+    if not fits or any(n not in (1, m) for n, m in zip(leading, heads, strict=True)):
+        wanted = "(Tr, Tc)" if tiles is None else str(grid)
+        raise ValueError(
+            f"block_mask has shape {shape}: allowed is {wanted}, or that with leading axes that "
+            f"broadcast to {heads}"
+        )
+    return blocks.reshape(*leading, *grid)
+
+
+def _distinct_heads(
+    problem: Problem, blocks: np.ndarray | None
+) -> Iterator[tuple[int, np.ndarray | None, int]]:
+    """(batch entry, its block mask, query heads that have the same) for all that may differ."""
+    if blocks is None:
+        for entry, count in _entries(problem):
+            yield entry, None, count * problem.heads_q
+        return
+    each_apart = [(entry, 1) for entry in range(problem.batch)]
+    for entry, count in _entries(problem) if len(blocks) == 1 else each_apart:
+        masks = blocks[entry % len(blocks)]
+        for mask in masks:
+            yield entry, mask, count * (problem.heads_q // len(masks))
 
 
 def standard(
-    problem: Problem, tiles: TileSizes, *, return_lse: bool = False, row_resident: bool = True
+    problem: Problem,
+    tiles: TileSizes,
+    *,
+    return_lse: bool = False,
+    row_resident: bool = True,
+    block_mask: Any = None,
 ) -> Accesses:
     """Accesses of standard attention (FA-1 Algorithm 0) in three tiled kernels.
 
-    Per head: S = Q K^T loads Q once, N_q d, and K in every row tile, T_r N_k d, and stores S,
-    N_q N_k; the softmax loads S and stores P, N_q N_k each, and L, N_q, with `return_lse`;
-    O = P V loads P, N_q N_k, and V in every row tile, T_r N_k d, and stores O, N_q d. P takes S's
-    place in memory and is named P from then on. Masked tiles are not skipped. A row of S too long
-    for shared memory (`row_resident` False) is loaded twice by the softmax.
+    Per head:
+        S = Q K^T   loads Q N_q d, K T_r N_k d, bias N_q N_k    stores S N_q N_k
+        softmax     loads S N_q N_k                             stores P N_q N_k, L N_q'
+        O = P V     loads P N_q N_k, V T_r N_k d                stores O N_q' d
+    L with `return_lse`, bias if there is one. P takes S's place in memory and is named P from then
+    on. A row of S too long for shared memory (`row_resident` False) is loaded twice by the softmax.
+    No mask skips a tile, the block mask neither.
     """
-    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, problem.head_dim
-    Tr, _ = _tile_counts(problem, tiles)
+    _as_blocks(problem, block_mask, tiles)
+    d, head = problem.head_dim, _whole(problem, tiles, problem.heads_q)
     loads = {
-        "Q": Nq * d,
-        "K": Tr * Nk * d,
-        "S": Nq * Nk * (1 if row_resident else 2),
-        "P": Nq * Nk,
-        "V": Tr * Nk * d,
+        "Q": head.rows * d,
+        "K": head.columns_by_row_tile * d,
+        "bias": head.pairs if problem.bias else 0,
+        "S": head.pairs * (1 if row_resident else 2),
+        "P": head.pairs,
+        "V": head.columns_by_row_tile * d,
     }
-    stores = {"S": Nq * Nk, "P": Nq * Nk, "O": Nq * d, "L": Nq if return_lse else 0}
-    return _accesses(problem, loads, stores)
+    stores = {
+        "S": head.pairs,
+        "P": head.pairs,
+        "O": head.all_rows * d,
+        "L": head.all_rows if return_lse else 0,
+    }
+    return _accesses(loads, stores)
 
 
 def fa1(
-    problem: Problem, tiles: TileSizes, *, query_splits: int = 1, return_lse: bool = False
+    problem: Problem,
+    tiles: TileSizes,
+    *,
+    query_splits: int = 1,
+    return_lse: bool = False,
+    block_mask: Any = None,
 ) -> Accesses:
     """Accesses of FA-1's Algorithm 1: K/V outer, Q inner; O, l and m through global memory.
 
-    With R_j = N_q - f_j B_r the rows that column tile j visits, f_j its first row tile (0 unless
-    causal, see `tiles_visited`), and s_j the query splits that have such a row, per head:
-        loads   K, V: sum_j s_j c_j d each    Q: sum_j R_j d    O: sum_{j>0} R_j d
-                l, m: sum_{j>0} R_j each (line 2's initial values need no read)
-        stores  O: sum_j R_j d    l, m: sum_j R_j each
-    Not causal, one split, N_q = N_k = N: Q, K, V and O together are (3 T_c + 1) N d.
-    `query_splits` deals the row tiles out in runs of ceil(T_r / query_splits); a run without
-    tiles does nothing. `return_lse` adds L = m + log l: l and m loaded once more, L stored.
+    Column tile 0 initialises O, l and m (line 2) and so visits every row tile; per head:
+        loads   Q: sum r_i d    K, V: sum_j s_j c_j d each    bias: sum r_i c_j
+                O: sum_{j>0} r_i d    l, m: sum_{j>0} r_i each (the initial values need no read)
+        stores  O: sum r_i d    l, m: sum r_i each
+    with s_j the query splits that have a row tile which column tile j visits. All visited, one
+    split, N_q = N_k = N: Q, K, V and O together are (3 T_c + 1) N d.
+
+    With a window, `q_lens` or a block mask column tile 0 is as the others. Line 2 then stores
+    O N_q' d, l and m N_q' each, and the loads of O, l and m have no "j > 0".
+
+    `query_splits` deals the row tiles of the longest sequence out in runs of
+    ceil(T_r / query_splits); a run without tiles does nothing. `return_lse` adds L = m + log l: l
+    and m loaded once more, N_q' each, and L stored.
     """
     splits = as_size("query_splits", query_splits)
-    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, problem.head_dim
-    Tr, Tc = _tile_counts(problem, tiles)
-    first = _first_row_tiles(problem, tiles)
-    rows = Nq - first * tiles.Br
-    columns = np.minimum(Nk - np.arange(Tc) * tiles.Bc, tiles.Bc)
+    d, head = problem.head_dim, _whole(problem, tiles, problem.heads_q)
+    run = -(-problem.seqlen_q // (tiles.Br * splits))
+    initialises = Features.of(problem).initialises
+    visits = _visits(problem, tiles, block_mask, takes_all=not initialises)
+    by_split = _visits(problem, tiles, block_mask, takes_all=not initialises, run=run)
 
-    run = -(-Tr // splits)
-    # Runs before first[j] // run end above the diagonal: they skip column tile j.
-    visiting = -(-Tr // run) - first // run
-
-    visited, reread = int(rows.sum()), int(rows[1:].sum())
-    kv = int((visiting * columns).sum()) * d
-    lse = Nq if return_lse else 0
+    read = visits.rows if initialises else visits.rows_again
+    written = visits.rows + (head.all_rows if initialises else 0)
+    lse = head.all_rows if return_lse else 0
     loads = {
-        "K": kv,
-        "V": kv,
-        "Q": visited * d,
-        "O": reread * d,
-        "l": reread + lse,
-        "m": reread + lse,
+        "Q": visits.rows * d,
+        "K": by_split.columns * d,
+        "V": by_split.columns * d,
+        "bias": visits.pairs if problem.bias else 0,
+        "O": read * d,
+        "l": read + lse,
+        "m": read + lse,
     }
-    stores = {"O": visited * d, "l": visited, "m": visited, "L": lse}
-    return _accesses(problem, loads, stores)
+    stores = {"O": written * d, "l": written, "m": written, "L": lse}
+    return _accesses(loads, stores)
 
 
-def fa2(problem: Problem, tiles: TileSizes) -> Accesses:
+def fa2(problem: Problem, tiles: TileSizes, *, block_mask: Any = None) -> Accesses:
     """Accesses of FA-2's Algorithm 1: Q outer, K/V inner; O written once.
 
-    With n_i the column tiles that row tile i visits (T_c unless causal, see `tiles_visited`), per
-    head:
-        loads   Q: N_q d    K, V: sum_i min(n_i B_c, N_k) d each
-        stores  O: N_q d    L: N_q
-    Not causal, N_q = N_k = N: Q, K, V and O together are (2 T_r + 2) N d. L is always stored.
+    Per head:
+        loads   Q: N_q d    K, V: sum c_j d each    bias: sum r_i c_j
+        stores  O: N_q' d    L: N_q'
+    All visited, N_q = N_k = N: Q, K, V and O together are (2 T_r + 2) N d. L is always stored.
     """
-    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, problem.head_dim
-    columns = np.minimum(_column_tiles(problem, tiles) * tiles.Bc, Nk)
-    kv = int(columns.sum()) * d
-    return _accesses(problem, {"Q": Nq * d, "K": kv, "V": kv}, {"O": Nq * d, "L": Nq})
+    d, head = problem.head_dim, _whole(problem, tiles, problem.heads_q)
+    visits = _visits(problem, tiles, block_mask)
+    loads = {
+        "Q": head.rows * d,
+        "K": visits.columns * d,
+        "V": visits.columns * d,
+        "bias": visits.pairs if problem.bias else 0,
+    }
+    return _accesses(loads, {"O": head.all_rows * d, "L": head.all_rows})
 
 
 def standard_backward(
@@ -220,120 +384,181 @@ def standard_backward(
     *,
     row_resident: bool = True,
     forward_resident: bool = True,
+    block_mask: Any = None,
+    dbias: bool = False,
 ) -> Accesses:
     """Accesses of standard attention's gradients (FA-1 Algorithm 3) in seven tiled kernels.
 
     P is made anew by the forward's scores and softmax. An array goes by the name that it has in
     its kernel. Per head:
-        scores             loads Q N_q d, K T_r N_k d        stores S N_q N_k
-        softmax            loads S N_q N_k                   stores P N_q N_k
-        dV = P^T dO        loads P N_q N_k, dO T_c N_q d     stores dV N_k d, per K/V head
-        dP = dO V^T        as scores, named Q, K, S
-        dS = P o (dP - D)  loads P, dP N_q N_k each          stores dS N_q N_k
-        dQ = dS K          loads P N_q N_k, V T_r N_k d      stores O N_q d
+        scores             loads Q N_q d, K T_r N_k d, bias N_q N_k    stores S N_q N_k
+        softmax            loads S N_q N_k                             stores P N_q N_k
+        dP = dO V^T        as scores without bias, named Q, K, S
+        dS = P o (dP - D)  loads P, dP N_q N_k each                    stores dS N_q N_k
+        dV = P^T dO        loads P N_q N_k, dO T_c N_q d               stores dV N_k' d
+        dQ = dS K          loads P N_q N_k, V T_r N_k d                stores O N_q' d
         dK = dS^T Q        as dV, named P, dO, dV
+    with dV, and dK, stored per K/V head. Dropout makes dS also store P, N_q N_k, without what is
+    dropped; `dbias` makes it add to dbias, N_q N_k atomic adds, each a load and a store. A softcap
+    takes the scores once more, to multiply dS by its slope: as dP, and S also loaded, N_q N_k.
+
     A row of S too long for shared memory (`forward_resident` False) is loaded twice by the softmax;
-    rows of P and dP that are too long together (`row_resident` False), twice for dS. Masked tiles
-    are not skipped.
+    rows of P and dP that are too long together (`row_resident` False), twice for dS. No mask skips
+    a tile, the block mask neither.
     """
-    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, problem.head_dim
-    Tr, Tc = _tile_counts(problem, tiles)
-    matrix = Nq * Nk
+    _as_blocks(problem, block_mask, tiles)
+    _check_dbias(problem, dbias)
+    d, head = problem.head_dim, _whole(problem, tiles, problem.heads_q)
+    shared = _whole(problem, tiles, problem.heads_k)
+    matrix = head.pairs
     reads, forward_reads = (1 if resident else 2 for resident in (row_resident, forward_resident))
-    scores = _accesses(problem, {"Q": Nq * d, "K": Tr * Nk * d}, {"S": matrix})
-    softmax = _accesses(problem, {"S": forward_reads * matrix}, {"P": matrix})
+    bias = {"bias": matrix if problem.bias else 0}
+    product = {"Q": head.rows * d, "K": head.columns_by_row_tile * d}
+    dbias_adds = {"dbias": matrix if dbias else 0}
+    kept = {"P": matrix if problem.dropout_p else 0}
+
+    scores = _accesses(product | bias, {"S": matrix})
+    softmax = _accesses({"S": forward_reads * matrix}, {"P": matrix})
+    dP = _accesses(product, {"S": matrix})
+    dS = _accesses(
+        {"P": reads * matrix, "dP": reads * matrix} | dbias_adds, {"dS": matrix} | kept | dbias_adds
+    )
+    slopes = _accesses(product | {"S": matrix}, {"S": matrix})
     transposed_output = _accesses(
-        problem, {"P": matrix, "dO": Tc * Nq * d}, {}, shared_stores={"dV": Nk * d}
+        {"P": matrix, "dO": head.rows_by_column_tile * d}, {"dV": shared.all_columns * d}
     )
-    score_gradients = _accesses(
-        problem, {"P": reads * matrix, "dP": reads * matrix}, {"dS": matrix}
-    )
-    output = _accesses(problem, {"P": matrix, "V": Tr * Nk * d}, {"O": Nq * d})
-    dV, dP, dS, dQ, dK = transposed_output, scores, score_gradients, output, transposed_output
-    return _sum((scores, softmax, dV, dP, dS, dQ, dK))
+    dQ = _accesses({"P": matrix, "V": head.columns_by_row_tile * d}, {"O": head.all_rows * d})
+    kernels = [scores, softmax, dP, dS, transposed_output, dQ, transposed_output]
+    return _sum(kernels if problem.softcap is None else [*kernels, slopes])
 
 
-def fa1_backward(problem: Problem, tiles: TileSizes) -> Accesses:
+def fa1_backward(
+    problem: Problem, tiles: TileSizes, *, block_mask: Any = None, dbias: bool = False
+) -> Accesses:
     """Accesses of FA-1's Algorithm 4: K/V outer, Q inner; dQ through global memory in every pass.
 
-    With R_j = N_q - f_j B_r the rows that column tile j visits (see `fa1`), per head:
-        loads   Q, O, dO: sum_j R_j d each    L: sum_j R_j
-                dQ: sum_{j>0} R_j d (line 5's zeros need no read)
-        stores  dQ: sum_j R_j d
-    and per K/V head K, V loaded and dK, dV stored once, N_k d each.
+    Column tile 0 initialises dQ (line 5) and so visits every row tile; per head:
+        loads   Q, O, dO: sum r_i d each    L: sum r_i    bias: sum r_i c_j
+                dQ: sum_{j>0} r_i d (line 5's zeros need no read)
+        stores  dQ: sum r_i d
+    and per K/V head K, V loaded, N_k d each, and dK, dV stored, N_k' d each. `dbias` adds
+    sum r_i c_j atomic adds to dbias, each a load and a store.
+
+    With a window, `q_lens` or a block mask column tile 0 is as the others. Line 5 then stores
+    dQ N_q' d, and its loads have no "j > 0".
     """
-    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, problem.head_dim
-    rows = Nq - _first_row_tiles(problem, tiles) * tiles.Br
-    visited, reread = int(rows.sum()), int(rows[1:].sum())
-    return _accesses(
-        problem,
-        {"Q": visited * d, "O": visited * d, "dO": visited * d, "L": visited, "dQ": reread * d},
-        {"dQ": visited * d},
-        {"K": Nk * d, "V": Nk * d},
-        {"dK": Nk * d, "dV": Nk * d},
-    )
+    _check_dbias(problem, dbias)
+    d, head = problem.head_dim, _whole(problem, tiles, problem.heads_q)
+    shared = _whole(problem, tiles, problem.heads_k)
+    initialises = Features.of(problem).initialises
+    visits = _visits(problem, tiles, block_mask, takes_all=not initialises)
+
+    read = visits.rows if initialises else visits.rows_again
+    written = visits.rows + (head.all_rows if initialises else 0)
+    dbias_adds = {"dbias": visits.pairs if dbias else 0}
+    loads = {
+        "Q": visits.rows * d,
+        "O": visits.rows * d,
+        "dO": visits.rows * d,
+        "L": visits.rows,
+        "bias": visits.pairs if problem.bias else 0,
+        "dQ": read * d,
+        "K": shared.columns * d,
+        "V": shared.columns * d,
+    }
+    stores = {
+        "dQ": written * d,
+        "dK": shared.all_columns * d,
+        "dV": shared.all_columns * d,
+    }
+    return _accesses(loads | dbias_adds, stores | dbias_adds)
 
 
-def fa2_backward(problem: Problem, tiles: TileSizes, *, deterministic: bool = False) -> Accesses:
+def fa2_backward(
+    problem: Problem,
+    tiles: TileSizes,
+    *,
+    deterministic: bool = False,
+    block_mask: Any = None,
+    dbias: bool = False,
+) -> Accesses:
     """Accesses of FA-2's Algorithm 2: D first, then a grid over K/V blocks.
 
-    With R_j the rows that column tile j visits: N_q, and with a causal mask those from the row tile
-    of the first row that sees it; per head:
-        row sums      loads O, dO: N_q d each           stores D: N_q, dQ = 0: N_q d
-        the K/V grid  loads Q, dO: sum_j R_j d each, L, D: sum_j R_j each
-                      dQ: sum_j R_j d atomic adds, each a load and a store
-    and per K/V head K, V loaded and dK, dV stored once, N_k d each.
+    Per head:
+        row sums      loads O, dO: N_q d each           stores D: N_q, dQ = 0: N_q' d
+        the K/V grid  loads Q, dO: sum r_i d each, L, D: sum r_i each, bias: sum r_i c_j
+                      dQ: sum r_i d atomic adds, each a load and a store
+    and per K/V head K, V loaded, N_k d each, and dK, dV stored, N_k' d each. `dbias` adds
+    sum r_i c_j atomic adds to dbias, each a load and a store.
 
-    `deterministic` drops the atomic adds and the zeros. A grid over Q blocks makes dQ instead:
-    with n_i the column tiles that row tile i sees, per head it
-        loads  Q, dO: N_q d each, L, D: N_q each, K, V: sum_i min(n_i B_c, N_k) d each
-        stores dQ: N_q d
+    `deterministic` drops the atomic adds to dQ and the zeros. A grid over Q blocks makes dQ
+    instead: per head it
+        loads  Q, dO: N_q d each, L, D: N_q each, K, V: sum c_j d each, bias: sum r_i c_j
+        stores dQ: N_q' d
     """
-    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, problem.head_dim
-    first = _first_row_tiles(problem, tiles, first_pass_takes_all=False)
-    visited = int((Nq - first * tiles.Br).sum())
-    added = 0 if deterministic else visited * d
+    _check_dbias(problem, dbias)
+    d, head = problem.head_dim, _whole(problem, tiles, problem.heads_q)
+    shared = _whole(problem, tiles, problem.heads_k)
+    visits = _visits(problem, tiles, block_mask)
+    bias = {"bias": visits.pairs if problem.bias else 0}
+    adds = {"dQ": 0 if deterministic else visits.rows * d, "dbias": visits.pairs if dbias else 0}
+
     row_sums = _accesses(
-        problem, {"O": Nq * d, "dO": Nq * d}, {"D": Nq, "dQ": 0 if deterministic else Nq * d}
+        {"O": head.rows * d, "dO": head.rows * d},
+        {"D": head.rows, "dQ": 0 if deterministic else head.all_rows * d},
     )
-    columns = _accesses(
-        problem,
-        {"Q": visited * d, "dO": visited * d, "L": visited, "D": visited, "dQ": added},
-        {"dQ": added},
-        {"K": Nk * d, "V": Nk * d},
-        {"dK": Nk * d, "dV": Nk * d},
+    over_columns = _accesses(
+        {
+            "Q": visits.rows * d,
+            "dO": visits.rows * d,
+            "L": visits.rows,
+            "D": visits.rows,
+            "K": shared.columns * d,
+            "V": shared.columns * d,
+        }
+        | bias
+        | adds,
+        {"dK": shared.all_columns * d, "dV": shared.all_columns * d} | adds,
     )
     if not deterministic:
-        return _sum((row_sums, columns))
-    kv = int(np.minimum(_column_tiles(problem, tiles) * tiles.Bc, Nk).sum()) * d
-    rows = _accesses(
-        problem,
-        {"Q": Nq * d, "dO": Nq * d, "L": Nq, "D": Nq, "K": kv, "V": kv},
-        {"dQ": Nq * d},
+        return _sum((row_sums, over_columns))
+    over_rows = _accesses(
+        {
+            "Q": head.rows * d,
+            "dO": head.rows * d,
+            "L": head.rows,
+            "D": head.rows,
+            "K": visits.columns * d,
+            "V": visits.columns * d,
+        }
+        | bias,
+        {"dQ": head.all_rows * d},
     )
-    return _sum((row_sums, columns, rows))
+    return _sum((row_sums, over_columns, over_rows))
 
 
 def tiles_visited(
-    algorithm: str, problem: Problem, tiles: TileSizes, *, passes: str = "fwd"
+    algorithm: str,
+    problem: Problem,
+    tiles: TileSizes,
+    *,
+    passes: str = "fwd",
+    block_mask: Any = None,
 ) -> int:
-    """Tiles of S computed, over batch and heads: B H T_r T_c without a mask.
+    """Tiles of S computed, over batch and heads: B H T_r T_c without masks and lengths.
 
-    Causal: fa2 leaves out every tile that no row of it sees; fa1 too, but for column tile 0, in
-    which it initialises O, l and m; standard leaves out nothing. `passes` is "fwd" or "bwd"; one
-    sweep backward visits the same tiles as one forward, the second sweep of a deterministic
-    fa2_backward again.
+    fa2 leaves out every tile that no row of it sees or that the block mask lacks; fa1 too, but for
+    column tile 0 where that initialises (see `fa1`); standard leaves out nothing. `passes` is "fwd"
+    or "bwd"; one sweep backward visits the same tiles as one forward, the second sweep of a
+    deterministic fa2_backward again.
     """
     _check("algorithm", algorithm, ALGORITHMS)
     _check("passes", passes, PASSES[:2])
-    Tr, Tc = _tile_counts(problem, tiles)
     if algorithm == "standard":
-        per_head = Tr * Tc
-    elif algorithm == "fa1":
-        per_head = Tr * Tc - int(_first_row_tiles(problem, tiles).sum())
-    else:
-        per_head = int(_column_tiles(problem, tiles).sum())
-    return problem.batch * problem.heads_q * per_head
+        _as_blocks(problem, block_mask, tiles)
+        return _whole(problem, tiles, problem.heads_q).tiles
+    takes_all = algorithm == "fa1" and not Features.of(problem).initialises
+    return _visits(problem, tiles, block_mask, takes_all=takes_all).tiles
 
 
 def theta_standard(problem: Problem) -> float:
@@ -394,18 +619,45 @@ def fa1_paper_gb(problem: Problem, Bc: int) -> float:
     return PAPER_BYTES * fa1_paper(problem, Bc) / 1e9
 
 
-def flops(problem: Problem, passes: str = "fwd") -> int:
+def flops(problem: Problem, passes: str = "fwd", *, block_mask: Any = None) -> int:
     """FLOPs as published (FA-2 section 4.1): the matrix products alone.
 
-    4 B H N_q N_k d forward, halved when causal; 2.5 times that backward, 3.5 times both. `passes`
-    is "fwd", "bwd" or "fwd+bwd". A convention for comparing speeds, not a count of operations.
+    4 N_q N_k d per head forward, halved when causal; 2.5 times that backward, 3.5 times both.
+    `passes` is "fwd", "bwd" or "fwd+bwd". A convention for comparing speeds, not a count of
+    operations. With a window, causal or not, N_q N_k is the exact number of pairs that it leaves. A
+    sparse problem's `block_mask` multiplies what its heads have by the share of blocks that it
+    keeps, of all blocks, those included that other masks hide; the result is rounded down.
     """
     _check("passes", passes, PASSES)
-    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, problem.head_dim
+    blocks = _as_blocks(problem, block_mask)
     factor = {"fwd": 4, "bwd": 10, "fwd+bwd": 14}[passes]
-    if problem.causal:
+    if problem.causal and problem.window == (-1, -1):
         factor //= 2
-    return factor * problem.batch * problem.heads_q * Nq * Nk * d
+    pairs = 0  # times the blocks of one mask
+    for entry, mask, count in _distinct_heads(problem, blocks):
+        pairs += count * _pairs(problem, entry) * (1 if mask is None else int(mask.sum()))
+    return factor * problem.head_dim * pairs // (1 if blocks is None else blocks[0, 0].size)
+
+
+def _pairs(problem: Problem, entry: int) -> int:
+    """Rows times columns of a batch entry, or the pairs of them that its window leaves."""
+    Nq, Nk = problem.lengths(entry)
+    if problem.window == (-1, -1):
+        return Nq * Nk
+
+    def summed(offset: int) -> int:
+        """Of all rows i, columns below i + offset: the sum of min(max(i + offset, 0), N_k)."""
+
+        def below(end: int) -> int:
+            rising = min(max(end, 0), Nk)
+            return rising * (rising - 1) // 2 + max(end - Nk, 0) * Nk
+
+        return below(Nq + offset) - below(offset)
+
+    # As columns_begin and columns_end have them, without an array of rows.
+    ends = Nq * Nk if problem.right is None else summed(Nk - Nq + problem.right + 1)
+    begins = 0 if problem.left is None else summed(Nk - Nq - problem.left)
+    return ends - begins
 
 
 def workspace(
@@ -413,17 +665,19 @@ def workspace(
 ) -> int:
     """Bytes of global memory beside inputs and outputs (float32), `passes` "fwd" or "bwd".
 
-    Forward. standard: S, which P overwrites, 4 B H N_q N_k with N_k rounded up to a multiple of 4.
-    fa1: l and m, 8 B H N_q. fa2: L, 4 B H N_q, and nothing when the caller takes L (`return_lse`).
-    Backward. standard: P, and dP, which dS overwrites, twice the above. fa1: nothing.
-    fa2: D, 4 B H N_q.
+    With R the rows of Q over all heads: B H N_q', for packed sequences H times their total.
+    Forward. standard: S, which P overwrites, 4 B H N_q N_k of the longest sequences, with N_k
+    rounded up to a multiple of 4. fa1: l and m, 8 R. fa2: L, 4 R, and nothing when the caller takes
+    L (`return_lse`). Backward. standard: P, and dP, which dS overwrites, twice the above. fa1:
+    nothing. fa2: D, 4 R.
     """
     _check("algorithm", algorithm, ALGORITHMS)
     _check("passes", passes, PASSES[:2])
-    rows = problem.batch * problem.heads_q * problem.seqlen_q
     if algorithm == "standard":
+        *rows_of_scores, Nk = problem.score_shape
         matrices = 1 if passes == "fwd" else 2
-        return ELEMENT_BYTES * matrices * rows * (-(-problem.seqlen_k // 4) * 4)
+        return ELEMENT_BYTES * matrices * math.prod(rows_of_scores) * (-(-Nk // 4) * 4)
+    rows = math.prod(problem.lse_shape)
     if passes == "bwd":
         return 0 if algorithm == "fa1" else ELEMENT_BYTES * rows
     if algorithm == "fa1":
@@ -434,6 +688,11 @@ def workspace(
 def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} is {value!r}: allowed is {', '.join(map(repr, allowed))}")
+
+
+def _check_dbias(problem: Problem, dbias: bool) -> None:
+    if dbias and problem.bias is None:
+        raise ValueError(f"dbias is {dbias!r}: allowed is False, as the problem has no bias")
 
 
 def _check_memory(M: float) -> None:

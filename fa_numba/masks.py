@@ -1,14 +1,52 @@
-"""Masks, each a plain function of (row, column).
+"""Masks, biases and dropout, each a plain function of (row, column).
 
 One definition serves the kernels, the emulator and the reference: the functions take integers
 (also inside a compiled kernel) or integer NumPy arrays that broadcast against each other.
+`diagonal` is seqlen_k - seqlen_q, the valid ones: row i is aligned to column i + diagonal.
 """
 
 
 def visible_causal(row, col, diagonal):
     """Whether query `row` sees key `col` under the causal mask, aligned to the bottom right.
 
-    `diagonal` is seqlen_k - seqlen_q: the last query sees every key, and where it is negative the
-    first -diagonal queries see none.
+    The last query sees every key, and where `diagonal` is negative the first -diagonal queries see
+    none.
     """
     return col <= row + diagonal
+
+
+def visible_window(row, col, diagonal, left, right):
+    """Whether key `col` is at most `left` before and `right` after the diagonal key of `row`."""
+    return (col >= row + diagonal - left) & (col <= row + diagonal + right)
+
+
+def distance(row, col, diagonal):
+    """Keys between `col` and the diagonal key of `row`: ALiBi adds -slope times it (2108.12409)."""
+    return abs(row + diagonal - col)
+
+
+def make_philox(uint32, uint64):
+    """Philox4x32-10 (Salmon et al., SC 2011) with these casts, of Numba or NumPy.
+
+    ``philox(c0, c1, c2, c3, k0, k1)`` gives four 32-bit words for a counter and a key.
+    """
+
+    def philox(c0, c1, c2, c3, k0, k1):
+        for _ in range(10):
+            p0 = uint64(c0) * uint64(0xD2511F53)
+            p1 = uint64(c2) * uint64(0xCD9E8D57)
+            c0 = uint32(uint32(p1 >> uint64(32)) ^ c1 ^ k0)
+            c1 = uint32(p1)
+            c2 = uint32(uint32(p0 >> uint64(32)) ^ c3 ^ k1)
+            c3 = uint32(p0)
+            k0 = uint32(k0 + uint32(0x9E3779B9))
+            k1 = uint32(k1 + uint32(0xBB67AE85))
+        return c0, c1, c2, c3
+
+    return philox
+
+
+# Where the random word of an element is: word (col // 16) % 4 of the counter
+# ((col // 64) * 16 + col % 16, row, (batch << 16) + head, offset), keyed by the seed.
+WORD_COLUMNS = 16
+COUNTER_COLUMNS = 64

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 from fa_numba import calls, device, plans
+from fa_numba.arguments import LOG2E, Arguments, launch, score_scale
 from fa_numba.arrays import HOST, Operand, check_out, check_shape, check_together, operand
 from fa_numba.device import DeviceArray
+from fa_numba.options import AttentionOptions
 from fa_numba.plans import Plan, Run, check_algorithm
 from fa_numba.problem import Problem
 from fa_numba.tiles import Tiles
-
-_LOG2E = math.log2(math.e)
 
 
 def plan(
@@ -23,25 +22,27 @@ def plan(
     *,
     algorithm: str = "fa2",
     dtype: str = "float32",
-    scale: float | None = None,
-    causal: bool = False,
     tiles: Tiles | None = None,
     return_lse: bool = False,
     query_splits: int = 1,
     passes: str = "fwd",
     deterministic: bool = False,
+    return_dbias: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> Plan:
     """What a call with these arguments runs on the current device, without running it.
 
-    Shapes are (B, Hq, Nq, d) and (B, Hk, Nk, d); ``passes`` is "fwd" or "bwd". Raises as the call
-    itself would.
+    Shapes are (B, Hq, Nq, d) and (B, Hk, Nk, d); ``passes`` is "fwd" or "bwd". ``options`` as
+    ``AttentionOptions`` has them; for a bias and slopes their shapes are enough. Raises as the
+    call itself would.
 
     >>> import fa_numba
     >>> p = fa_numba.plan((1, 2, 1024, 64), (1, 2, 1024, 64), algorithm="fa2")
     >>> p.kernels[0].name, p.kernels[0].grid
     ('fa2_forward', (8, 2, 1))
     """
-    problem = Problem.from_shapes(q_shape, k_shape, dtype=dtype, scale=scale, causal=causal)
+    arguments = Arguments.of(options, shapes=True)
+    problem = arguments.problem(q_shape, k_shape, dtype=dtype)
     if passes not in plans.PASSES:
         raise ValueError(f"passes is {passes!r}: allowed is one of {', '.join(plans.PASSES)}")
     if passes == "bwd":
@@ -50,14 +51,26 @@ def plan(
                 f"passes is 'bwd' with return_lse={return_lse!r}, query_splits={query_splits!r}: "
                 "only the forward pass has them"
             )
-        return plans.backward(problem, algorithm, tiles, True, deterministic).plan
-    if deterministic is not False:
-        raise ValueError(f"deterministic is {deterministic!r}: only passes='bwd' has it")
-    return plans.forward(problem, algorithm, tiles, True, return_lse, query_splits).plan
+        run = plans.backward(problem, algorithm, tiles, True, deterministic, return_dbias)
+    else:
+        for name, value in (("deterministic", deterministic), ("return_dbias", return_dbias)):
+            if value is not False:
+                raise ValueError(f"{name} is {value!r}: only passes='bwd' has it")
+        run = plans.forward(problem, algorithm, tiles, True, return_lse, query_splits)
+    arguments.check_mask(problem, tiles, run.plan.tiles)
+    return replace(run.plan, block_mask=arguments.block_mask)
 
 
 def standard_attention(
-    q, k, v, *, scale=None, causal=False, tiles=None, return_lse=False, out=None, stream=None
+    q,
+    k,
+    v,
+    *,
+    tiles=None,
+    return_lse=False,
+    out=None,
+    stream=None,
+    **options: Unpack[AttentionOptions],
 ):
     """softmax(scale q kT) v with the N x N matrices in global memory (the papers' Algorithm 0).
 
@@ -68,7 +81,7 @@ def standard_attention(
     >>> fa_numba.standard_attention(q, k, v, scale=0.0)[0, 0].round(3).tolist()
     [[0.5, 0.5], [0.5, 0.5]]
     """
-    return _attend("standard", q, k, v, scale, causal, tiles, return_lse, out, stream, 1)
+    return _attend("standard", (q, k, v), options, tiles, return_lse, out, stream)
 
 
 def flash_attention_1(
@@ -76,13 +89,12 @@ def flash_attention_1(
     k,
     v,
     *,
-    scale=None,
-    causal=False,
     tiles=None,
     return_lse=False,
     out=None,
     stream=None,
     query_splits=1,
+    **options: Unpack[AttentionOptions],
 ):
     """Attention in FlashAttention-1's loop order, K/V outer (arXiv 2205.14135, Algorithm 1).
 
@@ -95,11 +107,19 @@ def flash_attention_1(
     >>> bool(abs(a - b).max() < 1e-6)
     True
     """
-    return _attend("fa1", q, k, v, scale, causal, tiles, return_lse, out, stream, query_splits)
+    return _attend("fa1", (q, k, v), options, tiles, return_lse, out, stream, query_splits)
 
 
 def flash_attention_2(
-    q, k, v, *, scale=None, causal=False, tiles=None, return_lse=False, out=None, stream=None
+    q,
+    k,
+    v,
+    *,
+    tiles=None,
+    return_lse=False,
+    out=None,
+    stream=None,
+    **options: Unpack[AttentionOptions],
 ):
     """Attention in FlashAttention-2's loop order, Q outer (arXiv 2307.08691, Algorithm 1).
 
@@ -108,13 +128,13 @@ def flash_attention_2(
     ``__cuda_array_interface__`` or DLPack are taken as they are; all on one device. Host arrays are
     copied to the GPU and back, and run on the emulator where there is no GPU.
 
-    ``scale`` multiplies the scores, 1/sqrt(d) unless given. ``causal`` lets row i see the columns
-    j <= i + Nk - Nq; a row that sees none gives output 0 and logsumexp -inf. ``tiles`` sets the
-    block sizes. ``out`` takes the result, (B, Hq, Nq, d). ``stream`` is a CUDA stream (torch,
-    CuPy, Numba or an address); None takes the current stream of q's library.
+    ``options`` change the result: scale, masks, biases, lengths, dropout; see
+    ``fa_numba.AttentionOptions``. A row that sees no column gives output 0 and logsumexp -inf.
+    ``tiles`` sets the block sizes. ``out`` takes the result, in q's shape. ``stream`` is a CUDA
+    stream (torch, CuPy, Numba or an address); None takes the current stream of q's library.
 
-    Returns O, float32 (B, Hq, Nq, d), in q's library and place; with ``return_lse`` (O, L), L the
-    natural logarithm of the rows' sums of exponentials, float32 (B, Hq, Nq).
+    Returns O, float32 in q's shape, library and place; with ``return_lse`` (O, L), L the natural
+    logarithm of the rows' sums of exponentials, float32 (B, Hq, Nq).
 
     Raises ValueError or TypeError, before anything runs, for an argument that is not as above:
     the message names it, its value and what is allowed. Also a ValueError for tiles that do not
@@ -125,8 +145,10 @@ def flash_attention_2(
     >>> v = np.arange(12, dtype=np.float32).reshape(1, 1, 3, 4)
     >>> fa_numba.flash_attention_2(q, q, v, causal=True)[0, 0, :, 0].tolist()
     [0.0, 2.0, 4.0]
+    >>> fa_numba.flash_attention_2(q, q, v, window=(0, 0))[0, 0, :, 0].tolist()
+    [0.0, 4.0, 8.0]
     """
-    return _attend("fa2", q, k, v, scale, causal, tiles, return_lse, out, stream, 1)
+    return _attend("fa2", (q, k, v), options, tiles, return_lse, out, stream)
 
 
 def attention(q, k, v, *, algorithm="fa2", **options):
@@ -143,20 +165,20 @@ def attention(q, k, v, *, algorithm="fa2", **options):
     return functions[algorithm](q, k, v, **options)
 
 
-def _attend(algorithm, q, k, v, scale, causal, tiles, return_lse, out, stream, query_splits) -> Any:
-    inputs = [operand("q", q), operand("k", k), operand("v", v)]
-    check_together(inputs)
-    problem = Problem.from_shapes(
-        *(x.shape for x in inputs), dtype=inputs[0].dtype, scale=scale, causal=causal
-    )
+def _attend(algorithm, qkv, options, tiles, return_lse, out, stream, query_splits=1) -> Any:
+    inputs = [operand(*x) for x in zip("qkv", qkv, strict=True)]
+    arguments = Arguments.of(options)
+    check_together([*inputs, *arguments.arrays.values()])
+    problem = arguments.problem(*(x.shape for x in inputs), dtype=inputs[0].dtype)
     target = None
     if out is not None:
         target = operand("out", out)
         check_together([inputs[0], target])
-        check_out(target, problem.q_shape, inputs)
+        check_out(target, problem.q_shape, [*inputs, *arguments.arrays.values()])
     with calls.placed(inputs[0]):
         aligned = _aligned(problem, [*inputs, target] if target else inputs)
         run = plans.forward(problem, algorithm, tiles, aligned, return_lse, query_splits)
+        arguments.check_mask(problem, tiles, run.plan.tiles)
         handle = calls.stream_handle(stream, inputs[0])
         calls.check_size(run.plan)
         outputs: list = [(problem.q_shape, target)]
@@ -164,10 +186,26 @@ def _attend(algorithm, q, k, v, scale, causal, tiles, return_lse, out, stream, q
             outputs.append((problem.lse_shape, None))
 
         def execute(given: list, made: list, stream: int) -> None:
-            _forward(run, given, made[0], made[1] if return_lse else None, stream)
+            arrays = dict(zip(arguments.arrays, given[3:], strict=True))
+            views = [_heads(problem, x) for x in (*given[:3], *made)]
+            L = views[4] if return_lse else None
+            _forward(run, arguments, arrays, views[:4], L, stream)
 
-        results = calls.run(execute, inputs, outputs, handle)
+        given = [*inputs, *arguments.arrays.values()]
+        results = calls.run(execute, given, outputs, handle)
     return tuple(results) if return_lse else results[0]
+
+
+def _heads(problem: Problem, array: Any) -> Any:
+    """An array of a call as the kernels take it: (1, heads, total, ...) when packed."""
+    if not problem.packed:
+        return array
+    return device.transposed(array, (1, 0, 2) if len(array.shape) == 3 else (0, 1))
+
+
+def _row_shape(problem: Problem) -> tuple[int, ...]:
+    """Shape of one float a row, as the kernels take it."""
+    return (1, *problem.lse_shape) if problem.packed else problem.lse_shape
 
 
 def _aligned(problem: Problem, operands: Sequence[Operand]) -> bool:
@@ -176,30 +214,43 @@ def _aligned(problem: Problem, operands: Sequence[Operand]) -> bool:
     return problem.head_dim % 4 == 0 and (copies or all(x.aligned for x in operands))
 
 
-def _forward(run: Run, given: list, O: Any, L: Any, stream: int) -> None:
-    Q, K, V = given
-    problem = run.plan.problem
-    diagonal, group = problem.diagonal, problem.group
+def _forward(
+    run: Run, arguments: Arguments, arrays: dict, views: list, L: Any, stream: int
+) -> None:
+    Q, K, V, O = views
+    problem, group = run.plan.problem, run.plan.problem.group
+    unit = 1.0 if run.plan.algorithm == "standard" else LOG2E
+    values = arguments.values(problem, arrays, unit)
+    scale = score_scale(problem, unit)
     with device.scratch(stream) as allocate:
         if run.plan.algorithm == "fa2":
-            L = allocate(problem.lse_shape) if L is None else L
-            run.launch(0, (Q, K, V, O, L, problem.scale * _LOG2E, diagonal, group), stream)
+            L = allocate(_row_shape(problem)) if L is None else L
+            launch(run, 0, (Q, K, V, O, L, scale, group), values, stream)
         elif run.plan.algorithm == "fa1":
-            l, m = allocate(problem.lse_shape), allocate(problem.lse_shape)
+            l, m = allocate(_row_shape(problem)), allocate(_row_shape(problem))
             L = l if L is None else L  # not written
-            scale = problem.scale * _LOG2E
-            args = (Q, K, V, O, L, l, m, scale, diagonal, group, run.split_rows)
-            run.launch(0, args, stream)
+            args = (Q, K, V, O, L, l, m, scale, group, run.split_rows)
+            launch(run, 0, args, values, stream)
         else:
             S = _score_matrix(problem, allocate)
             L = _first_column(S) if L is None else L  # not written
-            run.launch(0, (Q, K, S, problem.scale, diagonal, group), stream)
-            run.launch(1, (S, S, L), stream)
-            run.launch(2, (S, V, O, group), stream)
+            launch(run, 0, (Q, K, S, scale, group), values, stream)
+            launch(run, 1, (S, S, L), values, stream)
+            launch(run, 2, (S, V, O, group), values, stream)
 
 
 def standard_attention_backward(
-    dout, q, k, v, out, lse, *, scale=None, causal=False, tiles=None, stream=None
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    *,
+    tiles=None,
+    stream=None,
+    return_dbias=False,
+    **options: Unpack[AttentionOptions],
 ):
     """Gradients of ``standard_attention`` with N x N matrices in global memory (arXiv 2205.14135,
     Algorithm 3).
@@ -209,11 +260,21 @@ def standard_attention_backward(
     matrices a head.
     """
     given = (dout, q, k, v, out, lse)
-    return _differentiate("standard", given, scale, causal, tiles, stream, False)
+    return _differentiate("standard", given, options, tiles, stream, return_dbias)
 
 
 def flash_attention_1_backward(
-    dout, q, k, v, out, lse, *, scale=None, causal=False, tiles=None, stream=None
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    *,
+    tiles=None,
+    stream=None,
+    return_dbias=False,
+    **options: Unpack[AttentionOptions],
 ):
     """Gradients of attention, K/V outer (arXiv 2205.14135, Algorithm 4).
 
@@ -221,7 +282,7 @@ def flash_attention_1_backward(
     in every step, in one order; no workspace.
     """
     given = (dout, q, k, v, out, lse)
-    return _differentiate("fa1", given, scale, causal, tiles, stream, False)
+    return _differentiate("fa1", given, options, tiles, stream, return_dbias)
 
 
 def flash_attention_2_backward(
@@ -232,24 +293,25 @@ def flash_attention_2_backward(
     out,
     lse,
     *,
-    scale=None,
-    causal=False,
     tiles=None,
     stream=None,
+    return_dbias=False,
     deterministic=False,
+    **options: Unpack[AttentionOptions],
 ):
     """Gradients of attention, a grid over K/V blocks (arXiv 2307.08691, Algorithm 2).
 
-    ``dout`` and ``out`` are (B, Hq, Nq, d), ``lse`` (B, Hq, Nq) as the forward pass returned it
-    with ``return_lse``; the rest as ``flash_attention_2``, with the same ``scale`` and ``causal``.
+    ``dout`` and ``out`` are as q, ``lse`` as the forward pass returned it with ``return_lse``; the
+    rest as ``flash_attention_2``, with the same ``options``.
 
     dQ is summed by atomic adds in no fixed order: Tc Nq d loads and as many stores a head, and
     gradients that can differ in the last bits between runs. ``deterministic`` sums it in a second
     sweep instead, which computes S and dP once more and costs 2 Nq d + 2 Tr Nk d loads and Nq d
     stores. The workspace is one float a row.
 
-    Returns (dq, dk, dv), float32 in the shapes of q, k and v, in q's library and place. A query
-    that sees no key, and a key that no query sees, get zeros.
+    Returns (dq, dk, dv), float32 in the shapes of q, k and v, in q's library and place; with
+    ``return_dbias`` also dbias, in the shape of the bias, summed by atomic adds over the axes that
+    the bias repeats. A query that sees no key, and a key that no query sees, get zeros.
 
     Raises ValueError or TypeError, before anything runs, as ``flash_attention_2`` does.
 
@@ -261,7 +323,7 @@ def flash_attention_2_backward(
     32.0
     """
     given = (dout, q, k, v, out, lse)
-    return _differentiate("fa2", given, scale, causal, tiles, stream, deterministic)
+    return _differentiate("fa2", given, options, tiles, stream, return_dbias, deterministic)
 
 
 def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
@@ -278,54 +340,67 @@ def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
     return functions[algorithm](dout, q, k, v, out, lse, **options)
 
 
-def _differentiate(algorithm, given, scale, causal, tiles, stream, deterministic) -> Any:
+def _differentiate(
+    algorithm, given, options, tiles, stream, return_dbias, deterministic=False
+) -> Any:
     names = ("dout", "q", "k", "v", "out", "lse")
     dout, q, k, v, out, lse = (operand(*x) for x in zip(names, given, strict=True))
-    check_together([q, k, v, dout, out, lse])
-    problem = Problem.from_shapes(
-        q.shape, k.shape, v.shape, dtype=q.dtype, scale=scale, causal=causal
-    )
+    arguments = Arguments.of(options)
+    check_together([q, k, v, dout, out, lse, *arguments.arrays.values()])
+    problem = arguments.problem(q.shape, k.shape, v.shape, dtype=q.dtype)
     check_shape(dout, problem.q_shape)
     check_shape(out, problem.q_shape)
     check_shape(lse, problem.lse_shape)
     inputs = [q, k, v, out, dout, lse]
     with calls.placed(q):
         aligned = _aligned(problem, inputs[:-1])
-        run = plans.backward(problem, algorithm, tiles, aligned, deterministic)
+        run = plans.backward(problem, algorithm, tiles, aligned, deterministic, return_dbias)
+        arguments.check_mask(problem, tiles, run.plan.tiles)
         handle = calls.stream_handle(stream, q)
         calls.check_size(run.plan)
-        shapes = (problem.q_shape, problem.k_shape, problem.k_shape)
+        shapes = [problem.q_shape, problem.k_shape, problem.k_shape]
+        if return_dbias:
+            shapes.append(arguments.arrays["bias"].shape)
 
         def execute(given: list, made: list, stream: int) -> None:
-            _backward(run, given, made, stream)
+            arrays = dict(zip(arguments.arrays, given[6:], strict=True))
+            if return_dbias:
+                arrays["dbias"] = made[3]
+                device.clear(made[3], stream)
+            views = [_heads(problem, x) for x in (*given[:6], *made[:3])]
+            _backward(run, arguments, arrays, views, stream)
 
+        inputs = [*inputs, *arguments.arrays.values()]
         return tuple(calls.run(execute, inputs, [(shape, None) for shape in shapes], handle))
 
 
-def _backward(run: Run, given: list, made: list, stream: int) -> None:
-    Q, K, V, O, dO, L = given
-    dQ, dK, dV = made
-    problem = run.plan.problem
-    diagonal, group = problem.diagonal, problem.group
-    factors = (problem.scale, problem.scale * _LOG2E, diagonal, group)
+def _backward(run: Run, arguments: Arguments, arrays: dict, views: list, stream: int) -> None:
+    Q, K, V, O, dO, L, dQ, dK, dV = views
+    problem, group = run.plan.problem, run.plan.problem.group
+    unit = 1.0 if run.plan.algorithm == "standard" else LOG2E
+    values = arguments.values(problem, arrays, unit)
+    scale = score_scale(problem, unit)
+    factors = (problem.scale, scale, group)
     with device.scratch(stream) as allocate:
         if run.plan.algorithm == "fa2":
-            D = allocate(problem.lse_shape)
-            run.launch(0, (O, dO, D, dQ), stream)
-            run.launch(1, (Q, K, V, dO, L, D, dQ, dK, dV, *factors), stream)
+            D = allocate(_row_shape(problem))
+            launch(run, 0, (O, dO, D, dQ), values, stream)
+            launch(run, 1, (Q, K, V, dO, L, D, dQ, dK, dV, *factors), values, stream)
             if len(run.kernels) == 3:
-                run.launch(2, (Q, K, V, dO, L, D, dQ, *factors), stream)
+                launch(run, 2, (Q, K, V, dO, L, D, dQ, *factors), values, stream)
         elif run.plan.algorithm == "fa1":
-            run.launch(0, (Q, K, V, O, dO, L, dQ, dK, dV, *factors), stream)
+            launch(run, 0, (Q, K, V, O, dO, L, dQ, dK, dV, *factors), values, stream)
         else:
             P, dP = _score_matrix(problem, allocate), _score_matrix(problem, allocate)
-            run.launch(0, (Q, K, P, problem.scale, diagonal, group), stream)
-            run.launch(1, (P, P, _first_column(P)), stream)
-            run.launch(2, (P, dO, dV, group), stream)
-            run.launch(3, (dO, V, dP, 1.0, 0, group), stream)
-            run.launch(4, (P, dP, dP, problem.scale), stream)
-            run.launch(5, (dP, K, dQ, group), stream)
-            run.launch(6, (dP, Q, dK, group), stream)
+            launch(run, 0, (Q, K, P, scale, group), values, stream)
+            launch(run, 1, (P, P, _first_column(P)), values, stream)
+            launch(run, 2, (dO, V, dP, 1.0, group), values, stream)
+            launch(run, 3, (P, dP, dP, problem.scale), values, stream)
+            if len(run.kernels) == 8:
+                launch(run, 7, (Q, K, dP, scale, group), values, stream)
+            launch(run, 4, (P, dO, dV, group), values, stream)
+            launch(run, 5, (dP, K, dQ, group), values, stream)
+            launch(run, 6, (dP, Q, dK, group), values, stream)
 
 
 def _first_column(S: Any) -> Any:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from fa_numba import device, io_model
 from fa_numba.device import Kernel
@@ -17,6 +20,7 @@ from fa_numba.kernels.simt import (
     standard,
     standard_backward,
 )
+from fa_numba.options import PLAIN, Features
 from fa_numba.problem import Problem, as_size
 from fa_numba.tiles import (
     BackwardSpec,
@@ -29,7 +33,6 @@ from fa_numba.tiles import (
 PASSES = ("fwd", "bwd")
 
 _MAX_GRID_YZ = 65535
-_MAX_SEQLEN = 2**31 - 1024  # rows and columns are 32-bit in the kernels, with room for a tile
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ class Plan:
     """What a call runs.
 
     ``accesses`` are exact loads and stores of global memory in elements by array, ``flops`` follows
-    FlashAttention-2's convention, ``workspace_bytes`` is memory beside inputs and outputs.
+    FlashAttention-2's convention, ``workspace_bytes`` is memory beside inputs and outputs. With a
+    block mask both need it as ``block_mask``.
     """
 
     algorithm: str
@@ -56,9 +60,17 @@ class Plan:
     problem: Problem
     tiles: Tiles
     kernels: tuple[KernelPlan, ...]
-    accesses: io_model.Accesses
-    flops: int
     workspace_bytes: int
+    block_mask: np.ndarray | None = field(default=None, compare=False, repr=False)
+    count: Callable[..., io_model.Accesses] = field(default=None, compare=False, repr=False)  # type: ignore[assignment]
+
+    @functools.cached_property
+    def accesses(self) -> io_model.Accesses:
+        return self.count(block_mask=self.block_mask)
+
+    @functools.cached_property
+    def flops(self) -> int:
+        return io_model.flops(self.problem, self.passes, block_mask=self.block_mask)
 
 
 @dataclass(frozen=True)
@@ -68,10 +80,6 @@ class Run:
     plan: Plan
     kernels: tuple[Kernel, ...]
     split_rows: int = 0
-
-    def launch(self, n: int, args: tuple, stream: int) -> None:
-        """Launch kernel ``n`` over its grid."""
-        device.launch(self.kernels[n], self.plan.kernels[n].grid, args, stream)
 
 
 def check_algorithm(algorithm: Any) -> None:
@@ -91,9 +99,6 @@ def _check(problem: Problem, algorithm: Any, tiles: Any) -> None:
     for name, size in (("batch", problem.batch), ("heads of q", problem.heads_q)):
         if size > _MAX_GRID_YZ:
             raise ValueError(f"{name} is {size}: allowed is at most {_MAX_GRID_YZ}, a grid's limit")
-    for name, size in (("q", problem.seqlen_q), ("k", problem.seqlen_k)):
-        if size > _MAX_SEQLEN:
-            raise ValueError(f"{name} has seqlen {size}: allowed is at most {_MAX_SEQLEN}")
 
 
 def forward(
@@ -114,102 +119,133 @@ def _forward(problem, algorithm, tiles, aligned, return_lse, query_splits, limit
     d, Nq, Nk = problem.head_dim, problem.seqlen_q, problem.seqlen_k
     if tiles is None:
         tiles = default_tiles(algorithm, Nq, Nk, d, limit)
-    spec = specialise(
-        tiles,
-        d,
-        limit,
-        causal=problem.causal,
-        aligned=aligned,
-        return_lse=return_lse and algorithm == "fa1",
-    )
+    features = Features.of(problem)
+    facts = {"features": features, "aligned": aligned}
+    spec = specialise(tiles, d, limit, return_lse=return_lse and algorithm == "fa1", **facts)
     tiles = Tiles(tiles.Br, tiles.Bc, spec.threads)
     Tr = -(-Nq // tiles.Br)
     heads, split_rows = problem.heads_q, 0
     if algorithm == "fa2":
         launches = [(fa2_forward.make_forward(spec), Tr, heads)]
-        accesses = io_model.fa2(problem, tiles)
+        count = functools.partial(io_model.fa2, problem, tiles)
     elif algorithm == "fa1":
         split_rows = -(-Tr // query_splits) * tiles.Br
         launches = [(fa1_forward.make_forward(spec), -(-Nq // split_rows), heads)]
-        accesses = io_model.fa1(problem, tiles, query_splits=query_splits, return_lse=return_lse)
+        how = {"query_splits": query_splits, "return_lse": return_lse}
+        count = functools.partial(io_model.fa1, problem, tiles, **how)
     else:
         row = _row_floats(Nk, limit)
+        scores = replace(spec, features=replace(features, dropout=False))
+        output = replace(spec, features=_lengths_of(features))
+        softmax = replace(_lengths_of(features), dropout=features.dropout)
         launches = [
-            (standard.make_standard_scores(spec), Tr, heads),
-            (standard.make_standard_softmax(row, _row_warps(Nk), return_lse), Nq, heads),
-            (standard.make_standard_output(spec), Tr, heads),
+            (standard.make_standard_scores(scores), Tr, heads),
+            (standard.make_standard_softmax(row, _row_warps(Nk), return_lse, softmax), Nq, heads),
+            (standard.make_standard_output(output), Tr, heads),
         ]
-        accesses = io_model.standard(problem, tiles, return_lse=return_lse, row_resident=row > 0)
+        how = {"return_lse": return_lse, "row_resident": row > 0}
+        count = functools.partial(io_model.standard, problem, tiles, **how)
     workspace = io_model.workspace(algorithm, problem, return_lse=return_lse)
-    return _run("fwd", algorithm, problem, tiles, launches, accesses, workspace, split_rows)
+    return _run("fwd", algorithm, problem, tiles, launches, count, workspace, split_rows)
 
 
 def backward(
-    problem: Problem, algorithm: str, tiles: Any, aligned: bool, deterministic: Any
+    problem: Problem,
+    algorithm: str,
+    tiles: Any,
+    aligned: bool,
+    deterministic: Any,
+    return_dbias: Any,
 ) -> Run:
     """The backward pass of ``algorithm``, checked."""
     _check(problem, algorithm, tiles)
     _check_flag("deterministic", deterministic)
+    _check_flag("return_dbias", return_dbias)
     if deterministic and algorithm != "fa2":
         raise ValueError(
             "deterministic is True: only fa2 has a choice, the others' sums always have one order"
         )
+    if return_dbias and problem.bias is None:
+        raise ValueError("return_dbias is True without a bias: allowed is False")
+    if return_dbias and deterministic and problem.bias != problem.score_shape:
+        raise ValueError(
+            f"deterministic is True with return_dbias and a bias of shape {problem.bias}: its "
+            f"gradient is summed in no fixed order, allowed is a bias of {problem.score_shape}"
+        )
     limit = device.shared_bytes_limit()
-    return _backward(problem, algorithm, tiles, aligned, deterministic, limit)
+    return _backward(problem, algorithm, tiles, aligned, deterministic, return_dbias, limit)
 
 
 @functools.lru_cache(maxsize=1024)
-def _backward(problem, algorithm, tiles, aligned, deterministic, limit) -> Run:
+def _backward(problem, algorithm, tiles, aligned, deterministic, return_dbias, limit) -> Run:
     d, Nq, Nk = problem.head_dim, problem.seqlen_q, problem.seqlen_k
     if tiles is None:
         tiles = default_backward_tiles(Nq, Nk, d, limit)
-    facts = {"causal": problem.causal, "aligned": aligned}
-    spec = specialise(tiles, d, limit, BackwardSpec, **facts)
+    features = Features.of(problem, dbias=return_dbias)
+    spec = specialise(tiles, d, limit, BackwardSpec, features=features, aligned=aligned)
     tiles = Tiles(tiles.Br, tiles.Bc, spec.threads)
     Tr, Tc = -(-Nq // tiles.Br), -(-Nk // tiles.Bc)
     heads_q, heads_k = problem.heads_q, problem.heads_k
+    lengths = _lengths_of(features)
+    how: dict[str, Any] = {"dbias": return_dbias}
     if algorithm == "fa2":
-        sums = fa2_backward.make_row_sums(d, not deterministic)
+        sums = fa2_backward.make_row_sums(d, not deterministic, lengths)
         launches = [
             (sums, -(-Nq // fa2_backward.WARPS), heads_q),
             (fa2_backward.make_backward(spec, not deterministic), Tc, heads_k),
         ]
         if deterministic:
-            launches.append((fa2_backward.make_query_gradients(spec), Tr, heads_q))
-        accesses = io_model.fa2_backward(problem, tiles, deterministic=deterministic)
+            sweep = replace(spec, features=replace(features, dbias=False))
+            launches.append((fa2_backward.make_query_gradients(sweep), Tr, heads_q))
+        how["deterministic"] = deterministic
     elif algorithm == "fa1":
         launches = [(fa1_backward.make_backward(spec), 1, heads_k)]
-        accesses = io_model.fa1_backward(problem, tiles)
     else:
         # The forward kernels' tiles, at the same block sizes, with and without the mask.
-        masked = specialise(Tiles(tiles.Br, tiles.Bc), d, limit, **facts)
-        plain = specialise(Tiles(tiles.Br, tiles.Bc), d, limit, aligned=aligned)
+        size = Tiles(tiles.Br, tiles.Bc)
+        marks = replace(features, dropout=False, dbias=False)
+        masked = specialise(size, d, limit, features=marks, aligned=aligned)
+        plain = specialise(size, d, limit, features=lengths, aligned=aligned)
         row, pair = _row_floats(Nk, limit), _row_floats(Nk, limit, rows=2)
-        transposed = standard_backward.make_standard_transposed_output(spec)
-        gradients = standard_backward.make_standard_score_gradients(pair, _row_warps(Nk))
+        columns = replace(spec, features=lengths)
+        transposed = standard_backward.make_standard_transposed_output(columns)
+        summed = replace(lengths, dropout=features.dropout, dbias=features.dbias)
+        gradients = standard_backward.make_standard_score_gradients(pair, _row_warps(Nk), summed)
+        softmax = standard.make_standard_softmax(row, _row_warps(Nk), False, lengths)
         launches = [
             (standard.make_standard_scores(masked), Tr, heads_q),
-            (standard.make_standard_softmax(row, _row_warps(Nk), False), Nq, heads_q),
-            (transposed, Tc, heads_k),
+            (softmax, Nq, heads_q),
             (standard.make_standard_scores(plain), Tr, heads_q),
             (gradients, Nq, heads_q),
+            (transposed, Tc, heads_k),
             (standard.make_standard_output(plain), Tr, heads_q),
             (transposed, Tc, heads_k),
         ]
-        accesses = io_model.standard_backward(
-            problem, tiles, row_resident=pair > 0, forward_resident=row > 0
-        )
+        if features.softcap:
+            capped = replace(plain, features=replace(lengths, softcap=True))
+            launches.append((standard.make_standard_scores(capped, slopes=True), Tr, heads_q))
+        how |= {"row_resident": pair > 0, "forward_resident": row > 0}
+    model = {
+        "standard": io_model.standard_backward,
+        "fa1": io_model.fa1_backward,
+        "fa2": io_model.fa2_backward,
+    }[algorithm]
+    count = functools.partial(model, problem, tiles, **how)
     workspace = io_model.workspace(algorithm, problem, passes="bwd")
-    return _run("bwd", algorithm, problem, tiles, launches, accesses, workspace)
+    return _run("bwd", algorithm, problem, tiles, launches, count, workspace)
 
 
-def _run(passes, algorithm, problem, tiles, launches, accesses, workspace, split_rows=0) -> Run:
+def _lengths_of(features: Features) -> Features:
+    """What a kernel needs that only copies and multiplies: which rows and columns there are."""
+    return replace(PLAIN, q_lens=features.q_lens, kv_lens=features.kv_lens, packed=features.packed)
+
+
+def _run(passes, algorithm, problem, tiles, launches, count, workspace, split_rows=0) -> Run:
     kernels = tuple(
         KernelPlan(kernel.name, (blocks, heads, problem.batch), kernel.threads, kernel.shared_bytes)
         for kernel, blocks, heads in launches
     )
-    flops = io_model.flops(problem, passes)
-    plan = Plan(algorithm, passes, "simt", problem, tiles, kernels, accesses, flops, workspace)
+    plan = Plan(algorithm, passes, "simt", problem, tiles, kernels, workspace, None, count)
     return Run(plan, tuple(kernel for kernel, *_ in launches), split_rows)
 
 

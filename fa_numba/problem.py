@@ -13,8 +13,11 @@ import numpy as np
 
 DTYPES = ("float32",)
 MAX_HEAD_DIM = 256
+MAX_SEQLEN = 2**31 - 1024  # rows and columns are 32-bit in the kernels, with room for a tile
+UNBOUNDED = 2**29  # a side of a window that hides nothing, and the longest sequence with a window
 
 _AXES = ("batch", "heads", "seqlen", "head_dim")
+_PACKED_AXES = ("seqlen", "heads", "head_dim")
 _SIZES = ("batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim")
 
 
@@ -53,31 +56,101 @@ def _as_scale(value: Any, head_dim: int) -> float:
     return scale
 
 
-def _as_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
+def _as_shape(name: str, shape: Any, axes: Sequence[str] = _AXES) -> tuple[int, ...]:
     try:
         shape = tuple(shape)
     except TypeError:
         raise TypeError(
-            f"{name} has shape {shape!r}: allowed is a sequence of four sizes"
+            f"{name} has shape {shape!r}: allowed is a sequence of {len(axes)} sizes"
         ) from None
-    if len(shape) != len(_AXES):
+    if len(shape) != len(axes):
         raise ValueError(
-            f"{name} has shape {shape} of rank {len(shape)}: allowed is rank 4, "
-            f"({', '.join(_AXES)})"
+            f"{name} has shape {shape} of rank {len(shape)}: allowed is rank {len(axes)}, "
+            f"({', '.join(axes)})"
         )
     return tuple(
-        as_size(f"{axis} of {name}, shape {shape},", n)
-        for axis, n in zip(_AXES, shape, strict=True)
+        as_size(f"{axis} of {name}, shape {shape},", n) for axis, n in zip(axes, shape, strict=True)
     )
 
 
-def _same(axis: str, name: str, shape: tuple[int, ...], of: str, of_shape: tuple[int, ...]) -> None:
-    got, allowed = shape[_AXES.index(axis)], of_shape[_AXES.index(axis)]
+def _same(
+    axis: str,
+    name: str,
+    shape: tuple[int, ...],
+    of: str,
+    of_shape: tuple[int, ...],
+    axes: Sequence[str] = _AXES,
+) -> None:
+    got, allowed = shape[axes.index(axis)], of_shape[axes.index(axis)]
     if got != allowed:
         raise ValueError(
             f"{name} has {axis} {got} (shape {shape}): "
             f"allowed is {allowed}, as {of} has it (shape {of_shape})"
         )
+
+
+def _as_window(value: Any) -> tuple[int, int]:
+    allowed = "allowed is (left, right), each a number of keys or -1 for no bound"
+    try:
+        if isinstance(value, str) or any(isinstance(n, (bool, np.bool_)) for n in value):
+            raise TypeError
+        sides = tuple(operator.index(n) for n in value)
+    except TypeError:
+        raise TypeError(f"window is {value!r}: {allowed}") from None
+    if len(sides) != 2 or min(sides) < -1:
+        raise ValueError(f"window is {value!r}: {allowed}")
+    left, right = (-1 if n >= UNBOUNDED else n for n in sides)
+    return left, right
+
+
+def _as_softcap(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
+        raise TypeError(f"softcap is {value!r}: allowed is a positive number, or None")
+    if not 1e-30 <= float(value) <= 1e30:  # so that scale / softcap and softcap log2(e) are float32
+        raise ValueError(f"softcap is {value!r}: allowed is 1e-30 to 1e30, or None")
+    return float(value)
+
+
+def _as_dropout(value: Any) -> float:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
+        raise TypeError(f"dropout_p is {value!r}: allowed is a number from 0 to below 1")
+    if not 0.0 <= float(value) < 1.0:
+        raise ValueError(f"dropout_p is {value!r}: allowed is a number from 0 to below 1")
+    return float(value)
+
+
+def _as_lengths(name: str, value: Any, batch: int, longest: int) -> tuple[int, ...]:
+    """One length for each batch entry, 0 to ``longest``."""
+    lengths = _integers(name, value)
+    if lengths.shape != (batch,):
+        raise ValueError(f"{name} has shape {lengths.shape}: allowed is ({batch},), one a batch")
+    outside = lengths[(lengths < 0) | (lengths > longest)]
+    if outside.size:
+        raise ValueError(f"{name} holds {outside[0]}: allowed is 0 to {longest}, the seqlen")
+    return tuple(lengths.tolist())
+
+
+def _integers(name: str, value: Any) -> np.ndarray:
+    found = np.asarray(value)
+    if found.dtype.kind not in "iu":
+        raise TypeError(f"{name} has dtype {found.dtype}: allowed are integers")
+    return found.astype(np.int64)
+
+
+def _packed_lengths(name: str, value: Any, of: str, total: int) -> tuple[int, ...]:
+    """The lengths between the cumulative ones, which lead from 0 to ``total``."""
+    starts = _integers(name, value)
+    if starts.ndim != 1 or len(starts) < 2:
+        raise ValueError(f"{name} has shape {starts.shape}: allowed is (batch + 1,)")
+    lengths = np.diff(starts)
+    if starts[0] != 0 or starts[-1] != total or (lengths < 0).any():
+        raise ValueError(
+            f"{name} is {starts.tolist()}: allowed are cumulative lengths from 0 to {total}, "
+            f"the first axis of {of}, that never fall"
+        )
+    return tuple(lengths.tolist())
 
 
 @dataclass(frozen=True)
@@ -87,7 +160,13 @@ class Problem:
     Q and O are (batch, heads_q, seqlen_q, head_dim), K and V (batch, heads_k, seqlen_k, head_dim).
     Query head h reads K/V head h // group. `scale` multiplies the scores; None stands for
     1/sqrt(head_dim) and is stored as that number. `causal` aligns the mask to the bottom right:
-    row i sees columns j <= i + seqlen_k - seqlen_q.
+    row i sees columns j <= i + seqlen_k - seqlen_q; `window` (left, right) lets it see left columns
+    before and right columns after that one, -1 for all. `softcap` c makes c tanh(s / c) of a
+    score, `bias` is the 4-D shape of an array added to the scores, `alibi` whether slopes are.
+    `q_lens` and `kv_lens` are the valid lengths of each batch entry, to which masks are then
+    aligned. `packed`: the sequences of these lengths lie one after the other in tensors
+    (total, heads, head_dim), and seqlen_q, seqlen_k are the longest. `sparse`: a block mask is
+    given. `dropout_p` is the probability that an element of P is dropped.
 
     Raises TypeError or ValueError with the argument's name, its value and what is allowed.
     """
@@ -101,6 +180,15 @@ class Problem:
     dtype: str = "float32"
     scale: float = None  # type: ignore[assignment]  # None goes in, a float is read
     causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    softcap: float | None = None
+    bias: tuple[int, ...] | None = None
+    alibi: bool = False
+    q_lens: tuple[int, ...] | None = None
+    kv_lens: tuple[int, ...] | None = None
+    packed: bool = False
+    sparse: bool = False
+    dropout_p: float = 0.0
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -116,9 +204,44 @@ class Problem:
             raise TypeError(f"dtype is {self.dtype!r}: allowed is a name, {' or '.join(DTYPES)}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}: allowed is {' or '.join(DTYPES)}")
-        if not isinstance(self.causal, bool):
-            raise TypeError(f"causal is {self.causal!r}: allowed is True or False")
+        for name in ("causal", "alibi", "packed", "sparse"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is {getattr(self, name)!r}: allowed is True or False")
         object.__setattr__(self, "scale", _as_scale(self.scale, self.head_dim))
+        object.__setattr__(self, "window", _as_window(self.window))
+        object.__setattr__(self, "softcap", _as_softcap(self.softcap))
+        object.__setattr__(self, "dropout_p", _as_dropout(self.dropout_p))
+        if self.softcap is not None and self.scale:
+            inner = abs(self.scale) / self.softcap
+            if not np.finfo(np.float32).tiny <= inner <= np.finfo(np.float32).max:
+                raise ValueError(
+                    f"softcap is {self.softcap!r} with scale {self.scale!r}: allowed is a float32 "
+                    "for scale / softcap"
+                )
+        self._check_longest()
+        for name, longest in (("q_lens", self.seqlen_q), ("kv_lens", self.seqlen_k)):
+            if getattr(self, name) is not None:
+                lengths = _as_lengths(name, getattr(self, name), self.batch, longest)
+                object.__setattr__(self, name, lengths)
+        if self.bias is not None:
+            object.__setattr__(self, "bias", self._bias_shape(self.bias))
+
+    def _check_longest(self) -> None:
+        longest = MAX_SEQLEN if self.window == (-1, -1) else UNBOUNDED
+        for name, size in (("q", self.seqlen_q), ("k", self.seqlen_k)):
+            if size > longest:
+                given = "" if longest == MAX_SEQLEN else " with a window"
+                raise ValueError(f"{name} has seqlen {size}: allowed is at most {longest}{given}")
+
+    def _bias_shape(self, shape: Any) -> tuple[int, ...]:
+        whole = self.score_shape
+        shape = tuple(shape)
+        if len(shape) > 4:
+            raise ValueError(f"bias has shape {shape}: allowed is what broadcasts to {whole}")
+        full = (1,) * (4 - len(shape)) + shape
+        if any(n not in (1, m) for n, m in zip(full, whole, strict=True)):
+            raise ValueError(f"bias has shape {shape}: allowed is what broadcasts to {whole}")
+        return full
 
     @classmethod
     def from_shapes(
@@ -127,37 +250,54 @@ class Problem:
         k_shape: Sequence[int],
         v_shape: Sequence[int] | None = None,
         *,
-        dtype: str = "float32",
-        scale: float | None = None,
-        causal: bool = False,
+        cu_seqlens_q: Any = None,
+        cu_seqlens_k: Any = None,
+        **options: Any,
     ) -> Problem:
-        """The problem of q, k and v with these shapes; v's is k's unless given."""
-        q = _as_shape("q", q_shape)
-        k = _as_shape("k", k_shape)
-        _same("batch", "k", k, "q", q)
-        _same("head_dim", "k", k, "q", q)
-        if q[3] > MAX_HEAD_DIM:
-            raise ValueError(f"q has head_dim {q[3]} (shape {q}): allowed is 1 to {MAX_HEAD_DIM}")
-        if q[1] % k[1]:
+        """The problem of q, k and v with these shapes; v's is k's unless given.
+
+        With ``cu_seqlens_q`` and ``cu_seqlens_k`` (batch + 1 cumulative lengths each) the shapes
+        are (total, heads, head_dim). ``options`` are the fields that shapes do not tell.
+        """
+        packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+        axes = _PACKED_AXES if packed else _AXES
+        q, k = _as_shape("q", q_shape, axes), _as_shape("k", k_shape, axes)
+        heads, seqlen = axes.index("heads"), axes.index("seqlen")
+        if not packed:
+            _same("batch", "k", k, "q", q)
+        _same("head_dim", "k", k, "q", q, axes)
+        if q[-1] > MAX_HEAD_DIM:
+            raise ValueError(f"q has head_dim {q[-1]} (shape {q}): allowed is 1 to {MAX_HEAD_DIM}")
+        if q[heads] % k[heads]:
             raise ValueError(
-                f"k has heads {k[1]} (shape {k}): allowed is a divisor of {q[1]}, "
+                f"k has heads {k[heads]} (shape {k}): allowed is a divisor of {q[heads]}, "
                 f"the heads of q (shape {q})"
             )
         if v_shape is not None:
-            v = _as_shape("v", v_shape)
-            for axis in _AXES:
-                _same(axis, "v", v, "k", k)
-        return cls(
-            batch=q[0],
-            heads_q=q[1],
-            heads_k=k[1],
-            seqlen_q=q[2],
-            seqlen_k=k[2],
-            head_dim=q[3],
-            dtype=dtype,
-            scale=scale,  # type: ignore[arg-type]
-            causal=causal,
-        )
+            v = _as_shape("v", v_shape, axes)
+            for axis in axes:
+                _same(axis, "v", v, "k", k, axes)
+        sizes: dict[str, Any] = {"heads_q": q[heads], "heads_k": k[heads], "head_dim": q[-1]}
+        if not packed:
+            return cls(batch=q[0], seqlen_q=q[seqlen], seqlen_k=k[seqlen], **sizes, **options)
+        if cu_seqlens_q is None or cu_seqlens_k is None:
+            given, other = ("q", "k") if cu_seqlens_k is None else ("k", "q")
+            raise ValueError(
+                f"cu_seqlens_{given} is given without cu_seqlens_{other}: both or none"
+            )
+        for name in ("q_lens", "kv_lens"):
+            if options.get(name) is not None:
+                raise ValueError(f"{name} is given with cu_seqlens_q: allowed is one of the two")
+        q_lens = _packed_lengths("cu_seqlens_q", cu_seqlens_q, "q", q[seqlen])
+        kv_lens = _packed_lengths("cu_seqlens_k", cu_seqlens_k, "k", k[seqlen])
+        if len(q_lens) != len(kv_lens):
+            raise ValueError(
+                f"cu_seqlens_k holds {len(kv_lens)} sequences: allowed is {len(q_lens)}, as "
+                "cu_seqlens_q has them"
+            )
+        options |= {"q_lens": q_lens, "kv_lens": kv_lens, "packed": True}
+        longest: dict[str, Any] = {"seqlen_q": max(q_lens), "seqlen_k": max(kv_lens)}
+        return cls(batch=len(q_lens), **longest, **sizes, **options)
 
     @property
     def group(self) -> int:
@@ -166,31 +306,78 @@ class Problem:
 
     @property
     def diagonal(self) -> int:
-        """seqlen_k - seqlen_q: the last column that row 0 sees when causal."""
+        """seqlen_k - seqlen_q: the last column that row 0 sees when causal and without lengths."""
         return self.seqlen_k - self.seqlen_q
 
     @property
-    def q_shape(self) -> tuple[int, int, int, int]:
+    def left(self) -> int | None:
+        """Columns that a row sees before its diagonal one; None for all."""
+        return None if self.window[0] < 0 else self.window[0]
+
+    @property
+    def right(self) -> int | None:
+        """Columns that a row sees after its diagonal one; None for all."""
+        if self.causal:
+            return 0
+        return None if self.window[1] < 0 else self.window[1]
+
+    @property
+    def q_shape(self) -> tuple[int, ...]:
         """Shape of Q and O."""
+        if self.packed:
+            return sum(self.q_lens or ()), self.heads_q, self.head_dim
         return self.batch, self.heads_q, self.seqlen_q, self.head_dim
 
     @property
-    def k_shape(self) -> tuple[int, int, int, int]:
+    def k_shape(self) -> tuple[int, ...]:
         """Shape of K and V."""
+        if self.packed:
+            return sum(self.kv_lens or ()), self.heads_k, self.head_dim
         return self.batch, self.heads_k, self.seqlen_k, self.head_dim
 
     @property
-    def lse_shape(self) -> tuple[int, int, int]:
-        """Shape of L (and of FA-1's l and m)."""
+    def lse_shape(self) -> tuple[int, ...]:
+        """Shape of L (and of FA-1's l and m); (heads_q, total) when packed."""
+        if self.packed:
+            return self.heads_q, sum(self.q_lens or ())
         return self.batch, self.heads_q, self.seqlen_q
 
+    @property
+    def score_shape(self) -> tuple[int, int, int, int]:
+        """Shape of S: (batch, heads_q, seqlen_q, seqlen_k)."""
+        return self.batch, self.heads_q, self.seqlen_q, self.seqlen_k
+
+    def lengths(self, entry: int = 0) -> tuple[int, int]:
+        """Valid rows and columns of a batch entry."""
+        Nq = self.seqlen_q if self.q_lens is None else self.q_lens[entry]
+        Nk = self.seqlen_k if self.kv_lens is None else self.kv_lens[entry]
+        return Nq, Nk
+
     @overload
-    def columns_end(self, row: int) -> int: ...
+    def columns_begin(self, row: int, entry: int = 0) -> int: ...
     @overload
-    def columns_end(self, row: np.ndarray) -> np.ndarray: ...
-    def columns_end(self, row: int | np.ndarray) -> int | np.ndarray:
-        """How many columns `row` sees, 0 to seqlen_k: they are 0 .. columns_end(row) - 1."""
-        end = np.full_like(row, self.seqlen_k)
-        if self.causal:
-            end = np.clip(row + self.diagonal + 1, 0, self.seqlen_k)
+    def columns_begin(self, row: np.ndarray, entry: int = 0) -> np.ndarray: ...
+    def columns_begin(self, row: int | np.ndarray, entry: int = 0) -> int | np.ndarray:
+        """The first column that `row` sees; those are columns_begin(row) .. columns_end(row) - 1.
+
+        The block mask and the bias are not asked. A row at or past the valid ones sees none.
+        """
+        Nq, Nk = self.lengths(entry)
+        begin = np.zeros_like(row)
+        if self.left is not None:
+            begin = np.clip(row + (Nk - Nq - self.left), 0, Nk)
+        begin = np.where(np.asarray(row) >= Nq, 0, begin)
+        return begin if isinstance(row, np.ndarray) else int(begin)
+
+    @overload
+    def columns_end(self, row: int, entry: int = 0) -> int: ...
+    @overload
+    def columns_end(self, row: np.ndarray, entry: int = 0) -> np.ndarray: ...
+    def columns_end(self, row: int | np.ndarray, entry: int = 0) -> int | np.ndarray:
+        """One past the last column that `row` sees: at most the entry's valid columns."""
+        Nq, Nk = self.lengths(entry)
+        end = np.full_like(row, Nk)
+        if self.right is not None:
+            end = np.clip(row + (Nk - Nq + self.right + 1), 0, Nk)
+        end = np.where(np.asarray(row) >= Nq, 0, end)
         return end if isinstance(row, np.ndarray) else int(end)

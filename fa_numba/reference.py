@@ -3,53 +3,232 @@ in plain NumPy.
 
 Shapes everywhere: q (batch, heads_q, seqlen_q, head_dim), k and v (batch, heads_k, seqlen_k,
 head_dim); outputs O as q, and L (batch, heads_q, seqlen_q), the natural logarithm of the sum of
-the exponentials of a row's scaled and masked scores. A row that sees no column, or only scores of
--inf, has O = 0 and L = -inf. A NaN or infinity in v may reach rows that do not see it, as 0 NaN.
-Gradients have the shapes of q, k and v; such a row takes no part in them.
+the exponentials of a row's scaled and masked scores. With cu_seqlens_q and cu_seqlens_k q is
+(total_q, heads_q, head_dim), k and v (total_k, heads_k, head_dim), O as q, L (heads_q, total_q).
+Gradients have the shapes of q, k and v, and of the bias as it was given.
+
+A row that sees no column, or only scores of -inf, has O = 0 and L = -inf and takes no part in the
+gradients. What q_lens and kv_lens leave out is not read: there O = 0, L = -inf, gradients 0. Among
+the rest a NaN or infinity in k or v may reach rows that do not see it, as 0 NaN.
+
+The options are those of `options.AttentionOptions`. `tiles` is any object with Br and Bc, the block
+sizes of block_mask, and is needed with it alone. Wrong arguments raise TypeError or ValueError with
+their name, value and what is allowed.
 No kernel is imported here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 from scipy import special
 
-from .masks import visible_causal
-from .problem import Problem, as_size
+from . import dropout
+from .masks import distance, visible_causal, visible_window
+from .options import AttentionOptions, as_word
+from .problem import UNBOUNDED, Problem, as_size
 
 Array = NDArray[Any]
 Result = Array | tuple[Array, Array]
+Gradients = tuple[Array, Array, Array] | tuple[Array, Array, Array, Array]
+Softmax = Callable[..., Array]
 
 _ROWS = 512  # rows of S held at a time: at seqlen_k = 65536 that is 256 MiB of float64
 
 
-def _problem(
-    q: ArrayLike, k: ArrayLike, v: ArrayLike, scale: float | None, causal: bool
-) -> Problem:
-    return Problem.from_shapes(np.shape(q), np.shape(k), np.shape(v), scale=scale, causal=causal)
+class BlockSizes(Protocol):
+    """Anything with the block sizes: rows of Q, and of K and V, in one tile."""
+
+    @property
+    def Br(self) -> int: ...
+    @property
+    def Bc(self) -> int: ...
 
 
-def _heads(
-    problem: Problem, q: ArrayLike, k: ArrayLike, v: ArrayLike, dtype: DTypeLike = np.float64
-) -> Iterator[tuple[tuple[int, int], Array, Array, Array]]:
-    """Each ((batch, head), Q, K, V), the matrices two-dimensional and of `dtype`."""
-    q, k, v = (np.asarray(a, dtype) for a in (q, k, v))
-    for b, h in np.ndindex(problem.batch, problem.heads_q):
-        yield (b, h), q[b, h], k[b, h // problem.group], v[b, h // problem.group]
+@dataclass(frozen=True)
+class _Head:
+    """One query head of one batch entry: its valid lengths, and where its matrices lie."""
+
+    entry: int
+    number: int
+    Nq: int
+    Nk: int
+    q: tuple  # the index of Q, O, dO and dQ, each then (Nq, d)
+    k: tuple  # of K, V, dK and dV, each then (Nk, d)
+    lse: tuple  # of L, then (Nq,)
+
+    def row_blocks(self) -> Iterator[slice]:
+        for row in range(0, self.Nq, _ROWS):
+            yield slice(row, min(row + _ROWS, self.Nq))
 
 
-def _scores(problem: Problem, Qi: Array, Kj: Array, row: int, col: int) -> Array:
-    """Scaled and masked scores of a tile whose first row and column are `row` and `col`."""
-    Sij = Qi.dtype.type(problem.scale) * (Qi @ Kj.T)
-    if problem.causal:
-        rows = np.arange(row, row + len(Qi))[:, None]
-        cols = np.arange(col, col + len(Kj))[None, :]
-        Sij[~visible_causal(rows, cols, problem.diagonal)] = -np.inf
-    return Sij
+@dataclass(frozen=True)
+class _Call:
+    """A checked call, its arrays of `dtype`: what the options make of S and of P."""
+
+    problem: Problem
+    dtype: np.dtype
+    bias: Array | None  # (B, Hq, Nq, Nk), as a view
+    slopes: Array | None  # (B, Hq)
+    block_mask: Array | None  # (B, Hq, Tr, Tc), as a view
+    Br: int
+    Bc: int
+    seed: int
+    offset: int
+
+    def heads(self) -> Iterator[_Head]:
+        """The query heads of every batch entry, without those that have no row or no column."""
+        problem = self.problem
+        row = column = 0
+        for b in range(problem.batch):
+            Nq, Nk = problem.lengths(b)
+            rows, columns = slice(row, row + Nq), slice(column, column + Nk)
+            for h in range(problem.heads_q if Nq and Nk else 0):
+                hk = h // problem.group
+                if problem.packed:
+                    yield _Head(b, h, Nq, Nk, (rows, h), (columns, hk), (h, rows))
+                else:
+                    q = b, h, slice(Nq)
+                    yield _Head(b, h, Nq, Nk, q, (b, hk, slice(Nk)), q)
+            if problem.packed:
+                row, column = rows.stop, columns.stop
+
+    def scores(
+        self, head: _Head, Qi: Array, Kj: Array, row: int, col: int = 0
+    ) -> tuple[Array, Array | float]:
+        """Sij, and its derivative by scale Qi Kj^T, of the tile that starts at `row` and `col`.
+
+        Sij = softcap tanh(scale Qi Kj^T / softcap) - slope distance + bias, -inf where hidden.
+        """
+        b, h, problem = head.entry, head.number, self.problem
+        rows, cols = np.arange(row, row + len(Qi)), np.arange(col, col + len(Kj))
+        diagonal = head.Nk - head.Nq
+        derivative: Array | float = 1.0
+        Sij = self.dtype.type(problem.scale) * (Qi @ Kj.T)
+        if problem.softcap is not None:
+            softcap = self.dtype.type(problem.softcap)
+            tanh = np.tanh(Sij / softcap)
+            Sij, derivative = softcap * tanh, 1 - tanh * tanh
+        if self.slopes is not None:
+            away = distance(rows[:, None], cols[None, :], diagonal).astype(self.dtype)
+            Sij -= self.slopes[b, h] * away
+        if self.bias is not None:
+            Sij += self.bias[b, h, row : row + len(Qi), col : col + len(Kj)]
+        if (visible := self._visible(head, rows, cols, diagonal)) is not None:
+            Sij[~visible] = -np.inf
+        return Sij, derivative
+
+    def _visible(self, head: _Head, rows: Array, cols: Array, diagonal: int) -> Array | None:
+        """Which columns each row sees, or None for all."""
+        masks = []
+        if self.problem.causal:
+            masks.append(visible_causal(rows[:, None], cols[None, :], diagonal))
+        if self.problem.window != (-1, -1):
+            left, right = (UNBOUNDED if n < 0 else n for n in self.problem.window)
+            masks.append(visible_window(rows[:, None], cols[None, :], diagonal, left, right))
+        if self.block_mask is not None:
+            blocks = self.block_mask[head.entry, head.number]
+            masks.append(blocks[rows[:, None] // self.Br, cols[None, :] // self.Bc])
+        return np.logical_and.reduce(masks) if masks else None
+
+    def dropout(self, head: _Head, rows: slice) -> Array | float:
+        """What dropout multiplies whole rows of P by: 1 / (1 - p), or 0."""
+        p = self.problem.dropout_p
+        if p == 0.0:
+            return 1.0
+        kept = dropout.kept(
+            head.entry,
+            head.number,
+            range(rows.start, rows.stop),
+            head.Nk,
+            dropout_p=p,
+            seed=self.seed,
+            offset=self.offset,
+        )
+        return kept * self.dtype.type(1 / (1 - p))
+
+
+def _call(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    dtype: DTypeLike = np.float64,
+    *,
+    tiles: BlockSizes | None = None,
+    bias: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    block_mask: ArrayLike | None = None,
+    seed: int = 0,
+    offset: int = 0,
+    **options: Any,
+) -> tuple[_Call, Array, Array, Array]:
+    """The checked call, and q, k and v in its dtype."""
+    allowed = AttentionOptions.__annotations__
+    for name in options:
+        if name not in allowed:
+            raise TypeError(f"{name} is no option: allowed are {', '.join(allowed)}")
+    problem = Problem.from_shapes(
+        np.shape(q),
+        np.shape(k),
+        np.shape(v),
+        bias=None if bias is None else np.shape(bias),
+        alibi=alibi_slopes is not None,
+        sparse=block_mask is not None,
+        **options,
+    )
+    if bias is not None:
+        bias = np.broadcast_to(np.asarray(bias, dtype), problem.score_shape)
+    call = _Call(
+        problem,
+        np.dtype(dtype),
+        bias,
+        None if alibi_slopes is None else _slopes(problem, np.asarray(alibi_slopes, dtype)),
+        *_blocks(problem, block_mask, tiles),
+        as_word("seed", seed, 64),
+        as_word("offset", offset, 32),
+    )
+    if problem.dropout_p and max(problem.batch, problem.heads_q) > dropout.MAX_HEADS:
+        raise ValueError(
+            f"q has batch {problem.batch} and heads {problem.heads_q}: allowed with dropout is at "
+            f"most {dropout.MAX_HEADS} each"
+        )
+    return call, np.asarray(q, dtype), np.asarray(k, dtype), np.asarray(v, dtype)
+
+
+def _slopes(problem: Problem, slopes: Array) -> Array:
+    B, Hq = problem.batch, problem.heads_q
+    if slopes.shape not in ((Hq,), (B, Hq)):
+        raise ValueError(
+            f"alibi_slopes has shape {slopes.shape}: allowed is ({Hq},) or ({B}, {Hq})"
+        )
+    return np.broadcast_to(slopes, (B, Hq))
+
+
+def _blocks(
+    problem: Problem, block_mask: ArrayLike | None, tiles: BlockSizes | None
+) -> tuple[Array | None, int, int]:
+    """The block mask for every head, and its block sizes."""
+    if block_mask is None:
+        return None, 1, 1
+    if tiles is None:
+        raise ValueError("block_mask is given without tiles: its block sizes are theirs")
+    Br, Bc = as_size("tiles.Br", tiles.Br, axis=False), as_size("tiles.Bc", tiles.Bc, axis=False)
+    mask = np.asarray(block_mask)
+    if mask.dtype != bool:
+        raise TypeError(f"block_mask has dtype {mask.dtype}: allowed is bool")
+    whole = (problem.batch, problem.heads_q, -(-problem.seqlen_q // Br), -(-problem.seqlen_k // Bc))
+    leading = (1,) * (4 - mask.ndim) + mask.shape[:-2]
+    fits = all(n in (1, m) for n, m in zip(leading, whole[:2], strict=False))
+    if not 2 <= mask.ndim <= 4 or mask.shape[-2:] != whole[2:] or not fits:
+        raise ValueError(
+            f"block_mask has shape {mask.shape}: allowed is {whole[2:]} for Br={Br}, Bc={Bc}, or "
+            f"that with leading axes that broadcast to {whole[:2]}"
+        )
+    return np.broadcast_to(mask, whole), Br, Bc
 
 
 def _finite_or_zero(m: Array) -> Array:
@@ -67,14 +246,108 @@ def _logsumexp(m: Array, l: Array) -> Array:
         return m + np.log(l)
 
 
+def _exact_softmax(S: Array, L: Array | None = None) -> Array:
+    """P by SciPy, which answers a row of -inf with NaN: here P = 0, L = -inf. Fills L if given."""
+    empty = S.max(axis=1) == -np.inf
+    S[empty] = 0
+    P = special.softmax(S, axis=1)
+    P[empty] = 0
+    if L is not None:
+        L[:] = special.logsumexp(S, axis=1)
+        L[empty] = -np.inf
+    return P
+
+
+def _rounded_softmax(S: Array, L: Array | None = None) -> Array:
+    """P = e^(S - rowmax(S)) / l, l its row sums, in the dtype of S; fills L, if given, with
+    rowmax(S) + log l.
+    """
+    m = S.max(axis=1)
+    P = np.exp(S - _finite_or_zero(m)[:, None])
+    l = P.sum(axis=1)
+    if L is not None:
+        L[:] = _logsumexp(m, l)
+    return P / _one_if_zero(l)[:, None]
+
+
+def _forward(softmax: Softmax, call: _Call, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    """O = (P o dropout) V and L of P, a block of rows at a time."""
+    O = np.zeros(call.problem.q_shape, call.dtype)
+    L = np.full(call.problem.lse_shape, -np.inf, call.dtype)
+    for head in call.heads():
+        Q, K, V = q[head.q], k[head.k], v[head.k]
+        for rows in head.row_blocks():
+            S, _ = call.scores(head, Q[rows], K, rows.start)
+            P = softmax(S, L[head.lse][rows])
+            O[head.q][rows] = (P * call.dropout(head, rows)) @ V
+    return O, L
+
+
+def _backward(
+    softmax: Softmax,
+    dout: ArrayLike,
+    call: _Call,
+    q: Array,
+    k: Array,
+    v: Array,
+    dbias_shape: tuple[int, ...] | None,
+) -> Gradients:
+    """dQ, dK, dV and, for a `dbias_shape`, dbias, a block of rows at a time.
+
+    dV = (P o dropout)^T dO, dP = dO V^T o dropout, D = rowsum(P o dP), dS = P o (dP - D), which is
+    dbias; dS then times the softcap's derivative: dQ = scale dS K, dK = scale dS^T Q. dK and dV are
+    sums over the query heads of a group, dbias over the axes that the bias broadcasts along.
+    """
+    problem = call.problem
+    dO = np.asarray(dout, call.dtype)
+    if dO.shape != problem.q_shape:
+        raise ValueError(f"dout has shape {dO.shape}: allowed is q's, {problem.q_shape}")
+    dQ = np.zeros(problem.q_shape, call.dtype)
+    dK, dV = np.zeros(problem.k_shape, call.dtype), np.zeros(problem.k_shape, call.dtype)
+    dbias = None if dbias_shape is None else np.zeros(problem.bias or (), call.dtype)
+    scale = call.dtype.type(problem.scale)
+    for head in call.heads():
+        Q, K, V = q[head.q], k[head.k], v[head.k]
+        for rows in head.row_blocks():
+            dOi = dO[head.q][rows]
+            S, derivative = call.scores(head, Q[rows], K, rows.start)
+            dropped = call.dropout(head, rows)
+            P = softmax(S)
+            dP = (dOi @ V.T) * dropped
+            D = (P * dP).sum(axis=1)
+            dS = P * (dP - D[:, None])
+            if dbias is not None:
+                _add_to_bias(dbias, head, rows, dS)
+            dS = dS * derivative
+            dV[head.k] += (P * dropped).T @ dOi
+            dQ[head.q][rows] = scale * (dS @ K)
+            dK[head.k] += scale * (dS.T @ Q[rows])
+    if dbias is None:
+        return dQ, dK, dV
+    return dQ, dK, dV, dbias.reshape(dbias_shape)
+
+
+def _add_to_bias(dbias: Array, head: _Head, rows: slice, dS: Array) -> None:
+    """Adds dS to the part of a 4-D dbias that reaches these rows, summed where that is 1 long."""
+    part = dbias[head.entry if len(dbias) > 1 else 0, head.number if dbias.shape[1] > 1 else 0]
+    if len(part) > 1:
+        part = part[rows]
+    else:
+        dS = dS.sum(axis=0, keepdims=True)
+    if part.shape[1] > 1:
+        part[:, : head.Nk] += dS
+    else:
+        part += dS.sum(axis=1, keepdims=True)
+
+
 def attention(
     q: ArrayLike,
     k: ArrayLike,
     v: ArrayLike,
     *,
-    scale: float | None = None,
-    causal: bool = False,
+    tiles: BlockSizes | None = None,
     return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> Result:
     """O, or (O, L) with `return_lse`, in float64, by SciPy's softmax and logsumexp.
 
@@ -83,18 +356,7 @@ def attention(
     >>> attention(one_key, one_key, 3 * one_key)
     array([[[[3., 3.]]]])
     """
-    problem = _problem(q, k, v, scale, causal)
-    O, L = np.empty(problem.q_shape), np.empty(problem.lse_shape)
-    for head, Q, K, V in _heads(problem, q, k, v):
-        for row in range(0, problem.seqlen_q, _ROWS):
-            rows = slice(row, row + _ROWS)
-            S = _scores(problem, Q[rows], K, row, 0)
-            empty = S.max(axis=1) == -np.inf
-            S[empty] = 0  # SciPy answers a row of -inf with NaN: overwritten below
-            O[head][rows] = special.softmax(S, axis=1) @ V
-            L[head][rows] = special.logsumexp(S, axis=1)
-            O[head][rows][empty] = 0
-            L[head][rows][empty] = -np.inf
+    O, L = _forward(_exact_softmax, *_call(q, k, v, tiles=tiles, **options))
     return (O, L) if return_lse else O
 
 
@@ -104,60 +366,18 @@ def unfused(
     v: ArrayLike,
     *,
     dtype: DTypeLike = np.float32,
-    scale: float | None = None,
-    causal: bool = False,
+    tiles: BlockSizes | None = None,
     return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> Result:
     """Attention row by row with every step rounded to `dtype`: the yardstick of the tolerance.
 
-    S = scale Q K^T, P = e^(S - rowmax(S)), O = P V / rowsum(P), L = rowmax(S) + log rowsum(P). A
-    kernel passes when its error against `attention` is at most twice this one's plus a rounding.
+    S = scale Q K^T with softcap, ALiBi and bias in this order, P = e^(S - rowmax(S)) / rowsum,
+    O = (P o dropout) V, L = rowmax(S) + log rowsum. A kernel passes when its error against
+    `attention` is at most twice this one's plus a rounding.
     """
-    problem = _problem(q, k, v, scale, causal)
-    O, L = np.empty(problem.q_shape, dtype), np.empty(problem.lse_shape, dtype)
-    for head, Q, K, V in _heads(problem, q, k, v, dtype):
-        for row in range(0, problem.seqlen_q, _ROWS):
-            rows = slice(row, row + _ROWS)
-            S = _scores(problem, Q[rows], K, row, 0)
-            m = S.max(axis=1)
-            P = np.exp(S - _finite_or_zero(m)[:, None])
-            l = P.sum(axis=1)
-            O[head][rows] = (P / _one_if_zero(l)[:, None]) @ V
-            L[head][rows] = _logsumexp(m, l)
+    O, L = _forward(_rounded_softmax, *_call(q, k, v, dtype, tiles=tiles, **options))
     return (O, L) if return_lse else O
-
-
-def _output_gradient(problem: Problem, dout: ArrayLike, dtype: DTypeLike) -> Array:
-    dout = np.asarray(dout, dtype)
-    if dout.shape != problem.q_shape:
-        raise ValueError(f"dout has shape {dout.shape}: allowed is q's, {problem.q_shape}")
-    return dout
-
-
-def _gradients(
-    problem: Problem, dO: Array, q: ArrayLike, k: ArrayLike, v: ArrayLike, softmax: Callable
-) -> tuple[Array, Array, Array]:
-    """dQ, dK, dV in dO's dtype from P = softmax(S), a block of rows at a time.
-
-    dV = P^T dO, dP = dO V^T, D = rowsum(P o dP), dS = P o (dP - D), dQ = scale dS K,
-    dK = scale dS^T Q; dK and dV summed over the query heads of a group.
-    """
-    dQ = np.empty(problem.q_shape, dO.dtype)
-    dK, dV = np.zeros(problem.k_shape, dO.dtype), np.zeros(problem.k_shape, dO.dtype)
-    scale = dO.dtype.type(problem.scale)
-    for head, Q, K, V in _heads(problem, q, k, v, dO.dtype):
-        b, h = head
-        shared = b, h // problem.group
-        for row in range(0, problem.seqlen_q, _ROWS):
-            rows = slice(row, row + _ROWS)
-            P = softmax(_scores(problem, Q[rows], K, row, 0))
-            dP = dO[head][rows] @ V.T
-            D = (P * dP).sum(axis=1)
-            dS = P * (dP - D[:, None])
-            dV[shared] += P.T @ dO[head][rows]
-            dQ[head][rows] = scale * (dS @ K)
-            dK[shared] += scale * (dS.T @ Q[rows])
-    return dQ, dK, dV
 
 
 def attention_backward(
@@ -166,29 +386,21 @@ def attention_backward(
     k: ArrayLike,
     v: ArrayLike,
     *,
-    scale: float | None = None,
-    causal: bool = False,
-) -> tuple[Array, Array, Array]:
+    tiles: BlockSizes | None = None,
+    return_dbias: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Gradients:
     """(dq, dk, dv) in float64, the gradients of sum(dout o attention(q, k, v)), in closed form.
 
-    dout has the shape of q. P is SciPy's softmax; a row that sees no column has P = 0.
+    dout has the shape of q. With `return_dbias` (dq, dk, dv, dbias).
 
     >>> import numpy as np
     >>> one_key = np.ones((1, 1, 1, 2))
     >>> [g.ravel().tolist() for g in attention_backward(5 * one_key, one_key, one_key, one_key)]
     [[0.0, 0.0], [0.0, 0.0], [5.0, 5.0]]
     """
-
-    def softmax(S: Array) -> Array:
-        empty = S.max(axis=1) == -np.inf
-        S[empty] = 0  # SciPy answers a row of -inf with NaN
-        P = special.softmax(S, axis=1)
-        P[empty] = 0
-        return P
-
-    problem = _problem(q, k, v, scale, causal)
-    dO = _output_gradient(problem, dout, np.float64)
-    return _gradients(problem, dO, q, k, v, softmax)
+    shape = _dbias_shape(return_dbias, options)
+    return _backward(_exact_softmax, dout, *_call(q, k, v, tiles=tiles, **options), shape)
 
 
 def unfused_backward(
@@ -198,21 +410,24 @@ def unfused_backward(
     v: ArrayLike,
     *,
     dtype: DTypeLike = np.float32,
-    scale: float | None = None,
-    causal: bool = False,
-) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) from whole rows of P and dP with every step rounded to `dtype`.
+    tiles: BlockSizes | None = None,
+    return_dbias: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Gradients:
+    """What `attention_backward` gives, from whole rows of P and dP, every step rounded to `dtype`.
 
     The yardstick of the backward kernels, as `unfused` is of the forward ones.
     """
+    shape = _dbias_shape(return_dbias, options)
+    return _backward(_rounded_softmax, dout, *_call(q, k, v, dtype, tiles=tiles, **options), shape)
 
-    def softmax(S: Array) -> Array:
-        P = np.exp(S - _finite_or_zero(S.max(axis=1))[:, None])
-        return P / _one_if_zero(P.sum(axis=1))[:, None]
 
-    problem = _problem(q, k, v, scale, causal)
-    dO = _output_gradient(problem, dout, dtype)
-    return _gradients(problem, dO, q, k, v, softmax)
+def _dbias_shape(return_dbias: bool, options: AttentionOptions) -> tuple[int, ...] | None:
+    if not return_dbias:
+        return None
+    if options.get("bias") is None:
+        raise ValueError("return_dbias is given without bias: there is nothing to differentiate")
+    return np.shape(options["bias"])
 
 
 def fa1_tiled(
@@ -232,13 +447,15 @@ def fa1_tiled(
     paper: tiles that the causal mask hides entirely are skipped, and L = m + log l at the end.
     """
     Br, Bc = as_size("Br", Br), as_size("Bc", Bc)  # line 1: the caller has set the block sizes
-    problem = _problem(q, k, v, scale, causal)
+    call, q, k, v = _call(q, k, v, scale=scale, causal=causal)
+    problem = call.problem
     Nq, Nk = problem.seqlen_q, problem.seqlen_k
     # Line 2: initialise O, l, m in HBM.
     O = np.zeros(problem.q_shape)
     l = np.zeros(problem.lse_shape)
     m = np.full(problem.lse_shape, -np.inf)
-    for head, Q, K, V in _heads(problem, q, k, v):
+    for head in call.heads():
+        Q, K, V = q[head.q], k[head.k], v[head.k]
         # Lines 3-5: blocks are slices; the last of each may be short. For each K/V block:
         for col in range(0, Nk, Bc):
             # Line 6: load Kj, Vj.
@@ -249,9 +466,9 @@ def fa1_tiled(
                 if col > 0 and problem.columns_end(rows.stop - 1) <= col:
                     continue
                 # Line 8: load Qi, Oi, li, mi.
-                Qi, Oi, li, mi = Q[rows], O[head][rows], l[head][rows], m[head][rows]
+                Qi, Oi, li, mi = Q[rows], O[head.q][rows], l[head.lse][rows], m[head.lse][rows]
                 # Line 9: Sij = scale Qi Kj^T
-                Sij = _scores(problem, Qi, Kj, row, col)
+                Sij, _ = call.scores(head, Qi, Kj, row, col)
                 # Line 10: statistics of this tile alone
                 mij = Sij.max(axis=1)
                 Pij = np.exp(Sij - _finite_or_zero(mij)[:, None])
@@ -263,12 +480,12 @@ def fa1_tiled(
                 l_new = old * li + new * lij
                 # Line 12: Oi <- diag(l_new)^-1
                 #     (diag(li) e^(mi - m_new) Oi + e^(mij - m_new) Pij Vj)
-                O[head][rows] = (
+                O[head.q][rows] = (
                     (li * old)[:, None] * Oi + new[:, None] * (Pij @ Vj)
                 ) / _one_if_zero(l_new)[:, None]
                 # Line 13: write li, mi.
-                l[head][rows] = l_new
-                m[head][rows] = m_new
+                l[head.lse][rows] = l_new
+                m[head.lse][rows] = m_new
     # Line 16
     return (O, _logsumexp(m, l)) if return_lse else O
 
@@ -290,10 +507,12 @@ def fa2_tiled(
     scale of the new maximum is e^(m_old - m_new) itself, and that is used here.
     """
     Br, Bc = as_size("Br", Br), as_size("Bc", Bc)
-    problem = _problem(q, k, v, scale, causal)
+    call, q, k, v = _call(q, k, v, scale=scale, causal=causal)
+    problem = call.problem
     Nq = problem.seqlen_q
     O, L = np.empty(problem.q_shape), np.empty(problem.lse_shape)
-    for head, Q, K, V in _heads(problem, q, k, v):
+    for head in call.heads():
+        Q, K, V = q[head.q], k[head.k], v[head.k]
         # Lines 1-3: blocks are slices; the last of each may be short. For each Q block:
         for row in range(0, Nq, Br):
             rows = slice(row, min(row + Br, Nq))
@@ -308,7 +527,7 @@ def fa2_tiled(
                 # Line 7: load Kj, Vj.
                 Kj, Vj = K[col : col + Bc], V[col : col + Bc]
                 # Line 8: Sij = scale Qi Kj^T
-                Sij = _scores(problem, Qi, Kj, row, col)
+                Sij, _ = call.scores(head, Qi, Kj, row, col)
                 # Line 9: running maximum and sum
                 m_old, mi = mi, np.maximum(mi, Sij.max(axis=1))
                 Pij = np.exp(Sij - _finite_or_zero(mi)[:, None])
@@ -317,9 +536,9 @@ def fa2_tiled(
                 # Line 10: Oi <- diag(e^(m_old - m_new)) Oi + Pij Vj, not yet normalised
                 Oi = factor[:, None] * Oi + Pij @ Vj
             # Lines 12 and 14: Oi <- diag(li)^-1 Oi, written once
-            O[head][rows] = Oi / _one_if_zero(li)[:, None]
+            O[head.q][rows] = Oi / _one_if_zero(li)[:, None]
             # Lines 13 and 15: Li = mi + log li
-            L[head][rows] = _logsumexp(mi, li)
+            L[head.lse][rows] = _logsumexp(mi, li)
     # Line 17
     return (O, L) if return_lse else O
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fa_numba.options import PLAIN, Features
+
 MAX_ACCUMULATORS = 128
 MAX_THREADS = 512
 # Of a multiprocessor, and what a thread needs beside its accumulators.
@@ -54,7 +56,7 @@ class Spec:
     Bc: int
     tx_count: int
     ty_count: int
-    causal: bool = False
+    features: Features = PLAIN
     aligned: bool = True
     return_lse: bool = False
 
@@ -176,6 +178,11 @@ class BackwardSpec(Spec):
         return self.Bc // self.ty_count
 
     @property
+    def cap_registers(self) -> int:
+        """Slopes of a cap on the scores, kept from S to dS; 1 stands for none."""
+        return self.TM * self.TN if self.features.softcap else 1
+
+    @property
     def columns(self) -> int:
         """The head dimension rounded up to what the threads of a row cover."""
         return 4 * self.tx_count * self.DN
@@ -205,7 +212,7 @@ def splits(
     kind: type[Spec] = Spec,
     *,
     any_registers: bool = False,
-    **facts: bool,
+    **facts: Any,
 ) -> list[Spec]:
     """Every way to share a tile among the threads of a block, best first.
 

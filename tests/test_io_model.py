@@ -3,14 +3,18 @@
 import math
 from collections import Counter
 from dataclasses import replace
+from fractions import Fraction
 from itertools import product
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa_numba import io_model as io
+from fa_numba import masks
+from fa_numba.options import Features
 from fa_numba.problem import Problem
 
 
@@ -22,23 +26,57 @@ class Tiles(NamedTuple):
 class Walk:
     """Goes through an algorithm's tiles and counts each element it would touch."""
 
-    def __init__(self, problem, tiles):
-        self.p = problem
-        self.rows = self.cut(problem.seqlen_q, tiles.Br)
-        self.cols = self.cut(problem.seqlen_k, tiles.Bc)
-        self.heads = list(product(range(problem.batch), range(problem.heads_q)))
-        self.shared_heads = list(product(range(problem.batch), range(problem.heads_k)))
+    def __init__(self, problem, tiles, block_mask=None):
+        p = self.p = problem
+        entries = range(p.batch)
+        Nq = [p.seqlen_q] * p.batch if p.q_lens is None else p.q_lens
+        Nk = [p.seqlen_k] * p.batch if p.kv_lens is None else p.kv_lens
+        self.lengths = list(zip(Nq, Nk, strict=True))
+        self.rows = [self.cut(n, tiles.Br) for n in Nq]
+        self.cols = [self.cut(n, tiles.Bc) for n in Nk]
+        # With those that are not valid but have a place in the arrays.
+        self.all_rows = [range(n if p.packed else p.seqlen_q) for n in Nq]
+        self.all_cols = [range(n if p.packed else p.seqlen_k) for n in Nk]
+        self.heads = list(product(entries, range(p.heads_q)))
+        self.shared_heads = list(product(entries, range(p.heads_k)))
+        self.d = range(p.head_dim)
+        # A row tile may be without column tile 0, which then can start nothing.
+        lengths_of_q = p.q_lens is not None and not p.packed
+        self.initialises = p.window != (-1, -1) or lengths_of_q or p.sparse
+        self.longest = self.cut(p.seqlen_q, tiles.Br), self.cut(p.seqlen_k, tiles.Bc)
+        seen = {
+            (b, i, j)
+            for b in entries
+            for i, rows in enumerate(self.rows[b])
+            for j, cols in enumerate(self.cols[b])
+            if any(self.sees(b, row, col) for row in rows for col in cols)
+        }
+        blocks = np.ones((1, 1), bool) if block_mask is None else block_mask
+        grid = tuple(map(len, self.longest))
+        blocks = np.broadcast_to(blocks, (p.batch, p.heads_q, *grid)).tolist()
+        self.visits = {
+            (b, h, i, j) for b, i, j in seen for h in range(p.heads_q) if blocks[b][h][i][j]
+        }
         self.loads, self.stores, self.tiles = Counter(), Counter(), 0
 
     @staticmethod
     def cut(n, size):
         return [range(n)[a : a + size] for a in range(0, n, size)]
 
-    def sees(self, rows, cols):
-        if not self.p.causal:
-            return True
-        shift = self.p.seqlen_k - self.p.seqlen_q
-        return any(col <= row + shift for row in rows for col in cols)
+    def sees(self, b, row, col):
+        Nq, Nk = self.lengths[b]
+        left, right = (10**6 if side == -1 else side for side in self.p.window)
+        if self.p.causal and not masks.visible_causal(row, col, Nk - Nq):
+            return False
+        return masks.visible_window(row, col, Nk - Nq, left, right)
+
+    def passes(self, b):
+        """FA-1's column tiles; the first goes over all rows to start them, also if it is empty."""
+        return list(enumerate(self.cols[b])) or ([] if self.initialises else [(0, range(0))])
+
+    def takes(self, b, h, i, j):
+        """Whether FA-1's column tile j goes over row tile i."""
+        return (b, h, i, j) in self.visits or (j == 0 and not self.initialises)
 
     def load(self, name, *axes):
         for _ in product(*axes):
@@ -48,72 +86,71 @@ class Walk:
         for _ in product(*axes):
             self.stores[name] += 1
 
+    def load_bias(self, *axes):
+        if self.p.bias is not None:
+            self.load("bias", *axes)
+
+    def add(self, name, *axes):
+        self.load(name, *axes)
+        self.store(name, *axes)
+
     def standard(self, *, return_lse, row_resident):
-        d, Nk = range(self.p.head_dim), range(self.p.seqlen_k)
-        for _ in self.heads:
-            for rows in self.rows:
-                self.load("Q", rows, d)
-                for cols in self.cols:
-                    self.load("K", cols, d)
-                    self.store("S", rows, cols)
-                    self.tiles += 1
-        for _ in self.heads:
-            for row in range(self.p.seqlen_q):
-                self.load("S", [row], Nk)  # the maximum
+        self.scores("Q", "K", "S", bias=True)
+        for b, _ in self.heads:
+            for row in range(self.lengths[b][0]):
+                cols = range(self.lengths[b][1])
+                self.load("S", [row], cols)  # the maximum
                 if not row_resident:
-                    self.load("S", [row], Nk)  # the exponentials
-                self.store("P", [row], Nk)
-                if return_lse:
-                    self.store("L", [row])
-        for _ in self.heads:
-            for rows in self.rows:
-                for cols in self.cols:
-                    self.load("P", rows, cols)
-                    self.load("V", cols, d)
-                self.store("O", rows, d)
+                    self.load("S", [row], cols)  # the exponentials
+                self.store("P", [row], cols)
+            if return_lse:
+                self.store("L", self.all_rows[b])
+        self.output("P", "V", "O")
         return self
 
     def fa1(self, *, query_splits, return_lse):
-        d = range(self.p.head_dim)
-        size = math.ceil(len(self.rows) / query_splits)
-        for _ in self.heads:
+        size = math.ceil(len(self.longest[0]) / query_splits)
+        for b, h in self.heads:
+            if self.initialises:
+                for name, axes in (("O", [self.d]), ("l", []), ("m", [])):
+                    self.store(name, self.all_rows[b], *axes)
             for split in range(query_splits):
-                mine = self.rows[split * size : (split + 1) * size]
-                for j, cols in enumerate(self.cols):
-                    todo = [rows for rows in mine if j == 0 or self.sees(rows, cols)]
+                mine = list(enumerate(self.rows[b]))[split * size : (split + 1) * size]
+                for j, cols in self.passes(b):
+                    todo = [rows for i, rows in mine if self.takes(b, h, i, j)]
                     if not todo:
                         continue
-                    self.load("K", cols, d)
-                    self.load("V", cols, d)
+                    self.load("K", cols, self.d)
+                    self.load("V", cols, self.d)
                     for rows in todo:
                         self.tiles += 1
-                        self.load("Q", rows, d)
-                        if j > 0:
-                            self.load("O", rows, d)
+                        self.load("Q", rows, self.d)
+                        self.load_bias(rows, cols)
+                        if j > 0 or self.initialises:
+                            self.load("O", rows, self.d)
                             self.load("l", rows)
                             self.load("m", rows)
-                        self.store("O", rows, d)
+                        self.store("O", rows, self.d)
                         self.store("l", rows)
                         self.store("m", rows)
             if return_lse:
-                for row in range(self.p.seqlen_q):
-                    self.load("l", [row])
-                    self.load("m", [row])
-                    self.store("L", [row])
+                self.load("l", self.all_rows[b])
+                self.load("m", self.all_rows[b])
+                self.store("L", self.all_rows[b])
         return self
 
     def fa2(self):
-        d = range(self.p.head_dim)
-        for _ in self.heads:
-            for rows in self.rows:
-                self.load("Q", rows, d)
-                for cols in self.cols:
-                    if self.sees(rows, cols):
+        for b, h in self.heads:
+            for i, rows in enumerate(self.rows[b]):
+                self.load("Q", rows, self.d)
+                for j, cols in enumerate(self.cols[b]):
+                    if (b, h, i, j) in self.visits:
                         self.tiles += 1
-                        self.load("K", cols, d)
-                        self.load("V", cols, d)
-                self.store("O", rows, d)
-                self.store("L", rows)
+                        self.load("K", cols, self.d)
+                        self.load("V", cols, self.d)
+                        self.load_bias(rows, cols)
+            self.store("O", self.all_rows[b], self.d)
+            self.store("L", self.all_rows[b])
         return self
 
     def heads_of(self, shared):
@@ -121,122 +158,136 @@ class Walk:
         group = self.p.heads_q // self.p.heads_k
         return [h for h in range(self.p.heads_q) if h // group == shared]
 
-    def scores(self, A, B, C):
+    def scores(self, A, B, C, *, bias=False, in_place=False):
         """C = A B^T as the scores kernel counts it: every tile, none skipped."""
-        d = range(self.p.head_dim)
-        for _ in self.heads:
-            for rows in self.rows:
-                self.load(A, rows, d)
-                for cols in self.cols:
-                    self.load(B, cols, d)
+        for b, _ in self.heads:
+            for rows in self.rows[b]:
+                self.load(A, rows, self.d)
+                for cols in self.cols[b]:
+                    self.tiles += 1
+                    self.load(B, cols, self.d)
+                    if bias:
+                        self.load_bias(rows, cols)
+                    if in_place:
+                        self.load(C, rows, cols)
                     self.store(C, rows, cols)
 
     def output(self, A, B, C):
         """C = A B, A a matrix as large as S."""
-        d = range(self.p.head_dim)
-        for _ in self.heads:
-            for rows in self.rows:
-                for cols in self.cols:
+        for b, _ in self.heads:
+            for rows in self.rows[b]:
+                for cols in self.cols[b]:
                     self.load(A, rows, cols)
-                    self.load(B, cols, d)
-                self.store(C, rows, d)
+                    self.load(B, cols, self.d)
+            self.store(C, self.all_rows[b], self.d)
 
     def transposed_output(self, A, B, C):
         """C = A^T B summed over a group of heads, A a matrix as large as S."""
-        d = range(self.p.head_dim)
-        for _, shared in self.shared_heads:
-            for cols in self.cols:
+        for b, shared in self.shared_heads:
+            for cols in self.cols[b]:
                 for _ in self.heads_of(shared):
-                    for rows in self.rows:
+                    for rows in self.rows[b]:
                         self.load(A, rows, cols)
-                        self.load(B, rows, d)
-                self.store(C, cols, d)
+                        self.load(B, rows, self.d)
+            self.store(C, self.all_cols[b], self.d)
 
-    def elementwise(self, sources, target, times):
-        for _ in self.heads:
-            for row in range(self.p.seqlen_q):
-                for col in range(self.p.seqlen_k):
-                    for name in sources * times:
-                        self.load(name, [row], [col])
-                    self.store(target, [row], [col])
+    def elementwise(self, sources, targets, times, *, add=()):
+        for b, _ in self.heads:
+            for row, col in product(*map(range, self.lengths[b])):
+                for name in sources * times:
+                    self.load(name, [row], [col])
+                for name in targets:
+                    self.store(name, [row], [col])
+                for name in add:
+                    self.add(name, [row], [col])
 
-    def standard_backward(self, *, row_resident, forward_resident):
+    def standard_backward(self, *, row_resident, forward_resident, dbias):
         """Names are those of the kernels' parameters: dP is the scores kernel's S, and so on."""
-        self.scores("Q", "K", "S")
-        self.elementwise(["S"], "P", 1 if forward_resident else 2)
-        self.transposed_output("P", "dO", "dV")
+        dropped = ["P"] if self.p.dropout_p else []
+        self.scores("Q", "K", "S", bias=True)
+        self.elementwise(["S"], ["P"], 1 if forward_resident else 2)
         self.scores("Q", "K", "S")  # dO, V, dP
-        self.elementwise(["P", "dP"], "dS", 1 if row_resident else 2)
+        times = 1 if row_resident else 2
+        self.elementwise(["P", "dP"], ["dS", *dropped], times, add=["dbias"] if dbias else [])
+        if self.p.softcap is not None:
+            self.scores("Q", "K", "S", in_place=True)  # Q, K, dS
+        self.transposed_output("P", "dO", "dV")
         self.output("P", "V", "O")  # dS, K, dQ
         self.transposed_output("P", "dO", "dV")  # dS, Q, dK
         return self
 
-    def columns_of_gradients(self, *, visits, each, add_dQ):
-        """dK and dV by column tiles, with `each(j, rows)` for a tile that `visits` takes."""
-        d = range(self.p.head_dim)
-        for _, shared in self.shared_heads:
-            for j, cols in enumerate(self.cols):
-                self.load("K", cols, d)
-                self.load("V", cols, d)
-                for _ in self.heads_of(shared):
-                    for rows in self.rows:
-                        if not visits(j, rows, cols):
+    def columns_of_gradients(self, *, passes, takes, each, add_dQ, dbias):
+        """dK and dV by column tiles, with `each(j, rows)` for a row tile that is taken."""
+        for b, shared in self.shared_heads:
+            for j, cols in passes(b):
+                self.load("K", cols, self.d)
+                self.load("V", cols, self.d)
+                for h in self.heads_of(shared):
+                    for i, rows in enumerate(self.rows[b]):
+                        if not takes(b, h, i, j):
                             continue
                         self.tiles += 1
-                        self.load("Q", rows, d)
-                        self.load("dO", rows, d)
+                        self.load("Q", rows, self.d)
+                        self.load("dO", rows, self.d)
                         self.load("L", rows)
+                        self.load_bias(rows, cols)
+                        if dbias:
+                            self.add("dbias", rows, cols)
                         each(j, rows)
                         if add_dQ:
-                            self.store("dQ", rows, d)
-                self.store("dK", cols, d)
-                self.store("dV", cols, d)
+                            self.store("dQ", rows, self.d)
+            self.store("dK", self.all_cols[b], self.d)
+            self.store("dV", self.all_cols[b], self.d)
 
-    def fa1_backward(self):
-        d = range(self.p.head_dim)
+    def fa1_backward(self, *, dbias=False):
+        if self.initialises:
+            for b, _ in self.heads:
+                self.store("dQ", self.all_rows[b], self.d)
 
         def each(j, rows):
-            self.load("O", rows, d)
-            if j > 0:
-                self.load("dQ", rows, d)
+            self.load("O", rows, self.d)
+            if j > 0 or self.initialises:
+                self.load("dQ", rows, self.d)
 
-        def visits(j, rows, cols):
-            return j == 0 or self.sees(rows, cols)
-
-        self.columns_of_gradients(visits=visits, each=each, add_dQ=True)
+        self.columns_of_gradients(
+            passes=self.passes, takes=self.takes, each=each, add_dQ=True, dbias=dbias
+        )
         return self
 
-    def fa2_backward(self, *, deterministic):
-        d = range(self.p.head_dim)
-        for _ in self.heads:
-            for row in range(self.p.seqlen_q):
-                self.load("O", [row], d)
-                self.load("dO", [row], d)
+    def fa2_backward(self, *, deterministic, dbias=False):
+        for b, _ in self.heads:
+            for row in range(self.lengths[b][0]):
+                self.load("O", [row], self.d)
+                self.load("dO", [row], self.d)
                 self.store("D", [row])
-                if not deterministic:
-                    self.store("dQ", [row], d)
+            if not deterministic:
+                self.store("dQ", self.all_rows[b], self.d)
 
         def each(j, rows):
             self.load("D", rows)
             if not deterministic:
-                self.load("dQ", rows, d)
+                self.load("dQ", rows, self.d)
 
-        def visits(j, rows, cols):
-            return self.sees(rows, cols)
-
-        self.columns_of_gradients(visits=visits, each=each, add_dQ=not deterministic)
+        self.columns_of_gradients(
+            passes=lambda b: enumerate(self.cols[b]),
+            takes=lambda *place: place in self.visits,
+            each=each,
+            add_dQ=not deterministic,
+            dbias=dbias,
+        )
         if deterministic:
-            for _ in self.heads:
-                for rows in self.rows:
-                    self.load("Q", rows, d)
-                    self.load("dO", rows, d)
+            for b, h in self.heads:
+                for i, rows in enumerate(self.rows[b]):
+                    self.load("Q", rows, self.d)
+                    self.load("dO", rows, self.d)
                     self.load("L", rows)
                     self.load("D", rows)
-                    for cols in self.cols:
-                        if self.sees(rows, cols):
-                            self.load("K", cols, d)
-                            self.load("V", cols, d)
-                    self.store("dQ", rows, d)
+                    for j, cols in enumerate(self.cols[b]):
+                        if (b, h, i, j) in self.visits:
+                            self.load("K", cols, self.d)
+                            self.load("V", cols, self.d)
+                            self.load_bias(rows, cols)
+                self.store("dQ", self.all_rows[b], self.d)
         return self
 
     def agrees_with(self, accesses):
@@ -247,6 +298,13 @@ class Walk:
         assert accesses.total == self.loads.total() + self.stores.total()
         assert accesses.bytes == 4 * accesses.total
         assert all(type(n) is int for n in (*accesses.loads.values(), *accesses.stores.values()))
+
+
+class Case(NamedTuple):
+    problem: Problem
+    tiles: Tiles
+    block_mask: np.ndarray | None = None
+    dbias: bool = False
 
 
 PROBLEMS = st.builds(
@@ -260,55 +318,160 @@ PROBLEMS = st.builds(
     causal=st.booleans(),
 )
 TILES = st.builds(Tiles, Br=st.integers(1, 16), Bc=st.integers(1, 16))
-often = settings(max_examples=300, deadline=None)
+
+
+@st.composite
+def with_options(draw):
+    """A small problem with any of the options."""
+    batch = draw(st.integers(1, 3))
+    kind = draw(st.sampled_from(["none", "q", "kv", "both", "packed"]))
+
+    def lengths(own):
+        longest = draw(st.integers(1, 11))
+        if not own:
+            return longest, None
+        lens = draw(st.lists(st.integers(0, longest), min_size=batch, max_size=batch))
+        if kind == "packed":
+            lens[draw(st.integers(0, batch - 1))] = longest
+        return longest, tuple(lens)
+
+    Nq, q_lens = lengths(kind in ("q", "both", "packed"))
+    Nk, kv_lens = lengths(kind in ("kv", "both", "packed"))
+    heads_k, group = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    side = st.integers(-1, 12)
+    one_of = [(1, n) for n in (batch, heads_k * group, Nq, Nk)]
+    bias = st.none() | st.tuples(*map(st.sampled_from, one_of))
+    tiles = Tiles(draw(st.integers(1, 6)), draw(st.integers(1, 6)))
+    problem = Problem(
+        batch,
+        heads_k * group,
+        heads_k,
+        Nq,
+        Nk,
+        draw(st.integers(1, 2)),
+        causal=draw(st.booleans()),
+        window=draw(st.just((-1, -1)) | st.tuples(side, side)),
+        softcap=draw(st.sampled_from([None, 30.0])),
+        bias=draw(bias),
+        alibi=draw(st.booleans()),
+        q_lens=q_lens,
+        kv_lens=kv_lens,
+        packed=kind == "packed",
+        sparse=draw(st.booleans()),
+        dropout_p=draw(st.sampled_from([0.0, 0.5])),
+    )
+    block_mask = None
+    if problem.sparse:
+        leading = [(1, batch), (1, heads_k * group)]
+        leading = [draw(st.sampled_from(n)) for n in leading][draw(st.integers(0, 2)) :]
+        shape = *leading, math.ceil(Nq / tiles.Br), math.ceil(Nk / tiles.Bc)
+        random = np.random.default_rng(draw(st.integers(0, 2**32)))
+        block_mask = random.random(shape) < draw(st.sampled_from([0.0, 0.2, 0.5, 0.8, 1.0]))
+    return Case(problem, tiles, block_mask, problem.bias is not None and draw(st.booleans()))
+
+
+CASES = st.tuples(PROBLEMS, TILES).map(lambda plain: Case(*plain)) | with_options()
+often = settings(max_examples=500, deadline=None)
 
 
 @often
-@given(PROBLEMS, TILES, st.booleans(), st.booleans())
-def test_standard_is_the_walk(problem, tiles, return_lse, row_resident):
-    walk = Walk(problem, tiles).standard(return_lse=return_lse, row_resident=row_resident)
-    walk.agrees_with(io.standard(problem, tiles, return_lse=return_lse, row_resident=row_resident))
-    assert io.tiles_visited("standard", problem, tiles) == walk.tiles
+@given(CASES, st.booleans(), st.booleans())
+def test_standard_is_the_walk(case, return_lse, row_resident):
+    problem, tiles, mask, _ = case
+    options = {"return_lse": return_lse, "row_resident": row_resident}
+    walk = Walk(problem, tiles, mask).standard(**options)
+    walk.agrees_with(io.standard(problem, tiles, **options, block_mask=mask))
+    assert io.tiles_visited("standard", problem, tiles, block_mask=mask) == walk.tiles
 
 
 @often
-@given(PROBLEMS, TILES, st.integers(1, 16), st.booleans())
-def test_fa1_is_the_walk(problem, tiles, query_splits, return_lse):
-    walk = Walk(problem, tiles).fa1(query_splits=query_splits, return_lse=return_lse)
-    walk.agrees_with(io.fa1(problem, tiles, query_splits=query_splits, return_lse=return_lse))
-    assert io.tiles_visited("fa1", problem, tiles) == walk.tiles
+@given(CASES, st.integers(1, 16), st.booleans())
+def test_fa1_is_the_walk(case, query_splits, return_lse):
+    problem, tiles, mask, _ = case
+    options = {"query_splits": query_splits, "return_lse": return_lse}
+    walk = Walk(problem, tiles, mask).fa1(**options)
+    walk.agrees_with(io.fa1(problem, tiles, **options, block_mask=mask))
+    assert io.tiles_visited("fa1", problem, tiles, block_mask=mask) == walk.tiles
 
 
 @often
-@given(PROBLEMS, TILES)
-def test_fa2_is_the_walk(problem, tiles):
-    walk = Walk(problem, tiles).fa2()
-    walk.agrees_with(io.fa2(problem, tiles))
-    assert io.tiles_visited("fa2", problem, tiles) == walk.tiles
+@given(CASES)
+def test_fa2_is_the_walk(case):
+    problem, tiles, mask, _ = case
+    walk = Walk(problem, tiles, mask).fa2()
+    walk.agrees_with(io.fa2(problem, tiles, block_mask=mask))
+    assert io.tiles_visited("fa2", problem, tiles, block_mask=mask) == walk.tiles
 
 
 @often
-@given(PROBLEMS, TILES, st.booleans(), st.booleans())
-def test_standard_backward_is_the_walk(problem, tiles, row_resident, forward_resident):
-    resident = {"row_resident": row_resident, "forward_resident": forward_resident}
-    walk = Walk(problem, tiles).standard_backward(**resident)
-    walk.agrees_with(io.standard_backward(problem, tiles, **resident))
+@given(CASES, st.booleans(), st.booleans())
+def test_standard_backward_is_the_walk(case, row_resident, forward_resident):
+    problem, tiles, mask, dbias = case
+    options = {"row_resident": row_resident, "forward_resident": forward_resident, "dbias": dbias}
+    walk = Walk(problem, tiles, mask).standard_backward(**options)
+    walk.agrees_with(io.standard_backward(problem, tiles, **options, block_mask=mask))
 
 
 @often
-@given(PROBLEMS, TILES)
-def test_fa1_backward_is_the_walk(problem, tiles):
-    walk = Walk(problem, tiles).fa1_backward()
-    walk.agrees_with(io.fa1_backward(problem, tiles))
-    assert io.tiles_visited("fa1", problem, tiles, passes="bwd") == walk.tiles
+@given(CASES)
+def test_fa1_backward_is_the_walk(case):
+    problem, tiles, mask, dbias = case
+    walk = Walk(problem, tiles, mask).fa1_backward(dbias=dbias)
+    walk.agrees_with(io.fa1_backward(problem, tiles, block_mask=mask, dbias=dbias))
+    visited = io.tiles_visited("fa1", problem, tiles, passes="bwd", block_mask=mask)
+    assert visited == walk.tiles
 
 
 @often
-@given(PROBLEMS, TILES, st.booleans())
-def test_fa2_backward_is_the_walk(problem, tiles, deterministic):
-    walk = Walk(problem, tiles).fa2_backward(deterministic=deterministic)
-    walk.agrees_with(io.fa2_backward(problem, tiles, deterministic=deterministic))
-    assert io.tiles_visited("fa2", problem, tiles, passes="bwd") == walk.tiles
+@given(CASES, st.booleans())
+def test_fa2_backward_is_the_walk(case, deterministic):
+    problem, tiles, mask, dbias = case
+    options = {"deterministic": deterministic, "dbias": dbias}
+    walk = Walk(problem, tiles, mask).fa2_backward(**options)
+    walk.agrees_with(io.fa2_backward(problem, tiles, **options, block_mask=mask))
+    visited = io.tiles_visited("fa2", problem, tiles, passes="bwd", block_mask=mask)
+    assert visited == walk.tiles
+
+
+@often
+@given(CASES)
+def test_the_first_pass_starts_rows_where_the_kernels_let_it(case):
+    problem, tiles, mask, _ = case
+    assert Walk(problem, tiles, mask).initialises == Features.of(problem).initialises
+
+
+@often
+@given(CASES)
+def test_flops_are_of_the_pairs_that_a_window_leaves(case):
+    problem, tiles, mask, _ = case
+    walk, flops = Walk(problem, tiles, mask), 0
+    for b, h in walk.heads:
+        pairs = list(product(*map(range, walk.lengths[b])))
+        count = 4 * len(pairs)
+        if problem.window != (-1, -1):
+            count = 4 * sum(walk.sees(b, *pair) for pair in pairs)
+        elif problem.causal:
+            count = 2 * len(pairs)
+        share = 1
+        if mask is not None:
+            grid = mask.shape[-2:]
+            of_head = np.broadcast_to(mask, (problem.batch, problem.heads_q, *grid))[b, h]
+            share = Fraction(int(of_head.sum()), of_head.size)
+        flops += count * share * problem.head_dim
+    assert io.flops(problem, block_mask=mask) == math.floor(flops)
+    assert io.flops(problem, "bwd", block_mask=mask) == math.floor(flops * Fraction(5, 2))
+
+
+@pytest.mark.parametrize("left, right", list(product(range(-1, 4), repeat=2)))
+def test_every_small_window_is_the_walk(left, right):
+    sizes = [*product((1, 2, 5), repeat=2), (3, 7), (7, 3)]
+    for Nq, Nk in sizes:
+        p = Problem(1, 1, 1, Nq, Nk, 1, window=(left, right))
+        for t in map(Tiles._make, product((1, 2, 3), repeat=2)):
+            Walk(p, t).fa2().agrees_with(io.fa2(p, t))
+            walk = Walk(p, t).fa1(query_splits=2, return_lse=False)
+            walk.agrees_with(io.fa1(p, t, query_splits=2))
+            Walk(p, t).fa1_backward().agrees_with(io.fa1_backward(p, t))
 
 
 @pytest.mark.parametrize("Nq, Nk", list(product(range(1, 9), repeat=2)))
@@ -466,6 +629,12 @@ def test_long_sequences_are_quick_and_counts_do_not_overflow():
     assert io.standard(p, Tiles(64, 64)).loads["S"] == heads * N * N
     for back in (io.fa1_backward(p, Tiles(1, 1)), io.fa2_backward(p, Tiles(1, 1))):
         assert back.loads["Q"] == a.loads["K"] and back.loads["K"] == heads // 8 * d * N
+    p = square(2**20, 64, causal=True)
+    for algorithm, T in product(("fa1", "fa2"), (2**13, 2**20)):
+        assert io.tiles_visited(algorithm, p, Tiles(2**20 // T, 2**20 // T)) == T * (T + 1) // 2
+    # Rows 0 .. 999 see one column less than the rows after.
+    p = square(2**28, 1, batch=2, causal=True)
+    assert io.flops(replace(p, window=(1000, 0))) == 8 * (2**28 * 1001 - 1000 * 1001 // 2)
 
 
 # FA-1 (arXiv 2205.14135v2) Fig. 2 middle: A100, N = 1024, d = 64, 16 heads, batch 64, forward.
@@ -542,9 +711,89 @@ def test_workspace():
     assert io.workspace("fa2", p, passes="bwd") == 4 * 2 * 4 * 10
 
 
+def test_workspace_of_packed_sequences_and_of_lengths():
+    options = {"q_lens": (3, 0, 10), "kv_lens": (7, 4, 1)}
+    p = Problem(3, 4, 2, 10, 7, 8, **options)
+    packed = replace(p, packed=True)
+    for passes in ("fwd", "bwd"):
+        assert io.workspace("fa1", p, passes=passes) == (2 * 4 * 120 if passes == "fwd" else 0)
+        assert io.workspace("fa2", p, passes=passes) == 4 * 120
+        assert io.workspace("fa2", packed, passes=passes) == 4 * 4 * 13
+        matrices = 1 if passes == "fwd" else 2
+        for problem in (p, packed):
+            space = io.workspace("standard", problem, passes=passes)
+            assert space == 4 * matrices * 120 * 8
+    assert io.workspace("fa1", packed) == 2 * 4 * 4 * 13
+
+
+def test_the_pieces_of_a_packed_batch_add_up():
+    t, lengths = Tiles(4, 3), [(9, 5), (0, 4), (6, 0), (9, 5)]
+    q_lens, kv_lens = zip(*lengths, strict=True)
+    options = {"causal": True, "window": (4, -1)}
+    p = Problem(4, 4, 2, 9, 5, 2, q_lens=q_lens, kv_lens=kv_lens, packed=True, **options)
+    one = Problem(1, 4, 2, 9, 5, 2, **options)
+    for count in (io.fa1, io.fa2, io.fa1_backward, io.fa2_backward):
+        whole, of_one = count(p, t), count(one, t)
+        for name in ("K", "V"):
+            # Of the two short sequences one has no rows and the other no columns.
+            alone = 2 * 4 * 2 if count in (io.fa1_backward, io.fa2_backward) else 0
+            assert whole.loads[name] == 2 * of_one.loads[name] + alone
+        for name in ("O", "dQ"):
+            if name in of_one.stores:
+                rest = 6 * 4 * 2  # zeros
+                assert whole.stores[name] == 2 * of_one.stores[name] + rest
+
+
+def test_a_block_mask_of_each_head():
+    p, t = Problem(2, 4, 2, 8, 8, 1, sparse=True), Tiles(4, 4)
+    mask = np.zeros((2, 4, 2, 2), bool)
+    empty = io.fa1(p, t, block_mask=mask)
+    assert empty.loads == {}
+    assert empty.stores == {"O": 64, "l": 64, "m": 64}
+    mask[0, 1, 1, 0] = mask[1, 3] = True
+    assert io.tiles_visited("fa1", p, t, block_mask=mask) == 5
+    assert io.tiles_visited("standard", p, t, block_mask=mask) == 2 * 4 * 4
+    # Both row tiles of a head load a block's four columns, or with one split the head once.
+    assert io.fa2(p, t, block_mask=mask).loads["K"] == 5 * 4
+    assert io.fa1(p, t, block_mask=mask).loads["K"] == 3 * 4
+    assert io.fa1(p, t, block_mask=mask, query_splits=2).loads["K"] == 5 * 4
+    assert io.flops(p, block_mask=mask) == 4 * 64 * 5 // 4
+
+
 @pytest.mark.parametrize(
     "call, says",
     [
+        (
+            lambda p: io.fa2(replace(p, sparse=True), Tiles(1, 1)),
+            ["block_mask", "None", "sparse"],
+        ),
+        (
+            lambda p: io.fa1(p, Tiles(2, 2), block_mask=np.ones((2, 2), bool)),
+            ["block_mask", "given", "not sparse"],
+        ),
+        (
+            lambda p: io.flops(p, block_mask=np.ones((2, 2), bool)),
+            ["block_mask", "given", "not sparse"],
+        ),
+        (
+            lambda p: io.standard(
+                replace(p, sparse=True), Tiles(2, 2), block_mask=np.ones((2, 3), bool)
+            ),
+            ["block_mask", "(2, 3)", "(2, 2)"],
+        ),
+        (
+            lambda p: io.flops(replace(p, sparse=True), block_mask=np.ones((2, 2, 2), bool)),
+            ["block_mask", "(2, 2, 2)", "(Tr, Tc)", "(1, 1)"],
+        ),
+        (
+            lambda p: io.tiles_visited(
+                "standard", replace(p, sparse=True), Tiles(2, 2), block_mask=np.ones(2, bool)
+            ),
+            ["block_mask", "(2,)", "(2, 2)"],
+        ),
+        (lambda p: io.fa1_backward(p, Tiles(1, 1), dbias=True), ["dbias", "True", "no bias"]),
+        (lambda p: io.fa2_backward(p, Tiles(1, 1), dbias=True), ["dbias", "True", "no bias"]),
+        (lambda p: io.standard_backward(p, Tiles(1, 1), dbias=True), ["dbias", "True", "no bias"]),
         (lambda p: io.workspace("fa3", p), ["algorithm", "'fa3'", "'standard', 'fa1', 'fa2'"]),
         (lambda p: io.tiles_visited("", p, Tiles(1, 1)), ["algorithm", "''", "'fa1'"]),
         (lambda p: io.flops(p, "both"), ["passes", "'both'", "'fwd', 'bwd', 'fwd+bwd'"]),
@@ -568,3 +817,8 @@ def test_bad_arguments_are_named(call, says):
         call(square(4, 4))
     assert str(e.value).startswith(says[0])
     assert all(part in str(e.value) for part in says)
+
+
+def test_a_block_mask_that_is_not_bool_is_refused():
+    with pytest.raises(TypeError, match="block_mask has dtype uint8: allowed is bool"):
+        io.fa2(replace(square(4, 4), sparse=True), Tiles(2, 2), block_mask=np.ones((2, 2), "u1"))

@@ -1,13 +1,14 @@
 """Problem: what it stores, what it refuses and how it says so; the mask and its row ends."""
 
 import dataclasses
+import itertools
 from fractions import Fraction
 
 import numpy as np
 import pytest
 
-from fa_numba.masks import visible_causal
-from fa_numba.problem import Problem
+from fa_numba.masks import distance, visible_causal, visible_window
+from fa_numba.problem import MAX_SEQLEN, UNBOUNDED, Problem
 
 SIZES = dict(batch=2, heads_q=6, heads_k=3, seqlen_q=5, seqlen_k=7, head_dim=4)
 
@@ -85,6 +86,42 @@ def test_a_bad_size_is_refused(name, value, error, says):
         ({"scale": np.ones(1)}, TypeError, ["scale", "array([1.])", "finite real number"]),
         ({"causal": 1}, TypeError, ["causal", "1", "True or False"]),
         ({"causal": None}, TypeError, ["causal", "None", "True or False"]),
+        ({"alibi": 1}, TypeError, ["alibi", "1", "True or False"]),
+        ({"packed": 1}, TypeError, ["packed", "1", "True or False"]),
+        ({"sparse": 1}, TypeError, ["sparse", "1", "True or False"]),
+        ({"window": 3}, TypeError, ["window", "3", "(left, right)", "-1 for no bound"]),
+        ({"window": None}, TypeError, ["window", "None", "(left, right)"]),
+        ({"window": "12"}, TypeError, ["window", "'12'", "(left, right)"]),
+        ({"window": (1.0, 2)}, TypeError, ["window", "(1.0, 2)", "(left, right)"]),
+        ({"window": (True, 2)}, TypeError, ["window", "(True, 2)", "(left, right)"]),
+        ({"window": (1,)}, ValueError, ["window", "(1,)", "(left, right)"]),
+        ({"window": ()}, ValueError, ["window", "()", "(left, right)"]),
+        ({"window": (1, 2, 3)}, ValueError, ["window", "(1, 2, 3)", "(left, right)"]),
+        ({"window": (-2, 0)}, ValueError, ["window", "(-2, 0)", "(left, right)"]),
+        ({"softcap": 0}, ValueError, ["softcap", "is 0", "1e-30 to 1e30"]),
+        ({"softcap": -2.0}, ValueError, ["softcap", "-2.0", "1e-30 to 1e30"]),
+        ({"softcap": 1e31}, ValueError, ["softcap", "1e+31", "1e-30 to 1e30"]),
+        ({"softcap": float("nan")}, ValueError, ["softcap", "nan", "1e-30 to 1e30"]),
+        ({"softcap": float("inf")}, ValueError, ["softcap", "inf", "1e-30 to 1e30"]),
+        ({"softcap": True}, TypeError, ["softcap", "True", "a positive number, or None"]),
+        ({"softcap": "2"}, TypeError, ["softcap", "'2'", "a positive number, or None"]),
+        ({"dropout_p": 1.0}, ValueError, ["dropout_p", "1.0", "0 to below 1"]),
+        ({"dropout_p": -1e-9}, ValueError, ["dropout_p", "-1e-09", "0 to below 1"]),
+        ({"dropout_p": float("nan")}, ValueError, ["dropout_p", "nan", "0 to below 1"]),
+        ({"dropout_p": False}, TypeError, ["dropout_p", "False", "0 to below 1"]),
+        ({"dropout_p": None}, TypeError, ["dropout_p", "None", "0 to below 1"]),
+        ({"q_lens": [5, 6]}, ValueError, ["q_lens holds 6", "0 to 5"]),
+        ({"q_lens": [-1, 5]}, ValueError, ["q_lens holds -1", "0 to 5"]),
+        ({"q_lens": [5, 5, 5]}, ValueError, ["q_lens has shape (3,)", "(2,)"]),
+        ({"q_lens": 5}, ValueError, ["q_lens has shape ()", "(2,)"]),
+        ({"q_lens": [5.0, 5.0]}, TypeError, ["q_lens has dtype float64", "integers"]),
+        ({"kv_lens": [0, 8]}, ValueError, ["kv_lens holds 8", "0 to 7"]),
+        ({"kv_lens": [[7, 7]]}, ValueError, ["kv_lens has shape (1, 2)", "(2,)"]),
+        ({"kv_lens": [True, True]}, TypeError, ["kv_lens has dtype bool", "integers"]),
+        ({"bias": (5, 6)}, ValueError, ["bias has shape (5, 6)", "broadcasts to (2, 6, 5, 7)"]),
+        ({"bias": (3, 5, 7)}, ValueError, ["bias has shape (3, 5, 7)", "(2, 6, 5, 7)"]),
+        ({"bias": (0, 1, 1, 1)}, ValueError, ["bias has shape (0, 1, 1, 1)", "(2, 6, 5, 7)"]),
+        ({"bias": (1, 2, 6, 5, 7)}, ValueError, ["bias has shape (1, 2, 6, 5, 7)", "(2, 6, 5, 7)"]),
     ],
 )
 def test_a_bad_option_is_refused(bad, error, says):
@@ -99,6 +136,133 @@ def test_the_limits_themselves_are_allowed():
     # times log2(e) it must be a float32
     largest = float(np.finfo(np.float32).max) / np.log2(np.e)
     assert Problem(**SIZES, scale=-largest).scale == -largest
+
+
+def test_options_are_stored_as_what_they_mean():
+    p = Problem(**SIZES)
+    assert (p.window, p.softcap, p.bias, p.dropout_p) == ((-1, -1), None, None, 0.0)
+    assert (p.alibi, p.packed, p.sparse, p.q_lens, p.kv_lens) == (False,) * 3 + (None,) * 2
+    # a side that hides nothing is an open one
+    for given, stored in [
+        ([2, np.int32(0)], (2, 0)),
+        ((UNBOUNDED, UNBOUNDED - 1), (-1, UNBOUNDED - 1)),
+    ]:
+        window = Problem(**SIZES, window=given).window
+        assert window == stored and all(type(n) is int for n in window)
+    for given in (2, np.float32(2), Fraction(4, 2)):
+        assert type(Problem(**SIZES, softcap=given).softcap) is float
+    assert type(Problem(**SIZES, dropout_p=0).dropout_p) is float
+    assert Problem(**SIZES, softcap=1e-30).softcap == 1e-30
+    assert Problem(**SIZES, softcap=10**30).softcap == 1e30
+    lengths = Problem(**SIZES, q_lens=np.array([0, 5], np.uint8), kv_lens=[7, 0])
+    assert (lengths.q_lens, lengths.kv_lens) == ((0, 5), (7, 0))
+    assert [lengths.lengths(b) for b in range(2)] == [(0, 7), (5, 0)]
+    assert Problem(**SIZES, q_lens=[1, 2]).lengths(1) == (2, 7)
+    assert {lengths: 1}[Problem(**SIZES, q_lens=(0, 5), kv_lens=np.array([7, 0]))] == 1
+
+
+@pytest.mark.parametrize(
+    "given, stored",
+    [
+        ((), (1, 1, 1, 1)),
+        ((7,), (1, 1, 1, 7)),
+        ([5, 1], (1, 1, 5, 1)),
+        ((6, 1, 7), (1, 6, 1, 7)),
+        ((2, 1, 5, 7), (2, 1, 5, 7)),
+        ((2, 6, 5, 7), (2, 6, 5, 7)),
+    ],
+)
+def test_a_bias_broadcasts_to_the_scores(given, stored):
+    assert Problem(**SIZES, bias=given).bias == stored
+
+
+def test_sides_of_a_window():
+    def sides(window, causal=False):
+        p = Problem(**SIZES, window=window, causal=causal)
+        return p.left, p.right
+
+    assert sides((-1, -1)) == (None, None) and sides((2, 3)) == (2, 3)
+    assert sides((0, -1)) == (0, None) and sides((-1, 0)) == (None, 0)
+    # both must hold
+    assert sides((2, 3), causal=True) == (2, 0) and sides((-1, -1), causal=True) == (None, 0)
+
+
+def test_the_longest_sequences():
+    long = {**SIZES, "seqlen_q": MAX_SEQLEN, "seqlen_k": MAX_SEQLEN}
+    assert Problem(**long).seqlen_k == MAX_SEQLEN
+    for name in "qk":
+        with pytest.raises(
+            ValueError, match=f"{name} has seqlen {MAX_SEQLEN + 1}: .* {MAX_SEQLEN}"
+        ):
+            Problem(**{**long, f"seqlen_{name}": MAX_SEQLEN + 1})
+    windowed = {**SIZES, "seqlen_q": UNBOUNDED, "seqlen_k": UNBOUNDED, "window": (1, 1)}
+    assert Problem(**windowed).seqlen_k == UNBOUNDED
+    for name in "qk":
+        with pytest.raises(ValueError, match=f"{name} has seqlen .* {UNBOUNDED} with a window"):
+            Problem(**{**windowed, f"seqlen_{name}": UNBOUNDED + 1})
+
+
+PACKED = dict(cu_seqlens_q=[0, 3, 3, 8], cu_seqlens_k=[0, 0, 4, 9])
+
+
+def test_packed_sequences():
+    p = Problem.from_shapes((8, 6, 4), (9, 3, 4), (9, 3, 4), **PACKED, causal=True)
+    assert (p.batch, p.heads_q, p.heads_k, p.head_dim) == (3, 6, 3, 4)
+    assert p.packed and p.causal and p.scale == 0.5
+    assert (p.q_lens, p.kv_lens) == ((3, 0, 5), (0, 4, 5))
+    assert (p.seqlen_q, p.seqlen_k) == (5, 5)
+    assert (p.q_shape, p.k_shape, p.lse_shape) == ((8, 6, 4), (9, 3, 4), (6, 8))
+    assert p.score_shape == (3, 6, 5, 5)
+    assert [p.lengths(b) for b in range(3)] == [(3, 0), (0, 4), (5, 5)]
+    arrays = {name: np.array(n, np.int32) for name, n in PACKED.items()}
+    assert Problem.from_shapes((8, 6, 4), (9, 3, 4), **arrays, causal=True) == p
+    assert Problem.from_shapes((8, 6, 4), (9, 3, 4), **PACKED, bias=(6, 5, 5)).bias == (1, 6, 5, 5)
+
+
+@pytest.mark.parametrize(
+    "bad, error, says",
+    [
+        (
+            {"q": (1, 6, 8, 4)},
+            ValueError,
+            ["q has shape (1, 6, 8, 4)", "(seqlen, heads, head_dim)"],
+        ),
+        ({"k": (9, 4)}, ValueError, ["k has shape (9, 4)", "rank 3", "(seqlen, heads, head_dim)"]),
+        ({"v": (8, 3, 4)}, ValueError, ["v has seqlen 8", "9", "as k"]),
+        ({"v": (9, 6, 4)}, ValueError, ["v has heads 6", "3", "as k"]),
+        ({"k": (9, 4, 4), "v": None}, ValueError, ["k has heads 4", "divisor of 6"]),
+        ({"k": (9, 3, 8)}, ValueError, ["k has head_dim 8", "4", "as q"]),
+        ({"cu_seqlens_k": None}, ValueError, ["cu_seqlens_q is given without cu_seqlens_k"]),
+        ({"cu_seqlens_q": None}, ValueError, ["cu_seqlens_k is given without cu_seqlens_q"]),
+        (
+            {"q_lens": [1, 1, 1]},
+            ValueError,
+            ["q_lens is given with cu_seqlens_q", "one of the two"],
+        ),
+        ({"kv_lens": [1, 1, 1]}, ValueError, ["kv_lens is given with cu_seqlens_q"]),
+        ({"cu_seqlens_q": [0, 8]}, ValueError, ["cu_seqlens_k holds 3 sequences", "allowed is 1"]),
+        ({"cu_seqlens_q": [1, 3, 3, 8]}, ValueError, ["cu_seqlens_q is [1, 3, 3, 8]", "0 to 8"]),
+        ({"cu_seqlens_q": [0, 3, 3, 7]}, ValueError, ["cu_seqlens_q is [0, 3, 3, 7]", "0 to 8"]),
+        (
+            {"cu_seqlens_k": [0, 5, 4, 9]},
+            ValueError,
+            ["cu_seqlens_k is [0, 5, 4, 9]", "never fall"],
+        ),
+        ({"cu_seqlens_k": [9]}, ValueError, ["cu_seqlens_k has shape (1,)", "(batch + 1,)"]),
+        ({"cu_seqlens_k": [[0, 9]]}, ValueError, ["cu_seqlens_k has shape (1, 2)", "(batch + 1,)"]),
+        ({"cu_seqlens_q": 8}, ValueError, ["cu_seqlens_q has shape ()", "(batch + 1,)"]),
+        ({"cu_seqlens_q": [0.0, 8.0]}, TypeError, ["cu_seqlens_q has dtype float64", "integers"]),
+        ({"bias": (9, 9)}, ValueError, ["bias has shape (9, 9)", "(3, 6, 5, 5)"]),
+    ],
+    ids=str,
+)
+def test_packed_sequences_that_do_not_fit_are_refused(bad, error, says):
+    given = {"q": (8, 6, 4), "k": (9, 3, 4), "v": (9, 3, 4), **PACKED, **bad}
+    shapes = [given.pop(name) for name in "qkv"]
+    with pytest.raises(error) as e:
+        Problem.from_shapes(*shapes, **given)
+    assert str(e.value).startswith(says[0])
+    assert all(part in str(e.value) for part in says)
 
 
 @pytest.mark.parametrize(
@@ -152,3 +316,55 @@ def test_without_a_mask_every_row_sees_every_column():
     p = Problem(1, 1, 1, 5, 3, 1)
     assert [p.columns_end(row) for row in range(5)] == [3] * 5
     np.testing.assert_array_equal(p.columns_end(np.arange(5)), [3] * 5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", list(itertools.product((-1, 0, 1, 3), repeat=2)), ids=str)
+def test_the_columns_of_a_row(window, causal):
+    """Brute force: the columns that every mask lets through, of each row of each entry."""
+    left, right = window
+    longest_q, longest_k = 6, 5
+    lengths = list(itertools.product(range(longest_q + 1), range(longest_k + 1)))
+    q_lens, kv_lens = zip(*lengths, strict=True)
+    of = dict(window=window, causal=causal)
+    sizes = (len(lengths), 1, 1, longest_q, longest_k, 1)
+    padded = Problem(*sizes, q_lens=q_lens, kv_lens=kv_lens, **of)
+    starts = {
+        "cu_seqlens_q": np.cumsum([0, *q_lens]),
+        "cu_seqlens_k": np.cumsum([0, *kv_lens]),
+    }
+    packed = Problem.from_shapes((sum(q_lens), 1, 1), (sum(kv_lens), 1, 1), **starts, **of)
+    for b, (Nq, Nk) in enumerate(lengths):
+        problems = [(padded, b), (packed, b)]
+        if Nq and Nk:
+            problems.append((Problem(1, 1, 1, Nq, Nk, 1, **of), 0))
+        for p, entry in problems:
+            rows = np.arange(p.seqlen_q)
+            begins, ends = p.columns_begin(rows, entry), p.columns_end(rows, entry)
+            for i in range(p.seqlen_q):
+                # Counted from the last row and column: how far j is before the diagonal one.
+                before = {j: (Nk - 1 - j) - (Nq - 1 - i) for j in range(Nk) if i < Nq}
+                seen = [
+                    j
+                    for j, n in before.items()
+                    if (left < 0 or n <= left)
+                    and (right < 0 or -n <= right)
+                    and (not causal or n >= 0)
+                ]
+                begin, end = p.columns_begin(i, entry), p.columns_end(i, entry)
+                assert type(begin) is int and type(end) is int
+                assert list(range(begin, end)) == seen, (p, entry, i)
+                assert (begins[i], ends[i]) == (begin, end) and 0 <= begin <= end <= Nk
+
+
+@pytest.mark.parametrize("Nq, Nk", [(4, 4), (3, 6), (6, 3)])
+def test_windows_and_distances_are_aligned_to_the_bottom_right(Nq, Nk):
+    rows, cols = np.arange(Nq)[:, None], np.arange(Nk)[None, :]
+    before = [[(Nk - 1 - j) - (Nq - 1 - i) for j in range(Nk)] for i in range(Nq)]
+    np.testing.assert_array_equal(distance(rows, cols, Nk - Nq), np.abs(before))
+    for left, right in itertools.product((0, 1, 4, UNBOUNDED), repeat=2):
+        want = [[-right <= n <= left for n in row] for row in before]
+        np.testing.assert_array_equal(visible_window(rows, cols, Nk - Nq, left, right), want)
+        assert want == [
+            [visible_window(i, j, Nk - Nq, left, right) for j in range(Nk)] for i in range(Nq)
+        ]

@@ -1,7 +1,10 @@
 """The float64 reference against a plain loop, the tiled algorithms and worked examples."""
 
+import inspect
+import itertools
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fa_numba import reference
+from fa_numba.dropout import dropout_mask
 from fa_numba.reference import (
     attention,
     attention_backward,
@@ -24,25 +28,54 @@ EPS = np.finfo(np.float64).eps
 TILED = [fa1_tiled, fa2_tiled]
 
 
-def plain_loop(q, k, v, *, scale=None, causal=False):
-    """(O, L) element by element, exactly summed; written without the package."""
+def plain_loop(
+    q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=None, bias=None,
+    alibi_slopes=None, q_lens=None, kv_lens=None, block_mask=None, tiles=None, dropout_p=0.0, **draw
+):  # fmt: skip
+    """(O, L) element by element, exactly summed; of the package it takes the dropout mask alone."""
     (B, Hq, Nq, d), (_, Hk, Nk, _) = q.shape, k.shape
     scale = 1 / math.sqrt(d) if scale is None else scale
+    bias = None if bias is None else np.broadcast_to(bias, (B, Hq, Nq, Nk))
+    slopes = None if alibi_slopes is None else np.broadcast_to(alibi_slopes, (B, Hq))
+    if block_mask is not None:
+        block_mask = np.broadcast_to(block_mask, (B, Hq, *np.shape(block_mask)[-2:]))
+    if dropout_p:
+        kept = dropout_mask(B, Hq, Nq, Nk, dropout_p=dropout_p, **draw)
+
+    def score(b, h, i, j):
+        """None where i does not see j."""
+        # How far j is before the column of row i, counted from the last row and column.
+        before = (columns - 1 - j) - (rows - 1 - i)
+        left, right = window
+        if (causal and before < 0) or 0 <= left < before or 0 <= right < -before:
+            return None
+        if block_mask is not None and not block_mask[b, h, i // tiles.Br, j // tiles.Bc]:
+            return None
+        products = zip(q[b, h, i], k[b, h // (Hq // Hk), j], strict=True)
+        s = scale * math.fsum(float(x) * float(y) for x, y in products)
+        if softcap is not None:
+            s = softcap * math.tanh(s / softcap)
+        if slopes is not None:
+            s -= slopes[b, h] * abs(before)
+        return s if bias is None else s + float(bias[b, h, i, j])
+
     O, L = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
-    for b, h, i in np.ndindex(B, Hq, Nq):
-        K, V = k[b, h // (Hq // Hk)], v[b, h // (Hq // Hk)]
-        s = [
-            scale * math.fsum(float(x) * float(y) for x, y in zip(q[b, h, i], K[j], strict=True))
-            for j in range(Nk)
-            if not causal or j <= i + Nk - Nq
-        ]
-        if s:
-            m = max(s)
-            w = [math.exp(x - m) for x in s]
-            L[b, h, i] = m + math.log(math.fsum(w))
+    for b, h in np.ndindex(B, Hq):
+        V = v[b, h // (Hq // Hk)]
+        rows = Nq if q_lens is None else q_lens[b]
+        columns = Nk if kv_lens is None else kv_lens[b]
+        for i in range(rows):
+            s = {j: x for j in range(columns) if (x := score(b, h, i, j)) is not None}
+            m = max(s.values(), default=-math.inf)
+            if m == -math.inf:
+                continue
+            w = {j: math.exp(x - m) for j, x in s.items()}
+            total = math.fsum(w.values())
+            L[b, h, i] = m + math.log(total)
+            if dropout_p:
+                w = {j: x / (1 - dropout_p) for j, x in w.items() if kept[b, h, i, j]}
             for c in range(d):
-                products = [x * float(y) for x, y in zip(w, V[:, c], strict=False)]
-                O[b, h, i, c] = math.fsum(products) / math.fsum(w)
+                O[b, h, i, c] = math.fsum(x * float(V[j, c]) for j, x in w.items()) / total
     return O, L
 
 
@@ -258,6 +291,278 @@ def test_unfused_in_float64_is_attention(causal):
     assert_close(got, plain_loop(q, k, v, causal=causal), 50 * EPS)
 
 
+# --- options ---------------------------------------------------------------------------------
+
+TILES = SimpleNamespace(Br=2, Bc=3)
+
+
+def with_infinities(bias):
+    """Some elements -inf, and all of row 1."""
+    bias[..., ::2, 1] = -np.inf
+    bias[..., 1, :] = -np.inf
+    return bias
+
+
+def visited(shape, *leading):
+    """A block mask that hides about half, and all of the second row of blocks."""
+    _, _, _, Nq, Nk, _ = shape
+    rng = np.random.default_rng([3, *shape])
+    mask = rng.random((*leading, -(-Nq // TILES.Br), -(-Nk // TILES.Bc))) < 0.6
+    mask[..., 1, :] = False
+    mask[..., 0, 0] = True
+    return dict(block_mask=mask, tiles=TILES)
+
+
+def lengths(B, longest):
+    """Shorter than the longest, empty, and as long, as far as there are entries."""
+    return {1: [longest - 1], 2: [longest - 1, longest], 3: [longest - 1, 0, longest]}[B]
+
+
+def option(name, shape):
+    """The arguments of one option for inputs of this shape."""
+    B, Hq, _, Nq, Nk, _ = shape
+    rng = np.random.default_rng([7, *shape])
+    normal, slopes = rng.standard_normal, partial(rng.uniform, 0.05, 1.0)
+    return {
+        "scale": lambda: dict(scale=-0.7),
+        "causal": lambda: dict(causal=True),
+        "window": lambda: dict(window=(2, 1)),
+        "window on the left": lambda: dict(window=(1, -1)),
+        "window on the right": lambda: dict(window=(-1, 1)),
+        "softcap": lambda: dict(softcap=0.8),
+        "bias": lambda: dict(bias=normal((B, Hq, Nq, Nk))),
+        "bias of columns": lambda: dict(bias=normal(Nk)),
+        "bias of rows": lambda: dict(bias=normal((Hq, Nq, 1))),
+        "bias of -inf": lambda: dict(bias=with_infinities(normal((B, 1, Nq, Nk)))),
+        "alibi": lambda: dict(alibi_slopes=slopes(Hq)),
+        "alibi of entries": lambda: dict(alibi_slopes=slopes((B, Hq))),
+        "q_lens": lambda: dict(q_lens=lengths(B, Nq)),
+        "kv_lens": lambda: dict(kv_lens=lengths(B, Nk)[::-1]),
+        "block mask": lambda: visited(shape),
+        "block mask of heads": lambda: visited(shape, B, Hq),
+        "dropout": lambda: dict(dropout_p=0.4, seed=2**40 + 5, offset=6),
+    }[name]()
+
+
+SINGLE = [
+    *("scale", "causal", "window", "window on the left", "window on the right", "softcap"),
+    *("bias", "bias of columns", "bias of rows", "bias of -inf", "alibi", "alibi of entries"),
+    *("q_lens", "kv_lens", "block mask", "block mask of heads", "dropout"),
+]
+TINY = (2, 2, 1, 3, 4, 2)
+
+
+def fit_together(*names):
+    """Whether no two of them are the same argument."""
+    given = [name for n in names for name in option(n, TINY)]
+    return len(given) == len(set(given))
+
+
+PAIRS = [pair for pair in itertools.combinations(SINGLE, 2) if fit_together(*pair)]
+EVERYTHING = [
+    ("causal", "softcap", "bias", "alibi", "q_lens", "kv_lens", "block mask", "dropout"),
+    ("window", "scale", "softcap", "bias of -inf", "alibi of entries", "block mask of heads"),
+]
+
+
+def together(names, shape):
+    """The arguments of these options."""
+    return {key: value for name in names for key, value in option(name, shape).items()}
+
+
+FORWARD = [attention, partial(unfused, dtype=np.float64)]
+
+
+@pytest.mark.parametrize("names", [*((n,) for n in SINGLE), *PAIRS, *EVERYTHING], ids=" + ".join)
+def test_options_are_the_plain_loop(names, monkeypatch):
+    monkeypatch.setattr(reference, "_ROWS", 3)  # so that pieces are computed with every option
+    for shape in [(3, 2, 1, 7, 5, 2), (2, 4, 2, 4, 7, 3)]:
+        q, k, v = random_inputs(*shape)
+        options = together(names, shape)
+        want = plain_loop(q, k, v, **options)
+        for compute in FORWARD:
+            assert_close(compute(q, k, v, **options, return_lse=True), want, 50 * EPS)
+            np.testing.assert_array_equal(
+                compute(q, k, v, **options), compute(q, k, v, **options, return_lse=True)[0]
+            )
+
+
+def test_the_options_hide_and_change_something():
+    """What the tests above compare is not twice the plain attention."""
+    shape = (3, 2, 1, 7, 5, 2)
+    q, k, v = random_inputs(*shape)
+    results = {"plain": attention(q, k, v, return_lse=True)}
+    for name in SINGLE:
+        results[name] = attention(q, k, v, return_lse=True, **option(name, shape))
+    for a, b in itertools.combinations(results, 2):
+        same = (np.allclose(x, y) for x, y in zip(results[a], results[b], strict=True))
+        assert not all(same), (a, b)
+
+
+@pytest.mark.parametrize("compute", FORWARD)
+def test_causal_is_a_window_that_ends_at_the_diagonal(compute):
+    q, k, v = random_inputs(*TINY)
+
+    def results(**options):
+        return compute(q, k, v, return_lse=True, **options)
+
+    for one, other in [
+        (dict(causal=True), dict(window=(-1, 0))),
+        (dict(causal=True, window=(1, 1)), dict(window=(1, 0))),
+        (dict(window=(99, 99)), {}),
+    ]:
+        for a, b in zip(results(**one), results(**other), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("compute", FORWARD)
+def test_rows_that_see_nothing(compute):
+    q, k, v = random_inputs(1, 2, 1, 4, 6, 3)
+    hidden = [
+        dict(bias=np.full((4, 6), -np.inf)),
+        dict(bias=np.full((), -np.inf), softcap=2.0, dropout_p=0.5),
+        dict(block_mask=np.zeros((2, 2), bool), tiles=TILES),
+        dict(kv_lens=[0]),
+        dict(q_lens=[0]),
+        dict(kv_lens=[2], window=(0, 0), q_lens=[1], bias=[0, -np.inf, 0, 0, 0, 0]),
+    ]
+    for options in hidden:
+        O, L = compute(q, k, v, **options, return_lse=True)
+        assert np.all(O == 0) and np.all(L == -np.inf)
+    bias = np.zeros((4, 6))
+    bias[2] = -np.inf
+    O, L = compute(q, k, v, bias=bias, return_lse=True)
+    np.testing.assert_array_equal(L == -np.inf, np.broadcast_to(np.arange(4) == 2, L.shape))
+    np.testing.assert_array_equal(O == 0, np.broadcast_to(L[..., None] == -np.inf, O.shape))
+
+
+def test_dropout_by_hand():
+    # Scores are equal, so that P = 1/4; of p = 1/2 what stays weighs 1/2.
+    q, k, v = np.zeros((1, 1, 9, 4)), np.zeros((1, 1, 4, 4)), np.eye(4)[None, None]
+    options = dict(dropout_p=0.5, seed=3, offset=1)
+    kept = dropout_mask(1, 1, 9, 4, **options)
+    for compute in FORWARD:
+        O, L = compute(q, k, v, **options, return_lse=True)
+        np.testing.assert_array_equal(O, kept / 2)
+        np.testing.assert_allclose(L, math.log(4), rtol=EPS)
+        np.testing.assert_array_equal(compute(q, k, v, seed=3, offset=1), np.full(O.shape, 0.25))
+
+
+# --- lengths and packed sequences ------------------------------------------------------------
+
+LONG = (4, 4, 2, 6, 7, 3)
+Q_LENS, KV_LENS = [4, 0, 6, 3], [7, 5, 0, 2]
+LENGTHS = dict(q_lens=Q_LENS, kv_lens=KV_LENS)
+OF_ARRAYS = Q_LENS, Q_LENS, KV_LENS, KV_LENS  # dout, q, k, v
+BESIDE = [n for n in SINGLE if "lens" not in n]
+ALL_FOUR = [attention, unfused, attention_backward, unfused_backward]
+
+
+def run(compute, dout, q, k, v, **options):
+    """Every result of any of the four functions."""
+    if compute in (attention, unfused):
+        return compute(q, k, v, return_lse=True, **options)
+    return compute(dout, q, k, v, return_dbias="bias" in options, **options)
+
+
+def filled(a, lens, value):
+    """A copy of (B, H, N, d) with this value at and after the lengths."""
+    a = a.copy()
+    for b, n in enumerate(lens):
+        a[b, :, n:] = value
+    return a
+
+
+@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize("compute", ALL_FOUR)
+def test_what_lengths_hide_is_not_read(compute, name):
+    given = with_output_gradient(LONG)
+    options = LENGTHS | option(name, LONG)
+    results = []
+    for value in (0.0, np.nan, np.inf):
+        arrays = [filled(a, n, value) for a, n in zip(given, OF_ARRAYS, strict=True)]
+        if name == "bias":
+            bias = options["bias"].copy()
+            for b, (Nq, Nk) in enumerate(zip(Q_LENS, KV_LENS, strict=True)):
+                bias[b, :, Nq:] = bias[b, :, :, Nk:] = value
+            options = options | dict(bias=bias)
+        results.append(run(compute, *arrays, **options))
+    for zeros, *others in zip(*results, strict=True):
+        assert not np.isnan(zeros).any()
+        for other in others:
+            np.testing.assert_array_equal(other, zeros)
+    for b, (Nq, Nk) in enumerate(zip(Q_LENS, KV_LENS, strict=True)):
+        rows, columns = slice(Nq if Nk else 0, None), slice(Nk if Nq else 0, None)
+        if compute in (attention, unfused):
+            O, L = results[0]
+            assert np.all(O[b, :, rows] == 0) and np.all(L[b, :, rows] == -np.inf)
+        else:
+            for gradient, hidden in zip(results[0][:3], (rows, columns, columns), strict=True):
+                assert np.all(gradient[b, :, hidden] == 0)
+
+
+def packed(a, lens):
+    """(total, H, d) of (B, H, N, d)."""
+    return np.concatenate([a[b, :, :n].swapaxes(0, 1) for b, n in enumerate(lens)])
+
+
+CUMULATIVE = dict(cu_seqlens_q=np.cumsum([0, *Q_LENS]), cu_seqlens_k=np.cumsum([0, *KV_LENS]))
+
+
+@pytest.mark.parametrize("names", [(), *((n,) for n in BESIDE), *EVERYTHING], ids=" + ".join)
+@pytest.mark.parametrize("compute", ALL_FOUR)
+def test_packed_sequences_are_the_padded_ones(compute, names):
+    dout, q, k, v = with_output_gradient(LONG)
+    options = together([n for n in names if "lens" not in n], LONG)
+    padded = run(compute, dout, q, k, v, **LENGTHS, **options)
+    given = [packed(a, n) for a, n in zip((dout, q, k, v), OF_ARRAYS, strict=True)]
+    found = run(compute, *given, **CUMULATIVE, **options)
+    close = partial(np.testing.assert_allclose, rtol=0, atol=20 * np.finfo(found[0].dtype).eps)
+    if compute in (attention, unfused):
+        assert found[0].shape == (13, 4, 3) and found[1].shape == (4, 13)
+        close(found[0], packed(padded[0], Q_LENS))
+        close(found[1], packed(padded[1][..., None], Q_LENS)[..., 0].T)
+    else:
+        for got, want, n in zip(found[:3], padded[:3], (Q_LENS, KV_LENS, KV_LENS), strict=True):
+            close(got, packed(want, n))
+        for got, want in zip(found[3:], padded[3:], strict=True):
+            close(got, want)
+
+
+@pytest.mark.parametrize("name", [n for n in BESIDE if n != "dropout"])
+def test_packed_sequences_are_each_alone(name):
+    dout, q, k, v = with_output_gradient(LONG)
+    options = option(name, LONG)
+    arrays = [packed(a, n) for a, n in zip((q, k, v), (Q_LENS, KV_LENS, KV_LENS), strict=True)]
+    d_rows = packed(dout, Q_LENS)
+    O, L = attention(*arrays, **CUMULATIVE, **options, return_lse=True)
+    gradients = attention_backward(d_rows, *arrays, **CUMULATIVE, **options)
+    starts = zip(*CUMULATIVE.values(), Q_LENS, KV_LENS, strict=False)
+    for b, (row, column, Nq, Nk) in enumerate(starts):
+        rows, columns = slice(row, row + Nq), slice(column, column + Nk)
+        if not (Nq and Nk):
+            assert np.all(O[rows] == 0) and np.all(L[:, rows] == -np.inf)
+            assert np.all(gradients[0][rows] == 0)
+            assert np.all(gradients[1][columns] == 0) and np.all(gradients[2][columns] == 0)
+            continue
+        alone = dict(options)
+        if "bias" in options:
+            full = np.broadcast_to(options["bias"], (4, 4, 6, 7))
+            alone["bias"] = full[b : b + 1, :, :Nq, :Nk]
+        if "alibi_slopes" in options:
+            alone["alibi_slopes"] = np.broadcast_to(options["alibi_slopes"], (4, 4))[b]
+        if "block_mask" in options:
+            full = np.broadcast_to(options["block_mask"], (4, 4, 3, 3))
+            alone["block_mask"] = full[b : b + 1, :, : -(-Nq // TILES.Br), : -(-Nk // TILES.Bc)]
+        qb, kb, vb, db = q[b, None, :, :Nq], k[b, None, :, :Nk], v[b, None, :, :Nk], dout[b, None]
+        want = attention(qb, kb, vb, **alone, return_lse=True)
+        assert_close((O[rows].swapaxes(0, 1), L[:, rows]), [a[0] for a in want], 20 * EPS)
+        wanted = attention_backward(db[:, :, :Nq], qb, kb, vb, **alone)
+        for got, ref, where in zip(gradients, wanted, (rows, columns, columns), strict=True):
+            got = got[where].swapaxes(0, 1)
+            np.testing.assert_allclose(got, ref[0], rtol=0, atol=100 * EPS)
+
+
 # --- gradients -------------------------------------------------------------------------------
 
 IN_FLOAT64 = [attention_backward, partial(unfused_backward, dtype=np.float64)]
@@ -269,17 +574,23 @@ def with_output_gradient(shape, *, seed=0):
 
 
 def central_differences(dout, q, k, v, **options):
-    """The gradients of sum(dout o attention(q, k, v)), one element moved at a time."""
+    """The gradients of sum(dout o attention(q, k, v)), one element moved at a time.
+
+    Four where there is a bias. `unfused` in float64 is attention, and faster.
+    """
+    compute = partial(unfused, dtype=np.float64)
     step = 1e-5  # error: step^2 of the method, EPS / step of the arithmetic
+    names = ["q", "k", "v"] + ["bias"] * ("bias" in options)
+    given = {"q": q, "k": k, "v": v, **options}
     gradients = []
-    for n, array in enumerate((q, k, v)):
-        gradient = np.empty(array.shape)
-        for where in np.ndindex(array.shape):
+    for name in names:
+        gradient = np.empty(given[name].shape)
+        for where in np.ndindex(gradient.shape):
             loss = []
             for sign in (1, -1):
-                moved = [a.copy() for a in (q, k, v)]
-                moved[n][where] += sign * step
-                loss.append(math.fsum((dout * attention(*moved, **options)).ravel()))
+                moved = given[name].copy()
+                moved[where] += sign * step
+                loss.append(math.fsum((dout * compute(**{**given, name: moved})).ravel()))
             gradient[where] = (loss[0] - loss[1]) / (2 * step)
         gradients.append(gradient)
     return gradients
@@ -299,6 +610,114 @@ def test_gradients_are_the_central_differences(shape, scale, causal):
         for name, got, ref in zip("qkv", compute(dout, q, k, v, **options), want, strict=True):
             assert got.dtype == np.float64 and got.shape == ref.shape
             np.testing.assert_allclose(got, ref, rtol=0, atol=1e-8, err_msg=f"d{name}")
+
+
+ALIKE = {  # one of each kind makes the pairs
+    *("scale", "window on the left", "window on the right", "bias of columns", "bias of rows"),
+    *("alibi of entries", "block mask of heads"),
+}
+GRADIENT_PAIRS = [pair for pair in PAIRS if ALIKE.isdisjoint(pair)]
+
+
+@pytest.mark.parametrize(
+    "names", [*((n,) for n in SINGLE), *GRADIENT_PAIRS, *EVERYTHING], ids=" + ".join
+)
+def test_gradients_with_options_are_the_central_differences(names, monkeypatch):
+    monkeypatch.setattr(reference, "_ROWS", 2)
+    for shape in [TINY, (1, 2, 2, 4, 3, 1)] if len(names) == 1 else [(2, 2, 1, 3, 4, 1)]:
+        dout, q, k, v = with_output_gradient(shape)
+        options = together(names, shape)
+        want = central_differences(dout, q, k, v, **options)
+        for compute in IN_FLOAT64:
+            found = compute(dout, q, k, v, **options, return_dbias=len(want) == 4)
+            assert len(found) == len(want)
+            for name, got, ref in zip(("dq", "dk", "dv", "dbias"), found, want, strict=False):
+                assert got.dtype == np.float64 and got.shape == ref.shape
+                np.testing.assert_allclose(got, ref, rtol=0, atol=1e-8, err_msg=name)
+
+
+@pytest.mark.parametrize("compute", IN_FLOAT64)
+def test_the_gradient_of_a_bias_has_its_shape(compute, monkeypatch):
+    monkeypatch.setattr(reference, "_ROWS", 3)
+    B, Hq, Hk, Nq, Nk, d = shape = (2, 4, 2, 7, 5, 3)
+    dout, q, k, v = with_output_gradient(shape)
+    options = dict(softcap=2.0, causal=True, q_lens=[7, 6], dropout_p=0.2)
+    for axes in itertools.product((False, True), repeat=4):
+        given = [n if along else 1 for n, along in zip((B, Hq, Nq, Nk), axes, strict=True)]
+        bias = np.random.default_rng(1).standard_normal(given)
+        whole = np.broadcast_to(bias, (B, Hq, Nq, Nk))
+        *_, of_whole = compute(dout, q, k, v, bias=whole, return_dbias=True, **options)
+        want = of_whole.sum(axis=tuple(n for n in range(4) if not axes[n]), keepdims=True)
+        while True:
+            found = compute(dout, q, k, v, bias=bias, return_dbias=True, **options)
+            assert found[3].shape == bias.shape
+            np.testing.assert_allclose(found[3], want.reshape(bias.shape), rtol=0, atol=1e-13)
+            without = compute(dout, q, k, v, bias=bias, **options)
+            assert len(without) == 3
+            for a, b in zip(without, found, strict=False):
+                np.testing.assert_array_equal(a, b)
+            if bias.ndim == 0 or len(bias) > 1:
+                break
+            bias = bias[0]  # and without the leading 1
+
+
+def test_gradients_of_rows_that_see_nothing():
+    dout, q, k, v = with_output_gradient((1, 2, 1, 4, 6, 3))
+    for compute in (attention_backward, unfused_backward):
+        for options in (
+            dict(bias=np.full((4, 6), -np.inf), softcap=1.0),
+            dict(bias=np.zeros((4, 6)), block_mask=np.zeros((2, 2), bool), tiles=TILES),
+            dict(bias=np.zeros((4, 6)), kv_lens=[0], dropout_p=0.5),
+        ):
+            for gradient in compute(dout, q, k, v, return_dbias=True, **options):
+                assert np.all(gradient == 0)
+
+
+def rounded(dout, q, k, v, dtype, kept):
+    """O, L and the gradients of one head, each step of `options_to_round` in `dtype`."""
+    one = np.dtype(dtype).type
+    scale, softcap, inverse_keep = one(0.3), one(1.5), one(1 / (1 - 0.25))
+    o = options_to_round(dtype)
+    i, j = np.arange(len(q))[:, None], np.arange(len(k))[None, :]
+    tanh = np.tanh(scale * (q @ k.T) / softcap)
+    S = softcap * tanh
+    S = S - o["alibi_slopes"][0] * np.abs(i + len(k) - len(q) - j).astype(dtype)
+    S = S + o["bias"]
+    S = np.where(j <= i + len(k) - len(q), S, one(-np.inf))
+    m = S.max(axis=1, keepdims=True)
+    P = np.exp(S - m)
+    l = P.sum(axis=1, keepdims=True)
+    P = P / l
+    dropped = kept * inverse_keep
+    dP = dout @ v.T * dropped
+    dS = P * (dP - (P * dP).sum(axis=1, keepdims=True))
+    dX = dS * (1 - tanh * tanh)
+    forward = (P * dropped) @ v, (m + np.log(l))[:, 0]
+    return forward, (scale * (dX @ k), scale * (dX.T @ q), (P * dropped).T @ dout, dS)
+
+
+def options_to_round(dtype):
+    bias = np.random.default_rng(2).standard_normal((33, 65)).astype(dtype)
+    return dict(
+        scale=0.3, softcap=1.5, alibi_slopes=np.array([0.11], dtype), bias=bias, causal=True,
+        dropout_p=0.25, seed=4,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype, low, high", [("f4", 1e-9, 1e-5), ("f2", 1e-5, 1e-1)])
+def test_unfused_rounds_every_step_of_the_options(dtype, low, high):
+    dout, q, k, v = (a.astype(dtype) for a in with_output_gradient((1, 1, 1, 33, 65, 16)))
+    options = options_to_round(dtype)
+    kept = dropout_mask(1, 1, 33, 65, dropout_p=0.25, seed=4)[0, 0]
+    forward, backward = rounded(*(a[0, 0] for a in (dout, q, k, v)), dtype, kept)
+    got = unfused(q, k, v, dtype=dtype, return_lse=True, **options)
+    exact = attention(q, k, v, return_lse=True, **options)
+    got += unfused_backward(dout, q, k, v, dtype=dtype, return_dbias=True, **options)
+    exact += attention_backward(dout, q, k, v, return_dbias=True, **options)
+    for g, w, e in zip(got, forward + backward, exact, strict=True):
+        assert g.dtype == w.dtype == np.dtype(dtype)
+        np.testing.assert_array_equal(g.reshape(w.shape), w)
+        assert low < relative_error(g, e) < high
 
 
 @settings(max_examples=100, deadline=None)
@@ -417,6 +836,87 @@ def test_shapes_of_gradients_are_checked(compute):
         compute(Q[..., :3], Q, K, V)
     with pytest.raises(ValueError, match="v has seqlen 7"):
         compute(Q, Q, K, V[:, :, :7])
+
+
+HIDING = dict(block_mask=np.ones((1, 3), bool), tiles=TILES)
+
+
+@pytest.mark.parametrize("compute", ALL_FOUR)
+@pytest.mark.parametrize(
+    "options, error, says",
+    [
+        ({"windo": (1, 1)}, TypeError, "windo is no option"),
+        ({"packed": True}, TypeError, "packed is no option"),
+        ({"dropout": 0.1}, TypeError, "dropout is no option"),
+        ({"window": (1,)}, ValueError, r"window is \(1,\): allowed is \(left, right\)"),
+        ({"softcap": 0.0}, ValueError, "softcap is 0.0"),
+        ({"bias": np.ones((2, 8))}, ValueError, r"bias has shape \(2, 8\): .* \(1, 1, 1, 8\)"),
+        ({"alibi_slopes": np.ones(2)}, ValueError, r"has shape \(2,\): .* \(1,\) or \(1, 1\)"),
+        ({"alibi_slopes": 1.0}, ValueError, r"alibi_slopes has shape \(\)"),
+        ({"q_lens": [2]}, ValueError, "q_lens holds 2: allowed is 0 to 1"),
+        ({"kv_lens": [8, 8]}, ValueError, r"kv_lens has shape \(2,\): allowed is \(1,\)"),
+        ({"cu_seqlens_q": [0, 1]}, ValueError, "q has shape .* rank 4: allowed is rank 3"),
+        ({"dropout_p": 1}, ValueError, "dropout_p is 1: allowed is .* below 1"),
+        ({"seed": -1}, ValueError, r"seed is -1: allowed is .* below 2\*\*64"),
+        ({"seed": 0.5}, TypeError, "seed is 0.5: allowed is an integer"),
+        ({"offset": 2**32}, ValueError, r"offset is 4294967296: allowed is .* below 2\*\*32"),
+        ({**HIDING, "tiles": None}, ValueError, "block_mask is given without tiles"),
+        (
+            {**HIDING, "tiles": SimpleNamespace(Br=2, Bc=0)},
+            ValueError,
+            "tiles.Bc is 0: allowed is an integer >= 1",
+        ),
+        ({**HIDING, "block_mask": np.ones((1, 3))}, TypeError, "block_mask has dtype float64"),
+        (
+            {**HIDING, "block_mask": np.ones((1, 4), bool)},
+            ValueError,
+            r"block_mask has shape \(1, 4\): allowed is \(1, 3\) for Br=2, Bc=3",
+        ),
+        (
+            {**HIDING, "block_mask": np.ones((2, 1, 1, 3), bool)},
+            ValueError,
+            r"block_mask has shape \(2, 1, 1, 3\): .* broadcast to \(1, 1\)",
+        ),
+        ({**HIDING, "block_mask": np.ones(3, bool)}, ValueError, r"has shape \(3,\)"),
+        ({**HIDING, "block_mask": np.ones((1,) * 4 + (3,), bool)}, ValueError, "has shape"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused(compute, options, error, says):
+    arrays = (Q, Q, K, V) if compute in (attention_backward, unfused_backward) else (Q, K, V)
+    with pytest.raises(error, match=says):
+        compute(*arrays, **options)
+
+
+@pytest.mark.parametrize("compute", ALL_FOUR)
+def test_dropout_of_more_heads_than_the_counter_holds_is_refused(compute):
+    q = np.zeros((1, 2**16 + 1, 1, 1))
+    arrays = (q,) * (4 if compute in (attention_backward, unfused_backward) else 3)
+    with pytest.raises(ValueError, match="heads 65537: allowed with dropout is at most 65536"):
+        compute(*arrays, dropout_p=0.5)
+
+
+@pytest.mark.parametrize("compute", [attention_backward, unfused_backward])
+def test_the_gradient_of_no_bias_is_refused(compute):
+    for options in ({}, {"bias": None}):
+        with pytest.raises(ValueError, match="return_dbias is given without bias"):
+            compute(Q, Q, K, V, return_dbias=True, **options)
+
+
+@pytest.mark.parametrize("compute", [attention_backward, unfused_backward])
+def test_the_shape_of_a_packed_output_gradient_is_checked(compute):
+    q, k, v = (a[0].swapaxes(0, 1) for a in (Q, K, V))
+    starts = dict(cu_seqlens_q=[0, 1], cu_seqlens_k=[0, 8])
+    assert compute(q, q, k, v, **starts)[0].shape == (1, 1, 4)
+    with pytest.raises(ValueError, match=r"dout has shape \(1, 1, 1, 4\): .* \(1, 1, 4\)"):
+        compute(Q, q, k, v, **starts)
+
+
+def test_the_tiled_algorithms_take_scale_and_causal_alone():
+    for tiled in TILED:
+        assert {*inspect.signature(tiled).parameters} == {
+            *("q", "k", "v", "Br", "Bc", "scale", "causal", "return_lse")
+        }
 
 
 def test_relative_error():

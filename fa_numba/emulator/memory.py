@@ -470,7 +470,8 @@ class Tally:
 class GlobalArray:
     """A NumPy array as a kernel sees global memory: stores go to the caller's memory.
 
-    A full integer index is one counted access, a partial one an uncounted view on the same memory.
+    A full integer index is one counted access, a partial one an uncounted view on the same memory;
+    so is a slice start:stop of the first axis.
     """
 
     __slots__ = (
@@ -512,10 +513,12 @@ class GlobalArray:
     def __getitem__(self, index: Any) -> Any:
         if index.__class__ is not tuple:
             index = (index,)
-        if len(index) == self.ndim:
+        if len(index) == self.ndim and index[0].__class__ is not slice:
             e = self._at(index)
             self.tally.loads += 1
             return self._get(e)
+        if index[0].__class__ is slice:
+            return self._slice(*index)
         if index in self._views:
             return self._views[index]
         return self._view(index)
@@ -611,14 +614,26 @@ class GlobalArray:
             if not 0 <= i < n:
                 raise self._outside(index)
             e += i * step
-        view = object.__new__(GlobalArray)
-        for slot in GlobalArray.__slots__:
-            setattr(view, slot, getattr(self, slot))
-        view.shape, view.strides = self.shape[rank:], self.strides[rank:]
-        view._steps, view._offset, view._views = self._steps[rank:], e, {}
-        view.ndim, view.size = self.ndim - rank, prod(self.shape[rank:])
+        view = self._part(self.shape[rank:], self.strides[rank:], self._steps[rank:], e)
         self._views[index] = view
         return view
 
-    def _outside(self, index: tuple[int, ...]) -> Exception:
+    def _slice(self, rows: slice) -> GlobalArray:
+        start, stop = int(rows.start), int(rows.stop)
+        if rows.step is not None or not 0 <= start <= stop <= self.shape[0]:
+            raise self._outside((rows,))
+        shape = (stop - start, *self.shape[1:])
+        return self._part(shape, self.strides, self._steps, self._offset + start * self._steps[0])
+
+    def _part(
+        self, shape: tuple[int, ...], strides: tuple[int, ...], steps: tuple[int, ...], offset: int
+    ) -> GlobalArray:
+        part = object.__new__(GlobalArray)
+        for slot in GlobalArray.__slots__:
+            setattr(part, slot, getattr(self, slot))
+        part.shape, part.strides, part._steps, part._offset = shape, strides, steps, offset
+        part._views, part.ndim, part.size = {}, len(shape), prod(shape)
+        return part
+
+    def _outside(self, index: tuple[Any, ...]) -> Exception:
         return _outside(self.ctx, self.name, self.shape, index)

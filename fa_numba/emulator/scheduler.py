@@ -15,7 +15,7 @@ import sys
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache, partial
 from itertools import product
 from math import prod
@@ -521,6 +521,7 @@ def launch(
     args: Sequence[Any],
     *,
     shared_bytes: int = 0,
+    uncounted: Collection[str] = (),
 ) -> Counts:
     """Run a kernel on the CPU and count its global accesses.
 
@@ -529,9 +530,10 @@ def launch(
     py_func : a kernel, jitted or plain; its source runs unchanged.
     grid, block : extents, one to three integers.
     args : NumPy arrays, any strides and any real dtype, become `GlobalArray`s named after the
-        kernel's parameters and are written in place; NumPy scalars become Python numbers; anything
-        else passes through.
+        kernel's parameters and are written in place; NumPy scalars become Python numbers; so do
+        the fields of a named tuple, under their own names; anything else passes through.
     shared_bytes : dynamic shared memory.
+    uncounted : names of arrays that the counts leave out.
 
     Raises
     ------
@@ -558,6 +560,8 @@ def launch(
         if isinstance(value, np.ndarray):
             arrays.append(GlobalArray(context, name, value))
             return arrays[-1]
+        if hasattr(value, "_fields"):
+            return type(value)(*map(passed, value._fields, value))
         return value
 
     values = [passed(name, value) for name, value in zip(names, args, strict=True)]
@@ -572,6 +576,8 @@ def launch(
         _running.contexts.pop()
     counts = Counts()
     for a in arrays:
+        if a.name in uncounted:
+            continue
         for number, elements, size in (
             (a.tally.loads, counts.loads, counts.load_bytes),
             (a.tally.stores, counts.stores, counts.store_bytes),

@@ -9,6 +9,7 @@ from numba.cuda.extending import intrinsic
 from fa_numba.intrinsics._build import F32, emulated_by
 
 NEG_INF = types.float32(-math.inf)
+ONE = types.float32(1.0)
 LN2 = types.float32(math.log(2.0))
 LOG2E = types.float32(math.log2(math.e))
 

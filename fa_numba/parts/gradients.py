@@ -4,10 +4,12 @@ Thread (ty, tx) owns rows ty + i TY of a row tile, as in the forward pass, and o
 4 (ty + g TY) .. + 3: neighbouring columns of P, which one 16-byte read takes.
 """
 
+import math
 from functools import cache
 
 from fa_numba.device import cuda, device_function, float32, uint32
 from fa_numba.intrinsics.global_memory import write4
+from fa_numba.intrinsics.reduction import add_global
 from fa_numba.intrinsics.shared import load4
 from fa_numba.parts.rows import make_read_rows
 from fa_numba.parts.softmax import FULL_WARP
@@ -54,17 +56,69 @@ def make_row_dots(spec):
 
 
 @cache
-def make_score_gradients(spec):
-    """``score_gradients(rdP, rP, rD)``: dS = P o (dP - D), in place of dP."""
-    TM, TN = spec.TM, spec.TN
+def make_cap_slopes(spec):
+    """``cap_slopes(rG, rS, scale, options)``: rG = 1 - tanh(scale S)^2, where there is a cap."""
+    RS, softcap = spec.TM * spec.TN, spec.features.softcap
 
     @device_function
-    def score_gradients(rdP, rP, rD):
+    def cap_slopes(rG, rS, scale, options):
+        if softcap:
+            for e in range(RS):
+                t = math.tanh(scale * rS[e])
+                rG[e] = float32(1.0) - t * t
+
+    return cap_slopes
+
+
+@cache
+def make_score_gradients(spec):
+    """``score_gradients(rdP, rP, rD, rG, row0, col0, Nq, Nk, b, h, options, ty, tx)``.
+
+    dS = P o (dP - D), in place of dP: added to dbias where asked for, and times the cap's slope.
+    P as ``drop`` has marked it.
+    """
+    TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.ty_count
+    features = spec.features
+    dropout, dbias, softcap = features.dropout, features.dbias, features.softcap
+
+    @device_function
+    def score_gradients(rdP, rP, rD, rG, row0, col0, Nq, Nk, b, h, options, ty, tx):
         for i in range(TM):
             for j in range(TN):
-                rdP[i * TN + j] = rP[i * TN + j] * (rdP[i * TN + j] - rD[i])
+                e = i * TN + j
+                p = rP[e]
+                if dropout:
+                    dp = rdP[e] * options.inverse_keep
+                    rdP[e] = float32(0.0) if p < float32(0.0) else dp
+                    p = abs(p)
+                rdP[e] = p * (rdP[e] - rD[i])
+        if dbias:
+            dBh = options.dbias[b, h]
+            for i in range(TM):
+                row = uint32(row0 + ty + i * TY)
+                for j in range(TN):
+                    col = uint32(col0 + tx + j * TX)
+                    if row < Nq and col < Nk:
+                        add_global(dBh, row, col, rdP[i * TN + j])
+        if softcap:
+            for e in range(TM * TN):
+                rdP[e] *= rG[e]
 
     return score_gradients
+
+
+@cache
+def make_store_ds(spec):
+    """``store_ds(sdS, rdS, ty, tx)``: dS from registers to shared memory."""
+    TM, TN, TX, TY, pitch = spec.TM, spec.TN, spec.tx_count, spec.ty_count, spec.pitch_p
+
+    @device_function
+    def store_ds(sdS, rdS, ty, tx):
+        for i in range(TM):
+            for j in range(TN):
+                sdS[uint32((ty + i * TY) * pitch + tx + j * TX)] = rdS[i * TN + j]
+
+    return store_ds
 
 
 @cache

@@ -105,9 +105,9 @@ def make_add_rows(spec):
 def make_update_rows(spec):
     """``update_rows(rT, T, factor, seen, row0, rows_end, ty, tx)``: T = factor rT + T, in memory.
 
-    Where T was not ``seen`` before it counts as 0 and is not read.
+    Where T was not ``seen`` before it counts as 0 and is not read, unless the kernel starts it.
     """
-    TM, DN4 = spec.TM, 4 * spec.DN
+    TM, DN4, initialises = spec.TM, 4 * spec.DN, spec.features.initialises
     RT = TM * DN4
     read_rows = make_read_rows(spec)
     write_rows = make_write_rows(spec)
@@ -116,7 +116,7 @@ def make_update_rows(spec):
     def update_rows(rT, T, factor, seen, row0, rows_end, ty, tx):
         old = cuda.local.array(RT, float32)
         read_end = uint32(0)
-        if seen:
+        if initialises or seen:
             read_end = rows_end
         read_rows(old, T, row0, read_end, ty, tx)
         for e in range(RT):

@@ -1,44 +1,95 @@
-"""Online softmax of a score tile held in registers; TX neighbouring lanes share a row.
+"""Scores and their online softmax in registers; TX neighbouring lanes share a row.
 
 Scores are scaled by scale log2(e), so m is in units of log2 and every exponential is an exp2.
 """
 
+import math
 from functools import cache
 
+from fa_numba import masks
 from fa_numba.device import cuda, device_function, float32, int32, uint32
 from fa_numba.intrinsics.arithmetic import LN2, LOG2E, NEG_INF, exp2, log2, maximum
-from fa_numba.masks import visible_causal
+from fa_numba.parts.dropout import make_kept
+from fa_numba.problem import UNBOUNDED
 
 FULL_WARP = 0xFFFFFFFF
 
-_visible_causal = device_function(visible_causal)
+_visible_causal = device_function(masks.visible_causal)
+_visible_window = device_function(masks.visible_window)
+_distance = device_function(masks.distance)
 
 
 @cache
-def make_scale_and_mask(spec):
-    """``scale_and_mask(rS, scale, row0, col0, cols_end, diagonal, ty, tx)``.
+def make_scale_and_mask(spec, unit=LOG2E, hides_blocks=False):
+    """``scale_and_mask(rS, scale, row0, col0, Nq, Nk, b, h, options, ty, tx)``.
 
-    Multiplies the scores by ``scale`` and sets those outside the mask or the matrix to -inf.
+    Multiplies the scores by ``scale``, caps them, adds slopes and bias times ``unit``, and sets
+    those outside the mask or the matrix to -inf. With a cap, ``scale`` is that of its argument and
+    ``options.softcap`` is in the unit of the scores. ``hides_blocks`` is for a kernel that visits
+    the tiles that the block mask leaves out.
     """
-    TM, TN, TX, TY, Bc = spec.TM, spec.TN, spec.tx_count, spec.ty_count, spec.Bc
-    causal = spec.causal
+    TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.ty_count
+    Br, Bc, features = spec.Br, spec.Bc, spec.features
+    causal, window, q_lens = features.causal, features.window, features.q_lens
+    softcap, alibi, bias = features.softcap, features.alibi, features.bias
+    hides_blocks = hides_blocks and features.sparse
 
     @device_function
-    def scale_and_mask(rS, scale, row0, col0, cols_end, diagonal, ty, tx):
+    def scale_and_mask(rS, scale, row0, col0, Nq, Nk, b, h, options, ty, tx):
+        diagonal = int32(int32(Nk) - int32(Nq))
         for e in range(TM * TN):
             rS[e] *= scale
+        if softcap:
+            for e in range(TM * TN):
+                rS[e] = options.softcap * math.tanh(rS[e])
+        if alibi:
+            slope = unit * options.slopes[b, h]
+            for i in range(TM):
+                row = uint32(row0 + ty + i * TY)
+                for j in range(TN):
+                    col = uint32(col0 + tx + j * TX)
+                    if row < Nq and col < Nk:
+                        keys = int32(_distance(int32(row), int32(col), diagonal))
+                        rS[i * TN + j] -= slope * float32(keys)
+        if bias:
+            Bh = options.bias[b, h]
+            for i in range(TM):
+                row = uint32(row0 + ty + i * TY)
+                for j in range(TN):
+                    col = uint32(col0 + tx + j * TX)
+                    if row < Nq and col < Nk:
+                        rS[i * TN + j] += unit * Bh[row, col]
         last = uint32(col0 + (Bc - 1))
-        inside = last < cols_end
+        inside = last < Nk
         if causal:
             inside = inside and _visible_causal(int32(row0), int32(last), diagonal)
+        if window:
+            left, right = options.window_left, options.window_right
+            lowest = int32(row0 + (Br - 1))
+            inside = inside and _visible_window(
+                int32(row0), int32(last), diagonal, UNBOUNDED, right
+            )
+            inside = inside and _visible_window(lowest, int32(col0), diagonal, left, UNBOUNDED)
+        if q_lens:
+            inside = inside and uint32(row0 + Br) <= Nq
+        if hides_blocks:
+            block = options.block_mask[b, h, row0 // uint32(Br), col0 // uint32(Bc)]
+            inside = inside and block != 0
         if not inside:
             for i in range(TM):
                 row = int32(row0 + ty + i * TY)
                 for j in range(TN):
                     col = uint32(col0 + tx + j * TX)
-                    visible = col < cols_end
+                    visible = col < Nk
                     if causal:
                         visible = visible and _visible_causal(row, int32(col), diagonal)
+                    if window:
+                        seen = _visible_window(row, int32(col), diagonal, left, right)
+                        visible = visible and seen
+                    if q_lens:
+                        visible = visible and uint32(row) < Nq
+                    if hides_blocks:
+                        visible = visible and block != 0
                     if not visible:
                         rS[i * TN + j] = NEG_INF
 
@@ -103,14 +154,15 @@ def make_softmax_from_lse(spec):
 
 @cache
 def make_store_p(spec):
-    """``store_p(sP, rS, ty, tx)``: P from registers to shared memory."""
+    """``store_p(sP, rS, options, ty, tx)``: P, without what is dropped, to shared memory."""
     TM, TN, TX, TY, pitch = spec.TM, spec.TN, spec.tx_count, spec.ty_count, spec.pitch_p
+    kept = make_kept(spec.features)
 
     @device_function
-    def store_p(sP, rS, ty, tx):
+    def store_p(sP, rS, options, ty, tx):
         for i in range(TM):
             for j in range(TN):
-                sP[uint32((ty + i * TY) * pitch + tx + j * TX)] = rS[i * TN + j]
+                sP[uint32((ty + i * TY) * pitch + tx + j * TX)] = kept(rS[i * TN + j], options)
 
     return store_p
 

@@ -18,9 +18,10 @@ from functools import cache
 
 from numba import types
 
-from fa_numba.device import Kernel, array_type, cuda, float32, int32, uint32
+from fa_numba.device import Kernel, array_type, cuda, float32, uint32
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
 from fa_numba.intrinsics.shared import shared_tile
+from fa_numba.parts.dropout import make_drop
 from fa_numba.parts.products import make_product, make_scores
 from fa_numba.parts.rows import (
     make_normalise_rows,
@@ -39,17 +40,31 @@ from fa_numba.parts.softmax import (
     make_store_p,
 )
 from fa_numba.parts.tile_load import make_load_tile
+from fa_numba.parts.visits import (
+    make_column_range,
+    make_key_rows,
+    make_lengths,
+    make_next_row,
+    make_query_rows,
+    make_row_range,
+)
 
 
 @cache
 def make_forward(spec):
     """The kernel for ``spec``; launched over (query splits, Hq, B) blocks."""
-    Br, Bc, TX, d, causal = spec.Br, spec.Bc, spec.tx_count, spec.head_dim, spec.causal
+    Br, Bc, TX, d = spec.Br, spec.Bc, spec.tx_count, spec.head_dim
     TM, RS, RO = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4
     NQ, NK, NV, NP = spec.tile_floats
     AT_K, AT_V, AT_P = NQ, NQ + NK, NQ + NK + NV
-    return_lse = spec.return_lse
+    return_lse, initialises = spec.return_lse, spec.features.initialises
 
+    query_rows = make_query_rows(spec.features)
+    key_rows = make_key_rows(spec.features)
+    lengths = make_lengths(spec.features)
+    column_range = make_column_range(spec)
+    row_range = make_row_range(spec, first_pass_takes_all=not initialises)
+    next_row = make_next_row(spec)
     load_q = make_load_tile(Br, spec.d4, spec.pitch_qk, spec.threads, spec.aligned)
     load_k = make_load_tile(Bc, spec.d4, spec.pitch_qk, spec.threads, spec.aligned)
     load_v = make_load_tile(Bc, spec.pitch_v, spec.pitch_v, spec.threads, spec.aligned)
@@ -57,6 +72,7 @@ def make_forward(spec):
     scores = make_scores(spec)
     scale_and_mask = make_scale_and_mask(spec)
     online_softmax = make_online_softmax(spec)
+    drop = make_drop(spec)
     store_p = make_store_p(spec)
     product = make_product(spec)
     scale_and_add = make_scale_and_add(spec)
@@ -68,7 +84,7 @@ def make_forward(spec):
     write_rows = make_write_rows(spec)
     write_values = make_write_values(spec)
 
-    def fa1_forward(Q, K, V, O, L, l, m, scale, diagonal, group, split_rows):
+    def fa1_forward(Q, K, V, O, L, l, m, scale, group, split_rows, options):
         sQ = shared_tile(0, NQ)
         sK = shared_tile(AT_K, NK)
         sV = shared_tile(AT_V, NV)
@@ -83,78 +99,93 @@ def make_forward(spec):
         ty = uint32(cuda.threadIdx.x) // uint32(TX)
         h = uint32(cuda.blockIdx.y)
         b = uint32(cuda.blockIdx.z)
-        Qh, Oh, lh, mh = Q[b, h], O[b, h], l[b, h], m[b, h]
-        Kh, Vh = K[b, h // uint32(group)], V[b, h // uint32(group)]
-        Nq = uint32(Qh.shape[0])
-        Nk = uint32(Kh.shape[0])
+        hk = h // uint32(group)
+        Qh, Oh = query_rows(Q, b, h, options), query_rows(O, b, h, options)
+        Kh, Vh = key_rows(K, b, hk, options), key_rows(V, b, hk, options)
+        lh, mh = query_rows(l, b, h, options), query_rows(m, b, h, options)
+        rows = uint32(Qh.shape[0])
+        Nq, Nk = lengths(rows, Kh.shape[0], b, options)
 
         # The rows of this block: all of them, unless the queries are split. The splits with most
         # columns go first: a shorter tail.
         i_first = uint32((cuda.gridDim.x - 1 - cuda.blockIdx.x) * split_rows)
-        i_end = uint32(min(Nq, uint32(i_first + split_rows)))
-        j_end = Nk
-        if causal:
-            j_end = uint32(min(int32(Nk), max(int32(1), int32(i_end + diagonal))))
+        i_last = uint32(min(rows, uint32(i_first + split_rows)))
+        j0, j_end = column_range(i_first, i_last, Nq, Nk, options)
+
+        # Alg. 1 line 2: O = 0, l = 0, m = -inf; the first pass does it where it takes all rows
+        if initialises:
+            i0 = i_first
+            while i0 < i_last:
+                start(rO, rl, rm)
+                write_rows(rO, Oh, i0, i_last, ty, tx)
+                write_values(rl, lh, i0, i_last, ty, tx)
+                write_values(rm, mh, i0, i_last, ty, tx)
+                i0 = uint32(i0 + Br)
+        else:
+            j_end = uint32(max(j_end, uint32(1)))
+        i_stop = uint32(min(i_last, Nq))
 
         # Alg. 1 line 5: for each column tile j that these rows see
-        j0 = uint32(0)
         while j0 < j_end:
-            # Alg. 1 line 7: the first row tile that sees column tile j; the first pass takes all
-            i0 = i_first
-            if causal and j0 > uint32(0):
-                skipped = max(int32(0), int32(j0) - diagonal - int32(i_first)) // int32(Br)
-                i0 = uint32(i_first + skipped * Br)
+            # Alg. 1 line 7: the row tiles that see column tile j; the first pass takes all
+            i0, i_end = row_range(j0, i_first, i_stop, Nq, Nk, options)
+            i0 = next_row(i0, i_end, j0, b, h, options)
             cuda.syncthreads()  # nobody reads sQ, sK and sV any more
             # Alg. 1 lines 6, 8: load Kj, Vj and the first Qi
-            load_k(sK, Kh, j0, Nk, 0, d)
-            load_v(sV, Vh, j0, Nk, 0, d)
-            load_q(sQ, Qh, i0, i_end, 0, d)
+            if i0 < i_end:
+                load_k(sK, Kh, j0, Nk, 0, d)
+                load_v(sV, Vh, j0, Nk, 0, d)
+                load_q(sQ, Qh, i0, i_stop, 0, d)
             commit_async()
             # Alg. 1 line 7: for each row tile i
             while i0 < i_end:
                 wait_async()
                 cuda.syncthreads()  # Qi is there; nobody reads sP any more
                 # Alg. 1 line 8: load Oi, li, mi
-                if j0 > uint32(0):
-                    read_rows(rO, Oh, i0, i_end, ty, tx)
-                    read_values(rl, lh, i0, i_end, ty, tx)
-                    read_values(rm, mh, i0, i_end, ty, tx)
+                if initialises or j0 > uint32(0):
+                    read_rows(rO, Oh, i0, i_stop, ty, tx)
+                    read_values(rl, lh, i0, i_stop, ty, tx)
+                    read_values(rm, mh, i0, i_stop, ty, tx)
                 else:
                     start(rO, rl, rm)
                 # Alg. 1 line 12: diag(li) Oi, before line 11 replaces li
                 scale_rows(rO, rl)
                 # Alg. 1 line 9: Sij = scale Qi KjT
                 scores(rS, sQ, sK, ty, tx)
-                scale_and_mask(rS, scale, i0, j0, Nk, diagonal, ty, tx)
+                scale_and_mask(rS, scale, i0, j0, Nq, Nk, b, h, options, ty, tx)
                 # Alg. 1 lines 10, 11: m, P and l, with e^(m~ - m_new) folded into P
                 online_softmax(rS, rm, rl, rf)
-                store_p(sP, rS, ty, tx)
+                drop(rS, i0, j0, b, h, options, ty, tx)
+                store_p(sP, rS, options, ty, tx)
                 cuda.syncthreads()  # Pij is there; nobody reads sQ any more
                 # Alg. 1 line 8 of the next i: load Qi+1, in flight during line 12
-                if uint32(i0 + Br) < i_end:
-                    load_q(sQ, Qh, uint32(i0 + Br), i_end, 0, d)
+                i_next = next_row(uint32(i0 + Br), i_end, j0, b, h, options)
+                if i_next < i_end:
+                    load_q(sQ, Qh, i_next, i_stop, 0, d)
                 commit_async()
                 # Alg. 1 line 12: O = diag(l_new)^-1 (diag(li) e^(mi - m_new) Oi + Pij Vj)
                 product(rT, sP, sV, ty, tx)
                 scale_and_add(rO, rf, rT)
                 normalise_rows(rO, rl)
-                write_rows(rO, Oh, i0, i_end, ty, tx)
+                write_rows(rO, Oh, i0, i_stop, ty, tx)
                 # Alg. 1 line 13: write li, mi
-                write_values(rl, lh, i0, i_end, ty, tx)
-                write_values(rm, mh, i0, i_end, ty, tx)
-                i0 = uint32(i0 + Br)
+                write_values(rl, lh, i0, i_stop, ty, tx)
+                write_values(rm, mh, i0, i_stop, ty, tx)
+                i0 = i_next
             j0 = uint32(j0 + Bc)
 
         if return_lse:
             # Not in Algorithm 1: L = m + log l, for the caller
+            Lh = query_rows(L, b, h, options)
             i0 = i_first
-            while i0 < i_end:
-                read_values(rl, lh, i0, i_end, ty, tx)
-                read_values(rm, mh, i0, i_end, ty, tx)
+            while i0 < i_last:
+                read_values(rl, lh, i0, i_last, ty, tx)
+                read_values(rm, mh, i0, i_last, ty, tx)
                 logsumexp(rl, rm, rl)
-                write_values(rl, L[b, h], i0, i_end, ty, tx)
+                write_values(rl, Lh, i0, i_last, ty, tx)
                 i0 = uint32(i0 + Br)
 
     arrays = [array_type(4)] * 4 + [array_type(3)] * 3
-    arguments = (*arrays, types.float32, types.int32, types.int32, types.int32)
+    scalars = (types.float32, types.int32, types.int32)
+    arguments = (*arrays, *scalars, spec.features.argument_type)
     return Kernel(fa1_forward, arguments, spec.threads, spec.shared_bytes, spec.min_blocks)

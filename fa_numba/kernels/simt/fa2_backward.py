@@ -16,14 +16,17 @@ from functools import cache
 
 from numba import types
 
-from fa_numba.device import Kernel, array_type, cuda, float32, int32, uint32
+from fa_numba.device import Kernel, array_type, cuda, float32, uint32
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
 from fa_numba.intrinsics.shared import shared_tile
+from fa_numba.parts.dropout import make_drop
 from fa_numba.parts.gradients import (
     make_add_transposed_product,
+    make_cap_slopes,
     make_scale_columns,
     make_score_gradients,
     make_start_columns,
+    make_store_ds,
     make_write_columns,
 )
 from fa_numba.parts.products import make_product, make_scores
@@ -35,6 +38,15 @@ from fa_numba.parts.softmax import (
     make_store_p,
 )
 from fa_numba.parts.tile_load import make_load_tile
+from fa_numba.parts.visits import (
+    make_column_range,
+    make_key_rows,
+    make_lengths,
+    make_next_column,
+    make_next_row,
+    make_query_rows,
+    make_row_range,
+)
 
 
 @cache
@@ -43,28 +55,36 @@ def make_backward(spec, atomic=True):
 
     Without ``atomic`` it leaves dQ to ``make_query_gradients``.
     """
-    Br, Bc, TX, d, causal = spec.Br, spec.Bc, spec.tx_count, spec.head_dim, spec.causal
+    Br, Bc, TX, d = spec.Br, spec.Bc, spec.tx_count, spec.head_dim
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4
-    RK = spec.CM * spec.DN * 4
+    RK, RG = spec.CM * spec.DN * 4, spec.cap_registers
     NQ, NK, NP = spec.tile_floats
     AT_DO, AT_K, AT_V, AT_P, AT_DS = NQ, 2 * NQ, 2 * NQ + NK, 2 * NQ + 2 * NK, 2 * NQ + 2 * NK + NP
 
+    query_rows = make_query_rows(spec.features)
+    key_rows = make_key_rows(spec.features)
+    lengths = make_lengths(spec.features)
+    row_range = make_row_range(spec)
+    next_row = make_next_row(spec)
     load_rows = make_load_tile(Br, spec.columns, spec.pitch_qk, spec.threads, spec.aligned)
     load_columns = make_load_tile(Bc, spec.columns, spec.pitch_qk, spec.threads, spec.aligned)
     start_columns = make_start_columns(spec)
     read_values = make_read_values(spec)
     scores = make_scores(spec)
+    cap_slopes = make_cap_slopes(spec)
     scale_and_mask = make_scale_and_mask(spec)
     softmax_from_lse = make_softmax_from_lse(spec)
     score_gradients = make_score_gradients(spec)
+    drop = make_drop(spec)
     store_p = make_store_p(spec)
+    store_ds = make_store_ds(spec)
     add_transposed_product = make_add_transposed_product(spec)
     product = make_product(spec)
     add_rows = make_add_rows(spec)
     scale_columns = make_scale_columns(spec)
     write_columns = make_write_columns(spec)
 
-    def fa2_backward(Q, K, V, dO, L, D, dQ, dK, dV, scale, scale_log2, diagonal, group):
+    def fa2_backward(Q, K, V, dO, L, D, dQ, dK, dV, scale, scale_log2, group, options):
         sQ = shared_tile(0, NQ)
         sdO = shared_tile(AT_DO, NQ)
         sK = shared_tile(AT_K, NK)
@@ -73,6 +93,7 @@ def make_backward(spec, atomic=True):
         sdS = shared_tile(AT_DS, NP)
         rS = cuda.local.array(RS, float32)
         rdP = cuda.local.array(RS, float32)
+        rG = cuda.local.array(RG, float32)
         rdQ = cuda.local.array(RQ, float32)
         rdK = cuda.local.array(RK, float32)
         rdV = cuda.local.array(RK, float32)
@@ -82,15 +103,17 @@ def make_backward(spec, atomic=True):
         ty = uint32(cuda.threadIdx.x) // uint32(TX)
         hk = uint32(cuda.blockIdx.y)
         b = uint32(cuda.blockIdx.z)
-        Kh, Vh, dKh, dVh = K[b, hk], V[b, hk], dK[b, hk], dV[b, hk]
-        Nq = uint32(Q.shape[2])
-        Nk = uint32(Kh.shape[0])
+        Kh, Vh = key_rows(K, b, hk, options), key_rows(V, b, hk, options)
+        dKh, dVh = key_rows(dK, b, hk, options), key_rows(dV, b, hk, options)
+        columns = uint32(Kh.shape[0])
+        h_first = uint32(hk * group)
+        h_end = uint32(h_first + group)
+        rows = uint32(query_rows(Q, b, h_first, options).shape[0])
+        Nq, Nk = lengths(rows, columns, b, options)
 
         # Alg. 2 line 5: column tile j. The tiles with most rows, the first ones, go first.
         j0 = uint32(cuda.blockIdx.x * Bc)
-        i_first = uint32(0)
-        if causal:
-            i_first = uint32(max(int32(0), int32(j0) - diagonal) // int32(Br) * int32(Br))
+        i_first, i_end = row_range(j0, uint32(0), Nq, Nq, Nk, options)
 
         # Alg. 2 line 6: load Kj, Vj
         load_columns(sK, Kh, j0, Nk, 0, d)
@@ -98,16 +121,18 @@ def make_backward(spec, atomic=True):
         # Alg. 2 line 7: dKj = 0, dVj = 0, on chip
         start_columns(rdK, rdV)
         # The query heads that share this K/V head
-        h = uint32(hk * group)
-        h_end = uint32(h + group)
+        h = h_first
         while h < h_end:
-            Qh, dOh, Lh, Dh, dQh = Q[b, h], dO[b, h], L[b, h], D[b, h], dQ[b, h]
-            load_rows(sQ, Qh, i_first, Nq, 0, d)
-            load_rows(sdO, dOh, i_first, Nq, 0, d)
+            Qh, dOh = query_rows(Q, b, h, options), query_rows(dO, b, h, options)
+            Lh, Dh = query_rows(L, b, h, options), query_rows(D, b, h, options)
+            dQh = query_rows(dQ, b, h, options)
+            i0 = next_row(i_first, i_end, j0, b, h, options)
+            if i0 < i_end:
+                load_rows(sQ, Qh, i0, Nq, 0, d)
+                load_rows(sdO, dOh, i0, Nq, 0, d)
             commit_async()
             # Alg. 2 line 8: for each row tile i that sees column tile j
-            i0 = i_first
-            while i0 < Nq:
+            while i0 < i_end:
                 wait_async()
                 cuda.syncthreads()  # Qi and dOi are there; nobody reads sdS any more
                 # Alg. 2 line 9: Li, Di
@@ -115,15 +140,17 @@ def make_backward(spec, atomic=True):
                 read_values(rD, Dh, i0, Nq, ty, tx)
                 # Alg. 2 line 10: Sij = scale Qi KjT
                 scores(rS, sQ, sK, ty, tx)
-                scale_and_mask(rS, scale_log2, i0, j0, Nk, diagonal, ty, tx)
+                cap_slopes(rG, rS, scale_log2, options)
+                scale_and_mask(rS, scale_log2, i0, j0, Nq, Nk, b, h, options, ty, tx)
                 # Alg. 2 line 11: Pij = exp(Sij - Li)
                 softmax_from_lse(rS, rL)
-                store_p(sP, rS, ty, tx)
+                drop(rS, i0, j0, b, h, options, ty, tx)
+                store_p(sP, rS, options, ty, tx)
                 # Alg. 2 line 13: dPij = dOi VjT
                 scores(rdP, sdO, sV, ty, tx)
                 # Alg. 2 line 14: dSij = Pij o (dPij - Di)
-                score_gradients(rdP, rS, rD)
-                store_p(sdS, rdP, ty, tx)
+                score_gradients(rdP, rS, rD, rG, i0, j0, Nq, Nk, b, h, options, ty, tx)
+                store_ds(sdS, rdP, ty, tx)
                 cuda.syncthreads()  # Pij and dSij are there
                 # Alg. 2 line 12: dVj += PijT dOi
                 add_transposed_product(rdV, sP, sdO, ty, tx)
@@ -131,24 +158,27 @@ def make_backward(spec, atomic=True):
                 add_transposed_product(rdK, sdS, sQ, ty, tx)
                 cuda.syncthreads()  # nobody reads sQ and sdO any more
                 # Alg. 2 line 9 of the next i: load Qi+1, dOi+1, in flight during line 15
-                if uint32(i0 + Br) < Nq:
-                    load_rows(sQ, Qh, uint32(i0 + Br), Nq, 0, d)
-                    load_rows(sdO, dOh, uint32(i0 + Br), Nq, 0, d)
+                i_next = next_row(uint32(i0 + Br), i_end, j0, b, h, options)
+                if i_next < i_end:
+                    load_rows(sQ, Qh, i_next, Nq, 0, d)
+                    load_rows(sdO, dOh, i_next, Nq, 0, d)
                 commit_async()
                 # Alg. 2 line 15: dQi += scale dSij Kj, in global memory
                 if atomic:
                     product(rdQ, sdS, sK, ty, tx)
                     add_rows(rdQ, dQh, scale, i0, Nq, ty, tx)
-                i0 = uint32(i0 + Br)
+                i0 = i_next
             h = uint32(h + 1)
+        wait_async()
 
         # Alg. 2 line 18: write dKj, dVj
         scale_columns(rdK, scale)
-        write_columns(rdK, dKh, j0, Nk, ty, tx)
-        write_columns(rdV, dVh, j0, Nk, ty, tx)
+        write_columns(rdK, dKh, j0, columns, ty, tx)
+        write_columns(rdV, dVh, j0, columns, ty, tx)
 
     arrays = [*[array_type(4)] * 4, *[array_type(3)] * 2, *[array_type(4)] * 3]
-    arguments = (*arrays, types.float32, types.float32, types.int32, types.int32)
+    scalars = (types.float32, types.float32, types.int32)
+    arguments = (*arrays, *scalars, spec.features.argument_type)
     return Kernel(fa2_backward, arguments, spec.threads, spec.shared_bytes, spec.min_blocks)
 
 
@@ -156,35 +186,44 @@ WARPS = 4
 
 
 @cache
-def make_row_sums(head_dim, clear):
+def make_row_sums(head_dim, clear, features):
     """Alg. 2 line 4: D = rowsum(dO o O); line 3 if ``clear``: dQ = 0. Over (Nq / 4, Hq, B) blocks.
 
     A warp takes a row.
     """
+    query_rows = make_query_rows(features)
+    lengths = make_lengths(features)
 
-    def row_sums(O, dO, D, dQ):
+    def row_sums(O, dO, D, dQ, options):
         h = uint32(cuda.blockIdx.y)
         b = uint32(cuda.blockIdx.z)
         lane = uint32(cuda.threadIdx.x) % uint32(32)
         row = uint32(cuda.blockIdx.x * WARPS + cuda.threadIdx.x // 32)
-        Nq = uint32(O.shape[2])
+        Oh, dOh = query_rows(O, b, h, options), query_rows(dO, b, h, options)
+        Dh, dQh = query_rows(D, b, h, options), query_rows(dQ, b, h, options)
+        rows = uint32(Oh.shape[0])
+        Nq, _ = lengths(rows, 0, b, options)
         dot = float32(0.0)
+        col = lane
         if row < Nq:
-            Oi, dOi, dQi = O[b, h, row], dO[b, h, row], dQ[b, h, row]
-            col = lane
+            Oi, dOi = Oh[row], dOh[row]
             while col < uint32(head_dim):
                 dot += Oi[col] * dOi[col]
-                if clear:
-                    dQi[col] = float32(0.0)
+                col = uint32(col + 32)
+        if clear and row < rows:
+            col = lane
+            while col < uint32(head_dim):
+                dQh[row, col] = float32(0.0)
                 col = uint32(col + 32)
         step = 16
         while step > 0:
             dot += cuda.shfl_xor_sync(FULL_WARP, dot, step)
             step //= 2
         if lane == uint32(0) and row < Nq:
-            D[b, h, row] = dot
+            Dh[row] = dot
 
-    arguments = (array_type(4), array_type(4), array_type(3), array_type(4))
+    arrays = (array_type(4), array_type(4), array_type(3), array_type(4))
+    arguments = (*arrays, features.argument_type)
     return Kernel(row_sums, arguments, 32 * WARPS, 0)
 
 
@@ -194,23 +233,31 @@ def make_query_gradients(spec):
 
     S, P, dP and dS are computed once more, and every dQi is summed in one order and written once.
     """
-    Br, Bc, TX, d, causal = spec.Br, spec.Bc, spec.tx_count, spec.head_dim, spec.causal
+    Br, Bc, TX, d = spec.Br, spec.Bc, spec.tx_count, spec.head_dim
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4
+    RG = spec.cap_registers
     NQ, NK, NP = spec.tile_floats
     AT_DO, AT_K, AT_V, AT_DS = NQ, 2 * NQ, 2 * NQ + NK, 2 * NQ + 2 * NK
 
+    query_rows = make_query_rows(spec.features)
+    key_rows = make_key_rows(spec.features)
+    lengths = make_lengths(spec.features)
+    column_range = make_column_range(spec)
+    next_column = make_next_column(spec)
     load_rows = make_load_tile(Br, spec.columns, spec.pitch_qk, spec.threads, spec.aligned)
     load_columns = make_load_tile(Bc, spec.columns, spec.pitch_qk, spec.threads, spec.aligned)
     read_values = make_read_values(spec)
     scores = make_scores(spec)
+    cap_slopes = make_cap_slopes(spec)
     scale_and_mask = make_scale_and_mask(spec)
     softmax_from_lse = make_softmax_from_lse(spec)
     score_gradients = make_score_gradients(spec)
-    store_p = make_store_p(spec)
+    drop = make_drop(spec)
+    store_ds = make_store_ds(spec)
     product = make_product(spec)
     write_rows = make_write_rows(spec)
 
-    def fa2_backward_dq(Q, K, V, dO, L, D, dQ, scale, scale_log2, diagonal, group):
+    def fa2_backward_dq(Q, K, V, dO, L, D, dQ, scale, scale_log2, group, options):
         sQ = shared_tile(0, NQ)
         sdO = shared_tile(AT_DO, NQ)
         sK = shared_tile(AT_K, NK)
@@ -218,6 +265,7 @@ def make_query_gradients(spec):
         sdS = shared_tile(AT_DS, NP)
         rS = cuda.local.array(RS, float32)
         rdP = cuda.local.array(RS, float32)
+        rG = cuda.local.array(RG, float32)
         rT = cuda.local.array(RQ, float32)
         rdQ = cuda.local.array(RQ, float32)
         rL = cuda.local.array(TM, float32)
@@ -226,14 +274,16 @@ def make_query_gradients(spec):
         ty = uint32(cuda.threadIdx.x) // uint32(TX)
         h = uint32(cuda.blockIdx.y)
         b = uint32(cuda.blockIdx.z)
-        Qh, dOh, Lh, Dh, dQh = Q[b, h], dO[b, h], L[b, h], D[b, h], dQ[b, h]
-        Kh, Vh = K[b, h // uint32(group)], V[b, h // uint32(group)]
-        Nq = uint32(Qh.shape[0])
-        Nk = uint32(Kh.shape[0])
+        hk = h // uint32(group)
+        Qh, dOh = query_rows(Q, b, h, options), query_rows(dO, b, h, options)
+        Kh, Vh = key_rows(K, b, hk, options), key_rows(V, b, hk, options)
+        Lh, Dh = query_rows(L, b, h, options), query_rows(D, b, h, options)
+        dQh = query_rows(dQ, b, h, options)
+        rows = uint32(Qh.shape[0])
+        Nq, Nk = lengths(rows, Kh.shape[0], b, options)
         i0 = uint32((cuda.gridDim.x - 1 - cuda.blockIdx.x) * Br)
-        j_end = Nk
-        if causal:
-            j_end = uint32(min(int32(Nk), max(int32(0), int32(i0 + Br + diagonal))))
+        j0, j_end = column_range(i0, uint32(i0 + Br), Nq, Nk, options)
+        j0 = next_column(j0, j_end, i0, b, h, options)
 
         load_rows(sQ, Qh, i0, Nq, 0, d)
         load_rows(sdO, dOh, i0, Nq, 0, d)
@@ -241,7 +291,6 @@ def make_query_gradients(spec):
         read_values(rD, Dh, i0, Nq, ty, tx)
         for e in range(RQ):
             rdQ[e] = float32(0.0)
-        j0 = uint32(0)
         while j0 < j_end:
             cuda.syncthreads()  # nobody reads sK and sV any more
             load_columns(sK, Kh, j0, Nk, 0, d)
@@ -250,21 +299,24 @@ def make_query_gradients(spec):
             wait_async()
             cuda.syncthreads()  # Kj and Vj are there; nobody reads sdS any more
             scores(rS, sQ, sK, ty, tx)
-            scale_and_mask(rS, scale_log2, i0, j0, Nk, diagonal, ty, tx)
+            cap_slopes(rG, rS, scale_log2, options)
+            scale_and_mask(rS, scale_log2, i0, j0, Nq, Nk, b, h, options, ty, tx)
             softmax_from_lse(rS, rL)
+            drop(rS, i0, j0, b, h, options, ty, tx)
             scores(rdP, sdO, sV, ty, tx)
-            score_gradients(rdP, rS, rD)
-            store_p(sdS, rdP, ty, tx)
+            score_gradients(rdP, rS, rD, rG, i0, j0, Nq, Nk, b, h, options, ty, tx)
+            store_ds(sdS, rdP, ty, tx)
             cuda.syncthreads()  # dSij is there
             product(rT, sdS, sK, ty, tx)
             for e in range(RQ):
                 rdQ[e] += scale * rT[e]
-            j0 = uint32(j0 + Bc)
+            j0 = next_column(uint32(j0 + Bc), j_end, i0, b, h, options)
         commit_async()
         wait_async()
-        write_rows(rdQ, dQh, i0, Nq, ty, tx)
+        write_rows(rdQ, dQh, i0, rows, ty, tx)
 
     arrays = [*[array_type(4)] * 4, *[array_type(3)] * 2, array_type(4)]
-    arguments = (*arrays, types.float32, types.float32, types.int32, types.int32)
+    scalars = (types.float32, types.float32, types.int32)
+    arguments = (*arrays, *scalars, spec.features.argument_type)
     shared_bytes = 4 * (2 * NQ + 2 * NK + NP)
     return Kernel(fa2_backward_dq, arguments, spec.threads, shared_bytes, spec.min_blocks)

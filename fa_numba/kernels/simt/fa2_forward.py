@@ -15,9 +15,10 @@ from functools import cache
 
 from numba import types
 
-from fa_numba.device import Kernel, array_type, cuda, float32, int32, uint32
+from fa_numba.device import Kernel, array_type, cuda, float32, uint32
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
 from fa_numba.intrinsics.shared import shared_tile
+from fa_numba.parts.dropout import make_drop
 from fa_numba.parts.products import make_product, make_scores
 from fa_numba.parts.rows import (
     make_normalise_rows,
@@ -33,16 +34,28 @@ from fa_numba.parts.softmax import (
     make_store_p,
 )
 from fa_numba.parts.tile_load import make_load_tile
+from fa_numba.parts.visits import (
+    make_column_range,
+    make_key_rows,
+    make_lengths,
+    make_next_column,
+    make_query_rows,
+)
 
 
 @cache
 def make_forward(spec):
     """The kernel for ``spec``; launched over (Tr, Hq, B) blocks."""
-    Br, Bc, TX, d, causal = spec.Br, spec.Bc, spec.tx_count, spec.head_dim, spec.causal
+    Br, Bc, TX, d = spec.Br, spec.Bc, spec.tx_count, spec.head_dim
     TM, RS, RO = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4
     NQ, NK, NV, NP = spec.tile_floats
     AT_K, AT_V, AT_P = NQ, NQ + NK, NQ + NK + NV
 
+    query_rows = make_query_rows(spec.features)
+    key_rows = make_key_rows(spec.features)
+    lengths = make_lengths(spec.features)
+    column_range = make_column_range(spec)
+    next_column = make_next_column(spec)
     load_q = make_load_tile(Br, spec.d4, spec.pitch_qk, spec.threads, spec.aligned)
     load_k = make_load_tile(Bc, spec.d4, spec.pitch_qk, spec.threads, spec.aligned)
     load_v = make_load_tile(Bc, spec.pitch_v, spec.pitch_v, spec.threads, spec.aligned)
@@ -50,6 +63,7 @@ def make_forward(spec):
     scores = make_scores(spec)
     scale_and_mask = make_scale_and_mask(spec)
     online_softmax = make_online_softmax(spec)
+    drop = make_drop(spec)
     store_p = make_store_p(spec)
     product = make_product(spec)
     scale_and_add = make_scale_and_add(spec)
@@ -58,7 +72,7 @@ def make_forward(spec):
     write_rows = make_write_rows(spec)
     write_values = make_write_values(spec)
 
-    def fa2_forward(Q, K, V, O, L, scale, diagonal, group):
+    def fa2_forward(Q, K, V, O, L, scale, group, options):
         sQ = shared_tile(0, NQ)
         sK = shared_tile(AT_K, NK)
         sV = shared_tile(AT_V, NV)
@@ -73,27 +87,27 @@ def make_forward(spec):
         ty = uint32(cuda.threadIdx.x) // uint32(TX)
         h = uint32(cuda.blockIdx.y)
         b = uint32(cuda.blockIdx.z)
-        Qh, Oh, Lh = Q[b, h], O[b, h], L[b, h]
-        Kh, Vh = K[b, h // uint32(group)], V[b, h // uint32(group)]
-        Nq = uint32(Qh.shape[0])
-        Nk = uint32(Kh.shape[0])
+        hk = h // uint32(group)
+        Qh, Oh = query_rows(Q, b, h, options), query_rows(O, b, h, options)
+        Kh, Vh = key_rows(K, b, hk, options), key_rows(V, b, hk, options)
+        Lh = query_rows(L, b, h, options)
+        rows = uint32(Qh.shape[0])
+        Nq, Nk = lengths(rows, Kh.shape[0], b, options)
 
         # Alg. 1 line 3: row tile i. The tiles with most columns go first: a shorter tail.
         i0 = uint32((cuda.gridDim.x - 1 - cuda.blockIdx.x) * Br)
-        j_end = Nk
-        if causal:
-            j_end = uint32(min(int32(Nk), max(int32(0), int32(i0 + Br + diagonal))))
+        j0, j_end = column_range(i0, uint32(i0 + Br), Nq, Nk, options)
+        j0 = next_column(j0, j_end, i0, b, h, options)
 
-        # Alg. 1 line 4: load Qi (and K0, ahead of line 7)
+        # Alg. 1 line 4: load Qi (and the first Kj, ahead of line 7)
         load_q(sQ, Qh, i0, Nq, 0, d)
-        if j_end > uint32(0):
-            load_k(sK, Kh, 0, Nk, 0, d)
+        if j0 < j_end:
+            load_k(sK, Kh, j0, Nk, 0, d)
         commit_async()
         # Alg. 1 line 5: O = 0, l = 0, m = -inf, on chip
         start(rO, rl, rm)
 
         # Alg. 1 line 6: for each column tile j that row tile i sees
-        j0 = uint32(0)
         while j0 < j_end:
             wait_async()
             cuda.syncthreads()  # Kj is there; nobody reads sV and sP any more
@@ -102,29 +116,30 @@ def make_forward(spec):
             commit_async()
             # Alg. 1 line 8: Sij = scale Qi KjT
             scores(rS, sQ, sK, ty, tx)
-            scale_and_mask(rS, scale, i0, j0, Nk, diagonal, ty, tx)
+            scale_and_mask(rS, scale, i0, j0, Nq, Nk, b, h, options, ty, tx)
             # Alg. 1 line 9: m, P and l
             online_softmax(rS, rm, rl, rf)
-            store_p(sP, rS, ty, tx)
+            drop(rS, i0, j0, b, h, options, ty, tx)
+            store_p(sP, rS, options, ty, tx)
             wait_async()
             cuda.syncthreads()  # Vj and Pij are there; nobody reads sK any more
             # Alg. 1 line 7 of the next j: load Kj+1, in flight during line 10
-            if uint32(j0 + Bc) < j_end:
-                load_k(sK, Kh, uint32(j0 + Bc), Nk, 0, d)
+            j0 = next_column(uint32(j0 + Bc), j_end, i0, b, h, options)
+            if j0 < j_end:
+                load_k(sK, Kh, j0, Nk, 0, d)
             commit_async()
             # Alg. 1 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj
             product(rT, sP, sV, ty, tx)
             scale_and_add(rO, rf, rT)
-            j0 = uint32(j0 + Bc)
         wait_async()
 
         # Alg. 1 lines 12, 14: O = diag(l)^-1 O, written once
         normalise_rows(rO, rl)
-        write_rows(rO, Oh, i0, Nq, ty, tx)
+        write_rows(rO, Oh, i0, rows, ty, tx)
         # Alg. 1 lines 13, 15: L = m + log l
         logsumexp(rl, rm, rl)
-        write_values(rl, Lh, i0, Nq, ty, tx)
+        write_values(rl, Lh, i0, rows, ty, tx)
 
     arrays = [array_type(4)] * 4 + [array_type(3)]
-    arguments = (*arrays, types.float32, types.int32, types.int32)
+    arguments = (*arrays, types.float32, types.int32, spec.features.argument_type)
     return Kernel(fa2_forward, arguments, spec.threads, spec.shared_bytes, spec.min_blocks)

@@ -14,31 +14,42 @@ from functools import cache
 from numba import types
 
 from fa_numba.device import Kernel, array_type, cuda, device_function, float32, uint32
-from fa_numba.intrinsics.arithmetic import LN2, LOG2E, NEG_INF, exp2, log2, maximum
+from fa_numba.intrinsics.arithmetic import LN2, LOG2E, NEG_INF, ONE, exp2, log2, maximum
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
 from fa_numba.intrinsics.shared import shared_tile
+from fa_numba.parts.dropout import keeps
+from fa_numba.parts.gradients import make_cap_slopes
 from fa_numba.parts.products import make_product, make_scores
 from fa_numba.parts.rows import make_scale_and_add, make_write_rows
 from fa_numba.parts.softmax import FULL_WARP, make_scale_and_mask
 from fa_numba.parts.tile_load import make_load_tile
+from fa_numba.parts.visits import make_key_rows, make_lengths, make_query_rows
 
 MAX_WARPS = 8
 
 
 @cache
-def make_standard_scores(spec):
-    """S = scale Q KT, masked (line 1); launched over (Tr, Hq, B) blocks."""
+def make_standard_scores(spec, slopes=False):
+    """S = scale Q KT, masked (line 1); launched over (Tr, Hq, B) blocks.
+
+    With ``slopes`` S is multiplied by the slopes of the cap on the scores instead.
+    """
     Br, Bc, TX, TY, d = spec.Br, spec.Bc, spec.tx_count, spec.ty_count, spec.head_dim
     TM, TN, RS = spec.TM, spec.TN, spec.TM * spec.TN
+    shortened = spec.features.lengths
     NQ, NK, _, _ = spec.tile_floats
     AT_K = NQ
 
+    query_rows = make_query_rows(spec.features)
+    key_rows = make_key_rows(spec.features)
+    lengths = make_lengths(spec.features)
     load_q = make_load_tile(Br, spec.d4, spec.pitch_qk, spec.threads, spec.aligned)
     load_k = make_load_tile(Bc, spec.d4, spec.pitch_qk, spec.threads, spec.aligned)
     scores = make_scores(spec)
-    scale_and_mask = make_scale_and_mask(spec)
+    scale_and_mask = make_scale_and_mask(spec, unit=ONE, hides_blocks=True)
+    cap_slopes = make_cap_slopes(spec)
 
-    def standard_scores(Q, K, S, scale, diagonal, group):
+    def standard_scores(Q, K, S, scale, group, options):
         sQ = shared_tile(0, NQ)
         sK = shared_tile(AT_K, NK)
         rS = cuda.local.array(RS, float32)
@@ -46,33 +57,43 @@ def make_standard_scores(spec):
         ty = uint32(cuda.threadIdx.x) // uint32(TX)
         h = uint32(cuda.blockIdx.y)
         b = uint32(cuda.blockIdx.z)
-        Qh, Kh, Sh = Q[b, h], K[b, h // uint32(group)], S[b, h]
-        Nq = uint32(Qh.shape[0])
-        Nk = uint32(Kh.shape[0])
+        Qh, Kh = query_rows(Q, b, h, options), key_rows(K, b, h // uint32(group), options)
+        Sh = S[b, h]
+        Nq, Nk = lengths(Qh.shape[0], Kh.shape[0], b, options)
         i0 = uint32(cuda.blockIdx.x * Br)
+        j_end = Nk
+        if shortened and i0 >= Nq:
+            j_end = uint32(0)
 
         load_q(sQ, Qh, i0, Nq, 0, d)
-        load_k(sK, Kh, 0, Nk, 0, d)
+        load_k(sK, Kh, 0, j_end, 0, d)
         commit_async()
         j0 = uint32(0)
-        while j0 < Nk:
+        while j0 < j_end:
             wait_async()
             cuda.syncthreads()  # Kj is there
             scores(rS, sQ, sK, ty, tx)
             cuda.syncthreads()  # nobody reads sK any more
             load_k(sK, Kh, uint32(j0 + Bc), Nk, 0, d)
             commit_async()
-            scale_and_mask(rS, scale, i0, j0, Nk, diagonal, ty, tx)
+            if slopes:
+                cap_slopes(rS, rS, scale, options)
+            else:
+                scale_and_mask(rS, scale, i0, j0, Nq, Nk, b, h, options, ty, tx)
             for i in range(TM):
                 row = uint32(i0 + ty + i * TY)
                 for j in range(TN):
                     col = uint32(j0 + tx + j * TX)
                     if row < Nq and col < Nk:
-                        Sh[row, col] = rS[i * TN + j]
+                        s = rS[i * TN + j]
+                        if slopes:
+                            s *= Sh[row, col]
+                        Sh[row, col] = s
             j0 = uint32(j0 + Bc)
         wait_async()
 
-    arguments = (*[array_type(4)] * 3, types.float32, types.int32, types.int32)
+    scalars = (types.float32, types.int32)
+    arguments = (*[array_type(4)] * 3, *scalars, spec.features.argument_type)
     shared_bytes = 4 * (NQ + NK)
     return Kernel(standard_scores, arguments, spec.threads, shared_bytes)
 
@@ -87,8 +108,8 @@ def _exp_of_difference(s, m):
 
 
 @cache
-def make_standard_softmax(row_floats, warps, return_lse):
-    """P = softmax(S) by rows (line 2); launched over (Nq, Hq, B) blocks.
+def make_standard_softmax(row_floats, warps, return_lse, features):
+    """P = softmax(S) by rows (line 2), with dropout; launched over (Nq, Hq, B) blocks.
 
     A row of up to ``row_floats`` is kept in shared memory; 0 reads it from global memory twice.
     Each of the 32 ``warps`` threads takes an online softmax over its own columns of the row, and
@@ -98,8 +119,11 @@ def make_standard_softmax(row_floats, warps, return_lse):
     NR = max(row_floats, 4)
     WARPS, threads = warps, 32 * warps
     AT_M, AT_L = NR, NR + WARPS
+    shortened, dropout = features.lengths, features.dropout
+    query_rows = make_query_rows(features)
+    lengths = make_lengths(features)
 
-    def standard_softmax(S, P, L):
+    def standard_softmax(S, P, L, options):
         sRow = shared_tile(0, NR)
         sm = shared_tile(AT_M, WARPS)
         sl = shared_tile(AT_L, WARPS)
@@ -107,7 +131,9 @@ def make_standard_softmax(row_floats, warps, return_lse):
         b = uint32(cuda.blockIdx.z)
         row = uint32(cuda.blockIdx.x)
         Si, Pi = S[b, h, row], P[b, h, row]
-        Nk = uint32(Si.shape[0])
+        Nq, Nk = lengths(S.shape[2], S.shape[3], b, options)
+        if shortened and row >= Nq:
+            Nk = uint32(0)
         thread = uint32(cuda.threadIdx.x)
 
         m = NEG_INF
@@ -147,12 +173,17 @@ def make_standard_softmax(row_floats, warps, return_lse):
         col = thread
         while col < Nk:
             s = sRow[col] if resident else Si[col]
-            Pi[col] = _exp_of_difference(s, m) * inverse
+            p = _exp_of_difference(s, m) * inverse
+            if dropout:
+                p = p * options.inverse_keep if keeps(row, col, b, h, options) else float32(0.0)
+            Pi[col] = p
             col = uint32(col + threads)
-        if return_lse and thread == uint32(0):
-            L[b, h, row] = m + LN2 * log2(l)
+        if return_lse:
+            Lh = query_rows(L, b, h, options)
+            if thread == uint32(0) and row < uint32(Lh.shape[0]):
+                Lh[row] = m + LN2 * log2(l)
 
-    arguments = (array_type(4), array_type(4), array_type(3))
+    arguments = (array_type(4), array_type(4), array_type(3), features.argument_type)
     shared_bytes = 4 * (NR + 2 * WARPS)
     return Kernel(standard_softmax, arguments, threads, shared_bytes)
 
@@ -165,13 +196,17 @@ def make_standard_output(spec):
     _, _, NV, NP = spec.tile_floats
     AT_P = NV
 
+    shortened = spec.features.lengths
+    query_rows = make_query_rows(spec.features)
+    key_rows = make_key_rows(spec.features)
+    lengths = make_lengths(spec.features)
     load_p = make_load_tile(Br, Bc, spec.pitch_p, spec.threads, spec.aligned)
     load_v = make_load_tile(Bc, spec.pitch_v, spec.pitch_v, spec.threads, spec.aligned)
     product = make_product(spec)
     scale_and_add = make_scale_and_add(spec)
     write_rows = make_write_rows(spec)
 
-    def standard_output(P, V, O, group):
+    def standard_output(P, V, O, group, options):
         sV = shared_tile(0, NV)
         sP = shared_tile(AT_P, NP)
         rO = cuda.local.array(RO, float32)
@@ -181,17 +216,21 @@ def make_standard_output(spec):
         ty = uint32(cuda.threadIdx.x) // uint32(TX)
         h = uint32(cuda.blockIdx.y)
         b = uint32(cuda.blockIdx.z)
-        Ph, Vh, Oh = P[b, h], V[b, h // uint32(group)], O[b, h]
-        Nq = uint32(Ph.shape[0])
-        Nk = uint32(Ph.shape[1])
+        Ph, Oh = P[b, h], query_rows(O, b, h, options)
+        Vh = key_rows(V, b, h // uint32(group), options)
+        rows = uint32(Oh.shape[0])
+        Nq, Nk = lengths(rows, Vh.shape[0], b, options)
         i0 = uint32(cuda.blockIdx.x * Br)
+        j_end = Nk
+        if shortened and i0 >= Nq:
+            j_end = uint32(0)
 
         for e in range(RO):
             rO[e] = float32(0.0)
         for i in range(TM):
             rf[i] = float32(1.0)
         j0 = uint32(0)
-        while j0 < Nk:
+        while j0 < j_end:
             cuda.syncthreads()  # nobody reads sP and sV any more
             load_p(sP, Ph, i0, Nq, j0, Nk)
             load_v(sV, Vh, j0, Nk, 0, d)
@@ -201,8 +240,8 @@ def make_standard_output(spec):
             product(rT, sP, sV, ty, tx)
             scale_and_add(rO, rf, rT)
             j0 = uint32(j0 + Bc)
-        write_rows(rO, Oh, i0, Nq, ty, tx)
+        write_rows(rO, Oh, i0, rows, ty, tx)
 
-    arguments = (*[array_type(4)] * 3, types.int32)
+    arguments = (*[array_type(4)] * 3, types.int32, spec.features.argument_type)
     shared_bytes = 4 * (NV + NP)
     return Kernel(standard_output, arguments, spec.threads, shared_bytes)

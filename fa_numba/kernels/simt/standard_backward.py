@@ -16,10 +16,13 @@ from numba import types
 
 from fa_numba.device import Kernel, array_type, cuda, float32, uint32
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
+from fa_numba.intrinsics.reduction import add_global
 from fa_numba.intrinsics.shared import shared_tile
+from fa_numba.parts.dropout import keeps, make_kept
 from fa_numba.parts.gradients import make_add_transposed_product, make_write_columns
 from fa_numba.parts.softmax import FULL_WARP
 from fa_numba.parts.tile_load import make_load_tile
+from fa_numba.parts.visits import make_key_rows, make_lengths, make_query_rows
 
 
 @cache
@@ -30,12 +33,16 @@ def make_standard_transposed_output(spec):
     NQ, _, NP = spec.tile_floats
     AT_P = NQ
 
+    query_rows = make_query_rows(spec.features)
+    key_rows = make_key_rows(spec.features)
+    lengths = make_lengths(spec.features)
+    shortened = spec.features.lengths
     load_p = make_load_tile(Br, Bc, spec.pitch_p, spec.threads, spec.aligned)
     load_rows = make_load_tile(Br, spec.columns, spec.pitch_qk, spec.threads, spec.aligned)
     add_transposed_product = make_add_transposed_product(spec)
     write_columns = make_write_columns(spec)
 
-    def standard_transposed_output(P, dO, dV, group):
+    def standard_transposed_output(P, dO, dV, group, options):
         sdO = shared_tile(0, NQ)
         sP = shared_tile(AT_P, NP)
         rdV = cuda.local.array(RK, float32)
@@ -43,19 +50,23 @@ def make_standard_transposed_output(spec):
         ty = uint32(cuda.threadIdx.x) // uint32(TX)
         hk = uint32(cuda.blockIdx.y)
         b = uint32(cuda.blockIdx.z)
-        dVh = dV[b, hk]
-        Nq = uint32(P.shape[2])
-        Nk = uint32(P.shape[3])
+        dVh = key_rows(dV, b, hk, options)
+        columns = uint32(dVh.shape[0])
+        h = uint32(hk * group)
+        h_end = uint32(h + group)
+        rows = query_rows(dO, b, h, options).shape[0]
+        Nq, Nk = lengths(rows, columns, b, options)
         j0 = uint32(cuda.blockIdx.x * Bc)
+        i_end = Nq
+        if shortened and j0 >= Nk:
+            i_end = uint32(0)
 
         for e in range(RK):
             rdV[e] = float32(0.0)
-        h = uint32(hk * group)
-        h_end = uint32(h + group)
         while h < h_end:
-            Ph, dOh = P[b, h], dO[b, h]
+            Ph, dOh = P[b, h], query_rows(dO, b, h, options)
             i0 = uint32(0)
-            while i0 < Nq:
+            while i0 < i_end:
                 cuda.syncthreads()  # nobody reads sP and sdO any more
                 load_p(sP, Ph, i0, Nq, j0, Nk)
                 load_rows(sdO, dOh, i0, Nq, 0, d)
@@ -65,15 +76,17 @@ def make_standard_transposed_output(spec):
                 add_transposed_product(rdV, sP, sdO, ty, tx)
                 i0 = uint32(i0 + Br)
             h = uint32(h + 1)
-        write_columns(rdV, dVh, j0, Nk, ty, tx)
+        write_columns(rdV, dVh, j0, columns, ty, tx)
 
-    arguments = (*[array_type(4)] * 3, types.int32)
+    arguments = (*[array_type(4)] * 3, types.int32, spec.features.argument_type)
     return Kernel(standard_transposed_output, arguments, spec.threads, 4 * (NQ + NP))
 
 
 @cache
-def make_standard_score_gradients(row_floats, warps):
+def make_standard_score_gradients(row_floats, warps, features):
     """dS = scale P o (dP - rowsum(P o dP)), in place of dP; over (Nq, Hq, B) blocks.
+
+    With dropout P is left without what is dropped, for dV. dS / scale is added to dbias.
 
     A row of P and one of dP, up to ``row_floats`` each, are kept in shared memory; 0 reads them
     from global memory twice.
@@ -82,8 +95,11 @@ def make_standard_score_gradients(row_floats, warps):
     NR = max(row_floats, 4)
     WARPS, threads = warps, 32 * warps
     AT_DP, AT_D = NR, 2 * NR
+    shortened, dropout, dbias = features.lengths, features.dropout, features.dbias
+    lengths = make_lengths(features)
+    kept = make_kept(features)
 
-    def standard_score_gradients(P, dP, dS, scale):
+    def standard_score_gradients(P, dP, dS, scale, options):
         sP = shared_tile(0, NR)
         sdP = shared_tile(AT_DP, NR)
         sD = shared_tile(AT_D, WARPS)
@@ -91,7 +107,9 @@ def make_standard_score_gradients(row_floats, warps):
         b = uint32(cuda.blockIdx.z)
         row = uint32(cuda.blockIdx.x)
         Pi, dPi, dSi = P[b, h, row], dP[b, h, row], dS[b, h, row]
-        Nk = uint32(Pi.shape[0])
+        Nq, Nk = lengths(P.shape[2], P.shape[3], b, options)
+        if shortened and row >= Nq:
+            Nk = uint32(0)
         thread = uint32(cuda.threadIdx.x)
 
         dot = float32(0.0)
@@ -99,10 +117,15 @@ def make_standard_score_gradients(row_floats, warps):
         while col < Nk:
             p = Pi[col]
             g = dPi[col]
+            if dropout:
+                g = g * options.inverse_keep
+                if not keeps(row, col, b, h, options):
+                    p = -p
+                    g = float32(0.0)
             if resident:
                 sP[col] = p
                 sdP[col] = g
-            dot += p * g
+            dot += abs(p) * g
             col = uint32(col + threads)
         lane = 16
         while lane > 0:
@@ -119,8 +142,18 @@ def make_standard_score_gradients(row_floats, warps):
         while col < Nk:
             p = sP[col] if resident else Pi[col]
             g = sdP[col] if resident else dPi[col]
-            dSi[col] = scale * p * (g - D)
+            if dropout and not resident:
+                g = g * options.inverse_keep
+                if not keeps(row, col, b, h, options):
+                    p = -p
+                    g = float32(0.0)
+            ds = abs(p) * (g - D)
+            if dbias:
+                add_global(options.dbias[b, h], row, col, ds)
+            dSi[col] = scale * ds
+            if dropout:
+                Pi[col] = kept(p, options)
             col = uint32(col + threads)
 
-    arguments = (*[array_type(4)] * 3, types.float32)
+    arguments = (*[array_type(4)] * 3, types.float32, features.argument_type)
     return Kernel(standard_score_gradients, arguments, threads, 4 * (2 * NR + WARPS))

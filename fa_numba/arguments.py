@@ -1,0 +1,186 @@
+"""A call's options: from what the caller gave to a Problem's fields and a kernel's arguments."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fa_numba import device
+from fa_numba.arrays import Operand, on_host, operand
+from fa_numba.options import UNIFORM, AttentionOptions, as_word, drop_threshold
+from fa_numba.problem import UNBOUNDED, Problem
+from fa_numba.tiles import Tiles
+
+LOG2E = math.log2(math.e)
+
+_ALLOWED = tuple(AttentionOptions.__annotations__)
+_LENGTHS = ("q_lens", "kv_lens", "cu_seqlens_q", "cu_seqlens_k")
+_OPTIONAL = (*_LENGTHS, "scale", "softcap", "bias", "alibi_slopes", "block_mask")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The options of one call.
+
+    ``facts`` are a Problem's fields, ``arrays`` the operands among the options by name,
+    ``block_mask`` is on the host.
+    """
+
+    facts: dict[str, Any]
+    arrays: dict[str, Operand]
+    block_mask: np.ndarray | None
+    seed: int
+    offset: int
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], *, shapes: bool = False) -> Arguments:
+        """What ``options`` ask for; with ``shapes`` arrays may be given as their shapes.
+
+        Raises TypeError or ValueError for an option that there is not, or a value that is none.
+        """
+        for name in options:
+            if name not in _ALLOWED:
+                raise TypeError(f"{name} is no option: allowed are {', '.join(_ALLOWED)}")
+        given = {n: x for n, x in options.items() if x is not None or n not in _OPTIONAL}
+        arrays: dict[str, Operand] = {}
+        facts: dict[str, Any] = {}
+        for name, fact in (("bias", "bias"), ("alibi_slopes", "alibi")):
+            if name in given:
+                array = given.pop(name)
+                if shapes:
+                    facts[fact] = tuple(getattr(array, "shape", array))
+                else:
+                    arrays[name] = operand(name, array)
+                    facts[fact] = arrays[name].shape
+        facts["alibi_shape"] = facts.pop("alibi", None)
+        mask = given.pop("block_mask", None)
+        if mask is not None:
+            mask = on_host("block_mask", mask)
+            if mask.dtype != bool:
+                raise TypeError(f"block_mask has dtype {mask.dtype}: allowed is bool")
+        facts["sparse"] = mask is not None
+        seed = as_word("seed", given.pop("seed", 0), 64)
+        offset = as_word("offset", given.pop("offset", 0), 32)
+        for name in _LENGTHS:
+            if name in given:
+                facts[name] = on_host(name, given.pop(name))
+        facts |= given
+        return cls(facts, arrays, mask, seed, offset)
+
+    def problem(self, *shapes: Any, dtype: str) -> Problem:
+        """The Problem of q, k and v with these shapes."""
+        facts = dict(self.facts)
+        slopes = facts.pop("alibi_shape")
+        problem = Problem.from_shapes(*shapes, dtype=dtype, alibi=slopes is not None, **facts)
+        allowed = ((problem.heads_q,), (problem.batch, problem.heads_q))
+        if slopes is not None and slopes not in allowed:
+            raise ValueError(
+                f"alibi_slopes has shape {slopes}: allowed is {allowed[0]} or {allowed[1]}"
+            )
+        return problem
+
+    def check_mask(self, problem: Problem, given: Any, tiles: Tiles) -> None:
+        """Raise ValueError unless the block mask is one for ``tiles``, which must be ``given``."""
+        if self.block_mask is None:
+            return
+        if given is None:
+            raise ValueError(
+                "block_mask is given without tiles: its blocks are tiles=Tiles(Br, Bc)"
+            )
+        blocks = (-(-problem.seqlen_q // tiles.Br), -(-problem.seqlen_k // tiles.Bc))
+        whole = (problem.batch, problem.heads_q, *blocks)
+        shape = self.block_mask.shape
+        full = (1,) * (4 - len(shape)) + shape
+        fits = len(shape) in (2, 3, 4) and full[2:] == blocks
+        if not fits or any(n not in (1, m) for n, m in zip(full[:2], whole[:2], strict=True)):
+            raise ValueError(
+                f"block_mask has shape {shape}: allowed is {blocks}, the blocks of "
+                f"Br={tiles.Br}, Bc={tiles.Bc}, or that with leading axes that broadcast to "
+                f"{whole[:2]}"
+            )
+
+    def values(self, problem: Problem, arrays: Mapping[str, Any], unit: float) -> dict[str, Any]:
+        """What kernels take by name. ``arrays`` are launch arguments, ``unit`` that of the scores.
+
+        Lengths and masks are sent to the device.
+        """
+        left, right = (UNBOUNDED if n is None else n for n in (problem.left, problem.right))
+        values: dict[str, Any] = {
+            "window_left": left,
+            "window_right": right,
+            "softcap": (problem.softcap or 0.0) * unit,
+            "threshold": _signed(drop_threshold(problem.dropout_p)),
+            "inverse_keep": 1.0 / (1.0 - problem.dropout_p),
+            "seed_low": _signed(self.seed & 0xFFFFFFFF),
+            "seed_high": _signed(self.seed >> 32),
+            "offset": _signed(self.offset),
+        }
+        if problem.packed:
+            values["q_starts"] = _sent(_starts(problem.q_lens))
+            values["k_starts"] = _sent(_starts(problem.kv_lens))
+        else:
+            for name in ("q_lens", "kv_lens"):
+                lengths = getattr(problem, name)
+                if lengths is not None:
+                    values[name] = _sent(np.array(lengths, np.int32))
+        if self.block_mask is not None:
+            mask = _sent(np.ascontiguousarray(self.block_mask, np.uint8))
+            blocks = self.block_mask.shape[-2:]
+            values["block_mask"] = device.broadcast(mask, (problem.batch, problem.heads_q, *blocks))
+        if "bias" in arrays:
+            values["bias"] = device.broadcast(arrays["bias"], problem.score_shape)
+        if "dbias" in arrays:
+            values["dbias"] = device.broadcast(arrays["dbias"], problem.score_shape)
+        if "alibi_slopes" in arrays:
+            shape = (problem.batch, problem.heads_q)
+            values["slopes"] = device.broadcast(arrays["alibi_slopes"], shape)
+        return values
+
+
+def score_scale(problem: Problem, unit: float) -> float:
+    """What the scores are multiplied by first: with a cap, for the argument of tanh."""
+    if problem.softcap is not None:
+        return problem.scale / problem.softcap
+    return problem.scale * unit
+
+
+def pack(kernel: device.Kernel, values: Mapping[str, Any]) -> tuple:
+    """The last argument of ``kernel``: of ``values`` those that it was compiled for."""
+    ty = kernel.argument_types[-1]
+    return ty.instance_class(*(values[name] for name in ty.fields))
+
+
+def launch(run: Any, n: int, args: tuple, values: Mapping[str, Any], stream: int) -> None:
+    """Launch kernel ``n`` of ``run`` over its grid, with the options that it has."""
+    kernel = run.kernels[n]
+    grid = run.plan.kernels[n].grid
+    device.launch(kernel, grid, (*args, pack(kernel, values)), stream, UNIFORM)
+
+
+def _signed(word: int) -> int:
+    return word - 2**32 if word >= 2**31 else word
+
+
+def _starts(lengths: tuple[int, ...] | None) -> np.ndarray:
+    return np.cumsum((0, *(lengths or ())), dtype=np.int32)
+
+
+def _sent(array: np.ndarray) -> Any:
+    """A small array as a launch argument; on a GPU the last ones are kept there."""
+    if not device.on_gpu():
+        return array
+    key = (array.tobytes(), array.dtype.str, array.shape)
+    return _on_gpu(device.current_ordinal(), *key)
+
+
+@functools.lru_cache(maxsize=64)
+def _on_gpu(ordinal: int, content: bytes, dtype: str, shape: tuple[int, ...]) -> Any:
+    array = np.frombuffer(content, dtype).reshape(shape)
+    sent = device.to_gpu(array)
+    pointer, _ = sent.__cuda_array_interface__["data"]
+    return device.DeviceArray(pointer, shape, array.strides, sent, array.itemsize)

@@ -1,0 +1,72 @@
+"""Which elements of P dropout keeps: a function of seed, offset and the element's place alone."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .masks import COUNTER_COLUMNS, WORD_COLUMNS, make_philox
+from .options import as_word, drop_threshold
+from .problem import Problem, as_size
+
+MAX_HEADS = 2**16  # batch entries, and query heads: both are in one word of the counter
+
+_ROWS = 512  # rows whose random words are held at a time
+_philox = make_philox(np.uint32, np.uint64)
+
+
+def kept(
+    entry: int, head: int, rows: range, columns: int, *, dropout_p: float, seed: int, offset: int
+) -> np.ndarray:
+    """What stays of these rows and the first `columns` columns: bool (len(rows), columns).
+
+    The arguments are not checked; see `dropout_mask`.
+    """
+    groups = -(-columns // COUNTER_COLUMNS)
+    counters = np.arange(groups * WORD_COLUMNS, dtype=np.uint32)[None, :]
+    each_row = np.arange(rows.start, rows.stop, rows.step, dtype=np.uint32)[:, None]
+    place, low, high = (np.uint32(n) for n in ((entry << 16) + head, seed % 2**32, seed >> 32))
+    with np.errstate(over="ignore"):  # the key's sums wrap
+        words = _philox(counters, each_row, place, np.uint32(offset), low, high)
+    # Of 64 columns, each of the four words has 16 that lie together.
+    parts = [word.reshape(len(rows), groups, WORD_COLUMNS) for word in words]
+    found = np.stack(parts, axis=2).reshape(len(rows), groups * COUNTER_COLUMNS)
+    return found[:, :columns] >= np.uint32(drop_threshold(dropout_p))
+
+
+def dropout_mask(
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    dropout_p: float,
+    seed: int = 0,
+    offset: int = 0,
+) -> np.ndarray:
+    """The elements of P that attention with this dropout keeps: bool (B, Hq, Nq, Nk), True = kept.
+
+    An element is kept when its 32-bit word of Philox4x32-10 is at least dropout_p 2^32. The word
+    depends on seed, offset, batch entry, query head, row and column (see masks.py), not on the
+    sizes here: a smaller mask is a part of a larger one. Of packed sequences the batch entry is the
+    sequence's number, and rows and columns count from its start.
+
+    Raises TypeError or ValueError with the argument's name, its value and what is allowed: at most
+    65536 batch entries and heads, dropout_p from 0 to below 1, seed below 2^64, offset below 2^32.
+
+    >>> dropout_mask(1, 1, 2, 8, dropout_p=0.5, seed=7).astype(int)
+    array([[[[1, 0, 0, 0, 0, 0, 1, 0],
+             [0, 0, 1, 0, 1, 0, 1, 0]]]])
+    """
+    sizes = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    B, H, Nq, Nk = (as_size(name, size) for name, size in sizes.items())
+    for name, size in (("batch", B), ("heads", H)):
+        if size > MAX_HEADS:
+            raise ValueError(f"{name} is {size}: allowed with dropout is at most {MAX_HEADS}")
+    dropout_p = Problem(B, H, H, Nq, Nk, 1, dropout_p=dropout_p).dropout_p
+    words = {"seed": as_word("seed", seed, 64), "offset": as_word("offset", offset, 32)}
+    mask = np.empty((B, H, Nq, Nk), bool)
+    for b, h in np.ndindex(B, H):
+        for first in range(0, Nq, _ROWS):
+            rows = range(first, min(first + _ROWS, Nq))
+            mask[b, h, first : rows.stop] = kept(b, h, rows, Nk, dropout_p=dropout_p, **words)
+    return mask

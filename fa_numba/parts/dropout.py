@@ -1,0 +1,102 @@
+"""Dropout of P, drawn from an element's own place: nothing is stored.
+
+Dropped elements of a tile in registers change their sign, as P itself is never negative: what is
+to be kept and what P was can both be told from then on.
+"""
+
+from functools import cache
+
+from fa_numba import masks
+from fa_numba.device import device_function, float32, uint32, uint64
+
+WORD_COLUMNS, COUNTER_COLUMNS = masks.WORD_COLUMNS, masks.COUNTER_COLUMNS
+
+_philox = device_function(masks.make_philox(uint32, uint64))
+
+
+@device_function
+def _words(counter, row, b, h, options):
+    """The four random words of 64 columns' share ``counter`` of a row."""
+    head = uint32((uint32(b) << uint32(16)) + uint32(h))
+    key0, key1 = uint32(options.seed_low), uint32(options.seed_high)
+    return _philox(counter, row, head, uint32(options.offset), key0, key1)
+
+
+@device_function
+def keeps(row, col, b, h, options):
+    """Whether dropout keeps this element."""
+    share = uint32(col // uint32(COUNTER_COLUMNS)) * uint32(WORD_COLUMNS)
+    w = _words(uint32(share + col % uint32(WORD_COLUMNS)), row, b, h, options)
+    n = uint32(col // uint32(WORD_COLUMNS)) % uint32(4)
+    word = w[0]
+    if n == uint32(1):
+        word = w[1]
+    if n == uint32(2):
+        word = w[2]
+    if n == uint32(3):
+        word = w[3]
+    return word >= uint32(options.threshold)
+
+
+@device_function
+def _bit(dropped, n):
+    return uint64(dropped) << uint64(n)
+
+
+@cache
+def make_drop(spec):
+    """``drop(rP, row0, col0, b, h, options, ty, tx)``: the dropped elements of P change sign.
+
+    The draws are collected as bits first: a loop over them need not be unrolled, as one over
+    registers must.
+    """
+    TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.ty_count
+    dropout = spec.features.dropout
+    # One draw serves four elements where a thread's columns share counters.
+    shared = spec.Bc % COUNTER_COLUMNS == 0
+    GROUPS, SHARES = spec.Bc // COUNTER_COLUMNS, WORD_COLUMNS // TX
+    ROWS = min(TM, 64 // TN)
+    CHUNKS = TM // ROWS
+
+    @device_function
+    def drop(rP, row0, col0, b, h, options, ty, tx):
+        if dropout:
+            threshold = uint32(options.threshold)
+            for c in range(CHUNKS):
+                bits = uint64(0)
+                for i in range(ROWS):
+                    row = uint32(row0 + ty + (c * ROWS + i) * TY)
+                    if shared:
+                        for g in range(GROUPS):
+                            share = uint32(col0 // uint32(COUNTER_COLUMNS) + g)
+                            for s in range(SHARES):
+                                counter = uint32(share * uint32(WORD_COLUMNS) + tx + s * TX)
+                                w = _words(counter, row, b, h, options)
+                                n = i * TN + g * 4 * SHARES + s
+                                bits |= _bit(w[0] < threshold, n)
+                                bits |= _bit(w[1] < threshold, n + SHARES)
+                                bits |= _bit(w[2] < threshold, n + 2 * SHARES)
+                                bits |= _bit(w[3] < threshold, n + 3 * SHARES)
+                    else:
+                        for j in range(TN):
+                            kept = keeps(row, uint32(col0 + tx + j * TX), b, h, options)
+                            bits |= _bit(not kept, i * TN + j)
+                for e in range(ROWS * TN):
+                    if (bits >> uint64(e)) & uint64(1) != uint64(0):
+                        rP[c * ROWS * TN + e] = -rP[c * ROWS * TN + e]
+
+    return drop
+
+
+@cache
+def make_kept(features):
+    """``kept(p, options)``: what an element of P marked by ``drop`` weighs."""
+    dropout = features.dropout
+
+    @device_function
+    def kept(p, options):
+        if dropout:
+            p = float32(0.0) if p < float32(0.0) else p * options.inverse_keep
+        return p
+
+    return kept

@@ -1,0 +1,204 @@
+"""Dropout's random words against published vectors, and the mask that comes of them."""
+
+import math
+
+import numpy as np
+import pytest
+
+from fa_numba import dropout
+from fa_numba.dropout import dropout_mask, kept
+from fa_numba.masks import make_philox
+from fa_numba.options import drop_threshold
+
+SEED, OFFSET = 0x1234_5678_9ABC_DEF0, 0x0FED_CBA9
+SIGMAS = 5.0  # how far a count may be from its mean, in standard deviations
+
+
+def python_int(bits):
+    return lambda n: int(n) & (2**bits - 1)
+
+
+PHILOX = {
+    "numpy": (make_philox(np.uint32, np.uint64), np.uint32),
+    "int": (make_philox(python_int(32), python_int(64)), int),
+}
+
+# Random123's kat_vectors for philox4x32 of 10 rounds: counter, key, words.
+VECTORS = [
+    ((0,) * 4, (0,) * 2, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((2**32 - 1,) * 4, (2**32 - 1,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+@pytest.mark.parametrize("casts", PHILOX)
+@pytest.mark.parametrize("counter, key, words", VECTORS)
+def test_philox_gives_the_published_words(casts, counter, key, words):
+    philox, word = PHILOX[casts]
+    with np.errstate(over="ignore"):  # the key's sums wrap
+        assert tuple(int(n) for n in philox(*map(word, counter), *map(word, key))) == words
+
+
+def test_philox_of_arrays_is_that_of_each_element():
+    counters, keys, words = (np.array(part, np.uint32) for part in zip(*VECTORS, strict=True))
+    found = PHILOX["numpy"][0](*counters.T, *keys.T)
+    np.testing.assert_array_equal(np.transpose(found), words)
+    assert all(word.dtype == np.uint32 for word in found)
+
+
+def test_an_element_is_kept_by_its_own_word():
+    """The counter, the key and the word's number as masks.py says, in Python's integers."""
+    philox, _ = PHILOX["int"]
+    B, H, Nq, Nk, p = 2, 3, 4, 150, 0.4
+    mask = dropout_mask(B, H, Nq, Nk, dropout_p=p, seed=SEED, offset=OFFSET)
+    assert mask.shape == (B, H, Nq, Nk) and mask.dtype == bool
+    for b, h, row, col in np.ndindex(mask.shape):
+        counter = ((col // 64) * 16 + col % 16, row, (b << 16) + h, OFFSET)
+        words = philox(*counter, SEED & 0xFFFFFFFF, SEED >> 32)
+        assert mask[b, h, row, col] == (words[(col // 16) % 4] >= drop_threshold(p))
+
+
+def test_a_word_at_the_threshold_is_kept():
+    word, *_ = PHILOX["int"][0](0, 0, 0, OFFSET, SEED & 0xFFFFFFFF, SEED >> 32)
+    for threshold, want in ((word, True), (word + 1, False)):
+        p = threshold / 2**32
+        assert drop_threshold(p) == threshold
+        assert dropout_mask(1, 1, 1, 1, dropout_p=p, seed=SEED, offset=OFFSET).item() is want
+
+
+def test_no_two_elements_share_a_word():
+    philox, _ = PHILOX["numpy"]
+    c0 = np.arange(64, dtype=np.uint32)
+    rows, heads = c0[:, None], c0[:8, None, None]
+    with np.errstate(over="ignore"):
+        words = np.stack(philox(c0, rows, heads, *(np.uint32(n) for n in (5, 6, 7))))
+    # 2^17 words of 32 bits: about 2 pairs are equal by chance
+    assert words.size - len(np.unique(words)) < 16
+
+
+@pytest.mark.parametrize("p", [1e-3, 0.1, 0.25, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("seed", [0, SEED])
+def test_one_element_in_so_many_is_dropped(p, seed):
+    mask = dropout_mask(2, 3, 128, 300, dropout_p=p, seed=seed)
+    sigma = math.sqrt(mask.size * p * (1 - p))
+    assert abs(np.count_nonzero(~mask) - p * mask.size) < SIGMAS * sigma
+    # and so in every row, column and head
+    for axes in ((0, 1, 2), (0, 1, 3), (2, 3)):
+        dropped = np.count_nonzero(~mask, axis=axes)
+        n = mask.size // dropped.size
+        assert np.all(np.abs(dropped - n * p) < SIGMAS * math.sqrt(n * p * (1 - p)) + 1)
+
+
+def assert_independent(a, b, p):
+    """As often dropped in both as chance has it."""
+    n, both = a.size, p * p
+    found = np.count_nonzero(~a & ~b)
+    assert abs(found - n * both) < SIGMAS * math.sqrt(n * both * (1 - both))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+@pytest.mark.parametrize("axis", range(4))
+def test_neighbours_are_independent(axis, p):
+    mask = dropout_mask(4, 4, 96, 320, dropout_p=p, seed=3)
+    for apart in (1, 2, 3, 16, 32, 64, 256):  # a word, a counter and powers of two apart
+        if apart < mask.shape[axis]:
+            here, there = np.split(mask, [apart], axis)[1], np.split(mask, [-apart], axis)[0]
+            assert_independent(here, there, p)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+@pytest.mark.parametrize(
+    "other",
+    [
+        *({"seed": n} for n in (1, 2, 2**31, 2**32, 2**63)),
+        *({"offset": n} for n in (1, 2, 2**16, 2**31)),
+        {"seed": 2**32 - 1, "offset": 2**32 - 1},
+    ],
+    ids=str,
+)
+def test_seeds_and_offsets_are_independent(other, p):
+    sizes = (2, 2, 96, 320)
+    a, b = dropout_mask(*sizes, dropout_p=p), dropout_mask(*sizes, dropout_p=p, **other)
+    assert_independent(a, b, p)
+    np.testing.assert_array_equal(b, dropout_mask(*sizes, dropout_p=p, **other))
+
+
+def test_a_smaller_mask_is_a_part_of_a_larger_one(monkeypatch):
+    given = dict(dropout_p=0.3, seed=SEED, offset=OFFSET)
+    whole = dropout_mask(3, 4, 70, 200, **given)
+    for B, H, Nq, Nk in [(1, 1, 1, 1), (2, 3, 17, 65), (3, 4, 70, 64), (3, 4, 69, 199)]:
+        part = dropout_mask(B, H, Nq, Nk, **given)
+        np.testing.assert_array_equal(part, whole[:B, :H, :Nq, :Nk])
+    for rows in (range(70), range(5, 6), range(13, 70)):
+        for columns in (1, 16, 17, 64, 65, 200):
+            np.testing.assert_array_equal(
+                kept(2, 1, rows, columns, **given), whole[2, 1, rows.start : rows.stop, :columns]
+            )
+    monkeypatch.setattr(dropout, "_ROWS", 9)
+    np.testing.assert_array_equal(dropout_mask(3, 4, 70, 200, **given), whole)
+
+
+def test_a_smaller_probability_drops_a_part_of_the_same():
+    masks = [dropout_mask(1, 2, 60, 60, dropout_p=p, seed=9) for p in (0.0, 0.2, 0.5, 0.95)]
+    assert masks[0].all()
+    for less, more in zip(masks, masks[1:], strict=False):
+        assert np.all(less | ~more) and np.any(less & ~more)
+
+
+def test_the_ends_of_the_probabilities():
+    for p in (0, 0.0, np.float32(0), 1e-12):
+        assert dropout_mask(1, 1, 50, 64, dropout_p=p).all()
+    assert not dropout_mask(1, 1, 50, 64, dropout_p=np.nextafter(1.0, 0.0)).any()
+    assert drop_threshold(0.5) == 2**31 and drop_threshold(0.0) == 0
+
+
+def test_the_ends_of_the_counter():
+    words = dict(seed=2**64 - 1, offset=2**32 - 1)
+    rows = range(2**31 - 3, 2**31 - 1)
+    last = kept(2**16 - 1, 2**16 - 1, rows, 70, dropout_p=0.5, **words)
+    assert last.shape == (2, 70) and 40 < np.count_nonzero(last) < 100
+
+
+GOOD = dict(batch=1, heads=1, seqlen_q=2, seqlen_k=3, dropout_p=0.5)
+
+
+@pytest.mark.parametrize(
+    "bad, error, says",
+    [
+        ({"batch": 0}, ValueError, ["batch is 0", "integer >= 1"]),
+        ({"batch": 2**16 + 1}, ValueError, ["batch is 65537", "at most 65536"]),
+        ({"heads": 1.0}, TypeError, ["heads is 1.0", "integer >= 1"]),
+        ({"heads": 2**16 + 1}, ValueError, ["heads is 65537", "at most 65536"]),
+        ({"seqlen_q": -1}, ValueError, ["seqlen_q is -1", "integer >= 1"]),
+        ({"seqlen_k": True}, TypeError, ["seqlen_k is True", "integer >= 1"]),
+        ({"seqlen_k": 2**31}, ValueError, ["seqlen 2147483648", "at most"]),
+        ({"dropout_p": 1.0}, ValueError, ["dropout_p is 1.0", "0 to below 1"]),
+        ({"dropout_p": -0.1}, ValueError, ["dropout_p is -0.1", "0 to below 1"]),
+        ({"dropout_p": float("nan")}, ValueError, ["dropout_p is nan", "0 to below 1"]),
+        ({"dropout_p": "0.1"}, TypeError, ["dropout_p is '0.1'", "0 to below 1"]),
+        ({"dropout_p": None}, TypeError, ["dropout_p is None", "0 to below 1"]),
+        ({"seed": -1}, ValueError, ["seed is -1", "0 to below 2**64"]),
+        ({"seed": 2**64}, ValueError, ["seed is 18446744073709551616", "0 to below 2**64"]),
+        ({"seed": 1.0}, TypeError, ["seed is 1.0", "0 to below 2**64"]),
+        ({"seed": None}, TypeError, ["seed is None", "0 to below 2**64"]),
+        ({"offset": 2**32}, ValueError, ["offset is 4294967296", "0 to below 2**32"]),
+        ({"offset": True}, TypeError, ["offset is True", "0 to below 2**32"]),
+    ],
+    ids=str,
+)
+def test_a_bad_argument_is_refused(bad, error, says):
+    assert dropout_mask(**GOOD).shape == (1, 1, 2, 3)
+    with pytest.raises(error) as e:
+        dropout_mask(**{**GOOD, **bad})
+    assert all(part in str(e.value) for part in says), e.value
+
+
+def test_the_probability_has_no_default_and_names_are_given():
+    with pytest.raises(TypeError, match="dropout_p"):
+        dropout_mask(1, 1, 2, 3)
+    with pytest.raises(TypeError, match="positional"):
+        dropout_mask(1, 1, 2, 3, 0.5)
