@@ -109,7 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         table = Table(box=None, show_header=False)
         for name in names():
             module = load(name)
-            needs = " Needs a CUDA GPU to measure." if module.NEEDS_GPU else ""
+            torch = " and torch" if getattr(module, "NEEDS_TORCH", False) else ""
+            needs = f" Needs a CUDA GPU{torch} to measure." if module.NEEDS_GPU else ""
             table.add_row(f"[bold]{name}[/]", f"{module.DESCRIPTION}{needs}")
         console.print(table)
         return 0
@@ -147,8 +148,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1 if failed else 0
     # What was asked for by name and is not there is an error.
     unable = [name for name in reports if reports[name].not_measured]
-    if unable:
-        console.print(f"[red]not measured, no CUDA GPU here: {', '.join(unable)}[/]")
+    for what in ("a CUDA GPU", "torch with CUDA"):
+        lacking = [name for name in unable if reports[name].not_measured == f"needs {what}"]
+        if lacking:
+            here = what.removeprefix("a ")
+            console.print(f"[red]not measured, no {here} here: {', '.join(lacking)}[/]")
     if missing:
         console.print(f"[red]not drawn: {', '.join(missing)}[/]")
     return 1 if failed or unable or missing else 0

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 from helpers import (
     EPS,
-    GUARD,
     Memory,
-    OnGpu,
+    Scores,
+    U,
     _distance,
     _size,
     assert_counts,
     assert_within,
+    changing,
+    counted,
+    halves,
+    memories,
+    product_squares,
     random_inputs,
+    running,
     to_numpy,
 )
 
 import fa_numba
 from fa_numba import device as devices
 from fa_numba import reference
-from fa_numba.problem import Problem
+from fa_numba.tiles import default_backward_tiles
 
 # Every way to a gradient: (algorithm, what its function takes beside).
 WAYS = {
@@ -50,41 +54,22 @@ def saved(q, k, v, **options):
         return O.astype(np.float32), L.astype(np.float32)
 
 
-class RowMemory(Memory):
-    """The same for an array (B, H, N)."""
-
-    def __init__(self, device, shape, layout, values):
-        super().__init__(device, (*shape, 1), layout, values[..., None])
-        if self.remote is None:
-            self.argument = self.view[..., 0]
-        else:
-            interface = self.argument.__cuda_array_interface__
-            offset = self.view.ctypes.data - self.buffer.ctypes.data
-            self.argument = OnGpu(
-                self.remote, offset, interface["shape"][:3], interface["strides"][:3]
-            )
-
-
-def _filled(shape, dtype=float, **options):
-    """`np.empty` whose float32 arrays hold NaN: what a kernel leaves out shows."""
-    array = np.zeros(shape, dtype, **options)
-    if array.dtype == np.float32:
-        array[...] = GUARD
-    return array
-
-
-def _filled_on_gpu(shape):
-    return devices.to_gpu(_filled(shape, np.float32))
-
-
 @dataclass
 class Gradients:
     dq: np.ndarray
     dk: np.ndarray
     dv: np.ndarray
+    dbias: np.ndarray | None = None
 
     def __iter__(self):
-        return iter((self.dq, self.dk, self.dv))
+        return iter((self.dq, self.dk, self.dv, *(() if self.dbias is None else (self.dbias,))))
+
+
+def asks_for_dbias(way, q, k, bias):
+    """Whether `way` can differentiate by this bias: in two sweeps by one of its own shape alone."""
+    if bias is None or way != "fa2-deterministic":
+        return bias is not None
+    return q.ndim == 4 and bias.shape == (*q.shape[:3], k.shape[2])
 
 
 def differentiate(
@@ -93,101 +78,205 @@ def differentiate(
     """One backward call on `device` between guard bands: every input and band must stay.
 
     out and lse are `saved`'s unless `saved_values` gives them. On the emulator the accesses must be
-    those of the plan.
+    those of the plan. Asks for dbias wherever it can, unless told otherwise.
     """
     algorithm, own = WAYS[way]
-    changing = {name: options[name] for name in ("scale", "causal") if name in options}
-    out, lse = saved(q, k, v, **changing) if saved_values is None else saved_values
+    asks = asks_for_dbias(way, q, k, options.get("bias"))
+    options = {"return_dbias": asks, **options, **own}
+    out, lse = saved(q, k, v, **changing(options)) if saved_values is None else saved_values
     inputs = {
         name: Memory(device, a.shape, layout, a)
         for name, a in (("dout", dout), ("q", q), ("k", k), ("v", v), ("out", out))
     }
-    inputs["lse"] = RowMemory(device, lse.shape, layout, lse)
-    count = counted and device == "emulator"
-    with ExitStack() as stack:
-        stack.enter_context(devices.using(device))
-        counts = stack.enter_context(fa_numba.count_accesses()) if count else None
-        if device == "emulator":
-            stack.enter_context(mock.patch.object(np, "empty", _filled))
-        else:
-            stack.enter_context(mock.patch.object(devices, "empty", _filled_on_gpu))
+    inputs["lse"] = Memory(device, lse.shape, layout, lse, rows=True)
+    others, given = memories(device, layout, options)
+    with running(device, counted) as counts:
         arguments = [m.argument for m in inputs.values()]
-        found = fa_numba.attention_backward(*arguments, algorithm=algorithm, **own, **options)
-        assert type(found) is tuple and len(found) == 3
+        found = fa_numba.attention_backward(*arguments, algorithm=algorithm, **given)
+        assert type(found) is tuple and len(found) == 3 + options["return_dbias"]
         if counts is not None:
-            planned = fa_numba.plan(
-                q.shape, k.shape, algorithm=algorithm, passes="bwd", **own, **options
-            )
+            planned = fa_numba.plan(q.shape, k.shape, algorithm=algorithm, passes="bwd", **options)
             assert_counts(counts, planned)
-        for name, memory in inputs.items():
+        for name, memory in (inputs | others).items():
             memory.assert_intact(name, whole=True)
         gradients = Gradients(*(to_numpy(g) for g in found))
-    for name, gradient, of in zip(NAMES, gradients, (q, k, v), strict=True):
-        assert gradient.shape == of.shape and gradient.dtype == np.float32, name
+    of = (q, k, v, options["bias"]) if options["return_dbias"] else (q, k, v)
+    for name, gradient, x in zip((*NAMES, "dbias"), gradients, of, strict=False):
+        assert gradient.shape == x.shape and gradient.dtype == np.float32, name
     return gradients
+
+
+# --- the rounding of a float32 computation ---------------------------------------------------
+
+
+class Errors:
+    """Squares of the errors of a gradient's elements in units of U^2.
+
+    `of` a rounding that meets many elements sums what it does to each, before that is squared.
+    """
+
+    def __init__(self, shape):
+        self.squares = np.zeros(shape)
+        self._shared = {}
+
+    def of(self, rounding):
+        return self._shared.setdefault(rounding, np.zeros(self.squares.shape))
+
+    def norm(self):
+        shared = sum(np.sum(x**2) for x in self._shared.values())
+        return U * float(np.sqrt(self.squares.sum() + shared))
+
+
+def gradient_roundings(dout, q, k, v, out, lse, *, tiles=None, return_dbias=False, **options):
+    """How far float32 takes dq, dk, dv (and dbias) from the exact ones, as Frobenius norms.
+
+    Follows the kernels step by step. Each rounding counts once, as the most it can be, U times its
+    result; roundings are independent, so that their squares add up, each times the square of the
+    derivative of the gradients by the step's result. One that a row shares (L, D) or the whole call
+    (scale log2(e) and other constants) moves all it meets together.
+
+        S       the running sum over d, times scale; the cap's tanh, times the cap; less slope times
+                distance; plus bias
+        P       L log2(e), S - L, ex2; L as it was given
+        D       dO O and its sum, as one chain; O as it was given
+        dP, dS  the running sum over d; dropout's factor; dP - D, times P; with a cap 1 - tanh^2,
+                times that
+        dV, dK, dQ, dbias   the sums over rows or columns, each tile's apart; times scale
+    """
+    call, q, k, v = reference._call(q, k, v, tiles=tiles, **options)
+    problem, scale, d = call.problem, call.problem.scale, call.problem.head_dim
+    if tiles is None:
+        sizes = problem.seqlen_q, problem.seqlen_k, d
+        tiles = default_backward_tiles(*sizes, devices.EMULATED_SHARED_BYTES)
+    O, L = reference.attention(q, k, v, return_lse=True, tiles=tiles, **options)
+    finite = np.isfinite(L)
+    off_O, off_L = (out - O) / U, (np.where(finite, lse, 0.0) - np.where(finite, L, 0.0)) / U
+    L = np.where(finite, L, 0.0)
+    dout = np.asarray(dout, np.float64)
+    found = [Errors(a.shape) for a in (q, k, v)]
+    dq, dk, dv = found
+    if return_dbias:
+        found.append(Errors(problem.bias))
+    all_dS, sums = np.zeros(problem.score_shape), {}
+    for head in call.heads():
+        Q, K, V, dO, Li = q[head.q], k[head.k], v[head.k], dout[head.q], L[head.lse][:, None]
+        rows, entry = slice(0, head.Nq), (head.entry, head.number // problem.group)
+        row_cuts, column_cuts = range(0, head.Nq, tiles.Br), range(0, head.Nk, tiles.Bc)
+        s = Scores(call, head, Q, K, Li)
+        of_L = Li**2 + off_L[head.lse][:, None] ** 2
+        terms = dO * O[head.q]
+        of_D = (terms**2 + np.cumsum(terms, axis=1) ** 2).sum(axis=1, keepdims=True)
+        of_D += (dO * off_O[head.q]).sum(axis=1, keepdims=True) ** 2
+
+        drop, P, G = call.dropout(head, rows), s.P, s.G
+        kept, of_kept = P * drop, s.of_P
+        dP = dO @ V.T * drop
+        of_dP = drop**2 * product_squares(dO, V.T, halves(d))[0]
+        if problem.dropout_p > 0:
+            of_dP, of_kept = of_dP + dP**2, of_kept + 1
+        dS = P * (dP - (P * dP).sum(axis=1, keepdims=True))
+        of_dS = dS**2 * (s.of_P + 2) + P**2 * of_dP
+        # The same of the scores under the cap, `by_S0` the derivative of that by them
+        dS0, by_S0, of_dS0 = dS, dS, of_dS
+        if s.cap:
+            dS0, by_S0 = dS * G, dS * G * (G - 2 * s.tanh / s.cap)
+            of_dS0 = by_S0**2 * s.of_S0 + dS0**2 * (s.of_S + 3) + (P * G) ** 2 * of_dP
+            by_tanh = TANH * (s.Sc * G - 2 * s.tanh**2)
+            of_dS0 += dS**2 * (by_tanh**2 + s.tanh**4 + G**2)
+
+        # Each product's own sums, and what its operands bring along
+        squares, _ = product_squares(dS0, K, column_cuts, steps=1)
+        squares += of_dS0 @ K**2 + (dS0 @ K) ** 2 * of_L + (P * G @ K) ** 2 * of_D
+        dq.squares[head.q] = scale**2 * squares
+        _, sum_k, sum_v = sums.get(entry, (None,) * 3)
+        squares, sum_k = product_squares(dS0.T, Q, row_cuts, sum_k)
+        squares += (of_dS0 + dS0**2 * of_L + (P * G) ** 2 * of_D).T @ Q**2
+        dk.squares[head.k] += scale**2 * squares
+        squares, sum_v = product_squares(kept.T, dO, row_cuts, sum_v)
+        dv.squares[head.k] += squares + (kept**2 * (of_kept + of_L)).T @ dO**2
+        sums[entry] = head.k, sum_k, sum_v
+        if return_dbias:
+            by_L, by_D = dS, P
+            if problem.bias[3] == 1:
+                by_L, by_D = (x.sum(axis=1, keepdims=True) for x in (dS, P))
+            for each in (of_dS, by_L**2 * of_L + by_D**2 * of_D):
+                reference._add_to_bias(found[3].squares, head, rows, each)
+            all_dS[head.entry, head.number, rows, : head.Nk] = dS
+
+        # The constants: what they do to P o dropout, to dS, and to dS of the scores under the cap
+        rest = s.S - s.Sc - Li
+        constants = {
+            "scale log2(e)": (kept * G * s.S0, dS * G * s.S0, by_S0 * s.S0),
+            "log2(e)": (kept * rest, dS * rest, dS0 * rest),
+            "scale": (0 * kept, 0 * dS, dS0),
+        }
+        if s.cap:
+            constants["cap log2(e)"] = (kept * s.Sc, dS * s.Sc, dS0 * s.Sc)
+        if problem.dropout_p > 0:
+            constants["1 / (1 - p)"] = (kept, P * dP, P * G * dP)
+        for name, (to_kept, to_dS, to_dS0) in constants.items():
+            dq.of(name)[head.q] += scale * (to_dS0 @ K)
+            dk.of(name)[head.k] += scale * (to_dS0.T @ Q)
+            dv.of(name)[head.k] += to_kept.T @ dO
+            if return_dbias:
+                reference._add_to_bias(found[3].of(name), head, rows, to_dS)
+    for place, sum_k, _ in sums.values():
+        dk.squares[place] += (scale * sum_k) ** 2
+    if return_dbias:
+        found[3].squares += adding_squares(all_dS, problem.bias)
+    return [x.norm() for x in found]
+
+
+def adding_squares(terms, shape):
+    """Squares of the roundings of sums over the axes that are 1 in `shape`, in index order."""
+    kept = [n for n in range(4) if shape[n] > 1]
+    others = [n for n in range(4) if shape[n] == 1]
+    terms = terms.transpose(*kept, *others).reshape(*(shape[n] for n in kept), -1)
+    steps = np.cumsum(terms, axis=-1)[..., 1:] * (terms[..., 1:] != 0)
+    return (steps**2).sum(axis=-1).reshape(shape)
 
 
 # --- float64 ---------------------------------------------------------------------------------
 
 
-def one_rounding(dout, q, k, v, **options):
-    """How far one rounding of each of S, L and the terms of dP and D moves dQ, dK, dV, as norms.
-
-    Roundings are taken as independent: squares add up.
-    """
-    problem = Problem.from_shapes(q.shape, k.shape, v.shape, **options)
-    O, L = reference.attention(q, k, v, return_lse=True, **options)
-    squares = {name: np.zeros(a.shape) for name, a in zip(NAMES, (q, k, v), strict=True)}
-    dout, q, k, v = (np.asarray(a, np.float64) for a in (dout, q, k, v))
-    for b, h in np.ndindex(problem.batch, problem.heads_q):
-        hk = h // problem.group
-        Q, K, V, dO = q[b, h], k[b, hk], v[b, hk], dout[b, h]
-        S = problem.scale * (Q @ K.T)
-        seen = np.arange(problem.seqlen_k) < problem.columns_end(np.arange(len(Q)))[:, None]
-        Lh = np.where(np.isfinite(L[b, h]), L[b, h], 0.0)[:, None]
-        S = np.where(seen, S, 0.0)
-        P = np.where(seen, np.exp(S - Lh), 0.0)
-        dS = P * (dO @ V.T - np.sum(dO * O[b, h], axis=1)[:, None])
-        of_P = EPS**2 * (S**2 + Lh**2)
-        of_dP = EPS**2 * (dO**2 @ (V**2).T + (dO**2 * O[b, h] ** 2).sum(axis=1)[:, None])
-        of_dS = dS**2 * of_P + P**2 * of_dP
-        squares["dq"][b, h] = problem.scale**2 * (of_dS @ K**2)
-        squares["dk"][b, hk] += problem.scale**2 * (of_dS.T @ Q**2)
-        squares["dv"][b, hk] += (P**2 * of_P).T @ dO**2
-    return [float(np.sqrt(squares[name].sum())) for name in NAMES]
-
-
-def true_gradients(dout, q, k, v, **options):
+def true_gradients(dout, q, k, v, *, saved_values=None, tiles=None, return_dbias=False, **options):
     """The gradients in float64 and how far float32 ones may be from them, as Frobenius norms.
 
-    Twice the error of the unfused float32 computation, or `one_rounding` of what they are made from
-    where that is more, plus one rounding of the gradient. The unfused computation subtracts a
-    row's own maximum and its own sum of P o dP, so that errors cancel, down to 0 in a row of one
-    key; the kernels compare L and O, rounded by the forward pass, with numbers that they round
-    themselves.
+    Twice the error of the unfused float32 computation, or `gradient_roundings` where that is more, plus one
+    rounding of the gradient. The unfused computation subtracts a row's own maximum and its own sum
+    of P o dP, so that errors cancel, down to 0 in a row of one key; the kernels compare L and O,
+    rounded by the forward pass, with numbers that they round themselves, and take exponentials by
+    an instruction of three times the error.
     """
+    names = (*NAMES, "dbias") if return_dbias else NAMES
+    options |= {"tiles": tiles, "return_dbias": return_dbias}
     with np.errstate(all="ignore"):
         exact = reference.attention_backward(dout, q, k, v, **options)
         unfused = reference.unfused_backward(dout, q, k, v, **options)
-        rounding = one_rounding(dout, q, k, v, **options)
+        if saved_values is None:
+            del options["return_dbias"]
+            saved_values = saved(q, k, v, **options)
+            options["return_dbias"] = return_dbias
+        budget = gradient_roundings(dout, q, k, v, *saved_values, **options)
     bounds = [
         max(2 * _distance(u, e), r) + EPS * _size(e)
-        for u, e, r in zip(unfused, exact, rounding, strict=True)
+        for u, e, r in zip(unfused, exact, budget, strict=True)
     ]
     return SimpleNamespace(
-        **dict(zip(NAMES, exact, strict=True)), bounds=dict(zip(NAMES, bounds, strict=True))
+        **dict(zip(names, exact, strict=True)), bounds=dict(zip(names, bounds, strict=True))
     )
 
 
 def assert_gradients(gradients, dout, q, k, v, **options):
     """`gradients` are as close to float64 as `true_gradients` allows."""
-    want = true_gradients(dout, q, k, v, **options)
-    for name, got in zip(NAMES, gradients, strict=True):
+    gradients = list(gradients)
+    want = true_gradients(dout, q, k, v, return_dbias=len(gradients) == 4, **options)
+    for name, got in zip(want.bounds, gradients, strict=True):
         assert_within(name, got, getattr(want, name), want.bounds[name])
 
 
-def check_gradients(device, way, dout, q, k, v, *, scale=None, causal=False, **options):
+def check_gradients(device, way, dout, q, k, v, *, saved_values=None, **options):
     """`differentiate`, and its result against float64."""
-    found = differentiate(device, way, dout, q, k, v, scale=scale, causal=causal, **options)
-    assert_gradients(found, dout, q, k, v, scale=scale, causal=causal)
+    found = differentiate(device, way, dout, q, k, v, saved_values=saved_values, **options)
+    assert_gradients(found, dout, q, k, v, saved_values=saved_values, **changing(options))
     return found

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 import fa_numba
 from fa_numba import device as devices
 from fa_numba import reference
+from fa_numba.masks import distance
+from fa_numba.options import AttentionOptions
+from fa_numba.tiles import default_tiles
 
 ALGORITHMS = ("standard", "fa1", "fa2")
+# What changes the result; of the rest `tiles` does so with a block mask.
+CHANGING = (*AttentionOptions.__annotations__, "tiles")
 EPS = float(np.finfo(np.float32).eps)
 
 # --- inputs ----------------------------------------------------------------------------------
@@ -109,12 +115,18 @@ class OnGpu:
 
 
 class Memory:
-    """An array (B, H, N, d) inside a guarded buffer, on the emulator's host or on the GPU.
+    """An array of up to four axes inside a guarded buffer, on the emulator's host or on the GPU.
 
-    Holds `values`, or guard values where none are given. `argument` is what a call takes.
+    The last axes are those of (B, H, N, d) in `layout`, or with `rows` of (B, H, N). Holds
+    `values`, or guard values where none are given. `argument` is what a call takes.
     """
 
-    def __init__(self, device, shape, layout, values=None):
+    def __init__(self, device, shape, layout, values=None, rows=False):
+        last = (1,) if rows else ()
+        axes = (0,) * (4 - len(shape) - rows) + (...,) + (0,) * rows
+        shape = (1,) * (4 - len(shape) - rows) + (*shape, *last)
+        if values is not None:
+            values = values.reshape(shape)
         self.buffer, self.view = guarded(shape, layout)
         if values is not None:
             written = self.view[:1] if layout == "broadcast" else self.view
@@ -127,6 +139,7 @@ class Memory:
         inside = LAYOUTS[layout][1](self.inside, *shape)
         if layout != "broadcast":
             inside[...] = True
+        self.view = self.view[axes]
         self.remote: Any = None
         self.argument: Any = self.view
         if device == "gpu":
@@ -163,30 +176,71 @@ def to_numpy(array):
     return array.copy_to_host() if hasattr(array, "copy_to_host") else np.asarray(array)
 
 
+def _filled(shape, dtype=float, **options):
+    """`np.empty` whose float32 arrays hold guard values: what a kernel leaves out shows."""
+    array = np.zeros(shape, dtype, **options)
+    if array.dtype == np.float32:
+        array[...] = GUARD
+    return array
+
+
+@contextmanager
+def running(device, counted=True):
+    """`device` with every new array full of guard values; the counts, where there are any."""
+    if device == "gpu":
+        with (
+            devices.using(device),
+            mock.patch.object(devices, "empty", lambda s: devices.to_gpu(_filled(s, np.float32))),
+        ):
+            yield None
+    elif counted:
+        with (
+            devices.using(device),
+            mock.patch.object(np, "empty", _filled),
+            fa_numba.count_accesses() as counts,
+        ):
+            yield counts
+    else:
+        with devices.using(device), mock.patch.object(np, "empty", _filled):
+            yield None
+
+
+def memories(device, layout, options):
+    """Guarded copies of the arrays among `options`, and the options of a call with them."""
+    given = {
+        name: Memory(device, options[name].shape, layout, options[name])
+        for name in ("bias", "alibi_slopes")
+        if options.get(name) is not None
+    }
+    return given, {**options, **{name: memory.argument for name, memory in given.items()}}
+
+
 def attend(device, algorithm, q, k, v, *, layout="padded", out_layout="padded", **options):
     """One call on `device` between guard bands: inputs and bands must stay, `out` must be filled.
 
     On the emulator its accesses must be those of the plan. Asks for L unless told otherwise.
+    Biases and slopes are NumPy arrays and become guarded memory too.
     """
     options = {"return_lse": True, **options}
     inputs = {
         name: Memory(device, a.shape, layout, a) for name, a in (("q", q), ("k", k), ("v", v))
     }
+    others, given = memories(device, layout, options)
     out = Memory(device, q.shape, out_layout)
-    count = fa_numba.count_accesses if device == "emulator" else nullcontext
-    with devices.using(device), count() as counts:
+    with running(device) as counts:
         arguments = [m.argument for m in inputs.values()]
-        returned = fa_numba.attention(*arguments, algorithm=algorithm, out=out.argument, **options)
+        returned = fa_numba.attention(*arguments, algorithm=algorithm, out=out.argument, **given)
         O, L = returned if options["return_lse"] else (returned, None)
         assert O is out.argument
         if counts is not None:
             assert_counts(counts, fa_numba.plan(q.shape, k.shape, algorithm=algorithm, **options))
-        for name, memory in inputs.items():
+        for name, memory in (inputs | others).items():
             memory.assert_intact(name, whole=True)
         out.assert_intact("out", whole=False)
         result = Result(out.fetch(), None if L is None else to_numpy(L))
     if result.L is not None:
-        assert result.L.shape == q.shape[:3] and result.L.dtype == np.float32
+        rows = q.shape[:3] if q.ndim == 4 else q.shape[1::-1]
+        assert result.L.shape == rows and result.L.dtype == np.float32
     return result
 
 
@@ -195,6 +249,158 @@ def assert_counts(counts, plan):
     for kind in ("loads", "stores"):
         got, want = dict(getattr(counts, kind)), getattr(plan.accesses, kind)
         assert got == want, f"counts of {kind}: {got}, the closed form has {want}"
+
+
+# --- the rounding of a float32 computation ---------------------------------------------------
+
+# The most that a rounding moves its result by, relative to it.
+U = 2.0**-24
+# The same in units of U: of ex2.approx.ftz.f32, 2^-22.5, and lg2.approx.f32, 2^-22 of a logarithm
+# of at least 1 (PTX ISA), and of tanhf, 2 ulp (CUDA C++ Programming Guide).
+EX2 = 2.0**-22.5 / U
+LG2 = 2.0**-22 / U
+TANH = 4.0
+# Multiply-adds of Q K^T up to which roundings are counted. Beyond, so many are summed that the
+# unfused computation errs as much.
+COUNTED = 2**24
+
+
+def counted(problem):
+    return math.prod(problem.score_shape) * problem.head_dim <= COUNTED
+
+
+def halves(d):
+    """Where the running sums over the head dimension start."""
+    return (0,) if d <= 128 else (0, -(-d // 4) // 2 * 4)
+
+
+def product_squares(A, B, cuts, total=None, steps=0):
+    """Squares of the roundings of A B in units of U^2, and A B plus `total`.
+
+    As the kernels make it: a running sum from one of `cuts` to the next, and these added up, with
+    `steps` more roundings of each sum before. A GPU rounds a multiply-add once, the emulator its
+    product too.
+    """
+    squares = np.zeros((len(A), B.shape[1]))
+    for first, last in zip(cuts, (*cuts[1:], A.shape[1]), strict=True):
+        part = A[:, first, None] * B[first]
+        squares += part**2
+        for n in range(first + 1, last):
+            term = A[:, n, None] * B[n]
+            part = part + term
+            squares += term**2 + part**2
+        squares += steps * part**2
+        if total is not None:
+            part = part + total
+            squares += part**2
+        total = part
+    return squares, total
+
+
+class Scores:
+    """S of a head in natural units, P = e^(S - shift), and what roundings do to them.
+
+    `of_S0` and `of_S` are squares of the errors of the scores under the cap and of the rest of what
+    P is the exponential of, in units of U^2; `G` is its derivative by the first. Of what is hidden
+    all is 0. Each row's largest S is the shift unless one is given.
+    """
+
+    def __init__(self, call, head, Q, K, shift=None):
+        problem, place = call.problem, (head.entry, head.number)
+        self.S0 = self.Sc = problem.scale * (Q @ K.T)
+        S, self.G = call.scores(head, Q, K, 0)
+        seen = S > -np.inf
+        self.S = np.where(seen, S, 0.0)
+        if shift is None:
+            shift = S.max(axis=1, keepdims=True)
+            shift = np.where(shift == -np.inf, 0.0, shift)
+        self.shift = shift
+        self.P = np.where(seen, np.exp(self.S - shift), 0.0)
+        # The sum over d, times scale; S - shift; ex2
+        chain, _ = product_squares(Q, K.T, halves(problem.head_dim))
+        self.of_S0 = problem.scale**2 * chain + self.S0**2
+        self.of_S = (self.S - shift) ** 2 + EX2**2
+        self.tanh = self.cap = 0.0
+        if problem.softcap is not None:
+            self.cap = problem.softcap
+            self.tanh = np.tanh(self.S0 / self.cap)
+            self.Sc = self.cap * self.tanh
+            self.of_S = self.of_S + self.Sc**2
+        if call.slopes is not None:
+            # Slope times log2(e), times distance, subtracted
+            rows, columns = np.arange(head.Nq)[:, None], np.arange(head.Nk)
+            away = call.slopes[place] * distance(rows, columns, head.Nk - head.Nq)
+            self.of_S = self.of_S + 2 * away**2 + (self.Sc - away) ** 2
+        if call.bias is not None:
+            # Bias times log2(e), added
+            bias = np.where(seen, call.bias[place][: head.Nq, : head.Nk], 0.0)
+            self.of_S = self.of_S + bias**2 + self.S**2
+        # Squares of the errors of P, relative to it
+        self.of_P = self.G**2 * self.of_S0 + self.of_S
+        if self.cap:
+            self.of_P = self.of_P + (TANH * self.Sc) ** 2
+
+
+def roundings(q, k, v, *, tiles=None, **options):
+    """How far float32 takes O and L from the exact ones, as Frobenius norms.
+
+    Follows the kernels step by step. Each rounding counts once, as the most it can be, U times its
+    result; roundings are independent, so that their squares add up, each times the square of the
+    derivative of O or L by the step's result. A constant's rounding moves the whole call together.
+
+        S   the running sum over d, times scale; the cap's tanh, times the cap; less slope times
+            distance; plus bias
+        P   S - m and ex2; of the columns before when m grows, once more
+        l   the sum over columns, each tile's apart
+        O   P V likewise, with the four steps by which FlashAttention-1 takes each tile's O to the
+            next, dropout's factor, 1 / l and its product
+        L   lg2 of l, added to m, times log(2)
+    """
+    call, q, k, v = reference._call(q, k, v, tiles=tiles, **options)
+    problem = call.problem
+    if not counted(problem):
+        return 0.0, 0.0
+    sizes = problem.seqlen_q, problem.seqlen_k, problem.head_dim
+    Bc = (tiles or default_tiles("fa1", *sizes, devices.EMULATED_SHARED_BYTES)).Bc
+    of_O = of_L = 0.0
+    for head in call.heads():
+        V, cuts = v[head.k], range(0, head.Nk, Bc)
+        s = Scores(call, head, q[head.q], k[head.k])
+        l = s.P.sum(axis=1, keepdims=True)
+        log_l = np.log(np.where(l > 0, l, 1.0))
+        L = np.where(l > 0, s.shift + log_l, 0.0)
+        P = s.P / np.where(l > 0, l, 1.0)
+        kept = P * call.dropout(head, slice(0, head.Nq))
+        squares, O = product_squares(kept, V, cuts, steps=4)
+        of_l, _ = product_squares(P, np.ones((head.Nk, 1)), cuts)
+        # P o dropout V less P O: the derivative of O by S
+        squares += (kept**2 * s.of_P) @ V**2 - 2 * (kept * P * s.of_P) @ V * O
+        squares += ((P**2 * s.of_P).sum(axis=1, keepdims=True) + of_l + 2) * O**2
+        rows = (P**2 * s.of_P).sum(axis=1, keepdims=True) + of_l + 2 * L**2
+        rows += (LG2 * np.maximum(log_l, math.log(2.0))) ** 2 * (l > 0)
+        if problem.dropout_p > 0:
+            squares += kept**2 @ V**2
+
+        # m and the columns before it grows
+        S = np.where(s.P > 0, s.S, -np.inf)
+        for cut in cuts[1:]:
+            old, new = (S[:, :n].max(axis=1, keepdims=True) for n in (cut, cut + Bc))
+            grows = (new > old) & (old > -np.inf)
+            of_f = np.where(grows, EX2**2 + (new - np.where(grows, old, new)) ** 2, 0.0)
+            share = P[:, :cut].sum(axis=1, keepdims=True)
+            squares += of_f * (kept[:, :cut] @ V[:cut] - share * O) ** 2
+            rows += of_f * share**2
+
+        # The constants: scale, log2(e), cap, 1 / (1 - dropout_p), log(2)
+        for by_S in (s.G * s.S0, s.S - s.Sc, s.Sc if s.cap else None):
+            if by_S is not None:
+                share = (P * by_S).sum(axis=1, keepdims=True)
+                squares += ((kept * by_S) @ V - share * O) ** 2
+                rows += share**2
+        squares += (problem.dropout_p > 0) * O**2
+        rows += L**2
+        of_O, of_L = of_O + squares.sum(), of_L + rows.sum()
+    return U * math.sqrt(of_O), U * math.sqrt(of_L)
 
 
 # --- float64 ---------------------------------------------------------------------------------
@@ -216,17 +422,19 @@ def _size(a):
 def truth(q, k, v, **options):
     """O and L in float64, and how far a float32 result may be from each, as Frobenius norms.
 
-    Twice the error of the unfused float32 computation plus one rounding of the result; of L, whose
-    values cancel to near 0, a rounding is that of a number no smaller than 1.
+    Twice the error of the unfused float32 computation, or `roundings` where that is more (in a few
+    rows of few columns the unfused one may happen to err little), plus one rounding of the result;
+    of L, whose values cancel to near 0, a rounding is that of a number no smaller than 1.
     """
     with np.errstate(all="ignore"):
         O, L = reference.attention(q, k, v, return_lse=True, **options)
         O32, L32 = reference.unfused(q, k, v, return_lse=True, **options)
+        of_O, of_L = roundings(q, k, v, **options)
     return SimpleNamespace(
         O=O,
         L=L,
-        O_bound=2 * _distance(O32, O) + EPS * _size(O),
-        L_bound=2 * _distance(L32, L) + EPS * _size(np.maximum(np.abs(L), 1.0)),
+        O_bound=max(2 * _distance(O32, O), of_O) + EPS * _size(O),
+        L_bound=max(2 * _distance(L32, L), of_L) + EPS * _size(np.maximum(np.abs(L), 1.0)),
     )
 
 
@@ -244,7 +452,7 @@ def assert_within(name, got, expected, bound):
 def assert_close_to_float64(out, q, k, v, lse=None, **options):
     """`out`, and `lse` where given, are as close to float64 as `truth` allows.
 
-    `options` are those that change the result: scale and causal.
+    `options` are those that change the result.
     """
     want = truth(q, k, v, **options)
     assert_within("O", out, want.O, want.O_bound)
@@ -252,8 +460,13 @@ def assert_close_to_float64(out, q, k, v, lse=None, **options):
         assert_within("L", lse, want.L, want.L_bound)
 
 
-def check(device, algorithm, q, k, v, *, scale=None, causal=False, **options):
+def changing(options):
+    """Those of a call's options that change its result."""
+    return {name: options[name] for name in CHANGING if name in options}
+
+
+def check(device, algorithm, q, k, v, **options):
     """`attend`, and its result against float64."""
-    result = attend(device, algorithm, q, k, v, scale=scale, causal=causal, **options)
-    assert_close_to_float64(result.O, q, k, v, result.L, scale=scale, causal=causal)
+    result = attend(device, algorithm, q, k, v, **options)
+    assert_close_to_float64(result.O, q, k, v, result.L, **changing(options))
     return result

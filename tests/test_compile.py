@@ -17,8 +17,11 @@ from fa_numba.kernels.simt import (
     standard,
     standard_backward,
 )
+from fa_numba.options import PLAIN, Features
 from fa_numba.tiles import (
     BackwardSpec,
+    Spec,
+    Tiles,
     default_backward_tiles,
     default_tiles,
     specialise,
@@ -35,7 +38,7 @@ def kernel_of(name, arch, d, causal, aligned, return_lse=True):
     """The kernel that the default tiles give for long sequences."""
     algorithm = "standard" if name not in ("fa1", "fa2") else name
     tiles = default_tiles(algorithm, 4096, 4096, d, SHARED[arch])
-    facts = {"causal": causal, "aligned": aligned}
+    facts = {"features": Features(causal=causal), "aligned": aligned}
     if name == "fa1":
         facts["return_lse"] = return_lse
     spec = specialise(tiles, d, SHARED[arch], **facts)
@@ -46,9 +49,9 @@ def kernel_of(name, arch, d, causal, aligned, return_lse=True):
         "output": standard.make_standard_output,
     }
     if name == "softmax":
-        return standard.make_standard_softmax(4096, standard.MAX_WARPS, return_lse)
+        return standard.make_standard_softmax(4096, standard.MAX_WARPS, return_lse, PLAIN)
     if name == "softmax twice":
-        return standard.make_standard_softmax(0, standard.MAX_WARPS, return_lse)
+        return standard.make_standard_softmax(0, standard.MAX_WARPS, return_lse, PLAIN)
     return make[name](spec)
 
 
@@ -86,11 +89,12 @@ def compiled(kernel, arch):
 def backward_kernel_of(name, arch, d, causal, aligned):
     """The same for the backward pass."""
     if name == "row sums":
-        return fa2_backward.make_row_sums(d, True)
+        return fa2_backward.make_row_sums(d, True, PLAIN)
     if name == "dS":
-        return standard_backward.make_standard_score_gradients(4096, standard.MAX_WARPS)
+        return standard_backward.make_standard_score_gradients(4096, standard.MAX_WARPS, PLAIN)
     tiles = default_backward_tiles(4096, 4096, d, SHARED[arch])
-    spec = specialise(tiles, d, SHARED[arch], BackwardSpec, causal=causal, aligned=aligned)
+    facts = {"features": Features(causal=causal), "aligned": aligned}
+    spec = specialise(tiles, d, SHARED[arch], BackwardSpec, **facts)
     make = {
         "fa1": fa1_backward.make_backward,
         "fa2": fa2_backward.make_backward,
@@ -195,6 +199,44 @@ def test_a_backward_kernel_compiles_within_its_budgets(case):
     assert ("red.global.add.f32" in ptx) == (name == "fa2")
 
 
+OPTIONS = ("window", "softcap", "bias", "alibi", "q_lens", "packed", "sparse", "dropout")
+FLASH = {
+    "fa1": (fa1_forward.make_forward, fa1_backward.make_backward),
+    "fa2": (fa2_forward.make_forward, fa2_backward.make_backward),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("algorithm, d", [("fa1", 128), ("fa2", 64)])
+def test_a_kernel_with_an_option_compiles_within_its_budgets(algorithm, d, option):
+    features = Features(**{option: True})
+    sizes = 4096, 4096, d, SHARED["sm_90a"]
+    for make, tiles, kind in zip(
+        FLASH[algorithm],
+        (default_tiles(algorithm, *sizes), default_backward_tiles(*sizes)),
+        (Spec, BackwardSpec),
+        strict=True,
+    ):
+        kernel = make(specialise(tiles, d, SHARED["sm_90a"], kind, features=features))
+        ptx, log = compiled(kernel, "sm_90a")
+        assert ".f64" not in ptx and ".local" not in ptx
+        spills = re.findall(r"(\d+) bytes (stack frame|spill stores|spill loads)", log)
+        assert len(spills) == 3 and all(n == "0" for n, _ in spills), log
+
+
+@pytest.mark.parametrize("algorithm", FLASH)
+def test_a_plain_kernel_has_no_argument_for_an_option(algorithm):
+    """Its last argument is an empty tuple, which the compiled kernel does not have."""
+    arrays = {4: 13, 3: 11}  # words of an array by its axes
+    for n, make in enumerate(FLASH[algorithm]):
+        spec = specialise(Tiles(64, 64), 64, SHARED["sm_90a"], (Spec, BackwardSpec)[n])
+        kernel = make(spec)
+        assert kernel.argument_types[-1].fields == ()
+        ptx, _ = compiled(kernel, "sm_90a")
+        words = sum(arrays[t.ndim] if hasattr(t, "ndim") else 1 for t in kernel.argument_types[:-1])
+        assert ptx.count("_param_") and len(set(re.findall(r"_param_(\d+)", ptx))) == words
+
+
 @pytest.mark.parametrize("module", [fa1_forward, fa2_forward], ids=["fa1", "fa2"])
 def test_the_docstrings_shared_memory_is_the_kernels(module):
     formula = re.search(r"Shared memory, floats: +(.*)", module.__doc__)[1]
@@ -233,7 +275,7 @@ def test_the_docstrings_shared_memory_is_the_backward_kernels(module):
 
 def test_the_default_backward_plan_is_what_is_compiled_here():
     for d in (64, 128):
-        for algorithm, n, name in (("fa1", 0, "fa1"), ("fa2", 1, "fa2"), ("standard", 2, None)):
+        for algorithm, n, name in (("fa1", 0, "fa1"), ("fa2", 1, "fa2"), ("standard", 4, None)):
             with fa_numba.device.using("emulator"):
                 shape = (1, 1, 4096, d)
                 plan = fa_numba.plan(shape, shape, algorithm=algorithm, passes="bwd")

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import test_block_sparse
+import test_training
 
 import fa_numba
 from experiments import __main__ as command
@@ -34,7 +36,10 @@ from experiments.lab.store import EMULATOR, MODEL, Row, Store
 from fa_numba import io_model, reference
 from fa_numba.problem import Problem
 
-NAMES = ["block_size", "io_vs_seqlen", "loop_cost", "speed", "speed_backward"]
+NAMES = [
+    *("block_size", "block_sparse", "char_model", "io_vs_seqlen", "loop_cost"),
+    *("speed", "speed_backward"),
+]
 
 
 def gpu_row(experiment, problem, **fields):
@@ -45,7 +50,11 @@ def gpu_row(experiment, problem, **fields):
 def synthetic(name, machine="some-gpu"):
     """A few rows of each kind that the figure draws."""
     rows = []
-    if name == "io_vs_seqlen":
+    if name == "block_sparse":
+        rows = test_block_sparse.synthetic()
+    elif name == "char_model":
+        rows = test_training.synthetic()
+    elif name == "io_vs_seqlen":
         tiles = SimpleNamespace(Br=64, Bc=64)
         for place, source in ((MODEL, "model"), (EMULATOR, "counted")):
             for series, form in (("fa1-simt", io_model.fa1), ("fa2-simt", io_model.fa2)):
@@ -113,7 +122,8 @@ def store_synthetic(name, folder, machine="some-gpu"):
     from experiments.lab.store import Recorder
 
     about = {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
-    recorder = Recorder(Store(folder), name, lambda machine: about)
+    swept = getattr(runner.load(name), "SWEPT", ())
+    recorder = Recorder(Store(folder), name, lambda machine: about, swept)
     for row in synthetic(name, machine):
         recorder.add(row)
     recorder.finish(complete=True)
@@ -1014,6 +1024,8 @@ def test_make_takes_no_path_of_cuda_for_the_wheels():
 @pytest.mark.skipif(not fa_numba.device.gpu_available(), reason="no CUDA GPU")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_experiment_measures_on_a_gpu(name, tmp_path):
+    if getattr(runner.load(name), "NEEDS_TORCH", False) and not peers.available():
+        pytest.skip("no torch with CUDA")
     done = run("run", name, "--quick", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     store = Store(tmp_path)
@@ -1034,6 +1046,8 @@ def test_every_experiment_measures_on_a_gpu(name, tmp_path):
         done_ = {(row.series, row.pass_) for row in rows if not row.failed}
         shown = speed_backward.ALL if peers.available() else speed_backward.OURS
         assert done_ == {(s, p) for s in shown for p in speed_backward.passes_of(s)}
+    if name in ("block_sparse", "char_model"):
+        assert not [row.note for row in rows if row.failed]
     if name == "loop_cost":
         timed = {row.series for row in rows if row.metric == "time" and not row.failed}
         assert timed == set(loop_cost.STEPS)

@@ -70,14 +70,14 @@ def backward_options(series: str) -> dict[str, Any]:
     return {"deterministic": True} if series == DETERMINISTIC else {}
 
 
-def gradients(series: str, problem: Problem, pass_: str, *arrays: Any) -> Callable:
+def gradients(series: str, problem: Problem, pass_: str, *arrays: Any, **given: Any) -> Callable:
     """A function that gives dq, dk and dv once by the series; `arrays` are q, k, v and dout.
 
-    For "bwd" it runs the backward pass alone, for "fwd+bwd" a forward pass before it. It takes
-    `out`, which it leaves alone: the gradients are made in the call.
+    For "bwd" it runs the backward pass alone, for "fwd+bwd" a forward pass before it, both with
+    what is `given`. It takes `out`, which it leaves alone: the gradients are made in the call.
     """
     q, k, v, dout = arrays
-    common = {"algorithm": algorithm(series), "causal": problem.causal}
+    common = {"algorithm": algorithm(series), "causal": problem.causal, **given}
     options = common | backward_options(series)
 
     def forward() -> Any:

@@ -8,8 +8,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fa_numba import io_model
 from fa_numba.problem import Problem
@@ -17,7 +18,7 @@ from fa_numba.problem import Problem
 from .algorithms import BACKWARD_LABELS, LABELS
 from .options import FIGURES, REPOSITORY
 from .provenance import when_and_where
-from .store import MODEL, Row, Store
+from .store import MODEL, PUBLISHED, Row, Store
 
 PAGE = REPOSITORY / "paper_repro.md"
 # The GPU of the page's numbers: whatever else is recorded, the page stays as it is.
@@ -249,11 +250,101 @@ def loop_cost(store: Store) -> str:
     )
 
 
+def block_sparse(store: Store) -> str:
+    """Time, and time and accesses over those without a mask, over the share of blocks."""
+    from experiments import block_sparse as experiment
+
+    rows, source = _gpu_rows(store, experiment.NAME)
+    if not rows:
+        return NO_RECORDING + "\n"
+    setting = experiment.setting(experiment.SEQLEN, experiment.HEAD_DIM)
+    of_setting = (setting.batch, setting.seqlen_q, setting.head_dim, False)
+    curves = [experiment.curve(experiment.published_rows(), PUBLISHED, ("time",))]
+    for pass_ in experiment.PASSES:
+        for series in experiment.SERIES:
+            mine = [r for r in rows if r.pass_ == pass_ and (r.batch, *_sizes(r)) == of_setting]
+            curves.append(experiment.curve(mine, series, ("time",)))
+    moved = [
+        experiment.relative(
+            experiment.curve(
+                [
+                    r
+                    for r in store.read(experiment.NAME, MODEL)
+                    if r.pass_ == "fwd+bwd" and (r.batch, *_sizes(r)) == of_setting
+                ],
+                series,
+                ("loads", "stores"),
+            )
+        )
+        for series in experiment.SERIES
+    ]
+    lines = []
+    for share in (*experiment.SHARES, None):
+        cells = ["no mask" if share is None else str(share)]
+        for points in curves:
+            cells += _cell(points, share, ".1f"), _cell(experiment.relative(points), share, ".2f")
+        lines.append(cells + [_cell(points, share, ".2f") for points in moved])
+    names = [LABELS[series] for series in experiment.SERIES]
+    columns = ["paper"]
+    columns += [f"{name}, {pass_}" for pass_ in experiment.PASSES for name in names]
+    header = ["non-zero blocks, %"]
+    header += [each for name in columns for each in (f"{name}, ms", "over no mask")]
+    header += [f"{name}, accesses over no mask" for name in names]
+    return (
+        f"N={experiment.SEQLEN}, d={experiment.HEAD_DIM}, {setting.heads_q} heads, batch "
+        f"{setting.batch}, fp32, blocks of {experiment.SIZE}; the paper (fwd+bwd, A100, fp16) does "
+        f"not say batch and heads. {source}\n\n" + _markdown(header, lines)
+    )
+
+
+def char_model(store: Store) -> str:
+    """Held-out loss after training: each series' mean, spread over seeds, distance to torch's."""
+    from experiments import char_model as experiment
+
+    rows, source = _gpu_rows(store, experiment.NAME)
+    of_setting = (experiment.CONTEXT, experiment.HEAD_DIM, True)
+    found = experiment.summaries([row for row in rows if _sizes(row) == of_setting])
+    if not found:
+        return NO_RECORDING + "\n"
+    lines = [
+        [
+            LABELS[series],
+            str(each.seeds),
+            f"{each.loss:.4f}",
+            f"{each.spread:.4f}",
+            "-" if each.difference is None else f"{each.difference:.1e}",
+        ]
+        for series, each in found.items()
+    ]
+    reference = LABELS[experiment.REFERENCE]
+    header = [
+        "attention",
+        "seeds",
+        "held-out loss, nats a character",
+        "spread over seeds",
+        f"largest distance to {reference}, same seed",
+    ]
+    return (
+        f"{experiment.STEPS} steps, {experiment.LAYERS} layers of width {experiment.D_MODEL}, "
+        f"context {experiment.CONTEXT}, batch {experiment.BATCH}, fp32. {source}\n\n"
+    ) + _markdown(header, lines)
+
+
+def _sizes(row: Row) -> tuple[int, int, bool]:
+    return row.seqlen_q, row.head_dim, row.causal
+
+
+def _cell(points: Mapping[Any, float], key: Any, form: str) -> str:
+    return format(points[key], form) if key in points else "-"
+
+
 TABLES: dict[str, Callable[[Store], str]] = {
     "speed": speed,
     "speed_backward": speed_backward,
     "memory": memory,
     "block_size": block_size,
+    "block_sparse": block_sparse,
+    "char_model": char_model,
     "io_vs_seqlen": io_vs_seqlen,
     "loop_cost": loop_cost,
 }

@@ -16,7 +16,7 @@ from rich.table import Table
 import experiments
 from fa_numba import device
 
-from . import provenance
+from . import peers, provenance
 from .options import FIGURES, Bench, Options
 from .store import EMULATOR, MODEL, Outcome, Recorder, Row, Store
 
@@ -62,6 +62,10 @@ class Runner:
         if module.NEEDS_GPU and self.machine is None:
             report.not_measured = "needs a CUDA GPU"
             self.console.print(f"[bold]{name}[/]: needs a CUDA GPU, and this machine has none")
+            return
+        if getattr(module, "NEEDS_TORCH", False) and not peers.available():
+            report.not_measured = "needs torch with CUDA"
+            self.console.print(f"[bold]{name}[/]: needs torch with CUDA, which is not installed")
             return
         self.console.print(f"[bold]{name}[/]: {module.TITLE}")
         swept = getattr(module, "SWEPT", ())

@@ -29,7 +29,8 @@ class Row:
     """One number. `machine` names the file it stands in; the other fields are the CSV's columns.
 
     `value` is None for a configuration that failed; `note` then says why. `p20`, `p80` and `n`
-    belong to timings: percentiles and how many runs.
+    belong to timings: percentiles and how many runs. An experiment that varies what no column has
+    says where a row stands at the start of `note`, up to a semicolon: `place`.
     """
 
     machine: str
@@ -69,8 +70,13 @@ class Row:
         return tuple(getattr(self, name) for name in _KEY)
 
     @property
+    def place(self) -> str:
+        """The note up to a semicolon: "10 % of blocks" of "10 % of blocks; failed: why"."""
+        return self.note.partition(";")[0]
+
+    @property
     def _order(self) -> tuple[Any, ...]:
-        return tuple(-1 if part is None else part for part in self.key)
+        return (*(-1 if part is None else part for part in self.key), self.note)
 
 
 _FIELDS = tuple(f.name for f in fields(Row) if f.name != "machine")
@@ -197,7 +203,7 @@ class Recorder:
     the run measured all there is: then no older row of its series and sources is left.
 
     `swept` names the columns that an experiment varies, such as Br and Bc; rows that differ in
-    them do not contradict each other.
+    them do not contradict each other. "note" among them: rows differ by their `place`.
     """
 
     def __init__(
@@ -211,6 +217,7 @@ class Recorder:
         self._provenance = provenance
         chosen = {"metric", "Br", "Bc"} - set(swept)
         self._setting = tuple(name for name in _KEY if name not in chosen)
+        self._placed = "note" in swept
         self._rows: dict[str, dict[tuple[Any, ...], Row]] = {}
         self._fresh: dict[str, set[tuple[Any, ...]]] = {}
         self._before: dict[str, dict[str, Any]] = {}
@@ -220,12 +227,12 @@ class Recorder:
         machine = row.machine
         if machine not in self._rows:
             stored = self.store.read(self.experiment, machine)
-            self._rows[machine] = {old.key: old for old in stored}
+            self._rows[machine] = {self._key_of(old): old for old in stored}
             self._fresh[machine] = set()
             self._before[machine] = self.store.provenance(self.experiment, machine)
             self.outcomes[machine] = Outcome()
-        self._rows[machine][row.key] = row
-        self._fresh[machine].add(row.key)
+        self._rows[machine][self._key_of(row)] = row
+        self._fresh[machine].add(self._key_of(row))
         setting = self._setting_of(row)
         self._drop(
             machine,
@@ -247,8 +254,12 @@ class Recorder:
             self._write(machine)
         return self.outcomes
 
+    def _key_of(self, row: Row) -> tuple[Any, ...]:
+        return (*row.key, row.place) if self._placed else row.key
+
     def _setting_of(self, row: Row) -> tuple[Any, ...]:
-        return tuple(getattr(row, name) for name in self._setting)
+        setting = tuple(getattr(row, name) for name in self._setting)
+        return (*setting, row.place) if self._placed else setting
 
     def _drop(self, machine: str, stale: Callable[[Row], bool]) -> None:
         rows, fresh = self._rows[machine], self._fresh[machine]

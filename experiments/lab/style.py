@@ -104,6 +104,17 @@ def byte_axis(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
+def _settle(figure: Figure) -> None:
+    """Lay the axes out now, and round where they are.
+
+    The solver's last bits depend on memory addresses, and an SVG names its clip paths by them.
+    """
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for ax in figure.axes:
+        ax.set_position([round(x, 5) for x in ax.get_position().bounds])
+
+
 def save(figure: Figure, stem: Path, footnote: str) -> list[Path]:
     """Write stem.svg and stem.png with the footnote; gives the files that changed."""
     with matplotlib.rc_context(RC):
@@ -120,6 +131,7 @@ def save(figure: Figure, stem: Path, footnote: str) -> list[Path]:
             color="#555555",
             va="bottom",
         )
+        _settle(figure)
         changed = []
         for suffix, options in (
             (".svg", {"metadata": {"Date": None, "Creator": None}}),

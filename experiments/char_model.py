@@ -1,0 +1,387 @@
+"""Training a small language model with our attention and with torch's: the loss over the steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+from fa_numba.problem import Problem
+
+from .lab.algorithms import LABELS, row_fields
+from .lab.options import Bench, Options
+from .lab.settings import SEED
+from .lab.store import Row
+from .lab.timing import WrongResult, attempt
+
+try:
+    import torch
+    from torch.nn import functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from fa_numba.torch import attention
+except ImportError:  # pragma: no cover
+    torch = None
+
+NAME = "char_model"
+TITLE = "training a small language model with our attention and torch's"
+DESCRIPTION = (
+    "A two-layer transformer learns generated text, character by character, 200 steps in fp32 with "
+    "fa_numba.torch.attention and with torch's scaled_dot_product_attention, from the same weights "
+    "on the same batches: the loss, and how far it is from torch's, beside its spread over seeds."
+)
+NEEDS_GPU = True
+NEEDS_TORCH = True
+# A row's seed and step stand in its note.
+SWEPT = ("note",)
+
+CONTEXT, BATCH, HEAD_DIM, D_MODEL, LAYERS = 256, 32, 64, 256, 2
+STEPS, QUICK_STEPS, EVERY = 200, 20, 5
+SEEDS, QUICK_SEEDS = (0, 1, 2), (0,)
+LEARNING_RATE, WARMUP = 1e-3, 20
+CHARACTERS = 2**19
+HELD_OUT = 8  # one in so many characters, the last ones; and as many batches of them
+# The others' losses are compared with this one's.
+REFERENCE = "torch-efficient"
+OURS = "fa2-simt"
+SERIES = (REFERENCE, "torch-unfused", OURS)
+# The loss of training batches, and that of held-out text after the last step.
+TRAINING, AFTER = "fwd+bwd", "fwd"
+
+
+def attention_of(series: str) -> Callable[..., Any]:
+    """Causal attention of q, k and v, (batch, heads, context, head_dim) each, by the series."""
+    if series == OURS:
+        return lambda q, k, v: attention(q, k, v, causal=True)
+    backend = {
+        "torch-efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "torch-unfused": SDPBackend.MATH,
+    }[series]
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return attend
+
+
+# --- text ------------------------------------------------------------------------------------
+
+BRACKETS = ("()", "[]", "<>")
+OPERATIONS: dict[str, Callable[[int, int], int]] = {
+    "+": lambda a, b: (a + b) % 10,
+    "-": lambda a, b: (a - b) % 10,
+    "*": lambda a, b: (a * b) % 10,
+}
+ALPHABET = "\n0123456789=" + "".join(BRACKETS) + "".join(OPERATIONS)
+
+
+def expression(draw: random.Random, depth: int) -> tuple[str, int]:
+    """An expression of one-digit numbers in nested brackets, and its value modulo 10."""
+    if depth == 0 or draw.random() < 0.2:
+        digit = draw.randrange(10)
+        return str(digit), digit
+    (left, a), (right, b) = (expression(draw, depth - 1) for _ in range(2))
+    sign, (opened, closed) = draw.choice(tuple(OPERATIONS)), draw.choice(BRACKETS)
+    return f"{opened}{left}{sign}{right}{closed}", OPERATIONS[sign](a, b)
+
+
+def generate(characters: int, seed: int = SEED) -> str:
+    """Lines such as "<(3+4)*2>=4": brackets to close, each by its own kind, and values to find."""
+    draw, lines, length = random.Random(seed), [], 0
+    while length < characters:
+        left, value = expression(draw, 4)
+        lines.append(f"{left}={value}\n")
+        length += len(lines[-1])
+    return "".join(lines)[:characters]
+
+
+@dataclass(frozen=True)
+class Text:
+    """Characters as numbers: those to learn from, and those held out."""
+
+    training: np.ndarray
+    held_out: np.ndarray
+
+    @classmethod
+    def of(cls, text: str) -> Text:
+        numbers = np.array([ALPHABET.index(character) for character in text], np.int64)
+        last = len(numbers) // HELD_OUT
+        return cls(numbers[:-last], numbers[-last:])
+
+    def batches(self, problem: Problem, seed: int, steps: int) -> np.ndarray:
+        """Training text, (steps, batch, context + 1), from places drawn with the seed."""
+        draw = np.random.default_rng([SEED, seed])
+        size = (steps, problem.batch, 1)
+        starts = draw.integers(0, len(self.training) - problem.seqlen_q, size)
+        return self.training[starts + np.arange(problem.seqlen_q + 1)]
+
+    def to_evaluate(self, problem: Problem) -> np.ndarray:
+        """Held-out text, (HELD_OUT, batch, context + 1), from places at equal distances."""
+        last = len(self.held_out) - problem.seqlen_q - 1
+        starts = np.linspace(0, last, HELD_OUT * problem.batch).astype(int)
+        starts = starts.reshape(HELD_OUT, problem.batch, 1)
+        return self.held_out[starts + np.arange(problem.seqlen_q + 1)]
+
+
+# --- model -----------------------------------------------------------------------------------
+
+
+def setting(context: int, head_dim: int) -> Problem:
+    """The attention of one layer: heads for D_MODEL, one at least."""
+    heads = max(1, D_MODEL // head_dim)
+    return Problem(BATCH, heads, heads, context, context, head_dim, causal=True)
+
+
+def weights(problem: Problem, seed: int, device: str) -> dict[str, Any]:
+    """The model's parameters: pre-norm, without biases, normal with deviation 0.02."""
+    D, N = problem.heads_q * problem.head_dim, problem.seqlen_q
+    shapes = {"characters": (len(ALPHABET), D), "places": (N, D)}
+    for layer in range(LAYERS):
+        shapes |= {
+            f"{layer}.norm": (D,),
+            f"{layer}.qkv": (3 * D, D),
+            f"{layer}.out": (D, D),
+            f"{layer}.norm_mlp": (D,),
+            f"{layer}.up": (4 * D, D),
+            f"{layer}.down": (D, 4 * D),
+        }
+    shapes |= {"norm": (D,), "head": (len(ALPHABET), D)}
+    draw = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, shape in shapes.items():
+        w = torch.ones(shape) if len(shape) == 1 else 0.02 * torch.randn(shape, generator=draw)
+        found[name] = w.to(device).requires_grad_()
+    return found
+
+
+def logits(w: dict[str, Any], characters: Any, problem: Problem, attend: Callable) -> Any:
+    """(batch, context, alphabet) from characters (batch, context)."""
+    H, d = problem.heads_q, problem.head_dim
+    x = F.embedding(characters, w["characters"]) + w["places"]
+    B, N, D = x.shape
+
+    def norm(x: Any, name: str) -> Any:
+        return F.layer_norm(x, (D,), w[name])
+
+    for layer in range(LAYERS):
+        qkv = F.linear(norm(x, f"{layer}.norm"), w[f"{layer}.qkv"])
+        q, k, v = qkv.view(B, N, 3, H, d).permute(2, 0, 3, 1, 4)
+        heads = attend(q, k, v).transpose(1, 2).reshape(B, N, D)
+        x = x + F.linear(heads, w[f"{layer}.out"])
+        hidden = F.gelu(F.linear(norm(x, f"{layer}.norm_mlp"), w[f"{layer}.up"]))
+        x = x + F.linear(hidden, w[f"{layer}.down"])
+    return F.linear(norm(x, "norm"), w["head"])
+
+
+def _loss(w: dict[str, Any], window: Any, problem: Problem, attend: Callable) -> Any:
+    """Mean cross entropy, in nats a character, of windows (batch, context + 1)."""
+    found = logits(w, window[:, :-1], problem, attend)
+    return F.cross_entropy(found.flatten(0, 1), window[:, 1:].flatten())
+
+
+def train(
+    series: str, problem: Problem, text: Text, seed: int, steps: int, device: str = "cuda"
+) -> tuple[np.ndarray, float]:
+    """Losses of the training batches, (steps,), and that of held-out text afterwards, in nats.
+
+    Raises WrongResult for a loss that is no finite number.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = False
+    attend, w = attention_of(series), weights(problem, seed, device)
+    batches = torch.as_tensor(text.batches(problem, seed, steps), device=device)
+    optimizer = torch.optim.AdamW(w.values(), lr=LEARNING_RATE)
+    losses = []
+    for step, window in enumerate(batches, 1):
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * min(1.0, step / WARMUP)
+        loss = _loss(w, window, problem, attend)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    with torch.no_grad():
+        windows = torch.as_tensor(text.to_evaluate(problem), device=device)
+        held_out = torch.stack([_loss(w, window, problem, attend) for window in windows]).mean()
+    found = torch.stack([*losses, held_out]).double().cpu().numpy()
+    if not np.isfinite(found).all():
+        raise WrongResult(f"the loss is no finite number from step {np.isfinite(found).argmin()}")
+    return found[:-1], float(found[-1])
+
+
+# --- rows ------------------------------------------------------------------------------------
+
+
+def measure(options: Options, bench: Bench) -> Iterator[Row]:
+    """Losses of every series and seed, and their differences to REFERENCE with the same seed."""
+    assert bench.machine is not None
+    if options.causal is not None and True not in options.causal:
+        bench.say("  not trained without a mask: a language model's attention is causal")
+        return
+    contexts, head_dims = options.seqlens or (CONTEXT,), options.head_dims or (HEAD_DIM,)
+    steps = QUICK_STEPS if options.quick else STEPS
+    text = Text.of(generate(CHARACTERS))
+    runs = [
+        (setting(N, d), seed, series)
+        for N in contexts
+        for d in head_dims
+        for seed in (QUICK_SEEDS if options.quick else SEEDS)
+        for series in SERIES
+    ]
+    expected = None
+    for problem, seed, series in bench.track(runs, "training"):
+        if series == REFERENCE:
+            expected = None
+        found, failure = attempt(lambda s=series, p=problem, n=seed: train(s, p, text, n, steps))
+        common = {"machine": bench.machine, "experiment": NAME, "series": series}
+        common |= {"source": "measured", "unit": "nat", **row_fields(problem)}
+        if failure:
+            note = f"{place(seed, 0)}; {failure}"
+            yield Row(pass_=TRAINING, metric="loss", value=None, note=note, **common)
+            continue
+        if series == REFERENCE:
+            expected = found
+        yield from _rows(found, expected, seed, **common)
+
+
+def _rows(found: Any, expected: Any, seed: int, **common: Any) -> Iterator[Row]:
+    """Every EVERY-th loss and the first, the held-out one, and what they are beside `expected`."""
+    losses, held_out = found
+    steps = len(losses)
+    kept = [step for step in range(1, steps + 1) if step == 1 or step % EVERY == 0]
+    values = [(TRAINING, step, losses[step - 1]) for step in kept] + [(AFTER, steps, held_out)]
+    for pass_, step, value in values:
+        fields = {"pass_": pass_, "note": place(seed, step), **common}
+        yield Row(metric="loss", value=float(value), **fields)
+        if expected is None or common["series"] == REFERENCE:
+            continue
+        other = expected[0][step - 1] if pass_ == TRAINING else expected[1]
+        yield Row(metric="loss_difference", value=float(value - other), **fields)
+
+
+def place(seed: int, step: int) -> str:
+    return f"seed {seed}, step {step:03d}"
+
+
+def seed_and_step(row: Row) -> tuple[int, int]:
+    seed, step = row.place.removeprefix("seed ").split(", step ")
+    return int(seed), int(step)
+
+
+def curves(rows: Sequence[Row], series: str, metric: str, pass_: str) -> dict[int, list[float]]:
+    """Step -> the values of all seeds."""
+    found: dict[int, list[float]] = {}
+    wanted = [r for r in rows if (r.series, r.metric, r.pass_) == (series, metric, pass_)]
+    for row in sorted(wanted, key=seed_and_step):
+        if row.value is not None:
+            found.setdefault(seed_and_step(row)[1], []).append(float(row.value))
+    return found
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One series after training, in nats: the held-out loss, its mean and its spread over seeds
+    (largest less smallest), and its largest difference to REFERENCE's with the same seed."""
+
+    seeds: int
+    loss: float
+    spread: float
+    difference: float | None
+
+
+def summaries(rows: Sequence[Row]) -> dict[str, Summary]:
+    """Each series of one problem after its last step."""
+    found = {}
+    for series in SERIES:
+        losses = curves(rows, series, "loss", AFTER)
+        if losses:
+            values = losses[max(losses)]
+            away = curves(rows, series, "loss_difference", AFTER)
+            largest = max(map(abs, away[max(away)])) if away else None
+            spread = max(values) - min(values)
+            found[series] = Summary(len(values), mean(values), spread, largest)
+    return found
+
+
+# --- figure ----------------------------------------------------------------------------------
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """The loss over the steps, and the difference to torch's: a row of panels a problem."""
+    from .lab import style
+
+    rows = [row for row in rows if not row.failed]
+    problems = sorted({(row.seqlen_q, row.head_dim) for row in rows})
+    if not problems:
+        return None
+    figure, axes = style.new(len(problems), 2, 0.9 + 3.6 * len(problems))
+    for (N, d), (left, right) in zip(problems, axes, strict=True):
+        mine = [row for row in rows if (row.seqlen_q, row.head_dim) == (N, d)]
+        left.set_title(f"training loss, context {N}, d={d}")
+        right.set_title(f"distance to {LABELS[REFERENCE]}, same seed")
+        _losses(left, mine, style)
+        _differences(right, mine, style)
+    shown: dict[str, Any] = {}
+    for ax in axes.flat:
+        handles, labels = ax.get_legend_handles_labels()
+        shown |= dict(zip(labels, handles, strict=True)) | shown
+    if shown:
+        title = f"{LAYERS} layers, fp32, batch {BATCH}; bands: all seeds"
+        figure.legend(
+            shown.values(), shown.keys(), loc="outside upper center", ncols=4, title=title
+        )
+    return figure
+
+
+# Ours above torch's, which it covers: thinner, so that both are seen.
+_WIDTHS = {REFERENCE: 4.5, "torch-unfused": 3.0, OURS: 1.4}
+
+
+def _band(
+    ax: Any, points: dict[int, list[float]], series: str, style: Any, width: float | None = None
+) -> bool:
+    """The mean over seeds, and from the smallest to the largest; whether there is any."""
+    if not points:
+        return False
+    x = sorted(points)
+    colour = style.COLOURS[series]
+    ax.plot(x, [mean(points[n]) for n in x], color=colour, lw=width, label=LABELS[series])
+    low, high = ([f(points[n]) for n in x] for f in (min, max))
+    ax.fill_between(x, low, high, color=colour, alpha=0.2, lw=0)
+    return True
+
+
+def _losses(ax: Any, rows: Sequence[Row], style: Any) -> None:
+    found = [_band(ax, curves(rows, s, "loss", TRAINING), s, style, _WIDTHS[s]) for s in SERIES]
+    if not any(found):
+        style.empty(ax, "no losses")
+        return
+    ax.set_xlabel("step")
+    ax.set_ylabel("nats a character")
+    ax.set_xlim(left=0)
+
+
+def _differences(ax: Any, rows: Sequence[Row], style: Any) -> None:
+    drawn = False
+    for series in SERIES:
+        signed = curves(rows, series, "loss_difference", TRAINING)
+        # A difference of nothing has no place on a log axis.
+        sizes = {step: [abs(x) for x in values if x] for step, values in signed.items()}
+        drawn |= _band(ax, {step: x for step, x in sizes.items() if x}, series, style)
+    if not drawn:
+        style.empty(ax, "no differences")
+        return
+    losses = curves(rows, REFERENCE, "loss", TRAINING)
+    spread = {step: max(x) - min(x) for step, x in losses.items() if len(x) > 1}
+    if spread:
+        x = sorted(spread)
+        y = [spread[step] for step in x]
+        ax.plot(x, y, color="#444444", ls=":", label=f"{LABELS[REFERENCE]}: spread over seeds")
+    ax.set_yscale("log")
+    ax.set_xlabel("step")
+    ax.set_ylabel("nats a character")
+    ax.set_xlim(left=0)

@@ -1,0 +1,335 @@
+"""Time over the share of non-zero blocks: masks, rows, checks and the figure."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import fa_numba
+from experiments import __main__ as command
+from experiments import block_sparse
+from experiments.block_sparse import SHARES, block_mask, setting
+from experiments.lab import report, runner, style, timing
+from experiments.lab.algorithms import plan
+from experiments.lab.options import Bench, Options
+from experiments.lab.settings import Inputs
+from experiments.lab.store import EMULATOR, MODEL, Recorder, Row, Store, dump
+
+
+def timed(problem, machine="some-gpu", passes=tuple(block_sparse.PASSES), shares=(None, *SHARES)):
+    """Rows of a GPU whose time is a constant and a part in proportion to the share."""
+    rows = []
+    for n, series in enumerate(block_sparse.SERIES):
+        for pass_ in passes:
+            for share in shares:
+                value = (1 + n) * (5.0 + 0.95 * (100 if share is None else share))
+                fields = block_sparse._fields(problem, series, pass_, block_sparse.SIZE, share)
+                common = {"machine": machine, "source": "measured", "metric": "time", "unit": "ms"}
+                rows.append(Row(value=value, p20=value, p80=value, n=20, **common, **fields))
+    return rows
+
+
+def synthetic(machine="some-gpu"):
+    """A few rows of each kind that the figure draws."""
+    problem = setting(4096, 64)
+    rows = timed(problem, machine)
+    for share in (None, 10, 50, 100):
+        for series in block_sparse.SERIES:
+            rows += block_sparse._model(problem, series, block_sparse.SIZE, share)
+    return rows
+
+
+# --- masks -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seqlen", [4096, 1024, 4000])
+def test_a_mask_has_its_share_of_blocks_and_the_diagonal(seqlen):
+    T = -(-seqlen // 64)
+    before = np.zeros((T, T), bool)
+    for share in SHARES:
+        mask = block_mask(seqlen, 64, share)
+        assert mask.shape == (T, T) and mask.dtype == bool
+        assert np.count_nonzero(mask) == round(share / 100 * T * T)
+        assert mask.diagonal().all()
+        assert not (before & ~mask).any(), "the blocks of a smaller share are kept"
+        np.testing.assert_array_equal(mask, block_mask(seqlen, 64, share))
+        before = mask
+    assert before.all()
+
+
+def test_blocks_are_spread_over_the_matrix():
+    mask = block_mask(4096, 64, 50)
+    for axis in (0, 1):
+        assert 16 < mask.sum(axis=axis).min() and mask.sum(axis=axis).max() < 48
+    assert abs(np.count_nonzero(np.triu(mask, 1)) - np.count_nonzero(np.tril(mask, -1))) < 200
+
+
+def test_a_share_below_the_diagonals_is_left_out_and_said():
+    said = []
+    assert block_mask(256, 64, 20) is None
+    found = block_sparse._shares(Bench(say=said.append), setting(256, 64), 64, SHARES)
+    assert found == [None, 30, 40, 50, 60, 70, 80, 90, 100]
+    assert "the diagonal is more than 20 % of the blocks" in said[0]
+    assert block_sparse._shares(Bench(), setting(4096, 64), 64, SHARES) == [None, *SHARES]
+
+
+# --- published -------------------------------------------------------------------------------
+
+
+def test_the_papers_points():
+    rows = block_sparse.published_rows()
+    times = block_sparse.curve(rows, "published", ("time",))
+    assert set(times) == {None, *SHARES[:-1]}
+    assert (times[10], times[90], times[None]) == (27.2, 175.6, 188.4)
+    assert {(r.pass_, r.dtype, r.seqlen_q) for r in rows} == {("fwd+bwd", "float16", 4096)}
+    # The straight line through them begins near 0: time is about proportional to the share.
+    shares = np.array(SHARES[:-1])
+    slope, start = np.polyfit(shares, [times[s] for s in SHARES[:-1]], 1)
+    assert 0 < start < 0.05 * times[None] and 100 * slope == pytest.approx(times[None], rel=0.03)
+
+
+# --- rows ------------------------------------------------------------------------------------
+
+
+def test_accesses_grow_with_the_share_as_the_tiles_visited():
+    problem = setting(4096, 64)
+    for series in block_sparse.SERIES:
+        rows = [
+            row
+            for share in (None, *SHARES)
+            for row in block_sparse._model(problem, series, block_sparse.SIZE, share)
+        ]
+        for pass_ in block_sparse.PASSES:
+            mine = [row for row in rows if row.pass_ == pass_]
+            moved = block_sparse.curve(mine, series, ("loads", "stores"))
+            steps = np.diff([moved[share] for share in SHARES])
+            # Blocks are whole, so a tenth of them is not the same number everywhere.
+            assert steps.min() == pytest.approx(steps.max(), rel=0.01)
+            # What does not grow: each array once or twice.
+            once = 12 * np.prod(problem.q_shape)
+            assert 0 <= moved[10] - steps.mean() <= once
+            assert block_sparse.relative(moved)[None] == 1
+
+
+@pytest.mark.parametrize("series", block_sparse.SERIES)
+def test_a_pass_is_the_sum_of_its_calls(series):
+    problem = setting(4096, 64)
+    given = {"tiles": fa_numba.Tiles(64, 64), "block_mask": block_mask(4096, 64, 30)}
+    forward = plan(series, problem, return_lse=True, **given).accesses
+    backward = plan(series, problem, passes="bwd", **given).accesses
+    rows = block_sparse._model(problem, series, 64, 30)
+    found = {(row.pass_, row.metric): row.value for row in rows}
+    assert found["fwd+bwd", "loads"] == forward.total_loads + backward.total_loads
+    assert found["fwd", "stores"] == forward.total_stores
+
+
+def test_counts_equal_the_model():
+    problem = block_sparse.one_head(48, 16)
+    rows, inputs = [], Inputs(gradient=True)
+    for series in block_sparse.SERIES:
+        for share in (None, 60):
+            rows += block_sparse._model(problem, series, 16, share)
+            rows += block_sparse._count(problem, series, 16, share, inputs)
+    assert block_sparse.equal_counts_of_shares(rows) == (16, 16)
+    broken = [
+        r if r.source == "model" or r.place != "60 % of blocks" else replace(r, value=1)
+        for r in rows
+    ]
+    assert block_sparse.equal_counts_of_shares(broken) == (8, 16)
+
+
+def test_without_a_gpu_it_models_and_counts(monkeypatch):
+    counted = []
+
+    def count(problem, series, size, share, inputs):
+        counted.append((problem.seqlen_q, problem.head_dim, problem.causal, series, share))
+        return []
+
+    monkeypatch.setattr(block_sparse, "_count", count)
+    rows = list(block_sparse.measure(Options(), Bench(say=pytest.fail)))
+    assert {r.machine for r in rows} == {MODEL}
+    assert {(r.seqlen_q, r.head_dim) for r in rows} == {(4096, 64), (96, 16)}
+    assert {c[4] for c in counted} == {None, *block_sparse.SMALL_SHARES}
+    counted.clear()
+    said = []
+    asked = Options(seqlens=(256, 8192), head_dims=(32,), causal=(True,), quick=True)
+    rows = list(block_sparse.measure(asked, Bench(say=said.append)))
+    assert {c[:3] for c in counted} == {(256, 32, True)}
+    assert {(r.seqlen_q, r.head_dim, r.causal) for r in rows} == {
+        (256, 32, True), (8192, 32, True),
+    }  # fmt: skip
+    assert "not counted, minutes on the emulator: N=8192, d=32" in " ".join(said)
+
+
+def on_the_emulator(monkeypatch, **options):
+    """Rows of a run whose kernels run on the emulator; their times are made up."""
+    timed = []
+
+    def time_ms(run, *, repeats, **_):
+        timed.append(repeats)
+        return [2.0] * repeats
+
+    for name in ("synchronize", "release_memory"):
+        monkeypatch.setattr(block_sparse.device, name, lambda: None)
+    monkeypatch.setattr(block_sparse.peers, "available", lambda: False)
+    monkeypatch.setattr(block_sparse.device, "to_gpu", lambda array: array)
+    monkeypatch.setattr(timing.device, "time_ms", time_ms)
+    monkeypatch.setattr(block_sparse, "_countable", lambda *_: [])
+    monkeypatch.setattr(block_sparse, "HEADS", 2)
+    monkeypatch.setattr(block_sparse, "TOKENS", 1)
+    monkeypatch.setattr(block_sparse, "SIZE", 16)
+    monkeypatch.setattr(block_sparse, "CHECKED_SEQLEN", 32)
+    monkeypatch.setattr(block_sparse, "QUICK_SHARES", (50,))
+    given = Options(quick=True, seqlens=(48,), head_dims=(8,), **options)
+    with fa_numba.device.using("emulator"):
+        rows = list(block_sparse.measure(given, Bench(machine="some-gpu", say=pytest.fail)))
+    return [row for row in rows if row.machine == "some-gpu"], timed
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_measured_rows(monkeypatch, causal):
+    rows, timed = on_the_emulator(monkeypatch, causal=(causal,))
+    assert not [row.note for row in rows if row.failed]
+    assert {(r.series, r.pass_, block_sparse.share_of(r)) for r in rows} == {
+        (series, pass_, share)
+        for series in block_sparse.SERIES
+        for pass_ in block_sparse.PASSES
+        for share in (None, 50)
+    }
+    assert {(r.metric, r.unit, r.Br, r.Bc, r.seqlen_q) for r in rows} == {
+        ("time", "ms", 16, 16, 48)
+    }
+    assert len(timed) == len(rows) == 8
+
+
+def test_a_wrong_result_is_not_timed(monkeypatch):
+    right = fa_numba.attention_backward
+
+    def wrong(*arrays, **options):
+        dq, dk, dv = right(*arrays, **options)
+        return dq, dk, dv * np.float32(1 + 1e-4 * ("block_mask" in options))
+
+    monkeypatch.setattr(fa_numba, "attention_backward", wrong)
+    rows, timed = on_the_emulator(monkeypatch)
+    failed = [row for row in rows if row.failed]
+    assert {(r.pass_, block_sparse.share_of(r)) for r in failed} == {("fwd+bwd", 50)}
+    assert all("failed: dv at N=32: error 1.00e-04" in row.note for row in failed)
+    assert len(timed) == len(rows) - len(failed) == 6
+
+
+def test_a_mask_that_is_ignored_is_noticed(monkeypatch):
+    right = fa_numba.attention
+
+    def dense(*arrays, block_mask=None, **options):
+        return right(*arrays, **options)
+
+    monkeypatch.setattr(fa_numba, "attention", dense)
+    rows, _ = on_the_emulator(monkeypatch)
+    failed = {(r.pass_, block_sparse.share_of(r)) for r in rows if r.failed}
+    assert ("fwd", 50) in failed and not failed & {("fwd", None), ("fwd+bwd", None)}
+
+
+# --- the store -------------------------------------------------------------------------------
+
+
+def about(machine):
+    return {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
+
+
+def record(folder, rows, complete=True):
+    recorder = Recorder(Store(folder), block_sparse.NAME, about, block_sparse.SWEPT)
+    for row in rows:
+        recorder.add(row)
+    recorder.finish(complete=complete)
+    return Store(folder)
+
+
+def test_every_share_keeps_its_row(tmp_path):
+    rows = timed(setting(4096, 64))
+    store = record(tmp_path, rows)
+    back = store.read(block_sparse.NAME, "some-gpu")
+    assert len(back) == len(rows) and dump(back) == dump(rows)
+    # One share fails later: its row alone is replaced, whatever its note then says.
+    (old,) = (
+        r for r in rows if (r.series, r.pass_, r.place) == ("fa2-simt", "fwd", "30 % of blocks")
+    )
+    lost = {"value": None, "p20": None, "p80": None, "n": None}
+    failed = replace(old, **lost, note="30 % of blocks; failed: out of memory")
+    store = record(tmp_path, [failed], complete=False)
+    after = store.read(block_sparse.NAME, "some-gpu")
+    assert len(after) == len(rows) and failed in after and old not in after
+    assert block_sparse.share_of(failed) == 30
+
+
+def test_the_table(tmp_path, monkeypatch):
+    store = record(tmp_path, synthetic(report.MACHINE))
+    table = report.block_sparse(store)
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in table.splitlines()
+        if line.startswith("|")
+    ]
+    by_share = {line[0]: line[1:] for line in cells[2:]}
+    assert list(by_share) == [*map(str, SHARES), "no mask"]
+    # The paper's, then forward + backward of FA-1 and FA-2, and forward of both.
+    assert by_share["10"][:6] == ["27.2", "0.14", "14.5", "0.14", "29.0", "0.14"]
+    assert by_share["no mask"][:6] == ["188.4", "1.00", "100.0", "1.00", "200.0", "1.00"]
+    assert by_share["100"][0] == "-"
+    assert by_share["50"][-2:] == ["0.51", "0.51"]
+    assert report.NO_RECORDING in report.block_sparse(Store(tmp_path / "none"))
+
+
+# --- the figure ------------------------------------------------------------------------------
+
+
+def test_the_figure_has_a_row_of_panels_a_pass():
+    figure = block_sparse.draw(synthetic())
+    assert [ax.get_title() for ax in figure.axes] == [
+        "forward + backward, N=4096, d=64",
+        "over the call without a mask",
+        "forward, N=4096, d=64",
+        "over the call without a mask",
+    ]
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert any("FA-1 paper" in label for label in labels)
+    assert "FA-1 (K/V outer), fp32" in labels
+    # The paper has no forward pass alone, and no other length.
+    lines = [len([x for x in ax.lines if len(x.get_xdata())]) for ax in figure.axes]
+    assert lines == [6, 9, 4, 7]
+    other = block_sparse.draw(timed(setting(1024, 64)))
+    labels = [text.get_text() for text in other.legends[0].get_texts()]
+    assert not any("paper" in label or "model" in label for label in labels)
+
+
+def test_parts_of_the_data_are_drawn():
+    rows = synthetic()
+    for part in (
+        [row for row in rows if row.machine == MODEL],
+        [row for row in rows if row.machine == "some-gpu"],
+        [row for row in rows if row.place != "no mask"],
+        rows[:1],
+        rows[-1:],
+    ):
+        assert block_sparse.draw(part).axes
+    assert block_sparse.draw([]) is None
+    problem = block_sparse.one_head(48, 16)
+    counted = list(block_sparse._model(problem, "fa1-simt", 16, None))
+    assert block_sparse.draw([replace(r, machine=EMULATOR) for r in counted]) is None
+    only_model = block_sparse.draw([r for r in rows if r.machine == MODEL])
+    labels = {text.get_text() for text in only_model.legends[0].get_texts()}
+    assert "FA-1 (K/V outer), fp32" not in labels
+
+
+def test_the_figure_comes_out_the_same_and_says_whence(tmp_path, monkeypatch):
+    drawn = []
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        record(folder, synthetic())
+        console = SimpleNamespace(print=lambda *_, **__: None)
+        assert runner.Runner(Options(out=folder), [], console).draw(block_sparse.NAME)
+        drawn.append((folder / "block_sparse.png").read_bytes())
+    assert drawn[0] == drawn[1]
+    notes = []
+    monkeypatch.setattr(style, "save", lambda figure, stem, footnote: notes.append(footnote))
+    command.main(["draw", block_sparse.NAME, "--out", str(tmp_path / "one")])
+    assert "recorded on Some GPU, 2026-01-01, commit aaaaaaa" in notes[0]

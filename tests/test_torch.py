@@ -1,0 +1,574 @@
+"""fa_numba.torch: gradients against torch's own autograd, streams, memory, seeds, refusals."""
+
+import math
+import subprocess
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from backward_helpers import true_gradients
+from helpers import OnGpu, assert_close_to_float64, assert_within, random_inputs, truth
+
+import fa_numba
+from fa_numba import Tiles
+from fa_numba import device as devices
+
+
+def test_importing_the_package_does_not_import_torch():
+    code = "import sys, fa_numba; print('torch' in sys.modules, hasattr(fa_numba, 'torch'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+def test_without_torch_the_import_says_what_to_install():
+    code = "import sys; sys.modules['torch'] = None; import fa_numba.torch"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "ImportError: fa_numba.torch needs PyTorch" in done.stderr
+    assert "pip install 'torch>=2.5'" in done.stderr
+
+
+try:
+    import torch
+
+    from fa_numba.torch import attention
+except ImportError:
+    torch = None
+
+needs_torch = pytest.mark.skipif(torch is None, reason="no torch")
+NAMES = ("q", "k", "v")
+
+
+@pytest.fixture
+def place(device):
+    """Where tensors lie: "cpu" on the emulator, "cuda" on the GPU."""
+    if torch is None:
+        pytest.skip("no torch")
+    if device == "gpu" and not torch.cuda.is_available():
+        pytest.skip("torch has no CUDA")
+    with devices.using(device):
+        yield "cpu" if device == "emulator" else "cuda"
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """(arguments, stream) of every launch."""
+    found = []
+    launch = devices.launch
+
+    def recorded(kernel, grid, args, stream=0, *more):
+        found.append((args, stream))
+        launch(kernel, grid, args, stream, *more)
+
+    monkeypatch.setattr(devices, "launch", recorded)
+    return found
+
+
+def tensor(array, place, gradient=True):
+    return torch.tensor(array, device=place, requires_grad=gradient)
+
+
+def numpy(x):
+    return x.detach().cpu().numpy()
+
+
+# --- gradients -------------------------------------------------------------------------------
+
+
+def unfused(q, k, v, *, bias=None, keep=None, hidden=None, **options):
+    """O by torch's own operations, (B, H, N, d), in the dtype of q."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    S = q @ k.mT / math.sqrt(q.shape[-1])
+    if options.get("softcap"):
+        S = options["softcap"] * torch.tanh(S / options["softcap"])
+    rows = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
+    columns = torch.arange(k.shape[2])
+    if "alibi_slopes" in options:
+        S = S - options["alibi_slopes"][:, None, None] * (rows - columns).abs()
+    if bias is not None:
+        S = S + bias
+    shown = torch.ones(S.shape[-2:], dtype=bool)
+    if options.get("causal"):
+        shown &= columns <= rows
+    if "window" in options:
+        left, right = options["window"]
+        shown &= (columns >= rows - left) & (columns <= rows + right)
+    if hidden is not None:
+        shown &= ~hidden
+    P = torch.softmax(S.masked_fill(~shown, -math.inf), dim=-1)
+    if keep is not None:
+        P = P * keep / (1 - options["dropout_p"])
+    return P @ v
+
+
+def exact(q, k, v, *, bias=None, cu_seqlens_q=None, cu_seqlens_k=None, tiles=None, **options):
+    """The same in float64 for the options of a call; the inputs are float64 tensors on the CPU."""
+    if options.pop("seed", None) is not None:
+        B, H = (len(cu_seqlens_q) - 1, q.shape[1]) if cu_seqlens_q else q.shape[:2]
+        Nq, Nk = (q.shape[0], k.shape[0]) if cu_seqlens_q else (q.shape[2], k.shape[2])
+        mask = fa_numba.dropout_mask(B, H, Nq, Nk, dropout_p=options["dropout_p"], seed=SEED)
+        options["keep"] = torch.tensor(mask)
+    if "block_mask" in options:
+        mask = options.pop("block_mask").repeat(tiles.Br, 0).repeat(tiles.Bc, 1)
+        options["hidden"] = ~torch.tensor(mask[: q.shape[2], : k.shape[2]])
+    if "alibi_slopes" in options:
+        options["alibi_slopes"] = torch.tensor(options["alibi_slopes"], dtype=q.dtype)
+    if cu_seqlens_q is None:
+        return unfused(q, k, v, bias=bias, **options)
+    keep, parts = options.pop("keep", None), []
+    pairs = zip(pairwise(cu_seqlens_q), pairwise(cu_seqlens_k), strict=True)
+    for n, ((a, b), (c, e)) in enumerate(pairs):
+        if keep is not None:
+            options["keep"] = keep[n, :, : b - a, : e - c]
+        one = (x.transpose(0, 1)[None] for x in (q[a:b], k[c:e], v[c:e]))
+        parts.append(unfused(*one, **options)[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+SEED = 2**40 + 7
+RNG = np.random.default_rng(5)
+BIAS = RNG.standard_normal((2, 4, 20, 28), dtype=np.float32)
+SLOPES = 2.0 ** -np.arange(1, 5, dtype=np.float32)
+BLOCKS = np.array([[True, False], [True, True], [False, True]])
+PACKED = {"cu_seqlens_q": [0, 9, 20], "cu_seqlens_k": [0, 13, 28]}
+DROPOUT = {"dropout_p": 0.25, "seed": SEED}
+CASES = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (5, 2)},
+    "softcap": {"softcap": 1.5},
+    "bias": {"bias": BIAS},
+    "row of bias": {"bias": BIAS[0, 0, :1], "causal": True},
+    "bias of heads": {"bias": BIAS[:1, :, :1, :1], "window": (4, 4)},
+    "alibi": {"alibi_slopes": SLOPES},
+    "dropout": DROPOUT,
+    "blocks": {"block_mask": BLOCKS, "tiles": Tiles(8, 16)},
+    "packed": PACKED,
+    "packed, dropout": {**PACKED, **DROPOUT, "causal": True},
+    "all": {"bias": BIAS[:, :1], "softcap": 2.0, "causal": True, "alibi_slopes": SLOPES, **DROPOUT},
+}
+
+
+def inputs_of(options):
+    """q, k, v and dout: (2, 4, 20, 8) and (2, 2, 28, 8), or packed sequences."""
+    q, k, v = random_inputs(2, 4, 2, 20, 28, 8)
+    dout = RNG.standard_normal(q.shape, dtype=np.float32)
+    if "cu_seqlens_q" in options:
+        q, k, v, dout = (np.ascontiguousarray(x[0].swapaxes(0, 1)) for x in (q, k, v, dout))
+    return q, k, v, dout
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "case"),
+    [
+        *(("fa2", case) for case in CASES),
+        *((name, case) for name in ("fa1", "standard") for case in ("plain", "all", "packed")),
+    ],
+)
+def test_gradients_are_those_of_torchs_autograd(place, algorithm, case):
+    options = CASES[case]
+    q, k, v, dout = inputs_of(options)
+    bias = options.get("bias")
+    leaves = [tensor(x, place) for x in (q, k, v)]
+    given = dict(options)
+    if bias is not None:
+        given["bias"] = tensor(bias, place)
+    if "alibi_slopes" in options:
+        given["alibi_slopes"] = tensor(SLOPES, place, gradient=False)
+    out, lse = attention(*leaves, algorithm=algorithm, return_lse=True, **given)
+    wanted = [*leaves, *([given["bias"]] if bias is not None else [])]
+    found = torch.autograd.grad(out, wanted, tensor(dout, place, gradient=False))
+
+    doubles = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (q, k, v)]
+    double_bias = bias
+    if bias is not None:
+        double_bias = torch.tensor(bias, dtype=torch.float64, requires_grad=True)
+    expected = exact(*doubles, **{**options, "bias": double_bias})
+    doubles += [double_bias] if bias is not None else []
+    gradients = torch.autograd.grad(expected, doubles, torch.tensor(dout, dtype=torch.float64))
+
+    want = truth(q, k, v, **options)
+    assert_within("O", numpy(out), numpy(expected), want.O_bound)
+    assert_within("L", numpy(lse), want.L, want.L_bound)
+    saved = (numpy(out), numpy(lse))
+    asked = {"saved_values": saved, "return_dbias": bias is not None}
+    bounds = true_gradients(dout, q, k, v, **asked, **options).bounds
+    for (name, bound), got, right in zip(bounds.items(), found, gradients, strict=True):
+        assert_within(name, numpy(got), numpy(right), bound)
+
+
+@pytest.mark.parametrize("wrong", ["scale", "seed", "causal"])
+def test_the_check_of_gradients_can_fail(wrong):
+    """What a wrong backward pass would give is beyond the bounds."""
+    if torch is None:
+        pytest.skip("no torch")
+    options = {"causal": True, **DROPOUT}
+    q, k, v, dout = inputs_of(options)
+    others = {"scale": {"scale": 0.3539}, "seed": {"seed": SEED + 1}, "causal": {"causal": False}}
+    exact_ = fa_numba.reference.attention_backward(dout, q, k, v, **options)
+    off = fa_numba.reference.attention_backward(dout, q, k, v, **{**options, **others[wrong]})
+    bounds = true_gradients(dout, q, k, v, **options).bounds
+    for (name, bound), got, right in zip(bounds.items(), off, exact_, strict=True):
+        if (wrong, name) != ("scale", "dv"):
+            with pytest.raises(AssertionError, match=f"{name} is off"):
+                assert_within(name, got, right, bound)
+
+
+def test_only_what_needs_a_gradient_gets_one(place):
+    q, k, v, dout = inputs_of({})
+    whole = [tensor(x, place) for x in (q, k, v)]
+    everything = torch.autograd.grad(attention(*whole), whole, tensor(dout, place, gradient=False))
+    for n, name in enumerate(NAMES):
+        leaves = [tensor(x, place, gradient=m == n) for m, x in enumerate((q, k, v))]
+        attention(*leaves, deterministic=True).backward(tensor(dout, place, gradient=False))
+        assert [x.grad is not None for x in leaves] == [m == n for m in range(3)]
+        right = numpy(everything[n])
+        assert_within(name, numpy(leaves[n].grad), right, 1e-5 * np.linalg.norm(right))
+
+
+def test_a_bias_alone_can_have_a_gradient(place, launches):
+    q, k, v, dout = inputs_of({})
+    tensors = [tensor(x, place, gradient=False) for x in (q, k, v)]
+    bias = tensor(BIAS[0], place)
+    attention(*tensors, bias=bias).backward(tensor(dout, place, gradient=False))
+    assert bias.grad.shape == bias.shape and bool(bias.grad.any())
+    assert "dbias" in launches[-1][0][-1]._fields
+    # One that needs none costs no sum: the kernel has no such argument.
+    leaf = tensor(q, place)
+    attention(leaf, *tensors[1:], bias=bias.detach()).backward(tensor(dout, place, gradient=False))
+    assert "dbias" not in launches[-1][0][-1]._fields
+
+
+@needs_torch
+def test_nothing_is_kept_for_a_call_without_gradients(place, launches):
+    q, k, v, _ = inputs_of({})
+    for leaves in (True, False):
+        tensors = [tensor(x, place, gradient=leaves) for x in (q, k, v)]
+        with torch.set_grad_enabled(not leaves):
+            out = attention(*tensors)
+        assert not out.requires_grad and out.grad_fn is None
+    assert len(launches) == 2
+
+
+def test_lse_has_no_gradient(place):
+    q, k, v = (tensor(x, place) for x in inputs_of({})[:3])
+    out, lse = attention(q, k, v, return_lse=True)
+    assert out.requires_grad and not lse.requires_grad
+    assert lse.shape == (2, 4, 20)
+
+
+def test_a_second_derivative_is_refused(place):
+    q, k, v = (tensor(x, place) for x in inputs_of({})[:3])
+    (dq,) = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
+def test_inputs_changed_before_the_backward_pass_are_noticed(place):
+    q, k, v = (tensor(x, place) for x in inputs_of({})[:3])
+    k2 = k * 1.0
+    out = attention(q, k2, v)
+    k2.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["q_lens", "block_mask"])
+def test_lengths_and_masks_are_those_of_the_call(place, name):
+    """Changed afterwards, they do not reach the backward pass."""
+    q, k, v, dout = inputs_of({})
+    given = {
+        "q_lens": {"q_lens": torch.tensor([20, 7], dtype=torch.int32)},
+        "block_mask": {"block_mask": torch.tensor(BLOCKS), "tiles": Tiles(8, 16)},
+    }[name]
+    given[name] = given[name].to(place)
+    gradients = []
+    for changed in (False, True):
+        leaves = [tensor(x, place) for x in (q, k, v)]
+        out = attention(*leaves, deterministic=True, **given)
+        if changed:
+            given[name].zero_()
+        out.backward(tensor(dout, place, gradient=False))
+        gradients.append([numpy(x.grad) for x in leaves])
+    for a, b in zip(*gradients, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_layer_learns(place):
+    """Gradients through a module, in a training step."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 12, 16, device=place)
+    mix = torch.nn.Linear(16, 48).to(place)
+    optimizer = torch.optim.SGD(mix.parameters(), lr=0.5)
+    losses = []
+    for _ in range(4):
+        q, k, v = mix(x).view(1, 12, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        loss = (
+            (attention(q, k, v, causal=True).transpose(1, 2).reshape(x.shape) - x).square().mean()
+        )
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses == sorted(losses, reverse=True)
+
+
+# --- order of sums ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def told_to_be_deterministic():
+    if torch is None:
+        pytest.skip("no torch")
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def sweeps(place, launches, **options):
+    """Launches of the backward pass: two, and three where dq is summed in order."""
+    q, k, v = (tensor(x, place) for x in inputs_of({})[:3])
+    out = attention(q, k, v, **options)
+    launches.clear()
+    out.sum().backward()
+    return len(launches)
+
+
+def test_dq_is_summed_in_order_where_told(place, launches):
+    assert sweeps(place, launches) == 2
+    assert sweeps(place, launches, deterministic=None) == 2
+    assert sweeps(place, launches, deterministic=True) == 3
+
+
+def test_none_asks_torch(place, launches, told_to_be_deterministic):
+    assert sweeps(place, launches, deterministic=None) == 3
+    assert sweeps(place, launches, deterministic=False) == 2
+    assert sweeps(place, launches, deterministic=None, algorithm="fa1") == 1
+    bias = tensor(BIAS[0, 0], place)
+    for algorithm in ("standard", "fa1", "fa2"):
+        with pytest.raises(ValueError, match="no fixed order, allowed is"):
+            sweeps(place, launches, deterministic=None, algorithm=algorithm, bias=bias)
+    assert sweeps(place, launches, deterministic=None, bias=tensor(BIAS, place)) == 3
+
+
+# --- streams and memory ----------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_the_current_stream_is_used_in_both_passes(place, launches):
+    side = torch.cuda.Stream()
+    q, k, v, dout = (tensor(x, place, gradient=False) for x in inputs_of({}))
+    leaves = [torch.zeros_like(x) for x in (q, k, v)]
+    late = torch.zeros_like(dout)
+    right = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    attention(*right).backward(dout)  # compiles, too: the waits below are shorter than that
+    launches.clear()
+    with torch.cuda.stream(side):
+        # What the inputs hold, and the gradient, comes only after the wait: on another stream the
+        # kernels would see zeros.
+        torch.cuda._sleep(2 * 10**8)
+        for x, value in zip(leaves, (q, k, v), strict=True):
+            x.copy_(value)
+            x.requires_grad_()
+        out = attention(*leaves)
+        torch.cuda._sleep(2 * 10**8)
+        late.copy_(dout)
+        out.backward(late)
+    side.synchronize()
+    assert {stream for _, stream in launches} == {side.cuda_stream}
+    for a, b in zip(leaves, right, strict=True):
+        error = (a.grad - b.grad).norm()
+        assert 0 < b.grad.norm() and error < 1e-5 * b.grad.norm()
+
+
+def pointers(args):
+    """Addresses of the arrays among launch arguments."""
+    found = set()
+    for x in args:
+        if isinstance(x, tuple):
+            found |= pointers(x)
+        elif isinstance(x, devices.DeviceArray):
+            found.add(x.pointer)
+        elif isinstance(x, np.ndarray):
+            found.add(x.ctypes.data)
+    return found
+
+
+# name -> a view of shape (2, 4, 20, 8) of a tensor that it makes
+VIEWS = {
+    "contiguous": lambda random: random(2, 4, 20, 8),
+    "heads last": lambda random: random(2, 20, 4, 8).transpose(1, 2),
+    "part of qkv": lambda random: random(2, 20, 3, 4, 8).permute(2, 0, 3, 1, 4)[1],
+    "every second row": lambda random: random(2, 4, 40, 8)[:, :, ::2],
+    "unaligned": lambda random: random(2, 4, 20, 9)[..., 1:],
+    "columns": lambda random: random(2, 4, 8, 20).mT,
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_nothing_is_copied(place, launches, view):
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator).to(place)
+
+    q, k, v, dout = (VIEWS[view](random) for _ in range(4))
+    bias = random(4, 20, 1).expand(4, 20, 20)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, bias)]
+    out, lse = attention(*leaves[:3], bias=leaves[3], return_lse=True)
+    seen = pointers(launches[0][0])
+    assert seen >= {x.data_ptr() for x in (*leaves, out, lse)}
+    launches.clear()
+    gradients = torch.autograd.grad(out, leaves, dout)
+    seen = set.union(*(pointers(args) for args, _ in launches))
+    assert seen >= {x.data_ptr() for x in (*leaves, out, lse, dout, *gradients)}
+
+    plain = [x.detach().contiguous().requires_grad_() for x in (q, k, v, bias)]
+    again = attention(*plain[:3], bias=plain[3])
+    others = torch.autograd.grad(again, plain, dout.contiguous())
+    for a, b in zip((out, *gradients), (again, *others), strict=True):
+        right = numpy(b)
+        assert_within("a gradient", numpy(a), right, 1e-5 * np.linalg.norm(right))
+
+
+@pytest.mark.gpu
+def test_an_array_with_the_interface_alone_is_enough(place):
+    q, k, v = random_inputs(1, 2, 2, 20, 28, 8)
+    owners = [devices.to_gpu(x) for x in (q, k, v)]
+    arrays = [OnGpu(o, 0, x.shape, x.strides) for o, x in zip(owners, (q, k, v), strict=True)]
+    out, lse = fa_numba.attention(*arrays, causal=True, return_lse=True)
+    devices.synchronize()
+    assert not isinstance(out, torch.Tensor)
+    got = torch.as_tensor(out, device="cuda"), torch.as_tensor(lse, device="cuda")
+    assert_close_to_float64(numpy(got[0]), q, k, v, numpy(got[1]), causal=True)
+
+
+@pytest.mark.gpu
+def test_cupy_arrays_go_in_and_come_out():
+    cupy = pytest.importorskip("cupy")
+    q, k, v = random_inputs(1, 2, 2, 20, 28, 8)
+    with cupy.cuda.Stream(non_blocking=True):
+        out, lse = fa_numba.attention(*map(cupy.asarray, (q, k, v)), causal=True, return_lse=True)
+        assert isinstance(out, cupy.ndarray) and isinstance(lse, cupy.ndarray)
+        assert_close_to_float64(cupy.asnumpy(out), q, k, v, cupy.asnumpy(lse), causal=True)
+
+
+# --- dropout ---------------------------------------------------------------------------------
+
+
+def test_torchs_seed_makes_dropout_repeatable(place):
+    q, k, v = (tensor(x, place) for x in inputs_of({})[:3])
+
+    def drawn(seed=None, **options):
+        if seed is not None:
+            torch.manual_seed(seed)
+        return numpy(attention(q, k, v, dropout_p=0.5, **options))
+
+    first, second = drawn(1), drawn()
+    assert not np.array_equal(first, second)
+    np.testing.assert_array_equal(first, drawn(1))
+    np.testing.assert_array_equal(second, drawn())
+    with torch.no_grad():
+        np.testing.assert_array_equal(first, drawn(1))
+    np.testing.assert_array_equal(drawn(seed=1, offset=0), drawn(seed=1))
+    assert not np.array_equal(drawn(1, offset=1), first)
+
+
+def test_both_passes_drop_the_same(place, monkeypatch):
+    seen = []
+    for name in ("attention", "attention_backward"):
+        function = getattr(fa_numba, name)
+
+        def recorded(*arrays, function=function, **options):
+            seen.append((options["dropout_p"], options["seed"], options.get("offset")))
+            return function(*arrays, **options)
+
+        monkeypatch.setattr(fa_numba, name, recorded)
+    q, k, v = (tensor(x, place) for x in inputs_of({})[:3])
+    attention(q, k, v, dropout_p=0.5, offset=3).sum().backward()
+    attention(q, k, v, dropout_p=0.5).sum().backward()
+    attention(q, k, v, dropout_p=0.5, seed=5).sum().backward()
+    assert seen[0::2] == seen[1::2]
+    seeds = [seed for _, seed, _ in seen[::2]]
+    assert len(set(seeds)) == 3 and seeds[2] == 5 and min(seeds) >= 0
+
+
+def test_without_dropout_the_generator_is_left_alone(place):
+    q, k, v = (tensor(x, place) for x in inputs_of({})[:3])
+    for options in ({}, {"dropout_p": 0.0}, {"dropout_p": 0.5, "seed": 1}):
+        before = torch.get_rng_state()
+        attention(q, k, v, **options)
+        assert torch.equal(before, torch.get_rng_state())
+
+
+# --- refusals --------------------------------------------------------------------------------
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        ({"q": np.ones((1, 2, 4, 8), np.float32)}, TypeError, "q is a ndarray: allowed is a torch"),
+        ({"v": None}, TypeError, "v is a NoneType: allowed is a torch tensor"),
+        ({"bias": BIAS}, TypeError, "bias is a ndarray: allowed is a torch tensor"),
+        ({"alibi_slopes": [1.0]}, TypeError, "alibi_slopes is a list: allowed is a torch tensor"),
+        ({"slopes": 1}, TypeError, "slopes is no option: allowed are scale, causal"),
+        ({"out": 1}, TypeError, "out is no option"),
+        ({"stream": 1}, TypeError, "stream is no option"),
+        ({"query_splits": 2, "algorithm": "fa1"}, TypeError, "query_splits is no option"),
+        ({"algorithm": "fa3"}, ValueError, "algorithm is 'fa3': allowed is one of"),
+        ({"return_lse": 1}, TypeError, "return_lse is 1: allowed is True or False$"),
+        ({"deterministic": 1}, TypeError, "deterministic is 1: allowed is True or False, or None"),
+        (
+            {"deterministic": True, "algorithm": "fa1"}, ValueError,
+            "deterministic is True with algorithm 'fa1': only fa2",
+        ),
+        ({"dropout_p": 1.0}, ValueError, "dropout_p is 1.0"),
+        ({"dropout_p": "0.1"}, TypeError, "dropout_p is '0.1'"),
+        ({"dropout_p": 0.1, "seed": -1}, ValueError, "seed is -1"),
+        ({"scale": "1"}, TypeError, "scale is '1'"),
+        ({"tiles": (8, 16)}, TypeError, "tiles is"),
+        ({"block_mask": BLOCKS}, ValueError, "block_mask is given without tiles"),
+        ({"q_lens": [9, 9, 9]}, ValueError, "q_lens"),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("gradient", [False, True])
+def test_bad_arguments_are_refused(changes, error, says, gradient, monkeypatch):
+    monkeypatch.setattr(devices, "launch", lambda *_: pytest.fail("something was launched"))
+    q = torch.ones(1, 2, 4, 8, requires_grad=gradient)
+    given = {"q": q, "k": q.detach(), "v": q.detach(), **changes}
+    with devices.using("emulator"), pytest.raises(error, match=says):
+        attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"alibi_slopes": "leaf"}, "alibi_slopes requires a gradient and attention computes none"),
+        ({"bias": "leaf", "deterministic": True}, "deterministic is True with return_dbias"),
+        ({"tiles": Tiles(128, 256)}, "tiles: Br=128, Bc=256"),
+    ],
+    ids=str,
+)
+def test_what_has_no_gradient_is_refused_before_the_forward_pass(options, says, monkeypatch):
+    monkeypatch.setattr(devices, "launch", lambda *_: pytest.fail("something was launched"))
+    q = torch.ones(1, 2, 300, 64, requires_grad=True)
+    leaf = torch.ones(2, 1, 1, requires_grad=True) if "bias" in options else torch.ones(2)
+    leaf.requires_grad_()
+    given = {name: leaf if x == "leaf" else x for name, x in options.items()}
+    with devices.using("emulator"), pytest.raises(ValueError, match=says):
+        attention(q, q, q, **given)
+
+
+@needs_torch
+def test_what_the_emulator_cannot_differentiate_it_does_not_begin(monkeypatch):
+    monkeypatch.setattr(devices, "launch", lambda *_: pytest.fail("something was launched"))
+    q = torch.ones(1, 1, 900, 32)
+    with devices.using("emulator"):
+        fa_numba.calls.check_size(fa_numba.plan(q.shape, q.shape))
+        with pytest.raises(ValueError, match="the emulator takes at most"):
+            attention(q.requires_grad_(), q, q)
