@@ -42,7 +42,7 @@ SWEPT = ("note",)
 CONTEXT, BATCH, HEAD_DIM, D_MODEL, LAYERS = 256, 32, 64, 256, 2
 STEPS, QUICK_STEPS, EVERY = 200, 20, 5
 SEEDS, QUICK_SEEDS = (0, 1, 2), (0,)
-LEARNING_RATE, WARMUP = 1e-3, 20
+LEARNING_RATE, WARMUP, LARGEST_GRADIENT = 3e-4, 20, 1.0
 CHARACTERS = 2**19
 HELD_OUT = 8  # one in so many characters, the last ones; and as many batches of them
 # The others' losses are compared with this one's.
@@ -202,6 +202,7 @@ def train(
         loss = _loss(w, window, problem, attend)
         optimizer.zero_grad()
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(w.values(), LARGEST_GRADIENT)
         optimizer.step()
         losses.append(loss.detach())
     with torch.no_grad():

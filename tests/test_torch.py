@@ -39,6 +39,11 @@ needs_torch = pytest.mark.skipif(torch is None, reason="no torch")
 NAMES = ("q", "k", "v")
 
 
+on_the_gpu = pytest.mark.parametrize(
+    "device", [pytest.param("gpu", marks=pytest.mark.gpu)], scope="session"
+)
+
+
 @pytest.fixture
 def place(device):
     """Where tensors lie: "cpu" on the emulator, "cuda" on the GPU."""
@@ -356,7 +361,7 @@ def test_none_asks_torch(place, launches, told_to_be_deterministic):
 # --- streams and memory ----------------------------------------------------------------------
 
 
-@pytest.mark.gpu
+@on_the_gpu
 def test_the_current_stream_is_used_in_both_passes(place, launches):
     side = torch.cuda.Stream()
     q, k, v, dout = (tensor(x, place, gradient=False) for x in inputs_of({}))
@@ -433,7 +438,7 @@ def test_nothing_is_copied(place, launches, view):
         assert_within("a gradient", numpy(a), right, 1e-5 * np.linalg.norm(right))
 
 
-@pytest.mark.gpu
+@on_the_gpu
 def test_an_array_with_the_interface_alone_is_enough(place):
     q, k, v = random_inputs(1, 2, 2, 20, 28, 8)
     owners = [devices.to_gpu(x) for x in (q, k, v)]

@@ -44,11 +44,13 @@ def _output(*command: str) -> str | None:
 def commit() -> tuple[str | None, bool | None]:
     """(commit, whether code differed from it); figures and the tables made from them don't count.
 
-    Without git both are None, unless the environment names the commit.
+    Where the environment names the commit, it is that: a copy of the tree may have a history of its
+    own. Without either both are None.
     """
-    head = _output("git", "rev-parse", "--verify", "HEAD")
-    if head is None:
-        return os.environ.get(COMMIT_VARIABLE) or None, None
+    named = os.environ.get(COMMIT_VARIABLE)
+    head = named or _output("git", "rev-parse", "--verify", "HEAD")
+    if named or head is None:
+        return head, None
     changed = _output(
         "git", "status", "--porcelain", "--", ".", ":!figures", ":!README.md", ":!paper_repro.md"
     )
