@@ -1,36 +1,34 @@
 """Faults planted in the kernels' own source: each must be caught, and the kernels as they are pass.
 
 A mutant is one module of the package with one piece of its text replaced, run on the emulator in
-place of the original, over tiles enough that every loop repeats and every edge is ragged.
+place of the original, over tiles enough that every loop repeats and every edge is ragged. The
+float64 reference and the access model keep the original.
 """
 
 import inspect
 import itertools
 import linecache
 import re
+import sys
 import types
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from unittest import mock
 
 import numpy as np
 import pytest
 from backward_helpers import (
-    NAMES,
     WAYS,
     differentiate,
     random_gradients,
     saved,
     true_gradients,
 )
-from helpers import (
-    ALGORITHMS,
-    assert_close_to_float64,
-    assert_within,
-    attend,
-    random_inputs,
-)
+from helpers import ALGORITHMS, assert_within, attend, truth
 
-from fa_numba import Tiles, emulator, plans
+from fa_numba import Tiles, arguments, emulator, masks, ops, options, plans
 from fa_numba.kernels.simt import (
     fa1_backward,
     fa1_forward,
@@ -39,7 +37,7 @@ from fa_numba.kernels.simt import (
     standard,
     standard_backward,
 )
-from fa_numba.parts import gradients, products, rows, softmax, tile_load
+from fa_numba.parts import dropout, gradients, products, rows, softmax, tile_load, visits
 
 BACKWARD = {
     "standard_backward": standard_backward,
@@ -47,15 +45,22 @@ BACKWARD = {
     "fa2_backward": fa2_backward,
 }
 KERNELS = {"standard": standard, "fa1": fa1_forward, "fa2": fa2_forward, **BACKWARD}
-PARTS = {m.__name__.rpartition(".")[2]: m for m in (gradients, products, rows, softmax, tile_load)}
+# What kernels import, a module after those that it imports itself.
+PARTS = {
+    m.__name__.rpartition(".")[2]: m
+    for m in (masks, dropout, softmax, rows, gradients, products, tile_load, visits)
+}
+HOST = {"arguments": arguments, "options": options}
+MODULES = {**PARTS, **KERNELS, **HOST}
 
 # --- the machinery ---------------------------------------------------------------------------
 
 _numbers = itertools.count()
 
 
+@cache
 def source(name):
-    return inspect.getsource({**KERNELS, **PARTS}[name])
+    return inspect.getsource(MODULES[name])
 
 
 def replaced(text, needle, replacement, total, which):
@@ -72,115 +77,269 @@ def mutated(mutant):
     text = source(module)
     scope = text
     if function:
-        scope = inspect.getsource(getattr(PARTS[module], function))
+        scope = inspect.getsource(getattr(MODULES[module], function))
         assert text.count(scope) == 1
     change = (mutant.needle, mutant.replacement, mutant.total, mutant.which)
     return text.replace(scope, replaced(scope, *change))
 
 
+@lru_cache(maxsize=64)
+def compiled(name, text):
+    file = f"<{name} {next(_numbers)}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    return compile(text, file, "exec")
+
+
 def built(name, text):
     """A fresh module from `text`, in this package so that the emulator takes it for its own."""
     fresh = types.ModuleType(f"fa_numba.mutant_{name}_{next(_numbers)}")
-    file = f"<{fresh.__name__}>"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    exec(compile(text, file, "exec"), fresh.__dict__)
+    with mock.patch.dict(sys.modules, {fresh.__name__: fresh}):  # a dataclass looks itself up
+        exec(compiled(name, text), fresh.__dict__)
     return fresh
 
 
-def kernels_with(**texts):
-    """The kernel modules by algorithm, built anew, with the modules named in `texts` from these."""
-    fresh = {a: built(a, texts.get(a) or source(a)) for a in KERNELS}
-    for name in PARTS.keys() & texts.keys():
-        part = built(name, texts[name])
-        for module in fresh.values():
-            for public, value in vars(part).items():
-                if public.startswith("make_") and public in vars(module):
-                    setattr(module, public, value)
-    return fresh
+def modules_with(**texts):
+    """Parts and kernels by name, built anew and of one another, those in `texts` from these."""
+    fresh = {}
+    with ExitStack() as stack:
+        for name in (*PARTS, *KERNELS):
+            fresh[name] = built(name, texts.get(name) or source(name))
+            if name in PARTS:  # for the imports of those that come next
+                package, _, public = PARTS[name].__name__.rpartition(".")
+                for patch in (
+                    mock.patch.object(sys.modules[package], public, fresh[name]),
+                    mock.patch.dict(sys.modules, {PARTS[name].__name__: fresh[name]}),
+                ):
+                    stack.enter_context(patch)
+    return fresh | {name: built(name, texts[name]) for name in HOST.keys() & texts.keys()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
-    """A problem (B, Hq, Hk, Nq, Nk, d) and how to run it."""
+    """A problem (B, Hq, Hk, Nq, Nk, d) and how to run it; packed, Nq and Nk are totals of B = 1."""
 
     shape: tuple[int, ...]
     tiles: Tiles
-    causal: bool
+    options: Mapping = field(default_factory=dict)
     query_splits: int = 1
     layout: str = "padded"
     low: bool = False  # scores far below 0
+    resident: bool = True  # rows of S in shared memory
 
+
+CAUSAL = {"causal": True}
+CASES = {}
+BACKWARD_CASES = {}
 
 # Three tiles each way, two warps or more a block, the last tile of each axis ragged.
-CASES = (
-    Case((1, 2, 1, 21, 19, 8), Tiles(8, 8, 64), False),
-    Case((1, 2, 1, 21, 19, 8), Tiles(8, 8, 64), True),  # rows 0 and 1 see no column
-    Case((1, 4, 2, 17, 39, 6), Tiles(8, 16, 64), True, 2),
-    Case((2, 2, 2, 10, 41, 5), Tiles(4, 16, 64), False, layout="odd"),
-    Case((1, 1, 1, 37, 11, 4), Tiles(8, 8, 32), True),  # whole row tiles that see no column
-    Case((1, 1, 1, 24, 24, 4), Tiles(8, 8, 64), True, 3),  # the diagonal meets corners of tiles
-    Case((1, 1, 1, 23, 24, 4), Tiles(8, 8, 64), True, 3),  # and passes one column beyond them
-    Case((1, 1, 1, 5, 200, 4), Tiles(8, 64, 64), False, low=True),  # two warps for a row of S
+CASES["plain"] = (Case((1, 2, 1, 21, 23, 8), Tiles(8, 8, 64)),)
+CASES["causal"] = (
+    Case((1, 1, 1, 37, 11, 4), Tiles(8, 8, 32), CAUSAL),  # whole row tiles that see no column
+    Case((1, 1, 1, 24, 24, 4), Tiles(8, 8, 64), CAUSAL),  # the diagonal meets corners of tiles
+    Case((1, 1, 1, 23, 24, 4), Tiles(8, 8, 64), CAUSAL, 3),  # and passes one column beyond them
+    Case((1, 2, 1, 21, 19, 8), Tiles(8, 8, 64), CAUSAL),  # rows 0 and 1 see no column
+    Case((1, 2, 1, 17, 39, 6), Tiles(8, 16, 64), CAUSAL, 2),
 )
+CASES["odd"] = (Case((2, 4, 2, 6, 35, 5), Tiles(4, 16, 32), layout="odd"),)
+CASES["long"] = (Case((1, 1, 1, 5, 200, 4), Tiles(8, 64, 64), low=True),)  # two warps for a row
+# Tiles of columns are 16 or more, so that a group of four belongs to each thread.
+BACKWARD_CASES["plain"] = (Case((1, 1, 1, 21, 39, 8), Tiles(8, 16, 64)),)
+BACKWARD_CASES["causal"] = (
+    Case((1, 1, 1, 29, 19, 4), Tiles(8, 16, 64), CAUSAL),  # whole row tiles that see no column
+    Case((1, 1, 1, 40, 40, 4), Tiles(8, 16, 32), CAUSAL),  # the diagonal meets corners of tiles
+    Case((1, 1, 1, 23, 40, 4), Tiles(8, 16, 32), CAUSAL),  # and passes one column beyond them
+    Case((1, 2, 1, 27, 25, 8), Tiles(8, 16, 64), CAUSAL),  # rows 0 and 1 see no column
+)
+BACKWARD_CASES["odd"] = (Case((1, 4, 2, 6, 20, 5), Tiles(4, 16, 32), layout="odd"),)
+BACKWARD_CASES["long"] = (Case((1, 1, 1, 5, 200, 4), Tiles(8, 64, 64)),)
+
+# --- the options -----------------------------------------------------------------------------
+
+_random = np.random.default_rng(5)
+
+
+def normal(*shape):
+    return _random.standard_normal(shape, dtype=np.float32)
+
+
+def blocks(*shape):
+    """A block mask that hides neighbours, a whole row and a whole column of blocks."""
+    mask = _random.random(shape) < 0.6
+    mask[..., 0, 1:3] = False
+    mask[..., 1, :] = False
+    mask[..., 3] = False
+    mask[..., -1, -1] = True
+    return mask
+
+
+def window(*sides, **options):
+    return {"window": sides, **options}
+
+
+# The sides meet corners of tiles, pass one column beyond them, and one before them; rows that see
+# no column, columns that no row sees.
+CASES["window"] = (
+    Case((1, 1, 1, 21, 37, 4), Tiles(8, 8), window(8, 8), 2),
+    Case((1, 1, 1, 21, 37, 4), Tiles(8, 8), window(9, 9), 3),
+    Case((1, 2, 1, 21, 37, 4), Tiles(8, 8), window(14, 6), 3),
+    Case((1, 1, 1, 29, 13, 4), Tiles(8, 8), window(4, 3)),
+    Case((1, 1, 1, 21, 21, 4), Tiles(8, 8), window(5, -1, causal=True)),
+    Case((1, 1, 1, 13, 21, 4), Tiles(8, 8), window(-1, 2)),
+    Case((1, 1, 1, 13, 21, 4), Tiles(8, 8), window(2, -1)),
+)
+BACKWARD_CASES["window"] = (
+    Case((1, 2, 1, 21, 37, 4), Tiles(8, 16), window(0, 8)),
+    Case((1, 1, 1, 21, 37, 4), Tiles(8, 16), window(1, 9)),
+    Case((1, 1, 1, 29, 13, 4), Tiles(8, 16), window(4, 3)),
+    Case((1, 1, 1, 21, 21, 4), Tiles(8, 16), window(5, -1, causal=True)),
+)
+# Rows or columns that end within a tile, with one, one before it, or are none.
+ENDS = [15, 8, 5, 0]
+CASES["q_lens"] = (Case((4, 1, 1, 20, 12, 4), Tiles(8, 8), {"q_lens": ENDS}),)
+CASES["kv_lens"] = (Case((4, 1, 1, 5, 20, 4), Tiles(8, 8), {"kv_lens": ENDS}),)
+CASES["lengths"] = (
+    Case(
+        (3, 1, 1, 20, 21, 4),
+        Tiles(8, 8),
+        {"q_lens": [20, 9, 0], "kv_lens": [11, 21, 5], **CAUSAL},
+        2,
+    ),
+)
+BACKWARD_CASES["q_lens"] = (Case((4, 1, 1, 20, 12, 4), Tiles(8, 16), {"q_lens": ENDS}),)
+BACKWARD_CASES["kv_lens"] = (Case((4, 1, 1, 5, 36, 4), Tiles(8, 16), {"kv_lens": [21, 16, 5, 0]}),)
+BACKWARD_CASES["lengths"] = (
+    Case(
+        (3, 1, 1, 20, 21, 4), Tiles(8, 16), {"q_lens": [20, 9, 0], "kv_lens": [11, 21, 5], **CAUSAL}
+    ),
+)
+# One sequence without keys and one without queries.
+STARTS = {"cu_seqlens_q": [0, 5, 14, 14, 18], "cu_seqlens_k": [0, 0, 20, 23, 30]}
+CASES["packed"] = (
+    Case((1, 2, 1, 18, 30, 4), Tiles(8, 8), STARTS),
+    Case((1, 1, 1, 18, 30, 4), Tiles(8, 8), STARTS | CAUSAL),
+)
+BACKWARD_CASES["packed"] = (
+    Case((1, 2, 1, 18, 30, 4), Tiles(8, 16), STARTS),
+    Case((1, 1, 1, 18, 30, 4), Tiles(8, 16), STARTS | CAUSAL),
+)
+# The last tile of rows would see columns past the last block, and so would columns see rows.
+CASES["sparse"] = (
+    Case((1, 2, 1, 13, 40, 4), Tiles(4, 8), {"block_mask": blocks(2, 4, 5)}),
+    Case((1, 1, 1, 13, 40, 4), Tiles(4, 8), {"block_mask": blocks(4, 5), **CAUSAL}, 2),
+    Case((1, 1, 1, 13, 40, 4), Tiles(4, 8), {"block_mask": blocks(4, 5), "window": (30, 20)}),
+)
+BACKWARD_CASES["sparse"] = (
+    Case((1, 2, 1, 13, 64, 4), Tiles(4, 16), {"block_mask": blocks(2, 4, 4)}),
+    Case((1, 1, 1, 13, 64, 4), Tiles(4, 16), {"block_mask": blocks(4, 4), **CAUSAL}),
+    Case((1, 1, 1, 13, 64, 4), Tiles(4, 16), {"block_mask": blocks(4, 4), "window": (50, 40)}),
+)
+CASES["scores"] = (
+    Case(
+        (2, 2, 1, 13, 19, 4),
+        Tiles(8, 8),
+        {"softcap": 1.5, "bias": normal(2, 2, 13, 19), "alibi_slopes": normal(2, 2)},
+    ),
+    Case((1, 1, 1, 9, 12, 4), Tiles(8, 8), {"bias": normal(12), **CAUSAL}),
+)
+BACKWARD_CASES["scores"] = (
+    Case(
+        (2, 2, 1, 13, 19, 4),
+        Tiles(8, 16),
+        {"softcap": 1.5, "bias": normal(2, 2, 13, 19), "alibi_slopes": normal(2, 2)},
+    ),
+    Case((1, 2, 1, 9, 19, 4), Tiles(8, 16), {"bias": normal(1, 2, 1, 19), "q_lens": [6]}),
+    # Of the rows past the last one P would be infinite.
+    Case((1, 1, 1, 9, 19, 4), Tiles(8, 16), {"alibi_slopes": np.float32([-30])}),
+)
+# The random word of the first element is the threshold itself.
+DROPOUT = {"dropout_p": 2491829706 / 2**32, "seed": 0x123456789ABCDEF0, "offset": 0xFEDCBABC}
+CASES["dropout"] = (Case((2, 2, 1, 3, 70, 4), Tiles(4, 16), DROPOUT),)
+BACKWARD_CASES["dropout"] = (
+    Case((2, 2, 1, 3, 70, 4), Tiles(4, 16), DROPOUT),
+    Case((1, 1, 1, 5, 35, 4), Tiles(8, 16), DROPOUT, resident=False),
+)
+# One draw for four elements, in one part of the columns or two; two parts of a thread's rows.
+CASES["draws"] = (
+    Case((1, 1, 1, 3, 70, 4), Tiles(4, 64), DROPOUT),
+    Case((1, 1, 1, 3, 130, 4), Tiles(4, 128), DROPOUT),
+    Case((1, 1, 1, 8, 100, 4), Tiles(8, 264), DROPOUT),
+)
+BACKWARD_CASES["draws"] = (Case((1, 1, 1, 3, 70, 4), Tiles(4, 64), DROPOUT),)
 
 
 @cache
 def inputs(case):
-    q, k, v = random_inputs(*case.shape)
+    """dout, q, k and v."""
+    dout, q, k, v = random_gradients(*case.shape)
     k[:, :, -3:] *= 3  # the maximum still grows in the last tile
     if case.low:
         q, k = np.abs(q) + 1, k - 60
-    return q, k, v
+    if "cu_seqlens_q" in case.options:
+        dout, q, k, v = (x[0].swapaxes(0, 1).copy() for x in (dout, q, k, v))
+    return dout, q, k, v
 
 
-def run(algorithm, case):
-    q, k, v = inputs(case)
-    splits = {"query_splits": case.query_splits} if algorithm == "fa1" else {}
-    layouts = {"layout": case.layout, "out_layout": case.layout}
-    result = attend(
-        "emulator", algorithm, q, k, v, causal=case.causal, tiles=case.tiles, **splits, **layouts
-    )
-    assert_close_to_float64(result.O, q, k, v, result.L, causal=case.causal)
-
-
-# Tiles of columns are 16 or more, so that a group of four belongs to each thread.
-BACKWARD_CASES = (
-    Case((1, 2, 1, 21, 39, 8), Tiles(8, 16, 64), False),
-    Case((1, 2, 1, 43, 41, 8), Tiles(8, 16, 64), True),  # rows 0 and 1 see no column
-    Case((2, 4, 2, 10, 41, 5), Tiles(4, 16, 32), False, layout="odd"),
-    Case((1, 1, 1, 45, 19, 4), Tiles(8, 16, 64), True),  # whole row tiles that see no column
-    Case((1, 1, 1, 40, 40, 4), Tiles(8, 16, 64), True),  # the diagonal meets corners of tiles
-    Case((1, 1, 1, 39, 40, 4), Tiles(8, 16, 64), True),  # and passes one column beyond them
-    Case((1, 1, 1, 5, 200, 4), Tiles(8, 64, 64), False),  # two warps for a row of P
-)
+def options_of(case):
+    return {"tiles": case.tiles, "layout": case.layout, **case.options}
 
 
 @cache
-def gradient_inputs(case):
-    given = random_gradients(*case.shape)
-    values = saved(*given[1:], causal=case.causal)
-    return given, values, true_gradients(*given, causal=case.causal)
+def wanted(case):
+    return truth(*inputs(case)[1:], tiles=case.tiles, **case.options)
+
+
+def run(algorithm, case):
+    """Raise what the checks of a forward call raise, an AssertionError if it is wrong."""
+    splits = {"query_splits": case.query_splits} if algorithm == "fa1" else {}
+    given = {**options_of(case), **splits, "out_layout": case.layout}
+    result, want = attend("emulator", algorithm, *inputs(case)[1:], **given), wanted(case)
+    assert_within("O", result.O, want.O, want.O_bound)
+    assert_within("L", result.L, want.L, want.L_bound)
+
+
+@cache
+def wanted_gradients(case):
+    """out and lse of a forward pass, and the gradients."""
+    given, options = inputs(case), {"tiles": case.tiles, **case.options}
+    values = saved(*given[1:], **options)
+    asks = "bias" in options
+    return values, true_gradients(*given, saved_values=values, return_dbias=asks, **options)
 
 
 def run_backward(algorithm, case):
-    given, values, want = gradient_inputs(case)
+    """The same for every way to a gradient that `algorithm` has."""
+    values, want = wanted_gradients(case)
     for way in WAYS:
         if WAYS[way][0] == algorithm:
-            options = {"causal": case.causal, "tiles": case.tiles, "layout": case.layout}
-            found = differentiate("emulator", way, *given, saved_values=values, **options)
-            for name in NAMES:
-                assert_within(name, getattr(found, name), getattr(want, name), want.bounds[name])
+            given = inputs(case)
+            found = differentiate("emulator", way, *given, saved_values=values, **options_of(case))
+            for name, gradient in zip(want.bounds, found, strict=False):
+                assert_within(name, gradient, getattr(want, name), want.bounds[name])
 
 
-def caught_by(algorithm, kernels, monkeypatch):
-    """What fails first over all cases: an emulator error's name, "counts", "values" or None."""
+def caught_by(algorithm, cases, modules, monkeypatch):
+    """What fails first: an emulator error's name, "counts", "values" or None.
+
+    Of the cases of these groups, with `modules` in place of the package's.
+    """
     name, _, backward = algorithm.partition("_")
     module = algorithm if backward or name == "standard" else f"{algorithm}_forward"
-    runs, cases = (run_backward, BACKWARD_CASES) if backward else (run, CASES)
+    runs, groups = (run_backward, BACKWARD_CASES) if backward else (run, CASES)
     planned = "_backward" if backward else "_forward"
-    monkeypatch.setattr(plans, module, kernels[algorithm])
+    monkeypatch.setattr(plans, module, modules[algorithm])
+    if backward:  # whose scores, softmax and output are standard attention's
+        monkeypatch.setattr(plans, "standard", modules["standard"])
     monkeypatch.setattr(plans, planned, getattr(plans, planned).__wrapped__)
-    for case in cases:
+    if "arguments" in modules:
+        for public in ("Arguments", "launch", "score_scale"):
+            monkeypatch.setattr(ops, public, getattr(modules["arguments"], public))
+    if "options" in modules:
+        changed = modules["options"].Features.initialises
+        monkeypatch.setattr(options.Features, "initialises", changed)
+    row_floats = plans._row_floats
+    for case in itertools.chain.from_iterable(groups[group] for group in cases):
+        rows = row_floats if case.resident else lambda Nk, limit, rows=1: 0
+        monkeypatch.setattr(plans, "_row_floats", rows)
         try:
             runs(name, case)
         except AssertionError as error:
@@ -190,15 +349,26 @@ def caught_by(algorithm, kernels, monkeypatch):
     return None
 
 
-HAZARDS = {"SharedHazard", "UninitialisedRead", "BarrierDivergence", "Deadlock"}
+# --- the table -------------------------------------------------------------------------------
+
+HAZARDS = frozenset({"SharedHazard", "UninitialisedRead", "BarrierDivergence", "Deadlock"})
+WRONG = {"values", "counts"}
+EDGE = {"OutOfBounds", "counts"}
+ANY = WRONG | EDGE | HAZARDS
+
+FLASH, FLASH_BACKWARD = ("fa1", "fa2"), ("fa1_backward", "fa2_backward")
+EVERY = (*ALGORITHMS, *BACKWARD)
+# Those that ask which columns a row tile sees, or which rows a column tile. FA-1's forward pass
+# asks for columns too, but passes over those that no row sees and loads nothing.
+BY_ROWS, BY_COLUMNS = ("fa2", "fa2_backward"), ("fa1", *FLASH_BACKWARD)
 
 
 @dataclass(frozen=True)
 class Mutant:
     """`needle` becomes `replacement` in `place`: occurrence `which` of `total`.
 
-    `place` is a module or "module.function", `algorithms` are those that it must break, `by` is
-    what may catch it.
+    `place` is a module or "module.function", `algorithms` are those that it must break in some of
+    `cases`, `by` is what may catch it.
     """
 
     title: str
@@ -207,309 +377,170 @@ class Mutant:
     replacement: str
     by: frozenset
     algorithms: tuple[str, ...]
-    total: int = 1
-    which: int = 0
+    cases: tuple[str, ...]
+    total: int
+    which: int
 
 
 def mutants():
     found = []
 
-    def add(title, place, needle, replacement, by, algorithms=None, total=1):
+    def add(place, *rows, by="values", to=None, cases="plain", total=1, only=None):
+        """Mutants of `place` from rows (title, needle, replacement), one for each occurrence."""
+        module, _, _ = place.partition(".")
         by = frozenset({by} if isinstance(by, str) else by)
-        algorithms = algorithms or ((place,) if place in KERNELS else ("fa1", "fa2"))
-        for n in range(total):
-            label = f"{title} {n + 1} of {total}" if total > 1 else title
-            found.append(Mutant(label, place, needle, replacement, by, algorithms, total, n))
+        to = to or ((module,) if module in KERNELS else FLASH)
+        cases = (cases,) if isinstance(cases, str) else cases
+        for title, *change in rows:
+            for n in range(total) if only is None else only:
+                label = f"{title} {n + 1} of {total}" if total > 1 else title
+                found.append(Mutant(label, place, *change, by, to, cases, total, n))
 
-    every = ALGORITHMS
+    synchronisation_mutants(add)
+    forward_mutants(add)
+    edge_mutants(add)
+    backward_mutants(add)
+    visit_mutants(add)
+    length_mutants(add)
+    first_pass_mutants(add)
+    score_mutants(add)
+    mask_mutants(add)
+    score_gradient_mutants(add)
+    draw_mutants(add)
+    dropout_mutants(add)
+    argument_mutants(add)
+    return found
 
-    # Synchronisation: every barrier, wait and commit of every kernel, one at a time.
+
+def synchronisation_mutants(add):
+    """Every barrier, wait and commit of every kernel, one at a time."""
     for name, barriers, waits, commits in (
         ("fa1", 3, 1, 2),
         ("fa2", 2, 3, 3),
         ("standard", 5, 3, 3),
-    ):
-        add("no barrier", name, "cuda.syncthreads()", "pass", HAZARDS, total=barriers)
-        add("no wait", name, " wait_async()", " pass", HAZARDS, total=waits)
-        add("no commit", name, " commit_async()", " pass", HAZARDS, total=commits)
-    for name, barriers, waits, commits in (
-        ("fa1_backward", 4, 1, 2),
-        ("fa2_backward", 6, 3, 4),
+        ("fa1_backward", 4, 2, 2),
+        ("fa2_backward", 6, 4, 4),
         ("standard_backward", 3, 1, 1),
     ):
-        add("no barrier", name, "cuda.syncthreads()", "pass", HAZARDS, total=barriers)
-        add("no wait", name, " wait_async()", " pass", HAZARDS, total=waits)
-        add("no commit", name, " commit_async()", " pass", HAZARDS, total=commits)
+        # Some are for tiles of columns that no row sees.
+        how = {"by": HAZARDS, "cases": ("plain", "window", "causal")}
+        add(name, ("no barrier", "cuda.syncthreads()", "pass"), total=barriers, **how)
+        add(name, ("no wait", " wait_async()", " pass"), total=waits, **how)
+        add(name, ("no commit", " commit_async()", " pass"), total=commits, **how)
 
-    # Scale and mask
+
+def forward_mutants(add):
+    """Faults of the forward kernels and their parts."""
     mask = "softmax.make_scale_and_mask"
-    add("scale", mask, "rS[e] *= scale", "rS[e] *= scale * float32(1.001)", "values", every)
-    add("scale not applied", mask, "rS[e] *= scale", "pass", "values", every)
-    add("unmasked pad", mask, "visible = col < cols_end", "visible = True", "values")
-    add("no test for a ragged tile", mask, "inside = last < cols_end", "inside = True", "values")
-    for shift in ("+ 1", "- 1"):
-        add(
-            f"diagonal {shift}",
-            mask,
-            "_visible_causal(row, int32(col), diagonal)",
-            f"_visible_causal(row, int32(col), diagonal {shift})",
-            "values",
-            every,
-        )
     add(
-        "no test for the diagonal",
         mask,
-        "inside = inside and _visible_causal(int32(row0), int32(last), diagonal)",
-        "pass",
-        "values",
-        every,
-    )
-
-    # Online softmax
-    online = "softmax.make_online_softmax"
-    add(
-        "l not rescaled",
-        online,
-        "rl[i] = rf[i] * rl[i] + rowsum",
-        "rl[i] = rl[i] + rowsum",
-        "values",
+        ("scale", "rS[e] *= scale", "rS[e] *= scale * float32(1.001)"),
+        ("scale not applied", "rS[e] *= scale", "pass"),
+        to=ALGORITHMS,
     )
     add(
-        "l without the old sum",
-        online,
-        "rl[i] = rf[i] * rl[i] + rowsum",
-        "rl[i] = rowsum",
-        "values",
+        mask,
+        ("unmasked pad", "visible = col < Nk", "visible = True"),
+        ("no test for a ragged tile", "inside = last < Nk", "inside = True"),
+        ("a pad of one column", "inside = last < Nk", "inside = last <= Nk"),
     )
-    add("m not updated", online, "rm[i] = m_new", "pass", "values")
+    seen = "_visible_causal(row, int32(col), diagonal"
+    tested = "inside = inside and _visible_causal(int32(row0), int32(last), diagonal)"
     add(
-        "m of one thread",
-        online,
-        "m_new = maximum(m_new, cuda.shfl",
-        "maximum(m_new, cuda.shfl",
-        "values",
+        mask,
+        ("diagonal + 1", f"{seen})", f"{seen} + 1)"),
+        ("diagonal - 1", f"{seen})", f"{seen} - 1)"),
+        ("no test for the diagonal", tested, "pass"),
+        (
+            "diagonal + 1 in its test",
+            "diagonal)\n        if window",
+            "diagonal + 1)\n        if window",
+        ),
+        to=ALGORITHMS,
+        cases="causal",
     )
+    summed = "rl[i] = rf[i] * rl[i] + rowsum"
     add(
-        "l of one thread",
-        online,
-        "rowsum += cuda.shfl_xor_sync(FULL_WARP, rowsum, lane)",
-        "pass",
-        "values",
+        "softmax.make_online_softmax",
+        ("l not rescaled", summed, "rl[i] = rl[i] + rowsum"),
+        ("l without the old sum", summed, "rl[i] = rowsum"),
+        ("m not updated", "rm[i] = m_new", "pass"),
+        ("m of one thread", "m_new = maximum(m_new, cuda.shfl", "maximum(m_new, cuda.shfl"),
+        ("l of one thread", "rowsum += cuda.shfl_xor_sync(FULL_WARP, rowsum, lane)", "pass"),
     )
-    add("no shift of a blind row", online, "if m_new == NEG_INF:", "if False:", "values")
+    blind = ("no shift of a blind row", "if m_new == NEG_INF:", "if False:")
+    add("softmax.make_online_softmax", blind, cases="causal")
     add(
-        "L without m",
         "softmax.make_logsumexp",
-        "LN2 * (rm[i] + log2(rl[i]))",
-        "LN2 * log2(rl[i])",
-        "values",
-        ("fa1", "fa2"),
+        ("L without m", "LN2 * (rm[i] + log2(rl[i]))", "LN2 * log2(rl[i])"),
+        ("L in units of log2", "LN2 * (rm[i] + log2(rl[i]))", "rm[i] + log2(rl[i])"),
     )
-    add(
-        "L in units of log2",
-        "softmax.make_logsumexp",
-        "LN2 * (rm[i] + log2(rl[i]))",
-        "rm[i] + log2(rl[i])",
-        "values",
-        ("fa1", "fa2"),
-    )
-    add(
-        "L not written",
-        "fa1",
-        "write_values(rl, L[b, h], i0, i_end, ty, tx)",
-        "pass",
-        ("values", "counts"),
-    )
+    add("fa1", ("L not written", "write_values(rl, Lh, i0, i_last, ty, tx)", "pass"), by=WRONG)
 
     # Rescaling of O
+    rescaled = "rf[i] * rO[e] + rT[e]"
+    add("rows.make_scale_and_add", ("no rescale", rescaled, "rO[e] + rT[e]"))
+    add("rows.make_scale_and_add", ("O of the last tile", rescaled, "rT[e]"), to=ALGORITHMS)
+    for name in FLASH:
+        add(
+            name,
+            ("no sum over tiles", "scale_and_add(rO, rf, rT)", "pass"),
+            ("no normalisation", "normalise_rows(rO, rl)", "pass"),
+        )
+    add("fa1", ("no denormalisation", "scale_rows(rO, rl)", "pass"))
+    begun = ("O, l and m not begun", "start(rO, rl, rm)", "pass")
+    add("fa2", begun, by="UninitialisedRead")
+    add("fa1", begun, by="UninitialisedRead", cases=("plain", "window"), total=2)
     add(
-        "no rescale",
-        "rows.make_scale_and_add",
-        "rf[i] * rO[e] + rT[e]",
-        "rO[e] + rT[e]",
-        "values",
-        ("fa1", "fa2"),
-    )
-    add(
-        "O of the last tile alone",
-        "rows.make_scale_and_add",
-        "rf[i] * rO[e] + rT[e]",
-        "rT[e]",
-        "values",
-        every,
-    )
-    for name in ("fa1", "fa2"):
-        add("no sum over tiles", name, "scale_and_add(rO, rf, rT)", "pass", "values")
-        add("no normalisation", name, "normalise_rows(rO, rl)", "pass", "values")
-    add("no denormalisation", "fa1", "scale_rows(rO, rl)", "pass", "values")
-    add(
-        "division of a blind row",
         "rows.make_normalise_rows",
-        "if rl[i] != float32(0.0):",
-        "if True:",
-        ("values", "ZeroDivisionError"),
+        ("division of a blind row", "if rl[i] != float32(0.0):", "if True:"),
+        by={"values", "ZeroDivisionError"},
+        cases="causal",
     )
 
-    # Which tiles are visited
-    for name in ("fa1", "fa2"):
-        add(
-            "a tile of columns dropped",
-            name,
-            "while j0 < j_end:",
-            "while j0 + uint32(Bc) < j_end:",
-            ("values", "counts", *HAZARDS),
-        )
+    # Loops over tiles
+    columns = ("a tile of columns dropped", "while j0 < j_end:", "while j0 + uint32(Bc) < j_end:")
+    for name, total in (("fa1", 1), ("fa2", 1), ("standard", 2)):
+        add(name, columns, by=WRONG | HAZARDS, total=total)
     add(
-        "a tile of columns dropped",
-        "standard",
-        "while j0 < Nk:",
-        "while j0 + uint32(Bc) < Nk:",
-        ("values", "counts", *HAZARDS),
-        total=2,
-    )
-    add(
-        "a row tile too many skipped",
         "fa1",
-        "// int32(Br)",
-        "// int32(Br) + int32(1)",
-        ("values", "counts", *HAZARDS),
+        ("a tile of rows dropped", "while i0 < i_end:", "while i0 + uint32(Br) < i_end:"),
+        ("the next tile of rows not loaded", "if i_next < i_end:", "if False:"),
+        by=WRONG | HAZARDS,
     )
-    add("no row tile skipped", "fa1", "if causal and j0 > uint32(0):", "if False:", "counts")
-    # A column tile that no row of the split sees is loaded and never waited for.
-    blind = ("counts", *HAZARDS)
-    add("no column tile skipped", "fa1", "        if causal:", "        if False:", blind)
-    add("no column tile skipped", "fa2", "        if causal:", "        if False:", "counts")
+    read = "if initialises or j0 > uint32(0):"
+    add("fa1", ("O of pass 1 not read", read, read.replace("(0)", "(Bc)")), by=WRONG)
+    splits = "cuda.gridDim.x - 1 - cuda.blockIdx.x"
     add(
-        "O of the first pass not read",
         "fa1",
-        "if j0 > uint32(0):",
-        "if j0 > uint32(Bc):",
-        ("values", "counts"),
-    )
-    for shift in ("+ 1", "- 1"):
-        add(
-            f"columns end {shift}",
-            "fa1",
-            "int32(i_end + diagonal)",
-            f"int32(i_end + diagonal {shift})",
-            ("values", "counts", *HAZARDS),
-        )
-        add(
-            f"columns end {shift}",
-            "fa2",
-            "int32(i0 + Br + diagonal)",
-            f"int32(i0 + Br + diagonal {shift})",
-            ("values", "counts"),
-        )
-    add(
-        "rows of another split",
-        "fa1",
-        "cuda.gridDim.x - 1 - cuda.blockIdx.x",
-        "cuda.gridDim.x - cuda.blockIdx.x",
-        ("values", "counts", *HAZARDS),
+        ("rows of another split", splits, splits.replace("- 1 ", "")),
+        by=WRONG | HAZARDS,
+        cases="causal",
     )
 
     # Heads
-    for name, total in (("fa1", 2), ("fa2", 2), ("standard", 2)):
-        add(
-            "wrong K/V head",
-            name,
-            "h // uint32(group)",
-            "h % uint32(group)",
-            ("values", "OutOfBounds"),
-            total=total,
-        )
-
-    # Edges of tiles in memory
-    for place, algorithms in (("rows.make_read_rows", ("fa1",)), ("rows.make_write_rows", every)):
-        add(
-            "no row bound",
-            place,
-            "if row < rows_end and",
-            "if",
-            ("OutOfBounds", "counts"),
-            algorithms,
-            2,
-        )
-        add(
-            "no column bound",
-            place,
-            " and uint32(col + n) < uint32(d)",
-            "",
-            ("OutOfBounds", "counts"),
-            algorithms,
-        )
-        add(
-            "no column bound, 16 bytes",
-            place,
-            " and col < uint32(d)",
-            "",
-            ("OutOfBounds", "counts"),
-            algorithms,
-        )
-    for place, algorithms in (
-        ("rows.make_read_values", ("fa1",)),
-        ("rows.make_write_values", ("fa1", "fa2")),
-    ):
-        guard = "if tx == uint32(0) and row < rows_end:"
-        add(
-            "no row bound",
-            place,
-            guard,
-            "if tx == uint32(0):",
-            ("OutOfBounds", "counts"),
-            algorithms,
-        )
-        add("values of every lane", place, guard, "if row < rows_end:", "counts", algorithms)
+    for name in FLASH:
+        for head in ("key_rows(K, b, hk,", "key_rows(V, b, hk,"):
+            other = head.replace("hk", "h % uint32(group)")
+            how = {"by": {"values", "OutOfBounds"}, "cases": ("plain", "odd")}
+            add(name, (f"another head's {head[9]}", head, other), **how)
     add(
-        "no row bound of a copy",
-        "tile_load.make_load_tile",
-        "row < uint32(rows_end) and ",
-        "",
-        ("OutOfBounds", "counts"),
-        every,
-    )
-    add(
-        "no column bound of a copy",
-        "tile_load.make_load_tile",
-        " and col < uint32(cols_end)",
-        "",
-        ("OutOfBounds", "counts", "ValueError"),
-        every,
-    )
-    add(
-        "no count bound of a copy",
-        "tile_load.make_load_tile",
-        "min(int32(width), int32(cols_end - col))",
-        "int32(width)",
-        ("OutOfBounds", "counts"),
-        ("standard",),
-    )
-    add(
-        "a copy past the tile",
-        "tile_load.make_load_tile",
-        "if even or copy < uint32(copies):",
-        "if True:",
-        HAZARDS | {"OutOfBounds", "values", "counts", "EmulatorError"},
-        every,
+        "standard",
+        ("another K/V head", "h // uint32(group)", "h % uint32(group)"),
+        by={"values", "OutOfBounds"},
+        total=2,
     )
 
     # Products
     add(
-        "a column of P dropped",
         "products.make_product",
-        "for k in range(0, Bc, 4):",
-        "for k in range(0, Bc - 4, 4):",
-        "values",
-        every,
+        ("columns of P dropped", "for k in range(0, Bc, 4):", "for k in range(0, Bc - 4, 4):"),
+        to=ALGORITHMS,
     )
     add(
-        "a part of the head dropped",
         "products._make_partial_scores",
-        "for k in range(first, last, 4):",
-        "for k in range(first + 4, last, 4):",
-        "values",
-        every,
+        ("columns of Q dropped", "range(first, last, 4)", "range(first + 4, last, 4)"),
+        to=ALGORITHMS,
     )
     for place, register in (
         ("products.make_product", "rT[e]"),
@@ -517,404 +548,923 @@ def mutants():
         ("rows.make_start", "rO[e]"),
         ("rows.make_start", "rl[i]"),
     ):
-        add(
-            f"{register} not begun at 0",
-            place,
-            f"{register} = float32(0.0)",
-            "pass",
-            "UninitialisedRead",
-        )
+        begun = (f"{register} not begun at 0", f"{register} = float32(0.0)", "pass")
+        add(place, begun, by="UninitialisedRead")
     add(
-        "m not begun at -inf",
         "rows.make_start",
-        "rm[i] = NEG_INF",
-        "rm[i] = float32(0.0)",
-        "values",
+        ("m not begun at -inf", "rm[i] = NEG_INF", "rm[i] = float32(0.0)"),
+        cases="long",
+    )
+    add(
+        "softmax.make_store_p",
+        ("rows of another thread", "(ty + i * TY) * pitch", "(ty + i) * pitch"),
+        by={"values", *HAZARDS},
+        cases="odd",
     )
 
     # Standard attention
-    add("S past the matrix", "standard", "if row < Nq and col < Nk:", "if row < Nq:", "OutOfBounds")
-    add("P of one warp's sum", "standard", "for w in range(WARPS):", "for w in range(1):", "values")
-    add("P without the inverse", "standard", "* inverse", "", "values")
-    add("L without l", "standard", "m + LN2 * log2(l)", "m", "values")
-    add("no guard of -inf", "standard", "if s != NEG_INF:", "if True:", "values")
-    gradient_mutants(add)
-    return found
+    add(
+        "standard",
+        ("P without the inverse", "* inverse", ""),
+        ("L without l", "m + LN2 * log2(l)", "m"),
+    )
+    matrix = ("S past the matrix", "if row < Nq and col < Nk:", "if row < Nq:")
+    add("standard", matrix, by="OutOfBounds")
+    add("standard", ("P of one warp's sum", "range(WARPS)", "range(1)"), cases="long")
+    add("standard", ("no guard of -inf", "if s != NEG_INF:", "if True:"), cases="causal")
 
 
-def gradient_mutants(add):
+def edge_mutants(add):
+    """Faults at the edges of tiles in memory."""
+    write_columns = "gradients.make_write_columns"
+    for place, to in (
+        ("rows.make_read_rows", ("fa1",)),
+        ("rows.make_write_rows", ALGORITHMS),
+        (write_columns, tuple(BACKWARD)),
+    ):
+        how = {"by": EDGE, "to": to, "cases": ("plain", "odd")}
+        add(place, ("no row bound", "if row < rows_end and", "if"), total=2, **how)
+        add(
+            place,
+            ("no column bound", " and uint32(col + n) < uint32(d)", ""),
+            ("no column bound, 16 bytes", " and col < uint32(d)", ""),
+            **how,
+        )
+    add(
+        write_columns,
+        ("rows of one group", "(ty + (r // 4) * TY)", "ty"),
+        by=ANY,
+        to=tuple(BACKWARD),
+        cases="long",
+    )
+    add(
+        "rows.make_add_rows",
+        ("no row bound", "if row < rows_end and", "if"),
+        ("no column bound", " and col < uint32(d)", ""),
+        by=EDGE,
+        to=("fa2_backward",),
+    )
+    guard, leader = "if tx == uint32(0) and row < rows_end:", "if tx == uint32(0):"
+    read, write = "rows.make_read_values", "rows.make_write_values"
+    for place, to in ((read, ("fa1", *FLASH_BACKWARD)), (write, FLASH)):
+        add(place, ("no row bound", guard, leader), by=EDGE, to=to)
+        add(place, ("every lane", guard, "if row < rows_end:"), by="counts", to=to)
+    shared = (
+        "values not shared",
+        "rv[i] = cuda.shfl_sync(FULL_WARP, value, first)",
+        "rv[i] = value",
+    )
+    add(read, shared, to=FLASH_BACKWARD)
+    load = "tile_load.make_load_tile"
+    rows = ("no row bound of a copy", "row < uint32(rows_end) and ", "")
+    columns = ("no column bound of a copy", " and col < uint32(cols_end)", "")
+    count = ("no count bound", "min(int32(width), int32(cols_end - col))", "int32(width)")
+    add(load, rows, by=EDGE, to=ALGORITHMS)
+    add(load, columns, by=EDGE | {"ValueError"}, to=ALGORITHMS)
+    add(load, count, by=EDGE, to=("standard",))
+    past = ("a copy past the tile", "if even or copy < uint32(copies):", "if True:")
+    add(load, past, by=ANY | {"EmulatorError"}, to=ALGORITHMS)
+
+
+def backward_mutants(add):
     """Faults of the backward kernels and of the parts that only they have."""
-    flash, every = ("fa1_backward", "fa2_backward"), tuple(BACKWARD)
-    some = ("values", "counts")
-    any_way = (*some, "OutOfBounds", *HAZARDS)
+    every = tuple(BACKWARD)
 
     # D
-    parts = "gradients.make_score_gradients"
-    add("D added", parts, "- rD[i]", "+ rD[i]", "values", flash)
-    add("no D", parts, "- rD[i]", "", "values", flash)
-    add("dS without P", parts, "rP[i * TN + j] * (", "(", "values", flash)
-    add("D added", "standard_backward", "(g - D)", "(g + D)", "values")
     add(
-        "D of one warp",
-        "standard_backward",
-        "for w in range(WARPS):",
-        "for w in range(1):",
-        "values",
+        "gradients.make_score_gradients",
+        ("D added", "- rD[i]", "+ rD[i]"),
+        ("no D", "- rD[i]", ""),
+        ("dS without P", "p * (", "("),
+        to=FLASH_BACKWARD,
     )
+    add("standard_backward", ("D added", "(g - D)", "(g + D)"))
+    add("standard_backward", ("D of one warp", "range(WARPS)", "range(1)"), cases="long")
+    shuffled = "dot += cuda.shfl_xor_sync(FULL_WARP, dot, lane)"
+    add("standard_backward", ("D of one thread", shuffled, "pass"))
+    add("fa2_backward", ("D of one thread", shuffled.replace("lane", "step"), "pass"))
     add(
-        "D of one thread",
-        "standard_backward",
-        "dot += cuda.shfl_xor_sync(FULL_WARP, dot, lane)",
-        "pass",
-        "values",
-    )
-    add(
-        "D of one thread",
-        "fa2_backward",
-        "dot += cuda.shfl_xor_sync(FULL_WARP, dot, step)",
-        "pass",
-        "values",
-    )
-    add(
-        "D of one thread",
         "gradients.make_row_dots",
-        "dot += cuda.shfl_xor_sync(FULL_WARP, dot, lane)",
-        "pass",
-        "values",
-        ("fa1_backward",),
+        ("D of one thread", shuffled, "pass"),
+        ("D of the first column group", "for c in range(DN):", "for c in range(DN - 1):"),
+        ("D of another row", "(ty + i * TY) * pitch", "(ty + i) * pitch"),
+        by=WRONG | HAZARDS,
+        to=("fa1_backward",),
     )
+    leader = "if lane == uint32(0) and row < Nq:"
     add(
-        "D of the first column group",
-        "gradients.make_row_dots",
-        "for c in range(DN):",
-        "for c in range(DN - 1):",
-        some,
-        ("fa1_backward",),
-    )
-    add(
-        "D of another row",
-        "gradients.make_row_dots",
-        "(ty + i * TY) * pitch",
-        "(ty + i) * pitch",
-        ("values", *HAZARDS),
-        ("fa1_backward",),
-    )
-    add(
-        "every lane writes D",
         "fa2_backward",
-        "if lane == uint32(0) and row < Nq:",
-        "if row < Nq:",
-        "counts",
-    )
-    add(
-        "rows past the end",
-        "fa2_backward",
-        "if lane == uint32(0) and row < Nq:",
-        "if lane == uint32(0):",
-        ("OutOfBounds", "counts"),
-    )
-    add(
-        "rows past the end of O",
-        "fa2_backward",
-        "        if row < Nq:",
-        "        if True:",
-        ("OutOfBounds", "counts"),
+        ("every lane writes D", leader, "if row < Nq:"),
+        ("rows past the end", leader, "if lane == uint32(0):"),
+        ("rows past the end of O", "        if row < Nq:", "        if True:"),
+        by=EDGE,
     )
 
     # Scale
+    add("fa1_backward", ("dQ without scale", "(rdQ, dQh, scale,", "(rdQ, dQh, float32(1.0),"))
     add(
-        "dQ without scale",
-        "fa1_backward",
-        "update_rows(rdQ, dQh, scale,",
-        "update_rows(rdQ, dQh, float32(1.0),",
-        "values",
-    )
-    add(
-        "dQ without scale",
         "fa2_backward",
-        "add_rows(rdQ, dQh, scale,",
-        "add_rows(rdQ, dQh, float32(1.0),",
-        "values",
+        ("dQ without scale", "(rdQ, dQh, scale,", "(rdQ, dQh, float32(1.0),"),
+        ("dQ of the sweep without scale", "+= scale * rT[e]", "+= rT[e]"),
     )
-    add("dQ of the sweep without scale", "fa2_backward", "+= scale * rT[e]", "+= rT[e]", "values")
-    add("dS without scale", "standard_backward", "scale * p * (g", "p * (g", "values")
-    for name in flash:
-        scales = 1 if name == "fa1_backward" else 2
-        add(
+    add("standard_backward", ("dS without scale", "scale * ds", "ds"))
+    for name, total in (("fa1_backward", 1), ("fa2_backward", 2)):
+        natural = (
             "S in natural units",
-            name,
             "scale_and_mask(rS, scale_log2,",
             "scale_and_mask(rS, scale,",
-            "values",
-            total=scales,
         )
-        add("dK without scale", name, "scale_columns(rdK, scale)", "pass", "values")
-        add("dV scaled for dK", name, "scale_columns(rdK", "scale_columns(rdV", "values")
+        add(name, natural, total=total)
+        add(
+            name,
+            ("dK without scale", "scale_columns(rdK, scale)", "pass"),
+            ("dV scaled for dK", "scale_columns(rdK", "scale_columns(rdV"),
+            ("dV from dS", "product(rdV, sP,", "product(rdV, sdS,"),
+            ("dK from P", "product(rdK, sdS,", "product(rdK, sP,"),
+        )
     add(
-        "scaled by another factor",
         "gradients.make_scale_columns",
-        "rT[e] *= factor",
-        "rT[e] *= factor * float32(1.0001)",
-        "values",
-        flash,
+        ("another factor", "rT[e] *= factor", "rT[e] *= factor * float32(1.0001)"),
+        to=FLASH_BACKWARD,
     )
     add(
-        "added by another factor",
         "rows.make_add_rows",
-        "factor * rT",
-        "factor * float32(1.0001) * rT",
-        "values",
-        ("fa2_backward",),
+        ("another factor", "factor * rT", "factor * float32(1.0001) * rT"),
+        to=("fa2_backward",),
     )
 
     # P from L
     from_L = "softmax.make_softmax_from_lse"
-    add("L in units of log2", from_L, "LOG2E * rL[i]", "rL[i]", "values", flash)
-    add("no shift of a blind row", from_L, "if rL[i] == NEG_INF:", "if False:", "values", flash)
     add(
-        "the score itself",
         from_L,
-        "exp2(rS[i * TN + j] - shift)",
-        "rS[i * TN + j] - shift",
-        "values",
-        flash,
+        ("L in units of log2", "LOG2E * rL[i]", "rL[i]"),
+        ("the score itself", "exp2(rS[i * TN + j] - shift)", "rS[i * TN + j] - shift"),
+        to=FLASH_BACKWARD,
     )
+    blind = ("no shift of a blind row", "if rL[i] == NEG_INF:", "if False:")
+    add(from_L, blind, to=FLASH_BACKWARD, cases="causal")
 
     # Heads of a group
     for name in every:
-        add("one head of the group", name, "uint32(h + group)", "uint32(h + 1)", some)
+        first = "h" if name == "standard_backward" else "h_first"
         add(
-            "heads of another group",
             name,
-            "h = uint32(hk * group)",
-            "h = hk",
-            (*some, "OutOfBounds"),
+            ("one head of the group", f"uint32({first} + group)", f"uint32({first} + 1)"),
+            ("heads of another group", f"{first} = uint32(hk * group)", f"{first} = hk"),
+            by=WRONG | {"OutOfBounds"},
+            cases="odd",
         )
-    add(
-        "wrong K/V head",
-        "fa2_backward",
-        "h // uint32(group)",
-        "h % uint32(group)",
-        ("values", "OutOfBounds"),
-        total=2,
-    )
+    for head in ("key_rows(K, b, hk,", "key_rows(V, b, hk,"):
+        other = (f"another head's {head[9]}", head, head.replace("hk", "h % uint32(group)"))
+        how = {"by": {"values", "OutOfBounds"}, "cases": "odd"}
+        add("fa2_backward.make_query_gradients", other, **how)
 
-    # Which tiles are visited
-    add(
-        "no row tile skipped",
-        "fa1_backward",
-        "if causal and j0 > uint32(0):",
-        "if False:",
-        "counts",
-    )
-    add(
-        "blind rows without dQ", "fa1_backward", "if causal and j0 > uint32(0):", "if causal:", some
-    )
-    add(
-        "no row tile skipped",
-        "fa2_backward",
-        "        if causal:",
-        "        if False:",
-        "counts",
-        total=2,
-    )
-    for name in flash:
-        for shift in ("+ 1", "- 1"):
-            add(
-                f"first row {shift}",
-                name,
-                "int32(j0) - diagonal)",
-                f"int32(j0) - diagonal {shift})",
-                some,
-            )
-        add(
-            "a row tile too many skipped",
-            name,
-            "// int32(Br) * int32(Br)",
-            "// int32(Br) * int32(Br) + int32(Br)",
-            any_way,
-        )
-        add("a row tile dropped", name, "while i0 < Nq:", "while i0 + uint32(Br) < Nq:", any_way)
-        add("the next row tile not loaded", name, "if uint32(i0 + Br) < Nq:", "if False:", any_way)
-    add(
-        "a row tile dropped",
-        "standard_backward",
-        "while i0 < Nq:",
-        "while i0 + uint32(Br) < Nq:",
-        any_way,
-    )
-    add(
-        "a column tile dropped",
-        "fa1_backward",
-        "while j0 < Nk:",
-        "while j0 + uint32(Bc) < Nk:",
-        any_way,
-    )
-    add(
-        "a column tile dropped",
-        "fa2_backward",
-        "while j0 < j_end:",
-        "while j0 + uint32(Bc) < j_end:",
-        any_way,
-    )
-    for shift in ("+ 1", "- 1"):
-        add(
-            f"columns end {shift}",
-            "fa2_backward",
-            "int32(i0 + Br + diagonal)",
-            f"int32(i0 + Br + diagonal {shift})",
-            some,
-        )
-    add(
-        "a part of the row",
-        "standard_backward",
-        "while col < Nk:",
-        "while col + uint32(threads) < Nk:",
-        any_way,
-        total=2,
-    )
+    # Loops over tiles
+    for name in every:
+        rows = ("a tile of rows dropped", "while i0 < i_end:", "while i0 + uint32(Br) < i_end:")
+        add(name, rows, by=ANY)
+    for name in FLASH_BACKWARD:
+        add(name, ("the next tile of rows not loaded", "if i_next < i_end:", "if False:"), by=ANY)
+    columns = ("a tile of columns dropped", "while j0 < j_end:", "while j0 + uint32(Bc) < j_end:")
+    for place in ("fa1_backward", "fa2_backward.make_query_gradients"):
+        add(place, columns, by=ANY)
+    part = ("a part of the row", "while col < Nk:", "while col + uint32(threads) < Nk:")
+    add("standard_backward", part, by=ANY, total=2)
 
     # dQ through memory
+    seen = "scale, j0 > uint32(0), i0"
     add(
-        "dQ read in the first pass",
         "fa1_backward",
-        "scale, j0 > uint32(0), i0",
-        "scale, True, i0",
-        some,
+        ("dQ read in the first pass", seen, "scale, True, i0"),
+        ("dQ not read in the second pass", seen, "scale, j0 > uint32(Bc), i0"),
+        by=WRONG,
     )
+    add("rows.make_update_rows", ("dQ of the last pass", "+ old[e]", ""), to=("fa1_backward",))
     add(
-        "dQ not read in the second pass",
-        "fa1_backward",
-        "scale, j0 > uint32(0), i0",
-        "scale, j0 > uint32(Bc), i0",
-        some,
-    )
-    add(
-        "dQ of the last pass alone",
-        "rows.make_update_rows",
-        "+ old[e]",
-        "",
-        "values",
-        ("fa1_backward",),
-    )
-    add("dQ not begun at 0", "fa2_backward", "dQi[col] = float32(0.0)", "pass", some)
-    add(
-        "dQ begun at 0 for nothing",
         "fa2_backward",
-        "                if clear:",
-        "                if True:",
-        "counts",
-    )
-    add("dQ twice", "fa2_backward", "                if atomic:", "                if True:", some)
-    add(
-        "no row bound of an addition",
-        "rows.make_add_rows",
-        "if row < rows_end and",
-        "if",
-        ("OutOfBounds", "counts"),
-        ("fa2_backward",),
-    )
-    add(
-        "no column bound of an addition",
-        "rows.make_add_rows",
-        " and col < uint32(d)",
-        "",
-        ("OutOfBounds", "counts"),
-        ("fa2_backward",),
+        ("dQ not begun at 0", "dQh[row, col] = float32(0.0)", "pass"),
+        ("dQ begun at 0 for nothing", "if clear and row < rows:", "if row < rows:"),
+        ("dQ twice", "                if atomic:", "                if True:"),
+        by=WRONG,
     )
 
     # The products
-    for name in flash:
-        add(
-            "dV from dS",
-            name,
-            "add_transposed_product(rdV, sP,",
-            "add_transposed_product(rdV, sdS,",
-            "values",
-        )
-        add(
-            "dK from P",
-            name,
-            "add_transposed_product(rdK, sdS,",
-            "add_transposed_product(rdK, sP,",
-            "values",
-        )
-    transposed = "gradients.make_add_transposed_product"
+    transposed, by = "gradients.make_add_transposed_product", {"values", "UninitialisedRead"}
+    four = ("four rows dropped", "for i in range(0, Br, 4):", "for i in range(0, Br - 4, 4):")
+    add(transposed, four, by=by, to=every)
+    add(transposed, ("one row of four", "in range(4):", "in range(1):"), by=by, to=every, total=2)
+    add(transposed, ("the sum of one tile", "rT[e] += p * b[0]", "rT[e] = p * b[0]"), to=every)
+    for place, registers in (
+        ("gradients.make_start_columns", ("rdK[e]", "rdV[e]")),
+        ("standard_backward", ("rdV[e]",)),
+        ("fa1_backward", ("rdQ[e]",)),
+        ("fa2_backward", ("rdQ[e]",)),
+    ):
+        for register in registers:
+            begun = (f"{register} not begun at 0", f"{register} = float32(0.0)", "pass")
+            to = None if place in KERNELS else FLASH_BACKWARD
+            add(place, begun, by="UninitialisedRead", to=to, cases=("plain", "window"))
     add(
-        "four rows dropped",
-        transposed,
-        "for i in range(0, Br, 4):",
-        "for i in range(0, Br - 4, 4):",
-        ("values", "UninitialisedRead"),
-        every,
+        "gradients.make_store_ds",
+        ("rows of another thread", "(ty + i * TY) * pitch", "(ty + i) * pitch"),
+        by={"values", *HAZARDS},
+        to=FLASH_BACKWARD,
     )
-    add(
-        "one row of four",
-        transposed,
-        "for n in range(4):",
-        "for n in range(1):",
-        ("values", "UninitialisedRead"),
-        every,
-        2,
-    )
-    add("the sum of one tile", transposed, "rT[e] += p * b[0]", "rT[e] = p * b[0]", "values", every)
-    for register in ("rdK[e]", "rdV[e]"):
-        add(
-            f"{register} not begun at 0",
-            "gradients.make_start_columns",
-            f"{register} = float32(0.0)",
-            "pass",
-            "UninitialisedRead",
-            flash,
-        )
-    add(
-        "rdV not begun at 0",
-        "standard_backward",
-        "rdV[e] = float32(0.0)",
-        "pass",
-        "UninitialisedRead",
-    )
-    add("rdQ not begun at 0", "fa2_backward", "rdQ[e] = float32(0.0)", "pass", "UninitialisedRead")
 
-    # Edges of tiles in memory
-    write = "gradients.make_write_columns"
-    add("no row bound", write, "if row < rows_end and", "if", ("OutOfBounds", "counts"), every, 2)
+
+def visit_mutants(add):
+    """Faults of which tiles are visited: the diagonal, windows, block masks."""
+    columns, rows = "visits.make_column_range", "visits.make_row_range"
+    both = ("fa1", *BY_ROWS)
+
+    # The diagonal
+    end, hidden = "int32(rows_end + diagonal)", "int32(col0) - diagonal - int32(rows_begin))"
     add(
-        "no column bound",
-        write,
-        " and uint32(col + n) < uint32(d)",
-        "",
-        ("OutOfBounds", "counts"),
-        every,
+        columns,
+        ("no column tile skipped", "        if causal:", "        if False:"),
+        ("columns end + 1", end, "int32(rows_end + diagonal + 1)"),
+        ("a blind tile visited", f"max(int32(0), {end})", f"max(int32(1), {end})"),
+        by="counts",
+        to=BY_ROWS,
+        cases="causal",
+    )
+    less = ("columns end - 1", end, "int32(rows_end + diagonal - 1)")
+    add(columns, less, by=WRONG | HAZARDS, to=both, cases="causal")
+    first = "rows_begin + hidden // int32(Br) * Br"
+    add(
+        rows,
+        ("no row tile skipped", "        if causal:", "        if False:"),
+        ("a row tile too many skipped", first, f"{first} + Br"),
+        ("first row + 1", hidden, f"{hidden[:-1]} + 1)"),
+        ("first row - 1", hidden, f"{hidden[:-1]} - 1)"),
+        ("first row below 0", f"max(int32(0), {hidden}", hidden[:-1]),
+        by=WRONG | {"OutOfBounds"} | HAZARDS,
+        to=BY_COLUMNS,
+        cases="causal",
+    )
+    split = ("first row not from the split's", hidden, "int32(col0) - diagonal)")
+    add(rows, split, by=ANY, to=("fa1",), cases="causal")
+    for name, guard, total in (("fa1", "i0 < i_end", 1), ("fa2", "j0 < j_end", 2)):
+        unseen = ("unseen tiles loaded", f"if {guard}:", "if True:")
+        add(name, unseen, by=ANY, cases=("causal", "sparse"), total=total)
+
+    # Windows
+    end, first = "diagonal + options.window_right)", "row0 + diagonal - options.window_left"
+    clamped = "max(int32(0), first) // int32(Bc) * int32(Bc)"
+    add(
+        columns,
+        ("window: columns to the end", "min(int32(Nk), max(int32(0), last))", "int32(Nk)"),
+        ("window: columns end + 1", end, f"{end[:-1]} + 1)"),
+        ("window: columns from 0", clamped, "0"),
+        ("window: first column - 1", first, f"{first} - 1"),
+        ("window: first column within a tile", clamped, "max(int32(0), first)"),
+        ("window: a blind tile visited", "max(int32(0), last)", "max(int32(1), last)"),
+        by="counts",
+        to=BY_ROWS,
+        cases="window",
     )
     add(
-        "no column bound, 16 bytes",
-        write,
-        " and col < uint32(d)",
-        "",
-        ("OutOfBounds", "counts"),
-        every,
+        columns,
+        ("window: columns end - 1", end, f"{end[:-1]} - 1)"),
+        ("window: first column + 1", first, f"{first} + 1"),
+        ("window: first column below 0", "max(int32(0), first)", "first"),
+        by=WRONG,
+        to=both,
+        cases="window",
     )
-    add("rows of one group", write, "(ty + (r // 4) * TY)", "ty", any_way, every)
-    values = "rows.make_read_values"
-    guard = "if tx == uint32(0) and row < rows_end:"
+    hidden, last = "options.window_right - int32(rows_begin))", "diagonal + options.window_left)"
     add(
-        "no row bound, backward",
-        values,
-        guard,
-        "if tx == uint32(0):",
-        ("OutOfBounds", "counts"),
-        flash,
+        rows,
+        ("window: first row + 1", hidden, f"{hidden[:-1]} + 1)"),
+        ("window: first row - 1", hidden, f"{hidden[:-1]} - 1)"),
+        ("window: first row below 0", "max(int32(0), hidden) //", "hidden //"),
+        ("window: rows to the end", "min(int32(i_end), max(int32(0), last))", "i_end"),
+        ("window: rows end + 1", last, f"{last[:-1]} + 1)"),
+        ("window: rows end - 1", last, f"{last[:-1]} - 1)"),
+        ("window: rows of a first column", "+ Bc - diagonal", "- diagonal"),
+        by=WRONG,
+        to=BY_COLUMNS,
+        cases="window",
     )
-    add("values of every lane, backward", values, guard, "if row < rows_end:", "counts", flash)
+    # The first tile of FA-1's forward pass is one that the first row sees.
+    blind = ("window: a blind tile visited", "max(int32(0), last)", "max(int32(1), last)")
+    add(rows, blind, by="counts", to=FLASH_BACKWARD, cases="window")
+    split = ("window: first row not from the split's", hidden, "options.window_right)")
+    add(rows, split, by=WRONG, to=("fa1",), cases="window")
+    for name in FLASH_BACKWARD:
+        add(name, ("unseen tiles loaded", "if i0 < i_end:", "if True:"), by=ANY, cases="window")
+
+    # No tile past the last: a block mask has none
     add(
-        "values not shared",
-        values,
-        "rv[i] = cuda.shfl_sync(FULL_WARP, value, first)",
-        "rv[i] = value",
-        "values",
-        flash,
+        columns,
+        ("past the last", "min(int32(Nk), max(int32(0), int32(", "(max(int32(0), int32("),
+        ("window: past the last", "min(int32(Nk), max(int32(0), last))", "max(int32(0), last)"),
+        by="OutOfBounds",
+        to=BY_ROWS,
+        cases="sparse",
     )
+    past = (
+        "window: past the last",
+        "min(int32(i_end), max(int32(0), last))",
+        "max(int32(0), last)",
+    )
+    add(rows, past, by="OutOfBounds", to=BY_COLUMNS, cases="sparse")
+
+    # Block masks
+    for name, i, to in (("column", "j", BY_ROWS), ("row", "i", BY_COLUMNS)):
+        add(
+            f"visits.make_next_{name}",
+            ("no block skipped", "if sparse:", "if False:"),
+            ("the others skipped", "== 0:", "!= 0:"),
+            ("one block alone skipped", f"while {i}0", f"if {i}0"),
+            ("past the last block", f"{i}0 < {i}_end and ", ""),
+            ("blocks of another head", "[b, h,", "[b, 0,"),
+            ("rows of other blocks", "// uint32(Br)", "// uint32(Bc)"),
+            ("columns of other blocks", "// uint32(Bc)", "// uint32(Br)"),
+            by=ANY,
+            to=to,
+            cases="sparse",
+        )
+
+
+def length_mutants(add):
+    """Faults of how many rows and columns there are, and of what becomes of the others."""
+    columns, rows, lengths = (f"visits.make_{n}" for n in ("column_range", "row_range", "lengths"))
+
+    # Packed sequences
+    for name, start, other in (
+        ("query_rows", "options.q_starts", "options.k_starts"),
+        ("key_rows", "options.k_starts", "options.q_starts"),
+    ):
+        add(
+            f"visits.make_{name}",
+            ("not packed", "if packed:", "if False:"),
+            ("from the next row", f"{start}[b] :", f"{start}[b] + 1 :"),
+            ("from the row before", f"{start}[b] :", f"max({start}[b] - 1, 0) :"),
+            ("from the first sequence", f"{start}[b] :", "0 :"),
+            ("from the other's start", f"{start}[b] :", f"{other}[b] :"),
+            ("to the next row", f"{start}[b + 1]]", f"{start}[b + 1] + 1]"),
+            ("to the row before", f"{start}[b + 1]]", f"{start}[b + 1] - 1]"),
+            ("to the other's end", f"{start}[b + 1]]", f"{other}[b + 1]]"),
+            by=ANY,
+            to=EVERY,
+            cases="packed",
+        )
+    # The flash kernels have no rows but a sequence's.
+    add(
+        lengths,
+        ("not packed", "if packed:", "if False:"),
+        ("all rows", "options.q_starts[b + 1] - options.q_starts[b]", "rows"),
+        ("all columns", "options.k_starts[b + 1] - options.k_starts[b]", "columns"),
+        by=ANY,
+        to=("standard", "standard_backward"),
+        cases="packed",
+    )
+
+    # Lengths
+    for n, other in (("q", "kv"), ("kv", "q")):
+        add(
+            lengths,
+            (f"{n}_lens not asked", f"if {n}_lens:", "if False:"),
+            (f"{n}_lens of the first entry", f"{n}_lens[b]", f"{n}_lens[0]"),
+            by=ANY,
+            to=EVERY,
+            cases=f"{n}_lens",
+        )
+        swapped = (f"{other}_lens for {n}_lens", f"options.{n}_lens[b]", f"options.{other}_lens[b]")
+        add(lengths, swapped, by=ANY, to=EVERY, cases="lengths")
+    add(lengths, ("swapped", "return Nq, Nk", "return Nk, Nq"), by=ANY, to=EVERY, cases="lengths")
+    add(
+        columns,
+        ("rows past the end visited", "features.q_lens or", "False or"),
+        ("a tile at the end visited", "row0 >= Nq", "row0 > Nq"),
+        by="counts",
+        to=BY_ROWS,
+        cases="q_lens",
+    )
+    packed = ("packed rows past the end visited", "or features.packed", "or False")
+    add(columns, packed, by="counts", to=BY_ROWS, cases="packed")
+    add(
+        rows,
+        ("columns past the end visited", "if lengths and col0 >= Nk:", "if False:"),
+        ("a tile at the end visited", "col0 >= Nk", "col0 > Nk"),
+        by=WRONG,
+        to=FLASH_BACKWARD,
+        cases="kv_lens",
+    )
+    add(
+        rows,
+        ("packed columns past the end visited", "if lengths and col0 >= Nk:", "if False:"),
+        by="counts",
+        to=("fa2_backward",),
+        cases="packed",
+    )
+    tile = ("tiles past the end", "if shortened and i0 >= Nq:", "if False:")
+    add("standard", tile, by="counts", cases="q_lens", total=2)
+    for name in ("standard", "standard_backward"):
+        row = ("rows past the end", "if shortened and row >= Nq:", "if False:")
+        add(name, row, by=ANY, cases="q_lens")
+    tile = ("tiles past the end", "if shortened and j0 >= Nk:", "if False:")
+    add("standard_backward", tile, by="counts", cases="kv_lens")
+    past = ("L past the sequence", " and row < uint32(Lh.shape[0])", "")
+    add("standard", past, by=ANY, cases="packed")
+
+    # What is written where nothing is valid
+    sweep, output = "fa2_backward.make_query_gradients", "standard.make_standard_output"
+    for place, *writes in (
+        ("fa1", "min(rows, uint32(i_first"),
+        ("fa2", "(rO, Oh, i0, rows", "(rl, Lh, i0, rows"),
+        (output, "(rO, Oh, i0, rows"),
+        ("fa1_backward", "while i0 < rows", "(rdQ, dQh, i0, rows"),
+        ("fa2_backward", "clear and row < rows"),
+        (sweep, "(rdQ, dQh, i0, rows"),
+    ):
+        for write in writes:
+            valid = (f"valid rows alone: {write}", write, write.replace("rows", "Nq"))
+            add(place, valid, by=WRONG, cases="q_lens")
+    valid = ("L of valid rows alone", "row < uint32(Lh.shape[0])", "row < Nq")
+    add("standard", valid, by=WRONG, cases="q_lens")
+    valid = ("valid rows alone", "while i0 < i_last:", "while i0 < min(i_last, Nq):")
+    add("fa1", valid, by=WRONG, cases="q_lens", total=2)
+    for name, *writes in (
+        ("fa1_backward", "j_end = columns", "dKh, j0, columns", "dVh, j0, columns"),
+        ("fa2_backward", "dKh, j0, columns", "dVh, j0, columns"),
+        ("standard_backward", "dVh, j0, columns"),
+    ):
+        for write in writes:
+            valid = (f"valid columns alone: {write}", write, write.replace("columns", "Nk"))
+            add(name, valid, by=WRONG, cases="kv_lens")
+
+    # What is read where nothing is valid
+    backward = "fa2_backward.make_backward"
+    both = ("(sQ, Qh, i0, Nq", "(sdO, dOh, i0, Nq")
+    next_too = (*both, "(sQ, Qh, i_next, Nq", "(sdO, dOh, i_next, Nq")
+    for place, *reads in (
+        ("fa2", "(sQ, Qh, i0, Nq"),
+        (output, "(sP, Ph, i0, Nq"),
+        ("standard_backward", "(sP, Ph, i0, Nq", "(sdO, dOh, i0, Nq"),
+        (
+            "fa1_backward",
+            *next_too,
+            "(rL, Lh, i0, Nq",
+            "(rD, sdO, Oh, i0, Nq",
+            "> uint32(0), i0, Nq",
+        ),
+        (backward, *next_too, "(rL, Lh, i0, Nq", "(rD, Dh, i0, Nq", "scale, i0, Nq"),
+        (sweep, *both, "(rL, Lh, i0, Nq", "(rD, Dh, i0, Nq"),
+        ("fa2_backward", "        if row < Nq"),
+    ):
+        for read in reads:
+            more = (f"all rows: {read.strip()}", read, read.replace("Nq", "rows"))
+            add(place, more, by=ANY, cases="q_lens")
+    more = ("all rows", "load_q(sQ, Qh, i0, Nq", "load_q(sQ, Qh, i0, Qh.shape[0]")
+    add("standard", more, by=ANY, cases="q_lens")
+    add(
+        "fa1",
+        ("all rows", "i_stop = uint32(min(i_last, Nq))", "i_stop = i_last"),
+        ("all rows: Q", "i0, i_stop, 0, d", "i0, i_last, 0, d"),
+        ("all rows: the next Q", "i_next, i_stop, 0, d", "i_next, i_last, 0, d"),
+        by=ANY,
+        cases="q_lens",
+    )
+    for place, total, *reads in (
+        ("fa1", 1, "(sK, Kh, j0, Nk", "(sV, Vh, j0, Nk"),
+        ("fa2", 2, "(sK, Kh, j0, Nk"),
+        ("fa2", 1, "(sV, Vh, j0, Nk"),
+        ("standard", 1, "(sK, Kh, uint32(j0 + Bc), Nk", "(sV, Vh, j0, Nk"),
+        *((p, 1, "(sK, Kh, j0, Nk", "(sV, Vh, j0, Nk") for p in ("fa1_backward", backward, sweep)),
+    ):
+        for read in reads:
+            more = (f"all columns: {read}", read, read.replace("Nk", f"{read[5:7]}.shape[0]"))
+            add(place, more, by=ANY, cases="kv_lens", total=total)
+
+
+def first_pass_mutants(add):
+    """Faults of what starts O, l, m and dQ of FA-1: its first pass, or the kernel."""
+    for name in ("fa1", "fa1_backward"):
+        takes = "first_pass_takes_all=not initialises"
+        mutant = ("the first pass takes all", takes, "first_pass_takes_all=True")
+        add(name, mutant, by=WRONG, cases="window")
+        mutant = ("the first pass leaves rows out", takes, "first_pass_takes_all=False")
+        add(name, mutant, by=WRONG, cases="causal")
+        mutant = ("nothing initialised", "        if initialises:", "        if False:")
+        add(name, mutant, by=ANY | {"ZeroDivisionError"}, cases="window")
+    add(
+        "visits.make_row_range",
+        ("rows without a first pass", "if not takes_all or col0 > uint32(0):", "if True:"),
+        ("every pass takes all", "if not takes_all or col0 > uint32(0):", "if not takes_all:"),
+        by=WRONG,
+        to=("fa1", "fa1_backward"),
+        cases="causal",
+    )
+    for write in ("write_rows(rO, Oh", "write_values(rl, lh", "write_values(rm, mh"):
+        none = (f"no {write}", f"{write}, i0, i_last, ty, tx)", "pass")
+        add("fa1", none, by=ANY, cases="window")
+    read = ("O of the first pass not read", "if initialises or j0 >", "if j0 >")
+    add("fa1", read, by=WRONG, cases="window")
+    read = ("dQ of the first pass not read", "if initialises or seen:", "if seen:")
+    add("rows.make_update_rows", read, by=WRONG, to=("fa1_backward",), cases="window")
+    none = ("no first pass without columns", "j_end = uint32(max(j_end, uint32(1)))", "pass")
+    add("fa1", none, by=WRONG, cases="kv_lens")
+    none = ("no first pass without columns", "if packed:", "if False:")
+    add("fa1_backward", none, by=WRONG, cases="packed")
+    one = ("one head initialised", "while h < h_end:", "while h < h_first + 1:")
+    add("fa1_backward", one, by=WRONG, cases="window", total=2, only=(0,))
+    # Backward, a first pass that takes all does as well where there is a window alone.
+    needs = "self.window or self.q_lens or self.sparse"
+    for feature in ("window", "q_lens", "sparse"):
+        add(
+            "options.Features",
+            (
+                f"{feature} leaves it to the first pass",
+                needs,
+                needs.replace(f"self.{feature}", "False"),
+            ),
+            by=ANY,
+            to=("fa1",) if feature == "window" else ("fa1", "fa1_backward"),
+            cases=feature,
+        )
+
+
+def score_mutants(add):
+    """Faults of what is done to scores: cap, slopes, bias."""
+    mask = "softmax.make_scale_and_mask"
+    text = inspect.getsource(softmax.make_scale_and_mask)
+    steps = text[text.index("        if softcap:") : text.index("        last = uint32(")]
+    alibi, bias = steps.index("        if alibi:"), steps.index("        if bias:")
+    cap, alibi, bias = steps[:alibi], steps[alibi:bias], steps[bias:]
+    distance = "_distance(int32(row), int32(col), diagonal)"
+    add(
+        mask,
+        ("the cap last", steps, alibi + bias + cap),
+        ("the cap after the slopes", steps, alibi + cap + bias),
+        ("no cap", "if softcap:", "if False:"),
+        ("a cap of 1", "options.softcap * math", "math"),
+        ("no slopes", "if alibi:", "if False:"),
+        ("slopes of another head", "slopes[b, h]", "slopes[b, 0]"),
+        ("slopes of another entry", "slopes[b, h]", "slopes[0, h]"),
+        ("slopes added", "-= slope", "+= slope"),
+        ("slopes without distance", "slope * float32(keys)", "slope"),
+        ("distance from another diagonal", distance, distance.replace("diagonal", "int32(0)")),
+        ("no bias", "if bias:", "if False:"),
+        ("bias subtracted", "+= unit", "-= unit"),
+        ("bias of another head", "options.bias[b, h]", "options.bias[b, 0]"),
+        ("bias of another entry", "options.bias[b, h]", "options.bias[0, h]"),
+        ("bias transposed", "Bh[row, col]", "Bh[col % Nq, row]"),
+        by=WRONG,
+        to=EVERY,
+        cases="scores",
+    )
+    add(
+        mask,
+        ("slopes in natural units", "unit * options.slopes", "options.slopes"),
+        ("bias in natural units", "unit * Bh", "Bh"),
+        to=(*FLASH, *FLASH_BACKWARD),
+        cases="scores",
+    )
+    units = ("units of log2", "unit=ONE, hides_blocks=True", "hides_blocks=True")
+    add("standard", units, to=("standard", "standard_backward"), cases="scores")
+    guard = "                    if row < Nq and col < Nk:\n                        "
+    add(
+        mask,
+        ("no row bound of a bias", f"{guard}rS", f"{guard}rS".replace("row < Nq and ", "")),
+        ("no column bound of a bias", f"{guard}rS", f"{guard}rS".replace(" and col < Nk", "")),
+        by="OutOfBounds",
+        to=EVERY,
+        cases="scores",
+    )
+    # dV is a sum over rows, also those past the end; forward they go nowhere.
+    bound = ("no row bound of slopes", f"{guard}keys", f"{guard}keys".replace("row < Nq and ", ""))
+    add(mask, bound, to=FLASH_BACKWARD, cases="scores")
+    add(
+        "masks.distance",
+        ("with a sign", "abs(", "("),
+        ("not aligned", "row + diagonal", "row"),
+        to=ALGORITHMS,
+        cases="scores",
+    )
+
+
+def mask_mutants(add):
+    """Faults of what is hidden within a tile, and of the tests that nothing is."""
+    mask = "softmax.make_scale_and_mask"
+    seen = "_visible_window(row, int32(col), diagonal, left, right)"
+    top = "int32(row0), int32(last), diagonal, UNBOUNDED, right\n"
+    bottom = "lowest, int32(col0), diagonal, left, UN"
+    add(
+        mask,
+        ("no window", "visible = visible and seen", "pass"),
+        ("left + 1", seen, seen.replace("left", "left + 1")),
+        ("left - 1", seen, seen.replace("left", "left - 1")),
+        ("right + 1", seen, seen.replace("right", "right + 1")),
+        ("right - 1", seen, seen.replace("right", "right - 1")),
+        ("sides swapped", seen, seen.replace("left, right", "right, left")),
+        ("no test for the right", top, top.replace("right", "UNBOUNDED")),
+        ("right + 1 in its test", top, top.replace("right", "right + 1")),
+        ("right of a first column", top, top.replace("last", "col0")),
+        ("right of a last row", top, top.replace("int32(row0)", "lowest")),
+        ("no test for the left", bottom, bottom.replace("left", "UNBOUNDED")),
+        ("left + 1 in its test", bottom, bottom.replace("left", "left + 1")),
+        ("left of a first row", bottom, bottom.replace("lowest", "int32(row0)")),
+        ("left of a last column", bottom, bottom.replace("col0", "last")),
+        to=FLASH,
+        cases="window",
+    )
+    # FA-1 writes no row past the end.
+    inside = "inside = inside and uint32(row0 + Br) <= Nq"
+    add(
+        mask,
+        ("rows past the end", "visible = visible and uint32(row) < Nq", "pass"),
+        ("a row past the end", "uint32(row) < Nq", "uint32(row) <= Nq"),
+        ("no test for rows past the end", inside, "pass"),
+        ("a row past the end in its test", inside, f"{inside} + 1"),
+        to=("fa2",),
+        cases="q_lens",
+    )
+    block = "inside = inside and block != 0"
+    add(
+        mask,
+        ("blocks not hidden", "visible = visible and block != 0", "pass"),
+        ("no test for a hidden block", block, "pass"),
+        ("rows of other blocks", "row0 // uint32(Br)", "row0 // uint32(Bc)"),
+        ("columns of other blocks", "col0 // uint32(Bc)", "col0 // uint32(Br)"),
+        ("blocks of another head", "block_mask[b, h,", "block_mask[b, 0,"),
+        by={"values", "OutOfBounds"},
+        to=("standard", "standard_backward"),
+        cases="sparse",
+    )
+    shown = ("no block hidden", "unit=ONE, hides_blocks=True", "unit=ONE")
+    add("standard", shown, to=("standard", "standard_backward"), cases="sparse")
+    add("masks.visible_causal", ("a column less", "<=", "<"), to=ALGORITHMS, cases="causal")
+    add(
+        "masks.visible_window",
+        ("a column less on the left", ">=", ">"),
+        ("a column less on the right", "<=", "<"),
+        ("one side is enough", "&", "|"),
+        ("left not aligned", "row + diagonal - left", "row - left"),
+        ("right not aligned", "row + diagonal + right", "row + right"),
+        to=ALGORITHMS,
+        cases="window",
+    )
+
+
+def score_gradient_mutants(add):
+    """Faults of dS under a cap, and of dbias."""
+    add(
+        "gradients.make_cap_slopes",
+        ("no slopes", "if softcap:", "if False:"),
+        ("slopes of 1", "float32(1.0) - t * t", "float32(1.0)"),
+        ("tanh not squared", "- t * t", "- t"),
+        ("another scale", "scale * rS[e]", "rS[e]"),
+        by={"values", "UninitialisedRead"},
+        to=tuple(BACKWARD),
+        cases="scores",
+    )
+    for name, total in (("fa1_backward", 1), ("fa2_backward", 2)):
+        late = "cap_slopes(rG, rS, scale_log2, options)"
+        add(
+            name,
+            ("slopes by the scale of dQ", late, late.replace("_log2", "")),
+            cases="scores",
+            total=total,
+        )
+    place = "gradients.make_score_gradients"
+    text = inspect.getsource(gradients.make_score_gradients)
+    steps = text[text.index("        if dbias:") : text.index("    return score")].rstrip()
+    capped = steps.index("        if softcap:")
+    swapped = steps[capped:] + "\n" + steps[:capped].rstrip()
+    add(
+        place,
+        ("no slopes of the cap", "rdP[e] *= rG[e]", "pass"),
+        ("dbias after the slopes", steps, swapped),
+        ("no dbias", "if dbias:", "if False:"),
+        ("dbias of another head", "options.dbias[b, h]", "options.dbias[b, 0]"),
+        ("dbias of another entry", "options.dbias[b, h]", "options.dbias[0, h]"),
+        ("dbias of another column", "(dBh, row, col,", "(dBh, row, uint32(0),"),
+        ("no row bound of dbias", "row < Nq and col", "col"),
+        ("no column bound of dbias", "col < Nk:", "True:"),
+        by=WRONG | {"OutOfBounds"},
+        to=FLASH_BACKWARD,
+        cases="scores",
+    )
+    add(
+        "standard_backward",
+        ("dbias with scale", "row, col, ds)", "row, col, scale * ds)"),
+        ("no dbias", "if dbias:", "if False:"),
+        ("dbias of another head", "options.dbias[b, h]", "options.dbias[b, 0]"),
+        ("dbias of another entry", "options.dbias[b, h]", "options.dbias[0, h]"),
+        ("dbias of another column", "row, col, ds)", "row, uint32(0), ds)"),
+        by=WRONG,
+        cases="scores",
+    )
+    alone = ("slopes for dS", "s *= Sh[row, col]", "pass")
+    add("standard", alone, by=WRONG, to=("standard_backward",), cases="scores")
+
+
+def draw_mutants(add):
+    """Faults of which element is dropped."""
+    place = "(uint32(b) << uint32(16)) + uint32(h)"
+    add(
+        "dropout._words",
+        ("entries mixed with heads", "uint32(16)", "uint32(0)"),
+        ("entries at another bit", "uint32(16)", "uint32(15)"),
+        ("one entry", place, "uint32(h)"),
+        ("one head", " + uint32(h)", ""),
+        ("entries and heads swapped", place, "(uint32(h) << uint32(16)) + uint32(b)"),
+        ("one row", "_philox(counter, row,", "_philox(counter, uint32(0),"),
+        ("rows and counters swapped", "counter, row, head", "row, counter, head"),
+        ("rows and heads swapped", "counter, row, head", "counter, head, row"),
+        ("no offset", "uint32(options.offset)", "uint32(0)"),
+        ("halves of the seed swapped", "offset), key0, key1", "offset), key1, key0"),
+        cases="dropout",
+    )
+    add(
+        "dropout.keeps",
+        ("counters of 16 columns", "col // uint32(COUNTER_COLUMNS)", "col // uint32(WORD_COLUMNS)"),
+        ("shares overlap", " * uint32(WORD_COLUMNS)", ""),
+        ("one counter a share", "share + col % uint32(WORD_COLUMNS)", "share"),
+        ("another word", "uint32(col // uint32(WORD_COLUMNS)) % uint32(4)", "col % uint32(4)"),
+        *(
+            (f"another word than {n}", f"word = w[{n}]", f"word = w[{(n + 1) % 4}]")
+            for n in range(4)
+        ),
+        ("kept for dropped", "word >= ", "word < "),
+        ("a word at the threshold", "word >= ", "word > "),
+        ("a threshold with a sign", "uint32(options.threshold)", "options.threshold"),
+        to=("standard", "fa2"),
+        cases="dropout",
+    )
+    drop = "dropout.make_drop"
+    add(
+        drop,
+        ("nothing dropped", "if dropout:", "if False:"),
+        ("rows of another thread", "(i0 + i) * TY", "i0 + i"),
+        ("kept for dropped", "_bit(not kept,", "_bit(kept,"),
+        ("columns of a tile's first thread", "col0 + tx + j * TX", "col0 + j * TX"),
+        ("the first column of a thread", "col0 + tx + j * TX", "col0 + tx"),
+        ("another tile's columns", "col0 + tx + j * TX", "tx + j * TX"),
+        ("another bit", "bits >> uint64(i", "bits >> uint64(1 + i"),
+        ("no sign", "= -rP[e]", "= rP[e]"),
+        to=("fa2_backward",),
+        cases="dropout",
+    )
+    add(
+        drop,
+        ("a word at the threshold", "uint32(options.threshold)", "uint32(options.threshold) + 1"),
+        ("a threshold with a sign", "uint32(options.threshold)", "options.threshold"),
+        ("rows of the first part", "(i0 + i) * TY", "i * TY"),
+        ("registers of the first part", "e = (i0 + i) * TN + j", "e = i * TN + j"),
+        (
+            "bits of the first part",
+            "                bits = uint64(0)",
+            "                bits = bits if i0 or j0 else uint64(0)",
+        ),
+        ("draws of another tile", "col0 // uint32(COUNTER_COLUMNS) + j", "j"),
+        ("one group of columns", "COUNTER_COLUMNS) + j // ALIKE", "COUNTER_COLUMNS)"),
+        ("bits of the first row", "n = i * COLS + j", "n = j"),
+        ("bits of the first group", "+ j - j0 + s", "+ s"),
+        *((f"another word than {n}", f"w[{n}] <", f"w[{(n + 1) % 4}] <") for n in range(4)),
+        *((f"another bit than {n}", f"n + {n} * SHARES)", "n)") for n in (2, 3)),
+        ("another bit than 1", "n + SHARES)", "n)"),
+        to=("fa2",),
+        cases="draws",
+    )
+    shares = " + tx + s * TX)\n"
+    add(
+        drop,
+        ("one share of columns", shares, " + tx)\n"),
+        ("shares of neighbours", shares, " + tx * SHARES + s)\n"),
+        ("bits of the first share", "- j0 + s\n", "- j0\n"),
+        to=("fa2_backward",),
+        cases="draws",
+    )
+    add(
+        "dropout._bit", ("32 bits", "<< uint64(n)", "<< uint64(n % 32)"), to=("fa2",), cases="draws"
+    )
+    add(
+        "masks.make_philox",
+        ("9 rounds", "range(10)", "range(9)"),
+        ("another multiplier", "0xD2511F53", "0xD2511F55"),
+        ("another second multiplier", "0xCD9E8D57", "0xCD9E8D59"),
+        ("another key's step", "0x9E3779B9", "0x9E3779BB"),
+        ("another second key's step", "0xBB67AE85", "0xBB67AE87"),
+        ("no key", "^ c1 ^ k0", "^ c1"),
+        ("no second key", "^ c3 ^ k1", "^ c3"),
+        ("no word", "^ c1 ^ k0", "^ k0"),
+        ("no second word", "^ c3 ^ k1", "^ k1"),
+        ("low for high", "p1 >> uint64(32)", "p1"),
+        ("second low for high", "p0 >> uint64(32)", "p0"),
+        to=("fa2",),
+        cases="dropout",
+    )
+    add(
+        "masks",
+        ("words of 8 columns", "WORD_COLUMNS = 16", "WORD_COLUMNS = 8"),
+        ("counters of 128 columns", "COUNTER_COLUMNS = 64", "COUNTER_COLUMNS = 128"),
+        to=("standard", "fa2"),
+        cases="dropout",
+    )
+
+
+def dropout_mutants(add):
+    """Faults of what becomes of what is dropped, and of the rest."""
+    add(
+        "dropout.make_kept",
+        ("not scaled", "p * options.inverse_keep", "p"),
+        ("dropped kept", "float32(0.0) if p < float32(0.0) else ", ""),
+        ("nothing dropped", "if dropout:", "if False:"),
+        to=(*FLASH, *BACKWARD),
+        cases="dropout",
+    )
+    dropped = "drop(rS, i0, j0, b, h, options, ty, tx)"
+    for name, total in (("fa1", 1), ("fa2", 1), ("fa1_backward", 1), ("fa2_backward", 2)):
+        add(name, ("nothing dropped", f" {dropped}", " pass"), cases="dropout", total=total)
+    for name, indent in (("fa1", 16), ("fa2", 12)):
+        summed, newline = "online_softmax(rS, rm, rl, rf)", "\n" + " " * indent
+        first = ("dropped before l", summed + newline + dropped, dropped + newline + summed)
+        add(name, first, cases="dropout")
+    add(
+        "gradients.make_score_gradients",
+        ("dP not scaled", "rdP[e] * options.inverse_keep", "rdP[e]"),
+        ("dropped dP", "float32(0.0) if p < float32(0.0) else dp", "dp"),
+        ("dropped P below 0", "p = abs(p)", "pass"),
+        ("dropped P of 0", "p = abs(p)", "p = max(p, float32(0.0))"),
+        ("no dropout", "if dropout:", "if False:"),
+        to=FLASH_BACKWARD,
+        cases="dropout",
+    )
+
+    # Standard attention
+    add(
+        "standard",
+        ("not scaled", "p * options.inverse_keep if", "p if"),
+        ("kept for dropped", "if keeps(", "if not keeps("),
+        ("nothing dropped", "if dropout:", "if False:"),
+        ("columns for rows", "keeps(row, col,", "keeps(col, row,"),
+        ("entries for heads", "col, b, h, options", "col, h, b, options"),
+        cases="dropout",
+    )
+    add(
+        "standard_backward",
+        ("dP not scaled", "g = g * options.inverse_keep", "pass"),
+        ("dropped dP", "g = float32(0.0)", "pass"),
+        ("dropped P kept", "p = -p", "pass"),
+        ("kept for dropped", "if not keeps(", "if keeps("),
+        ("columns for rows", "keeps(row, col,", "keeps(col, row,"),
+        cases="dropout",
+        total=2,
+    )
+    add(
+        "standard_backward",
+        ("dropped P below 0", "ds = abs(p) *", "ds = p *"),
+        ("P with what is dropped", "Pi[col] = kept(p, options)", "pass"),
+        ("P from memory", "sP[col] if resident else Pi[col]", "Pi[col]"),
+        ("dP from memory", "sdP[col] if resident else dPi[col]", "dPi[col]"),
+        ("dropped twice", "if dropout and not resident:", "if dropout:"),
+        ("dropped once", "if dropout and not resident:", "if False:"),
+        by=WRONG,
+        cases="dropout",
+    )
+
+
+def argument_mutants(add):
+    """Faults of what a call gives its kernels."""
+    half, inverse = "self.seed & 0xFFFFFFFF", "1.0 / (1.0 - problem.dropout_p)"
+    mask = "np.ascontiguousarray(self.block_mask,"
+    for cases, *changes in (
+        (
+            "window",
+            ("sides swapped", "(problem.left, problem.right)", "(problem.right, problem.left)"),
+            ("no column on an open side", "UNBOUNDED if n is None", "0 if n is None"),
+        ),
+        ("scores", ("scale of no cap", "problem.scale / problem.softcap", "problem.scale * unit")),
+        (
+            "dropout",
+            ("no inverse", inverse, inverse[6:]),
+            ("the inverse of p", inverse, "1.0 / problem.dropout_p"),
+            (
+                "p kept",
+                "(drop_threshold(problem.dropout_p)",
+                "(drop_threshold(1 - problem.dropout_p)",
+            ),
+            ("the high half twice", half, "self.seed >> 32"),
+            ("the low half twice", "self.seed >> 32", half),
+            ("no offset", "_signed(self.offset)", "0"),
+        ),
+        (
+            "packed",
+            ("rows of keys", "_starts(problem.q_lens)", "_starts(problem.kv_lens)"),
+            ("columns of queries", "_starts(problem.kv_lens)", "_starts(problem.q_lens)"),
+            ("lengths for starts", "np.cumsum((0,", "np.array((0,"),
+        ),
+        ("lengths", ("rows for columns", "getattr(problem, name)", "problem.q_lens")),
+        ("sparse", ("blocks of one head", mask, "np.ascontiguousarray(self.block_mask[:1],")),
+    ):
+        add("arguments", *changes, by=ANY, to=("standard", "fa2"), cases=cases)
+    cap = ("cap in natural units", "(problem.softcap or 0.0) * unit", "problem.softcap or 0.0")
+    add("arguments", cap, to=FLASH, cases="scores")
+    scale = ("scale in natural units", "return problem.scale * unit", "return problem.scale")
+    add("arguments", scale, to=FLASH)
 
 
 MUTANTS = mutants()
@@ -923,18 +1473,20 @@ MUTANTS = mutants()
 # --- the tests -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", KERNELS)
-def test_the_source_as_it_is_passes(algorithm, monkeypatch):
-    kernels = kernels_with(**{part: source(part) for part in PARTS})
-    assert caught_by(algorithm, kernels, monkeypatch) is None
+@pytest.mark.parametrize(
+    "algorithm, cases",
+    [(a, c) for a in KERNELS for c in (BACKWARD_CASES if a in BACKWARD else CASES)],
+)
+def test_the_source_as_it_is_passes(algorithm, cases, monkeypatch):
+    assert caught_by(algorithm, (cases,), modules_with(), monkeypatch) is None
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.place}: {m.title}")
 def test_a_mutant_is_caught(mutant, monkeypatch, record_property):
-    kernels = kernels_with(**{mutant.place.partition(".")[0]: mutated(mutant)})
+    modules = modules_with(**{mutant.place.partition(".")[0]: mutated(mutant)})
     for algorithm in mutant.algorithms:
         with monkeypatch.context() as patch:
-            caught = caught_by(algorithm, kernels, patch)
+            caught = caught_by(algorithm, mutant.cases, modules, patch)
         record_property(algorithm, caught)
         assert caught in mutant.by, f"{algorithm}: caught by {caught}, not by {set(mutant.by)}"
 

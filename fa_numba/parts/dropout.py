@@ -54,36 +54,41 @@ def make_drop(spec):
     dropout = spec.features.dropout
     # One draw serves four elements where a thread's columns share counters.
     shared = spec.Bc % COUNTER_COLUMNS == 0
-    GROUPS, SHARES = spec.Bc // COUNTER_COLUMNS, WORD_COLUMNS // TX
-    ROWS = min(TM, 64 // TN)
-    CHUNKS = TM // ROWS
+    SHARES = WORD_COLUMNS // TX
+    ALIKE = 4 * SHARES
+    # Rows and columns of one word of bits
+    COLS = min(TN, 64 // ALIKE * ALIKE)
+    ROWS = max(n for n in (1, 2, 4, 8) if TM % n == 0 and n * COLS <= 64)
 
     @device_function
     def drop(rP, row0, col0, b, h, options, ty, tx):
         if dropout:
             threshold = uint32(options.threshold)
-            for c in range(CHUNKS):
-                bits = uint64(0)
-                for i in range(ROWS):
-                    row = uint32(row0 + ty + (c * ROWS + i) * TY)
-                    if shared:
-                        for g in range(GROUPS):
-                            share = uint32(col0 // uint32(COUNTER_COLUMNS) + g)
-                            for s in range(SHARES):
-                                counter = uint32(share * uint32(WORD_COLUMNS) + tx + s * TX)
-                                w = _words(counter, row, b, h, options)
-                                n = i * TN + g * 4 * SHARES + s
-                                bits |= _bit(w[0] < threshold, n)
-                                bits |= _bit(w[1] < threshold, n + SHARES)
-                                bits |= _bit(w[2] < threshold, n + 2 * SHARES)
-                                bits |= _bit(w[3] < threshold, n + 3 * SHARES)
-                    else:
-                        for j in range(TN):
-                            kept = keeps(row, uint32(col0 + tx + j * TX), b, h, options)
-                            bits |= _bit(not kept, i * TN + j)
-                for e in range(ROWS * TN):
-                    if (bits >> uint64(e)) & uint64(1) != uint64(0):
-                        rP[c * ROWS * TN + e] = -rP[c * ROWS * TN + e]
+            for i0 in range(0, TM, ROWS):
+                for j0 in range(0, TN, COLS):
+                    bits = uint64(0)
+                    for i in range(ROWS):
+                        row = uint32(row0 + ty + (i0 + i) * TY)
+                        if shared:
+                            for j in range(j0, min(j0 + COLS, TN), ALIKE):
+                                share = uint32(col0 // uint32(COUNTER_COLUMNS) + j // ALIKE)
+                                for s in range(SHARES):
+                                    counter = uint32(share * uint32(WORD_COLUMNS) + tx + s * TX)
+                                    w = _words(counter, row, b, h, options)
+                                    n = i * COLS + j - j0 + s
+                                    bits |= _bit(w[0] < threshold, n)
+                                    bits |= _bit(w[1] < threshold, n + SHARES)
+                                    bits |= _bit(w[2] < threshold, n + 2 * SHARES)
+                                    bits |= _bit(w[3] < threshold, n + 3 * SHARES)
+                        else:
+                            for j in range(j0, min(j0 + COLS, TN)):
+                                kept = keeps(row, uint32(col0 + tx + j * TX), b, h, options)
+                                bits |= _bit(not kept, i * COLS + j - j0)
+                    for i in range(ROWS):
+                        for j in range(j0, min(j0 + COLS, TN)):
+                            if (bits >> uint64(i * COLS + j - j0)) & uint64(1) != uint64(0):
+                                e = (i0 + i) * TN + j
+                                rP[e] = -rP[e]
 
     return drop
 
