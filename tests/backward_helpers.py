@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 from helpers import (
     EPS,
+    TANH,
     Memory,
     Scores,
     U,
@@ -130,21 +131,21 @@ class Errors:
 def gradient_roundings(dout, q, k, v, out, lse, *, tiles=None, return_dbias=False, **options):
     """How far float32 takes dq, dk, dv (and dbias) from the exact ones, as Frobenius norms.
 
-    Follows the kernels step by step. Each rounding counts once, as the most it can be, U times its
-    result; roundings are independent, so that their squares add up, each times the square of the
-    derivative of the gradients by the step's result. One that a row shares (L, D) or the whole call
-    (scale log2(e) and other constants) moves all it meets together.
+    As `helpers.roundings`. One that a row shares (L, D) moves all of it together, as one of a
+    constant moves the whole call.
 
         S       the running sum over d, times scale; the cap's tanh, times the cap; less slope times
                 distance; plus bias
-        P       L log2(e), S - L, ex2; L as it was given
-        D       dO O and its sum, as one chain; O as it was given
+        P       L log2(e), S - L, ex2; L as far off as it was given
+        D       dO O and its sum, as one chain; O as far off as it was given
         dP, dS  the running sum over d; dropout's factor; dP - D, times P; with a cap 1 - tanh^2,
                 times that
         dV, dK, dQ, dbias   the sums over rows or columns, each tile's apart; times scale
     """
     call, q, k, v = reference._call(q, k, v, tiles=tiles, **options)
     problem, scale, d = call.problem, call.problem.scale, call.problem.head_dim
+    if not counted(problem):
+        return [0.0] * (3 + return_dbias)
     if tiles is None:
         sizes = problem.seqlen_q, problem.seqlen_k, d
         tiles = default_backward_tiles(*sizes, devices.EMULATED_SHARED_BYTES)
@@ -242,25 +243,22 @@ def adding_squares(terms, shape):
 def true_gradients(dout, q, k, v, *, saved_values=None, tiles=None, return_dbias=False, **options):
     """The gradients in float64 and how far float32 ones may be from them, as Frobenius norms.
 
-    Twice the error of the unfused float32 computation, or `gradient_roundings` where that is more, plus one
-    rounding of the gradient. The unfused computation subtracts a row's own maximum and its own sum
-    of P o dP, so that errors cancel, down to 0 in a row of one key; the kernels compare L and O,
-    rounded by the forward pass, with numbers that they round themselves, and take exponentials by
-    an instruction of three times the error.
+    Twice the error of the unfused float32 computation, or `gradient_roundings` where that is more,
+    plus one rounding of the gradient. The unfused computation subtracts a row's own maximum and its
+    own sum of P o dP, so that errors cancel, down to 0 in a row of one key; the kernels compare L
+    and O, rounded by the forward pass, with numbers that they round themselves.
     """
     names = (*NAMES, "dbias") if return_dbias else NAMES
-    options |= {"tiles": tiles, "return_dbias": return_dbias}
+    options |= {"tiles": tiles}
+    both = options | {"return_dbias": return_dbias}
     with np.errstate(all="ignore"):
-        exact = reference.attention_backward(dout, q, k, v, **options)
-        unfused = reference.unfused_backward(dout, q, k, v, **options)
-        if saved_values is None:
-            del options["return_dbias"]
-            saved_values = saved(q, k, v, **options)
-            options["return_dbias"] = return_dbias
-        budget = gradient_roundings(dout, q, k, v, *saved_values, **options)
+        exact = reference.attention_backward(dout, q, k, v, **both)
+        unfused = reference.unfused_backward(dout, q, k, v, **both)
+        out, lse = saved_values or saved(q, k, v, **options)
+        steps = gradient_roundings(dout, q, k, v, out, lse, **both)
     bounds = [
         max(2 * _distance(u, e), r) + EPS * _size(e)
-        for u, e, r in zip(unfused, exact, budget, strict=True)
+        for u, e, r in zip(unfused, exact, steps, strict=True)
     ]
     return SimpleNamespace(
         **dict(zip(names, exact, strict=True)), bounds=dict(zip(names, bounds, strict=True))

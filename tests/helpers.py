@@ -262,7 +262,7 @@ LG2 = 2.0**-22 / U
 TANH = 4.0
 # Multiply-adds of Q K^T up to which roundings are counted. Beyond, so many are summed that the
 # unfused computation errs as much.
-COUNTED = 2**24
+COUNTED = 2**28
 
 
 def counted(problem):
@@ -400,7 +400,7 @@ def roundings(q, k, v, *, tiles=None, **options):
         squares += (problem.dropout_p > 0) * O**2
         rows += L**2
         of_O, of_L = of_O + squares.sum(), of_L + rows.sum()
-    return U * math.sqrt(of_O), U * math.sqrt(of_L)
+    return tuple(U * float(np.sqrt(squares)) for squares in (of_O, of_L))
 
 
 # --- float64 ---------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from backward_helpers import random_gradients
+from hypothesis import strategies as st
 
 from fa_numba import Tiles
 
@@ -82,6 +83,10 @@ DRAWS = {
 
 
 SMALL = Tiles(8, 16)
+# Any options at once, but for two ways to tell lengths.
+names_of_options = st.sets(st.sampled_from(sorted(DRAWS))).filter(
+    lambda names: not {"lengths", "packed"} <= names
+)
 
 
 def drawn(names, shape, tiles=SMALL, seed=0):

@@ -5,6 +5,8 @@ import pytest
 from helpers import ALGORITHMS, EPS, assert_within, attend, truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from options_helpers import drawn, names_of_options
+from options_helpers import inputs as inputs_with
 
 from fa_numba import Tiles
 
@@ -66,6 +68,36 @@ def test_both_orders_and_standard_agree(problem, tiles, causal, query_splits):
     fa2 = call("fa2", q, k, v, **options)
     assert_agree(call("fa1", q, k, v, query_splits=query_splits, **options), fa2, want, want)
     assert_agree(call("standard", q, k, v, **options), fa2, want, want)
+
+
+def with_options(names, heads, Nq, Nk, d, seed):
+    """q, k, v and options, of which a block mask would belong to one size of tiles."""
+    shape = 2, *heads, Nq, Nk, d
+    options = drawn(names - {"block_mask"}, shape, seed=seed)
+    del options["tiles"]
+    (_, *qkv), options = inputs_with(shape, options)
+    return qkv, options
+
+
+@every_algorithm
+@fifteen
+@given(problems, names_of_options, tiles_of, tiles_of)
+def test_nor_do_they_with_options(algorithm, problem, names, one, other):
+    qkv, options = with_options(names, **problem)
+    wants = [truth(*qkv, tiles=tiles, **options) for tiles in (one, other)]
+    a, b = (call(algorithm, *qkv, tiles=tiles, **options) for tiles in (one, other))
+    assert_agree(a, b, *wants)
+
+
+@fifteen
+@given(problems, names_of_options, tiles_of, st.integers(1, 4))
+def test_both_orders_and_standard_agree_with_options(problem, names, tiles, query_splits):
+    qkv, options = with_options(names, **problem)
+    options["tiles"] = tiles
+    want = truth(*qkv, **options)
+    fa2 = call("fa2", *qkv, **options)
+    assert_agree(call("fa1", *qkv, query_splits=query_splits, **options), fa2, want, want)
+    assert_agree(call("standard", *qkv, **options), fa2, want, want)
 
 
 @every_algorithm
@@ -147,6 +179,33 @@ def test_chunks_of_keys_merge_by_L(algorithm, problem, tiles, data):
     moved = 2 * np.sqrt(problem["d"]) * sum(w.L_bound for w in wants[1:])
     assert_within("O", whole.O, O, sum(w.O_bound for w in wants) + moved)
     assert_within("L", whole.L, L, sum(w.L_bound for w in wants))
+
+
+@every_algorithm
+@fifteen
+@given(problems, tiles_of, st.booleans())
+def test_a_bias_of_a_row_shifts_L_alone(algorithm, problem, tiles, causal):
+    q, k, v = inputs(**problem)
+    bias = np.float32(0.25) * np.arange(-3, problem["Nq"] - 3, dtype=np.float32)[:, None]
+    a = call(algorithm, q, k, v, tiles=tiles, causal=causal)
+    b = call(algorithm, q, k, v, tiles=tiles, causal=causal, bias=bias)
+    wants = truth(q, k, v, causal=causal), truth(q, k, v, causal=causal, bias=bias)
+    assert_within("O", b.O, a.O, sum(w.O_bound for w in wants))
+    assert_within("L", b.L - bias[:, 0], a.L, sum(w.L_bound for w in wants))
+
+
+@every_algorithm
+@fifteen
+@given(problems, tiles_of, st.data())
+def test_a_key_of_bias_minus_infinity_is_no_key(algorithm, problem, tiles, data):
+    problem["Nk"] += 1
+    q, k, v = inputs(**problem)
+    gone = data.draw(st.integers(0, problem["Nk"] - 1), "key")
+    bias = np.where(np.arange(problem["Nk"]) == gone, -np.inf, 0.0).astype(np.float32)
+    rest = q, np.delete(k, gone, axis=2), np.delete(v, gone, axis=2)
+    want = truth(*rest)
+    a = call(algorithm, q, k, v, tiles=tiles, bias=bias)
+    assert_agree(a, call(algorithm, *rest, tiles=tiles), want, want)
 
 
 @every_algorithm
