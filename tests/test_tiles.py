@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from fa_numba import Tiles
+from fa_numba.options import Features
 from fa_numba.tiles import (
     MAX_ACCUMULATORS,
     MAX_THREADS,
@@ -72,7 +73,7 @@ TILINGS = list(itertools.product((4, 8, 12, 16, 32, 48, 64, 128), (8, 16, 24, 40
 def test_every_split_covers_the_block_exactly_once(d):
     found = 0
     for Br, Bc in TILINGS:
-        for s in splits(Br, Bc, d, causal=True):
+        for s in splits(Br, Bc, d, features=Features(causal=True)):
             found += 1
             places = list(itertools.product(range(s.ty_count), range(s.tx_count)))
             rows = sorted(ty + i * s.ty_count for ty in range(s.ty_count) for i in range(s.TM))
@@ -90,7 +91,7 @@ def test_every_split_covers_the_block_exactly_once(d):
             assert len(places) == s.threads and s.threads % 32 == 0
             assert s.threads <= MAX_THREADS and s.accumulators <= MAX_ACCUMULATORS
             assert 32 % s.tx_count == 0  # the threads of a row lie in one warp
-            assert s.causal
+            assert s.features.causal
     assert found > 50
 
 
