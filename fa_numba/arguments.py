@@ -180,7 +180,4 @@ def _sent(array: np.ndarray) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _on_gpu(ordinal: int, content: bytes, dtype: str, shape: tuple[int, ...]) -> Any:
-    array = np.frombuffer(content, dtype).reshape(shape)
-    sent = device.to_gpu(array)
-    pointer, _ = sent.__cuda_array_interface__["data"]
-    return device.DeviceArray(pointer, shape, array.strides, sent, array.itemsize)
+    return device.argument(device.to_gpu(np.frombuffer(content, dtype).reshape(shape)))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from fa_numba.device import DeviceArray
 from fa_numba.problem import DTYPES
 
 HOST = -1
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Candidate solutions tried before two interleaved layouts are taken to overlap.
 _OVERLAP_WORK: Any = 100_000
 
@@ -23,7 +24,8 @@ class Operand:
     """An argument as the kernels see it.
 
     ``place`` is the GPU's ordinal, or HOST. ``host`` is the NumPy view of host memory, ``view``
-    the GPU memory; one of them is None. ``empty(shape)`` makes an array of the same library there.
+    the GPU memory; one of them is None. ``empty(shape, dtype)`` makes an array of the same library
+    there.
     """
 
     name: str
@@ -35,7 +37,7 @@ class Operand:
     pointer: int
     host: np.ndarray | None
     owner: Any
-    empty: Callable[[tuple[int, ...]], Any]
+    empty: Callable[[tuple[int, ...], str], Any]
     writable: bool = True
 
     @property
@@ -43,7 +45,7 @@ class Operand:
         """Whether every row starts at a 16-byte address and is contiguous."""
         rows = zip(self.shape[:-1], self.strides[:-1], strict=True)
         return (
-            (self.shape[-1] == 1 or self.strides[-1] == 4)
+            (self.shape[-1] == 1 or self.strides[-1] == ITEM_BYTES[self.dtype])
             and self.pointer % 16 == 0
             and all(n == 1 or stride % 16 == 0 for n, stride in rows)
         )
@@ -55,8 +57,9 @@ class Operand:
     def argument(self) -> Any:
         """What ``device.launch`` takes."""
         if self.host is not None:
-            return self.host
-        return DeviceArray(self.pointer, self.shape, self.strides, self.owner)
+            return self.host if self.dtype == "float32" else self.host.view(np.uint16)
+        size = ITEM_BYTES[self.dtype]
+        return DeviceArray(self.pointer, self.shape, self.strides, self.owner, size)
 
     def spans(self) -> np.ndarray:
         """An array over the same addresses, never read: for questions of overlap only."""
@@ -69,7 +72,7 @@ class _Span:
             "data": (operand.pointer, True),
             "shape": operand.shape,
             "strides": operand.strides,
-            "typestr": "<f4" if operand.dtype == "float32" else "|V1",
+            "typestr": f"|V{ITEM_BYTES.get(operand.dtype, 1)}",
             "version": 3,
         }
 
@@ -103,15 +106,17 @@ def _from_torch(name: str, tensor: Any) -> Operand:
             "pass a detached tensor or call it under torch.no_grad()"
         )
 
-    def empty(shape):
-        return torch.empty(shape, dtype=torch.float32, device=tensor.device)
+    def empty(shape, dtype):
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=tensor.device)
 
     dtype = str(tensor.dtype).removeprefix("torch.")
     _check_dtype(name, dtype)
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} has layout {tensor.layout}: allowed is torch.strided")
     if tensor.device.type == "cpu":
-        return _from_numpy(name, tensor.detach().numpy(), "torch", tensor, empty)
+        host = tensor.detach()
+        host = host.view(torch.int16).numpy() if dtype == "bfloat16" else host.numpy()
+        return replace(_from_numpy(name, host, "torch", tensor, empty), dtype=dtype)
     if tensor.device.type != "cuda":
         raise TypeError(f"{name} is on {tensor.device}: allowed are CPU and CUDA tensors")
     strides = tuple(tensor.element_size() * n for n in tensor.stride())
@@ -138,13 +143,14 @@ def _from_interface(name: str, array: Any) -> Operand:
             f"{name} is an array with __cuda_array_interface__ at {pointer:#x}, and no GPU here "
             "has that memory: allowed is host memory or memory of a GPU that is here"
         ) from error
-    library, empty = "interface", device.empty
+    library: str = "interface"
+    empty: Callable[[tuple[int, ...], str], Any] = device.empty
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(array, cupy.ndarray):
         library = "cupy"
 
-        def empty(shape):
-            return cupy.empty(shape, dtype=np.float32)
+        def empty(shape, dtype):
+            return cupy.empty(shape, dtype=dtype)
 
     elif interface.get("stream"):
         # What still writes the array on another stream; CuPy's is the one that we launch on.
@@ -168,7 +174,7 @@ def _from_dlpack(name: str, array: Any) -> Operand:
     kind, _ = array.__dlpack_device__()
     if kind == 1:
         host = np.from_dlpack(array)
-        return _from_numpy(name, host, "dlpack", array, lambda s: np.empty(s, np.float32))
+        return _from_numpy(name, host, "dlpack", array, np.empty)
     if kind != 2:
         raise TypeError(f"{name} is on DLPack device type {kind}: allowed are CPU (1) and CUDA (2)")
     from cuda.core.utils import StridedMemoryView
@@ -204,7 +210,11 @@ def operand(name: str, array: Any) -> Operand:
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(f"{name} is a masked array: allowed are arrays without a mask of their own")
     if isinstance(array, np.ndarray):
-        found = _from_numpy(name, array, "numpy", array, lambda s: np.empty(s, np.float32))
+        # The array's own dtype: NumPy has no bfloat16, a library's is an object.
+        def empty(shape, dtype):
+            return np.empty(shape, array.dtype if dtype == array.dtype.name else dtype)
+
+        found = _from_numpy(name, array, "numpy", array, empty)
     elif "torch" in sys.modules and isinstance(array, sys.modules["torch"].Tensor):
         found = _from_torch(name, array)
     elif hasattr(array, "__cuda_array_interface__"):
@@ -218,10 +228,11 @@ def operand(name: str, array: Any) -> Operand:
         )
     _check_dtype(name, found.dtype)
     steps = [stride for n, stride in zip(found.shape, found.strides, strict=True) if n > 1]
-    if any(n % 4 for n in (found.pointer, *steps)):
+    size = ITEM_BYTES[found.dtype]
+    if any(n % size for n in (found.pointer, *steps)):
         raise ValueError(
             f"{name} lies at address {found.pointer:#x} with strides {found.strides} bytes: "
-            "allowed are multiples of 4, the size of a float32"
+            f"allowed are multiples of {size}, the size of a {found.dtype}"
         )
     return found
 
@@ -239,9 +250,20 @@ def on_host(name: str, array: Any) -> np.ndarray:
     raise TypeError(f"{name} is a {type(array).__name__}: allowed are arrays and sequences")
 
 
-def check_together(operands: list[Operand]) -> None:
-    """Raise ValueError unless all are on one device, and TypeError unless of one dtype."""
+def check_together(operands: list[Operand], single: Sequence[Operand] = ()) -> None:
+    """Raise ValueError unless all are on one device, and TypeError unless of one dtype.
+
+    Those in ``single`` are float32 whatever the others are.
+    """
     first = operands[0]
+    for other in single:
+        if other.dtype != "float32":
+            raise TypeError(f"{other.name} has dtype {other.dtype}: allowed is float32")
+        if other.place != first.place:
+            raise ValueError(
+                f"{other.name} is in {other.where}, {first.name} in {first.where}: "
+                "allowed is one device for all"
+            )
     for other in operands[1:]:
         if other.place != first.place:
             raise ValueError(

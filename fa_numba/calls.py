@@ -80,27 +80,26 @@ def stream_handle(stream: Any, q: Operand) -> int:
 def run(
     execute: Callable[[list[Any], list[Any], int], None],
     inputs: Sequence[Operand],
-    outputs: Sequence[tuple[tuple[int, ...], Operand | None]],
+    outputs: Sequence[tuple[tuple[int, ...], str, Operand | None]],
     handle: int,
 ) -> list[Any]:
     """Call ``execute(inputs, outputs, handle)`` with launch arguments; gives the outputs' arrays.
 
-    An output is a shape and the operand that takes it, or None for a new array of the inputs'
-    library. Host arrays are copied to the GPU and back where there is one.
+    An output is a shape, a dtype and the operand that takes it, or None for a new array of the
+    inputs' library. Host arrays are copied to the GPU and back where there is one.
     """
     library = inputs[0]
     results = [
-        target if target is not None else operand("result", library.empty(shape))
-        for shape, target in outputs
+        target if target is not None else operand("result", library.empty(shape, dtype))
+        for shape, dtype, target in outputs
     ]
     if not (device.on_gpu() and library.place == HOST):
         execute([x.argument() for x in inputs], [x.argument() for x in results], handle)
         return [x.owner for x in results]
-    sent = [device.to_gpu(x.host, handle) for x in inputs if x.host is not None]
-    made = [device.empty(shape) for shape, _ in outputs]
-    given, taken = ([operand("copy", x).argument() for x in arrays] for arrays in (sent, made))
+    sent = [device.to_gpu(x.argument(), handle) for x in inputs]
+    made = [device.empty(x.shape, x.argument().dtype.name) for x in results]
+    given, taken = ([device.argument(a) for a in arrays] for arrays in (sent, made))
     execute(given, taken, handle)
     for array, result in zip(made, results, strict=True):
-        assert result.host is not None
-        device.to_host(array, result.host, handle)
+        device.to_host(array, result.argument(), handle)
     return [x.owner for x in results]

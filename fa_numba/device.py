@@ -339,9 +339,9 @@ def release_memory() -> None:
     driver.cuMemPoolTrimTo(_pool(cuda.get_current_device().id).handle, 0)
 
 
-def empty(shape: tuple[int, ...]):
-    """An uninitialised float32 array on the current GPU, with ``__cuda_array_interface__``."""
-    return cuda.device_array(shape, np.float32)
+def empty(shape: tuple[int, ...], dtype: str = "float32"):
+    """An uninitialised array on the current GPU, with ``__cuda_array_interface__``."""
+    return cuda.device_array(shape, dtype)
 
 
 def clear(array: Any, stream: int = 0) -> None:
@@ -360,6 +360,12 @@ def clear(array: Any, stream: int = 0) -> None:
 def current_ordinal() -> int:
     """The ordinal of the current GPU."""
     return int(cuda.get_current_device().id)
+
+
+def argument(array: Any) -> DeviceArray:
+    """A launch argument from an array that ``empty`` or ``to_gpu`` has made."""
+    pointer, _ = array.__cuda_array_interface__["data"]
+    return DeviceArray(pointer, array.shape, array.strides, array, array.dtype.itemsize)
 
 
 def to_gpu(array: np.ndarray, stream: int = 0):

@@ -17,7 +17,8 @@ are over visited tiles: sum c_j is T_r N_k, and sum r_i is T_c N_q, when all are
 What is given "per head" is summed over batch entries and query heads. A query head loads the K/V
 head it shares with others for itself, unless it says "per K/V head". Integers that all threads
 read at one place (lengths, block mask) and ALiBi slopes are not counted; softcap and dropout cost
-accesses only in `standard_backward`. No kernel is imported here.
+accesses only in `standard_backward`. The dtype of Q, K, V and O changes the counts of fa1 alone.
+No kernel is imported here.
 
 `block_mask` is the bool array (T_r, T_c) of the longest sequences, or that with leading axes that
 broadcast to (B, Hq); it must be given if and only if the problem is sparse.
@@ -39,7 +40,9 @@ from .problem import Problem, as_size
 ALGORITHMS = ("standard", "fa1", "fa2")
 PASSES = ("fwd", "bwd", "fwd+bwd")
 
-ELEMENT_BYTES = 4  # float32, the kernels' element
+ELEMENT_BYTES = 4  # float32
+HALF_BYTES = 2  # float16 and bfloat16
+_OF_ONE_DTYPE = frozenset(("Q", "K", "V", "O", "dO", "dQ", "dK", "dV"))  # the problem's own
 PAPER_BYTES = 2  # fp16, what FA-1 Fig. 2 counts
 
 
@@ -57,12 +60,14 @@ class Accesses:
     """Global-memory loads and stores of one call, in elements by array (Q K V O L l m S P ...).
 
     An array goes by the name of the kernel's parameter. An atomic add is a load and a store.
+    `dtype` is that of Q, K, V, O and their gradients; every other array is float32.
 
     An array that is never loaded (or stored) is left out of `loads` (or `stores`).
     """
 
     loads: dict[str, int]
     stores: dict[str, int]
+    dtype: str = "float32"
 
     @property
     def total_loads(self) -> int:
@@ -78,27 +83,29 @@ class Accesses:
 
     @property
     def bytes(self) -> int:
-        """Bytes moved: every array here is float32."""
-        return ELEMENT_BYTES * self.total
+        """Bytes moved."""
+        own = ELEMENT_BYTES if self.dtype == "float32" else HALF_BYTES
+        counts = (*self.loads.items(), *self.stores.items())
+        return sum(n * (own if name in _OF_ONE_DTYPE else ELEMENT_BYTES) for name, n in counts)
 
 
-def _accesses(loads: dict[str, int], stores: dict[str, int]) -> Accesses:
+def _accesses(problem: Problem, loads: dict[str, int], stores: dict[str, int]) -> Accesses:
     """These counts without the arrays that are not touched."""
 
     def touched(counts: dict[str, int]) -> dict[str, int]:
         return {name: n for name, n in counts.items() if n}
 
-    return Accesses(touched(loads), touched(stores))
+    return Accesses(touched(loads), touched(stores), problem.dtype)
 
 
-def _sum(parts: Iterable[Accesses]) -> Accesses:
+def _sum(problem: Problem, parts: Iterable[Accesses]) -> Accesses:
     """The accesses of kernels that run one after the other; parameters of one name add up."""
     loads: Counter[str] = Counter()
     stores: Counter[str] = Counter()
     for part in parts:
         loads.update(part.loads)
         stores.update(part.stores)
-    return Accesses(dict(loads), dict(stores))
+    return Accesses(dict(loads), dict(stores), problem.dtype)
 
 
 def _entries(problem: Problem) -> list[tuple[int, int]]:
@@ -147,6 +154,7 @@ class _Visits(NamedTuple):
     columns: int  # c_j
     pairs: int  # r_i c_j
     rows_again: int  # r_i, column tile 0 left out
+    rows_once: int  # r_i, once a row tile
 
 
 def _visits(
@@ -194,6 +202,7 @@ class _RowTiles(NamedTuple):
             columns=int(self.columns.sum()),
             pairs=int(self.rows @ self.columns),
             rows_again=int(self.rows @ (self.seen - self.with_0)),
+            rows_once=int(self.rows @ (self.seen > 0)),
         )
 
 
@@ -309,7 +318,7 @@ def standard(
         "O": head.all_rows * d,
         "L": head.all_rows if return_lse else 0,
     }
-    return _accesses(loads, stores)
+    return _accesses(problem, loads, stores)
 
 
 def fa1(
@@ -335,6 +344,11 @@ def fa1(
     `query_splits` deals the row tiles of the longest sequence out in runs of
     ceil(T_r / query_splits); a run without tiles does nothing. `return_lse` adds L = m + log l: l
     and m loaded once more, N_q' each, and L stored.
+
+    In 16 bits O is kept in a float32 array `A`, and the last visit of a row tile rounds it to O:
+        loads   A: what O loads above
+        stores  O: r_i d in row tile i's last visit    A: r_i d in each of the others
+    and where line 2 stores O it stores A too, N_q' d each.
     """
     splits = as_size("query_splits", query_splits)
     d, head = problem.head_dim, _whole(problem, tiles, problem.heads_q)
@@ -344,19 +358,24 @@ def fa1(
     by_split = _visits(problem, tiles, block_mask, takes_all=not initialises, run=run)
 
     read = visits.rows if initialises else visits.rows_again
-    written = visits.rows + (head.all_rows if initialises else 0)
+    started = head.all_rows if initialises else 0
+    written = visits.rows + started
     lse = head.all_rows if return_lse else 0
+    kept = "O" if problem.dtype == "float32" else "A"
     loads = {
         "Q": visits.rows * d,
         "K": by_split.columns * d,
         "V": by_split.columns * d,
         "bias": visits.pairs if problem.bias else 0,
-        "O": read * d,
+        kept: read * d,
         "l": read + lse,
         "m": read + lse,
     }
-    stores = {"O": written * d, "l": written, "m": written, "L": lse}
-    return _accesses(loads, stores)
+    stores = {kept: written * d, "l": written, "m": written, "L": lse}
+    if kept == "A":
+        stores["A"] -= visits.rows_once * d
+        stores["O"] = (visits.rows_once + started) * d
+    return _accesses(problem, loads, stores)
 
 
 def fa2(problem: Problem, tiles: TileSizes, *, block_mask: Any = None) -> Accesses:
@@ -375,7 +394,7 @@ def fa2(problem: Problem, tiles: TileSizes, *, block_mask: Any = None) -> Access
         "V": visits.columns * d,
         "bias": visits.pairs if problem.bias else 0,
     }
-    return _accesses(loads, {"O": head.all_rows * d, "L": head.all_rows})
+    return _accesses(problem, loads, {"O": head.all_rows * d, "L": head.all_rows})
 
 
 def standard_backward(
@@ -417,19 +436,23 @@ def standard_backward(
     dbias_adds = {"dbias": matrix if dbias else 0}
     kept = {"P": matrix if problem.dropout_p else 0}
 
-    scores = _accesses(product | bias, {"S": matrix})
-    softmax = _accesses({"S": forward_reads * matrix}, {"P": matrix})
-    dP = _accesses(product, {"S": matrix})
+    scores = _accesses(problem, product | bias, {"S": matrix})
+    softmax = _accesses(problem, {"S": forward_reads * matrix}, {"P": matrix})
+    dP = _accesses(problem, product, {"S": matrix})
     dS = _accesses(
-        {"P": reads * matrix, "dP": reads * matrix} | dbias_adds, {"dS": matrix} | kept | dbias_adds
+        problem,
+        {"P": reads * matrix, "dP": reads * matrix} | dbias_adds,
+        {"dS": matrix} | kept | dbias_adds,
     )
-    slopes = _accesses(product | {"S": matrix}, {"S": matrix})
+    slopes = _accesses(problem, product | {"S": matrix}, {"S": matrix})
     transposed_output = _accesses(
-        {"P": matrix, "dO": head.rows_by_column_tile * d}, {"dV": shared.all_columns * d}
+        problem, {"P": matrix, "dO": head.rows_by_column_tile * d}, {"dV": shared.all_columns * d}
     )
-    dQ = _accesses({"P": matrix, "V": head.columns_by_row_tile * d}, {"O": head.all_rows * d})
+    dQ = _accesses(
+        problem, {"P": matrix, "V": head.columns_by_row_tile * d}, {"O": head.all_rows * d}
+    )
     kernels = [scores, softmax, dP, dS, transposed_output, dQ, transposed_output]
-    return _sum(kernels if problem.softcap is None else [*kernels, slopes])
+    return _sum(problem, kernels if problem.softcap is None else [*kernels, slopes])
 
 
 def fa1_backward(
@@ -471,7 +494,7 @@ def fa1_backward(
         "dK": shared.all_columns * d,
         "dV": shared.all_columns * d,
     }
-    return _accesses(loads | dbias_adds, stores | dbias_adds)
+    return _accesses(problem, loads | dbias_adds, stores | dbias_adds)
 
 
 def fa2_backward(
@@ -504,10 +527,12 @@ def fa2_backward(
     adds = {"dQ": 0 if deterministic else visits.rows * d, "dbias": visits.pairs if dbias else 0}
 
     row_sums = _accesses(
+        problem,
         {"O": head.rows * d, "dO": head.rows * d},
         {"D": head.rows, "dQ": 0 if deterministic else head.all_rows * d},
     )
     over_columns = _accesses(
+        problem,
         {
             "Q": visits.rows * d,
             "dO": visits.rows * d,
@@ -521,8 +546,9 @@ def fa2_backward(
         {"dK": shared.all_columns * d, "dV": shared.all_columns * d} | adds,
     )
     if not deterministic:
-        return _sum((row_sums, over_columns))
+        return _sum(problem, (row_sums, over_columns))
     over_rows = _accesses(
+        problem,
         {
             "Q": head.rows * d,
             "dO": head.rows * d,
@@ -534,7 +560,7 @@ def fa2_backward(
         | bias,
         {"dQ": head.all_rows * d},
     )
-    return _sum((row_sums, over_columns, over_rows))
+    return _sum(problem, (row_sums, over_columns, over_rows))
 
 
 def tiles_visited(
@@ -663,13 +689,13 @@ def _pairs(problem: Problem, entry: int) -> int:
 def workspace(
     algorithm: str, problem: Problem, *, return_lse: bool = False, passes: str = "fwd"
 ) -> int:
-    """Bytes of global memory beside inputs and outputs (float32), `passes` "fwd" or "bwd".
+    """Bytes of global memory beside inputs and outputs, all float32, `passes` "fwd" or "bwd".
 
     With R the rows of Q over all heads: B H N_q', for packed sequences H times their total.
     Forward. standard: S, which P overwrites, 4 B H N_q N_k of the longest sequences, with N_k
-    rounded up to a multiple of 4. fa1: l and m, 8 R. fa2: L, 4 R, and nothing when the caller takes
-    L (`return_lse`). Backward. standard: P, and dP, which dS overwrites, twice the above. fa1:
-    nothing. fa2: D, 4 R.
+    rounded up to a multiple of 4. fa1: l and m, 8 R, and in 16 bits A, 4 R d with d rounded up to
+    a multiple of 2. fa2: L, 4 R, and nothing when the caller takes L (`return_lse`). Backward.
+    standard: P, and dP, which dS overwrites, twice the above. fa1: nothing. fa2: D, 4 R.
     """
     _check("algorithm", algorithm, ALGORITHMS)
     _check("passes", passes, PASSES[:2])
@@ -681,7 +707,8 @@ def workspace(
     if passes == "bwd":
         return 0 if algorithm == "fa1" else ELEMENT_BYTES * rows
     if algorithm == "fa1":
-        return ELEMENT_BYTES * 2 * rows
+        columns = 0 if problem.dtype == "float32" else -(-problem.head_dim // 2) * 2
+        return ELEMENT_BYTES * rows * (2 + columns)
     return 0 if return_lse else ELEMENT_BYTES * rows
 
 

@@ -28,6 +28,7 @@ def plan(
     passes: str = "fwd",
     deterministic: bool = False,
     return_dbias: bool = False,
+    unit: str = "auto",
     **options: Unpack[AttentionOptions],
 ) -> Plan:
     """What a call with these arguments runs on the current device, without running it.
@@ -51,12 +52,14 @@ def plan(
                 f"passes is 'bwd' with return_lse={return_lse!r}, query_splits={query_splits!r}: "
                 "only the forward pass has them"
             )
-        run = plans.backward(problem, algorithm, tiles, True, deterministic, return_dbias)
+        run = plans.backward(
+            problem, algorithm, tiles, True, deterministic, return_dbias, unit
+        )
     else:
         for name, value in (("deterministic", deterministic), ("return_dbias", return_dbias)):
             if value is not False:
                 raise ValueError(f"{name} is {value!r}: only passes='bwd' has it")
-        run = plans.forward(problem, algorithm, tiles, True, return_lse, query_splits)
+        run = plans.forward(problem, algorithm, tiles, True, return_lse, query_splits, unit)
     arguments.check_mask(problem, tiles, run.plan.tiles)
     return replace(run.plan, block_mask=arguments.block_mask)
 
@@ -70,6 +73,7 @@ def standard_attention(
     return_lse=False,
     out=None,
     stream=None,
+    unit="auto",
     **options: Unpack[AttentionOptions],
 ):
     """softmax(scale q kT) v with the N x N matrices in global memory (the papers' Algorithm 0).
@@ -81,7 +85,7 @@ def standard_attention(
     >>> fa_numba.standard_attention(q, k, v, scale=0.0)[0, 0].round(3).tolist()
     [[0.5, 0.5], [0.5, 0.5]]
     """
-    return _attend("standard", (q, k, v), options, tiles, return_lse, out, stream)
+    return _attend("standard", (q, k, v), options, tiles, return_lse, out, stream, unit)
 
 
 def flash_attention_1(
@@ -94,6 +98,7 @@ def flash_attention_1(
     out=None,
     stream=None,
     query_splits=1,
+    unit="auto",
     **options: Unpack[AttentionOptions],
 ):
     """Attention in FlashAttention-1's loop order, K/V outer (arXiv 2205.14135, Algorithm 1).
@@ -107,7 +112,7 @@ def flash_attention_1(
     >>> bool(abs(a - b).max() < 1e-6)
     True
     """
-    return _attend("fa1", (q, k, v), options, tiles, return_lse, out, stream, query_splits)
+    return _attend("fa1", (q, k, v), options, tiles, return_lse, out, stream, unit, query_splits)
 
 
 def flash_attention_2(
@@ -119,12 +124,14 @@ def flash_attention_2(
     return_lse=False,
     out=None,
     stream=None,
+    unit="auto",
     **options: Unpack[AttentionOptions],
 ):
     """Attention in FlashAttention-2's loop order, Q outer (arXiv 2307.08691, Algorithm 1).
 
-    q is (B, Hq, Nq, d), k and v (B, Hk, Nk, d), float32, any strides; Hk divides Hq and query head
-    h reads K/V head h // (Hq / Hk); 1 <= d <= 256. NumPy arrays, torch tensors and arrays with
+    q is (B, Hq, Nq, d), k and v (B, Hk, Nk, d), of one dtype, any strides; Hk divides Hq and query
+    head h reads K/V head h // (Hq / Hk); 1 <= d <= 256. ``unit`` is "simt" for CUDA cores (float32),
+    "mma" for tensor cores (float16, bfloat16; sums in float32) or "auto" for what takes the dtype. NumPy arrays, torch tensors and arrays with
     ``__cuda_array_interface__`` or DLPack are taken as they are; all on one device. Host arrays are
     copied to the GPU and back, and run on the emulator where there is no GPU.
 
@@ -133,7 +140,7 @@ def flash_attention_2(
     ``tiles`` sets the block sizes. ``out`` takes the result, in q's shape. ``stream`` is a CUDA
     stream (torch, CuPy, Numba or an address); None takes the current stream of q's library.
 
-    Returns O, float32 in q's shape, library and place; with ``return_lse`` (O, L), L the natural
+    Returns O in q's shape, dtype, library and place; with ``return_lse`` (O, L), L the natural
     logarithm of the rows' sums of exponentials, float32 (B, Hq, Nq).
 
     Raises ValueError or TypeError, before anything runs, for an argument that is not as above:
@@ -148,7 +155,7 @@ def flash_attention_2(
     >>> fa_numba.flash_attention_2(q, q, v, window=(0, 0))[0, 0, :, 0].tolist()
     [0.0, 4.0, 8.0]
     """
-    return _attend("fa2", (q, k, v), options, tiles, return_lse, out, stream)
+    return _attend("fa2", (q, k, v), options, tiles, return_lse, out, stream, unit)
 
 
 def attention(q, k, v, *, algorithm="fa2", **options):
@@ -165,10 +172,10 @@ def attention(q, k, v, *, algorithm="fa2", **options):
     return functions[algorithm](q, k, v, **options)
 
 
-def _attend(algorithm, qkv, options, tiles, return_lse, out, stream, query_splits=1) -> Any:
+def _attend(algorithm, qkv, options, tiles, return_lse, out, stream, unit, query_splits=1) -> Any:
     inputs = [operand(*x) for x in zip("qkv", qkv, strict=True)]
     arguments = Arguments.of(options)
-    check_together([*inputs, *arguments.arrays.values()])
+    check_together(inputs, list(arguments.arrays.values()))
     problem = arguments.problem(*(x.shape for x in inputs), dtype=inputs[0].dtype)
     target = None
     if out is not None:
@@ -177,13 +184,13 @@ def _attend(algorithm, qkv, options, tiles, return_lse, out, stream, query_split
         check_out(target, problem.q_shape, [*inputs, *arguments.arrays.values()])
     with calls.placed(inputs[0]):
         aligned = _aligned(problem, [*inputs, target] if target else inputs)
-        run = plans.forward(problem, algorithm, tiles, aligned, return_lse, query_splits)
+        run = plans.forward(problem, algorithm, tiles, aligned, return_lse, query_splits, unit)
         arguments.check_mask(problem, tiles, run.plan.tiles)
         handle = calls.stream_handle(stream, inputs[0])
         calls.check_size(run.plan)
-        outputs: list = [(problem.q_shape, target)]
+        outputs: list = [(problem.q_shape, problem.dtype, target)]
         if return_lse:
-            outputs.append((problem.lse_shape, None))
+            outputs.append((problem.lse_shape, "float32", None))
 
         def execute(given: list, made: list, stream: int) -> None:
             arrays = dict(zip(arguments.arrays, given[3:], strict=True))
@@ -211,7 +218,8 @@ def _row_shape(problem: Problem) -> tuple[int, ...]:
 def _aligned(problem: Problem, operands: Sequence[Operand]) -> bool:
     """Whether 16-byte accesses are allowed; copies made for the GPU always allow them."""
     copies = device.on_gpu() and operands[0].place == HOST
-    return problem.head_dim % 4 == 0 and (copies or all(x.aligned for x in operands))
+    width = 4 if problem.dtype == "float32" else 8  # elements of 16 bytes
+    return problem.head_dim % width == 0 and (copies or all(x.aligned for x in operands))
 
 
 def _forward(
@@ -229,7 +237,10 @@ def _forward(
         elif run.plan.algorithm == "fa1":
             l, m = allocate(_row_shape(problem)), allocate(_row_shape(problem))
             L = l if L is None else L  # not written
-            args = (Q, K, V, O, L, l, m, scale, group, run.split_rows)
+            # On tensor cores O between the passes, in float32; its rows start at 8-byte addresses.
+            wide = (*O.shape[:3], -(-problem.head_dim // 2) * 2)
+            between = (allocate(wide),) if run.plan.unit == "mma" else ()
+            args = (Q, K, V, O, *between, L, l, m, scale, group, run.split_rows)
             launch(run, 0, args, values, stream)
         else:
             S = _score_matrix(problem, allocate)
@@ -250,6 +261,7 @@ def standard_attention_backward(
     tiles=None,
     stream=None,
     return_dbias=False,
+    unit="auto",
     **options: Unpack[AttentionOptions],
 ):
     """Gradients of ``standard_attention`` with N x N matrices in global memory (arXiv 2205.14135,
@@ -260,7 +272,7 @@ def standard_attention_backward(
     matrices a head.
     """
     given = (dout, q, k, v, out, lse)
-    return _differentiate("standard", given, options, tiles, stream, return_dbias)
+    return _differentiate("standard", given, options, tiles, stream, unit, return_dbias)
 
 
 def flash_attention_1_backward(
@@ -274,6 +286,7 @@ def flash_attention_1_backward(
     tiles=None,
     stream=None,
     return_dbias=False,
+    unit="auto",
     **options: Unpack[AttentionOptions],
 ):
     """Gradients of attention, K/V outer (arXiv 2205.14135, Algorithm 4).
@@ -282,7 +295,7 @@ def flash_attention_1_backward(
     in every step, in one order; no workspace.
     """
     given = (dout, q, k, v, out, lse)
-    return _differentiate("fa1", given, options, tiles, stream, return_dbias)
+    return _differentiate("fa1", given, options, tiles, stream, unit, return_dbias)
 
 
 def flash_attention_2_backward(
@@ -297,6 +310,7 @@ def flash_attention_2_backward(
     stream=None,
     return_dbias=False,
     deterministic=False,
+    unit="auto",
     **options: Unpack[AttentionOptions],
 ):
     """Gradients of attention, a grid over K/V blocks (arXiv 2307.08691, Algorithm 2).
@@ -323,7 +337,7 @@ def flash_attention_2_backward(
     32.0
     """
     given = (dout, q, k, v, out, lse)
-    return _differentiate("fa2", given, options, tiles, stream, return_dbias, deterministic)
+    return _differentiate("fa2", given, options, tiles, stream, unit, return_dbias, deterministic)
 
 
 def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
@@ -341,12 +355,12 @@ def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
 
 
 def _differentiate(
-    algorithm, given, options, tiles, stream, return_dbias, deterministic=False
+    algorithm, given, options, tiles, stream, unit, return_dbias, deterministic=False
 ) -> Any:
     names = ("dout", "q", "k", "v", "out", "lse")
     dout, q, k, v, out, lse = (operand(*x) for x in zip(names, given, strict=True))
     arguments = Arguments.of(options)
-    check_together([q, k, v, dout, out, lse, *arguments.arrays.values()])
+    check_together([q, k, v, dout, out], [lse, *arguments.arrays.values()])
     problem = arguments.problem(q.shape, k.shape, v.shape, dtype=q.dtype)
     check_shape(dout, problem.q_shape)
     check_shape(out, problem.q_shape)
@@ -354,7 +368,9 @@ def _differentiate(
     inputs = [q, k, v, out, dout, lse]
     with calls.placed(q):
         aligned = _aligned(problem, inputs[:-1])
-        run = plans.backward(problem, algorithm, tiles, aligned, deterministic, return_dbias)
+        run = plans.backward(
+            problem, algorithm, tiles, aligned, deterministic, return_dbias, unit
+        )
         arguments.check_mask(problem, tiles, run.plan.tiles)
         handle = calls.stream_handle(stream, q)
         calls.check_size(run.plan)
@@ -371,7 +387,7 @@ def _differentiate(
             _backward(run, arguments, arrays, views, stream)
 
         inputs = [*inputs, *arguments.arrays.values()]
-        return tuple(calls.run(execute, inputs, [(shape, None) for shape in shapes], handle))
+        return tuple(calls.run(execute, inputs, [(shape, problem.dtype, None) for shape in shapes], handle))
 
 
 def _backward(run: Run, arguments: Arguments, arrays: dict, views: list, stream: int) -> None:

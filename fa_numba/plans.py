@@ -12,6 +12,7 @@ import numpy as np
 from fa_numba import device, io_model
 from fa_numba.device import Kernel
 from fa_numba.io_model import ALGORITHMS
+from fa_numba.kernels import mma
 from fa_numba.kernels.simt import (
     fa1_backward,
     fa1_forward,
@@ -26,11 +27,17 @@ from fa_numba.tiles import (
     BackwardSpec,
     Tiles,
     default_backward_tiles,
+    default_mma_tiles,
     default_tiles,
     specialise,
+    specialise_mma,
 )
 
 PASSES = ("fwd", "bwd")
+UNITS = ("auto", "simt", "mma")
+# What each unit has kernels for: dtypes and (algorithm, pass).
+_UNIT_DTYPES = {"simt": ("float32",), "mma": ("float16", "bfloat16")}
+_MMA_KERNELS = (("fa1", "fwd"), ("fa2", "fwd"))
 
 _MAX_GRID_YZ = 65535
 
@@ -101,16 +108,46 @@ def _check(problem: Problem, algorithm: Any, tiles: Any) -> None:
             raise ValueError(f"{name} is {size}: allowed is at most {_MAX_GRID_YZ}, a grid's limit")
 
 
+def _unit(unit: Any, problem: Problem, algorithm: str, passes: str) -> str:
+    """The unit that computes: CUDA cores ("simt") or tensor cores ("mma"); "auto" is by dtype."""
+    if not isinstance(unit, str) or unit not in UNITS:
+        raise ValueError(f"unit is {unit!r}: allowed is one of {', '.join(UNITS)}")
+    found = unit
+    if unit == "auto":
+        found = "simt" if problem.dtype in _UNIT_DTYPES["simt"] else "mma"
+    if problem.dtype not in _UNIT_DTYPES[found]:
+        raise ValueError(
+            f"unit is {unit!r} with dtype {problem.dtype}: {found} takes "
+            f"{' or '.join(_UNIT_DTYPES[found])}"
+        )
+    if found == "mma" and (algorithm, passes) not in _MMA_KERNELS:
+        there = ", ".join(f"{a} {p}" for a, p in _MMA_KERNELS)
+        raise ValueError(
+            f"algorithm is {algorithm!r}, pass {passes!r} in {problem.dtype}: on tensor cores there "
+            f"is {there} so far"
+        )
+    return found
+
+
 def forward(
-    problem: Problem, algorithm: str, tiles: Any, aligned: bool, return_lse: Any, query_splits: Any
+    problem: Problem,
+    algorithm: str,
+    tiles: Any,
+    aligned: bool,
+    return_lse: Any,
+    query_splits: Any,
+    unit: Any = "auto",
 ) -> Run:
     """The forward pass of ``algorithm``, checked."""
     _check(problem, algorithm, tiles)
+    unit = _unit(unit, problem, algorithm, "fwd")
     _check_flag("return_lse", return_lse)
     query_splits = as_size("query_splits", query_splits, axis=False)
     if query_splits != 1 and algorithm != "fa1":
         raise ValueError(f"query_splits is {query_splits}: only fa1 splits its queries")
     limit = device.shared_bytes_limit()
+    if unit == "mma":
+        return _mma_forward(problem, algorithm, tiles, aligned, return_lse, query_splits, limit)
     return _forward(problem, algorithm, tiles, aligned, return_lse, query_splits, limit)
 
 
@@ -149,6 +186,30 @@ def _forward(problem, algorithm, tiles, aligned, return_lse, query_splits, limit
     return _run("fwd", algorithm, problem, tiles, launches, count, workspace, split_rows)
 
 
+@functools.lru_cache(maxsize=1024)
+def _mma_forward(problem, algorithm, tiles, aligned, return_lse, query_splits, limit) -> Run:
+    d, Nq, Nk = problem.head_dim, problem.seqlen_q, problem.seqlen_k
+    if tiles is None:
+        tiles = default_mma_tiles(algorithm, Nq, Nk, d, limit)
+    facts: dict[str, Any] = {"features": Features.of(problem), "aligned": aligned}
+    facts |= {"dtype": problem.dtype, "positive_scale": problem.scale > 0.0}
+    spec = specialise_mma(
+        tiles, d, limit, return_lse=return_lse and algorithm == "fa1", **facts
+    )
+    tiles = Tiles(tiles.Br, tiles.Bc, spec.threads)
+    Tr, heads, split_rows = -(-Nq // tiles.Br), problem.heads_q, 0
+    if algorithm == "fa2":
+        launches = [(mma.fa2_forward.make_forward(spec), Tr, heads)]
+        count = functools.partial(io_model.fa2, problem, tiles)
+    else:
+        split_rows = -(-Tr // query_splits) * tiles.Br
+        launches = [(mma.fa1_forward.make_forward(spec), -(-Nq // split_rows), heads)]
+        how = {"query_splits": query_splits, "return_lse": return_lse}
+        count = functools.partial(io_model.fa1, problem, tiles, **how)
+    workspace = io_model.workspace(algorithm, problem, return_lse=return_lse)
+    return _run("fwd", algorithm, problem, tiles, launches, count, workspace, split_rows, "mma")
+
+
 def backward(
     problem: Problem,
     algorithm: str,
@@ -156,9 +217,11 @@ def backward(
     aligned: bool,
     deterministic: Any,
     return_dbias: Any,
+    unit: Any = "auto",
 ) -> Run:
     """The backward pass of ``algorithm``, checked."""
     _check(problem, algorithm, tiles)
+    _unit(unit, problem, algorithm, "bwd")
     _check_flag("deterministic", deterministic)
     _check_flag("return_dbias", return_dbias)
     if deterministic and algorithm != "fa2":
@@ -240,12 +303,14 @@ def _lengths_of(features: Features) -> Features:
     return replace(PLAIN, q_lens=features.q_lens, kv_lens=features.kv_lens, packed=features.packed)
 
 
-def _run(passes, algorithm, problem, tiles, launches, count, workspace, split_rows=0) -> Run:
+def _run(
+    passes, algorithm, problem, tiles, launches, count, workspace, split_rows=0, unit="simt"
+) -> Run:
     kernels = tuple(
         KernelPlan(kernel.name, (blocks, heads, problem.batch), kernel.threads, kernel.shared_bytes)
         for kernel, blocks, heads in launches
     )
-    plan = Plan(algorithm, passes, "simt", problem, tiles, kernels, workspace, None, count)
+    plan = Plan(algorithm, passes, unit, problem, tiles, kernels, workspace, None, count)
     return Run(plan, tuple(kernel for kernel, *_ in launches), split_rows)
 
 

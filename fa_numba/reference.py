@@ -19,6 +19,7 @@ No kernel is imported here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, Unpack
@@ -270,8 +271,26 @@ def _rounded_softmax(S: Array, L: Array | None = None) -> Array:
     return P / _one_if_zero(l)[:, None]
 
 
-def _forward(softmax: Softmax, call: _Call, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    """O = (P o dropout) V and L of P, a block of rows at a time."""
+def _to_half(x: Array, name: str) -> Array:
+    """float32 values rounded to the nearest of float16 or bfloat16, as float32."""
+    if name == "float16":
+        with np.errstate(over="ignore"):
+            return x.astype(np.float16).astype(np.float32)
+    bits = x.astype(np.float32).view(np.uint32)
+    up = np.uint32(0x7FFF) + (bits >> 16 & 1)  # to even where two are equally near
+    nearest = (bits + up & np.uint32(0xFFFF0000)).view(np.float32)
+    return np.where(np.isnan(x), x, nearest)
+
+
+def _forward(
+    softmax: Softmax,
+    call: _Call,
+    q: Array,
+    k: Array,
+    v: Array,
+    rounded: Callable[..., Array] = np.asarray,
+) -> tuple[Array, Array]:
+    """O = (P o dropout) V and L of P, a block of rows at a time; P and O are `rounded`."""
     O = np.zeros(call.problem.q_shape, call.dtype)
     L = np.full(call.problem.lse_shape, -np.inf, call.dtype)
     for head in call.heads():
@@ -279,7 +298,7 @@ def _forward(softmax: Softmax, call: _Call, q: Array, k: Array, v: Array) -> tup
         for rows in head.row_blocks():
             S, _ = call.scores(head, Q[rows], K, rows.start)
             P = softmax(S, L[head.lse][rows])
-            O[head.q][rows] = (P * call.dropout(head, rows)) @ V
+            O[head.q][rows] = rounded(rounded(P * call.dropout(head, rows)) @ V)
     return O, L
 
 
@@ -366,6 +385,7 @@ def unfused(
     v: ArrayLike,
     *,
     dtype: DTypeLike = np.float32,
+    matrix_dtype: str | None = None,
     tiles: BlockSizes | None = None,
     return_lse: bool = False,
     **options: Unpack[AttentionOptions],
@@ -375,8 +395,20 @@ def unfused(
     S = scale Q K^T with softcap, ALiBi and bias in this order, P = e^(S - rowmax(S)) / rowsum,
     O = (P o dropout) V, L = rowmax(S) + log rowsum. A kernel passes when its error against
     `attention` is at most twice this one's plus a rounding.
+
+    `matrix_dtype`, "float16" or "bfloat16", is that of the matrices that are multiplied, and of O,
+    as on tensor cores: q, k, v, P o dropout and O are rounded to it, and stay arrays of `dtype`, in
+    which all else is: here float32.
     """
-    O, L = _forward(_rounded_softmax, *_call(q, k, v, dtype, tiles=tiles, **options))
+    if matrix_dtype not in (None, "float16", "bfloat16"):
+        raise ValueError(f"matrix_dtype is {matrix_dtype!r}: allowed is float16, bfloat16 or None")
+    if matrix_dtype is not None and np.dtype(dtype) != np.float32:
+        raise ValueError(f"dtype is {dtype!r} with a matrix_dtype: allowed is float32")
+    rounded: Callable[..., Array] = np.asarray
+    if matrix_dtype is not None:
+        rounded = functools.partial(_to_half, name=matrix_dtype)
+    call, Q, K, V = _call(q, k, v, dtype, tiles=tiles, **options)
+    O, L = _forward(_rounded_softmax, call, rounded(Q), rounded(K), rounded(V), rounded)
     return (O, L) if return_lse else O
 
 

@@ -61,6 +61,21 @@ class Spec:
     return_lse: bool = False
 
     @property
+    def folds_scale(self) -> bool:
+        """Whether the softmax multiplies by the scale, in the exponent."""
+        return False
+
+    @property
+    def row_step(self) -> int:
+        """Rows from one of a thread's rows to the next."""
+        return self.ty_count
+
+    @property
+    def column_width(self) -> int:
+        """Neighbouring columns of S that a thread owns."""
+        return 1
+
+    @property
     def shares_evenly(self) -> bool:
         """Whether the threads cover the tile with equal parts, in whole warps."""
         whole = self.Bc % self.tx_count == 0 and self.Br % self.ty_count == 0
@@ -203,6 +218,142 @@ class BackwardSpec(Spec):
     @property
     def shared_bytes(self) -> int:
         return 8 * sum(self.tile_floats)
+
+
+@dataclass(frozen=True)
+class MmaSpec(Spec):
+    """The same for tensor cores: a warp takes 16 rows, or several times 16, and all columns.
+
+    Thread (ty, tx) is place tx of 4 in group ty of a fragment (``intrinsics/matrix.py``): it owns
+    rows ty + 8 i and of each 8 columns 2 tx and 2 tx + 1. Pitches are in 16-bit elements; the
+    padding of 16 bytes a row spreads the rows that an ``ldmatrix`` reads over all banks.
+    """
+
+    dtype: str = "float16"
+    positive_scale: bool = False
+
+    @property
+    def folds_scale(self) -> bool:
+        """Only a positive scale keeps the order of scores, and only plain scores are its product."""
+        features = self.features
+        plain = not (features.softcap or features.alibi or features.bias)
+        return self.positive_scale and plain
+
+    @property
+    def row_step(self) -> int:
+        return 8
+
+    @property
+    def column_width(self) -> int:
+        return 2
+
+    @property
+    def warps(self) -> int:
+        return self.threads // 32
+
+    @property
+    def columns(self) -> int:
+        """The head dimension rounded up to whole fragments."""
+        return 16 * self.DN
+
+    @property
+    def pitch(self) -> int:
+        return self.columns + 8
+
+    @property
+    def tile_halves(self) -> tuple[int, ...]:
+        """16-bit elements of sQ, sK and sV in shared memory."""
+        return self.Br * self.pitch, self.Bc * self.pitch, self.Bc * self.pitch
+
+    @property
+    def shared_bytes(self) -> int:
+        return 2 * sum(self.tile_halves)
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of one thread's parts of O and of S."""
+        return self.TM * (4 * self.DN + self.TN)
+
+    @property
+    def keeps_q(self) -> bool:
+        """Whether Q's fragments stay in registers: where S, O and they leave room for the rest."""
+        return self.accumulators + 2 * self.TM * self.DN <= 160
+
+    @property
+    def q_registers(self) -> int:
+        """Registers of Q's fragments; 1 stands for none."""
+        return 2 * self.TM * self.DN if self.keeps_q else 1
+
+    @property
+    def fits_registers(self) -> bool:
+        return self.accumulators <= 192
+
+    @property
+    def min_blocks(self) -> int:
+        return 1
+
+
+def specialise_mma(tiles: Tiles, head_dim: int, shared_limit: int, **facts: Any) -> MmaSpec:
+    """The tensor-core specialisation for ``tiles``; ``shared_limit`` in bytes a block.
+
+    ``tiles.threads`` is 32 a warp, and a warp takes 16 or 32 rows; None takes 32 where it can.
+    Raises ValueError for tiles that are no multiples of 16, or do not fit.
+    """
+    if tiles.Br % 16 or tiles.Bc % 16:
+        raise ValueError(
+            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} on tensor cores: allowed are multiples of 16"
+        )
+    found = [
+        MmaSpec(head_dim, tiles.Br, tiles.Bc, 4, 8 * (tiles.Br // rows), **facts)
+        for rows in (32, 16)
+        if tiles.Br % rows == 0
+    ]
+    found = [s for s in found if s.threads <= MAX_THREADS and s.fits_registers]
+    if not found:
+        raise ValueError(
+            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} leaves no split over "
+            f"warps of 16 or 32 rows and at most {MAX_THREADS} threads whose parts fit their "
+            "registers; take smaller blocks"
+        )
+    if found[0].shared_bytes > shared_limit:
+        raise ValueError(
+            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} needs "
+            f"{found[0].shared_bytes} bytes of shared memory, the device has {shared_limit} a block"
+        )
+    if tiles.threads is not None:
+        allowed = sorted({spec.threads for spec in found})
+        found = [spec for spec in found if spec.threads == tiles.threads]
+        if not found:
+            raise ValueError(
+                f"tiles: threads={tiles.threads} does not fit Br={tiles.Br}, Bc={tiles.Bc} on "
+                f"tensor cores; allowed: {allowed}"
+            )
+    return found[0]
+
+
+def default_mma_tiles(
+    algorithm: str, seqlen_q: int, seqlen_k: int, head_dim: int, shared_limit: int
+) -> Tiles:
+    """Block sizes of the tensor-core kernels: 128 x 64, halved until memory and registers fit.
+
+    FlashAttention-1 takes as many columns as registers hold: every pass over them moves O.
+    """
+    Bc = 64
+    if algorithm == "fa1" and head_dim <= 192:
+        Bc = 256 if head_dim <= 64 else 128 if head_dim <= 128 else 32
+    Br = min(128, max(16, 2 * _power_of_two(max(1, seqlen_q - 1))))
+    Bc = min(Bc, max(16, 2 * _power_of_two(max(1, seqlen_k - 1))))
+    while True:
+        try:
+            spec = specialise_mma(Tiles(Br, Bc), head_dim, shared_limit)
+            # 32 rows a warp spill registers at these head dimensions.
+            if 64 < spec.columns < 128 and Br % 128 == 0:
+                return Tiles(Br, Bc, 2 * Br)
+            return Tiles(Br, Bc)
+        except ValueError:
+            if (Br, Bc) == (16, 16):
+                raise
+            Br, Bc = (Br, Bc // 2) if Bc > 32 or Br == 16 else (Br // 2, Bc)
 
 
 def splits(

@@ -9,6 +9,7 @@ from numba import cuda
 
 import fa_numba
 from fa_numba.device import Kernel, array_type, float32
+from fa_numba.kernels import mma
 from fa_numba.kernels.simt import (
     fa1_backward,
     fa1_forward,
@@ -23,15 +24,18 @@ from fa_numba.tiles import (
     Spec,
     Tiles,
     default_backward_tiles,
+    default_mma_tiles,
     default_tiles,
     specialise,
+    specialise_mma,
     splits,
 )
 
 pytest.importorskip("cuda.core", reason="cuda-core is not installed")
 REGISTERS = 64 * 1024  # of a multiprocessor, sm_80 and sm_90 alike
-SHARED = {"sm_80": 163 * 1024, "sm_90a": 227 * 1024}  # bytes a block may have
-CAPABILITY = {"sm_80": (8, 0), "sm_90a": (9, 0, "a")}
+# bytes a block may have
+SHARED = {"sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90a": 227 * 1024}
+CAPABILITY = {"sm_80": (8, 0), "sm_89": (8, 9), "sm_90a": (9, 0, "a")}
 
 
 def kernel_of(name, arch, d, causal, aligned, return_lse=True):
@@ -303,6 +307,116 @@ def test_the_default_plan_is_what_is_compiled_here():
             kernel = kernel_of(name, "sm_90a", d, False, True)
             first = plan.kernels[0]
             assert (first.threads, first.shared_bytes) == (kernel.threads, kernel.shared_bytes)
+
+
+# --- tensor cores ----------------------------------------------------------------------------
+
+MMA = {"fa1": mma.fa1_forward, "fa2": mma.fa2_forward}
+
+
+def mma_spec_of(name, arch, d, dtype="float16", option=None):
+    """The default tiles' for long sequences; ``option`` is a feature or "unaligned"."""
+    tiles = default_mma_tiles(name, 4096, 4096, d, SHARED[arch])
+    features = Features(**{option: True}) if option not in (None, "unaligned") else PLAIN
+    facts = {"features": features, "aligned": option != "unaligned", "dtype": dtype}
+    facts |= {"positive_scale": True, "return_lse": name == "fa1"}
+    return specialise_mma(tiles, d, SHARED[arch], **facts)
+
+
+MMA_CASES = [
+    # name, arch, head_dim, dtype, option
+    *(
+        (name, arch, d, "float16", None)
+        for name in MMA
+        for arch in ("sm_80", "sm_89", "sm_90a")
+        for d in (64, 128)
+    ),
+    *((name, "sm_90a", d, "bfloat16", "causal") for name in MMA for d in (64, 128)),
+    *((name, "sm_90a", d, "float16", None) for name in MMA for d in (32, 96, 160, 256)),
+    *((name, "sm_90a", 64, "float16", "unaligned") for name in MMA),
+    *(
+        (name, "sm_90a", 64, "float16", option)
+        for name in MMA
+        for option in ("window", "softcap", "bias", "alibi", "packed", "dropout")
+    ),
+    *((name, "sm_90a", 128, "float16", option) for name in MMA for option in ("window", "bias")),
+]
+# What still spills, or has an array in local memory: bytes of the stack, stored and loaded.
+SPILLS = {
+    ("fa1", "sm_89", 128, "float16", None): (192, 188, 188),
+    ("fa1", "sm_90a", 160, "float16", None): (504, 516, 512),
+    ("fa1", "sm_90a", 256, "float16", None): (448, 444, 444),
+    ("fa2", "sm_90a", 160, "float16", None): (128, 128, 132),
+    ("fa1", "sm_90a", 64, "float16", "window"): (144, 140, 140),
+    ("fa1", "sm_90a", 64, "float16", "softcap"): (512, 0, 0),  # the scores, 512 bytes
+    ("fa1", "sm_90a", 64, "float16", "alibi"): (528, 16, 16),  # here too
+    ("fa1", "sm_90a", 64, "float16", "packed"): (56, 68, 72),
+    ("fa2", "sm_90a", 128, "float16", "window"): (56, 80, 64),
+    ("fa2", "sm_90a", 128, "float16", "bias"): (32, 84, 64),
+}
+
+
+@pytest.mark.parametrize("case", MMA_CASES, ids=lambda c: "-".join(map(str, c)))
+def test_an_mma_kernel_compiles_within_its_budgets(case):
+    name, arch, _, dtype, option = case
+    spec = mma_spec_of(*case)
+    kernel = MMA[name].make_forward(spec)
+    ptx, log = compiled(kernel, arch)
+
+    assert f".target {arch}" in ptx
+    assert ".f64" not in ptx, "float64 arithmetic"
+    assert registers(log) * kernel.threads * kernel.min_blocks <= REGISTERS
+    assert kernel.shared_bytes == spec.shared_bytes <= SHARED[arch]
+
+    kind = {"float16": "f16", "bfloat16": "bf16"}[dtype]
+    instruction = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+    assert 0 < ptx.count(instruction) == ptx.count("mma.sync")
+    assert "ldmatrix.sync.aligned.m8n8.x4.shared.b16" in ptx
+    assert "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16" in ptx
+    assert f"cvt.rn.{kind}x2.f32" in ptx
+    assert ("cp.async.cg.shared.global" in ptx) == (option != "unaligned")
+    assert "cp.async.ca" not in ptx and ".v4.f32" not in ptx
+    assert "ex2.approx.ftz.f32" in ptx and "shfl.sync.bfly" in ptx
+
+    found = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", log)
+    spills = tuple(map(int, found))
+    assert len(spills) == 3, log
+    if case in SPILLS:
+        assert any(spills), f"{case} no longer spills: it has no place in SPILLS"
+        pytest.xfail("a stack of {} bytes, {} of spill stores, {} of spill loads".format(*spills))
+    assert ".local" not in ptx, "local memory"
+    assert spills == (0, 0, 0), log
+
+
+@pytest.mark.parametrize("name", MMA)
+def test_the_docstrings_shared_memory_is_the_mma_kernels(name):
+    module = MMA[name]
+    formula = re.search(r"Shared memory, 16-bit elements: +(.*)", module.__doc__)[1]
+    python = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula)
+    for d, (Br, Bc) in itertools.product((32, 64, 128, 256), ((64, 64), (128, 32), (16, 16))):
+        spec = specialise_mma(Tiles(Br, Bc), d, SHARED["sm_90a"])
+        halves = eval(python, {"Br": Br, "Bc": Bc, "d": d})
+        assert 2 * halves == spec.shared_bytes == module.make_forward(spec).shared_bytes
+    documented = re.findall(r"(\d+)\s+\(d=(\d+), (\d+) x (\d+)\)", module.__doc__)
+    assert len(documented) == 3
+    for size, d, Br, Bc in (map(int, found) for found in documented):
+        with fa_numba.device.using("emulator"):
+            shape = (1, 1, 4096, d)
+            plan = fa_numba.plan(shape, shape, algorithm=name, dtype="float16")
+        assert (plan.tiles.Br, plan.tiles.Bc) == (Br, Bc)
+        assert plan.kernels[0].shared_bytes == size
+
+
+@pytest.mark.parametrize("name", MMA)
+@pytest.mark.parametrize("d", [64, 128])
+def test_the_default_mma_plan_is_what_is_compiled_here(name, d):
+    with fa_numba.device.using("emulator"):
+        shape = (1, 1, 4096, d)
+        plan = fa_numba.plan(shape, shape, algorithm=name, dtype="float16")
+    kernel = MMA[name].make_forward(mma_spec_of(name, "sm_90a", d))
+    planned = plan.kernels[0]
+    assert planned.name == kernel.name
+    assert (planned.threads, planned.shared_bytes) == (kernel.threads, kernel.shared_bytes)
 
 
 def test_the_check_sees_spills_and_float64():

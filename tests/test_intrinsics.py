@@ -9,11 +9,32 @@ from numba import types
 from fa_numba import device as devices
 from fa_numba import emulator
 from fa_numba.device import DeviceArray, Kernel, array_type, cuda, float32, int32, uint32
-from fa_numba.emulator import Misaligned, OutOfBounds, SharedHazard, UninitialisedRead
+from fa_numba.emulator import (
+    BarrierDivergence,
+    EmulatorError,
+    Misaligned,
+    OutOfBounds,
+    SharedHazard,
+    UninitialisedRead,
+)
 from fa_numba.intrinsics.arithmetic import exp2, log2, maximum
-from fa_numba.intrinsics.async_copy import commit_async, copy1_async, copy4_async, wait_async
-from fa_numba.intrinsics.global_memory import read4, write4
-from fa_numba.intrinsics.shared import load4, shared_tile, store4
+from fa_numba.intrinsics.async_copy import (
+    commit_async,
+    copy1_async,
+    copy4_async,
+    copy8_async,
+    wait_async,
+)
+from fa_numba.intrinsics.global_memory import read4, read_pair, write2, write4, write_pair
+from fa_numba.intrinsics.matrix import (
+    ldmatrix,
+    ldmatrix_transposed,
+    mma_bf16,
+    mma_f16,
+    pack_bf16,
+    pack_f16,
+)
+from fa_numba.intrinsics.shared import half_tile, load4, shared_tile, store4
 
 THREADS = 32
 EPS = float(np.finfo(np.float32).eps)
@@ -22,7 +43,8 @@ INF, NAN = math.inf, math.nan
 
 def run(device, kernel, *arrays, threads=THREADS, shared=4096, scalars=()):
     """`kernel` over one block; returns the arrays as it left them."""
-    kinds = [array_type(a.ndim) for a in arrays] + [types.int32] * len(scalars)
+    kinds = [array_type(a.ndim, getattr(types, a.dtype.name)) for a in arrays]
+    kinds += [types.int32] * len(scalars)
     prepared = Kernel(kernel, tuple(kinds), threads, shared)
     with devices.using(device):
         if device == "emulator":
@@ -31,7 +53,7 @@ def run(device, kernel, *arrays, threads=THREADS, shared=4096, scalars=()):
             return copies
         remote = [devices.to_gpu(a) for a in arrays]
         views = [
-            DeviceArray(r.__cuda_array_interface__["data"][0], a.shape, a.strides, r)
+            DeviceArray(r.__cuda_array_interface__["data"][0], a.shape, a.strides, r, a.itemsize)
             for r, a in zip(remote, arrays, strict=True)
         ]
         devices.launch(prepared, (1, 1, 1), (*views, *scalars))
@@ -147,6 +169,31 @@ def test_wide_accesses_are_counted_and_checked():
         emulator.launch(_global_kernel, 1, 32, (ramp(7, 16), np.zeros_like(x)))
 
 
+def _pair_kernel(X, Y):
+    t = uint32(cuda.threadIdx.x)
+    row, col = uint32(t // uint32(4)), uint32(2 * (t % uint32(4)))
+    a = read_pair(X, row, col)
+    write_pair(Y, uint32(7 - row), col, a[1], a[0])
+
+
+@pytest.mark.parametrize("pad", [0, 2])
+def test_global_read_pair_and_write_pair(device, pad):
+    x = ramp(8, 8 + pad)
+    _, y = run(device, _pair_kernel, x, np.full_like(x, -1))
+    want = x[::-1, :8].reshape(8, 4, 2)[:, :, ::-1].reshape(8, 8)
+    assert np.array_equal(y[:, :8], want) and (y[:, 8:] == -1).all()
+
+
+def test_pairs_are_counted_and_checked():
+    x = ramp(8, 8)
+    counts = emulator.launch(_pair_kernel, 1, 32, (x, np.zeros_like(x)))
+    assert (counts.loads["X"], counts.stores["Y"]) == (64, 64)
+    for error, array in ((Misaligned, ramp(8, 9)), (OutOfBounds, ramp(8, 8)[:, :7])):
+        for arrays in ((array, np.zeros_like(x)), (x, array)):
+            with pytest.raises(error):
+                emulator.launch(_pair_kernel, 1, 32, arrays)
+
+
 # --- asynchronous copies ---------------------------------------------------------------------
 
 
@@ -235,3 +282,511 @@ def test_misaligned_copies_are_refused():
     y = np.zeros((32, 4), np.float32)
     with pytest.raises(Misaligned):
         emulator.launch(_copy4_kernel, 1, 32, (ramp(32, 9), y, 4), shared_bytes=512)
+
+
+# --- 16-bit elements -------------------------------------------------------------------------
+
+
+def halves(*shape):
+    """1, 2, 3, ... as uint16."""
+    return ramp(*shape).astype(np.uint16)
+
+
+def _overlapping_kernel(X, Y):
+    """What one tile has from element 32 on, the other has from its start."""
+    whole = half_tile(8, 64)
+    part = half_tile(40, 32)
+    t = uint32(cuda.threadIdx.x)
+    whole[t] = uint32(0)
+    whole[uint32(32 + t)] = X[t]
+    cuda.syncthreads()
+    Y[t] = part[uint32(31) - t]
+
+
+def test_half_tile(device):
+    x = halves(32)
+    _, y = run(device, _overlapping_kernel, x, np.zeros_like(x), shared=144)
+    assert np.array_equal(y, x[::-1])
+
+
+def test_a_half_tile_stays_within_shared_memory():
+    arrays = (halves(32), halves(32))
+    with pytest.raises(EmulatorError, match="144 of the dynamic shared memory, and the launch"):
+        emulator.launch(_overlapping_kernel, 1, 32, arrays, shared_bytes=142)
+
+
+def _two_formats(X):
+    floats = shared_tile(0, 32)
+    bits = half_tile(56, 8)
+    t = uint32(cuda.threadIdx.x)
+    floats[t] = X[t]
+    bits[t // 4] = uint32(0)
+
+
+def test_tiles_of_two_formats_do_not_overlap():
+    with pytest.raises(EmulatorError, match="bits .uint16. overlaps floats .float32."):
+        emulator.launch(_two_formats, 1, 32, (ramp(32),), shared_bytes=4096)
+
+
+def _write2_kernel(X, Y):
+    t = uint32(cuda.threadIdx.x)
+    pair = uint32(uint32(X[t, 0]) | uint32(X[t, 1]) << uint32(16))
+    write2(Y, uint32(7 - t // uint32(4)), uint32(2 * (t % uint32(4))), pair)
+
+
+@pytest.mark.parametrize("pad", [0, 2, 8])
+def test_global_write2(device, pad):
+    x = halves(32, 2) + np.uint16(0x7FF0)  # the highest bit too
+    _, y = run(device, _write2_kernel, x, np.full((8, 8 + pad), 9, np.uint16))
+    assert np.array_equal(y[:, :8], x.reshape(8, 8)[::-1]) and (y[:, 8:] == 9).all()
+
+
+def test_write2_is_counted_and_checked():
+    x = halves(32, 2)
+    counts = emulator.launch(_write2_kernel, 1, 32, (x, halves(8, 8)))
+    assert (counts.stores["Y"], counts.store_bytes["Y"]) == (64, 128)
+    for error, target in (
+        (Misaligned, halves(8, 9)[:, 1:]),  # an odd pitch
+        (Misaligned, halves(8, 12)[:, 1:9]),  # an odd start
+        (Misaligned, halves(8, 16)[:, ::2]),
+        (OutOfBounds, halves(7, 8)),
+        (OutOfBounds, halves(8, 8)[:, :7]),
+    ):
+        with pytest.raises(error):
+            emulator.launch(_write2_kernel, 1, 32, (x, target))
+
+
+def _copy8_kernel(X, Y, count):
+    tile = half_tile(8, 256)
+    t = uint32(cuda.threadIdx.x)
+    copy8_async(tile, uint32(8 * t), X, t, uint32(8), count)
+    commit_async()
+    wait_async()
+    cuda.syncthreads()
+    for n in range(8):
+        Y[t, n] = tile[uint32(8 * (uint32(31) - t) + n)]
+
+
+@pytest.mark.parametrize("count", range(9))
+def test_copy8_async(device, count):
+    x = halves(32, 24)
+    _, y = run(device, _copy8_kernel, x, np.full((32, 8), 9, np.uint16), scalars=(count,))
+    want = np.zeros((32, 8), np.uint16)
+    want[:, :count] = x[::-1, 8 : 8 + count]
+    assert np.array_equal(y, want)
+
+
+@pytest.mark.parametrize("count", range(9))
+def test_copy8_async_reads_no_more_than_it_counts(count):
+    # The row ends where the copy does.
+    x = halves(32, 16)[:, : 8 + count]
+    counts = emulator.launch(_copy8_kernel, 1, 32, (x, halves(32, 8), count), shared_bytes=528)
+    assert counts.loads["X"] == 32 * count and counts.load_bytes["X"] == 64 * count
+    if count < 8:
+        with pytest.raises(OutOfBounds):
+            emulator.launch(_copy8_kernel, 1, 32, (x, halves(32, 8), count + 1), shared_bytes=528)
+
+
+def _copy8_to(at):
+    def kernel(X, Y):
+        tile = half_tile(0, 512)
+        t = uint32(cuda.threadIdx.x)
+        copy8_async(tile, uint32(8 * t + at), X, t, uint32(0), int32(8))
+        commit_async()
+        wait_async()
+        Y[t] = tile[uint32(8 * t + at)]
+
+    return kernel
+
+
+def test_copies_of_eight_are_aligned():
+    y = halves(32)
+    for x, at in ((halves(32, 12), 0), (halves(32, 24)[:, 4:], 0), (halves(32, 8), 4)):
+        with pytest.raises(Misaligned):
+            emulator.launch(_copy8_to(at), 1, 32, (x, y), shared_bytes=1024)
+
+
+# --- tiles of 8 x 8 --------------------------------------------------------------------------
+
+
+def _make_ldmatrix(load):
+    def kernel(X, I, Y):
+        tile = half_tile(16, 1024)
+        t = uint32(cuda.threadIdx.x)
+        for n in range(32):
+            tile[uint32(32 * n + t)] = X[uint32(32 * n + t)]
+        cuda.syncthreads()
+        w = load(tile, uint32(I[t]))
+        Y[t, 0], Y[t, 1], Y[t, 2], Y[t, 3] = w[0], w[1], w[2], w[3]
+
+    return kernel
+
+
+LDMATRIX = {"rows": _make_ldmatrix(ldmatrix), "transposed": _make_ldmatrix(ldmatrix_transposed)}
+LANES = np.arange(32)
+PLACES = {
+    "four tiles one after the other": 8 * LANES,
+    "one tile of pitch 24, four times": 24 * (LANES % 8),
+    "16 x 16 by rows, pitch 24": 24 * (LANES % 16) + 8 * (LANES // 16),
+    "16 x 16 by columns, pitch 40": 40 * (LANES % 8 + 8 * (LANES // 16)) + 8 * (LANES // 8 % 2),
+    "one row for all": np.full(32, 1016),
+    "backwards": 1016 - 8 * LANES,
+    "anywhere": 8 * np.random.default_rng(0).permutation(128)[:32],
+}
+
+
+@pytest.mark.parametrize("kind", LDMATRIX)
+@pytest.mark.parametrize("places", PLACES)
+def test_ldmatrix(device, kind, places):
+    x = np.random.default_rng(1).integers(0, 2**16, 1024).astype(np.uint16)
+    index = PLACES[places].astype(np.int32)
+    _, _, y = run(device, LDMATRIX[kind], x, index, np.zeros((32, 4), np.uint32))
+    tiles = x[index[:, None] + np.arange(8)].reshape(4, 8, 8)
+    if kind == "transposed":
+        tiles = tiles.swapaxes(1, 2)
+    # Lane 4 g + t has elements 2 t and 2 t + 1 of row g, the first in the lower half.
+    pairs = tiles.reshape(4, 32, 2).astype(np.uint32)
+    assert np.array_equal(y, (pairs[..., 0] | pairs[..., 1] << 16).T)
+
+
+@pytest.mark.parametrize("kind", LDMATRIX)
+@pytest.mark.parametrize(
+    "lane, place, error", [(5, 4, Misaligned), (31, 1024, OutOfBounds), (0, 1, Misaligned)]
+)
+def test_ldmatrix_checks_every_row(kind, lane, place, error):
+    index = (8 * LANES).astype(np.int32)
+    index[lane] = place
+    arrays = (halves(1024), index, np.zeros((32, 4), np.uint32))
+    with pytest.raises(error) as caught:
+        emulator.launch(LDMATRIX[kind], 1, 32, arrays, shared_bytes=4096)
+    assert caught.value.array == "tile" and caught.value.thread == (lane, 0, 0)
+
+
+def _make_early(waits, barrier, commits_first=True):
+    """Another warp's rows of a copy, read too early unless it is waited for and met."""
+
+    def kernel(X, Y):
+        tile = half_tile(0, 512)
+        t = uint32(cuda.threadIdx.x)
+        copy8_async(tile, uint32(8 * t), X, t, uint32(0), int32(8))
+        if commits_first:
+            commit_async()
+        if waits:
+            wait_async()
+        if barrier:
+            cuda.syncthreads()
+        w = ldmatrix(tile, uint32(8 * ((t + 32) % 64)))
+        Y[t] = w[0]
+        commit_async()
+        wait_async()
+
+    return kernel
+
+
+@pytest.mark.parametrize(
+    "waits, barrier, commits", [(False, True, True), (True, False, True), (True, True, False)]
+)
+def test_ldmatrix_before_a_copy_is_there_is_a_hazard(waits, barrier, commits):
+    arrays = (halves(64, 8), np.zeros(64, np.uint32))
+    with pytest.raises((SharedHazard, UninitialisedRead)) as caught:
+        emulator.launch(_make_early(waits, barrier, commits), 1, 64, arrays, shared_bytes=1024)
+    assert caught.value.array == "tile"
+    assert ("copy in flight" in str(caught.value)) == barrier
+    emulator.launch(_make_early(True, True), 1, 64, arrays, shared_bytes=1024)
+    assert arrays[1].all()
+
+
+def _overwritten(X, Y):
+    """The next tile written with no barrier after the last was read."""
+    tile = half_tile(0, 512)
+    t = uint32(cuda.threadIdx.x)
+    for n in range(8):
+        tile[uint32(8 * t + n)] = X[t, n]
+    cuda.syncthreads()
+    w = ldmatrix(tile, uint32(8 * ((t + 32) % 64)))
+    Y[t] = w[0]
+    copy8_async(tile, uint32(8 * t), X, t, uint32(0), int32(8))
+    commit_async()
+    wait_async()
+
+
+def _unwritten(X, Y):
+    tile = half_tile(0, 512)
+    t = uint32(cuda.threadIdx.x)
+    w = ldmatrix_transposed(tile, uint32(8 * t))
+    Y[t] = w[0]
+
+
+@pytest.mark.parametrize(
+    "kernel, error", [(_overwritten, SharedHazard), (_unwritten, UninitialisedRead)]
+)
+def test_ldmatrix_reads_as_every_lane(kernel, error):
+    arrays = (halves(64, 8), np.zeros(64, np.uint32))
+    with pytest.raises(error) as caught:
+        emulator.launch(kernel, 1, 64, arrays, shared_bytes=1024)
+    assert caught.value.array == "tile"
+
+
+def _ldmatrix_of_some(X, Y):
+    tile = half_tile(0, 256)
+    t = uint32(cuda.threadIdx.x)
+    for n in range(8):
+        tile[uint32(8 * t + n)] = X[t, n]
+    cuda.syncthreads()
+    if t < uint32(24):
+        w = ldmatrix(tile, uint32(8 * t))
+        Y[t] = w[0]
+
+
+def _mma_of_some(X, Y):
+    t = uint32(cuda.threadIdx.x)
+    rC = cuda.local.array(4, float32)
+    for n in range(4):
+        rC[n] = float32(0.0)
+    a = uint32(X[t, 0])
+    if t != uint32(7):
+        mma_f16(rC, 0, 2, a, a, a, a, a, a)
+    Y[t] = uint32(rC[0])
+
+
+@pytest.mark.parametrize("kernel", [_ldmatrix_of_some, _mma_of_some])
+def test_all_lanes_of_a_warp_take_part(kernel):
+    arrays = (halves(32, 8), np.zeros(32, np.uint32))
+    with pytest.raises(BarrierDivergence):
+        emulator.launch(kernel, 1, 32, arrays, shared_bytes=512)
+
+
+# --- products of 16 x 8 x 16 -----------------------------------------------------------------
+
+
+def to_float16(x):
+    with np.errstate(over="ignore"):
+        return np.asarray(x, np.float32).astype(np.float16).view(np.uint16)
+
+
+def from_float16(bits):
+    return bits.view(np.float16).astype(np.float64)
+
+
+def to_bfloat16(x):
+    """By truncation: for numbers that are bfloat16 already."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return (bits >> 16).astype(np.uint16)
+
+
+def from_bfloat16(bits):
+    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def fragments(matrix):
+    """A 16 x 16 or 16 x 8 matrix of 16-bit elements as words (32, 4 or 2)."""
+    m = matrix.astype(np.uint32)
+    g, t = LANES // 4, LANES % 4
+    if m.shape == (16, 16):
+        places = [(g, 2 * t), (g + 8, 2 * t), (g, 2 * t + 8), (g + 8, 2 * t + 8)]
+        words = [m[row, col] | m[row, col + 1] << 16 for row, col in places]
+    else:
+        words = [m[2 * t + k, g] | m[2 * t + 1 + k, g] << 16 for k in (0, 8)]
+    return np.stack(words, axis=1)
+
+
+def accumulators(C):
+    """A 16 x 8 matrix as (32, 4): c0, c1, c2, c3."""
+    g, t = LANES // 4, LANES % 4
+    return np.stack([C[g, 2 * t], C[g, 2 * t + 1], C[g + 8, 2 * t], C[g + 8, 2 * t + 1]], axis=1)
+
+
+def _make_mma(mma, low, high):
+    def kernel(W, X, Y):
+        t = uint32(cuda.threadIdx.x)
+        rC = cuda.local.array(8, float32)
+        for n in range(8):
+            rC[n] = X[t, n]
+        mma(rC, low, high, W[t, 0], W[t, 1], W[t, 2], W[t, 3], W[t, 4], W[t, 5])
+        for n in range(8):
+            Y[t, n] = rC[n]
+
+    return kernel
+
+
+FORMATS = {
+    "float16": (mma_f16, to_float16, from_float16),
+    "bfloat16": (mma_bf16, to_bfloat16, from_bfloat16),
+}
+every_format = pytest.mark.parametrize("kind", FORMATS)
+
+
+def multiply(device, kind, A, B, C, low=0, high=2):
+    """A B + C by the instruction, and what A and B are once rounded; the rest of rC must stay."""
+    mma, to_bits, from_bits = FORMATS[kind]
+    A, B = to_bits(A), to_bits(B)
+    words = np.concatenate([fragments(A), fragments(B)], axis=1)
+    registers = np.full((32, 8), 77, np.float32)
+    own = [low, low + 1, high, high + 1]
+    registers[:, own] = accumulators(C.astype(np.float32))
+    _, _, made = run(
+        device, _make_mma(mma, low, high), words, registers, np.zeros((32, 8), np.float32)
+    )
+    others = np.setdiff1d(np.arange(8), own)
+    assert (made[:, others] == 77).all()
+    D = np.empty((16, 8), np.float32)
+    g, t = LANES // 4, LANES % 4
+    for n, place in enumerate(own):
+        D[g + 8 * (n // 2), 2 * t + n % 2] = made[:, place]
+    return D, from_bits(A), from_bits(B)
+
+
+def integers(*shape, seed=0, size=8):
+    return np.random.default_rng(seed).integers(-size, size + 1, shape).astype(np.float32)
+
+
+@every_format
+@pytest.mark.parametrize("low, high", [(0, 2), (2, 4), (1, 6), (4, 0)])
+def test_mma_is_exact_on_integers(device, kind, low, high):
+    A, B, C = integers(16, 16), integers(16, 8, seed=1), integers(16, 8, seed=2, size=1000)
+    D, _, _ = multiply(device, kind, A, B, C, low, high)
+    assert np.array_equal(D, A @ B + C)
+
+
+@every_format
+@pytest.mark.parametrize("row, k, col", [(0, 0, 0), (9, 3, 5), (2, 13, 7), (15, 15, 1), (7, 8, 2)])
+def test_mma_puts_every_element_in_its_place(device, kind, row, k, col):
+    A, B = np.zeros((16, 16)), np.zeros((16, 8))
+    A[row, k] = 2.0
+    B[k] = np.arange(8)
+    D, _, _ = multiply(device, kind, A, B, np.zeros((16, 8)))
+    want = np.zeros((16, 8))
+    want[row] = 2 * np.arange(8)
+    assert np.array_equal(D, want)
+    A, B = np.zeros((16, 16)), np.zeros((16, 8))
+    A[:, k] = np.arange(16)
+    B[k, col] = 3.0
+    D, _, _ = multiply(device, kind, A, B, np.zeros((16, 8)))
+    want = np.zeros((16, 8))
+    want[:, col] = 3 * np.arange(16)
+    assert np.array_equal(D, want)
+
+
+@every_format
+def test_mma_of_random_numbers(device, kind):
+    rng = np.random.default_rng(3)
+    A, B, C = (rng.standard_normal(shape) for shape in ((16, 16), (16, 8), (16, 8)))
+    A, B = (x.astype(np.float32).view(np.uint32) & 0xFFFF0000 for x in (A, B))
+    A, B = A.view(np.float32), B.view(np.float32)
+    D, A, B = multiply(device, kind, A, B, C)
+    exact = A @ B + C.astype(np.float32)
+    # Products are exact; of 17 terms the sums are of single precision or somewhat less.
+    assert (np.abs(D - exact) <= 2**-19 * (np.abs(A) @ np.abs(B) + np.abs(C))).all()
+
+
+# name -> (kind, an element of A, one of B, one of C, A B + C)
+CORNERS = {
+    "subnormals": ("float16", 2.0**-24, 2.0**-24, 0.0, 2.0**-48),
+    "subnormals of bfloat16": ("bfloat16", 2.0**-130, 2.0**20, 0.0, 2.0**-110),
+    "the largest of float16": ("float16", 65504.0, 65504.0, 1.0, 65504.0**2),
+    "beyond float16": ("float16", 60000.0, 2.0, -60000.0, 60000.0),
+    "overflow": ("bfloat16", 2.0**100, 2.0**100, 0.0, INF),
+    "infinity": ("float16", INF, 2.0, 1.0, INF),
+    "minus infinity": ("bfloat16", -INF, 2.0, 1.0, -INF),
+    "0 times infinity": ("float16", INF, 0.0, 1.0, NAN),
+    "infinities of both signs": ("bfloat16", INF, 1.0, -INF, NAN),
+    "NaN in A": ("float16", NAN, 1.0, 0.0, NAN),
+    "NaN in B": ("bfloat16", 1.0, NAN, 0.0, NAN),
+    "NaN in C": ("float16", 1.0, 1.0, NAN, NAN),
+    "infinity in C": ("float16", 1.0, 1.0, -INF, -INF),
+}
+
+
+@pytest.mark.parametrize("corner", CORNERS)
+def test_mma_at_the_ends_of_the_formats(device, corner):
+    kind, a, b, c, want = CORNERS[corner]
+    A, B, C = np.zeros((16, 16)), np.zeros((16, 8)), np.zeros((16, 8))
+    A[3, 9], B[9, 5], C[3, 5] = a, b, c
+    D, _, _ = multiply(device, kind, A, B, C)
+    assert D[3, 5] == want or (np.isnan(D[3, 5]) and np.isnan(want))
+    if np.isfinite(a):
+        others = np.full(D.shape, True)
+        others[3, 5] = others[:, 5] = False
+        assert (D[others] == 0).all()  # but in B's column, 0 times what is not finite
+
+
+# --- pairs of 16 bits ------------------------------------------------------------------------
+
+
+def _make_pack(pack):
+    def kernel(X, Y):
+        t = uint32(cuda.threadIdx.x)
+        Y[t] = pack(X[t, 0], X[t, 1])
+
+    return kernel
+
+
+PACKS = {"float16": _make_pack(pack_f16), "bfloat16": _make_pack(pack_bf16)}
+MAX = float(np.finfo(np.float32).max)
+# (float32, the bits of the nearest)
+ROUNDED = {
+    "float16": [
+        (0.0, 0x0000), (-0.0, 0x8000), (1.0, 0x3C00), (-2.0, 0xC000),
+        # ties go to even
+        (1 + 2**-11, 0x3C00), (1 + 3 * 2**-11, 0x3C02), (-1 - 2**-11, 0xBC00),
+        (1 + 2**-11 + 2**-20, 0x3C01), (1 + 3 * 2**-11 - 2**-20, 0x3C01),
+        # the largest, and infinity from half a step beyond on
+        (65504.0, 0x7BFF), (65519.99, 0x7BFF), (65520.0, 0x7C00), (-65520.0, 0xFC00),
+        (1e30, 0x7C00), (INF, 0x7C00), (-INF, 0xFC00),
+        # subnormals, and 0 below half of the least
+        (2**-14, 0x0400), (2**-14 - 2**-24, 0x03FF), (2**-24, 0x0001), (-(2**-24), 0x8001),
+        (1.5 * 2**-24, 0x0002), (2.5 * 2**-24, 0x0002), (2**-25, 0x0000), (2**-25 + 2**-40, 0x0001),
+        (2**-14 - 2**-25, 0x0400), (1e-40, 0x0000), (-1e-40, 0x8000),
+    ],
+    "bfloat16": [
+        (0.0, 0x0000), (-0.0, 0x8000), (1.0, 0x3F80), (-2.0, 0xC000),
+        (1 + 2**-8, 0x3F80), (1 + 3 * 2**-8, 0x3F82), (-1 - 2**-8, 0xBF80),
+        (1 + 2**-8 + 2**-20, 0x3F81), (1 + 3 * 2**-8 - 2**-20, 0x3F81),
+        (65520.0, 0x4780), (255 * 2.0**120, 0x7F7F), (255.25 * 2.0**120, 0x7F7F),
+        (255.5 * 2.0**120, 0x7F80), (-255.5 * 2.0**120, 0xFF80), (MAX, 0x7F80), (-MAX, 0xFF80),
+        (INF, 0x7F80), (-INF, 0xFF80),
+        (2**-126, 0x0080), (2**-127, 0x0040), (2**-133, 0x0001), (-(2**-133), 0x8001),
+        (1.5 * 2**-133, 0x0002), (2.5 * 2**-133, 0x0002), (2**-134, 0x0000),
+        (2**-134 + 2**-140, 0x0001), (2**-126 - 2**-134, 0x0080),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_pack_rounds_to_nearest_even(device, kind):
+    table = ROUNDED[kind]
+    assert len(table) <= THREADS
+    x = np.zeros((32, 2), np.float32)
+    values, want = zip(*table, strict=True)
+    x[: len(table), 0] = values
+    x[: len(table), 1] = values[::-1]
+    _, y = run(device, PACKS[kind], x, np.zeros(32, np.uint32))
+    bits = y[: len(table)]
+    assert [hex(n) for n in bits & 0xFFFF] == [hex(n) for n in want]
+    assert [hex(n) for n in bits >> 16] == [hex(n) for n in want[::-1]]
+
+
+@pytest.mark.parametrize("kind", PACKS)
+def test_pack_keeps_nan(device, kind):
+    x = np.ones((32, 2), np.float32)
+    bits = [0x7FC00000, 0xFFC00000, 0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF]
+    x[:5, 0] = x[5:10, 1] = np.array(bits, np.uint32).view(np.float32)
+    _, y = run(device, PACKS[kind], x, np.zeros(32, np.uint32))
+    low, high = (np.array(half, np.uint16) for half in (y & 0xFFFF, y >> 16))
+    to_float = from_float16 if kind == "float16" else from_bfloat16
+    assert np.isnan(to_float(low[:5])).all() and np.isnan(to_float(high[5:10])).all()
+    assert (to_float(low[5:]) == 1).all() and (to_float(high[:5]) == 1).all()
+
+
+@pytest.mark.parametrize("kind", PACKS)
+def test_pack_of_random_numbers(device, kind):
+    rng = np.random.default_rng(4)
+    x = (rng.standard_normal((32, 2)) * 2.0 ** rng.integers(-8, 14, (32, 2))).astype(np.float32)
+    _, y = run(device, PACKS[kind], x, np.zeros(32, np.uint32))
+    got = np.stack([y & 0xFFFF, y >> 16], axis=1).astype(np.uint16)
+    step, to_float = (2**-11, from_float16) if kind == "float16" else (2**-8, from_bfloat16)
+    # Half a step at most: of 11 or 8 bits, in float16 from 2**-14 on.
+    size = np.maximum(2.0 ** np.floor(np.log2(np.abs(x.astype(np.float64)))), 2.0**-14)
+    assert (np.abs(to_float(got) - x) <= step * size).all()
+    if kind == "float16":
+        assert np.array_equal(got, to_float16(x))

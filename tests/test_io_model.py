@@ -23,6 +23,9 @@ class Tiles(NamedTuple):
     Bc: int
 
 
+OF_ONE_DTYPE = ("Q", "K", "V", "O", "dO", "dQ", "dK", "dV")  # the others are float32
+
+
 class Walk:
     """Goes through an algorithm's tiles and counts each element it would touch."""
 
@@ -110,27 +113,31 @@ class Walk:
 
     def fa1(self, *, query_splits, return_lse):
         size = math.ceil(len(self.longest[0]) / query_splits)
+        halves = self.p.dtype != "float32"
         for b, h in self.heads:
             if self.initialises:
-                for name, axes in (("O", [self.d]), ("l", []), ("m", [])):
-                    self.store(name, self.all_rows[b], *axes)
+                for name in ("O", "A") if halves else ("O",):
+                    self.store(name, self.all_rows[b], self.d)
+                for name in ("l", "m"):
+                    self.store(name, self.all_rows[b])
             for split in range(query_splits):
                 mine = list(enumerate(self.rows[b]))[split * size : (split + 1) * size]
                 for j, cols in self.passes(b):
-                    todo = [rows for i, rows in mine if self.takes(b, h, i, j)]
+                    todo = [(i, rows) for i, rows in mine if self.takes(b, h, i, j)]
                     if not todo:
                         continue
                     self.load("K", cols, self.d)
                     self.load("V", cols, self.d)
-                    for rows in todo:
+                    for i, rows in todo:
                         self.tiles += 1
                         self.load("Q", rows, self.d)
                         self.load_bias(rows, cols)
                         if j > 0 or self.initialises:
-                            self.load("O", rows, self.d)
+                            self.load("A" if halves else "O", rows, self.d)
                             self.load("l", rows)
                             self.load("m", rows)
-                        self.store("O", rows, self.d)
+                        after = any(self.takes(b, h, i, n) for n, _ in self.passes(b)[j + 1 :])
+                        self.store("A" if halves and after else "O", rows, self.d)
                         self.store("l", rows)
                         self.store("m", rows)
             if return_lse:
@@ -296,7 +303,9 @@ class Walk:
         assert accesses.total_loads == self.loads.total()
         assert accesses.total_stores == self.stores.total()
         assert accesses.total == self.loads.total() + self.stores.total()
-        assert accesses.bytes == 4 * accesses.total
+        size = dict.fromkeys(OF_ONE_DTYPE, 4 if self.p.dtype == "float32" else 2)
+        moved = sum(size.get(name, 4) * n for name, n in (self.loads + self.stores).items())
+        assert accesses.bytes == moved and accesses.dtype == self.p.dtype
         assert all(type(n) is int for n in (*accesses.loads.values(), *accesses.stores.values()))
 
 
@@ -307,8 +316,9 @@ class Case(NamedTuple):
     dbias: bool = False
 
 
+DTYPE = st.sampled_from(["float32", "float16", "bfloat16"])
 PROBLEMS = st.builds(
-    lambda B, Hk, group, Nq, Nk, d, causal: Problem(B, Hk * group, Hk, Nq, Nk, d, causal=causal),
+    lambda B, Hk, group, Nq, Nk, d, **facts: Problem(B, Hk * group, Hk, Nq, Nk, d, **facts),
     B=st.integers(1, 2),
     Hk=st.integers(1, 2),
     group=st.integers(1, 2),
@@ -316,6 +326,7 @@ PROBLEMS = st.builds(
     Nk=st.integers(1, 14),
     d=st.integers(1, 3),
     causal=st.booleans(),
+    dtype=DTYPE,
 )
 TILES = st.builds(Tiles, Br=st.integers(1, 16), Bc=st.integers(1, 16))
 
@@ -349,6 +360,7 @@ def with_options(draw):
         Nq,
         Nk,
         draw(st.integers(1, 2)),
+        dtype=draw(DTYPE),
         causal=draw(st.booleans()),
         window=draw(st.just((-1, -1)) | st.tuples(side, side)),
         softcap=draw(st.sampled_from([None, 30.0])),
@@ -523,6 +535,39 @@ def test_one_column_tile_needs_no_second_pass():
     a = io.fa1(square(16, 4), Tiles(4, 16))
     assert set(a.loads) == {"Q", "K", "V"}
     assert set(a.stores) == {"O", "l", "m"}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_in_16_bits_fa1_keeps_O_in_float32(dtype):
+    p, t = square(64, 8), Tiles(16, 16)
+    halves = replace(p, dtype=dtype)
+    outer_kv, single = io.fa1(halves, t), io.fa1(p, t)
+    # Four passes: O is written by the last, A by the three before and read by the three after.
+    assert outer_kv.loads["A"] == outer_kv.stores["A"] == 3 * 64 * 8
+    assert outer_kv.stores["O"] == 64 * 8 and "O" not in outer_kv.loads
+    assert outer_kv.total_loads == single.total_loads
+    assert outer_kv.total_stores == single.total_stores
+    assert single.bytes == 4 * single.total
+    l_and_m = (3 + 4) * 2 * 64
+    assert outer_kv.bytes == 2 * 64 * 8 * (4 + 2 + 1) + 4 * (2 * 3 * 64 * 8 + l_and_m)
+    # Whatever else there is has the same counts, at half the bytes but for float32 rows.
+    assert io.fa2(halves, t).loads == io.fa2(p, t).loads
+    assert io.fa2(p, t).bytes - io.fa2(halves, t).bytes == 2 * (2 * 4 + 2) * 64 * 8
+    assert "A" not in io.fa1(halves, Tiles(16, 64)).stores
+
+
+def test_in_16_bits_a_row_tile_ends_where_its_own_columns_do():
+    p, t = square(64, 1, causal=True), Tiles(16, 16)
+    p = replace(p, dtype="float16")
+    # Row tile i has i + 1 visits: 0 + 1 + 2 + 3 of them are not the last.
+    assert io.fa1(p, t).stores["A"] == io.fa1(p, t).loads["A"] == 6 * 16
+    assert io.fa1(p, t).stores["O"] == 64
+    mask = np.zeros((4, 4), bool)
+    mask[1, 0] = mask[1, 1] = mask[3, 0] = mask[3, 2] = mask[0, 3] = True  # the last is not causal
+    sparse = io.fa1(replace(p, sparse=True), t, block_mask=mask)
+    # Line 2 stores both; then row tiles 1 and 3 have two visits each, the others none.
+    assert sparse.stores["A"] == 64 + 2 * 16 and sparse.stores["O"] == 64 + 2 * 16
+    assert sparse.loads["A"] == 4 * 16
 
 
 def test_every_split_reads_all_of_kv():
@@ -706,6 +751,13 @@ def test_workspace():
     assert io.workspace("fa1", p) == io.workspace("fa1", p, return_lse=True) == 8 * 2 * 4 * 10
     assert io.workspace("fa2", p) == 4 * 2 * 4 * 10
     assert io.workspace("fa2", p, return_lse=True) == 0
+    for dtype in ("float16", "bfloat16"):
+        halves = replace(p, dtype=dtype)
+        assert io.workspace("fa1", halves) == (8 + 4 * 8) * 2 * 4 * 10  # O in float32
+        odd = replace(halves, head_dim=7)  # rows at 8-byte addresses
+        assert io.workspace("fa1", odd) == io.workspace("fa1", halves)
+        assert io.workspace("fa1", halves, passes="bwd") == 0
+        assert io.workspace("fa2", halves) == 4 * 2 * 4 * 10
     assert io.workspace("standard", p, passes="bwd") == 2 * 4 * 2 * 4 * 10 * padded
     assert io.workspace("fa1", p, passes="bwd") == 0
     assert io.workspace("fa2", p, passes="bwd") == 4 * 2 * 4 * 10
@@ -724,6 +776,7 @@ def test_workspace_of_packed_sequences_and_of_lengths():
             space = io.workspace("standard", problem, passes=passes)
             assert space == 4 * matrices * 120 * 8
     assert io.workspace("fa1", packed) == 2 * 4 * 4 * 13
+    assert io.workspace("fa1", replace(packed, dtype="float16")) == (2 + 8) * 4 * 4 * 13
 
 
 def test_the_pieces_of_a_packed_batch_add_up():

@@ -5,6 +5,8 @@ from numba.core import cgutils, types
 
 I32 = ir.IntType(32)
 F32 = ir.FloatType()
+FLOAT2 = ir.VectorType(F32, 2)
+FLOAT2_TUPLE = types.containers.UniTuple(types.float32, 2)
 FLOAT4 = ir.VectorType(F32, 4)
 FLOAT4_TUPLE = types.containers.UniTuple(types.float32, 4)
 SHARED = 3
@@ -22,7 +24,16 @@ def emulated_by(emulation):
 
 
 def is_float32_array(ty, ndim):
-    return isinstance(ty, types.Array) and ty.ndim == ndim and ty.dtype == types.float32
+    return _is_array(ty, ndim, types.float32)
+
+
+def is_half_array(ty, ndim):
+    """Whether an array of 16-bit floats: their bits, as uint16, whatever their format."""
+    return _is_array(ty, ndim, types.uint16)
+
+
+def _is_array(ty, ndim, element):
+    return isinstance(ty, types.Array) and ty.ndim == ndim and ty.dtype == element
 
 
 def to_i32(context, builder, value, ty):
@@ -32,7 +43,7 @@ def to_i32(context, builder, value, ty):
 def shared_pointer(context, builder, array_ty, array, index, index_ty):
     """Pointer (address space 3) to element ``index`` of a 1-D shared array."""
     data = context.make_array(array_ty)(context, builder, array).data
-    base = builder.addrspacecast(data, F32.as_pointer(SHARED))
+    base = builder.addrspacecast(data, data.type.pointee.as_pointer(SHARED))
     return builder.gep(base, [to_i32(context, builder, index, index_ty)])
 
 
@@ -46,8 +57,9 @@ def global_pointer(context, builder, array_ty, array, row, row_ty, col, col_ty):
         step = builder.mul(wide, stride)
         offset = step if offset is None else builder.add(offset, step)
     data = builder.bitcast(view.data, ir.IntType(8).as_pointer())
-    generic = builder.bitcast(builder.gep(data, [offset]), F32.as_pointer())
-    return builder.addrspacecast(generic, F32.as_pointer(GLOBAL))
+    element = view.data.type.pointee
+    generic = builder.bitcast(builder.gep(data, [offset]), element.as_pointer())
+    return builder.addrspacecast(generic, element.as_pointer(GLOBAL))
 
 
 def unpack4(context, builder, vector):

@@ -10,33 +10,32 @@ from numba.cuda.extending import intrinsic
 
 from fa_numba import emulator
 from fa_numba.intrinsics._build import (
-    F32,
-    GLOBAL,
     I32,
-    SHARED,
     emulated_by,
     global_pointer,
     is_float32_array,
+    is_half_array,
     shared_pointer,
 )
 
 
-def _copy(width):
-    operation = "cp.async.cg" if width == 4 else "cp.async.ca"
-    instruction = f"{operation}.shared.global [$0], [$1], {4 * width}, $2;"
+def _copy(width, element_bytes=4):
+    size = width * element_bytes
+    operation = "cp.async.cg" if size == 16 else "cp.async.ca"
+    instruction = f"{operation}.shared.global [$0], [$1], {size}, $2;"
+    fits = is_float32_array if element_bytes == 4 else is_half_array
 
     def build(typingctx, dst, index, src, row, col, count):
-        if not (is_float32_array(dst, 1) and is_float32_array(src, 2) and count == types.int32):
+        if not (fits(dst, 1) and fits(src, 2) and count == types.int32):
             return None
 
         def codegen(context, builder, signature, args):
             target = shared_pointer(context, builder, dst, args[0], args[1], index)
             source = global_pointer(context, builder, src, args[2], args[3], row, args[4], col)
             # Bytes to read; the rest of the destination is filled with zeros.
-            read = builder.shl(args[5], I32(2))
-            pointers = [F32.as_pointer(SHARED), F32.as_pointer(GLOBAL)]
+            read = builder.mul(args[5], I32(element_bytes))
             asm = ir.InlineAsm(
-                ir.FunctionType(ir.VoidType(), [*pointers, I32]),
+                ir.FunctionType(ir.VoidType(), [target.type, source.type, I32]),
                 instruction,
                 "r,l,r,~{memory}",
                 side_effect=True,
@@ -72,6 +71,17 @@ def copy4_async(typingctx, dst, index, src, row, col, count):
 def copy1_async(typingctx, dst, index, src, row, col, count):
     """As ``copy4_async`` for one element (``count`` 0 or 1), any alignment and strides."""
     return _copy(1)(typingctx, dst, index, src, row, col, count)
+
+
+def _copy8_async(dst, index, src, row, col, count):
+    emulator.current().async_copy(dst, index, src, (row, col), 8, count)
+
+
+@emulated_by(_copy8_async)
+@intrinsic
+def copy8_async(typingctx, dst, index, src, row, col, count):
+    """As ``copy4_async`` for eight 16-bit elements; ``count`` (int32) is 0..8."""
+    return _copy(8, 2)(typingctx, dst, index, src, row, col, count)
 
 
 def _statement(instruction):

@@ -23,33 +23,26 @@ from fa_numba.intrinsics._build import (
 _SYMBOL = "fa_numba_dynamic_shared"
 
 
-def _shared_tile(offset, length):
-    return emulator.current().shared_tile(offset, length, "float32")
-
-
-@emulated_by(_shared_tile)
-@intrinsic
-def shared_tile(typingctx, offset, length):
-    """A 1-D float32 array of ``length`` elements at element ``offset`` of dynamic shared memory.
-
-    Both are compile-time constants, ``offset`` a multiple of 4 so that 16-byte accesses align.
-    """
+def _tile(element, ir_type, offset, length):
+    """A typed 1-D array at a constant element ``offset`` of dynamic shared memory."""
     if not (isinstance(offset, types.IntegerLiteral) and isinstance(length, types.IntegerLiteral)):
         return None
-    array_ty = types.Array(types.float32, 1, "C")
-    start, count = offset.literal_value, length.literal_value
+    array_ty = types.Array(element, 1, "C")
+    size = element.bitwidth // 8
+    start, count = offset.literal_value * size, length.literal_value
 
     def codegen(context, builder, signature, args):
         module = builder.module
         symbol = module.globals.get(_SYMBOL)
         if symbol is None:
-            symbol = ir.GlobalVariable(module, ir.ArrayType(F32, 0), _SYMBOL, SHARED)
+            symbol = ir.GlobalVariable(module, ir.ArrayType(ir.IntType(8), 0), _SYMBOL, SHARED)
             symbol.linkage = "external"
             symbol.align = 16
         base = builder.gep(symbol, [ir.IntType(32)(0), ir.IntType(32)(start)], inbounds=True)
-        data = builder.addrspacecast(base, F32.as_pointer(), "generic")
+        typed = builder.bitcast(base, ir_type.as_pointer(SHARED))
+        data = builder.addrspacecast(typed, ir_type.as_pointer(), "generic")
         array = context.make_array(array_ty)(context, builder)
-        itemsize = context.get_constant(types.intp, 4)
+        itemsize = context.get_constant(types.intp, size)
         shape = cgutils.pack_array(builder, [context.get_constant(types.intp, count)])
         context.populate_array(
             array,
@@ -62,6 +55,31 @@ def shared_tile(typingctx, offset, length):
         return array._getvalue()
 
     return array_ty(offset, length), codegen
+
+
+def _shared_tile(offset, length):
+    return emulator.current().shared_tile(offset, length, "float32")
+
+
+@emulated_by(_shared_tile)
+@intrinsic
+def shared_tile(typingctx, offset, length):
+    """A 1-D float32 array of ``length`` elements at element ``offset`` of dynamic shared memory.
+
+    Both are compile-time constants, ``offset`` a multiple of 4 so that 16-byte accesses align.
+    """
+    return _tile(types.float32, F32, offset, length)
+
+
+def _half_tile(offset, length):
+    return emulator.current().shared_tile(offset, length, "uint16")
+
+
+@emulated_by(_half_tile)
+@intrinsic
+def half_tile(typingctx, offset, length):
+    """The same of 16-bit floats, as their bits in uint16; ``offset`` is a multiple of 8."""
+    return _tile(types.uint16, ir.IntType(16), offset, length)
 
 
 def _load4(array, index):

@@ -8,6 +8,7 @@ from functools import cache
 
 from fa_numba import masks
 from fa_numba.device import device_function, float32, uint32, uint64
+from fa_numba.parts.layout import make_column
 
 WORD_COLUMNS, COUNTER_COLUMNS = masks.WORD_COLUMNS, masks.COUNTER_COLUMNS
 
@@ -50,7 +51,8 @@ def make_drop(spec):
     The draws are collected as bits first: a loop over them need not be unrolled, as one over
     registers must.
     """
-    TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.ty_count
+    TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.row_step
+    W, column = spec.column_width, make_column(spec)
     dropout = spec.features.dropout
     # One draw serves four elements where a thread's columns share counters.
     shared = spec.Bc % COUNTER_COLUMNS == 0
@@ -73,7 +75,8 @@ def make_drop(spec):
                             for j in range(j0, min(j0 + COLS, TN), ALIKE):
                                 share = uint32(col0 // uint32(COUNTER_COLUMNS) + j // ALIKE)
                                 for s in range(SHARES):
-                                    counter = uint32(share * uint32(WORD_COLUMNS) + tx + s * TX)
+                                    place = tx * W + s // W * (W * TX) + s % W
+                                    counter = uint32(share * uint32(WORD_COLUMNS) + place)
                                     w = _words(counter, row, b, h, options)
                                     n = i * COLS + j - j0 + s
                                     bits |= _bit(w[0] < threshold, n)
@@ -82,7 +85,7 @@ def make_drop(spec):
                                     bits |= _bit(w[3] < threshold, n + 3 * SHARES)
                         else:
                             for j in range(j0, min(j0 + COLS, TN)):
-                                kept = keeps(row, uint32(col0 + tx + j * TX), b, h, options)
+                                kept = keeps(row, uint32(col0 + column(tx, j)), b, h, options)
                                 bits |= _bit(not kept, i * COLS + j - j0)
                     for i in range(ROWS):
                         for j in range(j0, min(j0 + COLS, TN)):

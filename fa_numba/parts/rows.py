@@ -176,7 +176,7 @@ def make_normalise_rows(spec):
 @cache
 def make_read_values(spec):
     """``read_values(rv, V, row0, rows_end, ty, tx)``: one value a row, read by one lane of each."""
-    TM, TY = spec.TM, spec.ty_count
+    TM, TY = spec.TM, spec.row_step
 
     @device_function
     def read_values(rv, V, row0, rows_end, ty, tx):
@@ -194,7 +194,7 @@ def make_read_values(spec):
 @cache
 def make_write_values(spec):
     """``write_values(rv, V, row0, rows_end, ty, tx)``: one value a row, written by one lane."""
-    TM, TY = spec.TM, spec.ty_count
+    TM, TY = spec.TM, spec.row_step
 
     @device_function
     def write_values(rv, V, row0, rows_end, ty, tx):

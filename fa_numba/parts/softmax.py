@@ -10,6 +10,7 @@ from fa_numba import masks
 from fa_numba.device import cuda, device_function, float32, int32, uint32
 from fa_numba.intrinsics.arithmetic import LN2, LOG2E, NEG_INF, exp2, log2, maximum
 from fa_numba.parts.dropout import make_kept
+from fa_numba.parts.layout import make_column
 from fa_numba.problem import UNBOUNDED
 
 FULL_WARP = 0xFFFFFFFF
@@ -28,17 +29,19 @@ def make_scale_and_mask(spec, unit=LOG2E, hides_blocks=False):
     ``options.softcap`` is in the unit of the scores. ``hides_blocks`` is for a kernel that visits
     the tiles that the block mask leaves out.
     """
-    TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.ty_count
+    TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.row_step
     Br, Bc, features = spec.Br, spec.Bc, spec.features
     causal, window, q_lens = features.causal, features.window, features.q_lens
     softcap, alibi, bias = features.softcap, features.alibi, features.bias
+    scales, column = not spec.folds_scale, make_column(spec)
     hides_blocks = hides_blocks and features.sparse
 
     @device_function
     def scale_and_mask(rS, scale, row0, col0, Nq, Nk, b, h, options, ty, tx):
         diagonal = int32(int32(Nk) - int32(Nq))
-        for e in range(TM * TN):
-            rS[e] *= scale
+        if scales:
+            for e in range(TM * TN):
+                rS[e] *= scale
         if softcap:
             for e in range(TM * TN):
                 rS[e] = options.softcap * math.tanh(rS[e])
@@ -47,7 +50,7 @@ def make_scale_and_mask(spec, unit=LOG2E, hides_blocks=False):
             for i in range(TM):
                 row = uint32(row0 + ty + i * TY)
                 for j in range(TN):
-                    col = uint32(col0 + tx + j * TX)
+                    col = uint32(col0 + column(tx, j))
                     if row < Nq and col < Nk:
                         keys = int32(_distance(int32(row), int32(col), diagonal))
                         rS[i * TN + j] -= slope * float32(keys)
@@ -56,7 +59,7 @@ def make_scale_and_mask(spec, unit=LOG2E, hides_blocks=False):
             for i in range(TM):
                 row = uint32(row0 + ty + i * TY)
                 for j in range(TN):
-                    col = uint32(col0 + tx + j * TX)
+                    col = uint32(col0 + column(tx, j))
                     if row < Nq and col < Nk:
                         rS[i * TN + j] += unit * Bh[row, col]
         last = uint32(col0 + (Bc - 1))
@@ -79,7 +82,7 @@ def make_scale_and_mask(spec, unit=LOG2E, hides_blocks=False):
             for i in range(TM):
                 row = int32(row0 + ty + i * TY)
                 for j in range(TN):
-                    col = uint32(col0 + tx + j * TX)
+                    col = uint32(col0 + column(tx, j))
                     visible = col < Nk
                     if causal:
                         visible = visible and _visible_causal(row, int32(col), diagonal)
@@ -97,21 +100,27 @@ def make_scale_and_mask(spec, unit=LOG2E, hides_blocks=False):
 
 
 @cache
-def make_online_softmax(spec):
-    """``online_softmax(rS, rm, rl, rf)``: scores to P, and m and l brought up to date.
+def make_online_softmax(spec, whole_rows=True):
+    """``online_softmax(rS, scale, rm, rl, rf)``: scores to P, and m and l brought up to date.
 
     Takes m and l of the columns seen so far. Leaves P = exp(S - m_new) in rS, m_new in rm,
-    the factor f = exp(m - m_new) in rf and l_new = f l + rowsum(P) in rl.
+    the factor f = exp(m - m_new) in rf and l_new = f l + rowsum(P) in rl. ``scale`` multiplies
+    the scores where ``scale_and_mask`` has left that to the exponent. Without ``whole_rows`` l is
+    of this thread's own columns, for ``sum_lanes`` to add up in the end.
     A row that has seen no column keeps m = -inf, l = 0 and gets P = 0.
     """
-    TM, TN, TX = spec.TM, spec.TN, spec.tx_count
+    TM, TN, TX, folds = spec.TM, spec.TN, spec.tx_count, spec.folds_scale
 
     @device_function
-    def online_softmax(rS, rm, rl, rf):
+    def online_softmax(rS, scale, rm, rl, rf):
         for i in range(TM):
             m_new = rm[i]
+            if folds:
+                m_new = NEG_INF
             for j in range(TN):
                 m_new = maximum(m_new, rS[i * TN + j])
+            if folds:
+                m_new = maximum(rm[i], m_new * scale)
             lane = TX // 2
             while lane > 0:
                 m_new = maximum(m_new, cuda.shfl_xor_sync(FULL_WARP, m_new, lane))
@@ -121,10 +130,13 @@ def make_online_softmax(spec):
                 shift = float32(0.0)
             rowsum = float32(0.0)
             for j in range(TN):
-                p = exp2(rS[i * TN + j] - shift)
+                s = rS[i * TN + j]
+                if folds:
+                    s = s * scale
+                p = exp2(s - shift)
                 rS[i * TN + j] = p
                 rowsum += p
-            lane = TX // 2
+            lane = TX // 2 if whole_rows else 0
             while lane > 0:
                 rowsum += cuda.shfl_xor_sync(FULL_WARP, rowsum, lane)
                 lane //= 2
@@ -133,6 +145,22 @@ def make_online_softmax(spec):
             rm[i] = m_new
 
     return online_softmax
+
+
+@cache
+def make_sum_lanes(spec):
+    """``sum_lanes(rl)``: the sum of each row's value over the lanes that share the row."""
+    TM, TX = spec.TM, spec.tx_count
+
+    @device_function
+    def sum_lanes(rl):
+        for i in range(TM):
+            lane = TX // 2
+            while lane > 0:
+                rl[i] += cuda.shfl_xor_sync(FULL_WARP, rl[i], lane)
+                lane //= 2
+
+    return sum_lanes
 
 
 @cache

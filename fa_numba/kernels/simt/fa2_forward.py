@@ -118,7 +118,7 @@ def make_forward(spec):
             scores(rS, sQ, sK, ty, tx)
             scale_and_mask(rS, scale, i0, j0, Nq, Nk, b, h, options, ty, tx)
             # Alg. 1 line 9: m, P and l
-            online_softmax(rS, rm, rl, rf)
+            online_softmax(rS, scale, rm, rl, rf)
             drop(rS, i0, j0, b, h, options, ty, tx)
             store_p(sP, rS, options, ty, tx)
             wait_async()

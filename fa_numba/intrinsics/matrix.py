@@ -1,0 +1,230 @@
+"""Tensor cores: 8 x 8 tiles from shared memory (``ldmatrix``), products of 16 x 8 x 16 (``mma.sync``)
+and conversions to pairs of 16-bit floats (``cvt``). PTX ISA, sm_80 and later.
+
+Lane l of a warp has group g = l // 4 and place t = l % 4. A register of two 16-bit floats holds the
+lower index in its lower half. Fragments (PTX ISA, "Matrix fragments for mma.m16n8k16"):
+
+    A, 16 x 16   a0 = A[g, 2t .. 2t+1]        a1 = A[g+8, 2t .. 2t+1]
+                 a2 = A[g, 2t+8 .. 2t+9]      a3 = A[g+8, 2t+8 .. 2t+9]
+    B, 16 x 8    b0 = B[2t .. 2t+1, g]        b1 = B[2t+8 .. 2t+9, g]
+    C, 16 x 8    c0, c1 = C[g, 2t .. 2t+1]    c2, c3 = C[g+8, 2t .. 2t+1], float32
+"""
+
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.cuda.extending import intrinsic
+
+from fa_numba import emulator
+from fa_numba.intrinsics._build import F32, I32, emulated_by, is_half_array, shared_pointer
+
+_WARP = 32
+_FULL = 0xFFFFFFFF
+_WORDS = types.containers.UniTuple(types.uint32, 4)
+
+
+def _load_tiles(transposed):
+    """The emulation: every lane reads a row of eight, and the warp deals them out."""
+
+    def emulation(array, index):
+        row = array.load(index, 8)
+
+        def deal(rows, mask):
+            dealt = {}
+            for lane in rows:
+                g, t = divmod(lane, 4)
+                pairs = (
+                    (rows[8 * m + 2 * t][g], rows[8 * m + 2 * t + 1][g])
+                    if transposed
+                    else (rows[8 * m + g][2 * t], rows[8 * m + g][2 * t + 1])
+                    for m in range(4)
+                )
+                dealt[lane] = tuple(low | high << 16 for low, high in pairs)
+            return dealt
+
+        return emulator.current().collective("ldmatrix", _FULL, row, deal)
+
+    return emulation
+
+
+def _ldmatrix(suffix):
+    instruction = f"ldmatrix.sync.aligned.m8n8.x4{suffix}.shared.b16 {{$0,$1,$2,$3}}, [$4];"
+
+    def build(typingctx, array, index):
+        if not is_half_array(array, 1) or not isinstance(index, types.Integer):
+            return None
+
+        def codegen(context, builder, signature, args):
+            pointer = shared_pointer(context, builder, array, args[0], args[1], index)
+            four = ir.LiteralStructType([I32] * 4)
+            asm = ir.InlineAsm(
+                ir.FunctionType(four, [pointer.type]),
+                instruction,
+                "=r,=r,=r,=r,r,~{memory}",
+                side_effect=True,
+            )
+            found = builder.call(asm, [pointer])
+            words = [builder.extract_value(found, n) for n in range(4)]
+            return context.make_tuple(builder, _WORDS, words)
+
+        return _WORDS(array, index), codegen
+
+    return build
+
+
+@emulated_by(_load_tiles(False))
+@intrinsic
+def ldmatrix(typingctx, array, index):
+    """Four 8 x 8 tiles of 16-bit elements: ``ldmatrix.x4`` (PTX ISA, "ldmatrix").
+
+    Lane l gives the place ``index`` of row l % 8 of tile l // 8, a multiple of 8 elements in a 1-D
+    shared uint16 array, and gets for each tile its elements [g, 2t .. 2t+1] as one uint32.
+    """
+    return _ldmatrix("")(typingctx, array, index)
+
+
+@emulated_by(_load_tiles(True))
+@intrinsic
+def ldmatrix_transposed(typingctx, array, index):
+    """The same with every tile transposed: the lane gets its elements [2t .. 2t+1, g]."""
+    return _ldmatrix(".trans")(typingctx, array, index)
+
+
+def _float16(words):
+    return words.view(np.float16).astype(np.float32)
+
+
+def _bfloat16(words):
+    return (words.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def _multiply(to_float):
+    def emulation(rC, low, high, a0, a1, a2, a3, b0, b1):
+        c = [rC[low], rC[low + 1], rC[high], rC[high + 1]]
+
+        def product(lanes, mask):
+            words = np.array([lanes[lane][0] for lane in range(_WARP)], np.uint32)
+            pairs = to_float(words).reshape(8, 4, 6, 2)  # g, t, register, half
+            A, B = np.empty((16, 16), np.float32), np.empty((16, 8), np.float32)
+            for n, (row, col) in enumerate(((0, 0), (8, 0), (0, 8), (8, 8))):
+                A[row : row + 8, col : col + 8] = pairs[:, :, n].reshape(8, 8)
+            for n in range(2):
+                B[8 * n : 8 * n + 8] = pairs[:, :, 4 + n].reshape(8, 8).T
+            C = np.array([lanes[lane][1] for lane in range(_WARP)], np.float32).reshape(8, 4, 2, 2)
+            with np.errstate(all="ignore"):
+                D = C.transpose(2, 0, 1, 3).reshape(16, 8) + A @ B
+            made = D.reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(_WARP, 4)
+            return dict(enumerate(made.tolist()))
+
+        lane = ((a0, a1, a2, a3, b0, b1), c)
+        d = emulator.current().collective("mma", _FULL, lane, product)
+        rC[low], rC[low + 1], rC[high], rC[high + 1] = d
+
+    return emulation
+
+
+def _mma(kind):
+    instruction = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$0,$1,$2,$3};"
+    )
+
+    def build(typingctx, rC, low, high, a0, a1, a2, a3, b0, b1):
+        words = (a0, a1, a2, a3, b0, b1)
+        if not isinstance(rC, types.Array) or rC.dtype != types.float32:
+            return None
+        if any(word != types.uint32 for word in words):
+            return None
+
+        def codegen(context, builder, signature, args):
+            data = context.make_array(rC)(context, builder, args[0]).data
+            starts = [
+                context.cast(builder, args[1], low, types.int32),
+                context.cast(builder, args[2], high, types.int32),
+            ]
+            places = [
+                builder.gep(data, [builder.add(start, I32(n))]) for start in starts for n in (0, 1)
+            ]
+            four = ir.LiteralStructType([F32] * 4)
+            asm = ir.InlineAsm(
+                ir.FunctionType(four, [I32] * 6 + [F32] * 4),
+                instruction,
+                "=f,=f,=f,=f,r,r,r,r,r,r,0,1,2,3",
+            )
+            made = builder.call(asm, [*args[3:], *map(builder.load, places)])
+            for n, place in enumerate(places):
+                builder.store(builder.extract_value(made, n), place)
+
+        return types.void(rC, low, high, *words), codegen
+
+    return build
+
+
+@emulated_by(_multiply(_float16))
+@intrinsic
+def mma_f16(typingctx, rC, low, high, a0, a1, a2, a3, b0, b1):
+    """C += A B of a warp, A and B float16, C float32: ``mma.sync.m16n8k16`` (PTX ISA, "mma").
+
+    c0, c1 are elements ``low``, low + 1 and c2, c3 ``high``, high + 1 of the local array ``rC``;
+    the others are uint32 fragments as above.
+    """
+    return _mma("f16")(typingctx, rC, low, high, a0, a1, a2, a3, b0, b1)
+
+
+@emulated_by(_multiply(_bfloat16))
+@intrinsic
+def mma_bf16(typingctx, rC, low, high, a0, a1, a2, a3, b0, b1):
+    """The same with A and B bfloat16."""
+    return _mma("bf16")(typingctx, rC, low, high, a0, a1, a2, a3, b0, b1)
+
+
+def _pack(kind):
+    def build(typingctx, low, high):
+        if low != types.float32 or high != types.float32:
+            return None
+
+        def codegen(context, builder, signature, args):
+            asm = ir.InlineAsm(
+                ir.FunctionType(I32, [F32, F32]), f"cvt.rn.{kind}x2.f32 $0, $2, $1;", "=r,f,f"
+            )
+            return builder.call(asm, args)
+
+        return types.uint32(low, high), codegen
+
+    return build
+
+
+def _pack_f16(low, high):
+    with np.errstate(over="ignore"):
+        return int(
+            np.array([low, high], np.float64)
+            .astype(np.float32)
+            .astype(np.float16)
+            .view(np.uint32)[0]
+        )
+
+
+def _round_bf16(x):
+    bits = int(np.float32(x).view(np.uint32))
+    if x != x:
+        return 0x7FFF
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+
+
+def _pack_bf16(low, high):
+    with np.errstate(over="ignore"):
+        return _round_bf16(low) | _round_bf16(high) << 16
+
+
+@emulated_by(_pack_f16)
+@intrinsic
+def pack_f16(typingctx, low, high):
+    """Two float32 to nearest float16, packed in a uint32: ``cvt.rn.f16x2.f32`` (PTX ISA, "cvt")."""
+    return _pack("f16")(typingctx, low, high)
+
+
+@emulated_by(_pack_bf16)
+@intrinsic
+def pack_bf16(typingctx, low, high):
+    """Two float32 to nearest bfloat16, packed in a uint32: ``cvt.rn.bf16x2.f32``."""
+    return _pack("bf16")(typingctx, low, high)

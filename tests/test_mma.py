@@ -1,0 +1,846 @@
+"""The 16-bit kernels against float64, between guard bands, accesses against the closed form."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from helpers import OnGpu, to_numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mma_helpers import (
+    ALGORITHMS,
+    BFLOAT16,
+    HALF_GUARD,
+    HALF_LAYOUTS,
+    HalfMemory,
+    assert_close_to_float64,
+    attend,
+    check,
+    every_algorithm,
+    every_dtype,
+    half_inputs,
+    no_bfloat16,
+    numpy_dtype,
+    truth,
+)
+
+import fa_numba
+from fa_numba import Tiles, plans, reference
+from fa_numba import device as devices
+from fa_numba.tiles import default_mma_tiles, specialise_mma
+
+either_mask = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+SMALL = Tiles(16, 16)
+HEAD_DIMS = (1, 7, 16, 20, 32, 64, 96, 128, 192, 256)
+
+
+# --- the yardstick and the check can fail ----------------------------------------------------
+
+
+@every_dtype
+def test_the_yardstick_rounds_the_matrices_and_sums_in_float32(dtype):
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 1, 1, 33, 16), dtype=np.float32)
+    O, L = reference.unfused(q, k, v, matrix_dtype=dtype, scale=0.3, return_lse=True)
+    Q, K, V = (a[0, 0].astype(numpy_dtype(dtype)).astype(np.float32) for a in (q, k, v))
+    S = np.float32(0.3) * (Q @ K.T)
+    m = S.max(axis=1, keepdims=True)
+    P = np.exp(S - m)
+    l = P.sum(axis=1, keepdims=True)
+    P = (P / l).astype(numpy_dtype(dtype)).astype(np.float32)
+    assert O.dtype == L.dtype == np.float32
+    assert np.array_equal(O[0, 0], (P @ V).astype(numpy_dtype(dtype)).astype(np.float32))
+    assert np.array_equal(L[0, 0], (m + np.log(l))[:, 0])
+    rounded = (a.astype(numpy_dtype(dtype)) for a in (q, k, v))
+    again = reference.unfused(*rounded, matrix_dtype=dtype, scale=0.3)
+    assert np.array_equal(again, O)
+
+
+@no_bfloat16
+def test_the_yardstick_rounds_to_bfloat16_as_ml_dtypes_does():
+    rng = np.random.default_rng(1)
+    bits = rng.integers(0, 2**32, 100_000, dtype=np.uint64).astype(np.uint32)
+    bits[:50_000] &= 0xFFFF8000  # many ties
+    x = bits.view(np.float32)
+    with np.errstate(invalid="ignore"):
+        want = x.astype(numpy_dtype("bfloat16"))
+    got = reference._to_half(x, "bfloat16")
+    assert np.array_equal(got, want.astype(np.float32), equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"matrix_dtype": "float32"}, "matrix_dtype is 'float32': allowed is float16, bfloat16"),
+        ({"matrix_dtype": "float16", "dtype": "f8"}, "dtype is 'f8' .* allowed is float32"),
+    ],
+)
+def test_the_yardstick_takes_no_other_dtypes(options, says):
+    with pytest.raises(ValueError, match=says):
+        reference.unfused(*np.ones((3, 1, 1, 2, 2), np.float32), **options)
+
+
+@every_dtype
+@pytest.mark.parametrize("change", ["nothing", "scale", "one element", "missing", "L"])
+def test_the_check_fails_on_a_wrong_result(dtype, change):
+    q, k, v = half_inputs(dtype, 1, 2, 1, 24, 40, 8)
+    given = {"scale": 1.01 / math.sqrt(8)} if change == "scale" else {}
+    O, L = reference.unfused(q, k, v, matrix_dtype=dtype, return_lse=True, **given)
+    assert truth(q, k, v).O_bound < {"float16": 4e-3, "bfloat16": 3e-2}[dtype] * np.linalg.norm(O)
+    if change == "one element":
+        O[0, 1, 3, 5] += {"float16": 0.02, "bfloat16": 0.15}[dtype]
+    elif change == "missing":
+        O[0, 1, 3, 5] = np.nan
+    elif change == "L":
+        L[0, 0, 2] += 1e-4
+    if change == "nothing":
+        assert_close_to_float64(O, q, k, v, L)
+        return
+    with pytest.raises(AssertionError, match="worst at .* got .*, expected"):
+        assert_close_to_float64(O, q, k, v, L)
+
+
+@every_dtype
+@pytest.mark.parametrize("layout", [name for name in HALF_LAYOUTS if name != "broadcast"])
+def test_a_guard_band_surrounds_every_array(dtype, layout):
+    memory = HalfMemory("emulator", dtype, (2, 2, 3, 5), layout)
+    assert (memory.buffer == HALF_GUARD).all() and np.isnan(memory.view.astype(np.float32)).all()
+    assert memory.inside.sum() == memory.view.size and not memory.inside.all()
+    memory.view[...] = 1.0
+    memory.assert_intact("out", whole=False)
+    with pytest.raises(AssertionError, match="memory of out was written"):
+        memory.assert_intact("out", whole=True)
+    memory.buffer[~memory.inside] = 0x7FC0  # another NaN than the guard's
+    with pytest.raises(AssertionError, match="guard band of out"):
+        memory.assert_intact("out", whole=False)
+
+
+def test_the_layouts_are_what_they_are_for():
+    aligned = {
+        layout
+        for layout in set(HALF_LAYOUTS) - {"broadcast"}
+        if (memory := HalfMemory("emulator", "float16", (2, 2, 3, 8), layout))
+        and fa_numba.arrays.operand("q", memory.view).aligned
+    }
+    assert aligned == {"padded", "transposed", "strided"}
+
+
+# --- shapes ----------------------------------------------------------------------------------
+
+LENGTHS = [(1, 1), (1, 40), (40, 1), (15, 31), (16, 32), (17, 33), (37, 13), (33, 70)]
+
+
+@every_algorithm
+@every_dtype
+@either_mask
+@pytest.mark.parametrize("Nq, Nk", LENGTHS)
+def test_lengths(device, algorithm, dtype, causal, Nq, Nk):
+    q, k, v = half_inputs(dtype, 1, 1, 1, Nq, Nk, 8)
+    check(device, algorithm, q, k, v, causal=causal, tiles=SMALL)
+
+
+@every_algorithm
+@every_dtype
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_head_dims(device, algorithm, dtype, d):
+    q, k, v = half_inputs(dtype, 1, 1, 1, 18, 35, d)
+    result = check(device, algorithm, q, k, v, tiles=SMALL)
+    # Rows too wide, or not at 16-byte addresses, are copied one element after the other.
+    same = attend(device, algorithm, q, k, v, tiles=SMALL, layout="odd", out_layout="odd")
+    assert np.array_equal(same.O, result.O) and np.array_equal(same.L, result.L)
+
+
+@every_algorithm
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_head_dims_with_the_default_tiles(device, algorithm, d):
+    q, k, v = half_inputs("float16", 1, 1, 1, 21, 37, d)
+    check(device, algorithm, q, k, v, causal=True)
+
+
+@every_algorithm
+@every_dtype
+@pytest.mark.parametrize("B, Hq, Hk", [(2, 1, 1), (1, 3, 3), (2, 6, 2), (1, 5, 1)])
+def test_batches_and_shared_heads(device, algorithm, dtype, B, Hq, Hk):
+    q, k, v = half_inputs(dtype, B, Hq, Hk, 9, 17, 8)
+    check(device, algorithm, q, k, v, causal=True, tiles=SMALL)
+
+
+@every_algorithm
+@every_dtype
+@pytest.mark.parametrize("Nq, Nk", [(40, 5), (40, 24), (33, 17)])
+def test_rows_that_see_no_column_give_zero_and_minus_infinity(device, algorithm, dtype, Nq, Nk):
+    q, k, v = half_inputs(dtype, 1, 2, 1, Nq, Nk, 8)
+    result = check(device, algorithm, q, k, v, causal=True, tiles=SMALL)
+    blind = Nq - Nk
+    assert (result.O[:, :, :blind] == 0).all()
+    assert (result.L[:, :, :blind] == -np.inf).all()
+    assert np.isfinite(result.L[:, :, blind:]).all()
+
+
+@every_algorithm
+@every_dtype
+def test_a_row_without_a_key_is_zero_even_where_v_is_not_a_number(device, algorithm, dtype):
+    q, k, v = half_inputs(dtype, 1, 1, 1, 21, 5, 8)
+    v[...] = np.nan
+    result = attend(device, algorithm, q, k, v, causal=True, tiles=SMALL)
+    assert (result.O[0, 0, :16] == 0).all() and np.isneginf(result.L[0, 0, :16]).all()
+    assert np.isnan(result.O[0, 0, 16:].astype(np.float32)).all()
+
+
+# --- how a tile is shared --------------------------------------------------------------------
+
+
+@every_algorithm
+@either_mask
+@pytest.mark.parametrize(
+    "tiles",
+    [Tiles(16, 64), Tiles(48, 32), Tiles(64, 16), Tiles(64, 48), Tiles(128, 64)],
+    ids=lambda t: f"{t.Br}x{t.Bc}",
+)
+def test_tiles(device, algorithm, causal, tiles):
+    q, k, v = half_inputs("float16", 1, 1, 1, 70, 75, 16)
+    check(device, algorithm, q, k, v, causal=causal, tiles=tiles)
+
+
+@every_algorithm
+@every_dtype
+@pytest.mark.parametrize("d", [24, 64])
+def test_warps_of_16_and_32_rows_give_the_same(device, algorithm, dtype, d):
+    q, k, v = half_inputs(dtype, 1, 1, 1, 50, 70, d)
+    results = [
+        check(device, algorithm, q, k, v, causal=True, tiles=Tiles(64, 32, threads))
+        for threads in (64, 128)
+    ]
+    assert np.array_equal(results[0].O, results[1].O)
+    assert np.array_equal(results[0].L, results[1].L)
+
+
+def test_the_partitions_of_the_default_tiles():
+    with devices.using("emulator"):
+        for algorithm, d in itertools.product(ALGORITHMS, HEAD_DIMS):
+            shape = (1, 1, 4096, d)
+            plan = fa_numba.plan(shape, shape, algorithm=algorithm, dtype="float16")
+            assert plan.tiles.threads == plan.kernels[0].threads
+            rows = 32 * plan.tiles.Br // plan.tiles.threads
+            assert rows in (16, 32)
+    # Q's fragments stay in registers, or do not: both are in the tests of these head dimensions.
+    assert {specialise_mma(SMALL, d, 2**17).keeps_q for d in HEAD_DIMS} == {False, True}
+
+
+@every_algorithm
+@every_dtype
+def test_q_in_registers_and_q_in_shared_memory(device, algorithm, dtype):
+    q, k, v = half_inputs(dtype, 1, 1, 1, 33, 66, 128)
+    for tiles, kept in ((Tiles(32, 64, 32), False), (Tiles(32, 16, 64), True)):
+        assert specialise_mma(tiles, 128, 2**17).keeps_q == kept
+        check(device, algorithm, q, k, v, causal=True, tiles=tiles)
+
+
+@every_dtype
+@either_mask
+@pytest.mark.parametrize("Nq, Nk", [(57, 40), (40, 70)])
+def test_query_splits(device, dtype, causal, Nq, Nk):
+    q, k, v = half_inputs(dtype, 1, 1, 1, Nq, Nk, 8)
+    whole = check(device, "fa1", q, k, v, causal=causal, tiles=SMALL)
+    for query_splits in range(2, -(-Nq // 16) + 2):
+        options = {"causal": causal, "tiles": SMALL, "query_splits": query_splits}
+        split = attend(device, "fa1", q, k, v, **options)
+        # The rows of a tile are computed alike wherever it is computed.
+        assert np.array_equal(split.O, whole.O) and np.array_equal(split.L, whole.L)
+
+
+# --- memory ----------------------------------------------------------------------------------
+
+
+@every_algorithm
+@every_dtype
+@pytest.mark.parametrize("d", [8, 6])
+@pytest.mark.parametrize(
+    "layout, out_layout",
+    [
+        ("padded", "odd"),
+        ("odd", "padded"),
+        ("transposed", "transposed"),
+        ("columns", "reversed"),
+        ("reversed", "columns"),
+        ("strided", "strided"),
+    ],
+)
+def test_layouts(device, algorithm, dtype, d, layout, out_layout):
+    q, k, v = half_inputs(dtype, 2, 2, 1, 17, 20, d)
+    options = {"layout": layout, "out_layout": out_layout}
+    check(device, algorithm, q, k, v, causal=True, tiles=SMALL, **options)
+
+
+@every_algorithm
+@every_dtype
+def test_a_broadcast_batch_of_inputs(device, algorithm, dtype):
+    q, k, v = half_inputs(dtype, 1, 2, 2, 17, 20, 8)
+    one = check(device, algorithm, q, k, v, tiles=SMALL)
+    repeated = [np.broadcast_to(a, (3, *a.shape[1:])) for a in (q, k, v)]
+    with devices.using(device):
+        O = fa_numba.attention(*repeated, algorithm=algorithm, tiles=SMALL)
+    assert O.shape[0] == 3 and all(np.array_equal(o, one.O[0]) for o in O)
+
+
+@every_algorithm
+@every_dtype
+def test_without_lse_and_out(device, algorithm, dtype):
+    q, k, v = half_inputs(dtype, 1, 2, 1, 9, 17, 8)
+    both = check(device, algorithm, q, k, v, tiles=SMALL)
+    alone = check(device, algorithm, q, k, v, tiles=SMALL, return_lse=False)
+    assert alone.L is None and np.array_equal(alone.O, both.O)
+    inputs = [HalfMemory(device, dtype, a.shape, "padded", a).argument for a in (q, k, v)]
+    with devices.using(device):
+        made = fa_numba.attention(*inputs, algorithm=algorithm, tiles=SMALL)
+        by_unit = fa_numba.attention(*inputs, algorithm=algorithm, tiles=SMALL, unit="mma")
+    for result in (to_numpy(made), to_numpy(by_unit)):
+        assert result.dtype == numpy_dtype(dtype) and np.array_equal(result, both.O)
+
+
+@every_algorithm
+def test_torch_tensors_in_and_out(algorithm):
+    torch = pytest.importorskip("torch")
+    for dtype in (torch.float16, torch.bfloat16):
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(1, 1, n, 8, generator=generator).to(dtype) for n in (9, 17, 17))
+        with devices.using("emulator"):
+            O, L = fa_numba.attention(q, k, v, algorithm=algorithm, return_lse=True)
+        assert O.dtype == dtype and L.dtype == torch.float32
+        name = str(dtype).removeprefix("torch.")
+        single = [x.float().numpy() for x in (q, k, v)]
+        near = reference.unfused(*single, matrix_dtype=name)
+        assert np.allclose(O.float().numpy(), near, atol=2e-3 if name == "float16" else 2e-2)
+
+
+# --- options ---------------------------------------------------------------------------------
+
+
+def random_array(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def random_mask(*shape, share=0.5):
+    return np.random.default_rng(5).random(shape) < share
+
+
+# For q (2, 2, 40, 8) and k (2, 1, 55, 8): tiles of 16 x 16 make 3 x 4 blocks.
+OPTIONS = {
+    "window": {"window": (9, 3)},
+    "window to the left": {"window": (20, -1)},
+    "window to the right": {"window": (-1, 2)},
+    "window of one": {"window": (0, 0)},
+    "causal window": {"causal": True, "window": (12, 5)},
+    "softcap": {"softcap": 2.0},
+    "bias": {"bias": random_array(2, 2, 40, 55)},
+    "bias of a row": {"bias": random_array(55)},
+    "bias of a column": {"bias": random_array(2, 40, 1)},
+    "alibi": {"alibi_slopes": np.array([0.25, -0.125], np.float32)},
+    "alibi of a batch": {"alibi_slopes": np.abs(random_array(2, 2))},
+    "q_lens": {"q_lens": [40, 17]},
+    "no rows": {"q_lens": [0, 33]},
+    "kv_lens": {"kv_lens": [16, 50]},
+    "no columns": {"kv_lens": [0, 55]},
+    "both lengths": {"q_lens": [33, 16], "kv_lens": [20, 55], "causal": True},
+    "block mask": {"block_mask": random_mask(3, 4)},
+    "block mask of a head": {"block_mask": random_mask(2, 2, 3, 4), "causal": True},
+    "empty block mask": {"block_mask": random_mask(3, 4, share=0.0)},
+    "dropout": {"dropout_p": 0.3, "seed": 7, "offset": 2},
+    "causal dropout": {"dropout_p": 0.5, "causal": True},
+    "softcap, bias and slopes": {
+        "softcap": 3.0,
+        "bias": random_array(1, 2, 40, 55),
+        "alibi_slopes": np.full(2, 0.1, np.float32),
+        "causal": True,
+    },
+    "most": {
+        "window": (30, 4),
+        "softcap": 3.0,
+        "bias": random_array(2, 1, 1, 55),
+        "alibi_slopes": np.full((2, 2), 0.1, np.float32),
+        "q_lens": [31, 40],
+        "kv_lens": [55, 38],
+        "block_mask": random_mask(2, 3, 4, share=0.7),
+        "dropout_p": 0.25,
+    },
+}
+
+
+@every_algorithm
+@every_dtype
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(device, algorithm, dtype, name):
+    q, k, v = half_inputs(dtype, 2, 2, 1, 40, 55, 8)
+    check(device, algorithm, q, k, v, tiles=SMALL, **OPTIONS[name])
+
+
+@every_algorithm
+@every_dtype
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences(device, algorithm, dtype, causal):
+    rng = np.random.default_rng(2)
+    q = rng.standard_normal((61, 4, 8), dtype=np.float32).astype(numpy_dtype(dtype))
+    k, v = (
+        rng.standard_normal((70, 2, 8), dtype=np.float32).astype(numpy_dtype(dtype))
+        for _ in range(2)
+    )
+    starts = {"cu_seqlens_q": [0, 20, 20, 61], "cu_seqlens_k": [0, 33, 40, 70]}
+    check(device, algorithm, q, k, v, causal=causal, tiles=SMALL, **starts)
+
+
+# Bc a multiple of 64, of 16, and of neither: how the draws of dropout are shared differs.
+@every_algorithm
+@pytest.mark.parametrize("Bc", [16, 48, 64, 128])
+def test_dropout_does_not_depend_on_the_tiles(device, algorithm, Bc):
+    q, k, v = half_inputs("float16", 1, 1, 1, 35, 150, 8)
+    options = {"dropout_p": 0.4, "seed": 2**40 + 5, "tiles": Tiles(32, Bc)}
+    check(device, algorithm, q, k, v, **options)
+
+
+# --- values ----------------------------------------------------------------------------------
+
+
+@every_algorithm
+@every_dtype
+@pytest.mark.parametrize("scale", [None, 0, -0.5, 40.0, 7])
+def test_scales(device, algorithm, dtype, scale):
+    q, k, v = half_inputs(dtype, 1, 1, 1, 18, 35, 8)
+    check(device, algorithm, q, k, v, scale=scale, causal=True, tiles=SMALL)
+
+
+@every_algorithm
+@every_dtype
+@pytest.mark.parametrize("options", [{"softcap": 2.0}, {"bias": random_array(18, 35)}], ids=str)
+@pytest.mark.parametrize("scale", [-0.5, 0])
+def test_scales_with_what_is_added(device, algorithm, dtype, options, scale):
+    q, k, v = half_inputs(dtype, 1, 1, 1, 18, 35, 8)
+    check(device, algorithm, q, k, v, scale=scale, tiles=SMALL, **options)
+
+
+@every_algorithm
+@every_dtype
+@either_mask
+@pytest.mark.parametrize("logit", [30.0, 1e4])
+def test_peaked_and_huge_logits(device, algorithm, dtype, causal, logit):
+    q, k, v = half_inputs(dtype, 1, 2, 2, 35, 37, 8, q_size=logit / 3)
+    scores = np.abs(np.float32(q) @ np.float32(k).swapaxes(2, 3)) / math.sqrt(8)
+    assert logit < scores.max() < 4 * logit
+    check(device, algorithm, q, k, v, causal=causal, tiles=SMALL)
+
+
+@every_algorithm
+@every_dtype
+def test_a_growing_maximum_rescales_in_every_tile(device, algorithm, dtype):
+    q, k, v = half_inputs(dtype, 1, 1, 1, 20, 80, 8)
+    q[...] = 1.0
+    k[...] = np.linspace(-20, 20, 80)[:, None]
+    check(device, algorithm, q, k, v, tiles=SMALL)
+    check(device, algorithm, q, k[:, :, ::-1].copy(), v, tiles=SMALL)
+
+
+@every_algorithm
+@every_dtype
+def test_small_probabilities_and_large_values(device, algorithm, dtype):
+    """P below float16's normal numbers, V near its largest."""
+    q, k, v = half_inputs(dtype, 1, 1, 1, 17, 64, 8)
+    q[...], k[...] = 1.0, 0.0
+    k[:, :, :32, 0] = 27.0  # e^(27 / sqrt(8)) = 14000 to 1
+    v[:, :, 32:] = 30000.0 + 1000.0 * v[:, :, 32:].astype(np.float32)
+    result = check(device, algorithm, q, k, v, tiles=Tiles(16, 32))
+    assert np.abs(result.O.astype(np.float32)).max() < 10
+
+
+@every_algorithm
+@every_dtype
+@either_mask
+def test_scores_of_minus_infinity(device, algorithm, dtype, causal):
+    q, k, v = half_inputs(dtype, 1, 2, 1, 35, 37, 8)
+    q[..., 0] = np.abs(q[..., 0])
+    k[:, :, 3:33, 0] = -np.inf  # a whole column tile and parts of two
+    result = check(device, algorithm, q, k, v, causal=causal, tiles=SMALL)
+    assert np.isfinite(result.O.astype(np.float32)).all() and np.isfinite(result.L).all()
+
+
+@every_algorithm
+@every_dtype
+def test_rows_of_minus_infinity(device, algorithm, dtype):
+    q, k, v = half_inputs(dtype, 1, 1, 1, 19, 37, 8)
+    q[:, :, :, 0], k[...] = 1.0, np.abs(k)
+    q[0, 0, 5] = q[0, 0, 11] = -np.inf
+    result = check(device, algorithm, q, k, v, tiles=SMALL)
+    for row in (5, 11):
+        assert (result.O[0, 0, row] == 0).all() and result.L[0, 0, row] == -np.inf
+
+
+def _nan_rows(O):
+    return np.flatnonzero(np.isnan(O.astype(np.float32)).any(axis=-1))
+
+
+@every_algorithm
+@every_dtype
+@pytest.mark.parametrize("bad", [np.nan, np.inf], ids=["nan", "inf"])
+def test_nan_and_infinity_in_k_reach_the_rows_that_see_them(device, algorithm, dtype, bad):
+    q, k, v = half_inputs(dtype, 1, 2, 2, 37, 35, 8)
+    q[..., 2] = np.abs(q[..., 2]) + 0.1  # +inf in k makes scores of +inf
+    clean = attend(device, algorithm, q, k, v, causal=True, tiles=SMALL)
+    k[0, 1, 19, 2] = bad
+    dirty = attend(device, algorithm, q, k, v, causal=True, tiles=SMALL)
+    sees = np.arange(37) - 2 >= 19
+    assert _nan_rows(dirty.O[0, 1]).tolist() == np.flatnonzero(sees).tolist()
+    assert not np.isfinite(dirty.L[0, 1, sees]).any()
+    assert np.array_equal(dirty.O[0, 1, ~sees], clean.O[0, 1, ~sees])
+    assert np.array_equal(dirty.L[0, 1, ~sees], clean.L[0, 1, ~sees])
+    assert np.array_equal(dirty.O[0, 0], clean.O[0, 0])
+
+
+@every_algorithm
+@every_dtype
+def test_nan_in_q_reaches_its_row_alone_and_in_v_its_column(device, algorithm, dtype):
+    q, k, v = half_inputs(dtype, 1, 1, 1, 37, 35, 8)
+    clean = attend(device, algorithm, q, k, v, tiles=SMALL)
+    q[0, 0, 13, 7] = np.nan
+    dirty = attend(device, algorithm, q, k, v, tiles=SMALL)
+    assert _nan_rows(dirty.O[0, 0]).tolist() == [13] and np.isnan(dirty.L[0, 0, 13])
+    others = np.arange(37) != 13
+    assert np.array_equal(dirty.O[0, 0, others], clean.O[0, 0, others])
+    q[0, 0, 13, 7], v[0, 0, 11, 5] = 0.0, np.nan
+    dirty = attend(device, algorithm, q, k, v, tiles=SMALL)
+    assert _nan_rows(dirty.O[0, 0].T).tolist() == [5]
+    assert np.isnan(dirty.O[0, 0, :, 5].astype(np.float32)).all()
+    assert np.isfinite(dirty.L).all()
+
+
+# --- both units ------------------------------------------------------------------------------
+
+
+def both_units(device, algorithm, dtype, q, k, v, **options):
+    """(O, L) by tensor cores in 16 bits and by CUDA cores in float32, of the same numbers."""
+    halves = [a.astype(numpy_dtype(dtype)) for a in (q, k, v)]
+    single = [a.astype(np.float32) for a in halves]
+    assert all(np.array_equal(a, b) for a, b in zip(single, (q, k, v), strict=True))
+    with devices.using(device):
+        mma, simt = (
+            [
+                to_numpy(x)
+                for x in fa_numba.attention(
+                    *x, algorithm=algorithm, unit=unit, tiles=SMALL, return_lse=True, **options
+                )
+            ]
+            for x, unit in ((halves, "mma"), (single, "simt"))
+        )
+    assert mma[0].dtype == numpy_dtype(dtype) and simt[0].dtype == np.float32
+    return mma, simt
+
+
+@every_algorithm
+@every_dtype
+def test_units_agree_on_averages_of_integers(device, algorithm, dtype):
+    """Scale 0 and 64 columns: every P is 1 and every O a multiple of 1/64."""
+    rng = np.random.default_rng(3)
+    q, k = (rng.integers(-3, 4, (1, 2, n, 16)).astype(np.float32) for n in (40, 64))
+    v = rng.integers(-2, 3, (1, 2, 64, 16)).astype(np.float32)
+    (O16, L16), (O32, L32) = both_units(device, algorithm, dtype, q, k, v, scale=0.0)
+    assert np.array_equal(O32, np.broadcast_to(v.mean(axis=2, keepdims=True), O32.shape))
+    assert np.array_equal(O16.astype(np.float32), O32) and np.array_equal(L16, L32)
+
+
+@every_algorithm
+@every_dtype
+@either_mask
+def test_units_agree_on_a_selection_of_rows(device, algorithm, dtype, causal):
+    """Of each row's scores one is ahead by hundreds: P is 0 or 1, and O a row of V."""
+    columns = np.arange(48)
+    k = np.float32(columns[:, None] >> np.arange(8) & 1) * 2 - 1  # the bits of the column
+    wanted = np.random.default_rng(4).permutation(48)[:40]
+    if causal:
+        wanted = np.minimum(wanted, np.arange(40) + 8)
+    q = 64 * k[wanted]
+    v = np.random.default_rng(5).integers(-128, 128, (48, 8)).astype(np.float32)
+    q, k, v = (a[None, None] for a in (q, k, v))
+    (O16, L16), (O32, L32) = both_units(device, algorithm, dtype, q, k, v, scale=1.0, causal=causal)
+    assert np.array_equal(O32[0, 0], v[0, 0][wanted])
+    assert np.array_equal(O16.astype(np.float32), O32) and np.array_equal(L16, L32)
+
+
+@every_algorithm
+@every_dtype
+def test_units_agree_within_the_rounding_of_16_bits(device, algorithm, dtype):
+    q, k, v = (a.astype(np.float32) for a in half_inputs(dtype, 1, 2, 1, 40, 50, 16))
+    (O16, L16), (O32, L32) = both_units(device, algorithm, dtype, q, k, v, causal=True)
+    far = {"float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype]
+    assert reference.relative_error(O16.astype(np.float32), O32) < far
+    assert np.allclose(L16, L32, rtol=0, atol=1e-5)
+
+
+# --- plans -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_plan_says_what_runs(dtype):
+    shape = (2, 4, 300, 64)
+    with devices.using("emulator"):
+        for algorithm in ALGORITHMS:
+            plan = fa_numba.plan(shape, shape, algorithm=algorithm, dtype=dtype)
+            same = fa_numba.plan(shape, shape, algorithm=algorithm, dtype=dtype, unit="mma")
+            single = fa_numba.plan(shape, shape, algorithm=algorithm)
+            assert plan == same and plan.unit == "mma" and single.unit == "simt"
+            assert [kernel.name for kernel in plan.kernels] == [f"{algorithm}_forward"]
+            assert plan.problem.dtype == plan.accesses.dtype == dtype
+            assert plan.flops == single.flops
+        assert "A" in fa_numba.plan(shape, shape, algorithm="fa1", dtype=dtype).accesses.loads
+
+
+@every_algorithm
+@pytest.mark.parametrize("d", HEAD_DIMS)
+@pytest.mark.parametrize("limit", [99 * 1024, 163 * 1024, 227 * 1024])
+def test_the_default_tiles_fit(algorithm, d, limit):
+    for N in (1, 17, 64, 4096):
+        tiles = default_mma_tiles(algorithm, N, N, d, limit)
+        spec = specialise_mma(tiles, d, limit)
+        assert spec.shared_bytes <= limit and spec.fits_registers
+        assert tiles.Br <= max(16, 2 * N) and tiles.Bc <= max(16, 2 * N)
+    assert tiles.Br >= 32 and tiles.Bc >= 16
+
+
+@pytest.mark.gpu
+@every_algorithm
+def test_the_peak_of_memory_is_the_plans_workspace(algorithm):
+    inputs = [devices.to_gpu(a) for a in half_inputs("float16", 2, 4, 2, 256, 384, 64)]
+    p = fa_numba.plan(inputs[0].shape, inputs[1].shape, algorithm=algorithm, dtype="float16")
+    with devices.track_memory() as memory:
+        fa_numba.attention(*inputs, algorithm=algorithm)
+    assert memory.peak_bytes == p.workspace_bytes
+
+
+# --- what is refused -------------------------------------------------------------------------
+
+Q, K = np.ones((1, 2, 5, 8), np.float16), np.ones((1, 1, 7, 8), np.float16)
+SINGLE = [a.astype(np.float32) for a in (Q, K, K)]
+O, L = np.ones_like(Q), np.zeros((1, 2, 5), np.float32)
+
+REFUSED = {
+    "CUDA cores in 16 bits": (
+        lambda: fa_numba.attention(Q, K, K, unit="simt"), ValueError,
+        ["unit is 'simt'", "float16", "simt takes float32"],
+    ),
+    "tensor cores in float32": (
+        lambda: fa_numba.attention(*SINGLE, unit="mma"), ValueError,
+        ["unit is 'mma'", "float32", "mma takes float16 or bfloat16"],
+    ),
+    "a unit that there is not": (
+        lambda: fa_numba.attention(Q, K, K, unit="tensor"), ValueError,
+        ["unit is 'tensor'", "auto, simt, mma"],
+    ),
+    "no unit": (lambda: fa_numba.attention(Q, K, K, unit=None), ValueError, ["unit is None"]),
+    "a unit that there is not, in a plan": (
+        lambda: fa_numba.plan(Q.shape, K.shape, dtype="float16", unit="MMA"), ValueError,
+        ["unit is 'MMA'", "auto, simt, mma"],
+    ),
+    "CUDA cores in a plan": (
+        lambda: fa_numba.plan(Q.shape, K.shape, dtype="bfloat16", unit="simt"), ValueError,
+        ["unit is 'simt'", "bfloat16"],
+    ),
+    "the standard algorithm": (
+        lambda: fa_numba.standard_attention(Q, K, K), ValueError,
+        ["algorithm is 'standard'", "'fwd'", "float16", "fa1 fwd, fa2 fwd"],
+    ),
+    **{
+        f"the backward pass of {algorithm}": (
+            lambda algorithm=algorithm: fa_numba.attention_backward(
+                Q, Q, K, K, O, L, algorithm=algorithm
+            ),
+            ValueError, [f"algorithm is '{algorithm}'", "'bwd'", "float16"],
+        )
+        for algorithm in ("standard", *ALGORITHMS)
+    },
+    "the backward pass in a plan": (
+        lambda: fa_numba.plan(Q.shape, K.shape, dtype="float16", passes="bwd"), ValueError,
+        ["algorithm is 'fa2'", "'bwd'", "float16"],
+    ),
+    "rows of a tile": (
+        lambda: fa_numba.attention(Q, K, K, tiles=Tiles(24, 16)), ValueError,
+        ["tiles: Br=24, Bc=16", "multiples of 16"],
+    ),
+    "columns of a tile": (
+        lambda: fa_numba.attention(Q, K, K, tiles=Tiles(16, 24)), ValueError,
+        ["tiles: Br=16, Bc=24", "multiples of 16"],
+    ),
+    "threads": (
+        lambda: fa_numba.attention(Q, K, K, tiles=Tiles(64, 16, 96)), ValueError,
+        ["tiles: threads=96", "[64, 128]"],
+    ),
+    "registers": (
+        lambda: fa_numba.attention(
+            np.ones((1, 1, 5, 256), np.float16), *np.ones((2, 1, 1, 7, 256), np.float16),
+            tiles=Tiles(32, 256),
+        ),
+        ValueError, ["Br=32, Bc=256", "head_dim=256", "registers"],
+    ),
+    "shared memory": (
+        lambda: fa_numba.attention(
+            np.ones((1, 1, 5, 256), np.float16), *np.ones((2, 1, 1, 7, 256), np.float16),
+            tiles=Tiles(256, 128),
+        ),
+        ValueError, ["Br=256, Bc=128", "head_dim=256", "270336 bytes of shared memory"],
+    ),
+    "float32 k": (
+        lambda: fa_numba.attention(Q, SINGLE[1], K), TypeError,
+        ["k has dtype float32", "q float16", "one dtype for all"],
+    ),
+    "16-bit v": (
+        lambda: fa_numba.attention(*SINGLE[:2], K), TypeError,
+        ["v has dtype float16", "q float32"],
+    ),
+    "float32 out": (
+        lambda: fa_numba.attention(Q, K, K, out=np.empty_like(SINGLE[0])), TypeError,
+        ["out has dtype float32", "q float16"],
+    ),
+    "16-bit bias": (
+        lambda: fa_numba.attention(Q, K, K, bias=np.ones((5, 7), np.float16)), TypeError,
+        ["bias has dtype float16", "allowed is float32"],
+    ),
+    "16-bit slopes": (
+        lambda: fa_numba.attention(Q, K, K, alibi_slopes=np.ones(2, np.float16)), TypeError,
+        ["alibi_slopes has dtype float16", "allowed is float32"],
+    ),
+    "float64": (
+        lambda: fa_numba.attention(*(a.astype("f8") for a in (Q, K, K))), TypeError,
+        ["q has dtype float64", "float32 or float16 or bfloat16"],
+    ),
+    "the other byte order": (
+        lambda: fa_numba.attention(*(a.astype(">f2") for a in (Q, K, K))), TypeError,
+        ["q has dtype >f2"],
+    ),
+    "query splits of fa2": (
+        lambda: fa_numba.attention(Q, K, K, algorithm="fa2", query_splits=2), TypeError,
+        ["query_splits"],
+    ),
+    "a dtype that there is not": (
+        lambda: fa_numba.plan(Q.shape, K.shape, dtype="float8"), ValueError,
+        ["dtype is 'float8'", "float16"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused_by_name(case):
+    call, error, says = REFUSED[case]
+    with devices.using("emulator"), pytest.raises(error) as caught:
+        call()
+    assert all(part in str(caught.value) for part in says), str(caught.value)
+
+
+@no_bfloat16
+def test_one_16_bit_dtype_for_all():
+    with devices.using("emulator"), pytest.raises(TypeError) as caught:
+        fa_numba.attention(Q, K.astype(numpy_dtype("bfloat16")), K)
+    assert all(p in str(caught.value) for p in ("k has dtype bfloat16", "q float16", "one dtype"))
+
+
+def test_every_pair_of_algorithm_and_pass_that_there_is_has_a_kernel():
+    assert plans._MMA_KERNELS == tuple((algorithm, "fwd") for algorithm in ALGORITHMS)
+
+
+# --- any problem -----------------------------------------------------------------------------
+
+
+@st.composite
+def any_call(draw):
+    """(q, k, v) as shapes, options of a call, and a seed."""
+    heads_k, group, batch = draw(st.tuples(*[st.integers(1, 2)] * 3))
+    Nq, Nk = draw(st.tuples(*[st.integers(1, 60)] * 2))
+    sizes = batch, heads_k * group, heads_k, Nq, Nk, draw(st.sampled_from([1, 3, 8, 16, 20]))
+    tiles = Tiles(draw(st.sampled_from([16, 32, 48])), draw(st.sampled_from([16, 32])))
+    options = {"tiles": tiles, "causal": draw(st.booleans()), "return_lse": draw(st.booleans())}
+    sides = st.tuples(*[st.integers(-1, 50)] * 2)
+    options["window"] = draw(st.just((-1, -1)) | sides)
+    lengths = {"q_lens": Nq, "kv_lens": Nk}
+    for name in draw(st.sets(st.sampled_from(["q_lens", "kv_lens"]))):
+        some = st.integers(0, lengths[name])
+        options[name] = draw(st.lists(some, min_size=batch, max_size=batch))
+    if draw(st.booleans()):
+        grid = (-(-Nq // tiles.Br), -(-Nk // tiles.Bc))
+        shape = draw(st.sampled_from([grid, (batch, heads_k * group, *grid)]))
+        options["block_mask"] = random_mask(*shape, share=draw(st.sampled_from([0.3, 0.8])))
+    if draw(st.booleans()):
+        options["bias"] = random_array(draw(st.sampled_from([1, Nq])), Nk)
+    if draw(st.booleans()):
+        options["dropout_p"] = 0.25
+    layout = draw(st.sampled_from(["padded", "odd"]))
+    return sizes, {**options, "layout": layout, "out_layout": layout}
+
+
+@pytest.mark.parametrize("dtype", ["float16", BFLOAT16])
+@every_algorithm
+@settings(max_examples=40)
+@given(any_call(), st.integers(1, 4))
+def test_any_problem(algorithm, dtype, call, query_splits):
+    sizes, options = call
+    splits = {"query_splits": query_splits} if algorithm == "fa1" else {}
+    # attend holds the counts against the plan, absent arrays included.
+    check("emulator", algorithm, *half_inputs(dtype, *sizes), **options, **splits)
+
+
+# --- on a GPU: sizes, repetition, libraries --------------------------------------------------
+
+LARGE = [
+    (1, 2, 1, 2048, 2048, 64),
+    (2, 4, 2, 1000, 1531, 128),
+    (1, 1, 1, 777, 513, 256),
+    (1, 3, 3, 129, 2047, 40),
+    (3, 2, 1, 1025, 64, 33),
+]
+
+
+@pytest.mark.gpu
+@every_algorithm
+@every_dtype
+@either_mask
+@pytest.mark.parametrize("shape", LARGE, ids=str)
+def test_large_problems_and_twenty_equal_runs(algorithm, dtype, causal, shape):
+    q, k, v = half_inputs(dtype, *shape)
+    first = check("gpu", algorithm, q, k, v, causal=causal)
+    for _ in range(20):
+        O, L = fa_numba.attention(q, k, v, algorithm=algorithm, causal=causal, return_lse=True)
+        assert np.array_equal(O, first.O) and np.array_equal(L, first.L)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("query_splits", [2, 7, 64])
+def test_large_query_splits(query_splits):
+    q, k, v = half_inputs("float16", 1, 2, 1, 1500, 1300, 64)
+    check("gpu", "fa1", q, k, v, causal=True, query_splits=query_splits)
+
+
+@pytest.mark.gpu
+@every_algorithm
+def test_gpu_memory_without_a_copy(algorithm):
+    q, k, v = half_inputs("float16", 1, 2, 1, 200, 300, 64)
+    memory = [HalfMemory("gpu", "float16", a.shape, "padded", a) for a in (q, k, v)]
+    out = HalfMemory("gpu", "float16", q.shape, "padded")
+    O, L = fa_numba.attention(
+        *(m.argument for m in memory), algorithm=algorithm, return_lse=True, out=out.argument
+    )
+    devices.synchronize()
+    assert isinstance(O, OnGpu) and O is out.argument
+    out.assert_intact("out", whole=False)
+    assert_close_to_float64(out.fetch(), q, k, v, to_numpy(L))
+
+
+@pytest.mark.gpu
+@every_algorithm
+def test_torch_tensors_of_a_gpu(algorithm):
+    torch = pytest.importorskip("torch")
+    for dtype in (torch.float16, torch.bfloat16):
+        q, k, v = (torch.randn(1, 2, n, 64, device="cuda").to(dtype) for n in (200, 300, 300))
+        O, L = fa_numba.attention(q, k, v, algorithm=algorithm, return_lse=True)
+        assert O.dtype == dtype and O.device == q.device and L.dtype == torch.float32
+        name = str(dtype).removeprefix("torch.")
+        single = [x.float().cpu().numpy() for x in (q, k, v)]
+        exact = reference.attention(*single)
+        near = reference.unfused(*single, matrix_dtype=name)
+        bound = 2 * np.linalg.norm(near - exact) + 2.0 ** (-11 if name == "float16" else -8) * (
+            np.linalg.norm(exact)
+        )
+        assert np.linalg.norm(O.float().cpu().numpy() - exact) <= bound
