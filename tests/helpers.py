@@ -177,11 +177,17 @@ def to_numpy(array):
 
 
 def _filled(shape, dtype=float, **options):
-    """`np.empty` whose float32 arrays hold guard values: what a kernel leaves out shows."""
+    """`np.empty` whose float32 and 16-bit arrays hold guard values: what is left out shows."""
     array = np.zeros(shape, dtype, **options)
     if array.dtype == np.float32:
         array[...] = GUARD
+    elif array.dtype.itemsize == 2:
+        array.view(np.uint16)[...] = 0x7FC5  # NaN in float16 and bfloat16
     return array
+
+
+def _filled_on_gpu(shape, dtype="float32"):
+    return devices.to_gpu(_filled(shape, dtype))
 
 
 @contextmanager
@@ -190,7 +196,7 @@ def running(device, counted=True):
     if device == "gpu":
         with (
             devices.using(device),
-            mock.patch.object(devices, "empty", lambda s: devices.to_gpu(_filled(s, np.float32))),
+            mock.patch.object(devices, "empty", _filled_on_gpu),
         ):
             yield None
     elif counted:

@@ -203,17 +203,7 @@ def test_a_backward_kernel_compiles_within_its_budgets(case):
     assert ("red.global.add.f32" in ptx) == (name == "fa2")
 
 
-# Each option in one order and head dimension: a compilation takes seconds.
-OPTIONS = {
-    "window": ("fa1", 128),
-    "softcap": ("fa2", 64),
-    "bias": ("fa2", 64),
-    "alibi": ("fa1", 128),
-    "q_lens": ("fa1", 128),
-    "packed": ("fa2", 64),
-    "sparse": ("fa1", 128),
-    "dropout": ("fa2", 64),
-}
+OPTIONS = ("window", "softcap", "bias", "alibi", "q_lens", "packed", "sparse", "dropout")
 FLASH = {
     "fa1": (fa1_forward.make_forward, fa1_backward.make_backward),
     "fa2": (fa2_forward.make_forward, fa2_backward.make_backward),
@@ -221,8 +211,8 @@ FLASH = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_a_kernel_with_an_option_compiles_within_its_budgets(option):
-    algorithm, d = OPTIONS[option]
+@pytest.mark.parametrize("algorithm, d", [("fa1", 128), ("fa2", 64)])
+def test_a_kernel_with_an_option_compiles_within_its_budgets(algorithm, d, option):
     features = Features(**{option: True})
     sizes = 4096, 4096, d, SHARED["sm_90a"]
     for make, tiles, kind in zip(
@@ -375,7 +365,7 @@ def test_an_mma_kernel_compiles_within_its_budgets(case):
     assert "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16" in ptx
     assert f"cvt.rn.{kind}x2.f32" in ptx
     assert ("cp.async.cg.shared.global" in ptx) == (option != "unaligned")
-    assert "cp.async.ca" not in ptx and ".v4.f32" not in ptx
+    assert "cp.async.ca" not in ptx
     assert "ex2.approx.ftz.f32" in ptx and "shfl.sync.bfly" in ptx
 
     found = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", log)

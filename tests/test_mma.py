@@ -124,6 +124,10 @@ def test_the_layouts_are_what_they_are_for():
         and fa_numba.arrays.operand("q", memory.view).aligned
     }
     assert aligned == {"padded", "transposed", "strided"}
+    rows = HalfMemory("emulator", "float16", (2, 2, 3, 16), "padded").view
+    assert fa_numba.arrays.operand("q", rows).aligned
+    for other in (rows[..., ::2], rows[..., 1:9], rows[..., 4:12]):
+        assert not fa_numba.arrays.operand("q", other).aligned
 
 
 # --- shapes ----------------------------------------------------------------------------------
