@@ -213,7 +213,8 @@ class Problem:
         object.__setattr__(self, "dropout_p", _as_dropout(self.dropout_p))
         if self.softcap is not None and self.scale:
             inner = abs(self.scale) / self.softcap
-            if not np.finfo(np.float32).tiny <= inner <= np.finfo(np.float32).max:
+            single = np.finfo(np.float32)
+            if not float(single.tiny) <= inner <= float(single.max):
                 raise ValueError(
                     f"softcap is {self.softcap!r} with scale {self.scale!r}: allowed is a float32 "
                     "for scale / softcap"

@@ -9,7 +9,6 @@ import numpy as np
 from helpers import (
     EPS,
     TANH,
-    Errors,
     Memory,
     Scores,
     U,
@@ -18,7 +17,6 @@ from helpers import (
     assert_counts,
     assert_within,
     changing,
-    constants,
     counted,
     halves,
     memories,
@@ -112,6 +110,24 @@ def differentiate(
 # --- the rounding of a float32 computation ---------------------------------------------------
 
 
+class Errors:
+    """Squares of the errors of a gradient's elements in units of U^2.
+
+    `of` a rounding that meets many elements sums what it does to each, before that is squared.
+    """
+
+    def __init__(self, shape):
+        self.squares = np.zeros(shape)
+        self._shared = {}
+
+    def of(self, rounding):
+        return self._shared.setdefault(rounding, np.zeros(self.squares.shape))
+
+    def norm(self):
+        shared = sum(np.sum(x**2) for x in self._shared.values())
+        return U * float(np.sqrt(self.squares.sum() + shared))
+
+
 def gradient_roundings(dout, q, k, v, out, lse, *, tiles=None, return_dbias=False, **options):
     """How far float32 takes dq, dk, dv (and dbias) from the exact ones, as Frobenius norms.
 
@@ -141,7 +157,7 @@ def gradient_roundings(dout, q, k, v, out, lse, *, tiles=None, return_dbias=Fals
     found = [Errors(a.shape) for a in (q, k, v)]
     dq, dk, dv = found
     if return_dbias:
-        found.append(Errors(problem.bias, vectors=False))
+        found.append(Errors(problem.bias))
     all_dS, sums = np.zeros(problem.score_shape), {}
     for head in call.heads():
         Q, K, V, dO, Li = q[head.q], k[head.k], v[head.k], dout[head.q], L[head.lse][:, None]
@@ -188,25 +204,28 @@ def gradient_roundings(dout, q, k, v, out, lse, *, tiles=None, return_dbias=Fals
                 reference._add_to_bias(found[3].squares, head, rows, each)
             all_dS[head.entry, head.number, rows, : head.Nk] = dS
 
-        # What the constants do to P o dropout, to dS, and to dS of the scores under the cap
-        rest, known = s.S - s.Sc - Li, constants(problem)
-        for name, (to_kept, to_dS, to_dS0) in {
-            "scale of the scores": (kept * G * s.S0, dS * G * s.S0, by_S0 * s.S0),
+        # The constants: what they do to P o dropout, to dS, and to dS of the scores under the cap
+        rest = s.S - s.Sc - Li
+        constants = {
+            "scale log2(e)": (kept * G * s.S0, dS * G * s.S0, by_S0 * s.S0),
             "log2(e)": (kept * rest, dS * rest, dS0 * rest),
-            "cap": (kept * s.Sc, dS * s.Sc, dS0 * s.Sc),
-            "dropout": (kept, P * dP, P * G * dP),
             "scale": (0 * kept, 0 * dS, dS0),
-        }.items():
-            dq.of(name)[head.q] += known[name] * scale * (to_dS0 @ K)
-            dk.of(name)[head.k] += known[name] * scale * (to_dS0.T @ Q)
-            dv.of(name)[head.k] += known[name] * (to_kept.T @ dO)
+        }
+        if s.cap:
+            constants["cap log2(e)"] = (kept * s.Sc, dS * s.Sc, dS0 * s.Sc)
+        if problem.dropout_p > 0:
+            constants["1 / (1 - p)"] = (kept, P * dP, P * G * dP)
+        for name, (to_kept, to_dS, to_dS0) in constants.items():
+            dq.of(name)[head.q] += scale * (to_dS0 @ K)
+            dk.of(name)[head.k] += scale * (to_dS0.T @ Q)
+            dv.of(name)[head.k] += to_kept.T @ dO
             if return_dbias:
-                reference._add_to_bias(found[3].of(name), head, rows, known[name] * to_dS)
+                reference._add_to_bias(found[3].of(name), head, rows, to_dS)
     for place, sum_k, _ in sums.values():
         dk.squares[place] += (scale * sum_k) ** 2
     if return_dbias:
         found[3].squares += adding_squares(all_dS, problem.bias)
-    return [x.bound() for x in found]
+    return [x.norm() for x in found]
 
 
 def adding_squares(terms, shape):

@@ -259,16 +259,13 @@ def assert_counts(counts, plan):
 
 # --- the rounding of a float32 computation ---------------------------------------------------
 
-# The standard deviation of a rounding, relative to its result: evenly spread over the most that it
-# can be, 2^-24.
-U = 2.0**-24 / math.sqrt(3)
-# The same of errors, in units of U, that are at most 2^-22.5 (ex2.approx.ftz.f32, PTX ISA), 2^-22
-# of a logarithm of 1 or more (lg2.approx.f32, PTX ISA) and 2 ulp (tanhf, CUDA C++ Programming
-# Guide).
-EX2 = 2.0**1.5
-LG2 = 2.0**2
-TANH = 2.0**2
-DEVIATIONS = 3
+# The most that a rounding moves its result by, relative to it.
+U = 2.0**-24
+# The same in units of U: of ex2.approx.ftz.f32, 2^-22.5, and lg2.approx.f32, 2^-22 of a logarithm
+# of at least 1 (PTX ISA), and of tanhf, 2 ulp (CUDA C++ Programming Guide).
+EX2 = 2.0**-22.5 / U
+LG2 = 2.0**-22 / U
+TANH = 4.0
 # Multiply-adds of Q K^T up to which roundings are counted. Beyond, so many are summed that the
 # unfused computation errs as much.
 COUNTED = 2**28
@@ -276,28 +273,6 @@ COUNTED = 2**28
 
 def counted(problem):
     return math.prod(problem.score_shape) * problem.head_dim <= COUNTED
-
-
-def off(*constants):
-    """The relative error in units of U of float32 constants, the largest."""
-    return max(abs(float(np.float32(x)) / x - 1) / U if x else 0.0 for x in constants)
-
-
-def constants(problem):
-    """The relative errors in units of U of what kernels multiply by, exact as these are known.
-
-    Scores are in units of log2(e), or of 1 in standard attention.
-    """
-    log2e, scale, cap = math.log2(math.e), problem.scale, problem.softcap
-    under = (scale * log2e, scale) if cap is None else (scale / cap,)
-    return {
-        "scale of the scores": off(*under),
-        "log2(e)": off(log2e),
-        "cap": 0.0 if cap is None else off(cap * log2e, cap),
-        "dropout": off(1 / (1 - problem.dropout_p)),
-        "scale": off(scale),
-        "log(2)": off(math.log(2.0)),
-    }
 
 
 def halves(d):
@@ -372,47 +347,19 @@ class Scores:
             self.of_P = self.of_P + (TANH * self.Sc) ** 2
 
 
-class Errors:
-    """Variances of the errors of an array's elements, in units of U^2.
-
-    `of` a rounding that meets many elements sums what it does to each. The errors of what the last
-    axis holds hang together if there are `vectors` in it.
-    """
-
-    def __init__(self, shape, vectors=True):
-        self.squares = np.zeros(shape)
-        self._vectors = vectors
-        self._shared = {}
-
-    def of(self, rounding):
-        return self._shared.setdefault(rounding, np.zeros(self.squares.shape))
-
-    def bound(self):
-        """What the norm of the errors exceeds by chance alone: `DEVIATIONS` beyond its mean.
-
-        The root of the sum of the variances is at least the mean. A norm's standard deviation is at
-        most the root of the largest variance in any direction, here of any vector, and in that of
-        each shared rounding.
-        """
-        each = self.squares.sum(axis=-1) if self._vectors else self.squares
-        shared = sum(float(np.sum(x**2)) for x in self._shared.values())
-        mean, largest = np.sqrt(each.sum() + shared), np.sqrt(each.max() + shared)
-        return U * float(mean + DEVIATIONS * largest)
-
-
 def roundings(q, k, v, *, tiles=None, **options):
     """How far float32 takes O and L from the exact ones, as Frobenius norms.
 
-    Follows the kernels step by step. Each rounding counts once and with the standard deviation that
-    it has at most; roundings are independent, so that variances add up, each times the square of
-    the derivative of O or L by the step's result. A constant's moves the whole call together.
+    Follows the kernels step by step. Each rounding counts once, as the most it can be, U times its
+    result; roundings are independent, so that their squares add up, each times the square of the
+    derivative of O or L by the step's result. A constant's rounding moves the whole call together.
 
         S   the running sum over d, times scale; the cap's tanh, times the cap; less slope times
             distance; plus bias
         P   S - m and ex2; of the columns before when m grows, once more
         l   the sum over columns, each tile's apart
         O   P V likewise, with the four steps by which FlashAttention-1 takes each tile's O to the
-            next; dropout's factor, 1 / l and its product
+            next, dropout's factor, 1 / l and its product
         L   lg2 of l, added to m, times log(2)
     """
     call, q, k, v = reference._call(q, k, v, tiles=tiles, **options)
@@ -421,7 +368,7 @@ def roundings(q, k, v, *, tiles=None, **options):
         return 0.0, 0.0
     sizes = problem.seqlen_q, problem.seqlen_k, problem.head_dim
     Bc = (tiles or default_tiles("fa1", *sizes, devices.EMULATED_SHARED_BYTES)).Bc
-    of_O, of_L = Errors(problem.q_shape), Errors(problem.lse_shape, vectors=False)
+    of_O = of_L = 0.0
     for head in call.heads():
         V, cuts = v[head.k], range(0, head.Nk, Bc)
         s = Scores(call, head, q[head.q], k[head.k])
@@ -432,7 +379,7 @@ def roundings(q, k, v, *, tiles=None, **options):
         kept = P * call.dropout(head, slice(0, head.Nq))
         squares, O = product_squares(kept, V, cuts, steps=4)
         of_l, _ = product_squares(P, np.ones((head.Nk, 1)), cuts)
-        # The derivative of O by a score is P o dropout V less P O.
+        # P o dropout V less P O: the derivative of O by S
         squares += (kept**2 * s.of_P) @ V**2 - 2 * (kept * P * s.of_P) @ V * O
         squares += ((P**2 * s.of_P).sum(axis=1, keepdims=True) + of_l + 2) * O**2
         rows = (P**2 * s.of_P).sum(axis=1, keepdims=True) + of_l + 2 * L**2
@@ -440,7 +387,7 @@ def roundings(q, k, v, *, tiles=None, **options):
         if problem.dropout_p > 0:
             squares += kept**2 @ V**2
 
-        # m, and the columns before it grows
+        # m and the columns before it grows
         S = np.where(s.P > 0, s.S, -np.inf)
         for cut in cuts[1:]:
             old, new = (S[:, :n].max(axis=1, keepdims=True) for n in (cut, cut + Bc))
@@ -449,20 +396,17 @@ def roundings(q, k, v, *, tiles=None, **options):
             share = P[:, :cut].sum(axis=1, keepdims=True)
             squares += of_f * (kept[:, :cut] @ V[:cut] - share * O) ** 2
             rows += of_f * share**2
-        of_O.squares[head.q], of_L.squares[head.lse] = squares, rows[:, 0]
 
-        known = constants(problem)
-        for name, x in (
-            ("scale of the scores", s.G * s.S0),
-            ("log2(e)", s.S - s.Sc),
-            ("cap", s.Sc),
-        ):
-            share = (P * x).sum(axis=1, keepdims=True)
-            of_O.of(name)[head.q] = known[name] * ((kept * x) @ V - share * O)
-            of_L.of(name)[head.lse] = known[name] * share[:, 0]
-        of_O.of("dropout")[head.q] = known["dropout"] * O
-        of_L.of("log(2)")[head.lse] = known["log(2)"] * L[:, 0]
-    return of_O.bound(), of_L.bound()
+        # The constants: scale, log2(e), cap, 1 / (1 - dropout_p), log(2)
+        for by_S in (s.G * s.S0, s.S - s.Sc, s.Sc if s.cap else None):
+            if by_S is not None:
+                share = (P * by_S).sum(axis=1, keepdims=True)
+                squares += ((kept * by_S) @ V - share * O) ** 2
+                rows += share**2
+        squares += (problem.dropout_p > 0) * O**2
+        rows += L**2
+        of_O, of_L = of_O + squares.sum(), of_L + rows.sum()
+    return tuple(U * float(np.sqrt(squares)) for squares in (of_O, of_L))
 
 
 # --- float64 ---------------------------------------------------------------------------------

@@ -982,7 +982,7 @@ def _refusals():
         yield pytest.param(dense, PACKED, *case, id=f"packed: {name}")
 
 
-@pytest.mark.parametrize("arrays, others, bad, error, says", _refusals())
+@pytest.mark.parametrize("arrays, others, bad, error, says", list(_refusals()))
 def test_bad_options_are_refused_and_nothing_is_written(arrays, others, bad, error, says, kernels):
     dout, q, k, v = arrays
     options = {"tiles": SMALL, **others, **bad}
