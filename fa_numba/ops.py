@@ -52,9 +52,7 @@ def plan(
                 f"passes is 'bwd' with return_lse={return_lse!r}, query_splits={query_splits!r}: "
                 "only the forward pass has them"
             )
-        run = plans.backward(
-            problem, algorithm, tiles, True, deterministic, return_dbias, unit
-        )
+        run = plans.backward(problem, algorithm, tiles, True, deterministic, return_dbias, unit)
     else:
         for name, value in (("deterministic", deterministic), ("return_dbias", return_dbias)):
             if value is not False:
@@ -130,10 +128,11 @@ def flash_attention_2(
     """Attention in FlashAttention-2's loop order, Q outer (arXiv 2307.08691, Algorithm 1).
 
     q is (B, Hq, Nq, d), k and v (B, Hk, Nk, d), of one dtype, any strides; Hk divides Hq and query
-    head h reads K/V head h // (Hq / Hk); 1 <= d <= 256. ``unit`` is "simt" for CUDA cores (float32),
-    "mma" for tensor cores (float16, bfloat16; sums in float32) or "auto" for what takes the dtype. NumPy arrays, torch tensors and arrays with
-    ``__cuda_array_interface__`` or DLPack are taken as they are; all on one device. Host arrays are
-    copied to the GPU and back, and run on the emulator where there is no GPU.
+    head h reads K/V head h // (Hq / Hk); 1 <= d <= 256. ``unit`` is "simt" for CUDA cores
+    (float32), "mma" for tensor cores (float16, bfloat16; sums in float32) or "auto" for what takes
+    the dtype. NumPy arrays, torch tensors and arrays with ``__cuda_array_interface__`` or DLPack
+    are taken as they are; all on one device. Host arrays are copied to the GPU and back, and run on
+    the emulator where there is no GPU.
 
     ``options`` change the result: scale, masks, biases, lengths, dropout; see
     ``fa_numba.AttentionOptions``. A row that sees no column gives output 0 and logsumexp -inf.
@@ -368,9 +367,7 @@ def _differentiate(
     inputs = [q, k, v, out, dout, lse]
     with calls.placed(q):
         aligned = _aligned(problem, inputs[:-1])
-        run = plans.backward(
-            problem, algorithm, tiles, aligned, deterministic, return_dbias, unit
-        )
+        run = plans.backward(problem, algorithm, tiles, aligned, deterministic, return_dbias, unit)
         arguments.check_mask(problem, tiles, run.plan.tiles)
         handle = calls.stream_handle(stream, q)
         calls.check_size(run.plan)
@@ -387,7 +384,8 @@ def _differentiate(
             _backward(run, arguments, arrays, views, stream)
 
         inputs = [*inputs, *arguments.arrays.values()]
-        return tuple(calls.run(execute, inputs, [(shape, problem.dtype, None) for shape in shapes], handle))
+        outputs = [(shape, problem.dtype, None) for shape in shapes]
+        return tuple(calls.run(execute, inputs, outputs, handle))
 
 
 def _backward(run: Run, arguments: Arguments, arrays: dict, views: list, stream: int) -> None:

@@ -123,8 +123,8 @@ def _unit(unit: Any, problem: Problem, algorithm: str, passes: str) -> str:
     if found == "mma" and (algorithm, passes) not in _MMA_KERNELS:
         there = ", ".join(f"{a} {p}" for a, p in _MMA_KERNELS)
         raise ValueError(
-            f"algorithm is {algorithm!r}, pass {passes!r} in {problem.dtype}: on tensor cores there "
-            f"is {there} so far"
+            f"algorithm is {algorithm!r}, pass {passes!r} in {problem.dtype}: on tensor cores "
+            f"there is {there} so far"
         )
     return found
 
@@ -193,9 +193,7 @@ def _mma_forward(problem, algorithm, tiles, aligned, return_lse, query_splits, l
         tiles = default_mma_tiles(algorithm, Nq, Nk, d, limit)
     facts: dict[str, Any] = {"features": Features.of(problem), "aligned": aligned}
     facts |= {"dtype": problem.dtype, "positive_scale": problem.scale > 0.0}
-    spec = specialise_mma(
-        tiles, d, limit, return_lse=return_lse and algorithm == "fa1", **facts
-    )
+    spec = specialise_mma(tiles, d, limit, return_lse=return_lse and algorithm == "fa1", **facts)
     tiles = Tiles(tiles.Br, tiles.Bc, spec.threads)
     Tr, heads, split_rows = -(-Nq // tiles.Br), problem.heads_q, 0
     if algorithm == "fa2":

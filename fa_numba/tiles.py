@@ -234,7 +234,7 @@ class MmaSpec(Spec):
 
     @property
     def folds_scale(self) -> bool:
-        """Only a positive scale keeps the order of scores, and only plain scores are its product."""
+        """Only a positive scale keeps the scores' order, and only plain scores are its product."""
         features = self.features
         plain = not (features.softcap or features.alibi or features.bias)
         return self.positive_scale and plain

@@ -1300,9 +1300,9 @@ def draw_mutants(add):
         ("nothing dropped", "if dropout:", "if False:"),
         ("rows of another thread", "(i0 + i) * TY", "i0 + i"),
         ("kept for dropped", "_bit(not kept,", "_bit(kept,"),
-        ("columns of a tile's first thread", "col0 + tx + j * TX", "col0 + j * TX"),
-        ("the first column of a thread", "col0 + tx + j * TX", "col0 + tx"),
-        ("another tile's columns", "col0 + tx + j * TX", "tx + j * TX"),
+        ("columns of a tile's first thread", "col0 + column(tx, j)", "col0 + column(0, j)"),
+        ("the first column of a thread", "col0 + column(tx, j)", "col0 + column(tx, 0)"),
+        ("another tile's columns", "col0 + column(tx, j)", "column(tx, j)"),
         ("another bit", "bits >> uint64(i", "bits >> uint64(1 + i"),
         ("no sign", "= -rP[e]", "= rP[e]"),
         to=("fa2_backward",),
@@ -1329,11 +1329,11 @@ def draw_mutants(add):
         to=("fa2",),
         cases="draws",
     )
-    shares = " + tx + s * TX)\n"
+    shares = "column(tx, s)"
     add(
         drop,
-        ("one share of columns", shares, " + tx)\n"),
-        ("shares of neighbours", shares, " + tx * SHARES + s)\n"),
+        ("one share of columns", shares, "column(tx, 0)"),
+        ("shares of neighbours", shares, "uint32(tx * SHARES + s)"),
         ("bits of the first share", "- j0 + s\n", "- j0\n"),
         to=("fa2_backward",),
         cases="draws",
@@ -1385,7 +1385,7 @@ def dropout_mutants(add):
     for name, total in (("fa1", 1), ("fa2", 1), ("fa1_backward", 1), ("fa2_backward", 2)):
         add(name, ("nothing dropped", f" {dropped}", " pass"), cases="dropout", total=total)
     for name, indent in (("fa1", 16), ("fa2", 12)):
-        summed, newline = "online_softmax(rS, rm, rl, rf)", "\n" + " " * indent
+        summed, newline = "online_softmax(rS, scale, rm, rl, rf)", "\n" + " " * indent
         first = ("dropped before l", summed + newline + dropped, dropped + newline + summed)
         add(name, first, cases="dropout")
     add(

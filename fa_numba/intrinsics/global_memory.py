@@ -85,7 +85,7 @@ def _read_pair(array, row, col):
 @emulated_by(_read_pair)
 @intrinsic
 def read_pair(typingctx, array, row, col):
-    """Elements (row, col), (row, col + 1) of a float32 array, 8-byte aligned: ``ld.global.v2.f32``."""
+    """Elements (row, col .. col + 1) of a float32 array, 8-byte aligned: ``ld.global.v2.f32``."""
     if not is_float32_array(array, 2):
         return None
 

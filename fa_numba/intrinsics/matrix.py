@@ -1,4 +1,4 @@
-"""Tensor cores: 8 x 8 tiles from shared memory (``ldmatrix``), products of 16 x 8 x 16 (``mma.sync``)
+"""Tensor cores: 8 x 8 tiles from shared memory (``ldmatrix``), 16 x 8 x 16 products (``mma.sync``)
 and conversions to pairs of 16-bit floats (``cvt``). PTX ISA, sm_80 and later.
 
 Lane l of a warp has group g = l // 4 and place t = l % 4. A register of two 16-bit floats holds the

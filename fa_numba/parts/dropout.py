@@ -52,7 +52,7 @@ def make_drop(spec):
     registers must.
     """
     TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.row_step
-    W, column = spec.column_width, make_column(spec)
+    column = make_column(spec)
     dropout = spec.features.dropout
     # One draw serves four elements where a thread's columns share counters.
     shared = spec.Bc % COUNTER_COLUMNS == 0
@@ -75,7 +75,7 @@ def make_drop(spec):
                             for j in range(j0, min(j0 + COLS, TN), ALIKE):
                                 share = uint32(col0 // uint32(COUNTER_COLUMNS) + j // ALIKE)
                                 for s in range(SHARES):
-                                    place = tx * W + s // W * (W * TX) + s % W
+                                    place = column(tx, s)
                                     counter = uint32(share * uint32(WORD_COLUMNS) + place)
                                     w = _words(counter, row, b, h, options)
                                     n = i * COLS + j - j0 + s

@@ -201,7 +201,7 @@ def make_write_halves(spec):
 def make_read_fragments(spec):
     """``read_fragments(rO, A, row0, rows_end, ty, tx)``: its part of a float32 tile, or zeros.
 
-    Rows of A are ``spec.columns`` long, of which those beyond the head dimension are not touched.
+    Rows of A start at 8-byte addresses; columns beyond the head dimension are not touched.
     """
     TM, DN4, STEP, d = spec.TM, 4 * spec.DN, spec.row_step, spec.head_dim
 

@@ -1,4 +1,4 @@
-"""Where the columns of a tile of S are that a thread owns; its rows are ty + i ``spec.row_step``."""
+"""The columns of a tile of S that a thread owns; its rows are ty + i ``spec.row_step``."""
 
 from functools import cache
 

@@ -29,7 +29,7 @@ def make_scale_and_mask(spec, unit=LOG2E, hides_blocks=False):
     ``options.softcap`` is in the unit of the scores. ``hides_blocks`` is for a kernel that visits
     the tiles that the block mask leaves out.
     """
-    TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.row_step
+    TM, TN, TY = spec.TM, spec.TN, spec.row_step
     Br, Bc, features = spec.Br, spec.Bc, spec.features
     causal, window, q_lens = features.causal, features.window, features.q_lens
     softcap, alibi, bias = features.softcap, features.alibi, features.bias
