@@ -502,6 +502,8 @@ def fa2_backward(
     tiles: TileSizes,
     *,
     deterministic: bool = False,
+    sweep_tiles: TileSizes | None = None,
+    apart: bool = False,
     block_mask: Any = None,
     dbias: bool = False,
 ) -> Accesses:
@@ -514,8 +516,13 @@ def fa2_backward(
     and per K/V head K, V loaded, N_k d each, and dK, dV stored, N_k' d each. `dbias` adds
     sum r_i c_j atomic adds to dbias, each a load and a store.
 
-    `deterministic` drops the atomic adds to dQ and the zeros. A grid over Q blocks makes dQ
-    instead: per head it
+    In 16 bits dQ is summed in a float32 array `A`, and then rounded:
+        loads  A: N_q' d    stores  dQ: N_q' d
+    `apart` is for two kernels over the K/V grid, one of them for dV: Q, dO, L, bias and K are
+    loaded once more.
+
+    `deterministic` drops the atomic adds to dQ, the zeros and the rounding. A grid over Q blocks,
+    of `sweep_tiles` or the same, makes dQ instead: per head it
         loads  Q, dO: N_q d each, L, D: N_q each, K, V: sum c_j d each, bias: sum r_i c_j
         stores dQ: N_q' d
     """
@@ -523,44 +530,46 @@ def fa2_backward(
     d, head = problem.head_dim, _whole(problem, tiles, problem.heads_q)
     shared = _whole(problem, tiles, problem.heads_k)
     visits = _visits(problem, tiles, block_mask)
-    bias = {"bias": visits.pairs if problem.bias else 0}
-    adds = {"dQ": 0 if deterministic else visits.rows * d, "dbias": visits.pairs if dbias else 0}
+    pairs = visits.pairs if problem.bias else 0
+    kept = "dQ" if problem.dtype == "float32" else "A"
+    adds = {kept: 0 if deterministic else visits.rows * d, "dbias": visits.pairs if dbias else 0}
+    for_dv = {
+        "Q": visits.rows * d,
+        "dO": visits.rows * d,
+        "L": visits.rows,
+        "K": shared.columns * d,
+        "bias": pairs,
+    }
 
     row_sums = _accesses(
         problem,
         {"O": head.rows * d, "dO": head.rows * d},
-        {"D": head.rows, "dQ": 0 if deterministic else head.all_rows * d},
+        {"D": head.rows, kept: 0 if deterministic else head.all_rows * d},
     )
     over_columns = _accesses(
         problem,
-        {
-            "Q": visits.rows * d,
-            "dO": visits.rows * d,
-            "L": visits.rows,
-            "D": visits.rows,
-            "K": shared.columns * d,
-            "V": shared.columns * d,
-        }
-        | bias
-        | adds,
+        for_dv | {"D": visits.rows, "V": shared.columns * d} | adds,
         {"dK": shared.all_columns * d, "dV": shared.all_columns * d} | adds,
     )
-    if not deterministic:
-        return _sum(problem, (row_sums, over_columns))
-    over_rows = _accesses(
-        problem,
-        {
+    parts = [row_sums, over_columns]
+    if apart:
+        parts.append(_accesses(problem, for_dv, {}))
+    if deterministic:
+        sweep = _visits(problem, sweep_tiles or tiles, block_mask)
+        loads = {
             "Q": head.rows * d,
             "dO": head.rows * d,
             "L": head.rows,
             "D": head.rows,
-            "K": visits.columns * d,
-            "V": visits.columns * d,
+            "K": sweep.columns * d,
+            "V": sweep.columns * d,
+            "bias": sweep.pairs if problem.bias else 0,
         }
-        | bias,
-        {"dQ": head.all_rows * d},
-    )
-    return _sum(problem, (row_sums, over_columns, over_rows))
+        parts.append(_accesses(problem, loads, {"dQ": head.all_rows * d}))
+    elif kept == "A":
+        rounded = head.all_rows * d
+        parts.append(_accesses(problem, {"A": rounded}, {"dQ": rounded}))
+    return _sum(problem, parts)
 
 
 def tiles_visited(
@@ -687,7 +696,12 @@ def _pairs(problem: Problem, entry: int) -> int:
 
 
 def workspace(
-    algorithm: str, problem: Problem, *, return_lse: bool = False, passes: str = "fwd"
+    algorithm: str,
+    problem: Problem,
+    *,
+    return_lse: bool = False,
+    passes: str = "fwd",
+    deterministic: bool = False,
 ) -> int:
     """Bytes of global memory beside inputs and outputs, all float32, `passes` "fwd" or "bwd".
 
@@ -695,7 +709,8 @@ def workspace(
     Forward. standard: S, which P overwrites, 4 B H N_q N_k of the longest sequences, with N_k
     rounded up to a multiple of 4. fa1: l and m, 8 R, and in 16 bits A, 4 R d with d rounded up to
     a multiple of 2. fa2: L, 4 R, and nothing when the caller takes L (`return_lse`). Backward.
-    standard: P, and dP, which dS overwrites, twice the above. fa1: nothing. fa2: D, 4 R.
+    standard: P, and dP, which dS overwrites, twice the above. fa1: nothing. fa2: D, 4 R, and in 16
+    bits A, 4 R d, but for `deterministic`.
     """
     _check("algorithm", algorithm, ALGORITHMS)
     _check("passes", passes, PASSES[:2])
@@ -705,7 +720,8 @@ def workspace(
         return ELEMENT_BYTES * matrices * math.prod(rows_of_scores) * (-(-Nk // 4) * 4)
     rows = math.prod(problem.lse_shape)
     if passes == "bwd":
-        return 0 if algorithm == "fa1" else ELEMENT_BYTES * rows
+        sums = 0 if problem.dtype == "float32" or deterministic else problem.head_dim
+        return 0 if algorithm == "fa1" else ELEMENT_BYTES * rows * (1 + sums)
     if algorithm == "fa1":
         columns = 0 if problem.dtype == "float32" else -(-problem.head_dim // 2) * 2
         return ELEMENT_BYTES * rows * (2 + columns)

@@ -398,10 +398,17 @@ def _backward(run: Run, arguments: Arguments, arrays: dict, views: list, stream:
     with device.scratch(stream) as allocate:
         if run.plan.algorithm == "fa2":
             D = allocate(_row_shape(problem))
-            launch(run, 0, (O, dO, D, dQ), values, stream)
-            launch(run, 1, (Q, K, V, dO, L, D, dQ, dK, dV, *factors), values, stream)
-            if len(run.kernels) == 3:
-                launch(run, 2, (Q, K, V, dO, L, D, dQ, *factors), values, stream)
+            A = dQ
+            if run.plan.unit == "mma":
+                # On tensor cores the sum of dQ, in float32; not touched by the second sweep.
+                A = allocate(dQ.shape) if run.of("round_rows") else _with_axis(D)
+            launch(run, 0, (O, dO, D, A), values, stream)
+            for n in run.of("fa2_backward"):
+                launch(run, n, (Q, K, V, dO, L, D, A, dK, dV, *factors), values, stream)
+            for n in run.of("fa2_backward_dq"):
+                launch(run, n, (Q, K, V, dO, L, D, dQ, *factors), values, stream)
+            for n in run.of("round_rows"):
+                launch(run, n, (A, dQ, problem.scale), values, stream)
         elif run.plan.algorithm == "fa1":
             launch(run, 0, (Q, K, V, O, dO, L, dQ, dK, dV, *factors), values, stream)
         else:
@@ -415,6 +422,13 @@ def _backward(run: Run, arguments: Arguments, arrays: dict, views: list, stream:
             launch(run, 4, (P, dO, dV, group), values, stream)
             launch(run, 5, (dP, K, dQ, group), values, stream)
             launch(run, 6, (dP, Q, dK, group), values, stream)
+
+
+def _with_axis(D: Any) -> Any:
+    """A 4-D array for the place of one that the kernel does not touch."""
+    if isinstance(D, DeviceArray):
+        return replace(D, shape=(*D.shape, 1), strides=(*D.strides, D.itemsize))
+    return D[..., None]
 
 
 def _first_column(S: Any) -> Any:

@@ -25,19 +25,23 @@ from fa_numba.options import PLAIN, Features
 from fa_numba.problem import Problem, as_size
 from fa_numba.tiles import (
     BackwardSpec,
+    MmaSweepSpec,
     Tiles,
     default_backward_tiles,
+    default_mma_backward_tiles,
     default_mma_tiles,
     default_tiles,
     specialise,
     specialise_mma,
+    specialise_mma_backward,
+    sweep_tiles,
 )
 
 PASSES = ("fwd", "bwd")
 UNITS = ("auto", "simt", "mma")
 # What each unit has kernels for: dtypes and (algorithm, pass).
 _UNIT_DTYPES = {"simt": ("float32",), "mma": ("float16", "bfloat16")}
-_MMA_KERNELS = (("fa1", "fwd"), ("fa2", "fwd"))
+_MMA_KERNELS = (("fa1", "fwd"), ("fa2", "fwd"), ("fa2", "bwd"))
 
 _MAX_GRID_YZ = 65535
 
@@ -87,6 +91,10 @@ class Run:
     plan: Plan
     kernels: tuple[Kernel, ...]
     split_rows: int = 0
+
+    def of(self, name: str) -> list[int]:
+        """The places of the kernels with this name."""
+        return [n for n, kernel in enumerate(self.kernels) if kernel.name == name]
 
 
 def check_algorithm(algorithm: Any) -> None:
@@ -219,7 +227,7 @@ def backward(
 ) -> Run:
     """The backward pass of ``algorithm``, checked."""
     _check(problem, algorithm, tiles)
-    _unit(unit, problem, algorithm, "bwd")
+    unit = _unit(unit, problem, algorithm, "bwd")
     _check_flag("deterministic", deterministic)
     _check_flag("return_dbias", return_dbias)
     if deterministic and algorithm != "fa2":
@@ -234,6 +242,10 @@ def backward(
             f"gradient is summed in no fixed order, allowed is a bias of {problem.score_shape}"
         )
     limit = device.shared_bytes_limit()
+    if unit == "mma":
+        return _mma_backward(
+            problem, algorithm, tiles, aligned, deterministic, return_dbias, limit
+        )
     return _backward(problem, algorithm, tiles, aligned, deterministic, return_dbias, limit)
 
 
@@ -294,6 +306,45 @@ def _backward(problem, algorithm, tiles, aligned, deterministic, return_dbias, l
     count = functools.partial(model, problem, tiles, **how)
     workspace = io_model.workspace(algorithm, problem, passes="bwd")
     return _run("bwd", algorithm, problem, tiles, launches, count, workspace)
+
+
+@functools.lru_cache(maxsize=1024)
+def _mma_backward(
+    problem, algorithm, tiles, aligned, deterministic, return_dbias, limit
+) -> Run:
+    d, dtype, Nq, Nk = problem.head_dim, problem.dtype, problem.seqlen_q, problem.seqlen_k
+    if tiles is None:
+        tiles = default_mma_backward_tiles(Nq, Nk, d, limit)
+    features = Features.of(problem, dbias=return_dbias)
+    facts: dict[str, Any] = {"aligned": aligned, "dtype": dtype}
+    facts["positive_scale"] = problem.scale > 0.0
+    spec = specialise_mma_backward(tiles, d, limit, features=features, **facts)
+    tiles = Tiles(tiles.Br, tiles.Bc, spec.threads)
+    Tc, heads_q, heads_k = -(-Nk // tiles.Bc), problem.heads_q, problem.heads_k
+    over_rows = None
+    lengths, kernel = _lengths_of(features), mma.fa2_backward
+    sums = kernel.make_row_sums(d, dtype, aligned, not deterministic, lengths)
+    launches = [(sums, -(-Nq // kernel.WARPS), heads_q)]
+    specs = [spec]
+    if not spec.makes_dv:
+        plain = replace(features, dbias=False)
+        specs.append(replace(spec, makes_dv=True, makes_dk=False, features=plain))
+    launches += [(kernel.make_backward(s, not deterministic), Tc, heads_k) for s in specs]
+    if deterministic:
+        # The blocks of a mask are those of the tiles.
+        over_rows = tiles if problem.sparse else sweep_tiles(d, limit)
+        facts["features"] = replace(features, dbias=False)
+        sweep = specialise_mma(replace(over_rows, threads=None), d, limit, MmaSweepSpec, **facts)
+        Tr = -(-Nq // sweep.Br)
+        launches.append((kernel.make_query_gradients(sweep), Tr, heads_q))
+    else:
+        rounds = kernel.make_round_rows(d, dtype, aligned, lengths)
+        launches.append((rounds, -(-Nq // kernel.WARPS), heads_q))
+    how = {"dbias": return_dbias, "deterministic": deterministic, "apart": len(specs) == 2}
+    how["sweep_tiles"] = over_rows
+    count = functools.partial(io_model.fa2_backward, problem, tiles, **how)
+    workspace = io_model.workspace(algorithm, problem, passes="bwd", deterministic=deterministic)
+    return _run("bwd", algorithm, problem, tiles, launches, count, workspace, unit="mma")
 
 
 def _lengths_of(features: Features) -> Features:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,14 +67,28 @@ class Spec:
         return False
 
     @property
+    def row_width(self) -> int:
+        """Neighbouring rows of S that a thread owns."""
+        return 1
+
+    @property
     def row_step(self) -> int:
-        """Rows from one of a thread's rows to the next."""
+        """Rows from the first of them to the first of the next."""
         return self.ty_count
 
     @property
     def column_width(self) -> int:
-        """Neighbouring columns of S that a thread owns."""
+        """The same of columns."""
         return 1
+
+    @property
+    def column_step(self) -> int:
+        return self.tx_count
+
+    @property
+    def element_steps(self) -> tuple[int, int]:
+        """Registers of S from a row to the next, and from a column to the next."""
+        return self.TN, 1
 
     @property
     def shares_evenly(self) -> bool:
@@ -127,6 +142,11 @@ class Spec:
     @property
     def shared_bytes(self) -> int:
         return 4 * sum(self.tile_floats)
+
+    @property
+    def cap_registers(self) -> int:
+        """Slopes of a cap on the scores, kept from S to dS; 1 stands for none."""
+        return self.TM * self.TN if self.features.softcap else 1
 
     @property
     def accumulators(self) -> int:
@@ -193,11 +213,6 @@ class BackwardSpec(Spec):
         return self.Bc // self.ty_count
 
     @property
-    def cap_registers(self) -> int:
-        """Slopes of a cap on the scores, kept from S to dS; 1 stands for none."""
-        return self.TM * self.TN if self.features.softcap else 1
-
-    @property
     def columns(self) -> int:
         """The head dimension rounded up to what the threads of a row cover."""
         return 4 * self.tx_count * self.DN
@@ -248,6 +263,10 @@ class MmaSpec(Spec):
         return 2
 
     @property
+    def column_step(self) -> int:
+        return 8
+
+    @property
     def warps(self) -> int:
         return self.threads // 32
 
@@ -293,7 +312,138 @@ class MmaSpec(Spec):
         return 1
 
 
-def specialise_mma(tiles: Tiles, head_dim: int, shared_limit: int, **facts: Any) -> MmaSpec:
+@dataclass(frozen=True)
+class MmaBackwardSpec(MmaSpec):
+    """The same for a backward kernel, whose S and dP stand transposed in registers.
+
+    A warp takes 16 columns of S, or several times 16, and all rows: PT and dST are then first
+    operands of dV += PT dO and dK += dST Q without leaving registers. Thread (ty, tx) is place ty
+    of 4 and, counted over the warps, group tx of a fragment of ST: it owns columns tx + 8 j and of
+    each 8 rows 2 ty and 2 ty + 1. dQ needs all columns: dST passes through shared memory, and
+    ``query_warps`` x ``chunk_warps`` warps share a tile of dQ. Where registers do not hold dK and
+    dV a kernel makes dV and another one dK and dQ.
+    """
+
+    makes_dv: bool = True
+    makes_dk: bool = True
+
+    @property
+    def row_width(self) -> int:
+        return 2
+
+    @property
+    def column_width(self) -> int:
+        return 1
+
+    @property
+    def element_steps(self) -> tuple[int, int]:
+        return 1, self.TM
+
+    @property
+    def TM(self) -> int:
+        return self.Br // 4
+
+    @property
+    def TN(self) -> int:
+        return self.Bc // (8 * self.warps)
+
+    @property
+    def turned(self) -> MmaSpec:
+        """ST = K QT and PT dO, with K in Q's place, as the products of the forward pass."""
+        operands = (1 + self.makes_dk) * self.TN * self.DN  # K and V
+        keeps = self.accumulators + operands <= 176
+        return TurnedSpec(
+            self.head_dim,
+            self.Bc,
+            self.Br,
+            4,
+            8 * self.warps,
+            self.features,
+            self.aligned,
+            dtype=self.dtype,
+            keeps_q=keeps,
+        )
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of one thread's parts of dK and dV, and of S and dP."""
+        gradients = (self.makes_dv + self.makes_dk) * 4 * self.DN
+        return self.TN * (gradients + (1 + self.makes_dk) * self.TM)
+
+    @property
+    def query_warps(self) -> int:
+        """Warps down the rows of dQ: as they read the least of dST and K."""
+        return self.warps // self.chunk_warps
+
+    @property
+    def chunk_warps(self) -> int:
+        """Warps along the 16-column chunks of dQ."""
+
+        def reads(along: int) -> int:
+            fragments = self.Br // 16 * along // self.warps
+            chunks = -(-self.DN // along)
+            return 2 * fragments * chunks + fragments + chunks
+
+        ways = [n for n in range(1, self.warps + 1) if self.warps % n == 0]
+        return min((n for n in ways if self.Br // 16 % (self.warps // n) == 0), key=reads)
+
+    @property
+    def query_fragments(self) -> int:
+        """Fragments of 16 rows of dQ in a warp."""
+        return self.Br // 16 // self.query_warps
+
+    @property
+    def query_chunks(self) -> int:
+        """Chunks of 16 columns of dQ in a warp."""
+        return -(-self.DN // self.chunk_warps)
+
+    @property
+    def pitch_ds(self) -> int:
+        return self.Br + 8
+
+    @property
+    def tile_halves(self) -> tuple[int, ...]:
+        """16-bit elements of a row tile, a column tile and a tile of dST in shared memory."""
+        return self.Br * self.pitch, self.Bc * self.pitch, self.Bc * self.pitch_ds
+
+    @property
+    def shared_bytes(self) -> int:
+        """Two stages of Q, dO, L and D; K, V and dST."""
+        rows, columns, scores = self.tile_halves
+        return 2 * (4 * rows + 2 * columns + scores) + 16 * self.Br
+
+    @property
+    def fits_registers(self) -> bool:
+        return self.accumulators <= 192
+
+
+@dataclass(frozen=True)
+class MmaSweepSpec(MmaSpec):
+    """The same for the sweep that makes dQ: S and dP, and fragments of Q and dO."""
+
+    @property
+    def accumulators(self) -> int:
+        return self.TM * (4 * self.DN + 2 * self.TN)
+
+    @property
+    def keeps_q(self) -> bool:
+        return self.accumulators + 4 * self.TM * self.DN <= 160
+
+
+@dataclass(frozen=True)
+class TurnedSpec(MmaSpec):
+    """K in Q's place: whether its fragments stay in registers is the backward kernel's to say."""
+
+    keeps_q: bool = False
+
+
+def specialise_mma(
+    tiles: Tiles,
+    head_dim: int,
+    shared_limit: int,
+    kind: type[MmaSpec] = MmaSpec,
+    **facts: Any,
+) -> Any:
     """The tensor-core specialisation for ``tiles``; ``shared_limit`` in bytes a block.
 
     ``tiles.threads`` is 32 a warp, and a warp takes 16 or 32 rows; None takes 32 where it can.
@@ -304,16 +454,21 @@ def specialise_mma(tiles: Tiles, head_dim: int, shared_limit: int, **facts: Any)
             f"tiles: Br={tiles.Br}, Bc={tiles.Bc} on tensor cores: allowed are multiples of 16"
         )
     found = [
-        MmaSpec(head_dim, tiles.Br, tiles.Bc, 4, 8 * (tiles.Br // rows), **facts)
+        kind(head_dim, tiles.Br, tiles.Bc, 4, 8 * (tiles.Br // rows), **facts)
         for rows in (32, 16)
         if tiles.Br % rows == 0
     ]
+    return _chosen(found, tiles, head_dim, shared_limit)
+
+
+def _chosen(found: list, tiles: Tiles, head_dim: int, shared_limit: int) -> Any:
+    """The first of these specialisations that can be, or the one with the threads asked for."""
     found = [s for s in found if s.threads <= MAX_THREADS and s.fits_registers]
     if not found:
         raise ValueError(
             f"tiles: Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} leaves no split over "
-            f"warps of 16 or 32 rows and at most {MAX_THREADS} threads whose parts fit their "
-            "registers; take smaller blocks"
+            f"warps of 16 or 32 of its rows and at most {MAX_THREADS} threads whose parts fit "
+            "their registers; take smaller blocks"
         )
     if found[0].shared_bytes > shared_limit:
         raise ValueError(
@@ -343,17 +498,60 @@ def default_mma_tiles(
         Bc = 256 if head_dim <= 64 else 128 if head_dim <= 128 else 32
     Br = min(128, max(16, 2 * _power_of_two(max(1, seqlen_q - 1))))
     Bc = min(Bc, max(16, 2 * _power_of_two(max(1, seqlen_k - 1))))
+    found = _shrunk_mma(Br, Bc, lambda t: specialise_mma(t, head_dim, shared_limit))
+    # 32 rows a warp spill registers at these head dimensions.
+    if 64 < -(-head_dim // 16) * 16 < 128 and found.Br % 128 == 0:
+        return Tiles(found.Br, found.Bc, 2 * found.Br)
+    return found
+
+
+def _shrunk_mma(Br: int, Bc: int, specialised: Callable[[Tiles], Any]) -> Tiles:
+    """The first tiles that can be specialised, columns halved first."""
     while True:
         try:
-            spec = specialise_mma(Tiles(Br, Bc), head_dim, shared_limit)
-            # 32 rows a warp spill registers at these head dimensions.
-            if 64 < spec.columns < 128 and Br % 128 == 0:
-                return Tiles(Br, Bc, 2 * Br)
+            specialised(Tiles(Br, Bc))
             return Tiles(Br, Bc)
         except ValueError:
             if (Br, Bc) == (16, 16):
                 raise
             Br, Bc = (Br, Bc // 2) if Bc > 32 or Br == 16 else (Br // 2, Bc)
+
+
+def specialise_mma_backward(
+    tiles: Tiles, head_dim: int, shared_limit: int, **facts: Any
+) -> MmaBackwardSpec:
+    """The tensor-core specialisation of a backward kernel for ``tiles``, as ``specialise_mma``.
+
+    A warp takes 16 or 32 columns; None takes 16 where it can.
+    """
+    if tiles.Br % 16 or tiles.Bc % 16:
+        raise ValueError(
+            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} on tensor cores: allowed are multiples of 16"
+        )
+    # Beyond d = 128 a warp's registers hold one of dK and dV.
+    apart = {"makes_dv": False} if head_dim > 128 else {}
+    found = [
+        MmaBackwardSpec(head_dim, tiles.Br, tiles.Bc, 4, 8 * (tiles.Bc // columns), **facts, **apart)
+        for columns in (16, 32)
+        if tiles.Bc % columns == 0
+    ]
+    return _chosen(found, tiles, head_dim, shared_limit)
+
+
+def default_mma_backward_tiles(
+    seqlen_q: int, seqlen_k: int, head_dim: int, shared_limit: int
+) -> Tiles:
+    """Block sizes of the backward kernels on tensor cores: 64 x 128, or 32 x 128 beyond d = 64,
+    halved until memory and registers hold them."""
+    Br = min(64 if head_dim <= 64 else 32, max(16, 2 * _power_of_two(max(1, seqlen_q - 1))))
+    Bc = min(128, max(16, 2 * _power_of_two(max(1, seqlen_k - 1))))
+    return _shrunk_mma(Br, Bc, lambda t: specialise_mma_backward(t, head_dim, shared_limit))
+
+
+def sweep_tiles(head_dim: int, shared_limit: int) -> Tiles:
+    """Block sizes of the second sweep on tensor cores: 64 x 64, halved until they fit."""
+    kind = MmaSweepSpec
+    return _shrunk_mma(64, 64, lambda t: specialise_mma(t, head_dim, shared_limit, kind))
 
 
 def splits(

@@ -47,12 +47,15 @@ def shared_pointer(context, builder, array_ty, array, index, index_ty):
     return builder.gep(base, [to_i32(context, builder, index, index_ty)])
 
 
-def global_pointer(context, builder, array_ty, array, row, row_ty, col, col_ty):
-    """Pointer (address space 1) to element (row, col) of a 2-D array with any strides."""
+def global_pointer(context, builder, array_ty, array, *places):
+    """Pointer (address space 1) to an element of an array with any strides.
+
+    ``places`` are an index and its type for every axis.
+    """
     view = context.make_array(array_ty)(context, builder, array)
     strides = cgutils.unpack_tuple(builder, view.strides)
     offset = None
-    for index, ty, stride in ((row, row_ty, strides[0]), (col, col_ty, strides[1])):
+    for index, ty, stride in zip(places[::2], places[1::2], strides, strict=True):
         wide = context.cast(builder, index, ty, types.int64)
         step = builder.mul(wide, stride)
         offset = step if offset is None else builder.add(offset, step)

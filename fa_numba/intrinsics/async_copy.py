@@ -25,15 +25,16 @@ def _copy(width, element_bytes=4):
     instruction = f"{operation}.shared.global [$0], [$1], {size}, $2;"
     fits = is_float32_array if element_bytes == 4 else is_half_array
 
-    def build(typingctx, dst, index, src, row, col, count):
-        if not (fits(dst, 1) and fits(src, 2) and count == types.int32):
+    def build(typingctx, dst, index, src, *places, count):
+        if not (fits(dst, 1) and fits(src, len(places)) and count == types.int32):
             return None
 
         def codegen(context, builder, signature, args):
             target = shared_pointer(context, builder, dst, args[0], args[1], index)
-            source = global_pointer(context, builder, src, args[2], args[3], row, args[4], col)
+            pairs = [x for pair in zip(args[3:-1], places, strict=True) for x in pair]
+            source = global_pointer(context, builder, src, args[2], *pairs)
             # Bytes to read; the rest of the destination is filled with zeros.
-            read = builder.mul(args[5], I32(element_bytes))
+            read = builder.mul(args[-1], I32(element_bytes))
             asm = ir.InlineAsm(
                 ir.FunctionType(ir.VoidType(), [target.type, source.type, I32]),
                 instruction,
@@ -42,7 +43,7 @@ def _copy(width, element_bytes=4):
             )
             builder.call(asm, [target, source, read])
 
-        return types.void(dst, index, src, row, col, count), codegen
+        return types.void(dst, index, src, *places, count), codegen
 
     return build
 
@@ -63,14 +64,14 @@ def copy4_async(typingctx, dst, index, src, row, col, count):
     ``dst`` is a 1-D shared array, ``src`` a 2-D global one, both addresses 16-byte aligned;
     ``count`` (int32) is 0..4.
     """
-    return _copy(4)(typingctx, dst, index, src, row, col, count)
+    return _copy(4)(typingctx, dst, index, src, row, col, count=count)
 
 
 @emulated_by(_copy1_async)
 @intrinsic
 def copy1_async(typingctx, dst, index, src, row, col, count):
     """As ``copy4_async`` for one element (``count`` 0 or 1), any alignment and strides."""
-    return _copy(1)(typingctx, dst, index, src, row, col, count)
+    return _copy(1)(typingctx, dst, index, src, row, col, count=count)
 
 
 def _copy8_async(dst, index, src, row, col, count):
@@ -81,7 +82,18 @@ def _copy8_async(dst, index, src, row, col, count):
 @intrinsic
 def copy8_async(typingctx, dst, index, src, row, col, count):
     """As ``copy4_async`` for eight 16-bit elements; ``count`` (int32) is 0..8."""
-    return _copy(8, 2)(typingctx, dst, index, src, row, col, count)
+    return _copy(8, 2)(typingctx, dst, index, src, row, col, count=count)
+
+
+def _copy_value_async(dst, index, src, row, count):
+    emulator.current().async_copy(dst, index, src, (row,), 1, count)
+
+
+@emulated_by(_copy_value_async)
+@intrinsic
+def copy_value_async(typingctx, dst, index, src, row, count):
+    """As ``copy1_async`` from a 1-D global array."""
+    return _copy(1)(typingctx, dst, index, src, row, count=count)
 
 
 def _statement(instruction):

@@ -58,6 +58,27 @@ def write4(typingctx, array, row, col, x0, x1, x2, x3):
     return types.void(array, row, col, x0, x1, x2, x3), codegen
 
 
+def _read2(array, row, col):
+    low, high = array.load((row, col), 2)
+    return low | high << 16
+
+
+@emulated_by(_read2)
+@intrinsic
+def read2(typingctx, array, row, col):
+    """Two 16-bit elements (row, col), (row, col + 1), 4-byte aligned, packed in a uint32:
+    ``ld.global.u32``.
+    """
+    if not is_half_array(array, 2):
+        return None
+
+    def codegen(context, builder, signature, args):
+        pointer = global_pointer(context, builder, array, args[0], args[1], row, args[2], col)
+        return builder.load(builder.bitcast(pointer, I32.as_pointer(GLOBAL)), align=4)
+
+    return types.uint32(array, row, col), codegen
+
+
 def _write2(array, row, col, pair):
     array.store((row, col), (pair & 0xFFFF, pair >> 16))
 

@@ -16,7 +16,14 @@ from numba.core import types
 from numba.cuda.extending import intrinsic
 
 from fa_numba import emulator
-from fa_numba.intrinsics._build import F32, I32, emulated_by, is_half_array, shared_pointer
+from fa_numba.intrinsics._build import (
+    F32,
+    FLOAT2_TUPLE,
+    I32,
+    emulated_by,
+    is_half_array,
+    shared_pointer,
+)
 
 _WARP = 32
 _FULL = 0xFFFFFFFF
@@ -228,3 +235,49 @@ def pack_f16(typingctx, low, high):
 def pack_bf16(typingctx, low, high):
     """Two float32 to nearest bfloat16, packed in a uint32: ``cvt.rn.bf16x2.f32``."""
     return _pack("bf16")(typingctx, low, high)
+
+
+def _unpack(kind):
+    def build(typingctx, word):
+        if word != types.uint32:
+            return None
+
+        def codegen(context, builder, signature, args):
+            asm = ir.InlineAsm(
+                ir.FunctionType(ir.LiteralStructType([F32, F32]), [I32]), _UNPACK[kind], "=f,=f,r"
+            )
+            found = builder.call(asm, args)
+            pair = [builder.extract_value(found, n) for n in range(2)]
+            return context.make_tuple(builder, FLOAT2_TUPLE, pair)
+
+        return FLOAT2_TUPLE(word), codegen
+
+    return build
+
+
+# bfloat16 is the upper half of a float32; cvt takes it from sm_90 on only.
+_UNPACK = {
+    "f16": "{.reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h;}",
+    "bf16": "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+}
+
+
+def _unpacked(to_float):
+    def emulation(word):
+        return tuple(to_float(np.array([word], np.uint32)).ravel().tolist())
+
+    return emulation
+
+
+@emulated_by(_unpacked(_float16))
+@intrinsic
+def unpack_f16(typingctx, word):
+    """The two float16 of a uint32, lower half first, as float32: ``cvt.f32.f16``."""
+    return _unpack("f16")(typingctx, word)
+
+
+@emulated_by(_unpacked(_bfloat16))
+@intrinsic
+def unpack_bf16(typingctx, word):
+    """The two bfloat16 of a uint32, lower half first, as float32: exact, by a shift and a mask."""
+    return _unpack("bf16")(typingctx, word)

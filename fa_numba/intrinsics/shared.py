@@ -12,11 +12,14 @@ from fa_numba.intrinsics._build import (
     F32,
     FLOAT4,
     FLOAT4_TUPLE,
+    I32,
     SHARED,
     emulated_by,
     is_float32_array,
+    is_half_array,
     pack4,
     shared_pointer,
+    to_i32,
     unpack4,
 )
 
@@ -24,12 +27,11 @@ _SYMBOL = "fa_numba_dynamic_shared"
 
 
 def _tile(element, ir_type, offset, length):
-    """A typed 1-D array at a constant element ``offset`` of dynamic shared memory."""
-    if not (isinstance(offset, types.IntegerLiteral) and isinstance(length, types.IntegerLiteral)):
+    """A typed 1-D array at element ``offset`` of dynamic shared memory."""
+    if not (isinstance(offset, types.Integer) and isinstance(length, types.IntegerLiteral)):
         return None
     array_ty = types.Array(element, 1, "C")
-    size = element.bitwidth // 8
-    start, count = offset.literal_value * size, length.literal_value
+    size, count = element.bitwidth // 8, length.literal_value
 
     def codegen(context, builder, signature, args):
         module = builder.module
@@ -38,7 +40,11 @@ def _tile(element, ir_type, offset, length):
             symbol = ir.GlobalVariable(module, ir.ArrayType(ir.IntType(8), 0), _SYMBOL, SHARED)
             symbol.linkage = "external"
             symbol.align = 16
-        base = builder.gep(symbol, [ir.IntType(32)(0), ir.IntType(32)(start)], inbounds=True)
+        if isinstance(offset, types.IntegerLiteral):
+            start = I32(offset.literal_value * size)
+        else:
+            start = builder.mul(to_i32(context, builder, args[0], offset), I32(size))
+        base = builder.gep(symbol, [I32(0), start], inbounds=True)
         typed = builder.bitcast(base, ir_type.as_pointer(SHARED))
         data = builder.addrspacecast(typed, ir_type.as_pointer(), "generic")
         array = context.make_array(array_ty)(context, builder)
@@ -66,7 +72,7 @@ def _shared_tile(offset, length):
 def shared_tile(typingctx, offset, length):
     """A 1-D float32 array of ``length`` elements at element ``offset`` of dynamic shared memory.
 
-    Both are compile-time constants, ``offset`` a multiple of 4 so that 16-byte accesses align.
+    ``length`` is a compile-time constant, ``offset`` a multiple of 4 so that 16-byte accesses align.
     """
     return _tile(types.float32, F32, offset, length)
 
@@ -121,3 +127,24 @@ def store4(typingctx, array, index, x0, x1, x2, x3):
         builder.store(pack4(builder, args[2:]), target, align=16)
 
     return types.void(array, index, x0, x1, x2, x3), codegen
+
+
+def _store2(array, index, pair):
+    array.store(index, (pair & 0xFFFF, pair >> 16))
+
+
+@emulated_by(_store2)
+@intrinsic
+def store2(typingctx, array, index, pair):
+    """Store two 16-bit elements, packed in a uint32, at index, index + 1: ``st.shared.u32``.
+
+    ``array`` is a 1-D shared uint16 array, ``index`` a multiple of 2.
+    """
+    if not is_half_array(array, 1) or pair != types.uint32:
+        return None
+
+    def codegen(context, builder, signature, args):
+        pointer = shared_pointer(context, builder, array, args[0], args[1], index)
+        builder.store(args[2], builder.bitcast(pointer, I32.as_pointer(SHARED)), align=4)
+
+    return types.void(array, index, pair), codegen

@@ -8,7 +8,7 @@ from functools import cache
 
 from fa_numba import masks
 from fa_numba.device import device_function, float32, uint32, uint64
-from fa_numba.parts.layout import make_column
+from fa_numba.parts.layout import make_column, make_row
 
 WORD_COLUMNS, COUNTER_COLUMNS = masks.WORD_COLUMNS, masks.COUNTER_COLUMNS
 
@@ -51,12 +51,13 @@ def make_drop(spec):
     The draws are collected as bits first: a loop over them need not be unrolled, as one over
     registers must.
     """
-    TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.row_step
-    column = make_column(spec)
+    TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
+    row_of, column_of = make_row(spec), make_column(spec)
     dropout = spec.features.dropout
     # One draw serves four elements where a thread's columns share counters.
-    shared = spec.Bc % COUNTER_COLUMNS == 0
-    SHARES = WORD_COLUMNS // TX
+    across = spec.column_step // spec.column_width  # threads that share a row
+    shared = spec.Bc % COUNTER_COLUMNS == 0 and TN * across == spec.Bc
+    SHARES = WORD_COLUMNS // across
     ALIKE = 4 * SHARES
     # Rows and columns of one word of bits
     COLS = min(TN, 64 // ALIKE * ALIKE)
@@ -70,12 +71,12 @@ def make_drop(spec):
                 for j0 in range(0, TN, COLS):
                     bits = uint64(0)
                     for i in range(ROWS):
-                        row = uint32(row0 + ty + (i0 + i) * TY)
+                        row = uint32(row0 + row_of(ty, i0 + i))
                         if shared:
                             for j in range(j0, min(j0 + COLS, TN), ALIKE):
                                 share = uint32(col0 // uint32(COUNTER_COLUMNS) + j // ALIKE)
                                 for s in range(SHARES):
-                                    place = column(tx, s)
+                                    place = column_of(tx, s)
                                     counter = uint32(share * uint32(WORD_COLUMNS) + place)
                                     w = _words(counter, row, b, h, options)
                                     n = i * COLS + j - j0 + s
@@ -85,12 +86,12 @@ def make_drop(spec):
                                     bits |= _bit(w[3] < threshold, n + 3 * SHARES)
                         else:
                             for j in range(j0, min(j0 + COLS, TN)):
-                                kept = keeps(row, uint32(col0 + column(tx, j)), b, h, options)
+                                kept = keeps(row, uint32(col0 + column_of(tx, j)), b, h, options)
                                 bits |= _bit(not kept, i * COLS + j - j0)
                     for i in range(ROWS):
                         for j in range(j0, min(j0 + COLS, TN)):
                             if (bits >> uint64(i * COLS + j - j0)) & uint64(1) != uint64(0):
-                                e = (i0 + i) * TN + j
+                                e = (i0 + i) * EI + j * EJ
                                 rP[e] = -rP[e]
 
     return drop

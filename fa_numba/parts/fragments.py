@@ -8,8 +8,8 @@ and column j of the thread's, so that rows 2 r and 2 r + 1 share the fragments o
 from functools import cache
 
 from fa_numba.device import cuda, device_function, float32, int32, uint32
-from fa_numba.intrinsics.async_copy import copy8_async
-from fa_numba.intrinsics.global_memory import read_pair, write2, write_pair
+from fa_numba.intrinsics.async_copy import copy8_async, copy_value_async
+from fa_numba.intrinsics.global_memory import read2, read_pair, write2, write_pair
 from fa_numba.intrinsics.matrix import (
     ldmatrix,
     ldmatrix_transposed,
@@ -17,12 +17,55 @@ from fa_numba.intrinsics.matrix import (
     mma_f16,
     pack_bf16,
     pack_f16,
+    unpack_bf16,
+    unpack_f16,
 )
+from fa_numba.intrinsics.reduction import add_global
+from fa_numba.intrinsics.shared import store2
+from fa_numba.options import PLAIN
 from fa_numba.parts.dropout import make_kept
+from fa_numba.parts.layout import make_column, make_row
 
 
 def _instructions(spec):
     return (mma_f16, pack_f16) if spec.dtype == "float16" else (mma_bf16, pack_bf16)
+
+
+@cache
+def make_read_two(dtype, aligned):
+    """``read_two(T, row, col, cols_end)``: two neighbours of a row in float32, 0 past its end."""
+    unpack = unpack_f16 if dtype == "float16" else unpack_bf16
+
+    @device_function
+    def read_two(T, row, col, cols_end):
+        if aligned:
+            return unpack(read2(T, row, col))
+        word = uint32(T[row, col])
+        if uint32(col + 1) < uint32(cols_end):
+            word = uint32(word | uint32(T[row, uint32(col + 1)]) << uint32(16))
+        return unpack(word)
+
+    return read_two
+
+
+@cache
+def make_write_two(dtype, aligned):
+    """``write_two(T, row, col, cols_end, low, high)``: two neighbours of a row, rounded."""
+    pack = pack_f16 if dtype == "float16" else pack_bf16
+
+    @device_function
+    def write_two(T, row, col, cols_end, low, high):
+        pair = pack(low, high)
+        if aligned:
+            if col < uint32(cols_end):
+                write2(T, row, col, pair)
+        else:
+            if col < uint32(cols_end):
+                T[row, col] = pair & uint32(0xFFFF)
+            if uint32(col + 1) < uint32(cols_end):
+                T[row, uint32(col + 1)] = pair >> uint32(16)
+
+    return write_two
 
 
 @cache
@@ -62,12 +105,11 @@ def make_load_halves(rows, spec):
 
 
 @cache
-def make_place(spec):
+def make_place(pitch):
     """``place(rows, columns)``: where this lane's row of four 8 x 8 tiles starts, for ``ldmatrix``.
 
     The tiles run down the rows first, then along the columns, or the other way round.
     """
-    pitch = spec.pitch
 
     @device_function
     def place(rows_first):
@@ -85,7 +127,7 @@ def make_place(spec):
 def make_load_q(spec):
     """``load_fragments(rQ, sQ, row0)``: Q's fragments to registers, where they stay there."""
     R, K, pitch, keeps = spec.TM // 2, spec.DN, spec.pitch, spec.keeps_q
-    place = make_place(spec)
+    place = make_place(pitch)
 
     @device_function
     def load_fragments(rQ, sQ, row0):
@@ -109,7 +151,7 @@ def make_fragment_scores(spec):
     R, TN, K, pitch, keeps = spec.TM // 2, spec.TN, spec.DN, spec.pitch, spec.keeps_q
     COLUMNS, RS, RA = spec.Bc // 16, spec.TM * spec.TN, 4 * (spec.TM // 2)
     mma, _ = _instructions(spec)
-    place = make_place(spec)
+    place = make_place(pitch)
 
     @device_function
     def scores(rS, rQ, sQ, sK, row0):
@@ -142,13 +184,16 @@ def make_fragment_scores(spec):
 
 
 @cache
-def make_add_fragment_product(spec):
-    """``add_product(rO, rP, sV, options)``: rO += Pij Vj, P rounded to 16 bits as it goes in."""
+def make_add_fragment_product(spec, drops=True):
+    """``add_product(rO, rP, sV, options)``: rO += Pij Vj, P rounded to 16 bits as it goes in.
+
+    ``drops`` is for a P that ``drop`` has marked.
+    """
     R, TN, DN, pitch = spec.TM // 2, spec.TN, spec.DN, spec.pitch
     K, RA = spec.Bc // 16, 4 * (spec.TM // 2)
     mma, pack = _instructions(spec)
-    place = make_place(spec)
-    kept = make_kept(spec.features)
+    place = make_place(pitch)
+    kept = make_kept(spec.features if drops else PLAIN)
 
     @device_function
     def add_product(rO, rP, sV, options):
@@ -175,24 +220,17 @@ def make_add_fragment_product(spec):
 def make_write_halves(spec):
     """``write_halves(rO, O, row0, rows_end, ty, tx)``: this thread's part of an O tile, rounded."""
     TM, DN4, STEP = spec.TM, 4 * spec.DN, spec.row_step
-    d, aligned = spec.head_dim, spec.aligned
-    _, pack = _instructions(spec)
+    d = spec.head_dim
+    write_two = make_write_two(spec.dtype, spec.aligned)
 
     @device_function
     def write_halves(rO, O, row0, rows_end, ty, tx):
         for i in range(TM):
             row = uint32(row0 + ty + i * STEP)
-            for n in range(DN4 // 2):
-                col = uint32(8 * n + 2 * tx)
-                pair = pack(rO[i * DN4 + 2 * n], rO[i * DN4 + 2 * n + 1])
-                if aligned:
-                    if row < rows_end and col < uint32(d):
-                        write2(O, row, col, pair)
-                else:
-                    if row < rows_end and col < uint32(d):
-                        O[row, col] = pair & uint32(0xFFFF)
-                    if row < rows_end and uint32(col + 1) < uint32(d):
-                        O[row, uint32(col + 1)] = pair >> uint32(16)
+            if row < rows_end:
+                for n in range(DN4 // 2):
+                    e = i * DN4 + 2 * n
+                    write_two(O, row, uint32(8 * n + 2 * tx), d, rO[e], rO[e + 1])
 
     return write_halves
 
@@ -241,3 +279,112 @@ def make_write_fragments(spec):
                     A[row, col] = rO[e]
 
     return write_fragments
+
+
+@cache
+def make_load_row_values(spec):
+    """``load_values(sT, T, row0, rows_end)`` starts copying one float a row; 0 past the end."""
+    Br, threads = spec.Br, spec.threads
+
+    @device_function
+    def load_values(sT, T, row0, rows_end):
+        n = uint32(cuda.threadIdx.x)
+        while n < uint32(Br):
+            row = uint32(row0 + n)
+            copy_value_async(sT, n, T, row, int32(row < uint32(rows_end)))
+            n = uint32(n + threads)
+
+    return load_values
+
+
+@cache
+def make_take_row_values(spec):
+    """``take_values(rv, sT, ty)``: of these floats the ones of a thread's rows."""
+    TM, row_of = spec.TM, make_row(spec)
+
+    @device_function
+    def take_values(rv, sT, ty):
+        for i in range(TM):
+            rv[i] = sT[row_of(ty, i)]
+
+    return take_values
+
+
+@cache
+def make_store_fragments(spec):
+    """``store_ds(sdS, rdS, ty, tx)``: dST, rounded, to shared memory; its rows are columns of S."""
+    TM, TN, pitch = spec.TM, spec.TN, spec.pitch_ds
+    row_of, column_of = make_row(spec), make_column(spec)
+    _, pack = _instructions(spec)
+
+    @device_function
+    def store_ds(sdS, rdS, ty, tx):
+        for j in range(TN):
+            for i in range(0, TM, 2):
+                e = j * TM + i
+                at = uint32(column_of(tx, j) * pitch + row_of(ty, i))
+                store2(sdS, at, pack(rdS[e], rdS[e + 1]))
+
+    return store_ds
+
+
+@cache
+def make_fragment_product(spec):
+    """``product(rdQ, sdS, sK)``: this warp's part of dQ = dSij Kj, dS transposed in shared memory."""
+    R, C, ALONG, DN = spec.query_fragments, spec.query_chunks, spec.chunk_warps, spec.DN
+    K, pitch, pitch_ds, RA = spec.Bc // 16, spec.pitch, spec.pitch_ds, 4 * spec.query_fragments
+    mma, _ = _instructions(spec)
+    place, place_ds = make_place(pitch), make_place(pitch_ds)
+
+    @device_function
+    def product(rdQ, sdS, sK):
+        rA = cuda.local.array(RA, uint32)
+        warp = uint32(cuda.threadIdx.x) // uint32(32)
+        chunk = uint32(warp % uint32(ALONG))
+        at_ds = uint32(place_ds(False) + warp // uint32(ALONG) * (16 * R))
+        at_k = uint32(place(True) + chunk * 16)
+        for e in range(8 * R * C):
+            rdQ[e] = float32(0.0)
+        for k in range(K):
+            for r in range(R):
+                a = ldmatrix_transposed(sdS, uint32(at_ds + (16 * k * pitch_ds + 16 * r)))
+                rA[4 * r] = a[0]
+                rA[4 * r + 1] = a[1]
+                rA[4 * r + 2] = a[2]
+                rA[4 * r + 3] = a[3]
+            for c in range(C):
+                if uint32(chunk + c * ALONG) < uint32(DN):
+                    b = ldmatrix_transposed(sK, uint32(at_k + (16 * k * pitch + 16 * c * ALONG)))
+                    for r in range(R):
+                        low = 8 * (r * C + c)
+                        high = low + 2
+                        e = 4 * r
+                        mma(rdQ, low, high, rA[e], rA[e + 1], rA[e + 2], rA[e + 3], b[0], b[1])
+                        low += 4
+                        high += 4
+                        mma(rdQ, low, high, rA[e], rA[e + 1], rA[e + 2], rA[e + 3], b[2], b[3])
+
+    return product
+
+
+@cache
+def make_add_query_fragments(spec):
+    """``add_rows(rdQ, A, row0, rows_end)``: A += this warp's part of dQ, by atomic adds."""
+    R, C, ALONG, d = spec.query_fragments, spec.query_chunks, spec.chunk_warps, spec.head_dim
+
+    @device_function
+    def add_rows(rdQ, A, row0, rows_end):
+        warp = uint32(cuda.threadIdx.x) // uint32(32)
+        lane = uint32(cuda.threadIdx.x) % uint32(32)
+        first = uint32(row0 + warp // uint32(ALONG) * (16 * R) + lane // uint32(4))
+        chunk = uint32(warp % uint32(ALONG))
+        for r in range(R):
+            for c in range(C):
+                for e in range(8):
+                    row = uint32(first + 16 * r + e // 2 % 2 * 8)
+                    col = uint32((chunk + c * ALONG) * 16 + e // 4 * 8 + lane % uint32(4) * 2)
+                    col = uint32(col + e % 2)
+                    if row < rows_end and col < uint32(d):
+                        add_global(A, row, col, rdQ[8 * (r * C + c) + e])
+
+    return add_rows

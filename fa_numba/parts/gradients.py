@@ -11,6 +11,7 @@ from fa_numba.device import cuda, device_function, float32, uint32
 from fa_numba.intrinsics.global_memory import write4
 from fa_numba.intrinsics.reduction import add_global
 from fa_numba.intrinsics.shared import load4
+from fa_numba.parts.layout import make_column, make_row
 from fa_numba.parts.rows import make_read_rows
 from fa_numba.parts.softmax import FULL_WARP
 
@@ -77,15 +78,15 @@ def make_score_gradients(spec):
     dS = P o (dP - D), in place of dP: added to dbias where asked for, and times the cap's slope.
     P as ``drop`` has marked it.
     """
-    TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.ty_count
-    features = spec.features
+    TM, TN, (EI, EJ), features = spec.TM, spec.TN, spec.element_steps, spec.features
+    row_of, column_of = make_row(spec), make_column(spec)
     dropout, dbias, softcap = features.dropout, features.dbias, features.softcap
 
     @device_function
     def score_gradients(rdP, rP, rD, rG, row0, col0, Nq, Nk, b, h, options, ty, tx):
         for i in range(TM):
             for j in range(TN):
-                e = i * TN + j
+                e = i * EI + j * EJ
                 p = rP[e]
                 if dropout:
                     dp = rdP[e] * options.inverse_keep
@@ -95,11 +96,11 @@ def make_score_gradients(spec):
         if dbias:
             dBh = options.dbias[b, h]
             for i in range(TM):
-                row = uint32(row0 + ty + i * TY)
+                row = uint32(row0 + row_of(ty, i))
                 for j in range(TN):
-                    col = uint32(col0 + tx + j * TX)
+                    col = uint32(col0 + column_of(tx, j))
                     if row < Nq and col < Nk:
-                        add_global(dBh, row, col, rdP[i * TN + j])
+                        add_global(dBh, row, col, rdP[i * EI + j * EJ])
         if softcap:
             for e in range(TM * TN):
                 rdP[e] *= rG[e]

@@ -1,4 +1,8 @@
-"""The columns of a tile of S that a thread owns; its rows are ty + i ``spec.row_step``."""
+"""Which rows and columns of a tile of S a thread owns, and in which register each element is.
+
+Element (i, j) of thread (ty, tx) stands in row ``row(ty, i)`` and column ``column(tx, j)`` of the
+tile, and in register i EI + j EJ with EI, EJ = ``spec.element_steps``.
+"""
 
 from functools import cache
 
@@ -6,12 +10,23 @@ from fa_numba.device import device_function, uint32
 
 
 @cache
+def make_row(spec):
+    """``row(ty, i)``: the place in a tile of S of a thread's row i."""
+    return _make_place(spec.row_width, spec.row_step)
+
+
+@cache
 def make_column(spec):
     """``column(tx, j)``: the place in a tile of S of a thread's column j."""
-    TX, W = spec.tx_count, spec.column_width
+    return _make_place(spec.column_width, spec.column_step)
+
+
+@cache
+def _make_place(width, step):
+    """``width`` neighbours each, ``step`` from the first of them to the next."""
 
     @device_function
-    def column(tx, j):
-        return uint32(tx * W + j // W * (W * TX) + j % W)
+    def place(thread, n):
+        return uint32(thread * width + n // width * step + n % width)
 
-    return column
+    return place

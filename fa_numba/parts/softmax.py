@@ -10,7 +10,7 @@ from fa_numba import masks
 from fa_numba.device import cuda, device_function, float32, int32, uint32
 from fa_numba.intrinsics.arithmetic import LN2, LOG2E, NEG_INF, exp2, log2, maximum
 from fa_numba.parts.dropout import make_kept
-from fa_numba.parts.layout import make_column
+from fa_numba.parts.layout import make_column, make_row
 from fa_numba.problem import UNBOUNDED
 
 FULL_WARP = 0xFFFFFFFF
@@ -29,11 +29,11 @@ def make_scale_and_mask(spec, unit=LOG2E, hides_blocks=False):
     ``options.softcap`` is in the unit of the scores. ``hides_blocks`` is for a kernel that visits
     the tiles that the block mask leaves out.
     """
-    TM, TN, TY = spec.TM, spec.TN, spec.row_step
+    TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
     Br, Bc, features = spec.Br, spec.Bc, spec.features
     causal, window, q_lens = features.causal, features.window, features.q_lens
     softcap, alibi, bias = features.softcap, features.alibi, features.bias
-    scales, column = not spec.folds_scale, make_column(spec)
+    scales, row_of, column_of = not spec.folds_scale, make_row(spec), make_column(spec)
     hides_blocks = hides_blocks and features.sparse
 
     @device_function
@@ -48,20 +48,20 @@ def make_scale_and_mask(spec, unit=LOG2E, hides_blocks=False):
         if alibi:
             slope = unit * options.slopes[b, h]
             for i in range(TM):
-                row = uint32(row0 + ty + i * TY)
+                row = uint32(row0 + row_of(ty, i))
                 for j in range(TN):
-                    col = uint32(col0 + column(tx, j))
+                    col = uint32(col0 + column_of(tx, j))
                     if row < Nq and col < Nk:
                         keys = int32(_distance(int32(row), int32(col), diagonal))
-                        rS[i * TN + j] -= slope * float32(keys)
+                        rS[i * EI + j * EJ] -= slope * float32(keys)
         if bias:
             Bh = options.bias[b, h]
             for i in range(TM):
-                row = uint32(row0 + ty + i * TY)
+                row = uint32(row0 + row_of(ty, i))
                 for j in range(TN):
-                    col = uint32(col0 + column(tx, j))
+                    col = uint32(col0 + column_of(tx, j))
                     if row < Nq and col < Nk:
-                        rS[i * TN + j] += unit * Bh[row, col]
+                        rS[i * EI + j * EJ] += unit * Bh[row, col]
         last = uint32(col0 + (Bc - 1))
         inside = last < Nk
         if causal:
@@ -80,9 +80,9 @@ def make_scale_and_mask(spec, unit=LOG2E, hides_blocks=False):
             inside = inside and block != 0
         if not inside:
             for i in range(TM):
-                row = int32(row0 + ty + i * TY)
+                row = int32(row0 + row_of(ty, i))
                 for j in range(TN):
-                    col = uint32(col0 + column(tx, j))
+                    col = uint32(col0 + column_of(tx, j))
                     visible = col < Nk
                     if causal:
                         visible = visible and _visible_causal(row, int32(col), diagonal)
@@ -94,7 +94,7 @@ def make_scale_and_mask(spec, unit=LOG2E, hides_blocks=False):
                     if hides_blocks:
                         visible = visible and block != 0
                     if not visible:
-                        rS[i * TN + j] = NEG_INF
+                        rS[i * EI + j * EJ] = NEG_INF
 
     return scale_and_mask
 
@@ -165,17 +165,23 @@ def make_sum_lanes(spec):
 
 @cache
 def make_softmax_from_lse(spec):
-    """``softmax_from_lse(rS, rL)``: scores to P = exp(S - L); 0 in a row with L = -inf."""
-    TM, TN = spec.TM, spec.TN
+    """``softmax_from_lse(rS, scale, rL)``: scores to P = exp(S - L); 0 in a row with L = -inf.
+
+    ``scale`` as in ``online_softmax``.
+    """
+    TM, TN, (EI, EJ), folds = spec.TM, spec.TN, spec.element_steps, spec.folds_scale
 
     @device_function
-    def softmax_from_lse(rS, rL):
+    def softmax_from_lse(rS, scale, rL):
         for i in range(TM):
             shift = LOG2E * rL[i]
             if rL[i] == NEG_INF:
                 shift = float32(0.0)
             for j in range(TN):
-                rS[i * TN + j] = exp2(rS[i * TN + j] - shift)
+                s = rS[i * EI + j * EJ]
+                if folds:
+                    s = s * scale
+                rS[i * EI + j * EJ] = exp2(s - shift)
 
     return softmax_from_lse
 

@@ -154,7 +154,7 @@ def make_backward(spec):
                     cap_slopes(rG, rS, scale_log2, options)
                     scale_and_mask(rS, scale_log2, i0, j0, Nq, Nk, b, h, options, ty, tx)
                     # Alg. 4 line 13: Pij = diag(li)^-1 exp(Sij - mi)
-                    softmax_from_lse(rS, rL)
+                    softmax_from_lse(rS, scale_log2, rL)
                     # Alg. 4 lines 14, 15: Pij without what is dropped
                     drop(rS, i0, j0, b, h, options, ty, tx)
                     store_p(sP, rS, options, ty, tx)

@@ -143,7 +143,7 @@ def make_backward(spec, atomic=True):
                 cap_slopes(rG, rS, scale_log2, options)
                 scale_and_mask(rS, scale_log2, i0, j0, Nq, Nk, b, h, options, ty, tx)
                 # Alg. 2 line 11: Pij = exp(Sij - Li)
-                softmax_from_lse(rS, rL)
+                softmax_from_lse(rS, scale_log2, rL)
                 drop(rS, i0, j0, b, h, options, ty, tx)
                 store_p(sP, rS, options, ty, tx)
                 # Alg. 2 line 13: dPij = dOi VjT
@@ -301,7 +301,7 @@ def make_query_gradients(spec):
             scores(rS, sQ, sK, ty, tx)
             cap_slopes(rG, rS, scale_log2, options)
             scale_and_mask(rS, scale_log2, i0, j0, Nq, Nk, b, h, options, ty, tx)
-            softmax_from_lse(rS, rL)
+            softmax_from_lse(rS, scale_log2, rL)
             drop(rS, i0, j0, b, h, options, ty, tx)
             scores(rdP, sdO, sV, ty, tx)
             score_gradients(rdP, rS, rD, rG, i0, j0, Nq, Nk, b, h, options, ty, tx)
