@@ -710,7 +710,7 @@ def workspace(
     rounded up to a multiple of 4. fa1: l and m, 8 R, and in 16 bits A, 4 R d with d rounded up to
     a multiple of 2. fa2: L, 4 R, and nothing when the caller takes L (`return_lse`). Backward.
     standard: P, and dP, which dS overwrites, twice the above. fa1: nothing. fa2: D, 4 R, and in 16
-    bits A, 4 R d, but for `deterministic`.
+    bits A, 4 R d as before, but for `deterministic`.
     """
     _check("algorithm", algorithm, ALGORITHMS)
     _check("passes", passes, PASSES[:2])
@@ -719,12 +719,12 @@ def workspace(
         matrices = 1 if passes == "fwd" else 2
         return ELEMENT_BYTES * matrices * math.prod(rows_of_scores) * (-(-Nk // 4) * 4)
     rows = math.prod(problem.lse_shape)
+    kept = 0 if problem.dtype == "float32" else -(-problem.head_dim // 2) * 2
     if passes == "bwd":
-        sums = 0 if problem.dtype == "float32" or deterministic else problem.head_dim
+        sums = 0 if deterministic else kept
         return 0 if algorithm == "fa1" else ELEMENT_BYTES * rows * (1 + sums)
     if algorithm == "fa1":
-        columns = 0 if problem.dtype == "float32" else -(-problem.head_dim // 2) * 2
-        return ELEMENT_BYTES * rows * (2 + columns)
+        return ELEMENT_BYTES * rows * (2 + kept)
     return 0 if return_lse else ELEMENT_BYTES * rows
 
 

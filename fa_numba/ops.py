@@ -236,9 +236,8 @@ def _forward(
         elif run.plan.algorithm == "fa1":
             l, m = allocate(_row_shape(problem)), allocate(_row_shape(problem))
             L = l if L is None else L  # not written
-            # On tensor cores O between the passes, in float32; its rows start at 8-byte addresses.
-            wide = (*O.shape[:3], -(-problem.head_dim // 2) * 2)
-            between = (allocate(wide),) if run.plan.unit == "mma" else ()
+            # On tensor cores O between the passes, in float32
+            between = (allocate(_paired(O.shape)),) if run.plan.unit == "mma" else ()
             args = (Q, K, V, O, *between, L, l, m, scale, group, run.split_rows)
             launch(run, 0, args, values, stream)
         else:
@@ -401,7 +400,7 @@ def _backward(run: Run, arguments: Arguments, arrays: dict, views: list, stream:
             A = dQ
             if run.plan.unit == "mma":
                 # On tensor cores the sum of dQ, in float32; not touched by the second sweep.
-                A = allocate(dQ.shape) if run.of("round_rows") else _with_axis(D)
+                A = allocate(_paired(dQ.shape)) if run.of("round_rows") else _with_axis(D)
             launch(run, 0, (O, dO, D, A), values, stream)
             for n in run.of("fa2_backward"):
                 launch(run, n, (Q, K, V, dO, L, D, A, dK, dV, *factors), values, stream)
@@ -422,6 +421,11 @@ def _backward(run: Run, arguments: Arguments, arrays: dict, views: list, stream:
             launch(run, 4, (P, dO, dV, group), values, stream)
             launch(run, 5, (dP, K, dQ, group), values, stream)
             launch(run, 6, (dP, Q, dK, group), values, stream)
+
+
+def _paired(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A float32 shape whose rows start at 8-byte addresses."""
+    return (*shape[:-1], -(-shape[-1] // 2) * 2)
 
 
 def _with_axis(D: Any) -> Any:

@@ -326,6 +326,7 @@ class MmaBackwardSpec(MmaSpec):
 
     makes_dv: bool = True
     makes_dk: bool = True
+    vector_adds: bool = True
 
     @property
     def row_width(self) -> int:

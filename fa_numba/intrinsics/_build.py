@@ -47,13 +47,16 @@ def shared_pointer(context, builder, array_ty, array, index, index_ty):
     return builder.gep(base, [to_i32(context, builder, index, index_ty)])
 
 
-def global_pointer(context, builder, array_ty, array, *places):
+def global_pointer(context, builder, array_ty, array, *places, contiguous=False):
     """Pointer (address space 1) to an element of an array with any strides.
 
-    ``places`` are an index and its type for every axis.
+    ``places`` are an index and its type for every axis; with ``contiguous`` the last axis has no
+    gaps, which saves its multiplication.
     """
     view = context.make_array(array_ty)(context, builder, array)
     strides = cgutils.unpack_tuple(builder, view.strides)
+    if contiguous:
+        strides[-1] = strides[-1].type(array_ty.dtype.bitwidth // 8)
     offset = None
     for index, ty, stride in zip(places[::2], places[1::2], strides, strict=True):
         wide = context.cast(builder, index, ty, types.int64)

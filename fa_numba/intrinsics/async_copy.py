@@ -32,7 +32,8 @@ def _copy(width, element_bytes=4):
         def codegen(context, builder, signature, args):
             target = shared_pointer(context, builder, dst, args[0], args[1], index)
             pairs = [x for pair in zip(args[3:-1], places, strict=True) for x in pair]
-            source = global_pointer(context, builder, src, args[2], *pairs)
+            vector = width > 1
+            source = global_pointer(context, builder, src, args[2], *pairs, contiguous=vector)
             # Bytes to read; the rest of the destination is filled with zeros.
             read = builder.mul(args[-1], I32(element_bytes))
             asm = ir.InlineAsm(

@@ -20,6 +20,11 @@ from fa_numba.intrinsics._build import (
 )
 
 
+def _pointer(context, builder, array, args, row, col):
+    place = (args[1], row, args[2], col)
+    return global_pointer(context, builder, array, args[0], *place, contiguous=True)
+
+
 def _read4(array, row, col):
     return array.load((row, col), 4)
 
@@ -32,7 +37,7 @@ def read4(typingctx, array, row, col):
         return None
 
     def codegen(context, builder, signature, args):
-        pointer = global_pointer(context, builder, array, args[0], args[1], row, args[2], col)
+        pointer = _pointer(context, builder, array, args, row, col)
         vector = builder.load(builder.bitcast(pointer, FLOAT4.as_pointer(GLOBAL)), align=16)
         return unpack4(context, builder, vector)
 
@@ -51,7 +56,7 @@ def write4(typingctx, array, row, col, x0, x1, x2, x3):
         return None
 
     def codegen(context, builder, signature, args):
-        pointer = global_pointer(context, builder, array, args[0], args[1], row, args[2], col)
+        pointer = _pointer(context, builder, array, args, row, col)
         target = builder.bitcast(pointer, FLOAT4.as_pointer(GLOBAL))
         builder.store(pack4(builder, args[3:]), target, align=16)
 
@@ -73,7 +78,7 @@ def read2(typingctx, array, row, col):
         return None
 
     def codegen(context, builder, signature, args):
-        pointer = global_pointer(context, builder, array, args[0], args[1], row, args[2], col)
+        pointer = _pointer(context, builder, array, args, row, col)
         return builder.load(builder.bitcast(pointer, I32.as_pointer(GLOBAL)), align=4)
 
     return types.uint32(array, row, col), codegen
@@ -93,7 +98,7 @@ def write2(typingctx, array, row, col, pair):
         return None
 
     def codegen(context, builder, signature, args):
-        pointer = global_pointer(context, builder, array, args[0], args[1], row, args[2], col)
+        pointer = _pointer(context, builder, array, args, row, col)
         builder.store(args[3], builder.bitcast(pointer, I32.as_pointer(GLOBAL)), align=4)
 
     return types.void(array, row, col, pair), codegen
@@ -111,7 +116,7 @@ def read_pair(typingctx, array, row, col):
         return None
 
     def codegen(context, builder, signature, args):
-        pointer = global_pointer(context, builder, array, args[0], args[1], row, args[2], col)
+        pointer = _pointer(context, builder, array, args, row, col)
         vector = builder.load(builder.bitcast(pointer, FLOAT2.as_pointer(GLOBAL)), align=8)
         lanes = [builder.extract_element(vector, I32(n)) for n in range(2)]
         return context.make_tuple(builder, FLOAT2_TUPLE, lanes)
@@ -131,7 +136,7 @@ def write_pair(typingctx, array, row, col, x0, x1):
         return None
 
     def codegen(context, builder, signature, args):
-        pointer = global_pointer(context, builder, array, args[0], args[1], row, args[2], col)
+        pointer = _pointer(context, builder, array, args, row, col)
         vector = ir.Constant(FLOAT2, ir.Undefined)
         for n in range(2):
             vector = builder.insert_element(vector, args[3 + n], I32(n))

@@ -7,6 +7,7 @@ from numba.cuda.extending import intrinsic
 from fa_numba.intrinsics._build import (
     F32,
     GLOBAL,
+    I32,
     emulated_by,
     global_pointer,
     is_float32_array,
@@ -39,3 +40,50 @@ def add_global(typingctx, array, row, col, value):
         builder.call(asm, [pointer, args[3]])
 
     return types.void(array, row, col, value), codegen
+
+
+def _add_pair(array, row, col, x0, x1, adds):
+    if adds:
+        _add_global(array, row, col, x0)
+        _add_global(array, row, col + 1, x1)
+
+
+def _add_two(instruction):
+    code = "{.reg .pred p; setp.ne.u32 p, $3, 0; " + instruction + "}"
+
+    def build(typingctx, array, row, col, x0, x1, adds):
+        if not is_float32_array(array, 2) or adds != types.boolean:
+            return None
+
+        def codegen(context, builder, signature, args):
+            place = (args[1], row, args[2], col)
+            pointer = global_pointer(context, builder, array, args[0], *place, contiguous=True)
+            asm = ir.InlineAsm(
+                ir.FunctionType(ir.VoidType(), [pointer.type, F32, F32, I32]),
+                code,
+                "l,f,f,r,~{memory}",
+                side_effect=True,
+            )
+            builder.call(asm, [pointer, args[3], args[4], builder.zext(args[5], I32)])
+
+        return types.void(array, row, col, x0, x1, adds), codegen
+
+    return build
+
+
+@emulated_by(_add_pair)
+@intrinsic
+def add_pair(typingctx, array, row, col, x0, x1, adds):
+    """x0 and x1 added, atomically each, to array[row, col] and array[row, col + 1] if ``adds``:
+    ``red.global.add.f32``. The last axis has no gaps.
+    """
+    two = "@p red.global.add.f32 [$0], $1; @p red.global.add.f32 [$0+4], $2;"
+    return _add_two(two)(typingctx, array, row, col, x0, x1, adds)
+
+
+@emulated_by(_add_pair)
+@intrinsic
+def add_pair_vector(typingctx, array, row, col, x0, x1, adds):
+    """The same, 8-byte aligned, in one ``red.global.add.v2.f32`` (PTX ISA 8.1, sm_90 and later)."""
+    one = "@p red.global.add.v2.f32 [$0], {$1, $2};"
+    return _add_two(one)(typingctx, array, row, col, x0, x1, adds)

@@ -20,7 +20,7 @@ from fa_numba.intrinsics.matrix import (
     unpack_bf16,
     unpack_f16,
 )
-from fa_numba.intrinsics.reduction import add_global
+from fa_numba.intrinsics.reduction import add_global, add_pair, add_pair_vector
 from fa_numba.intrinsics.shared import store2
 from fa_numba.options import PLAIN
 from fa_numba.parts.dropout import make_kept
@@ -288,11 +288,11 @@ def make_load_row_values(spec):
 
     @device_function
     def load_values(sT, T, row0, rows_end):
-        n = uint32(cuda.threadIdx.x)
-        while n < uint32(Br):
+        for first in range(0, Br, threads):
+            n = uint32(cuda.threadIdx.x + first)
             row = uint32(row0 + n)
-            copy_value_async(sT, n, T, row, int32(row < uint32(rows_end)))
-            n = uint32(n + threads)
+            if n < uint32(Br):
+                copy_value_async(sT, n, T, row, int32(row < uint32(rows_end)))
 
     return load_values
 
@@ -371,20 +371,24 @@ def make_fragment_product(spec):
 def make_add_query_fragments(spec):
     """``add_rows(rdQ, A, row0, rows_end)``: A += this warp's part of dQ, by atomic adds."""
     R, C, ALONG, d = spec.query_fragments, spec.query_chunks, spec.chunk_warps, spec.head_dim
+    odd, add = d % 2 == 1, add_pair_vector if spec.vector_adds else add_pair
 
     @device_function
     def add_rows(rdQ, A, row0, rows_end):
         warp = uint32(cuda.threadIdx.x) // uint32(32)
         lane = uint32(cuda.threadIdx.x) % uint32(32)
         first = uint32(row0 + warp // uint32(ALONG) * (16 * R) + lane // uint32(4))
-        chunk = uint32(warp % uint32(ALONG))
+        col0 = uint32(warp % uint32(ALONG) * 16 + lane % uint32(4) * 2)
         for r in range(R):
-            for c in range(C):
-                for e in range(8):
-                    row = uint32(first + 16 * r + e // 2 % 2 * 8)
-                    col = uint32((chunk + c * ALONG) * 16 + e // 4 * 8 + lane % uint32(4) * 2)
-                    col = uint32(col + e % 2)
-                    if row < rows_end and col < uint32(d):
-                        add_global(A, row, col, rdQ[8 * (r * C + c) + e])
+            for half in range(2):
+                row = uint32(first + (16 * r + 8 * half))
+                for c in range(C):
+                    for n in range(2):
+                        col = uint32(col0 + (16 * c * ALONG + 8 * n))
+                        e = 8 * (r * C + c) + 4 * n + 2 * half
+                        inside = row < rows_end and uint32(col + 1) < uint32(d)
+                        add(A, row, col, rdQ[e], rdQ[e + 1], inside)
+                        if odd and row < rows_end and uint32(col + 1) == uint32(d):
+                            add_global(A, row, col, rdQ[e])
 
     return add_rows
