@@ -503,7 +503,6 @@ def fa2_backward(
     *,
     deterministic: bool = False,
     sweep_tiles: TileSizes | None = None,
-    apart: bool = False,
     block_mask: Any = None,
     dbias: bool = False,
 ) -> Accesses:
@@ -518,8 +517,6 @@ def fa2_backward(
 
     In 16 bits dQ is summed in a float32 array `A`, and then rounded:
         loads  A: N_q' d    stores  dQ: N_q' d
-    `apart` is for two kernels over the K/V grid, one of them for dV: Q, dO, L, bias and K are
-    loaded once more.
 
     `deterministic` drops the atomic adds to dQ, the zeros and the rounding. A grid over Q blocks,
     of `sweep_tiles` or the same, makes dQ instead: per head it
@@ -530,16 +527,8 @@ def fa2_backward(
     d, head = problem.head_dim, _whole(problem, tiles, problem.heads_q)
     shared = _whole(problem, tiles, problem.heads_k)
     visits = _visits(problem, tiles, block_mask)
-    pairs = visits.pairs if problem.bias else 0
     kept = "dQ" if problem.dtype == "float32" else "A"
     adds = {kept: 0 if deterministic else visits.rows * d, "dbias": visits.pairs if dbias else 0}
-    for_dv = {
-        "Q": visits.rows * d,
-        "dO": visits.rows * d,
-        "L": visits.rows,
-        "K": shared.columns * d,
-        "bias": pairs,
-    }
 
     row_sums = _accesses(
         problem,
@@ -548,12 +537,19 @@ def fa2_backward(
     )
     over_columns = _accesses(
         problem,
-        for_dv | {"D": visits.rows, "V": shared.columns * d} | adds,
+        {
+            "Q": visits.rows * d,
+            "dO": visits.rows * d,
+            "L": visits.rows,
+            "D": visits.rows,
+            "K": shared.columns * d,
+            "V": shared.columns * d,
+            "bias": visits.pairs if problem.bias else 0,
+        }
+        | adds,
         {"dK": shared.all_columns * d, "dV": shared.all_columns * d} | adds,
     )
     parts = [row_sums, over_columns]
-    if apart:
-        parts.append(_accesses(problem, for_dv, {}))
     if deterministic:
         sweep = _visits(problem, sweep_tiles or tiles, block_mask)
         loads = {

@@ -318,18 +318,15 @@ def _mma_backward(
     features = Features.of(problem, dbias=return_dbias)
     facts: dict[str, Any] = {"aligned": aligned, "dtype": dtype}
     facts["positive_scale"] = problem.scale > 0.0
-    spec = specialise_mma_backward(tiles, d, limit, features=features, **facts)
+    adds = {"vector_adds": device.compute_capability() >= (9, 0)}
+    spec = specialise_mma_backward(tiles, d, limit, features=features, **facts, **adds)
     tiles = Tiles(tiles.Br, tiles.Bc, spec.threads)
     Tc, heads_q, heads_k = -(-Nk // tiles.Bc), problem.heads_q, problem.heads_k
     over_rows = None
     lengths, kernel = _lengths_of(features), mma.fa2_backward
     sums = kernel.make_row_sums(d, dtype, aligned, not deterministic, lengths)
     launches = [(sums, -(-Nq // kernel.WARPS), heads_q)]
-    specs = [spec]
-    if not spec.makes_dv:
-        plain = replace(features, dbias=False)
-        specs.append(replace(spec, makes_dv=True, makes_dk=False, features=plain))
-    launches += [(kernel.make_backward(s, not deterministic), Tc, heads_k) for s in specs]
+    launches.append((kernel.make_backward(spec, not deterministic), Tc, heads_k))
     if deterministic:
         # The blocks of a mask are those of the tiles.
         over_rows = tiles if problem.sparse else sweep_tiles(d, limit)
@@ -340,8 +337,7 @@ def _mma_backward(
     else:
         rounds = kernel.make_round_rows(d, dtype, aligned, lengths)
         launches.append((rounds, -(-Nq // kernel.WARPS), heads_q))
-    how = {"dbias": return_dbias, "deterministic": deterministic, "apart": len(specs) == 2}
-    how["sweep_tiles"] = over_rows
+    how = {"dbias": return_dbias, "deterministic": deterministic, "sweep_tiles": over_rows}
     count = functools.partial(io_model.fa2_backward, problem, tiles, **how)
     workspace = io_model.workspace(algorithm, problem, passes="bwd", deterministic=deterministic)
     return _run("bwd", algorithm, problem, tiles, launches, count, workspace, unit="mma")

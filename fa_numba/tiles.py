@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -316,17 +317,17 @@ class MmaSpec(Spec):
 class MmaBackwardSpec(MmaSpec):
     """The same for a backward kernel, whose S and dP stand transposed in registers.
 
-    A warp takes 16 columns of S, or several times 16, and all rows: PT and dST are then first
-    operands of dV += PT dO and dK += dST Q without leaving registers. Thread (ty, tx) is place ty
-    of 4 and, counted over the warps, group tx of a fragment of ST: it owns columns tx + 8 j and of
-    each 8 rows 2 ty and 2 ty + 1. dQ needs all columns: dST passes through shared memory, and
-    ``query_warps`` x ``chunk_warps`` warps share a tile of dQ. Where registers do not hold dK and
-    dV a kernel makes dV and another one dK and dQ.
+    A warp takes 16 columns of S, or several times 16. With ``row_warps`` 1 it takes all rows: PT and
+    dST are then first operands of dV += PT dO and dK += dST Q without leaving registers. With 2 two
+    warps take half of the rows each, exchange PT and dST through shared memory, and make half of
+    the columns of dK and dV each: half the registers. Thread (ty, tx) owns columns tx + 8 j and of
+    each 8 rows 2 ty and 2 ty + 1, counted over the warps. dQ needs all columns: dST is in shared
+    memory, and ``query_warps`` x ``chunk_warps`` warps share a tile of dQ. ``vector_adds`` sums two
+    neighbours of it at a time, which sm_90 can.
     """
 
-    makes_dv: bool = True
-    makes_dk: bool = True
-    vector_adds: bool = True
+    row_warps: int = 1
+    vector_adds: bool = False
 
     @property
     def row_width(self) -> int:
@@ -342,34 +343,39 @@ class MmaBackwardSpec(MmaSpec):
 
     @property
     def TM(self) -> int:
-        return self.Br // 4
+        return self.Br // (4 * self.row_warps)
 
     @property
     def TN(self) -> int:
-        return self.Bc // (8 * self.warps)
+        return self.Bc * self.row_warps // (8 * self.warps)
 
     @property
-    def turned(self) -> MmaSpec:
-        """ST = K QT and PT dO, with K in Q's place, as the products of the forward pass."""
-        operands = (1 + self.makes_dk) * self.TN * self.DN  # K and V
-        keeps = self.accumulators + operands <= 176
+    def DN(self) -> int:
+        return -(-self.head_dim // (16 * self.row_warps)) * self.row_warps
+
+    @property
+    def scores(self) -> TurnedSpec:
+        """ST = K QT and dPT = V dOT of a warp, with K and V in Q's place in the forward pass."""
+        rows = self.Br // self.row_warps
+        keeps = self.row_warps == 1 and self.accumulators + 4 * self.TN * self.DN <= 176
+        return self._turned(16 * self.DN, rows, keeps)
+
+    @property
+    def gradients(self) -> TurnedSpec:
+        """dV = PT dO and dK = dST Q of a warp, as P V in the forward pass."""
+        return self._turned(16 * self.DN // self.row_warps, self.Br, False)
+
+    def _turned(self, head_dim: int, rows: int, keeps: bool) -> TurnedSpec:
+        features, dtype = self.features, self.dtype
+        facts = {"features": features, "aligned": self.aligned, "dtype": dtype}
         return TurnedSpec(
-            self.head_dim,
-            self.Bc,
-            self.Br,
-            4,
-            8 * self.warps,
-            self.features,
-            self.aligned,
-            dtype=self.dtype,
-            keeps_q=keeps,
+            head_dim, self.Bc, rows, 4, 8 * self.warps, keeps_q=keeps, whole=self, **facts
         )
 
     @property
     def accumulators(self) -> int:
         """Registers of one thread's parts of dK and dV, and of S and dP."""
-        gradients = (self.makes_dv + self.makes_dk) * 4 * self.DN
-        return self.TN * (gradients + (1 + self.makes_dk) * self.TM)
+        return 2 * self.TN * (4 * self.DN // self.row_warps + self.TM)
 
     @property
     def query_warps(self) -> int:
@@ -409,9 +415,9 @@ class MmaBackwardSpec(MmaSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Two stages of Q, dO, L and D; K, V and dST."""
+        """Two stages of Q, dO, L and D; K, V, dST and, where warps exchange it, PT."""
         rows, columns, scores = self.tile_halves
-        return 2 * (4 * rows + 2 * columns + scores) + 16 * self.Br
+        return 2 * (4 * rows + 2 * columns + self.row_warps * scores) + 16 * self.Br
 
     @property
     def fits_registers(self) -> bool:
@@ -433,9 +439,21 @@ class MmaSweepSpec(MmaSpec):
 
 @dataclass(frozen=True)
 class TurnedSpec(MmaSpec):
-    """K in Q's place: whether its fragments stay in registers is the backward kernel's to say."""
+    """Columns of S in the place of rows: a part of what the kernel of ``whole`` multiplies.
+
+    ``head_dim`` counts whole fragments; pitch and TM, the warp's 8-column groups, are the kernel's.
+    """
 
     keeps_q: bool = False
+    whole: MmaBackwardSpec = None  # type: ignore[assignment]
+
+    @property
+    def TM(self) -> int:
+        return self.whole.TN
+
+    @property
+    def pitch(self) -> int:
+        return self.whole.pitch
 
 
 def specialise_mma(
@@ -499,23 +517,24 @@ def default_mma_tiles(
         Bc = 256 if head_dim <= 64 else 128 if head_dim <= 128 else 32
     Br = min(128, max(16, 2 * _power_of_two(max(1, seqlen_q - 1))))
     Bc = min(Bc, max(16, 2 * _power_of_two(max(1, seqlen_k - 1))))
-    found = _shrunk_mma(Br, Bc, lambda t: specialise_mma(t, head_dim, shared_limit))
+    make = functools.partial(specialise_mma, head_dim=head_dim, shared_limit=shared_limit)
+    found = _shrunk_mma(Br, Bc, make)
     # 32 rows a warp spill registers at these head dimensions.
     if 64 < -(-head_dim // 16) * 16 < 128 and found.Br % 128 == 0:
         return Tiles(found.Br, found.Bc, 2 * found.Br)
     return found
 
 
-def _shrunk_mma(Br: int, Bc: int, specialised: Callable[[Tiles], Any]) -> Tiles:
-    """The first tiles that can be specialised, columns halved first."""
+def _shrunk_mma(Br: int, Bc: int, specialised: Callable[[Tiles], Any], least: int = 16) -> Tiles:
+    """The first tiles that can be specialised, columns halved first; Br is not below ``least``."""
     while True:
         try:
             specialised(Tiles(Br, Bc))
             return Tiles(Br, Bc)
         except ValueError:
-            if (Br, Bc) == (16, 16):
+            if (Br, Bc) == (least, 16):
                 raise
-            Br, Bc = (Br, Bc // 2) if Bc > 32 or Br == 16 else (Br // 2, Bc)
+            Br, Bc = (Br, Bc // 2) if Bc > 32 or Br == least else (Br // 2, Bc)
 
 
 def specialise_mma_backward(
@@ -523,17 +542,26 @@ def specialise_mma_backward(
 ) -> MmaBackwardSpec:
     """The tensor-core specialisation of a backward kernel for ``tiles``, as ``specialise_mma``.
 
-    A warp takes 16 or 32 columns; None takes 16 where it can.
+    Two warps share their columns beyond d = 64, where the registers of one hold too few of them. A
+    warp takes 32 or 16 columns; None takes 32 where it can.
     """
-    if tiles.Br % 16 or tiles.Bc % 16:
+    row_warps = 1 if head_dim <= 64 else 2
+    if tiles.Br % (16 * row_warps) or tiles.Bc % 16:
         raise ValueError(
-            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} on tensor cores: allowed are multiples of 16"
+            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} on tensor cores at head_dim={head_dim}, "
+            f"backward: allowed are multiples of {16 * row_warps} and 16"
         )
-    # Beyond d = 128 a warp's registers hold one of dK and dV.
-    apart = {"makes_dv": False} if head_dim > 128 else {}
     found = [
-        MmaBackwardSpec(head_dim, tiles.Br, tiles.Bc, 4, 8 * (tiles.Bc // columns), **facts, **apart)
-        for columns in (16, 32)
+        MmaBackwardSpec(
+            head_dim,
+            tiles.Br,
+            tiles.Bc,
+            4,
+            8 * row_warps * (tiles.Bc // columns),
+            row_warps=row_warps,
+            **facts,
+        )
+        for columns in (32, 16)
         if tiles.Bc % columns == 0
     ]
     return _chosen(found, tiles, head_dim, shared_limit)
@@ -542,17 +570,24 @@ def specialise_mma_backward(
 def default_mma_backward_tiles(
     seqlen_q: int, seqlen_k: int, head_dim: int, shared_limit: int
 ) -> Tiles:
-    """Block sizes of the backward kernels on tensor cores: 64 x 128, or 32 x 128 beyond d = 64,
-    halved until memory and registers hold them."""
-    Br = min(64 if head_dim <= 64 else 32, max(16, 2 * _power_of_two(max(1, seqlen_q - 1))))
-    Bc = min(128, max(16, 2 * _power_of_two(max(1, seqlen_k - 1))))
-    return _shrunk_mma(Br, Bc, lambda t: specialise_mma_backward(t, head_dim, shared_limit))
+    """Block sizes of the backward kernels on tensor cores: 32 x 128, 64 x 128 where two warps share
+    their columns and 32 x 64 beyond d = 128, halved until memory and registers hold them."""
+    Br, Bc = (32, 128) if head_dim <= 64 else (64, 128) if head_dim <= 128 else (32, 64)
+    smallest = 16 if head_dim <= 64 else 32
+    Br = min(Br, max(smallest, 2 * _power_of_two(max(1, seqlen_q - 1))))
+    Bc = min(Bc, max(16, 2 * _power_of_two(max(1, seqlen_k - 1))))
+    make = functools.partial(
+        specialise_mma_backward, head_dim=head_dim, shared_limit=shared_limit
+    )
+    return _shrunk_mma(Br, Bc, make, smallest)
 
 
 def sweep_tiles(head_dim: int, shared_limit: int) -> Tiles:
     """Block sizes of the second sweep on tensor cores: 64 x 64, halved until they fit."""
-    kind = MmaSweepSpec
-    return _shrunk_mma(64, 64, lambda t: specialise_mma(t, head_dim, shared_limit, kind))
+    make = functools.partial(
+        specialise_mma, head_dim=head_dim, shared_limit=shared_limit, kind=MmaSweepSpec
+    )
+    return _shrunk_mma(64, 64, make)
 
 
 def splits(

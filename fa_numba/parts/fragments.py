@@ -147,17 +147,19 @@ def make_load_q(spec):
 
 @cache
 def make_fragment_scores(spec):
-    """``scores(rS, rQ, sQ, sK, row0)``: rS = Qi KjT for this warp's rows from ``row0`` on."""
+    """``scores(rS, rQ, sQ, sK, row0, col0)``: rS = Qi KjT for this warp's rows from ``row0`` and
+    columns from ``col0`` on.
+    """
     R, TN, K, pitch, keeps = spec.TM // 2, spec.TN, spec.DN, spec.pitch, spec.keeps_q
     COLUMNS, RS, RA = spec.Bc // 16, spec.TM * spec.TN, 4 * (spec.TM // 2)
     mma, _ = _instructions(spec)
     place = make_place(pitch)
 
     @device_function
-    def scores(rS, rQ, sQ, sK, row0):
+    def scores(rS, rQ, sQ, sK, row0, col0):
         rA = cuda.local.array(RA, uint32)
         at_q = uint32(row0 * pitch + place(True))
-        at_k = place(False)
+        at_k = uint32(col0 * pitch + place(False))
         for e in range(RS):
             rS[e] = float32(0.0)
         for k in range(K):
@@ -217,10 +219,13 @@ def make_add_fragment_product(spec, drops=True):
 
 
 @cache
-def make_write_halves(spec):
-    """``write_halves(rO, O, row0, rows_end, ty, tx)``: this thread's part of an O tile, rounded."""
+def make_write_halves(spec, cols_end=None):
+    """``write_halves(rO, O, row0, rows_end, ty, tx)``: this thread's part of an O tile, rounded.
+
+    ``cols_end`` is the length of O's rows, where that is not the head dimension of ``spec``.
+    """
     TM, DN4, STEP = spec.TM, 4 * spec.DN, spec.row_step
-    d = spec.head_dim
+    d = spec.head_dim if cols_end is None else cols_end
     write_two = make_write_two(spec.dtype, spec.aligned)
 
     @device_function
@@ -311,21 +316,66 @@ def make_take_row_values(spec):
 
 
 @cache
-def make_store_fragments(spec):
-    """``store_ds(sdS, rdS, ty, tx)``: dST, rounded, to shared memory; its rows are columns of S."""
+def make_store_fragments(spec, drops=False):
+    """``store(sT, rT, options, ty, tx)``: PT or dST, rounded, to shared memory, a row for a column
+    of S. ``drops`` is for a P that ``drop`` has marked.
+    """
     TM, TN, pitch = spec.TM, spec.TN, spec.pitch_ds
     row_of, column_of = make_row(spec), make_column(spec)
+    kept = make_kept(spec.features if drops else PLAIN)
     _, pack = _instructions(spec)
 
     @device_function
-    def store_ds(sdS, rdS, ty, tx):
+    def store(sT, rT, options, ty, tx):
         for j in range(TN):
             for i in range(0, TM, 2):
                 e = j * TM + i
                 at = uint32(column_of(tx, j) * pitch + row_of(ty, i))
-                store2(sdS, at, pack(rdS[e], rdS[e + 1]))
+                store2(sT, at, pack(kept(rT[e], options), kept(rT[e + 1], options)))
 
-    return store_ds
+    return store
+
+
+@cache
+def make_add_transposed_fragments(spec, drops=False):
+    """``add(rdV, rP, sP, sT, row0, col0, options)``: rdV += PT T for this warp's rows of PT from
+    ``row0`` and columns of T from ``col0`` on.
+
+    PT is the warp's own registers where it has all of those rows, else from shared memory.
+    """
+    from_registers = make_add_fragment_product(spec.gradients, drops)
+    TM, DN, K = spec.TN, spec.gradients.DN, spec.Br // 16
+    pitch, pitch_p, own, RA = spec.pitch, spec.pitch_ds, spec.row_warps == 1, 2 * spec.TN
+    place, place_p = make_place(pitch), make_place(pitch_p)
+    mma, _ = _instructions(spec)
+
+    @device_function
+    def add(rdV, rP, sP, sT, row0, col0, options):
+        if own:
+            from_registers(rdV, rP, sT, options)
+        else:
+            rA = cuda.local.array(RA, uint32)
+            at_p = uint32(row0 * pitch_p + place_p(True))
+            at = uint32(col0 + place(True))
+            for k in range(K):
+                for r in range(TM // 2):
+                    a = ldmatrix(sP, uint32(at_p + (16 * r * pitch_p + 16 * k)))
+                    rA[4 * r] = a[0]
+                    rA[4 * r + 1] = a[1]
+                    rA[4 * r + 2] = a[2]
+                    rA[4 * r + 3] = a[3]
+                for c in range(DN):
+                    b = ldmatrix_transposed(sT, uint32(at + (16 * k * pitch + 16 * c)))
+                    for r in range(TM // 2):
+                        low = 8 * r * DN + 4 * c
+                        high = low + 4 * DN
+                        e = 4 * r
+                        mma(rdV, low, high, rA[e], rA[e + 1], rA[e + 2], rA[e + 3], b[0], b[1])
+                        low += 2
+                        high += 2
+                        mma(rdV, low, high, rA[e], rA[e + 1], rA[e + 2], rA[e + 3], b[2], b[3])
+
+    return add
 
 
 @cache

@@ -159,7 +159,7 @@ def make_forward(spec):
                 # Alg. 1 line 12: diag(li) Oi, before line 11 replaces li
                 scale_rows(rO, rl)
                 # Alg. 1 line 9: Sij = scale Qi KjT
-                scores(rS, rQ, sQ, sK, warp_row)
+                scores(rS, rQ, sQ, sK, warp_row, uint32(0))
                 scale_and_mask(rS, scale, i0, j0, Nq, Nk, b, h, options, ty, tx)
                 # Alg. 1 lines 10, 11: m, P and l, with e^(m~ - m_new) folded into P
                 online_softmax(rS, scale, rm, rl, rf)

@@ -28,6 +28,7 @@ from fa_numba.parts.dropout import make_drop
 from fa_numba.parts.fragments import (
     make_add_fragment_product,
     make_add_query_fragments,
+    make_add_transposed_fragments,
     make_fragment_product,
     make_fragment_scores,
     make_load_halves,
@@ -59,14 +60,12 @@ def make_backward(spec, atomic=True):
 
     Without ``atomic`` it leaves dQ to ``make_query_gradients``.
     """
-    Br, Bc, d, turned = spec.Br, spec.Bc, spec.head_dim, spec.turned
+    Br, Bc, d, U = spec.Br, spec.Bc, spec.head_dim, spec.row_warps
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, 8 * spec.query_fragments * spec.query_chunks
-    RG, RF, makes_dv, makes_dk = spec.cap_registers, turned.q_registers, spec.makes_dv, spec.makes_dk
-    RK = turned.TM * turned.DN * 4 if makes_dk else 1
-    RV = turned.TM * turned.DN * 4 if makes_dv else 1
-    COLUMNS = 8 * spec.TN
+    RG, RF, RK = spec.cap_registers, spec.scores.q_registers, 4 * spec.TN * spec.gradients.DN
+    COLUMNS, ROWS, WIDTH = 8 * spec.TN, Br // U, spec.columns // U
     NQ, NK, NS = spec.tile_halves
-    AT_V, AT_DS, AT_Q = NK, 2 * NK, 2 * NK + NS
+    AT_V, AT_DS, AT_P, AT_Q = NK, 2 * NK, 2 * NK + (U - 1) * NS, 2 * NK + U * NS
     AT_L = (AT_Q + 4 * NQ) // 2
 
     query_rows = make_query_rows(spec.features)
@@ -78,19 +77,20 @@ def make_backward(spec, atomic=True):
     load_columns = make_load_halves(Bc, spec)
     load_values = make_load_row_values(spec)
     take_values = make_take_row_values(spec)
-    load_fragments = make_load_q(turned)
-    scores = make_fragment_scores(turned)
+    load_fragments = make_load_q(spec.scores)
+    scores = make_fragment_scores(spec.scores)
     cap_slopes = make_cap_slopes(spec)
     scale_and_mask = make_scale_and_mask(spec)
     softmax_from_lse = make_softmax_from_lse(spec)
     score_gradients = make_score_gradients(spec)
     drop = make_drop(spec)
+    store_p = make_store_fragments(spec, drops=True)
     store_ds = make_store_fragments(spec)
-    add_dropped_product = make_add_fragment_product(turned, drops=True)
-    add_product = make_add_fragment_product(turned, drops=False)
+    add_dropped_product = make_add_transposed_fragments(spec, drops=True)
+    add_transposed_product = make_add_transposed_fragments(spec)
     product = make_fragment_product(spec)
     add_rows = make_add_query_fragments(spec)
-    write_columns = make_write_halves(turned)
+    write_columns = make_write_halves(spec.gradients, d)
 
     @device_function
     def row_tile(stage):
@@ -104,13 +104,13 @@ def make_backward(spec, atomic=True):
         load_halves(sQ, Qh, i0, Nq, d)
         load_halves(sdO, dOh, i0, Nq, d)
         load_values(sL, Lh, i0, Nq)
-        if makes_dk:
-            load_values(sD, Dh, i0, Nq)
+        load_values(sD, Dh, i0, Nq)
 
     def fa2_backward(Q, K, V, dO, L, D, A, dK, dV, scale, scale_log2, group, options):
         sK = half_tile(0, NK)
         sV = half_tile(AT_V, NK)
         sdS = half_tile(AT_DS, NS)
+        sP = half_tile(AT_P, NS)
         rK = cuda.local.array(RF, uint32)
         rV = cuda.local.array(RF, uint32)
         rS = cuda.local.array(RS, float32)
@@ -118,12 +118,17 @@ def make_backward(spec, atomic=True):
         rG = cuda.local.array(RG, float32)
         rdQ = cuda.local.array(RQ, float32)
         rdK = cuda.local.array(RK, float32)
-        rdV = cuda.local.array(RV, float32)
+        rdV = cuda.local.array(RK, float32)
         rL = cuda.local.array(TM, float32)
         rD = cuda.local.array(TM, float32)
-        ty = uint32(cuda.threadIdx.x) % uint32(4)
-        warp_column = uint32(uint32(cuda.threadIdx.x) // uint32(32) * COLUMNS)
-        tx = uint32(warp_column + uint32(cuda.threadIdx.x) % uint32(32) // uint32(4))
+        warp = uint32(cuda.threadIdx.x) // uint32(32)
+        lane = uint32(cuda.threadIdx.x) % uint32(32)
+        # Which rows of S, columns of S and columns of dK and dV are this warp's
+        warp_row = uint32(warp % uint32(U) * ROWS)
+        warp_column = uint32(warp // uint32(U) * COLUMNS)
+        warp_chunk = uint32(warp % uint32(U) * WIDTH)
+        ty = uint32(warp_row // uint32(2) + lane % uint32(4))
+        tx = uint32(warp_column + lane // uint32(4))
         hk = uint32(cuda.blockIdx.y)
         b = uint32(cuda.blockIdx.z)
         Kh, Vh = key_rows(K, b, hk, options), key_rows(V, b, hk, options)
@@ -140,19 +145,16 @@ def make_backward(spec, atomic=True):
 
         # Alg. 2 line 6: load Kj, Vj
         load_columns(sK, Kh, j0, Nk, d)
-        if makes_dk:
-            load_columns(sV, Vh, j0, Nk, d)
+        load_columns(sV, Vh, j0, Nk, d)
         commit_async()
         # Alg. 2 line 7: dKj = 0, dVj = 0, on chip
         for e in range(RK):
             rdK[e] = float32(0.0)
-        for e in range(RV):
             rdV[e] = float32(0.0)
         wait_async()
         cuda.syncthreads()  # Kj and Vj are there
         load_fragments(rK, sK, warp_column)
-        if makes_dk:
-            load_fragments(rV, sV, warp_column)
+        load_fragments(rV, sV, warp_column)
         # Row tiles are loaded to two stages in turn
         stage = uint32(0)
         # The query heads that share this K/V head
@@ -170,35 +172,35 @@ def make_backward(spec, atomic=True):
                 sQ, sdO, sL, sD = row_tile(stage)
                 stage = uint32(stage ^ uint32(1))
                 wait_async()
-                cuda.syncthreads()  # Qi and dOi are there; nobody reads those before, nor sdS
+                cuda.syncthreads()  # Qi and dOi are there; nobody reads those before, sP nor sdS
                 # Alg. 2 line 9 of the next i: load Qi+1, dOi+1, Li+1, Di+1, in flight meanwhile
                 i_next = next_row(uint32(i0 + Br), i_end, j0, b, h, options)
                 if i_next < i_end:
                     load_rows(stage, Qh, dOh, Lh, Dh, i_next, Nq)
                 commit_async()
                 # Alg. 2 line 10: Sij = scale Qi KjT
-                scores(rS, rK, sK, sQ, warp_column)
+                scores(rS, rK, sK, sQ, warp_column, warp_row)
                 cap_slopes(rG, rS, scale_log2, options)
                 scale_and_mask(rS, scale_log2, i0, j0, Nq, Nk, b, h, options, ty, tx)
                 # Alg. 2 line 11: Pij = exp(Sij - Li)
                 take_values(rL, sL, ty)
                 softmax_from_lse(rS, scale_log2, rL)
                 drop(rS, i0, j0, b, h, options, ty, tx)
+                if U > 1:
+                    store_p(sP, rS, options, ty, tx)
+                # Alg. 2 line 13: dPij = dOi VjT
+                scores(rdP, rV, sV, sdO, warp_column, warp_row)
+                # Alg. 2 line 14: dSij = Pij o (dPij - Di)
+                take_values(rD, sD, ty)
+                score_gradients(rdP, rS, rD, rG, i0, j0, Nq, Nk, b, h, options, ty, tx)
+                store_ds(sdS, rdP, options, ty, tx)
+                cuda.syncthreads()  # Pij and dSij are there
                 # Alg. 2 line 12: dVj += PijT dOi
-                if makes_dv:
-                    add_dropped_product(rdV, rS, sdO, options)
-                if makes_dk:
-                    # Alg. 2 line 13: dPij = dOi VjT
-                    scores(rdP, rV, sV, sdO, warp_column)
-                    # Alg. 2 line 14: dSij = Pij o (dPij - Di)
-                    take_values(rD, sD, ty)
-                    score_gradients(rdP, rS, rD, rG, i0, j0, Nq, Nk, b, h, options, ty, tx)
-                    store_ds(sdS, rdP, ty, tx)
-                    # Alg. 2 line 16: dKj += dSijT Qi
-                    add_product(rdK, rdP, sQ, options)
+                add_dropped_product(rdV, rS, sP, sdO, warp_column, warp_chunk, options)
+                # Alg. 2 line 16: dKj += dSijT Qi
+                add_transposed_product(rdK, rdP, sdS, sQ, warp_column, warp_chunk, options)
                 # Alg. 2 line 15: dQi += scale dSij Kj, in global memory
-                if atomic and makes_dk:
-                    cuda.syncthreads()  # dSij is there
+                if atomic:
                     product(rdQ, sdS, sK)
                     add_rows(rdQ, Ah, i0, Nq)
                 i0 = i_next
@@ -206,12 +208,11 @@ def make_backward(spec, atomic=True):
         wait_async()
 
         # Alg. 2 line 18: write dKj, dVj
-        if makes_dk:
-            for e in range(RK):
-                rdK[e] *= scale
-            write_columns(rdK, dKh, j0, columns, tx, ty)
-        if makes_dv:
-            write_columns(rdV, dVh, j0, columns, tx, ty)
+        for e in range(RK):
+            rdK[e] *= scale
+        ty = uint32(warp_chunk // uint32(2) + lane % uint32(4))
+        write_columns(rdK, dKh, j0, columns, tx, ty)
+        write_columns(rdV, dVh, j0, columns, tx, ty)
 
     halves, rows = array_type(4, types.uint16), array_type(3)
     arrays = [*[halves] * 4, rows, rows, array_type(4), halves, halves]
@@ -369,12 +370,12 @@ def make_query_gradients(spec):
             commit_async()
             wait_async()
             cuda.syncthreads()  # Kj and Vj are there
-            scores(rS, rQ, sQ, sK, warp_row)
+            scores(rS, rQ, sQ, sK, warp_row, uint32(0))
             cap_slopes(rG, rS, scale_log2, options)
             scale_and_mask(rS, scale_log2, i0, j0, Nq, Nk, b, h, options, ty, tx)
             softmax_from_lse(rS, scale_log2, rL)
             drop(rS, i0, j0, b, h, options, ty, tx)
-            scores(rdP, rdO, sdO, sV, warp_row)
+            scores(rdP, rdO, sdO, sV, warp_row, uint32(0))
             score_gradients(rdP, rS, rD, rG, i0, j0, Nq, Nk, b, h, options, ty, tx)
             add_product(rdQ, rdP, sK, options)
             j0 = next_column(uint32(j0 + Bc), j_end, i0, b, h, options)

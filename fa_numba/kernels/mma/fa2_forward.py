@@ -124,7 +124,7 @@ def make_forward(spec):
             load_columns(sV, Vh, j0, Nk, d)
             commit_async()
             # Alg. 1 line 8: Sij = scale Qi KjT
-            scores(rS, rQ, sQ, sK, warp_row)
+            scores(rS, rQ, sQ, sK, warp_row, uint32(0))
             scale_and_mask(rS, scale, i0, j0, Nq, Nk, b, h, options, ty, tx)
             # Alg. 1 line 9: m, P and l
             online_softmax(rS, scale, rm, rl, rf)
