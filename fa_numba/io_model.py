@@ -456,7 +456,12 @@ def standard_backward(
 
 
 def fa1_backward(
-    problem: Problem, tiles: TileSizes, *, block_mask: Any = None, dbias: bool = False
+    problem: Problem,
+    tiles: TileSizes,
+    *,
+    query_splits: int = 1,
+    block_mask: Any = None,
+    dbias: bool = False,
 ) -> Accesses:
     """Accesses of FA-1's Algorithm 4: K/V outer, Q inner; dQ through global memory in every pass.
 
@@ -469,15 +474,24 @@ def fa1_backward(
 
     With a window, `q_lens` or a block mask column tile 0 is as the others. Line 5 then stores
     dQ N_q' d, and its loads have no "j > 0".
+
+    In 16 bits dQ is kept in a float32 array `A`, and the last visit of a row tile rounds it to dQ,
+    as in `fa1`. `query_splits` deals the row tiles out as there. Each of the runs loads K and V and
+    adds to float32 sums of dK and dV, N_k' d atomic adds each; a kernel rounds them:
+        loads  A: 2 N_k' d    stores  dQ: 2 N_k' d (dK and dV, by the name of that kernel's result)
     """
     _check_dbias(problem, dbias)
+    splits = as_size("query_splits", query_splits)
     d, head = problem.head_dim, _whole(problem, tiles, problem.heads_q)
     shared = _whole(problem, tiles, problem.heads_k)
     initialises = Features.of(problem).initialises
     visits = _visits(problem, tiles, block_mask, takes_all=not initialises)
+    run = -(-problem.seqlen_q // (tiles.Br * splits))
+    runs = -(-problem.seqlen_q // (tiles.Br * run))
 
     read = visits.rows if initialises else visits.rows_again
-    written = visits.rows + (head.all_rows if initialises else 0)
+    started = head.all_rows if initialises else 0
+    kept = "dQ" if problem.dtype == "float32" else "A"
     dbias_adds = {"dbias": visits.pairs if dbias else 0}
     loads = {
         "Q": visits.rows * d,
@@ -485,16 +499,25 @@ def fa1_backward(
         "dO": visits.rows * d,
         "L": visits.rows,
         "bias": visits.pairs if problem.bias else 0,
-        "dQ": read * d,
-        "K": shared.columns * d,
-        "V": shared.columns * d,
+        kept: read * d,
+        "K": runs * shared.columns * d,
+        "V": runs * shared.columns * d,
     }
     stores = {
-        "dQ": written * d,
-        "dK": shared.all_columns * d,
-        "dV": shared.all_columns * d,
+        kept: (visits.rows + started) * d,
+        "dK": runs * shared.all_columns * d,
+        "dV": runs * shared.all_columns * d,
     }
-    return _accesses(problem, loads | dbias_adds, stores | dbias_adds)
+    if kept == "A":
+        stores["A"] -= visits.rows_once * d
+        stores["dQ"] = (visits.rows_once + started) * d
+    grid = _accesses(problem, loads | dbias_adds, stores | dbias_adds)
+    if splits == 1:
+        return grid
+    sums = {name: stores[name] for name in ("dK", "dV")}
+    rounded = 2 * shared.all_columns * d
+    parts = _accesses(problem, sums, {}), _accesses(problem, {"A": rounded}, {"dQ": rounded})
+    return _sum(problem, (grid, *parts))
 
 
 def fa2_backward(
@@ -698,6 +721,7 @@ def workspace(
     return_lse: bool = False,
     passes: str = "fwd",
     deterministic: bool = False,
+    query_splits: int = 1,
 ) -> int:
     """Bytes of global memory beside inputs and outputs, all float32, `passes` "fwd" or "bwd".
 
@@ -705,8 +729,9 @@ def workspace(
     Forward. standard: S, which P overwrites, 4 B H N_q N_k of the longest sequences, with N_k
     rounded up to a multiple of 4. fa1: l and m, 8 R, and in 16 bits A, 4 R d with d rounded up to
     a multiple of 2. fa2: L, 4 R, and nothing when the caller takes L (`return_lse`). Backward.
-    standard: P, and dP, which dS overwrites, twice the above. fa1: nothing. fa2: D, 4 R, and in 16
-    bits A, 4 R d as before, but for `deterministic`.
+    standard: P, and dP, which dS overwrites, twice the above. fa1: nothing, and in 16 bits A, 4 R d
+    as before, with query splits as much for dK and for dV of their rows. fa2: D, 4 R, and in 16 bits
+    A, but for `deterministic`.
     """
     _check("algorithm", algorithm, ALGORITHMS)
     _check("passes", passes, PASSES[:2])
@@ -717,8 +742,10 @@ def workspace(
     rows = math.prod(problem.lse_shape)
     kept = 0 if problem.dtype == "float32" else -(-problem.head_dim // 2) * 2
     if passes == "bwd":
-        sums = 0 if deterministic else kept
-        return 0 if algorithm == "fa1" else ELEMENT_BYTES * rows * (1 + sums)
+        if algorithm == "fa2":
+            return ELEMENT_BYTES * rows * (1 if deterministic else 1 + kept)
+        keys = math.prod(problem.k_shape[:-1]) if query_splits > 1 else 0
+        return ELEMENT_BYTES * (rows + 2 * keys) * kept
     if algorithm == "fa1":
         return ELEMENT_BYTES * rows * (2 + kept)
     return 0 if return_lse else ELEMENT_BYTES * rows

@@ -47,12 +47,10 @@ def plan(
     if passes not in plans.PASSES:
         raise ValueError(f"passes is {passes!r}: allowed is one of {', '.join(plans.PASSES)}")
     if passes == "bwd":
-        if return_lse is not False or query_splits != 1:
-            raise ValueError(
-                f"passes is 'bwd' with return_lse={return_lse!r}, query_splits={query_splits!r}: "
-                "only the forward pass has them"
-            )
-        run = plans.backward(problem, algorithm, tiles, True, deterministic, return_dbias, unit)
+        if return_lse is not False:
+            raise ValueError(f"return_lse is {return_lse!r}: only passes='fwd' has it")
+        how = (deterministic, return_dbias, unit, query_splits)
+        run = plans.backward(problem, algorithm, tiles, True, *how)
     else:
         for name, value in (("deterministic", deterministic), ("return_dbias", return_dbias)):
             if value is not False:
@@ -285,15 +283,20 @@ def flash_attention_1_backward(
     stream=None,
     return_dbias=False,
     unit="auto",
+    query_splits=1,
     **options: Unpack[AttentionOptions],
 ):
     """Gradients of attention, K/V outer (arXiv 2205.14135, Algorithm 4).
 
     Arguments, result and errors as ``flash_attention_2_backward``. dQ passes through global memory
-    in every step, in one order; no workspace.
+    in every step, in one order; the workspace is nothing in float32, and dQ in float32 in 16 bits.
+    With ``query_splits`` on tensor cores that many thread blocks share a head, each with its own
+    rows of q, and add to dk and dv in no fixed order: Nk d loads and stores of either a split, and
+    both in float32 as workspace.
     """
     given = (dout, q, k, v, out, lse)
-    return _differentiate("fa1", given, options, tiles, stream, unit, return_dbias)
+    how = {"query_splits": query_splits}
+    return _differentiate("fa1", given, options, tiles, stream, unit, return_dbias, **how)
 
 
 def flash_attention_2_backward(
@@ -353,7 +356,15 @@ def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
 
 
 def _differentiate(
-    algorithm, given, options, tiles, stream, unit, return_dbias, deterministic=False
+    algorithm,
+    given,
+    options,
+    tiles,
+    stream,
+    unit,
+    return_dbias,
+    deterministic=False,
+    query_splits=1,
 ) -> Any:
     names = ("dout", "q", "k", "v", "out", "lse")
     dout, q, k, v, out, lse = (operand(*x) for x in zip(names, given, strict=True))
@@ -366,7 +377,8 @@ def _differentiate(
     inputs = [q, k, v, out, dout, lse]
     with calls.placed(q):
         aligned = _aligned(problem, inputs[:-1])
-        run = plans.backward(problem, algorithm, tiles, aligned, deterministic, return_dbias, unit)
+        how = (deterministic, return_dbias, unit, query_splits)
+        run = plans.backward(problem, algorithm, tiles, aligned, *how)
         arguments.check_mask(problem, tiles, run.plan.tiles)
         handle = calls.stream_handle(stream, q)
         calls.check_size(run.plan)
@@ -408,6 +420,16 @@ def _backward(run: Run, arguments: Arguments, arrays: dict, views: list, stream:
                 launch(run, n, (Q, K, V, dO, L, D, dQ, *factors), values, stream)
             for n in run.of("round_rows"):
                 launch(run, n, (A, dQ, problem.scale), values, stream)
+        elif run.plan.algorithm == "fa1" and run.plan.unit == "mma":
+            A, sums = allocate(_paired(dQ.shape)), [dK, dV]
+            if run.of("round_rows"):
+                sums = [allocate(_paired(dK.shape)) for _ in range(2)]
+                for array in sums:
+                    device.clear(array, stream)
+            arrays_of = (Q, K, V, O, dO, L, A, dQ, *sums)
+            launch(run, 0, (*arrays_of, *factors, run.split_rows), values, stream)
+            for n, array, result in zip(run.of("round_rows"), sums, (dK, dV), strict=False):
+                launch(run, n, (array, result, 1.0), values, stream)
         elif run.plan.algorithm == "fa1":
             launch(run, 0, (Q, K, V, O, dO, L, dQ, dK, dV, *factors), values, stream)
         else:

@@ -41,7 +41,7 @@ PASSES = ("fwd", "bwd")
 UNITS = ("auto", "simt", "mma")
 # What each unit has kernels for: dtypes and (algorithm, pass).
 _UNIT_DTYPES = {"simt": ("float32",), "mma": ("float16", "bfloat16")}
-_MMA_KERNELS = (("fa1", "fwd"), ("fa2", "fwd"), ("fa2", "bwd"))
+_MMA_KERNELS = (("fa1", "fwd"), ("fa2", "fwd"), ("fa1", "bwd"), ("fa2", "bwd"))
 
 _MAX_GRID_YZ = 65535
 
@@ -224,6 +224,7 @@ def backward(
     deterministic: Any,
     return_dbias: Any,
     unit: Any = "auto",
+    query_splits: Any = 1,
 ) -> Run:
     """The backward pass of ``algorithm``, checked."""
     _check(problem, algorithm, tiles)
@@ -241,11 +242,16 @@ def backward(
             f"deterministic is True with return_dbias and a bias of shape {problem.bias}: its "
             f"gradient is summed in no fixed order, allowed is a bias of {problem.score_shape}"
         )
+    query_splits = as_size("query_splits", query_splits, axis=False)
+    if query_splits != 1 and (algorithm, unit) != ("fa1", "mma"):
+        raise ValueError(
+            f"query_splits is {query_splits} in the backward pass of {algorithm} on {unit}: only "
+            "fa1 on tensor cores splits its queries"
+        )
     limit = device.shared_bytes_limit()
     if unit == "mma":
-        return _mma_backward(
-            problem, algorithm, tiles, aligned, deterministic, return_dbias, limit
-        )
+        how = (deterministic, return_dbias, query_splits, limit)
+        return _mma_backward(problem, algorithm, tiles, aligned, *how)
     return _backward(problem, algorithm, tiles, aligned, deterministic, return_dbias, limit)
 
 
@@ -310,37 +316,51 @@ def _backward(problem, algorithm, tiles, aligned, deterministic, return_dbias, l
 
 @functools.lru_cache(maxsize=1024)
 def _mma_backward(
-    problem, algorithm, tiles, aligned, deterministic, return_dbias, limit
+    problem, algorithm, tiles, aligned, deterministic, return_dbias, query_splits, limit
 ) -> Run:
     d, dtype, Nq, Nk = problem.head_dim, problem.dtype, problem.seqlen_q, problem.seqlen_k
+    row_tiles = 3 if algorithm == "fa1" else 2
     if tiles is None:
-        tiles = default_mma_backward_tiles(Nq, Nk, d, limit)
+        tiles = default_mma_backward_tiles(Nq, Nk, d, limit, row_tiles=row_tiles)
     features = Features.of(problem, dbias=return_dbias)
     facts: dict[str, Any] = {"aligned": aligned, "dtype": dtype}
     facts["positive_scale"] = problem.scale > 0.0
-    adds = {"vector_adds": device.compute_capability() >= (9, 0)}
-    spec = specialise_mma_backward(tiles, d, limit, features=features, **facts, **adds)
+    own = {"row_tiles": row_tiles, "splits_queries": query_splits > 1}
+    own["vector_adds"] = device.compute_capability() >= (9, 0)
+    spec = specialise_mma_backward(tiles, d, limit, features=features, **facts, **own)
     tiles = Tiles(tiles.Br, tiles.Bc, spec.threads)
-    Tc, heads_q, heads_k = -(-Nk // tiles.Bc), problem.heads_q, problem.heads_k
-    over_rows = None
-    lengths, kernel = _lengths_of(features), mma.fa2_backward
-    sums = kernel.make_row_sums(d, dtype, aligned, not deterministic, lengths)
-    launches = [(sums, -(-Nq // kernel.WARPS), heads_q)]
-    launches.append((kernel.make_backward(spec, not deterministic), Tc, heads_k))
-    if deterministic:
-        # The blocks of a mask are those of the tiles.
-        over_rows = tiles if problem.sparse else sweep_tiles(d, limit)
-        facts["features"] = replace(features, dbias=False)
-        sweep = specialise_mma(replace(over_rows, threads=None), d, limit, MmaSweepSpec, **facts)
-        Tr = -(-Nq // sweep.Br)
-        launches.append((kernel.make_query_gradients(sweep), Tr, heads_q))
+    Tr, Tc = -(-Nq // tiles.Br), -(-Nk // tiles.Bc)
+    heads_q, heads_k = problem.heads_q, problem.heads_k
+    how: dict[str, Any] = {"dbias": return_dbias}
+    lengths, split_rows, WARPS = _lengths_of(features), 0, mma.fa2_backward.WARPS
+    rounds = functools.partial(mma.fa2_backward.make_round_rows, d, dtype, aligned, lengths)
+    if algorithm == "fa1":
+        split_rows = -(-Tr // query_splits) * tiles.Br
+        launches = [(mma.fa1_backward.make_backward(spec), -(-Nq // split_rows), heads_k)]
+        if query_splits > 1:
+            launches += 2 * [(rounds(keys=True), -(-Nk // WARPS), heads_k)]
+        how["query_splits"] = query_splits
+        count = functools.partial(io_model.fa1_backward, problem, tiles, **how)
     else:
-        rounds = kernel.make_round_rows(d, dtype, aligned, lengths)
-        launches.append((rounds, -(-Nq // kernel.WARPS), heads_q))
-    how = {"dbias": return_dbias, "deterministic": deterministic, "sweep_tiles": over_rows}
-    count = functools.partial(io_model.fa2_backward, problem, tiles, **how)
-    workspace = io_model.workspace(algorithm, problem, passes="bwd", deterministic=deterministic)
-    return _run("bwd", algorithm, problem, tiles, launches, count, workspace, unit="mma")
+        sums = mma.fa2_backward.make_row_sums(d, dtype, aligned, not deterministic, lengths)
+        launches = [
+            (sums, -(-Nq // WARPS), heads_q),
+            (mma.fa2_backward.make_backward(spec, not deterministic), Tc, heads_k),
+        ]
+        if deterministic:
+            # The blocks of a mask are those of the tiles.
+            sweep = replace(tiles, threads=None) if problem.sparse else sweep_tiles(d, limit)
+            facts["features"] = replace(features, dbias=False)
+            over_rows = specialise_mma(sweep, d, limit, MmaSweepSpec, **facts)
+            kernel = mma.fa2_backward.make_query_gradients(over_rows)
+            launches.append((kernel, -(-Nq // sweep.Br), heads_q))
+            how |= {"deterministic": True, "sweep_tiles": sweep}
+        else:
+            launches.append((rounds(), -(-Nq // WARPS), heads_q))
+        count = functools.partial(io_model.fa2_backward, problem, tiles, **how)
+    sizes = {"deterministic": deterministic, "query_splits": query_splits}
+    workspace = io_model.workspace(algorithm, problem, passes="bwd", **sizes)
+    return _run("bwd", algorithm, problem, tiles, launches, count, workspace, split_rows, "mma")
 
 
 def _lengths_of(features: Features) -> Features:

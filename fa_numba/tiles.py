@@ -322,11 +322,14 @@ class MmaBackwardSpec(MmaSpec):
     warps take half of the rows each, exchange PT and dST through shared memory, and make half of
     the columns of dK and dV each: half the registers. Thread (ty, tx) owns columns tx + 8 j and of
     each 8 rows 2 ty and 2 ty + 1, counted over the warps. dQ needs all columns: dST is in shared
-    memory, and ``query_warps`` x ``chunk_warps`` warps share a tile of dQ. ``vector_adds`` sums two
-    neighbours of it at a time, which sm_90 can.
+    memory, and ``query_warps`` x ``chunk_warps`` warps share a tile of dQ. ``row_tiles`` counts Q,
+    dO and, for FlashAttention-1, O. ``vector_adds`` is for atomic adds of two neighbours, which
+    sm_90 has; ``splits_queries`` for blocks that share dK and dV.
     """
 
     row_warps: int = 1
+    row_tiles: int = 2
+    splits_queries: bool = False
     vector_adds: bool = False
 
     @property
@@ -415,9 +418,10 @@ class MmaBackwardSpec(MmaSpec):
 
     @property
     def shared_bytes(self) -> int:
-        """Two stages of Q, dO, L and D; K, V, dST and, where warps exchange it, PT."""
+        """Two stages of the row tiles, L and D; K, V, dST and, where warps exchange it, PT."""
         rows, columns, scores = self.tile_halves
-        return 2 * (4 * rows + 2 * columns + self.row_warps * scores) + 16 * self.Br
+        halves = 2 * self.row_tiles * rows + 2 * columns + self.row_warps * scores
+        return 2 * halves + 16 * self.Br
 
     @property
     def fits_registers(self) -> bool:
@@ -568,7 +572,7 @@ def specialise_mma_backward(
 
 
 def default_mma_backward_tiles(
-    seqlen_q: int, seqlen_k: int, head_dim: int, shared_limit: int
+    seqlen_q: int, seqlen_k: int, head_dim: int, shared_limit: int, **facts: Any
 ) -> Tiles:
     """Block sizes of the backward kernels on tensor cores: 32 x 128, 64 x 128 where two warps share
     their columns and 32 x 64 beyond d = 128, halved until memory and registers hold them."""
@@ -577,7 +581,7 @@ def default_mma_backward_tiles(
     Br = min(Br, max(smallest, 2 * _power_of_two(max(1, seqlen_q - 1))))
     Bc = min(Bc, max(16, 2 * _power_of_two(max(1, seqlen_k - 1))))
     make = functools.partial(
-        specialise_mma_backward, head_dim=head_dim, shared_limit=shared_limit
+        specialise_mma_backward, head_dim=head_dim, shared_limit=shared_limit, **facts
     )
     return _shrunk_mma(Br, Bc, make, smallest)
 

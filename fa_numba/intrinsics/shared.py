@@ -129,6 +129,28 @@ def store4(typingctx, array, index, x0, x1, x2, x3):
     return types.void(array, index, x0, x1, x2, x3), codegen
 
 
+def _load2(array, index):
+    low, high = array.load(index, 2)
+    return low | high << 16
+
+
+@emulated_by(_load2)
+@intrinsic
+def load2(typingctx, array, index):
+    """Two 16-bit elements at index, index + 1, packed in a uint32: ``ld.shared.u32``.
+
+    ``array`` is a 1-D shared uint16 array, ``index`` a multiple of 2.
+    """
+    if not is_half_array(array, 1) or not isinstance(index, types.Integer):
+        return None
+
+    def codegen(context, builder, signature, args):
+        pointer = shared_pointer(context, builder, array, args[0], args[1], index)
+        return builder.load(builder.bitcast(pointer, I32.as_pointer(SHARED)), align=4)
+
+    return types.uint32(array, index), codegen
+
+
 def _store2(array, index, pair):
     array.store(index, (pair & 0xFFFF, pair >> 16))
 

@@ -21,10 +21,11 @@ from fa_numba.intrinsics.matrix import (
     unpack_f16,
 )
 from fa_numba.intrinsics.reduction import add_global, add_pair, add_pair_vector
-from fa_numba.intrinsics.shared import store2
+from fa_numba.intrinsics.shared import load2, store2
 from fa_numba.options import PLAIN
 from fa_numba.parts.dropout import make_kept
 from fa_numba.parts.layout import make_column, make_row
+from fa_numba.parts.softmax import FULL_WARP
 
 
 def _instructions(spec):
@@ -380,21 +381,19 @@ def make_add_transposed_fragments(spec, drops=False):
 
 @cache
 def make_fragment_product(spec):
-    """``product(rdQ, sdS, sK)``: this warp's part of dQ = dSij Kj, dS transposed in shared memory."""
+    """``add_product(rdQ, sdS, sK)``: this warp's part of dQ += dSij Kj, dST in shared memory."""
     R, C, ALONG, DN = spec.query_fragments, spec.query_chunks, spec.chunk_warps, spec.DN
     K, pitch, pitch_ds, RA = spec.Bc // 16, spec.pitch, spec.pitch_ds, 4 * spec.query_fragments
     mma, _ = _instructions(spec)
     place, place_ds = make_place(pitch), make_place(pitch_ds)
 
     @device_function
-    def product(rdQ, sdS, sK):
+    def add_product(rdQ, sdS, sK):
         rA = cuda.local.array(RA, uint32)
         warp = uint32(cuda.threadIdx.x) // uint32(32)
         chunk = uint32(warp % uint32(ALONG))
         at_ds = uint32(place_ds(False) + warp // uint32(ALONG) * (16 * R))
         at_k = uint32(place(True) + chunk * 16)
-        for e in range(8 * R * C):
-            rdQ[e] = float32(0.0)
         for k in range(K):
             for r in range(R):
                 a = ldmatrix_transposed(sdS, uint32(at_ds + (16 * k * pitch_ds + 16 * r)))
@@ -414,31 +413,172 @@ def make_fragment_product(spec):
                         high += 4
                         mma(rdQ, low, high, rA[e], rA[e + 1], rA[e + 2], rA[e + 3], b[2], b[3])
 
-    return product
+    return add_product
+
+
+@cache
+def make_query_place(spec):
+    """``place(row0)``: row and column of this thread's first element of dQ, in the whole matrix.
+
+    Its pair e, of registers 2 e and 2 e + 1, stands PAIRS[e] rows and columns further.
+    """
+    R, ALONG = spec.query_fragments, spec.chunk_warps
+
+    @device_function
+    def place(row0):
+        warp = uint32(cuda.threadIdx.x) // uint32(32)
+        lane = uint32(cuda.threadIdx.x) % uint32(32)
+        row = uint32(row0 + warp // uint32(ALONG) * (16 * R) + lane // uint32(4))
+        return row, uint32(warp % uint32(ALONG) * 16 + lane % uint32(4) * 2)
+
+    return place
+
+
+def _query_pairs(spec):
+    R, C, ALONG = spec.query_fragments, spec.query_chunks, spec.chunk_warps
+    return tuple(
+        (16 * r + 8 * half, 16 * c * ALONG + 8 * n)
+        for r in range(R)
+        for c in range(C)
+        for n in range(2)
+        for half in range(2)
+    )
+
+
+@cache
+def make_add_two(head_dim, vector):
+    """``add_two(T, row, rows_end, col, low, high)``: atomic adds to two neighbours of a row."""
+    add, odd = add_pair_vector if vector else add_pair, head_dim % 2 == 1
+
+    @device_function
+    def add_two(T, row, rows_end, col, low, high):
+        inside = row < uint32(rows_end) and uint32(col + 1) < uint32(head_dim)
+        add(T, row, col, low, high, inside)
+        if odd and row < uint32(rows_end) and uint32(col + 1) == uint32(head_dim):
+            add_global(T, row, col, low)
+
+    return add_two
 
 
 @cache
 def make_add_query_fragments(spec):
     """``add_rows(rdQ, A, row0, rows_end)``: A += this warp's part of dQ, by atomic adds."""
-    R, C, ALONG, d = spec.query_fragments, spec.query_chunks, spec.chunk_warps, spec.head_dim
-    odd, add = d % 2 == 1, add_pair_vector if spec.vector_adds else add_pair
+    pairs, place = _query_pairs(spec), make_query_place(spec)
+    add_two = make_add_two(spec.head_dim, spec.vector_adds)
 
     @device_function
     def add_rows(rdQ, A, row0, rows_end):
-        warp = uint32(cuda.threadIdx.x) // uint32(32)
-        lane = uint32(cuda.threadIdx.x) % uint32(32)
-        first = uint32(row0 + warp // uint32(ALONG) * (16 * R) + lane // uint32(4))
-        col0 = uint32(warp % uint32(ALONG) * 16 + lane % uint32(4) * 2)
-        for r in range(R):
-            for half in range(2):
-                row = uint32(first + (16 * r + 8 * half))
-                for c in range(C):
-                    for n in range(2):
-                        col = uint32(col0 + (16 * c * ALONG + 8 * n))
-                        e = 8 * (r * C + c) + 4 * n + 2 * half
-                        inside = row < rows_end and uint32(col + 1) < uint32(d)
-                        add(A, row, col, rdQ[e], rdQ[e + 1], inside)
-                        if odd and row < rows_end and uint32(col + 1) == uint32(d):
-                            add_global(A, row, col, rdQ[e])
+        row, col = place(row0)
+        for e in range(len(pairs)):
+            down, along = pairs[e]
+            add_two(
+                A, uint32(row + down), rows_end, uint32(col + along), rdQ[2 * e], rdQ[2 * e + 1]
+            )
 
     return add_rows
+
+
+@cache
+def make_read_query_fragments(spec):
+    """``read_rows(rdQ, A, row0, rows_end)``: this warp's part of dQ so far, zeros past the end."""
+    pairs, place, d = _query_pairs(spec), make_query_place(spec), spec.head_dim
+
+    @device_function
+    def read_rows(rdQ, A, row0, rows_end):
+        row0, col0 = place(row0)
+        for e in range(len(pairs)):
+            down, along = pairs[e]
+            row, col = uint32(row0 + down), uint32(col0 + along)
+            rdQ[2 * e] = float32(0.0)
+            rdQ[2 * e + 1] = float32(0.0)
+            if row < uint32(rows_end) and uint32(col + 1) < uint32(d):
+                pair = read_pair(A, row, col)
+                rdQ[2 * e] = pair[0]
+                rdQ[2 * e + 1] = pair[1]
+            elif row < uint32(rows_end) and col < uint32(d):
+                rdQ[2 * e] = A[row, col]
+
+    return read_rows
+
+
+@cache
+def make_write_query_fragments(spec):
+    """``write_rows(rdQ, A, row0, rows_end)``: this warp's part of dQ to memory, in float32."""
+    pairs, place, d = _query_pairs(spec), make_query_place(spec), spec.head_dim
+
+    @device_function
+    def write_rows(rdQ, A, row0, rows_end):
+        row0, col0 = place(row0)
+        for e in range(len(pairs)):
+            down, along = pairs[e]
+            row, col = uint32(row0 + down), uint32(col0 + along)
+            if row < uint32(rows_end) and uint32(col + 1) < uint32(d):
+                write_pair(A, row, col, rdQ[2 * e], rdQ[2 * e + 1])
+            elif row < uint32(rows_end) and col < uint32(d):
+                A[row, col] = rdQ[2 * e]
+
+    return write_rows
+
+
+@cache
+def make_write_query_halves(spec):
+    """``write_rows(rdQ, dQ, factor, row0, rows_end)``: factor times the same, rounded."""
+    pairs, place, d = _query_pairs(spec), make_query_place(spec), spec.head_dim
+    write_two = make_write_two(spec.dtype, spec.aligned)
+
+    @device_function
+    def write_rows(rdQ, dQ, factor, row0, rows_end):
+        row0, col0 = place(row0)
+        for e in range(len(pairs)):
+            down, along = pairs[e]
+            row, col = uint32(row0 + down), uint32(col0 + along)
+            if row < uint32(rows_end):
+                write_two(dQ, row, col, d, factor * rdQ[2 * e], factor * rdQ[2 * e + 1])
+
+    return write_rows
+
+
+@cache
+def make_add_columns(spec):
+    """``add_columns(rdK, A, row0, rows_end, ty, tx)``: A += this warp's part of dK, atomically."""
+    TM, DN4, STEP = spec.TN, 4 * spec.gradients.DN, spec.row_step
+    add_two = make_add_two(spec.head_dim, spec.vector_adds)
+
+    @device_function
+    def add_columns(rdK, A, row0, rows_end, ty, tx):
+        for i in range(TM):
+            row = uint32(row0 + ty + i * STEP)
+            for n in range(DN4 // 2):
+                e = i * DN4 + 2 * n
+                add_two(A, row, rows_end, uint32(8 * n + 2 * tx), rdK[e], rdK[e + 1])
+
+    return add_columns
+
+
+@cache
+def make_row_dots(spec):
+    """``row_dots(sD, sdO, sO)``: D = rowsum(dO o O), there at the next barrier; a warp a row."""
+    Br, pitch, columns, warps = spec.Br, spec.pitch, spec.columns, spec.warps
+    unpack = unpack_f16 if spec.dtype == "float16" else unpack_bf16
+
+    @device_function
+    def row_dots(sD, sdO, sO):
+        lane = uint32(cuda.threadIdx.x) % uint32(32)
+        row = uint32(cuda.threadIdx.x) // uint32(32)
+        while row < uint32(Br):
+            dot = float32(0.0)
+            for first in range(0, columns, 64):
+                col = uint32(first + 2 * lane)
+                if col < uint32(columns):
+                    at = uint32(row * pitch + col)
+                    o, g = unpack(load2(sO, at)), unpack(load2(sdO, at))
+                    dot += o[0] * g[0] + o[1] * g[1]
+            step = 16
+            while step > 0:
+                dot += cuda.shfl_xor_sync(FULL_WARP, dot, step)
+                step //= 2
+            if lane == uint32(0):
+                sD[row] = dot
+            row = uint32(row + warps)
+
+    return row_dots

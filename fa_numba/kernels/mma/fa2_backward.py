@@ -88,7 +88,7 @@ def make_backward(spec, atomic=True):
     store_ds = make_store_fragments(spec)
     add_dropped_product = make_add_transposed_fragments(spec, drops=True)
     add_transposed_product = make_add_transposed_fragments(spec)
-    product = make_fragment_product(spec)
+    add_product = make_fragment_product(spec)
     add_rows = make_add_query_fragments(spec)
     write_columns = make_write_halves(spec.gradients, d)
 
@@ -201,7 +201,9 @@ def make_backward(spec, atomic=True):
                 add_transposed_product(rdK, rdP, sdS, sQ, warp_column, warp_chunk, options)
                 # Alg. 2 line 15: dQi += scale dSij Kj, in global memory
                 if atomic:
-                    product(rdQ, sdS, sK)
+                    for e in range(RQ):
+                        rdQ[e] = float32(0.0)
+                    add_product(rdQ, sdS, sK)
                     add_rows(rdQ, Ah, i0, Nq)
                 i0 = i_next
             h = uint32(h + 1)
@@ -210,9 +212,9 @@ def make_backward(spec, atomic=True):
         # Alg. 2 line 18: write dKj, dVj
         for e in range(RK):
             rdK[e] *= scale
-        ty = uint32(warp_chunk // uint32(2) + lane % uint32(4))
-        write_columns(rdK, dKh, j0, columns, tx, ty)
-        write_columns(rdV, dVh, j0, columns, tx, ty)
+        t = uint32(warp_chunk // uint32(2) + lane % uint32(4))
+        write_columns(rdK, dKh, j0, columns, tx, t)
+        write_columns(rdV, dVh, j0, columns, tx, t)
 
     halves, rows = array_type(4, types.uint16), array_type(3)
     arrays = [*[halves] * 4, rows, rows, array_type(4), halves, halves]
@@ -268,16 +270,19 @@ def make_row_sums(head_dim, dtype, aligned, clear, features):
 
 
 @cache
-def make_round_rows(head_dim, dtype, aligned, features):
-    """dQ = scale A, rounded to 16 bits. Over (Nq / 4, Hq, B) blocks; a warp takes a row."""
-    query_rows = make_query_rows(features)
+def make_round_rows(head_dim, dtype, aligned, features, keys=False):
+    """dQ = scale A, rounded to 16 bits. Over (Nq / 4, Hq, B) blocks; a warp takes a row.
+
+    With ``keys`` the same for dK or dV, over (Nk / 4, Hk, B) blocks.
+    """
+    rows_of = make_key_rows(features) if keys else make_query_rows(features)
     write_two = make_write_two(dtype, aligned)
 
     def round_rows(A, dQ, scale, options):
         h = uint32(cuda.blockIdx.y)
         b = uint32(cuda.blockIdx.z)
         row = uint32(cuda.blockIdx.x * WARPS + cuda.threadIdx.x // 32)
-        Ah, dQh = query_rows(A, b, h, options), query_rows(dQ, b, h, options)
+        Ah, dQh = rows_of(A, b, h, options), rows_of(dQ, b, h, options)
         col = uint32(2 * (uint32(cuda.threadIdx.x) % uint32(32)))
         if row < uint32(Ah.shape[0]):
             while col < uint32(head_dim):
