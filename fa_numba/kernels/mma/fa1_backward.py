@@ -229,15 +229,15 @@ def make_backward(spec):
                     score_gradients(rdP, rS, rD, rG, i0, j0, Nq, Nk, b, h, options, ty, tx)
                     store_ds(sdS, rdP, options, ty, tx)
                     cuda.syncthreads()  # Pij and dSij are there
+                    # Alg. 4 line 16: dVj += PijT dOi
+                    add_dropped_product(rdV, rS, sP, sdO, warp_column, warp_chunk, options)
+                    # Alg. 4 line 22: dKj += dSijT Qi
+                    add_transposed_product(rdK, rdP, sdS, sQ, warp_column, warp_chunk, options)
                     # Alg. 4 line 10: load dQi
                     seen = uint32(0)
                     if initialises or j0 > uint32(0):
                         seen = i_stop
                     read_fragments(rdQ, Ah, i0, seen)
-                    # Alg. 4 line 16: dVj += PijT dOi
-                    add_dropped_product(rdV, rS, sP, sdO, warp_column, warp_chunk, options)
-                    # Alg. 4 line 22: dKj += dSijT Qi
-                    add_transposed_product(rdK, rdP, sdS, sQ, warp_column, warp_chunk, options)
                     # Alg. 4 line 21: dQi += scale dSij Kj, through global memory
                     add_product(rdQ, sdS, sK)
                     # ... in float32, until no column tile is left that row tile i sees
