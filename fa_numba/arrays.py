@@ -253,20 +253,18 @@ def glance(array: Any) -> tuple[int, tuple] | None:
     Of two arrays of which the latter are equal, ``operand`` and the checks that follow refuse both
     or neither, but for what they ask of the addresses. None for what takes ``operand`` to know.
     """
-    kind, torch = type(array), sys.modules.get("torch")
+    torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
-        if (
-            kind not in (torch.Tensor, torch.nn.Parameter)
-            or not array.is_cuda
-            or array.layout is not torch.strided
-            or array.is_neg()
-            or (array.requires_grad and torch.is_grad_enabled())
-        ):
+        # A subclass may see what is done to it, and do other things.
+        plain = type(array) is torch.Tensor or type(array) is torch.nn.Parameter
+        if not plain or not array.is_cuda or array.layout is not torch.strided or array.is_neg():
+            return None
+        if array.requires_grad and torch.is_grad_enabled():
             return None
         pointer = array.data_ptr()
         kinds = ("torch", array.get_device(), array.dtype)
         return pointer, (*kinds, array.shape, array.stride(), pointer % 16)
-    if kind is np.ndarray or not hasattr(array, "__cuda_array_interface__"):
+    if isinstance(array, np.ndarray) or not hasattr(array, "__cuda_array_interface__"):
         return None
     try:
         found = _from_interface("", array)

@@ -22,9 +22,7 @@ from fa_numba.arrays import HOST, Operand, extent, glance, operand, pointer_of
 from fa_numba.recording import DeviceArray, Recording, Word
 
 KEPT = 1024  # calls; then the oldest goes
-_ARRAYS = ("bias", "alibi_slopes")
-_WORDS = {"seed": 2**64, "offset": 2**32}  # the first value that is too large
-_SCALARS = (bool, int, float, str, type(None), np.float32, np.float64)
+_SCALARS = frozenset((bool, int, float, str, type(None), np.float32, np.float64))
 
 
 class Seen(NamedTuple):
@@ -79,7 +77,7 @@ def seen(
         return None
     key: list[Any] = [facts, *map(type, facts)]  # with types, since True equals 1
     pointers = []
-    for array in (*arrays, *(options.get(name) for name in _ARRAYS), out):
+    for array in (*arrays, options.get("bias"), options.get("alibi_slopes"), out):
         if array is None:
             key.append(None)
             continue
@@ -88,18 +86,20 @@ def seen(
             return None
         pointers.append(found[0])
         key.append(found[1])
-    words = {"seed": 0, "offset": 0}
+    seed = offset = 0
     for name, value in options.items():
         kind = type(value)
-        if name in _WORDS and kind is int and 0 <= value < _WORDS[name]:
-            words[name] = value
+        if name == "seed" and kind is int and 0 <= value < 2**64:
+            seed = value
+        elif name == "offset" and kind is int and 0 <= value < 2**32:
+            offset = value
         elif kind in _SCALARS:
             key += (name, kind, value)
         elif kind is tuple and name != "block_mask":
             key += (name, *map(type, value), value)
-        elif name not in _ARRAYS:
+        elif name not in ("bias", "alibi_slopes"):
             return None
-    return Seen(tuple(key), pointers, seed_words(**words))
+    return Seen(tuple(key), pointers, seed_words(seed, offset))
 
 
 def again(seen: Seen | None, out: Any, stream: Any) -> list[Any] | None:

@@ -122,6 +122,7 @@ class Gpu:
         self.launches, self.workspaces = [], []
         self.context, self.entered = CONTEXT, []
         self.live = {}
+        self.runs = True  # or only takes down what it is asked
 
     # --- the driver ---
 
@@ -136,7 +137,8 @@ class Gpu:
         places = (addresses[n] for n in itertools.count())
         args = tuple(self.argument(ty, places) for ty in kernel.argument_types)
         self.launches.append((kernel.name, grid, int(stream), tuple(self.words)))
-        emulator.launch(kernel.function, grid, kernel.threads, args, shared_bytes=shared_bytes)
+        if self.runs:
+            emulator.launch(kernel.function, grid, kernel.threads, args, shared_bytes=shared_bytes)
         return (SUCCESS,)
 
     def word(self, places, kind):
@@ -149,7 +151,9 @@ class Gpu:
         if isinstance(ty, types.NamedTuple):
             return ty.instance_class(*(self.argument(t, places) for t in ty.types))
         if not isinstance(ty, types.Array):
-            return self.word(places, {types.float32: ctypes.c_float, types.int32: ctypes.c_int32}[ty])
+            return self.word(
+                places, {types.float32: ctypes.c_float, types.int32: ctypes.c_int32}[ty]
+            )
         words = [self.word(places, ctypes.c_int64) for _ in range(5 + 2 * ty.ndim)]
         meminfo, parent, size, itemsize, pointer = words[:5]
         shape, strides = tuple(words[5 : 5 + ty.ndim]), tuple(words[5 + ty.ndim :])
@@ -208,6 +212,7 @@ def no_gpu_but_its_driver():
         "on_device": gpu.on_device,
         "to_gpu": lambda array, stream=0: on_gpu(array),
         "empty": lambda shape, dtype="float32": Array(aligned(shape, dtype)),
+        "synchronize": lambda stream=None: None,
         "_pool": lambda ordinal: SimpleNamespace(handle=1),
     }
     with contextlib.ExitStack() as stack:
@@ -215,7 +220,9 @@ def no_gpu_but_its_driver():
             stack.enter_context(mock.patch.object(recording.driver, name, getattr(gpu, name)))
         for name, function in replaced.items():
             stack.enter_context(mock.patch.object(devices, name, function))
-        stack.enter_context(mock.patch.object(devices.Kernel, "compiled", lambda k: gpu.compiled(k)))
+        stack.enter_context(
+            mock.patch.object(devices.Kernel, "compiled", lambda k: gpu.compiled(k))
+        )
         yield gpu
     assert not gpu.live, "workspace that was not freed"
 
