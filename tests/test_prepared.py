@@ -333,6 +333,13 @@ def test_what_is_read_on_the_host_is_read_by_each_call(gpu, kept):
     assert not kept
 
 
+def test_a_nested_tuple_does_not_show_its_types(gpu, kept):
+    there, tiles = [on_gpu(x) for x in inputs()], Tiles(16, 16)
+    fa_numba.flash_attention_2(*there, block_mask=((True,),), tiles=tiles)
+    with pytest.raises(TypeError, match="block_mask has dtype int64"):
+        fa_numba.flash_attention_2(*there, block_mask=((1,),), tiles=tiles)
+
+
 def test_host_arrays_go_there_and_back(gpu, kept):
     for seed in range(2):
         q, k, v = inputs(seed)
