@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from fa_numba.tiles import Tiles
 LOG2E = math.log2(math.e)
 
 _ALLOWED = tuple(AttentionOptions.__annotations__)
+_SEEDS = ("seed_low", "seed_high", "offset")
 _LENGTHS = ("q_lens", "kv_lens", "cu_seqlens_q", "cu_seqlens_k")
 _OPTIONAL = (*_LENGTHS, "scale", "softcap", "bias", "alibi_slopes", "block_mask")
 
@@ -104,8 +105,17 @@ class Arguments:
                 f"{whole[:2]}"
             )
 
-    def values(self, problem: Problem, arrays: Mapping[str, Any], unit: float) -> dict[str, Any]:
-        """What kernels take by name. ``arrays`` are launch arguments, ``unit`` that of the scores.
+    @property
+    def seeds(self) -> tuple[int, int, int]:
+        """The words that dropout draws from."""
+        return seed_words(self.seed, self.offset)
+
+    def named(self, given: Sequence[Any]) -> dict[str, Any]:
+        """Launch arguments by name from those of ``arrays`` and ``seeds``, in this order."""
+        return dict(zip((*self.arrays, *_SEEDS), given, strict=True))
+
+    def values(self, problem: Problem, given: Mapping[str, Any], unit: float) -> dict[str, Any]:
+        """What kernels take by name. ``given`` are launch arguments, ``unit`` that of the scores.
 
         Lengths and masks are sent to the device.
         """
@@ -116,9 +126,7 @@ class Arguments:
             "softcap": (problem.softcap or 0.0) * unit,
             "threshold": _signed(drop_threshold(problem.dropout_p)),
             "inverse_keep": 1.0 / (1.0 - problem.dropout_p),
-            "seed_low": _signed(self.seed & 0xFFFFFFFF),
-            "seed_high": _signed(self.seed >> 32),
-            "offset": _signed(self.offset),
+            **{name: given[name] for name in _SEEDS},
         }
         if problem.packed:
             values["q_starts"] = _sent(_starts(problem.q_lens))
@@ -132,13 +140,13 @@ class Arguments:
             mask = _sent(np.ascontiguousarray(self.block_mask, np.uint8))
             blocks = self.block_mask.shape[-2:]
             values["block_mask"] = device.broadcast(mask, (problem.batch, problem.heads_q, *blocks))
-        if "bias" in arrays:
-            values["bias"] = device.broadcast(arrays["bias"], problem.score_shape)
-        if "dbias" in arrays:
-            values["dbias"] = device.broadcast(arrays["dbias"], problem.score_shape)
-        if "alibi_slopes" in arrays:
+        if "bias" in given:
+            values["bias"] = device.broadcast(given["bias"], problem.score_shape)
+        if "dbias" in given:
+            values["dbias"] = device.broadcast(given["dbias"], problem.score_shape)
+        if "alibi_slopes" in given:
             shape = (problem.batch, problem.heads_q)
-            values["slopes"] = device.broadcast(arrays["alibi_slopes"], shape)
+            values["slopes"] = device.broadcast(given["alibi_slopes"], shape)
         return values
 
 
@@ -160,6 +168,11 @@ def launch(run: Any, n: int, args: tuple, values: Mapping[str, Any], stream: int
     kernel = run.kernels[n]
     grid = run.plan.kernels[n].grid
     device.launch(kernel, grid, (*args, pack(kernel, values)), stream, UNIFORM)
+
+
+def seed_words(seed: int, offset: int) -> tuple[int, int, int]:
+    """The halves of ``seed`` and ``offset`` as kernels take them."""
+    return _signed(seed & 0xFFFFFFFF), _signed(seed >> 32), _signed(offset)
 
 
 def _signed(word: int) -> int:

@@ -106,21 +106,28 @@ def _from_torch(name: str, tensor: Any) -> Operand:
             "pass a detached tensor or call it under torch.no_grad()"
         )
 
+    where = tensor.device
+
     def empty(shape, dtype):
-        return torch.empty(shape, dtype=getattr(torch, dtype), device=tensor.device)
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=where)
 
     dtype = str(tensor.dtype).removeprefix("torch.")
     _check_dtype(name, dtype)
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} has layout {tensor.layout}: allowed is torch.strided")
-    if tensor.device.type == "cpu":
+    if tensor.is_neg():
+        raise TypeError(
+            f"{name} is a view whose values are negated when they are read: allowed is memory with "
+            f"the values themselves, such as {name}.resolve_neg()"
+        )
+    if where.type == "cpu":
         host = tensor.detach()
         host = host.view(torch.int16).numpy() if dtype == "bfloat16" else host.numpy()
         return replace(_from_numpy(name, host, "torch", tensor, empty), dtype=dtype)
-    if tensor.device.type != "cuda":
-        raise TypeError(f"{name} is on {tensor.device}: allowed are CPU and CUDA tensors")
+    if where.type != "cuda":
+        raise TypeError(f"{name} is on {where}: allowed are CPU and CUDA tensors")
     strides = tuple(tensor.element_size() * n for n in tensor.stride())
-    place = tensor.device.index
+    place = where.index
     pointer = tensor.data_ptr()
     return Operand(
         name, "torch", place, dtype, tuple(tensor.shape), strides, pointer, None, tensor, empty
@@ -144,7 +151,10 @@ def _from_interface(name: str, array: Any) -> Operand:
             "has that memory: allowed is host memory or memory of a GPU that is here"
         ) from error
     library: str = "interface"
-    empty: Callable[[tuple[int, ...], str], Any] = device.empty
+
+    def empty(shape, dtype):
+        return device.empty(shape, dtype)
+
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(array, cupy.ndarray):
         library = "cupy"
@@ -237,6 +247,41 @@ def operand(name: str, array: Any) -> Operand:
     return found
 
 
+def glance(array: Any) -> tuple[int, tuple] | None:
+    """The address of a GPU array, and what else ``operand`` would find or refuse in it.
+
+    Of two arrays of which the latter are equal, ``operand`` and the checks that follow refuse both
+    or neither, but for what they ask of the addresses. None for what takes ``operand`` to know.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        # A subclass may see what is done to it, and do other things.
+        plain = type(array) is torch.Tensor or type(array) is torch.nn.Parameter
+        if not plain or not array.is_cuda or array.layout is not torch.strided or array.is_neg():
+            return None
+        if array.requires_grad and torch.is_grad_enabled():
+            return None
+        pointer = array.data_ptr()
+        kinds = ("torch", array.get_device(), array.dtype)
+        return pointer, (*kinds, array.shape, array.stride(), pointer % 16)
+    if isinstance(array, np.ndarray) or not hasattr(array, "__cuda_array_interface__"):
+        return None
+    try:
+        found = _from_interface("", array)
+    except ValueError:  # said with the array's name by ``operand``
+        return None
+    kinds = (found.library, found.place, found.dtype)
+    layout = (found.shape, found.strides, found.pointer % 16)
+    return found.pointer, (*kinds, *layout, found.writable)
+
+
+def pointer_of(library: str, array: Any) -> int:
+    """The address of a new array that an ``Operand`` of ``library`` has made."""
+    if library == "torch":
+        return array.data_ptr()
+    return array.__cuda_array_interface__["data"][0]
+
+
 def on_host(name: str, array: Any) -> np.ndarray:
     """A copy on the host of a small array of any dtype, or of a sequence of numbers."""
     if "torch" in sys.modules and isinstance(array, sys.modules["torch"].Tensor):
@@ -300,6 +345,13 @@ def check_out(out: Operand, shape: tuple[int, ...], inputs: list[Operand]) -> No
     for other in inputs:
         if _overlap(out, other):
             raise ValueError(f"out shares memory with {other.name}: allowed is memory of its own")
+
+
+def extent(a: Operand) -> tuple[int, int]:
+    """Bytes from the address of ``a`` to its first one, and to the end of its last one."""
+    reach = [(n - 1) * stride for n, stride in zip(a.shape, a.strides, strict=True)]
+    first, last = sum(min(0, n) for n in reach), sum(max(0, n) for n in reach)
+    return first, last + ITEM_BYTES[a.dtype]
 
 
 def _overlaps_itself(a: Operand) -> bool:

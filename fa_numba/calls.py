@@ -6,18 +6,26 @@ import contextlib
 import math
 import operator
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from fa_numba import device, io_model
-from fa_numba.arrays import HOST, Operand, operand
+from fa_numba.arrays import HOST, Operand
 from fa_numba.plans import Plan
 
 # The emulator's limit for one call: multiply-adds of the tiles, padding included, of which it does
 # about 2e6 a second, and what a thread costs beside them.
 EMULATOR_STEPS = 2**26
 STEPS_PER_THREAD = 1000
+
+
+class Placed(Protocol):
+    """What has a library and a place, as an ``Operand`` has them."""
+
+    @property
+    def library(self) -> str: ...
+    @property
+    def place(self) -> int: ...
 
 
 def placed(q: Operand):
@@ -50,7 +58,7 @@ def check_size(plan: Plan) -> None:
         )
 
 
-def stream_handle(stream: Any, q: Operand) -> int:
+def stream_handle(stream: Any, q: Placed) -> int:
     """The address of ``stream``, or of the current stream of q's library."""
     if stream is None:
         if not device.on_gpu() or q.place == HOST:
@@ -75,31 +83,3 @@ def stream_handle(stream: Any, q: Operand) -> int:
         raise TypeError(
             f"stream is {stream!r}: allowed is a CUDA stream, its address, or None"
         ) from None
-
-
-def run(
-    execute: Callable[[list[Any], list[Any], int], None],
-    inputs: Sequence[Operand],
-    outputs: Sequence[tuple[tuple[int, ...], str, Operand | None]],
-    handle: int,
-) -> list[Any]:
-    """Call ``execute(inputs, outputs, handle)`` with launch arguments; gives the outputs' arrays.
-
-    An output is a shape, a dtype and the operand that takes it, or None for a new array of the
-    inputs' library. Host arrays are copied to the GPU and back where there is one.
-    """
-    library = inputs[0]
-    results = [
-        target if target is not None else operand("result", library.empty(shape, dtype))
-        for shape, dtype, target in outputs
-    ]
-    if not (device.on_gpu() and library.place == HOST):
-        execute([x.argument() for x in inputs], [x.argument() for x in results], handle)
-        return [x.owner for x in results]
-    sent = [device.to_gpu(x.argument(), handle) for x in inputs]
-    made = [device.empty(x.shape, x.argument().dtype.name) for x in results]
-    given, taken = ([device.argument(a) for a in arrays] for arrays in (sent, made))
-    execute(given, taken, handle)
-    for array, result in zip(made, results, strict=True):
-        device.to_host(array, result.argument(), handle)
-    return [x.owner for x in results]

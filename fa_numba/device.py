@@ -7,18 +7,18 @@ compiled by Numba when it first runs on a GPU; on the emulator its Python functi
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from cuda.bindings import driver
 from numba import cuda, float32, int32, types, uint32, uint64  # noqa: F401  # for the kernels
 
 from fa_numba import emulator
+from fa_numba.recording import DeviceArray, Recording, checked
 
 MIN_COMPUTE_CAPABILITY = (8, 0)
 # Shared memory of one block where there is no GPU to ask: an H100's or H200's.
@@ -169,29 +169,10 @@ class Kernel:
 
 
 def _allow_shared_memory(kernel, size, device):
-    from cuda.bindings import driver
-
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     handle = driver.CUkernel(int(kernel.handle))
-    (error,) = driver.cuKernelSetAttribute(attribute, size, handle, driver.CUdevice(device))
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"{size} bytes of shared memory a block were refused: {error.name}")
-
-
-@dataclass(frozen=True)
-class DeviceArray:
-    """Memory on the GPU as a kernel takes it: address, shape, strides and item size in bytes."""
-
-    pointer: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    owner: Any = field(repr=False, default=None)
-    itemsize: int = 4
-
-    def arguments(self) -> tuple[int, ...]:
-        """The words of Numba's array ABI: meminfo, parent, size, itemsize, data, shape, strides."""
-        size = math.prod(self.shape)
-        return (0, 0, size, self.itemsize, self.pointer, *self.shape, *self.strides)
+    result = driver.cuKernelSetAttribute(attribute, size, handle, driver.CUdevice(device))
+    checked(result, f"asking for {size} bytes of shared memory a block")
 
 
 def broadcast(array: Any, shape: tuple[int, ...]) -> Any:
@@ -220,36 +201,68 @@ def launch(
     kernel: Kernel,
     grid: tuple[int, ...],
     args: tuple,
-    stream: int = 0,
+    stream: int | Recording = 0,
     uncounted: Collection[str] = (),
 ) -> None:
     """Run ``kernel`` over ``grid`` blocks on the GPU stream ``stream`` or on the emulator.
 
     Arrays among ``args``, or in a named tuple among them, are ``DeviceArray`` on the GPU,
-    ``numpy.ndarray`` on the emulator, whose counts leave out those named ``uncounted``.
+    ``numpy.ndarray`` on the emulator, whose counts leave out those named ``uncounted``. A
+    ``Recording`` for a stream takes the launch down and runs nothing.
     """
-    if not on_gpu():
-        rounded = tuple(map(_rounded, kernel.argument_types, args))
-        counts = emulator.launch(
-            kernel.function,
-            grid,
-            kernel.threads,
-            rounded,
-            shared_bytes=kernel.shared_bytes,
-            uncounted=uncounted,
-        )
-        total = _counts.get()
-        if total is not None:
-            total.merge(counts)
+    if on_gpu():
+        _give(stream, lambda to: to.launch(kernel, kernel.compiled(), grid, args))
         return
-    from cuda.core import LaunchConfig, Stream
-    from cuda.core import launch as core_launch
+    rounded = tuple(map(_rounded, kernel.argument_types, args))
+    counts = emulator.launch(
+        kernel.function,
+        grid,
+        kernel.threads,
+        rounded,
+        shared_bytes=kernel.shared_bytes,
+        uncounted=uncounted,
+    )
+    total = _counts.get()
+    if total is not None:
+        total.merge(counts)
 
-    words = [
-        word for ty, x in zip(kernel.argument_types, args, strict=True) for word in _words(ty, x)
-    ]
-    config = LaunchConfig(grid=grid, block=kernel.threads, shmem_size=kernel.shared_bytes)
-    core_launch(Stream.from_handle(stream), config, kernel.compiled(), *words)
+
+def _give(stream: int | Recording, step: Callable[[Recording], None]) -> None:
+    """Record ``step``, and run it at once on a stream that is one."""
+    if isinstance(stream, Recording):
+        step(stream)
+        return
+    recording = Recording()
+    step(recording)
+    recording.run((), stream)
+
+
+def replay(recording: Recording, values: Sequence[int], stream: int, ordinal: int) -> None:
+    """Make the recorded launches on ``stream`` of the current GPU, which is ``ordinal``.
+
+    ``values`` are addresses and words by slot; the workspace is added here, and freed behind the
+    last launch.
+    """
+    if not recording.reserved_bytes:
+        recording.run(values, stream)
+        return
+    order = driver.CUstream(stream)
+    size = recording.reserved_bytes
+    result = driver.cuMemAllocFromPoolAsync(size, _pool(ordinal).handle, order)
+    workspace = int(checked(result, f"taking {size} bytes of workspace"))
+    for trace in _traces:
+        trace.add(recording.workspace_bytes)
+    try:
+        recording.run([*values, workspace], stream)
+    finally:
+        for trace in _traces:
+            trace.add(-recording.workspace_bytes)
+        checked(driver.cuMemFreeAsync(workspace, order), "freeing the workspace")
+
+
+def current_context() -> int:
+    """The address of the driver's current context, 0 where there is none."""
+    return int(driver.cuCtxGetCurrent()[1])
 
 
 def _rounded(ty: Any, value: Any) -> Any:
@@ -257,15 +270,6 @@ def _rounded(ty: Any, value: Any) -> Any:
     if isinstance(ty, types.NamedTuple):
         return type(value)(*map(_rounded, ty.types, value))
     return float(np.float32(value)) if ty == types.float32 else value
-
-
-def _words(ty: Any, value: Any) -> tuple:
-    """An argument in Numba's ABI, which passes the fields of a tuple one after the other."""
-    if isinstance(ty, types.NamedTuple):
-        return tuple(word for t, x in zip(ty.types, value, strict=True) for word in _words(t, x))
-    if isinstance(value, DeviceArray):
-        return value.arguments()
-    return (ctypes.c_float(value) if ty == types.float32 else ctypes.c_int32(value),)
 
 
 # --- memory ----------------------------------------------------------------------------------
@@ -288,7 +292,7 @@ _traces: list[MemoryTrace] = []
 
 @contextlib.contextmanager
 def track_memory() -> Iterator[MemoryTrace]:
-    """Record the scratch memory that calls inside allocate: every byte goes through ``scratch``."""
+    """Record the scratch memory that calls inside take: every byte goes through ``replay``."""
     trace = MemoryTrace()
     _traces.append(trace)
     try:
@@ -300,7 +304,6 @@ def track_memory() -> Iterator[MemoryTrace]:
 @functools.cache
 def _pool(ordinal: int):
     """A pool of GPU memory of our own that keeps what it has, as caching allocators do."""
-    from cuda.bindings import driver
     from cuda.core import Device, DeviceMemoryResource, DeviceMemoryResourceOptions
 
     Device(ordinal).set_current()
@@ -311,41 +314,19 @@ def _pool(ordinal: int):
 
 
 @contextlib.contextmanager
-def scratch(stream: int) -> Iterator[Callable[[tuple[int, ...]], Any]]:
-    """``allocate(shape)`` for float32 workspace of launches on ``stream``; freed behind them.
+def scratch(stream: Any) -> Iterator[Callable[[tuple[int, ...]], Any]]:
+    """``allocate(shape)`` for float32 workspace of the launches that ``stream`` records.
 
     On the emulator it gives NumPy arrays, NaN until written.
     """
-    if not on_gpu():
+    if on_gpu():
+        yield stream.allocate
+    else:
         yield lambda shape: np.full(shape, np.nan, np.float32)
-        return
-    from cuda.core import Stream
-
-    pool = _pool(cuda.get_current_device().id)
-    order = Stream.from_handle(stream)
-    buffers = []
-
-    def allocate(shape: tuple[int, ...]) -> DeviceArray:
-        size = 4 * math.prod(shape)
-        buffers.append(pool.allocate(size, stream=order))
-        for trace in _traces:
-            trace.add(size)
-        strides = tuple(4 * math.prod(shape[n + 1 :]) for n in range(len(shape)))
-        return DeviceArray(int(buffers[-1].handle), shape, strides)
-
-    try:
-        yield allocate
-    finally:
-        for buffer in buffers:
-            for trace in _traces:
-                trace.add(-buffer.size)
-            buffer.close(order)
 
 
 def release_memory() -> None:
     """Give the workspace memory that the pool keeps back to the GPU."""
-    from cuda.bindings import driver
-
     synchronize()
     driver.cuMemPoolTrimTo(_pool(cuda.get_current_device().id).handle, 0)
 
@@ -355,17 +336,12 @@ def empty(shape: tuple[int, ...], dtype: str = "float32"):
     return cuda.device_array(shape, dtype)
 
 
-def clear(array: Any, stream: int = 0) -> None:
+def clear(array: Any, stream: int | Recording = 0) -> None:
     """Fill a launch argument whose memory is one piece with zeros, in the stream's order."""
-    if not isinstance(array, DeviceArray):
+    if isinstance(array, DeviceArray):
+        _give(stream, lambda to: to.clear(array))
+    else:
         array[...] = 0
-        return
-    from cuda.bindings import driver
-
-    size = array.itemsize * math.prod(array.shape)
-    (error,) = driver.cuMemsetD8Async(array.pointer, 0, size, driver.CUstream(stream))
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"{size} bytes at {array.pointer:#x} were not cleared: {error.name}")
 
 
 def current_ordinal() -> int:
@@ -403,8 +379,6 @@ def _numba_stream(stream: int):
 
 def ordinal_of(pointer: int) -> int:
     """The ordinal of the GPU that owns the memory at ``pointer``."""
-    from cuda.bindings import driver
-
     attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
     cuda.current_context()
     error, ordinal = driver.cuPointerGetAttribute(attribute, pointer)

@@ -1434,7 +1434,7 @@ def dropout_mutants(add):
 
 def argument_mutants(add):
     """Faults of what a call gives its kernels."""
-    half, inverse = "self.seed & 0xFFFFFFFF", "1.0 / (1.0 - problem.dropout_p)"
+    half, inverse = "seed & 0xFFFFFFFF", "1.0 / (1.0 - problem.dropout_p)"
     mask = "np.ascontiguousarray(self.block_mask,"
     for cases, *changes in (
         (
@@ -1452,9 +1452,9 @@ def argument_mutants(add):
                 "(drop_threshold(problem.dropout_p)",
                 "(drop_threshold(1 - problem.dropout_p)",
             ),
-            ("the high half twice", half, "self.seed >> 32"),
-            ("the low half twice", "self.seed >> 32", half),
-            ("no offset", "_signed(self.offset)", "0"),
+            ("the high half twice", half, "seed >> 32"),
+            ("the low half twice", "seed >> 32", half),
+            ("no offset", "_signed(offset)", "0"),
         ),
         (
             "packed",

@@ -1,0 +1,668 @@
+"""Calls kept ready: what a second call launches is what it would have launched as a first one."""
+
+import gc
+import threading
+import time
+import weakref
+from unittest import mock
+
+import numpy as np
+import pytest
+from helpers import random_inputs
+from prepared_helpers import (
+    CONTEXT,
+    Array,
+    Parameter,
+    Subclass,
+    Tensor,
+    aligned,
+    no_gpu_but_its_driver,
+    no_torch_but_its_names,
+    on_gpu,
+)
+
+import fa_numba
+from fa_numba import Tiles, prepared
+from fa_numba import device as devices
+
+SIZES = (2, 2, 1, 5, 9, 4)  # B, Hq, Hk, Nq, Nk, d
+
+
+@pytest.fixture(autouse=True)
+def kept():
+    """The calls that are kept: none at first."""
+    prepared._kept.clear()
+    yield prepared._kept
+    prepared._kept.clear()
+
+
+@pytest.fixture
+def gpu():
+    with no_gpu_but_its_driver() as found:
+        yield found
+
+
+@pytest.fixture
+def torch():
+    with no_torch_but_its_names() as found:
+        yield found
+
+
+def inputs(seed=0, sizes=SIZES):
+    return random_inputs(*sizes, seed=seed)
+
+
+def emulated(function, *arrays, **options):
+    """The call on the emulator, with NumPy arrays."""
+    with mock.patch.object(devices, "on_gpu", lambda: False):
+        found = function(*arrays, **options)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def values(found):
+    return [x.values for x in (found if isinstance(found, tuple) else (found,))]
+
+
+def assert_same(found, want):
+    for a, b in zip(values(found), want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def on_device(options, make=on_gpu):
+    return {n: make(x) if n in ("bias", "alibi_slopes") else x for n, x in options.items()}
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "scale": {"scale": np.float64(0.3), "tiles": Tiles(16, 16)},
+    "window": {"window": (3, 1), "softcap": 2.0},
+    "bias": {"bias": (2, 1, 5, 9), "alibi_slopes": (2,)},
+    "bias of fewer axes": {"alibi_slopes": (2, 2), "bias": (9,), "causal": True},
+    "lengths": {"q_lens": (5, 2), "kv_lens": (0, 9)},
+    "dropout": {"dropout_p": 0.3, "seed": 2**63 + 5, "offset": 2**31 + 1},
+}
+FORWARD = {
+    "standard": {"algorithm": "standard"},
+    "fa1": {"algorithm": "fa1", "query_splits": 2},
+    "fa2": {"algorithm": "fa2"},
+}
+BACKWARD = {
+    "standard": {"algorithm": "standard"},
+    "fa1": {"algorithm": "fa1"},
+    "fa2": {"algorithm": "fa2"},
+    "deterministic": {"algorithm": "fa2", "deterministic": True},
+}
+
+
+def options_of(name, seed):
+    """Options with arrays of random values for shapes."""
+    random = np.random.default_rng(seed)
+    return {
+        n: random.standard_normal(x, np.float32) if n in ("bias", "alibi_slopes") else x
+        for n, x in OPTIONS[name].items()
+    }
+
+
+def places(launches, arrays):
+    """Launches with each address as the number of the array in ``arrays`` that is there, or as the
+    order in which it appears."""
+    known = {x.values.ctypes.data: n for n, x in enumerate(arrays)}
+
+    def place(word):
+        is_address = isinstance(word, int) and word > 2**32
+        return ("address", known.setdefault(word, len(known))) if is_address else word
+
+    return [(*rest, [place(word) for word in words]) for *rest, words in launches]
+
+
+def as_first(function, *arguments, **options):
+    """The call as if there had been none before."""
+    with mock.patch.dict(prepared._kept, clear=True):
+        return function(*arguments, **options)
+
+
+def assert_replayed(gpu, function, cases, own):
+    """Calls with each of ``cases``, (arrays, options), of which only the first one is a first."""
+    for n, (arrays, options) in enumerate(cases):
+        want = emulated(function, *arrays, **options, **own)
+        given = [on_gpu(x) for x in arrays]
+        other = on_device(options)
+        named = [*given, *(other[n] for n in ("bias", "alibi_slopes") if n in other)]
+        with mock.patch.object(prepared, "first", wraps=prepared.first) as first:
+            gpu.launches, gpu.workspaces = [], []
+            assert_same(function(*given, **other, **own), want)
+            assert first.called == (n == 0)
+        found, workspaces = places(gpu.launches, named), gpu.workspaces
+        gpu.launches, gpu.workspaces, gpu.runs = [], [], False
+        as_first(function, *given, **other, **own)
+        gpu.runs = True
+        assert found == places(gpu.launches, named) and workspaces == gpu.workspaces
+        for x, before in zip(given, arrays, strict=True):
+            np.testing.assert_array_equal(x.values, before)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("way", FORWARD)
+def test_the_forward_pass(gpu, way, name):
+    cases = [(inputs(seed), options_of(name, seed)) for seed in range(2)]
+    own = FORWARD[way] | {"return_lse": name != "plain"}
+    assert_replayed(gpu, fa_numba.attention, cases, own)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("way", BACKWARD)
+def test_the_backward_pass(gpu, way, name):
+    own = dict(BACKWARD[way])
+    if "bias" in OPTIONS[name] and not own.get("deterministic"):
+        own["return_dbias"] = True
+    cases = []
+    for seed in range(2):
+        q, k, v = inputs(seed)
+        options = options_of(name, seed)
+        out, lse = emulated(fa_numba.attention, q, k, v, return_lse=True, **options)
+        cases.append(((np.cos(out), q, k, v, out, lse), options))
+    assert_replayed(gpu, fa_numba.attention_backward, cases, own)
+
+
+def test_packed_sequences(gpu):
+    options = {"cu_seqlens_q": (0, 3, 7), "cu_seqlens_k": (0, 9, 9)}
+    cases = []
+    for seed in range(2):
+        random = np.random.default_rng(seed)
+        arrays = [random.standard_normal((n, 2, 8), np.float32) for n in (7, 9, 9)]
+        cases.append((arrays, options))
+    assert_replayed(gpu, fa_numba.attention, cases, {"return_lse": True})
+
+
+def test_one_array_for_all_and_then_three(gpu, kept):
+    """An address does not tell which array of the call it is."""
+    one, (q, k, v) = inputs(1, (1, 2, 2, 9, 9, 4))[0], inputs(2, (1, 2, 2, 9, 9, 4))
+    same = on_gpu(one)
+    attend = fa_numba.flash_attention_2
+    assert_same(attend(same, same, same), emulated(attend, one, one, one))
+    assert_same(attend(*map(on_gpu, (q, k, v))), emulated(attend, q, k, v))
+    assert len(kept) == 1
+
+
+def test_shapes_interleaved_and_memory_rewritten(gpu, kept):
+    attend = fa_numba.flash_attention_1
+    cases = [inputs(n, (1, 2, 1, 5 + n, 9, 4)) for n in range(3)]
+    remote = [[on_gpu(x) for x in arrays] for arrays in cases]
+    for step in range(3):
+        for arrays, there in zip(cases, remote, strict=True):
+            for x, y in zip(arrays, there, strict=True):
+                x += step
+                y.values += step
+            assert_same(attend(*there), emulated(attend, *arrays))
+    assert len(kept) == 3
+
+
+# --- what makes another call -----------------------------------------------------------------
+
+
+def strided(x):
+    """The same values with every row twice as far from the next one."""
+    wide = aligned((*x.shape[:-1], 2 * x.shape[-1]), values=0.0)
+    wide[..., : x.shape[-1]] = x
+    return Array(wide[..., : x.shape[-1]])
+
+
+# name -> (what makes q, k and v, other arguments)
+DIFFERENT = {
+    "strides of k": ((on_gpu, strided, on_gpu), {}),
+    "alignment of q": ((lambda x: Array(aligned(x.shape, values=x, offset=4)), on_gpu, on_gpu), {}),
+    "alignment of v": ((on_gpu, on_gpu, lambda x: Array(aligned(x.shape, values=x, offset=8))), {}),
+    "fewer rows of q": ((lambda x: on_gpu(x[:, :, :4]), on_gpu, on_gpu), {}),
+    "causal": ((on_gpu,) * 3, {"causal": True}),
+    "scale": ((on_gpu,) * 3, {"scale": 0.25}),
+    "another scale": ((on_gpu,) * 3, {"scale": 0.5}),
+    "window": ((on_gpu,) * 3, {"window": (2, 2)}),
+    "softcap": ((on_gpu,) * 3, {"softcap": 1.0}),
+    "dropout": ((on_gpu,) * 3, {"dropout_p": 0.5}),
+    "lengths": ((on_gpu,) * 3, {"kv_lens": (5, 9)}),
+    "other lengths": ((on_gpu,) * 3, {"kv_lens": (9, 5)}),
+    "tiles": ((on_gpu,) * 3, {"tiles": Tiles(16, 16)}),
+    "return_lse": ((on_gpu,) * 3, {"return_lse": True}),
+    "algorithm": ((on_gpu,) * 3, {"algorithm": "fa1"}),
+    "splits": ((on_gpu,) * 3, {"algorithm": "fa1", "query_splits": 2}),
+    "unit": ((on_gpu,) * 3, {"unit": "simt"}),
+}
+
+
+def test_every_difference_makes_another_call(gpu, kept):
+    cases = {"plain": ((on_gpu,) * 3, {}), **DIFFERENT}
+    for seed in range(2):
+        for number, (makers, options) in enumerate(cases.values()):
+            there = [make(x) for make, x in zip(makers, inputs(seed), strict=True)]
+            want = emulated(fa_numba.attention, *(x.values for x in there), **options)
+            assert_same(fa_numba.attention(*there, **options), want)
+            assert len(kept) == (number + 1 if seed == 0 else len(cases))
+
+
+def test_seeds_are_words(gpu, kept):
+    """Another seed is no other call: training draws one a step."""
+    q, k, v = inputs()
+    there = [on_gpu(x) for x in (q, k, v)]
+    drawn = set()
+    for seed, offset in ((0, 0), (1, 0), (0, 1), (2**32, 0), (2**64 - 1, 2**32 - 1)):
+        options = {"dropout_p": 0.5, "seed": seed, "offset": offset}
+        found = fa_numba.flash_attention_2(*there, **options)
+        assert_same(found, emulated(fa_numba.flash_attention_2, q, k, v, **options))
+        drawn.add(found.values.tobytes())
+    assert len(kept) == 1 and len(drawn) == 5
+    fa_numba.flash_attention_2(*there, dropout_p=0.5)
+    found = fa_numba.flash_attention_2(*there, dropout_p=0.5)
+    assert found.values.tobytes() in drawn
+
+
+# Arguments that equal those of a kept call and are refused: (those of the call, the refused ones)
+ALMOST = {
+    "causal": ({"causal": True}, {"causal": 1}),
+    "scale": ({"scale": 1}, {"scale": True}),
+    "window": ({"window": (1, 0)}, {"window": (True, 0)}),
+    "softcap": ({"softcap": 1.0}, {"softcap": True}),
+    "dropout": ({"dropout_p": 0}, {"dropout_p": False}),
+    "seed": ({"seed": 1}, {"seed": True}),
+    "seed too large": ({"seed": 2**64 - 1}, {"seed": 2**64}),
+    "offset": ({"offset": 0}, {"offset": -1}),
+    "no seed": ({"seed": 0}, {"seed": None}),
+    "lengths": ({"kv_lens": (1, 0)}, {"kv_lens": (True, False)}),
+    "return_lse": ({"return_lse": True}, {"return_lse": 1}),
+    "splits": ({"query_splits": 1}, {"query_splits": True}),
+    "tiles": ({}, {"tiles": [16, 16]}),
+    "unit": ({}, {"unit": ["auto"]}),
+    "an option that there is not": ({}, {"causality": None}),
+    "stream": ({}, {"stream": True}),
+    "another stream": ({}, {"stream": "first"}),
+}
+
+
+@pytest.mark.parametrize("case", ALMOST)
+def test_what_equals_a_kept_call_and_is_refused(gpu, kept, case):
+    good, bad = ALMOST[case]
+    there = [on_gpu(x) for x in inputs()]
+    fresh = []
+    for options in (bad, good, bad):
+        if options is good:
+            fa_numba.flash_attention_1(*there, **good)
+            assert kept
+            continue
+        with pytest.raises((TypeError, ValueError)) as refused:
+            fa_numba.flash_attention_1(*there, **options)
+        fresh.append((type(refused.value), str(refused.value)))
+    assert fresh[0] == fresh[1] and next(iter(bad)) in fresh[0][1]
+    assert len(gpu.launches) == 1 and len(kept) == 1
+
+
+def test_what_fails_is_not_kept(gpu, kept):
+    q, k, v = (on_gpu(x) for x in inputs())
+    for bad in ((q, k, q), (q, on_gpu(np.float64(k.values)), v), (q, k, [1.0]), (q, k, v.values)):
+        for _ in range(2):
+            with pytest.raises((TypeError, ValueError)):
+                fa_numba.flash_attention_2(*bad)
+    assert not kept and not gpu.launches
+    with (
+        mock.patch.object(devices, "ordinal_of", side_effect=ValueError("no such memory")),
+        pytest.raises(ValueError, match="q is an array with __cuda_array_interface__"),
+    ):
+        fa_numba.flash_attention_2(q, k, v)
+
+
+def test_no_more_are_kept_than_a_number(gpu, kept, monkeypatch):
+    monkeypatch.setattr(prepared, "KEPT", 3)
+    q, k, v = inputs()
+    there = [on_gpu(x) for x in (q, k, v)]
+    for scale in (0.1, 0.2, 0.3, 0.4, 0.1, 0.4):
+        found = fa_numba.flash_attention_2(*there, scale=scale)
+        assert_same(found, emulated(fa_numba.flash_attention_2, q, k, v, scale=scale))
+    scales = [key[key.index("scale") + 2] for key in kept]
+    assert scales == [0.3, 0.4, 0.1]
+
+
+def test_what_is_read_on_the_host_is_read_by_each_call(gpu, kept):
+    q, k, v = inputs()
+    there = [on_gpu(x) for x in (q, k, v)]
+    lengths, mask = np.array([9, 4]), np.array([[True]])
+    for _ in range(2):
+        for options in ({"kv_lens": lengths}, {"block_mask": mask, "tiles": Tiles(16, 16)}):
+            found = fa_numba.flash_attention_2(*there, **options)
+            assert_same(found, emulated(fa_numba.flash_attention_2, q, k, v, **options))
+        lengths[:] = [2, 7]
+        mask[:] = ~mask
+    assert not kept
+
+
+def test_a_nested_tuple_does_not_show_its_types(gpu, kept):
+    there, tiles = [on_gpu(x) for x in inputs()], Tiles(16, 16)
+    fa_numba.flash_attention_2(*there, block_mask=((True,),), tiles=tiles)
+    with pytest.raises(TypeError, match="block_mask has dtype int64"):
+        fa_numba.flash_attention_2(*there, block_mask=((1,),), tiles=tiles)
+
+
+def test_host_arrays_go_there_and_back(gpu, kept):
+    for seed in range(2):
+        q, k, v = inputs(seed)
+        found = fa_numba.flash_attention_2(q, k, v, dropout_p=0.5, seed=seed)
+        want = emulated(fa_numba.flash_attention_2, q, k, v, dropout_p=0.5, seed=seed)
+        np.testing.assert_array_equal(found, want[0])
+    assert not kept and len(gpu.launches) == 2
+
+
+def test_the_emulator_keeps_nothing(kept):
+    with devices.using("emulator"):
+        assert prepared.seen(("fwd",), inputs(), {}) is None
+        fa_numba.flash_attention_2(*inputs())
+    assert not kept
+
+
+# --- out -------------------------------------------------------------------------------------
+
+
+def test_out_takes_the_result_of_each_call(gpu, kept):
+    for seed in range(3):
+        q, k, v = inputs(seed)
+        out = Array(aligned(q.shape))
+        found = fa_numba.flash_attention_2(*map(on_gpu, (q, k, v)), out=out, return_lse=True)
+        assert found[0] is out
+        want = emulated(fa_numba.flash_attention_2, q, k, v, return_lse=True)
+        assert_same(found, want)
+    assert len(kept) == 1
+
+
+def test_out_that_shares_memory_is_refused_by_each_call(gpu, kept):
+    q, k, v = inputs(sizes=(1, 2, 2, 9, 9, 4))
+    memory = aligned((2, 1, 2, 9, 4))
+    memory[0] = q
+    there = [Array(memory[0]), on_gpu(k), on_gpu(v)]
+    want = emulated(fa_numba.flash_attention_2, q, k, v)
+    assert_same(fa_numba.flash_attention_2(*there, out=Array(memory[1])), want)
+    assert len(kept) == 1
+    for name in "qkv":
+        with pytest.raises(ValueError, match=f"out shares memory with {name}"):
+            fa_numba.flash_attention_2(*there, out=there["qkv".index(name)])
+    shifted = Array(memory.reshape(-1)[16:88].reshape(q.shape))
+    with pytest.raises(ValueError, match="out shares memory with q"):
+        fa_numba.flash_attention_2(*there, out=shifted)
+    assert len(gpu.launches) == 1
+
+
+def test_out_between_the_rows_of_q_is_allowed(gpu, kept):
+    q, k, v = inputs(sizes=(1, 2, 2, 9, 9, 4))
+    for _ in range(2):
+        memory = aligned((1, 2, 9, 2, 4))
+        memory[..., 0, :] = q
+        out = Array(memory[..., 1, :])
+        fa_numba.flash_attention_2(Array(memory[..., 0, :]), on_gpu(k), on_gpu(v), out=out)
+        assert_same(out, emulated(fa_numba.flash_attention_2, q, k, v))
+    assert len(kept) == 1
+
+
+# --- streams, contexts, memory, threads ------------------------------------------------------
+
+
+def tensors(arrays, **facts):
+    return [Tensor.of(aligned(x.shape, values=x), **facts) for x in arrays]
+
+
+def test_every_call_runs_on_its_own_stream(gpu, torch, kept):
+    q, k, v = inputs()
+    want = emulated(fa_numba.flash_attention_2, q, k, v)
+    there = tensors((q, k, v))
+    for current, given, handle in ((5, None, 5), (6, None, 6), (6, 9, 9), (7, None, 7)):
+        torch.stream = current
+        assert_same(fa_numba.flash_attention_2(*there, stream=given), want)
+        assert gpu.launches[-1][2] == gpu.workspaces[-1][1] == handle
+    assert len(kept) == 1 and torch.made == 4
+
+
+def test_the_gpu_of_the_arrays_is_made_the_current_one(gpu, kept):
+    there = [on_gpu(x) for x in inputs()]
+    fa_numba.flash_attention_2(*there)
+    assert gpu.entered == [0] and gpu.context == CONTEXT
+    fa_numba.flash_attention_2(*there)
+    assert gpu.entered == [0]
+    for other in (0, CONTEXT + 1):
+        gpu.context = other
+        with mock.patch.object(gpu, "entered", []):
+            fa_numba.flash_attention_2(*there)
+            assert gpu.entered == [0] and gpu.context == other
+    gpu.context = CONTEXT
+    with mock.patch.object(devices, "ordinal_of", lambda pointer: 1):
+        fa_numba.flash_attention_2(*there)
+    assert len(kept) == 2
+
+
+def test_the_workspace_is_the_plans(gpu):
+    there = [on_gpu(x) for x in inputs()]
+    for algorithm in ("standard", "fa1", "fa2"):
+        plan = fa_numba.plan(there[0].shape, there[1].shape, algorithm=algorithm)
+        for _ in range(2):
+            with devices.track_memory() as memory:
+                fa_numba.attention(*there, algorithm=algorithm)
+            assert memory.peak_bytes == plan.workspace_bytes and memory.live_bytes == 0
+
+
+def test_a_failed_launch_frees_the_workspace(gpu):
+    there = [on_gpu(x) for x in inputs()]
+    fa_numba.flash_attention_2(*there)
+    failed = (devices.driver.CUresult.CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES,)
+    with (
+        mock.patch.object(devices.driver, "cuLaunchKernel", lambda *_: failed),
+        devices.track_memory() as memory,
+        pytest.raises(RuntimeError, match="fa2_forward .* failed: CUDA_ERROR_LAUNCH_OUT"),
+    ):
+        fa_numba.flash_attention_2(*there)
+    assert memory.live_bytes == 0 and not gpu.live
+
+
+def test_what_is_kept_holds_no_array(gpu, torch, kept):
+    for make in (lambda x: Tensor.of(aligned(x.shape, values=x)), on_gpu):
+        bias = aligned((5, 9), values=0.5)
+        there = [make(x) for x in (*inputs(), bias)]
+        out = make(aligned(there[0].shape))
+        result = fa_numba.flash_attention_2(*there[:3], bias=there[3], out=out, return_lse=True)
+        seen = [weakref.ref(x) for x in (*there, *result)]
+        del there, out, result
+        gc.collect()
+        assert [x() for x in seen] == [None] * 6
+    assert len(kept) == 2
+
+
+def test_threads_take_turns(gpu, kept):
+    """Two threads make one kept call, the second while the first is about to launch."""
+    arrays = [inputs(seed) for seed in range(3)]
+    want = [emulated(fa_numba.flash_attention_2, *x) for x in arrays]
+    there = [[on_gpu(x) for x in given] for given in arrays]
+    fa_numba.flash_attention_2(*there[2])
+    launch, found = gpu.cuLaunchKernel, {}
+
+    def late(*arguments):
+        time.sleep(0.1)
+        return launch(*arguments)
+
+    def call(n):
+        found[n] = fa_numba.flash_attention_2(*there[n])
+
+    threads = [threading.Thread(target=call, args=(n,)) for n in range(2)]
+    with mock.patch.object(devices.driver, "cuLaunchKernel", late):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for n in range(2):
+        assert_same(found[n], want[n])
+    assert len(kept) == 1
+
+
+# --- torch -----------------------------------------------------------------------------------
+
+# What a tensor says of itself -> what the call says of it
+REFUSED = {
+    "a gradient": ({"requires_grad": True}, ValueError, "q requires a gradient"),
+    "negated": ({"negated": True}, TypeError, r"q is a view .* q.resolve_neg\(\)"),
+    "sparse": ({"layout": "sparse"}, TypeError, "q has layout sparse"),
+    "dtype": ({"dtype": "torch.float64"}, TypeError, "q has dtype float64"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_tensor_that_is_like_one_but_refused(gpu, torch, kept, case):
+    facts, error, message = REFUSED[case]
+    arrays = inputs()
+    fa_numba.flash_attention_2(*tensors(arrays))
+    q, *rest = tensors(arrays)
+    vars(q).update(facts)
+    with pytest.raises(error, match=message):
+        fa_numba.flash_attention_2(q, *rest)
+    assert len(kept) == len(gpu.launches) == 1
+
+
+def test_without_gradients_a_leaf_is_as_any_tensor(gpu, torch, kept):
+    arrays = inputs()
+    fa_numba.flash_attention_2(*tensors(arrays))
+    torch.grad = False
+    with mock.patch.object(prepared, "first") as first:
+        found = fa_numba.flash_attention_2(*tensors(arrays, requires_grad=True))
+    assert not first.called
+    assert_same(found, emulated(fa_numba.flash_attention_2, *arrays))
+    assert len(kept) == 1
+
+
+@pytest.mark.parametrize("kind, keeps", [(Parameter, 1), (Subclass, 0)])
+def test_tensors_of_other_types(gpu, torch, kept, kind, keeps):
+    arrays = inputs()
+    for _ in range(2):
+        there = [kind.of(aligned(x.shape, values=x)) for x in arrays]
+        found = fa_numba.flash_attention_2(*there)
+        assert type(found) is Tensor
+        assert_same(found, emulated(fa_numba.flash_attention_2, *arrays))
+    assert len(kept) == keeps
+
+
+# --- on a GPU --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def real():
+    return pytest.importorskip("torch")
+
+
+def assert_equal(torch, found, want):
+    for a, b in zip(found, want, strict=True):
+        assert torch.equal(a, b)
+
+
+def rows_of(torch, n, dtype, N=96):
+    generator = torch.Generator("cuda").manual_seed(n)
+    shape = (2, 4, N, 64)
+    return [
+        torch.randn(shape, device="cuda", generator=generator, dtype=torch.float32).to(dtype)
+        for _ in range(4)
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "algorithm, dtype",
+    [("standard", "float32"), ("fa1", "float32"), ("fa2", "float32"),
+     ("fa1", "float16"), ("fa2", "float16"), ("fa2", "bfloat16")],
+)  # fmt: skip
+def test_gpu_replays_bit_for_bit(real, kept, algorithm, dtype, name):
+    options = {
+        n: real.tensor(x, device="cuda") if n in ("bias", "alibi_slopes") else x
+        for n, x in options_of(name, 0).items()
+    }
+    if "bias" in options:
+        options["bias"] = real.randn((2, 1, 96, 96)[-options["bias"].ndim :], device="cuda")
+    if "alibi_slopes" in options:
+        options["alibi_slopes"] = real.rand((2, 4)[-options["alibi_slopes"].ndim :], device="cuda")
+    if "kv_lens" in options:
+        options |= {"q_lens": (96, 70), "kv_lens": (0, 96)}
+    own = {"algorithm": algorithm}
+    for seed in range(3):
+        q, k, v, dout = rows_of(real, seed, getattr(real, dtype))
+        found = fa_numba.attention(q, k, v, return_lse=True, **options, **own)
+        want = as_first(fa_numba.attention, q, k, v, return_lse=True, **options, **own)
+        assert_equal(real, found, want)
+        plain = fa_numba.attention(q, k, v, **options, **own)
+        assert_equal(real, [plain], found[:1])
+        if dtype != "float32":
+            continue
+        strict = {"deterministic": True} if algorithm == "fa2" else {}
+        given = (dout, q, k, v, *found)
+        found = fa_numba.attention_backward(*given, **options, **own, **strict)
+        want = as_first(fa_numba.attention_backward, *given, **options, **own, **strict)
+        assert_equal(real, found, want)
+    assert len(kept) == (3 if dtype == "float32" else 2)
+
+
+@pytest.mark.gpu
+def test_gpu_runs_on_the_current_stream(real, kept):
+    q, k, v, _ = rows_of(real, 0, real.float32, N=512)
+    want = fa_numba.flash_attention_2(q, k, v)
+    for _ in range(2):
+        side = real.cuda.Stream()
+        real.cuda.synchronize()
+        with real.cuda.stream(side):
+            late = real.zeros_like(q)
+            real.cuda._sleep(50_000_000)
+            late += q  # the kernel must wait for this, on the same stream
+            found = fa_numba.flash_attention_2(late, k, v)
+        real.cuda.synchronize()
+        assert real.equal(found, want)
+    assert len(kept) == 1
+
+
+@pytest.mark.gpu
+def test_gpu_streams_at_once_have_workspaces_of_their_own(real, kept):
+    """Standard attention's scores, of two calls that overlap in time."""
+    attend = fa_numba.standard_attention
+    cases = [rows_of(real, n, real.float32, N=1024)[:3] for n in range(2)]
+    want = [attend(*x) for x in cases]
+    streams = [real.cuda.Stream() for _ in cases]
+    real.cuda.synchronize()
+    found: list = [[], []]
+    for _ in range(8):
+        for n, stream in enumerate(streams):
+            with real.cuda.stream(stream):
+                found[n].append(attend(*cases[n]))
+    real.cuda.synchronize()
+    for n, results in enumerate(found):
+        assert all(real.equal(x, want[n]) for x in results)
+    assert len(kept) == 1
+
+
+@pytest.mark.gpu
+def test_gpu_tensors_that_change_between_calls(real, kept):
+    """Two lengths in turn, in one memory, resized and rewritten, and at another alignment."""
+    flat = real.empty(2 * 4 * 96 * 64 + 1, device="cuda")
+    for seed in range(2):
+        for N in (96, 65):
+            q, k, v, _ = rows_of(real, seed, real.float32, N=N)
+            for offset in (1, 0):
+                moved = flat[offset : offset + q.numel()].view(q.shape)
+                moved.copy_(q)
+                want = as_first(fa_numba.flash_attention_2, moved, k, v)
+                assert real.equal(fa_numba.flash_attention_2(moved, k, v), want)
+            resized = flat.new_empty(0).resize_(q.shape).copy_(q)
+            assert real.equal(fa_numba.flash_attention_2(resized, k, v), want)
+    assert len(kept) == 4
+
+
+@pytest.mark.gpu
+def test_gpu_graphs_replay_a_kept_call(real, kept):
+    """A captured call writes nothing outside its graph's memory, and reads what is there then."""
+    q, k, v, _ = rows_of(real, 0, real.float32)
+    out = real.empty_like(q)
+    fa_numba.flash_attention_2(q, k, v, out=out)
+    graph = real.cuda.CUDAGraph()
+    with real.cuda.graph(graph):
+        fa_numba.flash_attention_2(q, k, v, out=out)
+    q.mul_(-1.5)
+    want = fa_numba.flash_attention_2(q, k, v)
+    out.zero_()
+    graph.replay()
+    real.cuda.synchronize()
+    assert real.equal(out, want) and len(kept) == 2
