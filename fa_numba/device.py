@@ -18,6 +18,7 @@ from cuda.bindings import driver
 from numba import cuda, float32, int32, types, uint32, uint64  # noqa: F401  # for the kernels
 
 from fa_numba import emulator
+from fa_numba.unrolling import unrolled, with_loops_unrolled  # noqa: F401  # for the parts
 from fa_numba.recording import DeviceArray, Recording, checked
 
 MIN_COMPUTE_CAPABILITY = (8, 0)
@@ -26,8 +27,11 @@ EMULATED_SHARED_BYTES = 227 * 1024
 
 
 def device_function(function):
-    """A function that kernels call; inlined, so that register tiles stay in registers."""
-    return cuda.jit(device=True, inline="always")(function)
+    """A function that kernels call; inlined, so that register tiles stay in registers.
+
+    Loops over ``unrolled(n)`` are written out first.
+    """
+    return cuda.jit(device=True, inline="always")(with_loops_unrolled(function))
 
 
 def array_type(ndim: int, element=types.float32):

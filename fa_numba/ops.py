@@ -373,7 +373,7 @@ def _differentiate(
     deterministic=False,
     query_splits=1,
 ) -> Any:
-    facts = ("bwd", algorithm, tiles, unit, return_dbias, deterministic)
+    facts = ("bwd", algorithm, tiles, unit, return_dbias, deterministic, query_splits)
     dout, q, k, v, out, lse = given
     inputs = (q, k, v, out, dout, lse)
     seen = prepared.seen(facts, inputs, options)
@@ -384,7 +384,7 @@ def _differentiate(
 
 
 def _first_differentiate(facts, given, options, stream, seen: Seen | None) -> list:
-    _, algorithm, tiles, unit, return_dbias, deterministic = facts
+    _, algorithm, tiles, unit, return_dbias, deterministic, query_splits = facts
     names = ("q", "k", "v", "out", "dout", "lse")
     inputs = [operand(*x) for x in zip(names, given, strict=True)]
     q, k, v, out, dout, lse = inputs
