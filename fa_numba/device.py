@@ -299,14 +299,19 @@ def _pool(ordinal: int):
     return pool
 
 
-@contextlib.contextmanager
-def scratch(stream: int) -> Iterator[Callable[[tuple[int, ...]], Any]]:
-    """``allocate(shape)`` for float32 workspace of launches on ``stream``; freed behind them.
+# Of each dtype of workspace; 0x7fff is one in float16 and in bfloat16.
+_NOT_A_NUMBER = {"float32": math.nan, "uint16": 0x7FFF}
 
-    On the emulator it gives NumPy arrays, NaN until written.
+
+@contextlib.contextmanager
+def scratch(stream: int) -> Iterator[Callable[..., Any]]:
+    """``allocate(shape, dtype)`` for workspace of launches on ``stream``; freed behind them.
+
+    ``dtype`` is float32, or uint16 for the bits of 16-bit floats. On the emulator it gives NumPy
+    arrays, NaN until written.
     """
     if not on_gpu():
-        yield lambda shape: np.full(shape, np.nan, np.float32)
+        yield lambda shape, dtype="float32": np.full(shape, _NOT_A_NUMBER[dtype], dtype)
         return
     from cuda.core import Stream
 
@@ -314,13 +319,14 @@ def scratch(stream: int) -> Iterator[Callable[[tuple[int, ...]], Any]]:
     order = Stream.from_handle(stream)
     buffers = []
 
-    def allocate(shape: tuple[int, ...]) -> DeviceArray:
-        size = 4 * math.prod(shape)
+    def allocate(shape: tuple[int, ...], dtype: str = "float32") -> DeviceArray:
+        itemsize = np.dtype(dtype).itemsize
+        size = itemsize * math.prod(shape)
         buffers.append(pool.allocate(size, stream=order))
         for trace in _traces:
             trace.add(size)
-        strides = tuple(4 * math.prod(shape[n + 1 :]) for n in range(len(shape)))
-        return DeviceArray(int(buffers[-1].handle), shape, strides)
+        strides = tuple(itemsize * math.prod(shape[n + 1 :]) for n in range(len(shape)))
+        return DeviceArray(int(buffers[-1].handle), shape, strides, None, itemsize)
 
     try:
         yield allocate

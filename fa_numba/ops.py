@@ -425,9 +425,10 @@ def _first_column(S: Any) -> Any:
 
 
 def _score_matrix(problem: Problem, allocate: Callable) -> Any:
-    """S of shape (B, Hq, Nq, Nk), its rows padded to 16 bytes."""
-    pitch = -(-problem.seqlen_k // 4) * 4
-    whole = allocate((problem.batch, problem.heads_q, problem.seqlen_q, pitch))
+    """S of shape (B, Hq, Nq, Nk) in q's dtype, its rows padded to 16 bytes."""
+    dtype, width = ("float32", 4) if problem.dtype == "float32" else ("uint16", 8)
+    pitch = -(-problem.seqlen_k // width) * width
+    whole = allocate((problem.batch, problem.heads_q, problem.seqlen_q, pitch), dtype)
     if isinstance(whole, DeviceArray):
         return replace(whole, shape=(*whole.shape[:3], problem.seqlen_k))
     return whole[..., : problem.seqlen_k]

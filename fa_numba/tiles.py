@@ -293,7 +293,75 @@ class MmaSpec(Spec):
         return 1
 
 
-def specialise_mma(tiles: Tiles, head_dim: int, shared_limit: int, **facts: Any) -> MmaSpec:
+@dataclass(frozen=True)
+class StandardSpec(MmaSpec):
+    """The same for standard attention, whose kernels hold a tile of S or of O, never both.
+
+    The products with S take ``step`` of a tile's columns at a time, in two stages: while one is
+    multiplied the next is on its way.
+    """
+
+    @property
+    def folds_scale(self) -> bool:
+        return False
+
+    @property
+    def step(self) -> int:
+        return next(n for n in (64, 32, 16) if self.Bc % n == 0)
+
+    @property
+    def pitch_s(self) -> int:
+        """Of a tile of S, Br x Bc."""
+        return self.Bc + 8
+
+    @property
+    def pitch_p(self) -> int:
+        """Of one step of it, Br x step."""
+        return self.step + 8
+
+    @property
+    def pitch_t(self) -> int:
+        """Of one step of the transposed one, step x Br."""
+        return self.Br + 8
+
+    @property
+    def tile_halves(self) -> tuple[int, ...]:
+        """16-bit elements of sQ, sK and sS."""
+        return self.Br * self.pitch, self.Bc * self.pitch, self.Br * self.pitch_s
+
+    @property
+    def stage_halves(self) -> tuple[int, ...]:
+        """16-bit elements of one stage: sP and sV."""
+        return self.Br * self.pitch_p, self.step * self.pitch
+
+    @property
+    def transposed_halves(self) -> tuple[int, ...]:
+        """The same of the transposed product: sP and sdO."""
+        return self.step * self.pitch_t, self.step * self.pitch
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of the kernel that takes most."""
+        stages = max(sum(self.stage_halves), sum(self.transposed_halves))
+        return 2 * max(sum(self.tile_halves), 2 * stages)
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of one thread's part of S, or of O."""
+        return self.TM * max(self.TN, 4 * self.DN)
+
+    @property
+    def keeps_q(self) -> bool:
+        return self.TM * (self.TN + 2 * self.DN) <= 160
+
+    @property
+    def fits_registers(self) -> bool:
+        return self.accumulators <= 128
+
+
+def specialise_mma(
+    tiles: Tiles, head_dim: int, shared_limit: int, kind: type[MmaSpec] = MmaSpec, **facts: Any
+) -> Any:
     """The tensor-core specialisation for ``tiles``; ``shared_limit`` in bytes a block.
 
     ``tiles.threads`` is 32 a warp, and a warp takes 16 or 32 rows; None takes 32 where it can.
@@ -304,7 +372,7 @@ def specialise_mma(tiles: Tiles, head_dim: int, shared_limit: int, **facts: Any)
             f"tiles: Br={tiles.Br}, Bc={tiles.Bc} on tensor cores: allowed are multiples of 16"
         )
     found = [
-        MmaSpec(head_dim, tiles.Br, tiles.Bc, 4, 8 * (tiles.Br // rows), **facts)
+        kind(head_dim, tiles.Br, tiles.Bc, 4, 8 * (tiles.Br // rows), **facts)
         for rows in (32, 16)
         if tiles.Br % rows == 0
     ]
@@ -336,18 +404,21 @@ def default_mma_tiles(
 ) -> Tiles:
     """Block sizes of the tensor-core kernels: 128 x 64, halved until memory and registers fit.
 
-    FlashAttention-1 takes as many columns as registers hold: every pass over them moves O.
+    FlashAttention-1 takes as many columns as registers hold: every pass over them moves O. Standard
+    attention takes 128: its row tiles read all of K and V, and its column tiles backward all of Q.
     """
-    Bc = 64
+    Bc, kind = 64, MmaSpec
+    if algorithm == "standard":
+        Bc, kind = 128, StandardSpec
     if algorithm == "fa1" and head_dim <= 192:
         Bc = 256 if head_dim <= 64 else 128 if head_dim <= 128 else 32
     Br = min(128, max(16, 2 * _power_of_two(max(1, seqlen_q - 1))))
     Bc = min(Bc, max(16, 2 * _power_of_two(max(1, seqlen_k - 1))))
     while True:
         try:
-            spec = specialise_mma(Tiles(Br, Bc), head_dim, shared_limit)
+            spec = specialise_mma(Tiles(Br, Bc), head_dim, shared_limit, kind)
             # 32 rows a warp spill registers at these head dimensions.
-            if 64 < spec.columns < 128 and Br % 128 == 0:
+            if kind is MmaSpec and 64 < spec.columns < 128 and Br % 128 == 0:
                 return Tiles(Br, Bc, 2 * Br)
             return Tiles(Br, Bc)
         except ValueError:

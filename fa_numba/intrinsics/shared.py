@@ -12,12 +12,17 @@ from fa_numba.intrinsics._build import (
     F32,
     FLOAT4,
     FLOAT4_TUPLE,
+    I32,
+    INT4,
     SHARED,
+    WORDS,
     emulated_by,
     is_float32_array,
+    is_half_array,
     pack4,
     shared_pointer,
     unpack4,
+    words_of,
 )
 
 _SYMBOL = "fa_numba_dynamic_shared"
@@ -121,3 +126,46 @@ def store4(typingctx, array, index, x0, x1, x2, x3):
         builder.store(pack4(builder, args[2:]), target, align=16)
 
     return types.void(array, index, x0, x1, x2, x3), codegen
+
+
+def _load8(array, index):
+    return words_of(array.load(index, 8))
+
+
+@emulated_by(_load8)
+@intrinsic
+def load8(typingctx, array, index):
+    """Elements index .. index + 7 of a 1-D shared 16-bit array as four uint32, pairs with the lower
+    index in the lower half: ``ld.shared.v4.u32``. ``index`` must be a multiple of 8.
+    """
+    if not is_half_array(array, 1) or not isinstance(index, types.Integer):
+        return None
+
+    def codegen(context, builder, signature, args):
+        pointer = shared_pointer(context, builder, array, args[0], args[1], index)
+        vector = builder.load(builder.bitcast(pointer, INT4.as_pointer(SHARED)), align=16)
+        return unpack4(context, builder, vector, WORDS)
+
+    return WORDS(array, index), codegen
+
+
+def _store2(array, index, pair):
+    array.store(index, (pair & 0xFFFF, pair >> 16))
+
+
+@emulated_by(_store2)
+@intrinsic
+def store2(typingctx, array, index, pair):
+    """Store two 16-bit elements, packed in a uint32, at index, index + 1 of a 1-D shared array:
+    ``st.shared.u32``. ``index`` must be even.
+    """
+    if not is_half_array(array, 1) or not isinstance(index, types.Integer):
+        return None
+    if pair != types.uint32:
+        return None
+
+    def codegen(context, builder, signature, args):
+        pointer = shared_pointer(context, builder, array, args[0], args[1], index)
+        builder.store(args[2], builder.bitcast(pointer, I32.as_pointer(SHARED)), align=4)
+
+    return types.void(array, index, pair), codegen
