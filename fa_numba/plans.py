@@ -268,7 +268,7 @@ def backward(
 def _mma_standard_backward(problem, tiles, aligned, return_dbias, limit) -> Run:
     d, Nq, Nk = problem.head_dim, problem.seqlen_q, problem.seqlen_k
     if tiles is None:
-        tiles = default_mma_tiles("standard", Nq, Nk, d, limit)
+        tiles = default_mma_tiles("standard", Nq, Nk, d, limit, "bwd")
     features = Features.of(problem, dbias=return_dbias)
     facts = {"features": features, "aligned": aligned, "dtype": problem.dtype}
     spec = specialise_mma(tiles, d, limit, StandardSpec, **facts)

@@ -358,6 +358,18 @@ class StandardSpec(MmaSpec):
     def fits_registers(self) -> bool:
         return self.accumulators <= 128
 
+    @property
+    def min_blocks_of_scores(self) -> int:
+        return self._min_blocks(12, self.TM * self.TN + self.q_registers)
+
+    @property
+    def min_blocks_of_output(self) -> int:
+        return self._min_blocks(16, self.TM * 4 * self.DN)
+
+    def _min_blocks(self, warps: int, registers: int) -> int:
+        """So many warps on a multiprocessor where a thread holds few ``registers`` for long."""
+        return max(1, warps // self.warps) if registers <= 96 else 1
+
 
 def specialise_mma(
     tiles: Tiles, head_dim: int, shared_limit: int, kind: type[MmaSpec] = MmaSpec, **facts: Any
@@ -400,16 +412,21 @@ def specialise_mma(
 
 
 def default_mma_tiles(
-    algorithm: str, seqlen_q: int, seqlen_k: int, head_dim: int, shared_limit: int
+    algorithm: str,
+    seqlen_q: int,
+    seqlen_k: int,
+    head_dim: int,
+    shared_limit: int,
+    passes: str = "fwd",
 ) -> Tiles:
     """Block sizes of the tensor-core kernels: 128 x 64, halved until memory and registers fit.
 
     FlashAttention-1 takes as many columns as registers hold: every pass over them moves O. Standard
-    attention takes 128: its row tiles read all of K and V, and its column tiles backward all of Q.
+    attention backward takes 128, as each column tile reads all of Q and dO, and 16 rows a warp.
     """
     Bc, kind = 64, MmaSpec
     if algorithm == "standard":
-        Bc, kind = 128, StandardSpec
+        Bc, kind = 64 if passes == "fwd" else 128, StandardSpec
     if algorithm == "fa1" and head_dim <= 192:
         Bc = 256 if head_dim <= 64 else 128 if head_dim <= 128 else 32
     Br = min(128, max(16, 2 * _power_of_two(max(1, seqlen_q - 1))))
@@ -417,8 +434,9 @@ def default_mma_tiles(
     while True:
         try:
             spec = specialise_mma(Tiles(Br, Bc), head_dim, shared_limit, kind)
-            # 32 rows a warp spill registers at these head dimensions.
-            if kind is MmaSpec and 64 < spec.columns < 128 and Br % 128 == 0:
+            # 32 rows a warp spill registers at these head dimensions, or of so many columns.
+            spills = 64 < spec.columns < 128 if kind is MmaSpec else Bc == 128
+            if spills and Br % 128 == 0:
                 return Tiles(Br, Bc, 2 * Br)
             return Tiles(Br, Bc)
         except ValueError:

@@ -8,7 +8,7 @@ the same memory, whose rows start at 16-byte addresses. No tile is skipped: a ca
 Shared memory, 16-bit elements, with step = 64 for Bc a multiple of 64:
     scores   (Br + Bc) (d + 8) + Br (Bc + 8)
     output   2 (Br (step + 8) + step (d + 8))
-    in bytes at the default tiles, 128 x 128:  71680 and 55296 (d=64), 104448 and 71680 (d=128)
+    in bytes at the default tiles, 128 x 64:  46080 and 55296 (d=64), 70656 and 71680 (d=128)
 Accesses, elements per head:
     scores   loads Nq d + Tr Nk d, stores Nq Nk
     softmax  loads Nq Nk (twice where a row exceeds shared memory), stores Nq Nk
@@ -116,7 +116,8 @@ def make_standard_scores(spec, slopes=False):
     halves = array_type(4, types.uint16)
     scalars = (types.float32, types.int32)
     arguments = (*[halves] * 3, *scalars, spec.features.argument_type)
-    return Kernel(standard_scores, arguments, spec.threads, 2 * (NQ + NK + NS))
+    shared_bytes, min_blocks = 2 * (NQ + NK + NS), spec.min_blocks_of_scores
+    return Kernel(standard_scores, arguments, spec.threads, shared_bytes, min_blocks)
 
 
 @cache
@@ -274,4 +275,5 @@ def make_standard_output(spec):
         write_rows(rO, Oh, i0, rows, ty, tx)
 
     arguments = (*[array_type(4, types.uint16)] * 3, types.int32, spec.features.argument_type)
-    return Kernel(standard_output, arguments, spec.threads, 4 * (NP + NV))
+    shared_bytes, min_blocks = 4 * (NP + NV), spec.min_blocks_of_output
+    return Kernel(standard_output, arguments, spec.threads, shared_bytes, min_blocks)

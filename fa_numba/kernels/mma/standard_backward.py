@@ -97,7 +97,8 @@ def make_standard_transposed_output(spec):
         write_columns(rdV, dVh, j0, columns, ty, tx)
 
     arguments = (*[array_type(4, types.uint16)] * 3, types.int32, spec.features.argument_type)
-    return Kernel(standard_transposed_output, arguments, spec.threads, 4 * (NP + NQ))
+    shared_bytes, min_blocks = 4 * (NP + NQ), spec.min_blocks_of_output
+    return Kernel(standard_transposed_output, arguments, spec.threads, shared_bytes, min_blocks)
 
 
 @cache
