@@ -29,6 +29,7 @@ from fa_numba.tiles import (
     StandardSpec,
     Tiles,
     default_backward_tiles,
+    default_mma_standard_tiles,
     default_mma_tiles,
     default_tiles,
     specialise,
@@ -193,6 +194,8 @@ def _mma_forward(problem, algorithm, tiles, aligned, return_lse, query_splits, l
     d, Nq, Nk = problem.head_dim, problem.seqlen_q, problem.seqlen_k
     if tiles is None:
         tiles = default_mma_tiles(algorithm, Nq, Nk, d, limit)
+        if algorithm == "standard":
+            tiles = default_mma_standard_tiles(Nq, Nk, d, limit)
     facts: dict[str, Any] = {"features": Features.of(problem), "aligned": aligned}
     facts |= {"dtype": problem.dtype, "positive_scale": problem.scale > 0.0}
     facts |= {"return_lse": return_lse and algorithm == "fa1"}
@@ -268,7 +271,7 @@ def backward(
 def _mma_standard_backward(problem, tiles, aligned, return_dbias, limit) -> Run:
     d, Nq, Nk = problem.head_dim, problem.seqlen_q, problem.seqlen_k
     if tiles is None:
-        tiles = default_mma_tiles("standard", Nq, Nk, d, limit, "bwd")
+        tiles = default_mma_standard_tiles(Nq, Nk, d, limit, "bwd")
     features = Features.of(problem, dbias=return_dbias)
     facts = {"features": features, "aligned": aligned, "dtype": problem.dtype}
     spec = specialise_mma(tiles, d, limit, StandardSpec, **facts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -372,7 +373,11 @@ class StandardSpec(MmaSpec):
 
 
 def specialise_mma(
-    tiles: Tiles, head_dim: int, shared_limit: int, kind: type[MmaSpec] = MmaSpec, **facts: Any
+    tiles: Tiles,
+    head_dim: int,
+    shared_limit: int,
+    kind: type[MmaSpec] = MmaSpec,
+    **facts: Any,
 ) -> Any:
     """The tensor-core specialisation for ``tiles``; ``shared_limit`` in bytes a block.
 
@@ -388,12 +393,17 @@ def specialise_mma(
         for rows in (32, 16)
         if tiles.Br % rows == 0
     ]
+    return _chosen(found, tiles, head_dim, shared_limit)
+
+
+def _chosen(found: list, tiles: Tiles, head_dim: int, shared_limit: int) -> Any:
+    """The first of these specialisations that can be, or the one with the threads asked for."""
     found = [s for s in found if s.threads <= MAX_THREADS and s.fits_registers]
     if not found:
         raise ValueError(
             f"tiles: Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} leaves no split over "
-            f"warps of 16 or 32 rows and at most {MAX_THREADS} threads whose parts fit their "
-            "registers; take smaller blocks"
+            f"warps of 16 or 32 of its rows and at most {MAX_THREADS} threads whose parts fit "
+            "their registers; take smaller blocks"
         )
     if found[0].shared_bytes > shared_limit:
         raise ValueError(
@@ -412,37 +422,47 @@ def specialise_mma(
 
 
 def default_mma_tiles(
-    algorithm: str,
-    seqlen_q: int,
-    seqlen_k: int,
-    head_dim: int,
-    shared_limit: int,
-    passes: str = "fwd",
+    algorithm: str, seqlen_q: int, seqlen_k: int, head_dim: int, shared_limit: int
 ) -> Tiles:
     """Block sizes of the tensor-core kernels: 128 x 64, halved until memory and registers fit.
 
-    FlashAttention-1 takes as many columns as registers hold: every pass over them moves O. Standard
-    attention backward takes 128, as each column tile reads all of Q and dO, and 16 rows a warp.
+    FlashAttention-1 takes as many columns as registers hold: every pass over them moves O.
     """
-    Bc, kind = 64, MmaSpec
-    if algorithm == "standard":
-        Bc, kind = 64 if passes == "fwd" else 128, StandardSpec
+    Bc = 64
     if algorithm == "fa1" and head_dim <= 192:
         Bc = 256 if head_dim <= 64 else 128 if head_dim <= 128 else 32
     Br = min(128, max(16, 2 * _power_of_two(max(1, seqlen_q - 1))))
     Bc = min(Bc, max(16, 2 * _power_of_two(max(1, seqlen_k - 1))))
+    found = _shrunk_mma(Br, Bc, lambda t: specialise_mma(t, head_dim, shared_limit))
+    # 32 rows a warp spill registers at these head dimensions.
+    if 64 < -(-head_dim // 16) * 16 < 128 and found.Br % 128 == 0:
+        return Tiles(found.Br, found.Bc, 2 * found.Br)
+    return found
+
+
+def _shrunk_mma(Br: int, Bc: int, specialised: Callable[[Tiles], Any]) -> Tiles:
+    """The first tiles that can be specialised, columns halved first."""
     while True:
         try:
-            spec = specialise_mma(Tiles(Br, Bc), head_dim, shared_limit, kind)
-            # 32 rows a warp spill registers at these head dimensions, or of so many columns.
-            spills = 64 < spec.columns < 128 if kind is MmaSpec else Bc == 128
-            if spills and Br % 128 == 0:
-                return Tiles(Br, Bc, 2 * Br)
+            specialised(Tiles(Br, Bc))
             return Tiles(Br, Bc)
         except ValueError:
             if (Br, Bc) == (16, 16):
                 raise
             Br, Bc = (Br, Bc // 2) if Bc > 32 or Br == 16 else (Br // 2, Bc)
+
+
+def default_mma_standard_tiles(
+    seqlen_q: int, seqlen_k: int, head_dim: int, shared_limit: int, passes: str = "fwd"
+) -> Tiles:
+    """The same of standard attention: 128 x 64, or ``passes`` "bwd", where each column tile reads
+    all of Q and dO, 128 x 128 with 16 rows a warp.
+    """
+    Br = min(128, max(16, 2 * _power_of_two(max(1, seqlen_q - 1))))
+    Bc = min(64 if passes == "fwd" else 128, max(16, 2 * _power_of_two(max(1, seqlen_k - 1))))
+    kind = StandardSpec
+    found = _shrunk_mma(Br, Bc, lambda t: specialise_mma(t, head_dim, shared_limit, kind))
+    return Tiles(found.Br, found.Bc, 2 * found.Br) if found.Br == found.Bc == 128 else found
 
 
 def splits(

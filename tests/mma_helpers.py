@@ -173,7 +173,5 @@ def check(device, algorithm, q, k, v, **options):
     """`attend`, and its result against float64."""
     result = attend(device, algorithm, q, k, v, **options)
     assert result.O.dtype == q.dtype
-    assert_close_to_float64(
-        result.O, q, k, v, result.L, algorithm=algorithm, **changing(options)
-    )
+    assert_close_to_float64(result.O, q, k, v, result.L, algorithm=algorithm, **changing(options))
     return result

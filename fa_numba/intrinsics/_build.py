@@ -78,9 +78,7 @@ def pack4(builder, lanes, vector_type=FLOAT4):
 
 def words_of(halves):
     """Emulation: pairs of 16-bit elements as words, the lower index in the lower half."""
-    return tuple(
-        low | high << 16 for low, high in zip(halves[::2], halves[1::2], strict=True)
-    )
+    return tuple(low | high << 16 for low, high in zip(halves[::2], halves[1::2], strict=True))
 
 
 def halves_of(words):

@@ -20,7 +20,6 @@ from fa_numba.intrinsics._build import (
     F32,
     FLOAT2_TUPLE,
     I32,
-    WORDS,
     emulated_by,
     is_half_array,
     shared_pointer,
@@ -28,6 +27,7 @@ from fa_numba.intrinsics._build import (
 
 _WARP = 32
 _FULL = 0xFFFFFFFF
+_WORDS = types.containers.UniTuple(types.uint32, 4)
 
 
 def _load_tiles(transposed):
@@ -72,9 +72,9 @@ def _ldmatrix(suffix):
             )
             found = builder.call(asm, [pointer])
             words = [builder.extract_value(found, n) for n in range(4)]
-            return context.make_tuple(builder, WORDS, words)
+            return context.make_tuple(builder, _WORDS, words)
 
-        return WORDS(array, index), codegen
+        return _WORDS(array, index), codegen
 
     return build
 
@@ -237,39 +237,47 @@ def pack_bf16(typingctx, low, high):
     return _pack("bf16")(typingctx, low, high)
 
 
-def _unpack(instructions):
-    """The two halves of a word as float32, by PTX on them as the 16-bit registers l and h."""
-    text = "{ .reg .b16 l, h; mov.b32 {l, h}, $2; " + instructions + " }"
-
+def _unpack(kind):
     def build(typingctx, word):
         if word != types.uint32:
             return None
 
         def codegen(context, builder, signature, args):
-            two = ir.LiteralStructType([F32] * 2)
-            found = builder.call(ir.InlineAsm(ir.FunctionType(two, [I32]), text, "=f,=f,r"), args)
-            halves = [builder.extract_value(found, n) for n in range(2)]
-            return context.make_tuple(builder, FLOAT2_TUPLE, halves)
+            asm = ir.InlineAsm(
+                ir.FunctionType(ir.LiteralStructType([F32, F32]), [I32]), _UNPACK[kind], "=f,=f,r"
+            )
+            found = builder.call(asm, args)
+            pair = [builder.extract_value(found, n) for n in range(2)]
+            return context.make_tuple(builder, FLOAT2_TUPLE, pair)
 
         return FLOAT2_TUPLE(word), codegen
 
     return build
 
 
-def _floats(to_float):
-    return lambda word: tuple(to_float(np.array([word], np.uint32)).tolist())
+# bfloat16 is the upper half of a float32; cvt takes it from sm_90 on only.
+_UNPACK = {
+    "f16": "{.reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h;}",
+    "bf16": "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+}
 
 
-@emulated_by(_floats(_float16))
+def _unpacked(to_float):
+    def emulation(word):
+        return tuple(to_float(np.array([word], np.uint32)).ravel().tolist())
+
+    return emulation
+
+
+@emulated_by(_unpacked(_float16))
 @intrinsic
 def unpack_f16(typingctx, word):
-    """The two float16 packed in a uint32 as float32, exactly: ``cvt.f32.f16`` (PTX ISA, "cvt")."""
-    return _unpack("cvt.f32.f16 $0, l; cvt.f32.f16 $1, h;")(typingctx, word)
+    """The two float16 of a uint32, lower half first, as float32: ``cvt.f32.f16``."""
+    return _unpack("f16")(typingctx, word)
 
 
-@emulated_by(_floats(_bfloat16))
+@emulated_by(_unpacked(_bfloat16))
 @intrinsic
 def unpack_bf16(typingctx, word):
-    """Two bfloat16 as float32: their bits are a float32's upper half."""
-    zero = "{ .reg .b16 z; mov.b16 z, 0; mov.b32 $0, {z, l}; mov.b32 $1, {z, h}; }"
-    return _unpack(zero)(typingctx, word)
+    """The two bfloat16 of a uint32, lower half first, as float32: exact, by a shift and a mask."""
+    return _unpack("bf16")(typingctx, word)

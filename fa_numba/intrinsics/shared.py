@@ -109,25 +109,6 @@ def load4(typingctx, array, index):
     return FLOAT4_TUPLE(array, index), codegen
 
 
-def _store4(array, index, x0, x1, x2, x3):
-    array.store(index, (x0, x1, x2, x3))
-
-
-@emulated_by(_store4)
-@intrinsic
-def store4(typingctx, array, index, x0, x1, x2, x3):
-    """Store four floats at index .. index + 3 of a 1-D shared array: ``st.shared.v4.f32``."""
-    if not is_float32_array(array, 1) or not isinstance(index, types.Integer):
-        return None
-
-    def codegen(context, builder, signature, args):
-        pointer = shared_pointer(context, builder, array, args[0], args[1], index)
-        target = builder.bitcast(pointer, FLOAT4.as_pointer(SHARED))
-        builder.store(pack4(builder, args[2:]), target, align=16)
-
-    return types.void(array, index, x0, x1, x2, x3), codegen
-
-
 def _load8(array, index):
     return words_of(array.load(index, 8))
 
@@ -149,6 +130,25 @@ def load8(typingctx, array, index):
     return WORDS(array, index), codegen
 
 
+def _store4(array, index, x0, x1, x2, x3):
+    array.store(index, (x0, x1, x2, x3))
+
+
+@emulated_by(_store4)
+@intrinsic
+def store4(typingctx, array, index, x0, x1, x2, x3):
+    """Store four floats at index .. index + 3 of a 1-D shared array: ``st.shared.v4.f32``."""
+    if not is_float32_array(array, 1) or not isinstance(index, types.Integer):
+        return None
+
+    def codegen(context, builder, signature, args):
+        pointer = shared_pointer(context, builder, array, args[0], args[1], index)
+        target = builder.bitcast(pointer, FLOAT4.as_pointer(SHARED))
+        builder.store(pack4(builder, args[2:]), target, align=16)
+
+    return types.void(array, index, x0, x1, x2, x3), codegen
+
+
 def _store2(array, index, pair):
     array.store(index, (pair & 0xFFFF, pair >> 16))
 
@@ -156,12 +156,11 @@ def _store2(array, index, pair):
 @emulated_by(_store2)
 @intrinsic
 def store2(typingctx, array, index, pair):
-    """Store two 16-bit elements, packed in a uint32, at index, index + 1 of a 1-D shared array:
-    ``st.shared.u32``. ``index`` must be even.
+    """Store two 16-bit elements, packed in a uint32, at index, index + 1: ``st.shared.u32``.
+
+    ``array`` is a 1-D shared uint16 array, ``index`` a multiple of 2.
     """
-    if not is_half_array(array, 1) or not isinstance(index, types.Integer):
-        return None
-    if pair != types.uint32:
+    if not is_half_array(array, 1) or pair != types.uint32:
         return None
 
     def codegen(context, builder, signature, args):

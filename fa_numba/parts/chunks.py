@@ -6,7 +6,7 @@ The threads of a block take the chunks of a row in turn, and each touches its ow
 from functools import cache
 
 from fa_numba.device import cuda, device_function, float32, int32, uint32
-from fa_numba.intrinsics.async_copy import commit_async, copy8_async, wait_async
+from fa_numba.intrinsics.async_copy import copy8_async
 from fa_numba.intrinsics.global_memory import read8, write8
 from fa_numba.intrinsics.matrix import pack_bf16, pack_f16, unpack_bf16, unpack_f16
 from fa_numba.intrinsics.shared import load8

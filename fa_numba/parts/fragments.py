@@ -15,6 +15,8 @@ from fa_numba.intrinsics.matrix import (
     ldmatrix_transposed,
     mma_bf16,
     mma_f16,
+    pack_bf16,
+    pack_f16,
 )
 from fa_numba.intrinsics.shared import load8, store2
 from fa_numba.parts.chunks import conversions
@@ -23,8 +25,7 @@ from fa_numba.parts.layout import make_column
 
 
 def _instructions(spec):
-    pack, _ = conversions(spec.dtype)
-    return (mma_f16 if spec.dtype == "float16" else mma_bf16), pack
+    return (mma_f16, pack_f16) if spec.dtype == "float16" else (mma_bf16, pack_bf16)
 
 
 @cache
@@ -79,13 +80,11 @@ def make_load_half_tile(rows, columns, pitch, threads, aligned):
 
 
 @cache
-def make_place(spec, pitch=None):
+def make_place(pitch):
     """``place(rows, columns)``: where this lane's row of four 8 x 8 tiles starts, for ``ldmatrix``.
 
-    The tiles run down the rows first, then along the columns, or the other way round. ``pitch`` is
-    that of a tile other than Q, K and V.
+    The tiles run down the rows first, then along the columns, or the other way round.
     """
-    pitch = spec.pitch if pitch is None else pitch
 
     @device_function
     def place(rows_first):
@@ -103,7 +102,7 @@ def make_place(spec, pitch=None):
 def make_load_q(spec):
     """``load_fragments(rQ, sQ, row0)``: Q's fragments to registers, where they stay there."""
     R, K, pitch, keeps = spec.TM // 2, spec.DN, spec.pitch, spec.keeps_q
-    place = make_place(spec)
+    place = make_place(pitch)
 
     @device_function
     def load_fragments(rQ, sQ, row0):
@@ -127,7 +126,7 @@ def make_fragment_scores(spec):
     R, TN, K, pitch, keeps = spec.TM // 2, spec.TN, spec.DN, spec.pitch, spec.keeps_q
     COLUMNS, RS, RA = spec.Bc // 16, spec.TM * spec.TN, 4 * (spec.TM // 2)
     mma, _ = _instructions(spec)
-    place = make_place(spec)
+    place = make_place(pitch)
 
     @device_function
     def scores(rS, rQ, sQ, sK, row0):
@@ -165,7 +164,7 @@ def make_add_fragment_product(spec):
     R, TN, DN, pitch = spec.TM // 2, spec.TN, spec.DN, spec.pitch
     K, RA = spec.Bc // 16, 4 * (spec.TM // 2)
     mma, pack = _instructions(spec)
-    place = make_place(spec)
+    place = make_place(pitch)
     kept = make_kept(spec.features)
 
     @device_function
@@ -202,7 +201,7 @@ def _make_add_stage_product(spec, pitch_p, transposed):
     ROW = 1 if transposed else pitch_p
     mma, _ = _instructions(spec)
     load_a = ldmatrix_transposed if transposed else ldmatrix
-    place_p, place = make_place(spec, pitch_p), make_place(spec)
+    place_p, place = make_place(pitch_p), make_place(pitch)
 
     @device_function
     def add_stage_product(rO, sP, at_p, sV, at_v, row0):
