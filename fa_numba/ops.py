@@ -371,9 +371,10 @@ def _differentiate(
         arguments.check_mask(problem, tiles, run.plan.tiles)
         handle = calls.stream_handle(stream, q)
         calls.check_size(run.plan)
-        shapes = [problem.q_shape, problem.k_shape, problem.k_shape]
+        shapes = (problem.q_shape, problem.k_shape, problem.k_shape)
+        outputs: list = [(shape, problem.dtype, None) for shape in shapes]
         if return_dbias:
-            shapes.append(arguments.arrays["bias"].shape)
+            outputs.append((arguments.arrays["bias"].shape, "float32", None))
 
         def execute(given: list, made: list, stream: int) -> None:
             arrays = dict(zip(arguments.arrays, given[6:], strict=True))
@@ -384,7 +385,6 @@ def _differentiate(
             _backward(run, arguments, arrays, views, stream)
 
         inputs = [*inputs, *arguments.arrays.values()]
-        outputs = [(shape, problem.dtype, None) for shape in shapes]
         return tuple(calls.run(execute, inputs, outputs, handle))
 
 
