@@ -76,7 +76,8 @@ def standard_attention(
 ):
     """softmax(scale q kT) v with the N x N matrices in global memory (the papers' Algorithm 0).
 
-    Arguments, result and errors as ``flash_attention_2``; the workspace is Nq x Nk floats a head.
+    Arguments, result and errors as ``flash_attention_2``; the workspace is Nq x Nk elements of q's
+    dtype a head, in which S and P are rounded.
 
     >>> import numpy as np, fa_numba
     >>> q = k = v = np.eye(2, dtype=np.float32).reshape(1, 1, 2, 2)
@@ -268,7 +269,7 @@ def standard_attention_backward(
 
     Arguments, result and errors as ``flash_attention_2_backward``. P is made anew in global memory
     and read back; ``out`` and ``lse`` are checked but not needed. The workspace is two Nq x Nk
-    matrices a head.
+    matrices a head, in q's dtype.
     """
     given = (dout, q, k, v, out, lse)
     return _differentiate("standard", given, options, tiles, stream, unit, return_dbias)

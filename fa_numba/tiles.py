@@ -361,15 +361,13 @@ class StandardSpec(MmaSpec):
 
     @property
     def min_blocks_of_scores(self) -> int:
-        return self._min_blocks(12, self.TM * self.TN + self.q_registers)
+        """12 warps on a multiprocessor where S and Q leave the registers for it."""
+        return max(1, 12 // self.warps) if self.TM * self.TN + self.q_registers <= 96 else 1
 
     @property
     def min_blocks_of_output(self) -> int:
-        return self._min_blocks(16, self.TM * 4 * self.DN)
-
-    def _min_blocks(self, warps: int, registers: int) -> int:
-        """So many warps on a multiprocessor where a thread holds few ``registers`` for long."""
-        return max(1, warps // self.warps) if registers <= 96 else 1
+        """The same of 16 warps and O."""
+        return max(1, 16 // self.warps) if self.TM * 4 * self.DN <= 64 else 1
 
 
 def specialise_mma(

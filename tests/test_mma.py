@@ -61,6 +61,12 @@ def test_the_yardstick_rounds_the_matrices_and_sums_in_float32(dtype):
     assert O.dtype == L.dtype == np.float32
     assert np.array_equal(O[0, 0], (P @ V).astype(numpy_dtype(dtype)).astype(np.float32))
     assert np.array_equal(L[0, 0], (m + np.log(l))[:, 0])
+    stored = reference.unfused(q, k, v, matrix_dtype=dtype, stored_scores=True, scale=0.3)
+    S = S.astype(numpy_dtype(dtype)).astype(np.float32)
+    P = np.exp(S - S.max(axis=1, keepdims=True))
+    P = (P / P.sum(axis=1, keepdims=True)).astype(numpy_dtype(dtype)).astype(np.float32)
+    assert np.array_equal(stored[0, 0], (P @ V).astype(numpy_dtype(dtype)).astype(np.float32))
+    assert not np.array_equal(stored, O)
     rounded = (a.astype(numpy_dtype(dtype)) for a in (q, k, v))
     again = reference.unfused(*rounded, matrix_dtype=dtype, scale=0.3)
     assert np.array_equal(again, O)
@@ -285,6 +291,24 @@ def test_layouts(device, algorithm, dtype, d, layout, out_layout):
     q, k, v = half_inputs(dtype, 2, 2, 1, 17, 20, d)
     options = {"layout": layout, "out_layout": out_layout}
     check(device, algorithm, q, k, v, causal=True, tiles=SMALL, **options)
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"dropout_p": 0.3}], ids=str)
+@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("warps", [1, 4])
+def test_standard_attention_of_long_rows(device, monkeypatch, warps, resident, options):
+    """603 columns are 76 chunks: of one warp's threads several each, of four warps' one or none."""
+    monkeypatch.setattr(plans, "_mma_forward", plans._mma_forward.__wrapped__)
+    monkeypatch.setattr(plans, "_row_warps", lambda Nk, width=4: warps)
+    if not resident:
+        monkeypatch.setattr(plans, "_row_halves", lambda Nk, limit, rows=1: 0)
+    q, k, v = half_inputs("float16", 1, 2, 1, 9, 603, 8)
+    options = {**options, "tiles": Tiles(16, 64)}
+    check(device, "standard", q, k, v, **options)
+    facts = {"algorithm": "standard", "dtype": "float16"}
+    p = fa_numba.plan(q.shape, k.shape, **facts, **options)
+    assert p.kernels[1].threads == 32 * warps
+    assert p.accesses.loads["S"] == (1 if resident else 2) * 2 * 9 * 603
 
 
 @every_algorithm

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 from backward_helpers import NAMES
-from helpers import _distance, _size, assert_counts, assert_within, memories, running, to_numpy
 from helpers import Memory as SingleMemory
+from helpers import _distance, _size, assert_counts, assert_within, memories, running, to_numpy
 from mma_helpers import ROUNDING, HalfMemory, every_dtype, half_inputs
 from test_mma import HEAD_DIMS, OPTIONS, SMALL, either_mask
 
@@ -182,23 +182,16 @@ def test_packed_sequences(device, dtype, causal):
 
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.3}], ids=["plain", "dropout"])
 @pytest.mark.parametrize("resident", [True, False])
-def test_rows_of_several_chunks_a_thread_and_rows_beyond_shared_memory(
-    device, monkeypatch, resident, options
-):
-    """Of 32 lanes and 8 columns a chunk, 600 columns are 3 warps' or, of one warp, 3 chunks."""
+@pytest.mark.parametrize("warps", [1, 4])
+def test_long_rows(device, monkeypatch, warps, resident, options):
+    """603 columns are 76 chunks: of one warp's threads several each, of four warps' one or none."""
+    uncached = plans._mma_standard_backward.__wrapped__
+    monkeypatch.setattr(plans, "_mma_standard_backward", uncached)
+    monkeypatch.setattr(plans, "_row_warps", lambda Nk, width=4: warps)
     if not resident:
         monkeypatch.setattr(plans, "_row_halves", lambda Nk, limit, rows=1: 0)
-    for warps in (1, 4):
-        monkeypatch.setattr(plans, "_row_warps", lambda Nk, width=4, warps=warps: warps)
-        for name in ("_mma_forward", "_mma_standard_backward"):
-            monkeypatch.setattr(plans, name, getattr(plans, name).__wrapped__)
-        inputs = half_gradients("float16", 1, 1, 1, 3, 603, 8)
-        check_gradients(device, *inputs, tiles=Tiles(16, 64), **options)
-        for name in ("_mma_forward", "_mma_standard_backward"):
-            monkeypatch.setattr(plans, name, _cached[name])
-
-
-_cached = {name: getattr(plans, name) for name in ("_mma_forward", "_mma_standard_backward")}
+    inputs = half_gradients("float16", 1, 1, 1, 3, 603, 8)
+    check_gradients(device, *inputs, tiles=Tiles(16, 64), **options)
 
 
 def test_a_plan_says_what_runs():
