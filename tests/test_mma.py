@@ -631,7 +631,7 @@ def test_a_plan_says_what_runs(dtype):
             assert plan.problem.dtype == plan.accesses.dtype == dtype
             assert plan.flops == single.flops
             if algorithm == "standard":
-                assert 2 * plan.workspace_bytes == single.workspace_bytes == 4 * 8 * 300 * 300
+                assert plan.workspace_bytes == 2 * 8 * 300 * 304  # rows of whole 16 bytes
         assert "A" in fa_numba.plan(shape, shape, algorithm="fa1", dtype=dtype).accesses.loads
 
 
