@@ -18,8 +18,8 @@ from cuda.bindings import driver
 from numba import cuda, float32, int32, types, uint32, uint64  # noqa: F401  # for the kernels
 
 from fa_numba import emulator
-from fa_numba.unrolling import unrolled, with_loops_unrolled  # noqa: F401  # for the parts
 from fa_numba.recording import DeviceArray, Recording, checked
+from fa_numba.unrolling import unrolled, with_loops_unrolled  # noqa: F401  # for the parts
 
 MIN_COMPUTE_CAPABILITY = (8, 0)
 # Shared memory of one block where there is no GPU to ask: an H100's or H200's.
@@ -317,16 +317,21 @@ def _pool(ordinal: int):
     return pool
 
 
-@contextlib.contextmanager
-def scratch(stream: Any) -> Iterator[Callable[[tuple[int, ...]], Any]]:
-    """``allocate(shape)`` for float32 workspace of the launches that ``stream`` records.
+# Of each dtype of workspace; 0x7fff is one in float16 and in bfloat16.
+_NOT_A_NUMBER = {"float32": float("nan"), "uint16": 0x7FFF}
 
-    On the emulator it gives NumPy arrays, NaN until written.
+
+@contextlib.contextmanager
+def scratch(stream: Any) -> Iterator[Callable[..., Any]]:
+    """``allocate(shape, dtype)`` for workspace of the launches that ``stream`` records.
+
+    ``dtype`` is float32, or uint16 for the bits of 16-bit floats. On the emulator it gives NumPy
+    arrays, NaN until written.
     """
     if on_gpu():
         yield stream.allocate
     else:
-        yield lambda shape: np.full(shape, np.nan, np.float32)
+        yield lambda shape, dtype="float32": np.full(shape, _NOT_A_NUMBER[dtype], dtype)
 
 
 def release_memory() -> None:

@@ -42,7 +42,8 @@ PASSES = ("fwd", "bwd", "fwd+bwd")
 
 ELEMENT_BYTES = 4  # float32
 HALF_BYTES = 2  # float16 and bfloat16
-_OF_ONE_DTYPE = frozenset(("Q", "K", "V", "O", "dO", "dQ", "dK", "dV"))  # the problem's own
+# Arrays of the problem's own dtype
+_OF_ONE_DTYPE = frozenset(("Q", "K", "V", "O", "S", "P", "dO", "dQ", "dK", "dV", "dP", "dS"))
 PAPER_BYTES = 2  # fp16, what FA-1 Fig. 2 counts
 
 
@@ -60,7 +61,7 @@ class Accesses:
     """Global-memory loads and stores of one call, in elements by array (Q K V O L l m S P ...).
 
     An array goes by the name of the kernel's parameter. An atomic add is a load and a store.
-    `dtype` is that of Q, K, V, O and their gradients; every other array is float32.
+    `dtype` is that of Q, K, V, O, S, P and their gradients; every other array is float32.
 
     An array that is never loaded (or stored) is left out of `loads` (or `stores`).
     """
@@ -723,22 +724,23 @@ def workspace(
     deterministic: bool = False,
     query_splits: int = 1,
 ) -> int:
-    """Bytes of global memory beside inputs and outputs, all float32, `passes` "fwd" or "bwd".
+    """Bytes of global memory beside inputs and outputs, `passes` "fwd" or "bwd".
 
     With R the rows of Q over all heads: B H N_q', for packed sequences H times their total.
-    Forward. standard: S, which P overwrites, 4 B H N_q N_k of the longest sequences, with N_k
-    rounded up to a multiple of 4. fa1: l and m, 8 R, and in 16 bits A, 4 R d with d rounded up to
-    a multiple of 2. fa2: L, 4 R, and nothing when the caller takes L (`return_lse`). Backward.
-    standard: P, and dP, which dS overwrites, twice the above. fa1: nothing, and in 16 bits A, 4 R d
-    as before, with query splits as much for dK and for dV of their rows. fa2: D, 4 R, and in 16 bits
-    A, but for `deterministic`.
+    Forward. standard: S, which P overwrites, B H N_q N_k elements of the longest sequences in the
+    problem's dtype, with a row of them rounded up to a multiple of 16 bytes. All else is float32.
+    fa1: l and m, 8 R, and in 16 bits A, 4 R d with d rounded up to a multiple of 2. fa2: L, 4 R,
+    and nothing when the caller takes L (`return_lse`). Backward. standard: P, and dP, which dS
+    overwrites, twice the above. fa1: nothing, and in 16 bits A, with query splits as much for dK
+    and for dV of their rows. fa2: D, 4 R, and in 16 bits A, but for `deterministic`.
     """
     _check("algorithm", algorithm, ALGORITHMS)
     _check("passes", passes, PASSES[:2])
     if algorithm == "standard":
         *rows_of_scores, Nk = problem.score_shape
         matrices = 1 if passes == "fwd" else 2
-        return ELEMENT_BYTES * matrices * math.prod(rows_of_scores) * (-(-Nk // 4) * 4)
+        size = ELEMENT_BYTES if problem.dtype == "float32" else HALF_BYTES
+        return matrices * math.prod(rows_of_scores) * (-(-size * Nk // 16) * 16)
     rows = math.prod(problem.lse_shape)
     kept = 0 if problem.dtype == "float32" else -(-problem.head_dim // 2) * 2
     if passes == "bwd":

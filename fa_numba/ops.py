@@ -75,7 +75,8 @@ def standard_attention(
 ):
     """softmax(scale q kT) v with the N x N matrices in global memory (the papers' Algorithm 0).
 
-    Arguments, result and errors as ``flash_attention_2``; the workspace is Nq x Nk floats a head.
+    Arguments, result and errors as ``flash_attention_2``; the workspace is Nq x Nk elements of q's
+    dtype a head, in which S and P are rounded.
 
     >>> import numpy as np, fa_numba
     >>> q = k = v = np.eye(2, dtype=np.float32).reshape(1, 1, 2, 2)
@@ -272,7 +273,7 @@ def standard_attention_backward(
 
     Arguments, result and errors as ``flash_attention_2_backward``. P is made anew in global memory
     and read back; ``out`` and ``lse`` are checked but not needed. The workspace is two Nq x Nk
-    matrices a head.
+    matrices a head, in q's dtype.
     """
     given = (dout, q, k, v, out, lse)
     return _differentiate("standard", given, options, tiles, stream, unit, return_dbias)
@@ -401,9 +402,10 @@ def _first_differentiate(facts, given, options, stream, seen: Seen | None) -> li
         arguments.check_mask(problem, tiles, run.plan.tiles)
         handle = calls.stream_handle(stream, q)
         calls.check_size(run.plan)
-        shapes = [problem.q_shape, problem.k_shape, problem.k_shape]
+        shapes = (problem.q_shape, problem.k_shape, problem.k_shape)
+        outputs: list = [(shape, problem.dtype, None) for shape in shapes]
         if return_dbias:
-            shapes.append(arguments.arrays["bias"].shape)
+            outputs.append((arguments.arrays["bias"].shape, "float32", None))
 
         def execute(given: list, made: list, stream: Any) -> None:
             others = arguments.named(given[6:])
@@ -414,7 +416,6 @@ def _first_differentiate(facts, given, options, stream, seen: Seen | None) -> li
             _backward(run, arguments, others, views, stream)
 
         inputs = [*inputs, *arguments.arrays.values()]
-        outputs = [(shape, problem.dtype, None) for shape in shapes]
         return prepared.first(execute, inputs, arguments.seeds, outputs, handle, seen)
 
 
@@ -484,9 +485,10 @@ def _first_column(S: Any) -> Any:
 
 
 def _score_matrix(problem: Problem, allocate: Callable) -> Any:
-    """S of shape (B, Hq, Nq, Nk), its rows padded to 16 bytes."""
-    pitch = -(-problem.seqlen_k // 4) * 4
-    whole = allocate((problem.batch, problem.heads_q, problem.seqlen_q, pitch))
+    """S of shape (B, Hq, Nq, Nk) in q's dtype, its rows padded to 16 bytes."""
+    dtype, width = ("float32", 4) if problem.dtype == "float32" else ("uint16", 8)
+    pitch = -(-problem.seqlen_k // width) * width
+    whole = allocate((problem.batch, problem.heads_q, problem.seqlen_q, pitch), dtype)
     if isinstance(whole, DeviceArray):
         return replace(whole, shape=(*whole.shape[:3], problem.seqlen_k))
     return whole[..., : problem.seqlen_k]

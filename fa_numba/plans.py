@@ -25,10 +25,13 @@ from fa_numba.options import PLAIN, Features
 from fa_numba.problem import Problem, as_size
 from fa_numba.tiles import (
     BackwardSpec,
+    MmaSpec,
     MmaSweepSpec,
+    StandardSpec,
     Tiles,
     default_backward_tiles,
     default_mma_backward_tiles,
+    default_mma_standard_tiles,
     default_mma_tiles,
     default_tiles,
     specialise,
@@ -39,9 +42,8 @@ from fa_numba.tiles import (
 
 PASSES = ("fwd", "bwd")
 UNITS = ("auto", "simt", "mma")
-# What each unit has kernels for: dtypes and (algorithm, pass).
+# What each unit has kernels for.
 _UNIT_DTYPES = {"simt": ("float32",), "mma": ("float16", "bfloat16")}
-_MMA_KERNELS = (("fa1", "fwd"), ("fa2", "fwd"), ("fa1", "bwd"), ("fa2", "bwd"))
 
 _MAX_GRID_YZ = 65535
 
@@ -116,7 +118,7 @@ def _check(problem: Problem, algorithm: Any, tiles: Any) -> None:
             raise ValueError(f"{name} is {size}: allowed is at most {_MAX_GRID_YZ}, a grid's limit")
 
 
-def _unit(unit: Any, problem: Problem, algorithm: str, passes: str) -> str:
+def _unit(unit: Any, problem: Problem) -> str:
     """The unit that computes: CUDA cores ("simt") or tensor cores ("mma"); "auto" is by dtype."""
     if not isinstance(unit, str) or unit not in UNITS:
         raise ValueError(f"unit is {unit!r}: allowed is one of {', '.join(UNITS)}")
@@ -127,12 +129,6 @@ def _unit(unit: Any, problem: Problem, algorithm: str, passes: str) -> str:
         raise ValueError(
             f"unit is {unit!r} with dtype {problem.dtype}: {found} takes "
             f"{' or '.join(_UNIT_DTYPES[found])}"
-        )
-    if found == "mma" and (algorithm, passes) not in _MMA_KERNELS:
-        there = ", ".join(f"{a} {p}" for a, p in _MMA_KERNELS)
-        raise ValueError(
-            f"algorithm is {algorithm!r}, pass {passes!r} in {problem.dtype}: on tensor cores "
-            f"there is {there} so far"
         )
     return found
 
@@ -148,7 +144,7 @@ def forward(
 ) -> Run:
     """The forward pass of ``algorithm``, checked."""
     _check(problem, algorithm, tiles)
-    unit = _unit(unit, problem, algorithm, "fwd")
+    unit = _unit(unit, problem)
     _check_flag("return_lse", return_lse)
     query_splits = as_size("query_splits", query_splits, axis=False)
     if query_splits != 1 and algorithm != "fa1":
@@ -199,14 +195,22 @@ def _mma_forward(problem, algorithm, tiles, aligned, return_lse, query_splits, l
     d, Nq, Nk = problem.head_dim, problem.seqlen_q, problem.seqlen_k
     if tiles is None:
         tiles = default_mma_tiles(algorithm, Nq, Nk, d, limit)
+        if algorithm == "standard":
+            tiles = default_mma_standard_tiles(Nq, Nk, d, limit)
     facts: dict[str, Any] = {"features": Features.of(problem), "aligned": aligned}
     facts |= {"dtype": problem.dtype, "positive_scale": problem.scale > 0.0}
-    spec = specialise_mma(tiles, d, limit, return_lse=return_lse and algorithm == "fa1", **facts)
+    facts |= {"return_lse": return_lse and algorithm == "fa1"}
+    kind = StandardSpec if algorithm == "standard" else MmaSpec
+    spec = specialise_mma(tiles, d, limit, kind, **facts)
     tiles = Tiles(tiles.Br, tiles.Bc, spec.threads)
     Tr, heads, split_rows = -(-Nq // tiles.Br), problem.heads_q, 0
     if algorithm == "fa2":
         launches = [(mma.fa2_forward.make_forward(spec), Tr, heads)]
         count = functools.partial(io_model.fa2, problem, tiles)
+    elif algorithm == "standard":
+        launches, resident = _mma_standard_launches(spec, problem, return_lse, limit)
+        how = {"return_lse": return_lse, "row_resident": resident}
+        count = functools.partial(io_model.standard, problem, tiles, **how)
     else:
         split_rows = -(-Tr // query_splits) * tiles.Br
         launches = [(mma.fa1_forward.make_forward(spec), -(-Nq // split_rows), heads)]
@@ -214,6 +218,23 @@ def _mma_forward(problem, algorithm, tiles, aligned, return_lse, query_splits, l
         count = functools.partial(io_model.fa1, problem, tiles, **how)
     workspace = io_model.workspace(algorithm, problem, return_lse=return_lse)
     return _run("fwd", algorithm, problem, tiles, launches, count, workspace, split_rows, "mma")
+
+
+def _mma_standard_launches(
+    spec: StandardSpec, problem: Problem, return_lse: bool, limit: int
+) -> tuple[list, bool]:
+    """The forward kernels, and whether a row of S stays in shared memory."""
+    features, Nk, heads = spec.features, problem.seqlen_k, problem.heads_q
+    row, warps, Tr = _row_halves(Nk, limit), _row_warps(Nk, 8), -(-problem.seqlen_q // spec.Br)
+    scores = replace(spec, features=replace(features, dropout=False))
+    softmax = replace(_lengths_of(features), dropout=features.dropout)
+    make_softmax = mma.standard.make_standard_softmax
+    launches = [
+        (mma.standard.make_standard_scores(scores), Tr, heads),
+        (make_softmax(row, warps, return_lse, softmax, spec.dtype), problem.seqlen_q, heads),
+        (mma.standard.make_standard_output(_only_lengths(spec)), Tr, heads),
+    ]
+    return launches, row > 0
 
 
 def backward(
@@ -228,7 +249,7 @@ def backward(
 ) -> Run:
     """The backward pass of ``algorithm``, checked."""
     _check(problem, algorithm, tiles)
-    unit = _unit(unit, problem, algorithm, "bwd")
+    unit = _unit(unit, problem)
     _check_flag("deterministic", deterministic)
     _check_flag("return_dbias", return_dbias)
     if deterministic and algorithm != "fa2":
@@ -250,9 +271,48 @@ def backward(
         )
     limit = device.shared_bytes_limit()
     if unit == "mma":
+        if algorithm == "standard":
+            return _mma_standard_backward(problem, tiles, aligned, return_dbias, limit)
         how = (deterministic, return_dbias, query_splits, limit)
         return _mma_backward(problem, algorithm, tiles, aligned, *how)
     return _backward(problem, algorithm, tiles, aligned, deterministic, return_dbias, limit)
+
+
+@functools.lru_cache(maxsize=1024)
+def _mma_standard_backward(problem, tiles, aligned, return_dbias, limit) -> Run:
+    d, Nq, Nk = problem.head_dim, problem.seqlen_q, problem.seqlen_k
+    if tiles is None:
+        tiles = default_mma_standard_tiles(Nq, Nk, d, limit, "bwd")
+    features = Features.of(problem, dbias=return_dbias)
+    facts = {"features": features, "aligned": aligned, "dtype": problem.dtype}
+    spec = specialise_mma(tiles, d, limit, StandardSpec, **facts)
+    tiles = Tiles(tiles.Br, tiles.Bc, spec.threads)
+    across = specialise_mma(Tiles(tiles.Bc, tiles.Br), d, limit, StandardSpec, **facts)
+    Tr, Tc = -(-Nq // tiles.Br), -(-Nk // tiles.Bc)
+    heads_q, heads_k, lengths = problem.heads_q, problem.heads_k, _lengths_of(features)
+    row, pair = _row_halves(Nk, limit), _row_halves(Nk, limit, rows=2)
+    warps, dtype = _row_warps(Nk, 8), problem.dtype
+    forward, backward = mma.standard, mma.standard_backward
+    masked = replace(spec, features=replace(features, dropout=False, dbias=False))
+    plain = _only_lengths(spec)
+    summed = replace(lengths, dropout=features.dropout, dbias=features.dbias)
+    transposed = backward.make_standard_transposed_output(_only_lengths(across))
+    launches = [
+        (forward.make_standard_scores(masked), Tr, heads_q),
+        (forward.make_standard_softmax(row, warps, False, lengths, dtype), Nq, heads_q),
+        (forward.make_standard_scores(plain), Tr, heads_q),
+        (backward.make_standard_score_gradients(pair, warps, summed, dtype), Nq, heads_q),
+        (transposed, Tc, heads_k),
+        (forward.make_standard_output(plain), Tr, heads_q),
+        (transposed, Tc, heads_k),
+    ]
+    if features.softcap:
+        capped = replace(plain, features=replace(lengths, softcap=True))
+        launches.append((forward.make_standard_scores(capped, slopes=True), Tr, heads_q))
+    how = {"dbias": return_dbias, "row_resident": pair > 0, "forward_resident": row > 0}
+    count = functools.partial(io_model.standard_backward, problem, tiles, **how)
+    workspace = io_model.workspace("standard", problem, passes="bwd")
+    return _run("bwd", "standard", problem, tiles, launches, count, workspace, unit="mma")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -368,6 +428,11 @@ def _lengths_of(features: Features) -> Features:
     return replace(PLAIN, q_lens=features.q_lens, kv_lens=features.kv_lens, packed=features.packed)
 
 
+def _only_lengths(spec: StandardSpec) -> StandardSpec:
+    """The same tiles for a kernel that only copies and multiplies, whatever the mask."""
+    return replace(spec, features=_lengths_of(spec.features), positive_scale=False)
+
+
 def _run(
     passes, algorithm, problem, tiles, launches, count, workspace, split_rows=0, unit="simt"
 ) -> Run:
@@ -384,12 +449,21 @@ def _row_floats(Nk: int, limit: int, rows: int = 1) -> int:
 
     0 where ``rows`` of them do not fit.
     """
-    room = (limit // 4 - 2 * standard.MAX_WARPS) // rows
+    return _row_elements(Nk, (limit // 4 - 2 * standard.MAX_WARPS) // rows, 4)
+
+
+def _row_halves(Nk: int, limit: int, rows: int = 1) -> int:
+    """The same in 16-bit elements."""
+    return _row_elements(Nk, (limit // 2 - 4 * mma.standard.MAX_WARPS) // rows, 8)
+
+
+def _row_elements(Nk: int, room: int, width: int) -> int:
     if room < Nk:
         return 0
-    return min(room // 4 * 4, max(256, 1 << (Nk - 1).bit_length()))
+    return min(room // width * width, max(256, 1 << (Nk - 1).bit_length()))
 
 
-def _row_warps(Nk: int) -> int:
-    """Warps for a row of S: a thread for every four columns, as a power of two."""
-    return min(standard.MAX_WARPS, max(1, (1 << (Nk - 1).bit_length()) // 128))
+def _row_warps(Nk: int, width: int = 4) -> int:
+    """Warps for a row of S: a thread for every ``width`` columns, as a power of two."""
+    columns = 1 << (Nk - 1).bit_length()
+    return min(standard.MAX_WARPS, max(1, columns // (32 * width)))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from cuda.bindings import driver
 from numba import types
 
@@ -69,10 +70,11 @@ class Recording:
         self._used: list = []  # memory that the driver reads, and owners of constant arrays
         self._lock = threading.Lock()
 
-    def allocate(self, shape: tuple[int, ...]) -> DeviceArray:
-        """Float32 workspace, there from the first to the last launch of a run."""
-        strides = tuple(4 * math.prod(shape[n + 1 :]) for n in range(len(shape)))
-        array = DeviceArray(self.reserved_bytes, shape, strides, slot=WORKSPACE)
+    def allocate(self, shape: tuple[int, ...], dtype: str = "float32") -> DeviceArray:
+        """Workspace, there from the first to the last launch of a run."""
+        size = np.dtype(dtype).itemsize
+        strides = tuple(size * math.prod(shape[n + 1 :]) for n in range(len(shape)))
+        array = DeviceArray(self.reserved_bytes, shape, strides, itemsize=size, slot=WORKSPACE)
         self.workspace_bytes += array.nbytes
         self.reserved_bytes += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
         return array

@@ -386,6 +386,7 @@ def unfused(
     *,
     dtype: DTypeLike = np.float32,
     matrix_dtype: str | None = None,
+    stored_scores: bool = False,
     tiles: BlockSizes | None = None,
     return_lse: bool = False,
     **options: Unpack[AttentionOptions],
@@ -398,7 +399,8 @@ def unfused(
 
     `matrix_dtype`, "float16" or "bfloat16", is that of the matrices that are multiplied, and of O,
     as on tensor cores: q, k, v, P o dropout and O are rounded to it, and stay arrays of `dtype`, in
-    which all else is: here float32.
+    which all else is: here float32. With `stored_scores` S is rounded to it as well, as where S
+    passes through memory: standard attention.
     """
     if matrix_dtype not in (None, "float16", "bfloat16"):
         raise ValueError(f"matrix_dtype is {matrix_dtype!r}: allowed is float16, bfloat16 or None")
@@ -408,7 +410,13 @@ def unfused(
     if matrix_dtype is not None:
         rounded = functools.partial(_to_half, name=matrix_dtype)
     call, Q, K, V = _call(q, k, v, dtype, tiles=tiles, **options)
-    O, L = _forward(_rounded_softmax, call, rounded(Q), rounded(K), rounded(V), rounded)
+    softmax = _rounded_softmax
+    if stored_scores:
+
+        def softmax(S: Array, L: Array | None = None) -> Array:
+            return _rounded_softmax(rounded(S), L)
+
+    O, L = _forward(softmax, call, rounded(Q), rounded(K), rounded(V), rounded)
     return (O, L) if return_lse else O
 
 

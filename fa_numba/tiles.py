@@ -460,6 +460,82 @@ class TurnedSpec(MmaSpec):
         return self.whole.pitch
 
 
+@dataclass(frozen=True)
+class StandardSpec(MmaSpec):
+    """The same for standard attention, whose kernels hold a tile of S or of O, never both.
+
+    The products with S take ``step`` of a tile's columns at a time, in two stages: while one is
+    multiplied the next is on its way.
+    """
+
+    @property
+    def folds_scale(self) -> bool:
+        return False
+
+    @property
+    def step(self) -> int:
+        return next(n for n in (64, 32, 16) if self.Bc % n == 0)
+
+    @property
+    def pitch_s(self) -> int:
+        """Of a tile of S, Br x Bc."""
+        return self.Bc + 8
+
+    @property
+    def pitch_p(self) -> int:
+        """Of one step of it, Br x step."""
+        return self.step + 8
+
+    @property
+    def pitch_t(self) -> int:
+        """Of one step of the transposed one, step x Br."""
+        return self.Br + 8
+
+    @property
+    def tile_halves(self) -> tuple[int, ...]:
+        """16-bit elements of sQ, sK and sS."""
+        return self.Br * self.pitch, self.Bc * self.pitch, self.Br * self.pitch_s
+
+    @property
+    def stage_halves(self) -> tuple[int, ...]:
+        """16-bit elements of one stage: sP and sV."""
+        return self.Br * self.pitch_p, self.step * self.pitch
+
+    @property
+    def transposed_halves(self) -> tuple[int, ...]:
+        """The same of the transposed product: sP and sdO."""
+        return self.step * self.pitch_t, self.step * self.pitch
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of the kernel that takes most."""
+        stages = max(sum(self.stage_halves), sum(self.transposed_halves))
+        return 2 * max(sum(self.tile_halves), 2 * stages)
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of one thread's part of S, or of O."""
+        return self.TM * max(self.TN, 4 * self.DN)
+
+    @property
+    def keeps_q(self) -> bool:
+        return self.TM * (self.TN + 2 * self.DN) <= 160
+
+    @property
+    def fits_registers(self) -> bool:
+        return self.accumulators <= 128
+
+    @property
+    def min_blocks_of_scores(self) -> int:
+        """12 warps on a multiprocessor where S and Q leave the registers for it."""
+        return max(1, 12 // self.warps) if self.TM * self.TN + self.q_registers <= 96 else 1
+
+    @property
+    def min_blocks_of_output(self) -> int:
+        """The same of 16 warps and O."""
+        return max(1, 16 // self.warps) if self.TM * 4 * self.DN <= 64 else 1
+
+
 def specialise_mma(
     tiles: Tiles,
     head_dim: int,
@@ -592,6 +668,21 @@ def sweep_tiles(head_dim: int, shared_limit: int) -> Tiles:
         specialise_mma, head_dim=head_dim, shared_limit=shared_limit, kind=MmaSweepSpec
     )
     return _shrunk_mma(64, 64, make)
+
+
+def default_mma_standard_tiles(
+    seqlen_q: int, seqlen_k: int, head_dim: int, shared_limit: int, passes: str = "fwd"
+) -> Tiles:
+    """The same of standard attention: 128 x 64, or ``passes`` "bwd", where each column tile reads
+    all of Q and dO, 128 x 128 with 16 rows a warp.
+    """
+    Br = min(128, max(16, 2 * _power_of_two(max(1, seqlen_q - 1))))
+    Bc = min(64 if passes == "fwd" else 128, max(16, 2 * _power_of_two(max(1, seqlen_k - 1))))
+    make = functools.partial(
+        specialise_mma, head_dim=head_dim, shared_limit=shared_limit, kind=StandardSpec
+    )
+    found = _shrunk_mma(Br, Bc, make)
+    return Tiles(found.Br, found.Bc, 2 * found.Br) if found.Br == found.Bc == 128 else found
 
 
 def splits(

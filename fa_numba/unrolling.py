@@ -64,7 +64,9 @@ class _Unroll(ast.NodeTransformer):
             try:
                 bounds.append(eval(compile(expression, "<bounds>", "eval"), dict(self.known)))
             except NameError as error:
-                raise SyntaxError(f"the bounds of an unrolled loop are not known: {error}") from None
+                raise SyntaxError(
+                    f"the bounds of an unrolled loop are not known: {error}"
+                ) from None
         written: list[ast.stmt] = []
         for value in range(*bounds):
             put = _Put(node.target.id, value)

@@ -33,13 +33,16 @@ try:
 except ImportError:
     ml_dtypes = None
 
-ALGORITHMS = ("fa1", "fa2")
+ALGORITHMS = ("standard", "fa1", "fa2")
+# Where S does not pass through memory.
+FLASH = ("fa1", "fa2")
 # One rounding to nearest, relative.
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 # A NaN in both formats that no computation makes.
 HALF_GUARD = np.uint16(0x7FC5)
 
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
+every_flash = pytest.mark.parametrize("algorithm", FLASH)
 no_bfloat16 = pytest.mark.skipif(ml_dtypes is None, reason="ml_dtypes is not installed")
 BFLOAT16 = pytest.param("bfloat16", marks=no_bfloat16)
 every_dtype = pytest.mark.parametrize("dtype", ["float16", BFLOAT16])
@@ -139,24 +142,28 @@ def attend(device, algorithm, q, k, v, *, layout="padded", out_layout="padded", 
     return result
 
 
-def truth(q, k, v, **options):
+def truth(q, k, v, *, algorithm="fa2", **options):
     """O and L in float64, and how far those of a 16-bit call may be from each, as Frobenius norms.
 
     O: twice the error of the unfused computation with 16-bit matrices and float32 sums, plus one
-    rounding to 16 bits. L: as in float32.
+    rounding to 16 bits. L: as in float32. Of standard attention S is in 16 bits too, and L may also
+    be off by twice what that does to it.
     """
     dtype = q.dtype.name
     q, k, v = (a.astype(np.float32) for a in (q, k, v))
     single = helpers.truth(q, k, v, **options)
     with np.errstate(all="ignore"):
-        near = reference.unfused(q, k, v, matrix_dtype=dtype, **options)
+        stored = algorithm == "standard"
+        yardstick = {"matrix_dtype": dtype, "stored_scores": stored, "return_lse": True}
+        near, near_L = reference.unfused(q, k, v, **yardstick, **options)
     O_bound = 2 * _distance(near, single.O) + ROUNDING[dtype] * _size(single.O)
-    return SimpleNamespace(O=single.O, L=single.L, O_bound=O_bound, L_bound=single.L_bound)
+    L_bound = single.L_bound + (2 * _distance(near_L, single.L) if stored else 0.0)
+    return SimpleNamespace(O=single.O, L=single.L, O_bound=O_bound, L_bound=L_bound)
 
 
-def assert_close_to_float64(out, q, k, v, lse=None, **options):
+def assert_close_to_float64(out, q, k, v, lse=None, *, algorithm="fa2", **options):
     """`out`, and `lse` where given, are as close to float64 as `truth` allows."""
-    want = truth(q, k, v, **options)
+    want = truth(q, k, v, algorithm=algorithm, **options)
     assert_within("O", np.asarray(out, np.float64), want.O, want.O_bound)
     if lse is not None:
         assert_within("L", lse, want.L, want.L_bound)
@@ -166,5 +173,5 @@ def check(device, algorithm, q, k, v, **options):
     """`attend`, and its result against float64."""
     result = attend(device, algorithm, q, k, v, **options)
     assert result.O.dtype == q.dtype
-    assert_close_to_float64(result.O, q, k, v, result.L, **changing(options))
+    assert_close_to_float64(result.O, q, k, v, result.L, algorithm=algorithm, **changing(options))
     return result

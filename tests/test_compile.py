@@ -22,8 +22,10 @@ from fa_numba.options import PLAIN, Features
 from fa_numba.tiles import (
     BackwardSpec,
     Spec,
+    StandardSpec,
     Tiles,
     default_backward_tiles,
+    default_mma_standard_tiles,
     default_mma_tiles,
     default_tiles,
     specialise,
@@ -407,6 +409,100 @@ def test_the_default_mma_plan_is_what_is_compiled_here(name, d):
     planned = plan.kernels[0]
     assert planned.name == kernel.name
     assert (planned.threads, planned.shared_bytes) == (kernel.threads, kernel.shared_bytes)
+
+
+def standard_mma_kernel_of(name, arch, d, dtype, option):
+    """A kernel of standard attention by the default tiles for long sequences; as ``mma_spec_of``.
+
+    "bwd" names are of the backward pass and its tiles; "twice" is for rows beyond shared memory.
+    """
+    features = Features(**{option: True}) if option not in (None, "unaligned") else PLAIN
+    passes = "bwd" if name.startswith("bwd") else "fwd"
+    tiles = default_mma_standard_tiles(4096, 4096, d, SHARED[arch], passes)
+    facts = {"features": features, "aligned": option != "unaligned", "dtype": dtype}
+    spec = specialise_mma(tiles, d, SHARED[arch], StandardSpec, **facts)
+    row = 0 if name.endswith("twice") else 4096
+    rows = (row, mma.standard.MAX_WARPS)
+    standard, backward = mma.standard, mma.standard_backward
+    make = {
+        "scores": lambda: standard.make_standard_scores(spec),
+        "softmax": lambda: standard.make_standard_softmax(*rows, True, features, dtype),
+        "output": lambda: standard.make_standard_output(spec),
+        "slopes": lambda: standard.make_standard_scores(spec, slopes=True),
+        "transposed": lambda: backward.make_standard_transposed_output(spec),
+        "dS": lambda: backward.make_standard_score_gradients(*rows, features, dtype),
+    }
+    return make[name.removeprefix("bwd ").removesuffix(" twice")]()
+
+
+STANDARD_CASES = [
+    # name, arch, head_dim, dtype, option
+    *(
+        (name, arch, d, "float16", None)
+        for name in ("scores", "output", "bwd scores", "bwd output", "bwd transposed")
+        for arch in ("sm_80", "sm_89", "sm_90a")
+        for d in (64, 128)
+    ),
+    *(
+        (name, "sm_90a", 64, "bfloat16", "causal")
+        for name in ("scores", "softmax", "output", "bwd scores", "bwd transposed", "bwd dS")
+    ),
+    *((name, "sm_90a", d, "float16", None) for name in ("scores", "output") for d in (32, 96, 256)),
+    *((name, "sm_90a", 64, "float16", "unaligned") for name in ("scores", "bwd transposed")),
+    *(
+        (name, "sm_90a", 128, "float16", option)
+        for name in ("scores", "bwd scores")
+        for option in ("window", "softcap", "bias", "alibi", "packed", "sparse")
+    ),
+    *(
+        (name, "sm_90a", 64, "float16", option)
+        for name in ("softmax", "softmax twice", "bwd dS", "bwd dS twice")
+        for option in (None, "packed", "dropout")
+    ),
+    ("bwd slopes", "sm_90a", 64, "float16", "softcap"),
+]
+
+
+@pytest.mark.parametrize("case", STANDARD_CASES, ids=lambda c: "-".join(map(str, c)))
+def test_a_standard_mma_kernel_compiles_within_its_budgets(case):
+    name, arch, _, dtype, option = case
+    kernel = standard_mma_kernel_of(*case)
+    ptx, log = compiled(kernel, arch)
+
+    assert f".target {arch}" in ptx
+    assert ".f64" not in ptx, "float64 arithmetic"
+    assert ".local" not in ptx, "local memory"
+    spills = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", log)
+    assert spills == ["0"] * 3, log
+    assert registers(log) * kernel.threads * kernel.min_blocks <= REGISTERS
+    assert kernel.shared_bytes <= SHARED[arch]
+
+    by_rows = "softmax" in name or "dS" in name
+    assert ("mma.sync" in ptx) == ("ldmatrix" in ptx) == (not by_rows)
+    if by_rows or "scores" in name or "slopes" in name:
+        assert re.search(r"st\.global\.v4\.[ub]32", ptx), "16-byte writes of S, P and dS"
+    if "twice" not in name:
+        full = name == "scores" and option == "unaligned"
+        assert ("cp.async.cg.shared.global" in ptx) == (not full), "16-byte copies"
+    assert "cp.async.ca" not in ptx
+    assert ("ex2.approx.ftz.f32" in ptx) == ("softmax" in name or option == "softcap")
+
+
+def test_the_docstrings_shared_memory_is_the_standard_mma_kernels():
+    found = re.search(r"default tiles, 128 x 64: +(.*)", mma.standard.__doc__)[1]
+    documented = re.findall(r"(\d+) and (\d+) \(d=(\d+)\)", found)
+    assert len(documented) == 2
+    for scores, output, d in (map(int, sizes) for sizes in documented):
+        with fa_numba.device.using("emulator"):
+            shape = (1, 1, 4096, d)
+            plan = fa_numba.plan(shape, shape, algorithm="standard", dtype="float16")
+        assert (plan.tiles.Br, plan.tiles.Bc) == (128, 64)
+        assert [plan.kernels[n].shared_bytes for n in (0, 2)] == [scores, output]
+        for n, name in ((0, "scores"), (1, "softmax"), (2, "output")):
+            kernel = standard_mma_kernel_of(name, "sm_90a", d, "float16", None)
+            planned = plan.kernels[n]
+            assert planned.name == kernel.name
+            assert (planned.threads, planned.shared_bytes) == (kernel.threads, kernel.shared_bytes)
 
 
 def test_the_check_sees_spills_and_float64():

@@ -25,7 +25,15 @@ from fa_numba.intrinsics.async_copy import (
     copy8_async,
     wait_async,
 )
-from fa_numba.intrinsics.global_memory import read4, read_pair, write2, write4, write_pair
+from fa_numba.intrinsics.global_memory import (
+    read4,
+    read8,
+    read_pair,
+    write2,
+    write4,
+    write8,
+    write_pair,
+)
 from fa_numba.intrinsics.matrix import (
     ldmatrix,
     ldmatrix_transposed,
@@ -34,7 +42,7 @@ from fa_numba.intrinsics.matrix import (
     pack_bf16,
     pack_f16,
 )
-from fa_numba.intrinsics.shared import half_tile, load4, shared_tile, store4
+from fa_numba.intrinsics.shared import half_tile, load4, load8, shared_tile, store2, store4
 
 THREADS = 32
 EPS = float(np.finfo(np.float32).eps)
@@ -354,6 +362,62 @@ def test_write2_is_counted_and_checked():
     ):
         with pytest.raises(error):
             emulator.launch(_write2_kernel, 1, 32, (x, target))
+
+
+def _eights_kernel(X, Y):
+    """Rows of eight through shared memory, where pairs change places, upside down."""
+    tile = half_tile(8, 256)
+    t = uint32(cuda.threadIdx.x)
+    a = read8(X, t, uint32(8))
+    for n in range(4):
+        store2(tile, uint32(8 * t + 2 * n), a[3 - n])
+    b = load8(tile, uint32(8 * t))
+    write8(Y, uint32(31 - t), uint32(0), b[0], b[1], b[2], b[3])
+
+
+@pytest.mark.parametrize("pad", [0, 8])
+def test_eight_halves_at_once(device, pad):
+    x = halves(32, 16 + pad) + np.uint16(0x7FF0)
+    _, y = run(device, _eights_kernel, x, np.full((32, 8 + pad), 9, np.uint16), shared=528)
+    want = x[::-1, 8:16].reshape(32, 4, 2)[:, ::-1].reshape(32, 8)
+    assert np.array_equal(y[:, :8], want) and (y[:, 8:] == 9).all()
+
+
+def test_eight_halves_are_counted_and_checked():
+    x, y = halves(32, 16), halves(32, 8)
+    counts = emulator.launch(_eights_kernel, 1, 32, (x, y), shared_bytes=528)
+    assert (counts.loads["X"], counts.stores["Y"]) == (256, 256)
+    assert (counts.load_bytes["X"], counts.store_bytes["Y"]) == (512, 512)
+    for error, source, target in (
+        (Misaligned, halves(32, 20), y),
+        (Misaligned, halves(32, 32)[:, 4:20], y),
+        (OutOfBounds, halves(31, 16), y),
+        (OutOfBounds, halves(32, 16)[:, :15], y),
+        (Misaligned, x, halves(32, 12)),
+        (OutOfBounds, x, halves(31, 8)),
+        (OutOfBounds, x, halves(32, 8)[:, :7]),
+    ):
+        with pytest.raises(error):
+            emulator.launch(_eights_kernel, 1, 32, (source, target), shared_bytes=528)
+
+
+def _make_load8(first):
+    def kernel(X, Y):
+        tile = half_tile(0, 16)
+        t = uint32(cuda.threadIdx.x)
+        if t < uint32(16):
+            tile[t] = X[t]
+        cuda.syncthreads()
+        Y[t] = load8(tile, uint32(first))[0]
+
+    return kernel
+
+
+@pytest.mark.parametrize("error, first", [(Misaligned, 4), (OutOfBounds, 16)])
+def test_load8_is_checked(error, first):
+    arrays = (halves(32), np.zeros(32, np.uint32))
+    with pytest.raises(error):
+        emulator.launch(_make_load8(first), 1, 32, arrays, shared_bytes=64)
 
 
 def _copy8_kernel(X, Y, count):

@@ -23,7 +23,8 @@ class Tiles(NamedTuple):
     Bc: int
 
 
-OF_ONE_DTYPE = ("Q", "K", "V", "O", "dO", "dQ", "dK", "dV")  # the others are float32
+# The others are float32.
+OF_ONE_DTYPE = ("Q", "K", "V", "O", "S", "P", "dO", "dQ", "dK", "dV", "dP", "dS")
 
 
 class Walk:
@@ -554,6 +555,12 @@ def test_in_16_bits_fa1_keeps_O_in_float32(dtype):
     assert io.fa2(halves, t).loads == io.fa2(p, t).loads
     assert io.fa2(p, t).bytes - io.fa2(halves, t).bytes == 2 * (2 * 4 + 2) * 64 * 8
     assert "A" not in io.fa1(halves, Tiles(16, 64)).stores
+    # S and P are in 16 bits too, and L is the only float32 array that there is.
+    whole, half = (io.standard(x, t, return_lse=True) for x in (p, halves))
+    assert half.loads == whole.loads and half.stores == whole.stores
+    assert whole.bytes - 2 * half.bytes == -4 * 64
+    whole, half = (io.standard_backward(x, t) for x in (p, halves))
+    assert half.loads == whole.loads and 2 * half.bytes == whole.bytes
 
 
 def test_in_16_bits_a_row_tile_ends_where_its_own_columns_do():
@@ -758,6 +765,10 @@ def test_workspace():
         assert io.workspace("fa1", odd) == io.workspace("fa1", halves)
         assert io.workspace("fa1", halves, passes="bwd") == 0
         assert io.workspace("fa2", halves) == 4 * 2 * 4 * 10
+        assert 2 * io.workspace("standard", halves) == io.workspace("standard", p)
+        wide = replace(halves, seqlen_k=9)  # 18 bytes
+        assert io.workspace("standard", wide) == 2 * 2 * 4 * 10 * 16
+        assert io.workspace("standard", wide, passes="bwd") == 2 * 2 * 2 * 4 * 10 * 16
     assert io.workspace("standard", p, passes="bwd") == 2 * 4 * 2 * 4 * 10 * padded
     assert io.workspace("fa1", p, passes="bwd") == 0
     assert io.workspace("fa2", p, passes="bwd") == 4 * 2 * 4 * 10

@@ -8,7 +8,9 @@ F32 = ir.FloatType()
 FLOAT2 = ir.VectorType(F32, 2)
 FLOAT2_TUPLE = types.containers.UniTuple(types.float32, 2)
 FLOAT4 = ir.VectorType(F32, 4)
+INT4 = ir.VectorType(I32, 4)
 FLOAT4_TUPLE = types.containers.UniTuple(types.float32, 4)
+WORDS = types.containers.UniTuple(types.uint32, 4)
 SHARED = 3
 GLOBAL = 1
 
@@ -68,13 +70,23 @@ def global_pointer(context, builder, array_ty, array, *places, contiguous=False)
     return builder.addrspacecast(generic, element.as_pointer(GLOBAL))
 
 
-def unpack4(context, builder, vector):
+def unpack4(context, builder, vector, tuple_type=FLOAT4_TUPLE):
     lanes = [builder.extract_element(vector, I32(n)) for n in range(4)]
-    return context.make_tuple(builder, FLOAT4_TUPLE, lanes)
+    return context.make_tuple(builder, tuple_type, lanes)
 
 
-def pack4(builder, lanes):
-    vector = ir.Constant(FLOAT4, ir.Undefined)
+def pack4(builder, lanes, vector_type=FLOAT4):
+    vector = ir.Constant(vector_type, ir.Undefined)
     for n, lane in enumerate(lanes):
         vector = builder.insert_element(vector, lane, I32(n))
     return vector
+
+
+def words_of(halves):
+    """Emulation: pairs of 16-bit elements as words, the lower index in the lower half."""
+    return tuple(low | high << 16 for low, high in zip(halves[::2], halves[1::2], strict=True))
+
+
+def halves_of(words):
+    """Emulation: the 16-bit elements of words."""
+    return tuple(half for word in words for half in (word & 0xFFFF, word >> 16))

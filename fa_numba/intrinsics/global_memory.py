@@ -11,12 +11,16 @@ from fa_numba.intrinsics._build import (
     FLOAT4_TUPLE,
     GLOBAL,
     I32,
+    INT4,
+    WORDS,
     emulated_by,
     global_pointer,
+    halves_of,
     is_float32_array,
     is_half_array,
     pack4,
     unpack4,
+    words_of,
 )
 
 
@@ -143,3 +147,44 @@ def write_pair(typingctx, array, row, col, x0, x1):
         builder.store(vector, builder.bitcast(pointer, FLOAT2.as_pointer(GLOBAL)), align=8)
 
     return types.void(array, row, col, x0, x1), codegen
+
+
+def _read8(array, row, col):
+    return words_of(array.load((row, col), 8))
+
+
+@emulated_by(_read8)
+@intrinsic
+def read8(typingctx, array, row, col):
+    """Eight 16-bit elements from (row, col) on, 16-byte aligned, as four uint32, pairs with the
+    lower index in the lower half: ``ld.global.v4.u32``.
+    """
+    if not is_half_array(array, 2):
+        return None
+
+    def codegen(context, builder, signature, args):
+        pointer = global_pointer(context, builder, array, args[0], args[1], row, args[2], col)
+        vector = builder.load(builder.bitcast(pointer, INT4.as_pointer(GLOBAL)), align=16)
+        return unpack4(context, builder, vector, WORDS)
+
+    return WORDS(array, row, col), codegen
+
+
+def _write8(array, row, col, w0, w1, w2, w3):
+    array.store((row, col), halves_of((w0, w1, w2, w3)))
+
+
+@emulated_by(_write8)
+@intrinsic
+def write8(typingctx, array, row, col, w0, w1, w2, w3):
+    """Store eight 16-bit elements, as ``read8`` gives them: ``st.global.v4.u32``."""
+    words = (w0, w1, w2, w3)
+    if not is_half_array(array, 2) or any(word != types.uint32 for word in words):
+        return None
+
+    def codegen(context, builder, signature, args):
+        pointer = global_pointer(context, builder, array, args[0], args[1], row, args[2], col)
+        target = builder.bitcast(pointer, INT4.as_pointer(GLOBAL))
+        builder.store(pack4(builder, args[3:], INT4), target, align=16)
+
+    return types.void(array, row, col, *words), codegen

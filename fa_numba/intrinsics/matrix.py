@@ -20,6 +20,7 @@ from fa_numba.intrinsics._build import (
     F32,
     FLOAT2_TUPLE,
     I32,
+    WORDS,
     emulated_by,
     is_half_array,
     shared_pointer,
@@ -27,7 +28,6 @@ from fa_numba.intrinsics._build import (
 
 _WARP = 32
 _FULL = 0xFFFFFFFF
-_WORDS = types.containers.UniTuple(types.uint32, 4)
 
 
 def _load_tiles(transposed):
@@ -72,9 +72,9 @@ def _ldmatrix(suffix):
             )
             found = builder.call(asm, [pointer])
             words = [builder.extract_value(found, n) for n in range(4)]
-            return context.make_tuple(builder, _WORDS, words)
+            return context.make_tuple(builder, WORDS, words)
 
-        return _WORDS(array, index), codegen
+        return WORDS(array, index), codegen
 
     return build
 

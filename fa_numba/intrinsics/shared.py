@@ -13,7 +13,9 @@ from fa_numba.intrinsics._build import (
     FLOAT4,
     FLOAT4_TUPLE,
     I32,
+    INT4,
     SHARED,
+    WORDS,
     emulated_by,
     is_float32_array,
     is_half_array,
@@ -21,6 +23,7 @@ from fa_numba.intrinsics._build import (
     shared_pointer,
     to_i32,
     unpack4,
+    words_of,
 )
 
 _SYMBOL = "fa_numba_dynamic_shared"
@@ -108,6 +111,27 @@ def load4(typingctx, array, index):
         return unpack4(context, builder, vector)
 
     return FLOAT4_TUPLE(array, index), codegen
+
+
+def _load8(array, index):
+    return words_of(array.load(index, 8))
+
+
+@emulated_by(_load8)
+@intrinsic
+def load8(typingctx, array, index):
+    """Elements index .. index + 7 of a 1-D shared 16-bit array as four uint32, pairs with the lower
+    index in the lower half: ``ld.shared.v4.u32``. ``index`` must be a multiple of 8.
+    """
+    if not is_half_array(array, 1) or not isinstance(index, types.Integer):
+        return None
+
+    def codegen(context, builder, signature, args):
+        pointer = shared_pointer(context, builder, array, args[0], args[1], index)
+        vector = builder.load(builder.bitcast(pointer, INT4.as_pointer(SHARED)), align=16)
+        return unpack4(context, builder, vector, WORDS)
+
+    return WORDS(array, index), codegen
 
 
 def _store4(array, index, x0, x1, x2, x3):

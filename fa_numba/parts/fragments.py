@@ -9,33 +9,31 @@ from functools import cache
 
 from fa_numba.device import cuda, device_function, float32, int32, uint32, unrolled
 from fa_numba.intrinsics.async_copy import copy8_async, copy_value_async
-from fa_numba.intrinsics.global_memory import read2, read_pair, write2, write_pair
+from fa_numba.intrinsics.global_memory import read2, read_pair, write2, write8, write_pair
 from fa_numba.intrinsics.matrix import (
     ldmatrix,
     ldmatrix_transposed,
     mma_bf16,
     mma_f16,
-    pack_bf16,
-    pack_f16,
-    unpack_bf16,
-    unpack_f16,
 )
 from fa_numba.intrinsics.reduction import add_global, add_pair, add_pair_vector
-from fa_numba.intrinsics.shared import load2, store2
+from fa_numba.intrinsics.shared import load2, load8, store2
 from fa_numba.options import PLAIN
+from fa_numba.parts.chunks import conversions
 from fa_numba.parts.dropout import make_kept
 from fa_numba.parts.layout import make_column, make_row
 from fa_numba.parts.softmax import FULL_WARP
 
 
 def _instructions(spec):
-    return (mma_f16, pack_f16) if spec.dtype == "float16" else (mma_bf16, pack_bf16)
+    pack, _ = conversions(spec.dtype)
+    return (mma_f16 if spec.dtype == "float16" else mma_bf16), pack
 
 
 @cache
 def make_read_two(dtype, aligned):
     """``read_two(T, row, col, cols_end)``: two neighbours of a row in float32, 0 past its end."""
-    unpack = unpack_f16 if dtype == "float16" else unpack_bf16
+    _, unpack = conversions(dtype)
 
     @device_function
     def read_two(T, row, col, cols_end):
@@ -52,7 +50,7 @@ def make_read_two(dtype, aligned):
 @cache
 def make_write_two(dtype, aligned):
     """``write_two(T, row, col, cols_end, low, high)``: two neighbours of a row, rounded."""
-    pack = pack_f16 if dtype == "float16" else pack_bf16
+    pack, _ = conversions(dtype)
 
     @device_function
     def write_two(T, row, col, cols_end, low, high):
@@ -76,23 +74,38 @@ def make_load_halves(rows, spec):
     Elements at or past ``rows_end`` or ``cols_end`` become 0 and are not read. Unaligned rows are
     copied one element after the other, there at the next barrier.
     """
-    chunks, pitch, threads, aligned = spec.columns // 8, spec.pitch, spec.threads, spec.aligned
+    load = make_load_half_tile(rows, spec.columns, spec.pitch, spec.threads, spec.aligned)
+
+    @device_function
+    def load_halves(sT, T, row0, rows_end, cols_end):
+        load(sT, 0, T, row0, rows_end, 0, cols_end)
+
+    return load_halves
+
+
+@cache
+def make_load_half_tile(rows, columns, pitch, threads, aligned):
+    """``load_half_tile(sT, place, T, row0, rows_end, col0, cols_end)``: the same from column
+    ``col0`` on, ``columns`` wide, to a tile that starts at element ``place`` of sT.
+    """
+    chunks = columns // 8
     copies = rows * chunks
     per_thread = -(-copies // threads)
     even = copies % threads == 0
 
     @device_function
-    def load_halves(sT, T, row0, rows_end, cols_end):
+    def load_half_tile(sT, place, T, row0, rows_end, col0, cols_end):
         for n in range(per_thread):
             copy = uint32(cuda.threadIdx.x + n * threads)
             r = uint32(copy // uint32(chunks))
-            col = uint32(uint32(copy % uint32(chunks)) * 8)
+            c = uint32(uint32(copy % uint32(chunks)) * 8)
             row = uint32(row0 + r)
+            col = uint32(col0 + c)
             if even or copy < uint32(copies):
                 count = int32(0)
                 if row < uint32(rows_end) and col < uint32(cols_end):
                     count = int32(min(int32(8), int32(cols_end - col)))
-                at = uint32(r * pitch + col)
+                at = uint32(place + r * pitch + c)
                 if aligned:
                     copy8_async(sT, at, T, row, col, count)
                 else:
@@ -102,7 +115,7 @@ def make_load_halves(rows, spec):
                             half = uint32(T[row, uint32(col + e)])
                         sT[uint32(at + e)] = half
 
-    return load_halves
+    return load_half_tile
 
 
 @cache
@@ -217,6 +230,123 @@ def make_add_fragment_product(spec, drops=True):
                     mma(rO, low + 2, high + 2, rA[e], rA[e + 1], rA[e + 2], rA[e + 3], b[2], b[3])
 
     return add_product
+
+
+def _make_add_stage_product(spec, pitch_p, transposed):
+    """rO += A B of one stage, A from sP and B from sV, which start at their places there.
+
+    A is the ``step`` columns of P's rows from ``row0`` on or, ``transposed``, the ``step`` rows of
+    its columns from ``row0`` on.
+    """
+    R, DN, K, pitch = spec.TM // 2, spec.DN, spec.step // 16, spec.pitch
+    RA = 4 * R
+    # From one fragment of A to the next: down this warp's rows, and along the sum.
+    DOWN, ALONG = (16, 16 * pitch_p) if transposed else (16 * pitch_p, 16)
+    ROW = 1 if transposed else pitch_p
+    mma, _ = _instructions(spec)
+    load_a = ldmatrix_transposed if transposed else ldmatrix
+    place_p, place = make_place(pitch_p), make_place(pitch)
+
+    @device_function
+    def add_stage_product(rO, sP, at_p, sV, at_v, row0):
+        rA = cuda.local.array(RA, uint32)
+        first = uint32(at_p + row0 * ROW + place_p(not transposed))
+        at = uint32(at_v + place(True))
+        for k in unrolled(K):
+            for r in range(R):
+                a = load_a(sP, uint32(first + (r * DOWN + k * ALONG)))
+                rA[4 * r] = a[0]
+                rA[4 * r + 1] = a[1]
+                rA[4 * r + 2] = a[2]
+                rA[4 * r + 3] = a[3]
+            for c in range(DN):
+                b = ldmatrix_transposed(sV, uint32(at + (16 * k * pitch + 16 * c)))
+                for r in range(R):
+                    low = 8 * r * DN + 4 * c
+                    high = low + 4 * DN
+                    e = 4 * r
+                    mma(rO, low, high, rA[e], rA[e + 1], rA[e + 2], rA[e + 3], b[0], b[1])
+                    mma(rO, low + 2, high + 2, rA[e], rA[e + 1], rA[e + 2], rA[e + 3], b[2], b[3])
+
+    return add_stage_product
+
+
+@cache
+def make_add_stage_product(spec):
+    """``add_stage_product(rO, sP, at_p, sV, at_v, row0)``: rO += P V of this warp's rows, both in
+    shared memory from elements ``at_p`` and ``at_v`` on.
+    """
+    return _make_add_stage_product(spec, spec.pitch_p, False)
+
+
+@cache
+def make_add_stage_transposed_product(spec):
+    """The same of PT dO: ``row0`` and the rows of rO are columns of P."""
+    return _make_add_stage_product(spec, spec.pitch_t, True)
+
+
+@cache
+def make_store_scores(spec):
+    """``store_scores(sS, rS, ty, tx)``: this thread's part of a tile of S, rounded."""
+    TM, TN, STEP, pitch = spec.TM, spec.TN, spec.row_step, spec.pitch_s
+    _, pack = _instructions(spec)
+
+    @device_function
+    def store_scores(sS, rS, ty, tx):
+        for i in range(TM):
+            for n in range(TN // 2):
+                at = uint32((ty + i * STEP) * pitch + 2 * tx + 8 * n)
+                store2(sS, at, pack(rS[i * TN + 2 * n], rS[i * TN + 2 * n + 1]))
+
+    return store_scores
+
+
+@cache
+def make_times_scores(spec):
+    """``times_scores(rS, S, row0, rows_end, col0, cols_end, ty, tx)``: rS times a tile of S."""
+    TM, TN, STEP = spec.TM, spec.TN, spec.row_step
+    _, unpack = conversions(spec.dtype)
+    column = make_column(spec)
+
+    @device_function
+    def times_scores(rS, S, row0, rows_end, col0, cols_end, ty, tx):
+        for i in range(TM):
+            row = uint32(row0 + ty + i * STEP)
+            for j in range(TN):
+                col = uint32(col0 + column(tx, j))
+                if row < rows_end and col < cols_end:
+                    rS[i * TN + j] *= unpack(uint32(S[row, col]))[0]
+
+    return times_scores
+
+
+@cache
+def make_write_scores(spec):
+    """``write_scores(sS, S, warp_row, row0, rows_end, col0, cols_end)``: this warp's rows of it.
+
+    Neighbouring lanes write neighbouring 16 bytes; rows of S start at 16-byte addresses.
+    """
+    chunks, pitch = spec.Bc // 8, spec.pitch_s
+    per_lane = 8 * spec.TM * chunks // 32
+
+    @device_function
+    def write_scores(sS, S, warp_row, row0, rows_end, col0, cols_end):
+        lane = uint32(cuda.threadIdx.x) % uint32(32)
+        for n in range(per_lane):
+            copy = uint32(lane + 32 * n)
+            r = uint32(warp_row + copy // uint32(chunks))
+            c = uint32(uint32(copy % uint32(chunks)) * 8)
+            row, col = uint32(row0 + r), uint32(col0 + c)
+            at = uint32(r * pitch + c)
+            if row < rows_end and uint32(col + 7) < cols_end:
+                w = load8(sS, at)
+                write8(S, row, col, w[0], w[1], w[2], w[3])
+            elif row < rows_end:
+                for e in range(7):
+                    if uint32(col + e) < cols_end:
+                        S[row, uint32(col + e)] = sS[uint32(at + e)]
+
+    return write_scores
 
 
 @cache
@@ -559,7 +689,7 @@ def make_add_columns(spec):
 def make_row_dots(spec):
     """``row_dots(sD, sdO, sO)``: D = rowsum(dO o O), there at the next barrier; a warp a row."""
     Br, pitch, columns, warps = spec.Br, spec.pitch, spec.columns, spec.warps
-    unpack = unpack_f16 if spec.dtype == "float16" else unpack_bf16
+    _, unpack = conversions(spec.dtype)
 
     @device_function
     def row_dots(sD, sdO, sO):

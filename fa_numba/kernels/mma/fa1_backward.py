@@ -98,7 +98,11 @@ def make_backward(spec):
     @device_function
     def row_tile(stage):
         at, at_L = uint32(AT_Q + stage * (3 * NQ)), uint32(AT_L + stage * Br)
-        sQ, sdO, sO = half_tile(at, NQ), half_tile(uint32(at + NQ), NQ), half_tile(uint32(at + 2 * NQ), NQ)
+        sQ, sdO, sO = (
+            half_tile(at, NQ),
+            half_tile(uint32(at + NQ), NQ),
+            half_tile(uint32(at + 2 * NQ), NQ),
+        )
         return sQ, sdO, sO, shared_tile(at_L, Br)
 
     @device_function

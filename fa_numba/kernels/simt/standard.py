@@ -99,7 +99,7 @@ def make_standard_scores(spec, slopes=False):
 
 
 @device_function
-def _exp_of_difference(s, m):
+def exp_of_difference(s, m):
     """e^(s - m), and 0 where s is -inf, whatever m."""
     p = float32(0.0)
     if s != NEG_INF:
@@ -144,7 +144,7 @@ def make_standard_softmax(row_floats, warps, return_lse, features):
             if resident:
                 sRow[col] = s
             m_new = maximum(m, s)
-            l = l * _exp_of_difference(m, m_new) + _exp_of_difference(s, m_new)
+            l = l * exp_of_difference(m, m_new) + exp_of_difference(s, m_new)
             m = m_new
             col = uint32(col + threads)
 
@@ -153,7 +153,7 @@ def make_standard_softmax(row_floats, warps, return_lse, features):
             m_other = cuda.shfl_xor_sync(FULL_WARP, m, lane)
             l_other = cuda.shfl_xor_sync(FULL_WARP, l, lane)
             m_new = maximum(m, m_other)
-            l = l * _exp_of_difference(m, m_new) + l_other * _exp_of_difference(m_other, m_new)
+            l = l * exp_of_difference(m, m_new) + l_other * exp_of_difference(m_other, m_new)
             m = m_new
             lane //= 2
         if thread % uint32(32) == uint32(0):
@@ -164,7 +164,7 @@ def make_standard_softmax(row_floats, warps, return_lse, features):
         l = float32(0.0)
         for w in range(WARPS):
             m_new = maximum(m, sm[w])
-            l = l * _exp_of_difference(m, m_new) + sl[w] * _exp_of_difference(sm[w], m_new)
+            l = l * exp_of_difference(m, m_new) + sl[w] * exp_of_difference(sm[w], m_new)
             m = m_new
 
         inverse = float32(0.0)
@@ -173,7 +173,7 @@ def make_standard_softmax(row_floats, warps, return_lse, features):
         col = thread
         while col < Nk:
             s = sRow[col] if resident else Si[col]
-            p = _exp_of_difference(s, m) * inverse
+            p = exp_of_difference(s, m) * inverse
             if dropout:
                 p = p * options.inverse_keep if keeps(row, col, b, h, options) else float32(0.0)
             Pi[col] = p

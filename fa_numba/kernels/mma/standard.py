@@ -1,0 +1,279 @@
+"""Standard attention: S and P through global memory (Algorithm 0 of arXiv 2205.14135 and
+arXiv 2307.08691), on tensor cores, in three kernels that share tiles and products with the others.
+
+S and P are in 16 bits, as Q, K and V are; sums and the softmax are in float32. P overwrites S in
+the same memory, whose rows start at 16-byte addresses. No tile is skipped: a causal mask writes
+-inf.
+
+Shared memory, 16-bit elements, with step = 64 for Bc a multiple of 64:
+    scores   (Br + Bc) (d + 8) + Br (Bc + 8)
+    output   2 (Br (step + 8) + step (d + 8))
+    in bytes at the default tiles, 128 x 64:  46080 and 55296 (d=64), 70656 and 71680 (d=128)
+Accesses, elements per head:
+    scores   loads Nq d + Tr Nk d, stores Nq Nk
+    softmax  loads Nq Nk (twice where a row exceeds shared memory), stores Nq Nk
+    output   loads Nq Nk + Tr Nk d, stores Nq d
+"""
+
+from functools import cache
+
+from numba import types
+
+from fa_numba.device import Kernel, array_type, cuda, float32, uint32
+from fa_numba.intrinsics.arithmetic import LN2, NEG_INF, ONE, log2, maximum
+from fa_numba.intrinsics.async_copy import commit_async, wait_async
+from fa_numba.intrinsics.shared import half_tile, shared_tile
+from fa_numba.kernels.simt.standard import exp_of_difference
+from fa_numba.parts.chunks import make_load_row, make_read_chunk, make_write_chunk
+from fa_numba.parts.dropout import keeps
+from fa_numba.parts.fragments import (
+    make_add_stage_product,
+    make_fragment_scores,
+    make_load_half_tile,
+    make_load_halves,
+    make_load_q,
+    make_store_scores,
+    make_times_scores,
+    make_write_halves,
+    make_write_scores,
+)
+from fa_numba.parts.gradients import make_cap_slopes
+from fa_numba.parts.softmax import FULL_WARP, make_scale_and_mask
+from fa_numba.parts.visits import make_key_rows, make_lengths, make_query_rows
+
+MAX_WARPS = 8
+
+
+@cache
+def make_standard_scores(spec, slopes=False):
+    """S = scale Q KT, masked (line 1); launched over (Tr, Hq, B) blocks.
+
+    With ``slopes`` S is multiplied by the slopes of the cap on the scores instead.
+    """
+    Br, Bc, d = spec.Br, spec.Bc, spec.head_dim
+    RS, RQ, ROWS = spec.TM * spec.TN, spec.q_registers, 8 * spec.TM
+    shortened = spec.features.lengths
+    NQ, NK, NS = spec.tile_halves
+    AT_K, AT_S = NQ, NQ + NK
+
+    query_rows = make_query_rows(spec.features)
+    key_rows = make_key_rows(spec.features)
+    lengths = make_lengths(spec.features)
+    load_q = make_load_halves(Br, spec)
+    load_k = make_load_halves(Bc, spec)
+    load_fragments = make_load_q(spec)
+    scores = make_fragment_scores(spec)
+    scale_and_mask = make_scale_and_mask(spec, unit=ONE, hides_blocks=True)
+    cap_slopes = make_cap_slopes(spec)
+    times_scores = make_times_scores(spec)
+    store_scores = make_store_scores(spec)
+    write_scores = make_write_scores(spec)
+
+    def standard_scores(Q, K, S, scale, group, options):
+        sQ = half_tile(0, NQ)
+        sK = half_tile(AT_K, NK)
+        sS = half_tile(AT_S, NS)
+        rQ = cuda.local.array(RQ, uint32)
+        rS = cuda.local.array(RS, float32)
+        tx = uint32(cuda.threadIdx.x) % uint32(4)
+        warp_row = uint32(uint32(cuda.threadIdx.x) // uint32(32) * ROWS)
+        ty = uint32(warp_row + uint32(cuda.threadIdx.x) % uint32(32) // uint32(4))
+        h = uint32(cuda.blockIdx.y)
+        b = uint32(cuda.blockIdx.z)
+        Qh, Kh = query_rows(Q, b, h, options), key_rows(K, b, h // uint32(group), options)
+        Sh = S[b, h]
+        Nq, Nk = lengths(Qh.shape[0], Kh.shape[0], b, options)
+        i0 = uint32(cuda.blockIdx.x * Br)
+        j_end = Nk
+        if shortened and i0 >= Nq:
+            j_end = uint32(0)
+
+        load_q(sQ, Qh, i0, Nq, d)
+        load_k(sK, Kh, 0, j_end, d)
+        commit_async()
+        wait_async()
+        cuda.syncthreads()  # Qi is there
+        load_fragments(rQ, sQ, warp_row)
+        j0 = uint32(0)
+        while j0 < j_end:
+            wait_async()
+            cuda.syncthreads()  # Kj is there; nobody reads sS any more
+            scores(rS, rQ, sQ, sK, warp_row)
+            cuda.syncthreads()  # nobody reads sK any more
+            load_k(sK, Kh, uint32(j0 + Bc), Nk, d)
+            commit_async()
+            if slopes:
+                cap_slopes(rS, rS, scale, options)
+                times_scores(rS, Sh, i0, Nq, j0, Nk, ty, tx)
+            else:
+                scale_and_mask(rS, scale, i0, j0, Nq, Nk, b, h, options, ty, tx)
+            store_scores(sS, rS, ty, tx)
+            cuda.syncwarp()  # this warp's rows of Sij are there
+            write_scores(sS, Sh, warp_row, i0, Nq, j0, Nk)
+            j0 = uint32(j0 + Bc)
+        wait_async()
+
+    halves = array_type(4, types.uint16)
+    scalars = (types.float32, types.int32)
+    arguments = (*[halves] * 3, *scalars, spec.features.argument_type)
+    shared_bytes, min_blocks = 2 * (NQ + NK + NS), spec.min_blocks_of_scores
+    return Kernel(standard_scores, arguments, spec.threads, shared_bytes, min_blocks)
+
+
+@cache
+def make_standard_softmax(row_halves, warps, return_lse, features, dtype):
+    """P = softmax(S) by rows (line 2), with dropout; launched over (Nq, Hq, B) blocks.
+
+    A row of up to ``row_halves`` is kept in shared memory; 0 reads it from global memory twice.
+    Each of the 32 ``warps`` threads takes an online softmax over its own chunks of the row, and
+    the threads' (m, l) are merged.
+    """
+    resident = row_halves > 0
+    NR = max(row_halves, 8)
+    WARPS, threads = warps, 32 * warps
+    AT_M, AT_L = NR // 2, NR // 2 + WARPS
+    shortened, dropout = features.lengths, features.dropout
+    query_rows = make_query_rows(features)
+    lengths = make_lengths(features)
+    load_row = make_load_row(threads, resident)
+    read_chunk = make_read_chunk(dtype, resident)
+    write_chunk = make_write_chunk(dtype)
+
+    def standard_softmax(S, P, L, options):
+        sRow = half_tile(0, NR)
+        sm = shared_tile(AT_M, WARPS)
+        sl = shared_tile(AT_L, WARPS)
+        r = cuda.local.array(8, float32)
+        h = uint32(cuda.blockIdx.y)
+        b = uint32(cuda.blockIdx.z)
+        row = uint32(cuda.blockIdx.x)
+        Sh, Ph = S[b, h], P[b, h]
+        Nq, Nk = lengths(S.shape[2], S.shape[3], b, options)
+        if shortened and row >= Nq:
+            Nk = uint32(0)
+        thread = uint32(cuda.threadIdx.x)
+
+        load_row(sRow, Sh, row, Nk)
+        commit_async()
+        wait_async()
+        m = NEG_INF
+        l = float32(0.0)
+        col = uint32(8 * thread)
+        while col < Nk:
+            read_chunk(r, sRow, Sh, row, col, Nk)
+            if uint32(col + 7) >= Nk:
+                for e in range(8):
+                    if uint32(col + e) >= Nk:
+                        r[e] = NEG_INF
+            m_new = m
+            for e in range(8):
+                m_new = maximum(m_new, r[e])
+            l *= exp_of_difference(m, m_new)
+            for e in range(8):
+                l += exp_of_difference(r[e], m_new)
+            m = m_new
+            col = uint32(col + 8 * threads)
+
+        lane = 16
+        while lane > 0:
+            m_other = cuda.shfl_xor_sync(FULL_WARP, m, lane)
+            l_other = cuda.shfl_xor_sync(FULL_WARP, l, lane)
+            m_new = maximum(m, m_other)
+            l = l * exp_of_difference(m, m_new) + l_other * exp_of_difference(m_other, m_new)
+            m = m_new
+            lane //= 2
+        if thread % uint32(32) == uint32(0):
+            sm[thread // uint32(32)] = m
+            sl[thread // uint32(32)] = l
+        cuda.syncthreads()
+        m = NEG_INF
+        l = float32(0.0)
+        for w in range(WARPS):
+            m_new = maximum(m, sm[w])
+            l = l * exp_of_difference(m, m_new) + sl[w] * exp_of_difference(sm[w], m_new)
+            m = m_new
+
+        inverse = float32(0.0)
+        if l != float32(0.0):
+            inverse = float32(1.0) / l
+        col = uint32(8 * thread)
+        while col < Nk:
+            read_chunk(r, sRow, Sh, row, col, Nk)
+            for e in range(8):
+                p = exp_of_difference(r[e], m) * inverse
+                if dropout:
+                    kept = keeps(row, uint32(col + e), b, h, options)
+                    p = p * options.inverse_keep if kept else float32(0.0)
+                r[e] = p
+            write_chunk(r, Ph, row, col, Nk)
+            col = uint32(col + 8 * threads)
+        if return_lse:
+            Lh = query_rows(L, b, h, options)
+            if thread == uint32(0) and row < uint32(Lh.shape[0]):
+                Lh[row] = m + LN2 * log2(l)
+
+    halves = array_type(4, types.uint16)
+    arguments = (halves, halves, array_type(3), features.argument_type)
+    shared_bytes = 2 * NR + 8 * WARPS
+    return Kernel(standard_softmax, arguments, threads, shared_bytes)
+
+
+@cache
+def make_standard_output(spec):
+    """O = P V (line 3); launched over (Tr, Hq, B) blocks."""
+    Br, STEP, d = spec.Br, spec.step, spec.head_dim
+    RO, ROWS = spec.TM * spec.DN * 4, 8 * spec.TM
+    NP, NV = spec.stage_halves
+    TWO_P, TWO_V, AT_V = 2 * NP, 2 * NV, 2 * NP
+
+    shortened = spec.features.lengths
+    query_rows = make_query_rows(spec.features)
+    key_rows = make_key_rows(spec.features)
+    lengths = make_lengths(spec.features)
+    load_p = make_load_half_tile(Br, STEP, spec.pitch_p, spec.threads, True)
+    load_v = make_load_half_tile(STEP, spec.columns, spec.pitch, spec.threads, spec.aligned)
+    add_product = make_add_stage_product(spec)
+    write_rows = make_write_halves(spec)
+
+    def standard_output(P, V, O, group, options):
+        sP = half_tile(0, TWO_P)
+        sV = half_tile(AT_V, TWO_V)
+        rO = cuda.local.array(RO, float32)
+        tx = uint32(cuda.threadIdx.x) % uint32(4)
+        warp_row = uint32(uint32(cuda.threadIdx.x) // uint32(32) * ROWS)
+        ty = uint32(warp_row + uint32(cuda.threadIdx.x) % uint32(32) // uint32(4))
+        h = uint32(cuda.blockIdx.y)
+        b = uint32(cuda.blockIdx.z)
+        Ph, Oh = P[b, h], query_rows(O, b, h, options)
+        Vh = key_rows(V, b, h // uint32(group), options)
+        rows = uint32(Oh.shape[0])
+        Nq, Nk = lengths(rows, Vh.shape[0], b, options)
+        i0 = uint32(cuda.blockIdx.x * Br)
+        j_end = Nk
+        if shortened and i0 >= Nq:
+            j_end = uint32(0)
+
+        for e in range(RO):
+            rO[e] = float32(0.0)
+        load_p(sP, 0, Ph, i0, Nq, 0, j_end)
+        load_v(sV, 0, Vh, 0, j_end, 0, d)
+        commit_async()
+        stage = uint32(0)
+        j0 = uint32(0)
+        while j0 < j_end:
+            wait_async()
+            cuda.syncthreads()  # Pij and Vj are there; nobody reads the other stage any more
+            j_next = uint32(j0 + STEP)
+            other = uint32(1 - stage)
+            load_p(sP, uint32(other * NP), Ph, i0, Nq, j_next, j_end)
+            load_v(sV, uint32(other * NV), Vh, j_next, j_end, 0, d)
+            commit_async()
+            add_product(rO, sP, uint32(stage * NP), sV, uint32(stage * NV), warp_row)
+            stage = other
+            j0 = j_next
+        wait_async()
+        write_rows(rO, Oh, i0, rows, ty, tx)
+
+    arguments = (*[array_type(4, types.uint16)] * 3, types.int32, spec.features.argument_type)
+    shared_bytes, min_blocks = 4 * (NP + NV), spec.min_blocks_of_output
+    return Kernel(standard_output, arguments, spec.threads, shared_bytes, min_blocks)

@@ -1,0 +1,190 @@
+"""Standard attention, backward (Algorithm 3 of arXiv 2205.14135), on tensor cores.
+
+P is made anew in global memory by the forward kernels; these read it back. dS overwrites dP. All
+three are in 16 bits, as the gradients are; sums are in float32.
+
+Accesses, elements per head, beside those of scores and softmax:
+    dV = PT dO   loads Nq Nk + Tc Nq d, stores Nk d          (line 1)
+    dP = dO VT   loads Nq d + Tr Nk d, stores Nq Nk          (line 2, the scores kernel)
+    dS           loads 2 Nq Nk, twice where a row exceeds shared memory, stores Nq Nk   (line 3)
+    dQ = dS K    loads Nq Nk + Tr Nk d, stores Nq d          (line 4, the output kernel)
+    dK = dST Q   as dV                                        (line 5)
+"""
+
+from functools import cache
+
+from numba import types
+
+from fa_numba.device import Kernel, array_type, cuda, float32, uint32
+from fa_numba.intrinsics.async_copy import commit_async, wait_async
+from fa_numba.intrinsics.reduction import add_global
+from fa_numba.intrinsics.shared import half_tile, shared_tile
+from fa_numba.parts.chunks import make_load_row, make_read_chunk, make_write_chunk
+from fa_numba.parts.dropout import keeps, make_kept
+from fa_numba.parts.fragments import (
+    make_add_stage_transposed_product,
+    make_load_half_tile,
+    make_write_halves,
+)
+from fa_numba.parts.softmax import FULL_WARP
+from fa_numba.parts.visits import make_key_rows, make_lengths, make_query_rows
+
+
+@cache
+def make_standard_transposed_output(spec):
+    """dV = PT dO, or dK = dST Q, summed over the heads of a group; over (Tc, Hk, B) blocks.
+
+    ``spec`` is that of the transposed tile: its rows are the columns of P.
+    """
+    Bc, STEP, d = spec.Br, spec.step, spec.head_dim
+    RK, ROWS = spec.TM * spec.DN * 4, 8 * spec.TM
+    NP, NQ = spec.transposed_halves
+    TWO_P, TWO_Q, AT_Q = 2 * NP, 2 * NQ, 2 * NP
+
+    query_rows = make_query_rows(spec.features)
+    key_rows = make_key_rows(spec.features)
+    lengths = make_lengths(spec.features)
+    shortened = spec.features.lengths
+    load_p = make_load_half_tile(STEP, Bc, spec.pitch_t, spec.threads, True)
+    load_rows = make_load_half_tile(STEP, spec.columns, spec.pitch, spec.threads, spec.aligned)
+    add_transposed_product = make_add_stage_transposed_product(spec)
+    write_columns = make_write_halves(spec)
+
+    def standard_transposed_output(P, dO, dV, group, options):
+        sP = half_tile(0, TWO_P)
+        sdO = half_tile(AT_Q, TWO_Q)
+        rdV = cuda.local.array(RK, float32)
+        tx = uint32(cuda.threadIdx.x) % uint32(4)
+        warp_row = uint32(uint32(cuda.threadIdx.x) // uint32(32) * ROWS)
+        ty = uint32(warp_row + uint32(cuda.threadIdx.x) % uint32(32) // uint32(4))
+        hk = uint32(cuda.blockIdx.y)
+        b = uint32(cuda.blockIdx.z)
+        dVh = key_rows(dV, b, hk, options)
+        columns = uint32(dVh.shape[0])
+        h = uint32(hk * group)
+        h_end = uint32(h + group)
+        rows = query_rows(dO, b, h, options).shape[0]
+        Nq, Nk = lengths(rows, columns, b, options)
+        j0 = uint32(cuda.blockIdx.x * Bc)
+        i_end = Nq
+        if shortened and j0 >= Nk:
+            i_end = uint32(0)
+
+        for e in range(RK):
+            rdV[e] = float32(0.0)
+        while h < h_end:
+            Ph, dOh = P[b, h], query_rows(dO, b, h, options)
+            cuda.syncthreads()  # nobody reads the head before any more
+            load_p(sP, 0, Ph, 0, i_end, j0, Nk)
+            load_rows(sdO, 0, dOh, 0, i_end, 0, d)
+            commit_async()
+            stage = uint32(0)
+            i0 = uint32(0)
+            while i0 < i_end:
+                wait_async()
+                cuda.syncthreads()  # Pij and dOi are there; nobody reads the other stage any more
+                i_next = uint32(i0 + STEP)
+                other = uint32(1 - stage)
+                load_p(sP, uint32(other * NP), Ph, i_next, i_end, j0, Nk)
+                load_rows(sdO, uint32(other * NQ), dOh, i_next, i_end, 0, d)
+                commit_async()
+                at_p, at_q = uint32(stage * NP), uint32(stage * NQ)
+                add_transposed_product(rdV, sP, at_p, sdO, at_q, warp_row)
+                stage = other
+                i0 = i_next
+            wait_async()
+            h = uint32(h + 1)
+        write_columns(rdV, dVh, j0, columns, ty, tx)
+
+    arguments = (*[array_type(4, types.uint16)] * 3, types.int32, spec.features.argument_type)
+    shared_bytes, min_blocks = 4 * (NP + NQ), spec.min_blocks_of_output
+    return Kernel(standard_transposed_output, arguments, spec.threads, shared_bytes, min_blocks)
+
+
+@cache
+def make_standard_score_gradients(row_halves, warps, features, dtype):
+    """dS = scale P o (dP - rowsum(P o dP)), in place of dP; over (Nq, Hq, B) blocks.
+
+    With dropout P is left without what is dropped, for dV. dS / scale is added to dbias.
+
+    A row of P and one of dP, up to ``row_halves`` each, are kept in shared memory; 0 reads them
+    from global memory twice.
+    """
+    resident = row_halves > 0
+    NR = max(row_halves, 8)
+    WARPS, threads = warps, 32 * warps
+    AT_DP, AT_D = NR, NR
+    shortened, dropout, dbias = features.lengths, features.dropout, features.dbias
+    lengths = make_lengths(features)
+    kept = make_kept(features)
+    load_row = make_load_row(threads, resident)
+    read_chunk = make_read_chunk(dtype, resident)
+    write_chunk = make_write_chunk(dtype)
+
+    def standard_score_gradients(P, dP, dS, scale, options):
+        sP = half_tile(0, NR)
+        sdP = half_tile(AT_DP, NR)
+        sD = shared_tile(AT_D, WARPS)
+        rP = cuda.local.array(8, float32)
+        rG = cuda.local.array(8, float32)
+        h = uint32(cuda.blockIdx.y)
+        b = uint32(cuda.blockIdx.z)
+        row = uint32(cuda.blockIdx.x)
+        Ph, dPh, dSh = P[b, h], dP[b, h], dS[b, h]
+        Nq, Nk = lengths(P.shape[2], P.shape[3], b, options)
+        if shortened and row >= Nq:
+            Nk = uint32(0)
+        thread = uint32(cuda.threadIdx.x)
+
+        load_row(sP, Ph, row, Nk)
+        load_row(sdP, dPh, row, Nk)
+        commit_async()
+        wait_async()
+        dot = float32(0.0)
+        col = uint32(8 * thread)
+        while col < Nk:
+            read_chunk(rP, sP, Ph, row, col, Nk)
+            read_chunk(rG, sdP, dPh, row, col, Nk)
+            for e in range(8):
+                g = rG[e]
+                if dropout:
+                    g = g * options.inverse_keep
+                    if not keeps(row, uint32(col + e), b, h, options):
+                        g = float32(0.0)
+                dot += rP[e] * g
+            col = uint32(col + 8 * threads)
+        lane = 16
+        while lane > 0:
+            dot += cuda.shfl_xor_sync(FULL_WARP, dot, lane)
+            lane //= 2
+        if thread % uint32(32) == uint32(0):
+            sD[thread // uint32(32)] = dot
+        cuda.syncthreads()
+        D = float32(0.0)
+        for w in range(WARPS):
+            D += sD[w]
+
+        col = uint32(8 * thread)
+        while col < Nk:
+            read_chunk(rP, sP, Ph, row, col, Nk)
+            read_chunk(rG, sdP, dPh, row, col, Nk)
+            for e in range(8):
+                p = rP[e]
+                g = rG[e]
+                if dropout:
+                    g = g * options.inverse_keep
+                    if not keeps(row, uint32(col + e), b, h, options):
+                        p = -p
+                        g = float32(0.0)
+                ds = abs(p) * (g - D)
+                if dbias and uint32(col + e) < Nk:
+                    add_global(options.dbias[b, h], row, uint32(col + e), ds)
+                rG[e] = scale * ds
+                rP[e] = kept(p, options)
+            write_chunk(rG, dSh, row, col, Nk)
+            if dropout:
+                write_chunk(rP, Ph, row, col, Nk)
+            col = uint32(col + 8 * threads)
+
+    arguments = (*[array_type(4, types.uint16)] * 3, types.float32, features.argument_type)
+    return Kernel(standard_score_gradients, arguments, threads, 4 * (NR + WARPS))
