@@ -14,10 +14,19 @@ import numpy as np
 import pytest
 import test_block_sparse
 import test_training
+from mma_helpers import every_dtype, numpy_dtype
 
 import fa_numba
 from experiments import __main__ as command
-from experiments import block_size, io_vs_seqlen, loop_cost, speed, speed_backward
+from experiments import (
+    block_size,
+    io_vs_seqlen,
+    loop_cost,
+    speed,
+    speed_backward,
+    speed_bf16,
+    speed_fp16,
+)
 from experiments.lab import (
     algorithms,
     counters,
@@ -26,10 +35,11 @@ from experiments.lab import (
     published,
     report,
     runner,
+    speeds,
     style,
     timing,
 )
-from experiments.lab.algorithms import FA1_TILES, SPLITS, row_fields
+from experiments.lab.algorithms import FA1_TILES, MMA_SPLITS, SPLITS, row_fields
 from experiments.lab.options import FIGURES, REPOSITORY, Bench, Options
 from experiments.lab.settings import Inputs, fa2_setting, one_head
 from experiments.lab.store import EMULATOR, MODEL, Row, Store
@@ -38,8 +48,9 @@ from fa_numba.problem import Problem
 
 NAMES = [
     *("block_size", "block_sparse", "char_model", "io_vs_seqlen", "loop_cost"),
-    *("speed", "speed_backward"),
+    *("speed", "speed_backward", "speed_bf16", "speed_fp16"),
 ]
+STUDIES = [module.STUDY for module in (speed, speed_backward, speed_bf16, speed_fp16)]
 
 
 def gpu_row(experiment, problem, **fields):
@@ -103,18 +114,15 @@ def synthetic(name, machine="some-gpu"):
             for source, metric, unit, value in numbers:
                 fields = {"source": source, "metric": metric, "unit": unit, "value": value}
                 rows.append(gpu_row(name, fa2_setting(4096, 64), **fields, **common))
-    elif name == "speed_backward":
+    else:
+        study = runner.load(name).STUDY
         for N in (512, 16384):
-            for i, series in enumerate(speed_backward.ALL):
-                for pass_ in speed_backward.passes_of(series):
+            problem = fa2_setting(N, 64, dtype=study.dtype)
+            for i, series in enumerate(study.series):
+                for pass_ in study.passes_of(series):
                     common = {"series": series, "metric": "speed", "unit": "TFLOP/s"}
                     common |= {"pass_": pass_, "value": 5.0 + i}
-                    rows.append(gpu_row(name, fa2_setting(N, 64), **common))
-    else:
-        for N in (512, 1024):
-            for i, series in enumerate(speed.ALL):
-                common = {"series": series, "metric": "speed", "unit": "TFLOP/s"}
-                rows.append(gpu_row(name, fa2_setting(N, 64), value=5.0 + i, **common))
+                    rows.append(gpu_row(name, problem, **common))
     return [replace(row, machine=machine) if row.machine == "some-gpu" else row for row in rows]
 
 
@@ -544,7 +552,7 @@ def test_the_gate_asks_of_peers_only_that_they_compute_the_same(causal):
     gate = timing.Gate(problem, q, k, v)
     out = exact(problem, q, k, v)
     off = out * np.float32(1 + 5e-5)
-    assert gate.bound < gate.peer(off) < timing.PEER_BOUND
+    assert gate.bound < gate.peer(off) < timing.PEER_BOUND["float32"]
     with pytest.raises(timing.WrongResult):
         gate(off)
     other_mask = Problem(1, 2, 2, 100, 100, 16, causal=not causal)
@@ -558,6 +566,51 @@ def test_the_gate_asks_of_peers_only_that_they_compute_the_same(causal):
     ):
         with pytest.raises(timing.WrongResult, match="allowed 1.00e-04"):
             gate.peer(wrong)
+
+
+def half(array, dtype):
+    """Rounded to the nearest of a 16-bit dtype, as float32."""
+    return np.asarray(array).astype(numpy_dtype(dtype)).astype(np.float32)
+
+
+@every_dtype
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_gates_of_16_bits(dtype, causal):
+    problem = Problem(1, 2, 2, 100, 100, 16, dtype=dtype, causal=causal)
+    q, k, v, dout = Inputs(gradient=True)(problem)
+    for x in (q, k, v, dout):
+        assert np.array_equal(half(x, dtype), x) and x.dtype == np.float32
+        assert abs(x.std() - 1) < 0.1
+    other_mask = {"causal": not causal}
+    gate = timing.Gate(problem, q, k, v)
+    right = reference.attention(q, k, v, causal=causal)
+    rounding = timing.ROUNDING[dtype]
+    error = gate(half(right, dtype))
+    assert 0 < error <= rounding < gate.bound < 4 * rounding < gate.peer_bound < 0.05
+    # As the kernels may: P rounded before it is multiplied.
+    assert gate(reference.unfused(q, k, v, matrix_dtype=dtype, causal=causal)) < gate.bound
+    wrong = [right * (1 + 4 * rounding), np.full_like(right, np.nan)]
+    for result in (*wrong, reference.attention(q * 1.1, k, v, **{"causal": causal})):
+        with pytest.raises(timing.WrongResult):
+            gate(result)
+    assert gate.peer(wrong[0]) < gate.peer_bound
+    for result in (wrong[1], reference.attention(q, k, v, **other_mask)):
+        with pytest.raises(timing.WrongResult):
+            gate.peer(result)
+
+    gate = timing.GradientGate(problem, q, k, v, dout)
+    right = reference.attention_backward(dout, q, k, v, causal=causal)
+    assert 0 < gate([half(x, dtype) for x in right]) <= rounding
+    near = reference.unfused_backward(dout, q, k, v, matrix_dtype=dtype, causal=causal)
+    assert all(np.array_equal(half(x, dtype), x) for x in near)
+    assert rounding / 8 < gate(near) < max(gate.bounds) < 5 * rounding
+    for i, name in enumerate(("dq", "dk", "dv")):
+        off = [x * (1 + 6 * rounding * (i == n)) for n, x in enumerate(right)]
+        with pytest.raises(timing.WrongResult, match=name):
+            gate(off)
+        assert gate.peer(off) < timing.PEER_BOUND[dtype]
+    with pytest.raises(timing.WrongResult):
+        gate.peer(reference.attention_backward(dout, q, k, v, **other_mask))
 
 
 def test_failures_become_notes():
@@ -593,21 +646,42 @@ def test_provenance_has_what_a_reader_needs():
     assert about["numpy"] == np.__version__
 
 
-def test_speed_holds_torch_to_the_peers_bound(monkeypatch):
-    problem = one_head(64, 16)
-    arrays = [np.ones(problem.q_shape, np.float32)] * 3
-    gate, checks = timing.Gate(problem, *arrays), []
+@pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.name)
+def test_speed_holds_torch_to_the_peers_bound(monkeypatch, study):
+    problem = one_head(64, 16, dtype=study.dtype)
+    checks = speeds.Checks(study)
+    arrays = checks.inputs(problem)
+    right = {"fwd": reference.attention(*arrays[:3])}
+    if len(arrays) == 4:
+        gradients = reference.attention_backward(arrays[3], *arrays[:3])
+        right |= dict.fromkeys(("bwd", "fwd+bwd"), gradients)
+    bounds = timing.ROUNDING[study.dtype], timing.PEER_BOUND[study.dtype]
+    off = 1 + float(np.sqrt(bounds[0] * bounds[1]) * 2)
 
-    def time_call(run, check):
-        checks.append(check)
-        return timing.Timing(1.0, 1.0, 1.0, 20, 1.2e-6)
+    def time_call(run, check, seconds=None):
+        return timing.Timing(1.0, 1.0, 1.0, 20, check(run()))
 
-    monkeypatch.setattr(speed, "time_call", time_call)
-    monkeypatch.setattr(speed.peers, "call", lambda *_: None)
-    monkeypatch.setattr(speed.peers, "peak_bytes", lambda run: 0)
-    rows = list(speed._peer(peers.UNFUSED, problem, arrays, gate, "some-gpu"))
-    assert checks == [gate.peer]
-    assert {r.metric: r.value for r in rows}["error"] == 1.2e-6
+    def slightly_off(series, problem, pass_, *_, **__):
+        result = right[pass_ if isinstance(pass_, str) else "fwd"]
+        return lambda out=None: (
+            result * off if isinstance(result, np.ndarray) else [x * off for x in result]
+        )
+
+    monkeypatch.setattr(speeds, "time_call", time_call)
+    for module in (speeds, speeds.peers):
+        monkeypatch.setattr(module, "call", slightly_off)
+        monkeypatch.setattr(module, "gradients", slightly_off)
+    monkeypatch.setattr(speeds.peers, "peak_bytes", lambda run: 0)
+    planned = SimpleNamespace(tiles=SimpleNamespace(Br=16, Bc=16))
+    monkeypatch.setattr(speeds, "plan", lambda *_, **__: planned)
+    for pass_ in study.passes:
+        for series in study.series:
+            rows = list(speeds._rows(study, series, pass_, problem, arrays, checks, "some-gpu", {}))
+            if series in study.theirs:
+                error = {r.metric: r.value for r in rows}["error"]
+                assert bounds[0] < error < bounds[1] and error == pytest.approx(off - 1)
+            else:
+                assert [r.failed for r in rows] == [True] and "against float64" in rows[0].note
 
 
 # --- query splits ----------------------------------------------------------------------------
@@ -905,32 +979,31 @@ def test_the_gradients_gate(causal):
         timing.GradientGate(Problem(1, 2, 1, 8, 8, 4), *[np.ones((1, 2, 8, 4))] * 4)
 
 
-def on_the_emulator(monkeypatch):
-    """speed_backward's rows of N=8 and 24, gradients of which are checked to N=16; what is timed.
+def on_the_emulator(monkeypatch, study=None):
+    """A study's rows of N=8 and 24, gradients of which are checked to N=16; what is timed.
 
     Kernels run on the emulator; their times are made up.
     """
     timed = []
+    study = study or replace(speed_backward.STUDY, fa1_longest=16)
 
     def time_ms(run, *, repeats, **_):
         run()
         timed.append(repeats)
         return [2.0] * repeats
 
-    for module in (timing.device, speed_backward.device):
-        monkeypatch.setattr(module, "synchronize", lambda: None)
-        monkeypatch.setattr(module, "release_memory", lambda: None)
-        monkeypatch.setattr(module, "to_gpu", lambda array: array)
-    monkeypatch.setattr(timing.device, "time_ms", time_ms)
-    monkeypatch.setattr(speed_backward, "CHECKED_SEQLEN", 16)
-    monkeypatch.setattr(speed_backward, "FA1_LONGEST", 16)
-    monkeypatch.setattr(speed_backward.peers, "available", lambda: False)
-    monkeypatch.setattr(speed_backward, "fa2_setting", lambda *a: one_head(*a))
+    monkeypatch.setattr(fa_numba.device, "synchronize", lambda: None)
+    monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
+    monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
+    monkeypatch.setattr(fa_numba.device, "time_ms", time_ms)
+    monkeypatch.setattr(speeds, "CHECKED_SEQLEN", 16)
+    monkeypatch.setattr(speeds.peers, "available", lambda: False)
+    monkeypatch.setattr(speeds, "fa2_setting", one_head)
     said = []
     options = Options(seqlens=(8, 24), head_dims=(8,), causal=(True,))
     with fa_numba.device.using("emulator"):
-        bench = Bench(machine="some-gpu", describe={}, say=said.append)
-        rows = list(speed_backward.measure(options, bench))
+        bench = Bench(machine="some-gpu", describe={"multiprocessors": 4}, say=said.append)
+        rows = list(speeds.measure(study, options, bench))
     assert len({row.key for row in rows}) == len(rows)
     return rows, timed, " ".join(said)
 
@@ -975,6 +1048,71 @@ def test_wrong_gradients_are_not_timed_at_any_length(monkeypatch):
     assert len(timed) == len({(r.series, r.pass_, r.seqlen_q) for r in rows if not r.failed})
 
 
+def test_half_precision_rows(monkeypatch):
+    rows, timed, said = on_the_emulator(monkeypatch, speed_fp16.STUDY)
+    assert "FA-1" not in said and {r.dtype for r in rows} == {"float16"}
+    measured = {(r.series, r.pass_, r.seqlen_q) for r in rows if r.metric == "time"}
+    for series in ("fa1-mma", MMA_SPLITS, "fa2-mma"):
+        assert {(series, "fwd", 8), (series, "fwd", 24)} <= measured
+    # What has no kernel yet is a row that says so.
+    failed = {(r.series, r.pass_, r.seqlen_q): r.note for r in rows if r.failed}
+    assert measured.isdisjoint(failed)
+    assert all("on tensor cores there is" in note for note in failed.values())
+    wanted = {
+        (series, pass_, N)
+        for series in speed_fp16.STUDY.ours
+        for pass_ in speed_fp16.STUDY.passes_of(series)
+        for N in (8, 24)
+    }
+    assert measured | set(failed) == wanted
+    assert {(MMA_SPLITS, pass_) for pass_ in ("bwd", "fwd+bwd")}.isdisjoint(
+        (series, pass_) for series, pass_, _ in wanted
+    )
+    # Their error is that of 16 bits, and is recorded forward at every length.
+    errors = {
+        (r.series, r.seqlen_q): r.value for r in rows if r.metric == "error" and r.pass_ == "fwd"
+    }
+    assert {N for _, N in errors} == {8, 24}
+    assert all(2.0**-14 < error < 2.0**-9 for error in errors.values())
+
+
+def test_published_curves_are_those_of_the_papers_figures():
+    figures = speed_fp16.STUDY.figures
+    forward = speeds.published_speeds(figures, "fwd", 64, False)
+    assert {gpu for _, gpu in forward} == {"A100"}
+    both = speeds.published_speeds(figures, "fwd+bwd", 128, True)
+    assert {gpu for method, gpu in both if method == "FlashAttention-2"} == {"A100", "H100"}
+    (line,) = published.lookup(
+        paper="fa2",
+        item="Fig. 7",
+        method="FlashAttention-2",
+        seqlen="512",
+        causal="true",
+        head_dim="128",
+    )
+    assert both["FlashAttention-2", "H100"][512] == float(line["value"])
+    assert speeds.published_speeds((), "fwd", 64, False) == {}
+
+
+def test_the_half_precision_figure_has_the_published_curves():
+    rows = synthetic("speed_fp16")
+    figure = speed_fp16.draw(rows)
+    assert titles(figure) == [f"{p}, d=64, not causal" for p in speeds.PASSES.values()]
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels[: len(speed_fp16.STUDY.series)] == [
+        algorithms.LABELS[series] for series in speed_fp16.STUDY.series
+    ]
+    assert labels[len(speed_fp16.STUDY.series) :] == [
+        *("FA-1, published, A100", "FA-2, published, A100"),
+        *("FA-1, published, H100", "FA-2, published, H100"),
+    ]
+    lines = [line for line in figure.axes[2].lines if line.get_label() == "FA-2, published, H100"]
+    assert list(lines[0].get_xdata()) == [512, 16384]
+    assert "published" not in str(
+        [t.get_text() for t in speed.draw(synthetic("speed")).legends[0].get_texts()]
+    )
+
+
 def test_long_calls_are_repeated_less(monkeypatch):
     now = iter([0.0, 0.05, 0.0, 10.0, 0.0, 1e-3])
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
@@ -987,7 +1125,9 @@ def test_long_calls_are_repeated_less(monkeypatch):
 def test_the_backward_figure_says_where_fa1_ends():
     rows = synthetic("speed_backward")
     figure = speed_backward.draw(rows)
-    assert titles(figure) == [f"{p}, d=64, not causal" for p in speed_backward.PASSES.values()]
+    assert titles(figure) == [
+        f"{speeds.PASSES[p]}, d=64, not causal" for p in speed_backward.STUDY.passes
+    ]
     assert "to N=8k only" in figure.legends[0].get_title().get_text()
     short = speed_backward.draw([row for row in rows if row.seqlen_q == 512])
     assert "only" not in short.legends[0].get_title().get_text()
@@ -1037,15 +1177,11 @@ def test_every_experiment_measures_on_a_gpu(name, tmp_path):
     ]
     if name != "io_vs_seqlen" or counters.available():
         assert any(not row.failed for row in rows)
-    if name == "speed":
-        series = {row.series for row in rows if not row.failed}
-        assert series >= set(speed.OURS)
-        if peers.available():
-            assert series >= set(peers.FLOAT32)
-    if name == "speed_backward":
+    if name.startswith("speed"):
+        study = runner.load(name).STUDY
         done_ = {(row.series, row.pass_) for row in rows if not row.failed}
-        shown = speed_backward.ALL if peers.available() else speed_backward.OURS
-        assert done_ == {(s, p) for s in shown for p in speed_backward.passes_of(s)}
+        shown = study.series if peers.available() else study.ours
+        assert done_ == {(s, p) for s in shown for p in study.passes_of(s)}
     if name in ("block_sparse", "char_model"):
         assert not [row.note for row in rows if row.failed]
     if name == "loop_cost":

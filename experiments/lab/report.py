@@ -24,7 +24,6 @@ PAGE = REPOSITORY / "paper_repro.md"
 # The GPU of the page's numbers: whatever else is recorded, the page stays as it is.
 MACHINE = "nvidia-h200"
 NO_RECORDING = "no recording yet"
-RATIO = "FA-2 / torch efficient"
 _BLOCK = re.compile(
     r"(?P<start><!-- table: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(?P<end><!-- end: (?P=name) -->)",
     re.DOTALL,
@@ -54,38 +53,42 @@ def _value(row: Row | None, shown: Callable[[float], str]) -> str:
 
 def speed(store: Store) -> str:
     """TFLOP/s of every series, and FA-2 over torch's memory-efficient kernel."""
-    rows, source = _gpu_rows(store, "speed")
-    found = {(r.head_dim, r.causal, r.seqlen_q, r.series): r for r in rows if r.metric == "speed"}
-    if not found:
-        return NO_RECORDING + "\n"
-    shown = (
-        "fa1-simt",
-        "fa1-simt-splits",
-        "fa2-simt",
-        "standard-simt",
-        "torch-efficient",
-        "torch-unfused",
-    )
-    lines = []
-    for d, causal, N in sorted({key[:3] for key in found}):
-        cells = {series: found.get((d, causal, N, series)) for series in shown}
-        lines.append([str(d), "yes" if causal else "no", str(N), *_speeds(cells)])
-    header = ["d", "causal", "N", *(LABELS[s] for s in shown), RATIO]
-    return f"TFLOP/s, forward, fp32. {source}\n\n" + _markdown(header, lines)
+    from experiments.speed import STUDY
 
-
-def _speeds(cells: dict[str, Row | None]) -> list[str]:
-    """TFLOP/s of the series, and what RATIO names."""
-    ours, peer = cells["fa2-simt"], cells["torch-efficient"]
-    ratio = f"{ours.value / peer.value:.2f}" if ours and peer and ours.value and peer.value else "-"
-    return [*(_value(cell, lambda v: f"{v:.1f}") for cell in cells.values()), ratio]
+    shown = ("fa1-simt", "fa1-simt-splits", "fa2-simt", "standard-simt", *STUDY.theirs)
+    return _speeds(store, STUDY, shown, LABELS, "TFLOP/s, forward, fp32.")
 
 
 def speed_backward(store: Store) -> str:
     """TFLOP/s of the backward pass, alone and with the forward one, as `speed` gives them."""
-    from experiments import speed_backward as experiment
+    from experiments.speed_backward import STUDY
 
-    rows, source = _gpu_rows(store, experiment.NAME)
+    return _speeds(store, STUDY, STUDY.series, BACKWARD_LABELS, "TFLOP/s, fp32.")
+
+
+def speed_fp16(store: Store) -> str:
+    """fp16 TFLOP/s of every pass and series, and FA-2 over torch's."""
+    from experiments.speed_fp16 import STUDY
+
+    return _speeds(store, STUDY, STUDY.series, LABELS, "TFLOP/s, fp16.")
+
+
+def speed_bf16(store: Store) -> str:
+    """bf16 TFLOP/s of FA-2 and torch's."""
+    from experiments.speed_bf16 import STUDY
+
+    return _speeds(store, STUDY, STUDY.series, LABELS, "TFLOP/s, forward + backward, bf16.")
+
+
+def _speeds(
+    store: Store,
+    study: Any,
+    shown: Sequence[str],
+    labels: Mapping[str, str],
+    text: str,
+) -> str:
+    """TFLOP/s of the series, and our FA-2 over torch's first kernel."""
+    rows, source = _gpu_rows(store, study.name)
     found = {
         (r.pass_, r.head_dim, r.causal, r.seqlen_q, r.series): r
         for r in rows
@@ -93,13 +96,20 @@ def speed_backward(store: Store) -> str:
     }
     if not found:
         return NO_RECORDING + "\n"
+    ours, peer = next(s for s in shown if s in ("fa2-simt", "fa2-mma")), study.theirs[0]
+    several = len(study.passes) > 1
     lines = []
     for pass_, d, causal, N in sorted({key[:4] for key in found}):
-        cells = {series: found.get((pass_, d, causal, N, series)) for series in experiment.ALL}
-        lines.append([pass_, str(d), "yes" if causal else "no", str(N), *_speeds(cells)])
-    names = [BACKWARD_LABELS[s] for s in experiment.ALL]
-    header = ["pass", "d", "causal", "N", *names, RATIO]
-    return f"TFLOP/s, fp32. {source}\n\n" + _markdown(header, lines)
+        cells = {series: found.get((pass_, d, causal, N, series)) for series in shown}
+        numbers = [_value(cell, lambda v: f"{v:.1f}") for cell in cells.values()]
+        pair = [cell.value if cell else None for cell in (cells[ours], cells[peer])]
+        ratio = f"{pair[0] / pair[1]:.2f}" if pair[0] and pair[1] else "-"
+        place = [str(d), "yes" if causal else "no", str(N)]
+        lines.append([*([pass_] if several else []), *place, *numbers, ratio])
+    header = ["d", "causal", "N", *(labels[s] for s in shown), f"FA-2 / {labels[peer]}"]
+    if several:
+        header.insert(0, "pass")
+    return f"{text} {source}\n\n" + _markdown(header, lines)
 
 
 def memory(store: Store) -> str:
@@ -341,6 +351,8 @@ def _cell(points: Mapping[Any, float], key: Any, form: str) -> str:
 TABLES: dict[str, Callable[[Store], str]] = {
     "speed": speed,
     "speed_backward": speed_backward,
+    "speed_fp16": speed_fp16,
+    "speed_bf16": speed_bf16,
     "memory": memory,
     "block_size": block_size,
     "block_sparse": block_sparse,

@@ -22,6 +22,8 @@ COLOURS = {
     "fa2-simt-fa1-tiles": "#66C5AB",
     "fa2-simt-deterministic": "#66C5AB",
     "torch-efficient": "#000000",
+    "torch-fa2": "#000000",
+    "torch-cudnn": "#E69F00",
     "torch-unfused": "#8C8C8C",
     "published": "#CC79A7",
 }
@@ -32,8 +34,13 @@ MARKERS = {
     "fa2-simt": "^",
     "fa2-simt-deterministic": ">",
     "torch-efficient": "v",
+    "torch-fa2": "v",
+    "torch-cudnn": "X",
     "torch-unfused": "P",
 }
+# The same algorithm on tensor cores looks the same.
+for _looks in (COLOURS, MARKERS):
+    _looks |= {name.replace("-simt", "-mma"): look for name, look in _looks.items()}
 WIDTH = 10.0  # inches; a README shows it about 800 pixels wide
 RC: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
