@@ -22,6 +22,7 @@ from experiments import (
     block_size,
     io_vs_seqlen,
     loop_cost,
+    loop_order,
     speed,
     speed_backward,
     speed_bf16,
@@ -35,7 +36,9 @@ from experiments.lab import (
     published,
     report,
     runner,
+    settings,
     speeds,
+    steps,
     style,
     timing,
 )
@@ -48,6 +51,7 @@ from fa_numba.problem import Problem
 
 NAMES = [
     *("block_size", "block_sparse", "char_model", "io_vs_seqlen", "loop_cost"),
+    *("loop_order",),
     *("speed", "speed_backward", "speed_bf16", "speed_fp16"),
 ]
 STUDIES = [module.STUDY for module in (speed, speed_backward, speed_bf16, speed_fp16)]
@@ -114,6 +118,21 @@ def synthetic(name, machine="some-gpu"):
             for source, metric, unit, value in numbers:
                 fields = {"source": source, "metric": metric, "unit": unit, "value": value}
                 rows.append(gpu_row(name, fa2_setting(4096, 64), **fields, **common))
+    elif name == "loop_order":
+        for dtype in loop_order.UNITS.values():
+            problems = [fa2_setting(N, 64, False, dtype) for N in (1024, 4096)]
+            for problem in (*problems, loop_order.many_heads(4, 64, dtype)):
+                for series, time in zip(loop_order.series_of(dtype), (6.0, 3.0, 2.0), strict=True):
+                    numbers = [
+                        ("measured", "time", "ms", time),
+                        ("model", "traffic", "bytes", time),
+                    ]
+                    if problem.batch > 1:
+                        numbers += [(kind, "traffic", "bytes", 2 * time) for kind in ("l2", "dram")]
+                        numbers += [("measured", m, "1", 0.1 * time) for m in loop_order.PROFILED]
+                    for source, metric, unit, value in numbers:
+                        fields = {"source": source, "metric": metric, "unit": unit, "value": value}
+                        rows.append(gpu_row(name, problem, series=series, **fields))
     else:
         study = runner.load(name).STUDY
         for N in (512, 16384):
@@ -732,7 +751,7 @@ def test_the_work_of_the_blocks_is_the_models(causal, lengths, splits):
 
 
 def test_factors_multiply_to_the_whole():
-    found = loop_cost.factors(loop_cost.values(synthetic("loop_cost")))
+    found = loop_cost.factors(steps.values(synthetic("loop_cost")))
     assert (found["grid"], found["order"], found["tiles"]) == (2, 1.25, pytest.approx(4 / 3))
     assert found["total"] == pytest.approx(found["grid"] * found["order"] * found["tiles"])
     assert (found["instructions"], found["waiting"]) == (pytest.approx(1.1), pytest.approx(1.2))
@@ -742,7 +761,7 @@ def test_factors_multiply_to_the_whole():
 
 def test_factors_without_counters_are_those_of_the_times():
     rows = [row for row in synthetic("loop_cost") if row.metric != "issue"]
-    found = loop_cost.factors(loop_cost.values(rows))
+    found = loop_cost.factors(steps.values(rows))
     assert (found["waiting"], found["rest"]) == (None, None)
     assert (found["order"], found["instructions"]) == (1.25, pytest.approx(1.1))
 
@@ -754,14 +773,15 @@ def measured_steps(monkeypatch, counted, head_dim):
     def attention(q, k, v, **options):
         calls.append({"d": q.shape[-1], **options})
 
-    def time_call(run, check):
+    def time_call(run, check, seconds):
+        assert seconds is None
         run()
         return timing.Timing(float(len(calls)), 1.0, 2.0, 20, 1e-7)
 
     monkeypatch.setattr(fa_numba, "attention", attention)
-    monkeypatch.setattr(loop_cost, "time_call", time_call)
-    monkeypatch.setattr(loop_cost.device, "to_gpu", lambda array: array)
-    monkeypatch.setattr(loop_cost.device, "release_memory", lambda: None)
+    monkeypatch.setattr(steps, "time_call", time_call)
+    monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
+    monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
     monkeypatch.setattr(loop_cost, "fa2_setting", lambda N, d, mask: Problem(1, 2, 2, N, N, d))
     cases = []
 
@@ -796,7 +816,7 @@ def test_each_step_runs_as_it_says(monkeypatch):
         FA1_TILES: (128, 128),
         "fa2-simt": (128, 64),
     }
-    found = loop_cost.values(rows)
+    found = steps.values(rows)
     for at, series in enumerate(("fa1-simt", SPLITS, "fa2-simt", FA1_TILES), 1):
         assert found[series, "measured", "time"] == at
         assert found[series, "measured", "stall_global"] == at
@@ -837,6 +857,111 @@ def test_the_table_of_steps(tmp_path):
         )
     ]
     assert cells[1][-3:] == ["40.0", "2.00", "2.00"]
+
+
+# --- both orders at equal tiles and work ------------------------------------------------------
+
+
+def measured_orders(monkeypatch, **options):
+    """loop_order's rows with stand-ins for the GPU, the calls of both, and the counted cases."""
+    calls, cases = [], []
+
+    def attention(q, k, v, **options):
+        calls.append({"dtype": q.dtype.name, "shape": q.shape, **options})
+
+    def time_call(run, check, seconds):
+        assert seconds == timing.SECONDS
+        run()
+        return timing.Timing(float(len(calls)), 1.0, 2.0, 20, 1e-7)
+
+    def count_or_say(wanted, metrics, say):
+        cases.extend(wanted)
+        return [dict.fromkeys(metrics, 1.0 * i) for i in range(1, 1 + len(wanted))]
+
+    monkeypatch.setattr(fa_numba, "attention", attention)
+    monkeypatch.setattr(steps, "time_call", time_call)
+    monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
+    monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
+    monkeypatch.setattr(counters, "count_or_say", count_or_say)
+    for name, value in (("TOKENS", 2048), ("HIDDEN", 128)):
+        monkeypatch.setattr(settings, name, value)
+    bench = Bench(machine="some-gpu", describe={"multiprocessors": 4}, say=lambda line: None)
+    rows = list(loop_order.measure(Options(**options), bench))
+    assert len({row.key for row in rows}) == len(rows)
+    return rows, calls, cases
+
+
+def test_the_orders_run_at_equal_tiles_and_work(monkeypatch):
+    rows, calls, cases = measured_orders(
+        monkeypatch, seqlens=(512, 2048), head_dims=(64,), causal=(False,)
+    )
+    tiles = {}
+    for row in rows:
+        tiles.setdefault((row.dtype, row.seqlen_q), set()).add((row.Br, row.Bc))
+    assert {len(found) for found in tiles.values()} == {1}
+    assert {key[0] for key in tiles} == {"float32", "float16"}
+    for call in calls:
+        assert call["unit"] == ("mma" if call["dtype"] == "float16" else "simt")
+    by_order = {
+        order: [c for c in calls if c["algorithm"] == order and c["dtype"] == "float16"]
+        for order in ("fa1", "fa2")
+    }
+    # FA-2 is told FA-1's tiles and threads; of FA-1 a call with the paper's grid and one split.
+    planned = fa_numba.plan((4, 2, 512, 64), (4, 2, 512, 64), algorithm="fa1", dtype="float16")
+    assert [c["tiles"] for c in by_order["fa2"]] == [planned.tiles] * 2
+    assert planned.tiles.threads is not None
+    splits = [c.get("query_splits", 1) for c in by_order["fa1"]]
+    assert splits[0] == 1 and max(splits) > 1
+    # The counted calls are those timed.
+    assert len(cases) == len(calls)
+    assert {(c.algorithm, c.dtype, c.seqlen, c.query_splits) for c in cases} == {
+        (c["algorithm"], c["dtype"], c["shape"][2], c.get("query_splits", 1)) for c in calls
+    }
+    assert all(
+        case.threads == planned.tiles.threads
+        for case in cases
+        if (case.algorithm, case.dtype) == ("fa2", "float16")
+    )
+
+
+def test_the_orders_are_compared_over_heads_too(monkeypatch):
+    monkeypatch.setattr(loop_order, "HEADS_SEQLEN", 256)
+    monkeypatch.setattr(loop_order, "QUICK_SEQLEN", 256)
+    rows, _, cases = measured_orders(monkeypatch, quick=True)
+    assert {r.heads_q for r in rows if r.seqlen_q == 256} == set(loop_order.HEADS[:2])
+    # Counters are read in FA-2's setting alone; there is a model for all.
+    assert {case.seqlen for case in cases} == {512, 1024}
+    model = {(r.seqlen_q, r.series) for r in rows if r.source == "model"}
+    assert {N for N, _ in model} == {256, 512, 1024} and len(model) == 18
+    figure = loop_order.draw(rows)
+    assert titles(figure) == [
+        *("fp32, CUDA cores, d=64", "fp16, tensor cores, d=64"),
+        *("fp32, CUDA cores, d=64, N=256", "fp16, tensor cores, d=64, N=256"),
+    ]
+
+
+def test_ratios_of_the_orders():
+    rows = synthetic("loop_order")
+    for problem, mine in steps.problems_of(rows).items():
+        wanted = {"grid": 3, "splits": 1.5, "model": 1.5}
+        if problem.batch > 1:
+            wanted |= {"l2": 1.5, "dram": 1.5}
+        assert loop_order.ratios(mine) == wanted
+    failed = [replace(r, value=None) if r.metric == "time" else r for r in rows[:8]]
+    assert "grid" not in loop_order.ratios(failed) and loop_order.ratios([]) == {}
+
+
+def test_the_table_of_orders(tmp_path):
+    store_synthetic("loop_order", tmp_path, report.MACHINE)
+    lines = [line for line in report.loop_order(Store(tmp_path)).splitlines() if "| 64 |" in line]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert len(cells) == 6
+    times, ratios = ["6", "3", "2"], ["3.00", "1.50", "1.50"]
+    assert ["fp16", "64", "no", "4096", "4", *times, *ratios, *["-"] * 5] in cells
+    assert [
+        *("fp32", "64", "no", "1024", "512"),
+        *(*times, *ratios, "1.50", "1.50", "0.60", "0.30", "0.20"),
+    ] in cells
 
 
 # --- what was asked for is drawn -------------------------------------------------------------
@@ -1182,13 +1307,15 @@ def test_every_experiment_measures_on_a_gpu(name, tmp_path):
         done_ = {(row.series, row.pass_) for row in rows if not row.failed}
         shown = study.series if peers.available() else study.ours
         assert done_ == {(s, p) for s in shown for p in study.passes_of(s)}
+    if name == "loop_order":
+        assert not [row.note for row in rows if row.failed and row.metric == "time"]
     if name in ("block_sparse", "char_model"):
         assert not [row.note for row in rows if row.failed]
     if name == "loop_cost":
         timed = {row.series for row in rows if row.metric == "time" and not row.failed}
         assert timed == set(loop_cost.STEPS)
         if counters.available():
-            found = loop_cost.factors(loop_cost.values(rows))
+            found = loop_cost.factors(steps.values(rows))
             assert all(found.values())
             assert all(0 < r.value <= 1 for r in rows if r.metric.startswith("issue"))
             # FA-1 passes O through memory, FA-2 does not.

@@ -61,6 +61,7 @@ class Case:
     Bc: int | None = None
     query_splits: int = 1
     dtype: str = "float32"
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         if (self.Br is None) != (self.Bc is None):
@@ -82,6 +83,7 @@ class Case:
             Bc=None if tiles is None else tiles.Bc,
             query_splits=query_splits,
             dtype=problem.dtype,
+            threads=None if tiles is None else tiles.threads,
         )
 
 

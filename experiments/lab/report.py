@@ -15,6 +15,7 @@ from typing import Any
 from fa_numba import io_model
 from fa_numba.problem import Problem
 
+from . import speeds, steps
 from .algorithms import BACKWARD_LABELS, LABELS
 from .options import FIGURES, REPOSITORY
 from .provenance import when_and_where
@@ -233,9 +234,9 @@ def loop_cost(store: Store) -> str:
         "tiles": "tiles",
     }
     gain_lines, step_lines = [], []
-    for problem, mine in experiment.problems_of(rows).items():
+    for problem, mine in steps.problems_of(rows).items():
         sizes = [str(problem.head_dim), "yes" if problem.causal else "no", str(problem.seqlen_q)]
-        factors = experiment.factors(experiment.values(mine))
+        factors = experiment.factors(steps.values(mine))
         gain_lines.append(
             [*sizes, *("-" if factors[n] is None else f"{factors[n]:.2f}" for n in gains)]
         )
@@ -257,6 +258,49 @@ def loop_cost(store: Store) -> str:
         f"order = instructions x waiting x rest. Forward, fp32, 16k tokens, hidden dimension "
         f"2048. {source}\n\n{_markdown([*sizes, *gains.values()], gain_lines)}\n"
         f"What was measured of each step:\n\n{_markdown(step_header, step_lines)}"
+    )
+
+
+def loop_order(store: Store) -> str:
+    """Both orders' times and occupancy at the same tiles, and FA-1 over FA-2 of times and bytes."""
+    from experiments import loop_order as experiment
+
+    rows, source = _gpu_rows(store, experiment.NAME)
+    if not rows:
+        return NO_RECORDING + "\n"
+    ratio_names = {
+        "grid": "time, paper's grid",
+        "splits": "time, query splits",
+        "model": "bytes, model",
+        "l2": "L2 bytes",
+        "dram": "DRAM bytes",
+    }
+    lines = []
+    for problem, mine in steps.problems_of(rows).items():
+        found = {(r.series, r.source, r.metric): r for r in mine}
+        names = experiment.series_of(problem.dtype)
+        times = [found.get((name, "measured", "time")) for name in names]
+        warps = [found.get((name, "measured", "occupancy_elapsed")) for name in names]
+        ratios = experiment.ratios(mine)
+        lines.append(
+            [
+                speeds.DTYPES[problem.dtype],
+                str(problem.head_dim),
+                "yes" if problem.causal else "no",
+                str(problem.seqlen_q),
+                str(problem.batch * problem.heads_q),
+                *(_value(row, lambda v: f"{v:.3g}") for row in times),
+                *(_cell(ratios, name, ".2f") for name in ratio_names),
+                *(_value(row, lambda v: f"{v:.2f}") for row in warps),
+            ]
+        )
+    calls = ("FA-1", "FA-1, query splits", "FA-2")
+    header = ["dtype", "d", "causal", "N", "batch x heads", *(f"{name}, ms" for name in calls)]
+    header += [f"FA-1 / FA-2: {name}" for name in ratio_names.values()]
+    header += [f"{name}, occupancy" for name in calls]
+    return (
+        "Forward, FA-2 at FA-1's tiles; bytes are those with query splits over FA-2's; occupancy "
+        f"is over the whole call and all multiprocessors. {source}\n\n" + _markdown(header, lines)
     )
 
 
@@ -359,6 +403,7 @@ TABLES: dict[str, Callable[[Store], str]] = {
     "char_model": char_model,
     "io_vs_seqlen": io_vs_seqlen,
     "loop_cost": loop_cost,
+    "loop_order": loop_order,
 }
 
 

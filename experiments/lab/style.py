@@ -98,6 +98,12 @@ def short(value: float) -> str:
     return f"{value / 1024:g}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
 
 
+def plain_ticks(axis: Any) -> None:
+    """Ticks of a log axis as plain numbers: 0.5, 1, 2."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
 def byte_axis(axis: Any) -> None:
     """Ticks of a log axis of bytes in MB, GB, TB (powers of ten)."""
 
