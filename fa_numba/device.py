@@ -119,6 +119,17 @@ def _shared_bytes_limit(ordinal: int) -> int:
         return int(cuda.get_current_device().MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
 
 
+def compute_capability() -> tuple[int, int]:
+    """That of the current GPU, and without one of those whose shared memory is emulated."""
+    return _compute_capability(cuda.get_current_device().id) if on_gpu() else (9, 0)
+
+
+@functools.cache
+def _compute_capability(ordinal: int) -> tuple[int, int]:
+    major, minor = cuda.gpus[ordinal].compute_capability
+    return int(major), int(minor)
+
+
 # --- kernels ---------------------------------------------------------------------------------
 
 
