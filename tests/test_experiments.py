@@ -20,6 +20,7 @@ import fa_numba
 from experiments import __main__ as command
 from experiments import (
     block_size,
+    host_cost,
     io_vs_seqlen,
     loop_cost,
     loop_order,
@@ -50,8 +51,8 @@ from fa_numba import io_model, reference
 from fa_numba.problem import Problem
 
 NAMES = [
-    *("block_size", "block_sparse", "char_model", "io_vs_seqlen", "loop_cost"),
-    *("loop_order",),
+    *("block_size", "block_sparse", "char_model", "host_cost", "io_vs_seqlen"),
+    *("loop_cost", "loop_order"),
     *("speed", "speed_backward", "speed_bf16", "speed_fp16"),
 ]
 STUDIES = [module.STUDY for module in (speed, speed_backward, speed_bf16, speed_fp16)]
@@ -118,6 +119,13 @@ def synthetic(name, machine="some-gpu"):
             for source, metric, unit, value in numbers:
                 fields = {"source": source, "metric": metric, "unit": unit, "value": value}
                 rows.append(gpu_row(name, fa2_setting(4096, 64), **fields, **common))
+    elif name == "host_cost":
+        for dtype, shown in host_cost.SERIES.items():
+            for pass_ in ("fwd", "bwd"):
+                for i, series in enumerate(shown):
+                    fields = {"series": series, "pass_": pass_, "metric": "time", "unit": "ms"}
+                    fields |= {"Br": None, "Bc": None, "value": 0.01 * (i + 1), "p20": 0.009}
+                    rows.append(gpu_row(name, one_head(128, 64, dtype=dtype), p80=0.05, **fields))
     elif name == "loop_order":
         for dtype in loop_order.UNITS.values():
             problems = [fa2_setting(N, 64, False, dtype) for N in (1024, 4096)]
@@ -1256,6 +1264,60 @@ def test_the_backward_figure_says_where_fa1_ends():
     assert "to N=8k only" in figure.legends[0].get_title().get_text()
     short = speed_backward.draw([row for row in rows if row.seqlen_q == 512])
     assert "only" not in short.legends[0].get_title().get_text()
+
+
+# --- the host's time -------------------------------------------------------------------------
+
+
+def host_rows(monkeypatch, clock=None):
+    """host_cost's rows of one small head on the emulator, and how often the GPU was waited for."""
+    waits = []
+    monkeypatch.setattr(fa_numba.device, "synchronize", lambda: waits.append(1))
+    monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
+    monkeypatch.setattr(host_cost.peers, "available", lambda: False)
+    for name, value in (("CALLS", 3), ("WARMUP", 1)):
+        monkeypatch.setattr(host_cost, name, value)
+    if clock:
+        monkeypatch.setattr(host_cost.time, "perf_counter_ns", clock)
+    options = Options(quick=True, seqlens=(16,), head_dims=(8,))
+    with fa_numba.device.using("emulator"):
+        bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
+        return list(host_cost.measure(options, bench)), waits
+
+
+def test_host_times(monkeypatch):
+    ticks = iter(range(0, 10**9, 2000))
+    rows, waits = host_rows(monkeypatch, lambda: next(ticks))
+    done = [row for row in rows if not row.failed]
+    assert {(r.series, r.pass_) for r in done} >= {
+        *(("fa1-simt", "fwd"), ("fa2-simt", "fwd"), ("fa1-mma", "fwd"), ("fa2-mma", "fwd")),
+        *(("fa1-simt", "bwd"), ("fa2-simt", "bwd")),
+    }
+    assert all("on tensor cores there is" in row.note for row in rows if row.failed)
+    # 2000 ns a call; two rounds of three calls, the GPU waited for around them and not within.
+    assert {(r.value, r.p20, r.p80, r.n) for r in done} == {(0.002, 0.002, 0.002, 6)}
+    assert len(waits) == 3 * len(done)
+
+
+def test_a_wrong_call_has_no_host_time(monkeypatch):
+    right = fa_numba.attention
+    monkeypatch.setattr(fa_numba, "attention", lambda q, *rest, **o: right(1.1 * q, *rest, **o))
+    rows, _ = host_rows(monkeypatch)
+    forward = [row for row in rows if row.pass_ == "fwd" and row.dtype == "float32"]
+    assert len(forward) == 2 and all("against float64" in row.note for row in forward)
+
+
+def test_the_table_and_figure_of_host_times(tmp_path):
+    store_synthetic("host_cost", tmp_path, report.MACHINE)
+    lines = report.host_cost(Store(tmp_path)).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[4:]]
+    assert cells[0] == ["FA-1 (K/V outer), fp32", "fwd", "128", "64", "no", "10.0", "9.0", "50.0"]
+    assert [line[0] for line in cells[6:8]] == [
+        "FA-1 (a block a head), fp32",
+        "FA-2 (grid over K/V), fp32",
+    ]
+    figure = host_cost.draw(synthetic("host_cost"))
+    assert titles(figure) == [f"{p}, one head, N=128, d=64" for p in ("forward", "backward")]
 
 
 # --- Makefile --------------------------------------------------------------------------------

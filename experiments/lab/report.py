@@ -304,6 +304,28 @@ def loop_order(store: Store) -> str:
     )
 
 
+def host_cost(store: Store) -> str:
+    """The host's microseconds of each call."""
+    from experiments import host_cost as experiment
+
+    rows, source = _gpu_rows(store, experiment.NAME)
+    lines = [
+        [
+            experiment.label(row),
+            row.pass_,
+            *(str(n) for n in (row.seqlen_q, row.head_dim)),
+            "yes" if row.causal else "no",
+            _value(row, lambda ms: f"{1e3 * ms:.1f}"),
+            *("-" if ms is None else f"{1e3 * ms:.1f}" for ms in (row.p20, row.p80)),
+        ]
+        for row in experiment.shown(rows)
+    ]
+    if not lines:
+        return NO_RECORDING + "\n"
+    header = ["call", "pass", "N", "d", "causal", "median, us", "p20", "p80"]
+    return f"One head, arrays on the GPU. {source}\n\n" + _markdown(header, lines)
+
+
 def block_sparse(store: Store) -> str:
     """Time, and time and accesses over those without a mask, over the share of blocks."""
     from experiments import block_sparse as experiment
@@ -401,6 +423,7 @@ TABLES: dict[str, Callable[[Store], str]] = {
     "block_size": block_size,
     "block_sparse": block_sparse,
     "char_model": char_model,
+    "host_cost": host_cost,
     "io_vs_seqlen": io_vs_seqlen,
     "loop_cost": loop_cost,
     "loop_order": loop_order,
