@@ -104,13 +104,15 @@ def gradients(series: str, problem: Problem, pass_: str, *arrays: Any, **given: 
     return run
 
 
-def query_splits(problem: Problem, multiprocessors: int, series: str = "fa1-simt") -> int:
+def query_splits(
+    problem: Problem, multiprocessors: int, series: str = "fa1-simt", passes: str = "fwd"
+) -> int:
     """The splits of FA-1's queries that end first on so many multiprocessors, by `makespan`.
 
     Tried are the powers of two below the number of row tiles, and that number; of equals the
     fewest splits win. The tiles are the plan's.
     """
-    tiles = plan(series, problem).tiles
+    tiles = plan(series, problem, passes=passes).tiles
     return _best_splits(problem, tiles.Br, tiles.Bc, multiprocessors)
 
 

@@ -41,8 +41,8 @@ from .timing import (
 
 PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-# What has these series in one pass alone; with the series whose run it may be.
-_ONLY_IN = {SPLITS: "fwd", MMA_SPLITS: "fwd", DETERMINISTIC: "bwd"}
+# Series that one pass alone has, and those whose run is another's where there is one split.
+_ONLY_IN = {SPLITS: "fwd", DETERMINISTIC: "bwd"}
 _UNSPLIT = {SPLITS: "fa1-simt", MMA_SPLITS: "fa1-mma"}
 # The published curves that are drawn, in the colour of our series, and a line a GPU.
 PUBLISHED_METHODS = {"FlashAttention-2": "FA-2", "FlashAttention": "FA-1"}
@@ -113,17 +113,23 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
                 own = {}
                 if series in _UNSPLIT:
                     unsplit = _UNSPLIT[series]
-                    splits = query_splits(problem, bench.describe["multiprocessors"], unsplit)
-                    if splits == 1:
+                    own = _splits(unsplit, pass_, problem, bench.describe["multiprocessors"])
+                    if own == {"query_splits": 1}:
                         # The same launch: measuring it twice would only show noise.
                         yield from _copies(series, unsplit, measured[unsplit])
                         continue
-                    own["query_splits"] = splits
                 rows = _rows(study, series, pass_, problem, arrays, checks, bench.machine, own)
                 measured[series] = list(rows)
                 yield from measured[series]
                 device.release_memory()
                 peers.release()
+
+
+def _splits(series: str, pass_: str, problem: Problem, multiprocessors: int) -> dict[str, int]:
+    """Query splits for the pass, for both the backward one's; none where there is no plan."""
+    passes = "fwd" if pass_ == "fwd" else "bwd"
+    splits, failure = attempt(lambda: query_splits(problem, multiprocessors, series, passes))
+    return {} if failure else {"query_splits": splits}
 
 
 def _copies(series: str, unsplit: str, rows: Sequence[Row]) -> Iterator[Row]:
@@ -154,7 +160,9 @@ class Checks:
         self._gates: dict[tuple[bool, Problem], Gate | GradientGate] = {}
         self._passed: set[tuple[str, str, Problem]] = set()
 
-    def __call__(self, series: str, pass_: str, problem: Problem) -> Callable[[Any], float]:
+    def __call__(
+        self, series: str, pass_: str, problem: Problem, **own: Any
+    ) -> Callable[[Any], float]:
         """A function of the result. Raises WrongResult when the shorter problem's are wrong."""
         if pass_ == "fwd" or problem.seqlen_q <= CHECKED_SEQLEN:
             return self._gate(series, pass_, problem)
@@ -162,7 +170,7 @@ class Checks:
         if (series, pass_, shorter) not in self._passed:
             gate = self._gate(series, pass_, shorter)
             arrays = peers.on_device(self.inputs(shorter), shorter.dtype)
-            gate(_call(self._study, series, pass_, shorter, arrays)())
+            gate(_call(self._study, series, pass_, shorter, arrays, **own)())
         return lambda result: float("nan")
 
     def _gate(self, series: str, pass_: str, problem: Problem) -> Callable[[Any], float]:
@@ -197,10 +205,10 @@ def _rows(
 
     def work() -> tuple:
         if series in study.ours:
-            more = own if pass_ == "fwd" else {"passes": "bwd", **backward_options(series)}
-            chosen = plan(series, problem, **more).tiles
+            more = {} if pass_ == "fwd" else {"passes": "bwd", **backward_options(series)}
+            chosen = plan(series, problem, **own, **more).tiles
             tiles.update(Br=chosen.Br, Bc=chosen.Bc)
-        check = checks(series, pass_, problem)
+        check = checks(series, pass_, problem, **own)
         run = _call(study, series, pass_, problem, arrays, **own)
         if pass_ != "fwd":
             return time_call(run, check, seconds=SECONDS), None
