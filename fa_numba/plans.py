@@ -32,6 +32,7 @@ from fa_numba.tiles import (
     specialise,
     specialise_mma,
 )
+from fa_numba.tuned import tuned_tiles
 
 PASSES = ("fwd", "bwd")
 UNITS = ("auto", "simt", "mma")
@@ -189,6 +190,9 @@ def _forward(problem, algorithm, tiles, aligned, return_lse, query_splits, limit
 @functools.lru_cache(maxsize=1024)
 def _mma_forward(problem, algorithm, tiles, aligned, return_lse, query_splits, limit) -> Run:
     d, Nq, Nk = problem.head_dim, problem.seqlen_q, problem.seqlen_k
+    if tiles is None:
+        fits = functools.partial(specialise_mma, head_dim=d, shared_limit=limit)
+        tiles = tuned_tiles(algorithm, "fwd", Nq, Nk, d, fits)
     if tiles is None:
         tiles = default_mma_tiles(algorithm, Nq, Nk, d, limit)
     facts: dict[str, Any] = {"features": Features.of(problem), "aligned": aligned}

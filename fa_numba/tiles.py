@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from fa_numba import device
 from fa_numba.options import PLAIN, Features
 
 MAX_ACCUMULATORS = 128
@@ -17,9 +12,6 @@ MAX_THREADS = 512
 # Of a multiprocessor, and what a thread needs beside its accumulators.
 REGISTERS = 65536
 OTHER_REGISTERS = 96
-# Measured block sizes of the tensor-core kernels, which `python -m experiments tune` writes.
-TUNED = Path(__file__).with_name("tuned.csv")
-TUNED_COLUMNS = ("compute_capability", "algorithm", "pass", "head_dim", "Br", "Bc", "threads")
 
 
 @dataclass(frozen=True)
@@ -339,51 +331,13 @@ def specialise_mma(tiles: Tiles, head_dim: int, shared_limit: int, **facts: Any)
     return found[0]
 
 
-@functools.cache
-def _tuned_table(path: Path) -> dict[tuple[str, ...], Tiles]:
-    with open(path, newline="") as file:
-        lines = list(csv.reader(file))
-    if tuple(lines[0]) != TUNED_COLUMNS:
-        raise ValueError(f"{path}: columns are {lines[0]}: expected {list(TUNED_COLUMNS)}")
-    return {tuple(line[:4]): Tiles(*map(int, line[4:])) for line in lines[1:]}
-
-
-def tuned_tiles(
-    algorithm: str,
-    passes: str,
-    seqlen_q: int,
-    seqlen_k: int,
-    head_dim: int,
-    specialised: Callable[[Tiles], Any],
-) -> Tiles | None:
-    """The block sizes that were fastest on GPUs like the current one, long sequences.
-
-    None where nothing was measured, a block is larger than the sequence, or ``specialised`` refuses
-    them with a ValueError. Head dimensions of as many fragments have one entry, the largest.
-    """
-    capability = ".".join(map(str, device.compute_capability()))
-    key = (capability, algorithm, passes, str(-(-head_dim // 16) * 16))
-    tiles = _tuned_table(TUNED).get(key)
-    if tiles is None or tiles.Br > seqlen_q or tiles.Bc > seqlen_k:
-        return None
-    try:
-        specialised(tiles)
-    except ValueError:
-        return None
-    return tiles
-
-
 def default_mma_tiles(
     algorithm: str, seqlen_q: int, seqlen_k: int, head_dim: int, shared_limit: int
 ) -> Tiles:
-    """Block sizes of the tensor-core kernels: the tuned ones, else 128 x 64, halved until they fit.
+    """Block sizes of the tensor-core kernels: 128 x 64, halved until memory and registers fit.
 
     FlashAttention-1 takes as many columns as registers hold: every pass over them moves O.
     """
-    fits = functools.partial(specialise_mma, head_dim=head_dim, shared_limit=shared_limit)
-    tuned = tuned_tiles(algorithm, "fwd", seqlen_q, seqlen_k, head_dim, fits)
-    if tuned is not None:
-        return tuned
     Bc = 64
     if algorithm == "fa1" and head_dim <= 192:
         Bc = 256 if head_dim <= 64 else 128 if head_dim <= 128 else 32

@@ -12,10 +12,17 @@ from experiments import __main__ as command
 from experiments.lab import runner, timing, tune
 from experiments.lab.options import Bench, Options
 from experiments.lab.store import Store
-from fa_numba import Tiles, tiles
-from fa_numba.tiles import default_mma_tiles, specialise_mma, tuned_tiles
+from fa_numba import Tiles, plans, tuned
+from fa_numba.tiles import specialise_mma
+from fa_numba.tuned import tuned_tiles
 
 LIMIT = 227 * 1024
+
+
+def clear():
+    """Forget what was read and planned."""
+    tuned._table.cache_clear()
+    plans._mma_forward.cache_clear()
 
 
 @pytest.fixture
@@ -24,19 +31,21 @@ def table(tmp_path, monkeypatch):
     path = tmp_path / "tuned.csv"
 
     def write(*lines):
-        path.write_text("\n".join([",".join(tiles.TUNED_COLUMNS), *lines]) + "\n")
-        tiles._tuned_table.cache_clear()
+        path.write_text("\n".join([",".join(tuned.COLUMNS), *lines]) + "\n")
+        clear()
 
     write.path = path
-    monkeypatch.setattr(tiles, "TUNED", path)
-    monkeypatch.setattr(tiles.device, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(tuned, "TABLE", path)
+    monkeypatch.setattr(tuned.device, "compute_capability", lambda: (9, 0))
     write()
     yield write
-    tiles._tuned_table.cache_clear()
+    clear()
 
 
-def chosen(d, Nq=4096, Nk=4096, algorithm="fa2", limit=LIMIT):
-    return default_mma_tiles(algorithm, Nq, Nk, d, limit)
+def chosen(d, Nq=4096, Nk=4096, algorithm="fa2"):
+    """What is planned; threads are those of the plan."""
+    shapes = (1, 1, Nq, d), (1, 1, Nk, d)
+    return fa_numba.plan(*shapes, algorithm=algorithm, dtype="float16").tiles
 
 
 # --- the table is read ------------------------------------------------------------------------
@@ -54,21 +63,27 @@ def test_plans_take_the_tuned_tiles(table):
     assert chosen(128) == rule[128, "fa2"]
 
 
-def test_plans_fall_back_to_the_rule(table):
-    rule = {N: chosen(64, N, N) for N in (16, 63, 64, 200)}
-    low = 2 * (64 + 2 * 256) * 72
-    small = chosen(64, limit=low - 1)
+def test_plans_fall_back_to_the_rule(table, monkeypatch):
+    memory = 2 * (64 + 2 * 256) * 72
+
+    def with_limit(bytes_a_block):
+        monkeypatch.setattr(plans.device, "shared_bytes_limit", lambda: bytes_a_block)
+        return chosen(64)
+
+    lengths = (16, 63, 64, 200)
+    rule = [chosen(64, N, N) for N in lengths]
+    small, whole = with_limit(memory - 1), with_limit(LIMIT)
     table("9.0,fa2,fwd,64,64,256,128")
     # Blocks larger than the sequences.
-    assert [chosen(64, N, N) for N in (16, 63, 64, 200)] == list(rule.values())
+    assert [chosen(64, N, N) for N in lengths] == rule
     assert chosen(64, 64, 256) == Tiles(64, 256, 128)
-    assert chosen(64, 63, 256) != Tiles(64, 256, 128) != chosen(64, 64, 255)
+    assert Tiles(64, 256, 128) not in (chosen(64, 63, 256), chosen(64, 64, 255))
     # Memory that does not hold them.
-    assert chosen(64, limit=low) == Tiles(64, 256, 128)
-    assert chosen(64, limit=low - 1) == small
+    assert with_limit(memory) == Tiles(64, 256, 128)
+    assert with_limit(memory - 1) == small
     # Registers that do not.
     table("9.0,fa2,fwd,64,64,256,64")
-    assert chosen(64) == chosen(64, limit=LIMIT) != Tiles(64, 256, 64)
+    assert with_limit(LIMIT) == whole
 
 
 def test_the_call_runs_with_them(table):
@@ -85,7 +100,7 @@ def test_a_table_of_other_columns_is_refused(table):
 
 
 def test_the_tables_own_lines_are_tiles_of_a_gpu():
-    with open(tune.TUNED, newline="") as file:
+    with open(tune.TABLE, newline="") as file:
         lines = list(csv.DictReader(file))
     assert len({tuple(line.values())[:4] for line in lines}) == len(lines)
     for line in lines:

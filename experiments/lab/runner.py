@@ -124,7 +124,7 @@ class Runner:
             text = f"Br={tiles.Br}, Bc={tiles.Bc}, {tiles.threads} threads: {speed:.0f} TFLOP/s"
             self.console.print(f"  {name} {pass_} d={d}: {text}")
         changed = tune.update(found, self.gpu["compute_capability"])
-        self.console.print(f"  {tune.TUNED.name}: {'changed' if changed else 'same as before'}")
+        self.console.print(f"  {tune.TABLE.name}: {'changed' if changed else 'same as before'}")
         return 1 if self.reports[tune.NAME].error else 0
 
     def draw(self, name: str) -> bool:

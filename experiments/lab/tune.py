@@ -25,7 +25,7 @@ import numpy as np
 import fa_numba
 from fa_numba import reference
 from fa_numba.problem import Problem
-from fa_numba.tiles import TUNED, TUNED_COLUMNS
+from fa_numba.tuned import COLUMNS, TABLE
 
 from . import peers
 from .algorithms import algorithm, plan, row_fields, unit
@@ -218,7 +218,7 @@ def best(rows: Iterable[Row]) -> dict[Key, tuple[fa_numba.Tiles, float]]:
 
 
 def update(
-    found: dict[Key, tuple[fa_numba.Tiles, float]], capability: str, path: Path = TUNED
+    found: dict[Key, tuple[fa_numba.Tiles, float]], capability: str, path: Path = TABLE
 ) -> bool:
     """Put what was found into the table; gives whether it changed. Other lines stay."""
     with open(path, newline="") as file:
@@ -228,6 +228,6 @@ def update(
         lines[tuple(line)] = [*line, str(tiles.Br), str(tiles.Bc), str(tiles.threads)]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(TUNED_COLUMNS)
+    writer.writerow(COLUMNS)
     writer.writerows(sorted(lines.values(), key=lambda line: (*line[:3], int(line[3]))))
     return write_if_changed(path, text.getvalue())
