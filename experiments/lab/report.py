@@ -15,7 +15,7 @@ from typing import Any
 from fa_numba import io_model
 from fa_numba.problem import Problem
 
-from . import speeds, steps
+from . import peers, published, speeds, steps, timing
 from .algorithms import BACKWARD_LABELS, LABELS
 from .options import FIGURES, REPOSITORY
 from .provenance import when_and_where
@@ -111,6 +111,121 @@ def _speeds(
     if several:
         header.insert(0, "pass")
     return f"{text} {source}\n\n" + _markdown(header, lines)
+
+
+def fa2_figures(store: Store) -> str:
+    """What the FA-2 paper's Figs. 4 to 7 say of the three algorithms, beside ours at each size."""
+    from experiments.speed_fp16 import STUDY
+
+    rows, source = _gpu_rows(store, STUDY.name)
+    speed = {
+        (r.pass_, r.head_dim, r.causal, r.seqlen_q, r.series): r.value
+        for r in rows
+        if r.metric == "speed" and r.value is not None
+    }
+    if not speed:
+        return NO_RECORDING + "\n"
+    lines = []
+    for item in STUDY.figures:
+        about = published.lookup(paper="fa2", item=item)[0]
+        gpu, pass_ = about["hardware"].split("-")[0], about["pass"]
+        for d, causal in sorted({key[1:3] for key in speed}):
+            theirs = speeds.published_speeds((item,), pass_, d, causal)
+            paper = [
+                theirs.get((name, gpu), {})
+                for name in ("FlashAttention-2", "FlashAttention", "PyTorch")
+            ]
+            here: list[dict[int, float]] = [{}, {}, {}]
+            for (*place, N, series), value in speed.items():
+                if place == [pass_, d, causal] and series in _KINDS:
+                    kind = here[_KINDS[series]]
+                    kind[N] = max(value, kind.get(N, 0.0))
+            both = sorted(set.intersection(*map(set, (*paper, *here))))
+            same = sum(_order(paper, N) == _order(here, N) for N in both)
+            lines.append(
+                [
+                    item,
+                    gpu,
+                    pass_,
+                    str(d),
+                    "yes" if causal else "no",
+                    *(_range(x[0], x[1]) for x in (paper, here)),
+                    *(_range(x[0], x[2]) for x in (paper, here)),
+                    _range(here[0], paper[0]),
+                    f"{same} of {len(both)}",
+                ]
+            )
+    header = [
+        *("figure", "GPU", "pass", "d", "causal"),
+        *("FA-2 / FA-1, published", "ours"),
+        *("FA-2 / standard, published", "ours"),
+        "our FA-2 / published FA-2",
+        "sizes with the published order",
+    ]
+    return (
+        "Ratios of TFLOP/s, the smallest and the largest over N; of our FA-1 the faster grid at "
+        f"each N. {source}\n\n" + _markdown(header, lines)
+    )
+
+
+# Series that stand for FA-2, FA-1 and standard attention in the paper's figures.
+_KINDS = {"fa2-mma": 0, "fa1-mma": 1, "fa1-mma-splits": 1, "standard-mma": 2}
+
+
+def _order(curves: Sequence[Mapping[int, float]], N: int) -> list[int]:
+    """The curves from the fastest at N to the slowest."""
+    return sorted(range(len(curves)), key=lambda n: -curves[n][N])
+
+
+def _range(over: Mapping[int, float], under: Mapping[int, float]) -> str:
+    """The smallest and the largest ratio at the sizes that both have."""
+    ratios = [over[N] / under[N] for N in over if N in under]
+    return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "-"
+
+
+def errors(store: Store) -> str:
+    """The largest error of each series in 16 bits, and how far it is beyond torch's FA-2."""
+    lines, sources = [], []
+    for study in _half_studies():
+        rows, source = _gpu_rows(store, study.name)
+        found = worst_errors(rows)
+        if found:
+            sources.append(source)
+        for (pass_, series), (largest, excess) in sorted(found.items()):
+            more = "-" if excess is None else f"{excess:.2f}"
+            name = LABELS[series]
+            lines.append([speeds.DTYPES[study.dtype], pass_, name, f"{largest:.2e}", more])
+    if not lines:
+        return NO_RECORDING + "\n"
+    header = ["dtype", "pass", "series", "largest error", "largest excess over torch FA-2"]
+    return (
+        "Relative to float64 of the same inputs, over all problems checked; the excess is in "
+        f"roundings of the result. {'; '.join(sources)}\n\n" + _markdown(header, lines)
+    )
+
+
+def _half_studies() -> list[Any]:
+    from experiments import speed_bf16, speed_fp16
+
+    return [speed_fp16.STUDY, speed_bf16.STUDY]
+
+
+def worst_errors(rows: Iterable[Row]) -> dict[tuple[str, str], tuple[float, float | None]]:
+    """(pass, series) -> the largest error, and the largest excess over torch's FA-2 at one problem
+    in roundings of the dtype; None where torch's was not measured."""
+    found: dict[tuple[str, str], dict[tuple, float]] = {}
+    roundings = {}
+    for row in rows:
+        if row.metric == "error" and row.value is not None:
+            place = (row.dtype, *_sizes(row), row.batch)
+            found.setdefault((row.pass_, row.series), {})[place] = row.value
+            roundings[place] = timing.ROUNDING[row.dtype]
+    worst: dict[tuple[str, str], tuple[float, float | None]] = {}
+    for (pass_, series), values in found.items():
+        theirs = found.get((pass_, peers.FLASH), {})
+        excess = [(values[at] - theirs[at]) / roundings[at] for at in values if at in theirs]
+        worst[pass_, series] = max(values.values()), max(excess) if excess else None
+    return worst
 
 
 def memory(store: Store) -> str:
@@ -419,6 +534,8 @@ TABLES: dict[str, Callable[[Store], str]] = {
     "speed_backward": speed_backward,
     "speed_fp16": speed_fp16,
     "speed_bf16": speed_bf16,
+    "fa2_figures": fa2_figures,
+    "errors": errors,
     "memory": memory,
     "block_size": block_size,
     "block_sparse": block_sparse,
