@@ -1,4 +1,4 @@
-"""python -m experiments list | run NAME ... | draw NAME ... | all | report"""
+"""python -m experiments list | run NAME ... | draw NAME ... | all | report | tune"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from .lab import report
+from .lab import report, tune
 from .lab.options import FIGURES, Options
 from .lab.runner import Runner, load, names
 
@@ -36,6 +36,11 @@ def _sizes(what: str, largest: int):
         return tuple(dict.fromkeys(values))
 
     return parse
+
+
+def _count(text: str) -> int:
+    (value,) = _sizes("one number", 64)(text)
+    return value
 
 
 def _folder(text: str) -> Path:
@@ -95,6 +100,21 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("names", nargs="+", metavar="NAME", help=f"any of: {', '.join(names())}")
     text = "run every experiment that this machine can run, draw every figure, sum up"
     commands.add_parser("all", help=text, description=text, parents=[choices])
+    text = "time the tensor-core kernels' block sizes on this GPU and store the fastest"
+    tuning = commands.add_parser("tune", help=text, description=text)
+    tuning.add_argument(
+        "--head-dims",
+        type=_sizes("head dimensions", MAX_HEAD_DIM),
+        metavar="D,...",
+        default=tune.HEAD_DIMS,
+        help=f"head dimensions to sweep (default: {','.join(map(str, tune.HEAD_DIMS))})",
+    )
+    tuning.add_argument(
+        "--jobs",
+        type=_count,
+        metavar="N",
+        help="processes that compile side by side (default: the cores, 12 at most)",
+    )
     text = "write the tables of paper_repro.md anew from the stored rows"
     commands.add_parser("report", help=text, description=text)
     return parser
@@ -118,6 +138,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         changed = report.update()
         console.print(f"paper_repro.md: {', '.join(changed) if changed else 'nothing'} changed")
         return 0
+
+    if args.command == "tune":
+        return Runner(Options(), arguments, console).tune(args.head_dims, args.jobs)
 
     chosen = names() if args.command == "all" else list(dict.fromkeys(args.names))
     unknown = [name for name in chosen if name not in names()]

@@ -20,7 +20,6 @@ from .lab.options import Bench, Options
 from .lab.settings import SEED, Inputs, one_head
 from .lab.store import EMULATOR, MODEL, PUBLISHED, Row
 from .lab.timing import SECONDS, WrongResult, attempt, time_call, to_host
-from .speed_backward import on_device
 
 NAME = "block_sparse"
 TITLE = "time over the share of non-zero blocks (FA-1 Fig. 2 right)"
@@ -133,7 +132,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     for problem, series, share in bench.track(cases, "timing"):
         if problem not in arrays:
             arrays.clear()
-            arrays[problem] = on_device(inputs(problem))
+            arrays[problem] = peers.on_device(inputs(problem))
         for pass_ in PASSES:
             yield _time(problem, series, pass_, share, arrays[problem], checks, bench.machine)
             device.release_memory()
@@ -230,7 +229,7 @@ class Checks:
         N = min(CHECKED_SEQLEN, problem.seqlen_q)
         small = replace(problem, batch=1, heads_q=2, heads_k=2, seqlen_q=N, seqlen_k=N)
         arrays, given = self.inputs(small), _given(small, SIZE, share)
-        found = _run(series, small, pass_, on_device(arrays), given)()
+        found = _run(series, small, pass_, peers.on_device(arrays), given)()
         device.synchronize()
         found = (found,) if pass_ == "fwd" else found
         wanted = self._of(small, pass_, share, arrays, given)

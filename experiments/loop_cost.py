@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import fa_numba
-from fa_numba import device
 from fa_numba.problem import Problem
 
-from .lab import counters
-from .lab.algorithms import (
-    FA1_TILES,
-    SPLITS,
-    algorithm,
-    call,
-    plan,
-    query_splits,
-    row_fields,
-)
+from .lab import steps
+from .lab.algorithms import FA1_TILES, SPLITS, plan, query_splits
 from .lab.options import Bench, Options
-from .lab.settings import HEAD_DIMS, Inputs, fa2_setting
+from .lab.settings import HEAD_DIMS, fa2_setting
 from .lab.store import Row
-from .lab.timing import Gate, attempt, time_call, timing_rows
 
 NAME = "loop_cost"
 TITLE = "where the time of the K/V-outer loop goes"
@@ -57,30 +46,16 @@ PROFILED = {
 }
 
 
-@dataclass(frozen=True)
-class Configuration:
-    """One step. `same_as` is the series that runs just this already; `note` says so."""
-
-    series: str
-    options: dict[str, Any] = field(default_factory=dict)
-    same_as: str | None = None
-    note: str = ""
-
-
-def configurations(problem: Problem, multiprocessors: int) -> list[Configuration]:
+def configurations(problem: Problem, multiprocessors: int) -> list[steps.Configuration]:
     """The steps in the order in which they are measured: a copy follows its original."""
-    splits = query_splits(problem, multiprocessors)
+    b = steps.splits_of(FA1, query_splits(problem, multiprocessors))
     k_outer, q_outer = (plan(series, problem).tiles for series in (FA1, FA2))
-    if splits == 1:
-        b = Configuration(SPLITS, same_as=FA1, note="one split: the run of fa1-simt")
-    else:
-        b = Configuration(SPLITS, {"query_splits": splits}, note=f"query_splits={splits}")
     if (k_outer.Br, k_outer.Bc) == (q_outer.Br, q_outer.Bc):
-        c = Configuration(FA1_TILES, same_as=FA2, note="the same tiles: the run of fa2-simt")
+        c = steps.Configuration(FA1_TILES, same_as=FA2, note="the same tiles: the run of fa2-simt")
     else:
         tiles = fa_numba.Tiles(Br=k_outer.Br, Bc=k_outer.Bc)
-        c = Configuration(FA1_TILES, {"tiles": tiles})
-    return [Configuration(FA1), b, Configuration(FA2), c]
+        c = steps.Configuration(FA1_TILES, {"tiles": tiles})
+    return [steps.Configuration(FA1), b, steps.Configuration(FA2), c]
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
@@ -92,98 +67,10 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     problems = [fa2_setting(N, d, mask) for d in head_dims for mask in masks for N in lengths]
     multiprocessors = bench.describe["multiprocessors"]
     work = [(p, configurations(p, multiprocessors)) for p in problems]
-    inputs = Inputs()
-    for problem, steps in bench.track(work, "timing"):
-        host = inputs(problem)
-        gate = Gate(problem, *host)
-        arrays = tuple(device.to_gpu(x) for x in host)
-        timed: dict[str, list[Row]] = {}
-        for step in steps:
-            if step.same_as is None:
-                timed[step.series] = list(_timed(step, problem, arrays, gate, bench.machine))
-                device.release_memory()
-            else:
-                timed[step.series] = copies(step, timed[step.same_as])
-            yield from timed[step.series]
-    yield from _profiled(work, bench)
+    yield from steps.measure(NAME, work, bench, PROFILED)
 
 
-def copies(step: Configuration, rows: Iterable[Row]) -> list[Row]:
-    """Rows of one run under a second name: measuring it twice would only show noise."""
-    return [replace(row, series=step.series, note=row.note or step.note) for row in rows]
-
-
-def _common(step: Configuration, problem: Problem, machine: str) -> tuple[dict[str, Any], Any, str]:
-    """What the step's rows share, its plan or None, and why there is none."""
-    common = {"machine": machine, "experiment": NAME, "series": step.series, **row_fields(problem)}
-    planned, failure = attempt(lambda: plan(step.series, problem, **step.options))
-    if planned is not None:
-        common |= {"Br": planned.tiles.Br, "Bc": planned.tiles.Bc}
-    return common, planned, failure
-
-
-def _timed(
-    step: Configuration, problem: Problem, arrays: tuple, gate: Gate, machine: str
-) -> Iterator[Row]:
-    common, _, failure = _common(step, problem, machine)
-    timing = None
-    if not failure:
-        run = call(step.series, problem, *arrays, **step.options)
-        timing, failure = attempt(lambda: time_call(run, gate))
-    common |= {"source": "measured", "note": failure or step.note}
-    if timing is None:
-        yield Row(metric="time", unit="ms", value=None, **common)
-    else:
-        yield from timing_rows(timing, problem, **common)
-
-
-def _profiled(work: Sequence[tuple[Problem, list[Configuration]]], bench: Bench) -> Iterator[Row]:
-    """Each step's counters, and the model's bytes beside them."""
-    runs = [(problem, step) for problem, steps in work for step in steps if step.same_as is None]
-    wanted = [
-        counters.Case.of(algorithm(step.series), problem, **step.options) for problem, step in runs
-    ]
-    metrics = (*counters.TRAFFIC, *PROFILED.values())
-    results = counters.count_or_say(wanted, metrics, bench.say)
-    found: dict[Problem, dict[str, list[Row]]] = {problem: {} for problem, _ in work}
-    for i, (problem, step) in enumerate(runs):
-        result = None if results is None else results[i]
-        found[problem][step.series] = list(_counted(step, problem, result, bench.machine))
-    for problem, steps in work:
-        for step in steps:
-            if step.same_as is not None:
-                found[problem][step.series] = copies(step, found[problem][step.same_as])
-            yield from found[problem][step.series]
-
-
-def _counted(
-    step: Configuration, problem: Problem, result: dict[str, float] | str | None, machine: str
-) -> Iterator[Row]:
-    common, planned, failure = _common(step, problem, machine)
-    traffic = {"metric": "traffic", "unit": "bytes", **common}
-    if planned is not None:
-        yield Row(source="model", value=planned.accesses.bytes, note=step.note, **traffic)
-    if result is None:
-        return
-    failure = failure or (result if isinstance(result, str) else "")
-    note = failure or step.note
-    for source, in_bytes in (("l2", counters.l2_bytes), ("dram", counters.dram_bytes)):
-        value = None if failure else in_bytes(result)
-        yield Row(source=source, value=value, note=note, **traffic)
-    common |= {"source": "measured", "unit": "1", "note": note}
-    for metric, name in PROFILED.items():
-        yield Row(metric=metric, value=None if failure else result[name], **common)
-
-
-Values = dict[tuple[str, str, str], float]
-
-
-def values(rows: Iterable[Row]) -> Values:
-    """(series, source, metric) -> value, for the rows of one problem that did not fail."""
-    return {(r.series, r.source, r.metric): r.value for r in rows if r.value is not None}
-
-
-def factors(found: Values) -> dict[str, float | None]:
+def factors(found: steps.Values) -> dict[str, float | None]:
     """How many times faster each step is, and what the change of loop order is made of.
 
     `total` = grid x order x tiles, in times. A kernel runs for instructions / (issue x
@@ -211,15 +98,6 @@ def factors(found: Values) -> dict[str, float | None]:
     }
 
 
-def problems_of(rows: Iterable[Row]) -> dict[Problem, list[Row]]:
-    """The rows by problem: without a mask first, then by length and head dimension."""
-    found: dict[Problem, list[Row]] = {}
-    for row in sorted(rows, key=lambda r: (r.causal, r.seqlen_q, r.head_dim)):
-        sizes = (row.batch, row.heads_q, row.heads_k, row.seqlen_q, row.seqlen_k, row.head_dim)
-        found.setdefault(Problem(*sizes, causal=row.causal), []).append(row)
-    return found
-
-
 def gigabytes(number: float) -> str:
     """Bytes as 13.0 or 0.53."""
     return f"{number / 1e9:.{1 if number >= 1e10 else 2}f}"
@@ -229,7 +107,7 @@ def draw(rows: Sequence[Row]) -> Any:
     """A row of panels a problem: time of each step, and bytes of both loop orders."""
     from .lab import style
 
-    problems = list(problems_of(rows).items())
+    problems = list(steps.problems_of(rows).items())
     if not problems:
         return None
     figure, axes = style.new(len(problems), 2, 0.5 + 3.0 * len(problems), width_ratios=(2.3, 1))
@@ -254,7 +132,7 @@ def _step_labels(rows: Sequence[Row]) -> dict[str, str]:
 
 def _draw_times(ax: Any, rows: Sequence[Row], style: Any) -> None:
     """Bars of time; the light end of a bar is what the step took away, × how many times faster."""
-    found = values(rows)
+    found = steps.values(rows)
     gains = factors(found)
 
     def times(name: str, label: str) -> str:
@@ -293,7 +171,7 @@ def _draw_times(ax: Any, rows: Sequence[Row], style: Any) -> None:
 
 def _draw_bytes(ax: Any, rows: Sequence[Row], style: Any) -> None:
     """Model, L2 and DRAM bytes of both orders at the same tiles."""
-    found = values(rows)
+    found = steps.values(rows)
     sources = {"model": "model", "l2": "L2", "dram": "DRAM"}
     pair = {SPLITS: "FA-1", FA1_TILES: "FA-2"}
     largest = 0.0

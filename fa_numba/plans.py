@@ -39,6 +39,7 @@ from fa_numba.tiles import (
     specialise_mma_backward,
     sweep_tiles,
 )
+from fa_numba.tuned import tuned_tiles
 
 PASSES = ("fwd", "bwd")
 UNITS = ("auto", "simt", "mma")
@@ -193,6 +194,9 @@ def _forward(problem, algorithm, tiles, aligned, return_lse, query_splits, limit
 @functools.lru_cache(maxsize=1024)
 def _mma_forward(problem, algorithm, tiles, aligned, return_lse, query_splits, limit) -> Run:
     d, Nq, Nk = problem.head_dim, problem.seqlen_q, problem.seqlen_k
+    if tiles is None:
+        fits = functools.partial(specialise_mma, head_dim=d, shared_limit=limit)
+        tiles = tuned_tiles(algorithm, "fwd", Nq, Nk, d, fits)
     if tiles is None:
         tiles = default_mma_tiles(algorithm, Nq, Nk, d, limit)
         if algorithm == "standard":
@@ -364,12 +368,12 @@ def _backward(problem, algorithm, tiles, aligned, deterministic, return_dbias, l
             capped = replace(plain, features=replace(lengths, softcap=True))
             launches.append((standard.make_standard_scores(capped, slopes=True), Tr, heads_q))
         how |= {"row_resident": pair > 0, "forward_resident": row > 0}
-    model = {
+    models: dict[str, Callable] = {
         "standard": io_model.standard_backward,
         "fa1": io_model.fa1_backward,
         "fa2": io_model.fa2_backward,
-    }[algorithm]
-    count = functools.partial(model, problem, tiles, **how)
+    }
+    count = functools.partial(models[algorithm], problem, tiles, **how)
     workspace = io_model.workspace(algorithm, problem, passes="bwd")
     return _run("bwd", algorithm, problem, tiles, launches, count, workspace)
 
@@ -380,6 +384,11 @@ def _mma_backward(
 ) -> Run:
     d, dtype, Nq, Nk = problem.head_dim, problem.dtype, problem.seqlen_q, problem.seqlen_k
     row_tiles = 3 if algorithm == "fa1" else 2
+    if tiles is None:
+        fits = functools.partial(
+            specialise_mma_backward, head_dim=d, shared_limit=limit, row_tiles=row_tiles
+        )
+        tiles = tuned_tiles(algorithm, "bwd", Nq, Nk, d, fits)
     if tiles is None:
         tiles = default_mma_backward_tiles(Nq, Nk, d, limit, row_tiles=row_tiles)
     features = Features.of(problem, dbias=return_dbias)
@@ -392,6 +401,7 @@ def _mma_backward(
     Tr, Tc = -(-Nq // tiles.Br), -(-Nk // tiles.Bc)
     heads_q, heads_k = problem.heads_q, problem.heads_k
     how: dict[str, Any] = {"dbias": return_dbias}
+    count_of: Callable = io_model.fa2_backward
     lengths, split_rows, WARPS = _lengths_of(features), 0, mma.fa2_backward.WARPS
     rounds = functools.partial(mma.fa2_backward.make_round_rows, d, dtype, aligned, lengths)
     if algorithm == "fa1":
@@ -399,8 +409,7 @@ def _mma_backward(
         launches = [(mma.fa1_backward.make_backward(spec), -(-Nq // split_rows), heads_k)]
         if query_splits > 1:
             launches += 2 * [(rounds(keys=True), -(-Nk // WARPS), heads_k)]
-        how["query_splits"] = query_splits
-        count = functools.partial(io_model.fa1_backward, problem, tiles, **how)
+        how["query_splits"], count_of = query_splits, io_model.fa1_backward
     else:
         sums = mma.fa2_backward.make_row_sums(d, dtype, aligned, not deterministic, lengths)
         launches = [
@@ -417,7 +426,7 @@ def _mma_backward(
             how |= {"deterministic": True, "sweep_tiles": sweep}
         else:
             launches.append((rounds(), -(-Nq // WARPS), heads_q))
-        count = functools.partial(io_model.fa2_backward, problem, tiles, **how)
+    count = functools.partial(count_of, problem, tiles, **how)
     sizes = {"deterministic": deterministic, "query_splits": query_splits}
     workspace = io_model.workspace(algorithm, problem, passes="bwd", **sizes)
     return _run("bwd", algorithm, problem, tiles, launches, count, workspace, split_rows, "mma")

@@ -310,15 +310,18 @@ def _backward(
     k: Array,
     v: Array,
     dbias_shape: tuple[int, ...] | None,
+    rounded: Callable[..., Array] = np.asarray,
 ) -> Gradients:
     """dQ, dK, dV and, for a `dbias_shape`, dbias, a block of rows at a time.
+
+    The matrices that are multiplied, and the gradients but dbias, are `rounded`.
 
     dV = (P o dropout)^T dO, dP = dO V^T o dropout, D = rowsum(P o dP), dS = P o (dP - D), which is
     dbias; dS then times the softcap's derivative: dQ = scale dS K, dK = scale dS^T Q. dK and dV are
     sums over the query heads of a group, dbias over the axes that the bias broadcasts along.
     """
     problem = call.problem
-    dO = np.asarray(dout, call.dtype)
+    dO = rounded(np.asarray(dout, call.dtype))
     if dO.shape != problem.q_shape:
         raise ValueError(f"dout has shape {dO.shape}: allowed is q's, {problem.q_shape}")
     dQ = np.zeros(problem.q_shape, call.dtype)
@@ -337,10 +340,11 @@ def _backward(
             dS = P * (dP - D[:, None])
             if dbias is not None:
                 _add_to_bias(dbias, head, rows, dS)
-            dS = dS * derivative
-            dV[head.k] += (P * dropped).T @ dOi
+            dS = rounded(dS * derivative)
+            dV[head.k] += rounded(P * dropped).T @ dOi
             dQ[head.q][rows] = scale * (dS @ K)
             dK[head.k] += scale * (dS.T @ Q[rows])
+    dQ, dK, dV = rounded(dQ), rounded(dK), rounded(dV)
     if dbias is None:
         return dQ, dK, dV
     return dQ, dK, dV, dbias.reshape(dbias_shape)
@@ -402,13 +406,7 @@ def unfused(
     which all else is: here float32. With `stored_scores` S is rounded to it as well, as where S
     passes through memory: standard attention.
     """
-    if matrix_dtype not in (None, "float16", "bfloat16"):
-        raise ValueError(f"matrix_dtype is {matrix_dtype!r}: allowed is float16, bfloat16 or None")
-    if matrix_dtype is not None and np.dtype(dtype) != np.float32:
-        raise ValueError(f"dtype is {dtype!r} with a matrix_dtype: allowed is float32")
-    rounded: Callable[..., Array] = np.asarray
-    if matrix_dtype is not None:
-        rounded = functools.partial(_to_half, name=matrix_dtype)
+    rounded = _rounding(dtype, matrix_dtype)
     call, Q, K, V = _call(q, k, v, dtype, tiles=tiles, **options)
     softmax = _rounded_softmax
     if stored_scores:
@@ -418,6 +416,17 @@ def unfused(
 
     O, L = _forward(softmax, call, rounded(Q), rounded(K), rounded(V), rounded)
     return (O, L) if return_lse else O
+
+
+def _rounding(dtype: DTypeLike, matrix_dtype: str | None) -> Callable[..., Array]:
+    """What is done to the matrices that are multiplied; raises ValueError for other dtypes."""
+    if matrix_dtype not in (None, "float16", "bfloat16"):
+        raise ValueError(f"matrix_dtype is {matrix_dtype!r}: allowed is float16, bfloat16 or None")
+    if matrix_dtype is None:
+        return np.asarray
+    if np.dtype(dtype) != np.float32:
+        raise ValueError(f"dtype is {dtype!r} with a matrix_dtype: allowed is float32")
+    return functools.partial(_to_half, name=matrix_dtype)
 
 
 def attention_backward(
@@ -450,16 +459,21 @@ def unfused_backward(
     v: ArrayLike,
     *,
     dtype: DTypeLike = np.float32,
+    matrix_dtype: str | None = None,
     tiles: BlockSizes | None = None,
     return_dbias: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Gradients:
     """What `attention_backward` gives, from whole rows of P and dP, every step rounded to `dtype`.
 
-    The yardstick of the backward kernels, as `unfused` is of the forward ones.
+    The yardstick of the backward kernels, as `unfused` is of the forward ones: with a
+    `matrix_dtype` q, k, v, dout, P o dropout, dS, dQ, dK and dV are rounded to it.
     """
+    rounded = _rounding(dtype, matrix_dtype)
     shape = _dbias_shape(return_dbias, options)
-    return _backward(_rounded_softmax, dout, *_call(q, k, v, dtype, tiles=tiles, **options), shape)
+    call, Q, K, V = _call(q, k, v, dtype, tiles=tiles, **options)
+    Q, K, V = rounded(Q), rounded(K), rounded(V)
+    return _backward(_rounded_softmax, dout, call, Q, K, V, shape, rounded)
 
 
 def _dbias_shape(return_dbias: bool, options: AttentionOptions) -> tuple[int, ...] | None:

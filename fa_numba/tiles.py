@@ -317,10 +317,10 @@ class MmaSpec(Spec):
 class MmaBackwardSpec(MmaSpec):
     """The same for a backward kernel, whose S and dP stand transposed in registers.
 
-    A warp takes 16 columns of S, or several times 16. With ``row_warps`` 1 it takes all rows: PT and
-    dST are then first operands of dV += PT dO and dK += dST Q without leaving registers. With 2 two
-    warps take half of the rows each, exchange PT and dST through shared memory, and make half of
-    the columns of dK and dV each: half the registers. Thread (ty, tx) owns columns tx + 8 j and of
+    A warp takes 16 or 32 columns of S. With ``row_warps`` 1 it takes all rows: PT and dST are then
+    first operands of dV += PT dO and dK += dST Q without leaving registers. With 2 two warps take
+    half of the rows each, exchange PT and dST through shared memory, and make half of the columns
+    of dK and dV each: half the registers. Thread (ty, tx) owns columns tx + 8 j and of
     each 8 rows 2 ty and 2 ty + 1, counted over the warps. dQ needs all columns: dST is in shared
     memory, and ``query_warps`` x ``chunk_warps`` warps share a tile of dQ. ``row_tiles`` counts Q,
     dO and, for FlashAttention-1, O. ``vector_adds`` is for atomic adds of two neighbours, which
@@ -369,10 +369,17 @@ class MmaBackwardSpec(MmaSpec):
         return self._turned(16 * self.DN // self.row_warps, self.Br, False)
 
     def _turned(self, head_dim: int, rows: int, keeps: bool) -> TurnedSpec:
-        features, dtype = self.features, self.dtype
-        facts = {"features": features, "aligned": self.aligned, "dtype": dtype}
         return TurnedSpec(
-            head_dim, self.Bc, rows, 4, 8 * self.warps, keeps_q=keeps, whole=self, **facts
+            head_dim,
+            self.Bc,
+            rows,
+            4,
+            8 * self.warps,
+            self.features,
+            self.aligned,
+            dtype=self.dtype,
+            keeps_q=keeps,
+            whole=self,
         )
 
     @property

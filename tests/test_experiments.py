@@ -14,10 +14,21 @@ import numpy as np
 import pytest
 import test_block_sparse
 import test_training
+from mma_helpers import every_dtype, numpy_dtype
 
 import fa_numba
 from experiments import __main__ as command
-from experiments import block_size, io_vs_seqlen, loop_cost, speed, speed_backward
+from experiments import (
+    block_size,
+    host_cost,
+    io_vs_seqlen,
+    loop_cost,
+    loop_order,
+    speed,
+    speed_backward,
+    speed_bf16,
+    speed_fp16,
+)
 from experiments.lab import (
     algorithms,
     counters,
@@ -26,10 +37,13 @@ from experiments.lab import (
     published,
     report,
     runner,
+    settings,
+    speeds,
+    steps,
     style,
     timing,
 )
-from experiments.lab.algorithms import FA1_TILES, SPLITS, row_fields
+from experiments.lab.algorithms import FA1_TILES, MMA_SPLITS, SPLITS, row_fields
 from experiments.lab.options import FIGURES, REPOSITORY, Bench, Options
 from experiments.lab.settings import Inputs, fa2_setting, one_head
 from experiments.lab.store import EMULATOR, MODEL, Row, Store
@@ -37,9 +51,11 @@ from fa_numba import io_model, reference
 from fa_numba.problem import Problem
 
 NAMES = [
-    *("block_size", "block_sparse", "char_model", "io_vs_seqlen", "loop_cost"),
-    *("speed", "speed_backward"),
+    *("block_size", "block_sparse", "char_model", "host_cost", "io_vs_seqlen"),
+    *("loop_cost", "loop_order"),
+    *("speed", "speed_backward", "speed_bf16", "speed_fp16"),
 ]
+STUDIES = [module.STUDY for module in (speed, speed_backward, speed_bf16, speed_fp16)]
 
 
 def gpu_row(experiment, problem, **fields):
@@ -103,18 +119,37 @@ def synthetic(name, machine="some-gpu"):
             for source, metric, unit, value in numbers:
                 fields = {"source": source, "metric": metric, "unit": unit, "value": value}
                 rows.append(gpu_row(name, fa2_setting(4096, 64), **fields, **common))
-    elif name == "speed_backward":
+    elif name == "host_cost":
+        for dtype, shown in host_cost.SERIES.items():
+            for pass_ in ("fwd", "bwd"):
+                for i, series in enumerate(shown):
+                    fields = {"series": series, "pass_": pass_, "metric": "time", "unit": "ms"}
+                    fields |= {"Br": None, "Bc": None, "value": 0.01 * (i + 1), "p20": 0.009}
+                    rows.append(gpu_row(name, one_head(128, 64, dtype=dtype), p80=0.05, **fields))
+    elif name == "loop_order":
+        for dtype in loop_order.UNITS.values():
+            problems = [fa2_setting(N, 64, False, dtype) for N in (1024, 4096)]
+            for problem in (*problems, loop_order.many_heads(4, 64, dtype)):
+                for series, time in zip(loop_order.series_of(dtype), (6.0, 3.0, 2.0), strict=True):
+                    numbers = [
+                        ("measured", "time", "ms", time),
+                        ("model", "traffic", "bytes", time),
+                    ]
+                    if problem.batch > 1:
+                        numbers += [(kind, "traffic", "bytes", 2 * time) for kind in ("l2", "dram")]
+                        numbers += [("measured", m, "1", 0.1 * time) for m in loop_order.PROFILED]
+                    for source, metric, unit, value in numbers:
+                        fields = {"source": source, "metric": metric, "unit": unit, "value": value}
+                        rows.append(gpu_row(name, problem, series=series, **fields))
+    else:
+        study = runner.load(name).STUDY
         for N in (512, 16384):
-            for i, series in enumerate(speed_backward.ALL):
-                for pass_ in speed_backward.passes_of(series):
+            problem = fa2_setting(N, 64, dtype=study.dtype)
+            for i, series in enumerate(study.series):
+                for pass_ in study.passes_of(series):
                     common = {"series": series, "metric": "speed", "unit": "TFLOP/s"}
                     common |= {"pass_": pass_, "value": 5.0 + i}
-                    rows.append(gpu_row(name, fa2_setting(N, 64), **common))
-    else:
-        for N in (512, 1024):
-            for i, series in enumerate(speed.ALL):
-                common = {"series": series, "metric": "speed", "unit": "TFLOP/s"}
-                rows.append(gpu_row(name, fa2_setting(N, 64), value=5.0 + i, **common))
+                    rows.append(gpu_row(name, problem, **common))
     return [replace(row, machine=machine) if row.machine == "some-gpu" else row for row in rows]
 
 
@@ -544,7 +579,7 @@ def test_the_gate_asks_of_peers_only_that_they_compute_the_same(causal):
     gate = timing.Gate(problem, q, k, v)
     out = exact(problem, q, k, v)
     off = out * np.float32(1 + 5e-5)
-    assert gate.bound < gate.peer(off) < timing.PEER_BOUND
+    assert gate.bound < gate.peer(off) < timing.PEER_BOUND["float32"]
     with pytest.raises(timing.WrongResult):
         gate(off)
     other_mask = Problem(1, 2, 2, 100, 100, 16, causal=not causal)
@@ -558,6 +593,51 @@ def test_the_gate_asks_of_peers_only_that_they_compute_the_same(causal):
     ):
         with pytest.raises(timing.WrongResult, match="allowed 1.00e-04"):
             gate.peer(wrong)
+
+
+def half(array, dtype):
+    """Rounded to the nearest of a 16-bit dtype, as float32."""
+    return np.asarray(array).astype(numpy_dtype(dtype)).astype(np.float32)
+
+
+@every_dtype
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_gates_of_16_bits(dtype, causal):
+    problem = Problem(1, 2, 2, 100, 100, 16, dtype=dtype, causal=causal)
+    q, k, v, dout = Inputs(gradient=True)(problem)
+    for x in (q, k, v, dout):
+        assert np.array_equal(half(x, dtype), x) and x.dtype == np.float32
+        assert abs(x.std() - 1) < 0.1
+    other_mask = {"causal": not causal}
+    gate = timing.Gate(problem, q, k, v)
+    right = reference.attention(q, k, v, causal=causal)
+    rounding = timing.ROUNDING[dtype]
+    error = gate(half(right, dtype))
+    assert 0 < error <= rounding < gate.bound < 4 * rounding < gate.peer_bound < 0.05
+    # As the kernels may: P rounded before it is multiplied.
+    assert gate(reference.unfused(q, k, v, matrix_dtype=dtype, causal=causal)) < gate.bound
+    wrong = [right * (1 + 4 * rounding), np.full_like(right, np.nan)]
+    for result in (*wrong, reference.attention(q * 1.1, k, v, **{"causal": causal})):
+        with pytest.raises(timing.WrongResult):
+            gate(result)
+    assert gate.peer(wrong[0]) < gate.peer_bound
+    for result in (wrong[1], reference.attention(q, k, v, **other_mask)):
+        with pytest.raises(timing.WrongResult):
+            gate.peer(result)
+
+    gate = timing.GradientGate(problem, q, k, v, dout)
+    right = reference.attention_backward(dout, q, k, v, causal=causal)
+    assert 0 < gate([half(x, dtype) for x in right]) <= rounding
+    near = reference.unfused_backward(dout, q, k, v, matrix_dtype=dtype, causal=causal)
+    assert all(np.array_equal(half(x, dtype), x) for x in near)
+    assert rounding / 8 < gate(near) < max(gate.bounds) < 5 * rounding
+    for i, name in enumerate(("dq", "dk", "dv")):
+        off = [x * (1 + 6 * rounding * (i == n)) for n, x in enumerate(right)]
+        with pytest.raises(timing.WrongResult, match=name):
+            gate(off)
+        assert gate.peer(off) < timing.PEER_BOUND[dtype]
+    with pytest.raises(timing.WrongResult):
+        gate.peer(reference.attention_backward(dout, q, k, v, **other_mask))
 
 
 def test_failures_become_notes():
@@ -593,21 +673,42 @@ def test_provenance_has_what_a_reader_needs():
     assert about["numpy"] == np.__version__
 
 
-def test_speed_holds_torch_to_the_peers_bound(monkeypatch):
-    problem = one_head(64, 16)
-    arrays = [np.ones(problem.q_shape, np.float32)] * 3
-    gate, checks = timing.Gate(problem, *arrays), []
+@pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.name)
+def test_speed_holds_torch_to_the_peers_bound(monkeypatch, study):
+    problem = one_head(64, 16, dtype=study.dtype)
+    checks = speeds.Checks(study)
+    arrays = checks.inputs(problem)
+    right = {"fwd": reference.attention(*arrays[:3])}
+    if len(arrays) == 4:
+        gradients = reference.attention_backward(arrays[3], *arrays[:3])
+        right |= dict.fromkeys(("bwd", "fwd+bwd"), gradients)
+    bounds = timing.ROUNDING[study.dtype], timing.PEER_BOUND[study.dtype]
+    off = 1 + float(np.sqrt(bounds[0] * bounds[1]) * 2)
 
-    def time_call(run, check):
-        checks.append(check)
-        return timing.Timing(1.0, 1.0, 1.0, 20, 1.2e-6)
+    def time_call(run, check, seconds=None):
+        return timing.Timing(1.0, 1.0, 1.0, 20, check(run()))
 
-    monkeypatch.setattr(speed, "time_call", time_call)
-    monkeypatch.setattr(speed.peers, "call", lambda *_: None)
-    monkeypatch.setattr(speed.peers, "peak_bytes", lambda run: 0)
-    rows = list(speed._peer(peers.UNFUSED, problem, arrays, gate, "some-gpu"))
-    assert checks == [gate.peer]
-    assert {r.metric: r.value for r in rows}["error"] == 1.2e-6
+    def slightly_off(series, problem, pass_, *_, **__):
+        result = right[pass_ if isinstance(pass_, str) else "fwd"]
+        return lambda out=None: (
+            result * off if isinstance(result, np.ndarray) else [x * off for x in result]
+        )
+
+    monkeypatch.setattr(speeds, "time_call", time_call)
+    for module in (speeds, speeds.peers):
+        monkeypatch.setattr(module, "call", slightly_off)
+        monkeypatch.setattr(module, "gradients", slightly_off)
+    monkeypatch.setattr(speeds.peers, "peak_bytes", lambda run: 0)
+    planned = SimpleNamespace(tiles=SimpleNamespace(Br=16, Bc=16))
+    monkeypatch.setattr(speeds, "plan", lambda *_, **__: planned)
+    for pass_ in study.passes:
+        for series in study.series:
+            rows = list(speeds._rows(study, series, pass_, problem, arrays, checks, "some-gpu", {}))
+            if series in study.theirs:
+                error = {r.metric: r.value for r in rows}["error"]
+                assert bounds[0] < error < bounds[1] and error == pytest.approx(off - 1)
+            else:
+                assert [r.failed for r in rows] == [True] and "against float64" in rows[0].note
 
 
 # --- query splits ----------------------------------------------------------------------------
@@ -658,7 +759,7 @@ def test_the_work_of_the_blocks_is_the_models(causal, lengths, splits):
 
 
 def test_factors_multiply_to_the_whole():
-    found = loop_cost.factors(loop_cost.values(synthetic("loop_cost")))
+    found = loop_cost.factors(steps.values(synthetic("loop_cost")))
     assert (found["grid"], found["order"], found["tiles"]) == (2, 1.25, pytest.approx(4 / 3))
     assert found["total"] == pytest.approx(found["grid"] * found["order"] * found["tiles"])
     assert (found["instructions"], found["waiting"]) == (pytest.approx(1.1), pytest.approx(1.2))
@@ -668,7 +769,7 @@ def test_factors_multiply_to_the_whole():
 
 def test_factors_without_counters_are_those_of_the_times():
     rows = [row for row in synthetic("loop_cost") if row.metric != "issue"]
-    found = loop_cost.factors(loop_cost.values(rows))
+    found = loop_cost.factors(steps.values(rows))
     assert (found["waiting"], found["rest"]) == (None, None)
     assert (found["order"], found["instructions"]) == (1.25, pytest.approx(1.1))
 
@@ -680,14 +781,15 @@ def measured_steps(monkeypatch, counted, head_dim):
     def attention(q, k, v, **options):
         calls.append({"d": q.shape[-1], **options})
 
-    def time_call(run, check):
+    def time_call(run, check, seconds):
+        assert seconds is None
         run()
         return timing.Timing(float(len(calls)), 1.0, 2.0, 20, 1e-7)
 
     monkeypatch.setattr(fa_numba, "attention", attention)
-    monkeypatch.setattr(loop_cost, "time_call", time_call)
-    monkeypatch.setattr(loop_cost.device, "to_gpu", lambda array: array)
-    monkeypatch.setattr(loop_cost.device, "release_memory", lambda: None)
+    monkeypatch.setattr(steps, "time_call", time_call)
+    monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
+    monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
     monkeypatch.setattr(loop_cost, "fa2_setting", lambda N, d, mask: Problem(1, 2, 2, N, N, d))
     cases = []
 
@@ -722,7 +824,7 @@ def test_each_step_runs_as_it_says(monkeypatch):
         FA1_TILES: (128, 128),
         "fa2-simt": (128, 64),
     }
-    found = loop_cost.values(rows)
+    found = steps.values(rows)
     for at, series in enumerate(("fa1-simt", SPLITS, "fa2-simt", FA1_TILES), 1):
         assert found[series, "measured", "time"] == at
         assert found[series, "measured", "stall_global"] == at
@@ -763,6 +865,111 @@ def test_the_table_of_steps(tmp_path):
         )
     ]
     assert cells[1][-3:] == ["40.0", "2.00", "2.00"]
+
+
+# --- both orders at equal tiles and work ------------------------------------------------------
+
+
+def measured_orders(monkeypatch, **options):
+    """loop_order's rows with stand-ins for the GPU, the calls of both, and the counted cases."""
+    calls, cases = [], []
+
+    def attention(q, k, v, **options):
+        calls.append({"dtype": q.dtype.name, "shape": q.shape, **options})
+
+    def time_call(run, check, seconds):
+        assert seconds == timing.SECONDS
+        run()
+        return timing.Timing(float(len(calls)), 1.0, 2.0, 20, 1e-7)
+
+    def count_or_say(wanted, metrics, say):
+        cases.extend(wanted)
+        return [dict.fromkeys(metrics, 1.0 * i) for i in range(1, 1 + len(wanted))]
+
+    monkeypatch.setattr(fa_numba, "attention", attention)
+    monkeypatch.setattr(steps, "time_call", time_call)
+    monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
+    monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
+    monkeypatch.setattr(counters, "count_or_say", count_or_say)
+    for name, value in (("TOKENS", 2048), ("HIDDEN", 128)):
+        monkeypatch.setattr(settings, name, value)
+    bench = Bench(machine="some-gpu", describe={"multiprocessors": 4}, say=lambda line: None)
+    rows = list(loop_order.measure(Options(**options), bench))
+    assert len({row.key for row in rows}) == len(rows)
+    return rows, calls, cases
+
+
+def test_the_orders_run_at_equal_tiles_and_work(monkeypatch):
+    rows, calls, cases = measured_orders(
+        monkeypatch, seqlens=(512, 2048), head_dims=(64,), causal=(False,)
+    )
+    tiles = {}
+    for row in rows:
+        tiles.setdefault((row.dtype, row.seqlen_q), set()).add((row.Br, row.Bc))
+    assert {len(found) for found in tiles.values()} == {1}
+    assert {key[0] for key in tiles} == {"float32", "float16"}
+    for call in calls:
+        assert call["unit"] == ("mma" if call["dtype"] == "float16" else "simt")
+    by_order = {
+        order: [c for c in calls if c["algorithm"] == order and c["dtype"] == "float16"]
+        for order in ("fa1", "fa2")
+    }
+    # FA-2 is told FA-1's tiles and threads; of FA-1 a call with the paper's grid and one split.
+    planned = fa_numba.plan((4, 2, 512, 64), (4, 2, 512, 64), algorithm="fa1", dtype="float16")
+    assert [c["tiles"] for c in by_order["fa2"]] == [planned.tiles] * 2
+    assert planned.tiles.threads is not None
+    splits = [c.get("query_splits", 1) for c in by_order["fa1"]]
+    assert splits[0] == 1 and max(splits) > 1
+    # The counted calls are those timed.
+    assert len(cases) == len(calls)
+    assert {(c.algorithm, c.dtype, c.seqlen, c.query_splits) for c in cases} == {
+        (c["algorithm"], c["dtype"], c["shape"][2], c.get("query_splits", 1)) for c in calls
+    }
+    assert all(
+        case.threads == planned.tiles.threads
+        for case in cases
+        if (case.algorithm, case.dtype) == ("fa2", "float16")
+    )
+
+
+def test_the_orders_are_compared_over_heads_too(monkeypatch):
+    monkeypatch.setattr(loop_order, "HEADS_SEQLEN", 256)
+    monkeypatch.setattr(loop_order, "QUICK_SEQLEN", 256)
+    rows, _, cases = measured_orders(monkeypatch, quick=True)
+    assert {r.heads_q for r in rows if r.seqlen_q == 256} == set(loop_order.HEADS[:2])
+    # Counters are read in FA-2's setting alone; there is a model for all.
+    assert {case.seqlen for case in cases} == {512, 1024}
+    model = {(r.seqlen_q, r.series) for r in rows if r.source == "model"}
+    assert {N for N, _ in model} == {256, 512, 1024} and len(model) == 18
+    figure = loop_order.draw(rows)
+    assert titles(figure) == [
+        *("fp32, CUDA cores, d=64", "fp16, tensor cores, d=64"),
+        *("fp32, CUDA cores, d=64, N=256", "fp16, tensor cores, d=64, N=256"),
+    ]
+
+
+def test_ratios_of_the_orders():
+    rows = synthetic("loop_order")
+    for problem, mine in steps.problems_of(rows).items():
+        wanted = {"grid": 3, "splits": 1.5, "model": 1.5}
+        if problem.batch > 1:
+            wanted |= {"l2": 1.5, "dram": 1.5}
+        assert loop_order.ratios(mine) == wanted
+    failed = [replace(r, value=None) if r.metric == "time" else r for r in rows[:8]]
+    assert "grid" not in loop_order.ratios(failed) and loop_order.ratios([]) == {}
+
+
+def test_the_table_of_orders(tmp_path):
+    store_synthetic("loop_order", tmp_path, report.MACHINE)
+    lines = [line for line in report.loop_order(Store(tmp_path)).splitlines() if "| 64 |" in line]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert len(cells) == 6
+    times, ratios = ["6", "3", "2"], ["3.00", "1.50", "1.50"]
+    assert ["fp16", "64", "no", "4096", "4", *times, *ratios, *["-"] * 5] in cells
+    assert [
+        *("fp32", "64", "no", "1024", "512"),
+        *(*times, *ratios, "1.50", "1.50", "0.60", "0.30", "0.20"),
+    ] in cells
 
 
 # --- what was asked for is drawn -------------------------------------------------------------
@@ -905,32 +1112,31 @@ def test_the_gradients_gate(causal):
         timing.GradientGate(Problem(1, 2, 1, 8, 8, 4), *[np.ones((1, 2, 8, 4))] * 4)
 
 
-def on_the_emulator(monkeypatch):
-    """speed_backward's rows of N=8 and 24, gradients of which are checked to N=16; what is timed.
+def on_the_emulator(monkeypatch, study=None):
+    """A study's rows of N=8 and 24, gradients of which are checked to N=16; what is timed.
 
     Kernels run on the emulator; their times are made up.
     """
     timed = []
+    study = study or replace(speed_backward.STUDY, fa1_longest=16)
 
     def time_ms(run, *, repeats, **_):
         run()
         timed.append(repeats)
         return [2.0] * repeats
 
-    for module in (timing.device, speed_backward.device):
-        monkeypatch.setattr(module, "synchronize", lambda: None)
-        monkeypatch.setattr(module, "release_memory", lambda: None)
-        monkeypatch.setattr(module, "to_gpu", lambda array: array)
-    monkeypatch.setattr(timing.device, "time_ms", time_ms)
-    monkeypatch.setattr(speed_backward, "CHECKED_SEQLEN", 16)
-    monkeypatch.setattr(speed_backward, "FA1_LONGEST", 16)
-    monkeypatch.setattr(speed_backward.peers, "available", lambda: False)
-    monkeypatch.setattr(speed_backward, "fa2_setting", lambda *a: one_head(*a))
+    monkeypatch.setattr(fa_numba.device, "synchronize", lambda: None)
+    monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
+    monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
+    monkeypatch.setattr(fa_numba.device, "time_ms", time_ms)
+    monkeypatch.setattr(speeds, "CHECKED_SEQLEN", 16)
+    monkeypatch.setattr(speeds.peers, "available", lambda: False)
+    monkeypatch.setattr(speeds, "fa2_setting", one_head)
     said = []
     options = Options(seqlens=(8, 24), head_dims=(8,), causal=(True,))
     with fa_numba.device.using("emulator"):
-        bench = Bench(machine="some-gpu", describe={}, say=said.append)
-        rows = list(speed_backward.measure(options, bench))
+        bench = Bench(machine="some-gpu", describe={"multiprocessors": 4}, say=said.append)
+        rows = list(speeds.measure(study, options, bench))
     assert len({row.key for row in rows}) == len(rows)
     return rows, timed, " ".join(said)
 
@@ -975,6 +1181,68 @@ def test_wrong_gradients_are_not_timed_at_any_length(monkeypatch):
     assert len(timed) == len({(r.series, r.pass_, r.seqlen_q) for r in rows if not r.failed})
 
 
+def test_half_precision_rows(monkeypatch):
+    rows, timed, said = on_the_emulator(monkeypatch, speed_fp16.STUDY)
+    assert "FA-1" not in said and {r.dtype for r in rows} == {"float16"}
+    measured = {(r.series, r.pass_, r.seqlen_q) for r in rows if r.metric == "time"}
+    for series in ("fa1-mma", MMA_SPLITS, "fa2-mma"):
+        assert {(series, "fwd", 8), (series, "fwd", 24)} <= measured
+    # What has no kernel yet is a row that says so.
+    failed = {(r.series, r.pass_, r.seqlen_q): r.note for r in rows if r.failed}
+    assert measured.isdisjoint(failed)
+    assert all("on tensor cores there is" in note for note in failed.values())
+    wanted = {
+        (series, pass_, N)
+        for series in speed_fp16.STUDY.ours
+        for pass_ in speed_fp16.STUDY.passes_of(series)
+        for N in (8, 24)
+    }
+    assert measured | set(failed) == wanted
+    # Their error is that of 16 bits, and is recorded forward at every length.
+    errors = {
+        (r.series, r.seqlen_q): r.value for r in rows if r.metric == "error" and r.pass_ == "fwd"
+    }
+    assert {N for _, N in errors} == {8, 24}
+    assert all(2.0**-14 < error < 2.0**-9 for error in errors.values())
+
+
+def test_published_curves_are_those_of_the_papers_figures():
+    figures = speed_fp16.STUDY.figures
+    forward = speeds.published_speeds(figures, "fwd", 64, False)
+    assert {gpu for _, gpu in forward} == {"A100"}
+    both = speeds.published_speeds(figures, "fwd+bwd", 128, True)
+    assert {gpu for method, gpu in both if method == "FlashAttention-2"} == {"A100", "H100"}
+    (line,) = published.lookup(
+        paper="fa2",
+        item="Fig. 7",
+        method="FlashAttention-2",
+        seqlen="512",
+        causal="true",
+        head_dim="128",
+    )
+    assert both["FlashAttention-2", "H100"][512] == float(line["value"])
+    assert speeds.published_speeds((), "fwd", 64, False) == {}
+
+
+def test_the_half_precision_figure_has_the_published_curves():
+    rows = synthetic("speed_fp16")
+    figure = speed_fp16.draw(rows)
+    assert titles(figure) == [f"{p}, d=64, not causal" for p in speeds.PASSES.values()]
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels[: len(speed_fp16.STUDY.series)] == [
+        algorithms.LABELS[series] for series in speed_fp16.STUDY.series
+    ]
+    assert labels[len(speed_fp16.STUDY.series) :] == [
+        *("FA-1, published, A100", "FA-2, published, A100"),
+        *("FA-1, published, H100", "FA-2, published, H100"),
+    ]
+    lines = [line for line in figure.axes[2].lines if line.get_label() == "FA-2, published, H100"]
+    assert list(lines[0].get_xdata()) == [512, 16384]
+    assert "published" not in str(
+        [t.get_text() for t in speed.draw(synthetic("speed")).legends[0].get_texts()]
+    )
+
+
 def test_long_calls_are_repeated_less(monkeypatch):
     now = iter([0.0, 0.05, 0.0, 10.0, 0.0, 1e-3])
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
@@ -987,10 +1255,66 @@ def test_long_calls_are_repeated_less(monkeypatch):
 def test_the_backward_figure_says_where_fa1_ends():
     rows = synthetic("speed_backward")
     figure = speed_backward.draw(rows)
-    assert titles(figure) == [f"{p}, d=64, not causal" for p in speed_backward.PASSES.values()]
+    assert titles(figure) == [
+        f"{speeds.PASSES[p]}, d=64, not causal" for p in speed_backward.STUDY.passes
+    ]
     assert "to N=8k only" in figure.legends[0].get_title().get_text()
     short = speed_backward.draw([row for row in rows if row.seqlen_q == 512])
     assert "only" not in short.legends[0].get_title().get_text()
+
+
+# --- the host's time -------------------------------------------------------------------------
+
+
+def host_rows(monkeypatch, clock=None):
+    """host_cost's rows of one small head on the emulator, and how often the GPU was waited for."""
+    waits = []
+    monkeypatch.setattr(fa_numba.device, "synchronize", lambda: waits.append(1))
+    monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
+    monkeypatch.setattr(host_cost.peers, "available", lambda: False)
+    for name, value in (("CALLS", 3), ("WARMUP", 1)):
+        monkeypatch.setattr(host_cost, name, value)
+    if clock:
+        monkeypatch.setattr(host_cost.time, "perf_counter_ns", clock)
+    options = Options(quick=True, seqlens=(16,), head_dims=(8,))
+    with fa_numba.device.using("emulator"):
+        bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
+        return list(host_cost.measure(options, bench)), waits
+
+
+def test_host_times(monkeypatch):
+    ticks = iter(range(0, 10**9, 2000))
+    rows, waits = host_rows(monkeypatch, lambda: next(ticks))
+    done = [row for row in rows if not row.failed]
+    assert {(r.series, r.pass_) for r in done} >= {
+        *(("fa1-simt", "fwd"), ("fa2-simt", "fwd"), ("fa1-mma", "fwd"), ("fa2-mma", "fwd")),
+        *(("fa1-simt", "bwd"), ("fa2-simt", "bwd")),
+    }
+    assert all("on tensor cores there is" in row.note for row in rows if row.failed)
+    # 2000 ns a call; two rounds of three calls, the GPU waited for around them and not within.
+    assert {(r.value, r.p20, r.p80, r.n) for r in done} == {(0.002, 0.002, 0.002, 6)}
+    assert len(waits) == 3 * len(done)
+
+
+def test_a_wrong_call_has_no_host_time(monkeypatch):
+    right = fa_numba.attention
+    monkeypatch.setattr(fa_numba, "attention", lambda q, *rest, **o: right(1.1 * q, *rest, **o))
+    rows, _ = host_rows(monkeypatch)
+    forward = [row for row in rows if row.pass_ == "fwd" and row.dtype == "float32"]
+    assert len(forward) == 2 and all("against float64" in row.note for row in forward)
+
+
+def test_the_table_and_figure_of_host_times(tmp_path):
+    store_synthetic("host_cost", tmp_path, report.MACHINE)
+    lines = report.host_cost(Store(tmp_path)).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[4:]]
+    assert cells[0] == ["FA-1 (K/V outer), fp32", "fwd", "128", "64", "no", "10.0", "9.0", "50.0"]
+    assert [line[0] for line in cells[6:8]] == [
+        "FA-1 (a block a head), fp32",
+        "FA-2 (grid over K/V), fp32",
+    ]
+    figure = host_cost.draw(synthetic("host_cost"))
+    assert titles(figure) == [f"{p}, one head, N=128, d=64" for p in ("forward", "backward")]
 
 
 # --- Makefile --------------------------------------------------------------------------------
@@ -1037,22 +1361,20 @@ def test_every_experiment_measures_on_a_gpu(name, tmp_path):
     ]
     if name != "io_vs_seqlen" or counters.available():
         assert any(not row.failed for row in rows)
-    if name == "speed":
-        series = {row.series for row in rows if not row.failed}
-        assert series >= set(speed.OURS)
-        if peers.available():
-            assert series >= set(peers.FLOAT32)
-    if name == "speed_backward":
+    if name.startswith("speed"):
+        study = runner.load(name).STUDY
         done_ = {(row.series, row.pass_) for row in rows if not row.failed}
-        shown = speed_backward.ALL if peers.available() else speed_backward.OURS
-        assert done_ == {(s, p) for s in shown for p in speed_backward.passes_of(s)}
+        shown = study.series if peers.available() else study.ours
+        assert done_ == {(s, p) for s in shown for p in study.passes_of(s)}
+    if name == "loop_order":
+        assert not [row.note for row in rows if row.failed and row.metric == "time"]
     if name in ("block_sparse", "char_model"):
         assert not [row.note for row in rows if row.failed]
     if name == "loop_cost":
         timed = {row.series for row in rows if row.metric == "time" and not row.failed}
         assert timed == set(loop_cost.STEPS)
         if counters.available():
-            found = loop_cost.factors(loop_cost.values(rows))
+            found = loop_cost.factors(steps.values(rows))
             assert all(found.values())
             assert all(0 < r.value <= 1 for r in rows if r.metric.startswith("issue"))
             # FA-1 passes O through memory, FA-2 does not.

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.lab import report
+from experiments.lab import published, report
+from experiments.lab.options import FIGURES
 from experiments.lab.store import COLUMNS, Recorder, Row, Store, dump, parse
 
 
@@ -290,6 +291,66 @@ def test_the_backward_table(tmp_path):
     ]
 
 
+HALF = {"experiment": "speed_fp16", "dtype": "float16", "seqlen_q": 4096, "seqlen_k": 4096}
+
+
+def test_the_table_of_the_papers_figures(tmp_path):
+    store, speed = Store(tmp_path), {"metric": "speed", "unit": "TFLOP/s"}
+    values = {"fa2-mma": 300.0, "fa1-mma": 60.0, "fa1-mma-splits": 120.0, "standard-mma": 30.0}
+    record(
+        store,
+        [row(series=s, value=v, causal=False, **HALF, **speed) for s, v in values.items()],
+        experiment="speed_fp16",
+    )
+    lines = [x.strip("| ").split(" | ") for x in report.fa2_figures(store).splitlines()]
+    (line,) = [x for x in lines if x[0] == "Fig. 5"]
+    found = {
+        x["method"]: float(x["value"])
+        for x in published.lookup(
+            paper="fa2", item="Fig. 5", seqlen="4096", head_dim="64", causal="false"
+        )
+    }
+    assert line[:5] == ["Fig. 5", "A100", "fwd", "64", "no"]
+    # One N is measured: of ours there is one ratio, with the faster FA-1.
+    assert (line[6], line[8]) == ("2.50 to 2.50", "10.00 to 10.00")
+    ours = 300 / found["FlashAttention-2"]
+    assert line[9] == f"{ours:.2f} to {ours:.2f}"
+    low, high = (float(x) for x in line[5].split(" to "))
+    ratio = found["FlashAttention-2"] / found["FlashAttention"]
+    assert low - 0.005 <= ratio <= high + 0.005 and low < high
+    assert line[10] == "1 of 1"
+    # The other order is seen.
+    record(
+        store,
+        [row(series="fa2-mma", value=100.0, causal=False, **HALF, **speed)],
+        experiment="speed_fp16",
+    )
+    assert "| 0 of 1 |" in report.fa2_figures(store)
+
+
+def test_errors_are_compared_with_torchs_at_the_same_problem(tmp_path):
+    store, error = Store(tmp_path), {"metric": "error", "unit": "1"}
+    rows = []
+    for causal, ours, torchs in ((False, 3e-4, 3e-4), (True, 5e-4, 3e-4)):
+        rows.append(row(series="fa2-mma", value=ours, causal=causal, **HALF, **error))
+        rows.append(row(series="torch-fa2", value=torchs, causal=causal, **HALF, **error))
+    rows.append(row(series="fa2-mma", value=7e-4, pass_="bwd", **HALF, **error))
+    record(store, rows, experiment="speed_fp16")
+    found = report.worst_errors(rows)
+    assert found["fwd", "fa2-mma"] == (5e-4, pytest.approx(2e-4 * 2**11))
+    assert found["bwd", "fa2-mma"] == (7e-4, None)
+    assert "| fp16 | fwd | FA-2 (Q outer) | 5.00e-04 | 0.41 |" in report.errors(store)
+
+
+@pytest.mark.parametrize("name", ["speed_fp16", "speed_bf16"])
+def test_recorded_errors_are_torchs_and_a_rounding(name):
+    """Required of ours: at most the error of torch's FA-2 and one rounding of the result."""
+    rows = Store(FIGURES).read(name, report.MACHINE)
+    for (pass_, series), (_, excess) in report.worst_errors(rows).items():
+        if not series.startswith("torch"):
+            assert excess is not None and excess <= 1, (pass_, series)
+
+
 @pytest.mark.parametrize("name", report.TABLES)
 def test_every_table_can_do_without_a_recording(tmp_path, name):
     assert report.NO_RECORDING in report.TABLES[name](Store(tmp_path))
@@ -310,7 +371,8 @@ def test_broken_markers_are_refused(tmp_path, page, message):
 
 
 def test_the_pages_tables_are_those_of_the_data():
-    wanted = {"speed", "speed_backward", "block_size", "io_vs_seqlen", "loop_cost"}
+    wanted = {"speed", "speed_backward", "block_size", "io_vs_seqlen", "loop_cost", "loop_order"}
+    wanted |= {"speed_fp16", "speed_bf16", "fa2_figures", "errors", "host_cost"}
     assert wanted <= set(report.tables(report.PAGE.read_text()))
     stale = report.check()
     assert not stale, f"python -m experiments report would change: {', '.join(stale)}"

@@ -10,14 +10,14 @@ from typing import Any
 import fa_numba
 from fa_numba.problem import Problem
 
-# Data store's series -> algorithm. "simt" is the unit they run on.
+# A series is algorithm-unit, or algorithm-unit-variant: units are CUDA cores, "simt", and tensor
+# cores, "mma".
 SERIES = {"standard-simt": "standard", "fa1-simt": "fa1", "fa2-simt": "fa2"}
-SPLITS = "fa1-simt-splits"
+SPLITS, MMA_SPLITS = "fa1-simt-splits", "fa1-mma-splits"
 # FA-2 at the block sizes that FA-1 takes.
 FA1_TILES = "fa2-simt-fa1-tiles"
 # FA-2's backward pass with a fixed order of dQ's sums.
 DETERMINISTIC = "fa2-simt-deterministic"
-_ALGORITHMS = {**SERIES, SPLITS: "fa1", FA1_TILES: "fa2", DETERMINISTIC: "fa2"}
 LOADING_KV = 0.5  # of the time of a tile of S
 # What figures and tables call a series.
 LABELS = {
@@ -28,20 +28,27 @@ LABELS = {
     "fa2-simt-fa1-tiles": "FA-2, FA-1's tiles",
     "fa2-simt-deterministic": "FA-2, deterministic dQ",
     "torch-efficient": "torch efficient",
+    "torch-fa2": "torch FA-2",
+    "torch-cudnn": "torch cuDNN",
     "torch-unfused": "torch unfused",
 }
-
-
-def algorithm(series: str) -> str:
-    """The public name of what a series runs."""
-    return _ALGORITHMS[series]
-
-
 # In the backward pass both orders have K/V outside: what differs is the grid.
 BACKWARD_LABELS = LABELS | {
     "fa1-simt": "FA-1 (a block a head)",
     "fa2-simt": "FA-2 (grid over K/V)",
 }
+for _names in (LABELS, BACKWARD_LABELS):
+    _names |= {name.replace("-simt", "-mma"): label for name, label in _names.items()}
+
+
+def algorithm(series: str) -> str:
+    """The public name of what a series runs."""
+    return series.split("-")[0]
+
+
+def unit(series: str) -> str:
+    """What a series runs on: "simt" or "mma"."""
+    return series.split("-")[1]
 
 
 def plan(series: str, problem: Problem, **options: Any) -> fa_numba.Plan:
@@ -50,6 +57,8 @@ def plan(series: str, problem: Problem, **options: Any) -> fa_numba.Plan:
         problem.q_shape,
         problem.k_shape,
         algorithm=algorithm(series),
+        unit=unit(series),
+        dtype=problem.dtype,
         causal=problem.causal,
         **options,
     )
@@ -57,12 +66,16 @@ def plan(series: str, problem: Problem, **options: Any) -> fa_numba.Plan:
 
 def call(series: str, problem: Problem, q: Any, k: Any, v: Any, **options: Any) -> Callable:
     """A function that runs the series once; it takes `out=`."""
-    options |= {"algorithm": algorithm(series), "causal": problem.causal}
+    options |= _common(series, problem)
 
     def run(out: Any = None) -> Any:
         return fa_numba.attention(q, k, v, out=out, **options)
 
     return run
+
+
+def _common(series: str, problem: Problem) -> dict[str, Any]:
+    return {"algorithm": algorithm(series), "unit": unit(series), "causal": problem.causal}
 
 
 def backward_options(series: str) -> dict[str, Any]:
@@ -77,7 +90,7 @@ def gradients(series: str, problem: Problem, pass_: str, *arrays: Any, **given: 
     what is `given`. It takes `out`, which it leaves alone: the gradients are made in the call.
     """
     q, k, v, dout = arrays
-    common = {"algorithm": algorithm(series), "causal": problem.causal, **given}
+    common = _common(series, problem) | given
     options = common | backward_options(series)
 
     def forward() -> Any:
@@ -91,13 +104,15 @@ def gradients(series: str, problem: Problem, pass_: str, *arrays: Any, **given: 
     return run
 
 
-def query_splits(problem: Problem, multiprocessors: int) -> int:
+def query_splits(
+    problem: Problem, multiprocessors: int, series: str = "fa1-simt", passes: str = "fwd"
+) -> int:
     """The splits of FA-1's queries that end first on so many multiprocessors, by `makespan`.
 
     Tried are the powers of two below the number of row tiles, and that number; of equals the
     fewest splits win. The tiles are the plan's.
     """
-    tiles = plan("fa1-simt", problem).tiles
+    tiles = plan(series, problem, passes=passes).tiles
     return _best_splits(problem, tiles.Br, tiles.Bc, multiprocessors)
 
 

@@ -32,22 +32,23 @@ def run(case: Case, inputs: Inputs) -> int:
         case.seqlen,
         case.seqlen,
         case.head_dim,
+        dtype=case.dtype,
         causal=case.causal,
     )
     options: dict[str, Any] = {"algorithm": case.algorithm, "causal": case.causal}
     if case.Br is not None and case.Bc is not None:
-        options["tiles"] = fa_numba.Tiles(Br=case.Br, Bc=case.Bc)
+        options["tiles"] = fa_numba.Tiles(Br=case.Br, Bc=case.Bc, threads=case.threads)
     if case.query_splits != 1:
         options["query_splits"] = case.query_splits
-    kernels = fa_numba.plan(problem.q_shape, problem.k_shape, **options).kernels
-    q, k, v = (device.to_gpu(x) for x in inputs(problem))
+    planned = fa_numba.plan(problem.q_shape, problem.k_shape, dtype=case.dtype, **options)
+    q, k, v = (device.to_gpu(x.astype(case.dtype)) for x in inputs(problem))
     out = fa_numba.attention(q, k, v, **options)
     device.synchronize()
     device.profile_start()
     fa_numba.attention(q, k, v, out=out, **options)
     device.synchronize()
     device.profile_stop()
-    return len(kernels)
+    return len(planned.kernels)
 
 
 def main() -> None:
@@ -62,7 +63,9 @@ def main() -> None:
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--Br", type=int, help="rows of a tile, with --Bc; the plan's own without")
     parser.add_argument("--Bc", type=int, help="columns of a tile, with --Br")
+    parser.add_argument("--threads", type=int, help="of a block, with --Br and --Bc")
     parser.add_argument("--query-splits", type=int, default=1, help="fa1: thread blocks a head")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "float16"])
     args = vars(parser.parse_args())
     cases_file, kernels_file = args.pop("cases"), args.pop("kernels")
     if cases_file:

@@ -60,6 +60,8 @@ class Case:
     Br: int | None = None
     Bc: int | None = None
     query_splits: int = 1
+    dtype: str = "float32"
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         if (self.Br is None) != (self.Bc is None):
@@ -80,6 +82,8 @@ class Case:
             Br=None if tiles is None else tiles.Br,
             Bc=None if tiles is None else tiles.Bc,
             query_splits=query_splits,
+            dtype=problem.dtype,
+            threads=None if tiles is None else tiles.threads,
         )
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
+from fa_numba import device
 from fa_numba.problem import Problem
 
 try:
@@ -14,9 +17,18 @@ except ImportError:  # pragma: no cover
     torch = None
 
 EFFICIENT = "torch-efficient"
+FLASH = "torch-fa2"
+CUDNN = "torch-cudnn"
 UNFUSED = "torch-unfused"
 # torch's FlashAttention-2 and cuDNN kernels take half precision only.
 FLOAT32 = (EFFICIENT, UNFUSED)
+HALF = (FLASH, CUDNN, UNFUSED)
+# Series -> torch's name of the kernel family.
+_BACKENDS = {
+    EFFICIENT: "EFFICIENT_ATTENTION",
+    FLASH: "FLASH_ATTENTION",
+    CUDNN: "CUDNN_ATTENTION",
+}
 
 
 def available() -> bool:
@@ -42,10 +54,11 @@ def call(series: str, problem: Problem, q: Any, k: Any, v: Any) -> Callable[...,
     if causal and problem.diagonal:
         raise ValueError("torch's causal mask is aligned to the top left: lengths must be equal")
 
-    if series == EFFICIENT:
+    if series in _BACKENDS:
+        backend = getattr(SDPBackend, _BACKENDS[series])
 
         def run(out: Any = None) -> Any:
-            with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            with sdpa_kernel(backend):
                 return torch.nn.functional.scaled_dot_product_attention(
                     tq, tk, tv, is_causal=causal, scale=scale, enable_gqa=problem.group > 1
                 )
@@ -65,7 +78,7 @@ def call(series: str, problem: Problem, q: Any, k: Any, v: Any) -> Callable[...,
             return torch.matmul(torch.softmax(S, dim=-1), tv)
 
     else:
-        raise ValueError(f"series is {series!r}: allowed is {', '.join(FLOAT32)}")
+        raise ValueError(f"series is {series!r}: allowed is {', '.join((*_BACKENDS, UNFUSED))}")
     return run
 
 
@@ -87,9 +100,17 @@ def gradients(series: str, problem: Problem, pass_: str, *arrays: Any) -> Callab
     return run
 
 
-def tensors(arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """NumPy arrays as torch tensors on the GPU."""
-    return tuple(torch.as_tensor(x, device="cuda") for x in arrays)
+def on_device(arrays: Sequence[np.ndarray], dtype: str = "float32") -> tuple[Any, ...]:
+    """NumPy arrays on the GPU in `dtype`: torch's where it is, for its allocator makes gradients.
+
+    Raises RuntimeError for bfloat16 without torch: NumPy has no such dtype.
+    """
+    if available():
+        kind = getattr(torch, dtype)
+        return tuple(torch.as_tensor(x, device="cuda").to(kind) for x in arrays)
+    if dtype == "bfloat16":
+        raise RuntimeError("dtype is bfloat16: only torch has arrays of it, and it is not here")
+    return tuple(device.to_gpu(x.astype(dtype, copy=False)) for x in arrays)
 
 
 def peak_bytes(run: Callable[..., Any]) -> int:

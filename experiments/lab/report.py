@@ -15,6 +15,7 @@ from typing import Any
 from fa_numba import io_model
 from fa_numba.problem import Problem
 
+from . import peers, published, speeds, steps, timing
 from .algorithms import BACKWARD_LABELS, LABELS
 from .options import FIGURES, REPOSITORY
 from .provenance import when_and_where
@@ -24,7 +25,6 @@ PAGE = REPOSITORY / "paper_repro.md"
 # The GPU of the page's numbers: whatever else is recorded, the page stays as it is.
 MACHINE = "nvidia-h200"
 NO_RECORDING = "no recording yet"
-RATIO = "FA-2 / torch efficient"
 _BLOCK = re.compile(
     r"(?P<start><!-- table: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(?P<end><!-- end: (?P=name) -->)",
     re.DOTALL,
@@ -54,38 +54,42 @@ def _value(row: Row | None, shown: Callable[[float], str]) -> str:
 
 def speed(store: Store) -> str:
     """TFLOP/s of every series, and FA-2 over torch's memory-efficient kernel."""
-    rows, source = _gpu_rows(store, "speed")
-    found = {(r.head_dim, r.causal, r.seqlen_q, r.series): r for r in rows if r.metric == "speed"}
-    if not found:
-        return NO_RECORDING + "\n"
-    shown = (
-        "fa1-simt",
-        "fa1-simt-splits",
-        "fa2-simt",
-        "standard-simt",
-        "torch-efficient",
-        "torch-unfused",
-    )
-    lines = []
-    for d, causal, N in sorted({key[:3] for key in found}):
-        cells = {series: found.get((d, causal, N, series)) for series in shown}
-        lines.append([str(d), "yes" if causal else "no", str(N), *_speeds(cells)])
-    header = ["d", "causal", "N", *(LABELS[s] for s in shown), RATIO]
-    return f"TFLOP/s, forward, fp32. {source}\n\n" + _markdown(header, lines)
+    from experiments.speed import STUDY
 
-
-def _speeds(cells: dict[str, Row | None]) -> list[str]:
-    """TFLOP/s of the series, and what RATIO names."""
-    ours, peer = cells["fa2-simt"], cells["torch-efficient"]
-    ratio = f"{ours.value / peer.value:.2f}" if ours and peer and ours.value and peer.value else "-"
-    return [*(_value(cell, lambda v: f"{v:.1f}") for cell in cells.values()), ratio]
+    shown = ("fa1-simt", "fa1-simt-splits", "fa2-simt", "standard-simt", *STUDY.theirs)
+    return _speeds(store, STUDY, shown, LABELS, "TFLOP/s, forward, fp32.")
 
 
 def speed_backward(store: Store) -> str:
     """TFLOP/s of the backward pass, alone and with the forward one, as `speed` gives them."""
-    from experiments import speed_backward as experiment
+    from experiments.speed_backward import STUDY
 
-    rows, source = _gpu_rows(store, experiment.NAME)
+    return _speeds(store, STUDY, STUDY.series, BACKWARD_LABELS, "TFLOP/s, fp32.")
+
+
+def speed_fp16(store: Store) -> str:
+    """fp16 TFLOP/s of every pass and series, and FA-2 over torch's."""
+    from experiments.speed_fp16 import STUDY
+
+    return _speeds(store, STUDY, STUDY.series, LABELS, "TFLOP/s, fp16.")
+
+
+def speed_bf16(store: Store) -> str:
+    """bf16 TFLOP/s of FA-2 and torch's."""
+    from experiments.speed_bf16 import STUDY
+
+    return _speeds(store, STUDY, STUDY.series, LABELS, "TFLOP/s, forward + backward, bf16.")
+
+
+def _speeds(
+    store: Store,
+    study: Any,
+    shown: Sequence[str],
+    labels: Mapping[str, str],
+    text: str,
+) -> str:
+    """TFLOP/s of the series, and our FA-2 over torch's first kernel."""
+    rows, source = _gpu_rows(store, study.name)
     found = {
         (r.pass_, r.head_dim, r.causal, r.seqlen_q, r.series): r
         for r in rows
@@ -93,13 +97,135 @@ def speed_backward(store: Store) -> str:
     }
     if not found:
         return NO_RECORDING + "\n"
+    ours, peer = next(s for s in shown if s in ("fa2-simt", "fa2-mma")), study.theirs[0]
+    several = len(study.passes) > 1
     lines = []
     for pass_, d, causal, N in sorted({key[:4] for key in found}):
-        cells = {series: found.get((pass_, d, causal, N, series)) for series in experiment.ALL}
-        lines.append([pass_, str(d), "yes" if causal else "no", str(N), *_speeds(cells)])
-    names = [BACKWARD_LABELS[s] for s in experiment.ALL]
-    header = ["pass", "d", "causal", "N", *names, RATIO]
-    return f"TFLOP/s, fp32. {source}\n\n" + _markdown(header, lines)
+        cells = {series: found.get((pass_, d, causal, N, series)) for series in shown}
+        numbers = [_value(cell, lambda v: f"{v:.1f}") for cell in cells.values()]
+        pair = [cell.value if cell else None for cell in (cells[ours], cells[peer])]
+        ratio = f"{pair[0] / pair[1]:.2f}" if pair[0] and pair[1] else "-"
+        place = [str(d), "yes" if causal else "no", str(N)]
+        lines.append([*([pass_] if several else []), *place, *numbers, ratio])
+    header = ["d", "causal", "N", *(labels[s] for s in shown), f"FA-2 / {labels[peer]}"]
+    if several:
+        header.insert(0, "pass")
+    return f"{text} {source}\n\n" + _markdown(header, lines)
+
+
+def fa2_figures(store: Store) -> str:
+    """What the FA-2 paper's Figs. 4 to 7 say of the three algorithms, beside ours at each size."""
+    from experiments.speed_fp16 import STUDY
+
+    rows, source = _gpu_rows(store, STUDY.name)
+    speed = {
+        (r.pass_, r.head_dim, r.causal, r.seqlen_q, r.series): r.value
+        for r in rows
+        if r.metric == "speed" and r.value is not None
+    }
+    if not speed:
+        return NO_RECORDING + "\n"
+    lines = []
+    for item in STUDY.figures:
+        about = published.lookup(paper="fa2", item=item)[0]
+        gpu, pass_ = about["hardware"].split("-")[0], about["pass"]
+        for d, causal in sorted({key[1:3] for key in speed}):
+            theirs = speeds.published_speeds((item,), pass_, d, causal)
+            paper = [
+                theirs.get((name, gpu), {})
+                for name in ("FlashAttention-2", "FlashAttention", "PyTorch")
+            ]
+            here: list[dict[int, float]] = [{}, {}, {}]
+            for (*place, N, series), value in speed.items():
+                if place == [pass_, d, causal] and series in _KINDS:
+                    kind = here[_KINDS[series]]
+                    kind[N] = max(value, kind.get(N, 0.0))
+            both = sorted(set.intersection(*map(set, (*paper, *here))))
+            same = sum(_order(paper, N) == _order(here, N) for N in both)
+            lines.append(
+                [
+                    item,
+                    gpu,
+                    pass_,
+                    str(d),
+                    "yes" if causal else "no",
+                    *(_range(x[0], x[1]) for x in (paper, here)),
+                    *(_range(x[0], x[2]) for x in (paper, here)),
+                    _range(here[0], paper[0]),
+                    f"{same} of {len(both)}",
+                ]
+            )
+    header = [
+        *("figure", "GPU", "pass", "d", "causal"),
+        *("FA-2 / FA-1, published", "ours"),
+        *("FA-2 / standard, published", "ours"),
+        "our FA-2 / published FA-2",
+        "sizes with the published order",
+    ]
+    return (
+        "Ratios of TFLOP/s, the smallest and the largest over N; of our FA-1 the faster grid at "
+        f"each N. {source}\n\n" + _markdown(header, lines)
+    )
+
+
+# Series that stand for FA-2, FA-1 and standard attention in the paper's figures.
+_KINDS = {"fa2-mma": 0, "fa1-mma": 1, "fa1-mma-splits": 1, "standard-mma": 2}
+
+
+def _order(curves: Sequence[Mapping[int, float]], N: int) -> list[int]:
+    """The curves from the fastest at N to the slowest."""
+    return sorted(range(len(curves)), key=lambda n: -curves[n][N])
+
+
+def _range(over: Mapping[int, float], under: Mapping[int, float]) -> str:
+    """The smallest and the largest ratio at the sizes that both have."""
+    ratios = [over[N] / under[N] for N in over if N in under]
+    return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "-"
+
+
+def errors(store: Store) -> str:
+    """The largest error of each series in 16 bits, and how far it is beyond torch's FA-2."""
+    lines, sources = [], []
+    for study in _half_studies():
+        rows, source = _gpu_rows(store, study.name)
+        found = worst_errors(rows)
+        if found:
+            sources.append(source)
+        for (pass_, series), (largest, excess) in sorted(found.items()):
+            more = "-" if excess is None else f"{excess:.2f}"
+            name = LABELS[series]
+            lines.append([speeds.DTYPES[study.dtype], pass_, name, f"{largest:.2e}", more])
+    if not lines:
+        return NO_RECORDING + "\n"
+    header = ["dtype", "pass", "series", "largest error", "largest excess over torch FA-2"]
+    return (
+        "Relative to float64 of the same inputs, over all problems checked; the excess is in "
+        f"roundings of the result. {'; '.join(sources)}\n\n" + _markdown(header, lines)
+    )
+
+
+def _half_studies() -> list[Any]:
+    from experiments import speed_bf16, speed_fp16
+
+    return [speed_fp16.STUDY, speed_bf16.STUDY]
+
+
+def worst_errors(rows: Iterable[Row]) -> dict[tuple[str, str], tuple[float, float | None]]:
+    """(pass, series) -> the largest error, and the largest excess over torch's FA-2 at one problem
+    in roundings of the dtype; None where torch's was not measured."""
+    found: dict[tuple[str, str], dict[tuple, float]] = {}
+    roundings = {}
+    for row in rows:
+        if row.metric == "error" and row.value is not None:
+            place = (row.dtype, *_sizes(row), row.batch)
+            found.setdefault((row.pass_, row.series), {})[place] = row.value
+            roundings[place] = timing.ROUNDING[row.dtype]
+    worst: dict[tuple[str, str], tuple[float, float | None]] = {}
+    for (pass_, series), values in found.items():
+        theirs = found.get((pass_, peers.FLASH), {})
+        excess = [(values[at] - theirs[at]) / roundings[at] for at in values if at in theirs]
+        worst[pass_, series] = max(values.values()), max(excess) if excess else None
+    return worst
 
 
 def memory(store: Store) -> str:
@@ -223,9 +349,9 @@ def loop_cost(store: Store) -> str:
         "tiles": "tiles",
     }
     gain_lines, step_lines = [], []
-    for problem, mine in experiment.problems_of(rows).items():
+    for problem, mine in steps.problems_of(rows).items():
         sizes = [str(problem.head_dim), "yes" if problem.causal else "no", str(problem.seqlen_q)]
-        factors = experiment.factors(experiment.values(mine))
+        factors = experiment.factors(steps.values(mine))
         gain_lines.append(
             [*sizes, *("-" if factors[n] is None else f"{factors[n]:.2f}" for n in gains)]
         )
@@ -248,6 +374,71 @@ def loop_cost(store: Store) -> str:
         f"2048. {source}\n\n{_markdown([*sizes, *gains.values()], gain_lines)}\n"
         f"What was measured of each step:\n\n{_markdown(step_header, step_lines)}"
     )
+
+
+def loop_order(store: Store) -> str:
+    """Both orders' times and occupancy at the same tiles, and FA-1 over FA-2 of times and bytes."""
+    from experiments import loop_order as experiment
+
+    rows, source = _gpu_rows(store, experiment.NAME)
+    if not rows:
+        return NO_RECORDING + "\n"
+    ratio_names = {
+        "grid": "time, paper's grid",
+        "splits": "time, query splits",
+        "model": "bytes, model",
+        "l2": "L2 bytes",
+        "dram": "DRAM bytes",
+    }
+    lines = []
+    for problem, mine in steps.problems_of(rows).items():
+        found = {(r.series, r.source, r.metric): r for r in mine}
+        names = experiment.series_of(problem.dtype)
+        times = [found.get((name, "measured", "time")) for name in names]
+        warps = [found.get((name, "measured", "occupancy_elapsed")) for name in names]
+        ratios = experiment.ratios(mine)
+        lines.append(
+            [
+                speeds.DTYPES[problem.dtype],
+                str(problem.head_dim),
+                "yes" if problem.causal else "no",
+                str(problem.seqlen_q),
+                str(problem.batch * problem.heads_q),
+                *(_value(row, lambda v: f"{v:.3g}") for row in times),
+                *(_cell(ratios, name, ".2f") for name in ratio_names),
+                *(_value(row, lambda v: f"{v:.2f}") for row in warps),
+            ]
+        )
+    calls = ("FA-1", "FA-1, query splits", "FA-2")
+    header = ["dtype", "d", "causal", "N", "batch x heads", *(f"{name}, ms" for name in calls)]
+    header += [f"FA-1 / FA-2: {name}" for name in ratio_names.values()]
+    header += [f"{name}, occupancy" for name in calls]
+    return (
+        "Forward, FA-2 at FA-1's tiles; bytes are those with query splits over FA-2's; occupancy "
+        f"is over the whole call and all multiprocessors. {source}\n\n" + _markdown(header, lines)
+    )
+
+
+def host_cost(store: Store) -> str:
+    """The host's microseconds of each call."""
+    from experiments import host_cost as experiment
+
+    rows, source = _gpu_rows(store, experiment.NAME)
+    lines = [
+        [
+            experiment.label(row),
+            row.pass_,
+            *(str(n) for n in (row.seqlen_q, row.head_dim)),
+            "yes" if row.causal else "no",
+            _value(row, lambda ms: f"{1e3 * ms:.1f}"),
+            *("-" if ms is None else f"{1e3 * ms:.1f}" for ms in (row.p20, row.p80)),
+        ]
+        for row in experiment.shown(rows)
+    ]
+    if not lines:
+        return NO_RECORDING + "\n"
+    header = ["call", "pass", "N", "d", "causal", "median, us", "p20", "p80"]
+    return f"One head, arrays on the GPU. {source}\n\n" + _markdown(header, lines)
 
 
 def block_sparse(store: Store) -> str:
@@ -341,12 +532,18 @@ def _cell(points: Mapping[Any, float], key: Any, form: str) -> str:
 TABLES: dict[str, Callable[[Store], str]] = {
     "speed": speed,
     "speed_backward": speed_backward,
+    "speed_fp16": speed_fp16,
+    "speed_bf16": speed_bf16,
+    "fa2_figures": fa2_figures,
+    "errors": errors,
     "memory": memory,
     "block_size": block_size,
     "block_sparse": block_sparse,
     "char_model": char_model,
+    "host_cost": host_cost,
     "io_vs_seqlen": io_vs_seqlen,
     "loop_cost": loop_cost,
+    "loop_order": loop_order,
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -16,7 +16,7 @@ from rich.table import Table
 import experiments
 from fa_numba import device
 
-from . import peers, provenance
+from . import peers, provenance, tune
 from .options import FIGURES, Bench, Options
 from .store import EMULATOR, MODEL, Outcome, Recorder, Row, Store
 
@@ -69,6 +69,18 @@ class Runner:
             return
         self.console.print(f"[bold]{name}[/]: {module.TITLE}")
         swept = getattr(module, "SWEPT", ())
+        complete = self.options.complete
+        self._record(name, swept, lambda bench: module.measure(self.options, bench), complete)
+
+    def _record(
+        self,
+        name: str,
+        swept: Sequence[str],
+        measure: Callable[[Bench], Iterable[Row]],
+        complete: bool,
+    ) -> None:
+        """Store the rows as they come; what goes wrong stands in the report."""
+        report = self.reports.setdefault(name, Report())
         recorder = Recorder(self.store, name, self._provenance.for_machine, swept)
         report.outcomes = recorder.outcomes
         with Progress(
@@ -84,16 +96,36 @@ class Runner:
                 progress=lambda items, label: progress.track(items, description=label),
                 say=progress.console.print,
             )
-            complete = False
+            done = False
             try:
-                for row in module.measure(self.options, bench):
+                for row in measure(bench):
                     recorder.add(row)
-                complete = self.options.complete
+                done = True
             except Exception as error:
                 report.error = f"{type(error).__name__}: {error}"
                 progress.console.print_exception()
             finally:
-                recorder.finish(complete=complete)
+                recorder.finish(complete=complete and done)
+
+    def tune(self, head_dims: Sequence[int], jobs: int | None) -> int:
+        """Sweep block sizes on this machine's GPU and store the fastest; an exit status."""
+        if self.machine is None or self.gpu is None:
+            self.console.print("[red]tune needs a CUDA GPU, and this machine has none[/]")
+            return 1
+        wanted = tune.candidates(head_dims)
+        self.console.print(f"[bold]{tune.NAME}[/]: {len(wanted)} candidates")
+        self._record(
+            tune.NAME, tune.SWEPT, lambda bench: tune.measure(wanted, bench, jobs), complete=False
+        )
+        rows = self.store.read(tune.NAME, self.machine)
+        swept = {candidate.head_dim for candidate in wanted}
+        found = tune.best([row for row in rows if row.head_dim in swept])
+        for (name, pass_, d), (tiles, speed) in sorted(found.items()):
+            text = f"Br={tiles.Br}, Bc={tiles.Bc}, {tiles.threads} threads: {speed:.0f} TFLOP/s"
+            self.console.print(f"  {name} {pass_} d={d}: {text}")
+        changed = tune.update(found, self.gpu["compute_capability"])
+        self.console.print(f"  {tune.TABLE.name}: {'changed' if changed else 'same as before'}")
+        return 1 if self.reports[tune.NAME].error else 0
 
     def draw(self, name: str) -> bool:
         """Draw one figure from stored files alone; False when there is nothing to draw."""

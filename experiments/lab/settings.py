@@ -14,7 +14,9 @@ HEAD_DIMS = (64, 128)
 SEED = 20220527
 
 
-def fa2_setting(seqlen: int, head_dim: int, causal: bool = False) -> Problem:
+def fa2_setting(
+    seqlen: int, head_dim: int, causal: bool = False, dtype: str = "float32"
+) -> Problem:
     """Batch and heads as FA-2 sets them; at least one of each for sizes beyond its grid."""
     heads = max(1, HIDDEN // head_dim)
     return Problem(
@@ -24,36 +26,52 @@ def fa2_setting(seqlen: int, head_dim: int, causal: bool = False) -> Problem:
         seqlen_q=seqlen,
         seqlen_k=seqlen,
         head_dim=head_dim,
+        dtype=dtype,
         causal=causal,
     )
 
 
-def one_head(seqlen: int, head_dim: int, causal: bool = False) -> Problem:
+def one_head(seqlen: int, head_dim: int, causal: bool = False, dtype: str = "float32") -> Problem:
     """One batch entry, one head."""
-    return Problem(1, 1, 1, seqlen, seqlen, head_dim, causal=causal)
+    return Problem(1, 1, 1, seqlen, seqlen, head_dim, dtype=dtype, causal=causal)
+
+
+def held(x: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 numbers near those of `x` that `dtype` holds exactly."""
+    if dtype == "float16":
+        return x.astype(np.float16).astype(np.float32)
+    if dtype == "bfloat16":  # the upper half of a float32
+        return (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    return x
 
 
 class Inputs:
     """Standard normal q, k and v: the first numbers of three streams, drawn once.
 
-    With `gradient` dout too, of a fourth stream.
+    float32 arrays of numbers that the problem's dtype holds. With `gradient` dout too, of a fourth
+    stream.
     """
 
     def __init__(self, *, gradient: bool = False) -> None:
-        self._drawn: tuple[np.ndarray, ...] = ()
+        self._drawn: dict[str, tuple[np.ndarray, ...]] = {}
         self._streams = 4 if gradient else 3
 
     def __call__(self, problem: Problem) -> tuple[np.ndarray, ...]:
         shapes = (problem.q_shape, problem.k_shape, problem.k_shape, problem.q_shape)
         shapes = shapes[: self._streams]
         sizes = [int(np.prod(shape)) for shape in shapes]
-        if not self._drawn or self._drawn[0].size < max(sizes):
+        drawn = self._drawn.get(problem.dtype, ())
+        if not drawn or drawn[0].size < max(sizes):
             streams = np.random.SeedSequence(SEED).spawn(self._streams)
-            self._drawn = tuple(
-                np.random.default_rng(stream).standard_normal(max(sizes), dtype=np.float32)
+            drawn = tuple(
+                held(
+                    np.random.default_rng(stream).standard_normal(max(sizes), dtype=np.float32),
+                    problem.dtype,
+                )
                 for stream in streams
             )
+            self._drawn[problem.dtype] = drawn
         return tuple(
-            drawn[:size].reshape(shape)
-            for drawn, size, shape in zip(self._drawn, sizes, shapes, strict=True)
+            stream[:size].reshape(shape)
+            for stream, size, shape in zip(drawn, sizes, shapes, strict=True)
         )

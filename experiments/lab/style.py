@@ -22,6 +22,8 @@ COLOURS = {
     "fa2-simt-fa1-tiles": "#66C5AB",
     "fa2-simt-deterministic": "#66C5AB",
     "torch-efficient": "#000000",
+    "torch-fa2": "#000000",
+    "torch-cudnn": "#E69F00",
     "torch-unfused": "#8C8C8C",
     "published": "#CC79A7",
 }
@@ -32,8 +34,13 @@ MARKERS = {
     "fa2-simt": "^",
     "fa2-simt-deterministic": ">",
     "torch-efficient": "v",
+    "torch-fa2": "v",
+    "torch-cudnn": "X",
     "torch-unfused": "P",
 }
+# The same algorithm on tensor cores looks the same.
+for _looks in (COLOURS, MARKERS):
+    _looks |= {name.replace("-simt", "-mma"): look for name, look in _looks.items()}
 WIDTH = 10.0  # inches; a README shows it about 800 pixels wide
 RC: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
@@ -89,6 +96,12 @@ def sizes(ax: Any, values: Sequence[int], name: str) -> None:
 def short(value: float) -> str:
     """1024 as 1k, 65536 as 64k; anything else as it is."""
     return f"{value / 1024:g}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
+
+
+def plain_ticks(axis: Any) -> None:
+    """Ticks of a log axis as plain numbers: 0.5, 1, 2."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def byte_axis(axis: Any) -> None:

@@ -20,9 +20,11 @@ from fa_numba.problem import Problem
 from .store import Row
 
 REPEATS = 20
+# Allowed beside the error of the unfused computation: a rounding of the result.
+ROUNDING = {"float32": 2.0**-23, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 # For kernels that are not ours: that they computed the same function. A forgotten scale or mask,
-# or TF32, is further off; another order of summation is not.
-PEER_BOUND = 1e-4
+# or TF32 in float32, is further off; another order of summation, or 16-bit scores, is not.
+PEER_BOUND = {"float32": 1e-4, "float16": 2.0**-8, "bfloat16": 2.0**-5}
 # The longest problem whose gradients are computed in float64 here.
 CHECKED_SEQLEN = 2048
 # Of calls with gradients, which take long: about so much time, and no fewer calls.
@@ -34,19 +36,22 @@ PROTOCOL = {
     "l2": "flushed before every call by overwriting at least 1 GiB, behind which the host cost of "
     "the launch hides too",
     "statistic": "median; p20 and p80 beside it",
-    "check": "error against float64 at most twice that of unfused float32, on blocks of rows of "
-    "the first and the last head",
-    "check of torch": f"the same rows; error at most {PEER_BOUND:g}, that the same function was "
-    "computed: how it rounds is not ours to certify",
+    "check": "error against float64 of the same inputs at most twice that of the unfused "
+    "computation in the same dtype and a rounding, on blocks of rows of two heads",
+    "check of torch": "the same rows; error at most "
+    + ", ".join(f"{bound:.2g} in {dtype}" for dtype, bound in PEER_BOUND.items())
+    + ", that the same function was computed: how it rounds is not ours to certify",
     "gradients": f"repeats cut to {SECONDS:g} s of calls, {FEWEST} at least; dq, dk and dv are "
     "allocated in the call, by torch's caching allocator where torch is installed; fwd+bwd is one "
     "forward with the logsumexp and one backward in one timed call",
     "check of gradients": "dq, dk and dv of the whole last head, each at most twice the error of "
-    "unfused float32 and a rounding off float64; beyond N="
+    "the unfused computation in the same dtype and a rounding off float64; beyond N="
     f"{CHECKED_SEQLEN} the same call is checked once at N={CHECKED_SEQLEN} of the same head "
     "dimension and mask instead, and no error is given",
     "block_sparse": "the whole last head of O, or of dq, dk and dv, checked in the same way at "
     "N=1024 at most, with the same share of blocks; gradients and repeats as above",
+    "host_cost": "host clock around each of 1000 calls, outputs allocated in it, the GPU waited "
+    "for every 100 calls outside of it; torch's backward is its autograd engine's",
     "char_model": "nothing is timed: losses of training in fp32 without TF32",
 }
 
@@ -71,15 +76,20 @@ def to_host(array: Any) -> np.ndarray:
     if hasattr(array, "copy_to_host"):
         return array.copy_to_host()
     if hasattr(array, "cpu"):
-        return array.detach().cpu().numpy()
+        return array.detach().float().cpu().numpy()
     return np.asarray(array)
+
+
+def _rounds(problem: Problem) -> dict[str, Any]:
+    """How the unfused computation of the problem's dtype rounds: sums are float32 in any."""
+    return {"matrix_dtype": None if problem.dtype == "float32" else problem.dtype}
 
 
 class Gate:
     """Checks results for one problem: 3 blocks of 32 rows in each of two heads.
 
-    `gate(out)` holds our kernels to `bound`, `gate.peer(out)` others to PEER_BOUND; both give the
-    relative error and raise WrongResult when it is beyond the bound.
+    `gate(out)` holds our kernels to `bound`, `gate.peer(out)` others to its `peer_bound`; both give
+    the relative error and raise WrongResult when it is beyond the bound.
 
     A block of rows [a, b) of a causal problem is itself bottom-right aligned once the columns that
     row b - 1 does not see are cut off.
@@ -107,17 +117,18 @@ class Gate:
                 options = {"scale": problem.scale, "causal": problem.causal}
                 self._places.append((b, h, slice(first, first + rows)))
                 self._expected.append(reference.attention(*block, **options).ravel())
-                unfused.append(np.ravel(reference.unfused(*block, dtype=np.float32, **options)))
+                near = reference.unfused(*block, **_rounds(problem), **options)
+                unfused.append(np.ravel(near))
         self._reference = np.concatenate(self._expected)
         of_unfused = reference.relative_error(np.concatenate(unfused), self._reference)
-        # One rounding of the result on top: a unit in the last place of float32.
-        self.bound = 2 * of_unfused + float(np.finfo(np.float32).eps)
+        self.bound = 2 * of_unfused + ROUNDING[problem.dtype]
+        self.peer_bound = PEER_BOUND[problem.dtype]
 
     def __call__(self, out: Any) -> float:
         return self._check(out, self.bound)
 
     def peer(self, out: Any) -> float:
-        return self._check(out, PEER_BOUND)
+        return self._check(out, self.peer_bound)
 
     def _check(self, out: Any, bound: float) -> float:
         blocks = [to_host(out[place]).ravel() for place in self._places]
@@ -141,18 +152,19 @@ class GradientGate:
         q, k, v, dout = (x[b : b + 1, h : h + 1] for x in arrays)
         options = {"scale": problem.scale, "causal": problem.causal}
         exact = reference.attention_backward(dout, q, k, v, **options)
-        unfused = reference.unfused_backward(dout, q, k, v, dtype=np.float32, **options)
+        unfused = reference.unfused_backward(dout, q, k, v, **_rounds(problem), **options)
         self._expected = [x[0, 0] for x in exact]
         self.bounds = [
-            2 * reference.relative_error(*pair) + float(np.finfo(np.float32).eps)
+            2 * reference.relative_error(*pair) + ROUNDING[problem.dtype]
             for pair in zip(unfused, exact, strict=True)
         ]
+        self.peer_bounds = [PEER_BOUND[problem.dtype]] * 3
 
     def __call__(self, gradients: Any) -> float:
         return self._check(gradients, self.bounds)
 
     def peer(self, gradients: Any) -> float:
-        return self._check(gradients, [PEER_BOUND] * 3)
+        return self._check(gradients, self.peer_bounds)
 
     def _check(self, gradients: Any, bounds: list[float]) -> float:
         errors = []

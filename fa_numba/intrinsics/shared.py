@@ -75,7 +75,7 @@ def _shared_tile(offset, length):
 def shared_tile(typingctx, offset, length):
     """A 1-D float32 array of ``length`` elements at element ``offset`` of dynamic shared memory.
 
-    ``length`` is a compile-time constant, ``offset`` a multiple of 4 so that 16-byte accesses align.
+    ``length`` is a compile-time constant, ``offset`` a multiple of 4: 16-byte accesses align.
     """
     return _tile(types.float32, F32, offset, length)
 

@@ -2,9 +2,9 @@
 
 One thread block takes one (batch, K/V head): both loops run inside it. P is recomputed from the
 saved statistics, D in every pass, and dQ passes through global memory in every pass over K/V: in
-float32 (``A``) until a row tile's last pass rounds it to dQ. L = m + log l stands for l and m, as in
-the released code. With query splits several blocks share a head, each with its own rows of Q, and
-sum dK and dV in float32 by atomic adds, in no fixed order; a kernel of its own rounds them.
+float32 (``A``) until a row tile's last pass rounds it to dQ. L = m + log l stands for l and m, as
+in the released code. With query splits several blocks share a head, each with its own rows of Q,
+and sum dK and dV in float32 by atomic adds, in no fixed order; a kernel of its own rounds them.
 
 Shared memory, 16-bit elements:  2 (3 Br + Bc) (d + 8) + U Bc (Br + 8) + 8 Br, U = 1 up to d = 64,
     else 2; in bytes at the default tiles:
@@ -98,12 +98,8 @@ def make_backward(spec):
     @device_function
     def row_tile(stage):
         at, at_L = uint32(AT_Q + stage * (3 * NQ)), uint32(AT_L + stage * Br)
-        sQ, sdO, sO = (
-            half_tile(at, NQ),
-            half_tile(uint32(at + NQ), NQ),
-            half_tile(uint32(at + 2 * NQ), NQ),
-        )
-        return sQ, sdO, sO, shared_tile(at_L, Br)
+        sQ, sdO = half_tile(at, NQ), half_tile(uint32(at + NQ), NQ)
+        return sQ, sdO, half_tile(uint32(at + 2 * NQ), NQ), shared_tile(at_L, Br)
 
     @device_function
     def load_rows(stage, Qh, dOh, Oh, Lh, i0, Nq):

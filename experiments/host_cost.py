@@ -1,0 +1,164 @@
+"""What a call costs the host before the GPU has anything to do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from fa_numba import device
+from fa_numba.problem import Problem
+
+from .lab import peers
+from .lab.algorithms import BACKWARD_LABELS, LABELS, call, gradients, row_fields
+from .lab.options import Bench, Options
+from .lab.settings import Inputs, one_head
+from .lab.speeds import DTYPES, PASSES
+from .lab.store import Row
+from .lab.timing import Gate, GradientGate, attempt
+
+NAME = "host_cost"
+TITLE = "microseconds of the host for each call"
+DESCRIPTION = (
+    "Host time of one call on arrays that lie on the GPU, one head of N=128, d=64, many calls "
+    "without waiting for the GPU: both loop orders, forward and backward, fp32 and fp16, and "
+    "torch's scaled_dot_product_attention where torch is installed."
+)
+NEEDS_GPU = True
+
+SEQLEN, HEAD_DIM = 128, 64
+# Calls between two waits for the GPU, which keep its queue of launches short, and rounds of them.
+CALLS, ROUNDS, QUICK_ROUNDS = 100, 10, 2
+WARMUP = 20
+SERIES = {
+    "float32": ("fa1-simt", "fa2-simt", peers.EFFICIENT),
+    "float16": ("fa1-mma", "fa2-mma", peers.FLASH),
+}
+
+
+def measure(options: Options, bench: Bench) -> Iterator[Row]:
+    """The host's time of each call, its result checked first."""
+    assert bench.machine is not None
+    if not peers.available():
+        bench.say("  no torch with CUDA here: its calls are not measured")
+    cases = [
+        (one_head(N, d, mask, dtype), pass_, series)
+        for N in options.seqlens or (SEQLEN,)
+        for d in options.head_dims or (HEAD_DIM,)
+        for mask in options.causal or (False,)
+        for dtype in SERIES
+        for pass_ in ("fwd", "bwd")
+        for series in SERIES[dtype]
+        if peers.available() or not _theirs(series)
+    ]
+    inputs = Inputs(gradient=True)
+    rounds = QUICK_ROUNDS if options.quick else ROUNDS
+    for problem, pass_, series in bench.track(cases, "timing"):
+        yield _row(problem, pass_, series, inputs, rounds, bench.machine)
+
+
+def _theirs(series: str) -> bool:
+    return series.startswith("torch")
+
+
+def _row(
+    problem: Problem, pass_: str, series: str, inputs: Inputs, rounds: int, machine: str
+) -> Row:
+    def work() -> np.ndarray:
+        host = inputs(problem)
+        gate = Gate(problem, *host[:3]) if pass_ == "fwd" else GradientGate(problem, *host)
+        run = _call(problem, pass_, series, peers.on_device(host, problem.dtype))
+        (gate.peer if _theirs(series) else gate)(run())
+        return host_ms(run, rounds)
+
+    samples, failure = attempt(work)
+    numbers: dict[str, Any] = {"value": None, "note": failure}
+    if samples is not None:
+        p20, median, p80 = (float(x) for x in np.percentile(samples, [20, 50, 80]))
+        numbers |= {"value": median, "p20": p20, "p80": p80, "n": len(samples)}
+    return Row(
+        machine=machine,
+        experiment=NAME,
+        series=series,
+        source="measured",
+        pass_=pass_,
+        metric="time",
+        unit="ms",
+        **row_fields(problem),
+        **numbers,
+    )
+
+
+def _call(problem: Problem, pass_: str, series: str, arrays: Sequence[Any]) -> Callable[..., Any]:
+    theirs = _theirs(series)
+    if pass_ == "fwd":
+        return (peers.call if theirs else call)(series, problem, *arrays[:3])
+    return (peers.gradients if theirs else gradients)(series, problem, pass_, *arrays)
+
+
+def host_ms(run: Callable[[], Any], rounds: int) -> np.ndarray:
+    """Milliseconds that each of rounds x CALLS calls takes to return."""
+    for _ in range(WARMUP):
+        run()
+    samples = []
+    for _ in range(rounds):
+        device.synchronize()
+        for _ in range(CALLS):
+            start = time.perf_counter_ns()
+            run()
+            samples.append((time.perf_counter_ns() - start) / 1e6)
+    device.synchronize()
+    return np.array(samples)
+
+
+def label(row: Row) -> str:
+    """What figures and tables call a row."""
+    names = LABELS if row.pass_ == "fwd" else BACKWARD_LABELS
+    return f"{names[row.series]}, {DTYPES[row.dtype]}"
+
+
+def shown(rows: Sequence[Row]) -> list[Row]:
+    """The rows in the order of SERIES, forward before backward, smaller problems first."""
+    order = [
+        (pass_, dtype, s) for pass_ in ("fwd", "bwd") for dtype in SERIES for s in SERIES[dtype]
+    ]
+    found = [row for row in rows if (row.pass_, row.dtype, row.series) in order]
+    return sorted(
+        found,
+        key=lambda r: (
+            *(r.seqlen_q, r.head_dim, r.causal),
+            order.index((r.pass_, r.dtype, r.series)),
+        ),
+    )
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """Bars of microseconds, a panel a problem and pass."""
+    from .lab import style
+
+    panels: dict[tuple, list[Row]] = {}
+    for row in shown(rows):
+        panels.setdefault((row.seqlen_q, row.head_dim, row.causal, row.pass_), []).append(row)
+    if not panels:
+        return None
+    figure, axes = style.new(len(panels), 1, 0.4 + 2.5 * len(panels), sharex=True)
+    for ((N, d, causal, pass_), mine), ax in zip(panels.items(), axes[:, 0], strict=True):
+        for at, row in enumerate(mine):
+            if row.value is None:
+                ax.text(0, at, " failed", va="center", fontsize=9.5)
+                continue
+            value = 1e3 * row.value
+            ax.barh(at, value, height=0.6, color=style.COLOURS[row.series])
+            if row.p20 is not None and row.p80 is not None:
+                ax.plot([1e3 * row.p20, 1e3 * row.p80], [at, at], color="#555555", lw=1.2)
+            ax.text(1e3 * (row.p80 or row.value), at, f" {value:.3g}", va="center")
+        ax.set_yticks(range(len(mine)), [label(row) for row in mine])
+        ax.set_ylim(len(mine) - 0.4, -0.6)
+        ax.set_xlim(left=0)
+        ax.grid(False, axis="y")
+        mask = ", causal" if causal else ""
+        ax.set_title(f"{PASSES[pass_]}, one head, N={N}, d={d}{mask}")
+    axes[-1, 0].set_xlabel("microseconds of the host a call")
+    return figure

@@ -1,0 +1,233 @@
+"""Block sizes of the tensor-core kernels: a sweep on this GPU, and the table that plans read.
+
+`figures/data/tune/<machine>.csv` has every time, `fa_numba/tuned.csv` the fastest block sizes of
+each compute capability, algorithm, pass and head dimension.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import itertools
+import math
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import fa_numba
+from fa_numba import reference
+from fa_numba.problem import Problem
+from fa_numba.tuned import COLUMNS, TABLE
+
+from . import peers
+from .algorithms import algorithm, plan, row_fields, unit
+from .options import Bench
+from .settings import Inputs, fa2_setting, one_head
+from .store import Row, write_if_changed
+from .timing import Gate, GradientGate, Timing, attempt, time_call, timing_rows
+
+NAME = "tune"
+# A row's threads stand in its note.
+SWEPT = ("Br", "Bc", "note")
+DTYPE, SEQLEN, CHECKED_SEQLEN = "float16", 4096, 512
+HEAD_DIMS = (64, 128, 32, 96, 192, 256)
+SERIES = ("fa1-mma", "fa2-mma")
+# Of each pass: rows of Q, rows of K and V. Smaller ones lose everywhere.
+BLOCKS = {"fwd": ((64, 128, 256), (32, 64, 128, 256)), "bwd": ((32, 64, 128), (32, 64, 128, 256))}
+THREADS = (64, 128, 256, 512)
+# Of timing for each candidate: 20 calls where they take less.
+SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One call to be timed."""
+
+    series: str
+    pass_: str
+    head_dim: int
+    causal: bool
+    tiles: fa_numba.Tiles
+
+    @property
+    def problem(self) -> Problem:
+        return fa2_setting(SEQLEN, self.head_dim, self.causal, DTYPE)
+
+
+def candidates(head_dims: Sequence[int] = HEAD_DIMS) -> list[Candidate]:
+    """What can be planned on this device, neighbours with equal inputs.
+
+    Head dimensions are rounded up to whole fragments: those in between run the same kernels.
+    """
+    found = []
+    head_dims = tuple(dict.fromkeys(-(-d // 16) * 16 for d in head_dims))
+    for d, causal, series, pass_ in itertools.product(head_dims, (False, True), SERIES, BLOCKS):
+        for Br, Bc, threads in itertools.product(*BLOCKS[pass_], THREADS):
+            candidate = Candidate(series, pass_, d, causal, fa_numba.Tiles(Br, Bc, threads))
+            with contextlib.suppress(ValueError):
+                plan(series, candidate.problem, passes=pass_, tiles=candidate.tiles)
+                found.append(candidate)
+    return found
+
+
+# --- measuring, in several processes: they compile side by side and time one at a time -----------
+
+_turn: Any = contextlib.nullcontext()
+
+
+def _start(lock: Any) -> None:
+    global _turn
+    _turn = lock
+
+
+def _time(candidate: Candidate) -> tuple[Timing | None, str]:
+    """The candidate's times, its result checked at a smaller size; or why there are none."""
+
+    def work() -> Timing:
+        small = one_head(CHECKED_SEQLEN, candidate.head_dim, candidate.causal, DTYPE)
+        host, out, lse = _small(small)
+        run = _call(candidate, (*_on_device(*host, out), *peers.on_device((lse,))))
+        error = _gate(small, candidate.pass_)(run())
+        with _turn:
+            run = _call(candidate, _large(candidate.head_dim))
+            return time_call(run, lambda result: error, seconds=SECONDS)
+
+    return attempt(work)
+
+
+def _on_device(*arrays: np.ndarray) -> tuple[Any, ...]:
+    return peers.on_device(arrays, DTYPE)
+
+
+def _call(candidate: Candidate, arrays: Sequence[Any]) -> Callable[..., Any]:
+    """A function that runs the candidate once; it takes `out=`."""
+    q, k, v, dout, O, lse = arrays
+    options = {"algorithm": algorithm(candidate.series), "unit": unit(candidate.series)}
+    options |= {"causal": candidate.causal, "tiles": candidate.tiles}
+
+    def forward(out: Any = None) -> Any:
+        return fa_numba.attention(q, k, v, out=out, **options)
+
+    def backward(out: Any = None) -> Any:
+        return fa_numba.attention_backward(dout, q, k, v, O, lse, **options)
+
+    return forward if candidate.pass_ == "fwd" else backward
+
+
+@cache
+def _inputs() -> Inputs:
+    return Inputs(gradient=True)
+
+
+@lru_cache(maxsize=4)
+def _small(problem: Problem) -> tuple[tuple[np.ndarray, ...], np.ndarray, np.ndarray]:
+    """q, k, v and dout; O; L."""
+    host = _inputs()(problem)
+    out, lse = reference.attention(*host[:3], causal=problem.causal, return_lse=True)
+    return host, out.astype(np.float32), lse.astype(np.float32)
+
+
+@lru_cache(maxsize=4)
+def _gate(problem: Problem, pass_: str) -> Gate | GradientGate:
+    host = _inputs()(problem)
+    return Gate(problem, *host[:3]) if pass_ == "fwd" else GradientGate(problem, *host)
+
+
+@lru_cache(maxsize=1)
+def _large(head_dim: int) -> tuple[Any, ...]:
+    """q, k, v, dout, O and L as large as they are; O and L are made up, times depend on none."""
+    problem = fa2_setting(SEQLEN, head_dim, False, DTYPE)
+    host = _inputs()(problem)
+    lse = np.full(problem.lse_shape, math.log(SEQLEN), np.float32)
+    return (*_on_device(*host), *_on_device(host[0]), *peers.on_device((lse,)))
+
+
+def measure(wanted: Sequence[Candidate], bench: Bench, jobs: int | None = None) -> Iterator[Row]:
+    """Rows of every candidate, from `jobs` processes: as many as there are cores, 12 at most."""
+    jobs = min(12, os.cpu_count() or 1) if jobs is None else jobs
+    if jobs == 1:
+        for candidate in bench.track(wanted, "timing"):
+            yield from _rows(candidate, *_time(candidate), bench.machine)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, _start, (context.Lock(),)) as pool:
+        pairs = [(candidate, pool.submit(_time, candidate)) for candidate in wanted]
+        for candidate, future in bench.track(pairs, f"timing, {jobs} processes"):
+            yield from _rows(candidate, *future.result(), bench.machine)
+
+
+def _rows(
+    candidate: Candidate, timing: Timing | None, failure: str, machine: str | None
+) -> Iterator[Row]:
+    tiles, problem = candidate.tiles, candidate.problem
+    note = f"threads={tiles.threads}"
+    common = {
+        "machine": machine,
+        "experiment": NAME,
+        "series": candidate.series,
+        "source": "measured",
+        "pass_": candidate.pass_,
+        "note": f"{note}; {failure}" if failure else note,
+        **row_fields(problem),
+        "Br": tiles.Br,
+        "Bc": tiles.Bc,
+    }
+    if timing is None:
+        yield Row(metric="speed", unit="TFLOP/s", value=None, **common)
+    else:
+        yield from timing_rows(timing, problem, **common)
+
+
+# --- the table ---------------------------------------------------------------------------------
+
+Key = tuple[str, str, int]  # algorithm, pass, head dimension
+
+
+def best(rows: Iterable[Row]) -> dict[Key, tuple[fa_numba.Tiles, float]]:
+    """The fastest tiles over both masks, and their speed there: geometric mean, TFLOP/s.
+
+    Tiles that failed with one mask are out.
+    """
+    speeds: dict[Key, dict[fa_numba.Tiles, dict[bool, float]]] = {}
+    for row in rows:
+        if row.metric != "speed" or row.value is None:
+            continue
+        threads = int(row.place.removeprefix("threads="))
+        tiles = fa_numba.Tiles(row.Br, row.Bc, threads)
+        key = (algorithm(row.series), row.pass_, row.head_dim)
+        speeds.setdefault(key, {}).setdefault(tiles, {})[row.causal] = row.value
+    found = {}
+    for key, of_tiles in speeds.items():
+        means = {
+            tiles: math.sqrt(math.prod(values.values()))
+            for tiles, values in of_tiles.items()
+            if len(values) == 2
+        }
+        if means:
+            fastest = max(means, key=lambda tiles: means[tiles])
+            found[key] = fastest, means[fastest]
+    return found
+
+
+def update(
+    found: dict[Key, tuple[fa_numba.Tiles, float]], capability: str, path: Path = TABLE
+) -> bool:
+    """Put what was found into the table; gives whether it changed. Other lines stay."""
+    with open(path, newline="") as file:
+        lines = {tuple(line[:4]): line for line in list(csv.reader(file))[1:]}
+    for (name, pass_, head_dim), (tiles, _) in found.items():
+        line = [capability, name, pass_, str(head_dim)]
+        lines[tuple(line)] = [*line, str(tiles.Br), str(tiles.Bc), str(tiles.threads)]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    writer.writerows(sorted(lines.values(), key=lambda line: (*line[:3], int(line[3]))))
+    return write_if_changed(path, text.getvalue())

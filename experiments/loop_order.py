@@ -1,0 +1,197 @@
+"""Both loop orders at equal unit, dtype, tiles and work: time and accesses, FA-1 over FA-2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from fa_numba.problem import Problem
+
+from .lab import steps
+from .lab.algorithms import plan, query_splits
+from .lab.options import Bench, Options
+from .lab.settings import HEAD_DIMS, SEQLENS, fa2_setting
+from .lab.store import Row
+from .lab.timing import SECONDS
+
+NAME = "loop_order"
+TITLE = "both loop orders at equal unit, dtype, tiles and work"
+DESCRIPTION = (
+    "FA-1's loop order, with the paper's grid and with query splits, over FA-2's at the same "
+    "tiles: time, accesses, L2 and DRAM bytes and occupancy, forward, fp32 on CUDA cores and fp16 "
+    "on tensor cores, over N in FA-2's setting, and over batch x heads at one N."
+)
+NEEDS_GPU = True
+
+UNITS = {"simt": "float32", "mma": "float16"}
+UNIT_NAMES = {"float32": "fp32, CUDA cores", "float16": "fp16, tensor cores"}
+# Batch x heads at one length: from one head to as many as fill a large GPU.
+HEADS_SEQLEN, QUICK_SEQLEN = 4096, 512
+HEADS = (1, 4, 16, 32, 64, 128)
+# Where the counters are read: the smallest of these runs long enough to be worth it.
+COUNTED_SEQLENS = (1024, 4096, 16384)
+PROFILED = {
+    # warps on a multiprocessor over as many as it can have, while it has any
+    "occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",
+    # the same over the whole time: multiprocessors without a block count
+    "occupancy_elapsed": "sm__warps_active.avg.pct_of_peak_sustained_elapsed",
+}
+
+
+def series_of(dtype: str) -> tuple[str, str, str]:
+    """FA-1 with the paper's grid, FA-1 with query splits, FA-2 at FA-1's tiles."""
+    unit = next(unit for unit, name in UNITS.items() if name == dtype)
+    return f"fa1-{unit}", f"fa1-{unit}-splits", f"fa2-{unit}-fa1-tiles"
+
+
+def configurations(problem: Problem, multiprocessors: int) -> list[steps.Configuration]:
+    """The three calls; FA-2 takes the tiles and threads that FA-1 plans."""
+    k_outer, _, q_outer = series_of(problem.dtype)
+    splits = query_splits(problem, multiprocessors, k_outer)
+    tiles = plan(k_outer, problem).tiles
+    return [
+        steps.Configuration(k_outer),
+        steps.splits_of(k_outer, splits),
+        steps.Configuration(q_outer, {"tiles": tiles}),
+    ]
+
+
+def many_heads(heads: int, head_dim: int, dtype: str, seqlen: int = HEADS_SEQLEN) -> Problem:
+    """One batch entry: to a kernel batch x heads is one number."""
+    return Problem(1, heads, heads, seqlen, seqlen, head_dim, dtype=dtype)
+
+
+def measure(options: Options, bench: Bench) -> Iterator[Row]:
+    """Times, checked first, then the hardware counters."""
+    assert bench.machine is not None and bench.describe is not None
+    lengths = options.seqlens or (SEQLENS[:2] if options.quick else SEQLENS)
+    head_dims = options.head_dims or (HEAD_DIMS[:1] if options.quick else HEAD_DIMS)
+    masks = options.causal or ((False,) if options.quick else (False, True))
+    problems = [
+        fa2_setting(N, d, mask, dtype)
+        for dtype in UNITS.values()
+        for d in head_dims
+        for mask in masks
+        for N in lengths
+    ]
+    if options.seqlens is None and False in masks:
+        seqlen = QUICK_SEQLEN if options.quick else HEADS_SEQLEN
+        problems += [
+            many_heads(heads, d, dtype, seqlen)
+            for dtype in UNITS.values()
+            for d in head_dims
+            for heads in (HEADS[:2] if options.quick else HEADS)
+        ]
+    multiprocessors = bench.describe["multiprocessors"]
+    work = [(p, configurations(p, multiprocessors)) for p in dict.fromkeys(problems)]
+
+    def counted(problem: Problem) -> bool:
+        seqlens = lengths if options.seqlens or options.quick else COUNTED_SEQLENS
+        return in_setting(problem) and not problem.causal and problem.seqlen_q in seqlens
+
+    yield from steps.measure(NAME, work, bench, PROFILED, seconds=SECONDS, counted=counted)
+
+
+def in_setting(problem: Problem) -> bool:
+    """Whether it is a problem of the FA-2 paper's setting; those of `many_heads` are none."""
+    sizes = problem.seqlen_q, problem.head_dim, problem.causal, problem.dtype
+    return problem == fa2_setting(*sizes)
+
+
+def ratios(rows: Iterable[Row]) -> dict[str, float]:
+    """FA-1 over FA-2 for the rows of one problem.
+
+    Times "grid" (the paper's grid) and "splits"; bytes of the latter "model", "l2" and "dram".
+    """
+    rows = list(rows)
+    if not rows:
+        return {}
+    found = steps.values(rows)
+    paper, split, q_outer = series_of(rows[0].dtype)
+    wanted = {
+        "grid": (paper, "measured", "time"),
+        "splits": (split, "measured", "time"),
+        "model": (split, "model", "traffic"),
+        "l2": (split, "l2", "traffic"),
+        "dram": (split, "dram", "traffic"),
+    }
+    pairs = {name: (found.get(key), found.get((q_outer, *key[1:]))) for name, key in wanted.items()}
+    return {name: over / under for name, (over, under) in pairs.items() if over and under}
+
+
+# What a panel shows of `ratios`: colour of, marker, line, label.
+_LINES = {
+    "grid": ("fa1-simt", "o", "-", "time, the paper's grid"),
+    "splits": ("fa1-simt-splits", "D", "-", "time, query splits"),
+    "model": ("published", "", "-", "bytes accessed, model"),
+    "l2": ("published", "x", "", "bytes from and to L2, measured"),
+}
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """Ratios over N, a row a unit, and over batch x heads; a column a head dimension."""
+    from .lab import style
+
+    found = {problem: ratios(mine) for problem, mine in steps.problems_of(rows).items()}
+    found = {problem: values for problem, values in found.items() if values}
+    if not found:
+        return None
+    head_dims = sorted({p.head_dim for p in found})
+    panels = [
+        (dtype, over_heads)
+        for over_heads in (False, True)
+        for dtype in UNITS.values()
+        if any(p.dtype == dtype and in_setting(p) != over_heads for p in found)
+    ]
+    figure, axes = style.new(
+        len(panels), len(head_dims), 1.2 + 2.5 * len(panels), sharey="row", sharex="row"
+    )
+    for (dtype, over_heads), across in zip(panels, axes, strict=True):
+        for d, ax in zip(head_dims, across, strict=True):
+            mine = {
+                p: values
+                for p, values in found.items()
+                if (p.dtype, p.head_dim) == (dtype, d) and in_setting(p) != over_heads
+            }
+            _panel(ax, mine, over_heads, style)
+            at = f", N={next(iter(mine)).seqlen_q}" if over_heads and mine else ""
+            ax.set_title(f"{UNIT_NAMES[dtype]}, d={d}{at}")
+        across[0].set_ylabel("FA-1 / FA-2")
+    handles: dict[str, Any] = {}
+    for ax in axes.flat:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    figure.legend(
+        handles.values(),
+        handles,
+        loc="outside upper center",
+        ncols=3,
+        title="forward, the same tiles; above 1 the K/V-outer order takes or moves more",
+    )
+    return figure
+
+
+def _panel(ax: Any, found: dict[Problem, dict[str, float]], over_heads: bool, style: Any) -> None:
+    sizes = sorted({p.heads_q if over_heads else p.seqlen_q for p in found})
+    for causal in (False, True):
+        for name, (like, marker, line, label) in _LINES.items():
+            points = sorted(
+                (p.heads_q if over_heads else p.seqlen_q, values[name])
+                for p, values in found.items()
+                if p.causal == causal and name in values
+            )
+            if not points:
+                continue
+            ax.plot(
+                *zip(*points, strict=True),
+                color=style.COLOURS[like],
+                marker=marker,
+                ls=":" if causal and line else line,
+                lw=1.2 if causal else 1.8,
+                markersize=4 if causal else 6,
+                label=f"{label}{', causal' if causal else ''}",
+            )
+    ax.axhline(1, color="#555555", lw=0.8, zorder=1)
+    ax.set_yscale("log", base=2)
+    style.plain_ticks(ax.yaxis)
+    style.sizes(ax, sizes, "batch x heads" if over_heads else "sequence length N")

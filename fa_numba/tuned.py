@@ -1,0 +1,49 @@
+"""Measured block sizes of the tensor-core kernels, which `python -m experiments tune` writes."""
+
+from __future__ import annotations
+
+import csv
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fa_numba import device
+from fa_numba.tiles import Tiles
+
+TABLE = Path(__file__).with_name("tuned.csv")
+COLUMNS = ("compute_capability", "algorithm", "pass", "head_dim", "Br", "Bc", "threads")
+
+
+@functools.cache
+def _table(path: Path) -> dict[tuple[str, ...], Tiles]:
+    with open(path, newline="") as file:
+        lines = list(csv.reader(file))
+    if tuple(lines[0]) != COLUMNS:
+        raise ValueError(f"{path}: columns are {lines[0]}: expected {list(COLUMNS)}")
+    return {tuple(line[:4]): Tiles(*map(int, line[4:])) for line in lines[1:]}
+
+
+def tuned_tiles(
+    algorithm: str,
+    passes: str,
+    seqlen_q: int,
+    seqlen_k: int,
+    head_dim: int,
+    specialised: Callable[[Tiles], Any],
+) -> Tiles | None:
+    """The block sizes that were fastest on GPUs like the current one, long sequences.
+
+    None where nothing was measured, a block is larger than the sequence, or ``specialised`` refuses
+    them with a ValueError. Head dimensions of as many fragments have one entry, the largest.
+    """
+    capability = ".".join(map(str, device.compute_capability()))
+    key = (capability, algorithm, passes, str(-(-head_dim // 16) * 16))
+    tiles = _table(TABLE).get(key)
+    if tiles is None or tiles.Br > seqlen_q or tiles.Bc > seqlen_k:
+        return None
+    try:
+        specialised(tiles)
+    except ValueError:
+        return None
+    return tiles

@@ -1,0 +1,247 @@
+"""The sweep over block sizes, the table it leaves, and what plans read of it."""
+
+import csv
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+import fa_numba
+from experiments import __main__ as command
+from experiments.lab import runner, timing, tune
+from experiments.lab.options import Bench, Options
+from experiments.lab.store import Store
+from fa_numba import Tiles, plans, tuned
+from fa_numba.tiles import specialise_mma
+from fa_numba.tuned import tuned_tiles
+
+LIMIT = 227 * 1024
+
+
+def clear():
+    """Forget what was read and planned."""
+    tuned._table.cache_clear()
+    plans._mma_forward.cache_clear()
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    """A function that puts lines into the table that plans read; its path is `table.path`."""
+    path = tmp_path / "tuned.csv"
+
+    def write(*lines):
+        path.write_text("\n".join([",".join(tuned.COLUMNS), *lines]) + "\n")
+        clear()
+
+    write.path = path
+    monkeypatch.setattr(tuned, "TABLE", path)
+    monkeypatch.setattr(tuned.device, "compute_capability", lambda: (9, 0))
+    write()
+    yield write
+    clear()
+
+
+def chosen(d, Nq=4096, Nk=4096, algorithm="fa2"):
+    """What is planned; threads are those of the plan."""
+    shapes = (1, 1, Nq, d), (1, 1, Nk, d)
+    return fa_numba.plan(*shapes, algorithm=algorithm, dtype="float16").tiles
+
+
+# --- the table is read ------------------------------------------------------------------------
+
+
+def test_plans_take_the_tuned_tiles(table):
+    rule = {(d, a): chosen(d, algorithm=a) for d in (64, 80, 128) for a in ("fa1", "fa2")}
+    table("9.0,fa2,fwd,64,64,32,64", "8.0,fa2,fwd,128,64,32,64", "9.0,fa2,bwd,128,64,32,64")
+    assert chosen(64) == Tiles(64, 32, 64) != rule[64, "fa2"]
+    # 49 to 64 columns are the same fragments.
+    assert chosen(49) == Tiles(64, 32, 64)
+    # Another head dimension, algorithm, GPU, pass.
+    assert chosen(80) == rule[80, "fa2"]
+    assert chosen(64, algorithm="fa1") == rule[64, "fa1"]
+    assert chosen(128) == rule[128, "fa2"]
+
+
+def test_plans_fall_back_to_the_rule(table, monkeypatch):
+    memory = 2 * (64 + 2 * 256) * 72
+
+    def with_limit(bytes_a_block):
+        monkeypatch.setattr(plans.device, "shared_bytes_limit", lambda: bytes_a_block)
+        return chosen(64)
+
+    lengths = (16, 63, 64, 200)
+    rule = [chosen(64, N, N) for N in lengths]
+    small, whole = with_limit(memory - 1), with_limit(LIMIT)
+    table("9.0,fa2,fwd,64,64,256,128")
+    # Blocks larger than the sequences.
+    assert [chosen(64, N, N) for N in lengths] == rule
+    assert chosen(64, 64, 256) == Tiles(64, 256, 128)
+    assert Tiles(64, 256, 128) not in (chosen(64, 63, 256), chosen(64, 64, 255))
+    # Memory that does not hold them.
+    assert with_limit(memory) == Tiles(64, 256, 128)
+    assert with_limit(memory - 1) == small
+    # Registers that do not.
+    table("9.0,fa2,fwd,64,64,256,64")
+    assert with_limit(LIMIT) == whole
+
+
+def test_the_call_runs_with_them(table):
+    table("9.0,fa2,fwd,48,16,32,32")
+    with fa_numba.device.using("emulator"):
+        planned = fa_numba.plan((1, 1, 99, 40), (1, 1, 99, 40), dtype="bfloat16")
+    assert planned.tiles == Tiles(16, 32, 32)
+
+
+def test_a_table_of_other_columns_is_refused(table):
+    table.path.write_text("a,b\n")
+    with pytest.raises(ValueError, match="tuned.csv: columns are"):
+        chosen(64)
+
+
+def test_the_tables_own_lines_are_tiles_of_a_gpu():
+    with open(tune.TABLE, newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert len({tuple(line.values())[:4] for line in lines}) == len(lines)
+    for line in lines:
+        assert line["algorithm"] in ("fa1", "fa2") and line["pass"] in ("fwd", "bwd")
+        d, size = int(line["head_dim"]), [int(line[name]) for name in ("Br", "Bc", "threads")]
+        assert d % 16 == 0
+        if line["pass"] == "fwd":
+            assert specialise_mma(Tiles(*size), d, LIMIT).threads == size[2]
+
+
+def test_tuned_tiles_are_asked_of_the_kernels_specialisation(table):
+    table("9.0,fa1,bwd,32,64,64,128")
+    asked = []
+    found = tuned_tiles("fa1", "bwd", 64, 64, 17, asked.append)
+    assert asked == [found] == [Tiles(64, 64, 128)]
+
+
+# --- the sweep --------------------------------------------------------------------------------
+
+
+def swept(monkeypatch, wrong=()):
+    """The sweep's rows on the emulator, with made-up times; results of `wrong` tiles are off."""
+    right = fa_numba.attention
+    times = {Tiles(16, 16, 32): 4.0, Tiles(32, 16, 32): 2.0, Tiles(32, 32, 32): 1.0}
+
+    def attention(q, k, v, *, tiles, **options):
+        off = 1.1 if tiles in wrong else 1
+        return (right(q, k, v, tiles=tiles, **options) * off).astype(q.dtype)
+
+    def time_call(run, check, seconds):
+        run()
+        tiles = run.__closure__ and next(
+            cell.cell_contents["tiles"]
+            for cell in run.__closure__
+            if isinstance(cell.cell_contents, dict)
+        )
+        ms = times.get(tiles, 3.0)
+        return timing.Timing(ms, ms, ms, 20, check(None))
+
+    monkeypatch.setattr(fa_numba, "attention", attention)
+    monkeypatch.setattr(tune, "time_call", time_call)
+    monkeypatch.setattr(tune.peers, "available", lambda: False)
+    monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
+    for name, value in (("SEQLEN", 32), ("CHECKED_SEQLEN", 32), ("THREADS", (32, 64))):
+        monkeypatch.setattr(tune, name, value)
+    monkeypatch.setattr(tune, "BLOCKS", {"fwd": ((16, 32), (16, 32)), "bwd": ((16,), (16,))})
+    monkeypatch.setattr(tune, "fa2_setting", tune.one_head)
+    for cached in (tune._large, tune._small, tune._gate):
+        cached.cache_clear()
+    with fa_numba.device.using("emulator"):
+        wanted = tune.candidates((10,))
+        rows = list(tune.measure(wanted, Bench(machine="some-gpu"), jobs=1))
+    tune._large.cache_clear()
+    return wanted, rows
+
+
+def test_the_sweep_times_what_can_be_planned(monkeypatch):
+    wanted, rows = swept(monkeypatch)
+    assert {c.head_dim for c in wanted} == {16} and len(set(wanted)) == len(wanted)
+    forward = {c.tiles for c in wanted if c.pass_ == "fwd"}
+    assert forward == {
+        *(Tiles(16, 16, 32), Tiles(16, 32, 32)),
+        *(Tiles(32, Bc, threads) for Bc in (16, 32) for threads in (32, 64)),
+    }
+    timed = {(r.series, r.pass_, r.causal, r.Br, r.Bc, r.place) for r in rows if r.metric == "time"}
+    assert timed == {
+        (c.series, c.pass_, c.causal, c.tiles.Br, c.tiles.Bc, f"threads={c.tiles.threads}")
+        for c in wanted
+    }
+    assert all(0 < r.value < 1e-3 for r in rows if r.metric == "error")
+    found = tune.best(rows)
+    assert found["fa1", "fwd", 16][0] == found["fa2", "fwd", 16][0] == Tiles(32, 32, 32)
+    speed = {r.causal: r.value for r in rows if r.metric == "speed" and (r.Br, r.Bc) == (32, 32)}
+    # 3 ms at 64 threads come after 1 ms at 32: what is fastest counts.
+    assert found["fa2", "fwd", 16][1] == pytest.approx(3 * (speed[False] * speed[True]) ** 0.5)
+
+
+def test_tiles_with_wrong_results_are_out(monkeypatch):
+    fast = Tiles(32, 32, 32)
+    _, rows = swept(monkeypatch, wrong=(fast,))
+    notes = {r.note for r in rows if r.failed and (r.Br, r.Bc, r.place) == (32, 32, "threads=32")}
+    assert notes and all("against float64" in note for note in notes)
+    assert tune.best(rows)["fa2", "fwd", 16][0] == Tiles(32, 16, 32)
+    one_mask = [r for r in rows if r.causal or (r.Br, r.Bc) != (32, 16)]
+    assert tune.best(one_mask)["fa2", "fwd", 16][0] not in (fast, Tiles(32, 16, 32))
+
+
+def test_the_table_is_updated_line_by_line(table):
+    table("8.0,fa2,fwd,64,64,64,64", "9.0,fa2,fwd,64,64,64,64")
+    found = {
+        ("fa2", "fwd", 128): (Tiles(64, 32, 64), 1.0),
+        ("fa2", "fwd", 64): (Tiles(32, 32, 32), 1),
+    }
+    assert tune.update(found, "9.0", table.path)
+    assert table.path.read_text().splitlines()[1:] == [
+        "8.0,fa2,fwd,64,64,64,64",
+        "9.0,fa2,fwd,64,32,32,32",
+        "9.0,fa2,fwd,128,64,32,64",
+    ]
+    assert not tune.update(found, "9.0", table.path)
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+def test_the_command_stores_rows_and_the_table(monkeypatch, tmp_path, table):
+    wanted, rows = swept(monkeypatch)
+    rows = [replace(row, machine="some-gpu") for row in rows]
+    monkeypatch.setattr(tune, "candidates", lambda head_dims: wanted)
+    monkeypatch.setattr(tune, "measure", lambda *_: iter(rows))
+    monkeypatch.setattr(runner.device, "gpu_available", lambda: False)
+    updated = []
+    monkeypatch.setattr(tune, "update", lambda *given: updated.append(given) or True)
+    console = Console(record=True, width=120)
+    running = runner.Runner(Options(out=tmp_path), ["tune"], console)
+    assert running.tune((10,), 1) == 1
+    assert "needs a CUDA GPU" in console.export_text()
+    running.machine, running.gpu = "some-gpu", {"compute_capability": "9.0"}
+    assert running.tune((10,), 1) == 0
+    assert len(Store(tmp_path).read("tune", "some-gpu")) == len(rows)
+    ((found, capability),) = updated
+    assert capability == "9.0" and found == tune.best(rows)
+    assert "fa2 fwd d=16: Br=32, Bc=32, 32 threads" in console.export_text()
+
+
+def test_the_command_line_of_the_sweep(monkeypatch, capsys):
+    calls = []
+    stand_in = SimpleNamespace(tune=lambda *given: calls.append(given) or 0)
+    monkeypatch.setattr(command, "Runner", lambda *_: stand_in)
+    assert command.main(["tune"]) == command.main(["tune", "--head-dims", "64", "--jobs", "2"]) == 0
+    assert calls == [(tune.HEAD_DIMS, None), ((64,), 2)]
+    for bad in (["--jobs", "0"], ["--jobs", "x"], ["--head-dims", "300"]):
+        with pytest.raises(SystemExit):
+            command.main(["tune", *bad])
+    assert len(calls) == 2
+    assert "0 is outside 1 to" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_the_sweep_in_processes():
+    bench = Bench(machine="some-gpu")
+    wanted = [c for c in tune.candidates((64,)) if c.tiles == Tiles(64, 64, 128)]
+    rows = list(tune.measure(wanted, bench, jobs=2))
+    assert wanted and not [row.note for row in rows if row.failed]
