@@ -92,20 +92,28 @@ def make_load_half_tile(rows, columns, pitch, threads, aligned):
     copies = rows * chunks
     per_thread = -(-copies // threads)
     even = copies % threads == 0
+    # Where threads take whole rows, the places of one are a constant step from each other.
+    whole, STEP = threads % chunks == 0, threads // chunks
 
     @device_function
     def load_half_tile(sT, place, T, row0, rows_end, col0, cols_end):
         for n in range(per_thread):
-            copy = uint32(cuda.threadIdx.x + n * threads)
+            copy = uint32(cuda.threadIdx.x)
+            if not whole:
+                copy = uint32(copy + n * threads)
             r = uint32(copy // uint32(chunks))
             c = uint32(uint32(copy % uint32(chunks)) * 8)
+            at = uint32(place + r * pitch + c)
+            if whole:
+                copy = uint32(copy + n * threads)
+                r = uint32(r + n * STEP)
+                at = uint32(at + n * STEP * pitch)
             row = uint32(row0 + r)
             col = uint32(col0 + c)
             if even or copy < uint32(copies):
                 count = int32(0)
                 if row < uint32(rows_end) and col < uint32(cols_end):
                     count = int32(min(int32(8), int32(cols_end - col)))
-                at = uint32(place + r * pitch + c)
                 if aligned:
                     copy8_async(sT, at, T, row, col, count)
                 else:
