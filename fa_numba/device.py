@@ -19,7 +19,6 @@ from numba import cuda, float32, int32, types, uint32, uint64  # noqa: F401  # f
 
 from fa_numba import emulator
 from fa_numba.recording import DeviceArray, Recording, checked
-from fa_numba.unrolling import unrolled, with_loops_unrolled  # noqa: F401  # for the parts
 
 MIN_COMPUTE_CAPABILITY = (8, 0)
 # Shared memory of one block where there is no GPU to ask: an H100's or H200's.
@@ -27,11 +26,8 @@ EMULATED_SHARED_BYTES = 227 * 1024
 
 
 def device_function(function):
-    """A function that kernels call; inlined, so that register tiles stay in registers.
-
-    Loops over ``unrolled(n)`` are written out first.
-    """
-    return cuda.jit(device=True, inline="always")(with_loops_unrolled(function))
+    """A function that kernels call; inlined, so that register tiles stay in registers."""
+    return cuda.jit(device=True, inline="always")(function)
 
 
 def array_type(ndim: int, element=types.float32):

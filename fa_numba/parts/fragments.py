@@ -7,7 +7,7 @@ and column j of the thread's, so that rows 2 r and 2 r + 1 share the fragments o
 
 from functools import cache
 
-from fa_numba.device import cuda, device_function, float32, int32, uint32, unrolled
+from fa_numba.device import cuda, device_function, float32, int32, uint32
 from fa_numba.intrinsics.async_copy import copy8_async, copy_value_async
 from fa_numba.intrinsics.global_memory import read2, read_pair, write2, write8, write_pair
 from fa_numba.intrinsics.matrix import (
@@ -156,7 +156,7 @@ def make_load_q(spec):
         if keeps:
             at = uint32(row0 * pitch + place(True))
             for r in range(R):
-                for k in unrolled(K):
+                for k in range(K):
                     a = ldmatrix(sQ, uint32(at + (16 * r * pitch + 16 * k)))
                     e = 4 * (r * K + k)
                     rQ[e] = a[0]
@@ -184,7 +184,7 @@ def make_fragment_scores(spec):
         at_k = uint32(col0 * pitch + place(False))
         for e in range(RS):
             rS[e] = float32(0.0)
-        for k in unrolled(K):
+        for k in range(K):
             for r in range(R):
                 if keeps:
                     for n in range(4):
@@ -223,7 +223,7 @@ def make_add_fragment_product(spec, drops=True):
     def add_product(rO, rP, sV, options):
         rA = cuda.local.array(RA, uint32)
         at = place(True)
-        for k in unrolled(K):
+        for k in range(K):
             for r in range(R):
                 for n in range(4):
                     e = (2 * r + n % 2) * TN + 4 * k + n // 2 * 2
@@ -260,7 +260,7 @@ def _make_add_stage_product(spec, pitch_p, transposed):
         rA = cuda.local.array(RA, uint32)
         first = uint32(at_p + row0 * ROW + place_p(not transposed))
         at = uint32(at_v + place(True))
-        for k in unrolled(K):
+        for k in range(K):
             for r in range(R):
                 a = load_a(sP, uint32(first + (r * DOWN + k * ALONG)))
                 rA[4 * r] = a[0]
@@ -496,7 +496,7 @@ def make_add_transposed_fragments(spec, drops=False):
             rA = cuda.local.array(RA, uint32)
             at_p = uint32(row0 * pitch_p + place_p(True))
             at = uint32(col0 + place(True))
-            for k in unrolled(K):
+            for k in range(K):
                 for r in range(TM // 2):
                     a = ldmatrix(sP, uint32(at_p + (16 * r * pitch_p + 16 * k)))
                     rA[4 * r] = a[0]
@@ -532,7 +532,7 @@ def make_fragment_product(spec):
         chunk = uint32(warp % uint32(ALONG))
         at_ds = uint32(place_ds(False) + warp // uint32(ALONG) * (16 * R))
         at_k = uint32(place(True) + chunk * 16)
-        for k in unrolled(K):
+        for k in range(K):
             for r in range(R):
                 a = ldmatrix_transposed(sdS, uint32(at_ds + (16 * k * pitch_ds + 16 * r)))
                 rA[4 * r] = a[0]
