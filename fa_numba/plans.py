@@ -189,9 +189,10 @@ def _forward(problem, algorithm, tiles, aligned, return_lse, query_splits, limit
 @functools.lru_cache(maxsize=1024)
 def _mma_forward(problem, algorithm, tiles, aligned, return_lse, query_splits, limit) -> Run:
     d, Nq, Nk = problem.head_dim, problem.seqlen_q, problem.seqlen_k
+    features = Features.of(problem)
     if tiles is None:
-        tiles = default_mma_tiles(algorithm, Nq, Nk, d, limit)
-    facts: dict[str, Any] = {"features": Features.of(problem), "aligned": aligned}
+        tiles = default_mma_tiles(algorithm, Nq, Nk, d, limit, features)
+    facts: dict[str, Any] = {"features": features, "aligned": aligned}
     facts |= {"dtype": problem.dtype, "positive_scale": problem.scale > 0.0}
     spec = specialise_mma(tiles, d, limit, return_lse=return_lse and algorithm == "fa1", **facts)
     tiles = Tiles(tiles.Br, tiles.Bc, spec.threads)

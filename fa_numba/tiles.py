@@ -277,7 +277,8 @@ class MmaSpec(Spec):
     @property
     def keeps_q(self) -> bool:
         """Whether Q's fragments stay in registers: where S, O and they leave room for the rest."""
-        return self.accumulators + 2 * self.TM * self.DN <= 160
+        room = 120 if self.features.crowds else 160
+        return self.columns <= 128 and self.accumulators + 2 * self.TM * self.DN <= room
 
     @property
     def q_registers(self) -> int:
@@ -332,28 +333,36 @@ def specialise_mma(tiles: Tiles, head_dim: int, shared_limit: int, **facts: Any)
 
 
 def default_mma_tiles(
-    algorithm: str, seqlen_q: int, seqlen_k: int, head_dim: int, shared_limit: int
+    algorithm: str,
+    seqlen_q: int,
+    seqlen_k: int,
+    head_dim: int,
+    shared_limit: int,
+    features: Features = PLAIN,
 ) -> Tiles:
     """Block sizes of the tensor-core kernels: 128 x 64, halved until memory and registers fit.
 
-    FlashAttention-1 takes as many columns as registers hold: every pass over them moves O.
+    FlashAttention-1 takes as many columns as registers hold: every pass over them moves O. Where 32
+    rows a warp would spill registers, or an option's own values make them, it takes 16 or Bc less.
     """
+    d, crowded = -(-head_dim // 16) * 16, features.crowds
     Bc = 64
-    if algorithm == "fa1" and head_dim <= 192:
-        Bc = 256 if head_dim <= 64 else 128 if head_dim <= 128 else 32
+    if algorithm == "fa1" and d <= 128:
+        Bc = 256 if d <= 64 and not crowded else 128
+    elif algorithm == "fa1" and d > 192:
+        Bc = 32 if crowded else 48
     Br = min(128, max(16, 2 * _power_of_two(max(1, seqlen_q - 1))))
     Bc = min(Bc, max(16, 2 * _power_of_two(max(1, seqlen_k - 1))))
+    small = shared_limit < 128 * 1024  # of compute capability 8.6 or 8.9
+    narrow = algorithm == "fa1" or 64 < d < 128 or (d == 128 and (crowded or small))
     while True:
         try:
-            spec = specialise_mma(Tiles(Br, Bc), head_dim, shared_limit)
-            # 32 rows a warp spill registers at these head dimensions.
-            if 64 < spec.columns < 128 and Br % 128 == 0:
-                return Tiles(Br, Bc, 2 * Br)
-            return Tiles(Br, Bc)
+            specialise_mma(Tiles(Br, Bc), head_dim, shared_limit)
+            return Tiles(Br, Bc, 2 * Br) if narrow and Br % 128 == 0 else Tiles(Br, Bc)
         except ValueError:
             if (Br, Bc) == (16, 16):
                 raise
-            Br, Bc = (Br, Bc // 2) if Bc > 32 or Br == 16 else (Br // 2, Bc)
+            Br, Bc = (Br, -(-Bc // 32) * 16) if Bc > 32 or Br == 16 else (Br // 2, Bc)
 
 
 def splits(

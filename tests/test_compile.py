@@ -306,8 +306,8 @@ MMA = {"fa1": mma.fa1_forward, "fa2": mma.fa2_forward}
 
 def mma_spec_of(name, arch, d, dtype="float16", option=None):
     """The default tiles' for long sequences; ``option`` is a feature or "unaligned"."""
-    tiles = default_mma_tiles(name, 4096, 4096, d, SHARED[arch])
     features = Features(**{option: True}) if option not in (None, "unaligned") else PLAIN
+    tiles = default_mma_tiles(name, 4096, 4096, d, SHARED[arch], features)
     facts = {"features": features, "aligned": option != "unaligned", "dtype": dtype}
     facts |= {"positive_scale": True, "return_lse": name == "fa1"}
     return specialise_mma(tiles, d, SHARED[arch], **facts)

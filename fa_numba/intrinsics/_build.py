@@ -47,10 +47,16 @@ def shared_pointer(context, builder, array_ty, array, index, index_ty):
     return builder.gep(base, [to_i32(context, builder, index, index_ty)])
 
 
-def global_pointer(context, builder, array_ty, array, row, row_ty, col, col_ty):
-    """Pointer (address space 1) to element (row, col) of a 2-D array with any strides."""
+def global_pointer(context, builder, array_ty, array, row, row_ty, col, col_ty, contiguous=False):
+    """Pointer (address space 1) to element (row, col) of a 2-D array with any strides.
+
+    That the last axis is ``contiguous`` makes a constant step of a column: the instruction's own
+    offset, no register.
+    """
     view = context.make_array(array_ty)(context, builder, array)
     strides = cgutils.unpack_tuple(builder, view.strides)
+    if contiguous:
+        strides[1] = ir.IntType(64)(array_ty.dtype.bitwidth // 8)
     offset = None
     for index, ty, stride in ((row, row_ty, strides[0]), (col, col_ty, strides[1])):
         wide = context.cast(builder, index, ty, types.int64)

@@ -1,5 +1,7 @@
 """Vector accesses to global memory, for rows of a 2-D array with a contiguous last axis."""
 
+import functools
+
 from llvmlite import ir
 from numba.core import types
 from numba.cuda.extending import intrinsic
@@ -18,6 +20,9 @@ from fa_numba.intrinsics._build import (
     pack4,
     unpack4,
 )
+
+
+_row_pointer = functools.partial(global_pointer, contiguous=True)
 
 
 def _read4(array, row, col):
@@ -72,7 +77,7 @@ def write2(typingctx, array, row, col, pair):
         return None
 
     def codegen(context, builder, signature, args):
-        pointer = global_pointer(context, builder, array, args[0], args[1], row, args[2], col)
+        pointer = _row_pointer(context, builder, array, args[0], args[1], row, args[2], col)
         builder.store(args[3], builder.bitcast(pointer, I32.as_pointer(GLOBAL)), align=4)
 
     return types.void(array, row, col, pair), codegen
@@ -90,7 +95,7 @@ def read_pair(typingctx, array, row, col):
         return None
 
     def codegen(context, builder, signature, args):
-        pointer = global_pointer(context, builder, array, args[0], args[1], row, args[2], col)
+        pointer = _row_pointer(context, builder, array, args[0], args[1], row, args[2], col)
         vector = builder.load(builder.bitcast(pointer, FLOAT2.as_pointer(GLOBAL)), align=8)
         lanes = [builder.extract_element(vector, I32(n)) for n in range(2)]
         return context.make_tuple(builder, FLOAT2_TUPLE, lanes)
@@ -110,7 +115,7 @@ def write_pair(typingctx, array, row, col, x0, x1):
         return None
 
     def codegen(context, builder, signature, args):
-        pointer = global_pointer(context, builder, array, args[0], args[1], row, args[2], col)
+        pointer = _row_pointer(context, builder, array, args[0], args[1], row, args[2], col)
         vector = ir.Constant(FLOAT2, ir.Undefined)
         for n in range(2):
             vector = builder.insert_element(vector, args[3 + n], I32(n))

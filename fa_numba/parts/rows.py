@@ -174,8 +174,11 @@ def make_normalise_rows(spec):
 
 
 @cache
-def make_read_values(spec):
-    """``read_values(rv, V, row0, rows_end, ty, tx)``: one value a row, read by one lane of each."""
+def make_read_values(spec, unread=float32(0.0)):
+    """``read_values(rv, V, row0, rows_end, ty, tx)``: one value a row, read by one lane of each.
+
+    Rows at or past ``rows_end`` get ``unread``.
+    """
     TM, TY = spec.TM, spec.row_step
 
     @device_function
@@ -183,7 +186,7 @@ def make_read_values(spec):
         first = uint32(uint32(cuda.threadIdx.x) % uint32(32) - tx)
         for i in range(TM):
             row = uint32(row0 + ty + i * TY)
-            value = float32(0.0)
+            value = unread
             if tx == uint32(0) and row < rows_end:
                 value = V[row]
             rv[i] = cuda.shfl_sync(FULL_WARP, value, first)

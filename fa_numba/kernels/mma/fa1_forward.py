@@ -5,8 +5,8 @@ memory in every pass over K/V, and O is normalised each time: in float32 (``A``)
 last pass rounds it to O, as the released code did. ``query_splits`` as on CUDA cores.
 
 Shared memory, 16-bit elements:  (Br + 2 Bc) (d + 8)
-    in bytes at the default tiles:  92160 (d=64, 128 x 256), 104448 (d=128, 128 x 128), 135168
-    (d=256, 128 x 64)
+    in bytes at the default tiles:  92160 (d=64, 128 x 256), 104448 (d=128, 128 x 128), 118272
+    (d=256, 128 x 48)
 Accesses, elements per head:  loads 2 Nk d for each query split + Tc Nq d + (Tc - 1) (Nq d + 2 Nq),
     stores (Tc - 1) Nq d + Nq d + 2 Tc Nq; with a causal mask only the row tiles that see column
     tile j. The first pass knows line 2's O = 0, l = 0, m = -inf and reads none of them. With L for
@@ -19,6 +19,7 @@ from functools import cache
 from numba import types
 
 from fa_numba.device import Kernel, array_type, cuda, float32, uint32
+from fa_numba.intrinsics.arithmetic import NEG_INF
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
 from fa_numba.intrinsics.shared import half_tile
 from fa_numba.parts.dropout import make_drop
@@ -85,6 +86,7 @@ def make_forward(spec):
     logsumexp = make_logsumexp(spec)
     read_fragments = make_read_fragments(spec)
     read_values = make_read_values(spec)
+    read_maxima = make_read_values(spec, unread=NEG_INF)
     write_fragments = make_write_fragments(spec)
     write_rows = make_write_halves(spec)
     write_values = make_write_values(spec)
@@ -137,6 +139,9 @@ def make_forward(spec):
             # Alg. 1 line 7: the row tiles that see column tile j; the first pass takes all
             i0, i_end = row_range(j0, i_first, i_stop, Nq, Nk, options)
             i0 = next_row(i0, i_end, j0, b, h, options)
+            seen = i_stop  # rows whose O, l and m some pass has written
+            if not initialises and j0 == uint32(0):
+                seen = uint32(0)
             cuda.syncthreads()  # nobody reads sQ, sK and sV any more
             # Alg. 1 lines 6, 8: load Kj, Vj and the first Qi
             if i0 < i_end:
@@ -150,12 +155,9 @@ def make_forward(spec):
                 cuda.syncthreads()  # Qi is there
                 load_fragments(rQ, sQ, warp_row)
                 # Alg. 1 line 8: load Oi, li, mi
-                if initialises or j0 > uint32(0):
-                    read_fragments(rO, Ah, i0, i_stop, ty, tx)
-                    read_values(rl, lh, i0, i_stop, ty, tx)
-                    read_values(rm, mh, i0, i_stop, ty, tx)
-                else:
-                    start(rO, rl, rm)
+                read_fragments(rO, Ah, i0, seen, ty, tx)
+                read_values(rl, lh, i0, seen, ty, tx)
+                read_maxima(rm, mh, i0, seen, ty, tx)
                 # Alg. 1 line 12: diag(li) Oi, before line 11 replaces li
                 scale_rows(rO, rl)
                 # Alg. 1 line 9: Sij = scale Qi KjT
