@@ -35,6 +35,7 @@ from fa_numba.tiles import (
 
 PASSES = ("fwd", "bwd")
 UNITS = ("auto", "simt", "mma")
+PARTITIONS = ("rows", "keys")
 # What each unit has kernels for: dtypes and (algorithm, pass).
 _UNIT_DTYPES = {"simt": ("float32",), "mma": ("float16", "bfloat16")}
 _MMA_KERNELS = (("fa1", "fwd"), ("fa2", "fwd"))
@@ -56,6 +57,7 @@ class KernelPlan:
 class Plan:
     """What a call runs.
 
+    ``warp_partition`` is what the warps of a block share of a tile: its "rows" or the "keys".
     ``accesses`` are exact loads and stores of global memory in elements by array, ``flops`` follows
     FlashAttention-2's convention, ``workspace_bytes`` is memory beside inputs and outputs. With a
     block mask both need it as ``block_mask``.
@@ -68,6 +70,7 @@ class Plan:
     tiles: Tiles
     kernels: tuple[KernelPlan, ...]
     workspace_bytes: int
+    warp_partition: str = "rows"
     block_mask: np.ndarray | None = field(default=None, compare=False, repr=False)
     count: Callable[..., io_model.Accesses] = field(default=None, compare=False, repr=False)  # type: ignore[assignment]
 
@@ -129,6 +132,18 @@ def _unit(unit: Any, problem: Problem, algorithm: str, passes: str) -> str:
     return found
 
 
+def _check_partition(warp_partition: Any, algorithm: str, unit: str) -> None:
+    if not isinstance(warp_partition, str) or warp_partition not in PARTITIONS:
+        raise ValueError(
+            f"warp_partition is {warp_partition!r}: allowed is one of {', '.join(PARTITIONS)}"
+        )
+    if warp_partition == "keys" and (algorithm, unit) != ("fa1", "mma"):
+        raise ValueError(
+            f"warp_partition is 'keys' with algorithm {algorithm!r} on unit {unit!r}: only fa1 on "
+            "tensor cores ('mma') splits the keys over the warps of a block, allowed is 'rows'"
+        )
+
+
 def forward(
     problem: Problem,
     algorithm: str,
@@ -137,6 +152,7 @@ def forward(
     return_lse: Any,
     query_splits: Any,
     unit: Any = "auto",
+    warp_partition: Any = "rows",
 ) -> Run:
     """The forward pass of ``algorithm``, checked."""
     _check(problem, algorithm, tiles)
@@ -145,9 +161,11 @@ def forward(
     query_splits = as_size("query_splits", query_splits, axis=False)
     if query_splits != 1 and algorithm != "fa1":
         raise ValueError(f"query_splits is {query_splits}: only fa1 splits its queries")
+    _check_partition(warp_partition, algorithm, unit)
     limit = device.shared_bytes_limit()
     if unit == "mma":
-        return _mma_forward(problem, algorithm, tiles, aligned, return_lse, query_splits, limit)
+        how = (return_lse, query_splits, limit, warp_partition)
+        return _mma_forward(problem, algorithm, tiles, aligned, *how)
     return _forward(problem, algorithm, tiles, aligned, return_lse, query_splits, limit)
 
 
@@ -187,12 +205,14 @@ def _forward(problem, algorithm, tiles, aligned, return_lse, query_splits, limit
 
 
 @functools.lru_cache(maxsize=1024)
-def _mma_forward(problem, algorithm, tiles, aligned, return_lse, query_splits, limit) -> Run:
+def _mma_forward(
+    problem, algorithm, tiles, aligned, return_lse, query_splits, limit, warp_partition
+) -> Run:
     d, Nq, Nk = problem.head_dim, problem.seqlen_q, problem.seqlen_k
-    features = Features.of(problem)
+    features, splits_keys = Features.of(problem), warp_partition == "keys"
     if tiles is None:
-        tiles = default_mma_tiles(algorithm, Nq, Nk, d, limit, features)
-    facts: dict[str, Any] = {"features": features, "aligned": aligned}
+        tiles = default_mma_tiles(algorithm, Nq, Nk, d, limit, features, splits_keys)
+    facts: dict[str, Any] = {"features": features, "aligned": aligned, "splits_keys": splits_keys}
     facts |= {"dtype": problem.dtype, "positive_scale": problem.scale > 0.0}
     spec = specialise_mma(tiles, d, limit, return_lse=return_lse and algorithm == "fa1", **facts)
     tiles = Tiles(tiles.Br, tiles.Bc, spec.threads)
@@ -206,7 +226,8 @@ def _mma_forward(problem, algorithm, tiles, aligned, return_lse, query_splits, l
         how = {"query_splits": query_splits, "return_lse": return_lse}
         count = functools.partial(io_model.fa1, problem, tiles, **how)
     workspace = io_model.workspace(algorithm, problem, return_lse=return_lse)
-    return _run("fwd", algorithm, problem, tiles, launches, count, workspace, split_rows, "mma")
+    run = _run("fwd", algorithm, problem, tiles, launches, count, workspace, split_rows, "mma")
+    return replace(run, plan=replace(run.plan, warp_partition=warp_partition))
 
 
 def backward(
@@ -309,7 +330,7 @@ def _run(
         KernelPlan(kernel.name, (blocks, heads, problem.batch), kernel.threads, kernel.shared_bytes)
         for kernel, blocks, heads in launches
     )
-    plan = Plan(algorithm, passes, unit, problem, tiles, kernels, workspace, None, count)
+    plan = Plan(algorithm, passes, unit, problem, tiles, kernels, workspace, count=count)
     return Run(plan, tuple(kernel for kernel, *_ in launches), split_rows)
 
 

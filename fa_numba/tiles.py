@@ -76,6 +76,11 @@ class Spec:
         return 1
 
     @property
+    def warp_columns(self) -> int:
+        """Columns of S from one warp's to the next; 0 where every warp takes all."""
+        return 0
+
+    @property
     def shares_evenly(self) -> bool:
         """Whether the threads cover the tile with equal parts, in whole warps."""
         whole = self.Bc % self.tx_count == 0 and self.Br % self.ty_count == 0
@@ -222,7 +227,8 @@ class BackwardSpec(Spec):
 
 @dataclass(frozen=True)
 class MmaSpec(Spec):
-    """The same for tensor cores: a warp takes 16 rows, or several times 16, and all columns.
+    """The same for tensor cores: a warp takes 16 rows, or several times 16, and all columns; or,
+    with ``splits_keys``, all rows and an equal part of the columns.
 
     Thread (ty, tx) is place tx of 4 in group ty of a fragment (``intrinsics/matrix.py``): it owns
     rows ty + 8 i and of each 8 columns 2 tx and 2 tx + 1. Pitches are in 16-bit elements; the
@@ -231,6 +237,7 @@ class MmaSpec(Spec):
 
     dtype: str = "float16"
     positive_scale: bool = False
+    splits_keys: bool = False
 
     @property
     def folds_scale(self) -> bool:
@@ -252,6 +259,23 @@ class MmaSpec(Spec):
         return self.threads // 32
 
     @property
+    def TM(self) -> int:
+        return self.Br // 8 if self.splits_keys else super().TM
+
+    @property
+    def TN(self) -> int:
+        return super().TN // (self.warps if self.splits_keys else 1)
+
+    @property
+    def warp_rows(self) -> int:
+        """Rows from one warp's to the next; 0 where every warp takes all."""
+        return 0 if self.splits_keys else 8 * self.TM
+
+    @property
+    def warp_columns(self) -> int:
+        return 4 * self.TN if self.splits_keys else 0
+
+    @property
     def columns(self) -> int:
         """The head dimension rounded up to whole fragments."""
         return 16 * self.DN
@@ -266,8 +290,13 @@ class MmaSpec(Spec):
         return self.Br * self.pitch, self.Bc * self.pitch, self.Bc * self.pitch
 
     @property
+    def exchange_floats(self) -> int:
+        """Floats of sO: O, l and m of every warp but the one that owns the row."""
+        return (self.warps - 1) * self.Br * (self.columns + 2) if self.splits_keys else 0
+
+    @property
     def shared_bytes(self) -> int:
-        return 2 * sum(self.tile_halves)
+        return 2 * sum(self.tile_halves) + 4 * self.exchange_floats
 
     @property
     def accumulators(self) -> int:
@@ -298,23 +327,29 @@ def specialise_mma(tiles: Tiles, head_dim: int, shared_limit: int, **facts: Any)
     """The tensor-core specialisation for ``tiles``; ``shared_limit`` in bytes a block.
 
     ``tiles.threads`` is 32 a warp, and a warp takes 16 or 32 rows; None takes 32 where it can.
+    With ``splits_keys`` 2, 4 or 8 warps share the columns, by 16 or several times 16; None takes 4.
     Raises ValueError for tiles that are no multiples of 16, or do not fit.
     """
+    splits_keys = facts.get("splits_keys", False)
     if tiles.Br % 16 or tiles.Bc % 16:
         raise ValueError(
             f"tiles: Br={tiles.Br}, Bc={tiles.Bc} on tensor cores: allowed are multiples of 16"
         )
-    found = [
-        MmaSpec(head_dim, tiles.Br, tiles.Bc, 4, 8 * (tiles.Br // rows), **facts)
-        for rows in (32, 16)
-        if tiles.Br % rows == 0
-    ]
+    if splits_keys and tiles.Bc % 32:
+        raise ValueError(
+            f"tiles: Bc={tiles.Bc} with warp_partition='keys': allowed are multiples of 32, 16 "
+            "columns for each of two warps or more"
+        )
+    counts = [tiles.Br // rows for rows in (32, 16) if tiles.Br % rows == 0]
+    if splits_keys:
+        counts = [warps for warps in (4, 8, 2) if tiles.Bc % (16 * warps) == 0]
+    found = [MmaSpec(head_dim, tiles.Br, tiles.Bc, 4, 8 * warps, **facts) for warps in counts]
     found = [s for s in found if s.threads <= MAX_THREADS and s.fits_registers]
     if not found:
         raise ValueError(
             f"tiles: Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} leaves no split over "
-            f"warps of 16 or 32 rows and at most {MAX_THREADS} threads whose parts fit their "
-            "registers; take smaller blocks"
+            f"warps of {'all' if splits_keys else '16 or 32'} rows and at most {MAX_THREADS} "
+            "threads whose parts fit their registers; take smaller blocks"
         )
     if found[0].shared_bytes > shared_limit:
         raise ValueError(
@@ -339,28 +374,32 @@ def default_mma_tiles(
     head_dim: int,
     shared_limit: int,
     features: Features = PLAIN,
+    splits_keys: bool = False,
 ) -> Tiles:
     """Block sizes of the tensor-core kernels: 128 x 64, halved until memory and registers fit.
 
     FlashAttention-1 takes as many columns as registers hold: every pass over them moves O. Where 32
     rows a warp would spill registers, or an option's own values make them, it takes 16 or Bc less.
+    Where the warps split the keys each has all of Br, and its part of O: 32 x 256, then less.
     """
     d, crowded = -(-head_dim // 16) * 16, features.crowds
     Bc = 64
     if algorithm == "fa1" and d <= 128:
         Bc = 256 if d <= 64 and not crowded else 128
-    elif algorithm == "fa1" and d > 192:
+    elif algorithm == "fa1" and d > 192 and not splits_keys:
         Bc = 32 if crowded else 48
-    Br = min(128, max(16, 2 * _power_of_two(max(1, seqlen_q - 1))))
-    Bc = min(Bc, max(16, 2 * _power_of_two(max(1, seqlen_k - 1))))
+    least = 32 if splits_keys else 16
+    most = 128 if not splits_keys else 32 if d <= 128 else 16
+    Br = min(most, max(16, 2 * _power_of_two(max(1, seqlen_q - 1))))
+    Bc = min(Bc, max(least, 2 * _power_of_two(max(1, seqlen_k - 1))))
     small = shared_limit < 128 * 1024  # of compute capability 8.6 or 8.9
     narrow = algorithm == "fa1" or 64 < d < 128 or (d == 128 and (crowded or small))
     while True:
         try:
-            specialise_mma(Tiles(Br, Bc), head_dim, shared_limit)
+            specialise_mma(Tiles(Br, Bc), head_dim, shared_limit, splits_keys=splits_keys)
             return Tiles(Br, Bc, 2 * Br) if narrow and Br % 128 == 0 else Tiles(Br, Bc)
         except ValueError:
-            if (Br, Bc) == (16, 16):
+            if (Br, Bc) == (16, least):
                 raise
             Br, Bc = (Br, -(-Bc // 32) * 16) if Bc > 32 or Br == 16 else (Br // 2, Bc)
 

@@ -21,7 +21,6 @@ from fa_numba.intrinsics._build import (
     unpack4,
 )
 
-
 _row_pointer = functools.partial(global_pointer, contiguous=True)
 
 

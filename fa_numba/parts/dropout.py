@@ -8,7 +8,7 @@ from functools import cache
 
 from fa_numba import masks
 from fa_numba.device import device_function, float32, uint32, uint64
-from fa_numba.parts.layout import make_column
+from fa_numba.parts.layout import make_column, make_warp_column
 
 WORD_COLUMNS, COUNTER_COLUMNS = masks.WORD_COLUMNS, masks.COUNTER_COLUMNS
 
@@ -52,10 +52,10 @@ def make_drop(spec):
     registers must.
     """
     TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.row_step
-    column = make_column(spec)
+    column, warp_column = make_column(spec), make_warp_column(spec)
     dropout = spec.features.dropout
     # One draw serves four elements where a thread's columns share counters.
-    shared = spec.Bc % COUNTER_COLUMNS == 0
+    shared = TN * TX % COUNTER_COLUMNS == 0
     SHARES = WORD_COLUMNS // TX
     ALIKE = 4 * SHARES
     # Rows and columns of one word of bits
@@ -66,6 +66,7 @@ def make_drop(spec):
     def drop(rP, row0, col0, b, h, options, ty, tx):
         if dropout:
             threshold = uint32(options.threshold)
+            col0 = uint32(col0 + warp_column())
             for i0 in range(0, TM, ROWS):
                 for j0 in range(0, TN, COLS):
                     bits = uint64(0)
