@@ -306,8 +306,7 @@ class MmaSpec(Spec):
     @property
     def keeps_q(self) -> bool:
         """Whether Q's fragments stay in registers: where S, O and they leave room for the rest."""
-        room = 120 if self.features.crowds else 160
-        return self.columns <= 128 and self.accumulators + 2 * self.TM * self.DN <= room
+        return self.columns <= 128 and self.accumulators + 2 * self.TM * self.DN <= 160
 
     @property
     def q_registers(self) -> int:
@@ -388,12 +387,15 @@ def default_mma_tiles(
         Bc = 256 if d <= 64 and not crowded else 128
     elif algorithm == "fa1" and d > 192 and not splits_keys:
         Bc = 32 if crowded else 48
+    elif algorithm == "fa2" and d == 128 and features.bias:
+        Bc = 32
     least = 32 if splits_keys else 16
     most = 128 if not splits_keys else 32 if d <= 128 else 16
     Br = min(most, max(16, 2 * _power_of_two(max(1, seqlen_q - 1))))
     Bc = min(Bc, max(least, 2 * _power_of_two(max(1, seqlen_k - 1))))
     small = shared_limit < 128 * 1024  # of compute capability 8.6 or 8.9
-    narrow = algorithm == "fa1" or 64 < d < 128 or (d == 128 and (crowded or small))
+    narrow = algorithm == "fa1" or 64 < d < 128
+    narrow |= (d == 64 and features.packed) or (d == 128 and (crowded or small))
     while True:
         try:
             specialise_mma(Tiles(Br, Bc), head_dim, shared_limit, splits_keys=splits_keys)
