@@ -390,12 +390,14 @@ def default_mma_tiles(
     elif algorithm == "fa2" and d == 128 and features.bias:
         Bc = 32
     least = 32 if splits_keys else 16
-    most = 128 if not splits_keys else 32 if d <= 128 else 16
+    most = 128 if not splits_keys else 32 if d <= 64 else 16
     Br = min(most, max(16, 2 * _power_of_two(max(1, seqlen_q - 1))))
     Bc = min(Bc, max(least, 2 * _power_of_two(max(1, seqlen_k - 1))))
-    small = shared_limit < 128 * 1024  # of compute capability 8.6 or 8.9
+    older = shared_limit < 200 * 1024  # than compute capability 9.0
     narrow = algorithm == "fa1" or 64 < d < 128
-    narrow |= (d == 64 and features.packed) or (d == 128 and (crowded or small))
+    narrow |= (d == 64 and features.packed) or (
+        d == 128 and (crowded or (older and features.causal))
+    )
     while True:
         try:
             specialise_mma(Tiles(Br, Bc), head_dim, shared_limit, splits_keys=splits_keys)

@@ -863,7 +863,7 @@ REFUSED = {
         ValueError, ["tiles: Bc=48", "warp_partition='keys'", "multiples of 32"],
     ),
     "warps of split keys": (
-        lambda: fa_numba.flash_attention_1(Q, K, K, tiles=Tiles(16, 64, 256), warp_partition="keys"),
+        lambda: fa_numba.flash_attention_1(Q, K, K, tiles=Tiles(16, 64, 256), **KEYS),
         ValueError, ["tiles: threads=256", "[64, 128]"],
     ),
     "registers of split keys": (

@@ -140,7 +140,6 @@ def make_forward(spec):
             commit_async()
             # Alg. 1 line 10: O += Pij Vj
             add_product(rO, rS, sV, options)
-        wait_async()
 
         # Alg. 1 line 9: l of whole rows, whose columns lie with four lanes
         sum_lanes(rl)
