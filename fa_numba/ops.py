@@ -26,6 +26,7 @@ def plan(
     tiles: Tiles | None = None,
     return_lse: bool = False,
     query_splits: int = 1,
+    warp_partition: str = "rows",
     passes: str = "fwd",
     deterministic: bool = False,
     return_dbias: bool = False,
@@ -50,13 +51,16 @@ def plan(
     if passes == "bwd":
         if return_lse is not False:
             raise ValueError(f"return_lse is {return_lse!r}: only passes='fwd' has it")
-        how = (deterministic, return_dbias, unit, query_splits)
-        run = plans.backward(problem, algorithm, tiles, True, *how)
+        if warp_partition != "rows":
+            raise ValueError(f"warp_partition is {warp_partition!r}: only passes='fwd' has it")
+        backward = (deterministic, return_dbias, unit, query_splits)
+        run = plans.backward(problem, algorithm, tiles, True, *backward)
     else:
         for name, value in (("deterministic", deterministic), ("return_dbias", return_dbias)):
             if value is not False:
                 raise ValueError(f"{name} is {value!r}: only passes='bwd' has it")
-        run = plans.forward(problem, algorithm, tiles, True, return_lse, query_splits, unit)
+        how = (return_lse, query_splits, unit, warp_partition)
+        run = plans.forward(problem, algorithm, tiles, True, *how)
     arguments.check_mask(problem, tiles, run.plan.tiles)
     return replace(run.plan, block_mask=arguments.block_mask)
 
@@ -96,6 +100,7 @@ def flash_attention_1(
     out=None,
     stream=None,
     query_splits=1,
+    warp_partition="rows",
     unit="auto",
     **options: Unpack[AttentionOptions],
 ):
@@ -103,6 +108,9 @@ def flash_attention_1(
 
     Arguments, result and errors as ``flash_attention_2``. ``query_splits`` thread blocks share a
     head, each with its own rows of q; 1 is the paper's grid of one block per (batch, head).
+    ``warp_partition`` is what the warps of a block share, on tensor cores: "rows" of q, or the
+    "keys" as in the code released with the paper, whose warps then add up their parts of O
+    through shared memory (arXiv 2307.08691, section 3.3, "split-K").
 
     >>> import numpy as np, fa_numba
     >>> q = np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 1, 16, 4)
@@ -110,7 +118,8 @@ def flash_attention_1(
     >>> bool(abs(a - b).max() < 1e-6)
     True
     """
-    return _attend("fa1", (q, k, v), options, tiles, return_lse, out, stream, unit, query_splits)
+    how = (query_splits, warp_partition)
+    return _attend("fa1", (q, k, v), options, tiles, return_lse, out, stream, unit, *how)
 
 
 def flash_attention_2(
@@ -171,8 +180,19 @@ def attention(q, k, v, *, algorithm="fa2", **options):
     return functions[algorithm](q, k, v, **options)
 
 
-def _attend(algorithm, qkv, options, tiles, return_lse, out, stream, unit, query_splits=1) -> Any:
-    facts = ("fwd", algorithm, tiles, return_lse, unit, query_splits)
+def _attend(
+    algorithm,
+    qkv,
+    options,
+    tiles,
+    return_lse,
+    out,
+    stream,
+    unit,
+    query_splits=1,
+    warp_partition="rows",
+) -> Any:
+    facts = ("fwd", algorithm, tiles, return_lse, unit, query_splits, warp_partition)
     seen = prepared.seen(facts, qkv, options, out)
     results = prepared.again(seen, out, stream)
     if results is None:
@@ -181,7 +201,7 @@ def _attend(algorithm, qkv, options, tiles, return_lse, out, stream, unit, query
 
 
 def _first_attend(facts, qkv, options, out, stream, seen: Seen | None) -> list:
-    _, algorithm, tiles, return_lse, unit, query_splits = facts
+    _, algorithm, tiles, return_lse, unit, query_splits, warp_partition = facts
     inputs = [operand(*x) for x in zip("qkv", qkv, strict=True)]
     arguments = Arguments.of(options)
     check_together(inputs, list(arguments.arrays.values()))
@@ -193,7 +213,8 @@ def _first_attend(facts, qkv, options, out, stream, seen: Seen | None) -> list:
         check_out(target, problem.q_shape, [*inputs, *arguments.arrays.values()])
     with calls.placed(inputs[0]):
         aligned = _aligned(problem, [*inputs, target] if target else inputs)
-        run = plans.forward(problem, algorithm, tiles, aligned, return_lse, query_splits, unit)
+        how = (return_lse, query_splits, unit, warp_partition)
+        run = plans.forward(problem, algorithm, tiles, aligned, *how)
         arguments.check_mask(problem, tiles, run.plan.tiles)
         handle = calls.stream_handle(stream, inputs[0])
         calls.check_size(run.plan)

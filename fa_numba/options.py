@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypedDict
 
 import numpy as np
@@ -129,6 +129,11 @@ class Features:
     def lengths(self) -> bool:
         """Whether the batch entries have lengths of their own."""
         return self.q_lens or self.kv_lens or self.packed
+
+    @property
+    def crowds(self) -> bool:
+        """Whether some option holds registers of its own throughout the loops."""
+        return replace(self, causal=False, dropout=False) != PLAIN
 
     @property
     def initialises(self) -> bool:

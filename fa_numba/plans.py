@@ -43,6 +43,7 @@ from fa_numba.tuned import tuned_tiles
 
 PASSES = ("fwd", "bwd")
 UNITS = ("auto", "simt", "mma")
+PARTITIONS = ("rows", "keys")
 # What each unit has kernels for.
 _UNIT_DTYPES = {"simt": ("float32",), "mma": ("float16", "bfloat16")}
 
@@ -63,6 +64,7 @@ class KernelPlan:
 class Plan:
     """What a call runs.
 
+    ``warp_partition`` is what the warps of a block share of a tile: its "rows" or the "keys".
     ``accesses`` are exact loads and stores of global memory in elements by array, ``flops`` follows
     FlashAttention-2's convention, ``workspace_bytes`` is memory beside inputs and outputs. With a
     block mask both need it as ``block_mask``.
@@ -75,6 +77,7 @@ class Plan:
     tiles: Tiles
     kernels: tuple[KernelPlan, ...]
     workspace_bytes: int
+    warp_partition: str = "rows"
     block_mask: np.ndarray | None = field(default=None, compare=False, repr=False)
     count: Callable[..., io_model.Accesses] = field(default=None, compare=False, repr=False)  # type: ignore[assignment]
 
@@ -134,6 +137,18 @@ def _unit(unit: Any, problem: Problem) -> str:
     return found
 
 
+def _check_partition(warp_partition: Any, algorithm: str, unit: str) -> None:
+    if not isinstance(warp_partition, str) or warp_partition not in PARTITIONS:
+        raise ValueError(
+            f"warp_partition is {warp_partition!r}: allowed is one of {', '.join(PARTITIONS)}"
+        )
+    if warp_partition == "keys" and (algorithm, unit) != ("fa1", "mma"):
+        raise ValueError(
+            f"warp_partition is 'keys' with algorithm {algorithm!r} on unit {unit!r}: only fa1 on "
+            "tensor cores ('mma') splits the keys over the warps of a block, allowed is 'rows'"
+        )
+
+
 def forward(
     problem: Problem,
     algorithm: str,
@@ -142,6 +157,7 @@ def forward(
     return_lse: Any,
     query_splits: Any,
     unit: Any = "auto",
+    warp_partition: Any = "rows",
 ) -> Run:
     """The forward pass of ``algorithm``, checked."""
     _check(problem, algorithm, tiles)
@@ -150,9 +166,11 @@ def forward(
     query_splits = as_size("query_splits", query_splits, axis=False)
     if query_splits != 1 and algorithm != "fa1":
         raise ValueError(f"query_splits is {query_splits}: only fa1 splits its queries")
+    _check_partition(warp_partition, algorithm, unit)
     limit = device.shared_bytes_limit()
     if unit == "mma":
-        return _mma_forward(problem, algorithm, tiles, aligned, return_lse, query_splits, limit)
+        how = (return_lse, query_splits, limit, warp_partition)
+        return _mma_forward(problem, algorithm, tiles, aligned, *how)
     return _forward(problem, algorithm, tiles, aligned, return_lse, query_splits, limit)
 
 
@@ -192,19 +210,24 @@ def _forward(problem, algorithm, tiles, aligned, return_lse, query_splits, limit
 
 
 @functools.lru_cache(maxsize=1024)
-def _mma_forward(problem, algorithm, tiles, aligned, return_lse, query_splits, limit) -> Run:
+def _mma_forward(
+    problem, algorithm, tiles, aligned, return_lse, query_splits, limit, warp_partition
+) -> Run:
     d, Nq, Nk = problem.head_dim, problem.seqlen_q, problem.seqlen_k
+    features, splits_keys = Features.of(problem), warp_partition == "keys"
+    kind = StandardSpec if algorithm == "standard" else MmaSpec
     if tiles is None:
-        fits = functools.partial(specialise_mma, head_dim=d, shared_limit=limit)
-        tiles = tuned_tiles(algorithm, "fwd", Nq, Nk, d, fits)
-    if tiles is None:
-        tiles = default_mma_tiles(algorithm, Nq, Nk, d, limit)
-        if algorithm == "standard":
-            tiles = default_mma_standard_tiles(Nq, Nk, d, limit)
-    facts: dict[str, Any] = {"features": Features.of(problem), "aligned": aligned}
+        fits = functools.partial(specialise_mma, head_dim=d, shared_limit=limit, kind=kind)
+        # Measured on plain calls: with options a thread needs more registers.
+        if replace(features, causal=False) == PLAIN and not splits_keys:
+            tiles = tuned_tiles(algorithm, "fwd", Nq, Nk, d, fits)
+    if tiles is None and algorithm == "standard":
+        tiles = default_mma_standard_tiles(Nq, Nk, d, limit)
+    elif tiles is None:
+        tiles = default_mma_tiles(algorithm, Nq, Nk, d, limit, features, splits_keys)
+    facts: dict[str, Any] = {"features": features, "aligned": aligned, "splits_keys": splits_keys}
     facts |= {"dtype": problem.dtype, "positive_scale": problem.scale > 0.0}
     facts |= {"return_lse": return_lse and algorithm == "fa1"}
-    kind = StandardSpec if algorithm == "standard" else MmaSpec
     spec = specialise_mma(tiles, d, limit, kind, **facts)
     tiles = Tiles(tiles.Br, tiles.Bc, spec.threads)
     Tr, heads, split_rows = -(-Nq // tiles.Br), problem.heads_q, 0
@@ -221,7 +244,8 @@ def _mma_forward(problem, algorithm, tiles, aligned, return_lse, query_splits, l
         how = {"query_splits": query_splits, "return_lse": return_lse}
         count = functools.partial(io_model.fa1, problem, tiles, **how)
     workspace = io_model.workspace(algorithm, problem, return_lse=return_lse)
-    return _run("fwd", algorithm, problem, tiles, launches, count, workspace, split_rows, "mma")
+    run = _run("fwd", algorithm, problem, tiles, launches, count, workspace, split_rows, "mma")
+    return replace(run, plan=replace(run.plan, warp_partition=warp_partition))
 
 
 def _mma_standard_launches(
@@ -449,7 +473,7 @@ def _run(
         KernelPlan(kernel.name, (blocks, heads, problem.batch), kernel.threads, kernel.shared_bytes)
         for kernel, blocks, heads in launches
     )
-    plan = Plan(algorithm, passes, unit, problem, tiles, kernels, workspace, None, count)
+    plan = Plan(algorithm, passes, unit, problem, tiles, kernels, workspace, count=count)
     return Run(plan, tuple(kernel for kernel, *_ in launches), split_rows)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fa_numba.options import PLAIN, Features
@@ -90,6 +90,11 @@ class Spec:
     def element_steps(self) -> tuple[int, int]:
         """Registers of S from a row to the next, and from a column to the next."""
         return self.TN, 1
+
+    @property
+    def warp_columns(self) -> int:
+        """Columns of S from one warp's to the next; 0 where every warp takes all."""
+        return 0
 
     @property
     def shares_evenly(self) -> bool:
@@ -238,7 +243,8 @@ class BackwardSpec(Spec):
 
 @dataclass(frozen=True)
 class MmaSpec(Spec):
-    """The same for tensor cores: a warp takes 16 rows, or several times 16, and all columns.
+    """The same for tensor cores: a warp takes 16 rows, or several times 16, and all columns; or,
+    with ``splits_keys``, all rows and an equal part of the columns.
 
     Thread (ty, tx) is place tx of 4 in group ty of a fragment (``intrinsics/matrix.py``): it owns
     rows ty + 8 i and of each 8 columns 2 tx and 2 tx + 1. Pitches are in 16-bit elements; the
@@ -247,6 +253,7 @@ class MmaSpec(Spec):
 
     dtype: str = "float16"
     positive_scale: bool = False
+    splits_keys: bool = False
 
     @property
     def folds_scale(self) -> bool:
@@ -272,6 +279,23 @@ class MmaSpec(Spec):
         return self.threads // 32
 
     @property
+    def TM(self) -> int:
+        return self.Br // 8 if self.splits_keys else super().TM
+
+    @property
+    def TN(self) -> int:
+        return super().TN // (self.warps if self.splits_keys else 1)
+
+    @property
+    def warp_rows(self) -> int:
+        """Rows from one warp's to the next; 0 where every warp takes all."""
+        return 0 if self.splits_keys else 8 * self.TM
+
+    @property
+    def warp_columns(self) -> int:
+        return 4 * self.TN if self.splits_keys else 0
+
+    @property
     def columns(self) -> int:
         """The head dimension rounded up to whole fragments."""
         return 16 * self.DN
@@ -286,8 +310,13 @@ class MmaSpec(Spec):
         return self.Br * self.pitch, self.Bc * self.pitch, self.Bc * self.pitch
 
     @property
+    def exchange_floats(self) -> int:
+        """Floats of sO: O, l and m of every warp but the one that owns the row."""
+        return (self.warps - 1) * self.Br * (self.columns + 2) if self.splits_keys else 0
+
+    @property
     def shared_bytes(self) -> int:
-        return 2 * sum(self.tile_halves)
+        return 2 * sum(self.tile_halves) + 4 * self.exchange_floats
 
     @property
     def accumulators(self) -> int:
@@ -297,7 +326,7 @@ class MmaSpec(Spec):
     @property
     def keeps_q(self) -> bool:
         """Whether Q's fragments stay in registers: where S, O and they leave room for the rest."""
-        return self.accumulators + 2 * self.TM * self.DN <= 160
+        return self.columns <= 128 and self.accumulators + 2 * self.TM * self.DN <= 160
 
     @property
     def q_registers(self) -> int:
@@ -553,28 +582,35 @@ def specialise_mma(
     """The tensor-core specialisation for ``tiles``; ``shared_limit`` in bytes a block.
 
     ``tiles.threads`` is 32 a warp, and a warp takes 16 or 32 rows; None takes 32 where it can.
+    With ``splits_keys`` 2, 4 or 8 warps share the columns, by 16 or several times 16; None takes 4.
     Raises ValueError for tiles that are no multiples of 16, or do not fit.
     """
+    splits_keys = facts.get("splits_keys", False)
     if tiles.Br % 16 or tiles.Bc % 16:
         raise ValueError(
             f"tiles: Br={tiles.Br}, Bc={tiles.Bc} on tensor cores: allowed are multiples of 16"
         )
-    found = [
-        kind(head_dim, tiles.Br, tiles.Bc, 4, 8 * (tiles.Br // rows), **facts)
-        for rows in (32, 16)
-        if tiles.Br % rows == 0
-    ]
+    if splits_keys and tiles.Bc % 32:
+        raise ValueError(
+            f"tiles: Bc={tiles.Bc} with warp_partition='keys': allowed are multiples of 32, 16 "
+            "columns for each of two warps or more"
+        )
+    counts = [tiles.Br // rows for rows in (32, 16) if tiles.Br % rows == 0]
+    if splits_keys:
+        counts = [warps for warps in (4, 8, 2) if tiles.Bc % (16 * warps) == 0]
+    found = [kind(head_dim, tiles.Br, tiles.Bc, 4, 8 * warps, **facts) for warps in counts]
     return _chosen(found, tiles, head_dim, shared_limit)
 
 
 def _chosen(found: list, tiles: Tiles, head_dim: int, shared_limit: int) -> Any:
     """The first of these specialisations that can be, or the one with the threads asked for."""
+    part = "all" if found[0].splits_keys else "16 or 32 of"
     found = [s for s in found if s.threads <= MAX_THREADS and s.fits_registers]
     if not found:
         raise ValueError(
             f"tiles: Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} leaves no split over "
-            f"warps of 16 or 32 of its rows and at most {MAX_THREADS} threads whose parts fit "
-            "their registers; take smaller blocks"
+            f"warps of {part} its rows and at most {MAX_THREADS} threads whose parts fit their "
+            "registers; take smaller blocks"
         )
     if found[0].shared_bytes > shared_limit:
         raise ValueError(
@@ -593,35 +629,58 @@ def _chosen(found: list, tiles: Tiles, head_dim: int, shared_limit: int) -> Any:
 
 
 def default_mma_tiles(
-    algorithm: str, seqlen_q: int, seqlen_k: int, head_dim: int, shared_limit: int
+    algorithm: str,
+    seqlen_q: int,
+    seqlen_k: int,
+    head_dim: int,
+    shared_limit: int,
+    features: Features = PLAIN,
+    splits_keys: bool = False,
 ) -> Tiles:
     """Block sizes of the tensor-core kernels: 128 x 64, halved until memory and registers fit.
 
-    FlashAttention-1 takes as many columns as registers hold: every pass over them moves O.
+    FlashAttention-1 takes as many columns as registers hold: every pass over them moves O. Where 32
+    rows a warp would spill registers, or an option's own values make them, it takes 16 or Bc less.
+    Where the warps split the keys each has all of Br, and its part of O: 32 x 256, then less.
     """
+    d, crowded = -(-head_dim // 16) * 16, features.crowds
     Bc = 64
-    if algorithm == "fa1" and head_dim <= 192:
-        Bc = 256 if head_dim <= 64 else 128 if head_dim <= 128 else 32
-    Br = min(128, max(16, 2 * _power_of_two(max(1, seqlen_q - 1))))
-    Bc = min(Bc, max(16, 2 * _power_of_two(max(1, seqlen_k - 1))))
-    make = functools.partial(specialise_mma, head_dim=head_dim, shared_limit=shared_limit)
-    found = _shrunk_mma(Br, Bc, make)
-    # 32 rows a warp spill registers at these head dimensions.
-    if 64 < -(-head_dim // 16) * 16 < 128 and found.Br % 128 == 0:
-        return Tiles(found.Br, found.Bc, 2 * found.Br)
-    return found
+    if algorithm == "fa1" and d <= 128:
+        Bc = 256 if d <= 64 and not crowded else 128
+    elif algorithm == "fa1" and d > 192 and not splits_keys:
+        Bc = 32 if crowded else 48
+    elif algorithm == "fa2" and d == 128 and features.bias:
+        Bc = 32
+    least = 32 if splits_keys else 16
+    most = 128 if not splits_keys else 32 if d <= 64 else 16
+    Br = min(most, max(16, 2 * _power_of_two(max(1, seqlen_q - 1))))
+    Bc = min(Bc, max(least, 2 * _power_of_two(max(1, seqlen_k - 1))))
+    older = shared_limit < 200 * 1024  # than compute capability 9.0
+    narrow = algorithm == "fa1" or 64 < d < 128
+    narrow |= (d == 64 and features.packed) or (
+        d == 128 and (crowded or (older and features.causal))
+    )
+    make = functools.partial(
+        specialise_mma, head_dim=head_dim, shared_limit=shared_limit, splits_keys=splits_keys
+    )
+    found = _shrunk_mma(Br, Bc, make, 16, least)
+    return replace(found, threads=2 * found.Br) if narrow and found.Br % 128 == 0 else found
 
 
-def _shrunk_mma(Br: int, Bc: int, specialised: Callable[[Tiles], Any], least: int = 16) -> Tiles:
-    """The first tiles that can be specialised, columns halved first; Br is not below ``least``."""
+def _shrunk_mma(
+    Br: int, Bc: int, specialised: Callable[[Tiles], Any], rows: int = 16, columns: int = 16
+) -> Tiles:
+    """The first tiles that can be specialised, columns halved first to whole fragments; not below
+    ``rows`` x ``columns``.
+    """
     while True:
         try:
             specialised(Tiles(Br, Bc))
             return Tiles(Br, Bc)
         except ValueError:
-            if (Br, Bc) == (least, 16):
+            if (Br, Bc) == (rows, columns):
                 raise
-            Br, Bc = (Br, Bc // 2) if Bc > 32 or Br == least else (Br // 2, Bc)
+            Br, Bc = (Br, -(-Bc // 32) * 16) if Bc > 32 or Br == rows else (Br // 2, Bc)
 
 
 def specialise_mma_backward(

@@ -454,7 +454,8 @@ def test_docstrings_say_what_comes_back_and_what_is_raised():
     for function in FUNCTIONS.values():
         text = inspect.getdoc(function)
         assert ">>>" in text and ("Raises" in text or "errors as" in text)
-    assert "query_splits" in inspect.getdoc(fa_numba.flash_attention_1)
+    for name in ("query_splits", "warp_partition"):
+        assert name in inspect.getdoc(fa_numba.flash_attention_1)
     for function in (fa_numba.attention, fa_numba.plan):
         assert "Raises" in inspect.getdoc(function)
 
@@ -464,6 +465,7 @@ def test_the_three_functions_share_one_signature():
     assert inspect.signature(fa_numba.standard_attention) == want
     first = dict(inspect.signature(fa_numba.flash_attention_1).parameters)
     assert first.pop("query_splits").default == 1
+    assert first.pop("warp_partition").default == "rows"
     assert first == dict(want.parameters)
 
 

@@ -307,11 +307,15 @@ MMA = {"fa1": mma.fa1_forward, "fa2": mma.fa2_forward}
 
 
 def mma_spec_of(name, arch, d, dtype="float16", option=None):
-    """The default tiles' for long sequences; ``option`` is a feature or "unaligned"."""
-    tiles = default_mma_tiles(name, 4096, 4096, d, SHARED[arch])
+    """The default tiles' for long sequences; ``option`` is a feature or "unaligned".
+
+    "fa1 keys" is FA-1 with the keys split over the warps.
+    """
+    name, splits_keys = name.partition(" ")[0], name == "fa1 keys"
     features = Features(**{option: True}) if option not in (None, "unaligned") else PLAIN
+    tiles = default_mma_tiles(name, 4096, 4096, d, SHARED[arch], features, splits_keys)
     facts = {"features": features, "aligned": option != "unaligned", "dtype": dtype}
-    facts |= {"positive_scale": True, "return_lse": name == "fa1"}
+    facts |= {"positive_scale": True, "return_lse": name == "fa1", "splits_keys": splits_keys}
     return specialise_mma(tiles, d, SHARED[arch], **facts)
 
 
@@ -352,7 +356,7 @@ SPILLS = {
 def test_an_mma_kernel_compiles_within_its_budgets(case):
     name, arch, _, dtype, option = case
     spec = mma_spec_of(*case)
-    kernel = MMA[name].make_forward(spec)
+    kernel = MMA[name.partition(" ")[0]].make_forward(spec)
     ptx, log = compiled(kernel, arch)
 
     assert f".target {arch}" in ptx

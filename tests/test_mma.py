@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from mma_helpers import (
     ALGORITHMS,
     BFLOAT16,
-    FLASH,
     HALF_GUARD,
     HALF_LAYOUTS,
     HalfMemory,
@@ -436,6 +435,121 @@ def test_dropout_does_not_depend_on_the_tiles(device, algorithm, Bc):
     check(device, algorithm, q, k, v, **options)
 
 
+# --- keys split over the warps ---------------------------------------------------------------
+
+KEYS = {"warp_partition": "keys"}
+# Two, four and eight warps of 16 columns each.
+BY_KEYS = {"2": Tiles(16, 32), "4": Tiles(48, 64), "8": Tiles(32, 128, 256)}
+every_key_split = pytest.mark.parametrize("tiles", BY_KEYS.values(), ids=BY_KEYS)
+
+
+@every_key_split
+@every_dtype
+@either_mask
+@pytest.mark.parametrize("Nq, Nk", [(1, 1), (40, 1), (17, 33), (37, 13), (50, 150)])
+def test_split_keys_of_many_lengths(device, dtype, causal, Nq, Nk, tiles):
+    q, k, v = half_inputs(dtype, 1, 1, 1, Nq, Nk, 8)
+    check(device, "fa1", q, k, v, causal=causal, tiles=tiles, **KEYS)
+
+
+@every_dtype
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_split_keys_of_every_head_dim(device, dtype, d):
+    q, k, v = half_inputs(dtype, 1, 1, 1, 18, 70, d)
+    result = check(device, "fa1", q, k, v, tiles=Tiles(16, 32), **KEYS)
+    layouts = {"layout": "odd", "out_layout": "odd"}
+    same = attend(device, "fa1", q, k, v, tiles=Tiles(16, 32), **KEYS, **layouts)
+    assert np.array_equal(same.O, result.O) and np.array_equal(same.L, result.L)
+
+
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_split_keys_with_the_default_tiles(device, d):
+    q, k, v = half_inputs("float16", 1, 1, 1, 21, 70, d)
+    check(device, "fa1", q, k, v, causal=True, **KEYS)
+    with devices.using("emulator"):
+        for N in (1, 70, 4096):
+            plan = fa_numba.plan(
+                (1, 1, N, d), (1, 1, N, d), algorithm="fa1", dtype="float16", **KEYS
+            )
+            columns = 32 * plan.tiles.Bc // plan.tiles.threads
+            assert plan.warp_partition == "keys" and columns % 16 == 0 < plan.tiles.threads // 64
+
+
+@every_dtype
+@pytest.mark.parametrize("B, Hq, Hk", [(2, 1, 1), (2, 6, 2)])
+def test_split_keys_of_shared_heads_and_split_queries(device, dtype, B, Hq, Hk):
+    q, k, v = half_inputs(dtype, B, Hq, Hk, 35, 45, 8)
+    options = {"causal": True, "tiles": Tiles(16, 32), **KEYS}
+    whole = check(device, "fa1", q, k, v, **options)
+    split = check(device, "fa1", q, k, v, query_splits=2, **options)
+    assert np.array_equal(split.O, whole.O) and np.array_equal(split.L, whole.L)
+
+
+@every_dtype
+@pytest.mark.parametrize("name", OPTIONS)
+def test_split_keys_with_options(device, dtype, name):
+    q, k, v = half_inputs(dtype, 2, 2, 1, 40, 55, 8)
+    options = dict(OPTIONS[name])
+    if "block_mask" in options:
+        options["block_mask"] = options["block_mask"][..., 1:3]
+    check(device, "fa1", q, k, v, tiles=Tiles(16, 32), **options, **KEYS)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_split_keys_of_packed_sequences(device, causal):
+    rng = np.random.default_rng(2)
+    q, k, v = (
+        rng.standard_normal((n, heads, 8), dtype=np.float32).astype(np.float16)
+        for n, heads in ((61, 4), (70, 2), (70, 2))
+    )
+    starts = {"cu_seqlens_q": [0, 20, 20, 61], "cu_seqlens_k": [0, 33, 40, 70]}
+    check(device, "fa1", q, k, v, causal=causal, tiles=Tiles(16, 32), **starts, **KEYS)
+
+
+# 16, 64 and 48 columns a warp.
+@pytest.mark.parametrize("tiles", [Tiles(16, 32), Tiles(16, 128, 64), Tiles(16, 96, 64)], ids=str)
+def test_dropout_does_not_depend_on_the_warps(device, tiles):
+    q, k, v = half_inputs("float16", 1, 1, 1, 20, 150, 8)
+    options = {"dropout_p": 0.4, "seed": 2**40 + 5, "tiles": tiles}
+    check(device, "fa1", q, k, v, **options, **KEYS)
+
+
+@every_dtype
+@either_mask
+def test_split_keys_where_warps_see_nothing(device, dtype, causal):
+    q, k, v = half_inputs(dtype, 1, 2, 1, 35, 70, 8)
+    q[..., 0] = np.abs(q[..., 0])
+    k[:, :, 3:50, 0] = -np.inf  # a whole tile, and all columns of some warps
+    result = check(device, "fa1", q, k, v, causal=causal, tiles=Tiles(16, 32), **KEYS)
+    assert np.isfinite(result.L).all()
+    q[0, 0, 5], k[...] = -np.inf, np.abs(half_inputs(dtype, 1, 2, 1, 35, 70, 8)[1])
+    result = check(device, "fa1", q, k, v, causal=causal, tiles=Tiles(16, 32), **KEYS)
+    assert (result.O[0, 0, 5] == 0).all() and result.L[0, 0, 5] == -np.inf
+
+
+@every_dtype
+@pytest.mark.parametrize("step", [1, -1], ids=["growing", "falling"])
+def test_split_keys_where_one_warp_has_the_maximum(device, dtype, step):
+    q, k, v = half_inputs(dtype, 1, 1, 1, 20, 80, 8)
+    q[...] = 1.0
+    k[...] = np.linspace(-20, 20, 80)[::step, None]
+    check(device, "fa1", q, k, v, tiles=Tiles(16, 64), **KEYS)
+
+
+@either_mask
+def test_both_partitions_access_global_memory_alike(causal):
+    with devices.using("emulator"):
+        how = {"algorithm": "fa1", "dtype": "float16", "tiles": Tiles(32, 64), "causal": causal}
+        rows, keys = (
+            fa_numba.plan((2, 4, 300, 64), (2, 2, 200, 64), warp_partition=name, **how)
+            for name in ("rows", "keys")
+        )
+    assert (rows.warp_partition, keys.warp_partition) == ("rows", "keys") and rows != keys
+    assert rows.accesses == keys.accesses and rows.flops == keys.flops
+    extra = keys.kernels[0].shared_bytes - rows.kernels[0].shared_bytes
+    assert extra == 4 * (keys.tiles.threads // 32 - 1) * 32 * (64 + 2)
+
+
 # --- values ----------------------------------------------------------------------------------
 
 
@@ -664,7 +778,6 @@ def test_the_peak_of_memory_is_the_plans_workspace(algorithm):
 
 Q, K = np.ones((1, 2, 5, 8), np.float16), np.ones((1, 1, 7, 8), np.float16)
 SINGLE = [a.astype(np.float32) for a in (Q, K, K)]
-O, L = np.ones_like(Q), np.zeros((1, 2, 5), np.float32)
 
 REFUSED = {
     "CUDA cores in 16 bits": (
@@ -687,19 +800,6 @@ REFUSED = {
     "CUDA cores in a plan": (
         lambda: fa_numba.plan(Q.shape, K.shape, dtype="bfloat16", unit="simt"), ValueError,
         ["unit is 'simt'", "bfloat16"],
-    ),
-    **{
-        f"the backward pass of {algorithm}": (
-            lambda algorithm=algorithm: fa_numba.attention_backward(
-                Q, Q, K, K, O, L, algorithm=algorithm
-            ),
-            ValueError, [f"algorithm is '{algorithm}'", "'bwd'", "float16"],
-        )
-        for algorithm in FLASH
-    },
-    "the backward pass in a plan": (
-        lambda: fa_numba.plan(Q.shape, K.shape, dtype="float16", passes="bwd"), ValueError,
-        ["algorithm is 'fa2'", "'bwd'", "float16"],
     ),
     "rows of a tile": (
         lambda: fa_numba.attention(Q, K, K, tiles=Tiles(24, 16)), ValueError,
@@ -759,6 +859,44 @@ REFUSED = {
         lambda: fa_numba.attention(Q, K, K, algorithm="fa2", query_splits=2), TypeError,
         ["query_splits"],
     ),
+    "a partition that there is not": (
+        lambda: fa_numba.flash_attention_1(Q, K, K, warp_partition="columns"), ValueError,
+        ["warp_partition is 'columns'", "rows, keys"],
+    ),
+    "no partition": (
+        lambda: fa_numba.flash_attention_1(Q, K, K, warp_partition=None), ValueError,
+        ["warp_partition is None", "rows, keys"],
+    ),
+    "split keys on CUDA cores": (
+        lambda: fa_numba.flash_attention_1(*SINGLE, warp_partition="keys"), ValueError,
+        ["warp_partition is 'keys'", "'simt'", "only fa1 on tensor cores", "'rows'"],
+    ),
+    "split keys of fa2": (
+        lambda: fa_numba.attention(Q, K, K, warp_partition="keys"), TypeError, ["warp_partition"],
+    ),
+    "split keys of fa2 in a plan": (
+        lambda: fa_numba.plan(Q.shape, K.shape, dtype="float16", warp_partition="keys"), ValueError,
+        ["warp_partition is 'keys'", "'fa2'", "only fa1", "'rows'"],
+    ),
+    "split keys of the backward pass": (
+        lambda: fa_numba.plan(Q.shape, K.shape, passes="bwd", warp_partition="keys"), ValueError,
+        ["warp_partition is 'keys'", "only passes='fwd'"],
+    ),
+    "columns of two warps": (
+        lambda: fa_numba.flash_attention_1(Q, K, K, tiles=Tiles(16, 48), warp_partition="keys"),
+        ValueError, ["tiles: Bc=48", "warp_partition='keys'", "multiples of 32"],
+    ),
+    "warps of split keys": (
+        lambda: fa_numba.flash_attention_1(Q, K, K, tiles=Tiles(16, 64, 256), **KEYS),
+        ValueError, ["tiles: threads=256", "[64, 128]"],
+    ),
+    "registers of split keys": (
+        lambda: fa_numba.flash_attention_1(
+            np.ones((1, 1, 5, 128), np.float16), *np.ones((2, 1, 1, 7, 128), np.float16),
+            tiles=Tiles(64, 64), warp_partition="keys",
+        ),
+        ValueError, ["Br=64, Bc=64", "warps of all its rows", "registers"],
+    ),
     "a dtype that there is not": (
         lambda: fa_numba.plan(Q.shape, K.shape, dtype="float8"), ValueError,
         ["dtype is 'float8'", "float16"],
@@ -781,9 +919,15 @@ def test_one_16_bit_dtype_for_all():
     assert all(p in str(caught.value) for p in ("k has dtype bfloat16", "q float16", "one dtype"))
 
 
-def test_every_pair_of_algorithm_and_pass_that_there_is_has_a_kernel():
-    forward = tuple((algorithm, "fwd") for algorithm in ALGORITHMS)
-    assert plans._MMA_KERNELS == (*forward, ("standard", "bwd"))
+@every_algorithm
+@pytest.mark.parametrize("passes", ["fwd", "bwd"])
+def test_every_algorithm_has_every_pass(algorithm, passes):
+    with devices.using("emulator"):
+        how = {"algorithm": algorithm, "passes": passes}
+        single = fa_numba.plan(Q.shape, K.shape, **how)
+        half = fa_numba.plan(Q.shape, K.shape, dtype="float16", **how)
+    assert (single.unit, half.unit) == ("simt", "mma")
+    assert half.passes == passes and half.kernels
 
 
 # --- any problem -----------------------------------------------------------------------------
@@ -818,10 +962,12 @@ def any_call(draw):
 @pytest.mark.parametrize("dtype", ["float16", BFLOAT16])
 @every_algorithm
 @settings(max_examples=40)
-@given(any_call(), st.integers(1, 4))
-def test_any_problem(algorithm, dtype, call, query_splits):
+@given(any_call(), st.integers(1, 4), st.booleans())
+def test_any_problem(algorithm, dtype, call, query_splits, splits_keys):
     sizes, options = call
     splits = {"query_splits": query_splits} if algorithm == "fa1" else {}
+    if algorithm == "fa1" and splits_keys and options["tiles"].Bc == 32:
+        splits |= KEYS
     # attend holds the counts against the plan, absent arrays included.
     check("emulator", algorithm, *half_inputs(dtype, *sizes), **options, **splits)
 

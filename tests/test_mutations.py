@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from unittest import mock
 
+import mma_helpers
 import numpy as np
 import pytest
 from backward_helpers import (
@@ -26,9 +27,10 @@ from backward_helpers import (
     saved,
     true_gradients,
 )
-from helpers import ALGORITHMS, assert_within, attend, truth
+from helpers import ALGORITHMS, assert_within, attend, changing, truth
 
 from fa_numba import Tiles, arguments, emulator, masks, ops, options, plans
+from fa_numba.kernels import mma
 from fa_numba.kernels.simt import (
     fa1_backward,
     fa1_forward,
@@ -37,18 +39,41 @@ from fa_numba.kernels.simt import (
     standard,
     standard_backward,
 )
-from fa_numba.parts import dropout, gradients, products, rows, softmax, tile_load, visits
+from fa_numba.parts import (
+    dropout,
+    fragments,
+    gradients,
+    layout,
+    products,
+    rows,
+    softmax,
+    tile_load,
+    visits,
+)
 
 BACKWARD = {
     "standard_backward": standard_backward,
     "fa1_backward": fa1_backward,
     "fa2_backward": fa2_backward,
 }
-KERNELS = {"standard": standard, "fa1": fa1_forward, "fa2": fa2_forward, **BACKWARD}
+# Forward on tensor cores, in float16
+MMA = {"mma_fa1": mma.fa1_forward, "mma_fa2": mma.fa2_forward}
+KERNELS = {"standard": standard, "fa1": fa1_forward, "fa2": fa2_forward, **BACKWARD, **MMA}
 # What kernels import, a module after those that it imports itself.
 PARTS = {
     m.__name__.rpartition(".")[2]: m
-    for m in (masks, dropout, softmax, rows, gradients, products, tile_load, visits)
+    for m in (
+        masks,
+        layout,
+        dropout,
+        softmax,
+        rows,
+        gradients,
+        products,
+        tile_load,
+        visits,
+        fragments,
+    )
 }
 HOST = {"arguments": arguments, "options": options}
 MODULES = {**PARTS, **KERNELS, **HOST}
@@ -266,6 +291,33 @@ CASES["draws"] = (
 )
 BACKWARD_CASES["draws"] = (Case((1, 1, 1, 3, 70, 4), Tiles(4, 64), DROPOUT),)
 
+# Two warps of 32 or of 16 rows, head dimensions of several fragments; FA-1's keys split.
+MMA_CASES = {
+    "plain": (Case((1, 1, 1, 70, 75, 24), Tiles(64, 32, 64)),),
+    "16 rows": (Case((1, 2, 1, 35, 37, 8), Tiles(32, 16, 64), CAUSAL, 2),),
+    "Q shared": (Case((1, 1, 1, 33, 20, 136), Tiles(64, 16, 64)),),
+    "odd": (Case((2, 4, 2, 18, 19, 5), Tiles(16, 16), layout="odd"),),
+    "low": (Case((1, 1, 1, 18, 35, 8), Tiles(16, 16), low=True),),
+    "blind": (Case((1, 1, 1, 50, 21, 8), Tiles(16, 16), CAUSAL),),
+    "window": (Case((1, 1, 1, 50, 55, 8), Tiles(16, 16), window(9, 3), 2),),
+    "kv_lens": (Case((2, 1, 1, 5, 20, 8), Tiles(16, 16), {"kv_lens": [17, 0]}),),
+    "dropout": (Case((1, 2, 1, 20, 70, 8), Tiles(16, 64), DROPOUT),),
+    "softcap": (Case((1, 1, 1, 20, 35, 8), Tiles(16, 16), {"softcap": 1.5}),),
+}
+KEYS = {"warp_partition": "keys"}
+MMA_KEYS = {
+    "keys": (
+        Case((1, 1, 1, 40, 75, 24), Tiles(32, 32), KEYS, 2),
+        Case((1, 1, 1, 20, 70, 8), Tiles(16, 64), {**KEYS, **CAUSAL}),
+    ),
+    "low keys": (Case((1, 1, 1, 18, 70, 8), Tiles(16, 32), KEYS, low=True),),
+    "blind keys": (Case((1, 1, 1, 50, 35, 8), Tiles(16, 32), {**KEYS, **CAUSAL}),),
+    "dropped keys": (
+        Case((1, 1, 1, 20, 70, 8), Tiles(16, 32), {**KEYS, **DROPOUT}),
+        Case((1, 1, 1, 20, 150, 8), Tiles(16, 128, 64), {**KEYS, **DROPOUT}),
+    ),
+}
+
 
 @cache
 def inputs(case):
@@ -286,6 +338,27 @@ def options_of(case):
 @cache
 def wanted(case):
     return truth(*inputs(case)[1:], tiles=case.tiles, **case.options)
+
+
+@cache
+def half_inputs(case):
+    return tuple(x.astype(np.float16) for x in inputs(case)[1:])
+
+
+@cache
+def wanted_halves(case):
+    return mma_helpers.truth(*half_inputs(case), **changing(options_of(case)))
+
+
+def run_mma(name, case):
+    """`run` on tensor cores, in float16."""
+    algorithm = name.removeprefix("mma_")
+    splits = {"query_splits": case.query_splits} if algorithm == "fa1" else {}
+    given = {**options_of(case), **splits, "out_layout": case.layout}
+    result = mma_helpers.attend("emulator", algorithm, *half_inputs(case), **given)
+    want = wanted_halves(case)
+    assert_within("O", result.O.astype(np.float64), want.O, want.O_bound)
+    assert_within("L", result.L, want.L, want.L_bound)
 
 
 def run(algorithm, case):
@@ -322,11 +395,16 @@ def caught_by(algorithm, cases, modules, monkeypatch):
 
     Of the cases of these groups, with `modules` in place of the package's.
     """
-    name, _, backward = algorithm.partition("_")
-    module = algorithm if backward or name == "standard" else f"{algorithm}_forward"
-    runs, groups = (run_backward, BACKWARD_CASES) if backward else (run, CASES)
-    planned = "_backward" if backward else "_forward"
-    monkeypatch.setattr(plans, module, modules[algorithm])
+    package, name, backward = plans, algorithm, ""
+    if algorithm in MMA:
+        package, module = plans.mma, f"{algorithm.removeprefix('mma_')}_forward"
+        runs, groups, planned = run_mma, MMA_CASES | MMA_KEYS, "_mma_forward"
+    else:
+        name, _, backward = algorithm.partition("_")
+        module = algorithm if backward or name == "standard" else f"{algorithm}_forward"
+        runs, groups = (run_backward, BACKWARD_CASES) if backward else (run, CASES)
+        planned = "_backward" if backward else "_forward"
+    monkeypatch.setattr(package, module, modules[algorithm])
     if backward:  # whose scores, softmax and output are standard attention's
         monkeypatch.setattr(plans, "standard", modules["standard"])
     monkeypatch.setattr(plans, planned, getattr(plans, planned).__wrapped__)
@@ -409,6 +487,9 @@ def mutants():
     draw_mutants(add)
     dropout_mutants(add)
     argument_mutants(add)
+    mma_kernel_mutants(add)
+    fragment_mutants(add)
+    key_mutants(add)
     return found
 
 
@@ -417,6 +498,8 @@ def synchronisation_mutants(add):
     for name, barriers, waits, commits in (
         ("fa1", 3, 1, 2),
         ("fa2", 2, 3, 3),
+        ("mma_fa1", 3, 1, 2),
+        ("mma_fa2", 3, 3, 3),
         ("standard", 5, 3, 3),
         ("fa1_backward", 4, 2, 2),
         ("fa2_backward", 6, 4, 4),
@@ -424,6 +507,8 @@ def synchronisation_mutants(add):
     ):
         # Some are for tiles of columns that no row sees.
         how = {"by": HAZARDS, "cases": ("plain", "window", "causal")}
+        if name in MMA:
+            how["cases"] = ("plain", "window", "16 rows")
         add(name, ("no barrier", "cuda.syncthreads()", "pass"), total=barriers, **how)
         add(name, ("no wait", " wait_async()", " pass"), total=waits, **how)
         add(name, ("no commit", " commit_async()", " pass"), total=commits, **how)
@@ -604,11 +689,11 @@ def edge_mutants(add):
         by=EDGE,
         to=("fa2_backward",),
     )
-    guard, leader = "if tx == uint32(0) and row < rows_end:", "if tx == uint32(0):"
+    guard, leader = "tx == uint32(0) and row < rows_end and", "tx == uint32(0) and"
     read, write = "rows.make_read_values", "rows.make_write_values"
     for place, to in ((read, ("fa1", *FLASH_BACKWARD)), (write, FLASH)):
         add(place, ("no row bound", guard, leader), by=EDGE, to=to)
-        add(place, ("every lane", guard, "if row < rows_end:"), by="counts", to=to)
+        add(place, ("every lane", guard, "row < rows_end and"), by="counts", to=to)
     shared = (
         "values not shared",
         "rv[i] = cuda.shfl_sync(FULL_WARP, value, first)",
@@ -1472,6 +1557,331 @@ def argument_mutants(add):
     add("arguments", scale, to=FLASH)
 
 
+def mma_kernel_mutants(add):
+    """Faults of the forward kernels on tensor cores."""
+    ends = {"mma_fa1": "i_stop", "mma_fa2": "rows"}
+    for name, end in ends.items():
+        add(
+            name,
+            ("another scale of the softmax", "softmax(rS, scale,", "softmax(rS, float32(0.3),"),
+            ("no rescale", "scale_rows(rO, rf)", "pass"),
+            ("no product", "add_product(rO, rS, sV, options)", "pass"),
+            ("no normalisation", "normalise_rows(rO, rl)", "pass"),
+            ("rows of another group", "% uint32(32) // uint32(4)", "% uint32(32) // uint32(8)"),
+            ("columns of another place", "% uint32(4)\n", "% uint32(2)\n"),
+            by=ANY,
+        )
+        columns = "while j0 < j_end:"
+        fewer = ("a tile of columns dropped", columns, "while j0 + uint32(Bc) < j_end:")
+        add(name, fewer, by=ANY)
+        past = f"write_rows(rO, Oh, i0, {end},"
+        add(
+            name,
+            ("rows of the first warp", " * ROWS)", " * 0)"),
+            ("no O", f"{past} ty, tx)", "pass"),
+            ("O past the end", past, past.replace(f" {end}", " uint32(i0 + Br)")),
+            by=ANY,
+        )
+        for head in ("key_rows(K, b, hk,", "key_rows(V, b, hk,"):
+            other = head.replace("hk", "h % uint32(group)")
+            how = {"by": ANY, "cases": "odd"}
+            add(name, (f"another head's {head[9]}", head, other), **how)
+        none = ("nothing dropped", " drop(rS, i0, j0, b, h, options, ty, tx)", " pass")
+        add(name, none, cases="dropout")
+        scaled = "scale_and_mask(rS, scale,"
+        other = ("another scale", scaled, scaled.replace("scale,", "float32(0.3),"))
+        add(name, other, cases="softcap")
+    kept = ("Q's fragments of the first tile alone", "load_fragments(rQ, sQ, warp_row)", "pass")
+    add("mma_fa1", kept, by=ANY)
+    add("mma_fa2", kept, by=ANY)
+    add(
+        "mma_fa1",
+        ("no denormalisation", "scale_rows(rO, rl)", "pass"),
+        ("O, l and m of no pass", "seen = i_stop ", "seen = uint32(0) "),
+        ("O, l and m before the first pass", "seen = uint32(0)\n", "pass\n"),
+        ("O of the first pass", "(rO, Ah, i0, seen,", "(rO, Ah, i0, uint32(0),"),
+        ("O not read", "read_fragments(rO, Ah, i0, seen, ty, tx)", "pass"),
+        ("l of the first pass", "(rl, lh, i0, seen,", "(rl, lh, i0, uint32(0),"),
+        ("m of the first pass", "(rm, mh, i0, seen,", "(rm, mh, i0, uint32(0),"),
+        ("O always rounded", "options) < j_last:", "options) < uint32(0):"),
+        ("O never rounded", "options) < j_last:", "options) <= Nk + uint32(Bc):"),
+        ("O rounded one pass late", "uint32(j0 + Bc), j_last, i0", "j0, j_last, i0"),
+        ("no O between the passes", "write_fragments(rO, Ah, i0, i_stop, ty, tx)", "pass"),
+        ("no l", "write_values(rl, lh, i0, i_stop, ty, tx)", "pass"),
+        ("no m", "write_values(rm, mh, i0, i_stop, ty, tx)", "pass"),
+        ("no L", "write_values(rl, Lh, i0, i_last, ty, tx)", "pass"),
+        ("O of A past the end", "(rO, Ah, i0, i_stop,", "(rO, Ah, i0, uint32(i0 + Br),"),
+        ("a tile of rows dropped", "while i0 < i_end:", "while i0 + uint32(Br) < i_end:"),
+        ("the next tile of rows not loaded", "if i_next < i_end:", "if False:"),
+        by=ANY,
+    )
+    splits = "cuda.gridDim.x - 1 - cuda.blockIdx.x"
+    other = ("rows of another split", splits, splits.replace("- 1 ", ""))
+    add("mma_fa1", other, by=ANY, cases="16 rows")
+    low = ("m of 0 before the first pass", "make_read_values(spec, unread=NEG_INF)", "read_values")
+    add("mma_fa1", low, by=ANY, cases="low")
+    for write in ("write_rows(rO, Oh", "write_values(rl, lh", "write_values(rm, mh"):
+        none = (f"no {write}", f"{write}, i0, i_last, ty, tx)", "pass")
+        add("mma_fa1", none, by=ANY, cases="window")
+    add(
+        "mma_fa1",
+        ("nothing initialised", "        if initialises:", "        if False:"),
+        by=ANY,
+        cases="window",
+    )
+    none = ("no first pass without columns", "j_end = uint32(max(j_end, uint32(1)))", "pass")
+    add("mma_fa1", none, by=WRONG, cases="kv_lens")
+    add(
+        "mma_fa2",
+        ("O, l and m not begun", "start(rO, rl, rm)", "pass"),
+        ("l of one lane", "sum_lanes(rl)", "pass"),
+        (
+            "l of whole rows twice",
+            "make_online_softmax(spec, whole_rows=False)",
+            "make_online_softmax(spec)",
+        ),
+        ("no L", "write_values(rl, Lh, i0, rows, ty, tx)", "pass"),
+        ("L past the end", "(rl, Lh, i0, rows,", "(rl, Lh, i0, uint32(i0 + Br),"),
+        by=ANY,
+    )
+    folded = "make_online_softmax"
+    add(
+        f"softmax.{folded}",
+        ("m without scale", "maximum(rm[i], m_new * scale)", "maximum(rm[i], m_new)"),
+        ("scores without scale", "s = s * scale", "pass"),
+        by=ANY,
+        to=tuple(MMA),
+    )
+
+
+def fragment_mutants(add):
+    """Faults of the parts of the kernels on tensor cores."""
+    both = {"by": ANY, "to": tuple(MMA)}
+    load = "fragments.make_load_halves"
+    add(
+        load,
+        ("no row bound of a copy", "row < uint32(rows_end) and ", ""),
+        ("columns of the first copy", "% uint32(chunks)) * 8", "% uint32(chunks)) * 0"),
+        ("rows of the first copy", "row0 + r)", "row0)"),
+        **both,
+    )
+    past = ("a copy past the tile", "if even or copy < uint32(copies):", "if True:")
+    add(load, past, by=ANY | {"EmulatorError"}, to=tuple(MMA), cases="16 rows")
+    add(
+        load,
+        ("no count bound", "int32(min(int32(8), int32(cols_end - col)))", "int32(8)"),
+        ("elements past the end", "if e < count:", "if True:"),
+        ("the first element eight times", "uint32(col + e)", "col"),
+        **both,
+        cases="odd",
+    )
+    add(
+        "fragments.make_place",
+        ("rows for columns", "if rows_first:", "if not rows_first:"),
+        ("second tile of Q", "second * 8) * pitch + third * 8)", "third * 8) * pitch + third * 8)"),
+        ("third tile of Q", "pitch + third * 8)", "pitch)"),
+        ("third tile of K", "third * 8) * pitch + second", "second * 8) * pitch + second"),
+        ("second tile of K", "pitch + second * 8)", "pitch)"),
+        **both,
+    )
+    add(
+        "fragments.make_load_q",
+        ("rows of the first fragment", "(16 * r * pitch + 16 * k)", "(16 * k)"),
+        ("columns of the first fragment", "(16 * r * pitch + 16 * k)", "(16 * r * pitch)"),
+        ("registers of the first row", "e = 4 * (r * K + k)", "e = 4 * k"),
+        ("registers swapped", "rQ[e + 1] = a[1]", "rQ[e + 1] = a[2]"),
+        ("rows of the first warp", "at = uint32(row0 * pitch + ", "at = uint32("),
+        **both,
+    )
+    scores = "fragments.make_fragment_scores"
+    add(
+        scores,
+        ("S not begun at 0", "rS[e] = float32(0.0)", "pass"),
+        ("Q's registers of the first row", "rQ[4 * (r * K + k) + n]", "rQ[4 * k + n]"),
+        ("Q's registers of the first columns", "rQ[4 * (r * K + k) + n]", "rQ[4 * r * K + n]"),
+        ("K's first columns", "(16 * c * pitch + 16 * k)", "(16 * c * pitch)"),
+        ("K's first rows", "(16 * c * pitch + 16 * k)", "(16 * k)"),
+        ("S of the first rows", "low = 2 * r * TN + 4 * c", "low = 4 * c"),
+        ("S of the first columns", "low = 2 * r * TN + 4 * c", "low = 2 * r * TN"),
+        ("the upper rows twice", "high = low + TN", "high = low"),
+        ("the left half twice", "mma(rS, low + 2, high + 2,", "mma(rS, low, high,"),
+        ("K's left half twice", "b[2], b[3])", "b[0], b[1])"),
+        ("A of the first rows", "e = 4 * r\n", "e = 0\n"),
+        ("columns of Q dropped", "for k in range(K):", "for k in range(K - 1):"),
+        **both,
+    )
+    add(
+        scores,
+        ("rows of the first fragment", "(16 * r * pitch + 16 * k)", "(16 * k)"),
+        ("columns of the first fragment", "(16 * r * pitch + 16 * k)", "(16 * r * pitch)"),
+        ("rows of the first warp", "at_q = uint32(row0 * pitch + ", "at_q = uint32("),
+        **both,
+        cases="Q shared",
+    )
+    product = "fragments.make_add_fragment_product"
+    add(
+        product,
+        ("P of the first rows", "(2 * r + n % 2)", "(n % 2)"),
+        ("P of the upper rows", "(2 * r + n % 2)", "(2 * r)"),
+        ("P of the first columns", "* TN + 4 * k + n", "* TN + n"),
+        ("P of the left half", " + n // 2 * 2", ""),
+        ("one column of P", "kept(rP[e + 1], options)", "kept(rP[e], options)"),
+        ("V's first rows", "(16 * k * pitch + 16 * c)", "(16 * c)"),
+        ("V's first columns", "(16 * k * pitch + 16 * c)", "(16 * k * pitch)"),
+        ("V not transposed", "= ldmatrix_transposed(", "= ldmatrix("),
+        ("O of the first rows", "low = 8 * r * DN + 4 * c", "low = 4 * c"),
+        ("O of the first columns", "low = 8 * r * DN + 4 * c", "low = 8 * r * DN"),
+        ("the upper rows twice", "high = low + 4 * DN", "high = low"),
+        ("the left half twice", "mma(rO, low + 2, high + 2,", "mma(rO, low, high,"),
+        ("V's left half twice", "b[2], b[3])", "b[0], b[1])"),
+        ("A of the first rows", "e = 4 * r\n", "e = 0\n"),
+        ("columns of P dropped", "for k in range(K):", "for k in range(K - 1):"),
+        **both,
+    )
+    kept = "pack(kept(rP[e], options), kept(rP[e + 1], options))"
+    add(product, ("dropped kept", kept, "pack(rP[e], rP[e + 1])"), **both, cases="dropout")
+    add(
+        "fragments._instructions",
+        ("the other dtype", "if spec.dtype == ", "if spec.dtype != "),
+        **both,
+    )
+    write = "fragments.make_write_halves"
+    add(
+        write,
+        ("no row bound", "mine = row < rows_end and ", "mine = "),
+        ("rows of the first group", "row0 + ty + i * STEP", "row0 + ty"),
+        ("columns of the first group", "8 * n + 2 * tx", "2 * tx"),
+        ("O of the first row", "rO[i * DN4 + 2 * n], ", "rO[2 * n], "),
+        ("one column of O", "rO[i * DN4 + 2 * n + 1]", "rO[i * DN4 + 2 * n]"),
+        **both,
+    )
+    add(
+        write,
+        (
+            "no column bound",
+            "if mine and col < uint32(d):\n                        write2",
+            "if mine:\n                        write2",
+        ),
+        **both,
+    )
+    add(
+        write,
+        (
+            "no column bound of an element",
+            "if mine and col < uint32(d):\n                        O[",
+            "if mine:\n                        O[",
+        ),
+        ("no column bound of the second", " and uint32(col + 1) < uint32(d)", ""),
+        ("the second from the first half", "pair >> uint32(16)", "pair & uint32(0xFFFF)"),
+        ("no second element", "O[row, uint32(col + 1)] = pair >> uint32(16)", "pass"),
+        **both,
+        cases="odd",
+    )
+    one = {"by": ANY, "to": ("mma_fa1",)}
+    for place in ("fragments.make_read_fragments", "fragments.make_write_fragments"):
+        add(
+            place,
+            ("no row bound", "mine = row < rows_end and ", "mine = "),
+            ("rows of the first group", "row0 + ty + i * STEP", "row0 + ty"),
+            ("columns of the first group", "4 * n + 2 * tx", "2 * tx"),
+            **one,
+        )
+        add(
+            place,
+            ("pairs past the end", " and uint32(col + 1) < uint32(d)", ""),
+            ("an element past the end", "elif mine and col < uint32(d)", "elif mine"),
+            ("no element by itself", "elif mine and col", "elif False and col"),
+            **one,
+            cases="odd",
+        )
+    add(
+        "fragments.make_read_fragments",
+        ("not begun at 0", "rO[e] = float32(0.0)", "pass"),
+        ("one column of O", "= pair[1]", "= pair[0]"),
+        **one,
+    )
+    add("fragments.make_write_fragments", ("one column of O", "rO[e + 1])", "rO[e])"), **one)
+    add(
+        "layout.make_column",
+        ("places of one column", "tx * W + ", "tx + "),
+        ("one group of columns", "j // W * (W * TX)", "0"),
+        ("one column of a place", " + j % W)", ")"),
+        **both,
+    )
+
+
+def key_mutants(add):
+    """Faults of keys split over the warps."""
+    how = {"by": ANY | {"EmulatorError"}, "to": ("mma_fa1",)}
+    keys = {**how, "cases": "keys"}
+    add("mma_fa1", ("not combined", "combine(rO, rm, rl, sO, ty, tx)", "pass"), **keys)
+    add(
+        "layout.make_warp_column",
+        ("columns of the first warp", "// uint32(32) * step", "// uint32(32) * 0"),
+        **keys,
+    )
+    add(
+        "layout.make_owns",
+        ("every warp owns all", "return not shared or", "return True or"),
+        ("the first warp owns all", "uint32(i % warps)", "uint32(0)"),
+        **keys,
+    )
+    mask, drop = "softmax.make_scale_and_mask", "dropout.make_drop"
+    shifted = "col0 = uint32(col0 + warp_column())"
+    add(mask, ("columns of the first warp", shifted, "pass"), **keys)
+    add(mask, ("a tile's columns", "(COLUMNS - 1)", "0"), **keys)
+    add(drop, ("columns of the first warp", shifted, "pass"), **how, cases="dropped keys")
+    add(
+        "fragments.make_fragment_scores",
+        ("K of the first warp", "warp_column() * pitch + ", ""),
+        **keys,
+    )
+    add(
+        "fragments.make_add_fragment_product",
+        ("V of the first warp", "warp_column() * pitch + ", ""),
+        **keys,
+    )
+    for place in ("make_write_halves", "make_read_fragments", "make_write_fragments"):
+        add(f"fragments.{place}", ("every warp's rows", " and owns(i)", ""), **keys)
+    for place in ("make_read_values", "make_write_values"):
+        add(f"rows.{place}", ("every warp's rows", " and owns(i)", ""), **keys)
+    add(
+        "fragments.make_combine",
+        ("no barrier", "cuda.syncthreads()", "pass"),
+        ("parts of the first warp", "uint32(n * TM + i)", "uint32(i)"),
+        ("parts of the first row", "uint32(n * TM + i)", "uint32(n * TM)"),
+        ("parts of the first lane", " + lane * 4)", ")"),
+        ("values of the first warp", "(n * Br + ty", "(ty"),
+        ("values of the first group", "+ ty + i * STEP)", "+ ty)"),
+        ("values over the parts", "uint32(VALUES + ", "uint32("),
+        ("another place", "(W - 1 - i % W)", "(W - 2 - i % W)"),
+        ("own parts too", "if not owns(i):", "if True:"),
+        ("every lane's values", "if tx == uint32(0):", "if True:"),
+        ("no m", "sO[values] = rm[i]", "pass"),
+        ("no l", "sO[uint32(values + 1)] = rl[i]", "pass"),
+        ("m not updated", "rm[i] = m_new", "pass"),
+        ("l not rescaled", "rl[i] *= rf[i]", "pass"),
+        ("O not rescaled", "scale_rows(rO, rf)", "pass"),
+        ("l of one warp", "rl[i] += f * sO[uint32(values + 1)]", "pass"),
+        (
+            "a warp left out",
+            "for n in range(W - 1):\n                for i",
+            "for n in range(W - 2):\n                for i",
+        ),
+        ("parts not rescaled", "f = exp2(sO[values] - rs[i])", "f = float32(1.0)"),
+        *((f"no column {n}", f"+= f * o[{n}]", "+= float32(0.0)") for n in range(4)),
+        **keys,
+    )
+    add(
+        "fragments.make_combine",
+        ("m of one warp", "m_new = maximum(m_new, sO[values_at(n, i, ty)])", "pass"),
+        **how,
+        cases=("keys", "low keys", "blind keys"),
+    )
+    blind = ("no shift of a blind row", "if m_new == NEG_INF:", "if False:")
+    add("fragments.make_combine", blind, **how, cases="blind keys")
+
+
 MUTANTS = mutants()
 
 
@@ -1480,7 +1890,12 @@ MUTANTS = mutants()
 
 @pytest.mark.parametrize(
     "algorithm, cases",
-    [(a, c) for a in KERNELS for c in (BACKWARD_CASES if a in BACKWARD else CASES)],
+    [
+        (a, c)
+        for a in KERNELS
+        for c in (BACKWARD_CASES if a in BACKWARD else MMA_CASES if a in MMA else CASES)
+    ]
+    + [("mma_fa1", c) for c in MMA_KEYS],
 )
 def test_the_source_as_it_is_passes(algorithm, cases, monkeypatch):
     assert caught_by(algorithm, (cases,), modules_with(), monkeypatch) is None

@@ -8,7 +8,7 @@ from functools import cache
 
 from fa_numba import masks
 from fa_numba.device import device_function, float32, uint32, uint64
-from fa_numba.parts.layout import make_column, make_row
+from fa_numba.parts.layout import make_column, make_row, make_warp_column
 
 WORD_COLUMNS, COUNTER_COLUMNS = masks.WORD_COLUMNS, masks.COUNTER_COLUMNS
 
@@ -52,11 +52,12 @@ def make_drop(spec):
     registers must.
     """
     TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
-    row_of, column_of = make_row(spec), make_column(spec)
+    row_of, column_of, warp_column = make_row(spec), make_column(spec), make_warp_column(spec)
     dropout = spec.features.dropout
     # One draw serves four elements where a thread's columns share counters.
     across = spec.column_step // spec.column_width  # threads that share a row
-    shared = spec.Bc % COUNTER_COLUMNS == 0 and TN * across == spec.Bc
+    COLUMNS = spec.warp_columns or spec.Bc
+    shared = COLUMNS % COUNTER_COLUMNS == 0 and TN * across == COLUMNS
     SHARES = WORD_COLUMNS // across
     ALIKE = 4 * SHARES
     # Rows and columns of one word of bits
@@ -67,6 +68,7 @@ def make_drop(spec):
     def drop(rP, row0, col0, b, h, options, ty, tx):
         if dropout:
             threshold = uint32(options.threshold)
+            col0 = uint32(col0 + warp_column())
             for i0 in range(0, TM, ROWS):
                 for j0 in range(0, TN, COLS):
                     bits = uint64(0)

@@ -1,6 +1,7 @@
 """Tiles, products and rows on tensor cores: 16-bit operands in shared memory, float32 in registers.
 
-Warp w takes rows 16 R w and on of a row tile, R fragments of 16 rows each, and every column.
+Warp w takes rows 16 R w and on of a row tile, R fragments of 16 rows each, and every column; or,
+where the warps split the keys, all rows and the columns from ``warp_column`` on.
 Registers of S and O run along rows, as in the other parts: element i TN + j of S is row ty + 8 i
 and column j of the thread's, so that rows 2 r and 2 r + 1 share the fragments of r.
 """
@@ -8,6 +9,7 @@ and column j of the thread's, so that rows 2 r and 2 r + 1 share the fragments o
 from functools import cache
 
 from fa_numba.device import cuda, device_function, float32, int32, uint32
+from fa_numba.intrinsics.arithmetic import NEG_INF, exp2, maximum
 from fa_numba.intrinsics.async_copy import copy8_async, copy_value_async
 from fa_numba.intrinsics.global_memory import read2, read_pair, write2, write8, write_pair
 from fa_numba.intrinsics.matrix import (
@@ -17,11 +19,12 @@ from fa_numba.intrinsics.matrix import (
     mma_f16,
 )
 from fa_numba.intrinsics.reduction import add_global, add_pair, add_pair_vector
-from fa_numba.intrinsics.shared import load2, load8, store2
+from fa_numba.intrinsics.shared import load2, load4, load8, store2, store4
 from fa_numba.options import PLAIN
 from fa_numba.parts.chunks import conversions
 from fa_numba.parts.dropout import make_kept
-from fa_numba.parts.layout import make_column, make_row
+from fa_numba.parts.layout import make_column, make_owns, make_row, make_warp_column
+from fa_numba.parts.rows import make_scale_rows
 from fa_numba.parts.softmax import FULL_WARP
 
 
@@ -173,7 +176,7 @@ def make_fragment_scores(spec):
     columns from ``col0`` on.
     """
     R, TN, K, pitch, keeps = spec.TM // 2, spec.TN, spec.DN, spec.pitch, spec.keeps_q
-    COLUMNS, RS, RA = spec.Bc // 16, spec.TM * spec.TN, 4 * (spec.TM // 2)
+    COLUMNS, RS, RA = spec.TN // 4, spec.TM * spec.TN, 4 * (spec.TM // 2)
     mma, _ = _instructions(spec)
     place = make_place(pitch)
 
@@ -214,15 +217,15 @@ def make_add_fragment_product(spec, drops=True):
     ``drops`` is for a P that ``drop`` has marked.
     """
     R, TN, DN, pitch = spec.TM // 2, spec.TN, spec.DN, spec.pitch
-    K, RA = spec.Bc // 16, 4 * (spec.TM // 2)
+    K, RA = spec.TN // 4, 4 * (spec.TM // 2)
     mma, pack = _instructions(spec)
-    place = make_place(pitch)
+    place, warp_column = make_place(pitch), make_warp_column(spec)
     kept = make_kept(spec.features if drops else PLAIN)
 
     @device_function
     def add_product(rO, rP, sV, options):
         rA = cuda.local.array(RA, uint32)
-        at = place(True)
+        at = uint32(warp_column() * pitch + place(True))
         for k in range(K):
             for r in range(R):
                 for n in range(4):
@@ -365,13 +368,13 @@ def make_write_halves(spec, cols_end=None):
     """
     TM, DN4, STEP = spec.TM, 4 * spec.DN, spec.row_step
     d = spec.head_dim if cols_end is None else cols_end
-    write_two = make_write_two(spec.dtype, spec.aligned)
+    write_two, owns = make_write_two(spec.dtype, spec.aligned), make_owns(spec)
 
     @device_function
     def write_halves(rO, O, row0, rows_end, ty, tx):
         for i in range(TM):
             row = uint32(row0 + ty + i * STEP)
-            if row < rows_end:
+            if row < rows_end and owns(i):
                 for n in range(DN4 // 2):
                     e = i * DN4 + 2 * n
                     write_two(O, row, uint32(8 * n + 2 * tx), d, rO[e], rO[e + 1])
@@ -383,9 +386,11 @@ def make_write_halves(spec, cols_end=None):
 def make_read_fragments(spec):
     """``read_fragments(rO, A, row0, rows_end, ty, tx)``: its part of a float32 tile, or zeros.
 
-    Rows of A start at 8-byte addresses; columns beyond the head dimension are not touched.
+    Zeros too in another warp's rows. Rows of A start at 8-byte addresses; columns beyond the head
+    dimension are not touched.
     """
     TM, DN4, STEP, d = spec.TM, 4 * spec.DN, spec.row_step, spec.head_dim
+    owns = make_owns(spec)
 
     @device_function
     def read_fragments(rO, A, row0, rows_end, ty, tx):
@@ -393,13 +398,14 @@ def make_read_fragments(spec):
             rO[e] = float32(0.0)
         for i in range(TM):
             row = uint32(row0 + ty + i * STEP)
+            mine = row < rows_end and owns(i)
             for n in range(0, DN4, 2):
                 col = uint32(4 * n + 2 * tx)
-                if row < rows_end and uint32(col + 1) < uint32(d):
+                if mine and uint32(col + 1) < uint32(d):
                     pair = read_pair(A, row, col)
                     rO[i * DN4 + n] = pair[0]
                     rO[i * DN4 + n + 1] = pair[1]
-                elif row < rows_end and col < uint32(d):
+                elif mine and col < uint32(d):
                     rO[i * DN4 + n] = A[row, col]
 
     return read_fragments
@@ -409,17 +415,19 @@ def make_read_fragments(spec):
 def make_write_fragments(spec):
     """``write_fragments(rO, A, row0, rows_end, ty, tx)``: its part of a float32 tile to memory."""
     TM, DN4, STEP, d = spec.TM, 4 * spec.DN, spec.row_step, spec.head_dim
+    owns = make_owns(spec)
 
     @device_function
     def write_fragments(rO, A, row0, rows_end, ty, tx):
         for i in range(TM):
             row = uint32(row0 + ty + i * STEP)
+            mine = row < rows_end and owns(i)
             for n in range(0, DN4, 2):
                 col = uint32(4 * n + 2 * tx)
                 e = i * DN4 + n
-                if row < rows_end and uint32(col + 1) < uint32(d):
+                if mine and uint32(col + 1) < uint32(d):
                     write_pair(A, row, col, rO[e], rO[e + 1])
-                elif row < rows_end and col < uint32(d):
+                elif mine and col < uint32(d):
                     A[row, col] = rO[e]
 
     return write_fragments
@@ -720,3 +728,73 @@ def make_row_dots(spec):
             row = uint32(row + warps)
 
     return row_dots
+
+
+@cache
+def make_combine(spec):
+    """``combine(rO, rm, rl, sO, ty, tx)``: O, l and m of all columns, of those that each warp has.
+
+    A warp gives away the rows that it does not own, and adds to its own what the others have of
+    them: O = sum f O and l = sum f l with f = exp(m - m_new), m_new = max m. Nothing where a warp
+    has all columns.
+    """
+    TM, DN4, STEP, Br, W = spec.TM, 4 * spec.DN, spec.row_step, spec.Br, spec.threads // 32
+    owns, splits, VALUES = make_owns(spec), spec.splits_keys, (W - 1) * spec.Br * spec.columns
+    scale_rows = make_scale_rows(spec)
+
+    @device_function
+    def part_at(n, i):
+        """Where in sO the n-th of the other warps puts this lane's registers of row i."""
+        lane = uint32(uint32(cuda.threadIdx.x) % uint32(32))
+        return uint32(uint32(n * TM + i) * (32 * DN4) + lane * 4)
+
+    @device_function
+    def values_at(n, i, ty):
+        """The same of the row's m, and l behind it."""
+        return uint32(VALUES + 2 * (n * Br + ty + i * STEP))
+
+    @device_function
+    def combine(rO, rm, rl, sO, ty, tx):
+        if splits:
+            rs = cuda.local.array(TM, float32)
+            rf = cuda.local.array(TM, float32)
+            warp = uint32(cuda.threadIdx.x) // uint32(32)
+            for i in range(TM):
+                # Counted from the warp after the owner
+                n = uint32(uint32(warp + (W - 1 - i % W)) % uint32(W))
+                if not owns(i):
+                    at, values = part_at(n, i), values_at(n, i, ty)
+                    for c in range(0, DN4, 4):
+                        e = i * DN4 + c
+                        store4(sO, uint32(at + 32 * c), rO[e], rO[e + 1], rO[e + 2], rO[e + 3])
+                    if tx == uint32(0):
+                        sO[values] = rm[i]
+                        sO[uint32(values + 1)] = rl[i]
+            cuda.syncthreads()  # the other warps' parts are there
+            for i in range(TM):
+                m_new = rm[i]
+                if owns(i):
+                    for n in range(W - 1):
+                        m_new = maximum(m_new, sO[values_at(n, i, ty)])
+                rs[i] = m_new
+                if m_new == NEG_INF:  # -inf - -inf would be NaN
+                    rs[i] = float32(0.0)
+                rf[i] = exp2(rm[i] - rs[i])
+                rl[i] *= rf[i]
+                rm[i] = m_new
+            scale_rows(rO, rf)
+            for n in range(W - 1):
+                for i in range(TM):
+                    if owns(i):
+                        at, values = part_at(n, i), values_at(n, i, ty)
+                        f = exp2(sO[values] - rs[i])
+                        rl[i] += f * sO[uint32(values + 1)]
+                        for c in range(0, DN4, 4):
+                            e = i * DN4 + c
+                            o = load4(sO, uint32(at + 32 * c))
+                            rO[e] += f * o[0]
+                            rO[e + 1] += f * o[1]
+                            rO[e + 2] += f * o[2]
+                            rO[e + 3] += f * o[3]
+
+    return combine

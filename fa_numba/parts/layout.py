@@ -1,12 +1,14 @@
 """Which rows and columns of a tile of S a thread owns, and in which register each element is.
 
 Element (i, j) of thread (ty, tx) stands in row ``row(ty, i)`` and column ``column(tx, j)`` of the
-tile, and in register i EI + j EJ with EI, EJ = ``spec.element_steps``.
+tile, and in register i EI + j EJ with EI, EJ = ``spec.element_steps``. Where the warps of a block
+split the keys, each has all rows of S for the columns from ``warp_column()`` on, and ``column``
+counts from there.
 """
 
 from functools import cache
 
-from fa_numba.device import device_function, uint32
+from fa_numba.device import cuda, device_function, uint32
 
 
 @cache
@@ -30,3 +32,29 @@ def _make_place(width, step):
         return uint32(thread * width + n // width * step + n % width)
 
     return place
+
+
+@cache
+def make_warp_column(spec):
+    """``warp_column()``: the first of this warp's columns of a tile of S; 0 where it has all."""
+    step = spec.warp_columns
+
+    @device_function
+    def warp_column():
+        if step == 0:
+            return uint32(0)
+        return uint32(uint32(cuda.threadIdx.x) // uint32(32) * step)
+
+    return warp_column
+
+
+@cache
+def make_owns(spec):
+    """``owns(i)``: whether this warp is the one to read and write O, l and m of its rows i."""
+    shared, warps = spec.warp_columns > 0, spec.threads // 32
+
+    @device_function
+    def owns(i):
+        return not shared or uint32(cuda.threadIdx.x) // uint32(32) == uint32(i % warps)
+
+    return owns

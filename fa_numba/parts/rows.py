@@ -10,7 +10,10 @@ from fa_numba.device import cuda, device_function, float32, uint32
 from fa_numba.intrinsics.arithmetic import NEG_INF
 from fa_numba.intrinsics.global_memory import read4, write4
 from fa_numba.intrinsics.reduction import add_global
+from fa_numba.parts.layout import make_owns
 from fa_numba.parts.softmax import FULL_WARP
+
+_ZERO = float32(0.0)
 
 
 @cache
@@ -174,17 +177,20 @@ def make_normalise_rows(spec):
 
 
 @cache
-def make_read_values(spec):
-    """``read_values(rv, V, row0, rows_end, ty, tx)``: one value a row, read by one lane of each."""
-    TM, TY = spec.TM, spec.row_step
+def make_read_values(spec, unread=_ZERO):
+    """``read_values(rv, V, row0, rows_end, ty, tx)``: one value a row, read by one lane of each.
+
+    Rows at or past ``rows_end`` and another warp's get ``unread``.
+    """
+    TM, TY, owns = spec.TM, spec.row_step, make_owns(spec)
 
     @device_function
     def read_values(rv, V, row0, rows_end, ty, tx):
         first = uint32(uint32(cuda.threadIdx.x) % uint32(32) - tx)
         for i in range(TM):
             row = uint32(row0 + ty + i * TY)
-            value = float32(0.0)
-            if tx == uint32(0) and row < rows_end:
+            value = unread
+            if tx == uint32(0) and row < rows_end and owns(i):
                 value = V[row]
             rv[i] = cuda.shfl_sync(FULL_WARP, value, first)
 
@@ -194,13 +200,13 @@ def make_read_values(spec):
 @cache
 def make_write_values(spec):
     """``write_values(rv, V, row0, rows_end, ty, tx)``: one value a row, written by one lane."""
-    TM, TY = spec.TM, spec.row_step
+    TM, TY, owns = spec.TM, spec.row_step, make_owns(spec)
 
     @device_function
     def write_values(rv, V, row0, rows_end, ty, tx):
         for i in range(TM):
             row = uint32(row0 + ty + i * TY)
-            if tx == uint32(0) and row < rows_end:
+            if tx == uint32(0) and row < rows_end and owns(i):
                 V[row] = rv[i]
 
     return write_values

@@ -10,7 +10,7 @@ from fa_numba import masks
 from fa_numba.device import cuda, device_function, float32, int32, uint32
 from fa_numba.intrinsics.arithmetic import LN2, LOG2E, NEG_INF, exp2, log2, maximum
 from fa_numba.parts.dropout import make_kept
-from fa_numba.parts.layout import make_column, make_row
+from fa_numba.parts.layout import make_column, make_row, make_warp_column
 from fa_numba.problem import UNBOUNDED
 
 FULL_WARP = 0xFFFFFFFF
@@ -33,12 +33,14 @@ def make_scale_and_mask(spec, unit=LOG2E, hides_blocks=False):
     Br, Bc, features = spec.Br, spec.Bc, spec.features
     causal, window, q_lens = features.causal, features.window, features.q_lens
     softcap, alibi, bias = features.softcap, features.alibi, features.bias
-    scales, row_of, column_of = not spec.folds_scale, make_row(spec), make_column(spec)
+    row_of, column_of, warp_column = make_row(spec), make_column(spec), make_warp_column(spec)
+    scales, COLUMNS = not spec.folds_scale, spec.warp_columns or spec.Bc
     hides_blocks = hides_blocks and features.sparse
 
     @device_function
     def scale_and_mask(rS, scale, row0, col0, Nq, Nk, b, h, options, ty, tx):
         diagonal = int32(int32(Nk) - int32(Nq))
+        col0 = uint32(col0 + warp_column())
         if scales:
             for e in range(TM * TN):
                 rS[e] *= scale
@@ -62,7 +64,7 @@ def make_scale_and_mask(spec, unit=LOG2E, hides_blocks=False):
                     col = uint32(col0 + column_of(tx, j))
                     if row < Nq and col < Nk:
                         rS[i * EI + j * EJ] += unit * Bh[row, col]
-        last = uint32(col0 + (Bc - 1))
+        last = uint32(col0 + (COLUMNS - 1))
         inside = last < Nk
         if causal:
             inside = inside and _visible_causal(int32(row0), int32(last), diagonal)

@@ -4,9 +4,15 @@ One thread block takes one (batch, head): both loops run inside it. O, l and m p
 memory in every pass over K/V, and O is normalised each time: in float32 (``A``) until a row tile's
 last pass rounds it to O, as the released code did. ``query_splits`` as on CUDA cores.
 
+``warp_partition``: a warp takes 32 or 16 rows of a tile and all columns; or, with "keys", all rows
+and its share of the columns, as in the released code ("split-K", arXiv 2307.08691, section 3.3).
+Each warp then has an O, l and m of its own, all of which meet in shared memory: once, after the
+product, where the released code exchanged m and l before it and O after it.
+
 Shared memory, 16-bit elements:  (Br + 2 Bc) (d + 8)
-    in bytes at the default tiles:  92160 (d=64, 128 x 256), 104448 (d=128, 128 x 128), 135168
-    (d=256, 128 x 64)
+    in bytes at the default tiles:  92160 (d=64, 128 x 256), 104448 (d=128, 128 x 128), 118272
+    (d=256, 128 x 48)
+    With "keys" and W warps 4 (W - 1) Br (d + 2) bytes more.
 Accesses, elements per head:  loads 2 Nk d for each query split + Tc Nq d + (Tc - 1) (Nq d + 2 Nq),
     stores (Tc - 1) Nq d + Nq d + 2 Tc Nq; with a causal mask only the row tiles that see column
     tile j. The first pass knows line 2's O = 0, l = 0, m = -inf and reads none of them. With L for
@@ -19,11 +25,13 @@ from functools import cache
 from numba import types
 
 from fa_numba.device import Kernel, array_type, cuda, float32, uint32
+from fa_numba.intrinsics.arithmetic import NEG_INF
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
-from fa_numba.intrinsics.shared import half_tile
+from fa_numba.intrinsics.shared import half_tile, shared_tile
 from fa_numba.parts.dropout import make_drop
 from fa_numba.parts.fragments import (
     make_add_fragment_product,
+    make_combine,
     make_fragment_scores,
     make_load_halves,
     make_load_q,
@@ -31,6 +39,7 @@ from fa_numba.parts.fragments import (
     make_write_fragments,
     make_write_halves,
 )
+from fa_numba.parts.layout import make_warp_column
 from fa_numba.parts.rows import (
     make_normalise_rows,
     make_read_values,
@@ -59,9 +68,10 @@ def make_forward(spec):
     """The kernel for ``spec``; launched over (query splits, Hq, B) blocks."""
     Br, Bc, d = spec.Br, spec.Bc, spec.head_dim
     TM, RS, RO = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4
-    RQ, ROWS = spec.q_registers, 8 * spec.TM
+    RQ, ROWS = spec.q_registers, spec.warp_rows
     NQ, NK, NV = spec.tile_halves
     AT_K, AT_V = NQ, NQ + NK
+    AT_O, NO = sum(spec.tile_halves) // 2, spec.exchange_floats
     return_lse, initialises = spec.return_lse, spec.features.initialises
 
     query_rows = make_query_rows(spec.features)
@@ -75,16 +85,19 @@ def make_forward(spec):
     load_columns = make_load_halves(Bc, spec)
     load_fragments = make_load_q(spec)
     start = make_start(spec)
+    warp_column = make_warp_column(spec)
     scores = make_fragment_scores(spec)
     scale_and_mask = make_scale_and_mask(spec)
     online_softmax = make_online_softmax(spec)
     drop = make_drop(spec)
     scale_rows = make_scale_rows(spec)
     add_product = make_add_fragment_product(spec)
+    combine = make_combine(spec)
     normalise_rows = make_normalise_rows(spec)
     logsumexp = make_logsumexp(spec)
     read_fragments = make_read_fragments(spec)
     read_values = make_read_values(spec)
+    read_maxima = make_read_values(spec, unread=NEG_INF)
     write_fragments = make_write_fragments(spec)
     write_rows = make_write_halves(spec)
     write_values = make_write_values(spec)
@@ -93,6 +106,7 @@ def make_forward(spec):
         sQ = half_tile(0, NQ)
         sK = half_tile(AT_K, NK)
         sV = half_tile(AT_V, NV)
+        sO = shared_tile(AT_O, NO)
         rQ = cuda.local.array(RQ, uint32)
         rS = cuda.local.array(RS, float32)
         rO = cuda.local.array(RO, float32)
@@ -137,6 +151,9 @@ def make_forward(spec):
             # Alg. 1 line 7: the row tiles that see column tile j; the first pass takes all
             i0, i_end = row_range(j0, i_first, i_stop, Nq, Nk, options)
             i0 = next_row(i0, i_end, j0, b, h, options)
+            seen = i_stop  # rows whose O, l and m some pass has written
+            if not initialises and j0 == uint32(0):
+                seen = uint32(0)
             cuda.syncthreads()  # nobody reads sQ, sK and sV any more
             # Alg. 1 lines 6, 8: load Kj, Vj and the first Qi
             if i0 < i_end:
@@ -150,16 +167,13 @@ def make_forward(spec):
                 cuda.syncthreads()  # Qi is there
                 load_fragments(rQ, sQ, warp_row)
                 # Alg. 1 line 8: load Oi, li, mi
-                if initialises or j0 > uint32(0):
-                    read_fragments(rO, Ah, i0, i_stop, ty, tx)
-                    read_values(rl, lh, i0, i_stop, ty, tx)
-                    read_values(rm, mh, i0, i_stop, ty, tx)
-                else:
-                    start(rO, rl, rm)
+                read_fragments(rO, Ah, i0, seen, ty, tx)
+                read_values(rl, lh, i0, seen, ty, tx)
+                read_maxima(rm, mh, i0, seen, ty, tx)
                 # Alg. 1 line 12: diag(li) Oi, before line 11 replaces li
                 scale_rows(rO, rl)
                 # Alg. 1 line 9: Sij = scale Qi KjT
-                scores(rS, rQ, sQ, sK, warp_row, uint32(0))
+                scores(rS, rQ, sQ, sK, warp_row, warp_column())
                 scale_and_mask(rS, scale, i0, j0, Nq, Nk, b, h, options, ty, tx)
                 # Alg. 1 lines 10, 11: m, P and l, with e^(m~ - m_new) folded into P
                 online_softmax(rS, scale, rm, rl, rf)
@@ -173,6 +187,8 @@ def make_forward(spec):
                 # Alg. 1 line 12: O = diag(l_new)^-1 (diag(li) e^(mi - m_new) Oi + Pij Vj)
                 scale_rows(rO, rf)
                 add_product(rO, rS, sV, options)
+                # ... its sum over warps, and their m and l, where they split the keys
+                combine(rO, rm, rl, sO, ty, tx)
                 normalise_rows(rO, rl)
                 # ... in float32, until no column tile is left that row tile i sees
                 _, j_last = column_range(i0, uint32(i0 + Br), Nq, Nk, options)

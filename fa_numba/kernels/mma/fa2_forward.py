@@ -53,7 +53,7 @@ def make_forward(spec):
     """The kernel for ``spec``; launched over (Tr, Hq, B) blocks."""
     Br, Bc, d = spec.Br, spec.Bc, spec.head_dim
     TM, RS, RO = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4
-    RQ, ROWS = spec.q_registers, 8 * spec.TM
+    RQ, ROWS = spec.q_registers, spec.warp_rows
     NQ, NK, NV = spec.tile_halves
     AT_K, AT_V = NQ, NQ + NK
 
@@ -140,7 +140,6 @@ def make_forward(spec):
             commit_async()
             # Alg. 1 line 10: O += Pij Vj
             add_product(rO, rS, sV, options)
-        wait_async()
 
         # Alg. 1 line 9: l of whole rows, whose columns lie with four lanes
         sum_lanes(rl)
