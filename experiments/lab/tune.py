@@ -42,7 +42,7 @@ HEAD_DIMS = (64, 128, 32, 96, 192, 256)
 SERIES = ("fa1-mma", "fa2-mma")
 # Of each pass: rows of Q, rows of K and V. Smaller ones lose everywhere.
 BLOCKS = {"fwd": ((64, 128, 256), (32, 64, 128, 256)), "bwd": ((32, 64, 128), (32, 64, 128, 256))}
-THREADS = (64, 128, 256, 512)
+THREADS = (64, 128, 256)
 # Of timing for each candidate: 20 calls where they take less.
 SECONDS = 0.1
 
