@@ -29,6 +29,7 @@ from mma_helpers import (
 import fa_numba
 from fa_numba import Tiles, plans, reference
 from fa_numba import device as devices
+from fa_numba.options import Features
 from fa_numba.tiles import (
     MmaSpec,
     StandardSpec,
@@ -754,14 +755,19 @@ def test_a_plan_says_what_runs(dtype):
 @pytest.mark.parametrize("limit", [99 * 1024, 163 * 1024, 227 * 1024])
 @pytest.mark.parametrize("passes", ["fwd", "bwd"])
 def test_the_default_tiles_fit(algorithm, d, limit, passes):
-    for N in (1, 17, 64, 4096):
-        tiles = default_mma_tiles(algorithm, N, N, d, limit)
+    plain, others = Features(causal=True), [Features(bias=True), Features(packed=True)]
+    calls = [(f, False) for f in (plain, *others)]
+    calls += [(f, True) for f in (plain, *others) if algorithm == "fa1"]
+    for N, (features, keys) in itertools.product((1, 17, 64, 4096), calls):
         if algorithm == "standard":
             tiles = default_mma_standard_tiles(N, N, d, limit, passes)
-        spec = specialise_mma(tiles, d, limit, KINDS[algorithm])
+            spec = specialise_mma(tiles, d, limit, StandardSpec)
+        else:
+            tiles = default_mma_tiles(algorithm, N, N, d, limit, features, keys)
+            spec = specialise_mma(tiles, d, limit, features=features, splits_keys=keys)
         assert spec.shared_bytes <= limit and spec.fits_registers
-        assert tiles.Br <= max(16, 2 * N) and tiles.Bc <= max(16, 2 * N)
-    assert tiles.Br >= 32 and tiles.Bc >= 16
+        assert tiles.Br <= max(16, 2 * N) and tiles.Bc <= max(32 if keys else 16, 2 * N)
+        assert N < 4096 or (tiles.Br >= (16 if keys else 32) and tiles.Bc >= (32 if keys else 16))
 
 
 @pytest.mark.gpu
