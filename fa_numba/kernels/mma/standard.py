@@ -98,7 +98,7 @@ def make_standard_scores(spec, slopes=False):
         while j0 < j_end:
             wait_async()
             cuda.syncthreads()  # Kj is there; nobody reads sS any more
-            scores(rS, rQ, sQ, sK, warp_row)
+            scores(rS, rQ, sQ, sK, warp_row, uint32(0))
             cuda.syncthreads()  # nobody reads sK any more
             load_k(sK, Kh, uint32(j0 + Bc), Nk, d)
             commit_async()
