@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from mma_helpers import (
     ALGORITHMS,
     BFLOAT16,
-    FLASH,
     HALF_GUARD,
     HALF_LAYOUTS,
     HalfMemory,
@@ -664,7 +663,6 @@ def test_the_peak_of_memory_is_the_plans_workspace(algorithm):
 
 Q, K = np.ones((1, 2, 5, 8), np.float16), np.ones((1, 1, 7, 8), np.float16)
 SINGLE = [a.astype(np.float32) for a in (Q, K, K)]
-O, L = np.ones_like(Q), np.zeros((1, 2, 5), np.float32)
 
 REFUSED = {
     "CUDA cores in 16 bits": (
@@ -687,19 +685,6 @@ REFUSED = {
     "CUDA cores in a plan": (
         lambda: fa_numba.plan(Q.shape, K.shape, dtype="bfloat16", unit="simt"), ValueError,
         ["unit is 'simt'", "bfloat16"],
-    ),
-    **{
-        f"the backward pass of {algorithm}": (
-            lambda algorithm=algorithm: fa_numba.attention_backward(
-                Q, Q, K, K, O, L, algorithm=algorithm
-            ),
-            ValueError, [f"algorithm is '{algorithm}'", "'bwd'", "float16"],
-        )
-        for algorithm in FLASH
-    },
-    "the backward pass in a plan": (
-        lambda: fa_numba.plan(Q.shape, K.shape, dtype="float16", passes="bwd"), ValueError,
-        ["algorithm is 'fa2'", "'bwd'", "float16"],
     ),
     "rows of a tile": (
         lambda: fa_numba.attention(Q, K, K, tiles=Tiles(24, 16)), ValueError,
@@ -779,11 +764,6 @@ def test_one_16_bit_dtype_for_all():
     with devices.using("emulator"), pytest.raises(TypeError) as caught:
         fa_numba.attention(Q, K.astype(numpy_dtype("bfloat16")), K)
     assert all(p in str(caught.value) for p in ("k has dtype bfloat16", "q float16", "one dtype"))
-
-
-def test_every_pair_of_algorithm_and_pass_that_there_is_has_a_kernel():
-    forward = tuple((algorithm, "fwd") for algorithm in ALGORITHMS)
-    assert plans._MMA_KERNELS == (*forward, ("standard", "bwd"))
 
 
 # --- any problem -----------------------------------------------------------------------------
