@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -61,7 +61,8 @@ class Accesses:
     """Global-memory loads and stores of one call, in elements by array (Q K V O L l m S P ...).
 
     An array goes by the name of the kernel's parameter. An atomic add is a load and a store.
-    `dtype` is that of Q, K, V, O, S, P and their gradients; every other array is float32.
+    `dtype` is that of Q, K, V, O, S, P and their gradients, but of those in `sums`; every other
+    array is float32.
 
     An array that is never loaded (or stored) is left out of `loads` (or `stores`).
     """
@@ -69,6 +70,7 @@ class Accesses:
     loads: dict[str, int]
     stores: dict[str, int]
     dtype: str = "float32"
+    sums: tuple[str, ...] = ()
 
     @property
     def total_loads(self) -> int:
@@ -86,8 +88,9 @@ class Accesses:
     def bytes(self) -> int:
         """Bytes moved."""
         own = ELEMENT_BYTES if self.dtype == "float32" else HALF_BYTES
+        halves = _OF_ONE_DTYPE - set(self.sums)
         counts = (*self.loads.items(), *self.stores.items())
-        return sum(n * (own if name in _OF_ONE_DTYPE else ELEMENT_BYTES) for name, n in counts)
+        return sum(n * (own if name in halves else ELEMENT_BYTES) for name, n in counts)
 
 
 def _accesses(problem: Problem, loads: dict[str, int], stores: dict[str, int]) -> Accesses:
@@ -518,7 +521,7 @@ def fa1_backward(
     sums = {name: stores[name] for name in ("dK", "dV")}
     rounded = 2 * shared.all_columns * d
     parts = _accesses(problem, sums, {}), _accesses(problem, {"A": rounded}, {"dQ": rounded})
-    return _sum(problem, (grid, *parts))
+    return replace(_sum(problem, (grid, *parts)), sums=("dK", "dV"))
 
 
 def fa2_backward(

@@ -351,11 +351,12 @@ def flash_attention_2_backward(
     dQ is summed by atomic adds in no fixed order: Tc Nq d loads and as many stores a head, and
     gradients that can differ in the last bits between runs. ``deterministic`` sums it in a second
     sweep instead, which computes S and dP once more and costs 2 Nq d + 2 Tr Nk d loads and Nq d
-    stores. The workspace is one float a row.
+    stores. The workspace is one float a row; in 16 bits also dQ in float32, d rounded up to a
+    multiple of 2, but for ``deterministic``.
 
-    Returns (dq, dk, dv), float32 in the shapes of q, k and v, in q's library and place; with
-    ``return_dbias`` also dbias, in the shape of the bias, summed by atomic adds over the axes that
-    the bias repeats. A query that sees no key, and a key that no query sees, get zeros.
+    Returns (dq, dk, dv), in the shapes of q, k and v, and in q's dtype, library and place; with
+    ``return_dbias`` also dbias, float32 in the shape of the bias, summed by atomic adds over the
+    axes that the bias repeats. A query that sees no key, and a key that no query sees, get zeros.
 
     Raises ValueError or TypeError, before anything runs, as ``flash_attention_2`` does.
 

@@ -717,15 +717,24 @@ def default_mma_backward_tiles(
     seqlen_q: int, seqlen_k: int, head_dim: int, shared_limit: int, **facts: Any
 ) -> Tiles:
     """Block sizes of the backward kernels on tensor cores: 32 x 128, 64 x 128 where two warps share
-    their columns and 32 x 64 beyond d = 128, halved until memory and registers hold them."""
+    their columns and 32 x 64 beyond d = 128, halved until memory and registers hold them.
+
+    FlashAttention-1, which also reads O and dQ, spills registers with these: it takes 64 x 64 in
+    place of 64 x 128, and 16 columns a warp.
+    """
+    first = facts.get("row_tiles") == 3
     Br, Bc = (32, 128) if head_dim <= 64 else (64, 128) if head_dim <= 128 else (32, 64)
+    if first and 64 < head_dim <= 128:
+        Bc = 64
     smallest = 16 if head_dim <= 64 else 32
     Br = min(Br, max(smallest, 2 * _power_of_two(max(1, seqlen_q - 1))))
     Bc = min(Bc, max(16, 2 * _power_of_two(max(1, seqlen_k - 1))))
     make = functools.partial(
         specialise_mma_backward, head_dim=head_dim, shared_limit=shared_limit, **facts
     )
-    return _shrunk_mma(Br, Bc, make, smallest)
+    found = _shrunk_mma(Br, Bc, make, smallest)
+    row_warps = 1 if head_dim <= 64 else 2
+    return Tiles(found.Br, found.Bc, 2 * row_warps * found.Bc) if first else found
 
 
 def sweep_tiles(head_dim: int, shared_limit: int) -> Tiles:

@@ -23,10 +23,12 @@ from fa_numba.intrinsics.async_copy import (
     copy1_async,
     copy4_async,
     copy8_async,
+    copy_value_async,
     wait_async,
 )
 from fa_numba.intrinsics.global_memory import (
     read4,
+    read2,
     read8,
     read_pair,
     write2,
@@ -41,8 +43,19 @@ from fa_numba.intrinsics.matrix import (
     mma_f16,
     pack_bf16,
     pack_f16,
+    unpack_bf16,
+    unpack_f16,
 )
-from fa_numba.intrinsics.shared import half_tile, load4, load8, shared_tile, store2, store4
+from fa_numba.intrinsics.reduction import add_pair, add_pair_vector
+from fa_numba.intrinsics.shared import (
+    half_tile,
+    load2,
+    load4,
+    load8,
+    shared_tile,
+    store2,
+    store4,
+)
 
 THREADS = 32
 EPS = float(np.finfo(np.float32).eps)
@@ -242,6 +255,37 @@ def test_copy1_async_from_unaligned_rows(device, count):
     assert np.array_equal(y, x[::-1, 1] if count else np.zeros(32))
 
 
+def _copy_value_kernel(X, Y, count):
+    tile = shared_tile(4, 32)
+    t = uint32(cuda.threadIdx.x)
+    copy_value_async(tile, t, X, uint32(t + 1), int32(count))
+    commit_async()
+    wait_async()
+    cuda.syncthreads()
+    Y[t] = tile[uint32(31) - t] + float32(0.0)
+
+
+@pytest.mark.parametrize("count", range(2))
+def test_copy_value_async_from_any_address(device, count):
+    x = ramp(33)
+    _, y = run(device, _copy_value_kernel, x, np.full(32, -1, np.float32), scalars=(count,))
+    assert np.array_equal(y, x[:0:-1] if count else np.zeros(32))
+
+
+@pytest.mark.parametrize("count", range(2))
+def test_a_copied_value_is_counted_and_checked_if_it_is_read(count):
+    y = np.zeros(32, np.float32)
+    every_second = ramp(66)[::2]
+    counts = emulator.launch(_copy_value_kernel, 1, 32, (every_second, y, count), shared_bytes=512)
+    assert counts.loads["X"] == 32 * count
+    assert np.array_equal(y, every_second[:0:-1] * count)
+    if count:
+        with pytest.raises(OutOfBounds):
+            emulator.launch(_copy_value_kernel, 1, 32, (ramp(32), y, 1), shared_bytes=512)
+    else:  # what is not read need not be there
+        emulator.launch(_copy_value_kernel, 1, 32, (ramp(32), y, 0), shared_bytes=512)
+
+
 @pytest.mark.parametrize("count", range(5))
 def test_a_copy_counts_what_it_reads(count):
     counts = emulator.launch(
@@ -362,6 +406,59 @@ def test_write2_is_counted_and_checked():
     ):
         with pytest.raises(error):
             emulator.launch(_write2_kernel, 1, 32, (x, target))
+
+
+def _twos_kernel(X, Y):
+    """Pairs through shared memory, upside down."""
+    tile = half_tile(8, 64)
+    t = uint32(cuda.threadIdx.x)
+    store2(tile, uint32(2 * t), read2(X, uint32(t // uint32(4)), uint32(2 * (t % uint32(4)))))
+    cuda.syncthreads()
+    Y[t] = load2(tile, uint32(2 * (uint32(31) - t)))
+
+
+@pytest.mark.parametrize("pad", [0, 2, 8])
+def test_global_read2_and_shared_load2(device, pad):
+    x = halves(8, 8 + pad) + np.uint16(0x7FF0)  # the highest bit too
+    _, y = run(device, _twos_kernel, x, np.zeros(32, np.uint32), shared=256)
+    pairs = x[:, :8].reshape(32, 2)[::-1].astype(np.uint32)
+    assert np.array_equal(y, pairs[:, 0] | pairs[:, 1] << 16)
+
+
+def test_read2_is_counted_and_checked():
+    y = np.zeros(32, np.uint32)
+    counts = emulator.launch(_twos_kernel, 1, 32, (halves(8, 8), y), shared_bytes=256)
+    assert (counts.loads["X"], counts.load_bytes["X"]) == (64, 128)
+    for error, source in (
+        (Misaligned, halves(8, 9)[:, 1:]),  # an odd pitch
+        (Misaligned, halves(8, 12)[:, 1:9]),  # an odd start
+        (Misaligned, halves(8, 16)[:, ::2]),
+        (OutOfBounds, halves(7, 8)),
+        (OutOfBounds, halves(8, 8)[:, :7]),
+    ):
+        with pytest.raises(error):
+            emulator.launch(_twos_kernel, 1, 32, (source, y), shared_bytes=256)
+
+
+def _make_load2(first):
+    def kernel(X, Y):
+        tile = half_tile(0, 16)
+        t = uint32(cuda.threadIdx.x)
+        if t < uint32(16):
+            tile[t] = X[t]
+        cuda.syncthreads()
+        Y[t] = load2(tile, uint32(first))
+
+    return kernel
+
+
+@pytest.mark.parametrize("error, first", [(Misaligned, 3), (OutOfBounds, 16)])
+def test_load2_is_checked(error, first):
+    y = np.zeros(32, np.uint32)
+    emulator.launch(_make_load2(14), 1, 32, (halves(16), y), shared_bytes=32)
+    assert (y == (15 | 16 << 16)).all()
+    with pytest.raises(error):
+        emulator.launch(_make_load2(first), 1, 32, (halves(16), y), shared_bytes=32)
 
 
 def _eights_kernel(X, Y):
@@ -854,3 +951,88 @@ def test_pack_of_random_numbers(device, kind):
     assert (np.abs(to_float(got) - x) <= step * size).all()
     if kind == "float16":
         assert np.array_equal(got, to_float16(x))
+
+
+def _make_unpack(unpack):
+    def kernel(X, Y):
+        t = uint32(cuda.threadIdx.x)
+        pair = unpack(X[t])
+        Y[t, 0] = pair[0]
+        Y[t, 1] = pair[1]
+
+    return kernel
+
+
+UNPACKS = {"float16": _make_unpack(unpack_f16), "bfloat16": _make_unpack(unpack_bf16)}
+
+
+@pytest.mark.parametrize("kind", UNPACKS)
+def test_unpack_is_exact(device, kind):
+    """Zeros, subnormals, ends of the range, infinities and NaN, and what pack has rounded."""
+    bits = [b for _, b in ROUNDED[kind]]
+    bits += [0x7C01, 0xFE00] if kind == "float16" else [0x7F81, 0xFFC0]
+    low = np.array(bits + [0x3C00] * (32 - len(bits)), np.uint32)
+    words = low | low[::-1] << 16
+    _, y = run(device, UNPACKS[kind], words, np.zeros((32, 2), np.float32))
+    to_float = from_float16 if kind == "float16" else from_bfloat16
+    with np.errstate(invalid="ignore"):  # of a NaN that signals
+        want = to_float(np.stack([low, low[::-1]], axis=1).astype(np.uint16)).astype(np.float32)
+    assert np.array_equal(y, want, equal_nan=True) and np.isnan(want).any()
+    numbers = ~np.isnan(want)
+    assert np.array_equal(np.signbit(y[numbers]), np.signbit(want[numbers]))
+
+
+# --- atomic additions ------------------------------------------------------------------------
+
+
+def _make_add_two(add):
+    """Every warp adds to the same 8 x 8 elements; the pairs of one row are left out."""
+
+    def kernel(X, Y, skipped):
+        t = uint32(cuda.threadIdx.x)
+        lane = uint32(t % uint32(32))
+        row, col = uint32(lane // uint32(4)), uint32(2 * (lane % uint32(4)))
+        add(Y, row, col, X[t, 0], X[t, 1], row != uint32(skipped))
+
+    return kernel
+
+
+ADDS = {"pair": _make_add_two(add_pair), "vector": _make_add_two(add_pair_vector)}
+
+
+def has_instruction(device, kind):
+    if device == "gpu" and kind == "vector" and devices.compute_capability() < (9, 0):
+        pytest.skip("a GPU before sm_90 adds no pairs at once")
+
+
+@pytest.mark.parametrize("kind", ADDS)
+@pytest.mark.parametrize("pad", [0, 2])
+def test_pairs_are_added(device, kind, pad):
+    has_instruction(device, kind)
+    x, y = ramp(128, 2), np.full((8, 8 + pad), 0.5, np.float32)
+    _, found = run(device, ADDS[kind], x, y, threads=128, scalars=(3,))
+    want = y.copy()
+    want[:, :8] += x.reshape(4, 8, 8).sum(axis=0)  # integers: exact in any order
+    want[3] = y[3]
+    assert np.array_equal(found, want)
+
+
+@pytest.mark.parametrize("kind", ADDS)
+def test_added_pairs_are_counted_and_checked(kind):
+    x = ramp(32, 2)
+    counts = emulator.launch(ADDS[kind], 1, 32, (x, np.zeros((8, 8), np.float32), 3))
+    assert (counts.loads["Y"], counts.stores["Y"]) == (56, 56)
+    # A row that is left out need not be there.
+    emulator.launch(ADDS[kind], 1, 32, (x, np.zeros((7, 8), np.float32), 7))
+    whole = np.zeros((8, 8), np.float32)
+    for target in (whole[:7], whole[:, :7]):
+        with pytest.raises(OutOfBounds):
+            emulator.launch(ADDS[kind], 1, 32, (x, target, 0))
+
+
+def test_pairs_added_at_once_are_aligned():
+    x = ramp(32, 2)
+    for target in (np.zeros((8, 9), np.float32), np.zeros((8, 10), np.float32)[:, 1:9]):
+        emulator.launch(ADDS["pair"], 1, 32, (x, target, 3))
+        with pytest.raises(Misaligned):
+            emulator.launch(ADDS["vector"], 1, 32, (x, target, 3))

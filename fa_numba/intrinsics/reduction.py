@@ -81,7 +81,13 @@ def add_pair(typingctx, array, row, col, x0, x1, adds):
     return _add_two(two)(typingctx, array, row, col, x0, x1, adds)
 
 
-@emulated_by(_add_pair)
+def _add_pair_vector(array, row, col, x0, x1, adds):
+    if adds:
+        old0, old1 = array.load((row, col), 2)
+        array.store((row, col), (old0 + x0, old1 + x1))
+
+
+@emulated_by(_add_pair_vector)
 @intrinsic
 def add_pair_vector(typingctx, array, row, col, x0, x1, adds):
     """The same, 8-byte aligned, in one ``red.global.add.v2.f32`` (PTX ISA 8.1, sm_90 and later)."""

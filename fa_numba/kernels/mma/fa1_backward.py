@@ -1,13 +1,16 @@
 """FlashAttention-1, backward: K/V outer, Q inner (arXiv 2205.14135, Algorithm 4), on tensor cores.
 
-One thread block takes one (batch, K/V head): both loops run inside it. P is recomputed from the
-saved statistics, D in every pass, and dQ passes through global memory in every pass over K/V: in
-float32 (``A``) until a row tile's last pass rounds it to dQ. L = m + log l stands for l and m, as
-in the released code. With query splits several blocks share a head, each with its own rows of Q,
-and sum dK and dV in float32 by atomic adds, in no fixed order; a kernel of its own rounds them.
+One thread block takes one (batch, K/V head): both loops run inside it. Warps share a tile as in
+FlashAttention-2's backward pass. P is recomputed from the saved statistics, D in every pass, and dQ
+passes through global memory in every pass over K/V: in float32 (``A``) until a row tile's last pass
+rounds it to dQ. L = m + log l stands for l and m, as in the released code. With query splits
+several blocks share a head, each with its own rows of Q, and sum dK and dV in float32 by atomic
+adds, in no fixed order; a kernel of its own rounds them.
 
-Shared memory, 16-bit elements:  2 (3 Br + Bc) (d + 8) + U Bc (Br + 8) + 8 Br, U = 1 up to d = 64,
-    else 2; in bytes at the default tiles:
+Shared memory, 16-bit elements:  2 (3 Br + Bc) (d + 8) + U Bc (Br + 8) + 8 Br
+    U = 1 up to d = 64, else 2; d rounded up to a multiple of 16 U
+    in bytes at the default tiles:  75264 (d=64, 32 x 128), 158720 (d=128, 64 x 64), 179712
+    (d=256, 32 x 64)
 Accesses, elements per head:  loads 2 Nk d + Tc (3 Nq d + Nq) + (Tc - 1) Nq d,
     stores 2 Nk d + Tc Nq d; with a causal mask only the row tiles that see column tile j. The
     first pass knows line 5's dQ = 0 and does not read it. Each query split loads K and V and adds

@@ -2,13 +2,16 @@
 tensor cores.
 
 One thread block takes one column tile Kj, Vj: the outer loop (line 5) is the grid. dK and dV stay
-in registers; P is recomputed from L alone. A warp takes 16 of the columns and all rows of S, which
-stands transposed: PT and dST are operands as they are, and only dST passes through shared memory,
-for dQ. dQ is summed in float32 (``A``) by atomic adds, in no fixed order, and rounded by a kernel
-of its own; or by a second sweep with Q outer, in one order.
+in registers; P is recomputed from L alone. A warp takes 16 or 32 of the columns and all rows of S,
+which stands transposed: PT and dST are operands as they are, and only dST passes through shared
+memory, for dQ. Beyond d = 64 two warps share these columns: each takes half of the rows, and of the
+columns of dK and dV, and PT passes through shared memory too. dQ is summed in float32 (``A``) by
+atomic adds, in no fixed order, and rounded by a kernel of its own; or by a second sweep with Q
+outer, in one order.
 
-Shared memory, 16-bit elements:  2 (2 Br + Bc) (d + 8) + Bc (Br + 8) + 8 Br
-    in bytes at the default tiles:  93184 (d=64, 64 x 128), 158720 (d=128, 64 x 128), 154112
+Shared memory, 16-bit elements:  2 (2 Br + Bc) (d + 8) + U Bc (Br + 8) + 8 Br
+    U = 1 up to d = 64, else 2; d rounded up to a multiple of 16 U
+    in bytes at the default tiles:  66048 (d=64, 32 x 128), 177152 (d=128, 64 x 128), 145920
     (d=256, 32 x 64)
 Accesses, elements per head:  loads 2 Nk d + Tc (2 Nq d + 2 Nq), stores 2 Nk d, and Tc Nq d atomic
     adds to A, each a load and a store; with a causal mask only the row tiles that see column
