@@ -27,8 +27,8 @@ from fa_numba.intrinsics.async_copy import (
     wait_async,
 )
 from fa_numba.intrinsics.global_memory import (
-    read4,
     read2,
+    read4,
     read8,
     read_pair,
     write2,

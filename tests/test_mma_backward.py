@@ -152,8 +152,9 @@ def expected(way, dout, q, k, v, *, dbias=False, saved_values=None, **options):
     """The gradients in float64, and how far 16-bit ones may be from each, as Frobenius norms.
 
     Twice the error of the unfused computation with 16-bit matrices, or of standard attention that
-    of `standard_yardstick`; for the others together with what rounding to float32 does, and what
-    the given O and L are off by, which the unfused computation makes itself. And one rounding.
+    of `standard_yardstick`. For the others also what rounding to float32 does, and what the given O
+    and L are off by, which the unfused computation makes itself: that goes through dS and a
+    gradient, each rounded to 16 bits. And one rounding.
     """
     dtype, options = q.dtype.name, changing(options)
     asks = {"return_dbias": dbias}
@@ -168,7 +169,7 @@ def expected(way, dout, q, k, v, *, dbias=False, saved_values=None, **options):
             steps = gradient_roundings(*single, out.astype("f4"), lse, **asks, **options)
     last = [ROUNDING[dtype]] * 3 + [EPS]  # dbias is in float32
     bounds = [
-        math.hypot(2 * _distance(u.reshape(e.shape), e), s) + r * _size(e)
+        2 * _distance(u.reshape(e.shape), e) + (1 + 2 * ROUNDING[dtype]) * s + r * _size(e)
         for u, e, s, r in zip(near, exact, steps, last, strict=False)
     ]
     return exact, bounds
