@@ -137,9 +137,7 @@ def test_a_row_tile_is_taken_alike_backward():
 
 
 def test_a_row_tile_is_taken_alike_backward_on_tensor_cores():
-    first, second = (
-        [s for s in steps(m) if s != "cuda.syncthreads()"] for m in MMA_BACKWARD_TWINS
-    )
+    first, second = ([s for s in steps(m) if s != "cuda.syncthreads()"] for m in MMA_BACKWARD_TWINS)
     assert in_common(first, second) == in_common(second, first)
     # O is loaded, D made, dQ read and written; or D is loaded, dQ starts from 0 and is added.
     own = [[s.partition("(")[0] for s in a if s not in b and "(" in s.split()[0]]
