@@ -21,8 +21,8 @@ from fa_numba.kernels.simt import (
 from fa_numba.options import PLAIN, Features
 from fa_numba.tiles import (
     BackwardSpec,
-    Spec,
     MmaSweepSpec,
+    Spec,
     StandardSpec,
     Tiles,
     default_backward_tiles,
