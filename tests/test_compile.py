@@ -21,16 +21,20 @@ from fa_numba.kernels.simt import (
 from fa_numba.options import PLAIN, Features
 from fa_numba.tiles import (
     BackwardSpec,
+    MmaSweepSpec,
     Spec,
     StandardSpec,
     Tiles,
     default_backward_tiles,
+    default_mma_backward_tiles,
     default_mma_standard_tiles,
     default_mma_tiles,
     default_tiles,
     specialise,
     specialise_mma,
+    specialise_mma_backward,
     splits,
+    sweep_tiles,
 )
 
 pytest.importorskip("cuda.core", reason="cuda-core is not installed")
@@ -508,6 +512,117 @@ def test_the_docstrings_shared_memory_is_the_standard_mma_kernels():
             planned = plan.kernels[n]
             assert planned.name == kernel.name
             assert (planned.threads, planned.shared_bytes) == (kernel.threads, kernel.shared_bytes)
+
+
+MMA_BACKWARD = {"fa1": mma.fa1_backward, "fa2": mma.fa2_backward}
+
+
+def mma_backward_kernel_of(name, arch, d, dtype, option):
+    """The kernel of the default tiles for long sequences; as ``mma_spec_of``.
+
+    ``option`` may also be "splits", queries dealt out to several blocks, and "dbias".
+    """
+    options = {"dbias": {"bias": True, "dbias": True}}.get(option, {option: True})
+    plain = option in (None, "unaligned", "splits")
+    features = PLAIN if plain else Features(**options)
+    facts = {"features": features, "aligned": option != "unaligned", "dtype": dtype}
+    facts["positive_scale"] = True
+    if name == "fa2 dQ":
+        spec = specialise_mma(sweep_tiles(d, SHARED[arch]), d, SHARED[arch], MmaSweepSpec, **facts)
+        return mma.fa2_backward.make_query_gradients(spec)
+    row_tiles = 3 if name == "fa1" else 2
+    tiles = default_mma_backward_tiles(4096, 4096, d, SHARED[arch], row_tiles=row_tiles)
+    facts |= {"row_tiles": row_tiles, "splits_queries": option == "splits"}
+    facts["vector_adds"] = CAPABILITY[arch] >= (9, 0)
+    spec = specialise_mma_backward(tiles, d, SHARED[arch], **facts)
+    if name == "fa2 without dQ":
+        return mma.fa2_backward.make_backward(spec, atomic=False)
+    return MMA_BACKWARD[name].make_backward(spec)
+
+
+MMA_BACKWARD_CASES = [
+    # name, arch, head_dim, dtype, option
+    *((name, "sm_90a", d, "float16", None) for name in MMA_BACKWARD for d in (64, 96, 192, 256)),
+    *((name, "sm_90a", d, "float16", "causal") for name in MMA_BACKWARD for d in (32, 64, 128)),
+    *((name, arch, 64, "float16", None) for name in MMA_BACKWARD for arch in ("sm_80", "sm_89")),
+    *((name, "sm_80", 128, "float16", "causal") for name in MMA_BACKWARD),
+    *(
+        (name, "sm_90a", 64, "float16", option)
+        for name in MMA_BACKWARD
+        for option in ("window", "softcap", "dbias", "alibi", "packed", "sparse", "dropout")
+    ),
+    *((name, "sm_90a", 128, "float16", "softcap") for name in MMA_BACKWARD),
+    ("fa1", "sm_90a", 64, "float16", "splits"),
+    ("fa2", "sm_90a", 64, "float16", "unaligned"),
+    ("fa2 without dQ", "sm_90a", 64, "bfloat16", "causal"),
+    *(("fa2 dQ", "sm_90a", d, "float16", "causal") for d in (64, 128)),
+]
+# As SPILLS.
+BACKWARD_SPILLS = {
+    ("fa1", "sm_90a", 256, "float16", None): (32, 32, 32),
+    ("fa2", "sm_90a", 128, "float16", "causal"): (8, 8, 16),
+    ("fa2", "sm_90a", 128, "float16", "softcap"): (168, 164, 172),
+    ("fa2", "sm_80", 128, "float16", "causal"): (40, 36, 72),
+}
+
+
+@pytest.mark.parametrize("case", MMA_BACKWARD_CASES, ids=lambda c: "-".join(map(str, c)))
+def test_an_mma_backward_kernel_compiles_within_its_budgets(case):
+    name, arch, _, dtype, option = case
+    kernel = mma_backward_kernel_of(*case)
+    ptx, log = compiled(kernel, arch)
+
+    assert f".target {arch}" in ptx
+    assert ".f64" not in ptx, "float64 arithmetic"
+    assert registers(log) * kernel.threads * kernel.min_blocks <= REGISTERS
+    assert kernel.shared_bytes <= SHARED[arch]
+
+    kind = {"float16": "f16", "bfloat16": "bf16"}[dtype]
+    instruction = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+    assert 0 < ptx.count(instruction) == ptx.count("mma.sync")
+    assert "ldmatrix.sync.aligned.m8n8.x4.shared.b16" in ptx
+    assert "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16" in ptx
+    assert ("cp.async.cg.shared.global" in ptx) == (option != "unaligned")
+    assert "ex2.approx.ftz.f32" in ptx
+    # Atomic adds to dQ, or to dK and dV: of two neighbours where there is such an instruction.
+    adds = name == "fa2" or option == "splits"
+    assert ("red.global.add.v2.f32" in ptx) == (adds and arch == "sm_90a")
+    assert ("red.global.add.f32" in ptx) == ((adds and arch != "sm_90a") or option == "dbias")
+
+    found = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", log)
+    spills = tuple(map(int, found))
+    assert len(spills) == 3, log
+    if case in BACKWARD_SPILLS:
+        assert any(spills), f"{case} no longer spills: it has no place in BACKWARD_SPILLS"
+        pytest.xfail("a stack of {} bytes, {} of spill stores, {} of spill loads".format(*spills))
+    assert ".local" not in ptx, "local memory"
+    assert spills == (0, 0, 0), log
+
+
+@pytest.mark.parametrize("name", MMA_BACKWARD)
+def test_the_docstrings_shared_memory_is_the_mma_backward_kernels(name):
+    module = MMA_BACKWARD[name]
+    formula = re.search(r"Shared memory, 16-bit elements: +(.*)", module.__doc__)[1]
+    python = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula)
+    row_tiles = 3 if name == "fa1" else 2
+    for d, (Br, Bc) in itertools.product((19, 64, 72, 128, 256), ((32, 64), (64, 32), (32, 16))):
+        tiles = Tiles(Br, Bc)
+        spec = specialise_mma_backward(tiles, d, SHARED["sm_90a"] * 2, row_tiles=row_tiles)
+        U = 1 if d <= 64 else 2
+        rounded = -(-d // (16 * U)) * 16 * U
+        halves = eval(python, {"Br": Br, "Bc": Bc, "d": rounded, "U": U})
+        assert 2 * halves == spec.shared_bytes == module.make_backward(spec).shared_bytes
+    documented = re.findall(r"(\d+)\s+\(d=(\d+), (\d+) x (\d+)\)", module.__doc__)
+    assert [int(d) for _, d, *_ in documented] == [64, 128, 256]
+    for size, d, Br, Bc in (map(int, found) for found in documented):
+        with fa_numba.device.using("emulator"):
+            shape = (1, 1, 4096, d)
+            plan = fa_numba.plan(shape, shape, algorithm=name, dtype="float16", passes="bwd")
+        assert (plan.tiles.Br, plan.tiles.Bc) == (Br, Bc)
+        (planned,) = [k for k in plan.kernels if k.name == f"{name}_backward"]
+        kernel = mma_backward_kernel_of(name, "sm_90a", d, "float16", None)
+        assert planned.shared_bytes == size == kernel.shared_bytes
+        assert planned.threads == kernel.threads
 
 
 def test_the_check_sees_spills_and_float64():

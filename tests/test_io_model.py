@@ -429,6 +429,7 @@ def test_standard_backward_is_the_walk(case, row_resident, forward_resident):
 @given(CASES)
 def test_fa1_backward_is_the_walk(case):
     problem, tiles, mask, dbias = case
+    problem = replace(problem, dtype="float32")  # in 16 bits test_mma_backward.py counts
     walk = Walk(problem, tiles, mask).fa1_backward(dbias=dbias)
     walk.agrees_with(io.fa1_backward(problem, tiles, block_mask=mask, dbias=dbias))
     visited = io.tiles_visited("fa1", problem, tiles, passes="bwd", block_mask=mask)
@@ -439,6 +440,7 @@ def test_fa1_backward_is_the_walk(case):
 @given(CASES, st.booleans())
 def test_fa2_backward_is_the_walk(case, deterministic):
     problem, tiles, mask, dbias = case
+    problem = replace(problem, dtype="float32")  # in 16 bits test_mma_backward.py counts
     options = {"deterministic": deterministic, "dbias": dbias}
     walk = Walk(problem, tiles, mask).fa2_backward(**options)
     walk.agrees_with(io.fa2_backward(problem, tiles, **options, block_mask=mask))
@@ -763,7 +765,13 @@ def test_workspace():
         assert io.workspace("fa1", halves) == (8 + 4 * 8) * 2 * 4 * 10  # O in float32
         odd = replace(halves, head_dim=7)  # rows at 8-byte addresses
         assert io.workspace("fa1", odd) == io.workspace("fa1", halves)
-        assert io.workspace("fa1", halves, passes="bwd") == 0
+        sums = 4 * 2 * 4 * 10 * 8  # dQ in float32
+        for x in (halves, odd):
+            assert io.workspace("fa1", x, passes="bwd") == sums
+            assert io.workspace("fa2", x, passes="bwd") == sums + 4 * 2 * 4 * 10
+            assert io.workspace("fa2", x, passes="bwd", deterministic=True) == 4 * 2 * 4 * 10
+            split = io.workspace("fa1", x, passes="bwd", query_splits=2)
+            assert split == sums + 2 * 4 * 2 * 2 * 7 * 8  # dK and dV too
         assert io.workspace("fa2", halves) == 4 * 2 * 4 * 10
         assert 2 * io.workspace("standard", halves) == io.workspace("standard", p)
         wide = replace(halves, seqlen_k=9)  # 18 bytes

@@ -27,7 +27,7 @@ from helpers import (
     to_numpy,
 )
 from helpers import Memory as SingleMemory
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from mma_helpers import (
     ROUNDING,
@@ -152,8 +152,8 @@ def expected(way, dout, q, k, v, *, dbias=False, saved_values=None, **options):
     """The gradients in float64, and how far 16-bit ones may be from each, as Frobenius norms.
 
     Twice the error of the unfused computation with 16-bit matrices, or of standard attention that
-    of `standard_yardstick`; for the others together with what rounding to float32 does, and what
-    the given O and L are off by, which the unfused computation makes itself. And one rounding.
+    of `standard_yardstick`; twice what rounding to float32 does, and what the given O and L are off
+    by, which the unfused computation makes itself; and one rounding.
     """
     dtype, options = q.dtype.name, changing(options)
     asks = {"return_dbias": dbias}
@@ -161,14 +161,15 @@ def expected(way, dout, q, k, v, *, dbias=False, saved_values=None, **options):
     with np.errstate(all="ignore"):
         exact = reference.attention_backward(*single, **asks, **options)
         if way == "standard":
-            near, steps = standard_yardstick(dout, q, k, v, **options), [0.0] * len(exact)
+            near = standard_yardstick(dout, q, k, v, **options)
+            out, lse = saved(*single[1:], **options)  # it makes its own P, in float32 at first
         else:
             near = reference.unfused_backward(*single, matrix_dtype=dtype, **asks, **options)
             out, lse = saved_values or saved_halves(way, q, k, v, **options)
-            steps = gradient_roundings(*single, out.astype("f4"), lse, **asks, **options)
+        steps = gradient_roundings(*single, out.astype("f4"), lse, **asks, **options)
     last = [ROUNDING[dtype]] * 3 + [EPS]  # dbias is in float32
     bounds = [
-        math.hypot(2 * _distance(u.reshape(e.shape), e), s) + r * _size(e)
+        2 * (_distance(u.reshape(e.shape), e) + s) + r * _size(e)
         for u, e, s, r in zip(near, exact, steps, last, strict=False)
     ]
     return exact, bounds
@@ -245,7 +246,7 @@ def test_head_dims(way, d):
 
 
 @every_way
-@pytest.mark.parametrize("d", [8, 19, 72])
+@pytest.mark.parametrize("d", [19, 72])
 def test_rows_at_any_address(device, way, d):
     """Copied and written one element after the other, with the same result."""
     options = {"tiles": small_tiles(way, d), "causal": True}
@@ -319,8 +320,14 @@ def test_layouts(device, way, layout):
 ON_GPU = ("window", "softcap", "bias", "alibi", "both lengths", "block mask", "dropout", "most")
 
 
-@every_way
-@pytest.mark.parametrize("name", OPTIONS)
+OPTIONS_OF_WAYS = [
+    (way, name)
+    for way, name in itertools.product(WAYS, OPTIONS)
+    if way in ("standard", "fa1", "fa2") or name in ON_GPU
+]
+
+
+@pytest.mark.parametrize("way, name", OPTIONS_OF_WAYS)
 def test_options(way, name):
     inputs = half_gradients("float16", 2, 2, 1, 40, 55, 8)
     check_gradients("emulator", way, *inputs, tiles=SMALL, **OPTIONS[name])
@@ -334,7 +341,7 @@ def test_options_in_bfloat16(way, name):
     check_gradients("emulator", way, *inputs, tiles=SMALL, **OPTIONS[name])
 
 
-@every_flash
+@pytest.mark.parametrize("way", ["fa1", "fa2-deterministic"])
 @pytest.mark.parametrize("name", ["most", "causal dropout"])
 def test_options_where_two_warps_share_their_columns(way, name):
     """Beyond d = 64; blocks of the mask are 32 x 16 then."""
@@ -447,7 +454,7 @@ def test_tile_sizes_do_not_change_the_gradients(way, Nq, Nk, causal, seed):
 
 
 @every_way
-@settings(max_examples=6)
+@settings(max_examples=6, phases=[Phase.explicit, Phase.generate])
 @given(any_call(), st.sampled_from(["float16", *(["bfloat16"] if ml_dtypes else [])]))
 def test_any_problem(way, call, dtype):
     sizes, options = call

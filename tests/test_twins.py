@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from fa_numba.kernels import mma
 from fa_numba.kernels.simt import (
     fa1_backward,
     fa1_forward,
@@ -17,6 +18,7 @@ from fa_numba.kernels.simt import (
 
 TWINS = (fa1_forward, fa2_forward)
 BACKWARD_TWINS = (fa1_backward, fa2_backward)
+MMA_BACKWARD_TWINS = (mma.fa1_backward, mma.fa2_backward)
 KERNELS = (*TWINS, standard, *BACKWARD_TWINS, standard_backward)
 
 either_pass = pytest.mark.parametrize("twins", [TWINS, BACKWARD_TWINS], ids=["fwd", "bwd"])
@@ -30,7 +32,8 @@ def factory(module):
     """(make_forward or make_backward, the kernel inside) as syntax trees."""
     functions = [n for n in ast.parse(text(module)).body if isinstance(n, ast.FunctionDef)]
     (made,) = [f for f in functions if f.name in ("make_forward", "make_backward")]
-    (kernel,) = [n for n in made.body if isinstance(n, ast.FunctionDef)]
+    nested = [n for n in made.body if isinstance(n, ast.FunctionDef)]
+    (kernel,) = [f for f in nested if not f.decorator_list]
     return made, kernel
 
 
@@ -133,6 +136,28 @@ def test_a_row_tile_is_taken_alike_backward():
     assert len(first) == len(second) >= 18
 
 
+def test_a_row_tile_is_taken_alike_backward_on_tensor_cores():
+    first, second = ([s for s in steps(m) if s != "cuda.syncthreads()"] for m in MMA_BACKWARD_TWINS)
+    assert in_common(first, second) == in_common(second, first)
+    # O is loaded, D made, dQ read and written; or D is loaded, dQ starts from 0 and is added.
+    own = [[s.partition("(")[0] for s in a if s not in b and "(" in s.split()[0]]
+           for a, b in ((first, second), (second, first))]  # fmt: skip
+    assert own[0] == ["row_dots", "read_fragments"]
+    assert own[1] == ["add_rows"]
+    assert len(in_common(first, second)) >= 18
+
+
+def test_what_is_in_registers_is_declared_alike_backward_on_tensor_cores():
+    first, second = (assigned(factory(m)[1].body) for m in MMA_BACKWARD_TWINS)
+    for kind in ("half_tile(", "cuda.local.array("):
+        arrays = [
+            [(n, v) for n, v in body.items() if v.startswith(kind)] for body in (first, second)
+        ]
+        assert arrays[0] == arrays[1] and len(arrays[0]) >= 4
+    for name in ("ty", "tx", "warp_row", "warp_column", "warp_chunk", "rows", "Nq, Nk"):
+        assert first[name] == second[name], f"{name} is computed differently"
+
+
 def test_both_docstrings_have_the_same_parts():
     for module in KERNELS:
         doc = module.__doc__
@@ -143,7 +168,7 @@ def test_both_docstrings_have_the_same_parts():
 
 
 def test_every_barrier_says_what_it_is_for():
-    for module in (*TWINS, *BACKWARD_TWINS):
+    for module in (*TWINS, *BACKWARD_TWINS, *MMA_BACKWARD_TWINS):
         before = ""
         for line in text(module).splitlines():
             if "cuda.syncthreads()" in line:
@@ -185,8 +210,10 @@ def test_every_line_of_algorithm_1_is_named(module, lines):
         (fa1_backward, 4, set(range(5, 25)) - {23}),
         # 17 ends a loop; 3 and 4 stand before it, in a kernel of their own
         (fa2_backward, 2, set(range(5, 19)) - {17}),
+        (mma.fa1_backward, 4, set(range(5, 25)) - {23}),
+        (mma.fa2_backward, 2, set(range(5, 19)) - {17}),
     ],
-    ids=["fa1", "fa2"],
+    ids=["fa1", "fa2", "fa1-mma", "fa2-mma"],
 )
 def test_every_line_of_the_backward_algorithms_is_named(module, algorithm, lines):
     named = lines_named(module, algorithm)
@@ -195,7 +222,7 @@ def test_every_line_of_the_backward_algorithms_is_named(module, algorithm, lines
 
 def test_float_literals_are_typed():
     """A bare 0.0 or 1e-3 makes float64 arithmetic."""
-    for module in KERNELS:
+    for module in (*KERNELS, *MMA_BACKWARD_TWINS):
         tree = ast.parse(text(module))
         wrapped = {
             id(argument)
