@@ -156,9 +156,11 @@ def draw(rows: Sequence[Row]) -> Any:
             ax.text(1e3 * (row.p80 or row.value), at, f" {value:.3g}", va="center")
         ax.set_yticks(range(len(mine)), [label(row) for row in mine])
         ax.set_ylim(len(mine) - 0.4, -0.6)
-        ax.set_xlim(left=0)
         ax.grid(False, axis="y")
         mask = ", causal" if causal else ""
         ax.set_title(f"{PASSES[pass_]}, one head, N={N}, d={d}{mask}")
+    # The axis is shared, and limits set on a panel would not see the next; room for the numbers.
+    longest = max(1e3 * (row.p80 or row.value or 0) for mine in panels.values() for row in mine)
+    axes[-1, 0].set_xlim(0, 1.15 * longest)
     axes[-1, 0].set_xlabel("microseconds of the host a call")
     return figure
