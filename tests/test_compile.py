@@ -119,6 +119,10 @@ def registers(log):
     return int(re.search(r"Used (\d+) registers", log)[1])
 
 
+def named(case):
+    return "-".join(map(str, case))
+
+
 CASES = [
     # name, arch, head_dim, causal, aligned
     ("fa2", "sm_90a", 64, False, True),
@@ -142,7 +146,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))
+@pytest.mark.parametrize("case", CASES, ids=named)
 def test_a_kernel_compiles_within_its_budgets(case):
     name, arch, d, causal, aligned = case
     kernel = kernel_of(*case)
@@ -185,7 +189,7 @@ BACKWARD_CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", BACKWARD_CASES, ids=lambda c: "-".join(map(str, c)))
+@pytest.mark.parametrize("case", BACKWARD_CASES, ids=named)
 def test_a_backward_kernel_compiles_within_its_budgets(case):
     name, arch, d, causal, aligned = case
     kernel = backward_kernel_of(*case)
@@ -368,7 +372,7 @@ SPILLS = {
 }
 
 
-@pytest.mark.parametrize("case", mostly_slow(MMA_CASES), ids=lambda c: "-".join(map(str, c)))
+@pytest.mark.parametrize("case", mostly_slow(MMA_CASES), ids=named)
 def test_an_mma_kernel_compiles_within_its_budgets(case):
     name, arch, _, dtype, option = case
     spec = mma_spec_of(*case)
@@ -483,7 +487,7 @@ STANDARD_CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", mostly_slow(STANDARD_CASES), ids=lambda c: "-".join(map(str, c)))
+@pytest.mark.parametrize("case", mostly_slow(STANDARD_CASES), ids=named)
 def test_a_standard_mma_kernel_compiles_within_its_budgets(case):
     name, arch, _, dtype, option = case
     kernel = standard_mma_kernel_of(*case)
