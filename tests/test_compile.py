@@ -339,16 +339,7 @@ MMA_CASES = [
 ]
 # What still spills, or has an array in local memory: bytes of the stack, stored and loaded.
 SPILLS = {
-    ("fa1", "sm_89", 128, "float16", None): (192, 188, 188),
-    ("fa1", "sm_90a", 160, "float16", None): (504, 516, 512),
-    ("fa1", "sm_90a", 256, "float16", None): (448, 444, 444),
-    ("fa2", "sm_90a", 160, "float16", None): (128, 128, 132),
-    ("fa1", "sm_90a", 64, "float16", "window"): (144, 140, 140),
-    ("fa1", "sm_90a", 64, "float16", "softcap"): (512, 0, 0),  # the scores, 512 bytes
-    ("fa1", "sm_90a", 64, "float16", "alibi"): (528, 16, 16),  # here too
-    ("fa1", "sm_90a", 64, "float16", "packed"): (56, 68, 72),
-    ("fa2", "sm_90a", 128, "float16", "window"): (56, 80, 64),
-    ("fa2", "sm_90a", 128, "float16", "bias"): (32, 84, 64),
+    ("fa2", "sm_90a", 160, "float16", None): (56, 56, 60),
 }
 
 
