@@ -783,7 +783,7 @@ def backward_mutants(add):
     add(
         from_L,
         ("L in units of log2", "LOG2E * rL[i]", "rL[i]"),
-        ("the score itself", "exp2(rS[i * TN + j] - shift)", "rS[i * TN + j] - shift"),
+        ("the score itself", "exp2(s - shift)", "s - shift"),
         to=FLASH_BACKWARD,
     )
     blind = ("no shift of a blind row", "if rL[i] == NEG_INF:", "if False:")
@@ -1383,11 +1383,11 @@ def draw_mutants(add):
     add(
         drop,
         ("nothing dropped", "if dropout:", "if False:"),
-        ("rows of another thread", "(i0 + i) * TY", "i0 + i"),
+        ("rows of the first thread", "row_of(ty, i0 + i)", "row_of(0, i0 + i)"),
         ("kept for dropped", "_bit(not kept,", "_bit(kept,"),
-        ("columns of a tile's first thread", "col0 + column(tx, j)", "col0 + column(0, j)"),
-        ("the first column of a thread", "col0 + column(tx, j)", "col0 + column(tx, 0)"),
-        ("another tile's columns", "col0 + column(tx, j)", "column(tx, j)"),
+        ("columns of a tile's first thread", "column_of(tx, j)", "column_of(0, j)"),
+        ("the first column of a thread", "column_of(tx, j)", "column_of(tx, 0)"),
+        ("another tile's columns", "col0 + column_of(tx, j)", "column_of(tx, j)"),
         ("another bit", "bits >> uint64(i", "bits >> uint64(1 + i"),
         ("no sign", "= -rP[e]", "= rP[e]"),
         to=("fa2_backward",),
@@ -1397,8 +1397,8 @@ def draw_mutants(add):
         drop,
         ("a word at the threshold", "uint32(options.threshold)", "uint32(options.threshold) + 1"),
         ("a threshold with a sign", "uint32(options.threshold)", "options.threshold"),
-        ("rows of the first part", "(i0 + i) * TY", "i * TY"),
-        ("registers of the first part", "e = (i0 + i) * TN + j", "e = i * TN + j"),
+        ("rows of the first part", "row_of(ty, i0 + i)", "row_of(ty, i)"),
+        ("registers of the first part", "e = (i0 + i) * EI + j * EJ", "e = i * EI + j * EJ"),
         (
             "bits of the first part",
             "                bits = uint64(0)",
@@ -1414,10 +1414,10 @@ def draw_mutants(add):
         to=("fa2",),
         cases="draws",
     )
-    shares = "column(tx, s)"
+    shares = "column_of(tx, s)"
     add(
         drop,
-        ("one share of columns", shares, "column(tx, 0)"),
+        ("one share of columns", shares, "column_of(tx, 0)"),
         ("shares of neighbours", shares, "uint32(tx * SHARES + s)"),
         ("bits of the first share", "- j0 + s\n", "- j0\n"),
         to=("fa2_backward",),
@@ -1657,7 +1657,7 @@ def mma_kernel_mutants(add):
 def fragment_mutants(add):
     """Faults of the parts of the kernels on tensor cores."""
     both = {"by": ANY, "to": tuple(MMA)}
-    load = "fragments.make_load_halves"
+    load = "fragments.make_load_half_tile"
     add(
         load,
         ("no row bound of a copy", "row < uint32(rows_end) and ", ""),
@@ -1707,7 +1707,7 @@ def fragment_mutants(add):
         ("the left half twice", "mma(rS, low + 2, high + 2,", "mma(rS, low, high,"),
         ("K's left half twice", "b[2], b[3])", "b[0], b[1])"),
         ("A of the first rows", "e = 4 * r\n", "e = 0\n"),
-        ("columns of Q dropped", "for k in range(K):", "for k in range(K - 1):"),
+        ("columns of Q dropped", "in unrolled(K):", "in unrolled(K - 1):"),
         **both,
     )
     add(
@@ -1735,7 +1735,7 @@ def fragment_mutants(add):
         ("the left half twice", "mma(rO, low + 2, high + 2,", "mma(rO, low, high,"),
         ("V's left half twice", "b[2], b[3])", "b[0], b[1])"),
         ("A of the first rows", "e = 4 * r\n", "e = 0\n"),
-        ("columns of P dropped", "for k in range(K):", "for k in range(K - 1):"),
+        ("columns of P dropped", "in unrolled(K):", "in unrolled(K - 1):"),
         **both,
     )
     kept = "pack(kept(rP[e], options), kept(rP[e + 1], options))"
@@ -1748,32 +1748,25 @@ def fragment_mutants(add):
     write = "fragments.make_write_halves"
     add(
         write,
-        ("no row bound", "mine = row < rows_end and ", "mine = "),
+        ("no row bound", "row < rows_end and ", ""),
         ("rows of the first group", "row0 + ty + i * STEP", "row0 + ty"),
         ("columns of the first group", "8 * n + 2 * tx", "2 * tx"),
-        ("O of the first row", "rO[i * DN4 + 2 * n], ", "rO[2 * n], "),
-        ("one column of O", "rO[i * DN4 + 2 * n + 1]", "rO[i * DN4 + 2 * n]"),
+        ("O of the first row", "e = i * DN4 + 2 * n", "e = 2 * n"),
+        ("one column of O", "rO[e + 1]", "rO[e]"),
+        **both,
+    )
+    two, bound = "fragments.make_write_two", "if col < uint32(cols_end):\n                "
+    add(
+        two,
+        ("no column bound", f"{bound}write2", "if True:\n                write2"),
         **both,
     )
     add(
-        write,
-        (
-            "no column bound",
-            "if mine and col < uint32(d):\n                        write2",
-            "if mine:\n                        write2",
-        ),
-        **both,
-    )
-    add(
-        write,
-        (
-            "no column bound of an element",
-            "if mine and col < uint32(d):\n                        O[",
-            "if mine:\n                        O[",
-        ),
-        ("no column bound of the second", " and uint32(col + 1) < uint32(d)", ""),
+        two,
+        ("no column bound of an element", f"{bound}T[", "if True:\n                T["),
+        ("no column bound of the second", "if uint32(col + 1) < uint32(cols_end)", "if True"),
         ("the second from the first half", "pair >> uint32(16)", "pair & uint32(0xFFFF)"),
-        ("no second element", "O[row, uint32(col + 1)] = pair >> uint32(16)", "pass"),
+        ("no second element", "T[row, uint32(col + 1)] = pair >> uint32(16)", "pass"),
         **both,
         cases="odd",
     )
@@ -1802,10 +1795,10 @@ def fragment_mutants(add):
     )
     add("fragments.make_write_fragments", ("one column of O", "rO[e + 1])", "rO[e])"), **one)
     add(
-        "layout.make_column",
-        ("places of one column", "tx * W + ", "tx + "),
-        ("one group of columns", "j // W * (W * TX)", "0"),
-        ("one column of a place", " + j % W)", ")"),
+        "layout._make_place",
+        ("places of one column", "thread * width + ", "thread + "),
+        ("one group of columns", "n // width * step", "0"),
+        ("one column of a place", " + n % width)", ")"),
         **both,
     )
 
@@ -1831,11 +1824,7 @@ def key_mutants(add):
     add(mask, ("columns of the first warp", shifted, "pass"), **keys)
     add(mask, ("a tile's columns", "(COLUMNS - 1)", "0"), **keys)
     add(drop, ("columns of the first warp", shifted, "pass"), **how, cases="dropped keys")
-    add(
-        "fragments.make_fragment_scores",
-        ("K of the first warp", "warp_column() * pitch + ", ""),
-        **keys,
-    )
+    add("mma_fa1", ("K of the first warp", "warp_row, warp_column())", "warp_row, 0)"), **keys)
     add(
         "fragments.make_add_fragment_product",
         ("V of the first warp", "warp_column() * pitch + ", ""),
