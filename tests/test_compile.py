@@ -367,7 +367,6 @@ MMA_CASES = [
 ]
 # What still spills: bytes of the stack, stored and loaded. Fewer columns would cost more.
 SPILLS = {
-    ("fa1", "sm_90a", 160, "float16", "packed"): (104, 100, 100),
     ("fa1", "sm_90a", 192, "float16", "packed"): (120, 116, 128),
 }
 
