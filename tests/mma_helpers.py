@@ -46,6 +46,9 @@ every_flash = pytest.mark.parametrize("algorithm", FLASH)
 no_bfloat16 = pytest.mark.skipif(ml_dtypes is None, reason="ml_dtypes is not installed")
 BFLOAT16 = pytest.param("bfloat16", marks=no_bfloat16)
 every_dtype = pytest.mark.parametrize("dtype", ["float16", BFLOAT16])
+# bfloat16 differs in three instructions alone: where the shapes are what is tested it is slow.
+SLOW_BFLOAT16 = pytest.param("bfloat16", marks=[no_bfloat16, pytest.mark.slow])
+mostly_float16 = pytest.mark.parametrize("dtype", ["float16", SLOW_BFLOAT16])
 
 
 def numpy_dtype(name):

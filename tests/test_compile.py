@@ -231,6 +231,7 @@ FLASH = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("algorithm, d", [("fa1", 128), ("fa2", 64)])
 def test_a_kernel_with_an_option_compiles_within_its_budgets(algorithm, d, option):

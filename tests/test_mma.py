@@ -21,6 +21,7 @@ from mma_helpers import (
     every_dtype,
     every_flash,
     half_inputs,
+    mostly_float16,
     no_bfloat16,
     numpy_dtype,
     truth,
@@ -151,7 +152,7 @@ LENGTHS = [(1, 1), (1, 40), (40, 1), (15, 31), (16, 32), (17, 33), (37, 13), (33
 
 
 @every_algorithm
-@every_dtype
+@mostly_float16
 @either_mask
 @pytest.mark.parametrize("Nq, Nk", LENGTHS)
 def test_lengths(device, algorithm, dtype, causal, Nq, Nk):
@@ -160,7 +161,7 @@ def test_lengths(device, algorithm, dtype, causal, Nq, Nk):
 
 
 @every_algorithm
-@every_dtype
+@mostly_float16
 @pytest.mark.parametrize("d", HEAD_DIMS)
 def test_head_dims(device, algorithm, dtype, d):
     q, k, v = half_inputs(dtype, 1, 1, 1, 18, 35, d)
@@ -186,7 +187,7 @@ def test_batches_and_shared_heads(device, algorithm, dtype, B, Hq, Hk):
 
 
 @every_algorithm
-@every_dtype
+@mostly_float16
 @pytest.mark.parametrize("Nq, Nk", [(40, 5), (40, 24), (33, 17)])
 def test_rows_that_see_no_column_give_zero_and_minus_infinity(device, algorithm, dtype, Nq, Nk):
     q, k, v = half_inputs(dtype, 1, 2, 1, Nq, Nk, 8)
@@ -198,7 +199,7 @@ def test_rows_that_see_no_column_give_zero_and_minus_infinity(device, algorithm,
 
 
 @every_flash
-@every_dtype
+@mostly_float16
 def test_a_row_without_a_key_is_zero_even_where_v_is_not_a_number(device, algorithm, dtype):
     q, k, v = half_inputs(dtype, 1, 1, 1, 21, 5, 8)
     v[...] = np.nan
@@ -223,7 +224,7 @@ def test_tiles(device, algorithm, causal, tiles):
 
 
 @every_algorithm
-@every_dtype
+@mostly_float16
 @pytest.mark.parametrize("d", [24, 64])
 def test_warps_of_16_and_32_rows_give_the_same(device, algorithm, dtype, d):
     q, k, v = half_inputs(dtype, 1, 1, 1, 50, 70, d)
@@ -248,7 +249,7 @@ def test_the_partitions_of_the_default_tiles():
 
 
 @every_algorithm
-@every_dtype
+@mostly_float16
 def test_q_in_registers_and_q_in_shared_memory(device, algorithm, dtype):
     q, k, v = half_inputs(dtype, 1, 1, 1, 33, 66, 128)
     wide = 128 if algorithm == "standard" else 64
@@ -257,7 +258,7 @@ def test_q_in_registers_and_q_in_shared_memory(device, algorithm, dtype):
         check(device, algorithm, q, k, v, causal=True, tiles=tiles)
 
 
-@every_dtype
+@mostly_float16
 @either_mask
 @pytest.mark.parametrize("Nq, Nk", [(57, 40), (40, 70)])
 def test_query_splits(device, dtype, causal, Nq, Nk):
@@ -274,7 +275,7 @@ def test_query_splits(device, dtype, causal, Nq, Nk):
 
 
 @every_algorithm
-@every_dtype
+@mostly_float16
 @pytest.mark.parametrize("d", [8, 6])
 @pytest.mark.parametrize(
     "layout, out_layout",
@@ -312,7 +313,7 @@ def test_standard_attention_of_long_rows(device, monkeypatch, warps, resident, o
 
 
 @every_algorithm
-@every_dtype
+@mostly_float16
 def test_a_broadcast_batch_of_inputs(device, algorithm, dtype):
     q, k, v = half_inputs(dtype, 1, 2, 2, 17, 20, 8)
     one = check(device, algorithm, q, k, v, tiles=SMALL)
@@ -323,7 +324,7 @@ def test_a_broadcast_batch_of_inputs(device, algorithm, dtype):
 
 
 @every_algorithm
-@every_dtype
+@mostly_float16
 def test_without_lse_and_out(device, algorithm, dtype):
     q, k, v = half_inputs(dtype, 1, 2, 1, 9, 17, 8)
     both = check(device, algorithm, q, k, v, tiles=SMALL)
@@ -414,7 +415,7 @@ def test_options(device, algorithm, dtype, name):
 
 
 @every_algorithm
-@every_dtype
+@mostly_float16
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_sequences(device, algorithm, dtype, causal):
     rng = np.random.default_rng(2)
@@ -445,7 +446,7 @@ every_key_split = pytest.mark.parametrize("tiles", BY_KEYS.values(), ids=BY_KEYS
 
 
 @every_key_split
-@every_dtype
+@mostly_float16
 @either_mask
 @pytest.mark.parametrize("Nq, Nk", [(1, 1), (40, 1), (17, 33), (37, 13), (50, 150)])
 def test_split_keys_of_many_lengths(device, dtype, causal, Nq, Nk, tiles):
@@ -453,7 +454,7 @@ def test_split_keys_of_many_lengths(device, dtype, causal, Nq, Nk, tiles):
     check(device, "fa1", q, k, v, causal=causal, tiles=tiles, **KEYS)
 
 
-@every_dtype
+@mostly_float16
 @pytest.mark.parametrize("d", HEAD_DIMS)
 def test_split_keys_of_every_head_dim(device, dtype, d):
     q, k, v = half_inputs(dtype, 1, 1, 1, 18, 70, d)
@@ -476,7 +477,7 @@ def test_split_keys_with_the_default_tiles(device, d):
             assert plan.warp_partition == "keys" and columns % 16 == 0 < plan.tiles.threads // 64
 
 
-@every_dtype
+@mostly_float16
 @pytest.mark.parametrize("B, Hq, Hk", [(2, 1, 1), (2, 6, 2)])
 def test_split_keys_of_shared_heads_and_split_queries(device, dtype, B, Hq, Hk):
     q, k, v = half_inputs(dtype, B, Hq, Hk, 35, 45, 8)
@@ -486,7 +487,7 @@ def test_split_keys_of_shared_heads_and_split_queries(device, dtype, B, Hq, Hk):
     assert np.array_equal(split.O, whole.O) and np.array_equal(split.L, whole.L)
 
 
-@every_dtype
+@mostly_float16
 @pytest.mark.parametrize("name", OPTIONS)
 def test_split_keys_with_options(device, dtype, name):
     q, k, v = half_inputs(dtype, 2, 2, 1, 40, 55, 8)
@@ -515,7 +516,7 @@ def test_dropout_does_not_depend_on_the_warps(device, tiles):
     check(device, "fa1", q, k, v, **options, **KEYS)
 
 
-@every_dtype
+@mostly_float16
 @either_mask
 def test_split_keys_where_warps_see_nothing(device, dtype, causal):
     q, k, v = half_inputs(dtype, 1, 2, 1, 35, 70, 8)
@@ -528,7 +529,7 @@ def test_split_keys_where_warps_see_nothing(device, dtype, causal):
     assert (result.O[0, 0, 5] == 0).all() and result.L[0, 0, 5] == -np.inf
 
 
-@every_dtype
+@mostly_float16
 @pytest.mark.parametrize("step", [1, -1], ids=["growing", "falling"])
 def test_split_keys_where_one_warp_has_the_maximum(device, dtype, step):
     q, k, v = half_inputs(dtype, 1, 1, 1, 20, 80, 8)
@@ -555,7 +556,7 @@ def test_both_partitions_access_global_memory_alike(causal):
 
 
 @every_algorithm
-@every_dtype
+@mostly_float16
 @pytest.mark.parametrize("scale", [None, 0, -0.5, 40.0, 7])
 def test_scales(device, algorithm, dtype, scale):
     q, k, v = half_inputs(dtype, 1, 1, 1, 18, 35, 8)
@@ -563,7 +564,7 @@ def test_scales(device, algorithm, dtype, scale):
 
 
 @every_algorithm
-@every_dtype
+@mostly_float16
 @pytest.mark.parametrize("options", [{"softcap": 2.0}, {"bias": random_array(18, 35)}], ids=str)
 @pytest.mark.parametrize("scale", [-0.5, 0])
 def test_scales_with_what_is_added(device, algorithm, dtype, options, scale):
@@ -583,7 +584,7 @@ def test_peaked_and_huge_logits(device, algorithm, dtype, causal, logit):
 
 
 @every_algorithm
-@every_dtype
+@mostly_float16
 def test_a_growing_maximum_rescales_in_every_tile(device, algorithm, dtype):
     q, k, v = half_inputs(dtype, 1, 1, 1, 20, 80, 8)
     q[...] = 1.0
@@ -593,7 +594,7 @@ def test_a_growing_maximum_rescales_in_every_tile(device, algorithm, dtype):
 
 
 @every_algorithm
-@every_dtype
+@mostly_float16
 def test_small_probabilities_and_large_values(device, algorithm, dtype):
     """P below float16's normal numbers, V near its largest."""
     q, k, v = half_inputs(dtype, 1, 1, 1, 17, 64, 8)
@@ -605,7 +606,7 @@ def test_small_probabilities_and_large_values(device, algorithm, dtype):
 
 
 @every_algorithm
-@every_dtype
+@mostly_float16
 @either_mask
 def test_scores_of_minus_infinity(device, algorithm, dtype, causal):
     q, k, v = half_inputs(dtype, 1, 2, 1, 35, 37, 8)
@@ -616,7 +617,7 @@ def test_scores_of_minus_infinity(device, algorithm, dtype, causal):
 
 
 @every_algorithm
-@every_dtype
+@mostly_float16
 def test_rows_of_minus_infinity(device, algorithm, dtype):
     q, k, v = half_inputs(dtype, 1, 1, 1, 19, 37, 8)
     q[:, :, :, 0], k[...] = 1.0, np.abs(k)
@@ -631,7 +632,7 @@ def _nan_rows(O):
 
 
 @every_algorithm
-@every_dtype
+@mostly_float16
 @pytest.mark.parametrize("bad", [np.nan, np.inf], ids=["nan", "inf"])
 def test_nan_and_infinity_in_k_reach_the_rows_that_see_them(device, algorithm, dtype, bad):
     q, k, v = half_inputs(dtype, 1, 2, 2, 37, 35, 8)
@@ -648,7 +649,7 @@ def test_nan_and_infinity_in_k_reach_the_rows_that_see_them(device, algorithm, d
 
 
 @every_algorithm
-@every_dtype
+@mostly_float16
 def test_nan_in_q_reaches_its_row_alone_and_in_v_its_column(device, algorithm, dtype):
     q, k, v = half_inputs(dtype, 1, 1, 1, 37, 35, 8)
     clean = attend(device, algorithm, q, k, v, tiles=SMALL)
@@ -687,7 +688,7 @@ def both_units(device, algorithm, dtype, q, k, v, **options):
 
 
 @every_algorithm
-@every_dtype
+@mostly_float16
 def test_units_agree_on_averages_of_integers(device, algorithm, dtype):
     """Scale 0 and 64 columns: every P is 1 and every O a multiple of 1/64."""
     rng = np.random.default_rng(3)
@@ -699,7 +700,7 @@ def test_units_agree_on_averages_of_integers(device, algorithm, dtype):
 
 
 @every_algorithm
-@every_dtype
+@mostly_float16
 @either_mask
 def test_units_agree_on_a_selection_of_rows(device, algorithm, dtype, causal):
     """Of each row's scores one is ahead by hundreds: P is 0 or 1, and O a row of V."""
@@ -717,7 +718,7 @@ def test_units_agree_on_a_selection_of_rows(device, algorithm, dtype, causal):
 
 
 @every_algorithm
-@every_dtype
+@mostly_float16
 def test_units_agree_within_the_rounding_of_16_bits(device, algorithm, dtype):
     q, k, v = (a.astype(np.float32) for a in half_inputs(dtype, 1, 2, 1, 40, 50, 16))
     (O16, L16), (O32, L32) = both_units(device, algorithm, dtype, q, k, v, causal=True)
@@ -991,7 +992,7 @@ LARGE = [
 
 @pytest.mark.gpu
 @every_algorithm
-@every_dtype
+@mostly_float16
 @either_mask
 @pytest.mark.parametrize("shape", LARGE, ids=str)
 def test_large_problems_and_twenty_equal_runs(algorithm, dtype, causal, shape):
