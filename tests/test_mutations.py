@@ -1707,7 +1707,7 @@ def fragment_mutants(add):
         ("the left half twice", "mma(rS, low + 2, high + 2,", "mma(rS, low, high,"),
         ("K's left half twice", "b[2], b[3])", "b[0], b[1])"),
         ("A of the first rows", "e = 4 * r\n", "e = 0\n"),
-        ("columns of Q dropped", "in unrolled(K):", "in unrolled(K - 1):"),
+        ("columns of Q dropped", "in range(K):", "in range(K - 1):"),
         **both,
     )
     add(
@@ -1735,7 +1735,7 @@ def fragment_mutants(add):
         ("the left half twice", "mma(rO, low + 2, high + 2,", "mma(rO, low, high,"),
         ("V's left half twice", "b[2], b[3])", "b[0], b[1])"),
         ("A of the first rows", "e = 4 * r\n", "e = 0\n"),
-        ("columns of P dropped", "in unrolled(K):", "in unrolled(K - 1):"),
+        ("columns of P dropped", "in range(K):", "in range(K - 1):"),
         **both,
     )
     kept = "pack(kept(rP[e], options), kept(rP[e + 1], options))"
