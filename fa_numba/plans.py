@@ -408,14 +408,14 @@ def _mma_backward(
 ) -> Run:
     d, dtype, Nq, Nk = problem.head_dim, problem.dtype, problem.seqlen_q, problem.seqlen_k
     row_tiles = 3 if algorithm == "fa1" else 2
-    if tiles is None:
+    features = Features.of(problem, dbias=return_dbias)
+    if tiles is None and replace(features, causal=False) == PLAIN:
         fits = functools.partial(
             specialise_mma_backward, head_dim=d, shared_limit=limit, row_tiles=row_tiles
         )
         tiles = tuned_tiles(algorithm, "bwd", Nq, Nk, d, fits)
     if tiles is None:
         tiles = default_mma_backward_tiles(Nq, Nk, d, limit, row_tiles=row_tiles)
-    features = Features.of(problem, dbias=return_dbias)
     facts: dict[str, Any] = {"aligned": aligned, "dtype": dtype}
     facts["positive_scale"] = problem.scale > 0.0
     own = {"row_tiles": row_tiles, "splits_queries": query_splits > 1}

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 from numba import cuda
@@ -36,6 +37,7 @@ from fa_numba.tiles import (
     splits,
     sweep_tiles,
 )
+from fa_numba.tuned import tuned_tiles
 
 pytest.importorskip("cuda.core", reason="cuda-core is not installed")
 REGISTERS = 64 * 1024  # of a multiprocessor, sm_80 and sm_90 alike
@@ -326,6 +328,15 @@ def test_the_default_plan_is_what_is_compiled_here():
 MMA = {"fa1": mma.fa1_forward, "fa2": mma.fa2_forward}
 
 
+def mma_tiles(algorithm, passes, arch, d, features, specialised, default):
+    """As a plan takes them: those that were measured on ``arch``, plain calls alone."""
+    if arch == "sm_90a" and replace(features, causal=False) == PLAIN:
+        with fa_numba.device.using("emulator"):
+            tuned = tuned_tiles(algorithm, passes, 4096, 4096, d, specialised)
+        return tuned or default
+    return default
+
+
 def mma_spec_of(name, arch, d, dtype="float16", option=None):
     """The default tiles' for long sequences; ``option`` is a feature or "unaligned".
 
@@ -334,6 +345,9 @@ def mma_spec_of(name, arch, d, dtype="float16", option=None):
     name, splits_keys = name.partition(" ")[0], name == "fa1 keys"
     features = Features(**{option: True}) if option not in (None, "unaligned") else PLAIN
     tiles = default_mma_tiles(name, 4096, 4096, d, SHARED[arch], features, splits_keys)
+    if not splits_keys:
+        fits = functools.partial(specialise_mma, head_dim=d, shared_limit=SHARED[arch])
+        tiles = mma_tiles(name, "fwd", arch, d, features, fits, tiles)
     facts = {"features": features, "aligned": option != "unaligned", "dtype": dtype}
     facts |= {"positive_scale": True, "return_lse": name == "fa1", "splits_keys": splits_keys}
     return specialise_mma(tiles, d, SHARED[arch], **facts)
@@ -547,6 +561,10 @@ def mma_backward_kernel_of(name, arch, d, dtype, option):
         return mma.fa2_backward.make_query_gradients(spec)
     row_tiles = 3 if name == "fa1" else 2
     tiles = default_mma_backward_tiles(4096, 4096, d, SHARED[arch], row_tiles=row_tiles)
+    fits = functools.partial(
+        specialise_mma_backward, head_dim=d, shared_limit=SHARED[arch], row_tiles=row_tiles
+    )
+    tiles = mma_tiles(name.partition(" ")[0], "bwd", arch, d, features, fits, tiles)
     facts |= {"row_tiles": row_tiles, "splits_queries": option == "splits"}
     facts["vector_adds"] = CAPABILITY[arch] >= (9, 0)
     spec = specialise_mma_backward(tiles, d, SHARED[arch], **facts)

@@ -76,8 +76,14 @@ def test_plans_fall_back_to_the_rule(table, monkeypatch):
     table("9.0,fa2,fwd,64,64,256,128")
     # Blocks larger than the sequences.
     assert [chosen(64, N, N) for N in lengths] == rule
-    assert chosen(64, 64, 256) == Tiles(64, 256, 128)
-    assert Tiles(64, 256, 128) not in (chosen(64, 63, 256), chosen(64, 64, 255))
+    assert chosen(64, 1024, 256) == Tiles(64, 256, 128)
+    assert chosen(64, 1024, 255) != Tiles(64, 256, 128)
+    # Too few blocks along a sequence, where its blocks are the grid.
+    assert chosen(64, 1023, 256) != Tiles(64, 256, 128)
+    table("9.0,fa1,fwd,64,64,128,128")
+    assert chosen(64, 64, 256, "fa1") == Tiles(64, 128, 128)
+    assert chosen(64, 63, 256, "fa1") != Tiles(64, 128, 128)
+    table("9.0,fa2,fwd,64,64,256,128")
     # Memory that does not hold them.
     assert with_limit(memory) == Tiles(64, 256, 128)
     assert with_limit(memory - 1) == small
@@ -89,7 +95,7 @@ def test_plans_fall_back_to_the_rule(table, monkeypatch):
 def test_the_call_runs_with_them(table):
     table("9.0,fa2,fwd,48,16,32,32")
     with fa_numba.device.using("emulator"):
-        planned = fa_numba.plan((1, 1, 99, 40), (1, 1, 99, 40), dtype="bfloat16")
+        planned = fa_numba.plan((1, 1, 256, 40), (1, 1, 256, 40), dtype="bfloat16")
     assert planned.tiles == Tiles(16, 32, 32)
 
 
