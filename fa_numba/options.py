@@ -151,11 +151,6 @@ class Features:
         """Numba's type of the kernels' last argument, ``options``."""
         return types.NamedTuple(list(self.arguments.values()), _tuple_class(tuple(self.arguments)))
 
-    def pack(self, values: dict[str, Any]) -> tuple:
-        """The kernels' last argument from ``values`` by name, of which there may be more."""
-        names = tuple(self.arguments)
-        return _tuple_class(names)(*(values[name] for name in names))
-
 
 PLAIN = Features()
 

@@ -146,21 +146,20 @@ def first(
     if not device.on_gpu():
         execute([*(x.argument() for x in inputs), *seeds], [x.argument() for x in results], handle)
         return [x.owner for x in results]
-    ordinal = device.current_ordinal()
-    if library.place == HOST:
+    host = library.place == HOST
+    if host:
         sent = [device.to_gpu(x.argument(), handle) for x in inputs]
         made = [device.empty(x.shape, x.argument().dtype.name) for x in results]
         given, taken = ([device.argument(a) for a in arrays] for arrays in (sent, made))
-        recording = _recorded(execute, given, taken, len(seeds))
-        values = [*(x.pointer for x in (*given, *taken)), *seeds]
-        device.replay(recording, values, handle, ordinal)
+    else:
+        given, taken = ([x.argument() for x in arrays] for arrays in (inputs, results))
+    recording = _recorded(execute, given, taken, len(seeds))
+    values = [*(x.pointer for x in (*given, *taken)), *seeds]
+    device.replay(recording, values, handle, device.current_ordinal())
+    if host:
         for array, result in zip(made, results, strict=True):
             device.to_host(array, result.argument(), handle)
-        return [x.owner for x in results]
-    given, taken = ([x.argument() for x in arrays] for arrays in (inputs, results))
-    recording = _recorded(execute, given, taken, len(seeds))
-    device.replay(recording, [*(x.pointer for x in (*given, *taken)), *seeds], handle, ordinal)
-    if seen is not None:
+    elif seen is not None:
         new = [(shape, dtype) for shape, dtype, target in outputs if target is None]
         targets = [target for *_, target in outputs if target is not None]
         kept = Prepared(

@@ -459,10 +459,6 @@ class MmaBackwardSpec(MmaSpec):
         halves = 2 * self.row_tiles * rows + 2 * columns + self.row_warps * scores
         return 2 * halves + 16 * self.Br
 
-    @property
-    def fits_registers(self) -> bool:
-        return self.accumulators <= 192
-
 
 @dataclass(frozen=True)
 class MmaSweepSpec(MmaSpec):
@@ -683,15 +679,19 @@ def _shrunk_mma(
             Br, Bc = (Br, -(-Bc // 32) * 16) if Bc > 32 or Br == rows else (Br // 2, Bc)
 
 
+def _row_warps(head_dim: int) -> int:
+    """Warps that share their columns: beyond d = 64 one's registers would hold too few of them."""
+    return 1 if head_dim <= 64 else 2
+
+
 def specialise_mma_backward(
     tiles: Tiles, head_dim: int, shared_limit: int, **facts: Any
 ) -> MmaBackwardSpec:
     """The tensor-core specialisation of a backward kernel for ``tiles``, as ``specialise_mma``.
 
-    Two warps share their columns beyond d = 64, where the registers of one hold too few of them. A
-    warp takes 32 or 16 columns; None takes 32 where it can.
+    A warp takes 32 or 16 columns, two beyond d = 64 the same ones; None takes 32 where it can.
     """
-    row_warps = 1 if head_dim <= 64 else 2
+    row_warps = _row_warps(head_dim)
     if tiles.Br % (16 * row_warps) or tiles.Bc % 16:
         raise ValueError(
             f"tiles: Br={tiles.Br}, Bc={tiles.Bc} on tensor cores at head_dim={head_dim}, "
@@ -726,14 +726,14 @@ def default_mma_backward_tiles(
     Br, Bc = (32, 128) if head_dim <= 64 else (64, 128) if head_dim <= 128 else (32, 64)
     if first and 64 < head_dim <= 128:
         Bc = 64
-    smallest = 16 if head_dim <= 64 else 32
+    row_warps = _row_warps(head_dim)
+    smallest = 16 * row_warps
     Br = min(Br, max(smallest, 2 * _power_of_two(max(1, seqlen_q - 1))))
     Bc = min(Bc, max(16, 2 * _power_of_two(max(1, seqlen_k - 1))))
     make = functools.partial(
         specialise_mma_backward, head_dim=head_dim, shared_limit=shared_limit, **facts
     )
     found = _shrunk_mma(Br, Bc, make, smallest)
-    row_warps = 1 if head_dim <= 64 else 2
     return Tiles(found.Br, found.Bc, 2 * row_warps * found.Bc) if first else found
 
 
