@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from cuda.bindings import driver
-from numba import cuda, float32, int32, types, uint32, uint64  # noqa: F401  # for the kernels
+from numba import cuda, float32, int32, int64, types, uint32, uint64  # noqa: F401  # for the kernels
 
 from fa_numba import emulator
 from fa_numba.recording import DeviceArray, Recording, checked

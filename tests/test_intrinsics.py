@@ -193,8 +193,8 @@ def test_wide_accesses_are_counted_and_checked():
 def _pair_kernel(X, Y):
     t = uint32(cuda.threadIdx.x)
     row, col = uint32(t // uint32(4)), uint32(2 * (t % uint32(4)))
-    a = read_pair(X, row, col)
-    write_pair(Y, uint32(7 - row), col, a[1], a[0])
+    a = read_pair(X, row, col, True)
+    write_pair(Y, uint32(7 - row), col, a[1], a[0], True)
 
 
 @pytest.mark.parametrize("pad", [0, 2])
@@ -469,7 +469,7 @@ def _eights_kernel(X, Y):
     for n in range(4):
         store2(tile, uint32(8 * t + 2 * n), a[3 - n])
     b = load8(tile, uint32(8 * t))
-    write8(Y, uint32(31 - t), uint32(0), b[0], b[1], b[2], b[3])
+    write8(Y, uint32(31 - t), uint32(0), b[0], b[1], b[2], b[3], True)
 
 
 @pytest.mark.parametrize("pad", [0, 8])

@@ -1559,8 +1559,8 @@ def argument_mutants(add):
 
 def mma_kernel_mutants(add):
     """Faults of the forward kernels on tensor cores."""
-    ends = {"mma_fa1": "i_stop", "mma_fa2": "rows"}
-    for name, end in ends.items():
+    writes = {"mma_fa1": ("Oh,", "i_stop"), "mma_fa2": ("sQ, Oh, warp_row,", "rows")}
+    for name, (tile, end) in writes.items():
         add(
             name,
             ("another scale of the softmax", "softmax(rS, scale,", "softmax(rS, float32(0.3),"),
@@ -1574,7 +1574,7 @@ def mma_kernel_mutants(add):
         columns = "while j0 < j_end:"
         fewer = ("a tile of columns dropped", columns, "while j0 + uint32(Bc) < j_end:")
         add(name, fewer, by=ANY)
-        past = f"write_rows(rO, Oh, i0, {end},"
+        past = f"write_rows(rO, {tile} i0, {end},"
         add(
             name,
             ("rows of the first warp", " * ROWS)", " * 0)"),
@@ -1660,9 +1660,11 @@ def fragment_mutants(add):
     load = "fragments.make_load_half_tile"
     add(
         load,
-        ("no row bound of a copy", "row < uint32(rows_end) and ", ""),
+        ("no row bound of a copy", "left > int32(n * STEP) and ", ""),
         ("columns of the first copy", "% uint32(chunks)) * 8", "% uint32(chunks)) * 0"),
-        ("rows of the first copy", "row0 + r)", "row0)"),
+        ("rows of the first thread", "row0 + r)", "row0)"),
+        ("rows of the first copy", "int64(row) + n * STEP", "int64(row)"),
+        ("the place of the first copy", " + n * STEP * pitch)", ")"),
         **both,
     )
     past = ("a copy past the tile", "if even or copy < uint32(copies):", "if True:")
@@ -1742,9 +1744,10 @@ def fragment_mutants(add):
     add(product, ("dropped kept", kept, "pack(rP[e], rP[e + 1])"), **both, cases="dropout")
     add(
         "fragments._instructions",
-        ("the other dtype", "if spec.dtype == ", "if spec.dtype != "),
+        ("the other dtype", "if dtype == ", "if dtype != "),
         **both,
     )
+    one = {"by": ANY, "to": ("mma_fa1",)}
     write = "fragments.make_write_halves"
     add(
         write,
@@ -1753,13 +1756,13 @@ def fragment_mutants(add):
         ("columns of the first group", "8 * n + 2 * tx", "2 * tx"),
         ("O of the first row", "e = i * DN4 + 2 * n", "e = 2 * n"),
         ("one column of O", "rO[e + 1]", "rO[e]"),
-        **both,
+        **one,
     )
     two, bound = "fragments.make_write_two", "if col < uint32(cols_end):\n                "
     add(
         two,
         ("no column bound", f"{bound}write2", "if True:\n                write2"),
-        **both,
+        **one,
     )
     add(
         two,
@@ -1770,30 +1773,48 @@ def fragment_mutants(add):
         **both,
         cases="odd",
     )
-    one = {"by": ANY, "to": ("mma_fa1",)}
     for place in ("fragments.make_read_fragments", "fragments.make_write_fragments"):
         add(
             place,
-            ("no row bound", "mine = row < rows_end and ", "mine = "),
-            ("rows of the first group", "row0 + ty + i * STEP", "row0 + ty"),
-            ("columns of the first group", "4 * n + 2 * tx", "2 * tx"),
+            ("no row bound", "left > i * STEP and ", ""),
+            ("rows of the first group", "int64(first) + i * STEP", "int64(first)"),
+            ("columns of the first group", "int64(2 * tx) + 4 * n", "int64(2 * tx)"),
             **one,
         )
+    for place in ("fragments.make_read_floats", "fragments.make_write_floats"):
         add(
             place,
-            ("pairs past the end", " and uint32(col + 1) < uint32(d)", ""),
-            ("an element past the end", "elif mine and col < uint32(d)", "elif mine"),
-            ("no element by itself", "elif mine and col", "elif False and col"),
+            ("pairs past the end", "inside and col + 1 < head_dim", "inside"),
+            ("an element past the end", " and col + 1 == head_dim", ""),
+            ("no element by itself", "if odd and", "if False and"),
             **one,
             cases="odd",
         )
-    add(
-        "fragments.make_read_fragments",
-        ("not begun at 0", "rO[e] = float32(0.0)", "pass"),
-        ("one column of O", "= pair[1]", "= pair[0]"),
-        **one,
-    )
+    read = ("one column of O", "= pair[1]", "= pair[0]")
+    add("fragments.make_read_fragments", read, **one)
     add("fragments.make_write_fragments", ("one column of O", "rO[e + 1])", "rO[e])"), **one)
+    tile = {"by": ANY, "to": ("mma_fa2",)}
+    add(
+        "fragments._make_store_rows",
+        ("rows of the first group", "(i * STEP * pitch + 8 * n)", "(8 * n)"),
+        ("columns of the first group", "(i * STEP * pitch + 8 * n)", "(i * STEP * pitch)"),
+        ("O of the first row", "e = i * (columns // 4) + 2 * n", "e = 2 * n"),
+        ("one column of O", "rT[e + 1]", "rT[e]"),
+        **tile,
+    )
+    add(
+        "fragments._make_write_rows",
+        ("no row bound", "mine = left > int32(n * STEP)", "mine = True"),
+        ("rows of the first lane", "row0 + warp_row + r)", "row0 + warp_row)"),
+        ("rows of the first 16 bytes", "int64(first) + n * STEP", "int64(first)"),
+        ("the place of the first 16 bytes", " + n * STEP * pitch", ""),
+        ("words of the first 16 bytes", "e = 4 * n\n", "e = 0\n"),
+        **tile,
+    )
+    warps = {**tile, "by": ANY | {"EmulatorError"}}
+    there = "cuda.syncwarp()  # this warp's rows are there"
+    waits = ("not after the warp's stores", there, "pass")
+    add("fragments.make_write_tile", waits, **warps)
     add(
         "layout._make_place",
         ("places of one column", "thread * width + ", "thread + "),

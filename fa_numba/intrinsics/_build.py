@@ -43,10 +43,22 @@ def to_i32(context, builder, value, ty):
 
 
 def shared_pointer(context, builder, array_ty, array, index, index_ty):
-    """Pointer (address space 3) to element ``index`` of a 1-D shared array."""
+    """Pointer (address space 3) to element ``index`` of a 1-D shared array.
+
+    The constant part of a 64-bit index becomes the instruction's offset; a 32-bit sum may wrap.
+    """
     data = context.make_array(array_ty)(context, builder, array).data
     base = builder.addrspacecast(data, data.type.pointee.as_pointer(SHARED))
-    return builder.gep(base, [to_i32(context, builder, index, index_ty)])
+    wide = index_ty.bitwidth == 64
+    return builder.gep(base, [index if wide else to_i32(context, builder, index, index_ty)])
+
+
+def shared_address(context, builder, array_ty, array, index, index_ty):
+    """The same as the 32-bit address that PTX takes, whose sums may wrap."""
+    data = context.make_array(array_ty)(context, builder, array).data
+    base = builder.ptrtoint(builder.addrspacecast(data, data.type.pointee.as_pointer(SHARED)), I32)
+    place = to_i32(context, builder, index, index_ty)
+    return builder.add(base, builder.mul(place, I32(array_ty.dtype.bitwidth // 8)))
 
 
 def global_pointer(context, builder, array_ty, array, *places, contiguous=False):

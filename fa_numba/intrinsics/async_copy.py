@@ -15,7 +15,7 @@ from fa_numba.intrinsics._build import (
     global_pointer,
     is_float32_array,
     is_half_array,
-    shared_pointer,
+    shared_address,
 )
 
 
@@ -30,7 +30,7 @@ def _copy(width, element_bytes=4):
             return None
 
         def codegen(context, builder, signature, args):
-            target = shared_pointer(context, builder, dst, args[0], args[1], index)
+            target = shared_address(context, builder, dst, args[0], args[1], index)
             pairs = [x for pair in zip(args[3:-1], places, strict=True) for x in pair]
             vector = width > 1
             source = global_pointer(context, builder, src, args[2], *pairs, contiguous=vector)

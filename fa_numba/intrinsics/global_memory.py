@@ -5,7 +5,7 @@ from numba.core import types
 from numba.cuda.extending import intrinsic
 
 from fa_numba.intrinsics._build import (
-    FLOAT2,
+    F32,
     FLOAT2_TUPLE,
     FLOAT4,
     FLOAT4_TUPLE,
@@ -27,6 +27,10 @@ from fa_numba.intrinsics._build import (
 def _pointer(context, builder, array, args, row, col):
     place = (args[1], row, args[2], col)
     return global_pointer(context, builder, array, args[0], *place, contiguous=True)
+
+
+def _is_condition(ty):
+    return isinstance(ty, types.Boolean)
 
 
 def _read4(array, row, col):
@@ -108,45 +112,61 @@ def write2(typingctx, array, row, col, pair):
     return types.void(array, row, col, pair), codegen
 
 
-def _read_pair(array, row, col):
-    return array.load((row, col), 2)
+def _read_pair(array, row, col, reads):
+    return array.load((row, col), 2) if reads else (0.0, 0.0)
 
 
 @emulated_by(_read_pair)
 @intrinsic
-def read_pair(typingctx, array, row, col):
-    """Elements (row, col .. col + 1) of a float32 array, 8-byte aligned: ``ld.global.v2.f32``."""
-    if not is_float32_array(array, 2):
+def read_pair(typingctx, array, row, col, reads):
+    """Elements (row, col .. col + 1) of a float32 array, 8-byte aligned, if ``reads``, else zeros:
+    ``ld.global.v2.f32``, conditional as ``write8``.
+    """
+    if not is_float32_array(array, 2) or not _is_condition(reads):
         return None
 
     def codegen(context, builder, signature, args):
         pointer = _pointer(context, builder, array, args, row, col)
-        vector = builder.load(builder.bitcast(pointer, FLOAT2.as_pointer(GLOBAL)), align=8)
-        lanes = [builder.extract_element(vector, I32(n)) for n in range(2)]
+        two = ir.LiteralStructType([F32] * 2)
+        asm = ir.InlineAsm(
+            ir.FunctionType(two, [pointer.type, I32]),
+            "{.reg .pred p; setp.ne.u32 p, $3, 0; mov.f32 $0, 0f00000000; mov.f32 $1, 0f00000000; "
+            "@p ld.global.v2.f32 {$0, $1}, [$2];}",
+            "=&f,=&f,l,r,~{memory}",
+            side_effect=True,
+        )
+        found = builder.call(asm, [pointer, builder.zext(args[3], I32)])
+        lanes = [builder.extract_value(found, n) for n in range(2)]
         return context.make_tuple(builder, FLOAT2_TUPLE, lanes)
 
-    return FLOAT2_TUPLE(array, row, col), codegen
+    return FLOAT2_TUPLE(array, row, col, reads), codegen
 
 
-def _write_pair(array, row, col, x0, x1):
-    array.store((row, col), (x0, x1))
+def _write_pair(array, row, col, x0, x1, writes):
+    if writes:
+        array.store((row, col), (x0, x1))
 
 
 @emulated_by(_write_pair)
 @intrinsic
-def write_pair(typingctx, array, row, col, x0, x1):
-    """Store two floats at (row, col), (row, col + 1), 8-byte aligned: ``st.global.v2.f32``."""
-    if not is_float32_array(array, 2):
+def write_pair(typingctx, array, row, col, x0, x1, writes):
+    """Store two floats at (row, col), (row, col + 1), 8-byte aligned, if ``writes``:
+    ``st.global.v2.f32``, conditional as ``write8``.
+    """
+    if not is_float32_array(array, 2) or not _is_condition(writes):
         return None
 
     def codegen(context, builder, signature, args):
         pointer = _pointer(context, builder, array, args, row, col)
-        vector = ir.Constant(FLOAT2, ir.Undefined)
-        for n in range(2):
-            vector = builder.insert_element(vector, args[3 + n], I32(n))
-        builder.store(vector, builder.bitcast(pointer, FLOAT2.as_pointer(GLOBAL)), align=8)
+        asm = ir.InlineAsm(
+            ir.FunctionType(ir.VoidType(), [pointer.type, F32, F32, I32]),
+            "{.reg .pred p; setp.ne.u32 p, $3, 0; @p st.global.v2.f32 [$0], {$1, $2};}",
+            "l,f,f,r,~{memory}",
+            side_effect=True,
+        )
+        builder.call(asm, [pointer, args[3], args[4], builder.zext(args[5], I32)])
 
-    return types.void(array, row, col, x0, x1), codegen
+    return types.void(array, row, col, x0, x1, writes), codegen
 
 
 def _read8(array, row, col):
@@ -163,28 +183,38 @@ def read8(typingctx, array, row, col):
         return None
 
     def codegen(context, builder, signature, args):
-        pointer = global_pointer(context, builder, array, args[0], args[1], row, args[2], col)
+        pointer = _pointer(context, builder, array, args, row, col)
         vector = builder.load(builder.bitcast(pointer, INT4.as_pointer(GLOBAL)), align=16)
         return unpack4(context, builder, vector, WORDS)
 
     return WORDS(array, row, col), codegen
 
 
-def _write8(array, row, col, w0, w1, w2, w3):
-    array.store((row, col), halves_of((w0, w1, w2, w3)))
+def _write8(array, row, col, w0, w1, w2, w3, writes):
+    if writes:
+        array.store((row, col), halves_of((w0, w1, w2, w3)))
 
 
 @emulated_by(_write8)
 @intrinsic
-def write8(typingctx, array, row, col, w0, w1, w2, w3):
-    """Store eight 16-bit elements, as ``read8`` gives them: ``st.global.v4.u32``."""
+def write8(typingctx, array, row, col, w0, w1, w2, w3, writes):
+    """Store eight 16-bit elements, as ``read8`` gives them, if ``writes``: ``st.global.v4.b32``.
+
+    The condition is the instruction's own, so that a loop of stores has no branches.
+    """
     words = (w0, w1, w2, w3)
-    if not is_half_array(array, 2) or any(word != types.uint32 for word in words):
+    wanted = all(word == types.uint32 for word in words) and _is_condition(writes)
+    if not is_half_array(array, 2) or not wanted:
         return None
 
     def codegen(context, builder, signature, args):
-        pointer = global_pointer(context, builder, array, args[0], args[1], row, args[2], col)
-        target = builder.bitcast(pointer, INT4.as_pointer(GLOBAL))
-        builder.store(pack4(builder, args[3:], INT4), target, align=16)
+        pointer = _pointer(context, builder, array, args, row, col)
+        asm = ir.InlineAsm(
+            ir.FunctionType(ir.VoidType(), [pointer.type, *[I32] * 5]),
+            "{.reg .pred p; setp.ne.u32 p, $5, 0; @p st.global.v4.b32 [$0], {$1, $2, $3, $4};}",
+            "l,r,r,r,r,r,~{memory}",
+            side_effect=True,
+        )
+        builder.call(asm, [pointer, *args[3:7], builder.zext(args[7], I32)])
 
-    return types.void(array, row, col, *words), codegen
+    return types.void(array, row, col, *words, writes), codegen

@@ -23,7 +23,7 @@ from fa_numba.intrinsics._build import (
     WORDS,
     emulated_by,
     is_half_array,
-    shared_pointer,
+    shared_address,
 )
 
 _WARP = 32
@@ -62,15 +62,15 @@ def _ldmatrix(suffix):
             return None
 
         def codegen(context, builder, signature, args):
-            pointer = shared_pointer(context, builder, array, args[0], args[1], index)
+            address = shared_address(context, builder, array, args[0], args[1], index)
             four = ir.LiteralStructType([I32] * 4)
             asm = ir.InlineAsm(
-                ir.FunctionType(four, [pointer.type]),
+                ir.FunctionType(four, [I32]),
                 instruction,
                 "=r,=r,=r,=r,r,~{memory}",
                 side_effect=True,
             )
-            found = builder.call(asm, [pointer])
+            found = builder.call(asm, [address])
             words = [builder.extract_value(found, n) for n in range(4)]
             return context.make_tuple(builder, WORDS, words)
 

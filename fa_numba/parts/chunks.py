@@ -73,7 +73,7 @@ def make_write_chunk(dtype):
         if uint32(col + 7) < cols_end:
             w0, w1 = pack(r[0], r[1]), pack(r[2], r[3])
             w2, w3 = pack(r[4], r[5]), pack(r[6], r[7])
-            write8(T, row, col, w0, w1, w2, w3)
+            write8(T, row, col, w0, w1, w2, w3, True)
         else:
             for e in range(7):
                 if uint32(col + e) < cols_end:

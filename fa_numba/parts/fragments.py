@@ -8,10 +8,16 @@ and column j of the thread's, so that rows 2 r and 2 r + 1 share the fragments o
 
 from functools import cache
 
-from fa_numba.device import cuda, device_function, float32, int32, uint32
+from fa_numba.device import cuda, device_function, float32, int32, int64, uint32
 from fa_numba.intrinsics.arithmetic import NEG_INF, exp2, maximum
 from fa_numba.intrinsics.async_copy import copy8_async, copy_value_async
-from fa_numba.intrinsics.global_memory import read2, read_pair, write2, write8, write_pair
+from fa_numba.intrinsics.global_memory import (
+    read2,
+    read_pair,
+    write2,
+    write8,
+    write_pair,
+)
 from fa_numba.intrinsics.matrix import (
     ldmatrix,
     ldmatrix_transposed,
@@ -28,9 +34,9 @@ from fa_numba.parts.rows import make_scale_rows
 from fa_numba.parts.softmax import FULL_WARP
 
 
-def _instructions(spec):
-    pack, _ = conversions(spec.dtype)
-    return (mma_f16 if spec.dtype == "float16" else mma_bf16), pack
+def _instructions(dtype):
+    pack, _ = conversions(dtype)
+    return (mma_f16 if dtype == "float16" else mma_bf16), pack
 
 
 @cache
@@ -96,7 +102,8 @@ def make_load_half_tile(rows, columns, pitch, threads, aligned):
     per_thread = -(-copies // threads)
     even = copies % threads == 0
     # Where threads take whole rows, the places of one are a constant step from each other.
-    whole, STEP = threads % chunks == 0, threads // chunks
+    whole = threads % chunks == 0
+    STEP = threads // chunks if whole else 0
 
     @device_function
     def load_half_tile(sT, place, T, row0, rows_end, col0, cols_end):
@@ -106,16 +113,15 @@ def make_load_half_tile(rows, columns, pitch, threads, aligned):
                 copy = uint32(copy + n * threads)
             r = uint32(copy // uint32(chunks))
             c = uint32(uint32(copy % uint32(chunks)) * 8)
-            at = uint32(place + r * pitch + c)
+            at = uint32(place + r * pitch + c + n * STEP * pitch)
+            row = uint32(row0 + r)
+            left = int32(int32(rows_end) - int32(row))
+            row, col = int64(row) + n * STEP, uint32(col0 + c)
             if whole:
                 copy = uint32(copy + n * threads)
-                r = uint32(r + n * STEP)
-                at = uint32(at + n * STEP * pitch)
-            row = uint32(row0 + r)
-            col = uint32(col0 + c)
             if even or copy < uint32(copies):
                 count = int32(0)
-                if row < uint32(rows_end) and col < uint32(cols_end):
+                if left > int32(n * STEP) and col < uint32(cols_end):
                     count = int32(min(int32(8), int32(cols_end - col)))
                 if aligned:
                     copy8_async(sT, at, T, row, col, count)
@@ -177,7 +183,7 @@ def make_fragment_scores(spec):
     """
     R, TN, K, pitch, keeps = spec.TM // 2, spec.TN, spec.DN, spec.pitch, spec.keeps_q
     COLUMNS, RS, RA = spec.TN // 4, spec.TM * spec.TN, 4 * (spec.TM // 2)
-    mma, _ = _instructions(spec)
+    mma, _ = _instructions(spec.dtype)
     place = make_place(pitch)
 
     @device_function
@@ -218,7 +224,7 @@ def make_add_fragment_product(spec, drops=True):
     """
     R, TN, DN, pitch = spec.TM // 2, spec.TN, spec.DN, spec.pitch
     K, RA = spec.TN // 4, 4 * (spec.TM // 2)
-    mma, pack = _instructions(spec)
+    mma, pack = _instructions(spec.dtype)
     place, warp_column = make_place(pitch), make_warp_column(spec)
     kept = make_kept(spec.features if drops else PLAIN)
 
@@ -243,23 +249,23 @@ def make_add_fragment_product(spec, drops=True):
     return add_product
 
 
-def _make_add_stage_product(spec, pitch_p, transposed):
-    """rO += A B of one stage, A from sP and B from sV, which start at their places there.
+@cache
+def _make_add_shared_product(R, DN, K, pitch_p, pitch, dtype, transposed):
+    """rO += A B of 16 R rows, 16 DN columns and a sum over 16 K, A from sP and B from sV, which
+    start at their places there.
 
-    A is the ``step`` columns of P's rows from ``row0`` on or, ``transposed``, the ``step`` rows of
-    its columns from ``row0`` on.
+    A is rows of P from ``row0`` on or, ``transposed``, its columns from ``row0`` on.
     """
-    R, DN, K, pitch = spec.TM // 2, spec.DN, spec.step // 16, spec.pitch
     RA = 4 * R
     # From one fragment of A to the next: down this warp's rows, and along the sum.
     DOWN, ALONG = (16, 16 * pitch_p) if transposed else (16 * pitch_p, 16)
     ROW = 1 if transposed else pitch_p
-    mma, _ = _instructions(spec)
+    mma, _ = _instructions(dtype)
     load_a = ldmatrix_transposed if transposed else ldmatrix
     place_p, place = make_place(pitch_p), make_place(pitch)
 
     @device_function
-    def add_stage_product(rO, sP, at_p, sV, at_v, row0):
+    def add_shared_product(rO, sP, at_p, sV, at_v, row0):
         rA = cuda.local.array(RA, uint32)
         first = uint32(at_p + row0 * ROW + place_p(not transposed))
         at = uint32(at_v + place(True))
@@ -279,7 +285,7 @@ def _make_add_stage_product(spec, pitch_p, transposed):
                     mma(rO, low, high, rA[e], rA[e + 1], rA[e + 2], rA[e + 3], b[0], b[1])
                     mma(rO, low + 2, high + 2, rA[e], rA[e + 1], rA[e + 2], rA[e + 3], b[2], b[3])
 
-    return add_stage_product
+    return add_shared_product
 
 
 @cache
@@ -287,29 +293,84 @@ def make_add_stage_product(spec):
     """``add_stage_product(rO, sP, at_p, sV, at_v, row0)``: rO += P V of this warp's rows, both in
     shared memory from elements ``at_p`` and ``at_v`` on.
     """
-    return _make_add_stage_product(spec, spec.pitch_p, False)
+    sizes = spec.TM // 2, spec.DN, spec.step // 16
+    return _make_add_shared_product(*sizes, spec.pitch_p, spec.pitch, spec.dtype, False)
 
 
 @cache
 def make_add_stage_transposed_product(spec):
     """The same of PT dO: ``row0`` and the rows of rO are columns of P."""
-    return _make_add_stage_product(spec, spec.pitch_t, True)
+    sizes = spec.TM // 2, spec.DN, spec.step // 16
+    return _make_add_shared_product(*sizes, spec.pitch_t, spec.pitch, spec.dtype, True)
+
+
+@cache
+def _make_store_rows(TM, columns, pitch, STEP, dtype):
+    """A thread's part of rows of ``columns``, rounded, to shared memory."""
+    _, pack = _instructions(dtype)
+
+    @device_function
+    def store_rows(sT, rT, ty, tx):
+        first = int64(uint32(ty * pitch + 2 * tx))
+        for i in range(TM):
+            for n in range(columns // 8):
+                e = i * (columns // 4) + 2 * n
+                at = first + (i * STEP * pitch + 8 * n)
+                store2(sT, at, pack(rT[e], rT[e + 1]))
+
+    return store_rows
+
+
+@cache
+def _make_write_rows(rows, columns, pitch, uneven):
+    """A warp's ``rows`` of shared memory to T; neighbouring lanes write neighbouring 16 bytes.
+
+    Rows of T start at 16-byte addresses. ``uneven`` is for rows that end within 16 bytes.
+    """
+    chunks = columns // 8
+    per_lane = rows * chunks // 32
+    # As in load_half_tile
+    whole = 32 % chunks == 0
+    STEP, RW = 32 // chunks if whole else 0, 4 * per_lane
+
+    @device_function
+    def place(n):
+        """Row and column of this lane's n-th 16 bytes, without what is a constant."""
+        copy = uint32(uint32(cuda.threadIdx.x) % uint32(32))
+        if not whole:
+            copy = uint32(copy + 32 * n)
+        return uint32(copy // uint32(chunks)), uint32(uint32(copy % uint32(chunks)) * 8)
+
+    @device_function
+    def write_rows(sT, T, warp_row, row0, rows_end, col0, cols_end):
+        rW = cuda.local.array(RW, uint32)
+        for n in range(per_lane):
+            r, c = place(n)
+            at = int64(uint32(uint32(warp_row + r) * pitch + c)) + n * STEP * pitch
+            w = load8(sT, at)
+            for e in range(4):
+                rW[4 * n + e] = w[e]
+        for n in range(per_lane):
+            r, c = place(n)
+            first = uint32(row0 + warp_row + r)
+            left = int32(int32(rows_end) - int32(first))
+            row, col = int64(first) + n * STEP, uint32(col0 + c)
+            mine = left > int32(n * STEP)
+            full = mine and uint32(col + 7) < cols_end
+            e = 4 * n
+            write8(T, row, col, rW[e], rW[e + 1], rW[e + 2], rW[e + 3], full)
+            if uneven and mine and not full:
+                for e in range(7):
+                    if uint32(col + e) < cols_end:
+                        T[row, uint32(col + e)] = rW[4 * n + e // 2] >> uint32(16 * (e % 2))
+
+    return write_rows
 
 
 @cache
 def make_store_scores(spec):
     """``store_scores(sS, rS, ty, tx)``: this thread's part of a tile of S, rounded."""
-    TM, TN, STEP, pitch = spec.TM, spec.TN, spec.row_step, spec.pitch_s
-    _, pack = _instructions(spec)
-
-    @device_function
-    def store_scores(sS, rS, ty, tx):
-        for i in range(TM):
-            for n in range(TN // 2):
-                at = uint32((ty + i * STEP) * pitch + 2 * tx + 8 * n)
-                store2(sS, at, pack(rS[i * TN + 2 * n], rS[i * TN + 2 * n + 1]))
-
-    return store_scores
+    return _make_store_rows(spec.TM, spec.Bc, spec.pitch_s, spec.row_step, spec.dtype)
 
 
 @cache
@@ -333,31 +394,31 @@ def make_times_scores(spec):
 
 @cache
 def make_write_scores(spec):
-    """``write_scores(sS, S, warp_row, row0, rows_end, col0, cols_end)``: this warp's rows of it.
+    """``write_scores(sS, S, warp_row, row0, rows_end, col0, cols_end)``: this warp's rows of it."""
+    return _make_write_rows(8 * spec.TM, spec.Bc, spec.pitch_s, True)
 
-    Neighbouring lanes write neighbouring 16 bytes; rows of S start at 16-byte addresses.
+
+@cache
+def make_write_tile(spec):
+    """``write_tile(rO, sO, O, warp_row, row0, rows_end, ty, tx)``: this warp's rows of an O tile,
+    rounded, by way of the same rows of sO; unaligned ones element by element.
     """
-    chunks, pitch = spec.Bc // 8, spec.pitch_s
-    per_lane = 8 * spec.TM * chunks // 32
+    d, aligned = spec.head_dim, spec.aligned
+    store_rows = _make_store_rows(spec.TM, spec.columns, spec.pitch, spec.row_step, spec.dtype)
+    write_rows = _make_write_rows(8 * spec.TM, spec.columns, spec.pitch, False)
+    write_halves = make_write_halves(spec)
 
     @device_function
-    def write_scores(sS, S, warp_row, row0, rows_end, col0, cols_end):
-        lane = uint32(cuda.threadIdx.x) % uint32(32)
-        for n in range(per_lane):
-            copy = uint32(lane + 32 * n)
-            r = uint32(warp_row + copy // uint32(chunks))
-            c = uint32(uint32(copy % uint32(chunks)) * 8)
-            row, col = uint32(row0 + r), uint32(col0 + c)
-            at = uint32(r * pitch + c)
-            if row < rows_end and uint32(col + 7) < cols_end:
-                w = load8(sS, at)
-                write8(S, row, col, w[0], w[1], w[2], w[3])
-            elif row < rows_end:
-                for e in range(7):
-                    if uint32(col + e) < cols_end:
-                        S[row, uint32(col + e)] = sS[uint32(at + e)]
+    def write_tile(rO, sO, O, warp_row, row0, rows_end, ty, tx):
+        if aligned:
+            cuda.syncwarp()  # nobody reads these rows any more
+            store_rows(sO, rO, ty, tx)
+            cuda.syncwarp()  # this warp's rows are there
+            write_rows(sO, O, warp_row, row0, rows_end, uint32(0), uint32(d))
+        else:
+            write_halves(rO, O, row0, rows_end, ty, tx)
 
-    return write_scores
+    return write_tile
 
 
 @cache
@@ -383,30 +444,56 @@ def make_write_halves(spec, cols_end=None):
 
 
 @cache
+def make_read_floats(head_dim):
+    """``read_floats(A, row, col, inside)``: two neighbours of a float32 row, zeros past its end
+    and where not ``inside``. Rows start at 8-byte addresses; nothing past the end is touched.
+    """
+    odd = head_dim % 2 == 1
+
+    @device_function
+    def read_floats(A, row, col, inside):
+        pair = read_pair(A, row, col, inside and col + 1 < head_dim)
+        if odd and inside and col + 1 == head_dim:
+            pair = A[row, col], float32(0.0)
+        return pair
+
+    return read_floats
+
+
+@cache
+def make_write_floats(head_dim):
+    """``write_floats(A, row, col, inside, low, high)``: the same to memory."""
+    odd = head_dim % 2 == 1
+
+    @device_function
+    def write_floats(A, row, col, inside, low, high):
+        write_pair(A, row, col, low, high, inside and col + 1 < head_dim)
+        if odd and inside and col + 1 == head_dim:
+            A[row, col] = low
+
+    return write_floats
+
+
+@cache
 def make_read_fragments(spec):
     """``read_fragments(rO, A, row0, rows_end, ty, tx)``: its part of a float32 tile, or zeros.
 
-    Zeros too in another warp's rows. Rows of A start at 8-byte addresses; columns beyond the head
-    dimension are not touched.
+    Zeros too in another warp's rows.
     """
-    TM, DN4, STEP, d = spec.TM, 4 * spec.DN, spec.row_step, spec.head_dim
-    owns = make_owns(spec)
+    TM, DN4, STEP = spec.TM, 4 * spec.DN, spec.row_step
+    owns, read_floats = make_owns(spec), make_read_floats(spec.head_dim)
 
     @device_function
     def read_fragments(rO, A, row0, rows_end, ty, tx):
-        for e in range(TM * DN4):
-            rO[e] = float32(0.0)
+        first = uint32(row0 + ty)
+        left = int32(int32(rows_end) - int32(first))
         for i in range(TM):
-            row = uint32(row0 + ty + i * STEP)
-            mine = row < rows_end and owns(i)
+            row, mine = int64(first) + i * STEP, left > i * STEP and owns(i)
             for n in range(0, DN4, 2):
-                col = uint32(4 * n + 2 * tx)
-                if mine and uint32(col + 1) < uint32(d):
-                    pair = read_pair(A, row, col)
-                    rO[i * DN4 + n] = pair[0]
-                    rO[i * DN4 + n + 1] = pair[1]
-                elif mine and col < uint32(d):
-                    rO[i * DN4 + n] = A[row, col]
+                e = i * DN4 + n
+                pair = read_floats(A, row, int64(2 * tx) + 4 * n, mine)
+                rO[e] = pair[0]
+                rO[e + 1] = pair[1]
 
     return read_fragments
 
@@ -414,21 +501,18 @@ def make_read_fragments(spec):
 @cache
 def make_write_fragments(spec):
     """``write_fragments(rO, A, row0, rows_end, ty, tx)``: its part of a float32 tile to memory."""
-    TM, DN4, STEP, d = spec.TM, 4 * spec.DN, spec.row_step, spec.head_dim
-    owns = make_owns(spec)
+    TM, DN4, STEP = spec.TM, 4 * spec.DN, spec.row_step
+    owns, write_floats = make_owns(spec), make_write_floats(spec.head_dim)
 
     @device_function
     def write_fragments(rO, A, row0, rows_end, ty, tx):
+        first = uint32(row0 + ty)
+        left = int32(int32(rows_end) - int32(first))
         for i in range(TM):
-            row = uint32(row0 + ty + i * STEP)
-            mine = row < rows_end and owns(i)
+            row, mine = int64(first) + i * STEP, left > i * STEP and owns(i)
             for n in range(0, DN4, 2):
-                col = uint32(4 * n + 2 * tx)
                 e = i * DN4 + n
-                if mine and uint32(col + 1) < uint32(d):
-                    write_pair(A, row, col, rO[e], rO[e + 1])
-                elif mine and col < uint32(d):
-                    A[row, col] = rO[e]
+                write_floats(A, row, int64(2 * tx) + 4 * n, mine, rO[e], rO[e + 1])
 
     return write_fragments
 
@@ -470,14 +554,16 @@ def make_store_fragments(spec, drops=False):
     TM, TN, pitch = spec.TM, spec.TN, spec.pitch_ds
     row_of, column_of = make_row(spec), make_column(spec)
     kept = make_kept(spec.features if drops else PLAIN)
-    _, pack = _instructions(spec)
+    _, pack = _instructions(spec.dtype)
 
     @device_function
     def store(sT, rT, options, ty, tx):
+        first = uint32(column_of(tx, 0) * pitch + row_of(ty, 0))
         for j in range(TN):
             for i in range(0, TM, 2):
                 e = j * TM + i
-                at = uint32(column_of(tx, j) * pitch + row_of(ty, i))
+                further = uint32(column_of(uint32(0), j) * pitch + row_of(uint32(0), i))
+                at = int64(first) + int64(further)
                 store2(sT, at, pack(kept(rT[e], options), kept(rT[e + 1], options)))
 
     return store
@@ -490,37 +576,17 @@ def make_add_transposed_fragments(spec, drops=False):
 
     PT is the warp's own registers where it has all of those rows, else from shared memory.
     """
+    sizes = spec.TN // 2, spec.gradients.DN, spec.Br // 16
     from_registers = make_add_fragment_product(spec.gradients, drops)
-    TM, DN, K = spec.TN, spec.gradients.DN, spec.Br // 16
-    pitch, pitch_p, own, RA = spec.pitch, spec.pitch_ds, spec.row_warps == 1, 2 * spec.TN
-    place, place_p = make_place(pitch), make_place(pitch_p)
-    mma, _ = _instructions(spec)
+    from_shared = _make_add_shared_product(*sizes, spec.pitch_ds, spec.pitch, spec.dtype, False)
+    own = spec.row_warps == 1
 
     @device_function
     def add(rdV, rP, sP, sT, row0, col0, options):
         if own:
             from_registers(rdV, rP, sT, options)
         else:
-            rA = cuda.local.array(RA, uint32)
-            at_p = uint32(row0 * pitch_p + place_p(True))
-            at = uint32(col0 + place(True))
-            for k in range(K):
-                for r in range(TM // 2):
-                    a = ldmatrix(sP, uint32(at_p + (16 * r * pitch_p + 16 * k)))
-                    rA[4 * r] = a[0]
-                    rA[4 * r + 1] = a[1]
-                    rA[4 * r + 2] = a[2]
-                    rA[4 * r + 3] = a[3]
-                for c in range(DN):
-                    b = ldmatrix_transposed(sT, uint32(at + (16 * k * pitch + 16 * c)))
-                    for r in range(TM // 2):
-                        low = 8 * r * DN + 4 * c
-                        high = low + 4 * DN
-                        e = 4 * r
-                        mma(rdV, low, high, rA[e], rA[e + 1], rA[e + 2], rA[e + 3], b[0], b[1])
-                        low += 2
-                        high += 2
-                        mma(rdV, low, high, rA[e], rA[e + 1], rA[e + 2], rA[e + 3], b[2], b[3])
+            from_shared(rdV, sP, 0, sT, col0, row0)
 
     return add
 
@@ -530,7 +596,7 @@ def make_fragment_product(spec):
     """``add_product(rdQ, sdS, sK)``: this warp's part of dQ += dSij Kj, dST in shared memory."""
     R, C, ALONG, DN = spec.query_fragments, spec.query_chunks, spec.chunk_warps, spec.DN
     K, pitch, pitch_ds, RA = spec.Bc // 16, spec.pitch, spec.pitch_ds, 4 * spec.query_fragments
-    mma, _ = _instructions(spec)
+    mma, _ = _instructions(spec.dtype)
     place, place_ds = make_place(pitch), make_place(pitch_ds)
 
     @device_function
@@ -564,18 +630,20 @@ def make_fragment_product(spec):
 
 @cache
 def make_query_place(spec):
-    """``place(row0)``: row and column of this thread's first element of dQ, in the whole matrix.
+    """``place(row0, rows_end)``: row and column of this thread's first element of dQ, in the whole
+    matrix, and the rows from there to the end.
 
     Its pair e, of registers 2 e and 2 e + 1, stands PAIRS[e] rows and columns further.
     """
     R, ALONG = spec.query_fragments, spec.chunk_warps
 
     @device_function
-    def place(row0):
+    def place(row0, rows_end):
         warp = uint32(cuda.threadIdx.x) // uint32(32)
         lane = uint32(cuda.threadIdx.x) % uint32(32)
         row = uint32(row0 + warp // uint32(ALONG) * (16 * R) + lane // uint32(4))
-        return row, uint32(warp % uint32(ALONG) * 16 + lane % uint32(4) * 2)
+        col = uint32(warp % uint32(ALONG) * 16 + lane % uint32(4) * 2)
+        return int64(row), int64(col), int32(int32(rows_end) - int32(row))
 
     return place
 
@@ -593,14 +661,13 @@ def _query_pairs(spec):
 
 @cache
 def make_add_two(head_dim, vector):
-    """``add_two(T, row, rows_end, col, low, high)``: atomic adds to two neighbours of a row."""
+    """``add_two(T, row, col, inside, low, high)``: atomic adds to two neighbours of a row."""
     add, odd = add_pair_vector if vector else add_pair, head_dim % 2 == 1
 
     @device_function
-    def add_two(T, row, rows_end, col, low, high):
-        inside = row < uint32(rows_end) and uint32(col + 1) < uint32(head_dim)
-        add(T, row, col, low, high, inside)
-        if odd and row < uint32(rows_end) and uint32(col + 1) == uint32(head_dim):
+    def add_two(T, row, col, inside, low, high):
+        add(T, row, col, low, high, inside and col + 1 < head_dim)
+        if odd and inside and col + 1 == head_dim:
             add_global(T, row, col, low)
 
     return add_two
@@ -614,12 +681,10 @@ def make_add_query_fragments(spec):
 
     @device_function
     def add_rows(rdQ, A, row0, rows_end):
-        row, col = place(row0)
+        row, col, left = place(row0, rows_end)
         for e in range(len(pairs)):
             down, along = pairs[e]
-            add_two(
-                A, uint32(row + down), rows_end, uint32(col + along), rdQ[2 * e], rdQ[2 * e + 1]
-            )
+            add_two(A, row + down, col + along, left > down, rdQ[2 * e], rdQ[2 * e + 1])
 
     return add_rows
 
@@ -627,22 +692,17 @@ def make_add_query_fragments(spec):
 @cache
 def make_read_query_fragments(spec):
     """``read_rows(rdQ, A, row0, rows_end)``: this warp's part of dQ so far, zeros past the end."""
-    pairs, place, d = _query_pairs(spec), make_query_place(spec), spec.head_dim
+    pairs, place = _query_pairs(spec), make_query_place(spec)
+    read_floats = make_read_floats(spec.head_dim)
 
     @device_function
     def read_rows(rdQ, A, row0, rows_end):
-        row0, col0 = place(row0)
+        row, col, left = place(row0, rows_end)
         for e in range(len(pairs)):
             down, along = pairs[e]
-            row, col = uint32(row0 + down), uint32(col0 + along)
-            rdQ[2 * e] = float32(0.0)
-            rdQ[2 * e + 1] = float32(0.0)
-            if row < uint32(rows_end) and uint32(col + 1) < uint32(d):
-                pair = read_pair(A, row, col)
-                rdQ[2 * e] = pair[0]
-                rdQ[2 * e + 1] = pair[1]
-            elif row < uint32(rows_end) and col < uint32(d):
-                rdQ[2 * e] = A[row, col]
+            pair = read_floats(A, row + down, col + along, left > down)
+            rdQ[2 * e] = pair[0]
+            rdQ[2 * e + 1] = pair[1]
 
     return read_rows
 
@@ -650,18 +710,15 @@ def make_read_query_fragments(spec):
 @cache
 def make_write_query_fragments(spec):
     """``write_rows(rdQ, A, row0, rows_end)``: this warp's part of dQ to memory, in float32."""
-    pairs, place, d = _query_pairs(spec), make_query_place(spec), spec.head_dim
+    pairs, place = _query_pairs(spec), make_query_place(spec)
+    write_floats = make_write_floats(spec.head_dim)
 
     @device_function
     def write_rows(rdQ, A, row0, rows_end):
-        row0, col0 = place(row0)
+        row, col, left = place(row0, rows_end)
         for e in range(len(pairs)):
             down, along = pairs[e]
-            row, col = uint32(row0 + down), uint32(col0 + along)
-            if row < uint32(rows_end) and uint32(col + 1) < uint32(d):
-                write_pair(A, row, col, rdQ[2 * e], rdQ[2 * e + 1])
-            elif row < uint32(rows_end) and col < uint32(d):
-                A[row, col] = rdQ[2 * e]
+            write_floats(A, row + down, col + along, left > down, rdQ[2 * e], rdQ[2 * e + 1])
 
     return write_rows
 
@@ -674,12 +731,12 @@ def make_write_query_halves(spec):
 
     @device_function
     def write_rows(rdQ, dQ, factor, row0, rows_end):
-        row0, col0 = place(row0)
+        row, col, left = place(row0, rows_end)
         for e in range(len(pairs)):
             down, along = pairs[e]
-            row, col = uint32(row0 + down), uint32(col0 + along)
-            if row < uint32(rows_end):
-                write_two(dQ, row, col, d, factor * rdQ[2 * e], factor * rdQ[2 * e + 1])
+            if left > down:
+                low, high = factor * rdQ[2 * e], factor * rdQ[2 * e + 1]
+                write_two(dQ, row + down, uint32(col + along), d, low, high)
 
     return write_rows
 
@@ -692,11 +749,13 @@ def make_add_columns(spec):
 
     @device_function
     def add_columns(rdK, A, row0, rows_end, ty, tx):
+        first = uint32(row0 + ty)
+        left = int32(int32(rows_end) - int32(first))
         for i in range(TM):
-            row = uint32(row0 + ty + i * STEP)
+            row, inside = int64(first) + i * STEP, left > i * STEP
             for n in range(DN4 // 2):
                 e = i * DN4 + 2 * n
-                add_two(A, row, rows_end, uint32(8 * n + 2 * tx), rdK[e], rdK[e + 1])
+                add_two(A, row, int64(2 * tx) + 8 * n, inside, rdK[e], rdK[e + 1])
 
     return add_columns
 

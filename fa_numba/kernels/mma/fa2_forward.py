@@ -25,7 +25,7 @@ from fa_numba.parts.fragments import (
     make_fragment_scores,
     make_load_halves,
     make_load_q,
-    make_write_halves,
+    make_write_tile,
 )
 from fa_numba.parts.rows import (
     make_normalise_rows,
@@ -75,7 +75,7 @@ def make_forward(spec):
     add_product = make_add_fragment_product(spec)
     normalise_rows = make_normalise_rows(spec)
     logsumexp = make_logsumexp(spec)
-    write_rows = make_write_halves(spec)
+    write_rows = make_write_tile(spec)
     write_values = make_write_values(spec)
 
     def fa2_forward(Q, K, V, O, L, scale, group, options):
@@ -145,7 +145,7 @@ def make_forward(spec):
         sum_lanes(rl)
         # Alg. 1 lines 12, 14: O = diag(l)^-1 O, written once
         normalise_rows(rO, rl)
-        write_rows(rO, Oh, i0, rows, ty, tx)
+        write_rows(rO, sQ, Oh, warp_row, i0, rows, ty, tx)
         # Alg. 1 lines 13, 15: L = m + log l
         logsumexp(rl, rm, rl)
         write_values(rl, Lh, i0, rows, ty, tx)
