@@ -180,7 +180,7 @@ def _forward(problem, algorithm, tiles, aligned, return_lse, query_splits, limit
     if tiles is None:
         tiles = default_tiles(algorithm, Nq, Nk, d, limit)
     features = Features.of(problem)
-    facts = {"features": features, "aligned": aligned}
+    facts = {"features": features, "aligned": aligned, "grouped": problem.group > 1}
     spec = specialise(tiles, d, limit, return_lse=return_lse and algorithm == "fa1", **facts)
     tiles = Tiles(tiles.Br, tiles.Bc, spec.threads)
     Tr = -(-Nq // tiles.Br)
@@ -227,7 +227,7 @@ def _mma_forward(
         tiles = default_mma_tiles(algorithm, Nq, Nk, d, limit, features, splits_keys)
     facts: dict[str, Any] = {"features": features, "aligned": aligned, "splits_keys": splits_keys}
     facts |= {"dtype": problem.dtype, "positive_scale": problem.scale > 0.0}
-    facts |= {"return_lse": return_lse and algorithm == "fa1"}
+    facts |= {"return_lse": return_lse and algorithm == "fa1", "grouped": problem.group > 1}
     spec = specialise_mma(tiles, d, limit, kind, **facts)
     tiles = Tiles(tiles.Br, tiles.Bc, spec.threads)
     Tr, heads, split_rows = -(-Nq // tiles.Br), problem.heads_q, 0
@@ -349,7 +349,8 @@ def _backward(problem, algorithm, tiles, aligned, deterministic, return_dbias, l
     if tiles is None:
         tiles = default_backward_tiles(Nq, Nk, d, limit)
     features = Features.of(problem, dbias=return_dbias)
-    spec = specialise(tiles, d, limit, BackwardSpec, features=features, aligned=aligned)
+    facts = {"features": features, "aligned": aligned, "grouped": problem.group > 1}
+    spec = specialise(tiles, d, limit, BackwardSpec, **facts)
     tiles = Tiles(tiles.Br, tiles.Bc, spec.threads)
     Tr, Tc = -(-Nq // tiles.Br), -(-Nk // tiles.Bc)
     heads_q, heads_k = problem.heads_q, problem.heads_k
@@ -416,7 +417,7 @@ def _mma_backward(
         tiles = tuned_tiles(algorithm, "bwd", Nq, Nk, d, fits)
     if tiles is None:
         tiles = default_mma_backward_tiles(Nq, Nk, d, limit, row_tiles=row_tiles)
-    facts: dict[str, Any] = {"aligned": aligned, "dtype": dtype}
+    facts: dict[str, Any] = {"aligned": aligned, "dtype": dtype, "grouped": problem.group > 1}
     facts["positive_scale"] = problem.scale > 0.0
     own = {"row_tiles": row_tiles, "splits_queries": query_splits > 1}
     own["vector_adds"] = device.compute_capability() >= (9, 0)

@@ -50,7 +50,8 @@ class Spec:
 
     Thread (ty, tx) of a ``ty_count`` x ``tx_count`` block owns TM = Br / ty_count rows, TN columns
     of S and 4 DN columns of O. Pitches are row lengths in shared memory, in floats; the padding
-    puts rows that neighbouring lanes read into different banks.
+    puts rows that neighbouring lanes read into different banks. ``grouped`` is for several query
+    heads to a K/V head.
     """
 
     head_dim: int
@@ -61,6 +62,7 @@ class Spec:
     features: Features = PLAIN
     aligned: bool = True
     return_lse: bool = False
+    grouped: bool = True
 
     @property
     def folds_scale(self) -> bool:

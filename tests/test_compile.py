@@ -50,7 +50,7 @@ def kernel_of(name, arch, d, causal, aligned, return_lse=True):
     """The kernel that the default tiles give for long sequences."""
     algorithm = "standard" if name not in ("fa1", "fa2") else name
     tiles = default_tiles(algorithm, 4096, 4096, d, SHARED[arch])
-    facts = {"features": Features(causal=causal), "aligned": aligned}
+    facts = {"features": Features(causal=causal), "aligned": aligned, "grouped": False}
     if name == "fa1":
         facts["return_lse"] = return_lse
     spec = specialise(tiles, d, SHARED[arch], **facts)
@@ -105,7 +105,7 @@ def backward_kernel_of(name, arch, d, causal, aligned):
     if name == "dS":
         return standard_backward.make_standard_score_gradients(4096, standard.MAX_WARPS, PLAIN)
     tiles = default_backward_tiles(4096, 4096, d, SHARED[arch])
-    facts = {"features": Features(causal=causal), "aligned": aligned}
+    facts = {"features": Features(causal=causal), "aligned": aligned, "grouped": False}
     spec = specialise(tiles, d, SHARED[arch], BackwardSpec, **facts)
     make = {
         "fa1": fa1_backward.make_backward,
@@ -350,6 +350,7 @@ def mma_spec_of(name, arch, d, dtype="float16", option=None):
         tiles = mma_tiles(name, "fwd", arch, d, features, fits, tiles)
     facts = {"features": features, "aligned": option != "unaligned", "dtype": dtype}
     facts |= {"positive_scale": True, "return_lse": name == "fa1", "splits_keys": splits_keys}
+    facts["grouped"] = False
     return specialise_mma(tiles, d, SHARED[arch], **facts)
 
 
@@ -382,7 +383,12 @@ MMA_CASES = [
 ]
 # What still spills: bytes of the stack, stored and loaded. Fewer columns would cost more.
 SPILLS = {
-    ("fa1", "sm_90a", 192, "float16", "packed"): (120, 116, 128),
+    ("fa1", "sm_90a", 64, "float16", "unaligned"): (8, 8, 12),
+    ("fa1", "sm_90a", 128, "float16", None): (40, 36, 36),
+    ("fa1", "sm_90a", 128, "bfloat16", "causal"): (56, 52, 52),
+    ("fa1", "sm_90a", 192, "float16", "packed"): (24, 28, 32),
+    ("fa2", "sm_80", 128, "float16", None): (8, 12, 8),
+    ("fa2", "sm_89", 128, "float16", None): (8, 12, 8),
 }
 
 
@@ -555,7 +561,7 @@ def mma_backward_kernel_of(name, arch, d, dtype, option):
     plain = option in (None, "unaligned", "splits")
     features = PLAIN if plain else Features(**options)
     facts = {"features": features, "aligned": option != "unaligned", "dtype": dtype}
-    facts["positive_scale"] = True
+    facts |= {"positive_scale": True, "grouped": False}
     if name == "fa2 dQ":
         spec = specialise_mma(sweep_tiles(d, SHARED[arch]), d, SHARED[arch], MmaSweepSpec, **facts)
         return mma.fa2_backward.make_query_gradients(spec)
@@ -592,10 +598,8 @@ MMA_BACKWARD_CASES = [
 ]
 # As SPILLS.
 BACKWARD_SPILLS = {
-    ("fa1", "sm_90a", 256, "float16", None): (32, 32, 32),
-    ("fa2", "sm_90a", 128, "float16", "causal"): (8, 8, 16),
-    ("fa2", "sm_90a", 128, "float16", "softcap"): (168, 164, 172),
-    ("fa2", "sm_80", 128, "float16", "causal"): (40, 36, 72),
+    ("fa1", "sm_90a", 64, "float16", "splits"): (8, 8, 8),
+    ("fa2", "sm_80", 128, "float16", "causal"): (8, 8, 8),
 }
 
 

@@ -790,15 +790,23 @@ def backward_mutants(add):
     add(from_L, blind, to=FLASH_BACKWARD, cases="causal")
 
     # Heads of a group
-    for name in every:
-        first = "h" if name == "standard_backward" else "h_first"
-        add(
-            name,
-            ("one head of the group", f"uint32({first} + group)", f"uint32({first} + 1)"),
-            ("heads of another group", f"{first} = uint32(hk * group)", f"{first} = hk"),
-            by=WRONG | {"OutOfBounds"},
-            cases="odd",
-        )
+    wrong = {"by": WRONG | {"OutOfBounds"}, "cases": "odd"}
+    add(
+        "standard_backward",
+        ("one head of the group", "uint32(h + group)", "uint32(h + 1)"),
+        ("heads of another group", "h = uint32(hk * group)", "h = hk"),
+        **wrong,
+    )
+    add(
+        "visits.make_query_heads",
+        ("one head of the group", "uint32(group)", "uint32(1)"),
+        ("heads of another group", "uint32(hk * group)", "hk"),
+        ("no groups", "if grouped:", "if False:"),
+        to=FLASH_BACKWARD,
+        **wrong,
+    )
+    head = ("no groups", "if grouped else h", "if False else h")
+    add("visits.make_key_head", head, to=tuple(FLASH), **wrong)
     for head in ("key_rows(K, b, hk,", "key_rows(V, b, hk,"):
         other = (f"another head's {head[9]}", head, head.replace("hk", "h % uint32(group)"))
         how = {"by": {"values", "OutOfBounds"}, "cases": "odd"}
@@ -1153,7 +1161,7 @@ def first_pass_mutants(add):
     add("fa1", none, by=WRONG, cases="kv_lens")
     none = ("no first pass without columns", "if packed:", "if False:")
     add("fa1_backward", none, by=WRONG, cases="packed")
-    one = ("one head initialised", "while h < h_end:", "while h < h_first + 1:")
+    one = ("one head initialised", "while g < heads:", "while g < uint32(1):")
     add("fa1_backward", one, by=WRONG, cases="window", total=2, only=(0,))
     # Backward, a first pass that takes all does as well where there is a window alone.
     needs = "self.window or self.q_lens or self.sparse"
@@ -1911,7 +1919,19 @@ def test_the_source_as_it_is_passes(algorithm, cases, monkeypatch):
     assert caught_by(algorithm, (cases,), modules_with(), monkeypatch) is None
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.place}: {m.title}")
+def test_every_mutant_is_another_text():
+    for mutant in MUTANTS:
+        assert mutated(mutant) != source(mutant.place.partition(".")[0])
+
+
+def mostly_slow(mutants):
+    """All but every third are `slow`: together they take longest of all tests."""
+    for n, mutant in enumerate(mutants):
+        marks = pytest.mark.slow if n % 3 else ()
+        yield pytest.param(mutant, id=f"{mutant.place}: {mutant.title}", marks=marks)
+
+
+@pytest.mark.parametrize("mutant", list(mostly_slow(MUTANTS)))
 def test_a_mutant_is_caught(mutant, monkeypatch, record_property):
     modules = modules_with(**{mutant.place.partition(".")[0]: mutated(mutant)})
     for algorithm in mutant.algorithms:

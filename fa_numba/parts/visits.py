@@ -34,6 +34,38 @@ def make_key_rows(features):
 
 
 @cache
+def make_key_head(spec):
+    """``key_head(h, group)``: the K/V head of query head h, h // group.
+
+    Without groups it is h itself: a quotient would take registers of every thread.
+    """
+    grouped = spec.grouped
+
+    @device_function
+    def key_head(h, group):
+        return h // uint32(group) if grouped else h
+
+    return key_head
+
+
+@cache
+def make_query_heads(spec):
+    """``query_heads(hk, group)``: the first query head of K/V head hk, and how many there are.
+
+    Without groups that is one, known when the kernel is compiled: no loop over heads is left.
+    """
+    grouped = spec.grouped
+
+    @device_function
+    def query_heads(hk, group):
+        if grouped:
+            return uint32(hk * group), uint32(group)
+        return hk, uint32(1)
+
+    return query_heads
+
+
+@cache
 def make_lengths(features):
     """``lengths(rows, columns, b, options)``: Nq and Nk, of rows and columns the valid ones."""
     packed, q_lens, kv_lens = features.packed, features.q_lens, features.kv_lens

@@ -49,6 +49,7 @@ from fa_numba.parts.visits import (
     make_lengths,
     make_next_column,
     make_next_row,
+    make_query_heads,
     make_query_rows,
     make_row_range,
 )
@@ -68,6 +69,7 @@ def make_backward(spec):
     initialises, packed = spec.features.initialises, spec.features.packed
     splits = spec.splits_queries
 
+    query_heads = make_query_heads(spec)
     query_rows = make_query_rows(spec.features)
     key_rows = make_key_rows(spec.features)
     lengths = make_lengths(spec.features)
@@ -143,8 +145,7 @@ def make_backward(spec):
         Kh, Vh = key_rows(K, b, hk, options), key_rows(V, b, hk, options)
         dKh, dVh = key_rows(dK, b, hk, options), key_rows(dV, b, hk, options)
         columns = uint32(Kh.shape[0])
-        h_first = uint32(hk * group)
-        h_end = uint32(h_first + group)
+        h_first, heads = query_heads(hk, group)
         rows = uint32(query_rows(Q, b, h_first, options).shape[0])
         Nq, Nk = lengths(rows, columns, b, options)
 
@@ -157,15 +158,16 @@ def make_backward(spec):
         if initialises:
             for e in range(RQ):
                 rdQ[e] = float32(0.0)
-            h = h_first
-            while h < h_end:
+            g = uint32(0)
+            while g < heads:
+                h = uint32(h_first + g)
                 Ah, dQh = query_rows(A, b, h, options), query_rows(dQ, b, h, options)
                 i0 = i_begin
                 while i0 < i_last:
                     write_fragments(rdQ, Ah, i0, i_last)
                     write_rows(rdQ, dQh, scale, i0, i_last)
                     i0 = uint32(i0 + Br)
-                h = uint32(h + 1)
+                g = uint32(g + 1)
 
         # Row tiles are loaded to two stages in turn
         stage = uint32(0)
@@ -191,8 +193,9 @@ def make_backward(spec):
             load_fragments(rK, sK, warp_column)
             load_fragments(rV, sV, warp_column)
             # The query heads that share this K/V head
-            h = h_first
-            while h < h_end:
+            g = uint32(0)
+            while g < heads:
+                h = uint32(h_first + g)
                 Qh, Oh = query_rows(Q, b, h, options), query_rows(O, b, h, options)
                 dOh, Lh = query_rows(dO, b, h, options), query_rows(L, b, h, options)
                 Ah, dQh = query_rows(A, b, h, options), query_rows(dQ, b, h, options)
@@ -250,7 +253,7 @@ def make_backward(spec):
                     else:
                         write_rows(rdQ, dQh, scale, i0, i_stop)
                     i0 = i_next
-                h = uint32(h + 1)
+                g = uint32(g + 1)
             wait_async()
             # Alg. 4 line 24: write dKj, dVj
             for e in range(RK):

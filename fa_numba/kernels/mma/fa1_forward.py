@@ -54,6 +54,7 @@ from fa_numba.parts.softmax import (
 )
 from fa_numba.parts.visits import (
     make_column_range,
+    make_key_head,
     make_key_rows,
     make_lengths,
     make_next_column,
@@ -76,6 +77,7 @@ def make_forward(spec):
 
     query_rows = make_query_rows(spec.features)
     key_rows = make_key_rows(spec.features)
+    key_head = make_key_head(spec)
     lengths = make_lengths(spec.features)
     column_range = make_column_range(spec)
     row_range = make_row_range(spec, first_pass_takes_all=not initialises)
@@ -118,7 +120,7 @@ def make_forward(spec):
         ty = uint32(warp_row + uint32(cuda.threadIdx.x) % uint32(32) // uint32(4))
         h = uint32(cuda.blockIdx.y)
         b = uint32(cuda.blockIdx.z)
-        hk = h // uint32(group)
+        hk = key_head(h, group)
         Qh, Oh = query_rows(Q, b, h, options), query_rows(O, b, h, options)
         Ah = query_rows(A, b, h, options)
         Kh, Vh = key_rows(K, b, hk, options), key_rows(V, b, hk, options)

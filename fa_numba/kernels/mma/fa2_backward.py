@@ -48,10 +48,12 @@ from fa_numba.parts.rows import make_read_values
 from fa_numba.parts.softmax import FULL_WARP, make_scale_and_mask, make_softmax_from_lse
 from fa_numba.parts.visits import (
     make_column_range,
+    make_key_head,
     make_key_rows,
     make_lengths,
     make_next_column,
     make_next_row,
+    make_query_heads,
     make_query_rows,
     make_row_range,
 )
@@ -71,6 +73,7 @@ def make_backward(spec, atomic=True):
     AT_V, AT_DS, AT_P, AT_Q = NK, 2 * NK, 2 * NK + (U - 1) * NS, 2 * NK + U * NS
     AT_L = (AT_Q + 4 * NQ) // 2
 
+    query_heads = make_query_heads(spec)
     query_rows = make_query_rows(spec.features)
     key_rows = make_key_rows(spec.features)
     lengths = make_lengths(spec.features)
@@ -137,8 +140,7 @@ def make_backward(spec, atomic=True):
         Kh, Vh = key_rows(K, b, hk, options), key_rows(V, b, hk, options)
         dKh, dVh = key_rows(dK, b, hk, options), key_rows(dV, b, hk, options)
         columns = uint32(Kh.shape[0])
-        h_first = uint32(hk * group)
-        h_end = uint32(h_first + group)
+        h_first, heads = query_heads(hk, group)
         rows = uint32(query_rows(Q, b, h_first, options).shape[0])
         Nq, Nk = lengths(rows, columns, b, options)
 
@@ -161,8 +163,9 @@ def make_backward(spec, atomic=True):
         # Row tiles are loaded to two stages in turn
         stage = uint32(0)
         # The query heads that share this K/V head
-        h = h_first
-        while h < h_end:
+        g = uint32(0)
+        while g < heads:
+            h = uint32(h_first + g)
             Qh, dOh = query_rows(Q, b, h, options), query_rows(dO, b, h, options)
             Lh, Dh = query_rows(L, b, h, options), query_rows(D, b, h, options)
             Ah = query_rows(A, b, h, options)
@@ -209,7 +212,7 @@ def make_backward(spec, atomic=True):
                     add_product(rdQ, sdS, sK)
                     add_rows(rdQ, Ah, i0, Nq)
                 i0 = i_next
-            h = uint32(h + 1)
+            g = uint32(g + 1)
         wait_async()
 
         # Alg. 2 line 18: write dKj, dVj
@@ -314,6 +317,7 @@ def make_query_gradients(spec):
     AT_DO, AT_K, AT_V = NQ, 2 * NQ, 2 * NQ + NK
 
     query_rows = make_query_rows(spec.features)
+    key_head = make_key_head(spec)
     key_rows = make_key_rows(spec.features)
     lengths = make_lengths(spec.features)
     column_range = make_column_range(spec)
@@ -349,7 +353,7 @@ def make_query_gradients(spec):
         ty = uint32(warp_row + uint32(cuda.threadIdx.x) % uint32(32) // uint32(4))
         h = uint32(cuda.blockIdx.y)
         b = uint32(cuda.blockIdx.z)
-        hk = h // uint32(group)
+        hk = key_head(h, group)
         Qh, dOh = query_rows(Q, b, h, options), query_rows(dO, b, h, options)
         Kh, Vh = key_rows(K, b, hk, options), key_rows(V, b, hk, options)
         Lh, Dh = query_rows(L, b, h, options), query_rows(D, b, h, options)

@@ -41,6 +41,7 @@ from fa_numba.parts.softmax import (
 )
 from fa_numba.parts.visits import (
     make_column_range,
+    make_key_head,
     make_key_rows,
     make_lengths,
     make_next_column,
@@ -59,6 +60,7 @@ def make_forward(spec):
 
     query_rows = make_query_rows(spec.features)
     key_rows = make_key_rows(spec.features)
+    key_head = make_key_head(spec)
     lengths = make_lengths(spec.features)
     column_range = make_column_range(spec)
     next_column = make_next_column(spec)
@@ -93,7 +95,7 @@ def make_forward(spec):
         ty = uint32(warp_row + uint32(cuda.threadIdx.x) % uint32(32) // uint32(4))
         h = uint32(cuda.blockIdx.y)
         b = uint32(cuda.blockIdx.z)
-        hk = h // uint32(group)
+        hk = key_head(h, group)
         Qh, Oh = query_rows(Q, b, h, options), query_rows(O, b, h, options)
         Kh, Vh = key_rows(K, b, hk, options), key_rows(V, b, hk, options)
         Lh = query_rows(L, b, h, options)

@@ -36,6 +36,7 @@ from fa_numba.parts.visits import (
     make_key_rows,
     make_lengths,
     make_next_row,
+    make_query_heads,
     make_query_rows,
     make_row_range,
 )
@@ -52,6 +53,7 @@ def make_backward(spec):
 
     initialises, packed = spec.features.initialises, spec.features.packed
 
+    query_heads = make_query_heads(spec)
     query_rows = make_query_rows(spec.features)
     key_rows = make_key_rows(spec.features)
     lengths = make_lengths(spec.features)
@@ -99,8 +101,7 @@ def make_backward(spec):
         Kh, Vh = key_rows(K, b, hk, options), key_rows(V, b, hk, options)
         dKh, dVh = key_rows(dK, b, hk, options), key_rows(dV, b, hk, options)
         columns = uint32(Kh.shape[0])
-        h_first = uint32(hk * group)
-        h_end = uint32(h_first + group)
+        h_first, heads = query_heads(hk, group)
         rows = uint32(query_rows(Q, b, h_first, options).shape[0])
         Nq, Nk = lengths(rows, columns, b, options)
 
@@ -108,14 +109,15 @@ def make_backward(spec):
         if initialises:
             for e in range(RQ):
                 rdQ[e] = float32(0.0)
-            h = h_first
-            while h < h_end:
+            g = uint32(0)
+            while g < heads:
+                h = uint32(h_first + g)
                 dQh = query_rows(dQ, b, h, options)
                 i0 = uint32(0)
                 while i0 < rows:
                     write_rows(rdQ, dQh, i0, rows, ty, tx)
                     i0 = uint32(i0 + Br)
-                h = uint32(h + 1)
+                g = uint32(g + 1)
 
         # Alg. 4 line 6: for each column tile j
         j0 = uint32(0)
@@ -132,8 +134,9 @@ def make_backward(spec):
             # Alg. 4 line 8: dKj = 0, dVj = 0, on chip
             start_columns(rdK, rdV)
             # The query heads that share this K/V head
-            h = h_first
-            while h < h_end:
+            g = uint32(0)
+            while g < heads:
+                h = uint32(h_first + g)
                 Qh, Oh = query_rows(Q, b, h, options), query_rows(O, b, h, options)
                 dOh, Lh = query_rows(dO, b, h, options), query_rows(L, b, h, options)
                 dQh = query_rows(dQ, b, h, options)
@@ -179,7 +182,7 @@ def make_backward(spec):
                     product(rdQ, sdS, sK, ty, tx)
                     update_rows(rdQ, dQh, scale, j0 > uint32(0), i0, Nq, ty, tx)
                     i0 = i_next
-                h = uint32(h + 1)
+                g = uint32(g + 1)
             wait_async()
             # Alg. 4 line 24: write dKj, dVj
             scale_columns(rdK, scale)

@@ -42,6 +42,7 @@ from fa_numba.parts.softmax import (
 from fa_numba.parts.tile_load import make_load_tile
 from fa_numba.parts.visits import (
     make_column_range,
+    make_key_head,
     make_key_rows,
     make_lengths,
     make_next_row,
@@ -61,6 +62,7 @@ def make_forward(spec):
 
     query_rows = make_query_rows(spec.features)
     key_rows = make_key_rows(spec.features)
+    key_head = make_key_head(spec)
     lengths = make_lengths(spec.features)
     column_range = make_column_range(spec)
     row_range = make_row_range(spec, first_pass_takes_all=not initialises)
@@ -99,7 +101,7 @@ def make_forward(spec):
         ty = uint32(cuda.threadIdx.x) // uint32(TX)
         h = uint32(cuda.blockIdx.y)
         b = uint32(cuda.blockIdx.z)
-        hk = h // uint32(group)
+        hk = key_head(h, group)
         Qh, Oh = query_rows(Q, b, h, options), query_rows(O, b, h, options)
         Kh, Vh = key_rows(K, b, hk, options), key_rows(V, b, hk, options)
         lh, mh = query_rows(l, b, h, options), query_rows(m, b, h, options)

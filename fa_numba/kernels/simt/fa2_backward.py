@@ -40,10 +40,12 @@ from fa_numba.parts.softmax import (
 from fa_numba.parts.tile_load import make_load_tile
 from fa_numba.parts.visits import (
     make_column_range,
+    make_key_head,
     make_key_rows,
     make_lengths,
     make_next_column,
     make_next_row,
+    make_query_heads,
     make_query_rows,
     make_row_range,
 )
@@ -61,6 +63,7 @@ def make_backward(spec, atomic=True):
     NQ, NK, NP = spec.tile_floats
     AT_DO, AT_K, AT_V, AT_P, AT_DS = NQ, 2 * NQ, 2 * NQ + NK, 2 * NQ + 2 * NK, 2 * NQ + 2 * NK + NP
 
+    query_heads = make_query_heads(spec)
     query_rows = make_query_rows(spec.features)
     key_rows = make_key_rows(spec.features)
     lengths = make_lengths(spec.features)
@@ -106,8 +109,7 @@ def make_backward(spec, atomic=True):
         Kh, Vh = key_rows(K, b, hk, options), key_rows(V, b, hk, options)
         dKh, dVh = key_rows(dK, b, hk, options), key_rows(dV, b, hk, options)
         columns = uint32(Kh.shape[0])
-        h_first = uint32(hk * group)
-        h_end = uint32(h_first + group)
+        h_first, heads = query_heads(hk, group)
         rows = uint32(query_rows(Q, b, h_first, options).shape[0])
         Nq, Nk = lengths(rows, columns, b, options)
 
@@ -121,8 +123,9 @@ def make_backward(spec, atomic=True):
         # Alg. 2 line 7: dKj = 0, dVj = 0, on chip
         start_columns(rdK, rdV)
         # The query heads that share this K/V head
-        h = h_first
-        while h < h_end:
+        g = uint32(0)
+        while g < heads:
+            h = uint32(h_first + g)
             Qh, dOh = query_rows(Q, b, h, options), query_rows(dO, b, h, options)
             Lh, Dh = query_rows(L, b, h, options), query_rows(D, b, h, options)
             dQh = query_rows(dQ, b, h, options)
@@ -168,7 +171,7 @@ def make_backward(spec, atomic=True):
                     product(rdQ, sdS, sK, ty, tx)
                     add_rows(rdQ, dQh, scale, i0, Nq, ty, tx)
                 i0 = i_next
-            h = uint32(h + 1)
+            g = uint32(g + 1)
         wait_async()
 
         # Alg. 2 line 18: write dKj, dVj
@@ -240,6 +243,7 @@ def make_query_gradients(spec):
     AT_DO, AT_K, AT_V, AT_DS = NQ, 2 * NQ, 2 * NQ + NK, 2 * NQ + 2 * NK
 
     query_rows = make_query_rows(spec.features)
+    key_head = make_key_head(spec)
     key_rows = make_key_rows(spec.features)
     lengths = make_lengths(spec.features)
     column_range = make_column_range(spec)
@@ -274,7 +278,7 @@ def make_query_gradients(spec):
         ty = uint32(cuda.threadIdx.x) // uint32(TX)
         h = uint32(cuda.blockIdx.y)
         b = uint32(cuda.blockIdx.z)
-        hk = h // uint32(group)
+        hk = key_head(h, group)
         Qh, dOh = query_rows(Q, b, h, options), query_rows(dO, b, h, options)
         Kh, Vh = key_rows(K, b, hk, options), key_rows(V, b, hk, options)
         Lh, Dh = query_rows(L, b, h, options), query_rows(D, b, h, options)
