@@ -10,6 +10,7 @@ from numba import cuda, float32, int32, uint32
 from fa_numba import emulator
 from fa_numba.emulator import (
     BarrierDivergence,
+    BarrierMisuse,
     Deadlock,
     EmulatorError,
     Misaligned,
@@ -61,6 +62,16 @@ def load4(array, index):
 @intrinsic
 def store4(array, index, values):
     array.store(index, values)
+
+
+@intrinsic
+def sync_named(barrier, threads):
+    emulator.current().named_barrier("sync_named", barrier, threads, waits=True)
+
+
+@intrinsic
+def arrive_named(barrier, threads):
+    emulator.current().named_barrier("arrive_named", barrier, threads, waits=False)
 
 
 def zeros(*shape, dtype=np.float32):
@@ -264,6 +275,26 @@ def test_a_thread_needs_no_barrier_against_itself():
     assert (out == 2 * (2 * (2 * (1 + t) + t) + t)).all()
 
 
+def test_reads_before_a_barrier_are_forgotten():
+    def kernel(out, faulty):
+        s = cuda.shared.array(1, float32)
+        t = cuda.threadIdx.x
+        if t == 0:
+            s[0] = float32(1.0)
+            out[0] = s[0]
+        if not faulty:
+            cuda.syncthreads()
+        if t == 1:
+            for n in range(2):
+                s[0] = float32(n)
+                out[n] = s[0]
+
+    out = zeros(2)
+    launch(kernel, 1, 32, (out, False))
+    assert out.tolist() == [0, 1]
+    caught(SharedHazard, kernel, 32, out, True)
+
+
 def exchange_in_warp(out, faulty, apart):
     # every thread reads what thread t ^ apart wrote, `rounds` times over the same element
     s = cuda.shared.array(64, float32)
@@ -375,20 +406,23 @@ def brute_force_hazard(program, threads):
             group = [t for t in group if t < threads]
             clock[group] = clock[group].max(axis=0)
             clock[group, group] += 1
+        elif step[0] == "named":
+            waiting, arriving = ([t for t in range(threads) if t // 32 in w] for w in step[2:])
+            clock[waiting] = clock[waiting + arriving].max(axis=0)
+            clock[waiting + arriving, waiting + arriving] += 1
         else:
-            kind, t, e = step
-            for other, u, f, when in past:
-                harmless = kind == other and kind != "write"
-                if f == e and u != t and not harmless and clock[t, u] < when:
-                    return True
-            past.append((kind, t, e, clock[t, t]))
+            kind, t, place = step
+            for e in np.atleast_1d(place):
+                for other, u, f, when in past:
+                    harmless = kind == other and kind != "write"
+                    if f == e and u != t and not harmless and clock[t, u] < when:
+                        return True
+                past.append((kind, t, e, clock[t, t]))
     return False
 
 
-def test_hazards_equal_those_of_vector_clocks():
-    threads, elements = 64, 3
-    rng = np.random.default_rng(1)
-    found = []
+def hazard(program, threads, elements):
+    """Whether the emulator reports one, which must be what `brute_force_hazard` says."""
 
     def kernel(program, length):
         s = cuda.shared.array(elements, float32)
@@ -398,20 +432,42 @@ def test_hazards_equal_those_of_vector_clocks():
                 s[e] = float32(0.0)
         cuda.syncthreads()
         for n in range(length):
-            kind, who, e = program[n]
+            kind = program[n][0]
             if kind == "block":
                 cuda.syncthreads()
             elif kind == "warp":
-                if t // 32 == who:
+                if t // 32 == program[n][1]:
                     cuda.syncwarp()
-            elif who == t:
+            elif kind == "named":
+                _, barrier, waiting, arriving = program[n]
+                if t // 32 in waiting:
+                    sync_named(barrier, 32 * len(waiting + arriving))
+                elif t // 32 in arriving:
+                    arrive_named(barrier, 32 * len(waiting + arriving))
+            elif program[n][1] == t:
+                e = program[n][2]
                 if kind == "write":
                     s[e] = float32(n)
                 elif kind == "atomic":
                     cuda.atomic.add(s, e, float32(n))
+                elif e == tuple(range(elements)):
+                    s.load(0, elements)
                 else:
                     s[e]
 
+    expected = brute_force_hazard(program, threads)
+    try:
+        launch(kernel, 1, threads, (program, len(program)))
+        assert not expected, program
+    except SharedHazard:
+        assert expected, program
+    return expected
+
+
+def test_hazards_equal_those_of_vector_clocks():
+    threads, elements = 64, 3
+    rng = np.random.default_rng(1)
+    found = []
     for _ in range(400):
         # accesses between two barriers of the block, sorted by thread: the order they run in
         program = []
@@ -430,14 +486,207 @@ def test_hazards_equal_those_of_vector_clocks():
                         program.append(("warp", warp, 0))
             if phase == 0:
                 program.append(("block", 0, 0))
-        expected = brute_force_hazard(program, threads)
-        try:
-            launch(kernel, 1, threads, (program, len(program)))
-            assert not expected, program
-        except SharedHazard:
-            assert expected, program
-        found.append(expected)
+        found.append(hazard(program, threads, elements))
     assert 50 < sum(found) < 350
+
+
+def test_hazards_between_named_barriers_equal_those_of_vector_clocks():
+    warps, elements = 4, 2
+    rng = np.random.default_rng(2)
+    found = []
+    for _ in range(500):
+        kinds = rng.choice(["read", "vector", "write", "atomic"], 3)
+        program, who = [], 0
+        for barrier in range(1, rng.integers(3, 12)):
+            for kind in rng.choice(kinds, rng.integers(4)):
+                if rng.random() < 0.5:  # else the same thread again
+                    who = int(32 * rng.integers(warps) + rng.choice([0, 1, 31]))
+                if kind == "vector":
+                    program.append(("read", who, tuple(range(elements))))
+                else:
+                    program.append((str(kind), who, int(rng.integers(elements))))
+            present = rng.permutation(warps)[: rng.integers(1, warps + 1)].tolist()
+            waiting = rng.integers(1, len(present) + 1)
+            program.append(("named", barrier, present[:waiting], present[waiting:]))
+            if rng.random() < 0.3:
+                program.append(("warp", int(rng.integers(warps)), 0))
+            if rng.random() < 0.1:
+                program.append(("block", 0, 0))
+        found.append(hazard(program, 32 * warps, elements))
+    assert 100 < sum(found) < 400
+
+
+# ---- named barriers
+
+
+def handed_on(out, faulty):
+    # warp 0 writes, warp 1 reads and hands on to warp 2, which overwrites; warp 3 is not concerned
+    s = cuda.shared.array(1, float32)
+    t = cuda.threadIdx.x
+    if t < 32:
+        if t == 0:
+            s[0] = float32(7.0)
+        arrive_named(1, 64)
+        if faulty == "overwritten" and t == 0:
+            s[0] = float32(8.0)
+    elif t < 64:
+        sync_named(1, 64)
+        out[t] = s[0]
+        arrive_named(2, 64)
+        if faulty == "read again" and t == 63:
+            out[t] = s[0]
+    elif t < 96:
+        if faulty == "not waited for":
+            arrive_named(2, 64)
+        else:
+            sync_named(2, 64)
+        if t == 64:
+            s[0] = float32(9.0)
+    elif faulty == "no part" and t == 96:
+        out[t] = s[0]
+
+
+def test_named_barriers_order_those_who_wait():
+    out = zeros(128)
+    launch(handed_on, 1, 128, (out, ""))
+    assert out.reshape(4, 32).tolist() == [[0] * 32, [7] * 32, [0] * 32, [0] * 32]
+
+
+@pytest.mark.parametrize(
+    "faulty, message",
+    [
+        ("overwritten", "thread (0, 0, 0)"),
+        ("read again", "thread (63, 0, 0)"),
+        ("not waited for", "thread (64, 0, 0)"),
+        ("no part", "thread (96, 0, 0)"),
+    ],
+)
+def test_named_barriers_order_nobody_else(faulty, message):
+    error = caught(SharedHazard, handed_on, 128, zeros(128), faulty)
+    assert error.array == "s" and message in str(error)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_lanes_of_a_warp_are_ordered_by_waiting(waits):
+    def kernel(out):
+        s = cuda.shared.array(32, float32)
+        t = cuda.threadIdx.x
+        if t < 32:
+            s[t] = float32(t)
+            if waits:
+                sync_named(1, 64)
+            else:
+                arrive_named(1, 64)
+            out[t] = s[t ^ 31]
+        else:
+            sync_named(1, 64)
+
+    out = zeros(32)
+    if waits:
+        launch(kernel, 1, 64, (out,))
+        assert out.tolist() == list(range(31, -1, -1))
+    else:
+        assert "several" not in str(caught(SharedHazard, kernel, 64, out))
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3])
+def test_a_named_barrier_of_several_readers_and_a_writer(readers):
+    def kernel(out, present):
+        s = cuda.shared.array(1, float32)
+        t = cuda.threadIdx.x
+        if t == 0:
+            s[0] = float32(1.0)
+        cuda.syncthreads()
+        w = t // 32
+        if 1 <= w <= readers:
+            out[t] = s[0]
+            if w <= present:
+                arrive_named(4, 32 + 32 * present)
+        if w == 0:
+            sync_named(4, 32 + 32 * present)
+        if t == 0:
+            s[0] = float32(2.0)
+
+    launch(kernel, 1, 128, (zeros(128), readers))
+    error = caught(SharedHazard, kernel, 128, zeros(128), readers - 1)
+    assert f"warp {readers} reads" in str(error)
+
+
+def test_a_named_barrier_is_used_again():
+    def kernel(out, faulty):
+        w = cuda.threadIdx.x // 32
+        for _ in range(3):
+            if w < 2:
+                sync_named(1, 64)
+            if not faulty:
+                sync_named(2, 128)
+            if w >= 2:
+                sync_named(1, 64)
+            sync_named(3, 128)
+
+    launch(kernel, 2, 128, (zeros(1), False))
+    caught(BarrierMisuse, kernel, 128, zeros(1), True)
+
+
+def unmet(out, faulty):
+    t = cuda.threadIdx.x
+    w = t // 32
+    if faulty == "a warp too few":
+        if w < 2:
+            sync_named(3, 96)
+    elif faulty == "another barrier":
+        sync_named(3 + w // 2, 96)
+    elif faulty == "crosswise":
+        sync_named(3 + w % 2, 128)
+        sync_named(4 - w % 2, 128)
+    elif faulty == "that of the block":
+        if w < 2:
+            sync_named(3, 96)
+        else:
+            cuda.syncthreads()
+    elif faulty == "nobody waits":
+        if w < 2:
+            arrive_named(3, 96)
+        cuda.syncthreads()
+    elif faulty == "half a warp":
+        if t % 32 < 16:
+            sync_named(3, 128)
+    elif faulty == "a branch in the warp":
+        if t % 32 < 16:
+            sync_named(3, 128)
+        else:
+            sync_named(3, 128)
+    elif faulty == "twice":
+        if w < 2:
+            arrive_named(3, 96)
+            arrive_named(3, 96)
+    elif faulty == "one after the other":
+        sync_named(3, 64)
+    elif faulty == "two counts":
+        sync_named(3, 96 + 32 * (w % 2))
+    elif faulty == "lanes differ":
+        sync_named(3 + t % 2, 128)
+
+
+@pytest.mark.parametrize(
+    "kind, faulty, message",
+    [
+        (Deadlock, "a warp too few", "barrier 3 is of 96 threads, of which 64 have arrived"),
+        (Deadlock, "another barrier", "barrier 4 is of 96 threads, of which 64 have arrived"),
+        (Deadlock, "crosswise", "sync_named of barrier 4"),
+        (Deadlock, "that of the block", "wait in syncthreads"),
+        (BarrierDivergence, "nobody waits", "barrier 3 is of 96 threads, of which 64 have arrived"),
+        (BarrierDivergence, "half a warp", "not reached by all its lanes"),
+        (BarrierDivergence, "a branch in the warp", "not reached by all its lanes"),
+        (BarrierMisuse, "twice", "warp 0 comes again to a barrier that has not opened: barrier 3"),
+        (BarrierMisuse, "one after the other", "warp 2 comes to barrier 3, not ordered after"),
+        (BarrierMisuse, "two counts", "to a barrier of 128 threads, but barrier 3 is of 96"),
+        (BarrierMisuse, "lanes differ", "different barriers or threads"),
+    ],
+)
+def test_named_barriers_that_do_not_open(kind, faulty, message):
+    error = caught(kind, unmet, 128, zeros(1), faulty)
+    assert message in str(error) and "_named(" in error.line
 
 
 def test_uninitialised_shared_memory():
@@ -879,6 +1128,40 @@ def test_a_vector_load_checks_each_element():
         assert error.thread == (1, 0, 0) and f"reads s[{e}]" in str(error)
 
 
+@pytest.mark.parametrize("read", [0, 3])
+def test_a_vector_load_keeps_who_read_each_element_before(read):
+    def kernel(out, written):
+        s = cuda.shared.array(4, float32)
+        t = cuda.threadIdx.x
+        if t == 0:
+            store4(s, 0, (1.0, 2.0, 3.0, 4.0))
+        cuda.syncthreads()
+        if t == 0:
+            out[0] = s[read]
+        if t == 1:
+            load4(s, 0)
+            s[written] = float32(5.0)
+
+    launch(kernel, 1, 2, (zeros(1), 3 - read))
+    assert caught(SharedHazard, kernel, 2, zeros(1), read).thread == (1, 0, 0)
+
+
+def test_vector_loads_of_two_threads_both_count():
+    def kernel(out, faulty):
+        s = cuda.shared.array(4, float32)
+        t = cuda.threadIdx.x
+        if t == 0:
+            store4(s, 0, (1.0, 2.0, 3.0, 4.0))
+        cuda.syncthreads()
+        if t == 1 or faulty:
+            load4(s, 0)
+        if t == 1:
+            s[2] = float32(5.0)
+
+    launch(kernel, 1, 2, (zeros(1), False))
+    assert caught(SharedHazard, kernel, 2, zeros(1), True).thread == (1, 0, 0)
+
+
 def test_a_read_only_array_is_not_stored_to():
     def kernel(A):
         A[0] = 1
@@ -1224,6 +1507,29 @@ def test_atomics_race_with_plain_accesses():
     assert "atomically updates" in str(caught(SharedHazard, kernel, 64, out, 1, 0))
     assert "reads" in str(caught(SharedHazard, kernel, 64, out, 2, 63))
     assert "atomically updates" in str(caught(SharedHazard, kernel, 64, out, 3, 0))
+
+
+def test_an_atomic_does_not_hide_the_write_after_it():
+    def kernel(out, faulty):
+        s = cuda.shared.array(1, float32)
+        t = cuda.threadIdx.x
+        if t == 0:
+            s[0] = float32(0.0)
+        cuda.syncthreads()
+        if t == 0:
+            cuda.atomic.add(s, 0, float32(1.0))
+            if faulty:
+                s[0] = float32(3.0)
+        if t == 1:
+            cuda.atomic.add(s, 0, float32(1.0))
+        cuda.syncthreads()
+        out[t] = s[0]
+
+    out = zeros(2)
+    launch(kernel, 1, 2, (out, False))
+    assert out.tolist() == [2, 2]
+    error = caught(SharedHazard, kernel, 2, out, True)
+    assert "atomically updates s[0], which thread (0, 0, 0) wrote" in str(error)
 
 
 def test_atomics_on_uninitialised_memory():

@@ -11,6 +11,8 @@ from fa_numba import emulator
 from fa_numba.device import DeviceArray, Kernel, array_type, cuda, float32, int32, uint32
 from fa_numba.emulator import (
     BarrierDivergence,
+    BarrierMisuse,
+    Deadlock,
     EmulatorError,
     Misaligned,
     OutOfBounds,
@@ -26,6 +28,7 @@ from fa_numba.intrinsics.async_copy import (
     copy_value_async,
     wait_async,
 )
+from fa_numba.intrinsics.barriers import arrive_named, sync_named
 from fa_numba.intrinsics.global_memory import (
     read2,
     read4,
@@ -1036,3 +1039,166 @@ def test_pairs_added_at_once_are_aligned():
         emulator.launch(ADDS["pair"], 1, 32, (x, target, 3))
         with pytest.raises(Misaligned):
             emulator.launch(ADDS["vector"], 1, 32, (x, target, 3))
+
+
+# --- named barriers --------------------------------------------------------------------------
+
+
+def _make_ping_pong(wrong=""):
+    """Warp 0 puts rows of X into a tile one by one, from which warp 1 takes them backwards."""
+    full, empty = 1, 2
+    waits_for = 3 if wrong == "another barrier" else full
+    partner = 2 if wrong == "another partner" else 0
+
+    def kernel(X, Y):
+        tile = shared_tile(0, 32)
+        t = uint32(cuda.threadIdx.x)
+        lane = uint32(t % uint32(32))
+        warp = uint32(t // uint32(32))
+        for i in range(X.shape[0]):
+            if warp == uint32(0):
+                if i > 0 and wrong != "not emptied":
+                    sync_named(empty, 64)
+                if wrong == "too early":
+                    arrive_named(full, 64)
+                tile[lane] = X[i, lane]
+            if warp == partner and wrong != "too early" and wrong != "not filled":
+                arrive_named(full, 64)
+            if warp == uint32(1):
+                if wrong != "not filled":
+                    sync_named(waits_for, 64)
+                last = i + 1 == X.shape[0]
+                if wrong == "not yet read" and not last:
+                    arrive_named(empty, 64)
+                Y[i, lane] = tile[uint32(31) - lane]
+                if wrong != "not emptied" and wrong != "not yet read" and not last:
+                    arrive_named(empty, 64)
+
+    return kernel
+
+
+def test_a_producer_and_a_consumer_take_turns(device):
+    x = ramp(7, 32)
+    _, y = run(device, _make_ping_pong(), x, np.zeros_like(x), threads=64)
+    assert np.array_equal(y, x[:, ::-1])
+
+
+@pytest.mark.parametrize(
+    "wrong, error",
+    [
+        ("not filled", {SharedHazard, UninitialisedRead}),
+        ("not emptied", {SharedHazard, BarrierMisuse}),
+        ("too early", {SharedHazard, UninitialisedRead}),
+        ("not yet read", {SharedHazard}),
+        ("another partner", {SharedHazard}),
+        ("another barrier", {Deadlock}),
+    ],
+)
+def test_taking_turns_wrongly_is_reported(wrong, error):
+    arrays = ramp(7, 32), np.zeros((7, 32), np.float32)
+    with pytest.raises(EmulatorError) as caught:
+        emulator.launch(_make_ping_pong(wrong), 1, 96, arrays, shared_bytes=128)
+    assert type(caught.value) in error
+    if wrong == "another barrier":
+        assert "barrier 1 is of 64 threads, of which 32 have arrived" in str(caught.value)
+        assert "barrier 3 is of 64 threads, of which 32 have arrived" in str(caught.value)
+    elif type(caught.value) is not BarrierMisuse:
+        assert caught.value.array == "tile"
+
+
+def _pipeline(X, Y, stages, consumers):
+    """Warp 0 keeps `stages` rows under way; every consumer adds those before it to its own."""
+    tile = shared_tile(0, 128)
+    t = uint32(cuda.threadIdx.x)
+    lane = uint32(t % uint32(32))
+    threads = int32(32 * (consumers + 1))
+    s = float32(0.0)
+    for i in range(X.shape[0]):
+        stage = uint32(i % stages)
+        full, empty = uint32(1 + stage), uint32(1 + stages + stage)
+        place = uint32(uint32(32) * stage + lane)
+        if t < uint32(32):
+            if i >= stages:
+                sync_named(empty, threads)
+            copy1_async(tile, place, X, uint32(i), lane, int32(1))
+            commit_async()
+            wait_async()
+            arrive_named(full, threads)
+        else:
+            sync_named(full, threads)
+            s += tile[place ^ uint32(1)]
+            Y[i, t - uint32(32)] = s
+            if i + stages < X.shape[0]:
+                arrive_named(empty, threads)
+
+
+@pytest.mark.parametrize("stages, consumers", [(1, 1), (2, 1), (3, 2), (4, 3)])
+def test_a_pipeline_of_several_stages(device, stages, consumers):
+    x = ramp(9, 32)
+    y = np.zeros((9, 32 * consumers), np.float32)
+    scalars = (stages, consumers)
+    threads = 32 * (consumers + 1)
+    _, y = run(device, _pipeline, x, y, threads=threads, scalars=scalars)
+    swapped = x.reshape(9, 16, 2)[:, :, ::-1].reshape(9, 32)
+    assert np.array_equal(y, np.tile(swapped.cumsum(axis=0), consumers))
+
+
+def _halves(X, Y, first, second, across):
+    """Each half of the block turns its numbers by one place, as many times as it is told."""
+    tile = shared_tile(0, 128)
+    t = uint32(cuda.threadIdx.x)
+    half = uint32(t // uint32(64))
+    left = uint32(uint32(64) * (half ^ uint32(across)) + (t + uint32(63)) % uint32(64))
+    x = X[t]
+    for _ in range(second if half else first):
+        tile[t] = x
+        sync_named(uint32(7 + half), 64)
+        x = tile[left]
+        sync_named(uint32(7 + half), 64)
+    Y[t] = x
+
+
+@pytest.mark.parametrize("first, second", [(1, 1), (0, 5), (40, 3)])
+def test_halves_of_a_block_wait_each_for_itself(device, first, second):
+    x = ramp(128)
+    _, y = run(device, _halves, x, np.zeros_like(x), threads=128, scalars=(first, second, 0))
+    assert np.array_equal(y[:64], np.roll(x[:64], first))
+    assert np.array_equal(y[64:], np.roll(x[64:], second))
+
+
+def test_halves_of_a_block_do_not_wait_for_each_other():
+    arrays = ramp(128), np.zeros(128, np.float32)
+    with pytest.raises((SharedHazard, UninitialisedRead)) as caught:
+        emulator.launch(_halves, 1, 128, (*arrays, 2, 2, 1), shared_bytes=512)
+    assert caught.value.array == "tile"
+
+
+def _meet(X, barrier, threads, waits):
+    if waits:
+        sync_named(barrier, threads)
+    else:
+        arrive_named(barrier, threads)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize(
+    "barrier, threads, message",
+    [
+        (0, 64, "barrier = 0, allowed: 1 to 15"),
+        (16, 64, "barrier = 16, allowed: 1 to 15"),
+        (-1, 64, "barrier = -1, allowed: 1 to 15"),
+        (1, 0, "threads = 0, allowed: 32 to 1024 in steps of 32"),
+        (1, 48, "threads = 48, allowed: 32 to 1024 in steps of 32"),
+        (1, 1056, "threads = 1056, allowed: 32 to 1024 in steps of 32"),
+    ],
+)
+def test_named_barriers_check_what_they_are_given(barrier, threads, message, waits):
+    with pytest.raises(BarrierMisuse, match=message) as caught:
+        emulator.launch(_meet, 1, 64, (ramp(1), barrier, threads, waits))
+    assert "_named: " in str(caught.value) and "_named(barrier, threads)" in caught.value.line
+
+
+@pytest.mark.parametrize("barrier, threads", [(1, 64), (15, 64)])
+def test_named_barriers_within_their_limits(barrier, threads):
+    emulator.launch(_meet, 1, 64, (ramp(1), barrier, threads, False))
+    emulator.launch(_meet, 1, 64, (ramp(1), barrier, threads, True))

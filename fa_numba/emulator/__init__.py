@@ -7,6 +7,7 @@ races, reads of uninitialised memory, divergent barriers, deadlock and accesses 
 
 from .errors import (
     BarrierDivergence,
+    BarrierMisuse,
     Deadlock,
     EmulatorError,
     Misaligned,
@@ -21,6 +22,7 @@ from .scheduler import Context, current, launch
 
 __all__ = [
     "BarrierDivergence",
+    "BarrierMisuse",
     "Context",
     "Counts",
     "Deadlock",

@@ -43,6 +43,10 @@ class BarrierDivergence(EmulatorError):
     """A barrier or warp collective that only some of the threads it waits for reach."""
 
 
+class BarrierMisuse(EmulatorError):
+    """A named barrier of a wrong number or count, or come to where its last use may go on still."""
+
+
 class Deadlock(EmulatorError):
     """No thread can go on, although each waits where the others could join it."""
 

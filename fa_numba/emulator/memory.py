@@ -1,20 +1,19 @@
 """Shared, local and global arrays that check and count every access.
 
-Shared memory keeps two integer stamps an element, the last write and a summary of the reads since.
-A stamp is clock * STAMP + code, with the clock of the accessing thread's warp and a code for who:
-a thread (0..1023), several threads of one warp (1024 + warp), or several warps (STAMP - 1).
-The clock moves on at every barrier of the block and at every full `syncwarp`. So an access
-happened before the present one when its stamp is below the block's last barrier (`ctx.base`),
-when it is by the same thread, or by the same warp at an earlier clock of that warp. Later readers
-of a warp supersede earlier ones, and readers of two warps conflict with every writer until the
-next barrier: the summary loses nothing.
+Shared memory keeps an integer stamp of each element's last write, and one of its last reads for
+each warp. A stamp is clock * STAMP + code, with the clock of the accessing thread's warp and a code
+for who: a thread (0..1023) or several threads of one warp (1024 + warp). The clock moves on at
+every barrier, of the block or named, and at every full `syncwarp`. Each warp has a vector clock
+`seen`: for each warp the stamp below which its accesses happened before the present, at least that
+of the block's last barrier (`ctx.base`). So did a thread's own. Later readers of a warp supersede
+earlier ones: the summary loses nothing.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -35,10 +34,11 @@ if TYPE_CHECKING:
 
 STAMP = 2048
 SEVERAL = 1024
-EVERY = STAMP - 1
+NOBODY = STAMP - 1
 # Above every stamp, so that one comparison finds them, and by nobody: no access comes before.
-UNWRITTEN = (1 << 60) + EVERY
-IN_FLIGHT = (1 << 61) + EVERY
+UNWRITTEN = (1 << 60) + NOBODY
+IN_FLIGHT = (1 << 61) + NOBODY
+NO_ATOMICS: tuple[int, int, dict[int, int]] = (-1, 0, {})
 
 
 @dataclass
@@ -114,14 +114,15 @@ def _outside(ctx: Context, name: str, shape: tuple[int, ...], index: Any) -> Emu
 class Bank:
     """A piece of shared memory: values and stamps that the arrays laid over it share."""
 
-    __slots__ = ("data", "written", "read", "atomics", "flights")
+    __slots__ = ("data", "written", "reads", "touched", "atomics", "flights")
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, warps: int) -> None:
         self.data: list[Any] = [0] * length
         self.written = [UNWRITTEN] * length
-        self.read = [0] * length
-        # element -> stamps of its last atomics and of the write before them
-        self.atomics: dict[int, tuple[int, int]] = {}
+        self.reads = [[0] * length for _ in range(warps)]
+        self.touched = [0] * length  # at or above `ctx.base` where a warp has read since
+        # element -> stamps of its last atomics, of the write before them, and of those by warp
+        self.atomics: dict[int, tuple[int, int, dict[int, int]]] = {}
         self.flights: dict[int, tuple[int, tuple[int, int]]] = {}  # element -> thread, call site
 
 
@@ -129,7 +130,7 @@ class SharedArray:
     """A 1-D array in shared memory: `length` elements of a bank from element `base` on."""
 
     __slots__ = (
-        "name", "shape", "dtype", "length", "base", "bank", "data", "written", "read",
+        "name", "shape", "dtype", "length", "base", "bank", "data", "written", "read", "touched",
         "cell", "convert", "ctx",
     )  # fmt: skip
 
@@ -144,9 +145,14 @@ class SharedArray:
     ) -> None:
         self.ctx, self.name, self.shape, self.dtype = ctx, name, shape, dtype
         self.length, self.base, self.bank = prod(shape), base, bank
-        self.data, self.written, self.read = bank.data, bank.written, bank.read
+        self.data, self.written, self.touched = bank.data, bank.written, bank.touched
+        self.turn_to(ctx.thread.warp.index)
         self.cell = array("f", [0.0]) if dtype == np.float32 else None
         self.convert = converter(dtype)
+
+    def turn_to(self, warp: int) -> None:
+        """Note reads as those of this warp."""
+        self.read = self.bank.reads[warp]
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -166,11 +172,11 @@ class SharedArray:
             e += self.base
             ctx = self.ctx
             r = self.read[e]
-            # A read by this thread, several of its warp, or several warps is recorded already,
-            # and was checked against the last write then.
-            if r is not ctx.every and r is not ctx.several and r is not ctx.me:
+            # A read by this thread or several of its warp is recorded already, and was checked
+            # against the last write then.
+            if r is not ctx.several and r is not ctx.me:
                 if r < ctx.base and self.written[e] < ctx.base:
-                    self.read[e] = ctx.me
+                    self.read[e] = self.touched[e] = ctx.me
                 else:
                     self._reads(e)
             return self.data[e]
@@ -180,7 +186,7 @@ class SharedArray:
         if 0 <= e < self.length:
             e += self.base
             ctx = self.ctx
-            if self.written[e] >= ctx.base or self.read[e] >= ctx.base:
+            if self.written[e] >= ctx.base or self.touched[e] >= ctx.base:
                 self._writes(e)
             self.written[e] = ctx.me
             cell = self.cell
@@ -199,11 +205,16 @@ class SharedArray:
         if e < 0 or e + n > self.length or first % n:
             self._vector(e, n)
         ctx = self.ctx
-        every, several, me = ctx.every, ctx.several, ctx.me
-        for r in self.read[first:end]:
-            if r is not every and r is not several and r is not me:
-                for k in range(first, end):
-                    self._reads(k)
+        several, me = ctx.several, ctx.me
+        # As above, and of most vectors all elements have been read together before.
+        stamps = self.read[first:end]
+        for r in stamps:
+            if r is not several and r is not me:
+                if stamps.count(r) == n and max(self.written[first:end]) < ctx.base:
+                    self.read[first:end] = self.touched[first:end] = [ctx.joined(r)] * n
+                else:
+                    for k in range(first, end):
+                        self._reads(k)
                 break
         return tuple(self.data[first:end])
 
@@ -211,10 +222,10 @@ class SharedArray:
         """Write n `values` from element e on (flat index) in one access, e a multiple of n."""
         first = self._vector(e, len(values))
         ctx = self.ctx
-        base, me, written, read = ctx.base, ctx.me, self.written, self.read
+        base, me, written, touched = ctx.base, ctx.me, self.written, self.touched
         convert = self.convert
         for k, value in enumerate(values, first):
-            if written[k] >= base or read[k] >= base:
+            if written[k] >= base or touched[k] >= base:
                 self._writes(k)
             written[k] = me
             self.data[k] = convert(value)
@@ -235,37 +246,45 @@ class SharedArray:
 
     def _reads(self, e: int) -> None:
         ctx = self.ctx
-        w = self.written[e]
-        if w >= ctx.base and not ctx.ordered(w):
-            raise self._hazard(e, w, "reads", "wrote")
-        self.read[e] = ctx.joined(self.read[e])
+        if self.written[e] >= ctx.base:
+            self._check(e, "reads", "wrote", self._writers(e))
+        self.read[e] = self.touched[e] = ctx.joined(self.read[e])
 
     def _writes(self, e: int) -> None:
-        ctx = self.ctx
-        w, r = self.written[e], self.read[e]
-        if w >= ctx.base and w != UNWRITTEN and not ctx.ordered(w):
-            raise self._hazard(e, w, "overwrites", "wrote")
-        if r >= ctx.base and not ctx.ordered(r):
-            raise self._hazard(e, r, "overwrites", "reads")
+        base = self.ctx.base
+        if self.written[e] >= base and self.written[e] != UNWRITTEN:
+            self._check(e, "overwrites", "wrote", self._writers(e))
+        if self.touched[e] >= base:
+            self._check(e, "overwrites", "reads", [read[e] for read in self.bank.reads])
+        self.bank.atomics.pop(e, None)
+
+    def _check(self, e: int, does: str, did: str, stamps: Iterable[int]) -> None:
+        base = self.ctx.base
+        for stamp in stamps:
+            if stamp >= base and not self.ctx.ordered(stamp):
+                raise self._hazard(e, stamp, does, did)
+
+    def _writers(self, e: int) -> Iterable[int]:
+        w = self.written[e]
+        last, _, updates = self.bank.atomics.get(e, NO_ATOMICS)
+        return updates.values() if w == last else (w,)
 
     def atomic(self, e: Any, operation: Callable[[Any], Any]) -> Any:
         """Replace element `e` by `operation` of it; returns the old value."""
         e = self._flat(e)
         ctx, bank = self.ctx, self.bank
-        w, r = self.written[e], self.read[e]
+        w = self.written[e]
         if w == UNWRITTEN:
             raise self._hazard(e, w, "reads", "wrote")
         # Atomics do not conflict with each other, so the write before them is kept beside.
-        last, plain = bank.atomics.get(e, (0, 0))
-        together = w >= ctx.base and w == last
-        if not together:
-            plain = w
-        if plain >= ctx.base and not ctx.ordered(plain):
-            raise self._hazard(e, plain, "atomically updates", "wrote")
-        if r >= ctx.base and not ctx.ordered(r):
-            raise self._hazard(e, r, "atomically updates", "reads")
-        self.written[e] = ctx.joined(w) if together else ctx.me
-        bank.atomics[e] = (self.written[e], plain)
+        last, plain, updates = bank.atomics.get(e, NO_ATOMICS)
+        if w != last:
+            plain, updates = w, {}
+        self._check(e, "atomically updates", "wrote", (plain,))
+        self._check(e, "atomically updates", "reads", [read[e] for read in bank.reads])
+        warp = ctx.thread.warp.index
+        self.written[e] = updates[warp] = ctx.joined(updates.get(warp, 0))
+        bank.atomics[e] = (self.written[e], plain, updates)
         old = self.data[e]
         self.data[e] = self.convert(operation(old))
         return old
@@ -278,7 +297,7 @@ class SharedArray:
         ctx = self.ctx
         site = ctx.site()
         for k in range(first, first + n):
-            if self.written[k] >= ctx.base or self.read[k] >= ctx.base:
+            if self.written[k] >= ctx.base or self.touched[k] >= ctx.base:
                 self._writes(k)
         for k in range(first, first + n):
             self.written[k], self.read[k] = IN_FLIGHT, 0
@@ -341,9 +360,9 @@ class SharedMatrix(SharedArray):
             e = self.base + i * self.columns + j
             ctx = self.ctx
             r = self.read[e]
-            if r is not ctx.every and r is not ctx.several and r is not ctx.me:
+            if r is not ctx.several and r is not ctx.me:
                 if r < ctx.base and self.written[e] < ctx.base:
-                    self.read[e] = ctx.me
+                    self.read[e] = self.touched[e] = ctx.me
                 else:
                     self._reads(e)
             return self.data[e]

@@ -1,8 +1,8 @@
 """Runs a kernel's Python function on the CPU: a greenlet a thread, one block after the other.
 
-A thread runs until it waits, at a barrier of the block or in a collective of its warp, or returns.
-When nothing can run, either all threads of the block stand at one barrier and it opens, or the
-kernel is at fault and the error says who waits where.
+A thread runs until it waits, at a barrier of the block, at a named one or in a collective of its
+warp, or returns. When nothing can run, either all threads of the block stand at one barrier and it
+opens, or the kernel is at fault and the error says who waits where.
 """
 
 from __future__ import annotations
@@ -25,9 +25,16 @@ from typing import Any
 import numpy as np
 from greenlet import getcurrent, greenlet
 
-from .errors import BarrierDivergence, Deadlock, EmulatorError, Index3, SharedHazard
+from .errors import (
+    BarrierDivergence,
+    BarrierMisuse,
+    Deadlock,
+    EmulatorError,
+    Index3,
+    SharedHazard,
+)
 from .memory import (
-    EVERY,
+    NOBODY,
     SEVERAL,
     STAMP,
     Bank,
@@ -39,27 +46,30 @@ from .memory import (
     SharedMatrix,
     SharedTensor,
 )
-from .namespace import Namespace, element_type
+from .namespace import FULL, WARP, Namespace, element_type
 from .rebind import Rebinder
 
-WARP = 32
 MAX_THREADS = 1024
 MAX_YIELDS = 1000  # rounds in which every thread only yields before that counts as a deadlock
 
-READY, AT_BARRIER, AT_WARP, DONE = range(4)
+READY, AT_BARRIER, AT_NAMED, AT_WARP, DONE = range(5)
 Site = tuple[int, int]  # a call in kernel code: id of the code object, offset of the instruction
 
 
 class Warp:
-    """32 threads of a block, their clock and the collectives that some of them wait in."""
+    """32 threads of a block, their clock and the collectives that some of them wait in.
 
-    __slots__ = ("index", "lanes", "mask", "start", "several", "groups")
+    What warp w did at stamps below `seen[w]` happened before the present of this one.
+    """
+
+    __slots__ = ("index", "lanes", "mask", "start", "several", "seen", "groups")
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.lanes: list[Thread] = []
         self.mask = 0
         self.start = self.several = 0
+        self.seen: list[int] = []
         self.groups: dict[tuple[str, int, Site], dict[int, Any]] = {}
 
 
@@ -85,14 +95,30 @@ class Thread:
         self.groups: deque[list[tuple[SharedArray, int, int, Callable[[], list[Any]]]]] = deque()
 
 
+class Meeting:
+    """A named barrier of `threads` threads from its first arrival until it opens.
+
+    What warp w did at stamps below `seen[w]` happened before an arrival.
+    """
+
+    __slots__ = ("threads", "site", "arrived", "synced", "waiting", "seen", "opened")
+
+    def __init__(self, threads: int, site: Site, seen: list[int]) -> None:
+        self.threads, self.site, self.seen = threads, site, seen
+        self.arrived: list[Warp] = []
+        self.synced: list[Warp] = []  # those of them that wait
+        self.waiting: list[Thread] = []
+        self.opened = False
+
+
 class Context:
     """A running launch, as `current()` gives it to the emulation of an intrinsic."""
 
     __slots__ = (
         "grid", "block_shape", "shared_bytes", "tid", "thread", "block", "cell",
-        "clock", "base", "me", "several", "every",
+        "clock", "base", "me", "several",
         "_cuda", "_codes", "_hub", "_threads", "_ready", "_statics", "_dynamics", "_banks",
-        "_tiles", "_stale",
+        "_tiles", "_stale", "_meetings", "_opened",
     )  # fmt: skip
 
     def __init__(self, grid: Index3, block: Index3, shared_bytes: int) -> None:
@@ -101,7 +127,7 @@ class Context:
         self.tid = 0
         self.block: Index3 = (0, 0, 0)
         self.thread: Thread
-        self.clock = self.base = self.me = self.several = self.every = 0
+        self.clock = self.base = self.me = self.several = 0
         self._cuda = Namespace(self)
         self._codes: dict[int, CodeType] = {}
         self._hub: greenlet
@@ -112,6 +138,8 @@ class Context:
         self._banks: dict[np.dtype, Bank] = {}
         self._tiles: list[tuple[int, int, np.dtype, str]] = []
         self._stale = 0
+        self._meetings: dict[int, Meeting] = {}  # by barrier
+        self._opened: dict[int, list[int]] = {}  # what the last one had seen
 
     # ---- where the kernel is
 
@@ -150,31 +178,22 @@ class Context:
     # ---- what happened before what: see memory.py
 
     def ordered(self, stamp: int) -> bool:
-        """Whether an access since the last barrier of the block happened before the present."""
+        """Whether an access happened before the present."""
         code = stamp % STAMP
         if code == self.tid:
             return True
-        if code == EVERY:  # also UNWRITTEN and IN_FLIGHT
+        if code == NOBODY:  # UNWRITTEN and IN_FLIGHT
             return False
-        warp = code - SEVERAL if code >= SEVERAL else code // WARP
-        return warp == self.tid // WARP and stamp < self.thread.warp.start
+        return stamp < self.thread.warp.seen[_warp(code)]
 
     def joined(self, stamp: int) -> int:
-        """The summary `stamp` of accesses with this thread's added."""
-        if stamp < self.base:
-            return self.me
-        code = stamp % STAMP
-        if code == EVERY:
-            return self.every
-        warp = code - SEVERAL if code >= SEVERAL else code // WARP
-        if warp != self.tid // WARP:
-            return self.every
-        return self.me if stamp < self.thread.warp.start or code == self.tid else self.several
+        """The stamp of accesses of this thread's warp with its own added."""
+        warp = self.thread.warp
+        before = stamp < warp.seen[warp.index] or stamp % STAMP == self.tid
+        return self.me if before else self.several
 
     def who(self, stamp: int) -> str:
         code = stamp % STAMP
-        if code == EVERY:
-            return "several threads"
         if code >= SEVERAL:
             return f"several threads of warp {code - SEVERAL}"
         return f"thread {self.thread_name(code)}"
@@ -192,7 +211,7 @@ class Context:
             axes = shape if isinstance(shape, tuple) else (shape,)
             name = self.target(site, f"shared{len(self._statics)}")
             kind = {1: SharedArray, 2: SharedMatrix}.get(len(axes), SharedTensor)
-            known = self._statics[site] = kind(self, name, axes, element, Bank(prod(axes)))
+            known = self._statics[site] = kind(self, name, axes, element, self._bank(prod(axes)))
         return known
 
     def shared_tile(self, offset: int, length: int, dtype: Any = float) -> SharedArray:
@@ -223,10 +242,13 @@ class Context:
                 raise self.fault(EmulatorError, text, name)
         self._tiles.append((first, last, element, name))
         if element not in self._banks:
-            self._banks[element] = Bank(self.shared_bytes // size)
+            self._banks[element] = self._bank(self.shared_bytes // size)
         tile = SharedArray(self, name, (length,), element, self._banks[element], offset)
         self._dynamics[key] = tile
         return tile
+
+    def _bank(self, length: int) -> Bank:
+        return Bank(length, -(-len(self._threads) // WARP))
 
     def local_array(self, shape: Any, dtype: Any) -> LocalArray:
         axes = shape if isinstance(shape, tuple) else (shape,)
@@ -308,6 +330,7 @@ class Context:
         results = resolve(group, mask)
         if operation == "syncwarp" and mask == warp.mask:
             self._tick(warp)
+            warp.seen[warp.index] = warp.start
             self.me, self.several = warp.start + t.tid, warp.several
         self._stale = 0
         for lane in group:
@@ -316,6 +339,74 @@ class Context:
                 other.state, other.value = READY, results[lane]
                 self._ready.append(other)
         return results[t.lane]
+
+    def named_barrier(self, operation: str, barrier: int, threads: int, waits: bool) -> None:
+        """Come to a barrier of `threads` threads: bar.sync or, unless it `waits`, bar.arrive.
+
+        All lanes of a warp come together. The barrier opens, and is as new, when warps of as many
+        threads have: what they did before then happened before what the waiting ones do next.
+        Arriving orders nothing for the warp that arrives, not even among its lanes.
+
+        Raises BarrierMisuse where lanes of a warp or warps at a barrier disagree, where a warp that
+        arrived comes again before the barrier has opened, and where nothing orders its coming after
+        the barrier's last use: another time it could be taken for a part of that.
+        """
+        t = self.thread
+
+        def arrive(operands: dict[int, tuple[int, int]], mask: int) -> dict[int, Meeting]:
+            if len(set(operands.values())) > 1:
+                text = f"the lanes of a warp call {operation} for different barriers or threads"
+                raise self.fault(BarrierMisuse, text)
+            return dict.fromkeys(operands, self._arrive(barrier, threads, waits))
+
+        meeting = self.collective(operation, FULL, (barrier, threads), arrive)
+        if waits and not meeting.opened:
+            t.state, t.site = AT_NAMED, self.site()
+            t.operation = f"{operation} of barrier {barrier}"
+            meeting.waiting.append(t)
+            self._hub.switch()
+        else:
+            self.me, self.several = t.warp.start + t.tid, t.warp.several
+
+    def _arrive(self, barrier: int, threads: int, waits: bool) -> Meeting:
+        """The current warp comes to a barrier; the last one opens it."""
+        warp = self.thread.warp
+        self._tick(warp)
+        past = list(warp.seen)
+        past[warp.index] = warp.start
+        if any(a < b for a, b in zip(past, self._opened.get(barrier, past), strict=True)):
+            text = f"warp {warp.index} comes to barrier {barrier}, not ordered after its last use"
+            raise self.fault(BarrierMisuse, text)
+        meeting = self._meetings.get(barrier)
+        if meeting is None:
+            meeting = self._meetings[barrier] = Meeting(threads, self.site(), past)
+        if meeting.threads != threads:
+            text = f"warp {warp.index} comes to a barrier of {threads} threads"
+            raise self.fault(BarrierMisuse, f"{text}, but {self._missing(barrier)}")
+        if warp in meeting.arrived:
+            text = f"warp {warp.index} comes again to a barrier that has not opened"
+            raise self.fault(BarrierMisuse, f"{text}: {self._missing(barrier)}")
+        meeting.seen = list(map(max, meeting.seen, past))
+        meeting.arrived.append(warp)
+        if waits:
+            meeting.synced.append(warp)
+        if len(meeting.arrived) * WARP == threads:
+            self._opened[barrier] = self._meetings.pop(barrier).seen
+            meeting.opened = True
+            for other in meeting.synced:
+                other.seen = list(meeting.seen)
+            for t in meeting.waiting:
+                t.state = READY
+            self._ready.extend(meeting.waiting)
+        return meeting
+
+    def _missing(self, barrier: int) -> str:
+        meeting = self._meetings[barrier]
+        count, first = len(meeting.arrived) * WARP, self.line_of(meeting.site)
+        return (
+            f"barrier {barrier} is of {meeting.threads} threads, of which {count} have arrived, "
+            f"the first at {first}"
+        )
 
     def give_way(self) -> None:
         """Let the other threads run first: a spinning thread must, none is preempted."""
@@ -337,9 +428,9 @@ class Context:
     def _open_barrier(self, warps: list[Warp]) -> None:
         self.clock += 1
         self.base = self.clock * STAMP
-        self.every = self.base + EVERY
         for warp in warps:
             warp.start, warp.several = self.base, self.base + SEVERAL + warp.index
+            warp.seen = [self.base] * len(warps)
 
     # ---- running
 
@@ -354,15 +445,20 @@ class Context:
             t.warp.mask |= 1 << t.lane
             t.run = greenlet(partial(self._thread, t, function, args))
         self._statics, self._dynamics, self._banks, self._tiles = {}, {}, {}, []
+        self._opened = {}
         self.clock = self._stale = 0
         self._open_barrier(warps)
         ready = self._ready = deque(threads)
+        self.thread = threads[0]
         self._hub = getcurrent()
         cuda = self._cuda
         place, cuda.blockIdx.x, cuda.blockIdx.y, cuda.blockIdx.z = cuda.threadIdx, *block
         while True:
             while ready:
                 t = ready.popleft()
+                if t.warp is not self.thread.warp:
+                    for array in (*self._statics.values(), *self._dynamics.values()):
+                        array.turn_to(t.warp.index)
                 self.thread, self.tid = t, t.tid
                 place.x, place.y, place.z, cuda.laneid = t.x, t.y, t.z, t.lane
                 self.me, self.several = t.warp.start + t.tid, t.warp.several
@@ -373,7 +469,7 @@ class Context:
                 self._open_barrier(warps)
                 self._stale = 0
                 ready.extend(threads)
-            elif all(t.state == DONE for t in threads):
+            elif all(t.state == DONE for t in threads) and not self._meetings:
                 return
             else:
                 raise self._stalled()
@@ -441,31 +537,47 @@ class Context:
         return f"thread{'s' if len(threads) > 1 else ''} {', '.join(names)}{more}"
 
     def _stalled(self) -> EmulatorError:
-        """The error for a block in which nothing runs: who waits for whom, and where."""
+        """The error for a block in which nothing runs: who waits for whom, and where.
+
+        Also for one that ends with a named barrier that some came to and that never opened.
+        """
         kind: type[EmulatorError] = BarrierDivergence
+        site: Site | None = None
         in_warp = [t for t in self._threads if t.state == AT_WARP]
         at_barrier = [t for t in self._threads if t.state == AT_BARRIER]
+        at_named = [t for t in self._threads if t.state == AT_NAMED]
         deserted = [t for t in in_warp if self._deserted(t)]
         if deserted:
             t = deserted[0]
             text = f"{t.operation} with mask {t.value:#010x} is not reached by all its lanes"
+        elif at_named:
+            t, kind = at_named[0], Deadlock
+            text = "; ".join(map(self._missing, self._meetings))
         elif at_barrier:
             t = at_barrier[0]
             text = f"{t.operation} is not reached by all threads of the block"
-        else:
+        elif in_warp:
             t, kind = in_warp[0], Deadlock
             text = f"lanes wait for one another in {t.operation} with different masks"
+        else:
+            barrier, meeting = next(iter(self._meetings.items()))
+            t, site, text = meeting.arrived[0].lanes[0], meeting.site, self._missing(barrier)
         return kind(
             f"{text}: {self._waiters()}",
             block=self.block,
             thread=(t.x, t.y, t.z),
-            line=self.line_of(t.site),
+            line=self.line_of(site or t.site),
         )
 
     def _deserted(self, t: Thread) -> bool:
         """Whether a lane that `t` waits for in a warp collective is somewhere else."""
         named = [u for u in t.warp.lanes if t.value >> u.lane & 1]
         return any(u.state != AT_WARP or u.site != t.site for u in named)
+
+
+def _warp(code: int) -> int:
+    """The warp of a stamp's code."""
+    return code - SEVERAL if code >= SEVERAL else code // WARP
 
 
 @cache
