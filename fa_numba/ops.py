@@ -27,6 +27,7 @@ def plan(
     return_lse: bool = False,
     query_splits: int = 1,
     warp_partition: str = "rows",
+    ablate: tuple[str, ...] = (),
     passes: str = "fwd",
     deterministic: bool = False,
     return_dbias: bool = False,
@@ -51,15 +52,19 @@ def plan(
     if passes == "bwd":
         if return_lse is not False:
             raise ValueError(f"return_lse is {return_lse!r}: only passes='fwd' has it")
-        if warp_partition != "rows":
-            raise ValueError(f"warp_partition is {warp_partition!r}: only passes='fwd' has it")
+        for name, value, none in (
+            ("warp_partition", warp_partition, "rows"),
+            ("ablate", ablate, ()),
+        ):
+            if value != none:
+                raise ValueError(f"{name} is {value!r}: only passes='fwd' has it")
         backward = (deterministic, return_dbias, unit, query_splits)
         run = plans.backward(problem, algorithm, tiles, True, *backward)
     else:
         for name, value in (("deterministic", deterministic), ("return_dbias", return_dbias)):
             if value is not False:
                 raise ValueError(f"{name} is {value!r}: only passes='bwd' has it")
-        how = (return_lse, query_splits, unit, warp_partition)
+        how = (return_lse, query_splits, unit, warp_partition, ablate)
         run = plans.forward(problem, algorithm, tiles, True, *how)
     arguments.check_mask(problem, tiles, run.plan.tiles)
     return replace(run.plan, block_mask=arguments.block_mask)
@@ -101,6 +106,7 @@ def flash_attention_1(
     stream=None,
     query_splits=1,
     warp_partition="rows",
+    ablate=(),
     unit="auto",
     **options: Unpack[AttentionOptions],
 ):
@@ -118,7 +124,7 @@ def flash_attention_1(
     >>> bool(abs(a - b).max() < 1e-6)
     True
     """
-    how = (query_splits, warp_partition)
+    how = (query_splits, warp_partition, ablate)
     return _attend("fa1", (q, k, v), options, tiles, return_lse, out, stream, unit, *how)
 
 
@@ -131,6 +137,7 @@ def flash_attention_2(
     return_lse=False,
     out=None,
     stream=None,
+    ablate=(),
     unit="auto",
     **options: Unpack[AttentionOptions],
 ):
@@ -148,6 +155,11 @@ def flash_attention_2(
     ``tiles`` sets the block sizes. ``out`` takes the result, in q's shape. ``stream`` is a CUDA
     stream (torch, CuPy, Numba or an address); None takes the current stream of q's library.
 
+    ``ablate`` names measures of the tensor-core kernel to do without, which show what each gains
+    and change no access: "padding" of rows in shared memory, "prefetch" of tiles meanwhile others
+    are computed with, "q_registers" for Q's fragments, "folded_scale" of the scores into the
+    exponent, "wide_stores" of O.
+
     Returns O in q's shape, dtype, library and place; with ``return_lse`` (O, L), L the natural
     logarithm of the rows' sums of exponentials, float32 (B, Hq, Nq).
 
@@ -163,7 +175,8 @@ def flash_attention_2(
     >>> fa_numba.flash_attention_2(q, q, v, window=(0, 0))[0, 0, :, 0].tolist()
     [0.0, 4.0, 8.0]
     """
-    return _attend("fa2", (q, k, v), options, tiles, return_lse, out, stream, unit)
+    how = {"ablate": ablate}
+    return _attend("fa2", (q, k, v), options, tiles, return_lse, out, stream, unit, **how)
 
 
 def attention(q, k, v, *, algorithm="fa2", **options):
@@ -191,8 +204,9 @@ def _attend(
     unit,
     query_splits=1,
     warp_partition="rows",
+    ablate=(),
 ) -> Any:
-    facts = ("fwd", algorithm, tiles, return_lse, unit, query_splits, warp_partition)
+    facts = ("fwd", algorithm, tiles, return_lse, unit, query_splits, warp_partition, ablate)
     seen = prepared.seen(facts, qkv, options, out)
     results = prepared.again(seen, out, stream)
     if results is None:
@@ -201,7 +215,7 @@ def _attend(
 
 
 def _first_attend(facts, qkv, options, out, stream, seen: Seen | None) -> list:
-    _, algorithm, tiles, return_lse, unit, query_splits, warp_partition = facts
+    _, algorithm, tiles, return_lse, unit, query_splits, warp_partition, ablate = facts
     inputs = [operand(*x) for x in zip("qkv", qkv, strict=True)]
     arguments = Arguments.of(options)
     check_together(inputs, list(arguments.arrays.values()))
@@ -213,7 +227,7 @@ def _first_attend(facts, qkv, options, out, stream, seen: Seen | None) -> list:
         check_out(target, problem.q_shape, [*inputs, *arguments.arrays.values()])
     with calls.placed(inputs[0]):
         aligned = _aligned(problem, [*inputs, target] if target else inputs)
-        how = (return_lse, query_splits, unit, warp_partition)
+        how = (return_lse, query_splits, unit, warp_partition, ablate)
         run = plans.forward(problem, algorithm, tiles, aligned, *how)
         arguments.check_mask(problem, tiles, run.plan.tiles)
         handle = calls.stream_handle(stream, inputs[0])

@@ -24,6 +24,7 @@ from fa_numba.kernels.simt import (
 from fa_numba.options import PLAIN, Features
 from fa_numba.problem import Problem, as_size
 from fa_numba.tiles import (
+    MEASURES,
     BackwardSpec,
     MmaSpec,
     MmaSweepSpec,
@@ -64,7 +65,8 @@ class KernelPlan:
 class Plan:
     """What a call runs.
 
-    ``warp_partition`` is what the warps of a block share of a tile: its "rows" or the "keys".
+    ``warp_partition`` is what the warps of a block share of a tile: its "rows" or the "keys";
+    ``ablated`` names the measures that the kernel does without.
     ``accesses`` are exact loads and stores of global memory in elements by array, ``flops`` follows
     FlashAttention-2's convention, ``workspace_bytes`` is memory beside inputs and outputs. With a
     block mask both need it as ``block_mask``.
@@ -78,6 +80,7 @@ class Plan:
     kernels: tuple[KernelPlan, ...]
     workspace_bytes: int
     warp_partition: str = "rows"
+    ablated: tuple[str, ...] = ()
     block_mask: np.ndarray | None = field(default=None, compare=False, repr=False)
     count: Callable[..., io_model.Accesses] = field(default=None, compare=False, repr=False)  # type: ignore[assignment]
 
@@ -149,6 +152,19 @@ def _check_partition(warp_partition: Any, algorithm: str, unit: str) -> None:
         )
 
 
+def _measures(ablate: Any, algorithm: str, unit: str) -> tuple[str, ...]:
+    """The measures to leave out, each once, in one order."""
+    found = [name for name, owners in MEASURES.items() if unit == "mma" and algorithm in owners]
+    names = ablate if isinstance(ablate, (tuple, list)) else (ablate,)
+    for name in names:
+        if not isinstance(name, str) or name not in found:
+            raise ValueError(
+                f"ablate is {ablate!r}: {algorithm} on unit {unit!r} can do without "
+                f"{', '.join(found) or 'none of its measures'}; allowed is a tuple of these names"
+            )
+    return tuple(name for name in found if name in names)
+
+
 def forward(
     problem: Problem,
     algorithm: str,
@@ -158,6 +174,7 @@ def forward(
     query_splits: Any,
     unit: Any = "auto",
     warp_partition: Any = "rows",
+    ablate: Any = (),
 ) -> Run:
     """The forward pass of ``algorithm``, checked."""
     _check(problem, algorithm, tiles)
@@ -167,9 +184,10 @@ def forward(
     if query_splits != 1 and algorithm != "fa1":
         raise ValueError(f"query_splits is {query_splits}: only fa1 splits its queries")
     _check_partition(warp_partition, algorithm, unit)
+    ablated = _measures(ablate, algorithm, unit)
     limit = device.shared_bytes_limit()
     if unit == "mma":
-        how = (return_lse, query_splits, limit, warp_partition)
+        how = (return_lse, query_splits, limit, warp_partition, ablated)
         return _mma_forward(problem, algorithm, tiles, aligned, *how)
     return _forward(problem, algorithm, tiles, aligned, return_lse, query_splits, limit)
 
@@ -211,7 +229,7 @@ def _forward(problem, algorithm, tiles, aligned, return_lse, query_splits, limit
 
 @functools.lru_cache(maxsize=1024)
 def _mma_forward(
-    problem, algorithm, tiles, aligned, return_lse, query_splits, limit, warp_partition
+    problem, algorithm, tiles, aligned, return_lse, query_splits, limit, warp_partition, ablated
 ) -> Run:
     d, Nq, Nk = problem.head_dim, problem.seqlen_q, problem.seqlen_k
     features, splits_keys = Features.of(problem), warp_partition == "keys"
@@ -228,7 +246,7 @@ def _mma_forward(
     facts: dict[str, Any] = {"features": features, "aligned": aligned, "splits_keys": splits_keys}
     facts |= {"dtype": problem.dtype, "positive_scale": problem.scale > 0.0}
     facts |= {"return_lse": return_lse and algorithm == "fa1", "grouped": problem.group > 1}
-    spec = specialise_mma(tiles, d, limit, kind, **facts)
+    spec = specialise_mma(tiles, d, limit, kind, ablated=ablated, **facts)
     tiles = Tiles(tiles.Br, tiles.Bc, spec.threads)
     Tr, heads, split_rows = -(-Nq // tiles.Br), problem.heads_q, 0
     if algorithm == "fa2":
@@ -245,7 +263,8 @@ def _mma_forward(
         count = functools.partial(io_model.fa1, problem, tiles, **how)
     workspace = io_model.workspace(algorithm, problem, return_lse=return_lse)
     run = _run("fwd", algorithm, problem, tiles, launches, count, workspace, split_rows, "mma")
-    return replace(run, plan=replace(run.plan, warp_partition=warp_partition))
+    how = {"warp_partition": warp_partition, "ablated": ablated}
+    return replace(run, plan=replace(run.plan, **how))
 
 
 def _mma_standard_launches(

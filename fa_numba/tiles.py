@@ -14,6 +14,14 @@ MAX_THREADS = 512
 # Of a multiprocessor, and what a thread needs beside its accumulators.
 REGISTERS = 65536
 OTHER_REGISTERS = 96
+# Measures that the forward kernels on tensor cores can do without, and whose they are.
+MEASURES = {
+    "padding": ("fa1", "fa2"),
+    "prefetch": ("fa1", "fa2"),
+    "q_registers": ("fa1", "fa2"),
+    "folded_scale": ("fa1", "fa2"),
+    "wide_stores": ("fa2",),
+}
 
 
 @dataclass(frozen=True)
@@ -251,18 +259,30 @@ class MmaSpec(Spec):
     Thread (ty, tx) is place tx of 4 in group ty of a fragment (``intrinsics/matrix.py``): it owns
     rows ty + 8 i and of each 8 columns 2 tx and 2 tx + 1. Pitches are in 16-bit elements; the
     padding of 16 bytes a row spreads the rows that an ``ldmatrix`` reads over all banks.
+    ``ablated`` are those of MEASURES that are left out.
     """
 
     dtype: str = "float16"
     positive_scale: bool = False
     splits_keys: bool = False
+    ablated: tuple[str, ...] = ()
 
     @property
     def folds_scale(self) -> bool:
         """Only a positive scale keeps the scores' order, and only plain scores are its product."""
         features = self.features
         plain = not (features.softcap or features.alibi or features.bias)
-        return self.positive_scale and plain
+        return self.positive_scale and plain and "folded_scale" not in self.ablated
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether tiles are on their way while others are computed with."""
+        return "prefetch" not in self.ablated
+
+    @property
+    def stores_wide(self) -> bool:
+        """Whether O leaves in 16-byte stores, by way of shared memory."""
+        return self.aligned and "wide_stores" not in self.ablated
 
     @property
     def row_step(self) -> int:
@@ -304,7 +324,7 @@ class MmaSpec(Spec):
 
     @property
     def pitch(self) -> int:
-        return self.columns + 8
+        return self.columns + (0 if "padding" in self.ablated else 8)
 
     @property
     def tile_halves(self) -> tuple[int, ...]:
@@ -328,7 +348,8 @@ class MmaSpec(Spec):
     @property
     def keeps_q(self) -> bool:
         """Whether Q's fragments stay in registers: where S, O and they leave room for the rest."""
-        return self.columns <= 128 and self.accumulators + 2 * self.TM * self.DN <= 160
+        fit = self.columns <= 128 and self.accumulators + 2 * self.TM * self.DN <= 160
+        return fit and "q_registers" not in self.ablated
 
     @property
     def q_registers(self) -> int:

@@ -457,6 +457,34 @@ def test_the_default_mma_plan_is_what_is_compiled_here(name, d):
     assert (planned.threads, planned.shared_bytes) == (kernel.threads, kernel.shared_bytes)
 
 
+def test_a_measure_left_out_is_not_compiled():
+    """What the PTX shows of each; the padding is a size alone."""
+
+    def ptx_without(*names):
+        spec = specialise_mma(Tiles(16, 32), 32, SHARED["sm_80"], positive_scale=True)
+        return compiled(mma.fa2_forward.make_forward(replace(spec, ablated=names)), "sm_80")[0]
+
+    def counts(ptx):
+        names = ("cp.async.wait_group", "mul.f32", "st.global.v4")
+        return tuple(ptx.count(name) for name in names)
+
+    def first_loop(ptx):
+        """How many ldmatrix stand before the loop over the columns, and in it."""
+        before, _, rest = ptx.partition("mma.sync")
+        return before.count("ldmatrix"), rest.count("ldmatrix")
+
+    whole = ptx_without()
+    waits, products, stores = counts(whole)
+    assert stores > 0
+    # Q, K twice and V
+    assert counts(ptx_without("prefetch")) == (waits + 4, products, stores)
+    assert counts(ptx_without("wide_stores")) == (waits, products, 0)
+    # No product of each row's maximum, of which a thread has two
+    assert counts(ptx_without("folded_scale")) == (waits, products - 2, stores)
+    unkept = ptx_without("q_registers")
+    assert counts(unkept) == counts(whole) and first_loop(unkept) != first_loop(whole)
+
+
 def standard_mma_kernel_of(name, arch, d, dtype, option):
     """A kernel of standard attention by the default tiles for long sequences; as ``mma_spec_of``.
 

@@ -32,6 +32,7 @@ from fa_numba import Tiles, plans, reference
 from fa_numba import device as devices
 from fa_numba.options import Features
 from fa_numba.tiles import (
+    MEASURES,
     MmaSpec,
     StandardSpec,
     default_mma_standard_tiles,
@@ -552,6 +553,35 @@ def test_both_partitions_access_global_memory_alike(causal):
     assert extra == 4 * (keys.tiles.threads // 32 - 1) * 32 * (64 + 2)
 
 
+# --- measures left out -------------------------------------------------------------------------
+
+
+@every_flash
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_measure_changes_what_is_computed_or_accessed(device, algorithm, causal):
+    q, k, v = half_inputs("float16", 1, 2, 1, 37, 50, 24)
+    how = {"tiles": Tiles(32, 16), "causal": causal}
+    whole = check(device, algorithm, q, k, v, **how)
+    names = [name for name, owners in MEASURES.items() if algorithm in owners]
+    for ablate in (*((name,) for name in names), tuple(names)):
+        result = check(device, algorithm, q, k, v, ablate=ablate, **how)
+        if "folded_scale" not in ablate:
+            assert np.array_equal(result.O, whole.O) and np.array_equal(result.L, whole.L)
+
+
+def test_a_plan_says_what_it_does_without():
+    with devices.using("emulator"):
+        how = {"dtype": "float16", "tiles": Tiles(64, 32)}
+        whole, less = (
+            fa_numba.plan((1, 2, 300, 64), (1, 2, 300, 64), ablate=names, **how)
+            for names in ((), ["wide_stores", "padding", "padding"])
+        )
+    assert (whole.ablated, less.ablated) == ((), ("padding", "wide_stores"))
+    assert whole.accesses == less.accesses
+    padding = 2 * (64 + 2 * 32) * 8
+    assert whole.kernels[0].shared_bytes - less.kernels[0].shared_bytes == padding
+
+
 # --- values ----------------------------------------------------------------------------------
 
 
@@ -903,6 +933,29 @@ REFUSED = {
             tiles=Tiles(64, 64), warp_partition="keys",
         ),
         ValueError, ["Br=64, Bc=64", "warps of all its rows", "registers"],
+    ),
+    "a measure that there is not": (
+        lambda: fa_numba.flash_attention_2(Q, K, K, ablate=("padding", "swizzle")), ValueError,
+        ["ablate is ('padding', 'swizzle')", "fa2 on unit 'mma'", "padding, prefetch, q_registers"],
+    ),
+    "a measure of fa2": (
+        lambda: fa_numba.flash_attention_1(Q, K, K, ablate=["wide_stores"]), ValueError,
+        ["ablate is ['wide_stores']", "fa1", "padding, prefetch, q_registers, folded_scale;"],
+    ),
+    "measures that are no names": (
+        lambda: fa_numba.flash_attention_2(Q, K, K, ablate=None), ValueError, ["ablate is None"],
+    ),
+    "a measure on CUDA cores": (
+        lambda: fa_numba.flash_attention_2(*SINGLE, ablate="padding"), ValueError,
+        ["ablate is 'padding'", "unit 'simt'", "none of its measures"],
+    ),
+    "a measure of standard attention": (
+        lambda: fa_numba.attention(Q, K, K, algorithm="standard", ablate="padding"), TypeError,
+        ["ablate"],
+    ),
+    "a measure of the backward pass": (
+        lambda: fa_numba.plan(Q.shape, K.shape, passes="bwd", ablate=("padding",)), ValueError,
+        ["ablate is ('padding',)", "only passes='fwd'"],
     ),
     "a dtype that there is not": (
         lambda: fa_numba.plan(Q.shape, K.shape, dtype="float8"), ValueError,

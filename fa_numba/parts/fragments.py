@@ -10,7 +10,12 @@ from functools import cache
 
 from fa_numba.device import cuda, device_function, float32, int32, int64, uint32
 from fa_numba.intrinsics.arithmetic import NEG_INF, exp2, maximum
-from fa_numba.intrinsics.async_copy import copy8_async, copy_value_async
+from fa_numba.intrinsics.async_copy import (
+    commit_async,
+    copy8_async,
+    copy_value_async,
+    wait_async,
+)
 from fa_numba.intrinsics.global_memory import (
     read2,
     read_pair,
@@ -84,10 +89,14 @@ def make_load_halves(rows, spec):
     copied one element after the other, there at the next barrier.
     """
     load = make_load_half_tile(rows, spec.columns, spec.pitch, spec.threads, spec.aligned)
+    prefetches = spec.prefetches
 
     @device_function
     def load_halves(sT, T, row0, rows_end, cols_end):
         load(sT, 0, T, row0, rows_end, 0, cols_end)
+        if not prefetches:
+            commit_async()
+            wait_async()
 
     return load_halves
 
@@ -403,14 +412,14 @@ def make_write_tile(spec):
     """``write_tile(rO, sO, O, warp_row, row0, rows_end, ty, tx)``: this warp's rows of an O tile,
     rounded, by way of the same rows of sO; unaligned ones element by element.
     """
-    d, aligned = spec.head_dim, spec.aligned
+    d, wide = spec.head_dim, spec.stores_wide
     store_rows = _make_store_rows(spec.TM, spec.columns, spec.pitch, spec.row_step, spec.dtype)
     write_rows = _make_write_rows(8 * spec.TM, spec.columns, spec.pitch, False)
     write_halves = make_write_halves(spec)
 
     @device_function
     def write_tile(rO, sO, O, warp_row, row0, rows_end, ty, tx):
-        if aligned:
+        if wide:
             cuda.syncwarp()  # nobody reads these rows any more
             store_rows(sO, rO, ty, tx)
             cuda.syncwarp()  # this warp's rows are there
