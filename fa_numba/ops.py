@@ -52,12 +52,10 @@ def plan(
     if passes == "bwd":
         if return_lse is not False:
             raise ValueError(f"return_lse is {return_lse!r}: only passes='fwd' has it")
-        for name, value, none in (
-            ("warp_partition", warp_partition, "rows"),
-            ("ablate", ablate, ()),
-        ):
-            if value != none:
-                raise ValueError(f"{name} is {value!r}: only passes='fwd' has it")
+        if warp_partition != "rows":
+            raise ValueError(f"warp_partition is {warp_partition!r}: only passes='fwd' has it")
+        if ablate != ():
+            raise ValueError(f"ablate is {ablate!r}: only passes='fwd' has it")
         backward = (deterministic, return_dbias, unit, query_splits)
         run = plans.backward(problem, algorithm, tiles, True, *backward)
     else:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import test_block_sparse
+import test_ladder
 import test_training
 from mma_helpers import every_dtype, numpy_dtype
 
@@ -52,7 +53,7 @@ from fa_numba.problem import Problem
 
 NAMES = [
     *("block_size", "block_sparse", "char_model", "host_cost", "io_vs_seqlen"),
-    *("loop_cost", "loop_order"),
+    *("ladder", "loop_cost", "loop_order"),
     *("speed", "speed_backward", "speed_bf16", "speed_fp16"),
 ]
 STUDIES = [module.STUDY for module in (speed, speed_backward, speed_bf16, speed_fp16)]
@@ -107,6 +108,8 @@ def synthetic(name, machine="some-gpu"):
                     **block_size._fields(problem, series, Br, Bc),
                 )
             )
+    elif name == "ladder":
+        rows = test_ladder.synthetic()
     elif name == "loop_cost":
         for step, time in zip(loop_cost.STEPS, (40.0, 20.0, 16.0, 12.0), strict=True):
             common = {"series": step, "note": "query_splits=2" if step == SPLITS else ""}

@@ -40,6 +40,10 @@ def run(case: Case, inputs: Inputs) -> int:
         options["tiles"] = fa_numba.Tiles(Br=case.Br, Bc=case.Bc, threads=case.threads)
     if case.query_splits != 1:
         options["query_splits"] = case.query_splits
+    if case.warp_partition != "rows":
+        options["warp_partition"] = case.warp_partition
+    if case.ablate:
+        options["ablate"] = tuple(case.ablate)
     planned = fa_numba.plan(problem.q_shape, problem.k_shape, dtype=case.dtype, **options)
     q, k, v = (device.to_gpu(x.astype(case.dtype)) for x in inputs(problem))
     out = fa_numba.attention(q, k, v, **options)
@@ -65,6 +69,8 @@ def main() -> None:
     parser.add_argument("--Bc", type=int, help="columns of a tile, with --Br")
     parser.add_argument("--threads", type=int, help="of a block, with --Br and --Bc")
     parser.add_argument("--query-splits", type=int, default=1, help="fa1: thread blocks a head")
+    parser.add_argument("--warp-partition", default="rows", choices=["rows", "keys"])
+    parser.add_argument("--ablate", nargs="*", default=[], metavar="MEASURE", help="left out")
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16"])
     args = vars(parser.parse_args())
     cases_file, kernels_file = args.pop("cases"), args.pop("kernels")

@@ -62,14 +62,19 @@ class Case:
     query_splits: int = 1
     dtype: str = "float32"
     threads: int | None = None
+    warp_partition: str = "rows"
+    ablate: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if (self.Br is None) != (self.Bc is None):
             raise ValueError(f"Br is {self.Br} and Bc is {self.Bc}: give both or neither")
 
     @classmethod
-    def of(cls, algorithm: str, problem: Problem, tiles: Any = None, query_splits: int = 1) -> Case:
-        """A call for the problem; as many heads and rows of K and V as of Q."""
+    def of(cls, algorithm: str, problem: Problem, tiles: Any = None, **options: Any) -> Case:
+        """A call for the problem; as many heads and rows of K and V as of Q.
+
+        ``options`` are query_splits, warp_partition and ablate.
+        """
         if (problem.heads_q, problem.seqlen_q) != (problem.heads_k, problem.seqlen_k):
             raise ValueError(f"problem is {problem}: heads and lengths of q and k must be equal")
         return cls(
@@ -81,9 +86,9 @@ class Case:
             problem.causal,
             Br=None if tiles is None else tiles.Br,
             Bc=None if tiles is None else tiles.Bc,
-            query_splits=query_splits,
             dtype=problem.dtype,
             threads=None if tiles is None else tiles.threads,
+            **options,
         )
 
 

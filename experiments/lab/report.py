@@ -376,6 +376,42 @@ def loop_cost(store: Store) -> str:
     )
 
 
+def ladder(store: Store) -> str:
+    """The speed of every step, its gain, what was predicted of it, and what was counted."""
+    from experiments import ladder as experiment
+
+    rows, source = _gpu_rows(store, experiment.NAME)
+    if not rows:
+        return NO_RECORDING + "\n"
+    predicted = experiment.predictions()
+    measured: dict[str, Callable[[float], str]] = {
+        "speed": lambda v: f"{v:.1f}",
+        "instructions": lambda v: f"{v / 1e9:.2f}",
+        "wavefronts": lambda v: f"{v / 1e9:.2f}",
+        "conflicts": lambda v: f"{v / 1e9:.3f}",
+    }
+    lines = []
+    for problem, mine in steps.problems_of(rows).items():
+        sizes = [str(problem.head_dim), "yes" if problem.causal else "no", str(problem.seqlen_q)]
+        found = {(r.series, r.metric): r for r in mine if r.source == "measured"}
+        gains = experiment.gains(mine)
+        for series, label in experiment.LABELS.items():
+            speed, *counted = (
+                _value(found.get((series, metric)), shown) for metric, shown in measured.items()
+            )
+            tiles = found.get((series, "speed"))
+            block = f"{tiles.Br} x {tiles.Bc}" if tiles is not None and tiles.Br else "-"
+            pair = [_cell(values, series, ".2f") for values in (gains, predicted)]
+            lines.append([*sizes, label, block, speed, *pair, *counted])
+    header = ["d", "causal", "N", "step", "Br x Bc", "TFLOP/s", "gain", "predicted"]
+    header += ["warp instructions, 10^9", "shared-memory wavefronts, 10^9", "bank conflicts, 10^9"]
+    return (
+        "Forward, fp16, 16k tokens, hidden dimension 2048. A gain is over the step before; of "
+        "FA-1's rows it is over its keys at the same block sizes. "
+        f"{source}\n\n{_markdown(header, lines)}"
+    )
+
+
 def loop_order(store: Store) -> str:
     """Both orders' times and occupancy at the same tiles, and FA-1 over FA-2 of times and bytes."""
     from experiments import loop_order as experiment
@@ -542,6 +578,7 @@ TABLES: dict[str, Callable[[Store], str]] = {
     "char_model": char_model,
     "host_cost": host_cost,
     "io_vs_seqlen": io_vs_seqlen,
+    "ladder": ladder,
     "loop_cost": loop_cost,
     "loop_order": loop_order,
 }
