@@ -32,15 +32,17 @@ def make_philox(uint32, uint64):
     """
 
     def philox(c0, c1, c2, c3, k0, k1):
+        m0, m1, high = uint64(0xD2511F53), uint64(0xCD9E8D57), uint64(32)
+        w0, w1 = uint32(0x9E3779B9), uint32(0xBB67AE85)
         for _ in range(10):
-            p0 = uint64(c0) * uint64(0xD2511F53)
-            p1 = uint64(c2) * uint64(0xCD9E8D57)
-            c0 = uint32(uint32(p1 >> uint64(32)) ^ c1 ^ k0)
+            p0 = uint64(c0) * m0
+            p1 = uint64(c2) * m1
+            c0 = uint32(uint32(p1 >> high) ^ c1 ^ k0)
             c1 = uint32(p1)
-            c2 = uint32(uint32(p0 >> uint64(32)) ^ c3 ^ k1)
+            c2 = uint32(uint32(p0 >> high) ^ c3 ^ k1)
             c3 = uint32(p0)
-            k0 = uint32(k0 + uint32(0x9E3779B9))
-            k1 = uint32(k1 + uint32(0xBB67AE85))
+            k0 = uint32(k0 + w0)
+            k1 = uint32(k1 + w1)
         return c0, c1, c2, c3
 
     return philox

@@ -218,12 +218,14 @@ def test_a_backward_kernel_compiles_within_its_budgets(case):
 
 
 def mostly_slow(cases):
-    """Of tensor-core cases all are `slow` but the plain kernels at the papers' head dimensions."""
+    """Of tensor-core cases all are `slow` but the plain kernels at the papers' head dimensions,
+    on sm_80 at the one where registers are full.
+    """
     marked = []
     for case in cases:
         _, arch, d, dtype, option = case
         plain = option in (None, "causal") and d in (64, 128) and dtype == "float16"
-        quick = plain and arch != "sm_89"
+        quick = plain and (arch == "sm_90a" or (arch, d) == ("sm_80", 128))
         marked.append(pytest.param(case, marks=() if quick else pytest.mark.slow))
     return marked
 

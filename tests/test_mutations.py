@@ -1445,8 +1445,8 @@ def draw_mutants(add):
         ("no second key", "^ c3 ^ k1", "^ c3"),
         ("no word", "^ c1 ^ k0", "^ k0"),
         ("no second word", "^ c3 ^ k1", "^ k1"),
-        ("low for high", "p1 >> uint64(32)", "p1"),
-        ("second low for high", "p0 >> uint64(32)", "p0"),
+        ("low for high", "p1 >> high", "p1"),
+        ("second low for high", "p0 >> high", "p0"),
         to=("fa2",),
         cases="dropout",
     )
