@@ -127,6 +127,35 @@ def named(case):
     return "-".join(map(str, case))
 
 
+def at_full_registers(arch, d):
+    """The papers' head dimensions, on sm_80 the one where registers are full."""
+    return (arch, d) in (("sm_90a", 64), ("sm_90a", 128), ("sm_80", 128))
+
+
+def partly_slow(cases):
+    """The flash kernels at other head dimensions are `slow`."""
+    return [
+        pytest.param(
+            case,
+            marks=pytest.mark.slow
+            if case[0][:2] == "fa" and not at_full_registers(*case[1:3])
+            else (),
+        )
+        for case in cases
+    ]
+
+
+def mostly_slow(cases):
+    """Of tensor-core cases all are `slow` but the plain kernels at the papers' head dimensions."""
+    marked = []
+    for case in cases:
+        _, arch, d, dtype, option = case
+        plain = option in (None, "causal") and dtype == "float16"
+        quick = plain and at_full_registers(arch, d)
+        marked.append(pytest.param(case, marks=() if quick else pytest.mark.slow))
+    return marked
+
+
 CASES = [
     # name, arch, head_dim, causal, aligned
     ("fa2", "sm_90a", 64, False, True),
@@ -150,7 +179,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=named)
+@pytest.mark.parametrize("case", partly_slow(CASES), ids=named)
 def test_a_kernel_compiles_within_its_budgets(case):
     name, arch, d, causal, aligned = case
     kernel = kernel_of(*case)
@@ -193,7 +222,7 @@ BACKWARD_CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", BACKWARD_CASES, ids=named)
+@pytest.mark.parametrize("case", partly_slow(BACKWARD_CASES), ids=named)
 def test_a_backward_kernel_compiles_within_its_budgets(case):
     name, arch, d, causal, aligned = case
     kernel = backward_kernel_of(*case)
@@ -215,19 +244,6 @@ def test_a_backward_kernel_compiles_within_its_budgets(case):
             assert "st.global.v4.f32" in ptx, "16-byte writes of a gradient"
     assert ("ex2.approx.ftz.f32" in ptx) == name.startswith("fa")
     assert ("red.global.add.f32" in ptx) == (name == "fa2")
-
-
-def mostly_slow(cases):
-    """Of tensor-core cases all are `slow` but the plain kernels at the papers' head dimensions,
-    on sm_80 at the one where registers are full.
-    """
-    marked = []
-    for case in cases:
-        _, arch, d, dtype, option = case
-        plain = option in (None, "causal") and d in (64, 128) and dtype == "float16"
-        quick = plain and (arch == "sm_90a" or (arch, d) == ("sm_80", 128))
-        marked.append(pytest.param(case, marks=() if quick else pytest.mark.slow))
-    return marked
 
 
 OPTIONS = ("window", "softcap", "bias", "alibi", "q_lens", "packed", "sparse", "dropout")

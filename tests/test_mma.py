@@ -1019,7 +1019,7 @@ def any_call(draw):
     return sizes, {**options, "layout": layout, "out_layout": layout}
 
 
-@pytest.mark.parametrize("dtype", ["float16", BFLOAT16])
+@mostly_float16
 @every_algorithm
 @settings(max_examples=40)
 @given(any_call(), st.integers(1, 4), st.booleans())

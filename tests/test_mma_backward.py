@@ -320,8 +320,9 @@ def test_layouts(device, way, layout):
 ON_GPU = ("window", "softcap", "bias", "alibi", "both lengths", "block mask", "dropout", "most")
 
 
+# Every option of FA-2, and of the others those that a GPU runs too; the rest is slow.
 OPTIONS_OF_WAYS = [
-    (way, name)
+    pytest.param(way, name, marks=() if way == "fa2" or name in ON_GPU else pytest.mark.slow)
     for way, name in itertools.product(WAYS, OPTIONS)
     if way in ("standard", "fa1", "fa2") or name in ON_GPU
 ]
