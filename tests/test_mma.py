@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mma_helpers import (
     ALGORITHMS,
-    BFLOAT16,
     HALF_GUARD,
     HALF_LAYOUTS,
     HalfMemory,
