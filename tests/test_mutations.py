@@ -525,11 +525,11 @@ def forward_mutants(add):
     )
     add(
         mask,
-        ("unmasked pad", "visible = col < Nk", "visible = True"),
+        ("unmasked pad", "visible = col < int32(int32(Nk) - first)", "visible = True"),
         ("no test for a ragged tile", "inside = last < Nk", "inside = True"),
         ("a pad of one column", "inside = last < Nk", "inside = last <= Nk"),
     )
-    seen = "_visible_causal(row, int32(col), diagonal"
+    seen = "_visible_causal(row, col, 0"
     tested = "inside = inside and _visible_causal(int32(row0), int32(last), diagonal)"
     add(
         mask,
@@ -1241,7 +1241,7 @@ def score_mutants(add):
 def mask_mutants(add):
     """Faults of what is hidden within a tile, and of the tests that nothing is."""
     mask = "softmax.make_scale_and_mask"
-    seen = "_visible_window(row, int32(col), diagonal, left, right)"
+    seen = "_visible_window(row, col, 0, left, right)"
     top = "int32(row0), int32(last), diagonal, UNBOUNDED, right\n"
     bottom = "lowest, int32(col0), diagonal, left, UN"
     add(
@@ -1265,10 +1265,11 @@ def mask_mutants(add):
     )
     # FA-1 writes no row past the end.
     inside = "inside = inside and uint32(row0 + Br) <= Nq"
+    row = "uint32(row0 + row_of(ty, i)) < Nq"
     add(
         mask,
-        ("rows past the end", "visible = visible and uint32(row) < Nq", "pass"),
-        ("a row past the end", "uint32(row) < Nq", "uint32(row) <= Nq"),
+        ("rows past the end", f"visible = visible and {row}", "pass"),
+        ("a row past the end", row, row.replace("<", "<=")),
         ("no test for rows past the end", inside, "pass"),
         ("a row past the end in its test", inside, f"{inside} + 1"),
         to=("fa2",),

@@ -81,18 +81,23 @@ def make_scale_and_mask(spec, unit=LOG2E, hides_blocks=False):
             block = options.block_mask[b, h, row0 // uint32(Br), col0 // uint32(Bc)]
             inside = inside and block != 0
         if not inside:
+            # Columns count from this thread's first, so that they are constants, and rows from the
+            # one whose diagonal column that is.
+            first = int32(col0 + column_of(tx, 0))
+            top = int32(first - diagonal)
             for i in range(TM):
-                row = int32(row0 + row_of(ty, i))
+                row = int32(int32(row0 + row_of(ty, i)) - top)
                 for j in range(TN):
-                    col = uint32(col0 + column_of(tx, j))
-                    visible = col < Nk
-                    if causal:
-                        visible = visible and _visible_causal(row, int32(col), diagonal)
+                    col = int32(column_of(uint32(0), j))
+                    if causal:  # hides the matrix's end too: the last row sees column Nk - 1
+                        visible = _visible_causal(row, col, 0)
+                    else:
+                        visible = col < int32(int32(Nk) - first)
                     if window:
-                        seen = _visible_window(row, int32(col), diagonal, left, right)
+                        seen = _visible_window(row, col, 0, left, right)
                         visible = visible and seen
                     if q_lens:
-                        visible = visible and uint32(row) < Nq
+                        visible = visible and uint32(row0 + row_of(ty, i)) < Nq
                     if hides_blocks:
                         visible = visible and block != 0
                     if not visible:
