@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -651,6 +652,20 @@ def test_failures_become_notes():
     assert timing.attempt(memory) == (None, "failed: out of memory")
     assert timing.attempt(wrong) == (None, "failed: error 1 against float64, allowed 2")
     assert timing.attempt(lambda: [][1])[1].startswith("failed: IndexError: ")
+
+
+def test_a_failure_holds_no_memory():
+    arrays = []
+
+    def work():
+        array = np.zeros(3)
+        arrays.append(weakref.ref(array))
+        cycle = [array]
+        cycle.append(cycle)
+        raise RuntimeError("out of memory")
+
+    timing.attempt(work)
+    assert arrays[0]() is None
 
 
 @pytest.mark.parametrize(
