@@ -225,6 +225,5 @@ def attempt(work: Callable[[], Any]) -> tuple[Any, str]:
             reason = "out of memory"
         elif not isinstance(error, WrongResult):
             reason = f"{type(error).__name__}: {reason}"
-        return None, f"failed: {reason[:200]}"
-    finally:
-        gc.collect()
+    gc.collect()  # the error's frames may hold arrays in cycles
+    return None, f"failed: {reason[:200]}"
