@@ -1,5 +1,7 @@
 """`device`: the same test on the emulator and, marked `gpu`, on the GPU where there is one."""
 
+import gc
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -24,6 +26,12 @@ def pytest_collection_modifyitems(items):
         skip = pytest.mark.skip(reason="no CUDA GPU of compute capability 8.0 or later")
         for item in marked:
             item.add_marker(skip)
+
+
+def pytest_collection_finish():
+    # Modules and tests live to the end: no collection needs to look at them again.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)], scope="session")

@@ -629,8 +629,8 @@ def mma_backward_kernel_of(name, arch, d, dtype, option):
 
 MMA_BACKWARD_CASES = [
     # name, arch, head_dim, dtype, option
-    *((name, "sm_90a", d, "float16", None) for name in MMA_BACKWARD for d in (64, 96, 192, 256)),
-    *((name, "sm_90a", d, "float16", "causal") for name in MMA_BACKWARD for d in (32, 64, 128)),
+    *((name, "sm_90a", d, "float16", None) for name in MMA_BACKWARD for d in (96, 128, 192, 256)),
+    *((name, "sm_90a", d, "float16", "causal") for name in MMA_BACKWARD for d in (32, 64)),
     *((name, arch, 64, "float16", None) for name in MMA_BACKWARD for arch in ("sm_80", "sm_89")),
     *((name, "sm_80", 128, "float16", "causal") for name in MMA_BACKWARD),
     *(

@@ -317,12 +317,13 @@ def test_layouts(device, way, layout):
 
 # --- options ---------------------------------------------------------------------------------
 
+SLOW = pytest.mark.slow
 ON_GPU = ("window", "softcap", "bias", "alibi", "both lengths", "block mask", "dropout", "most")
 
 
 # Every option of FA-2, and of the others those that a GPU runs too; the rest is slow.
 OPTIONS_OF_WAYS = [
-    pytest.param(way, name, marks=() if way == "fa2" or name in ON_GPU else pytest.mark.slow)
+    pytest.param(way, name, marks=() if way == "fa2" or name in ON_GPU else SLOW)
     for way, name in itertools.product(WAYS, OPTIONS)
     if way in ("standard", "fa1", "fa2") or name in ON_GPU
 ]
@@ -336,7 +337,10 @@ def test_options(way, name):
 
 @every_way
 @no_bfloat16
-@pytest.mark.parametrize("name", ["softcap, bias and slopes", "dropout", "most"])
+@pytest.mark.parametrize(
+    "name",
+    ["most", *(pytest.param(n, marks=SLOW) for n in ("softcap, bias and slopes", "dropout"))],
+)
 def test_options_in_bfloat16(way, name):
     inputs = half_gradients("bfloat16", 2, 2, 1, 40, 55, 8)
     check_gradients("emulator", way, *inputs, tiles=SMALL, **OPTIONS[name])

@@ -1926,9 +1926,9 @@ def test_every_mutant_is_another_text():
 
 
 def mostly_slow(mutants):
-    """All but every third are `slow`: together they take longest of all tests."""
+    """All but every fourth are `slow`: together they take longest of all tests."""
     for n, mutant in enumerate(mutants):
-        marks = pytest.mark.slow if n % 3 else ()
+        marks = pytest.mark.slow if n % 4 else ()
         yield pytest.param(mutant, id=f"{mutant.place}: {mutant.title}", marks=marks)
 
 
