@@ -127,31 +127,25 @@ def named(case):
     return "-".join(map(str, case))
 
 
-def at_full_registers(arch, d):
-    """The papers' head dimensions, on sm_80 the one where registers are full."""
-    return (arch, d) in (("sm_90a", 64), ("sm_90a", 128), ("sm_80", 128))
-
-
 def partly_slow(cases):
-    """The flash kernels at other head dimensions are `slow`."""
-    return [
-        pytest.param(
-            case,
-            marks=pytest.mark.slow
-            if case[0][:2] == "fa" and not at_full_registers(*case[1:3])
-            else (),
-        )
-        for case in cases
-    ]
+    """Of the flash kernels all are `slow` but those at the papers' head dimensions on sm_90a."""
+    marked = []
+    for case in cases:
+        name, arch, d, *_ = case
+        quick = name[:2] != "fa" or (arch == "sm_90a" and d in (64, 128))
+        marked.append(pytest.param(case, marks=() if quick else pytest.mark.slow))
+    return marked
 
 
 def mostly_slow(cases):
-    """Of tensor-core cases all are `slow` but the plain kernels at the papers' head dimensions."""
+    """Of tensor-core cases all are `slow` but the plain kernels at the papers' head dimensions, on
+    sm_80 at the one where registers are full.
+    """
     marked = []
     for case in cases:
-        _, arch, d, dtype, option = case
-        plain = option in (None, "causal") and dtype == "float16"
-        quick = plain and at_full_registers(arch, d)
+        name, arch, d, dtype, option = case
+        plain = option in (None, "causal") and dtype == "float16" and name != "fa1 keys"
+        quick = plain and (arch, d) in (("sm_90a", 64), ("sm_90a", 128), ("sm_80", 128))
         marked.append(pytest.param(case, marks=() if quick else pytest.mark.slow))
     return marked
 
