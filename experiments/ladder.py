@@ -50,7 +50,7 @@ class Step:
 
 # Br, Bc of the steps before the plan's own.
 TILES = (128, 64)
-_ORDER = ("padding", "prefetch", "q_registers", "folded_scale", "wide_stores")
+_ORDER = tuple(MEASURES)
 LADDER = (
     Step(f"{BASE}-plain", "plain", None, (), 256),
     Step(f"{BASE}-padding", "+ rows padded against bank conflicts", 2.0, _ORDER[:1], 256),
@@ -61,8 +61,8 @@ LADDER = (
     Step(f"{BASE}-32-rows", "+ 32 rows a warp", 1.25, _ORDER, 128),
     Step(BASE, "+ tiles of the plan", 1.04),
 )
-# FA-1 at the tiles of its split keys, each warp with rows of its own or with keys; "own" is the
-# first at its own tiles.
+# FA-1 at the tiles of its split keys, each warp with keys or with rows of its own, and with rows at
+# the plan's tiles.
 PARTITIONS = {
     "fa1-mma-keys": "FA-1, keys over the warps",
     "fa1-mma-rows": "FA-1, rows over the warps",

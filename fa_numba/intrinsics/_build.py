@@ -5,7 +5,6 @@ from numba.core import cgutils, types
 
 I32 = ir.IntType(32)
 F32 = ir.FloatType()
-FLOAT2 = ir.VectorType(F32, 2)
 FLOAT2_TUPLE = types.containers.UniTuple(types.float32, 2)
 FLOAT4 = ir.VectorType(F32, 4)
 INT4 = ir.VectorType(I32, 4)
