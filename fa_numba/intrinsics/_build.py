@@ -81,6 +81,11 @@ def global_pointer(context, builder, array_ty, array, *places, contiguous=False)
     return builder.addrspacecast(generic, element.as_pointer(GLOBAL))
 
 
+def guarded(instructions, condition):
+    """PTX whose instructions marked ``@p`` take place if the operand ``condition`` is not 0."""
+    return f"{{.reg .pred p; setp.ne.u32 p, {condition}, 0; {instructions}}}"
+
+
 def unpack4(context, builder, vector, tuple_type=FLOAT4_TUPLE):
     lanes = [builder.extract_element(vector, I32(n)) for n in range(4)]
     return context.make_tuple(builder, tuple_type, lanes)

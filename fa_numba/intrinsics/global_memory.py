@@ -15,6 +15,7 @@ from fa_numba.intrinsics._build import (
     WORDS,
     emulated_by,
     global_pointer,
+    guarded,
     halves_of,
     is_float32_array,
     is_half_array,
@@ -130,8 +131,11 @@ def read_pair(typingctx, array, row, col, reads):
         two = ir.LiteralStructType([F32] * 2)
         asm = ir.InlineAsm(
             ir.FunctionType(two, [pointer.type, I32]),
-            "{.reg .pred p; setp.ne.u32 p, $3, 0; mov.f32 $0, 0f00000000; mov.f32 $1, 0f00000000; "
-            "@p ld.global.v2.f32 {$0, $1}, [$2];}",
+            guarded(
+                "mov.f32 $0, 0f00000000; mov.f32 $1, 0f00000000; "
+                "@p ld.global.v2.f32 {$0, $1}, [$2];",
+                "$3",
+            ),
             "=&f,=&f,l,r,~{memory}",
             side_effect=True,
         )
@@ -160,7 +164,7 @@ def write_pair(typingctx, array, row, col, x0, x1, writes):
         pointer = _pointer(context, builder, array, args, row, col)
         asm = ir.InlineAsm(
             ir.FunctionType(ir.VoidType(), [pointer.type, F32, F32, I32]),
-            "{.reg .pred p; setp.ne.u32 p, $3, 0; @p st.global.v2.f32 [$0], {$1, $2};}",
+            guarded("@p st.global.v2.f32 [$0], {$1, $2};", "$3"),
             "l,f,f,r,~{memory}",
             side_effect=True,
         )
@@ -211,7 +215,7 @@ def write8(typingctx, array, row, col, w0, w1, w2, w3, writes):
         pointer = _pointer(context, builder, array, args, row, col)
         asm = ir.InlineAsm(
             ir.FunctionType(ir.VoidType(), [pointer.type, *[I32] * 5]),
-            "{.reg .pred p; setp.ne.u32 p, $5, 0; @p st.global.v4.b32 [$0], {$1, $2, $3, $4};}",
+            guarded("@p st.global.v4.b32 [$0], {$1, $2, $3, $4};", "$5"),
             "l,r,r,r,r,r,~{memory}",
             side_effect=True,
         )

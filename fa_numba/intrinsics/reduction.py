@@ -10,6 +10,7 @@ from fa_numba.intrinsics._build import (
     I32,
     emulated_by,
     global_pointer,
+    guarded,
     is_float32_array,
 )
 
@@ -49,7 +50,7 @@ def _add_pair(array, row, col, x0, x1, adds):
 
 
 def _add_two(instruction):
-    code = "{.reg .pred p; setp.ne.u32 p, $3, 0; " + instruction + "}"
+    code = guarded(instruction, "$3")
 
     def build(typingctx, array, row, col, x0, x1, adds):
         if not is_float32_array(array, 2) or adds != types.boolean:
