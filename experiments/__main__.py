@@ -109,6 +109,14 @@ def _parser() -> argparse.ArgumentParser:
         default=tune.HEAD_DIMS,
         help=f"head dimensions to sweep (default: {','.join(map(str, tune.HEAD_DIMS))})",
     )
+    for option, known in (("--series", tune.SERIES), ("--passes", tuple(tune.BLOCKS))):
+        tuning.add_argument(
+            option,
+            nargs="+",
+            choices=known,
+            default=known,
+            help="what to sweep (default: all)",
+        )
     tuning.add_argument(
         "--jobs",
         type=_count,
@@ -140,7 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
     if args.command == "tune":
-        return Runner(Options(), arguments, console).tune(args.head_dims, args.jobs)
+        wanted = tune.candidates(args.head_dims, args.series, args.passes)
+        return Runner(Options(), arguments, console).tune(wanted, args.jobs)
 
     chosen = names() if args.command == "all" else list(dict.fromkeys(args.names))
     unknown = [name for name in chosen if name not in names()]

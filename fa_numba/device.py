@@ -17,7 +17,7 @@ import numpy as np
 from cuda.bindings import driver
 from numba import cuda, float32, int32, int64, types, uint32, uint64  # noqa: F401  # for the kernels
 
-from fa_numba import emulator
+from fa_numba import cubins, emulator
 from fa_numba.recording import DeviceArray, Recording, checked
 
 MIN_COMPUTE_CAPABILITY = (8, 0)
@@ -156,16 +156,31 @@ class Kernel:
         return types.void(*self.argument_types)
 
     def compiled(self):
-        """The ``cuda.core`` kernel for the current device, with its shared memory allowed."""
+        """The ``cuda.core`` kernel for the current device, with its shared memory allowed.
+
+        It is compiled where ``cubins`` does not have it.
+        """
+        from cuda.core import ObjectCode
+
         device = cuda.get_current_device().id
         if device not in self._compiled:
-            dispatcher = cuda.jit(launch_bounds=(self.threads, self.min_blocks))(self.function)
-            overload = dispatcher.compile(self.argument_types)
-            overload.bind()
-            kernel = overload._codelibrary.get_cufunc().kernel
+            cubin, name = self.built(_compute_capability(device))
+            cuda.current_context()
+            kernel = ObjectCode.from_cubin(cubin).get_kernel(name)
             _allow_shared_memory(kernel, self.shared_bytes, device)
             self._compiled[device] = kernel
         return self._compiled[device]
+
+    def built(self, capability: tuple[int, int]) -> tuple[bytes, str]:
+        """The cubin for the current device, of that compute capability, and its entry's name."""
+        kept = cubins.read(self, capability)
+        if kept is not None:
+            return kept
+        dispatcher = cuda.jit(launch_bounds=(self.threads, self.min_blocks))(self.function)
+        library = dispatcher.compile(self.argument_types)._codelibrary
+        cubin, name = bytes(library.get_cubin().code), library._entry_name
+        cubins.write(self, capability, cubin, name)
+        return cubin, name
 
 
 def _allow_shared_memory(kernel, size, device):

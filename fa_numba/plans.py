@@ -83,6 +83,16 @@ class Plan:
     ablated: tuple[str, ...] = ()
     block_mask: np.ndarray | None = field(default=None, compare=False, repr=False)
     count: Callable[..., io_model.Accesses] = field(default=None, compare=False, repr=False)  # type: ignore[assignment]
+    launched: tuple[Kernel, ...] = field(default=(), compare=False, repr=False)
+
+    def compile(self) -> None:
+        """Compile for the current GPU what a call would compile; nothing on the emulator.
+
+        Kernels are kept on disk too (``fa_numba.cubins``), for later processes.
+        """
+        if device.on_gpu():
+            for kernel in self.launched:
+                kernel.compiled()
 
     @functools.cached_property
     def accesses(self) -> io_model.Accesses:
@@ -95,11 +105,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Run:
-    """A plan with its kernels, in the order of their launches."""
+    """A plan, and its kernels in the order of their launches."""
 
     plan: Plan
-    kernels: tuple[Kernel, ...]
     split_rows: int = 0
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        return self.plan.launched
 
     def of(self, name: str) -> list[int]:
         """The places of the kernels with this name."""
@@ -493,8 +506,9 @@ def _run(
         KernelPlan(kernel.name, (blocks, heads, problem.batch), kernel.threads, kernel.shared_bytes)
         for kernel, blocks, heads in launches
     )
-    plan = Plan(algorithm, passes, unit, problem, tiles, kernels, workspace, count=count)
-    return Run(plan, tuple(kernel for kernel, *_ in launches), split_rows)
+    launched = tuple(kernel for kernel, *_ in launches)
+    how = {"count": count, "launched": launched}
+    return Run(Plan(algorithm, passes, unit, problem, tiles, kernels, workspace, **how), split_rows)
 
 
 def _row_floats(Nk: int, limit: int, rows: int = 1) -> int:

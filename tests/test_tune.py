@@ -1,6 +1,7 @@
 """The sweep over block sizes, the table it leaves, and what plans read of it."""
 
 import csv
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -150,7 +151,7 @@ def swept(monkeypatch, wrong=()):
     monkeypatch.setattr(tune, "time_call", time_call)
     monkeypatch.setattr(tune.peers, "available", lambda: False)
     monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
-    for name, value in (("SEQLEN", 32), ("CHECKED_SEQLEN", 32), ("THREADS", (32, 64))):
+    for name, value in (("SEQLENS", (32,)), ("CHECKED_SEQLEN", 32), ("THREADS", (32, 64))):
         monkeypatch.setattr(tune, name, value)
     monkeypatch.setattr(tune, "BLOCKS", {"fwd": ((16, 32), (16, 32)), "bwd": ((16,), (16,))})
     monkeypatch.setattr(tune, "fa2_setting", tune.one_head)
@@ -194,6 +195,20 @@ def test_tiles_with_wrong_results_are_out(monkeypatch):
     assert tune.best(one_mask)["fa2", "fwd", 16][0] not in (fast, Tiles(32, 16, 32))
 
 
+def test_every_length_counts(monkeypatch):
+    """Tiles that are fastest at one length are not chosen for it, nor with one length missing."""
+    _, rows = swept(monkeypatch)
+    slow, fast = Tiles(32, 16, 32), Tiles(32, 32, 32)
+    longer = [replace(row, seqlen_q=64, value=1.0) for row in rows if row.metric == "speed"]
+    for row in longer:
+        if (row.Br, row.Bc) == (slow.Br, slow.Bc):
+            longer[longer.index(row)] = replace(row, value=100.0)
+    assert tune.best(rows)["fa2", "fwd", 16][0] == fast
+    assert tune.best(rows + longer)["fa2", "fwd", 16][0] == slow
+    missing = [r for r in longer if (r.Br, r.Bc, r.causal) != (slow.Br, slow.Bc, True)]
+    assert tune.best(rows + missing)["fa2", "fwd", 16][0] == fast
+
+
 def test_the_table_is_updated_line_by_line(table):
     table("8.0,fa2,fwd,64,64,64,64", "9.0,fa2,fwd,64,64,64,64")
     found = {
@@ -215,17 +230,16 @@ def test_the_table_is_updated_line_by_line(table):
 def test_the_command_stores_rows_and_the_table(monkeypatch, tmp_path, table):
     wanted, rows = swept(monkeypatch)
     rows = [replace(row, machine="some-gpu") for row in rows]
-    monkeypatch.setattr(tune, "candidates", lambda head_dims: wanted)
     monkeypatch.setattr(tune, "measure", lambda *_: iter(rows))
     monkeypatch.setattr(runner.device, "gpu_available", lambda: False)
     updated = []
     monkeypatch.setattr(tune, "update", lambda *given: updated.append(given) or True)
     console = Console(record=True, width=120)
     running = runner.Runner(Options(out=tmp_path), ["tune"], console)
-    assert running.tune((10,), 1) == 1
+    assert running.tune(wanted, 1) == 1
     assert "needs a CUDA GPU" in console.export_text()
     running.machine, running.gpu = "some-gpu", {"compute_capability": "9.0"}
-    assert running.tune((10,), 1) == 0
+    assert running.tune(wanted, 1) == 0
     assert len(Store(tmp_path).read("tune", "some-gpu")) == len(rows)
     ((found, capability),) = updated
     assert capability == "9.0" and found == tune.best(rows)
@@ -236,9 +250,14 @@ def test_the_command_line_of_the_sweep(monkeypatch, capsys):
     calls = []
     stand_in = SimpleNamespace(tune=lambda *given: calls.append(given) or 0)
     monkeypatch.setattr(command, "Runner", lambda *_: stand_in)
-    assert command.main(["tune"]) == command.main(["tune", "--head-dims", "64", "--jobs", "2"]) == 0
-    assert calls == [(tune.HEAD_DIMS, None), ((64,), 2)]
-    for bad in (["--jobs", "0"], ["--jobs", "x"], ["--head-dims", "300"]):
+    part = "--head-dims 64 --series fa2-mma --passes bwd --jobs 2".split()
+    assert command.main(["tune"]) == command.main(["tune", *part]) == 0
+    (everything, _), (some, _) = calls
+    assert everything == tune.candidates() and [jobs for _, jobs in calls] == [None, 2]
+    kinds = {(c.series, c.pass_, c.head_dim) for c in everything}
+    assert kinds == set(itertools.product(tune.SERIES, tune.BLOCKS, tune.HEAD_DIMS))
+    assert some == [c for c in everything if (c.series, c.pass_, c.head_dim) == ("fa2-mma", "bwd", 64)]
+    for bad in (["--jobs", "0"], ["--head-dims", "300"], ["--series", "x"], ["--passes", "both"]):
         with pytest.raises(SystemExit):
             command.main(["tune", *bad])
     assert len(calls) == 2

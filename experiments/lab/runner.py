@@ -107,19 +107,18 @@ class Runner:
             finally:
                 recorder.finish(complete=complete and done)
 
-    def tune(self, head_dims: Sequence[int], jobs: int | None) -> int:
+    def tune(self, wanted: Sequence[tune.Candidate], jobs: int | None) -> int:
         """Sweep block sizes on this machine's GPU and store the fastest; an exit status."""
         if self.machine is None or self.gpu is None:
             self.console.print("[red]tune needs a CUDA GPU, and this machine has none[/]")
             return 1
-        wanted = tune.candidates(head_dims)
         self.console.print(f"[bold]{tune.NAME}[/]: {len(wanted)} candidates")
         self._record(
             tune.NAME, tune.SWEPT, lambda bench: tune.measure(wanted, bench, jobs), complete=False
         )
         rows = self.store.read(tune.NAME, self.machine)
-        swept = {candidate.head_dim for candidate in wanted}
-        found = tune.best([row for row in rows if row.head_dim in swept])
+        swept = {(c.series, c.pass_, c.head_dim) for c in wanted}
+        found = tune.best([r for r in rows if (r.series, r.pass_, r.head_dim) in swept])
         for (name, pass_, d), (tiles, speed) in sorted(found.items()):
             text = f"Br={tiles.Br}, Bc={tiles.Bc}, {tiles.threads} threads: {speed:.0f} TFLOP/s"
             self.console.print(f"  {name} {pass_} d={d}: {text}")

@@ -12,7 +12,7 @@ from typing import Any
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from . import peers, published
+from . import ahead, peers, published
 from .algorithms import (
     BACKWARD_LABELS,
     DETERMINISTIC,
@@ -104,6 +104,7 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
     cases = [
         fa2_setting(N, d, mask, study.dtype) for d in head_dims for mask in masks for N in lengths
     ]
+    ahead.compile_ahead(_planned(study, cases, bench.describe["multiprocessors"]), bench)
     checks = Checks(study)
     for problem in bench.track(cases, "timing"):
         arrays = peers.on_device(checks.inputs(problem), study.dtype)
@@ -123,6 +124,24 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
                 yield from measured[series]
                 device.release_memory()
                 peers.release()
+
+
+def _planned(
+    study: Study, cases: Sequence[Problem], multiprocessors: int
+) -> Iterator[ahead.Call]:
+    """Every call that `measure` makes of ours."""
+    for problem in cases:
+        for pass_ in study.passes:
+            for series in (s for s in study.at(problem, pass_) if s in study.ours):
+                own = {}
+                if series in _UNSPLIT:
+                    own = _splits(_UNSPLIT[series], pass_, problem, multiprocessors)
+                if pass_ == "fwd":
+                    yield ahead.Call(series, problem, own)
+                else:
+                    yield ahead.Call(series, problem, own | {"return_lse": True})
+                    backward = {"passes": "bwd", **backward_options(series)}
+                    yield ahead.Call(series, problem, own | backward)
 
 
 def _splits(series: str, pass_: str, problem: Problem, multiprocessors: int) -> dict[str, int]:

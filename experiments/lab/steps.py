@@ -9,7 +9,7 @@ from typing import Any
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from . import counters
+from . import ahead, counters
 from .algorithms import algorithm, call, plan, row_fields
 from .options import Bench
 from .settings import Inputs
@@ -52,6 +52,8 @@ def measure(
     A step that is a copy follows its original. `seconds` as `time_call` has it; problems that are
     not `counted` get the model's bytes alone.
     """
+    calls = [ahead.Call(s.series, problem, s.options) for problem, steps in work for s in steps]
+    ahead.compile_ahead(calls, bench)
     inputs = Inputs()
     for problem, steps in bench.track(work, "timing"):
         host = inputs(problem)

@@ -12,7 +12,7 @@ import io
 import itertools
 import math
 import multiprocessing
-import os
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ from fa_numba.problem import Problem
 from fa_numba.tuned import COLUMNS, TABLE
 
 from . import peers
+from .ahead import jobs_here
 from .algorithms import algorithm, plan, row_fields, unit
 from .options import Bench
 from .settings import Inputs, fa2_setting, one_head
@@ -37,19 +38,21 @@ from .timing import Gate, GradientGate, Timing, attempt, time_call, timing_rows
 NAME = "tune"
 # A row's threads stand in its note.
 SWEPT = ("Br", "Bc", "note")
-DTYPE, SEQLEN, CHECKED_SEQLEN = "float16", 4096, 512
+DTYPE, CHECKED_SEQLEN = "float16", 512
+# Few blocks of a short sequence, and many of a long one.
+SEQLENS = (512, 4096)
 HEAD_DIMS = (64, 128, 32, 96, 192, 256)
 SERIES = ("fa1-mma", "fa2-mma")
 # Of each pass: rows of Q, rows of K and V. Smaller ones lose everywhere.
 BLOCKS = {"fwd": ((64, 128, 256), (32, 64, 128, 256)), "bwd": ((32, 64, 128), (32, 64, 128, 256))}
 THREADS = (64, 128, 256)
-# Of timing for each candidate: 20 calls where they take less.
+# Of timing for each candidate and length: 20 calls where they take less.
 SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One call to be timed."""
+    """One call to be timed, at each of SEQLENS."""
 
     series: str
     pass_: str
@@ -58,22 +61,31 @@ class Candidate:
     tiles: fa_numba.Tiles
 
     @property
-    def problem(self) -> Problem:
-        return fa2_setting(SEQLEN, self.head_dim, self.causal, DTYPE)
+    def problems(self) -> list[Problem]:
+        return [fa2_setting(N, self.head_dim, self.causal, DTYPE) for N in SEQLENS]
+
+    def plans(self) -> list[fa_numba.Plan]:
+        """Raises ValueError where the tiles do not fit."""
+        how = {"passes": self.pass_, "tiles": self.tiles}
+        return [plan(self.series, problem, **how) for problem in self.problems]
 
 
-def candidates(head_dims: Sequence[int] = HEAD_DIMS) -> list[Candidate]:
+def candidates(
+    head_dims: Sequence[int] = HEAD_DIMS,
+    series: Sequence[str] = SERIES,
+    passes: Sequence[str] = tuple(BLOCKS),
+) -> list[Candidate]:
     """What can be planned on this device, neighbours with equal inputs.
 
     Head dimensions are rounded up to whole fragments: those in between run the same kernels.
     """
     found = []
     head_dims = tuple(dict.fromkeys(-(-d // 16) * 16 for d in head_dims))
-    for d, causal, series, pass_ in itertools.product(head_dims, (False, True), SERIES, BLOCKS):
+    for d, causal, name, pass_ in itertools.product(head_dims, (False, True), series, passes):
         for Br, Bc, threads in itertools.product(*BLOCKS[pass_], THREADS):
-            candidate = Candidate(series, pass_, d, causal, fa_numba.Tiles(Br, Bc, threads))
+            candidate = Candidate(name, pass_, d, causal, fa_numba.Tiles(Br, Bc, threads))
             with contextlib.suppress(ValueError):
-                plan(series, candidate.problem, passes=pass_, tiles=candidate.tiles)
+                candidate.plans()
                 found.append(candidate)
     return found
 
@@ -88,17 +100,23 @@ def _start(lock: Any) -> None:
     _turn = lock
 
 
-def _time(candidate: Candidate) -> tuple[Timing | None, str]:
+def _time(candidate: Candidate) -> tuple[list[Timing] | None, str]:
     """The candidate's times, its result checked at a smaller size; or why there are none."""
 
-    def work() -> Timing:
+    def work() -> list[Timing]:
         small = one_head(CHECKED_SEQLEN, candidate.head_dim, candidate.causal, DTYPE)
         host, out, lse = _small(small)
-        run = _call(candidate, (*_on_device(*host, out), *peers.on_device((lse,))))
-        error = _gate(small, candidate.pass_)(run())
-        with _turn:
-            run = _call(candidate, _large(candidate.head_dim))
-            return time_call(run, lambda result: error, seconds=SECONDS)
+        gate = _gate(small, candidate.pass_)
+        for planned in candidate.plans():
+            planned.compile()
+        with _turn:  # alone on the GPU: another process's kernels would be in the times
+            run = _call(candidate, (*_on_device(*host, out), *peers.on_device((lse,))))
+            error = gate(run())
+            found = []
+            for problem in candidate.problems:
+                run = _call(candidate, _shaped(problem, _large(candidate.head_dim)))
+                found.append(time_call(run, lambda result: error, seconds=SECONDS))
+            return found
 
     return attempt(work)
 
@@ -144,15 +162,21 @@ def _gate(problem: Problem, pass_: str) -> Gate | GradientGate:
 @lru_cache(maxsize=1)
 def _large(head_dim: int) -> tuple[Any, ...]:
     """q, k, v, dout, O and L as large as they are; O and L are made up, times depend on none."""
-    problem = fa2_setting(SEQLEN, head_dim, False, DTYPE)
+    problem = fa2_setting(max(SEQLENS), head_dim, False, DTYPE)
     host = _inputs()(problem)
-    lse = np.full(problem.lse_shape, math.log(SEQLEN), np.float32)
+    lse = np.full(problem.lse_shape, math.log(max(SEQLENS)), np.float32)
     return (*_on_device(*host), *_on_device(host[0]), *peers.on_device((lse,)))
+
+
+def _shaped(problem: Problem, arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """The same numbers as the problem's q, k, v, dout, O and L: every length has as many."""
+    *rows, lse = arrays
+    return (*(x.reshape(problem.q_shape) for x in rows), lse.reshape(problem.lse_shape))
 
 
 def measure(wanted: Sequence[Candidate], bench: Bench, jobs: int | None = None) -> Iterator[Row]:
     """Rows of every candidate, from `jobs` processes: as many as there are cores, 12 at most."""
-    jobs = min(12, os.cpu_count() or 1) if jobs is None else jobs
+    jobs = jobs_here(jobs)
     if jobs == 1:
         for candidate in bench.track(wanted, "timing"):
             yield from _rows(candidate, *_time(candidate), bench.machine)
@@ -165,9 +189,21 @@ def measure(wanted: Sequence[Candidate], bench: Bench, jobs: int | None = None) 
 
 
 def _rows(
-    candidate: Candidate, timing: Timing | None, failure: str, machine: str | None
+    candidate: Candidate, timings: list[Timing] | None, failure: str, machine: str | None
 ) -> Iterator[Row]:
-    tiles, problem = candidate.tiles, candidate.problem
+    problems = candidate.problems
+    for problem, timing in zip(problems, timings or [None] * len(problems), strict=True):
+        yield from _rows_of(candidate, problem, timing, failure, machine)
+
+
+def _rows_of(
+    candidate: Candidate,
+    problem: Problem,
+    timing: Timing | None,
+    failure: str,
+    machine: str | None,
+) -> Iterator[Row]:
+    tiles = candidate.tiles
     note = f"threads={tiles.threads}"
     common = {
         "machine": machine,
@@ -192,24 +228,25 @@ Key = tuple[str, str, int]  # algorithm, pass, head dimension
 
 
 def best(rows: Iterable[Row]) -> dict[Key, tuple[fa_numba.Tiles, float]]:
-    """The fastest tiles over both masks, and their speed there: geometric mean, TFLOP/s.
+    """The fastest tiles over both masks and all lengths, and their geometric mean in TFLOP/s.
 
-    Tiles that failed with one mask are out.
+    Tiles that failed with one mask or length are out.
     """
-    speeds: dict[Key, dict[fa_numba.Tiles, dict[bool, float]]] = {}
+    speeds: dict[Key, dict[fa_numba.Tiles, dict[tuple[bool, int], float]]] = {}
     for row in rows:
         if row.metric != "speed" or row.value is None:
             continue
         threads = int(row.place.removeprefix("threads="))
         tiles = fa_numba.Tiles(row.Br, row.Bc, threads)
         key = (algorithm(row.series), row.pass_, row.head_dim)
-        speeds.setdefault(key, {}).setdefault(tiles, {})[row.causal] = row.value
+        speeds.setdefault(key, {}).setdefault(tiles, {})[row.causal, row.seqlen_q] = row.value
     found = {}
     for key, of_tiles in speeds.items():
+        settings = {setting for values in of_tiles.values() for setting in values}
         means = {
-            tiles: math.sqrt(math.prod(values.values()))
+            tiles: statistics.geometric_mean(values.values())
             for tiles, values in of_tiles.items()
-            if len(values) == 2
+            if {causal for causal, _ in settings} == {False, True} and len(values) == len(settings)
         }
         if means:
             fastest = max(means, key=lambda tiles: means[tiles])

@@ -1,0 +1,144 @@
+"""Compiled kernels on disk: a kernel is compiled once on a machine.
+
+Its key is all that its machine code depends on: the package's sources, the values that the kernel
+and its device functions close over, types, launch bounds, GPU and compiler. They lie in
+``fa_numba`` of the user's cache directory, or in the directory that the environment variable
+``FA_NUMBA_CACHE`` names; where that is empty nothing is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+from importlib import metadata
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+import numpy as np
+from numba.core import types
+from numba.cuda.dispatcher import CUDADispatcher
+from numba.cuda.extending import _Intrinsic
+
+VARIABLE = "FA_NUMBA_CACHE"
+# Of all files together; those that were read longest ago go first.
+MAX_BYTES = 1 << 30
+PACKAGE = Path(__file__).parent
+# What compiles: Numba's front end, and the libraries that may be installed with it.
+_COMPILERS = ("numba", "numba-cuda", "llvmlite", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink")
+_COMPILERS += ("nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12")
+_VALUES = (bool, int, float, str, bytes, type(None), np.generic, types.Type)
+
+
+class _Unknown(Exception):
+    """A value whose part in the machine code is not known."""
+
+
+def read(kernel: Any, capability: tuple[int, int]) -> tuple[bytes, str] | None:
+    """The kernel's cubin and the name of its entry, if they are kept."""
+    store, key = _place(kernel, capability)
+    if store is None:
+        return None
+    with contextlib.suppress(OSError):
+        cubin, name = store.get(key), store.get(key + b" name")
+        if cubin and name:
+            return cubin, name.decode()
+    return None
+
+
+def write(kernel: Any, capability: tuple[int, int], cubin: bytes, name: str) -> None:
+    """Keep what ``read`` gives; a full or read-only disk is no error."""
+    store, key = _place(kernel, capability)
+    if store is not None:
+        with contextlib.suppress(OSError):
+            store[key], store[key + b" name"] = cubin, name.encode()
+
+
+def directory() -> Path | None:
+    """Where cubins are kept; None where they are not."""
+    chosen = os.environ.get(VARIABLE)
+    if chosen is not None:
+        return Path(chosen) if chosen else None
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "fa_numba"
+
+
+def _place(kernel: Any, capability: tuple[int, int]) -> tuple[Any, bytes]:
+    where = directory()
+    if where is None:
+        return None, b""
+    try:
+        return _store(where), key_of(kernel, capability)
+    except (_Unknown, OSError):
+        return None, b""
+
+
+@functools.cache
+def _store(where: Path) -> Any:
+    from cuda.core.utils import FileStreamProgramCache
+
+    return FileStreamProgramCache(where, max_size_bytes=MAX_BYTES)
+
+
+def key_of(kernel: Any, capability: tuple[int, int]) -> bytes:
+    """The kernel's key. Raises _Unknown for a kernel from elsewhere or with unknown values."""
+    bounds = kernel.threads, kernel.min_blocks
+    settings = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))
+    parts = (_sources(), _compilers(), settings, capability, bounds, str(kernel.signature))
+    text = repr((parts, _function(kernel.function, {})))
+    return hashlib.sha256(text.encode()).hexdigest().encode()
+
+
+@functools.cache
+def _sources() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(f"{path.relative_to(PACKAGE)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+@functools.cache
+def _compilers() -> tuple[tuple[str, str], ...]:
+    found = []
+    for name in _COMPILERS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append((name, metadata.version(name)))
+    from cuda.bindings import driver, nvjitlink, nvvm
+
+    # What a toolkit of the system brings has no package.
+    for version in (nvvm.version, nvvm.ir_version, nvjitlink.version, driver.cuDriverGetVersion):
+        with contextlib.suppress(Exception):  # a library that is missing, by its own error
+            found.append((version.__qualname__, repr(version())))
+    return tuple(found)
+
+
+def _function(function: FunctionType, seen: dict[int, str]) -> str:
+    if function.__module__.split(".")[0] != PACKAGE.name:
+        raise _Unknown(function)  # its globals are not in the package's sources
+    if id(function) not in seen:
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        parts = function.__qualname__, _code(function.__code__), _value(function.__defaults__, seen)
+        text = repr((parts, [_value(value, seen) for value in cells]))
+        seen[id(function)] = hashlib.sha256(text.encode()).hexdigest()
+    return seen[id(function)]
+
+
+def _code(code: CodeType) -> tuple:
+    consts = tuple(_code(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts)
+    return code.co_code, consts, code.co_names
+
+
+def _value(value: Any, seen: dict[int, str]) -> Any:
+    if isinstance(value, _VALUES):
+        return type(value).__name__, repr(value)
+    if isinstance(value, tuple):
+        return type(value).__name__, [_value(item, seen) for item in value]
+    if isinstance(value, CUDADispatcher):
+        return _function(value.py_func, seen)
+    if isinstance(value, _Intrinsic):
+        return _function(value._defn, seen)
+    if isinstance(value, FunctionType):
+        return _function(value, seen)
+    raise _Unknown(value)
