@@ -448,8 +448,8 @@ def time_ms(
     """Milliseconds of each of ``repeats`` calls, by events on the default stream.
 
     ``warmup`` calls go first and do not count. ``flush_l2`` overwrites four times the L2 cache, and
-    at least a GiB, before each call and outside the timed interval: long enough for the host to
-    enqueue the call meanwhile, so that its Python time does not count.
+    at least a GiB, twice before each call and outside the timed interval: long enough for the host
+    to enqueue the call meanwhile, so that its Python time does not count.
     """
     scratch = None
     if flush_l2:
@@ -459,7 +459,8 @@ def time_ms(
     times = []
     for _ in range(repeats):
         if scratch is not None:
-            cuda.cudadrv.driver.device_memset(scratch, 0, scratch.size)
+            for _ in range(2):
+                cuda.cudadrv.driver.device_memset(scratch, 0, scratch.size)
         start, stop = cuda.event(), cuda.event()
         start.record()
         function()

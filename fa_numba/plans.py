@@ -249,8 +249,8 @@ def _mma_forward(
     kind = StandardSpec if algorithm == "standard" else MmaSpec
     if tiles is None:
         fits = functools.partial(specialise_mma, head_dim=d, shared_limit=limit, kind=kind)
-        # Measured on plain calls: with options a thread needs more registers.
-        if replace(features, causal=False) == PLAIN and not splits_keys:
+        # Measured on plain calls: others need more registers.
+        if aligned and replace(features, causal=False) == PLAIN and not splits_keys:
             tiles = tuned_tiles(algorithm, "fwd", Nq, Nk, d, fits)
     if tiles is None and algorithm == "standard":
         tiles = default_mma_standard_tiles(Nq, Nk, d, limit)
@@ -442,7 +442,7 @@ def _mma_backward(
     d, dtype, Nq, Nk = problem.head_dim, problem.dtype, problem.seqlen_q, problem.seqlen_k
     row_tiles = 3 if algorithm == "fa1" else 2
     features = Features.of(problem, dbias=return_dbias)
-    if tiles is None and replace(features, causal=False) == PLAIN:
+    if tiles is None and aligned and replace(features, causal=False) == PLAIN:
         fits = functools.partial(
             specialise_mma_backward, head_dim=d, shared_limit=limit, row_tiles=row_tiles
         )

@@ -12,7 +12,6 @@ from fa_numba import device
 from fa_numba.tiles import Tiles
 
 TABLE = Path(__file__).with_name("tuned.csv")
-BLOCKS_ALONG = 16
 COLUMNS = ("compute_capability", "algorithm", "pass", "head_dim", "Br", "Bc", "threads")
 
 
@@ -33,20 +32,15 @@ def tuned_tiles(
     head_dim: int,
     specialised: Callable[[Tiles], Any],
 ) -> Tiles | None:
-    """The block sizes that were fastest on GPUs like the current one, long sequences.
+    """The block sizes that were fastest on GPUs like the current one.
 
     None where nothing was measured, a block is larger than the sequence, or ``specialised`` refuses
-    them with a ValueError; for FlashAttention-2 also where fewer than BLOCKS_ALONG blocks of the
-    grid make up a sequence, since a large one then wastes more of a causal mask and of the last
-    wave than it gains. Head dimensions of as many fragments have one entry, the largest.
+    them with a ValueError. Head dimensions of as many fragments have one entry, the largest.
     """
     capability = ".".join(map(str, device.compute_capability()))
     key = (capability, algorithm, passes, str(-(-head_dim // 16) * 16))
     tiles = _table(TABLE).get(key)
     if tiles is None or tiles.Br > seqlen_q or tiles.Bc > seqlen_k:
-        return None
-    block, length = (tiles.Br, seqlen_q) if passes == "fwd" else (tiles.Bc, seqlen_k)
-    if algorithm == "fa2" and BLOCKS_ALONG * block > length:
         return None
     try:
         specialised(tiles)

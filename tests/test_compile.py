@@ -342,9 +342,9 @@ def test_the_default_plan_is_what_is_compiled_here():
 MMA = {"fa1": mma.fa1_forward, "fa2": mma.fa2_forward}
 
 
-def mma_tiles(algorithm, passes, arch, d, features, specialised, default):
-    """As a plan takes them: those that were measured on ``arch``, plain calls alone."""
-    if arch == "sm_90a" and replace(features, causal=False) == PLAIN:
+def mma_tiles(algorithm, passes, arch, d, option, specialised, default):
+    """As a plan takes them: those that were measured on ``arch``, plain aligned calls alone."""
+    if arch == "sm_90a" and option in (None, "causal", "splits"):
         with fa_numba.device.using("emulator"):
             tuned = tuned_tiles(algorithm, passes, 4096, 4096, d, specialised)
         return tuned or default
@@ -361,7 +361,7 @@ def mma_spec_of(name, arch, d, dtype="float16", option=None):
     tiles = default_mma_tiles(name, 4096, 4096, d, SHARED[arch], features, splits_keys)
     if not splits_keys:
         fits = functools.partial(specialise_mma, head_dim=d, shared_limit=SHARED[arch])
-        tiles = mma_tiles(name, "fwd", arch, d, features, fits, tiles)
+        tiles = mma_tiles(name, "fwd", arch, d, option, fits, tiles)
     facts = {"features": features, "aligned": option != "unaligned", "dtype": dtype}
     facts |= {"positive_scale": True, "return_lse": name == "fa1", "splits_keys": splits_keys}
     facts["grouped"] = False
@@ -612,7 +612,7 @@ def mma_backward_kernel_of(name, arch, d, dtype, option):
     fits = functools.partial(
         specialise_mma_backward, head_dim=d, shared_limit=SHARED[arch], row_tiles=row_tiles
     )
-    tiles = mma_tiles(name.partition(" ")[0], "bwd", arch, d, features, fits, tiles)
+    tiles = mma_tiles(name.partition(" ")[0], "bwd", arch, d, option, fits, tiles)
     facts |= {"row_tiles": row_tiles, "splits_queries": option == "splits"}
     facts["vector_adds"] = CAPABILITY[arch] >= (9, 0)
     spec = specialise_mma_backward(tiles, d, SHARED[arch], **facts)

@@ -126,9 +126,7 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
                 peers.release()
 
 
-def _planned(
-    study: Study, cases: Sequence[Problem], multiprocessors: int
-) -> Iterator[ahead.Call]:
+def _planned(study: Study, cases: Sequence[Problem], multiprocessors: int) -> Iterator[ahead.Call]:
     """Every call that `measure` makes of ours."""
     for problem in cases:
         for pass_ in study.passes:

@@ -9,7 +9,7 @@ from typing import Any
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from . import ahead, counters
+from . import ahead, counters, peers
 from .algorithms import algorithm, call, plan, row_fields
 from .options import Bench
 from .settings import Inputs
@@ -58,7 +58,7 @@ def measure(
     for problem, steps in bench.track(work, "timing"):
         host = inputs(problem)
         gate = Gate(problem, *host)
-        arrays = tuple(device.to_gpu(x.astype(problem.dtype, copy=False)) for x in host)
+        arrays = peers.on_device(host, problem.dtype)
         timed: dict[str, list[Row]] = {}
         for step in steps:
             if step.same_as is None:

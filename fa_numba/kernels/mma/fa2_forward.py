@@ -5,7 +5,7 @@ of its rows and all columns, so that only its own lanes share a row. S, P, O, m 
 registers; O is normalised once, and one logsumexp leaves.
 
 Shared memory, 16-bit elements:  (Br + 2 Bc) (d + 8)
-    in bytes at the default tiles:  55296 (d=64, 256 x 64), 69632 (d=128, 128 x 64), 135168
+    in bytes at the default tiles:  55296 (d=64, 128 x 128), 69632 (d=128, 128 x 64), 135168
     (d=256, 128 x 64)
 Accesses, elements per head:  loads Nq d + 2 Tr Nk d, stores Nq d + Nq; with a causal mask only the
     K/V tiles that row tile i sees.

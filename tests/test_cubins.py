@@ -1,0 +1,237 @@
+"""Compiled kernels on disk: what makes one another kernel, and what becomes of bad places."""
+
+import functools
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import fa_numba
+from experiments.lab import ahead
+from experiments.lab.ahead import Call
+from experiments.lab.options import Bench
+from experiments.lab.settings import one_head
+from fa_numba import cubins, plans
+from fa_numba.kernels.mma import fa2_forward
+from fa_numba.options import Features
+from fa_numba.tiles import MmaSpec, Tiles, specialise_mma
+
+LIMIT = 227 * 1024
+SPEC = specialise_mma(Tiles(64, 32, 64), 64, LIMIT, MmaSpec, dtype="float16")
+
+
+def key(spec=SPEC, capability=(9, 0), make=fa2_forward.make_forward, **changes):
+    return cubins.key_of(replace(make(spec), **changes), capability)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.setenv(cubins.VARIABLE, str(tmp_path / "kept"))
+    return tmp_path / "kept"
+
+
+def test_a_cubin_comes_back(place):
+    kernel = fa2_forward.make_forward(SPEC)
+    assert cubins.read(kernel, (9, 0)) is None
+    cubins.write(kernel, (9, 0), b"cubin", "entry")
+    assert cubins.read(kernel, (9, 0)) == (b"cubin", "entry")
+    assert cubins.read(kernel, (8, 0)) is None
+    assert b"cubin" in [path.read_bytes() for path in place.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"head_dim": 48},
+        {"dtype": "bfloat16"},
+        {"aligned": False},
+        {"grouped": not SPEC.grouped},
+        {"positive_scale": not SPEC.positive_scale},
+        {"features": Features(causal=True)},
+        {"ablated": ("padding",)},
+    ],
+    ids=str,
+)
+def test_what_a_kernel_is_made_for_is_in_its_key(change):
+    assert key(replace(SPEC, **change)) != key()
+
+
+def test_what_a_kernel_is_compiled_with_is_in_its_key(monkeypatch):
+    found = {key(), key(capability=(8, 0)), key(threads=32), key(min_blocks=2)}
+    kernel = fa2_forward.make_forward(SPEC)
+    found.add(key(argument_types=kernel.argument_types[::-1]))
+    monkeypatch.setenv("NUMBA_OPT", "0")
+    found.add(key())
+    monkeypatch.setattr(cubins, "_sources", lambda: "other sources")
+    found.add(key())
+    monkeypatch.setattr(cubins, "_compilers", lambda: (("numba", "0"),))
+    found.add(key())
+    assert len(found) == 8
+
+
+def test_the_key_is_that_of_every_process():
+    text = (
+        "from fa_numba import cubins; from fa_numba.kernels.mma import fa2_forward; "
+        "from fa_numba.tiles import MmaSpec, Tiles, specialise_mma; "
+        f"spec = specialise_mma(Tiles(64, 32, 64), 64, {LIMIT}, MmaSpec, dtype='float16'); "
+        "print(cubins.key_of(fa2_forward.make_forward(spec), (9, 0)).decode())"
+    )
+    # Another order of hashes, as another process may have.
+    where = os.environ | {"PYTHONHASHSEED": "7"}
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, env=where)
+    assert done.stdout.strip() == key().decode(), done.stderr
+
+
+def test_code_and_values_count_one_by_one():
+    """Kernels that differ in a constant, an operation, a name or a device function's value."""
+
+    def kernel(body):
+        scope = {"__name__": "fa_numba.made_up", "np": np}
+        exec(f"def outer(value):\n    def made(A):\n        {body}\n    return made", scope)
+        return lambda value: SimpleNamespace(
+            function=scope["outer"](value), threads=32, min_blocks=1, signature="void()"
+        )
+
+    bodies = ("A[0] = value + 1", "A[0] = value + 2", "A[0] = value - 1", "A[0] = A.size + value")
+    found = [cubins.key_of(kernel(body)(1), (9, 0)) for body in bodies]
+    for value in (2, True, 1.0, np.float32(1), np.float64(1), "1", (1,), (1, (2,)), None):
+        found.append(cubins.key_of(kernel(bodies[0])(value), (9, 0)))
+    assert len(set(found)) == len(found)
+    assert cubins.key_of(kernel(bodies[0])(1), (9, 0)) == found[0]
+
+
+@pytest.mark.parametrize("value", [object(), [1], {"a": 1}, np.zeros(2), abs], ids=str)
+def test_unknown_values_are_never_kept(place, value):
+    def function(A):
+        A[0] = value
+
+    function.__module__ = "fa_numba.made_up"
+    kernel = SimpleNamespace(function=function, threads=32, min_blocks=1, signature="void()")
+    cubins.write(kernel, (9, 0), b"cubin", "entry")
+    assert cubins.read(kernel, (9, 0)) is None
+    with pytest.raises(cubins._Unknown):
+        cubins.key_of(kernel, (9, 0))
+
+
+def test_kernels_from_elsewhere_are_never_kept(place):
+    def function(A):
+        A[0] = 1
+
+    kernel = SimpleNamespace(function=function, threads=32, min_blocks=1, signature="void()")
+    cubins.write(kernel, (9, 0), b"cubin", "entry")
+    assert cubins.read(kernel, (9, 0)) is None
+
+
+def test_every_kernel_has_a_key():
+    problem = replace(one_head(64, 64, True, "float16"), softcap=1.0, alibi=True, dropout_p=0.5)
+    with fa_numba.device.using("emulator"):
+        for dtype in ("float32", "bfloat16"):
+            for algorithm in ("standard", "fa1", "fa2"):
+                at = replace(problem, dtype=dtype)
+                runs = [plans.forward(at, algorithm, None, True, True, 1)]
+                for exact in (False, algorithm == "fa2"):
+                    runs.append(plans.backward(at, algorithm, None, True, exact, False))
+                for kernel in (kernel for run in runs for kernel in run.kernels):
+                    assert len(cubins.key_of(kernel, (9, 0))) == 64
+
+
+# --- places -----------------------------------------------------------------------------------
+
+
+def test_where_cubins_are_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv(cubins.VARIABLE, "")
+    assert cubins.directory() is None
+    monkeypatch.delenv(cubins.VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cubins.directory() == tmp_path / "fa_numba"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cubins.directory() == tmp_path / ".cache" / "fa_numba"
+
+
+def test_a_place_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("not a directory")
+    monkeypatch.setenv(cubins.VARIABLE, str(tmp_path / "file" / "kept"))
+    kernel = fa2_forward.make_forward(SPEC)
+    cubins.write(kernel, (9, 0), b"cubin", "entry")
+    assert cubins.read(kernel, (9, 0)) is None
+
+
+def test_nothing_is_kept_where_that_is_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(cubins.VARIABLE, "")
+    kernel = fa2_forward.make_forward(SPEC)
+    cubins.write(kernel, (9, 0), b"cubin", "entry")
+    assert cubins.read(kernel, (9, 0)) is None and not any(tmp_path.iterdir())
+
+
+def test_a_kernel_is_compiled_once(place, monkeypatch):
+    compiled = []
+
+    def jit(**bounds):
+        def dispatcher(function):
+            def compile(types):
+                compiled.append((function.__name__, bounds, types))
+                cubin = SimpleNamespace(code=b"cubin")
+                return SimpleNamespace(
+                    _codelibrary=SimpleNamespace(get_cubin=lambda: cubin, _entry_name="entry")
+                )
+
+            return SimpleNamespace(compile=compile)
+
+        return dispatcher
+
+    monkeypatch.setattr(fa_numba.device.cuda, "jit", jit)
+    kernel = fa2_forward.make_forward(SPEC)
+    assert kernel.built((9, 0)) == kernel.built((9, 0)) == (b"cubin", "entry")
+    bounds = {"launch_bounds": (kernel.threads, kernel.min_blocks)}
+    assert compiled == [("fa2_forward", bounds, kernel.argument_types)]
+
+
+# --- ahead of a measurement -------------------------------------------------------------------
+
+
+def calls():
+    problem = one_head(64, 64, dtype="float16")
+    longer = one_head(128, 64, dtype="float16")
+    backward = {"passes": "bwd"}
+    return [
+        Call("fa2-mma", problem),
+        Call("fa2-mma", replace(problem, heads_q=2, heads_k=2)),
+        Call("fa2-mma", problem, {"tiles": Tiles(32, 32, 64)}),
+        Call("fa2-mma", longer, backward),
+        Call("fa2-mma", problem, {"ablate": ("no such measure",)}),
+    ]
+
+
+def test_each_kernel_is_compiled_ahead_once(place, monkeypatch):
+    monkeypatch.setattr(ahead.device, "compute_capability", lambda: (9, 0))
+    with fa_numba.device.using("emulator"):
+        missing = ahead._missing(calls())
+        assert missing == [calls()[n] for n in (0, 2, 3)]
+        kernels = ahead.plan("fa2-mma", calls()[0].problem).launched
+        for kernel in kernels:
+            cubins.write(kernel, (9, 0), b"cubin", "entry")
+        assert ahead._missing(calls()) == missing[1:]
+
+
+@pytest.mark.parametrize("reason", ["one process", "no GPU", "nothing kept", "few"])
+def test_nothing_is_compiled_ahead_without_need(place, monkeypatch, reason):
+    monkeypatch.setattr(ahead.device, "gpu_available", lambda: reason != "no GPU")
+    monkeypatch.setattr(ahead, "_missing", lambda wanted: wanted[:1] if reason == "few" else wanted)
+    monkeypatch.setattr(ahead, "ProcessPoolExecutor", functools.partial(pytest.fail, "processes"))
+    if reason == "nothing kept":
+        monkeypatch.setenv(cubins.VARIABLE, "")
+    ahead.compile_ahead(calls(), Bench(), jobs=1 if reason == "one process" else 4)
+
+
+@pytest.mark.gpu
+def test_kernels_compiled_in_processes_are_found(place):
+    wanted = calls()
+    ahead.compile_ahead(wanted, Bench(), jobs=3)
+    assert ahead._missing(wanted) == []
+    fa_numba.plan((1, 1, 64, 64), (1, 1, 64, 64), dtype="float16").compile()
