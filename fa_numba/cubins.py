@@ -27,8 +27,10 @@ VARIABLE = "FA_NUMBA_CACHE"
 MAX_BYTES = 1 << 30
 PACKAGE = Path(__file__).parent
 # What compiles: Numba's front end, and the libraries that may be installed with it.
-_COMPILERS = ("numba", "numba-cuda", "llvmlite", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink")
-_COMPILERS += ("nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12")
+_COMPILERS = (
+    *("numba", "numba-cuda", "llvmlite", "cuda-core"),
+    *("nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12"),
+)
 _VALUES = (bool, int, float, str, bytes, type(None), np.generic, types.Type)
 
 

@@ -104,7 +104,9 @@ def test_code_and_values_count_one_by_one():
     assert cubins.key_of(kernel(bodies[0])(1), (9, 0)) == found[0]
 
 
-@pytest.mark.parametrize("value", [object(), [1], {"a": 1}, np.zeros(2), abs], ids=str)
+@pytest.mark.parametrize(
+    "value", [object(), [1], {"a": 1}, np.zeros(2), abs], ids=lambda value: type(value).__name__
+)
 def test_unknown_values_are_never_kept(place, value):
     def function(A):
         A[0] = value

@@ -33,8 +33,8 @@ PROTOCOL = {
     "clock": "device events around one call",
     "repeats": REPEATS,
     "warmup": "3 calls, or 1 where a call takes over 200 ms",
-    "l2": "flushed before every call by overwriting 1 GiB or more twice, behind which the cost of "
-    "the launch hides too",
+    "l2": "flushed before every call by overwriting at least 1 GiB twice, behind which the host "
+    "cost of the launch hides too",
     "statistic": "median; p20 and p80 beside it",
     "check": "error against float64 of the same inputs at most twice that of the unfused "
     "computation in the same dtype and a rounding, on blocks of rows of two heads",
