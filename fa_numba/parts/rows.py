@@ -14,6 +14,8 @@ from fa_numba.parts.layout import make_owns
 from fa_numba.parts.softmax import FULL_WARP
 
 _ZERO = float32(0.0)
+# Registers of O that are scaled without asking.
+LARGEST_SCALED = 64
 
 
 @cache
@@ -141,6 +143,29 @@ def make_scale_rows(spec):
                 rO[i * DN4 + c] *= rf[i]
 
     return scale_rows
+
+
+@cache
+def make_rescale_rows(spec):
+    """``rescale_rows(rO, rf)``: diag(f) O, where f = exp(m_old - m_new).
+
+    A long row seldom has a new maximum: f is 1 then and O stays as it is. Where O is small the
+    products are made in any case, for the sake of what they can be interleaved with.
+    """
+    TM, tests = spec.TM, spec.TM * 4 * spec.DN > LARGEST_SCALED
+    scale_rows = make_scale_rows(spec)
+
+    @device_function
+    def rescale_rows(rO, rf):
+        changes = not tests
+        if tests:
+            for i in range(TM):
+                if rf[i] != float32(1.0):
+                    changes = True
+        if changes:
+            scale_rows(rO, rf)
+
+    return rescale_rows
 
 
 @cache

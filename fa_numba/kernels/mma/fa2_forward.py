@@ -29,7 +29,7 @@ from fa_numba.parts.fragments import (
 )
 from fa_numba.parts.rows import (
     make_normalise_rows,
-    make_scale_rows,
+    make_rescale_rows,
     make_start,
     make_write_values,
 )
@@ -73,7 +73,7 @@ def make_forward(spec):
     online_softmax = make_online_softmax(spec, whole_rows=False)
     sum_lanes = make_sum_lanes(spec)
     drop = make_drop(spec)
-    scale_rows = make_scale_rows(spec)
+    rescale_rows = make_rescale_rows(spec)
     add_product = make_add_fragment_product(spec)
     normalise_rows = make_normalise_rows(spec)
     logsumexp = make_logsumexp(spec)
@@ -128,20 +128,20 @@ def make_forward(spec):
             # Alg. 1 line 8: Sij = scale Qi KjT
             scores(rS, rQ, sQ, sK, warp_row, uint32(0))
             scale_and_mask(rS, scale, i0, j0, Nq, Nk, b, h, options, ty, tx)
+            wait_async()
+            cuda.syncthreads()  # Vj is there; nobody reads sK any more
+            # Alg. 1 line 7 of the next j: load Kj+1, in flight during lines 9 and 10
+            j1 = next_column(uint32(j0 + Bc), j_end, i0, b, h, options)
+            if j1 < j_end:
+                load_columns(sK, Kh, j1, Nk, d)
+            commit_async()
             # Alg. 1 line 9: m, P and l
             online_softmax(rS, scale, rm, rl, rf)
             drop(rS, i0, j0, b, h, options, ty, tx)
-            # Alg. 1 line 10: O = diag(e^(m_old - m_new)) O
-            scale_rows(rO, rf)
-            wait_async()
-            cuda.syncthreads()  # Vj is there; nobody reads sK any more
-            # Alg. 1 line 7 of the next j: load Kj+1, in flight during line 10
-            j0 = next_column(uint32(j0 + Bc), j_end, i0, b, h, options)
-            if j0 < j_end:
-                load_columns(sK, Kh, j0, Nk, d)
-            commit_async()
-            # Alg. 1 line 10: O += Pij Vj
+            # Alg. 1 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj
+            rescale_rows(rO, rf)
             add_product(rO, rS, sV, options)
+            j0 = j1
 
         # Alg. 1 line 9: l of whole rows, whose columns lie with four lanes
         sum_lanes(rl)
