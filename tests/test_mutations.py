@@ -1570,10 +1570,11 @@ def mma_kernel_mutants(add):
     """Faults of the forward kernels on tensor cores."""
     writes = {"mma_fa1": ("Oh,", "i_stop"), "mma_fa2": ("sQ, Oh, warp_row,", "rows")}
     for name, (tile, end) in writes.items():
+        rescale = "scale_rows(rO, rf)" if name == "mma_fa1" else "rescale_rows(rO, rf)"
         add(
             name,
             ("another scale of the softmax", "softmax(rS, scale,", "softmax(rS, float32(0.3),"),
-            ("no rescale", "scale_rows(rO, rf)", "pass"),
+            ("no rescale", rescale, "pass"),
             ("no product", "add_product(rO, rS, sV, options)", "pass"),
             ("no normalisation", "normalise_rows(rO, rl)", "pass"),
             ("rows of another group", "% uint32(32) // uint32(4)", "% uint32(32) // uint32(8)"),
@@ -1652,6 +1653,15 @@ def mma_kernel_mutants(add):
         ("no L", "write_values(rl, Lh, i0, rows, ty, tx)", "pass"),
         ("L past the end", "(rl, Lh, i0, rows,", "(rl, Lh, i0, uint32(i0 + Br),"),
         by=ANY,
+    )
+    new = "for i in range(TM):\n                if rf[i] !="
+    add(
+        "rows.make_rescale_rows",
+        ("never", "if changes:", "if False:"),
+        ("where the first row's maximum is new", new, new.replace("TM", "1")),
+        by=ANY,
+        to=("mma_fa2",),
+        cases="Q shared",
     )
     folded = "make_online_softmax"
     add(
