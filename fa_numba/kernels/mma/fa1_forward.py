@@ -172,20 +172,20 @@ def make_forward(spec):
                 read_fragments(rO, Ah, i0, seen, ty, tx)
                 read_values(rl, lh, i0, seen, ty, tx)
                 read_maxima(rm, mh, i0, seen, ty, tx)
-                # Alg. 1 line 12: diag(li) Oi, before line 11 replaces li
-                scale_rows(rO, rl)
                 # Alg. 1 line 9: Sij = scale Qi KjT
                 scores(rS, rQ, sQ, sK, warp_row, warp_column())
+                # Alg. 1 line 12: diag(li) Oi, before line 11 replaces li
+                scale_rows(rO, rl)
                 scale_and_mask(rS, scale, i0, j0, Nq, Nk, b, h, options, ty, tx)
-                # Alg. 1 lines 10, 11: m, P and l, with e^(m~ - m_new) folded into P
-                online_softmax(rS, scale, rm, rl, rf)
-                drop(rS, i0, j0, b, h, options, ty, tx)
                 cuda.syncthreads()  # nobody reads sQ any more
-                # Alg. 1 line 8 of the next i: load Qi+1, in flight during line 12
+                # Alg. 1 line 8 of the next i: load Qi+1, in flight from line 10 on
                 i_next = next_row(uint32(i0 + Br), i_end, j0, b, h, options)
                 if i_next < i_end:
                     load_rows(sQ, Qh, i_next, i_stop, d)
                 commit_async()
+                # Alg. 1 lines 10, 11: m, P and l, with e^(m~ - m_new) folded into P
+                online_softmax(rS, scale, rm, rl, rf)
+                drop(rS, i0, j0, b, h, options, ty, tx)
                 # Alg. 1 line 12: O = diag(l_new)^-1 (diag(li) e^(mi - m_new) Oi + Pij Vj)
                 scale_rows(rO, rf)
                 add_product(rO, rS, sV, options)
