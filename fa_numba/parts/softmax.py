@@ -67,7 +67,8 @@ def make_scale_and_mask(spec, unit=LOG2E, hides_blocks=False):
         last = uint32(col0 + (COLUMNS - 1))
         inside = last < Nk
         if causal:
-            inside = inside and _visible_causal(int32(row0), int32(last), diagonal)
+            along = int32(int32(last) - int32(row0))  # in 32 bits: a sum of two would take 64
+            inside = inside and _visible_causal(int32(0), along, diagonal)
         if window:
             left, right = options.window_left, options.window_right
             lowest = int32(row0 + (Br - 1))
