@@ -629,6 +629,7 @@ MMA_BACKWARD_CASES = [
 # What still spills: bytes of the stack, stored and loaded. Fewer columns would cost more.
 BACKWARD_SPILLS = {
     ("fa1", "sm_90a", 64, "float16", "splits"): (8, 8, 8),
+    ("fa2", "sm_80", 128, "float16", "causal"): (8, 8, 8),
 }
 
 
