@@ -40,6 +40,7 @@ from fa_numba.kernels.simt import (
     standard_backward,
 )
 from fa_numba.parts import (
+    chunks,
     dropout,
     fragments,
     gradients,
@@ -72,6 +73,7 @@ PARTS = {
         products,
         tile_load,
         visits,
+        chunks,
         fragments,
     )
 }
@@ -530,7 +532,7 @@ def forward_mutants(add):
         ("a pad of one column", "inside = last < Nk", "inside = last <= Nk"),
     )
     seen = "_visible_causal(row, col, 0"
-    tested = "inside = inside and _visible_causal(int32(row0), int32(last), diagonal)"
+    tested = "inside = inside and _visible_causal(int32(0), along, diagonal)"
     add(
         mask,
         ("diagonal + 1", f"{seen})", f"{seen} + 1)"),
@@ -1680,12 +1682,20 @@ def fragment_mutants(add):
     add(
         load,
         ("no row bound of a copy", "left > int32(n * STEP) and ", ""),
-        ("columns of the first copy", "% uint32(chunks)) * 8", "% uint32(chunks)) * 0"),
         ("rows of the first thread", "row0 + r)", "row0)"),
         ("rows of the first copy", "int64(row) + n * STEP", "int64(row)"),
         ("the place of the first copy", " + n * STEP * pitch)", ")"),
         **both,
     )
+    deal = "chunks.make_chunk_of"
+    add(
+        deal,
+        ("columns of the first chunk", "% uint32(chunks)) * 8", "% uint32(chunks)) * 0"),
+        ("rows of the first chunk", "uint32(chunk // uint32(chunks))", "uint32(0)"),
+        **both,
+    )
+    same = ("the first chunk every time", "uint32(chunk + n * takers)", "chunk")
+    add(deal, same, **both, cases="Q shared")
     past = ("a copy past the tile", "if even or copy < uint32(copies):", "if True:")
     add(load, past, by=ANY | {"EmulatorError"}, to=tuple(MMA), cases="16 rows")
     add(

@@ -18,6 +18,30 @@ def conversions(dtype):
 
 
 @cache
+def make_chunk_of(chunks, takers):
+    """``chunk_of(taker, n)``: (row, column) of ``taker``'s n-th chunk of rows of ``chunks``.
+
+    The chunks are dealt out in turn. Where a turn is ``rows_a_turn`` whole rows the row is that of
+    the first turn: the n-th is n rows_a_turn below, a constant.
+    """
+    whole = rows_a_turn(chunks, takers) > 0
+
+    @device_function
+    def chunk_of(taker, n):
+        chunk = uint32(taker)
+        if not whole:
+            chunk = uint32(chunk + n * takers)
+        return uint32(chunk // uint32(chunks)), uint32(uint32(chunk % uint32(chunks)) * 8)
+
+    return chunk_of
+
+
+def rows_a_turn(chunks, takers):
+    """Whole rows that a turn of ``make_chunk_of`` takes; 0 where it ends within a row."""
+    return takers // chunks if takers % chunks == 0 else 0
+
+
+@cache
 def make_load_row(threads, resident):
     """``load_row(sRow, T, row, cols_end)``: this thread's chunks of a row, where ``resident``."""
 

@@ -32,7 +32,7 @@ from fa_numba.intrinsics.matrix import (
 from fa_numba.intrinsics.reduction import add_global, add_pair, add_pair_vector
 from fa_numba.intrinsics.shared import load2, load4, load8, store2, store4
 from fa_numba.options import PLAIN
-from fa_numba.parts.chunks import conversions
+from fa_numba.parts.chunks import conversions, make_chunk_of, rows_a_turn
 from fa_numba.parts.dropout import make_kept
 from fa_numba.parts.layout import make_column, make_owns, make_row, make_warp_column
 from fa_numba.parts.rows import make_scale_rows
@@ -110,24 +110,17 @@ def make_load_half_tile(rows, columns, pitch, threads, aligned):
     copies = rows * chunks
     per_thread = -(-copies // threads)
     even = copies % threads == 0
-    # Where threads take whole rows, the places of one are a constant step from each other.
-    whole = threads % chunks == 0
-    STEP = threads // chunks if whole else 0
+    chunk_of, STEP = make_chunk_of(chunks, threads), rows_a_turn(chunks, threads)
 
     @device_function
     def load_half_tile(sT, place, T, row0, rows_end, col0, cols_end):
         for n in range(per_thread):
-            copy = uint32(cuda.threadIdx.x)
-            if not whole:
-                copy = uint32(copy + n * threads)
-            r = uint32(copy // uint32(chunks))
-            c = uint32(uint32(copy % uint32(chunks)) * 8)
+            r, c = chunk_of(cuda.threadIdx.x, n)
             at = uint32(place + r * pitch + c + n * STEP * pitch)
             row = uint32(row0 + r)
             left = int32(int32(rows_end) - int32(row))
             row, col = int64(row) + n * STEP, uint32(col0 + c)
-            if whole:
-                copy = uint32(copy + n * threads)
+            copy = uint32(cuda.threadIdx.x + n * threads)
             if even or copy < uint32(copies):
                 count = int32(0)
                 if left > int32(n * STEP) and col < uint32(cols_end):
@@ -338,29 +331,23 @@ def _make_write_rows(rows, columns, pitch, uneven):
     """
     chunks = columns // 8
     per_lane = rows * chunks // 32
-    # As in load_half_tile
-    whole = 32 % chunks == 0
-    STEP, RW = 32 // chunks if whole else 0, 4 * per_lane
+    chunk_of, STEP, RW = make_chunk_of(chunks, 32), rows_a_turn(chunks, 32), 4 * per_lane
 
     @device_function
-    def place(n):
-        """Row and column of this lane's n-th 16 bytes, without what is a constant."""
-        copy = uint32(uint32(cuda.threadIdx.x) % uint32(32))
-        if not whole:
-            copy = uint32(copy + 32 * n)
-        return uint32(copy // uint32(chunks)), uint32(uint32(copy % uint32(chunks)) * 8)
+    def lane():
+        return uint32(cuda.threadIdx.x) % uint32(32)
 
     @device_function
     def write_rows(sT, T, warp_row, row0, rows_end, col0, cols_end):
         rW = cuda.local.array(RW, uint32)
         for n in range(per_lane):
-            r, c = place(n)
+            r, c = chunk_of(lane(), n)
             at = int64(uint32(uint32(warp_row + r) * pitch + c)) + n * STEP * pitch
             w = load8(sT, at)
             for e in range(4):
                 rW[4 * n + e] = w[e]
         for n in range(per_lane):
-            r, c = place(n)
+            r, c = chunk_of(lane(), n)
             first = uint32(row0 + warp_row + r)
             left = int32(int32(rows_end) - int32(first))
             row, col = int64(first) + n * STEP, uint32(col0 + c)
