@@ -69,7 +69,7 @@ class Plan:
     ``ablated`` names the measures that the kernel does without.
     ``accesses`` are exact loads and stores of global memory in elements by array, ``flops`` follows
     FlashAttention-2's convention, ``workspace_bytes`` is memory beside inputs and outputs. With a
-    block mask both need it as ``block_mask``.
+    block mask both need it as ``block_mask``. ``launched`` are the functions behind ``kernels``.
     """
 
     algorithm: str

@@ -194,6 +194,19 @@ def test_a_kernel_is_compiled_once(place, monkeypatch):
     assert compiled == [("fa2_forward", bounds, kernel.argument_types)]
 
 
+def test_a_plan_compiles_its_kernels(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(plans.Kernel, "compiled", lambda kernel: compiled.append(kernel))
+    shape = (1, 1, 64, 64)
+    with fa_numba.device.using("emulator"):
+        planned = fa_numba.plan(shape, shape, algorithm="fa2", dtype="float16", passes="bwd")
+        planned.compile()
+        assert not compiled
+        monkeypatch.setattr(plans.device, "on_gpu", lambda: True)
+        planned.compile()
+    assert [kernel.name for kernel in compiled] == [kernel.name for kernel in planned.kernels]
+
+
 # --- ahead of a measurement -------------------------------------------------------------------
 
 
