@@ -1,5 +1,6 @@
 # make figures   measure what this machine can measure and draw every figure
 # make test      the tests          make lint    ruff and mypy
+# make sanitize  compute-sanitizer over the kernels in every layout and with every option; needs a GPU
 # make clean     remove .venv and everything generated that git does not track
 # Each makes .venv first when it is missing or setup.cfg has changed.
 
@@ -23,7 +24,7 @@ RUFF := --isolated --config 'target-version = "py311"' --config 'line-length = 1
 RULES := --select E,F,I,B,UP,SIM --ignore E741,SIM300
 SOURCES := fa_numba experiments tests
 
-.PHONY: figures test lint clean
+.PHONY: figures test lint sanitize clean
 .DELETE_ON_ERROR:
 
 figures: $(VENV)/.run-$(WHEELS)
@@ -36,6 +37,16 @@ lint: $(VENV)/.dev-$(WHEELS)
 	@$(RUN) -m ruff check $(RUFF) $(RULES) $(SOURCES)
 	@$(RUN) -m ruff format $(RUFF) --check $(SOURCES)
 	@$(RUN) -m mypy
+
+# The first run compiles side by side; the others find the kernels on disk.
+SANITIZED := -m pytest -q -m gpu -k "layouts or packed or all_options" \
+	tests/test_options.py tests/test_mma.py tests/test_mma_backward.py
+
+sanitize: $(VENV)/.dev-$(WHEELS)
+	@$(RUN) $(SANITIZED) -n $(JOBS)
+	@for tool in memcheck racecheck; do \
+		compute-sanitizer --tool $$tool --error-exitcode 1 $(RUN) $(SANITIZED) -p no:xdist || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) build *.egg-info figures/quick .pytest_cache .mypy_cache .ruff_cache .hypothesis
