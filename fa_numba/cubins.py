@@ -64,7 +64,10 @@ def directory() -> Path | None:
     if chosen is not None:
         return Path(chosen) if chosen else None
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "fa_numba"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "fa_numba"
+    except RuntimeError:  # a user without a home
+        return None
 
 
 def _place(kernel: Any, capability: tuple[int, int]) -> tuple[Any, bytes]:

@@ -155,6 +155,17 @@ def test_where_cubins_are_kept(monkeypatch, tmp_path):
     assert cubins.directory() == tmp_path / ".cache" / "fa_numba"
 
 
+def test_a_user_without_a_home_keeps_nothing(monkeypatch):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv(cubins.VARIABLE, raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(cubins.Path, "home", home)
+    assert cubins.directory() is None
+    assert cubins.read(fa2_forward.make_forward(SPEC), (9, 0)) is None
+
+
 def test_a_place_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("not a directory")
     monkeypatch.setenv(cubins.VARIABLE, str(tmp_path / "file" / "kept"))
