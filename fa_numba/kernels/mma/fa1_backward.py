@@ -254,7 +254,6 @@ def make_backward(spec):
                         write_rows(rdQ, dQh, scale, i0, i_stop)
                     i0 = i_next
                 g = uint32(g + 1)
-            wait_async()
             # Alg. 4 line 24: write dKj, dVj
             for e in range(RK):
                 rdK[e] *= scale

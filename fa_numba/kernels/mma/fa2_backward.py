@@ -213,7 +213,6 @@ def make_backward(spec, atomic=True):
                     add_rows(rdQ, Ah, i0, Nq)
                 i0 = i_next
             g = uint32(g + 1)
-        wait_async()
 
         # Alg. 2 line 18: write dKj, dVj
         for e in range(RK):
