@@ -131,9 +131,9 @@ def make_forward(spec):
             wait_async()
             cuda.syncthreads()  # Vj is there; nobody reads sK any more
             # Alg. 1 line 7 of the next j: load Kj+1, in flight during lines 9 and 10
-            j1 = next_column(uint32(j0 + Bc), j_end, i0, b, h, options)
-            if j1 < j_end:
-                load_columns(sK, Kh, j1, Nk, d)
+            j_next = next_column(uint32(j0 + Bc), j_end, i0, b, h, options)
+            if j_next < j_end:
+                load_columns(sK, Kh, j_next, Nk, d)
             commit_async()
             # Alg. 1 line 9: m, P and l
             online_softmax(rS, scale, rm, rl, rf)
@@ -141,7 +141,7 @@ def make_forward(spec):
             # Alg. 1 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj
             rescale_rows(rO, rf)
             add_product(rO, rS, sV, options)
-            j0 = j1
+            j0 = j_next
 
         # Alg. 1 line 9: l of whole rows, whose columns lie with four lanes
         sum_lanes(rl)
