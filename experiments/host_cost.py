@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -53,21 +54,12 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
         for series in SERIES[dtype]
         if peers.available() or not _theirs(series)
     ]
-    ahead.compile_ahead(_planned(cases), bench)
+    ours = [ahead.calls(s, problem, pass_) for problem, pass_, s in cases if not _theirs(s)]
+    ahead.compile_ahead(itertools.chain(*ours), bench)
     inputs = Inputs(gradient=True)
     rounds = QUICK_ROUNDS if options.quick else ROUNDS
     for problem, pass_, series in bench.track(cases, "timing"):
         yield _row(problem, pass_, series, inputs, rounds, bench.machine)
-
-
-def _planned(cases: Sequence[tuple[Problem, str, str]]) -> Iterator[ahead.Call]:
-    """What ours compile: the backward pass has a forward one before it."""
-    for problem, pass_, series in cases:
-        if not _theirs(series):
-            backward = pass_ == "bwd"
-            yield ahead.Call(series, problem, {"return_lse": backward})
-            if backward:
-                yield ahead.Call(series, problem, {"passes": "bwd"})
 
 
 def _theirs(series: str) -> bool:

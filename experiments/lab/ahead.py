@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from fa_numba import cubins, device
 from fa_numba.problem import Problem
 
-from .algorithms import plan
+from .algorithms import backward_options, plan
 from .options import Bench
 from .timing import attempt
 
@@ -30,24 +30,30 @@ class Call:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def jobs_here(jobs: int | None = None) -> int:
-    """As many processes as asked for, or as there are cores, MOST_JOBS at most."""
-    return min(MOST_JOBS, os.cpu_count() or 1) if jobs is None else jobs
+def calls(series: str, problem: Problem, pass_: str, **own: Any) -> Iterator[Call]:
+    """What `algorithms.call` runs, or for a pass with gradients `algorithms.gradients`."""
+    if pass_ == "fwd":
+        yield Call(series, problem, own)
+    else:
+        yield Call(series, problem, own | {"return_lse": True})
+        yield Call(series, problem, own | {"passes": "bwd", **backward_options(series)})
 
 
 def compile_ahead(calls: Iterable[Call], bench: Bench, jobs: int | None = None) -> None:
     """Compile the calls' kernels, in several processes, to where this process will find them.
 
-    A call that cannot be planned or compiled is left to fail where it is measured.
+    There are `jobs` processes, or as many as there are cores, MOST_JOBS at most. A call that cannot
+    be planned or compiled is left to fail where it is measured.
     """
-    jobs = jobs_here(jobs)
+    if jobs is None:
+        jobs = min(MOST_JOBS, os.cpu_count() or 1)
     if jobs == 1 or cubins.directory() is None or not device.gpu_available():
         return
     missing = _missing(calls)
     if len(missing) < FEWEST:
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(missing)), context) as pool:
+    jobs = min(jobs, len(missing))
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(_compile, call) for call in missing]
         for future in bench.track(futures, f"compiling, {jobs} processes"):
             future.result()
@@ -56,10 +62,10 @@ def compile_ahead(calls: Iterable[Call], bench: Bench, jobs: int | None = None) 
 def _missing(calls: Iterable[Call]) -> list[Call]:
     """The first call of each set of kernels that are not on disk."""
     found: dict[tuple[int, ...], Call] = {}
+    capability = device.compute_capability()
     for call in calls:
         planned, _ = attempt(lambda call=call: plan(call.series, call.problem, **call.options))
         kernels = planned.launched if planned is not None else ()
-        capability = device.compute_capability()
         ids = tuple(id(k) for k in kernels if cubins.read(k, capability) is None)
         if ids:
             found.setdefault(ids, call)

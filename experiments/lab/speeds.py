@@ -134,12 +134,7 @@ def _planned(study: Study, cases: Sequence[Problem], multiprocessors: int) -> It
                 own = {}
                 if series in _UNSPLIT:
                     own = _splits(_UNSPLIT[series], pass_, problem, multiprocessors)
-                if pass_ == "fwd":
-                    yield ahead.Call(series, problem, own)
-                else:
-                    yield ahead.Call(series, problem, own | {"return_lse": True})
-                    backward = {"passes": "bwd", **backward_options(series)}
-                    yield ahead.Call(series, problem, own | backward)
+                yield from ahead.calls(series, problem, pass_, **own)
 
 
 def _splits(series: str, pass_: str, problem: Problem, multiprocessors: int) -> dict[str, int]:

@@ -11,10 +11,8 @@ import csv
 import io
 import itertools
 import math
-import multiprocessing
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -28,7 +26,7 @@ from fa_numba.problem import Problem
 from fa_numba.tuned import COLUMNS, TABLE
 
 from . import peers
-from .ahead import jobs_here
+from .ahead import Call, compile_ahead
 from .algorithms import algorithm, plan, row_fields, unit
 from .options import Bench
 from .settings import Inputs, fa2_setting, one_head
@@ -64,10 +62,10 @@ class Candidate:
     def problems(self) -> list[Problem]:
         return [fa2_setting(N, self.head_dim, self.causal, DTYPE) for N in SEQLENS]
 
-    def plans(self) -> list[fa_numba.Plan]:
-        """Raises ValueError where the tiles do not fit."""
+    @property
+    def calls(self) -> list[Call]:
         how = {"passes": self.pass_, "tiles": self.tiles}
-        return [plan(self.series, problem, **how) for problem in self.problems]
+        return [Call(self.series, problem, how) for problem in self.problems]
 
 
 def candidates(
@@ -85,19 +83,13 @@ def candidates(
         for Br, Bc, threads in itertools.product(*BLOCKS[pass_], THREADS):
             candidate = Candidate(name, pass_, d, causal, fa_numba.Tiles(Br, Bc, threads))
             with contextlib.suppress(ValueError):
-                candidate.plans()
+                for call in candidate.calls:
+                    plan(call.series, call.problem, **call.options)
                 found.append(candidate)
     return found
 
 
-# --- measuring, in several processes: they compile side by side and time one at a time -----------
-
-_turn: Any = contextlib.nullcontext()
-
-
-def _start(lock: Any) -> None:
-    global _turn
-    _turn = lock
+# --- measuring --------------------------------------------------------------------------------
 
 
 def _time(candidate: Candidate) -> tuple[list[Timing] | None, str]:
@@ -106,17 +98,13 @@ def _time(candidate: Candidate) -> tuple[list[Timing] | None, str]:
     def work() -> list[Timing]:
         small = one_head(CHECKED_SEQLEN, candidate.head_dim, candidate.causal, DTYPE)
         host, out, lse = _small(small)
-        gate = _gate(small, candidate.pass_)
-        for planned in candidate.plans():
-            planned.compile()
-        with _turn:  # alone on the GPU: another process's kernels would be in the times
-            run = _call(candidate, (*_on_device(*host, out), *peers.on_device((lse,))))
-            error = gate(run())
-            found = []
-            for problem in candidate.problems:
-                run = _call(candidate, _shaped(problem, _large(candidate.head_dim)))
-                found.append(time_call(run, lambda result: error, seconds=SECONDS))
-            return found
+        run = _call(candidate, (*_on_device(*host, out), *peers.on_device((lse,))))
+        error = _gate(small, candidate.pass_)(run())
+        found = []
+        for problem in candidate.problems:
+            run = _call(candidate, _shaped(problem, _large(candidate.head_dim)))
+            found.append(time_call(run, lambda result: error, seconds=SECONDS))
+        return found
 
     return attempt(work)
 
@@ -175,17 +163,12 @@ def _shaped(problem: Problem, arrays: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def measure(wanted: Sequence[Candidate], bench: Bench, jobs: int | None = None) -> Iterator[Row]:
-    """Rows of every candidate, from `jobs` processes: as many as there are cores, 12 at most."""
-    jobs = jobs_here(jobs)
-    if jobs == 1:
-        for candidate in bench.track(wanted, "timing"):
-            yield from _rows(candidate, *_time(candidate), bench.machine)
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, _start, (context.Lock(),)) as pool:
-        pairs = [(candidate, pool.submit(_time, candidate)) for candidate in wanted]
-        for candidate, future in bench.track(pairs, f"timing, {jobs} processes"):
-            yield from _rows(candidate, *future.result(), bench.machine)
+    """Rows of every candidate; `jobs` processes compile first, and nothing runs beside the timing:
+    another process's kernels would be in the times.
+    """
+    compile_ahead((call for candidate in wanted for call in candidate.calls), bench, jobs)
+    for candidate in bench.track(wanted, "timing"):
+        yield from _rows(candidate, *_time(candidate), bench.machine)
 
 
 def _rows(
