@@ -21,9 +21,9 @@ NAME = "ladder"
 TITLE = "what each measure of the tensor-core kernels gains"
 DESCRIPTION = (
     "FA-2 forward on tensor cores from a plain kernel in steps (padding, prefetching, Q in "
-    "registers, the scale in the exponent, wide stores, 32 rows a warp, measured tiles), and FA-1 "
-    "with a tile's rows or its keys split over the warps; FA-2's setting at N=4096, fp16: time, "
-    "instructions, bank conflicts, and torch's FA-2 beside."
+    "registers, the scale in the exponent, wide stores, 32 rows a warp, two stages of K and V, "
+    "measured tiles), and FA-1 with a tile's rows or its keys split over the warps; FA-2's setting "
+    "at N=4096, fp16: time, instructions, bank conflicts, and torch's FA-2 beside."
 )
 NEEDS_GPU = True
 
@@ -37,8 +37,8 @@ class Step:
     """A rung: its series, what the figure calls it, and the gain that was predicted before the
     first run, over the step before it.
 
-    ``kept`` are the measures that its kernel has, ``threads`` those of a block of TILES; None for
-    all measures and the plan's tiles.
+    ``kept`` are the measures that its kernel has, ``threads`` those of a block of TILES, ``stages``
+    its tiles of K and V; None for all measures and the plan's tiles.
     """
 
     series: str
@@ -46,6 +46,11 @@ class Step:
     predicted: float | None = None
     kept: tuple[str, ...] | None = None
     threads: int | None = None
+    stages: int = 1
+
+    @property
+    def tiles(self) -> fa_numba.Tiles:
+        return fa_numba.Tiles(*TILES, self.threads, self.stages)
 
 
 # Br, Bc of the steps before the plan's own.
@@ -59,7 +64,8 @@ LADDER = (
     Step(f"{BASE}-folded-scale", "+ scale in the exponent", 1.05, _ORDER[:4], 256),
     Step(f"{BASE}-wide-stores", "+ O in 16-byte stores", 1.01, _ORDER, 256),
     Step(f"{BASE}-32-rows", "+ 32 rows a warp", 1.25, _ORDER, 128),
-    Step(BASE, "+ tiles of the plan", 1.04),
+    Step(f"{BASE}-two-stages", "+ two stages of K and V", 1.04, _ORDER, 128, 2),
+    Step(BASE, "+ tiles and stages of the plan", 1.04),
 )
 # FA-1 at the tiles of its split keys, each warp with keys or with rows of its own, and with rows at
 # the plan's tiles.
@@ -85,9 +91,9 @@ def configurations(problem: Problem) -> list[steps.Configuration]:
     for step in LADDER:
         options: dict[str, Any] = {}
         if step.kept is not None:
-            options["tiles"] = fa_numba.Tiles(*TILES, step.threads)
+            options["tiles"] = step.tiles
             options["ablate"] = tuple(name for name in MEASURES if name not in step.kept)
-        same = step.kept is None and own == fa_numba.Tiles(*TILES, LADDER[-2].threads)
+        same = step.kept is None and own == LADDER[-2].tiles
         original = LADDER[-2].series if same else None
         note = "the plan's tiles are those of the step before" if same else ""
         found.append(steps.Configuration(step.series, options, same_as=original, note=note))

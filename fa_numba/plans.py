@@ -153,6 +153,15 @@ def _unit(unit: Any, problem: Problem) -> str:
     return found
 
 
+def _check_stages(tiles: Tiles | None, algorithm: str, passes: str, unit: str) -> None:
+    if tiles and tiles.stages != 1 and (algorithm, passes, unit) != ("fa2", "fwd", "mma"):
+        raise ValueError(
+            f"tiles: stages={tiles.stages} with algorithm {algorithm!r}, pass {passes!r} on unit "
+            f"{unit!r}: only the forward pass of fa2 on tensor cores ('mma') has a choice, allowed "
+            "is 1"
+        )
+
+
 def _check_partition(warp_partition: Any, algorithm: str, unit: str) -> None:
     if not isinstance(warp_partition, str) or warp_partition not in PARTITIONS:
         raise ValueError(
@@ -196,6 +205,7 @@ def forward(
     query_splits = as_size("query_splits", query_splits, axis=False)
     if query_splits != 1 and algorithm != "fa1":
         raise ValueError(f"query_splits is {query_splits}: only fa1 splits its queries")
+    _check_stages(tiles, algorithm, "fwd", unit)
     _check_partition(warp_partition, algorithm, unit)
     ablated = _measures(ablate, algorithm, unit)
     limit = device.shared_bytes_limit()
@@ -213,7 +223,7 @@ def _forward(problem, algorithm, tiles, aligned, return_lse, query_splits, limit
     features = Features.of(problem)
     facts = {"features": features, "aligned": aligned, "grouped": problem.group > 1}
     spec = specialise(tiles, d, limit, return_lse=return_lse and algorithm == "fa1", **facts)
-    tiles = Tiles(tiles.Br, tiles.Bc, spec.threads)
+    tiles = replace(tiles, threads=spec.threads)
     Tr = -(-Nq // tiles.Br)
     heads, split_rows = problem.heads_q, 0
     if algorithm == "fa2":
@@ -260,7 +270,7 @@ def _mma_forward(
     facts |= {"dtype": problem.dtype, "positive_scale": problem.scale > 0.0}
     facts |= {"return_lse": return_lse and algorithm == "fa1", "grouped": problem.group > 1}
     spec = specialise_mma(tiles, d, limit, kind, ablated=ablated, **facts)
-    tiles = Tiles(tiles.Br, tiles.Bc, spec.threads)
+    tiles = replace(tiles, threads=spec.threads)
     Tr, heads, split_rows = -(-Nq // tiles.Br), problem.heads_q, 0
     if algorithm == "fa2":
         launches = [(mma.fa2_forward.make_forward(spec), Tr, heads)]
@@ -310,6 +320,7 @@ def backward(
     """The backward pass of ``algorithm``, checked."""
     _check(problem, algorithm, tiles)
     unit = _unit(unit, problem)
+    _check_stages(tiles, algorithm, "bwd", unit)
     _check_flag("deterministic", deterministic)
     _check_flag("return_dbias", return_dbias)
     if deterministic and algorithm != "fa2":
@@ -346,7 +357,7 @@ def _mma_standard_backward(problem, tiles, aligned, return_dbias, limit) -> Run:
     features = Features.of(problem, dbias=return_dbias)
     facts = {"features": features, "aligned": aligned, "dtype": problem.dtype}
     spec = specialise_mma(tiles, d, limit, StandardSpec, **facts)
-    tiles = Tiles(tiles.Br, tiles.Bc, spec.threads)
+    tiles = replace(tiles, threads=spec.threads)
     across = specialise_mma(Tiles(tiles.Bc, tiles.Br), d, limit, StandardSpec, **facts)
     Tr, Tc = -(-Nq // tiles.Br), -(-Nk // tiles.Bc)
     heads_q, heads_k, lengths = problem.heads_q, problem.heads_k, _lengths_of(features)
@@ -383,7 +394,7 @@ def _backward(problem, algorithm, tiles, aligned, deterministic, return_dbias, l
     features = Features.of(problem, dbias=return_dbias)
     facts = {"features": features, "aligned": aligned, "grouped": problem.group > 1}
     spec = specialise(tiles, d, limit, BackwardSpec, **facts)
-    tiles = Tiles(tiles.Br, tiles.Bc, spec.threads)
+    tiles = replace(tiles, threads=spec.threads)
     Tr, Tc = -(-Nq // tiles.Br), -(-Nk // tiles.Bc)
     heads_q, heads_k = problem.heads_q, problem.heads_k
     lengths = _lengths_of(features)
@@ -454,7 +465,7 @@ def _mma_backward(
     own = {"row_tiles": row_tiles, "splits_queries": query_splits > 1}
     own["vector_adds"] = device.compute_capability() >= (9, 0)
     spec = specialise_mma_backward(tiles, d, limit, features=features, **facts, **own)
-    tiles = Tiles(tiles.Br, tiles.Bc, spec.threads)
+    tiles = replace(tiles, threads=spec.threads)
     Tr, Tc = -(-Nq // tiles.Br), -(-Nk // tiles.Bc)
     heads_q, heads_k = problem.heads_q, problem.heads_k
     how: dict[str, Any] = {"dbias": return_dbias}

@@ -10,6 +10,7 @@ from typing import Any
 from fa_numba.options import PLAIN, Features
 
 MAX_ACCUMULATORS = 128
+STAGES = (1, 2)
 MAX_THREADS = 512
 # Of a multiprocessor, and what a thread needs beside its accumulators.
 REGISTERS = 65536
@@ -29,14 +30,18 @@ class Tiles:
     """Block sizes of a tiled algorithm.
 
     ``Br`` rows of Q and ``Bc`` rows of K and V make one tile of S. ``threads`` is the number of
-    threads in a block; None takes the split with the fewest shared-memory reads.
+    threads in a block; None takes the split with the fewest shared-memory reads. ``stages`` is how
+    many tiles of K and of V are in shared memory; FlashAttention-2's forward kernel on tensor cores
+    takes 2 too, and has then the next ones on their way all the time.
 
-    Raises ValueError when Br is no multiple of 4, Bc no multiple of 8, or either is not positive.
+    Raises ValueError when Br is no multiple of 4, Bc no multiple of 8, either is not positive, or
+    stages is not 1 or 2; TypeError for what is no int.
     """
 
     Br: int
     Bc: int
     threads: int | None = None
+    stages: int = 1
 
     def __post_init__(self) -> None:
         for name, value, step in (("Br", self.Br, 4), ("Bc", self.Bc, 8)):
@@ -50,6 +55,10 @@ class Tiles:
             isinstance(self.threads, bool) or not isinstance(self.threads, int)
         ):
             raise TypeError(f"tiles: threads must be an int or None, not {self.threads!r}")
+        if isinstance(self.stages, bool) or not isinstance(self.stages, int):
+            raise TypeError(f"tiles: stages must be an int, not {self.stages!r}")
+        if self.stages not in STAGES:
+            raise ValueError(f"tiles: stages must be 1 or 2, not {self.stages}")
 
 
 @dataclass(frozen=True)
@@ -266,6 +275,7 @@ class MmaSpec(Spec):
     positive_scale: bool = False
     splits_keys: bool = False
     ablated: tuple[str, ...] = ()
+    stages: int = 1
 
     @property
     def folds_scale(self) -> bool:
@@ -328,7 +338,7 @@ class MmaSpec(Spec):
 
     @property
     def tile_halves(self) -> tuple[int, ...]:
-        """16-bit elements of sQ, sK and sV in shared memory."""
+        """16-bit elements of sQ and of a stage of sK and of sV in shared memory."""
         return self.Br * self.pitch, self.Bc * self.pitch, self.Bc * self.pitch
 
     @property
@@ -338,7 +348,8 @@ class MmaSpec(Spec):
 
     @property
     def shared_bytes(self) -> int:
-        return 2 * sum(self.tile_halves) + 4 * self.exchange_floats
+        rows, *columns = self.tile_halves
+        return 2 * (rows + self.stages * sum(columns)) + 4 * self.exchange_floats
 
     @property
     def accumulators(self) -> int:
@@ -617,6 +628,7 @@ def specialise_mma(
     counts = [tiles.Br // rows for rows in (32, 16) if tiles.Br % rows == 0]
     if splits_keys:
         counts = [warps for warps in (4, 8, 2) if tiles.Bc % (16 * warps) == 0]
+    facts["stages"] = tiles.stages
     found = [kind(head_dim, tiles.Br, tiles.Bc, 4, 8 * warps, **facts) for warps in counts]
     return _chosen(found, tiles, head_dim, shared_limit)
 
@@ -624,6 +636,7 @@ def specialise_mma(
 def _chosen(found: list, tiles: Tiles, head_dim: int, shared_limit: int) -> Any:
     """The first of these specialisations that can be, or the one with the threads asked for."""
     part = "all" if found[0].splits_keys else "16 or 32 of"
+    staged = f", stages={tiles.stages}" if tiles.stages > 1 else ""
     found = [s for s in found if s.threads <= MAX_THREADS and s.fits_registers]
     if not found:
         raise ValueError(
@@ -633,7 +646,7 @@ def _chosen(found: list, tiles: Tiles, head_dim: int, shared_limit: int) -> Any:
         )
     if found[0].shared_bytes > shared_limit:
         raise ValueError(
-            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} needs "
+            f"tiles: Br={tiles.Br}, Bc={tiles.Bc}{staged} at head_dim={head_dim} needs "
             f"{found[0].shared_bytes} bytes of shared memory, the device has {shared_limit} a block"
         )
     if tiles.threads is not None:

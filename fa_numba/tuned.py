@@ -1,4 +1,4 @@
-"""Measured block sizes of the tensor-core kernels, which `python -m experiments tune` writes."""
+"""Measured tiles of the tensor-core kernels, which `python -m experiments tune` writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from fa_numba import device
 from fa_numba.tiles import Tiles
 
 TABLE = Path(__file__).with_name("tuned.csv")
-COLUMNS = ("compute_capability", "algorithm", "pass", "head_dim", "Br", "Bc", "threads")
+KEY = ("compute_capability", "algorithm", "pass", "head_dim")
+COLUMNS = (*KEY, "Br", "Bc", "threads", "stages")
 
 
 @functools.cache
@@ -21,7 +22,7 @@ def _table(path: Path) -> dict[tuple[str, ...], Tiles]:
         lines = list(csv.reader(file))
     if tuple(lines[0]) != COLUMNS:
         raise ValueError(f"{path}: columns are {lines[0]}: expected {list(COLUMNS)}")
-    return {tuple(line[:4]): Tiles(*map(int, line[4:])) for line in lines[1:]}
+    return {tuple(line[: len(KEY)]): Tiles(*map(int, line[len(KEY) :])) for line in lines[1:]}
 
 
 def tuned_tiles(

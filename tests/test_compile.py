@@ -354,14 +354,17 @@ def mma_tiles(algorithm, passes, arch, d, option, specialised, default):
 def mma_spec_of(name, arch, d, dtype="float16", option=None):
     """The default tiles' for long sequences; ``option`` is a feature or "unaligned".
 
-    "fa1 keys" is FA-1 with the keys split over the warps.
+    "fa1 keys" is FA-1 with the keys split over the warps, "fa2 stages" FA-2 with two stages.
     """
-    name, splits_keys = name.partition(" ")[0], name == "fa1 keys"
+    splits_keys, two_stages = name == "fa1 keys", name == "fa2 stages"
+    name = name.partition(" ")[0]
     features = Features(**{option: True}) if option not in (None, "unaligned") else PLAIN
     tiles = default_mma_tiles(name, 4096, 4096, d, SHARED[arch], features, splits_keys)
     if not splits_keys:
         fits = functools.partial(specialise_mma, head_dim=d, shared_limit=SHARED[arch])
         tiles = mma_tiles(name, "fwd", arch, d, option, fits, tiles)
+    if two_stages:
+        tiles = Tiles(128, 64, 128, stages=2)
     facts = {"features": features, "aligned": option != "unaligned", "dtype": dtype}
     facts |= {"positive_scale": True, "return_lse": name == "fa1", "splits_keys": splits_keys}
     facts["grouped"] = False
@@ -394,6 +397,9 @@ MMA_CASES = [
     ("fa2", "sm_80", 128, "float16", "causal"),
     *(("fa1 keys", "sm_90a", d, "float16", None) for d in (64, 128, 256)),
     *(("fa1 keys", "sm_90a", d, "float16", "packed") for d in (64, 128)),
+    *(("fa2 stages", "sm_90a", d, "float16", "causal") for d in (32, 64, 96, 128)),
+    ("fa2 stages", "sm_90a", 128, "bfloat16", None),
+    ("fa2 stages", "sm_80", 64, "float16", None),
 ]
 
 
@@ -433,8 +439,12 @@ def test_the_docstrings_shared_memory_is_the_mma_kernels(name):
     python = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula)
     for d, (Br, Bc) in itertools.product((32, 64, 128, 256), ((64, 64), (128, 32), (16, 16))):
         spec = specialise_mma(Tiles(Br, Bc), d, SHARED["sm_90a"])
-        halves = eval(python, {"Br": Br, "Bc": Bc, "d": d})
+        halves = eval(python, {"Br": Br, "Bc": Bc, "d": d, "stages": 1})
         assert 2 * halves == spec.shared_bytes == module.make_forward(spec).shared_bytes
+        if name == "fa2":
+            two = replace(spec, stages=2)
+            halves = eval(python, {"Br": Br, "Bc": Bc, "d": d, "stages": 2})
+            assert 2 * halves == two.shared_bytes == module.make_forward(two).shared_bytes
     documented = re.findall(r"(\d+)\s+\(d=(\d+), (\d+) x (\d+)\)", module.__doc__)
     assert len(documented) == 3
     for size, d, Br, Bc in (map(int, found) for found in documented):

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -271,6 +272,57 @@ def test_query_splits(device, dtype, causal, Nq, Nk):
         assert np.array_equal(split.O, whole.O) and np.array_equal(split.L, whole.L)
 
 
+# --- one stage of K and V, and two -----------------------------------------------------------
+
+
+def check_stages(device, q, k, v, **options):
+    """Two stages hold to float64 and count as the model says; every bit is that of one stage."""
+    one, two = (
+        check(device, "fa2", q, k, v, tiles=Tiles(16, 16, stages=n), **options) for n in (1, 2)
+    )
+    assert np.array_equal(one.O, two.O) and np.array_equal(one.L, two.L)
+
+
+@mostly_float16
+@either_mask
+@pytest.mark.parametrize("Nq, Nk", LENGTHS)
+def test_two_stages_of_many_lengths(device, dtype, causal, Nq, Nk):
+    check_stages(device, *half_inputs(dtype, 1, 1, 1, Nq, Nk, 8), causal=causal)
+
+
+@mostly_float16
+@pytest.mark.parametrize("d", HEAD_DIMS)
+def test_two_stages_of_every_head_dim(device, dtype, d):
+    check_stages(device, *half_inputs(dtype, 1, 1, 1, 18, 51, d))
+
+
+@mostly_float16
+@pytest.mark.parametrize("layout", ["odd", "strided", "reversed"])
+def test_two_stages_in_other_layouts(device, dtype, layout):
+    check_stages(device, *half_inputs(dtype, 2, 4, 2, 17, 50, 8), causal=True, layout=layout)
+
+
+@mostly_float16
+@either_mask
+@pytest.mark.parametrize("threads", [64, 128])
+def test_two_stages_of_several_warps(device, dtype, causal, threads):
+    q, k, v = half_inputs(dtype, 1, 1, 1, 150, 200, 24)
+    tiles = Tiles(64, 32, threads, stages=2)
+    two = check(device, "fa2", q, k, v, causal=causal, tiles=tiles)
+    one = attend(device, "fa2", q, k, v, causal=causal, tiles=replace(tiles, stages=1))
+    assert np.array_equal(one.O, two.O) and np.array_equal(one.L, two.L)
+
+
+def test_two_stages_take_their_shared_memory():
+    shape = (1, 1, 4096, 128)
+    with devices.using("emulator"):
+        bytes_of = [
+            fa_numba.plan(shape, shape, dtype="float16", tiles=Tiles(128, 64, 128, n)).kernels[0]
+            for n in (1, 2)
+        ]
+    assert [kernel.shared_bytes for kernel in bytes_of] == [69632, 69632 + 2 * 2 * 64 * 136]
+
+
 # --- memory ----------------------------------------------------------------------------------
 
 
@@ -414,6 +466,12 @@ def test_options(device, algorithm, dtype, name):
     check(device, algorithm, q, k, v, tiles=SMALL, **OPTIONS[name])
 
 
+@mostly_float16
+@pytest.mark.parametrize("name", OPTIONS)
+def test_two_stages_with_options(device, dtype, name):
+    check_stages(device, *half_inputs(dtype, 2, 2, 1, 40, 55, 8), **OPTIONS[name])
+
+
 @every_algorithm
 @mostly_float16
 @pytest.mark.parametrize("causal", [False, True])
@@ -426,6 +484,8 @@ def test_packed_sequences(device, algorithm, dtype, causal):
     )
     starts = {"cu_seqlens_q": [0, 20, 20, 61], "cu_seqlens_k": [0, 33, 40, 70]}
     check(device, algorithm, q, k, v, causal=causal, tiles=SMALL, **starts)
+    if algorithm == "fa2":
+        check_stages(device, q, k, v, causal=causal, **starts)
 
 
 # Bc a multiple of 64, of 16, and of neither: how the draws of dropout are shared differs.
@@ -862,6 +922,31 @@ REFUSED = {
             tiles=Tiles(256, 128),
         ),
         ValueError, ["Br=256, Bc=128", "head_dim=256", "270336 bytes of shared memory"],
+    ),
+    "shared memory of two stages": (
+        lambda: fa_numba.attention(
+            np.ones((1, 1, 5, 256), np.float16), *np.ones((2, 1, 1, 7, 256), np.float16),
+            tiles=Tiles(128, 96, stages=2),
+        ),
+        ValueError, ["Br=128, Bc=96, stages=2", "head_dim=256", "270336 bytes of shared memory"],
+    ),
+    "stages of fa1": (
+        lambda: fa_numba.flash_attention_1(Q, K, K, tiles=Tiles(16, 16, stages=2)), ValueError,
+        ["tiles: stages=2", "'fa1'", "'fwd'", "'mma'", "only the forward pass of fa2", "is 1"],
+    ),
+    "stages of standard attention": (
+        lambda: fa_numba.standard_attention(Q, K, K, tiles=Tiles(16, 16, stages=2)), ValueError,
+        ["tiles: stages=2", "'standard'", "only the forward pass of fa2", "is 1"],
+    ),
+    "stages on CUDA cores": (
+        lambda: fa_numba.attention(*SINGLE, tiles=Tiles(16, 16, stages=2)), ValueError,
+        ["tiles: stages=2", "'fa2'", "'simt'", "on tensor cores", "is 1"],
+    ),
+    "stages of the backward pass": (
+        lambda: fa_numba.plan(
+            Q.shape, K.shape, dtype="float16", passes="bwd", tiles=Tiles(32, 32, stages=2)
+        ),
+        ValueError, ["tiles: stages=2", "'fa2'", "'bwd'", "only the forward pass", "is 1"],
     ),
     "float32 k": (
         lambda: fa_numba.attention(Q, SINGLE[1], K), TypeError,

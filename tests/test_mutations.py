@@ -309,6 +309,13 @@ MMA_CASES = {
     "dropout": (Case((1, 2, 1, 20, 70, 8), Tiles(16, 64), DROPOUT),),
     "softcap": (Case((1, 1, 1, 20, 35, 8), Tiles(16, 16), {"softcap": 1.5}),),
 }
+MMA_STAGES = {
+    "stages": (
+        Case((1, 1, 1, 70, 140, 24), Tiles(64, 32, 64, stages=2)),
+        Case((1, 1, 1, 50, 55, 8), Tiles(16, 16, stages=2), window(9, 3)),
+        Case((2, 1, 1, 5, 40, 8), Tiles(16, 16, stages=2), {"kv_lens": [33, 0]}),
+    )
+}
 KEYS = {"warp_partition": "keys"}
 MMA_KEYS = {
     "keys": (
@@ -446,7 +453,8 @@ def caught_by(algorithm, cases, modules, monkeypatch):
     package, name, backward = plans, algorithm, ""
     if algorithm in MMA:
         package, module = plans.mma, f"{algorithm.removeprefix('mma_')}_forward"
-        runs, groups, planned = run_mma, MMA_CASES | MMA_KEYS, "_mma_forward"
+        groups = MMA_CASES | MMA_KEYS | MMA_STAGES
+        runs, planned = run_mma, "_mma_forward"
     elif algorithm in MMA_BACKWARD:
         package, module = plans.mma, algorithm.removeprefix("mma_")
         name = module.removesuffix("_backward")
@@ -1714,6 +1722,22 @@ def mma_kernel_mutants(add):
         ("L past the end", "(rl, Lh, i0, rows,", "(rl, Lh, i0, uint32(i0 + Br),"),
         by=ANY,
     )
+    first, ready = "            wait_async()\n            ", "cuda.syncthreads()  # Kj is there, or"
+    turn = "                if j_next < j_end:\n                    sK_next"
+    add(
+        "mma_fa2",
+        ("the first V not loaded", "            if STAGES == 2:", "            if False:"),
+        ("K and V of one stage", "                sK, sV = column_tiles(stage)\n", ""),
+        ("no turn of the stages", "stage = uint32(stage ^ uint32(1))", "pass"),
+        ("the next K and V not loaded", turn, turn.replace("j_next < j_end", "False")),
+        ("no wait for K and V", f"{first}{ready}", f"            {ready}"),
+        ("no barrier before the next K and V", ready, "pass  #"),
+        ("K of both stages in one place", "AT_K + stage * NK", "AT_K"),
+        ("V of both stages in one place", "AT_V + stage * NV", "AT_V"),
+        ("V where K's second stage is", "NQ + STAGES * NK", "NQ + NK"),
+        by=ANY,
+        cases="stages",
+    )
     new = "for i in range(TM):\n                if rf[i] !="
     add(
         "rows.make_rescale_rows",
@@ -2313,6 +2337,7 @@ def mostly_slow(found, name):
         *((a, c) for a in BACKWARD for c in BACKWARD_CASES),
         *((a, c) for a in MMA for c in MMA_CASES),
         *(("mma_fa1", c) for c in MMA_KEYS),
+        *(("mma_fa2", c) for c in MMA_STAGES),
         *mostly_slow(itertools.product(MMA_BACKWARD, MMA_BACKWARD_CASES), "-".join),
     ],
 )

@@ -32,6 +32,10 @@ KB = 1024
         ((None, 8), TypeError, ["Br", "int", "None"]),
         ((4, 8, 32.0), TypeError, ["threads", "int or None", "32.0"]),
         ((4, 8, True), TypeError, ["threads", "int or None", "True"]),
+        ((4, 8, 32, True), TypeError, ["stages", "int", "True"]),
+        ((4, 8, 32, None), TypeError, ["stages", "int", "None"]),
+        ((4, 8, 32, 0), ValueError, ["stages", "1 or 2", "0"]),
+        ((4, 8, 32, 3), ValueError, ["stages", "1 or 2", "3"]),
     ],
 )
 def test_bad_tiles_are_refused(arguments, error, says):
@@ -41,7 +45,7 @@ def test_bad_tiles_are_refused(arguments, error, says):
 
 
 def test_tiles_are_values():
-    assert Tiles(8, 16) == Tiles(Br=8, Bc=16, threads=None)
+    assert Tiles(8, 16) == Tiles(Br=8, Bc=16, threads=None, stages=1)
     assert {Tiles(8, 16): 1}[Tiles(8, 16)] == 1
     with pytest.raises(AttributeError):
         Tiles(8, 16).Br = 4

@@ -55,7 +55,7 @@ def chosen(d, Nq=4096, Nk=4096, algorithm="fa2"):
 
 def test_plans_take_the_tuned_tiles(table):
     rule = {(d, a): chosen(d, algorithm=a) for d in (64, 80, 128) for a in ("fa1", "fa2")}
-    table("9.0,fa2,fwd,64,64,32,64", "8.0,fa2,fwd,128,64,32,64", "9.0,fa2,bwd,128,64,32,64")
+    table("9.0,fa2,fwd,64,64,32,64,1", "8.0,fa2,fwd,128,64,32,64,1", "9.0,fa2,bwd,128,64,32,64,1")
     assert chosen(64) == Tiles(64, 32, 64) != rule[64, "fa2"]
     # 49 to 64 columns are the same fragments.
     assert chosen(49) == Tiles(64, 32, 64)
@@ -75,7 +75,7 @@ def test_plans_fall_back_to_the_rule(table, monkeypatch):
     lengths = (16, 63, 64, 200)
     rule = [chosen(64, N, N) for N in lengths]
     small, whole = with_limit(memory - 1), with_limit(LIMIT)
-    table("9.0,fa2,fwd,64,64,256,128")
+    table("9.0,fa2,fwd,64,64,256,128,1")
     # Blocks larger than the sequences.
     assert [chosen(64, N, N) for N in lengths] == rule
     assert chosen(64, 64, 256) == Tiles(64, 256, 128)
@@ -90,15 +90,23 @@ def test_plans_fall_back_to_the_rule(table, monkeypatch):
     assert with_limit(memory) == Tiles(64, 256, 128)
     assert with_limit(memory - 1) == small
     # Registers that do not.
-    table("9.0,fa2,fwd,64,64,256,64")
+    table("9.0,fa2,fwd,64,64,256,64,1")
     assert with_limit(LIMIT) == whole
 
 
 def test_the_call_runs_with_them(table):
-    table("9.0,fa2,fwd,48,16,32,32")
+    table("9.0,fa2,fwd,48,16,32,32,1")
     with fa_numba.device.using("emulator"):
         planned = fa_numba.plan((1, 1, 256, 40), (1, 1, 256, 40), dtype="bfloat16")
     assert planned.tiles == Tiles(16, 32, 32)
+
+
+def test_plans_take_the_tuned_stages(table):
+    table("9.0,fa2,fwd,64,64,32,64,2")
+    assert chosen(64) == Tiles(64, 32, 64, stages=2)
+    shape = (1, 1, 4096, 64)
+    planned = fa_numba.plan(shape, shape, dtype="float16")
+    assert planned.kernels[0].shared_bytes == 2 * (64 + 4 * 32) * 72
 
 
 def test_a_table_of_other_columns_is_refused(table):
@@ -113,14 +121,16 @@ def test_the_tables_own_lines_are_tiles_of_a_gpu():
     assert len({tuple(line.values())[:4] for line in lines}) == len(lines)
     for line in lines:
         assert line["algorithm"] in ("fa1", "fa2") and line["pass"] in ("fwd", "bwd")
-        d, size = int(line["head_dim"]), [int(line[name]) for name in ("Br", "Bc", "threads")]
+        d = int(line["head_dim"])
+        Br, Bc, threads, stages = (int(line[n]) for n in ("Br", "Bc", "threads", "stages"))
         assert d % 16 == 0
+        assert stages == 1 or (line["algorithm"], line["pass"]) == ("fa2", "fwd")
         if line["pass"] == "fwd":
-            assert specialise_mma(Tiles(*size), d, LIMIT).threads == size[2]
+            assert specialise_mma(Tiles(Br, Bc, None, stages), d, LIMIT).threads == threads
 
 
 def test_tuned_tiles_are_asked_of_the_kernels_specialisation(table):
-    table("9.0,fa1,bwd,32,64,64,128")
+    table("9.0,fa1,bwd,32,64,64,128,1")
     asked = []
     found = tuned_tiles("fa1", "bwd", 64, 64, 17, asked.append)
     assert asked == [found] == [Tiles(64, 64, 128)]
@@ -129,10 +139,13 @@ def test_tuned_tiles_are_asked_of_the_kernels_specialisation(table):
 # --- the sweep --------------------------------------------------------------------------------
 
 
-def swept(monkeypatch, wrong=()):
-    """The sweep's rows on the emulator, with made-up times; results of `wrong` tiles are off."""
+def swept(monkeypatch, wrong=(), more=None):
+    """The sweep's rows on the emulator, with made-up times, `more` in ms beside them; results of
+    `wrong` tiles are off.
+    """
+    more = more or {}
     right = fa_numba.attention
-    times = {Tiles(16, 16, 32): 4.0, Tiles(32, 16, 32): 2.0, Tiles(32, 32, 32): 1.0}
+    times = {Tiles(16, 16, 32): 4.0, Tiles(32, 16, 32): 2.0, Tiles(32, 32, 32): 1.0, **more}
 
     def attention(q, k, v, *, tiles, **options):
         off = 1.1 if tiles in wrong else 1
@@ -168,15 +181,16 @@ def swept(monkeypatch, wrong=()):
 def test_the_sweep_times_what_can_be_planned(monkeypatch):
     wanted, rows = swept(monkeypatch)
     assert {c.head_dim for c in wanted} == {16} and len(set(wanted)) == len(wanted)
-    forward = {c.tiles for c in wanted if c.pass_ == "fwd"}
+    forward = {c.tiles for c in wanted if (c.series, c.pass_) == ("fa1-mma", "fwd")}
     assert forward == {
         *(Tiles(16, 16, 32), Tiles(16, 32, 32)),
         *(Tiles(32, Bc, threads) for Bc in (16, 32) for threads in (32, 64)),
     }
+    staged = {c.tiles for c in wanted if (c.series, c.pass_) == ("fa2-mma", "fwd")}
+    assert staged == {replace(tiles, stages=n) for tiles in forward for n in (1, 2)}
     timed = {(r.series, r.pass_, r.causal, r.Br, r.Bc, r.place) for r in rows if r.metric == "time"}
     assert timed == {
-        (c.series, c.pass_, c.causal, c.tiles.Br, c.tiles.Bc, f"threads={c.tiles.threads}")
-        for c in wanted
+        (c.series, c.pass_, c.causal, c.tiles.Br, c.tiles.Bc, tune.note(c.tiles)) for c in wanted
     }
     assert all(0 < r.value < 1e-3 for r in rows if r.metric == "error")
     found = tune.best(rows)
@@ -184,6 +198,15 @@ def test_the_sweep_times_what_can_be_planned(monkeypatch):
     speed = {r.causal: r.value for r in rows if r.metric == "speed" and (r.Br, r.Bc) == (32, 32)}
     # 3 ms at 64 threads come after 1 ms at 32: what is fastest counts.
     assert found["fa2", "fwd", 16][1] == pytest.approx(3 * (speed[False] * speed[True]) ** 0.5)
+
+
+def test_stages_are_told_apart(monkeypatch):
+    two = Tiles(32, 32, 32, stages=2)
+    _, rows = swept(monkeypatch, more={two: 0.5})
+    found = tune.best(rows)
+    assert (found["fa1", "fwd", 16][0], found["fa2", "fwd", 16][0]) == (Tiles(32, 32, 32), two)
+    places = {r.place for r in rows if r.series == "fa2-mma" and r.pass_ == "fwd"}
+    assert {"threads=32", "threads=32 stages=2"} < places
 
 
 def test_tiles_with_wrong_results_are_out(monkeypatch):
@@ -211,16 +234,16 @@ def test_every_length_counts(monkeypatch):
 
 
 def test_the_table_is_updated_line_by_line(table):
-    table("8.0,fa2,fwd,64,64,64,64", "9.0,fa2,fwd,64,64,64,64")
+    table("8.0,fa2,fwd,64,64,64,64,1", "9.0,fa2,fwd,64,64,64,64,1")
     found = {
-        ("fa2", "fwd", 128): (Tiles(64, 32, 64), 1.0),
+        ("fa2", "fwd", 128): (Tiles(64, 32, 64, 2), 1.0),
         ("fa2", "fwd", 64): (Tiles(32, 32, 32), 1),
     }
     assert tune.update(found, "9.0", table.path)
     assert table.path.read_text().splitlines()[1:] == [
-        "8.0,fa2,fwd,64,64,64,64",
-        "9.0,fa2,fwd,64,32,32,32",
-        "9.0,fa2,fwd,128,64,32,64",
+        "8.0,fa2,fwd,64,64,64,64,1",
+        "9.0,fa2,fwd,64,32,32,32,1",
+        "9.0,fa2,fwd,128,64,32,64,2",
     ]
     assert not tune.update(found, "9.0", table.path)
 
@@ -244,7 +267,7 @@ def test_the_command_stores_rows_and_the_table(monkeypatch, tmp_path, table):
     assert len(Store(tmp_path).read("tune", "some-gpu")) == len(rows)
     ((found, capability),) = updated
     assert capability == "9.0" and found == tune.best(rows)
-    assert "fa2 fwd d=16: Br=32, Bc=32, 32 threads" in console.export_text()
+    assert "fa2 fwd d=16: Br=32, Bc=32, threads=32: " in console.export_text()
 
 
 def test_the_command_line_of_the_sweep(monkeypatch, capsys):

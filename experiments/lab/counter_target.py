@@ -37,7 +37,7 @@ def run(case: Case, inputs: Inputs) -> int:
     )
     options: dict[str, Any] = {"algorithm": case.algorithm, "causal": case.causal}
     if case.Br is not None and case.Bc is not None:
-        options["tiles"] = fa_numba.Tiles(Br=case.Br, Bc=case.Bc, threads=case.threads)
+        options["tiles"] = fa_numba.Tiles(case.Br, case.Bc, case.threads, case.stages)
     if case.query_splits != 1:
         options["query_splits"] = case.query_splits
     if case.warp_partition != "rows":
@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--Br", type=int, help="rows of a tile, with --Bc; the plan's own without")
     parser.add_argument("--Bc", type=int, help="columns of a tile, with --Br")
     parser.add_argument("--threads", type=int, help="of a block, with --Br and --Bc")
+    parser.add_argument("--stages", type=int, default=1, help="of K and V, with --Br and --Bc")
     parser.add_argument("--query-splits", type=int, default=1, help="fa1: thread blocks a head")
     parser.add_argument("--warp-partition", default="rows", choices=["rows", "keys"])
     parser.add_argument("--ablate", nargs="*", default=[], metavar="MEASURE", help="left out")

@@ -62,6 +62,7 @@ class Case:
     query_splits: int = 1
     dtype: str = "float32"
     threads: int | None = None
+    stages: int = 1
     warp_partition: str = "rows"
     ablate: Sequence[str] = ()
 
@@ -88,6 +89,7 @@ class Case:
             Bc=None if tiles is None else tiles.Bc,
             dtype=problem.dtype,
             threads=None if tiles is None else tiles.threads,
+            stages=1 if tiles is None else tiles.stages,
             **options,
         )
 

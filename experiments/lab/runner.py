@@ -120,7 +120,7 @@ class Runner:
         swept = {(c.series, c.pass_, c.head_dim) for c in wanted}
         found = tune.best([r for r in rows if (r.series, r.pass_, r.head_dim) in swept])
         for (name, pass_, d), (tiles, speed) in sorted(found.items()):
-            text = f"Br={tiles.Br}, Bc={tiles.Bc}, {tiles.threads} threads: {speed:.0f} TFLOP/s"
+            text = f"Br={tiles.Br}, Bc={tiles.Bc}, {tune.note(tiles)}: {speed:.0f} TFLOP/s"
             self.console.print(f"  {name} {pass_} d={d}: {text}")
         changed = tune.update(found, self.gpu["compute_capability"])
         self.console.print(f"  {tune.TABLE.name}: {'changed' if changed else 'same as before'}")

@@ -1,7 +1,8 @@
-"""Block sizes of the tensor-core kernels: a sweep on this GPU, and the table that plans read.
+"""Block sizes, warps and stages of the tensor-core kernels: a sweep on this GPU, and the table that
+plans read.
 
-`figures/data/tune/<machine>.csv` has every time, `fa_numba/tuned.csv` the fastest block sizes of
-each compute capability, algorithm, pass and head dimension.
+`figures/data/tune/<machine>.csv` has every time, `fa_numba/tuned.csv` the fastest tiles of each
+compute capability, algorithm, pass and head dimension.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ import numpy as np
 import fa_numba
 from fa_numba import reference
 from fa_numba.problem import Problem
-from fa_numba.tuned import COLUMNS, TABLE
+from fa_numba.tiles import STAGES
+from fa_numba.tuned import COLUMNS, KEY, TABLE
 
 from . import peers
 from .ahead import Call, compile_ahead
@@ -34,7 +36,7 @@ from .store import Row, write_if_changed
 from .timing import Gate, GradientGate, Timing, attempt, time_call, timing_rows
 
 NAME = "tune"
-# A row's threads stand in its note.
+# A row's threads and stages stand in its note.
 SWEPT = ("Br", "Bc", "note")
 DTYPE, CHECKED_SEQLEN = "float16", 512
 # Few blocks of a short sequence, and many of a long one.
@@ -44,6 +46,8 @@ SERIES = ("fa1-mma", "fa2-mma")
 # Of each pass: rows of Q, rows of K and V. Smaller ones lose everywhere.
 BLOCKS = {"fwd": ((64, 128, 256), (32, 64, 128, 256)), "bwd": ((32, 64, 128), (32, 64, 128, 256))}
 THREADS = (64, 128, 256)
+# Of K and V, where a kernel has a choice.
+STAGES_OF = {("fa2-mma", "fwd"): STAGES}
 # Of timing for each candidate and length: 20 calls where they take less.
 SECONDS = 0.1
 
@@ -80,13 +84,25 @@ def candidates(
     found = []
     head_dims = tuple(dict.fromkeys(-(-d // 16) * 16 for d in head_dims))
     for d, causal, name, pass_ in itertools.product(head_dims, (False, True), series, passes):
-        for Br, Bc, threads in itertools.product(*BLOCKS[pass_], THREADS):
-            candidate = Candidate(name, pass_, d, causal, fa_numba.Tiles(Br, Bc, threads))
+        stages = STAGES_OF.get((name, pass_), (1,))
+        for sizes in itertools.product(*BLOCKS[pass_], THREADS, stages):
+            candidate = Candidate(name, pass_, d, causal, fa_numba.Tiles(*sizes))
             with contextlib.suppress(ValueError):
                 for call in candidate.calls:
                     plan(call.series, call.problem, **call.options)
                 found.append(candidate)
     return found
+
+
+def note(tiles: fa_numba.Tiles) -> str:
+    """What a row of the sweep says of its tiles beside Br and Bc."""
+    staged = f" stages={tiles.stages}" if tiles.stages > 1 else ""
+    return f"threads={tiles.threads}{staged}"
+
+
+def _tiles(row: Row) -> fa_numba.Tiles:
+    said = dict(word.split("=") for word in row.place.split())
+    return fa_numba.Tiles(row.Br, row.Bc, int(said["threads"]), int(said.get("stages", 1)))
 
 
 # --- measuring --------------------------------------------------------------------------------
@@ -187,14 +203,14 @@ def _rows_of(
     machine: str | None,
 ) -> Iterator[Row]:
     tiles = candidate.tiles
-    note = f"threads={tiles.threads}"
+    said = note(tiles)
     common = {
         "machine": machine,
         "experiment": NAME,
         "series": candidate.series,
         "source": "measured",
         "pass_": candidate.pass_,
-        "note": f"{note}; {failure}" if failure else note,
+        "note": f"{said}; {failure}" if failure else said,
         **row_fields(problem),
         "Br": tiles.Br,
         "Bc": tiles.Bc,
@@ -219,8 +235,7 @@ def best(rows: Iterable[Row]) -> dict[Key, tuple[fa_numba.Tiles, float]]:
     for row in rows:
         if row.metric != "speed" or row.value is None:
             continue
-        threads = int(row.place.removeprefix("threads="))
-        tiles = fa_numba.Tiles(row.Br, row.Bc, threads)
+        tiles = _tiles(row)
         key = (algorithm(row.series), row.pass_, row.head_dim)
         speeds.setdefault(key, {}).setdefault(tiles, {})[row.causal, row.seqlen_q] = row.value
     found = {}
@@ -242,10 +257,10 @@ def update(
 ) -> bool:
     """Put what was found into the table; gives whether it changed. Other lines stay."""
     with open(path, newline="") as file:
-        lines = {tuple(line[:4]): line for line in list(csv.reader(file))[1:]}
+        lines = {tuple(line[: len(KEY)]): line for line in list(csv.reader(file))[1:]}
     for (name, pass_, head_dim), (tiles, _) in found.items():
         line = [capability, name, pass_, str(head_dim)]
-        lines[tuple(line)] = [*line, str(tiles.Br), str(tiles.Bc), str(tiles.threads)]
+        lines[tuple(line)] = [*line, *map(str, astuple(tiles))]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)

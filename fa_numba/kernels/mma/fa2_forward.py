@@ -4,7 +4,10 @@ One thread block takes one row tile Qi: the outer loop (line 3) is the grid. A w
 of its rows and all columns, so that only its own lanes share a row. S, P, O, m and l stay in
 registers; O is normalised once, and one logsumexp leaves.
 
-Shared memory, 16-bit elements:  (Br + 2 Bc) (d + 8)
+With one stage of K and V, Vj is on its way during Sij = Qi KjT, and Kj+1 during the softmax and
+Pij Vj. With two, Kj+1 and Vj+1 are on their way during all of it: one barrier less, more memory.
+
+Shared memory, 16-bit elements:  (Br + 2 stages Bc) (d + 8)
     in bytes at the default tiles:  55296 (d=64, 128 x 128), 69632 (d=128, 128 x 64), 135168
     (d=256, 128 x 64)
 Accesses, elements per head:  loads Nq d + 2 Tr Nk d, stores Nq d + Nq; with a causal mask only the
@@ -16,7 +19,7 @@ from functools import cache
 
 from numba import types
 
-from fa_numba.device import Kernel, array_type, cuda, float32, uint32
+from fa_numba.device import Kernel, array_type, cuda, device_function, float32, uint32
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
 from fa_numba.intrinsics.shared import half_tile
 from fa_numba.parts.dropout import make_drop
@@ -56,7 +59,8 @@ def make_forward(spec):
     TM, RS, RO = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4
     RQ, ROWS = spec.q_registers, spec.warp_rows
     NQ, NK, NV = spec.tile_halves
-    AT_K, AT_V = NQ, NQ + NK
+    STAGES = spec.stages
+    AT_K, AT_V = NQ, NQ + STAGES * NK
 
     query_rows = make_query_rows(spec.features)
     key_rows = make_key_rows(spec.features)
@@ -80,10 +84,13 @@ def make_forward(spec):
     write_rows = make_write_tile(spec)
     write_values = make_write_values(spec)
 
+    @device_function
+    def column_tiles(stage):
+        sK = half_tile(uint32(AT_K + stage * NK), NK)
+        return sK, half_tile(uint32(AT_V + stage * NV), NV)
+
     def fa2_forward(Q, K, V, O, L, scale, group, options):
         sQ = half_tile(0, NQ)
-        sK = half_tile(AT_K, NK)
-        sV = half_tile(AT_V, NV)
         rQ = cuda.local.array(RQ, uint32)
         rS = cuda.local.array(RS, float32)
         rO = cuda.local.array(RO, float32)
@@ -109,8 +116,12 @@ def make_forward(spec):
 
         # Alg. 1 line 4: load Qi (and the first Kj, ahead of line 7)
         load_rows(sQ, Qh, i0, Nq, d)
+        stage = uint32(0)
+        sK, sV = column_tiles(stage)
         if j0 < j_end:
             load_columns(sK, Kh, j0, Nk, d)
+            if STAGES == 2:
+                load_columns(sV, Vh, j0, Nk, d)
         commit_async()
         # Alg. 1 line 5: O = 0, l = 0, m = -inf, on chip
         start(rO, rl, rm)
@@ -121,20 +132,31 @@ def make_forward(spec):
         # Alg. 1 line 6: for each column tile j that row tile i sees
         while j0 < j_end:
             wait_async()
-            cuda.syncthreads()  # Kj is there; nobody reads sV any more
-            # Alg. 1 line 7: load Vj, in flight during line 8
-            load_columns(sV, Vh, j0, Nk, d)
+            cuda.syncthreads()  # Kj is there, or Kj and Vj; nobody reads what is loaded next
+            if STAGES == 1:
+                # Alg. 1 line 7: load Vj, in flight during line 8
+                load_columns(sV, Vh, j0, Nk, d)
+            else:
+                # Alg. 1 line 7 of the next j: load Kj+1 and Vj+1, in flight during lines 8 to 10
+                j_next = next_column(uint32(j0 + Bc), j_end, i0, b, h, options)
+                sK, sV = column_tiles(stage)
+                stage = uint32(stage ^ uint32(1))
+                if j_next < j_end:
+                    sK_next, sV_next = column_tiles(stage)
+                    load_columns(sK_next, Kh, j_next, Nk, d)
+                    load_columns(sV_next, Vh, j_next, Nk, d)
             commit_async()
             # Alg. 1 line 8: Sij = scale Qi KjT
             scores(rS, rQ, sQ, sK, warp_row, uint32(0))
             scale_and_mask(rS, scale, i0, j0, Nq, Nk, b, h, options, ty, tx)
-            wait_async()
-            cuda.syncthreads()  # Vj is there; nobody reads sK any more
-            # Alg. 1 line 7 of the next j: load Kj+1, in flight during lines 9 and 10
-            j_next = next_column(uint32(j0 + Bc), j_end, i0, b, h, options)
-            if j_next < j_end:
-                load_columns(sK, Kh, j_next, Nk, d)
-            commit_async()
+            if STAGES == 1:
+                wait_async()
+                cuda.syncthreads()  # Vj is there; nobody reads sK any more
+                # Alg. 1 line 7 of the next j: load Kj+1, in flight during lines 9 and 10
+                j_next = next_column(uint32(j0 + Bc), j_end, i0, b, h, options)
+                if j_next < j_end:
+                    load_columns(sK, Kh, j_next, Nk, d)
+                commit_async()
             # Alg. 1 line 9: m, P and l
             online_softmax(rS, scale, rm, rl, rf)
             drop(rS, i0, j0, b, h, options, ty, tx)
