@@ -364,8 +364,8 @@ class MmaSpec(Spec):
 
     @property
     def q_registers(self) -> int:
-        """Registers of Q's fragments; 1 stands for none."""
-        return 2 * self.TM * self.DN if self.keeps_q else 1
+        """Registers of Q's fragments; where they do not stay there few are in use at a time."""
+        return 2 * self.TM * self.DN
 
     @property
     def fits_registers(self) -> bool:
@@ -594,7 +594,8 @@ class StandardSpec(MmaSpec):
     @property
     def min_blocks_of_scores(self) -> int:
         """12 warps on a multiprocessor where S and Q leave the registers for it."""
-        return max(1, 12 // self.warps) if self.TM * self.TN + self.q_registers <= 96 else 1
+        kept = self.q_registers if self.keeps_q else 0
+        return max(1, 12 // self.warps) if self.TM * self.TN + kept <= 96 else 1
 
     @property
     def min_blocks_of_output(self) -> int:
@@ -705,14 +706,18 @@ def _shrunk_mma(
     """The first tiles that can be specialised, columns halved first to whole fragments; not below
     ``rows`` x ``columns``.
     """
-    while True:
-        try:
-            specialised(Tiles(Br, Bc))
-            return Tiles(Br, Bc)
-        except ValueError:
-            if (Br, Bc) == (rows, columns):
-                raise
-            Br, Bc = (Br, -(-Bc // 32) * 16) if Bc > 32 or Br == rows else (Br // 2, Bc)
+    while (Br, Bc) != (rows, columns) and not _can_be(Tiles(Br, Bc), specialised):
+        Br, Bc = (Br, -(-Bc // 32) * 16) if Bc > 32 or Br == rows else (Br // 2, Bc)
+    specialised(Tiles(Br, Bc))
+    return Tiles(Br, Bc)
+
+
+def _can_be(tiles: Tiles, specialised: Callable[[Tiles], Any]) -> bool:
+    try:
+        specialised(tiles)
+    except ValueError:
+        return False
+    return True
 
 
 def _row_warps(head_dim: int) -> int:
@@ -753,7 +758,8 @@ def default_mma_backward_tiles(
     seqlen_q: int, seqlen_k: int, head_dim: int, shared_limit: int, **facts: Any
 ) -> Tiles:
     """Block sizes of the backward kernels on tensor cores: 32 x 128, 64 x 128 where two warps share
-    their columns and 32 x 64 beyond d = 128, halved until memory and registers hold them.
+    their columns, and 32 x 64 beyond d = 128 or where that takes too much memory; halved until
+    memory and registers hold them.
 
     FlashAttention-1, which also reads O and dQ, spills registers with these: it takes 64 x 64 in
     place of 64 x 128, and 16 columns a warp.
@@ -762,13 +768,15 @@ def default_mma_backward_tiles(
     Br, Bc = (32, 128) if head_dim <= 64 else (64, 128) if head_dim <= 128 else (32, 64)
     if first and 64 < head_dim <= 128:
         Bc = 64
+    make = functools.partial(
+        specialise_mma_backward, head_dim=head_dim, shared_limit=shared_limit, **facts
+    )
+    if (Br, Bc) == (64, 128) and not _can_be(Tiles(Br, Bc), make):
+        Br, Bc = 32, 64
     row_warps = _row_warps(head_dim)
     smallest = 16 * row_warps
     Br = min(Br, max(smallest, 2 * _power_of_two(max(1, seqlen_q - 1))))
     Bc = min(Bc, max(16, 2 * _power_of_two(max(1, seqlen_k - 1))))
-    make = functools.partial(
-        specialise_mma_backward, head_dim=head_dim, shared_limit=shared_limit, **facts
-    )
     found = _shrunk_mma(Br, Bc, make, smallest)
     return Tiles(found.Br, found.Bc, 2 * row_warps * found.Bc) if first else found
 

@@ -1798,20 +1798,22 @@ def fragment_mutants(add):
         **both,
     )
     add(
-        "fragments.make_load_q",
+        "fragments._make_load_fragment",
         ("rows of the first fragment", "(16 * r * pitch + 16 * k)", "(16 * k)"),
         ("columns of the first fragment", "(16 * r * pitch + 16 * k)", "(16 * r * pitch)"),
         ("registers of the first row", "e = 4 * (r * K + k)", "e = 4 * k"),
         ("registers swapped", "rQ[e + 1] = a[1]", "rQ[e + 1] = a[2]"),
-        ("rows of the first warp", "at = uint32(row0 * pitch + ", "at = uint32("),
         **both,
+        cases=("plain", "Q shared"),
     )
+    warp = ("rows of the first warp", "at = uint32(row0 * pitch + ", "at = uint32(")
+    add("fragments.make_load_q", warp, **both)
     scores = "fragments.make_fragment_scores"
     add(
         scores,
         ("S not begun at 0", "rS[e] = float32(0.0)", "pass"),
-        ("Q's registers of the first row", "rQ[4 * (r * K + k) + n]", "rQ[4 * k + n]"),
-        ("Q's registers of the first columns", "rQ[4 * (r * K + k) + n]", "rQ[4 * r * K + n]"),
+        ("Q's registers of the first row", "e = 4 * (r * K + k)", "e = 4 * k"),
+        ("Q's registers of the first columns", "e = 4 * (r * K + k)", "e = 4 * r * K"),
         ("K's first columns", "(16 * c * pitch + 16 * k)", "(16 * c * pitch)"),
         ("K's first rows", "(16 * c * pitch + 16 * k)", "(16 * k)"),
         ("S of the first rows", "low = 2 * r * TN + 4 * c", "low = 4 * c"),
@@ -1819,14 +1821,12 @@ def fragment_mutants(add):
         ("the upper rows twice", "high = low + TN", "high = low"),
         ("the left half twice", "mma(rS, low + 2, high + 2,", "mma(rS, low, high,"),
         ("K's left half twice", "b[2], b[3])", "b[0], b[1])"),
-        ("A of the first rows", "e = 4 * r\n", "e = 0\n"),
         ("columns of Q dropped", "in range(K):", "in range(K - 1):"),
         **both,
     )
     add(
         scores,
-        ("rows of the first fragment", "(16 * r * pitch + 16 * k)", "(16 * k)"),
-        ("columns of the first fragment", "(16 * r * pitch + 16 * k)", "(16 * r * pitch)"),
+        ("Q not loaded", "if not keeps:", "if keeps:"),
         ("rows of the first warp", "at_q = uint32(row0 * pitch + ", "at_q = uint32("),
         **both,
         cases="Q shared",

@@ -157,10 +157,27 @@ def make_place(pitch):
 
 
 @cache
+def _make_load_fragment(spec):
+    """``load_fragment(rQ, sQ, at, r, k)``: rows 16 r, columns 16 k on of Q from ``at``."""
+    K, pitch = spec.DN, spec.pitch
+
+    @device_function
+    def load_fragment(rQ, sQ, at, r, k):
+        a = ldmatrix(sQ, uint32(at + (16 * r * pitch + 16 * k)))
+        e = 4 * (r * K + k)
+        rQ[e] = a[0]
+        rQ[e + 1] = a[1]
+        rQ[e + 2] = a[2]
+        rQ[e + 3] = a[3]
+
+    return load_fragment
+
+
+@cache
 def make_load_q(spec):
     """``load_fragments(rQ, sQ, row0)``: Q's fragments to registers, where they stay there."""
     R, K, pitch, keeps = spec.TM // 2, spec.DN, spec.pitch, spec.keeps_q
-    place = make_place(pitch)
+    place, load_fragment = make_place(pitch), _make_load_fragment(spec)
 
     @device_function
     def load_fragments(rQ, sQ, row0):
@@ -168,12 +185,7 @@ def make_load_q(spec):
             at = uint32(row0 * pitch + place(True))
             for r in range(R):
                 for k in range(K):
-                    a = ldmatrix(sQ, uint32(at + (16 * r * pitch + 16 * k)))
-                    e = 4 * (r * K + k)
-                    rQ[e] = a[0]
-                    rQ[e + 1] = a[1]
-                    rQ[e + 2] = a[2]
-                    rQ[e + 3] = a[3]
+                    load_fragment(rQ, sQ, at, r, k)
 
     return load_fragments
 
@@ -182,38 +194,33 @@ def make_load_q(spec):
 def make_fragment_scores(spec):
     """``scores(rS, rQ, sQ, sK, row0, col0)``: rS = Qi KjT for this warp's rows from ``row0`` and
     columns from ``col0`` on.
+
+    Where Q's fragments do not stay in rQ each passes through it: a loop that indexes registers is
+    unrolled.
     """
     R, TN, K, pitch, keeps = spec.TM // 2, spec.TN, spec.DN, spec.pitch, spec.keeps_q
-    COLUMNS, RS, RA = spec.TN // 4, spec.TM * spec.TN, 4 * (spec.TM // 2)
+    COLUMNS, RS = spec.TN // 4, spec.TM * spec.TN
     mma, _ = _instructions(spec.dtype)
-    place = make_place(pitch)
+    place, load_fragment = make_place(pitch), _make_load_fragment(spec)
 
     @device_function
     def scores(rS, rQ, sQ, sK, row0, col0):
-        rA = cuda.local.array(RA, uint32)
         at_q = uint32(row0 * pitch + place(True))
         at_k = uint32(col0 * pitch + place(False))
         for e in range(RS):
             rS[e] = float32(0.0)
         for k in range(K):
             for r in range(R):
-                if keeps:
-                    for n in range(4):
-                        rA[4 * r + n] = rQ[4 * (r * K + k) + n]
-                else:
-                    a = ldmatrix(sQ, uint32(at_q + (16 * r * pitch + 16 * k)))
-                    rA[4 * r] = a[0]
-                    rA[4 * r + 1] = a[1]
-                    rA[4 * r + 2] = a[2]
-                    rA[4 * r + 3] = a[3]
+                if not keeps:
+                    load_fragment(rQ, sQ, at_q, r, k)
             for c in range(COLUMNS):
                 b = ldmatrix(sK, uint32(at_k + (16 * c * pitch + 16 * k)))
                 for r in range(R):
                     low = 2 * r * TN + 4 * c
                     high = low + TN
-                    e = 4 * r
-                    mma(rS, low, high, rA[e], rA[e + 1], rA[e + 2], rA[e + 3], b[0], b[1])
-                    mma(rS, low + 2, high + 2, rA[e], rA[e + 1], rA[e + 2], rA[e + 3], b[2], b[3])
+                    e = 4 * (r * K + k)
+                    mma(rS, low, high, rQ[e], rQ[e + 1], rQ[e + 2], rQ[e + 3], b[0], b[1])
+                    mma(rS, low + 2, high + 2, rQ[e], rQ[e + 1], rQ[e + 2], rQ[e + 3], b[2], b[3])
 
     return scores
 
