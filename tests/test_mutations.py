@@ -1763,22 +1763,34 @@ def fragment_mutants(add):
     load = "fragments.make_load_half_tile"
     add(
         load,
-        ("no row bound of a copy", "left > int32(n * STEP) and ", ""),
+        ("no row bound of a copy", "left > int32(down) and ", ""),
         ("rows of the first thread", "row0 + r)", "row0)"),
-        ("rows of the first copy", "int64(row) + n * STEP", "int64(row)"),
-        ("the place of the first copy", " + n * STEP * pitch)", ")"),
+        ("rows of the first copy", "int64(row) + down", "int64(row)"),
+        ("the place of the first copy", " + down * pitch + right)", " + right)"),
         **both,
     )
-    deal = "chunks.make_chunk_of"
     add(
-        deal,
-        ("columns of the first chunk", "% uint32(chunks)) * 8", "% uint32(chunks)) * 0"),
-        ("rows of the first chunk", "uint32(chunk // uint32(chunks))", "uint32(0)"),
+        load,
+        ("the place of the first columns", " + down * pitch + right)", " + down * pitch)"),
+        ("the first columns", "uint32(col0 + c + right)", "uint32(col0 + c)"),
+        **both,
+        cases="Q shared",
+    )
+    add(
+        "chunks.make_first_chunk",
+        ("columns of the first chunk", "% uint32(width)) * 8", "% uint32(width)) * 0"),
+        ("rows of the first chunk", "uint32(taker // uint32(width))", "uint32(0)"),
         **both,
     )
-    same = ("the first chunk every time", "uint32(chunk + n * takers)", "chunk")
-    add(deal, same, **both, cases="Q shared")
-    past = ("a copy past the tile", "if even or copy < uint32(copies):", "if True:")
+    add(
+        "chunks.Deal",
+        ("turns as of a row each", "return self.chunks // self.width", "return 1"),
+        ("fewer turns", "-(-self.rows // self.down)", "(self.rows // self.down)"),
+        ("chunks side by side", "return 8 * self.width", "return 8"),
+        **both,
+        cases=("Q shared", "16 rows"),
+    )
+    past = ("a copy past the tile", "if whole or r < uint32(rows - down):", "if True:")
     add(load, past, by=ANY | {"EmulatorError"}, to=tuple(MMA), cases="16 rows")
     add(
         load,
@@ -1915,10 +1927,10 @@ def fragment_mutants(add):
     )
     add(
         "fragments._make_write_rows",
-        ("no row bound", "mine = left > int32(n * STEP)", "mine = True"),
+        ("no row bound", "mine = left > int32(down)", "mine = True"),
         ("rows of the first lane", "row0 + warp_row + r)", "row0 + warp_row)"),
-        ("rows of the first 16 bytes", "int64(first) + n * STEP", "int64(first)"),
-        ("the place of the first 16 bytes", " + n * STEP * pitch", ""),
+        ("rows of the first 16 bytes", "int64(first) + down", "int64(first)"),
+        ("the place of the first 16 bytes", "(n // ALONG * DOWN * pitch + ", "("),
         ("words of the first 16 bytes", "e = 4 * n\n", "e = 0\n"),
         **tile,
     )

@@ -3,7 +3,9 @@
 The threads of a block take the chunks of a row in turn, and each touches its own alone.
 """
 
+from dataclasses import dataclass
 from functools import cache
+from math import gcd
 
 from fa_numba.device import cuda, device_function, float32, int32, uint32
 from fa_numba.intrinsics.async_copy import copy8_async
@@ -17,28 +19,55 @@ def conversions(dtype):
     return (pack_f16, unpack_f16) if dtype == "float16" else (pack_bf16, unpack_bf16)
 
 
-@cache
-def make_chunk_of(chunks, takers):
-    """``chunk_of(taker, n)``: (row, column) of ``taker``'s n-th chunk of rows of ``chunks``.
+@dataclass(frozen=True)
+class Deal:
+    """How ``takers`` share ``rows`` of ``chunks``: in turns of neighbouring chunks of some rows.
 
-    The chunks are dealt out in turn. Where a turn is ``rows_a_turn`` whole rows the row is that of
-    the first turn: the n-th is n rows_a_turn below, a constant.
+    As many neighbours share a row as divide both counts, so that all that a taker has lies at
+    constants from its first: the n-th ``n // along * down`` rows below and ``n % along * right``
+    elements to the right. ``whole`` is for turns that end with the last row.
     """
-    whole = rows_a_turn(chunks, takers) > 0
+
+    rows: int
+    chunks: int
+    takers: int
+
+    @property
+    def width(self):
+        return gcd(self.chunks, self.takers)
+
+    @property
+    def along(self):
+        return self.chunks // self.width
+
+    @property
+    def down(self):
+        return self.takers // self.width
+
+    @property
+    def right(self):
+        return 8 * self.width
+
+    @property
+    def turns(self):
+        return -(-self.rows // self.down) * self.along
+
+    @property
+    def whole(self):
+        return self.rows % self.down == 0
+
+
+@cache
+def make_first_chunk(deal):
+    """``first_chunk(taker)``: (row, column) of a taker's first chunk."""
+    width = deal.width
 
     @device_function
-    def chunk_of(taker, n):
-        chunk = uint32(taker)
-        if not whole:
-            chunk = uint32(chunk + n * takers)
-        return uint32(chunk // uint32(chunks)), uint32(uint32(chunk % uint32(chunks)) * 8)
+    def first_chunk(taker):
+        taker = uint32(taker)
+        return uint32(taker // uint32(width)), uint32(uint32(taker % uint32(width)) * 8)
 
-    return chunk_of
-
-
-def rows_a_turn(chunks, takers):
-    """Whole rows that a turn of ``make_chunk_of`` takes; 0 where it ends within a row."""
-    return takers // chunks if takers % chunks == 0 else 0
+    return first_chunk
 
 
 @cache

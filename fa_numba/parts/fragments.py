@@ -32,7 +32,7 @@ from fa_numba.intrinsics.matrix import (
 from fa_numba.intrinsics.reduction import add_global, add_pair, add_pair_vector
 from fa_numba.intrinsics.shared import load2, load4, load8, store2, store4
 from fa_numba.options import PLAIN
-from fa_numba.parts.chunks import conversions, make_chunk_of, rows_a_turn
+from fa_numba.parts.chunks import Deal, conversions, make_first_chunk
 from fa_numba.parts.dropout import make_kept
 from fa_numba.parts.layout import make_column, make_owns, make_row, make_warp_column
 from fa_numba.parts.rows import make_scale_rows
@@ -106,24 +106,22 @@ def make_load_half_tile(rows, columns, pitch, threads, aligned):
     """``load_half_tile(sT, place, T, row0, rows_end, col0, cols_end)``: the same from column
     ``col0`` on, ``columns`` wide, to a tile that starts at element ``place`` of sT.
     """
-    chunks = columns // 8
-    copies = rows * chunks
-    per_thread = -(-copies // threads)
-    even = copies % threads == 0
-    chunk_of, STEP = make_chunk_of(chunks, threads), rows_a_turn(chunks, threads)
+    deal = Deal(rows, columns // 8, threads)
+    ALONG, DOWN, RIGHT, copies, whole = deal.along, deal.down, deal.right, deal.turns, deal.whole
+    first_chunk = make_first_chunk(deal)
 
     @device_function
     def load_half_tile(sT, place, T, row0, rows_end, col0, cols_end):
-        for n in range(per_thread):
-            r, c = chunk_of(cuda.threadIdx.x, n)
-            at = uint32(place + r * pitch + c + n * STEP * pitch)
+        for n in range(copies):
+            down, right = n // ALONG * DOWN, n % ALONG * RIGHT
+            r, c = first_chunk(cuda.threadIdx.x)
+            at = uint32(place + r * pitch + c + down * pitch + right)
             row = uint32(row0 + r)
             left = int32(int32(rows_end) - int32(row))
-            row, col = int64(row) + n * STEP, uint32(col0 + c)
-            copy = uint32(cuda.threadIdx.x + n * threads)
-            if even or copy < uint32(copies):
+            row, col = int64(row) + down, uint32(col0 + c + right)
+            if whole or r < uint32(rows - down):
                 count = int32(0)
-                if left > int32(n * STEP) and col < uint32(cols_end):
+                if left > int32(down) and col < uint32(cols_end):
                     count = int32(min(int32(8), int32(cols_end - col)))
                 if aligned:
                     copy8_async(sT, at, T, row, col, count)
@@ -336,9 +334,9 @@ def _make_write_rows(rows, columns, pitch, uneven):
 
     Rows of T start at 16-byte addresses. ``uneven`` is for rows that end within 16 bytes.
     """
-    chunks = columns // 8
-    per_lane = rows * chunks // 32
-    chunk_of, STEP, RW = make_chunk_of(chunks, 32), rows_a_turn(chunks, 32), 4 * per_lane
+    deal = Deal(rows, columns // 8, 32)
+    ALONG, DOWN, RIGHT, copies, RW = deal.along, deal.down, deal.right, deal.turns, 4 * deal.turns
+    first_chunk = make_first_chunk(deal)
 
     @device_function
     def lane():
@@ -347,18 +345,19 @@ def _make_write_rows(rows, columns, pitch, uneven):
     @device_function
     def write_rows(sT, T, warp_row, row0, rows_end, col0, cols_end):
         rW = cuda.local.array(RW, uint32)
-        for n in range(per_lane):
-            r, c = chunk_of(lane(), n)
-            at = int64(uint32(uint32(warp_row + r) * pitch + c)) + n * STEP * pitch
-            w = load8(sT, at)
+        for n in range(copies):
+            r, c = first_chunk(lane())
+            at = int64(uint32(uint32(warp_row + r) * pitch + c))
+            w = load8(sT, at + (n // ALONG * DOWN * pitch + n % ALONG * RIGHT))
             for e in range(4):
                 rW[4 * n + e] = w[e]
-        for n in range(per_lane):
-            r, c = chunk_of(lane(), n)
+        for n in range(copies):
+            down, right = n // ALONG * DOWN, n % ALONG * RIGHT
+            r, c = first_chunk(lane())
             first = uint32(row0 + warp_row + r)
             left = int32(int32(rows_end) - int32(first))
-            row, col = int64(first) + n * STEP, uint32(col0 + c)
-            mine = left > int32(n * STEP)
+            row, col = int64(first) + down, uint32(col0 + c + right)
+            mine = left > int32(down)
             full = mine and uint32(col + 7) < cols_end
             e = 4 * n
             write8(T, row, col, rW[e], rW[e + 1], rW[e + 2], rW[e + 3], full)
