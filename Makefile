@@ -38,13 +38,14 @@ lint: $(VENV)/.dev-$(WHEELS)
 	@$(RUN) -m ruff format $(RUFF) --check $(SOURCES)
 	@$(RUN) -m mypy
 
-# The first run compiles side by side; the others find the kernels on disk.
+# The first run compiles side by side; the others find the kernels on disk. Calls of the driver that
+# fail are asked about by libraries, and no fault: cuda.core tries a memory pool on every GPU.
 SANITIZED := -m pytest -q -m gpu -k "layouts or packed or all_options" \
 	tests/test_options.py tests/test_mma.py tests/test_mma_backward.py
 
 sanitize: $(VENV)/.dev-$(WHEELS)
 	@$(RUN) $(SANITIZED) -n $(JOBS)
-	@for tool in memcheck racecheck; do \
+	@for tool in "memcheck --report-api-errors no" racecheck; do \
 		compute-sanitizer --tool $$tool --error-exitcode 1 $(RUN) $(SANITIZED) -p no:xdist || exit 1; \
 	done
 

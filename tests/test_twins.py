@@ -137,16 +137,16 @@ def test_a_row_tile_is_taken_alike_backward():
 
 
 def test_a_row_tile_is_taken_alike_backward_on_tensor_cores():
-    # FA-1, which has fewer registers left, loads the next row tile later.
-    moved = ("cuda.syncthreads()", "commit_async()", "i_next = ")
-    first, second = ([s for s in steps(m) if not s.startswith(moved)] for m in MMA_BACKWARD_TWINS)
+    # FA-1 loads the next row tile in a function of its own, before or after.
+    left_out = ("cuda.syncthreads()", "commit_async()")
+    first, second = ([s for s in steps(m) if s not in left_out] for m in MMA_BACKWARD_TWINS)
     assert in_common(first, second) == in_common(second, first)
     # O is loaded, D made, dQ read and written; or D is loaded, dQ starts from 0 and is added.
     own = [[s.partition("(")[0] for s in a if s not in b and "(" in s.split()[0]]
            for a, b in ((first, second), (second, first))]  # fmt: skip
     assert own[0] == ["row_dots", "read_fragments"]
     assert own[1] == ["add_rows"]
-    assert len(in_common(first, second)) >= 16
+    assert len(in_common(first, second)) >= 17
 
 
 def test_what_is_in_registers_is_declared_alike_backward_on_tensor_cores():

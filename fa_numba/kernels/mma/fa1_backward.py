@@ -114,6 +114,14 @@ def make_backward(spec):
         load_halves(sO, Oh, i0, Nq, d)
         load_values(sL, Lh, i0, Nq)
 
+    @device_function
+    def load_next(stage, Qh, dOh, Oh, Lh, i0, i_end, i_stop, j0, b, h, options):
+        i_next = next_row(uint32(i0 + Br), i_end, j0, b, h, options)
+        if i_next < i_end:
+            load_rows(stage, Qh, dOh, Oh, Lh, i_next, i_stop)
+        commit_async()
+        return i_next
+
     def fa1_backward(
         Q, K, V, O, dO, L, A, dQ, dK, dV, scale, scale_log2, group, split_rows, options
     ):
@@ -209,6 +217,11 @@ def make_backward(spec):
                     stage = uint32(stage ^ uint32(1))
                     wait_async()
                     cuda.syncthreads()  # Qi, dOi, Oi are there; nobody reads those before, sP, sdS
+                    # Alg. 4 line 10 of the next i: load Qi+1, dOi+1, Oi+1, in flight meanwhile
+                    if U > 1:
+                        i_next = load_next(
+                            stage, Qh, dOh, Oh, Lh, i0, i_end, i_stop, j0, b, h, options
+                        )
                     # Alg. 4 line 19: Di = rowsum(dOi o Oi), in every pass
                     row_dots(sD, sdO, sO)
                     # Alg. 4 lines 11, 12: Sij = scale Qi KjT
@@ -229,11 +242,10 @@ def make_backward(spec):
                     take_values(rD, sD, ty)
                     score_gradients(rdP, rS, rD, rG, i0, j0, Nq, Nk, b, h, options, ty, tx)
                     store_ds(sdS, rdP, options, ty, tx)
-                    # Alg. 4 line 10 of the next i: load Qi+1, dOi+1, Oi+1, in flight from here
-                    i_next = next_row(uint32(i0 + Br), i_end, j0, b, h, options)
-                    if i_next < i_end:
-                        load_rows(stage, Qh, dOh, Oh, Lh, i_next, i_stop)
-                    commit_async()
+                    if U == 1:  # which has no registers left for it before
+                        i_next = load_next(
+                            stage, Qh, dOh, Oh, Lh, i0, i_end, i_stop, j0, b, h, options
+                        )
                     cuda.syncthreads()  # Pij and dSij are there
                     # Alg. 4 line 16: dVj += PijT dOi
                     add_dropped_product(rdV, rS, sP, sdO, warp_column, warp_chunk, options)
