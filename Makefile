@@ -38,8 +38,8 @@ lint: $(VENV)/.dev-$(WHEELS)
 	@$(RUN) -m ruff format $(RUFF) --check $(SOURCES)
 	@$(RUN) -m mypy
 
-# The first run compiles side by side; the others find the kernels on disk. Calls of the driver that
-# fail are asked about by libraries, and no fault: cuda.core tries a memory pool on every GPU.
+# The first run compiles side by side; the others find the kernels on disk. Memcheck leaves out driver
+# calls that fail: cuda.core makes one as it opens a memory pool.
 SANITIZED := -m pytest -q -m gpu -k "layouts or packed or all_options" \
 	tests/test_options.py tests/test_mma.py tests/test_mma_backward.py
 
