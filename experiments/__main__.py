@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("names", nargs="+", metavar="NAME", help=f"any of: {', '.join(names())}")
     text = "run every experiment that this machine can run, draw every figure, sum up"
     commands.add_parser("all", help=text, description=text, parents=[choices])
-    text = "time the tensor-core kernels' block sizes on this GPU and store the fastest"
+    text = "time the tensor-core kernels' tiles on this GPU and store the fastest"
     tuning = commands.add_parser("tune", help=text, description=text)
     tuning.add_argument(
         "--head-dims",

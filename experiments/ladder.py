@@ -37,8 +37,8 @@ class Step:
     """A rung: its series, what the figure calls it, and the gain that was predicted before the
     first run, over the step before it.
 
-    ``kept`` are the measures that its kernel has, ``threads`` those of a block of TILES, ``stages``
-    its tiles of K and V; None for all measures and the plan's tiles.
+    ``kept`` are the measures that its kernel has, with ``threads`` in a block of TILES and
+    ``stages`` of K and V; None for all measures and the plan's tiles.
     """
 
     series: str
@@ -64,9 +64,11 @@ LADDER = (
     Step(f"{BASE}-folded-scale", "+ scale in the exponent", 1.05, _ORDER[:4], 256),
     Step(f"{BASE}-wide-stores", "+ O in 16-byte stores", 1.01, _ORDER, 256),
     Step(f"{BASE}-32-rows", "+ 32 rows a warp", 1.25, _ORDER, 128),
-    Step(f"{BASE}-two-stages", "+ two stages of K and V", 1.04, _ORDER, 128, 2),
-    Step(BASE, "+ tiles and stages of the plan", 1.04),
+    Step(BASE, "+ tiles of the plan", 1.04),
 )
+# Beside the step of 32 rows, over which its gain is.
+_LABEL = "32 rows a warp, two stages of K and V"
+TWO_STAGES = Step(f"{BASE}-two-stages", _LABEL, 1.04, _ORDER, 128, 2)
 # FA-1 at the tiles of its split keys, each warp with keys or with rows of its own, and with rows at
 # the plan's tiles.
 PARTITIONS = {
@@ -75,7 +77,8 @@ PARTITIONS = {
     "fa1-mma": "FA-1, rows, tiles of the plan",
 }
 PREDICTED_PARTITION = 1.15
-LABELS = {step.series: step.label for step in LADDER} | PARTITIONS | {PEER: "torch FA-2"}
+LABELS = {step.series: step.label for step in (*LADDER, TWO_STAGES)}
+LABELS |= PARTITIONS | {PEER: "torch FA-2"}
 PROFILED = {
     "instructions": "smsp__inst_executed.sum",
     # wavefronts of shared memory beyond those that the requests need
@@ -88,7 +91,7 @@ def configurations(problem: Problem) -> list[steps.Configuration]:
     """The steps, and FA-1 with both partitions, in the order of LABELS."""
     found = []
     own = plan(BASE, problem).tiles
-    for step in LADDER:
+    for step in (*LADDER, TWO_STAGES):
         options: dict[str, Any] = {}
         if step.kept is not None:
             options["tiles"] = step.tiles
@@ -142,16 +145,19 @@ def _peer(problems: Sequence[Problem], bench: Bench) -> Iterator[Row]:
 
 
 def gains(rows: Sequence[Row]) -> dict[str, float]:
-    """How many times faster each step is than the one before it; FA-1's rows than its keys."""
+    """How many times faster each step is than the one before it, two stages than one, and FA-1's
+    rows than its keys.
+    """
     times = {r.series: r.value for r in rows if r.metric == "time" and r.value is not None}
     pairs = [(a.series, b.series) for a, b in zip(LADDER, LADDER[1:], strict=False)]
-    pairs.append(("fa1-mma-keys", "fa1-mma-rows"))
+    pairs += [(LADDER[-2].series, TWO_STAGES.series), ("fa1-mma-keys", "fa1-mma-rows")]
     return {b: times[a] / times[b] for a, b in pairs if a in times and b in times}
 
 
 def predictions() -> dict[str, float]:
     """Series -> the gain that was predicted."""
-    found = {step.series: step.predicted for step in LADDER if step.predicted is not None}
+    steps_taken = (*LADDER, TWO_STAGES)
+    found = {step.series: step.predicted for step in steps_taken if step.predicted is not None}
     return found | {"fa1-mma-rows": PREDICTED_PARTITION}
 
 

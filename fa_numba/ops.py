@@ -150,8 +150,9 @@ def flash_attention_2(
 
     ``options`` change the result: scale, masks, biases, lengths, dropout; see
     ``fa_numba.AttentionOptions``. A row that sees no column gives output 0 and logsumexp -inf.
-    ``tiles`` sets the block sizes. ``out`` takes the result, in q's shape. ``stream`` is a CUDA
-    stream (torch, CuPy, Numba or an address); None takes the current stream of q's library.
+    ``tiles`` sets block sizes, threads and stages. ``out`` takes the result, in q's shape.
+    ``stream`` is a CUDA stream (torch, CuPy, Numba or an address); None takes the current stream of
+    q's library.
 
     ``ablate`` names measures of the tensor-core kernel to do without, which show what each gains
     and change no access: "padding" of rows in shared memory, "prefetch" of tiles meanwhile others

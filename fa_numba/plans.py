@@ -153,8 +153,8 @@ def _unit(unit: Any, problem: Problem) -> str:
     return found
 
 
-def _check_stages(tiles: Tiles | None, algorithm: str, passes: str, unit: str) -> None:
-    if tiles and tiles.stages != 1 and (algorithm, passes, unit) != ("fa2", "fwd", "mma"):
+def _check_stages(tiles: Tiles, algorithm: str, passes: str, unit: str) -> None:
+    if tiles.stages != 1 and (algorithm, passes, unit) != ("fa2", "fwd", "mma"):
         raise ValueError(
             f"tiles: stages={tiles.stages} with algorithm {algorithm!r}, pass {passes!r} on unit "
             f"{unit!r}: only the forward pass of fa2 on tensor cores ('mma') has a choice, allowed "
@@ -205,9 +205,13 @@ def forward(
     query_splits = as_size("query_splits", query_splits, axis=False)
     if query_splits != 1 and algorithm != "fa1":
         raise ValueError(f"query_splits is {query_splits}: only fa1 splits its queries")
-    _check_stages(tiles, algorithm, "fwd", unit)
     _check_partition(warp_partition, algorithm, unit)
     ablated = _measures(ablate, algorithm, unit)
+    if tiles and tiles.stages != 1 and "prefetch" in ablated:
+        raise ValueError(
+            f"tiles: stages={tiles.stages} with ablate={ablate!r}: two stages are there for tiles "
+            "that are prefetched, allowed is 1"
+        )
     limit = device.shared_bytes_limit()
     if unit == "mma":
         how = (return_lse, query_splits, limit, warp_partition, ablated)
@@ -320,7 +324,6 @@ def backward(
     """The backward pass of ``algorithm``, checked."""
     _check(problem, algorithm, tiles)
     unit = _unit(unit, problem)
-    _check_stages(tiles, algorithm, "bwd", unit)
     _check_flag("deterministic", deterministic)
     _check_flag("return_dbias", return_dbias)
     if deterministic and algorithm != "fa2":
@@ -513,6 +516,7 @@ def _only_lengths(spec: StandardSpec) -> StandardSpec:
 def _run(
     passes, algorithm, problem, tiles, launches, count, workspace, split_rows=0, unit="simt"
 ) -> Run:
+    _check_stages(tiles, algorithm, passes, unit)
     kernels = tuple(
         KernelPlan(kernel.name, (blocks, heads, problem.batch), kernel.threads, kernel.shared_bytes)
         for kernel, blocks, heads in launches

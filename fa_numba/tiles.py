@@ -1,4 +1,4 @@
-"""Block sizes: the papers' rules, and how the threads of a block share a tile."""
+"""Tiles: the papers' rules for block sizes, and how the threads of a block share a tile."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MEASURES = {
 
 @dataclass(frozen=True)
 class Tiles:
-    """Block sizes of a tiled algorithm.
+    """Block sizes of a tiled algorithm, and how a thread block holds them.
 
     ``Br`` rows of Q and ``Bc`` rows of K and V make one tile of S. ``threads`` is the number of
     threads in a block; None takes the split with the fewest shared-memory reads. ``stages`` is how

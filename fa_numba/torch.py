@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Unpack
 
 import numpy as np
@@ -52,8 +53,8 @@ def attention(
 
     ``options`` as ``fa_numba.AttentionOptions`` has them, but that ``bias`` and ``alibi_slopes``
     are tensors, and that without a ``seed`` dropout draws one from torch's default CPU generator,
-    which torch.manual_seed sets; the backward pass drops the same elements. ``tiles`` are the block
-    sizes of both passes.
+    which torch.manual_seed sets; the backward pass drops the same elements. ``tiles`` are those of
+    both passes, but that the backward pass has no choice of stages.
 
     ``deterministic`` is about the backward pass of "fa2" alone: True sums dq in a fixed order, as
     the other algorithms always do, None asks torch.are_deterministic_algorithms_enabled(). The
@@ -125,7 +126,9 @@ def _check_backward(
     dbias = bias is not None and bias.requires_grad
     if strict:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    own = {"deterministic": deterministic} if algorithm == "fa2" else {}
+    own: dict[str, Any] = {"deterministic": deterministic} if algorithm == "fa2" else {}
+    if isinstance(given["tiles"], Tiles):
+        own["tiles"] = replace(given["tiles"], stages=1)
     first = operand("q", q.detach())
     with calls.placed(first):
         plan = fa_numba.plan(
@@ -136,8 +139,7 @@ def _check_backward(
             return_dbias=dbias,
             bias=bias,
             alibi_slopes=slopes,
-            **own,
-            **given,
+            **(given | own),
         )
         calls.check_size(plan)
     if strict and deterministic and dbias and plan.problem.bias != plan.problem.score_shape:

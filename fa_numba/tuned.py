@@ -33,7 +33,7 @@ def tuned_tiles(
     head_dim: int,
     specialised: Callable[[Tiles], Any],
 ) -> Tiles | None:
-    """The block sizes that were fastest on GPUs like the current one.
+    """The tiles that were fastest on GPUs like the current one.
 
     None where nothing was measured, a block is larger than the sequence, or ``specialised`` refuses
     them with a ValueError. Head dimensions of as many fragments have one entry, the largest.

@@ -948,6 +948,12 @@ REFUSED = {
         ),
         ValueError, ["tiles: stages=2", "'fa2'", "'bwd'", "only the forward pass", "is 1"],
     ),
+    "stages without prefetching": (
+        lambda: fa_numba.flash_attention_2(
+            Q, K, K, tiles=Tiles(16, 16, stages=2), ablate=("padding", "prefetch")
+        ),
+        ValueError, ["tiles: stages=2", "ablate=('padding', 'prefetch')", "allowed is 1"],
+    ),
     "float32 k": (
         lambda: fa_numba.attention(Q, SINGLE[1], K), TypeError,
         ["k has dtype float32", "q float16", "one dtype for all"],

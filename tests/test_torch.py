@@ -275,6 +275,18 @@ def test_nothing_is_kept_for_a_call_without_gradients(place, launches):
     assert len(launches) == 2
 
 
+def test_the_stages_of_tiles_are_the_forward_passes(place):
+    rng = np.random.default_rng(3)
+    arrays = [rng.standard_normal((1, 1, 40, 8)).astype(np.float16) for _ in NAMES]
+    found = []
+    for stages in (1, 2):
+        q, k, v = (tensor(x, place) for x in arrays)
+        out = attention(q, k, v, deterministic=True, tiles=Tiles(32, 32, stages=stages))
+        out.sum().backward()
+        found.append([numpy(x) for x in (out, q.grad, k.grad, v.grad)])
+    assert all(np.array_equal(one, two) for one, two in zip(*found, strict=True))
+
+
 def test_lse_has_no_gradient(place):
     q, k, v = (tensor(x, place) for x in inputs_of({})[:3])
     out, lse = attention(q, k, v, return_lse=True)

@@ -137,7 +137,10 @@ def test_a_row_tile_is_taken_alike_backward():
 
 
 def test_a_row_tile_is_taken_alike_backward_on_tensor_cores():
-    # FA-1 loads the next row tile in a function of its own, before or after.
+    # FA-1 loads the next row tile in a function of its own, early or late.
+    source = text(mma.fa1_backward)
+    loads = re.findall(r"if (.*):\n +i_next = load_next\(", source)
+    assert loads == ["EARLY", "not EARLY"] and source.count("load_next(") == 3
     left_out = ("cuda.syncthreads()", "commit_async()")
     first, second = ([s for s in steps(m) if s not in left_out] for m in MMA_BACKWARD_TWINS)
     assert in_common(first, second) == in_common(second, first)

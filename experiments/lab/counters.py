@@ -69,6 +69,11 @@ class Case:
     def __post_init__(self) -> None:
         if (self.Br is None) != (self.Bc is None):
             raise ValueError(f"Br is {self.Br} and Bc is {self.Bc}: give both or neither")
+        if self.Br is None and (self.threads is not None or self.stages != 1):
+            raise ValueError(
+                f"threads is {self.threads} and stages is {self.stages} without Br and Bc: allowed "
+                "are None and 1"
+            )
 
     @classmethod
     def of(cls, algorithm: str, problem: Problem, tiles: Any = None, **options: Any) -> Case:

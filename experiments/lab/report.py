@@ -406,8 +406,8 @@ def ladder(store: Store) -> str:
     header = ["d", "causal", "N", "step", "Br x Bc", "TFLOP/s", "gain", "predicted"]
     header += ["warp instructions, 10^9", "shared-memory wavefronts, 10^9", "bank conflicts, 10^9"]
     return (
-        "Forward, fp16, 16k tokens, hidden dimension 2048. A gain is over the step before; of "
-        "FA-1's rows it is over its keys at the same block sizes. "
+        "Forward, fp16, 16k tokens, hidden dimension 2048. A gain is over the step before; of two "
+        "stages it is over one, of FA-1's rows over its keys at the same block sizes. "
         f"{source}\n\n{_markdown(header, lines)}"
     )
 

@@ -108,7 +108,7 @@ class Runner:
                 recorder.finish(complete=complete and done)
 
     def tune(self, wanted: Sequence[tune.Candidate], jobs: int | None) -> int:
-        """Sweep block sizes on this machine's GPU and store the fastest; an exit status."""
+        """Sweep tiles on this machine's GPU and store the fastest; an exit status."""
         if self.machine is None or self.gpu is None:
             self.console.print("[red]tune needs a CUDA GPU, and this machine has none[/]")
             return 1

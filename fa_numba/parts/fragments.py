@@ -335,6 +335,7 @@ def _make_write_rows(rows, columns, pitch, uneven):
     Rows of T start at 16-byte addresses. ``uneven`` is for rows that end within 16 bytes.
     """
     deal = Deal(rows, columns // 8, 32)
+    assert deal.whole, "the next warp's rows begin where these end"
     ALONG, DOWN, RIGHT, copies, RW = deal.along, deal.down, deal.right, deal.turns, 4 * deal.turns
     first_chunk = make_first_chunk(deal)
 

@@ -66,6 +66,7 @@ def make_backward(spec):
     AT_V, AT_DS, AT_P, AT_Q = NK, 2 * NK, 2 * NK + (U - 1) * NS, 2 * NK + U * NS
     AT_L = (AT_Q + 6 * NQ) // 2
 
+    EARLY = U > 1  # a warp with all rows of S would spill registers
     initialises, packed = spec.features.initialises, spec.features.packed
     splits = spec.splits_queries
 
@@ -218,7 +219,7 @@ def make_backward(spec):
                     wait_async()
                     cuda.syncthreads()  # Qi, dOi, Oi are there; nobody reads those before, sP, sdS
                     # Alg. 4 line 10 of the next i: load Qi+1, dOi+1, Oi+1, in flight meanwhile
-                    if U > 1:
+                    if EARLY:
                         i_next = load_next(
                             stage, Qh, dOh, Oh, Lh, i0, i_end, i_stop, j0, b, h, options
                         )
@@ -242,7 +243,8 @@ def make_backward(spec):
                     take_values(rD, sD, ty)
                     score_gradients(rdP, rS, rD, rG, i0, j0, Nq, Nk, b, h, options, ty, tx)
                     store_ds(sdS, rdP, options, ty, tx)
-                    if U == 1:  # which has no registers left for it before
+                    # ... or in flight during lines 16, 22 and 21
+                    if not EARLY:
                         i_next = load_next(
                             stage, Qh, dOh, Oh, Lh, i0, i_end, i_stop, j0, b, h, options
                         )
