@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import fa_numba
@@ -67,8 +67,14 @@ LADDER = (
     Step(BASE, "+ tiles of the plan", 1.04),
 )
 # Beside the step of 32 rows, over which its gain is.
-_LABEL = "32 rows a warp, two stages of K and V"
-TWO_STAGES = Step(f"{BASE}-two-stages", _LABEL, 1.04, _ORDER, 128, 2)
+TWO_STAGES = replace(
+    LADDER[-2],
+    series=f"{BASE}-two-stages",
+    label="32 rows a warp, two stages of K and V",
+    predicted=1.04,
+    stages=2,
+)
+STEPS = (*LADDER, TWO_STAGES)
 # FA-1 at the tiles of its split keys, each warp with keys or with rows of its own, and with rows at
 # the plan's tiles.
 PARTITIONS = {
@@ -77,8 +83,7 @@ PARTITIONS = {
     "fa1-mma": "FA-1, rows, tiles of the plan",
 }
 PREDICTED_PARTITION = 1.15
-LABELS = {step.series: step.label for step in (*LADDER, TWO_STAGES)}
-LABELS |= PARTITIONS | {PEER: "torch FA-2"}
+LABELS = {step.series: step.label for step in STEPS} | PARTITIONS | {PEER: "torch FA-2"}
 PROFILED = {
     "instructions": "smsp__inst_executed.sum",
     # wavefronts of shared memory beyond those that the requests need
@@ -91,7 +96,7 @@ def configurations(problem: Problem) -> list[steps.Configuration]:
     """The steps, and FA-1 with both partitions, in the order of LABELS."""
     found = []
     own = plan(BASE, problem).tiles
-    for step in (*LADDER, TWO_STAGES):
+    for step in STEPS:
         options: dict[str, Any] = {}
         if step.kept is not None:
             options["tiles"] = step.tiles
@@ -156,8 +161,7 @@ def gains(rows: Sequence[Row]) -> dict[str, float]:
 
 def predictions() -> dict[str, float]:
     """Series -> the gain that was predicted."""
-    steps_taken = (*LADDER, TWO_STAGES)
-    found = {step.series: step.predicted for step in steps_taken if step.predicted is not None}
+    found = {step.series: step.predicted for step in STEPS if step.predicted is not None}
     return found | {"fa1-mma-rows": PREDICTED_PARTITION}
 
 

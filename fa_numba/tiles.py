@@ -706,13 +706,14 @@ def _shrunk_mma(
     """The first tiles that can be specialised, columns halved first to whole fragments; not below
     ``rows`` x ``columns``.
     """
-    while (Br, Bc) != (rows, columns) and not _can_be(Tiles(Br, Bc), specialised):
+    while (Br, Bc) != (rows, columns) and not can_be(Tiles(Br, Bc), specialised):
         Br, Bc = (Br, -(-Bc // 32) * 16) if Bc > 32 or Br == rows else (Br // 2, Bc)
     specialised(Tiles(Br, Bc))
     return Tiles(Br, Bc)
 
 
-def _can_be(tiles: Tiles, specialised: Callable[[Tiles], Any]) -> bool:
+def can_be(tiles: Tiles, specialised: Callable[[Tiles], Any]) -> bool:
+    """Whether ``specialised`` takes the tiles; it refuses them with a ValueError."""
     try:
         specialised(tiles)
     except ValueError:
@@ -771,7 +772,7 @@ def default_mma_backward_tiles(
     make = functools.partial(
         specialise_mma_backward, head_dim=head_dim, shared_limit=shared_limit, **facts
     )
-    if (Br, Bc) == (64, 128) and not _can_be(Tiles(Br, Bc), make):
+    if (Br, Bc) == (64, 128) and not can_be(Tiles(Br, Bc), make):
         Br, Bc = 32, 64
     row_warps = _row_warps(head_dim)
     smallest = 16 * row_warps

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fa_numba import device
-from fa_numba.tiles import Tiles
+from fa_numba.tiles import Tiles, can_be
 
 TABLE = Path(__file__).with_name("tuned.csv")
 KEY = ("compute_capability", "algorithm", "pass", "head_dim")
@@ -43,8 +43,4 @@ def tuned_tiles(
     tiles = _table(TABLE).get(key)
     if tiles is None or tiles.Br > seqlen_q or tiles.Bc > seqlen_k:
         return None
-    try:
-        specialised(tiles)
-    except ValueError:
-        return None
-    return tiles
+    return tiles if can_be(tiles, specialised) else None
