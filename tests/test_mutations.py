@@ -1930,7 +1930,7 @@ def fragment_mutants(add):
         ("no row bound", "mine = left > int32(down)", "mine = True"),
         ("rows of the first lane", "row0 + warp_row + r)", "row0 + warp_row)"),
         ("rows of the first 16 bytes", "int64(first) + down", "int64(first)"),
-        ("the place of the first 16 bytes", "(n // ALONG * DOWN * pitch + ", "("),
+        ("the place of the first 16 bytes", "at + (down * pitch + ", "at + ("),
         ("words of the first 16 bytes", "e = 4 * n\n", "e = 0\n"),
         **tile,
     )

@@ -71,6 +71,18 @@ def make_first_chunk(deal):
 
 
 @cache
+def make_turn(deal):
+    """``turn(n)``: how far below and to the right of a taker's first chunk its n-th lies."""
+    along, down, right = deal.along, deal.down, deal.right
+
+    @device_function
+    def turn(n):
+        return n // along * down, n % along * right
+
+    return turn
+
+
+@cache
 def make_load_row(threads, resident):
     """``load_row(sRow, T, row, cols_end)``: this thread's chunks of a row, where ``resident``."""
 

@@ -32,7 +32,7 @@ from fa_numba.intrinsics.matrix import (
 from fa_numba.intrinsics.reduction import add_global, add_pair, add_pair_vector
 from fa_numba.intrinsics.shared import load2, load4, load8, store2, store4
 from fa_numba.options import PLAIN
-from fa_numba.parts.chunks import Deal, conversions, make_first_chunk
+from fa_numba.parts.chunks import Deal, conversions, make_first_chunk, make_turn
 from fa_numba.parts.dropout import make_kept
 from fa_numba.parts.layout import make_column, make_owns, make_row, make_warp_column
 from fa_numba.parts.rows import make_scale_rows
@@ -107,13 +107,13 @@ def make_load_half_tile(rows, columns, pitch, threads, aligned):
     ``col0`` on, ``columns`` wide, to a tile that starts at element ``place`` of sT.
     """
     deal = Deal(rows, columns // 8, threads)
-    ALONG, DOWN, RIGHT, copies, whole = deal.along, deal.down, deal.right, deal.turns, deal.whole
-    first_chunk = make_first_chunk(deal)
+    copies, whole = deal.turns, deal.whole
+    first_chunk, turn = make_first_chunk(deal), make_turn(deal)
 
     @device_function
     def load_half_tile(sT, place, T, row0, rows_end, col0, cols_end):
         for n in range(copies):
-            down, right = n // ALONG * DOWN, n % ALONG * RIGHT
+            down, right = turn(n)
             r, c = first_chunk(cuda.threadIdx.x)
             at = uint32(place + r * pitch + c + down * pitch + right)
             row = uint32(row0 + r)
@@ -336,8 +336,8 @@ def _make_write_rows(rows, columns, pitch, uneven):
     """
     deal = Deal(rows, columns // 8, 32)
     assert deal.whole, "the next warp's rows begin where these end"
-    ALONG, DOWN, RIGHT, copies, RW = deal.along, deal.down, deal.right, deal.turns, 4 * deal.turns
-    first_chunk = make_first_chunk(deal)
+    copies, RW = deal.turns, 4 * deal.turns
+    first_chunk, turn = make_first_chunk(deal), make_turn(deal)
 
     @device_function
     def lane():
@@ -347,13 +347,14 @@ def _make_write_rows(rows, columns, pitch, uneven):
     def write_rows(sT, T, warp_row, row0, rows_end, col0, cols_end):
         rW = cuda.local.array(RW, uint32)
         for n in range(copies):
+            down, right = turn(n)
             r, c = first_chunk(lane())
             at = int64(uint32(uint32(warp_row + r) * pitch + c))
-            w = load8(sT, at + (n // ALONG * DOWN * pitch + n % ALONG * RIGHT))
+            w = load8(sT, at + (down * pitch + right))
             for e in range(4):
                 rW[4 * n + e] = w[e]
         for n in range(copies):
-            down, right = n // ALONG * DOWN, n % ALONG * RIGHT
+            down, right = turn(n)
             r, c = first_chunk(lane())
             first = uint32(row0 + warp_row + r)
             left = int32(int32(rows_end) - int32(first))
