@@ -1,6 +1,7 @@
 # make figures   measure what this machine can measure and draw every figure
 # make test      the tests          make lint    ruff and mypy
 # make sanitize  compute-sanitizer over the kernels in every layout and with every option; needs a GPU
+# make ptx       BASE=revision: whether every kernel has the PTX that it had there
 # make clean     remove .venv and everything generated that git does not track
 # Each makes .venv first when it is missing or setup.cfg has changed.
 
@@ -24,7 +25,7 @@ RUFF := --isolated --config 'target-version = "py311"' --config 'line-length = 1
 RULES := --select E,F,I,B,UP,SIM --ignore E741,SIM300
 SOURCES := fa_numba experiments tests
 
-.PHONY: figures test lint sanitize clean
+.PHONY: figures test lint sanitize ptx clean
 .DELETE_ON_ERROR:
 
 figures: $(VENV)/.run-$(WHEELS)
@@ -48,6 +49,9 @@ sanitize: $(VENV)/.dev-$(WHEELS)
 	@for tool in "memcheck --report-api-errors no" racecheck; do \
 		compute-sanitizer --tool $$tool --error-exitcode 1 $(RUN) $(SANITIZED) -p no:xdist || exit 1; \
 	done
+
+ptx: $(VENV)/.dev-$(WHEELS)
+	@$(RUN) tests/compare_ptx.py $(or $(BASE),$(error name a revision: make ptx BASE=HEAD))
 
 clean:
 	rm -rf $(VENV) build *.egg-info figures/quick .pytest_cache .mypy_cache .ruff_cache .hypothesis

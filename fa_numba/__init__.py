@@ -3,6 +3,7 @@
 from fa_numba import io_model, reference
 from fa_numba.device import count_accesses
 from fa_numba.dropout import dropout_mask
+from fa_numba.host.plans import Plan
 from fa_numba.ops import (
     attention,
     attention_backward,
@@ -15,8 +16,7 @@ from fa_numba.ops import (
     standard_attention_backward,
 )
 from fa_numba.options import AttentionOptions
-from fa_numba.plans import Plan
-from fa_numba.tiles import Tiles
+from fa_numba.tiling.tiles import Tiles
 
 __all__ = [
     "AttentionOptions",

@@ -6,15 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
-from fa_numba import calls, device, plans, prepared
-from fa_numba.arguments import LOG2E, Arguments, launch, score_scale
-from fa_numba.arrays import HOST, Operand, check_out, check_shape, check_together, operand
+from fa_numba import device
 from fa_numba.device import DeviceArray
+from fa_numba.host import launch_cache, placement, plans
+from fa_numba.host.arrays import HOST, Operand, check_out, check_shape, check_together, operand
+from fa_numba.host.binding import LOG2E, Binding, launch, score_scale
+from fa_numba.host.launch_cache import Seen
+from fa_numba.host.plans import Plan, Run, check_algorithm
 from fa_numba.options import AttentionOptions
-from fa_numba.plans import Plan, Run, check_algorithm
-from fa_numba.prepared import Seen
 from fa_numba.problem import Problem
-from fa_numba.tiles import Tiles
+from fa_numba.tiling.tiles import Tiles
 
 
 def plan(
@@ -45,7 +46,7 @@ def plan(
     >>> p.kernels[0].name, p.kernels[0].grid
     ('fa2_forward', (8, 2, 1))
     """
-    arguments = Arguments.of(options, shapes=True)
+    arguments = Binding.of(options, shapes=True)
     problem = arguments.problem(q_shape, k_shape, dtype=dtype)
     if passes not in plans.PASSES:
         raise ValueError(f"passes is {passes!r}: allowed is one of {', '.join(plans.PASSES)}")
@@ -206,8 +207,8 @@ def _attend(
     ablate=(),
 ) -> Any:
     facts = ("fwd", algorithm, tiles, return_lse, unit, query_splits, warp_partition, ablate)
-    seen = prepared.seen(facts, qkv, options, out)
-    results = prepared.again(seen, out, stream)
+    seen = launch_cache.seen(facts, qkv, options, out)
+    results = launch_cache.again(seen, out, stream)
     if results is None:
         results = _first_attend(facts, qkv, options, out, stream, seen)
     return tuple(results) if return_lse else results[0]
@@ -216,7 +217,7 @@ def _attend(
 def _first_attend(facts, qkv, options, out, stream, seen: Seen | None) -> list:
     _, algorithm, tiles, return_lse, unit, query_splits, warp_partition, ablate = facts
     inputs = [operand(*x) for x in zip("qkv", qkv, strict=True)]
-    arguments = Arguments.of(options)
+    arguments = Binding.of(options)
     check_together(inputs, list(arguments.arrays.values()))
     problem = arguments.problem(*(x.shape for x in inputs), dtype=inputs[0].dtype)
     target = None
@@ -224,13 +225,13 @@ def _first_attend(facts, qkv, options, out, stream, seen: Seen | None) -> list:
         target = operand("out", out)
         check_together([inputs[0], target])
         check_out(target, problem.q_shape, [*inputs, *arguments.arrays.values()])
-    with calls.placed(inputs[0]):
+    with placement.placed(inputs[0]):
         aligned = _aligned(problem, [*inputs, target] if target else inputs)
         how = (return_lse, query_splits, unit, warp_partition, ablate)
         run = plans.forward(problem, algorithm, tiles, aligned, *how)
         arguments.check_mask(problem, tiles, run.plan.tiles)
-        handle = calls.stream_handle(stream, inputs[0])
-        calls.check_size(run.plan)
+        handle = placement.stream_handle(stream, inputs[0])
+        placement.check_size(run.plan)
         outputs: list = [(problem.q_shape, problem.dtype, target)]
         if return_lse:
             outputs.append((problem.lse_shape, "float32", None))
@@ -241,7 +242,7 @@ def _first_attend(facts, qkv, options, out, stream, seen: Seen | None) -> list:
             _forward(run, arguments, arguments.named(given[3:]), views[:4], L, stream)
 
         given = [*inputs, *arguments.arrays.values()]
-        return prepared.first(execute, given, arguments.seeds, outputs, handle, seen)
+        return launch_cache.first(execute, given, arguments.seeds, outputs, handle, seen)
 
 
 def _heads(problem: Problem, array: Any) -> Any:
@@ -263,7 +264,7 @@ def _aligned(problem: Problem, operands: Sequence[Operand]) -> bool:
     return problem.head_dim % width == 0 and (copies or all(x.aligned for x in operands))
 
 
-def _forward(run: Run, arguments: Arguments, given: dict, views: list, L: Any, stream: Any) -> None:
+def _forward(run: Run, arguments: Binding, given: dict, views: list, L: Any, stream: Any) -> None:
     Q, K, V, O = views
     problem, group = run.plan.problem, run.plan.problem.group
     unit = 1.0 if run.plan.algorithm == "standard" else LOG2E
@@ -412,8 +413,8 @@ def _differentiate(
     facts = ("bwd", algorithm, tiles, unit, return_dbias, deterministic, query_splits)
     dout, q, k, v, out, lse = given
     inputs = (q, k, v, out, dout, lse)
-    seen = prepared.seen(facts, inputs, options)
-    results = prepared.again(seen, None, stream)
+    seen = launch_cache.seen(facts, inputs, options)
+    results = launch_cache.again(seen, None, stream)
     if results is None:
         results = _first_differentiate(facts, inputs, options, stream, seen)
     return tuple(results)
@@ -424,19 +425,19 @@ def _first_differentiate(facts, given, options, stream, seen: Seen | None) -> li
     names = ("q", "k", "v", "out", "dout", "lse")
     inputs = [operand(*x) for x in zip(names, given, strict=True)]
     q, k, v, out, dout, lse = inputs
-    arguments = Arguments.of(options)
+    arguments = Binding.of(options)
     check_together([q, k, v, dout, out], [lse, *arguments.arrays.values()])
     problem = arguments.problem(q.shape, k.shape, v.shape, dtype=q.dtype)
     check_shape(dout, problem.q_shape)
     check_shape(out, problem.q_shape)
     check_shape(lse, problem.lse_shape)
-    with calls.placed(q):
+    with placement.placed(q):
         aligned = _aligned(problem, inputs[:-1])
         how = (deterministic, return_dbias, unit, query_splits)
         run = plans.backward(problem, algorithm, tiles, aligned, *how)
         arguments.check_mask(problem, tiles, run.plan.tiles)
-        handle = calls.stream_handle(stream, q)
-        calls.check_size(run.plan)
+        handle = placement.stream_handle(stream, q)
+        placement.check_size(run.plan)
         shapes = (problem.q_shape, problem.k_shape, problem.k_shape)
         outputs: list = [(shape, problem.dtype, None) for shape in shapes]
         if return_dbias:
@@ -451,10 +452,10 @@ def _first_differentiate(facts, given, options, stream, seen: Seen | None) -> li
             _backward(run, arguments, others, views, stream)
 
         inputs = [*inputs, *arguments.arrays.values()]
-        return prepared.first(execute, inputs, arguments.seeds, outputs, handle, seen)
+        return launch_cache.first(execute, inputs, arguments.seeds, outputs, handle, seen)
 
 
-def _backward(run: Run, arguments: Arguments, given: dict, views: list, stream: Any) -> None:
+def _backward(run: Run, arguments: Binding, given: dict, views: list, stream: Any) -> None:
     Q, K, V, O, dO, L, dQ, dK, dV = views
     problem, group = run.plan.problem, run.plan.problem.group
     unit = 1.0 if run.plan.algorithm == "standard" else LOG2E

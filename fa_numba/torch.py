@@ -8,11 +8,11 @@ from typing import Any, Unpack
 import numpy as np
 
 import fa_numba
-from fa_numba import calls
-from fa_numba.arrays import on_host, operand
+from fa_numba.host import placement
+from fa_numba.host.arrays import on_host, operand
+from fa_numba.host.plans import check_algorithm
 from fa_numba.options import AttentionOptions
-from fa_numba.plans import check_algorithm
-from fa_numba.tiles import Tiles
+from fa_numba.tiling.tiles import Tiles
 
 try:
     import torch
@@ -130,7 +130,7 @@ def _check_backward(
     if isinstance(given["tiles"], Tiles):
         own["tiles"] = replace(given["tiles"], stages=1)
     first = operand("q", q.detach())
-    with calls.placed(first):
+    with placement.placed(first):
         plan = fa_numba.plan(
             q.shape,
             k.shape,
@@ -141,7 +141,7 @@ def _check_backward(
             alibi_slopes=slopes,
             **(given | own),
         )
-        calls.check_size(plan)
+        placement.check_size(plan)
     if strict and deterministic and dbias and plan.problem.bias != plan.problem.score_shape:
         raise ValueError(
             f"bias has shape {tuple(bias.shape)} and requires a gradient, and torch was told to be "

@@ -9,9 +9,10 @@ import pytest
 from helpers import ALGORITHMS, GUARD, Memory, assert_close_to_float64, random_inputs
 
 import fa_numba
-from fa_numba import Tiles, calls
+from fa_numba import Tiles
 from fa_numba import device as devices
-from fa_numba.tiles import splits
+from fa_numba.host import placement
+from fa_numba.tiling.tiles import splits
 
 FUNCTIONS = {
     "standard": fa_numba.standard_attention,
@@ -284,7 +285,7 @@ def test_a_problem_too_large_for_the_emulator_is_refused(algorithm, launches):
         FUNCTIONS[algorithm](q, q, q, out=out)
     message = str(caught.value)
     for part in ("q has shape (1, 1, 4096, 64)", "k (1, 1, 4096, 64)", "steps",
-                 f"at most {calls.EMULATOR_STEPS:.2g}", "no CUDA GPU", "smaller problem",
+                 f"at most {placement.EMULATOR_STEPS:.2g}", "no CUDA GPU", "smaller problem",
                  "fa_numba.reference", "fa_numba.plan"):  # fmt: skip
         assert part in message
     assert not launches and (out.view(np.uint32) == GUARD.view(np.uint32)).all()
@@ -294,8 +295,8 @@ def test_a_problem_too_large_for_the_emulator_is_refused(algorithm, launches):
 
 def test_the_limit_of_the_emulator_is_work_padding_and_blocks_included(launches):
     tiles = Tiles(16, 16)  # 32 threads a block, 32 columns of O whatever d
-    tile, block = 16 * 16 * 2 * 32, 32 * calls.STEPS_PER_THREAD
-    batch = calls.EMULATOR_STEPS // (tile + block)
+    tile, block = 16 * 16 * 2 * 32, 32 * placement.STEPS_PER_THREAD
+    batch = placement.EMULATOR_STEPS // (tile + block)
     at, over = (np.zeros((n, 1, 1, 1), np.float32) for n in (batch, batch + 1))
     fa_numba.flash_attention_2(at, at, at, tiles=tiles)
     assert len(launches) == 1

@@ -22,7 +22,7 @@ from fa_numba.kernels.simt import (
     standard_backward,
 )
 from fa_numba.options import PLAIN, Features
-from fa_numba.tiles import (
+from fa_numba.tiling.tiles import (
     BackwardSpec,
     MmaSweepSpec,
     Spec,
@@ -33,13 +33,13 @@ from fa_numba.tiles import (
     default_mma_standard_tiles,
     default_mma_tiles,
     default_tiles,
-    specialise,
-    specialise_mma,
-    specialise_mma_backward,
+    select_mma_backward_spec,
+    select_mma_spec,
+    select_spec,
     splits,
     sweep_tiles,
 )
-from fa_numba.tuned import tuned_tiles
+from fa_numba.tiling.tuned import tuned_tiles
 
 pytest.importorskip("cuda.core", reason="cuda-core is not installed")
 REGISTERS = 64 * 1024  # of a multiprocessor, sm_80 and sm_90 alike
@@ -55,7 +55,7 @@ def kernel_of(name, arch, d, causal, aligned, return_lse=True):
     facts = {"features": Features(causal=causal), "aligned": aligned, "grouped": False}
     if name == "fa1":
         facts["return_lse"] = return_lse
-    spec = specialise(tiles, d, SHARED[arch], **facts)
+    spec = select_spec(tiles, d, SHARED[arch], **facts)
     make = {
         "fa1": fa1_forward.make_forward,
         "fa2": fa2_forward.make_forward,
@@ -108,7 +108,7 @@ def backward_kernel_of(name, arch, d, causal, aligned):
         return standard_backward.make_standard_score_gradients(4096, standard.MAX_WARPS, PLAIN)
     tiles = default_backward_tiles(4096, 4096, d, SHARED[arch])
     facts = {"features": Features(causal=causal), "aligned": aligned, "grouped": False}
-    spec = specialise(tiles, d, SHARED[arch], BackwardSpec, **facts)
+    spec = select_spec(tiles, d, SHARED[arch], BackwardSpec, **facts)
     make = {
         "fa1": fa1_backward.make_backward,
         "fa2": fa2_backward.make_backward,
@@ -262,7 +262,7 @@ def test_a_kernel_with_an_option_compiles_within_its_budgets(algorithm, d, optio
         (Spec, BackwardSpec),
         strict=True,
     ):
-        kernel = make(specialise(tiles, d, SHARED["sm_90a"], kind, features=features))
+        kernel = make(select_spec(tiles, d, SHARED["sm_90a"], kind, features=features))
         ptx, log = compiled(kernel, "sm_90a")
         assert ".f64" not in ptx and ".local" not in ptx
         assert spills_of(log) == ["0"] * 3, log
@@ -273,7 +273,7 @@ def test_a_plain_kernel_has_no_argument_for_an_option(algorithm):
     """Its last argument is an empty tuple, which the compiled kernel does not have."""
     arrays = {4: 13, 3: 11}  # words of an array by its axes
     for n, make in enumerate(FLASH[algorithm]):
-        spec = specialise(Tiles(64, 64), 64, SHARED["sm_90a"], (Spec, BackwardSpec)[n])
+        spec = select_spec(Tiles(64, 64), 64, SHARED["sm_90a"], (Spec, BackwardSpec)[n])
         kernel = make(spec)
         assert kernel.argument_types[-1].fields == ()
         ptx, _ = compiled(kernel, "sm_90a")
@@ -363,14 +363,14 @@ def mma_spec_of(name, arch, d, dtype="float16", option=None):
     features = Features(**{option: True}) if option not in (None, "unaligned") else PLAIN
     tiles = default_mma_tiles(name, 4096, 4096, d, SHARED[arch], features, splits_keys)
     if not splits_keys:
-        fits = functools.partial(specialise_mma, head_dim=d, shared_limit=SHARED[arch])
+        fits = functools.partial(select_mma_spec, head_dim=d, shared_limit=SHARED[arch])
         tiles = mma_tiles(name, "fwd", arch, d, option, fits, tiles)
     if two_stages:
         tiles = Tiles(128, 64, 128, stages=2)
     facts = {"features": features, "aligned": option != "unaligned", "dtype": dtype}
     facts |= {"positive_scale": True, "return_lse": name == "fa1", "splits_keys": splits_keys}
     facts["grouped"] = False
-    return specialise_mma(tiles, d, SHARED[arch], **facts)
+    return select_mma_spec(tiles, d, SHARED[arch], **facts)
 
 
 MMA_CASES = [
@@ -437,7 +437,7 @@ def test_the_docstrings_shared_memory_is_the_mma_kernels(name):
     formula = re.search(r"Shared memory, 16-bit elements: +(.*)", module.__doc__)[1]
     python = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula)
     for d, (Br, Bc) in itertools.product((32, 64, 128, 256), ((64, 64), (128, 32), (16, 16))):
-        spec = specialise_mma(Tiles(Br, Bc), d, SHARED["sm_90a"])
+        spec = select_mma_spec(Tiles(Br, Bc), d, SHARED["sm_90a"])
         halves = eval(python, {"Br": Br, "Bc": Bc, "d": d, "stages": 1})
         assert 2 * halves == spec.shared_bytes == module.make_forward(spec).shared_bytes
         if name == "fa2":
@@ -470,7 +470,7 @@ def test_a_measure_left_out_is_not_compiled():
     """What the PTX shows of each; the padding is a size alone."""
 
     def ptx_without(*names):
-        spec = specialise_mma(Tiles(16, 32), 32, SHARED["sm_80"], positive_scale=True)
+        spec = select_mma_spec(Tiles(16, 32), 32, SHARED["sm_80"], positive_scale=True)
         return compiled(mma.fa2_forward.make_forward(replace(spec, ablated=names)), "sm_80")[0]
 
     def counts(ptx):
@@ -503,7 +503,7 @@ def standard_mma_kernel_of(name, arch, d, dtype, option):
     passes = "bwd" if name.startswith("bwd") else "fwd"
     tiles = default_mma_standard_tiles(4096, 4096, d, SHARED[arch], passes)
     facts = {"features": features, "aligned": option != "unaligned", "dtype": dtype}
-    spec = specialise_mma(tiles, d, SHARED[arch], StandardSpec, **facts)
+    spec = select_mma_spec(tiles, d, SHARED[arch], StandardSpec, **facts)
     row = 0 if name.endswith("twice") else 4096
     rows = (row, mma.standard.MAX_WARPS)
     standard, backward = mma.standard, mma.standard_backward
@@ -601,17 +601,17 @@ def mma_backward_kernel_of(name, arch, d, dtype, option):
     facts = {"features": features, "aligned": option != "unaligned", "dtype": dtype}
     facts |= {"positive_scale": True, "grouped": False}
     if name == "fa2 dQ":
-        spec = specialise_mma(sweep_tiles(d, SHARED[arch]), d, SHARED[arch], MmaSweepSpec, **facts)
+        spec = select_mma_spec(sweep_tiles(d, SHARED[arch]), d, SHARED[arch], MmaSweepSpec, **facts)
         return mma.fa2_backward.make_query_gradients(spec)
     row_tiles = 3 if name == "fa1" else 2
     tiles = default_mma_backward_tiles(4096, 4096, d, SHARED[arch], row_tiles=row_tiles)
     fits = functools.partial(
-        specialise_mma_backward, head_dim=d, shared_limit=SHARED[arch], row_tiles=row_tiles
+        select_mma_backward_spec, head_dim=d, shared_limit=SHARED[arch], row_tiles=row_tiles
     )
     tiles = mma_tiles(name.partition(" ")[0], "bwd", arch, d, option, fits, tiles)
     facts |= {"row_tiles": row_tiles, "splits_queries": option == "splits"}
     facts["vector_adds"] = CAPABILITY[arch] >= (9, 0)
-    spec = specialise_mma_backward(tiles, d, SHARED[arch], **facts)
+    spec = select_mma_backward_spec(tiles, d, SHARED[arch], **facts)
     if name == "fa2 without dQ":
         return mma.fa2_backward.make_backward(spec, atomic=False)
     return MMA_BACKWARD[name].make_backward(spec)
@@ -673,7 +673,7 @@ def test_the_docstrings_shared_memory_is_the_mma_backward_kernels(name):
     row_tiles = 3 if name == "fa1" else 2
     for d, (Br, Bc) in itertools.product((19, 64, 72, 128, 256), ((32, 64), (64, 32), (32, 16))):
         tiles = Tiles(Br, Bc)
-        spec = specialise_mma_backward(tiles, d, SHARED["sm_90a"] * 2, row_tiles=row_tiles)
+        spec = select_mma_backward_spec(tiles, d, SHARED["sm_90a"] * 2, row_tiles=row_tiles)
         U = 1 if d <= 64 else 2
         rounded = -(-d // (16 * U)) * 16 * U
         halves = eval(python, {"Br": Br, "Bc": Bc, "d": rounded, "U": U})

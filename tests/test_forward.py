@@ -23,9 +23,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fa_numba
-from fa_numba import Tiles, plans
+from fa_numba import Tiles
 from fa_numba import device as devices
-from fa_numba.tiles import splits
+from fa_numba.host import plans
+from fa_numba.tiling.tiles import splits
 
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 either_mask = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

@@ -11,7 +11,7 @@ from experiments.lab.algorithms import row_fields
 from experiments.lab.options import Bench, Options
 from experiments.lab.settings import fa2_setting
 from experiments.lab.store import Recorder, Row, Store
-from fa_numba.tiles import MEASURES
+from fa_numba.tiling.tiles import MEASURES
 
 
 def synthetic(machine="some-gpu"):

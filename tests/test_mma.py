@@ -28,16 +28,17 @@ from mma_helpers import (
 )
 
 import fa_numba
-from fa_numba import Tiles, plans, reference
+from fa_numba import Tiles, reference
 from fa_numba import device as devices
+from fa_numba.host import plans
 from fa_numba.options import Features
-from fa_numba.tiles import (
+from fa_numba.tiling.tiles import (
     MEASURES,
     MmaSpec,
     StandardSpec,
     default_mma_standard_tiles,
     default_mma_tiles,
-    specialise_mma,
+    select_mma_spec,
 )
 
 either_mask = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -138,13 +139,13 @@ def test_the_layouts_are_what_they_are_for():
         layout
         for layout in set(HALF_LAYOUTS) - {"broadcast"}
         if (memory := HalfMemory("emulator", "float16", (2, 2, 3, 8), layout))
-        and fa_numba.arrays.operand("q", memory.view).aligned
+        and fa_numba.host.arrays.operand("q", memory.view).aligned
     }
     assert aligned == {"padded", "transposed", "strided"}
     rows = HalfMemory("emulator", "float16", (2, 2, 3, 16), "padded").view
-    assert fa_numba.arrays.operand("q", rows).aligned
+    assert fa_numba.host.arrays.operand("q", rows).aligned
     for other in (rows[..., ::2], rows[..., 1:9], rows[..., 4:12]):
-        assert not fa_numba.arrays.operand("q", other).aligned
+        assert not fa_numba.host.arrays.operand("q", other).aligned
 
 
 # --- shapes ----------------------------------------------------------------------------------
@@ -246,7 +247,7 @@ def test_the_partitions_of_the_default_tiles():
             rows = 32 * plan.tiles.Br // plan.tiles.threads
             assert rows in (16, 32)
     # Q's fragments stay in registers, or do not: both are in the tests of these head dimensions.
-    assert {specialise_mma(SMALL, d, 2**17).keeps_q for d in HEAD_DIMS} == {False, True}
+    assert {select_mma_spec(SMALL, d, 2**17).keeps_q for d in HEAD_DIMS} == {False, True}
 
 
 @every_algorithm
@@ -255,7 +256,7 @@ def test_q_in_registers_and_q_in_shared_memory(device, algorithm, dtype):
     q, k, v = half_inputs(dtype, 1, 1, 1, 33, 66, 128)
     wide = 128 if algorithm == "standard" else 64
     for tiles, kept in ((Tiles(32, wide, 32), False), (Tiles(32, 16, 64), True)):
-        assert specialise_mma(tiles, 128, 2**17, KINDS[algorithm]).keeps_q == kept
+        assert select_mma_spec(tiles, 128, 2**17, KINDS[algorithm]).keeps_q == kept
         check(device, algorithm, q, k, v, causal=True, tiles=tiles)
 
 
@@ -851,10 +852,10 @@ def test_the_default_tiles_fit(algorithm, d, limit, passes):
     for N, (features, keys) in itertools.product((1, 17, 64, 4096), calls):
         if algorithm == "standard":
             tiles = default_mma_standard_tiles(N, N, d, limit, passes)
-            spec = specialise_mma(tiles, d, limit, StandardSpec)
+            spec = select_mma_spec(tiles, d, limit, StandardSpec)
         else:
             tiles = default_mma_tiles(algorithm, N, N, d, limit, features, keys)
-            spec = specialise_mma(tiles, d, limit, features=features, splits_keys=keys)
+            spec = select_mma_spec(tiles, d, limit, features=features, splits_keys=keys)
         assert spec.shared_bytes <= limit and spec.fits_registers
         assert tiles.Br <= max(16, 2 * N) and tiles.Bc <= max(32 if keys else 16, 2 * N)
         assert N < 4096 or (tiles.Br >= (16 if keys else 32) and tiles.Bc >= (32 if keys else 16))

@@ -40,9 +40,10 @@ from mma_helpers import (
 from test_mma import OPTIONS, any_call, either_mask
 
 import fa_numba
-from fa_numba import Tiles, plans, reference
+from fa_numba import Tiles, reference
 from fa_numba import device as devices
-from fa_numba.tiles import default_mma_backward_tiles, specialise_mma_backward
+from fa_numba.host import plans
+from fa_numba.tiling.tiles import default_mma_backward_tiles, select_mma_backward_spec
 
 WAYS = {**SINGLE_WAYS, "fa1-split": ("fa1", {"query_splits": 3})}
 # What atomic adds on a GPU sum in no fixed order.
@@ -521,7 +522,7 @@ def test_the_default_tiles_fit(limit, row_tiles):
         if d > 192 and row_tiles == 3 and limit < 2**17:
             continue  # not even the smallest do
         tiles = default_mma_backward_tiles(N, N, d, limit, row_tiles=row_tiles)
-        spec = specialise_mma_backward(tiles, d, limit, row_tiles=row_tiles)
+        spec = select_mma_backward_spec(tiles, d, limit, row_tiles=row_tiles)
         assert spec.shared_bytes <= limit and spec.fits_registers
         assert tiles.Br <= max(32, 2 * N) and tiles.Bc <= max(16, 2 * N)
 

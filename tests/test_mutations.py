@@ -30,7 +30,8 @@ from backward_helpers import (
 )
 from helpers import ALGORITHMS, assert_within, attend, changing, truth
 
-from fa_numba import Tiles, arguments, emulator, masks, ops, options, plans
+from fa_numba import Tiles, emulator, masks, ops, options
+from fa_numba.host import binding, plans
 from fa_numba.kernels import mma
 from fa_numba.kernels.simt import (
     fa1_backward,
@@ -80,7 +81,7 @@ PARTS = {
         fragments,
     )
 }
-HOST = {"arguments": arguments, "options": options}
+HOST = {"arguments": binding, "options": options}
 MODULES = {**PARTS, **KERNELS, **HOST}
 
 # --- the machinery ---------------------------------------------------------------------------
@@ -471,7 +472,7 @@ def caught_by(algorithm, cases, modules, monkeypatch):
         monkeypatch.setattr(plans, "standard", modules["standard"])
     monkeypatch.setattr(plans, planned, getattr(plans, planned).__wrapped__)
     if "arguments" in modules:
-        for public in ("Arguments", "launch", "score_scale"):
+        for public in ("Binding", "launch", "score_scale"):
             monkeypatch.setattr(ops, public, getattr(modules["arguments"], public))
     if "options" in modules:
         changed = modules["options"].Features.initialises
@@ -1783,7 +1784,7 @@ def fragment_mutants(add):
         **both,
     )
     add(
-        "chunks.Deal",
+        "chunks.ChunkMap",
         ("turns as of a row each", "return self.chunks // self.width", "return 1"),
         ("fewer turns", "-(-self.rows // self.down)", "(self.rows // self.down)"),
         ("chunks side by side", "return 8 * self.width", "return 8"),

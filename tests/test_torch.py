@@ -12,8 +12,9 @@ from backward_helpers import true_gradients
 from helpers import OnGpu, assert_close_to_float64, assert_within, random_inputs, truth
 
 import fa_numba
-from fa_numba import Tiles, prepared
+from fa_numba import Tiles
 from fa_numba import device as devices
+from fa_numba.host import launch_cache
 
 
 def test_importing_the_package_does_not_import_torch():
@@ -74,7 +75,7 @@ def launches(monkeypatch):
 
     monkeypatch.setattr(devices, "launch", recorded)
     monkeypatch.setattr(devices, "replay", replayed)
-    monkeypatch.setattr(prepared, "again", lambda *_: None)
+    monkeypatch.setattr(launch_cache, "again", lambda *_: None)
     return found
 
 
@@ -605,6 +606,6 @@ def test_what_the_emulator_cannot_differentiate_it_does_not_begin(monkeypatch):
     monkeypatch.setattr(devices, "launch", lambda *_: pytest.fail("something was launched"))
     q = torch.ones(1, 1, 900, 32)
     with devices.using("emulator"):
-        fa_numba.calls.check_size(fa_numba.plan(q.shape, q.shape))
+        fa_numba.host.placement.check_size(fa_numba.plan(q.shape, q.shape))
         with pytest.raises(ValueError, match="the emulator takes at most"):
             attention(q.requires_grad_(), q, q)

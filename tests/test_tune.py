@@ -14,9 +14,11 @@ from experiments.lab import runner, timing, tune
 from experiments.lab.options import Bench, Options
 from experiments.lab.settings import fa2_setting
 from experiments.lab.store import Store
-from fa_numba import Tiles, plans, tuned
-from fa_numba.tiles import specialise_mma
-from fa_numba.tuned import tuned_tiles
+from fa_numba import Tiles
+from fa_numba.host import plans
+from fa_numba.tiling import tuned
+from fa_numba.tiling.tiles import select_mma_spec
+from fa_numba.tiling.tuned import tuned_tiles
 
 LIMIT = 227 * 1024
 
@@ -126,7 +128,7 @@ def test_the_tables_own_lines_are_tiles_of_a_gpu():
         assert d % 16 == 0
         assert stages == 1 or (line["algorithm"], line["pass"]) == ("fa2", "fwd")
         if line["pass"] == "fwd":
-            assert specialise_mma(Tiles(Br, Bc, None, stages), d, LIMIT).threads == threads
+            assert select_mma_spec(Tiles(Br, Bc, None, stages), d, LIMIT).threads == threads
 
 
 def test_tuned_tiles_are_asked_of_the_kernels_specialisation(table):

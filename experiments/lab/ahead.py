@@ -9,7 +9,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from fa_numba import cubins, device
+from fa_numba import device
+from fa_numba.device import kernel_cache
 from fa_numba.problem import Problem
 
 from .algorithms import backward_options, plan
@@ -47,7 +48,7 @@ def compile_ahead(calls: Iterable[Call], bench: Bench, jobs: int | None = None) 
     """
     if jobs is None:
         jobs = min(MOST_JOBS, os.cpu_count() or 1)
-    if jobs == 1 or cubins.directory() is None or not device.gpu_available():
+    if jobs == 1 or kernel_cache.directory() is None or not device.gpu_available():
         return
     missing = _missing(calls)
     if len(missing) < FEWEST:
@@ -66,7 +67,7 @@ def _missing(calls: Iterable[Call]) -> list[Call]:
     for call in calls:
         planned, _ = attempt(lambda call=call: plan(call.series, call.problem, **call.options))
         kernels = planned.launched if planned is not None else ()
-        ids = tuple(id(k) for k in kernels if cubins.read(k, capability) is None)
+        ids = tuple(id(k) for k in kernels if kernel_cache.read(k, capability) is None)
         if ids:
             found.setdefault(ids, call)
     return list(found.values())

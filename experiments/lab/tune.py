@@ -1,8 +1,8 @@
 """Block sizes, warps and stages of the tensor-core kernels: a sweep on this GPU, and the table that
 plans read.
 
-`figures/data/tune/<machine>.csv` has every time, `fa_numba/tuned.csv` the fastest tiles of each
-compute capability, algorithm, pass and head dimension.
+`figures/data/tune/<machine>.csv` has every time, `fa_numba/tiling/tuned.csv` the fastest tiles of
+each compute capability, algorithm, pass and head dimension.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import numpy as np
 import fa_numba
 from fa_numba import reference
 from fa_numba.problem import Problem
-from fa_numba.tiles import STAGES
-from fa_numba.tuned import COLUMNS, KEY, TABLE
+from fa_numba.tiling.tiles import STAGES
+from fa_numba.tiling.tuned import COLUMNS, KEY, TABLE
 
 from . import peers
 from .ahead import Call, compile_ahead

@@ -111,7 +111,7 @@ def _outside(ctx: Context, name: str, shape: tuple[int, ...], index: Any) -> Emu
     return ctx.fault(OutOfBounds, f"{name}[{place}] is outside of {extent} elements", name)
 
 
-class Bank:
+class SharedBuffer:
     """A piece of shared memory: values and stamps that the arrays laid over it share."""
 
     __slots__ = ("data", "written", "reads", "touched", "atomics", "flights")
@@ -140,7 +140,7 @@ class SharedArray:
         name: str,
         shape: tuple[int, ...],
         dtype: np.dtype,
-        bank: Bank,
+        bank: SharedBuffer,
         base: int = 0,
     ) -> None:
         self.ctx, self.name, self.shape, self.dtype = ctx, name, shape, dtype

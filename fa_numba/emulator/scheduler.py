@@ -37,12 +37,12 @@ from .memory import (
     NOBODY,
     SEVERAL,
     STAMP,
-    Bank,
     Counts,
     GlobalArray,
     LocalArray,
     LocalTensor,
     SharedArray,
+    SharedBuffer,
     SharedMatrix,
     SharedTensor,
 )
@@ -95,7 +95,7 @@ class Thread:
         self.groups: deque[list[tuple[SharedArray, int, int, Callable[[], list[Any]]]]] = deque()
 
 
-class Meeting:
+class NamedBarrier:
     """A named barrier of `threads` threads from its first arrival until it opens.
 
     What warp w did at stamps below `seen[w]` happened before an arrival.
@@ -135,10 +135,10 @@ class Context:
         self._ready: deque[Thread] = deque()
         self._statics: dict[Site, SharedArray] = {}
         self._dynamics: dict[Any, SharedArray] = {}
-        self._banks: dict[np.dtype, Bank] = {}
+        self._banks: dict[np.dtype, SharedBuffer] = {}
         self._tiles: list[tuple[int, int, np.dtype, str]] = []
         self._stale = 0
-        self._meetings: dict[int, Meeting] = {}  # by barrier
+        self._meetings: dict[int, NamedBarrier] = {}  # by barrier
         self._opened: dict[int, list[int]] = {}  # what the last one had seen
 
     # ---- where the kernel is
@@ -247,8 +247,8 @@ class Context:
         self._dynamics[key] = tile
         return tile
 
-    def _bank(self, length: int) -> Bank:
-        return Bank(length, -(-len(self._threads) // WARP))
+    def _bank(self, length: int) -> SharedBuffer:
+        return SharedBuffer(length, -(-len(self._threads) // WARP))
 
     def local_array(self, shape: Any, dtype: Any) -> LocalArray:
         axes = shape if isinstance(shape, tuple) else (shape,)
@@ -353,7 +353,7 @@ class Context:
         """
         t = self.thread
 
-        def arrive(operands: dict[int, tuple[int, int]], mask: int) -> dict[int, Meeting]:
+        def arrive(operands: dict[int, tuple[int, int]], mask: int) -> dict[int, NamedBarrier]:
             if len(set(operands.values())) > 1:
                 text = f"the lanes of a warp call {operation} for different barriers or threads"
                 raise self.fault(BarrierMisuse, text)
@@ -368,7 +368,7 @@ class Context:
         else:
             self.me, self.several = t.warp.start + t.tid, t.warp.several
 
-    def _arrive(self, barrier: int, threads: int, waits: bool) -> Meeting:
+    def _arrive(self, barrier: int, threads: int, waits: bool) -> NamedBarrier:
         """The current warp comes to a barrier; the last one opens it."""
         warp = self.thread.warp
         self._tick(warp)
@@ -379,7 +379,7 @@ class Context:
             raise self.fault(BarrierMisuse, text)
         meeting = self._meetings.get(barrier)
         if meeting is None:
-            meeting = self._meetings[barrier] = Meeting(threads, self.site(), past)
+            meeting = self._meetings[barrier] = NamedBarrier(threads, self.site(), past)
         if meeting.threads != threads:
             text = f"warp {warp.index} comes to a barrier of {threads} threads"
             raise self.fault(BarrierMisuse, f"{text}, but {self._missing(barrier)}")

@@ -20,7 +20,7 @@ def conversions(dtype):
 
 
 @dataclass(frozen=True)
-class Deal:
+class ChunkMap:
     """How ``takers`` share ``rows`` of ``chunks``: in turns of neighbouring chunks of some rows.
 
     As many neighbours share a row as divide both counts, so that all that a taker has lies at

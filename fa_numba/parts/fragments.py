@@ -32,7 +32,7 @@ from fa_numba.intrinsics.matrix import (
 from fa_numba.intrinsics.reduction import add_global, add_pair, add_pair_vector
 from fa_numba.intrinsics.shared import load2, load4, load8, store2, store4
 from fa_numba.options import PLAIN
-from fa_numba.parts.chunks import Deal, conversions, make_first_chunk, make_turn
+from fa_numba.parts.chunks import ChunkMap, conversions, make_first_chunk, make_turn
 from fa_numba.parts.dropout import make_kept
 from fa_numba.parts.layout import make_column, make_owns, make_row, make_warp_column
 from fa_numba.parts.rows import make_scale_rows
@@ -106,7 +106,7 @@ def make_load_half_tile(rows, columns, pitch, threads, aligned):
     """``load_half_tile(sT, place, T, row0, rows_end, col0, cols_end)``: the same from column
     ``col0`` on, ``columns`` wide, to a tile that starts at element ``place`` of sT.
     """
-    deal = Deal(rows, columns // 8, threads)
+    deal = ChunkMap(rows, columns // 8, threads)
     copies, whole = deal.turns, deal.whole
     first_chunk, turn = make_first_chunk(deal), make_turn(deal)
 
@@ -334,7 +334,7 @@ def _make_write_rows(rows, columns, pitch, uneven):
 
     Rows of T start at 16-byte addresses. ``uneven`` is for rows that end within 16 bytes.
     """
-    deal = Deal(rows, columns // 8, 32)
+    deal = ChunkMap(rows, columns // 8, 32)
     assert deal.whole, "the next warp's rows begin where these end"
     copies, RW = deal.turns, 4 * deal.turns
     first_chunk, turn = make_first_chunk(deal), make_turn(deal)

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fa_numba import calls, device
-from fa_numba.arguments import seed_words
-from fa_numba.arrays import HOST, Operand, extent, glance, operand, pointer_of
-from fa_numba.recording import DeviceArray, Recording, Word
+from fa_numba import device
+from fa_numba.device.launch_record import DeviceArray, LaunchRecord, Word
+from fa_numba.host import placement
+from fa_numba.host.arrays import HOST, Operand, extent, glance, operand, pointer_of
+from fa_numba.host.binding import seed_words
 
 KEPT = 1024  # calls; then the oldest goes
 _SCALARS = frozenset((bool, int, float, str, type(None), np.float32, np.float64))
@@ -43,7 +44,7 @@ class Prepared:
     ``extents`` are those of the arrays that ``Seen.pointers`` has.
     """
 
-    recording: Recording
+    recording: LaunchRecord
     library: str
     place: int
     context: int
@@ -116,7 +117,7 @@ def again(seen: Seen | None, out: Any, stream: Any) -> list[Any] | None:
         return None
     if found is None or (out is not None and found.may_overlap(seen.pointers)):
         return None
-    handle = calls.stream_handle(stream, found)
+    handle = placement.stream_handle(stream, found)
     if device.current_context() == found.context:
         return found.run(seen, out, handle)
     with device.on_device(found.place):
@@ -176,9 +177,9 @@ def first(
 
 def _recorded(
     execute: Callable, given: Sequence[DeviceArray], taken: Sequence[DeviceArray], words: int
-) -> Recording:
+) -> LaunchRecord:
     """The launches of a call, with a slot for each of its arrays and words."""
-    recording = Recording()
+    recording = LaunchRecord()
     slots = [
         DeviceArray(0, x.shape, x.strides, None, x.itemsize, n)
         for n, x in enumerate((*given, *taken))

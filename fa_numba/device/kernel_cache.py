@@ -25,7 +25,7 @@ from numba.cuda.extending import _Intrinsic
 VARIABLE = "FA_NUMBA_CACHE"
 # Of all files together; those that were read longest ago go first.
 MAX_BYTES = 1 << 30
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parent.parent
 # What compiles: Numba's front end, and the libraries that may be installed with it.
 _COMPILERS = (
     *("numba", "numba-cuda", "llvmlite", "cuda-core"),

@@ -15,31 +15,32 @@ from experiments.lab import ahead
 from experiments.lab.ahead import Call
 from experiments.lab.options import Bench
 from experiments.lab.settings import one_head
-from fa_numba import cubins, plans
+from fa_numba.device import kernel_cache
+from fa_numba.host import plans
 from fa_numba.kernels.mma import fa2_forward
 from fa_numba.options import Features
-from fa_numba.tiles import MmaSpec, Tiles, specialise_mma
+from fa_numba.tiling.tiles import MmaSpec, Tiles, select_mma_spec
 
 LIMIT = 227 * 1024
-SPEC = specialise_mma(Tiles(64, 32, 64), 64, LIMIT, MmaSpec, dtype="float16")
+SPEC = select_mma_spec(Tiles(64, 32, 64), 64, LIMIT, MmaSpec, dtype="float16")
 
 
 def key(spec=SPEC, capability=(9, 0), make=fa2_forward.make_forward, **changes):
-    return cubins.key_of(replace(make(spec), **changes), capability)
+    return kernel_cache.key_of(replace(make(spec), **changes), capability)
 
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    monkeypatch.setenv(cubins.VARIABLE, str(tmp_path / "kept"))
+    monkeypatch.setenv(kernel_cache.VARIABLE, str(tmp_path / "kept"))
     return tmp_path / "kept"
 
 
 def test_a_cubin_comes_back(place):
     kernel = fa2_forward.make_forward(SPEC)
-    assert cubins.read(kernel, (9, 0)) is None
-    cubins.write(kernel, (9, 0), b"cubin", "entry")
-    assert cubins.read(kernel, (9, 0)) == (b"cubin", "entry")
-    assert cubins.read(kernel, (8, 0)) is None
+    assert kernel_cache.read(kernel, (9, 0)) is None
+    kernel_cache.write(kernel, (9, 0), b"cubin", "entry")
+    assert kernel_cache.read(kernel, (9, 0)) == (b"cubin", "entry")
+    assert kernel_cache.read(kernel, (8, 0)) is None
     assert b"cubin" in [path.read_bytes() for path in place.rglob("*") if path.is_file()]
 
 
@@ -66,19 +67,19 @@ def test_what_a_kernel_is_compiled_with_is_in_its_key(monkeypatch):
     found.add(key(argument_types=kernel.argument_types[::-1]))
     monkeypatch.setenv("NUMBA_OPT", "0")
     found.add(key())
-    monkeypatch.setattr(cubins, "_sources", lambda: "other sources")
+    monkeypatch.setattr(kernel_cache, "_sources", lambda: "other sources")
     found.add(key())
-    monkeypatch.setattr(cubins, "_compilers", lambda: (("numba", "0"),))
+    monkeypatch.setattr(kernel_cache, "_compilers", lambda: (("numba", "0"),))
     found.add(key())
     assert len(found) == 8
 
 
 def test_the_key_is_that_of_every_process():
     text = (
-        "from fa_numba import cubins; from fa_numba.kernels.mma import fa2_forward; "
-        "from fa_numba.tiles import MmaSpec, Tiles, specialise_mma; "
-        f"spec = specialise_mma(Tiles(64, 32, 64), 64, {LIMIT}, MmaSpec, dtype='float16'); "
-        "print(cubins.key_of(fa2_forward.make_forward(spec), (9, 0)).decode())"
+        "from fa_numba.device import kernel_cache; from fa_numba.kernels.mma import fa2_forward; "
+        "from fa_numba.tiling.tiles import MmaSpec, Tiles, select_mma_spec; "
+        f"spec = select_mma_spec(Tiles(64, 32, 64), 64, {LIMIT}, MmaSpec, dtype='float16'); "
+        "print(kernel_cache.key_of(fa2_forward.make_forward(spec), (9, 0)).decode())"
     )
     # Another order of hashes, as another process may have.
     where = os.environ | {"PYTHONHASHSEED": "7"}
@@ -97,11 +98,11 @@ def test_code_and_values_count_one_by_one():
         )
 
     bodies = ("A[0] = value + 1", "A[0] = value + 2", "A[0] = value - 1", "A[0] = A.size + value")
-    found = [cubins.key_of(kernel(body)(1), (9, 0)) for body in bodies]
+    found = [kernel_cache.key_of(kernel(body)(1), (9, 0)) for body in bodies]
     for value in (2, True, 1.0, np.float32(1), np.float64(1), "1", (1,), (1, (2,)), None):
-        found.append(cubins.key_of(kernel(bodies[0])(value), (9, 0)))
+        found.append(kernel_cache.key_of(kernel(bodies[0])(value), (9, 0)))
     assert len(set(found)) == len(found)
-    assert cubins.key_of(kernel(bodies[0])(1), (9, 0)) == found[0]
+    assert kernel_cache.key_of(kernel(bodies[0])(1), (9, 0)) == found[0]
 
 
 @pytest.mark.parametrize(
@@ -113,10 +114,10 @@ def test_unknown_values_are_never_kept(place, value):
 
     function.__module__ = "fa_numba.made_up"
     kernel = SimpleNamespace(function=function, threads=32, min_blocks=1, signature="void()")
-    cubins.write(kernel, (9, 0), b"cubin", "entry")
-    assert cubins.read(kernel, (9, 0)) is None
-    with pytest.raises(cubins._Unknown):
-        cubins.key_of(kernel, (9, 0))
+    kernel_cache.write(kernel, (9, 0), b"cubin", "entry")
+    assert kernel_cache.read(kernel, (9, 0)) is None
+    with pytest.raises(kernel_cache._Unknown):
+        kernel_cache.key_of(kernel, (9, 0))
 
 
 def test_kernels_from_elsewhere_are_never_kept(place):
@@ -124,8 +125,8 @@ def test_kernels_from_elsewhere_are_never_kept(place):
         A[0] = 1
 
     kernel = SimpleNamespace(function=function, threads=32, min_blocks=1, signature="void()")
-    cubins.write(kernel, (9, 0), b"cubin", "entry")
-    assert cubins.read(kernel, (9, 0)) is None
+    kernel_cache.write(kernel, (9, 0), b"cubin", "entry")
+    assert kernel_cache.read(kernel, (9, 0)) is None
 
 
 def test_every_kernel_has_a_key():
@@ -138,48 +139,48 @@ def test_every_kernel_has_a_key():
                 for exact in (False, algorithm == "fa2"):
                     runs.append(plans.backward(at, algorithm, None, True, exact, False))
                 for kernel in (kernel for run in runs for kernel in run.kernels):
-                    assert len(cubins.key_of(kernel, (9, 0))) == 64
+                    assert len(kernel_cache.key_of(kernel, (9, 0))) == 64
 
 
 # --- places -----------------------------------------------------------------------------------
 
 
 def test_where_cubins_are_kept(monkeypatch, tmp_path):
-    monkeypatch.setenv(cubins.VARIABLE, "")
-    assert cubins.directory() is None
-    monkeypatch.delenv(cubins.VARIABLE)
+    monkeypatch.setenv(kernel_cache.VARIABLE, "")
+    assert kernel_cache.directory() is None
+    monkeypatch.delenv(kernel_cache.VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cubins.directory() == tmp_path / "fa_numba"
+    assert kernel_cache.directory() == tmp_path / "fa_numba"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cubins.directory() == tmp_path / ".cache" / "fa_numba"
+    assert kernel_cache.directory() == tmp_path / ".cache" / "fa_numba"
 
 
 def test_a_user_without_a_home_keeps_nothing(monkeypatch):
     def home():
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.delenv(cubins.VARIABLE, raising=False)
+    monkeypatch.delenv(kernel_cache.VARIABLE, raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(cubins.Path, "home", home)
-    assert cubins.directory() is None
-    assert cubins.read(fa2_forward.make_forward(SPEC), (9, 0)) is None
+    monkeypatch.setattr(kernel_cache.Path, "home", home)
+    assert kernel_cache.directory() is None
+    assert kernel_cache.read(fa2_forward.make_forward(SPEC), (9, 0)) is None
 
 
 def test_a_place_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("not a directory")
-    monkeypatch.setenv(cubins.VARIABLE, str(tmp_path / "file" / "kept"))
+    monkeypatch.setenv(kernel_cache.VARIABLE, str(tmp_path / "file" / "kept"))
     kernel = fa2_forward.make_forward(SPEC)
-    cubins.write(kernel, (9, 0), b"cubin", "entry")
-    assert cubins.read(kernel, (9, 0)) is None
+    kernel_cache.write(kernel, (9, 0), b"cubin", "entry")
+    assert kernel_cache.read(kernel, (9, 0)) is None
 
 
 def test_nothing_is_kept_where_that_is_asked_for(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv(cubins.VARIABLE, "")
+    monkeypatch.setenv(kernel_cache.VARIABLE, "")
     kernel = fa2_forward.make_forward(SPEC)
-    cubins.write(kernel, (9, 0), b"cubin", "entry")
-    assert cubins.read(kernel, (9, 0)) is None and not any(tmp_path.iterdir())
+    kernel_cache.write(kernel, (9, 0), b"cubin", "entry")
+    assert kernel_cache.read(kernel, (9, 0)) is None and not any(tmp_path.iterdir())
 
 
 def test_a_kernel_is_compiled_once(place, monkeypatch):
@@ -241,7 +242,7 @@ def test_each_kernel_is_compiled_ahead_once(place, monkeypatch):
         assert missing == [calls()[n] for n in (0, 2, 3)]
         kernels = ahead.plan("fa2-mma", calls()[0].problem).launched
         for kernel in kernels:
-            cubins.write(kernel, (9, 0), b"cubin", "entry")
+            kernel_cache.write(kernel, (9, 0), b"cubin", "entry")
         assert ahead._missing(calls()) == missing[1:]
 
 
@@ -251,7 +252,7 @@ def test_nothing_is_compiled_ahead_without_need(place, monkeypatch, reason):
     monkeypatch.setattr(ahead, "_missing", lambda wanted: wanted[:1] if reason == "few" else wanted)
     monkeypatch.setattr(ahead, "ProcessPoolExecutor", functools.partial(pytest.fail, "processes"))
     if reason == "nothing kept":
-        monkeypatch.setenv(cubins.VARIABLE, "")
+        monkeypatch.setenv(kernel_cache.VARIABLE, "")
     ahead.compile_ahead(calls(), Bench(), jobs=1 if reason == "one process" else 4)
 
 

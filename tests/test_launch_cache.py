@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from helpers import random_inputs
-from prepared_helpers import (
+from launch_cache_helpers import (
     CONTEXT,
     Array,
     Parameter,
@@ -22,8 +22,9 @@ from prepared_helpers import (
 )
 
 import fa_numba
-from fa_numba import Tiles, prepared
+from fa_numba import Tiles
 from fa_numba import device as devices
+from fa_numba.host import launch_cache
 
 SIZES = (2, 2, 1, 5, 9, 4)  # B, Hq, Hk, Nq, Nk, d
 
@@ -31,9 +32,9 @@ SIZES = (2, 2, 1, 5, 9, 4)  # B, Hq, Hk, Nq, Nk, d
 @pytest.fixture(autouse=True)
 def kept():
     """The calls that are kept: none at first."""
-    prepared._kept.clear()
-    yield prepared._kept
-    prepared._kept.clear()
+    launch_cache._kept.clear()
+    yield launch_cache._kept
+    launch_cache._kept.clear()
 
 
 @pytest.fixture
@@ -118,7 +119,7 @@ def places(launches, arrays):
 
 def as_first(function, *arguments, **options):
     """The call as if there had been none before."""
-    with mock.patch.dict(prepared._kept, clear=True):
+    with mock.patch.dict(launch_cache._kept, clear=True):
         return function(*arguments, **options)
 
 
@@ -129,7 +130,7 @@ def assert_replayed(gpu, function, cases, own):
         given = [on_gpu(x) for x in arrays]
         other = on_device(options)
         named = [*given, *(other[n] for n in ("bias", "alibi_slopes") if n in other)]
-        with mock.patch.object(prepared, "first", wraps=prepared.first) as first:
+        with mock.patch.object(launch_cache, "first", wraps=launch_cache.first) as first:
             gpu.launches, gpu.workspaces = [], []
             assert_same(function(*given, **other, **own), want)
             assert first.called == (n == 0)
@@ -310,7 +311,7 @@ def test_what_fails_is_not_kept(gpu, kept):
 
 
 def test_no_more_are_kept_than_a_number(gpu, kept, monkeypatch):
-    monkeypatch.setattr(prepared, "KEPT", 3)
+    monkeypatch.setattr(launch_cache, "KEPT", 3)
     q, k, v = inputs()
     there = [on_gpu(x) for x in (q, k, v)]
     for scale in (0.1, 0.2, 0.3, 0.4, 0.1, 0.4):
@@ -351,7 +352,7 @@ def test_host_arrays_go_there_and_back(gpu, kept):
 
 def test_the_emulator_keeps_nothing(kept):
     with devices.using("emulator"):
-        assert prepared.seen(("fwd",), inputs(), {}) is None
+        assert launch_cache.seen(("fwd",), inputs(), {}) is None
         fa_numba.flash_attention_2(*inputs())
     assert not kept
 
@@ -522,7 +523,7 @@ def test_without_gradients_a_leaf_is_as_any_tensor(gpu, torch, kept):
     arrays = inputs()
     fa_numba.flash_attention_2(*tensors(arrays))
     torch.grad = False
-    with mock.patch.object(prepared, "first") as first:
+    with mock.patch.object(launch_cache, "first") as first:
         found = fa_numba.flash_attention_2(*tensors(arrays, requires_grad=True))
     assert not first.called
     assert_same(found, emulated(fa_numba.flash_attention_2, *arrays))

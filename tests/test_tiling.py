@@ -6,12 +6,12 @@ import pytest
 
 from fa_numba import Tiles
 from fa_numba.options import Features
-from fa_numba.tiles import (
+from fa_numba.tiling.tiles import (
     MAX_ACCUMULATORS,
     MAX_THREADS,
     default_tiles,
     paper_rule,
-    specialise,
+    select_spec,
     splits,
 )
 
@@ -127,7 +127,7 @@ def test_the_default_fits_every_device_and_head_dimension(algorithm, limit):
     for d in range(1, 257):
         for Nq, Nk in ((1, 1), (1, 5000), (5000, 1), (17, 100), (4096, 4096)):
             tiles = default_tiles(algorithm, Nq, Nk, d, limit)
-            spec = specialise(tiles, d, limit)
+            spec = select_spec(tiles, d, limit)
             assert spec.shared_bytes <= limit
             assert (spec.Br, spec.Bc) == (tiles.Br, tiles.Bc)
 
@@ -144,20 +144,20 @@ def test_the_default_follows_the_papers_where_memory_allows():
 
 @pytest.mark.parametrize("threads", [32, 64, 128, 256])
 def test_threads_are_taken_where_a_split_has_them(threads):
-    assert specialise(Tiles(16, 16, threads), 8, 227 * KB).threads == threads
+    assert select_spec(Tiles(16, 16, threads), 8, 227 * KB).threads == threads
 
 
 def test_tiles_without_a_split_are_refused():
     with pytest.raises(ValueError, match=r"threads=48 does not fit Br=16, Bc=16.*\[32, 64, 128"):
-        specialise(Tiles(16, 16, 48), 8, 227 * KB)
+        select_spec(Tiles(16, 16, 48), 8, 227 * KB)
     with pytest.raises(ValueError, match="Br=1024, Bc=256.*bytes of shared memory"):
-        specialise(Tiles(1024, 256), 64, 227 * KB)
+        select_spec(Tiles(1024, 256), 64, 227 * KB)
 
 
 def test_tiles_beyond_shared_memory_are_refused_with_both_numbers():
     least = min(s.shared_bytes for s in splits(64, 64, 128))
-    assert specialise(Tiles(64, 64), 128, least).shared_bytes == least
+    assert select_spec(Tiles(64, 64), 128, least).shared_bytes == least
     with pytest.raises(ValueError) as caught:
-        specialise(Tiles(64, 64), 128, least - 1)
+        select_spec(Tiles(64, 64), 128, least - 1)
     for part in (f"needs {least} bytes", f"has {least - 1} a block"):
         assert part in str(caught.value)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fa_numba import device
-from fa_numba.tiles import Tiles, can_be
+from fa_numba.tiling.tiles import Tiles, is_valid
 
 TABLE = Path(__file__).with_name("tuned.csv")
 KEY = ("compute_capability", "algorithm", "pass", "head_dim")
@@ -43,4 +43,4 @@ def tuned_tiles(
     tiles = _table(TABLE).get(key)
     if tiles is None or tiles.Br > seqlen_q or tiles.Bc > seqlen_k:
         return None
-    return tiles if can_be(tiles, specialised) else None
+    return tiles if is_valid(tiles, specialised) else None

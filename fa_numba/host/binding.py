@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from fa_numba import device
-from fa_numba.arrays import Operand, on_host, operand
+from fa_numba.host.arrays import Operand, on_host, operand
 from fa_numba.options import UNIFORM, AttentionOptions, as_word, drop_threshold
 from fa_numba.problem import UNBOUNDED, Problem
-from fa_numba.tiles import Tiles
+from fa_numba.tiling.tiles import Tiles
 
 LOG2E = math.log2(math.e)
 
@@ -25,7 +25,7 @@ _OPTIONAL = (*_LENGTHS, "scale", "softcap", "bias", "alibi_slopes", "block_mask"
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Binding:
     """The options of one call.
 
     ``facts`` are a Problem's fields, ``arrays`` the operands among the options by name,
@@ -39,7 +39,7 @@ class Arguments:
     offset: int
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], *, shapes: bool = False) -> Arguments:
+    def of(cls, options: Mapping[str, Any], *, shapes: bool = False) -> Binding:
         """What ``options`` ask for; with ``shapes`` arrays may be given as their shapes.
 
         Raises TypeError or ValueError for an option that there is not, or a value that is none.

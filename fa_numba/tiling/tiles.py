@@ -420,19 +420,19 @@ class MmaBackwardSpec(MmaSpec):
         return -(-self.head_dim // (16 * self.row_warps)) * self.row_warps
 
     @property
-    def scores(self) -> TurnedSpec:
+    def scores(self) -> TransposedSpec:
         """ST = K QT and dPT = V dOT of a warp, with K and V in Q's place in the forward pass."""
         rows = self.Br // self.row_warps
         keeps = self.row_warps == 1 and self.accumulators + 4 * self.TN * self.DN <= 176
-        return self._turned(16 * self.DN, rows, keeps)
+        return self._transposed(16 * self.DN, rows, keeps)
 
     @property
-    def gradients(self) -> TurnedSpec:
+    def gradients(self) -> TransposedSpec:
         """dV = PT dO and dK = dST Q of a warp, as P V in the forward pass."""
-        return self._turned(16 * self.DN // self.row_warps, self.Br, False)
+        return self._transposed(16 * self.DN // self.row_warps, self.Br, False)
 
-    def _turned(self, head_dim: int, rows: int, keeps: bool) -> TurnedSpec:
-        return TurnedSpec(
+    def _transposed(self, head_dim: int, rows: int, keeps: bool) -> TransposedSpec:
+        return TransposedSpec(
             head_dim,
             self.Bc,
             rows,
@@ -508,7 +508,7 @@ class MmaSweepSpec(MmaSpec):
 
 
 @dataclass(frozen=True)
-class TurnedSpec(MmaSpec):
+class TransposedSpec(MmaSpec):
     """Columns of S in the place of rows: a part of what the kernel of ``whole`` multiplies.
 
     ``head_dim`` counts whole fragments; pitch and TM, the warp's 8-column groups, are the kernel's.
@@ -603,7 +603,7 @@ class StandardSpec(MmaSpec):
         return max(1, 16 // self.warps) if self.TM * 4 * self.DN <= 64 else 1
 
 
-def specialise_mma(
+def select_mma_spec(
     tiles: Tiles,
     head_dim: int,
     shared_limit: int,
@@ -694,7 +694,7 @@ def default_mma_tiles(
         d == 128 and (crowded or (older and features.causal))
     )
     make = functools.partial(
-        specialise_mma, head_dim=head_dim, shared_limit=shared_limit, splits_keys=splits_keys
+        select_mma_spec, head_dim=head_dim, shared_limit=shared_limit, splits_keys=splits_keys
     )
     found = _shrunk_mma(Br, Bc, make, 16, least)
     return replace(found, threads=2 * found.Br) if narrow and found.Br % 128 == 0 else found
@@ -706,13 +706,13 @@ def _shrunk_mma(
     """The first tiles that can be specialised, columns halved first to whole fragments; not below
     ``rows`` x ``columns``.
     """
-    while (Br, Bc) != (rows, columns) and not can_be(Tiles(Br, Bc), specialised):
+    while (Br, Bc) != (rows, columns) and not is_valid(Tiles(Br, Bc), specialised):
         Br, Bc = (Br, -(-Bc // 32) * 16) if Bc > 32 or Br == rows else (Br // 2, Bc)
     specialised(Tiles(Br, Bc))
     return Tiles(Br, Bc)
 
 
-def can_be(tiles: Tiles, specialised: Callable[[Tiles], Any]) -> bool:
+def is_valid(tiles: Tiles, specialised: Callable[[Tiles], Any]) -> bool:
     """Whether ``specialised`` takes the tiles; it refuses them with a ValueError."""
     try:
         specialised(tiles)
@@ -726,10 +726,10 @@ def _row_warps(head_dim: int) -> int:
     return 1 if head_dim <= 64 else 2
 
 
-def specialise_mma_backward(
+def select_mma_backward_spec(
     tiles: Tiles, head_dim: int, shared_limit: int, **facts: Any
 ) -> MmaBackwardSpec:
-    """The tensor-core specialisation of a backward kernel for ``tiles``, as ``specialise_mma``.
+    """The tensor-core specialisation of a backward kernel for ``tiles``, as ``select_mma_spec``.
 
     A warp takes 32 or 16 columns, two beyond d = 64 the same ones; None takes 32 where it can.
     """
@@ -770,9 +770,9 @@ def default_mma_backward_tiles(
     if first and 64 < head_dim <= 128:
         Bc = 64
     make = functools.partial(
-        specialise_mma_backward, head_dim=head_dim, shared_limit=shared_limit, **facts
+        select_mma_backward_spec, head_dim=head_dim, shared_limit=shared_limit, **facts
     )
-    if (Br, Bc) == (64, 128) and not can_be(Tiles(Br, Bc), make):
+    if (Br, Bc) == (64, 128) and not is_valid(Tiles(Br, Bc), make):
         Br, Bc = 32, 64
     row_warps = _row_warps(head_dim)
     smallest = 16 * row_warps
@@ -785,7 +785,7 @@ def default_mma_backward_tiles(
 def sweep_tiles(head_dim: int, shared_limit: int) -> Tiles:
     """Block sizes of the second sweep on tensor cores: 64 x 64, halved until they fit."""
     make = functools.partial(
-        specialise_mma, head_dim=head_dim, shared_limit=shared_limit, kind=MmaSweepSpec
+        select_mma_spec, head_dim=head_dim, shared_limit=shared_limit, kind=MmaSweepSpec
     )
     return _shrunk_mma(64, 64, make)
 
@@ -799,7 +799,7 @@ def default_mma_standard_tiles(
     Br = min(128, max(16, 2 * _power_of_two(max(1, seqlen_q - 1))))
     Bc = min(64 if passes == "fwd" else 128, max(16, 2 * _power_of_two(max(1, seqlen_k - 1))))
     make = functools.partial(
-        specialise_mma, head_dim=head_dim, shared_limit=shared_limit, kind=StandardSpec
+        select_mma_spec, head_dim=head_dim, shared_limit=shared_limit, kind=StandardSpec
     )
     found = _shrunk_mma(Br, Bc, make)
     return Tiles(found.Br, found.Bc, 2 * found.Br) if found.Br == found.Bc == 128 else found
@@ -829,7 +829,7 @@ def splits(
     return sorted(found, key=lambda s: (s.reads_per_fma, s.threads))
 
 
-def specialise(
+def select_spec(
     tiles: Tiles, head_dim: int, shared_limit: int, kind: type[Spec] = Spec, **facts
 ) -> Any:
     """The kernel specialisation for ``tiles``; ``shared_limit`` in bytes a block.

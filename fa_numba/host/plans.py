@@ -23,7 +23,7 @@ from fa_numba.kernels.simt import (
 )
 from fa_numba.options import PLAIN, Features
 from fa_numba.problem import Problem, as_size
-from fa_numba.tiles import (
+from fa_numba.tiling.tiles import (
     MEASURES,
     BackwardSpec,
     MmaSpec,
@@ -35,12 +35,12 @@ from fa_numba.tiles import (
     default_mma_standard_tiles,
     default_mma_tiles,
     default_tiles,
-    specialise,
-    specialise_mma,
-    specialise_mma_backward,
+    select_mma_backward_spec,
+    select_mma_spec,
+    select_spec,
     sweep_tiles,
 )
-from fa_numba.tuned import tuned_tiles
+from fa_numba.tiling.tuned import tuned_tiles
 
 PASSES = ("fwd", "bwd")
 UNITS = ("auto", "simt", "mma")
@@ -88,7 +88,7 @@ class Plan:
     def compile(self) -> None:
         """Compile for the current GPU what a call would compile; nothing on the emulator.
 
-        Kernels are kept on disk too (``fa_numba.cubins``), for later processes.
+        Kernels are kept on disk too (``fa_numba.device.kernel_cache``), for later processes.
         """
         if device.on_gpu():
             for kernel in self.launched:
@@ -226,7 +226,7 @@ def _forward(problem, algorithm, tiles, aligned, return_lse, query_splits, limit
         tiles = default_tiles(algorithm, Nq, Nk, d, limit)
     features = Features.of(problem)
     facts = {"features": features, "aligned": aligned, "grouped": problem.group > 1}
-    spec = specialise(tiles, d, limit, return_lse=return_lse and algorithm == "fa1", **facts)
+    spec = select_spec(tiles, d, limit, return_lse=return_lse and algorithm == "fa1", **facts)
     tiles = replace(tiles, threads=spec.threads)
     Tr = -(-Nq // tiles.Br)
     heads, split_rows = problem.heads_q, 0
@@ -262,7 +262,7 @@ def _mma_forward(
     features, splits_keys = Features.of(problem), warp_partition == "keys"
     kind = StandardSpec if algorithm == "standard" else MmaSpec
     if tiles is None:
-        fits = functools.partial(specialise_mma, head_dim=d, shared_limit=limit, kind=kind)
+        fits = functools.partial(select_mma_spec, head_dim=d, shared_limit=limit, kind=kind)
         # Measured on plain calls: others need more registers.
         if aligned and replace(features, causal=False) == PLAIN and not splits_keys:
             tiles = tuned_tiles(algorithm, "fwd", Nq, Nk, d, fits)
@@ -273,7 +273,7 @@ def _mma_forward(
     facts: dict[str, Any] = {"features": features, "aligned": aligned, "splits_keys": splits_keys}
     facts |= {"dtype": problem.dtype, "positive_scale": problem.scale > 0.0}
     facts |= {"return_lse": return_lse and algorithm == "fa1", "grouped": problem.group > 1}
-    spec = specialise_mma(tiles, d, limit, kind, ablated=ablated, **facts)
+    spec = select_mma_spec(tiles, d, limit, kind, ablated=ablated, **facts)
     tiles = replace(tiles, threads=spec.threads)
     Tr, heads, split_rows = -(-Nq // tiles.Br), problem.heads_q, 0
     if algorithm == "fa2":
@@ -359,9 +359,9 @@ def _mma_standard_backward(problem, tiles, aligned, return_dbias, limit) -> Run:
         tiles = default_mma_standard_tiles(Nq, Nk, d, limit, "bwd")
     features = Features.of(problem, dbias=return_dbias)
     facts = {"features": features, "aligned": aligned, "dtype": problem.dtype}
-    spec = specialise_mma(tiles, d, limit, StandardSpec, **facts)
+    spec = select_mma_spec(tiles, d, limit, StandardSpec, **facts)
     tiles = replace(tiles, threads=spec.threads)
-    across = specialise_mma(Tiles(tiles.Bc, tiles.Br), d, limit, StandardSpec, **facts)
+    across = select_mma_spec(Tiles(tiles.Bc, tiles.Br), d, limit, StandardSpec, **facts)
     Tr, Tc = -(-Nq // tiles.Br), -(-Nk // tiles.Bc)
     heads_q, heads_k, lengths = problem.heads_q, problem.heads_k, _lengths_of(features)
     row, pair = _row_halves(Nk, limit), _row_halves(Nk, limit, rows=2)
@@ -396,7 +396,7 @@ def _backward(problem, algorithm, tiles, aligned, deterministic, return_dbias, l
         tiles = default_backward_tiles(Nq, Nk, d, limit)
     features = Features.of(problem, dbias=return_dbias)
     facts = {"features": features, "aligned": aligned, "grouped": problem.group > 1}
-    spec = specialise(tiles, d, limit, BackwardSpec, **facts)
+    spec = select_spec(tiles, d, limit, BackwardSpec, **facts)
     tiles = replace(tiles, threads=spec.threads)
     Tr, Tc = -(-Nq // tiles.Br), -(-Nk // tiles.Bc)
     heads_q, heads_k = problem.heads_q, problem.heads_k
@@ -418,8 +418,8 @@ def _backward(problem, algorithm, tiles, aligned, deterministic, return_dbias, l
         # The forward kernels' tiles, at the same block sizes, with and without the mask.
         size = Tiles(tiles.Br, tiles.Bc)
         marks = replace(features, dropout=False, dbias=False)
-        masked = specialise(size, d, limit, features=marks, aligned=aligned)
-        plain = specialise(size, d, limit, features=lengths, aligned=aligned)
+        masked = select_spec(size, d, limit, features=marks, aligned=aligned)
+        plain = select_spec(size, d, limit, features=lengths, aligned=aligned)
         row, pair = _row_floats(Nk, limit), _row_floats(Nk, limit, rows=2)
         columns = replace(spec, features=lengths)
         transposed = standard_backward.make_standard_transposed_output(columns)
@@ -458,7 +458,7 @@ def _mma_backward(
     features = Features.of(problem, dbias=return_dbias)
     if tiles is None and aligned and replace(features, causal=False) == PLAIN:
         fits = functools.partial(
-            specialise_mma_backward, head_dim=d, shared_limit=limit, row_tiles=row_tiles
+            select_mma_backward_spec, head_dim=d, shared_limit=limit, row_tiles=row_tiles
         )
         tiles = tuned_tiles(algorithm, "bwd", Nq, Nk, d, fits)
     if tiles is None:
@@ -467,7 +467,7 @@ def _mma_backward(
     facts["positive_scale"] = problem.scale > 0.0
     own = {"row_tiles": row_tiles, "splits_queries": query_splits > 1}
     own["vector_adds"] = device.compute_capability() >= (9, 0)
-    spec = specialise_mma_backward(tiles, d, limit, features=features, **facts, **own)
+    spec = select_mma_backward_spec(tiles, d, limit, features=features, **facts, **own)
     tiles = replace(tiles, threads=spec.threads)
     Tr, Tc = -(-Nq // tiles.Br), -(-Nk // tiles.Bc)
     heads_q, heads_k = problem.heads_q, problem.heads_k
@@ -491,7 +491,7 @@ def _mma_backward(
             # The blocks of a mask are those of the tiles.
             sweep = replace(tiles, threads=None) if problem.sparse else sweep_tiles(d, limit)
             facts["features"] = replace(features, dbias=False)
-            over_rows = specialise_mma(sweep, d, limit, MmaSweepSpec, **facts)
+            over_rows = select_mma_spec(sweep, d, limit, MmaSweepSpec, **facts)
             kernel = mma.fa2_backward.make_query_gradients(over_rows)
             launches.append((kernel, -(-Nq // sweep.Br), heads_q))
             how |= {"deterministic": True, "sweep_tiles": sweep}

@@ -17,8 +17,9 @@ import numpy as np
 from cuda.bindings import driver
 from numba import cuda, float32, int32, int64, types, uint32, uint64  # noqa: F401  # for the kernels
 
-from fa_numba import cubins, emulator
-from fa_numba.recording import DeviceArray, Recording, checked
+from fa_numba import emulator
+from fa_numba.device import kernel_cache
+from fa_numba.device.launch_record import DeviceArray, LaunchRecord, checked
 
 MIN_COMPUTE_CAPABILITY = (8, 0)
 # Shared memory of one block where there is no GPU to ask: an H100's or H200's.
@@ -158,7 +159,7 @@ class Kernel:
     def compiled(self):
         """The ``cuda.core`` kernel for the current device, with its shared memory allowed.
 
-        It is compiled where ``cubins`` does not have it.
+        It is compiled where ``kernel_cache`` does not have it.
         """
         from cuda.core import ObjectCode
 
@@ -173,13 +174,13 @@ class Kernel:
 
     def built(self, capability: tuple[int, int]) -> tuple[bytes, str]:
         """The cubin for the current device, of that compute capability, and its entry's name."""
-        kept = cubins.read(self, capability)
+        kept = kernel_cache.read(self, capability)
         if kept is not None:
             return kept
         dispatcher = cuda.jit(launch_bounds=(self.threads, self.min_blocks))(self.function)
         library = dispatcher.compile(self.argument_types)._codelibrary
         cubin, name = bytes(library.get_cubin().code), library._entry_name
-        cubins.write(self, capability, cubin, name)
+        kernel_cache.write(self, capability, cubin, name)
         return cubin, name
 
 
@@ -216,14 +217,14 @@ def launch(
     kernel: Kernel,
     grid: tuple[int, ...],
     args: tuple,
-    stream: int | Recording = 0,
+    stream: int | LaunchRecord = 0,
     uncounted: Collection[str] = (),
 ) -> None:
     """Run ``kernel`` over ``grid`` blocks on the GPU stream ``stream`` or on the emulator.
 
     Arrays among ``args``, or in a named tuple among them, are ``DeviceArray`` on the GPU,
     ``numpy.ndarray`` on the emulator, whose counts leave out those named ``uncounted``. A
-    ``Recording`` for a stream takes the launch down and runs nothing.
+    ``LaunchRecord`` for a stream takes the launch down and runs nothing.
     """
     if on_gpu():
         _give(stream, lambda to: to.launch(kernel, kernel.compiled(), grid, args))
@@ -242,17 +243,17 @@ def launch(
         total.merge(counts)
 
 
-def _give(stream: int | Recording, step: Callable[[Recording], None]) -> None:
+def _give(stream: int | LaunchRecord, step: Callable[[LaunchRecord], None]) -> None:
     """Record ``step``, and run it at once on a stream that is one."""
-    if isinstance(stream, Recording):
+    if isinstance(stream, LaunchRecord):
         step(stream)
         return
-    recording = Recording()
+    recording = LaunchRecord()
     step(recording)
     recording.run((), stream)
 
 
-def replay(recording: Recording, values: Sequence[int], stream: int, ordinal: int) -> None:
+def replay(recording: LaunchRecord, values: Sequence[int], stream: int, ordinal: int) -> None:
     """Make the recorded launches on ``stream`` of the current GPU, which is ``ordinal``.
 
     ``values`` are addresses and words by slot; the workspace is added here, and freed behind the
@@ -356,7 +357,7 @@ def empty(shape: tuple[int, ...], dtype: str = "float32"):
     return cuda.device_array(shape, dtype)
 
 
-def clear(array: Any, stream: int | Recording = 0) -> None:
+def clear(array: Any, stream: int | LaunchRecord = 0) -> None:
     """Fill a launch argument whose memory is one piece with zeros, in the stream's order."""
     if isinstance(array, DeviceArray):
         _give(stream, lambda to: to.clear(array))

@@ -17,10 +17,12 @@ from unittest import mock
 import numpy as np
 from numba import types
 
-from fa_numba import arrays, emulator, recording
 from fa_numba import device as devices
+from fa_numba import emulator
+from fa_numba.device import launch_record
+from fa_numba.host import arrays
 
-SUCCESS = recording.driver.CUresult.CUDA_SUCCESS
+SUCCESS = launch_record.driver.CUresult.CUDA_SUCCESS
 CONTEXT = 77
 POINTER = ctypes.POINTER
 
@@ -217,7 +219,7 @@ def no_gpu_but_its_driver():
     }
     with contextlib.ExitStack() as stack:
         for name in functions:
-            stack.enter_context(mock.patch.object(recording.driver, name, getattr(gpu, name)))
+            stack.enter_context(mock.patch.object(launch_record.driver, name, getattr(gpu, name)))
         for name, function in replaced.items():
             stack.enter_context(mock.patch.object(devices, name, function))
         stack.enter_context(

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from fa_numba import device, io_model
-from fa_numba.arrays import HOST, Operand
-from fa_numba.plans import Plan
+from fa_numba.host.arrays import HOST, Operand
+from fa_numba.host.plans import Plan
 
 # The emulator's limit for one call: multiply-adds of the tiles, padding included, of which it does
 # about 2e6 a second, and what a thread costs beside them.

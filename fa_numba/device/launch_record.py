@@ -1,6 +1,6 @@
 """Launches taken down once, and made again with other addresses at little cost to the host.
 
-A ``Recording`` stands where a call's stream would: launches given to it wait, and ``run`` makes
+A ``LaunchRecord`` stands where a call's stream would: launches given to it wait, and ``run`` makes
 them. What a kernel takes is laid out in memory when it is recorded; a run writes the addresses that
 differ from call to call and hands the driver the same memory.
 """
@@ -56,7 +56,7 @@ def checked(result: tuple, what: str) -> Any:
     return result[-1]
 
 
-class Recording:
+class LaunchRecord:
     """Launches and fills in their order, for one GPU.
 
     ``workspace_bytes`` is what ``allocate`` was asked for, ``reserved_bytes`` what a run needs.

@@ -1,0 +1,1 @@
+"""Block sizes, and how the threads of a block share a tile."""
