@@ -8,6 +8,7 @@ from typing import Any, Unpack
 
 from fa_numba import device
 from fa_numba.device import DeviceArray
+from fa_numba.dtypes import DTYPES
 from fa_numba.host import launch_cache, placement, plans
 from fa_numba.host.arrays import HOST, Operand, check_out, check_shape, check_together, operand
 from fa_numba.host.binding import LOG2E, Binding, launch, score_scale
@@ -260,8 +261,9 @@ def _row_shape(problem: Problem) -> tuple[int, ...]:
 def _aligned(problem: Problem, operands: Sequence[Operand]) -> bool:
     """Whether 16-byte accesses are allowed; copies made for the GPU always allow them."""
     copies = device.on_gpu() and operands[0].place == HOST
-    width = 4 if problem.dtype == "float32" else 8  # elements of 16 bytes
-    return problem.head_dim % width == 0 and (copies or all(x.aligned for x in operands))
+    return problem.head_dim % DTYPES[problem.dtype].chunk == 0 and (
+        copies or all(x.aligned for x in operands)
+    )
 
 
 def _forward(run: Run, arguments: Binding, given: dict, views: list, L: Any, stream: Any) -> None:
@@ -522,9 +524,9 @@ def _first_column(S: Any) -> Any:
 
 def _score_matrix(problem: Problem, allocate: Callable) -> Any:
     """S of shape (B, Hq, Nq, Nk) in q's dtype, its rows padded to 16 bytes."""
-    dtype, width = ("float32", 4) if problem.dtype == "float32" else ("uint16", 8)
-    pitch = -(-problem.seqlen_k // width) * width
-    whole = allocate((problem.batch, problem.heads_q, problem.seqlen_q, pitch), dtype)
+    dtype = DTYPES[problem.dtype]
+    pitch = -(-problem.seqlen_k // dtype.chunk) * dtype.chunk
+    whole = allocate((problem.batch, problem.heads_q, problem.seqlen_q, pitch), dtype.host)
     if isinstance(whole, DeviceArray):
         return replace(whole, shape=(*whole.shape[:3], problem.seqlen_k))
     return whole[..., : problem.seqlen_k]

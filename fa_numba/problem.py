@@ -11,7 +11,8 @@ from typing import Any, overload
 
 import numpy as np
 
-DTYPES = ("float32", "float16", "bfloat16")
+from fa_numba.dtypes import DTYPES
+
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**31 - 1024  # rows and columns are 32-bit in the kernels, with room for a tile
 UNBOUNDED = 2**29  # a side of a window that hides nothing, and the longest sequence with a window

@@ -20,6 +20,7 @@ from numba import cuda, float32, int32, int64, types, uint32, uint64  # noqa: F4
 from fa_numba import emulator
 from fa_numba.device import kernel_cache
 from fa_numba.device.launch_record import DeviceArray, LaunchRecord, checked
+from fa_numba.dtypes import DTYPES
 
 MIN_COMPUTE_CAPABILITY = (8, 0)
 # Shared memory of one block where there is no GPU to ask: an H100's or H200's.
@@ -329,8 +330,7 @@ def _pool(ordinal: int):
     return pool
 
 
-# Of each dtype of workspace; 0x7fff is one in float16 and in bfloat16.
-_NOT_A_NUMBER = {"float32": float("nan"), "uint16": 0x7FFF}
+_NOT_A_NUMBER = {dtype.host: dtype.nan for dtype in DTYPES.values()}
 
 
 @contextlib.contextmanager

@@ -11,10 +11,9 @@ import numpy as np
 
 from fa_numba import device
 from fa_numba.device import DeviceArray
-from fa_numba.problem import DTYPES
+from fa_numba.dtypes import DTYPES
 
 HOST = -1
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Candidate solutions tried before two interleaved layouts are taken to overlap.
 _OVERLAP_WORK: Any = 100_000
 
@@ -45,7 +44,7 @@ class Operand:
         """Whether every row starts at a 16-byte address and is contiguous."""
         rows = zip(self.shape[:-1], self.strides[:-1], strict=True)
         return (
-            (self.shape[-1] == 1 or self.strides[-1] == ITEM_BYTES[self.dtype])
+            (self.shape[-1] == 1 or self.strides[-1] == DTYPES[self.dtype].bytes)
             and self.pointer % 16 == 0
             and all(n == 1 or stride % 16 == 0 for n, stride in rows)
         )
@@ -57,8 +56,9 @@ class Operand:
     def argument(self) -> Any:
         """What ``device.launch`` takes."""
         if self.host is not None:
-            return self.host if self.dtype == "float32" else self.host.view(np.uint16)
-        size = ITEM_BYTES[self.dtype]
+            host = DTYPES[self.dtype].host
+            return self.host if self.dtype == host else self.host.view(host)
+        size = DTYPES[self.dtype].bytes
         return DeviceArray(self.pointer, self.shape, self.strides, self.owner, size)
 
     def spans(self) -> np.ndarray:
@@ -72,7 +72,7 @@ class _Span:
             "data": (operand.pointer, True),
             "shape": operand.shape,
             "strides": operand.strides,
-            "typestr": f"|V{ITEM_BYTES.get(operand.dtype, 1)}",
+            "typestr": f"|V{DTYPES[operand.dtype].bytes}",
             "version": 3,
         }
 
@@ -215,7 +215,7 @@ def operand(name: str, array: Any) -> Operand:
     """Describe ``array``: NumPy, torch, ``__cuda_array_interface__`` or DLPack.
 
     Raises TypeError for anything else (a list is not converted), and for a dtype outside
-    ``problem.DTYPES``.
+    ``dtypes.DTYPES``.
     """
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(f"{name} is a masked array: allowed are arrays without a mask of their own")
@@ -238,7 +238,7 @@ def operand(name: str, array: Any) -> Operand:
         )
     _check_dtype(name, found.dtype)
     steps = [stride for n, stride in zip(found.shape, found.strides, strict=True) if n > 1]
-    size = ITEM_BYTES[found.dtype]
+    size = DTYPES[found.dtype].bytes
     if any(n % size for n in (found.pointer, *steps)):
         raise ValueError(
             f"{name} lies at address {found.pointer:#x} with strides {found.strides} bytes: "
@@ -351,7 +351,7 @@ def extent(a: Operand) -> tuple[int, int]:
     """Bytes from the address of ``a`` to its first one, and to the end of its last one."""
     reach = [(n - 1) * stride for n, stride in zip(a.shape, a.strides, strict=True)]
     first, last = sum(min(0, n) for n in reach), sum(max(0, n) for n in reach)
-    return first, last + ITEM_BYTES[a.dtype]
+    return first, last + DTYPES[a.dtype].bytes
 
 
 def _overlaps_itself(a: Operand) -> bool:

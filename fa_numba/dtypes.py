@@ -1,0 +1,47 @@
+"""The dtypes of q, k, v and the results: one record each, with all that a dtype decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CHUNK_BYTES = 16  # of the widest access to memory, and of one asynchronous copy
+
+
+@dataclass(frozen=True)
+class DType:
+    """A floating-point type of arrays in memory; sums are in float32 whatever it is.
+
+    ``bytes`` are those of an element. ``host`` is the NumPy dtype in which kernels see the arrays:
+    itself, or an unsigned integer of as many bits for a type that Numba does not compute with.
+    ``nan`` is a NaN's value as ``host``. ``matrix`` is the type's name in a tensor core's
+    instruction, as PTX has it, or None where its products are computed on CUDA cores.
+    """
+
+    name: str
+    bytes: int
+    host: str
+    nan: float | int
+    matrix: str | None = None
+
+    @property
+    def chunk(self) -> int:
+        """Elements in 16 bytes."""
+        return CHUNK_BYTES // self.bytes
+
+    @property
+    def sums_in_place(self) -> bool:
+        """Whether an output can hold a float32 sum between two passes over it.
+
+        Where it cannot, the sum is in memory beside the output and rounded into it at the end.
+        """
+        return self.host == "float32"
+
+
+DTYPES = {
+    dtype.name: dtype
+    for dtype in (
+        DType("float32", 4, "float32", float("nan")),
+        DType("float16", 2, "uint16", 0x7FFF, "f16"),
+        DType("bfloat16", 2, "uint16", 0x7FFF, "bf16"),
+    )
+}
