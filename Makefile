@@ -19,10 +19,6 @@ ifeq ($(filter 1cu12 1cu13,$(words $(WHEELS))$(strip $(WHEELS))),)
 $(error WHEELS is "$(WHEELS)": allowed is cu12 or cu13)
 endif
 
-# ruff reads no setup.cfg, so its options live here.
-RUFF := --isolated --config 'target-version = "py311"' --config 'line-length = 100'
-# The papers' symbols are names here: l is no 1 (E741), N and M are no constants (SIM300).
-RULES := --select E,F,I,B,UP,SIM --ignore E741,SIM300
 SOURCES := fa_numba experiments tests
 
 .PHONY: figures test lint sanitize ptx clean
@@ -35,8 +31,8 @@ test: $(VENV)/.dev-$(WHEELS)
 	@$(RUN) -m pytest -q -n $(JOBS) $(TESTS)
 
 lint: $(VENV)/.dev-$(WHEELS)
-	@$(RUN) -m ruff check $(RUFF) $(RULES) $(SOURCES)
-	@$(RUN) -m ruff format $(RUFF) --check $(SOURCES)
+	@$(RUN) -m ruff check $(SOURCES)
+	@$(RUN) -m ruff format --check $(SOURCES)
 	@$(RUN) -m mypy
 
 # The first run compiles side by side; the others find the kernels on disk. Memcheck leaves out driver
@@ -54,7 +50,7 @@ ptx: $(VENV)/.dev-$(WHEELS)
 	@$(RUN) tests/compare_ptx.py $(or $(BASE),$(error name a revision: make ptx BASE=HEAD))
 
 clean:
-	rm -rf $(VENV) build *.egg-info figures/quick .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info figures/quick .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(wildcard $(SOURCES)) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
@@ -64,9 +60,9 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.run-$(WHEELS): setup.cfg pyproject.toml | $(VENV)/bin/python
-	$(RUN) -m pip install --disable-pip-version-check --quiet -e '.[$(WHEELS)]'
+	$(RUN) -m pip install --disable-pip-version-check --quiet -e '.[$(WHEELS),experiments]'
 	@touch $@
 
 $(VENV)/.dev-$(WHEELS): setup.cfg pyproject.toml | $(VENV)/bin/python
-	$(RUN) -m pip install --disable-pip-version-check --quiet -e '.[$(WHEELS),test,lint]'
+	$(RUN) -m pip install --disable-pip-version-check --quiet -e '.[$(WHEELS),experiments,test,lint]'
 	@touch $@ $(VENV)/.run-$(WHEELS)

@@ -7,8 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+try:
+    from rich.console import Console
+    from rich.table import Table
+except ModuleNotFoundError as error:
+    sys.exit(f"python -m experiments needs {error.name}: pip install -e '.[experiments]'")
 
 from .lab import report, tune
 from .lab.options import FIGURES, Options

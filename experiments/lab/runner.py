@@ -135,7 +135,7 @@ class Runner:
         except ModuleNotFoundError as error:
             if error.name != "matplotlib":
                 raise
-            report.error = "not drawn: matplotlib is not installed"
+            report.error = "not drawn: matplotlib is not installed; the extra 'experiments' brings it"
             self.console.print(f"[red]{name}: {report.error}[/]")
             return False
         rows, report.recorded = self._stored(name)
