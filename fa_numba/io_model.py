@@ -30,12 +30,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .options import Features
-from .problem import Problem, as_size
+from .problem import BlockSizes, Problem, as_size, check_block_mask
 
 ALGORITHMS = ("standard", "fa1", "fa2")
 PASSES = ("fwd", "bwd", "fwd+bwd")
@@ -45,15 +45,6 @@ HALF_BYTES = 2  # float16 and bfloat16
 # Arrays of the problem's own dtype
 _OF_ONE_DTYPE = frozenset(("Q", "K", "V", "O", "S", "P", "dO", "dQ", "dK", "dV", "dP", "dS"))
 PAPER_BYTES = 2  # fp16, what FA-1 Fig. 2 counts
-
-
-class TileSizes(Protocol):
-    """Anything with the block sizes: rows of Q, and of K and V, in one tile."""
-
-    @property
-    def Br(self) -> int: ...
-    @property
-    def Bc(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -138,7 +129,7 @@ class _Whole(NamedTuple):
     rows_by_column_tile: int  # T_c N_q
 
 
-def _whole(problem: Problem, tiles: TileSizes, heads: int) -> _Whole:
+def _whole(problem: Problem, tiles: BlockSizes, heads: int) -> _Whole:
     # Python integers: a count may exceed 64 bits.
     total = [0] * len(_Whole._fields)
     for entry, count in _entries(problem):
@@ -163,7 +154,7 @@ class _Visits(NamedTuple):
 
 def _visits(
     problem: Problem,
-    tiles: TileSizes,
+    tiles: BlockSizes,
     block_mask: Any,
     *,
     takes_all: bool = False,
@@ -211,7 +202,7 @@ class _RowTiles(NamedTuple):
 
 
 def _row_tiles(
-    problem: Problem, tiles: TileSizes, entry: int, mask: np.ndarray | None, run: int
+    problem: Problem, tiles: BlockSizes, entry: int, mask: np.ndarray | None, run: int
 ) -> _RowTiles:
     """The row tiles of a head of this batch entry and block mask, in runs of so many."""
     Nq, Nk = problem.lengths(entry)
@@ -246,7 +237,7 @@ def _column_tiles(
 
 
 def _as_blocks(
-    problem: Problem, block_mask: Any, tiles: TileSizes | None = None
+    problem: Problem, block_mask: Any, tiles: BlockSizes | None = None
 ) -> np.ndarray | None:
     """The block mask with four axes, checked; for tiles of any size unless `tiles` are given."""
     if not problem.sparse:
@@ -255,22 +246,7 @@ def _as_blocks(
         return None
     if block_mask is None:
         raise ValueError("block_mask is None: allowed is a bool array, as the problem is sparse")
-    blocks = np.asarray(block_mask)
-    if blocks.dtype != np.bool_:
-        raise TypeError(f"block_mask has dtype {blocks.dtype}: allowed is bool")
-    heads, shape = (problem.batch, problem.heads_q), blocks.shape
-    grid = shape[-2:]
-    if tiles is not None:
-        grid = -(-problem.seqlen_q // tiles.Br), -(-problem.seqlen_k // tiles.Bc)
-    leading = (1,) * (4 - len(shape)) + shape[:-2]
-    fits = 2 <= len(shape) <= 4 and shape[-2:] == grid and 0 not in grid
-    if not fits or any(n not in (1, m) for n, m in zip(leading, heads, strict=True)):
-        wanted = "(Tr, Tc)" if tiles is None else str(grid)
-        raise ValueError(
-            f"block_mask has shape {shape}: allowed is {wanted}, or that with leading axes that "
-            f"broadcast to {heads}"
-        )
-    return blocks.reshape(*leading, *grid)
+    return check_block_mask(block_mask, problem, tiles)
 
 
 def _distinct_heads(
@@ -290,7 +266,7 @@ def _distinct_heads(
 
 def standard(
     problem: Problem,
-    tiles: TileSizes,
+    tiles: BlockSizes,
     *,
     return_lse: bool = False,
     row_resident: bool = True,
@@ -327,7 +303,7 @@ def standard(
 
 def fa1(
     problem: Problem,
-    tiles: TileSizes,
+    tiles: BlockSizes,
     *,
     query_splits: int = 1,
     return_lse: bool = False,
@@ -382,7 +358,7 @@ def fa1(
     return _accesses(problem, loads, stores)
 
 
-def fa2(problem: Problem, tiles: TileSizes, *, block_mask: Any = None) -> Accesses:
+def fa2(problem: Problem, tiles: BlockSizes, *, block_mask: Any = None) -> Accesses:
     """Accesses of FA-2's Algorithm 1: Q outer, K/V inner; O written once.
 
     Per head:
@@ -403,7 +379,7 @@ def fa2(problem: Problem, tiles: TileSizes, *, block_mask: Any = None) -> Access
 
 def standard_backward(
     problem: Problem,
-    tiles: TileSizes,
+    tiles: BlockSizes,
     *,
     row_resident: bool = True,
     forward_resident: bool = True,
@@ -461,7 +437,7 @@ def standard_backward(
 
 def fa1_backward(
     problem: Problem,
-    tiles: TileSizes,
+    tiles: BlockSizes,
     *,
     query_splits: int = 1,
     block_mask: Any = None,
@@ -526,10 +502,10 @@ def fa1_backward(
 
 def fa2_backward(
     problem: Problem,
-    tiles: TileSizes,
+    tiles: BlockSizes,
     *,
     deterministic: bool = False,
-    sweep_tiles: TileSizes | None = None,
+    sweep_tiles: BlockSizes | None = None,
     block_mask: Any = None,
     dbias: bool = False,
 ) -> Accesses:
@@ -598,7 +574,7 @@ def fa2_backward(
 def tiles_visited(
     algorithm: str,
     problem: Problem,
-    tiles: TileSizes,
+    tiles: BlockSizes,
     *,
     passes: str = "fwd",
     block_mask: Any = None,

@@ -7,7 +7,7 @@ import numbers
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 import numpy as np
 
@@ -20,6 +20,15 @@ UNBOUNDED = 2**29  # a side of a window that hides nothing, and the longest sequ
 _AXES = ("batch", "heads", "seqlen", "head_dim")
 _PACKED_AXES = ("seqlen", "heads", "head_dim")
 _SIZES = ("batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim")
+
+
+class BlockSizes(Protocol):
+    """Whatever has two block sizes, such as Tiles: rows of Q, and of K and V, in one tile."""
+
+    @property
+    def Br(self) -> int: ...
+    @property
+    def Bc(self) -> int: ...
 
 
 def as_size(name: str, value: Any, axis: bool = True) -> int:
@@ -383,3 +392,28 @@ class Problem:
             end = np.clip(row + (Nk - Nq + self.right + 1), 0, Nk)
         end = np.where(np.asarray(row) >= Nq, 0, end)
         return end if isinstance(row, np.ndarray) else int(end)
+
+
+def check_block_mask(
+    block_mask: Any, problem: Problem, tiles: BlockSizes | None = None
+) -> np.ndarray:
+    """``block_mask`` with four axes: (batch or 1, heads_q or 1, Tr, Tc), bool.
+
+    It has a block for each tile of ``tiles``; without them any number of blocks is allowed.
+    Raises TypeError unless it is bool, ValueError unless its shape fits.
+    """
+    mask = np.asarray(block_mask)
+    if mask.dtype != np.bool_:
+        raise TypeError(f"block_mask has dtype {mask.dtype}: allowed is bool")
+    heads, blocks, allowed = (problem.batch, problem.heads_q), mask.shape[-2:], "(Tr, Tc)"
+    if tiles is not None:
+        blocks = -(-problem.seqlen_q // tiles.Br), -(-problem.seqlen_k // tiles.Bc)
+        allowed = f"{blocks}, the blocks of Br={tiles.Br}, Bc={tiles.Bc},"
+    leading = (1,) * (4 - mask.ndim) + mask.shape[:-2]
+    fits = 2 <= mask.ndim <= 4 and mask.shape[-2:] == blocks and 0 not in blocks
+    if not fits or any(n not in (1, m) for n, m in zip(leading, heads, strict=True)):
+        raise ValueError(
+            f"block_mask has shape {mask.shape}: allowed is {allowed} or that with leading axes "
+            f"that broadcast to {heads}"
+        )
+    return mask.reshape(*leading, *blocks)

@@ -22,7 +22,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, Unpack
+from types import SimpleNamespace
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -31,7 +32,7 @@ from scipy import special
 from . import dropout
 from .masks import distance, visible_causal, visible_window
 from .options import AttentionOptions, as_word
-from .problem import UNBOUNDED, Problem, as_size
+from .problem import UNBOUNDED, BlockSizes, Problem, as_size, check_block_mask
 
 Array = NDArray[Any]
 Result = Array | tuple[Array, Array]
@@ -39,15 +40,6 @@ Gradients = tuple[Array, Array, Array] | tuple[Array, Array, Array, Array]
 Softmax = Callable[..., Array]
 
 _ROWS = 512  # rows of S held at a time: at seqlen_k = 65536 that is 256 MiB of float64
-
-
-class BlockSizes(Protocol):
-    """Anything with the block sizes: rows of Q, and of K and V, in one tile."""
-
-    @property
-    def Br(self) -> int: ...
-    @property
-    def Bc(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -216,20 +208,12 @@ def _blocks(
     if block_mask is None:
         return None, 1, 1
     if tiles is None:
-        raise ValueError("block_mask is given without tiles: its block sizes are theirs")
-    Br, Bc = as_size("tiles.Br", tiles.Br, axis=False), as_size("tiles.Bc", tiles.Bc, axis=False)
-    mask = np.asarray(block_mask)
-    if mask.dtype != bool:
-        raise TypeError(f"block_mask has dtype {mask.dtype}: allowed is bool")
-    whole = (problem.batch, problem.heads_q, -(-problem.seqlen_q // Br), -(-problem.seqlen_k // Bc))
-    leading = (1,) * (4 - mask.ndim) + mask.shape[:-2]
-    fits = all(n in (1, m) for n, m in zip(leading, whole[:2], strict=False))
-    if not 2 <= mask.ndim <= 4 or mask.shape[-2:] != whole[2:] or not fits:
         raise ValueError(
-            f"block_mask has shape {mask.shape}: allowed is {whole[2:]} for Br={Br}, Bc={Bc}, or "
-            f"that with leading axes that broadcast to {whole[:2]}"
+            "block_mask is given without tiles: its blocks have their Br and Bc"
         )
-    return np.broadcast_to(mask, whole), Br, Bc
+    Br, Bc = as_size("tiles.Br", tiles.Br, axis=False), as_size("tiles.Bc", tiles.Bc, axis=False)
+    mask = check_block_mask(block_mask, problem, SimpleNamespace(Br=Br, Bc=Bc))
+    return np.broadcast_to(mask, (problem.batch, problem.heads_q, *mask.shape[2:])), Br, Bc
 
 
 def _finite_or_zero(m: Array) -> Array:

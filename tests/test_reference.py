@@ -870,7 +870,7 @@ HIDING = dict(block_mask=np.ones((1, 3), bool), tiles=TILES)
         (
             {**HIDING, "block_mask": np.ones((1, 4), bool)},
             ValueError,
-            r"block_mask has shape \(1, 4\): allowed is \(1, 3\) for Br=2, Bc=3",
+            r"block_mask has shape \(1, 4\): allowed is \(1, 3\), the blocks of Br=2, Bc=3,",
         ),
         (
             {**HIDING, "block_mask": np.ones((2, 1, 1, 3), bool)},

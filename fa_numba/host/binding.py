@@ -13,7 +13,7 @@ import numpy as np
 from fa_numba import device
 from fa_numba.host.arrays import Operand, on_host, operand
 from fa_numba.options import UNIFORM, AttentionOptions, as_word, drop_threshold
-from fa_numba.problem import UNBOUNDED, Problem
+from fa_numba.problem import UNBOUNDED, Problem, check_block_mask
 from fa_numba.tiling.tiles import Tiles
 
 LOG2E = math.log2(math.e)
@@ -62,8 +62,6 @@ class Binding:
         mask = given.pop("block_mask", None)
         if mask is not None:
             mask = on_host("block_mask", mask)
-            if mask.dtype != bool:
-                raise TypeError(f"block_mask has dtype {mask.dtype}: allowed is bool")
         facts["sparse"] = mask is not None
         seed = as_word("seed", given.pop("seed", 0), 64)
         offset = as_word("offset", given.pop("offset", 0), 32)
@@ -86,24 +84,14 @@ class Binding:
         return problem
 
     def check_mask(self, problem: Problem, given: Any, tiles: Tiles) -> None:
-        """Raise ValueError unless the block mask is one for ``tiles``, which must be ``given``."""
+        """Raise unless the block mask is one for ``tiles``, which must be ``given``."""
         if self.block_mask is None:
             return
         if given is None:
             raise ValueError(
                 "block_mask is given without tiles: its blocks are tiles=Tiles(Br, Bc)"
             )
-        blocks = (-(-problem.seqlen_q // tiles.Br), -(-problem.seqlen_k // tiles.Bc))
-        whole = (problem.batch, problem.heads_q, *blocks)
-        shape = self.block_mask.shape
-        full = (1,) * (4 - len(shape)) + shape
-        fits = len(shape) in (2, 3, 4) and full[2:] == blocks
-        if not fits or any(n not in (1, m) for n, m in zip(full[:2], whole[:2], strict=True)):
-            raise ValueError(
-                f"block_mask has shape {shape}: allowed is {blocks}, the blocks of "
-                f"Br={tiles.Br}, Bc={tiles.Bc}, or that with leading axes that broadcast to "
-                f"{whole[:2]}"
-            )
+        check_block_mask(self.block_mask, problem, tiles)
 
     @property
     def seeds(self) -> tuple[int, int, int]:
