@@ -10,11 +10,11 @@ from fa_numba import device, io_model
 from fa_numba.problem import Problem
 
 from .lab import published
-from .lab.algorithms import call, plan, row_fields
 from .lab.options import Bench, Options
-from .lab.settings import Inputs, one_head
+from .lab.series import call, plan, row_fields
 from .lab.store import EMULATOR, MODEL, PUBLISHED, Row
 from .lab.timing import Gate, attempt, time_call
+from .lab.workloads import Inputs, one_head
 
 NAME = "block_size"
 TITLE = "accesses and runtime over the block size (FA-1 Fig. 2 middle)"

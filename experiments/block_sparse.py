@@ -15,11 +15,11 @@ from fa_numba.problem import Problem
 
 from .block_size import equal_counts
 from .lab import peers, published
-from .lab.algorithms import LABELS, call, gradients, row_fields
 from .lab.options import Bench, Options
-from .lab.settings import SEED, Inputs, one_head
+from .lab.series import LABELS, call, gradients, row_fields
 from .lab.store import EMULATOR, MODEL, PUBLISHED, Row
 from .lab.timing import SECONDS, WrongResult, attempt, time_call, to_host
+from .lab.workloads import SEED, Inputs, one_head
 
 NAME = "block_sparse"
 TITLE = "time over the share of non-zero blocks (FA-1 Fig. 2 right)"

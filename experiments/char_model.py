@@ -12,11 +12,11 @@ import numpy as np
 
 from fa_numba.problem import Problem
 
-from .lab.algorithms import LABELS, row_fields
 from .lab.options import Bench, Options
-from .lab.settings import SEED
+from .lab.series import LABELS, row_fields
 from .lab.store import Row
 from .lab.timing import WrongResult, attempt
+from .lab.workloads import SEED
 
 try:
     import torch

@@ -12,13 +12,13 @@ import numpy as np
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from .lab import ahead, peers
-from .lab.algorithms import BACKWARD_LABELS, LABELS, call, gradients, row_fields
+from .lab import peers, precompile
 from .lab.options import Bench, Options
-from .lab.settings import Inputs, one_head
+from .lab.series import BACKWARD_LABELS, LABELS, call, gradients, row_fields
 from .lab.speeds import DTYPES, PASSES
 from .lab.store import Row
 from .lab.timing import Gate, GradientGate, attempt
+from .lab.workloads import Inputs, one_head
 
 NAME = "host_cost"
 TITLE = "microseconds of the host for each call"
@@ -54,8 +54,8 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
         for series in SERIES[dtype]
         if peers.available() or not _theirs(series)
     ]
-    ours = [ahead.calls(s, problem, pass_) for problem, pass_, s in cases if not _theirs(s)]
-    ahead.compile_ahead(itertools.chain(*ours), bench)
+    ours = [precompile.calls(s, problem, pass_) for problem, pass_, s in cases if not _theirs(s)]
+    precompile.compile_ahead(itertools.chain(*ours), bench)
     inputs = Inputs(gradient=True)
     rounds = QUICK_ROUNDS if options.quick else ROUNDS
     for problem, pass_, series in bench.track(cases, "timing"):

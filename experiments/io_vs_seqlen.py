@@ -10,11 +10,11 @@ from fa_numba import device, io_model
 from fa_numba.problem import Problem
 
 from .lab import counters
-from .lab.algorithms import LABELS, SERIES, call, plan, row_fields
 from .lab.options import Bench, Options
-from .lab.settings import HEAD_DIMS, SEQLENS, Inputs, fa2_setting, one_head
+from .lab.series import LABELS, SERIES, call, plan, row_fields
 from .lab.store import EMULATOR, MODEL, Row
 from .lab.timing import attempt
+from .lab.workloads import HEAD_DIMS, SEQLENS, Inputs, fa2_setting, one_head
 
 NAME = "io_vs_seqlen"
 TITLE = "accesses over the sequence length: model, counts, bounds, L2 and DRAM"

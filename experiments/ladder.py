@@ -10,12 +10,12 @@ import fa_numba
 from fa_numba.problem import Problem
 from fa_numba.tiling.tiles import MEASURES
 
-from .lab import peers, steps
-from .lab.algorithms import plan, row_fields
+from .lab import peers, variants
 from .lab.options import Bench, Options
-from .lab.settings import HEAD_DIMS, Inputs, fa2_setting
+from .lab.series import plan, row_fields
 from .lab.store import Row
 from .lab.timing import Gate, attempt, time_call, timing_rows
+from .lab.workloads import HEAD_DIMS, Inputs, fa2_setting
 
 NAME = "ladder"
 TITLE = "what each measure of the tensor-core kernels gains"
@@ -92,7 +92,7 @@ PROFILED = {
 }
 
 
-def configurations(problem: Problem) -> list[steps.Configuration]:
+def configurations(problem: Problem) -> list[variants.Variant]:
     """The steps, and FA-1 with both partitions, in the order of LABELS."""
     found = []
     own = plan(BASE, problem).tiles
@@ -104,12 +104,12 @@ def configurations(problem: Problem) -> list[steps.Configuration]:
         same = step.kept is None and own == LADDER[-2].tiles
         original = LADDER[-2].series if same else None
         note = "the plan's tiles are those of the step before" if same else ""
-        found.append(steps.Configuration(step.series, options, same_as=original, note=note))
+        found.append(variants.Variant(step.series, options, same_as=original, note=note))
     keys = plan("fa1-mma-keys", problem, warp_partition="keys").tiles
     tiles = {"tiles": fa_numba.Tiles(keys.Br, keys.Bc)}
-    found.append(steps.Configuration("fa1-mma-keys", {"warp_partition": "keys"}))
-    found.append(steps.Configuration("fa1-mma-rows", tiles))
-    found.append(steps.Configuration("fa1-mma"))
+    found.append(variants.Variant("fa1-mma-keys", {"warp_partition": "keys"}))
+    found.append(variants.Variant("fa1-mma-rows", tiles))
+    found.append(variants.Variant("fa1-mma"))
     return found
 
 
@@ -129,7 +129,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     else:
         bench.say("  no torch with CUDA here: its kernel is not measured")
     work = [(problem, configurations(problem)) for problem in problems]
-    yield from steps.measure(NAME, work, bench, PROFILED)
+    yield from variants.measure(NAME, work, bench, PROFILED)
 
 
 def _peer(problems: Sequence[Problem], bench: Bench) -> Iterator[Row]:
@@ -169,7 +169,7 @@ def draw(rows: Sequence[Row]) -> Any:
     """A panel a problem: bars of TFLOP/s, the gain over the step before beside each."""
     from .lab import style
 
-    problems = list(steps.problems_of(rows).items())
+    problems = list(variants.problems_of(rows).items())
     if not problems:
         return None
     figure, axes = style.new(1, len(problems), 4.6, sharey="row")

@@ -9,11 +9,11 @@ from typing import Any
 import fa_numba
 from fa_numba.problem import Problem
 
-from .lab import steps
-from .lab.algorithms import FA1_TILES, SPLITS, plan, query_splits
+from .lab import variants
 from .lab.options import Bench, Options
-from .lab.settings import HEAD_DIMS, fa2_setting
+from .lab.series import FA1_TILES, SPLITS, plan, query_splits
 from .lab.store import Row
+from .lab.workloads import HEAD_DIMS, fa2_setting
 
 NAME = "loop_cost"
 TITLE = "where the time of the K/V-outer loop goes"
@@ -46,16 +46,16 @@ PROFILED = {
 }
 
 
-def configurations(problem: Problem, multiprocessors: int) -> list[steps.Configuration]:
+def configurations(problem: Problem, multiprocessors: int) -> list[variants.Variant]:
     """The steps in the order in which they are measured: a copy follows its original."""
-    b = steps.splits_of(FA1, query_splits(problem, multiprocessors))
+    b = variants.splits_of(FA1, query_splits(problem, multiprocessors))
     k_outer, q_outer = (plan(series, problem).tiles for series in (FA1, FA2))
     if (k_outer.Br, k_outer.Bc) == (q_outer.Br, q_outer.Bc):
-        c = steps.Configuration(FA1_TILES, same_as=FA2, note="the same tiles: the run of fa2-simt")
+        c = variants.Variant(FA1_TILES, same_as=FA2, note="the same tiles: the run of fa2-simt")
     else:
         tiles = fa_numba.Tiles(Br=k_outer.Br, Bc=k_outer.Bc)
-        c = steps.Configuration(FA1_TILES, {"tiles": tiles})
-    return [steps.Configuration(FA1), b, steps.Configuration(FA2), c]
+        c = variants.Variant(FA1_TILES, {"tiles": tiles})
+    return [variants.Variant(FA1), b, variants.Variant(FA2), c]
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
@@ -67,10 +67,10 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     problems = [fa2_setting(N, d, mask) for d in head_dims for mask in masks for N in lengths]
     multiprocessors = bench.describe["multiprocessors"]
     work = [(p, configurations(p, multiprocessors)) for p in problems]
-    yield from steps.measure(NAME, work, bench, PROFILED)
+    yield from variants.measure(NAME, work, bench, PROFILED)
 
 
-def factors(found: steps.Values) -> dict[str, float | None]:
+def factors(found: variants.Values) -> dict[str, float | None]:
     """How many times faster each step is, and what the change of loop order is made of.
 
     `total` = grid x order x tiles, in times. A kernel runs for instructions / (issue x
@@ -107,7 +107,7 @@ def draw(rows: Sequence[Row]) -> Any:
     """A row of panels a problem: time of each step, and bytes of both loop orders."""
     from .lab import style
 
-    problems = list(steps.problems_of(rows).items())
+    problems = list(variants.problems_of(rows).items())
     if not problems:
         return None
     figure, axes = style.new(len(problems), 2, 0.5 + 3.0 * len(problems), width_ratios=(2.3, 1))
@@ -132,7 +132,7 @@ def _step_labels(rows: Sequence[Row]) -> dict[str, str]:
 
 def _draw_times(ax: Any, rows: Sequence[Row], style: Any) -> None:
     """Bars of time; the light end of a bar is what the step took away, × how many times faster."""
-    found = steps.values(rows)
+    found = variants.values(rows)
     gains = factors(found)
 
     def times(name: str, label: str) -> str:
@@ -171,7 +171,7 @@ def _draw_times(ax: Any, rows: Sequence[Row], style: Any) -> None:
 
 def _draw_bytes(ax: Any, rows: Sequence[Row], style: Any) -> None:
     """Model, L2 and DRAM bytes of both orders at the same tiles."""
-    found = steps.values(rows)
+    found = variants.values(rows)
     sources = {"model": "model", "l2": "L2", "dram": "DRAM"}
     pair = {SPLITS: "FA-1", FA1_TILES: "FA-2"}
     largest = 0.0

@@ -7,12 +7,12 @@ from typing import Any
 
 from fa_numba.problem import Problem
 
-from .lab import steps
-from .lab.algorithms import plan, query_splits
+from .lab import variants
 from .lab.options import Bench, Options
-from .lab.settings import HEAD_DIMS, SEQLENS, fa2_setting
+from .lab.series import plan, query_splits
 from .lab.store import Row
 from .lab.timing import SECONDS
+from .lab.workloads import HEAD_DIMS, SEQLENS, fa2_setting
 
 NAME = "loop_order"
 TITLE = "both loop orders at equal unit, dtype, tiles and work"
@@ -44,15 +44,15 @@ def series_of(dtype: str) -> tuple[str, str, str]:
     return f"fa1-{unit}", f"fa1-{unit}-splits", f"fa2-{unit}-fa1-tiles"
 
 
-def configurations(problem: Problem, multiprocessors: int) -> list[steps.Configuration]:
+def configurations(problem: Problem, multiprocessors: int) -> list[variants.Variant]:
     """The three calls; FA-2 takes the tiles and threads that FA-1 plans."""
     k_outer, _, q_outer = series_of(problem.dtype)
     splits = query_splits(problem, multiprocessors, k_outer)
     tiles = plan(k_outer, problem).tiles
     return [
-        steps.Configuration(k_outer),
-        steps.splits_of(k_outer, splits),
-        steps.Configuration(q_outer, {"tiles": tiles}),
+        variants.Variant(k_outer),
+        variants.splits_of(k_outer, splits),
+        variants.Variant(q_outer, {"tiles": tiles}),
     ]
 
 
@@ -89,7 +89,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
         seqlens = lengths if options.seqlens or options.quick else COUNTED_SEQLENS
         return in_setting(problem) and not problem.causal and problem.seqlen_q in seqlens
 
-    yield from steps.measure(NAME, work, bench, PROFILED, seconds=SECONDS, counted=counted)
+    yield from variants.measure(NAME, work, bench, PROFILED, seconds=SECONDS, counted=counted)
 
 
 def in_setting(problem: Problem) -> bool:
@@ -106,7 +106,7 @@ def ratios(rows: Iterable[Row]) -> dict[str, float]:
     rows = list(rows)
     if not rows:
         return {}
-    found = steps.values(rows)
+    found = variants.values(rows)
     paper, split, q_outer = series_of(rows[0].dtype)
     wanted = {
         "grid": (paper, "measured", "time"),
@@ -132,7 +132,7 @@ def draw(rows: Sequence[Row]) -> Any:
     """Ratios over N, a row a unit, and over batch x heads; a column a head dimension."""
     from .lab import style
 
-    found = {problem: ratios(mine) for problem, mine in steps.problems_of(rows).items()}
+    found = {problem: ratios(mine) for problem, mine in variants.problems_of(rows).items()}
     found = {problem: values for problem, values in found.items() if values}
     if not found:
         return None

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .lab import peers, speeds
-from .lab.algorithms import SPLITS
 from .lab.options import Bench, Options
+from .lab.series import SPLITS
 from .lab.store import Row
 
 NAME = "speed"

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .lab import peers, speeds
-from .lab.algorithms import MMA_SPLITS
 from .lab.options import Bench, Options
+from .lab.series import MMA_SPLITS
 from .lab.store import Row
 
 NAME = "speed_fp16"

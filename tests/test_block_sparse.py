@@ -11,10 +11,10 @@ from experiments import __main__ as command
 from experiments import block_sparse
 from experiments.block_sparse import SHARES, block_mask, setting
 from experiments.lab import report, runner, style, timing
-from experiments.lab.algorithms import plan
 from experiments.lab.options import Bench, Options
-from experiments.lab.settings import Inputs
+from experiments.lab.series import plan
 from experiments.lab.store import EMULATOR, MODEL, Recorder, Row, Store, dump
+from experiments.lab.workloads import Inputs
 
 
 def timed(problem, machine="some-gpu", passes=tuple(block_sparse.PASSES), shares=(None, *SHARES)):

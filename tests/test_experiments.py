@@ -32,23 +32,31 @@ from experiments import (
     speed_fp16,
 )
 from experiments.lab import (
-    algorithms,
     counters,
     peers,
     provenance,
     published,
     report,
     runner,
-    settings,
     speeds,
-    steps,
     style,
     timing,
+    variants,
+    workloads,
 )
-from experiments.lab.algorithms import FA1_TILES, MMA_SPLITS, SPLITS, row_fields
 from experiments.lab.options import FIGURES, REPOSITORY, Bench, Options
-from experiments.lab.settings import Inputs, fa2_setting, one_head
+from experiments.lab.series import (
+    FA1_TILES,
+    LABELS,
+    MMA_SPLITS,
+    SPLITS,
+    block_costs,
+    makespan,
+    query_splits,
+    row_fields,
+)
 from experiments.lab.store import EMULATOR, MODEL, Row, Store
+from experiments.lab.workloads import Inputs, fa2_setting, one_head
 from fa_numba import io_model, reference
 from fa_numba.problem import Problem
 
@@ -735,14 +743,16 @@ def test_speed_holds_torch_to_the_peers_bound(monkeypatch, study):
 
 def test_query_splits_without_a_mask():
     """Every block of s splits costs Tc (Tr / s + 1/2): its tiles, and half of one for each K/V."""
-    best = algorithms.query_splits
+    best = query_splits
     # 64 heads, Tr = 32, Tc = 64. 1 split: a round of 64 (32 + 1/2) = 2080 on 64 of the 132.
     # 2 splits: 128 blocks, still a round, of 64 (16 + 1/2) = 1056. 4 splits: 256 blocks, 2 rounds
     # of 64 (8 + 1/2) = 544, so 1088. From there on rounds double and K/V weighs more.
     assert best(fa2_setting(4096, 128), 132) == 2
-    assert [
-        algorithms.makespan(fa2_setting(4096, 128), 128, 64, splits, 132) for splits in (1, 2, 4)
-    ] == [2080, 1056, 1088]
+    assert [makespan(fa2_setting(4096, 128), 128, 64, splits, 132) for splits in (1, 2, 4)] == [
+        2080,
+        1056,
+        1088,
+    ]
     # 16 heads, Tr = 128: 8 splits make 128 blocks.
     assert best(fa2_setting(16384, 128), 132) == 8
     # 128 heads fill 128 of 132: 2 splits end no earlier, 2 rounds of 32 (16 + 1/2).
@@ -756,12 +766,12 @@ def test_query_splits_know_the_mask():
     # 4 splits cost 4 + 2, 3 + 3/2, 2 + 1, 1 + 1/2, the last rows first: 6, then 1.5 more on one,
     # 4.5 and 3 on the other. 2 splits: 3 + 4 + 2 = 9 and 1 + 2 + 1 = 4. 1 split: 10 + 2.
     causal, full = one_head(512, 64, causal=True), one_head(512, 64)
-    costs = {s: algorithms.block_costs(causal, 128, 128, s) for s in (1, 2, 4)}
+    costs = {s: block_costs(causal, 128, 128, s) for s in (1, 2, 4)}
     assert costs == {1: [12], 2: [9, 4], 4: [6, 4.5, 3, 1.5]}
-    assert [algorithms.makespan(causal, 128, 128, s, 2) for s in costs] == [12, 9, 7.5]
-    assert algorithms.query_splits(causal, 2) == 4
+    assert [makespan(causal, 128, 128, s, 2) for s in costs] == [12, 9, 7.5]
+    assert query_splits(causal, 2) == 4
     # Without the mask: 4 splits of 6 are two rounds, 12; 2 splits of 2 (4 + 1) are one, 10.
-    assert algorithms.query_splits(full, 2) == 2
+    assert query_splits(full, 2) == 2
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -771,14 +781,14 @@ def test_the_work_of_the_blocks_is_the_models(causal, lengths, splits):
     problem, tiles = Problem(1, 1, 1, *lengths, 64, causal=causal), fa_numba.Tiles(64, 128)
     column_tiles = io_model.fa1(problem, tiles, query_splits=splits).loads["K"] // (128 * 64)
     visited = io_model.tiles_visited("fa1", problem, tiles)
-    assert sum(algorithms.block_costs(problem, 64, 128, splits)) == visited + column_tiles / 2
+    assert sum(block_costs(problem, 64, 128, splits)) == visited + column_tiles / 2
 
 
 # --- where the time of the loop goes ---------------------------------------------------------
 
 
 def test_factors_multiply_to_the_whole():
-    found = loop_cost.factors(steps.values(synthetic("loop_cost")))
+    found = loop_cost.factors(variants.values(synthetic("loop_cost")))
     assert (found["grid"], found["order"], found["tiles"]) == (2, 1.25, pytest.approx(4 / 3))
     assert found["total"] == pytest.approx(found["grid"] * found["order"] * found["tiles"])
     assert (found["instructions"], found["waiting"]) == (pytest.approx(1.1), pytest.approx(1.2))
@@ -788,7 +798,7 @@ def test_factors_multiply_to_the_whole():
 
 def test_factors_without_counters_are_those_of_the_times():
     rows = [row for row in synthetic("loop_cost") if row.metric != "issue"]
-    found = loop_cost.factors(steps.values(rows))
+    found = loop_cost.factors(variants.values(rows))
     assert (found["waiting"], found["rest"]) == (None, None)
     assert (found["order"], found["instructions"]) == (1.25, pytest.approx(1.1))
 
@@ -806,7 +816,7 @@ def measured_steps(monkeypatch, counted, head_dim):
         return timing.Timing(float(len(calls)), 1.0, 2.0, 20, 1e-7)
 
     monkeypatch.setattr(fa_numba, "attention", attention)
-    monkeypatch.setattr(steps, "time_call", time_call)
+    monkeypatch.setattr(variants, "time_call", time_call)
     monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
     monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
     monkeypatch.setattr(loop_cost, "fa2_setting", lambda N, d, mask: Problem(1, 2, 2, N, N, d))
@@ -843,7 +853,7 @@ def test_each_step_runs_as_it_says(monkeypatch):
         FA1_TILES: (128, 128),
         "fa2-simt": (128, 64),
     }
-    found = steps.values(rows)
+    found = variants.values(rows)
     for at, series in enumerate(("fa1-simt", SPLITS, "fa2-simt", FA1_TILES), 1):
         assert found[series, "measured", "time"] == at
         assert found[series, "measured", "stall_global"] == at
@@ -906,12 +916,12 @@ def measured_orders(monkeypatch, **options):
         return [dict.fromkeys(metrics, 1.0 * i) for i in range(1, 1 + len(wanted))]
 
     monkeypatch.setattr(fa_numba, "attention", attention)
-    monkeypatch.setattr(steps, "time_call", time_call)
+    monkeypatch.setattr(variants, "time_call", time_call)
     monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
     monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
     monkeypatch.setattr(counters, "count_or_say", count_or_say)
     for name, value in (("TOKENS", 2048), ("HIDDEN", 128)):
-        monkeypatch.setattr(settings, name, value)
+        monkeypatch.setattr(workloads, name, value)
     bench = Bench(machine="some-gpu", describe={"multiprocessors": 4}, say=lambda line: None)
     rows = list(loop_order.measure(Options(**options), bench))
     assert len({row.key for row in rows}) == len(rows)
@@ -969,7 +979,7 @@ def test_the_orders_are_compared_over_heads_too(monkeypatch):
 
 def test_ratios_of_the_orders():
     rows = synthetic("loop_order")
-    for problem, mine in steps.problems_of(rows).items():
+    for problem, mine in variants.problems_of(rows).items():
         wanted = {"grid": 3, "splits": 1.5, "model": 1.5}
         if problem.batch > 1:
             wanted |= {"l2": 1.5, "dram": 1.5}
@@ -1249,7 +1259,7 @@ def test_the_half_precision_figure_has_the_published_curves():
     assert titles(figure) == [f"{p}, d=64, not causal" for p in speeds.PASSES.values()]
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels[: len(speed_fp16.STUDY.series)] == [
-        algorithms.LABELS[series] for series in speed_fp16.STUDY.series
+        LABELS[series] for series in speed_fp16.STUDY.series
     ]
     assert labels[len(speed_fp16.STUDY.series) :] == [
         *("FA-1, published, A100", "FA-2, published, A100"),
@@ -1393,7 +1403,7 @@ def test_every_experiment_measures_on_a_gpu(name, tmp_path):
         timed = {row.series for row in rows if row.metric == "time" and not row.failed}
         assert timed == set(loop_cost.STEPS)
         if counters.available():
-            found = loop_cost.factors(steps.values(rows))
+            found = loop_cost.factors(variants.values(rows))
             assert all(found.values())
             assert all(0 < r.value <= 1 for r in rows if r.metric.startswith("issue"))
             # FA-1 passes O through memory, FA-2 does not.

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import fa_numba
-from experiments.lab import ahead
-from experiments.lab.ahead import Call
+from experiments.lab import precompile
 from experiments.lab.options import Bench
-from experiments.lab.settings import one_head
+from experiments.lab.precompile import Call
+from experiments.lab.workloads import one_head
 from fa_numba.device import kernel_cache
 from fa_numba.host import plans
 from fa_numba.kernels.mma import fa2_forward
@@ -236,29 +236,33 @@ def calls():
 
 
 def test_each_kernel_is_compiled_ahead_once(place, monkeypatch):
-    monkeypatch.setattr(ahead.device, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(precompile.device, "compute_capability", lambda: (9, 0))
     with fa_numba.device.using("emulator"):
-        missing = ahead._missing(calls())
+        missing = precompile._missing(calls())
         assert missing == [calls()[n] for n in (0, 2, 3)]
-        kernels = ahead.plan("fa2-mma", calls()[0].problem).launched
+        kernels = precompile.plan("fa2-mma", calls()[0].problem).launched
         for kernel in kernels:
             kernel_cache.write(kernel, (9, 0), b"cubin", "entry")
-        assert ahead._missing(calls()) == missing[1:]
+        assert precompile._missing(calls()) == missing[1:]
 
 
 @pytest.mark.parametrize("reason", ["one process", "no GPU", "nothing kept", "few"])
 def test_nothing_is_compiled_ahead_without_need(place, monkeypatch, reason):
-    monkeypatch.setattr(ahead.device, "gpu_available", lambda: reason != "no GPU")
-    monkeypatch.setattr(ahead, "_missing", lambda wanted: wanted[:1] if reason == "few" else wanted)
-    monkeypatch.setattr(ahead, "ProcessPoolExecutor", functools.partial(pytest.fail, "processes"))
+    monkeypatch.setattr(precompile.device, "gpu_available", lambda: reason != "no GPU")
+    monkeypatch.setattr(
+        precompile, "_missing", lambda wanted: wanted[:1] if reason == "few" else wanted
+    )
+    monkeypatch.setattr(
+        precompile, "ProcessPoolExecutor", functools.partial(pytest.fail, "processes")
+    )
     if reason == "nothing kept":
         monkeypatch.setenv(kernel_cache.VARIABLE, "")
-    ahead.compile_ahead(calls(), Bench(), jobs=1 if reason == "one process" else 4)
+    precompile.compile_ahead(calls(), Bench(), jobs=1 if reason == "one process" else 4)
 
 
 @pytest.mark.gpu
 def test_kernels_compiled_in_processes_are_found(place):
     wanted = calls()
-    ahead.compile_ahead(wanted, Bench(), jobs=3)
-    assert ahead._missing(wanted) == []
+    precompile.compile_ahead(wanted, Bench(), jobs=3)
+    assert precompile._missing(wanted) == []
     fa_numba.plan((1, 1, 64, 64), (1, 1, 64, 64), dtype="float16").compile()

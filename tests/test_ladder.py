@@ -6,11 +6,11 @@ import pytest
 
 import fa_numba
 from experiments import ladder
-from experiments.lab import counters, peers, report, settings, steps, timing
-from experiments.lab.algorithms import row_fields
+from experiments.lab import counters, peers, report, timing, variants, workloads
 from experiments.lab.options import Bench, Options
-from experiments.lab.settings import fa2_setting
+from experiments.lab.series import row_fields
 from experiments.lab.store import Recorder, Row, Store
+from experiments.lab.workloads import fa2_setting
 from fa_numba.tiling.tiles import MEASURES
 
 
@@ -50,7 +50,7 @@ def test_the_steps_are_planned_as_they_say(d):
     problem = fa2_setting(4096, d, False, "float16")
     found = {c.series: c for c in ladder.configurations(problem)}
     assert [*found, ladder.PEER] == list(ladder.LABELS)
-    plans = {name: steps.plan(name, problem, **c.options) for name, c in found.items()}
+    plans = {name: variants.plan(name, problem, **c.options) for name, c in found.items()}
     accesses = {name: plan.accesses for name, plan in plans.items()}
     first, last = ladder.LADDER[0].series, ladder.LADDER[-2].series
     assert plans[first].ablated == tuple(MEASURES) and plans[last].ablated == ()
@@ -87,7 +87,7 @@ def test_every_step_is_timed_and_counted_as_planned(monkeypatch):
         return [dict.fromkeys(metrics, 1.0) for _ in wanted]
 
     monkeypatch.setattr(fa_numba, "attention", attention)
-    monkeypatch.setattr(steps, "time_call", time_call)
+    monkeypatch.setattr(variants, "time_call", time_call)
     monkeypatch.setattr(ladder, "time_call", time_call)
     monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
     monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
@@ -97,7 +97,7 @@ def test_every_step_is_timed_and_counted_as_planned(monkeypatch):
     monkeypatch.setattr(peers, "call", lambda *call: lambda out=None: None)
     monkeypatch.setattr(peers, "release", lambda: None)
     for name, value in (("TOKENS", 512), ("HIDDEN", 64)):
-        monkeypatch.setattr(settings, name, value)
+        monkeypatch.setattr(workloads, name, value)
     bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
     rows = list(ladder.measure(Options(quick=True), bench))
     assert len({row.key for row in rows}) == len(rows)

@@ -12,8 +12,8 @@ import fa_numba
 from experiments import __main__ as command
 from experiments.lab import runner, timing, tune
 from experiments.lab.options import Bench, Options
-from experiments.lab.settings import fa2_setting
 from experiments.lab.store import Store
+from experiments.lab.workloads import fa2_setting
 from fa_numba import Tiles
 from fa_numba.host import plans
 from fa_numba.tiling import tuned

@@ -19,8 +19,8 @@ from fa_numba import device
 from fa_numba.problem import Problem
 
 from .counters import Case
-from .settings import Inputs
 from .timing import attempt
+from .workloads import Inputs
 
 
 def run(case: Case, inputs: Inputs) -> int:

@@ -85,7 +85,7 @@ def call(series: str, problem: Problem, q: Any, k: Any, v: Any) -> Callable[...,
 def gradients(series: str, problem: Problem, pass_: str, *arrays: Any) -> Callable[..., Any]:
     """A function that gives dq, dk and dv once, by autograd through what `call` runs.
 
-    `arrays` are q, k, v and dout; passes and `out` as `algorithms.gradients` has them.
+    `arrays` are q, k, v and dout; passes and `out` as `series.gradients` has them.
     """
     tq, tk, tv, dout = (torch.as_tensor(x, device="cuda").detach() for x in arrays)
     leaves = tuple(x.requires_grad_() for x in (tq, tk, tv))

@@ -13,9 +13,9 @@ from typing import Any
 
 from . import counters, peers
 from .options import REPOSITORY
-from .settings import SEED
 from .store import EMULATOR, MODEL
 from .timing import PROTOCOL
+from .workloads import SEED
 
 # The commit, for a copy of the tree that has no .git.
 COMMIT_VARIABLE = "FA_NUMBA_COMMIT"

@@ -15,10 +15,10 @@ from typing import Any
 from fa_numba import io_model
 from fa_numba.problem import Problem
 
-from . import peers, published, speeds, steps, timing
-from .algorithms import BACKWARD_LABELS, LABELS
+from . import peers, published, speeds, timing, variants
 from .options import FIGURES, REPOSITORY
 from .provenance import when_and_where
+from .series import BACKWARD_LABELS, LABELS
 from .store import MODEL, PUBLISHED, Row, Store
 
 PAGE = REPOSITORY / "paper_repro.md"
@@ -349,9 +349,9 @@ def loop_cost(store: Store) -> str:
         "tiles": "tiles",
     }
     gain_lines, step_lines = [], []
-    for problem, mine in steps.problems_of(rows).items():
+    for problem, mine in variants.problems_of(rows).items():
         sizes = [str(problem.head_dim), "yes" if problem.causal else "no", str(problem.seqlen_q)]
-        factors = experiment.factors(steps.values(mine))
+        factors = experiment.factors(variants.values(mine))
         gain_lines.append(
             [*sizes, *("-" if factors[n] is None else f"{factors[n]:.2f}" for n in gains)]
         )
@@ -391,7 +391,7 @@ def ladder(store: Store) -> str:
         "conflicts": lambda v: f"{v / 1e9:.3f}",
     }
     lines = []
-    for problem, mine in steps.problems_of(rows).items():
+    for problem, mine in variants.problems_of(rows).items():
         sizes = [str(problem.head_dim), "yes" if problem.causal else "no", str(problem.seqlen_q)]
         found = {(r.series, r.metric): r for r in mine if r.source == "measured"}
         gains = experiment.gains(mine)
@@ -427,7 +427,7 @@ def loop_order(store: Store) -> str:
         "dram": "DRAM bytes",
     }
     lines = []
-    for problem, mine in steps.problems_of(rows).items():
+    for problem, mine in variants.problems_of(rows).items():
         found = {(r.series, r.source, r.metric): r for r in mine}
         names = experiment.series_of(problem.dtype)
         times = [found.get((name, "measured", "time")) for name in names]

@@ -12,8 +12,9 @@ from typing import Any
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from . import ahead, peers, published
-from .algorithms import (
+from . import peers, precompile, published
+from .options import Bench, Options
+from .series import (
     BACKWARD_LABELS,
     DETERMINISTIC,
     LABELS,
@@ -26,8 +27,6 @@ from .algorithms import (
     query_splits,
     row_fields,
 )
-from .options import Bench, Options
-from .settings import HEAD_DIMS, SEQLENS, Inputs, fa2_setting
 from .store import Row
 from .timing import (
     CHECKED_SEQLEN,
@@ -38,6 +37,7 @@ from .timing import (
     time_call,
     timing_rows,
 )
+from .workloads import HEAD_DIMS, SEQLENS, Inputs, fa2_setting
 
 PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -104,7 +104,7 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
     cases = [
         fa2_setting(N, d, mask, study.dtype) for d in head_dims for mask in masks for N in lengths
     ]
-    ahead.compile_ahead(_planned(study, cases, bench.describe["multiprocessors"]), bench)
+    precompile.compile_ahead(_planned(study, cases, bench.describe["multiprocessors"]), bench)
     checks = Checks(study)
     for problem in bench.track(cases, "timing"):
         arrays = peers.on_device(checks.inputs(problem), study.dtype)
@@ -126,7 +126,9 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
                 peers.release()
 
 
-def _planned(study: Study, cases: Sequence[Problem], multiprocessors: int) -> Iterator[ahead.Call]:
+def _planned(
+    study: Study, cases: Sequence[Problem], multiprocessors: int
+) -> Iterator[precompile.Call]:
     """Every call that `measure` makes of ours."""
     for problem in cases:
         for pass_ in study.passes:
@@ -134,7 +136,7 @@ def _planned(study: Study, cases: Sequence[Problem], multiprocessors: int) -> It
                 own = {}
                 if series in _UNSPLIT:
                     own = _splits(_UNSPLIT[series], pass_, problem, multiprocessors)
-                yield from ahead.calls(series, problem, pass_, **own)
+                yield from precompile.calls(series, problem, pass_, **own)
 
 
 def _splits(series: str, pass_: str, problem: Problem, multiprocessors: int) -> dict[str, int]:

@@ -28,12 +28,12 @@ from fa_numba.tiling.tiles import STAGES
 from fa_numba.tiling.tuned import COLUMNS, KEY, TABLE
 
 from . import peers
-from .ahead import Call, compile_ahead
-from .algorithms import algorithm, plan, row_fields, unit
 from .options import Bench
-from .settings import Inputs, fa2_setting, one_head
+from .precompile import Call, compile_ahead
+from .series import algorithm, plan, row_fields, unit
 from .store import Row, write_if_changed
 from .timing import Gate, GradientGate, Timing, attempt, time_call, timing_rows
+from .workloads import Inputs, fa2_setting, one_head
 
 NAME = "tune"
 # A row's threads and stages stand in its note.

@@ -1,4 +1,4 @@
-"""Forward calls beside each other at one problem: times, checked first, then hardware counters."""
+"""Several forward calls compared at one problem: times, checked first, then hardware counters."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from typing import Any
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from . import ahead, counters, peers
-from .algorithms import algorithm, call, plan, row_fields
+from . import counters, peers, precompile
 from .options import Bench
-from .settings import Inputs
+from .series import algorithm, call, plan, row_fields
 from .store import Row
 from .timing import Gate, attempt, time_call, timing_rows
+from .workloads import Inputs
 
 
 @dataclass(frozen=True)
-class Configuration:
-    """One step. `same_as` is the series that runs just this already; `note` says so."""
+class Variant:
+    """One call of a comparison: a series and the options it is called with.
+
+    `same_as` names the series of the same comparison whose call is just this one: it is measured
+    once and its rows are copied. `note` goes into the rows.
+    """
 
     series: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -27,15 +31,15 @@ class Configuration:
     note: str = ""
 
 
-Work = Sequence[tuple[Problem, list[Configuration]]]
+Work = Sequence[tuple[Problem, list[Variant]]]
 
 
-def splits_of(fa1: str, splits: int) -> Configuration:
+def splits_of(fa1: str, splits: int) -> Variant:
     """FA-1 with its queries split; a copy where there is one split."""
     series = f"{fa1}-splits"
     if splits == 1:
-        return Configuration(series, same_as=fa1, note=f"one split: the run of {fa1}")
-    return Configuration(series, {"query_splits": splits}, note=f"query_splits={splits}")
+        return Variant(series, same_as=fa1, note=f"one split: the run of {fa1}")
+    return Variant(series, {"query_splits": splits}, note=f"query_splits={splits}")
 
 
 def measure(
@@ -47,42 +51,47 @@ def measure(
     seconds: float | None = None,
     counted: Callable[[Problem], bool] = lambda problem: True,
 ) -> Iterator[Row]:
-    """Times of every problem's steps, then their bytes and what is `profiled`: metric -> ncu's.
+    """Rows of every problem's variants: first all times, then bytes and hardware counters.
 
-    A step that is a copy follows its original. `seconds` as `time_call` has it; problems that are
-    not `counted` get the model's bytes alone.
+    `profiled` maps our metrics to Nsight Compute's names. A variant that is a copy must come after
+    its original. `seconds` limits the timing of a call as in `time_call`. Problems for which
+    `counted` is False get no hardware counters, only the model's bytes.
     """
-    calls = [ahead.Call(s.series, problem, s.options) for problem, steps in work for s in steps]
-    ahead.compile_ahead(calls, bench)
+    calls = [
+        precompile.Call(s.series, problem, s.options)
+        for problem, variants in work
+        for s in variants
+    ]
+    precompile.compile_ahead(calls, bench)
     inputs = Inputs()
-    for problem, steps in bench.track(work, "timing"):
+    for problem, variants in bench.track(work, "timing"):
         host = inputs(problem)
         gate = Gate(problem, *host)
         arrays = peers.on_device(host, problem.dtype)
         timed: dict[str, list[Row]] = {}
-        for step in steps:
-            if step.same_as is None:
-                rows = _timed(experiment, step, problem, arrays, gate, bench.machine, seconds)
-                timed[step.series] = list(rows)
+        for variant in variants:
+            if variant.same_as is None:
+                rows = _timed(experiment, variant, problem, arrays, gate, bench.machine, seconds)
+                timed[variant.series] = list(rows)
                 device.release_memory()
             else:
-                timed[step.series] = copies(step, timed[step.same_as])
-            yield from timed[step.series]
+                timed[variant.series] = copies(variant, timed[variant.same_as])
+            yield from timed[variant.series]
     yield from _profiled(experiment, work, bench, profiled, counted)
 
 
-def copies(step: Configuration, rows: Iterable[Row]) -> list[Row]:
+def copies(variant: Variant, rows: Iterable[Row]) -> list[Row]:
     """Rows of one run under a second name: measuring it twice would only show noise."""
-    return [replace(row, series=step.series, note=row.note or step.note) for row in rows]
+    return [replace(row, series=variant.series, note=row.note or variant.note) for row in rows]
 
 
 def _common(
-    experiment: str, step: Configuration, problem: Problem, machine: str | None
+    experiment: str, variant: Variant, problem: Problem, machine: str | None
 ) -> tuple[dict[str, Any], Any, str]:
-    """What the step's rows share, its plan or None, and why there is none."""
-    common = {"machine": machine, "experiment": experiment, "series": step.series}
+    """What the variant's rows share, its plan or None, and why there is none."""
+    common = {"machine": machine, "experiment": experiment, "series": variant.series}
     common |= row_fields(problem)
-    planned, failure = attempt(lambda: plan(step.series, problem, **step.options))
+    planned, failure = attempt(lambda: plan(variant.series, problem, **variant.options))
     if planned is not None:
         common |= {"Br": planned.tiles.Br, "Bc": planned.tiles.Bc}
     return common, planned, failure
@@ -90,19 +99,19 @@ def _common(
 
 def _timed(
     experiment: str,
-    step: Configuration,
+    variant: Variant,
     problem: Problem,
     arrays: tuple,
     gate: Gate,
     machine: str | None,
     seconds: float | None,
 ) -> Iterator[Row]:
-    common, _, failure = _common(experiment, step, problem, machine)
+    common, _, failure = _common(experiment, variant, problem, machine)
     timing = None
     if not failure:
-        run = call(step.series, problem, *arrays, **step.options)
+        run = call(variant.series, problem, *arrays, **variant.options)
         timing, failure = attempt(lambda: time_call(run, gate, seconds=seconds))
-    common |= {"source": "measured", "note": failure or step.note}
+    common |= {"source": "measured", "note": failure or variant.note}
     if timing is None:
         yield Row(metric="time", unit="ms", value=None, **common)
     else:
@@ -116,47 +125,52 @@ def _profiled(
     profiled: Mapping[str, str],
     counted: Callable[[Problem], bool],
 ) -> Iterator[Row]:
-    """Each step's counters, and the model's bytes beside them."""
-    runs = [(problem, step) for problem, steps in work for step in steps if step.same_as is None]
-    wanted = [(problem, step) for problem, step in runs if counted(problem)]
+    """Each variant's counters, and the model's bytes beside them."""
+    runs = [
+        (problem, variant)
+        for problem, variants in work
+        for variant in variants
+        if variant.same_as is None
+    ]
+    wanted = [(problem, variant) for problem, variant in runs if counted(problem)]
     cases = [
-        counters.Case.of(algorithm(step.series), problem, **step.options)
-        for problem, step in wanted
+        counters.Case.of(algorithm(variant.series), problem, **variant.options)
+        for problem, variant in wanted
     ]
     metrics = (*counters.TRAFFIC, *profiled.values())
     results = counters.count_or_say(cases, metrics, bench.say) if cases else None
     read = {
-        (problem, step.series): result
-        for (problem, step), result in zip(wanted, results or (), strict=results is not None)
+        (problem, variant.series): result
+        for (problem, variant), result in zip(wanted, results or (), strict=results is not None)
     }
     found: dict[tuple[Problem, str], list[Row]] = {}
-    for problem, step in runs:
-        result = read.get((problem, step.series))
-        rows = _counted(experiment, step, problem, result, bench.machine, profiled)
-        found[problem, step.series] = list(rows)
-    for problem, steps in work:
-        for step in steps:
-            if step.same_as is not None:
-                found[problem, step.series] = copies(step, found[problem, step.same_as])
-            yield from found[problem, step.series]
+    for problem, variant in runs:
+        result = read.get((problem, variant.series))
+        rows = _counted(experiment, variant, problem, result, bench.machine, profiled)
+        found[problem, variant.series] = list(rows)
+    for problem, variants in work:
+        for variant in variants:
+            if variant.same_as is not None:
+                found[problem, variant.series] = copies(variant, found[problem, variant.same_as])
+            yield from found[problem, variant.series]
 
 
 def _counted(
     experiment: str,
-    step: Configuration,
+    variant: Variant,
     problem: Problem,
     result: dict[str, float] | str | None,
     machine: str | None,
     profiled: Mapping[str, str],
 ) -> Iterator[Row]:
-    common, planned, failure = _common(experiment, step, problem, machine)
+    common, planned, failure = _common(experiment, variant, problem, machine)
     traffic = {"metric": "traffic", "unit": "bytes", **common}
     if planned is not None:
-        yield Row(source="model", value=planned.accesses.bytes, note=step.note, **traffic)
+        yield Row(source="model", value=planned.accesses.bytes, note=variant.note, **traffic)
     if result is None:
         return
     failure = failure or (result if isinstance(result, str) else "")
-    note = failure or step.note
+    note = failure or variant.note
     for source, in_bytes in (("l2", counters.l2_bytes), ("dram", counters.dram_bytes)):
         value = None if failure else in_bytes(result)
         yield Row(source=source, value=value, note=note, **traffic)

@@ -13,8 +13,8 @@ from fa_numba import device
 from fa_numba.device import kernel_cache
 from fa_numba.problem import Problem
 
-from .algorithms import backward_options, plan
 from .options import Bench
+from .series import backward_options, plan
 from .timing import attempt
 
 MOST_JOBS = 12
@@ -24,7 +24,7 @@ FEWEST = 3
 
 @dataclass(frozen=True)
 class Call:
-    """What `algorithms.plan` takes."""
+    """What `series.plan` takes."""
 
     series: str
     problem: Problem
@@ -32,7 +32,7 @@ class Call:
 
 
 def calls(series: str, problem: Problem, pass_: str, **own: Any) -> Iterator[Call]:
-    """What `algorithms.call` runs, or for a pass with gradients `algorithms.gradients`."""
+    """What `series.call` runs, or for a pass with gradients `series.gradients`."""
     if pass_ == "fwd":
         yield Call(series, problem, own)
     else:
