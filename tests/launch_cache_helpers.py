@@ -19,9 +19,11 @@ from numba import types
 
 from fa_numba import device as devices
 from fa_numba import emulator
-from fa_numba.device import launch_record
+from fa_numba.device import launch_record, launching, memory, select
 from fa_numba.host import arrays
 
+# Where the package's names are looked up, by its callers and by itself.
+ROOMS = (devices, select, launching, memory)
 SUCCESS = launch_record.driver.CUresult.CUDA_SUCCESS
 CONTEXT = 77
 POINTER = ctypes.POINTER
@@ -202,6 +204,15 @@ class Gpu:
 
 
 @contextlib.contextmanager
+def everywhere(name, function):
+    """Replaces what the device package and its modules know by this name."""
+    with contextlib.ExitStack() as stack:
+        for room in (room for room in ROOMS if hasattr(room, name)):
+            stack.enter_context(mock.patch.object(room, name, function))
+        yield
+
+
+@contextlib.contextmanager
 def no_gpu_but_its_driver():
     """Everything inside runs as on a GPU, which is the ``Gpu`` that this yields."""
     gpu = Gpu()
@@ -215,13 +226,13 @@ def no_gpu_but_its_driver():
         "to_gpu": lambda array, stream=0: on_gpu(array),
         "empty": lambda shape, dtype="float32": Array(aligned(shape, dtype)),
         "synchronize": lambda stream=None: None,
-        "_pool": lambda ordinal: SimpleNamespace(handle=1),
+        "pool": lambda ordinal: SimpleNamespace(handle=1),
     }
     with contextlib.ExitStack() as stack:
         for name in functions:
             stack.enter_context(mock.patch.object(launch_record.driver, name, getattr(gpu, name)))
         for name, function in replaced.items():
-            stack.enter_context(mock.patch.object(devices, name, function))
+            stack.enter_context(everywhere(name, function))
         stack.enter_context(
             mock.patch.object(devices.Kernel, "compiled", lambda k: gpu.compiled(k))
         )

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from experiments.lab import precompile
 from experiments.lab.options import Bench
 from experiments.lab.precompile import Call
 from experiments.lab.workloads import one_head
-from fa_numba.device import kernel_cache
+from fa_numba.device import device_function, kernel_cache
 from fa_numba.host import plans
 from fa_numba.kernels.mma import fa2_forward
 from fa_numba.options import Features
@@ -103,6 +103,73 @@ def test_code_and_values_count_one_by_one():
         found.append(kernel_cache.key_of(kernel(bodies[0])(value), (9, 0)))
     assert len(set(found)) == len(found)
     assert kernel_cache.key_of(kernel(bodies[0])(1), (9, 0)) == found[0]
+
+
+class Parts(ModuleType):
+    """A namespace of device functions, each made when it is first asked for."""
+
+    def __init__(self, **bodies):
+        super().__init__("fa_numba.made_up")
+        self.bodies, self.made = bodies, []
+
+    def __getattr__(self, name):
+        if name.startswith("_") or name not in self.bodies:
+            raise AttributeError(name)
+        scope = {"__name__": "fa_numba.made_up"}
+        body = self.bodies[name]
+        exec(f"def outer(p):\n    def {name}(x):\n        {body}\n    return {name}", scope)
+        self.made.append(name)
+        setattr(self, name, device_function(scope["outer"](self)))
+        return getattr(self, name)
+
+
+def key_of_parts(p, body="A[0] = p.first(A[0]) + A.second"):
+    scope = {"__name__": "fa_numba.made_up"}
+    exec(f"def outer(p):\n    def made(A):\n        {body}\n    return made", scope)
+    kernel = SimpleNamespace(
+        function=scope["outer"](p), threads=32, min_blocks=1, signature="void()"
+    )
+    return kernel_cache.key_of(kernel, (9, 0))
+
+
+def test_what_a_kernel_takes_from_a_namespace_is_in_its_key():
+    bodies = {"first": "return x + 1", "third": "return x"}
+    parts = Parts(**bodies)
+    found = key_of_parts(parts)
+    assert parts.made == ["first"], "a part that the kernel does not use was made"
+    assert key_of_parts(Parts(**bodies)) == found
+    assert key_of_parts(Parts(**bodies | {"third": "return x * 2"})) == found
+    changed = key_of_parts(Parts(**bodies | {"first": "return x + 2"}))
+    # A name that the code has and the namespace has not is an attribute of something else.
+    more = key_of_parts(Parts(**bodies, second="return x"))
+    other = key_of_parts(Parts(**bodies), "A[0] = p.third(A[0]) + A.second")
+    inside = key_of_parts(parts, "A[0] = (lambda x: p.third(x))(A[0])")
+    assert len({found, changed, more, other, inside}) == 5
+
+
+def test_parts_of_parts_are_in_the_key():
+    bodies = {"first": "return p.second(x)", "second": "return x + 1"}
+    body = "A[0] = p.first(A[0])"
+    found = {key_of_parts(Parts(**bodies), body) for _ in range(2)}
+    assert len(found) == 1
+    found.add(key_of_parts(Parts(**bodies | {"second": "return x + 2"}), body))
+    assert len(found) == 2
+    # Inside a function of the kernel's own too.
+    nested = "A[0] = (lambda x: p.first(x))(A[0])"
+    kept, changed = (
+        key_of_parts(Parts(first="return x", second=f"return {n}"), nested) for n in (1, 2)
+    )
+    assert kept == changed
+    assert key_of_parts(Parts(first="return -x"), nested) != kept
+
+
+def test_a_namespace_that_holds_what_is_unknown_is_never_kept():
+    namespace = ModuleType("fa_numba.made_up")
+    namespace.first = [1]
+    with pytest.raises(kernel_cache._Unknown):
+        key_of_parts(namespace, "A[0] = p.first")
+    with pytest.raises(kernel_cache._Unknown):
+        key_of_parts(os, "A[0] = p.first")  # a module that was imported
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from launch_cache_helpers import (
     Subclass,
     Tensor,
     aligned,
+    everywhere,
     no_gpu_but_its_driver,
     no_torch_but_its_names,
     on_gpu,
@@ -24,6 +25,7 @@ from launch_cache_helpers import (
 import fa_numba
 from fa_numba import Tiles
 from fa_numba import device as devices
+from fa_numba.device import launch_record
 from fa_numba.host import launch_cache
 
 SIZES = (2, 2, 1, 5, 9, 4)  # B, Hq, Hk, Nq, Nk, d
@@ -55,7 +57,7 @@ def inputs(seed=0, sizes=SIZES):
 
 def emulated(function, *arrays, **options):
     """The call on the emulator, with NumPy arrays."""
-    with mock.patch.object(devices, "on_gpu", lambda: False):
+    with everywhere("on_gpu", lambda: False):
         found = function(*arrays, **options)
     return found if isinstance(found, tuple) else (found,)
 
@@ -447,9 +449,9 @@ def test_the_workspace_is_the_plans(gpu):
 def test_a_failed_launch_frees_the_workspace(gpu):
     there = [on_gpu(x) for x in inputs()]
     fa_numba.flash_attention_2(*there)
-    failed = (devices.driver.CUresult.CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES,)
+    failed = (launch_record.driver.CUresult.CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES,)
     with (
-        mock.patch.object(devices.driver, "cuLaunchKernel", lambda *_: failed),
+        mock.patch.object(launch_record.driver, "cuLaunchKernel", lambda *_: failed),
         devices.track_memory() as memory,
         pytest.raises(RuntimeError, match="fa2_forward .* failed: CUDA_ERROR_LAUNCH_OUT"),
     ):
@@ -486,7 +488,7 @@ def test_threads_take_turns(gpu, kept):
         found[n] = fa_numba.flash_attention_2(*there[n])
 
     threads = [threading.Thread(target=call, args=(n,)) for n in range(2)]
-    with mock.patch.object(devices.driver, "cuLaunchKernel", late):
+    with mock.patch.object(launch_record.driver, "cuLaunchKernel", late):
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -1,9 +1,9 @@
 """Compiled kernels on disk: a kernel is compiled once on a machine.
 
-Its key is all that its machine code depends on: the package's sources, the values that the kernel
-and its device functions close over, types, launch bounds, GPU and compiler. They lie in
-``fa_numba`` of the user's cache directory, or in the directory that the environment variable
-``FA_NUMBA_CACHE`` names; where that is empty nothing is kept.
+Its key is a hash of all that its machine code depends on: the package's sources, the values that
+the kernel and its device functions close over, argument types, launch bounds, GPU and compiler. The
+files lie in ``fa_numba`` of the user's cache directory, or in the directory that the environment
+variable ``FA_NUMBA_CACHE`` names; where that is empty nothing is kept.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import contextlib
 import functools
 import hashlib
 import os
+import sys
 from importlib import metadata
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -119,15 +120,24 @@ def _compilers() -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-def _function(function: FunctionType, seen: dict[int, str]) -> str:
+def _function(function: FunctionType, seen: dict[FunctionType, str]) -> str:
+    """A hash of a function's code and of the values that it closes over.
+
+    ``seen`` has those of the functions that were asked for before.
+    """
     if function.__module__.split(".")[0] != PACKAGE.name:
         raise _Unknown(function)  # its globals are not in the package's sources
-    if id(function) not in seen:
+    if function not in seen:
+        names = _names(function.__code__)
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
-        parts = function.__qualname__, _code(function.__code__), _value(function.__defaults__, seen)
-        text = repr((parts, [_value(value, seen) for value in cells]))
-        seen[id(function)] = hashlib.sha256(text.encode()).hexdigest()
-    return seen[id(function)]
+        values = [
+            _attributes(value, names, seen) if _is_namespace(value) else _value(value, seen)
+            for value in cells
+        ]
+        defaults = _value(function.__defaults__, seen)
+        text = repr((function.__qualname__, _code(function.__code__), defaults, values))
+        seen[function] = hashlib.sha256(text.encode()).hexdigest()
+    return seen[function]
 
 
 def _code(code: CodeType) -> tuple:
@@ -135,7 +145,25 @@ def _code(code: CodeType) -> tuple:
     return code.co_code, consts, code.co_names
 
 
-def _value(value: Any, seen: dict[int, str]) -> Any:
+def _names(code: CodeType) -> set[str]:
+    """Names of globals and attributes in a function's code and in those inside it."""
+    inner = (c for c in code.co_consts if isinstance(c, CodeType))
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _is_namespace(value: Any) -> bool:
+    """Whether a module that was made to hold values, none that was imported."""
+    return isinstance(value, ModuleType) and sys.modules.get(value.__name__) is not value
+
+
+def _attributes(namespace: ModuleType, names: set[str], seen: dict[FunctionType, str]) -> Any:
+    """Those of a namespace's values whose names a function has in its code."""
+    found = ((name, getattr(namespace, name)) for name in sorted(names) if hasattr(namespace, name))
+    return "namespace", [(name, _value(value, seen)) for name, value in found]
+
+
+def _value(value: Any, seen: dict[FunctionType, str]) -> Any:
+    """What tells a value from others, as text or tuples that end in text."""
     if isinstance(value, _VALUES):
         return type(value).__name__, repr(value)
     if isinstance(value, tuple):

@@ -1,0 +1,79 @@
+"""A kernel, what its launch needs, and how it is compiled for the current GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from cuda.bindings import driver
+from numba import cuda, types
+
+from fa_numba.device import kernel_cache, select
+from fa_numba.device.launch_record import checked
+
+
+def device_function(function):
+    """A function that kernels call; inlined, so that register tiles stay in registers."""
+    return cuda.jit(device=True, inline="always")(function)
+
+
+def array_type(ndim: int, element=types.float32):
+    """Numba's type of an array of ``element`` with ``ndim`` axes and any strides."""
+    return types.Array(element, ndim, "A")
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A kernel and what its launch needs.
+
+    ``argument_types`` are Numba types; ``threads`` per block and ``shared_bytes`` per block.
+    """
+
+    function: Callable
+    argument_types: tuple
+    threads: int
+    shared_bytes: int
+    min_blocks: int = 1
+    _compiled: dict = field(default_factory=dict, repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    @property
+    def signature(self):
+        return types.void(*self.argument_types)
+
+    def compiled(self):
+        """The ``cuda.core`` kernel for the current device, with its shared memory allowed.
+
+        It is compiled where ``kernel_cache`` does not have it.
+        """
+        from cuda.core import ObjectCode
+
+        device = cuda.get_current_device().id
+        if device not in self._compiled:
+            cubin, name = self.built(select.capability_of(device))
+            cuda.current_context()
+            kernel = ObjectCode.from_cubin(cubin).get_kernel(name)
+            _allow_shared_memory(kernel, self.shared_bytes, device)
+            self._compiled[device] = kernel
+        return self._compiled[device]
+
+    def built(self, capability: tuple[int, int]) -> tuple[bytes, str]:
+        """The cubin for the current device, of that compute capability, and its entry's name."""
+        kept = kernel_cache.read(self, capability)
+        if kept is not None:
+            return kept
+        dispatcher = cuda.jit(launch_bounds=(self.threads, self.min_blocks))(self.function)
+        library = dispatcher.compile(self.argument_types)._codelibrary
+        cubin, name = bytes(library.get_cubin().code), library._entry_name
+        kernel_cache.write(self, capability, cubin, name)
+        return cubin, name
+
+
+def _allow_shared_memory(kernel, size, device):
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    handle = driver.CUkernel(int(kernel.handle))
+    result = driver.cuKernelSetAttribute(attribute, size, handle, driver.CUdevice(device))
+    checked(result, f"asking for {size} bytes of shared memory a block")

@@ -1,0 +1,143 @@
+"""Launches: on the GPU, taken down for later, or on the emulator, whose accesses are counted."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver
+from numba import types
+
+from fa_numba import emulator
+from fa_numba.device import memory, select
+from fa_numba.device.kernel import Kernel
+from fa_numba.device.launch_record import DeviceArray, LaunchRecord, checked
+
+_counts: ContextVar[emulator.Counts | None] = ContextVar("fa_numba_counts", default=None)
+
+
+@contextlib.contextmanager
+def count_accesses() -> Iterator[emulator.Counts]:
+    """Run everything inside on the emulator and count its accesses to global memory.
+
+    Yields a ``Counts`` with dictionaries ``loads`` and ``stores`` (elements) and ``load_bytes``
+    and ``store_bytes``, keyed by the kernels' array names.
+
+    >>> import numpy as np, fa_numba
+    >>> q = np.ones((1, 1, 8, 4), np.float32)
+    >>> with fa_numba.count_accesses() as counts:
+    ...     _ = fa_numba.flash_attention_2(q, q, q)
+    >>> counts.loads["Q"], counts.stores["O"]
+    (32, 32)
+    """
+    counts = emulator.Counts()
+    token = _counts.set(counts)
+    try:
+        with select.using("emulator"):
+            yield counts
+    finally:
+        _counts.reset(token)
+
+
+def launch(
+    kernel: Kernel,
+    grid: tuple[int, ...],
+    args: tuple,
+    stream: int | LaunchRecord = 0,
+    uncounted: Collection[str] = (),
+) -> None:
+    """Run ``kernel`` over ``grid`` blocks on the GPU stream ``stream`` or on the emulator.
+
+    Arrays among ``args``, or in a named tuple among them, are ``DeviceArray`` on the GPU,
+    ``numpy.ndarray`` on the emulator, whose counts leave out those named ``uncounted``. A
+    ``LaunchRecord`` for a stream takes the launch down and runs nothing.
+    """
+    if select.on_gpu():
+        _give(stream, lambda to: to.launch(kernel, kernel.compiled(), grid, args))
+        return
+    rounded = tuple(map(_rounded, kernel.argument_types, args))
+    counts = emulator.launch(
+        kernel.function,
+        grid,
+        kernel.threads,
+        rounded,
+        shared_bytes=kernel.shared_bytes,
+        uncounted=uncounted,
+    )
+    total = _counts.get()
+    if total is not None:
+        total.merge(counts)
+
+
+def _give(stream: int | LaunchRecord, step: Callable[[LaunchRecord], None]) -> None:
+    """Record ``step``, and run it at once on a stream that is one."""
+    if isinstance(stream, LaunchRecord):
+        step(stream)
+        return
+    recording = LaunchRecord()
+    step(recording)
+    recording.run((), stream)
+
+
+def replay(recording: LaunchRecord, values: Sequence[int], stream: int, ordinal: int) -> None:
+    """Make the recorded launches on ``stream`` of the current GPU, which is ``ordinal``.
+
+    ``values`` are addresses and words by slot; the workspace is added here, and freed behind the
+    last launch.
+    """
+    if not recording.reserved_bytes:
+        recording.run(values, stream)
+        return
+    order = driver.CUstream(stream)
+    size = recording.reserved_bytes
+    result = driver.cuMemAllocFromPoolAsync(size, memory.pool(ordinal).handle, order)
+    workspace = int(checked(result, f"taking {size} bytes of workspace"))
+    for trace in memory.traces:
+        trace.add(recording.workspace_bytes)
+    try:
+        recording.run([*values, workspace], stream)
+    finally:
+        for trace in memory.traces:
+            trace.add(-recording.workspace_bytes)
+        checked(driver.cuMemFreeAsync(workspace, order), "freeing the workspace")
+
+
+def _rounded(ty: Any, value: Any) -> Any:
+    """An argument for the emulator: what the GPU would take as float32 is rounded to it."""
+    if isinstance(ty, types.NamedTuple):
+        return type(value)(*map(_rounded, ty.types, value))
+    return float(np.float32(value)) if ty == types.float32 else value
+
+
+def clear(array: Any, stream: int | LaunchRecord = 0) -> None:
+    """Fill a launch argument whose memory is one piece with zeros, in the stream's order."""
+    if isinstance(array, DeviceArray):
+        _give(stream, lambda to: to.clear(array))
+    else:
+        array[...] = 0
+
+
+def broadcast(array: Any, shape: tuple[int, ...]) -> Any:
+    """A launch argument seen with ``shape``, its axes of length 1 repeated without a copy."""
+    full = (1,) * (len(shape) - len(array.shape)) + tuple(array.shape)
+    steps = (0,) * (len(shape) - len(array.shape)) + tuple(array.strides)
+    strides = tuple(
+        0 if n == 1 and m != 1 else step for n, m, step in zip(full, shape, steps, strict=True)
+    )
+    return _seen_as(array, shape, strides)
+
+
+def transposed(array: Any, order: tuple[int, ...]) -> Any:
+    """A launch argument with its axes in ``order``, and one of length 1 before them."""
+    shape = (1, *(array.shape[n] for n in order))
+    return _seen_as(array, shape, (0, *(array.strides[n] for n in order)))
+
+
+def _seen_as(array: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    if isinstance(array, DeviceArray):
+        return replace(array, shape=shape, strides=strides)
+    return np.lib.stride_tricks.as_strided(array, shape, strides, writeable=array.flags.writeable)

@@ -1,0 +1,124 @@
+"""Which device runs what follows: the GPU or the emulator, its limits and its name."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from cuda.bindings import driver
+from numba import cuda
+
+MIN_COMPUTE_CAPABILITY = (8, 0)
+# Shared memory of one block where there is no GPU to ask: an H100's or H200's.
+EMULATED_SHARED_BYTES = 227 * 1024
+
+
+def gpu_available() -> bool:
+    """Whether a CUDA GPU that the kernels can run on is present."""
+    return not why_no_gpu()
+
+
+@functools.cache
+def why_no_gpu() -> str:
+    """Why there is no usable GPU, or an empty string where there is one."""
+    try:
+        if not cuda.is_available():
+            return "no CUDA GPU or driver was found"
+        found = tuple(cuda.get_current_device().compute_capability)
+    except Exception as error:  # a driver or wheels that do not fit each other
+        return f"CUDA could not start: {error}"
+    if found < MIN_COMPUTE_CAPABILITY:
+        wanted = ".".join(map(str, MIN_COMPUTE_CAPABILITY))
+        return f"the GPU has compute capability {'.'.join(map(str, found))}, {wanted} is needed"
+    return ""
+
+
+_forced: ContextVar[str | None] = ContextVar("fa_numba_device", default=None)
+
+
+def on_gpu() -> bool:
+    """Whether launches go to the GPU in the current context."""
+    forced = _forced.get()
+    return gpu_available() if forced is None else forced == "gpu"
+
+
+@contextlib.contextmanager
+def using(device: str) -> Iterator[None]:
+    """Run everything inside on ``"gpu"`` or ``"emulator"``.
+
+    Raises ValueError for another name and RuntimeError for "gpu" without a usable one.
+    """
+    if device not in ("gpu", "emulator"):
+        raise ValueError(f"device must be 'gpu' or 'emulator', not {device!r}")
+    if device == "gpu" and not gpu_available():
+        raise RuntimeError(f"device is 'gpu', but {why_no_gpu()}")
+    token = _forced.set(device)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def shared_bytes_limit() -> int:
+    """Bytes of shared memory one block can have on the current device."""
+    return _shared_bytes_limit(cuda.get_current_device().id) if on_gpu() else EMULATED_SHARED_BYTES
+
+
+@functools.cache
+def _shared_bytes_limit(ordinal: int) -> int:
+    with cuda.gpus[ordinal]:
+        return int(cuda.get_current_device().MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+
+
+def compute_capability() -> tuple[int, int]:
+    """That of the current GPU, and without one of those whose shared memory is emulated."""
+    return capability_of(cuda.get_current_device().id) if on_gpu() else (9, 0)
+
+
+@functools.cache
+def capability_of(ordinal: int) -> tuple[int, int]:
+    major, minor = cuda.gpus[ordinal].compute_capability
+    return int(major), int(minor)
+
+
+def current_ordinal() -> int:
+    """The ordinal of the current GPU."""
+    return int(cuda.get_current_device().id)
+
+
+def current_context() -> int:
+    """The address of the driver's current context, 0 where there is none."""
+    return int(driver.cuCtxGetCurrent()[1])
+
+
+def ordinal_of(pointer: int) -> int:
+    """The ordinal of the GPU that owns the memory at ``pointer``."""
+    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    cuda.current_context()
+    error, ordinal = driver.cuPointerGetAttribute(attribute, pointer)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise ValueError(f"address {pointer:#x} is not CUDA memory: {error.name}")
+    return int(ordinal)
+
+
+def on_device(ordinal: int):
+    """A context manager that makes GPU ``ordinal`` the current one."""
+    return cuda.gpus[ordinal]
+
+
+def describe() -> dict[str, Any]:
+    """What the current device is, for provenance: its name, limits and driver."""
+    if not on_gpu():
+        return {"name": "emulator", "shared_bytes": EMULATED_SHARED_BYTES}
+    gpu = cuda.get_current_device()
+    return {
+        "name": gpu.name.decode() if isinstance(gpu.name, bytes) else str(gpu.name),
+        "compute_capability": ".".join(map(str, gpu.compute_capability)),
+        "multiprocessors": int(gpu.MULTIPROCESSOR_COUNT),
+        "shared_bytes": shared_bytes_limit(),
+        "l2_bytes": int(gpu.L2_CACHE_SIZE),
+        "cuda_driver": ".".join(map(str, cuda.cudadrv.driver.get_version())),
+    }

@@ -1,0 +1,52 @@
+"""How long work on the GPU takes, and the range that a profiler records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numba import cuda
+
+from fa_numba.device import select
+
+
+def time_ms(
+    function: Callable[[], object],
+    *,
+    repeats: int = 20,
+    warmup: int = 3,
+    flush_l2: bool = True,
+) -> list[float]:
+    """Milliseconds of each of ``repeats`` calls, by events on the default stream.
+
+    ``warmup`` calls go first and do not count. ``flush_l2`` overwrites four times the L2 cache, and
+    at least a GiB, twice before each call and outside the timed interval: long enough for the host
+    to enqueue the call meanwhile, so that its Python time does not count.
+    """
+    scratch = None
+    if flush_l2:
+        scratch = cuda.device_array(max(4 * select.describe()["l2_bytes"], 2**30), np.uint8)
+    for _ in range(warmup):
+        function()
+    times = []
+    for _ in range(repeats):
+        if scratch is not None:
+            for _ in range(2):
+                cuda.cudadrv.driver.device_memset(scratch, 0, scratch.size)
+        start, stop = cuda.event(), cuda.event()
+        start.record()
+        function()
+        stop.record()
+        stop.synchronize()
+        times.append(float(cuda.event_elapsed_time(start, stop)))
+    return times
+
+
+def profile_start() -> None:
+    """Open the range that a profiler started with ``--profile-from-start off`` records."""
+    cuda.profile_start()
+
+
+def profile_stop() -> None:
+    """Close the range opened by ``profile_start``."""
+    cuda.profile_stop()
