@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numba
 import numpy as np
 
+from .conversions import wrapped
 from .errors import UninitialisedRead
-from .memory import wrapped
+from .threads import FULL, WARP
 
 if TYPE_CHECKING:
-    from .scheduler import Context
-
-FULL = 0xFFFFFFFF
-WARP = 32
+    from .context import Context
 
 # float32(x) is a plain float: arithmetic is double between stores.
 CASTS: dict[str, Callable[[Any], Any]] = {
@@ -205,7 +203,7 @@ LIBDEVICE = SimpleNamespace(
 
 
 class Namespace:
-    """`cuda` for one launch. The scheduler sets the indices at every switch of threads."""
+    """`cuda` for one launch. `run.py` sets the indices at every switch of threads."""
 
     warpsize = WARP
     fma = staticmethod(fma)
