@@ -8,7 +8,7 @@ from typing import Any
 
 import fa_numba
 from fa_numba.problem import Problem
-from fa_numba.tiling.tiles import MEASURES
+from fa_numba.tiling import MEASURES
 
 from .lab import peers, variants
 from .lab.options import Bench, Options

@@ -16,7 +16,7 @@ from fa_numba.ops import (
     standard_attention_backward,
 )
 from fa_numba.options import AttentionOptions
-from fa_numba.tiling.tiles import Tiles
+from fa_numba.tiling import Tiles
 
 __all__ = [
     "AttentionOptions",

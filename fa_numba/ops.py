@@ -16,7 +16,7 @@ from fa_numba.host.launch_cache import Seen
 from fa_numba.host.plans import Plan, Run, check_algorithm
 from fa_numba.options import AttentionOptions
 from fa_numba.problem import Problem
-from fa_numba.tiling.tiles import Tiles
+from fa_numba.tiling import Tiles
 
 
 def plan(

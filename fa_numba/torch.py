@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Unpack
 
 import numpy as np
@@ -12,7 +11,7 @@ from fa_numba.host import placement
 from fa_numba.host.arrays import on_host, operand
 from fa_numba.host.plans import check_algorithm
 from fa_numba.options import AttentionOptions
-from fa_numba.tiling.tiles import Tiles
+from fa_numba.tiling import Tiles
 
 try:
     import torch
@@ -128,7 +127,7 @@ def _check_backward(
         deterministic = torch.are_deterministic_algorithms_enabled()
     own: dict[str, Any] = {"deterministic": deterministic} if algorithm == "fa2" else {}
     if isinstance(given["tiles"], Tiles):
-        own["tiles"] = replace(given["tiles"], stages=1)
+        own["tiles"] = given["tiles"].for_backward()
     first = operand("q", q.detach())
     with placement.placed(first):
         plan = fa_numba.plan(

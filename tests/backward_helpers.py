@@ -29,7 +29,7 @@ from helpers import (
 import fa_numba
 from fa_numba import device as devices
 from fa_numba import reference
-from fa_numba.tiling.tiles import default_backward_tiles
+from fa_numba.tiling import default_backward_tiles
 
 # Every way to a gradient: (algorithm, what its function takes beside).
 WAYS = {

@@ -12,7 +12,7 @@ import fa_numba
 from fa_numba import Tiles
 from fa_numba import device as devices
 from fa_numba.host import placement
-from fa_numba.tiling.tiles import splits
+from fa_numba.tiling import splits
 
 FUNCTIONS = {
     "standard": fa_numba.standard_attention,

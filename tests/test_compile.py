@@ -22,10 +22,10 @@ from fa_numba.kernels.simt import (
     standard_backward,
 )
 from fa_numba.options import PLAIN, Features
-from fa_numba.tiling.tiles import (
-    BackwardSpec,
+from fa_numba.tiling import (
     MmaSweepSpec,
-    Spec,
+    SimtBackwardSpec,
+    SimtSpec,
     StandardSpec,
     Tiles,
     default_backward_tiles,
@@ -108,7 +108,7 @@ def backward_kernel_of(name, arch, d, causal, aligned):
         return standard_backward.make_standard_score_gradients(4096, standard.MAX_WARPS, PLAIN)
     tiles = default_backward_tiles(4096, 4096, d, SHARED[arch])
     facts = {"features": Features(causal=causal), "aligned": aligned, "grouped": False}
-    spec = select_spec(tiles, d, SHARED[arch], BackwardSpec, **facts)
+    spec = select_spec(tiles, d, SHARED[arch], SimtBackwardSpec, **facts)
     make = {
         "fa1": fa1_backward.make_backward,
         "fa2": fa2_backward.make_backward,
@@ -259,7 +259,7 @@ def test_a_kernel_with_an_option_compiles_within_its_budgets(algorithm, d, optio
     for make, tiles, kind in zip(
         FLASH[algorithm],
         (default_tiles(algorithm, *sizes), default_backward_tiles(*sizes)),
-        (Spec, BackwardSpec),
+        (SimtSpec, SimtBackwardSpec),
         strict=True,
     ):
         kernel = make(select_spec(tiles, d, SHARED["sm_90a"], kind, features=features))
@@ -273,7 +273,7 @@ def test_a_plain_kernel_has_no_argument_for_an_option(algorithm):
     """Its last argument is an empty tuple, which the compiled kernel does not have."""
     arrays = {4: 13, 3: 11}  # words of an array by its axes
     for n, make in enumerate(FLASH[algorithm]):
-        spec = select_spec(Tiles(64, 64), 64, SHARED["sm_90a"], (Spec, BackwardSpec)[n])
+        spec = select_spec(Tiles(64, 64), 64, SHARED["sm_90a"], (SimtSpec, SimtBackwardSpec)[n])
         kernel = make(spec)
         assert kernel.argument_types[-1].fields == ()
         ptx, _ = compiled(kernel, "sm_90a")
@@ -309,7 +309,7 @@ def test_the_docstrings_shared_memory_is_the_backward_kernels(module):
     python = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula)
     checked = 0
     for d, (Br, Bc) in itertools.product((32, 64, 128, 256), ((64, 64), (32, 64), (64, 32))):
-        for spec in splits(Br, Bc, d, BackwardSpec):
+        for spec in splits(Br, Bc, d, SimtBackwardSpec):
             if spec.columns == d:  # rows need no padding beyond the 4
                 floats = eval(python, {"Br": Br, "Bc": Bc, "d": d, "TX": spec.tx_count})
                 assert 4 * floats == spec.shared_bytes == module.make_backward(spec).shared_bytes
@@ -348,7 +348,7 @@ def mma_tiles(algorithm, passes, arch, d, option, specialised, default):
     """As a plan takes them: those that were measured on ``arch``, plain aligned calls alone."""
     if arch == "sm_90a" and option in (None, "causal", "splits"):
         with fa_numba.device.using("emulator"):
-            tuned = tuned_tiles(algorithm, passes, 4096, 4096, d, specialised)
+            tuned = tuned_tiles("mma", algorithm, passes, 4096, 4096, d, specialised)
         return tuned or default
     return default
 

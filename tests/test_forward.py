@@ -26,7 +26,7 @@ import fa_numba
 from fa_numba import Tiles
 from fa_numba import device as devices
 from fa_numba.host import plans
-from fa_numba.tiling.tiles import splits
+from fa_numba.tiling import splits
 
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 either_mask = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

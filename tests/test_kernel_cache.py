@@ -19,7 +19,7 @@ from fa_numba.device import device_function, kernel_cache
 from fa_numba.host import plans
 from fa_numba.kernels.mma import fa2_forward
 from fa_numba.options import Features
-from fa_numba.tiling.tiles import MmaSpec, Tiles, select_mma_spec
+from fa_numba.tiling import MmaSpec, Tiles, select_mma_spec
 
 LIMIT = 227 * 1024
 SPEC = select_mma_spec(Tiles(64, 32, 64), 64, LIMIT, MmaSpec, dtype="float16")
@@ -77,7 +77,7 @@ def test_what_a_kernel_is_compiled_with_is_in_its_key(monkeypatch):
 def test_the_key_is_that_of_every_process():
     text = (
         "from fa_numba.device import kernel_cache; from fa_numba.kernels.mma import fa2_forward; "
-        "from fa_numba.tiling.tiles import MmaSpec, Tiles, select_mma_spec; "
+        "from fa_numba.tiling import MmaSpec, Tiles, select_mma_spec; "
         f"spec = select_mma_spec(Tiles(64, 32, 64), 64, {LIMIT}, MmaSpec, dtype='float16'); "
         "print(kernel_cache.key_of(fa2_forward.make_forward(spec), (9, 0)).decode())"
     )

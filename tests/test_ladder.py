@@ -11,7 +11,7 @@ from experiments.lab.options import Bench, Options
 from experiments.lab.series import row_fields
 from experiments.lab.store import Recorder, Row, Store
 from experiments.lab.workloads import fa2_setting
-from fa_numba.tiling.tiles import MEASURES
+from fa_numba.tiling import MEASURES
 
 
 def synthetic(machine="some-gpu"):

@@ -32,7 +32,7 @@ from fa_numba import Tiles, reference
 from fa_numba import device as devices
 from fa_numba.host import plans
 from fa_numba.options import Features
-from fa_numba.tiling.tiles import (
+from fa_numba.tiling import (
     MEASURES,
     MmaSpec,
     StandardSpec,

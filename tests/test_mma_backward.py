@@ -43,7 +43,7 @@ import fa_numba
 from fa_numba import Tiles, reference
 from fa_numba import device as devices
 from fa_numba.host import plans
-from fa_numba.tiling.tiles import default_mma_backward_tiles, select_mma_backward_spec
+from fa_numba.tiling import default_mma_backward_tiles, select_mma_backward_spec
 
 WAYS = {**SINGLE_WAYS, "fa1-split": ("fa1", {"query_splits": 3})}
 # What atomic adds on a GPU sum in no fixed order.

@@ -5,15 +5,20 @@ import itertools
 import pytest
 
 from fa_numba import Tiles
+from fa_numba.integers import ceil_div, power_of_two, round_up
 from fa_numba.options import Features
-from fa_numba.tiling.tiles import (
-    MAX_ACCUMULATORS,
+from fa_numba.tiling import (
     MAX_THREADS,
+    MmaBackwardSpec,
+    SimtBackwardSpec,
+    SimtSpec,
     default_tiles,
     paper_rule,
+    select_mma_spec,
     select_spec,
     splits,
 )
+from fa_numba.tiling.simt import MAX_ACCUMULATORS
 
 KB = 1024
 
@@ -49,6 +54,29 @@ def test_tiles_are_values():
     assert {Tiles(8, 16): 1}[Tiles(8, 16)] == 1
     with pytest.raises(AttributeError):
         Tiles(8, 16).Br = 4
+
+
+def test_the_backward_pass_has_no_stages():
+    assert Tiles(64, 32, 64, stages=2).for_backward() == Tiles(64, 32, 64)
+    assert Tiles(64, 32).for_backward() == Tiles(64, 32)
+
+
+def test_whole_numbers_are_rounded_up():
+    for n in range(1, 300):
+        assert ceil_div(n, 16) == len(range(0, n, 16)) and round_up(n, 16) == 16 * ceil_div(n, 16)
+        power = power_of_two(n)
+        assert power // 2 < n <= power and power.bit_count() == 1
+    assert ceil_div(0, 16) == round_up(0, 16) == 0
+
+
+def test_a_unit_has_pitches_in_its_own_elements_alone():
+    forward, backward = select_mma_spec(Tiles(64, 64), 64, 227 * KB), MmaBackwardSpec
+    assert forward.pitch == 64 + 8 and select_spec(Tiles(64, 64), 64, 227 * KB).pitch_qk == 64 + 4
+    for name in ("pitch_qk", "pitch_v", "tile_floats", "d4"):
+        assert hasattr(SimtSpec, name) and not hasattr(forward, name)
+        assert not hasattr(backward, name)
+    for name in ("pitch", "tile_halves"):
+        assert not hasattr(SimtBackwardSpec, name)
 
 
 # FlashAttention, Algorithm 1, line 1: Bc = ceil(M / 4d), Br = min(ceil(M / 4d), d)

@@ -16,8 +16,7 @@ from experiments.lab.store import Store
 from experiments.lab.workloads import fa2_setting
 from fa_numba import Tiles
 from fa_numba.host import plans
-from fa_numba.tiling import tuned
-from fa_numba.tiling.tiles import select_mma_spec
+from fa_numba.tiling import select_mma_spec, tuned
 from fa_numba.tiling.tuned import tuned_tiles
 
 LIMIT = 227 * 1024
@@ -57,11 +56,16 @@ def chosen(d, Nq=4096, Nk=4096, algorithm="fa2"):
 
 def test_plans_take_the_tuned_tiles(table):
     rule = {(d, a): chosen(d, algorithm=a) for d in (64, 80, 128) for a in ("fa1", "fa2")}
-    table("9.0,fa2,fwd,64,64,32,64,1", "8.0,fa2,fwd,128,64,32,64,1", "9.0,fa2,bwd,128,64,32,64,1")
+    table(
+        "9.0,mma,fa2,fwd,64,64,32,64,1",
+        "8.0,mma,fa2,fwd,128,64,32,64,1",
+        "9.0,mma,fa2,bwd,128,64,32,64,1",
+        "9.0,simt,fa2,fwd,128,64,32,64,1",
+    )
     assert chosen(64) == Tiles(64, 32, 64) != rule[64, "fa2"]
     # 49 to 64 columns are the same fragments.
     assert chosen(49) == Tiles(64, 32, 64)
-    # Another head dimension, algorithm, GPU, pass.
+    # Another head dimension, algorithm, GPU, pass, unit.
     assert chosen(80) == rule[80, "fa2"]
     assert chosen(64, algorithm="fa1") == rule[64, "fa1"]
     assert chosen(128) == rule[128, "fa2"]
@@ -77,7 +81,7 @@ def test_plans_fall_back_to_the_rule(table, monkeypatch):
     lengths = (16, 63, 64, 200)
     rule = [chosen(64, N, N) for N in lengths]
     small, whole = with_limit(memory - 1), with_limit(LIMIT)
-    table("9.0,fa2,fwd,64,64,256,128,1")
+    table("9.0,mma,fa2,fwd,64,64,256,128,1")
     # Blocks larger than the sequences.
     assert [chosen(64, N, N) for N in lengths] == rule
     assert chosen(64, 64, 256) == Tiles(64, 256, 128)
@@ -92,19 +96,19 @@ def test_plans_fall_back_to_the_rule(table, monkeypatch):
     assert with_limit(memory) == Tiles(64, 256, 128)
     assert with_limit(memory - 1) == small
     # Registers that do not.
-    table("9.0,fa2,fwd,64,64,256,64,1")
+    table("9.0,mma,fa2,fwd,64,64,256,64,1")
     assert with_limit(LIMIT) == whole
 
 
 def test_the_call_runs_with_them(table):
-    table("9.0,fa2,fwd,48,16,32,32,1")
+    table("9.0,mma,fa2,fwd,48,16,32,32,1")
     with fa_numba.device.using("emulator"):
         planned = fa_numba.plan((1, 1, 256, 40), (1, 1, 256, 40), dtype="bfloat16")
     assert planned.tiles == Tiles(16, 32, 32)
 
 
 def test_plans_take_the_tuned_stages(table):
-    table("9.0,fa2,fwd,64,64,32,64,2")
+    table("9.0,mma,fa2,fwd,64,64,32,64,2")
     assert chosen(64) == Tiles(64, 32, 64, stages=2)
     shape = (1, 1, 4096, 64)
     planned = fa_numba.plan(shape, shape, dtype="float16")
@@ -120,8 +124,9 @@ def test_a_table_of_other_columns_is_refused(table):
 def test_the_tables_own_lines_are_tiles_of_a_gpu():
     with open(tune.TABLE, newline="") as file:
         lines = list(csv.DictReader(file))
-    assert len({tuple(line.values())[:4] for line in lines}) == len(lines)
+    assert len({tuple(line.values())[:5] for line in lines}) == len(lines)
     for line in lines:
+        assert line["unit"] == "mma"
         assert line["algorithm"] in ("fa1", "fa2") and line["pass"] in ("fwd", "bwd")
         d = int(line["head_dim"])
         Br, Bc, threads, stages = (int(line[n]) for n in ("Br", "Bc", "threads", "stages"))
@@ -132,9 +137,9 @@ def test_the_tables_own_lines_are_tiles_of_a_gpu():
 
 
 def test_tuned_tiles_are_asked_of_the_kernels_specialisation(table):
-    table("9.0,fa1,bwd,32,64,64,128,1")
+    table("9.0,mma,fa1,bwd,32,64,64,128,1")
     asked = []
-    found = tuned_tiles("fa1", "bwd", 64, 64, 17, asked.append)
+    found = tuned_tiles("mma", "fa1", "bwd", 64, 64, 17, asked.append)
     assert asked == [found] == [Tiles(64, 64, 128)]
 
 
@@ -236,16 +241,16 @@ def test_every_length_counts(monkeypatch):
 
 
 def test_the_table_is_updated_line_by_line(table):
-    table("8.0,fa2,fwd,64,64,64,64,1", "9.0,fa2,fwd,64,64,64,64,1")
+    table("8.0,mma,fa2,fwd,64,64,64,64,1", "9.0,mma,fa2,fwd,64,64,64,64,1")
     found = {
         ("fa2", "fwd", 128): (Tiles(64, 32, 64, 2), 1.0),
         ("fa2", "fwd", 64): (Tiles(32, 32, 32), 1),
     }
     assert tune.update(found, "9.0", table.path)
     assert table.path.read_text().splitlines()[1:] == [
-        "8.0,fa2,fwd,64,64,64,64,1",
-        "9.0,fa2,fwd,64,32,32,32,1",
-        "9.0,fa2,fwd,128,64,32,64,2",
+        "8.0,mma,fa2,fwd,64,64,64,64,1",
+        "9.0,mma,fa2,fwd,64,32,32,32,1",
+        "9.0,mma,fa2,fwd,128,64,32,64,2",
     ]
     assert not tune.update(found, "9.0", table.path)
 

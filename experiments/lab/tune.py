@@ -24,7 +24,7 @@ import numpy as np
 import fa_numba
 from fa_numba import reference
 from fa_numba.problem import Problem
-from fa_numba.tiling.tiles import STAGES
+from fa_numba.tiling import STAGES
 from fa_numba.tiling.tuned import COLUMNS, KEY, TABLE
 
 from . import peers
@@ -42,6 +42,7 @@ DTYPE, CHECKED_SEQLEN = "float16", 512
 # Few blocks of a short sequence, and many of a long one.
 SEQLENS = (512, 4096)
 HEAD_DIMS = (64, 128, 32, 96, 192, 256)
+UNIT = "mma"
 SERIES = ("fa1-mma", "fa2-mma")
 # Of each pass: rows of Q, rows of K and V. Smaller ones lose everywhere.
 BLOCKS = {"fwd": ((64, 128, 256), (32, 64, 128, 256)), "bwd": ((32, 64, 128), (32, 64, 128, 256))}
@@ -259,10 +260,10 @@ def update(
     with open(path, newline="") as file:
         lines = {tuple(line[: len(KEY)]): line for line in list(csv.reader(file))[1:]}
     for (name, pass_, head_dim), (tiles, _) in found.items():
-        line = [capability, name, pass_, str(head_dim)]
+        line = [capability, UNIT, name, pass_, str(head_dim)]
         lines[tuple(line)] = [*line, *map(str, astuple(tiles))]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
-    writer.writerows(sorted(lines.values(), key=lambda line: (*line[:3], int(line[3]))))
+    writer.writerows(sorted(lines.values(), key=lambda line: (*line[:4], int(line[4]))))
     return write_if_changed(path, text.getvalue())

@@ -14,7 +14,7 @@ from fa_numba import device
 from fa_numba.host.arrays import Operand, on_host, operand
 from fa_numba.options import UNIFORM, AttentionOptions, as_word, drop_threshold
 from fa_numba.problem import UNBOUNDED, Problem, check_block_mask
-from fa_numba.tiling.tiles import Tiles
+from fa_numba.tiling import Tiles
 
 LOG2E = math.log2(math.e)
 

@@ -23,11 +23,11 @@ from fa_numba.kernels.simt import (
 )
 from fa_numba.options import PLAIN, Features
 from fa_numba.problem import Problem, as_size
-from fa_numba.tiling.tiles import (
+from fa_numba.tiling import (
     MEASURES,
-    BackwardSpec,
     MmaSpec,
     MmaSweepSpec,
+    SimtBackwardSpec,
     StandardSpec,
     Tiles,
     default_backward_tiles,
@@ -265,7 +265,7 @@ def _mma_forward(
         fits = functools.partial(select_mma_spec, head_dim=d, shared_limit=limit, kind=kind)
         # Measured on plain calls: others need more registers.
         if aligned and replace(features, causal=False) == PLAIN and not splits_keys:
-            tiles = tuned_tiles(algorithm, "fwd", Nq, Nk, d, fits)
+            tiles = tuned_tiles("mma", algorithm, "fwd", Nq, Nk, d, fits)
     if tiles is None and algorithm == "standard":
         tiles = default_mma_standard_tiles(Nq, Nk, d, limit)
     elif tiles is None:
@@ -396,7 +396,7 @@ def _backward(problem, algorithm, tiles, aligned, deterministic, return_dbias, l
         tiles = default_backward_tiles(Nq, Nk, d, limit)
     features = Features.of(problem, dbias=return_dbias)
     facts = {"features": features, "aligned": aligned, "grouped": problem.group > 1}
-    spec = select_spec(tiles, d, limit, BackwardSpec, **facts)
+    spec = select_spec(tiles, d, limit, SimtBackwardSpec, **facts)
     tiles = replace(tiles, threads=spec.threads)
     Tr, Tc = -(-Nq // tiles.Br), -(-Nk // tiles.Bc)
     heads_q, heads_k = problem.heads_q, problem.heads_k
@@ -460,7 +460,7 @@ def _mma_backward(
         fits = functools.partial(
             select_mma_backward_spec, head_dim=d, shared_limit=limit, row_tiles=row_tiles
         )
-        tiles = tuned_tiles(algorithm, "bwd", Nq, Nk, d, fits)
+        tiles = tuned_tiles("mma", algorithm, "bwd", Nq, Nk, d, fits)
     if tiles is None:
         tiles = default_mma_backward_tiles(Nq, Nk, d, limit, row_tiles=row_tiles)
     facts: dict[str, Any] = {"aligned": aligned, "dtype": dtype, "grouped": problem.group > 1}

@@ -1,1 +1,57 @@
-"""Block sizes, and how the threads of a block share a tile."""
+"""Block sizes, and how the threads of a block share a tile.
+
+``tiles`` is what a caller chooses, ``spec`` what every kernel is compiled for, ``simt`` and ``mma``
+each unit's own, ``defaults`` and ``tuned`` what is taken where nobody chose.
+"""
+
+from fa_numba.tiling.defaults import (
+    default_backward_tiles,
+    default_mma_backward_tiles,
+    default_mma_standard_tiles,
+    default_mma_tiles,
+    default_tiles,
+    paper_rule,
+    sweep_tiles,
+)
+from fa_numba.tiling.mma import (
+    MEASURES,
+    MmaSpec,
+    StandardSpec,
+    select_mma_spec,
+)
+from fa_numba.tiling.mma_backward import (
+    MmaBackwardSpec,
+    MmaSweepSpec,
+    TransposedSpec,
+    select_mma_backward_spec,
+)
+from fa_numba.tiling.simt import SimtBackwardSpec, SimtSpec, select_spec, splits
+from fa_numba.tiling.spec import MAX_THREADS, Spec
+from fa_numba.tiling.tiles import STAGES, Tiles, is_valid
+
+__all__ = [
+    "MAX_THREADS",
+    "MEASURES",
+    "STAGES",
+    "MmaBackwardSpec",
+    "MmaSpec",
+    "MmaSweepSpec",
+    "SimtBackwardSpec",
+    "SimtSpec",
+    "Spec",
+    "StandardSpec",
+    "Tiles",
+    "TransposedSpec",
+    "default_backward_tiles",
+    "default_mma_backward_tiles",
+    "default_mma_standard_tiles",
+    "default_mma_tiles",
+    "default_tiles",
+    "is_valid",
+    "paper_rule",
+    "select_mma_backward_spec",
+    "select_mma_spec",
+    "select_spec",
+    "splits",
+    "sweep_tiles",
+]

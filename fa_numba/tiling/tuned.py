@@ -1,4 +1,4 @@
-"""Measured tiles of the tensor-core kernels, which `python -m experiments tune` writes."""
+"""Tiles that were the fastest in measurements, which `python -m experiments tune` writes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from fa_numba import device
+from fa_numba.integers import round_up
 from fa_numba.tiling.tiles import Tiles, is_valid
 
 TABLE = Path(__file__).with_name("tuned.csv")
-KEY = ("compute_capability", "algorithm", "pass", "head_dim")
+KEY = ("compute_capability", "unit", "algorithm", "pass", "head_dim")
 COLUMNS = (*KEY, "Br", "Bc", "threads", "stages")
 
 
@@ -26,21 +27,22 @@ def _table(path: Path) -> dict[tuple[str, ...], Tiles]:
 
 
 def tuned_tiles(
+    unit: str,
     algorithm: str,
     passes: str,
     seqlen_q: int,
     seqlen_k: int,
     head_dim: int,
-    specialised: Callable[[Tiles], Any],
+    select: Callable[[Tiles], Any],
 ) -> Tiles | None:
-    """The tiles that were fastest on GPUs like the current one.
+    """The tiles that were fastest on GPUs like the current one, for the kernels of ``unit``.
 
-    None where nothing was measured, a block is larger than the sequence, or ``specialised`` refuses
-    them with a ValueError. Head dimensions of as many fragments have one entry, the largest.
+    None where nothing was measured, a block is larger than the sequence, or ``select`` refuses them
+    with a ValueError. Head dimensions of as many fragments of 16 have one entry, the largest.
     """
     capability = ".".join(map(str, device.compute_capability()))
-    key = (capability, algorithm, passes, str(-(-head_dim // 16) * 16))
+    key = (capability, unit, algorithm, passes, str(round_up(head_dim, 16)))
     tiles = _table(TABLE).get(key)
     if tiles is None or tiles.Br > seqlen_q or tiles.Bc > seqlen_k:
         return None
-    return tiles if is_valid(tiles, specialised) else None
+    return tiles if is_valid(tiles, select) else None

@@ -1,0 +1,271 @@
+"""How the warps of a block share a tile on tensor cores (``mma.sync``), in 16 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fa_numba.tiling.spec import MAX_THREADS, Spec
+from fa_numba.tiling.tiles import Tiles
+
+# Measures that the forward kernels on tensor cores can do without, and whose they are.
+MEASURES = {
+    "padding": ("fa1", "fa2"),
+    "prefetch": ("fa1", "fa2"),
+    "q_registers": ("fa1", "fa2"),
+    "folded_scale": ("fa1", "fa2"),
+    "wide_stores": ("fa2",),
+}
+
+
+@dataclass(frozen=True)
+class MmaSpec(Spec):
+    """A forward kernel on tensor cores.
+
+    A warp takes 16 rows of S, or several times 16, and all columns; or, with ``splits_keys``, all
+    rows and an equal part of the columns. Thread (ty, tx) is place tx of 4 in group ty of a
+    fragment (intrinsics/matrix.py): it owns the rows ty + 8 i and, of each 8 columns, 2 tx and
+    2 tx + 1. Pitches are the lengths of rows in shared memory, in 16-bit elements; 16 bytes of
+    padding spread the rows that an ``ldmatrix`` reads over all banks. ``positive_scale``: the scale
+    of the scores is above 0. ``ablated`` are those of MEASURES that are left out. ``stages`` is how
+    many tiles of K and of V are in shared memory.
+    """
+
+    dtype: str = "float16"
+    positive_scale: bool = False
+    splits_keys: bool = False
+    ablated: tuple[str, ...] = ()
+    stages: int = 1
+
+    @property
+    def folds_scale(self) -> bool:
+        """Only a positive scale keeps the scores' order, and only plain scores are its product."""
+        features = self.features
+        plain = not (features.softcap or features.alibi or features.bias)
+        return self.positive_scale and plain and "folded_scale" not in self.ablated
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether tiles are on their way while others are computed with."""
+        return "prefetch" not in self.ablated
+
+    @property
+    def stores_wide(self) -> bool:
+        """Whether O leaves in 16-byte stores, by way of shared memory."""
+        return self.aligned and "wide_stores" not in self.ablated
+
+    @property
+    def row_step(self) -> int:
+        return 8
+
+    @property
+    def column_width(self) -> int:
+        return 2
+
+    @property
+    def column_step(self) -> int:
+        return 8
+
+    @property
+    def warps(self) -> int:
+        """Warps in a block."""
+        return self.threads // 32
+
+    @property
+    def TM(self) -> int:
+        return self.Br // 8 if self.splits_keys else super().TM
+
+    @property
+    def TN(self) -> int:
+        return super().TN // (self.warps if self.splits_keys else 1)
+
+    @property
+    def warp_rows(self) -> int:
+        """Rows of S from one warp's to the next warp's; 0 where every warp takes all rows."""
+        return 0 if self.splits_keys else 8 * self.TM
+
+    @property
+    def warp_columns(self) -> int:
+        return 4 * self.TN if self.splits_keys else 0
+
+    @property
+    def pitch(self) -> int:
+        """16-bit elements from a row of sQ, sK or sV to the next."""
+        return self.columns + (0 if "padding" in self.ablated else 8)
+
+    @property
+    def tile_halves(self) -> tuple[int, ...]:
+        """16-bit elements of sQ and of a stage of sK and of sV in shared memory."""
+        return self.Br * self.pitch, self.Bc * self.pitch, self.Bc * self.pitch
+
+    @property
+    def exchange_floats(self) -> int:
+        """Floats of sO, where warps that split the keys leave O, l and m for a row's owner."""
+        return (self.warps - 1) * self.Br * (self.columns + 2) if self.splits_keys else 0
+
+    @property
+    def shared_bytes(self) -> int:
+        rows, *columns = self.tile_halves
+        return 2 * (rows + self.stages * sum(columns)) + 4 * self.exchange_floats
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of one thread's parts of O and of S."""
+        return self.TM * (4 * self.DN + self.TN)
+
+    @property
+    def keeps_q(self) -> bool:
+        """Whether Q's fragments stay in registers: where S, O and they leave room for the rest."""
+        fit = self.columns <= 128 and self.accumulators + 2 * self.TM * self.DN <= 160
+        return fit and "q_registers" not in self.ablated
+
+    @property
+    def q_registers(self) -> int:
+        """Registers of Q's fragments; where they do not stay there few are in use at a time."""
+        return 2 * self.TM * self.DN
+
+    @property
+    def fits_registers(self) -> bool:
+        """192 of a thread's 255; the rest is for operands, addresses and values of rows."""
+        return self.accumulators <= 192
+
+    @property
+    def min_blocks(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class StandardSpec(MmaSpec):
+    """Standard attention's kernels on tensor cores, which hold a tile of S or of O, never both.
+
+    The products with S take ``step`` of a tile's columns at a time, in two stages: while one is
+    multiplied the next is on its way.
+    """
+
+    @property
+    def folds_scale(self) -> bool:
+        return False
+
+    @property
+    def step(self) -> int:
+        """Columns of S in one stage of a product with it."""
+        return next(n for n in (64, 32, 16) if self.Bc % n == 0)
+
+    @property
+    def pitch_s(self) -> int:
+        """16-bit elements from a row of sS, Br x Bc, to the next."""
+        return self.Bc + 8
+
+    @property
+    def pitch_p(self) -> int:
+        """16-bit elements from a row of a stage of sP, Br x step, to the next."""
+        return self.step + 8
+
+    @property
+    def pitch_t(self) -> int:
+        """16-bit elements from a row of a stage of the transposed sP, step x Br, to the next."""
+        return self.Br + 8
+
+    @property
+    def tile_halves(self) -> tuple[int, ...]:
+        """16-bit elements of sQ, sK and sS."""
+        return self.Br * self.pitch, self.Bc * self.pitch, self.Br * self.pitch_s
+
+    @property
+    def stage_halves(self) -> tuple[int, ...]:
+        """16-bit elements of one stage of P V: sP and sV."""
+        return self.Br * self.pitch_p, self.step * self.pitch
+
+    @property
+    def transposed_halves(self) -> tuple[int, ...]:
+        """16-bit elements of one stage of PT dO: sP and sdO."""
+        return self.step * self.pitch_t, self.step * self.pitch
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of the kernel that takes most."""
+        stages = max(sum(self.stage_halves), sum(self.transposed_halves))
+        return 2 * max(sum(self.tile_halves), 2 * stages)
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of one thread's part of S, or of O."""
+        return self.TM * max(self.TN, 4 * self.DN)
+
+    @property
+    def keeps_q(self) -> bool:
+        return self.TM * (self.TN + 2 * self.DN) <= 160
+
+    @property
+    def fits_registers(self) -> bool:
+        return self.accumulators <= 128
+
+    @property
+    def min_blocks_of_scores(self) -> int:
+        """``min_blocks`` of S = Q KT: 12 warps on a multiprocessor where S and Q are few enough."""
+        kept = self.q_registers if self.keeps_q else 0
+        return max(1, 12 // self.warps) if self.TM * self.TN + kept <= 96 else 1
+
+    @property
+    def min_blocks_of_output(self) -> int:
+        """``min_blocks`` of O = P V: 16 warps on a multiprocessor where O is small enough."""
+        return max(1, 16 // self.warps) if self.TM * 4 * self.DN <= 64 else 1
+
+
+def select_mma_spec(
+    tiles: Tiles,
+    head_dim: int,
+    shared_limit: int,
+    kind: type[MmaSpec] = MmaSpec,
+    **facts: Any,
+) -> Any:
+    """The specialisation on tensor cores for ``tiles``: of ``kind``, with the fields ``facts``
+    beside the sizes; ``shared_limit`` in bytes a block.
+
+    ``tiles.threads`` is 32 a warp, and a warp takes 16 or 32 rows; None takes 32 where it can.
+    With ``splits_keys`` 2, 4 or 8 warps share the columns, by 16 or several times 16; None takes 4.
+    Raises ValueError for tiles that are no multiples of 16, or do not fit.
+    """
+    splits_keys = facts.get("splits_keys", False)
+    if tiles.Br % 16 or tiles.Bc % 16:
+        raise ValueError(
+            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} on tensor cores: allowed are multiples of 16"
+        )
+    if splits_keys and tiles.Bc % 32:
+        raise ValueError(
+            f"tiles: Bc={tiles.Bc} with warp_partition='keys': allowed are multiples of 32, 16 "
+            "columns for each of two warps or more"
+        )
+    counts = [tiles.Br // rows for rows in (32, 16) if tiles.Br % rows == 0]
+    if splits_keys:
+        counts = [warps for warps in (4, 8, 2) if tiles.Bc % (16 * warps) == 0]
+    facts["stages"] = tiles.stages
+    found = [kind(head_dim, tiles.Br, tiles.Bc, 4, 8 * warps, **facts) for warps in counts]
+    return chosen(found, tiles, head_dim, shared_limit)
+
+
+def chosen(found: list, tiles: Tiles, head_dim: int, shared_limit: int) -> Any:
+    """The first of these specialisations that fits, or the one with the threads asked for."""
+    part = "all" if found[0].splits_keys else "16 or 32 of"
+    staged = f", stages={tiles.stages}" if tiles.stages > 1 else ""
+    found = [s for s in found if s.threads <= MAX_THREADS and s.fits_registers]
+    if not found:
+        raise ValueError(
+            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} leaves no split over "
+            f"warps of {part} its rows and at most {MAX_THREADS} threads whose parts fit their "
+            "registers; take smaller blocks"
+        )
+    if found[0].shared_bytes > shared_limit:
+        raise ValueError(
+            f"tiles: Br={tiles.Br}, Bc={tiles.Bc}{staged} at head_dim={head_dim} needs "
+            f"{found[0].shared_bytes} bytes of shared memory, the device has {shared_limit} a block"
+        )
+    if tiles.threads is not None:
+        allowed = sorted({spec.threads for spec in found})
+        found = [spec for spec in found if spec.threads == tiles.threads]
+        if not found:
+            raise ValueError(
+                f"tiles: threads={tiles.threads} does not fit Br={tiles.Br}, Bc={tiles.Bc} on "
+                f"tensor cores; allowed: {allowed}"
+            )
+    return found[0]

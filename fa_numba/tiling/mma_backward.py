@@ -1,0 +1,207 @@
+"""How the warps of a block share a tile in the backward pass on tensor cores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fa_numba.integers import ceil_div
+from fa_numba.tiling.mma import MmaSpec, chosen
+from fa_numba.tiling.tiles import Tiles
+
+
+@dataclass(frozen=True)
+class MmaBackwardSpec(MmaSpec):
+    """A backward kernel on tensor cores, which has the transposed ST and dPT in its registers.
+
+    A warp takes 16 or 32 columns of S. With ``row_warps`` 1 it takes all rows: PT and dST are then
+    first operands of dV += PT dO and dK += dST Q without leaving registers. With 2 two warps take
+    half of the rows each, exchange PT and dST through shared memory, and make half of the columns
+    of dK and dV each: half the registers. Thread (ty, tx) owns columns tx + 8 j and of
+    each 8 rows 2 ty and 2 ty + 1, counted over the warps. dQ needs all columns: dST is in shared
+    memory, and ``query_warps`` x ``chunk_warps`` warps share a tile of dQ.
+
+    ``row_tiles`` counts the matrices with a row tile in shared memory: Q, dO and, for
+    FlashAttention-1, O. ``splits_queries``: several blocks add to one dK and dV. ``vector_adds``:
+    atomic adds of two neighbours at once, which compute capability 9.0 has.
+    """
+
+    row_warps: int = 1
+    row_tiles: int = 2
+    splits_queries: bool = False
+    vector_adds: bool = False
+
+    @property
+    def row_width(self) -> int:
+        return 2
+
+    @property
+    def column_width(self) -> int:
+        return 1
+
+    @property
+    def element_steps(self) -> tuple[int, int]:
+        return 1, self.TM
+
+    @property
+    def TM(self) -> int:
+        return self.Br // (4 * self.row_warps)
+
+    @property
+    def TN(self) -> int:
+        return self.Bc * self.row_warps // (8 * self.warps)
+
+    @property
+    def DN(self) -> int:
+        return ceil_div(self.head_dim, 16 * self.row_warps) * self.row_warps
+
+    @property
+    def scores(self) -> TransposedSpec:
+        """For the forward pass's parts, to make ST = K QT and dPT = V dOT of one warp: they find K,
+        or V, where they look for Q.
+        """
+        rows = self.Br // self.row_warps
+        keeps = self.row_warps == 1 and self.accumulators + 4 * self.TN * self.DN <= 176
+        return self._transposed(16 * self.DN, rows, keeps)
+
+    @property
+    def gradients(self) -> TransposedSpec:
+        """For the forward pass's product P V, to make dV = PT dO and dK = dST Q of one warp."""
+        return self._transposed(16 * self.DN // self.row_warps, self.Br, False)
+
+    def _transposed(self, head_dim: int, rows: int, keeps: bool) -> TransposedSpec:
+        return TransposedSpec(
+            head_dim,
+            self.Bc,
+            rows,
+            4,
+            8 * self.warps,
+            self.features,
+            self.aligned,
+            dtype=self.dtype,
+            keeps_q=keeps,
+            whole=self,
+        )
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of one thread's parts of dK and dV, and of S and dP."""
+        return 2 * self.TN * (4 * self.DN // self.row_warps + self.TM)
+
+    @property
+    def query_warps(self) -> int:
+        """Warps down the rows of dQ: the split that reads the least of dST and K."""
+        return self.warps // self.chunk_warps
+
+    @property
+    def chunk_warps(self) -> int:
+        """Warps along the columns of dQ, which they take in chunks of 16."""
+
+        def reads(along: int) -> int:
+            fragments = self.Br // 16 * along // self.warps
+            chunks = ceil_div(self.DN, along)
+            return 2 * fragments * chunks + fragments + chunks
+
+        ways = [n for n in range(1, self.warps + 1) if self.warps % n == 0]
+        return min((n for n in ways if self.Br // 16 % (self.warps // n) == 0), key=reads)
+
+    @property
+    def query_fragments(self) -> int:
+        """Fragments of 16 rows of dQ in a warp."""
+        return self.Br // 16 // self.query_warps
+
+    @property
+    def query_chunks(self) -> int:
+        """Chunks of 16 columns of dQ in a warp."""
+        return ceil_div(self.DN, self.chunk_warps)
+
+    @property
+    def pitch_ds(self) -> int:
+        """16-bit elements from a row of dST, which is a column of S, to the next."""
+        return self.Br + 8
+
+    @property
+    def tile_halves(self) -> tuple[int, ...]:
+        """16-bit elements of a row tile, a column tile and a tile of dST in shared memory."""
+        return self.Br * self.pitch, self.Bc * self.pitch, self.Bc * self.pitch_ds
+
+    @property
+    def shared_bytes(self) -> int:
+        """Two stages of the row tiles, L and D; K, V, dST and, where warps exchange it, PT."""
+        rows, columns, scores = self.tile_halves
+        halves = 2 * self.row_tiles * rows + 2 * columns + self.row_warps * scores
+        return 2 * halves + 16 * self.Br
+
+
+@dataclass(frozen=True)
+class MmaSweepSpec(MmaSpec):
+    """The second sweep of a deterministic backward pass, which makes dQ: Q outer, as the forward
+    pass, with S and dP in registers, and fragments of Q and dO.
+    """
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of one thread's parts of dQ, S and dP."""
+        return self.TM * (4 * self.DN + 2 * self.TN)
+
+    @property
+    def keeps_q(self) -> bool:
+        """Whether the fragments of Q and dO stay in registers."""
+        return self.accumulators + 4 * self.TM * self.DN <= 160
+
+
+@dataclass(frozen=True)
+class TransposedSpec(MmaSpec):
+    """A part of what the backward kernel ``whole`` multiplies, its rows being columns of S.
+
+    ``head_dim`` counts whole fragments. The pitch and TM, the warp's groups of 8 columns of S, are
+    the kernel's.
+    """
+
+    keeps_q: bool = False
+    whole: MmaBackwardSpec = None  # type: ignore[assignment]
+
+    @property
+    def TM(self) -> int:
+        return self.whole.TN
+
+    @property
+    def pitch(self) -> int:
+        return self.whole.pitch
+
+
+def row_warps_of(head_dim: int) -> int:
+    """``MmaBackwardSpec.row_warps``: beyond d = 64 one warp's registers would hold too few columns
+    of S with all their rows.
+    """
+    return 1 if head_dim <= 64 else 2
+
+
+def select_mma_backward_spec(
+    tiles: Tiles, head_dim: int, shared_limit: int, **facts: Any
+) -> MmaBackwardSpec:
+    """The specialisation of a backward kernel on tensor cores for ``tiles``, as
+    ``select_mma_spec``.
+
+    A warp takes 32 or 16 columns, two beyond d = 64 the same ones; None takes 32 where it can.
+    """
+    row_warps = row_warps_of(head_dim)
+    if tiles.Br % (16 * row_warps) or tiles.Bc % 16:
+        raise ValueError(
+            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} on tensor cores at head_dim={head_dim}, "
+            f"backward: allowed are multiples of {16 * row_warps} and 16"
+        )
+    found = [
+        MmaBackwardSpec(
+            head_dim,
+            tiles.Br,
+            tiles.Bc,
+            4,
+            8 * row_warps * (tiles.Bc // columns),
+            row_warps=row_warps,
+            **facts,
+        )
+        for columns in (32, 16)
+        if tiles.Bc % columns == 0
+    ]
+    return chosen(found, tiles, head_dim, shared_limit)

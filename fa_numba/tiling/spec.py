@@ -1,0 +1,121 @@
+"""What every kernel specialisation says, whatever unit computes: sizes, and who owns which part."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from fa_numba.integers import ceil_div
+from fa_numba.options import PLAIN, Features
+
+MAX_THREADS = 512
+
+
+@dataclass(frozen=True)
+class Spec(ABC):
+    """The compile-time facts of a kernel: everything that its factory closes over.
+
+    ``Br`` x ``Bc`` is a tile of S, shared by a block of ``ty_count`` x ``tx_count`` threads. Thread
+    (ty, tx) has TM of its rows, TN of its columns and, of the same rows, 4 DN columns of O. Which
+    ones these are is said by ``row_width``, ``row_step``, ``column_width`` and ``column_step``
+    (parts/layout.py counts with them). ``features`` are the options that the kernel is compiled
+    for. ``aligned``: rows in global memory are contiguous and start at 16-byte addresses.
+    ``grouped``: several query heads read one K/V head.
+    """
+
+    head_dim: int
+    Br: int
+    Bc: int
+    tx_count: int
+    ty_count: int
+    features: Features = PLAIN
+    aligned: bool = True
+    return_lse: bool = False
+    grouped: bool = True
+
+    @property
+    def threads(self) -> int:
+        """Threads in a block."""
+        return self.tx_count * self.ty_count
+
+    @property
+    def TM(self) -> int:
+        """Rows of S in one thread."""
+        return self.Br // self.ty_count
+
+    @property
+    def TN(self) -> int:
+        """Columns of S in one thread."""
+        return self.Bc // self.tx_count
+
+    @property
+    def DN(self) -> int:
+        """Groups of four columns of O in one thread."""
+        return ceil_div(self.head_dim, 4 * self.tx_count)
+
+    @property
+    def columns(self) -> int:
+        """The head dimension rounded up to what the threads of a row cover."""
+        return 4 * self.tx_count * self.DN
+
+    @property
+    def row_width(self) -> int:
+        """A thread's rows of S come in runs of this many neighbours."""
+        return 1
+
+    @property
+    @abstractmethod
+    def row_step(self) -> int:
+        """Rows from the start of one run to the start of the thread's next."""
+
+    @property
+    def column_width(self) -> int:
+        """A thread's columns of S come in runs of this many neighbours."""
+        return 1
+
+    @property
+    @abstractmethod
+    def column_step(self) -> int:
+        """Columns from the start of one run to the start of the thread's next."""
+
+    @property
+    def element_steps(self) -> tuple[int, int]:
+        """Registers of S from a thread's row to its next, and from a column to its next."""
+        return self.TN, 1
+
+    @property
+    def warp_columns(self) -> int:
+        """Columns of S from one warp's to the next warp's; 0 where every warp takes all columns."""
+        return 0
+
+    @property
+    def folds_scale(self) -> bool:
+        """Whether the scale is applied in the softmax's exponent, and not to the scores before."""
+        return False
+
+    @property
+    def cap_registers(self) -> int:
+        """Registers for the slopes of a cap on the scores, kept from S to dS; 1 where there is no
+        cap, since an array of registers has at least one.
+        """
+        return self.TM * self.TN if self.features.softcap else 1
+
+    @property
+    @abstractmethod
+    def accumulators(self) -> int:
+        """Registers of one thread's parts of the tiles that the kernel has in registers at once."""
+
+    @property
+    @abstractmethod
+    def fits_registers(self) -> bool:
+        """Whether a thread's parts of the tiles leave it registers for everything else."""
+
+    @property
+    @abstractmethod
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory that a block takes."""
+
+    @property
+    @abstractmethod
+    def min_blocks(self) -> int:
+        """Blocks that ptxas should leave registers for on one multiprocessor."""
