@@ -15,7 +15,8 @@ except ModuleNotFoundError as error:
 
 from .lab import report, tune
 from .lab.options import FIGURES, Options
-from .lab.runner import Runner, load, names
+from .lab.registry import load, names, needs_torch
+from .lab.runner import Runner
 
 QUICK = FIGURES / "quick"
 MAX_SEQLEN = 1 << 20
@@ -140,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         table = Table(box=None, show_header=False)
         for name in names():
             module = load(name)
-            torch = " and torch" if getattr(module, "NEEDS_TORCH", False) else ""
+            torch = " and torch" if needs_torch(module) else ""
             needs = f" Needs a CUDA GPU{torch} to measure." if module.NEEDS_GPU else ""
             table.add_row(f"[bold]{name}[/]", f"{module.DESCRIPTION}{needs}")
         console.print(table)

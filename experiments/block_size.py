@@ -9,10 +9,11 @@ import fa_numba
 from fa_numba import device, io_model
 from fa_numba.problem import Problem
 
-from .lab import published
+from .lab import counts, published, tables
 from .lab.options import Bench, Options
 from .lab.series import call, plan, row_fields
 from .lab.store import EMULATOR, MODEL, PUBLISHED, Row
+from .lab.tables import Table
 from .lab.timing import Gate, attempt, time_call
 from .lab.workloads import Inputs, one_head
 
@@ -31,7 +32,6 @@ SIZES = (16, 32, 64, 128, 256, 512)
 FIXED = 64
 # Counted where the emulator takes a second: the same tiles, with fewer of them.
 SMALL_SEQLEN, SMALL_HEAD_DIM, SMALL_SIZES, SMALL_FIXED = 96, 16, (16, 32, 48, 64), 32
-COUNTED_SEQLEN, COUNTED_FLOPS = 256, 1e7  # half a minute for a problem's tiles; minutes beyond
 # Columns that this experiment varies: a row of other block sizes is no older reading.
 SWEPT = ("Br", "Bc")
 FA1, FA2 = "fa1-simt", "fa2-simt"
@@ -62,7 +62,13 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
     small = sweep(SMALL_SIZES[:2] if options.quick else SMALL_SIZES, SMALL_FIXED)
     inputs = Inputs()
-    counted = [(problem, *tile) for problem in _countable(options, bench, masks) for tile in small]
+    wanted = [
+        one_head(N, d, mask)
+        for N in options.seqlens or (SMALL_SEQLEN,)
+        for d in options.head_dims or (SMALL_HEAD_DIM,)
+        for mask in masks
+    ]
+    counted = [(p, *tile) for p in counts.countable(wanted, bench) for tile in small]
     for problem, series, Br, Bc in bench.track(counted, "counting on the emulator"):
         yield from _model(problem, series, Br, Bc)
         yield from _count(problem, series, Br, Bc, inputs)
@@ -77,42 +83,22 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
             yield _time(problem, series, Br, Bc, arrays, gate, bench.machine)
 
 
-def _countable(options: Options, bench: Bench, masks: Sequence[bool]) -> list[Problem]:
-    """What the emulator counts; says which of the sizes asked for are too large for it."""
-    sizes = [
-        (N, d)
-        for N in options.seqlens or (SMALL_SEQLEN,)
-        for d in options.head_dims or (SMALL_HEAD_DIM,)
-    ]
-    small = [(N, d) for N, d in sizes if N <= COUNTED_SEQLEN and 4 * N * N * d <= COUNTED_FLOPS]
-    beyond = [f"N={N}, d={d}" for N, d in sizes if (N, d) not in small]
-    if beyond:
-        bench.say(f"  not counted, minutes on the emulator: {'; '.join(beyond)}")
-    return [one_head(N, d, mask) for N, d in small for mask in masks]
-
-
 def _fields(problem: Problem, series: str, Br: int | None, Bc: int | None) -> dict[str, Any]:
     return {"experiment": NAME, "series": series, "Br": Br, "Bc": Bc, **row_fields(problem)}
-
-
-def _totals(accesses: Any, **common: Any) -> Iterator[Row]:
-    for metric, arrays in (("loads", accesses.loads), ("stores", accesses.stores)):
-        value = sum(arrays.values())
-        yield Row(metric=metric, unit="elements", value=value, **common)
 
 
 def _model(problem: Problem, series: str, Br: int, Bc: int) -> Iterator[Row]:
     form = io_model.fa1 if series == FA1 else io_model.fa2
     accesses = form(problem, fa_numba.Tiles(Br=Br, Bc=Bc))
-    yield from _totals(accesses, machine=MODEL, source="model", **_fields(problem, series, Br, Bc))
+    fields = _fields(problem, series, Br, Bc)
+    yield from counts.totals(accesses, machine=MODEL, source="model", **fields)
 
 
 def _count(problem: Problem, series: str, Br: int, Bc: int, inputs: Inputs) -> Iterator[Row]:
-    with fa_numba.count_accesses() as counts:
+    with fa_numba.count_accesses() as counted:
         call(series, problem, *inputs(problem), tiles=fa_numba.Tiles(Br=Br, Bc=Bc))()
-    yield from _totals(
-        counts, machine=EMULATOR, source="counted", **_fields(problem, series, Br, Bc)
-    )
+    fields = _fields(problem, series, Br, Bc)
+    yield from counts.totals(counted, machine=EMULATOR, source="counted", **fields)
 
 
 def _time(
@@ -162,17 +148,6 @@ def published_rows() -> list[Row]:
     return rows
 
 
-def equal_counts(rows: Sequence[Row]) -> tuple[int, int]:
-    """(counted numbers that equal the model's, counted numbers)."""
-
-    def what(row: Row) -> tuple:
-        return row.key[: row.key.index(row.source)] + row.key[row.key.index(row.source) + 1 :]
-
-    model = {what(row): row.value for row in rows if row.source == "model"}
-    counted = [row for row in rows if row.source == "counted"]
-    return sum(model.get(what(row)) == row.value for row in counted), len(counted)
-
-
 def draw(rows: Sequence[Row]) -> Any:
     """Accesses in GB and runtime in ms over the block size, a row of panels a problem."""
     from .lab import style
@@ -182,7 +157,6 @@ def draw(rows: Sequence[Row]) -> Any:
     if not problems:
         return None
     figure, axes = style.new(len(problems), 2, 1.0 + 3.8 * len(problems))
-    equal, counted = equal_counts(rows)
     for (N, d, mask), (left, right) in zip(problems, axes, strict=True):
         mine = [r for r in large if (r.seqlen_q, r.head_dim, r.causal) == (N, d, mask)]
         reference = published_rows() if (N, d, mask) == (SEQLEN, HEAD_DIM, False) else []
@@ -201,20 +175,8 @@ def draw(rows: Sequence[Row]) -> Any:
                 ha="right",
                 fontsize=9,
             )
-    if counted:
-        sizes = sorted({(r.seqlen_q, r.head_dim) for r in rows if r.source == "counted"})
-        where = "; ".join(f"N={N}, d={d}" for N, d in sizes)
-        axes[0][0].annotate(
-            f"counted on the emulator at {where}:\n{equal} of {counted} numbers equal the model",
-            (0.98, 0.55),
-            xycoords="axes fraction",
-            ha="right",
-            fontsize=9,
-        )
-    shown: dict[str, Any] = {}
-    for ax in axes.flat:
-        handles, labels = ax.get_legend_handles_labels()
-        shown |= dict(zip(labels, handles, strict=True)) | shown
+    counts.annotate(axes[0][0], rows, 0.55)
+    shown = style.handles(axes)
     if shown:
         figure.legend(shown.values(), shown.keys(), loc="outside upper center", ncols=2)
     return figure
@@ -276,3 +238,46 @@ def _panel(
     style.sizes(ax, sorted(drawn), "block size")
     ax.set_ylabel(name)
     ax.set_ylim(bottom=0)
+
+
+def table(rows: Sequence[Row]) -> Table | None:
+    """Accesses and runtime over the block size, the paper's beside ours."""
+    paper = {(r.Bc, r.metric): r.value for r in published_rows()}
+    here = [r for r in rows if (r.batch, *tables.sizes(r)) == (BATCH, SEQLEN, HEAD_DIM, False)]
+    times = {(r.series, r.Br, r.Bc): r for r in here if r.metric == "time"}
+    model: dict[tuple[str, int | None, int | None], float] = {}
+    for r in here:
+        if r.source == "model" and r.unit == "elements" and r.value is not None:
+            tile = (r.series, r.Br, r.Bc)
+            model[tile] = model.get(tile, 0) + r.value * io_model.ELEMENT_BYTES / 1e9
+    if not model:
+        return None
+    problem = Problem(BATCH, HEADS, HEADS, SEQLEN, SEQLEN, HEAD_DIM)
+    lines = []
+    for size in SIZES:
+        k_outer, q_outer = (FA1, FIXED, size), (FA2, size, FIXED)
+        gb, ms = paper.get((size, "traffic")), paper.get((size, "time"))
+        lines.append(
+            [
+                str(size),
+                tables.MISSING if gb is None else f"{gb / 1e9:.2f}",
+                f"{io_model.fa1_paper_gb(problem, size):.2f}",
+                *(tables.number(model, tile, ".2f") for tile in (k_outer, q_outer)),
+                tables.MISSING if ms is None else f"{ms:.1f}",
+                *(
+                    tables.cell(times.get(tile), lambda v: f"{v:.1f}")
+                    for tile in (k_outer, q_outer)
+                ),
+            ]
+        )
+    header = [
+        "block size",
+        "paper, GB (2 B)",
+        "its formula, GB (2 B)",
+        "K/V outer over B_c, GB (4 B)",
+        "Q outer over B_r, GB (4 B)",
+        "paper, ms (A100, fp16)",
+        "K/V outer, ms",
+        "Q outer, ms",
+    ]
+    return Table(f"The other block size is {FIXED}.", tables.markdown(header, lines))

@@ -13,11 +13,11 @@ import fa_numba
 from fa_numba import device, io_model, reference
 from fa_numba.problem import Problem
 
-from .block_size import equal_counts
-from .lab import peers, published
+from .lab import counts, peers, published, tables
 from .lab.options import Bench, Options
 from .lab.series import LABELS, call, gradients, row_fields
 from .lab.store import EMULATOR, MODEL, PUBLISHED, Row
+from .lab.tables import Table
 from .lab.timing import SECONDS, WrongResult, attempt, time_call, to_host
 from .lab.workloads import SEED, Inputs, one_head
 
@@ -31,6 +31,10 @@ DESCRIPTION = (
 NEEDS_GPU = False
 # A row's share of blocks stands in its note.
 SWEPT = ("note",)
+PROTOCOL = (
+    "the whole last head of O, or of dq, dk and dv, checked in the same way at N=1024 at most, "
+    "with the same share of blocks; gradients and repeats as above"
+)
 
 # The paper says N alone. Heads and head dimension are those of its Fig. 2 left and middle, the
 # batch an eighth of theirs.
@@ -44,7 +48,6 @@ SERIES = ("fa1-simt", "fa2-simt")
 # Checked against float64, and counted where the emulator takes a second.
 CHECKED_SEQLEN = 1024
 SMALL_SEQLEN, SMALL_HEAD_DIM, SMALL_SIZE, SMALL_SHARES = 96, 16, 16, (20, 60)
-COUNTED_SEQLEN, COUNTED_FLOPS = 256, 1e7
 NO_MASK = "no mask"
 
 
@@ -114,9 +117,15 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
         yield from _model(problem, series, SIZE, share)
 
     few = SMALL_SHARES[:1] if options.quick else SMALL_SHARES
+    wanted = [
+        one_head(N, d, mask)
+        for N in options.seqlens or (SMALL_SEQLEN,)
+        for d in options.head_dims or (SMALL_HEAD_DIM,)
+        for mask in masks
+    ]
     counted = [
         (problem, series, share)
-        for problem in _countable(options, bench)
+        for problem in counts.countable(wanted, bench)
         for share in _shares(bench, problem, SMALL_SIZE, few)
         for series in SERIES
     ]
@@ -139,25 +148,6 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
             peers.release()
 
 
-def _countable(options: Options, bench: Bench) -> list[Problem]:
-    """What the emulator counts; says which of the sizes asked for are too large for it."""
-    problems = [
-        one_head(N, d, mask)
-        for N in options.seqlens or (SMALL_SEQLEN,)
-        for d in options.head_dims or (SMALL_HEAD_DIM,)
-        for mask in options.causal or (False,)
-    ]
-    small = [
-        p
-        for p in problems
-        if p.seqlen_q <= COUNTED_SEQLEN and 4 * p.seqlen_q**2 * p.head_dim <= COUNTED_FLOPS
-    ]
-    beyond = {f"N={p.seqlen_q}, d={p.head_dim}": None for p in problems if p not in small}
-    if beyond:
-        bench.say(f"  not counted, minutes on the emulator: {'; '.join(beyond)}")
-    return small
-
-
 def _fields(problem: Problem, series: str, pass_: str, size: int, share: int | None) -> dict:
     return {
         "experiment": NAME,
@@ -168,13 +158,6 @@ def _fields(problem: Problem, series: str, pass_: str, size: int, share: int | N
         "note": place(share),
         **row_fields(problem),
     }
-
-
-def _totals(accesses: Sequence[Any], **common: Any) -> Iterator[Row]:
-    """Loads and stores of one or two calls together."""
-    for metric in ("loads", "stores"):
-        value = sum(sum(getattr(each, metric).values()) for each in accesses)
-        yield Row(metric=metric, unit="elements", value=value, **common)
 
 
 def _model(problem: Problem, series: str, size: int, share: int | None) -> Iterator[Row]:
@@ -190,7 +173,7 @@ def _model(problem: Problem, series: str, size: int, share: int | None) -> Itera
         backward = io_model.fa2_backward(sparse, tiles, block_mask=mask)
     for pass_, parts in (("fwd", [forward]), ("fwd+bwd", [forward, backward])):
         fields = _fields(problem, series, pass_, size, share)
-        yield from _totals(parts, machine=MODEL, source="model", **fields)
+        yield from counts.totals(*parts, machine=MODEL, source="model", **fields)
 
 
 def _count(
@@ -198,10 +181,10 @@ def _count(
 ) -> Iterator[Row]:
     arrays = inputs(problem)
     for pass_ in PASSES:
-        with fa_numba.count_accesses() as counts:
+        with fa_numba.count_accesses() as counted:
             _run(series, problem, pass_, arrays, _given(problem, size, share))()
         fields = _fields(problem, series, pass_, size, share)
-        yield from _totals([counts], machine=EMULATOR, source="counted", **fields)
+        yield from counts.totals(counted, machine=EMULATOR, source="counted", **fields)
 
 
 def _run(
@@ -359,32 +342,12 @@ def draw(rows: Sequence[Row]) -> Any:
         model = [r for r in mine if r.source == "model"]
         _time_panel(left, times, style)
         _relative_panel(right, times, model, style)
-    equal, counted = equal_counts_of_shares(rows)
-    if counted:
-        sizes = sorted({(r.seqlen_q, r.head_dim) for r in rows if r.source == "counted"})
-        where = "; ".join(f"N={N}, d={d}" for N, d in sizes)
-        axes[0][1].annotate(
-            f"counted on the emulator at {where}:\n{equal} of {counted} numbers equal the model",
-            (0.98, 0.05),
-            xycoords="axes fraction",
-            ha="right",
-            fontsize=9,
-        )
-    shown: dict[str, Any] = {}
-    for ax in axes.flat:
-        handles, labels = ax.get_legend_handles_labels()
-        shown |= dict(zip(labels, handles, strict=True)) | shown
+    counts.annotate(axes[0][1], rows, 0.05)
+    shown = style.handles(axes)
     if shown:
         shown["without a mask (open, or large)"] = Line2D([], [], **_UNMASKED)
         figure.legend(shown.values(), shown.keys(), loc="outside upper center", ncols=2)
     return figure
-
-
-def equal_counts_of_shares(rows: Sequence[Row]) -> tuple[int, int]:
-    """(counted numbers that equal the model's, counted numbers), each at its own share."""
-    places = {row.place for row in rows if row.source == "counted"}
-    found = [equal_counts([row for row in rows if row.place == each]) for each in sorted(places)]
-    return sum(equal for equal, _ in found), sum(counted for _, counted in found)
 
 
 _STYLES = {
@@ -440,3 +403,36 @@ def _relative_panel(ax: Any, times: Sequence[Row], model: Sequence[Row], style: 
         return
     ax.plot([0, 100], [0, 1], color="#B0B0B0", lw=1, zorder=1, label="proportional to the share")
     _axes(ax)
+
+
+def table(rows: Sequence[Row]) -> Table | None:
+    """Time, and time and accesses over those without a mask, over the share of blocks."""
+    problem = setting(SEQLEN, HEAD_DIM)
+    wanted = (problem.batch, SEQLEN, HEAD_DIM, False)
+    here = [r for r in rows if (r.batch, *tables.sizes(r)) == wanted]
+    measured = [r for r in here if r.source == "measured"]
+    if not measured:
+        return None
+    curves = [curve(published_rows(), PUBLISHED, ("time",))]
+    for pass_ in PASSES:
+        mine = [r for r in measured if r.pass_ == pass_]
+        curves += [curve(mine, series, ("time",)) for series in SERIES]
+    model = [r for r in here if r.source == "model" and r.pass_ == "fwd+bwd"]
+    moved = [relative(curve(model, series, ("loads", "stores"))) for series in SERIES]
+    lines = []
+    for share in (*SHARES, None):
+        cells = [NO_MASK if share is None else str(share)]
+        for points in curves:
+            cells.append(tables.number(points, share, ".1f"))
+            cells.append(tables.number(relative(points), share, ".2f"))
+        lines.append(cells + [tables.number(points, share, ".2f") for points in moved])
+    names = [LABELS[series] for series in SERIES]
+    header = ["non-zero blocks, %"]
+    for name in ("paper", *(f"{name}, {pass_}" for pass_ in PASSES for name in names)):
+        header += [f"{name}, ms", "over no mask"]
+    header += [f"{name}, accesses over no mask" for name in names]
+    caption = (
+        f"N={SEQLEN}, d={HEAD_DIM}, {problem.heads_q} heads, batch {problem.batch}, fp32, blocks "
+        f"of {SIZE}; the paper (fwd+bwd, A100, fp16) does not say batch and heads."
+    )
+    return Table(caption, tables.markdown(header, lines))

@@ -15,6 +15,7 @@ from fa_numba.problem import Problem
 from .lab.options import Bench, Options
 from .lab.series import LABELS, row_fields
 from .lab.store import Row
+from .lab.tables import MISSING, Table, markdown, sizes
 from .lab.timing import WrongResult, attempt
 from .lab.workloads import SEED
 
@@ -36,6 +37,7 @@ DESCRIPTION = (
 )
 NEEDS_GPU = True
 NEEDS_TORCH = True
+PROTOCOL = "nothing is timed: losses of training in fp32 without TF32"
 # A row's seed and step stand in its note.
 SWEPT = ("note",)
 
@@ -326,10 +328,7 @@ def draw(rows: Sequence[Row]) -> Any:
         right.set_title(f"distance to {LABELS[REFERENCE]}, same seed")
         _losses(left, mine, style)
         _differences(right, mine, style)
-    shown: dict[str, Any] = {}
-    for ax in axes.flat:
-        handles, labels = ax.get_legend_handles_labels()
-        shown |= dict(zip(labels, handles, strict=True)) | shown
+    shown = style.handles(axes)
     if shown:
         title = f"{LAYERS} layers, fp32, batch {BATCH}; bands: all seeds"
         figure.legend(
@@ -371,8 +370,8 @@ def _differences(ax: Any, rows: Sequence[Row], style: Any) -> None:
     for series in SERIES:
         signed = curves(rows, series, "loss_difference", TRAINING)
         # A difference of nothing has no place on a log axis.
-        sizes = {step: [abs(x) for x in values if x] for step, values in signed.items()}
-        drawn |= _band(ax, {step: x for step, x in sizes.items() if x}, series, style)
+        away = {step: [abs(x) for x in values if x] for step, values in signed.items()}
+        drawn |= _band(ax, {step: x for step, x in away.items() if x}, series, style)
     if not drawn:
         style.empty(ax, "no differences")
         return
@@ -386,3 +385,35 @@ def _differences(ax: Any, rows: Sequence[Row], style: Any) -> None:
     ax.set_xlabel("step")
     ax.set_ylabel("nats a character")
     ax.set_xlim(left=0)
+
+
+# --- table -----------------------------------------------------------------------------------
+
+
+def table(rows: Sequence[Row]) -> Table | None:
+    """Held-out loss after training: each series' mean, spread over seeds, distance to torch's."""
+    found = summaries([row for row in rows if sizes(row) == (CONTEXT, HEAD_DIM, True)])
+    if not found:
+        return None
+    lines = [
+        [
+            LABELS[series],
+            str(each.seeds),
+            f"{each.loss:.4f}",
+            f"{each.spread:.4f}",
+            MISSING if each.difference is None else f"{each.difference:.1e}",
+        ]
+        for series, each in found.items()
+    ]
+    header = [
+        "attention",
+        "seeds",
+        "held-out loss, nats a character",
+        "spread over seeds",
+        f"largest distance to {LABELS[REFERENCE]}, same seed",
+    ]
+    caption = (
+        f"{STEPS} steps, {LAYERS} layers of width {D_MODEL}, context {CONTEXT}, "
+        f"batch {BATCH}, fp32."
+    )
+    return Table(caption, markdown(header, lines))

@@ -12,11 +12,12 @@ import numpy as np
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from .lab import peers, precompile
+from .lab import peers, precompile, tables
 from .lab.options import Bench, Options
 from .lab.series import BACKWARD_LABELS, LABELS, call, gradients, row_fields
 from .lab.speeds import DTYPES, PASSES
 from .lab.store import Row
+from .lab.tables import Table
 from .lab.timing import Gate, GradientGate, attempt
 from .lab.workloads import Inputs, one_head
 
@@ -28,6 +29,10 @@ DESCRIPTION = (
     "torch's scaled_dot_product_attention where torch is installed."
 )
 NEEDS_GPU = True
+PROTOCOL = (
+    "host clock around each of 1000 calls, outputs allocated in it, the GPU waited for every 100 "
+    "calls outside of it; torch's backward is its autograd engine's"
+)
 
 SEQLEN, HEAD_DIM = 128, 64
 # Calls between two waits for the GPU, which keep its queue of launches short, and rounds of them.
@@ -167,3 +172,22 @@ def draw(rows: Sequence[Row]) -> Any:
     axes[-1, 0].set_xlim(0, 1.15 * longest)
     axes[-1, 0].set_xlabel("microseconds of the host a call")
     return figure
+
+
+def table(rows: Sequence[Row]) -> Table | None:
+    """The host's microseconds of each call."""
+    lines = [
+        [
+            label(row),
+            row.pass_,
+            *(str(n) for n in (row.seqlen_q, row.head_dim)),
+            tables.yes_no(row.causal),
+            tables.cell(row, lambda ms: f"{1e3 * ms:.1f}"),
+            *(tables.MISSING if ms is None else f"{1e3 * ms:.1f}" for ms in (row.p20, row.p80)),
+        ]
+        for row in shown(rows)
+    ]
+    if not lines:
+        return None
+    header = ["call", "pass", "N", "d", "causal", "median, us", "p20", "p80"]
+    return Table("One head, arrays on the GPU.", tables.markdown(header, lines))

@@ -9,10 +9,11 @@ import fa_numba
 from fa_numba import device, io_model
 from fa_numba.problem import Problem
 
-from .lab import counters
+from .lab import counters, tables
 from .lab.options import Bench, Options
 from .lab.series import LABELS, SERIES, call, plan, row_fields
 from .lab.store import EMULATOR, MODEL, Row
+from .lab.tables import Table
 from .lab.timing import attempt
 from .lab.workloads import HEAD_DIMS, SEQLENS, Inputs, fa2_setting, one_head
 
@@ -277,3 +278,22 @@ def _per_head(rows: Any) -> list[tuple[int, float]]:
 
 def _xy(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
     return [x for x, _ in points], [y for _, y in points]
+
+
+def table(rows: Sequence[Row]) -> Table | None:
+    """Model, L2 and DRAM bytes of a call."""
+    found = {
+        (r.head_dim, r.seqlen_q, r.series, r.source): r
+        for r in rows
+        if r.metric == "traffic" and not r.causal
+    }
+    if not found:
+        return None
+    lines = []
+    for d, N, series in sorted({key[:3] for key in found}):
+        cells = [found.get((d, N, series, source)) for source in ("model", "l2", "dram")]
+        numbers = [tables.cell(row, lambda v: f"{v / 1e9:.3g}") for row in cells]
+        lines.append([str(d), str(N), LABELS[series], *numbers])
+    header = ["d", "N", "algorithm", "model, GB", "L2, GB", "DRAM, GB"]
+    caption = "Forward, fp32, 16k tokens, hidden dimension 2048."
+    return Table(caption, tables.markdown(header, lines))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,10 +10,11 @@ import fa_numba
 from fa_numba.problem import Problem
 from fa_numba.tiling import MEASURES
 
-from .lab import peers, variants
+from .lab import peers, tables, variants
 from .lab.options import Bench, Options
 from .lab.series import plan, row_fields
 from .lab.store import Row
+from .lab.tables import Table
 from .lab.timing import Gate, attempt, time_call, timing_rows
 from .lab.workloads import HEAD_DIMS, Inputs, fa2_setting
 
@@ -192,3 +193,39 @@ def draw(rows: Sequence[Row]) -> Any:
         masked = ", causal" if problem.causal else ""
         ax.set_title(f"forward, fp16, N={problem.seqlen_q}, d={problem.head_dim}{masked}")
     return figure
+
+
+_MEASURED: dict[str, Callable[[float], str]] = {
+    "speed": lambda v: f"{v:.1f}",
+    "instructions": lambda v: f"{v / 1e9:.2f}",
+    "wavefronts": lambda v: f"{v / 1e9:.2f}",
+    "conflicts": lambda v: f"{v / 1e9:.3f}",
+}
+
+
+def table(rows: Sequence[Row]) -> Table | None:
+    """The speed of every step, its gain, what was predicted of it, and what was counted."""
+    predicted = predictions()
+    lines = []
+    for problem, mine in variants.problems_of(rows).items():
+        found = {(r.series, r.metric): r for r in mine if r.source == "measured"}
+        gained = gains(mine)
+        for series, label in LABELS.items():
+            speed, *counted = (
+                tables.cell(found.get((series, metric)), shown)
+                for metric, shown in _MEASURED.items()
+            )
+            at = found.get((series, "speed"))
+            block = f"{at.Br} x {at.Bc}" if at is not None and at.Br else tables.MISSING
+            pair = [tables.number(values, series, ".2f") for values in (gained, predicted)]
+            where = tables.problem_cells(problem)
+            lines.append([*where, label, block, speed, *pair, *counted])
+    if not lines:
+        return None
+    header = [*tables.PROBLEM, "step", "Br x Bc", "TFLOP/s", "gain", "predicted"]
+    header += ["warp instructions, 10^9", "shared-memory wavefronts, 10^9", "bank conflicts, 10^9"]
+    caption = (
+        "Forward, fp16, 16k tokens, hidden dimension 2048. A gain is over the step before; of two "
+        "stages it is over one, of FA-1's rows over its keys at the same block sizes."
+    )
+    return Table(caption, tables.markdown(header, lines))

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import fa_numba
 from fa_numba.problem import Problem
 
-from .lab import variants
+from .lab import tables, variants
 from .lab.options import Bench, Options
 from .lab.series import FA1_TILES, SPLITS, plan, query_splits
 from .lab.store import Row
+from .lab.tables import Table
 from .lab.workloads import HEAD_DIMS, fa2_setting
 
 NAME = "loop_cost"
@@ -190,3 +191,53 @@ def _draw_bytes(ax: Any, rows: Sequence[Row], style: Any) -> None:
     ax.set_xlim(0, largest * 1.75 or 1)
     ax.grid(False, axis="y")
     ax.set_xlabel("GB, at FA-1's tiles")
+
+
+# What the tables show: metric -> its column and format; source of bytes, and factor, -> column.
+_MEASURED: dict[str, tuple[str, Callable[[float], str]]] = {
+    "time": ("ms", lambda v: f"{v:.2f}"),
+    "speed": ("TFLOP/s", lambda v: f"{v:.1f}"),
+    "instructions": ("warp instructions, 10^9", lambda v: f"{v / 1e9:.2f}"),
+    "issue": ("issue, active cycles", lambda v: f"{v:.3f}"),
+    "issue_elapsed": ("issue, all cycles", lambda v: f"{v:.3f}"),
+    "stall_global": ("warps waiting for global memory per issue", lambda v: f"{v:.2f}"),
+}
+_TRAFFIC = {"model": "model, GB", "l2": "L2, GB", "dram": "DRAM, GB"}
+_GAINS = {
+    "total": "FA-1 / FA-2",
+    "grid": "grid",
+    "order": "loop order",
+    "instructions": "its instructions",
+    "waiting": "its waiting",
+    "rest": "its rest",
+    "tiles": "tiles",
+}
+
+
+def table(rows: Sequence[Row]) -> Table | None:
+    """The factor of every step from FA-1's grid to FA-2, and what was measured of each."""
+    gains, steps = [], []
+    for problem, mine in variants.problems_of(rows).items():
+        where = tables.problem_cells(problem)
+        found = factors(variants.values(mine))
+        gains.append([*where, *(tables.number(found, name, ".2f") for name in _GAINS)])
+        of = {(r.series, r.source, r.metric): r for r in mine}
+        for series, name in STEPS.items():
+            cells = [
+                tables.cell(of.get((series, "measured", metric)), shown)
+                for metric, (_, shown) in _MEASURED.items()
+            ]
+            cells += [
+                tables.cell(of.get((series, source, "traffic")), gigabytes) for source in _TRAFFIC
+            ]
+            steps.append([*where, name, *cells])
+    if not steps:
+        return None
+    header = [*tables.PROBLEM, "step", *(name for name, _ in _MEASURED.values())]
+    first = tables.markdown([*tables.PROBLEM, *_GAINS.values()], gains)
+    second = tables.markdown([*header, *_TRAFFIC.values()], steps)
+    caption = (
+        "How many times faster each step is: FA-1 / FA-2 = grid x loop order x tiles, and loop "
+        "order = instructions x waiting x rest. Forward, fp32, 16k tokens, hidden dimension 2048."
+    )
+    return Table(caption, f"{first}\nWhat was measured of each step:\n\n{second}")

@@ -7,10 +7,12 @@ from typing import Any
 
 from fa_numba.problem import Problem
 
-from .lab import variants
+from .lab import tables, variants
 from .lab.options import Bench, Options
 from .lab.series import plan, query_splits
+from .lab.speeds import DTYPES
 from .lab.store import Row
+from .lab.tables import Table
 from .lab.timing import SECONDS
 from .lab.workloads import HEAD_DIMS, SEQLENS, fa2_setting
 
@@ -157,10 +159,7 @@ def draw(rows: Sequence[Row]) -> Any:
             at = f", N={next(iter(mine)).seqlen_q}" if over_heads and mine else ""
             ax.set_title(f"{UNIT_NAMES[dtype]}, d={d}{at}")
         across[0].set_ylabel("FA-1 / FA-2")
-    handles: dict[str, Any] = {}
-    for ax in axes.flat:
-        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
+    handles = style.handles(axes)
     figure.legend(
         handles.values(),
         handles,
@@ -195,3 +194,42 @@ def _panel(ax: Any, found: dict[Problem, dict[str, float]], over_heads: bool, st
     ax.set_yscale("log", base=2)
     style.plain_ticks(ax.yaxis)
     style.sizes(ax, sizes, "batch x heads" if over_heads else "sequence length N")
+
+
+def table(rows: Sequence[Row]) -> Table | None:
+    """Both orders' times and occupancy at the same tiles, and FA-1 over FA-2 of times and bytes."""
+    names = {
+        "grid": "time, paper's grid",
+        "splits": "time, query splits",
+        "model": "bytes, model",
+        "l2": "L2 bytes",
+        "dram": "DRAM bytes",
+    }
+    lines = []
+    for problem, mine in variants.problems_of(rows).items():
+        found = {(r.series, r.source, r.metric): r for r in mine}
+        calls = series_of(problem.dtype)
+        times = [found.get((name, "measured", "time")) for name in calls]
+        warps = [found.get((name, "measured", "occupancy_elapsed")) for name in calls]
+        over = ratios(mine)
+        lines.append(
+            [
+                DTYPES[problem.dtype],
+                *tables.problem_cells(problem),
+                str(problem.batch * problem.heads_q),
+                *(tables.cell(row, lambda v: f"{v:.3g}") for row in times),
+                *(tables.number(over, name, ".2f") for name in names),
+                *(tables.cell(row, lambda v: f"{v:.2f}") for row in warps),
+            ]
+        )
+    if not lines:
+        return None
+    shown = ("FA-1", "FA-1, query splits", "FA-2")
+    header = ["dtype", *tables.PROBLEM, "batch x heads", *(f"{name}, ms" for name in shown)]
+    header += [f"FA-1 / FA-2: {name}" for name in names.values()]
+    header += [f"{name}, occupancy" for name in shown]
+    caption = (
+        "Forward, FA-2 at FA-1's tiles; bytes are those with query splits over FA-2's; occupancy "
+        "is over the whole call and all multiprocessors."
+    )
+    return Table(caption, tables.markdown(header, lines))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .lab import peers, speeds
+from .lab import peers, speed_figures, speeds
 from .lab.options import Bench, Options
 from .lab.series import DETERMINISTIC
 from .lab.store import Row
+from .lab.tables import Table
 
 NAME = "speed_backward"
 TITLE = "TFLOP/s of the backward pass over the sequence length, both loop orders and torch"
@@ -36,4 +37,9 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 def draw(rows: Sequence[Row]) -> Any:
     """TFLOP/s over N: a row of panels a pass and head dimension, a column a mask."""
-    return speeds.draw(STUDY, rows)
+    return speed_figures.draw(STUDY, rows)
+
+
+def table(rows: Sequence[Row]) -> Table | None:
+    """TFLOP/s of the backward pass, alone and with the forward one, and FA-2 over torch's."""
+    return speed_figures.table(STUDY, rows, "TFLOP/s, fp32.")

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .lab import peers, speeds
+from .lab import peers, speed_figures, speeds
 from .lab.options import Bench, Options
+from .lab.series import LABELS
 from .lab.store import Row
+from .lab.tables import Table
 
 NAME = "speed_bf16"
 TITLE = "bf16 TFLOP/s over the sequence length, forward + backward, FA-2 and torch's"
@@ -34,4 +36,9 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 def draw(rows: Sequence[Row]) -> Any:
     """TFLOP/s over N: a row of panels a head dimension, a column a mask."""
-    return speeds.draw(STUDY, rows)
+    return speed_figures.draw(STUDY, rows)
+
+
+def table(rows: Sequence[Row]) -> Table | None:
+    """TFLOP/s of FA-2 and of torch's, and their ratio."""
+    return speed_figures.table(STUDY, rows, "TFLOP/s, forward + backward, bf16.", labels=LABELS)

@@ -10,7 +10,7 @@ import fa_numba
 from experiments import __main__ as command
 from experiments import block_sparse
 from experiments.block_sparse import SHARES, block_mask, setting
-from experiments.lab import report, runner, style, timing
+from experiments.lab import counts, report, runner, style, timing
 from experiments.lab.options import Bench, Options
 from experiments.lab.series import plan
 from experiments.lab.store import EMULATOR, MODEL, Recorder, Row, Store, dump
@@ -131,12 +131,12 @@ def test_counts_equal_the_model():
         for share in (None, 60):
             rows += block_sparse._model(problem, series, 16, share)
             rows += block_sparse._count(problem, series, 16, share, inputs)
-    assert block_sparse.equal_counts_of_shares(rows) == (16, 16)
+    assert counts.equal(rows) == (16, 16)
     broken = [
         r if r.source == "model" or r.place != "60 % of blocks" else replace(r, value=1)
         for r in rows
     ]
-    assert block_sparse.equal_counts_of_shares(broken) == (8, 16)
+    assert counts.equal(broken) == (8, 16)
 
 
 def test_without_a_gpu_it_models_and_counts(monkeypatch):
@@ -175,7 +175,7 @@ def on_the_emulator(monkeypatch, **options):
     monkeypatch.setattr(block_sparse.peers, "available", lambda: False)
     monkeypatch.setattr(block_sparse.device, "to_gpu", lambda array: array)
     monkeypatch.setattr(timing.device, "time_ms", time_ms)
-    monkeypatch.setattr(block_sparse, "_countable", lambda *_: [])
+    monkeypatch.setattr(counts, "countable", lambda *_: [])
     monkeypatch.setattr(block_sparse, "HEADS", 2)
     monkeypatch.setattr(block_sparse, "TOKENS", 1)
     monkeypatch.setattr(block_sparse, "SIZE", 16)
@@ -264,7 +264,7 @@ def test_every_share_keeps_its_row(tmp_path):
 
 def test_the_table(tmp_path, monkeypatch):
     store = record(tmp_path, synthetic(report.MACHINE))
-    table = report.block_sparse(store)
+    table = report.text("block_sparse", store)
     cells = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in table.splitlines()
@@ -277,7 +277,7 @@ def test_the_table(tmp_path, monkeypatch):
     assert by_share["no mask"][:6] == ["188.4", "1.00", "100.0", "1.00", "200.0", "1.00"]
     assert by_share["100"][0] == "-"
     assert by_share["50"][-2:] == ["0.51", "0.51"]
-    assert report.NO_RECORDING in report.block_sparse(Store(tmp_path / "none"))
+    assert report.NO_RECORDING in report.text("block_sparse", Store(tmp_path / "none"))
 
 
 # --- the figure ------------------------------------------------------------------------------

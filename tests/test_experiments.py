@@ -18,6 +18,7 @@ import test_ladder
 import test_training
 from mma_helpers import every_dtype, numpy_dtype
 
+import experiments
 import fa_numba
 from experiments import __main__ as command
 from experiments import (
@@ -36,8 +37,10 @@ from experiments.lab import (
     peers,
     provenance,
     published,
+    registry,
     report,
     runner,
+    speed_figures,
     speeds,
     style,
     timing,
@@ -60,11 +63,9 @@ from experiments.lab.workloads import Inputs, fa2_setting, one_head
 from fa_numba import io_model, reference
 from fa_numba.problem import Problem
 
-NAMES = [
-    *("block_size", "block_sparse", "char_model", "host_cost", "io_vs_seqlen"),
-    *("ladder", "loop_cost", "loop_order"),
-    *("speed", "speed_backward", "speed_bf16", "speed_fp16"),
-]
+NAMES = sorted(
+    path.stem for path in (REPOSITORY / "experiments").glob("*.py") if path.stem[0] != "_"
+)
 STUDIES = [module.STUDY for module in (speed, speed_backward, speed_bf16, speed_fp16)]
 
 
@@ -153,8 +154,19 @@ def synthetic(name, machine="some-gpu"):
                     for source, metric, unit, value in numbers:
                         fields = {"source": source, "metric": metric, "unit": unit, "value": value}
                         rows.append(gpu_row(name, problem, series=series, **fields))
+    elif not hasattr(registry.load(name), "STUDY"):
+        # Of an experiment that nothing is made up for: what is recorded of it.
+        store = Store(FIGURES)
+        found = {machine: store.read(name, machine) for machine in store.machines(name)}
+        (recorded,) = [m for m in found if m not in (MODEL, EMULATOR)][:1] or [None]
+        rows = [
+            replace(row, machine="some-gpu" if row.machine == recorded else row.machine)
+            for machine in found
+            if machine in (MODEL, EMULATOR, recorded)
+            for row in found[machine]
+        ]
     else:
-        study = runner.load(name).STUDY
+        study = registry.load(name).STUDY
         for N in (512, 16384):
             problem = fa2_setting(N, 64, dtype=study.dtype)
             for i, series in enumerate(study.series):
@@ -169,7 +181,7 @@ def store_synthetic(name, folder, machine="some-gpu"):
     from experiments.lab.store import Recorder
 
     about = {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
-    swept = getattr(runner.load(name), "SWEPT", ())
+    swept = getattr(registry.load(name), "SWEPT", ())
     recorder = Recorder(Store(folder), name, lambda machine: about, swept)
     for row in synthetic(name, machine):
         recorder.add(row)
@@ -193,7 +205,7 @@ def test_list_names_every_experiment():
     done = run("list")
     assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in NAMES)
-    assert runner.names() == NAMES
+    assert registry.names() == NAMES and {"speed", "io_vs_seqlen"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["all", "--help"]])
@@ -343,6 +355,99 @@ def test_all_does_without_a_gpu(monkeypatch, tmp_path):
     assert no_gpu(monkeypatch, tmp_path, "all") == 0
 
 
+# --- an experiment more ----------------------------------------------------------------------
+
+ANOTHER = """
+from .lab import tables
+from .lab.store import MODEL, Row
+
+TITLE = "squares"
+DESCRIPTION = "The square of N."
+NEEDS_GPU = False
+PROTOCOL = "multiplied"
+SIZES = {"batch": 1, "heads_q": 1, "heads_k": 1, "head_dim": 16, "causal": False}
+
+
+def measure(options, bench):
+    for N in bench.track(options.seqlens or (2, 3), "squares"):
+        common = {"machine": MODEL, "experiment": "another", "series": "fa2-simt", **SIZES}
+        common |= {"source": "model", "metric": "square", "unit": "1", "value": N * N}
+        yield Row(seqlen_q=N, seqlen_k=N, **common)
+
+
+def draw(rows):
+    from .lab import style
+
+    figure, axes = style.new(1, 1, 3)
+    axes[0, 0].plot([r.seqlen_q for r in rows], [r.value for r in rows], marker="o")
+    return figure
+
+
+def table(rows):
+    lines = [[str(r.seqlen_q), tables.cell(r, "{:g}".format)] for r in rows]
+    return tables.Table("Squares.", tables.markdown(["N", "square"], lines)) if rows else None
+
+
+def sum_(rows):
+    text = tables.markdown(["sum"], [[f"{sum(r.value for r in rows):g}"]])
+    return tables.Table("Their sum.", text) if rows else None
+
+
+TABLES = {"sum": sum_}
+"""
+
+
+@pytest.fixture
+def another(tmp_path, monkeypatch):
+    """An experiment's file in a folder of its own; the package knows that folder, no more."""
+    folder = tmp_path / "another"
+    folder.mkdir()
+    (folder / "another.py").write_text(ANOTHER)
+    monkeypatch.setattr(experiments, "__path__", [*experiments.__path__, str(folder)])
+    yield "another"
+    sys.modules.pop("experiments.another", None)
+    if hasattr(experiments, "another"):
+        del experiments.another
+
+
+def test_an_experiment_is_its_module_and_the_page(another, tmp_path, capsys, monkeypatch):
+    """Nothing else names it: it is listed, run, drawn, and its tables come between the markers."""
+    monkeypatch.setenv("COLUMNS", "200")
+    command.main(["list"])
+    assert "The square of N." in capsys.readouterr().out
+    out = tmp_path / "out"
+    assert command.main(["run", another, "--out", str(out)]) == 0
+    store = Store(out)
+    assert [row.value for row in store.read(another, MODEL)] == [4, 9]
+    assert (out / "another.svg").exists() and (out / "another.png").exists()
+    assert command.main(["draw", another, "--out", str(out)]) == 0
+
+    page = tmp_path / "page.md"
+    page.write_text(
+        "Text.\n<!-- table: another -->\n<!-- end: another -->\n"
+        "<!-- table: sum -->\n<!-- end: sum -->\n"
+    )
+    assert report.update(page, store) == ["another", "sum"]
+    assert "| 3 | 9 |\n" in page.read_text() and "| 13 |\n" in page.read_text()
+    assert report.check(page, store) == [] and "another" in report.known()
+
+
+def test_what_an_experiment_says_of_its_protocol_is_kept(another):
+    own = registry.protocol(another, registry.load(another))
+    assert own == {another: "multiplied"}
+    made = provenance.Provenance([], {"name": "Some GPU"})
+    about = made.for_machine("some-gpu", own)
+    assert about["protocol"] == made.for_machine("some-gpu")["protocol"] | own
+    assert registry.protocol("speed", registry.load("speed")) == {}
+    assert set(registry.protocol("host_cost", registry.load("host_cost"))) == {"host_cost"}
+
+
+def test_two_tables_of_one_name_are_refused(another, monkeypatch):
+    monkeypatch.setattr(registry.load(another), "TABLES", {"speed": lambda rows: None})
+    with pytest.raises(ValueError, match="table 'speed' is of speed and of another"):
+        report.known()
+
+
 # --- figures ---------------------------------------------------------------------------------
 
 
@@ -375,7 +480,7 @@ def test_figures_say_where_their_numbers_come_from(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_figures_of_a_part_of_the_data_can_be_drawn(name):
-    module = runner.load(name)
+    module = registry.load(name)
     rows = synthetic(name)
     for part in (
         [row for row in rows if row.machine == MODEL],
@@ -881,7 +986,9 @@ def test_steps_are_timed_without_counters_too(monkeypatch):
 
 def test_the_table_of_steps(tmp_path):
     store_synthetic("loop_cost", tmp_path, report.MACHINE)
-    lines = [line for line in report.loop_cost(Store(tmp_path)).splitlines() if "4096" in line]
+    lines = [
+        line for line in report.text("loop_cost", Store(tmp_path)).splitlines() if "4096" in line
+    ]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert cells[0] == [
         *("64", "no", "4096"),
@@ -990,7 +1097,9 @@ def test_ratios_of_the_orders():
 
 def test_the_table_of_orders(tmp_path):
     store_synthetic("loop_order", tmp_path, report.MACHINE)
-    lines = [line for line in report.loop_order(Store(tmp_path)).splitlines() if "| 64 |" in line]
+    lines = [
+        line for line in report.text("loop_order", Store(tmp_path)).splitlines() if "| 64 |" in line
+    ]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert len(cells) == 6
     times, ratios = ["6", "3", "2"], ["3.00", "1.50", "1.50"]
@@ -1237,9 +1346,9 @@ def test_half_precision_rows(monkeypatch):
 
 def test_published_curves_are_those_of_the_papers_figures():
     figures = speed_fp16.STUDY.figures
-    forward = speeds.published_speeds(figures, "fwd", 64, False)
+    forward = speed_figures.published_speeds(figures, "fwd", 64, False)
     assert {gpu for _, gpu in forward} == {"A100"}
-    both = speeds.published_speeds(figures, "fwd+bwd", 128, True)
+    both = speed_figures.published_speeds(figures, "fwd+bwd", 128, True)
     assert {gpu for method, gpu in both if method == "FlashAttention-2"} == {"A100", "H100"}
     (line,) = published.lookup(
         paper="fa2",
@@ -1250,7 +1359,7 @@ def test_published_curves_are_those_of_the_papers_figures():
         head_dim="128",
     )
     assert both["FlashAttention-2", "H100"][512] == float(line["value"])
-    assert speeds.published_speeds((), "fwd", 64, False) == {}
+    assert speed_figures.published_speeds((), "fwd", 64, False) == {}
 
 
 def test_the_half_precision_figure_has_the_published_curves():
@@ -1335,7 +1444,7 @@ def test_a_wrong_call_has_no_host_time(monkeypatch):
 
 def test_the_table_and_figure_of_host_times(tmp_path):
     store_synthetic("host_cost", tmp_path, report.MACHINE)
-    lines = report.host_cost(Store(tmp_path)).splitlines()
+    lines = report.text("host_cost", Store(tmp_path)).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[4:]]
     assert cells[0] == ["FA-1 (K/V outer), fp32", "fwd", "128", "64", "no", "10.0", "9.0", "50.0"]
     assert [line[0] for line in cells[6:8]] == [
@@ -1377,7 +1486,7 @@ def test_make_takes_no_path_of_cuda_for_the_wheels():
 @pytest.mark.skipif(not fa_numba.device.gpu_available(), reason="no CUDA GPU")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_experiment_measures_on_a_gpu(name, tmp_path):
-    if getattr(runner.load(name), "NEEDS_TORCH", False) and not peers.available():
+    if getattr(registry.load(name), "NEEDS_TORCH", False) and not peers.available():
         pytest.skip("no torch with CUDA")
     done = run("run", name, "--quick", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -1391,7 +1500,7 @@ def test_every_experiment_measures_on_a_gpu(name, tmp_path):
     if name != "io_vs_seqlen" or counters.available():
         assert any(not row.failed for row in rows)
     if name.startswith("speed"):
-        study = runner.load(name).STUDY
+        study = registry.load(name).STUDY
         done_ = {(row.series, row.pass_) for row in rows if not row.failed}
         shown = study.series if peers.available() else study.ours
         assert done_ == {(s, p) for s in shown for p in study.passes_of(s)}

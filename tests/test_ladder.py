@@ -127,13 +127,13 @@ def test_gains_are_over_the_step_before():
 
 def test_the_ladders_table(tmp_path):
     store = Store(tmp_path)
-    assert report.ladder(store) == "no recording yet\n"
+    assert report.text("ladder", store) == "no recording yet\n"
     about = {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
     recorder = Recorder(store, "ladder", lambda machine: about, ())
     for row in synthetic(report.MACHINE):
         recorder.add(row)
     recorder.finish(complete=True)
-    lines = [line for line in report.ladder(store).splitlines() if "| 4096 |" in line]
+    lines = [line for line in report.text("ladder", store).splitlines() if "| 4096 |" in line]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert [c[3] for c in cells] == 2 * list(ladder.LABELS.values())
     assert cells[0][4:] == ["128 x 64", "12.5", "-", "-", "0.00", "0.00", "0.000"]

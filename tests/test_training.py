@@ -242,12 +242,12 @@ def test_every_seed_and_step_keeps_its_row(tmp_path):
 
 def test_the_table(tmp_path):
     few = [r for r in synthetic(report.MACHINE) if r.pass_ == AFTER]
-    table = report.char_model(record(tmp_path, few))
+    table = report.text("char_model", record(tmp_path, few))
     lines = [line for line in table.splitlines() if line.startswith("| FA-2")]
     assert [cell.strip() for cell in lines[0].strip("|").split("|")] == [
         *("FA-2 (Q outer)", "3", "0.3508", "0.0020", "4.0e-04"),
     ]
-    assert report.NO_RECORDING in report.char_model(Store(tmp_path / "none"))
+    assert report.NO_RECORDING in report.text("char_model", Store(tmp_path / "none"))
 
 
 # --- figure ----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
@@ -95,7 +96,8 @@ class Provenance:
         }
         self._gpu = gpu
 
-    def for_machine(self, machine: str) -> dict[str, Any]:
+    def for_machine(self, machine: str, own: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """What is kept beside the machine's rows; `own` is the experiment's own protocol."""
         about = dict(self._common, machine=machine)
         if machine == MODEL:
             about["protocol"] = "closed form: fa_numba.io_model"
@@ -109,7 +111,7 @@ class Provenance:
                 "cuda": {package: _version(package) for package in _CUDA_PACKAGES},
                 "device": self._gpu,
                 "nvidia_smi": _smi(),
-                "protocol": PROTOCOL | {"counters": counters.PROTOCOL},
+                "protocol": PROTOCOL | {"counters": counters.PROTOCOL} | dict(own or {}),
                 "seed": SEED,
                 "torch": peers.version(),
                 "system": f"{platform.system()} {platform.machine()}",

@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-import experiments
 from fa_numba import device
 
-from . import peers, provenance, tune
+from . import peers, provenance, registry, tune
 from .options import FIGURES, Bench, Options
+from .registry import load
 from .store import EMULATOR, MODEL, Outcome, Recorder, Row, Store
 
 _NOT_GPUS = (EMULATOR, MODEL)
-
-
-def names() -> list[str]:
-    """Every experiment, by its module's name."""
-    found = pkgutil.iter_modules(experiments.__path__)
-    return sorted(m.name for m in found if not m.ispkg and not m.name.startswith("_"))
-
-
-def load(name: str) -> ModuleType:
-    return importlib.import_module(f"experiments.{name}")
 
 
 @dataclass
@@ -63,14 +51,18 @@ class Runner:
             report.not_measured = "needs a CUDA GPU"
             self.console.print(f"[bold]{name}[/]: needs a CUDA GPU, and this machine has none")
             return
-        if getattr(module, "NEEDS_TORCH", False) and not peers.available():
+        if registry.needs_torch(module) and not peers.available():
             report.not_measured = "needs torch with CUDA"
             self.console.print(f"[bold]{name}[/]: needs torch with CUDA, which is not installed")
             return
         self.console.print(f"[bold]{name}[/]: {module.TITLE}")
-        swept = getattr(module, "SWEPT", ())
-        complete = self.options.complete
-        self._record(name, swept, lambda bench: module.measure(self.options, bench), complete)
+        self._record(
+            name,
+            registry.swept(module),
+            lambda bench: module.measure(self.options, bench),
+            complete=self.options.complete,
+            protocol=registry.protocol(name, module),
+        )
 
     def _record(
         self,
@@ -78,10 +70,12 @@ class Runner:
         swept: Sequence[str],
         measure: Callable[[Bench], Iterable[Row]],
         complete: bool,
+        protocol: Mapping[str, str] | None = None,
     ) -> None:
         """Store the rows as they come; what goes wrong stands in the report."""
         report = self.reports.setdefault(name, Report())
-        recorder = Recorder(self.store, name, self._provenance.for_machine, swept)
+        about = functools.partial(self._provenance.for_machine, own=protocol)
+        recorder = Recorder(self.store, name, about, swept)
         report.outcomes = recorder.outcomes
         with Progress(
             TextColumn("  {task.description}"),
@@ -135,7 +129,9 @@ class Runner:
         except ModuleNotFoundError as error:
             if error.name != "matplotlib":
                 raise
-            report.error = "not drawn: matplotlib is not installed; the extra 'experiments' brings it"
+            report.error = (
+                "not drawn: matplotlib is not installed; the extra 'experiments' brings it"
+            )
             self.console.print(f"[red]{name}: {report.error}[/]")
             return False
         rows, report.recorded = self._stored(name)

@@ -1,6 +1,7 @@
 """Speed over the sequence length in FA-2's setting: what the speed experiments have in common.
 
-An experiment is a `Study`, which says what is measured; `measure` and `draw` do it.
+An experiment is a `Study`, which says what is measured; `measure` does it, `speed_figures` draws it
+and makes its table.
 """
 
 from __future__ import annotations
@@ -12,12 +13,10 @@ from typing import Any
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from . import peers, precompile, published
+from . import peers, precompile
 from .options import Bench, Options
 from .series import (
-    BACKWARD_LABELS,
     DETERMINISTIC,
-    LABELS,
     MMA_SPLITS,
     SPLITS,
     backward_options,
@@ -43,11 +42,7 @@ PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 # Series that one pass alone has, and those whose run is another's where there is one split.
 _ONLY_IN = {SPLITS: "fwd", DETERMINISTIC: "bwd"}
-_UNSPLIT = {SPLITS: "fa1-simt", MMA_SPLITS: "fa1-mma"}
-# The published curves that are drawn, in the colour of our series, and a line a GPU.
-PUBLISHED_METHODS = {"FlashAttention-2": "FA-2", "FlashAttention": "FA-1"}
-PUBLISHED_GPUS = {"A100": ":", "H100": "-."}
-_LIKE = {"FlashAttention-2": "fa2-mma", "FlashAttention": "fa1-mma"}
+UNSPLIT = {SPLITS: "fa1-simt", MMA_SPLITS: "fa1-mma"}
 
 
 @dataclass(frozen=True)
@@ -112,8 +107,8 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
             measured: dict[str, list[Row]] = {}
             for series in study.at(problem, pass_):
                 own = {}
-                if series in _UNSPLIT:
-                    unsplit = _UNSPLIT[series]
+                if series in UNSPLIT:
+                    unsplit = UNSPLIT[series]
                     own = _splits(unsplit, pass_, problem, bench.describe["multiprocessors"])
                     if own == {"query_splits": 1}:
                         # The same launch: measuring it twice would only show noise.
@@ -134,8 +129,8 @@ def _planned(
         for pass_ in study.passes:
             for series in (s for s in study.at(problem, pass_) if s in study.ours):
                 own = {}
-                if series in _UNSPLIT:
-                    own = _splits(_UNSPLIT[series], pass_, problem, multiprocessors)
+                if series in UNSPLIT:
+                    own = _splits(UNSPLIT[series], pass_, problem, multiprocessors)
                 yield from precompile.calls(series, problem, pass_, **own)
 
 
@@ -260,120 +255,3 @@ def _peak_bytes(run: Callable[..., Any]) -> int:
         run(out=out)
         device.synchronize()
     return memory.peak_bytes
-
-
-def draw(study: Study, rows: Sequence[Row]) -> Any:
-    """TFLOP/s over N: a row of panels a pass and head dimension, a column a mask."""
-    from . import style
-
-    rows = [row for row in rows if row.metric == "speed"]
-    if not rows:
-        return None
-    several = len(study.passes) > 1
-    labels = LABELS if "fwd" in study.passes else BACKWARD_LABELS
-    across = [
-        (p, d) for p in study.passes for d in sorted({r.head_dim for r in rows if r.pass_ == p})
-    ]
-    masks = sorted({row.causal for row in rows})
-    height = 1.1 + 2.6 * len(across) if several else 0.9 + 3.1 * len(across)
-    figure, axes = style.new(len(across), len(masks), height, sharey="row")
-    for (pass_, d), panels in zip(across, axes, strict=True):
-        for mask, ax in zip(masks, panels, strict=True):
-            mine = [r for r in rows if (r.pass_, r.head_dim, r.causal) == (pass_, d, mask)]
-            _curves(ax, mine, study.series, labels)
-            _published(ax, study, pass_, d, mask, {r.seqlen_q for r in mine})
-            ax.set_ylim(bottom=0)
-            lengths = {row.seqlen_q for row in (rows if several else mine)}
-            style.sizes(ax, sorted(lengths), "sequence length N")
-            title = f"d={d}, {'causal' if mask else 'not causal'}"
-            ax.set_title(f"{PASSES[pass_]}, {title}" if several else title)
-        panels[0].set_ylabel("TFLOP/s")
-    _legend(figure, axes, rows, study, labels)
-    return figure
-
-
-def _curves(ax: Any, rows: Sequence[Row], shown: Sequence[str], labels: dict[str, str]) -> None:
-    """Speed over N of each series, the band between its percentiles behind it."""
-    from . import style
-
-    for series in shown:
-        points = sorted(
-            (r for r in rows if r.series == series and not r.failed), key=lambda r: r.seqlen_q
-        )
-        x = [r.seqlen_q for r in points]
-        ax.plot(
-            x,
-            [r.value for r in points],
-            color=style.COLOURS[series],
-            marker=style.MARKERS[series],
-            ls="--" if series.startswith("torch") else "-",
-            zorder=2.5 if series in _UNSPLIT else 3,
-            label=labels[series],
-        )
-        ax.fill_between(
-            x,
-            [r.value if r.p20 is None else r.p20 for r in points],
-            [r.value if r.p80 is None else r.p80 for r in points],
-            color=style.COLOURS[series],
-            alpha=0.2,
-            lw=0,
-        )
-
-
-def published_speeds(
-    figures: Sequence[str], pass_: str, head_dim: int, causal: bool
-) -> dict[tuple[str, str], dict[int, float]]:
-    """(method, GPU) -> N -> TFLOP/s of those FA-2 paper's figures that show the pass."""
-    found: dict[tuple[str, str], dict[int, float]] = {}
-    wanted = {"pass": pass_, "head_dim": str(head_dim), "causal": str(causal).lower()}
-    for item in figures:
-        for line in published.lookup(paper="fa2", item=item, metric="speed", **wanted):
-            gpu = line["hardware"].split("-")[0]
-            curve = found.setdefault((line["method"], gpu), {})
-            curve[int(line["seqlen"])] = float(line["value"])
-    return found
-
-
-def _published(ax: Any, study: Study, pass_: str, d: int, mask: bool, lengths: set[int]) -> None:
-    """What the paper shows of the same pass, as thin lines in the colour of our algorithm."""
-    from . import style
-
-    curves = published_speeds(study.figures, pass_, d, mask)
-    for (method, gpu), line in curves.items():
-        if method not in PUBLISHED_METHODS:
-            continue
-        points = sorted((N, value) for N, value in line.items() if N in lengths)
-        ax.plot(
-            [N for N, _ in points],
-            [value for _, value in points],
-            color=style.COLOURS[_LIKE[method]],
-            ls=PUBLISHED_GPUS[gpu],
-            lw=1.1,
-            zorder=2,
-            label=f"{PUBLISHED_METHODS[method]}, published, {gpu}",
-        )
-
-
-def _legend(
-    figure: Any, axes: Any, rows: Sequence[Row], study: Study, labels: dict[str, str]
-) -> None:
-    """A legend of the series that have rows, and of what is published."""
-    handles: dict[str, Any] = {}
-    for ax in axes.flat:
-        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    used = {r.series for r in rows}
-    left_out = {labels[series] for series in study.series if series not in used}
-    order = [labels[series] for series in study.series]
-    kept = [label for label in dict.fromkeys((*order, *handles)) if label not in left_out]
-    title = f"{DTYPES[study.dtype]}, 16k tokens in all, hidden dimension 2048"
-    if len(study.passes) == 1:
-        title = f"{PASSES[study.passes[0]]}, {title}"
-    longest, drawn = study.fa1_longest, max(r.seqlen_q for r in rows)
-    if longest is not None and drawn > longest and any(s.startswith("fa1") for s in used):
-        from .style import short
-
-        title += f"; FA-1, one thread block a head, to N={short(longest)} only"
-    figure.legend(
-        [handles[label] for label in kept], kept, loc="outside upper center", ncols=3, title=title
-    )

@@ -83,6 +83,15 @@ def empty(ax: Any, text: str) -> None:
     ax.set_axis_off()
 
 
+def handles(axes: Any) -> dict[str, Any]:
+    """Label -> the first handle of it on any of the axes, for a legend of the whole figure."""
+    found: dict[str, Any] = {}
+    for ax in axes.flat:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    return found
+
+
 def sizes(ax: Any, values: Sequence[int], name: str) -> None:
     """A log2 x axis with a tick at every size, 1024 as 1k."""
     ax.set_xscale("log", base=2)

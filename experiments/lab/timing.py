@@ -48,11 +48,6 @@ PROTOCOL = {
     "the unfused computation in the same dtype and a rounding off float64; beyond N="
     f"{CHECKED_SEQLEN} the same call is checked once at N={CHECKED_SEQLEN} of the same head "
     "dimension and mask instead, and no error is given",
-    "block_sparse": "the whole last head of O, or of dq, dk and dv, checked in the same way at "
-    "N=1024 at most, with the same share of blocks; gradients and repeats as above",
-    "host_cost": "host clock around each of 1000 calls, outputs allocated in it, the GPU waited "
-    "for every 100 calls outside of it; torch's backward is its autograd engine's",
-    "char_model": "nothing is timed: losses of training in fp32 without TF32",
 }
 
 

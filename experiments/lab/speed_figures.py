@@ -1,0 +1,168 @@
+"""The figure and the table of a speed experiment, and the curves published for its problems."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from . import published, tables
+from .series import BACKWARD_LABELS, LABELS
+from .speeds import DTYPES, PASSES, UNSPLIT, Study
+from .store import Row
+from .tables import Table
+
+# The published curves that are drawn, in the colour of our series, and a line a GPU.
+PUBLISHED_METHODS = {"FlashAttention-2": "FA-2", "FlashAttention": "FA-1"}
+PUBLISHED_GPUS = {"A100": ":", "H100": "-."}
+_LIKE = {"FlashAttention-2": "fa2-mma", "FlashAttention": "fa1-mma"}
+
+
+def labels_of(study: Study) -> dict[str, str]:
+    """What figure and table call the series: in the backward pass the grids are what differs."""
+    return LABELS if "fwd" in study.passes else BACKWARD_LABELS
+
+
+def draw(study: Study, rows: Sequence[Row]) -> Any:
+    """TFLOP/s over N: a row of panels a pass and head dimension, a column a mask."""
+    from . import style
+
+    rows = [row for row in rows if row.metric == "speed"]
+    if not rows:
+        return None
+    several = len(study.passes) > 1
+    labels = labels_of(study)
+    across = [
+        (p, d) for p in study.passes for d in sorted({r.head_dim for r in rows if r.pass_ == p})
+    ]
+    masks = sorted({row.causal for row in rows})
+    height = 1.1 + 2.6 * len(across) if several else 0.9 + 3.1 * len(across)
+    figure, axes = style.new(len(across), len(masks), height, sharey="row")
+    for (pass_, d), panels in zip(across, axes, strict=True):
+        for mask, ax in zip(masks, panels, strict=True):
+            mine = [r for r in rows if (r.pass_, r.head_dim, r.causal) == (pass_, d, mask)]
+            _curves(ax, mine, study.series, labels)
+            _published(ax, study, pass_, d, mask, {r.seqlen_q for r in mine})
+            ax.set_ylim(bottom=0)
+            lengths = {row.seqlen_q for row in (rows if several else mine)}
+            style.sizes(ax, sorted(lengths), "sequence length N")
+            title = f"d={d}, {'causal' if mask else 'not causal'}"
+            ax.set_title(f"{PASSES[pass_]}, {title}" if several else title)
+        panels[0].set_ylabel("TFLOP/s")
+    _legend(figure, axes, rows, study, labels)
+    return figure
+
+
+def _curves(ax: Any, rows: Sequence[Row], shown: Sequence[str], labels: dict[str, str]) -> None:
+    """Speed over N of each series, the band between its percentiles behind it."""
+    from . import style
+
+    for series in shown:
+        points = sorted(
+            (r for r in rows if r.series == series and not r.failed), key=lambda r: r.seqlen_q
+        )
+        x = [r.seqlen_q for r in points]
+        ax.plot(
+            x,
+            [r.value for r in points],
+            color=style.COLOURS[series],
+            marker=style.MARKERS[series],
+            ls="--" if series.startswith("torch") else "-",
+            zorder=2.5 if series in UNSPLIT else 3,
+            label=labels[series],
+        )
+        ax.fill_between(
+            x,
+            [r.value if r.p20 is None else r.p20 for r in points],
+            [r.value if r.p80 is None else r.p80 for r in points],
+            color=style.COLOURS[series],
+            alpha=0.2,
+            lw=0,
+        )
+
+
+def published_speeds(
+    figures: Sequence[str], pass_: str, head_dim: int, causal: bool
+) -> dict[tuple[str, str], dict[int, float]]:
+    """(method, GPU) -> N -> TFLOP/s of those FA-2 paper's figures that show the pass."""
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    wanted = {"pass": pass_, "head_dim": str(head_dim), "causal": str(causal).lower()}
+    for item in figures:
+        for line in published.lookup(paper="fa2", item=item, metric="speed", **wanted):
+            gpu = line["hardware"].split("-")[0]
+            curve = found.setdefault((line["method"], gpu), {})
+            curve[int(line["seqlen"])] = float(line["value"])
+    return found
+
+
+def _published(ax: Any, study: Study, pass_: str, d: int, mask: bool, lengths: set[int]) -> None:
+    """What the paper shows of the same pass, as thin lines in the colour of our algorithm."""
+    from . import style
+
+    curves = published_speeds(study.figures, pass_, d, mask)
+    for (method, gpu), line in curves.items():
+        if method not in PUBLISHED_METHODS:
+            continue
+        points = sorted((N, value) for N, value in line.items() if N in lengths)
+        ax.plot(
+            [N for N, _ in points],
+            [value for _, value in points],
+            color=style.COLOURS[_LIKE[method]],
+            ls=PUBLISHED_GPUS[gpu],
+            lw=1.1,
+            zorder=2,
+            label=f"{PUBLISHED_METHODS[method]}, published, {gpu}",
+        )
+
+
+def _legend(
+    figure: Any, axes: Any, rows: Sequence[Row], study: Study, labels: dict[str, str]
+) -> None:
+    """A legend of the series that have rows, and of what is published."""
+    from . import style
+
+    handles = style.handles(axes)
+    used = {r.series for r in rows}
+    left_out = {labels[series] for series in study.series if series not in used}
+    order = [labels[series] for series in study.series]
+    kept = [label for label in dict.fromkeys((*order, *handles)) if label not in left_out]
+    title = f"{DTYPES[study.dtype]}, 16k tokens in all, hidden dimension 2048"
+    if len(study.passes) == 1:
+        title = f"{PASSES[study.passes[0]]}, {title}"
+    longest, drawn = study.fa1_longest, max(r.seqlen_q for r in rows)
+    if longest is not None and drawn > longest and any(s.startswith("fa1") for s in used):
+        title += f"; FA-1, one thread block a head, to N={style.short(longest)} only"
+    figure.legend(
+        [handles[label] for label in kept], kept, loc="outside upper center", ncols=3, title=title
+    )
+
+
+def table(
+    study: Study,
+    rows: Sequence[Row],
+    caption: str,
+    shown: Sequence[str] | None = None,
+    labels: Mapping[str, str] | None = None,
+) -> Table | None:
+    """TFLOP/s of the series that are `shown`, and our FA-2 over the first of torch's kernels.
+
+    None where no speed is stored. `shown` are all of the study's unless given, `labels` those of
+    the figure.
+    """
+    shown, labels = shown or study.series, labels or labels_of(study)
+    found = {(r.pass_, *tables.sizes(r), r.series): r for r in rows if r.metric == "speed"}
+    if not found:
+        return None
+    ours, peer = next(s for s in shown if s in ("fa2-simt", "fa2-mma")), study.theirs[0]
+    several = len(study.passes) > 1
+    lines = []
+    for pass_, d, causal, N in sorted({(p, d, causal, N) for p, N, d, causal, _ in found}):
+        cells = {series: found.get((pass_, N, d, causal, series)) for series in shown}
+        numbers = [tables.cell(row, lambda v: f"{v:.1f}") for row in cells.values()]
+        pair = [row.value if row else None for row in (cells[ours], cells[peer])]
+        ratio = f"{pair[0] / pair[1]:.2f}" if pair[0] and pair[1] else tables.MISSING
+        place = [str(d), tables.yes_no(causal), str(N)]
+        lines.append([*([pass_] if several else []), *place, *numbers, ratio])
+    header = ["d", "causal", "N", *(labels[s] for s in shown), f"FA-2 / {labels[peer]}"]
+    if several:
+        header.insert(0, "pass")
+    return Table(caption, tables.markdown(header, lines))

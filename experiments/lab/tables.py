@@ -1,0 +1,75 @@
+"""What the tables of paper_repro.md have in common: captions, Markdown, how a cell is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fa_numba.problem import Problem
+
+from .store import Row
+
+MISSING = "-"
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table: `caption` is the text before it, `body` the table itself in Markdown.
+
+    The page writes behind the caption which recording the numbers are from.
+    """
+
+    caption: str
+    body: str
+
+
+# From an experiment's stored rows; None where they hold nothing of the table.
+Make = Callable[[Sequence[Row]], Table | None]
+
+
+@dataclass(frozen=True)
+class Across:
+    """A table over several experiments: `make` is given the rows of all of `experiments`."""
+
+    make: Make
+    experiments: tuple[str, ...]
+
+    def __call__(self, rows: Sequence[Row]) -> Table | None:
+        return self.make(rows)
+
+
+def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; the first column is aligned to the left, the others to the right."""
+    rows = [header, ["---"] + ["---:"] * (len(header) - 1), *lines]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def cell(row: Row | None, shown: Callable[[float], str]) -> str:
+    """The row's value as `shown` writes it, "failed" where it failed, a dash without a row."""
+    if row is None:
+        return MISSING
+    return "failed" if row.value is None else shown(row.value)
+
+
+def number(values: Mapping[Any, float | None], key: Any, form: str) -> str:
+    """The value under the key in the format `form`, a dash where there is none."""
+    value = values.get(key)
+    return MISSING if value is None else format(value, form)
+
+
+# The first columns of many a table, and a problem's cells in them.
+PROBLEM = ("d", "causal", "N")
+
+
+def problem_cells(problem: Problem) -> list[str]:
+    return [str(problem.head_dim), yes_no(problem.causal), str(problem.seqlen_q)]
+
+
+def yes_no(causal: bool) -> str:
+    return "yes" if causal else "no"
+
+
+def sizes(row: Row) -> tuple[int, int, bool]:
+    """What distinguishes the problems of most experiments: length, head dimension, mask."""
+    return row.seqlen_q, row.head_dim, row.causal
