@@ -1,0 +1,158 @@
+"""Imports go down only; what is compared with the kernels imports none of them."""
+
+import ast
+import itertools
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# A room may import the rooms of the lines above its own, and itself.
+FLOORS = (
+    ("emulator", "masks", "dtypes", "integers"),
+    ("device", "problem"),
+    ("intrinsics", "options"),
+    ("tiling", "dropout"),
+    ("algorithms", "reference", "io_model"),
+    ("parts",),
+    ("kernels",),
+    ("host",),
+    ("ops",),
+    ("fa_numba",),
+    ("torch",),
+    ("experiments",),
+)
+# What tests set against the kernels reaches none of these rooms, not through others either.
+APART = ("algorithms", "reference", "io_model")
+KERNEL_ROOMS = ("kernels", "parts", "intrinsics")
+# What experiments take of the library.
+PUBLIC = {"fa_numba", "algorithms", "device", "io_model", "problem", "reference", "tiling", "torch"}
+# The rooms that name numba.cuda; the others take it from device.
+CUDA = {"device", "emulator", "intrinsics"}
+
+
+def dotted(path):
+    """The module's name of a file of the project."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {dotted(p): p for top in ("fa_numba", "experiments") for p in (ROOT / top).rglob("*.py")}
+
+
+def room(module):
+    """fa_numba/<room>, the file at the top or the folder; fa_numba itself; experiments."""
+    top, *rest = module.split(".")
+    return rest[0] if top == "fa_numba" and rest else top
+
+
+def statements(tree, with_types):
+    """All nodes of a module, those under ``if TYPE_CHECKING`` only ``with_types``."""
+    for node in ast.iter_child_nodes(tree):
+        guarded = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        if with_types or not guarded:
+            yield node
+            yield from statements(node, with_types)
+
+
+def imported(module, text, is_package=False, with_types=True):
+    """The full names that a module imports: of a module, or of a name in one."""
+    package = module if is_package else module.rpartition(".")[0]
+    for node in statements(ast.parse(text), with_types):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, base] if base else above)
+            for alias in node.names:
+                name = f"{base}.{alias.name}"
+                # A name that is no module is taken from ``base``, which may hand on what is below.
+                yield name if name in MODULES or base not in MODULES else base
+
+
+def edges(with_types=True):
+    """(module, what it imports) within the project."""
+    for module, path in MODULES.items():
+        package = path.name == "__init__.py"
+        for name in imported(module, path.read_text(), package, with_types):
+            if name in MODULES:
+                yield module, name
+
+
+def upward(pairs):
+    """The pairs whose import does not go down."""
+    floor = {name: level for level, names in enumerate(FLOORS) for name in names}
+    return [
+        (module, name)
+        for module, name in pairs
+        if room(module) != room(name) and floor[room(name)] >= floor[room(module)]
+    ]
+
+
+def test_every_room_has_its_floor():
+    known = set(itertools.chain.from_iterable(FLOORS))
+    assert {room(module) for module in MODULES} <= known
+    assert len(known) == sum(map(len, FLOORS))
+
+
+def test_imports_go_down():
+    assert upward(edges()) == []
+
+
+@pytest.mark.parametrize(
+    "module, text",
+    [
+        ("fa_numba.reference", "from fa_numba.kernels.simt import fa1_forward"),
+        ("fa_numba.parts.rows", "def f():\n    from ..kernels import simt"),
+        ("fa_numba.io_model", "from .parts.rows import make_read_rows"),
+        ("fa_numba.device.memory", "import fa_numba.host.arrays"),
+        ("fa_numba.host.plans", "if TYPE_CHECKING:\n    from fa_numba import ops"),
+        ("fa_numba.ops", "import experiments.speed"),
+    ],
+)
+def test_an_import_that_goes_up_is_found(module, text):
+    assert upward((module, name) for name in imported(module, text) if name in MODULES)
+
+
+@pytest.mark.parametrize("start", APART)
+def test_what_is_compared_with_the_kernels_reaches_none(start):
+    below = {}
+    for module, name in edges():
+        below.setdefault(module, set()).add(name)
+    todo = [module for module in MODULES if room(module) == start]
+    reached = set(todo)
+    while todo:
+        new = below.get(todo.pop(), set()) - reached
+        reached |= new
+        todo += new
+    assert {room(module) for module in reached} & set(KERNEL_ROOMS) == set()
+
+
+def test_experiments_take_public_rooms():
+    taken = {(m, n) for m, n in edges() if room(m) == "experiments" != room(n)}
+    assert taken
+    assert {(m, n) for m, n in taken if room(n) not in PUBLIC} == set()
+
+
+def test_numba_cuda_has_one_door():
+    naming = {
+        room(module)
+        for module, path in MODULES.items()
+        for name in imported(module, path.read_text(), path.name == "__init__.py")
+        if f"{name}.".startswith("numba.cuda.")
+    }
+    assert naming == CUDA
+
+
+@pytest.mark.parametrize("folder", ["emulator", "device", "intrinsics", "host"])
+def test_files_of_a_room_import_in_one_direction(folder):
+    inside = [(m, n) for m, n in edges(with_types=False) if room(m) == room(n) == folder]
+    package = f"fa_numba.{folder}"
+    left = {m for m in MODULES if room(m) == folder and m != package}
+    while left:
+        leaves = {m for m in left if not any(a == m and b in left and b != m for a, b in inside)}
+        assert leaves, f"these import each other: {sorted(left)}"
+        left -= leaves
