@@ -1,6 +1,6 @@
 """FlashAttention's two loop orders in Numba CUDA: to run, to count and to compare."""
 
-from fa_numba import io_model, reference
+from fa_numba import algorithms, io_model, reference
 from fa_numba.device import count_accesses
 from fa_numba.dropout import dropout_mask
 from fa_numba.host.plans import Plan
@@ -22,6 +22,7 @@ __all__ = [
     "AttentionOptions",
     "Plan",
     "Tiles",
+    "algorithms",
     "attention",
     "attention_backward",
     "count_accesses",

@@ -1,5 +1,4 @@
-"""Attention and its gradients in float64, the oracle of every kernel, and the two tiled algorithms
-in plain NumPy.
+"""Attention and its gradients in float64: the oracle of every kernel.
 
 Shapes everywhere: q (batch, heads_q, seqlen_q, head_dim), k and v (batch, heads_k, seqlen_k,
 head_dim); outputs O as q, and L (batch, heads_q, seqlen_q), the natural logarithm of the sum of
@@ -208,9 +207,7 @@ def _blocks(
     if block_mask is None:
         return None, 1, 1
     if tiles is None:
-        raise ValueError(
-            "block_mask is given without tiles: its blocks have their Br and Bc"
-        )
+        raise ValueError("block_mask is given without tiles: its blocks have their Br and Bc")
     Br, Bc = as_size("tiles.Br", tiles.Br, axis=False), as_size("tiles.Bc", tiles.Bc, axis=False)
     mask = check_block_mask(block_mask, problem, SimpleNamespace(Br=Br, Bc=Bc))
     return np.broadcast_to(mask, (problem.batch, problem.heads_q, *mask.shape[2:])), Br, Bc
@@ -466,119 +463,6 @@ def _dbias_shape(return_dbias: bool, options: AttentionOptions) -> tuple[int, ..
     if options.get("bias") is None:
         raise ValueError("return_dbias is given without bias: there is nothing to differentiate")
     return np.shape(options["bias"])
-
-
-def fa1_tiled(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    Br: int,
-    Bc: int,
-    scale: float | None = None,
-    causal: bool = False,
-    return_lse: bool = False,
-) -> Result:
-    """FlashAttention (arXiv 2205.14135), Algorithm 1, in float64: K/V outer, Q inner.
-
-    O, l and m are the arrays in HBM; what one pass of the inner loop binds is on chip. Beyond the
-    paper: tiles that the causal mask hides entirely are skipped, and L = m + log l at the end.
-    """
-    Br, Bc = as_size("Br", Br), as_size("Bc", Bc)  # line 1: the caller has set the block sizes
-    call, q, k, v = _call(q, k, v, scale=scale, causal=causal)
-    problem = call.problem
-    Nq, Nk = problem.seqlen_q, problem.seqlen_k
-    # Line 2: initialise O, l, m in HBM.
-    O = np.zeros(problem.q_shape)
-    l = np.zeros(problem.lse_shape)
-    m = np.full(problem.lse_shape, -np.inf)
-    for head in call.heads():
-        Q, K, V = q[head.q], k[head.k], v[head.k]
-        # Lines 3-5: blocks are slices; the last of each may be short. For each K/V block:
-        for col in range(0, Nk, Bc):
-            # Line 6: load Kj, Vj.
-            Kj, Vj = K[col : col + Bc], V[col : col + Bc]
-            # Line 7: for each Q block
-            for row in range(0, Nq, Br):
-                rows = slice(row, min(row + Br, Nq))
-                if col > 0 and problem.columns_end(rows.stop - 1) <= col:
-                    continue
-                # Line 8: load Qi, Oi, li, mi.
-                Qi, Oi, li, mi = Q[rows], O[head.q][rows], l[head.lse][rows], m[head.lse][rows]
-                # Line 9: Sij = scale Qi Kj^T
-                Sij, _ = call.scores(head, Qi, Kj, row, col)
-                # Line 10: statistics of this tile alone
-                mij = Sij.max(axis=1)
-                Pij = np.exp(Sij - _finite_or_zero(mij)[:, None])
-                lij = Pij.sum(axis=1)
-                # Line 11: merge them with those of the columns before.
-                m_new = np.maximum(mi, mij)
-                old = np.exp(mi - _finite_or_zero(m_new))
-                new = np.exp(mij - _finite_or_zero(m_new))
-                l_new = old * li + new * lij
-                # Line 12: Oi <- diag(l_new)^-1
-                #     (diag(li) e^(mi - m_new) Oi + e^(mij - m_new) Pij Vj)
-                O[head.q][rows] = (
-                    (li * old)[:, None] * Oi + new[:, None] * (Pij @ Vj)
-                ) / _one_if_zero(l_new)[:, None]
-                # Line 13: write li, mi.
-                l[head.lse][rows] = l_new
-                m[head.lse][rows] = m_new
-    # Line 16
-    return (O, _logsumexp(m, l)) if return_lse else O
-
-
-def fa2_tiled(
-    q: ArrayLike,
-    k: ArrayLike,
-    v: ArrayLike,
-    *,
-    Br: int,
-    Bc: int,
-    scale: float | None = None,
-    causal: bool = False,
-    return_lse: bool = False,
-) -> Result:
-    """FlashAttention-2 (arXiv 2307.08691), Algorithm 1, in float64: Q outer, K/V inner.
-
-    Line 10 of the paper prints diag(e^(m_old - m_new))^-1 before O; the factor that keeps O on the
-    scale of the new maximum is e^(m_old - m_new) itself, and that is used here.
-    """
-    Br, Bc = as_size("Br", Br), as_size("Bc", Bc)
-    call, q, k, v = _call(q, k, v, scale=scale, causal=causal)
-    problem = call.problem
-    Nq = problem.seqlen_q
-    O, L = np.empty(problem.q_shape), np.empty(problem.lse_shape)
-    for head in call.heads():
-        Q, K, V = q[head.q], k[head.k], v[head.k]
-        # Lines 1-3: blocks are slices; the last of each may be short. For each Q block:
-        for row in range(0, Nq, Br):
-            rows = slice(row, min(row + Br, Nq))
-            # Line 4: load Qi.
-            Qi = Q[rows]
-            # Line 5: initialise Oi, li, mi on chip.
-            Oi = np.zeros_like(Qi)
-            li = np.zeros(len(Qi))
-            mi = np.full(len(Qi), -np.inf)
-            # Line 6: for each K/V block; causal: up to the last that a row here sees (section 3.1)
-            for col in range(0, problem.columns_end(rows.stop - 1), Bc):
-                # Line 7: load Kj, Vj.
-                Kj, Vj = K[col : col + Bc], V[col : col + Bc]
-                # Line 8: Sij = scale Qi Kj^T
-                Sij, _ = call.scores(head, Qi, Kj, row, col)
-                # Line 9: running maximum and sum
-                m_old, mi = mi, np.maximum(mi, Sij.max(axis=1))
-                Pij = np.exp(Sij - _finite_or_zero(mi)[:, None])
-                factor = np.exp(m_old - _finite_or_zero(mi))
-                li = factor * li + Pij.sum(axis=1)
-                # Line 10: Oi <- diag(e^(m_old - m_new)) Oi + Pij Vj, not yet normalised
-                Oi = factor[:, None] * Oi + Pij @ Vj
-            # Lines 12 and 14: Oi <- diag(li)^-1 Oi, written once
-            O[head.q][rows] = Oi / _one_if_zero(li)[:, None]
-            # Lines 13 and 15: Li = mi + log li
-            L[head.lse][rows] = _logsumexp(mi, li)
-    # Line 17
-    return (O, L) if return_lse else O
 
 
 def _differences(out: ArrayLike, ref: ArrayLike) -> tuple[Array, Array, Array]:

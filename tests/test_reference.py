@@ -1,6 +1,5 @@
-"""The float64 reference against a plain loop, the tiled algorithms and worked examples."""
+"""The float64 reference against a plain loop, central differences and worked examples."""
 
-import inspect
 import itertools
 import math
 from functools import partial
@@ -16,8 +15,6 @@ from fa_numba.dropout import dropout_mask
 from fa_numba.reference import (
     attention,
     attention_backward,
-    fa1_tiled,
-    fa2_tiled,
     relative_error,
     unfused,
     unfused_backward,
@@ -25,7 +22,6 @@ from fa_numba.reference import (
 )
 
 EPS = np.finfo(np.float64).eps
-TILED = [fa1_tiled, fa2_tiled]
 
 
 def plain_loop(
@@ -129,28 +125,6 @@ def test_long_inputs_are_computed_in_pieces():
         assert np.all(np.isfinite(L[:, :, 20:]))
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    B=st.integers(1, 2),
-    Hk=st.integers(1, 2),
-    group=st.integers(1, 3),
-    Nq=st.integers(1, 19),
-    Nk=st.integers(1, 19),
-    d=st.integers(1, 5),
-    Br=st.integers(1, 8),
-    Bc=st.integers(1, 8),
-    causal=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_both_tiled_algorithms_are_attention(B, Hk, group, Nq, Nk, d, Br, Bc, causal, seed):
-    q, k, v = random_inputs(B, Hk * group, Hk, Nq, Nk, d, seed=seed)
-    want = attention(q, k, v, causal=causal, return_lse=True)
-    for tiled in TILED:
-        got = tiled(q, k, v, Br=Br, Bc=Bc, causal=causal, return_lse=True)
-        assert_close(got, want, 100 * EPS)
-        np.testing.assert_array_equal(tiled(q, k, v, Br=Br, Bc=Bc, causal=causal), got[0])
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_huge_logits(shape, causal):
@@ -158,17 +132,10 @@ def test_huge_logits(shape, causal):
     want = plain_loop(q, k, v, causal=causal)
     bound = 1e4 * shape[-1] * 10 * EPS  # a score's rounding is a relative error of its weight
     assert_close(attention(q, k, v, causal=causal, return_lse=True), want, bound)
-    for tiled in TILED:
-        assert_close(tiled(q, k, v, Br=3, Bc=2, causal=causal, return_lse=True), want, bound)
     assert_close(unfused(q, k, v, causal=causal, return_lse=True, dtype="f8"), want, bound)
 
 
-ALL = [
-    attention,
-    unfused,
-    partial(fa1_tiled, Br=2, Bc=3),
-    partial(fa2_tiled, Br=2, Bc=3),
-]
+ALL = [attention, unfused]
 
 
 @pytest.mark.parametrize("compute", ALL)
@@ -203,7 +170,7 @@ def test_nan_stays_in_its_row(compute):
     np.testing.assert_array_equal(np.isnan(L[0, 0]), has_nan)
 
 
-# q, K, V and the states after each block of 4 keys, scores q.k; printed to three decimals.
+# q, K, V with scores q.k and the output, printed to three decimals.
 Q = np.array([1.0, 0, 2, 1]).reshape(1, 1, 1, 4)
 K = np.array(
     [
@@ -222,50 +189,17 @@ V = np.array(
 HALF_DIGIT = 5.0e-4
 
 
-@pytest.mark.parametrize("tiled", TILED)
-@pytest.mark.parametrize(
-    "keys, m, l, o",
-    [
-        (4, 4.0, 1.320, [0.641, 2.185, 1.135, 1.420]),
-        (8, 5.0, 1.657, [1.525, 3.822, 2.553, 0.749]),
-    ],
-)
-def test_worked_example_one(tiled, keys, m, l, o):
-    O, L = tiled(Q, K[:, :, :keys], V[:, :, :keys], Br=1, Bc=4, scale=1.0, return_lse=True)
-    got_l = math.exp(L.item() - m)
-    assert 0 <= got_l - l < 1e-3  # l is cut, not rounded: 1.6577 is printed as 1.657
-    np.testing.assert_allclose(got_l * O.ravel(), o, rtol=0, atol=HALF_DIGIT)
-
-
-@pytest.mark.parametrize("compute", [attention, *ALL[2:]])
-def test_worked_example_one_output(compute):
-    O = compute(Q, K, V, scale=1.0)
+def test_worked_example_one_output():
+    O = attention(Q, K, V, scale=1.0)
     np.testing.assert_allclose(O.ravel(), [0.920, 2.306, 1.540, 0.452], rtol=0, atol=HALF_DIGIT)
 
 
-@pytest.mark.parametrize("tiled", TILED)
-def test_worked_example_two(tiled):
-    scores = np.array([3.0, 1, 2, 4, 5, 1, 3, 1]).reshape(1, 1, 8, 1)
-    one = np.ones((1, 1, 1, 1))
-
-    def total(s, m):
-        return math.exp(tiled(one, s, s, Br=1, Bc=4, scale=1.0, return_lse=True)[1].item() - m)
-
-    first, second = total(scores[:, :, :4], 4.0), total(scores[:, :, 4:], 5.0)
-    factor = math.exp(4.0 - 5.0)
-    assert first == pytest.approx(1.553, abs=HALF_DIGIT)
-    assert factor == pytest.approx(0.368, abs=HALF_DIGIT)
-    assert factor * first == pytest.approx(0.571, abs=HALF_DIGIT)
-    assert total(scores, 5.0) == pytest.approx(factor * first + second, rel=10 * EPS)
-
-
-@pytest.mark.parametrize("compute", [attention, *(partial(tiled, Br=1, Bc=2) for tiled in TILED)])
-def test_worked_example_three(compute):
+def test_worked_example_three():
     scores = np.zeros((1, 1, 4, 4))
     scores[0, 0, :, 0] = [1, 2, 3, 4]
     q = np.zeros((1, 1, 1, 4))
     q[..., 0] = 1.0
-    softmax = compute(q, scores, np.eye(4)[None, None], scale=1.0)
+    softmax = attention(q, scores, np.eye(4)[None, None], scale=1.0)
     want = [0.0320586, 0.08714432, 0.23688284, 0.6439143]  # printed from float32
     np.testing.assert_allclose(softmax.ravel(), want, rtol=np.finfo(np.float32).eps, atol=0)
 
@@ -912,13 +846,6 @@ def test_the_shape_of_a_packed_output_gradient_is_checked(compute):
         compute(Q, q, k, v, **starts)
 
 
-def test_the_tiled_algorithms_take_scale_and_causal_alone():
-    for tiled in TILED:
-        assert {*inspect.signature(tiled).parameters} == {
-            *("q", "k", "v", "Br", "Bc", "scale", "causal", "return_lse")
-        }
-
-
 def test_relative_error():
     ref = np.array([[3.0, 0.0], [0.0, 4.0]])
     assert relative_error(ref, ref) == 0.0
@@ -949,14 +876,6 @@ def test_comparing_different_shapes_is_refused(compare):
         compare(np.ones((1, 3)), np.ones(3))
     with pytest.raises(ValueError, match="empty axis"):
         compare(np.ones((0, 3)), np.ones((0, 3)))
-
-
-@pytest.mark.parametrize("tiled", TILED)
-@pytest.mark.parametrize("tiles", [dict(Br=0, Bc=1), dict(Br=1, Bc=-1)])
-def test_tiles_of_no_size_are_refused(tiled, tiles):
-    name = next(name for name, n in tiles.items() if n < 1)
-    with pytest.raises(ValueError, match=f"{name} is {tiles[name]}.*integer >= 1"):
-        tiled(Q, K, V, **tiles)
 
 
 @pytest.mark.parametrize("compute", ALL)

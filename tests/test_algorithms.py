@@ -1,0 +1,497 @@
+"""The papers' algorithms as text: against the reference, step by step, and as twins."""
+
+import ast
+import dataclasses
+import inspect
+import math
+import re
+import textwrap
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fa_numba import algorithms, io_model
+from fa_numba.algorithms import (
+    fa1_backward,
+    fa1_forward,
+    fa2_backward,
+    fa2_forward,
+    logsumexp,
+    standard_backward,
+    standard_forward,
+)
+from fa_numba.problem import Problem
+from fa_numba.reference import attention, attention_backward, relative_error
+
+EPS = np.finfo(np.float64).eps
+TIGHT = 1e-12
+
+
+def fa1(Q, K, V, **options):
+    """(O, L) of `fa1_forward`."""
+    O, l, m = fa1_forward(Q, K, V, **options)
+    return O, logsumexp(m, l)
+
+
+def standard(Q, K, V, *, Br=None, Bc=None, **options):
+    """(O, L), L of P and S: the same P e^L = e^S in every column that a row sees."""
+    O, P = standard_forward(Q, K, V, **options)
+    Nq, Nk = P.shape
+    scale = 1 / math.sqrt(Q.shape[1]) if options.get("scale") is None else options["scale"]
+    best = P.argmax(axis=1)
+    with np.errstate(divide="ignore"):
+        L = scale * (Q @ K.T)[np.arange(Nq), best] - np.log(P[np.arange(Nq), best])
+    return O, np.where(P.any(axis=1), L, -np.inf)
+
+
+def gradients(backward, Q, K, V, dO, *, Br=2, Bc=3, **options):
+    """(dQ, dK, dV) of one of the backward functions, after its own forward one."""
+    tiles = dict(Br=Br, Bc=Bc)
+    if backward is standard_backward:
+        _, P = standard_forward(Q, K, V, **options)
+        return backward(Q, K, V, P, dO, scale=options.get("scale"))
+    forward = fa1_forward if backward is fa1_backward else fa2_forward
+    O, *saved = forward(Q, K, V, **tiles, **options)
+    return backward(Q, K, V, O, dO, *saved, **tiles, **options)
+
+
+FORWARD = [standard, fa1, fa2_forward]
+TILED = [fa1, fa2_forward]
+BACKWARD = [standard_backward, fa1_backward, fa2_backward]
+
+
+def random_inputs(Nq, Nk, d, *, seed=0, size=1.0):
+    """Q, K, V and dO."""
+    rng = np.random.default_rng(seed)
+    shapes = ((Nq, d), (Nk, d), (Nk, d), (Nq, d))
+    arrays = [rng.standard_normal(shape) for shape in shapes]
+    arrays[0] *= size
+    for a in arrays:
+        a.setflags(write=False)
+    return arrays
+
+
+def one_head(function, *arrays, **options):
+    """What the reference gives for one head, without its batch and heads axes."""
+    return [x[0, 0] for x in function(*(a[None, None] for a in arrays), **options)]
+
+
+def agree(got, want, bound=TIGHT):
+    for out, ref in zip(got, want, strict=True):
+        assert out.dtype == np.float64
+        assert relative_error(out, ref) <= bound
+
+
+SHAPES = [(1, 1, 1), (5, 5, 3), (7, 11, 4), (11, 7, 5), (13, 1, 2), (1, 13, 8), (16, 8, 4)]
+TILES = [dict(Br=2, Bc=3), dict(Br=4, Bc=4), dict(Br=3, Bc=20), dict(Br=20, Bc=1)]
+
+each_case = [
+    pytest.mark.parametrize("tiles", TILES, ids=lambda t: f"{t['Br']}x{t['Bc']}"),
+    pytest.mark.parametrize("causal", [False, True]),
+    pytest.mark.parametrize("scale", [None, -0.7]),
+    pytest.mark.parametrize("shape", SHAPES),
+]
+
+
+def every_case(test):
+    for mark in each_case:
+        test = mark(test)
+    return test
+
+
+@every_case
+@pytest.mark.parametrize("compute", FORWARD)
+def test_every_forward_is_attention(compute, shape, scale, causal, tiles):
+    Q, K, V, _ = random_inputs(*shape)
+    options = dict(scale=scale, causal=causal)
+    want = one_head(attention, Q, K, V, return_lse=True, **options)
+    agree(compute(Q, K, V, **tiles, **options), want)
+
+
+@every_case
+@pytest.mark.parametrize("backward", BACKWARD)
+def test_every_backward_is_the_gradient_of_attention(backward, shape, scale, causal, tiles):
+    Q, K, V, dO = random_inputs(*shape)
+    options = dict(scale=scale, causal=causal)
+    want = one_head(attention_backward, dO, Q, K, V, **options)
+    for out, ref in zip(gradients(backward, Q, K, V, dO, **tiles, **options), want, strict=True):
+        # A gradient may cancel to nothing: of one column dS is 0 but for rounding.
+        np.testing.assert_allclose(out, ref, rtol=TIGHT, atol=TIGHT)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    Nq=st.integers(1, 19),
+    Nk=st.integers(1, 19),
+    d=st.integers(1, 5),
+    Br=st.integers(1, 8),
+    Bc=st.integers(1, 8),
+    causal=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_block_sizes_do_not_matter(Nq, Nk, d, Br, Bc, causal, seed):
+    Q, K, V, dO = random_inputs(Nq, Nk, d, seed=seed)
+    want = one_head(attention, Q, K, V, causal=causal, return_lse=True)
+    for compute in TILED:
+        agree(compute(Q, K, V, Br=Br, Bc=Bc, causal=causal), want, 100 * EPS)
+    want = one_head(attention_backward, dO, Q, K, V, causal=causal)
+    for backward in BACKWARD[1:]:
+        got = gradients(backward, Q, K, V, dO, Br=Br, Bc=Bc, causal=causal)
+        np.testing.assert_allclose(
+            np.concatenate(got), np.concatenate(want), rtol=TIGHT, atol=TIGHT
+        )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_huge_logits(shape, causal):
+    Q, K, V, dO = random_inputs(*shape, size=1e4)
+    want = one_head(attention, Q, K, V, causal=causal, return_lse=True)
+    bound = 1e4 * shape[-1] * 10 * EPS  # a score's rounding is a relative error of its weight
+    for compute in FORWARD:
+        agree(compute(Q, K, V, Br=3, Bc=2, causal=causal), want, bound)
+    want = one_head(attention_backward, dO, Q, K, V, causal=causal)
+    for backward in BACKWARD:
+        got = gradients(backward, Q, K, V, dO, causal=causal)
+        np.testing.assert_allclose(
+            np.concatenate(got), np.concatenate(want), rtol=bound, atol=1e4 * bound
+        )
+
+
+@pytest.mark.parametrize("compute", FORWARD)
+def test_a_row_without_columns_is_zero(compute):
+    Q, K, V, dO = random_inputs(9, 4, 3)
+    O, L = compute(Q, K, V, Br=2, Bc=3, causal=True)
+    assert np.all(O[:5] == 0) and np.all(L[:5] == -np.inf)
+    assert np.all(O[5:] != 0) and np.all(np.isfinite(L[5:]))
+    for backward in BACKWARD:
+        dQ, dK, dV = gradients(backward, Q, K, V, dO, causal=True)
+        assert np.all(dQ[:5] == 0) and np.all(np.isfinite(dQ))
+        only_seen = gradients(backward, Q[5:], K, V, dO[5:], causal=True)
+        agree((dQ[5:], dK, dV), only_seen)
+
+
+@pytest.mark.parametrize("compute", TILED)
+def test_scores_of_minus_infinity_weigh_nothing(compute):
+    Q = np.array([[1.0], [1e-3], [1.0]])
+    K = np.full((7, 1), -np.inf)
+    V = np.arange(1.0, 8.0)[:, None]
+    O, L = compute(Q, K, V, Br=2, Bc=3)
+    assert np.all(O == 0) and np.all(np.isneginf(L))
+    K[4] = 2.0
+    O, L = compute(Q, K, V, Br=2, Bc=3)
+    assert np.all(O == 5.0)
+    np.testing.assert_allclose(L, 2 * Q[:, 0], rtol=1e-15)
+
+
+@pytest.mark.parametrize("compute", TILED)
+def test_nan_stays_in_its_row(compute):
+    Q, K, V, _ = (a.copy() for a in random_inputs(6, 6, 3))
+    Q[2, 1] = np.nan
+    O, L = compute(Q, K, V, Br=2, Bc=3, causal=True)
+    has_nan = np.arange(6) == 2
+    np.testing.assert_array_equal(np.isnan(O), np.repeat(has_nan[:, None], 3, axis=1))
+    np.testing.assert_array_equal(np.isnan(L), has_nan)
+
+
+# --- step by step -----------------------------------------------------------------------------
+
+# q, K, V and the states after each block of 4 keys, scores q.k; printed to three decimals.
+WORKED_Q = np.array([[1.0, 0, 2, 1]])
+WORKED_K = np.array(
+    [
+        *([1.0, 1, 0, 0], [0, 1, 1, 0], [1, 0, 1, 1], [0, 0, 1, 0]),
+        *([2, 1, 1, 1], [0, 1, 0, 1], [1, 1, 1, 0], [0, 0, 0, 1]),
+    ]
+)
+WORKED_V = np.array(
+    [
+        *([2.0, 1, 0, 3], [1, 0, 1, 2], [0, 2, 1, 1], [3, 1, 0, 0]),
+        *([1, 3, 2, 0], [0, 1, 0, 2], [2, 0, 1, 1], [1, 0, 0, 3]),
+    ]
+)
+HALF_DIGIT = 5.0e-4
+
+
+def watched(function, *arrays, **options):
+    """(the steps, what the function gives)"""
+    steps = []
+    return steps, function(*arrays, **options, watch=steps.append)
+
+
+@pytest.mark.parametrize("forward", [fa1_forward, fa2_forward])
+def test_the_worked_example_step_by_step(forward):
+    arrays = WORKED_Q, WORKED_K, WORKED_V
+    steps, (O, *_) = watched(forward, *arrays, Br=1, Bc=4, scale=1.0)
+    assert [(s.algorithm, s.i, s.j) for s in steps] == [(forward.__name__, 0, j) for j in (0, 1)]
+    printed = [
+        ([1, 2, 4, 2], 4.0, 1.320, 0.0, [0.641, 2.185, 1.135, 1.420]),
+        ([5, 1, 3, 1], 5.0, 1.657, 0.368, [1.525, 3.822, 2.553, 0.749]),
+    ]
+    for step, (scores, m, l, factor, o) in zip(steps, printed, strict=True):
+        at = step.on_chip
+        np.testing.assert_array_equal(at["Sij"], [scores])
+        assert at["mi"].item() == m
+        # l is cut, not rounded: 1.6577 is printed as 1.657
+        assert math.floor(at["li"].item() * 1000) == round(l * 1000)
+        assert at["factor"].item() == pytest.approx(factor, abs=HALF_DIGIT)
+        unnormalised = at["Oi"] * at["li"] if forward is fa1_forward else at["Oi"]
+        np.testing.assert_allclose(unnormalised, [o], rtol=0, atol=HALF_DIGIT)
+    np.testing.assert_allclose(O, [[0.920, 2.306, 1.540, 0.452]], rtol=0, atol=HALF_DIGIT)
+
+
+@pytest.mark.parametrize("forward", [fa1_forward, fa2_forward])
+def test_worked_example_two(forward):
+    scores = np.array([[3.0, 1, 2, 4, 5, 1, 3, 1]]).T
+    one = np.ones((1, 1))
+    (first, second), _ = watched(forward, one, scores, scores, Br=1, Bc=4, scale=1.0)
+    assert (first.on_chip["mi"], second.on_chip["mi"]) == (4.0, 5.0)
+    old, factor = first.on_chip["li"].item(), second.on_chip["factor"].item()
+    assert old == pytest.approx(1.553, abs=HALF_DIGIT)
+    assert factor == pytest.approx(0.368, abs=HALF_DIGIT)
+    assert factor * old == pytest.approx(0.571, abs=HALF_DIGIT)
+    alone = np.exp(scores[4:] - 5.0).sum()
+    assert second.on_chip["li"].item() == pytest.approx(factor * old + alone, rel=10 * EPS)
+
+
+@pytest.mark.parametrize("compute", FORWARD)
+def test_worked_example_three(compute):
+    scores = np.diag([1.0, 2, 3, 4])
+    softmax, _ = compute(np.ones((1, 4)), scores, np.eye(4), Br=1, Bc=2, scale=1.0)
+    want = [[0.0320586, 0.08714432, 0.23688284, 0.6439143]]  # printed from float32
+    np.testing.assert_allclose(softmax, want, rtol=np.finfo(np.float32).eps, atol=0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [(7, 11, 4), (11, 7, 5), (9, 4, 1)])
+def test_steps_go_through_the_visited_tiles(shape, causal):
+    Nq, Nk, d = shape
+    Q, K, V, dO = random_inputs(*shape)
+    options = dict(Br=2, Bc=3, causal=causal)
+    seen = {
+        (i, j)
+        for i in range(-(-Nq // 2))
+        for j in range(-(-Nk // 3))
+        if not causal or min(2 * i + 2, Nq) - 1 + Nk - Nq >= 3 * j
+    }
+    by_columns = sorted(seen, key=lambda tile: tile[::-1])
+    steps, (O, l, m) = watched(fa1_forward, Q, K, V, **options)
+    assert [(s.i, s.j) for s in steps] == by_columns
+    after = {s.i: s.written for s in steps}  # the last of each row tile
+    for s in steps:
+        assert (s.rows, s.columns) == (
+            slice(2 * s.i, min(2 * s.i + 2, Nq)),
+            slice(3 * s.j, min(3 * s.j + 3, Nk)),
+        )
+        if after[s.i] is s.written:
+            for name, whole in (("Oi", O), ("li", l), ("mi", m)):
+                np.testing.assert_array_equal(s.written[name], whole[s.rows])
+    steps, (O, L) = watched(fa2_forward, Q, K, V, **options)
+    assert [(s.i, s.j) for s in steps] == sorted(seen)
+    for backward, saved in ((fa1_backward, (l, m)), (fa2_backward, (L,))):
+        steps, (dQ, *_) = watched(backward, Q, K, V, O, dO, *saved, **options)
+        assert [(s.i, s.j) for s in steps] == by_columns
+        for s in {s.i: s for s in steps}.values():
+            np.testing.assert_array_equal(s.written["dQi"], dQ[s.rows])
+
+
+def sizes(steps, which):
+    """Elements by name, summed over the steps."""
+    found = {}
+    for step in steps:
+        for name, tile in getattr(step, which).items():
+            found[name] = found.get(name, 0) + tile.size
+    return found
+
+
+def test_what_steps_read_and_write_is_what_the_access_model_counts():
+    Nq, Nk, d, Br, Bc = 7, 11, 4, 2, 3
+    Q, K, V, dO = random_inputs(Nq, Nk, d)
+    problem = Problem(1, 1, 1, Nq, Nk, d)
+    tiles = type("Tiles", (), dict(Br=Br, Bc=Bc))
+    start = {"Oi": Nq * d, "li": Nq, "mi": Nq, "dQi": Nq * d}  # read in vain: the initial values
+
+    steps, (O, l, m) = watched(fa1_forward, Q, K, V, Br=Br, Bc=Bc)
+    model = io_model.fa1(problem, tiles)
+    read, written = sizes(steps, "read"), sizes(steps, "written")
+    assert read["Qi"] == model.loads["Q"]
+    for name, array in (("Oi", "O"), ("li", "l"), ("mi", "m")):
+        assert read[name] == model.loads[array] + start[name]
+        assert written[name] == model.stores[array]
+
+    steps, (O, L) = watched(fa2_forward, Q, K, V, Br=Br, Bc=Bc)
+    model = io_model.fa2(problem, tiles)
+    read = sizes(steps, "read")
+    assert (read["Kj"], read["Vj"]) == (model.loads["K"], model.loads["V"])
+    assert sizes(steps, "written") == {}
+
+    steps, _ = watched(fa1_backward, Q, K, V, O, dO, l, m, Br=Br, Bc=Bc)
+    model = io_model.fa1_backward(problem, tiles)
+    read = sizes(steps, "read")
+    for name, array in (("Qi", "Q"), ("Oi", "O"), ("dOi", "dO")):
+        assert read[name] == model.loads[array]
+    assert read["dQi"] == model.loads["dQ"] + start["dQi"]
+    assert sizes(steps, "written") == {"dQi": model.stores["dQ"]}
+
+    steps, _ = watched(fa2_backward, Q, K, V, O, dO, L, Br=Br, Bc=Bc)
+    model = io_model.fa2_backward(problem, tiles)
+    read = sizes(steps, "read")
+    for name, array in (("Qi", "Q"), ("Li", "L"), ("Di", "D"), ("dQi", "dQ")):
+        assert read[name] == model.loads[array]
+    assert read["dOi"] == model.loads["dO"] - Nq * d  # once more, for D
+    assert sizes(steps, "written") == {"dQi": model.stores["dQ"] - Nq * d}  # the zeros
+
+
+def test_a_step_stays_as_it_was():
+    Q, K, V, _ = random_inputs(4, 8, 2)
+    copies = []
+
+    def keep(step):
+        copies.append({name: tile.copy() for name, tile in step.read.items()})
+
+    kept = []
+    fa1_forward(Q, K, V, Br=2, Bc=2, watch=lambda step: (kept.append(step), keep(step)))
+    for step, copied in zip(kept, copies, strict=True):
+        for name, tile in step.read.items():
+            np.testing.assert_array_equal(tile, copied[name])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        kept[0].i = 1
+
+
+# --- how the text reads ------------------------------------------------------------------------
+
+
+def statements(function):
+    """The statements of a function, loops by their first lines, without docstring and watch."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+
+    def flat(body):
+        for node in body:
+            if isinstance(node, ast.For):
+                yield ast.unparse(node).partition("\n")[0]
+                yield from flat(node.body)
+            elif not isinstance(node, (ast.If, ast.Return)):
+                yield ast.unparse(node)
+
+    return list(flat(tree.body[1:]))
+
+
+@pytest.mark.parametrize(
+    "function, algorithm, lines",
+    [
+        # 14 and 15, 11 and 16, 23 and 25, 17 and 19 end loops
+        (standard_forward, 0, set(range(1, 5))),
+        (fa1_forward, 1, set(range(1, 17)) - {14, 15}),
+        (fa2_forward, 1, set(range(1, 18)) - {11, 16}),
+        (standard_backward, 3, set(range(1, 7))),
+        (fa1_backward, 4, set(range(1, 27)) - {23, 25}),
+        (fa2_backward, 2, set(range(1, 21)) - {17, 19}),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_every_line_of_the_algorithm_is_named_in_order(function, algorithm, lines):
+    source = inspect.getsource(function)
+    assert set(re.findall(r"# Alg\. (\d)", source)) == {str(algorithm)}
+    comments = re.findall(rf"# Alg\. {algorithm} lines? (\d+(?:, \d+)*)", source)
+    first = [int(comment.partition(",")[0]) for comment in comments]
+    assert first == sorted(first)
+    assert {int(n) for comment in comments for n in comment.split(", ")} == lines
+
+
+@pytest.mark.parametrize(
+    "one, other, shared, only_one, only_other",
+    [
+        (
+            fa1_forward,
+            fa2_forward,
+            8,
+            # O, l and m in global memory, initialised, read and written in every pass; a tile's own
+            # statistics, merged; O normalised each time
+            [
+                *("O, l, m", "for j0", "for i0", "Oi, li, mi"),
+                *("mij", "Pij", "lij", "m_new", "tile_factor", "l_new"),
+                *("O_new", "O_new", "O[rows], l[rows], m[rows]"),
+            ],
+            # The same on chip, from the first column tile to the last; O normalised once, and L
+            [
+                *("O, L", "for i0", "Oi, li, mi", "for j0", "m_new", "Pij", "l_new", "O_new"),
+                *("Oi, li, mi", "O[rows]", "L[rows]"),
+            ],
+        ),
+        (
+            fa1_backward,
+            fa2_backward,
+            19,
+            ["l, m", "Oi, dQi, li, mi", "Pij", "Di"],  # P of l and m, D in every pass
+            ["L", "D", "Li, Di", "Pij", "dQi"],  # P of L, D once
+        ),
+    ],
+    ids=["fwd", "bwd"],
+)
+def test_twins_differ_where_the_papers_do(one, other, shared, only_one, only_other):
+    first, second = statements(one), statements(other)
+    alike = [[s for s in a if s in b] for a, b in ((first, second), (second, first))]
+    assert sorted(alike[0]) == sorted(alike[1]) and len(alike[0]) >= shared
+    for mine, theirs, only in ((first, second, only_one), (second, first, only_other)):
+        own = [s for s in mine if s not in theirs]
+        assert [s.partition(" = ")[0].partition(" in ")[0] for s in own] == only
+
+
+@pytest.mark.parametrize("forward", [fa1_forward, fa2_forward])
+def test_the_kernels_name_the_same_lines(forward):
+    from fa_numba.kernels import mma, simt
+
+    def named(source):
+        found = re.findall(r"# Alg\. 1 lines? (\d+(?:, \d+)*)", source)
+        return {int(n) for comment in found for n in comment.split(", ")}
+
+    text = named(inspect.getsource(forward))
+    for unit in (simt, mma):
+        assert named(inspect.getsource(getattr(unit, forward.__name__))) <= text
+
+
+# --- what is refused ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("forward", [fa1_forward, fa2_forward])
+@pytest.mark.parametrize(
+    "change, error, says",
+    [
+        (dict(Br=0), ValueError, "Br is 0.*integer >= 1"),
+        (dict(Bc=-1), ValueError, "Bc is -1.*integer >= 1"),
+        (dict(Br=2.0), TypeError, "Br is 2.0: allowed is an integer"),
+        (dict(Q=np.ones((1, 1, 2, 4))), ValueError, r"Q has shape \(1, 1, 2, 4\)"),
+        (dict(K=np.ones((0, 4))), ValueError, r"K has shape \(0, 4\)"),
+        (dict(K=np.ones((3, 5))), ValueError, r"K has shape \(3, 5\): allowed is \(Nk, 4\)"),
+        (dict(V=np.ones((7, 4))), ValueError, r"V has shape \(7, 4\): allowed is \(3, 4\)"),
+        (dict(scale=np.nan), ValueError, "scale is nan"),
+        (dict(causal=1), TypeError, "causal is 1: allowed is True or False"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_named(forward, change, error, says):
+    arguments = dict(Q=np.ones((2, 4)), K=np.ones((3, 4)), V=np.ones((3, 4)), Br=1, Bc=1) | change
+    with pytest.raises(error, match=says):
+        forward(**arguments)
+
+
+def test_bad_shapes_are_named_backward():
+    Q, K, V, dO = random_inputs(2, 3, 4)
+    O, l, m = fa1_forward(Q, K, V, Br=1, Bc=1)
+    tiles = dict(Br=1, Bc=1)
+    with pytest.raises(ValueError, match=r"dO has shape \(1, 4\): allowed is \(2, 4\)"):
+        fa1_backward(Q, K, V, O, dO[:1], l, m, **tiles)
+    with pytest.raises(ValueError, match=r"l has shape \(3,\): allowed is \(2,\)"):
+        fa1_backward(Q, K, V, O, dO, np.ones(3), m, **tiles)
+    with pytest.raises(ValueError, match=r"O has shape \(3, 4\): allowed is \(2, 4\)"):
+        fa2_backward(Q, K, V, K, dO, m, **tiles)
+    with pytest.raises(ValueError, match=r"P has shape \(2, 2\): allowed is \(2, 3\)"):
+        standard_backward(Q, K, V, np.ones((2, 2)), dO)
+
+
+def test_the_text_imports_no_kernel():
+    tree = ast.parse(inspect.getsource(algorithms))
+    imported = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level}
+    assert imported == {"masks", "problem"}
