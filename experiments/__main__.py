@@ -1,30 +1,34 @@
-"""python -m experiments list | run NAME ... | draw NAME ... | all | report | tune"""
+"""The command line, python -m experiments: list, run NAME, draw NAME, all, report, tune."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 try:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 except ModuleNotFoundError as error:
     sys.exit(f"python -m experiments needs {error.name}: pip install -e '.[experiments]'")
 
 from .lab import report, tune
-from .lab.options import FIGURES, Options
+from .lab.options import FIGURES, FILTERED, QUICK, REPOSITORY, Options
 from .lab.registry import load, names, needs_torch
 from .lab.runner import Runner
 
-QUICK = FIGURES / "quick"
 MAX_SEQLEN = 1 << 20
 MAX_HEAD_DIM = 256
 CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
 
 
-def _sizes(what: str, largest: int):
+def _sizes(what: str, largest: int) -> Callable[[str], tuple[int, ...]]:
+    """A parser of whole numbers from 1 to `largest`, separated by commas; each is kept once."""
+
     def parse(text: str) -> tuple[int, ...]:
         values = []
         for part in text.split(","):
@@ -59,35 +63,40 @@ def _folder(text: str) -> Path:
 
 def _parser() -> argparse.ArgumentParser:
     choices = argparse.ArgumentParser(add_help=False)
+    quick, filtered = (folder.relative_to(REPOSITORY) for folder in (QUICK, FILTERED))
     group = choices.add_argument_group("options")
+    chosen = (
+        "--seqlens, --head-dims and --causal leave a part of an experiment. Its figure and data go "
+        f"to {filtered} unless --out is given: what is in figures/ comes from complete runs alone."
+    )
     group.add_argument(
         "--quick",
         action="store_true",
-        help="a few small sizes, in seconds; written to figures/quick unless --out is given",
+        help=f"a few small sizes, in seconds; written to {quick} unless --out is given",
     )
     group.add_argument(
         "--seqlens",
         type=_sizes("lengths", MAX_SEQLEN),
         metavar="N,...",
-        help="sequence lengths to measure and draw, instead of the experiment's own",
+        help="sequence lengths to measure or draw, instead of the experiment's own",
     )
     group.add_argument(
         "--head-dims",
         type=_sizes("head dimensions", MAX_HEAD_DIM),
         metavar="D,...",
-        help="head dimensions to measure and draw, instead of the experiment's own",
+        help="head dimensions to measure or draw, instead of the experiment's own",
     )
     group.add_argument(
         "--causal",
         choices=CAUSAL,
-        help="masks to measure and draw, instead of the experiment's own",
+        help="without the causal mask, with it, or both, instead of the experiment's own",
     )
     group.add_argument(
         "--out",
         type=_folder,
         metavar="FOLDER",
-        help="where figures go, and their data under FOLDER/data (default: figures); data that "
-        "is not there is drawn from the project's recordings",
+        help="where figures go, and their data under FOLDER/data (default: figures for complete "
+        "runs); what has no data there is drawn from the project's recordings in figures/data",
     )
 
     parser = argparse.ArgumentParser(
@@ -100,10 +109,12 @@ def _parser() -> argparse.ArgumentParser:
         ("run", "measure the named experiments on this machine, store the rows, draw the figures"),
         ("draw", "draw the named figures from stored rows, measuring nothing"),
     ):
-        sub = commands.add_parser(command, help=text, description=text, parents=[choices])
+        sub = commands.add_parser(
+            command, help=text, description=text, epilog=chosen, parents=[choices]
+        )
         sub.add_argument("names", nargs="+", metavar="NAME", help=f"any of: {', '.join(names())}")
-    text = "run every experiment that this machine can run, draw every figure, sum up"
-    commands.add_parser("all", help=text, description=text, parents=[choices])
+    text = "run every experiment that this machine can run, draw every figure, say what is new"
+    commands.add_parser("all", help=text, description=text, epilog=chosen, parents=[choices])
     text = "time the tensor-core kernels' tiles on this GPU and store the fastest"
     tuning = commands.add_parser("tune", help=text, description=text)
     tuning.add_argument(
@@ -127,9 +138,37 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="processes that compile side by side (default: the cores, 12 at most)",
     )
-    text = "write the tables of paper_repro.md anew from the stored rows"
+    text = "write the tables of paper_repro.md anew from the recordings in figures/data"
     commands.add_parser("report", help=text, description=text)
     return parser
+
+
+def _options(args: argparse.Namespace) -> Options:
+    """What was chosen; where nothing says where to, only a complete run goes to figures/."""
+    options = Options(
+        quick=args.quick,
+        seqlens=args.seqlens,
+        head_dims=args.head_dims,
+        causal=CAUSAL[args.causal] if args.causal else None,
+    )
+    usual = FIGURES if options.complete else QUICK if options.quick else FILTERED
+    return replace(options, out=args.out or usual)
+
+
+def _suggestion(unknown: str) -> str:
+    near = difflib.get_close_matches(unknown, names(), n=1)
+    return f"{unknown} (did you mean {near[0]}?)" if near else unknown
+
+
+def _report(console: Console) -> int:
+    try:
+        changed = report.update()
+    except (OSError, ValueError) as error:  # a file, a marker, or stored rows: it says which
+        what = escape(str(error))
+        console.print(f"[red]{report.PAGE.name} is as it was: {what}[/]", soft_wrap=True)
+        return 1
+    console.print(f"{report.PAGE.name}: {', '.join(changed) if changed else 'nothing'} changed")
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -147,9 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(table)
         return 0
     if args.command == "report":
-        changed = report.update()
-        console.print(f"paper_repro.md: {', '.join(changed) if changed else 'nothing'} changed")
-        return 0
+        return _report(console)
 
     if args.command == "tune":
         wanted = tune.candidates(args.head_dims, args.series, args.passes)
@@ -158,14 +195,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = names() if args.command == "all" else list(dict.fromkeys(args.names))
     unknown = [name for name in chosen if name not in names()]
     if unknown:
-        parser.error(f"no experiment named {', '.join(unknown)}; known are: {', '.join(names())}")
-    options = Options(
-        quick=args.quick,
-        seqlens=args.seqlens,
-        head_dims=args.head_dims,
-        causal=CAUSAL[args.causal] if args.causal else None,
-        out=args.out or (QUICK if args.quick else FIGURES),
-    )
+        parser.error(
+            f"no experiment named {', '.join(map(_suggestion, unknown))}; known are: "
+            f"{', '.join(names())}"
+        )
+    options = _options(args)
+    if args.out is None and options.chosen and not options.quick:
+        console.print(
+            f"{options.chosen} only: figures and data go to {FILTERED.relative_to(REPOSITORY)}",
+            soft_wrap=True,
+            highlight=False,
+        )
     runner = Runner(options, arguments, console)
     missing = []
     try:

@@ -16,6 +16,7 @@ import pytest
 import test_block_sparse
 import test_ladder
 import test_training
+from matplotlib.figure import Figure
 from mma_helpers import every_dtype, numpy_dtype
 
 import experiments
@@ -222,6 +223,7 @@ def test_help_explains(arguments, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["run", "spead", "x"], "no experiment named spead (did you mean speed?), x; known are: "),
         (["run", "nonsense"], "no experiment named nonsense; known are: " + ", ".join(NAMES)),
         (["draw", "speed", "lab"], "no experiment named lab"),
         (["run", "speed", "--seqlens", "512,x"], "'x' is no integer"),
@@ -261,6 +263,45 @@ def test_quick_runs_stay_away_from_the_recordings(monkeypatch):
     command.main(["run", "speed"])
     assert [options.out for options in seen] == [FIGURES / "quick", FIGURES]
     assert [options.complete for options in seen] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "folder"),
+    [
+        ([], FIGURES),
+        (["--seqlens", "512"], FIGURES / "filtered"),
+        (["--head-dims", "64,128"], FIGURES / "filtered"),
+        (["--causal", "both"], FIGURES / "filtered"),
+        (["--quick", "--seqlens", "512"], FIGURES / "quick"),
+        (["--seqlens", "512", "--out", str(FIGURES)], FIGURES),
+    ],
+)
+@pytest.mark.parametrize("command_", [["run", "speed"], ["draw", "speed"], ["all"]])
+def test_parts_of_experiments_stay_away_from_complete_ones(
+    monkeypatch, capsys, command_, arguments, folder
+):
+    """Unless --out says so; and where they go is said."""
+    seen = []
+    stand_in = SimpleNamespace(
+        measure=lambda name: None, draw=lambda name: True, reports={}, summary=lambda names: ""
+    )
+    monkeypatch.setattr(command, "Runner", lambda options, *_: seen.append(options) or stand_in)
+    command.main([*command_, *arguments])
+    assert [options.out for options in seen] == [folder]
+    assert ("figures/filtered" in capsys.readouterr().out) == (folder.name == "filtered")
+
+
+def test_the_help_says_where_parts_go(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["draw", "--help"])
+    assert "go to figures/filtered unless --out is given" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_what_git_tracks_is_of_complete_runs():
+    ignored = (REPOSITORY / ".gitignore").read_text().split()
+    assert {"/figures/quick/", "/figures/filtered/"} <= set(ignored)
 
 
 def test_an_experiment_runs_and_repeats_without_a_change(tmp_path):
@@ -501,6 +542,114 @@ def test_a_figure_without_data_is_an_error_and_no_crash(tmp_path):
     assert "no data" in done.stdout
     assert "not drawn: speed" in done.stdout
     assert not list(tmp_path.glob("*.svg"))
+
+
+def test_a_filter_without_rows_says_what_there_would_be(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    store_synthetic("speed", tmp_path)
+    monkeypatch.setattr(runner, "FIGURES", tmp_path / "none")
+    arguments = ["--seqlens", "7,8", "--causal", "no", "--out", str(tmp_path)]
+    assert command.main(["draw", "speed", *arguments]) == 1
+    said = capsys.readouterr().out
+    assert "no data of N=7, 8; not causal (stored: N=512, 16384; d=64; not causal)" in said
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["io_vs_seqlen", "loop_order", "speed_fp16"],
+)
+def test_one_length_alone_is_visible(name, tmp_path, monkeypatch):
+    """A line of one point has no extent: without a marker of its own it gets one."""
+    store = Store(FIGURES)
+    rows = [r for m in store.machines(name) for r in store.read(name, m) if r.seqlen_q == 512]
+    drawn = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *a, **k: drawn.append(figure) or save(figure, *a, **k)
+    )
+    style.save(registry.load(name).draw(rows), tmp_path / name, "")
+    lines = [line for ax in drawn[0].axes if ax.axison for line in ax.lines]
+    single = [line for line in lines if len(line.get_xydata()) == 1]
+    assert len(single) > 4
+    assert all(line.get_marker() not in ("None", "none", "", " ") for line in single)
+    assert any(line.get_marker() == "_" for line in single)
+    for ax in drawn[0].axes:
+        low, high = ax.get_ylim()
+        values = [y for line in ax.lines if line in single for y in line.get_ydata()]
+        assert all(low <= y <= high for y in values) and low < high
+
+
+# --- files in the way -------------------------------------------------------------------------
+
+
+def damaged(path):
+    """A stored file whose third line is not ours any more."""
+    lines = path.read_text().splitlines()
+    lines[2] = lines[2].replace(",true,", ",perhaps,").replace(",false,", ",perhaps,")
+    path.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("kind", ["csv", "json", "bytes"])
+def test_a_damaged_file_is_named_and_the_others_are_drawn(tmp_path, kind, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr(runner, "FIGURES", tmp_path / "none")
+    for name in ("speed", "loop_cost"):
+        store_synthetic(name, tmp_path)
+    path = Store(tmp_path).path("speed", "some-gpu", ".json" if kind == "json" else ".csv")
+    if kind == "csv":
+        damaged(path)
+    else:
+        path.write_bytes(b"{" if kind == "json" else b"\xff\xfe")
+    assert command.main(["draw", "speed", "loop_cost", "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert f"speed: {path}: " in said and "Traceback" not in said
+    if kind == "csv":
+        assert f"{path}: line 3: causal is 'perhaps': allowed is true or false" in said
+    assert "not drawn: speed" in said and (tmp_path / "loop_cost.svg").exists()
+    assert not (tmp_path / "speed.svg").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named_and_nothing_else_stops(
+    tmp_path, monkeypatch, capsys
+):
+    """A file stands where `all` would put one experiment's data, and another's figure."""
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr(runner, "FIGURES", tmp_path / "none")
+    monkeypatch.setattr(runner.device, "gpu_available", lambda: False)
+    monkeypatch.setattr(command, "names", lambda: ["block_size", "io_vs_seqlen", "loop_cost"])
+    out = tmp_path / "out"
+    store_synthetic("loop_cost", out)
+    (out / "data" / "block_size").write_text("in the way")
+    (out / "loop_cost.png").mkdir()
+    arguments = ["--quick", "--seqlens", "32", "--head-dims", "16", "--out", str(out)]
+    monkeypatch.setattr(Options, "admits", lambda options, row: True)
+    assert command.main(["all", *arguments]) == 1
+    said = capsys.readouterr().out
+    assert "Traceback" not in said
+    assert re.search(f"block_size: {out}/data/block_size.*: (File exists|Not a directory)", said)
+    assert re.search(f"loop_cost: {out}/loop_cost.png: Is a directory", said)
+    assert (out / "io_vs_seqlen.svg").exists()
+    summary = said[said.index("this run") :]
+    assert f"{out}/data/block_size" in summary and f"{out}/loop_cost.png" in summary
+
+
+def test_a_mistake_in_a_figure_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
+    for name in ("speed", "loop_cost"):
+        store_synthetic(name, tmp_path)
+    monkeypatch.setattr(speed, "draw", lambda rows: 1 / 0)
+    assert command.main(["draw", "speed", "loop_cost", "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "ZeroDivisionError" in said and "not drawn: speed" in said
+    assert (tmp_path / "loop_cost.svg").exists()
+
+
+def test_a_page_with_a_broken_marker_is_left_alone(tmp_path, monkeypatch, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table: nonsense -->\n<!-- end: nonsense -->\n")
+    update = report.update
+    monkeypatch.setattr(report, "update", lambda: update(page))
+    assert command.main(["report"]) == 1
+    assert "no table named 'nonsense'" in " ".join(capsys.readouterr().out.split())
 
 
 def test_options_choose_rows():

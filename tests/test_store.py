@@ -1,6 +1,7 @@
 """The data store and the tables made from it."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from experiments import speed_fp16
 from experiments.lab import published, report
 from experiments.lab.options import FIGURES
-from experiments.lab.store import COLUMNS, Recorder, Row, Store, dump, parse
+from experiments.lab.store import COLUMNS, Recorder, Row, Store, StoreError, dump, parse
 
 
 def row(**changes):
@@ -214,6 +215,38 @@ def test_json_is_sorted_text(tmp_path):
     text = store.path("speed", report.MACHINE, ".json").read_text()
     assert list(json.loads(text)) == sorted(json.loads(text))
     assert text.endswith("}\n")
+
+
+def test_what_is_in_the_way_is_named(tmp_path):
+    store = Store(tmp_path / "store")
+    (tmp_path / "store").write_text("a file")
+    for attempt in (lambda: store.make("speed"), lambda: record(store, [row()])):
+        with pytest.raises(StoreError, match="store.*: (Not a directory|File exists)"):
+            attempt()
+    other = Store(tmp_path)
+    other.make("speed")
+    other.make("speed")
+    assert list((tmp_path / "data" / "speed").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (",false,", ",perhaps,", "line 2: causal is 'perhaps': allowed is true or false"),
+        (",4096,", ",,", "line 2: seqlen_q is '': allowed is an integer"),
+        (",4096,", ",4096.5,", "line 2: seqlen_q is '4096.5': allowed is an integer"),
+        (",12.5,", ",fast,", "line 2: value is 'fast': allowed is a number"),
+        (",measured,", ",", "line 2: it has 20 columns: expected 21"),
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path, old, new, says):
+    store = Store(tmp_path)
+    record(store, [row(value=12.5)])
+    path = store.path("speed", report.MACHINE)
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new, 1))
+    with pytest.raises(StoreError, match=re.escape(f"{path}: {says}")):
+        store.read("speed", report.MACHINE)
 
 
 # --- tables ----------------------------------------------------------------------------------

@@ -11,6 +11,10 @@ from .store import PUBLISHED, Row
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FIGURES = REPOSITORY / "figures"
+# Where runs and figures of fewer or other sizes go, so that FIGURES has complete ones alone.
+QUICK, FILTERED = FIGURES / "quick", FIGURES / "filtered"
+
+MASKS = {False: "not causal", True: "causal"}
 
 T = TypeVar("T")
 
@@ -20,7 +24,8 @@ class Options:
     """Choices from the command line; None where nothing was chosen.
 
     `seqlens` and `head_dims` are the values to take instead of an experiment's own, `causal` the
-    masks. `quick` shrinks an experiment to seconds.
+    masks. `quick` shrinks an experiment to seconds. Figures go to the folder `out`, their data to
+    `out`/data.
     """
 
     quick: bool = False
@@ -33,6 +38,17 @@ class Options:
     def complete(self) -> bool:
         """Whether a run with these measures everything an experiment has."""
         return not self.quick and (self.seqlens, self.head_dims, self.causal) == (None, None, None)
+
+    @property
+    def chosen(self) -> str:
+        """The filters in words, such as "N=512; d=64, 128; causal"; empty without one."""
+        sizes = [
+            f"{name}={', '.join(map(str, values))}"
+            for name, values in (("N", self.seqlens), ("d", self.head_dims))
+            if values
+        ]
+        masks = [MASKS[mask] for mask in self.causal or ()]
+        return "; ".join([*sizes, *([" and ".join(masks)] if masks else [])])
 
     def admits(self, row: Row) -> bool:
         """Whether the row is among what was asked for."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -15,8 +17,8 @@ from fa_numba import device
 
 from . import peers, provenance, registry, tune
 from .options import FIGURES, Bench, Options
-from .registry import load
-from .store import EMULATOR, MODEL, Outcome, Recorder, Row, Store
+from .registry import Experiment, load
+from .store import EMULATOR, MODEL, Outcome, Recorder, Row, Store, StoreError
 
 _NOT_GPUS = (EMULATOR, MODEL)
 
@@ -46,23 +48,46 @@ class Runner:
     def measure(self, name: str) -> None:
         """Measure what this machine can; rows are stored as they come."""
         report = self.reports.setdefault(name, Report())
-        module = load(name)
+        with self._reporting(name, report):
+            module = load(name)
+            report.not_measured = self._lacking(module)
+            if report.not_measured:
+                self.console.print(f"[bold]{name}[/]: {report.not_measured}; there is none here")
+                return
+            self.store.make(name)  # minutes of measuring would be for nothing
+            self.console.print(f"[bold]{name}[/]: {module.TITLE}")
+            self._record(
+                name,
+                registry.swept(module),
+                lambda bench: module.measure(self.options, bench),
+                complete=self.options.complete,
+                protocol=registry.protocol(name, module),
+            )
+
+    def _lacking(self, module: Experiment) -> str:
+        """What the experiment needs to measure and this machine has not; empty for nothing."""
         if module.NEEDS_GPU and self.machine is None:
-            report.not_measured = "needs a CUDA GPU"
-            self.console.print(f"[bold]{name}[/]: needs a CUDA GPU, and this machine has none")
-            return
+            return "needs a CUDA GPU"
         if registry.needs_torch(module) and not peers.available():
-            report.not_measured = "needs torch with CUDA"
-            self.console.print(f"[bold]{name}[/]: needs torch with CUDA, which is not installed")
-            return
-        self.console.print(f"[bold]{name}[/]: {module.TITLE}")
-        self._record(
-            name,
-            registry.swept(module),
-            lambda bench: module.measure(self.options, bench),
-            complete=self.options.complete,
-            protocol=registry.protocol(name, module),
-        )
+            return "needs torch with CUDA"
+        return ""
+
+    @contextlib.contextmanager
+    def _reporting(self, name: str, report: Report) -> Iterator[None]:
+        """What goes wrong is printed and put into the report, and the next experiment can go on.
+
+        A file or folder that is in the way is named in a line. Anything else is a fault of the
+        program and is printed with its traceback.
+        """
+        try:
+            yield
+        except StoreError as error:
+            if report.error != str(error):
+                report.error = str(error)
+                self.console.print(f"[red]{name}: {escape(report.error)}[/]", soft_wrap=True)
+        except Exception as error:
+            report.error = f"{type(error).__name__}: {error}"
+            self.console.print_exception()
 
     def _record(
         self,
@@ -72,7 +97,7 @@ class Runner:
         complete: bool,
         protocol: Mapping[str, str] | None = None,
     ) -> None:
-        """Store the rows as they come; what goes wrong stands in the report."""
+        """Store the rows as they come: those before an interruption or a failure are kept."""
         report = self.reports.setdefault(name, Report())
         about = functools.partial(self._provenance.for_machine, own=protocol)
         recorder = Recorder(self.store, name, about, swept)
@@ -90,39 +115,57 @@ class Runner:
                 progress=lambda items, label: progress.track(items, description=label),
                 say=progress.console.print,
             )
-            done = False
             try:
                 for row in measure(bench):
                     recorder.add(row)
-                done = True
-            except Exception as error:
-                report.error = f"{type(error).__name__}: {error}"
-                progress.console.print_exception()
-            finally:
-                recorder.finish(complete=complete and done)
+            except StoreError:
+                raise  # nothing more can be stored
+            except BaseException:
+                recorder.finish(complete=False)
+                raise
+            recorder.finish(complete=complete)
 
     def tune(self, wanted: Sequence[tune.Candidate], jobs: int | None) -> int:
         """Sweep tiles on this machine's GPU and store the fastest; an exit status."""
+        report = self.reports.setdefault(tune.NAME, Report())
         if self.machine is None or self.gpu is None:
             self.console.print("[red]tune needs a CUDA GPU, and this machine has none[/]")
             return 1
         self.console.print(f"[bold]{tune.NAME}[/]: {len(wanted)} candidates")
-        self._record(
-            tune.NAME, tune.SWEPT, lambda bench: tune.measure(wanted, bench, jobs), complete=False
-        )
-        rows = self.store.read(tune.NAME, self.machine)
+        with self._reporting(tune.NAME, report):
+            self._record(
+                tune.NAME,
+                tune.SWEPT,
+                lambda bench: tune.measure(wanted, bench, jobs),
+                complete=False,
+            )
+        # What was measured before a failure counts too.
+        with self._reporting(tune.NAME, report):
+            self._keep_fastest(wanted, self.machine, self.gpu["compute_capability"])
+        return 1 if report.error else 0
+
+    def _keep_fastest(
+        self, wanted: Sequence[tune.Candidate], machine: str, capability: str
+    ) -> None:
+        rows = self.store.read(tune.NAME, machine)
         swept = {(c.series, c.pass_, c.head_dim) for c in wanted}
         found = tune.best([r for r in rows if (r.series, r.pass_, r.head_dim) in swept])
         for (name, pass_, d), (tiles, speed) in sorted(found.items()):
             text = f"Br={tiles.Br}, Bc={tiles.Bc}, {tune.note(tiles)}: {speed:.0f} TFLOP/s"
             self.console.print(f"  {name} {pass_} d={d}: {text}")
-        changed = tune.update(found, self.gpu["compute_capability"])
+        changed = tune.update(found, capability)
         self.console.print(f"  {tune.TABLE.name}: {'changed' if changed else 'same as before'}")
-        return 1 if self.reports[tune.NAME].error else 0
 
     def draw(self, name: str) -> bool:
-        """Draw one figure from stored files alone; False when there is nothing to draw."""
-        report = self.reports.setdefault(name, Report())
+        """Draw one figure from stored files alone; False when none was drawn, which is said."""
+        report, drawn = self.reports.setdefault(name, Report()), False
+        with self._reporting(name, report):
+            drawn = self._draw(name, report)
+        if not drawn:
+            report.drawn_from = []
+        return drawn
+
+    def _draw(self, name: str, report: Report) -> bool:
         try:
             module = load(name)
             from . import style
@@ -134,22 +177,33 @@ class Runner:
             )
             self.console.print(f"[red]{name}: {report.error}[/]")
             return False
-        rows, report.recorded = self._stored(name)
+        stored, report.recorded = self._stored(name)
+        rows = [row for row in stored if self.options.admits(row)]
         report.drawn_from = sorted({row.machine for row in rows})
         figure = module.draw(rows) if rows else None
         if figure is None:
-            report.drawn_from = []
-            self.console.print(f"[yellow]{name}: no data, no figure[/]")
+            self.console.print(f"[yellow]{name}: no data{self._instead(stored)}, no figure[/]")
             return False
-        changed = style.save(
-            figure, self.options.out / name, footnote(report.drawn_from, report.recorded)
-        )
+        stem = self.options.out / name
+        changed = style.save(figure, stem, footnote(report.drawn_from, report.recorded))
         state = "drawn" if changed else "drawn, same as before"
-        self.console.print(f"  {self.options.out / name}.svg and .png: {state}", soft_wrap=True)
+        self.console.print(f"  {escape(str(stem))}.svg and .png: {state}", soft_wrap=True)
         return True
 
+    def _instead(self, stored: Sequence[Row]) -> str:
+        """What was asked for in vain, and what there would be."""
+        if not self.options.chosen:
+            return ""
+        found = Options(
+            seqlens=tuple(sorted({row.seqlen_q for row in stored})),
+            head_dims=tuple(sorted({row.head_dim for row in stored})),
+            causal=tuple(sorted({row.causal for row in stored})),
+        )
+        there = f" (stored: {found.chosen})" if stored else ""
+        return f" of {self.options.chosen}{there}"
+
     def _stored(self, name: str) -> tuple[list[Row], dict[str, dict[str, Any]]]:
-        """The rows to draw: closed forms, counts, and one GPU's; with their provenance.
+        """What there is to draw: closed forms, counts, and one GPU's rows; with their provenance.
 
         A machine missing from --out is taken from the recordings that come with the project.
         """
@@ -167,7 +221,6 @@ class Runner:
         gpus.sort(key=preferred)
         chosen = [machine for machine in places if machine in _NOT_GPUS] + gpus[-1:]
         rows = [row for machine in chosen for row in places[machine].read(name, machine)]
-        rows = [row for row in rows if self.options.admits(row)]
         return rows, {machine: abouts[machine] for machine in chosen}
 
     def summary(self, chosen: Iterable[str]) -> Table:
@@ -180,7 +233,7 @@ class Runner:
             machines = sorted(set(report.drawn_from) | set(report.outcomes))
             if not machines:
                 state = report.error or report.not_measured
-                table.add_row(name, "-", "no data" + (f" ({state})" if state else ""), "-")
+                table.add_row(name, "-", "no data" + (f" ({escape(state)})" if state else ""), "-")
             for i, machine in enumerate(machines):
                 table.add_row(
                     name if i == 0 else "",
@@ -189,7 +242,7 @@ class Runner:
                     provenance.when(report.recorded.get(machine, {})),
                 )
             if report.error and machines:
-                table.add_row("", "", f"[red]{report.error}[/]", "")
+                table.add_row("", "", f"[red]{escape(report.error)}[/]", "")
         return table
 
 

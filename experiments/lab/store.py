@@ -6,12 +6,13 @@ differs, so that a repeated count leaves a checkout as it was.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,10 @@ PUBLISHED = "published"
 SOURCES = ("measured", "counted", "model", "l2", "dram", PUBLISHED)
 
 Number = int | float
+
+
+class StoreError(ValueError):
+    """A file or folder that is damaged, or cannot be read or written: which one, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +88,7 @@ _FIELDS = tuple(f.name for f in fields(Row) if f.name != "machine")
 _KEY = _FIELDS[: _FIELDS.index("metric") + 1]
 COLUMNS = tuple(name.rstrip("_") for name in _FIELDS)
 _INTS = {"batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim", "Br", "Bc", "n"}
+_NEEDED = _INTS - {"Br", "Bc", "n"}
 _NUMBERS = {"value", "p20", "p80"}
 
 
@@ -104,12 +110,19 @@ def _number(text: str) -> Number:
 
 
 def _field(name: str, text: str) -> Any:
-    if name == "causal":
-        return {"true": True, "false": False}[text]
-    if name in _INTS:
-        return int(text) if text else None
-    if name in _NUMBERS:
-        return _number(text) if text else None
+    """A cell as its column has it. Raises ValueError that names the column and what is allowed."""
+    allowed = "true or false"
+    try:
+        if name == "causal":
+            return {"true": True, "false": False}[text]
+        if name in _INTS:
+            allowed = "an integer"
+            return int(text) if text or name in _NEEDED else None
+        if name in _NUMBERS:
+            allowed = "a number"
+            return _number(text) if text else None
+    except (KeyError, ValueError):
+        raise ValueError(f"{name.rstrip('_')} is {text!r}: allowed is {allowed}") from None
     return text
 
 
@@ -124,7 +137,10 @@ def dump(rows: Iterable[Row]) -> str:
 
 
 def parse(text: str, machine: str) -> list[Row]:
-    """The rows of CSV text. Raises ValueError when the columns or a value are not ours."""
+    """The rows of CSV text.
+
+    Raises ValueError, which names the line, when the columns or a value are not ours.
+    """
     lines = csv.reader(io.StringIO(text))
     header = tuple(next(lines, ()))
     if header != COLUMNS:
@@ -132,28 +148,45 @@ def parse(text: str, machine: str) -> list[Row]:
     rows = []
     for line in lines:
         try:
+            if len(line) != len(COLUMNS):
+                raise ValueError(f"it has {len(line)} columns: expected {len(COLUMNS)}")
             named = zip(_FIELDS, line, strict=True)
             rows.append(Row(machine=machine, **{name: _field(name, cell) for name, cell in named}))
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             raise ValueError(f"line {lines.line_num}: {error}") from error
     return rows
 
 
-def write_if_changed(path: Path, content: str | bytes) -> bool:
-    """Replace the file in one step unless it holds just that; gives whether it changed."""
-    data = content.encode() if isinstance(content, str) else content
-    if path.exists() and path.read_bytes() == data:
-        return False
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Raise a StoreError that names the path, or the folder in its way, for what goes wrong."""
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+        yield
+    except OSError as error:
+        raise StoreError(f"{error.filename or path}: {error.strerror or error}") from error
+    except (ValueError, csv.Error) as error:
+        raise StoreError(f"{path}: {error}") from error
+
+
+def write_if_changed(path: Path, content: str | bytes) -> bool:
+    """Replace the file in one step unless it holds just that; gives whether it changed.
+
+    Folders are made. Raises StoreError where a folder or the file cannot be written.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    with _naming(path):
+        if path.exists() and path.read_bytes() == data:
+            return False
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            os.chmod(name, 0o644)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
     return True
 
 
@@ -166,23 +199,28 @@ class Store:
     def path(self, experiment: str, machine: str, suffix: str = ".csv") -> Path:
         return self.root / "data" / experiment / f"{machine}{suffix}"
 
+    def make(self, experiment: str) -> None:
+        """Make the experiment's folder. Raises StoreError where nothing can be written there."""
+        folder = self.root / "data" / experiment
+        with _naming(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+
     def machines(self, experiment: str) -> list[str]:
         """Names with stored rows: GPUs, and `emulator` and `model`."""
         return sorted(path.stem for path in (self.root / "data" / experiment).glob("*.csv"))
 
     def read(self, experiment: str, machine: str) -> list[Row]:
+        """The stored rows, none without a file. Raises StoreError, with path and line."""
         path = self.path(experiment, machine)
-        if not path.exists():
-            return []
-        try:
-            return parse(path.read_text(), machine)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+        with _naming(path):
+            return parse(path.read_text(), machine) if path.exists() else []
 
     def provenance(self, experiment: str, machine: str) -> dict[str, Any]:
-        """The JSON beside the rows; empty when there is none."""
+        """The JSON beside the rows; empty when there is none. Raises StoreError."""
         path = self.path(experiment, machine, ".json")
-        return json.loads(path.read_text()) if path.exists() else {}
+        with _naming(path):
+            return json.loads(path.read_text()) if path.exists() else {}
 
 
 @dataclass

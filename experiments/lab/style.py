@@ -137,8 +137,22 @@ def _settle(figure: Figure) -> None:
         ax.set_position([round(x, 5) for x in ax.get_position().bounds])
 
 
+def _show_single_points(figure: Figure) -> None:
+    """A line of one point has no extent: a short dash of the line's width stands for it."""
+    for ax in figure.axes:
+        for line in ax.lines:
+            if len(line.get_xydata()) == 1 and line.get_marker() in ("None", "none", "", " "):
+                line.set_marker("_")
+                line.set_markersize(16)
+                line.set_markeredgewidth(line.get_linewidth())
+
+
 def save(figure: Figure, stem: Path, footnote: str) -> list[Path]:
-    """Write stem.svg and stem.png with the footnote; gives the files that changed."""
+    """Write stem.svg and stem.png with the footnote; gives the files that changed.
+
+    Raises StoreError where they cannot be written.
+    """
+    _show_single_points(figure)
     with matplotlib.rc_context(RC):
         lines = footnote.count("\n") + 1
         room = (0.16 * lines + 0.06) / figure.get_figheight()
