@@ -345,8 +345,8 @@ def fa2_backward(
             dPij = dOi @ Vj.T
             # Alg. 2 line 14: dSij = Pij o (dPij - Di)
             dSij = Pij * (dPij - Di[:, None])
-            # Alg. 2 line 15: dQi += scale dSij Kj, in global memory. The papers' Algorithms 2 and
-            # 3 print no scale; it stands in dQ and dK as it does in S.
+            # Alg. 2 line 15: dQi += scale dSij Kj, in global memory. The paper leaves the scale
+            # out; dQ and dK have it because S has it.
             dQi = load(dQ, rows)
             dQ_new = dQi + scale * (dSij @ Kj)
             dQ[rows] = dQ_new
@@ -364,7 +364,7 @@ def fa2_backward(
     return dQ, dK, dV
 
 
-# --- what the algorithms share ------------------------------------------------------------------
+# --- what the algorithms share; the last three keep any floating-point dtype ------------------
 
 
 def load(matrix: Array, tile: slice) -> Array:
@@ -390,20 +390,20 @@ def first_row_tile(j0: int, Nq: int, Nk: int, Br: int, causal: bool) -> int:
     return max(0, j0 - (Nk - Nq)) // Br * Br if causal else 0
 
 
-def exp_minus(x: Array, m: Array) -> Array:
-    """e^(x - m), m one number a row; 0 where x = m = -inf: what nobody has seen weighs nothing."""
-    m = np.where(m == -np.inf, 0.0, m)
-    return np.exp(x - (m[:, None] if x.ndim == 2 else m))
-
-
 def scale_rows(X: Array, factor: Array) -> Array:
     """diag(factor) X"""
     return factor[:, None] * X
 
 
+def exp_minus(x: Array, m: Array) -> Array:
+    """e^(x - m), m one number a row; 0 where x = m = -inf: what nobody has seen weighs nothing."""
+    m = np.where(m == -np.inf, np.zeros_like(m), m)
+    return np.exp(x - (m[:, None] if x.ndim == 2 else m))
+
+
 def divide_rows(X: Array, l: Array) -> Array:
     """diag(l)^-1 X; a row of l = 0 has seen nothing and stays 0."""
-    return X / np.where(l == 0.0, 1.0, l)[:, None]
+    return X / np.where(l == 0, np.ones_like(l), l)[:, None]
 
 
 def logsumexp(m: Array, l: Array) -> Array:

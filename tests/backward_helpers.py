@@ -29,6 +29,7 @@ from helpers import (
 import fa_numba
 from fa_numba import device as devices
 from fa_numba import reference
+from fa_numba.scores import add_bias_gradient, checked_call
 from fa_numba.tiling import default_backward_tiles
 
 # Every way to a gradient: (algorithm, what its function takes beside).
@@ -142,7 +143,7 @@ def gradient_roundings(dout, q, k, v, out, lse, *, tiles=None, return_dbias=Fals
                 times that
         dV, dK, dQ, dbias   the sums over rows or columns, each tile's apart; times scale
     """
-    call, q, k, v = reference._call(q, k, v, tiles=tiles, **options)
+    call, q, k, v = checked_call(q, k, v, tiles=tiles, **options)
     problem, scale, d = call.problem, call.problem.scale, call.problem.head_dim
     if not counted(problem):
         return [0.0] * (3 + return_dbias)
@@ -201,7 +202,7 @@ def gradient_roundings(dout, q, k, v, out, lse, *, tiles=None, return_dbias=Fals
             if problem.bias[3] == 1:
                 by_L, by_D = (x.sum(axis=1, keepdims=True) for x in (dS, P))
             for each in (of_dS, by_L**2 * of_L + by_D**2 * of_D):
-                reference._add_to_bias(found[3].squares, head, rows, each)
+                add_bias_gradient(found[3].squares, head, rows, each)
             all_dS[head.entry, head.number, rows, : head.Nk] = dS
 
         # The constants: what they do to P o dropout, to dS, and to dS of the scores under the cap
@@ -220,7 +221,7 @@ def gradient_roundings(dout, q, k, v, out, lse, *, tiles=None, return_dbias=Fals
             dk.of(name)[head.k] += scale * (to_dS0.T @ Q)
             dv.of(name)[head.k] += to_kept.T @ dO
             if return_dbias:
-                reference._add_to_bias(found[3].of(name), head, rows, to_dS)
+                add_bias_gradient(found[3].of(name), head, rows, to_dS)
     for place, sum_k, _ in sums.values():
         dk.squares[place] += (scale * sum_k) ** 2
     if return_dbias:

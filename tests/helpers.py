@@ -16,6 +16,7 @@ from fa_numba import device as devices
 from fa_numba import reference
 from fa_numba.masks import distance
 from fa_numba.options import AttentionOptions
+from fa_numba.scores import checked_call
 from fa_numba.tiling import default_tiles
 
 ALGORITHMS = ("standard", "fa1", "fa2")
@@ -362,7 +363,7 @@ def roundings(q, k, v, *, tiles=None, **options):
             next, dropout's factor, 1 / l and its product
         L   lg2 of l, added to m, times log(2)
     """
-    call, q, k, v = reference._call(q, k, v, tiles=tiles, **options)
+    call, q, k, v = checked_call(q, k, v, tiles=tiles, **options)
     problem = call.problem
     if not counted(problem):
         return 0.0, 0.0

@@ -43,6 +43,7 @@ import fa_numba
 from fa_numba import Tiles, reference
 from fa_numba import device as devices
 from fa_numba.host import plans
+from fa_numba.scores import add_bias_gradient, checked_call
 from fa_numba.tiling import default_mma_backward_tiles, select_mma_backward_spec
 
 WAYS = {**SINGLE_WAYS, "fa1-split": ("fa1", {"query_splits": 3})}
@@ -120,7 +121,7 @@ def standard_yardstick(dout, q, k, v, *, tiles=None, **options):
     """
     dtype = q.dtype.name
     single = [x.astype(np.float32) for x in (q, k, v)]
-    call, q, k, v = reference._call(*single, np.float32, tiles=tiles, **options)
+    call, q, k, v = checked_call(*single, np.float32, tiles=tiles, **options)
     dout, problem = dout.astype(np.float32), call.problem
 
     def rounded(x):
@@ -138,7 +139,7 @@ def standard_yardstick(dout, q, k, v, *, tiles=None, **options):
         D = (P * dP).sum(axis=1, keepdims=True)
         dS = P * (dP - D)
         if problem.bias:
-            reference._add_to_bias(dbias, head, rows, dS)
+            add_bias_gradient(dbias, head, rows, dS)
         dS = rounded(np.float32(problem.scale) * dS)
         if problem.softcap is not None:
             dS = rounded(dS * slope)

@@ -1,0 +1,209 @@
+"""What the options of a call make of S and P, in NumPy, one query head at a time.
+
+The reference is built on this, and so are the tests' estimates of rounding errors. `checked_call`
+checks q, k, v and the options, as a caller gives them, and makes a `Call` of them:
+
+    call.heads()    every query head, and where its matrices lie in the arrays of the call
+    call.scores()   S of some of its rows, with softcap, ALiBi, bias and masks, and its derivative
+    call.dropout()  what dropout multiplies these rows of P by
+
+An option that changes S or P is written here, and nowhere else in the reference. No kernel is
+imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from . import dropout
+from .masks import distance, visible_causal, visible_window
+from .options import AttentionOptions, as_word
+from .problem import UNBOUNDED, BlockSizes, Problem, as_size, check_block_mask
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Head:
+    """One query head of one batch entry: its valid lengths, and where its matrices lie.
+
+    The last three are indices: `array[head.q]` is the head's matrix in an array of the call.
+    """
+
+    entry: int  # the batch entry; of packed sequences the number of the sequence
+    number: int  # the query head
+    Nq: int
+    Nk: int
+    q: tuple  # of Q, O, dO and dQ: (Nq, d)
+    k: tuple  # of K, V, dK and dV: (Nk, d)
+    lse: tuple  # of L: (Nq,)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A checked call: its problem, and the options that are arrays or random."""
+
+    problem: Problem
+    dtype: np.dtype  # of every array here and of every result
+    bias: Array | None  # (B, Hq, Nq, Nk), as a view
+    slopes: Array | None  # (B, Hq)
+    block_mask: Array | None  # (B, Hq, Tr, Tc), as a view
+    Br: int  # of the block mask
+    Bc: int
+    seed: int  # of dropout
+    offset: int
+
+    def heads(self) -> Iterator[Head]:
+        """The query heads of every batch entry, without those that have no row or no column."""
+        problem = self.problem
+        row = column = 0
+        for b in range(problem.batch):
+            Nq, Nk = problem.lengths(b)
+            rows, columns = slice(row, row + Nq), slice(column, column + Nk)
+            for h in range(problem.heads_q if Nq and Nk else 0):
+                hk = h // problem.group
+                if problem.packed:
+                    yield Head(b, h, Nq, Nk, (rows, h), (columns, hk), (h, rows))
+                else:
+                    q = b, h, slice(Nq)
+                    yield Head(b, h, Nq, Nk, q, (b, hk, slice(Nk)), q)
+            if problem.packed:
+                row, column = rows.stop, columns.stop
+
+    def scores(self, head: Head, Qi: Array, K: Array, row: int) -> tuple[Array, Array | float]:
+        """S of the rows Qi of Q, the first of which is `row`, and its derivative by scale Qi K^T.
+
+        S = softcap tanh(scale Qi K^T / softcap) - slope distance + bias, -inf where hidden.
+        """
+        b, h, problem = head.entry, head.number, self.problem
+        rows, columns = np.arange(row, row + len(Qi))[:, None], np.arange(head.Nk)[None, :]
+        diagonal = head.Nk - head.Nq
+        derivative: Array | float = 1.0
+        S = self.dtype.type(problem.scale) * (Qi @ K.T)
+        if problem.softcap is not None:
+            softcap = self.dtype.type(problem.softcap)
+            tanh = np.tanh(S / softcap)
+            S, derivative = softcap * tanh, 1 - tanh * tanh
+        if self.slopes is not None:
+            S -= self.slopes[b, h] * distance(rows, columns, diagonal).astype(self.dtype)
+        if self.bias is not None:
+            S += self.bias[b, h, row : row + len(Qi), : head.Nk]
+        for visible in self._masks(head, rows, columns, diagonal):
+            S[~visible] = -np.inf
+        return S, derivative
+
+    def _masks(self, head: Head, rows: Array, columns: Array, diagonal: int) -> Iterator[Array]:
+        """Which columns each row sees, (rows, columns), by each mask that the call has."""
+        problem = self.problem
+        if problem.causal:
+            yield visible_causal(rows, columns, diagonal)
+        if problem.window != (-1, -1):
+            left, right = (UNBOUNDED if n < 0 else n for n in problem.window)
+            yield visible_window(rows, columns, diagonal, left, right)
+        if self.block_mask is not None:
+            yield self.block_mask[head.entry, head.number][rows // self.Br, columns // self.Bc]
+
+    def dropout(self, head: Head, rows: slice) -> Array | float:
+        """What dropout multiplies these rows of P by, (rows, Nk): 1 / (1 - p), or 0."""
+        p = self.problem.dropout_p
+        if p == 0.0:
+            return 1.0
+        draw: dict[str, Any] = {"dropout_p": p, "seed": self.seed, "offset": self.offset}
+        which = range(rows.start, rows.stop)
+        kept = dropout.kept(head.entry, head.number, which, head.Nk, **draw)
+        return kept * self.dtype.type(1 / (1 - p))
+
+
+def checked_call(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    dtype: DTypeLike = np.float64,
+    *,
+    tiles: BlockSizes | None = None,
+    bias: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    block_mask: ArrayLike | None = None,
+    seed: int = 0,
+    offset: int = 0,
+    **options: Any,
+) -> tuple[Call, Array, Array, Array]:
+    """The call, and q, k and v in its dtype.
+
+    Raises TypeError or ValueError with an argument's name, its value and what is allowed.
+    """
+    allowed = AttentionOptions.__annotations__
+    for name in options:
+        if name not in allowed:
+            raise TypeError(f"{name} is no option: allowed are {', '.join(allowed)}")
+    problem = Problem.from_shapes(
+        np.shape(q),
+        np.shape(k),
+        np.shape(v),
+        bias=None if bias is None else np.shape(bias),
+        alibi=alibi_slopes is not None,
+        sparse=block_mask is not None,
+        **options,
+    )
+    if bias is not None:
+        bias = np.broadcast_to(np.asarray(bias, dtype), problem.score_shape)
+    call = Call(
+        problem,
+        np.dtype(dtype),
+        bias,
+        None if alibi_slopes is None else _slopes(problem, np.asarray(alibi_slopes, dtype)),
+        *_blocks(problem, block_mask, tiles),
+        as_word("seed", seed, 64),
+        as_word("offset", offset, 32),
+    )
+    if problem.dropout_p and max(problem.batch, problem.heads_q) > dropout.MAX_HEADS:
+        raise ValueError(
+            f"q has batch {problem.batch} and heads {problem.heads_q}: allowed with dropout is at "
+            f"most {dropout.MAX_HEADS} each"
+        )
+    return call, np.asarray(q, dtype), np.asarray(k, dtype), np.asarray(v, dtype)
+
+
+def _slopes(problem: Problem, slopes: Array) -> Array:
+    """The ALiBi slopes for every head."""
+    B, Hq = problem.batch, problem.heads_q
+    if slopes.shape not in ((Hq,), (B, Hq)):
+        raise ValueError(
+            f"alibi_slopes has shape {slopes.shape}: allowed is ({Hq},) or ({B}, {Hq})"
+        )
+    return np.broadcast_to(slopes, (B, Hq))
+
+
+def _blocks(
+    problem: Problem, block_mask: ArrayLike | None, tiles: BlockSizes | None
+) -> tuple[Array | None, int, int]:
+    """The block mask for every head, and its block sizes."""
+    if block_mask is None:
+        return None, 1, 1
+    if tiles is None:
+        raise ValueError("block_mask is given without tiles: its blocks have their Br and Bc")
+    Br, Bc = as_size("tiles.Br", tiles.Br, axis=False), as_size("tiles.Bc", tiles.Bc, axis=False)
+    mask = check_block_mask(block_mask, problem, SimpleNamespace(Br=Br, Bc=Bc))
+    return np.broadcast_to(mask, (problem.batch, problem.heads_q, *mask.shape[2:])), Br, Bc
+
+
+def add_bias_gradient(dbias: Array, head: Head, rows: slice, dS: Array) -> None:
+    """Add dS of these rows, and of all columns, to where a dbias of four axes has them.
+
+    Along an axis where dbias is 1 long it takes the sum.
+    """
+    part = dbias[head.entry if len(dbias) > 1 else 0, head.number if dbias.shape[1] > 1 else 0]
+    if len(part) > 1:
+        part = part[rows]
+    else:
+        dS = dS.sum(axis=0, keepdims=True)
+    if part.shape[1] > 1:
+        part[:, : head.Nk] += dS
+    else:
+        part += dS.sum(axis=1, keepdims=True)
