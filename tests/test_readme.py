@@ -1,0 +1,119 @@
+"""The pages: their links lead somewhere, README's result is what the recording says."""
+
+import csv
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+import fa_numba
+from experiments.lab import registry, report
+from experiments.lab.options import Bench, Options
+from experiments.lab.store import Recorder, Store
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "paper_repro.md")
+RESULT = ROOT / "figures" / "data" / "loop_order" / "nvidia-h200.csv"
+# README's rows, by series, and what their columns are: source and metric.
+ROWS = {
+    "fa1-mma": "FA-1, K/V outer, one thread block a head",
+    "fa1-mma-splits": "FA-1, K/V outer, four blocks a head",
+    "fa2-mma-fa1-tiles": "FA-2, Q outer, one block a row tile",
+}
+COLUMNS = (("measured", "time"), ("model", "traffic"), ("l2", "traffic"), ("dram", "traffic"))
+SETTING = {
+    "pass": "fwd",
+    "dtype": "float16",
+    "heads_q": "32",
+    "seqlen_q": "16384",
+    "head_dim": "64",
+    "causal": "false",
+}
+
+
+def inputs(Nq, Nk):
+    """q, k and v of one head of 8."""
+    rng = np.random.default_rng(Nq)
+    return (rng.standard_normal((1, 1, N, 8), np.float32) for N in (Nq, Nk, Nk))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files(page):
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / page).read_text())
+    local = [link for link in links if not link.startswith("https://")]
+    assert [link for link in local if not (ROOT / link).exists()] == []
+
+
+@pytest.mark.parametrize("series", ROWS)
+def test_readmes_result_is_the_recorded_one(series):
+    with open(RESULT) as file:
+        rows = [r for r in csv.DictReader(file) if SETTING.items() <= r.items()]
+    rows = [r for r in rows if r["series"] == series]
+    values = []
+    for source, metric in COLUMNS:
+        (row,) = [r for r in rows if (r["source"], r["metric"]) == (source, metric)]
+        value = float(row["value"])
+        values.append(f"{value:.1f} ms" if metric == "time" else f"{value / 1e9:.1f} GB")
+    assert f"| {ROWS[series]} | {' | '.join(values)} |\n" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("Nq, Nk", [(20, 12), (12, 20), (16, 16)])
+def test_a_mask_aligned_to_the_top_left_is_written_as_the_page_says(Nq, Nk):
+    """torch's is_causal and JAX's: row i sees the columns j <= i."""
+    q, k, v = inputs(Nq, Nk)
+    hidden = np.where(np.arange(Nk) <= np.arange(Nq)[:, None], 0.0, -np.inf).astype(np.float32)
+    want = fa_numba.attention(q, k, v, bias=hidden)
+    if Nq >= Nk:
+        got = fa_numba.attention(q, k, v, window=(-1, Nq - Nk))
+    else:
+        got = fa_numba.attention(q, k[:, :, :Nq], v[:, :, :Nq], causal=True)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+
+
+LOWEST = float(np.finfo(np.float32).min)
+
+
+@pytest.mark.parametrize("name", ["standard", "fa1", "fa2"])
+@pytest.mark.parametrize("value", [-np.inf, LOWEST, -2.3e38, -1e30])
+def test_a_row_hidden_by_a_bias_is_as_the_limits_say(name, value):
+    q, k, v = inputs(20, 20)
+    bias = np.zeros((20, 20), np.float32)
+    bias[5] = bias[7, 9:] = value
+    o, lse = fa_numba.attention(q, k, v, algorithm=name, bias=bias, return_lse=True)
+    masked = value == -np.inf or (value == LOWEST and name != "standard")
+    want = np.zeros(8) if masked else v[0, 0].mean(axis=0)
+    np.testing.assert_allclose(o[0, 0, 5], want, rtol=0, atol=1e-6)
+    assert (lse[0, 0, 5] == -np.inf) == masked
+    seen = fa_numba.attention(q[:, :, 7:8], k[:, :, :9], v[:, :, :9])
+    np.testing.assert_allclose(o[0, 0, 7], seen[0, 0, 0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["standard", "fa1", "fa2"])
+def test_an_infinite_value_is_as_the_limits_say(name):
+    q, k, v = inputs(20, 20)
+    v[0, 0, 12, 3] = np.inf
+    o = fa_numba.attention(q, k, v, algorithm=name, causal=True)[0, 0]
+    assert np.isinf(o[12:, 3]).all() and np.isnan(o[:12, 3]).all()
+    assert np.isfinite(np.delete(o, 3, axis=1)).all()
+
+
+def test_the_experiment_of_the_walk_runs(monkeypatch, tmp_path):
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    (text,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    module = ModuleType("experiments.head_dim")
+    exec(text, module.__dict__)
+    monkeypatch.setitem(sys.modules, "experiments.head_dim", module)
+    monkeypatch.setattr(registry, "names", lambda: ["head_dim"])
+    experiment = registry.load("head_dim")
+    store = Store(tmp_path)
+    recorder = Recorder(store, "head_dim", lambda machine: {})
+    for row in experiment.measure(Options(head_dims=(16, 32)), Bench()):
+        recorder.add(row)
+    recorder.finish(complete=True)
+    rows = store.read("head_dim", "model")
+    assert len(rows) == 4 and all(row.value > 0 for row in rows)
+    assert len(experiment.draw(rows).axes[0].lines) == 2
+    assert "| 32 | FA-2 (Q outer) |" in report.text("head_dim", store)
