@@ -1,10 +1,12 @@
 """The access model against a walk over tiles that counts one element at a time, and the papers."""
 
+import ast
 import math
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -452,7 +454,10 @@ def test_fa2_backward_is_the_walk(case, deterministic):
 @given(CASES)
 def test_the_first_pass_starts_rows_where_the_kernels_let_it(case):
     problem, tiles, mask, _ = case
-    assert Walk(problem, tiles, mask).initialises == Features.of(problem).initialises
+    # Three statements of one rule: the walk's, the model's and the kernels'.
+    starts = io.starts_in_first_pass(problem)
+    assert starts == (not Walk(problem, tiles, mask).initialises)
+    assert starts == (not Features.of(problem).initialises)
 
 
 @often
@@ -506,6 +511,31 @@ def test_every_small_causal_shape_is_the_walk(Nq, Nk):
 
 def square(N, d, *, batch=1, heads=1, causal=False):
     return Problem(batch, heads, heads, N, N, d, causal=causal)
+
+
+def test_the_model_imports_no_kernel():
+    imported = set()
+    for path in Path(io.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("fa_numba"):
+                imported.add(node.module.split(".")[1])
+            elif isinstance(node, ast.Import):
+                assert not any("fa_numba" in name.name for name in node.names)
+    assert imported == {"dtypes", "integers", "problem", "io_model"}
+
+
+def test_counts_are_printed_as_a_table():
+    counts = io.Accesses({"Q": 1234567, "A": 8}, {"O": 1000, "A": 8}, "float16")
+    assert str(counts).split("\n") == [
+        "array         loads     stores",
+        "Q         1,234,567          0",
+        "A                 8          8",
+        "O                 0      1,000",
+        "elements  1,234,575      1,008",
+        "bytes     2,469,166      2,032",
+    ]
+    wide = str(io.Accesses({"Q": 10**12}, {})).split("\n")
+    assert len({len(line) for line in wide}) == 1 and "1,000,000,000,000" in wide[1]
 
 
 def test_counts_of_one_small_problem():

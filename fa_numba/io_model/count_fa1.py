@@ -1,0 +1,135 @@
+"""Accesses of FlashAttention-1: K/V outer, Q inner, forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fa_numba.dtypes import DTYPES
+from fa_numba.integers import ceil_div
+from fa_numba.io_model.accesses import Accesses, add_up, check_dbias, count
+from fa_numba.io_model.visits import starts_in_first_pass, visit_sums, whole_sums
+from fa_numba.problem import BlockSizes, Problem, as_size
+
+
+def fa1(
+    problem: Problem,
+    tiles: BlockSizes,
+    *,
+    query_splits: int = 1,
+    return_lse: bool = False,
+    block_mask: Any = None,
+) -> Accesses:
+    """Accesses of FA-1's Algorithm 1: K/V outer, Q inner; O, l and m through global memory.
+
+    The pass over column tile 0 starts O, l and m (line 2) and so visits every row tile. Per head:
+        loads   Q: sum r_i d    K, V: sum_j s_j c_j d each    bias: sum r_i c_j
+                O: sum_{j>0} r_i d    l, m: sum_{j>0} r_i each (the initial values need no read)
+        stores  O: sum r_i d    l, m: sum r_i each
+    with s_j the query splits that have a row tile which column tile j visits. All visited, one
+    split, N_q = N_k = N: Q, K, V and O together are (3 T_c + 1) N d.
+
+    With a window, `q_lens` or a block mask that pass is like the others (`starts_in_first_pass`).
+    Line 2 is then carried out before it, which stores O N_q' d and l and m N_q' each, and the sums
+    over "j > 0" are over all j.
+
+    `query_splits` blocks share a head: each takes a run of ceil(T_r / query_splits) row tiles of
+    the longest sequence; one without tiles does nothing. `return_lse` adds L = m + log l: l and m
+    loaded once more, N_q' each, and L stored.
+
+    In 16 bits O is kept in a float32 array `A`, and the last visit of a row tile rounds it to O:
+        loads   A: what O loads above
+        stores  O: r_i d in row tile i's last visit    A: r_i d in each of the others
+    and where line 2 stores O it stores A too, N_q' d each.
+    """
+    splits = as_size("query_splits", query_splits)
+    d, head = problem.head_dim, whole_sums(problem, tiles, problem.heads_q)
+    run = ceil_div(problem.seqlen_q, tiles.Br * splits)
+    starts = starts_in_first_pass(problem)
+    visits = visit_sums(problem, tiles, block_mask, takes_all=starts)
+    by_split = visit_sums(problem, tiles, block_mask, takes_all=starts, run=run)
+
+    read = visits.rows_again if starts else visits.rows
+    started = 0 if starts else head.all_rows
+    written = visits.rows + started
+    lse = head.all_rows if return_lse else 0
+    kept = "O" if DTYPES[problem.dtype].sums_in_place else "A"
+    loads = {
+        "Q": visits.rows * d,
+        "K": by_split.columns * d,
+        "V": by_split.columns * d,
+        "bias": visits.pairs if problem.bias else 0,
+        kept: read * d,
+        "l": read + lse,
+        "m": read + lse,
+    }
+    stores = {kept: written * d, "l": written, "m": written, "L": lse}
+    if kept == "A":
+        stores["A"] -= visits.rows_once * d
+        stores["O"] = (visits.rows_once + started) * d
+    return count(problem, loads, stores)
+
+
+def fa1_backward(
+    problem: Problem,
+    tiles: BlockSizes,
+    *,
+    query_splits: int = 1,
+    block_mask: Any = None,
+    dbias: bool = False,
+) -> Accesses:
+    """Accesses of FA-1's Algorithm 4: K/V outer, Q inner; dQ through global memory in every pass.
+
+    The pass over column tile 0 starts dQ (line 5) and so visits every row tile. Per head:
+        loads   Q, O, dO: sum r_i d each    L: sum r_i    bias: sum r_i c_j
+                dQ: sum_{j>0} r_i d (line 5's zeros need no read)
+        stores  dQ: sum r_i d
+    and per K/V head K, V loaded, N_k d each, and dK, dV stored, N_k' d each. `dbias` adds
+    sum r_i c_j atomic adds to dbias, each a load and a store.
+
+    With a window, `q_lens` or a block mask that pass is like the others, as in `fa1`: line 5 then
+    stores dQ N_q' d, and the sum over "j > 0" is over all j. In 16 bits dQ is kept in a float32
+    array `A`, and the last visit of a row tile rounds it to dQ, as O there.
+
+    `query_splits` blocks share the row tiles of a head as there. Each loads K and V and adds to
+    float32 sums of dK and dV, N_k' d atomic adds each, which one more kernel rounds:
+        loads  A: 2 N_k' d    stores  dQ: 2 N_k' d (its parameters' names, for dK and dV)
+    """
+    check_dbias(problem, dbias)
+    splits = as_size("query_splits", query_splits)
+    d, head = problem.head_dim, whole_sums(problem, tiles, problem.heads_q)
+    shared = whole_sums(problem, tiles, problem.heads_k)
+    starts = starts_in_first_pass(problem)
+    visits = visit_sums(problem, tiles, block_mask, takes_all=starts)
+    run = ceil_div(problem.seqlen_q, tiles.Br * splits)
+    runs = ceil_div(problem.seqlen_q, tiles.Br * run)
+
+    read = visits.rows_again if starts else visits.rows
+    started = 0 if starts else head.all_rows
+    kept = "dQ" if DTYPES[problem.dtype].sums_in_place else "A"
+    dbias_adds = {"dbias": visits.pairs if dbias else 0}
+    loads = {
+        "Q": visits.rows * d,
+        "O": visits.rows * d,
+        "dO": visits.rows * d,
+        "L": visits.rows,
+        "bias": visits.pairs if problem.bias else 0,
+        kept: read * d,
+        "K": runs * shared.columns * d,
+        "V": runs * shared.columns * d,
+    }
+    stores = {
+        kept: (visits.rows + started) * d,
+        "dK": runs * shared.all_columns * d,
+        "dV": runs * shared.all_columns * d,
+    }
+    if kept == "A":
+        stores["A"] -= visits.rows_once * d
+        stores["dQ"] = (visits.rows_once + started) * d
+    grid = count(problem, loads | dbias_adds, stores | dbias_adds)
+    if splits == 1:
+        return grid
+    sums = {name: stores[name] for name in ("dK", "dV")}
+    rounded = 2 * shared.all_columns * d
+    parts = count(problem, sums, {}), count(problem, {"A": rounded}, {"dQ": rounded})
+    return replace(add_up(problem, (grid, *parts)), sums=("dK", "dV"))

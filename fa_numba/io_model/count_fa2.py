@@ -1,0 +1,100 @@
+"""Accesses of FlashAttention-2: Q outer, K/V inner; backward a grid over K/V blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fa_numba.dtypes import DTYPES
+from fa_numba.io_model.accesses import Accesses, add_up, check_dbias, count
+from fa_numba.io_model.visits import visit_sums, whole_sums
+from fa_numba.problem import BlockSizes, Problem
+
+
+def fa2(problem: Problem, tiles: BlockSizes, *, block_mask: Any = None) -> Accesses:
+    """Accesses of FA-2's Algorithm 1: Q outer, K/V inner; O written once.
+
+    Per head:
+        loads   Q: N_q d    K, V: sum c_j d each    bias: sum r_i c_j
+        stores  O: N_q' d    L: N_q'
+    All visited, N_q = N_k = N: Q, K, V and O together are (2 T_r + 2) N d. L is always stored.
+    """
+    d, head = problem.head_dim, whole_sums(problem, tiles, problem.heads_q)
+    visits = visit_sums(problem, tiles, block_mask)
+    loads = {
+        "Q": head.rows * d,
+        "K": visits.columns * d,
+        "V": visits.columns * d,
+        "bias": visits.pairs if problem.bias else 0,
+    }
+    return count(problem, loads, {"O": head.all_rows * d, "L": head.all_rows})
+
+
+def fa2_backward(
+    problem: Problem,
+    tiles: BlockSizes,
+    *,
+    deterministic: bool = False,
+    sweep_tiles: BlockSizes | None = None,
+    block_mask: Any = None,
+    dbias: bool = False,
+) -> Accesses:
+    """Accesses of FA-2's Algorithm 2: D first, then a grid over K/V blocks.
+
+    Per head:
+        row sums      loads O, dO: N_q d each           stores D: N_q, dQ = 0: N_q' d
+        the K/V grid  loads Q, dO: sum r_i d each, L, D: sum r_i each, bias: sum r_i c_j
+                      dQ: sum r_i d atomic adds, each a load and a store
+    and per K/V head K, V loaded, N_k d each, and dK, dV stored, N_k' d each. `dbias` adds
+    sum r_i c_j atomic adds to dbias, each a load and a store.
+
+    In 16 bits dQ is summed in a float32 array `A`, and then rounded:
+        loads  A: N_q' d    stores  dQ: N_q' d
+
+    `deterministic` goes without the atomic adds to dQ, its zeros and its rounding: a second sweep,
+    a grid over Q blocks (of `sweep_tiles`, or the same) makes dQ. Per head it
+        loads  Q, dO: N_q d each, L, D: N_q each, K, V: sum c_j d each, bias: sum r_i c_j
+        stores dQ: N_q' d
+    """
+    check_dbias(problem, dbias)
+    d, head = problem.head_dim, whole_sums(problem, tiles, problem.heads_q)
+    shared = whole_sums(problem, tiles, problem.heads_k)
+    visits = visit_sums(problem, tiles, block_mask)
+    kept = "dQ" if DTYPES[problem.dtype].sums_in_place else "A"
+    adds = {kept: 0 if deterministic else visits.rows * d, "dbias": visits.pairs if dbias else 0}
+
+    row_sums = count(
+        problem,
+        {"O": head.rows * d, "dO": head.rows * d},
+        {"D": head.rows, kept: 0 if deterministic else head.all_rows * d},
+    )
+    over_columns = count(
+        problem,
+        {
+            "Q": visits.rows * d,
+            "dO": visits.rows * d,
+            "L": visits.rows,
+            "D": visits.rows,
+            "K": shared.columns * d,
+            "V": shared.columns * d,
+            "bias": visits.pairs if problem.bias else 0,
+        }
+        | adds,
+        {"dK": shared.all_columns * d, "dV": shared.all_columns * d} | adds,
+    )
+    parts = [row_sums, over_columns]
+    if deterministic:
+        sweep = visit_sums(problem, sweep_tiles or tiles, block_mask)
+        loads = {
+            "Q": head.rows * d,
+            "dO": head.rows * d,
+            "L": head.rows,
+            "D": head.rows,
+            "K": sweep.columns * d,
+            "V": sweep.columns * d,
+            "bias": sweep.pairs if problem.bias else 0,
+        }
+        parts.append(count(problem, loads, {"dQ": head.all_rows * d}))
+    elif kept == "A":
+        rounded = head.all_rows * d
+        parts.append(count(problem, {"A": rounded}, {"dQ": rounded}))
+    return add_up(problem, parts)

@@ -1,0 +1,76 @@
+"""What the papers publish of accesses: asymptotic bounds, and counts of their algorithms.
+
+Neither is an exact count of a kernel. No mask is known here.
+"""
+
+from __future__ import annotations
+
+import math
+
+from fa_numba.integers import ceil_div
+from fa_numba.problem import Problem, as_size
+
+PAPER_BYTES = 2  # fp16, what FA-1 Fig. 2 counts
+
+
+def theta_standard(problem: Problem) -> float:
+    """Theta(N d + N^2) accesses of standard attention (FA-1 Theorem 2), constant 1, in elements.
+
+    B H ((N_q + N_k) d / 2 + N_q N_k), which is B H (N d + N^2) at N_q = N_k = N. No mask.
+    """
+    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, problem.head_dim
+    return problem.batch * problem.heads_q * ((Nq + Nk) * d / 2 + Nq * Nk)
+
+
+def theta_flash(problem: Problem, M: float) -> float:
+    """Theta(N^2 d^2 / M) accesses of FlashAttention (FA-1 Theorem 2), constant 1, in elements.
+
+    B H N_q N_k d^2 / M. `M` is the on-chip memory in elements; the theorem is for d <= M <= N d,
+    and Proposition 3 says that no exact algorithm does better for all of that range. No mask.
+    """
+    _check_memory(M)
+    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, problem.head_dim
+    return problem.batch * problem.heads_q * (Nq * Nk * d * d / M)
+
+
+def saha_ye(problem: Problem, M: float) -> float:
+    """Theta(min(N^2 d / sqrt(M), N^2 d^2 / M)) (Saha and Ye, arXiv 2402.07443, Theorem 3.1).
+
+    Constant 1, in elements, `M` in elements, times B H, no mask. The two meet at M = d^2: above,
+    it is `theta_flash` and FlashAttention is optimal; below, square tiles of S are.
+    """
+    flash = theta_flash(problem, M)
+    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, problem.head_dim
+    return min(problem.batch * problem.heads_q * (Nq * Nk * d / math.sqrt(M)), flash)
+
+
+def standard_paper(problem: Problem) -> int:
+    """Accesses of FA-1's Algorithm 0 with matrices of any size read once, in elements.
+
+    Q, K, V read and O written, 2 (N_q + N_k) d; S and P written and read, 4 N_q N_k; per head.
+    At N_q = N_k = N: 4 N d + 4 N^2. No mask.
+    """
+    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, problem.head_dim
+    return problem.batch * problem.heads_q * (2 * (Nq + Nk) * d + 4 * Nq * Nk)
+
+
+def fa1_paper(problem: Problem, Bc: int) -> int:
+    """Accesses of FA-1's Algorithm 1 as FA-1 Fig. 2 (middle) counts them, in elements.
+
+    K and V read once; Q read, O read and O written in every pass over K/V, less the first read of
+    O; no l and m, no mask: 2 N_k d + (3 T_c - 1) N_q d per head. At N_q = N_k = N that is
+    X (3 N / B_c + 1) with X = B H N d.
+    """
+    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, problem.head_dim
+    Tc = ceil_div(Nk, as_size("Bc", Bc))
+    return problem.batch * problem.heads_q * (2 * Nk + (3 * Tc - 1) * Nq) * d
+
+
+def fa1_paper_gb(problem: Problem, Bc: int) -> float:
+    """`fa1_paper` in the figure's unit: GB of 10^9 bytes, 2 bytes an element, O included."""
+    return PAPER_BYTES * fa1_paper(problem, Bc) / 1e9
+
+
+def _check_memory(M: float) -> None:
+    if not 0 < M < math.inf:
+        raise ValueError(f"M is {M!r}: allowed is a finite number of elements > 0")

@@ -1,0 +1,96 @@
+"""FLOPs by the papers' convention, and the workspace that a call takes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from fa_numba.dtypes import CHUNK_BYTES, DTYPES
+from fa_numba.integers import round_up
+from fa_numba.io_model.accesses import ELEMENT_BYTES
+from fa_numba.io_model.visits import ALGORITHMS, PASSES, blocks_of, check_name, distinct_heads
+from fa_numba.problem import Problem
+
+
+def flops(problem: Problem, passes: str = "fwd", *, block_mask: Any = None) -> int:
+    """FLOPs as published (FA-2 section 4.1): the matrix products alone.
+
+    4 N_q N_k d per head forward, halved when causal; 2.5 times that backward, 3.5 times both.
+    `passes` is "fwd", "bwd" or "fwd+bwd". This is a convention for comparing speeds, not a count of
+    operations. With a window, causal or not, the exact number of (row, column) pairs that it leaves
+    stands for N_q N_k. A sparse problem's `block_mask` multiplies what its heads have by the share
+    of blocks that it keeps, of all blocks, those included that other masks hide; the result is
+    rounded down.
+    """
+    check_name("passes", passes, PASSES)
+    blocks = blocks_of(problem, block_mask)
+    factor = {"fwd": 4, "bwd": 10, "fwd+bwd": 14}[passes]
+    if problem.causal and problem.window == (-1, -1):
+        factor //= 2
+    pairs = 0  # times the blocks of one mask
+    for entry, mask, count in distinct_heads(problem, blocks):
+        pairs += count * _pairs(problem, entry) * (1 if mask is None else int(mask.sum()))
+    return factor * problem.head_dim * pairs // (1 if blocks is None else blocks[0, 0].size)
+
+
+def _pairs(problem: Problem, entry: int) -> int:
+    """Rows times columns of a batch entry, or the pairs of them that its window leaves."""
+    Nq, Nk = problem.lengths(entry)
+    if problem.window == (-1, -1):
+        return Nq * Nk
+
+    def summed(offset: int) -> int:
+        """Of all rows i, columns below i + offset: the sum of min(max(i + offset, 0), N_k)."""
+
+        def below(end: int) -> int:
+            rising = min(max(end, 0), Nk)
+            return rising * (rising - 1) // 2 + max(end - Nk, 0) * Nk
+
+        return below(Nq + offset) - below(offset)
+
+    # As columns_begin and columns_end have them, without an array of rows.
+    ends = Nq * Nk if problem.right is None else summed(Nk - Nq + problem.right + 1)
+    begins = 0 if problem.left is None else summed(Nk - Nq - problem.left)
+    return ends - begins
+
+
+def workspace(
+    algorithm: str,
+    problem: Problem,
+    *,
+    return_lse: bool = False,
+    passes: str = "fwd",
+    deterministic: bool = False,
+    query_splits: int = 1,
+) -> int:
+    """Bytes of global memory beside inputs and outputs, `passes` "fwd" or "bwd".
+
+    R is the number of rows of Q over all heads: B H N_q', for packed sequences H times their
+    total. S and P have B H N_q N_k elements of the problem's dtype, for the longest sequences, each
+    row rounded up to a multiple of 16 bytes; everything else is float32.
+
+                    forward                            backward
+        standard    S, which P overwrites              P; dP, which dS overwrites
+        fa1         l and m, 8 R; in 16 bits A         in 16 bits A; with query splits also the sums
+                                                       of dK and dV, as A, of their rows
+        fa2         L, 4 R, unless `return_lse`        D, 4 R; in 16 bits A, unless `deterministic`
+
+    A, the float32 sum of O or dQ, has 4 R d bytes, d rounded up to a multiple of 2.
+    """
+    check_name("algorithm", algorithm, ALGORITHMS)
+    check_name("passes", passes, PASSES[:2])
+    if algorithm == "standard":
+        *rows_of_scores, Nk = problem.score_shape
+        matrices = 1 if passes == "fwd" else 2
+        row_bytes = round_up(DTYPES[problem.dtype].bytes * Nk, CHUNK_BYTES)
+        return matrices * math.prod(rows_of_scores) * row_bytes
+    rows = math.prod(problem.lse_shape)
+    kept = 0 if DTYPES[problem.dtype].sums_in_place else round_up(problem.head_dim, 2)
+    if passes == "bwd":
+        if algorithm == "fa2":
+            return ELEMENT_BYTES * rows * (1 if deterministic else 1 + kept)
+        keys = math.prod(problem.k_shape[:-1]) if query_splits > 1 else 0
+        return ELEMENT_BYTES * (rows + 2 * keys) * kept
+    if algorithm == "fa1":
+        return ELEMENT_BYTES * rows * (2 + kept)
+    return 0 if return_lse else ELEMENT_BYTES * rows
