@@ -110,9 +110,6 @@ def _time(
         return time_call(call(series, problem, *arrays, tiles=tiles), gate)
 
     timing, failure = attempt(work)
-    times = {}
-    if timing is not None:
-        times = {"p20": timing.p20, "p80": timing.p80, "n": timing.n}
     return Row(
         machine=machine,
         source="measured",
@@ -120,7 +117,7 @@ def _time(
         unit="ms",
         value=None if timing is None else timing.median,
         note=failure,
-        **times,
+        **({} if timing is None else timing.spread),
         **_fields(problem, series, Br, Bc),
     )
 
@@ -166,7 +163,7 @@ def draw(rows: Sequence[Row]) -> Any:
         right.set_title(f"runtime, {setting}" + ("" if gpu else ": ours not recorded yet"))
         _panel(left, mine, reference, "traffic", "loads + stores (GB)", style)
         _panel(right, mine, reference, "time", "ms", style)
-        absent = sorted({max(row.Br, row.Bc) for row in mine if row.failed})
+        absent = sorted({max(row.Br or 0, row.Bc or 0) for row in mine if row.failed})
         if absent:
             right.annotate(
                 f"not run at {', '.join(map(str, absent))}: reasons in the data file",
@@ -195,7 +192,7 @@ def _panel(
         (FA2, "Br", "-", f"FA-2 (Q outer) over $B_r$, $B_c$={FIXED}, fp32"),
         (FA2, "Bc", ":", f"FA-2 (Q outer) over $B_c$, $B_r$={FIXED}, fp32"),
     )
-    drawn: set[int | None] = set()
+    drawn: set[int] = set()
     for series, varied, ls, label in sweeps:
         other = "Br" if varied == "Bc" else "Bc"
         points: dict[int, float] = {}
@@ -204,9 +201,9 @@ def _panel(
                 continue
             x = getattr(row, varied)
             if metric == "traffic" and row.unit == "elements" and row.source == "model":
-                points[x] = points.get(x, 0) + row.value * io_model.ELEMENT_BYTES / 1e9
+                points[x] = points.get(x, 0) + row.number * io_model.ELEMENT_BYTES / 1e9
             elif metric == "time" and row.metric == "time":
-                points[x] = row.value
+                points[x] = row.number
         if not points:
             continue
         drawn |= set(points)
@@ -220,13 +217,13 @@ def _panel(
             ls=ls,
             label=label,
         )
-    published_points = [row for row in reference if row.metric == metric]
-    if published_points:
-        factor = 1e9 if metric == "traffic" else 1
-        drawn |= {row.Bc for row in published_points}
+    factor = 1e9 if metric == "traffic" else 1
+    paper = {r.Bc: r.number / factor for r in reference if r.metric == metric and r.Bc is not None}
+    if paper:
+        drawn |= set(paper)
         ax.plot(
-            [row.Bc for row in published_points],
-            [row.value / factor for row in published_points],
+            list(paper),
+            list(paper.values()),
             color=style.COLOURS["published"],
             marker="x",
             ls="--",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -230,12 +229,14 @@ class Checks:
         if key not in self._expected:
             q, k, v, dout = (x[:1, 1:2] for x in arrays)
             options = {"causal": problem.causal, "scale": problem.scale, **given}
+            exact: Sequence[Any]
+            unfused: Sequence[Any]
             if pass_ == "fwd":
-                names = ("O",)
+                names = ["O"]
                 exact = [reference.attention(q, k, v, **options)]
                 unfused = [reference.unfused(q, k, v, **options)]
             else:
-                names = ("dq", "dk", "dv")
+                names = ["dq", "dk", "dv"]
                 exact = reference.attention_backward(dout, q, k, v, **options)
                 unfused = reference.unfused_backward(dout, q, k, v, **options)
             rounding = float(np.finfo(np.float32).eps)
@@ -264,16 +265,13 @@ def _time(
     fields = _fields(problem, series, pass_, SIZE, share)
     if failure:
         fields["note"] += f"; {failure}"
-    times = {}
-    if timing is not None:
-        times = {"p20": timing.p20, "p80": timing.p80, "n": timing.n}
     return Row(
         machine=machine,
         source="measured",
         metric="time",
         unit="ms",
         value=None if timing is None else timing.median,
-        **times,
+        **({} if timing is None else timing.spread),
         **fields,
     )
 
@@ -301,11 +299,11 @@ def published_rows() -> list[Row]:
 
 def curve(rows: Sequence[Row], series: str, metrics: Sequence[str]) -> dict[int | None, float]:
     """Share (None: without a mask) -> the sum of these metrics, of one source and problem."""
-    points: Counter = Counter()
+    points: dict[int | None, float] = {}
     for row in rows:
         if row.series == series and row.metric in metrics and row.value is not None:
-            points[share_of(row)] += row.value
-    return dict(points)
+            points[share_of(row)] = points.get(share_of(row), 0) + row.value
+    return points
 
 
 def relative(points: dict[int | None, float]) -> dict[int | None, float]:
@@ -354,7 +352,7 @@ _STYLES = {
     **{series: {"label": f"{LABELS[series]}, fp32", "ls": "-"} for series in SERIES},
     PUBLISHED: {"label": "FA-1 paper, A100, fp16; batch and heads not given", "ls": "--"},
 }
-_UNMASKED = {"color": "#444444", "ls": "", "marker": "o", "mfc": "none", "ms": 11}
+_UNMASKED: dict[str, Any] = {"color": "#444444", "ls": "", "marker": "o", "mfc": "none", "ms": 11}
 # FA-1's accesses are seen beneath FA-2's.
 _WIDTHS = {"fa1-simt": 3.6, "fa2-simt": 1.8}
 

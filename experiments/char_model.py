@@ -88,7 +88,8 @@ def expression(draw: random.Random, depth: int) -> tuple[str, int]:
         digit = draw.randrange(10)
         return str(digit), digit
     (left, a), (right, b) = (expression(draw, depth - 1) for _ in range(2))
-    sign, (opened, closed) = draw.choice(tuple(OPERATIONS)), draw.choice(BRACKETS)
+    sign, pair = draw.choice(tuple(OPERATIONS)), draw.choice(BRACKETS)
+    opened, closed = pair[0], pair[1]
     return f"{opened}{left}{sign}{right}{closed}", OPERATIONS[sign](a, b)
 
 
@@ -142,7 +143,7 @@ def setting(context: int, head_dim: int) -> Problem:
 def weights(problem: Problem, seed: int, device: str) -> dict[str, Any]:
     """The model's parameters: pre-norm, without biases, normal with deviation 0.02."""
     D, N = problem.heads_q * problem.head_dim, problem.seqlen_q
-    shapes = {"characters": (len(ALPHABET), D), "places": (N, D)}
+    shapes: dict[str, tuple[int, ...]] = {"characters": (len(ALPHABET), D), "places": (N, D)}
     for layer in range(LAYERS):
         shapes |= {
             f"{layer}.norm": (D,),
@@ -239,8 +240,8 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     for problem, seed, series in bench.track(runs, "training"):
         if series == REFERENCE:
             expected = None
-        found, failure = attempt(lambda s=series, p=problem, n=seed: train(s, p, text, n, steps))
-        common = {"machine": bench.machine, "experiment": NAME, "series": series}
+        found, failure = attempt(train, series, problem, text, seed, steps)
+        common: dict[str, Any] = {"machine": bench.machine, "experiment": NAME, "series": series}
         common |= {"source": "measured", "unit": "nat", **row_fields(problem)}
         if failure:
             note = f"{place(seed, 0)}; {failure}"

@@ -94,8 +94,14 @@ def _model(problem: Problem) -> list[Row]:
         M = device.shared_bytes_limit() // io_model.ELEMENT_BYTES
         for series in SERIES:
             planned = plan(series, problem)
-            common = {"machine": MODEL, "source": "model", "tiles": planned.tiles}
-            rows += _loads_and_stores(series, problem, planned.accesses, **common)
+            rows += _loads_and_stores(
+                series,
+                problem,
+                planned.accesses,
+                machine=MODEL,
+                source="model",
+                tiles=planned.tiles,
+            )
     for series, bound in BOUNDS.items():
         rows.append(
             Row(
@@ -117,8 +123,9 @@ def _count(series: str, problem: Problem, inputs: Inputs) -> list[Row]:
     with fa_numba.count_accesses() as counts:
         tiles = plan(series, problem).tiles
         call(series, problem, *inputs(problem))()
-    common = {"machine": EMULATOR, "source": "counted", "tiles": tiles}
-    return _loads_and_stores(series, problem, counts, **common)
+    return _loads_and_stores(
+        series, problem, counts, machine=EMULATOR, source="counted", tiles=tiles
+    )
 
 
 def _loads_and_stores(
@@ -149,7 +156,7 @@ def _hardware(cases: Sequence[Problem], bench: Bench) -> Iterator[Row]:
     if results is None:
         return
     for (series, problem), result in zip(work, results, strict=True):
-        planned, failure = attempt(lambda s=series, p=problem: plan(s, p))
+        planned, failure = attempt(plan, series, problem)
         common = {
             "machine": bench.machine,
             "experiment": NAME,
@@ -161,9 +168,10 @@ def _hardware(cases: Sequence[Problem], bench: Bench) -> Iterator[Row]:
         if planned is not None:
             common |= {"Br": planned.tiles.Br, "Bc": planned.tiles.Bc}
             yield Row(source="model", value=planned.accesses.bytes, **common)
-        note = failure or (result if isinstance(result, str) else "")
-        for source, in_bytes in (("l2", counters.l2_bytes), ("dram", counters.dram_bytes)):
-            value = None if note else in_bytes(result)
+        if failure:
+            result = failure
+        for source, in_bytes in counters.BYTES.items():
+            value, note = counters.read(result, in_bytes)
             yield Row(source=source, value=value, note=note, **common)
 
 
@@ -251,7 +259,7 @@ def _draw_bytes(ax: Any, rows: Sequence[Row], style: Any) -> None:
             ("dram", {**_under(series), "ls": "--", "lw": 1.2, "mfc": "white", **marker}),
         ):
             points = sorted(
-                (row.seqlen_q, row.value)
+                (row.seqlen_q, row.number)
                 for row in rows
                 if (row.series, row.source, row.metric) == (series, source, "traffic")
             )

@@ -140,8 +140,8 @@ def _peer(problems: Sequence[Problem], bench: Bench) -> Iterator[Row]:
         gate = Gate(problem, *host)
         arrays = peers.on_device(host, problem.dtype)
         run = peers.call(PEER, problem, *arrays)
-        timing, failure = attempt(lambda run=run, gate=gate: time_call(run, gate.peer))
-        common = {"machine": bench.machine, "experiment": NAME, "series": PEER}
+        timing, failure = attempt(time_call, run, gate.peer)
+        common: dict[str, Any] = {"machine": bench.machine, "experiment": NAME, "series": PEER}
         common |= {"source": "measured", "note": failure, **row_fields(problem)}
         if timing is None:
             yield Row(metric="time", unit="ms", value=None, **common)

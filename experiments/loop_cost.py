@@ -87,14 +87,16 @@ def factors(found: variants.Values) -> dict[str, float | None]:
     order = ratio("time", SPLITS, FA1_TILES)
     instructions = ratio("instructions", SPLITS, FA1_TILES)
     waiting = ratio("issue", FA1_TILES, SPLITS)
-    explained = order and instructions and waiting
+    rest = None
+    if order and instructions and waiting:
+        rest = order / (instructions * waiting)
     return {
         "total": ratio("time", FA1, FA2),
         "grid": ratio("time", FA1, SPLITS),
         "order": order,
         "instructions": instructions,
         "waiting": waiting,
-        "rest": order / (instructions * waiting) if explained else None,
+        "rest": rest,
         "tiles": ratio("time", FA1_TILES, FA2),
     }
 

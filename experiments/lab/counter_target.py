@@ -85,7 +85,7 @@ def main() -> None:
     inputs = Inputs()
     kernels: list[int | str] = []
     for case in cases:
-        launched, failure = attempt(lambda case=case: run(case, inputs))
+        launched, failure = attempt(run, case, inputs)
         kernels.append(failure or launched)
     if kernels_file:
         kernels_file.write_text(json.dumps(kernels))

@@ -111,6 +111,17 @@ def dram_bytes(counted: Mapping[str, float]) -> float:
     return sum(counted[name] for name in DRAM)
 
 
+# Sources of the data store's rows of traffic.
+BYTES: dict[str, Callable[[Mapping[str, float]], float]] = {"l2": l2_bytes, "dram": dram_bytes}
+
+
+def read(
+    result: Mapping[str, float] | str, number: Callable[[Mapping[str, float]], float]
+) -> tuple[float | None, str]:
+    """(the number of a counted call, "") or, of one that failed, (None, why)."""
+    return (None, result) if isinstance(result, str) else (number(result), "")
+
+
 def parse(text: str, metrics: Sequence[str]) -> list[dict[str, float]]:
     """ncu's CSV as one dict of metric -> value for each kernel launch, in launch order.
 

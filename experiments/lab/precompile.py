@@ -65,7 +65,7 @@ def _missing(calls: Iterable[Call]) -> list[Call]:
     found: dict[tuple[int, ...], Call] = {}
     capability = device.compute_capability()
     for call in calls:
-        planned, _ = attempt(lambda call=call: plan(call.series, call.problem, **call.options))
+        planned, _ = attempt(plan, call.series, call.problem, **call.options)
         kernels = planned.launched if planned is not None else ()
         ids = tuple(id(k) for k in kernels if kernel_cache.read(k, capability) is None)
         if ids:

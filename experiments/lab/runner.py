@@ -15,7 +15,8 @@ from rich.table import Table
 
 from fa_numba import device
 
-from . import peers, provenance, registry, tune
+from . import peers, provenance, registry
+from . import tune as sweep
 from .options import FIGURES, Bench, Options
 from .registry import Experiment, load
 from .store import EMULATOR, MODEL, Outcome, Recorder, Row, Store, StoreError
@@ -125,36 +126,36 @@ class Runner:
                 raise
             recorder.finish(complete=complete)
 
-    def tune(self, wanted: Sequence[tune.Candidate], jobs: int | None) -> int:
+    def tune(self, wanted: Sequence[sweep.Candidate], jobs: int | None) -> int:
         """Sweep tiles on this machine's GPU and store the fastest; an exit status."""
-        report = self.reports.setdefault(tune.NAME, Report())
+        report = self.reports.setdefault(sweep.NAME, Report())
         if self.machine is None or self.gpu is None:
             self.console.print("[red]tune needs a CUDA GPU, and this machine has none[/]")
             return 1
-        self.console.print(f"[bold]{tune.NAME}[/]: {len(wanted)} candidates")
-        with self._reporting(tune.NAME, report):
+        self.console.print(f"[bold]{sweep.NAME}[/]: {len(wanted)} candidates")
+        with self._reporting(sweep.NAME, report):
             self._record(
-                tune.NAME,
-                tune.SWEPT,
-                lambda bench: tune.measure(wanted, bench, jobs),
+                sweep.NAME,
+                sweep.SWEPT,
+                lambda bench: sweep.measure(wanted, bench, jobs),
                 complete=False,
             )
         # What was measured before a failure counts too.
-        with self._reporting(tune.NAME, report):
+        with self._reporting(sweep.NAME, report):
             self._keep_fastest(wanted, self.machine, self.gpu["compute_capability"])
         return 1 if report.error else 0
 
     def _keep_fastest(
-        self, wanted: Sequence[tune.Candidate], machine: str, capability: str
+        self, wanted: Sequence[sweep.Candidate], machine: str, capability: str
     ) -> None:
-        rows = self.store.read(tune.NAME, machine)
+        rows = self.store.read(sweep.NAME, machine)
         swept = {(c.series, c.pass_, c.head_dim) for c in wanted}
-        found = tune.best([r for r in rows if (r.series, r.pass_, r.head_dim) in swept])
+        found = sweep.best([r for r in rows if (r.series, r.pass_, r.head_dim) in swept])
         for (name, pass_, d), (tiles, speed) in sorted(found.items()):
-            text = f"Br={tiles.Br}, Bc={tiles.Bc}, {tune.note(tiles)}: {speed:.0f} TFLOP/s"
+            text = f"Br={tiles.Br}, Bc={tiles.Bc}, {sweep.note(tiles)}: {speed:.0f} TFLOP/s"
             self.console.print(f"  {name} {pass_} d={d}: {text}")
-        changed = tune.update(found, capability)
-        self.console.print(f"  {tune.TABLE.name}: {'changed' if changed else 'same as before'}")
+        changed = sweep.update(found, capability)
+        self.console.print(f"  {sweep.TABLE.name}: {'changed' if changed else 'same as before'}")
 
     def draw(self, name: str) -> bool:
         """Draw one figure from stored files alone; False when none was drawn, which is said."""

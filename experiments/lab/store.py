@@ -66,6 +66,13 @@ class Row:
             raise ValueError(f"source is {self.source!r}: allowed is {', '.join(SOURCES)}")
 
     @property
+    def number(self) -> Number:
+        """The value of a row that did not fail. Raises ValueError for one that did."""
+        if self.value is None:
+            raise ValueError(f"the row of {self.series}, {self.metric}, has no value: {self.note}")
+        return self.value
+
+    @property
     def failed(self) -> bool:
         return self.value is None
 
@@ -285,12 +292,16 @@ class Recorder:
         self._write(machine)
 
     def finish(self, *, complete: bool) -> dict[str, Outcome]:
-        for machine, rows in self._rows.items():
-            same = _series if complete else self._setting_of
-            redone = {same(rows[key]) for key in self._fresh[machine]}
-            self._drop(machine, lambda old, same=same, redone=redone: same(old) in redone)
+        """Drop what this run measured anew, see the class; what it did to each machine's file."""
+        for machine in self._rows:
+            self._drop_redone(machine, _series if complete else self._setting_of)
             self._write(machine)
         return self.outcomes
+
+    def _drop_redone(self, machine: str, same: Callable[[Row], tuple[Any, ...]]) -> None:
+        rows = self._rows[machine]
+        redone = {same(rows[key]) for key in self._fresh[machine]}
+        self._drop(machine, lambda old: same(old) in redone)
 
     def _key_of(self, row: Row) -> tuple[Any, ...]:
         return (*row.key, row.place) if self._placed else row.key

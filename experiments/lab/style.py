@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from .store import write_if_changed
@@ -134,14 +136,15 @@ def _settle(figure: Figure) -> None:
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
     for ax in figure.axes:
-        ax.set_position([round(x, 5) for x in ax.get_position().bounds])
+        left, bottom, width, height = (round(x, 5) for x in ax.get_position().bounds)
+        ax.set_position((left, bottom, width, height))
 
 
 def _show_single_points(figure: Figure) -> None:
     """A line of one point has no extent: a short dash of the line's width stands for it."""
     for ax in figure.axes:
         for line in ax.lines:
-            if len(line.get_xydata()) == 1 and line.get_marker() in ("None", "none", "", " "):
+            if np.size(line.get_xdata()) == 1 and line.get_marker() in ("None", "none", "", " "):
                 line.set_marker("_")
                 line.set_markersize(16)
                 line.set_markeredgewidth(line.get_linewidth())
@@ -157,7 +160,7 @@ def save(figure: Figure, stem: Path, footnote: str) -> list[Path]:
         lines = footnote.count("\n") + 1
         room = (0.16 * lines + 0.06) / figure.get_figheight()
         engine = figure.get_layout_engine()
-        if engine is not None:
+        if isinstance(engine, ConstrainedLayoutEngine):
             engine.set(rect=(0, room, 1, 1 - room))
         figure.text(
             0.008,

@@ -65,6 +65,11 @@ class Timing:
     n: int
     error: float
 
+    @property
+    def spread(self) -> dict[str, Any]:
+        """The columns of a row that say how the times are spread."""
+        return {"p20": self.p20, "p80": self.p80, "n": self.n}
+
 
 def to_host(array: Any) -> np.ndarray:
     """A NumPy copy of a NumPy, numba or torch array."""
@@ -91,7 +96,7 @@ class Gate:
     """
 
     def __init__(
-        self, problem: Problem, q: np.ndarray, k: np.ndarray, v: np.ndarray, rows: int = 32
+        self, problem: Problem, q: np.ndarray, k: np.ndarray, v: np.ndarray, *, rows: int = 32
     ) -> None:
         Nq, rows = problem.seqlen_q, min(rows, problem.seqlen_q)
         self._places = []
@@ -109,10 +114,10 @@ class Gate:
                     k[b : b + 1, heads : heads + 1, :columns],
                     v[b : b + 1, heads : heads + 1, :columns],
                 )
-                options = {"scale": problem.scale, "causal": problem.causal}
+                options: dict[str, Any] = {"scale": problem.scale, "causal": problem.causal}
                 self._places.append((b, h, slice(first, first + rows)))
-                self._expected.append(reference.attention(*block, **options).ravel())
-                near = reference.unfused(*block, **_rounds(problem), **options)
+                self._expected.append(np.ravel(reference.attention(*block, **options)))
+                near = reference.unfused(*block, **options | _rounds(problem))
                 unfused.append(np.ravel(near))
         self._reference = np.concatenate(self._expected)
         of_unfused = reference.relative_error(np.concatenate(unfused), self._reference)
@@ -145,9 +150,9 @@ class GradientGate:
             raise ValueError(f"heads_q is {problem.heads_q}, not heads_k, {problem.heads_k}")
         b, h = self._head = (problem.batch - 1, problem.heads_q - 1)
         q, k, v, dout = (x[b : b + 1, h : h + 1] for x in arrays)
-        options = {"scale": problem.scale, "causal": problem.causal}
+        options: dict[str, Any] = {"scale": problem.scale, "causal": problem.causal}
         exact = reference.attention_backward(dout, q, k, v, **options)
-        unfused = reference.unfused_backward(dout, q, k, v, **_rounds(problem), **options)
+        unfused = reference.unfused_backward(dout, q, k, v, **options | _rounds(problem))
         self._expected = [x[0, 0] for x in exact]
         self.bounds = [
             2 * reference.relative_error(*pair) + ROUNDING[problem.dtype]
@@ -201,19 +206,22 @@ def time_call(
 
 def timing_rows(timing: Timing, problem: Problem, **common: Any) -> Iterator[Row]:
     """The rows of one timing: time, speed and the error found before; `common` is their rest."""
-    times = {"p20": timing.p20, "p80": timing.p80, "n": timing.n}
-    yield Row(metric="time", unit="ms", value=timing.median, **times, **common)
+    yield Row(metric="time", unit="ms", value=timing.median, **timing.spread, **common)
     teraflop = io_model.flops(problem, common.get("pass_", "fwd")) / 1e9
     # The fastest fifth of the runs is the upper end of the speed.
-    speeds = {"p20": teraflop / timing.p80, "p80": teraflop / timing.p20, "n": timing.n}
+    speeds: dict[str, Any] = {
+        "p20": teraflop / timing.p80,
+        "p80": teraflop / timing.p20,
+        "n": timing.n,
+    }
     yield Row(metric="speed", unit="TFLOP/s", value=teraflop / timing.median, **speeds, **common)
     yield Row(metric="error", unit="1", value=timing.error, **common)
 
 
-def attempt(work: Callable[[], Any]) -> tuple[Any, str]:
-    """(result, "") or (None, why it failed), so that one configuration does not end a run."""
+def attempt(work: Callable[..., Any], *arguments: Any, **named: Any) -> tuple[Any, str]:
+    """(result, "") of the call, or (None, why it failed): one failure does not end a run."""
     try:
-        return work(), ""
+        return work(*arguments, **named), ""
     except Exception as error:
         reason = " ".join(str(error).split())
         if isinstance(error, MemoryError) or "out of memory" in reason.lower():

@@ -102,6 +102,10 @@ def note(tiles: fa_numba.Tiles) -> str:
 
 
 def _tiles(row: Row) -> fa_numba.Tiles:
+    if row.Br is None or row.Bc is None:
+        raise ValueError(
+            f"Br is {row.Br} and Bc is {row.Bc} in a row of the sweep: allowed are both"
+        )
     said = dict(word.split("=") for word in row.place.split())
     return fa_numba.Tiles(row.Br, row.Bc, int(said["threads"]), int(said.get("stages", 1)))
 
@@ -133,8 +137,12 @@ def _on_device(*arrays: np.ndarray) -> tuple[Any, ...]:
 def _call(candidate: Candidate, arrays: Sequence[Any]) -> Callable[..., Any]:
     """A function that runs the candidate once; it takes `out=`."""
     q, k, v, dout, O, lse = arrays
-    options = {"algorithm": algorithm(candidate.series), "unit": unit(candidate.series)}
-    options |= {"causal": candidate.causal, "tiles": candidate.tiles}
+    options: dict[str, Any] = {
+        "algorithm": algorithm(candidate.series),
+        "unit": unit(candidate.series),
+        "causal": candidate.causal,
+        "tiles": candidate.tiles,
+    }
 
     def forward(out: Any = None) -> Any:
         return fa_numba.attention(q, k, v, out=out, **options)
@@ -192,7 +200,8 @@ def _rows(
     candidate: Candidate, timings: list[Timing] | None, failure: str, machine: str | None
 ) -> Iterator[Row]:
     problems = candidate.problems
-    for problem, timing in zip(problems, timings or [None] * len(problems), strict=True):
+    found = timings or itertools.repeat(None, len(problems))
+    for problem, timing in zip(problems, found, strict=True):
         yield from _rows_of(candidate, problem, timing, failure, machine)
 
 
@@ -258,12 +267,13 @@ def update(
 ) -> bool:
     """Put what was found into the table; gives whether it changed. Other lines stay."""
     with open(path, newline="") as file:
-        lines = {tuple(line[: len(KEY)]): line for line in list(csv.reader(file))[1:]}
+        lines = {tuple(line[: len(KEY)]): list(line) for line in list(csv.reader(file))[1:]}
     for (name, pass_, head_dim), (tiles, _) in found.items():
         line = [capability, UNIT, name, pass_, str(head_dim)]
         lines[tuple(line)] = [*line, *map(str, astuple(tiles))]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
-    writer.writerows(sorted(lines.values(), key=lambda line: (*line[:4], int(line[4]))))
+    in_order = sorted(lines.values(), key=lambda line: (tuple(line[:4]), int(line[4])))
+    writer.writerows(in_order)
     return write_if_changed(path, text.getvalue())

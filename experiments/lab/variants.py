@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 from fa_numba import device
@@ -169,14 +170,15 @@ def _counted(
         yield Row(source="model", value=planned.accesses.bytes, note=variant.note, **traffic)
     if result is None:
         return
-    failure = failure or (result if isinstance(result, str) else "")
-    note = failure or variant.note
-    for source, in_bytes in (("l2", counters.l2_bytes), ("dram", counters.dram_bytes)):
-        value = None if failure else in_bytes(result)
-        yield Row(source=source, value=value, note=note, **traffic)
-    common |= {"source": "measured", "unit": "1", "note": note}
+    if failure:
+        result = failure
+    for source, in_bytes in counters.BYTES.items():
+        value, why = counters.read(result, in_bytes)
+        yield Row(source=source, value=value, note=why or variant.note, **traffic)
+    common |= {"source": "measured", "unit": "1"}
     for metric, name in profiled.items():
-        yield Row(metric=metric, value=None if failure else result[name], **common)
+        value, why = counters.read(result, itemgetter(name))
+        yield Row(metric=metric, value=value, note=why or variant.note, **common)
 
 
 Values = dict[tuple[str, str, str], float]

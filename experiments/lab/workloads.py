@@ -57,8 +57,8 @@ class Inputs:
         self._streams = 4 if gradient else 3
 
     def __call__(self, problem: Problem) -> tuple[np.ndarray, ...]:
-        shapes = (problem.q_shape, problem.k_shape, problem.k_shape, problem.q_shape)
-        shapes = shapes[: self._streams]
+        every = (problem.q_shape, problem.k_shape, problem.k_shape, problem.q_shape)
+        shapes = every[: self._streams]
         sizes = [int(np.prod(shape)) for shape in shapes]
         drawn = self._drawn.get(problem.dtype, ())
         if not drawn or drawn[0].size < max(sizes):
