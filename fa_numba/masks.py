@@ -5,6 +5,8 @@ One definition serves the kernels, the emulator and the reference: the functions
 `diagonal` is seqlen_k - seqlen_q, the valid ones: row i is aligned to column i + diagonal.
 """
 
+import numpy as np
+
 
 def visible_causal(row, col, diagonal):
     """Whether query `row` sees key `col` under the causal mask, aligned to the bottom right.
@@ -23,6 +25,16 @@ def visible_window(row, col, diagonal, left, right):
 def distance(row, col, diagonal):
     """Keys between `col` and the diagonal key of `row`: ALiBi adds -slope times it (2108.12409)."""
     return abs(row + diagonal - col)
+
+
+def numeric_mask(mask):
+    """A mask as numbers that are added to the scores, float32: 0 where True, -inf where False.
+
+    Numbers stay what they are.
+    """
+    if mask.dtype == bool:
+        return np.where(mask, np.float32(0), np.float32(-np.inf))
+    return np.asarray(mask, np.float32)
 
 
 def make_philox(uint32, uint64):

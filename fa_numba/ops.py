@@ -10,15 +10,25 @@ from fa_numba import device
 from fa_numba.device import DeviceArray
 from fa_numba.dtypes import DTYPES
 from fa_numba.host import launch_cache, placement, plans
-from fa_numba.host.arrays import HOST, Operand, check_out, check_shape, check_together, operand
+from fa_numba.host.arrays import (
+    HOST,
+    SUMS,
+    Operand,
+    added_mask,
+    check_out,
+    check_shape,
+    check_together,
+    operand,
+)
 from fa_numba.host.binding import LOG2E, Binding, launch, score_scale
-from fa_numba.host.launch_cache import Seen
+from fa_numba.host.launch_cache import Call
 from fa_numba.host.plans import Plan, Run, check_algorithm
-from fa_numba.options import AttentionOptions
-from fa_numba.problem import Problem
+from fa_numba.options import AttentionOptions, documents_options
+from fa_numba.problem import Problem, as_flag
 from fa_numba.tiling import Tiles
 
 
+@documents_options
 def plan(
     q_shape: Sequence[int],
     k_shape: Sequence[int],
@@ -70,6 +80,7 @@ def plan(
     return replace(run.plan, block_mask=arguments.block_mask)
 
 
+@documents_options
 def standard_attention(
     q,
     k,
@@ -95,6 +106,7 @@ def standard_attention(
     return _attend("standard", (q, k, v), options, tiles, return_lse, out, stream, unit)
 
 
+@documents_options
 def flash_attention_1(
     q,
     k,
@@ -128,6 +140,7 @@ def flash_attention_1(
     return _attend("fa1", (q, k, v), options, tiles, return_lse, out, stream, unit, *how)
 
 
+@documents_options
 def flash_attention_2(
     q,
     k,
@@ -180,6 +193,7 @@ def flash_attention_2(
     return _attend("fa2", (q, k, v), options, tiles, return_lse, out, stream, unit, **how)
 
 
+@documents_options
 def attention(q, k, v, *, algorithm="fa2", **options):
     """Attention by ``algorithm``: "standard", "fa1" or "fa2"; the rest as that function takes it.
 
@@ -207,16 +221,23 @@ def _attend(
     warp_partition="rows",
     ablate=(),
 ) -> Any:
+    options = _with_numeric_mask(options)
     facts = ("fwd", algorithm, tiles, return_lse, unit, query_splits, warp_partition, ablate)
-    seen = launch_cache.seen(facts, qkv, options, out)
-    results = launch_cache.again(seen, out, stream)
+    call = launch_cache.describe_call(facts, qkv, options, out)
+    results = launch_cache.replay(call, out, stream)
     if results is None:
-        results = _first_attend(facts, qkv, options, out, stream, seen)
+        results = _first_attend(facts, qkv, options, out, stream, call)
     return tuple(results) if return_lse else results[0]
 
 
-def _first_attend(facts, qkv, options, out, stream, seen: Seen | None) -> list:
+def _with_numeric_mask(options: Any) -> Any:
+    mask = options.get("attn_mask")
+    return options if mask is None else options | {"attn_mask": added_mask(mask)}
+
+
+def _first_attend(facts, qkv, options, out, stream, call: Call | None) -> list:
     _, algorithm, tiles, return_lse, unit, query_splits, warp_partition, ablate = facts
+    return_lse = as_flag("return_lse", return_lse)
     inputs = [operand(*x) for x in zip("qkv", qkv, strict=True)]
     arguments = Binding.of(options)
     check_together(inputs, list(arguments.arrays.values()))
@@ -243,11 +264,14 @@ def _first_attend(facts, qkv, options, out, stream, seen: Seen | None) -> list:
             _forward(run, arguments, arguments.named(given[3:]), views[:4], L, stream)
 
         given = [*inputs, *arguments.arrays.values()]
-        return launch_cache.first(execute, given, arguments.seeds, outputs, handle, seen)
+        return launch_cache.run_and_keep(execute, given, arguments.seeds, outputs, handle, call)
 
 
 def _heads(problem: Problem, array: Any) -> Any:
-    """An array of a call as the kernels take it: (1, heads, total, ...) when packed."""
+    """An array of a call as the kernels take it: (batch, heads, seqlen, ...) in any layout, (1,
+    heads, total, ...) when packed."""
+    if problem.layout == "bnhd" and len(array.shape) == 4:
+        return device.permuted(array, (0, 2, 1, 3))
     if not problem.packed:
         return array
     return device.transposed(array, (1, 0, 2) if len(array.shape) == 3 else (0, 1))
@@ -291,6 +315,7 @@ def _forward(run: Run, arguments: Binding, given: dict, views: list, L: Any, str
             launch(run, 2, (S, V, O, group), values, stream)
 
 
+@documents_options
 def standard_attention_backward(
     dout,
     q,
@@ -316,6 +341,7 @@ def standard_attention_backward(
     return _differentiate("standard", given, options, tiles, stream, unit, return_dbias)
 
 
+@documents_options
 def flash_attention_1_backward(
     dout,
     q,
@@ -344,6 +370,7 @@ def flash_attention_1_backward(
     return _differentiate("fa1", given, options, tiles, stream, unit, return_dbias, **how)
 
 
+@documents_options
 def flash_attention_2_backward(
     dout,
     q,
@@ -387,6 +414,7 @@ def flash_attention_2_backward(
     return _differentiate("fa2", given, options, tiles, stream, unit, return_dbias, deterministic)
 
 
+@documents_options
 def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
     """Gradients by ``algorithm``: "standard", "fa1" or "fa2"; the rest as that function takes it.
 
@@ -412,20 +440,24 @@ def _differentiate(
     deterministic=False,
     query_splits=1,
 ) -> Any:
+    options = _with_numeric_mask(options)
     facts = ("bwd", algorithm, tiles, unit, return_dbias, deterministic, query_splits)
     dout, q, k, v, out, lse = given
     inputs = (q, k, v, out, dout, lse)
-    seen = launch_cache.seen(facts, inputs, options)
-    results = launch_cache.again(seen, None, stream)
+    call = launch_cache.describe_call(facts, inputs, options)
+    results = launch_cache.replay(call, None, stream)
     if results is None:
-        results = _first_differentiate(facts, inputs, options, stream, seen)
+        results = _first_differentiate(facts, inputs, options, stream, call)
     return tuple(results)
 
 
-def _first_differentiate(facts, given, options, stream, seen: Seen | None) -> list:
+def _first_differentiate(facts, given, options, stream, call: Call | None) -> list:
     _, algorithm, tiles, unit, return_dbias, deterministic, query_splits = facts
+    return_dbias = as_flag("return_dbias", return_dbias)
+    deterministic = as_flag("deterministic", deterministic)
     names = ("q", "k", "v", "out", "dout", "lse")
-    inputs = [operand(*x) for x in zip(names, given, strict=True)]
+    dtypes = {"lse": {"allowed": SUMS}}
+    inputs = [operand(n, x, **dtypes.get(n, {})) for n, x in zip(names, given, strict=True)]
     q, k, v, out, dout, lse = inputs
     arguments = Binding.of(options)
     check_together([q, k, v, dout, out], [lse, *arguments.arrays.values()])
@@ -454,7 +486,7 @@ def _first_differentiate(facts, given, options, stream, seen: Seen | None) -> li
             _backward(run, arguments, others, views, stream)
 
         inputs = [*inputs, *arguments.arrays.values()]
-        return launch_cache.first(execute, inputs, arguments.seeds, outputs, handle, seen)
+        return launch_cache.run_and_keep(execute, inputs, arguments.seeds, outputs, handle, call)
 
 
 def _backward(run: Run, arguments: Binding, given: dict, views: list, stream: Any) -> None:

@@ -1,85 +1,237 @@
 """The options of attention: what a caller names, what a kernel is compiled for, what it is passed.
 
 An option is on only where a caller gives it, and a kernel has an argument only for those that are
-on: a plain call compiles to the plain kernel.
+on: a plain call compiles to the plain kernel. Three places here say all about one: its entry in
+``AttentionOptions`` (name, type and what ``help`` prints), the flag in ``Features`` that a kernel
+is compiled with, and the entry in ``FEATURES`` (when the flag is on, what the kernel is passed).
+The value itself is checked in ``problem``, whose field it is.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 from collections import namedtuple
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 from numba import types
 
 from fa_numba.device import array_type
-from fa_numba.problem import Problem
+from fa_numba.problem import UNBOUNDED, Problem
 
 
 class AttentionOptions(TypedDict, total=False):
     """What changes the result; the same for every function, forward and backward.
 
+    None stands for an option that is not given.
+
     ``scale``: float, multiplies the scores; 1/sqrt(d) unless given.
     ``causal``: bool, row i sees the columns j <= i + Nk - Nq.
-    ``window``: (left, right), row i sees i + Nk - Nq - left <= j <= i + Nk - Nq + right;
-        -1 leaves a side open. Tiles wholly outside are not visited.
-    ``softcap``: float c, scores become c tanh(s / c), before biases and masks.
+    ``window``: (left, right), row i sees i + Nk - Nq - left <= j <= i + Nk - Nq + right; -1 or None
+        leaves a side open. Tiles wholly outside are not visited.
+    ``softcap``: float c, scores become c tanh(s / c), before biases and masks; 0 is no cap.
     ``bias``: float32 array that broadcasts to (B, Hq, Nq, Nk), added to the scores.
+    ``attn_mask``: bool array that broadcasts to (B, Hq, Nq, Nk), True where a column takes part; or
+        numbers in float32, float16 or bfloat16 that are added to the scores. It becomes a float32
+        bias of the mask's shape, 4 bytes an element, and excludes ``bias``. A causal mask, a window
+        or a block mask costs no memory and leaves tiles out.
     ``alibi_slopes``: float32 (Hq,) or (B, Hq), adds -slope |i + Nk - Nq - j| to the scores.
-    ``q_lens``, ``kv_lens``: int32 (B,), the valid rows of each batch entry. What comes after is
+    ``q_lens``, ``kv_lens``: integers (B,), the valid rows of each batch entry. What comes after is
         neither read nor seen; its output and gradients are 0. Nq and Nk above are then the valid
-        ones.
-    ``cu_seqlens_q``, ``cu_seqlens_k``: int32 (B + 1,), cumulative lengths of sequences that lie one
-        after the other: q is (total, Hq, d), k and v (total, Hk, d), lse (Hq, total).
+        ones. On a GPU they are read back to be checked: the call waits for them.
+    ``cu_seqlens_q``, ``cu_seqlens_k``: integers (B + 1,), cumulative lengths of sequences that lie
+        one after the other: q is (total, Hq, d), k and v (total, Hk, d), lse (Hq, total).
     ``block_mask``: bool (ceil(Nq / Br), ceil(Nk / Bc)), or that with leading axes that broadcast to
         (B, Hq), for the block sizes of ``tiles``, which must be given: False blocks are neither
         loaded nor computed (block-sparse FlashAttention; standard attention computes and hides).
     ``dropout_p``: float from 0 to below 1, the probability that an element of P becomes 0; the rest
-        are multiplied by 1 / (1 - dropout_p).
+        are multiplied by 1 / (1 - dropout_p). 0 unless given.
     ``seed``, ``offset``: ints from 0 to below 2**64 and 2**32: with them the element's (batch,
         head, row, column) decides alone, see ``dropout_mask``. 0 unless given.
-
-    Lengths on a GPU are read back to be checked: the call waits for them.
+    ``layout``: "bhnd" for q (B, Hq, Nq, d), k and v (B, Hk, Nk, d), unless given; "bnhd" for q
+        (B, Nq, Hq, d), k and v (B, Nk, Hk, d). Outputs and gradients have it too; lse does not.
     """
 
     scale: float | None
-    causal: bool
-    window: tuple[int, int]
+    causal: bool | None
+    window: tuple[int | None, int | None] | None
     softcap: float | None
     bias: Any
+    attn_mask: Any
     alibi_slopes: Any
     q_lens: Any
     kv_lens: Any
     cu_seqlens_q: Any
     cu_seqlens_k: Any
     block_mask: Any
-    dropout_p: float
-    seed: int
-    offset: int
+    dropout_p: float | None
+    seed: int | None
+    offset: int | None
+    layout: str | None
 
+
+NAMES = tuple(AttentionOptions.__annotations__)
+
+# --- what the public functions say of them ---------------------------------------------------
+
+_Function = TypeVar("_Function", bound=Callable)
+_functions: list[Callable] = []  # those that take the options
+
+
+def documents_options(function: _Function) -> _Function:
+    """Append the options' documentation to that of a public function that takes them."""
+    _functions.append(function)
+    about = inspect.cleandoc(AttentionOptions.__doc__ or "").partition("\n\n")[2]
+    text = inspect.cleandoc(function.__doc__ or "")
+    function.__doc__ = f"{text}\n\nOptions, as in ``fa_numba.AttentionOptions``. {about}\n"
+    return function
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise TypeError for a name that is no option, which says who has it or what is near it."""
+    for name in names:
+        if name not in NAMES:
+            raise TypeError(f"{name} is no option{_hint(name)}: allowed are {', '.join(NAMES)}")
+
+
+def _hint(name: str) -> str:
+    owners: dict[str, list[str]] = {}
+    for function in _functions:
+        parameters = inspect.signature(function).parameters
+        for parameter in parameters.values() if "q" in parameters else ():
+            if parameter.kind is parameter.KEYWORD_ONLY:
+                owners.setdefault(parameter.name, []).append(function.__name__)
+    if name in owners:
+        return f" here ({', '.join(owners[name])} {'have' if owners[name][1:] else 'has'} it)"
+    near = difflib.get_close_matches(name, [*NAMES, *owners], n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+# --- what kernels are passed -----------------------------------------------------------------
 
 _int32, _float32 = types.int32, types.float32
-# What each feature passes to a kernel. An integer array is read by all threads of a block at one
-# place.
-_ARGUMENTS = {
-    "window": {"window_left": _int32, "window_right": _int32},
-    "softcap": {"softcap": _float32},
-    "bias": {"bias": array_type(4)},
-    "dbias": {"dbias": array_type(4)},
-    "alibi": {"slopes": array_type(2)},
-    "q_lens": {"q_lens": array_type(1, _int32)},
-    "kv_lens": {"kv_lens": array_type(1, _int32)},
-    "packed": {"q_starts": array_type(1, _int32), "k_starts": array_type(1, _int32)},
-    "sparse": {"block_mask": array_type(4, types.uint8)},
-    "dropout": {
-        "threshold": _int32,
-        "inverse_keep": _float32,
-        "seed_low": _int32,
-        "seed_high": _int32,
-        "offset": _int32,
-    },
+
+
+class Bound(NamedTuple):
+    """A call whose kernels' arguments are wanted.
+
+    ``given`` are launch arguments by name: of ``bias``, ``dbias``, ``alibi_slopes``, ``seed_low``,
+    ``seed_high`` and ``offset`` those that there are. The scores are computed times ``unit``, which
+    is log2(e) where exponentials are powers of two.
+    """
+
+    problem: Problem
+    given: Mapping[str, Any]
+    unit: float
+    block_mask: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class KernelField:
+    """One field of a kernel's last argument: its Numba type and its value in a call.
+
+    A NumPy array as value is sent to the device. With ``shape`` an array is seen with that shape,
+    axes of length 1 repeated.
+    """
+
+    type: Any
+    value: Callable[[Bound], Any]
+    shape: Callable[[Bound], tuple[int, ...]] | None = None
+
+
+@dataclass(frozen=True)
+class Feature:
+    """When a feature is on, and what it passes to a kernel, by name."""
+
+    on: Callable[[Problem], bool]
+    passes: Mapping[str, KernelField] = field(default_factory=dict)
+
+
+def _given(name: str, ty: Any, shape: Callable[[Bound], tuple[int, ...]] | None = None):
+    return KernelField(ty, lambda call: call.given[name], shape)
+
+
+def _scores(call: Bound) -> tuple[int, ...]:
+    return call.problem.score_shape
+
+
+def _heads(call: Bound) -> tuple[int, ...]:
+    return call.problem.score_shape[:2]
+
+
+def _lengths(name: str) -> KernelField:
+    return KernelField(
+        array_type(1, _int32), lambda call: np.array(getattr(call.problem, name), np.int32)
+    )
+
+
+def _starts(name: str) -> KernelField:
+    """Where the sequences of these lengths begin, and where the last one ends."""
+    return KernelField(
+        array_type(1, _int32),
+        lambda call: np.cumsum((0, *getattr(call.problem, name)), dtype=np.int32),
+    )
+
+
+def _side(name: str) -> KernelField:
+    def value(call: Bound) -> int:
+        side = getattr(call.problem, name)
+        return UNBOUNDED if side is None else side
+
+    return KernelField(_int32, value)
+
+
+# By the name of a flag in ``Features``. All threads of a block read an integer array at one place.
+FEATURES: dict[str, Feature] = {
+    "causal": Feature(lambda p: p.causal and p.window == (-1, -1)),
+    "window": Feature(
+        lambda p: p.window != (-1, -1),
+        {"window_left": _side("left"), "window_right": _side("right")},
+    ),
+    "softcap": Feature(
+        lambda p: p.softcap is not None,
+        {"softcap": KernelField(_float32, lambda call: (call.problem.softcap or 0.0) * call.unit)},
+    ),
+    "bias": Feature(lambda p: p.bias is not None, {"bias": _given("bias", array_type(4), _scores)}),
+    "dbias": Feature(lambda p: False, {"dbias": _given("dbias", array_type(4), _scores)}),
+    "alibi": Feature(lambda p: p.alibi, {"slopes": _given("alibi_slopes", array_type(2), _heads)}),
+    "q_lens": Feature(
+        lambda p: p.q_lens is not None and not p.packed, {"q_lens": _lengths("q_lens")}
+    ),
+    "kv_lens": Feature(
+        lambda p: p.kv_lens is not None and not p.packed, {"kv_lens": _lengths("kv_lens")}
+    ),
+    "packed": Feature(
+        lambda p: p.packed, {"q_starts": _starts("q_lens"), "k_starts": _starts("kv_lens")}
+    ),
+    "sparse": Feature(
+        lambda p: p.sparse,
+        {
+            "block_mask": KernelField(
+                array_type(4, types.uint8),
+                lambda call: np.ascontiguousarray(call.block_mask, np.uint8),
+                lambda call: (*_heads(call), *call.block_mask.shape[-2:]),  # type: ignore[union-attr]
+            )
+        },
+    ),
+    "dropout": Feature(
+        lambda p: p.dropout_p > 0.0,
+        {
+            "threshold": KernelField(
+                _int32, lambda call: signed(drop_threshold(call.problem.dropout_p))
+            ),
+            "inverse_keep": KernelField(
+                _float32, lambda call: 1.0 / (1.0 - call.problem.dropout_p)
+            ),
+            "seed_low": _given("seed_low", _int32),
+            "seed_high": _given("seed_high", _int32),
+            "offset": _given("offset", _int32),
+        },
+    ),
 }
 # Arrays whose elements all threads of a block read together, over and over: not part of the counts
 # of accesses.
@@ -105,20 +257,8 @@ class Features:
     @classmethod
     def of(cls, problem: Problem, *, dbias: bool = False) -> Features:
         """The features that ``problem`` needs."""
-        window = problem.window != (-1, -1)
-        return cls(
-            causal=problem.causal and not window,
-            window=window,
-            softcap=problem.softcap is not None,
-            bias=problem.bias is not None,
-            dbias=dbias,
-            alibi=problem.alibi,
-            q_lens=problem.q_lens is not None and not problem.packed,
-            kv_lens=problem.kv_lens is not None and not problem.packed,
-            packed=problem.packed,
-            sparse=problem.sparse,
-            dropout=problem.dropout_p > 0.0,
-        )
+        on = {name: feature.on(problem) for name, feature in FEATURES.items()}
+        return cls(**on | {"dbias": dbias})
 
     @property
     def right(self) -> bool:
@@ -143,8 +283,13 @@ class Features:
     @property
     def arguments(self) -> dict[str, Any]:
         """Names and Numba types of what these features pass to a kernel."""
+        return {name: passed.type for name, passed in self.passed.items()}
+
+    @property
+    def passed(self) -> dict[str, KernelField]:
+        """What these features pass to a kernel, by name."""
         on = (f.name for f in fields(self) if getattr(self, f.name))
-        return {name: ty for feature in on for name, ty in _ARGUMENTS.get(feature, {}).items()}
+        return {name: passed for flag in on for name, passed in FEATURES[flag].passes.items()}
 
     @property
     def argument_type(self):
@@ -168,6 +313,11 @@ def as_word(name: str, value: Any, bits: int) -> int:
     if not 0 <= value < 2**bits:
         raise ValueError(f"{name} is {value!r}: {allowed}")
     return int(value)
+
+
+def signed(word: int) -> int:
+    """The 32-bit integer that has the bits of ``word``, as kernels take it."""
+    return word - 2**32 if word >= 2**31 else word
 
 
 def drop_threshold(dropout_p: float) -> int:

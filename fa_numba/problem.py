@@ -6,7 +6,7 @@ import math
 import numbers
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, overload
 
 import numpy as np
@@ -17,7 +17,11 @@ MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**31 - 1024  # rows and columns are 32-bit in the kernels, with room for a tile
 UNBOUNDED = 2**29  # a side of a window that hides nothing, and the longest sequence with a window
 
-_AXES = ("batch", "heads", "seqlen", "head_dim")
+# Axes of q, k, v and the results by the layout that a call names.
+LAYOUTS = {
+    "bhnd": ("batch", "heads", "seqlen", "head_dim"),
+    "bnhd": ("batch", "seqlen", "heads", "head_dim"),
+}
 _PACKED_AXES = ("seqlen", "heads", "head_dim")
 _SIZES = ("batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim")
 
@@ -45,6 +49,23 @@ def as_size(name: str, value: Any, axis: bool = True) -> int:
     return size
 
 
+def as_flag(name: str, value: Any) -> bool:
+    """`value` as a bool, of Python or NumPy; else a TypeError that calls it `name`."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} is {value!r}: allowed is True or False")
+    return bool(value)
+
+
+def as_shape(name: str, value: Any) -> tuple[int, ...]:
+    """`value` as the shape of an array that is called `name`, or a TypeError."""
+    try:
+        if isinstance(value, str):
+            raise TypeError
+        return tuple(operator.index(n) for n in value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}: allowed is an array, or its shape") from None
+
+
 def _as_scale(value: Any, head_dim: int) -> float:
     if value is None:
         return 1.0 / math.sqrt(head_dim)
@@ -66,7 +87,7 @@ def _as_scale(value: Any, head_dim: int) -> float:
     return scale
 
 
-def _as_shape(name: str, shape: Any, axes: Sequence[str] = _AXES) -> tuple[int, ...]:
+def _as_sizes(name: str, shape: Any, axes: Sequence[str]) -> tuple[int, ...]:
     try:
         shape = tuple(shape)
     except TypeError:
@@ -76,11 +97,19 @@ def _as_shape(name: str, shape: Any, axes: Sequence[str] = _AXES) -> tuple[int, 
     if len(shape) != len(axes):
         raise ValueError(
             f"{name} has shape {shape} of rank {len(shape)}: allowed is rank {len(axes)}, "
-            f"({', '.join(axes)})"
+            f"({', '.join(axes)}){_choice(axes)}"
         )
     return tuple(
         as_size(f"{axis} of {name}, shape {shape},", n) for axis, n in zip(axes, shape, strict=True)
     )
+
+
+def _choice(axes: Sequence[str]) -> str:
+    """What a message about shapes says of the layout: which it is, and that there is another."""
+    for name, other in (("bhnd", "bnhd"), ("bnhd", "bhnd")):
+        if axes == LAYOUTS[name]:
+            return f"; layout is {name!r}, layout={other!r} is ({', '.join(LAYOUTS[other])})"
+    return ""
 
 
 def _same(
@@ -89,22 +118,24 @@ def _same(
     shape: tuple[int, ...],
     of: str,
     of_shape: tuple[int, ...],
-    axes: Sequence[str] = _AXES,
+    axes: Sequence[str],
 ) -> None:
     got, allowed = shape[axes.index(axis)], of_shape[axes.index(axis)]
     if got != allowed:
         raise ValueError(
             f"{name} has {axis} {got} (shape {shape}): "
-            f"allowed is {allowed}, as {of} has it (shape {of_shape})"
+            f"allowed is {allowed}, as {of} has it (shape {of_shape}){_choice(axes)}"
         )
 
 
 def _as_window(value: Any) -> tuple[int, int]:
-    allowed = "allowed is (left, right), each a number of keys or -1 for no bound"
+    if value is None:
+        return -1, -1
+    allowed = "allowed is (left, right), each a number of keys, -1 or None for no bound"
     try:
         if isinstance(value, str) or any(isinstance(n, (bool, np.bool_)) for n in value):
             raise TypeError
-        sides = tuple(operator.index(n) for n in value)
+        sides = tuple(-1 if n is None else operator.index(n) for n in value)
     except TypeError:
         raise TypeError(f"window is {value!r}: {allowed}") from None
     if len(sides) != 2 or min(sides) < -1:
@@ -113,17 +144,32 @@ def _as_window(value: Any) -> tuple[int, int]:
     return left, right
 
 
+def _as_layout(value: Any) -> str:
+    if value is None:
+        return "bhnd"
+    if not isinstance(value, str) or value not in LAYOUTS:
+        names = (f"{name!r} for ({', '.join(axes)})" for name, axes in LAYOUTS.items())
+        raise ValueError(f"layout is {value!r}: allowed is {' or '.join(names)}")
+    return value
+
+
 def _as_softcap(value: Any) -> float | None:
     if value is None:
         return None
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
-        raise TypeError(f"softcap is {value!r}: allowed is a positive number, or None")
+        raise TypeError(
+            f"softcap is {value!r}: allowed is a positive number, or None or 0 for none"
+        )
+    if value == 0:
+        return None
     if not 1e-30 <= float(value) <= 1e30:  # so that scale / softcap and softcap log2(e) are float32
-        raise ValueError(f"softcap is {value!r}: allowed is 1e-30 to 1e30, or None")
+        raise ValueError(f"softcap is {value!r}: allowed is 1e-30 to 1e30, or None or 0 for none")
     return float(value)
 
 
 def _as_dropout(value: Any) -> float:
+    if value is None:
+        return 0.0
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
         raise TypeError(f"dropout_p is {value!r}: allowed is a number from 0 to below 1")
     if not 0.0 <= float(value) < 1.0:
@@ -163,6 +209,15 @@ def _packed_lengths(name: str, value: Any, of: str, total: int) -> tuple[int, ..
     return tuple(lengths.tolist())
 
 
+def _added_shape(name: str, value: Any, whole: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of an array that is added to the scores, of shape `whole`, with four axes."""
+    shape = as_shape(name, value)
+    full = (1,) * (4 - len(shape)) + shape
+    if len(shape) > 4 or any(n not in (1, m) for n, m in zip(full, whole, strict=True)):
+        raise ValueError(f"{name} has shape {shape}: allowed is what broadcasts to {whole}")
+    return full
+
+
 @dataclass(frozen=True)
 class Problem:
     """One attention call: O = softmax(scale Q K^T, masked) V for every batch entry and head.
@@ -176,7 +231,9 @@ class Problem:
     `q_lens` and `kv_lens` are the valid lengths of each batch entry, to which masks are then
     aligned. `packed`: the sequences of these lengths lie one after the other in tensors
     (total, heads, head_dim), and seqlen_q, seqlen_k are the longest. `sparse`: a block mask is
-    given. `dropout_p` is the probability that an element of P is dropped.
+    given. `dropout_p` is the probability that an element of P is dropped. `layout` "bnhd" says that
+    arrays lie as (batch, seqlen, heads, head_dim), which `q_shape` and `k_shape` then have; what is
+    computed is the same.
 
     Raises TypeError or ValueError with the argument's name, its value and what is allowed.
     """
@@ -199,6 +256,7 @@ class Problem:
     packed: bool = False
     sparse: bool = False
     dropout_p: float = 0.0
+    layout: str = "bhnd"
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -215,8 +273,8 @@ class Problem:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}: allowed is {' or '.join(DTYPES)}")
         for name in ("causal", "alibi", "packed", "sparse"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} is {getattr(self, name)!r}: allowed is True or False")
+            object.__setattr__(self, name, as_flag(name, getattr(self, name)))
+        object.__setattr__(self, "layout", _as_layout(self.layout))
         object.__setattr__(self, "scale", _as_scale(self.scale, self.head_dim))
         object.__setattr__(self, "window", _as_window(self.window))
         object.__setattr__(self, "softcap", _as_softcap(self.softcap))
@@ -235,7 +293,7 @@ class Problem:
                 lengths = _as_lengths(name, getattr(self, name), self.batch, longest)
                 object.__setattr__(self, name, lengths)
         if self.bias is not None:
-            object.__setattr__(self, "bias", self._bias_shape(self.bias))
+            object.__setattr__(self, "bias", _added_shape("bias", self.bias, self.score_shape))
 
     def _check_longest(self) -> None:
         longest = MAX_SEQLEN if self.window == (-1, -1) else UNBOUNDED
@@ -243,16 +301,6 @@ class Problem:
             if size > longest:
                 given = "" if longest == MAX_SEQLEN else " with a window"
                 raise ValueError(f"{name} has seqlen {size}: allowed is at most {longest}{given}")
-
-    def _bias_shape(self, shape: Any) -> tuple[int, ...]:
-        whole = self.score_shape
-        shape = tuple(shape)
-        if len(shape) > 4:
-            raise ValueError(f"bias has shape {shape}: allowed is what broadcasts to {whole}")
-        full = (1,) * (4 - len(shape)) + shape
-        if any(n not in (1, m) for n, m in zip(full, whole, strict=True)):
-            raise ValueError(f"bias has shape {shape}: allowed is what broadcasts to {whole}")
-        return full
 
     @classmethod
     def from_shapes(
@@ -263,29 +311,47 @@ class Problem:
         *,
         cu_seqlens_q: Any = None,
         cu_seqlens_k: Any = None,
+        attn_mask: Any = None,
         **options: Any,
     ) -> Problem:
         """The problem of q, k and v with these shapes; v's is k's unless given.
 
         With ``cu_seqlens_q`` and ``cu_seqlens_k`` (batch + 1 cumulative lengths each) the shapes
-        are (total, heads, head_dim). ``options`` are the fields that shapes do not tell.
+        are (total, heads, head_dim). ``attn_mask`` is the shape of a mask in the place of a bias.
+        ``options`` are the fields that shapes do not tell.
         """
+        if attn_mask is not None:
+            if options.get("bias") is not None:
+                raise ValueError(
+                    f"attn_mask is given, of shape {tuple(attn_mask)}, with a bias: allowed is one "
+                    "of the two, and numbers in attn_mask are added as a bias is"
+                )
+            lens = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+            found = cls.from_shapes(q_shape, k_shape, v_shape, **lens, **options)
+            return replace(found, bias=_added_shape("attn_mask", attn_mask, found.score_shape))
         packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-        axes = _PACKED_AXES if packed else _AXES
-        q, k = _as_shape("q", q_shape, axes), _as_shape("k", k_shape, axes)
+        options = {name: value for name, value in options.items() if value is not None}
+        layout = _as_layout(options.get("layout"))
+        if packed and layout != "bhnd":
+            raise ValueError(
+                f"layout is {layout!r} with cu_seqlens_q: packed q is (total, heads, head_dim), "
+                "allowed is 'bhnd' or None"
+            )
+        axes = _PACKED_AXES if packed else LAYOUTS[layout]
+        q, k = _as_sizes("q", q_shape, axes), _as_sizes("k", k_shape, axes)
         heads, seqlen = axes.index("heads"), axes.index("seqlen")
         if not packed:
-            _same("batch", "k", k, "q", q)
+            _same("batch", "k", k, "q", q, axes)
         _same("head_dim", "k", k, "q", q, axes)
         if q[-1] > MAX_HEAD_DIM:
             raise ValueError(f"q has head_dim {q[-1]} (shape {q}): allowed is 1 to {MAX_HEAD_DIM}")
         if q[heads] % k[heads]:
             raise ValueError(
                 f"k has heads {k[heads]} (shape {k}): allowed is a divisor of {q[heads]}, "
-                f"the heads of q (shape {q})"
+                f"the heads of q (shape {q}){_choice(axes)}"
             )
         if v_shape is not None:
-            v = _as_shape("v", v_shape, axes)
+            v = _as_sizes("v", v_shape, axes)
             for axis in axes:
                 _same(axis, "v", v, "k", k, axes)
         sizes: dict[str, Any] = {"heads_q": q[heads], "heads_k": k[heads], "head_dim": q[-1]}
@@ -337,14 +403,18 @@ class Problem:
         """Shape of Q and O."""
         if self.packed:
             return sum(self.q_lens or ()), self.heads_q, self.head_dim
-        return self.batch, self.heads_q, self.seqlen_q, self.head_dim
+        return self._in_layout(self.heads_q, self.seqlen_q)
 
     @property
     def k_shape(self) -> tuple[int, ...]:
         """Shape of K and V."""
         if self.packed:
             return sum(self.kv_lens or ()), self.heads_k, self.head_dim
-        return self.batch, self.heads_k, self.seqlen_k, self.head_dim
+        return self._in_layout(self.heads_k, self.seqlen_k)
+
+    def _in_layout(self, heads: int, seqlen: int) -> tuple[int, ...]:
+        middle = (seqlen, heads) if self.layout == "bnhd" else (heads, seqlen)
+        return self.batch, *middle, self.head_dim
 
     @property
     def lse_shape(self) -> tuple[int, ...]:

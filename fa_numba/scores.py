@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from . import dropout
-from .masks import distance, visible_causal, visible_window
-from .options import AttentionOptions, as_word
+from .masks import distance, numeric_mask, visible_causal, visible_window
+from .options import as_word, check_names
 from .problem import UNBOUNDED, BlockSizes, Problem, as_size, check_block_mask
 
 Array = NDArray[Any]
@@ -71,8 +71,11 @@ class Call:
                 if problem.packed:
                     yield Head(b, h, Nq, Nk, (rows, h), (columns, hk), (h, rows))
                 else:
-                    q = b, h, slice(Nq)
-                    yield Head(b, h, Nq, Nk, q, (b, hk, slice(Nk)), q)
+                    q, k = (b, h, slice(Nq)), (b, hk, slice(Nk))
+                    if problem.layout == "bnhd":
+                        yield Head(b, h, Nq, Nk, (b, slice(Nq), h), (b, slice(Nk), hk), q)
+                    else:
+                        yield Head(b, h, Nq, Nk, q, k, q)
             if problem.packed:
                 row, column = rows.stop, columns.stop
 
@@ -128,29 +131,30 @@ def checked_call(
     *,
     tiles: BlockSizes | None = None,
     bias: ArrayLike | None = None,
+    attn_mask: ArrayLike | None = None,
     alibi_slopes: ArrayLike | None = None,
     block_mask: ArrayLike | None = None,
-    seed: int = 0,
-    offset: int = 0,
+    seed: int | None = None,
+    offset: int | None = None,
     **options: Any,
 ) -> tuple[Call, Array, Array, Array]:
     """The call, and q, k and v in its dtype.
 
     Raises TypeError or ValueError with an argument's name, its value and what is allowed.
     """
-    allowed = AttentionOptions.__annotations__
-    for name in options:
-        if name not in allowed:
-            raise TypeError(f"{name} is no option: allowed are {', '.join(allowed)}")
+    check_names(options)
     problem = Problem.from_shapes(
         np.shape(q),
         np.shape(k),
         np.shape(v),
         bias=None if bias is None else np.shape(bias),
+        attn_mask=None if attn_mask is None else np.shape(attn_mask),
         alibi=alibi_slopes is not None,
         sparse=block_mask is not None,
         **options,
     )
+    if attn_mask is not None:
+        bias = numeric_mask(np.asarray(attn_mask))
     if bias is not None:
         bias = np.broadcast_to(np.asarray(bias, dtype), problem.score_shape)
     call = Call(
@@ -159,8 +163,8 @@ def checked_call(
         bias,
         None if alibi_slopes is None else _slopes(problem, np.asarray(alibi_slopes, dtype)),
         *_blocks(problem, block_mask, tiles),
-        as_word("seed", seed, 64),
-        as_word("offset", offset, 32),
+        as_word("seed", seed or 0, 64),
+        as_word("offset", offset or 0, 32),
     )
     if problem.dropout_p and max(problem.batch, problem.heads_q) > dropout.MAX_HEADS:
         raise ValueError(

@@ -134,7 +134,8 @@ REFUSED = {
     "scale text": ({"scale": "1"}, TypeError, ["scale is '1'", "finite"]),
     "scale bool": ({"scale": True}, TypeError, ["scale is True", "finite"]),
     "causal 1": ({"causal": 1}, TypeError, ["causal is 1", "True or False"]),
-    "causal None": ({"causal": None}, TypeError, ["causal is None", "True or False"]),
+    "causal text": ({"causal": "True"}, TypeError, ["causal is 'True'", "True or False"]),
+    "return_lse None": ({"return_lse": None}, TypeError, ["return_lse is None", "True or False"]),
     "return_lse 1": ({"return_lse": 1}, TypeError, ["return_lse is 1", "True or False"]),
     "tiles a tuple": ({"tiles": (8, 8)}, TypeError, ["tiles is (8, 8)", "Tiles(Br=..., Bc=...)"]),
     "tiles too large": (

@@ -132,7 +132,9 @@ def assert_replayed(gpu, function, cases, own):
         given = [on_gpu(x) for x in arrays]
         other = on_device(options)
         named = [*given, *(other[n] for n in ("bias", "alibi_slopes") if n in other)]
-        with mock.patch.object(launch_cache, "first", wraps=launch_cache.first) as first:
+        with mock.patch.object(
+            launch_cache, "run_and_keep", wraps=launch_cache.run_and_keep
+        ) as first:
             gpu.launches, gpu.workspaces = [], []
             assert_same(function(*given, **other, **own), want)
             assert first.called == (n == 0)
@@ -354,7 +356,7 @@ def test_host_arrays_go_there_and_back(gpu, kept):
 
 def test_the_emulator_keeps_nothing(kept):
     with devices.using("emulator"):
-        assert launch_cache.seen(("fwd",), inputs(), {}) is None
+        assert launch_cache.describe_call(("fwd",), inputs(), {}) is None
         fa_numba.flash_attention_2(*inputs())
     assert not kept
 

@@ -475,8 +475,9 @@ def caught_by(algorithm, cases, modules, monkeypatch):
         for public in ("Binding", "launch", "score_scale"):
             monkeypatch.setattr(ops, public, getattr(modules["arguments"], public))
     if "options" in modules:
-        changed = modules["options"].Features.initialises
-        monkeypatch.setattr(options.Features, "initialises", changed)
+        changed = modules["options"]
+        monkeypatch.setattr(options.Features, "initialises", changed.Features.initialises)
+        monkeypatch.setattr(options, "FEATURES", changed.FEATURES)
     row_floats = plans._row_floats
     for case in itertools.chain.from_iterable(groups[group] for group in cases):
         rows = row_floats if case.resident else lambda Nk, limit, rows=1: 0
@@ -1597,40 +1598,66 @@ def dropout_mutants(add):
 
 def argument_mutants(add):
     """Faults of what a call gives its kernels."""
-    half, inverse = "seed & 0xFFFFFFFF", "1.0 / (1.0 - problem.dropout_p)"
-    mask = "np.ascontiguousarray(self.block_mask,"
-    for cases, *changes in (
+    half, inverse = "seed & 0xFFFFFFFF", "1.0 / (1.0 - call.problem.dropout_p)"
+    starts = '_starts("q_lens")', '_starts("kv_lens")'
+    mask = "np.ascontiguousarray(call.block_mask,"
+    sides = '_side("left")', '_side("right")'
+    for module, cases, *changes in (
         (
+            "options",
             "window",
-            ("sides swapped", "(problem.left, problem.right)", "(problem.right, problem.left)"),
-            ("no column on an open side", "UNBOUNDED if n is None", "0 if n is None"),
+            ("one side for both", *sides),
+            ("the other side for both", *sides[::-1]),
+            ("no column on an open side", "UNBOUNDED if side is None", "0 if side is None"),
         ),
-        ("scores", ("scale of no cap", "problem.scale / problem.softcap", "problem.scale * unit")),
         (
+            "arguments",
+            "scores",
+            ("scale of no cap", "problem.scale / problem.softcap", "problem.scale * unit"),
+        ),
+        (
+            "options",
             "dropout",
             ("no inverse", inverse, inverse[6:]),
-            ("the inverse of p", inverse, "1.0 / problem.dropout_p"),
+            ("the inverse of p", inverse, "1.0 / call.problem.dropout_p"),
             (
                 "p kept",
-                "(drop_threshold(problem.dropout_p)",
-                "(drop_threshold(1 - problem.dropout_p)",
+                "(drop_threshold(call.problem.dropout_p)",
+                "(drop_threshold(1 - call.problem.dropout_p)",
             ),
-            ("the high half twice", half, "seed >> 32"),
-            ("the low half twice", "seed >> 32", half),
-            ("no offset", "_signed(offset)", "0"),
         ),
         (
+            "arguments",
+            "dropout",
+            ("the high half twice", half, "seed >> 32"),
+            ("the low half twice", "seed >> 32", half),
+            ("no offset", "signed(offset)", "0"),
+        ),
+        (
+            "options",
             "packed",
-            ("rows of keys", "_starts(problem.q_lens)", "_starts(problem.kv_lens)"),
-            ("columns of queries", "_starts(problem.kv_lens)", "_starts(problem.q_lens)"),
+            ("rows of keys", *starts),
+            ("columns of queries", *starts[::-1]),
             ("lengths for starts", "np.cumsum((0,", "np.array((0,"),
         ),
-        ("lengths", ("rows for columns", "getattr(problem, name)", "problem.q_lens")),
-        ("sparse", ("blocks of one head", mask, "np.ascontiguousarray(self.block_mask[:1],")),
+        (
+            "options",
+            "lengths",
+            ("rows for columns", "getattr(call.problem, name), np", "call.problem.q_lens, np"),
+        ),
+        (
+            "options",
+            "sparse",
+            ("blocks of one head", mask, "np.ascontiguousarray(call.block_mask[:1],"),
+        ),
     ):
-        add("arguments", *changes, by=ANY, to=("standard", "fa2"), cases=cases)
-    cap = ("cap in natural units", "(problem.softcap or 0.0) * unit", "problem.softcap or 0.0")
-    add("arguments", cap, to=FLASH, cases="scores")
+        add(module, *changes, by=ANY, to=("standard", "fa2"), cases=cases)
+    cap = (
+        "cap in natural units",
+        "(call.problem.softcap or 0.0) * call.unit",
+        "call.problem.softcap",
+    )
+    add("options", cap, to=FLASH, cases="scores")
     scale = ("scale in natural units", "return problem.scale * unit", "return problem.scale")
     add("arguments", scale, to=FLASH)
 

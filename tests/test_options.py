@@ -852,15 +852,34 @@ STARTS = np.array([0, 5])
 # Options -> error and what its message says, for q (1, 2, 5, 4) and k (1, 1, 7, 4).
 REFUSED = {
     "unknown": ({"dropout": 0.1}, TypeError, ["dropout is no option", "allowed are", "dropout_p"]),
-    "misspelt": ({"softcaps": 1.0}, TypeError, ["softcaps is no option", "softcap"]),
+    "misspelt": ({"softcaps": 1.0}, TypeError, ["softcaps is no option (did you mean softcap?)"]),
+    "a number as bias": ({"bias": 7}, TypeError, ["bias is a"]),
+    "q_lens ragged": (
+        {"q_lens": [[1], [2, 3]]}, ValueError, ["q_lens is [[1], [2, 3]]", "rows of one length"],
+    ),
+    "layout of another order": ({"layout": "bnh"}, ValueError, ["layout is 'bnh'", "'bnhd' for"]),
+    "layout no text": ({"layout": ["bhnd"]}, ValueError, ["layout is ['bhnd']", "'bnhd' for"]),
+    "attn_mask of integers": (
+        {"attn_mask": np.ones((5, 7), np.int32)}, TypeError,
+        ["attn_mask has dtype int32", "float32 or float16 or bfloat16 or bool"],
+    ),
+    "attn_mask a list": ({"attn_mask": [[True]]}, TypeError, ["attn_mask is a list", "NumPy"]),
+    "attn_mask of another shape": (
+        {"attn_mask": np.ones((5, 8), bool)}, ValueError,
+        ["attn_mask has shape (5, 8)", "broadcasts to (1, 2, 5, 7)"],
+    ),
+    "attn_mask with a bias": (
+        {"attn_mask": np.ones((5, 7), bool), "bias": normal(5, 7)}, ValueError,
+        ["attn_mask is given, of shape (5, 7), with a bias", "one of the two"],
+    ),
     "window 3": ({"window": 3}, TypeError, ["window is 3", "(left, right)"]),
     "window of one": ({"window": (3,)}, ValueError, ["window is (3,)", "(left, right)"]),
     "window of three": ({"window": (3, 1, 1)}, ValueError, ["window is (3, 1, 1)", "-1"]),
-    "window -2": ({"window": (-2, 0)}, ValueError, ["window is (-2, 0)", "-1 for no bound"]),
+    "window -2": ({"window": (-2, 0)}, ValueError, ["window is (-2, 0)", "-1 or None"]),
     "window of floats": ({"window": (1.5, 0)}, TypeError, ["window is (1.5, 0)"]),
     "window of bools": ({"window": (True, 0)}, TypeError, ["window is (True, 0)"]),
     "window text": ({"window": "ab"}, TypeError, ["window is 'ab'"]),
-    "softcap 0": ({"softcap": 0}, ValueError, ["softcap is 0", "None"]),
+    "softcap 1e-31": ({"softcap": 1e-31}, ValueError, ["softcap is 1e-31", "0 for none"]),
     "softcap -1": ({"softcap": -1.0}, ValueError, ["softcap is -1.0", "1e-30 to 1e30"]),
     "softcap nan": ({"softcap": float("nan")}, ValueError, ["softcap is nan"]),
     "softcap inf": ({"softcap": INF}, ValueError, ["softcap is inf"]),
@@ -881,7 +900,9 @@ REFUSED = {
     "offset 2**32": ({"offset": 2**32}, ValueError, [f"offset is {2**32}", "below 2**32"]),
     "offset text": ({"offset": "1"}, TypeError, ["offset is '1'"]),
     "bias a list": ({"bias": [[0.0]]}, TypeError, ["bias is a list", "NumPy"]),
-    "bias of float64": ({"bias": np.zeros((5, 7))}, TypeError, ["bias has dtype float64"]),
+    "bias of float64": (
+        {"bias": np.zeros((5, 7))}, TypeError, ["bias has dtype float64: allowed is float32"],
+    ),
     "bias of another shape": (
         {"bias": normal(5, 8)}, ValueError, ["bias has shape (5, 8)", "(1, 2, 5, 7)"],
     ),
@@ -893,7 +914,8 @@ REFUSED = {
     ),
     "slopes a list": ({"alibi_slopes": [1.0, 2.0]}, TypeError, ["alibi_slopes is a list"]),
     "slopes of float64": (
-        {"alibi_slopes": np.zeros(2)}, TypeError, ["alibi_slopes has dtype float64"],
+        {"alibi_slopes": np.zeros(2)}, TypeError,
+        ["alibi_slopes has dtype float64: allowed is float32"],
     ),
     "slopes of another shape": (
         {"alibi_slopes": normal(3)}, ValueError, ["alibi_slopes has shape (3,)", "(2,)", "(1, 2)"],
@@ -946,6 +968,9 @@ REFUSED_PACKED = {
         {"cu_seqlens_q": None}, ValueError, ["cu_seqlens_k is given without cu_seqlens_q"],
     ),
     "and q_lens": ({"q_lens": [2, 3]}, ValueError, ["q_lens is given with cu_seqlens_q"]),
+    "another layout": (
+        {"layout": "bnhd"}, ValueError, ["layout is 'bnhd' with cu_seqlens_q", "(total, heads"],
+    ),
     "and kv_lens": ({"kv_lens": [7, 0]}, ValueError, ["kv_lens is given with cu_seqlens_q"]),
     "not from 0": (
         {"cu_seqlens_q": [1, 2, 5]}, ValueError, ["cu_seqlens_q is [1, 2, 5]", "from 0 to 5"],
@@ -991,7 +1016,8 @@ def test_bad_options_are_refused_and_nothing_is_written(arrays, others, bad, err
     bits = out.copy().view(np.uint32)
     calls = [lambda: fa_numba.plan(q.shape, k.shape, **options)]
     shapes_alone = any("dtype" in part or "is a list" in part for part in says)
-    if shapes_alone and ("bias" in bad or "alibi_slopes" in bad):
+    arrays_of = {"bias", "alibi_slopes", "attn_mask"}
+    if (shapes_alone or "bias is a" in says) and arrays_of & set(bad):
         calls = []  # a plan takes their shapes, as anything with a shape
     for algorithm, own in FORWARD.values():
         given_ = {"algorithm": algorithm, **own, **options}

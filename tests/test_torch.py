@@ -75,7 +75,7 @@ def launches(monkeypatch):
 
     monkeypatch.setattr(devices, "launch", recorded)
     monkeypatch.setattr(devices, "replay", replayed)
-    monkeypatch.setattr(launch_cache, "again", lambda *_: None)
+    monkeypatch.setattr(launch_cache, "replay", lambda *_: None)
     return found
 
 

@@ -20,6 +20,7 @@ from fa_numba.device.launching import (
     clear,
     count_accesses,
     launch,
+    permuted,
     replay,
     transposed,
 )
@@ -80,6 +81,7 @@ __all__ = [
     "on_device",
     "on_gpu",
     "ordinal_of",
+    "permuted",
     "profile_start",
     "profile_stop",
     "release_memory",

@@ -131,10 +131,16 @@ def broadcast(array: Any, shape: tuple[int, ...]) -> Any:
     return _seen_as(array, shape, strides)
 
 
+def permuted(array: Any, order: tuple[int, ...]) -> Any:
+    """A launch argument with its axes in ``order``."""
+    shape, strides = (tuple(x[n] for n in order) for x in (array.shape, array.strides))
+    return _seen_as(array, shape, strides)
+
+
 def transposed(array: Any, order: tuple[int, ...]) -> Any:
     """A launch argument with its axes in ``order``, and one of length 1 before them."""
-    shape = (1, *(array.shape[n] for n in order))
-    return _seen_as(array, shape, (0, *(array.strides[n] for n in order)))
+    turned = permuted(array, order)
+    return _seen_as(array, (1, *turned.shape), (0, *turned.strides))
 
 
 def _seen_as(array: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,8 +13,11 @@ import numpy as np
 from fa_numba import device
 from fa_numba.device import DeviceArray
 from fa_numba.dtypes import DTYPES
+from fa_numba.masks import numeric_mask
 
 HOST = -1
+SUMS = ("float32",)  # dtypes of lse, bias and alibi_slopes, whatever q has
+MASKS = ("float32", "float16", "bfloat16", "bool")  # of attn_mask, which becomes a float32 one
 # Candidate solutions tried before two interleaved layouts are taken to overlap.
 _OVERLAP_WORK: Any = 100_000
 
@@ -24,7 +28,7 @@ class Operand:
 
     ``place`` is the GPU's ordinal, or HOST. ``host`` is the NumPy view of host memory, ``view``
     the GPU memory; one of them is None. ``empty(shape, dtype)`` makes an array of the same library
-    there.
+    there; ``finish`` makes the array that the caller gets of it, where that is another one.
     """
 
     name: str
@@ -38,6 +42,7 @@ class Operand:
     owner: Any
     empty: Callable[[tuple[int, ...], str], Any]
     writable: bool = True
+    finish: Callable[[Any], Any] | None = None
 
     @property
     def aligned(self) -> bool:
@@ -93,12 +98,18 @@ def _from_numpy(name: str, array: np.ndarray, library: str, owner: Any, empty: C
     )
 
 
-def _check_dtype(name: str, dtype: str) -> None:
-    if dtype not in DTYPES:
-        raise TypeError(f"{name} has dtype {dtype}: allowed is {' or '.join(DTYPES)}")
+def _check_dtype(name: str, dtype: str, allowed: Sequence[str]) -> None:
+    if dtype not in allowed:
+        raise TypeError(f"{name} has dtype {dtype}: allowed is {' or '.join(allowed)}")
 
 
-def _from_torch(name: str, tensor: Any) -> Operand:
+def _of_library(library: str, kind: str, array: Any) -> bool:
+    """Whether ``array`` is of a library's class; False where the library is not imported."""
+    module = sys.modules.get(library)
+    return module is not None and isinstance(array, getattr(module, kind))
+
+
+def _from_torch(name: str, tensor: Any, allowed: Sequence[str]) -> Operand:
     torch = sys.modules["torch"]
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(
@@ -112,7 +123,7 @@ def _from_torch(name: str, tensor: Any) -> Operand:
         return torch.empty(shape, dtype=getattr(torch, dtype), device=where)
 
     dtype = str(tensor.dtype).removeprefix("torch.")
-    _check_dtype(name, dtype)
+    _check_dtype(name, dtype, allowed)
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} has layout {tensor.layout}: allowed is torch.strided")
     if tensor.is_neg():
@@ -211,11 +222,45 @@ def _from_dlpack(name: str, array: Any) -> Operand:
     )
 
 
-def operand(name: str, array: Any) -> Operand:
-    """Describe ``array``: NumPy, torch, ``__cuda_array_interface__`` or DLPack.
+def _from_jax(name: str, array: Any) -> Operand:
+    """A JAX array, which nobody writes: results are made elsewhere and become JAX arrays."""
+    jax = sys.modules["jax"]
+    if isinstance(array, jax.core.Tracer):
+        raise TypeError(
+            f"{name} is a JAX tracer, {array}: allowed are arrays with values, outside jax.jit, "
+            "jax.grad and the like"
+        )
+    if len(array.devices()) != 1:
+        raise ValueError(f"{name} lies on {len(array.devices())} JAX devices: allowed is one")
+    (place,) = array.devices()
+    dtype = np.dtype(array.dtype)
+    if place.platform == "cpu":
 
-    Raises TypeError for anything else (a list is not converted), and for a dtype outside
-    ``dtypes.DTYPES``.
+        def empty(shape, kind):
+            return np.empty(shape, dtype if kind == dtype.name else kind)
+
+        found = _from_numpy(name, np.asarray(array), "jax", array, empty)
+        return replace(found, writable=False, finish=lambda made: jax.device_put(made, place))
+    if place.platform not in ("gpu", "cuda"):
+        raise TypeError(f"{name} is on {place.platform}: allowed are JAX arrays on CPU and CUDA")
+    if dtype.name not in ("float32", "float16"):
+        raise TypeError(
+            f"{name} is a JAX array of {dtype.name} on a GPU: allowed are float32 and float16 there"
+        )
+    array.block_until_ready()  # JAX computes on streams of its own
+
+    def finish(made):
+        device.synchronize()
+        return jax.numpy.asarray(made)
+
+    return replace(_from_interface(name, array), library="jax", writable=False, finish=finish)
+
+
+def operand(name: str, array: Any, allowed: Sequence[str] = tuple(DTYPES)) -> Operand:
+    """Describe ``array``: NumPy, torch, JAX, ``__cuda_array_interface__`` or DLPack.
+
+    Raises TypeError for anything else (a list is not converted), and for a dtype that is not
+    ``allowed``.
     """
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(f"{name} is a masked array: allowed are arrays without a mask of their own")
@@ -225,18 +270,20 @@ def operand(name: str, array: Any) -> Operand:
             return np.empty(shape, array.dtype if dtype == array.dtype.name else dtype)
 
         found = _from_numpy(name, array, "numpy", array, empty)
-    elif "torch" in sys.modules and isinstance(array, sys.modules["torch"].Tensor):
-        found = _from_torch(name, array)
+    elif _of_library("torch", "Tensor", array):
+        found = _from_torch(name, array, allowed)
+    elif _of_library("jax", "Array", array):
+        found = _from_jax(name, array)
     elif hasattr(array, "__cuda_array_interface__"):
         found = _from_interface(name, array)
     elif hasattr(array, "__dlpack__"):
         found = _from_dlpack(name, array)
     else:
         raise TypeError(
-            f"{name} is a {type(array).__name__}: allowed are NumPy arrays, torch tensors and "
-            "arrays with __cuda_array_interface__ or DLPack"
+            f"{name} is a {type(array).__name__}: allowed are NumPy arrays, torch tensors, JAX "
+            "arrays and arrays with __cuda_array_interface__ or DLPack"
         )
-    _check_dtype(name, found.dtype)
+    _check_dtype(name, found.dtype, allowed)
     steps = [stride for n, stride in zip(found.shape, found.strides, strict=True) if n > 1]
     size = DTYPES[found.dtype].bytes
     if any(n % size for n in (found.pointer, *steps)):
@@ -247,11 +294,13 @@ def operand(name: str, array: Any) -> Operand:
     return found
 
 
-def glance(array: Any) -> tuple[int, tuple] | None:
-    """The address of a GPU array, and what else ``operand`` would find or refuse in it.
+def address_and_kind(array: Any) -> tuple[int, tuple] | None:
+    """Cheaply, without an ``Operand``: where a GPU array lies, and all else that a call depends on.
 
-    Of two arrays of which the latter are equal, ``operand`` and the checks that follow refuse both
-    or neither, but for what they ask of the addresses. None for what takes ``operand`` to know.
+    The second is (library, GPU, dtype, shape, strides, alignment ...). Two arrays for which it is
+    equal are both taken or both refused by ``operand`` and by every later check that does not ask
+    where they lie, and launches with one are right for the other once its address is put in. None
+    for an array in host memory, and for one that only ``operand`` can judge.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
@@ -264,7 +313,9 @@ def glance(array: Any) -> tuple[int, tuple] | None:
         pointer = array.data_ptr()
         kinds = ("torch", array.get_device(), array.dtype)
         return pointer, (*kinds, array.shape, array.stride(), pointer % 16)
-    if isinstance(array, np.ndarray) or not hasattr(array, "__cuda_array_interface__"):
+    if isinstance(array, np.ndarray) or _of_library("jax", "Array", array):
+        return None
+    if not hasattr(array, "__cuda_array_interface__"):
         return None
     try:
         found = _from_interface("", array)
@@ -284,15 +335,48 @@ def pointer_of(library: str, array: Any) -> int:
 
 def on_host(name: str, array: Any) -> np.ndarray:
     """A copy on the host of a small array of any dtype, or of a sequence of numbers."""
-    if "torch" in sys.modules and isinstance(array, sys.modules["torch"].Tensor):
+    if _of_library("torch", "Tensor", array):
         return array.detach().cpu().numpy()
+    if _of_library("jax", "Array", array):
+        return np.asarray(array)
     if hasattr(array, "__cuda_array_interface__"):
         return device.copied_to_host(array)
     if isinstance(array, (np.ndarray, list, tuple)):
-        return np.asarray(array)
+        try:
+            return np.asarray(array)
+        except ValueError:  # rows of several lengths
+            raise ValueError(
+                f"{name} is {array!r}: allowed are numbers in rows of one length"
+            ) from None
     if hasattr(array, "__dlpack__"):
         return np.from_dlpack(array)
     raise TypeError(f"{name} is a {type(array).__name__}: allowed are arrays and sequences")
+
+
+def added_mask(mask: Any) -> Any:
+    """What ``attn_mask`` adds to the scores, float32: 0 where True and -inf where False, or numbers
+    as they are.
+
+    The array is of the mask's library and on its device; what is no mask comes back as it is, for
+    ``operand`` to refuse.
+    """
+    if _of_library("torch", "Tensor", mask):
+        torch = sys.modules["torch"]
+        if mask.dtype == torch.bool:
+            zero = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+            return zero.masked_fill(~mask, -math.inf)
+        return mask.float() if mask.dtype in (torch.float16, torch.bfloat16) else mask
+    try:
+        dtype = np.dtype(getattr(mask, "dtype", object)).name
+    except TypeError:  # a dtype of another library
+        return mask
+    if dtype not in MASKS or dtype == "float32":
+        return mask
+    array = numeric_mask(on_host("attn_mask", mask))
+    if not hasattr(mask, "__cuda_array_interface__"):
+        return array
+    with device.on_device(device.ordinal_of(mask.__cuda_array_interface__["data"][0])):
+        return device.to_gpu(array)
 
 
 def check_together(operands: list[Operand], single: Sequence[Operand] = ()) -> None:

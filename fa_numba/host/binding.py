@@ -11,25 +11,25 @@ from typing import Any
 import numpy as np
 
 from fa_numba import device
-from fa_numba.host.arrays import Operand, on_host, operand
-from fa_numba.options import UNIFORM, AttentionOptions, as_word, drop_threshold
-from fa_numba.problem import UNBOUNDED, Problem, check_block_mask
+from fa_numba.host.arrays import MASKS, SUMS, Operand, on_host, operand
+from fa_numba.options import UNIFORM, Bound, Features, as_word, check_names, signed
+from fa_numba.problem import Problem, as_shape, check_block_mask
 from fa_numba.tiling import Tiles
 
 LOG2E = math.log2(math.e)
 
-_ALLOWED = tuple(AttentionOptions.__annotations__)
 _SEEDS = ("seed_low", "seed_high", "offset")
 _LENGTHS = ("q_lens", "kv_lens", "cu_seqlens_q", "cu_seqlens_k")
-_OPTIONAL = (*_LENGTHS, "scale", "softcap", "bias", "alibi_slopes", "block_mask")
+# Options that are arrays on the call's device, always in float32, and what kernels know them by.
+_ARRAYS = {"bias": "bias", "attn_mask": "bias", "alibi_slopes": "alibi_slopes"}
 
 
 @dataclass(frozen=True)
 class Binding:
-    """The options of one call.
+    """The options of one call, checked as far as they can be without q.
 
-    ``facts`` are a Problem's fields, ``arrays`` the operands among the options by name,
-    ``block_mask`` is on the host.
+    ``facts`` are what ``Problem.from_shapes`` takes of them, ``arrays`` the operands among the
+    options by the kernels' names, ``block_mask`` is on the host.
     """
 
     facts: dict[str, Any]
@@ -42,23 +42,25 @@ class Binding:
     def of(cls, options: Mapping[str, Any], *, shapes: bool = False) -> Binding:
         """What ``options`` ask for; with ``shapes`` arrays may be given as their shapes.
 
-        Raises TypeError or ValueError for an option that there is not, or a value that is none.
+        None stands for an option that is not given. Raises TypeError or ValueError for a name that
+        is no option, and for a value that an option cannot have.
         """
-        for name in options:
-            if name not in _ALLOWED:
-                raise TypeError(f"{name} is no option: allowed are {', '.join(_ALLOWED)}")
-        given = {n: x for n, x in options.items() if x is not None or n not in _OPTIONAL}
+        check_names(options)
+        given = {name: value for name, value in options.items() if value is not None}
         arrays: dict[str, Operand] = {}
         facts: dict[str, Any] = {}
-        for name, fact in (("bias", "bias"), ("alibi_slopes", "alibi")):
-            if name in given:
-                array = given.pop(name)
-                if shapes:
-                    facts[fact] = tuple(getattr(array, "shape", array))
-                else:
-                    arrays[name] = operand(name, array)
-                    facts[fact] = arrays[name].shape
-        facts["alibi_shape"] = facts.pop("alibi", None)
+        for name, known_as in _ARRAYS.items():
+            if name not in given:
+                continue
+            array = given.pop(name)
+            if shapes:
+                facts[name] = as_shape(name, getattr(array, "shape", array))
+            else:
+                found = operand(name, array, MASKS if name == "attn_mask" else SUMS)
+                facts[name] = found.shape
+                # Given both, bias and mask are refused by what follows.
+                arrays[known_as] = found
+        facts["alibi_shape"] = facts.pop("alibi_slopes", None)
         mask = given.pop("block_mask", None)
         if mask is not None:
             mask = on_host("block_mask", mask)
@@ -103,38 +105,18 @@ class Binding:
         return dict(zip((*self.arrays, *_SEEDS), given, strict=True))
 
     def values(self, problem: Problem, given: Mapping[str, Any], unit: float) -> dict[str, Any]:
-        """What kernels take by name. ``given`` are launch arguments, ``unit`` that of the scores.
-
-        Lengths and masks are sent to the device.
+        """What kernels are passed for the options that are on, by name; ``options.Bound`` has the
+        words. Small arrays are sent to the device.
         """
-        left, right = (UNBOUNDED if n is None else n for n in (problem.left, problem.right))
-        values: dict[str, Any] = {
-            "window_left": left,
-            "window_right": right,
-            "softcap": (problem.softcap or 0.0) * unit,
-            "threshold": _signed(drop_threshold(problem.dropout_p)),
-            "inverse_keep": 1.0 / (1.0 - problem.dropout_p),
-            **{name: given[name] for name in _SEEDS},
-        }
-        if problem.packed:
-            values["q_starts"] = _sent(_starts(problem.q_lens))
-            values["k_starts"] = _sent(_starts(problem.kv_lens))
-        else:
-            for name in ("q_lens", "kv_lens"):
-                lengths = getattr(problem, name)
-                if lengths is not None:
-                    values[name] = _sent(np.array(lengths, np.int32))
-        if self.block_mask is not None:
-            mask = _sent(np.ascontiguousarray(self.block_mask, np.uint8))
-            blocks = self.block_mask.shape[-2:]
-            values["block_mask"] = device.broadcast(mask, (problem.batch, problem.heads_q, *blocks))
-        if "bias" in given:
-            values["bias"] = device.broadcast(given["bias"], problem.score_shape)
-        if "dbias" in given:
-            values["dbias"] = device.broadcast(given["dbias"], problem.score_shape)
-        if "alibi_slopes" in given:
-            shape = (problem.batch, problem.heads_q)
-            values["slopes"] = device.broadcast(given["alibi_slopes"], shape)
+        call = Bound(problem, given, unit, self.block_mask)
+        values: dict[str, Any] = {}
+        for name, passed in Features.of(problem, dbias="dbias" in given).passed.items():
+            value = passed.value(call)
+            if isinstance(value, np.ndarray) and name in UNIFORM:
+                value = _sent(value)
+            values[name] = (
+                value if passed.shape is None else device.broadcast(value, passed.shape(call))
+            )
         return values
 
 
@@ -160,15 +142,7 @@ def launch(run: Any, n: int, args: tuple, values: Mapping[str, Any], stream: int
 
 def seed_words(seed: int, offset: int) -> tuple[int, int, int]:
     """The halves of ``seed`` and ``offset`` as kernels take them."""
-    return _signed(seed & 0xFFFFFFFF), _signed(seed >> 32), _signed(offset)
-
-
-def _signed(word: int) -> int:
-    return word - 2**32 if word >= 2**31 else word
-
-
-def _starts(lengths: tuple[int, ...] | None) -> np.ndarray:
-    return np.cumsum((0, *(lengths or ())), dtype=np.int32)
+    return signed(seed & 0xFFFFFFFF), signed(seed >> 32), signed(offset)
 
 
 def _sent(array: np.ndarray) -> Any:

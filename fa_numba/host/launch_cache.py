@@ -1,9 +1,11 @@
-"""Calls kept ready: one like an earlier call, but for its addresses, skips what that one passed.
+"""The launch cache: a call like an earlier one makes that one's launches again, at other addresses.
 
-The first call checks, plans and records its launches. It is kept under all that these depend on:
-what was asked for, and of each array the library, GPU, dtype, shape, strides and alignment. Only
-calls that succeeded are kept, so what is refused once is refused again. Host arrays, block masks
-and arrays of lengths are read anew by each call, which is then a first one.
+The first call of a kind checks its arguments, plans, and records its launches. The record is kept
+under a key of all that these depend on: what was asked for, and of each array the library, GPU,
+dtype, shape, strides and alignment. A later call with an equal key skips all that and replays the
+record with its own addresses. Only calls that succeeded are kept, so what is refused once is
+refused again. Never kept, and so checked and planned each time, are calls with host arrays, JAX
+arrays, block masks or arrays of lengths, whose values the checks have to read.
 """
 
 from __future__ import annotations
@@ -19,17 +21,19 @@ import numpy as np
 from fa_numba import device
 from fa_numba.device.launch_record import DeviceArray, LaunchRecord, Word
 from fa_numba.host import placement
-from fa_numba.host.arrays import HOST, Operand, extent, glance, operand, pointer_of
+from fa_numba.host.arrays import HOST, Operand, address_and_kind, extent, operand, pointer_of
 from fa_numba.host.binding import seed_words
 
 KEPT = 1024  # calls; then the oldest goes
-_SCALARS = frozenset((bool, int, float, str, type(None), np.float32, np.float64))
+_ARRAYS = ("bias", "attn_mask", "alibi_slopes")  # options whose addresses go into the launches
+_SCALARS = frozenset((bool, int, float, str, type(None), np.bool_, np.float32, np.float64))
 
 
-class Seen(NamedTuple):
-    """A call at a glance: ``key`` is what its launches depend on, the rest what they take.
+class Call(NamedTuple):
+    """A call on GPU arrays: ``key`` is all that its launches depend on, the rest is put into them.
 
-    ``pointers`` are those of the inputs, arrays among the options and ``out``, in this order.
+    ``pointers`` are the addresses of the inputs, of arrays among the options and of ``out``, in
+    this order; ``seeds`` the words that dropout draws from.
     """
 
     key: tuple
@@ -38,10 +42,12 @@ class Seen(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A call's launches, and how to make its results: ``makers`` without that for ``out``.
+class KeptCall:
+    """The launches of a call that succeeded, to be made again.
 
-    ``extents`` are those of the arrays that ``Seen.pointers`` has.
+    ``makers`` make new arrays for the results, but for one that goes to ``out``; ``context`` is the
+    driver's. ``extents`` are the bytes that each array of ``Call.pointers`` covers, from its
+    address: begin and end.
     """
 
     recording: LaunchRecord
@@ -51,11 +57,11 @@ class Prepared:
     makers: tuple[Callable[[], Any], ...]
     extents: tuple[tuple[int, int], ...]
 
-    def run(self, seen: Seen, out: Any, handle: int) -> list[Any]:
-        """The results of the call ``seen``; the current GPU is ``place``."""
+    def run(self, call: Call, out: Any, handle: int) -> list[Any]:
+        """Make the launches for ``call`` on the stream ``handle`` of the current GPU, ``place``."""
         made = [make() for make in self.makers]
         addresses = [pointer_of(self.library, x) for x in made]
-        values = [*seen.pointers, *addresses, *seen.seeds]
+        values = [*call.pointers, *addresses, *call.seeds]
         device.replay(self.recording, values, handle, self.place)
         return made if out is None else [out, *made]
 
@@ -66,23 +72,26 @@ class Prepared:
         return any(first < last and begin < end for begin, last in others)
 
 
-_kept: dict[tuple, Prepared] = {}
+_kept: dict[tuple, KeptCall] = {}
 _keeping = threading.Lock()
 
 
-def seen(
+def describe_call(
     facts: tuple, arrays: Sequence[Any], options: Mapping[str, Any], out: Any = None
-) -> Seen | None:
-    """A call on GPU arrays at a glance; None for one that is not kept."""
+) -> Call | None:
+    """The key and addresses of a call, found cheaply; None for a call that is never kept.
+
+    ``facts`` are its arguments beside arrays and options. Nothing is checked here.
+    """
     if not device.on_gpu():
         return None
     key: list[Any] = [facts, *map(type, facts)]  # with types, since True equals 1
     pointers = []
-    for array in (*arrays, options.get("bias"), options.get("alibi_slopes"), out):
+    for array in (*arrays, *map(options.get, _ARRAYS), out):
         if array is None:
             key.append(None)
             continue
-        found = glance(array)
+        found = address_and_kind(array)
         if found is None:
             return None
         pointers.append(found[0])
@@ -98,55 +107,61 @@ def seen(
             key += (name, kind, value)
         elif kind is tuple and name != "block_mask":
             key += (name, *map(type, value), value)
-        elif name not in ("bias", "alibi_slopes"):
+        elif name not in _ARRAYS:
             return None
-    return Seen(tuple(key), pointers, seed_words(seed, offset))
+    return Call(tuple(key), pointers, seed_words(seed, offset))
 
 
-def again(seen: Seen | None, out: Any, stream: Any) -> list[Any] | None:
-    """The results of a call like one that was kept; None where there is none, or where ``out`` may
-    share memory with an input.
+def replay(call: Call | None, out: Any, stream: Any) -> list[Any] | None:
+    """The results of ``call`` by the launches of an equal one that was kept.
 
-    Raises what ``calls.stream_handle`` does.
+    None where there is no such one, or where ``out`` may share memory with an input. Raises as
+    ``placement.stream_handle`` does.
     """
-    if seen is None:
+    if call is None:
         return None
     try:
-        found = _kept.get(seen.key)
+        found = _kept.get(call.key)
     except TypeError:  # an argument without a hash
         return None
-    if found is None or (out is not None and found.may_overlap(seen.pointers)):
+    if found is None or (out is not None and found.may_overlap(call.pointers)):
         return None
     handle = placement.stream_handle(stream, found)
     if device.current_context() == found.context:
-        return found.run(seen, out, handle)
+        return found.run(call, out, handle)
     with device.on_device(found.place):
-        return found.run(seen, out, handle)
+        return found.run(call, out, handle)
 
 
-def first(
+def run_and_keep(
     execute: Callable[[list[Any], list[Any], Any], None],
     inputs: Sequence[Operand],
     seeds: tuple[int, int, int],
     outputs: Sequence[tuple[tuple[int, ...], str, Operand | None]],
     handle: int,
-    seen: Seen | None,
+    call: Call | None,
 ) -> list[Any]:
-    """Call ``execute([*inputs, *seeds], outputs, stream)`` with launch arguments; gives the
-    outputs' arrays.
+    """The results of a call that was checked and planned, whose launches ``execute`` makes.
 
-    An output is a shape, a dtype and the operand that takes it, or None for a new array of the
-    inputs' library. On a GPU the launches are recorded, run, and kept if the call was ``seen``;
-    host arrays are copied to the GPU and back.
+    ``execute([*inputs, *seeds], outputs, stream)`` gets launch arguments. Each of ``outputs`` is a
+    shape, a dtype and the operand that takes the result, or None for a new array of the inputs'
+    library. On a GPU the launches are recorded, made on the stream ``handle``, and kept for calls
+    like ``call`` unless that is None; host arrays are copied to the GPU and back.
     """
     library = inputs[0]
     results = [
         target if target is not None else operand("result", library.empty(shape, dtype))
         for shape, dtype, target in outputs
     ]
+
+    def finished() -> list[Any]:
+        make = library.finish
+        arrays = ((x.owner, target) for x, (*_, target) in zip(results, outputs, strict=True))
+        return [x if make is None or target is not None else make(x) for x, target in arrays]
+
     if not device.on_gpu():
         execute([*(x.argument() for x in inputs), *seeds], [x.argument() for x in results], handle)
-        return [x.owner for x in results]
+        return finished()
     host = library.place == HOST
     if host:
         sent = [device.to_gpu(x.argument(), handle) for x in inputs]
@@ -160,10 +175,10 @@ def first(
     if host:
         for array, result in zip(made, results, strict=True):
             device.to_host(array, result.argument(), handle)
-    elif seen is not None:
+    elif call is not None:
         new = [(shape, dtype) for shape, dtype, target in outputs if target is None]
         targets = [target for *_, target in outputs if target is not None]
-        kept = Prepared(
+        kept = KeptCall(
             recording,
             library.library,
             library.place,
@@ -171,8 +186,8 @@ def first(
             tuple(functools.partial(library.empty, *x) for x in new),
             tuple(map(extent, (*inputs, *targets))),
         )
-        _keep(seen.key, kept)
-    return [x.owner for x in results]
+        _keep(call.key, kept)
+    return finished()
 
 
 def _recorded(
@@ -189,7 +204,7 @@ def _recorded(
     return recording
 
 
-def _keep(key: tuple, call: Prepared) -> None:
+def _keep(key: tuple, call: KeptCall) -> None:
     with _keeping:
         while len(_kept) >= KEPT:
             del _kept[next(iter(_kept))]

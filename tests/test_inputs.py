@@ -1,0 +1,269 @@
+"""Other ways to say the same: where axes lie, masks, None and NumPy's scalars, JAX arrays."""
+
+import importlib.util
+import inspect
+
+import numpy as np
+import pytest
+from backward_helpers import random_gradients
+
+import fa_numba
+from fa_numba import device as devices
+from fa_numba import reference
+from fa_numba.options import FEATURES, NAMES, Features
+
+B, Hq, Hk, Nq, Nk, d = 2, 2, 1, 5, 11, 4
+SIZES = (B, Hq, Hk, Nq, Nk, d)
+ALGORITHMS = ("standard", "fa1", "fa2")
+
+
+@pytest.fixture(autouse=True)
+def emulator():
+    with devices.using("emulator"):
+        yield
+
+
+def both_passes(algorithm, dtype="float32", of=fa_numba, swapped=False, **options):
+    """O and L, dq, dk and dv of one set of inputs, always as (B, H, N, d)."""
+    dout, q, k, v = (x.astype(dtype) for x in random_gradients(*SIZES))
+    if swapped:
+        dout, q, k, v = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (dout, q, k, v))
+    if of is fa_numba:
+        forward, backward = fa_numba.attention, fa_numba.attention_backward
+        options["algorithm"] = algorithm
+        out, lse = forward(q, k, v, return_lse=True, **options)
+        found = (out, *backward(dout, q, k, v, out, lse, **options))
+    else:
+        out, lse = reference.attention(q, k, v, return_lse=True, **options)
+        found = (out, *reference.attention_backward(dout, q, k, v, **options))
+    assert found[0].shape == q.shape and found[3].shape == k.shape
+    if swapped:
+        found = tuple(x.swapaxes(1, 2) for x in found)
+    return (*found, lse)
+
+
+def assert_same(found, want):
+    for a, b in zip(found, want, strict=True):
+        assert np.array_equal(a, b)
+
+
+# --- layout ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_layout_changes_where_axes_lie_and_nothing_else(algorithm, dtype):
+    options = {"causal": True, "kv_lens": [11, 6]}
+    want = both_passes(algorithm, dtype, **options)
+    assert_same(both_passes(algorithm, dtype, swapped=True, layout="bnhd", **options), want)
+    assert_same(both_passes(algorithm, dtype, layout="bhnd", **options), want)
+    assert_same(both_passes(algorithm, dtype, layout=None, **options), want)
+
+
+def test_the_reference_has_the_layout_too():
+    want = both_passes("fa2", of=reference, causal=True)
+    found = both_passes("fa2", of=reference, swapped=True, layout="bnhd", causal=True)
+    assert_same(found, want)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_out_and_plan_have_the_layout(algorithm):
+    _, q, k, v = (x.swapaxes(1, 2) for x in random_gradients(*SIZES))
+    out = np.full(q.shape, np.nan, np.float32)
+    given = {"algorithm": algorithm, "layout": "bnhd"}
+    assert fa_numba.attention(q, k, v, out=out, **given) is out
+    assert np.array_equal(out, fa_numba.attention(q, k, v, **given))
+    planned = fa_numba.plan(q.shape, k.shape, **given)
+    plain = fa_numba.plan((B, Hq, Nq, d), (B, Hk, Nk, d), algorithm=algorithm)
+    assert planned.accesses == plain.accesses and planned.kernels == plain.kernels
+    assert planned.problem.q_shape == (B, Nq, Hq, d)
+    with pytest.raises(ValueError, match="out has shape"):
+        fa_numba.attention(q, k, v, out=out.swapaxes(1, 2), **given)
+
+
+def test_shape_errors_say_which_layout_is_meant():
+    q, k = np.zeros((1, 5, 4, 8), np.float32), np.zeros((1, 7, 2, 8), np.float32)
+    with pytest.raises(ValueError, match=r"k has heads 7 .* layout='bnhd' is \(batch, seqlen, h"):
+        fa_numba.flash_attention_2(q, k, k)
+    fa_numba.flash_attention_2(q, k, k, layout="bnhd")
+    with pytest.raises(ValueError, match=r"heads 7 .*layout='bhnd' is \(batch, heads, seqlen"):
+        fa_numba.flash_attention_2(q.swapaxes(1, 2), k.swapaxes(1, 2), k, layout="bnhd")
+
+
+# --- attn_mask -------------------------------------------------------------------------------
+
+
+def random_mask(*shape):
+    mask = np.random.default_rng(5).random(shape) < 0.6
+    if shape[-2] > 1:
+        mask[..., 0, :] = False  # a row that sees nothing
+    return mask
+
+
+@pytest.mark.parametrize("shape", [(Nq, Nk), (B, 1, Nq, Nk), (B, Hq, Nq, Nk), (1, 1, 1, Nk)])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_boolean_mask_is_a_bias_of_minus_infinity(algorithm, shape):
+    mask = random_mask(*shape)
+    bias = np.where(mask, np.float32(0), np.float32(-np.inf))
+    found = both_passes(algorithm, attn_mask=mask)
+    assert_same(found, both_passes(algorithm, bias=bias))
+    exact = both_passes(algorithm, of=reference, attn_mask=mask)
+    assert_same(exact, both_passes(algorithm, of=reference, bias=bias))
+    if shape[-2] > 1:
+        assert (found[0][:, :, 0] == 0).all() and (found[4][:, :, 0] == -np.inf).all()
+    for a, b in zip(found, exact, strict=True):
+        finite = np.isfinite(b)
+        assert np.array_equal(finite, np.isfinite(a))
+        assert abs(a[finite] - b[finite]).max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_mask_of_numbers_is_added(algorithm, dtype):
+    mask = np.random.default_rng(6).standard_normal((Hq, 1, Nk)).astype(dtype)
+    want = both_passes(algorithm, bias=mask.astype(np.float32))
+    assert_same(both_passes(algorithm, attn_mask=mask), want)
+
+
+def test_the_gradient_of_a_mask_of_numbers():
+    dout, q, k, v = random_gradients(*SIZES)
+    mask = np.random.default_rng(6).standard_normal((Nq, Nk)).astype(np.float32)
+    out, lse = fa_numba.attention(q, k, v, return_lse=True, attn_mask=mask)
+    given = (dout, q, k, v, out, lse)
+    *_, found = fa_numba.attention_backward(*given, attn_mask=mask, return_dbias=True)
+    *_, want = fa_numba.attention_backward(*given, bias=mask, return_dbias=True)
+    assert found.shape == (Nq, Nk) and np.array_equal(found, want)
+
+
+def test_a_plan_takes_the_shape_of_a_mask():
+    shapes = (B, Hq, Nq, d), (B, Hk, Nk, d)
+    want = fa_numba.plan(*shapes, bias=(Nq, Nk))
+    assert fa_numba.plan(*shapes, attn_mask=(Nq, Nk)) == want
+    assert fa_numba.plan(*shapes, attn_mask=np.ones((Nq, Nk), bool)) == want
+
+
+# --- values ----------------------------------------------------------------------------------
+
+SAME = {
+    "causal": ({"causal": np.True_}, {"causal": True}),
+    "scale": ({"scale": np.float32(0.25)}, {"scale": 0.25}),
+    "window": ({"window": (np.int64(3), None)}, {"window": (3, -1)}),
+    "softcap": ({"softcap": np.float32(2.0)}, {"softcap": 2.0}),
+    "no softcap": ({"softcap": 0.0}, {}),
+    "no softcap of an int": ({"softcap": 0}, {}),
+    "seed": (
+        {"dropout_p": np.float32(0.5), "seed": np.int64(7), "offset": np.uint32(3)},
+        {"dropout_p": 0.5, "seed": 7, "offset": 3},
+    ),
+    "None": (dict.fromkeys(NAMES), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_obvious_values_are_taken(algorithm, name):
+    given, plain = SAME[name]
+    want = both_passes(algorithm, **plain)
+    assert_same(both_passes(algorithm, **given), want)
+    shapes = (B, Hq, Nq, d), (B, Hk, Nk, d)
+    assert fa_numba.plan(*shapes, **given) == fa_numba.plan(*shapes, **plain)
+    exact = both_passes(algorithm, of=reference, **plain)
+    assert_same(both_passes(algorithm, of=reference, **given), exact)
+
+
+def test_flags_of_numpy_are_taken():
+    dout, q, k, v = random_gradients(1, 1, 1, 5, 7, 4)
+    bias = np.zeros((5, 7), np.float32)
+    out, lse = fa_numba.flash_attention_2(q, k, v, return_lse=np.True_, bias=bias)
+    flags = {"deterministic": np.False_, "return_dbias": np.True_}
+    assert (
+        len(fa_numba.flash_attention_2_backward(dout, q, k, v, out, lse, bias=bias, **flags)) == 4
+    )
+
+
+# --- names -----------------------------------------------------------------------------------
+
+FUNCTIONS = [
+    getattr(fa_numba, name)
+    for name in fa_numba.__all__
+    if inspect.isfunction(getattr(fa_numba, name)) and "attention" in name
+]
+
+
+def test_every_option_is_in_the_help_of_every_function():
+    for function in (*FUNCTIONS, fa_numba.plan):
+        for name in NAMES:
+            assert f"``{name}``" in inspect.getdoc(function), (function.__name__, name)
+    assert len(FUNCTIONS) == 8
+
+
+def test_every_flag_has_its_feature():
+    assert tuple(FEATURES) == tuple(Features.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    "call, name, says",
+    [
+        ("flash_attention_2", "query_splits", "flash_attention_1, flash_attention_1_backward have"),
+        ("standard_attention", "ablate", "here (flash_attention_1, flash_attention_2 have it)"),
+        ("flash_attention_2", "deterministic", "here (flash_attention_2_backward has it)"),
+        ("flash_attention_2", "tile", "(did you mean tiles?)"),
+        ("flash_attention_1", "is_causal", "(did you mean causal?)"),
+        ("flash_attention_2", "nonsense", "nonsense is no option: allowed are scale, causal,"),
+    ],
+)
+def test_a_name_of_another_function_is_said_to_be_there(call, name, says):
+    q = np.zeros((1, 1, 4, 4), np.float32)
+    with pytest.raises(TypeError) as caught:
+        getattr(fa_numba, call)(q, q, q, **{name: 2})
+    assert f"{name} is no option" in str(caught.value) and says in str(caught.value)
+
+
+def test_the_dtypes_of_sums_are_their_own():
+    dout, q, k, v = (x.astype(np.float16) for x in random_gradients(1, 1, 1, 5, 7, 4))
+    out, lse = fa_numba.flash_attention_2(q, k, v, return_lse=True)
+    with pytest.raises(TypeError, match="lse has dtype float16: allowed is float32$"):
+        fa_numba.flash_attention_2_backward(dout, q, k, v, out, lse.astype(np.float16))
+    with pytest.raises(TypeError, match="bias has dtype float16: allowed is float32$"):
+        fa_numba.flash_attention_2(q, k, v, bias=np.zeros((5, 7), np.float16))
+
+
+# --- JAX -------------------------------------------------------------------------------------
+
+needs_jax = pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="JAX is not installed")
+
+
+@needs_jax
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_jax_arrays_in_and_out(algorithm, dtype):
+    import jax.numpy as jnp
+
+    given = [jnp.asarray(x, dtype) for x in random_gradients(*SIZES)]
+    dout, q, k, v = given
+    mask = jnp.asarray(random_mask(Nq, Nk))
+    options = {"algorithm": algorithm, "attn_mask": mask, "kv_lens": jnp.asarray([11, 6])}
+    out, lse = fa_numba.attention(q, k, v, return_lse=True, **options)
+    found = (out, lse, *fa_numba.attention_backward(dout, q, k, v, out, lse, **options))
+    options |= {"attn_mask": np.asarray(mask), "kv_lens": [11, 6]}
+    same = [np.asarray(x) for x in given]
+    o, l = fa_numba.attention(*same[1:], return_lse=True, **options)
+    want = (o, l, *fa_numba.attention_backward(*same, o, l, **options))
+    for a, b in zip(found, want, strict=True):
+        assert isinstance(a, jnp.ndarray) and a.devices() == q.devices()
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert np.array_equal(np.asarray(a), b)
+
+
+@needs_jax
+def test_jax_arrays_that_are_refused():
+    import jax
+    import jax.numpy as jnp
+
+    q = jnp.ones((1, 1, 4, 4))
+    with pytest.raises(TypeError, match="q is a JAX tracer"):
+        jax.jit(lambda q: fa_numba.flash_attention_2(q, q, q))(q)
+    with pytest.raises(ValueError, match="out is read-only"):
+        fa_numba.flash_attention_2(q, q, q, out=jnp.zeros((1, 1, 4, 4)))
+    with pytest.raises(TypeError, match="q has dtype int32: allowed is float32 or float16"):
+        fa_numba.flash_attention_2(*3 * [jnp.ones((1, 1, 4, 4), int)])
