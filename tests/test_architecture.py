@@ -14,7 +14,8 @@ FLOORS = (
     ("device", "problem"),
     ("intrinsics", "options"),
     ("tiling", "dropout"),
-    ("algorithms", "reference", "io_model"),
+    ("algorithms", "scores", "io_model"),
+    ("reference",),
     ("parts",),
     ("kernels",),
     ("host",),
@@ -24,7 +25,7 @@ FLOORS = (
     ("experiments",),
 )
 # What tests set against the kernels reaches none of these rooms, not through others either.
-APART = ("algorithms", "reference", "io_model")
+APART = ("algorithms", "scores", "reference", "io_model")
 KERNEL_ROOMS = ("kernels", "parts", "intrinsics")
 # What experiments take of the library.
 PUBLIC = {"fa_numba", "algorithms", "device", "io_model", "problem", "reference", "tiling", "torch"}
