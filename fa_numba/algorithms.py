@@ -8,19 +8,20 @@
     fa1_backward       FlashAttention, Algorithm 4               fa1_backward.py
     fa2_backward       FlashAttention-2, Algorithm 2             fa2_backward.py
 
-FlashAttention is arXiv 2205.14135, FlashAttention-2 arXiv 2307.08691. A comment names the line of
-the algorithm that the statements below it carry out.
+FlashAttention: https://arxiv.org/abs/2205.14135, FlashAttention-2: https://arxiv.org/abs/2307.08691
 
-How to read it. A function computes one head: Q and O are (Nq, d), K and V (Nk, d), in float64; a
-whole call does the same for every head of every batch entry. Row tile i is Br rows of Q, column
-tile j is Bc rows of K and V, i0 and j0 are their first rows, and the last tile may be shorter.
-Whole matrices (Q, K, V, O, l, m, dQ ...) lie in global memory, "HBM" in the papers. What belongs
-to one tile (Qi, Kj, Sij, Pij, Oi, li, mi ...) is on chip: `load` brings a tile there, and assigning
-to a slice of a matrix writes it back. Everything else is arithmetic on chip. The lines stand in the
-papers' order; a kernel may load a tile earlier, or take products in another order, and says so.
-
-The two flash algorithms are written as twins, so that a diff of fa1_forward and fa2_forward, or of
-fa1_backward and fa2_backward, shows what the second paper changed.
+How to read it
+- A function computes one head: Q and O are (Nq, d), K and V (Nk, d), in float64. A whole call does
+  the same for every head of every batch entry.
+- Row tile i is Br rows of Q, column tile j is Bc rows of K and V; i0 and j0 are their first rows.
+  The last tile may be shorter.
+- Whole matrices (Q, K, V, O, l, m, dQ ...) lie in global memory, "HBM" in the papers. What belongs
+  to one tile (Qi, Kj, Sij, Pij, Oi, li, mi ...) is on chip. `load` brings a tile there, assigning
+  to a slice of a matrix writes it back, and everything else is arithmetic on chip.
+- A comment names the line of the algorithm that the statements below it carry out. They stand in
+  the paper's order; a kernel may load a tile earlier or take products in another order.
+- The two flash algorithms are twins: a diff of fa1_forward and fa2_forward, or of fa1_backward and
+  fa2_backward, shows what the second paper changed.
 
 `watch`, a function of one Step, is called after each step of the inner loop:
 
@@ -34,7 +35,7 @@ block 1: m = 3, l = 1.135, factor = 0.135
 >>> print(O.round(3))
 [[18.808]]
 
-Beside the papers: `scale` multiplies S (1/sqrt(d) unless given; only Algorithm 4 prints it).
+Beside the papers: `scale` multiplies S, 1/sqrt(d) unless given; of the six only Algorithm 4 has it.
 `causal` lets row i see the columns j <= i + Nk - Nq, and tiles that no row of them sees are not
 visited (FlashAttention-2, section 3.1). A row that sees no column has O = 0, l = 0, m = L = -inf
 and no gradients. Dropout and the other options are not here: see `reference`.
@@ -127,7 +128,7 @@ def fa1_forward(
             # Alg. 1 line 9: Sij = scale Qi KjT
             Sij = hide(scale * (Qi @ Kj.T), i0, j0, Nq, Nk, causal)
             # Alg. 1 line 10: of this tile alone, mij = rowmax(Sij), Pij = exp(Sij - mij),
-            # lij = rowsum(Pij)
+            # lij = rowsum(Pij), which the paper writes with a tilde
             mij = Sij.max(axis=1)
             Pij = exp_minus(Sij, mij)
             lij = Pij.sum(axis=1)

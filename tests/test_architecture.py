@@ -26,6 +26,8 @@ FLOORS = (
 )
 # What tests set against the kernels reaches none of these rooms, not through others either.
 APART = ("algorithms", "scores", "reference", "io_model")
+# The model judges the kernels, so that it takes nothing of what they are built from.
+MODEL_ROOMS = {"io_model", "dtypes", "integers", "problem"}
 KERNEL_ROOMS = ("kernels", "parts", "intrinsics")
 # What experiments take of the library.
 PUBLIC = {"fa_numba", "algorithms", "device", "io_model", "problem", "reference", "tiling", "torch"}
@@ -130,6 +132,10 @@ def test_what_is_compared_with_the_kernels_reaches_none(start):
         reached |= new
         todo += new
     assert {room(module) for module in reached} & set(KERNEL_ROOMS) == set()
+
+
+def test_the_model_shares_no_rule_with_the_kernels():
+    assert {room(name) for module, name in edges() if room(module) == "io_model"} == MODEL_ROOMS
 
 
 def test_experiments_take_public_rooms():

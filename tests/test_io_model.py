@@ -1,12 +1,10 @@
 """The access model against a walk over tiles that counts one element at a time, and the papers."""
 
-import ast
 import math
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -511,17 +509,6 @@ def test_every_small_causal_shape_is_the_walk(Nq, Nk):
 
 def square(N, d, *, batch=1, heads=1, causal=False):
     return Problem(batch, heads, heads, N, N, d, causal=causal)
-
-
-def test_the_model_imports_no_kernel():
-    imported = set()
-    for path in Path(io.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module.startswith("fa_numba"):
-                imported.add(node.module.split(".")[1])
-            elif isinstance(node, ast.Import):
-                assert not any("fa_numba" in name.name for name in node.names)
-    assert imported == {"dtypes", "integers", "problem", "io_model"}
 
 
 def test_counts_are_printed_as_a_table():
