@@ -27,7 +27,7 @@ CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
 
 
 def _sizes(what: str, largest: int) -> Callable[[str], tuple[int, ...]]:
-    """A parser of whole numbers from 1 to `largest`, separated by commas; each is kept once."""
+    """A parser of comma-separated integers from 1 to `largest`; repeated ones are kept once."""
 
     def parse(text: str) -> tuple[int, ...]:
         values = []
@@ -144,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _options(args: argparse.Namespace) -> Options:
-    """What was chosen; where nothing says where to, only a complete run goes to figures/."""
+    """The choices of the command line. Without --out only a complete run goes to figures/."""
     options = Options(
         quick=args.quick,
         seqlens=args.seqlens,

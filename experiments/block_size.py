@@ -38,7 +38,10 @@ FA1, FA2 = "fa1-simt", "fa2-simt"
 
 
 def sweep(sizes: Sequence[int], fixed: int) -> list[tuple[str, int, int]]:
-    """(series, Br, Bc): both orders over Bc, and the Q-outer one over Br."""
+    """The tiles to run, as (series, Br, Bc): both orders over Bc, and the Q-outer one over Br.
+
+    The block size that does not vary is `fixed`.
+    """
     over_bc = [(series, fixed, size) for series in (FA1, FA2) for size in sizes]
     over_br = [(FA2, size, fixed) for size in sizes]
     return list(dict.fromkeys(over_bc + over_br))
@@ -146,7 +149,7 @@ def published_rows() -> list[Row]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Accesses in GB and runtime in ms over the block size, a row of panels a problem."""
+    """Accesses in GB and runtime in ms over the block size; each problem has a row of panels."""
     from .lab import style
 
     large = [row for row in rows if row.batch == BATCH]

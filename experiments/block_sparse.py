@@ -51,15 +51,17 @@ NO_MASK = "no mask"
 
 
 def setting(seqlen: int, head_dim: int, causal: bool = False) -> Problem:
-    """One problem: as many tokens at every length."""
+    """The problem at a length; batch times length is the same for all lengths."""
     batch = max(1, TOKENS // seqlen)
     return Problem(batch, HEADS, HEADS, seqlen, seqlen, head_dim, causal=causal)
 
 
 def block_mask(seqlen: int, size: int, share: int) -> np.ndarray | None:
-    """`share` percent of the blocks, bool (T, T): the diagonal and others at random.
+    """A mask that keeps `share` percent of the blocks: the diagonal, and others drawn at random.
 
-    The blocks of a smaller share are among those of a larger one. None where the diagonal alone is
+    A bool array of shape (T, T) with T blocks of `size` along the length, True for a kept block.
+
+    The blocks of a smaller share are among those of a larger one. None where the diagonal alone has
     more than the share.
     """
     T = -(-seqlen // size)
@@ -73,7 +75,7 @@ def block_mask(seqlen: int, size: int, share: int) -> np.ndarray | None:
 
 
 def place(share: int | None) -> str:
-    """What the note of a row says; None is the call without a mask."""
+    """How the note of a row begins at this share in percent; None is the call without a mask."""
     return NO_MASK if share is None else f"{share} % of blocks"
 
 
@@ -82,7 +84,7 @@ def share_of(row: Row) -> int | None:
 
 
 def _given(problem: Problem, size: int, share: int | None) -> dict[str, Any]:
-    """Options of the call: its tiles, and a mask but for the dense call."""
+    """The options of a call: its tiles and, unless `share` is None, its block mask."""
     tiles = {"tiles": fa_numba.Tiles(size, size)}
     if share is None:
         return tiles
@@ -90,7 +92,10 @@ def _given(problem: Problem, size: int, share: int | None) -> dict[str, Any]:
 
 
 def _shares(bench: Bench, problem: Problem, size: int, shares: Sequence[int]) -> list[int | None]:
-    """Those shares that the diagonal leaves, after the dense call; says which it does not."""
+    """None for the call without a mask, then the shares that are no smaller than the diagonal's.
+
+    Says which are smaller.
+    """
     found = [share for share in shares if block_mask(problem.seqlen_q, size, share) is not None]
     if len(found) < len(shares):
         bench.say(
@@ -197,10 +202,10 @@ def _run(
 
 
 class Checks:
-    """The check of each series, pass and share: at CHECKED_SEQLEN, or at a shorter problem's own.
+    """Checks results of each series, pass and share, at CHECKED_SEQLEN or less.
 
-    O, or dq, dk and dv, of the last head must be at most twice as far from float64 as the unfused
-    float32 computation is, and a rounding. WrongResult is raised where they are not.
+    O, or dq, dk and dv, of the last head must not differ from float64 by more than twice what the
+    unfused float32 computation does, plus a rounding; else WrongResult is raised.
     """
 
     def __init__(self, inputs: Inputs) -> None:
@@ -298,7 +303,10 @@ def published_rows() -> list[Row]:
 
 
 def curve(rows: Sequence[Row], series: str, metrics: Sequence[str]) -> dict[int | None, float]:
-    """Share (None: without a mask) -> the sum of these metrics, of one source and problem."""
+    """Share in percent (None: without a mask) -> the sum of the series' rows of these metrics.
+
+    `rows` are of one source and problem.
+    """
     points: dict[int | None, float] = {}
     for row in rows:
         if row.series == series and row.metric in metrics and row.value is not None:
@@ -307,13 +315,13 @@ def curve(rows: Sequence[Row], series: str, metrics: Sequence[str]) -> dict[int 
 
 
 def relative(points: dict[int | None, float]) -> dict[int | None, float]:
-    """The same over the call without a mask; nothing where there is none."""
+    """A `curve` divided by its value without a mask; empty where that is missing."""
     dense = points.get(None)
     return {share: value / dense for share, value in points.items()} if dense else {}
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Time, and time and accesses over those of the dense call, a row of panels a pass."""
+    """Time, and time and accesses over those of the dense call; each pass has a row of panels."""
     from matplotlib.lines import Line2D
 
     from .lab import style
@@ -358,7 +366,7 @@ _WIDTHS = {"fa1-simt": 3.6, "fa2-simt": 1.8}
 
 
 def _line(ax: Any, points: dict[int | None, float], **look: Any) -> None:
-    """The points over the share; that of the call without a mask apart, at 100 %."""
+    """A line over the share; the call without a mask is an open marker at 100 %."""
     x = sorted(share for share in points if share is not None)
     if x:
         ax.plot(x, [points[share] for share in x], **look)

@@ -135,7 +135,7 @@ class Text:
 
 
 def setting(context: int, head_dim: int) -> Problem:
-    """The attention of one layer: heads for D_MODEL, one at least."""
+    """The attention problem of one layer: as many heads as D_MODEL has room for, at least one."""
     heads = max(1, D_MODEL // head_dim)
     return Problem(BATCH, heads, heads, context, context, head_dim, causal=True)
 
@@ -253,7 +253,10 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def _rows(found: Any, expected: Any, seed: int, **common: Any) -> Iterator[Row]:
-    """Every EVERY-th loss and the first, the held-out one, and what they are beside `expected`."""
+    """Rows of the losses and of their differences to `expected`, the reference's.
+
+    Kept are the first, every EVERY-th, and the held-out loss.
+    """
     losses, held_out = found
     steps = len(losses)
     kept = [step for step in range(1, steps + 1) if step == 1 or step % EVERY == 0]
@@ -277,7 +280,7 @@ def seed_and_step(row: Row) -> tuple[int, int]:
 
 
 def curves(rows: Sequence[Row], series: str, metric: str, pass_: str) -> dict[int, list[float]]:
-    """Step -> the values of all seeds."""
+    """Step -> the values of all seeds at it, for one series, metric and pass."""
     found: dict[int, list[float]] = {}
     wanted = [r for r in rows if (r.series, r.metric, r.pass_) == (series, metric, pass_)]
     for row in sorted(wanted, key=seed_and_step):
@@ -298,7 +301,7 @@ class Summary:
 
 
 def summaries(rows: Sequence[Row]) -> dict[str, Summary]:
-    """Each series of one problem after its last step."""
+    """Series -> its summary after the last step; `rows` are of one problem."""
     found = {}
     for series in SERIES:
         losses = curves(rows, series, "loss", AFTER)
@@ -315,7 +318,7 @@ def summaries(rows: Sequence[Row]) -> dict[str, Summary]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """The loss over the steps, and the difference to torch's: a row of panels a problem."""
+    """The loss over the steps, and the difference to torch's; each problem has a row of panels."""
     from .lab import style
 
     rows = [row for row in rows if not row.failed]
@@ -345,7 +348,7 @@ _WIDTHS = {REFERENCE: 4.5, "torch-unfused": 3.0, OURS: 1.4}
 def _band(
     ax: Any, points: dict[int, list[float]], series: str, style: Any, width: float | None = None
 ) -> bool:
-    """The mean over seeds, and from the smallest to the largest; whether there is any."""
+    """Draw the mean over seeds in a band from the smallest to the largest; False without points."""
     if not points:
         return False
     x = sorted(points)

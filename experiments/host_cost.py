@@ -107,7 +107,7 @@ def _call(problem: Problem, pass_: str, series: str, arrays: Sequence[Any]) -> C
 
 
 def host_ms(run: Callable[[], Any], rounds: int) -> np.ndarray:
-    """Milliseconds that each of rounds x CALLS calls takes to return."""
+    """Milliseconds that each call takes to return, of `rounds` times CALLS calls."""
     for _ in range(WARMUP):
         run()
     samples = []
@@ -143,7 +143,7 @@ def shown(rows: Sequence[Row]) -> list[Row]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Bars of microseconds, a panel a problem and pass."""
+    """Bars of microseconds; each problem and pass has a panel."""
     from .lab import style
 
     panels: dict[tuple, list[Row]] = {}

@@ -176,7 +176,7 @@ def _hardware(cases: Sequence[Problem], bench: Bench) -> Iterator[Row]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """A row of panels a head dimension and mask: accesses of one head, bytes of a call on a GPU."""
+    """Accesses of one head, bytes of a call on a GPU: a row of panels for each d and mask."""
     from matplotlib.lines import Line2D
 
     from .lab import style
@@ -271,7 +271,7 @@ def _draw_bytes(ax: Any, rows: Sequence[Row], style: Any) -> None:
 
 
 def _under(series: str) -> dict[str, float]:
-    """FA-1 beneath the others and broader, so that it is seen where they coincide."""
+    """Look of a line: FA-1's lies beneath the others and is broader, so that it is never hidden."""
     return {"lw": WIDTHS[series], "ms": 2.2 * WIDTHS[series] + 2.2, "zorder": ORDER[series]}
 
 

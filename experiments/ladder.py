@@ -161,13 +161,13 @@ def gains(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def predictions() -> dict[str, float]:
-    """Series -> the gain that was predicted."""
+    """Series -> the gain that was predicted before the first run."""
     found = {step.series: step.predicted for step in STEPS if step.predicted is not None}
     return found | {"fa1-mma-rows": PREDICTED_PARTITION}
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """A panel a problem: bars of TFLOP/s, the gain over the step before beside each."""
+    """Bars of TFLOP/s with the gain over the step before; each problem has a panel."""
     from .lab import style
 
     problems = list(variants.problems_of(rows).items())

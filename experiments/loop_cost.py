@@ -102,12 +102,12 @@ def factors(found: variants.Values) -> dict[str, float | None]:
 
 
 def gigabytes(number: float) -> str:
-    """Bytes as 13.0 or 0.53."""
+    """Bytes in GB with three digits or so, such as 13.0 or 0.53."""
     return f"{number / 1e9:.{1 if number >= 1e10 else 2}f}"
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """A row of panels a problem: time of each step, and bytes of both loop orders."""
+    """Time of each step, and bytes of both loop orders; each problem has a row of panels."""
     from .lab import style
 
     problems = list(variants.problems_of(rows).items())

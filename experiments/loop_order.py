@@ -47,7 +47,7 @@ def series_of(dtype: str) -> tuple[str, str, str]:
 
 
 def configurations(problem: Problem, multiprocessors: int) -> list[variants.Variant]:
-    """The three calls; FA-2 takes the tiles and threads that FA-1 plans."""
+    """The three calls to compare; FA-2 takes the tiles and threads that FA-1 plans."""
     k_outer, _, q_outer = series_of(problem.dtype)
     splits = query_splits(problem, multiprocessors, k_outer)
     tiles = plan(k_outer, problem).tiles
@@ -59,7 +59,7 @@ def configurations(problem: Problem, multiprocessors: int) -> list[variants.Vari
 
 
 def many_heads(heads: int, head_dim: int, dtype: str, seqlen: int = HEADS_SEQLEN) -> Problem:
-    """One batch entry: to a kernel batch x heads is one number."""
+    """One batch entry with so many heads: kernels see only the product of batch and heads."""
     return Problem(1, heads, heads, seqlen, seqlen, head_dim, dtype=dtype)
 
 
@@ -95,7 +95,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def in_setting(problem: Problem) -> bool:
-    """Whether it is a problem of the FA-2 paper's setting; those of `many_heads` are none."""
+    """Whether it is a problem of the FA-2 paper's setting, and not one of `many_heads`."""
     sizes = problem.seqlen_q, problem.head_dim, problem.causal, problem.dtype
     return problem == fa2_setting(*sizes)
 
@@ -103,7 +103,8 @@ def in_setting(problem: Problem) -> bool:
 def ratios(rows: Iterable[Row]) -> dict[str, float]:
     """FA-1 over FA-2 for the rows of one problem.
 
-    Times "grid" (the paper's grid) and "splits"; bytes of the latter "model", "l2" and "dram".
+    "grid" and "splits" are ratios of times, with the paper's grid and with query splits; "model",
+    "l2" and "dram" are ratios of bytes, with query splits.
     """
     rows = list(rows)
     if not rows:
@@ -131,7 +132,7 @@ _LINES = {
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Ratios over N, a row a unit, and over batch x heads; a column a head dimension."""
+    """Ratios over N and over batch x heads: a row of panels for each unit, a column for each d."""
     from .lab import style
 
     found = {problem: ratios(mine) for problem, mine in variants.problems_of(rows).items()}

@@ -36,7 +36,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """TFLOP/s over N: a row of panels a pass and head dimension, a column a mask."""
+    """TFLOP/s over N: a row of panels for each pass and head dimension, a column for each mask."""
     return speed_figures.draw(STUDY, rows)
 
 

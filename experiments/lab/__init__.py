@@ -1,1 +1,20 @@
-"""What experiments share: data store, provenance, timing, counters, peers, figure style."""
+"""What experiments share.
+
+registry    the experiments there are, and what a module must have to be one
+options     what a run was asked for, and where it runs
+runner      measuring, storing and drawing for the command line
+workloads   problem sizes of the papers, and inputs for them
+series      our algorithms under the names that the data store has for them
+variants    several calls compared at one problem, with hardware counters
+peers       torch's kernels
+timing      times, and the check against float64 before them
+counters, counter_target    Nsight Compute
+counts      accesses counted on the emulator
+precompile  kernels compiled side by side before anything is timed
+tune        the sweep for the fastest tiles
+store, provenance           rows in CSV files, and where they come from
+published   the papers' own numbers
+speeds, speed_figures       what the speed experiments have in common
+style       one look for every figure
+tables, report              tables, and the page paper_repro.md that shows them
+"""

@@ -1,4 +1,4 @@
-"""The program that Nsight Compute watches: runs the calls of a list, once each, inside the profile.
+"""The program that Nsight Compute profiles: it runs each call of a list once.
 
     python -m experiments.lab.counter_target --algorithm fa2 --seqlen 1024
     python -m experiments.lab.counter_target --cases cases.json --kernels kernels.json
@@ -24,7 +24,7 @@ from .workloads import Inputs
 
 
 def run(case: Case, inputs: Inputs) -> int:
-    """Run the case in the profiled range; how many kernels that took."""
+    """Run the case in the profiled range; gives how many kernels it launched."""
     problem = Problem(
         case.batch,
         case.heads,

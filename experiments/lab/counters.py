@@ -176,10 +176,12 @@ def _factor(unit: str) -> float | None:
 def assign(
     launches: Sequence[Mapping[str, float]], kernels: Sequence[int | str]
 ) -> list[dict[str, float] | str]:
-    """Launches dealt out to calls: `kernels` has each call's kernel count, or why it failed.
+    """Each call's values from the launches in their order, or why the call failed.
 
-    Gives each call's values, or the reason. Totals (`.sum`) of a call's kernels are added up; any
-    other metric is a ratio, which only a call of a single kernel has.
+    `kernels` has, for each call, how many kernels it launched, or why it failed.
+
+    Totals (metrics that end in .sum) of a call's kernels are added up. Any other metric is a ratio,
+    which cannot be: only a call of a single kernel has it.
     """
     expected = sum(count for count in kernels if isinstance(count, int))
     if expected != len(launches):
@@ -202,9 +204,9 @@ def assign(
 
 
 def count(cases: Sequence[Case], metrics: Sequence[str]) -> list[dict[str, float] | str]:
-    """Every case's metric -> value (see `parse`, `assign`), or why it failed.
+    """Run the cases under ncu: for each one metric -> value as `parse` gives it, or why it failed.
 
-    One process for all. Raises CountersError when there is no ncu, or it fails as a whole.
+    One process runs all of them. Raises CountersError without ncu, and where ncu itself fails.
     """
     if not available():
         raise CountersError("ncu is not on the PATH")
@@ -236,7 +238,10 @@ def count(cases: Sequence[Case], metrics: Sequence[str]) -> list[dict[str, float
 def count_or_say(
     cases: Sequence[Case], metrics: Sequence[str], say: Callable[[str], None]
 ) -> list[dict[str, float] | str] | None:
-    """As `count`; None without ncu, which is said, and a failure as a whole is every case's."""
+    """What `count` gives, with messages in place of exceptions.
+
+    None without ncu, which is said. Where ncu fails as a whole, every case gets that reason.
+    """
     if not available():
         say("  no Nsight Compute (ncu) here: hardware counters are not read")
         return None

@@ -15,7 +15,7 @@ LONGEST, FLOPS = 256, 1e7
 
 
 def countable(problems: Sequence[Problem], bench: Bench) -> list[Problem]:
-    """Those problems that the emulator counts within half a minute; says which it does not."""
+    """The problems that the emulator counts within half a minute; says which are too large."""
     small = [
         p for p in problems if p.seqlen_q <= LONGEST and 4 * p.seqlen_q**2 * p.head_dim <= FLOPS
     ]
@@ -45,7 +45,7 @@ def equal(rows: Sequence[Row]) -> tuple[int, int]:
 
 
 def annotate(ax: Any, rows: Sequence[Row], height: float) -> None:
-    """Say on a panel how many of the counted numbers equal the model's, at that height of 1."""
+    """Write on a panel, at a height from 0 to 1, how many counted numbers equal the model's."""
     found, counted = equal(rows)
     if not counted:
         return

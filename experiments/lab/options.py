@@ -1,4 +1,4 @@
-"""What a run was asked for, as every experiment receives it."""
+"""What a run was asked for, and where it runs, as every experiment receives them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Options:
 
     @property
     def complete(self) -> bool:
-        """Whether a run with these measures everything an experiment has."""
+        """Whether a run with these options measures everything that an experiment has."""
         return not self.quick and (self.seqlens, self.head_dims, self.causal) == (None, None, None)
 
     @property
@@ -61,7 +61,8 @@ class Options:
 
 @dataclass
 class Bench:
-    """Where an experiment runs: `machine` is this machine's GPU as a file name, None without one.
+    """Where an experiment runs: `machine` is this machine's GPU as a file name, None without one,
+    and `describe` what `device.describe` says of it.
 
     `track(items, label)` goes through the items under a progress bar; `say` prints a line.
     """

@@ -24,7 +24,7 @@ FEWEST = 3
 
 @dataclass(frozen=True)
 class Call:
-    """What `series.plan` takes."""
+    """One call to compile for: the arguments of `series.plan`."""
 
     series: str
     problem: Problem
@@ -32,7 +32,7 @@ class Call:
 
 
 def calls(series: str, problem: Problem, pass_: str, **own: Any) -> Iterator[Call]:
-    """What `series.call` runs, or for a pass with gradients `series.gradients`."""
+    """The calls that `series.call` makes, or for a pass with gradients `series.gradients`."""
     if pass_ == "fwd":
         yield Call(series, problem, own)
     else:
@@ -41,7 +41,7 @@ def calls(series: str, problem: Problem, pass_: str, **own: Any) -> Iterator[Cal
 
 
 def compile_ahead(calls: Iterable[Call], bench: Bench, jobs: int | None = None) -> None:
-    """Compile the calls' kernels, in several processes, to where this process will find them.
+    """Compile the calls' kernels in several processes, into the kernel cache.
 
     There are `jobs` processes, or as many as there are cores, MOST_JOBS at most. A call that cannot
     be planned or compiled is left to fail where it is measured.

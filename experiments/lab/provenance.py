@@ -43,10 +43,10 @@ def _output(*command: str) -> str | None:
 
 
 def commit() -> tuple[str | None, bool | None]:
-    """(commit, whether code differed from it); figures and the tables made from them don't count.
+    """The commit, and whether the code differed from it: figures and tables do not count as code.
 
-    Where the environment names the commit, it is that: a copy of the tree may have a history of its
-    own. Without either both are None.
+    The environment's COMMIT_VARIABLE comes first, for a copy of the tree that has another history.
+    Whether the code differed is None there, and both are None without git.
     """
     named = os.environ.get(COMMIT_VARIABLE)
     head = named or _output("git", "rev-parse", "--verify", "HEAD")
@@ -82,7 +82,7 @@ def _version(package: str) -> str | None:
 
 
 class Provenance:
-    """Taken once at a run's start; `for_machine(name)` gives what goes beside that file's rows."""
+    """Where a run's numbers come from, read once at its start."""
 
     def __init__(self, arguments: list[str], gpu: dict[str, Any] | None) -> None:
         head, dirty = commit()
@@ -97,7 +97,7 @@ class Provenance:
         self._gpu = gpu
 
     def for_machine(self, machine: str, own: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """What is kept beside the machine's rows; `own` is the experiment's own protocol."""
+        """The JSON beside the machine's rows; `own` is what the experiment adds to the protocol."""
         about = dict(self._common, machine=machine)
         if machine == MODEL:
             about["protocol"] = "closed form: fa_numba.io_model"

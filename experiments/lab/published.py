@@ -15,7 +15,7 @@ def _lines() -> tuple[dict[str, str], ...]:
 
 
 def lookup(**wanted: str) -> list[dict[str, str]]:
-    """Lines whose columns have the wanted text, in the file's order.
+    """The lines of the file, in its order, whose columns have just the `wanted` text.
 
     Columns: paper, item, hardware, method, pass, dropout, mask, causal, batch, heads, head_dim,
     seqlen, block_c, metric, unit, value, reading.

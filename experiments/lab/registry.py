@@ -15,11 +15,16 @@ from .tables import Make
 
 
 class Experiment(Protocol):
-    """A module of `experiments`, which is found by its file alone.
+    """What a module of `experiments` must have; it is found by its file alone.
 
-    It may also have `NEEDS_TORCH` (bool), `SWEPT` (columns that it varies, see `store.Recorder`),
-    `PROTOCOL` (how it measures, kept with its rows), `table` (its table in paper_repro.md, under
-    the experiment's name) and `TABLES` (further ones, by name).
+    TITLE is shown while it is measured, DESCRIPTION by the command `list`. With NEEDS_GPU nothing
+    is measured on a machine without a CUDA GPU. A module may have more:
+
+    `table(rows)`   its table, a `tables.Table`, on the page under the experiment's name
+    TABLES          further tables: name -> function of the rows
+    NEEDS_TORCH     True where torch with CUDA is needed to measure
+    SWEPT           columns of a row that the experiment varies, see `store.Recorder`
+    PROTOCOL        a sentence on how it measures, kept with its rows
     """
 
     TITLE: str
@@ -27,10 +32,10 @@ class Experiment(Protocol):
     NEEDS_GPU: bool
 
     def measure(self, options: Options, bench: Bench) -> Iterator[Row]:
-        """The rows, as they are measured."""
+        """The rows, each as soon as it is measured; it is stored at once."""
 
     def draw(self, rows: Sequence[Row]) -> Any:
-        """A matplotlib figure of stored rows, None where they hold nothing to draw."""
+        """A matplotlib figure of stored rows, measured now or before; None without rows to draw."""
 
 
 def names() -> list[str]:

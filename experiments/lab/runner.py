@@ -26,7 +26,7 @@ _NOT_GPUS = (EMULATOR, MODEL)
 
 @dataclass
 class Report:
-    """What became of one experiment."""
+    """What became of one experiment: rows measured, whence its figure's are, what failed."""
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     drawn_from: list[str] = field(default_factory=list)
@@ -127,7 +127,7 @@ class Runner:
             recorder.finish(complete=complete)
 
     def tune(self, wanted: Sequence[sweep.Candidate], jobs: int | None) -> int:
-        """Sweep tiles on this machine's GPU and store the fastest; an exit status."""
+        """Time the wanted tiles on this machine's GPU, store the fastest; gives an exit status."""
         report = self.reports.setdefault(sweep.NAME, Report())
         if self.machine is None or self.gpu is None:
             self.console.print("[red]tune needs a CUDA GPU, and this machine has none[/]")
@@ -192,7 +192,7 @@ class Runner:
         return True
 
     def _instead(self, stored: Sequence[Row]) -> str:
-        """What was asked for in vain, and what there would be."""
+        """What the filters asked for in vain, and what is stored."""
         if not self.options.chosen:
             return ""
         found = Options(
@@ -215,7 +215,7 @@ class Runner:
         gpus = [machine for machine in places if machine not in _NOT_GPUS]
 
         def preferred(machine: str) -> tuple[bool, bool, str, str]:
-            """This machine's GPU, else one recorded in --out, else the latest recording."""
+            """To sort by: this machine's GPU comes last, before it those in --out, then by date."""
             date = str(abouts[machine].get("date"))
             return machine == self.machine, places[machine] is self.store, date, machine
 
@@ -225,7 +225,7 @@ class Runner:
         return rows, {machine: abouts[machine] for machine in chosen}
 
     def summary(self, chosen: Iterable[str]) -> Table:
-        """For each figure: what is new, counted here, or from a recording, and of which machine."""
+        """A line for each figure and machine: measured here or recorded before, new or the same."""
         table = Table(title="Figures", title_justify="left")
         for column in ("figure", "data", "this run", "recorded"):
             table.add_column(column)

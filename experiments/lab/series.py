@@ -42,7 +42,7 @@ for _names in (LABELS, BACKWARD_LABELS):
 
 
 def algorithm(series: str) -> str:
-    """The public name of what a series runs."""
+    """The name that fa_numba has for what a series runs: "standard", "fa1" or "fa2"."""
     return series.split("-")[0]
 
 
@@ -65,7 +65,7 @@ def plan(series: str, problem: Problem, **options: Any) -> fa_numba.Plan:
 
 
 def call(series: str, problem: Problem, q: Any, k: Any, v: Any, **options: Any) -> Callable:
-    """A function that runs the series once; it takes `out=`."""
+    """A function that runs the series once on q, k and v; it takes `out=`."""
     options |= _common(series, problem)
 
     def run(out: Any = None) -> Any:
@@ -79,7 +79,7 @@ def _common(series: str, problem: Problem) -> dict[str, Any]:
 
 
 def backward_options(series: str) -> dict[str, Any]:
-    """What the series asks of the backward pass beside its algorithm."""
+    """The options of the series in the backward pass, beside algorithm and unit."""
     return {"deterministic": True} if series == DETERMINISTIC else {}
 
 
@@ -107,10 +107,10 @@ def gradients(series: str, problem: Problem, pass_: str, *arrays: Any, **given: 
 def query_splits(
     problem: Problem, multiprocessors: int, series: str = "fa1-simt", passes: str = "fwd"
 ) -> int:
-    """The splits of FA-1's queries that end first on so many multiprocessors, by `makespan`.
+    """Into how many thread blocks FA-1 should split a head's queries, by `makespan`.
 
-    Tried are the powers of two below the number of row tiles, and that number; of equals the
-    fewest splits win. The tiles are the plan's.
+    Tried are the powers of two below the number of row tiles, and that number; where several end
+    at the same time, the fewest win. The tiles are the plan's.
     """
     tiles = plan(series, problem, passes=passes).tiles
     return _best_splits(problem, tiles.Br, tiles.Bc, multiprocessors)
@@ -124,9 +124,10 @@ def _best_splits(problem: Problem, Br: int, Bc: int, multiprocessors: int) -> in
 
 
 def makespan(problem: Problem, Br: int, Bc: int, splits: int, multiprocessors: int) -> float:
-    """When the last thread block ends, in tiles of S, one block at a time on a multiprocessor.
+    """The time until the last thread block ends, in tiles of S.
 
-    The hardware hands out blocks in order, splits first, then heads, to whoever is free.
+    A multiprocessor runs one block at a time. The hardware hands out blocks in order, splits first,
+    then heads, to the multiprocessor that is free first.
     """
     free = [0.0] * multiprocessors
     for cost in block_costs(problem, Br, Bc, splits) * (problem.batch * problem.heads_q):
@@ -151,7 +152,7 @@ def block_costs(problem: Problem, Br: int, Bc: int, splits: int) -> list[float]:
 
 
 def row_fields(problem: Problem) -> dict[str, Any]:
-    """The problem's columns of a row."""
+    """The columns of a row that say which problem it is of."""
     return {
         "dtype": problem.dtype,
         "batch": problem.batch,

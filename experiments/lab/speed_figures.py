@@ -18,12 +18,12 @@ _LIKE = {"FlashAttention-2": "fa2-mma", "FlashAttention": "fa1-mma"}
 
 
 def labels_of(study: Study) -> dict[str, str]:
-    """What figure and table call the series: in the backward pass the grids are what differs."""
+    """Names of the series: of a backward pass they name the grid, in which the two differ."""
     return LABELS if "fwd" in study.passes else BACKWARD_LABELS
 
 
 def draw(study: Study, rows: Sequence[Row]) -> Any:
-    """TFLOP/s over N: a row of panels a pass and head dimension, a column a mask."""
+    """TFLOP/s over N: a row of panels for each pass and head dimension, a column for each mask."""
     from . import style
 
     rows = [row for row in rows if row.metric == "speed"]

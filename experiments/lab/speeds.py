@@ -83,7 +83,7 @@ class Study:
 
 
 def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
-    """Time, speed, error and, forward, peak memory of every series, checked before it is timed."""
+    """Rows of time, speed, error and, forward, peak memory; results are checked before timing."""
     assert bench.machine is not None and bench.describe is not None
     lengths = options.seqlens or (SEQLENS[:2] if options.quick else SEQLENS)
     head_dims = options.head_dims or (HEAD_DIMS[:1] if options.quick else HEAD_DIMS)
@@ -124,7 +124,7 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
 def _planned(
     study: Study, cases: Sequence[Problem], multiprocessors: int
 ) -> Iterator[precompile.Call]:
-    """Every call that `measure` makes of ours."""
+    """Every call of our kernels that `measure` makes."""
     for problem in cases:
         for pass_ in study.passes:
             for series in (s for s in study.at(problem, pass_) if s in study.ours):
@@ -135,7 +135,10 @@ def _planned(
 
 
 def _splits(series: str, pass_: str, problem: Problem, multiprocessors: int) -> dict[str, int]:
-    """Query splits for the pass, for both the backward one's; none where there is no plan."""
+    """The option query_splits for a pass; forward + backward takes the backward pass's.
+
+    Empty where there is no plan.
+    """
     passes = "fwd" if pass_ == "fwd" else "bwd"
     splits, failure = attempt(lambda: query_splits(problem, multiprocessors, series, passes))
     return {} if failure else {"query_splits": splits}
@@ -157,7 +160,7 @@ def _call(
 
 
 class Checks:
-    """The check of each series and pass: of the problem itself, or of a shorter one in its place.
+    """Checks each series and pass, on the problem itself or on a shorter one in its place.
 
     Float64 gradients of long problems take minutes; such a problem is let through when the same
     call gave the right gradients at CHECKED_SEQLEN, which is tried once.
@@ -172,7 +175,7 @@ class Checks:
     def __call__(
         self, series: str, pass_: str, problem: Problem, **own: Any
     ) -> Callable[[Any], float]:
-        """A function of the result. Raises WrongResult when the shorter problem's are wrong."""
+        """The check of a result. Raises WrongResult at once where a shorter problem's is wrong."""
         if pass_ == "fwd" or problem.seqlen_q <= CHECKED_SEQLEN:
             return self._gate(series, pass_, problem)
         shorter = fa2_setting(CHECKED_SEQLEN, problem.head_dim, problem.causal, problem.dtype)

@@ -214,7 +214,7 @@ class Store:
             tempfile.TemporaryFile(dir=folder).close()
 
     def machines(self, experiment: str) -> list[str]:
-        """Names with stored rows: GPUs, and `emulator` and `model`."""
+        """Machines with stored rows of the experiment: GPUs, `emulator` and `model`."""
         return sorted(path.stem for path in (self.root / "data" / experiment).glob("*.csv"))
 
     def read(self, experiment: str, machine: str) -> list[Row]:
@@ -232,7 +232,7 @@ class Store:
 
 @dataclass
 class Outcome:
-    """What one run did to one machine's file."""
+    """What one run did to a machine's file: rows measured, those failed, whether it changed."""
 
     measured: int = 0
     failed: int = 0
@@ -292,7 +292,7 @@ class Recorder:
         self._write(machine)
 
     def finish(self, *, complete: bool) -> dict[str, Outcome]:
-        """Drop what this run measured anew, see the class; what it did to each machine's file."""
+        """End the run: drop older rows as the class says. Gives each machine's outcome."""
         for machine in self._rows:
             self._drop_redone(machine, _series if complete else self._setting_of)
             self._write(machine)

@@ -1,7 +1,7 @@
 """Times on a GPU that were checked first.
 
-A call's result is held against float64 before it is timed; a wrong one is not timed. Times come
-from device events, warm-up apart, the L2 cache flushed before every run.
+A call's result is compared with float64 first, and a wrong one is not timed. Times are of device
+events, after a warm-up, with the L2 cache flushed before every run.
 """
 
 from __future__ import annotations
@@ -187,7 +187,8 @@ def time_call(
 ) -> Timing:
     """Check `call()`'s result with a gate, then time `call(out=result)`.
 
-    With `seconds` there are fewer than `repeats` where they would take longer, FEWEST at least.
+    With `seconds`, fewer than `repeats` runs are timed where all would take longer than that, but
+    at least FEWEST.
     """
     out = call()
     device.synchronize()
@@ -205,7 +206,7 @@ def time_call(
 
 
 def timing_rows(timing: Timing, problem: Problem, **common: Any) -> Iterator[Row]:
-    """The rows of one timing: time, speed and the error found before; `common` is their rest."""
+    """Rows of time, speed and error from one timing; `common` are their other columns."""
     yield Row(metric="time", unit="ms", value=timing.median, **timing.spread, **common)
     teraflop = io_model.flops(problem, common.get("pass_", "fwd")) / 1e9
     # The fastest fifth of the runs is the upper end of the speed.

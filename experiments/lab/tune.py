@@ -78,7 +78,7 @@ def candidates(
     series: Sequence[str] = SERIES,
     passes: Sequence[str] = tuple(BLOCKS),
 ) -> list[Candidate]:
-    """What can be planned on this device, neighbours with equal inputs.
+    """The calls to time: all tiles that can be planned here, those with the same inputs together.
 
     Head dimensions are rounded up to whole fragments: those in between run the same kernels.
     """
@@ -160,7 +160,7 @@ def _inputs() -> Inputs:
 
 @lru_cache(maxsize=4)
 def _small(problem: Problem) -> tuple[tuple[np.ndarray, ...], np.ndarray, np.ndarray]:
-    """q, k, v and dout; O; L."""
+    """(q, k, v, dout), O and L of the problem, computed on the host."""
     host = _inputs()(problem)
     out, lse = reference.attention(*host[:3], causal=problem.causal, return_lse=True)
     return host, out.astype(np.float32), lse.astype(np.float32)
@@ -174,7 +174,7 @@ def _gate(problem: Problem, pass_: str) -> Gate | GradientGate:
 
 @lru_cache(maxsize=1)
 def _large(head_dim: int) -> tuple[Any, ...]:
-    """q, k, v, dout, O and L as large as they are; O and L are made up, times depend on none."""
+    """q, k, v, dout, O and L at the largest size; O and L are made up, no time depends on them."""
     problem = fa2_setting(max(SEQLENS), head_dim, False, DTYPE)
     host = _inputs()(problem)
     lse = np.full(problem.lse_shape, math.log(max(SEQLENS)), np.float32)
@@ -188,8 +188,9 @@ def _shaped(problem: Problem, arrays: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def measure(wanted: Sequence[Candidate], bench: Bench, jobs: int | None = None) -> Iterator[Row]:
-    """Rows of every candidate; `jobs` processes compile first, and nothing runs beside the timing:
-    another process's kernels would be in the times.
+    """Rows of every candidate.
+
+    `jobs` processes compile all kernels first: nothing may run beside the timing.
     """
     compile_ahead((call for candidate in wanted for call in candidate.calls), bench, jobs)
     for candidate in bench.track(wanted, "timing"):
@@ -265,7 +266,7 @@ def best(rows: Iterable[Row]) -> dict[Key, tuple[fa_numba.Tiles, float]]:
 def update(
     found: dict[Key, tuple[fa_numba.Tiles, float]], capability: str, path: Path = TABLE
 ) -> bool:
-    """Put what was found into the table; gives whether it changed. Other lines stay."""
+    """Put the tiles that were found into the table; True if it changed. Its other lines stay."""
     with open(path, newline="") as file:
         lines = {tuple(line[: len(KEY)]): list(line) for line in list(csv.reader(file))[1:]}
     for (name, pass_, head_dim), (tiles, _) in found.items():

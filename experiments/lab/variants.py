@@ -36,7 +36,7 @@ Work = Sequence[tuple[Problem, list[Variant]]]
 
 
 def splits_of(fa1: str, splits: int) -> Variant:
-    """FA-1 with its queries split; a copy where there is one split."""
+    """FA-1 with its queries split; with one split that is the call of `fa1`, a copy."""
     series = f"{fa1}-splits"
     if splits == 1:
         return Variant(series, same_as=fa1, note=f"one split: the run of {fa1}")
@@ -82,14 +82,14 @@ def measure(
 
 
 def copies(variant: Variant, rows: Iterable[Row]) -> list[Row]:
-    """Rows of one run under a second name: measuring it twice would only show noise."""
+    """The rows of a call under the name of a variant that makes the same call."""
     return [replace(row, series=variant.series, note=row.note or variant.note) for row in rows]
 
 
 def _common(
     experiment: str, variant: Variant, problem: Problem, machine: str | None
 ) -> tuple[dict[str, Any], Any, str]:
-    """What the variant's rows share, its plan or None, and why there is none."""
+    """(columns of the variant's rows, its plan, "") or (columns, None, why there is no plan)."""
     common = {"machine": machine, "experiment": experiment, "series": variant.series}
     common |= row_fields(problem)
     planned, failure = attempt(lambda: plan(variant.series, problem, **variant.options))

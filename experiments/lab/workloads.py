@@ -17,7 +17,10 @@ SEED = 20220527
 def fa2_setting(
     seqlen: int, head_dim: int, causal: bool = False, dtype: str = "float32"
 ) -> Problem:
-    """Batch and heads as FA-2 sets them; at least one of each for sizes beyond its grid."""
+    """A problem of the FA-2 paper's benchmark: 16k tokens in all, hidden dimension 2048.
+
+    Batch and heads follow from the length and head dimension; both are at least 1.
+    """
     heads = max(1, HIDDEN // head_dim)
     return Problem(
         batch=max(1, TOKENS // seqlen),
@@ -32,12 +35,12 @@ def fa2_setting(
 
 
 def one_head(seqlen: int, head_dim: int, causal: bool = False, dtype: str = "float32") -> Problem:
-    """One batch entry, one head."""
+    """A problem of one batch entry and one head."""
     return Problem(1, 1, 1, seqlen, seqlen, head_dim, dtype=dtype, causal=causal)
 
 
 def held(x: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 numbers near those of `x` that `dtype` holds exactly."""
+    """`x`, a float32 array, rounded or cut to numbers that `dtype` holds exactly; float32 still."""
     if dtype == "float16":
         return x.astype(np.float16).astype(np.float32)
     if dtype == "bfloat16":  # the upper half of a float32
@@ -48,8 +51,8 @@ def held(x: np.ndarray, dtype: str) -> np.ndarray:
 class Inputs:
     """Standard normal q, k and v: the first numbers of three streams, drawn once.
 
-    float32 arrays of numbers that the problem's dtype holds. With `gradient` dout too, of a fourth
-    stream.
+    `inputs(problem)` gives float32 arrays of numbers that the problem's dtype holds exactly. With
+    `gradient` it gives dout too, of a fourth stream.
     """
 
     def __init__(self, *, gradient: bool = False) -> None:
