@@ -1,6 +1,7 @@
 """The pages: their links lead somewhere, README's result is what the recording says."""
 
 import csv
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -117,3 +118,13 @@ def test_the_experiment_of_the_walk_runs(monkeypatch, tmp_path):
     assert len(rows) == 4 and all(row.value > 0 for row in rows)
     assert len(experiment.draw(rows).axes[0].lines) == 2
     assert "| 32 | FA-2 (Q outer) |" in report.text("head_dim", store)
+
+
+def test_the_table_for_other_libraries_names_what_there_is():
+    page = (ROOT / "README.md").read_text().partition("## Coming from another library")[2]
+    rows = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
+    names = {n for row in rows for n in re.findall(r"`(\w+)(?:=[^`]*)?`", row)}
+    functions = (fa_numba.flash_attention_2_backward, fa_numba.flash_attention_1)
+    known = {p for f in functions for p in inspect.signature(f).parameters} | {*dir(fa_numba)}
+    assert len(rows) > 10
+    assert names <= known | set(fa_numba.AttentionOptions.__annotations__)
