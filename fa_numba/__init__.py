@@ -1,5 +1,9 @@
 """FlashAttention's two loop orders in Numba CUDA: to run, to count and to compare."""
 
+import configparser
+from importlib import metadata
+from pathlib import Path
+
 from fa_numba import algorithms, io_model, reference
 from fa_numba.device import count_accesses
 from fa_numba.dropout import dropout_mask
@@ -37,3 +41,15 @@ __all__ = [
     "standard_attention",
     "standard_attention_backward",
 ]
+
+
+def _version() -> str:
+    """The version in setup.cfg of the source tree; of an installed package that of its metadata."""
+    source = configparser.ConfigParser()
+    source.read(Path(__file__).parent.parent / "setup.cfg")
+    if source.get("metadata", "name", fallback="") == "fa_numba":
+        return source["metadata"]["version"]
+    return metadata.version("fa_numba")
+
+
+__version__ = _version()

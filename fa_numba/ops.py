@@ -157,17 +157,17 @@ def flash_attention_2(
     """Attention in FlashAttention-2's loop order, Q outer (arXiv 2307.08691, Algorithm 1).
 
     q is (B, Hq, Nq, d), k and v (B, Hk, Nk, d), of one dtype, any strides; Hk divides Hq and query
-    head h reads K/V head h // (Hq / Hk); 1 <= d <= 256. ``unit`` is "simt" for CUDA cores
+    head h reads K/V head h // (Hq / Hk); 1 <= d <= 256, the same for v. The option ``layout`` takes
+    (B, N, H, d). ``unit`` is "simt" for CUDA cores
     (float32), "mma" for tensor cores (float16, bfloat16; sums in float32) or "auto" for what takes
-    the dtype. NumPy arrays, torch tensors and arrays with ``__cuda_array_interface__`` or DLPack
-    are taken as they are; all on one device. Host arrays are copied to the GPU and back, and run on
-    the emulator where there is no GPU.
+    the dtype. NumPy arrays, torch tensors, JAX arrays and arrays with ``__cuda_array_interface__``
+    or DLPack are taken as they are; all on one device. Host arrays are copied to the GPU and back,
+    and run on the emulator where there is no GPU.
 
-    ``options`` change the result: scale, masks, biases, lengths, dropout; see
-    ``fa_numba.AttentionOptions``. A row that sees no column gives output 0 and logsumexp -inf.
-    ``tiles`` sets block sizes, threads and stages. ``out`` takes the result, in q's shape.
-    ``stream`` is a CUDA stream (torch, CuPy, Numba or an address); None takes the current stream of
-    q's library.
+    ``options`` change the result: scale, masks, biases, lengths, dropout. A row that sees no column
+    gives output 0 and logsumexp -inf. ``tiles`` sets block sizes, threads and stages. ``out`` takes
+    the result, in q's shape. ``stream`` is a CUDA stream (torch, CuPy, Numba or an address); None
+    takes the current stream of q's library.
 
     ``ablate`` names measures of the tensor-core kernel to do without, which show what each gains
     and change no access: "padding" of rows in shared memory, "prefetch" of tiles meanwhile others
@@ -195,9 +195,35 @@ def flash_attention_2(
 
 @documents_options
 def attention(q, k, v, *, algorithm="fa2", **options):
-    """Attention by ``algorithm``: "standard", "fa1" or "fa2"; the rest as that function takes it.
+    """Attention, softmax(scale q kT) v, by one of three algorithms; the results differ by rounding.
 
-    Raises ValueError for another algorithm, TypeError for an option that it does not have.
+    ``algorithm``: "fa2" for ``flash_attention_2`` (Q outer, a grid over the sequence), "fa1" for
+        ``flash_attention_1`` (K/V outer), "standard" for ``standard_attention`` (N x N matrices in
+        global memory).
+    ``q``: (B, Hq, Nq, d); ``k``, ``v``: (B, Hk, Nk, d), of one dtype (float32, float16, bfloat16),
+        on one device, any strides; Hk divides Hq, 1 <= d <= 256. NumPy arrays, torch tensors, JAX
+        arrays, and arrays with ``__cuda_array_interface__`` or DLPack.
+    ``return_lse``: bool, False: whether L is returned beside O.
+    ``out``: an array like q that takes O; None for a new one.
+    ``tiles``: a ``fa_numba.Tiles`` with block sizes, threads and stages; None for what suits.
+    ``unit``: "auto" by the dtype, "simt" for CUDA cores (float32) or "mma" for tensor cores
+        (float16, bfloat16).
+    ``stream``: a CUDA stream of torch, CuPy or Numba or its address; None for the current one of
+        q's library.
+    ``query_splits`` and ``warp_partition`` of "fa1", ``ablate`` of "fa1" and "fa2": see there.
+
+    Returns O, in q's shape, dtype, library and place; with ``return_lse`` (O, L), L the natural
+    logarithm of the rows' sums of exponentials, float32 (B, Hq, Nq).
+
+    Raises ValueError or TypeError, before anything runs, for an argument that is not as above, an
+    ``algorithm`` that there is not, and an option that the algorithm does not have: the message
+    names it, its value and what is allowed. ValueError also for tiles that do not fit the device's
+    shared memory, and for a problem too large for the emulator, which runs where no GPU is.
+
+    >>> import numpy as np, fa_numba
+    >>> q = np.eye(4, dtype=np.float32).reshape(1, 1, 4, 4)
+    >>> fa_numba.attention(q, q, q, algorithm="fa1", causal=True)[0, 0, 0].tolist()
+    [1.0, 0.0, 0.0, 0.0]
     """
     functions: dict[str, Callable] = {
         "standard": standard_attention,
@@ -416,9 +442,31 @@ def flash_attention_2_backward(
 
 @documents_options
 def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
-    """Gradients by ``algorithm``: "standard", "fa1" or "fa2"; the rest as that function takes it.
+    """Gradients of ``attention`` by one of three algorithms; the results differ by rounding.
 
-    Raises ValueError for another algorithm, TypeError for an option that it does not have.
+    ``algorithm``: "fa2" for ``flash_attention_2_backward`` (a grid over K/V blocks), "fa1" for
+        ``flash_attention_1_backward`` (K/V outer), "standard" for ``standard_attention_backward``
+        (N x N matrices in global memory). It need not be that of the forward pass.
+    ``dout``: the gradient of O; ``q``, ``k``, ``v`` and the options as in the forward pass.
+    ``out``, ``lse``: O and L of the forward pass with ``return_lse``; dout and out in q's shape and
+        dtype, lse float32 (B, Hq, Nq). All on one device.
+    ``return_dbias``: bool, False: whether the gradient of ``bias``, or of an ``attn_mask`` of
+        numbers, is returned too.
+    ``deterministic``: bool, of "fa2" alone: whether dq is summed in one order.
+    ``query_splits``: of "fa1" on tensor cores alone.
+    ``tiles``, ``unit``, ``stream``: as for ``attention``.
+
+    Returns (dq, dk, dv), in the shapes of q, k and v, and in q's dtype, library and place; with
+    ``return_dbias`` also dbias, float32 in the shape of the bias.
+
+    Raises ValueError or TypeError as ``attention`` does.
+
+    >>> import numpy as np, fa_numba
+    >>> q = np.eye(4, dtype=np.float32).reshape(1, 1, 4, 4)
+    >>> o, lse = fa_numba.attention(q, q, q, return_lse=True)
+    >>> dq, dk, dv = fa_numba.attention_backward(q, q, q, q, o, lse)
+    >>> dv.shape, dv.sum().round(3).item()
+    ((1, 1, 4, 4), 4.0)
     """
     functions: dict[str, Callable] = {
         "standard": standard_attention_backward,

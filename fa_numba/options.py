@@ -102,7 +102,8 @@ def _hint(name: str) -> str:
     owners: dict[str, list[str]] = {}
     for function in _functions:
         parameters = inspect.signature(function).parameters
-        for parameter in parameters.values() if "q" in parameters else ():
+        # Those that launch: the others hand on what they are given.
+        for parameter in parameters.values() if "stream" in parameters else ():
             if parameter.kind is parameter.KEYWORD_ONLY:
                 owners.setdefault(parameter.name, []).append(function.__name__)
     if name in owners:

@@ -8,9 +8,10 @@ import numpy as np
 
 import fa_numba
 from fa_numba.host import placement
-from fa_numba.host.arrays import on_host, operand
+from fa_numba.host.arrays import MASKS, added_mask, on_host, operand
 from fa_numba.host.plans import check_algorithm
-from fa_numba.options import AttentionOptions
+from fa_numba.options import AttentionOptions, check_names, documents_options
+from fa_numba.problem import as_flag
 from fa_numba.tiling import Tiles
 
 try:
@@ -27,11 +28,11 @@ except ModuleNotFoundError as error:
 
 __all__ = ["attention"]
 
-_OPTIONS = tuple(AttentionOptions.__annotations__)
 # Read to the host once, and kept for the backward pass as they were.
 _ON_HOST = ("q_lens", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", "block_mask")
 
 
+@documents_options
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -45,22 +46,24 @@ def attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``fa_numba.attention`` of torch tensors, differentiable in q, k, v and ``bias``.
 
-    q is (B, Hq, Nq, d), k and v (B, Hk, Nk, d), float32, any strides, all on one device; with
-    ``cu_seqlens_q`` and ``cu_seqlens_k`` (total, Hq, d) and (total, Hk, d). Nothing is copied on a
-    GPU, and everything runs on torch's current stream. CPU tensors go through the GPU, or the
-    emulator where there is none.
+    q is (B, Hq, Nq, d), k and v (B, Hk, Nk, d), all float32, float16 or bfloat16, any strides, on
+    one device; with ``layout="bnhd"`` (B, Nq, Hq, d) and (B, Nk, Hk, d); with ``cu_seqlens_q`` and
+    ``cu_seqlens_k`` (total, Hq, d) and (total, Hk, d). Nothing is copied on a GPU, and everything
+    runs on torch's current stream. CPU tensors go through the GPU, or the emulator where there is
+    none.
 
-    ``options`` as ``fa_numba.AttentionOptions`` has them, but that ``bias`` and ``alibi_slopes``
-    are tensors, and that without a ``seed`` dropout draws one from torch's default CPU generator,
-    which torch.manual_seed sets; the backward pass drops the same elements. ``tiles`` are those of
-    both passes, but that the backward pass has no choice of stages.
+    ``options`` as listed below, but that ``bias``, ``alibi_slopes`` and ``attn_mask`` are tensors,
+    a mask of numbers is differentiated too, and without a ``seed`` dropout draws one from torch's
+    default CPU generator, which torch.manual_seed sets; the backward pass drops the same elements.
+    ``tiles`` are those of both passes, but that the backward pass has no choice of stages.
 
     ``deterministic`` is about the backward pass of "fa2" alone: True sums dq in a fixed order, as
     the other algorithms always do, None asks torch.are_deterministic_algorithms_enabled(). The
     gradient of a bias has no fixed order over the axes that the bias repeats.
 
-    Returns O, (B, Hq, Nq, d); with ``return_lse`` (O, L), L (B, Hq, Nq), the natural logarithm of
-    the rows' sums of exponentials, through which no gradient flows.
+    Returns O, in q's shape and dtype; with ``return_lse`` (O, L), L float32 (B, Hq, Nq), or (Hq,
+    total), the natural logarithm of the rows' sums of exponentials, through which no gradient
+    flows.
 
     Raises ValueError or TypeError, before anything runs, as ``fa_numba.attention`` and, where a
     gradient is wanted, ``fa_numba.attention_backward`` do. Gradients of the gradients are refused,
@@ -72,22 +75,20 @@ def attention(
     >>> v.grad.sum().item()
     64.0
     """
-    for name in options:
-        if name not in _OPTIONS:
-            raise TypeError(f"{name} is no option: allowed are {', '.join(_OPTIONS)}")
+    check_names(options)
     given: dict[str, Any] = {name: x for name, x in options.items() if x is not None}
     bias, slopes = given.pop("bias", None), given.pop("alibi_slopes", None)
-    tensors = {"q": q, "k": k, "v": v, "bias": bias, "alibi_slopes": slopes}
+    mask = given.pop("attn_mask", None)
+    tensors = {"q": q, "k": k, "v": v, "bias": bias, "alibi_slopes": slopes, "attn_mask": mask}
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor) and (x is not None or name in "qkv"):
             raise TypeError(f"{name} is a {type(x).__name__}: allowed is a torch tensor")
     check_algorithm(algorithm)
-    for name, flag, more in (
-        ("return_lse", return_lse, ""),
-        ("deterministic", deterministic, ", or None"),
-    ):
-        if not isinstance(flag, bool) and not (more and flag is None):
-            raise TypeError(f"{name} is {flag!r}: allowed is True or False{more}")
+    if mask is not None:
+        bias = _bias_of(mask, bias)
+    return_lse = as_flag("return_lse", return_lse)
+    if deterministic is not None and not isinstance(deterministic, (bool, np.bool_)):
+        raise TypeError(f"deterministic is {deterministic!r}: allowed is True or False, or None")
     if deterministic and algorithm != "fa2":
         raise ValueError(
             f"deterministic is True with algorithm {algorithm!r}: only fa2 has a choice, the "
@@ -115,6 +116,19 @@ def attention(
         return fa_numba.attention(q, k, v, return_lse=return_lse, **given)
     out, lse = _Attention.apply(q, k, v, bias, slopes, given, backward)
     return (out, lse) if return_lse else out
+
+
+def _bias_of(mask: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """What ``attn_mask`` adds to the scores, differentiable in a mask of numbers."""
+    if bias is not None:
+        raise ValueError(
+            f"attn_mask is given, of shape {tuple(mask.shape)}, with a bias: allowed is one of the "
+            "two, and numbers in attn_mask are added as a bias is"
+        )
+    kind = str(mask.dtype).removeprefix("torch.")
+    if kind not in MASKS:
+        raise TypeError(f"attn_mask has dtype {kind}: allowed is {' or '.join(MASKS)}")
+    return added_mask(mask)
 
 
 def _check_backward(

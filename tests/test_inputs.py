@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -226,6 +227,34 @@ def test_the_dtypes_of_sums_are_their_own():
         fa_numba.flash_attention_2_backward(dout, q, k, v, out, lse.astype(np.float16))
     with pytest.raises(TypeError, match="bias has dtype float16: allowed is float32$"):
         fa_numba.flash_attention_2(q, k, v, bias=np.zeros((5, 7), np.float16))
+
+
+# --- what the package says of itself ---------------------------------------------------------
+
+
+def test_the_version_is_that_of_the_source_tree():
+    import configparser
+
+    source = configparser.ConfigParser()
+    source.read(Path(__file__).parent.parent / "setup.cfg")
+    assert fa_numba.__version__ == source["metadata"]["version"]
+
+
+def test_counts_print_as_a_table():
+    q = np.ones((1, 1, 40, 32), np.float32)
+    with fa_numba.count_accesses() as counts:
+        fa_numba.flash_attention_2(q, q, q)
+    head, *rows, total = str(counts).splitlines()
+    assert head.split() == ["array", "loads", "stores", "bytes", "loaded", "bytes", "stored"]
+    found = {row.split()[0]: [int(n.replace(",", "")) for n in row.split()[1:]] for row in rows}
+    assert found == {
+        name: [counts.loads[name], counts.stores[name], counts.load_bytes[name],
+               counts.store_bytes[name]]
+        for name in {*counts.loads, *counts.stores}
+    }  # fmt: skip
+    sums = [sum(column) for column in zip(*found.values(), strict=True)]
+    assert total.split() == ["all", *(f"{n:,}" for n in sums)] and sums[0] > 1000
+    assert len({len(row) for row in (head, *rows, total)}) == 1
 
 
 # --- JAX -------------------------------------------------------------------------------------

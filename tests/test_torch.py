@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from backward_helpers import true_gradients
+from backward_helpers import random_gradients, true_gradients
 from helpers import OnGpu, assert_close_to_float64, assert_within, random_inputs, truth
 
 import fa_numba
@@ -540,6 +540,59 @@ def test_without_dropout_the_generator_is_left_alone(place):
         assert torch.equal(before, torch.get_rng_state())
 
 
+# --- masks and layouts ------------------------------------------------------------------------
+
+
+def gradients_of(algorithm, place, swapped=False, extra=(), **options):
+    """O and the gradients of q, k, v and of tensors among the options, as (B, H, N, d)."""
+    arrays = random_gradients(2, 2, 1, 5, 9, 4)
+    if swapped:
+        arrays = [x.swapaxes(1, 2) for x in arrays]
+    dout, q, k, v = (tensor(x, place) for x in arrays)
+    out = attention(q, k, v, algorithm=algorithm, **options)
+    found = torch.autograd.grad(out, [q, k, v, *extra], dout.detach())
+    found = [numpy(x) for x in (out, *found)]
+    return [x.swapaxes(1, 2) if swapped and n < 4 else x for n, x in enumerate(found)]
+
+
+@needs_torch
+@pytest.mark.parametrize("algorithm", ["standard", "fa1", "fa2"])
+def test_a_layout_moves_axes_alone(algorithm, place):
+    want = gradients_of(algorithm, place, causal=True)
+    found = gradients_of(algorithm, place, causal=True, swapped=True, layout="bnhd")
+    for a, b in zip(found, want, strict=True):
+        assert np.array_equal(a, b)
+
+
+@needs_torch
+@pytest.mark.parametrize("algorithm", ["standard", "fa1", "fa2"])
+def test_a_boolean_mask_is_what_torch_means_by_it(algorithm, place):
+    mask = np.random.default_rng(3).random((5, 9)) < 0.6
+    mask[:, 4] = True
+    given = torch.tensor(mask, device=place)
+    found = gradients_of(algorithm, place, attn_mask=given)
+    q, k, v = (tensor(x, place) for x in random_gradients(2, 2, 1, 5, 9, 4)[1:])
+    k2, v2 = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k2, v2, attn_mask=given)
+    dout = torch.tensor(random_gradients(2, 2, 1, 5, 9, 4)[0], device=place)
+    want = [numpy(x) for x in (out, *torch.autograd.grad(out, [q, k, v], dout))]
+    for a, b in zip(found, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+
+
+@needs_torch
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_mask_of_numbers_is_differentiated(dtype, place):
+    values = np.random.default_rng(4).standard_normal((5, 9)).astype(dtype)
+    mask = tensor(values, place)
+    bias = tensor(values.astype(np.float32), place)
+    found = gradients_of("fa2", place, attn_mask=mask, extra=[mask])
+    want = gradients_of("fa2", place, bias=bias, extra=[bias])
+    assert found[-1].dtype == dtype
+    for a, b in zip(found, want, strict=True):
+        assert np.allclose(a, b, rtol=0, atol=0 if dtype == "float32" else 1e-3)
+
+
 # --- refusals --------------------------------------------------------------------------------
 
 
@@ -551,8 +604,14 @@ def test_without_dropout_the_generator_is_left_alone(place):
         ({"v": None}, TypeError, "v is a NoneType: allowed is a torch tensor"),
         ({"bias": BIAS}, TypeError, "bias is a ndarray: allowed is a torch tensor"),
         ({"alibi_slopes": [1.0]}, TypeError, "alibi_slopes is a list: allowed is a torch tensor"),
-        ({"slopes": 1}, TypeError, "slopes is no option: allowed are scale, causal"),
-        ({"out": 1}, TypeError, "out is no option"),
+        ({"slopes": 1}, TypeError, r"slopes is no option \(did you mean alibi_slopes\?\): allowed"),
+        ({"out": 1}, TypeError, r"out is no option here \(standard_attention, flash_attention_1, "),
+        ({"attn_mask": BIAS}, TypeError, "attn_mask is a ndarray: allowed is a torch tensor"),
+        ({"attn_mask": torch and torch.ones(4, 4, dtype=torch.int32)}, TypeError,
+         "attn_mask has dtype int32: allowed is float32 or float16 or bfloat16 or bool"),
+        ({"attn_mask": torch and torch.ones(4, 4), "bias": torch and torch.ones(4, 4)}, ValueError,
+         r"attn_mask is given, of shape \(4, 4\), with a bias"),
+        ({"layout": "nbhd"}, ValueError, "layout is 'nbhd': allowed is 'bhnd' for"),
         ({"stream": 1}, TypeError, "stream is no option"),
         ({"query_splits": 2, "algorithm": "fa1"}, TypeError, "query_splits is no option"),
         ({"algorithm": "fa3"}, ValueError, "algorithm is 'fa3': allowed is one of"),

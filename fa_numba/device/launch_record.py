@@ -1,8 +1,9 @@
-"""Launches taken down once, and made again with other addresses at little cost to the host.
+"""Launches that are recorded once and made many times, with other addresses, at little host time.
 
-A ``LaunchRecord`` stands where a call's stream would: launches given to it wait, and ``run`` makes
-them. What a kernel takes is laid out in memory when it is recorded; a run writes the addresses that
-differ from call to call and hands the driver the same memory.
+A call's launches are given to a ``LaunchRecord`` in place of a stream: it writes each kernel's
+arguments into memory as the driver reads them, and launches nothing. ``run`` then makes all the
+launches on a stream. Arrays that change from run to run are recorded by a slot, a number: a run
+gets one address for each slot, writes it into the arguments, and hands the driver the same memory.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ _ALIGNMENT = 256  # bytes, of each array of the workspace
 
 @dataclass(frozen=True)
 class DeviceArray:
-    """Memory on the GPU as a kernel takes it: address, shape, strides and item size in bytes.
+    """An array on the GPU as a kernel's argument: where its first element is, and its layout.
 
-    With a ``slot`` the address counts from where a run says that this slot begins.
+    ``strides`` and ``itemsize`` are in bytes. ``pointer`` is the address, or with a ``slot`` the
+    distance in bytes from the address that ``LaunchRecord.run`` gets for that slot. ``owner`` is an
+    object that keeps the memory from being freed.
     """
 
     pointer: int
@@ -44,7 +47,7 @@ class DeviceArray:
 
 @dataclass(frozen=True)
 class Word:
-    """A 32-bit integer among launch arguments that a run gives as its value number ``slot``."""
+    """A 32-bit integer as a kernel's argument, which a run gets as its value number ``slot``."""
 
     slot: int
 
@@ -57,9 +60,10 @@ def checked(result: tuple, what: str) -> Any:
 
 
 class LaunchRecord:
-    """Launches and fills in their order, for one GPU.
+    """Launches, and fills of memory with zeros, of one call on one GPU, in their order.
 
-    ``workspace_bytes`` is what ``allocate`` was asked for, ``reserved_bytes`` what a run needs.
+    ``workspace_bytes`` are those of the arrays that ``allocate`` gave; ``reserved_bytes`` is what a
+    run needs for them, each array rounded up to 256 bytes.
     """
 
     def __init__(self) -> None:
@@ -71,7 +75,7 @@ class LaunchRecord:
         self._lock = threading.Lock()
 
     def allocate(self, shape: tuple[int, ...], dtype: str = "float32") -> DeviceArray:
-        """Workspace, there from the first to the last launch of a run."""
+        """An array of workspace: memory that a run has from its first launch to its last."""
         size = np.dtype(dtype).itemsize
         strides = tuple(size * math.prod(shape[n + 1 :]) for n in range(len(shape)))
         array = DeviceArray(self.reserved_bytes, shape, strides, itemsize=size, slot=WORKSPACE)
@@ -80,7 +84,7 @@ class LaunchRecord:
         return array
 
     def launch(self, kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple) -> None:
-        """Take down a launch of ``kernel``, ``compiled`` by ``cuda.core``."""
+        """Record a launch of ``kernel``; ``compiled`` is its kernel of ``cuda.core``."""
         words = [
             word
             for ty, x in zip(kernel.argument_types, args, strict=True)
@@ -99,7 +103,7 @@ class LaunchRecord:
         self._steps.append((step, f"the launch of {kernel.name} over {blocks} blocks"))
 
     def clear(self, array: DeviceArray) -> None:
-        """Take down that ``array``, whose memory is one piece, is filled with zeros."""
+        """Record a fill of ``array``, whose memory has no gaps, with zeros."""
         begin, size = self._word(array), array.nbytes
 
         def step(stream: driver.CUstream) -> tuple:
@@ -108,9 +112,9 @@ class LaunchRecord:
         self._steps.append((step, f"clearing {size} bytes"))
 
     def run(self, values: Sequence[int], stream: int) -> None:
-        """Make the launches on ``stream``, with the addresses and words ``values`` by slot.
+        """Make the launches on ``stream``; ``values`` has each slot's address or word.
 
-        The last one is the workspace's address, of ``reserved_bytes`` if there are any.
+        Where ``reserved_bytes`` is not 0 the last value is the address of so many bytes.
         """
         order = driver.CUstream(stream)
         with self._lock:  # the driver copies what a kernel takes before it returns
@@ -120,16 +124,16 @@ class LaunchRecord:
                 checked(step(order), what)
 
     def _word(self, array: DeviceArray) -> ctypes.c_int64:
-        """The address of ``array``, in memory that runs write."""
+        """The 8 bytes in which the driver finds the address of ``array``; runs write a slot's."""
         if array.slot is None:
             return ctypes.c_int64(array.pointer)
         return self._varying.setdefault((array.slot, array.pointer), ctypes.c_int64())
 
     def _words(self, ty: Any, value: Any) -> tuple:
-        """An argument in Numba's ABI.
+        """An argument of Numba type ``ty`` as the words that a compiled kernel expects.
 
-        Fields of a tuple come one after the other; an array is meminfo, parent, size, itemsize,
-        data, shape, strides.
+        Numba passes a tuple field by field, and an array as meminfo, parent, size, itemsize, data,
+        shape, strides.
         """
         if isinstance(ty, types.NamedTuple):
             pairs = zip(ty.types, value, strict=True)

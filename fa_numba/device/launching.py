@@ -1,4 +1,4 @@
-"""Launches: on the GPU, taken down for later, or on the emulator, whose accesses are counted."""
+"""Launches of kernels: on the GPU, into a record to be made later, or on the emulator."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def launch(
     """Run ``kernel`` over ``grid`` blocks on the GPU stream ``stream`` or on the emulator.
 
     Arrays among ``args``, or in a named tuple among them, are ``DeviceArray`` on the GPU,
-    ``numpy.ndarray`` on the emulator, whose counts leave out those named ``uncounted``. A
-    ``LaunchRecord`` for a stream takes the launch down and runs nothing.
+    ``numpy.ndarray`` on the emulator, whose counts leave out those named ``uncounted``. With a
+    ``LaunchRecord`` in place of the stream the launch is recorded, and nothing runs.
     """
     if select.on_gpu():
         _give(stream, lambda to: to.launch(kernel, kernel.compiled(), grid, args))
@@ -74,7 +74,7 @@ def launch(
 
 
 def _give(stream: int | LaunchRecord, step: Callable[[LaunchRecord], None]) -> None:
-    """Record ``step``, and run it at once on a stream that is one."""
+    """Let ``step`` add to the record that ``stream`` is, or to a new one that runs at once."""
     if isinstance(stream, LaunchRecord):
         step(stream)
         return
@@ -84,10 +84,10 @@ def _give(stream: int | LaunchRecord, step: Callable[[LaunchRecord], None]) -> N
 
 
 def replay(recording: LaunchRecord, values: Sequence[int], stream: int, ordinal: int) -> None:
-    """Make the recorded launches on ``stream`` of the current GPU, which is ``ordinal``.
+    """Make the recorded launches on ``stream`` of the current GPU, whose ordinal is ``ordinal``.
 
-    ``values`` are addresses and words by slot; the workspace is added here, and freed behind the
-    last launch.
+    ``values`` has the address or word of each slot but the workspace's, which is allocated here and
+    freed, in the stream's order, after the last launch.
     """
     if not recording.reserved_bytes:
         recording.run(values, stream)
@@ -122,7 +122,7 @@ def clear(array: Any, stream: int | LaunchRecord = 0) -> None:
 
 
 def broadcast(array: Any, shape: tuple[int, ...]) -> Any:
-    """A launch argument seen with ``shape``, its axes of length 1 repeated without a copy."""
+    """A launch argument as an array of ``shape``: axes of length 1 repeat, by a stride of 0."""
     full = (1,) * (len(shape) - len(array.shape)) + tuple(array.shape)
     steps = (0,) * (len(shape) - len(array.shape)) + tuple(array.strides)
     strides = tuple(
@@ -138,7 +138,7 @@ def permuted(array: Any, order: tuple[int, ...]) -> Any:
 
 
 def transposed(array: Any, order: tuple[int, ...]) -> Any:
-    """A launch argument with its axes in ``order``, and one of length 1 before them."""
+    """A launch argument with its axes in ``order`` behind a new first one of length 1."""
     turned = permuted(array, order)
     return _seen_as(array, (1, *turned.shape), (0, *turned.strides))
 

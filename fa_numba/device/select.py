@@ -74,12 +74,13 @@ def _shared_bytes_limit(ordinal: int) -> int:
 
 
 def compute_capability() -> tuple[int, int]:
-    """That of the current GPU, and without one of those whose shared memory is emulated."""
+    """The current GPU's, as (major, minor); on the emulator (9, 0), of an H100 or H200."""
     return capability_of(cuda.get_current_device().id) if on_gpu() else (9, 0)
 
 
 @functools.cache
 def capability_of(ordinal: int) -> tuple[int, int]:
+    """The compute capability of GPU ``ordinal``."""
     major, minor = cuda.gpus[ordinal].compute_capability
     return int(major), int(minor)
 

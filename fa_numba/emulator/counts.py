@@ -27,6 +27,20 @@ class Counts:
         self.store_bytes.update(other.store_bytes)
         return self
 
+    def __str__(self) -> str:
+        """A table: loads and stores in elements and bytes, a row for each array, and their sums."""
+        columns = (self.loads, self.stores, self.load_bytes, self.store_bytes)
+        names = sorted(set().union(*columns))
+        rows = [["array", "loads", "stores", "bytes loaded", "bytes stored"]]
+        rows += [[name, *(f"{column[name]:,}" for column in columns)] for name in names]
+        rows.append(["all", *(f"{column.total():,}" for column in columns)])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = (
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+            for row in rows
+        )
+        return "\n".join(lines)
+
     def __add__(self, other: Counts) -> Counts:
         return Counts().merge(self).merge(other)
 

@@ -1,4 +1,4 @@
-"""Arrays of any library, in and out, without copies where there can be none."""
+"""Arrays of any library as kernels see them, without a copy where none is needed; their checks."""
 
 from __future__ import annotations
 

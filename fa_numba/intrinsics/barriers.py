@@ -1,10 +1,13 @@
-"""Named barriers, for warps that do different things: ``bar`` (PTX ISA, "bar, barrier").
+"""Named barriers, for warps of a block that do different things: ``bar`` (PTX ISA, "bar, barrier").
 
-A block has barriers 1 to 15 beside that of ``syncthreads``. One opens when warps of ``threads``
-threads have come to it, whichever they are, and is then as new; the other warps go on. Those that
-``sync_named`` wait, and then see what all that came did before; those that ``arrive_named`` do not
-wait, and see nothing. A producer arrives at one barrier, where its consumers wait for the data, and
-waits at another, where they arrive once they have read it.
+Beside the barrier of ``syncthreads``, which all threads of the block wait at, a block has fifteen
+with the names 1 to 15, for as many of its threads as a call says. A named barrier counts the
+threads that come to it, from any warps, and opens when their number is ``threads``; it then starts
+again at 0. There are two ways to come. ``sync_named`` waits until the barrier opens, and then sees
+what every thread that came wrote to memory before it came. ``arrive_named`` is counted but does not
+wait, and so sees nothing of the others. A producer of data uses two barriers: at one it arrives,
+and the consumers wait there for the data; at the other it waits, and the consumers arrive there
+once they have read the data.
 """
 
 from llvmlite import ir
@@ -19,7 +22,7 @@ _ALLOWED = {"barrier": range(1, 16), "threads": range(32, 1025, 32)}
 
 
 def _refused(name, value):
-    """What is wrong with the value of an operand, or an empty string."""
+    """What is wrong with the value of the operand ``name``; an empty string if nothing."""
     allowed = _ALLOWED[name]
     steps = f" in steps of {allowed.step}" if allowed.step > 1 else ""
     text = f"{name} = {value}, allowed: {allowed[0]} to {allowed[-1]}{steps}"
@@ -82,8 +85,8 @@ def sync_named(typingctx, barrier, threads):
 @emulated_by(_emulation("arrive_named", waits=False))
 @intrinsic
 def arrive_named(typingctx, barrier, threads):
-    """Come to ``barrier`` and go on: ``bar.arrive``. Arguments as of ``sync_named``.
+    """Be counted at ``barrier`` and go on without waiting: ``bar.arrive``.
 
-    Before the barrier has opened the warp must not come to it again.
+    Arguments as of ``sync_named``. A warp must not come to the barrier again before it has opened.
     """
     return _barrier("bar.arrive", barrier, threads)
