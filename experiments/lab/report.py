@@ -58,20 +58,22 @@ def text(name: str, store: Store) -> str:
     for experiment in experiments:
         for machine in (MODEL, EMULATOR, MACHINE):
             rows += store.read(experiment, machine)
-        if MACHINE in store.machines(experiment):
-            sources.append(_source(store, experiment))
+        sources += _source(store, experiment)
     table = make(rows)
     if table is None:
         return f"{NO_RECORDING}\n"
-    source = "; ".join(sources) or f"Of a GPU there is {NO_RECORDING}."
-    return f"{table.caption} {source}\n\n{table.body}"
+    return f"{table.caption} {'; '.join(sources)}\n\n{table.body}"
 
 
-def _source(store: Store, experiment: str) -> str:
-    """Which recording it is: the GPU, date, commit and file."""
-    about = store.provenance(experiment, MACHINE)
-    name = (about.get("device") or {}).get("name", MACHINE)
-    return f"{when_and_where(about, name)}; figures/data/{experiment}/{MACHINE}.csv"
+def _source(store: Store, experiment: str) -> list[str]:
+    """Which recording it is: the GPU, or without one the closed forms; date, commit and file."""
+    stored = store.machines(experiment)
+    for machine, name in ((MACHINE, MACHINE), (MODEL, "closed forms")):
+        if machine in stored:
+            about = store.provenance(experiment, machine)
+            name = (about.get("device") or {}).get("name", name)
+            return [f"{when_and_where(about, name)}; figures/data/{experiment}/{machine}.csv"]
+    return []
 
 
 def render(page: str, store: Store) -> str:
