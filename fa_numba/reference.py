@@ -7,10 +7,11 @@ compare two arrays. All options are taken, see `options.AttentionOptions`.
 
 Shapes: q is (batch, heads_q, seqlen_q, head_dim), k and v (batch, heads_k, seqlen_k, head_dim). The
 output O is as q, and L, the natural logarithm of the sum of the exponentials of a row's scores, is
-(batch, heads_q, seqlen_q). With cu_seqlens_q and cu_seqlens_k q is (total_q, heads_q, head_dim), k
-and v are (total_k, heads_k, head_dim), O is as q and L (heads_q, total_q). Gradients have the
-shapes of q, k and v, and of the bias as it was given. `tiles`, any object with Br and Bc, gives the
-sizes of the blocks of a block_mask and is needed for that alone.
+(batch, heads_q, seqlen_q). With layout="bnhd" heads and seqlen change places, but not in L. With
+cu_seqlens_q and cu_seqlens_k q is (total_q, heads_q, head_dim), k and v are (total_k, heads_k,
+head_dim), O is as q and L (heads_q, total_q). Gradients have the shapes of q, k and v, and of the
+bias as it was given. `tiles`, any object with Br and Bc, gives the sizes of the blocks of a
+block_mask and is needed for that alone.
 
 A row that sees no column, or has only scores of -inf, gets O = 0 and L = -inf and takes no part in
 the gradients. Rows and columns past q_lens and kv_lens are not read; their O and gradients are 0,

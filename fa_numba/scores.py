@@ -70,12 +70,12 @@ class Call:
                 hk = h // problem.group
                 if problem.packed:
                     yield Head(b, h, Nq, Nk, (rows, h), (columns, hk), (h, rows))
+                    continue
+                q, k = (b, h, slice(Nq)), (b, hk, slice(Nk))
+                if problem.layout == "bnhd":
+                    yield Head(b, h, Nq, Nk, (b, slice(Nq), h), (b, slice(Nk), hk), q)
                 else:
-                    q, k = (b, h, slice(Nq)), (b, hk, slice(Nk))
-                    if problem.layout == "bnhd":
-                        yield Head(b, h, Nq, Nk, (b, slice(Nq), h), (b, slice(Nk), hk), q)
-                    else:
-                        yield Head(b, h, Nq, Nk, q, k, q)
+                    yield Head(b, h, Nq, Nk, q, k, q)
             if problem.packed:
                 row, column = rows.stop, columns.stop
 
@@ -163,8 +163,8 @@ def checked_call(
         bias,
         None if alibi_slopes is None else _slopes(problem, np.asarray(alibi_slopes, dtype)),
         *_blocks(problem, block_mask, tiles),
-        as_word("seed", seed or 0, 64),
-        as_word("offset", offset or 0, 32),
+        as_word("seed", 0 if seed is None else seed, 64),
+        as_word("offset", 0 if offset is None else offset, 32),
     )
     if problem.dropout_p and max(problem.batch, problem.heads_q) > dropout.MAX_HEADS:
         raise ValueError(

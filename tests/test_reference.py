@@ -25,12 +25,15 @@ EPS = np.finfo(np.float64).eps
 
 
 def plain_loop(
-    q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=None, bias=None,
+    q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=None, bias=None, attn_mask=None,
     alibi_slopes=None, q_lens=None, kv_lens=None, block_mask=None, tiles=None, dropout_p=0.0, **draw
 ):  # fmt: skip
     """(O, L) element by element, exactly summed; of the package it takes the dropout mask alone."""
     (B, Hq, Nq, d), (_, Hk, Nk, _) = q.shape, k.shape
     scale = 1 / math.sqrt(d) if scale is None else scale
+    if attn_mask is not None:
+        hides = attn_mask.dtype == bool
+        bias = np.where(attn_mask, 0.0, -np.inf) if hides else attn_mask
     bias = None if bias is None else np.broadcast_to(bias, (B, Hq, Nq, Nk))
     slopes = None if alibi_slopes is None else np.broadcast_to(alibi_slopes, (B, Hq))
     if block_mask is not None:
@@ -268,6 +271,8 @@ def option(name, shape):
         "bias of columns": lambda: dict(bias=normal(Nk)),
         "bias of rows": lambda: dict(bias=normal((Hq, Nq, 1))),
         "bias of -inf": lambda: dict(bias=with_infinities(normal((B, 1, Nq, Nk)))),
+        "attn_mask": lambda: dict(attn_mask=rng.random((B, 1, Nq, Nk)) < 0.7),
+        "attn_mask of numbers": lambda: dict(attn_mask=normal((Hq, 1, Nk)).astype(np.float32)),
         "alibi": lambda: dict(alibi_slopes=slopes(Hq)),
         "alibi of entries": lambda: dict(alibi_slopes=slopes((B, Hq))),
         "q_lens": lambda: dict(q_lens=lengths(B, Nq)),
@@ -281,14 +286,15 @@ def option(name, shape):
 SINGLE = [
     *("scale", "causal", "window", "window on the left", "window on the right", "softcap"),
     *("bias", "bias of columns", "bias of rows", "bias of -inf", "alibi", "alibi of entries"),
+    *("attn_mask", "attn_mask of numbers"),
     *("q_lens", "kv_lens", "block mask", "block mask of heads", "dropout"),
 ]
 TINY = (2, 2, 1, 3, 4, 2)
 
 
 def fit_together(*names):
-    """Whether no two of them are the same argument."""
-    given = [name for n in names for name in option(n, TINY)]
+    """Whether no two of them are the same argument; attn_mask is one with bias."""
+    given = [name.replace("attn_mask", "bias") for n in names for name in option(n, TINY)]
     return len(given) == len(set(given))
 
 
@@ -463,6 +469,24 @@ def test_packed_sequences_are_the_padded_ones(compute, names):
             close(got, want)
 
 
+@pytest.mark.parametrize("names", [(), *((n,) for n in BESIDE), *EVERYTHING], ids=" + ".join)
+@pytest.mark.parametrize("compute", ALL_FOUR)
+def test_the_other_layout_is_the_same_call(compute, names):
+    given = with_output_gradient(LONG)
+    options = LENGTHS | together([n for n in names if "lens" not in n], LONG)
+    want = run(compute, *given, **options)
+    got = run(compute, *(a.swapaxes(1, 2) for a in given), layout="bnhd", **options)
+    turned = 1 if compute in (attention, unfused) else 3  # L and dbias have one shape in both
+    for n, (out, ref) in enumerate(zip(got, want, strict=True)):
+        out = out.swapaxes(1, 2) if n < turned else out
+        np.testing.assert_allclose(out, ref, rtol=0, atol=20 * np.finfo(ref.dtype).eps)
+
+
+def test_no_cap_is_what_0_asks_for():
+    q, k, v = random_inputs(1, 2, 1, 4, 5, 3)
+    np.testing.assert_array_equal(attention(q, k, v, softcap=0.0), attention(q, k, v))
+
+
 @pytest.mark.parametrize("name", [n for n in BESIDE if n != "dropout"])
 def test_packed_sequences_are_each_alone(name):
     dout, q, k, v = with_output_gradient(LONG)
@@ -480,9 +504,9 @@ def test_packed_sequences_are_each_alone(name):
             assert np.all(gradients[1][columns] == 0) and np.all(gradients[2][columns] == 0)
             continue
         alone = dict(options)
-        if "bias" in options:
-            full = np.broadcast_to(options["bias"], (4, 4, 6, 7))
-            alone["bias"] = full[b : b + 1, :, :Nq, :Nk]
+        for added in {"bias", "attn_mask"} & {*options}:
+            full = np.broadcast_to(options[added], (4, 4, 6, 7))
+            alone[added] = full[b : b + 1, :, :Nq, :Nk]
         if "alibi_slopes" in options:
             alone["alibi_slopes"] = np.broadcast_to(options["alibi_slopes"], (4, 4))[b]
         if "block_mask" in options:
@@ -548,7 +572,7 @@ def test_gradients_are_the_central_differences(shape, scale, causal):
 
 ALIKE = {  # one of each kind makes the pairs
     *("scale", "window on the left", "window on the right", "bias of columns", "bias of rows"),
-    *("alibi of entries", "block mask of heads"),
+    *("alibi of entries", "block mask of heads", "attn_mask of numbers"),
 }
 GRADIENT_PAIRS = [pair for pair in PAIRS if ALIKE.isdisjoint(pair)]
 
@@ -783,7 +807,7 @@ HIDING = dict(block_mask=np.ones((1, 3), bool), tiles=TILES)
         ({"packed": True}, TypeError, "packed is no option"),
         ({"dropout": 0.1}, TypeError, "dropout is no option"),
         ({"window": (1,)}, ValueError, r"window is \(1,\): allowed is \(left, right\)"),
-        ({"softcap": 0.0}, ValueError, "softcap is 0.0"),
+        ({"softcap": -1.0}, ValueError, "softcap is -1.0"),
         ({"bias": np.ones((2, 8))}, ValueError, r"bias has shape \(2, 8\): .* \(1, 1, 1, 8\)"),
         ({"alibi_slopes": np.ones(2)}, ValueError, r"has shape \(2,\): .* \(1,\) or \(1, 1\)"),
         ({"alibi_slopes": 1.0}, ValueError, r"alibi_slopes has shape \(\)"),
