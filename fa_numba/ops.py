@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any, Unpack
 
 from fa_numba import device
-from fa_numba.device import DeviceArray
 from fa_numba.dtypes import DTYPES
-from fa_numba.host import launch_cache, placement, plans
+from fa_numba.host import launch_cache, placement, planning
 from fa_numba.host.arrays import (
     HOST,
     SUMS,
@@ -20,9 +19,11 @@ from fa_numba.host.arrays import (
     check_together,
     operand,
 )
-from fa_numba.host.binding import LOG2E, Binding, launch, score_scale
+from fa_numba.host.binding import Binding
+from fa_numba.host.execution import execute
 from fa_numba.host.launch_cache import Call
-from fa_numba.host.plans import Plan, Run, check_algorithm
+from fa_numba.host.planning import check_algorithm
+from fa_numba.host.plans import Plan
 from fa_numba.options import AttentionOptions, documents_options
 from fa_numba.problem import Problem, as_flag
 from fa_numba.tiling import Tiles
@@ -59,8 +60,8 @@ def plan(
     """
     arguments = Binding.of(options, shapes=True)
     problem = arguments.problem(q_shape, k_shape, dtype=dtype)
-    if passes not in plans.PASSES:
-        raise ValueError(f"passes is {passes!r}: allowed is one of {', '.join(plans.PASSES)}")
+    if passes not in planning.PASSES:
+        raise ValueError(f"passes is {passes!r}: allowed is one of {', '.join(planning.PASSES)}")
     if passes == "bwd":
         if return_lse is not False:
             raise ValueError(f"return_lse is {return_lse!r}: only passes='fwd' has it")
@@ -69,15 +70,15 @@ def plan(
         if ablate != ():
             raise ValueError(f"ablate is {ablate!r}: only passes='fwd' has it")
         backward = (deterministic, return_dbias, unit, query_splits)
-        run = plans.backward(problem, algorithm, tiles, True, *backward)
+        plan = planning.backward(problem, algorithm, tiles, True, *backward)
     else:
         for name, value in (("deterministic", deterministic), ("return_dbias", return_dbias)):
             if value is not False:
                 raise ValueError(f"{name} is {value!r}: only passes='bwd' has it")
         how = (return_lse, query_splits, unit, warp_partition, ablate)
-        run = plans.forward(problem, algorithm, tiles, True, *how)
-    arguments.check_mask(problem, tiles, run.plan.tiles)
-    return replace(run.plan, block_mask=arguments.block_mask)
+        plan = planning.forward(problem, algorithm, tiles, True, *how)
+    arguments.check_mask(problem, tiles, plan.tiles)
+    return replace(plan, block_mask=arguments.block_mask)
 
 
 @documents_options
@@ -276,36 +277,38 @@ def _first_attend(facts, qkv, options, out, stream, call: Call | None) -> list:
     with placement.placed(inputs[0]):
         aligned = _aligned(problem, [*inputs, target] if target else inputs)
         how = (return_lse, query_splits, unit, warp_partition, ablate)
-        run = plans.forward(problem, algorithm, tiles, aligned, *how)
-        arguments.check_mask(problem, tiles, run.plan.tiles)
-        handle = placement.stream_handle(stream, inputs[0])
-        placement.check_size(run.plan)
-        outputs: list = [(problem.q_shape, problem.dtype, target)]
-        if return_lse:
-            outputs.append((problem.lse_shape, "float32", None))
-
-        def execute(given: list, made: list, stream: Any) -> None:
-            views = [_heads(problem, x) for x in (*given[:3], *made)]
-            L = views[4] if return_lse else None
-            _forward(run, arguments, arguments.named(given[3:]), views[:4], L, stream)
-
-        given = [*inputs, *arguments.arrays.values()]
-        return launch_cache.run_and_keep(execute, given, arguments.seeds, outputs, handle, call)
+        plan = planning.forward(problem, algorithm, tiles, aligned, *how)
+        given = dict(zip("QKV", inputs, strict=True))
+        return _run(plan, arguments, tiles, given, stream, call, target)
 
 
-def _heads(problem: Problem, array: Any) -> Any:
-    """An array of a call as the kernels take it: (batch, heads, seqlen, ...) in any layout, (1,
-    heads, total, ...) when packed."""
-    if problem.layout == "bnhd" and len(array.shape) == 4:
-        return device.permuted(array, (0, 2, 1, 3))
-    if not problem.packed:
-        return array
-    return device.transposed(array, (1, 0, 2) if len(array.shape) == 3 else (0, 1))
+def _run(
+    plan: Plan,
+    arguments: Binding,
+    tiles: Any,
+    inputs: dict[str, Operand],
+    stream: Any,
+    call: Call | None,
+    target: Operand | None = None,
+) -> list:
+    """The results of ``plan`` with these inputs, by the kernels' names; ``target`` takes O."""
+    arguments.check_mask(plan.problem, tiles, plan.tiles)
+    handle = placement.stream_handle(stream, inputs["Q"])
+    placement.check_size(plan)
+    outputs: list = []
+    for output in plan.outputs:
+        # The gradient of a bias has the bias's own axes.
+        shape = arguments.arrays["bias"].shape if output.name == "dbias" else output.shape
+        outputs.append((shape, output.dtype, target if output.name == "O" else None))
+    names = [output.name for output in plan.outputs]
 
+    def run(given: list, made: list, stream: Any) -> None:
+        arrays = dict(zip(inputs, given, strict=False))
+        arrays |= arguments.named(given[len(inputs) :])
+        execute(plan, arguments, arrays | dict(zip(names, made, strict=True)), stream)
 
-def _row_shape(problem: Problem) -> tuple[int, ...]:
-    """Shape of one float a row, as the kernels take it."""
-    return (1, *problem.lse_shape) if problem.packed else problem.lse_shape
+    given = [*inputs.values(), *arguments.arrays.values()]
+    return launch_cache.run_and_keep(run, given, arguments.seeds, outputs, handle, call)
 
 
 def _aligned(problem: Problem, operands: Sequence[Operand]) -> bool:
@@ -314,31 +317,6 @@ def _aligned(problem: Problem, operands: Sequence[Operand]) -> bool:
     return problem.head_dim % DTYPES[problem.dtype].chunk == 0 and (
         copies or all(x.aligned for x in operands)
     )
-
-
-def _forward(run: Run, arguments: Binding, given: dict, views: list, L: Any, stream: Any) -> None:
-    Q, K, V, O = views
-    problem, group = run.plan.problem, run.plan.problem.group
-    unit = 1.0 if run.plan.algorithm == "standard" else LOG2E
-    values = arguments.values(problem, given, unit)
-    scale = score_scale(problem, unit)
-    with device.scratch(stream) as allocate:
-        if run.plan.algorithm == "fa2":
-            L = allocate(_row_shape(problem)) if L is None else L
-            launch(run, 0, (Q, K, V, O, L, scale, group), values, stream)
-        elif run.plan.algorithm == "fa1":
-            l, m = allocate(_row_shape(problem)), allocate(_row_shape(problem))
-            L = l if L is None else L  # not written
-            # On tensor cores O between the passes, in float32
-            between = (allocate(_paired(O.shape)),) if run.plan.unit == "mma" else ()
-            args = (Q, K, V, O, *between, L, l, m, scale, group, run.split_rows)
-            launch(run, 0, args, values, stream)
-        else:
-            S = _score_matrix(problem, allocate)
-            L = _first_column(S) if L is None else L  # not written
-            launch(run, 0, (Q, K, S, scale, group), values, stream)
-            launch(run, 1, (S, S, L), values, stream)
-            launch(run, 2, (S, V, O, group), values, stream)
 
 
 @documents_options
@@ -516,97 +494,6 @@ def _first_differentiate(facts, given, options, stream, call: Call | None) -> li
     with placement.placed(q):
         aligned = _aligned(problem, inputs[:-1])
         how = (deterministic, return_dbias, unit, query_splits)
-        run = plans.backward(problem, algorithm, tiles, aligned, *how)
-        arguments.check_mask(problem, tiles, run.plan.tiles)
-        handle = placement.stream_handle(stream, q)
-        placement.check_size(run.plan)
-        shapes = (problem.q_shape, problem.k_shape, problem.k_shape)
-        outputs: list = [(shape, problem.dtype, None) for shape in shapes]
-        if return_dbias:
-            outputs.append((arguments.arrays["bias"].shape, "float32", None))
-
-        def execute(given: list, made: list, stream: Any) -> None:
-            others = arguments.named(given[6:])
-            if return_dbias:
-                others["dbias"] = made[3]
-                device.clear(made[3], stream)
-            views = [_heads(problem, x) for x in (*given[:6], *made[:3])]
-            _backward(run, arguments, others, views, stream)
-
-        inputs = [*inputs, *arguments.arrays.values()]
-        return launch_cache.run_and_keep(execute, inputs, arguments.seeds, outputs, handle, call)
-
-
-def _backward(run: Run, arguments: Binding, given: dict, views: list, stream: Any) -> None:
-    Q, K, V, O, dO, L, dQ, dK, dV = views
-    problem, group = run.plan.problem, run.plan.problem.group
-    unit = 1.0 if run.plan.algorithm == "standard" else LOG2E
-    values = arguments.values(problem, given, unit)
-    scale = score_scale(problem, unit)
-    factors = (problem.scale, scale, group)
-    with device.scratch(stream) as allocate:
-        if run.plan.algorithm == "fa2":
-            D = allocate(_row_shape(problem))
-            A = dQ
-            if run.plan.unit == "mma":
-                # On tensor cores the sum of dQ, in float32; not touched by the second sweep.
-                A = allocate(_paired(dQ.shape)) if run.of("round_rows") else _with_axis(D)
-            launch(run, 0, (O, dO, D, A), values, stream)
-            for n in run.of("fa2_backward"):
-                launch(run, n, (Q, K, V, dO, L, D, A, dK, dV, *factors), values, stream)
-            for n in run.of("fa2_backward_dq"):
-                launch(run, n, (Q, K, V, dO, L, D, dQ, *factors), values, stream)
-            for n in run.of("round_rows"):
-                launch(run, n, (A, dQ, problem.scale), values, stream)
-        elif run.plan.algorithm == "fa1" and run.plan.unit == "mma":
-            A, sums = allocate(_paired(dQ.shape)), [dK, dV]
-            if run.of("round_rows"):
-                sums = [allocate(_paired(dK.shape)) for _ in range(2)]
-                for array in sums:
-                    device.clear(array, stream)
-            arrays_of = (Q, K, V, O, dO, L, A, dQ, *sums)
-            launch(run, 0, (*arrays_of, *factors, run.split_rows), values, stream)
-            for n, array, result in zip(run.of("round_rows"), sums, (dK, dV), strict=False):
-                launch(run, n, (array, result, 1.0), values, stream)
-        elif run.plan.algorithm == "fa1":
-            launch(run, 0, (Q, K, V, O, dO, L, dQ, dK, dV, *factors), values, stream)
-        else:
-            P, dP = _score_matrix(problem, allocate), _score_matrix(problem, allocate)
-            launch(run, 0, (Q, K, P, scale, group), values, stream)
-            launch(run, 1, (P, P, _first_column(P)), values, stream)
-            launch(run, 2, (dO, V, dP, 1.0, group), values, stream)
-            launch(run, 3, (P, dP, dP, problem.scale), values, stream)
-            if len(run.kernels) == 8:
-                launch(run, 7, (Q, K, dP, scale, group), values, stream)
-            launch(run, 4, (P, dO, dV, group), values, stream)
-            launch(run, 5, (dP, K, dQ, group), values, stream)
-            launch(run, 6, (dP, Q, dK, group), values, stream)
-
-
-def _paired(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A float32 shape whose rows start at 8-byte addresses."""
-    return (*shape[:-1], -(-shape[-1] // 2) * 2)
-
-
-def _with_axis(D: Any) -> Any:
-    """A 4-D array for the place of one that the kernel does not touch."""
-    if isinstance(D, DeviceArray):
-        return replace(D, shape=(*D.shape, 1), strides=(*D.strides, D.itemsize))
-    return D[..., None]
-
-
-def _first_column(S: Any) -> Any:
-    """A 3-D array for the place of L where the kernel has none to write."""
-    if isinstance(S, DeviceArray):
-        return replace(S, shape=S.shape[:3], strides=S.strides[:3])
-    return S[..., 0]
-
-
-def _score_matrix(problem: Problem, allocate: Callable) -> Any:
-    """S of shape (B, Hq, Nq, Nk) in q's dtype, its rows padded to 16 bytes."""
-    dtype = DTYPES[problem.dtype]
-    pitch = -(-problem.seqlen_k // dtype.chunk) * dtype.chunk
-    whole = allocate((problem.batch, problem.heads_q, problem.seqlen_q, pitch), dtype.host)
-    if isinstance(whole, DeviceArray):
-        return replace(whole, shape=(*whole.shape[:3], problem.seqlen_k))
-    return whole[..., : problem.seqlen_k]
+        plan = planning.backward(problem, algorithm, tiles, aligned, *how)
+        given = dict(zip(("Q", "K", "V", "O", "dO", "L"), inputs, strict=True))
+        return _run(plan, arguments, tiles, given, stream, call)

@@ -220,6 +220,7 @@ def no_gpu_but_its_driver():
     replaced = {
         "on_gpu": lambda: True,
         "shared_bytes_limit": lambda: devices.EMULATED_SHARED_BYTES,
+        "compute_capability": lambda: (9, 0),
         "current_ordinal": lambda: 0,
         "ordinal_of": lambda pointer: 0,
         "on_device": gpu.on_device,

@@ -347,9 +347,8 @@ MMA = {"fa1": mma.fa1_forward, "fa2": mma.fa2_forward}
 def mma_tiles(algorithm, passes, arch, d, option, specialised, default):
     """As a plan takes them: those that were measured on ``arch``, plain aligned calls alone."""
     if arch == "sm_90a" and option in (None, "causal", "splits"):
-        with fa_numba.device.using("emulator"):
-            tuned = tuned_tiles("mma", algorithm, passes, 4096, 4096, d, specialised)
-        return tuned or default
+        sizes = (4096, 4096, d)
+        return tuned_tiles((9, 0), "mma", algorithm, passes, *sizes, specialised) or default
     return default
 
 

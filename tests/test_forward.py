@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 import fa_numba
 from fa_numba import Tiles
 from fa_numba import device as devices
-from fa_numba.host import plans
+from fa_numba.host import planning, standard
 from fa_numba.tiling import splits
 
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -202,8 +202,8 @@ def test_without_lse_and_out(device, algorithm):
 
 
 def test_standard_attention_with_rows_beyond_shared_memory(device, monkeypatch):
-    monkeypatch.setattr(plans, "_row_floats", lambda Nk, limit, rows=1: 0)
-    monkeypatch.setattr(plans, "_forward", plans._forward.__wrapped__)
+    monkeypatch.setattr(standard, "row_elements", lambda *_, **__: 0)
+    monkeypatch.setattr(planning, "planned", planning.planned.__wrapped__)
     q, k, v = random_inputs(1, 2, 1, 9, 300, 4)
     result = check(device, "standard", q, k, v, causal=True, tiles=Tiles(16, 64))
     p = fa_numba.plan(q.shape, k.shape, algorithm="standard", causal=True, tiles=Tiles(16, 64))

@@ -16,7 +16,7 @@ from experiments.lab.options import Bench
 from experiments.lab.precompile import Call
 from experiments.lab.workloads import one_head
 from fa_numba.device import device_function, kernel_cache
-from fa_numba.host import plans
+from fa_numba.host import planning
 from fa_numba.kernels.mma import fa2_forward
 from fa_numba.options import Features
 from fa_numba.tiling import MmaSpec, Tiles, select_mma_spec
@@ -202,10 +202,10 @@ def test_every_kernel_has_a_key():
         for dtype in ("float32", "bfloat16"):
             for algorithm in ("standard", "fa1", "fa2"):
                 at = replace(problem, dtype=dtype)
-                runs = [plans.forward(at, algorithm, None, True, True, 1)]
+                found = [planning.forward(at, algorithm, None, True, True, 1)]
                 for exact in (False, algorithm == "fa2"):
-                    runs.append(plans.backward(at, algorithm, None, True, exact, False))
-                for kernel in (kernel for run in runs for kernel in run.kernels):
+                    found.append(planning.backward(at, algorithm, None, True, exact, False))
+                for kernel in (kernel for plan in found for kernel in plan.launched):
                     assert len(kernel_cache.key_of(kernel, (9, 0))) == 64
 
 
@@ -275,13 +275,13 @@ def test_a_kernel_is_compiled_once(place, monkeypatch):
 
 def test_a_plan_compiles_its_kernels(monkeypatch):
     compiled = []
-    monkeypatch.setattr(plans.Kernel, "compiled", lambda kernel: compiled.append(kernel))
+    monkeypatch.setattr(fa_numba.device.Kernel, "compiled", lambda kernel: compiled.append(kernel))
     shape = (1, 1, 64, 64)
     with fa_numba.device.using("emulator"):
         planned = fa_numba.plan(shape, shape, algorithm="fa2", dtype="float16", passes="bwd")
         planned.compile()
         assert not compiled
-        monkeypatch.setattr(plans.device, "on_gpu", lambda: True)
+        monkeypatch.setattr(fa_numba.device, "on_gpu", lambda: True)
         planned.compile()
     assert [kernel.name for kernel in compiled] == [kernel.name for kernel in planned.kernels]
 

@@ -30,7 +30,7 @@ from mma_helpers import (
 import fa_numba
 from fa_numba import Tiles, reference
 from fa_numba import device as devices
-from fa_numba.host import plans
+from fa_numba.host import planning, standard
 from fa_numba.options import Features
 from fa_numba.tiling import (
     MEASURES,
@@ -352,10 +352,10 @@ def test_layouts(device, algorithm, dtype, d, layout, out_layout):
 @pytest.mark.parametrize("warps", [1, 4])
 def test_standard_attention_of_long_rows(device, monkeypatch, warps, resident, options):
     """603 columns are 76 chunks: of one warp's threads several each, of four warps' one or none."""
-    monkeypatch.setattr(plans, "_mma_forward", plans._mma_forward.__wrapped__)
-    monkeypatch.setattr(plans, "_row_warps", lambda Nk, width=4: warps)
+    monkeypatch.setattr(planning, "planned", planning.planned.__wrapped__)
+    monkeypatch.setattr(standard, "row_warps", lambda *_: warps)
     if not resident:
-        monkeypatch.setattr(plans, "_row_halves", lambda Nk, limit, rows=1: 0)
+        monkeypatch.setattr(standard, "row_elements", lambda *_, **__: 0)
     q, k, v = half_inputs("float16", 1, 2, 1, 9, 603, 8)
     options = {**options, "tiles": Tiles(16, 64)}
     check(device, "standard", q, k, v, **options)

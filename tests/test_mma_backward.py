@@ -42,7 +42,7 @@ from test_mma import OPTIONS, any_call, either_mask
 import fa_numba
 from fa_numba import Tiles, reference
 from fa_numba import device as devices
-from fa_numba.host import plans
+from fa_numba.host import planning, standard
 from fa_numba.scores import add_bias_gradient, checked_call
 from fa_numba.tiling import default_mma_backward_tiles, select_mma_backward_spec
 
@@ -475,11 +475,10 @@ def test_any_problem(way, call, dtype):
 @pytest.mark.parametrize("warps", [1, 4])
 def test_long_rows_of_standard_attention(device, monkeypatch, warps, resident, options):
     """603 columns are 76 chunks: of one warp's threads several each, of four warps' one or none."""
-    uncached = plans._mma_standard_backward.__wrapped__
-    monkeypatch.setattr(plans, "_mma_standard_backward", uncached)
-    monkeypatch.setattr(plans, "_row_warps", lambda Nk, width=4: warps)
+    monkeypatch.setattr(planning, "planned", planning.planned.__wrapped__)
+    monkeypatch.setattr(standard, "row_warps", lambda *_: warps)
     if not resident:
-        monkeypatch.setattr(plans, "_row_halves", lambda Nk, limit, rows=1: 0)
+        monkeypatch.setattr(standard, "row_elements", lambda *_, **__: 0)
     inputs = half_gradients("float16", 1, 1, 1, 3, 603, 8)
     check_gradients(device, "standard", *inputs, tiles=Tiles(16, 64), **options)
 

@@ -31,8 +31,9 @@ from backward_helpers import (
 from helpers import ALGORITHMS, assert_within, attend, changing, truth
 
 from fa_numba import Tiles, emulator, masks, ops, options
-from fa_numba.host import binding, plans
-from fa_numba.kernels import mma
+from fa_numba.host import binding, execution, planning
+from fa_numba.host import standard as planned_standard
+from fa_numba.kernels import mma, simt
 from fa_numba.kernels.simt import (
     fa1_backward,
     fa1_forward,
@@ -451,37 +452,39 @@ def caught_by(algorithm, cases, modules, monkeypatch):
 
     Of the cases of these groups, with `modules` in place of the package's.
     """
-    package, name, backward = plans, algorithm, ""
+    package, name, backward = simt, algorithm, ""
     if algorithm in MMA:
-        package, module = plans.mma, f"{algorithm.removeprefix('mma_')}_forward"
+        package, module = mma, f"{algorithm.removeprefix('mma_')}_forward"
         groups = MMA_CASES | MMA_KEYS | MMA_STAGES
-        runs, planned = run_mma, "_mma_forward"
+        runs = run_mma
     elif algorithm in MMA_BACKWARD:
-        package, module = plans.mma, algorithm.removeprefix("mma_")
+        package, module = mma, algorithm.removeprefix("mma_")
         name = module.removesuffix("_backward")
-        runs, groups, planned = run_mma_backward, MMA_BACKWARD_CASES, "_mma_backward"
+        runs, groups = run_mma_backward, MMA_BACKWARD_CASES
     else:
         name, _, backward = algorithm.partition("_")
         module = algorithm if backward or name == "standard" else f"{algorithm}_forward"
         runs, groups = (run_backward, BACKWARD_CASES) if backward else (run, CASES)
-        planned = "_backward" if backward else "_forward"
     monkeypatch.setattr(package, module, modules[algorithm])
     if algorithm == "mma_fa1_backward":  # whose query splits FlashAttention-2's kernel rounds
         monkeypatch.setattr(package, "fa2_backward", modules["mma_fa2_backward"])
     if backward:  # whose scores, softmax and output are standard attention's
-        monkeypatch.setattr(plans, "standard", modules["standard"])
-    monkeypatch.setattr(plans, planned, getattr(plans, planned).__wrapped__)
+        monkeypatch.setattr(simt, "standard", modules["standard"])
+    uncached = getattr(planning.planned, "__wrapped__", planning.planned)
+    monkeypatch.setattr(planning, "planned", uncached)
     if "arguments" in modules:
-        for public in ("Binding", "launch", "score_scale"):
-            monkeypatch.setattr(ops, public, getattr(modules["arguments"], public))
+        changed = modules["arguments"]
+        monkeypatch.setattr(ops, "Binding", changed.Binding)
+        for public in ("pack", "score_scale"):
+            monkeypatch.setattr(execution, public, getattr(changed, public))
     if "options" in modules:
         changed = modules["options"]
         monkeypatch.setattr(options.Features, "initialises", changed.Features.initialises)
         monkeypatch.setattr(options, "FEATURES", changed.FEATURES)
-    row_floats = plans._row_floats
+    row_elements = planned_standard.row_elements
     for case in itertools.chain.from_iterable(groups[group] for group in cases):
-        rows = row_floats if case.resident else lambda Nk, limit, rows=1: 0
-        monkeypatch.setattr(plans, "_row_floats", rows)
+        found = row_elements if case.resident else lambda *_, **__: 0
+        monkeypatch.setattr(planned_standard, "row_elements", found)
         try:
             runs(name, case)
         except AssertionError as error:

@@ -15,7 +15,7 @@ from experiments.lab.options import Bench, Options
 from experiments.lab.store import Store
 from experiments.lab.workloads import fa2_setting
 from fa_numba import Tiles
-from fa_numba.host import plans
+from fa_numba.host import planning
 from fa_numba.tiling import select_mma_spec, tuned
 from fa_numba.tiling.tuned import tuned_tiles
 
@@ -25,7 +25,7 @@ LIMIT = 227 * 1024
 def clear():
     """Forget what was read and planned."""
     tuned._table.cache_clear()
-    plans._mma_forward.cache_clear()
+    planning.planned.cache_clear()
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def table(tmp_path, monkeypatch):
 
     write.path = path
     monkeypatch.setattr(tuned, "TABLE", path)
-    monkeypatch.setattr(tuned.device, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(fa_numba.device, "compute_capability", lambda: (9, 0))
     write()
     yield write
     clear()
@@ -75,7 +75,7 @@ def test_plans_fall_back_to_the_rule(table, monkeypatch):
     memory = 2 * (64 + 2 * 256) * 72
 
     def with_limit(bytes_a_block):
-        monkeypatch.setattr(plans.device, "shared_bytes_limit", lambda: bytes_a_block)
+        monkeypatch.setattr(fa_numba.device, "shared_bytes_limit", lambda: bytes_a_block)
         return chosen(64)
 
     lengths = (16, 63, 64, 200)
@@ -90,7 +90,7 @@ def test_plans_fall_back_to_the_rule(table, monkeypatch):
     # Rows that do not start at 16 bytes.
     problem, how = fa2_setting(256, 64, dtype="float16"), (False, 1)
     for aligned in (True, False):
-        tiles = plans.forward(problem, "fa2", None, aligned, *how).plan.tiles
+        tiles = planning.forward(problem, "fa2", None, aligned, *how).tiles
         assert (tiles == Tiles(64, 256, 128)) == aligned
     # Memory that does not hold them.
     assert with_limit(memory) == Tiles(64, 256, 128)
@@ -139,7 +139,7 @@ def test_the_tables_own_lines_are_tiles_of_a_gpu():
 def test_tuned_tiles_are_asked_of_the_kernels_specialisation(table):
     table("9.0,mma,fa1,bwd,32,64,64,128,1")
     asked = []
-    found = tuned_tiles("mma", "fa1", "bwd", 64, 64, 17, asked.append)
+    found = tuned_tiles((9, 0), "mma", "fa1", "bwd", 64, 64, 17, asked.append)
     assert asked == [found] == [Tiles(64, 64, 128)]
 
 

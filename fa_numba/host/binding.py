@@ -133,13 +133,6 @@ def pack(kernel: device.Kernel, values: Mapping[str, Any]) -> tuple:
     return ty.instance_class(*(values[name] for name in ty.fields))
 
 
-def launch(run: Any, n: int, args: tuple, values: Mapping[str, Any], stream: int) -> None:
-    """Launch kernel ``n`` of ``run`` over its grid, with the options that it has."""
-    kernel = run.kernels[n]
-    grid = run.plan.kernels[n].grid
-    device.launch(kernel, grid, (*args, pack(kernel, values)), stream, UNIFORM)
-
-
 def seed_words(seed: int, offset: int) -> tuple[int, int, int]:
     """The halves of ``seed`` and ``offset`` as kernels take them."""
     return signed(seed & 0xFFFFFFFF), signed(seed >> 32), signed(offset)

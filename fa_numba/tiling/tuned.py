@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fa_numba import device
 from fa_numba.integers import round_up
 from fa_numba.tiling.tiles import Tiles, is_valid
 
@@ -27,6 +26,7 @@ def _table(path: Path) -> dict[tuple[str, ...], Tiles]:
 
 
 def tuned_tiles(
+    capability: tuple[int, int],
     unit: str,
     algorithm: str,
     passes: str,
@@ -35,13 +35,12 @@ def tuned_tiles(
     head_dim: int,
     select: Callable[[Tiles], Any],
 ) -> Tiles | None:
-    """The tiles that were fastest on GPUs like the current one, for the kernels of ``unit``.
+    """The tiles that were fastest on GPUs of this compute capability, for the kernels of ``unit``.
 
     None where nothing was measured, a block is larger than the sequence, or ``select`` refuses them
     with a ValueError. Head dimensions of as many fragments of 16 have one entry, the largest.
     """
-    capability = ".".join(map(str, device.compute_capability()))
-    key = (capability, unit, algorithm, passes, str(round_up(head_dim, 16)))
+    key = (".".join(map(str, capability)), unit, algorithm, passes, str(round_up(head_dim, 16)))
     tiles = _table(TABLE).get(key)
     if tiles is None or tiles.Br > seqlen_q or tiles.Bc > seqlen_k:
         return None

@@ -1,0 +1,17 @@
+from fa_numba.kernels.simt import (
+    fa1_backward,
+    fa1_forward,
+    fa2_backward,
+    fa2_forward,
+    standard,
+    standard_backward,
+)
+
+__all__ = [
+    "fa1_backward",
+    "fa1_forward",
+    "fa2_backward",
+    "fa2_forward",
+    "standard",
+    "standard_backward",
+]

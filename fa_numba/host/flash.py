@@ -1,0 +1,121 @@
+"""What FlashAttention-1 and -2 launch, forward and backward."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from fa_numba import io_model
+from fa_numba.host.binding import LOG2E
+from fa_numba.host.plans import Argument, Buffer, Launch, Steps, Untouched
+from fa_numba.host.requests import Request
+from fa_numba.host.units import UNITS
+from fa_numba.integers import ceil_div, round_up
+
+
+def forward(request: Request) -> Steps:
+    """Algorithm 1 of either paper: one kernel."""
+    unit, p = UNITS[request.unit], request.problem
+    tiles, spec = unit.forward(request)
+    Tr = ceil_div(p.seqlen_q, tiles.Br)
+    if request.algorithm == "fa2":
+        kernel = unit.kernels.fa2_forward.make_forward(spec)
+        grid = (Tr, p.heads_q, p.batch)
+        # The kernel always writes L: the backward pass needs it, and it costs one float a row.
+        own = () if request.return_lse else (Buffer("L", request.row_shape),)
+        launches = (Launch.of(kernel, grid, scale="score_scale"),)
+        count = functools.partial(io_model.fa2, p, tiles)
+        return Steps(tiles, launches, own, count, score_unit=LOG2E)
+    kernel = unit.kernels.fa1_forward.make_forward(spec)
+    split_rows = ceil_div(Tr, request.query_splits) * tiles.Br
+    grid = (ceil_div(p.seqlen_q, split_rows), p.heads_q, p.batch)
+    workspace: tuple[Buffer, ...] = (Buffer("l", request.row_shape), Buffer("m", request.row_shape))
+    if not request.dtype.sums_in_place:  # O between the passes
+        workspace += (_sum("A", request.q_shape),)
+    L: Argument = "L" if request.return_lse else Untouched(request.row_shape)
+    launches = (Launch.of(kernel, grid, L=L, scale="score_scale"),)
+    how: dict[str, Any] = {"query_splits": request.query_splits, "return_lse": request.return_lse}
+    count = functools.partial(io_model.fa1, p, tiles, **how)
+    return Steps(tiles, launches, workspace, count, split_rows, LOG2E)
+
+
+def backward(request: Request) -> Steps:
+    """Algorithm 4 of the first paper, Algorithm 2 of the second."""
+    return _fa1_backward(request) if request.algorithm == "fa1" else _fa2_backward(request)
+
+
+def _fa1_backward(request: Request) -> Steps:
+    """One kernel; where blocks share dK and dV, these are summed beside and rounded at the end."""
+    unit, p, splits = UNITS[request.unit], request.problem, request.query_splits
+    tiles, spec = unit.backward(request)
+    split_rows = ceil_div(ceil_div(p.seqlen_q, tiles.Br), splits) * tiles.Br
+    grid = (ceil_div(p.seqlen_q, split_rows), p.heads_k, p.batch)
+    kernel = unit.kernels.fa1_backward.make_backward(spec)
+    workspace: tuple[Buffer, ...] = ()
+    if not request.dtype.sums_in_place:  # dQ between the passes
+        workspace = (_sum("A", request.q_shape),)
+    if splits == 1:
+        launches: tuple[Launch, ...] = (Launch.of(kernel, grid, scale_log2="score_scale"),)
+    else:
+        sums = {"dK": "sum of dK", "dV": "sum of dV"}
+        workspace += tuple(_sum(name, request.k_shape, zeroed=True) for name in sums.values())
+        launches = (
+            Launch.of(kernel, grid, scale_log2="score_scale", **sums),
+            *(_rounding(request, A, out, 1.0, keys=True) for out, A in sums.items()),
+        )
+    how: dict[str, Any] = {"dbias": request.return_dbias, "query_splits": splits}
+    count = functools.partial(io_model.fa1_backward, p, tiles, **how)
+    return Steps(tiles, launches, workspace, count, split_rows, LOG2E)
+
+
+def _fa2_backward(request: Request) -> Steps:
+    """D = rowsum(dO o O), the grid over K/V blocks, and what makes dQ of it: nothing, where blocks
+    add to it in place; a rounding of their sum; or a second sweep in a fixed order.
+    """
+    unit, p = UNITS[request.unit], request.problem
+    tiles, spec = unit.backward(request)
+    kernels, atomic = unit.kernels.fa2_backward, not request.deterministic
+    over_columns = (ceil_div(p.seqlen_k, tiles.Bc), p.heads_k, p.batch)
+    how: dict[str, Any] = {"dbias": request.return_dbias}
+    workspace = [Buffer("D", request.row_shape)]
+    sums = "dQ" if request.dtype.sums_in_place else "A"
+    sum_of_dq: dict[str, Argument] = {} if atomic else {sums: Untouched(request.q_shape)}
+    facts = (p.head_dim, *unit.row_facts(request))
+    row_sums = kernels.make_row_sums(*facts, atomic, request.lengths)
+    launches = [
+        Launch.of(row_sums, _by_rows(request, kernels.WARPS), **sum_of_dq),
+        Launch.of(
+            kernels.make_backward(spec, atomic), over_columns, scale_log2="score_scale", **sum_of_dq
+        ),
+    ]
+    if not atomic:
+        sweep, sweep_spec = unit.sweep(request, tiles, spec)
+        over_rows = (ceil_div(p.seqlen_q, sweep.Br), p.heads_q, p.batch)
+        kernel = kernels.make_query_gradients(sweep_spec)
+        launches.append(Launch.of(kernel, over_rows, scale_log2="score_scale"))
+        how |= {"deterministic": True, "sweep_tiles": sweep}
+    elif sums == "A":
+        workspace.append(_sum("A", request.q_shape))
+        launches.append(_rounding(request, "A", "dQ", "scale"))
+    count = functools.partial(io_model.fa2_backward, p, tiles, **how)
+    return Steps(tiles, tuple(launches), tuple(workspace), count, score_unit=LOG2E)
+
+
+def _sum(name: str, shape: tuple[int, ...], zeroed: bool = False) -> Buffer:
+    """A float32 matrix beside one in 16 bits, whose rows start at 8-byte addresses."""
+    return Buffer(name, (*shape[:-1], round_up(shape[-1], 2)), zeroed=zeroed)
+
+
+def _rounding(request: Request, A: str, out: str, scale: Argument, keys: bool = False) -> Launch:
+    """``out`` = ``scale`` A, rounded; of the rows of K with ``keys``, else of Q."""
+    unit, p = UNITS[request.unit], request.problem
+    kernels, facts = unit.kernels.fa2_backward, (p.head_dim, *unit.row_facts(request))
+    kernel = kernels.make_round_rows(*facts, request.lengths, keys=keys)
+    return Launch.of(kernel, _by_rows(request, kernels.WARPS, keys), A=A, dQ=out, scale=scale)
+
+
+def _by_rows(request: Request, warps: int, keys: bool = False) -> tuple[int, int, int]:
+    """The grid of a kernel with a warp for each row of Q, or of K."""
+    p = request.problem
+    rows, heads = (p.seqlen_k, p.heads_k) if keys else (p.seqlen_q, p.heads_q)
+    return ceil_div(rows, warps), heads, p.batch

@@ -1,0 +1,224 @@
+"""From the arguments of a call to its plan: the checks, and plans that were made before."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fa_numba import device
+from fa_numba.host import flash, standard
+from fa_numba.host.plans import Buffer, Plan
+from fa_numba.host.requests import Request
+from fa_numba.host.units import UNITS, having, unit_of
+from fa_numba.io_model import ALGORITHMS
+from fa_numba.problem import Problem, as_size
+from fa_numba.tiling import Tiles
+
+PASSES = ("fwd", "bwd")
+PARTITIONS = ("rows", "keys")
+
+_MAX_GRID_YZ = 65535
+
+
+def forward(
+    problem: Problem,
+    algorithm: str,
+    tiles: Any,
+    aligned: bool,
+    return_lse: Any,
+    query_splits: Any,
+    unit: Any = "auto",
+    warp_partition: Any = "rows",
+    ablate: Any = (),
+) -> Plan:
+    """The plan of the forward pass of ``algorithm``; raises ValueError or TypeError for arguments
+    that are not as the public functions take them.
+    """
+    _check(problem, algorithm, tiles)
+    capability = device.compute_capability()
+    unit = unit_of(unit, problem.dtype, capability).name
+    _check_flag("return_lse", return_lse)
+    query_splits = as_size("query_splits", query_splits, axis=False)
+    if query_splits != 1 and (algorithm, "fwd") not in UNITS[unit].splits_queries:
+        owners = " or ".join(sorted({a for u in UNITS.values() for a, _ in u.splits_queries}))
+        raise ValueError(f"query_splits is {query_splits}: only {owners} splits its queries")
+    _check_partition(warp_partition, algorithm, unit)
+    ablated = _measures(ablate, algorithm, unit)
+    if tiles and tiles.stages != 1 and "prefetch" in ablated:
+        raise ValueError(
+            f"tiles: stages={tiles.stages} with ablate={ablate!r}: two stages are there for tiles "
+            "that are prefetched, allowed is 1"
+        )
+    limit = device.shared_bytes_limit()
+    return planned(
+        Request(
+            algorithm,
+            "fwd",
+            unit,
+            problem,
+            tiles,
+            aligned,
+            limit,
+            capability,
+            query_splits,
+            return_lse,
+            warp_partition,
+            ablated,
+        )
+    )
+
+
+def backward(
+    problem: Problem,
+    algorithm: str,
+    tiles: Any,
+    aligned: bool,
+    deterministic: Any,
+    return_dbias: Any,
+    unit: Any = "auto",
+    query_splits: Any = 1,
+) -> Plan:
+    """The plan of the backward pass of ``algorithm``, as ``forward``."""
+    _check(problem, algorithm, tiles)
+    capability = device.compute_capability()
+    unit = unit_of(unit, problem.dtype, capability).name
+    _check_flag("deterministic", deterministic)
+    _check_flag("return_dbias", return_dbias)
+    if deterministic and algorithm != "fa2":
+        raise ValueError(
+            "deterministic is True: only fa2 has a choice, the others' sums always have one order"
+        )
+    if return_dbias and problem.bias is None:
+        raise ValueError("return_dbias is True without a bias: allowed is False")
+    if return_dbias and deterministic and problem.bias != problem.score_shape:
+        raise ValueError(
+            f"deterministic is True with return_dbias and a bias of shape {problem.bias}: its "
+            f"gradient is summed in no fixed order, allowed is a bias of {problem.score_shape}"
+        )
+    query_splits = as_size("query_splits", query_splits, axis=False)
+    if query_splits != 1 and (algorithm, "bwd") not in UNITS[unit].splits_queries:
+        owners = having(lambda u: (pair for pair in u.splits_queries if pair[1] == "bwd"))
+        raise ValueError(
+            f"query_splits is {query_splits} in the backward pass of {algorithm} on {unit}: only "
+            f"{owners} splits its queries"
+        )
+    limit = device.shared_bytes_limit()
+    how = {"deterministic": deterministic, "return_dbias": return_dbias}
+    given = (problem, tiles, aligned, limit, capability, query_splits)
+    return planned(Request(algorithm, "bwd", unit, *given, **how))
+
+
+@functools.lru_cache(maxsize=1024)
+def planned(request: Request) -> Plan:
+    """The plan of a request; raises ValueError for tiles that cannot be."""
+    algorithm = standard if request.algorithm == "standard" else flash
+    steps = (algorithm.forward if request.passes == "fwd" else algorithm.backward)(request)
+    _check_stages(steps.tiles, request)
+    return Plan(
+        request.algorithm,
+        request.passes,
+        request.unit,
+        request.problem,
+        steps.tiles,
+        launches=steps.launches,
+        workspace=steps.workspace,
+        outputs=_outputs(request),
+        warp_partition=request.warp_partition,
+        ablated=request.ablated,
+        split_rows=steps.split_rows,
+        score_unit=steps.score_unit,
+        count=steps.count,
+        request=request,
+    )
+
+
+def _outputs(request: Request) -> tuple[Buffer, ...]:
+    """The results of a call in their order, in the caller's shapes."""
+    p = request.problem
+    if request.passes == "fwd":
+        O, L = Buffer("O", p.q_shape, p.dtype), Buffer("L", p.lse_shape)
+        return (O, L) if request.return_lse else (O,)
+    shapes = {"dQ": p.q_shape, "dK": p.k_shape, "dV": p.k_shape}
+    gradients = tuple(Buffer(name, shape, p.dtype) for name, shape in shapes.items())
+    if p.bias is None or not request.return_dbias:
+        return gradients
+    return (*gradients, Buffer("dbias", p.bias, zeroed=True))  # a sum of atomic adds
+
+
+# --- pickle ------------------------------------------------------------------------------------
+
+
+def _restored(request: Request, block_mask: np.ndarray | None) -> Plan:
+    return replace(planned(request), block_mask=block_mask)
+
+
+def _reduced(plan: Plan) -> tuple:
+    return _restored, (plan.request, plan.block_mask)
+
+
+# Kernels are functions made at run time, which pickle cannot find: a plan is made again of what it
+# was asked for.
+copyreg.pickle(Plan, _reduced)
+
+
+# --- checks ------------------------------------------------------------------------------------
+
+
+def check_algorithm(algorithm: Any) -> None:
+    """Raise ValueError for what is no algorithm."""
+    if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm is {algorithm!r}: allowed is one of {', '.join(ALGORITHMS)}")
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}: allowed is True or False")
+
+
+def _check(problem: Problem, algorithm: Any, tiles: Any) -> None:
+    check_algorithm(algorithm)
+    if tiles is not None and not isinstance(tiles, Tiles):
+        raise TypeError(f"tiles is {tiles!r}: allowed is a Tiles(Br=..., Bc=...) or None")
+    for name, size in (("batch", problem.batch), ("heads of q", problem.heads_q)):
+        if size > _MAX_GRID_YZ:
+            raise ValueError(f"{name} is {size}: allowed is at most {_MAX_GRID_YZ}, a grid's limit")
+
+
+def _check_stages(tiles: Tiles, request: Request) -> None:
+    pair = (request.algorithm, request.passes)
+    if tiles.stages != 1 and pair not in UNITS[request.unit].staged:
+        raise ValueError(
+            f"tiles: stages={tiles.stages} with algorithm {pair[0]!r}, pass {pair[1]!r} on unit "
+            f"{request.unit!r}: only {having(lambda u: u.staged, passes=True)} has a choice, "
+            "allowed is 1"
+        )
+
+
+def _check_partition(warp_partition: Any, algorithm: str, unit: str) -> None:
+    if not isinstance(warp_partition, str) or warp_partition not in PARTITIONS:
+        raise ValueError(
+            f"warp_partition is {warp_partition!r}: allowed is one of {', '.join(PARTITIONS)}"
+        )
+    if warp_partition == "keys" and (algorithm, "fwd") not in UNITS[unit].splits_keys:
+        raise ValueError(
+            f"warp_partition is 'keys' with algorithm {algorithm!r} on unit {unit!r}: only "
+            f"{having(lambda u: u.splits_keys)} splits the keys over the warps of a block, allowed "
+            "is 'rows'"
+        )
+
+
+def _measures(ablate: Any, algorithm: str, unit: str) -> tuple[str, ...]:
+    """The measures to leave out, each once, in one order."""
+    found = [name for name, owners in UNITS[unit].measures.items() if algorithm in owners]
+    names = ablate if isinstance(ablate, (tuple, list)) else (ablate,)
+    for name in names:
+        if not isinstance(name, str) or name not in found:
+            raise ValueError(
+                f"ablate is {ablate!r}: {algorithm} on unit {unit!r} can do without "
+                f"{', '.join(found) or 'none of its measures'}; allowed is a tuple of these names"
+            )
+    return tuple(name for name in found if name in names)

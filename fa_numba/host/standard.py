@@ -1,0 +1,113 @@
+"""What standard attention launches, forward and backward: every N x N matrix in global memory."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+from fa_numba import io_model
+from fa_numba.dtypes import DType
+from fa_numba.host.plans import Buffer, Launch, Steps, Untouched
+from fa_numba.host.requests import Request
+from fa_numba.host.units import UNITS
+from fa_numba.integers import ceil_div, power_of_two, round_up
+
+
+def forward(request: Request) -> Steps:
+    """Algorithm 0: S = Q KT, P = softmax(S) in its place, O = P V."""
+    unit, p, dtype = UNITS[request.unit], request.problem, request.dtype
+    tiles, spec = unit.standard(request)
+    features, kernels = request.features, unit.kernels.standard
+    lengths = request.lengths
+    scores = replace(spec, features=replace(features, dropout=False))
+    softmax = replace(lengths, dropout=features.dropout)
+    row = row_elements(p.seqlen_k, request.shared_limit, dtype, kernels.MAX_WARPS)
+    warps = row_warps(p.seqlen_k, dtype, kernels.MAX_WARPS)
+    row_tiles = (ceil_div(p.seqlen_q, tiles.Br), p.heads_q, p.batch)
+    rows = (p.seqlen_q, p.heads_q, p.batch)
+    L = "L" if request.return_lse else Untouched(request.row_shape)
+    of_dtype = unit.row_facts(request)[:1]
+    over_rows = kernels.make_standard_softmax(row, warps, request.return_lse, softmax, *of_dtype)
+    output = kernels.make_standard_output(replace(spec, features=lengths))
+    how = {"return_lse": request.return_lse, "row_resident": row > 0}
+    return Steps(
+        tiles,
+        launches=(
+            Launch.of(kernels.make_standard_scores(scores), row_tiles, scale="score_scale"),
+            Launch.of(over_rows, rows, P="S", L=L),
+            Launch.of(output, row_tiles, P="S"),
+        ),
+        workspace=(_matrix("S", request),),
+        count=functools.partial(io_model.standard, p, tiles, **how),
+    )
+
+
+def backward(request: Request) -> Steps:
+    """Algorithm 3: P once more, dP = dO VT, dS in its place, then the three gradients."""
+    unit, p, dtype = UNITS[request.unit], request.problem, request.dtype
+    tiles, spec, across = unit.standard_backward(request)
+    features, ahead, back = request.features, unit.kernels.standard, unit.kernels.standard_backward
+    lengths = request.lengths
+    masked = replace(spec, features=replace(features, dropout=False, dbias=False))
+    plain = replace(spec, features=lengths)
+    summed = replace(lengths, dropout=features.dropout, dbias=features.dbias)
+    limit, most = request.shared_limit, ahead.MAX_WARPS
+    row = row_elements(p.seqlen_k, limit, dtype, most)
+    pair = row_elements(p.seqlen_k, limit, dtype, most, rows=2)
+    warps = row_warps(p.seqlen_k, dtype, most)
+    row_tiles = (ceil_div(p.seqlen_q, tiles.Br), p.heads_q, p.batch)
+    column_tiles = (ceil_div(p.seqlen_k, tiles.Bc), p.heads_k, p.batch)
+    rows = (p.seqlen_q, p.heads_q, p.batch)
+    of_dtype = unit.row_facts(request)[:1]
+    softmax = ahead.make_standard_softmax(row, warps, False, lengths, *of_dtype)
+    gradients = back.make_standard_score_gradients(pair, warps, summed, *of_dtype)
+    product = ahead.make_standard_scores(plain)
+    output = ahead.make_standard_output(plain)
+    transposed = back.make_standard_transposed_output(replace(across, features=lengths))
+    scores = ahead.make_standard_scores(masked)
+    launches = [
+        Launch.of(scores, row_tiles, S="P", scale="score_scale"),
+        Launch.of(softmax, rows, S="P", L=Untouched(request.row_shape)),
+        Launch.of(product, row_tiles, Q="dO", K="V", S="dP", scale=1.0),
+        Launch.of(gradients, rows, dS="dP"),
+    ]
+    if features.softcap:
+        capped = replace(plain, features=replace(lengths, softcap=True))
+        slopes = ahead.make_standard_scores(capped, slopes=True)
+        launches.append(Launch.of(slopes, row_tiles, S="dP", scale="score_scale"))
+    launches += [
+        Launch.of(transposed, column_tiles),
+        Launch.of(output, row_tiles, P="dP", V="K", O="dQ"),
+        Launch.of(transposed, column_tiles, P="dP", dO="Q", dV="dK"),
+    ]
+    how = {"row_resident": pair > 0, "forward_resident": row > 0}
+    how["dbias"] = request.return_dbias
+    return Steps(
+        tiles,
+        launches=tuple(launches),
+        workspace=(_matrix("P", request), _matrix("dP", request)),
+        count=functools.partial(io_model.standard_backward, p, tiles, **how),
+    )
+
+
+def _matrix(name: str, request: Request) -> Buffer:
+    """An Nq x Nk matrix a head in q's dtype, whose rows start at 16-byte addresses."""
+    p = request.problem
+    pitch = round_up(p.seqlen_k, request.dtype.chunk)
+    return Buffer(name, p.score_shape, p.dtype, pitch=pitch)
+
+
+def row_elements(Nk: int, limit: int, dtype: DType, max_warps: int, rows: int = 1) -> int:
+    """Elements of shared memory for a row of S: a power of two, so that few kernels are compiled.
+
+    0 where ``rows`` of them, and two floats a warp, do not fit into ``limit`` bytes.
+    """
+    room = (limit - 8 * max_warps) // dtype.bytes // rows
+    if room < Nk:
+        return 0
+    return min(room // dtype.chunk * dtype.chunk, max(256, power_of_two(Nk)))
+
+
+def row_warps(Nk: int, dtype: DType, max_warps: int) -> int:
+    """Warps for a row of S: a thread for every 16 bytes, as a power of two."""
+    return min(max_warps, max(1, power_of_two(Nk) // (32 * dtype.chunk)))

@@ -1,0 +1,260 @@
+"""What computes: one entry for each unit, with all that a plan asks of it."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+from fa_numba.dtypes import DTYPES
+from fa_numba.host.requests import Request
+from fa_numba.kernels import mma, simt
+from fa_numba.options import PLAIN
+from fa_numba.tiling import (
+    MEASURES,
+    MmaSpec,
+    MmaSweepSpec,
+    SimtBackwardSpec,
+    Spec,
+    StandardSpec,
+    Tiles,
+    default_backward_tiles,
+    default_mma_backward_tiles,
+    default_mma_standard_tiles,
+    default_mma_tiles,
+    default_tiles,
+    select_mma_backward_spec,
+    select_mma_spec,
+    select_spec,
+    sweep_tiles,
+)
+from fa_numba.tiling.tuned import tuned_tiles
+
+
+class Unit(ABC):
+    """A unit of the GPU that computes the products, and its kernels.
+
+    ``kernels`` has the modules standard, fa1_forward, fa2_forward, standard_backward, fa1_backward
+    and fa2_backward, whose factories have one set of names. What an algorithm has a choice of, by
+    (algorithm, pass): ``staged`` how many tiles of K and V are in memory, ``splits_queries`` how
+    many blocks share a head, ``splits_keys`` what the warps share; ``measures`` names what its
+    kernels can do without, and the algorithms.
+
+    The methods give the tiles of a request, with their threads, and the specialisation of its main
+    kernel; they raise ValueError for tiles that cannot be.
+    """
+
+    name: str
+    title: str
+    dtypes: tuple[str, ...]
+    capability: tuple[int, int]
+    kernels: ModuleType
+    tuned = False
+    staged: frozenset[tuple[str, str]] = frozenset()
+    splits_queries: frozenset[tuple[str, str]] = frozenset()
+    splits_keys: frozenset[tuple[str, str]] = frozenset()
+    measures: Mapping[str, tuple[str, ...]] = {}
+
+    @abstractmethod
+    def forward(self, request: Request) -> tuple[Tiles, Spec]:
+        """FlashAttention's forward kernel."""
+
+    @abstractmethod
+    def backward(self, request: Request) -> tuple[Tiles, Spec]:
+        """FlashAttention's backward kernel."""
+
+    @abstractmethod
+    def sweep(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
+        """The second sweep of a deterministic backward pass, whose first has ``tiles``."""
+
+    @abstractmethod
+    def standard(self, request: Request) -> tuple[Tiles, Spec]:
+        """Standard attention's forward kernels."""
+
+    @abstractmethod
+    def standard_backward(self, request: Request) -> tuple[Tiles, Spec, Spec]:
+        """Standard attention's backward pass: the forward kernels', and PT dO's."""
+
+    @abstractmethod
+    def row_facts(self, request: Request) -> tuple:
+        """What kernels that work row by row are compiled for before their options."""
+
+    def chosen_tiles(
+        self, request: Request, select: Callable, default: Callable[[], Tiles], plain: bool = True
+    ) -> Tiles:
+        """The caller's tiles, those that measured fastest, or ``default()``.
+
+        Measurements are of ``plain`` calls without options: others need more registers.
+        """
+        if request.tiles is not None:
+            return request.tiles
+        plain = plain and request.aligned and replace(request.features, causal=False) == PLAIN
+        if not self.tuned or not plain:
+            return default()
+        p, key = request.problem, (self.name, request.algorithm, request.passes)
+        sizes = (p.seqlen_q, p.seqlen_k, p.head_dim)
+        return tuned_tiles(request.capability, *key, *sizes, select) or default()
+
+
+class Simt(Unit):
+    """CUDA cores, in float32; every GPU has them."""
+
+    name, title = "simt", "CUDA cores"
+    dtypes = tuple(name for name, dtype in DTYPES.items() if dtype.matrix is None)
+    capability = (8, 0)
+    kernels = simt
+    splits_queries = frozenset({("fa1", "fwd")})
+
+    def forward(self, request: Request) -> tuple[Tiles, Spec]:
+        return_lse = request.return_lse and request.algorithm == "fa1"
+        return self._selected(request, default_tiles, request.algorithm, return_lse=return_lse)
+
+    standard = forward
+
+    def backward(self, request: Request) -> tuple[Tiles, Spec]:
+        return self._selected(request, default_backward_tiles, kind=SimtBackwardSpec)
+
+    def sweep(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
+        return tiles, replace(spec, features=replace(spec.features, dbias=False))
+
+    def standard_backward(self, request: Request) -> tuple[Tiles, Spec, Spec]:
+        tiles, across = self.backward(request)
+        size = Tiles(tiles.Br, tiles.Bc)  # the forward kernels have a thread count of their own
+        facts: dict[str, Any] = {"features": request.features, "aligned": request.aligned}
+        spec = select_spec(size, request.problem.head_dim, request.shared_limit, **facts)
+        return tiles, spec, across
+
+    def row_facts(self, request: Request) -> tuple:
+        return ()
+
+    def _selected(self, request: Request, rule: Callable, *of: str, **facts: Any) -> Any:
+        p, limit = request.problem, request.shared_limit
+        tiles = request.tiles or rule(*of, p.seqlen_q, p.seqlen_k, p.head_dim, limit)
+        facts |= {"features": request.features, "aligned": request.aligned}
+        spec = select_spec(tiles, p.head_dim, limit, grouped=p.group > 1, **facts)
+        return replace(tiles, threads=spec.threads), spec
+
+
+class Mma(Unit):
+    """Tensor cores by ``mma.sync``, in 16 bits, from compute capability 8.0 on."""
+
+    name, title = "mma", "tensor cores"
+    dtypes = tuple(name for name, dtype in DTYPES.items() if dtype.matrix is not None)
+    capability = (8, 0)
+    kernels = mma
+    tuned = True
+    staged = frozenset({("fa2", "fwd")})
+    splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
+    splits_keys = frozenset({("fa1", "fwd")})
+    measures = MEASURES
+
+    def forward(self, request: Request) -> tuple[Tiles, Spec]:
+        p, features = request.problem, request.features
+        splits_keys = request.warp_partition == "keys"
+        select = _select(request, MmaSpec)
+        sizes = (p.seqlen_q, p.seqlen_k, p.head_dim, request.shared_limit)
+        rule = functools.partial(
+            default_mma_tiles, request.algorithm, *sizes, features, splits_keys
+        )
+        tiles = self.chosen_tiles(request, select, rule, plain=not splits_keys)
+        facts = {"splits_keys": splits_keys, "ablated": request.ablated, **_flash_facts(request)}
+        facts["return_lse"] = request.return_lse and request.algorithm == "fa1"
+        spec = select(tiles, **facts)
+        return replace(tiles, threads=spec.threads), spec
+
+    def backward(self, request: Request) -> tuple[Tiles, Spec]:
+        p = request.problem
+        row_tiles = 3 if request.algorithm == "fa1" else 2
+        sizes: dict[str, Any] = {"head_dim": p.head_dim, "shared_limit": request.shared_limit}
+        select: Callable = functools.partial(select_mma_backward_spec, **sizes, row_tiles=row_tiles)
+        rule = functools.partial(
+            default_mma_backward_tiles, p.seqlen_q, p.seqlen_k, **sizes, row_tiles=row_tiles
+        )
+        tiles = self.chosen_tiles(request, select, rule)
+        facts = {"splits_queries": request.query_splits > 1}
+        facts |= {"vector_adds": request.capability >= (9, 0)}
+        spec = select(tiles, **facts, **_flash_facts(request))
+        return replace(tiles, threads=spec.threads), spec
+
+    def sweep(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
+        p, limit = request.problem, request.shared_limit
+        # The blocks of a mask are those of the tiles.
+        tiles = replace(tiles, threads=None) if p.sparse else sweep_tiles(p.head_dim, limit)
+        facts = _flash_facts(request) | {"features": replace(request.features, dbias=False)}
+        return tiles, _select(request, MmaSweepSpec)(tiles, **facts)
+
+    def standard(self, request: Request) -> tuple[Tiles, Spec]:
+        p = request.problem
+        sizes = (p.seqlen_q, p.seqlen_k, p.head_dim, request.shared_limit)
+        select = _select(request, StandardSpec)
+        rule = functools.partial(default_mma_standard_tiles, *sizes, request.passes)
+        tiles = self.chosen_tiles(request, select, rule)
+        spec = select(tiles, **_facts(request))
+        return replace(tiles, threads=spec.threads), spec
+
+    def standard_backward(self, request: Request) -> tuple[Tiles, Spec, Spec]:
+        tiles, spec = self.standard(request)
+        across = Tiles(tiles.Bc, tiles.Br)  # the rows of PT are the columns of P
+        return tiles, spec, _select(request, StandardSpec)(across, **_facts(request))
+
+    def row_facts(self, request: Request) -> tuple:
+        return request.problem.dtype, request.aligned
+
+
+def _select(request: Request, kind: type[MmaSpec]) -> Callable[..., Any]:
+    sizes: dict[str, Any] = {
+        "head_dim": request.problem.head_dim,
+        "shared_limit": request.shared_limit,
+    }
+    return functools.partial(select_mma_spec, kind=kind, **sizes)
+
+
+def _facts(request: Request) -> dict[str, Any]:
+    """Fields of every specialisation on tensor cores."""
+    facts: dict[str, Any] = {"features": request.features, "aligned": request.aligned}
+    return facts | {"dtype": request.problem.dtype}
+
+
+def _flash_facts(request: Request) -> dict[str, Any]:
+    p = request.problem
+    return _facts(request) | {"positive_scale": p.scale > 0.0, "grouped": p.group > 1}
+
+
+# The first one that can compute a problem is what "auto" takes.
+UNITS: dict[str, Unit] = {unit.name: unit for unit in (Simt(), Mma())}
+
+
+def unit_of(name: Any, dtype: str, capability: tuple[int, int]) -> Unit:
+    """The unit called ``name``, or for "auto" the first that takes the dtype on such a device.
+
+    Raises ValueError for another name, a dtype that the unit does not take, or a device without it.
+    """
+    allowed = ("auto", *UNITS)
+    if not isinstance(name, str) or name not in allowed:
+        raise ValueError(f"unit is {name!r}: allowed is one of {', '.join(allowed)}")
+    found = [unit for unit in UNITS.values() if name in ("auto", unit.name)]
+    taking = [unit for unit in found if dtype in unit.dtypes]
+    if not taking:
+        takes = "; ".join(f"{unit.name} takes {' or '.join(unit.dtypes)}" for unit in found)
+        raise ValueError(f"unit is {name!r} with dtype {dtype}: {takes}")
+    for unit in taking:
+        if capability >= unit.capability:
+            return unit
+    least, here = (".".join(map(str, x)) for x in (taking[-1].capability, capability))
+    raise ValueError(
+        f"unit is {name!r} on a GPU of compute capability {here}: {taking[-1].name} needs {least}"
+    )
+
+
+def having(choices: Callable[[Unit], Iterable[tuple[str, str]]], passes: bool = False) -> str:
+    """Who has a choice, in words: "fa1 on tensor cores ('mma')", with ``passes`` also in which."""
+    said = {"fwd": "the forward pass of ", "bwd": "the backward pass of "}
+    pairs = (
+        (f"{said[pass_] if passes else ''}{algorithm}", f"{unit.title} ({unit.name!r})")
+        for unit in UNITS.values()
+        for algorithm, pass_ in sorted(choices(unit))
+    )
+    return " or ".join(dict.fromkeys(f"{who} on {where}" for who, where in pairs))
