@@ -1,0 +1,244 @@
+"""Plans: what their launches name, the workspace, units, pickled and printed."""
+
+import itertools
+import pickle
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import fa_numba
+from fa_numba import Tiles, io_model
+from fa_numba import device as devices
+from fa_numba.device import DeviceArray, Kernel, array_type
+from fa_numba.dtypes import DTYPES
+from fa_numba.emulator import EmulatorError
+from fa_numba.host import execution, units
+from fa_numba.host.plans import Buffer, Launch, Untouched, parameters
+
+DTYPE_NAMES = tuple(DTYPES)
+PACKED = {
+    "cu_seqlens_q": np.array([0, 33, 50]),
+    "cu_seqlens_k": np.array([0, 40, 61]),
+}
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "softcap": {"softcap": 5.0},
+    "dropout": {"dropout_p": 0.2, "window": (7, 0)},
+    "bias": {"bias": (1, 4, 1, 61)},
+    "lengths": {"q_lens": np.array([50, 3]), "kv_lens": np.array([0, 61])},
+    "packed": PACKED,
+}
+# Of each pass: an algorithm and what it alone takes.
+WAYS = {
+    "fwd": [
+        *(("standard", {"return_lse": lse}) for lse in (False, True)),
+        *(("fa1", {"return_lse": lse, "query_splits": n}) for lse in (False, True) for n in (1, 3)),
+        *(("fa2", {"return_lse": lse}) for lse in (False, True)),
+    ],
+    "bwd": [
+        ("standard", {}),
+        ("fa1", {}),
+        ("fa1", {"query_splits": 3}),
+        ("fa2", {}),
+        ("fa2", {"deterministic": True}),
+    ],
+}
+
+
+def every_plan():
+    """(plan, what its pass takes) for all passes, algorithms, dtypes and groups of options."""
+    settings = itertools.product(DTYPE_NAMES, OPTIONS.values(), ("fwd", "bwd"))
+    for dtype, options, passes in settings:
+        shapes = ((50, 4, 9), (61, 2, 9)) if options is PACKED else ((2, 4, 50, 9), (2, 2, 61, 9))
+        for algorithm, own in WAYS[passes]:
+            if passes == "bwd" and own.get("query_splits") and dtype == "float32":
+                continue  # there is no such kernel
+            own = dict(own)
+            if "bias" in options and passes == "bwd" and not own.get("deterministic"):
+                own["return_dbias"] = True
+            facts = {"algorithm": algorithm, "dtype": dtype, "passes": passes, **own, **options}
+            with devices.using("emulator"):
+                yield fa_numba.plan(*shapes, **facts), own
+
+
+PLANS = list(every_plan())
+
+
+def test_the_workspace_is_the_models():
+    """The closed form and the sum of the plan's buffers, each written on its own."""
+    for plan, own in PLANS:
+        own = {n: x for n, x in own.items() if n != "return_dbias"}
+        want = io_model.workspace(plan.algorithm, plan.problem, passes=plan.passes, **own)
+        assert plan.workspace_bytes == sum(x.nbytes for x in plan.workspace) == want
+
+
+def test_launches_name_what_there_is():
+    inputs = {"fwd": {"Q", "K", "V"}, "bwd": {"Q", "K", "V", "O", "dO", "L"}}
+    numbers = {"scale", "score_scale", "group", "split_rows"}
+    for plan, _ in PLANS:
+        named, taken = [*plan.workspace, *plan.outputs], set()
+        names = {x.name for x in named}
+        assert len(names) == len(named) and not names & inputs[plan.passes]
+        for launch in plan.launches:
+            assert tuple(launch.arguments) == parameters(launch.kernel)
+            assert len(launch.arguments) == len(launch.kernel.argument_types) - 1
+            for ty, x in zip(launch.kernel.argument_types, launch.arguments.values(), strict=False):
+                assert hasattr(ty, "ndim") != (x in numbers or isinstance(x, float))
+                if isinstance(x, Untouched):
+                    assert ty.ndim == len(x.shape) and ty.dtype.name == DTYPES[x.dtype].host
+                elif hasattr(ty, "ndim"):
+                    assert x in names | inputs[plan.passes]
+                    taken.add(x)
+        # Whatever is allocated or returned is made by some launch.
+        assert names - taken == {x.name for x in plan.outputs if x.name == "dbias"}
+
+
+def test_what_holds_sums_of_several_blocks_begins_at_zero():
+    zeroed = {x.name for plan, _ in PLANS for x in (*plan.workspace, *plan.outputs) if x.zeroed}
+    assert zeroed == {"dbias", "sum of dK", "sum of dV"}
+
+
+def test_kernels_are_in_the_order_of_their_launches():
+    shape = (1, 1, 32, 16)
+    plan = fa_numba.plan(shape, shape, algorithm="standard", passes="bwd", softcap=3.0)
+    named = [(launch.kernel.name, dict(launch.arguments)) for launch in plan.launches]
+    assert [k.name for k in plan.kernels] == [name for name, _ in named]
+    assert named[3:6] == [
+        ("standard_score_gradients", {"P": "P", "dP": "dP", "dS": "dP", "scale": "scale"}),
+        ("standard_scores", dict(Q="Q", K="K", S="dP", scale="score_scale", group="group")),
+        ("standard_transposed_output", {"P": "P", "dO": "dO", "dV": "dV", "group": "group"}),
+    ]
+
+
+def test_a_launch_binds_parameters_that_there_are():
+    plan = fa_numba.plan((1, 1, 8, 4), (1, 1, 8, 4))
+    (kernel,) = plan.launched
+    assert dict(Launch.of(kernel, (1, 1, 1), K="V").arguments)["K"] == "V"
+    with pytest.raises(TypeError, match="S is no parameter of fa2_forward: it has .'Q', 'K'"):
+        Launch.of(kernel, (1, 1, 1), S="P")
+
+
+# --- arrays ------------------------------------------------------------------------------------
+
+
+def test_a_buffers_bytes():
+    assert Buffer("S", (2, 3, 5, 7), "float16", pitch=8).nbytes == 2 * 2 * 3 * 5 * 8
+    assert Buffer("L", (2, 3, 5)).nbytes == 4 * 2 * 3 * 5
+
+
+def run(function, *arguments):
+    """One thread of a kernel with these arguments, on the emulator."""
+    types = (*(array_type(x.ndim) for x in arguments), fa_numba.options.PLAIN.argument_type)
+    kernel = Kernel(function, types, 32, 0)
+    with devices.using("emulator"):
+        devices.launch(kernel, (1, 1, 1), (*arguments, types[-1].instance_class()))
+
+
+def copied(A, B, options):
+    if devices.cuda.threadIdx.x == 0:
+        B[0, 0] = A[0, 0]
+
+
+def test_what_is_untouched_is_nan_and_cannot_be_written():
+    untouched = execution._untouched(Untouched((2, 3)), np.zeros((2, 3), np.float32))
+    assert untouched.shape == (2, 3) and untouched.dtype == np.float32
+    copy = np.zeros((2, 3), np.float32)
+    run(copied, untouched, copy)
+    assert np.isnan(copy[0, 0]) and not copy.ravel()[1:].any()
+    with pytest.raises((EmulatorError, ValueError)):
+        run(copied, copy, untouched)
+
+
+def test_what_is_untouched_lies_in_an_array_of_the_call():
+    q = DeviceArray(16, (1, 2, 5, 8), (160, 80, 16, 2), None, 2, slot=3)
+    found = execution._untouched(Untouched((1, 2, 5)), q)
+    assert (found.pointer, found.slot) == (16, 3)
+    assert (found.shape, found.strides, found.itemsize) == ((1, 2, 5), (0, 0, 0), 4)
+
+
+# --- units -------------------------------------------------------------------------------------
+
+
+def test_auto_takes_the_first_unit_that_can(monkeypatch):
+    newer = SimpleNamespace(name="newer", dtypes=("float16",), capability=(9, 0))
+    monkeypatch.setattr(units, "UNITS", {"newer": newer, **units.UNITS})
+    of = units.unit_of
+    assert of("auto", "float16", (9, 0)) is newer and of("newer", "float16", (9, 0)) is newer
+    assert of("auto", "float16", (8, 9)).name == of("auto", "bfloat16", (9, 0)).name == "mma"
+    assert of("auto", "float32", (9, 0)).name == "simt"
+    with pytest.raises(ValueError, match="'newer' on a GPU of compute capability 8.9: .* 9.0"):
+        of("newer", "float16", (8, 9))
+    with pytest.raises(ValueError, match="'newer' with dtype float32: newer takes float16"):
+        of("newer", "float32", (9, 0))
+    with pytest.raises(ValueError, match="unit is 'new': allowed is one of auto, newer, simt, mma"):
+        of("new", "float32", (9, 0))
+
+
+def test_every_dtype_has_a_unit():
+    for name, dtype in DTYPES.items():
+        unit = units.unit_of("auto", name, (8, 0))
+        assert name in unit.dtypes and unit.name == ("mma" if dtype.matrix else "simt")
+
+
+def test_a_unit_has_all_kernels():
+    names = ["standard", "fa1_forward", "fa2_forward"]
+    names += ["standard_backward", "fa1_backward", "fa2_backward"]
+    for unit in units.UNITS.values():
+        assert all(hasattr(unit.kernels, name) for name in names)
+        assert unit.title and unit.capability >= devices.MIN_COMPUTE_CAPABILITY
+
+
+# --- kept and shown ----------------------------------------------------------------------------
+
+
+def test_a_plan_is_pickled():
+    for plan, _ in PLANS:
+        again = pickle.loads(pickle.dumps(plan))
+        assert again == plan and hash(again) == hash(plan)
+        assert again.launched == plan.launched and again.kernels == plan.kernels
+        assert (again.accesses, again.flops) == (plan.accesses, plan.flops)
+
+
+def test_a_block_mask_is_pickled_with_its_plan():
+    mask = np.array([[True, False], [True, True]])
+    plan = fa_numba.plan((1, 1, 32, 8), (1, 1, 32, 8), block_mask=mask, tiles=Tiles(16, 16))
+    again = pickle.loads(pickle.dumps(plan))
+    assert (again.block_mask == mask).all() and again.flops == plan.flops == 3 * 4 * 16 * 16 * 8
+
+
+def test_a_plan_of_other_tiles_is_another():
+    plan = fa_numba.plan((1, 1, 64, 8), (1, 1, 64, 8), tiles=Tiles(16, 16))
+    assert plan != fa_numba.plan((1, 1, 64, 8), (1, 1, 64, 8), tiles=Tiles(32, 16))
+    assert plan == fa_numba.plan((1, 1, 64, 8), (1, 1, 64, 8), tiles=Tiles(16, 16))
+
+
+def test_a_plan_prints_as_a_table():
+    shape = (2, 4, 300, 63)
+    plan = fa_numba.plan(shape, shape, dtype="float16", passes="bwd", causal=True)
+    lines = str(plan).splitlines()
+    assert lines[0] == "fa2 backward, unit mma, float16"
+    assert "q (2, 4, 300, 63), k (2, 4, 300, 63), causal=True" in lines[1]
+    tiles = plan.tiles
+    assert f"Br={tiles.Br}, Bc={tiles.Bc}, threads={tiles.threads}, stages=1" in lines[2]
+    table = lines[3:]
+    assert [line.split()[0] for line in table[:4]] == ["kernels", *(k.name for k in plan.kernels)]
+    for line, kernel in zip(table[1:4], plan.kernels, strict=True):
+        assert str(kernel.grid) in line
+        assert line.split()[-2:] == [str(kernel.threads), f"{kernel.shared_bytes:,}"]
+    assert len({len(line) for line in table[:4]}) == 1
+    assert f"{plan.workspace_bytes:,} bytes: D float32 (2, 4, 300), A float32" in table[4]
+    counts = dict((n, (a, b)) for n, a, b in (line.split() for line in table[5:-1]))
+    loads, stores = plan.accesses.loads, plan.accesses.stores
+    assert counts["Q"] == (f"{loads['Q']:,}", "0") and counts["dK"] == ("0", f"{stores['dK']:,}")
+    assert table[-1].split() == ["FLOPs", f"{plan.flops:,}"]
+    assert "nothing" in str(fa_numba.plan(shape, shape, return_lse=True))
+
+
+def test_a_plan_without_its_mask_prints_no_counts():
+    mask = np.ones((2, 2), bool)
+    plan = fa_numba.plan((1, 1, 32, 8), (1, 1, 32, 8), block_mask=mask, tiles=Tiles(16, 16))
+    assert "depend on the block mask" in str(replace(plan, block_mask=None))
+    assert "sparse=True" in str(plan) and "FLOPs" in str(plan)
