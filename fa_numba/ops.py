@@ -278,8 +278,8 @@ def _first_attend(facts, qkv, options, out, stream, call: Call | None) -> list:
         aligned = _aligned(problem, [*inputs, target] if target else inputs)
         how = (return_lse, query_splits, unit, warp_partition, ablate)
         plan = planning.forward(problem, algorithm, tiles, aligned, *how)
-        given = dict(zip("QKV", inputs, strict=True))
-        return _run(plan, arguments, tiles, given, stream, call, target)
+        named = dict(zip("QKV", inputs, strict=True))
+        return _run(plan, arguments, tiles, named, stream, call, target)
 
 
 def _run(
@@ -300,12 +300,11 @@ def _run(
         # The gradient of a bias has the bias's own axes.
         shape = arguments.arrays["bias"].shape if output.name == "dbias" else output.shape
         outputs.append((shape, output.dtype, target if output.name == "O" else None))
-    names = [output.name for output in plan.outputs]
 
     def run(given: list, made: list, stream: Any) -> None:
-        arrays = dict(zip(inputs, given, strict=False))
-        arrays |= arguments.named(given[len(inputs) :])
-        execute(plan, arguments, arrays | dict(zip(names, made, strict=True)), stream)
+        arrays = dict(zip(inputs, given, strict=False)) | arguments.named(given[len(inputs) :])
+        arrays |= {output.name: x for output, x in zip(plan.outputs, made, strict=True)}
+        execute(plan, arguments, arrays, stream)
 
     given = [*inputs.values(), *arguments.arrays.values()]
     return launch_cache.run_and_keep(run, given, arguments.seeds, outputs, handle, call)
