@@ -292,7 +292,7 @@ def test_jax_arrays_that_are_refused():
     q = jnp.ones((1, 1, 4, 4))
     with pytest.raises(TypeError, match="q is a JAX tracer"):
         jax.jit(lambda q: fa_numba.flash_attention_2(q, q, q))(q)
-    with pytest.raises(ValueError, match="out is read-only"):
+    with pytest.raises(ValueError, match="out is a read-only jax array"):
         fa_numba.flash_attention_2(q, q, q, out=jnp.zeros((1, 1, 4, 4)))
     with pytest.raises(TypeError, match="q has dtype int32: allowed is float32 or float16"):
         fa_numba.flash_attention_2(*3 * [jnp.ones((1, 1, 4, 4), int)])

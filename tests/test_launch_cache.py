@@ -71,8 +71,11 @@ def assert_same(found, want):
         np.testing.assert_array_equal(a, b)
 
 
+ARRAYS = ("bias", "attn_mask", "alibi_slopes")  # options that are arrays on the device
+
+
 def on_device(options, make=on_gpu):
-    return {n: make(x) if n in ("bias", "alibi_slopes") else x for n, x in options.items()}
+    return {n: make(x) if n in ARRAYS else x for n, x in options.items()}
 
 
 OPTIONS = {
@@ -82,6 +85,7 @@ OPTIONS = {
     "window": {"window": (3, 1), "softcap": 2.0},
     "bias": {"bias": (2, 1, 5, 9), "alibi_slopes": (2,)},
     "bias of fewer axes": {"alibi_slopes": (2, 2), "bias": (9,), "causal": True},
+    "mask": {"attn_mask": (2, 1, 5, 9), "alibi_slopes": (2,)},
     "lengths": {"q_lens": (5, 2), "kv_lens": (0, 9)},
     "dropout": {"dropout_p": 0.3, "seed": 2**63 + 5, "offset": 2**31 + 1},
 }
@@ -102,7 +106,7 @@ def options_of(name, seed):
     """Options with arrays of random values for shapes."""
     random = np.random.default_rng(seed)
     return {
-        n: random.standard_normal(x, np.float32) if n in ("bias", "alibi_slopes") else x
+        n: random.standard_normal(x, np.float32) if n in ARRAYS else x
         for n, x in OPTIONS[name].items()
     }
 
@@ -131,7 +135,7 @@ def assert_replayed(gpu, function, cases, own):
         want = emulated(function, *arrays, **options, **own)
         given = [on_gpu(x) for x in arrays]
         other = on_device(options)
-        named = [*given, *(other[n] for n in ("bias", "alibi_slopes") if n in other)]
+        named = [*given, *(other[n] for n in ARRAYS if n in other)]
         with mock.patch.object(
             launch_cache, "run_and_keep", wraps=launch_cache.run_and_keep
         ) as first:
@@ -159,7 +163,7 @@ def test_the_forward_pass(gpu, way, name):
 @pytest.mark.parametrize("way", BACKWARD)
 def test_the_backward_pass(gpu, way, name):
     own = dict(BACKWARD[way])
-    if "bias" in OPTIONS[name] and not own.get("deterministic"):
+    if {"bias", "attn_mask"} & set(OPTIONS[name]) and not own.get("deterministic"):
         own["return_dbias"] = True
     cases = []
     for seed in range(2):
@@ -243,6 +247,31 @@ def test_every_difference_makes_another_call(gpu, kept):
             want = emulated(fa_numba.attention, *(x.values for x in there), **options)
             assert_same(fa_numba.attention(*there, **options), want)
             assert len(kept) == (number + 1 if seed == 0 else len(cases))
+
+
+def test_layouts_of_equal_shapes_are_two_calls(gpu, kept):
+    q, k, v = inputs(sizes=(1, 4, 4, 4, 4, 4))
+    there = [on_gpu(x) for x in (q, k, v)]
+    found = {}
+    for _ in range(2):
+        for layout in ("bhnd", "bnhd"):
+            found[layout] = fa_numba.flash_attention_2(*there, layout=layout)
+            want = emulated(fa_numba.flash_attention_2, q, k, v, layout=layout)
+            assert_same(found[layout], want)
+    assert len(kept) == 2
+    assert not np.array_equal(found["bhnd"].values, found["bnhd"].values)
+
+
+def test_a_mask_and_a_bias_of_one_shape_are_two_calls(gpu, kept):
+    q, k, v = inputs()
+    there = [on_gpu(x) for x in (q, k, v)]
+    added = on_gpu(options_of("mask", 1)["attn_mask"])
+    found = [fa_numba.flash_attention_2(*there, **{n: added}) for n in ("bias", "attn_mask") * 2]
+    assert len(kept) == 2
+    for x in found:
+        assert_same(x, emulated(fa_numba.flash_attention_2, q, k, v, bias=added.values))
+    with pytest.raises(ValueError, match="attn_mask is given, of shape"):
+        fa_numba.flash_attention_2(*there, bias=added, attn_mask=added)
 
 
 def test_seeds_are_words(gpu, kept):

@@ -52,9 +52,9 @@ def using(device: str) -> Iterator[None]:
     Raises ValueError for another name and RuntimeError for "gpu" without a usable one.
     """
     if device not in ("gpu", "emulator"):
-        raise ValueError(f"device must be 'gpu' or 'emulator', not {device!r}")
+        raise ValueError(f"device is {device!r}: allowed is 'gpu' or 'emulator'")
     if device == "gpu" and not gpu_available():
-        raise RuntimeError(f"device is 'gpu', but {why_no_gpu()}")
+        raise RuntimeError(f"device is 'gpu': allowed here is 'emulator', since {why_no_gpu()}")
     token = _forced.set(device)
     try:
         yield

@@ -24,11 +24,12 @@ _OVERLAP_WORK: Any = 100_000
 
 @dataclass(frozen=True)
 class Operand:
-    """An argument as the kernels see it.
+    """An array that a caller gave, of any library, as memory with a dtype, a shape and strides.
 
-    ``place`` is the GPU's ordinal, or HOST. ``host`` is the NumPy view of host memory, ``view``
-    the GPU memory; one of them is None. ``empty(shape, dtype)`` makes an array of the same library
-    there; ``finish`` makes the array that the caller gets of it, where that is another one.
+    ``place`` is the GPU's ordinal, or HOST; ``strides`` are in bytes. ``host`` is a NumPy view of
+    host memory, None on a GPU; ``owner`` is the caller's array. ``empty(shape, dtype)`` makes a new
+    array at the same place, of the same library or, where that one's arrays are never written, one
+    that ``finish`` turns into the library's.
     """
 
     name: str
@@ -104,7 +105,7 @@ def _check_dtype(name: str, dtype: str, allowed: Sequence[str]) -> None:
 
 
 def _of_library(library: str, kind: str, array: Any) -> bool:
-    """Whether ``array`` is of a library's class; False where the library is not imported."""
+    """Whether ``array`` is a ``library.kind``; False where that library is not imported."""
     module = sys.modules.get(library)
     return module is not None and isinstance(array, getattr(module, kind))
 
@@ -327,14 +328,17 @@ def address_and_kind(array: Any) -> tuple[int, tuple] | None:
 
 
 def pointer_of(library: str, array: Any) -> int:
-    """The address of a new array that an ``Operand`` of ``library`` has made."""
+    """The address of a new GPU array that ``Operand.empty`` of a ``library``'s array has made."""
     if library == "torch":
         return array.data_ptr()
     return array.__cuda_array_interface__["data"][0]
 
 
 def on_host(name: str, array: Any) -> np.ndarray:
-    """A copy on the host of a small array of any dtype, or of a sequence of numbers."""
+    """A copy on the host of a small array of any library and dtype, or of a sequence of numbers.
+
+    Raises ValueError for rows of several lengths, TypeError for what is neither.
+    """
     if _of_library("torch", "Tensor", array):
         return array.detach().cpu().numpy()
     if _of_library("jax", "Array", array):
@@ -416,7 +420,7 @@ def check_out(out: Operand, shape: tuple[int, ...], inputs: list[Operand]) -> No
     """Raise ValueError unless ``out`` can take the result: shape, layout, and memory of its own."""
     check_shape(out, shape)
     if not out.writable:
-        raise ValueError("out is read-only: allowed is writable memory")
+        raise ValueError(f"out is a read-only {out.library} array: allowed is writable memory")
     if out.library != inputs[0].library:
         raise ValueError(
             f"out is a {out.library} array, q a {inputs[0].library} one: allowed is one library"
@@ -432,7 +436,7 @@ def check_out(out: Operand, shape: tuple[int, ...], inputs: list[Operand]) -> No
 
 
 def extent(a: Operand) -> tuple[int, int]:
-    """Bytes from the address of ``a`` to its first one, and to the end of its last one."""
+    """Bytes from the address of ``a`` to the lowest one it covers, and past the highest."""
     reach = [(n - 1) * stride for n, stride in zip(a.shape, a.strides, strict=True)]
     first, last = sum(min(0, n) for n in reach), sum(max(0, n) for n in reach)
     return first, last + DTYPES[a.dtype].bytes

@@ -1,4 +1,4 @@
-"""How a call reaches a device: where its arrays are, on which stream, and what it may weigh."""
+"""Where a call runs: on the device of its arrays, on which stream, and how large it may be."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fa_numba import device, io_model
 from fa_numba.host.arrays import HOST, Operand
 from fa_numba.host.plans import Plan
 
-# The emulator's limit for one call: multiply-adds of the tiles, padding included, of which it does
-# about 2e6 a second, and what a thread costs beside them.
+# The emulator's limit for one call, in multiply-adds of its tiles, padding included: it does about
+# 2e6 a second. A thread counts as STEPS_PER_THREAD of them.
 EMULATOR_STEPS = 2**26
 STEPS_PER_THREAD = 1000
 
 
 class Placed(Protocol):
-    """What has a library and a place, as an ``Operand`` has them."""
+    """What tells where an array is: its library's name, and its GPU's ordinal or HOST."""
 
     @property
     def library(self) -> str: ...
@@ -29,16 +29,19 @@ class Placed(Protocol):
 
 
 def placed(q: Operand):
-    """Make the inputs' device the current one, or refuse."""
+    """A context in which the GPU that q lies on is the current one.
+
+    Raises ValueError for q on a GPU where calls go to the emulator.
+    """
     if q.place == HOST:
         return contextlib.nullcontext()
     if not device.on_gpu():
-        raise ValueError(f"q is in {q.where}: the emulator takes arrays in host memory")
+        raise ValueError(f"q is in {q.where}: allowed on the emulator are arrays in host memory")
     return device.on_device(q.place)
 
 
 def check_size(plan: Plan) -> None:
-    """Refuse what would take the emulator minutes."""
+    """Raise ValueError for a call that would take the emulator minutes; a GPU takes any size."""
     if device.on_gpu():
         return
     p, tiles = plan.problem, plan.tiles
@@ -59,7 +62,11 @@ def check_size(plan: Plan) -> None:
 
 
 def stream_handle(stream: Any, q: Placed) -> int:
-    """The address of ``stream``, or of the current stream of q's library."""
+    """The address of ``stream``, and for None that of the current stream of q's library.
+
+    0 is the default stream, and stands for none on the emulator. Raises TypeError for what is no
+    stream, ValueError for any stream on the emulator.
+    """
     if stream is None:
         if not device.on_gpu() or q.place == HOST:
             return 0
