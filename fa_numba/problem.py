@@ -1,28 +1,36 @@
-"""What is to be computed: sizes, dtype, scale and mask, with every check and its message."""
+"""What is to be computed: sizes, dtype, scale, mask and the other options that are values."""
 
 from __future__ import annotations
 
-import math
-import numbers
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, overload
 
 import numpy as np
 
+from fa_numba.checks import (
+    LAYOUTS,
+    PACKED_AXES,
+    UNBOUNDED,
+    added_shape,
+    as_dropout,
+    as_flag,
+    as_layout,
+    as_lengths,
+    as_scale,
+    as_size,
+    as_sizes,
+    as_softcap,
+    as_window,
+    check_same,
+    other_layout,
+    packed_lengths,
+)
 from fa_numba.dtypes import DTYPES
 
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**31 - 1024  # rows and columns are 32-bit in the kernels, with room for a tile
-UNBOUNDED = 2**29  # a side of a window that hides nothing, and the longest sequence with a window
 
-# Axes of q, k, v and the results by the layout that a call names.
-LAYOUTS = {
-    "bhnd": ("batch", "heads", "seqlen", "head_dim"),
-    "bnhd": ("batch", "seqlen", "heads", "head_dim"),
-}
-_PACKED_AXES = ("seqlen", "heads", "head_dim")
 _SIZES = ("batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim")
 
 
@@ -33,189 +41,6 @@ class BlockSizes(Protocol):
     def Br(self) -> int: ...
     @property
     def Bc(self) -> int: ...
-
-
-def as_size(name: str, value: Any, axis: bool = True) -> int:
-    """`value` as an int >= 1; else a TypeError or ValueError that calls it `name`."""
-    try:
-        if isinstance(value, (bool, np.bool_)):
-            raise TypeError
-        size = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} is {value!r}: allowed is an integer >= 1") from None
-    if size < 1:
-        empty = ", an empty axis" if axis and size == 0 else ""
-        raise ValueError(f"{name} is {size}{empty}: allowed is an integer >= 1")
-    return size
-
-
-def as_flag(name: str, value: Any) -> bool:
-    """`value` as a bool, of Python or NumPy; else a TypeError that calls it `name`."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} is {value!r}: allowed is True or False")
-    return bool(value)
-
-
-def as_shape(name: str, value: Any) -> tuple[int, ...]:
-    """`value` as the shape of an array that is called `name`, or a TypeError."""
-    try:
-        if isinstance(value, str):
-            raise TypeError
-        return tuple(operator.index(n) for n in value)
-    except TypeError:
-        raise TypeError(f"{name} is {value!r}: allowed is an array, or its shape") from None
-
-
-def _as_scale(value: Any, head_dim: int) -> float:
-    if value is None:
-        return 1.0 / math.sqrt(head_dim)
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
-        raise TypeError(f"scale is {value!r}: allowed is a finite real number, or None")
-    # The kernels multiply by scale log2(e), in float32.
-    largest = float(np.finfo(np.float32).max) / math.log2(math.e)
-    try:
-        scale = float(value)
-    except OverflowError:  # an integer beyond float64
-        scale = math.inf
-    if not abs(scale) <= largest:  # negated, so that NaN is refused
-        raise ValueError(
-            f"scale is {value!r}: allowed is a finite number, at most {largest:.3g} in magnitude "
-            "(float32), or None"
-        )
-    if scale and not np.float32(scale):
-        raise ValueError(f"scale is {value!r}: it rounds to 0 in float32, allowed is 0.0 itself")
-    return scale
-
-
-def _as_sizes(name: str, shape: Any, axes: Sequence[str]) -> tuple[int, ...]:
-    try:
-        shape = tuple(shape)
-    except TypeError:
-        raise TypeError(
-            f"{name} has shape {shape!r}: allowed is a sequence of {len(axes)} sizes"
-        ) from None
-    if len(shape) != len(axes):
-        raise ValueError(
-            f"{name} has shape {shape} of rank {len(shape)}: allowed is rank {len(axes)}, "
-            f"({', '.join(axes)}){_choice(axes)}"
-        )
-    return tuple(
-        as_size(f"{axis} of {name}, shape {shape},", n) for axis, n in zip(axes, shape, strict=True)
-    )
-
-
-def _choice(axes: Sequence[str]) -> str:
-    """What a message about shapes says of the layout: which it is, and that there is another."""
-    for name, other in (("bhnd", "bnhd"), ("bnhd", "bhnd")):
-        if axes == LAYOUTS[name]:
-            return f"; layout is {name!r}, layout={other!r} is ({', '.join(LAYOUTS[other])})"
-    return ""
-
-
-def _same(
-    axis: str,
-    name: str,
-    shape: tuple[int, ...],
-    of: str,
-    of_shape: tuple[int, ...],
-    axes: Sequence[str],
-) -> None:
-    got, allowed = shape[axes.index(axis)], of_shape[axes.index(axis)]
-    if got != allowed:
-        raise ValueError(
-            f"{name} has {axis} {got} (shape {shape}): "
-            f"allowed is {allowed}, as {of} has it (shape {of_shape}){_choice(axes)}"
-        )
-
-
-def _as_window(value: Any) -> tuple[int, int]:
-    if value is None:
-        return -1, -1
-    allowed = "allowed is (left, right), each a number of keys, -1 or None for no bound"
-    try:
-        if isinstance(value, str) or any(isinstance(n, (bool, np.bool_)) for n in value):
-            raise TypeError
-        sides = tuple(-1 if n is None else operator.index(n) for n in value)
-    except TypeError:
-        raise TypeError(f"window is {value!r}: {allowed}") from None
-    if len(sides) != 2 or min(sides) < -1:
-        raise ValueError(f"window is {value!r}: {allowed}")
-    left, right = (-1 if n >= UNBOUNDED else n for n in sides)
-    return left, right
-
-
-def _as_layout(value: Any) -> str:
-    if value is None:
-        return "bhnd"
-    if not isinstance(value, str) or value not in LAYOUTS:
-        names = (f"{name!r} for ({', '.join(axes)})" for name, axes in LAYOUTS.items())
-        raise ValueError(f"layout is {value!r}: allowed is {' or '.join(names)}")
-    return value
-
-
-def _as_softcap(value: Any) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
-        raise TypeError(
-            f"softcap is {value!r}: allowed is a positive number, or None or 0 for none"
-        )
-    if value == 0:
-        return None
-    if not 1e-30 <= float(value) <= 1e30:  # so that scale / softcap and softcap log2(e) are float32
-        raise ValueError(f"softcap is {value!r}: allowed is 1e-30 to 1e30, or None or 0 for none")
-    return float(value)
-
-
-def _as_dropout(value: Any) -> float:
-    if value is None:
-        return 0.0
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
-        raise TypeError(f"dropout_p is {value!r}: allowed is a number from 0 to below 1")
-    if not 0.0 <= float(value) < 1.0:
-        raise ValueError(f"dropout_p is {value!r}: allowed is a number from 0 to below 1")
-    return float(value)
-
-
-def _as_lengths(name: str, value: Any, batch: int, longest: int) -> tuple[int, ...]:
-    """One length for each batch entry, 0 to ``longest``."""
-    lengths = _integers(name, value)
-    if lengths.shape != (batch,):
-        raise ValueError(f"{name} has shape {lengths.shape}: allowed is ({batch},), one a batch")
-    outside = lengths[(lengths < 0) | (lengths > longest)]
-    if outside.size:
-        raise ValueError(f"{name} holds {outside[0]}: allowed is 0 to {longest}, the seqlen")
-    return tuple(lengths.tolist())
-
-
-def _integers(name: str, value: Any) -> np.ndarray:
-    found = np.asarray(value)
-    if found.dtype.kind not in "iu":
-        raise TypeError(f"{name} has dtype {found.dtype}: allowed are integers")
-    return found.astype(np.int64)
-
-
-def _packed_lengths(name: str, value: Any, of: str, total: int) -> tuple[int, ...]:
-    """The lengths between the cumulative ones, which lead from 0 to ``total``."""
-    starts = _integers(name, value)
-    if starts.ndim != 1 or len(starts) < 2:
-        raise ValueError(f"{name} has shape {starts.shape}: allowed is (batch + 1,)")
-    lengths = np.diff(starts)
-    if starts[0] != 0 or starts[-1] != total or (lengths < 0).any():
-        raise ValueError(
-            f"{name} is {starts.tolist()}: allowed are cumulative lengths from 0 to {total}, "
-            f"the first axis of {of}, that never fall"
-        )
-    return tuple(lengths.tolist())
-
-
-def _added_shape(name: str, value: Any, whole: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of an array that is added to the scores, of shape `whole`, with four axes."""
-    shape = as_shape(name, value)
-    full = (1,) * (4 - len(shape)) + shape
-    if len(shape) > 4 or any(n not in (1, m) for n, m in zip(full, whole, strict=True)):
-        raise ValueError(f"{name} has shape {shape}: allowed is what broadcasts to {whole}")
-    return full
 
 
 @dataclass(frozen=True)
@@ -274,11 +99,11 @@ class Problem:
             raise ValueError(f"dtype is {self.dtype!r}: allowed is {' or '.join(DTYPES)}")
         for name in ("causal", "alibi", "packed", "sparse"):
             object.__setattr__(self, name, as_flag(name, getattr(self, name)))
-        object.__setattr__(self, "layout", _as_layout(self.layout))
-        object.__setattr__(self, "scale", _as_scale(self.scale, self.head_dim))
-        object.__setattr__(self, "window", _as_window(self.window))
-        object.__setattr__(self, "softcap", _as_softcap(self.softcap))
-        object.__setattr__(self, "dropout_p", _as_dropout(self.dropout_p))
+        object.__setattr__(self, "layout", as_layout(self.layout))
+        object.__setattr__(self, "scale", as_scale(self.scale, self.head_dim))
+        object.__setattr__(self, "window", as_window(self.window))
+        object.__setattr__(self, "softcap", as_softcap(self.softcap))
+        object.__setattr__(self, "dropout_p", as_dropout(self.dropout_p))
         if self.softcap is not None and self.scale:
             inner = abs(self.scale) / self.softcap
             single = np.finfo(np.float32)
@@ -290,10 +115,10 @@ class Problem:
         self._check_longest()
         for name, longest in (("q_lens", self.seqlen_q), ("kv_lens", self.seqlen_k)):
             if getattr(self, name) is not None:
-                lengths = _as_lengths(name, getattr(self, name), self.batch, longest)
+                lengths = as_lengths(name, getattr(self, name), self.batch, longest)
                 object.__setattr__(self, name, lengths)
         if self.bias is not None:
-            object.__setattr__(self, "bias", _added_shape("bias", self.bias, self.score_shape))
+            object.__setattr__(self, "bias", added_shape("bias", self.bias, self.score_shape))
 
     def _check_longest(self) -> None:
         longest = MAX_SEQLEN if self.window == (-1, -1) else UNBOUNDED
@@ -328,32 +153,32 @@ class Problem:
                 )
             lens = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
             found = cls.from_shapes(q_shape, k_shape, v_shape, **lens, **options)
-            return replace(found, bias=_added_shape("attn_mask", attn_mask, found.score_shape))
+            return replace(found, bias=added_shape("attn_mask", attn_mask, found.score_shape))
         packed = cu_seqlens_q is not None or cu_seqlens_k is not None
         options = {name: value for name, value in options.items() if value is not None}
-        layout = _as_layout(options.get("layout"))
+        layout = as_layout(options.get("layout"))
         if packed and layout != "bhnd":
             raise ValueError(
                 f"layout is {layout!r} with cu_seqlens_q: packed q is (total, heads, head_dim), "
                 "allowed is 'bhnd' or None"
             )
-        axes = _PACKED_AXES if packed else LAYOUTS[layout]
-        q, k = _as_sizes("q", q_shape, axes), _as_sizes("k", k_shape, axes)
+        axes = PACKED_AXES if packed else LAYOUTS[layout]
+        q, k = as_sizes("q", q_shape, axes), as_sizes("k", k_shape, axes)
         heads, seqlen = axes.index("heads"), axes.index("seqlen")
         if not packed:
-            _same("batch", "k", k, "q", q, axes)
-        _same("head_dim", "k", k, "q", q, axes)
+            check_same("batch", "k", k, "q", q, axes)
+        check_same("head_dim", "k", k, "q", q, axes)
         if q[-1] > MAX_HEAD_DIM:
             raise ValueError(f"q has head_dim {q[-1]} (shape {q}): allowed is 1 to {MAX_HEAD_DIM}")
         if q[heads] % k[heads]:
             raise ValueError(
                 f"k has heads {k[heads]} (shape {k}): allowed is a divisor of {q[heads]}, "
-                f"the heads of q (shape {q}){_choice(axes)}"
+                f"the heads of q (shape {q}){other_layout(axes)}"
             )
         if v_shape is not None:
-            v = _as_sizes("v", v_shape, axes)
+            v = as_sizes("v", v_shape, axes)
             for axis in axes:
-                _same(axis, "v", v, "k", k, axes)
+                check_same(axis, "v", v, "k", k, axes)
         sizes: dict[str, Any] = {"heads_q": q[heads], "heads_k": k[heads], "head_dim": q[-1]}
         if not packed:
             return cls(batch=q[0], seqlen_q=q[seqlen], seqlen_k=k[seqlen], **sizes, **options)
@@ -365,8 +190,8 @@ class Problem:
         for name in ("q_lens", "kv_lens"):
             if options.get(name) is not None:
                 raise ValueError(f"{name} is given with cu_seqlens_q: allowed is one of the two")
-        q_lens = _packed_lengths("cu_seqlens_q", cu_seqlens_q, "q", q[seqlen])
-        kv_lens = _packed_lengths("cu_seqlens_k", cu_seqlens_k, "k", k[seqlen])
+        q_lens = packed_lengths("cu_seqlens_q", cu_seqlens_q, "q", q[seqlen])
+        kv_lens = packed_lengths("cu_seqlens_k", cu_seqlens_k, "k", k[seqlen])
         if len(q_lens) != len(kv_lens):
             raise ValueError(
                 f"cu_seqlens_k holds {len(kv_lens)} sequences: allowed is {len(q_lens)}, as "

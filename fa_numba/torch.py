@@ -7,11 +7,11 @@ from typing import Any, Unpack
 import numpy as np
 
 import fa_numba
+from fa_numba.checks import as_flag
 from fa_numba.host import placement
 from fa_numba.host.arrays import MASKS, added_mask, on_host, operand
 from fa_numba.host.planning import check_algorithm
 from fa_numba.options import AttentionOptions, check_names, documents_options
-from fa_numba.problem import as_flag
 from fa_numba.tiling import Tiles
 
 try:

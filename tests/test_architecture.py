@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # A room may import the rooms of the lines above its own, and itself.
 FLOORS = (
-    ("emulator", "masks", "dtypes", "integers"),
+    ("emulator", "masks", "dtypes", "integers", "checks"),
     ("device", "problem"),
     ("intrinsics", "options"),
     ("tiling", "dropout"),
@@ -27,7 +27,7 @@ FLOORS = (
 # What tests set against the kernels reaches none of these rooms, not through others either.
 APART = ("algorithms", "scores", "reference", "io_model")
 # The model judges the kernels, so that it takes nothing of what they are built from.
-MODEL_ROOMS = {"io_model", "dtypes", "integers", "problem"}
+MODEL_ROOMS = {"io_model", "dtypes", "integers", "checks", "problem"}
 KERNEL_ROOMS = ("kernels", "parts", "intrinsics")
 # What experiments take of the library.
 PUBLIC = {"fa_numba", "algorithms", "device", "io_model", "problem", "reference", "tiling", "torch"}

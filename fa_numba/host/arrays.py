@@ -13,13 +13,12 @@ import numpy as np
 from fa_numba import device
 from fa_numba.device import DeviceArray
 from fa_numba.dtypes import DTYPES
+from fa_numba.host.overlap import overlap, overlaps_itself
 from fa_numba.masks import numeric_mask
 
 HOST = -1
 SUMS = ("float32",)  # dtypes of lse, bias and alibi_slopes, whatever q has
 MASKS = ("float32", "float16", "bfloat16", "bool")  # of attn_mask, which becomes a float32 one
-# Candidate solutions tried before two interleaved layouts are taken to overlap.
-_OVERLAP_WORK: Any = 100_000
 
 
 @dataclass(frozen=True)
@@ -66,21 +65,6 @@ class Operand:
             return self.host if self.dtype == host else self.host.view(host)
         size = DTYPES[self.dtype].bytes
         return DeviceArray(self.pointer, self.shape, self.strides, self.owner, size)
-
-    def spans(self) -> np.ndarray:
-        """An array over the same addresses, never read: for questions of overlap only."""
-        return np.asarray(_Span(self))
-
-
-class _Span:
-    def __init__(self, operand: Operand) -> None:
-        self.__array_interface__ = {
-            "data": (operand.pointer, True),
-            "shape": operand.shape,
-            "strides": operand.strides,
-            "typestr": f"|V{DTYPES[operand.dtype].bytes}",
-            "version": 3,
-        }
 
 
 def _from_numpy(name: str, array: np.ndarray, library: str, owner: Any, empty: Callable) -> Operand:
@@ -425,35 +409,11 @@ def check_out(out: Operand, shape: tuple[int, ...], inputs: list[Operand]) -> No
         raise ValueError(
             f"out is a {out.library} array, q a {inputs[0].library} one: allowed is one library"
         )
-    if _overlaps_itself(out):
+    if overlaps_itself(out):
         raise ValueError(
             f"out has strides {out.strides} bytes for shape {out.shape}: "
             "allowed are axes that do not interleave, one address for each element"
         )
     for other in inputs:
-        if _overlap(out, other):
+        if overlap(out, other):
             raise ValueError(f"out shares memory with {other.name}: allowed is memory of its own")
-
-
-def extent(a: Operand) -> tuple[int, int]:
-    """Bytes from the address of ``a`` to the lowest one it covers, and past the highest."""
-    reach = [(n - 1) * stride for n, stride in zip(a.shape, a.strides, strict=True)]
-    first, last = sum(min(0, n) for n in reach), sum(max(0, n) for n in reach)
-    return first, last + DTYPES[a.dtype].bytes
-
-
-def _overlaps_itself(a: Operand) -> bool:
-    axes = sorted((abs(stride), n) for n, stride in zip(a.shape, a.strides, strict=True) if n > 1)
-    end = 0  # bytes from the first to the last element of the axes so far
-    for stride, n in axes:
-        if stride <= end:
-            return True
-        end += (n - 1) * stride
-    return False
-
-
-def _overlap(a: Operand, b: Operand) -> bool:
-    try:
-        return bool(np.shares_memory(a.spans(), b.spans(), max_work=_OVERLAP_WORK))
-    except np.exceptions.TooHardError:
-        return True

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from fa_numba import device
+from fa_numba.checks import as_shape
 from fa_numba.host.arrays import MASKS, SUMS, Operand, on_host, operand
 from fa_numba.options import UNIFORM, Bound, Features, as_word, check_names, signed
-from fa_numba.problem import Problem, as_shape, check_block_mask
+from fa_numba.problem import Problem, check_block_mask
 from fa_numba.tiling import Tiles
 
 LOG2E = math.log2(math.e)

@@ -21,8 +21,9 @@ import numpy as np
 from fa_numba import device
 from fa_numba.device.launch_record import DeviceArray, LaunchRecord, Word
 from fa_numba.host import placement
-from fa_numba.host.arrays import HOST, Operand, address_and_kind, extent, operand, pointer_of
+from fa_numba.host.arrays import HOST, Operand, address_and_kind, operand, pointer_of
 from fa_numba.host.binding import seed_words
+from fa_numba.host.overlap import extent
 
 KEPT = 1024  # calls; then the oldest goes
 _ARRAYS = ("bias", "attn_mask", "alibi_slopes")  # options whose addresses go into the launches

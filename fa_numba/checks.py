@@ -1,0 +1,207 @@
+"""Checks of the values that callers give, each with its message.
+
+A function gives the value as it is computed with, a Python number or tuple, or raises a TypeError
+or ValueError that names the argument, its value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+UNBOUNDED = 2**29  # a side of a window that hides nothing, and the longest sequence with a window
+
+# Axes of q, k, v and the results by the layout that a call names.
+LAYOUTS = {
+    "bhnd": ("batch", "heads", "seqlen", "head_dim"),
+    "bnhd": ("batch", "seqlen", "heads", "head_dim"),
+}
+PACKED_AXES = ("seqlen", "heads", "head_dim")
+
+
+def as_size(name: str, value: Any, axis: bool = True) -> int:
+    """`value` as an int >= 1; else a TypeError or ValueError that calls it `name`."""
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        size = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}: allowed is an integer >= 1") from None
+    if size < 1:
+        empty = ", an empty axis" if axis and size == 0 else ""
+        raise ValueError(f"{name} is {size}{empty}: allowed is an integer >= 1")
+    return size
+
+
+def as_flag(name: str, value: Any) -> bool:
+    """`value` as a bool, of Python or NumPy; else a TypeError that calls it `name`."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} is {value!r}: allowed is True or False")
+    return bool(value)
+
+
+def as_shape(name: str, value: Any) -> tuple[int, ...]:
+    """`value` as the shape of an array that is called `name`, or a TypeError."""
+    try:
+        if isinstance(value, str):
+            raise TypeError
+        return tuple(operator.index(n) for n in value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}: allowed is an array, or its shape") from None
+
+
+def as_scale(value: Any, head_dim: int) -> float:
+    if value is None:
+        return 1.0 / math.sqrt(head_dim)
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
+        raise TypeError(f"scale is {value!r}: allowed is a finite real number, or None")
+    # The kernels multiply by scale log2(e), in float32.
+    largest = float(np.finfo(np.float32).max) / math.log2(math.e)
+    try:
+        scale = float(value)
+    except OverflowError:  # an integer beyond float64
+        scale = math.inf
+    if not abs(scale) <= largest:  # negated, so that NaN is refused
+        raise ValueError(
+            f"scale is {value!r}: allowed is a finite number, at most {largest:.3g} in magnitude "
+            "(float32), or None"
+        )
+    if scale and not np.float32(scale):
+        raise ValueError(f"scale is {value!r}: it rounds to 0 in float32, allowed is 0.0 itself")
+    return scale
+
+
+def as_sizes(name: str, shape: Any, axes: Sequence[str]) -> tuple[int, ...]:
+    try:
+        shape = tuple(shape)
+    except TypeError:
+        raise TypeError(
+            f"{name} has shape {shape!r}: allowed is a sequence of {len(axes)} sizes"
+        ) from None
+    if len(shape) != len(axes):
+        raise ValueError(
+            f"{name} has shape {shape} of rank {len(shape)}: allowed is rank {len(axes)}, "
+            f"({', '.join(axes)}){other_layout(axes)}"
+        )
+    return tuple(
+        as_size(f"{axis} of {name}, shape {shape},", n) for axis, n in zip(axes, shape, strict=True)
+    )
+
+
+def other_layout(axes: Sequence[str]) -> str:
+    """What a message about shapes says of the layout: which it is, and that there is another."""
+    for name, other in (("bhnd", "bnhd"), ("bnhd", "bhnd")):
+        if axes == LAYOUTS[name]:
+            return f"; layout is {name!r}, layout={other!r} is ({', '.join(LAYOUTS[other])})"
+    return ""
+
+
+def check_same(
+    axis: str,
+    name: str,
+    shape: tuple[int, ...],
+    of: str,
+    of_shape: tuple[int, ...],
+    axes: Sequence[str],
+) -> None:
+    got, allowed = shape[axes.index(axis)], of_shape[axes.index(axis)]
+    if got != allowed:
+        raise ValueError(
+            f"{name} has {axis} {got} (shape {shape}): "
+            f"allowed is {allowed}, as {of} has it (shape {of_shape}){other_layout(axes)}"
+        )
+
+
+def as_window(value: Any) -> tuple[int, int]:
+    if value is None:
+        return -1, -1
+    allowed = "allowed is (left, right), each a number of keys, -1 or None for no bound"
+    try:
+        if isinstance(value, str) or any(isinstance(n, (bool, np.bool_)) for n in value):
+            raise TypeError
+        sides = tuple(-1 if n is None else operator.index(n) for n in value)
+    except TypeError:
+        raise TypeError(f"window is {value!r}: {allowed}") from None
+    if len(sides) != 2 or min(sides) < -1:
+        raise ValueError(f"window is {value!r}: {allowed}")
+    left, right = (-1 if n >= UNBOUNDED else n for n in sides)
+    return left, right
+
+
+def as_layout(value: Any) -> str:
+    if value is None:
+        return "bhnd"
+    if not isinstance(value, str) or value not in LAYOUTS:
+        names = (f"{name!r} for ({', '.join(axes)})" for name, axes in LAYOUTS.items())
+        raise ValueError(f"layout is {value!r}: allowed is {' or '.join(names)}")
+    return value
+
+
+def as_softcap(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
+        raise TypeError(
+            f"softcap is {value!r}: allowed is a positive number, or None or 0 for none"
+        )
+    if value == 0:
+        return None
+    if not 1e-30 <= float(value) <= 1e30:  # so that scale / softcap and softcap log2(e) are float32
+        raise ValueError(f"softcap is {value!r}: allowed is 1e-30 to 1e30, or None or 0 for none")
+    return float(value)
+
+
+def as_dropout(value: Any) -> float:
+    if value is None:
+        return 0.0
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
+        raise TypeError(f"dropout_p is {value!r}: allowed is a number from 0 to below 1")
+    if not 0.0 <= float(value) < 1.0:
+        raise ValueError(f"dropout_p is {value!r}: allowed is a number from 0 to below 1")
+    return float(value)
+
+
+def as_lengths(name: str, value: Any, batch: int, longest: int) -> tuple[int, ...]:
+    """One length for each batch entry, 0 to ``longest``."""
+    lengths = _integers(name, value)
+    if lengths.shape != (batch,):
+        raise ValueError(f"{name} has shape {lengths.shape}: allowed is ({batch},), one a batch")
+    outside = lengths[(lengths < 0) | (lengths > longest)]
+    if outside.size:
+        raise ValueError(f"{name} holds {outside[0]}: allowed is 0 to {longest}, the seqlen")
+    return tuple(lengths.tolist())
+
+
+def _integers(name: str, value: Any) -> np.ndarray:
+    found = np.asarray(value)
+    if found.dtype.kind not in "iu":
+        raise TypeError(f"{name} has dtype {found.dtype}: allowed are integers")
+    return found.astype(np.int64)
+
+
+def packed_lengths(name: str, value: Any, of: str, total: int) -> tuple[int, ...]:
+    """The lengths between the cumulative ones, which lead from 0 to ``total``."""
+    starts = _integers(name, value)
+    if starts.ndim != 1 or len(starts) < 2:
+        raise ValueError(f"{name} has shape {starts.shape}: allowed is (batch + 1,)")
+    lengths = np.diff(starts)
+    if starts[0] != 0 or starts[-1] != total or (lengths < 0).any():
+        raise ValueError(
+            f"{name} is {starts.tolist()}: allowed are cumulative lengths from 0 to {total}, "
+            f"the first axis of {of}, that never fall"
+        )
+    return tuple(lengths.tolist())
+
+
+def added_shape(name: str, value: Any, whole: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of an array that is added to the scores, of shape `whole`, with four axes."""
+    shape = as_shape(name, value)
+    full = (1,) * (4 - len(shape)) + shape
+    if len(shape) > 4 or any(n not in (1, m) for n, m in zip(full, whole, strict=True)):
+        raise ValueError(f"{name} has shape {shape}: allowed is what broadcasts to {whole}")
+    return full
