@@ -27,7 +27,7 @@ FLOORS = (
 # What tests set against the kernels reaches none of these rooms, not through others either.
 APART = ("algorithms", "scores", "reference", "io_model")
 # The model judges the kernels, so that it takes nothing of what they are built from.
-MODEL_ROOMS = {"io_model", "dtypes", "integers", "checks", "problem"}
+MODEL_ROOMS = {"io_model", "dtypes", "integers", "problem"}
 KERNEL_ROOMS = ("kernels", "parts", "intrinsics")
 # What experiments take of the library.
 PUBLIC = {"fa_numba", "algorithms", "device", "io_model", "problem", "reference", "tiling", "torch"}
