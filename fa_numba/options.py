@@ -146,10 +146,13 @@ class KernelField:
 
 @dataclass(frozen=True)
 class Feature:
-    """When a feature is on, and what it passes to a kernel, by name."""
+    """When a feature is on, what it passes to a kernel by name, and whether visible scores are then
+    more than scale Q KT.
+    """
 
     on: Callable[[Problem], bool]
     passes: Mapping[str, KernelField] = field(default_factory=dict)
+    changes_scores: bool = False
 
 
 def _given(name: str, ty: Any, shape: Callable[[Bound], tuple[int, ...]] | None = None):
@@ -196,10 +199,19 @@ FEATURES: dict[str, Feature] = {
     "softcap": Feature(
         lambda p: p.softcap is not None,
         {"softcap": KernelField(_float32, lambda call: (call.problem.softcap or 0.0) * call.unit)},
+        changes_scores=True,
     ),
-    "bias": Feature(lambda p: p.bias is not None, {"bias": _given("bias", array_type(4), _scores)}),
+    "bias": Feature(
+        lambda p: p.bias is not None,
+        {"bias": _given("bias", array_type(4), _scores)},
+        changes_scores=True,
+    ),
     "dbias": Feature(lambda p: False, {"dbias": _given("dbias", array_type(4), _scores)}),
-    "alibi": Feature(lambda p: p.alibi, {"slopes": _given("alibi_slopes", array_type(2), _heads)}),
+    "alibi": Feature(
+        lambda p: p.alibi,
+        {"slopes": _given("alibi_slopes", array_type(2), _heads)},
+        changes_scores=True,
+    ),
     "q_lens": Feature(
         lambda p: p.q_lens is not None and not p.packed, {"q_lens": _lengths("q_lens")}
     ),
@@ -270,6 +282,11 @@ class Features:
     def lengths(self) -> bool:
         """Whether the batch entries have lengths of their own."""
         return self.q_lens or self.kv_lens or self.packed
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether some option makes visible scores another function than scale Q KT."""
+        return any(getattr(self, name) for name, f in FEATURES.items() if f.changes_scores)
 
     @property
     def crowds(self) -> bool:

@@ -40,8 +40,7 @@ class MmaSpec(Spec):
     @property
     def folds_scale(self) -> bool:
         """Only a positive scale keeps the scores' order, and only plain scores are its product."""
-        features = self.features
-        plain = not (features.softcap or features.alibi or features.bias)
+        plain = not self.features.changes_scores
         return self.positive_scale and plain and "folded_scale" not in self.ablated
 
     @property
