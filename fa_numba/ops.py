@@ -1,31 +1,17 @@
-"""The public functions: check, plan, launch, return."""
+"""The public functions: what they take, give and raise."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Unpack
 
-from fa_numba import device
-from fa_numba.dtypes import DTYPES
-from fa_numba.host import launch_cache, placement, planning
-from fa_numba.host.arrays import (
-    HOST,
-    SUMS,
-    Operand,
-    added_mask,
-    check_out,
-    check_shape,
-    check_together,
-    operand,
-)
+from fa_numba.host import planning
 from fa_numba.host.binding import Binding
-from fa_numba.host.execution import execute
-from fa_numba.host.launch_cache import Call
+from fa_numba.host.calls import attend, differentiate
 from fa_numba.host.planning import check_algorithm
 from fa_numba.host.plans import Plan
 from fa_numba.options import AttentionOptions, documents_options
-from fa_numba.problem import Problem, as_flag
 from fa_numba.tiling import Tiles
 
 
@@ -104,7 +90,7 @@ def standard_attention(
     >>> fa_numba.standard_attention(q, k, v, scale=0.0)[0, 0].round(3).tolist()
     [[0.5, 0.5], [0.5, 0.5]]
     """
-    return _attend("standard", (q, k, v), options, tiles, return_lse, out, stream, unit)
+    return attend("standard", (q, k, v), options, tiles, return_lse, out, stream, unit)
 
 
 @documents_options
@@ -138,7 +124,7 @@ def flash_attention_1(
     True
     """
     how = (query_splits, warp_partition, ablate)
-    return _attend("fa1", (q, k, v), options, tiles, return_lse, out, stream, unit, *how)
+    return attend("fa1", (q, k, v), options, tiles, return_lse, out, stream, unit, *how)
 
 
 @documents_options
@@ -191,7 +177,7 @@ def flash_attention_2(
     [0.0, 4.0, 8.0]
     """
     how = {"ablate": ablate}
-    return _attend("fa2", (q, k, v), options, tiles, return_lse, out, stream, unit, **how)
+    return attend("fa2", (q, k, v), options, tiles, return_lse, out, stream, unit, **how)
 
 
 @documents_options
@@ -235,89 +221,6 @@ def attention(q, k, v, *, algorithm="fa2", **options):
     return functions[algorithm](q, k, v, **options)
 
 
-def _attend(
-    algorithm,
-    qkv,
-    options,
-    tiles,
-    return_lse,
-    out,
-    stream,
-    unit,
-    query_splits=1,
-    warp_partition="rows",
-    ablate=(),
-) -> Any:
-    options = _with_numeric_mask(options)
-    facts = ("fwd", algorithm, tiles, return_lse, unit, query_splits, warp_partition, ablate)
-    call = launch_cache.describe_call(facts, qkv, options, out)
-    results = launch_cache.replay(call, out, stream)
-    if results is None:
-        results = _first_attend(facts, qkv, options, out, stream, call)
-    return tuple(results) if return_lse else results[0]
-
-
-def _with_numeric_mask(options: Any) -> Any:
-    mask = options.get("attn_mask")
-    return options if mask is None else options | {"attn_mask": added_mask(mask)}
-
-
-def _first_attend(facts, qkv, options, out, stream, call: Call | None) -> list:
-    _, algorithm, tiles, return_lse, unit, query_splits, warp_partition, ablate = facts
-    return_lse = as_flag("return_lse", return_lse)
-    inputs = [operand(*x) for x in zip("qkv", qkv, strict=True)]
-    arguments = Binding.of(options)
-    check_together(inputs, list(arguments.arrays.values()))
-    problem = arguments.problem(*(x.shape for x in inputs), dtype=inputs[0].dtype)
-    target = None
-    if out is not None:
-        target = operand("out", out)
-        check_together([inputs[0], target])
-        check_out(target, problem.q_shape, [*inputs, *arguments.arrays.values()])
-    with placement.placed(inputs[0]):
-        aligned = _aligned(problem, [*inputs, target] if target else inputs)
-        how = (return_lse, query_splits, unit, warp_partition, ablate)
-        plan = planning.forward(problem, algorithm, tiles, aligned, *how)
-        named = dict(zip("QKV", inputs, strict=True))
-        return _run(plan, arguments, tiles, named, stream, call, target)
-
-
-def _run(
-    plan: Plan,
-    arguments: Binding,
-    tiles: Any,
-    inputs: dict[str, Operand],
-    stream: Any,
-    call: Call | None,
-    target: Operand | None = None,
-) -> list:
-    """The results of ``plan`` with these inputs, by the kernels' names; ``target`` takes O."""
-    arguments.check_mask(plan.problem, tiles, plan.tiles)
-    handle = placement.stream_handle(stream, inputs["Q"])
-    placement.check_size(plan)
-    outputs: list = []
-    for output in plan.outputs:
-        # The gradient of a bias has the bias's own axes.
-        shape = arguments.arrays["bias"].shape if output.name == "dbias" else output.shape
-        outputs.append((shape, output.dtype, target if output.name == "O" else None))
-
-    def run(given: list, made: list, stream: Any) -> None:
-        arrays = dict(zip(inputs, given, strict=False)) | arguments.named(given[len(inputs) :])
-        arrays |= {output.name: x for output, x in zip(plan.outputs, made, strict=True)}
-        execute(plan, arguments, arrays, stream)
-
-    given = [*inputs.values(), *arguments.arrays.values()]
-    return launch_cache.run_and_keep(run, given, arguments.seeds, outputs, handle, call)
-
-
-def _aligned(problem: Problem, operands: Sequence[Operand]) -> bool:
-    """Whether 16-byte accesses are allowed; copies made for the GPU always allow them."""
-    copies = device.on_gpu() and operands[0].place == HOST
-    return problem.head_dim % DTYPES[problem.dtype].chunk == 0 and (
-        copies or all(x.aligned for x in operands)
-    )
-
-
 @documents_options
 def standard_attention_backward(
     dout,
@@ -341,7 +244,7 @@ def standard_attention_backward(
     matrices a head, in q's dtype.
     """
     given = (dout, q, k, v, out, lse)
-    return _differentiate("standard", given, options, tiles, stream, unit, return_dbias)
+    return differentiate("standard", given, options, tiles, stream, unit, return_dbias)
 
 
 @documents_options
@@ -370,7 +273,7 @@ def flash_attention_1_backward(
     """
     given = (dout, q, k, v, out, lse)
     how = {"query_splits": query_splits}
-    return _differentiate("fa1", given, options, tiles, stream, unit, return_dbias, **how)
+    return differentiate("fa1", given, options, tiles, stream, unit, return_dbias, **how)
 
 
 @documents_options
@@ -414,7 +317,7 @@ def flash_attention_2_backward(
     32.0
     """
     given = (dout, q, k, v, out, lse)
-    return _differentiate("fa2", given, options, tiles, stream, unit, return_dbias, deterministic)
+    return differentiate("fa2", given, options, tiles, stream, unit, return_dbias, deterministic)
 
 
 @documents_options
@@ -452,47 +355,3 @@ def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
     }
     check_algorithm(algorithm)
     return functions[algorithm](dout, q, k, v, out, lse, **options)
-
-
-def _differentiate(
-    algorithm,
-    given,
-    options,
-    tiles,
-    stream,
-    unit,
-    return_dbias,
-    deterministic=False,
-    query_splits=1,
-) -> Any:
-    options = _with_numeric_mask(options)
-    facts = ("bwd", algorithm, tiles, unit, return_dbias, deterministic, query_splits)
-    dout, q, k, v, out, lse = given
-    inputs = (q, k, v, out, dout, lse)
-    call = launch_cache.describe_call(facts, inputs, options)
-    results = launch_cache.replay(call, None, stream)
-    if results is None:
-        results = _first_differentiate(facts, inputs, options, stream, call)
-    return tuple(results)
-
-
-def _first_differentiate(facts, given, options, stream, call: Call | None) -> list:
-    _, algorithm, tiles, unit, return_dbias, deterministic, query_splits = facts
-    return_dbias = as_flag("return_dbias", return_dbias)
-    deterministic = as_flag("deterministic", deterministic)
-    names = ("q", "k", "v", "out", "dout", "lse")
-    dtypes = {"lse": {"allowed": SUMS}}
-    inputs = [operand(n, x, **dtypes.get(n, {})) for n, x in zip(names, given, strict=True)]
-    q, k, v, out, dout, lse = inputs
-    arguments = Binding.of(options)
-    check_together([q, k, v, dout, out], [lse, *arguments.arrays.values()])
-    problem = arguments.problem(q.shape, k.shape, v.shape, dtype=q.dtype)
-    check_shape(dout, problem.q_shape)
-    check_shape(out, problem.q_shape)
-    check_shape(lse, problem.lse_shape)
-    with placement.placed(q):
-        aligned = _aligned(problem, inputs[:-1])
-        how = (deterministic, return_dbias, unit, query_splits)
-        plan = planning.backward(problem, algorithm, tiles, aligned, *how)
-        given = dict(zip(("Q", "K", "V", "O", "dO", "L"), inputs, strict=True))
-        return _run(plan, arguments, tiles, given, stream, call)

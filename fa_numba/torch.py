@@ -42,6 +42,7 @@ def attention(
     return_lse: bool = False,
     deterministic: bool | None = False,
     tiles: Tiles | None = None,
+    backward_tiles: Tiles | None = None,
     **options: Unpack[AttentionOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``fa_numba.attention`` of torch tensors, differentiable in q, k, v and ``bias``.
@@ -55,7 +56,9 @@ def attention(
     ``options`` as listed below, but that ``bias``, ``alibi_slopes`` and ``attn_mask`` are tensors,
     a mask of numbers is differentiated too, and without a ``seed`` dropout draws one from torch's
     default CPU generator, which torch.manual_seed sets; the backward pass drops the same elements.
-    ``tiles`` are those of both passes, but that the backward pass has no choice of stages.
+    ``tiles`` are the forward pass's block sizes, threads and stages, ``backward_tiles`` the
+    backward pass's, which are those of ``tiles`` unless given; its kernels have no choice of
+    stages. With a ``block_mask`` both have its blocks.
 
     ``deterministic`` is about the backward pass of "fa2" alone: True sums dq in a fixed order, as
     the other algorithms always do, None asks torch.are_deterministic_algorithms_enabled(). The
@@ -87,6 +90,10 @@ def attention(
     if mask is not None:
         bias = _bias_of(mask, bias)
     return_lse = as_flag("return_lse", return_lse)
+    if backward_tiles is not None and not isinstance(backward_tiles, Tiles):
+        raise TypeError(
+            f"backward_tiles is {backward_tiles!r}: allowed is a Tiles(Br=..., Bc=...) or None"
+        )
     if deterministic is not None and not isinstance(deterministic, (bool, np.bool_)):
         raise TypeError(f"deterministic is {deterministic!r}: allowed is True or False, or None")
     if deterministic and algorithm != "fa2":
@@ -107,7 +114,7 @@ def attention(
     differentiable = wanted and any(x is not None and x.requires_grad for x in (q, k, v, bias))
     backward = {}
     if differentiable:
-        backward = _check_backward(q, k, bias, slopes, deterministic, given)
+        backward = _check_backward(q, k, bias, slopes, deterministic, given, backward_tiles)
     if given.get("seed") is None:
         # Drawn only where it is used: a call without dropout leaves the generator alone.
         given["seed"] = _drawn_seed() if given.get("dropout_p") else 0
@@ -132,7 +139,13 @@ def _bias_of(mask: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 
 
 def _check_backward(
-    q: torch.Tensor, k: torch.Tensor, bias: Any, slopes: Any, deterministic: Any, given: dict
+    q: torch.Tensor,
+    k: torch.Tensor,
+    bias: Any,
+    slopes: Any,
+    deterministic: Any,
+    given: dict,
+    tiles: Tiles | None,
 ) -> dict[str, Any]:
     """What the backward pass takes beside the forward's options; raises as that pass would."""
     algorithm, strict = given["algorithm"], deterministic is None
@@ -140,20 +153,19 @@ def _check_backward(
     if strict:
         deterministic = torch.are_deterministic_algorithms_enabled()
     own: dict[str, Any] = {"deterministic": deterministic} if algorithm == "fa2" else {}
-    if isinstance(given["tiles"], Tiles):
+    if tiles is not None:
+        own["tiles"] = tiles
+    elif isinstance(given["tiles"], Tiles):
         own["tiles"] = given["tiles"].for_backward()
     first = operand("q", q.detach())
+    asked = {"dtype": first.dtype, "passes": "bwd", "return_dbias": dbias, **given, **own}
     with placement.placed(first):
-        plan = fa_numba.plan(
-            q.shape,
-            k.shape,
-            dtype=first.dtype,
-            passes="bwd",
-            return_dbias=dbias,
-            bias=bias,
-            alibi_slopes=slopes,
-            **(given | own),
-        )
+        try:
+            plan = fa_numba.plan(q.shape, k.shape, bias=bias, alibi_slopes=slopes, **asked)
+        except ValueError as error:
+            if tiles is None or not str(error).startswith("tiles:"):
+                raise
+            raise ValueError(f"backward_{error}") from error
         placement.check_size(plan)
     if strict and deterministic and dbias and plan.problem.bias != plan.problem.score_shape:
         raise ValueError(

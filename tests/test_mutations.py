@@ -31,7 +31,7 @@ from backward_helpers import (
 from helpers import ALGORITHMS, assert_within, attend, changing, truth
 
 from fa_numba import Tiles, emulator, masks, ops, options
-from fa_numba.host import binding, execution, planning
+from fa_numba.host import binding, calls, execution, planning
 from fa_numba.host import standard as planned_standard
 from fa_numba.kernels import mma, simt
 from fa_numba.kernels.simt import (
@@ -474,7 +474,8 @@ def caught_by(algorithm, cases, modules, monkeypatch):
     monkeypatch.setattr(planning, "planned", uncached)
     if "arguments" in modules:
         changed = modules["arguments"]
-        monkeypatch.setattr(ops, "Binding", changed.Binding)
+        for module in (ops, calls):
+            monkeypatch.setattr(module, "Binding", changed.Binding)
         for public in ("pack", "score_scale"):
             monkeypatch.setattr(execution, public, getattr(changed, public))
     if "options" in modules:

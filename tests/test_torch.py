@@ -288,6 +288,25 @@ def test_the_stages_of_tiles_are_the_forward_passes(place):
     assert all(np.array_equal(one, two) for one, two in zip(*found, strict=True))
 
 
+def test_the_backward_pass_has_block_sizes_of_its_own(place, monkeypatch):
+    asked = {}
+    for name in ("attention", "attention_backward"):
+        right = getattr(fa_numba, name)
+
+        def call(*args, right=right, name=name, **options):
+            asked[name] = options["tiles"]
+            return right(*args, **options)
+
+        monkeypatch.setattr(fa_numba, name, call)
+    arrays = [np.full((1, 1, 40, 8), n, np.float32) for n in (1, 2, 3)]
+    forward, backward = Tiles(32, 32), Tiles(16, 32)
+    for own, second in (({"backward_tiles": backward}, backward), ({}, forward)):
+        q, k, v = (tensor(x, place) for x in arrays)
+        attention(q, k, v, tiles=forward, **own).sum().backward()
+        assert asked == {"attention": forward, "attention_backward": second}
+        assert np.allclose(numpy(v.grad), 1)
+
+
 def test_lse_has_no_gradient(place):
     q, k, v = (tensor(x, place) for x in inputs_of({})[:3])
     out, lse = attention(q, k, v, return_lse=True)
@@ -626,6 +645,7 @@ def test_a_mask_of_numbers_is_differentiated(dtype, place):
         ({"dropout_p": 0.1, "seed": -1}, ValueError, "seed is -1"),
         ({"scale": "1"}, TypeError, "scale is '1'"),
         ({"tiles": (8, 16)}, TypeError, "tiles is"),
+        ({"backward_tiles": (8, 16)}, TypeError, "backward_tiles is"),
         ({"block_mask": BLOCKS}, ValueError, "block_mask is given without tiles"),
         ({"q_lens": [9, 9, 9]}, ValueError, "q_lens"),
     ],
@@ -646,7 +666,9 @@ def test_bad_arguments_are_refused(changes, error, says, gradient, monkeypatch):
     [
         ({"alibi_slopes": "leaf"}, "alibi_slopes requires a gradient and attention computes none"),
         ({"bias": "leaf", "deterministic": True}, "deterministic is True with return_dbias"),
-        ({"tiles": Tiles(128, 256)}, "tiles: Br=128, Bc=256"),
+        ({"tiles": Tiles(128, 256)}, "^tiles: Br=128, Bc=256"),
+        ({"backward_tiles": Tiles(128, 256)}, "^backward_tiles: Br=128, Bc=256"),
+        ({"backward_tiles": Tiles(16, 16, stages=2)}, "^backward_tiles: stages=2"),
     ],
     ids=str,
 )
