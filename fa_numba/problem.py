@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, overload
 
 import numpy as np
@@ -200,6 +200,16 @@ class Problem:
         options |= {"q_lens": q_lens, "kv_lens": kv_lens, "packed": True}
         longest: dict[str, Any] = {"seqlen_q": max(q_lens), "seqlen_k": max(kv_lens)}
         return cls(batch=len(q_lens), **longest, **sizes, **options)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The fields that differ from those of plain attention, by name; sizes, dtype and scale
+        apart.
+        """
+        named = (*_SIZES, "dtype", "scale")
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in named}
+        defaults = {f.name: f.default for f in fields(self)}
+        return {name: value for name, value in given.items() if value != defaults[name]}
 
     @property
     def group(self) -> int:

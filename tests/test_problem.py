@@ -371,3 +371,9 @@ def test_windows_and_distances_are_aligned_to_the_bottom_right(Nq, Nk):
         assert want == [
             [visible_window(i, j, Nk - Nq, left, right) for j in range(Nk)] for i in range(Nq)
         ]
+
+
+def test_the_options_of_a_problem_are_those_that_are_on():
+    assert Problem(**SIZES, scale=0.3, dtype="float16").options == {}
+    on = {"causal": True, "softcap": 2.0, "kv_lens": (7, 3), "layout": "bnhd"}
+    assert Problem(**SIZES, **on).options == on

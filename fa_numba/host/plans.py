@@ -179,22 +179,12 @@ class Steps:
 
 
 _PASSES = {"fwd": "forward", "bwd": "backward"}
-# A problem's fields that its first line does not show.
-_OPTIONS = (
-    *("causal", "window", "softcap", "bias", "alibi", "q_lens", "kv_lens", "packed", "sparse"),
-    "dropout_p",
-)
 
 
 def _table(plan: Plan) -> list[str]:
     """The lines that ``print(plan)`` shows."""
     p, tiles = plan.problem, plan.tiles
-    default = Problem(1, 1, 1, 1, 1, 1)
-    options = [
-        f"{name}={getattr(p, name)}"
-        for name in _OPTIONS
-        if getattr(p, name) != getattr(default, name)
-    ]
+    options = [f"{name}={value}" for name, value in p.options.items()]
     lines = [
         f"{plan.algorithm} {_PASSES[plan.passes]}, unit {plan.unit}, {p.dtype}",
         f"problem    {', '.join((f'q {p.q_shape}', f'k {p.k_shape}', *options))}",
