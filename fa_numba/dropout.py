@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .integers import ceil_div
 from .masks import COUNTER_COLUMNS, WORD_COLUMNS, make_philox
 from .options import as_word, drop_threshold
 from .problem import Problem, as_size
@@ -21,7 +22,7 @@ def kept(
 
     The arguments are not checked; see `dropout_mask`.
     """
-    groups = -(-columns // COUNTER_COLUMNS)
+    groups = ceil_div(columns, COUNTER_COLUMNS)
     counters = np.arange(groups * WORD_COLUMNS, dtype=np.uint32)[None, :]
     each_row = np.arange(rows.start, rows.stop, rows.step, dtype=np.uint32)[:, None]
     place, low, high = (np.uint32(n) for n in ((entry << 16) + head, seed % 2**32, seed >> 32))

@@ -27,6 +27,7 @@ from fa_numba.checks import (
     packed_lengths,
 )
 from fa_numba.dtypes import DTYPES
+from fa_numba.integers import ceil_div
 
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**31 - 1024  # rows and columns are 32-bit in the kernels, with room for a tile
@@ -312,7 +313,7 @@ def check_block_mask(
         raise TypeError(f"block_mask has dtype {mask.dtype}: allowed is bool")
     heads, blocks, allowed = (problem.batch, problem.heads_q), mask.shape[-2:], "(Tr, Tc)"
     if tiles is not None:
-        blocks = -(-problem.seqlen_q // tiles.Br), -(-problem.seqlen_k // tiles.Bc)
+        blocks = ceil_div(problem.seqlen_q, tiles.Br), ceil_div(problem.seqlen_k, tiles.Bc)
         allowed = f"{blocks}, the blocks of Br={tiles.Br}, Bc={tiles.Bc},"
     leading = (1,) * (4 - mask.ndim) + mask.shape[:-2]
     fits = 2 <= mask.ndim <= 4 and mask.shape[-2:] == blocks and 0 not in blocks

@@ -19,6 +19,8 @@ import numpy as np
 from cuda.bindings import driver
 from numba import types
 
+from fa_numba.integers import round_up
+
 WORKSPACE = -1  # the last of a run's values
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
 _ALIGNMENT = 256  # bytes, of each array of the workspace
@@ -80,7 +82,7 @@ class LaunchRecord:
         strides = tuple(size * math.prod(shape[n + 1 :]) for n in range(len(shape)))
         array = DeviceArray(self.reserved_bytes, shape, strides, itemsize=size, slot=WORKSPACE)
         self.workspace_bytes += array.nbytes
-        self.reserved_bytes += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self.reserved_bytes += round_up(array.nbytes, _ALIGNMENT)
         return array
 
     def launch(self, kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from fa_numba import device, io_model
 from fa_numba.host.arrays import HOST, Operand
 from fa_numba.host.plans import Plan
+from fa_numba.integers import round_up
 
 # The emulator's limit for one call, in multiply-adds of its tiles, padding included: it does about
 # 2e6 a second. A thread counts as STEPS_PER_THREAD of them.
@@ -45,7 +46,7 @@ def check_size(plan: Plan) -> None:
     if device.on_gpu():
         return
     p, tiles = plan.problem, plan.tiles
-    columns = -(-p.head_dim // 32) * 32  # what the threads of a row cover
+    columns = round_up(p.head_dim, 32)  # what the threads of a row cover
     dense = replace(p, sparse=False)
     tiles_visited = io_model.tiles_visited(plan.algorithm, dense, tiles, passes=plan.passes)
     steps = tiles_visited * tiles.Br * tiles.Bc * 2 * columns
