@@ -600,6 +600,20 @@ def test_a_boolean_mask_is_what_torch_means_by_it(algorithm, place):
 
 
 @needs_torch
+@on_the_gpu
+def test_a_boolean_mask_on_another_stream(place):
+    q, k, v = (tensor(x, place, gradient=False) for x in random_gradients(2, 2, 1, 5, 9, 4)[1:])
+    mask = torch.tensor(np.random.default_rng(3).random((5, 9)) < 0.6, device=place)
+    want = fa_numba.flash_attention_2(q, k, v, attn_mask=mask)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    for given in (stream, stream.cuda_stream):
+        found = fa_numba.flash_attention_2(q, k, v, attn_mask=mask, stream=given)
+        stream.synchronize()
+        assert torch.equal(found, want)
+
+
+@needs_torch
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_mask_of_numbers_is_differentiated(dtype, place):
     values = np.random.default_rng(4).standard_normal((5, 9)).astype(dtype)

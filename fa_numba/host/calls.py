@@ -39,7 +39,7 @@ def attend(
     ablate=(),
 ) -> Any:
     """O, or (O, L), of ``qkv`` with the arguments of the public functions."""
-    options = _with_numeric_mask(options)
+    options = _with_numeric_mask(options, stream)
     facts = ("fwd", algorithm, tiles, return_lse, unit, query_splits, warp_partition, ablate)
     call = launch_cache.describe_call(facts, qkv, options, out)
     results = launch_cache.replay(call, out, stream)
@@ -48,9 +48,13 @@ def attend(
     return tuple(results) if return_lse else results[0]
 
 
-def _with_numeric_mask(options: Any) -> Any:
+def _with_numeric_mask(options: Any, stream: Any) -> Any:
+    """The options with what ``attn_mask`` adds to the scores in its place."""
     mask = options.get("attn_mask")
-    return options if mask is None else options | {"attn_mask": added_mask(mask)}
+    if mask is None:
+        return options
+    with placement.made_on(stream, mask):
+        return options | {"attn_mask": added_mask(mask)}
 
 
 def _first_attend(facts, qkv, options, out, stream, call: Call | None) -> list:
@@ -121,7 +125,7 @@ def differentiate(
     query_splits=1,
 ) -> Any:
     """The gradients of (dout, q, k, v, out, lse) with the arguments of the public functions."""
-    options = _with_numeric_mask(options)
+    options = _with_numeric_mask(options, stream)
     facts = ("bwd", algorithm, tiles, unit, return_dbias, deterministic, query_splits)
     dout, q, k, v, out, lse = given
     inputs = (q, k, v, out, dout, lse)

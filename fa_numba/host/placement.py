@@ -6,6 +6,7 @@ import contextlib
 import math
 import operator
 import sys
+import types
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -60,6 +61,18 @@ def check_size(plan: Plan) -> None:
             f"{device.why_no_gpu() or 'it was asked for'}. Take a smaller problem, a machine with "
             "a GPU, fa_numba.reference for the values or fa_numba.plan for the accesses"
         )
+
+
+def made_on(stream: Any, array: Any):
+    """A context in which what torch makes of ``array`` is computed on ``stream``, and its memory
+    not used again before that stream is done; for None that is torch's current stream already.
+    """
+    torch = sys.modules.get("torch")
+    if stream is None or torch is None or not isinstance(array, torch.Tensor) or not array.is_cuda:
+        return contextlib.nullcontext()
+    where = types.SimpleNamespace(library="torch", place=array.get_device())
+    handle = stream_handle(stream, where)
+    return torch.cuda.stream(torch.cuda.ExternalStream(handle, array.device))
 
 
 def stream_handle(stream: Any, q: Placed) -> int:
