@@ -163,3 +163,8 @@ def test_files_of_a_room_import_in_one_direction(folder):
         leaves = {m for m in left if not any(a == m and b in left and b != m for a, b in inside)}
         assert leaves, f"these import each other: {sorted(left)}"
         left -= leaves
+
+
+def test_every_folder_is_a_package_that_the_wheel_takes():
+    folders = {path.parent for path in MODULES.values()}
+    assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
