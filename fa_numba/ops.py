@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Unpack
 
+from fa_numba.checks import as_flag
 from fa_numba.host import planning
 from fa_numba.host.binding import Binding
 from fa_numba.host.calls import attend, differentiate
@@ -36,20 +37,23 @@ def plan(
     """What a call with these arguments runs on the current device, without running it.
 
     Shapes are (B, Hq, Nq, d) and (B, Hk, Nk, d); ``passes`` is "fwd" or "bwd". ``options`` as
-    ``AttentionOptions`` has them; for a bias and slopes their shapes are enough. Raises as the
-    call itself would.
+    ``AttentionOptions`` has them; for a bias, slopes and an ``attn_mask`` their shapes are enough.
+    Raises as the call itself would.
 
     >>> import fa_numba
     >>> p = fa_numba.plan((1, 2, 1024, 64), (1, 2, 1024, 64), algorithm="fa2")
     >>> p.kernels[0].name, p.kernels[0].grid
     ('fa2_forward', (8, 2, 1))
     """
+    return_lse = as_flag("return_lse", return_lse)
+    deterministic = as_flag("deterministic", deterministic)
+    return_dbias = as_flag("return_dbias", return_dbias)
     arguments = Binding.of(options, shapes=True)
     problem = arguments.problem(q_shape, k_shape, dtype=dtype)
     if passes not in planning.PASSES:
         raise ValueError(f"passes is {passes!r}: allowed is one of {', '.join(planning.PASSES)}")
     if passes == "bwd":
-        if return_lse is not False:
+        if return_lse:
             raise ValueError(f"return_lse is {return_lse!r}: only passes='fwd' has it")
         if warp_partition != "rows":
             raise ValueError(f"warp_partition is {warp_partition!r}: only passes='fwd' has it")
@@ -59,7 +63,7 @@ def plan(
         plan = planning.backward(problem, algorithm, tiles, True, *backward)
     else:
         for name, value in (("deterministic", deterministic), ("return_dbias", return_dbias)):
-            if value is not False:
+            if value:
                 raise ValueError(f"{name} is {value!r}: only passes='bwd' has it")
         how = (return_lse, query_splits, unit, warp_partition, ablate)
         plan = planning.forward(problem, algorithm, tiles, True, *how)

@@ -59,8 +59,9 @@ _NOT_A_NUMBER = {dtype.host: dtype.nan for dtype in DTYPES.values()}
 
 @contextlib.contextmanager
 def scratch(stream: Any) -> Iterator[Callable[..., Any]]:
-    """``allocate(shape, dtype)`` for workspace of the launches that ``stream`` records.
+    """A context that gives ``allocate(shape, dtype)``, for the workspace of a call's launches.
 
+    ``stream`` is the ``LaunchRecord`` that takes them on a GPU, and is not used on the emulator.
     ``dtype`` is float32, or uint16 for the bits of 16-bit floats. On the emulator it gives NumPy
     arrays, NaN until written.
     """

@@ -22,7 +22,7 @@ LOG2E = math.log2(math.e)
 _SEEDS = ("seed_low", "seed_high", "offset")
 _LENGTHS = ("q_lens", "kv_lens", "cu_seqlens_q", "cu_seqlens_k")
 # Options that are arrays on the call's device, always in float32, and what kernels know them by.
-_ARRAYS = {"bias": "bias", "attn_mask": "bias", "alibi_slopes": "alibi_slopes"}
+ARRAYS = {"bias": "bias", "attn_mask": "bias", "alibi_slopes": "alibi_slopes"}
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Binding:
         given = {name: value for name, value in options.items() if value is not None}
         arrays: dict[str, Operand] = {}
         facts: dict[str, Any] = {}
-        for name, known_as in _ARRAYS.items():
+        for name, known_as in ARRAYS.items():
             if name not in given:
                 continue
             array = given.pop(name)

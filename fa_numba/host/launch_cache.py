@@ -22,11 +22,10 @@ from fa_numba import device
 from fa_numba.device.launch_record import DeviceArray, LaunchRecord, Word
 from fa_numba.host import placement
 from fa_numba.host.arrays import HOST, Operand, address_and_kind, operand, pointer_of
-from fa_numba.host.binding import seed_words
+from fa_numba.host.binding import ARRAYS, seed_words
 from fa_numba.host.overlap import extent
 
 KEPT = 1024  # calls; then the oldest goes
-_ARRAYS = ("bias", "attn_mask", "alibi_slopes")  # options whose addresses go into the launches
 _SCALARS = frozenset((bool, int, float, str, type(None), np.bool_, np.float32, np.float64))
 
 
@@ -88,7 +87,7 @@ def describe_call(
         return None
     key: list[Any] = [facts, *map(type, facts)]  # with types, since True equals 1
     pointers = []
-    for array in (*arrays, *map(options.get, _ARRAYS), out):
+    for array in (*arrays, *map(options.get, ARRAYS), out):
         if array is None:
             key.append(None)
             continue
@@ -108,7 +107,7 @@ def describe_call(
             key += (name, kind, value)
         elif kind is tuple and name != "block_mask":
             key += (name, *map(type, value), value)
-        elif name not in _ARRAYS:
+        elif name not in ARRAYS:
             return None
     return Call(tuple(key), pointers, seed_words(seed, offset))
 
