@@ -4,8 +4,8 @@
 
 Runs the tests of both trees that call a module's ``compiled(kernel, arch)``, the slow ones too,
 with a stand-in for it that compiles to PTX and writes this down. Names are left out of the
-comparison: of the kernel, its module and its parameters. Exits with 1 where a kernel's PTX is not
-that of BASE. What was compiled for a commit is kept in ``build/ptx``.
+comparison: of the kernel, its module, its parameters and its registers. Exits with 1 where a
+kernel's PTX is not that of BASE. What was compiled for a commit is kept in ``build/ptx``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,24 +65,30 @@ def _recorder(module):
 
 
 def without_names(ptx: str) -> str:
-    """The PTX with each mangled name replaced by a number, in the order of their first use."""
+    """The PTX with mangled names and registers numbered in the order of their first use."""
     numbers: dict[str, str] = {}
+    used: Counter[str] = Counter()
 
     def number(name: re.Match) -> str:
-        return numbers.setdefault(name[0], f"name{len(numbers)}")
+        kind = name[1] or "name"
+        if name[0] not in numbers:
+            numbers[name[0]] = f"{kind}{used[kind]}"
+            used[kind] += 1
+        return numbers[name[0]]
 
     lines = (line for line in ptx.splitlines() if not line.startswith("//"))
-    return re.sub(r"\b_Z\w+?(?=(?:_param_\d+)?\b)", number, "\n".join(lines))
+    return re.sub(r"(%[a-z]+)\d+\b|\b_Z\w+?(?=(?:_param_\d+)?\b)", number, "\n".join(lines))
 
 
 def recorded(tree: Path, options: list[str]) -> list[dict]:
     """What the tests in ``tree`` compile."""
     with tempfile.TemporaryDirectory() as folder:
-        path = os.pathsep.join((str(tree), str(ROOT / "tests")))
+        before = [part for part in (os.environ.get("PYTHONPATH"),) if part]
+        path = os.pathsep.join((str(tree), str(ROOT / "tests"), *before))
         environment = os.environ | {FOLDER: folder, "PYTHONPATH": path}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "compare_ptx", "-n", "auto"]
         command += ["-m", "slow or not slow", "--tb", "no", "--no-header", "-p", "no:cacheprovider"]
-        command += [*options, "tests"]
+        command += ["--continue-on-collection-errors", *options, "tests"]
         # Some of these tests fail, for what they ask of machine code that is not made here.
         with open(Path(folder) / "output", "w") as output:
             subprocess.run(command, cwd=tree, env=environment, stdout=output, check=False)
