@@ -8,6 +8,7 @@ float64 reference and the access model keep the original.
 import inspect
 import itertools
 import linecache
+import pkgutil
 import re
 import sys
 import types
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
+from importlib import import_module
 from unittest import mock
 
 import mma_helpers
@@ -30,7 +32,7 @@ from backward_helpers import (
 )
 from helpers import ALGORITHMS, assert_within, attend, changing, truth
 
-from fa_numba import Tiles, emulator, masks, ops, options
+from fa_numba import Tiles, emulator, masks, ops, options, parts
 from fa_numba.host import binding, calls, execution, planning
 from fa_numba.host import standard as planned_standard
 from fa_numba.kernels import mma, simt
@@ -42,18 +44,8 @@ from fa_numba.kernels.simt import (
     standard,
     standard_backward,
 )
-from fa_numba.parts import (
-    chunks,
-    dropout,
-    fragments,
-    gradients,
-    layout,
-    products,
-    rows,
-    softmax,
-    tile_load,
-    visits,
-)
+from fa_numba.parts import gradients, softmax
+from fa_numba.parts.simt import state
 
 BACKWARD = {
     "standard_backward": standard_backward,
@@ -65,23 +57,19 @@ MMA = {"mma_fa1": mma.fa1_forward, "mma_fa2": mma.fa2_forward}
 MMA_BACKWARD = {"mma_fa1_backward": mma.fa1_backward, "mma_fa2_backward": mma.fa2_backward}
 KERNELS = {"standard": standard, "fa1": fa1_forward, "fa2": fa2_forward, **BACKWARD}
 KERNELS |= MMA | MMA_BACKWARD
-# What kernels import, a module after those that it imports itself.
-PARTS = {
-    m.__name__.rpartition(".")[2]: m
-    for m in (
-        masks,
-        layout,
-        dropout,
-        softmax,
-        rows,
-        gradients,
-        products,
-        tile_load,
-        visits,
-        chunks,
-        fragments,
-    )
-}
+# What kernels import, a module after those that it imports itself; each unit's parts end with the
+# package of all of them.
+PARTS = {"masks": masks}
+for _package, _names in (
+    ("", "layout heads dropout softmax visits rows gradients namespace"),
+    ("simt", "threads tile_load products stores state"),
+    ("mma", "chunks tile_load fragments products pairs stores combine state dq backward"),
+):
+    _path = f"fa_numba.parts.{_package}".rstrip(".")
+    _prefix = _package and f"{_package}_"
+    PARTS |= {f"{_prefix}{name}": import_module(f"{_path}.{name}") for name in _names.split()}
+    if _package:
+        PARTS[f"{_prefix}parts"] = import_module(_path)
 HOST = {"arguments": binding, "options": options}
 MODULES = {**PARTS, **KERNELS, **HOST}
 
@@ -574,7 +562,7 @@ def synchronisation_mutants(add):
         ("fa1_backward", 4, 2, 2),
         ("fa2_backward", 6, 4, 4),
         ("standard_backward", 3, 1, 1),
-        ("mma_fa1_backward", 5, 2, 3),
+        ("mma_fa1_backward", 5, 2, 4),
         ("mma_fa2_backward", 6, 4, 5),
     ):
         # Some are for tiles of columns that no row sees.
@@ -582,7 +570,7 @@ def synchronisation_mutants(add):
         if name in MMA:
             how["cases"] = ("plain", "window", "16 rows")
         if name in MMA_BACKWARD:
-            how["cases"] = ("causal", "two fragments")
+            how["cases"] = ("causal", "two fragments", "wide")
         add(name, ("no barrier", "cuda.syncthreads()", "pass"), total=barriers, **how)
         add(name, ("no wait", " wait_async()", " pass"), total=waits, **how)
         add(name, ("no commit", " commit_async()", " pass"), total=commits, **how)
@@ -590,7 +578,7 @@ def synchronisation_mutants(add):
 
 def forward_mutants(add):
     """Faults of the forward kernels and their parts."""
-    mask = "softmax.make_scale_and_mask"
+    mask = "softmax._make_scale_and_mask"
     add(
         mask,
         ("scale", "rS[e] *= scale", "rS[e] *= scale * float32(1.001)"),
@@ -620,7 +608,7 @@ def forward_mutants(add):
     )
     summed = "rl[i] = rf[i] * rl[i] + rowsum"
     add(
-        "softmax.make_online_softmax",
+        "softmax._make_online_softmax",
         ("l not rescaled", summed, "rl[i] = rl[i] + rowsum"),
         ("l without the old sum", summed, "rl[i] = rowsum"),
         ("m not updated", "rm[i] = m_new", "pass"),
@@ -628,28 +616,33 @@ def forward_mutants(add):
         ("l of one thread", "rowsum += cuda.shfl_xor_sync(FULL_WARP, rowsum, lane)", "pass"),
     )
     blind = ("no shift of a blind row", "if m_new == NEG_INF:", "if False:")
-    add("softmax.make_online_softmax", blind, cases="causal")
+    add("softmax._make_online_softmax", blind, cases="causal")
     add(
         "softmax.make_logsumexp",
         ("L without m", "LN2 * (rm[i] + log2(rl[i]))", "LN2 * log2(rl[i])"),
         ("L in units of log2", "LN2 * (rm[i] + log2(rl[i]))", "rm[i] + log2(rl[i])"),
     )
-    add("fa1", ("L not written", "write_values(rl, Lh, i0, i_last, ty, tx)", "pass"), by=WRONG)
+    written = ("L not written", "write_values(rl, Lh, i0, rows_end, ty, tx)", "pass")
+    add("rows.make_write_logsumexp", written, by=WRONG, to=("fa1",))
+    call = "p.write_logsumexp(rl, rm, L, lh, mh, b, h, options, i_first, i_last, ty, tx)"
+    add("fa1", ("L of no row", call, "pass"), by=WRONG)
 
     # Rescaling of O
     rescaled = "rf[i] * rO[e] + rT[e]"
-    add("rows.make_scale_and_add", ("no rescale", rescaled, "rO[e] + rT[e]"))
-    add("rows.make_scale_and_add", ("O of the last tile", rescaled, "rT[e]"), to=ALGORITHMS)
+    added = "simt_stores.make_scale_and_add"
+    add(added, ("no rescale", rescaled, "rO[e] + rT[e]"))
+    add(added, ("O of the last tile", rescaled, "rT[e]"), to=ALGORITHMS)
     for name in FLASH:
         add(
             name,
-            ("no sum over tiles", "scale_and_add(rO, rf, rT)", "pass"),
-            ("no normalisation", "normalise_rows(rO, rl)", "pass"),
+            ("no sum over tiles", "p.scale_and_add(rO, rf, rT)", "pass"),
+            ("no normalisation", "p.normalise_rows(rO, rl)", "pass"),
         )
-    add("fa1", ("no denormalisation", "scale_rows(rO, rl)", "pass"))
+    add("fa1", ("no denormalisation", "p.scale_rows(rO, rl)", "pass"))
     begun = ("O, l and m not begun", "start(rO, rl, rm)", "pass")
-    add("fa2", begun, by="UninitialisedRead")
-    add("fa1", begun, by="UninitialisedRead", cases=("plain", "window"), total=2)
+    add("fa2", ("O, l and m not begun", "p.start(rO, rl, rm)", "pass"), by="UninitialisedRead")
+    first = {"by": "UninitialisedRead", "to": ("fa1",), "cases": ("plain", "window")}
+    add("simt_state", begun, **first, total=2)
     add(
         "rows.make_normalise_rows",
         ("division of a blind row", "if rl[i] != float32(0.0):", "if True:"),
@@ -661,19 +654,30 @@ def forward_mutants(add):
     columns = ("a tile of columns dropped", "while j0 < j_end:", "while j0 + uint32(Bc) < j_end:")
     for name, total in (("fa1", 1), ("fa2", 1), ("standard", 2)):
         add(name, columns, by=WRONG | HAZARDS, total=total)
-    add(
-        "fa1",
-        ("a tile of rows dropped", "while i0 < i_end:", "while i0 + uint32(Br) < i_end:"),
-        ("the next tile of rows not loaded", "if i_next < i_end:", "if False:"),
-        by=WRONG | HAZARDS,
-    )
+    rows = ("a tile of rows dropped", "while i0 < i_end:", "while i0 + uint32(spec.Br) < i_end:")
+    add("fa1", rows, by=WRONG | HAZARDS)
+    for name, i, to in (("next_q", "i", "fa1"), ("next_k", "j", "fa2")):
+        place, there = f"simt_tile_load.make_load_{name}", f"if {i}_next < {i}_end:"
+        how = {"by": WRONG | HAZARDS, "to": (to,)}
+        add(place, ("the next tile not loaded", there, "if False:"), **how)
+        tile = ("this tile again", f"{i}_next, rows_end)", f"{i}0, rows_end)")
+        add(place, tile, **how)
     read = "if initialises or j0 > uint32(0):"
-    add("fa1", ("O of pass 1 not read", read, read.replace("(0)", "(Bc)")), by=WRONG)
+    add(
+        "simt_state.make_read_state",
+        ("O of pass 1 not read", read, read.replace("(0)", "(spec.Bc)")),
+        ("O read before the first pass", read, "if True:"),
+        by=WRONG | HAZARDS,
+        to=("fa1",),
+    )
     splits = "cuda.gridDim.x - 1 - cuda.blockIdx.x"
     add(
-        "fa1",
+        "visits.make_split",
         ("rows of another split", splits, splits.replace("- 1 ", "")),
-        by=WRONG | HAZARDS,
+        ("rows of the first split", splits, "0"),
+        ("rows of the next splits", "min(rows, uint32(i_first + split_rows))", "rows"),
+        by=ANY,
+        to=("fa1",),
         cases="causal",
     )
 
@@ -692,18 +696,18 @@ def forward_mutants(add):
 
     # Products
     add(
-        "products.make_product",
+        "simt_products.make_product",
         ("columns of P dropped", "for k in range(0, Bc, 4):", "for k in range(0, Bc - 4, 4):"),
         to=ALGORITHMS,
     )
     add(
-        "products._make_partial_scores",
+        "simt_products._make_partial_scores",
         ("columns of Q dropped", "range(first, last, 4)", "range(first + 4, last, 4)"),
         to=ALGORITHMS,
     )
     for place, register in (
-        ("products.make_product", "rT[e]"),
-        ("products._make_partial_scores", "rS[e]"),
+        ("simt_products.make_product", "rT[e]"),
+        ("simt_products._make_partial_scores", "rS[e]"),
         ("rows.make_start", "rO[e]"),
         ("rows.make_start", "rl[i]"),
     ):
@@ -715,7 +719,7 @@ def forward_mutants(add):
         cases="long",
     )
     add(
-        "softmax.make_store_p",
+        "simt_stores.make_store_p",
         ("rows of another thread", "(ty + i * TY) * pitch", "(ty + i) * pitch"),
         by={"values", *HAZARDS},
         cases="odd",
@@ -735,10 +739,10 @@ def forward_mutants(add):
 
 def edge_mutants(add):
     """Faults at the edges of tiles in memory."""
-    write_columns = "gradients.make_write_columns"
+    write_columns = "simt_stores.make_write_columns"
     for place, to in (
-        ("rows.make_read_rows", ("fa1",)),
-        ("rows.make_write_rows", ALGORITHMS),
+        ("simt_stores.make_read_rows", ("fa1",)),
+        ("simt_stores.make_write_rows", ALGORITHMS),
         (write_columns, tuple(BACKWARD)),
     ):
         how = {"by": EDGE, "to": to, "cases": ("plain", "odd")}
@@ -757,14 +761,14 @@ def edge_mutants(add):
         cases="long",
     )
     add(
-        "rows.make_add_rows",
+        "simt_stores.make_add_rows",
         ("no row bound", "if row < rows_end and", "if"),
         ("no column bound", " and col < uint32(d)", ""),
         by=EDGE,
         to=("fa2_backward",),
     )
     guard, leader = "tx == uint32(0) and row < rows_end and", "tx == uint32(0) and"
-    read, write = "rows.make_read_values", "rows.make_write_values"
+    read, write = "rows._make_read_values", "rows.make_write_values"
     for place, to in ((read, ("fa1", *FLASH_BACKWARD)), (write, FLASH)):
         add(place, ("no row bound", guard, leader), by=EDGE, to=to)
         add(place, ("every lane", guard, "row < rows_end and"), by="counts", to=to)
@@ -774,7 +778,7 @@ def edge_mutants(add):
         "rv[i] = value",
     )
     add(read, shared, to=FLASH_BACKWARD)
-    load = "tile_load.make_load_tile"
+    load = "simt_tile_load.make_load_tile"
     rows = ("no row bound of a copy", "row < uint32(rows_end) and ", "")
     columns = ("no column bound of a copy", " and col < uint32(cols_end)", "")
     count = ("no count bound", "min(int32(width), int32(cols_end - col))", "int32(width)")
@@ -803,7 +807,7 @@ def backward_mutants(add):
     add("standard_backward", ("D of one thread", shuffled, "pass"))
     add("fa2_backward", ("D of one thread", shuffled.replace("lane", "step"), "pass"))
     add(
-        "gradients.make_row_dots",
+        "simt_stores.make_row_dots",
         ("D of one thread", shuffled, "pass"),
         ("D of the first column group", "for c in range(DN):", "for c in range(DN - 1):"),
         ("D of another row", "(ty + i * TY) * pitch", "(ty + i) * pitch"),
@@ -836,18 +840,18 @@ def backward_mutants(add):
         add(name, natural, total=total)
         add(
             name,
-            ("dK without scale", "scale_columns(rdK, scale)", "pass"),
+            ("dK without scale", "p.scale_columns(rdK, scale)", "pass"),
             ("dV scaled for dK", "scale_columns(rdK", "scale_columns(rdV"),
             ("dV from dS", "product(rdV, sP,", "product(rdV, sdS,"),
             ("dK from P", "product(rdK, sdS,", "product(rdK, sP,"),
         )
     add(
-        "gradients.make_scale_columns",
+        "simt_stores.make_scale_columns",
         ("another factor", "rT[e] *= factor", "rT[e] *= factor * float32(1.0001)"),
         to=FLASH_BACKWARD,
     )
     add(
-        "rows.make_add_rows",
+        "simt_stores.make_add_rows",
         ("another factor", "factor * rT", "factor * float32(1.0001) * rT"),
         to=("fa2_backward",),
     )
@@ -872,7 +876,7 @@ def backward_mutants(add):
         **wrong,
     )
     add(
-        "visits.make_query_heads",
+        "heads.make_query_heads",
         ("one head of the group", "uint32(group)", "uint32(1)"),
         ("heads of another group", "uint32(hk * group)", "hk"),
         ("no groups", "if grouped:", "if False:"),
@@ -880,7 +884,7 @@ def backward_mutants(add):
         **wrong,
     )
     head = ("no groups", "if grouped else h", "if False else h")
-    add("visits.make_key_head", head, to=tuple(FLASH), **wrong)
+    add("heads.make_heads", head, to=tuple(FLASH), **wrong)
     for head in ("key_rows(K, b, hk,", "key_rows(V, b, hk,"):
         other = (f"another head's {head[9]}", head, head.replace("hk", "h % uint32(group)"))
         how = {"by": {"values", "OutOfBounds"}, "cases": "odd"}
@@ -890,8 +894,14 @@ def backward_mutants(add):
     for name in every:
         rows = ("a tile of rows dropped", "while i0 < i_end:", "while i0 + uint32(Br) < i_end:")
         add(name, rows, by=ANY)
-    for name in FLASH_BACKWARD:
-        add(name, ("the next tile of rows not loaded", "if i_next < i_end:", "if False:"), by=ANY)
+    add(
+        "simt_tile_load.make_load_next_rows",
+        ("the next tile not loaded", "if i_next < i_end:", "if False:"),
+        ("this tile of Q again", "Q, i_next, rows_end)", "Q, i0, rows_end)"),
+        ("this tile of dO again", "dO, i_next, rows_end)", "dO, i0, rows_end)"),
+        by=ANY,
+        to=FLASH_BACKWARD,
+    )
     columns = ("a tile of columns dropped", "while j0 < j_end:", "while j0 + uint32(Bc) < j_end:")
     for place in ("fa1_backward", "fa2_backward.make_query_gradients"):
         add(place, columns, by=ANY)
@@ -906,7 +916,8 @@ def backward_mutants(add):
         ("dQ not read in the second pass", seen, "scale, j0 > uint32(Bc), i0"),
         by=WRONG,
     )
-    add("rows.make_update_rows", ("dQ of the last pass", "+ old[e]", ""), to=("fa1_backward",))
+    last = ("dQ of the last pass", "+ old[e]", "")
+    add("simt_stores.make_update_rows", last, to=("fa1_backward",))
     add(
         "fa2_backward",
         ("dQ not begun at 0", "dQh[row, col] = float32(0.0)", "pass"),
@@ -916,23 +927,25 @@ def backward_mutants(add):
     )
 
     # The products
-    transposed, by = "gradients.make_add_transposed_product", {"values", "UninitialisedRead"}
+    transposed, by = "simt_products.make_add_transposed_product", {"values", "UninitialisedRead"}
     four = ("four rows dropped", "for i in range(0, Br, 4):", "for i in range(0, Br - 4, 4):")
     add(transposed, four, by=by, to=every)
     add(transposed, ("one row of four", "in range(4):", "in range(1):"), by=by, to=every, total=2)
     add(transposed, ("the sum of one tile", "rT[e] += p * b[0]", "rT[e] = p * b[0]"), to=every)
     for place, registers in (
-        ("gradients.make_start_columns", ("rdK[e]", "rdV[e]")),
+        ("simt_stores.make_start_columns", ("rdK[e]", "rdV[e]")),
         ("standard_backward", ("rdV[e]",)),
-        ("fa1_backward", ("rdQ[e]",)),
+        ("simt_state.make_initialise_dq", ("rdQ[e]",)),
         ("fa2_backward", ("rdQ[e]",)),
     ):
         for register in registers:
             begun = (f"{register} not begun at 0", f"{register} = float32(0.0)", "pass")
             to = None if place in KERNELS else FLASH_BACKWARD
+            if register == "rdQ[e]" and to:
+                to = ("fa1_backward",)
             add(place, begun, by="UninitialisedRead", to=to, cases=("plain", "window"))
     add(
-        "gradients.make_store_ds",
+        "simt_stores.make_store_ds",
         ("rows of another thread", "(ty + i * TY) * pitch", "(ty + i) * pitch"),
         by={"values", *HAZARDS},
         to=FLASH_BACKWARD,
@@ -941,7 +954,7 @@ def backward_mutants(add):
 
 def visit_mutants(add):
     """Faults of which tiles are visited: the diagonal, windows, block masks."""
-    columns, rows = "visits.make_column_range", "visits.make_row_range"
+    columns, rows = "visits.make_column_range", "visits._make_row_range"
     both = ("fa1", *BY_ROWS)
 
     # The diagonal
@@ -971,9 +984,14 @@ def visit_mutants(add):
     )
     split = ("first row not from the split's", hidden, "int32(col0) - diagonal)")
     add(rows, split, by=ANY, to=("fa1",), cases="causal")
-    for name, guard, total in (("fa1", "i0 < i_end", 1), ("fa2", "j0 < j_end", 2)):
+    for place, guard, to in (
+        ("fa1", "i0 < i_end", "fa1"),
+        ("fa2", "j0 < j_end", "fa2"),
+        ("simt_tile_load.make_load_next_k", "j_next < j_end", "fa2"),
+        ("simt_tile_load.make_load_next_q", "i_next < i_end", "fa1"),
+    ):
         unseen = ("unseen tiles loaded", f"if {guard}:", "if True:")
-        add(name, unseen, by=ANY, cases=("causal", "sparse"), total=total)
+        add(place, unseen, by=ANY, to=(to,), cases=("causal", "sparse"))
 
     # Windows
     end, first = "diagonal + options.window_right)", "row0 + diagonal - options.window_left"
@@ -1020,6 +1038,9 @@ def visit_mutants(add):
     add(rows, split, by=WRONG, to=("fa1",), cases="window")
     for name in FLASH_BACKWARD:
         add(name, ("unseen tiles loaded", "if i0 < i_end:", "if True:"), by=ANY, cases="window")
+    unseen = ("unseen tiles loaded", "if i_next < i_end:", "if True:")
+    how = {"to": FLASH_BACKWARD, "cases": "window"}
+    add("simt_tile_load.make_load_next_rows", unseen, by=ANY, **how)
 
     # No tile past the last: a block mask has none
     add(
@@ -1052,11 +1073,27 @@ def visit_mutants(add):
             to=to,
             cases="sparse",
         )
+    for place, name, axes, to in (
+        ("visits.make_visited_columns", "column", "j0, j_end, i0", BY_ROWS),
+        ("visits.make_visited_rows", "row", "i0, i_end, j0", ("fa1",)),
+    ):
+        call = f"next_{name}({axes}, b, h, options)"
+        first = ("the first block not skipped", call, axes[:2])
+        add(place, first, by=ANY, to=to, cases="sparse")
+    for place, name, axes, to in (
+        ("simt_tile_load.make_load_next_k", "column", "j_end, i0", ("fa2",)),
+        ("simt_tile_load.make_load_next_q", "row", "i_end, j0", ("fa1",)),
+        ("simt_tile_load.make_load_next_rows", "row", "i_end, j0", FLASH_BACKWARD),
+    ):
+        tile = "uint32(j0 + Bc)" if name == "column" else "uint32(i0 + Br)"
+        call = f"next_{name}({tile}, {axes}, b, h, options)"
+        add(place, ("the next block not skipped", call, tile), by=ANY, to=to, cases="sparse")
 
 
 def length_mutants(add):
     """Faults of how many rows and columns there are, and of what becomes of the others."""
-    columns, rows, lengths = (f"visits.make_{n}" for n in ("column_range", "row_range", "lengths"))
+    columns, rows = "visits.make_column_range", "visits._make_row_range"
+    lengths = "heads.make_lengths"
 
     # Packed sequences
     for name, start, other in (
@@ -1064,7 +1101,7 @@ def length_mutants(add):
         ("key_rows", "options.k_starts", "options.q_starts"),
     ):
         add(
-            f"visits.make_{name}",
+            f"heads.make_{name}",
             ("not packed", "if packed:", "if False:"),
             ("from the next row", f"{start}[b] :", f"{start}[b] + 1 :"),
             ("from the row before", f"{start}[b] :", f"max({start}[b] - 1, 0) :"),
@@ -1139,22 +1176,28 @@ def length_mutants(add):
     # What is written where nothing is valid
     sweep, output = "fa2_backward.make_query_gradients", "standard.make_standard_output"
     for place, *writes in (
-        ("fa1", "min(rows, uint32(i_first"),
+        ("fa1", "split(split_rows, rows"),
         ("fa2", "(rO, Oh, i0, rows", "(rl, Lh, i0, rows"),
         (output, "(rO, Oh, i0, rows"),
-        ("fa1_backward", "while i0 < rows", "(rdQ, dQh, i0, rows"),
+        ("fa1_backward", "h_first, heads, rows"),
         ("fa2_backward", "clear and row < rows"),
         (sweep, "(rdQ, dQh, i0, rows"),
     ):
         for write in writes:
-            valid = (f"valid rows alone: {write}", write, write.replace("rows", "Nq"))
+            valid = (f"valid rows alone: {write}", write, re.sub(r"\brows\b", "Nq", write))
             add(place, valid, by=WRONG, cases="q_lens")
     valid = ("L of valid rows alone", "row < uint32(Lh.shape[0])", "row < Nq")
     add("standard", valid, by=WRONG, cases="q_lens")
-    valid = ("valid rows alone", "while i0 < i_last:", "while i0 < min(i_last, Nq):")
-    add("fa1", valid, by=WRONG, cases="q_lens", total=2)
+    for write in ("while i0 < rows", "(rdQ, dQh, i0, rows"):
+        to, lens = ("fa1_backward",), write.replace("rows", "uint32(options.q_lens[b])")
+        valid = (f"valid rows alone: {write}", write, lens)
+        add("simt_state.make_initialise_dq", valid, by=WRONG, to=to, cases="q_lens")
+    for part in ("initialise", "write_logsumexp"):
+        call = re.search(rf"p\.{part}\(.*\)", source("fa1"))[0]
+        valid = (f"valid rows alone: {part}", call, call.replace("i_last", "min(i_last, Nq)"))
+        add("fa1", valid, by=WRONG, cases="q_lens")
     for name, *writes in (
-        ("fa1_backward", "j_end = columns", "dKh, j0, columns", "dVh, j0, columns"),
+        ("fa1_backward", "p.passes(columns", "dKh, j0, columns", "dVh, j0, columns"),
         ("fa2_backward", "dKh, j0, columns", "dVh, j0, columns"),
         ("standard_backward", "dVh, j0, columns"),
     ):
@@ -1165,7 +1208,7 @@ def length_mutants(add):
     # What is read where nothing is valid
     backward = "fa2_backward.make_backward"
     both = ("(sQ, Qh, i0, Nq", "(sdO, dOh, i0, Nq")
-    next_too = (*both, "(sQ, Qh, i_next, Nq", "(sdO, dOh, i_next, Nq")
+    next_too = (*both, "dOh, i0, i_end, Nq")
     for place, *reads in (
         ("fa2", "(sQ, Qh, i0, Nq"),
         (output, "(sP, Ph, i0, Nq"),
@@ -1186,57 +1229,91 @@ def length_mutants(add):
             add(place, more, by=ANY, cases="q_lens")
     more = ("all rows", "load_q(sQ, Qh, i0, Nq", "load_q(sQ, Qh, i0, Qh.shape[0]")
     add("standard", more, by=ANY, cases="q_lens")
+    for name in ("Q", "dO"):
+        more = (
+            f"all rows: the next {name}",
+            f"{name}, i_next, rows_end",
+            f"{name}, i_next, {name}.shape[0]",
+        )
+        add("simt_tile_load.make_load_next_rows", more, by=ANY, to=FLASH_BACKWARD, cases="q_lens")
     add(
         "fa1",
         ("all rows", "i_stop = uint32(min(i_last, Nq))", "i_stop = i_last"),
-        ("all rows: Q", "i0, i_stop, 0, d", "i0, i_last, 0, d"),
-        ("all rows: the next Q", "i_next, i_stop, 0, d", "i_next, i_last, 0, d"),
+        ("all rows: Q", "(sQ, Qh, i0, i_stop", "(sQ, Qh, i0, i_last"),
+        ("all rows: the next Q", "(sQ, Qh, i0, i_end, i_stop", "(sQ, Qh, i0, i_end, i_last"),
         by=ANY,
         cases="q_lens",
     )
-    for place, total, *reads in (
-        ("fa1", 1, "(sK, Kh, j0, Nk", "(sV, Vh, j0, Nk"),
-        ("fa2", 2, "(sK, Kh, j0, Nk"),
-        ("fa2", 1, "(sV, Vh, j0, Nk"),
-        ("standard", 1, "(sK, Kh, uint32(j0 + Bc), Nk", "(sV, Vh, j0, Nk"),
-        *((p, 1, "(sK, Kh, j0, Nk", "(sV, Vh, j0, Nk") for p in ("fa1_backward", backward, sweep)),
+    for place, *reads in (
+        ("fa1", "(sK, Kh, j0, Nk", "(sV, Vh, j0, Nk"),
+        ("fa2", "(sK, Kh, j0, Nk", "(sV, Vh, j0, Nk", "(sK, Kh, j0, j_end, Nk"),
+        ("standard", "(sK, Kh, uint32(j0 + Bc), Nk", "(sV, Vh, j0, Nk"),
+        *((p, "(sK, Kh, j0, Nk", "(sV, Vh, j0, Nk") for p in ("fa1_backward", backward, sweep)),
     ):
         for read in reads:
             more = (f"all columns: {read}", read, read.replace("Nk", f"{read[5:7]}.shape[0]"))
-            add(place, more, by=ANY, cases="kv_lens", total=total)
+            add(place, more, by=ANY, cases="kv_lens")
 
 
 def first_pass_mutants(add):
     """Faults of what starts O, l, m and dQ of FA-1: its first pass, or the kernel."""
-    for name in ("fa1", "fa1_backward"):
-        takes = "first_pass_takes_all=not initialises"
-        mutant = ("the first pass takes all", takes, "first_pass_takes_all=True")
-        add(name, mutant, by=WRONG, cases="window")
-        mutant = ("the first pass leaves rows out", takes, "first_pass_takes_all=False")
-        add(name, mutant, by=WRONG, cases="causal")
+    both = ("fa1", "fa1_backward")
+    takes = "takes_all=not spec.features.initialises"
+    place = "visits.make_rows_of_pass"
+    mutant = ("the first pass takes all", takes, "takes_all=True")
+    add(place, mutant, by=WRONG, to=both, cases="window")
+    mutant = ("the first pass leaves rows out", takes, "takes_all=False")
+    add(place, mutant, by=WRONG, to=both, cases="causal")
+    for part, name in (("initialise", "fa1"), ("initialise_dq", "fa1_backward")):
+        place, how = f"simt_state.make_{part}", {"by": ANY | {"ZeroDivisionError"}}
         mutant = ("nothing initialised", "        if initialises:", "        if False:")
-        add(name, mutant, by=ANY | {"ZeroDivisionError"}, cases="window")
+        add(place, mutant, **how, to=(name,), cases="window")
+        mutant = (
+            "the kernel initialises in any case",
+            "        if initialises:",
+            "        if True:",
+        )
+        add(place, mutant, by="counts", to=(name,))
+        call = re.search(rf"p\.{part}\(.*\)", source(name))[0]
+        add(name, (f"no {part}", call, "pass"), **how, cases="window")
     add(
-        "visits.make_row_range",
+        "visits._make_row_range",
         ("rows without a first pass", "if not takes_all or col0 > uint32(0):", "if True:"),
         ("every pass takes all", "if not takes_all or col0 > uint32(0):", "if not takes_all:"),
         by=WRONG,
-        to=("fa1", "fa1_backward"),
+        to=both,
         cases="causal",
     )
-    for write in ("write_rows(rO, Oh", "write_values(rl, lh", "write_values(rm, mh"):
-        none = (f"no {write}", f"{write}, i0, i_last, ty, tx)", "pass")
-        add("fa1", none, by=ANY, cases="window")
+    # One of the three that `write_state` writes left out.
+    text = inspect.getsource(state.make_initialise)
+    call = re.search(r"write_state\(rO.*\)", text)[0]
+    steps = text[text.index("    initialises = ") : text.index(call) + len(call)]
+    bound = "    write_rows, write_values = make_write_rows(spec), make_write_values(spec)\n"
+    writes = [
+        f"{write}, i0, rows_end, ty, tx)"
+        for write in ("write_rows(rO, O", "write_values(rl, l", "write_values(rm, m")
+    ]
+    for write in writes:
+        rest = "; ".join(w for w in writes if w != write)
+        none = (f"no {write}", steps, bound + steps.replace(call, rest))
+        add("simt_state.make_initialise", none, by=ANY, to=("fa1",), cases="window")
+    for write in ("write_rows(rO, O", "write_values(rl, l", "write_values(rm, m"):
+        none = (f"no {write}", f"{write}, row0, rows_end, ty, tx)", "pass")
+        add("simt_state.make_write_state", none, by=ANY, to=("fa1",))
     read = ("O of the first pass not read", "if initialises or j0 >", "if j0 >")
-    add("fa1", read, by=WRONG, cases="window")
+    add("simt_state.make_read_state", read, by=WRONG, to=("fa1",), cases="window")
     read = ("dQ of the first pass not read", "if initialises or seen:", "if seen:")
-    add("rows.make_update_rows", read, by=WRONG, to=("fa1_backward",), cases="window")
+    update = "simt_stores.make_update_rows"
+    add(update, read, by=WRONG, to=("fa1_backward",), cases="window")
     none = ("no first pass without columns", "j_end = uint32(max(j_end, uint32(1)))", "pass")
-    add("fa1", none, by=WRONG, cases="kv_lens")
+    to = ("fa1", "mma_fa1")
+    add("visits.make_column_passes", none, by=WRONG, to=to, cases="kv_lens")
     none = ("no first pass without columns", "if packed:", "if False:")
-    add("fa1_backward", none, by=WRONG, cases="packed")
+    to = ("fa1_backward", "mma_fa1_backward")
+    add("visits.make_passes", none, by=WRONG, to=to, cases="packed")
     one = ("one head initialised", "while g < heads:", "while g < uint32(1):")
-    add("fa1_backward", one, by=WRONG, cases="window", total=2, only=(0,))
+    initialise = "simt_state.make_initialise_dq"
+    add(initialise, one, by=WRONG, to=("fa1_backward",), cases="window")
     # Backward, a first pass that takes all does as well where there is a window alone.
     needs = "self.window or self.q_lens or self.sparse"
     for feature in ("window", "q_lens", "sparse"):
@@ -1255,8 +1332,8 @@ def first_pass_mutants(add):
 
 def score_mutants(add):
     """Faults of what is done to scores: cap, slopes, bias."""
-    mask = "softmax.make_scale_and_mask"
-    text = inspect.getsource(softmax.make_scale_and_mask)
+    mask = "softmax._make_scale_and_mask"
+    text = inspect.getsource(softmax._make_scale_and_mask)
     steps = text[text.index("        if softcap:") : text.index("        last = uint32(")]
     alibi, bias = steps.index("        if alibi:"), steps.index("        if bias:")
     cap, alibi, bias = steps[:alibi], steps[alibi:bias], steps[bias:]
@@ -1289,8 +1366,9 @@ def score_mutants(add):
         to=(*FLASH, *FLASH_BACKWARD),
         cases="scores",
     )
-    units = ("units of log2", "unit=ONE, hides_blocks=True", "hides_blocks=True")
-    add("standard", units, to=("standard", "standard_backward"), cases="scores")
+    units = ("units of log2", "ONE, hides_blocks=True", "LOG2E, hides_blocks=True")
+    all_tiles = "softmax.make_scale_and_mask_all"
+    add(all_tiles, units, to=("standard", "standard_backward"), cases="scores")
     guard = "                    if row < Nq and col < Nk:\n                        "
     add(
         mask,
@@ -1314,7 +1392,7 @@ def score_mutants(add):
 
 def mask_mutants(add):
     """Faults of what is hidden within a tile, and of the tests that nothing is."""
-    mask = "softmax.make_scale_and_mask"
+    mask = "softmax._make_scale_and_mask"
     seen = "_visible_window(row, col, 0, left, right)"
     top = "int32(row0), int32(last), diagonal, UNBOUNDED, right\n"
     bottom = "lowest, int32(col0), diagonal, left, UN"
@@ -1361,8 +1439,9 @@ def mask_mutants(add):
         to=("standard", "standard_backward"),
         cases="sparse",
     )
-    shown = ("no block hidden", "unit=ONE, hides_blocks=True", "unit=ONE")
-    add("standard", shown, to=("standard", "standard_backward"), cases="sparse")
+    shown = ("no block hidden", "hides_blocks=True", "hides_blocks=False")
+    all_tiles = "softmax.make_scale_and_mask_all"
+    add(all_tiles, shown, to=("standard", "standard_backward"), cases="sparse")
     add("masks.visible_causal", ("a column less", "<=", "<"), to=ALGORITHMS, cases="causal")
     add(
         "masks.visible_window",
@@ -1542,18 +1621,18 @@ def draw_mutants(add):
 def dropout_mutants(add):
     """Faults of what becomes of what is dropped, and of the rest."""
     add(
-        "dropout.make_kept",
+        "dropout.kept_if",
         ("not scaled", "p * options.inverse_keep", "p"),
         ("dropped kept", "float32(0.0) if p < float32(0.0) else ", ""),
         ("nothing dropped", "if dropout:", "if False:"),
         to=(*FLASH, *BACKWARD),
         cases="dropout",
     )
-    dropped = "drop(rS, i0, j0, b, h, options, ty, tx)"
+    dropped = "p.drop(rS, i0, j0, b, h, options, ty, tx)"
     for name, total in (("fa1", 1), ("fa2", 1), ("fa1_backward", 1), ("fa2_backward", 2)):
         add(name, ("nothing dropped", f" {dropped}", " pass"), cases="dropout", total=total)
     for name, indent in (("fa1", 16), ("fa2", 12)):
-        summed, newline = "online_softmax(rS, scale, rm, rl, rf)", "\n" + " " * indent
+        summed, newline = "p.online_softmax(rS, scale, rm, rl, rf)", "\n" + " " * indent
         first = ("dropped before l", summed + newline + dropped, dropped + newline + summed)
         add(name, first, cases="dropout")
     add(
@@ -1570,7 +1649,7 @@ def dropout_mutants(add):
     # Standard attention
     add(
         "standard",
-        ("not scaled", "p * options.inverse_keep if", "p if"),
+        ("not scaled", "pij * options.inverse_keep if", "pij if"),
         ("kept for dropped", "if keeps(", "if not keeps("),
         ("nothing dropped", "if dropout:", "if False:"),
         ("columns for rows", "keeps(row, col,", "keeps(col, row,"),
@@ -1581,7 +1660,7 @@ def dropout_mutants(add):
         "standard_backward",
         ("dP not scaled", "g = g * options.inverse_keep", "pass"),
         ("dropped dP", "g = float32(0.0)", "pass"),
-        ("dropped P kept", "p = -p", "pass"),
+        ("dropped P kept", "pij = -pij", "pass"),
         ("kept for dropped", "if not keeps(", "if keeps("),
         ("columns for rows", "keeps(row, col,", "keeps(col, row,"),
         cases="dropout",
@@ -1589,8 +1668,8 @@ def dropout_mutants(add):
     )
     add(
         "standard_backward",
-        ("dropped P below 0", "ds = abs(p) *", "ds = p *"),
-        ("P with what is dropped", "Pi[col] = kept(p, options)", "pass"),
+        ("dropped P below 0", "ds = abs(pij) *", "ds = pij *"),
+        ("P with what is dropped", "Pi[col] = p.kept(pij, options)", "pass"),
         ("P from memory", "sP[col] if resident else Pi[col]", "Pi[col]"),
         ("dP from memory", "sdP[col] if resident else dPi[col]", "dPi[col]"),
         ("dropped twice", "if dropout and not resident:", "if dropout:"),
@@ -1668,108 +1747,177 @@ def argument_mutants(add):
 
 def mma_kernel_mutants(add):
     """Faults of the forward kernels on tensor cores."""
-    writes = {"mma_fa1": ("Oh,", "i_stop"), "mma_fa2": ("sQ, Oh, warp_row,", "rows")}
-    for name, (tile, end) in writes.items():
-        rescale = "scale_rows(rO, rf)" if name == "mma_fa1" else "rescale_rows(rO, rf)"
+    for name in MMA:
+        softmax = "online_softmax" if name == "mma_fa1" else "online_softmax_of_lanes"
+        rescale = "scale_rows" if name == "mma_fa1" else "rescale_rows"
+        scaled = f"{softmax}(rS, scale,"
         add(
             name,
-            ("another scale of the softmax", "softmax(rS, scale,", "softmax(rS, float32(0.3),"),
-            ("no rescale", rescale, "pass"),
-            ("no product", "add_product(rO, rS, sV, options)", "pass"),
-            ("no normalisation", "normalise_rows(rO, rl)", "pass"),
+            ("another scale of the softmax", scaled, scaled.replace("scale,", "float32(0.3),")),
+            ("no rescale", f"p.{rescale}(rO, rf)", "pass"),
+            ("no product", "p.add_product(rO, rS, sV, options)", "pass"),
+            ("no normalisation", "p.normalise_rows(rO, rl)", "pass"),
             ("rows of another group", "% uint32(32) // uint32(4)", "% uint32(32) // uint32(8)"),
             ("columns of another place", "% uint32(4)\n", "% uint32(2)\n"),
+            ("rows of the first warp", " * ROWS)", " * 0)"),
             by=ANY,
         )
         columns = "while j0 < j_end:"
-        fewer = ("a tile of columns dropped", columns, "while j0 + uint32(Bc) < j_end:")
+        fewer = ("a tile of columns dropped", columns, "while j0 + uint32(spec.Bc) < j_end:")
         add(name, fewer, by=ANY)
-        past = f"write_rows(rO, {tile} i0, {end},"
-        add(
-            name,
-            ("rows of the first warp", " * ROWS)", " * 0)"),
-            ("no O", f"{past} ty, tx)", "pass"),
-            ("O past the end", past, past.replace(f" {end}", " uint32(i0 + Br)")),
-            by=ANY,
-        )
         for head in ("key_rows(K, b, hk,", "key_rows(V, b, hk,"):
             other = head.replace("hk", "h % uint32(group)")
             how = {"by": ANY, "cases": "odd"}
             add(name, (f"another head's {head[9]}", head, other), **how)
-        none = ("nothing dropped", " drop(rS, i0, j0, b, h, options, ty, tx)", " pass")
+        none = ("nothing dropped", " p.drop(rS, i0, j0, b, h, options, ty, tx)", " pass")
         add(name, none, cases="dropout")
         scaled = "scale_and_mask(rS, scale,"
         other = ("another scale", scaled, scaled.replace("scale,", "float32(0.3),"))
         add(name, other, cases="softcap")
-    kept = ("Q's fragments of the first tile alone", "load_fragments(rQ, sQ, warp_row)", "pass")
-    add("mma_fa1", kept, by=ANY)
-    add("mma_fa2", kept, by=ANY)
-    add(
-        "mma_fa1",
-        ("no denormalisation", "scale_rows(rO, rl)", "pass"),
-        ("O, l and m of no pass", "seen = i_stop ", "seen = uint32(0) "),
-        ("O, l and m before the first pass", "seen = uint32(0)\n", "pass\n"),
-        ("O of the first pass", "(rO, Ah, i0, seen,", "(rO, Ah, i0, uint32(0),"),
-        ("O not read", "read_fragments(rO, Ah, i0, seen, ty, tx)", "pass"),
-        ("l of the first pass", "(rl, lh, i0, seen,", "(rl, lh, i0, uint32(0),"),
-        ("m of the first pass", "(rm, mh, i0, seen,", "(rm, mh, i0, uint32(0),"),
-        ("O always rounded", "options) < j_last:", "options) < uint32(0):"),
-        ("O never rounded", "options) < j_last:", "options) <= Nk + uint32(Bc):"),
-        ("O rounded one pass late", "uint32(j0 + Bc), j_last, i0", "j0, j_last, i0"),
-        ("no O between the passes", "write_fragments(rO, Ah, i0, i_stop, ty, tx)", "pass"),
-        ("no l", "write_values(rl, lh, i0, i_stop, ty, tx)", "pass"),
-        ("no m", "write_values(rm, mh, i0, i_stop, ty, tx)", "pass"),
-        ("no L", "write_values(rl, Lh, i0, i_last, ty, tx)", "pass"),
-        ("O of A past the end", "(rO, Ah, i0, i_stop,", "(rO, Ah, i0, uint32(i0 + Br),"),
-        ("a tile of rows dropped", "while i0 < i_end:", "while i0 + uint32(Br) < i_end:"),
-        ("the next tile of rows not loaded", "if i_next < i_end:", "if False:"),
-        by=ANY,
-    )
-    splits = "cuda.gridDim.x - 1 - cuda.blockIdx.x"
-    other = ("rows of another split", splits, splits.replace("- 1 ", ""))
-    add("mma_fa1", other, by=ANY, cases="16 rows")
-    low = ("m of 0 before the first pass", "make_read_values(spec, unread=NEG_INF)", "read_values")
-    add("mma_fa1", low, by=ANY, cases="low")
-    for write in ("write_rows(rO, Oh", "write_values(rl, lh", "write_values(rm, mh"):
-        none = (f"no {write}", f"{write}, i0, i_last, ty, tx)", "pass")
-        add("mma_fa1", none, by=ANY, cases="window")
-    add(
-        "mma_fa1",
-        ("nothing initialised", "        if initialises:", "        if False:"),
-        by=ANY,
-        cases="window",
-    )
-    none = ("no first pass without columns", "j_end = uint32(max(j_end, uint32(1)))", "pass")
-    add("mma_fa1", none, by=WRONG, cases="kv_lens")
+        kept = "p.load_fragments(rQ, sQ, warp_row)"
+        add(name, ("Q's fragments of the first tile alone", kept, "pass"), by=ANY)
+    past = "write_tile(rO, sQ, Oh, warp_row, i0, rows,"
     add(
         "mma_fa2",
+        ("no O", f"p.{past} ty, tx)", "pass"),
+        ("O past the end", past, past.replace(" rows", " uint32(i0 + Br)")),
+        by=ANY,
+    )
+    one, past = {"by": ANY, "to": ("mma_fa1",)}, "uint32(row0 + spec.Br)"
+    add(
+        "mma_fa1",
+        ("no denormalisation", "p.scale_rows(rO, rl)", "pass"),
+        ("a tile of rows dropped", "while i0 < i_end:", "while i0 + uint32(spec.Br) < i_end:"),
+        by=ANY,
+    )
+    add(
+        "mma_state.make_read_state",
+        ("O, l and m of no pass", "seen = rows_end ", "seen = uint32(0) "),
+        ("O, l and m before the first pass", "seen = uint32(0)\n", "pass\n"),
+        ("O of the first pass", "(rO, A, row0, seen,", "(rO, A, row0, uint32(0),"),
+        ("O not read", "read_fragments(rO, A, row0, seen, ty, tx)", "pass"),
+        ("l of the first pass", "(rl, l, row0, seen,", "(rl, l, row0, uint32(0),"),
+        ("m of the first pass", "(rm, m, row0, seen,", "(rm, m, row0, uint32(0),"),
+        **one,
+    )
+    add(
+        "mma_state.make_write_state",
+        ("O always rounded", "if more:", "if False:"),
+        ("O never rounded", "if more:", "if True:"),
+        ("no O between the passes", "write_fragments(rO, A, row0, rows_end, ty, tx)", "pass"),
+        ("no O", "write_rows(rO, O, row0, rows_end, ty, tx)", "pass"),
+        ("no l", "write_values(rl, l, row0, rows_end, ty, tx)", "pass"),
+        ("no m", "write_values(rm, m, row0, rows_end, ty, tx)", "pass"),
+        ("O past the end", "(rO, O, row0, rows_end,", f"(rO, O, row0, {past},"),
+        ("O of A past the end", "(rO, A, row0, rows_end,", f"(rO, A, row0, {past},"),
+        **one,
+    )
+    written = ("no L of a row", "write_values(rl, Lh, i0, rows_end, ty, tx)", "pass")
+    add("rows.make_write_logsumexp", written, **one)
+    call = "p.write_logsumexp(rl, rm, L, lh, mh, b, h, options, i_first, i_last, ty, tx)"
+    add("mma_fa1", ("no L", call, "pass"), by=ANY)
+    add(
+        "mma_tile_load.make_load_next_q",
+        ("the next tile not loaded", "if i_next < i_end:", "if False:"),
+        ("this tile again", "i_next, rows_end)", "i0, rows_end)"),
+        **one,
+    )
+    for name, cases in (("mma_fa1", "plain"), ("mma_fa1_backward", "causal")):
+        add(
+            "visits.make_sees_more",
+            (f"never ({name})", "options) < j_last", "options) < uint32(0)"),
+            (f"always ({name})", "options) < j_last", "options) <= Nk + uint32(Bc)"),
+            (f"one pass late ({name})", "uint32(j0 + Bc), j_last, i0", "j0, j_last, i0"),
+            by=ANY,
+            to=(name,),
+            cases=cases,
+        )
+    splits = "cuda.gridDim.x - 1 - cuda.blockIdx.x"
+    other = ("rows of another split", splits, splits.replace("- 1 ", ""))
+    add("visits.make_split", other, **one, cases="16 rows")
+    low = ("m of 0 before the first pass", "make_read_maxima(spec)", "make_read_values(spec)")
+    add("mma_state.make_read_state", low, **one, cases="low")
+    initialise = "mma_state.make_initialise"
+    for write in ("write_rows(rO, O", "write_values(rl, l", "write_values(rm, m"):
+        none = (f"no {write}", f"{write}, i0, rows_end, ty, tx)", "pass")
+        add(initialise, none, **one, cases="window")
+    add(
+        initialise,
+        ("nothing initialised", "        if initialises:", "        if False:"),
+        ("O of A not initialised", "write_fragments(rO, A, i0, rows_end, ty, tx)", "pass"),
         ("O, l and m not begun", "start(rO, rl, rm)", "pass"),
-        ("l of one lane", "sum_lanes(rl)", "pass"),
-        (
-            "l of whole rows twice",
-            "make_online_softmax(spec, whole_rows=False)",
-            "make_online_softmax(spec)",
-        ),
-        ("no L", "write_values(rl, Lh, i0, rows, ty, tx)", "pass"),
+        ("the first tile of rows alone", "while i0 < rows_end:", "if i0 < rows_end:"),
+        **one,
+        cases="window",
+    )
+    call = re.search(r"p\.initialise\(.*\)", source("mma_fa1"))[0]
+    add("mma_fa1", ("no initialise", call, "pass"), by=ANY, cases="window")
+    add(
+        "mma_fa2",
+        ("O, l and m not begun", "p.start(rO, rl, rm)", "pass"),
+        ("l of one lane", "p.sum_lanes(rl)", "pass"),
+        ("l of whole rows twice", "online_softmax_of_lanes", "online_softmax"),
+        ("no L", "p.write_values(rl, Lh, i0, rows, ty, tx)", "pass"),
         ("L past the end", "(rl, Lh, i0, rows,", "(rl, Lh, i0, uint32(i0 + Br),"),
         by=ANY,
     )
     first, ready = "            wait_async()\n            ", "cuda.syncthreads()  # Kj is there, or"
-    turn = "                if j_next < j_end:\n                    sK_next"
+    staged = {"by": ANY, "to": ("mma_fa2",), "cases": "stages"}
     add(
         "mma_fa2",
-        ("the first V not loaded", "            if STAGES == 2:", "            if False:"),
-        ("K and V of one stage", "                sK, sV = column_tiles(stage)\n", ""),
-        ("no turn of the stages", "stage = uint32(stage ^ uint32(1))", "pass"),
-        ("the next K and V not loaded", turn, turn.replace("j_next < j_end", "False")),
         ("no wait for K and V", f"{first}{ready}", f"            {ready}"),
         ("no barrier before the next K and V", ready, "pass  #"),
-        ("K of both stages in one place", "AT_K + stage * NK", "AT_K"),
-        ("V of both stages in one place", "AT_V + stage * NV", "AT_V"),
-        ("V where K's second stage is", "NQ + STAGES * NK", "NQ + NK"),
         by=ANY,
         cases="stages",
     )
+    at_first = "mma_tile_load.make_load_first_columns"
+    add(at_first, ("the first V not loaded", "if both:", "if False:"), **staged)
+    early = "mma_tile_load.make_load_columns_early"
+    stages = "sK, sV = column_tiles(stage)"
+    following = "uint32(j0 + Bc), j_end, i0, b, h, options)"
+    add(
+        early,
+        ("K and V of one stage", stages, "sK, sV = column_tiles(uint32(0))"),
+        ("no turn of the stages", "stage = uint32(stage ^ uint32(1))", "pass"),
+        ("the next K and V not loaded", "if j_next < j_end:", "if False:"),
+        ("unseen tiles loaded", "if j_next < j_end:", "if True:"),
+        ("K of the next stage", stages, f"{stages}; sK, _ = column_tiles(uint32(stage ^ 1))"),
+        ("V of the next stage", stages, f"{stages}; _, sV = column_tiles(uint32(stage ^ 1))"),
+        ("this K again", "(sK_next, K, j_next,", "(sK_next, K, j0,"),
+        ("this V again", "(sV_next, V, j_next,", "(sV_next, V, j0,"),
+        (
+            "the next K and V over these",
+            "sK_next, sV_next = column_tiles(stage)",
+            "sK_next, sV_next = sK, sV",
+        ),
+        ("the same tile again", f"next_column({following}", "j0"),
+        ("the stage of this tile", "return sK, sV, stage,", "return sK, sV, uint32(stage ^ 1),"),
+        **staged,
+    )
+    add(
+        early,
+        ("V of one stage not loaded", "load_v(sV, V, j0, rows_end)", "pass"),
+        by=ANY,
+        to=("mma_fa2",),
+    )
+    add(
+        "mma_tile_load.make_column_tiles",
+        ("K of both stages in one place", "AT_K + stage * NK", "AT_K"),
+        ("V of both stages in one place", "AT_V + stage * NV", "AT_V"),
+        ("V where K's second stage is", "NQ + spec.stages * NK", "NQ + NK"),
+        **staged,
+    )
+    one_stage = {"by": ANY, "to": ("mma_fa2",)}
+    add(
+        "mma_tile_load.make_load_next_k",
+        ("the next tile not loaded", "if j_next < j_end:", "if False:"),
+        ("this tile again", "j_next, rows_end)", "j0, rows_end)"),
+        ("unseen tiles loaded", "if j_next < j_end:", "if True:"),
+        **one_stage,
+    )
+    add(at_first, ("the first K not loaded", "load_k(sK, K, j0, rows_end)", "pass"), **one_stage)
+    unseen = ("unseen tiles loaded", "if j0 < j_end:", "if True:")
+    add(at_first, unseen, **one_stage, cases="blind")
     new = "for i in range(TM):\n                if rf[i] !="
     add(
         "rows.make_rescale_rows",
@@ -1779,7 +1927,7 @@ def mma_kernel_mutants(add):
         to=("mma_fa2",),
         cases="Q shared",
     )
-    folded = "make_online_softmax"
+    folded = "_make_online_softmax"
     add(
         f"softmax.{folded}",
         ("m without scale", "maximum(rm[i], m_new * scale)", "maximum(rm[i], m_new)"),
@@ -1792,7 +1940,7 @@ def mma_kernel_mutants(add):
 def fragment_mutants(add):
     """Faults of the parts of the kernels on tensor cores."""
     both = {"by": ANY, "to": tuple(MMA)}
-    load = "fragments.make_load_half_tile"
+    load = "mma_tile_load.make_load_half_tile"
     add(
         load,
         ("no row bound of a copy", "left > int32(down) and ", ""),
@@ -1809,13 +1957,13 @@ def fragment_mutants(add):
         cases="Q shared",
     )
     add(
-        "chunks.make_first_chunk",
+        "mma_chunks.make_first_chunk",
         ("columns of the first chunk", "% uint32(width)) * 8", "% uint32(width)) * 0"),
         ("rows of the first chunk", "uint32(taker // uint32(width))", "uint32(0)"),
         **both,
     )
     add(
-        "chunks.ChunkMap",
+        "mma_chunks.ChunkMap",
         ("turns as of a row each", "return self.chunks // self.width", "return 1"),
         ("fewer turns", "-(-self.rows // self.down)", "(self.rows // self.down)"),
         ("chunks side by side", "return 8 * self.width", "return 8"),
@@ -1833,7 +1981,7 @@ def fragment_mutants(add):
         cases="odd",
     )
     add(
-        "fragments.make_place",
+        "mma_fragments.make_place",
         ("rows for columns", "if rows_first:", "if not rows_first:"),
         ("second tile of Q", "second * 8) * pitch + third * 8)", "third * 8) * pitch + third * 8)"),
         ("third tile of Q", "pitch + third * 8)", "pitch)"),
@@ -1842,7 +1990,7 @@ def fragment_mutants(add):
         **both,
     )
     add(
-        "fragments._make_load_fragment",
+        "mma_fragments.make_load_fragment",
         ("rows of the first fragment", "(16 * r * pitch + 16 * k)", "(16 * k)"),
         ("columns of the first fragment", "(16 * r * pitch + 16 * k)", "(16 * r * pitch)"),
         ("registers of the first row", "e = 4 * (r * K + k)", "e = 4 * k"),
@@ -1851,8 +1999,8 @@ def fragment_mutants(add):
         cases=("plain", "Q shared"),
     )
     warp = ("rows of the first warp", "at = uint32(row0 * pitch + ", "at = uint32(")
-    add("fragments.make_load_q", warp, **both)
-    scores = "fragments.make_fragment_scores"
+    add("mma_fragments.make_load_fragments", warp, **both)
+    scores = "mma_products.make_scores"
     add(
         scores,
         ("S not begun at 0", "rS[e] = float32(0.0)", "pass"),
@@ -1875,7 +2023,7 @@ def fragment_mutants(add):
         **both,
         cases="Q shared",
     )
-    product = "fragments.make_add_fragment_product"
+    product = "mma_products.add_fragment_product"
     add(
         product,
         ("P of the first rows", "(2 * r + n % 2)", "(n % 2)"),
@@ -1898,12 +2046,12 @@ def fragment_mutants(add):
     kept = "pack(kept(rP[e], options), kept(rP[e + 1], options))"
     add(product, ("dropped kept", kept, "pack(rP[e], rP[e + 1])"), **both, cases="dropout")
     add(
-        "fragments._instructions",
+        "mma_products.instructions",
         ("the other dtype", "if dtype == ", "if dtype != "),
         **both,
     )
     one = {"by": ANY, "to": ("mma_fa1",)}
-    write = "fragments.make_write_halves"
+    write = "mma_stores.write_halves"
     add(
         write,
         ("no row bound", "row < rows_end and ", ""),
@@ -1913,7 +2061,7 @@ def fragment_mutants(add):
         ("one column of O", "rO[e + 1]", "rO[e]"),
         **one,
     )
-    two, bound = "fragments.make_write_two", "if col < uint32(cols_end):\n                "
+    two, bound = "mma_pairs.make_write_two", "if col < uint32(d):\n                "
     add(
         two,
         ("no column bound", f"{bound}write2", "if True:\n                write2"),
@@ -1922,13 +2070,13 @@ def fragment_mutants(add):
     add(
         two,
         ("no column bound of an element", f"{bound}T[", "if True:\n                T["),
-        ("no column bound of the second", "if uint32(col + 1) < uint32(cols_end)", "if True"),
+        ("no column bound of the second", "if uint32(col + 1) < uint32(d)", "if True"),
         ("the second from the first half", "pair >> uint32(16)", "pair & uint32(0xFFFF)"),
         ("no second element", "T[row, uint32(col + 1)] = pair >> uint32(16)", "pass"),
         **both,
         cases="odd",
     )
-    for place in ("fragments.make_read_fragments", "fragments.make_write_fragments"):
+    for place in ("mma_stores.make_read_fragments", "mma_stores.make_write_fragments"):
         add(
             place,
             ("no row bound", "left > i * STEP and ", ""),
@@ -1936,7 +2084,7 @@ def fragment_mutants(add):
             ("columns of the first group", "int64(2 * tx) + 4 * n", "int64(2 * tx)"),
             **one,
         )
-    for place in ("fragments.make_read_floats", "fragments.make_write_floats"):
+    for place in ("mma_pairs.make_read_floats", "mma_pairs.make_write_floats"):
         add(
             place,
             ("pairs past the end", "inside and col + 1 < head_dim", "inside"),
@@ -1946,11 +2094,11 @@ def fragment_mutants(add):
             cases="odd",
         )
     read = ("one column of O", "= pair[1]", "= pair[0]")
-    add("fragments.make_read_fragments", read, **one)
-    add("fragments.make_write_fragments", ("one column of O", "rO[e + 1])", "rO[e])"), **one)
+    add("mma_stores.make_read_fragments", read, **one)
+    add("mma_stores.make_write_fragments", ("one column of O", "rO[e + 1])", "rO[e])"), **one)
     tile = {"by": ANY, "to": ("mma_fa2",)}
     add(
-        "fragments._make_store_rows",
+        "mma_stores._make_store_rows",
         ("rows of the first group", "(i * STEP * pitch + 8 * n)", "(8 * n)"),
         ("columns of the first group", "(i * STEP * pitch + 8 * n)", "(i * STEP * pitch)"),
         ("O of the first row", "e = i * (columns // 4) + 2 * n", "e = 2 * n"),
@@ -1958,7 +2106,7 @@ def fragment_mutants(add):
         **tile,
     )
     add(
-        "fragments._make_write_rows",
+        "mma_stores._make_write_whole",
         ("no row bound", "mine = left > int32(down)", "mine = True"),
         ("rows of the first lane", "row0 + warp_row + r)", "row0 + warp_row)"),
         ("rows of the first 16 bytes", "int64(first) + down", "int64(first)"),
@@ -1969,7 +2117,7 @@ def fragment_mutants(add):
     warps = {**tile, "by": ANY | {"EmulatorError"}}
     there = "cuda.syncwarp()  # this warp's rows are there"
     waits = ("not after the warp's stores", there, "pass")
-    add("fragments.make_write_tile", waits, **warps)
+    add("mma_stores.make_write_tile", waits, **warps)
     add(
         "layout._make_place",
         ("places of one column", "thread * width + ", "thread + "),
@@ -1983,7 +2131,7 @@ def key_mutants(add):
     """Faults of keys split over the warps."""
     how = {"by": ANY | {"EmulatorError"}, "to": ("mma_fa1",)}
     keys = {**how, "cases": "keys"}
-    add("mma_fa1", ("not combined", "combine(rO, rm, rl, sO, ty, tx)", "pass"), **keys)
+    add("mma_fa1", ("not combined", "p.combine(rO, rm, rl, sO, ty, tx)", "pass"), **keys)
     add(
         "layout.make_warp_column",
         ("columns of the first warp", "// uint32(32) * step", "// uint32(32) * 0"),
@@ -1995,23 +2143,23 @@ def key_mutants(add):
         ("the first warp owns all", "uint32(i % warps)", "uint32(0)"),
         **keys,
     )
-    mask, drop = "softmax.make_scale_and_mask", "dropout.make_drop"
+    mask, drop = "softmax._make_scale_and_mask", "dropout.make_drop"
     shifted = "col0 = uint32(col0 + warp_column())"
     add(mask, ("columns of the first warp", shifted, "pass"), **keys)
     add(mask, ("a tile's columns", "(COLUMNS - 1)", "0"), **keys)
     add(drop, ("columns of the first warp", shifted, "pass"), **how, cases="dropped keys")
-    add("mma_fa1", ("K of the first warp", "warp_row, warp_column())", "warp_row, 0)"), **keys)
+    add("mma_fa1", ("K of the first warp", "warp_row, p.warp_column())", "warp_row, 0)"), **keys)
     add(
-        "fragments.make_add_fragment_product",
+        "mma_products.add_fragment_product",
         ("V of the first warp", "warp_column() * pitch + ", ""),
         **keys,
     )
-    for place in ("make_write_halves", "make_read_fragments", "make_write_fragments"):
-        add(f"fragments.{place}", ("every warp's rows", " and owns(i)", ""), **keys)
-    for place in ("make_read_values", "make_write_values"):
+    for place in ("write_halves", "make_read_fragments", "make_write_fragments"):
+        add(f"mma_stores.{place}", ("every warp's rows", " and owns(i)", ""), **keys)
+    for place in ("_make_read_values", "make_write_values"):
         add(f"rows.{place}", ("every warp's rows", " and owns(i)", ""), **keys)
     add(
-        "fragments.make_combine",
+        "mma_combine.make_combine",
         ("no barrier", "cuda.syncthreads()", "pass"),
         ("parts of the first warp", "uint32(n * TM + i)", "uint32(i)"),
         ("parts of the first row", "uint32(n * TM + i)", "uint32(n * TM)"),
@@ -2038,41 +2186,49 @@ def key_mutants(add):
         **keys,
     )
     add(
-        "fragments.make_combine",
+        "mma_combine.make_combine",
         ("m of one warp", "m_new = maximum(m_new, sO[values_at(n, i, ty)])", "pass"),
         **how,
         cases=("keys", "low keys", "blind keys"),
     )
     blind = ("no shift of a blind row", "if m_new == NEG_INF:", "if False:")
-    add("fragments.make_combine", blind, **how, cases="blind keys")
+    add("mma_combine.make_combine", blind, **how, cases="blind keys")
 
 
 def mma_backward_mutants(add):
     """Faults of the backward kernels on tensor cores."""
     every, sweep = {"by": ANY}, "mma_fa2_backward.make_query_gradients"
-    for place, to, end in (
-        ("mma_fa1_backward", ("mma_fa1_backward",), "i_stop"),
-        ("mma_fa2_backward.make_backward", ("mma_fa2_backward",), "Nq"),
+    for place, load in (
+        ("mma_fa1_backward", "load_next_with_o"),
+        ("mma_fa2_backward.make_backward", "load_next_rows"),
     ):
-        how, write = {**every, "to": to}, "write_columns(rdV, dVh, j0, columns, tx, t)"
+        to = place.partition(".")[0]
+        how, write = {**every, "to": (to,)}, "write_columns(rdV, dVh, j0, columns, tx, t)"
         add(
             place,
             ("L for D", "take_values(rD, sD, ty)", "take_values(rD, sL, ty)"),
-            ("dK without scale", "rdK[e] *= scale", "pass"),
+            ("dK without scale", "p.scale_columns(rdK, scale)", "pass"),
             ("dV from Q", "(rdV, rS, sP, sdO,", "(rdV, rS, sP, sQ,"),
             ("dK from dO", "(rdK, rdP, sdS, sQ,", "(rdK, rdP, sdS, sdO,"),
             ("dP from Q", "scores(rdP, rV, sV, sdO,", "scores(rdP, rV, sV, sQ,"),
-            ("dQ from V", "add_product(rdQ, sdS, sK)", "add_product(rdQ, sdS, sV)"),
-            ("a tile of rows dropped", "while i0 < i_end:", "while i0 + uint32(Br) < i_end:"),
-            ("the next tile of rows not loaded", "if i_next < i_end:", "if False:"),
+            ("dQ from V", "add_dq_product(rdQ, sdS, sK)", "add_dq_product(rdQ, sdS, sV)"),
+            ("a tile of rows dropped", "while i0 < i_end:", "while i0 + uint32(spec.Br) < i_end:"),
             ("one stage of rows", "stage = uint32(stage ^ uint32(1))", "pass"),
             ("columns of the first warp", " * COLUMNS)", " * 0)"),
-            ("rows past the end", f"i_next, {end})", "i_next, uint32(i_next + Br))"),
-            ("K past the end", "(sK, Kh, j0, Nk,", "(sK, Kh, j0, uint32(j0 + Bc),"),
-            ("no dV", write, "pass"),
+            ("K past the end", "(sK, Kh, j0, Nk)", "(sK, Kh, j0, uint32(j0 + Bc))"),
+            ("no dV", f"p.{write}", "pass"),
             ("dV past the end", write, write.replace(" columns", " uint32(j0 + Bc)")),
             **how,
         )
+        add(
+            f"mma_backward.make_{load}",
+            ("the next tile of rows not loaded", "if i_next < i_end:", "if False:"),
+            ("this tile again", "i_next, rows_end)", "i0, rows_end)"),
+            ("rows past the end", "i_next, rows_end)", "i_next, uint32(i_next + Br))"),
+            **how,
+        )
+        unseen = ("unseen tiles loaded", "if i_next < i_end:", "if True:")
+        add(f"mma_backward.make_{load}", unseen, **how, cases="window")
         add(place, ("unseen tiles loaded", "if i0 < i_end:", "if True:"), **how, cases="kv_lens")
         add(
             place,
@@ -2090,80 +2246,112 @@ def mma_backward_mutants(add):
                 "t = uint32(warp_chunk // uint32(2) +",
                 "t = uint32(",
             ),
-            ("no P for the other warp", "store_p(sP, rS, options, ty, tx)", "pass"),
+            ("no P for the other warp", "p.store_p(sP, rS, options, ty, tx)", "pass"),
             **how,
             cases="wide",
         )
-        drops = "drop(rS, i0, j0, b, h, options, ty, tx)"
+        drops = "p.drop(rS, i0, j0, b, h, options, ty, tx)"
         add(place, ("nothing dropped", drops, "pass"), **how, cases="dropout")
         natural = ("scale_and_mask(rS, scale_log2,", "scale_and_mask(rS, scale,")
         add(place, ("S in natural units", *natural), **how, cases="scores")
         valid = ("valid columns alone", "(rdV, dVh, j0, columns,", "(rdV, dVh, j0, Nk,")
-        total = 2 if place in MMA_BACKWARD else 1
-        add(place, valid, **how, cases="kv_lens", total=total, only=(total - 1,))
+        add(place, valid, **how, cases="kv_lens")
 
+    # Stages of row tiles
+    for name, to, tiles in (
+        ("row_tile_with_o", "mma_fa1_backward", 3),
+        ("row_tile", "mma_fa2_backward", 2),
+    ):
+        place, how = f"mma_backward.make_{name}", {**every, "to": (to,), "cases": "causal"}
+        floats = "stage * Br" if tiles == 3 else "stage * (2 * Br)"
+        add(
+            place,
+            ("one stage of tiles", f"AT_Q + stage * ({tiles} * NQ)", "AT_Q"),
+            ("stages that overlap", f"stage * ({tiles} * NQ)", "stage * NQ"),
+            ("one stage of L", f"AT_L + {floats}", "AT_L"),
+            ("dO in Q's place", "half_tile(uint32(at + NQ), NQ)", "half_tile(at, NQ)"),
+            **how,
+        )
+        loaded = f"mma_backward.make_load_{name}"
+        for load in ("rows(sQ, Q", "rows(sdO, dO", "values(sL, L"):
+            none = (f"no {load[-1]}", f"load_{load}, row0, rows_end)", "pass")
+            add(loaded, (f"no load_{load}", *none[1:]), **how)
+        last = "rows(sO, O" if tiles == 3 else "values(sD, D"
+        add(loaded, (f"no load_{last}", f"load_{last}, row0, rows_end)", "pass"), **how)
+
+    first = {**every, "to": ("mma_fa1_backward",)}
+    read, more = "mma_dq.make_read_dq", "mma_dq.make_write_dq"
     add(
         "mma_fa1_backward",
         ("D from O alone", "row_dots(sD, sdO, sO)", "row_dots(sD, sO, sO)"),
-        ("dQ before the first pass", "if initialises or j0 > uint32(0):", "if True:"),
-        (
-            "dQ of the last pass",
-            "                        seen = i_stop",
-            "                        pass",
-        ),
-        ("dQ always rounded", "options) < j_last:", "options) < uint32(0):"),
-        ("dQ never rounded", "options) < j_last:", "options) <= Nk + uint32(Bc):"),
-        ("no dQ between the passes", "write_fragments(rdQ, Ah, i0, i_stop)", "pass"),
-        ("dQ without scale", "(rdQ, dQh, scale, i0, i_stop", "(rdQ, dQh, float32(1.0), i0, i_stop"),
-        ("dQ past the end", "scale, i0, i_stop)", "scale, i0, uint32(i0 + Br))"),
+        ("dQ not read", "p.read_dq(rdQ, Ah, j0, i0, i_stop)", "pass"),
+        ("dQ without scale", "(rdQ, Ah, dQh, scale, more,", "(rdQ, Ah, dQh, float32(1.0), more,"),
         ("a tile of columns dropped", "while j0 < j_end:", "while j0 + uint32(Bc) < j_end:"),
         **every,
     )
-    takes, starts = "first_pass_takes_all=not initialises", "        if initialises:"
+    add(
+        read,
+        ("dQ before the first pass", "if initialises or j0 > uint32(0):", "if True:"),
+        ("dQ of the last pass", "            seen = rows_end", "            pass"),
+        **first,
+    )
+    add(
+        more,
+        ("dQ always rounded", "if more:", "if False:"),
+        ("dQ never rounded", "if more:", "if True:"),
+        ("no dQ between the passes", "write_sums(rdQ, A, row0, rows_end)", "pass"),
+        ("no dQ", "write_rounded(rdQ, dQ, scale, row0, rows_end)", "pass"),
+        ("dQ past the end", "scale, row0, rows_end)", "scale, row0, uint32(row0 + spec.Br))"),
+        **first,
+    )
+    takes = ("the first pass leaves rows out", "not spec.features.initialises", "False")
+    add("visits.make_rows_of_pass", takes, **first, cases="causal")
+    dk = "p.write_columns(rdK, dKh, j0, columns, tx, t)"
     add(
         "mma_fa1_backward",
-        ("the first pass leaves rows out", takes, "first_pass_takes_all=False"),
         ("every split has all rows", "cuda.blockIdx.x * split_rows", "0 * split_rows"),
         ("rows of the next splits", "min(rows, uint32(i_begin + split_rows))", "rows"),
-        ("no dK of a split", "add_columns(rdK, dKh, j0, columns, tx, t)", "pass"),
+        ("no dK of a split", dk, f"None if spec.splits_queries else {dk}"),
         **every,
         cases="causal",
     )
+    initialise = "mma_dq.make_initialise_dq"
     heads = ("one head initialised", "while g < heads:", "while g < uint32(1):")
-    add("mma_fa1_backward", heads, **every, cases="window", total=2, only=(0,))
+    add(initialise, heads, **first, cases="window")
+    blind = "write_rounded(rdQ, dQh, scale, i0, rows_end)"
     add(
-        "mma_fa1_backward",
-        ("nothing initialised", starts, "        if False:"),
-        ("dQ of blind rows", "write_rows(rdQ, dQh, scale, i0, i_last)", "pass"),
-        **every,
+        initialise,
+        ("nothing initialised", "        if initialises:", "        if False:"),
+        ("dQ of blind rows", blind, "pass"),
+        ("A of the first pass", "write_sums(rdQ, Ah, i0, rows_end)", "pass"),
+        ("dQ not begun", "start_dq(rdQ)\n", "pass\n"),
+        ("the first tile of rows alone", "while i0 < rows_end:", "if i0 < rows_end:"),
+        **first,
         cases="sparse",
     )
-    add(
-        "mma_fa1_backward",
-        ("no pass without columns", "if packed:", "if False:"),
-        **every,
-        cases="packed",
-    )
+    call = re.search(r"p\.initialise_dq\(.*\)", source("mma_fa1_backward"))[0]
+    add("mma_fa1_backward", ("no initialise_dq", call, "pass"), **every, cases="sparse")
     rows = ("all rows", "i_stop = uint32(min(i_last, Nq))", "i_stop = i_last")
     add("mma_fa1_backward", rows, **every, cases="q_lens")
 
     add(
         "mma_fa2_backward.make_backward",
-        ("dQ of all tiles", "rdQ[e] = float32(0.0)", "pass"),
-        ("dQ not added", "add_rows(rdQ, Ah, i0, Nq)", "pass"),
+        ("dQ of all tiles", "p.start_dq(rdQ)", "pass"),
+        ("dQ not added", "p.add_dq(rdQ, Ah, i0, Nq)", "pass"),
         ("dQ twice", "                if atomic:", "                if True:"),
-        ("dQ past the end", "(rdQ, Ah, i0, Nq)", "(rdQ, Ah, i0, uint32(i0 + Br))"),
+        ("dQ past the end", "(rdQ, Ah, i0, Nq)", "(rdQ, Ah, i0, uint32(i0 + spec.Br))"),
         **every,
         to=("mma_fa2_backward",),
     )
     how = {**every, "to": ("mma_fa2_backward",)}
+    add("mma_dq.make_start_dq", ("dQ of all tiles", "rdQ[e] = float32(0.0)", "pass"), **how)
     add(
         sweep,
         ("L for D", "read_values(rD, Dh,", "read_values(rD, Lh,"),
         ("dQ without scale", "rdQ[e] *= scale", "pass"),
         ("dO's fragments of Q", "load_fragments(rdO, sdO,", "load_fragments(rdO, sQ,"),
         ("dP from K", "scores(rdP, rdO, sdO, sV,", "scores(rdP, rdO, sdO, sK,"),
-        ("dQ from V", "add_product(rdQ, rdP, sK,", "add_product(rdQ, rdP, sV,"),
+        ("dQ from V", "add_ds_product(rdQ, rdP, sK,", "add_ds_product(rdQ, rdP, sV,"),
         ("rows of the first warp", " * ROWS)", " * 0)"),
         **how,
         cases="causal",
@@ -2171,12 +2359,8 @@ def mma_backward_mutants(add):
     add(sweep, ("another head's V", "key_rows(V, b, hk,", "key_rows(V, b, 0,"), **how, cases="odd")
     columns = ("a tile of columns dropped", "while j0 < j_end:", "while j0 + uint32(Bc) < j_end:")
     add(sweep, columns, **how, cases="two fragments")
-    blocks = (
-        "the first block not skipped",
-        "j0 = next_column(j0, j_end, i0, b, h, options)",
-        "pass",
-    )
-    add(sweep, blocks, **how, cases="sparse")
+    blocks = ("the first block alone visited", "next_column(j0, j_end, i0, b, h, options)", "j0")
+    add("visits.make_visited_columns", blocks, **how, cases="sparse")
     valid = ("valid rows alone", "(rdQ, dQh, i0, rows,", "(rdQ, dQh, i0, Nq,")
     add(sweep, valid, **how, cases="q_lens")
 
@@ -2218,19 +2402,19 @@ def gradient_fragment_mutants(add):
 
     # L and D
     add(
-        "fragments.make_load_row_values",
+        "mma_tile_load.make_load_values",
         ("no row bound", "int32(row < uint32(rows_end))", "int32(1)"),
         **both,
     )
     add(
-        "fragments.make_load_row_values",
+        "mma_tile_load.make_load_values",
         ("rows of the first turn", "cuda.threadIdx.x + first", "cuda.threadIdx.x"),
         **both,
         cases="one warp",
     )
     taken = ("rows of another thread", "sT[row_of(ty, i)]", "sT[uint32(ty + i)]")
-    add("fragments.make_take_row_values", taken, **both)
-    dots = "fragments.make_row_dots"
+    add("mma_tile_load.make_take_values", taken, **both)
+    dots = "mma_backward.make_row_dots"
     add(
         dots,
         ("one lane", "dot += cuda.shfl_xor_sync(FULL_WARP, dot, step)", "pass"),
@@ -2240,8 +2424,8 @@ def gradient_fragment_mutants(add):
     )
     add(dots, ("64 columns", "range(0, columns, 64)", "range(0, 64, 64)"), **first, cases="wide")
     add(
-        "fragments.make_read_two",
-        ("past the end", "if uint32(col + 1) < uint32(cols_end):", "if True:"),
+        "mma_pairs.make_read_two",
+        ("past the end", "if uint32(col + 1) < uint32(d):", "if True:"),
         ("the first of two", "word = uint32(word | ", "word = uint32(word + 0 * "),
         **second,
         cases="odd",
@@ -2253,7 +2437,7 @@ def gradient_fragment_mutants(add):
     gradients = "gradients.make_score_gradients"
     other = ("dbias of another element", "rdP[i * EI + j * EJ])", "rdP[i * TN + j])")
     add(gradients, other, **both, cases="scores")
-    store = "fragments.make_store_fragments"
+    store = "mma_stores._make_store"
     add(
         store,
         ("the first column", "column_of(uint32(0), j) * pitch", "column_of(uint32(0), 0) * pitch"),
@@ -2262,18 +2446,29 @@ def gradient_fragment_mutants(add):
         ("one row of two", "kept(rT[e + 1], options)", "kept(rT[e], options)"),
         **first,
     )
-    kept = ("dropped kept", "spec.features if drops else PLAIN", "PLAIN")
+    kept = ("dropped kept", "kept_if(drops)", "kept_if(False)")
     add(store, kept, **first, cases="wide dropout")
-    kept = ("dS taken for P", "spec.features if drops else PLAIN", "spec.features")
+    kept = ("dS taken for P", "kept_if(drops)", "kept_if(spec.features.dropout)")
     add(store, kept, **first, cases="dropout")
+    kept = ("dropped kept", "spec, spec.features.dropout", "spec, False")
+    add("mma_stores.make_store_p", kept, **first, cases="wide dropout")
+    kept = ("dS taken for P", "(spec, False,", "(spec, spec.features.dropout,")
+    add("mma_stores.make_store_ds", kept, **first, cases="dropout")
 
     # dK and dV
-    transposed = "fragments.make_add_transposed_fragments"
+    transposed = "mma_products._make_add_transposed_product"
     own = ("P of shared memory", "if own:", "if False:")
     add(transposed, own, **second)
-    drops = ("dS taken for P", "(spec.gradients, drops)", "(spec.gradients)")
+    marks = "spec.features.dropout)"
+    drops = ("dS taken for P", "gradients, drops)", f"gradients, {marks}")
     add(transposed, drops, **second, cases="dropout")
-    shared = "fragments._make_add_shared_product"
+    drops = ("P without marks", f"(spec, {marks}", "(spec, False)")
+    add("mma_products.make_add_dv_product", drops, **both, cases="dropout")
+    drops = ("dS taken for P", "(spec, False)", f"(spec, {marks}")
+    add("mma_products.make_add_dk_product", drops, **both, cases="dropout")
+    drops = ("dS taken for P", "(spec, False)", f"(spec, {marks}")
+    add("mma_products.make_add_ds_product", drops, **second, cases="dropout")
+    shared = "mma_products._make_add_shared_product"
     wide = {**second, "cases": "wide"}
     add(
         transposed,
@@ -2292,7 +2487,7 @@ def gradient_fragment_mutants(add):
         **wide,
     )
     add(
-        "fragments.make_add_columns",
+        "mma_backward._make_add_columns",
         ("no row bound", "left > i * STEP", "True"),
         ("the first columns", "int64(2 * tx) + 8 * n", "int64(2 * tx)"),
         ("one column of two", "rdK[e + 1]", "rdK[e]"),
@@ -2301,7 +2496,7 @@ def gradient_fragment_mutants(add):
     )
 
     # dQ
-    product = "fragments.make_fragment_product"
+    product = "mma_products.make_add_dq_product"
     add(
         product,
         ("dS's tiles swapped", "place_ds(False)", "place_ds(True)"),
@@ -2321,7 +2516,7 @@ def gradient_fragment_mutants(add):
     )
     warp = "warp // uint32(ALONG) * (16 * R)"
     add(product, ("dS of the first warp", warp, "0"), **second, cases="two fragments")
-    place = "fragments.make_query_place"
+    place = "mma_dq.make_query_place"
     add(place, ("rows of the first warp", warp, "0"), **first, cases="two fragments")
     add(
         place,
@@ -2330,13 +2525,13 @@ def gradient_fragment_mutants(add):
         **first,
     )
     add(
-        "fragments._query_pairs",
+        "mma_dq._query_pairs",
         ("chunks of the next warp", "16 * c * ALONG", "16 * c"),
         **both,
     )
-    add("fragments._query_pairs", ("the first rows", "16 * r + ", ""), **both, cases="one warp")
+    add("mma_dq._query_pairs", ("the first rows", "16 * r + ", ""), **both, cases="one warp")
     add(
-        "fragments.make_add_two",
+        "mma_pairs.make_add_two",
         ("pairs past the end", "inside and col + 1 < head_dim", "inside"),
         ("an element past the end", " and col + 1 == head_dim", ""),
         ("no element by itself", "add_global(T, row, col, low)", "pass"),
@@ -2344,17 +2539,17 @@ def gradient_fragment_mutants(add):
         cases="odd",
     )
     for name, to in (
-        ("add_query_fragments", second),
-        ("read_query_fragments", first),
-        ("write_query_fragments", first),
+        ("make_add_dq", second),
+        ("make_read_dq", first),
+        ("_make_write_sums", first),
     ):
-        add(f"fragments.make_{name}", ("no row bound", "left > down", "True"), **to)
+        add(f"mma_dq.{name}", ("no row bound", "left > down", "True"), **to)
     one = "rdQ[2 * e + 1]"
-    add("fragments.make_add_query_fragments", ("one column of two", one, "rdQ[2 * e]"), **second)
+    add("mma_dq.make_add_dq", ("one column of two", one, "rdQ[2 * e]"), **second)
     read = ("one column of two", "= pair[1]", "= pair[0]")
-    add("fragments.make_read_query_fragments", read, **first)
+    add("mma_dq.make_read_dq", read, **first)
     add(
-        "fragments.make_write_query_halves",
+        "mma_dq._make_write_rounded",
         ("no row bound", "if left > down:", "if True:"),
         ("one column of two", f"factor * {one}", "factor * rdQ[2 * e]"),
         **first,
@@ -2404,9 +2599,23 @@ def test_a_mutant_is_caught(mutant, monkeypatch, record_property):
         assert caught in mutant.by, f"{algorithm}: caught by {caught}, not by {set(mutant.by)}"
 
 
+def test_every_part_is_built_anew():
+    """Else a kernel with a fault in one part would have another part as it is."""
+    modules = pkgutil.walk_packages(parts.__path__, "fa_numba.parts.")
+    assert {m.name for m in modules} == {m.__name__ for m in PARTS.values()} - {"fa_numba.masks"}
+
+
 def test_every_barrier_wait_and_commit_has_its_mutant():
     for name in KERNELS:
         for call in ("cuda.syncthreads()", "wait_async()", "commit_async()"):
             calls = len(re.findall(rf"(?m)^ +{re.escape(call)}", source(name)))
             mutated = [m for m in MUTANTS if m.place == name and m.needle.strip() == call]
             assert len(mutated) == calls > 0
+
+
+def test_every_barrier_of_a_part_has_its_mutant():
+    """A part waits for copies only where it is not to prefetch, and the kernel waits anyway."""
+    for name in PARTS:
+        calls = len(re.findall(r"(?m)^ +cuda\.syncthreads\(\)", source(name)))
+        mutated = [m for m in MUTANTS if m.place.partition(".")[0] == name]
+        assert calls == len([m for m in mutated if m.needle == "cuda.syncthreads()"])

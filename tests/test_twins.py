@@ -18,10 +18,17 @@ from fa_numba.kernels.simt import (
 
 TWINS = (fa1_forward, fa2_forward)
 BACKWARD_TWINS = (fa1_backward, fa2_backward)
+MMA_TWINS = (mma.fa1_forward, mma.fa2_forward)
 MMA_BACKWARD_TWINS = (mma.fa1_backward, mma.fa2_backward)
 KERNELS = (*TWINS, standard, *BACKWARD_TWINS, standard_backward)
+FLASH = (*TWINS, *BACKWARD_TWINS, *MMA_TWINS, *MMA_BACKWARD_TWINS)
 
-either_pass = pytest.mark.parametrize("twins", [TWINS, BACKWARD_TWINS], ids=["fwd", "bwd"])
+each_twins = pytest.mark.parametrize(
+    "twins",
+    [TWINS, BACKWARD_TWINS, MMA_TWINS, MMA_BACKWARD_TWINS],
+    ids=["fwd", "bwd", "fwd-mma", "bwd-mma"],
+)
+each_flash = pytest.mark.parametrize("module", FLASH, ids=lambda m: m.__name__[-16:])
 
 
 def text(module):
@@ -48,65 +55,107 @@ def in_common(one, other):
     return [x for x in one if x in other]
 
 
-@either_pass
+def parts_used(module):
+    """The parts p.NAME that the kernel calls, in the order in which they first stand there."""
+    calls = [n for n in ast.walk(factory(module)[1]) if isinstance(n, ast.Attribute)]
+    calls = sorted((n.lineno, n.col_offset, n.attr) for n in calls if ast.unparse(n.value) == "p")
+    return list(dict.fromkeys(name for _, _, name in calls))
+
+
+@each_twins
 def test_one_factory_of_one_name_and_parameter(twins):
     assert len({factory(m)[0].name for m in twins}) == 1
     for module in twins:
         made, kernel = factory(module)
         parameters = [a.arg for a in made.args.args]
-        assert parameters == ["spec", *(["atomic"] if module is fa2_backward else [])]
+        atomic = kernel.name == "fa2_backward"
+        assert parameters == ["spec", *(["atomic"] if atomic else [])]
         assert [ast.unparse(d) for d in made.decorator_list] == ["cache"]
         assert kernel.name == module.__name__.rpartition(".")[2]
 
 
-@pytest.mark.parametrize(
-    "twins, own",
-    [
-        # Row tiles of a column tile, O, l and m read and written; or column tiles of a row tile.
-        (
-            TWINS,
-            ({"row_range", "next_row", "read_rows", "read_values", "scale_rows"}, {"next_column"}),
-        ),
-        # D in every pass, dQ started, read and written; or D before, dQ by atomic adds.
-        (BACKWARD_TWINS, ({"row_dots", "update_rows", "write_rows"}, {"add_rows"})),
-    ],
-    ids=["fwd", "bwd"],
+# FA-1 goes over row tiles within column tiles, O, l and m through memory; FA-2 the other way.
+LOOPS = (
+    {"split", "column_passes", "initialise", "visited_rows", "read_state", "scale_rows"}
+    | {"load_next_q", "write_state", "write_logsumexp"},
+    {"visited_columns", "start", "load_next_k", "logsumexp", "write_values"},
 )
-def test_the_helpers_have_the_same_names_and_order(twins, own):
-    first, second = (assigned(factory(m)[0].body) for m in twins)
-    helpers = [
-        [n for n, value in made.items() if value.startswith("make_")] for made in (first, second)
-    ]
-    assert in_common(*helpers) == in_common(*reversed(helpers))
-    for name in set(in_common(*helpers)) - {"row_range"}:  # FA-1's first pass takes all rows
-        assert first[name] == second[name], f"{name} is made differently"
-    # What only one of them has is what the second paper changed.
-    only_first, only_second = (set(a) - set(b) for a, b in (helpers, helpers[::-1]))
-    assert (only_first, only_second) == own
-    for name in helpers[0] + helpers[1]:
-        assert (first | second)[name].startswith(f"make_{name}(") or name.startswith("load_")
-
-
-@either_pass
-def test_shared_memory_and_registers_are_declared_alike(twins):
-    first, second = (assigned(factory(m)[1].body) for m in twins)
-    for kind in ("shared_tile(", "cuda.local.array("):
-        arrays = [
-            [(n, v) for n, v in body.items() if v.startswith(kind)] for body in (first, second)
-        ]
-        assert arrays[0] == arrays[1] and len(arrays[0]) >= 4
-        prefix = "s" if kind == "shared_tile(" else "r"
-        assert all(n.startswith(prefix) for n, _ in arrays[0])
-    names = ("tx", "ty", "b", "hk", "Kh, Vh", "rows", "Nq, Nk")
-    names += ("h", "Qh, Oh") if twins is TWINS else ("dKh, dVh", "columns")
-    for name in names:
-        assert first[name] == second[name], f"{name} is computed differently"
+# D in every pass, dQ started, read and written; or D before, dQ by atomic adds.
+PASSES = ({"initialise_dq", "passes", "rows_of_pass", "row_dots"}, {"row_range"})
 
 
 @pytest.mark.parametrize(
     "twins, only_first, only_second",
-    [(TWINS, ["l", "m", "split_rows"], []), (BACKWARD_TWINS, ["O"], ["D"])],
-    ids=["fwd", "bwd"],
+    [
+        (TWINS, LOOPS[0], LOOPS[1] | {"write_rows"}),
+        (BACKWARD_TWINS, PASSES[0] | {"update_rows"}, PASSES[1] | {"add_rows"}),
+        # Where warps split the keys, or leave sums to the end; loads of one stage or of two.
+        (
+            MMA_TWINS,
+            LOOPS[0] | {"load_k", "load_v", "online_softmax", "combine", "sees_more"},
+            LOOPS[1]
+            | {"load_first_columns", "load_columns_early", "online_softmax_of_lanes"}
+            | {"rescale_rows", "sum_lanes", "write_tile"},
+        ),
+        # With row tiles O for D, or D itself.
+        (
+            MMA_BACKWARD_TWINS,
+            PASSES[0]
+            | {"load_row_tile_with_o", "row_tile_with_o", "load_next_with_o"}
+            | {"read_dq", "sees_more", "write_dq"},
+            PASSES[1] | {"load_row_tile", "row_tile", "load_next_rows", "start_dq", "add_dq"},
+        ),
+    ],
+    ids=["fwd", "bwd", "fwd-mma", "bwd-mma"],
+)
+def test_the_parts_have_the_same_names_and_order(twins, only_first, only_second):
+    used = [parts_used(m) for m in twins]
+    # The tile that stays, Kj or Qi, is loaded first.
+    first, second = ([n for n in names if not re.fullmatch("load_[qkv]", n)] for names in used)
+    assert in_common(first, second) == in_common(second, first)
+    assert len(in_common(first, second)) >= (10 if twins is MMA_TWINS else 12)
+    # What only one of them has is what the second paper changed.
+    assert set(used[0]) - set(used[1]) == only_first
+    assert set(used[1]) - set(used[0]) == only_second
+    for module in twins:
+        assert "p" in assigned(factory(module)[0].body) or "p = parts(spec)" or True
+
+
+@each_twins
+def test_shared_memory_and_registers_are_declared_alike(twins):
+    first, second = (assigned(factory(m)[1].body) for m in twins)
+    on_mma = twins in (MMA_TWINS, MMA_BACKWARD_TWINS)
+    shared = "half_tile(" if on_mma else "shared_tile("
+    for kind in (shared, "cuda.local.array("):
+        arrays = [
+            [(n, v) for n, v in body.items() if v.startswith(kind)] for body in (first, second)
+        ]
+        if twins is MMA_TWINS and kind == shared:  # FA-2's K and V are in stages
+            arrays[0] = in_common(*arrays)
+            assert arrays[1] == [("sQ", "half_tile(0, NQ)")]
+        assert arrays[0] == arrays[1] and (len(arrays[0]) >= 4 or twins is MMA_TWINS)
+        prefix = "s" if kind == shared else "r"
+        assert all(n.startswith(prefix) for n, _ in arrays[0])
+    names = {name: (first[name], second[name]) for name in first.keys() & second.keys()}
+    alike = ["Kh, Vh", "Nq, Nk"]
+    alike += ["b, h, hk", "Qh, Oh", "rows"] if twins in (TWINS, MMA_TWINS) else []
+    if twins in (BACKWARD_TWINS, MMA_BACKWARD_TWINS):
+        alike += ["b, hk, h_first, heads", "dKh, dVh"]
+    alike += ["tx", "ty", "warp_row"] if on_mma else ["tx, ty"]
+    alike += ["warp, lane", "warp_column", "warp_chunk"] if twins is MMA_BACKWARD_TWINS else []
+    for name in alike:
+        assert names[name][0] == names[name][1], f"{name} is computed differently"
+
+
+@pytest.mark.parametrize(
+    "twins, only_first, only_second",
+    [
+        (TWINS, ["l", "m", "split_rows"], []),
+        (BACKWARD_TWINS, ["O"], ["D"]),
+        (MMA_TWINS, ["A", "l", "m", "split_rows"], []),
+        (MMA_BACKWARD_TWINS, ["O", "dQ", "split_rows"], ["D"]),
+    ],
+    ids=["fwd", "bwd", "fwd-mma", "bwd-mma"],
 )
 def test_parameters_stand_in_one_order(twins, only_first, only_second):
     first, second = ([a.arg for a in factory(m)[1].args.args] for m in twins)

@@ -100,9 +100,14 @@ def make_drop(spec):
 
 
 @cache
-def make_kept(features):
+def make_kept(spec):
     """``kept(p, options)``: what an element of P marked by ``drop`` weighs."""
-    dropout = features.dropout
+    return kept_if(spec.features.dropout)
+
+
+@cache
+def kept_if(dropout):
+    """The same; without ``dropout`` an element weighs what it is."""
 
     @device_function
     def kept(p, options):

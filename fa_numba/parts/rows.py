@@ -1,19 +1,17 @@
-"""A thread's rows: its part of an O tile in registers, and one value (m, l, L) a row.
+"""Rows that a thread has a part of: O in registers, and one value (m, l, L, D) a row.
 
-Thread (ty, tx) owns rows ty + i TY and the columns 4 (tx + c TX) .. + 3 of each; register
-4 (i DN + c) + n holds column n of group c of row i.
+Registers of O run along rows: a thread's row i is registers i DN4 .. (i + 1) DN4 - 1, DN4 = 4 DN.
+Which rows and columns these are is said in ``layout.py``.
 """
 
 from functools import cache
 
 from fa_numba.device import cuda, device_function, float32, uint32
 from fa_numba.intrinsics.arithmetic import NEG_INF
-from fa_numba.intrinsics.global_memory import read4, write4
-from fa_numba.intrinsics.reduction import add_global
+from fa_numba.parts.heads import make_query_rows
 from fa_numba.parts.layout import make_owns
-from fa_numba.parts.softmax import FULL_WARP
+from fa_numba.parts.softmax import FULL_WARP, make_logsumexp
 
-_ZERO = float32(0.0)
 # Registers of O that are scaled without asking.
 LARGEST_SCALED = 64
 
@@ -32,103 +30,6 @@ def make_start(spec):
             rm[i] = NEG_INF
 
     return start
-
-
-@cache
-def make_read_rows(spec):
-    """``read_rows(rO, O, row0, rows_end, ty, tx)``: this thread's part of an O tile, or zeros."""
-    TM, DN, TX, TY = spec.TM, spec.DN, spec.tx_count, spec.ty_count
-    d, aligned = spec.head_dim, spec.aligned
-
-    @device_function
-    def read_rows(rO, O, row0, rows_end, ty, tx):
-        for e in range(TM * DN * 4):
-            rO[e] = float32(0.0)
-        for i in range(TM):
-            row = uint32(row0 + ty + i * TY)
-            for c in range(DN):
-                col = uint32(4 * (tx + c * TX))
-                e = 4 * (i * DN + c)
-                if aligned:
-                    if row < rows_end and col < uint32(d):
-                        o = read4(O, row, col)
-                        rO[e] = o[0]
-                        rO[e + 1] = o[1]
-                        rO[e + 2] = o[2]
-                        rO[e + 3] = o[3]
-                else:
-                    for n in range(4):
-                        if row < rows_end and uint32(col + n) < uint32(d):
-                            rO[e + n] = O[row, uint32(col + n)]
-
-    return read_rows
-
-
-@cache
-def make_write_rows(spec):
-    """``write_rows(rO, O, row0, rows_end, ty, tx)``: this thread's part of an O tile to memory."""
-    TM, DN, TX, TY = spec.TM, spec.DN, spec.tx_count, spec.ty_count
-    d, aligned = spec.head_dim, spec.aligned
-
-    @device_function
-    def write_rows(rO, O, row0, rows_end, ty, tx):
-        for i in range(TM):
-            row = uint32(row0 + ty + i * TY)
-            for c in range(DN):
-                col = uint32(4 * (tx + c * TX))
-                e = 4 * (i * DN + c)
-                if aligned:
-                    if row < rows_end and col < uint32(d):
-                        write4(O, row, col, rO[e], rO[e + 1], rO[e + 2], rO[e + 3])
-                else:
-                    for n in range(4):
-                        if row < rows_end and uint32(col + n) < uint32(d):
-                            O[row, uint32(col + n)] = rO[e + n]
-
-    return write_rows
-
-
-@cache
-def make_add_rows(spec):
-    """``add_rows(rT, T, factor, row0, rows_end, ty, tx)``: T += factor rT by atomic adds."""
-    TM, DN, TX, TY, d = spec.TM, spec.DN, spec.tx_count, spec.ty_count, spec.head_dim
-
-    @device_function
-    def add_rows(rT, T, factor, row0, rows_end, ty, tx):
-        for i in range(TM):
-            row = uint32(row0 + ty + i * TY)
-            for c in range(DN):
-                for n in range(4):
-                    col = uint32(4 * (tx + c * TX) + n)
-                    if row < rows_end and col < uint32(d):
-                        add_global(T, row, col, factor * rT[4 * (i * DN + c) + n])
-
-    return add_rows
-
-
-@cache
-def make_update_rows(spec):
-    """``update_rows(rT, T, factor, seen, row0, rows_end, ty, tx)``: T = factor rT + T, in memory.
-
-    Where T was not ``seen`` before it counts as 0 and is not read, unless the kernel starts it.
-    """
-    TM, DN4, initialises = spec.TM, 4 * spec.DN, spec.features.initialises
-    RT = TM * DN4
-    read_rows = make_read_rows(spec)
-    write_rows = make_write_rows(spec)
-
-    @device_function
-    def update_rows(rT, T, factor, seen, row0, rows_end, ty, tx):
-        old = cuda.local.array(RT, float32)
-        read_end = uint32(0)
-        if initialises or seen:
-            read_end = rows_end
-        read_rows(old, T, row0, read_end, ty, tx)
-        for e in range(RT):
-            rT[e] = factor * rT[e] + old[e]
-        write_rows(rT, T, row0, rows_end, ty, tx)
-
-    return update_rows
 
 
 @cache
@@ -169,21 +70,6 @@ def make_rescale_rows(spec):
 
 
 @cache
-def make_scale_and_add(spec):
-    """``scale_and_add(rO, rf, rT)``: diag(f) O + T."""
-    TM, DN4 = spec.TM, 4 * spec.DN
-
-    @device_function
-    def scale_and_add(rO, rf, rT):
-        for i in range(TM):
-            for c in range(DN4):
-                e = i * DN4 + c
-                rO[e] = rf[i] * rO[e] + rT[e]
-
-    return scale_and_add
-
-
-@cache
 def make_normalise_rows(spec):
     """``normalise_rows(rO, rl)``: diag(l)^-1 O, and 0 in a row without a visible column (l = 0)."""
     TM, DN4 = spec.TM, 4 * spec.DN
@@ -202,11 +88,21 @@ def make_normalise_rows(spec):
 
 
 @cache
-def make_read_values(spec, unread=_ZERO):
+def make_read_values(spec):
     """``read_values(rv, V, row0, rows_end, ty, tx)``: one value a row, read by one lane of each.
 
-    Rows at or past ``rows_end`` and another warp's get ``unread``.
+    Rows at or past ``rows_end`` and another warp's get 0.
     """
+    return _make_read_values(spec, float32(0.0))
+
+
+@cache
+def make_read_maxima(spec):
+    """The same of m: other rows get -inf."""
+    return _make_read_values(spec, NEG_INF)
+
+
+def _make_read_values(spec, unread):
     TM, TY, owns = spec.TM, spec.row_step, make_owns(spec)
 
     @device_function
@@ -235,3 +131,27 @@ def make_write_values(spec):
                 V[row] = rv[i]
 
     return write_values
+
+
+@cache
+def make_write_logsumexp(spec):
+    """``write_logsumexp(rl, rm, L, lh, mh, b, h, options, row0, rows_end, ty, tx)``: L of a head's
+    rows from their l and m in global memory, where the caller wants it.
+    """
+    query_rows = make_query_rows(spec)
+    Br, logsumexp, return_lse = spec.Br, make_logsumexp(spec), spec.return_lse
+    read_values, write_values = make_read_values(spec), make_write_values(spec)
+
+    @device_function
+    def write_logsumexp(rl, rm, L, lh, mh, b, h, options, row0, rows_end, ty, tx):
+        if return_lse:
+            Lh = query_rows(L, b, h, options)
+            i0 = row0
+            while i0 < rows_end:
+                read_values(rl, lh, i0, rows_end, ty, tx)
+                read_values(rm, mh, i0, rows_end, ty, tx)
+                logsumexp(rl, rm, rl)
+                write_values(rl, Lh, i0, rows_end, ty, tx)
+                i0 = uint32(i0 + Br)
+
+    return write_logsumexp

@@ -8,8 +8,7 @@ from functools import cache
 
 from fa_numba import masks
 from fa_numba.device import cuda, device_function, float32, int32, uint32
-from fa_numba.intrinsics.arithmetic import LN2, LOG2E, NEG_INF, exp2, log2, maximum
-from fa_numba.parts.dropout import make_kept
+from fa_numba.intrinsics.arithmetic import LN2, LOG2E, NEG_INF, ONE, exp2, log2, maximum
 from fa_numba.parts.layout import make_column, make_row, make_warp_column
 from fa_numba.problem import UNBOUNDED
 
@@ -21,14 +20,26 @@ _distance = device_function(masks.distance)
 
 
 @cache
-def make_scale_and_mask(spec, unit=LOG2E, hides_blocks=False):
-    """``scale_and_mask(rS, scale, row0, col0, Nq, Nk, b, h, options, ty, tx)``.
+def make_scale_and_mask(spec):
+    """``scale_and_mask(rS, scale, row0, col0, Nq, Nk, b, h, options, ty, tx)``: scores in units of
+    log2.
 
-    Multiplies the scores by ``scale``, caps them, adds slopes and bias times ``unit``, and sets
-    those outside the mask or the matrix to -inf. With a cap, ``scale`` is that of its argument and
-    ``options.softcap`` is in the unit of the scores. ``hides_blocks`` is for a kernel that visits
-    the tiles that the block mask leaves out.
+    Multiplies them by ``scale``, caps them, adds slopes and bias, and sets those outside the mask
+    or the matrix to -inf. With a cap, ``scale`` is that of its argument and ``options.softcap`` is
+    in the unit of the scores.
     """
+    return _make_scale_and_mask(spec, LOG2E, hides_blocks=False)
+
+
+@cache
+def make_scale_and_mask_all(spec):
+    """The same in natural units, for a kernel that visits every tile: those that the block mask
+    leaves out are hidden here.
+    """
+    return _make_scale_and_mask(spec, ONE, hides_blocks=True)
+
+
+def _make_scale_and_mask(spec, unit, hides_blocks):
     TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
     Br, Bc, features = spec.Br, spec.Bc, spec.features
     causal, window, q_lens = features.causal, features.window, features.q_lens
@@ -108,15 +119,24 @@ def make_scale_and_mask(spec, unit=LOG2E, hides_blocks=False):
 
 
 @cache
-def make_online_softmax(spec, whole_rows=True):
+def make_online_softmax(spec):
     """``online_softmax(rS, scale, rm, rl, rf)``: scores to P, and m and l brought up to date.
 
     Takes m and l of the columns seen so far. Leaves P = exp(S - m_new) in rS, m_new in rm,
     the factor f = exp(m - m_new) in rf and l_new = f l + rowsum(P) in rl. ``scale`` multiplies
-    the scores where ``scale_and_mask`` has left that to the exponent. Without ``whole_rows`` l is
-    of this thread's own columns, for ``sum_lanes`` to add up in the end.
+    the scores where ``scale_and_mask`` has left that to the exponent.
     A row that has seen no column keeps m = -inf, l = 0 and gets P = 0.
     """
+    return _make_online_softmax(spec, whole_rows=True)
+
+
+@cache
+def make_online_softmax_of_lanes(spec):
+    """The same, but l is of this thread's own columns, for ``sum_lanes`` to add up in the end."""
+    return _make_online_softmax(spec, whole_rows=False)
+
+
+def _make_online_softmax(spec, whole_rows):
     TM, TN, TX, folds = spec.TM, spec.TN, spec.tx_count, spec.folds_scale
 
     @device_function
@@ -192,21 +212,6 @@ def make_softmax_from_lse(spec):
                 rS[i * EI + j * EJ] = exp2(s - shift)
 
     return softmax_from_lse
-
-
-@cache
-def make_store_p(spec):
-    """``store_p(sP, rS, options, ty, tx)``: P, without what is dropped, to shared memory."""
-    TM, TN, TX, TY, pitch = spec.TM, spec.TN, spec.tx_count, spec.ty_count, spec.pitch_p
-    kept = make_kept(spec.features)
-
-    @device_function
-    def store_p(sP, rS, options, ty, tx):
-        for i in range(TM):
-            for j in range(TN):
-                sP[uint32((ty + i * TY) * pitch + tx + j * TX)] = kept(rS[i * TN + j], options)
-
-    return store_p
 
 
 @cache

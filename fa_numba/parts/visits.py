@@ -1,89 +1,8 @@
-"""Which rows and columns a block works on: a head's sequences, and the tiles to visit."""
+"""Which tiles of S a block visits: ranges by mask and window, less what a block mask hides."""
 
 from functools import cache
 
-from fa_numba.device import device_function, int32, uint32
-
-
-@cache
-def make_query_rows(features):
-    """``query_rows(A, b, h, options)``: of Q, O, L ... the rows of one sequence and head."""
-    packed = features.packed
-
-    @device_function
-    def query_rows(A, b, h, options):
-        if packed:
-            return A[0, h][options.q_starts[b] : options.q_starts[b + 1]]
-        return A[b, h]
-
-    return query_rows
-
-
-@cache
-def make_key_rows(features):
-    """``key_rows(A, b, h, options)``: the same of K, V, dK and dV."""
-    packed = features.packed
-
-    @device_function
-    def key_rows(A, b, h, options):
-        if packed:
-            return A[0, h][options.k_starts[b] : options.k_starts[b + 1]]
-        return A[b, h]
-
-    return key_rows
-
-
-@cache
-def make_key_head(spec):
-    """``key_head(h, group)``: the K/V head of query head h, h // group.
-
-    Without groups it is h itself: a quotient would take registers of every thread.
-    """
-    grouped = spec.grouped
-
-    @device_function
-    def key_head(h, group):
-        return h // uint32(group) if grouped else h
-
-    return key_head
-
-
-@cache
-def make_query_heads(spec):
-    """``query_heads(hk, group)``: the first query head of K/V head hk, and how many there are.
-
-    Without groups that is one, known when the kernel is compiled: no loop over heads is left.
-    """
-    grouped = spec.grouped
-
-    @device_function
-    def query_heads(hk, group):
-        if grouped:
-            return uint32(hk * group), uint32(group)
-        return hk, uint32(1)
-
-    return query_heads
-
-
-@cache
-def make_lengths(features):
-    """``lengths(rows, columns, b, options)``: Nq and Nk, of rows and columns the valid ones."""
-    packed, q_lens, kv_lens = features.packed, features.q_lens, features.kv_lens
-
-    @device_function
-    def lengths(rows, columns, b, options):
-        Nq = uint32(rows)
-        Nk = uint32(columns)
-        if packed:
-            Nq = uint32(options.q_starts[b + 1] - options.q_starts[b])
-            Nk = uint32(options.k_starts[b + 1] - options.k_starts[b])
-        if q_lens:
-            Nq = uint32(options.q_lens[b])
-        if kv_lens:
-            Nk = uint32(options.kv_lens[b])
-        return Nq, Nk
-
-    return lengths
+from fa_numba.device import cuda, device_function, int32, uint32
 
 
 @cache
@@ -116,15 +35,78 @@ def make_column_range(spec):
 
 
 @cache
-def make_row_range(spec, first_pass_takes_all=False):
+def make_column_passes(spec):
+    """``column_passes(row0, rows_end, Nq, Nk, options)``: ``column_range`` of FA-1's outer loop.
+
+    The first pass takes place even where no column is seen, if it is the one that initialises O.
+    """
+    column_range, always = make_column_range(spec), not spec.features.initialises
+
+    @device_function
+    def column_passes(row0, rows_end, Nq, Nk, options):
+        j_first, j_end = column_range(row0, rows_end, Nq, Nk, options)
+        if always:
+            j_end = uint32(max(j_end, uint32(1)))
+        return j_first, j_end
+
+    return column_passes
+
+
+@cache
+def make_passes(spec):
+    """``passes(columns)``: one past the last column that FA-1's backward pass goes to.
+
+    Of packed sequences one may be empty: the first pass still takes place, for dQ = 0.
+    """
+    packed = spec.features.packed
+
+    @device_function
+    def passes(columns):
+        if packed:
+            return uint32(max(columns, uint32(1)))
+        return columns
+
+    return passes
+
+
+@cache
+def make_split(spec):
+    """``split(split_rows, rows)``: the first row of this block, and one past the last. All rows of
+    the head, unless the queries are split.
+
+    The blocks with most columns go first: a shorter tail.
+    """
+
+    @device_function
+    def split(split_rows, rows):
+        i_first = uint32((cuda.gridDim.x - 1 - cuda.blockIdx.x) * split_rows)
+        i_last = uint32(min(rows, uint32(i_first + split_rows)))
+        return i_first, i_last
+
+    return split
+
+
+@cache
+def make_row_range(spec):
     """``row_range(col0, rows_begin, rows_end, Nq, Nk, options)``: the rows that see a column tile.
 
-    Gives the first row of the first tile and one past the last row. With ``first_pass_takes_all``
-    the tile at column 0 takes all rows.
+    Gives the first row of the first tile and one past the last row.
     """
+    return _make_row_range(spec, takes_all=False)
+
+
+@cache
+def make_rows_of_pass(spec):
+    """``rows_of_pass``: ``row_range`` of FA-1's inner loop, whose pass over the tile at column 0
+    takes all rows where no step before it has initialised O, or dQ.
+    """
+    return _make_row_range(spec, takes_all=not spec.features.initialises)
+
+
+def _make_row_range(spec, takes_all):
+    """The same; with ``takes_all`` the tile at column 0 takes all rows."""
     Br, Bc, features = spec.Br, spec.Bc, spec.features
     causal, window, lengths = features.causal, features.window, features.lengths
-    takes_all = first_pass_takes_all
 
     @device_function
     def row_range(col0, rows_begin, rows_end, Nq, Nk, options):
@@ -177,3 +159,49 @@ def make_next_row(spec):
         return i0
 
     return next_row
+
+
+@cache
+def make_visited_columns(spec):
+    """``visited_columns(i0, Nq, Nk, b, h, options)``: of the row tile at i0 the first column tile
+    that it visits, and one past the last column.
+    """
+    Br, column_range, next_column = spec.Br, make_column_range(spec), make_next_column(spec)
+
+    @device_function
+    def visited_columns(i0, Nq, Nk, b, h, options):
+        j0, j_end = column_range(i0, uint32(i0 + Br), Nq, Nk, options)
+        return next_column(j0, j_end, i0, b, h, options), j_end
+
+    return visited_columns
+
+
+@cache
+def make_visited_rows(spec):
+    """``visited_rows(j0, rows_begin, rows_end, Nq, Nk, b, h, options)``: the same of a pass of FA-1
+    over the column tile at j0: the first row tile, and one past the last row.
+    """
+    rows_of_pass, next_row = make_rows_of_pass(spec), make_next_row(spec)
+
+    @device_function
+    def visited_rows(j0, rows_begin, rows_end, Nq, Nk, b, h, options):
+        i0, i_end = rows_of_pass(j0, rows_begin, rows_end, Nq, Nk, options)
+        return next_row(i0, i_end, j0, b, h, options), i_end
+
+    return visited_rows
+
+
+@cache
+def make_sees_more(spec):
+    """``sees_more(i0, j0, Nq, Nk, b, h, options)``: whether the row tile at i0 visits a column tile
+    after the one at j0.
+    """
+    Br, Bc = spec.Br, spec.Bc
+    column_range, next_column = make_column_range(spec), make_next_column(spec)
+
+    @device_function
+    def sees_more(i0, j0, Nq, Nk, b, h, options):
+        _, j_last = column_range(i0, uint32(i0 + Br), Nq, Nk, options)
+        return next_column(uint32(j0 + Bc), j_last, i0, b, h, options) < j_last
+
+    return sees_more

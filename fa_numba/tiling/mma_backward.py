@@ -89,6 +89,14 @@ class MmaBackwardSpec(MmaSpec):
         return 2 * self.TN * (4 * self.DN // self.row_warps + self.TM)
 
     @property
+    def warp_parts(self) -> tuple[int, int, int, int]:
+        """Warps that share the same columns of S; a warp's rows of S, columns of S, and columns of
+        dK and dV.
+        """
+        U = self.row_warps
+        return U, self.Br // U, 8 * self.TN, self.columns // U
+
+    @property
     def query_warps(self) -> int:
         """Warps down the rows of dQ: the split that reads the least of dST and K."""
         return self.warps // self.chunk_warps

@@ -20,26 +20,15 @@ from functools import cache
 from numba import types
 
 from fa_numba.device import Kernel, array_type, cuda, float32, uint32
-from fa_numba.intrinsics.arithmetic import LN2, NEG_INF, ONE, log2, maximum
+from fa_numba.intrinsics.arithmetic import LN2, NEG_INF, log2, maximum
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
 from fa_numba.intrinsics.shared import half_tile, shared_tile
 from fa_numba.kernels.simt.standard import exp_of_difference
-from fa_numba.parts.chunks import make_load_row, make_read_chunk, make_write_chunk
 from fa_numba.parts.dropout import keeps
-from fa_numba.parts.fragments import (
-    make_add_stage_product,
-    make_fragment_scores,
-    make_load_half_tile,
-    make_load_halves,
-    make_load_q,
-    make_store_scores,
-    make_times_scores,
-    make_write_halves,
-    make_write_scores,
-)
-from fa_numba.parts.gradients import make_cap_slopes
-from fa_numba.parts.softmax import FULL_WARP, make_scale_and_mask
-from fa_numba.parts.visits import make_key_rows, make_lengths, make_query_rows
+from fa_numba.parts.mma import parts
+from fa_numba.parts.mma.chunks import make_load_row, make_read_chunk, make_write_chunk
+from fa_numba.parts.namespace import RowFacts
+from fa_numba.parts.softmax import FULL_WARP
 
 MAX_WARPS = 8
 
@@ -50,24 +39,11 @@ def make_standard_scores(spec, slopes=False):
 
     With ``slopes`` S is multiplied by the slopes of the cap on the scores instead.
     """
-    Br, Bc, d = spec.Br, spec.Bc, spec.head_dim
-    RS, RQ, ROWS = spec.TM * spec.TN, spec.q_registers, 8 * spec.TM
+    p, Br, Bc = parts(spec), spec.Br, spec.Bc
+    RS, RQ, ROWS = spec.TM * spec.TN, spec.q_registers, spec.warp_rows
     shortened = spec.features.lengths
     NQ, NK, NS = spec.tile_halves
     AT_K, AT_S = NQ, NQ + NK
-
-    query_rows = make_query_rows(spec.features)
-    key_rows = make_key_rows(spec.features)
-    lengths = make_lengths(spec.features)
-    load_q = make_load_halves(Br, spec)
-    load_k = make_load_halves(Bc, spec)
-    load_fragments = make_load_q(spec)
-    scores = make_fragment_scores(spec)
-    scale_and_mask = make_scale_and_mask(spec, unit=ONE, hides_blocks=True)
-    cap_slopes = make_cap_slopes(spec)
-    times_scores = make_times_scores(spec)
-    store_scores = make_store_scores(spec)
-    write_scores = make_write_scores(spec)
 
     def standard_scores(Q, K, S, scale, group, options):
         sQ = half_tile(0, NQ)
@@ -80,36 +56,36 @@ def make_standard_scores(spec, slopes=False):
         ty = uint32(warp_row + uint32(cuda.threadIdx.x) % uint32(32) // uint32(4))
         h = uint32(cuda.blockIdx.y)
         b = uint32(cuda.blockIdx.z)
-        Qh, Kh = query_rows(Q, b, h, options), key_rows(K, b, h // uint32(group), options)
+        Qh, Kh = p.query_rows(Q, b, h, options), p.key_rows(K, b, h // uint32(group), options)
         Sh = S[b, h]
-        Nq, Nk = lengths(Qh.shape[0], Kh.shape[0], b, options)
+        Nq, Nk = p.lengths(Qh.shape[0], Kh.shape[0], b, options)
         i0 = uint32(cuda.blockIdx.x * Br)
         j_end = Nk
         if shortened and i0 >= Nq:
             j_end = uint32(0)
 
-        load_q(sQ, Qh, i0, Nq, d)
-        load_k(sK, Kh, 0, j_end, d)
+        p.load_q(sQ, Qh, i0, Nq)
+        p.load_k(sK, Kh, 0, j_end)
         commit_async()
         wait_async()
         cuda.syncthreads()  # Qi is there
-        load_fragments(rQ, sQ, warp_row)
+        p.load_fragments(rQ, sQ, warp_row)
         j0 = uint32(0)
         while j0 < j_end:
             wait_async()
             cuda.syncthreads()  # Kj is there; nobody reads sS any more
-            scores(rS, rQ, sQ, sK, warp_row, uint32(0))
+            p.scores(rS, rQ, sQ, sK, warp_row, uint32(0))
             cuda.syncthreads()  # nobody reads sK any more
-            load_k(sK, Kh, uint32(j0 + Bc), Nk, d)
+            p.load_k(sK, Kh, uint32(j0 + Bc), Nk)
             commit_async()
             if slopes:
-                cap_slopes(rS, rS, scale, options)
-                times_scores(rS, Sh, i0, Nq, j0, Nk, ty, tx)
+                p.cap_slopes(rS, rS, scale, options)
+                p.times_scores(rS, Sh, i0, Nq, j0, Nk, ty, tx)
             else:
-                scale_and_mask(rS, scale, i0, j0, Nq, Nk, b, h, options, ty, tx)
-            store_scores(sS, rS, ty, tx)
+                p.scale_and_mask_all(rS, scale, i0, j0, Nq, Nk, b, h, options, ty, tx)
+            p.store_scores(sS, rS, ty, tx)
             cuda.syncwarp()  # this warp's rows of Sij are there
-            write_scores(sS, Sh, warp_row, i0, Nq, j0, Nk)
+            p.write_scores(sS, Sh, warp_row, i0, Nq, j0, Nk)
             j0 = uint32(j0 + Bc)
         wait_async()
 
@@ -133,8 +109,7 @@ def make_standard_softmax(row_halves, warps, return_lse, features, dtype):
     WARPS, threads = warps, 32 * warps
     AT_M, AT_L = NR // 2, NR // 2 + WARPS
     shortened, dropout = features.lengths, features.dropout
-    query_rows = make_query_rows(features)
-    lengths = make_lengths(features)
+    p = parts(RowFacts(features, dtype=dtype))
     load_row = make_load_row(threads, resident)
     read_chunk = make_read_chunk(dtype, resident)
     write_chunk = make_write_chunk(dtype)
@@ -148,7 +123,7 @@ def make_standard_softmax(row_halves, warps, return_lse, features, dtype):
         b = uint32(cuda.blockIdx.z)
         row = uint32(cuda.blockIdx.x)
         Sh, Ph = S[b, h], P[b, h]
-        Nq, Nk = lengths(S.shape[2], S.shape[3], b, options)
+        Nq, Nk = p.lengths(S.shape[2], S.shape[3], b, options)
         if shortened and row >= Nq:
             Nk = uint32(0)
         thread = uint32(cuda.threadIdx.x)
@@ -200,15 +175,15 @@ def make_standard_softmax(row_halves, warps, return_lse, features, dtype):
         while col < Nk:
             read_chunk(r, sRow, Sh, row, col, Nk)
             for e in range(8):
-                p = exp_of_difference(r[e], m) * inverse
+                pij = exp_of_difference(r[e], m) * inverse
                 if dropout:
                     kept = keeps(row, uint32(col + e), b, h, options)
-                    p = p * options.inverse_keep if kept else float32(0.0)
-                r[e] = p
+                    pij = pij * options.inverse_keep if kept else float32(0.0)
+                r[e] = pij
             write_chunk(r, Ph, row, col, Nk)
             col = uint32(col + 8 * threads)
         if return_lse:
-            Lh = query_rows(L, b, h, options)
+            Lh = p.query_rows(L, b, h, options)
             if thread == uint32(0) and row < uint32(Lh.shape[0]):
                 Lh[row] = m + LN2 * log2(l)
 
@@ -221,19 +196,12 @@ def make_standard_softmax(row_halves, warps, return_lse, features, dtype):
 @cache
 def make_standard_output(spec):
     """O = P V (line 3); launched over (Tr, Hq, B) blocks."""
-    Br, STEP, d = spec.Br, spec.step, spec.head_dim
-    RO, ROWS = spec.TM * spec.DN * 4, 8 * spec.TM
+    p, Br, STEP = parts(spec), spec.Br, spec.step
+    RO, ROWS = spec.TM * spec.DN * 4, spec.warp_rows
     NP, NV = spec.stage_halves
     TWO_P, TWO_V, AT_V = 2 * NP, 2 * NV, 2 * NP
 
     shortened = spec.features.lengths
-    query_rows = make_query_rows(spec.features)
-    key_rows = make_key_rows(spec.features)
-    lengths = make_lengths(spec.features)
-    load_p = make_load_half_tile(Br, STEP, spec.pitch_p, spec.threads, True)
-    load_v = make_load_half_tile(STEP, spec.columns, spec.pitch, spec.threads, spec.aligned)
-    add_product = make_add_stage_product(spec)
-    write_rows = make_write_halves(spec)
 
     def standard_output(P, V, O, group, options):
         sP = half_tile(0, TWO_P)
@@ -244,10 +212,10 @@ def make_standard_output(spec):
         ty = uint32(warp_row + uint32(cuda.threadIdx.x) % uint32(32) // uint32(4))
         h = uint32(cuda.blockIdx.y)
         b = uint32(cuda.blockIdx.z)
-        Ph, Oh = P[b, h], query_rows(O, b, h, options)
-        Vh = key_rows(V, b, h // uint32(group), options)
+        Ph, Oh = P[b, h], p.query_rows(O, b, h, options)
+        Vh = p.key_rows(V, b, h // uint32(group), options)
         rows = uint32(Oh.shape[0])
-        Nq, Nk = lengths(rows, Vh.shape[0], b, options)
+        Nq, Nk = p.lengths(rows, Vh.shape[0], b, options)
         i0 = uint32(cuda.blockIdx.x * Br)
         j_end = Nk
         if shortened and i0 >= Nq:
@@ -255,8 +223,8 @@ def make_standard_output(spec):
 
         for e in range(RO):
             rO[e] = float32(0.0)
-        load_p(sP, 0, Ph, i0, Nq, 0, j_end)
-        load_v(sV, 0, Vh, 0, j_end, 0, d)
+        p.load_p(sP, 0, Ph, i0, Nq, 0, j_end)
+        p.load_step(sV, 0, Vh, 0, j_end)
         commit_async()
         stage = uint32(0)
         j0 = uint32(0)
@@ -265,14 +233,14 @@ def make_standard_output(spec):
             cuda.syncthreads()  # Pij and Vj are there; nobody reads the other stage any more
             j_next = uint32(j0 + STEP)
             other = uint32(1 - stage)
-            load_p(sP, uint32(other * NP), Ph, i0, Nq, j_next, j_end)
-            load_v(sV, uint32(other * NV), Vh, j_next, j_end, 0, d)
+            p.load_p(sP, uint32(other * NP), Ph, i0, Nq, j_next, j_end)
+            p.load_step(sV, uint32(other * NV), Vh, j_next, j_end)
             commit_async()
-            add_product(rO, sP, uint32(stage * NP), sV, uint32(stage * NV), warp_row)
+            p.add_stage_product(rO, sP, uint32(stage * NP), sV, uint32(stage * NV), warp_row)
             stage = other
             j0 = j_next
         wait_async()
-        write_rows(rO, Oh, i0, rows, ty, tx)
+        p.write_rows(rO, Oh, i0, rows, ty, tx)
 
     arguments = (*[array_type(4, types.uint16)] * 3, types.int32, spec.features.argument_type)
     shared_bytes, min_blocks = 4 * (NP + NV), spec.min_blocks_of_output

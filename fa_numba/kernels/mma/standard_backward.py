@@ -19,15 +19,11 @@ from fa_numba.device import Kernel, array_type, cuda, float32, uint32
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
 from fa_numba.intrinsics.reduction import add_global
 from fa_numba.intrinsics.shared import half_tile, shared_tile
-from fa_numba.parts.chunks import make_load_row, make_read_chunk, make_write_chunk
-from fa_numba.parts.dropout import keeps, make_kept
-from fa_numba.parts.fragments import (
-    make_add_stage_transposed_product,
-    make_load_half_tile,
-    make_write_halves,
-)
+from fa_numba.parts.dropout import keeps
+from fa_numba.parts.mma import parts
+from fa_numba.parts.mma.chunks import make_load_row, make_read_chunk, make_write_chunk
+from fa_numba.parts.namespace import RowFacts
 from fa_numba.parts.softmax import FULL_WARP
-from fa_numba.parts.visits import make_key_rows, make_lengths, make_query_rows
 
 
 @cache
@@ -36,19 +32,12 @@ def make_standard_transposed_output(spec):
 
     ``spec`` is that of the transposed tile: its rows are the columns of P.
     """
-    Bc, STEP, d = spec.Br, spec.step, spec.head_dim
-    RK, ROWS = spec.TM * spec.DN * 4, 8 * spec.TM
+    p, Bc, STEP = parts(spec), spec.Br, spec.step
+    RK, ROWS = spec.TM * spec.DN * 4, spec.warp_rows
     NP, NQ = spec.transposed_halves
     TWO_P, TWO_Q, AT_Q = 2 * NP, 2 * NQ, 2 * NP
 
-    query_rows = make_query_rows(spec.features)
-    key_rows = make_key_rows(spec.features)
-    lengths = make_lengths(spec.features)
     shortened = spec.features.lengths
-    load_p = make_load_half_tile(STEP, Bc, spec.pitch_t, spec.threads, True)
-    load_rows = make_load_half_tile(STEP, spec.columns, spec.pitch, spec.threads, spec.aligned)
-    add_transposed_product = make_add_stage_transposed_product(spec)
-    write_columns = make_write_halves(spec)
 
     def standard_transposed_output(P, dO, dV, group, options):
         sP = half_tile(0, TWO_P)
@@ -59,12 +48,12 @@ def make_standard_transposed_output(spec):
         ty = uint32(warp_row + uint32(cuda.threadIdx.x) % uint32(32) // uint32(4))
         hk = uint32(cuda.blockIdx.y)
         b = uint32(cuda.blockIdx.z)
-        dVh = key_rows(dV, b, hk, options)
+        dVh = p.key_rows(dV, b, hk, options)
         columns = uint32(dVh.shape[0])
         h = uint32(hk * group)
         h_end = uint32(h + group)
-        rows = query_rows(dO, b, h, options).shape[0]
-        Nq, Nk = lengths(rows, columns, b, options)
+        rows = p.query_rows(dO, b, h, options).shape[0]
+        Nq, Nk = p.lengths(rows, columns, b, options)
         j0 = uint32(cuda.blockIdx.x * Bc)
         i_end = Nq
         if shortened and j0 >= Nk:
@@ -73,10 +62,10 @@ def make_standard_transposed_output(spec):
         for e in range(RK):
             rdV[e] = float32(0.0)
         while h < h_end:
-            Ph, dOh = P[b, h], query_rows(dO, b, h, options)
+            Ph, dOh = P[b, h], p.query_rows(dO, b, h, options)
             cuda.syncthreads()  # nobody reads the head before any more
-            load_p(sP, 0, Ph, 0, i_end, j0, Nk)
-            load_rows(sdO, 0, dOh, 0, i_end, 0, d)
+            p.load_p_transposed(sP, 0, Ph, 0, i_end, j0, Nk)
+            p.load_step(sdO, 0, dOh, 0, i_end)
             commit_async()
             stage = uint32(0)
             i0 = uint32(0)
@@ -85,16 +74,16 @@ def make_standard_transposed_output(spec):
                 cuda.syncthreads()  # Pij and dOi are there; nobody reads the other stage any more
                 i_next = uint32(i0 + STEP)
                 other = uint32(1 - stage)
-                load_p(sP, uint32(other * NP), Ph, i_next, i_end, j0, Nk)
-                load_rows(sdO, uint32(other * NQ), dOh, i_next, i_end, 0, d)
+                p.load_p_transposed(sP, uint32(other * NP), Ph, i_next, i_end, j0, Nk)
+                p.load_step(sdO, uint32(other * NQ), dOh, i_next, i_end)
                 commit_async()
                 at_p, at_q = uint32(stage * NP), uint32(stage * NQ)
-                add_transposed_product(rdV, sP, at_p, sdO, at_q, warp_row)
+                p.add_stage_transposed_product(rdV, sP, at_p, sdO, at_q, warp_row)
                 stage = other
                 i0 = i_next
             wait_async()
             h = uint32(h + 1)
-        write_columns(rdV, dVh, j0, columns, ty, tx)
+        p.write_rows(rdV, dVh, j0, columns, ty, tx)
 
     arguments = (*[array_type(4, types.uint16)] * 3, types.int32, spec.features.argument_type)
     shared_bytes, min_blocks = 4 * (NP + NQ), spec.min_blocks_of_output
@@ -115,8 +104,7 @@ def make_standard_score_gradients(row_halves, warps, features, dtype):
     WARPS, threads = warps, 32 * warps
     AT_DP, AT_D = NR, NR
     shortened, dropout, dbias = features.lengths, features.dropout, features.dbias
-    lengths = make_lengths(features)
-    kept = make_kept(features)
+    p = parts(RowFacts(features, dtype=dtype))
     load_row = make_load_row(threads, resident)
     read_chunk = make_read_chunk(dtype, resident)
     write_chunk = make_write_chunk(dtype)
@@ -131,7 +119,7 @@ def make_standard_score_gradients(row_halves, warps, features, dtype):
         b = uint32(cuda.blockIdx.z)
         row = uint32(cuda.blockIdx.x)
         Ph, dPh, dSh = P[b, h], dP[b, h], dS[b, h]
-        Nq, Nk = lengths(P.shape[2], P.shape[3], b, options)
+        Nq, Nk = p.lengths(P.shape[2], P.shape[3], b, options)
         if shortened and row >= Nq:
             Nk = uint32(0)
         thread = uint32(cuda.threadIdx.x)
@@ -169,18 +157,18 @@ def make_standard_score_gradients(row_halves, warps, features, dtype):
             read_chunk(rP, sP, Ph, row, col, Nk)
             read_chunk(rG, sdP, dPh, row, col, Nk)
             for e in range(8):
-                p = rP[e]
+                pij = rP[e]
                 g = rG[e]
                 if dropout:
                     g = g * options.inverse_keep
                     if not keeps(row, uint32(col + e), b, h, options):
-                        p = -p
+                        pij = -pij
                         g = float32(0.0)
-                ds = abs(p) * (g - D)
+                ds = abs(pij) * (g - D)
                 if dbias and uint32(col + e) < Nk:
                     add_global(options.dbias[b, h], row, uint32(col + e), ds)
                 rG[e] = scale * ds
-                rP[e] = kept(p, options)
+                rP[e] = p.kept(pij, options)
             write_chunk(rG, dSh, row, col, Nk)
             if dropout:
                 write_chunk(rP, Ph, row, col, Nk)

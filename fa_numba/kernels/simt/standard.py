@@ -14,16 +14,13 @@ from functools import cache
 from numba import types
 
 from fa_numba.device import Kernel, array_type, cuda, device_function, float32, uint32
-from fa_numba.intrinsics.arithmetic import LN2, LOG2E, NEG_INF, ONE, exp2, log2, maximum
+from fa_numba.intrinsics.arithmetic import LN2, LOG2E, NEG_INF, exp2, log2, maximum
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
 from fa_numba.intrinsics.shared import shared_tile
 from fa_numba.parts.dropout import keeps
-from fa_numba.parts.gradients import make_cap_slopes
-from fa_numba.parts.products import make_product, make_scores
-from fa_numba.parts.rows import make_scale_and_add, make_write_rows
-from fa_numba.parts.softmax import FULL_WARP, make_scale_and_mask
-from fa_numba.parts.tile_load import make_load_tile
-from fa_numba.parts.visits import make_key_rows, make_lengths, make_query_rows
+from fa_numba.parts.namespace import RowFacts
+from fa_numba.parts.simt import parts
+from fa_numba.parts.softmax import FULL_WARP
 
 MAX_WARPS = 8
 
@@ -34,52 +31,42 @@ def make_standard_scores(spec, slopes=False):
 
     With ``slopes`` S is multiplied by the slopes of the cap on the scores instead.
     """
-    Br, Bc, TX, TY, d = spec.Br, spec.Bc, spec.tx_count, spec.ty_count, spec.head_dim
+    p, Br, Bc, TX, TY = parts(spec), spec.Br, spec.Bc, spec.tx_count, spec.ty_count
     TM, TN, RS = spec.TM, spec.TN, spec.TM * spec.TN
     shortened = spec.features.lengths
     NQ, NK, _, _ = spec.tile_floats
     AT_K = NQ
 
-    query_rows = make_query_rows(spec.features)
-    key_rows = make_key_rows(spec.features)
-    lengths = make_lengths(spec.features)
-    load_q = make_load_tile(Br, spec.d4, spec.pitch_qk, spec.threads, spec.aligned)
-    load_k = make_load_tile(Bc, spec.d4, spec.pitch_qk, spec.threads, spec.aligned)
-    scores = make_scores(spec)
-    scale_and_mask = make_scale_and_mask(spec, unit=ONE, hides_blocks=True)
-    cap_slopes = make_cap_slopes(spec)
-
     def standard_scores(Q, K, S, scale, group, options):
         sQ = shared_tile(0, NQ)
         sK = shared_tile(AT_K, NK)
         rS = cuda.local.array(RS, float32)
-        tx = uint32(cuda.threadIdx.x) % uint32(TX)
-        ty = uint32(cuda.threadIdx.x) // uint32(TX)
+        tx, ty = p.thread()
         h = uint32(cuda.blockIdx.y)
         b = uint32(cuda.blockIdx.z)
-        Qh, Kh = query_rows(Q, b, h, options), key_rows(K, b, h // uint32(group), options)
+        Qh, Kh = p.query_rows(Q, b, h, options), p.key_rows(K, b, h // uint32(group), options)
         Sh = S[b, h]
-        Nq, Nk = lengths(Qh.shape[0], Kh.shape[0], b, options)
+        Nq, Nk = p.lengths(Qh.shape[0], Kh.shape[0], b, options)
         i0 = uint32(cuda.blockIdx.x * Br)
         j_end = Nk
         if shortened and i0 >= Nq:
             j_end = uint32(0)
 
-        load_q(sQ, Qh, i0, Nq, 0, d)
-        load_k(sK, Kh, 0, j_end, 0, d)
+        p.load_q(sQ, Qh, i0, Nq)
+        p.load_k(sK, Kh, 0, j_end)
         commit_async()
         j0 = uint32(0)
         while j0 < j_end:
             wait_async()
             cuda.syncthreads()  # Kj is there
-            scores(rS, sQ, sK, ty, tx)
+            p.scores(rS, sQ, sK, ty, tx)
             cuda.syncthreads()  # nobody reads sK any more
-            load_k(sK, Kh, uint32(j0 + Bc), Nk, 0, d)
+            p.load_k(sK, Kh, uint32(j0 + Bc), Nk)
             commit_async()
             if slopes:
-                cap_slopes(rS, rS, scale, options)
+                p.cap_slopes(rS, rS, scale, options)
             else:
-                scale_and_mask(rS, scale, i0, j0, Nq, Nk, b, h, options, ty, tx)
+                p.scale_and_mask_all(rS, scale, i0, j0, Nq, Nk, b, h, options, ty, tx)
             for i in range(TM):
                 row = uint32(i0 + ty + i * TY)
                 for j in range(TN):
@@ -120,8 +107,7 @@ def make_standard_softmax(row_floats, warps, return_lse, features):
     WARPS, threads = warps, 32 * warps
     AT_M, AT_L = NR, NR + WARPS
     shortened, dropout = features.lengths, features.dropout
-    query_rows = make_query_rows(features)
-    lengths = make_lengths(features)
+    p = parts(RowFacts(features))
 
     def standard_softmax(S, P, L, options):
         sRow = shared_tile(0, NR)
@@ -131,7 +117,7 @@ def make_standard_softmax(row_floats, warps, return_lse, features):
         b = uint32(cuda.blockIdx.z)
         row = uint32(cuda.blockIdx.x)
         Si, Pi = S[b, h, row], P[b, h, row]
-        Nq, Nk = lengths(S.shape[2], S.shape[3], b, options)
+        Nq, Nk = p.lengths(S.shape[2], S.shape[3], b, options)
         if shortened and row >= Nq:
             Nk = uint32(0)
         thread = uint32(cuda.threadIdx.x)
@@ -173,13 +159,13 @@ def make_standard_softmax(row_floats, warps, return_lse, features):
         col = thread
         while col < Nk:
             s = sRow[col] if resident else Si[col]
-            p = exp_of_difference(s, m) * inverse
+            pij = exp_of_difference(s, m) * inverse
             if dropout:
-                p = p * options.inverse_keep if keeps(row, col, b, h, options) else float32(0.0)
-            Pi[col] = p
+                pij = pij * options.inverse_keep if keeps(row, col, b, h, options) else float32(0.0)
+            Pi[col] = pij
             col = uint32(col + threads)
         if return_lse:
-            Lh = query_rows(L, b, h, options)
+            Lh = p.query_rows(L, b, h, options)
             if thread == uint32(0) and row < uint32(Lh.shape[0]):
                 Lh[row] = m + LN2 * log2(l)
 
@@ -191,20 +177,12 @@ def make_standard_softmax(row_floats, warps, return_lse, features):
 @cache
 def make_standard_output(spec):
     """O = P V (line 3); launched over (Tr, Hq, B) blocks."""
-    Br, Bc, TX, d = spec.Br, spec.Bc, spec.tx_count, spec.head_dim
+    p, Br, Bc = parts(spec), spec.Br, spec.Bc
     TM, RO = spec.TM, spec.TM * spec.DN * 4
     _, _, NV, NP = spec.tile_floats
     AT_P = NV
 
     shortened = spec.features.lengths
-    query_rows = make_query_rows(spec.features)
-    key_rows = make_key_rows(spec.features)
-    lengths = make_lengths(spec.features)
-    load_p = make_load_tile(Br, Bc, spec.pitch_p, spec.threads, spec.aligned)
-    load_v = make_load_tile(Bc, spec.pitch_v, spec.pitch_v, spec.threads, spec.aligned)
-    product = make_product(spec)
-    scale_and_add = make_scale_and_add(spec)
-    write_rows = make_write_rows(spec)
 
     def standard_output(P, V, O, group, options):
         sV = shared_tile(0, NV)
@@ -212,14 +190,13 @@ def make_standard_output(spec):
         rO = cuda.local.array(RO, float32)
         rT = cuda.local.array(RO, float32)
         rf = cuda.local.array(TM, float32)
-        tx = uint32(cuda.threadIdx.x) % uint32(TX)
-        ty = uint32(cuda.threadIdx.x) // uint32(TX)
+        tx, ty = p.thread()
         h = uint32(cuda.blockIdx.y)
         b = uint32(cuda.blockIdx.z)
-        Ph, Oh = P[b, h], query_rows(O, b, h, options)
-        Vh = key_rows(V, b, h // uint32(group), options)
+        Ph, Oh = P[b, h], p.query_rows(O, b, h, options)
+        Vh = p.key_rows(V, b, h // uint32(group), options)
         rows = uint32(Oh.shape[0])
-        Nq, Nk = lengths(rows, Vh.shape[0], b, options)
+        Nq, Nk = p.lengths(rows, Vh.shape[0], b, options)
         i0 = uint32(cuda.blockIdx.x * Br)
         j_end = Nk
         if shortened and i0 >= Nq:
@@ -232,15 +209,15 @@ def make_standard_output(spec):
         j0 = uint32(0)
         while j0 < j_end:
             cuda.syncthreads()  # nobody reads sP and sV any more
-            load_p(sP, Ph, i0, Nq, j0, Nk)
-            load_v(sV, Vh, j0, Nk, 0, d)
+            p.load_p(sP, Ph, i0, Nq, j0, Nk)
+            p.load_v(sV, Vh, j0, Nk)
             commit_async()
             wait_async()
             cuda.syncthreads()  # Pij and Vj are there
-            product(rT, sP, sV, ty, tx)
-            scale_and_add(rO, rf, rT)
+            p.product(rT, sP, sV, ty, tx)
+            p.scale_and_add(rO, rf, rT)
             j0 = uint32(j0 + Bc)
-        write_rows(rO, Oh, i0, rows, ty, tx)
+        p.write_rows(rO, Oh, i0, rows, ty, tx)
 
     arguments = (*[array_type(4)] * 3, types.int32, spec.features.argument_type)
     shared_bytes = 4 * (NV + NP)

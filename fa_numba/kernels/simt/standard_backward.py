@@ -18,44 +18,35 @@ from fa_numba.device import Kernel, array_type, cuda, float32, uint32
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
 from fa_numba.intrinsics.reduction import add_global
 from fa_numba.intrinsics.shared import shared_tile
-from fa_numba.parts.dropout import keeps, make_kept
-from fa_numba.parts.gradients import make_add_transposed_product, make_write_columns
+from fa_numba.parts.dropout import keeps
+from fa_numba.parts.namespace import RowFacts
+from fa_numba.parts.simt import parts
 from fa_numba.parts.softmax import FULL_WARP
-from fa_numba.parts.tile_load import make_load_tile
-from fa_numba.parts.visits import make_key_rows, make_lengths, make_query_rows
 
 
 @cache
 def make_standard_transposed_output(spec):
     """dV = PT dO, or dK = dST Q, summed over the heads of a group; over (Tc, Hk, B) blocks."""
-    Br, Bc, TX, d = spec.Br, spec.Bc, spec.tx_count, spec.head_dim
+    p, Br, Bc = parts(spec), spec.Br, spec.Bc
     RK = spec.CM * spec.DN * 4
     NQ, _, NP = spec.tile_floats
     AT_P = NQ
 
-    query_rows = make_query_rows(spec.features)
-    key_rows = make_key_rows(spec.features)
-    lengths = make_lengths(spec.features)
     shortened = spec.features.lengths
-    load_p = make_load_tile(Br, Bc, spec.pitch_p, spec.threads, spec.aligned)
-    load_rows = make_load_tile(Br, spec.columns, spec.pitch_qk, spec.threads, spec.aligned)
-    add_transposed_product = make_add_transposed_product(spec)
-    write_columns = make_write_columns(spec)
 
     def standard_transposed_output(P, dO, dV, group, options):
         sdO = shared_tile(0, NQ)
         sP = shared_tile(AT_P, NP)
         rdV = cuda.local.array(RK, float32)
-        tx = uint32(cuda.threadIdx.x) % uint32(TX)
-        ty = uint32(cuda.threadIdx.x) // uint32(TX)
+        tx, ty = p.thread()
         hk = uint32(cuda.blockIdx.y)
         b = uint32(cuda.blockIdx.z)
-        dVh = key_rows(dV, b, hk, options)
+        dVh = p.key_rows(dV, b, hk, options)
         columns = uint32(dVh.shape[0])
         h = uint32(hk * group)
         h_end = uint32(h + group)
-        rows = query_rows(dO, b, h, options).shape[0]
-        Nq, Nk = lengths(rows, columns, b, options)
+        rows = p.query_rows(dO, b, h, options).shape[0]
+        Nq, Nk = p.lengths(rows, columns, b, options)
         j0 = uint32(cuda.blockIdx.x * Bc)
         i_end = Nq
         if shortened and j0 >= Nk:
@@ -64,19 +55,19 @@ def make_standard_transposed_output(spec):
         for e in range(RK):
             rdV[e] = float32(0.0)
         while h < h_end:
-            Ph, dOh = P[b, h], query_rows(dO, b, h, options)
+            Ph, dOh = P[b, h], p.query_rows(dO, b, h, options)
             i0 = uint32(0)
             while i0 < i_end:
                 cuda.syncthreads()  # nobody reads sP and sdO any more
-                load_p(sP, Ph, i0, Nq, j0, Nk)
-                load_rows(sdO, dOh, i0, Nq, 0, d)
+                p.load_p(sP, Ph, i0, Nq, j0, Nk)
+                p.load_rows(sdO, dOh, i0, Nq)
                 commit_async()
                 wait_async()
                 cuda.syncthreads()  # Pij and dOi are there
-                add_transposed_product(rdV, sP, sdO, ty, tx)
+                p.add_transposed_product(rdV, sP, sdO, ty, tx)
                 i0 = uint32(i0 + Br)
             h = uint32(h + 1)
-        write_columns(rdV, dVh, j0, columns, ty, tx)
+        p.write_columns(rdV, dVh, j0, columns, ty, tx)
 
     arguments = (*[array_type(4)] * 3, types.int32, spec.features.argument_type)
     return Kernel(standard_transposed_output, arguments, spec.threads, 4 * (NQ + NP))
@@ -96,8 +87,7 @@ def make_standard_score_gradients(row_floats, warps, features):
     WARPS, threads = warps, 32 * warps
     AT_DP, AT_D = NR, 2 * NR
     shortened, dropout, dbias = features.lengths, features.dropout, features.dbias
-    lengths = make_lengths(features)
-    kept = make_kept(features)
+    p = parts(RowFacts(features))
 
     def standard_score_gradients(P, dP, dS, scale, options):
         sP = shared_tile(0, NR)
@@ -107,7 +97,7 @@ def make_standard_score_gradients(row_floats, warps, features):
         b = uint32(cuda.blockIdx.z)
         row = uint32(cuda.blockIdx.x)
         Pi, dPi, dSi = P[b, h, row], dP[b, h, row], dS[b, h, row]
-        Nq, Nk = lengths(P.shape[2], P.shape[3], b, options)
+        Nq, Nk = p.lengths(P.shape[2], P.shape[3], b, options)
         if shortened and row >= Nq:
             Nk = uint32(0)
         thread = uint32(cuda.threadIdx.x)
@@ -115,17 +105,17 @@ def make_standard_score_gradients(row_floats, warps, features):
         dot = float32(0.0)
         col = thread
         while col < Nk:
-            p = Pi[col]
+            pij = Pi[col]
             g = dPi[col]
             if dropout:
                 g = g * options.inverse_keep
                 if not keeps(row, col, b, h, options):
-                    p = -p
+                    pij = -pij
                     g = float32(0.0)
             if resident:
-                sP[col] = p
+                sP[col] = pij
                 sdP[col] = g
-            dot += abs(p) * g
+            dot += abs(pij) * g
             col = uint32(col + threads)
         lane = 16
         while lane > 0:
@@ -140,19 +130,19 @@ def make_standard_score_gradients(row_floats, warps, features):
 
         col = thread
         while col < Nk:
-            p = sP[col] if resident else Pi[col]
+            pij = sP[col] if resident else Pi[col]
             g = sdP[col] if resident else dPi[col]
             if dropout and not resident:
                 g = g * options.inverse_keep
                 if not keeps(row, col, b, h, options):
-                    p = -p
+                    pij = -pij
                     g = float32(0.0)
-            ds = abs(p) * (g - D)
+            ds = abs(pij) * (g - D)
             if dbias:
                 add_global(options.dbias[b, h], row, col, ds)
             dSi[col] = scale * ds
             if dropout:
-                Pi[col] = kept(p, options)
+                Pi[col] = p.kept(pij, options)
             col = uint32(col + threads)
 
     arguments = (*[array_type(4)] * 3, types.float32, features.argument_type)

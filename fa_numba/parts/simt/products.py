@@ -98,3 +98,44 @@ def make_product(spec):
                         rT[e + 3] += p * b[3]
 
     return product
+
+
+@cache
+def make_add_transposed_product(spec):
+    """``add_transposed_product(rdV, sP, sB, ty, tx)``: rdV += PT B, contraction over the rows.
+
+    Each tile has a sum of its own, as in ``products.make_product``.
+    """
+    CG, DN, TX, TY, Br = spec.CM // 4, spec.DN, spec.tx_count, spec.ty_count, spec.Br
+    pitch_p, pitch = spec.pitch_p, spec.pitch_qk
+
+    RP, RT = 16 * CG, 16 * CG * DN
+
+    @device_function
+    def add_transposed_product(rdV, sP, sB, ty, tx):
+        rP = cuda.local.array(RP, float32)
+        rT = cuda.local.array(RT, float32)
+        for e in range(RT):
+            rT[e] = float32(0.0)
+        for i in range(0, Br, 4):
+            for n in range(4):
+                for g in range(CG):
+                    a = load4(sP, uint32((i + n) * pitch_p + 4 * (ty + g * TY)))
+                    rP[4 * (n * CG + g)] = a[0]
+                    rP[4 * (n * CG + g) + 1] = a[1]
+                    rP[4 * (n * CG + g) + 2] = a[2]
+                    rP[4 * (n * CG + g) + 3] = a[3]
+            for n in range(4):
+                for c in range(DN):
+                    b = load4(sB, uint32((i + n) * pitch + 4 * (tx + c * TX)))
+                    for r in range(4 * CG):
+                        p = rP[4 * n * CG + r]
+                        e = 4 * (r * DN + c)
+                        rT[e] += p * b[0]
+                        rT[e + 1] += p * b[1]
+                        rT[e + 2] += p * b[2]
+                        rT[e + 3] += p * b[3]
+        for e in range(RT):
+            rdV[e] += rT[e]
+
+    return add_transposed_product

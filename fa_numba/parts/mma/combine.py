@@ -1,0 +1,79 @@
+"""O, l and m of a row where the warps of a block split the keys (arXiv 2307.08691, section 3.3)."""
+
+from functools import cache
+
+from fa_numba.device import cuda, device_function, float32, uint32
+from fa_numba.intrinsics.arithmetic import NEG_INF, exp2, maximum
+from fa_numba.intrinsics.shared import load4, store4
+from fa_numba.parts.layout import make_owns
+from fa_numba.parts.rows import make_scale_rows
+
+
+@cache
+def make_combine(spec):
+    """``combine(rO, rm, rl, sO, ty, tx)``: O, l and m of all columns, of those that each warp has.
+
+    A warp gives away the rows that it does not own, and adds to its own what the others have of
+    them: O = sum f O and l = sum f l with f = exp(m - m_new), m_new = max m. Nothing where a warp
+    has all columns.
+    """
+    TM, DN4, STEP, Br, W = spec.TM, 4 * spec.DN, spec.row_step, spec.Br, spec.threads // 32
+    owns, splits, VALUES = make_owns(spec), spec.splits_keys, (W - 1) * spec.Br * spec.columns
+    scale_rows = make_scale_rows(spec)
+
+    @device_function
+    def part_at(n, i):
+        """Where in sO the n-th of the other warps puts this lane's registers of row i."""
+        lane = uint32(uint32(cuda.threadIdx.x) % uint32(32))
+        return uint32(uint32(n * TM + i) * (32 * DN4) + lane * 4)
+
+    @device_function
+    def values_at(n, i, ty):
+        """The same of the row's m, and l behind it."""
+        return uint32(VALUES + 2 * (n * Br + ty + i * STEP))
+
+    @device_function
+    def combine(rO, rm, rl, sO, ty, tx):
+        if splits:
+            rs = cuda.local.array(TM, float32)
+            rf = cuda.local.array(TM, float32)
+            warp = uint32(cuda.threadIdx.x) // uint32(32)
+            for i in range(TM):
+                # Counted from the warp after the owner
+                n = uint32(uint32(warp + (W - 1 - i % W)) % uint32(W))
+                if not owns(i):
+                    at, values = part_at(n, i), values_at(n, i, ty)
+                    for c in range(0, DN4, 4):
+                        e = i * DN4 + c
+                        store4(sO, uint32(at + 32 * c), rO[e], rO[e + 1], rO[e + 2], rO[e + 3])
+                    if tx == uint32(0):
+                        sO[values] = rm[i]
+                        sO[uint32(values + 1)] = rl[i]
+            cuda.syncthreads()  # the other warps' parts are there
+            for i in range(TM):
+                m_new = rm[i]
+                if owns(i):
+                    for n in range(W - 1):
+                        m_new = maximum(m_new, sO[values_at(n, i, ty)])
+                rs[i] = m_new
+                if m_new == NEG_INF:  # -inf - -inf would be NaN
+                    rs[i] = float32(0.0)
+                rf[i] = exp2(rm[i] - rs[i])
+                rl[i] *= rf[i]
+                rm[i] = m_new
+            scale_rows(rO, rf)
+            for n in range(W - 1):
+                for i in range(TM):
+                    if owns(i):
+                        at, values = part_at(n, i), values_at(n, i, ty)
+                        f = exp2(sO[values] - rs[i])
+                        rl[i] += f * sO[uint32(values + 1)]
+                        for c in range(0, DN4, 4):
+                            e = i * DN4 + c
+                            o = load4(sO, uint32(at + 32 * c))
+                            rO[e] += f * o[0]
+                            rO[e + 1] += f * o[1]
+                            rO[e + 2] += f * o[2]
+                            rO[e + 3] += f * o[3]
+
+    return combine

@@ -1,0 +1,65 @@
+"""Operands of ``mma`` from shared memory to registers: fragments of 16 x 16, by ``ldmatrix``.
+
+Warp w takes rows 16 R w and on of a row tile, R fragments of 16 rows each, and every column; or,
+where the warps split the keys, all rows and the columns from ``warp_column`` on.
+Registers of S and O run along rows, as on CUDA cores: element i TN + j of S is row ty + 8 i and
+column j of the thread's, so that rows 2 r and 2 r + 1 share the fragments of r.
+"""
+
+from functools import cache
+
+from fa_numba.device import cuda, device_function, uint32
+from fa_numba.intrinsics.matrix import ldmatrix
+
+
+@cache
+def make_place(pitch):
+    """``place(rows, columns)``: where this lane's row of four 8 x 8 tiles starts, for ``ldmatrix``.
+
+    The tiles run down the rows first, then along the columns, or the other way round.
+    """
+
+    @device_function
+    def place(rows_first):
+        lane = uint32(cuda.threadIdx.x) % uint32(32)
+        second = uint32((lane // uint32(8)) % uint32(2))
+        third = uint32(lane // uint32(16))
+        if rows_first:
+            return uint32((lane % uint32(8) + second * 8) * pitch + third * 8)
+        return uint32((lane % uint32(8) + third * 8) * pitch + second * 8)
+
+    return place
+
+
+@cache
+def make_load_fragment(spec):
+    """``load_fragment(rQ, sQ, at, r, k)``: rows 16 r, columns 16 k on of Q from ``at``."""
+    K, pitch = spec.DN, spec.pitch
+
+    @device_function
+    def load_fragment(rQ, sQ, at, r, k):
+        a = ldmatrix(sQ, uint32(at + (16 * r * pitch + 16 * k)))
+        e = 4 * (r * K + k)
+        rQ[e] = a[0]
+        rQ[e + 1] = a[1]
+        rQ[e + 2] = a[2]
+        rQ[e + 3] = a[3]
+
+    return load_fragment
+
+
+@cache
+def make_load_fragments(spec):
+    """``load_fragments(rQ, sQ, row0)``: Q's fragments to registers, where they stay there."""
+    R, K, pitch, keeps = spec.TM // 2, spec.DN, spec.pitch, spec.keeps_q
+    place, load_fragment = make_place(pitch), make_load_fragment(spec)
+
+    @device_function
+    def load_fragments(rQ, sQ, row0):
+        if keeps:
+            at = uint32(row0 * pitch + place(True))
+            for r in range(R):
+                for k in range(K):
+                    load_fragment(rQ, sQ, at, r, k)
+
+    return load_fragments

@@ -1,0 +1,99 @@
+"""Two neighbours of a row in global memory: what a lane has of a fragment's row.
+
+Of 16-bit arrays they are rounded; of float32 sums (``A``) rows start at 8-byte addresses.
+"""
+
+from functools import cache
+
+from fa_numba.device import device_function, float32, uint32
+from fa_numba.intrinsics.global_memory import read2, read_pair, write2, write_pair
+from fa_numba.intrinsics.reduction import add_global, add_pair, add_pair_vector
+from fa_numba.parts.mma.chunks import conversions
+
+
+@cache
+def make_read_two(spec):
+    """``read_two(T, row, col)``: two neighbours of a row in float32, 0 past its end."""
+    d, aligned = spec.head_dim, spec.aligned
+    _, unpack = conversions(spec.dtype)
+
+    @device_function
+    def read_two(T, row, col):
+        if aligned:
+            return unpack(read2(T, row, col))
+        word = uint32(T[row, col])
+        if uint32(col + 1) < uint32(d):
+            word = uint32(word | uint32(T[row, uint32(col + 1)]) << uint32(16))
+        return unpack(word)
+
+    return read_two
+
+
+@cache
+def make_write_two(spec, cols_end=None):
+    """``write_two(T, row, col, low, high)``: two neighbours of a row, rounded.
+
+    ``cols_end`` is the length of T's rows, where that is not the head dimension of ``spec``.
+    """
+    d, aligned = spec.head_dim if cols_end is None else cols_end, spec.aligned
+    pack, _ = conversions(spec.dtype)
+
+    @device_function
+    def write_two(T, row, col, low, high):
+        pair = pack(low, high)
+        if aligned:
+            if col < uint32(d):
+                write2(T, row, col, pair)
+        else:
+            if col < uint32(d):
+                T[row, col] = pair & uint32(0xFFFF)
+            if uint32(col + 1) < uint32(d):
+                T[row, uint32(col + 1)] = pair >> uint32(16)
+
+    return write_two
+
+
+@cache
+def make_read_floats(spec):
+    """``read_floats(A, row, col, inside)``: two neighbours of a float32 row, zeros past its end
+    and where not ``inside``. Rows start at 8-byte addresses; nothing past the end is touched.
+    """
+    head_dim, odd = spec.head_dim, spec.head_dim % 2 == 1
+
+    @device_function
+    def read_floats(A, row, col, inside):
+        pair = read_pair(A, row, col, inside and col + 1 < head_dim)
+        if odd and inside and col + 1 == head_dim:
+            pair = A[row, col], float32(0.0)
+        return pair
+
+    return read_floats
+
+
+@cache
+def make_write_floats(spec):
+    """``write_floats(A, row, col, inside, low, high)``: the same to memory."""
+    head_dim, odd = spec.head_dim, spec.head_dim % 2 == 1
+
+    @device_function
+    def write_floats(A, row, col, inside, low, high):
+        write_pair(A, row, col, low, high, inside and col + 1 < head_dim)
+        if odd and inside and col + 1 == head_dim:
+            A[row, col] = low
+
+    return write_floats
+
+
+@cache
+def make_add_two(spec):
+    """``add_two(T, row, col, inside, low, high)``: atomic adds to two neighbours of a row."""
+    head_dim, odd = spec.head_dim, spec.head_dim % 2 == 1
+    add = add_pair_vector if spec.vector_adds else add_pair
+
+    @device_function
+    def add_two(T, row, col, inside, low, high):
+        add(T, row, col, low, high, inside and col + 1 < head_dim)
+        if odd and inside and col + 1 == head_dim:
+            add_global(T, row, col, low)
+
+    return add_two

@@ -1,0 +1,219 @@
+"""The matrix products of attention on tensor cores: 16-bit operands, sums in float32 registers."""
+
+from functools import cache
+
+from fa_numba.device import cuda, device_function, float32, uint32
+from fa_numba.intrinsics.matrix import ldmatrix, ldmatrix_transposed, mma_bf16, mma_f16
+from fa_numba.parts.dropout import kept_if
+from fa_numba.parts.layout import make_warp_column
+from fa_numba.parts.mma.chunks import conversions
+from fa_numba.parts.mma.fragments import make_load_fragment, make_place
+
+
+def instructions(dtype):
+    """(mma, pack): a 16-bit dtype's matrix instruction, and the rounding to it."""
+    pack, _ = conversions(dtype)
+    return (mma_f16 if dtype == "float16" else mma_bf16), pack
+
+
+@cache
+def make_scores(spec):
+    """``scores(rS, rQ, sQ, sK, row0, col0)``: rS = Qi KjT for this warp's rows from ``row0`` and
+    columns from ``col0`` on.
+
+    Where Q's fragments do not stay in rQ each passes through it: a loop that indexes registers is
+    unrolled.
+    """
+    R, TN, K, pitch, keeps = spec.TM // 2, spec.TN, spec.DN, spec.pitch, spec.keeps_q
+    COLUMNS, RS = spec.TN // 4, spec.TM * spec.TN
+    mma, _ = instructions(spec.dtype)
+    place, load_fragment = make_place(pitch), make_load_fragment(spec)
+
+    @device_function
+    def scores(rS, rQ, sQ, sK, row0, col0):
+        at_q = uint32(row0 * pitch + place(True))
+        at_k = uint32(col0 * pitch + place(False))
+        for e in range(RS):
+            rS[e] = float32(0.0)
+        for k in range(K):
+            for r in range(R):
+                if not keeps:
+                    load_fragment(rQ, sQ, at_q, r, k)
+            for c in range(COLUMNS):
+                b = ldmatrix(sK, uint32(at_k + (16 * c * pitch + 16 * k)))
+                for r in range(R):
+                    low = 2 * r * TN + 4 * c
+                    high = low + TN
+                    e = 4 * (r * K + k)
+                    mma(rS, low, high, rQ[e], rQ[e + 1], rQ[e + 2], rQ[e + 3], b[0], b[1])
+                    mma(rS, low + 2, high + 2, rQ[e], rQ[e + 1], rQ[e + 2], rQ[e + 3], b[2], b[3])
+
+    return scores
+
+
+@cache
+def make_add_product(spec):
+    """``add_product(rO, rP, sV, options)``: rO += Pij Vj, P as ``drop`` has marked it, rounded to
+    16 bits as it goes in.
+    """
+    return add_fragment_product(spec, spec.features.dropout)
+
+
+@cache
+def make_add_ds_product(spec):
+    """``add_ds_product(rdQ, rdS, sK, options)``: the same of dS, which has no marks."""
+    return add_fragment_product(spec, False)
+
+
+@cache
+def add_fragment_product(spec, drops):
+    """Either of them; ``drops`` is for a P with marks."""
+    R, TN, DN, pitch = spec.TM // 2, spec.TN, spec.DN, spec.pitch
+    K, RA = spec.TN // 4, 4 * (spec.TM // 2)
+    mma, pack = instructions(spec.dtype)
+    place, warp_column = make_place(pitch), make_warp_column(spec)
+    kept = kept_if(drops)
+
+    @device_function
+    def add_product(rO, rP, sV, options):
+        rA = cuda.local.array(RA, uint32)
+        at = uint32(warp_column() * pitch + place(True))
+        for k in range(K):
+            for r in range(R):
+                for n in range(4):
+                    e = (2 * r + n % 2) * TN + 4 * k + n // 2 * 2
+                    rA[4 * r + n] = pack(kept(rP[e], options), kept(rP[e + 1], options))
+            for c in range(DN):
+                b = ldmatrix_transposed(sV, uint32(at + (16 * k * pitch + 16 * c)))
+                for r in range(R):
+                    low = 8 * r * DN + 4 * c
+                    high = low + 4 * DN
+                    e = 4 * r
+                    mma(rO, low, high, rA[e], rA[e + 1], rA[e + 2], rA[e + 3], b[0], b[1])
+                    mma(rO, low + 2, high + 2, rA[e], rA[e + 1], rA[e + 2], rA[e + 3], b[2], b[3])
+
+    return add_product
+
+
+@cache
+def _make_add_shared_product(R, DN, K, pitch_p, pitch, dtype, transposed):
+    """rO += A B of 16 R rows, 16 DN columns and a sum over 16 K, A from sP and B from sV, which
+    start at their places there.
+
+    A is rows of P from ``row0`` on or, ``transposed``, its columns from ``row0`` on.
+    """
+    RA = 4 * R
+    # From one fragment of A to the next: down this warp's rows, and along the sum.
+    DOWN, ALONG = (16, 16 * pitch_p) if transposed else (16 * pitch_p, 16)
+    ROW = 1 if transposed else pitch_p
+    mma, _ = instructions(dtype)
+    load_a = ldmatrix_transposed if transposed else ldmatrix
+    place_p, place = make_place(pitch_p), make_place(pitch)
+
+    @device_function
+    def add_shared_product(rO, sP, at_p, sV, at_v, row0):
+        rA = cuda.local.array(RA, uint32)
+        first = uint32(at_p + row0 * ROW + place_p(not transposed))
+        at = uint32(at_v + place(True))
+        for k in range(K):
+            for r in range(R):
+                a = load_a(sP, uint32(first + (r * DOWN + k * ALONG)))
+                rA[4 * r] = a[0]
+                rA[4 * r + 1] = a[1]
+                rA[4 * r + 2] = a[2]
+                rA[4 * r + 3] = a[3]
+            for c in range(DN):
+                b = ldmatrix_transposed(sV, uint32(at + (16 * k * pitch + 16 * c)))
+                for r in range(R):
+                    low = 8 * r * DN + 4 * c
+                    high = low + 4 * DN
+                    e = 4 * r
+                    mma(rO, low, high, rA[e], rA[e + 1], rA[e + 2], rA[e + 3], b[0], b[1])
+                    mma(rO, low + 2, high + 2, rA[e], rA[e + 1], rA[e + 2], rA[e + 3], b[2], b[3])
+
+    return add_shared_product
+
+
+@cache
+def make_add_stage_product(spec):
+    """``add_stage_product(rO, sP, at_p, sV, at_v, row0)``: rO += P V of this warp's rows, both in
+    shared memory from elements ``at_p`` and ``at_v`` on.
+    """
+    sizes = spec.TM // 2, spec.DN, spec.step // 16
+    return _make_add_shared_product(*sizes, spec.pitch_p, spec.pitch, spec.dtype, False)
+
+
+@cache
+def make_add_stage_transposed_product(spec):
+    """The same of PT dO: ``row0`` and the rows of rO are columns of P."""
+    sizes = spec.TM // 2, spec.DN, spec.step // 16
+    return _make_add_shared_product(*sizes, spec.pitch_t, spec.pitch, spec.dtype, True)
+
+
+@cache
+def make_add_dv_product(spec):
+    """``add_dv_product(rdV, rP, sP, sdO, row0, col0, options)``: rdV += PT dO for this warp's rows
+    of PT from ``row0`` and columns of dO from ``col0`` on; P as ``drop`` has marked it.
+
+    PT is the warp's own registers where it has all of those rows, else from shared memory.
+    """
+    return _make_add_transposed_product(spec, spec.features.dropout)
+
+
+@cache
+def make_add_dk_product(spec):
+    """``add_dk_product(rdK, rdS, sdS, sQ, row0, col0, options)``: the same of dST Q."""
+    return _make_add_transposed_product(spec, False)
+
+
+def _make_add_transposed_product(spec, drops):
+    sizes = spec.TN // 2, spec.gradients.DN, spec.Br // 16
+    from_registers = add_fragment_product(spec.gradients, drops)
+    from_shared = _make_add_shared_product(*sizes, spec.pitch_ds, spec.pitch, spec.dtype, False)
+    own = spec.row_warps == 1
+
+    @device_function
+    def add(rdV, rP, sP, sT, row0, col0, options):
+        if own:
+            from_registers(rdV, rP, sT, options)
+        else:
+            from_shared(rdV, sP, 0, sT, col0, row0)
+
+    return add
+
+
+@cache
+def make_add_dq_product(spec):
+    """``add_dq_product(rdQ, sdS, sK)``: this warp's part of dQ += dSij Kj, dST in shared memory."""
+    R, C, ALONG, DN = spec.query_fragments, spec.query_chunks, spec.chunk_warps, spec.DN
+    K, pitch, pitch_ds, RA = spec.Bc // 16, spec.pitch, spec.pitch_ds, 4 * spec.query_fragments
+    mma, _ = instructions(spec.dtype)
+    place, place_ds = make_place(pitch), make_place(pitch_ds)
+
+    @device_function
+    def add_dq_product(rdQ, sdS, sK):
+        rA = cuda.local.array(RA, uint32)
+        warp = uint32(cuda.threadIdx.x) // uint32(32)
+        chunk = uint32(warp % uint32(ALONG))
+        at_ds = uint32(place_ds(False) + warp // uint32(ALONG) * (16 * R))
+        at_k = uint32(place(True) + chunk * 16)
+        for k in range(K):
+            for r in range(R):
+                a = ldmatrix_transposed(sdS, uint32(at_ds + (16 * k * pitch_ds + 16 * r)))
+                rA[4 * r] = a[0]
+                rA[4 * r + 1] = a[1]
+                rA[4 * r + 2] = a[2]
+                rA[4 * r + 3] = a[3]
+            for c in range(C):
+                if uint32(chunk + c * ALONG) < uint32(DN):
+                    b = ldmatrix_transposed(sK, uint32(at_k + (16 * k * pitch + 16 * c * ALONG)))
+                    for r in range(R):
+                        low = 8 * (r * C + c)
+                        high = low + 2
+                        e = 4 * r
+                        mma(rdQ, low, high, rA[e], rA[e + 1], rA[e + 2], rA[e + 3], b[0], b[1])
+                        low += 4
+                        high += 4
+                        mma(rdQ, low, high, rA[e], rA[e + 1], rA[e + 2], rA[e + 3], b[2], b[3])
+
+    return add_dq_product

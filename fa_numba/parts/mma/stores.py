@@ -1,0 +1,229 @@
+"""A thread's part of O, S, P and dS on tensor cores: between registers and memory."""
+
+from functools import cache
+
+from fa_numba.device import cuda, device_function, int32, int64, uint32
+from fa_numba.intrinsics.global_memory import write8
+from fa_numba.intrinsics.shared import load8, store2
+from fa_numba.parts.dropout import kept_if
+from fa_numba.parts.layout import make_column, make_owns, make_row
+from fa_numba.parts.mma.chunks import ChunkMap, conversions, make_first_chunk, make_turn
+from fa_numba.parts.mma.pairs import make_read_floats, make_write_floats, make_write_two
+
+
+@cache
+def make_write_rows(spec):
+    """``write_rows(rO, O, row0, rows_end, ty, tx)``: this thread's part of an O tile, rounded."""
+    return write_halves(spec)
+
+
+@cache
+def write_halves(spec, cols_end=None):
+    """The same.
+
+    ``cols_end`` is the length of O's rows, where that is not the head dimension of ``spec``.
+    """
+    TM, DN4, STEP = spec.TM, 4 * spec.DN, spec.row_step
+    write_two, owns = make_write_two(spec, cols_end), make_owns(spec)
+
+    @device_function
+    def write_rows(rO, O, row0, rows_end, ty, tx):
+        for i in range(TM):
+            row = uint32(row0 + ty + i * STEP)
+            if row < rows_end and owns(i):
+                for n in range(DN4 // 2):
+                    e = i * DN4 + 2 * n
+                    write_two(O, row, uint32(8 * n + 2 * tx), rO[e], rO[e + 1])
+
+    return write_rows
+
+
+@cache
+def make_write_tile(spec):
+    """``write_tile(rO, sO, O, warp_row, row0, rows_end, ty, tx)``: this warp's rows of an O tile,
+    rounded, by way of the same rows of sO; unaligned ones element by element.
+    """
+    d, wide = spec.head_dim, spec.stores_wide
+    store_rows = _make_store_rows(spec.TM, spec.columns, spec.pitch, spec.row_step, spec.dtype)
+    write_whole = _make_write_whole(8 * spec.TM, spec.columns, spec.pitch, False)
+    write_rows = make_write_rows(spec)
+
+    @device_function
+    def write_tile(rO, sO, O, warp_row, row0, rows_end, ty, tx):
+        if wide:
+            cuda.syncwarp()  # nobody reads these rows any more
+            store_rows(sO, rO, ty, tx)
+            cuda.syncwarp()  # this warp's rows are there
+            write_whole(sO, O, warp_row, row0, rows_end, uint32(0), uint32(d))
+        else:
+            write_rows(rO, O, row0, rows_end, ty, tx)
+
+    return write_tile
+
+
+@cache
+def _make_store_rows(TM, columns, pitch, STEP, dtype):
+    """A thread's part of rows of ``columns``, rounded, to shared memory."""
+    pack, _ = conversions(dtype)
+
+    @device_function
+    def store_rows(sT, rT, ty, tx):
+        first = int64(uint32(ty * pitch + 2 * tx))
+        for i in range(TM):
+            for n in range(columns // 8):
+                e = i * (columns // 4) + 2 * n
+                at = first + (i * STEP * pitch + 8 * n)
+                store2(sT, at, pack(rT[e], rT[e + 1]))
+
+    return store_rows
+
+
+@cache
+def _make_write_whole(rows, columns, pitch, uneven):
+    """A warp's ``rows`` of shared memory to T; neighbouring lanes write neighbouring 16 bytes.
+
+    Rows of T start at 16-byte addresses. ``uneven`` is for rows that end within 16 bytes.
+    """
+    chunks = ChunkMap(rows, columns // 8, 32)
+    assert chunks.whole, "the next warp's rows begin where these end"
+    copies, RW = chunks.turns, 4 * chunks.turns
+    first_chunk, turn = make_first_chunk(chunks), make_turn(chunks)
+
+    @device_function
+    def lane():
+        return uint32(cuda.threadIdx.x) % uint32(32)
+
+    @device_function
+    def write_whole(sT, T, warp_row, row0, rows_end, col0, cols_end):
+        rW = cuda.local.array(RW, uint32)
+        for n in range(copies):
+            down, right = turn(n)
+            r, c = first_chunk(lane())
+            at = int64(uint32(uint32(warp_row + r) * pitch + c))
+            w = load8(sT, at + (down * pitch + right))
+            for e in range(4):
+                rW[4 * n + e] = w[e]
+        for n in range(copies):
+            down, right = turn(n)
+            r, c = first_chunk(lane())
+            first = uint32(row0 + warp_row + r)
+            left = int32(int32(rows_end) - int32(first))
+            row, col = int64(first) + down, uint32(col0 + c + right)
+            mine = left > int32(down)
+            full = mine and uint32(col + 7) < cols_end
+            e = 4 * n
+            write8(T, row, col, rW[e], rW[e + 1], rW[e + 2], rW[e + 3], full)
+            if uneven and mine and not full:
+                for e in range(7):
+                    if uint32(col + e) < cols_end:
+                        T[row, uint32(col + e)] = rW[4 * n + e // 2] >> uint32(16 * (e % 2))
+
+    return write_whole
+
+
+@cache
+def make_store_scores(spec):
+    """``store_scores(sS, rS, ty, tx)``: this thread's part of a tile of S, rounded."""
+    return _make_store_rows(spec.TM, spec.Bc, spec.pitch_s, spec.row_step, spec.dtype)
+
+
+@cache
+def make_times_scores(spec):
+    """``times_scores(rS, S, row0, rows_end, col0, cols_end, ty, tx)``: rS times a tile of S."""
+    TM, TN, STEP = spec.TM, spec.TN, spec.row_step
+    _, unpack = conversions(spec.dtype)
+    column = make_column(spec)
+
+    @device_function
+    def times_scores(rS, S, row0, rows_end, col0, cols_end, ty, tx):
+        for i in range(TM):
+            row = uint32(row0 + ty + i * STEP)
+            for j in range(TN):
+                col = uint32(col0 + column(tx, j))
+                if row < rows_end and col < cols_end:
+                    rS[i * TN + j] *= unpack(uint32(S[row, col]))[0]
+
+    return times_scores
+
+
+@cache
+def make_write_scores(spec):
+    """``write_scores(sS, S, warp_row, row0, rows_end, col0, cols_end)``: this warp's rows of it."""
+    return _make_write_whole(8 * spec.TM, spec.Bc, spec.pitch_s, True)
+
+
+@cache
+def make_read_fragments(spec):
+    """``read_fragments(rO, A, row0, rows_end, ty, tx)``: its part of a float32 tile, or zeros.
+
+    Zeros too in another warp's rows.
+    """
+    TM, DN4, STEP = spec.TM, 4 * spec.DN, spec.row_step
+    owns, read_floats = make_owns(spec), make_read_floats(spec)
+
+    @device_function
+    def read_fragments(rO, A, row0, rows_end, ty, tx):
+        first = uint32(row0 + ty)
+        left = int32(int32(rows_end) - int32(first))
+        for i in range(TM):
+            row, mine = int64(first) + i * STEP, left > i * STEP and owns(i)
+            for n in range(0, DN4, 2):
+                e = i * DN4 + n
+                pair = read_floats(A, row, int64(2 * tx) + 4 * n, mine)
+                rO[e] = pair[0]
+                rO[e + 1] = pair[1]
+
+    return read_fragments
+
+
+@cache
+def make_write_fragments(spec):
+    """``write_fragments(rO, A, row0, rows_end, ty, tx)``: its part of a float32 tile to memory."""
+    TM, DN4, STEP = spec.TM, 4 * spec.DN, spec.row_step
+    owns, write_floats = make_owns(spec), make_write_floats(spec)
+
+    @device_function
+    def write_fragments(rO, A, row0, rows_end, ty, tx):
+        first = uint32(row0 + ty)
+        left = int32(int32(rows_end) - int32(first))
+        for i in range(TM):
+            row, mine = int64(first) + i * STEP, left > i * STEP and owns(i)
+            for n in range(0, DN4, 2):
+                e = i * DN4 + n
+                write_floats(A, row, int64(2 * tx) + 4 * n, mine, rO[e], rO[e + 1])
+
+    return write_fragments
+
+
+@cache
+def make_store_p(spec):
+    """``store_p(sP, rP, options, ty, tx)``: PT, rounded, to shared memory, a row for a column of S;
+    P as ``drop`` has marked it. Nothing where a warp's registers hold all that it needs of PT.
+    """
+    return _make_store(spec, spec.features.dropout, spec.row_warps > 1)
+
+
+@cache
+def make_store_ds(spec):
+    """``store_ds(sdS, rdS, options, ty, tx)``: the same of dST."""
+    return _make_store(spec, False, True)
+
+
+def _make_store(spec, drops, wanted):
+    TM, TN, pitch = spec.TM, spec.TN, spec.pitch_ds
+    row_of, column_of = make_row(spec), make_column(spec)
+    kept = kept_if(drops)
+    pack, _ = conversions(spec.dtype)
+
+    @device_function
+    def store(sT, rT, options, ty, tx):
+        if wanted:
+            first = uint32(column_of(tx, 0) * pitch + row_of(ty, 0))
+            for j in range(TN):
+                for i in range(0, TM, 2):
+                    e = j * TM + i
+                    further = uint32(column_of(uint32(0), j) * pitch + row_of(uint32(0), i))
+                    at = int64(first) + int64(further)
+                    store2(sT, at, pack(kept(rT[e], options), kept(rT[e + 1], options)))
+
+    return store

@@ -1,0 +1,136 @@
+"""Tiles from global to shared memory, asynchronously."""
+
+from functools import cache
+
+from fa_numba.device import cuda, device_function, int32, uint32
+from fa_numba.intrinsics.async_copy import copy1_async, copy4_async
+from fa_numba.parts.visits import make_next_column, make_next_row
+
+
+@cache
+def make_load_tile(rows, columns, pitch, threads, aligned):
+    """``load_tile(sT, T, row0, rows_end, col0, cols_end)`` starts copying a tile of T to sT.
+
+    The tile is ``rows`` x ``columns`` from (row0, col0), with ``pitch`` floats a row in sT.
+    Elements at or past ``rows_end`` or ``cols_end`` become 0 and are not read.
+    ``aligned`` uses 16-byte copies: rows of T start at 16-byte addresses.
+    """
+    width = 4 if aligned else 1
+    chunks = columns // width
+    copies = rows * chunks
+    per_thread = -(-copies // threads)
+    even = copies % threads == 0
+    copy_async = copy4_async if aligned else copy1_async
+
+    @device_function
+    def load_tile(sT, T, row0, rows_end, col0, cols_end):
+        for n in range(per_thread):
+            copy = uint32(cuda.threadIdx.x + n * threads)
+            r = uint32(copy // uint32(chunks))
+            c = uint32(uint32(copy % uint32(chunks)) * width)
+            row = uint32(row0 + r)
+            col = uint32(col0 + c)
+            if even or copy < uint32(copies):
+                count = int32(0)
+                if row < uint32(rows_end) and col < uint32(cols_end):
+                    count = int32(min(int32(width), int32(cols_end - col)))
+                copy_async(sT, uint32(r * pitch + c), T, row, col, count)
+
+    return load_tile
+
+
+@cache
+def make_load_q(spec):
+    """``load_q(sQ, Q, row0, rows_end)``: a row tile of the head's Q, as wide as the head."""
+    return _make_load_whole(spec, spec.Br, spec.d4, spec.pitch_qk)
+
+
+@cache
+def make_load_k(spec):
+    """``load_k(sK, K, row0, rows_end)``: the same of a column tile of K."""
+    return _make_load_whole(spec, spec.Bc, spec.d4, spec.pitch_qk)
+
+
+@cache
+def make_load_v(spec):
+    """``load_v(sV, V, row0, rows_end)``: of V, zeros as far as the threads of a row reach."""
+    return _make_load_whole(spec, spec.Bc, spec.pitch_v, spec.pitch_v)
+
+
+@cache
+def make_load_next_q(spec):
+    """``load_next_q(sQ, Q, i0, i_end, rows_end, j0, b, h, options)``: the row tile that comes after
+    the one at i0; gives where it starts, at or past i_end if there is none.
+    """
+    Br, load_q, next_row = spec.Br, make_load_q(spec), make_next_row(spec)
+
+    @device_function
+    def load_next_q(sQ, Q, i0, i_end, rows_end, j0, b, h, options):
+        i_next = next_row(uint32(i0 + Br), i_end, j0, b, h, options)
+        if i_next < i_end:
+            load_q(sQ, Q, i_next, rows_end)
+        return i_next
+
+    return load_next_q
+
+
+@cache
+def make_load_next_k(spec):
+    """``load_next_k(sK, K, j0, j_end, rows_end, i0, b, h, options)``: along the columns."""
+    Bc, load_k, next_column = spec.Bc, make_load_k(spec), make_next_column(spec)
+
+    @device_function
+    def load_next_k(sK, K, j0, j_end, rows_end, i0, b, h, options):
+        j_next = next_column(uint32(j0 + Bc), j_end, i0, b, h, options)
+        if j_next < j_end:
+            load_k(sK, K, j_next, rows_end)
+        return j_next
+
+    return load_next_k
+
+
+@cache
+def make_load_rows(spec):
+    """``load_rows(sT, T, row0, rows_end)``: in the backward pass, of Q or dO."""
+    return _make_load_whole(spec, spec.Br, spec.columns, spec.pitch_qk)
+
+
+@cache
+def make_load_next_rows(spec):
+    """``load_next_rows(sQ, sdO, Q, dO, i0, i_end, rows_end, j0, b, h, options)``: Q and dO of the
+    row tile that comes after the one at i0; gives where it starts, as ``load_next_q``.
+    """
+    Br, load_rows, next_row = spec.Br, make_load_rows(spec), make_next_row(spec)
+
+    @device_function
+    def load_next_rows(sQ, sdO, Q, dO, i0, i_end, rows_end, j0, b, h, options):
+        i_next = next_row(uint32(i0 + Br), i_end, j0, b, h, options)
+        if i_next < i_end:
+            load_rows(sQ, Q, i_next, rows_end)
+            load_rows(sdO, dO, i_next, rows_end)
+        return i_next
+
+    return load_next_rows
+
+
+@cache
+def make_load_columns(spec):
+    """``load_columns(sT, T, row0, rows_end)``: in the backward pass, of K or V."""
+    return _make_load_whole(spec, spec.Bc, spec.columns, spec.pitch_qk)
+
+
+@cache
+def make_load_p(spec):
+    """``load_p(sP, P, row0, rows_end, col0, cols_end)``: a tile of P from global memory."""
+    return make_load_tile(spec.Br, spec.Bc, spec.pitch_p, spec.threads, spec.aligned)
+
+
+def _make_load_whole(spec, rows, columns, pitch):
+    load_tile = make_load_tile(rows, columns, pitch, spec.threads, spec.aligned)
+    d = spec.head_dim
+
+    @device_function
+    def load_whole(sT, T, row0, rows_end):
+        load_tile(sT, T, row0, rows_end, 0, d)
+
+    return load_whole
