@@ -281,3 +281,8 @@ def unpack_f16(typingctx, word):
 def unpack_bf16(typingctx, word):
     """The two bfloat16 of a uint32, lower half first, as float32: exact, by a shift and a mask."""
     return _unpack("bf16")(typingctx, word)
+
+
+# By the name that a dtype's record has for its matrix instruction (``dtypes.DType.matrix``).
+MMA = {"f16": mma_f16, "bf16": mma_bf16}
+CONVERSIONS = {"f16": (pack_f16, unpack_f16), "bf16": (pack_bf16, unpack_bf16)}

@@ -1,6 +1,7 @@
-"""Eight neighbouring 16-bit elements of a row, which starts at a 16-byte address: a chunk.
+"""Chunks: eight neighbouring 16-bit elements of a row, which one 16-byte access moves.
 
-The threads of a block take the chunks of a row in turn, and each touches its own alone.
+Rows start at 16-byte addresses. The threads of a block take the chunks of a tile or of a row in
+turns, and each thread touches its own chunks alone.
 """
 
 from dataclasses import dataclass
@@ -8,72 +9,80 @@ from functools import cache
 from math import gcd
 
 from fa_numba.device import cuda, device_function, float32, int32, uint32
+from fa_numba.dtypes import DTYPES
+from fa_numba.integers import ceil_div
 from fa_numba.intrinsics.async_copy import copy8_async
 from fa_numba.intrinsics.global_memory import read8, write8
-from fa_numba.intrinsics.matrix import pack_bf16, pack_f16, unpack_bf16, unpack_f16
+from fa_numba.intrinsics.matrix import CONVERSIONS
 from fa_numba.intrinsics.shared import load8
 
 
 def conversions(dtype):
-    """(pack, unpack) of two floats and a word."""
-    return (pack_f16, unpack_f16) if dtype == "float16" else (pack_bf16, unpack_bf16)
+    """(pack, unpack): two floats to a word of two 16-bit elements, and back."""
+    return CONVERSIONS[DTYPES[dtype].matrix]
 
 
 @dataclass(frozen=True)
 class ChunkMap:
-    """How ``takers`` share ``rows`` of ``chunks``: in turns of neighbouring chunks of some rows.
+    """Which chunks of a tile each thread copies: ``rows`` rows of ``chunks`` chunks, ``threads``
+    threads.
 
-    As many neighbours share a row as divide both counts, so that all that a taker has lies at
-    constants from its first: the n-th ``n // along * down`` rows below and ``n % along * right``
-    elements to the right. ``whole`` is for turns that end with the last row.
+    In one turn the threads cover ``width`` neighbouring chunks of ``down`` rows, a chunk each.
+    The width divides both counts, so that all chunks of a thread lie at constants from its first:
+    the n-th is ``n // along * down`` rows below and ``n % along * right`` elements to the right.
     """
 
     rows: int
     chunks: int
-    takers: int
+    threads: int
 
     @property
     def width(self):
-        return gcd(self.chunks, self.takers)
+        """Neighbouring chunks of a row in one turn."""
+        return gcd(self.chunks, self.threads)
 
     @property
     def along(self):
+        """Turns that a row takes."""
         return self.chunks // self.width
 
     @property
     def down(self):
-        return self.takers // self.width
+        """Rows in one turn."""
+        return self.threads // self.width
 
     @property
     def right(self):
+        """Elements of a row in one turn."""
         return 8 * self.width
 
     @property
     def turns(self):
-        return -(-self.rows // self.down) * self.along
+        return ceil_div(self.rows, self.down) * self.along
 
     @property
     def whole(self):
+        """Whether the last turn ends with the last row, so that no thread is without a chunk."""
         return self.rows % self.down == 0
 
 
 @cache
-def make_first_chunk(deal):
-    """``first_chunk(taker)``: (row, column) of a taker's first chunk."""
-    width = deal.width
+def make_first_chunk(chunks):
+    """``first_chunk(thread)``: (row, column) of a thread's first chunk in the tile."""
+    width = chunks.width
 
     @device_function
-    def first_chunk(taker):
-        taker = uint32(taker)
-        return uint32(taker // uint32(width)), uint32(uint32(taker % uint32(width)) * 8)
+    def first_chunk(thread):
+        thread = uint32(thread)
+        return uint32(thread // uint32(width)), uint32(uint32(thread % uint32(width)) * 8)
 
     return first_chunk
 
 
 @cache
-def make_turn(deal):
-    """``turn(n)``: how far below and to the right of a taker's first chunk its n-th lies."""
-    along, down, right = deal.along, deal.down, deal.right
+def make_turn(chunks):
+    """``turn(n)``: rows below and elements to the right of a thread's first chunk, of its n-th."""
+    along, down, right = chunks.along, chunks.down, chunks.right
 
     @device_function
     def turn(n):

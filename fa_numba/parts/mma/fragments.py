@@ -14,9 +14,11 @@ from fa_numba.intrinsics.matrix import ldmatrix
 
 @cache
 def make_place(pitch):
-    """``place(rows, columns)``: where this lane's row of four 8 x 8 tiles starts, for ``ldmatrix``.
+    """``place(rows_first)``: the offset of this lane's row among the four 8 x 8 tiles that one
+    ``ldmatrix`` reads, in a tile whose rows are ``pitch`` elements long.
 
-    The tiles run down the rows first, then along the columns, or the other way round.
+    Lane 8 t + r points at row r of tile t. With ``rows_first`` tiles 0 and 1 are above each other,
+    and 2 and 3 to the right of them; without, 0 and 1 beside each other, 2 and 3 below.
     """
 
     @device_function

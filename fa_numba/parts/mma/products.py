@@ -3,7 +3,8 @@
 from functools import cache
 
 from fa_numba.device import cuda, device_function, float32, uint32
-from fa_numba.intrinsics.matrix import ldmatrix, ldmatrix_transposed, mma_bf16, mma_f16
+from fa_numba.dtypes import DTYPES
+from fa_numba.intrinsics.matrix import MMA, ldmatrix, ldmatrix_transposed
 from fa_numba.parts.dropout import kept_if
 from fa_numba.parts.layout import make_warp_column
 from fa_numba.parts.mma.chunks import conversions
@@ -13,7 +14,7 @@ from fa_numba.parts.mma.fragments import make_load_fragment, make_place
 def instructions(dtype):
     """(mma, pack): a 16-bit dtype's matrix instruction, and the rounding to it."""
     pack, _ = conversions(dtype)
-    return (mma_f16 if dtype == "float16" else mma_bf16), pack
+    return MMA[DTYPES[dtype].matrix], pack
 
 
 @cache
