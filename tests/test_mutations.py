@@ -1874,7 +1874,6 @@ def mma_kernel_mutants(add):
     add(at_first, ("the first V not loaded", "if both:", "if False:"), **staged)
     early = "mma_tile_load.make_load_columns_early"
     stages = "sK, sV = column_tiles(stage)"
-    following = "uint32(j0 + Bc), j_end, i0, b, h, options)"
     add(
         early,
         ("K and V of one stage", stages, "sK, sV = column_tiles(uint32(0))"),
@@ -1890,7 +1889,7 @@ def mma_kernel_mutants(add):
             "sK_next, sV_next = column_tiles(stage)",
             "sK_next, sV_next = sK, sV",
         ),
-        ("the same tile again", f"next_column({following}", "j0"),
+        ("a tile left out", "uint32(j0 + Bc), j_end", "uint32(j0 + 2 * Bc), j_end"),
         ("the stage of this tile", "return sK, sV, stage,", "return sK, sV, uint32(stage ^ 1),"),
         **staged,
     )
@@ -2268,10 +2267,12 @@ def mma_backward_mutants(add):
             place,
             ("one stage of tiles", f"AT_Q + stage * ({tiles} * NQ)", "AT_Q"),
             ("stages that overlap", f"stage * ({tiles} * NQ)", "stage * NQ"),
-            ("one stage of L", f"AT_L + {floats}", "AT_L"),
             ("dO in Q's place", "half_tile(uint32(at + NQ), NQ)", "half_tile(at, NQ)"),
             **how,
         )
+        # FlashAttention-1's next L is on its way early where two warps share a row of S.
+        stages = ("one stage of L", f"AT_L + {floats}", "AT_L")
+        add(place, stages, **every, to=(to,), cases="wide")
         loaded = f"mma_backward.make_load_{name}"
         for load in ("rows(sQ, Q", "rows(sdO, dO", "values(sL, L"):
             none = (f"no {load[-1]}", f"load_{load}, row0, rows_end)", "pass")
