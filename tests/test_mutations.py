@@ -651,7 +651,11 @@ def forward_mutants(add):
     )
 
     # Loops over tiles
-    columns = ("a tile of columns dropped", "while j0 < j_end:", "while j0 + uint32(Bc) < j_end:")
+    columns = (
+        "a tile of columns dropped",
+        "while j0 < j_end:",
+        "while j0 + uint32(spec.Bc) < j_end:",
+    )
     for name, total in (("fa1", 1), ("fa2", 1), ("standard", 2)):
         add(name, columns, by=WRONG | HAZARDS, total=total)
     rows = ("a tile of rows dropped", "while i0 < i_end:", "while i0 + uint32(spec.Br) < i_end:")
@@ -692,6 +696,22 @@ def forward_mutants(add):
         ("another K/V head", "h // uint32(group)", "h % uint32(group)"),
         by={"values", "OutOfBounds"},
         total=2,
+    )
+
+    y, z = "uint32(cuda.blockIdx.y)", "uint32(cuda.blockIdx.z)"
+    for place, to in (
+        ("heads.make_heads", (*FLASH, "fa2_backward")),
+        ("heads.make_key_head", FLASH_BACKWARD),
+    ):
+        how = {"by": ANY, "to": to}
+        add(place, ("the first entry", z, "uint32(0)"), **how, cases="scores")
+        add(place, ("the first head", y, "uint32(0)"), **how, cases="odd")
+    add(
+        "simt_threads.make_thread",
+        ("one thread a row", "% uint32(TX)", "% uint32(1)"),
+        ("all threads a row", "// uint32(TX)", "// uint32(1024)"),
+        by=ANY,
+        to=EVERY,
     )
 
     # Products
@@ -892,7 +912,11 @@ def backward_mutants(add):
 
     # Loops over tiles
     for name in every:
-        rows = ("a tile of rows dropped", "while i0 < i_end:", "while i0 + uint32(Br) < i_end:")
+        rows = (
+            "a tile of rows dropped",
+            "while i0 < i_end:",
+            "while i0 + uint32(spec.Br) < i_end:",
+        )
         add(name, rows, by=ANY)
     add(
         "simt_tile_load.make_load_next_rows",
@@ -902,7 +926,11 @@ def backward_mutants(add):
         by=ANY,
         to=FLASH_BACKWARD,
     )
-    columns = ("a tile of columns dropped", "while j0 < j_end:", "while j0 + uint32(Bc) < j_end:")
+    columns = (
+        "a tile of columns dropped",
+        "while j0 < j_end:",
+        "while j0 + uint32(spec.Bc) < j_end:",
+    )
     for place in ("fa1_backward", "fa2_backward.make_query_gradients"):
         add(place, columns, by=ANY)
     part = ("a part of the row", "while col < Nk:", "while col + uint32(threads) < Nk:")
@@ -2287,7 +2315,7 @@ def mma_backward_mutants(add):
         ("D from O alone", "row_dots(sD, sdO, sO)", "row_dots(sD, sO, sO)"),
         ("dQ not read", "p.read_dq(rdQ, Ah, j0, i0, i_stop)", "pass"),
         ("dQ without scale", "(rdQ, Ah, dQh, scale, more,", "(rdQ, Ah, dQh, float32(1.0), more,"),
-        ("a tile of columns dropped", "while j0 < j_end:", "while j0 + uint32(Bc) < j_end:"),
+        ("a tile of columns dropped", "while j0 < j_end:", "while j0 + uint32(spec.Bc) < j_end:"),
         **every,
     )
     add(
@@ -2358,7 +2386,11 @@ def mma_backward_mutants(add):
         cases="causal",
     )
     add(sweep, ("another head's V", "key_rows(V, b, hk,", "key_rows(V, b, 0,"), **how, cases="odd")
-    columns = ("a tile of columns dropped", "while j0 < j_end:", "while j0 + uint32(Bc) < j_end:")
+    columns = (
+        "a tile of columns dropped",
+        "while j0 < j_end:",
+        "while j0 + uint32(spec.Bc) < j_end:",
+    )
     add(sweep, columns, **how, cases="two fragments")
     blocks = ("the first block alone visited", "next_column(j0, j_end, i0, b, h, options)", "j0")
     add("visits.make_visited_columns", blocks, **how, cases="sparse")
