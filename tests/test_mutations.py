@@ -1986,13 +1986,13 @@ def fragment_mutants(add):
     add(
         "mma_chunks.make_first_chunk",
         ("columns of the first chunk", "% uint32(width)) * 8", "% uint32(width)) * 0"),
-        ("rows of the first chunk", "uint32(taker // uint32(width))", "uint32(0)"),
+        ("rows of the first chunk", "uint32(thread // uint32(width))", "uint32(0)"),
         **both,
     )
     add(
         "mma_chunks.ChunkMap",
         ("turns as of a row each", "return self.chunks // self.width", "return 1"),
-        ("fewer turns", "-(-self.rows // self.down)", "(self.rows // self.down)"),
+        ("fewer turns", "ceil_div(self.rows, self.down)", "(self.rows // self.down)"),
         ("chunks side by side", "return 8 * self.width", "return 8"),
         **both,
         cases=("Q shared", "16 rows"),
@@ -2074,7 +2074,7 @@ def fragment_mutants(add):
     add(product, ("dropped kept", kept, "pack(rP[e], rP[e + 1])"), **both, cases="dropout")
     add(
         "mma_products.instructions",
-        ("the other dtype", "if dtype == ", "if dtype != "),
+        ("the other dtype", "MMA[DTYPES[dtype].matrix]", 'MMA["bf16"]'),
         **both,
     )
     one = {"by": ANY, "to": ("mma_fa1",)}
