@@ -10,6 +10,8 @@ lower index in its lower half. Fragments (PTX ISA, "Matrix fragments for mma.m16
     C, 16 x 8    c0, c1 = C[g, 2t .. 2t+1]    c2, c3 = C[g+8, 2t .. 2t+1], float32
 """
 
+from typing import Any
+
 import numpy as np
 from llvmlite import ir
 from numba.core import types
@@ -284,5 +286,5 @@ def unpack_bf16(typingctx, word):
 
 
 # By the name that a dtype's record has for its matrix instruction (``dtypes.DType.matrix``).
-MMA = {"f16": mma_f16, "bf16": mma_bf16}
-CONVERSIONS = {"f16": (pack_f16, unpack_f16), "bf16": (pack_bf16, unpack_bf16)}
+MMA: dict[str | None, Any] = {"f16": mma_f16, "bf16": mma_bf16}
+CONVERSIONS: dict[str | None, tuple[Any, Any]] = {"f16": (pack_f16, unpack_f16), "bf16": (pack_bf16, unpack_bf16)}
