@@ -75,6 +75,19 @@ class AttentionOptions(TypedDict, total=False):
 
 
 NAMES = tuple(AttentionOptions.__annotations__)
+# What other libraries call an option, where no name here is near it or another one is nearer.
+_ELSEWHERE = {
+    "softmax_scale": "scale",
+    "is_causal": "causal",
+    "window_size": "window",
+    "local_window_size": "window",
+    "mask": "attn_mask",
+    "logits_soft_cap": "softcap",
+    "query_seq_lengths": "q_lens",
+    "key_value_seq_lengths": "kv_lens",
+    "return_attn_probs": "return_lse",
+    "return_residual": "return_lse",
+}
 
 # --- what the public functions say of them ---------------------------------------------------
 
@@ -108,7 +121,8 @@ def _hint(name: str) -> str:
                 owners.setdefault(parameter.name, []).append(function.__name__)
     if name in owners:
         return f" here ({', '.join(owners[name])} {'have' if owners[name][1:] else 'has'} it)"
-    near = difflib.get_close_matches(name, [*NAMES, *owners], n=1)
+    elsewhere = [_ELSEWHERE[name]] if name in _ELSEWHERE else []
+    near = elsewhere or difflib.get_close_matches(name, [*NAMES, *owners], n=1)
     return f" (did you mean {near[0]}?)" if near else ""
 
 

@@ -210,6 +210,8 @@ def test_every_flag_has_its_feature():
         ("flash_attention_2", "deterministic", "here (flash_attention_2_backward has it)"),
         ("flash_attention_2", "tile", "(did you mean tiles?)"),
         ("flash_attention_1", "is_causal", "(did you mean causal?)"),
+        ("flash_attention_2", "softmax_scale", "(did you mean scale?)"),
+        ("flash_attention_1", "mask", "(did you mean attn_mask?)"),
         ("flash_attention_2", "nonsense", "nonsense is no option: allowed are scale, causal,"),
     ],
 )

@@ -1031,14 +1031,14 @@ REFUSED = {
     ),
     "a measure of fa2": (
         lambda: fa_numba.flash_attention_1(Q, K, K, ablate=["wide_stores"]), ValueError,
-        ["ablate is ['wide_stores']", "fa1", "padding, prefetch, q_registers, folded_scale;"],
+        ["ablate is ['wide_stores'] with fa1", "padding, prefetch, q_registers, folded_scale"],
     ),
     "measures that are no names": (
         lambda: fa_numba.flash_attention_2(Q, K, K, ablate=None), ValueError, ["ablate is None"],
     ),
     "a measure on CUDA cores": (
         lambda: fa_numba.flash_attention_2(*SINGLE, ablate="padding"), ValueError,
-        ["ablate is 'padding'", "unit 'simt'", "none of its measures"],
+        ["ablate is 'padding' with fa2", "unit 'simt': allowed is (), as"],
     ),
     "a measure of standard attention": (
         lambda: fa_numba.attention(Q, K, K, algorithm="standard", ablate="padding"), TypeError,

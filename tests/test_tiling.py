@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 
 from fa_numba import Tiles
@@ -37,6 +38,8 @@ KB = 1024
         ((None, 8), TypeError, ["Br", "int", "None"]),
         ((4, 8, 32.0), TypeError, ["threads", "int or None", "32.0"]),
         ((4, 8, True), TypeError, ["threads", "int or None", "True"]),
+        ((np.bool_(True), 8), TypeError, ["Br", "an int", "True"]),
+        ((np.float32(4), 8), TypeError, ["Br", "an int", "4.0"]),
         ((4, 8, 32, True), TypeError, ["stages", "int", "True"]),
         ((4, 8, 32, None), TypeError, ["stages", "int", "None"]),
         ((4, 8, 32, 0), ValueError, ["stages", "1 or 2", "0"]),
@@ -52,6 +55,7 @@ def test_bad_tiles_are_refused(arguments, error, says):
 def test_tiles_are_values():
     assert Tiles(8, 16) == Tiles(Br=8, Bc=16, threads=None, stages=1)
     assert {Tiles(8, 16): 1}[Tiles(8, 16)] == 1
+    assert repr(Tiles(*np.array([8, 16, 32, 2]))) == "Tiles(Br=8, Bc=16, threads=32, stages=2)"
     with pytest.raises(AttributeError):
         Tiles(8, 16).Br = 4
 

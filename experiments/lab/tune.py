@@ -2,7 +2,7 @@
 plans read.
 
 `figures/data/tune/<machine>.csv` has every time, `fa_numba/tiling/tuned.csv` the fastest tiles of
-each compute capability, algorithm, pass and head dimension.
+each compute capability, unit, algorithm, pass and head dimension.
 """
 
 from __future__ import annotations

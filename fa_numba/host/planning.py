@@ -217,8 +217,8 @@ def _measures(ablate: Any, algorithm: str, unit: str) -> tuple[str, ...]:
     names = ablate if isinstance(ablate, (tuple, list)) else (ablate,)
     for name in names:
         if not isinstance(name, str) or name not in found:
+            allowed = f"a tuple of {', '.join(found)}" if found else "(), as it has no such measure"
             raise ValueError(
-                f"ablate is {ablate!r}: {algorithm} on unit {unit!r} can do without "
-                f"{', '.join(found) or 'none of its measures'}; allowed is a tuple of these names"
+                f"ablate is {ablate!r} with {algorithm} on unit {unit!r}: allowed is {allowed}"
             )
     return tuple(name for name in found if name in names)

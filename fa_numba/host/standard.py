@@ -46,12 +46,13 @@ def backward(request: Request) -> Steps:
     """Algorithm 3: P once more, dP = dO VT, dS in its place, then the three gradients."""
     unit, p, dtype = UNITS[request.unit], request.problem, request.dtype
     tiles, spec, across = unit.standard_backward(request)
-    features, ahead, back = request.features, unit.kernels.standard, unit.kernels.standard_backward
+    shared, own = unit.kernels.standard, unit.kernels.standard_backward
+    features = request.features
     lengths = request.lengths
     masked = replace(spec, features=replace(features, dropout=False, dbias=False))
     plain = replace(spec, features=lengths)
     summed = replace(lengths, dropout=features.dropout, dbias=features.dbias)
-    limit, most = request.shared_limit, ahead.MAX_WARPS
+    limit, most = request.shared_limit, shared.MAX_WARPS
     row = row_elements(p.seqlen_k, limit, dtype, most)
     pair = row_elements(p.seqlen_k, limit, dtype, most, rows=2)
     warps = row_warps(p.seqlen_k, dtype, most)
@@ -59,12 +60,12 @@ def backward(request: Request) -> Steps:
     column_tiles = (ceil_div(p.seqlen_k, tiles.Bc), p.heads_k, p.batch)
     rows = (p.seqlen_q, p.heads_q, p.batch)
     of_dtype = unit.row_facts(request)[:1]
-    softmax = ahead.make_standard_softmax(row, warps, False, lengths, *of_dtype)
-    gradients = back.make_standard_score_gradients(pair, warps, summed, *of_dtype)
-    product = ahead.make_standard_scores(plain)
-    output = ahead.make_standard_output(plain)
-    transposed = back.make_standard_transposed_output(replace(across, features=lengths))
-    scores = ahead.make_standard_scores(masked)
+    softmax = shared.make_standard_softmax(row, warps, False, lengths, *of_dtype)
+    gradients = own.make_standard_score_gradients(pair, warps, summed, *of_dtype)
+    product = shared.make_standard_scores(plain)
+    output = shared.make_standard_output(plain)
+    transposed = own.make_standard_transposed_output(replace(across, features=lengths))
+    scores = shared.make_standard_scores(masked)
     launches = [
         Launch.of(scores, row_tiles, S="P", scale="score_scale"),
         Launch.of(softmax, rows, S="P", L=Untouched(request.row_shape)),
@@ -73,7 +74,7 @@ def backward(request: Request) -> Steps:
     ]
     if features.softcap:
         capped = replace(plain, features=replace(lengths, softcap=True))
-        slopes = ahead.make_standard_scores(capped, slopes=True)
+        slopes = shared.make_standard_scores(capped, slopes=True)
         launches.append(Launch.of(slopes, row_tiles, S="dP", scale="score_scale"))
     launches += [
         Launch.of(transposed, column_tiles),

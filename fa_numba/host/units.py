@@ -76,11 +76,15 @@ class Unit(ABC):
 
     @abstractmethod
     def standard_backward(self, request: Request) -> tuple[Tiles, Spec, Spec]:
-        """Standard attention's backward pass: the forward kernels', and PT dO's."""
+        """Standard attention's backward pass: tiles and specialisation of the kernels that the
+        forward pass has too, and the specialisation of the one for PT dO and dST Q.
+        """
 
     @abstractmethod
     def row_facts(self, request: Request) -> tuple:
-        """What kernels that work row by row are compiled for before their options."""
+        """What the factories of kernels that take whole rows (D = rowsum(dO o O), roundings,
+        softmax) are given of the unit: nothing, or the dtype and whether rows are aligned.
+        """
 
     def chosen_tiles(
         self, request: Request, select: Callable, default: Callable[[], Tiles], plain: bool = True

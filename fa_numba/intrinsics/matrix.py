@@ -287,4 +287,7 @@ def unpack_bf16(typingctx, word):
 
 # By the name that a dtype's record has for its matrix instruction (``dtypes.DType.matrix``).
 MMA: dict[str | None, Any] = {"f16": mma_f16, "bf16": mma_bf16}
-CONVERSIONS: dict[str | None, tuple[Any, Any]] = {"f16": (pack_f16, unpack_f16), "bf16": (pack_bf16, unpack_bf16)}
+CONVERSIONS: dict[str | None, tuple[Any, Any]] = {
+    "f16": (pack_f16, unpack_f16),
+    "bf16": (pack_bf16, unpack_bf16),
+}

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 STAGES = (1, 2)
 
 
@@ -18,8 +20,9 @@ class Tiles:
     many tiles of K and of V are in shared memory; FlashAttention-2's forward kernel on tensor cores
     takes 2 too, and has then the next ones on their way all the time.
 
-    Raises ValueError when Br is no multiple of 4, Bc no multiple of 8, either is not positive, or
-    stages is not 1 or 2; TypeError for what is no int.
+    Raises ValueError when Br is no positive multiple of 4, Bc none of 8, or stages is not 1 or 2;
+    TypeError for what is no integer, of Python or NumPy. A call says which threads its kernels
+    have.
     """
 
     Br: int
@@ -28,21 +31,25 @@ class Tiles:
     stages: int = 1
 
     def __post_init__(self) -> None:
+        for name, allowed in (("Br", "an int"), ("Bc", "an int"), ("threads", "an int or None")):
+            self._as_int(name, allowed)
+        self._as_int("stages", "an int")
         for name, value, step in (("Br", self.Br, 4), ("Bc", self.Bc, 8)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"tiles: {name} must be an int, not {value!r}")
             if value < 1 or value % step:
                 raise ValueError(
-                    f"tiles: {name} must be a positive multiple of {step}, not {value}"
+                    f"tiles: {name} is {value}: allowed is a positive multiple of {step}"
                 )
-        if self.threads is not None and (
-            isinstance(self.threads, bool) or not isinstance(self.threads, int)
-        ):
-            raise TypeError(f"tiles: threads must be an int or None, not {self.threads!r}")
-        if isinstance(self.stages, bool) or not isinstance(self.stages, int):
-            raise TypeError(f"tiles: stages must be an int, not {self.stages!r}")
         if self.stages not in STAGES:
-            raise ValueError(f"tiles: stages must be 1 or 2, not {self.stages}")
+            raise ValueError(f"tiles: stages is {self.stages}: allowed is 1 or 2")
+
+    def _as_int(self, name: str, allowed: str) -> None:
+        """Make a NumPy integer an int; raise TypeError for what is none."""
+        value = getattr(self, name)
+        if value is None and allowed.endswith("None"):
+            return
+        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+            raise TypeError(f"tiles: {name} is {value!r}: allowed is {allowed}")
+        object.__setattr__(self, name, int(value))
 
     def for_backward(self) -> Tiles:
         """These block sizes for the backward pass, whose kernels have no choice of stages."""
