@@ -604,11 +604,11 @@ def rows_of(torch, n, dtype, N=96):
 )  # fmt: skip
 def test_gpu_replays_bit_for_bit(real, kept, algorithm, dtype, name):
     options = {
-        n: real.tensor(x, device="cuda") if n in ("bias", "alibi_slopes") else x
+        n: real.tensor(x, device="cuda") if n in ARRAYS else x
         for n, x in options_of(name, 0).items()
     }
-    if "bias" in options:
-        options["bias"] = real.randn((2, 1, 96, 96)[-options["bias"].ndim :], device="cuda")
+    for added in {"bias", "attn_mask"} & options.keys():
+        options[added] = real.randn((2, 1, 96, 96)[-options[added].ndim :], device="cuda")
     if "alibi_slopes" in options:
         options["alibi_slopes"] = real.rand((2, 4)[-options["alibi_slopes"].ndim :], device="cuda")
     if "kv_lens" in options:
