@@ -24,6 +24,12 @@ LAYOUTS = {
 PACKED_AXES = ("seqlen", "heads", "head_dim")
 
 
+def kind_of(value: Any) -> str:
+    """The type of a value that is none of those allowed, in words: "a list", "an int"."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
 def as_size(name: str, value: Any, axis: bool = True) -> int:
     """`value` as an int >= 1; else a TypeError or ValueError that calls it `name`."""
     try:

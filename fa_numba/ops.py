@@ -148,12 +148,12 @@ def flash_attention_2(
     """Attention in FlashAttention-2's loop order, Q outer (arXiv 2307.08691, Algorithm 1).
 
     q is (B, Hq, Nq, d), k and v (B, Hk, Nk, d), of one dtype, any strides; Hk divides Hq and query
-    head h reads K/V head h // (Hq / Hk); 1 <= d <= 256, the same for v. The option ``layout`` takes
-    (B, N, H, d). ``unit`` is "simt" for CUDA cores
-    (float32), "mma" for tensor cores (float16, bfloat16; sums in float32) or "auto" for what takes
-    the dtype. NumPy arrays, torch tensors, JAX arrays and arrays with ``__cuda_array_interface__``
-    or DLPack are taken as they are; all on one device. Host arrays are copied to the GPU and back,
-    and run on the emulator where there is no GPU.
+    head h reads K/V head h // (Hq / Hk); 1 <= d <= 256, the same for v. With ``layout="bnhd"`` they
+    are (B, Nq, Hq, d) and (B, Nk, Hk, d). NumPy arrays, torch tensors, JAX arrays and arrays with
+    ``__cuda_array_interface__`` or DLPack are taken as they are; all on one device. Host arrays are
+    copied to the GPU and back, and run on the emulator where there is no GPU. ``unit`` is "simt"
+    for CUDA cores (float32), "mma" for tensor cores (float16, bfloat16; sums in float32) or "auto"
+    for what takes the dtype.
 
     ``options`` change the result: scale, masks, biases, lengths, dropout. A row that sees no column
     gives output 0 and logsumexp -inf. ``tiles`` sets block sizes, threads and stages. ``out`` takes

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import numpy as np
 
 import fa_numba
-from fa_numba.checks import as_flag
+from fa_numba.checks import as_flag, kind_of
 from fa_numba.host import placement
 from fa_numba.host.arrays import MASKS, added_mask, on_host, operand
 from fa_numba.host.planning import check_algorithm
@@ -85,7 +85,7 @@ def attention(
     tensors = {"q": q, "k": k, "v": v, "bias": bias, "alibi_slopes": slopes, "attn_mask": mask}
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor) and (x is not None or name in "qkv"):
-            raise TypeError(f"{name} is a {type(x).__name__}: allowed is a torch tensor")
+            raise TypeError(f"{name} is {kind_of(x)}: allowed is a torch tensor")
     check_algorithm(algorithm)
     if mask is not None:
         bias = _bias_of(mask, bias)

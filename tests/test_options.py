@@ -928,7 +928,7 @@ REFUSED = {
     "q_lens beyond": ({"q_lens": [6]}, ValueError, ["q_lens holds 6", "0 to 5"]),
     "q_lens -1": ({"q_lens": [-1]}, ValueError, ["q_lens holds -1", "0 to 5"]),
     "q_lens of floats": ({"q_lens": [5.0]}, TypeError, ["q_lens has dtype float64", "integers"]),
-    "q_lens an int": ({"q_lens": 5}, TypeError, ["q_lens is a int", "sequences"]),
+    "q_lens an int": ({"q_lens": 5}, TypeError, ["q_lens is an int", "sequences"]),
     "kv_lens beyond": ({"kv_lens": [8]}, ValueError, ["kv_lens holds 8", "0 to 7"]),
     "kv_lens of bools": ({"kv_lens": [True]}, TypeError, ["kv_lens has dtype bool"]),
     "block_mask without tiles": (

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fa_numba import device
+from fa_numba.checks import kind_of
 from fa_numba.device import DeviceArray
 from fa_numba.dtypes import DTYPES
 from fa_numba.host.overlap import overlap, overlaps_itself
@@ -265,7 +266,7 @@ def operand(name: str, array: Any, allowed: Sequence[str] = tuple(DTYPES)) -> Op
         found = _from_dlpack(name, array)
     else:
         raise TypeError(
-            f"{name} is a {type(array).__name__}: allowed are NumPy arrays, torch tensors, JAX "
+            f"{name} is {kind_of(array)}: allowed are NumPy arrays, torch tensors, JAX "
             "arrays and arrays with __cuda_array_interface__ or DLPack"
         )
     _check_dtype(name, found.dtype, allowed)
@@ -338,7 +339,7 @@ def on_host(name: str, array: Any) -> np.ndarray:
             ) from None
     if hasattr(array, "__dlpack__"):
         return np.from_dlpack(array)
-    raise TypeError(f"{name} is a {type(array).__name__}: allowed are arrays and sequences")
+    raise TypeError(f"{name} is {kind_of(array)}: allowed are arrays and sequences")
 
 
 def added_mask(mask: Any) -> Any:
