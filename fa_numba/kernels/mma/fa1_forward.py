@@ -74,7 +74,7 @@ def make_forward(spec):
                 p.scale_rows(rO, rl)
                 p.scale_and_mask(rS, scale, i0, j0, Nq, Nk, b, h, options, ty, tx)
                 cuda.syncthreads()  # nobody reads sQ any more
-                # Alg. 1 line 8 of the next i: load Qi+1, in flight from line 10 on
+                # FA-1 line 8, FA-2 line 7 of the next tile: load it, in flight meanwhile
                 i_next = p.load_next_q(sQ, Qh, i0, i_end, i_stop, j0, b, h, options)
                 commit_async()
                 # FA-1 lines 10, 11, FA-2 line 9: m, l, and P in units of the new m
@@ -85,13 +85,13 @@ def make_forward(spec):
                 p.add_product(rO, rS, sV, options)
                 # ... its sum over warps, and their m and l, where they split the keys
                 p.combine(rO, rm, rl, sO, ty, tx)
-                # Alg. 1 lines 12, 13: O = diag(l)^-1 O in every pass; write Oi, li, mi
+                # FA-1 lines 12, 13, FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
                 p.normalise_rows(rO, rl)
                 more = p.sees_more(i0, j0, Nq, Nk, b, h, options)
                 p.write_state(rO, rl, rm, Oh, Ah, lh, mh, more, i0, i_stop, ty, tx)
                 i0 = i_next
             j0 = uint32(j0 + Bc)
-        # Not in Algorithm 1: L = m + log l, for the caller
+        # FA-2 lines 13, 15: L = m + log l
         p.write_logsumexp(rl, rm, L, lh, mh, b, h, options, i_first, i_last, ty, tx)
 
     halves = array_type(4, types.uint16)

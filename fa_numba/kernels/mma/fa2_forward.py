@@ -70,7 +70,7 @@ def make_forward(spec):
             if STAGES == 1:
                 wait_async()
                 cuda.syncthreads()  # Vj is there; nobody reads sK any more
-                # Alg. 1 line 7 of the next j: load Kj+1, in flight during lines 9 and 10
+                # FA-1 line 8, FA-2 line 7 of the next tile: load it, in flight meanwhile
                 j_next = p.load_next_k(sK, Kh, j0, j_end, Nk, i0, b, h, options)
                 commit_async()
             # FA-1 lines 10, 11, FA-2 line 9: m, l, and P in units of the new m
@@ -83,10 +83,10 @@ def make_forward(spec):
 
         # Alg. 1 line 9: l of whole rows, whose columns lie with four lanes
         p.sum_lanes(rl)
-        # Alg. 1 lines 12, 14: O = diag(l)^-1 O, written once
+        # FA-1 lines 12, 13, FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
         p.normalise_rows(rO, rl)
         p.write_tile(rO, sQ, Oh, warp_row, i0, rows, ty, tx)
-        # Alg. 1 lines 13, 15: L = m + log l
+        # FA-2 lines 13, 15: L = m + log l
         p.logsumexp(rl, rm, rl)
         p.write_values(rl, Lh, i0, rows, ty, tx)
 

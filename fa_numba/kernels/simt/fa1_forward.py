@@ -74,18 +74,18 @@ def make_forward(spec):
                 p.drop(rS, i0, j0, b, h, options, ty, tx)
                 p.store_p(sP, rS, options, ty, tx)
                 cuda.syncthreads()  # Pij is there; nobody reads sQ any more
-                # Alg. 1 line 8 of the next i: load Qi+1, in flight during line 12
+                # FA-1 line 8, FA-2 line 7 of the next tile: load it, in flight meanwhile
                 i_next = p.load_next_q(sQ, Qh, i0, i_end, i_stop, j0, b, h, options)
                 commit_async()
                 # FA-1 line 12, FA-2 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj
                 p.product(rT, sP, sV, ty, tx)
                 p.scale_and_add(rO, rf, rT)
-                # Alg. 1 lines 12, 13: O = diag(l)^-1 O in every pass; write Oi, li, mi
+                # FA-1 lines 12, 13, FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
                 p.normalise_rows(rO, rl)
                 p.write_state(rO, rl, rm, Oh, lh, mh, i0, i_stop, ty, tx)
                 i0 = i_next
             j0 = uint32(j0 + Bc)
-        # Not in Algorithm 1: L = m + log l, for the caller
+        # FA-2 lines 13, 15: L = m + log l
         p.write_logsumexp(rl, rm, L, lh, mh, b, h, options, i_first, i_last, ty, tx)
 
     arrays = [array_type(4)] * 4 + [array_type(3)] * 3

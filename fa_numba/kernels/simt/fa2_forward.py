@@ -70,7 +70,7 @@ def make_forward(spec):
             p.store_p(sP, rS, options, ty, tx)
             wait_async()
             cuda.syncthreads()  # Vj and Pij are there; nobody reads sK any more
-            # Alg. 1 line 7 of the next j: load Kj+1, in flight during line 10
+            # FA-1 line 8, FA-2 line 7 of the next tile: load it, in flight meanwhile
             j_next = p.load_next_k(sK, Kh, j0, j_end, Nk, i0, b, h, options)
             commit_async()
             # FA-1 line 12, FA-2 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj
@@ -79,10 +79,10 @@ def make_forward(spec):
             j0 = j_next
         wait_async()
 
-        # Alg. 1 lines 12, 14: O = diag(l)^-1 O, written once
+        # FA-1 lines 12, 13, FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
         p.normalise_rows(rO, rl)
         p.write_rows(rO, Oh, i0, rows, ty, tx)
-        # Alg. 1 lines 13, 15: L = m + log l
+        # FA-2 lines 13, 15: L = m + log l
         p.logsumexp(rl, rm, rl)
         p.write_values(rl, Lh, i0, rows, ty, tx)
 
