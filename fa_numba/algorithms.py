@@ -107,7 +107,7 @@ def fa1_forward(
     """
     # Alg. 1 line 1: the caller sets the block sizes; the paper's are Bc = ceil(M / 4d) and
     # Br = min(Bc, d), for M elements on chip
-    Br, Bc = as_size("Br", Br), as_size("Bc", Bc)
+    Br, Bc = as_size("Br", Br, axis=False), as_size("Bc", Bc, axis=False)
     Q, K, V, scale, Nq, Nk = _head(Q, K, V, scale, causal)
 
     # Alg. 1 line 2: O = 0, l = 0, m = -inf, in global memory
@@ -165,7 +165,7 @@ def fa2_forward(
     one number a row, L = m + log l, is kept for the backward pass.
     """
     # The caller sets the block sizes; the paper chooses 64 or 128 for both by hand (section 3.3)
-    Br, Bc = as_size("Br", Br), as_size("Bc", Bc)
+    Br, Bc = as_size("Br", Br, axis=False), as_size("Bc", Bc, axis=False)
     Q, K, V, scale, Nq, Nk = _head(Q, K, V, scale, causal)
 
     # In global memory; nothing has to be initialised there
@@ -248,7 +248,7 @@ def fa1_backward(
     through global memory.
     """
     # Alg. 4 lines 1, 2: no random state, as nothing is dropped; the caller sets the block sizes
-    Br, Bc = as_size("Br", Br), as_size("Bc", Bc)
+    Br, Bc = as_size("Br", Br, axis=False), as_size("Bc", Bc, axis=False)
     Q, K, V, scale, Nq, Nk = _head(Q, K, V, scale, causal)
     O, dO = _like("O", O, Q.shape), _like("dO", dO, Q.shape)
     l, m = _like("l", l, (Nq,)), _like("m", m, (Nq,))
@@ -311,7 +311,7 @@ def fa2_backward(
     again of L alone; dQ is summed in global memory, where the kernel adds atomically.
     """
     # The caller sets the block sizes
-    Br, Bc = as_size("Br", Br), as_size("Bc", Bc)
+    Br, Bc = as_size("Br", Br, axis=False), as_size("Bc", Bc, axis=False)
     Q, K, V, scale, Nq, Nk = _head(Q, K, V, scale, causal)
     O, dO = _like("O", O, Q.shape), _like("dO", dO, Q.shape)
     L = _like("L", L, (Nq,))

@@ -61,6 +61,13 @@ def as_shape(name: str, value: Any) -> tuple[int, ...]:
         raise TypeError(f"{name} is {value!r}: allowed is an array, or its shape") from None
 
 
+def _as_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond float64
+        return math.inf
+
+
 def as_scale(value: Any, head_dim: int) -> float:
     if value is None:
         return 1.0 / math.sqrt(head_dim)
@@ -68,10 +75,7 @@ def as_scale(value: Any, head_dim: int) -> float:
         raise TypeError(f"scale is {value!r}: allowed is a finite real number, or None")
     # The kernels multiply by scale log2(e), in float32.
     largest = float(np.finfo(np.float32).max) / math.log2(math.e)
-    try:
-        scale = float(value)
-    except OverflowError:  # an integer beyond float64
-        scale = math.inf
+    scale = _as_float(value)
     if not abs(scale) <= largest:  # negated, so that NaN is refused
         raise ValueError(
             f"scale is {value!r}: allowed is a finite number, at most {largest:.3g} in magnitude "
@@ -128,7 +132,8 @@ def as_window(value: Any) -> tuple[int, int]:
         return -1, -1
     allowed = "allowed is (left, right), each a number of keys, -1 or None for no bound"
     try:
-        if isinstance(value, str) or any(isinstance(n, (bool, np.bool_)) for n in value):
+        unordered = isinstance(value, (str, set, frozenset, dict))
+        if unordered or any(isinstance(n, (bool, np.bool_)) for n in value):
             raise TypeError
         sides = tuple(-1 if n is None else operator.index(n) for n in value)
     except TypeError:
@@ -157,7 +162,9 @@ def as_softcap(value: Any) -> float | None:
         )
     if value == 0:
         return None
-    if not 1e-30 <= float(value) <= 1e30:  # so that scale / softcap and softcap log2(e) are float32
+    if (
+        not 1e-30 <= _as_float(value) <= 1e30
+    ):  # so that scale / softcap and softcap log2(e) are float32
         raise ValueError(f"softcap is {value!r}: allowed is 1e-30 to 1e30, or None or 0 for none")
     return float(value)
 
@@ -167,7 +174,7 @@ def as_dropout(value: Any) -> float:
         return 0.0
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
         raise TypeError(f"dropout_p is {value!r}: allowed is a number from 0 to below 1")
-    if not 0.0 <= float(value) < 1.0:
+    if not 0.0 <= _as_float(value) < 1.0:
         raise ValueError(f"dropout_p is {value!r}: allowed is a number from 0 to below 1")
     return float(value)
 
@@ -185,8 +192,10 @@ def as_lengths(name: str, value: Any, batch: int, longest: int) -> tuple[int, ..
 
 def _integers(name: str, value: Any) -> np.ndarray:
     found = np.asarray(value)
-    if found.dtype.kind not in "iu":
+    if found.size and found.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {found.dtype}: allowed are integers")
+    if found.dtype == np.uint64 and (found >= 2**63).any():
+        raise ValueError(f"{name} holds {found.max()}: allowed is below 2**63")
     return found.astype(np.int64)
 
 

@@ -152,7 +152,10 @@ REFUSED = {
     "out a list": ({"out": []}, TypeError, ["out is a list", "NumPy"]),
     "out shape": ({"out": array(1, 2, 5, 8)}, ValueError, ["out has", "(1, 2, 5, 8)", "5, 4)"]),
     "out rank": ({"out": array(10, 4)}, ValueError, ["out has", "(10, 4)", "(1, 2, 5, 4)"]),
-    "out dtype": ({"out": array(1, 2, 5, 4, dtype="f8")}, TypeError, ["out has", "float64"]),
+    "out dtype": (
+        {"out": array(1, 2, 5, 4, dtype="f8")}, TypeError,
+        ["out has dtype float64: allowed is float32"],
+    ),
     "out of another library": (
         {"out": OnlyDlpack(array(1, 2, 5, 4))}, ValueError,
         ["out is a dlpack array", "q a numpy one", "one library"],

@@ -965,7 +965,7 @@ REFUSED = {
     ),
     "float32 out": (
         lambda: fa_numba.attention(Q, K, K, out=np.empty_like(SINGLE[0])), TypeError,
-        ["out has dtype float32", "q float16"],
+        ["out has dtype float32: allowed is float16"],
     ),
     "16-bit bias": (
         lambda: fa_numba.attention(Q, K, K, bias=np.ones((5, 7), np.float16)), TypeError,

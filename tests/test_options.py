@@ -927,6 +927,11 @@ REFUSED = {
     "q_lens one number": ({"q_lens": np.array(5)}, ValueError, ["q_lens has shape ()"]),
     "q_lens beyond": ({"q_lens": [6]}, ValueError, ["q_lens holds 6", "0 to 5"]),
     "q_lens -1": ({"q_lens": [-1]}, ValueError, ["q_lens holds -1", "0 to 5"]),
+    "q_lens empty": ({"q_lens": []}, ValueError, ["q_lens has shape (0,)", "(1,)"]),
+    "q_lens past 64 bits": (
+        {"q_lens": np.array([2**64 - 1], np.uint64)}, ValueError,
+        [f"q_lens holds {2**64 - 1}", "below 2**63"],
+    ),
     "q_lens of floats": ({"q_lens": [5.0]}, TypeError, ["q_lens has dtype float64", "integers"]),
     "q_lens an int": ({"q_lens": 5}, TypeError, ["q_lens is an int", "sequences"]),
     "kv_lens beyond": ({"kv_lens": [8]}, ValueError, ["kv_lens holds 8", "0 to 7"]),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fa_numba import device
+from fa_numba.checks import as_flag
 from fa_numba.dtypes import DTYPES
 from fa_numba.host import launch_cache, placement, planning
 from fa_numba.host.arrays import (
@@ -22,7 +23,7 @@ from fa_numba.host.binding import Binding
 from fa_numba.host.execution import execute
 from fa_numba.host.launch_cache import Call
 from fa_numba.host.plans import Plan
-from fa_numba.problem import Problem, as_flag
+from fa_numba.problem import Problem
 
 
 def attend(
@@ -66,7 +67,7 @@ def _first_attend(facts, qkv, options, out, stream, call: Call | None) -> list:
     problem = arguments.problem(*(x.shape for x in inputs), dtype=inputs[0].dtype)
     target = None
     if out is not None:
-        target = operand("out", out)
+        target = operand("out", out, (problem.dtype,))
         check_together([inputs[0], target])
         check_out(target, problem.q_shape, [*inputs, *arguments.arrays.values()])
     with placement.placed(inputs[0]):

@@ -29,7 +29,7 @@ def forward(
     algorithm: str,
     tiles: Any,
     aligned: bool,
-    return_lse: Any,
+    return_lse: bool,
     query_splits: Any,
     unit: Any = "auto",
     warp_partition: Any = "rows",
@@ -41,7 +41,6 @@ def forward(
     _check(problem, algorithm, tiles)
     capability = device.compute_capability()
     unit = unit_of(unit, problem.dtype, capability).name
-    _check_flag("return_lse", return_lse)
     query_splits = as_size("query_splits", query_splits, axis=False)
     if query_splits != 1 and (algorithm, "fwd") not in UNITS[unit].splits_queries:
         owners = " or ".join(sorted({a for u in UNITS.values() for a, _ in u.splits_queries}))
@@ -77,8 +76,8 @@ def backward(
     algorithm: str,
     tiles: Any,
     aligned: bool,
-    deterministic: Any,
-    return_dbias: Any,
+    deterministic: bool,
+    return_dbias: bool,
     unit: Any = "auto",
     query_splits: Any = 1,
 ) -> Plan:
@@ -86,8 +85,6 @@ def backward(
     _check(problem, algorithm, tiles)
     capability = device.compute_capability()
     unit = unit_of(unit, problem.dtype, capability).name
-    _check_flag("deterministic", deterministic)
-    _check_flag("return_dbias", return_dbias)
     if deterministic and algorithm != "fa2":
         raise ValueError(
             "deterministic is True: only fa2 has a choice, the others' sums always have one order"
@@ -107,7 +104,7 @@ def backward(
             f"{owners} splits its queries"
         )
     limit = device.shared_bytes_limit()
-    how = {"deterministic": deterministic, "return_dbias": return_dbias}
+    how: dict[str, Any] = {"deterministic": deterministic, "return_dbias": return_dbias}
     given = (problem, tiles, aligned, limit, capability, query_splits)
     return planned(Request(algorithm, "bwd", unit, *given, **how))
 
@@ -172,11 +169,6 @@ def check_algorithm(algorithm: Any) -> None:
     """Raise ValueError for what is no algorithm."""
     if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm is {algorithm!r}: allowed is one of {', '.join(ALGORITHMS)}")
-
-
-def _check_flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}: allowed is True or False")
 
 
 def _check(problem: Problem, algorithm: Any, tiles: Any) -> None:

@@ -42,7 +42,7 @@ def fa1(
         stores  O: r_i d in row tile i's last visit    A: r_i d in each of the others
     and where line 2 stores O it stores A too, N_q' d each.
     """
-    splits = as_size("query_splits", query_splits)
+    splits = as_size("query_splits", query_splits, axis=False)
     d, head = problem.head_dim, whole_sums(problem, tiles, problem.heads_q)
     run = ceil_div(problem.seqlen_q, tiles.Br * splits)
     starts = starts_in_first_pass(problem)
@@ -96,7 +96,7 @@ def fa1_backward(
         loads  A: 2 N_k' d    stores  dQ: 2 N_k' d (its parameters' names, for dK and dV)
     """
     check_dbias(problem, dbias)
-    splits = as_size("query_splits", query_splits)
+    splits = as_size("query_splits", query_splits, axis=False)
     d, head = problem.head_dim, whole_sums(problem, tiles, problem.heads_q)
     shared = whole_sums(problem, tiles, problem.heads_k)
     starts = starts_in_first_pass(problem)

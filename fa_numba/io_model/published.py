@@ -62,7 +62,7 @@ def fa1_paper(problem: Problem, Bc: int) -> int:
     X (3 N / B_c + 1) with X = B H N d.
     """
     Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, problem.head_dim
-    Tc = ceil_div(Nk, as_size("Bc", Bc))
+    Tc = ceil_div(Nk, as_size("Bc", Bc, axis=False))
     return problem.batch * problem.heads_q * (2 * Nk + (3 * Tc - 1) * Nq) * d
 
 
