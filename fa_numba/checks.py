@@ -162,9 +162,8 @@ def as_softcap(value: Any) -> float | None:
         )
     if value == 0:
         return None
-    if (
-        not 1e-30 <= _as_float(value) <= 1e30
-    ):  # so that scale / softcap and softcap log2(e) are float32
+    # Within these bounds scale / softcap and softcap log2(e) are float32.
+    if not 1e-30 <= _as_float(value) <= 1e30:
         raise ValueError(f"softcap is {value!r}: allowed is 1e-30 to 1e30, or None or 0 for none")
     return float(value)
 
