@@ -83,6 +83,7 @@ _ELSEWHERE = {
     "local_window_size": "window",
     "mask": "attn_mask",
     "logits_soft_cap": "softcap",
+    "cache_seqlens": "kv_lens",
     "query_seq_lengths": "q_lens",
     "key_value_seq_lengths": "kv_lens",
     "return_attn_probs": "return_lse",

@@ -212,6 +212,7 @@ def test_every_flag_has_its_feature():
         ("flash_attention_1", "is_causal", "(did you mean causal?)"),
         ("flash_attention_2", "softmax_scale", "(did you mean scale?)"),
         ("flash_attention_1", "mask", "(did you mean attn_mask?)"),
+        ("flash_attention_2", "cache_seqlens", "(did you mean kv_lens?)"),
         ("flash_attention_2", "nonsense", "nonsense is no option: allowed are scale, causal,"),
     ],
 )
