@@ -61,7 +61,7 @@ KERNELS |= MMA | MMA_BACKWARD
 # package of all of them.
 PARTS = {"masks": masks}
 for _package, _names in (
-    ("", "layout heads dropout softmax visits rows gradients namespace"),
+    ("", "layout heads dropout softmax visits prefetch rows gradients namespace"),
     ("simt", "threads tile_load products stores state"),
     ("mma", "chunks tile_load fragments products pairs stores combine state dq backward"),
 ):
@@ -660,8 +660,8 @@ def forward_mutants(add):
         add(name, columns, by=WRONG | HAZARDS, total=total)
     rows = ("a tile of rows dropped", "while i0 < i_end:", "while i0 + uint32(spec.Br) < i_end:")
     add("fa1", rows, by=WRONG | HAZARDS)
-    for name, i, to in (("next_q", "i", "fa1"), ("next_k", "j", "fa2")):
-        place, there = f"simt_tile_load.make_load_{name}", f"if {i}_next < {i}_end:"
+    for name, i, to in (("row", "i", "fa1"), ("column", "j", "fa2")):
+        place, there = f"prefetch.next_{name}_tile", f"if {i}_next < {i}_end:"
         how = {"by": WRONG | HAZARDS, "to": (to,)}
         add(place, ("the next tile not loaded", there, "if False:"), **how)
         tile = ("this tile again", f"{i}_next, rows_end)", f"{i}0, rows_end)")
@@ -754,7 +754,8 @@ def forward_mutants(add):
     matrix = ("S past the matrix", "if row < Nq and col < Nk:", "if row < Nq:")
     add("standard", matrix, by="OutOfBounds")
     add("standard", ("P of one warp's sum", "range(WARPS)", "range(1)"), cases="long")
-    add("standard", ("no guard of -inf", "if s != NEG_INF:", "if True:"), cases="causal")
+    guard = ("no guard of -inf", "if s != NEG_INF:", "if True:")
+    add("softmax.exp_of_difference", guard, to=("standard",), cases="causal")
 
 
 def edge_mutants(add):
@@ -1015,8 +1016,8 @@ def visit_mutants(add):
     for place, guard, to in (
         ("fa1", "i0 < i_end", "fa1"),
         ("fa2", "j0 < j_end", "fa2"),
-        ("simt_tile_load.make_load_next_k", "j_next < j_end", "fa2"),
-        ("simt_tile_load.make_load_next_q", "i_next < i_end", "fa1"),
+        ("prefetch.next_column_tile", "j_next < j_end", "fa2"),
+        ("prefetch.next_row_tile", "i_next < i_end", "fa1"),
     ):
         unseen = ("unseen tiles loaded", f"if {guard}:", "if True:")
         add(place, unseen, by=ANY, to=(to,), cases=("causal", "sparse"))
@@ -1109,8 +1110,8 @@ def visit_mutants(add):
         first = ("the first block not skipped", call, axes[:2])
         add(place, first, by=ANY, to=to, cases="sparse")
     for place, name, axes, to in (
-        ("simt_tile_load.make_load_next_k", "column", "j_end, i0", ("fa2",)),
-        ("simt_tile_load.make_load_next_q", "row", "i_end, j0", ("fa1",)),
+        ("prefetch.next_column_tile", "column", "j_end, i0", ("fa2",)),
+        ("prefetch.next_row_tile", "row", "i_end, j0", ("fa1",)),
         ("simt_tile_load.make_load_next_rows", "row", "i_end, j0", FLASH_BACKWARD),
     ):
         tile = "uint32(j0 + Bc)" if name == "column" else "uint32(i0 + Br)"
@@ -1845,9 +1846,9 @@ def mma_kernel_mutants(add):
     call = "p.write_logsumexp(rl, rm, L, lh, mh, b, h, options, i_first, i_last, ty, tx)"
     add("mma_fa1", ("no L", call, "pass"), by=ANY)
     add(
-        "mma_tile_load.make_load_next_q",
-        ("the next tile not loaded", "if i_next < i_end:", "if False:"),
-        ("this tile again", "i_next, rows_end)", "i0, rows_end)"),
+        "prefetch.next_row_tile",
+        ("the next tile not loaded (mma)", "if i_next < i_end:", "if False:"),
+        ("this tile again (mma)", "i_next, rows_end)", "i0, rows_end)"),
         **one,
     )
     for name, cases in (("mma_fa1", "plain"), ("mma_fa1_backward", "causal")):
@@ -1936,10 +1937,10 @@ def mma_kernel_mutants(add):
     )
     one_stage = {"by": ANY, "to": ("mma_fa2",)}
     add(
-        "mma_tile_load.make_load_next_k",
-        ("the next tile not loaded", "if j_next < j_end:", "if False:"),
-        ("this tile again", "j_next, rows_end)", "j0, rows_end)"),
-        ("unseen tiles loaded", "if j_next < j_end:", "if True:"),
+        "prefetch.next_column_tile",
+        ("the next tile not loaded (mma)", "if j_next < j_end:", "if False:"),
+        ("this tile again (mma)", "j_next, rows_end)", "j0, rows_end)"),
+        ("unseen tiles loaded (mma)", "if j_next < j_end:", "if True:"),
         **one_stage,
     )
     add(at_first, ("the first K not loaded", "load_k(sK, K, j0, rows_end)", "pass"), **one_stage)

@@ -19,6 +19,15 @@ _visible_window = device_function(masks.visible_window)
 _distance = device_function(masks.distance)
 
 
+@device_function
+def exp_of_difference(s, m):
+    """e^(s - m), and 0 where s is -inf, whatever m."""
+    p = float32(0.0)
+    if s != NEG_INF:
+        p = exp2((s - m) * LOG2E)
+    return p
+
+
 @cache
 def make_scale_and_mask(spec):
     """``scale_and_mask(rS, scale, row0, col0, Nq, Nk, b, h, options, ty, tx)``: scores in units of

@@ -23,12 +23,11 @@ from fa_numba.device import Kernel, array_type, cuda, float32, uint32
 from fa_numba.intrinsics.arithmetic import LN2, NEG_INF, log2, maximum
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
 from fa_numba.intrinsics.shared import half_tile, shared_tile
-from fa_numba.kernels.simt.standard import exp_of_difference
 from fa_numba.parts.dropout import keeps
 from fa_numba.parts.mma import parts
 from fa_numba.parts.mma.chunks import make_load_row, make_read_chunk, make_write_chunk
 from fa_numba.parts.namespace import RowFacts
-from fa_numba.parts.softmax import FULL_WARP
+from fa_numba.parts.softmax import FULL_WARP, exp_of_difference
 
 MAX_WARPS = 8
 

@@ -13,14 +13,14 @@ from functools import cache
 
 from numba import types
 
-from fa_numba.device import Kernel, array_type, cuda, device_function, float32, uint32
-from fa_numba.intrinsics.arithmetic import LN2, LOG2E, NEG_INF, exp2, log2, maximum
+from fa_numba.device import Kernel, array_type, cuda, float32, uint32
+from fa_numba.intrinsics.arithmetic import LN2, NEG_INF, log2, maximum
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
 from fa_numba.intrinsics.shared import shared_tile
 from fa_numba.parts.dropout import keeps
 from fa_numba.parts.namespace import RowFacts
 from fa_numba.parts.simt import parts
-from fa_numba.parts.softmax import FULL_WARP
+from fa_numba.parts.softmax import FULL_WARP, exp_of_difference
 
 MAX_WARPS = 8
 
@@ -83,15 +83,6 @@ def make_standard_scores(spec, slopes=False):
     arguments = (*[array_type(4)] * 3, *scalars, spec.features.argument_type)
     shared_bytes = 4 * (NQ + NK)
     return Kernel(standard_scores, arguments, spec.threads, shared_bytes)
-
-
-@device_function
-def exp_of_difference(s, m):
-    """e^(s - m), and 0 where s is -inf, whatever m."""
-    p = float32(0.0)
-    if s != NEG_INF:
-        p = exp2((s - m) * LOG2E)
-    return p
 
 
 @cache

@@ -4,7 +4,8 @@ from functools import cache
 
 from fa_numba.device import cuda, device_function, int32, uint32
 from fa_numba.intrinsics.async_copy import copy1_async, copy4_async
-from fa_numba.parts.visits import make_next_column, make_next_row
+from fa_numba.parts.prefetch import next_column_tile, next_row_tile
+from fa_numba.parts.visits import make_next_row
 
 
 @cache
@@ -59,34 +60,14 @@ def make_load_v(spec):
 
 @cache
 def make_load_next_q(spec):
-    """``load_next_q(sQ, Q, i0, i_end, rows_end, j0, b, h, options)``: the row tile that comes after
-    the one at i0; gives where it starts, at or past i_end if there is none.
-    """
-    Br, load_q, next_row = spec.Br, make_load_q(spec), make_next_row(spec)
-
-    @device_function
-    def load_next_q(sQ, Q, i0, i_end, rows_end, j0, b, h, options):
-        i_next = next_row(uint32(i0 + Br), i_end, j0, b, h, options)
-        if i_next < i_end:
-            load_q(sQ, Q, i_next, rows_end)
-        return i_next
-
-    return load_next_q
+    """``load_next_q``: see ``prefetch.next_row_tile``."""
+    return next_row_tile(spec, make_load_q(spec))
 
 
 @cache
 def make_load_next_k(spec):
-    """``load_next_k(sK, K, j0, j_end, rows_end, i0, b, h, options)``: along the columns."""
-    Bc, load_k, next_column = spec.Bc, make_load_k(spec), make_next_column(spec)
-
-    @device_function
-    def load_next_k(sK, K, j0, j_end, rows_end, i0, b, h, options):
-        j_next = next_column(uint32(j0 + Bc), j_end, i0, b, h, options)
-        if j_next < j_end:
-            load_k(sK, K, j_next, rows_end)
-        return j_next
-
-    return load_next_k
+    """``load_next_k``: see ``prefetch.next_column_tile``."""
+    return next_column_tile(spec, make_load_k(spec))
 
 
 @cache
