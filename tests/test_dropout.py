@@ -180,7 +180,6 @@ GOOD = dict(batch=1, heads=1, seqlen_q=2, seqlen_k=3, dropout_p=0.5)
         ({"dropout_p": -0.1}, ValueError, ["dropout_p is -0.1", "0 to below 1"]),
         ({"dropout_p": float("nan")}, ValueError, ["dropout_p is nan", "0 to below 1"]),
         ({"dropout_p": "0.1"}, TypeError, ["dropout_p is '0.1'", "0 to below 1"]),
-        ({"dropout_p": None}, TypeError, ["dropout_p is None", "0 to below 1"]),
         ({"seed": -1}, ValueError, ["seed is -1", "0 to below 2**64"]),
         ({"seed": 2**64}, ValueError, ["seed is 18446744073709551616", "0 to below 2**64"]),
         ({"seed": 1.0}, TypeError, ["seed is 1.0", "0 to below 2**64"]),
@@ -195,6 +194,11 @@ def test_a_bad_argument_is_refused(bad, error, says):
     with pytest.raises(error) as e:
         dropout_mask(**{**GOOD, **bad})
     assert all(part in str(e.value) for part in says), e.value
+
+
+def test_no_dropout_keeps_everything():
+    for none in (0.0, None):
+        assert dropout_mask(**{**GOOD, "dropout_p": none}).all()
 
 
 def test_the_probability_has_no_default_and_names_are_given():
