@@ -70,8 +70,7 @@ def make_forward(spec):
                 p.read_state(rO, rl, rm, Ah, lh, mh, j0, i0, i_stop, ty, tx)
                 # FA-1 line 9, FA-2 line 8: Sij = scale Qi KjT
                 p.scores(rS, rQ, sQ, sK, warp_row, p.warp_column())
-                # Alg. 1 line 12: diag(li) Oi, before line 11 replaces li
-                p.scale_rows(rO, rl)
+                p.scale_rows(rO, rl)  # Alg. 1 line 12: diag(li) Oi, before line 11 replaces li
                 p.scale_and_mask(rS, scale, i0, j0, Nq, Nk, b, h, options, ty, tx)
                 cuda.syncthreads()  # nobody reads sQ any more
                 # FA-1 line 8, FA-2 line 7 of the next tile: load it, in flight meanwhile
@@ -83,8 +82,7 @@ def make_forward(spec):
                 # FA-1 line 12, FA-2 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj
                 p.scale_rows(rO, rf)
                 p.add_product(rO, rS, sV, options)
-                # ... its sum over warps, and their m and l, where they split the keys
-                p.combine(rO, rm, rl, sO, ty, tx)
+                p.combine(rO, rm, rl, sO, ty, tx)  # ... over warps, where they split the keys
                 # FA-1 lines 12, 13, FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
                 p.normalise_rows(rO, rl)
                 more = p.sees_more(i0, j0, Nq, Nk, b, h, options)

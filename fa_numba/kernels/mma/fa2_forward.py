@@ -1,8 +1,9 @@
 """FlashAttention-2, forward: Q outer, K/V inner (arXiv 2307.08691, Algorithm 1), on tensor cores.
 
-One thread block takes one row tile Qi: the outer loop (line 3) is the grid. A warp takes 32 or 16
-of its rows and all columns, so that only its own lanes share a row. S, P, O, m and l stay in
-registers; O is normalised once, and one logsumexp leaves.
+One thread block takes one row tile Qi: the outer loop (line 3) is the grid, the tiles with most
+columns first: a shorter tail. A warp takes 32 or 16 of its rows and all columns, so that only its
+own lanes share a row. S, P, O, m and l stay in registers; O is normalised once, and one logsumexp
+leaves.
 m is kept in units of log2. Stages, shared memory and accesses: below the kernel.
 """
 
@@ -40,8 +41,7 @@ def make_forward(spec):
         rows = uint32(Qh.shape[0])
         Nq, Nk = p.lengths(rows, Kh.shape[0], b, options)
 
-        # Alg. 1 line 3: row tile i. The tiles with most columns go first: a shorter tail.
-        i0 = uint32((cuda.gridDim.x - 1 - cuda.blockIdx.x) * Br)
+        i0 = uint32((cuda.gridDim.x - 1 - cuda.blockIdx.x) * Br)  # Alg. 1 line 3: row tile i
         j0, j_end = p.visited_columns(i0, Nq, Nk, b, h, options)
 
         # Alg. 1 line 4: load Qi (and the first Kj, ahead of line 7)
@@ -81,8 +81,7 @@ def make_forward(spec):
             p.add_product(rO, rS, sV, options)
             j0 = j_next
 
-        # Alg. 1 line 9: l of whole rows, whose columns lie with four lanes
-        p.sum_lanes(rl)
+        p.sum_lanes(rl)  # Alg. 1 line 9: l of whole rows, whose columns lie with four lanes
         # FA-1 lines 12, 13, FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
         p.normalise_rows(rO, rl)
         p.write_tile(rO, sQ, Oh, warp_row, i0, rows, ty, tx)

@@ -1,8 +1,9 @@
 """FlashAttention-2, forward: Q outer, K/V inner (arXiv 2307.08691, Algorithm 1), on CUDA cores.
 
-One thread block takes one row tile Qi: the outer loop (line 3) is the grid. O, m and l stay in
-registers from the first K/V tile to the last; O is normalised once, and one logsumexp leaves.
-m is kept in units of log2. Shared memory and accesses are given below the kernel.
+One thread block takes one row tile Qi: the outer loop (line 3) is the grid, the tiles with most
+columns first: a shorter tail. O, m and l stay in registers from the first K/V tile to the last; O
+is normalised once, and one logsumexp leaves. m is kept in units of log2. Shared memory and accesses
+are given below the kernel.
 """
 
 from functools import cache
@@ -42,8 +43,7 @@ def make_forward(spec):
         rows = uint32(Qh.shape[0])
         Nq, Nk = p.lengths(rows, Kh.shape[0], b, options)
 
-        # Alg. 1 line 3: row tile i. The tiles with most columns go first: a shorter tail.
-        i0 = uint32((cuda.gridDim.x - 1 - cuda.blockIdx.x) * Br)
+        i0 = uint32((cuda.gridDim.x - 1 - cuda.blockIdx.x) * Br)  # Alg. 1 line 3: row tile i
         j0, j_end = p.visited_columns(i0, Nq, Nk, b, h, options)
 
         # Alg. 1 line 4: load Qi (and the first Kj, ahead of line 7)
