@@ -867,7 +867,7 @@ def backward_mutants(add):
             ("dK from P", "product(rdK, sdS,", "product(rdK, sP,"),
         )
     add(
-        "simt_stores.make_scale_columns",
+        "gradients.make_scale_columns",
         ("another factor", "rT[e] *= factor", "rT[e] *= factor * float32(1.0001)"),
         to=FLASH_BACKWARD,
     )
@@ -962,7 +962,7 @@ def backward_mutants(add):
     add(transposed, ("one row of four", "in range(4):", "in range(1):"), by=by, to=every, total=2)
     add(transposed, ("the sum of one tile", "rT[e] += p * b[0]", "rT[e] = p * b[0]"), to=every)
     for place, registers in (
-        ("simt_stores.make_start_columns", ("rdK[e]", "rdV[e]")),
+        ("gradients.make_start_columns", ("rdK[e]", "rdV[e]")),
         ("standard_backward", ("rdV[e]",)),
         ("simt_state.make_initialise_dq", ("rdQ[e]",)),
         ("fa2_backward", ("rdQ[e]",)),

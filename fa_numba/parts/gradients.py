@@ -1,4 +1,4 @@
-"""From dP to dS, element by element: the softmax, the cap on the scores, the bias."""
+"""From dP to dS, element by element: softmax, cap on the scores, bias; and dK and dV in registers."""
 
 import math
 from functools import cache
@@ -58,3 +58,30 @@ def make_score_gradients(spec):
                 rdP[e] *= rG[e]
 
     return score_gradients
+
+
+@cache
+def make_start_columns(spec):
+    """``start_columns(rdK, rdV)``: dK = 0, dV = 0."""
+    RK = spec.column_registers
+
+    @device_function
+    def start_columns(rdK, rdV):
+        for e in range(RK):
+            rdK[e] = float32(0.0)
+            rdV[e] = float32(0.0)
+
+    return start_columns
+
+
+@cache
+def make_scale_columns(spec):
+    """``scale_columns(rT, factor)``: factor T."""
+    RK = spec.column_registers
+
+    @device_function
+    def scale_columns(rT, factor):
+        for e in range(RK):
+            rT[e] *= factor
+
+    return scale_columns

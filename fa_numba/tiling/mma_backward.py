@@ -32,6 +32,11 @@ class MmaBackwardSpec(MmaSpec):
     vector_adds: bool = False
 
     @property
+    def column_registers(self) -> int:
+        """Registers of a thread's part of dK, and of dV."""
+        return 4 * self.TN * self.gradients.DN
+
+    @property
     def row_width(self) -> int:
         return 2
 

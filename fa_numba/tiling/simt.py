@@ -111,6 +111,11 @@ class SimtBackwardSpec(SimtSpec):
     """
 
     @property
+    def column_registers(self) -> int:
+        """Registers of a thread's part of dK, and of dV."""
+        return 4 * self.CM * self.DN
+
+    @property
     def accumulators(self) -> int:
         """Registers of one thread's parts of dK and dV, and of S and dP."""
         return 2 * (4 * self.CM * self.DN + self.TM * self.TN)

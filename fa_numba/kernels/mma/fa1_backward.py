@@ -21,7 +21,7 @@ def make_backward(spec):
     """The kernel for ``spec``; launched over (query splits, Hk, B) blocks."""
     p, Br, Bc, (_, NK, NS) = parts(spec), spec.Br, spec.Bc, spec.tile_halves
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, 8 * spec.query_fragments * spec.query_chunks
-    RG, RF, RK = spec.cap_registers, spec.scores.q_registers, 4 * spec.TN * spec.gradients.DN
+    RG, RF, RK = spec.cap_registers, spec.scores.q_registers, spec.column_registers
     U, ROWS, COLUMNS, WIDTH = spec.warp_parts
     AT_V, AT_DS, AT_P = NK, 2 * NK, 2 * NK + (U - 1) * NS
     AT_D, EARLY = places(spec)[1] + 2 * Br, U > 1

@@ -26,7 +26,7 @@ def make_backward(spec, atomic=True):
     """
     p, Bc = parts(spec), spec.Bc
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4
-    RK, RG = spec.CM * spec.DN * 4, spec.cap_registers
+    RK, RG = spec.column_registers, spec.cap_registers
     NQ, NK, NP = spec.tile_floats
     AT_DO, AT_K, AT_V, AT_P, AT_DS = NQ, 2 * NQ, 2 * NQ + NK, 2 * NQ + 2 * NK, 2 * NQ + 2 * NK + NP
 

@@ -169,33 +169,6 @@ def make_row_dots(spec):
 
 
 @cache
-def make_start_columns(spec):
-    """``start_columns(rdK, rdV)``: dK = 0, dV = 0."""
-    RK = 4 * spec.TN * spec.gradients.DN
-
-    @device_function
-    def start_columns(rdK, rdV):
-        for e in range(RK):
-            rdK[e] = float32(0.0)
-            rdV[e] = float32(0.0)
-
-    return start_columns
-
-
-@cache
-def make_scale_columns(spec):
-    """``scale_columns(rT, factor)``: factor T."""
-    RK = 4 * spec.TN * spec.gradients.DN
-
-    @device_function
-    def scale_columns(rT, factor):
-        for e in range(RK):
-            rT[e] *= factor
-
-    return scale_columns
-
-
-@cache
 def make_write_columns(spec):
     """``write_columns(rT, T, row0, rows_end, tx, t)``: this thread's dK or dV to memory, rounded;
     or, where blocks share it, added to its float32 sum atomically.

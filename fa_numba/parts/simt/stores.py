@@ -157,33 +157,6 @@ def make_store_ds(spec):
 
 
 @cache
-def make_start_columns(spec):
-    """``start_columns(rdK, rdV)``: dK = 0, dV = 0."""
-    RK = spec.CM * spec.DN * 4
-
-    @device_function
-    def start_columns(rdK, rdV):
-        for e in range(RK):
-            rdK[e] = float32(0.0)
-            rdV[e] = float32(0.0)
-
-    return start_columns
-
-
-@cache
-def make_scale_columns(spec):
-    """``scale_columns(rT, factor)``: factor T."""
-    RK = spec.CM * spec.DN * 4
-
-    @device_function
-    def scale_columns(rT, factor):
-        for e in range(RK):
-            rT[e] *= factor
-
-    return scale_columns
-
-
-@cache
 def make_write_columns(spec):
     """``write_columns(rT, T, row0, rows_end, ty, tx)``: this thread's dK or dV to memory."""
     CM, DN, TX, TY = spec.CM, spec.DN, spec.tx_count, spec.ty_count
