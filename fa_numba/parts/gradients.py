@@ -1,4 +1,4 @@
-"""From dP to dS, element by element: softmax, cap on the scores, bias; and dK and dV in registers."""
+"""From dP to dS, element by element: softmax, cap on the scores, bias; dK and dV in registers."""
 
 import math
 from functools import cache
