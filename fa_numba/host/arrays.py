@@ -202,7 +202,7 @@ def _from_dlpack(name: str, array: Any) -> Operand:
         tuple(itemsize * n for n in strides),
         view.ptr,
         None,
-        view,
+        array,
         device.empty,
         not view.readonly,
     )

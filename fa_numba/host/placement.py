@@ -87,7 +87,9 @@ def stream_handle(stream: Any, q: Placed) -> int:
         if q.library == "torch":
             return int(sys.modules["torch"].cuda.current_stream(q.place).cuda_stream)
         if q.library == "cupy":
-            return int(sys.modules["cupy"].cuda.get_current_stream().ptr)
+            cupy = sys.modules["cupy"]
+            with cupy.cuda.Device(q.place):  # each GPU has a current stream
+                return int(cupy.cuda.get_current_stream().ptr)
         return 0
     if not device.on_gpu():
         raise ValueError(f"stream is {stream!r}: the emulator has no streams, allowed is None")

@@ -1,0 +1,247 @@
+"""The part of torch that fa_numba asks for, over host memory that is the CPU's or a GPU's."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from types import ModuleType, SimpleNamespace
+from unittest import mock
+
+import numpy as np
+from stand_in_device import aligned, owner_of
+
+import fa_numba
+
+
+class Dtype:
+    """One of torch's dtypes; NumPy has no bfloat16 and keeps its bits."""
+
+    def __init__(self, name):
+        self.name, self.host = name, {"bfloat16": "uint16"}.get(name, name)
+
+    def __repr__(self):
+        return f"torch.{self.name}"
+
+
+DTYPES = {
+    name: Dtype(name)
+    for name in ("float32", "float64", "float16", "bfloat16", "bool", "int16", "int32", "int64")
+}
+
+
+class Tensor:
+    """A tensor over ``values``, of the GPU that has their memory or of the CPU."""
+
+    layout, requires_grad, negated, grad, node = "strided", False, False, None, None
+
+    @classmethod
+    def of(cls, values, dtype=None, **facts):
+        tensor = cls()
+        gpu = owner_of(values.ctypes.data)
+        where = SimpleNamespace(type="cpu", index=None)
+        tensor.values, tensor.shape = values, values.shape
+        tensor.dtype = DTYPES[dtype or values.dtype.name]
+        tensor.device = where if gpu is None else SimpleNamespace(type="cuda", index=gpu)
+        vars(tensor).update(facts)
+        return tensor
+
+    @property
+    def is_cuda(self):
+        return self.device.type == "cuda"
+
+    def get_device(self):
+        return self.device.index
+
+    def is_neg(self):
+        return self.negated
+
+    def data_ptr(self):
+        return self.values.ctypes.data
+
+    def element_size(self):
+        return self.values.itemsize
+
+    def stride(self):
+        return tuple(n // self.values.itemsize for n in self.values.strides)
+
+    def detach(self):
+        return Tensor.of(self.values, self.dtype.name)
+
+    def view(self, dtype):
+        return Tensor.of(self.values.view(dtype.host), dtype.name)
+
+    def cpu(self):
+        return self if not self.is_cuda else Tensor.of(self.values.copy(), self.dtype.name)
+
+    def numpy(self):
+        assert not self.is_cuda and not self.requires_grad
+        return self.values
+
+    def __invert__(self):
+        return self._like(~self.values)
+
+    def masked_fill(self, where, value):
+        return self._like(np.where(where.values, self.values.dtype.type(value), self.values))
+
+    def float(self):
+        return self._like(self.values.astype(np.float32))
+
+    def _like(self, values):
+        if self.is_cuda:
+            values = aligned(values.shape, values.dtype, values, gpu=self.device.index)
+        return Tensor.of(values)
+
+    def backward(self, gradient):
+        """Gradients of the tensors that this one was made of, where its function left a node."""
+        function, context, inputs, place = self.node
+        given = [None] * context.results
+        given[place] = gradient
+        with _torch().set_grad_enabled(False):
+            found = function.backward(context, *given)
+        assert len(found) == len(inputs)
+        for x, gradient in zip(inputs, found, strict=True):
+            wants = isinstance(x, Tensor) and x.requires_grad
+            assert gradient is None or wants, "a gradient that nobody asked for"
+            if wants:
+                assert gradient is None or gradient.shape == x.shape
+                x.grad = gradient
+
+
+class Parameter(Tensor):
+    pass
+
+
+class Subclass(Tensor):
+    pass
+
+
+class Context(SimpleNamespace):
+    """``ctx`` of a ``Function``."""
+
+    def save_for_backward(self, *tensors):
+        assert all(x is None or isinstance(x, Tensor) for x in tensors)
+        self.saved_tensors = tensors
+
+    def mark_non_differentiable(self, *tensors):
+        self.marked = tensors
+
+    def set_materialize_grads(self, value):
+        self.materialize = value
+
+
+class Function:
+    """``torch.autograd.Function``: calls ``forward``, and leaves ``backward`` with its results."""
+
+    @classmethod
+    def apply(cls, *inputs):
+        wants = tuple(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+        context = Context(needs_input_grad=wants, marked=(), materialize=True)
+        with _torch().set_grad_enabled(False):
+            made = cls.forward(context, *inputs)
+        assert not context.materialize  # zeros for a gradient that is None are not made here
+        context.results = len(made)
+        for n, x in enumerate(made):
+            if any(wants) and not any(x is y for y in context.marked):
+                x.requires_grad, x.node = True, (cls, context, inputs, n)
+        return made
+
+
+class Torch(ModuleType):
+    """torch, as ``sys.modules`` would have it.
+
+    ``current`` has the current streams by GPU, ``gpu`` a ``stand_in_device.Gpu`` that tells which
+    GPU is the current one. ``drawn`` are the seeds that ``randint`` gives, from the first on.
+    """
+
+    Tensor, strided = Tensor, "strided"
+
+    def __init__(self, gpu=None):
+        super().__init__("torch")
+        self.gpu, self.current, self.grad, self.made = gpu, {0: 5}, True, 0
+        self.entered, self.deterministic, self.drawn = [], False, iter(range(11, 99))
+        vars(self).update(DTYPES)
+        self.nn = SimpleNamespace(Parameter=Parameter)
+        self.cuda = SimpleNamespace(
+            current_stream=self.current_stream,
+            ExternalStream=lambda handle, device: (handle, device.index),
+            stream=self.on_stream,
+        )
+        self.autograd = ModuleType("torch.autograd")
+        self.autograd.Function = Function
+        self.autograd.function = ModuleType("torch.autograd.function")
+        self.autograd.function.once_differentiable = lambda function: function
+
+    @property
+    def stream(self):
+        return self.current[0]
+
+    @stream.setter
+    def stream(self, handle):
+        self.current[0] = handle
+
+    def current_stream(self, device=None):
+        place = self.gpu.ordinal if device is None else device
+        return SimpleNamespace(cuda_stream=self.current.get(place, 0))
+
+    @contextlib.contextmanager
+    def on_stream(self, stream):
+        handle, place = stream
+        self.entered.append(stream)
+        with mock.patch.dict(self.current, {place: handle}):
+            yield
+
+    def is_grad_enabled(self):
+        return self.grad
+
+    @contextlib.contextmanager
+    def set_grad_enabled(self, value):
+        before, self.grad = self.grad, value
+        yield
+        self.grad = before
+
+    def are_deterministic_algorithms_enabled(self):
+        return self.deterministic
+
+    def randint(self, high, size, dtype, device):
+        assert size == () and dtype is self.int64 and device == "cpu"
+        found = next(self.drawn)
+        assert found < high
+        return found
+
+    def empty(self, shape, dtype, device):
+        self.made += 1
+        values = np.full(shape, np.nan if dtype.name[:5] == "float" else 0, dtype.host)
+        return self._at(values, dtype, device)
+
+    def zeros(self, shape, dtype, device):
+        return self._at(np.zeros(shape, dtype.host), dtype, device)
+
+    def _at(self, values, dtype, device):
+        if device.type == "cuda":
+            values = aligned(values.shape, values.dtype, values, gpu=device.index)
+        return Tensor.of(values, dtype.name)
+
+
+def _torch():
+    return sys.modules["torch"]
+
+
+@contextlib.contextmanager
+def no_torch_but_its_names(gpu=None):
+    """Everything inside takes ``Tensor`` for torch's; yields the ``Torch``."""
+    torch = Torch(gpu)
+    parts = {x.__name__: x for x in (torch.autograd, torch.autograd.function)}
+    with mock.patch.dict(sys.modules, torch=torch, **parts):
+        yield torch
+
+
+def fa_numba_torch():
+    """``fa_numba.torch`` of the torch that is imported now, apart from any other's."""
+    origin = importlib.util.find_spec("fa_numba.torch").origin
+    spec = importlib.util.spec_from_file_location("fa_numba.torch_of_a_stand_in", origin)
+    module = importlib.util.module_from_spec(spec)
+    assert spec.loader is not None
+    spec.loader.exec_module(module)
+    assert module.torch is _torch() and module.fa_numba is fa_numba
+    return module

@@ -1,0 +1,720 @@
+"""What the driver is asked for: keys of kept calls, addresses, alignment, GPUs, streams, order.
+
+The GPUs are stand-ins that take down and run nothing, so that each call takes a millisecond.
+"""
+
+import itertools
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+from stand_in_device import (
+    CONTEXT,
+    Array,
+    Dlpack,
+    aligned,
+    no_calls_kept,
+    no_cupy_but_its_names,
+    no_gpu_but_its_driver,
+    on_gpu,
+    owner_of,
+)
+from stand_in_torch import Tensor, no_torch_but_its_names
+
+import fa_numba
+from fa_numba import Tiles
+from fa_numba.device import kernel_cache
+from fa_numba.host import binding, launch_cache, overlap, planning
+from fa_numba.host.arrays import operand
+from fa_numba.intrinsics.reduction import add_pair, add_pair_vector
+from fa_numba.problem import Problem
+
+# Batch 2, two heads of q that share one of k: rows of q and of k, head dimension.
+NQ, NK, D = 5, 9, 8
+SHAPES = {
+    **dict.fromkeys(("q", "out", "dout"), (2, 2, NQ, D)),
+    **dict.fromkeys("kv", (2, 1, NK, D)),
+    "lse": (2, 2, NQ),
+    "bias": (2, 2, NQ, NK),
+    "alibi_slopes": (2,),
+}
+FLOAT32 = ("lse", "bias", "attn_mask", "alibi_slopes")  # whatever q has
+
+
+@pytest.fixture
+def gpu():
+    with no_gpu_but_its_driver((9, 0), (8, 0)) as found:
+        found.runs = False
+        yield found
+
+
+@pytest.fixture
+def torch(gpu):
+    with no_torch_but_its_names(gpu) as found:
+        yield found
+
+
+@pytest.fixture
+def cupy(gpu):
+    with no_cupy_but_its_names(gpu) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def kept():
+    with no_calls_kept() as found:
+        yield found
+
+
+# --- calls -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Where an array of a call lies: ``layout`` is a name among ``LAYOUTS``."""
+
+    shape: tuple
+    dtype: str = "float32"
+    layout: str = "dense"
+    offset: int = 0
+    gpu: int = 0
+    read_only: bool = False
+
+    def values(self):
+        host = {"bfloat16": "uint16"}.get(self.dtype, self.dtype)
+        return LAYOUTS[self.layout](self.shape, host, offset=self.offset, gpu=self.gpu)
+
+    def of(self, library):
+        if library == "torch":
+            return Tensor.of(self.values(), self.dtype)
+        if library == "dlpack":
+            return Dlpack(self.values())
+        return Array(self.values(), self.read_only)
+
+
+def _far(shape, dtype, **where):
+    """Rows twice as far from one another as they are long."""
+    return aligned((*shape[:-1], 2 * shape[-1]), dtype, **where)[..., : shape[-1]]
+
+
+def _heads_last(shape, dtype, **where):
+    *batch, heads, rows, d = shape
+    return aligned((*batch, rows, heads, d), dtype, **where).swapaxes(-3, -2)
+
+
+LAYOUTS = {
+    "dense": aligned,
+    "far rows": _far,
+    "heads last": _heads_last,
+    "last row first": lambda shape, dtype, **where: aligned(shape, dtype, **where)[..., ::-1, :],
+    "every second element": lambda shape, dtype, **where: aligned(
+        (*shape[:-1], 2 * shape[-1]), dtype, **where
+    )[..., ::2],
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call to be made: its arrays by name, and its other arguments."""
+
+    arrays: dict
+    options: dict
+    backward: bool = False
+
+    def changed(self, names, **facts):
+        """The same, but for facts of the arrays ``names``."""
+        names = names.split() if isinstance(names, str) else names
+        found = {n: replace(x, **facts) if n in names else x for n, x in self.arrays.items()}
+        return replace(self, arrays=found)
+
+    def without(self, name):
+        return replace(self, arrays={n: x for n, x in self.arrays.items() if n != name})
+
+    def having(self, **options):
+        return replace(self, options=self.options | options)
+
+    def made(self, library):
+        return {name: x.of(library) for name, x in self.arrays.items()}
+
+    def run(self, arrays):
+        arrays = dict(arrays)
+        names = ("dout", "q", "k", "v", "out", "lse") if self.backward else "qkv"
+        first = [arrays.pop(n) for n in names]
+        function = fa_numba.attention_backward if self.backward else fa_numba.attention
+        return function(*first, **arrays, **self.options)
+
+
+def call_of(*names, backward=False, **options):
+    """A call whose arrays are all dense, float32 and on GPU 0."""
+    return Call({n: Memory(SHAPES[n]) for n in names}, options, backward)
+
+
+FORWARD = call_of("q", "k", "v", "out", "bias", "alibi_slopes", return_lse=True)
+BACKWARD = call_of(
+    "q", "k", "v", "out", "dout", "lse", "bias", "alibi_slopes", backward=True, return_dbias=True
+)
+
+
+def address(array):
+    return array.data_ptr() if isinstance(array, Tensor) else array.values.ctypes.data
+
+
+def described(array, name):
+    """What there is to say of a result; ``name`` tells its address."""
+    values = array.values
+    where = owner_of(values.ctypes.data)
+    return type(array).__name__, values.shape, values.strides, str(array.dtype), where, name
+
+
+def asked(gpu, call, arrays):
+    """What the driver is asked by ``call``, and the results, each address as the name of the array
+    that is there or its number among the others; or how the call is refused.
+    """
+    gpu.log.clear()
+    try:
+        results = call.run(arrays)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return type(error), str(error), len(gpu.log)
+    names = {}
+    for name, x in arrays.items():
+        names.setdefault(address(x), name)
+
+    def named(word):
+        is_address = isinstance(word, int) and word > 2**32
+        return names.setdefault(word, f"array {len(names)}") if is_address else word
+
+    # Small arrays are sent once; what is in them is in the launches.
+    log = [tuple(map(named, step)) for step in gpu.log if step[0] != "to gpu"]
+    results = results if isinstance(results, tuple) else (results,)
+    return log, [described(x, named(address(x))) for x in results]
+
+
+def as_first(gpu, call, arrays):
+    """``asked``, as if there had been no call before."""
+    planning.planned.cache_clear()
+    binding._on_gpu.cache_clear()
+    with no_calls_kept():
+        return asked(gpu, call, arrays)
+
+
+# --- kept calls ------------------------------------------------------------------------------
+
+
+def changes(plain, library):
+    """Calls by name of which each differs from ``plain``, and from all others, in one respect."""
+    found = {"plain": plain}
+    tiles = [n for n, x in plain.arrays.items() if len(x.shape) == 4]
+    for name in plain.arrays:
+        for bytes_ in (4, 8):
+            found[f"{name} {bytes_} bytes on"] = plain.changed(name, offset=bytes_)
+        found[f"{name} on another GPU"] = plain.changed(name, gpu=1)
+        found[f"{name} of another dtype"] = plain.changed(name, dtype="float16")
+        layouts = set(LAYOUTS) - {"dense"} if name in tiles else {"every second element"}
+        for layout in sorted(layouts):
+            if library == "torch" and layout == "last row first":
+                continue  # torch has no negative strides
+            found[f"{name}: {layout}"] = plain.changed(name, layout=layout)
+        if library == "interface":
+            found[f"{name} is read-only"] = plain.changed(name, read_only=True)
+    found["all on another GPU"] = plain.changed(list(plain.arrays), gpu=1)
+    rows = [n for n in plain.arrays if n not in FLOAT32]
+    half = {"dtype": "float16", "layout": "every second element"}  # strides of a dense float32
+    found["float16"] = plain.changed(rows, dtype="float16")
+    found["float16 in strides of float32"] = plain.changed(rows, **half)
+    if library == "torch":
+        found["bfloat16"] = plain.changed(rows, dtype="bfloat16")
+    for shape in ((1, 2, NQ, NK), (NQ, NK), (NQ, 1), (NK,)):
+        found[f"bias of {shape}"] = plain.changed("bias", shape=shape)
+    found["slopes of entries"] = plain.changed("alibi_slopes", shape=(2, 2))
+    found["without slopes"] = plain.without("alibi_slopes")
+    if plain.backward:
+        found["without bias"] = plain.without("bias").having(return_dbias=False)
+        found["no gradient of the bias"] = plain.having(return_dbias=False)
+        found["dq in one order"] = plain.having(deterministic=True)
+    else:
+        found["without bias"] = plain.without("bias")
+        found["without out"] = plain.without("out")
+    mask = plain.without("bias")
+    found["a mask"] = replace(mask, arrays=mask.arrays | {"attn_mask": plain.arrays["bias"]})
+    for name, value in (("causal", True), ("window", (3, 1)), ("softcap", 2.0), ("scale", 0.5)):
+        found[name] = plain.having(**{name: value})
+    for lengths in ((9, 4), (4, 9)):
+        found[f"lengths {lengths}"] = plain.having(kv_lens=lengths)
+    return found
+
+
+def check_kept_calls(gpu, kept, plain, library):
+    """Every call asks what it asks as a first one, whatever was kept before; a second one with
+    other arrays that are alike asks the same without a plan, and what is refused is not kept.
+    """
+    cases = changes(plain, library)
+    wanted = {name: as_first(gpu, call, call.made(library)) for name, call in cases.items()}
+    refused = {name for name, found in wanted.items() if isinstance(found[0], type)}
+    for name, call in cases.items():
+        assert asked(gpu, call, call.made(library)) == wanted[name], name
+    assert len(kept) == len(cases) - len(refused)
+    with mock.patch.object(launch_cache, "run_and_keep") as planned:
+        for name in cases.keys() - refused:
+            assert asked(gpu, cases[name], cases[name].made(library)) == wanted[name], name
+    assert not planned.called
+    for name in refused:
+        assert asked(gpu, cases[name], cases[name].made(library)) == wanted[name], name
+    return refused
+
+
+@pytest.mark.parametrize("library", ["interface", "torch"])
+@pytest.mark.parametrize("plain", [FORWARD, BACKWARD], ids=["forward", "backward"])
+def test_a_kept_call_asks_what_a_first_one_does(gpu, torch, kept, plain, library):
+    refused = check_kept_calls(gpu, kept, plain, library)
+    want = {f"{n} {how}" for n in plain.arrays for how in ("on another GPU", "of another dtype")}
+    if "out" in plain.arrays and not plain.backward and library == "interface":
+        want.add("out is read-only")
+    assert refused == want
+
+
+# --- addresses and layouts -------------------------------------------------------------------
+
+MIXED = {"q": "heads last", "k": "far rows", "v": "every second element", "out": "last row first",
+         "dout": "far rows", "bias": "heads last"}  # fmt: skip
+KERNEL_NAMES = {"q": "Q", "k": "K", "v": "V", "out": "O", "dout": "dO", "lse": "L"}
+
+
+def seen_as(values, axes=None):
+    """Address, shape and strides of an array, its axes in the order ``axes``."""
+    values = values if axes is None or values.ndim != 4 else values.transpose(axes)
+    return values.ctypes.data, values.shape, values.strides
+
+
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize("plain", [FORWARD, BACKWARD], ids=["forward", "backward"])
+def test_kernels_get_arrays_as_the_caller_has_them(gpu, plain, layout):
+    call, axes = plain.having(layout=layout), None
+    for name, how in MIXED.items():
+        call = call.changed(name, layout=how)
+    arrays = call.made("interface")
+    if layout == "bnhd":
+        axes = (0, 2, 1, 3)
+        swapped = {n: Array(arrays[n].values.swapaxes(1, 2)) for n in KERNEL_NAMES if n in arrays
+                   and n != "lse"}  # fmt: skip
+        arrays |= swapped
+    for _ in range(2):
+        gpu.given.clear()
+        results = call.run(arrays)
+        want = {KERNEL_NAMES[n]: seen_as(arrays[n].values, axes) for n in arrays.keys()
+                & KERNEL_NAMES.keys()}  # fmt: skip
+        made = ("O", "L") if not plain.backward else ("dQ", "dK", "dV")
+        want |= {n: seen_as(x.values, axes) for n, x in zip(made, results, strict=False)}
+        if plain.backward:
+            want["dbias"] = seen_as(results[3].values)
+        where, shape, strides = seen_as(arrays["alibi_slopes"].values)
+        want |= {"bias": seen_as(arrays["bias"].values), "slopes": (where, (2, 2), (0, *strides))}
+        seen = set()
+        for given in gpu.given:
+            for name in given.keys() & want.keys():
+                assert seen_as(given[name]) == want[name], name
+                seen.add(name)
+        assert seen == want.keys()
+
+
+@pytest.mark.parametrize(
+    "shape, strides",
+    [
+        ((2, 2, NQ, NK), (360, 180, 36, 4)), ((1, 2, NQ, NK), (0, 180, 36, 4)),
+        ((2, 1, NQ, 1), (20, 0, 4, 0)), ((NQ, NK), (0, 0, 36, 4)), ((NK,), (0, 0, 0, 4)),
+        ((2, 1, 1, 1), (4, 0, 0, 0)),
+    ],
+)  # fmt: skip
+def test_axes_that_a_bias_repeats_have_no_stride(gpu, shape, strides):
+    call = FORWARD.changed("bias", shape=shape)
+    arrays = call.made("interface")
+    call.run(arrays)
+    (given,) = gpu.given
+    expected = (arrays["bias"].values.ctypes.data, SHAPES["bias"], strides)
+    assert seen_as(given["bias"]) == expected
+
+
+# --- alignment -------------------------------------------------------------------------------
+
+
+def strided(shape, strides, offset=0, dtype="float32"):
+    """An array of GPU 0 with these strides, in bytes."""
+    size = sum((n - 1) * abs(s) for n, s in zip(shape, strides, strict=True)) + 16
+    buffer = aligned((size,), "uint8", offset=offset)[:16].view(dtype)
+    return np.lib.stride_tricks.as_strided(buffer, shape, strides)
+
+
+@pytest.mark.parametrize(
+    "shape, strides, offset, dtype, wide",
+    [
+        ((2, 2, 5, 8), (320, 160, 32, 4), 0, "float32", True),
+        ((2, 2, 5, 8), (320, 160, 32, 4), 16, "float32", True),
+        ((2, 2, 5, 8), (320, 160, 32, 4), 4, "float32", False),
+        ((2, 2, 5, 8), (320, 160, 32, 4), 8, "float32", False),
+        ((2, 2, 5, 8), (400, 200, 40, 4), 0, "float32", False),  # rows at multiples of 8
+        ((2, 2, 5, 8), (336, 168, 32, 4), 0, "float32", False),  # heads
+        ((2, 2, 5, 8), (328, 160, 32, 4), 0, "float32", False),  # entries
+        ((1, 2, 5, 8), (328, 160, 32, 4), 0, "float32", True),  # the only entry
+        ((2, 2, 1, 8), (320, 160, 40, 4), 0, "float32", True),
+        ((2, 2, 5, 8), (640, 320, 64, 8), 0, "float32", False),  # every second element
+        ((2, 2, 5, 8), (320, 32, 64, 4), 0, "float32", True),  # heads last
+        ((2, 2, 5, 8), (160, 80, 16, 2), 0, "float16", True),
+        ((2, 2, 5, 8), (160, 80, 16, 2), 8, "float16", False),
+        ((2, 2, 5, 8), (240, 120, 24, 2), 0, "float16", False),
+        ((2, 2, 5, 8), (320, 160, 32, 4), 0, "float16", False),
+    ],
+)  # fmt: skip
+def test_aligned_rows_start_at_16_byte_addresses(gpu, torch, shape, strides, offset, dtype, wide):
+    values = strided(shape, strides, offset, dtype)
+    assert operand("q", Array(values)).aligned is wide
+    assert operand("q", Tensor.of(values)).aligned is wide
+
+
+def plan_of(call, aligned):
+    """The plan of a call that is like ``FORWARD`` or ``BACKWARD``."""
+    x = call.arrays
+    facts = {"bias": x["bias"].shape, "alibi": True, "dtype": x["q"].dtype}
+    problem = Problem.from_shapes(x["q"].shape, x["k"].shape, x["k"].shape, **facts)
+    if call.backward:
+        return planning.backward(problem, "fa2", None, aligned, False, True)
+    return planning.forward(problem, "fa2", None, aligned, True, 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("plain", [FORWARD, BACKWARD], ids=["forward", "backward"])
+def test_one_unaligned_array_makes_the_kernel_one_for_all(gpu, kept, plain, dtype):
+    rows = [n for n in plain.arrays if n not in FLOAT32]
+    plain = plain.changed(rows, dtype=dtype)
+    wide, narrow = (plan_of(plain, x).launched for x in (True, False))
+    assert wide != narrow
+    cases = [(plain, wide), *((plain.changed(n, offset=8), narrow) for n in rows)]
+    cases += [(plain.changed(n, offset=8), wide) for n in plain.arrays.keys() - set(rows)]
+    for _ in range(2):
+        for call, kernels in cases:
+            gpu.launched.clear()
+            call.run(call.made("interface"))
+            assert tuple(gpu.launched) == kernels
+    assert len(kept) == len(cases)
+
+
+def test_a_head_dimension_of_no_whole_chunks_is_unaligned(gpu):
+    """Rows of 6 floats, 32 bytes apart: the last chunk of 16 bytes is no row's own."""
+    q = Array(aligned((2, 2, 5, 8), values=0.0)[..., :6])
+    k = Array(aligned((2, 2, 9, 8), values=0.0)[..., :6])
+    problem = Problem.from_shapes(q.shape, k.shape, k.shape, dtype="float32")
+    plans = [planning.forward(problem, "fa2", None, x, False, 1) for x in (False, True)]
+    fa_numba.flash_attention_2(q, k, k)
+    assert tuple(gpu.launched) == plans[0].launched != plans[1].launched
+
+
+# --- which bytes are whose -------------------------------------------------------------------
+
+
+def layouts(random, bytes_):
+    """Arrays of up to four axes with strides of any sign, in one block of memory."""
+    while True:
+        shape = tuple(random.integers(1, 4, random.integers(1, 5)).tolist())
+        strides = tuple((4 * random.integers(-6, 7, len(shape))).tolist())
+        reach = [(n - 1) * s for n, s in zip(shape, strides, strict=True)]
+        first, last = sum(min(0, n) for n in reach), sum(max(0, n) for n in reach) + 4
+        if last - first <= bytes_:
+            pointer = 2**40 + 4 * int(random.integers(0, (bytes_ - last + first) // 4 + 1)) - first
+            yield SimpleNamespace(pointer=pointer, shape=shape, strides=strides, dtype="float32")
+
+
+def addresses_of(memory):
+    """The address of every element, one by one."""
+    places = itertools.product(*map(range, memory.shape))
+    return [
+        memory.pointer + sum(n * s for n, s in zip(x, memory.strides, strict=True)) for x in places
+    ]
+
+
+def test_extents_and_overlaps_are_those_of_the_elements():
+    random = np.random.default_rng(11)
+    found = layouts(random, 200)
+    shared = itself = 0
+    for a, b in itertools.islice(zip(found, found, strict=False), 400):
+        mine, others = addresses_of(a), addresses_of(b)
+        begin, end = overlap.extent(a)
+        assert (a.pointer + begin, a.pointer + end) == (min(mine), max(mine) + 4)
+        assert overlap.overlap(a, b) == bool({*mine} & {*others})
+        if len({*mine}) < len(mine):
+            assert overlap.overlaps_itself(a)
+        shared, itself = shared + overlap.overlap(a, b), itself + overlap.overlaps_itself(a)
+    assert 50 < shared < 350 and 50 < itself < 350
+
+
+@pytest.mark.parametrize("how", ["ascending", "last row first", "all axes descending"])
+@pytest.mark.parametrize("of", ["q", "out"])
+def test_a_kept_call_refuses_an_out_that_shares_memory(gpu, kept, how, of):
+    """``out`` moves past q in steps of 16 bytes; either of them runs backwards in memory."""
+    reversals = {"ascending": np.s_[...], "last row first": np.s_[..., ::-1, :],
+                 "all axes descending": np.s_[:, ::-1, ::-1]}  # fmt: skip
+    shape, size = (2, 2, NQ, D), 4 * NQ * D
+    flat = aligned((5 * size,), values=0.0)
+    k = on_gpu(np.zeros((2, 1, NK, D), np.float32))
+
+    def placed(start, name):
+        values = flat[start : start + size].reshape(shape)
+        return Array(values[reversals[how]] if name == of else values)
+
+    q = placed(2 * size, "q")
+    fa_numba.flash_attention_2(q, k, k, out=placed(0, "out"))
+    (first,) = kept
+    with mock.patch.object(launch_cache, "run_and_keep", side_effect=AssertionError):
+        for start in range(0, 4 * size + 1, 4):
+            out = placed(start, "out")
+            gpu.launches.clear()
+            if size < start < 3 * size:
+                with pytest.raises(ValueError, match="out shares memory with q"):
+                    fa_numba.flash_attention_2(q, k, k, out=out)
+                assert not gpu.launches
+            else:
+                assert fa_numba.flash_attention_2(q, k, k, out=out) is out
+                assert len(gpu.launches) == 1
+    assert [*kept] == [first]
+
+
+def test_a_read_only_out_is_refused(gpu, kept):
+    for kind, library in (("interface", Array), ("dlpack", Dlpack)):
+        arrays = FORWARD.without("out").made(kind)
+        for read_only in (True, False, True):
+            out = library(aligned(SHAPES["q"]), read_only=read_only)
+            if read_only:
+                with pytest.raises(ValueError, match="out is a read-only"):
+                    FORWARD.run(arrays | {"out": out})
+            else:
+                assert FORWARD.run(arrays | {"out": out})[0] is out
+    assert len(gpu.launches) == 2 and len(kept) == 1
+
+
+# --- GPUs ------------------------------------------------------------------------------------
+
+
+def everywhere(call, gpu, library="interface"):
+    """The call with arrays of GPU ``gpu``."""
+    return call.changed(list(call.arrays), gpu=gpu).made(library)
+
+
+def test_small_arrays_are_kept_for_each_gpu(gpu):
+    """The lengths that a kernel reads are on its own GPU; the driver asks for that."""
+    call = call_of("q", "k", "v", q_lens=(5, 1), kv_lens=(9, 4))
+    for ordinal in (0, 1, 0, 1):
+        gpu.given.clear()
+        with no_calls_kept():
+            call.run(everywhere(call, ordinal))
+        (given,) = gpu.given
+        assert owner_of(given["kv_lens"].ctypes.data) == ordinal
+        assert given["q_lens"].tolist() == [5, 1] and given["kv_lens"].tolist() == [9, 4]
+    assert sum(step[0] == "to gpu" for step in gpu.log) == 4
+
+
+def test_small_arrays_of_equal_bytes_differ_in_their_shape(gpu):
+    """A column and a row of blocks, both True and False."""
+    long, short = np.zeros((2, 1, 1, 32, 8), np.float32)[0], np.zeros((1, 1, 16, 8), np.float32)
+    for q, k, shape in ((long, short, (2, 1)), (short, long, (1, 2)), (long, short, (2, 1))):
+        mask = np.array([True, False]).reshape(shape)
+        there = [on_gpu(x) for x in (q, k, k)]
+        fa_numba.flash_attention_2(*there, block_mask=mask, tiles=Tiles(16, 16))
+        found = gpu.given[-1]["block_mask"]
+        assert found.shape == (1, 1, *shape) and (found == mask).all()
+
+
+def reached(function):
+    """The instructions that a kernel or a device function calls, by way of others too."""
+    found, seen, waiting = set(), set(), [function]
+    while waiting:
+        function = waiting.pop()
+        if function in seen:
+            continue
+        seen.add(function)
+        names = kernel_cache._names(function.__code__)
+        values = [cell.cell_contents for cell in function.__closure__ or ()]
+        values += [function.__globals__[n] for n in names & function.__globals__.keys()]
+        for value in values:
+            inside = [value]
+            if kernel_cache._is_namespace(value):
+                inside = [getattr(value, n) for n in names if hasattr(value, n)]
+            for x in inside:
+                if isinstance(x, kernel_cache._Intrinsic):
+                    found.add(x)
+                elif isinstance(x, kernel_cache.CUDADispatcher):
+                    waiting.append(x.py_func)
+    return found
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"algorithm": "fa1", "query_splits": 2}], ids=["dq", "dk and dv"]
+)
+def test_a_kernel_adds_two_at_once_where_its_gpu_can(gpu, kept, options):
+    """``red.v2`` is an instruction of compute capability 9.0: not of GPU 1, which has 8.0."""
+    call = call_of("q", "k", "v", "out", "dout", "lse", backward=True, **options)
+    call = call.changed("q k v out dout", dtype="float16")
+    for ordinal in (0, 1, 0, 1):
+        gpu.launched.clear()
+        call.run(everywhere(call, ordinal))
+        used = set().union(*(reached(kernel.function) for kernel in gpu.launched))
+        assert used & {add_pair, add_pair_vector} == {(add_pair_vector, add_pair)[ordinal]}
+    assert len(kept) == 2
+    keys = {kernel_cache.key_of(kernel, (9, 0)) for kernel, *_ in gpu.loaded}
+    assert len(keys) == len({kernel for kernel, *_ in gpu.loaded})
+
+
+def test_a_kernel_is_loaded_once_on_each_gpu(gpu):
+    call = call_of("q", "k", "v")
+    for ordinal in (0, 1, 0, 1):
+        with no_calls_kept():
+            call.run(everywhere(call, ordinal))
+    assert [(capability, place) for _, capability, place in gpu.loaded] == [
+        ((9, 0), 0),
+        ((8, 0), 1),
+    ]
+    assert all(size == gpu.launched[0].shared_bytes for size in gpu.allowed.values())
+
+
+@pytest.mark.parametrize("library", ["interface", "torch", "dlpack"])
+def test_a_call_runs_on_the_gpu_of_its_arrays(gpu, torch, library):
+    """Whichever is the current one; that is so again when the call returns."""
+    torch.current = {0: 5, 1: 6}
+    gpu.streams = {5: 0, 6: 1}
+    for plain in (FORWARD, BACKWARD):
+        for ordinal, current in ((1, 0), (0, 0), (1, 0), (0, 1), (1, 1)):
+            gpu.log.clear()
+            gpu.context = CONTEXT + current
+            arrays = everywhere(plain, ordinal, library)
+            results = plain.run(arrays)
+            assert {step[-1] for step in gpu.log} == {ordinal}
+            assert {owner_of(address(x)) for x in results} == {ordinal}
+            assert gpu.context == CONTEXT + current
+    if library == "dlpack":  # what is done on other streams is waited for on the default one
+        assert all(asked == 1 for x in arrays.values() for asked in x.asked)
+
+
+# --- streams ---------------------------------------------------------------------------------
+
+
+def streams_of(gpu):
+    """The streams that launches, fills and the workspace were asked for on."""
+    kinds = {"launch": 3, "fill": 4, "take": 2, "free": 2}
+    return [step[kinds[step[0]]] for step in gpu.log if step[0] in kinds]
+
+
+# A call with a fill, workspace and three launches
+MANY = replace(BACKWARD.changed("q k v out dout", dtype="float16"))
+
+
+def test_the_stream_is_the_current_one_of_the_arrays_gpu(gpu, torch):
+    gpu.streams = {5: 0, 6: 1, 7: 1, 8: 1}
+    for ordinal, current, given, want in (
+        (1, {0: 5, 1: 6}, None, 6),
+        (1, {0: 5, 1: 7}, None, 7),
+        (1, {0: 5, 1: 0}, None, 0),
+        (0, {0: 5, 1: 7}, None, 5),
+        (1, {0: 5, 1: 6}, 8, 8),
+        (1, {0: 5, 1: 6}, SimpleNamespace(cuda_stream=8), 8),
+        (1, {0: 5, 1: 6}, SimpleNamespace(__cuda_stream__=lambda: (0, 8)), 8),
+    ):
+        torch.current = current
+        gpu.log.clear()
+        MANY.having(stream=given).run(everywhere(MANY, ordinal, "torch"))
+        assert streams_of(gpu) == 6 * [want]
+
+
+def test_a_stream_of_another_gpu_is_the_drivers_to_refuse(gpu, torch):
+    gpu.streams = {5: 0, 6: 1}
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="failed: CUDA_ERROR_INVALID_HANDLE"):
+            FORWARD.having(stream=6).run(FORWARD.made("torch"))
+        assert not gpu.launches
+        torch.current = {0: 5, 1: 6}
+        FORWARD.run(FORWARD.made("torch"))
+        gpu.launches.clear()
+
+
+def test_a_mask_is_converted_on_the_stream_of_its_gpu(gpu, torch):
+    """torch makes 0 and -inf of a mask of True and False, on the call's stream."""
+    gpu.streams = {5: 0, 6: 1, 8: 1}
+    torch.current = {0: 5, 1: 6}
+    for stream in (8, SimpleNamespace(cuda_stream=8), None):
+        for _ in range(2):
+            torch.entered.clear()
+            arrays = everywhere(call_of("q", "k", "v"), 1, "torch")
+            mask = Tensor.of(aligned((NQ, NK), "bool", gpu=1))
+            mask.values[:, 0] = True
+            gpu.log.clear()
+            fa_numba.flash_attention_2(*arrays.values(), attn_mask=mask, stream=stream)
+            assert torch.entered == ([] if stream is None else [(8, 1)])
+            assert streams_of(gpu) == [6 if stream is None else 8] * 3
+            added = gpu.given[-1]["bias"]
+            assert (added[..., 0] == 0).all() and (added[..., 1:] == -np.inf).all()
+
+
+def test_cupys_stream_is_that_of_the_arrays_gpu(gpu, cupy):
+    gpu.streams = {5: 0, 6: 1, 7: 1}
+    for ordinal, current, want in ((1, {0: 5, 1: 6}, 6), (1, {0: 5, 1: 7}, 7), (0, {0: 5}, 5)):
+        cupy.current = current
+        gpu.log.clear()
+        call = MANY.changed(list(MANY.arrays), gpu=ordinal)
+        arrays = {name: cupy.ndarray(x.values()) for name, x in call.arrays.items()}
+        results = MANY.run(arrays)
+        assert all(type(x) is cupy.ndarray and owner_of(address(x)) == ordinal for x in results)
+        assert streams_of(gpu) == 6 * [want]
+
+
+def test_what_writes_an_input_on_another_stream_is_waited_for(gpu):
+    for _ in range(2):
+        gpu.log.clear()
+        streams = {"q": None, "k": 3, "v": 1}
+        given = [Array(FORWARD.arrays[n].values(), stream=x) for n, x in streams.items()]
+        fa_numba.flash_attention_2(*given)
+        waits = [step[1] for step in gpu.log if step[0] == "wait"]
+        assert {*waits} == {1, 3} and gpu.log[len(waits)][0] == "take"
+
+
+# --- order -----------------------------------------------------------------------------------
+
+
+def test_memory_is_taken_filled_used_and_freed_in_this_order(gpu):
+    """Sums that blocks share start from 0, roundings of them come last."""
+    call = call_of("q", "k", "v", "out", "dout", "lse", backward=True, algorithm="fa1")
+    call = call.changed("q k v out dout", dtype="float16").having(query_splits=2)
+    for _ in range(2):
+        gpu.log.clear()
+        call.run(call.made("interface"))
+        what = [step[1].name if step[0] == "launch" else step[0] for step in gpu.log]
+        assert what == ["take", "fill", "fill", "fa1_backward", "round_rows", "round_rows", "free"]
+        taken, freed = gpu.log[0][1], gpu.log[-1][1]
+        for _, pointer, value, size, *_ in gpu.log[1:3]:
+            assert value == 0 and size == 4 * 2 * NK * D
+            assert (pointer - freed) % 256 == 0 and freed <= pointer <= freed + taken - size
+        sums = [step[1] for step in gpu.log[1:3]]
+        rounded = [given["A"].ctypes.data for given in gpu.given[-2:]]
+        main = gpu.given[-3]
+        assert sums == rounded == [main["dK"].ctypes.data, main["dV"].ctypes.data]
+
+
+def test_launches_are_the_plans(gpu):
+    for plain in (FORWARD, BACKWARD):
+        for algorithm in ("standard", "fa1", "fa2"):
+            facts = {"return_dbias": True} if plain.backward else {"return_lse": True}
+            plan = fa_numba.plan(
+                SHAPES["q"], SHAPES["k"], algorithm=algorithm, bias=SHAPES["bias"],
+                alibi_slopes=SHAPES["alibi_slopes"], passes="bwd" if plain.backward else "fwd",
+                **facts,
+            )  # fmt: skip
+            for _ in range(2):
+                gpu.launches.clear()
+                plain.having(algorithm=algorithm).run(plain.made("interface"))
+                assert [x[:2] for x in gpu.launches] == [(k.name, k.grid) for k in plan.kernels]
+
+
+def test_host_arrays_are_sent_before_and_fetched_after(gpu):
+    given = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+    q, k, v = (given[n] for n in "qkv")
+    gpu.streams = {6: 0}
+    O, L = fa_numba.flash_attention_2(q, k, v, return_lse=True, stream=6)
+    assert [step[0] for step in gpu.log] == [*["to gpu"] * 3, "launch", *["to host", "wait"] * 2]
+    assert all(step[-2] == 6 for step in gpu.log if step[0] in ("to gpu", "to host", "wait"))
+    assert type(O) is type(L) is np.ndarray
