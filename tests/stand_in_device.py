@@ -71,6 +71,11 @@ def owner_of(first, last=None):
     return ordinal if (last or first) < _starts[n] + size else None
 
 
+def address(array):
+    """Where an array or tensor of these tests lies."""
+    return array.values.ctypes.data
+
+
 class Array:
     """Memory of a GPU with ``__cuda_array_interface__``; ``empty`` and ``to_gpu`` give these."""
 
@@ -183,6 +188,22 @@ class Gpu:
 
     def note(self, what, *facts):
         self.log.append((what, *facts, self.ordinal))
+
+    def steps(self, arrays):
+        """The log without what is sent, each address as the name of the one of ``arrays`` that is
+        there, or its number among the others; and a function that names an address.
+
+        Small arrays are sent once and then kept; what is in them is in the launches' steps.
+        """
+        names = {}
+        for name, x in arrays.items():
+            names.setdefault(address(x), name)
+
+        def named(word):
+            is_address = isinstance(word, int) and word > 2**32
+            return names.setdefault(word, f"array {len(names)}") if is_address else word
+
+        return [tuple(map(named, step)) for step in self.log if step[0] != "to gpu"], named
 
     def order(self, stream):
         """``stream``, which must be one of the current GPU."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
@@ -236,12 +236,14 @@ def no_torch_but_its_names(gpu=None):
         yield torch
 
 
-def fa_numba_torch():
-    """``fa_numba.torch`` of the torch that is imported now, apart from any other's."""
-    origin = importlib.util.find_spec("fa_numba.torch").origin
-    spec = importlib.util.spec_from_file_location("fa_numba.torch_of_a_stand_in", origin)
-    module = importlib.util.module_from_spec(spec)
-    assert spec.loader is not None
-    spec.loader.exec_module(module)
+SOURCE = Path(fa_numba.__file__).parent / "torch.py"
+
+
+def fa_numba_torch(text=None):
+    """``fa_numba.torch``, or what has this text, of the torch that is imported now, apart from any
+    other's.
+    """
+    module = ModuleType("fa_numba.torch_of_a_stand_in")
+    exec(compile(text or SOURCE.read_text(), str(SOURCE), "exec"), vars(module))
     assert module.torch is _torch() and module.fa_numba is fa_numba
     return module

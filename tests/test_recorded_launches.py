@@ -14,6 +14,7 @@ from stand_in_device import (
     CONTEXT,
     Array,
     Dlpack,
+    address,
     aligned,
     no_calls_kept,
     no_cupy_but_its_names,
@@ -157,10 +158,6 @@ BACKWARD = call_of(
 )
 
 
-def address(array):
-    return array.data_ptr() if isinstance(array, Tensor) else array.values.ctypes.data
-
-
 def described(array, name):
     """What there is to say of a result; ``name`` tells its address."""
     values = array.values
@@ -177,18 +174,9 @@ def asked(gpu, call, arrays):
         results = call.run(arrays)
     except (TypeError, ValueError, RuntimeError) as error:
         return type(error), str(error), len(gpu.log)
-    names = {}
-    for name, x in arrays.items():
-        names.setdefault(address(x), name)
-
-    def named(word):
-        is_address = isinstance(word, int) and word > 2**32
-        return names.setdefault(word, f"array {len(names)}") if is_address else word
-
-    # Small arrays are sent once; what is in them is in the launches.
-    log = [tuple(map(named, step)) for step in gpu.log if step[0] != "to gpu"]
+    steps, named = gpu.steps(arrays)
     results = results if isinstance(results, tuple) else (results,)
-    return log, [described(x, named(address(x))) for x in results]
+    return steps, [described(x, named(address(x))) for x in results]
 
 
 def as_first(gpu, call, arrays):
@@ -249,11 +237,11 @@ def check_kept_calls(gpu, kept, plain, library):
     """Every call asks what it asks as a first one, whatever was kept before; a second one with
     other arrays that are alike asks the same without a plan, and what is refused is not kept.
     """
-    cases = changes(plain, library)
-    wanted = {name: as_first(gpu, call, call.made(library)) for name, call in cases.items()}
-    refused = {name for name, found in wanted.items() if isinstance(found[0], type)}
+    cases, wanted = changes(plain, library), {}
     for name, call in cases.items():
+        wanted[name] = as_first(gpu, call, call.made(library))
         assert asked(gpu, call, call.made(library)) == wanted[name], name
+    refused = {name for name, found in wanted.items() if isinstance(found[0], type)}
     assert len(kept) == len(cases) - len(refused)
     with mock.patch.object(launch_cache, "run_and_keep") as planned:
         for name in cases.keys() - refused:
@@ -287,23 +275,26 @@ def seen_as(values, axes=None):
     return values.ctypes.data, values.shape, values.strides
 
 
+@pytest.mark.parametrize("library", ["interface", "dlpack"])
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
 @pytest.mark.parametrize("plain", [FORWARD, BACKWARD], ids=["forward", "backward"])
-def test_kernels_get_arrays_as_the_caller_has_them(gpu, plain, layout):
+def test_kernels_get_arrays_as_the_caller_has_them(gpu, plain, layout, library):
     call, axes = plain.having(layout=layout), None
     for name, how in MIXED.items():
         call = call.changed(name, layout=how)
-    arrays = call.made("interface")
+    arrays = call.made(library)
     if layout == "bnhd":
         axes = (0, 2, 1, 3)
-        swapped = {n: Array(arrays[n].values.swapaxes(1, 2)) for n in KERNEL_NAMES if n in arrays
-                   and n != "lse"}  # fmt: skip
-        arrays |= swapped
+        for name in (KERNEL_NAMES.keys() & arrays.keys()) - {"lse"}:
+            arrays[name] = type(arrays[name])(arrays[name].values.swapaxes(1, 2))
     for _ in range(2):
         gpu.given.clear()
         results = call.run(arrays)
-        want = {KERNEL_NAMES[n]: seen_as(arrays[n].values, axes) for n in arrays.keys()
-                & KERNEL_NAMES.keys()}  # fmt: skip
+        want = {
+            kernels: seen_as(arrays[name].values, axes)
+            for name, kernels in KERNEL_NAMES.items()
+            if name in arrays
+        }
         made = ("O", "L") if not plain.backward else ("dQ", "dK", "dV")
         want |= {n: seen_as(x.values, axes) for n, x in zip(made, results, strict=False)}
         if plain.backward:
@@ -690,6 +681,7 @@ def test_memory_is_taken_filled_used_and_freed_in_this_order(gpu):
             assert value == 0 and size == 4 * 2 * NK * D
             assert (pointer - freed) % 256 == 0 and freed <= pointer <= freed + taken - size
         sums = [step[1] for step in gpu.log[1:3]]
+        assert abs(sums[1] - sums[0]) >= size
         rounded = [given["A"].ctypes.data for given in gpu.given[-2:]]
         main = gpu.given[-3]
         assert sums == rounded == [main["dK"].ctypes.data, main["dV"].ctypes.data]

@@ -1,0 +1,292 @@
+"""fa_numba.torch where torch is not installed: seeds, options, gradients asked for and given.
+
+The torch is a stand-in with the names that fa_numba asks for. On its GPU nothing runs: the steps of
+a pass are compared with those of the same call to ``fa_numba`` itself. On its CPU the emulator
+computes, and gradients are held against float64.
+"""
+
+import numpy as np
+import pytest
+from backward_helpers import random_gradients, true_gradients
+from helpers import assert_within, truth
+from stand_in_device import aligned, no_calls_kept, no_gpu_but_its_driver
+from stand_in_torch import Tensor, fa_numba_torch, no_torch_but_its_names
+
+import fa_numba
+from fa_numba import Tiles
+from fa_numba import device as devices
+
+SIZES = B, Hq, Hk, Nq, Nk, d = 2, 2, 1, 5, 9, 8
+Q, K = (B, Hq, Nq, d), (B, Hk, Nk, d)
+FIRST_SEED = 11  # that the stand-in's generator gives
+
+
+@pytest.fixture
+def gpu():
+    with no_gpu_but_its_driver() as found:
+        found.runs = False
+        yield found
+
+
+@pytest.fixture
+def torch(gpu):
+    with no_torch_but_its_names(gpu) as found:
+        yield found
+
+
+@pytest.fixture
+def attention(torch):
+    return fa_numba_torch().attention
+
+
+@pytest.fixture(autouse=True)
+def kept():
+    with no_calls_kept() as found:
+        yield found
+
+
+def tensor(shape, dtype="float32", gradient=True, values=0.5):
+    return Tensor.of(aligned(shape, dtype, values), requires_grad=gradient)
+
+
+def leaves(shapes=(Q, K, K), dtype="float32"):
+    return {name: tensor(shape, dtype) for name, shape in zip("qkv", shapes, strict=True)}
+
+
+# --- options ---------------------------------------------------------------------------------
+
+SWAPPED = ((B, Nq, Hq, d), (B, Nk, Hk, d), (B, Nk, Hk, d))
+PACKED = ((7, Hq, d), (9, Hk, d), (9, Hk, d))
+# name -> (options, shapes of q, k and v)
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (3, 1)},
+    "scale": {"scale": 0.3},
+    "softcap": {"softcap": 2.0},
+    "lengths": {"q_lens": (5, 2), "kv_lens": (0, 9)},
+    "blocks": {"block_mask": np.array([[True]]), "tiles": Tiles(16, 16)},
+    "dropout": {"dropout_p": 0.25, "seed": 2**63 + 7, "offset": 3},
+    "layout": {"layout": "bnhd", "causal": True},
+    "packed": {"cu_seqlens_q": (0, 3, 7), "cu_seqlens_k": (0, 9, 9)},
+    "tiles": {"tiles": Tiles(16, 32)},
+    "all": {"causal": True, "softcap": 2.0, "scale": 0.3, "dropout_p": 0.25, "seed": 5,
+            "kv_lens": (7, 9), "tiles": Tiles(16, 16)},
+}  # fmt: skip
+SHAPES = {"layout": SWAPPED, "packed": PACKED}
+# Options that are tensors, and whether they need a gradient
+ADDED = {
+    "nothing": {},
+    "bias": {"bias": ((B, Hq, Nq, Nk), True)},
+    "bias without a gradient": {"bias": ((Hq, 1, Nk), False)},
+    "row of bias": {"bias": ((Nk,), True), "alibi_slopes": ((Hq,), False)},
+    "mask": {"attn_mask": ((Nq, Nk), True)},
+    "slopes": {"alibi_slopes": ((B, Hq), False)},
+}
+
+
+def check_both_passes(gpu, attention, tensors, options, algorithm="fa2", backward=None, **own):
+    """Both passes ask the driver what ``fa_numba`` does for the same ``options``; the backward pass
+    for those in ``backward`` too, which ``own`` are the words of in ``fa_numba.torch``.
+    """
+    dout = tensor(tensors["q"].shape, tensors["q"].dtype.name, gradient=False)
+
+    def steps(**made):
+        found, _ = gpu.steps(tensors | {"dout": dout} | made)
+        gpu.log.clear()
+        return found
+
+    wanted = [n for n, x in tensors.items() if x.requires_grad]
+    gpu.log.clear()
+    out, lse = attention(**tensors, **options, **own, algorithm=algorithm, return_lse=True)
+    assert out.requires_grad and not lse.requires_grad
+    forward = steps(out=out, lse=lse)
+    out.backward(dout)
+    gradients = {f"d{n}": tensors[n].grad for n in wanted}
+    for n in wanted:
+        assert gradients[f"d{n}"] is not None and gradients[f"d{n}"].shape == tensors[n].shape
+    found = steps(out=out, lse=lse, **gradients)
+
+    given = options | {n: x.detach() for n, x in tensors.items()} | {"algorithm": algorithm}
+    first = [given.pop(n) for n in "qkv"]
+    out, lse = fa_numba.attention(*first, return_lse=True, **given)
+    assert forward == steps(out=out, lse=lse)
+    given |= backward or {}
+    added = [n for n in ("bias", "attn_mask") if n in wanted]
+    made = fa_numba.attention_backward(dout, *first, out, lse, return_dbias=bool(added), **given)
+    names = ("q", "k", "v", *added)
+    made = {f"d{n}": x for n, x in zip(names, made, strict=True) if n in wanted}
+    assert made.keys() == gradients.keys()
+    assert found == steps(out=out, lse=lse, **made) and found
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("algorithm", ["standard", "fa1", "fa2"])
+def test_both_passes_have_the_options(gpu, attention, algorithm, name):
+    tensors = leaves(SHAPES.get(name, (Q, K, K)))
+    check_both_passes(gpu, attention, tensors, OPTIONS[name], algorithm)
+
+
+@pytest.mark.parametrize("name", ADDED)
+@pytest.mark.parametrize("algorithm", ["standard", "fa1", "fa2"])
+def test_both_passes_have_the_tensors_among_the_options(gpu, attention, algorithm, name):
+    added = {n: tensor(shape, gradient=wants) for n, (shape, wants) in ADDED[name].items()}
+    for options in ({}, OPTIONS["all"]):
+        check_both_passes(gpu, attention, leaves() | added, options, algorithm)
+    for n in "qkv":
+        tensors = {m: tensor(x.shape, gradient=m == n) for m, x in leaves().items()}
+        check_both_passes(gpu, attention, tensors | added, {"causal": True}, algorithm)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_both_passes_in_16_bits(gpu, attention, dtype):
+    tensors = leaves(dtype=dtype) | {"bias": tensor((Hq, Nq, Nk))}
+    check_both_passes(gpu, attention, tensors, {"causal": True})
+
+
+def test_the_backward_pass_has_options_of_its_own(gpu, attention, torch):
+    for own, backward in (
+        ({"deterministic": True}, {"deterministic": True}),
+        ({"deterministic": False}, {}),
+        ({"deterministic": None}, {}),
+        ({"backward_tiles": Tiles(16, 32)}, {"tiles": Tiles(16, 32)}),
+    ):
+        check_both_passes(gpu, attention, leaves(), {}, backward=backward, **own)
+        tiles = {"tiles": Tiles(32, 32)}
+        check_both_passes(gpu, attention, leaves(), tiles, backward=tiles | backward, **own)
+    torch.deterministic = True
+    strict = {"deterministic": True}
+    check_both_passes(gpu, attention, leaves(), {}, backward=strict, deterministic=None)
+    check_both_passes(gpu, attention, leaves(), {}, "fa1", deterministic=None)
+    check_both_passes(gpu, attention, leaves(), {}, deterministic=False)
+
+
+# --- gradients -------------------------------------------------------------------------------
+
+
+def test_a_bias_alone_can_have_a_gradient(gpu, attention):
+    for name, shape in (("bias", (Hq, 1, Nk)), ("attn_mask", (Nq, Nk))):
+        tensors = {n: tensor(x.shape, gradient=False) for n, x in leaves().items()}
+        check_both_passes(gpu, attention, tensors | {name: tensor(shape)}, {})
+
+
+def test_a_call_without_gradients_keeps_nothing(gpu, attention, torch):
+    for gradient, enabled in ((True, False), (False, True)):
+        torch.grad = enabled
+        given = [tensor(x.shape, gradient=gradient) for x in leaves().values()]
+        out = attention(*given)
+        assert out.node is None and not out.requires_grad
+    assert len(gpu.launches) == 2
+
+
+def test_without_a_gradient_of_o_nothing_is_launched(gpu, attention):
+    """Of L alone there is none."""
+    tensors = leaves()
+    out, lse = attention(**tensors, return_lse=True)
+    gpu.log.clear()
+    out.backward(None)
+    assert not gpu.log and all(x.grad is None for x in tensors.values())
+
+
+def test_lengths_and_masks_are_those_of_the_call(gpu, attention):
+    """Changed afterwards, they do not reach the backward pass."""
+    lengths, mask = np.array([9, 4], np.int32), np.array([[True]])
+    for given, tiles in (
+        ({"kv_lens": lengths}, None),
+        ({"kv_lens": Tensor.of(lengths)}, None),
+        ({"block_mask": mask}, Tiles(16, 16)),
+    ):
+        lengths[:], mask[:] = (9, 4), True
+        out = attention(**leaves(), **given, tiles=tiles)
+        before = gpu.given[-1]
+        lengths[:], mask[:] = (1, 2), False
+        out.backward(tensor(Q, gradient=False))
+        for name in before.keys() & {"kv_lens", "block_mask"}:
+            assert (gpu.given[-1][name] == before[name]).all()
+            assert set(before[name].ravel().tolist()) in ({9, 4}, {1})
+
+
+def test_each_pass_runs_on_torchs_current_stream(gpu, attention, torch):
+    """That of the time when it runs."""
+    for forward, backward in ((5, 5), (6, 7), (0, 6)):
+        torch.stream = forward
+        out = attention(**leaves())
+        torch.stream = backward
+        out.backward(tensor(Q, gradient=False))
+        streams = [stream for _, _, stream, _ in gpu.launches[-3:]]
+        assert streams == [forward, backward, backward]
+
+
+def test_what_has_no_gradient_is_refused_before_the_forward_pass(gpu, attention, torch):
+    bias = {"bias": tensor((Hq, 1, Nk))}
+    for options, says in (
+        ({"alibi_slopes": tensor((Hq,))}, "alibi_slopes requires a gradient"),
+        (bias | {"deterministic": True}, "deterministic is True with return_dbias"),
+        (bias | {"deterministic": None, "algorithm": "fa1"}, "torch was told to be deterministic"),
+        ({"backward_tiles": Tiles(16, 16, stages=2)}, "^backward_tiles: stages=2"),
+    ):
+        torch.deterministic = True
+        with pytest.raises(ValueError, match=says):
+            attention(**leaves(), **options)
+    assert not gpu.log
+
+
+# --- dropout ---------------------------------------------------------------------------------
+
+
+def words(gpu):
+    """The words of the seed that the last launch got."""
+    found = gpu.given[-1]
+    return found["seed_low"], found["seed_high"], found["offset"]
+
+
+def test_dropout_without_a_seed_draws_one_from_torch(gpu, attention, torch):
+    """Another for each call, with gradients or without; both passes drop the same."""
+    drawn = []
+    for enabled in (True, False, True):
+        torch.grad = enabled
+        out = attention(**leaves(), dropout_p=0.5, offset=3)
+        drawn.append(words(gpu))
+        if enabled:
+            out.backward(tensor(Q, gradient=False))
+            assert words(gpu) == drawn[-1]
+    assert drawn == [(FIRST_SEED + n, 0, 3) for n in range(3)]
+
+
+def test_large_seeds_are_drawn_whole(gpu, attention, torch):
+    torch.drawn = iter([2**62 + 2**31 + 5])
+    attention(**leaves(), dropout_p=0.5)
+    assert words(gpu) == (-(2**31) + 5, 2**30, 0)
+
+
+def test_without_need_none_is_drawn(gpu, attention, torch):
+    for options in ({}, {"dropout_p": 0.0}, {"dropout_p": None}, {"dropout_p": 0.5, "seed": 7}):
+        out = attention(**leaves(), **options)
+        if options.get("seed"):
+            assert words(gpu) == (7, 0, 0)
+        out.backward(tensor(Q, gradient=False))
+    assert next(torch.drawn) == FIRST_SEED
+
+
+# --- values ----------------------------------------------------------------------------------
+
+
+def test_values_and_gradients_are_those_of_float64(torch, attention):
+    """On torch's CPU, with a seed that was drawn and a bias that has a gradient."""
+    dout, q, k, v = random_gradients(*SIZES)
+    bias = np.random.default_rng(3).standard_normal((1, Hq, Nq, Nk), np.float32)
+    values = {"q": q, "k": k, "v": v, "bias": bias}
+    options = {"causal": True, "dropout_p": 0.25, "softcap": 2.0}
+    with devices.using("emulator"):
+        tensors = {name: Tensor.of(x, requires_grad=True) for name, x in values.items()}
+        out, lse = attention(**tensors, **options, return_lse=True)
+        out.backward(Tensor.of(dout))
+        options |= {"seed": FIRST_SEED, "bias": bias}
+        want = truth(q, k, v, **options)
+        assert_within("O", out.values, want.O, want.O_bound)
+        assert_within("L", lse.values, want.L, want.L_bound)
+        saved = (out.values, lse.values)
+        right = true_gradients(dout, q, k, v, saved_values=saved, return_dbias=True, **options)
+    for name, bound in right.bounds.items():
+        got = tensors["bias" if name == "dbias" else name[1:]].grad.values
+        assert_within(name, got, getattr(right, name), bound)
