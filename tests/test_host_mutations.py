@@ -8,10 +8,8 @@ keys, addresses, streams and order, in milliseconds each.
 import contextlib
 import inspect
 import re
-import sys
 import types
 from dataclasses import dataclass
-from unittest import mock
 
 import pytest
 import test_kernel_cache
@@ -42,53 +40,44 @@ def replaced(text, needle, replacement):
     return text.replace(needle, replacement)
 
 
-def functions_of(scope):
-    """The functions of a module or class by name, those behind decorators too."""
+def functions_of(module):
+    """The functions of a module and of its classes by name, those behind decorators too."""
+    classes = [x for x in vars(module).values() if isinstance(x, type)]
     found = {}
-    for name, value in vars(scope).items():
-        if isinstance(value, type) and value.__module__ == scope.__name__:
-            inner = functions_of(types.SimpleNamespace(__name__=scope.__name__, **_plain(value)))
-            found |= {f"{name}.{method}": function for method, function in inner.items()}
+    for value in (x for scope in (module, *classes) for x in vars(scope).values()):
         value = inspect.unwrap(getattr(value, "fget", None) or getattr(value, "__func__", value))
-        if isinstance(value, types.FunctionType) and value.__module__ == scope.__name__:
-            found[name] = value
+        if isinstance(value, types.FunctionType) and value.__module__ == module.__name__:
+            found[value.__qualname__] = value
     return found
 
 
-def _plain(cls):
-    return {name: value for name, value in vars(cls).items() if name != "__module__"}
+def codes_of(code):
+    """The code of the functions in a module's code, by the functions' names."""
+    found = {}
+    for inner in (x for x in code.co_consts if isinstance(x, types.CodeType)):
+        found[inner.co_qualname] = inner
+        if not inner.co_flags & inspect.CO_NEWLOCALS:  # a class's body
+            found |= codes_of(inner)
+    return found
 
 
 @contextlib.contextmanager
 def planted(module, needle, replacement):
     """Everything inside runs with one piece of the module's text replaced, in its functions."""
     text = replaced(inspect.getsource(module), needle, replacement)
-    fresh = types.ModuleType(module.__name__)
-    fresh.__file__ = module.__file__
-    exec(compile(text, f"<mutant of {module.__name__}>", "exec"), vars(fresh))
-    originals, changed = functions_of(module), []
-    for name, function in functions_of(fresh).items():
-        if _text(function.__code__) != _text(originals[name].__code__):
-            changed.append((originals[name], function.__code__))
-    constants = {
-        name: value
-        for name, value in vars(fresh).items()
-        if isinstance(value, (int, str)) and value != getattr(module, name, None)
-    }
-    constants = {name: x for name, x in constants.items() if not name.startswith("__")}
-    assert changed or constants, "the replacement changes nothing"
-    before = [(function, function.__code__) for function, _ in changed]
+    codes = codes_of(compile(text, f"<mutant of {module.__name__}>", "exec"))
+    functions = {n: f for n, f in functions_of(module).items() if n in codes}
+    before = {name: function.__code__ for name, function in functions.items()}
+    changed = [name for name, code in before.items() if _text(code) != _text(codes[name])]
+    assert changed, "the replacement changes no function"
     planning.planned.cache_clear()
     try:
-        for function, code in changed:
-            function.__code__ = code
-        with contextlib.ExitStack() as stack:
-            for name, value in constants.items():
-                stack.enter_context(mock.patch.object(module, name, value))
-            yield
+        for name in changed:
+            functions[name].__code__ = codes[name]
+        yield changed
     finally:
-        for function, code in before:
-            function.__code__ = code
+        for name in changed:
+            functions[name].__code__ = before[name]
         planning.planned.cache_clear()
 
 
@@ -625,8 +614,8 @@ def device_mutants(add):
     add(
         launch_record,
         "arrays of the workspace in rows",
-        "_ALIGNMENT = 256",
-        "_ALIGNMENT = 4",
+        "round_up(array.nbytes, _ALIGNMENT)",
+        "array.nbytes",
         ORDER,
     )
     add(
@@ -807,9 +796,8 @@ def test_a_mutant_is_caught(mutant, record_property):
 
 
 def test_what_is_planted_goes_again():
-    before = {name: f.__code__ for name, f in functions_of(arrays).items()}
-    with planted(arrays, "self.pointer % 16 == 0", "True"):
-        changed = {n for n, f in functions_of(arrays).items() if f.__code__ is not before[n]}
-        assert changed == {"Operand.aligned"}
-    assert before == {name: f.__code__ for name, f in functions_of(arrays).items()}
-    assert "fa_numba.host.arrays" in sys.modules
+    before = {name: function.__code__ for name, function in functions_of(arrays).items()}
+    with planted(arrays, "self.pointer % 16 == 0", "True") as changed:
+        assert changed == ["Operand.aligned"]
+        assert arrays.Operand.aligned.fget.__code__ is not before["Operand.aligned"]
+    assert before == {name: function.__code__ for name, function in functions_of(arrays).items()}
