@@ -239,80 +239,32 @@ def mutants():
     return found
 
 
+# fmt: off
 def key_mutants(add):
     """What a kept call is found by."""
     every = "for array in (*arrays, *map(options.get, ARRAYS), out):"
-    add(
-        launch_cache,
-        "a key without out",
-        every,
-        "for array in (*arrays, *map(options.get, ARRAYS)):",
-        KEPT["interface"],
-    )
-    add(
-        launch_cache,
-        "a key without bias, mask and slopes",
-        every,
-        "for array in (*arrays, out):",
-        KEPT["torch"],
-    )
-    add(
-        launch_cache,
-        "a key without slopes",
-        every,
-        "for array in (*arrays, *map(options.get, list(ARRAYS)[:2]), out):",
-        KEPT["torch"],
-    )
-    add(
-        launch_cache,
-        "a key without the types of flags",
-        "key: list[Any] = [facts, *map(type, facts)]",
-        "key: list[Any] = [facts]",
-        TYPES["return_lse"],
-    )
-    add(
-        launch_cache,
-        "a key without the types of numbers",
-        "key += (name, kind, value)",
-        "key += (name, value)",
-        TYPES["scale"],
-    )
-    add(
-        launch_cache,
-        "a key without the types in tuples",
-        "key += (name, *map(type, value), value)",
-        "key += (name, value)",
-        TYPES["lengths"],
-    )
-    add(
-        launch_cache,
-        "a key without lengths and windows",
-        "key += (name, *map(type, value), value)",
-        "pass",
-        KEPT["interface"],
-    )
-    add(
-        launch_cache,
-        "a key without numbers and flags",
-        "key += (name, kind, value)",
-        "pass",
-        KEPT["interface"],
-    )
+    add(launch_cache, "a key without out", every,
+        "for array in (*arrays, *map(options.get, ARRAYS)):", KEPT["interface"])
+    add(launch_cache, "a key without bias, mask and slopes", every, "for array in (*arrays, out):",
+        KEPT["torch"])
+    add(launch_cache, "a key without slopes", every,
+        "for array in (*arrays, *map(options.get, list(ARRAYS)[:2]), out):", KEPT["torch"])
+    add(launch_cache, "a key without the types of flags",
+        "key: list[Any] = [facts, *map(type, facts)]", "key: list[Any] = [facts]",
+        TYPES["return_lse"])
+    add(launch_cache, "a key without the types of numbers", "key += (name, kind, value)",
+        "key += (name, value)", TYPES["scale"])
+    add(launch_cache, "a key without the types in tuples",
+        "key += (name, *map(type, value), value)", "key += (name, value)", TYPES["lengths"])
+    add(launch_cache, "a key without lengths and windows",
+        "key += (name, *map(type, value), value)", "pass", KEPT["interface"])
+    add(launch_cache, "a key without numbers and flags", "key += (name, kind, value)", "pass",
+        KEPT["interface"])
     kinds = 'kinds = ("torch", array.get_device(), array.dtype)'
-    add(
-        arrays,
-        "a tensor's key without its GPU",
-        kinds,
-        'kinds = ("torch", array.dtype)',
-        PLACE["torch"],
-    )
-    add(
-        arrays,
-        "a tensor's key without its dtype",
-        kinds,
-        'kinds = ("torch", array.get_device())',
-        KEPT["torch"],
-    )
+    add(arrays, "a tensor's key without its GPU", kinds, 'kinds = ("torch", array.dtype)',
+        PLACE["torch"])
+    add(arrays, "a tensor's key without its dtype", kinds, 'kinds = ("torch", array.get_device())',
+        KEPT["torch"])
     layout = "(*kinds, array.shape, array.stride(), pointer % 16)"
     for title, less in (
         ("strides", "(*kinds, array.shape, pointer % 16)"),
@@ -322,20 +274,10 @@ def key_mutants(add):
     ):
         add(arrays, f"a tensor's key without its {title}", layout, less, KEPT["torch"])
     kinds = "kinds = (found.library, found.place, found.dtype)"
-    add(
-        arrays,
-        "a key without the GPU",
-        kinds,
-        "kinds = (found.library, found.dtype)",
-        KEPT["interface"],
-    )
-    add(
-        arrays,
-        "a key without the dtype",
-        kinds,
-        "kinds = (found.library, found.place)",
-        KEPT["interface"],
-    )
+    add(arrays, "a key without the GPU", kinds, "kinds = (found.library, found.dtype)",
+        KEPT["interface"])
+    add(arrays, "a key without the dtype", kinds, "kinds = (found.library, found.place)",
+        KEPT["interface"])
     layout = "layout = (found.shape, found.strides, found.pointer % 16)"
     for title, less in (
         ("strides", "layout = (found.shape, found.pointer % 16)"),
@@ -344,303 +286,112 @@ def key_mutants(add):
         ("alignment beyond 8 bytes", "layout = (found.shape, found.strides, found.pointer % 8)"),
     ):
         add(arrays, f"a key without the {title}", layout, less, KEPT["interface"])
-    add(
-        arrays,
-        "a key without whether it is read-only",
-        "(*kinds, *layout, found.writable)",
-        "(*kinds, *layout)",
-        KEPT["interface"],
-    )
+    add(arrays, "a key without whether it is read-only", "(*kinds, *layout, found.writable)",
+        "(*kinds, *layout)", KEPT["interface"])
     kept = "key = (array.tobytes(), array.dtype.str, array.shape)"
     same = 'type("Same", (tuple,), {"__eq__": lambda *_: True, "__hash__": lambda _: 0})'
-    add(
-        binding,
-        "small arrays kept without their shape",
-        kept,
-        f"key = (array.tobytes(), array.dtype.str, {same}(array.shape))",
-        SMALL_SHAPE,
-    )
-    add(
-        binding,
-        "small arrays kept for all GPUs",
-        "_on_gpu(device.current_ordinal(), *key)",
-        "_on_gpu(0, *key)",
-        SMALL_GPU,
-    )
+    add(binding, "small arrays kept without their shape", kept,
+        f"key = (array.tobytes(), array.dtype.str, {same}(array.shape))", SMALL_SHAPE)
+    add(binding, "small arrays kept for all GPUs", "_on_gpu(device.current_ordinal(), *key)",
+        "_on_gpu(0, *key)", SMALL_GPU)
 
 
 def memory_mutants(add):
     """Where arrays lie: alignment, extents, strides, who may write."""
-    add(
-        arrays,
-        "8 bytes are enough for a start",
-        "self.pointer % 16 == 0",
-        "self.pointer % 8 == 0",
-        START,
-    )
+    add(arrays, "8 bytes are enough for a start", "self.pointer % 16 == 0", "self.pointer % 8 == 0",
+        START)
     add(arrays, "the start is not looked at", "self.pointer % 16 == 0", "True", START)
-    add(
-        arrays,
-        "8 bytes are enough for a stride",
-        "n == 1 or stride % 16 == 0",
-        "n == 1 or stride % 8 == 0",
-        STRIDE,
-    )
+    add(arrays, "8 bytes are enough for a stride", "n == 1 or stride % 16 == 0",
+        "n == 1 or stride % 8 == 0", STRIDE)
     add(arrays, "strides are not looked at", "n == 1 or stride % 16 == 0", "True", STRIDE)
-    add(
-        arrays,
-        "the stride of one row is looked at",
-        "n == 1 or stride % 16 == 0",
-        "stride % 16 == 0",
-        ONLY,
-    )
-    add(
-        arrays,
-        "rows with gaps are aligned",
+    add(arrays, "the stride of one row is looked at", "n == 1 or stride % 16 == 0",
+        "stride % 16 == 0", ONLY)
+    add(arrays, "rows with gaps are aligned",
         "(self.shape[-1] == 1 or self.strides[-1] == DTYPES[self.dtype].bytes)\n            and ",
-        "",
-        STEP,
-    )
+        "", STEP)
     add(arrays, "strides of tensors in floats", "tensor.element_size() * n", "4 * n", HALF)
-    add(
-        arrays,
-        "strides of DLPack in elements",
-        "tuple(itemsize * n for n in strides)",
-        "strides",
-        LAYOUT["dlpack"],
-    )
+    add(arrays, "strides of DLPack in elements", "tuple(itemsize * n for n in strides)", "strides",
+        LAYOUT["dlpack"])
     add(arrays, "read-only is forgotten", "not read_only,", "True,", READ_ONLY)
     add(arrays, "read-only is forgotten in DLPack", "not view.readonly,", "True,", READ_ONLY)
-    add(
-        calls,
-        "the alignment of out is not looked at",
-        "[*inputs, target] if target else inputs",
-        "inputs",
-        ONE_FORWARD,
-    )
-    add(
-        calls,
-        "the alignment of O and dO is not looked at",
-        "inputs[:-1]",
-        "inputs[:3]",
-        ONE_BACKWARD,
-    )
-    add(
-        calls,
-        "the alignment of L counts",
-        "_aligned(problem, inputs[:-1])",
-        "_aligned(problem, inputs)",
-        ONE_BACKWARD,
-    )
-    add(
-        calls,
-        "head dimensions of any size are aligned",
-        "problem.head_dim % DTYPES[problem.dtype].chunk == 0 and (",
-        "(",
-        CHUNKS,
-    )
-    add(
-        overlap,
-        "negative strides cover nothing",
-        "first, last = sum(min(0, n) for n in reach),",
-        "first, last = 0,",
-        EXTENT,
-    )
-    add(
-        overlap,
-        "negative strides count as positive ones",
-        "sum(max(0, n) for n in reach)",
-        "sum(map(abs, reach))",
-        EXTENT,
-    )
-    add(
-        overlap,
-        "an extent without its last element",
-        "first, last + DTYPES[a.dtype].bytes",
-        "first, last",
-        EXTENT,
-    )
-    add(
-        launch_cache,
-        "a kept call does not ask for overlaps",
-        " or (out is not None and found.may_overlap(call.pointers))",
-        "",
-        SHARED["q"],
-    )
-    add(
-        launch_cache,
-        "an extent begins at the address",
+    add(calls, "the alignment of out is not looked at", "[*inputs, target] if target else inputs",
+        "inputs", ONE_FORWARD)
+    add(calls, "the alignment of O and dO is not looked at", "inputs[:-1]", "inputs[:3]",
+        ONE_BACKWARD)
+    add(calls, "the alignment of L counts", "_aligned(problem, inputs[:-1])",
+        "_aligned(problem, inputs)", ONE_BACKWARD)
+    add(calls, "head dimensions of any size are aligned",
+        "problem.head_dim % DTYPES[problem.dtype].chunk == 0 and (", "(", CHUNKS)
+    add(overlap, "negative strides cover nothing", "first, last = sum(min(0, n) for n in reach),",
+        "first, last = 0,", EXTENT)
+    add(overlap, "negative strides count as positive ones", "sum(max(0, n) for n in reach)",
+        "sum(map(abs, reach))", EXTENT)
+    add(overlap, "an extent without its last element", "first, last + DTYPES[a.dtype].bytes",
+        "first, last", EXTENT)
+    add(launch_cache, "a kept call does not ask for overlaps",
+        " or (out is not None and found.may_overlap(call.pointers))", "", SHARED["q"])
+    add(launch_cache, "an extent begins at the address",
         "[(p + begin, p + last) for p, (begin, last) in pairs]",
-        "[(p, p + last) for p, (begin, last) in pairs]",
-        SHARED["q"],
-    )
-    add(
-        launch_cache,
-        "the extent of out is q's",
-        "(*inputs, *targets)",
-        "(*inputs, *inputs[: len(targets)])",
-        SHARED["out"],
-    )
-    add(
-        launch_cache,
-        "what ends behind is no overlap",
-        "first < last and begin < end",
-        "begin < first and first < last",
-        SHARED["q"],
-    )
+        "[(p, p + last) for p, (begin, last) in pairs]", SHARED["q"])
+    add(launch_cache, "the extent of out is q's", "(*inputs, *targets)",
+        "(*inputs, *inputs[: len(targets)])", SHARED["out"])
+    add(launch_cache, "what ends behind is no overlap", "first < last and begin < end",
+        "begin < first and first < last", SHARED["q"])
 
 
 def device_mutants(add):
     """GPUs, streams, what is compiled for which, and the order of steps."""
-    add(
-        placement,
-        "the stream of the current GPU",
-        "current_stream(q.place)",
-        "current_stream()",
-        STREAM,
-    )
+    add(placement, "the stream of the current GPU", "current_stream(q.place)", "current_stream()",
+        STREAM)
     add(placement, "the stream of GPU 0", "current_stream(q.place)", "current_stream(0)", STREAM)
-    add(
-        placement,
-        "CuPy's stream of the current GPU",
-        "with cupy.cuda.Device(q.place):",
-        "if True:",
-        CUPY,
-    )
-    add(
-        placement,
-        "a mask is converted on torch's stream",
-        "if stream is None or torch is None",
-        "if True or torch is None",
-        MASK_STREAM,
-    )
-    add(
-        placement,
-        "a call runs on the current GPU",
-        "return device.on_device(q.place)",
-        "return contextlib.nullcontext()",
-        PLACE["interface"],
-    )
-    add(
-        launch_cache,
-        "a kept call runs on the current GPU",
-        "if device.current_context() == found.context:",
-        "if True:",
-        PLACE["interface"],
-    )
-    add(
-        launch_cache,
-        "a kept call runs on the default stream",
-        "handle = placement.stream_handle(stream, found)",
-        "handle = 0",
-        STREAM,
-    )
-    add(
-        launch_cache,
-        "workspace of GPU 0",
+    add(placement, "CuPy's stream of the current GPU", "with cupy.cuda.Device(q.place):",
+        "if True:", CUPY)
+    add(placement, "a mask is converted on torch's stream", "if stream is None or torch is None",
+        "if True or torch is None", MASK_STREAM)
+    add(placement, "a call runs on the current GPU", "return device.on_device(q.place)",
+        "return contextlib.nullcontext()", PLACE["interface"])
+    add(launch_cache, "a kept call runs on the current GPU",
+        "if device.current_context() == found.context:", "if True:", PLACE["interface"])
+    add(launch_cache, "a kept call runs on the default stream",
+        "handle = placement.stream_handle(stream, found)", "handle = 0", STREAM)
+    add(launch_cache, "workspace of GPU 0",
         "device.replay(recording, values, handle, device.current_ordinal())",
-        "device.replay(recording, values, handle, 0)",
-        STREAM,
-    )
-    add(
-        launching,
-        "workspace on the default stream",
-        "    order = driver.CUstream(stream)",
-        "    order = driver.CUstream(0)",
-        STREAM,
-    )
-    add(
-        arrays,
-        "memory of interfaces is GPU 0's",
-        "place = device.ordinal_of(pointer)",
-        "place = 0",
-        PLACE["interface"],
-    )
+        "device.replay(recording, values, handle, 0)", STREAM)
+    add(launching, "workspace on the default stream", "    order = driver.CUstream(stream)",
+        "    order = driver.CUstream(0)", STREAM)
+    add(arrays, "memory of interfaces is GPU 0's", "place = device.ordinal_of(pointer)",
+        "place = 0", PLACE["interface"])
     add(arrays, "memory of DLPack is GPU 0's", "view.device_id,", "0,", PLACE["dlpack"])
-    add(
-        arrays, "DLPack arrays are not waited for", "stream_ptr=1", "stream_ptr=-1", PLACE["dlpack"]
-    )
-    add(
-        arrays,
-        "interfaces are not waited for",
-        'device.synchronize(interface["stream"])',
-        "pass",
-        WAITS,
-    )
+    add(arrays, "DLPack arrays are not waited for", "stream_ptr=1", "stream_ptr=-1",
+        PLACE["dlpack"])
+    add(arrays, "interfaces are not waited for", 'device.synchronize(interface["stream"])', "pass",
+        WAITS)
     add(units, "adds of two on every GPU", "request.capability >= (9, 0)", "True", VECTOR)
     add(units, "adds of two on no GPU", "request.capability >= (9, 0)", "False", VECTOR)
-    add(
-        planning,
-        "a plan kept across its vector adds",
+    add(planning, "a plan kept across its vector adds",
         "given = (problem, tiles, aligned, limit, capability, query_splits)",
-        "given = (problem, tiles, aligned, limit, (9, 0), query_splits)",
-        VECTOR,
-    )
-    add(
-        kernel_cache,
-        "a kernel kept across its vector adds",
-        "return _function(value._defn, seen)",
-        'return "an instruction"',
-        VECTOR,
-    )
-    add(
-        kernel_cache,
-        "a kernel kept across capabilities",
-        "settings, capability, bounds",
-        "settings, bounds",
-        DISK,
-    )
-    add(
-        kernel,
-        "a kernel is loaded on one GPU",
-        "device = cuda.get_current_device().id",
-        "device = 0",
-        LOADED,
-    )
-    add(
-        kernel,
-        "a kernel compiled for GPU 0",
-        "select.capability_of(device)",
-        "select.capability_of(0)",
-        LOADED,
-    )
-    add(
-        select,
-        "the capability of GPU 0",
-        "cuda.gpus[ordinal].compute_capability",
-        "cuda.gpus[0].compute_capability",
-        LOADED,
-    )
-    add(
-        launch_record,
-        "arrays of the workspace in rows",
-        "round_up(array.nbytes, _ALIGNMENT)",
-        "array.nbytes",
-        ORDER,
-    )
-    add(
-        launch_record,
-        "all workspace is at its start",
-        "word.value = values[slot] + offset",
-        "word.value = values[slot]",
-        ORDER,
-    )
+        "given = (problem, tiles, aligned, limit, (9, 0), query_splits)", VECTOR)
+    add(kernel_cache, "a kernel kept across its vector adds", "return _function(value._defn, seen)",
+        'return "an instruction"', VECTOR)
+    add(kernel_cache, "a kernel kept across capabilities", "settings, capability, bounds",
+        "settings, bounds", DISK)
+    add(kernel, "a kernel is loaded on one GPU", "device = cuda.get_current_device().id",
+        "device = 0", LOADED)
+    add(kernel, "a kernel compiled for GPU 0", "select.capability_of(device)",
+        "select.capability_of(0)", LOADED)
+    add(select, "the capability of GPU 0", "cuda.gpus[ordinal].compute_capability",
+        "cuda.gpus[0].compute_capability", LOADED)
+    add(launch_record, "arrays of the workspace in rows", "round_up(array.nbytes, _ALIGNMENT)",
+        "array.nbytes", ORDER)
+    add(launch_record, "all workspace is at its start", "word.value = values[slot] + offset",
+        "word.value = values[slot]", ORDER)
     add(execution, "outputs are not filled", "if output.zeroed:", "if False:", STREAM)
     add(execution, "workspace is not filled", "if buffer.zeroed:", "if False:", ORDER)
-    add(
-        launch_cache,
-        "host arrays come back on the default stream",
+    add(launch_cache, "host arrays come back on the default stream",
         "device.to_host(array, result.argument(), handle)",
-        "device.to_host(array, result.argument())",
-        HOST,
-    )
-    add(
-        launch_cache,
-        "host arrays are sent on the default stream",
-        "device.to_gpu(x.argument(), handle)",
-        "device.to_gpu(x.argument())",
-        HOST,
-    )
+        "device.to_host(array, result.argument())", HOST)
+    add(launch_cache, "host arrays are sent on the default stream",
+        "device.to_gpu(x.argument(), handle)", "device.to_gpu(x.argument())", HOST)
 
 
 def torch_mutants(add):
@@ -648,118 +399,54 @@ def torch_mutants(add):
     drawn = '_drawn_seed() if given.get("dropout_p") else 0'
     add(None, "a seed is never drawn", drawn, "0", DRAWN)
     add(None, "a seed is always drawn", drawn, "_drawn_seed()", NOT_DRAWN)
-    add(
-        None, "a seed replaces the caller's", 'if given.get("seed") is None:', "if True:", NOT_DRAWN
-    )
+    add(None, "a seed replaces the caller's", 'if given.get("seed") is None:', "if True:",
+        NOT_DRAWN)
     add(None, "half of a seed", 'device="cpu"))', 'device="cpu")) % 2**32', WHOLE)
     asked = "return_dbias=ctx.needs_input_grad[3]"
     add(None, "dbias is not asked for", asked, "return_dbias=False", _added("bias"))
-    add(
-        None,
-        "dbias is asked for without need",
-        asked,
-        "return_dbias=bias is not None",
-        _added("bias without a gradient"),
-    )
-    add(
-        None, "dbias is dropped", "zip(found, ctx.needs", "zip(found[:3], ctx.needs", _added("bias")
-    )
-    add(
-        None,
-        "the gradient of a mask is dropped",
-        "zip(found, ctx.needs",
-        "zip(found[:3], ctx.needs",
-        ALONE,
-    )
-    add(
-        None,
-        "gradients that nobody needs",
-        "gradient if need else None",
-        "gradient",
-        _added("nothing"),
-    )
-    add(
-        None,
-        "a bias alone has no gradient",
-        "for x in (q, k, v, bias))",
-        "for x in (q, k, v))",
-        ALONE,
-    )
+    add(None, "dbias is asked for without need", asked, "return_dbias=bias is not None",
+        _added("bias without a gradient"))
+    add(None, "dbias is dropped", "zip(found, ctx.needs", "zip(found[:3], ctx.needs",
+        _added("bias"))
+    add(None, "the gradient of a mask is dropped", "zip(found, ctx.needs",
+        "zip(found[:3], ctx.needs", ALONE)
+    add(None, "gradients that nobody needs", "gradient if need else None", "gradient",
+        _added("nothing"))
+    add(None, "a bias alone has no gradient", "for x in (q, k, v, bias))", "for x in (q, k, v))",
+        ALONE)
     options = "ctx.options = common | own"
     alone = 'ctx.options = {"algorithm": common["algorithm"]} | own'
     for name in ("causal", "window", "scale", "softcap", "lengths", "dropout", "blocks", "layout",
                  "packed", "all"):  # fmt: skip
         add(None, f"a backward pass without options, {name}", options, alone, _passes(name))
     for algorithm in ("standard", "fa1"):
-        add(
-            None,
-            f"a backward pass without options, {algorithm}",
-            options,
-            alone,
-            _passes("causal", algorithm),
-        )
-    add(
-        None,
-        "a backward pass of fa2",
-        options,
-        'ctx.options = common | own | {"algorithm": "fa2"}',
-        _passes("plain", "fa1"),
-    )
+        add(None, f"a backward pass without options, {algorithm}", options, alone,
+            _passes("causal", algorithm))
+    add(None, "a backward pass of fa2", options,
+        'ctx.options = common | own | {"algorithm": "fa2"}', _passes("plain", "fa1"))
     for name in ("causal", "window", "softcap", "scale", "kv_lens", "seed", "offset"):
         case = {"kv_lens": "lengths", "seed": "dropout", "offset": "dropout"}.get(name, name)
-        add(
-            None,
-            f"a backward pass without {name}",
-            options,
+        add(None, f"a backward pass without {name}", options,
             f'ctx.options = {{n: x for n, x in common.items() if n != "{name}"}} | own',
-            _passes(case),
-        )
+            _passes(case))
     add(None, "a backward pass without its own options", options, "ctx.options = common", OWN)
-    add(
-        None,
-        "a backward pass without slopes",
-        "            alibi_slopes=slopes,\n",
-        "",
-        _added("slopes"),
-    )
-    add(
-        None,
-        "a backward pass without bias",
-        "            bias=bias,\n            alibi",
-        "            alibi",
-        _added("bias without a gradient"),
-    )
-    add(
-        None,
-        "a call without its mask",
-        "bias = _bias_of(mask, bias)",
-        "bias = None",
-        _added("mask"),
-    )
-    add(
-        None,
-        "the order of sums is the caller's alone",
-        "deterministic = torch.are_deterministic_algorithms_enabled()",
-        "pass",
-        OWN,
-    )
+    add(None, "a backward pass without slopes", "            alibi_slopes=slopes,\n", "",
+        _added("slopes"))
+    add(None, "a backward pass without bias", "            bias=bias,\n            alibi",
+        "            alibi", _added("bias without a gradient"))
+    add(None, "a call without its mask", "bias = _bias_of(mask, bias)", "bias = None",
+        _added("mask"))
+    add(None, "the order of sums is the caller's alone",
+        "deterministic = torch.are_deterministic_algorithms_enabled()", "pass", OWN)
     add(None, "tiles of its own are not asked for", 'own["tiles"] = tiles', "pass", OWN)
-    add(
-        None,
-        "lengths are the caller's memory",
-        "np.array(on_host(name, given[name]))",
-        "on_host(name, given[name])",
-        CALLS_OWN,
-    )
-    add(
-        None,
-        "a gradient of the bias is not checked",
-        "dbias = bias is not None and bias.requires_grad",
-        "dbias = False",
-        BEFORE,
-    )
+    add(None, "lengths are the caller's memory", "np.array(on_host(name, given[name]))",
+        "on_host(name, given[name])", CALLS_OWN)
+    add(None, "a gradient of the bias is not checked",
+        "dbias = bias is not None and bias.requires_grad", "dbias = False", BEFORE)
     add(None, "L has a gradient", "ctx.mark_non_differentiable(lse)", "pass", _passes("plain"))
     add(None, "a pass without a gradient of O", "if dout is None:", "if False:", OF_O)
+
+# fmt: on
 
 
 MUTANTS = mutants()
