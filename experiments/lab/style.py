@@ -133,8 +133,10 @@ def _settle(figure: Figure) -> None:
 
     The solver's last bits depend on memory addresses, and an SVG names its clip paths by them.
     """
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
+    engine = figure.get_layout_engine()
+    if engine is not None:
+        engine.execute(figure)
+    figure.set_layout_engine(None)  # with "none" each savefig would draw twice
     for ax in figure.axes:
         left, bottom, width, height = (round(x, 5) for x in ax.get_position().bounds)
         ax.set_position((left, bottom, width, height))
