@@ -1,5 +1,7 @@
 # make figures   measure what this machine can measure and draw every figure
-# make test      the tests          make lint    ruff and mypy
+# make test      the tests: each kernel compiled for one architecture, every fourth mutant of many
+# make test-all  every kernel for every architecture it is made for, with every option; all mutants
+# make lint      ruff and mypy
 # make sanitize  compute-sanitizer over the kernels in every layout and with every option; needs a GPU
 # make ptx       BASE=revision: whether every kernel has the PTX that it had there
 # make clean     remove .venv and everything generated that git does not track
@@ -21,7 +23,7 @@ endif
 
 SOURCES := fa_numba experiments tests
 
-.PHONY: figures test lint sanitize ptx clean
+.PHONY: figures test test-all lint sanitize ptx clean
 .DELETE_ON_ERROR:
 
 figures: $(VENV)/.run-$(WHEELS)
@@ -29,6 +31,9 @@ figures: $(VENV)/.run-$(WHEELS)
 
 test: $(VENV)/.dev-$(WHEELS)
 	@$(RUN) -m pytest -q -n $(JOBS) $(TESTS)
+
+test-all: $(VENV)/.dev-$(WHEELS)
+	@$(RUN) -m pytest -q -n $(JOBS) -m "slow or not slow" $(TESTS)
 
 lint: $(VENV)/.dev-$(WHEELS)
 	@$(RUN) -m ruff check $(SOURCES)

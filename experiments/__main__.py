@@ -17,6 +17,7 @@ except ModuleNotFoundError as error:
     sys.exit(f"python -m experiments needs {error.name}: pip install -e '.[experiments]'")
 
 from .lab import report, tune
+from .lab.drawing import side_by_side
 from .lab.options import FIGURES, FILTERED, QUICK, REPOSITORY, Options
 from .lab.registry import load, names, needs_torch
 from .lab.runner import Runner
@@ -207,13 +208,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             highlight=False,
         )
     runner = Runner(options, arguments, console)
-    missing = []
     try:
-        for name in chosen:
-            if args.command != "draw":
-                runner.measure(name)
-            if not runner.draw(name):
-                missing.append(name)
+        with side_by_side(runner, chosen) as drawing:
+            for name in chosen if args.command == "draw" else runner.recorded_first(chosen):
+                if args.command != "draw":
+                    runner.measure(name)
+                drawing.draw(name)
+        missing = drawing.missing
     except KeyboardInterrupt:
         console.print("[yellow]interrupted; the rows measured so far are stored[/]")
         return 130

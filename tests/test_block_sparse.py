@@ -1,16 +1,14 @@
 """Time over the share of non-zero blocks: masks, rows, checks and the figure."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import fa_numba
-from experiments import __main__ as command
 from experiments import block_sparse
 from experiments.block_sparse import SHARES, block_mask, setting
-from experiments.lab import counts, report, runner, style, timing
+from experiments.lab import counts, report, timing
 from experiments.lab.options import Bench, Options
 from experiments.lab.series import plan
 from experiments.lab.store import EMULATOR, MODEL, Recorder, Row, Store, dump
@@ -319,17 +317,3 @@ def test_parts_of_the_data_are_drawn():
     only_model = block_sparse.draw([r for r in rows if r.machine == MODEL])
     labels = {text.get_text() for text in only_model.legends[0].get_texts()}
     assert "FA-1 (K/V outer), fp32" not in labels
-
-
-def test_the_figure_comes_out_the_same_and_says_whence(tmp_path, monkeypatch):
-    drawn = []
-    for folder in (tmp_path / "one", tmp_path / "two"):
-        record(folder, synthetic())
-        console = SimpleNamespace(print=lambda *_, **__: None)
-        assert runner.Runner(Options(out=folder), [], console).draw(block_sparse.NAME)
-        drawn.append((folder / "block_sparse.png").read_bytes())
-    assert drawn[0] == drawn[1]
-    notes = []
-    monkeypatch.setattr(style, "save", lambda figure, stem, footnote: notes.append(footnote))
-    command.main(["draw", block_sparse.NAME, "--out", str(tmp_path / "one")])
-    assert "recorded on Some GPU, 2026-01-01, commit aaaaaaa" in notes[0]

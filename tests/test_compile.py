@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from numba import cuda, types
 from numba.core.errors import TypingError
+from offline import CAPABILITY, compiled
 
 import fa_numba
 from fa_numba.device import Kernel, array_type, float32
@@ -41,11 +42,9 @@ from fa_numba.tiling import (
 )
 from fa_numba.tiling.tuned import tuned_tiles
 
-pytest.importorskip("cuda.core", reason="cuda-core is not installed")
 REGISTERS = 64 * 1024  # of a multiprocessor, sm_80 and sm_90 alike
 # bytes a block may have
 SHARED = {"sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90a": 227 * 1024}
-CAPABILITY = {"sm_80": (8, 0), "sm_89": (8, 9), "sm_90a": (9, 0, "a")}
 
 
 def kernel_of(name, arch, d, causal, aligned, return_lse=True):
@@ -67,37 +66,6 @@ def kernel_of(name, arch, d, causal, aligned, return_lse=True):
     if name == "softmax twice":
         return standard.make_standard_softmax(0, standard.MAX_WARPS, return_lse, PLAIN)
     return make[name](spec)
-
-
-@functools.cache
-def compiled(kernel, arch):
-    """(PTX, the assembler's log), linked as at run time."""
-    from cuda.core import Linker, LinkerOptions, ObjectCode
-
-    try:
-        ltoir, _ = cuda.compile(
-            kernel.function,
-            kernel.signature,
-            cc=CAPABILITY[arch],
-            device=False,
-            abi="numba",
-            output="ltoir",
-            launch_bounds=(kernel.threads, kernel.min_blocks),
-        )
-    except Exception as error:
-        if "nvvm" in str(error).lower() and "not" in str(error).lower():
-            pytest.skip(f"no NVVM: {error}")
-        raise
-
-    def link(kind, **options):
-        options = LinkerOptions(arch=arch, link_time_optimization=True, **options)
-        linker = Linker(ObjectCode.from_ltoir(ltoir), options=options)
-        code = linker.link(kind)
-        return bytes(code.code), (linker.get_info_log() or "") + (linker.get_error_log() or "")
-
-    ptx, _ = link("ptx", ptx=True)
-    _, log = link("cubin", verbose=True, ptxas_options=["-v"])
-    return ptx.decode(errors="replace"), log
 
 
 def backward_kernel_of(name, arch, d, causal, aligned):
@@ -128,31 +96,34 @@ def registers(log):
     return int(re.search(r"Used (\d+) registers", log)[1])
 
 
+def fits(kernel, arch):
+    """Whether a multiprocessor has the threads and a block the shared memory, uncompiled."""
+    return kernel.min_blocks * kernel.threads <= 2048 and kernel.shared_bytes <= SHARED[arch]
+
+
+def ptx_within_budgets(kernel, arch):
+    """The PTX of a kernel that fits, spills nothing and has no float64."""
+    ptx, log = compiled(kernel, arch)
+    assert f".target {arch}" in ptx
+    assert ".f64" not in ptx, "float64 arithmetic"
+    assert ".local" not in ptx, "local memory"
+    assert spills_of(log) == ["0"] * 3, log
+    assert registers(log) * kernel.threads * kernel.min_blocks <= REGISTERS
+    assert fits(kernel, arch)
+    return ptx
+
+
 def named(case):
     return "-".join(map(str, case))
 
 
-def partly_slow(cases):
-    """Of the flash kernels all are `slow` but those at the papers' head dimensions on sm_90a."""
-    marked = []
-    for case in cases:
-        name, arch, d, *_ = case
-        quick = name[:2] != "fa" or (arch == "sm_90a" and d in (64, 128))
-        marked.append(pytest.param(case, marks=() if quick else pytest.mark.slow))
-    return marked
-
-
-def mostly_slow(cases):
-    """Of tensor-core cases all are `slow` but the plain kernels at the papers' head dimensions, on
-    sm_80 at the one where registers are full.
-    """
-    marked = []
-    for case in cases:
-        name, arch, d, dtype, option = case
-        plain = option in (None, "causal") and dtype == "float16" and name != "fa1 keys"
-        quick = plain and (arch, d) in (("sm_90a", 64), ("sm_90a", 128), ("sm_80", 128))
-        marked.append(pytest.param(case, marks=() if quick else pytest.mark.slow))
-    return marked
+def slow_but(quick, cases):
+    """All are `slow` but those that are `quick`: each family's kernel once, at one architecture."""
+    assert set(quick) <= set(cases)
+    return [
+        pytest.param(case, id=named(case), marks=() if case in quick else pytest.mark.slow)
+        for case in cases
+    ]
 
 
 CASES = [
@@ -178,19 +149,20 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", partly_slow(CASES), ids=named)
+QUICK = {
+    ("fa2", "sm_90a", 128, True, True),
+    ("fa1", "sm_90a", 64, False, True),
+    ("scores", "sm_80", 64, True, False),
+    ("output", "sm_90a", 128, False, True),
+    ("softmax", "sm_90a", 64, False, True),
+    ("softmax twice", "sm_80", 64, False, True),
+}
+
+
+@pytest.mark.parametrize("case", slow_but(QUICK, CASES))
 def test_a_kernel_compiles_within_its_budgets(case):
     name, arch, d, causal, aligned = case
-    kernel = kernel_of(*case)
-    ptx, log = compiled(kernel, arch)
-
-    assert f".target {arch}" in ptx
-    assert ".f64" not in ptx, "float64 arithmetic"
-    assert ".local" not in ptx, "local memory"
-    assert spills_of(log) == ["0"] * 3, log
-    assert registers(log) * kernel.threads * kernel.min_blocks <= REGISTERS
-    assert kernel.min_blocks * kernel.threads <= 2048
-    assert kernel.shared_bytes <= SHARED[arch]
+    ptx = ptx_within_budgets(kernel_of(*case), arch)
 
     if not name.startswith("softmax"):
         assert "ld.shared.v4.f32" in ptx, "16-byte reads of shared memory"
@@ -220,18 +192,20 @@ BACKWARD_CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", partly_slow(BACKWARD_CASES), ids=named)
+QUICK_BACKWARD = {
+    ("fa1", "sm_90a", 128, True, True),
+    ("fa2", "sm_90a", 64, True, True),
+    ("fa2 dQ", "sm_90a", 128, True, True),
+    ("transposed", "sm_80", 64, True, False),
+    ("dS", "sm_90a", 64, True, True),
+    ("row sums", "sm_80", 128, True, True),
+}
+
+
+@pytest.mark.parametrize("case", slow_but(QUICK_BACKWARD, BACKWARD_CASES))
 def test_a_backward_kernel_compiles_within_its_budgets(case):
     name, arch, d, causal, aligned = case
-    kernel = backward_kernel_of(*case)
-    ptx, log = compiled(kernel, arch)
-
-    assert f".target {arch}" in ptx
-    assert ".f64" not in ptx, "float64 arithmetic"
-    assert ".local" not in ptx, "local memory"
-    assert spills_of(log) == ["0"] * 3, log
-    assert registers(log) * kernel.threads * kernel.min_blocks <= REGISTERS
-    assert kernel.shared_bytes <= SHARED[arch]
+    ptx = ptx_within_budgets(backward_kernel_of(*case), arch)
 
     if name not in ("dS", "row sums"):
         assert "ld.shared.v4.f32" in ptx, "16-byte reads of shared memory"
@@ -263,22 +237,26 @@ def test_a_kernel_with_an_option_compiles_within_its_budgets(algorithm, d, optio
         strict=True,
     ):
         kernel = make(select_spec(tiles, d, SHARED["sm_90a"], kind, features=features))
-        ptx, log = compiled(kernel, "sm_90a")
-        assert ".f64" not in ptx and ".local" not in ptx
-        assert spills_of(log) == ["0"] * 3, log
+        ptx_within_budgets(kernel, "sm_90a")
 
 
-@pytest.mark.parametrize("algorithm", FLASH)
-def test_a_plain_kernel_has_no_argument_for_an_option(algorithm):
+@pytest.mark.parametrize(
+    "kernel_of, case",
+    [
+        (of, case)
+        for of, quick in ((kernel_of, QUICK), (backward_kernel_of, QUICK_BACKWARD))
+        for case in sorted(quick)
+        if case[0] in FLASH
+    ],
+)
+def test_a_plain_kernel_has_no_argument_for_an_option(kernel_of, case):
     """Its last argument is an empty tuple, which the compiled kernel does not have."""
     arrays = {4: 13, 3: 11}  # words of an array by its axes
-    for n, make in enumerate(FLASH[algorithm]):
-        spec = select_spec(Tiles(64, 64), 64, SHARED["sm_90a"], (SimtSpec, SimtBackwardSpec)[n])
-        kernel = make(spec)
-        assert kernel.argument_types[-1].fields == ()
-        ptx, _ = compiled(kernel, "sm_90a")
-        words = sum(arrays[t.ndim] if hasattr(t, "ndim") else 1 for t in kernel.argument_types[:-1])
-        assert ptx.count("_param_") and len(set(re.findall(r"_param_(\d+)", ptx))) == words
+    kernel = kernel_of(*case)
+    assert kernel.argument_types[-1].fields == ()
+    ptx, _ = compiled(kernel, case[1])
+    words = sum(arrays[t.ndim] if hasattr(t, "ndim") else 1 for t in kernel.argument_types[:-1])
+    assert ptx.count("_param_") and len(set(re.findall(r"_param_(\d+)", ptx))) == words
 
 
 @pytest.mark.parametrize("module", [fa1_forward, fa2_forward], ids=["fa1", "fa2"])
@@ -372,6 +350,10 @@ def mma_spec_of(name, arch, d, dtype="float16", option=None):
     return select_mma_spec(tiles, d, SHARED[arch], **facts)
 
 
+def mma_kernel_of(name, *case):
+    return MMA[name.partition(" ")[0]].make_forward(mma_spec_of(name, *case))
+
+
 MMA_CASES = [
     # name, arch, head_dim, dtype, option
     *(
@@ -404,17 +386,18 @@ MMA_CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", mostly_slow(MMA_CASES), ids=named)
+QUICK_MMA = {
+    ("fa1", "sm_90a", 64, "float16", None),
+    ("fa2", "sm_90a", 128, "float16", None),
+}
+
+
+@pytest.mark.parametrize("case", slow_but(QUICK_MMA, MMA_CASES))
 def test_an_mma_kernel_compiles_within_its_budgets(case):
     name, arch, _, dtype, option = case
-    spec = mma_spec_of(*case)
-    kernel = MMA[name.partition(" ")[0]].make_forward(spec)
-    ptx, log = compiled(kernel, arch)
-
-    assert f".target {arch}" in ptx
-    assert ".f64" not in ptx, "float64 arithmetic"
-    assert registers(log) * kernel.threads * kernel.min_blocks <= REGISTERS
-    assert kernel.shared_bytes == spec.shared_bytes <= SHARED[arch]
+    kernel = mma_kernel_of(*case)
+    ptx = ptx_within_budgets(kernel, arch)
+    assert kernel.shared_bytes == mma_spec_of(*case).shared_bytes
 
     kind = {"float16": "f16", "bfloat16": "bf16"}[dtype]
     instruction = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
@@ -425,9 +408,6 @@ def test_an_mma_kernel_compiles_within_its_budgets(case):
     assert ("cp.async.cg.shared.global" in ptx) == (option != "unaligned")
     assert "cp.async.ca" not in ptx
     assert "ex2.approx.ftz.f32" in ptx and "shfl.sync.bfly" in ptx
-
-    assert ".local" not in ptx, "local memory"
-    assert spills_of(log) == ["0"] * 3, log
 
 
 @pytest.mark.parametrize("name", MMA)
@@ -465,32 +445,40 @@ def test_the_default_mma_plan_is_what_is_compiled_here(name, d):
     assert (planned.threads, planned.shared_bytes) == (kernel.threads, kernel.shared_bytes)
 
 
-def test_a_measure_left_out_is_not_compiled():
-    """What the PTX shows of each; the padding is a size alone."""
+# What the PTX shows of a measure of the forward kernel that is left out: more of what, or none of
+# it. The padding is a size alone.
+LEFT_OUT = {
+    "prefetch": ("waits", 4),  # for Q, twice K and V
+    "wide_stores": ("wide stores", None),
+    "folded_scale": ("products", -2),  # by each row's maximum, of which a thread has two
+    "q_registers": ("ldmatrix before the loop", -1),
+}
 
-    def ptx_without(*names):
-        spec = select_mma_spec(Tiles(16, 32), 32, SHARED["sm_80"], positive_scale=True)
-        return compiled(mma.fa2_forward.make_forward(replace(spec, ablated=names)), "sm_80")[0]
 
-    def counts(ptx):
-        names = ("cp.async.wait_group", "mul.f32", "st.global.v4")
-        return tuple(ptx.count(name) for name in names)
+def shown(*left_out):
+    spec = select_mma_spec(Tiles(16, 32), 32, SHARED["sm_80"], positive_scale=True)
+    ptx, _ = compiled(mma.fa2_forward.make_forward(replace(spec, ablated=left_out)), "sm_80")
+    return {
+        "waits": ptx.count("cp.async.wait_group"),
+        "products": ptx.count("mul.f32"),
+        "wide stores": ptx.count("st.global.v4"),
+        "ldmatrix before the loop": ptx.partition("mma.sync")[0].count("ldmatrix"),
+    }
 
-    def first_loop(ptx):
-        """How many ldmatrix stand before the loop over the columns, and in it."""
-        before, _, rest = ptx.partition("mma.sync")
-        return before.count("ldmatrix"), rest.count("ldmatrix")
 
-    whole = ptx_without()
-    waits, products, stores = counts(whole)
-    assert stores > 0
-    # Q, K twice and V
-    assert counts(ptx_without("prefetch")) == (waits + 4, products, stores)
-    assert counts(ptx_without("wide_stores")) == (waits, products, 0)
-    # No product of each row's maximum, of which a thread has two
-    assert counts(ptx_without("folded_scale")) == (waits, products - 2, stores)
-    unkept = ptx_without("q_registers")
-    assert counts(unkept) == counts(whole) and first_loop(unkept) != first_loop(whole)
+@pytest.mark.parametrize(
+    "measures",
+    [tuple(LEFT_OUT), *(pytest.param((name,), marks=pytest.mark.slow) for name in LEFT_OUT)],
+    ids="-".join,
+)
+def test_a_measure_left_out_is_not_compiled(measures):
+    """Each has its own sign, so that all are seen where they are left out together."""
+    expected = shown()
+    assert expected["wide stores"] > 0
+    for name in measures:
+        what, more = LEFT_OUT[name]
+        expected[what] = 0 if more is None else expected[what] + more
+    assert shown(*measures) == expected
 
 
 def standard_mma_kernel_of(name, arch, d, dtype, option):
@@ -545,18 +533,21 @@ STANDARD_CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", mostly_slow(STANDARD_CASES), ids=named)
+QUICK_STANDARD = {
+    ("scores", "sm_90a", 128, "float16", None),
+    ("output", "sm_90a", 64, "float16", None),
+    ("bwd transposed", "sm_90a", 128, "float16", None),
+    *(
+        (name, "sm_90a", 64, "float16", None)
+        for name in ("softmax", "softmax twice", "bwd dS", "bwd dS twice")
+    ),
+}
+
+
+@pytest.mark.parametrize("case", slow_but(QUICK_STANDARD, STANDARD_CASES))
 def test_a_standard_mma_kernel_compiles_within_its_budgets(case):
     name, arch, _, dtype, option = case
-    kernel = standard_mma_kernel_of(*case)
-    ptx, log = compiled(kernel, arch)
-
-    assert f".target {arch}" in ptx
-    assert ".f64" not in ptx, "float64 arithmetic"
-    assert ".local" not in ptx, "local memory"
-    assert spills_of(log) == ["0"] * 3, log
-    assert registers(log) * kernel.threads * kernel.min_blocks <= REGISTERS
-    assert kernel.shared_bytes <= SHARED[arch]
+    ptx = ptx_within_budgets(standard_mma_kernel_of(*case), arch)
 
     by_rows = "softmax" in name or "dS" in name
     assert ("mma.sync" in ptx) == ("ldmatrix" in ptx) == (not by_rows)
@@ -635,18 +626,19 @@ MMA_BACKWARD_CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", mostly_slow(MMA_BACKWARD_CASES), ids=lambda c: "-".join(map(str, c))
-)
+# FlashAttention-2's at both: its adds are other instructions from sm_90 on.
+QUICK_MMA_BACKWARD = {
+    ("fa1", "sm_90a", 128, "float16", None),
+    ("fa2", "sm_90a", 64, "float16", "causal"),
+    ("fa2", "sm_80", 128, "float16", "causal"),
+    ("fa2 dQ", "sm_90a", 64, "float16", "causal"),
+}
+
+
+@pytest.mark.parametrize("case", slow_but(QUICK_MMA_BACKWARD, MMA_BACKWARD_CASES))
 def test_an_mma_backward_kernel_compiles_within_its_budgets(case):
     name, arch, _, dtype, option = case
-    kernel = mma_backward_kernel_of(*case)
-    ptx, log = compiled(kernel, arch)
-
-    assert f".target {arch}" in ptx
-    assert ".f64" not in ptx, "float64 arithmetic"
-    assert registers(log) * kernel.threads * kernel.min_blocks <= REGISTERS
-    assert kernel.shared_bytes <= SHARED[arch]
+    ptx = ptx_within_budgets(mma_backward_kernel_of(*case), arch)
 
     kind = {"float16": "f16", "bfloat16": "bf16"}[dtype]
     instruction = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
@@ -660,8 +652,21 @@ def test_an_mma_backward_kernel_compiles_within_its_budgets(case):
     assert ("red.global.add.v2.f32" in ptx) == (adds and arch == "sm_90a")
     assert ("red.global.add.f32" in ptx) == ((adds and arch != "sm_90a") or option == "dbias")
 
-    assert ".local" not in ptx, "local memory"
-    assert spills_of(log) == ["0"] * 3, log
+
+@pytest.mark.parametrize(
+    "kernel_of, cases",
+    [
+        (kernel_of, CASES),
+        (backward_kernel_of, BACKWARD_CASES),
+        (mma_kernel_of, MMA_CASES),
+        (standard_mma_kernel_of, STANDARD_CASES),
+        (mma_backward_kernel_of, MMA_BACKWARD_CASES),
+    ],
+    ids=["simt", "simt backward", "mma", "standard mma", "mma backward"],
+)
+def test_every_kernel_has_room(kernel_of, cases):
+    """Those that are not compiled by default, too."""
+    assert not [case for case in cases if not fits(kernel_of(*case), case[1])]
 
 
 @pytest.mark.parametrize("name", MMA_BACKWARD)

@@ -35,6 +35,7 @@ from experiments import (
 )
 from experiments.lab import (
     counters,
+    drawing,
     peers,
     provenance,
     published,
@@ -256,7 +257,12 @@ def test_an_unknown_name_writes_nothing_and_shows_no_traceback(tmp_path):
 def test_quick_runs_stay_away_from_the_recordings(monkeypatch):
     seen = []
     stand_in = SimpleNamespace(
-        measure=lambda name: None, draw=lambda name: True, reports={}, summary=lambda names: ""
+        machine="some-gpu",
+        recorded_first=list,
+        measure=lambda name: None,
+        draw=lambda name: True,
+        reports={},
+        summary=lambda names: "",
     )
     monkeypatch.setattr(command, "Runner", lambda options, *_: seen.append(options) or stand_in)
     command.main(["run", "speed", "--quick"])
@@ -283,7 +289,12 @@ def test_parts_of_experiments_stay_away_from_complete_ones(
     """Unless --out says so; and where they go is said."""
     seen = []
     stand_in = SimpleNamespace(
-        measure=lambda name: None, draw=lambda name: True, reports={}, summary=lambda names: ""
+        machine="some-gpu",
+        recorded_first=list,
+        measure=lambda name: None,
+        draw=lambda name: True,
+        reports={},
+        summary=lambda names: "",
     )
     monkeypatch.setattr(command, "Runner", lambda options, *_: seen.append(options) or stand_in)
     command.main([*command_, *arguments])
@@ -498,15 +509,17 @@ def digests(folder):
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in figures}
 
 
-def test_figures_come_out_byte_for_byte_the_same(tmp_path):
-    """In two processes, and after other figures."""
-    drawn = []
-    for folder, names in ((tmp_path / "one", NAMES), (tmp_path / "two", NAMES[::-1])):
-        for name in names:
-            store_synthetic(name, folder)
-        done = run("draw", *names, "--out", str(folder))
-        assert done.returncode == 0, done.stdout + done.stderr
-        drawn.append(digests(folder))
+def test_figures_come_out_byte_for_byte_the_same(tmp_path, monkeypatch):
+    """By a command's processes and by this one, in another order."""
+    for name in NAMES:
+        store_synthetic(name, tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    done = run("draw", *NAMES, "--out", str(tmp_path / "one"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(": drawn") == len(NAMES)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    assert command.main(["draw", *NAMES[::-1], "--out", str(tmp_path / "two")]) == 0
+    drawn = [digests(tmp_path / folder) for folder in ("one", "two")]
     assert set(drawn[0]) == {f"{name}.{kind}" for name in NAMES for kind in ("svg", "png")}
     assert drawn[0] == drawn[1]
 
@@ -644,6 +657,31 @@ def test_a_mistake_in_a_figure_does_not_stop_the_others(tmp_path, monkeypatch, c
     said = capsys.readouterr().out
     assert "ZeroDivisionError" in said and "not drawn: speed" in said
     assert (tmp_path / "loop_cost.svg").exists()
+
+
+def test_a_figure_whose_process_is_killed_is_drawn_by_the_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(drawing, "Runner", lambda *_: os._exit(1))
+    monkeypatch.setattr(style, "save", lambda figure, stem, footnote: saved.append(stem.name))
+    saved: list[str] = []
+    assert command.main(["draw", "speed", "loop_cost", "--out", str(tmp_path)]) == 0
+    assert sorted(saved) == ["loop_cost", "speed"]
+
+
+def test_with_a_gpu_nothing_runs_beside_what_is_timed(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(drawing, "ProcessPoolExecutor", lambda *_: pytest.fail("processes"))
+    stand_in = SimpleNamespace(machine="some-gpu", draw=lambda name: not drawn.append(name))
+    with drawing.side_by_side(stand_in, NAMES) as figures:
+        figures.draw("speed")
+        assert drawn == ["speed"]
+
+
+def test_what_waits_for_a_gpu_is_drawn_before_others_are_counted(monkeypatch, tmp_path):
+    monkeypatch.setattr(runner.device, "gpu_available", lambda: False)
+    order = runner.Runner(Options(out=tmp_path), [], None).recorded_first(["io_vs_seqlen", "speed"])
+    assert order == ["speed", "io_vs_seqlen"]
 
 
 def test_a_page_with_a_broken_marker_is_left_alone(tmp_path, monkeypatch, capsys):

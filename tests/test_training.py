@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from experiments import __main__ as command
 from experiments import char_model
 from experiments.char_model import AFTER, OURS, REFERENCE, SERIES, TRAINING, Text, generate
-from experiments.lab import report, runner, style
+from experiments.lab import report, runner
 from experiments.lab.options import Bench, Options
 from experiments.lab.store import Recorder, Store, dump
 from fa_numba import device
@@ -283,20 +282,6 @@ def test_parts_of_the_data_are_drawn():
     assert char_model.draw([]) is None
     lonely = char_model.draw([r for r in rows if r.series == REFERENCE])
     assert lonely.axes[1].texts[0].get_text() == "no differences"
-
-
-def test_the_figure_comes_out_the_same_and_says_whence(tmp_path, monkeypatch):
-    drawn = []
-    for folder in (tmp_path / "one", tmp_path / "two"):
-        record(folder, made_up(char_model.setting(256, 64), steps=40))
-        console = SimpleNamespace(print=lambda *_, **__: None)
-        assert runner.Runner(Options(out=folder), [], console).draw(char_model.NAME)
-        drawn.append((folder / "char_model.png").read_bytes())
-    assert drawn[0] == drawn[1]
-    notes = []
-    monkeypatch.setattr(style, "save", lambda figure, stem, footnote: notes.append(footnote))
-    command.main(["draw", char_model.NAME, "--out", str(tmp_path / "one")])
-    assert "recorded on Some GPU, 2026-01-01, commit aaaaaaa" in notes[0]
 
 
 # --- where it runs ---------------------------------------------------------------------------

@@ -1,0 +1,96 @@
+"""Kernels compiled without a GPU, each once for all tests and processes that look at it.
+
+What the compiler gives lies with the compiled kernels of `fa_numba.device.kernel_cache`, under
+their keys: a change of the package, of an installed compiler or of this file compiles anew.
+"""
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from numba import cuda
+
+from fa_numba.device import kernel_cache
+
+pytest.importorskip("cuda.core", reason="cuda-core is not installed")
+CAPABILITY = {"sm_80": (8, 0), "sm_89": (8, 9), "sm_90a": (9, 0, "a")}
+# Of a kernel's key; two that share a lock wait for each other, and nothing else.
+LOCKED = 2
+
+
+@functools.cache
+def compiled(kernel, arch):
+    """(PTX, the assembler's log), linked as at run time.
+
+    Where nothing can be kept, and of a test's own kernel, it is compiled in every process.
+    """
+    store, key = kernel_cache._place(kernel, CAPABILITY[arch])
+    if store is None:
+        return from_source(kernel, arch)
+    key += b" offline " + _here()
+    with _locked(key.decode()[:LOCKED]):
+        kept = _read(store, key)
+        if kept is None:
+            kept = from_source(kernel, arch)
+            with contextlib.suppress(OSError):
+                store[key] = json.dumps(kept).encode()
+    return kept
+
+
+def _read(store, key):
+    with contextlib.suppress(OSError, ValueError):
+        kept = store.get(key)
+        if kept:
+            return tuple(json.loads(kept))
+    return None
+
+
+@functools.cache
+def _here():
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest().encode()
+
+
+@contextlib.contextmanager
+def _locked(name):
+    """One process at a time; without a lock where its file cannot be written."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            folder = kernel_cache.directory() / "locks"
+            folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(folder / name, "w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def from_source(kernel, arch):
+    """What ``compiled`` gives, compiled here and now."""
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+
+    try:
+        ltoir, _ = cuda.compile(
+            kernel.function,
+            kernel.signature,
+            cc=CAPABILITY[arch],
+            device=False,
+            abi="numba",
+            output="ltoir",
+            launch_bounds=(kernel.threads, kernel.min_blocks),
+        )
+    except Exception as error:
+        if "nvvm" in str(error).lower() and "not" in str(error).lower():
+            pytest.skip(f"no NVVM: {error}")
+        raise
+
+    def link(kind, **options):
+        options = LinkerOptions(arch=arch, link_time_optimization=True, **options)
+        linker = Linker(ObjectCode.from_ltoir(ltoir), options=options)
+        code = linker.link(kind)
+        return bytes(code.code), (linker.get_info_log() or "") + (linker.get_error_log() or "")
+
+    ptx, _ = link("ptx", ptx=True)
+    _, log = link("cubin", verbose=True, ptxas_options=["-v"])
+    return ptx.decode(errors="replace"), log
