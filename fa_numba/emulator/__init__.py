@@ -1,21 +1,28 @@
 """An emulator of CUDA kernels on the CPU that counts accesses and finds races.
 
-`launch` runs the unchanged Python function of a Numba-CUDA kernel. It counts the loads and stores
-of global memory exactly, and raises, with block, thread, array and source line, on shared-memory
-races, reads of uninitialised memory, divergent barriers, deadlock and accesses out of bounds.
+`launch` runs the unchanged Python function of a Numba-CUDA kernel once for all lanes of a block: a
+value is a number where they agree and a NumPy array over them where they may not. It counts the
+loads and stores of global memory exactly, with their sectors, the wavefronts and bank conflicts of
+shared memory and instructions by class, and raises, with block, thread, array and source line, on
+shared-memory races, conflicts between blocks, reads of uninitialised memory, divergent barriers,
+deadlock and accesses out of bounds.
 
-`run.py` takes the threads in turn; `context.py` is what a kernel calls: its arrays, copies and
-barriers; `shared_memory.py`, `local_memory.py` and `global_memory.py` check each element;
-`namespace.py` stands for `cuda` and `rebind.py` puts it in the kernel's place for it.
+`rewrite.py` makes the code that runs for many lanes, `flow.py` says which of them take part and
+`lanes.py` computes what Python's operators cannot; `rebind.py` gives it the emulator's names, which
+are in `namespace.py`. `run.py` takes blocks and groups of lanes in turn and `waiting.py` says where
+they wait; `context.py` is what a kernel calls: its arrays and copies. `shared_memory.py`,
+`local_memory.py` and `global_memory.py` check each access, by the loops of `checks.py`. `trace.py`
+notes which tile moves when.
 """
 
 from .context import Context, current
-from .counts import Counts
+from .counts import Access, Counts, Traffic
 from .errors import (
     BarrierDivergence,
     BarrierMisuse,
     Deadlock,
     EmulatorError,
+    GlobalHazard,
     Misaligned,
     OutOfBounds,
     ReadOnlyStore,
@@ -25,10 +32,12 @@ from .errors import (
 from .global_memory import GlobalArray
 from .local_memory import LocalArray
 from .rebind import rebind
-from .run import launch
+from .run import launch, schedule
 from .shared_memory import SharedArray
+from .trace import TileAccess, trace
 
 __all__ = [
+    "Access",
     "BarrierDivergence",
     "BarrierMisuse",
     "Context",
@@ -36,14 +45,19 @@ __all__ = [
     "Deadlock",
     "EmulatorError",
     "GlobalArray",
+    "GlobalHazard",
     "LocalArray",
     "Misaligned",
     "OutOfBounds",
     "ReadOnlyStore",
     "SharedArray",
     "SharedHazard",
+    "TileAccess",
+    "Traffic",
     "UninitialisedRead",
     "current",
     "launch",
     "rebind",
+    "schedule",
+    "trace",
 ]

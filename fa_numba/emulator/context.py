@@ -1,82 +1,71 @@
-"""A running launch as kernels and intrinsics meet it: arrays, asynchronous copies, barriers.
+"""A running launch as kernels and intrinsics meet it: lanes, arrays, asynchronous copies.
 
-A thread that waits hands control back to `run.py`, which lets the next one go on.
+What waits for other threads stands in waiting.py, which lanes take part in flow.py.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from array import array
-from collections import deque
-from collections.abc import Callable
 from math import prod
 from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
-from greenlet import greenlet
 
-from .errors import BarrierDivergence, BarrierMisuse, Deadlock, EmulatorError, Index3, OutOfBounds
+from . import checks
+from .checks import NOBODY, SEVERAL, STAMP
+from .counts import Access, warps_of
+from .errors import EmulatorError, Index3, OutOfBounds
+from .flow import Flow
 from .global_memory import GlobalArray
-from .local_memory import LocalArray, LocalTensor
+from .groups import WARP, Copy, Group, Parting, Site
+from .local_memory import LocalArray
 from .namespace import Namespace, element_type
-from .shared_memory import (
-    NOBODY,
-    SEVERAL,
-    STAMP,
-    SharedArray,
-    SharedBuffer,
-    SharedMatrix,
-    SharedTensor,
-)
+from .shared_memory import SharedArray, SharedBuffer
 from .source_lines import assigned_name, source_line
-from .threads import (
-    AT_BARRIER,
-    AT_NAMED,
-    AT_WARP,
-    DONE,
-    FULL,
-    READY,
-    WARP,
-    NamedBarrier,
-    Site,
-    Thread,
-    Warp,
-)
-
-MAX_YIELDS = 1000  # rounds in which every thread only yields before that counts as a deadlock
+from .trace import Trace
 
 
-class Context:
-    """A running launch, as `current()` gives it to the emulation of an intrinsic."""
+class Context(Flow):
+    """A running launch, as `current()` gives it to the emulation of an intrinsic.
+
+    `group` are the lanes that run, `mask` those of them that take part (flow.py).
+    """
 
     __slots__ = (
-        "grid", "block_shape", "shared_bytes", "tid", "thread", "block", "cell",
-        "clock", "base", "me", "several",
-        "_cuda", "_codes", "_hub", "_threads", "_ready", "_statics", "_dynamics", "_buffers",
-        "_tiles", "_stale", "_named_barriers", "_opened",
+        "grid", "block_shape", "shared_bytes", "kernel", "block", "block_number", "group",
+        "clock", "base", "starts", "seen", "threads", "journal", "trace", "sites",
+        "_cuda", "_codes", "_statics", "_dynamics", "_pool", "_tiles",
+        "_rows", "_row_of", "_numbered", "_instructions", "_warps_active",
     )  # fmt: skip
 
-    def __init__(self, grid: Index3, block: Index3, shared_bytes: int) -> None:
+    def __init__(self, grid: Index3, block: Index3, shared_bytes: int, kernel: str) -> None:
+        super().__init__()
         self.grid, self.block_shape, self.shared_bytes = grid, block, shared_bytes
-        self.cell = array("f", [0.0])
-        self.tid = 0
+        self.kernel = kernel
+        self.threads = prod(block)
         self.block: Index3 = (0, 0, 0)
-        self.thread: Thread
-        self.clock = self.base = self.me = self.several = 0
+        self.block_number = 1
+        self.group: Group
+        warps = -(-self.threads // WARP)
+        self.clock = self.base = 0
+        self.starts = np.zeros(warps, np.int64)
+        self.seen = np.zeros((warps, warps), np.int64)
+        self.journal: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self.trace: Trace | None = None
+        self.sites: list[Site] = []
         self._cuda = Namespace(self)
         self._codes: dict[int, CodeType] = {}
-        self._hub: greenlet
-        self._threads: list[Thread] = []
-        self._ready: deque[Thread] = deque()
         self._statics: dict[Site, SharedArray] = {}
         self._dynamics: dict[Any, SharedArray] = {}
-        self._buffers: dict[np.dtype, SharedBuffer] = {}
+        self._pool: dict[Any, SharedBuffer] = {}
         self._tiles: list[tuple[int, int, np.dtype, str]] = []
-        self._stale = 0
-        self._named_barriers: dict[int, NamedBarrier] = {}  # by number, until they open
-        self._opened: dict[int, list[int]] = {}  # by number, what the last one had seen
+        self._rows = np.zeros((64, 4), np.int64)  # statistics, see checks.py
+        self._row_of: dict[tuple[str, str, str, Site], int] = {}
+        self._numbered: dict[Site, int] = {}
+        self._instructions: dict[str, int] = {}
+        self._warps_active: tuple[Any, int] = (self, 0)
 
     # ---- where the kernel is
 
@@ -91,49 +80,147 @@ class Context:
             frame = frame.f_back
         return 0, 0
 
+    def numbered_site(self) -> int:
+        """The same as an index into `sites`."""
+        site = self.site()
+        number = self._numbered.get(site)
+        if number is None:
+            number = self._numbered[site] = len(self.sites)
+            self.sites.append(site)
+        return number
+
     def line_of(self, site: Site) -> str:
         code = self._codes.get(site[0])
         return "outside the kernel" if code is None else source_line(code, site[1])
 
+    def place_of(self, tid: int) -> Index3:
+        x, y, _ = self.block_shape
+        return tid % x, tid // x % y, tid // (x * y)
+
     def thread_name(self, tid: int) -> str:
-        t = self._threads[tid]
-        return f"({t.x}, {t.y}, {t.z})"
+        return f"({', '.join(map(str, self.place_of(tid)))})"
+
+    def block_of(self, number: int) -> Index3:
+        x, y, _ = self.grid
+        n = number - 1
+        return n % x, n // x % y, n // (x * y)
 
     def fault(
-        self, kind: type[EmulatorError], text: str, array: str | None = None
+        self,
+        kind: type[EmulatorError],
+        text: str,
+        array: str | None = None,
+        lane: int | None = None,
     ) -> EmulatorError:
-        """An error of `kind` at the current thread's line, to be raised by the caller."""
-        t = self.thread
+        """An error of `kind` at the current line, in the first lane or another, to be raised."""
+        lane = self.first_lane() if lane is None else lane
         return kind(
             text,
             block=self.block,
-            thread=(t.x, t.y, t.z),
+            thread=self.place_of(int(self.group.tids[lane])),
             array=array,
             line=self.line_of(self.site()),
         )
 
-    def outside(self, name: str, shape: tuple[int, ...], index: Any) -> EmulatorError:
+    def outside(self, name: str, shape: tuple[int, ...], index: Any, lane: int) -> EmulatorError:
         """The error for an index past an array's shape, to be raised by the caller."""
-        axes = index if isinstance(index, tuple) else (index,)
-        place, extent = ", ".join(map(str, axes)), " x ".join(map(str, shape))
-        return self.fault(OutOfBounds, f"{name}[{place}] is outside of {extent} elements", name)
+        place = ", ".join(map(str, self.of_lane(index, lane, whole=True)))
+        extent = " x ".join(map(str, shape))
+        text = f"{name}[{place}] is outside of {extent} elements"
+        return self.fault(OutOfBounds, text, name, lane)
+
+    def refuse_zero(self, zero: np.ndarray | None, text: str) -> None:
+        """Raise for a division by zero, if a lane that takes part makes it."""
+        here = self.active() if zero is None else self.active() & zero
+        if here.any():
+            raise self._at(ZeroDivisionError(text), here)
+
+    def require(self, condition: Any, text: str) -> None:
+        """`assert`, for every lane that takes part."""
+        failed = self.active() & (np.asarray(condition) == 0)
+        if failed.any():
+            raise self._at(AssertionError(text), failed)
+
+    def _at(self, error: Exception, lanes: np.ndarray) -> Exception:
+        """An error of Python's, of the first of these lanes."""
+        error.lane = int(np.flatnonzero(lanes)[0])  # type: ignore[attr-defined]
+        return error
+
+    # ---- lanes
+
+    def active(self) -> np.ndarray:
+        """Which lanes of the group take part."""
+        return self.group.everyone if self.mask is None else self.mask
+
+    def active_lanes(self) -> np.ndarray:
+        return np.flatnonzero(self.active())
+
+    def first_lane(self) -> int:
+        lanes = self.active_lanes()
+        return int(lanes[0]) if lanes.size else 0
+
+    def first_lane_where(self, values: Any) -> int:
+        """The first lane that takes part whose value is true; -1 if there is none."""
+        if values.__class__ is not np.ndarray:
+            return self.first_lane() if values else -1
+        lanes = np.flatnonzero(values if self.mask is None else (values != 0) & self.mask)
+        return int(lanes[0]) if lanes.size else -1
+
+    def first_outside(self, index: Any, extent: int) -> int:
+        """The first lane whose index is not in 0 .. extent - 1; -1 if there is none."""
+        if index.__class__ is np.ndarray:
+            return checks.outside(index, extent, self.active())
+        return -1 if 0 <= index < extent else self.first_lane()
+
+    def of_lane(self, index: Any, lane: int, whole: bool = False) -> Any:
+        """An index, or each of a tuple of them, as it is for one lane."""
+        axes = index if index.__class__ is tuple else (index,)
+        found = tuple(i[lane].item() if i.__class__ is np.ndarray else i for i in axes)
+        return found if whole or index.__class__ is tuple else found[0]
+
+    def uniform(self, value: Any) -> Any:
+        """A value that all lanes must share; lanes with others go on as groups of their own."""
+        if value.__class__ is not np.ndarray:
+            return value
+        lanes = self.active()
+        first = value[self.first_lane()]
+        alike = (value == first) & lanes
+        if np.count_nonzero(alike) != np.count_nonzero(lanes):
+            raise Parting(alike)
+        return first.item()
+
+    def under(self, condition: Any, function: Any, *args: Any) -> Any:
+        """`function(*args)` for the lanes that a condition is true for; None if for none."""
+        if condition.__class__ is not np.ndarray:
+            return function(*args) if condition else None
+        if not self.only(condition):
+            self.mask = self._outer.pop()
+            return None
+        result = function(*args)
+        self.mask = self._outer.pop()
+        return result
 
     # ---- what happened before what: see shared_memory.py
 
-    def ordered(self, stamp: int) -> bool:
-        """Whether an access happened before the present."""
+    def stamp(self, lane: int) -> int:
+        """The stamp of what a lane does now."""
+        group = self.group
+        return int(self.starts[group.warp_of[lane]] + group.tids[lane])
+
+    def ordered(self, stamp: int, lane: int) -> bool:
+        """Whether an access happened before the present of a lane."""
         code = stamp % STAMP
-        if code == self.tid:
+        if code == self.group.tids[lane]:
             return True
         if code == NOBODY:  # UNWRITTEN and IN_FLIGHT
             return False
-        return stamp < self.thread.warp.seen[_warp(code)]
+        return bool(stamp < self.seen[self.group.warp_of[lane], _warp(code)])
 
-    def joined(self, stamp: int) -> int:
-        """The stamp of accesses of this thread's warp with its own added."""
-        warp = self.thread.warp
-        before = stamp < warp.seen[warp.index] or stamp % STAMP == self.tid
-        return self.me if before else self.several
+    def joined(self, stamp: int, lane: int) -> int:
+        """The stamp of accesses of a lane's warp with its own added."""
+        warp = int(self.group.warp_of[lane])
+        before = stamp < self.seen[warp, warp] or stamp % STAMP == self.group.tids[lane]
+        return self.stamp(lane) if before else int(self.starts[warp]) + SEVERAL + warp
 
     def who(self, stamp: int) -> str:
         code = stamp % STAMP
@@ -153,17 +240,17 @@ class Context:
         if known is None:
             axes = shape if isinstance(shape, tuple) else (shape,)
             name = self.target(site, f"shared{len(self._statics)}")
-            kind = {1: SharedArray, 2: SharedMatrix}.get(len(axes), SharedTensor)
-            buffer = self._new_buffer(prod(axes))
-            known = self._statics[site] = kind(self, name, axes, element, buffer)
+            buffer = self._buffer(site, prod(axes), element)
+            known = self._statics[site] = SharedArray(self, name, axes, element, buffer)
         return known
 
-    def shared_tile(self, offset: int, length: int, dtype: Any = float) -> SharedArray:
+    def shared_tile(self, offset: Any, length: int, dtype: Any = float) -> SharedArray:
         """The 1-D array of `length` elements at element `offset` of the dynamic shared memory.
 
         Tiles of one dtype may overlap and then share values and hazards; tiles of different dtypes
         may not. Raises EmulatorError past the `shared_bytes` of the launch.
         """
+        offset = self.uniform(offset)
         site = self.site()
         key = (site, offset, length, dtype)
         known = self._dynamics.get(key)
@@ -185,210 +272,97 @@ class Context:
                 text = f"{name} ({element}) overlaps {neighbour} ({other}): not emulated"
                 raise self.fault(EmulatorError, text, name)
         self._tiles.append((first, last, element, name))
-        if element not in self._buffers:
-            self._buffers[element] = self._new_buffer(self.shared_bytes // size)
-        tile = SharedArray(self, name, (length,), element, self._buffers[element], offset)
+        buffer = self._buffer(element, self.shared_bytes // size, element)
+        tile = SharedArray(self, name, (length,), element, buffer, offset)
         self._dynamics[key] = tile
         return tile
 
-    def _new_buffer(self, length: int) -> SharedBuffer:
-        return SharedBuffer(length, -(-len(self._threads) // WARP))
+    def _buffer(self, key: Any, length: int, element: np.dtype) -> SharedBuffer:
+        if key not in self._pool:
+            self._pool[key] = SharedBuffer(length, len(self.starts), element)
+        return self._pool[key]
+
+    def clear_shared(self) -> None:
+        """Shared memory as a new block finds it."""
+        self._statics, self._dynamics, self._tiles = {}, {}, []
+        for buffer in self._pool.values():
+            buffer.clear()
 
     def local_array(self, shape: Any, dtype: Any) -> LocalArray:
         axes = shape if isinstance(shape, tuple) else (shape,)
-        kind = LocalArray if len(axes) == 1 else LocalTensor
-        return kind(self, self.site(), axes, element_type(dtype))
+        return LocalArray(self, self.site(), axes, element_type(dtype))
 
     def target(self, site: Site, otherwise: str) -> str:
         """The variable that the result of the call at `site` goes to."""
         code = self._codes.get(site[0])
         return (code and assigned_name(code, site[1])) or otherwise
 
+    # ---- counts
+
+    def statistics(self, array: str, space: str, kind: str) -> np.ndarray:
+        """Where the requests, sectors, wavefronts and conflicts of this line's access add up."""
+        key = (array, space, kind, self.site())
+        row = self._row_of.get(key)
+        if row is None:
+            row = self._row_of[key] = len(self._row_of)
+            if row == len(self._rows):
+                self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
+        return self._rows[row]
+
+    def instruction(self, kind: str, times: int = 1) -> None:
+        """Count an instruction of every warp with a lane that takes part."""
+        mask = self.mask
+        if self._warps_active[0] is not mask or mask is None:
+            warps = self.group.warps.size if mask is None else warps_of(self.group.tids[mask])
+            self._warps_active = (mask, warps)
+        self._instructions[kind] = self._instructions.get(kind, 0) + times * self._warps_active[1]
+
+    def access_of(self, key: tuple[str, str, str, Site]) -> Access:
+        array, space, kind, site = key
+        return Access(self.kernel, array, space, kind, self.line_of(site))
+
     # ---- asynchronous copies
 
     def async_copy(
-        self,
-        dst: SharedArray,
-        e: int,
-        src: GlobalArray,
-        index: tuple[int, ...],
-        n: int,
-        valid: int,
+        self, dst: SharedArray, e: Any, src: GlobalArray, index: tuple[Any, ...], n: int, valid: Any
     ) -> None:
         """cp.async: `valid` elements of `src` from `index` on into dst[e:e+n], the rest zero.
 
-        Counts `valid` loads. Lands, reading `src` then, when this thread waits for its group.
+        Counts `valid` loads. Lands, reading `src` then, when these threads wait for its group.
         """
-        if not 0 <= valid <= n:
+        bad = self.first_outside(valid, n + 1)
+        if bad >= 0:
+            valid = self.of_lane(valid, bad)
             raise ValueError(f"valid = {valid} of a copy of n = {n} elements, allowed: 0 to n")
+        group = self.group
         read = src.source(index, n, valid)
-        self.thread.open.append((dst, dst.depart(e, n), n, read))
+        places = dst.depart(e, n)
+        pending = self.active()
+        group.copies.append(Copy(dst, places, n, read, pending, group.committed))
+        self.instruction("copy")
 
     def async_commit(self) -> None:
-        """cp.async.commit_group: closes this thread's group of copies, which may be empty."""
-        t = self.thread
-        t.groups.append(t.open)
-        t.open = []
+        """cp.async.commit_group: closes each thread's group of copies, which may be empty."""
+        self.group.committed = self.group.committed + self.active()
 
     def async_wait(self, n: int) -> None:
-        """cp.async.wait_group: until at most n groups of this thread are in flight."""
-        groups = self.thread.groups
-        while len(groups) > n:
-            for dst, first, length, read in groups.popleft():
-                values = read()
-                dst.land(first, values + [0] * (length - len(values)))
-
-    # ---- waiting
-
-    def barrier(self, operation: str, value: Any = None) -> Any:
-        """Wait for the whole block; returns what the barrier hands to this thread."""
-        t = self.thread
-        t.state, t.site, t.operation, t.value = AT_BARRIER, self.site(), operation, value
-        self._hub.switch()
-        return t.value
-
-    def collective(
-        self,
-        operation: str,
-        mask: int,
-        value: Any,
-        resolve: Callable[[dict[int, Any], int], dict[int, Any]],
-    ) -> Any:
-        """Wait for the lanes in `mask`; returns what `resolve(values by lane, mask)` gives."""
-        t = self.thread
-        warp = t.warp
-        mask &= 0xFFFFFFFF
-        site = self.site()
-        if not mask >> t.lane & 1:
-            text = f"lane {t.lane} calls {operation} with mask {mask:#010x}, which leaves it out"
-            raise self.fault(BarrierDivergence, text)
-        mask &= warp.mask
-        key = (operation, mask, site)
-        group = warp.groups.setdefault(key, {})
-        group[t.lane] = value
-        if len(group) < mask.bit_count():
-            t.state, t.site, t.operation, t.value = AT_WARP, site, operation, mask
-            self._hub.switch()
-            return t.value
-        del warp.groups[key]
-        results = resolve(group, mask)
-        if operation == "syncwarp" and mask == warp.mask:
-            self._tick(warp)
-            warp.seen[warp.index] = warp.start
-            self.me, self.several = warp.start + t.tid, warp.several
-        self._stale = 0
-        for lane in group:
-            other = warp.lanes[lane]
-            if other is not t:
-                other.state, other.value = READY, results[lane]
-                self._ready.append(other)
-        return results[t.lane]
-
-    def named_barrier(self, operation: str, barrier: int, threads: int, waits: bool) -> None:
-        """Come to a barrier of `threads` threads: bar.sync or, unless it `waits`, bar.arrive.
-
-        All lanes of a warp come together. The barrier opens, and is as new, when warps of as many
-        threads have: what they did before then happened before what the waiting ones do next.
-        Arriving orders nothing for the warp that arrives, not even among its lanes.
-
-        Raises BarrierMisuse where lanes of a warp or warps at a barrier disagree, where a warp that
-        arrived comes again before the barrier has opened, and where nothing orders its coming after
-        the barrier's last use: another time it could be taken for a part of that.
-        """
-        t = self.thread
-
-        def arrive(operands: dict[int, tuple[int, int]], mask: int) -> dict[int, NamedBarrier]:
-            if len(set(operands.values())) > 1:
-                text = f"the lanes of a warp call {operation} for different barriers or threads"
-                raise self.fault(BarrierMisuse, text)
-            return dict.fromkeys(operands, self._arrive(barrier, threads, waits))
-
-        named = self.collective(operation, FULL, (barrier, threads), arrive)
-        if waits and not named.opened:
-            t.state, t.site = AT_NAMED, self.site()
-            t.operation = f"{operation} of barrier {barrier}"
-            named.waiting.append(t)
-            self._hub.switch()
-        else:
-            self.me, self.several = t.warp.start + t.tid, t.warp.several
-
-    def _arrive(self, barrier: int, threads: int, waits: bool) -> NamedBarrier:
-        """The current warp comes to a barrier; the last one opens it."""
-        warp = self.thread.warp
-        self._tick(warp)
-        past = list(warp.seen)
-        past[warp.index] = warp.start
-        if any(a < b for a, b in zip(past, self._opened.get(barrier, past), strict=True)):
-            text = f"warp {warp.index} comes to barrier {barrier}, not ordered after its last use"
-            raise self.fault(BarrierMisuse, text)
-        named = self._named_barriers.get(barrier)
-        if named is None:
-            named = self._named_barriers[barrier] = NamedBarrier(threads, self.site(), past)
-        if named.threads != threads:
-            text = f"warp {warp.index} comes to a barrier of {threads} threads"
-            raise self.fault(BarrierMisuse, f"{text}, but {self._missing(barrier)}")
-        if warp in named.arrived:
-            text = f"warp {warp.index} comes again to a barrier that has not opened"
-            raise self.fault(BarrierMisuse, f"{text}: {self._missing(barrier)}")
-        named.seen = list(map(max, named.seen, past))
-        named.arrived.append(warp)
-        if waits:
-            named.synced.append(warp)
-        if len(named.arrived) * WARP == threads:
-            self._opened[barrier] = self._named_barriers.pop(barrier).seen
-            named.opened = True
-            for other in named.synced:
-                other.seen = list(named.seen)
-            for t in named.waiting:
-                t.state = READY
-            self._ready.extend(named.waiting)
-        return named
-
-    def _missing(self, barrier: int) -> str:
-        named = self._named_barriers[barrier]
-        count, first = len(named.arrived) * WARP, self.line_of(named.site)
-        return (
-            f"barrier {barrier} is of {named.threads} threads, of which {count} have arrived, "
-            f"the first at {first}"
-        )
-
-    def give_way(self) -> None:
-        """Let the other threads run first: a spinning thread must, none is preempted."""
-        self._stale += 1
-        if self._stale > MAX_YIELDS * len(self._threads):
-            raise self.fault(Deadlock, f"spins without end: {self._waiters()}")
-        self._ready.append(self.thread)
-        self._hub.switch()
-
-    def alive(self) -> int:
-        """The lanes of the current warp that have not returned."""
-        return sum(1 << t.lane for t in self.thread.warp.lanes if t.state != DONE)
-
-    def _tick(self, warp: Warp) -> None:
-        self.clock += 1
-        warp.start = self.clock * STAMP
-        warp.several = warp.start + SEVERAL + warp.index
-
-    def _open_barrier(self, warps: list[Warp]) -> None:
-        self.clock += 1
-        self.base = self.clock * STAMP
-        for warp in warps:
-            warp.start, warp.several = self.base, self.base + SEVERAL + warp.index
-            warp.seen = [self.base] * len(warps)
-
-    def _waiters(self) -> str:
-        groups: dict[str, list[Thread]] = {}
-        for t in self._threads:
-            where = {READY: "can run", DONE: "returned"}.get(t.state)
-            if where is None:
-                where = f"wait in {t.operation} at {self.line_of(t.site)}"
-            groups.setdefault(where, []).append(t)
-        return "; ".join(f"{self._names(ts)} {where}" for where, ts in groups.items())
-
-    def _names(self, threads: list[Thread]) -> str:
-        names = [self.thread_name(t.tid) for t in threads[:4]]
-        more = f", ... ({len(threads)} threads)" if len(threads) > 4 else ""
-        return f"thread{'s' if len(threads) > 1 else ''} {', '.join(names)}{more}"
+        """cp.async.wait_group: until at most n groups of each thread are in flight."""
+        group = self.group
+        if not group.copies:
+            return
+        left = []
+        done = group.committed - n
+        for copy in group.copies:
+            landing = copy.pending & (copy.number < done)
+            if self.mask is not None:
+                landing &= self.mask
+            if landing.any():
+                copy.dst.land(copy, landing)
+                copy.pending = copy.pending & ~landing
+                if not copy.pending.any():
+                    continue
+            left.append(copy)
+        group.copies = left
 
 
 def _warp(code: int) -> int:
@@ -400,14 +374,17 @@ class Running(threading.local):
     """The contexts of this Python thread's launches, the innermost last."""
 
     def __init__(self) -> None:
-        self.contexts: list[Context] = []
+        self.contexts: list[Any] = []
 
 
 running = Running()
 
 
-def current() -> Context:
+def current() -> Any:
     """The running launch. RuntimeError outside of one."""
     if not running.contexts:
         raise RuntimeError("no kernel is running on the emulator")
     return running.contexts[-1]
+
+
+__all__ = ["Context", "current", "running"]

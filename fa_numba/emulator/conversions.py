@@ -1,4 +1,4 @@
-"""What a store to an array of each dtype makes of a Python number."""
+"""What casts and stores to an array of each dtype make of numbers, one or an array over lanes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,27 @@ from typing import Any
 import numpy as np
 
 
-def wrapped(bits: int, signed: bool) -> Callable[[Any], int]:
+def wrapped(bits: int, signed: bool) -> Callable[[Any], Any]:
     """The cast to an integer type: truncates, and wraps around modulo 2**bits."""
     mask, half = (1 << bits) - 1, 1 << (bits - 1)
     low, high = (-half, half - 1) if signed else (0, mask)
 
-    def cast(value: Any) -> int:
+    def of_lanes(values: np.ndarray) -> np.ndarray:
+        if values.dtype != np.int64:
+            if values.dtype == np.uint64 and bits == 64 and not signed:
+                return values
+            values = values.astype(np.int64)  # a uint64 wraps, as it will below
+        if bits == 64:
+            return values if signed else values.astype(np.uint64)
+        if signed:
+            return (values + half & mask) - half
+        return values & mask
+
+    def cast(value: Any) -> Any:
         if value.__class__ is int and low <= value <= high:
             return value
+        if value.__class__ is np.ndarray:
+            return of_lanes(value)
         value = int(value) & mask
         return value - (1 << bits) if signed and value >= half else value
 
@@ -24,9 +37,19 @@ def wrapped(bits: int, signed: bool) -> Callable[[Any], int]:
     return cast
 
 
-def _half(value: float) -> float:
+def _half(value: Any) -> Any:
     with np.errstate(over="ignore"):
+        if value.__class__ is np.ndarray:
+            return value.astype(np.float16).astype(np.float64)
         return float(np.float16(value))
+
+
+def _double(value: Any) -> Any:
+    return value.astype(np.float64) if value.__class__ is np.ndarray else float(value)
+
+
+def _boolean(value: Any) -> Any:
+    return value != 0 if value.__class__ is np.ndarray else bool(value)
 
 
 def converter(dtype: np.dtype) -> Callable[[Any], Any]:
@@ -38,11 +61,13 @@ def converter(dtype: np.dtype) -> Callable[[Any], Any]:
     if dtype == np.float32:
         cell = array("f", [0.0])
 
-        def single(value: float) -> float:
+        def single(value: Any) -> Any:
+            if value.__class__ is np.ndarray:
+                return value.astype(np.float32).astype(np.float64)
             cell[0] = value
             return cell[0]
 
         return single
     if dtype.kind in "fb":
-        return float if dtype.kind == "f" else bool
+        return _double if dtype.kind == "f" else _boolean
     raise TypeError(f"arrays of dtype {dtype} are not emulated")

@@ -1,23 +1,68 @@
-"""How often a launch loads from and stores to global memory, array by array."""
+"""What a launch did to memory: loads and stores by array, and what a GPU's profiler would count."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
 
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Access:
+    """A line of a kernel that touches an array.
+
+    ``space`` is "global" or "shared"; ``kind`` "load", "store", "atomic" or "copy", an asynchronous
+    copy, which has a global and a shared side; ``line`` "file.py:123: source text".
+    """
+
+    kernel: str
+    array: str
+    space: str
+    kind: str
+    line: str
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What accesses cost, as Nsight Compute counts it.
+
+    ``requests`` are instructions of a warp. ``sectors`` are the 32-byte pieces of global memory
+    that they touch, each counted once a request. ``wavefronts`` are the passes that shared memory
+    takes, 128 bytes at best, and ``conflicts`` those beyond what the width of the access needs:
+    bank conflicts. Lanes that touch the same word share it.
+    """
+
+    requests: int = 0
+    sectors: int = 0
+    wavefronts: int = 0
+    conflicts: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.requests + other.requests,
+            self.sectors + other.sectors,
+            self.wavefronts + other.wavefronts,
+            self.conflicts + other.conflicts,
+        )
+
 
 @dataclass
 class Counts:
-    """Global-memory accesses of one or more launches, by kernel parameter.
+    """Global-memory accesses of one or more launches, by kernel parameter, and their cost.
 
     `loads` and `stores` count elements, `load_bytes` and `store_bytes` bytes; an array that was not
-    touched counts 0. An atomic is one load and one store.
+    touched counts 0. An atomic is one load and one store. `traffic` is what each line of a kernel
+    costs, `instructions` are those of warps, by class: "load", "store", "atomic", "copy", "mma",
+    "fma" (multiply-adds to an element of an array), "exp", "shuffle" and "barrier".
     """
 
     loads: Counter[str] = field(default_factory=Counter)
     stores: Counter[str] = field(default_factory=Counter)
     load_bytes: Counter[str] = field(default_factory=Counter)
     store_bytes: Counter[str] = field(default_factory=Counter)
+    traffic: dict[Access, Traffic] = field(default_factory=dict)
+    instructions: Counter[str] = field(default_factory=Counter)
 
     def merge(self, other: Counts) -> Counts:
         """Add `other` to this one, in place; returns self."""
@@ -25,7 +70,25 @@ class Counts:
         self.stores.update(other.stores)
         self.load_bytes.update(other.load_bytes)
         self.store_bytes.update(other.store_bytes)
+        self.instructions.update(other.instructions)
+        for access, traffic in other.traffic.items():
+            self.traffic[access] = self.traffic.get(access, Traffic()) + traffic
         return self
+
+    def total(self, **fields: str) -> Traffic:
+        """The sum over accesses with these fields, as ``total(space="shared", kind="load")``.
+
+        Raises TypeError for a name that is no field of `Access`.
+        """
+        unknown = fields.keys() - Access.__dataclass_fields__.keys()
+        if unknown:
+            allowed = ", ".join(Access.__dataclass_fields__)
+            raise TypeError(f"{unknown.pop()} is no field of an access, allowed: {allowed}")
+        found = Traffic()
+        for access, traffic in self.traffic.items():
+            if all(getattr(access, name) == value for name, value in fields.items()):
+                found += traffic
+        return found
 
     def __str__(self) -> str:
         """A table: loads and stores in elements and bytes, a row for each array, and their sums."""
@@ -52,3 +115,8 @@ class Tally:
 
     def __init__(self) -> None:
         self.loads = self.stores = 0
+
+
+def warps_of(tids: np.ndarray) -> int:
+    """How many warps these threads are of."""
+    return int(np.unique(tids >> 5).size)

@@ -35,6 +35,10 @@ class SharedHazard(EmulatorError):
     """Two threads touch a shared element, one of them writing, with no barrier between."""
 
 
+class GlobalHazard(EmulatorError):
+    """Two blocks touch an element of global memory, one of them writing, without atomics."""
+
+
 class UninitialisedRead(EmulatorError):
     """A read of shared or local memory, or of a warp lane, that holds no value."""
 

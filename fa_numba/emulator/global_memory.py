@@ -8,24 +8,44 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from . import checks
+from .checks import ATOMIC, LOAD, MANY, STORE
 from .conversions import converter
 from .counts import Tally
-from .errors import Misaligned, ReadOnlyStore
+from .errors import EmulatorError, GlobalHazard, Misaligned, ReadOnlyStore
+from .lanes import Mask, merge
 
 if TYPE_CHECKING:
     from .context import Context
+
+KINDS = ("load", "store", "atomic")
+
+
+class Owners:
+    """Which block wrote, read or atomically updated each element: its number from 1, or MANY."""
+
+    __slots__ = ("writers", "readers", "atomics")
+
+    def __init__(self, length: int) -> None:
+        self.writers, self.readers, self.atomics = np.zeros((3, length), np.int32)
+
+    def part(self, start: int, stop: int) -> Owners:
+        part = object.__new__(Owners)
+        for name in Owners.__slots__:
+            setattr(part, name, getattr(self, name)[start:stop])
+        return part
 
 
 class GlobalArray:
     """A NumPy array as a kernel sees global memory: stores go to the caller's memory.
 
-    A full integer index is one counted access, a partial one an uncounted view on the same memory;
-    so is a slice start:stop of the first axis.
+    A full index is one counted access of every lane, a partial one an uncounted view on the same
+    memory; so is a slice start:stop of the first axis.
     """
 
     __slots__ = (
-        "name", "shape", "strides", "dtype", "ndim", "size", "itemsize", "tally", "ctx",
-        "_memory", "_get", "_set", "_convert", "_steps", "_offset", "_views", "_address",
+        "name", "shape", "strides", "dtype", "ndim", "size", "itemsize", "tally", "ctx", "span",
+        "address", "owners", "_memory", "_convert", "_steps", "_offset", "_views", "_root",
     )  # fmt: skip
 
     def __init__(self, ctx: Context, name: str, values: np.ndarray) -> None:
@@ -40,21 +60,20 @@ class GlobalArray:
         # The memory between the lowest and the highest element, as one flat array.
         upward = values[tuple(slice(None, None, -1 if s < 0 else 1) for s in values.strides)]
         pairs = list(zip(values.shape, values.strides, strict=True))
-        span = sum((n - 1) * abs(s) for n, s in pairs) // itemsize + 1 if values.size else 0
+        self.span = sum((n - 1) * abs(s) for n, s in pairs) // itemsize + 1 if values.size else 0
         flat = np.lib.stride_tricks.as_strided(
-            upward, (span,), (itemsize,), writeable=values.flags.writeable
+            upward, (self.span,), (itemsize,), writeable=values.flags.writeable
         )
         self._steps = tuple(s // itemsize for s in values.strides)
-        self._offset = sum((n - 1) * -s for n, s in pairs if s < 0) // itemsize if span else 0
-        self._address = flat.__array_interface__["data"][0]
+        self._offset: Any = (
+            sum((n - 1) * -s for n, s in pairs if s < 0) // itemsize if self.span else 0
+        )
+        self.address = flat.__array_interface__["data"][0]
         self._convert = converter(values.dtype) if values.dtype.kind in "iub" else None
         self._views: dict[tuple[int, ...], GlobalArray] = {}
-        self._memory: Any = flat
-        # A memoryview gives Python numbers, but before Python 3.12 none of half precision.
-        half = values.dtype == np.float16
-        view: Any = flat if half else flat.data
-        self._get: Callable[[int], Any] = view.item if half else view.__getitem__
-        self._set: Callable[[int, Any], None] = view.__setitem__
+        self._memory = flat
+        self._root = self
+        self.owners = Owners(0)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -64,11 +83,12 @@ class GlobalArray:
             index = (index,)
         if len(index) == self.ndim and index[0].__class__ is not slice:
             e = self._at(index)
-            self.tally.loads += 1
-            return self._get(e)
+            return self._values(self._access(LOAD, e, 1, 1, index), e)
         if index[0].__class__ is slice:
             return self._slice(*index)
-        if index in self._views:
+        if all(i.__class__ is int for i in index):
+            if index not in self._views:
+                self._views[index] = self._view(index)
             return self._views[index]
         return self._view(index)
 
@@ -77,105 +97,235 @@ class GlobalArray:
             index = (index,)
         if len(index) != self.ndim:
             raise TypeError(f"{self.name} has {self.ndim} dimensions, stored to with {index!r}")
-        e = self._at(index)
-        self._put(e, value)
-        self.tally.stores += 1
+        places = self._access(STORE, self._at(index), 1, 1, index)
+        self._put(places, (value,))
 
-    def load(self, index: tuple[int, ...], n: int) -> tuple[Any, ...]:
+    def load(self, index: tuple[Any, ...], n: int) -> tuple[Any, ...]:
         """n elements along the last axis from `index` on, in one access; counts n loads."""
         e = self._vector(index, n, n)
-        self.tally.loads += n
-        return tuple(self._memory[e : e + n].tolist())
+        places = self._access(LOAD, e, n, n, index)
+        return tuple(self._values(places + k, e) for k in range(n))
 
-    def store(self, index: tuple[int, ...], values: Sequence[Any]) -> None:
+    def store(self, index: tuple[Any, ...], values: Sequence[Any]) -> None:
         """Write `values` along the last axis from `index` on, in one access."""
-        e = self._vector(index, len(values), len(values))
-        for k, value in enumerate(values, e):
-            self._put(k, value)
-        self.tally.stores += len(values)
+        n = len(values)
+        places = self._access(STORE, self._vector(index, n, n), n, n, index)
+        self._put(places, values)
 
-    def atomic(self, index: Any, operation: Callable[[Any], Any]) -> Any:
-        """Replace an element by `operation` of it; returns the old value. One load, one store."""
-        e = self._at(index if isinstance(index, tuple) else (index,))
-        old = self._get(e)
-        self._put(e, operation(old))
-        self.tally.loads += 1
-        self.tally.stores += 1
+    def atomic(self, index: Any, operation: Callable[..., Any], *values: Any, n: int = 1) -> Any:
+        """Replace an element by `operation` of it and each lane's values, lane after lane.
+
+        Returns the old value. One load, one store. With n > 1 as many neighbours in one access,
+        `values` one for each, and nothing is returned.
+        """
+        index = index if index.__class__ is tuple else (index,)
+        e = self._at(index) if n == 1 else self._vector(index, n, n)
+        places = self._access(ATOMIC, e, n, n, index)
+        ctx = self.ctx
+        lanes = ctx.active_lanes()
+        old = np.zeros(ctx.group.count, self._values(places[:0], places).dtype)
+        for k in range(n):
+            each = [
+                np.broadcast_to(v, ctx.group.count)[lanes].tolist()
+                for v in (values if n == 1 else values[k : k + 1])
+            ]
+            at = places[lanes] + k
+            self._keep(at)
+            if self._convert is None and np.unique(at).size == at.size and len(each) == 1:
+                # No two lanes meet: all at once, as one after the other.
+                was = self._memory[at].astype(np.float64)
+                old[lanes] = was
+                self._write(at, operation(was, np.array(each[0])))
+                continue
+            for lane, p, *arguments in zip(lanes.tolist(), at.tolist(), *each, strict=True):
+                was = self._memory[p].item()
+                old[lane] = was
+                new = operation(was, *arguments)
+                self._write(p, new if self._convert is None else self._convert(new))
+        ctx.instruction("atomic")
         return old
 
-    def source(self, index: tuple[int, ...], n: int, valid: int) -> Callable[[], list[Any]]:
-        """For an asynchronous copy of n elements, `valid` of them real: reads them when called."""
-        if not valid:
-            return list
-        e = self._vector(index, n, valid)
-        self.tally.loads += valid
-        memory = self._memory
-        return lambda: memory[e : e + valid].tolist()
+    def source(
+        self, index: tuple[Any, ...], n: int, valid: Any
+    ) -> Callable[[np.ndarray], np.ndarray]:
+        """For an asynchronous copy of n elements, `valid` of them real.
 
-    def _put(self, e: int, value: Any) -> None:
+        The function returned reads them, (lanes, n), zeros past the valid ones.
+        """
+        ctx = self.ctx
+        outer = ctx.mask
+        valid = ctx.group.full(valid) if valid.__class__ is not np.ndarray else valid
+        some = valid > 0
+        active = some if outer is None else some & outer
+        memory = self._memory
+        if not active.any():
+            return lambda lanes: np.zeros((lanes.size, n), memory.dtype)
+        ctx.mask = active
         try:
+            e = self._access(LOAD, self._vector(index, n, valid), n, valid, index, "copy")
+        finally:
+            ctx.mask = outer
+        whole = bool((valid == n).all())
+
+        def read(lanes: np.ndarray) -> np.ndarray:
+            each = e[:, None] + np.arange(n)
+            if whole and lanes.all():
+                return memory[each]
+            real = (np.arange(n) < valid[:, None]) & active[:, None]
+            return np.where(real, memory[np.where(real, each, 0)], 0)
+
+        return read
+
+    # ---- values
+
+    def _values(self, places: np.ndarray, e: Any) -> Any:
+        if e.__class__ is not np.ndarray:  # one place for all lanes
+            return self._memory[places[0]].item()
+        found = self._memory[places]
+        if self._convert is None:
+            return found.astype(np.float64)
+        return found if found.dtype in (np.uint64, np.bool_) else found.astype(np.int64)
+
+    def _put(self, places: np.ndarray, values: Sequence[Any]) -> None:
+        mask = self.ctx.mask
+        at = places if mask is None else places[mask]
+        for k, value in enumerate(values):
             if self._convert is not None:
                 value = self._convert(value)
-            self._set(e, value)
-        except (TypeError, ValueError) as error:
-            if self._memory.flags.writeable:
-                raise
-            text = f"a store to {self.name}, which is read-only"
-            raise self.ctx.fault(ReadOnlyStore, text, self.name) from error
+            if mask is not None and value.__class__ is np.ndarray:
+                value = value[mask]
+            self._keep(at + k)
+            self._write(at + k, value)
 
-    def _at(self, index: tuple[int, ...]) -> int:
-        if self.ndim == 2:  # the same as below, for speed
-            i, j = index
-            rows, columns = self.shape
-            if 0 <= i < rows and 0 <= j < columns:
-                down, right = self._steps
-                return self._offset + i * down + j * right
+    def _write(self, at: Any, values: Any) -> None:
+        self._memory[at] = values
+
+    def _keep(self, at: np.ndarray) -> None:
+        """Remember what will be overwritten, in case that the block has to begin again."""
+        if not self._memory.flags.writeable:
+            text = f"a store to {self.name}, which is read-only"
+            raise self.ctx.fault(ReadOnlyStore, text, self.name, self.ctx.first_lane())
+        self.ctx.journal.append((self._memory, at, self._memory[at]))
+
+    # ---- places
+
+    def _at(self, index: tuple[Any, ...]) -> Any:
         e = self._offset
+        if len(index) != self.ndim:
+            raise TypeError(f"{self.name} has {self.ndim} dimensions, indexed with {index!r}")
         for i, n, step in zip(index, self.shape, self._steps, strict=True):
-            if not 0 <= i < n:
-                raise self._outside(index)
-            e += i * step
+            lane = self.ctx.first_outside(i, n)
+            if lane >= 0:
+                raise self._outside(index, lane)
+            e = e + i * step
         return e
 
-    def _vector(self, index: Any, n: int, valid: int) -> int:
+    def _access(
+        self, kind: int, e: Any, n: int, valid: Any, index: tuple[Any, ...], named: str = ""
+    ) -> np.ndarray:
+        """Count an access of every lane of the mask; returns its first element by lane.
+
+        Lanes that take no part are given a place that exists.
+        """
+        ctx = self.ctx
+        group, mask = ctx.group, ctx.mask
+        places = e if e.__class__ is np.ndarray else group.full(e)
+        if mask is None:
+            active = group.everyone
+        else:
+            active = mask
+            places = np.where(mask, places, 0)
+        if valid.__class__ is np.ndarray:
+            lengths = valid
+            elements = int(valid.sum() if mask is None else valid[mask].sum())
+        else:
+            lengths = group.full(valid)
+            elements = valid * (group.count if mask is None else int(np.count_nonzero(mask)))
+        if kind != STORE:
+            self.tally.loads += elements
+        if kind != LOAD:
+            self.tally.stores += elements
+        named = named or KINDS[kind]
+        lane = checks.global_access(
+            kind, places, n, lengths, self.itemsize, self.address, active, group.tids,
+            ctx.block_number, self.owners.writers, self.owners.readers, self.owners.atomics,
+            ctx.statistics(self.name, "global", named),
+        )  # fmt: skip
+        if lane >= 0:
+            raise self._conflict(kind, lane, int(places[lane]), int(lengths[lane]), index)
+        if ctx.trace is not None:
+            ctx.trace.note(self, kind, index, lengths, active)
+        return places
+
+    def _conflict(
+        self, kind: int, lane: int, e: int, n: int, index: tuple[Any, ...]
+    ) -> EmulatorError:
+        """The error for an element that another block has touched too."""
+        ctx, owners, mine = self.ctx, self.owners, self.ctx.block_number
+        does = ("reads", "overwrites", "atomically updates")[kind]
+        for k in range(n):
+            pairs = [(owners.writers, "wrote")]
+            pairs += [(owners.atomics, "atomically updates")] if kind != ATOMIC else []
+            pairs += [(owners.readers, "reads")] if kind != LOAD else []
+            for owner, did in pairs:
+                other = int(owner[e + k])
+                if other not in (0, mine):
+                    place = list(ctx.of_lane(index, lane, whole=True))
+                    place[-1] += k
+                    element = f"{self.name}[{', '.join(map(str, place))}]"
+                    who = "several blocks" if other == MANY else f"block {ctx.block_of(other)}"
+                    verb = did.replace("updates", "update").replace("reads", "read")
+                    text = (
+                        f"this thread {does} {element}, which {who} "
+                        f"{verb if other == MANY else did}: nothing orders the blocks of a launch"
+                    )
+                    return ctx.fault(GlobalHazard, text, self.name, lane)
+        raise AssertionError("no block has touched this")
+
+    def _vector(self, index: Any, n: int, valid: Any) -> Any:
         if index.__class__ is not tuple:
             index = (index,)
         if len(index) != self.ndim:
             raise TypeError(f"{self.name} has {self.ndim} dimensions, indexed with {index!r}")
         e = self._at(index)
-        if index[-1] + valid > self.shape[-1]:
-            raise self._outside((*index[:-1], index[-1] + valid - 1))
+        ctx = self.ctx
+        lane = ctx.first_outside(index[-1] + (valid - 1), self.shape[-1])
+        if lane >= 0:
+            last = (*index[:-1], index[-1] + valid - 1)
+            raise self._outside(last, lane)
         size = n * self.itemsize
         if self._steps[-1] != 1 and n > 1:
             text = f"a vector access along the last axis, whose stride is {self.strides[-1]} bytes"
-            raise self.ctx.fault(Misaligned, text, self.name)
-        if (self._address + e * self.itemsize) % size:
-            text = f"{self.name}{list(index)} is not aligned to {size} bytes"
-            raise self.ctx.fault(Misaligned, text, self.name)
+            raise ctx.fault(Misaligned, text, self.name, ctx.first_lane())
+        lane = -1 if n == 1 else ctx.first_lane_where((self.address + e * self.itemsize) % size)
+        if lane >= 0:
+            text = f"{self.name}{list(ctx.of_lane(index, lane, whole=True))} is not aligned"
+            raise ctx.fault(Misaligned, f"{text} to {size} bytes", self.name, lane)
         return e
 
-    def _view(self, index: tuple[int, ...]) -> GlobalArray:
+    # ---- views
+
+    def _view(self, index: tuple[Any, ...]) -> GlobalArray:
         rank = len(index)
         if rank > self.ndim:
             raise TypeError(f"{self.name} has {self.ndim} dimensions, indexed with {index!r}")
         e = self._offset
         for i, n, step in zip(index, self.shape, self._steps, strict=False):
-            if not 0 <= i < n:
-                raise self._outside(index)
-            e += i * step
-        view = self._part(self.shape[rank:], self.strides[rank:], self._steps[rank:], e)
-        self._views[index] = view
-        return view
+            lane = self.ctx.first_outside(i, n)
+            if lane >= 0:
+                raise self._outside(index, lane)
+            e = e + i * step
+        return self._part(self.shape[rank:], self.strides[rank:], self._steps[rank:], e)
 
     def _slice(self, rows: slice) -> GlobalArray:
-        start, stop = int(rows.start), int(rows.stop)
+        start, stop = int(self.ctx.uniform(rows.start)), int(self.ctx.uniform(rows.stop))
         if rows.step is not None or not 0 <= start <= stop <= self.shape[0]:
-            raise self._outside((rows,))
+            raise self._outside((rows,), self.ctx.first_lane())
         shape = (stop - start, *self.shape[1:])
         return self._part(shape, self.strides, self._steps, self._offset + start * self._steps[0])
 
     def _part(
-        self, shape: tuple[int, ...], strides: tuple[int, ...], steps: tuple[int, ...], offset: int
+        self, shape: tuple[int, ...], strides: tuple[int, ...], steps: tuple[int, ...], offset: Any
     ) -> GlobalArray:
         part = object.__new__(GlobalArray)
         for slot in GlobalArray.__slots__:
@@ -184,5 +334,40 @@ class GlobalArray:
         part._views, part.ndim, part.size = {}, len(shape), prod(shape)
         return part
 
-    def _outside(self, index: tuple[Any, ...]) -> Exception:
-        return self.ctx.outside(self.name, self.shape, index)
+    def merged(self, mask: Mask, other: Any) -> GlobalArray:
+        """This view for the lanes of `mask`, another of the same array for the others."""
+        if other.__class__ is not GlobalArray or (other._root, other.shape) != (
+            self._root,
+            self.shape,
+        ):
+            raise TypeError(f"lanes hold {self.name} and another array: not emulated")
+        offset = merge(mask, other._offset, self._offset)
+        return self._part(self.shape, self.strides, self._steps, offset)
+
+    def _outside(self, index: tuple[Any, ...], lane: int) -> EmulatorError:
+        return self.ctx.outside(self.name, self.shape, index, lane)
+
+
+def track_owners(arrays: Sequence[GlobalArray]) -> None:
+    """Give arrays their owners; those that share memory share them."""
+    spans = sorted((a for a in arrays if a.span), key=lambda a: (a.itemsize, a.address))
+    group: list[GlobalArray] = []
+    end = 0
+
+    def close() -> None:
+        if group:
+            first, size = group[0].address, group[0].itemsize
+            owners = Owners((end - first) // size)
+            for a in group:
+                start = (a.address - first) // size
+                a.owners = owners.part(start, start + a.span)
+            group.clear()
+
+    for a in spans:
+        meets = group and a.itemsize == group[0].itemsize and a.address < end
+        if not meets or (a.address - group[0].address) % a.itemsize:
+            close()
+            end = 0
+        group.append(a)
+        end = max(end, a.address + a.span * a.itemsize)
+    close()

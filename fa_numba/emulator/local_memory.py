@@ -1,4 +1,4 @@
-"""A thread's own arrays, which find uninitialised reads and accesses out of bounds."""
+"""Each thread's own arrays, which find uninitialised reads and accesses out of bounds."""
 
 from __future__ import annotations
 
@@ -7,25 +7,36 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from . import checks
 from .conversions import converter
-from .errors import UninitialisedRead
+from .errors import EmulatorError, UninitialisedRead
+from .lanes import rounded
 
 if TYPE_CHECKING:
     from .context import Context
 
+MOST_WAITING = 2048
+
 
 class LocalArray:
-    """A thread's own array, 1-D or n-D; None marks an element that was never written."""
+    """An array of every lane, 1-D or n-D: an element is a value of all lanes.
 
-    __slots__ = ("shape", "dtype", "data", "cell", "convert", "ctx", "site")
+    None marks an element that no lane has written; `partial` says which lanes have written one
+    that only some have.
+    """
+
+    __slots__ = ("shape", "dtype", "data", "single", "convert", "ctx", "site", "partial", "waiting")
 
     def __init__(
         self, ctx: Context, site: tuple[int, int], shape: tuple[int, ...], dtype: np.dtype
     ) -> None:
         self.ctx, self.site, self.shape, self.dtype = ctx, site, shape, dtype
         self.data: list[Any] = [None] * prod(shape)
-        self.cell = ctx.cell if dtype == np.float32 else None
-        self.convert = converter(dtype) if self.cell is None else None
+        self.single = dtype == np.float32
+        self.convert = converter(dtype)
+        self.partial: dict[int, np.ndarray] = {}
+        # Multiply-adds that were not made yet: elements, left and right factors.
+        self.waiting: tuple[list[int], list[Any], list[Any]] = ([], [], [])
 
     @property
     def name(self) -> str:
@@ -42,62 +53,137 @@ class LocalArray:
     def ndim(self) -> int:
         return len(self.shape)
 
-    def __getitem__(self, i: Any) -> Any:
-        try:
-            if i >= 0:
-                value = self.data[i]
-                if value is not None:
-                    return value
-        except IndexError:
-            pass
-        raise self._missing(i)
+    def __getitem__(self, index: Any) -> Any:
+        if self.waiting[0]:
+            self._compute()
+        if index.__class__ is int and not self.partial:
+            try:
+                if index >= 0:
+                    value = self.data[index]
+                    if value is not None:
+                        return value
+            except IndexError:
+                pass
+        return self._get(index)
 
-    def __setitem__(self, i: Any, value: Any) -> None:
-        cell = self.cell
-        if cell is not None:
-            cell[0] = value
-            value = cell[0]
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if value.__class__ is np.ndarray:
+            value = rounded(value) if self.single else self.convert(value)
         else:
-            value = self.convert(value)  # type: ignore[misc]
-        try:
-            if i >= 0:
-                self.data[i] = value
-                return
-        except IndexError:
-            pass
-        raise self._outside(i)
+            value = self.convert(value)
+        self.put(index, value)
 
-    def _outside(self, index: Any) -> Exception:
-        return self.ctx.outside(self.name, self.shape, index)
+    def put(self, index: Any, value: Any) -> None:
+        """Store what is of the array's dtype already."""
+        if self.waiting[0]:
+            self._compute()
+        inside = index.__class__ is int and 0 <= index < len(self.data)
+        if inside and self.ctx.mask is None and not self.partial:
+            self.data[index] = value
+        else:
+            self._put(index, value)
 
-    def _missing(self, index: Any) -> Exception:
-        inside = isinstance(index, tuple) or 0 <= index < len(self.data)
-        if not inside:
-            return self._outside(index)
-        text = f"{self.name}[{index}] is read, but was never written"
-        return self.ctx.fault(UninitialisedRead, text, self.name)
+    def multiply_add(self, index: Any, factors: tuple[Any, ...]) -> None:
+        """array[index] += a * b for each pair of factors, every sum rounded.
 
+        Multiply-adds of all lanes wait until somebody looks at the array: many at once are faster.
+        """
+        ctx = self.ctx
+        ctx.instruction("fma", len(factors) // 2)
+        if self.single and ctx.mask is None and index.__class__ is int and not self.partial:
+            waiting = self.waiting
+            if 0 <= index < len(self.data) and self.data[index] is not None:
+                for factor in factors:
+                    if factor.__class__ is not np.ndarray or factor.dtype != np.float64:
+                        break
+                else:
+                    elements, left, right = waiting
+                    elements += [index] * (len(factors) // 2)
+                    left += factors[::2]
+                    right += factors[1::2]
+                    if len(elements) > MOST_WAITING:
+                        self._compute()
+                    return
+        for n in range(0, len(factors), 2):
+            self[index] = self[index] + factors[n] * factors[n + 1]
 
-class LocalTensor(LocalArray):
-    """A local array of two or more dimensions."""
+    def _compute(self) -> None:
+        """The multiply-adds that wait."""
+        elements, left, right = self.waiting
+        self.waiting = ([], [], [])
+        count = self.ctx.group.count
+        places = {e: n for n, e in enumerate(dict.fromkeys(elements))}
+        sums = np.empty((len(places), count))
+        for e, n in places.items():
+            sums[n] = self.data[e]
+        both = left + right
+        keys = list(map(id, both))
+        distinct = dict(zip(keys, both, strict=True))
+        factors = np.concatenate(list(distinct.values())).reshape(-1, count)
+        numbers = dict(zip(distinct, range(len(distinct)), strict=True))
+        taken = np.array([numbers[key] for key in keys])
+        half = len(left)
+        which = np.array([places[e] for e in elements])
+        checks.multiply_adds(sums, which, taken[:half], taken[half:], factors)
+        for e, n in places.items():
+            self.data[e] = sums[n]
 
-    __slots__ = ()
+    # ---- what is not the common case
 
-    def _flat(self, index: Any) -> int:
-        if len(index) != len(self.shape):
+    def _place(self, index: Any) -> Any:
+        """A flat index, which may be other ones by lane, within the array."""
+        axes = index if index.__class__ is tuple else (index,)
+        if len(axes) != len(self.shape):
             raise TypeError(f"{self.name} has {len(self.shape)} dimensions, indexed with {index!r}")
-        e = 0
-        for i, n in zip(index, self.shape, strict=True):
-            if not 0 <= i < n:
-                raise self._outside(index)
+        e: Any = 0
+        for i, n in zip(axes, self.shape, strict=True):
+            lane = self.ctx.first_outside(i, n)
+            if lane >= 0:
+                raise self._outside(lane, index)
             e = e * n + i
         return e
 
-    def __getitem__(self, index: Any) -> Any:
-        value = self.data[self._flat(index)]
-        if value is None:
-            raise self._missing(index)
-        return value
+    def _get(self, index: Any) -> Any:
+        e = self._place(index)
+        if e.__class__ is not np.ndarray:
+            value, written = self.data[e], self.partial.get(e)
+            if value is None or written is not None:
+                self._require(written, index)
+            return value
+        group = self.ctx.group
+        taken = self.ctx.active_lanes()
+        found = None
+        for one in np.unique(e[taken]).tolist():
+            here = e == one
+            value, written = self.data[one], self.partial.get(one)
+            if value is None or written is not None:
+                self._require(written, index, here)
+            found = value if found is None else np.where(here, value, found)
+        return np.zeros(group.count) if found is None else found
 
-    def __setitem__(self, index: Any, value: Any) -> None:
-        LocalArray.__setitem__(self, self._flat(index), value)
+    def _require(self, written: np.ndarray | None, index: Any, here: Any = True) -> None:
+        active = self.ctx.active() & here
+        missing = active if written is None else active & ~written
+        if missing.any():
+            lane = int(np.flatnonzero(missing)[0])
+            text = f"{self.name}[{self.ctx.of_lane(index, lane)}] is read, but was never written"
+            raise self.ctx.fault(UninitialisedRead, text, self.name, lane)
+
+    def _put(self, index: Any, value: Any) -> None:
+        e = self._place(index)
+        ctx = self.ctx
+        places = [e] if e.__class__ is not np.ndarray else np.unique(e[ctx.active_lanes()]).tolist()
+        for one in places:
+            here = ctx.active() if e.__class__ is not np.ndarray else ctx.active() & (e == one)
+            old, written = self.data[one], self.partial.pop(one, None)
+            if here.all():
+                self.data[one] = value
+                continue
+            self.data[one] = np.where(here, value, 0 if old is None else old)
+            if old is None:
+                self.partial[one] = here
+            elif written is not None and not (written | here).all():
+                self.partial[one] = written | here
+
+    def _outside(self, lane: int, index: Any) -> EmulatorError:
+        return self.ctx.outside(self.name, self.shape, index, lane)

@@ -12,7 +12,8 @@ import numpy as np
 
 from .conversions import wrapped
 from .errors import UninitialisedRead
-from .threads import FULL, WARP
+from .groups import FULL, WARP
+from .lanes import each, each_pair, to_bool, to_float
 
 if TYPE_CHECKING:
     from .context import Context
@@ -23,21 +24,26 @@ CASTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def float64(value: Any) -> float:
-    return float(value)
+def float32(value: Any) -> Any:
+    return value if value.__class__ is float else to_float(value)
 
 
-def float16(value: Any) -> float:
-    return float(value)
+def float64(value: Any) -> Any:
+    return to_float(value)
 
 
-def boolean(value: Any) -> bool:
-    return bool(value)
+def float16(value: Any) -> Any:
+    return to_float(value)
+
+
+def boolean(value: Any) -> Any:
+    return to_bool(value)
 
 
 _DTYPES: dict[Any, np.dtype] = {cast: np.dtype(name) for name, cast in CASTS.items()}
-CASTS |= {"float32": float, "float64": float64, "float16": float16, "bool": boolean}
+CASTS |= {"float32": float32, "float64": float64, "float16": float16, "bool": boolean}
 _DTYPES |= {
+    float32: np.dtype("float32"),
     float: np.dtype("float32"),
     float64: np.dtype("float64"),
     float16: np.dtype("float16"),
@@ -54,9 +60,11 @@ def element_type(dtype: Any) -> np.dtype:
 
 
 class Dim3:
+    """An index or extent in three axes; `threadIdx` is that of the lanes that run."""
+
     __slots__ = ("x", "y", "z")
 
-    def __init__(self, x: int, y: int, z: int) -> None:
+    def __init__(self, x: Any, y: Any, z: Any) -> None:
         self.x, self.y, self.z = x, y, z
 
 
@@ -83,73 +91,77 @@ class LocalSpace:
 class Atomics:
     """`cuda.atomic`: each returns the old value. Atomics never race with each other."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Any) -> None:
         self._context = context
 
     def add(self, target: Any, index: Any, value: Any) -> Any:
-        return target.atomic(index, lambda old: old + value)
+        return target.atomic(index, lambda old, x: old + x, value)
 
     def sub(self, target: Any, index: Any, value: Any) -> Any:
-        return target.atomic(index, lambda old: old - value)
+        return target.atomic(index, lambda old, x: old - x, value)
 
     def max(self, target: Any, index: Any, value: Any) -> Any:
-        return target.atomic(index, lambda old: fmax(old, value))
+        return target.atomic(index, fmax, value)
 
     def min(self, target: Any, index: Any, value: Any) -> Any:
-        return target.atomic(index, lambda old: fmin(old, value))
+        return target.atomic(index, fmin, value)
 
     def exch(self, target: Any, index: Any, value: Any) -> Any:
-        old = target.atomic(index, lambda old: value)
-        if old == value:
-            self._context.give_way()  # as below
+        old = target.atomic(index, lambda old, x: x, value)
+        self._context.under(old == value, self._context.give_way)  # as below
         return old
 
     def cas(self, target: Any, index: Any, expected: Any, value: Any) -> Any:
-        old = target.atomic(index, lambda old: value if old == expected else old)
-        if old != expected:
-            self._context.give_way()  # most likely a lock that another thread holds
+        def exchanged(old: Any, expected: Any, value: Any) -> Any:
+            return value if old == expected else old
+
+        old = target.atomic(index, exchanged, expected, value)
+        # most likely a lock that another thread holds
+        self._context.under(old != expected, self._context.give_way)
         return old
 
 
 def fmax(a: Any, b: Any) -> Any:
     """The larger; of a number and a NaN the number, as on the GPU."""
+    if a.__class__ is np.ndarray or b.__class__ is np.ndarray:
+        return np.where((a != a) | (b > a), b, a)
     return b if a != a or b > a else a
 
 
 def fmin(a: Any, b: Any) -> Any:
     """The smaller; of a number and a NaN the number, as on the GPU."""
+    if a.__class__ is np.ndarray or b.__class__ is np.ndarray:
+        return np.where((a != a) | (b < a), b, a)
     return b if a != a or b < a else a
 
 
-def fma(a: float, b: float, c: float) -> float:
+def fma(a: Any, b: Any, c: Any) -> Any:
     return a * b + c
 
 
-def divide(a: float, b: float) -> float:
+def _divide(a: float, b: float) -> float:
     if b == 0.0:
         return math.nan if a == 0.0 or a != a else math.copysign(math.inf, a) * math.copysign(1, b)
     return a / b
 
 
-def exp(x: float) -> float:
-    try:
-        return math.exp(x)
-    except OverflowError:
-        return math.inf
+def divide(a: Any, b: Any) -> Any:
+    """As on the GPU, which gives inf and NaN where Python raises."""
+    if a.__class__ is np.ndarray or b.__class__ is np.ndarray:
+        return np.divide(a, b)
+    return _divide(a, b)
 
 
-def exp2(x: float) -> float:
-    try:
-        return 2.0**x
-    except OverflowError:
-        return math.inf
+def _never(function: Callable[..., float]) -> Callable[[float], float]:
+    """inf where Python raises OverflowError."""
 
+    def of_one(x: float) -> float:
+        try:
+            return function(x)
+        except OverflowError:
+            return math.inf
 
-def expm1(x: float) -> float:
-    try:
-        return math.expm1(x)
-    except OverflowError:
-        return math.inf
+    return of_one
 
 
 def _logarithm(function: Callable[[float], float]) -> Callable[[float], float]:
@@ -161,14 +173,11 @@ def _logarithm(function: Callable[[float], float]) -> Callable[[float], float]:
     return log
 
 
-log, log2, log10 = _logarithm(math.log), _logarithm(math.log2), _logarithm(math.log10)
-
-
-def sqrt(x: float) -> float:
+def _sqrt(x: float) -> float:
     return math.sqrt(x) if x >= 0.0 else math.nan
 
 
-def power(x: float, y: float) -> float:
+def _power(x: float, y: float) -> float:
     try:
         return math.pow(x, y)
     except OverflowError:
@@ -177,42 +186,72 @@ def power(x: float, y: float) -> float:
         return math.inf if x == 0.0 else math.nan
 
 
-def rsqrt(x: float) -> float:
+exp, exp2, expm1 = (each(_never(f)) for f in (math.exp, lambda x: 2.0**x, math.expm1))
+log, log2, log10 = (each(_logarithm(f)) for f in (math.log, math.log2, math.log10))
+sqrt, power = each(_sqrt), each_pair(_power)
+
+
+def rsqrt(x: Any) -> Any:
     return divide(1.0, sqrt(x))
 
 
-def reciprocal(x: float) -> float:
+def reciprocal(x: Any) -> Any:
     return divide(1.0, x)
+
+
+def absolute(x: Any) -> Any:
+    return to_float(abs(x))
+
+
+_ONE = ("tanh", "erf", "sin", "cos", "tan", "sinh", "cosh", "atan", "floor", "ceil", "trunc")
+_EVERY = {name: each(getattr(math, name)) for name in _ONE}
+
+
+def _either(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of math's for lanes too, of one number."""
+
+    def of_lanes(*args: Any) -> Any:
+        if len(args) == 1 and args[0].__class__ is np.ndarray:
+            return np.array([function(x) for x in args[0].tolist()])
+        return function(*args)
+
+    return of_lanes
 
 
 # `math`, with inf and nan where Python raises and the GPU does not.
 MATH = SimpleNamespace(
-    **{name: value for name, value in vars(math).items() if not name.startswith("_")}
+    **{
+        name: _either(value) if callable(value) else value
+        for name, value in vars(math).items()
+        if not name.startswith("_")
+    }
     | {"exp": exp, "exp2": exp2, "expm1": expm1, "log": log, "log2": log2, "log10": log10}
-    | {"sqrt": sqrt, "pow": power, "fma": fma}
+    | {"sqrt": sqrt, "pow": power, "fma": fma, "fabs": absolute}
+    | _EVERY
 )
 
 # `cuda.libdevice`: the single-precision functions that attention kernels use.
 LIBDEVICE = SimpleNamespace(
-    fmaxf=fmax, fminf=fmin, fmaf=fma, fabsf=math.fabs, floorf=math.floor, ceilf=math.ceil,
+    fmaxf=fmax, fminf=fmin, fmaf=fma, fabsf=absolute, floorf=_EVERY["floor"],
+    ceilf=_EVERY["ceil"],
     expf=exp, exp2f=exp2, expm1f=expm1, fast_expf=exp, powf=power, fast_powf=power,
     logf=log, log2f=log2, log10f=log10, fast_logf=log, fast_log2f=log2,
-    tanhf=math.tanh, erff=math.erf, sqrtf=sqrt, rsqrtf=rsqrt, frcp_rn=reciprocal,
+    tanhf=_EVERY["tanh"], erff=_EVERY["erf"], sqrtf=sqrt, rsqrtf=rsqrt, frcp_rn=reciprocal,
     fdividef=divide, fast_fdividef=divide, fdiv_rn=divide,
 )  # fmt: skip
 
 
 class Namespace:
-    """`cuda` for one launch. `run.py` sets the indices at every switch of threads."""
+    """`cuda` for one launch. `run.py` sets the indices at every switch of groups."""
 
     warpsize = WARP
     fma = staticmethod(fma)
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Any) -> None:
         self._context = context
         self.threadIdx, self.blockIdx = Dim3(0, 0, 0), Dim3(0, 0, 0)
         self.blockDim, self.gridDim = Dim3(*context.block_shape), Dim3(*context.grid)
-        self.laneid = 0
+        self.laneid: Any = 0
         self.shared, self.local = SharedSpace(context), LocalSpace(context)
         self.atomic, self.libdevice = Atomics(context), LIBDEVICE
 
@@ -242,7 +281,7 @@ class Namespace:
 
     def syncwarp(self, mask: int = FULL) -> None:
         """Orders the memory of the warp when all its lanes take part; with fewer it only waits."""
-        self._context.collective("syncwarp", mask, None, lambda group, _: group)
+        self._context.sync_warp(mask)
 
     def threadfence(self) -> None:
         pass
@@ -254,63 +293,94 @@ class Namespace:
 
     # ---- warp collectives; they do not order memory
 
-    def shfl_sync(self, mask: int, value: Any, src_lane: int) -> Any:
-        return self._shuffle("shfl_sync", mask, value, int(src_lane) % WARP)
+    def shfl_sync(self, mask: int, value: Any, src_lane: Any) -> Any:
+        return self._shuffle("shfl_sync", mask, value, to_integer(src_lane) % WARP)
 
-    def shfl_xor_sync(self, mask: int, value: Any, lane_mask: int) -> Any:
-        return self._shuffle("shfl_xor_sync", mask, value, self.laneid ^ int(lane_mask))
+    def shfl_xor_sync(self, mask: int, value: Any, lane_mask: Any) -> Any:
+        return self._shuffle("shfl_xor_sync", mask, value, self.laneid ^ to_integer(lane_mask))
 
-    def shfl_up_sync(self, mask: int, value: Any, delta: int) -> Any:
-        source = self.laneid - int(delta)
-        source = source if source >= 0 else self.laneid
-        return self._shuffle("shfl_up_sync", mask, value, source)
+    def shfl_up_sync(self, mask: int, value: Any, delta: Any) -> Any:
+        lane = self.laneid
+        source = lane - to_integer(delta)
+        return self._shuffle("shfl_up_sync", mask, value, np.where(source >= 0, source, lane))
 
-    def shfl_down_sync(self, mask: int, value: Any, delta: int) -> Any:
-        source = self.laneid + int(delta)
-        source = source if source < WARP else self.laneid
-        return self._shuffle("shfl_down_sync", mask, value, source)
+    def shfl_down_sync(self, mask: int, value: Any, delta: Any) -> Any:
+        lane = self.laneid
+        source = lane + to_integer(delta)
+        return self._shuffle("shfl_down_sync", mask, value, np.where(source < WARP, source, lane))
 
-    def _shuffle(self, operation: str, mask: int, value: Any, source: int) -> Any:
-        def resolve(group: dict[int, Any], mask: int) -> dict[int, Any]:
-            return {lane: group.get(s, (None, None))[0] for lane, (_, s) in group.items()}
+    def _shuffle(self, operation: str, mask: int, value: Any, source: Any) -> Any:
+        context = self._context
+        context.instruction("shuffle")
 
-        taken = self._context.collective(operation, mask, (value, source), resolve)
-        if taken is None:
-            text = f"{operation} reads lane {source}, which does not take part"
-            raise self._context.fault(UninitialisedRead, text)
+        def resolve(
+            values: list[np.ndarray], present: np.ndarray, _: int
+        ) -> tuple[np.ndarray, ...]:
+            value, source = values
+            inside = source & WARP - 1
+            there = np.take_along_axis(present, inside, 1) & (inside == source)
+            return np.take_along_axis(value, inside, 1), there
+
+        source = np.broadcast_to(source, context.group.count)
+        taken, there = context.collective(operation, mask, (value, source), resolve)
+        lane = context.first_lane_where(~there)
+        if lane >= 0:
+            text = f"{operation} reads lane {int(source[lane])}, which does not take part"
+            raise context.fault(UninitialisedRead, text, None, lane)
         return taken
 
-    def ballot_sync(self, mask: int, predicate: Any) -> int:
-        return self._vote("ballot_sync", mask, predicate, lambda ballot, mask: ballot)
+    def ballot_sync(self, mask: int, predicate: Any) -> Any:
+        bits = 1 << np.arange(WARP, dtype=np.int64)
+        return self._vote("ballot_sync", mask, predicate, lambda votes, _: (votes * bits).sum(1))
 
-    def all_sync(self, mask: int, predicate: Any) -> bool:
-        return self._vote("all_sync", mask, predicate, lambda ballot, mask: ballot == mask)
+    def all_sync(self, mask: int, predicate: Any) -> Any:
+        return self._vote("all_sync", mask, predicate, lambda votes, here: (votes | ~here).all(1))
 
-    def any_sync(self, mask: int, predicate: Any) -> bool:
-        return self._vote("any_sync", mask, predicate, lambda ballot, mask: ballot != 0)
+    def any_sync(self, mask: int, predicate: Any) -> Any:
+        return self._vote("any_sync", mask, predicate, lambda votes, here: votes.any(1))
 
-    def eq_sync(self, mask: int, predicate: Any) -> bool:
-        return self._vote("eq_sync", mask, predicate, lambda ballot, mask: ballot in (0, mask))
+    def eq_sync(self, mask: int, predicate: Any) -> Any:
+        def alike(votes: np.ndarray, here: np.ndarray) -> Any:
+            return (votes | ~here).all(1) | ~votes.any(1)
+
+        return self._vote("eq_sync", mask, predicate, alike)
 
     def _vote(
-        self, operation: str, mask: int, predicate: Any, count: Callable[[int, int], Any]
+        self,
+        operation: str,
+        mask: int,
+        predicate: Any,
+        count: Callable[[np.ndarray, np.ndarray], Any],
     ) -> Any:
-        def resolve(group: dict[int, Any], mask: int) -> dict[int, Any]:
-            result = count(sum(1 << lane for lane, vote in group.items() if vote), mask)
-            return dict.fromkeys(group, result)
+        def resolve(values: list[np.ndarray], present: np.ndarray, _: int) -> np.ndarray:
+            result = count((values[0] != 0) & present, present)
+            return np.repeat(result[:, None], WARP, 1)
 
-        return self._context.collective(operation, mask, predicate, resolve)
+        self._context.instruction("shuffle")
+        found = self._context.collective(operation, mask, (predicate,), resolve)
+        first = found[self._context.first_lane()]
+        return first.item() if (found == first).all() else found
 
-    def activemask(self) -> int:
+    def activemask(self) -> Any:
         """The lanes of the warp that have not returned."""
-        return self._context.alive()
+        group = self._context.group
+        bits = group.in_warps(group.alive(), False) * (1 << np.arange(WARP, dtype=np.int64))
+        return group.of_warps(np.repeat(bits.sum(1)[:, None], WARP, 1))
 
     # ---- integers
 
     @staticmethod
-    def popc(value: int) -> int:
+    def popc(value: Any) -> Any:
+        if value.__class__ is np.ndarray:
+            return np.bitwise_count(value.astype(np.uint64)).astype(np.int64)
         return (value & (1 << 64) - 1).bit_count()
 
     @staticmethod
     def selp(condition: Any, a: Any, b: Any) -> Any:
+        if condition.__class__ is np.ndarray:
+            return np.where(condition, a, b)
         return a if condition else b
+
+
+def to_integer(value: Any) -> Any:
+    return value.astype(np.int64) if value.__class__ is np.ndarray else int(value)

@@ -1,23 +1,47 @@
-"""Gives a kernel's function the emulator's names in place of numba.cuda's, its code untouched."""
+"""Gives a kernel's function the emulator's names in place of numba.cuda's, rewritten for lanes."""
 
 from __future__ import annotations
 
+import builtins
 import math
 from collections.abc import Callable
-from types import CellType, CodeType, FunctionType, ModuleType
+from functools import partial
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numba
 import numpy as np
 from numba import cuda
 
+from . import lanes
+from .flow import Jump, Split
+from .local_memory import LocalArray
 from .namespace import CASTS, LIBDEVICE, MATH
+from .rewrite import PREFIX, rewritten
+
+_BUILTINS: dict[str, Any] = vars(builtins) | {
+    "min": lanes.minimum,
+    "max": lanes.maximum,
+    "int": lanes.to_int,
+    "float": lanes.to_float,
+    "bool": lanes.to_bool,
+}
+
+
+def _multiply_add(target: Any, index: Any, *factors: Any) -> None:
+    """target[index] += a * b, for each pair of factors."""
+    if target.__class__ is LocalArray:
+        target.multiply_add(index, factors)
+        return
+    for a, b in zip(factors[::2], factors[1::2], strict=True):
+        target[index] = target[index] + a * b
 
 
 class Rebinder:
     """Rebinds a kernel and the functions it calls; `codes` holds their code objects by id."""
 
-    def __init__(self, namespace: Any) -> None:
+    def __init__(self, context: Any) -> None:
+        namespace = context._cuda
         self.codes: dict[int, CodeType] = {}
         self._modules: set[str] = set()
         self._functions: dict[int, FunctionType] = {}
@@ -27,28 +51,42 @@ class Rebinder:
             for name in dir(emulated):  # for `from numba.cuda import shared` and the like
                 if name in original.__dict__ and not name.startswith("_") and name != "laneid":
                     self._known[id(original.__dict__[name])] = getattr(emulated, name)
+        names = {
+            "C": context, "Split": Split, "Jump": Jump, "kernel": False, "array": np.ndarray,
+            "undefined": lanes.undefined, "nobody": lanes.nobody, "merge": lanes.merge,
+            "either": lanes.either, "without": lanes.without, "where": lanes.where,
+            "both": lanes.both, "any": lanes.any_, "negation": lanes.negation,
+            "contained": lanes.contained, "equal": lanes.equal,
+            "divide": partial(lanes.divide, context),
+            "floor_divide": partial(lanes.floor_divide, context),
+            "modulo": partial(lanes.modulo, context), "power": lanes.power,
+            "multiply_add": _multiply_add,
+        }  # fmt: skip
+        self._runtime = {PREFIX + name: value for name, value in names.items()}
 
-    def function(self, function: Any) -> Any:
-        """`function` with its globals and closure rebound, and so on for all that it calls."""
+    def function(self, function: Any, kernel: bool = False) -> Any:
+        """`function` rewritten, its globals and closure rebound, and so on for all it calls."""
         done = self._functions.get(id(function))
         if done is not None:
             return done
-        code = function.__code__
-        names: dict[str, Any] = {"__builtins__": __builtins__, "__name__": function.__module__}
-        cells = tuple(CellType() for _ in function.__closure__ or ())
-        defaults = function.__defaults__
-        done = FunctionType(code, names, function.__name__, defaults, cells)
+        code, taken = rewritten(function.__code__)
+        names: dict[str, Any] = {"__builtins__": _BUILTINS, "__name__": function.__module__}
+        names |= self._runtime
+        if kernel:
+            names[PREFIX + "kernel"] = True
+        done = FunctionType(code, names, function.__name__, function.__defaults__)
         done.__kwdefaults__ = function.__kwdefaults__
         done.__module__, done.__qualname__ = function.__module__, function.__qualname__
         self._functions[id(function)] = done  # before its globals, which may refer to it
         self.codes[id(code)] = code
         self._modules.add(function.__module__)
-        for name in _names(code):
+        for name in taken:
             if name in function.__globals__:
                 names[name] = self.value(function.__globals__[name])
-        for cell, original in zip(cells, function.__closure__ or (), strict=True):
+        free = function.__code__.co_freevars
+        for name, cell in zip(free, function.__closure__ or (), strict=True):
             try:
-                cell.cell_contents = self.value(original.cell_contents)
+                names[name] = self.value(cell.cell_contents)
             except ValueError:  # a cell that is empty still
                 continue
         return done
@@ -95,20 +133,13 @@ class _Module:
         return value
 
 
-def _names(code: CodeType) -> set[str]:
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names |= _names(constant)
-    return names
+def rebind(py_func: Callable[..., Any], context: Any) -> Callable[..., Any]:
+    """A copy of `py_func` for the lanes of `context`, whose names lead to its emulation.
 
-
-def rebind(py_func: Callable[..., Any], namespace: Any) -> Callable[..., Any]:
-    """A copy of `py_func` whose names lead to `namespace` instead of numba.cuda.
-
-    Globals and closure variables are replaced, in it and in the functions it calls: numba.cuda and
-    its parts by `namespace`; device functions (`.py_func`), functions of this package and of the
-    kernel's module by rebound copies; intrinsics (`.emulation`) by their emulation; numba types by
-    casts; `math` by one that follows the GPU in giving inf and nan where Python raises.
+    It is rewritten (rewrite.py), and globals and closure variables are replaced, in it and in the
+    functions it calls: numba.cuda and its parts by the context's; device functions (`.py_func`),
+    functions of this package and of the kernel's module by rebound copies; intrinsics
+    (`.emulation`) by their emulation; numba types by casts; `math` by one that follows the GPU in
+    giving inf and nan where Python raises.
     """
-    return Rebinder(namespace).function(getattr(py_func, "py_func", py_func))
+    return Rebinder(context).function(getattr(py_func, "py_func", py_func))

@@ -1,15 +1,19 @@
-"""Runs a kernel's Python function on the CPU: a greenlet a thread, one block after the other.
+"""Runs a kernel's Python function on the CPU, for all lanes at once, one block after the other.
 
-A thread runs until it waits, at a barrier of the block, at a named one or in a collective of its
-warp, or returns. When nothing can run, either all threads of the block stand at one barrier and it
-opens, or the kernel is at fault and the error says who waits where.
+A block begins as one group of lanes. Where some of its lanes wait for others of it, at a barrier
+that only they have reached, the block's writes are taken back and it begins again with these lanes
+as a group of their own: a greenlet each, of which one runs until it waits or returns. When nothing
+can run, either all threads of the block stand at one barrier and it opens, or the kernel is at
+fault and the error says who waits where.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from itertools import product
 from math import prod
@@ -19,88 +23,194 @@ from typing import Any
 import numpy as np
 from greenlet import getcurrent, greenlet
 
-from .context import Context, running
-from .counts import Counts
-from .errors import BarrierDivergence, Deadlock, EmulatorError, Index3, SharedHazard
-from .global_memory import GlobalArray
+from .context import running
+from .counts import Counts, Traffic
+from .errors import EmulatorError, Index3, SharedHazard
+from .global_memory import GlobalArray, track_owners
+from .groups import AT_BARRIER, DONE, WARP, Group, Parting
 from .rebind import Rebinder
 from .source_lines import source_line
-from .threads import AT_BARRIER, AT_NAMED, AT_WARP, DONE, READY, WARP, Site, Thread, Warp
+from .trace import started
+from .waiting import Waiting
 
 MAX_THREADS = 1024
+_seed: ContextVar[int | None] = ContextVar("fa_numba_schedule", default=None)
 
 
-class Launch(Context):
-    """A launch that runs: its blocks one after the other, the threads of each in turn."""
+@contextmanager
+def schedule(seed: int) -> Iterator[None]:
+    """Let blocks, and warps within them, take turns in another order, which `seed` decides.
 
-    __slots__ = ()
+    Inside, the blocks of a launch run in a random order, the warps of each in random groups, and
+    the groups take turns at random. Results must not depend on it, but for the order in which
+    atomic additions round; a fault that one order hides another may show. Raises ValueError for a
+    seed that is no integer from 0 on.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
+        raise ValueError(f"seed = {seed!r}, allowed: an integer from 0 on")
+    token = _seed.set(int(seed))
+    try:
+        yield
+    finally:
+        _seed.reset(token)
+
+
+class Launch(Waiting):
+    """A launch that runs: its blocks one after the other, the groups of each in turn."""
+
+    __slots__ = ("partition", "_random")
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # Which lanes belong together: threads of a number that is the same.
+        self.partition = np.zeros(self.threads, np.int64)
+        seed = _seed.get()
+        self._random = None if seed is None else np.random.default_rng(seed)
+
+    def blocks(self) -> list[Index3]:
+        """The blocks of the grid in the order that they run in."""
+        x, y, z = self.grid
+        found = [(i, j, k) for k, j, i in product(range(z), range(y), range(x))]
+        if self._random is not None:
+            self._random.shuffle(found)
+        return found
 
     def run_block(self, function: Callable[..., None], args: Sequence[Any], block: Index3) -> None:
-        self.block = block
-        shape = self.block_shape
-        count = prod(shape)
-        warps = [Warp(w) for w in range(-(-count // WARP))]
-        threads = self._threads = [Thread(t, shape, warps[t // WARP]) for t in range(count)]
-        for t in threads:
-            t.warp.lanes.append(t)
-            t.warp.mask |= 1 << t.lane
-            t.run = greenlet(partial(self._thread, t, function, args))
-        self._statics, self._dynamics, self._buffers, self._tiles = {}, {}, {}, []
-        self._opened = {}
-        self.clock = self._stale = 0
-        self._open_barrier(warps)
-        ready = self._ready = deque(threads)
-        self.thread = threads[0]
-        self._hub = getcurrent()
+        x, y, _ = self.grid
+        self.block, self.block_number = block, 1 + block[0] + x * (block[1] + y * block[2])
+        if self._random is not None:
+            warps = self._random.integers(0, 3, len(self.starts))
+            self.partition = self.partition * 3 + warps[np.arange(self.threads) // WARP]
+        arrays = {id(a.tally): a.tally for a in args if isinstance(a, GlobalArray)}
+        while True:
+            kept = [(tally, tally.loads, tally.stores) for tally in arrays.values()]
+            rows, instructions = self._rows.copy(), dict(self._instructions)
+            mark = None if self.trace is None else self.trace.mark()
+            self.journal = []
+            try:
+                self._run_groups(function, args)
+                return
+            except Parting as parting:
+                self._part(self.group, parting)
+            self.end()
+            for memory, at, old in reversed(self.journal):
+                memory[at] = old
+            for tally, loads, stores in kept:
+                tally.loads, tally.stores = loads, stores
+            self._rows[: len(rows)], self._rows[len(rows) :] = rows, 0
+            self._instructions = instructions
+            if self.trace is not None and mark is not None:
+                self.trace.back_to(mark)
+
+    def _part(self, group: Group, parting: Parting) -> None:
+        """Split a group of the partition: these lanes from the others, or each for itself."""
+        lanes = parting.lanes if parting.lanes.size else group.everyone
+        tids = group.tids[lanes]
+        new = self.partition.max() + 1
+        self.partition[tids] = new + (np.arange(tids.size) if parting.apart else 0)
+
+    def _run_groups(self, function: Callable[..., None], args: Sequence[Any]) -> None:
+        """One block, from its beginning."""
+        groups = []
+        for number in dict.fromkeys(self.partition.tolist()):
+            tids = np.flatnonzero(self.partition == number)
+            groups.append(Group(tids, self.block_shape, self.threads))
+        self._groups = groups
+        self.mask, self._outer = None, []
+        self.clear_shared()
+        self._meetings, self._named_barriers, self._opened = {}, {}, {}
+        self._stale = 0
+        self._warps_active = (self, 0)
+        self._open_barrier()
         cuda = self._cuda
-        place, cuda.blockIdx.x, cuda.blockIdx.y, cuda.blockIdx.z = cuda.threadIdx, *block
+        cuda.blockIdx.x, cuda.blockIdx.y, cuda.blockIdx.z = self.block
+        if len(groups) == 1:
+            self._enter(groups[0])
+            self._run_group(groups[0], function, args)
+        else:
+            self._hub = getcurrent()
+            for g in groups:
+                g.run = greenlet(partial(self._run_group, g, function, args))
+            self._take_turns()
+        if self._named_barriers:
+            raise self._stalled()
+
+    def _take_turns(self) -> None:
+        groups = self._groups
+        ready = self._ready = deque(groups)
         while True:
             while ready:
-                t = ready.popleft()
-                if t.warp is not self.thread.warp:
-                    for array in (*self._statics.values(), *self._dynamics.values()):
-                        array.turn_to(t.warp.index)
-                self.thread, self.tid = t, t.tid
-                place.x, place.y, place.z, cuda.laneid = t.x, t.y, t.z, t.lane
-                self.me, self.several = t.warp.start + t.tid, t.warp.several
-                t.run.switch()
-            first = threads[0].site
-            if all(t.state == AT_BARRIER and t.site == first for t in threads):
-                self._release(threads)
-                self._open_barrier(warps)
-                self._stale = 0
-                ready.extend(threads)
-            elif all(t.state == DONE for t in threads) and not self._named_barriers:
+                if self._random is not None:
+                    ready.rotate(int(self._random.integers(len(ready))))
+                g = ready.popleft()
+                self._enter(g)
+                assert g.run is not None
+                g.run.switch()
+            if all(g.state == AT_BARRIER for g in groups) and self._open_if_all_wait():
+                ready.extend(groups)
+            elif all(g.state == DONE for g in groups):
                 return
             else:
                 raise self._stalled()
 
-    def end(self) -> None:
-        """Unwind the threads that an error left waiting."""
-        for t in self._threads:
-            if not t.run.dead:
-                t.run.throw()
+    def _enter(self, group: Group) -> None:
+        self.group, self.mask, self._outer = group, group.mask, group.outer
+        cuda = self._cuda
+        place = cuda.threadIdx
+        place.x, place.y, place.z, cuda.laneid = group.x, group.y, group.z, group.laneid
 
-    def _thread(self, t: Thread, function: Callable[..., None], args: Sequence[Any]) -> None:
+    def end(self) -> None:
+        """Unwind the groups that an error left waiting."""
+        for g in self._groups:
+            if g.run is not None and not g.run.dead:
+                g.run.throw()
+
+    def _run_group(self, group: Group, function: Callable[..., None], args: Sequence[Any]) -> None:
         try:
             function(*args)
         except EmulatorError:
             raise
         except Exception as error:
-            place = f"in block {self.block}, thread ({t.x}, {t.y}, {t.z})"
-            error.add_note(f"{place}, at {self._failed_line(error.__traceback__)}")
+            if not hasattr(error, "fa_numba_placed"):
+                self._place(error)
             raise
-        t.state = DONE
+        self.mask = None
+        if not group.exited.all():
+            self.mask = None if not group.some_exited else group.alive()
+            self._exit()
+        group.state = DONE
         self._stale = 0
-        for dst, first, _, _ in [copy for group in (*t.groups, t.open) for copy in group]:
-            line = self.line_of(dst.buffer.flights[first][1])
-            raise SharedHazard(
-                f"the thread exits with a copy into {dst._element(first)} in flight",
-                block=self.block,
-                thread=(t.x, t.y, t.z),
-                array=dst.name,
-                line=line,
-            )
+
+    def leave(self) -> None:
+        """The lanes that take part return from the kernel."""
+        self._exit()
+        group = self.group
+        group.exited = group.exited | self.active()
+        group.some_exited = True
+
+    def _exit(self) -> None:
+        """Nothing of these lanes may be in flight."""
+        for copy in self.group.copies:
+            lanes = np.flatnonzero(copy.pending & self.active())
+            if lanes.size:
+                lane = int(lanes[0])
+                p = copy.dst.first + int(copy.e[lane])
+                site = self.sites[copy.dst.buffer.sites[p]]
+                raise SharedHazard(
+                    f"the thread exits with a copy into {copy.dst._element(p)} in flight",
+                    block=self.block,
+                    thread=self.place_of(int(self.group.tids[lane])),
+                    array=copy.dst.name,
+                    line=self.line_of(site),
+                )
+
+    def _place(self, error: Exception) -> None:
+        lane = getattr(error, "lane", None)
+        lane = self.first_lane() if lane is None else lane
+        thread = self.place_of(int(self.group.tids[lane]))
+        error.add_note(
+            f"in block {self.block}, thread {thread}, at {self._failed_line(error.__traceback__)}"
+        )
 
     def _failed_line(self, trace: TracebackType | None) -> str:
         line = "outside the kernel"
@@ -109,58 +219,6 @@ class Launch(Context):
                 line = source_line(trace.tb_frame.f_code, trace.tb_lasti)
             trace = trace.tb_next
         return line
-
-    def _release(self, threads: list[Thread]) -> None:
-        """Let the threads of the block go on, each with what the barrier gives it."""
-        operation = threads[0].operation
-        values = [t.value for t in threads]
-        result: Any = None
-        if operation == "syncthreads_count":
-            result = sum(1 for v in values if v)
-        elif operation == "syncthreads_and":
-            result = int(all(values))
-        elif operation == "syncthreads_or":
-            result = int(any(values))
-        for t in threads:
-            t.state, t.value = READY, result
-
-    def _stalled(self) -> EmulatorError:
-        """The error for a block in which nothing runs: who waits for whom, and where.
-
-        Also for one that ends with a named barrier that some came to and that never opened.
-        """
-        kind: type[EmulatorError] = BarrierDivergence
-        site: Site | None = None
-        in_warp = [t for t in self._threads if t.state == AT_WARP]
-        at_barrier = [t for t in self._threads if t.state == AT_BARRIER]
-        at_named = [t for t in self._threads if t.state == AT_NAMED]
-        deserted = [t for t in in_warp if self._deserted(t)]
-        if deserted:
-            t = deserted[0]
-            text = f"{t.operation} with mask {t.value:#010x} is not reached by all its lanes"
-        elif at_named:
-            t, kind = at_named[0], Deadlock
-            text = "; ".join(map(self._missing, self._named_barriers))
-        elif at_barrier:
-            t = at_barrier[0]
-            text = f"{t.operation} is not reached by all threads of the block"
-        elif in_warp:
-            t, kind = in_warp[0], Deadlock
-            text = f"lanes wait for one another in {t.operation} with different masks"
-        else:
-            barrier, named = next(iter(self._named_barriers.items()))
-            t, site, text = named.arrived[0].lanes[0], named.site, self._missing(barrier)
-        return kind(
-            f"{text}: {self._waiters()}",
-            block=self.block,
-            thread=(t.x, t.y, t.z),
-            line=self.line_of(site or t.site),
-        )
-
-    def _deserted(self, t: Thread) -> bool:
-        """Whether a lane that `t` waits for in a warp collective is somewhere else."""
-        named = [u for u in t.warp.lanes if t.value >> u.lane & 1]
-        return any(u.state != AT_WARP or u.site != t.site for u in named)
 
 
 def _extent(name: str, value: Any) -> Index3:
@@ -184,7 +242,7 @@ def launch(
 
     Parameters
     ----------
-    py_func : a kernel, jitted or plain; its source runs unchanged.
+    py_func : a kernel, jitted or plain, whose source can be read.
     grid, block : extents, one to three integers.
     args : NumPy arrays, any strides and any real dtype, become `GlobalArray`s named after the
         kernel's parameters and are written in place; NumPy scalars become Python numbers; so do
@@ -204,8 +262,8 @@ def launch(
     extent, shape = _extent("grid", grid), _extent("block", block)
     if prod(shape) > MAX_THREADS:
         raise ValueError(f"block = {block!r}, allowed: at most {MAX_THREADS} threads")
-    context = Launch(extent, shape, shared_bytes)
-    rebinder = Rebinder(context._cuda)
+    context = Launch(extent, shape, shared_bytes, function.__name__)
+    rebinder = Rebinder(context)
     names = list(inspect.signature(function).parameters)
     if len(names) != len(args):
         raise TypeError(f"{function.__name__} takes {len(names)} arguments, got {len(args)}")
@@ -222,15 +280,23 @@ def launch(
         return value
 
     values = [passed(name, value) for name, value in zip(names, args, strict=True)]
-    rebound = rebinder.function(function)
+    if prod(extent) > 1:
+        track_owners(arrays)
+    rebound = rebinder.function(function, kernel=True)
     context._codes = rebinder.codes
+    context.trace = started(context, rebound.__code__)
     running.contexts.append(context)
     try:
-        for z, y, x in product(range(extent[2]), range(extent[1]), range(extent[0])):
-            context.run_block(rebound, values, (x, y, z))
+        with np.errstate(all="ignore"):
+            for place in context.blocks():
+                context.run_block(rebound, values, place)
     finally:
         context.end()
         running.contexts.pop()
+    return _counted(context, arrays, uncounted)
+
+
+def _counted(context: Launch, arrays: list[GlobalArray], uncounted: Collection[str]) -> Counts:
     counts = Counts()
     for a in arrays:
         if a.name in uncounted:
@@ -242,4 +308,13 @@ def launch(
             if number:
                 elements[a.name] += number
                 size[a.name] += number * a.itemsize
+    for key, row in context._row_of.items():
+        array, space, kind, _ = key
+        traffic = Traffic(*context._rows[row].tolist())
+        if traffic.requests and (space != "global" or array not in uncounted):
+            access = context.access_of(key)
+            counts.traffic[access] = counts.traffic.get(access, Traffic()) + traffic
+    counts.instructions = Counter(context._instructions)
+    for kind in ("load", "store"):
+        counts.instructions[kind] += counts.total(kind=kind).requests
     return counts

@@ -6,54 +6,60 @@ for who: a thread (0..1023) or several threads of one warp (1024 + warp). The cl
 every barrier, of the block or named, and at every full `syncwarp`. Each warp has a vector clock
 `seen`: for each warp the stamp below which its accesses happened before the present, at least that
 of the block's last barrier (`ctx.base`). So did a thread's own. Later readers of a warp supersede
-earlier ones: the summary loses nothing.
+earlier ones: the summary loses nothing. Nor does the order of lanes within a step matter: who
+conflicts with whom is decided by stamps alone.
+
+The loops over lanes are compiled (checks.py); what they cannot decide is gone through here.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from . import checks
+from .checks import IN_FLIGHT, NOBODY, SEVERAL, STAMP, UNWRITTEN
 from .conversions import converter
-from .errors import Misaligned, SharedHazard, UninitialisedRead
+from .errors import EmulatorError, Misaligned, SharedHazard, UninitialisedRead
+from .groups import WARP, Copy
 
 if TYPE_CHECKING:
     from .context import Context
 
-STAMP = 2048
-SEVERAL = 1024
-NOBODY = STAMP - 1
-# Above every stamp, so that one comparison finds them, and by nobody: no access comes before.
-UNWRITTEN = (1 << 60) + NOBODY
-IN_FLIGHT = (1 << 61) + NOBODY
 NO_ATOMICS: tuple[int, int, dict[int, int]] = (-1, 0, {})
 
 
 class SharedBuffer:
     """A piece of shared memory: values and stamps that the arrays laid over it share."""
 
-    __slots__ = ("data", "written", "reads", "touched", "atomics", "flights")
+    __slots__ = ("data", "written", "reads", "touched", "atomics", "copiers", "sites")
 
-    def __init__(self, length: int, warps: int) -> None:
-        self.data: list[Any] = [0] * length
-        self.written = [UNWRITTEN] * length
-        self.reads = [[0] * length for _ in range(warps)]
-        self.touched = [0] * length  # at or above `ctx.base` where a warp has read since
+    def __init__(self, length: int, warps: int, dtype: np.dtype) -> None:
+        self.data = np.zeros(length, np.float64 if dtype.kind == "f" else np.int64)
+        self.written = np.empty(length, np.int64)
+        self.reads = np.zeros((warps, length), np.int64)
+        self.touched = np.zeros(length, np.int64)  # at or above `ctx.base`: read since
         # element -> stamps of its last atomics, of the write before them, and of those by warp
         self.atomics: dict[int, tuple[int, int, dict[int, int]]] = {}
-        self.flights: dict[int, tuple[int, tuple[int, int]]] = {}  # element -> thread, call site
+        # who copies to an element in flight, and where
+        self.copiers = np.zeros(length, np.int64)
+        self.sites = np.zeros(length, np.int64)
+        self.clear()
+
+    def clear(self) -> None:
+        """As a new block finds it; stamps of blocks before are older than any of its own."""
+        self.written.fill(UNWRITTEN)
+        self.atomics.clear()
 
 
 class SharedArray:
-    """A 1-D array in shared memory: `length` elements of a buffer from element `base` on."""
+    """An array in shared memory: elements of a buffer from element `first` on."""
 
     __slots__ = (
-        "name", "shape", "dtype", "length", "base", "buffer", "data", "written", "read", "touched",
-        "cell", "convert", "ctx",
+        "name", "shape", "dtype", "itemsize", "length", "first", "buffer", "convert", "ctx",
     )  # fmt: skip
 
     def __init__(
@@ -63,18 +69,12 @@ class SharedArray:
         shape: tuple[int, ...],
         dtype: np.dtype,
         buffer: SharedBuffer,
-        base: int = 0,
+        first: int = 0,
     ) -> None:
         self.ctx, self.name, self.shape, self.dtype = ctx, name, shape, dtype
-        self.length, self.base, self.buffer = prod(shape), base, buffer
-        self.data, self.written, self.touched = buffer.data, buffer.written, buffer.touched
-        self.turn_to(ctx.thread.warp.index)
-        self.cell = array("f", [0.0]) if dtype == np.float32 else None
+        self.itemsize, self.length, self.first = dtype.itemsize, prod(shape), first
+        self.buffer = buffer
         self.convert = converter(dtype)
-
-    def turn_to(self, warp: int) -> None:
-        """Note reads as those of this warp."""
-        self.read = self.buffer.reads[warp]
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -87,224 +87,231 @@ class SharedArray:
     def ndim(self) -> int:
         return len(self.shape)
 
-    # The three element accessors repeat the same few lines: a call more would double their time.
+    def __getitem__(self, index: Any) -> Any:
+        e = self._flat(index)
+        if e.__class__ is not np.ndarray:
+            self._read(self.ctx.group.full(int(e)), 1)
+            value = self.buffer.data[self.first + e]
+            return value.item()
+        return self._read(e, 1)[0]
 
-    def __getitem__(self, e: Any) -> Any:
-        if 0 <= e < self.length:
-            e += self.base
-            ctx = self.ctx
-            r = self.read[e]
-            # A read by this thread or several of its warp is recorded already, and was checked
-            # against the last write then.
-            if r is not ctx.several and r is not ctx.me:
-                if r < ctx.base and self.written[e] < ctx.base:
-                    self.read[e] = self.touched[e] = ctx.me
-                else:
-                    self._reads(e)
-            return self.data[e]
-        raise self._outside(e)
+    def __setitem__(self, index: Any, value: Any) -> None:
+        e = self._flat(index)
+        if value.__class__ is not np.ndarray:
+            value = np.full(self.ctx.group.count, self.convert(value))
+        self._write(e, value.reshape(1, -1))
 
-    def __setitem__(self, e: Any, value: Any) -> None:
-        if 0 <= e < self.length:
-            e += self.base
-            ctx = self.ctx
-            if self.written[e] >= ctx.base or self.touched[e] >= ctx.base:
-                self._writes(e)
-            self.written[e] = ctx.me
-            cell = self.cell
-            if cell is not None:
-                cell[0] = value
-                self.data[e] = cell[0]
-            else:
-                self.data[e] = self.convert(value)
-            return
-        raise self._outside(e)
-
-    def load(self, e: int, n: int) -> tuple[Any, ...]:
+    def load(self, e: Any, n: int) -> tuple[Any, ...]:
         """Elements e..e+n-1 (flat index) in one access of n elements, e a multiple of n."""
-        first = self.base + e
-        end = first + n
-        if e < 0 or e + n > self.length or first % n:
-            self._vector(e, n)
-        ctx = self.ctx
-        several, me = ctx.several, ctx.me
-        # As above, and of most vectors all elements have been read together before.
-        stamps = self.read[first:end]
-        for r in stamps:
-            if r is not several and r is not me:
-                if stamps.count(r) == n and max(self.written[first:end]) < ctx.base:
-                    self.read[first:end] = self.touched[first:end] = [ctx.joined(r)] * n
-                else:
-                    for k in range(first, end):
-                        self._reads(k)
-                break
-        return tuple(self.data[first:end])
+        return tuple(self._read(self._lanes(e), n))
 
-    def store(self, e: int, values: Sequence[Any]) -> None:
+    def store(self, e: Any, values: Sequence[Any]) -> None:
         """Write n `values` from element e on (flat index) in one access, e a multiple of n."""
-        first = self._vector(e, len(values))
-        ctx = self.ctx
-        base, me, written, touched = ctx.base, ctx.me, self.written, self.touched
-        convert = self.convert
-        for k, value in enumerate(values, first):
-            if written[k] >= base or touched[k] >= base:
-                self._writes(k)
-            written[k] = me
-            self.data[k] = convert(value)
+        rows = np.empty((len(values), self.ctx.group.count), self.buffer.data.dtype)
+        for row, value in zip(rows, values, strict=True):
+            row[:] = value
+        self._write(e, rows)
 
-    def _vector(self, e: int, n: int) -> int:
+    def _lanes(self, e: Any) -> np.ndarray:
+        return e if e.__class__ is np.ndarray else self.ctx.group.full(int(e))
+
+    def _read(self, e: np.ndarray, n: int) -> np.ndarray:
+        ctx, buffer = self.ctx, self.buffer
+        group = ctx.group
+        mask = group.everyone if ctx.mask is None else ctx.mask
+        out = np.empty((n, group.count), buffer.data.dtype)
+        stats = ctx.statistics(self.name, "shared", "load")
+        lane = 0
+        if not buffer.atomics:
+            lane = checks.shared_load(
+                buffer.data, buffer.written, buffer.reads, buffer.touched, self.first, self.length,
+                self.itemsize, e, n, mask, group.tids, ctx.starts, ctx.seen, ctx.base, out, stats,
+            )  # fmt: skip
+        if lane >= 0:
+            for k in (np.flatnonzero(mask[lane:]) + lane).tolist():
+                first = self._vector(k, int(e[k]), n)
+                for p in range(first, first + n):
+                    self._reads(p, k)
+                out[:, k] = buffer.data[first : first + n]
+        return out
+
+    def _write(self, e: Any, values: np.ndarray) -> None:
+        ctx, buffer = self.ctx, self.buffer
+        group = ctx.group
+        mask = group.everyone if ctx.mask is None else ctx.mask
+        e = self._lanes(e)
+        values = self.convert(values)
+        stats = ctx.statistics(self.name, "shared", "store")
+        lane, n = 0, len(values)
+        if not buffer.atomics:
+            lane = checks.shared_store(
+                buffer.data, buffer.written, buffer.reads, buffer.touched, self.first, self.length,
+                self.itemsize, e, n, mask, group.tids, ctx.starts, ctx.seen, ctx.base, values,
+                stats,
+            )  # fmt: skip
+        if lane >= 0:
+            for k in (np.flatnonzero(mask[lane:]) + lane).tolist():
+                first = self._vector(k, int(e[k]), n)
+                for j, p in enumerate(range(first, first + n)):
+                    self._writes(p, k)
+                    buffer.written[p] = ctx.stamp(k)
+                    buffer.data[p] = values[j, k]
+
+    def _vector(self, lane: int, e: int, n: int) -> int:
         if e < 0 or e + n > self.length:
-            raise self._outside(e if e < 0 else e + n - 1)
-        first = self.base + e
+            raise self._outside(lane, e if e < 0 else e + n - 1)
+        first = self.first + e
         if first % n:
-            size = self.dtype.itemsize
+            size = self.itemsize
             raise self.ctx.fault(
                 Misaligned,
                 f"{self._element(first)} lies at byte {first * size}: "
                 f"an access of {n * size} bytes needs a multiple of {n * size}",
                 self.name,
+                lane,
             )
         return first
 
-    def _reads(self, e: int) -> None:
-        ctx = self.ctx
-        if self.written[e] >= ctx.base:
-            self._check(e, "reads", "wrote", self._writers(e))
-        self.read[e] = self.touched[e] = ctx.joined(self.read[e])
+    # ---- one lane after the other
 
-    def _writes(self, e: int) -> None:
-        base = self.ctx.base
-        if self.written[e] >= base and self.written[e] != UNWRITTEN:
-            self._check(e, "overwrites", "wrote", self._writers(e))
-        if self.touched[e] >= base:
-            self._check(e, "overwrites", "reads", [read[e] for read in self.buffer.reads])
-        self.buffer.atomics.pop(e, None)
+    def _reads(self, p: int, lane: int) -> None:
+        ctx, buffer = self.ctx, self.buffer
+        me, warp = ctx.stamp(lane), ctx.group.warp_of[lane]
+        several = ctx.starts[warp] + SEVERAL + warp
+        if buffer.reads[warp, p] in (several, me):
+            return
+        if buffer.written[p] >= ctx.base:
+            self._check(p, lane, "reads", "wrote", self._writers(p))
+        buffer.reads[warp, p] = buffer.touched[p] = ctx.joined(int(buffer.reads[warp, p]), lane)
 
-    def _check(self, e: int, does: str, did: str, stamps: Iterable[int]) -> None:
+    def _writes(self, p: int, lane: int) -> None:
+        base, buffer = self.ctx.base, self.buffer
+        if buffer.written[p] >= base and buffer.written[p] != UNWRITTEN:
+            self._check(p, lane, "overwrites", "wrote", self._writers(p))
+        if buffer.touched[p] >= base:
+            self._check(p, lane, "overwrites", "reads", buffer.reads[:, p].tolist())
+        buffer.atomics.pop(p, None)
+
+    def _check(self, p: int, lane: int, does: str, did: str, stamps: Iterable[int]) -> None:
         base = self.ctx.base
         for stamp in stamps:
-            if stamp >= base and not self.ctx.ordered(stamp):
-                raise self._hazard(e, stamp, does, did)
+            if stamp >= base and not self.ctx.ordered(stamp, lane):
+                raise self._hazard(p, lane, stamp, does, did)
 
-    def _writers(self, e: int) -> Iterable[int]:
-        w = self.written[e]
-        last, _, updates = self.buffer.atomics.get(e, NO_ATOMICS)
+    def _writers(self, p: int) -> Iterable[int]:
+        w = int(self.buffer.written[p])
+        last, _, updates = self.buffer.atomics.get(p, NO_ATOMICS)
         return updates.values() if w == last else (w,)
 
-    def atomic(self, e: Any, operation: Callable[[Any], Any]) -> Any:
-        """Replace element `e` by `operation` of it; returns the old value."""
-        e = self._flat(e)
+    def atomic(self, index: Any, operation: Callable[..., Any], *values: Any) -> Any:
+        """Replace an element by `operation` of it and each lane's values, lane after lane.
+
+        Returns the old value.
+        """
         ctx, buffer = self.ctx, self.buffer
-        w = self.written[e]
-        if w == UNWRITTEN:
-            raise self._hazard(e, w, "reads", "wrote")
-        # Atomics do not conflict with each other, so the write before them is kept beside.
-        last, plain, updates = buffer.atomics.get(e, NO_ATOMICS)
-        if w != last:
-            plain, updates = w, {}
-        self._check(e, "atomically updates", "wrote", (plain,))
-        self._check(e, "atomically updates", "reads", [read[e] for read in buffer.reads])
-        warp = ctx.thread.warp.index
-        self.written[e] = updates[warp] = ctx.joined(updates.get(warp, 0))
-        buffer.atomics[e] = (self.written[e], plain, updates)
-        old = self.data[e]
-        self.data[e] = self.convert(operation(old))
+        group = ctx.group
+        e = self._lanes(self._flat(index))
+        old = np.zeros(group.count, buffer.data.dtype)
+        each = [np.broadcast_to(value, group.count) for value in values]
+        for lane in ctx.active_lanes():
+            p = self._vector(lane, int(e[lane]), 1)
+            w = int(buffer.written[p])
+            if w == UNWRITTEN:
+                raise self._hazard(p, lane, w, "reads", "wrote")
+            # Atomics do not conflict with each other, so the write before them is kept beside.
+            last, plain, updates = buffer.atomics.get(p, NO_ATOMICS)
+            if w != last:
+                plain, updates = w, {}
+            self._check(p, lane, "atomically updates", "wrote", (plain,))
+            reads = buffer.reads[:, p].tolist()
+            self._check(p, lane, "atomically updates", "reads", reads)
+            warp = int(group.warp_of[lane])
+            updates[warp] = ctx.joined(updates.get(warp, 0), lane)
+            buffer.written[p] = updates[warp]
+            buffer.atomics[p] = (updates[warp], plain, updates)
+            old[lane] = buffer.data[p]
+            new = operation(buffer.data[p].item(), *(value[lane].item() for value in each))
+            buffer.data[p] = self.convert(new)
+        ctx.instruction("atomic")
         return old
 
-    # Copies in flight: between issue and landing the elements belong to nobody.
+    # ---- copies in flight: between issue and landing the elements belong to nobody
 
-    def depart(self, e: int, n: int) -> int:
-        """Hand elements e..e+n-1 to an asynchronous copy of this thread; returns their start."""
-        first = self._vector(e, n)
-        ctx = self.ctx
-        site = ctx.site()
-        for k in range(first, first + n):
-            if self.written[k] >= ctx.base or self.touched[k] >= ctx.base:
-                self._writes(k)
-        for k in range(first, first + n):
-            self.written[k], self.read[k] = IN_FLIGHT, 0
-            self.buffer.flights[k] = (ctx.tid, site)
-        return first
+    def depart(self, e: Any, n: int) -> np.ndarray:
+        """Hand elements e..e+n-1 to an asynchronous copy of each lane; returns e by lane."""
+        ctx, buffer = self.ctx, self.buffer
+        group = ctx.group
+        mask = group.everyone if ctx.mask is None else ctx.mask
+        e = self._lanes(e)
+        site = ctx.numbered_site()
+        stats = ctx.statistics(self.name, "shared", "copy")
+        lane = 0
+        if not buffer.atomics:
+            lane = checks.depart(
+                buffer.written, buffer.reads, buffer.touched, buffer.copiers, buffer.sites,
+                self.first, self.length, self.itemsize, e, n, mask, group.tids, ctx.seen, ctx.base,
+                site, stats,
+            )  # fmt: skip
+        if lane >= 0:
+            for k in (np.flatnonzero(mask[lane:]) + lane).tolist():
+                first = self._vector(k, int(e[k]), n)
+                for p in range(first, first + n):
+                    self._writes(p, k)
+                for p in range(first, first + n):
+                    buffer.written[p], buffer.reads[group.warp_of[k], p] = IN_FLIGHT, 0
+                    buffer.copiers[p], buffer.sites[p] = group.tids[k], site
+        return e
 
-    def land(self, first: int, values: Sequence[Any]) -> None:
-        for k, value in enumerate(values, first):
-            self.written[k] = self.ctx.me
-            self.data[k] = self.convert(value)
-            del self.buffer.flights[k]
+    def land(self, copy: Copy, lanes: np.ndarray) -> None:
+        """The copies of `lanes` arrive."""
+        ctx, buffer = self.ctx, self.buffer
+        values = copy.read(lanes).astype(buffer.data.dtype)
+        checks.land(
+            buffer.data, buffer.written, self.first, copy.e, copy.n, values, lanes, ctx.group.tids,
+            ctx.starts,
+        )  # fmt: skip
 
-    def _flat(self, index: Any) -> int:
-        axes = index if isinstance(index, tuple) else (index,)
+    # ---- places and words
+
+    def _flat(self, index: Any) -> Any:
+        """The element of an index a dimension, within the array."""
+        if len(self.shape) == 1:
+            return index[0] if index.__class__ is tuple else index
+        axes = index if index.__class__ is tuple else (index,)
         if len(axes) != len(self.shape):
             raise TypeError(f"{self.name} has {len(self.shape)} dimensions, indexed with {index!r}")
-        e = 0
+        ctx = self.ctx
+        e: Any = 0
         for i, n in zip(axes, self.shape, strict=True):
-            if not 0 <= i < n:
-                raise self._outside(index)
+            lane = ctx.first_outside(i, n)
+            if lane >= 0:
+                raise self._outside(lane, index)
             e = e * n + i
-        return self.base + e
+        return e
 
-    def _element(self, e: int) -> str:
-        index = np.unravel_index(e - self.base, self.shape)
+    def _element(self, p: int) -> str:
+        index = np.unravel_index(p - self.first, self.shape)
         return f"{self.name}[{', '.join(str(int(i)) for i in index)}]"
 
-    def _outside(self, index: Any) -> Exception:
-        return self.ctx.outside(self.name, self.shape, index)
+    def _outside(self, lane: int, index: Any) -> EmulatorError:
+        return self.ctx.outside(self.name, self.shape, index, lane)
 
-    def _hazard(self, e: int, stamp: int, does: str, did: str) -> Exception:
+    def _hazard(self, p: int, lane: int, stamp: int, does: str, did: str) -> EmulatorError:
         ctx = self.ctx
-        element = self._element(e)
+        element = self._element(p)
         if stamp == UNWRITTEN:
             text = f"{element} is read, but was never written"
-            return ctx.fault(UninitialisedRead, text, self.name)
+            return ctx.fault(UninitialisedRead, text, self.name, lane)
         if stamp == IN_FLIGHT:
-            tid, site = self.buffer.flights[e]
+            site = ctx.sites[self.buffer.sites[p]]
             text = (
                 f"{element} is touched with a copy in flight, issued by thread "
-                f"{ctx.thread_name(tid)} at {ctx.line_of(site)} and not waited for"
+                f"{ctx.thread_name(int(self.buffer.copiers[p]))} at {ctx.line_of(site)} "
+                "and not waited for"
             )
         else:
             text = f"this thread {does} {element}, which {ctx.who(stamp)} {did}, no barrier between"
-        return ctx.fault(SharedHazard, text, self.name)
+        return ctx.fault(SharedHazard, text, self.name, lane)
 
 
-class SharedMatrix(SharedArray):
-    """A 2-D array in shared memory."""
-
-    __slots__ = ("rows", "columns")
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.rows, self.columns = self.shape
-
-    def __getitem__(self, index: Any) -> Any:
-        i, j = index
-        if 0 <= i < self.rows and 0 <= j < self.columns:
-            e = self.base + i * self.columns + j
-            ctx = self.ctx
-            r = self.read[e]
-            if r is not ctx.several and r is not ctx.me:
-                if r < ctx.base and self.written[e] < ctx.base:
-                    self.read[e] = self.touched[e] = ctx.me
-                else:
-                    self._reads(e)
-            return self.data[e]
-        raise self._outside(index)
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        i, j = index
-        if 0 <= i < self.rows and 0 <= j < self.columns:
-            SharedArray.__setitem__(self, i * self.columns + j, value)
-        else:
-            raise self._outside(index)
-
-
-class SharedTensor(SharedArray):
-    """A shared array of three or more dimensions."""
-
-    __slots__ = ()
-
-    def __getitem__(self, index: Any) -> Any:
-        return SharedArray.__getitem__(self, self._flat(index) - self.base)
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        SharedArray.__setitem__(self, self._flat(index) - self.base, value)
+__all__ = ["NOBODY", "SEVERAL", "STAMP", "WARP", "SharedArray", "SharedBuffer"]

@@ -27,5 +27,6 @@ def assigned_name(code: CodeType, instruction: int) -> str | None:
             if not following.opname.startswith("STORE_"):
                 return None
             name = following.argval  # Python 3.13 fuses it with the next instruction
-            return name[0] if isinstance(name, tuple) else name
+            name = name[0] if isinstance(name, tuple) else name
+            return name.removeprefix("_fa_new_")
     return None

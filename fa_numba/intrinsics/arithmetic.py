@@ -2,10 +2,12 @@
 
 import math
 
+import numpy as np
 from llvmlite import ir
 from numba.core import types
 from numba.cuda.extending import intrinsic
 
+from fa_numba import emulator
 from fa_numba.intrinsics._build import F32, emulated_by
 
 NEG_INF = types.float32(-math.inf)
@@ -29,6 +31,13 @@ def _unary(instruction):
 
 
 def _exp2(x):
+    emulator.current().instruction("exp")
+    if isinstance(x, np.ndarray):
+        low, high = x < -126.0, x >= 128.0
+        inside = np.where(low | high, 0.0, x).tolist()
+        # Python's power, number by number: NumPy's own differs in the last place.
+        powers = np.array([2.0**each for each in inside])
+        return np.where(low, 0.0, np.where(high, math.inf, powers))
     if x >= 128.0:
         return math.inf
     return 0.0 if x < -126.0 else 2.0**x  # ftz: no denormals
@@ -42,6 +51,8 @@ def exp2(typingctx, x):
 
 
 def _log2(x):
+    if isinstance(x, np.ndarray):
+        return np.array([_log2(each) for each in x.tolist()])
     if x > 0.0:
         return math.log2(x)
     return -math.inf if x == 0.0 else math.nan
@@ -55,6 +66,8 @@ def log2(typingctx, x):
 
 
 def _maximum(x, y):
+    if isinstance(x, np.ndarray) or isinstance(y, np.ndarray):
+        return np.fmax(x, y)
     if x != x:
         return y
     return x if x > y or y != y else y

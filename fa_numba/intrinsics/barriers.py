@@ -63,9 +63,12 @@ def _barrier(instruction, barrier, threads):
 def _emulation(operation, waits):
     def emulation(barrier, threads):
         context = emulator.current()
-        refused = _refused("barrier", barrier) or _refused("threads", threads)
-        if refused:
-            raise context.fault(emulator.BarrierMisuse, f"{operation}: {refused}")
+        lane = context.first_lane()
+        operands = {"barrier": barrier, "threads": threads}
+        for name, value in operands.items():
+            refused = _refused(name, context.of_lane(value, lane))
+            if refused:
+                raise context.fault(emulator.BarrierMisuse, f"{operation}: {refused}")
         context.named_barrier(operation, barrier, threads, waits)
 
     return emulation

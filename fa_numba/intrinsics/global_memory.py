@@ -1,9 +1,11 @@
 """Vector accesses to global memory, for rows of a 2-D array with a contiguous last axis."""
 
+import numpy as np
 from llvmlite import ir
 from numba.core import types
 from numba.cuda.extending import intrinsic
 
+from fa_numba import emulator
 from fa_numba.intrinsics._build import (
     F32,
     FLOAT2_TUPLE,
@@ -114,7 +116,12 @@ def write2(typingctx, array, row, col, pair):
 
 
 def _read_pair(array, row, col, reads):
-    return array.load((row, col), 2) if reads else (0.0, 0.0)
+    found = emulator.current().under(reads, array.load, (row, col), 2)
+    if found is None:
+        return 0.0, 0.0
+    if isinstance(reads, np.ndarray):
+        return tuple(np.where(reads, x, 0.0) for x in found)
+    return found
 
 
 @emulated_by(_read_pair)
@@ -147,8 +154,7 @@ def read_pair(typingctx, array, row, col, reads):
 
 
 def _write_pair(array, row, col, x0, x1, writes):
-    if writes:
-        array.store((row, col), (x0, x1))
+    emulator.current().under(writes, array.store, (row, col), (x0, x1))
 
 
 @emulated_by(_write_pair)
@@ -195,8 +201,7 @@ def read8(typingctx, array, row, col):
 
 
 def _write8(array, row, col, w0, w1, w2, w3, writes):
-    if writes:
-        array.store((row, col), halves_of((w0, w1, w2, w3)))
+    emulator.current().under(writes, array.store, (row, col), halves_of((w0, w1, w2, w3)))
 
 
 @emulated_by(_write8)

@@ -35,22 +35,17 @@ _FULL = 0xFFFFFFFF
 def _load_tiles(transposed):
     """The emulation: every lane reads a row of eight, and the warp deals them out."""
 
+    def deal(values, present, mask):
+        rows = np.stack(values, -1).astype(np.uint16)  # (warps, lanes, 8)
+        tiles = rows.reshape(-1, 4, 8, 8)
+        if transposed:
+            tiles = tiles.swapaxes(2, 3)
+        halves = np.ascontiguousarray(tiles.reshape(-1, 4, 8, 4, 2))
+        words = halves.view(np.uint32)[..., 0].astype(np.int64)  # warps, tile, g, t
+        return tuple(words.reshape(-1, 4, _WARP).swapaxes(0, 1))
+
     def emulation(array, index):
         row = array.load(index, 8)
-
-        def deal(rows, mask):
-            dealt = {}
-            for lane in rows:
-                g, t = divmod(lane, 4)
-                pairs = (
-                    (rows[8 * m + 2 * t][g], rows[8 * m + 2 * t + 1][g])
-                    if transposed
-                    else (rows[8 * m + g][2 * t], rows[8 * m + g][2 * t + 1])
-                    for m in range(4)
-                )
-                dealt[lane] = tuple(low | high << 16 for low, high in pairs)
-            return dealt
-
         return emulator.current().collective("ldmatrix", _FULL, row, deal)
 
     return emulation
@@ -100,6 +95,7 @@ def ldmatrix_transposed(typingctx, array, index):
 
 
 def _float16(words):
+    """The two numbers of each word, side by side along the last axis."""
     return words.view(np.float16).astype(np.float32)
 
 
@@ -108,26 +104,26 @@ def _bfloat16(words):
 
 
 def _multiply(to_float):
+    def product(values, present, mask):
+        warps = len(present)
+        words = np.stack(values[:6]).astype(np.uint32)
+        pairs = to_float(words.reshape(6, warps, 8, 4)).reshape(6, warps, 8, 8)
+        # a0 .. a3 are the quarters of A down its columns, b0 and b1 the halves of B, transposed.
+        A = pairs[:4].reshape(2, 2, warps, 8, 8).transpose(2, 1, 3, 0, 4).reshape(warps, 16, 16)
+        B = pairs[4:].transpose(1, 0, 3, 2).reshape(warps, 16, 8)
+        C = np.stack(values[6:]).astype(np.float32).reshape(2, 2, warps, 8, 4)
+        D = C.transpose(2, 0, 3, 4, 1).reshape(warps, 16, 8) + A @ B
+        made = D.reshape(warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).astype(np.float64)
+        return tuple(made.reshape(4, warps, _WARP))
+
     def emulation(rC, low, high, a0, a1, a2, a3, b0, b1):
-        c = [rC[low], rC[low + 1], rC[high], rC[high + 1]]
-
-        def product(lanes, mask):
-            words = np.array([lanes[lane][0] for lane in range(_WARP)], np.uint32)
-            pairs = to_float(words).reshape(8, 4, 6, 2)  # g, t, register, half
-            A, B = np.empty((16, 16), np.float32), np.empty((16, 8), np.float32)
-            for n, (row, col) in enumerate(((0, 0), (8, 0), (0, 8), (8, 8))):
-                A[row : row + 8, col : col + 8] = pairs[:, :, n].reshape(8, 8)
-            for n in range(2):
-                B[8 * n : 8 * n + 8] = pairs[:, :, 4 + n].reshape(8, 8).T
-            C = np.array([lanes[lane][1] for lane in range(_WARP)], np.float32).reshape(8, 4, 2, 2)
-            with np.errstate(all="ignore"):
-                D = C.transpose(2, 0, 1, 3).reshape(16, 8) + A @ B
-            made = D.reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(_WARP, 4)
-            return dict(enumerate(made.tolist()))
-
-        lane = ((a0, a1, a2, a3, b0, b1), c)
-        d = emulator.current().collective("mma", _FULL, lane, product)
-        rC[low], rC[low + 1], rC[high], rC[high + 1] = d
+        context = emulator.current()
+        context.instruction("mma")
+        places = (low, low + 1, high, high + 1)
+        c = tuple(rC[place] for place in places)
+        made = context.collective("mma", _FULL, (a0, a1, a2, a3, b0, b1, *c), product)
+        for place, value in zip(places, made, strict=True):
+            rC.put(place, value)
 
     return emulation
 
@@ -203,36 +199,35 @@ def _pack(kind):
     return build
 
 
-def _pack_f16(low, high):
-    with np.errstate(over="ignore"):
-        return int(
-            np.array([low, high], np.float64)
-            .astype(np.float32)
-            .astype(np.float16)
-            .view(np.uint32)[0]
-        )
+def _packed(to_bits):
+    def emulation(low, high):
+        many = isinstance(low, np.ndarray) or isinstance(high, np.ndarray)
+        with np.errstate(over="ignore"):
+            pair = [to_bits(np.asarray(x, np.float64).astype(np.float32)) for x in (low, high)]
+        word = pair[0] | pair[1] << 16
+        return word if many else int(word)
+
+    return emulation
 
 
-def _round_bf16(x):
-    bits = int(np.float32(x).view(np.uint32))
-    if x != x:
-        return 0x7FFF
-    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+def _bits_f16(x):
+    return x.astype(np.float16).view(np.uint16).astype(np.int64)
 
 
-def _pack_bf16(low, high):
-    with np.errstate(over="ignore"):
-        return _round_bf16(low) | _round_bf16(high) << 16
+def _bits_bf16(x):
+    """To nearest, ties to even; NaN becomes the one that ``cvt`` gives."""
+    bits = x.view(np.uint32).astype(np.int64)
+    return np.where(x != x, 0x7FFF, bits + 0x7FFF + (bits >> 16 & 1) >> 16)
 
 
-@emulated_by(_pack_f16)
+@emulated_by(_packed(_bits_f16))
 @intrinsic
 def pack_f16(typingctx, low, high):
     """Two float32 to nearest float16, packed in a uint32: ``cvt.rn.f16x2.f32`` (PTX ISA, "cvt")."""
     return _pack("f16")(typingctx, low, high)
 
 
-@emulated_by(_pack_bf16)
+@emulated_by(_packed(_bits_bf16))
 @intrinsic
 def pack_bf16(typingctx, low, high):
     """Two float32 to nearest bfloat16, packed in a uint32: ``cvt.rn.bf16x2.f32``."""
@@ -266,7 +261,11 @@ _UNPACK = {
 
 def _unpacked(to_float):
     def emulation(word):
-        return tuple(to_float(np.array([word], np.uint32)).ravel().tolist())
+        words = np.atleast_1d(np.asarray(word)).astype(np.uint32)
+        low, high = to_float(words[:, None]).astype(np.float64).T
+        if isinstance(word, np.ndarray):
+            return low, high
+        return low.item(), high.item()
 
     return emulation
 

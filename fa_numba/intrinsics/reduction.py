@@ -4,6 +4,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.cuda.extending import intrinsic
 
+from fa_numba import emulator
 from fa_numba.intrinsics._build import (
     F32,
     GLOBAL,
@@ -15,9 +16,12 @@ from fa_numba.intrinsics._build import (
 )
 
 
+def _plus(old, value):
+    return old + value
+
+
 def _add_global(array, row, col, value):
-    (old,) = array.load((row, col), 1)
-    array.store((row, col), (old + value,))
+    array.atomic((row, col), _plus, value)
 
 
 @emulated_by(_add_global)
@@ -44,9 +48,9 @@ def add_global(typingctx, array, row, col, value):
 
 
 def _add_pair(array, row, col, x0, x1, adds):
-    if adds:
-        _add_global(array, row, col, x0)
-        _add_global(array, row, col + 1, x1)
+    under = emulator.current().under
+    under(adds, _add_global, array, row, col, x0)
+    under(adds, _add_global, array, row, col + 1, x1)
 
 
 def _add_two(instruction):
@@ -83,9 +87,11 @@ def add_pair(typingctx, array, row, col, x0, x1, adds):
 
 
 def _add_pair_vector(array, row, col, x0, x1, adds):
-    if adds:
-        old0, old1 = array.load((row, col), 2)
-        array.store((row, col), (old0 + x0, old1 + x1))
+    emulator.current().under(adds, _add_two_at_once, array, (row, col), x0, x1)
+
+
+def _add_two_at_once(array, index, x0, x1):
+    array.atomic(index, _plus, x0, x1, n=2)
 
 
 @emulated_by(_add_pair_vector)

@@ -1,0 +1,256 @@
+"""What happens to memory at one access of many lanes: hazards, values, sectors and wavefronts.
+
+Loops over lanes and elements, compiled for the CPU, since they are most of what an emulated kernel
+does. A function returns -1, or the first lane at which something may be wrong: from that lane on
+the caller goes through the lanes one by one in Python, which knows every case and says what it is.
+Stamps are explained in shared_memory.py. Lanes are in the order of their threads.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+WARP = 32
+STAMP = 2048
+SEVERAL = 1024
+NOBODY = STAMP - 1
+# Above every stamp, so that one comparison finds them, and by nobody: no access comes before.
+UNWRITTEN = (1 << 60) + NOBODY
+IN_FLIGHT = (1 << 61) + NOBODY
+
+# Columns of a row of statistics.
+REQUESTS, SECTORS, WAVEFRONTS, CONFLICTS = range(4)
+LOAD, STORE, ATOMIC = range(3)
+MANY = -1
+
+compiled = njit(cache=True, error_model="numpy")
+
+
+@compiled
+def _ordered(stamp, tid, warp, seen):
+    """Whether an access happened before the present of thread `tid`."""
+    code = stamp & NOBODY
+    if code == tid:
+        return True
+    if code == NOBODY:
+        return False
+    other = code - SEVERAL if code >= SEVERAL else code >> 5
+    return stamp < seen[warp, other]
+
+
+@compiled
+def _wavefronts(first, itemsize, e, width, mask, tids, stats):
+    """Count what shared memory needs for an access: see counts.py for the rule."""
+    size, shift, group = width * itemsize, 2, 5  # log2 of bytes a lane, of lanes a wavefront
+    while size > 1 << shift:
+        shift, group = shift + 1, group - 1
+    last = (1 << group) - 1
+    units = np.empty((WARP, WARP), np.int64)
+    used = np.zeros(WARP, np.int64)
+    k, count = 0, e.size
+    while k < count:
+        warp = tids[k] >> 5
+        phase, most, waves, ideal = -1, 0, 0, 0
+        while k < count and tids[k] >> 5 == warp:
+            if mask[k]:
+                now = (tids[k] & 31) >> group
+                if now != phase:
+                    phase, ideal = now, ideal + 1
+                    waves += most
+                    most = 0
+                    for n in range(last + 1):
+                        used[n] = 0
+                unit = ((first + e[k]) * itemsize) >> shift
+                bank = unit & last
+                n = used[bank]
+                while n > 0 and units[bank, n - 1] != unit:
+                    n -= 1
+                if n == 0:
+                    units[bank, used[bank]] = unit
+                    used[bank] += 1
+                    if used[bank] > most:
+                        most = used[bank]
+            k += 1
+        waves += most
+        if ideal:
+            stats[REQUESTS] += 1
+            stats[WAVEFRONTS] += waves
+            stats[CONFLICTS] += waves - ideal
+
+
+@compiled
+def shared_load(
+    data, written, reads, touched, first, length, itemsize, e, width, mask, tids, starts, seen,
+    base, out, stats,
+):  # fmt: skip
+    """Elements e .. e + width - 1 of every lane to out[:, lane]."""
+    for k in range(e.size):
+        if not mask[k]:
+            continue
+        i = e[k]
+        if i < 0 or i + width > length or (first + i) & (width - 1):
+            return k
+        t = tids[k]
+        w = t >> 5
+        me, several, own = starts[w] + t, starts[w] + SEVERAL + w, seen[w, w]
+        for n in range(width):
+            p = first + i + n
+            r = reads[w, p]
+            # A read by this thread or several of its warp is recorded already, and was checked
+            # against the last write then.
+            if r != several and r != me:
+                if written[p] >= base and not _ordered(written[p], t, w, seen):
+                    return k
+                reads[w, p] = me if r < own or r & NOBODY == t else several
+                touched[p] = reads[w, p]
+            out[n, k] = data[p]
+    _wavefronts(first, itemsize, e, width, mask, tids, stats)
+    return -1
+
+
+@compiled
+def _may_write(written, reads, touched, p, base, t, w, seen):
+    last = written[p]
+    if last >= base and last != UNWRITTEN and not _ordered(written[p], t, w, seen):
+        return False
+    if touched[p] >= base:
+        for other in range(reads.shape[0]):
+            r = reads[other, p]
+            if r >= base and not _ordered(r, t, w, seen):
+                return False
+    return True
+
+
+@compiled
+def shared_store(
+    data, written, reads, touched, first, length, itemsize, e, width, mask, tids, starts, seen,
+    base, values, stats,
+):  # fmt: skip
+    """values[:, lane] to elements e .. e + width - 1 of every lane."""
+    for k in range(e.size):
+        if not mask[k]:
+            continue
+        i = e[k]
+        if i < 0 or i + width > length or (first + i) & (width - 1):
+            return k
+        t = tids[k]
+        w = t >> 5
+        for n in range(width):
+            p = first + i + n
+            if not _may_write(written, reads, touched, p, base, t, w, seen):
+                return k
+            written[p] = starts[w] + t
+            data[p] = values[n, k]
+    _wavefronts(first, itemsize, e, width, mask, tids, stats)
+    return -1
+
+
+@compiled
+def depart(
+    written, reads, touched, copiers, sites, first, length, itemsize, e, width, mask, tids, seen,
+    base, site, stats,
+):  # fmt: skip
+    """Hand elements e .. e + width - 1 of every lane to its asynchronous copy."""
+    for k in range(e.size):
+        if not mask[k]:
+            continue
+        i = e[k]
+        if i < 0 or i + width > length or (first + i) & (width - 1):
+            return k
+        t = tids[k]
+        w = t >> 5
+        for p in range(first + i, first + i + width):
+            if not _may_write(written, reads, touched, p, base, t, w, seen):
+                return k
+        for p in range(first + i, first + i + width):
+            written[p], reads[w, p] = IN_FLIGHT, 0
+            copiers[p], sites[p] = t, site
+    _wavefronts(first, itemsize, e, width, mask, tids, stats)
+    return -1
+
+
+@compiled
+def land(data, written, first, e, width, values, mask, tids, starts):
+    """The copies of the lanes in `mask` arrive: values[lane] at e .. e + width - 1."""
+    for k in range(e.size):
+        if mask[k]:
+            me = starts[tids[k] >> 5] + tids[k]
+            for n in range(width):
+                data[first + e[k] + n] = values[k, n]
+                written[first + e[k] + n] = me
+
+
+@compiled
+def outside(index, extent, mask):
+    """The first lane whose index is not in 0 .. extent - 1."""
+    for k in range(index.size):
+        if mask[k] and not 0 <= index[k] < extent:
+            return k
+    return -1
+
+
+@compiled
+def global_access(
+    kind, e, width, valid, itemsize, address, mask, tids, block, writers, readers, atomics, stats
+):
+    """Count the sectors of an access to global memory and note which block it is of.
+
+    `valid` elements from `e` on are touched in every lane, at most `width`, of which the access
+    is. Returns the first lane that touches what another block has, one of them writing, unless
+    atomically both.
+    """
+    sectors = np.empty(4 * WARP, np.int64)
+    k, count = 0, e.size
+    while k < count:
+        warp = tids[k] >> 5
+        found, active = 0, False
+        while k < count and tids[k] >> 5 == warp:
+            if mask[k] and valid[k]:
+                active = True
+                byte = address + e[k] * itemsize
+                sector, last = byte >> 5, (byte + valid[k] * itemsize - 1) >> 5
+                while sector <= last:
+                    n = found
+                    while n > 0 and sectors[n - 1] != sector:
+                        n -= 1
+                    if n == 0:
+                        sectors[found] = sector
+                        found += 1
+                    sector += 1
+            k += 1
+        if active:
+            stats[REQUESTS] += 1
+            stats[SECTORS] += found
+    if writers.size:
+        for k in range(count):
+            if not mask[k]:
+                continue
+            for p in range(e[k], e[k] + valid[k]):
+                if writers[p] != 0 and writers[p] != block:
+                    return k
+                if kind != ATOMIC and atomics[p] != 0 and atomics[p] != block:
+                    return k
+                if kind != LOAD and readers[p] != 0 and readers[p] != block:
+                    return k
+                if kind == LOAD:
+                    readers[p] = block if readers[p] == 0 or readers[p] == block else MANY
+                elif kind == STORE:
+                    writers[p] = block
+                else:
+                    atomics[p] = block if atomics[p] == 0 or atomics[p] == block else MANY
+    return -1
+
+
+@compiled
+def multiply_adds(sums, elements, left, right, factors):
+    """sums[element] += factors[left] factors[right], one after the other.
+
+    Products and sums are in double precision, each sum then rounded to single.
+    """
+    for n in range(elements.size):
+        total, a, b = sums[elements[n]], factors[left[n]], factors[right[n]]
+        for k in range(total.size):
+            total[k] = np.float32(total[k] + a[k] * b[k])

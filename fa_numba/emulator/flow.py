@@ -1,0 +1,160 @@
+"""Which lanes take part: masks for what lanes decide differently.
+
+The mask of a context is None while all lanes of its group take part, a bool a lane while some do,
+and `nobody` from where the last of them left a block by `break`, `continue` or `return` until the
+loop or function that they left ends. A rewritten function calls what stands here, see rewrite.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from .lanes import Mask, any_, array, both, either, merge, nobody, truth, undefined, without
+
+
+class Split:
+    """An `if` that lanes take different sides of: first those that it is true for."""
+
+    __slots__ = ("flow", "outer", "here", "others", "left")
+
+    def __init__(self, flow: Flow, outer: Mask, here: np.ndarray, condition: np.ndarray) -> None:
+        self.flow, self.outer, self.here = flow, outer, here
+        self.others = ~condition if outer is None else outer & ~condition
+        self.left: Mask = self.others
+
+    def turn(self) -> None:
+        """The body has run: now the others."""
+        self.left, self.flow.mask = self.flow.mask, self.others
+
+    def join(self) -> None:
+        """Both sides have run: go on with all that are left of either."""
+        flow = self.flow
+        one, other = flow.mask, self.left
+        if (one is self.here and other is self.others) or (
+            one is self.others and other is self.here
+        ):
+            flow.mask = self.outer
+        else:
+            flow.mask = either(one, other)
+
+
+class Jump:
+    """The lanes that go on with the next round of a loop."""
+
+    __slots__ = ("lanes",)
+
+    def __init__(self) -> None:
+        self.lanes: Mask = nobody
+
+    def add(self, mask: Mask) -> None:
+        self.lanes = either(self.lanes, mask)
+
+
+class Flow:
+    """The part of a context that says who takes part in what runs."""
+
+    __slots__ = ("mask", "_outer")
+
+    def __init__(self) -> None:
+        self.mask: Mask = None
+        self._outer: list[Mask] = []
+
+    def split(self, condition: np.ndarray) -> bool | Split:
+        """Divide the lanes: True or False where they agree."""
+        condition = truth(condition)
+        mask = self.mask
+        here = condition if mask is None else condition & mask
+        count = np.count_nonzero(here)
+        if not count:
+            return False
+        if count == (condition.size if mask is None else np.count_nonzero(mask)):
+            return True
+        self.mask = here
+        return Split(self, mask, here, condition)
+
+    def narrow(self, condition: np.ndarray) -> bool:
+        """Keep the lanes for which a loop goes on; False where it does for none."""
+        condition = truth(condition)
+        mask = self.mask
+        here = condition if mask is None else condition & mask
+        count = np.count_nonzero(here)
+        if not count:
+            return False
+        if count < (condition.size if mask is None else np.count_nonzero(mask)):
+            self.mask = here
+        return True
+
+    def resume(self, jump: Jump) -> None:
+        """Take those that continued back in, for the next round."""
+        self.mask, jump.lanes = either(self.mask, jump.lanes), nobody
+
+    def range(self, jump: Jump | None, *places: Any) -> Any:
+        """Python's range, whose ends may be other ones for every lane."""
+        if not any(place.__class__ is array for place in places):
+            return range(*places)
+        start, stop, step = (0, *places, 1) if len(places) == 1 else (*places, 1)[:3]
+        return self._range(jump, start, stop, step)
+
+    def _range(self, jump: Jump | None, start: Any, stop: Any, step: Any) -> Iterator[Any]:
+        up = step > 0
+        while True:
+            if jump is not None:
+                self.resume(jump)
+            if self.mask is nobody:
+                return
+            ahead = np.where(up, start < stop, start > stop)
+            if ahead.ndim == 0:
+                if not ahead:
+                    return
+            elif not self.narrow(ahead):
+                return
+            yield start
+            start = start + step
+
+    # ---- and, or, a conditional expression, where a side must not run for lanes without use for it
+
+    def only(self, condition: np.ndarray) -> bool:
+        """Go on with the lanes that it is true for; whether there are any."""
+        return self._under(truth(condition))
+
+    def unless(self, condition: np.ndarray) -> bool:
+        return self._under(~truth(condition))
+
+    def others(self, condition: np.ndarray) -> bool:
+        """After `only`, with the others."""
+        self.mask = self._outer.pop()
+        return self._under(~truth(condition))
+
+    def _under(self, condition: np.ndarray) -> bool:
+        mask = self.mask
+        self._outer.append(mask)
+        here = condition if mask is None else condition & mask
+        count = np.count_nonzero(here)
+        if count < (condition.size if mask is None else np.count_nonzero(mask)):
+            self.mask = here
+        return bool(count)
+
+    def then_both(self, condition: np.ndarray, value: Any) -> Any:
+        self.mask = self._outer.pop()
+        return both(condition, value)
+
+    def then_any(self, condition: np.ndarray, value: Any) -> Any:
+        self.mask = self._outer.pop()
+        return any_(condition, value)
+
+    def then_none(self, condition: np.ndarray) -> Any:
+        """Nobody had use for the other side."""
+        self.mask = self._outer.pop()
+        return condition
+
+    def chosen(self, condition: np.ndarray, one: Any, other: Any) -> Any:
+        self.mask = self._outer.pop()
+        if one is undefined or other is undefined:
+            return other if one is undefined else one
+        return merge(truth(condition), other, one)
+
+
+__all__ = ["Flow", "Jump", "Split", "without"]

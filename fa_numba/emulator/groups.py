@@ -1,0 +1,148 @@
+"""The threads of a block in groups that run together, and what they wait for.
+
+A block begins as one group. Lanes of a group that have to wait for others of the same group are
+made a group of their own, and the block begins again: see run.py. Which warps and lanes a group
+has does not change while a block runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from greenlet import greenlet
+
+from .errors import Index3
+from .lanes import Mask
+
+FULL = 0xFFFFFFFF
+WARP = 32
+
+READY, AT_BARRIER, AT_NAMED, AT_WARP, DONE = range(5)
+Site = tuple[int, int]  # a call in kernel code: id of the code object, offset of the instruction
+
+
+class Parting(BaseException):
+    """Some lanes of a group wait for others of it: the block has to begin again without them."""
+
+    def __init__(self, lanes: np.ndarray, apart: bool = False) -> None:
+        self.lanes = lanes  # bool a lane of the group
+        self.apart = apart  # each of them alone
+
+
+def _alike(values: np.ndarray) -> Any:
+    """One number where all are the same."""
+    return int(values[0]) if (values == values[0]).all() else values
+
+
+class Group:
+    """Lanes that run together: `tids` are their threads, ascending."""
+
+    __slots__ = (
+        "tids", "count", "everyone", "x", "y", "z", "laneid", "warp_of", "warps", "slot", "whole",
+        "exited", "some_exited", "state", "site", "operation", "value", "mask", "outer", "run",
+        "committed", "copies", "full_arrays", "present", "ballots",
+    )  # fmt: skip
+
+    def __init__(self, tids: np.ndarray, block: Index3, threads: int) -> None:
+        self.tids, self.count = tids, tids.size
+        self.everyone = np.ones(tids.size, bool)
+        self.x = _alike(tids % block[0])
+        self.y = _alike(tids // block[0] % block[1])
+        self.z = _alike(tids // (block[0] * block[1]))
+        self.laneid = _alike(tids % WARP)
+        self.warp_of = tids // WARP
+        self.warps, place = np.unique(self.warp_of, return_inverse=True)
+        # Where lanes stand in arrays of whole warps, and whether they are whole.
+        self.slot = place * WARP + tids % WARP
+        self.whole = self.count == WARP * self.warps.size
+        self.present = np.zeros(WARP * self.warps.size, bool)
+        self.present[self.slot] = True
+        self.exited = np.zeros(tids.size, bool)
+        self.some_exited = False
+        self.state = READY
+        self.site: Site = (0, 0)
+        self.operation = ""
+        self.value: Any = None
+        self.mask: Mask = None
+        self.outer: list[Mask] = []
+        self.run: greenlet | None = None
+        self.committed = np.zeros(tids.size, np.int64)
+        self.copies: list[Copy] = []
+        self.full_arrays: dict[Any, np.ndarray] = {}
+        self.ballots: dict[Any, np.ndarray] = {}
+
+    def full(self, value: int) -> np.ndarray:
+        """An array of `value` for every lane, kept."""
+        known = self.full_arrays.get(value)
+        if known is None:
+            if len(self.full_arrays) > 4096:
+                self.full_arrays.clear()
+            known = self.full_arrays[value] = np.full(self.count, value, np.int64)
+        return known
+
+    def alive(self) -> np.ndarray:
+        return ~self.exited
+
+    def in_warps(self, value: Any, fill: Any = 0) -> np.ndarray:
+        """A value of every lane as (warps, 32)."""
+        if value.__class__ is not np.ndarray:
+            value = np.full(self.count, value)
+        if not self.whole:
+            padded = np.full(self.present.size, fill, value.dtype)
+            padded[self.slot] = value
+            value = padded
+        return value.reshape(-1, WARP)
+
+    def of_warps(self, values: np.ndarray) -> np.ndarray:
+        """The way back."""
+        flat = values.reshape(-1)
+        return flat if self.whole else flat[self.slot]
+
+
+class Copy:
+    """An asynchronous copy of every lane in `pending`, in its group of copies `number`."""
+
+    __slots__ = ("dst", "e", "n", "read", "pending", "number")
+
+    def __init__(
+        self,
+        dst: Any,
+        e: np.ndarray,
+        n: int,
+        read: Callable[[np.ndarray], np.ndarray],
+        pending: np.ndarray,
+        number: np.ndarray,
+    ) -> None:
+        self.dst, self.e, self.n, self.read = dst, e, n, read
+        self.pending, self.number = pending, number
+
+
+class NamedBarrier:
+    """A named barrier of `threads` threads from its first arrival until it opens.
+
+    What warp w did at stamps below `seen[w]` happened before an arrival.
+    """
+
+    __slots__ = ("threads", "site", "arrived", "synced", "waiting", "seen", "opened")
+
+    def __init__(self, threads: int, site: Site, seen: np.ndarray) -> None:
+        self.threads, self.site, self.seen = threads, site, seen
+        self.arrived: list[int] = []
+        self.synced: list[int] = []  # those of them that wait
+        self.waiting: list[Group] = []
+        self.opened = False
+
+
+class Meeting:
+    """Lanes of a warp, in several groups, that come to one collective."""
+
+    __slots__ = ("mask", "lanes", "values", "groups", "results")
+
+    def __init__(self, mask: int) -> None:
+        self.mask = mask
+        self.lanes = np.zeros(WARP, bool)
+        self.values: list[np.ndarray] = []
+        self.groups: list[Group] = []
+        self.results: Any = None

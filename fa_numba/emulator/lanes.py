@@ -1,0 +1,212 @@
+"""Values of many lanes: what Python's operators cannot decide or compute for an array of them.
+
+A value is a Python number where all lanes agree, else an array with an element a lane: float64,
+int64, uint64 (of `uint64` alone) or bool. Arrays are never changed once made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+Mask = np.ndarray | None  # bool a lane; None where all lanes take part
+
+
+class Undefined:
+    """A variable that no lane has assigned yet."""
+
+    def __repr__(self) -> str:
+        return "a variable that was not assigned"
+
+
+undefined = Undefined()
+nobody = np.zeros(0, bool)  # the mask in which no lane is left, known by its identity
+array = np.ndarray
+
+
+def truth(value: Any) -> np.ndarray:
+    """An array as bool."""
+    return value if value.dtype == np.bool_ else value != 0
+
+
+def either(a: Mask, b: Mask) -> Mask:
+    """The lanes of two masks together."""
+    if a is nobody:
+        return b
+    if b is nobody:
+        return a
+    return None if a is None or b is None else a | b
+
+
+def without(a: Mask, b: Mask) -> Mask:
+    """The lanes of `a` that are not in `b`."""
+    if b is nobody or a is nobody:
+        return a
+    if b is None:
+        return nobody
+    left = ~b if a is None else a & ~b
+    return left if left.any() else nobody
+
+
+def merge(mask: Mask, old: Any, new: Any) -> Any:
+    """`new` for the lanes of `mask`, `old` for the others."""
+    if old is new or old is undefined or old is None or mask is None:
+        return new
+    if new.__class__ is tuple and old.__class__ is tuple and len(old) == len(new):
+        return tuple(merge(mask, a, b) for a, b in zip(old, new, strict=True))
+    merged = getattr(new, "merged", None)
+    if merged is not None:
+        return merged(mask, old)
+    if new is undefined:
+        return old
+    if new.__class__ is array or old.__class__ is array or old != new:
+        return np.where(mask, new, old)
+    return new
+
+
+def where(condition: np.ndarray, a: Any, b: Any) -> Any:
+    return merge(truth(condition), b, a)
+
+
+def both(a: np.ndarray, b: Any) -> Any:
+    """`a and b`, for an array `a`."""
+    if b.__class__ is array:
+        return truth(a) & truth(b)
+    return truth(a) if b else False
+
+
+def any_(a: np.ndarray, b: Any) -> Any:
+    """`a or b`, for an array `a`."""
+    if b.__class__ is array:
+        return truth(a) | truth(b)
+    return True if b else truth(a)
+
+
+def negation(value: Any) -> Any:
+    if value.__class__ is array:
+        return ~truth(value)
+    return not value
+
+
+def contained(value: Any, among: Any) -> Any:
+    if value.__class__ is array:
+        return np.isin(value, list(among))
+    return value in among
+
+
+def equal(a: Any, b: Any) -> Any:
+    """Whether tuples are the same."""
+    if a.__class__ is not tuple or b.__class__ is not tuple:
+        return a == b
+    found: Any = len(a) == len(b)
+    for one, other in zip(a, b, strict=False):
+        found = equal(one, other) & found
+    return found
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    """To the nearest float32, as float64."""
+    return values.astype(np.float32).astype(np.float64)
+
+
+def each(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A function of one number for all lanes, exactly as Python computes it."""
+
+    def of_lanes(x: Any) -> Any:
+        if x.__class__ is array:
+            return np.array([function(v) for v in x.tolist()])
+        return function(x)
+
+    of_lanes.__name__ = of_lanes.__qualname__ = getattr(function, "__name__", "function")
+    return of_lanes
+
+
+def each_pair(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The same of two numbers."""
+
+    def of_lanes(x: Any, y: Any) -> Any:
+        if x.__class__ is array or y.__class__ is array:
+            xs, ys = np.broadcast_arrays(x, y)
+            return np.array([function(a, b) for a, b in zip(xs.tolist(), ys.tolist(), strict=True)])
+        return function(x, y)
+
+    of_lanes.__name__ = of_lanes.__qualname__ = function.__name__
+    return of_lanes
+
+
+def minimum(*values: Any) -> Any:
+    """Python's min of numbers: the first of those that no other is less than."""
+    if len(values) == 1:
+        values = tuple(values[0])
+    best = values[0]
+    for value in values[1:]:
+        less = value < best
+        if less.__class__ is array:
+            best = np.where(less, value, best)
+        elif less:
+            best = value
+    return best
+
+
+def maximum(*values: Any) -> Any:
+    if len(values) == 1:
+        values = tuple(values[0])
+    best = values[0]
+    for value in values[1:]:
+        more = value > best
+        if more.__class__ is array:
+            best = np.where(more, value, best)
+        elif more:
+            best = value
+    return best
+
+
+def to_int(value: Any) -> Any:
+    return value.astype(np.int64) if value.__class__ is array else int(value)
+
+
+def to_float(value: Any) -> Any:
+    if value.__class__ is array:
+        return value if value.dtype == np.float64 else value.astype(np.float64)
+    return float(value)
+
+
+def to_bool(value: Any) -> Any:
+    return truth(value) if value.__class__ is array else bool(value)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.generic))
+
+
+def divides(operation: Callable[[Any, Any], Any], name: str) -> Callable[..., Any]:
+    """An operation that Python refuses for a divisor of 0."""
+
+    def of_lanes(context: Any, a: Any, b: Any) -> Any:
+        if b.__class__ is array:
+            zero = b == 0
+            if zero.any():
+                context.refuse_zero(zero, name)
+        elif a.__class__ is array and b == 0:
+            context.refuse_zero(None, name)
+        return operation(a, b)
+
+    return of_lanes
+
+
+divide = divides(lambda a, b: a / b, "division by zero")
+floor_divide = divides(lambda a, b: a // b, "integer division or modulo by zero")
+modulo = divides(lambda a, b: a % b, "integer modulo by zero")
+
+
+def power(a: Any, b: Any) -> Any:
+    if a.__class__ is array or b.__class__ is array:
+        return each_pair(math.pow)(a, b) if _is_real(a) or _is_real(b) else a**b
+    return a**b
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, float) or getattr(value, "dtype", None) == np.float64

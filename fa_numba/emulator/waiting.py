@@ -1,0 +1,425 @@
+"""Where lanes wait: barriers of the block, named ones, and collectives of a warp.
+
+A group whose lanes all wait hands control back to run.py, which lets the next group go on. Where
+some of a group's lanes would wait for others of it, the block begins again with them apart.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from greenlet import greenlet
+
+from .checks import STAMP
+from .context import Context
+from .errors import BarrierDivergence, BarrierMisuse, Deadlock, EmulatorError
+from .groups import (
+    AT_BARRIER,
+    AT_NAMED,
+    AT_WARP,
+    DONE,
+    FULL,
+    READY,
+    WARP,
+    Group,
+    Meeting,
+    NamedBarrier,
+    Parting,
+    Site,
+)
+
+MAX_YIELDS = 1000  # rounds in which every group only yields before that counts as a deadlock
+SPINS = 64  # rounds in which some lanes only yield before they part from the others
+
+BITS = 1 << np.arange(WARP, dtype=np.int64)
+Resolve = Callable[[list[np.ndarray], np.ndarray, int], Any]
+
+
+class Waiting(Context):
+    """A context whose groups wait for each other."""
+
+    __slots__ = (
+        "_hub", "_groups", "_ready", "_stale", "_meetings", "_named_barriers", "_opened",
+        "_as_warps",
+    )  # fmt: skip
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._hub: greenlet
+        self._groups: list[Group] = []
+        self._ready: deque[Group] = deque()
+        self._stale = 0
+        self._meetings: dict[Any, Meeting] = {}
+        self._named_barriers: dict[int, NamedBarrier] = {}  # by number, until they open
+        self._opened: dict[int, np.ndarray] = {}  # by number, what the last one had seen
+
+    # ---- groups
+
+    def _wait(self, state: int, site: Site, operation: str, value: Any = None) -> None:
+        """Let other groups run until this one can go on."""
+        group = self.group
+        group.state, group.site, group.operation, group.value = state, site, operation, value
+        self._switch()
+
+    def _switch(self) -> None:
+        group = self.group
+        group.mask, group.outer = self.mask, self._outer
+        if group.run is None:
+            # The block's only group: nobody else can end its waiting.
+            self._open_if_all_wait()
+            if group.state != READY:
+                raise self._stalled()
+        else:
+            self._hub.switch()
+        self.group, self.mask, self._outer = group, group.mask, group.outer
+
+    def _all_here(self) -> bool:
+        """Whether all lanes of the group take part that have not returned."""
+        if self.mask is None:
+            return True
+        return not (self.group.alive() & ~self.mask).any()
+
+    def _open_if_all_wait(self) -> bool:
+        """Open the block's barrier if all its threads stand at it."""
+        groups = self._groups
+        first = groups[0].site
+        if any(g.state != AT_BARRIER or g.site != first or g.some_exited for g in groups):
+            return False
+        self._release()
+        self._open_barrier()
+        self._stale = 0
+        return True
+
+    def _release(self) -> None:
+        """Let the groups of the block go on, each with what the barrier gives it."""
+        operation = self._groups[0].operation
+        result: Any = None
+        if operation != "syncthreads":
+            values = np.concatenate(
+                [np.broadcast_to(g.value, g.count) for g in self._groups]
+            ).astype(bool)
+            if operation == "syncthreads_count":
+                result = int(np.count_nonzero(values))
+            elif operation == "syncthreads_and":
+                result = int(values.all())
+            else:
+                result = int(values.any())
+        for g in self._groups:
+            g.state, g.value = READY, result
+
+    def _tick(self, warps: Any) -> None:
+        self.clock += 1
+        self.starts[warps] = self.clock * STAMP
+
+    def _open_barrier(self) -> None:
+        self.clock += 1
+        self.base = self.clock * STAMP
+        self.starts.fill(self.base)
+        self.seen.fill(self.base)
+
+    # ---- waiting
+
+    def barrier(self, operation: str, value: Any = None) -> Any:
+        """Wait for the whole block; returns what the barrier hands to its threads."""
+        self.instruction("barrier")
+        if not self._all_here():
+            raise Parting(self.active())
+        self._wait(AT_BARRIER, self.site(), operation, value)
+        return self.group.value
+
+    def collective(
+        self, operation: str, mask: Any, values: tuple[Any, ...], resolve: Resolve
+    ) -> Any:
+        """Wait for the lanes in `mask`; returns what `resolve` gives.
+
+        `resolve(values, present, mask)` takes arrays (warps, 32), of which lanes that are not
+        `present` hold nothing, and gives one such array or a tuple of them, or None.
+        """
+        group = self.group
+        mask = self.uniform(mask) & FULL
+        if self.mask is None and group.whole and mask == FULL:
+            present = group.present.reshape(-1, WARP)
+            results = resolve([group.in_warps(v) for v in values], present, mask)
+            self._stale = 0
+            return self._to_lanes(results)
+        active = self.active()
+        bits = mask >> group.tids % WARP & 1 != 0
+        left_out = active & ~bits
+        if left_out.any():
+            lane = int(np.flatnonzero(left_out)[0])
+            number = int(group.tids[lane] % WARP)
+            text = f"lane {number} calls {operation} with mask {mask:#010x}, which leaves it out"
+            raise self.fault(BarrierDivergence, text, None, lane)
+        missing = group.alive() & ~active & bits & np.isin(group.warp_of, group.warp_of[active])
+        if missing.any():
+            raise Parting(active)
+        here = group.in_warps(active, False)
+        wanted = self._lanes_of(group.warps) & ((mask & BITS) != 0)
+        complete = ~(wanted & ~here).any(axis=1) | ~here.any(axis=1)
+        arrays = [group.in_warps(v) for v in values]
+        if complete.all():
+            results = resolve(arrays, here, mask)
+            self._stale = 0
+            return self._to_lanes(results)
+        return self._meet(operation, mask, arrays, here, wanted, resolve)
+
+    def _lanes_of(self, warps: np.ndarray) -> np.ndarray:
+        """The lanes that warps have, (warps, 32)."""
+        return warps[:, None] * WARP + np.arange(WARP) < self.threads
+
+    def _meet(
+        self, operation: str, mask: int, arrays: list[np.ndarray], here: np.ndarray,
+        wanted: np.ndarray, resolve: Resolve,
+    ) -> Any:  # fmt: skip
+        """A collective whose lanes are in several groups."""
+        group, site = self.group, self.site()
+        found: list[Meeting | None] = []
+        for n, warp in enumerate(group.warps.tolist()):
+            if not here[n].any():
+                found.append(None)
+                continue
+            key = (operation, mask, site, warp)
+            meeting = self._meetings.setdefault(key, Meeting(mask))
+            if not meeting.values:
+                meeting.values = [np.zeros(WARP, a.dtype) for a in arrays]
+            meeting.lanes |= here[n]
+            for whole, part in zip(meeting.values, arrays, strict=True):
+                whole[here[n]] = part[n][here[n]]
+            meeting.groups.append(group)
+            found.append(meeting)
+            if not (wanted[n] & ~meeting.lanes).any():
+                del self._meetings[key]
+                self._as_warps = np.array([warp])
+                meeting.results = (
+                    resolve([v[None] for v in meeting.values], meeting.lanes[None], mask),
+                )
+                self._stale = 0
+                for other in meeting.groups:
+                    if other is not group and other.state == AT_WARP:
+                        other.state = READY
+                        self._ready.append(other)
+        while any(m is not None and m.results is None for m in found):
+            self._wait(AT_WARP, site, operation, mask)
+        rows = [None if m is None else m.results[0] for m in found]
+        first = next(row for row in rows if row is not None)
+        if first is None:
+            return None
+        several = isinstance(first, tuple)
+        made = []
+        for k in range(len(first) if several else 1):
+            taken = [None if row is None else (row[k] if several else row)[0] for row in rows]
+            blank = np.zeros_like(next(t for t in taken if t is not None))
+            made.append(np.stack([blank if t is None else t for t in taken]))
+        return self._to_lanes(tuple(made) if several else made[0])
+
+    def _to_lanes(self, results: Any) -> Any:
+        if results is None:
+            return None
+        if isinstance(results, tuple):
+            return tuple(map(self.group.of_warps, results))
+        return self.group.of_warps(results)
+
+    def sync_warp(self, mask: Any) -> None:
+        """`syncwarp`: orders the memory of the warp when all its lanes take part."""
+        self.instruction("barrier")
+        group = self.group
+
+        def order(values: list[np.ndarray], present: np.ndarray, mask: int) -> None:
+            warps = self._warps_of(present)
+            every = self._lanes_of(warps)
+            for n in np.flatnonzero(present.any(axis=1)).tolist():
+                if not (every[n] & ~present[n]).any():
+                    warp = warps[n]
+                    self._tick(warp)
+                    self.seen[warp, warp] = self.starts[warp]
+
+        self._as_warps = group.warps
+        self.collective("syncwarp", mask, (), order)
+
+    def _warps_of(self, present: np.ndarray) -> np.ndarray:
+        return self._as_warps
+
+    def named_barrier(self, operation: str, barrier: Any, threads: Any, waits: bool) -> None:
+        """Come to a barrier of `threads` threads: bar.sync or, unless it `waits`, bar.arrive.
+
+        All lanes of a warp come together. The barrier opens, and is as new, when warps of as many
+        threads have: what they did before then happened before what the waiting ones do next.
+        Arriving orders nothing for the warp that arrives, not even among its lanes.
+
+        Raises BarrierMisuse where lanes of a warp or warps at a barrier disagree, where a warp that
+        arrived comes again before the barrier has opened, and where nothing orders its coming after
+        the barrier's last use: another time it could be taken for a part of that.
+        """
+        self.instruction("barrier")
+        group = self.group
+        if waits:
+            if barrier.__class__ is np.ndarray and self._warps_agree(barrier):
+                barrier = self.uniform(barrier)  # each waits at its own
+            if not self._all_here():
+                raise Parting(self.active())
+        named: dict[int, NamedBarrier] = {}
+
+        def arrive(values: list[np.ndarray], present: np.ndarray, mask: int) -> None:
+            for n, warp in enumerate(self._as_warps.tolist()):
+                if not present[n].any():
+                    continue
+                operands = {tuple(o) for o in np.stack(values, -1)[n][present[n]].tolist()}
+                if len(operands) > 1:
+                    text = f"the lanes of a warp call {operation} for different barriers or threads"
+                    raise self.fault(BarrierMisuse, text)
+                ((number, count),) = operands
+                named[warp] = self._arrive(warp, number, count, waits)
+
+        self._as_warps = group.warps
+        met = self.collective(operation, FULL, (barrier, threads), arrive)
+        assert met is None
+        if waits:
+            self._wait_named(operation, barrier, named)
+
+    def _warps_agree(self, value: np.ndarray) -> bool:
+        """Whether the lanes of each warp have the same value."""
+        active, warps = self.active(), self.group.warp_of
+        pairs = np.stack([warps, value])[:, active]
+        return np.unique(pairs, axis=1).shape[1] == np.unique(pairs[0]).size
+
+    def _wait_named(self, operation: str, barrier: Any, named: dict[int, NamedBarrier]) -> None:
+        group = self.group
+        which = named.values() or [
+            n for n in self._named_barriers.values() if set(group.warps.tolist()) & set(n.arrived)
+        ]
+        for one in which:
+            if not one.opened:
+                one.waiting.append(group)
+                number = self.of_lane(barrier, self.first_lane())
+                self._wait(AT_NAMED, self.site(), f"{operation} of barrier {number}")
+
+    def _arrive(self, warp: int, barrier: int, threads: int, waits: bool) -> NamedBarrier:
+        """A warp comes to a barrier; the last one opens it."""
+        self._tick(warp)
+        past = self.seen[warp].copy()
+        past[warp] = self.starts[warp]
+        if (past < self._opened.get(barrier, past)).any():
+            text = f"warp {warp} comes to barrier {barrier}, not ordered after its last use"
+            raise self.fault(BarrierMisuse, text, None, self._lane_of(warp))
+        named = self._named_barriers.get(barrier)
+        if named is None:
+            named = self._named_barriers[barrier] = NamedBarrier(threads, self.site(), past)
+        if named.threads != threads:
+            text = f"warp {warp} comes to a barrier of {threads} threads"
+            raise self.fault(
+                BarrierMisuse, f"{text}, but {self._missing(barrier)}", None, self._lane_of(warp)
+            )
+        if warp in named.arrived:
+            text = f"warp {warp} comes again to a barrier that has not opened"
+            raise self.fault(
+                BarrierMisuse, f"{text}: {self._missing(barrier)}", None, self._lane_of(warp)
+            )
+        named.seen = np.maximum(named.seen, past)
+        named.arrived.append(warp)
+        if waits:
+            named.synced.append(warp)
+        if len(named.arrived) * WARP == threads:
+            self._opened[barrier] = self._named_barriers.pop(barrier).seen
+            named.opened = True
+            for other in named.synced:
+                self.seen[other] = named.seen
+            for g in named.waiting:
+                g.state = READY
+            self._ready.extend(named.waiting)
+        return named
+
+    def _lane_of(self, warp: int) -> int:
+        """The first lane that takes part of a warp."""
+        lanes = np.flatnonzero(self.active() & (self.group.warp_of == warp))
+        return int(lanes[0]) if lanes.size else self.first_lane()
+
+    def _missing(self, barrier: int) -> str:
+        named = self._named_barriers[barrier]
+        count, first = len(named.arrived) * WARP, self.line_of(named.site)
+        return (
+            f"barrier {barrier} is of {named.threads} threads, of which {count} have arrived, "
+            f"the first at {first}"
+        )
+
+    def give_way(self) -> None:
+        """Let the other groups run first: a spinning thread must, none is preempted."""
+        self._stale += 1
+        group = self.group
+        if not self._all_here() and self._stale > SPINS:
+            raise Parting(self.active(), apart=True)
+        if self._stale > MAX_YIELDS * len(self._groups):
+            raise self.fault(Deadlock, f"spins without end: {self._waiters()}")
+        if group.run is not None:
+            self._ready.append(group)
+            self._switch()
+
+    # ---- who waits for whom
+
+    def _stalled(self) -> EmulatorError:
+        """The error for a block in which nothing runs: who waits for whom, and where.
+
+        Also for one that ends with a named barrier that some came to and that never opened.
+        """
+        kind: type[EmulatorError] = BarrierDivergence
+        site: Site | None = None
+        groups = self._groups
+        in_warp = [g for g in groups if g.state == AT_WARP]
+        at_barrier = [g for g in groups if g.state == AT_BARRIER]
+        at_named = [g for g in groups if g.state == AT_NAMED]
+        deserted = [g for g in in_warp if self._deserted(g)]
+        if deserted:
+            g = deserted[0]
+            text = f"{g.operation} with mask {g.value:#010x} is not reached by all its lanes"
+        elif at_named:
+            g, kind = at_named[0], Deadlock
+            text = "; ".join(map(self._missing, self._named_barriers))
+        elif at_barrier:
+            g = at_barrier[0]
+            text = f"{g.operation} is not reached by all threads of the block"
+        elif in_warp:
+            g, kind = in_warp[0], Deadlock
+            text = f"lanes wait for one another in {g.operation} with different masks"
+        else:
+            barrier, named = next(iter(self._named_barriers.items()))
+            g = next(g for g in groups if named.arrived[0] in g.warps)
+            site, text = named.site, self._missing(barrier)
+        lanes = np.flatnonzero(~g.exited)
+        return kind(
+            f"{text}: {self._waiters()}",
+            block=self.block,
+            thread=self.place_of(int(g.tids[lanes[0] if lanes.size else 0])),
+            line=self.line_of(site or g.site),
+        )
+
+    def _deserted(self, group: Group) -> bool:
+        """Whether a lane that `group` waits for in a warp collective is somewhere else."""
+        for other in self._groups:
+            shared = np.isin(other.warp_of, group.warps)
+            named = shared & (group.value >> other.tids % WARP & 1 != 0)
+            elsewhere = other.state != AT_WARP or other.site != group.site
+            if (named if elsewhere else named & other.exited).any():
+                return True
+        return False
+
+    def _waiters(self) -> str:
+        where: dict[str, list[int]] = {}
+        states: list[tuple[int, str]] = []
+        for g in self._groups:
+            text = {READY: "can run", DONE: "returned"}.get(g.state)
+            if text is None:
+                text = f"wait in {g.operation} at {self.line_of(g.site)}"
+            states += [
+                (int(tid), "returned" if gone else text)
+                for tid, gone in zip(g.tids, g.exited, strict=True)
+            ]
+        for tid, text in sorted(states):
+            where.setdefault(text, []).append(tid)
+        return "; ".join(f"{self._names(tids)} {text}" for text, tids in where.items())
+
+    def _names(self, tids: list[int]) -> str:
+        names = [self.thread_name(tid) for tid in tids[:4]]
+        more = f", ... ({len(tids)} threads)" if len(tids) > 4 else ""
+        return f"thread{'s' if len(tids) > 1 else ''} {', '.join(names)}{more}"
