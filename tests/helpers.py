@@ -446,7 +446,8 @@ def truth(q, k, v, **options):
     )
 
 
-def assert_within(name, got, expected, bound):
+def assert_within(name, got, expected, bound, rounding=None, shared=0.0):
+    """`got` is within `bound` of `expected`, and of its scale where a `rounding` is given."""
     got, expected = np.asarray(got), np.asarray(expected)
     assert got.shape == expected.shape, f"{name} has shape {got.shape}, not {expected.shape}"
     distance = _distance(got, expected)
@@ -454,6 +455,42 @@ def assert_within(name, got, expected, bound):
     assert distance <= bound, (
         f"{name} is off by {distance:.3g}, allowed {bound:.3g}; "
         f"worst at {where}: got {a:.9g}, expected {b:.9g}"
+    )
+    if rounding is not None:
+        assert_scale(name, got, expected, rounding, shared)
+
+
+# How far independent errors of either sign take their sum from 0, in units of the root of the sum
+# of their squares: a sum of n numbers x_i whose signs are drawn is beyond STRAY of these with a
+# probability of at most 2 exp(-STRAY^2 / 2), 1 in 130,000, whatever their sizes (Hoeffding 1963);
+# beyond sqrt(n) of them never.
+STRAY = 5.0
+
+
+def assert_scale(name, got, expected, rounding, shared=0.0):
+    """<got, expected> / <expected, expected> is 1, but for what `rounding`, a dtype's, explains.
+
+    The norm of an error allows all of it to point along `expected`: a gradient too large by a
+    rounding everywhere would pass. Errors of rounding have either sign and average out. Those of
+    two rows (the last axis) are independent, those within a row are not: all elements of a row of O
+    have the same rounded P. So the slope is held within STRAY standard errors, which the rows
+    themselves tell: about 4 roundings / sqrt(elements) where the result's own rounding is all there
+    is. Of STRAY^2 = 25 rows or fewer that is always so. A tenth of `rounding` is allowed in any
+    case, for what float32 sums and constants do to all rows alike, and `shared` more, where a
+    rounding that all rows share is known. Equal rows are rounded alike, and count as one.
+    """
+    expected = np.asarray(expected, np.float64).reshape(-1, expected.shape[-1])
+    got = np.asarray(got, np.float64).reshape(expected.shape)
+    finite = np.isfinite(got) & np.isfinite(expected)
+    expected, got = (np.where(finite, a, 0.0) for a in (expected, got))
+    _, same = np.unique(expected.astype(np.float32), axis=0, return_inverse=True)
+    along = np.bincount(same.ravel(), ((got - expected) * expected).sum(axis=1))
+    size = (expected**2).sum()
+    off, stray = abs(along.sum()), STRAY * float(np.linalg.norm(along))
+    allowed = max(0.1 * rounding * size, stray) + shared * size
+    assert off <= allowed, (
+        f"{name} is {1 + along.sum() / size:.7f} times what it should be, of {len(along)} rows: "
+        f"allowed is {allowed / size:.2g} off"
     )
 
 

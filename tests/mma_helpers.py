@@ -38,6 +38,12 @@ ALGORITHMS = ("standard", "fa1", "fa2")
 FLASH = ("fa1", "fa2")
 # One rounding to nearest, relative.
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+# How much more a result may err where a loop takes many passes instead of one or few. Sums are in
+# float32 from the first pass to the last, so that the last rounding, to 16 bits, is the same error
+# for any number of passes. A sum that is rounded to 16 bits in each of n passes errs about
+# sqrt(n / 3) times as much (O, whose early passes weigh less in the end) or sqrt(n / 2) times (a
+# gradient, which grows as sqrt(n)).
+GROWTH = 1.25
 # A NaN in both formats that no computation makes.
 HALF_GUARD = np.uint16(0x7FC5)
 
@@ -161,13 +167,19 @@ def truth(q, k, v, *, algorithm="fa2", **options):
         near, near_L = reference.unfused(q, k, v, **yardstick, **options)
     O_bound = 2 * _distance(near, single.O) + ROUNDING[dtype] * _size(single.O)
     L_bound = single.L_bound + (2 * _distance(near_L, single.L) if stored else 0.0)
-    return SimpleNamespace(O=single.O, L=single.L, O_bound=O_bound, L_bound=L_bound)
+    # A row's largest P is 1. Dropout makes 1 / (1 - p) of it, off by the same rounding in all rows.
+    shared = 0.0
+    if options.get("dropout_p") and not stored:
+        kept = 1 / (1 - options["dropout_p"])
+        shared = abs(float(reference._to_half(np.float32(kept), dtype)) / kept - 1)
+    bounds = {"O_bound": O_bound, "L_bound": L_bound}
+    return SimpleNamespace(O=single.O, L=single.L, **bounds, scale=(ROUNDING[dtype], shared))
 
 
 def assert_close_to_float64(out, q, k, v, lse=None, *, algorithm="fa2", **options):
     """`out`, and `lse` where given, are as close to float64 as `truth` allows."""
     want = truth(q, k, v, algorithm=algorithm, **options)
-    assert_within("O", np.asarray(out, np.float64), want.O, want.O_bound)
+    assert_within("O", np.asarray(out, np.float64), want.O, want.O_bound, *want.scale)
     if lse is not None:
         assert_within("L", lse, want.L, want.L_bound)
 
@@ -178,3 +190,12 @@ def check(device, algorithm, q, k, v, **options):
     assert result.O.dtype == q.dtype
     assert_close_to_float64(result.O, q, k, v, result.L, algorithm=algorithm, **changing(options))
     return result
+
+
+def assert_no_growth(name, few, many, expected):
+    """Of results of `few` passes and of `many` the second errs at most GROWTH times as much."""
+    once, often = (_distance(np.asarray(a, np.float64), expected) for a in (few, many))
+    assert often <= GROWTH * once, (
+        f"{name} is off by {often:.3g} after many passes and by {once:.3g} after few: "
+        f"allowed is {GROWTH} times that"
+    )

@@ -6,15 +6,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import OnGpu, to_numpy
+from helpers import OnGpu, assert_scale, assert_within, to_numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mma_helpers import (
     ALGORITHMS,
     HALF_GUARD,
     HALF_LAYOUTS,
+    ROUNDING,
     HalfMemory,
     assert_close_to_float64,
+    assert_no_growth,
     attend,
     check,
     every_algorithm,
@@ -117,6 +119,44 @@ def test_the_check_fails_on_a_wrong_result(dtype, change):
         return
     with pytest.raises(AssertionError, match="worst at .* got .*, expected"):
         assert_close_to_float64(O, q, k, v, L)
+
+
+@every_dtype
+@pytest.mark.parametrize("roundings", [0.0, 1.0, -0.5])
+def test_the_check_fails_on_a_scale_within_the_norm(dtype, roundings):
+    """The norm of the error is that of a result that is rounded twice."""
+    q, k, v = half_inputs(dtype, 1, 2, 2, 96, 80, 16)
+    O = reference.unfused(q, k, v, matrix_dtype=dtype)
+    scaled = O * (1 + roundings * ROUNDING[dtype])
+    want = truth(q, k, v)
+    assert_within("O", scaled, want.O, want.O_bound)
+    if roundings == 0:
+        assert_close_to_float64(scaled, q, k, v)
+        return
+    with pytest.raises(AssertionError, match="O is [01].[09]+.* times what it should be, of 192 r"):
+        assert_close_to_float64(scaled, q, k, v)
+
+
+@pytest.mark.parametrize("d, rows, rounding", [(1, 24, 2**-11), (64, 400, 2**-8)])
+def test_a_scale_is_told_from_rounding_by_rows_enough(d, rows, rounding):
+    """A tenth of a rounding, where 25,600 elements are rounded; nothing of 24."""
+    rng = np.random.default_rng([d, rows])
+    exact = rng.standard_normal((rows, d))
+    rounded = exact * (1 + rounding * rng.uniform(-1, 1, exact.shape))
+    assert_scale("O", rounded, exact, rounding)
+    if rows == 24:
+        assert_scale("O", 2 * exact, exact, rounding)
+        return
+    with pytest.raises(AssertionError, match="allowed is 0.00039 off"):
+        assert_scale("O", rounded * (1 + 0.15 * rounding), exact, rounding)
+
+
+def test_rows_that_are_rounded_alike_count_as_one():
+    exact = np.full((100, 4), 1 + 2.0**-12)
+    assert_scale("O", exact.astype(np.float16), exact, 2.0**-11)
+    exact[:, 0] += np.linspace(0, 1, 100)
+    with pytest.raises(AssertionError, match="of 100 rows"):
+        assert_scale("O", exact * (1 + 2.0**-12), exact, 2.0**-11)
 
 
 @every_dtype
@@ -643,6 +683,15 @@ def test_a_plan_says_what_it_does_without():
 
 
 # --- values ----------------------------------------------------------------------------------
+
+
+@every_algorithm
+@every_dtype
+def test_more_passes_err_no_more(device, algorithm, dtype):
+    """One tile of columns, or 16, between which O stays in float32."""
+    inputs = half_inputs(dtype, 1, 1, 1, 16, 256, 16)
+    few, many = (attend(device, algorithm, *inputs, tiles=Tiles(16, Bc)).O for Bc in (256, 16))
+    assert_no_growth("O", few, many, truth(*inputs).O)
 
 
 @every_algorithm

@@ -32,6 +32,7 @@ from hypothesis import strategies as st
 from mma_helpers import (
     ROUNDING,
     HalfMemory,
+    assert_no_growth,
     every_dtype,
     half_inputs,
     ml_dtypes,
@@ -43,6 +44,7 @@ import fa_numba
 from fa_numba import Tiles, reference
 from fa_numba import device as devices
 from fa_numba.host import planning, standard
+from fa_numba.integers import ceil_div
 from fa_numba.scores import add_bias_gradient, checked_call
 from fa_numba.tiling import default_mma_backward_tiles, select_mma_backward_spec
 
@@ -179,8 +181,9 @@ def expected(way, dout, q, k, v, *, dbias=False, saved_values=None, **options):
 
 def assert_gradients(found, way, *inputs, **options):
     exact, bounds = expected(way, *inputs, dbias=len(found) == 4, **options)
+    rounding = ROUNDING[inputs[0].dtype.name]
     for name, got, e, bound in zip((*NAMES, "dbias"), found, exact, bounds, strict=False):
-        assert_within(name, np.asarray(got, np.float64), e, bound)
+        assert_within(name, np.asarray(got, np.float64), e, bound, rounding)
 
 
 def check_gradients(device, way, *inputs, layout="padded", **options):
@@ -198,6 +201,21 @@ def assert_same(way, found, others):
 
 
 # --- the check can fail ----------------------------------------------------------------------
+
+
+@every_way
+@every_dtype
+@pytest.mark.parametrize("n", [0, 1, 2])
+def test_the_check_fails_on_a_scale_within_the_norm(way, dtype, n):
+    inputs = half_gradients(dtype, 1, 4, 2, 64, 80, 16)
+    single = [x.astype(np.float32) for x in inputs]
+    found = list(reference.unfused_backward(*single, matrix_dtype=dtype))
+    assert_gradients(found, way, *inputs)
+    found[n] = found[n] * (1 + ROUNDING[dtype])
+    exact, bounds = expected(way, *inputs)
+    assert_within(NAMES[n], found[n], exact[n], bounds[n])
+    with pytest.raises(AssertionError, match=f"{NAMES[n]} is 1.00.* times what it should be"):
+        assert_gradients(found, way, *inputs)
 
 
 @every_way
@@ -377,6 +395,27 @@ def test_dropout_does_not_depend_on_the_tiles(way, Bc):
 
 
 # --- values ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "way, Nq, Nk, larger",
+    [
+        *((way, 16, 256, Tiles(16, 128)) for way in ("standard", "fa1", "fa2-deterministic")),
+        *((way, 256, 16, Tiles(128, 16)) for way in ("standard", "fa1", "fa1-split", "fa2")),
+    ],
+    ids=str,
+)
+def test_more_passes_err_no_more(way, Nq, Nk, larger):
+    """16 tiles of columns or two, over which dQ is summed; of rows, over which dK and dV are."""
+    inputs = half_gradients("float16", 1, 1, 1, Nq, Nk, 16)
+    found = []
+    for tiles in (larger, SMALL):
+        blocks = np.ones((ceil_div(Nq, tiles.Br), ceil_div(Nk, tiles.Bc)), bool)
+        # With a mask of its own blocks a second sweep takes these tiles too.
+        found.append(differentiate("emulator", way, *inputs, tiles=tiles, block_mask=blocks))
+    exact, _ = expected(way, *inputs)
+    for name, few, many, e in zip(NAMES, *found, exact, strict=True):
+        assert_no_growth(name, few, many, e)
 
 
 @every_way
