@@ -35,6 +35,7 @@ from helpers import ALGORITHMS, assert_within, attend, changing, truth
 from fa_numba import Tiles, emulator, masks, ops, options, parts
 from fa_numba.host import binding, calls, execution, planning
 from fa_numba.host import standard as planned_standard
+from fa_numba.integers import ceil_div
 from fa_numba.kernels import mma, simt
 from fa_numba.kernels.simt import (
     fa1_backward,
@@ -70,6 +71,7 @@ for _package, _names in (
     PARTS |= {f"{_prefix}{name}": import_module(f"{_path}.{name}") for name in _names.split()}
     if _package:
         PARTS[f"{_prefix}parts"] = import_module(_path)
+FLOAT16 = mma_helpers.ROUNDING["float16"]
 HOST = {"arguments": binding, "options": options}
 MODULES = {**PARTS, **KERNELS, **HOST}
 
@@ -144,7 +146,9 @@ class Case:
     query_splits: int = 1
     layout: str = "padded"
     low: bool = False  # scores far below 0
+    peaked: bool = True  # the last columns weigh most
     resident: bool = True  # rows of S in shared memory
+    few: "Case | None" = None  # the same in fewer passes, which must err as much
 
 
 CAUSAL = {"causal": True}
@@ -286,6 +290,18 @@ CASES["draws"] = (
 )
 BACKWARD_CASES["draws"] = (Case((1, 1, 1, 3, 70, 4), Tiles(4, 64), DROPOUT),)
 
+
+def passes(shape, tiles, masked=False):
+    """Many passes over this shape, and as few as these tiles take; ``masked``, by a block mask."""
+
+    def case(tiles, few=None):
+        blocks = ceil_div(shape[3], tiles.Br), ceil_div(shape[4], tiles.Bc)
+        options = {"block_mask": np.ones(blocks, bool)} if masked else {}
+        return Case(shape, tiles, options, peaked=False, few=few)
+
+    return case(Tiles(16, 16), case(tiles))
+
+
 # Two warps of 32 or of 16 rows, head dimensions of several fragments; FA-1's keys split.
 MMA_CASES = {
     "plain": (Case((1, 1, 1, 70, 75, 24), Tiles(64, 32, 64)),),
@@ -298,6 +314,9 @@ MMA_CASES = {
     "kv_lens": (Case((2, 1, 1, 5, 20, 8), Tiles(16, 16), {"kv_lens": [17, 0]}),),
     "dropout": (Case((1, 2, 1, 20, 70, 8), Tiles(16, 64), DROPOUT),),
     "softcap": (Case((1, 1, 1, 20, 35, 8), Tiles(16, 16), {"softcap": 1.5}),),
+    # Rows enough to tell half a rounding of 16 bits in scale; passes enough to tell sums in 16 bits
+    "rows": (Case((1, 2, 2, 64, 64, 16), Tiles(32, 32), peaked=False),),
+    "passes": (passes((1, 1, 1, 16, 256, 16), Tiles(16, 256)),),
 }
 MMA_STAGES = {
     "stages": (
@@ -340,6 +359,13 @@ MMA_BACKWARD_CASES = {
     "scores": (
         Case((1, 1, 1, 20, 35, 8), Tiles(16, 16), {"softcap": 1.5, "bias": normal(1, 1, 20, 35)}),
     ),
+    "rows": (
+        Case((1, 2, 2, 64, 64, 16), Tiles(32, 32), {"bias": normal(1, 2, 64, 64)}, peaked=False),
+    ),
+    "column passes": (passes((1, 1, 1, 16, 256, 16), Tiles(16, 256)),),
+    "row passes": (passes((1, 1, 1, 256, 16, 16), Tiles(128, 16)),),
+    # A sweep takes tiles of its own unless they are those of a block mask.
+    "sweep": (passes((1, 1, 1, 16, 256, 16), Tiles(16, 128), masked=True),),
 }
 
 
@@ -347,7 +373,8 @@ MMA_BACKWARD_CASES = {
 def inputs(case):
     """dout, q, k and v."""
     dout, q, k, v = random_gradients(*case.shape)
-    k[:, :, -3:] *= 3  # the maximum still grows in the last tile
+    if case.peaked:
+        k[:, :, -3:] *= 3  # the maximum still grows in the last tile
     if case.low:
         q, k = np.abs(q) + 1, k - 60
     if "cu_seqlens_q" in case.options:
@@ -381,8 +408,12 @@ def run_mma(name, case):
     given = {**options_of(case), **splits, "out_layout": case.layout}
     result = mma_helpers.attend("emulator", algorithm, *half_inputs(case), **given)
     want = wanted_halves(case)
-    assert_within("O", result.O.astype(np.float64), want.O, want.O_bound)
+    assert_within("O", result.O.astype(np.float64), want.O, want.O_bound, *want.scale)
     assert_within("L", result.L, want.L, want.L_bound)
+    if case.few:
+        given |= options_of(case.few)
+        few = mma_helpers.attend("emulator", algorithm, *half_inputs(case), **given)
+        mma_helpers.assert_no_growth("O", few.O, result.O, want.O)
 
 
 def run(algorithm, case):
@@ -432,7 +463,12 @@ def run_mma_backward(algorithm, case):
             found = on_mma.differentiate("emulator", way, *given, **facts)
             of = zip((*on_mma.NAMES, "dbias"), found, exact, bounds, strict=False)
             for name, gradient, want, bound in of:
-                assert_within(name, gradient.astype(np.float64), want, bound)
+                assert_within(name, gradient.astype(np.float64), want, bound, FLOAT16)
+            if case.few:
+                facts |= options_of(case.few)
+                few = on_mma.differentiate("emulator", way, *given, **facts)
+                for name, a, b, want in zip(on_mma.NAMES, few, found, exact, strict=True):
+                    mma_helpers.assert_no_growth(name, a, b, want)
 
 
 def caught_by(algorithm, cases, modules, monkeypatch):
@@ -548,6 +584,7 @@ def mutants():
     key_mutants(add)
     mma_backward_mutants(add)
     gradient_fragment_mutants(add)
+    precision_mutants(add)
     return found
 
 
@@ -2587,6 +2624,84 @@ def gradient_fragment_mutants(add):
         ("no row bound", "if left > down:", "if True:"),
         ("one column of two", f"factor * {one}", "factor * rdQ[2 * e]"),
         **first,
+    )
+
+
+def rounded_after(place, step, registers, count):
+    """(needle, replacement) that round these registers to 16 bits after a step of ``place``."""
+    module, _, function = place.partition(".")
+    text = inspect.getsource(getattr(MODULES[module], function))
+    assert text.count(step) == 1, f"{step!r} stands {text.count(step)} times in {place}"
+    at = text.index(step)
+    end = text.index("\n", at)
+    margin = "\n" + " " * (at - text.rindex("\n", 0, at) - 1)
+    loop = f"{margin}for e in range({count}):{margin}    {registers}[e] = unpack(pack("
+    loop += f"{registers}[e], {registers}[e]))[0]"
+    bound = "\n    from fa_numba.parts.mma.chunks import conversions"
+    bound += "\n    pack, unpack = conversions(spec.dtype)\n"
+    inner = re.search(r"\n\n    def ", text).start()
+    return text, text[:inner] + bound + text[inner:end] + loop + text[end:]
+
+
+def precision_mutants(add):
+    """Faults of half a rounding of 16 bits: sums that are rounded to that in every pass, results of
+    another scale.
+    """
+    first, second = "mma_fa1_backward", "mma_fa2_backward"
+    kernel, sweep = f"{second}.make_backward", f"{second}.make_query_gradients"
+
+    # O of FlashAttention-1 and its dQ through memory
+    bound = "    pack, unpack = conversions(spec.dtype)\n\n    @device_function\n"
+    write = "    def write_floats(A, row, col, inside, low, high):\n"
+    read = "    def read_floats(A, row, col, inside):\n        pair = "
+    pair = "read_pair(A, row, col, inside and col + 1 < head_dim)"
+    for name, *change in (
+        ("write", write, f"{write}        low, high = unpack(pack(low, high))\n"),
+        ("read", f"{read}{pair}", f"{read}unpack(pack(*{pair}))"),
+    ):
+        needle, replacement = (f"\n    @device_function\n{change[0]}", bound + change[1])
+        halves = (f"sums of 16 bits: {name}", needle, replacement)
+        for to, cases in (("mma_fa1", "passes"), (first, "column passes")):
+            add(f"mma_pairs.make_{name}_floats", halves, to=(to,), cases=cases)
+
+    # O, dQ, dK and dV in registers
+    for place, cases, registers, count, *steps in (
+        ("mma_fa1.make_forward", "passes", "rO", "RO", "p.read_state(", "p.normalise_rows("),
+        ("mma_fa2.make_forward", "passes", "rO", "RO", "p.rescale_rows(", "p.add_product("),
+        (f"{first}.make_backward", "column passes", "rdQ", "RQ", "p.read_dq("),
+        (f"{first}.make_backward", "row passes", "rdK", "RK", "p.add_dk_product("),
+        (f"{first}.make_backward", "row passes", "rdV", "RK", "p.add_dv_product("),
+        (kernel, "row passes", "rdK", "RK", "p.add_dk_product("),
+        (kernel, "row passes", "rdV", "RK", "p.add_dv_product("),
+        (sweep, "sweep", "rdQ", "RQ", "p.add_ds_product("),
+    ):
+        for step in steps:
+            change = rounded_after(place, step, registers, count)
+            add(place, (f"{registers} of 16 bits after {step[2:-1]}", *change), cases=cases)
+
+    # Results of another scale, by a rounding of 16 bits; of one column of two, by half of that
+    large, rows = "float32(1.0005)", {"cases": "rows"}
+    inverse = ("O too large", "float32(1.0) / rl[i]", f"{large} / rl[i]")
+    add("rows.make_normalise_rows", inverse, to=tuple(MMA), **rows)
+    for name, *places in (("dK", first, kernel), ("dV", first, kernel)):
+        register = f"r{name}"
+        written = f"p.write_columns({register}, {name}h, j0, columns, tx, t)"
+        scaled = f"p.scale_columns({register}, {large}), {written}"
+        for place in places:
+            add(place, (f"{name} too large", written, scaled), **rows)
+    factor = ("dQ too large", "factor * rdQ", f"factor * {large} * rdQ")
+    add("mma_dq._make_write_rounded", factor, to=(first,), total=2, **rows)
+    factor = ("dQ too large", "scale * low", f"scale * {large} * low")
+    add(f"{second}.make_round_rows", factor, **rows)
+    add(sweep, ("dQ too large", "rdQ[e] *= scale", f"rdQ[e] *= scale * {large}"), **rows)
+    element = "rdP[i * EI + j * EJ])"
+    add(
+        "gradients.make_score_gradients",
+        ("dS too large", "= p * (", f"= {large} * p * ("),
+        ("dbias too large", element, f"{large} * {element}"),
+        ("D too large", "- rD[i]", f"- {large} * rD[i]"),
+        to=tuple(MMA_BACKWARD),
+        **rows,
     )
 
 
