@@ -275,6 +275,11 @@ BACKWARD_CASES["scores"] = (
     # Of the rows past the last one P would be infinite.
     Case((1, 1, 1, 9, 19, 4), Tiles(8, 16), {"alibi_slopes": np.float32([-30])}),
 )
+# For `asked_within`
+CASES["slopes"] = (Case((1, 1, 1, 13, 19, 4), Tiles(8, 8), {"alibi_slopes": np.float32([0.5])}),)
+BACKWARD_CASES["slopes"] = (
+    Case((1, 1, 1, 13, 19, 4), Tiles(8, 16), {"alibi_slopes": np.float32([0.5])}),
+)
 # The random word of the first element is the threshold itself.
 DROPOUT = {"dropout_p": 2491829706 / 2**32, "seed": 0x123456789ABCDEF0, "offset": 0xFEDCBABC}
 CASES["dropout"] = (Case((2, 2, 1, 3, 70, 4), Tiles(4, 16), DROPOUT),)
@@ -315,6 +320,7 @@ MMA_CASES = {
     "dropout": (Case((1, 2, 1, 20, 70, 8), Tiles(16, 64), DROPOUT),),
     "softcap": (Case((1, 1, 1, 20, 35, 8), Tiles(16, 16), {"softcap": 1.5}),),
     # Rows enough to tell half a rounding of 16 bits in scale; passes enough to tell sums in 16 bits
+    "slopes": (Case((1, 1, 1, 13, 19, 8), Tiles(16, 16), {"alibi_slopes": np.float32([0.5])}),),
     "rows": (Case((1, 2, 2, 64, 64, 16), Tiles(32, 32), peaked=False),),
     "passes": (passes((1, 1, 1, 16, 256, 16), Tiles(16, 256)),),
 }
@@ -359,6 +365,7 @@ MMA_BACKWARD_CASES = {
     "scores": (
         Case((1, 1, 1, 20, 35, 8), Tiles(16, 16), {"softcap": 1.5, "bias": normal(1, 1, 20, 35)}),
     ),
+    "slopes": (Case((1, 1, 1, 13, 19, 8), Tiles(16, 16), {"alibi_slopes": np.float32([0.5])}),),
     "rows": (
         Case((1, 2, 2, 64, 64, 16), Tiles(32, 32), {"bias": normal(1, 2, 64, 64)}, peaked=False),
     ),
@@ -1396,6 +1403,18 @@ def first_pass_mutants(add):
         )
 
 
+def asked_within(text):
+    """The text of `softmax` where a distance in a matrix of 13 x 19 indexes arrays of this size."""
+    asked = """
+@device_function
+def _distance(row, col, diagonal):
+    rows, columns = cuda.local.array(13, int32), cuda.local.array(19, int32)
+    rows[row] = columns[col] = diagonal
+    return masks.distance(row, col, diagonal)
+"""
+    return replaced(text, "_distance = device_function(masks.distance)\n", asked, 1, 0)
+
+
 def score_mutants(add):
     """Faults of what is done to scores: cap, slopes, bias."""
     mask = "softmax._make_scale_and_mask"
@@ -1447,6 +1466,17 @@ def score_mutants(add):
     # dV is a sum over rows, also those past the end; forward they go nowhere.
     bound = ("no row bound of slopes", f"{guard}keys", f"{guard}keys".replace("row < Nq and ", ""))
     add(mask, bound, to=FLASH_BACKWARD, cases="scores")
+    # Past the end they are hidden afterwards, whatever they became: no result tells.
+    text = source("softmax")
+    bounded = f"{guard}keys"
+    for name, rest in (("column", "row < Nq"), ("row", "col < Nk")):
+        changed = asked_within(
+            text.replace(bounded, bounded.replace("row < Nq and col < Nk", rest))
+        )
+        all_asked = (f"slopes without {name} bound", text, changed)
+        add(
+            "softmax", all_asked, by="OutOfBounds", to=(*EVERY, *MMA, *MMA_BACKWARD), cases="slopes"
+        )
     add(
         "masks.distance",
         ("with a sign", "abs(", "("),
@@ -2731,6 +2761,12 @@ def mostly_slow(found, name):
 )
 def test_the_source_as_it_is_passes(algorithm, cases, monkeypatch):
     assert caught_by(algorithm, (cases,), modules_with(), monkeypatch) is None
+
+
+@pytest.mark.parametrize("algorithm", [*EVERY, *MMA, *MMA_BACKWARD])
+def test_slopes_are_of_elements_of_the_matrix_alone(algorithm, monkeypatch):
+    modules = modules_with(softmax=asked_within(source("softmax")))
+    assert caught_by(algorithm, ("slopes",), modules, monkeypatch) is None
 
 
 def test_every_mutant_is_another_text():
