@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,24 @@ def run(case: Case, inputs: Inputs) -> int:
         options["warp_partition"] = case.warp_partition
     if case.ablate:
         options["ablate"] = tuple(case.ablate)
-    planned = fa_numba.plan(problem.q_shape, problem.k_shape, dtype=case.dtype, **options)
-    q, k, v = (device.to_gpu(x.astype(case.dtype)) for x in inputs(problem))
-    out = fa_numba.attention(q, k, v, **options)
+    planned = fa_numba.plan(
+        problem.q_shape, problem.k_shape, dtype=case.dtype, passes=case.passes, **options
+    )
+    q, k, v, dout = (device.to_gpu(x.astype(case.dtype)) for x in inputs(problem))
+    if case.passes == "fwd":
+        out = fa_numba.attention(q, k, v, **options)
+        call = partial(fa_numba.attention, q, k, v, out=out, **options)
+    else:
+        given = {name: options[name] for name in ("algorithm", "causal")}
+        out, lse = fa_numba.attention(q, k, v, return_lse=True, **given)
+        call = partial(fa_numba.attention_backward, dout, q, k, v, out, lse, **options)
+        call()
     device.synchronize()
     device.profile_start()
-    fa_numba.attention(q, k, v, out=out, **options)
+    made = call()
     device.synchronize()
     device.profile_stop()
+    del made  # alive until then: no allocation is given back within the range
     return len(planned.kernels)
 
 
@@ -72,6 +83,7 @@ def main() -> None:
     parser.add_argument("--query-splits", type=int, default=1, help="fa1: thread blocks a head")
     parser.add_argument("--warp-partition", default="rows", choices=["rows", "keys"])
     parser.add_argument("--ablate", nargs="*", default=[], metavar="MEASURE", help="left out")
+    parser.add_argument("--passes", default="fwd", choices=["fwd", "bwd"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16"])
     args = vars(parser.parse_args())
     cases_file, kernels_file = args.pop("cases"), args.pop("kernels")
@@ -82,7 +94,7 @@ def main() -> None:
             cases = [Case(**args)]
         except ValueError as error:
             parser.error(str(error))
-    inputs = Inputs()
+    inputs = Inputs(gradient=True)
     kernels: list[int | str] = []
     for case in cases:
         launched, failure = attempt(run, case, inputs)

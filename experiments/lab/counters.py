@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,9 @@ COMMAND = (
     "--clock-control=none",
     "--cache-control=all",
 )
+# Executed warp instructions by opcode, such as LDSM.16.M88.4: its instances.
+OPCODES = "sass__inst_executed_per_opcode_with_modifier_all"
+_INSTANCES = ("--page=raw", "--print-metric-instances=details")
 _PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _NANOSECONDS = {"n": 1.0, "u": 1e3, "m": 1e6, "": 1e9}
 
@@ -49,7 +52,10 @@ class CountersError(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """One call to be counted. Br and Bc are None for the plan's own, else both are given."""
+    """One call to be counted. Br and Bc are None for the plan's own, else both are given.
+
+    `passes` is "fwd", or "bwd" for the backward pass alone.
+    """
 
     algorithm: str
     batch: int
@@ -65,8 +71,11 @@ class Case:
     stages: int = 1
     warp_partition: str = "rows"
     ablate: Sequence[str] = ()
+    passes: str = "fwd"
 
     def __post_init__(self) -> None:
+        if self.passes not in ("fwd", "bwd"):
+            raise ValueError(f"passes is {self.passes!r}: allowed are 'fwd' and 'bwd'")
         if (self.Br is None) != (self.Bc is None):
             raise ValueError(f"Br is {self.Br} and Bc is {self.Bc}: give both or neither")
         if self.Br is None and (self.threads is not None or self.stages != 1):
@@ -79,7 +88,7 @@ class Case:
     def of(cls, algorithm: str, problem: Problem, tiles: Any = None, **options: Any) -> Case:
         """A call for the problem; as many heads and rows of K and V as of Q.
 
-        ``options`` are query_splits, warp_partition and ablate.
+        ``options`` are query_splits, warp_partition, ablate and passes.
         """
         if (problem.heads_q, problem.seqlen_q) != (problem.heads_k, problem.seqlen_k):
             raise ValueError(f"problem is {problem}: heads and lengths of q and k must be equal")
@@ -125,14 +134,12 @@ def read(
 def parse(text: str, metrics: Sequence[str]) -> list[dict[str, float]]:
     """ncu's CSV as one dict of metric -> value for each kernel launch, in launch order.
 
-    Bytes, sectors, instructions and plain ratios as they are, times in ns, percentages as fractions
-    of 1. Raises CountersError for any other unit, and for a metric that a launch does not have.
+    Bytes, sectors, instructions, requests and plain ratios as they are, times in ns, percentages as
+    fractions of 1. Raises CountersError for any other unit, and for a metric that a launch does not
+    have.
     """
-    start = re.search(r'^"ID",', text, re.MULTILINE)
-    if start is None:
-        raise CountersError(f"ncu printed no table: {_tail(text)}")
     launches: dict[int, dict[str, float]] = {}
-    for line in csv.DictReader(io.StringIO(text[start.start() :])):
+    for line in _lines(text):
         identity, name = line["ID"], line["Metric Name"]
         # The program's own output may follow the table.
         if not identity.isdecimal() or name not in metrics:
@@ -140,18 +147,43 @@ def parse(text: str, metrics: Sequence[str]) -> list[dict[str, float]]:
         launches.setdefault(int(identity), {})[name] = _number(
             name, line["Metric Value"], line["Metric Unit"]
         )
-    for identity, values in launches.items():
+    for launch, values in launches.items():
         missing = [name for name in metrics if name not in values]
         if missing:
-            raise CountersError(f"launch {identity} has no {', '.join(missing)}")
-    return [launches[identity] for identity in sorted(launches)]
+            raise CountersError(f"launch {launch} has no {', '.join(missing)}")
+    return [launches[launch] for launch in sorted(launches)]
+
+
+def _lines(text: str) -> Iterator[dict[str, str]]:
+    """The lines of the table that ncu prints, by column. Raises CountersError without one."""
+    start = re.search(r'^"ID",', text, re.MULTILINE)
+    if start is None:
+        raise CountersError(f"ncu printed no table: {_tail(text)}")
+    yield from csv.DictReader(io.StringIO(text[start.start() :]))
+
+
+def parse_opcodes(text: str) -> list[dict[str, float]]:
+    """ncu's raw page with instances as one dict of opcode -> warp instructions for each launch.
+
+    Raises CountersError where a launch's cell is not "12 (LDS: 8; STS: 4)".
+    """
+    found: dict[int, dict[str, float]] = {}
+    for line in _lines(text):
+        if not (line["ID"] or "").isdecimal():  # the line of the units
+            continue
+        cell = line.get(OPCODES) or ""
+        pairs = re.findall(r"([A-Z][\w.]*): ([\d,]+)", cell)
+        if not pairs:
+            raise CountersError(f"ncu's instances of {OPCODES} are {cell!r}: no opcodes")
+        found[int(line["ID"])] = {opcode: float(n.replace(",", "")) for opcode, n in pairs}
+    return [found[identity] for identity in sorted(found)]
 
 
 def _number(name: str, value: str, unit: str) -> float:
     factor = _factor(unit)
     if factor is None:
         raise CountersError(
-            f"ncu gives {name} in {unit!r}: known are byte, sector, inst, s, % and none"
+            f"ncu gives {name} in {unit!r}: known are byte, sector, inst, request, s, % and none"
         )
     try:
         number = float(value.replace(",", ""))
@@ -166,7 +198,7 @@ def _factor(unit: str) -> float | None:
     """What a value in ncu's unit is multiplied by; None for a unit not known."""
     if unit in ("", "%"):
         return 0.01 if unit else 1.0
-    if known := re.fullmatch(r"([KMGTP]?)(byte|sector|inst)s?", unit):
+    if known := re.fullmatch(r"([KMGTP]?)(byte|sector|inst|request)s?", unit):
         return _PREFIXES[known[1]]
     if known := re.fullmatch(r"([num]?)s(econd)?", unit):
         return _NANOSECONDS[known[1]]
@@ -208,13 +240,49 @@ def count(cases: Sequence[Case], metrics: Sequence[str]) -> list[dict[str, float
 
     One process runs all of them. Raises CountersError without ncu, and where ncu itself fails.
     """
+    table, kernels = _run(cases, metrics)
+    return assign(parse(table, metrics), kernels)
+
+
+def count_opcodes(cases: Sequence[Case]) -> list[dict[str, float] | str]:
+    """The same with opcode -> executed warp instructions, of all kernels of a case together."""
+    table, kernels = _run(cases, (OPCODES,), _INSTANCES)
+    launches = parse_opcodes(table)
+    every = sorted(set().union(*launches))
+    sums = [{f"{name}.sum": launch.get(name, 0.0) for name in every} for launch in launches]
+    return [
+        result
+        if isinstance(result, str)
+        else {name.removesuffix(".sum"): number for name, number in result.items()}
+        for result in assign(sums, kernels)
+    ]
+
+
+def available_metrics() -> set[str] | None:
+    """The metrics that this GPU has, without suffixes such as .sum; None where ncu cannot say."""
+    if not available():
+        return None
+    try:
+        run = subprocess.run(
+            ("ncu", "--query-metrics"), capture_output=True, text=True, timeout=TIMEOUT
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    found = set(re.findall(r"^\s*(\w+__\w+)\b", run.stdout, re.MULTILINE))
+    return found if run.returncode == 0 and found else None
+
+
+def _run(
+    cases: Sequence[Case], metrics: Sequence[str], options: Sequence[str] = ()
+) -> tuple[str, list[int | str]]:
+    """(the table that ncu prints, what counter_target says of each case's kernels)."""
     if not available():
         raise CountersError("ncu is not on the PATH")
     with tempfile.TemporaryDirectory() as folder:
         wanted, done = Path(folder) / "cases.json", Path(folder) / "kernels.json"
         wanted.write_text(json.dumps([asdict(case) for case in cases]))
         log = Path(folder) / "ncu.csv"
-        command = (*COMMAND, f"--metrics={','.join(metrics)}", "--log-file", str(log))
+        command = (*COMMAND, *options, f"--metrics={','.join(metrics)}", "--log-file", str(log))
         target = (sys.executable, "-m", "experiments.lab.counter_target")
         files = ("--cases", str(wanted), "--kernels", str(done))
         try:
@@ -232,7 +300,7 @@ def count(cases: Sequence[Case], metrics: Sequence[str]) -> list[dict[str, float
             raise CountersError(
                 f"ncu ended with {run.returncode}: {_tail(table + run.stdout + run.stderr)}"
             )
-        return assign(parse(table, metrics), json.loads(done.read_text()))
+        return table, json.loads(done.read_text())
 
 
 def count_or_say(

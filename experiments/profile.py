@@ -1,0 +1,299 @@
+"""What a GPU's profiler says of each kernel, and what the emulator says without the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from typing import Any
+
+import fa_numba
+from fa_numba import device
+from fa_numba.problem import Problem
+
+from . import ladder
+from .lab import counters, precompile, profiler, series, tables, variants
+from .lab.options import Bench, Options
+from .lab.store import EMULATOR, Row
+from .lab.tables import Table
+from .lab.workloads import HEAD_DIMS, Inputs, one_head
+
+NAME = "profile"
+TITLE = "sectors, wavefronts, conflicts and instructions: the profiler's and the emulator's"
+DESCRIPTION = (
+    "One head, each kernel, forward and backward: requests and sectors of global memory, "
+    "wavefronts and bank conflicts of shared memory, executed instructions by class, counted on "
+    "the emulator and, with Nsight Compute, by the hardware at the same tiles."
+)
+NEEDS_GPU = False
+PROTOCOL = (
+    "one batch entry and head at the tiles of the emulated device; instructions are the "
+    "executed SASS by opcode, without regard to predicates"
+)
+
+SEQLENS = (256, 512)
+# What a run that names no sizes counts on the emulator: seconds a call.
+COUNTED_FLOPS = 2**24
+SIMT = ("standard-simt", "fa1-simt", "fa2-simt")
+MMA = ("standard-mma", "fa1-mma", "fa2-mma")
+FORWARD = (*SIMT, "standard-mma", *(s for s in ladder.LABELS if s != ladder.PEER))
+BACKWARD = (*SIMT, *MMA)
+LABELS = series.LABELS | {
+    name: label if name.startswith("fa1") else f"FA-2, {label}"
+    for name, label in ladder.LABELS.items()
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call that is profiled; its tiles are among the options."""
+
+    series: str
+    problem: Problem
+    pass_: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def case(self) -> counters.Case:
+        options = {**self.options, "passes": self.pass_}
+        algorithm = series.algorithm(self.series)
+        return counters.Case.of(algorithm, self.problem, options.pop("tiles"), **options)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        tiles = self.options["tiles"]
+        columns = {"experiment": NAME, "series": self.series, "pass_": self.pass_}
+        return columns | {"Br": tiles.Br, "Bc": tiles.Bc} | series.row_fields(self.problem)
+
+
+def runs(seqlen: int, head_dim: int, causal: bool) -> list[Run]:
+    """Every kernel once, at the tiles that the emulated device has for it."""
+    problems = {
+        unit: one_head(seqlen, head_dim, causal, dtype)
+        for unit, dtype in (("simt", "float32"), ("mma", "float16"))
+    }
+    found = [Run(name, problems["simt"], "fwd") for name in SIMT]
+    found.append(Run("standard-mma", problems["mma"], "fwd"))
+    with device.using("emulator"):
+        found += [
+            Run(variant.series, problems["mma"], "fwd", variant.options)
+            for variant in ladder.configurations(problems["mma"])
+            if variant.same_as is None
+        ]
+        found += [Run(name, problems[series.unit(name)], "bwd") for name in BACKWARD]
+        return [_with_tiles(run) for run in found]
+
+
+def _with_tiles(run: Run) -> Run:
+    planned = series.plan(run.series, run.problem, passes=run.pass_, **run.options)
+    return replace(run, options={**run.options, "tiles": planned.tiles})
+
+
+def measure(options: Options, bench: Bench) -> Iterator[Row]:
+    """The profiler's numbers where there is one, then the emulator's."""
+    lengths = options.seqlens or (SEQLENS[:1] if options.quick else SEQLENS)
+    head_dims = options.head_dims or (HEAD_DIMS[:1] if options.quick else HEAD_DIMS)
+    masks = options.causal or ((False,) if options.quick else (False, True))
+    sizes = [(N, d, mask) for N in lengths for d in head_dims for mask in masks]
+    if bench.machine is not None:
+        yield from _hardware(sizes, bench)
+    small = [s for s in sizes if 4 * s[0] ** 2 * s[1] <= COUNTED_FLOPS]
+    named = options.seqlens is not None or options.head_dims is not None
+    work = [run for size in (sizes if named else small) for run in runs(*size)]
+    inputs = Inputs(gradient=True)
+    for run in bench.track(work, "counting on the emulator"):
+        for name, value in profiler.counted(_emulated(run, inputs)).items():
+            common = {"machine": EMULATOR, "source": "counted", "unit": "1", **run.fields}
+            yield Row(metric=name, value=value, **common)
+
+
+def _emulated(run: Run, inputs: Inputs) -> Any:
+    """What the emulator counts of the call's kernels, a forward pass before it left out."""
+    q, k, v, dout = (x.astype(run.problem.dtype) for x in inputs(run.problem))
+    which: dict[str, Any] = {
+        "algorithm": series.algorithm(run.series),
+        "causal": run.problem.causal,
+    }
+    options: dict[str, Any] = which | run.options
+    if run.pass_ == "fwd":
+        with fa_numba.count_accesses() as counts:
+            fa_numba.attention(q, k, v, **options)
+        return counts
+    with device.using("emulator"):
+        out, lse = fa_numba.attention(q, k, v, return_lse=True, **which)
+    with fa_numba.count_accesses() as counts:
+        fa_numba.attention_backward(dout, q, k, v, out, lse, **options)
+    return counts
+
+
+def _hardware(sizes: Sequence[tuple[int, int, bool]], bench: Bench) -> Iterator[Row]:
+    """Nsight Compute's numbers, size after size: what is done is kept."""
+    if not counters.available():
+        bench.say("  no Nsight Compute (ncu) here: hardware counters are not read")
+        return
+    by_size: dict[tuple[int, int], list[Run]] = {}
+    for N, d, mask in sizes:
+        by_size.setdefault((N, d), []).extend(runs(N, d, mask))
+    groups = list(by_size.values())
+    precompile.compile_ahead((call for group in groups for call in _calls(group)), bench)
+    try:
+        names = profiler.usable(groups[0][0].case, bench.say)
+    except counters.CountersError as error:
+        bench.say(f"  {error}")
+        return
+    for group in bench.track(groups, "profiling"):
+        cases = [run.case for run in group]
+        for run, *results in zip(group, *profiler.profiled(cases, names, bench.say), strict=True):
+            yield from _profiled(run, bench.machine, names, *results)
+
+
+def _calls(group: Sequence[Run]) -> Iterator[precompile.Call]:
+    for run in group:
+        if run.pass_ == "bwd":
+            yield precompile.Call(run.series, run.problem, {"return_lse": True})
+        options = {**run.options, "passes": run.pass_}
+        yield precompile.Call(run.series, run.problem, options)
+
+
+def _profiled(
+    run: Run,
+    machine: str | None,
+    names: dict[str, str],
+    result: dict[str, float] | str,
+    executed: dict[str, float] | str,
+) -> Iterator[Row]:
+    common: dict[str, Any] = {"machine": machine, **run.fields}
+    for source, in_bytes in counters.BYTES.items():
+        value, why = counters.read(result, in_bytes)
+        traffic = common | {"source": source, "metric": "traffic", "unit": "bytes"}
+        yield Row(value=value, note=why, **traffic)
+    common |= {"source": "measured", "unit": "1"}
+    for name, metric in names.items():
+        value, why = counters.read(result, itemgetter(metric))
+        yield Row(metric=name, value=value, note=why, **common)
+    for name, counter in profiler.COUNTERS.items():
+        if counter.opcodes:
+            value, why = counters.read(executed, itemgetter(name))
+            yield Row(metric=name, value=value, note=why, **common)
+
+
+# --- the figure and the tables ---------------------------------------------------------------
+
+Place = tuple[str, str]  # series, pass
+Pair = tuple[float | None, float | None]  # measured, counted
+
+
+def pairs(rows: Sequence[Row]) -> dict[Problem, dict[tuple[Place, str], Pair]]:
+    """By problem, dtypes together: (place, counter) -> (measured, counted), of the same tiles."""
+    found: dict[Problem, dict[tuple[Place, str], Pair]] = {}
+    for problem, mine in variants.problems_of(rows).items():
+        numbers = {
+            (r.series, r.pass_, r.Br, r.Bc, r.metric, r.source): r.value
+            for r in mine
+            if r.metric in profiler.COUNTERS
+        }
+        into = found.setdefault(replace(problem, dtype="float16"), {})
+        for name, pass_, Br, Bc, metric, source in numbers:
+            if source == "counted":
+                at = (name, pass_, Br, Bc, metric)
+                both = (numbers.get((*at, "measured")), numbers[(*at, "counted")])
+                into[(name, pass_), metric] = both
+    return {problem: into for problem, into in found.items() if into}
+
+
+def places(of: dict[tuple[Place, str], Pair]) -> list[Place]:
+    """The kernels of a problem in the order of FORWARD and BACKWARD."""
+    order = [(name, "fwd") for name in FORWARD] + [(name, "bwd") for name in BACKWARD]
+    there = {place for place, _ in of}
+    return [place for place in order if place in there]
+
+
+def label(place: Place) -> str:
+    name, pass_ = place
+    unit = {"simt": "fp32", "mma": "fp16"}[series.unit(name)]
+    known = series.BACKWARD_LABELS if pass_ == "bwd" else LABELS
+    return f"{known[name]}, {unit}{', backward' if pass_ == 'bwd' else ''}"
+
+
+# What the figure shows, a panel each.
+SHOWN = {
+    "shared load wavefronts": "wavefronts of shared loads",
+    "shared load conflicts": "bank conflicts of shared loads",
+    "global load sectors": "sectors of global loads",
+    "copy sectors": "sectors of cp.async",
+}
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """Counted bars and measured marks for every kernel; the smallest problem counted."""
+    from .lab import style
+
+    found = pairs(rows)
+    if not found:
+        return None
+    problem, of = next(iter(found.items()))
+    rows_ = places(of)
+    figure, axes = style.new(1, len(SHOWN), 0.8 + 0.27 * len(rows_), sharey="row")
+    for ax, (metric, title) in zip(axes[0], SHOWN.items(), strict=True):
+        numbers = [of.get((place, metric), (None, None)) for place in rows_]
+        ax.barh(range(len(rows_)), [count or 0 for _, count in numbers], 0.62, color="#9CC5DF")
+        marks = [(m, at) for at, (m, _) in enumerate(numbers) if m]
+        ax.plot(*zip(*marks, strict=True) if marks else ((), ()), "k|", ms=9, mew=1.6)
+        ax.set_xscale("symlog", linthresh=1e3)
+        ax.set_title(title, fontsize=10)
+        ax.tick_params(axis="x", labelsize=8)
+        ax.grid(False, axis="y")
+    axes[0, 0].set_yticks(range(len(rows_)), [label(place) for place in rows_], fontsize=9)
+    axes[0, 0].set_ylim(len(rows_) - 0.4, -0.6)
+    masked = ", causal" if problem.causal else ""
+    figure.suptitle(
+        f"one head, N={problem.seqlen_q}, d={problem.head_dim}{masked}: bars counted on the "
+        "emulator, marks measured with Nsight Compute",
+        fontsize=11.5,
+    )
+    return figure
+
+
+def cell(pair: Pair, shown: Callable[[float], str] = "{:,.0f}".format) -> str:
+    """The counted number; behind it how many times as much was measured, where that differs."""
+    measured, count = pair
+    if count is None:
+        return tables.MISSING
+    ratio = profiler.ratio(measured, count)
+    if ratio is None or ratio == 1:
+        return shown(count) if ratio else f"{shown(count)} (?)"
+    return f"{shown(count)} ({measured:,.0f})" if not count else f"{shown(count)} (x {ratio:.3f})"
+
+
+def _table(metrics: Sequence[str], what: str) -> Callable[[Sequence[Row]], Table | None]:
+    def table(rows: Sequence[Row]) -> Table | None:
+        found = pairs(rows)
+        lines, equal, known = [], 0, 0
+        for problem, of in found.items():
+            numbers = [pair for (_, metric), pair in of.items() if metric in metrics]
+            same, there = profiler.share_equal(profiler.ratio(*pair) for pair in numbers)
+            equal, known = equal + same, known + there
+            for place in places(of):
+                cells = [cell(of.get((place, metric), (None, None))) for metric in metrics]
+                lines.append([*tables.problem_cells(problem), label(place), *cells])
+        if not lines:
+            return None
+        caption = (
+            f"{what}, one head, counted on the emulator; in brackets what Nsight Compute measured "
+            "of the same call, as a multiple where it is another number, (?) where it was not "
+            f"measured. {equal} of {known} measured numbers are equal."
+        )
+        return Table(caption, tables.markdown([*tables.PROBLEM, "kernel", *metrics], lines))
+
+    return table
+
+
+_NAMES = tuple(profiler.COUNTERS)
+_INSTRUCTIONS = tuple(name for name in _NAMES if profiler.COUNTERS[name].opcodes)
+_SHARED = tuple(n for n in _NAMES if n.endswith(("wavefronts", "conflicts")))
+_GLOBAL = tuple(n for n in _NAMES if n not in (*_SHARED, *_INSTRUCTIONS))
+table = _table(_SHARED, "Shared memory")
+TABLES = {
+    "profile-global": _table(_GLOBAL, "Global memory"),
+    "profile-instructions": _table(_INSTRUCTIONS, "Executed warp instructions"),
+}

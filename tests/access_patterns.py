@@ -1,0 +1,538 @@
+"""One warp, one access, one pattern of addresses: how a GPU counts it, and how the emulator does.
+
+    python tests/access_patterns.py --out patterns.csv      (needs a GPU and Nsight Compute)
+
+writes what the hardware counts of each pattern; `test_access_patterns.py` holds the emulator and
+the rules below against it. `wavefronts`, `conflicts` and `sectors` are those rules, in NumPy alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numba import types
+
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from experiments.lab import counters, profiler  # noqa: E402
+from fa_numba import device as devices  # noqa: E402
+from fa_numba.device import (  # noqa: E402
+    DeviceArray,
+    Kernel,
+    array_type,
+    cuda,
+    device_function,
+    float32,
+    int32,
+    uint32,
+)
+from fa_numba.intrinsics.async_copy import (  # noqa: E402
+    commit_async,
+    copy1_async,
+    copy8_async,
+    wait_async,
+)
+from fa_numba.intrinsics.global_memory import read4, write4  # noqa: E402
+from fa_numba.intrinsics.matrix import ldmatrix, ldmatrix_transposed  # noqa: E402
+from fa_numba.intrinsics.reduction import add_global, add_pair_vector  # noqa: E402
+from fa_numba.intrinsics.shared import (  # noqa: E402
+    half_tile,
+    load4,
+    shared_tile,
+    store4,
+)
+
+LANES = 32
+WORDS, HALVES = 2048, 4096  # of shared memory
+PITCH = 128  # elements of a row of X in global memory
+ROWS = 64
+OUT = 0xFFFFFFFF  # the place of a lane that takes no part
+MEASURED = ROOT / "tests" / "data" / "access_patterns.csv"
+
+
+# --- kernels: lane t accesses element P[t]; a copy reads element S[t] of X ----------------------
+
+
+@device_function
+def fill_floats(s):
+    for n in range(WORDS // LANES):
+        s[uint32(LANES * n + cuda.threadIdx.x)] = float32(n)
+    cuda.syncthreads()
+
+
+@device_function
+def fill_halves(h):
+    for n in range(HALVES // LANES):
+        h[uint32(LANES * n + cuda.threadIdx.x)] = uint32(n)
+    cuda.syncthreads()
+
+
+@device_function
+def folded(w):
+    return float32((w[0] ^ w[1]) ^ (w[2] ^ w[3]))
+
+
+def load_4(P, S, X, Y):
+    t = uint32(cuda.threadIdx.x)
+    at = uint32(P[t])
+    s = shared_tile(0, WORDS)
+    fill_floats(s)
+    if at != uint32(OUT):
+        Y[t] = s[at]
+
+
+def load_2(P, S, X, Y):
+    t = uint32(cuda.threadIdx.x)
+    at = uint32(P[t])
+    h = half_tile(0, HALVES)
+    fill_halves(h)
+    if at != uint32(OUT):
+        Y[t] = float32(h[at])
+
+
+def load_16(P, S, X, Y):
+    t = uint32(cuda.threadIdx.x)
+    at = uint32(P[t])
+    s = shared_tile(0, WORDS)
+    fill_floats(s)
+    if at != uint32(OUT):
+        x = load4(s, at)
+        Y[t] = (x[0] + x[1]) + (x[2] + x[3])
+
+
+def load_matrix(P, S, X, Y):
+    t = uint32(cuda.threadIdx.x)
+    at = uint32(P[t])
+    h = half_tile(0, HALVES)
+    fill_halves(h)
+    Y[t] = folded(ldmatrix(h, at))
+
+
+def load_matrix_transposed(P, S, X, Y):
+    t = uint32(cuda.threadIdx.x)
+    at = uint32(P[t])
+    h = half_tile(0, HALVES)
+    fill_halves(h)
+    Y[t] = folded(ldmatrix_transposed(h, at))
+
+
+def store_4(P, S, X, Y):
+    t = uint32(cuda.threadIdx.x)
+    at = uint32(P[t])
+    s = shared_tile(0, WORDS)
+    if at != uint32(OUT):
+        s[at] = float32(t)
+    cuda.syncthreads()
+    if at != uint32(OUT):
+        Y[t] = s[at]
+
+
+def store_2(P, S, X, Y):
+    t = uint32(cuda.threadIdx.x)
+    at = uint32(P[t])
+    h = half_tile(0, HALVES)
+    if at != uint32(OUT):
+        h[at] = t
+    cuda.syncthreads()
+    if at != uint32(OUT):
+        Y[t] = float32(h[at])
+
+
+def store_16(P, S, X, Y):
+    t = uint32(cuda.threadIdx.x)
+    at = uint32(P[t])
+    s = shared_tile(0, WORDS)
+    if at != uint32(OUT):
+        store4(s, at, float32(t), float32(t), float32(t), float32(t))
+    cuda.syncthreads()
+    if at != uint32(OUT):
+        Y[t] = s[at]
+
+
+# Copies of nothing, where S[t] is OUT, fill with zeros.
+def copy_4(P, S, X, Y):
+    t = uint32(cuda.threadIdx.x)
+    at = uint32(P[t])
+    s = shared_tile(0, WORDS)
+    of = uint32(S[t])
+    count = int32(0)
+    if of != uint32(OUT):
+        count = int32(1)
+    else:
+        of = uint32(0)
+    if at != uint32(OUT):
+        copy1_async(s, at, X, of // uint32(PITCH), of % uint32(PITCH), count)
+    commit_async()
+    wait_async()
+    cuda.syncthreads()
+    if at != uint32(OUT):
+        Y[t] = s[at]
+
+
+def copy_16(P, S, X, Y):
+    t = uint32(cuda.threadIdx.x)
+    at = uint32(P[t])
+    h = half_tile(0, HALVES)
+    of = uint32(S[t])
+    count = int32(0)
+    if of != uint32(OUT):
+        count = int32(8)
+    else:
+        of = uint32(0)
+    if at != uint32(OUT):
+        copy8_async(h, at, X, of // uint32(PITCH), of % uint32(PITCH), count)
+    commit_async()
+    wait_async()
+    cuda.syncthreads()
+    if at != uint32(OUT):
+        Y[t] = float32(h[at])
+
+
+def read_4(P, S, X, Y):
+    t = uint32(cuda.threadIdx.x)
+    at = uint32(P[t])
+    row, col = at // uint32(PITCH), at % uint32(PITCH)
+    if at != uint32(OUT):
+        Y[t] = X[row, col]
+
+
+def read_2(P, S, X, Y):
+    t = uint32(cuda.threadIdx.x)
+    at = uint32(P[t])
+    row, col = at // uint32(PITCH), at % uint32(PITCH)
+    if at != uint32(OUT):
+        Y[t] = float32(X[row, col])
+
+
+def read_16(P, S, X, Y):
+    t = uint32(cuda.threadIdx.x)
+    at = uint32(P[t])
+    row, col = at // uint32(PITCH), at % uint32(PITCH)
+    if at != uint32(OUT):
+        x = read4(X, row, col)
+        Y[t] = (x[0] + x[1]) + (x[2] + x[3])
+
+
+def write_4(P, S, X, Y):
+    t = uint32(cuda.threadIdx.x)
+    at = uint32(P[t])
+    row, col = at // uint32(PITCH), at % uint32(PITCH)
+    if at != uint32(OUT):
+        X[row, col] = float32(t)
+
+
+def write_16(P, S, X, Y):
+    t = uint32(cuda.threadIdx.x)
+    at = uint32(P[t])
+    row, col = at // uint32(PITCH), at % uint32(PITCH)
+    if at != uint32(OUT):
+        x = float32(t)
+        write4(X, row, col, x, x, x, x)
+
+
+def add_4(P, S, X, Y):
+    t = uint32(cuda.threadIdx.x)
+    at = uint32(P[t])
+    row, col = at // uint32(PITCH), at % uint32(PITCH)
+    if at != uint32(OUT):
+        add_global(X, row, col, float32(1.0))
+
+
+def add_8(P, S, X, Y):
+    t = uint32(cuda.threadIdx.x)
+    at = uint32(P[t])
+    row, col = at // uint32(PITCH), at % uint32(PITCH)
+    one, adds = float32(1.0), at != uint32(OUT)
+    add_pair_vector(X, row, col, one, one, adds)
+
+
+@dataclass(frozen=True)
+class Access:
+    """One kind of access: `kernel` makes it once a lane, of `bytes` in elements of `element`."""
+
+    kernel: Callable
+    space: str
+    kind: str
+    bytes: int
+    element: int = 4
+
+    @property
+    def dtype(self) -> type:
+        return np.float32 if self.element == 4 else np.uint16
+
+
+def _of(space: str, kind: str, *named: tuple[Callable, int, int]) -> dict[str, Access]:
+    return {f.__name__: Access(f, space, kind, size, element) for f, size, element in named}
+
+
+ACCESSES = {
+    **_of("shared", "load", (load_4, 4, 4), (load_2, 2, 2), (load_16, 16, 4)),
+    **_of("shared", "load", (load_matrix, 16, 2), (load_matrix_transposed, 16, 2)),
+    **_of("shared", "store", (store_4, 4, 4), (store_2, 2, 2), (store_16, 16, 4)),
+    **_of("shared", "copy", (copy_4, 4, 4), (copy_16, 16, 2)),
+    **_of("global", "load", (read_4, 4, 4), (read_2, 2, 2), (read_16, 16, 4)),
+    **_of("global", "store", (write_4, 4, 4), (write_16, 16, 4)),
+    **_of("global", "atomic", (add_4, 4, 4), (add_8, 8, 4)),
+}
+# With every pattern; the others with FEW.
+THOROUGH = ("load_16", "load_matrix", "copy_16")
+
+
+# --- patterns: which unit, an access wide, each lane has -----------------------------------------
+
+Units = tuple[int | None, ...]  # None: the lane takes no part
+
+
+def _every(unit: Callable[[int], int | None]) -> Units:
+    return tuple(unit(lane) for lane in range(LANES))
+
+
+def _rows(pitch: int, width: int = 8) -> Units:
+    """Rows of `width` units, `pitch` units apart."""
+    return _every(lambda lane: lane // width * pitch + lane % width)
+
+
+# No two lanes have one unit: for stores and copies too.
+APART: dict[str, Units] = {
+    "neighbours": _every(lambda lane: lane),
+    **{f"stride {n}": _every(lambda lane, n=n: n * lane) for n in (2, 3, 4, 8, 9)},  # type: ignore[misc]
+    "stride 15": _every(lambda lane: 15 * lane),
+    "shifted by 1": _every(lambda lane: lane + 1),
+    "shifted by 2": _every(lambda lane: lane + 2),
+    **{f"rows of 8, pitch {n}": _rows(n) for n in (9, 10, 12, 16)},
+    "rows of 16, pitch 17": _rows(17, 16),
+    "backwards": _every(lambda lane: 31 - lane),
+    "shuffled": _every(lambda lane: 13 * lane % 32),
+    "columns of rows": _every(lambda lane: lane % 4 * 8 + lane // 4),
+    "first half": _every(lambda lane: lane if lane < 16 else None),
+    "first half, stride 8": _every(lambda lane: 8 * lane if lane < 16 else None),
+    "even lanes": _every(lambda lane: None if lane % 2 else lane),
+    "even lanes, stride 8": _every(lambda lane: None if lane % 2 else 8 * lane),
+    "one lane": _every(lambda lane: None if lane else 0),
+    "every eighth": _every(lambda lane: None if lane % 8 else lane),
+}
+# Lanes share units: loads alone.
+TOGETHER: dict[str, Units] = {
+    "one unit": _every(lambda lane: 0),
+    **{f"lane // {n}": _every(lambda lane, n=n: lane // n) for n in (2, 4, 8, 16)},  # type: ignore[misc]
+    **{f"lane % {n}": _every(lambda lane, n=n: lane % n) for n in (2, 4, 8, 16)},  # type: ignore[misc]
+    "lane and lane ^ 2": _every(lambda lane: lane & 1 | lane >> 2 << 1),
+    "lane and lane ^ 3": _every(lambda lane: lane >> 2 << 1 | (lane & 1 ^ lane >> 1 & 1)),
+    "lane // 2, stride 8": _every(lambda lane: lane // 2 * 8),
+    "lane // 2, stride 2": _every(lambda lane: lane // 2 * 2),
+    "lane // 4, stride 8": _every(lambda lane: lane // 4 * 8),
+    "lane // 8, stride 9": _every(lambda lane: lane // 8 * 9),
+    "lane // 16, stride 8": _every(lambda lane: lane // 16 * 8),
+    "lane % 8, stride 8": _every(lambda lane: lane % 8 * 8),
+    "lane % 8, stride 9": _every(lambda lane: lane % 8 * 9),
+    "lane % 16, stride 2": _every(lambda lane: lane % 16 * 2),
+    "pairs, first half": _every(lambda lane: lane // 2 if lane < 16 else None),
+}
+
+
+# Where copies read: the units of these lanes, or zeros where a lane has none.
+FROM = ("shifted by 1", "shifted by 2", "stride 2", "backwards", "shuffled", "first half")
+FEW = {
+    *("neighbours", "stride 2", "stride 8", "stride 9", "shifted by 1", "rows of 8, pitch 9"),
+    *("shuffled", "first half", "one lane", "one unit", "lane // 2", "lane % 8, stride 8"),
+}
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """An access with the element of each lane in `at`, and for a copy what it reads in `of`."""
+
+    access: str
+    name: str
+    at: tuple[int, ...]
+    of: tuple[int, ...]
+
+    @property
+    def what(self) -> Access:
+        return ACCESSES[self.access]
+
+
+def _elements(units: Units, size: int, element: int) -> tuple[int, ...]:
+    return tuple(OUT if unit is None else unit * size // element for unit in units)
+
+
+def patterns() -> list[Pattern]:
+    """Every access with every pattern that it can have, or a few."""
+    found = []
+    for name, what in ACCESSES.items():
+        named = APART | (TOGETHER if what.kind == "load" else {})
+        if name not in THOROUGH:
+            named = {key: units for key, units in named.items() if key in FEW}
+        if "matrix" in name:
+            named = {key: units for key, units in named.items() if None not in units}
+        sizes = what.bytes, what.element
+        for key, units in named.items():
+            lanes = tuple(None if unit is None else lane for lane, unit in enumerate(units))
+            found.append(Pattern(name, key, _elements(units, *sizes), _elements(lanes, *sizes)))
+        if what.kind == "copy":
+            at = _elements(APART["neighbours"], *sizes)
+            for key in FROM:
+                of = _elements(APART[key], *sizes)
+                kind = "zeros but" if OUT in of else "from"
+                found.append(Pattern(name, f"{kind} {key}", at, of))
+    return found
+
+
+# --- the rules -----------------------------------------------------------------------------------
+
+
+def _passes(words: Sequence[int]) -> int:
+    """Steps that 32 banks of 4 bytes need for these words: the most different ones in a bank."""
+    banks: dict[int, set[int]] = {}
+    for word in words:
+        banks.setdefault(word % 32, set()).add(word)
+    return max(map(len, banks.values()), default=0)
+
+
+def wavefronts(pattern: Pattern) -> tuple[int, int]:
+    """(wavefronts, conflicts) of shared memory: a warp's access of 4 bytes or fewer is one group,
+    of 16 bytes each eight lanes are. A group takes as many passes as its fullest bank has words.
+
+    Loads of 16 bytes, matrices apart: the two groups of a half-warp are one where every lane has
+    the unit of its neighbour, or every lane that of the next but one, and no bank is full.
+    """
+    what = pattern.what
+    size = what.bytes // what.element
+
+    def words(lanes: Sequence[int]) -> list[int]:
+        at = [pattern.at[lane] for lane in lanes if pattern.at[lane] != OUT]
+        return [(e + n) * what.element // 4 for e in at for n in range(size)]
+
+    if what.bytes <= 4:
+        taken = _passes(words(range(LANES)))
+        return taken, max(0, taken - 1)
+    total = conflicts = 0
+    for half in (range(16), range(16, 32)):
+        groups = [half[:8], half[8:]]
+        if what.kind == "load" and "matrix" not in pattern.access and _paired(pattern.at, half):
+            merged = _passes(words(half))
+            if merged <= 1:
+                total += merged
+                continue
+        for group in groups:
+            taken = _passes(words(group))
+            total, conflicts = total + taken, conflicts + max(0, taken - 1)
+    return total, conflicts
+
+
+def _paired(at: Sequence[int], lanes: Sequence[int]) -> bool:
+    def same(lane: int, other: int) -> bool:
+        return at[lane] == OUT or at[other] in (OUT, at[lane])
+
+    return any(all(same(lane, lane ^ n) for lane in lanes) for n in (1, 2))
+
+
+def sectors(pattern: Pattern) -> int:
+    """Sectors, 32 bytes, of global memory that a warp's access touches. A copy of 16 bytes fetches
+    one anew for each 32-byte piece of shared memory that it goes to.
+    """
+    what = pattern.what
+    if what.kind != "copy":
+        return len({e * what.element // 32 for e in pattern.at if e != OUT})
+    pairs = [
+        (of * what.element // 32, at * what.element // 32 if what.bytes == 16 else 0)
+        for at, of in zip(pattern.at, pattern.of, strict=True)
+        if OUT not in (at, of)
+    ]
+    return len(set(pairs))
+
+
+# --- running them --------------------------------------------------------------------------------
+
+
+@functools.cache
+def _kernel(access: str) -> Kernel:
+    what = ACCESSES[access]
+    X = array_type(2, types.float32 if what.element == 4 else types.uint16)
+    numbers = types.Array(types.uint32, 1, "C")
+    floats = types.Array(types.float32, 1, "C")
+    return Kernel(what.kernel, (numbers, numbers, X, floats), LANES, 4 * WORDS)
+
+
+def _arrays(pattern: Pattern) -> list[np.ndarray]:
+    places = [np.array(each, np.uint32) for each in (pattern.at, pattern.of)]
+    X = np.ones((ROWS, PITCH), pattern.what.dtype)
+    return [*places, X, np.zeros(LANES, np.float32)]
+
+
+def emulated(pattern: Pattern):
+    """The emulator's counts of the pattern's kernel."""
+    with devices.count_accesses() as counts:
+        devices.launch(_kernel(pattern.access), (1, 1, 1), tuple(_arrays(pattern)))
+    return counts
+
+
+def _launch_all() -> None:
+    """Each pattern once on the GPU, in the range that a profiler records."""
+    kept = []
+    for pattern in patterns():
+        host = _arrays(pattern)
+        remote = [devices.to_gpu(array) for array in host]
+        views = tuple(
+            DeviceArray(r.__cuda_array_interface__["data"][0], a.shape, a.strides, r, a.itemsize)
+            for r, a in zip(remote, host, strict=True)
+        )
+        _kernel(pattern.access).compiled()
+        kept.append((pattern, views))
+    devices.synchronize()
+    devices.profile_start()
+    for pattern, views in kept:
+        devices.launch(_kernel(pattern.access), (1, 1, 1), views)
+    devices.synchronize()
+    devices.profile_stop()
+
+
+def profiled(names: dict[str, str], log: Path) -> list[dict[str, float]]:
+    """Nsight Compute's numbers of every pattern, by our names; its own table goes to ``log``."""
+    metrics = list(dict.fromkeys(names.values()))
+    command = (*counters.COMMAND, f"--metrics={','.join(metrics)}", "--log-file", str(log))
+    run = subprocess.run(
+        (*command, sys.executable, __file__, "--launch"), cwd=ROOT, capture_output=True, text=True
+    )
+    if run.returncode or not log.exists():
+        said = log.read_text() if log.exists() else ""
+        raise SystemExit(f"ncu ended with {run.returncode}: {said}{run.stdout}{run.stderr}"[-2000:])
+    launches = counters.parse(log.read_text(), metrics)
+    return [{name: each[metric] for name, metric in names.items()} for each in launches]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=MEASURED, help="the CSV that is written")
+    parser.add_argument("--log", type=Path, help="keep Nsight Compute's own table here")
+    parser.add_argument("--launch", action="store_true", help="launch the patterns, for ncu")
+    args = parser.parse_args()
+    if args.launch:
+        _launch_all()
+        return
+    case = counters.Case("fa2", 1, 1, 64, 64, False)
+    names = profiler.usable(case, print)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = profiled(names, args.log or Path(folder) / "ncu.csv")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with args.out.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["access", "pattern", *names])
+        for pattern, numbers in zip(patterns(), rows, strict=True):
+            writer.writerow([pattern.access, pattern.name, *(f"{n:g}" for n in numbers.values())])
+    print(f"{len(rows)} patterns: {args.out}")
+
+
+if __name__ == "__main__":
+    main()

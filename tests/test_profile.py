@@ -1,0 +1,254 @@
+"""The profiler's numbers beside the emulator's: names, what is run, the table and the figure."""
+
+import os
+import sys
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+
+from experiments import ladder, profile
+from experiments.lab import counters, profiler, series
+from experiments.lab.options import Bench, Options
+from experiments.lab.store import EMULATOR
+from fa_numba import device
+
+# An ncu of one kernel a call. It does not know what is named in REFUSED, nor say so beforehand.
+FAKE_NCU = """#!{python}
+import json, os, re, sys
+arguments = sys.argv[1:]
+if arguments == ["--query-metrics"]:
+    print("Device NVIDIA H200 (GH100)")
+    for name in {known!r}:
+        print(f"{{name}}      Counter      inst      # of something")
+    sys.exit()
+(metrics,) = [a.removeprefix("--metrics=").split(",") for a in arguments if a[:10] == "--metrics="]
+refused = [name for name in metrics if name.partition(".")[0] in {refused!r}]
+if refused:
+    print(f"==ERROR== Failed to find metric {{refused[0]}}")
+    sys.exit(1)
+cases = json.load(open(arguments[arguments.index("--cases") + 1]))
+json.dump([1] * len(cases), open(arguments[arguments.index("--kernels") + 1], "w"))
+log = open(arguments[arguments.index("--log-file") + 1], "w")
+if "--page=raw" in arguments:
+    (name,) = metrics
+    print(f'"ID","Kernel Name","{{name}}"', file=log)
+    print('"","","inst"', file=log)
+    for i, case in enumerate(cases):
+        n = case["seqlen"]
+        cell = f"{{3 * n}} (FFMA: {{n}}; LDS: 3; LDSM.16.M88.4: {{2 * n - 3}})"
+        print(f'"{{i}}","k","{{cell}}"', file=log)
+else:
+    print('"ID","Metric Name","Metric Unit","Metric Value"', file=log)
+    for i, case in enumerate(cases):
+        for name in metrics:
+            print(f'"{{i}}","{{name}}","request","{{case["head_dim"]}}"', file=log)
+"""
+
+
+def every_metric():
+    """Nsight Compute's names without suffix, first alternatives only."""
+    found = {c.names[0] for c in profiler.COUNTERS.values() if c.names}
+    found |= {*profiler.BESIDE.values(), *counters.TRAFFIC}
+    return {name.partition(".")[0] for name in found}
+
+
+@pytest.fixture
+def fake_ncu(monkeypatch, tmp_path):
+    def install(known=(), refused=()):
+        tool = tmp_path / "ncu"
+        text = FAKE_NCU.format(python=sys.executable, known=sorted(known), refused=sorted(refused))
+        tool.write_text(text)
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+    return install
+
+
+class FakeCounts:
+    """Counts as the emulator has them, of one kernel."""
+
+    def __init__(self, scale):
+        self.instructions = Counter(load=7 * scale, mma=5 * scale, shuffle=2 * scale)
+        self.scale = scale
+
+    def total(self, **fields):
+        n = self.scale * (len(fields["space"]) + len(fields["kind"]))
+        return SimpleNamespace(requests=n, sectors=4 * n, wavefronts=8 * n, conflicts=n)
+
+
+# --- names -----------------------------------------------------------------------------------
+
+
+def test_names_are_the_first_that_a_gpu_has():
+    known = every_metric()
+    assert profiler.chosen(known)["copy sectors"].startswith("smsp__sass_l1tex_t_sectors")
+    older = {name.replace("smsp__sass", "sm__sass") for name in known}
+    assert profiler.chosen(older)["copy sectors"].startswith("sm__sass_l1tex_t_sectors")
+    few = {"smsp__sass_anything", "l1tex__data_pipe_lsu_wavefronts_mem_shared"}
+    assert set(profiler.chosen(few)) == {"shared wavefronts"}
+    # A list without metrics of instrumented code, or none, says nothing.
+    assert profiler.chosen(None) == profiler.chosen({"dram__bytes_read"}) == profiler.chosen(known)
+
+
+def test_a_name_that_ncu_does_not_know_loses_no_other(fake_ncu):
+    known = every_metric()
+    refused = {"l1tex__t_sectors_pipe_lsu_mem_global_op_red", "sm__inst_executed_pipe_xu"}
+    fake_ncu(known - {"smsp__inst_executed"}, refused)
+    (case, *_) = [run.case for run in profile.runs(256, 64, False)]
+    said = []
+    names = profiler.usable(case, said.append)
+    missing = {"atomic sectors", "xu instructions", "instructions"}
+    assert set(names) == set(profiler.chosen(known)) - missing
+    assert all(name in said[-1] for name in missing)
+
+
+def test_what_is_certain_is_asked_for_where_ncu_names_no_culprit(fake_ncu, monkeypatch):
+    fake_ncu(every_metric())
+    count = counters.count
+
+    def fussy(cases, metrics):
+        if len(metrics) > len(profiler.CERTAIN):
+            raise counters.CountersError("ncu ended with 9: too many")
+        return count(cases, metrics)
+
+    monkeypatch.setattr(counters, "count", fussy)
+    names = profiler.usable(profile.runs(256, 64, False)[0].case, lambda line: None)
+    assert set(names) == {"shared wavefronts", "shared conflicts"}
+
+
+def test_opcodes_are_added_up_by_class():
+    text = (
+        f'a line\n"ID","Kernel Name","{counters.OPCODES}"\n"","","inst"\n"0","k","1,234 (LDS: 4; '
+        "LDS.128: 2; LDSM.16.M88.4: 8; LDGSTS.E.BYPASS.128: 1,200; LDC: 9; MUFU.EX2: 5; "
+        'MUFU.RCP: 6)"\n'
+    )
+    (launch,) = counters.parse_opcodes(text)
+    found = profiler.executed(launch)
+    assert found["load instructions"] == 14
+    assert found["copy instructions"] == 1200 and found["exp instructions"] == 5
+    assert found["mma instructions"] == 0
+    with pytest.raises(counters.CountersError, match="no opcodes"):
+        counters.parse_opcodes(f'"ID","{counters.OPCODES}"\n"0","1234"\n')
+
+
+# --- what is run -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_every_kernel_is_run_once_at_the_tiles_of_its_plan(d):
+    found = profile.runs(256, d, True)
+    forward = [run.series for run in found if run.pass_ == "fwd"]
+    steps = {step.series for step in ladder.STEPS} | set(ladder.PARTITIONS)
+    assert steps - set(forward) <= {ladder.BASE}, "a step of the ladder is left out"
+    assert {run.series for run in found if run.pass_ == "bwd"} == set(profile.BACKWARD)
+    with device.using("emulator"):
+        for run in found:
+            given = series.plan(run.series, run.problem, passes=run.pass_, **run.options)
+            own = {name: value for name, value in run.options.items() if name != "tiles"}
+            if run.series in steps and "tiles" in ladder_options(run):
+                continue  # not the plan's own
+            planned = series.plan(run.series, run.problem, passes=run.pass_, **own)
+            assert given.kernels == planned.kernels
+    assert len({(run.series, run.pass_) for run in found}) == len(found)
+    assert all(profile.label((run.series, run.pass_)) for run in found)
+    first = found[0].case
+    assert (first.passes, first.Br) == ("fwd", found[0].options["tiles"].Br)
+    assert found[-1].case.passes == "bwd"
+
+
+def ladder_options(run):
+    if series.unit(run.series) != "mma" or run.pass_ == "bwd":
+        return {}
+    of = {v.series: v.options for v in ladder.configurations(run.problem)}
+    return of.get(run.series, {})
+
+
+def test_rows_of_the_profiler_and_of_the_emulator(fake_ncu, monkeypatch):
+    fake_ncu(every_metric())
+    monkeypatch.setattr(profile, "_emulated", lambda run, inputs: FakeCounts(run.problem.seqlen_q))
+    bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
+    rows = list(profile.measure(Options(quick=True), bench))
+    assert len({(row.machine, *row.key) for row in rows}) == len(rows)
+    measured = {(r.series, r.pass_, r.metric): r for r in rows if r.machine == "some-gpu"}
+    kernels = {(run.series, run.pass_) for run in profile.runs(256, 64, False)}
+    assert {key[:2] for key in measured} == kernels
+    assert not any(row.failed for row in rows)
+    for kernel in kernels:
+        assert measured[*kernel, "shared wavefronts"].value == 64
+        assert measured[*kernel, "fma instructions"].value == 256
+        assert measured[*kernel, "load instructions"].value == 512
+    counted = {(r.series, r.pass_, r.metric) for r in rows if r.machine == EMULATOR}
+    assert counted == {(*kernel, metric) for kernel in kernels for metric in profiler.COUNTERS}
+    assert {r.source for r in rows} == {"measured", "counted", "l2", "dram"}
+
+    (problem, of), *rest = profile.pairs(rows).items()
+    assert not rest and (problem.seqlen_q, problem.head_dim) == (256, 64)
+    assert set(profile.places(of)) == kernels
+    loads = FakeCounts(256).total(space="shared", kind="load").wavefronts
+    assert of[("fa2-simt", "fwd"), "shared load wavefronts"] == (64, loads)
+
+
+def test_a_call_that_ncu_cannot_run_is_a_row_that_says_so(fake_ncu, monkeypatch):
+    fake_ncu(every_metric())
+    monkeypatch.setattr(profile, "_emulated", lambda run, inputs: FakeCounts(1))
+    usable = profiler.usable
+
+    def then_broken(*given):
+        names = usable(*given)
+        fake_ncu(every_metric(), {"dram__bytes_read"})
+        return names
+
+    monkeypatch.setattr(profiler, "usable", then_broken)
+    bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
+    rows = [r for r in profile.measure(Options(quick=True), bench) if r.machine == "some-gpu"]
+    failed = {row.metric for row in rows if row.failed}
+    assert "shared wavefronts" in failed and "fma instructions" not in failed
+    assert all("Failed to find metric" in row.note for row in rows if row.failed)
+
+
+# --- the emulator's numbers ------------------------------------------------------------------
+
+
+def test_counted_numbers_by_our_names():
+    found = profiler.counted(FakeCounts(1))
+    assert set(found) == set(profiler.COUNTERS)
+    assert found["shared load wavefronts"] == 8 * len("sharedload")
+    assert found["copy sectors"] == 4 * len("globalcopy")
+    assert found["atomic requests"] == len("globalatomic")
+    assert found["shared wavefronts"] == 8 * (len("sharedload") + len("sharedstore")) + 2
+    assert found["sectors from L2"] == 4 * (len("globalload") + len("globalcopy"))
+    assert (found["mma instructions"], found["exp instructions"]) == (5, 0)
+
+
+# --- the table and the figure ----------------------------------------------------------------
+
+
+def test_a_cell_says_where_the_two_differ():
+    assert profile.cell((1024, 1024)) == "1,024"
+    assert profile.cell((1536, 1024)) == "1,024 (x 1.500)"
+    assert profile.cell((7, 0)) == "0 (7)"
+    assert profile.cell((0, 0)) == "0"
+    assert profile.cell((None, 1024)) == "1,024 (?)"
+    assert profile.cell((3, None)) == "-"
+
+
+def test_tables_and_figure_from_rows(fake_ncu, monkeypatch):
+    fake_ncu(every_metric())
+    monkeypatch.setattr(profile, "_emulated", lambda run, inputs: FakeCounts(1))
+    bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
+    rows = list(profile.measure(Options(quick=True), bench))
+    tables = [make(rows) for make in (profile.table, *profile.TABLES.values())]
+    kernels = len(profile.runs(256, 64, False))
+    header = [line for t in tables for line in t.body.splitlines()[0].strip("| ").split(" | ")]
+    assert set(profiler.COUNTERS) <= set(header)
+    assert all(len(t.body.splitlines()) == 2 + kernels for t in tables)
+    columns = len(tables[0].body.splitlines()[0].strip("| ").split(" | ")) - 4
+    assert f"0 of {kernels * columns} measured numbers are equal" in tables[0].caption
+    figure = profile.draw(rows)
+    assert len(figure.axes) == len(profile.SHOWN)
+    only_counted = [row for row in rows if row.machine == EMULATOR]
+    assert "(?)" in profile.table(only_counted).body
+    assert profile.draw(only_counted) is not None
+    assert profile.draw([r for r in rows if r.machine != EMULATOR]) is None
+    assert profile.table([]) is None
