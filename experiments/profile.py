@@ -217,10 +217,10 @@ def label(place: Place) -> str:
 
 # What the figure shows, a panel each.
 SHOWN = {
-    "shared load wavefronts": "wavefronts of shared loads",
-    "shared load conflicts": "bank conflicts of shared loads",
-    "global load sectors": "sectors of global loads",
-    "copy sectors": "sectors of cp.async",
+    "shared wavefronts": "shared memory:\nwavefronts",
+    "shared conflicts": "shared memory:\nbank conflicts",
+    "sectors from L2": "L2 to L1:\nsectors of 32 bytes",
+    "mma instructions": "tensor cores:\nmma instructions",
 }
 
 
@@ -239,7 +239,8 @@ def draw(rows: Sequence[Row]) -> Any:
         ax.barh(range(len(rows_)), [count or 0 for _, count in numbers], 0.62, color="#9CC5DF")
         marks = [(m, at) for at, (m, _) in enumerate(numbers) if m]
         ax.plot(*zip(*marks, strict=True) if marks else ((), ()), "k|", ms=9, mew=1.6)
-        ax.set_xscale("symlog", linthresh=1e3)
+        ax.set_xscale("log")
+        ax.set_xlim(left=100)
         ax.set_title(title, fontsize=10)
         ax.tick_params(axis="x", labelsize=8)
         ax.grid(False, axis="y")

@@ -5,12 +5,15 @@ import sys
 from collections import Counter
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+import fa_numba
 from experiments import ladder, profile
-from experiments.lab import counters, profiler, series
-from experiments.lab.options import Bench, Options
-from experiments.lab.store import EMULATOR
+from experiments.lab import counter_target, counters, profiler, series
+from experiments.lab.options import FIGURES, Bench, Options
+from experiments.lab.store import EMULATOR, Store
+from experiments.lab.workloads import Inputs, fa2_setting, one_head
 from fa_numba import device
 
 # An ncu of one kernel a call. It does not know what is named in REFUSED, nor say so beforehand.
@@ -189,6 +192,31 @@ def test_rows_of_the_profiler_and_of_the_emulator(fake_ncu, monkeypatch):
     assert of[("fa2-simt", "fwd"), "shared load wavefronts"] == (64, loads)
 
 
+@pytest.mark.parametrize("passes", ["fwd", "bwd"])
+def test_the_profiled_range_holds_the_call_alone(monkeypatch, passes):
+    """What ncu runs, on the emulator: the launches between start and stop are the plan's."""
+    seen, launches = [], []
+    launch = device.launch
+
+    def recorded(kernel, *given, **named):
+        launches.append(kernel.name)
+        launch(kernel, *given, **named)
+
+    monkeypatch.setattr(device, "launch", recorded)
+    for name in ("to_gpu", "synchronize"):
+        monkeypatch.setattr(device, name, lambda *array: array[0] if array else None)
+    monkeypatch.setattr(device, "profile_start", lambda: seen.append(len(launches)))
+    monkeypatch.setattr(device, "profile_stop", lambda: seen.append(len(launches)))
+    problem = one_head(16, 16, True, "float16")
+    case = counters.Case.of("fa2", problem, passes=passes)
+    with device.using("emulator"):
+        kernels = counter_target.run(case, Inputs(gradient=True))
+        planned = series.plan("fa2-mma", problem, passes=passes)
+    first, last = seen
+    assert launches[first:last] == [kernel.name for kernel in planned.kernels]
+    assert kernels == last - first and first > 0
+
+
 def test_a_call_that_ncu_cannot_run_is_a_row_that_says_so(fake_ncu, monkeypatch):
     fake_ncu(every_metric())
     monkeypatch.setattr(profile, "_emulated", lambda run, inputs: FakeCounts(1))
@@ -219,6 +247,40 @@ def test_counted_numbers_by_our_names():
     assert found["shared wavefronts"] == 8 * (len("sharedload") + len("sharedstore")) + 2
     assert found["sectors from L2"] == 4 * (len("globalload") + len("globalcopy"))
     assert (found["mma instructions"], found["exp instructions"]) == (5, 0)
+
+
+@pytest.mark.parametrize("name", ["fa2-mma-plain", "fa2-mma-padding", "fa2-mma-32-rows"])
+def test_conflicts_and_wavefronts_of_the_recorded_ladder(name):
+    """Counts of a block grow with its column tiles: those at N=4096 follow from two small calls.
+
+    Beside what the emulator counts, the hardware takes a wavefront for each of the instructions
+    without an active lane that the assembler puts before copies: 6 a warp and tile at most.
+    """
+    problem, Tc = fa2_setting(4096, 64, False, "float16"), 64
+    variant = {v.series: v for v in ladder.configurations(problem)}[name]
+    per_block = []
+    for tiles in (1, 2):
+        rows = np.ones((1, 1, 128, 64), np.float16)
+        keys = np.ones((1, 1, 64 * tiles, 64), np.float16)
+        with fa_numba.count_accesses() as counts:
+            fa_numba.attention(rows, keys, keys, algorithm="fa2", **variant.options)
+        per_block.append(profiler.counted(counts))
+    blocks = problem.batch * problem.heads_q * 4096 // 128
+
+    def at_4096(metric):
+        one, two = (numbers[metric] for numbers in per_block)
+        return blocks * (one + (Tc - 1) * (two - one))
+
+    recorded = {
+        row.metric: row.number
+        for row in Store(FIGURES).read("ladder", "nvidia-h200")
+        if (row.series, row.head_dim, row.source) == (name, 64, "measured")
+    }
+    noise = 1e-3 * recorded["wavefronts"]
+    assert abs(recorded["conflicts"] - at_4096("shared conflicts")) < noise
+    warps = variant.options["tiles"].threads // 32
+    above = recorded["wavefronts"] - at_4096("shared wavefronts")
+    assert -noise < above < blocks * warps * (6 * Tc + 40) + noise
 
 
 # --- the table and the figure ----------------------------------------------------------------
