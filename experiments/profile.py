@@ -247,8 +247,9 @@ def draw(rows: Sequence[Row]) -> Any:
         ax.barh(range(len(rows_)), [count or 0 for _, count in numbers], 0.62, color="#9CC5DF")
         marks = [(m, at) for at, (m, _) in enumerate(numbers) if m]
         ax.plot(*zip(*marks, strict=True) if marks else ((), ()), "k|", ms=9, mew=1.6)
-        ax.set_xscale("log")
-        ax.set_xlim(left=100)
+        if any(max(m or 0, count or 0) for m, count in numbers):
+            ax.set_xscale("log")
+            ax.set_xlim(left=100)
         ax.set_title(title, fontsize=10)
         ax.tick_params(axis="x", labelsize=8)
         ax.grid(False, axis="y")

@@ -403,9 +403,6 @@ def _passes(words: Sequence[int]) -> int:
 def wavefronts(pattern: Pattern) -> tuple[int, int]:
     """(wavefronts, conflicts) of shared memory: a warp's access of 4 bytes or fewer is one group,
     of 16 bytes each eight lanes are. A group takes as many passes as its fullest bank has words.
-
-    Loads of 16 bytes, matrices apart: the two groups of a half-warp are one where every lane has
-    the unit of its neighbour, or every lane that of the next but one, and no bank is full.
     """
     what = pattern.what
     size = what.bytes // what.element
@@ -417,25 +414,8 @@ def wavefronts(pattern: Pattern) -> tuple[int, int]:
     if what.bytes <= 4:
         taken = _passes(words(range(LANES)))
         return taken, max(0, taken - 1)
-    total = conflicts = 0
-    for half in (range(16), range(16, 32)):
-        groups = [half[:8], half[8:]]
-        if what.kind == "load" and "matrix" not in pattern.access and _paired(pattern.at, half):
-            merged = _passes(words(half))
-            if merged <= 1:
-                total += merged
-                continue
-        for group in groups:
-            taken = _passes(words(group))
-            total, conflicts = total + taken, conflicts + max(0, taken - 1)
-    return total, conflicts
-
-
-def _paired(at: Sequence[int], lanes: Sequence[int]) -> bool:
-    def same(lane: int, other: int) -> bool:
-        return at[lane] == OUT or at[other] in (OUT, at[lane])
-
-    return any(all(same(lane, lane ^ n) for lane in lanes) for n in (1, 2))
+    taken = [_passes(words(range(lane, lane + 8))) for lane in range(0, LANES, 8)]
+    return sum(taken), sum(max(0, each - 1) for each in taken)
 
 
 def sectors(pattern: Pattern) -> int:
@@ -466,8 +446,13 @@ def _kernel(access: str) -> Kernel:
 
 
 def _arrays(pattern: Pattern) -> list[np.ndarray]:
+    """P, S, X and Y; X starts at a 256-byte address, as what a GPU allocates does."""
     places = [np.array(each, np.uint32) for each in (pattern.at, pattern.of)]
-    X = np.ones((ROWS, PITCH), pattern.what.dtype)
+    what, size = pattern.what, ROWS * PITCH * pattern.what.element
+    room = np.zeros(size + 256, np.uint8)
+    first = -room.ctypes.data % 256
+    X = room[first : first + size].view(what.dtype).reshape(ROWS, PITCH)
+    X[...] = 1
     return [*places, X, np.zeros(LANES, np.float32)]
 
 

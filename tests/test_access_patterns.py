@@ -32,7 +32,9 @@ def test_each_access_is_counted_by_the_rules(access):
             assert (found.wavefronts, found.conflicts) == wavefronts(pattern), pattern.name
         if what.space == "global" or what.kind == "copy":
             found = counts.total(space="global", kind=what.kind, array="X")
-            assert (found.requests, found.sectors) == (1, sectors(pattern)), pattern.name
+            assert found.requests == 1, pattern.name
+            if what.kind != "copy":
+                assert found.sectors == sectors(pattern), pattern.name
 
 
 def test_the_rules_by_hand():

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import test_block_sparse
 import test_ladder
+import test_profile
 import test_training
 from matplotlib.figure import Figure
 from mma_helpers import every_dtype, numpy_dtype
@@ -122,6 +123,8 @@ def synthetic(name, machine="some-gpu"):
             )
     elif name == "ladder":
         rows = test_ladder.synthetic()
+    elif name == "profile":
+        rows = test_profile.synthetic()
     elif name == "loop_cost":
         for step, time in zip(loop_cost.STEPS, (40.0, 20.0, 16.0, 12.0), strict=True):
             common = {"series": step, "note": "query_splits=2" if step == SPLITS else ""}

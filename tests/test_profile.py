@@ -12,7 +12,7 @@ import fa_numba
 from experiments import ladder, profile
 from experiments.lab import counter_target, counters, profiler, series
 from experiments.lab.options import FIGURES, Bench, Options
-from experiments.lab.store import EMULATOR, Store
+from experiments.lab.store import EMULATOR, Row, Store
 from experiments.lab.workloads import Inputs, fa2_setting, one_head
 from fa_numba import device
 
@@ -78,6 +78,21 @@ class FakeCounts:
     def total(self, **fields):
         n = self.scale * (len(fields["space"]) + len(fields["kind"]))
         return SimpleNamespace(requests=n, sectors=4 * n, wavefronts=8 * n, conflicts=n)
+
+
+def synthetic(machine="some-gpu"):
+    """Rows of two kernels, measured and counted; one number of three differs."""
+    rows = []
+    for run in profile.runs(256, 64, False):
+        if (run.series, run.pass_) in (("fa2-mma-plain", "fwd"), ("fa1-simt", "bwd")):
+            for i, metric in enumerate(profiler.COUNTERS):
+                for place, source, value in (
+                    (machine, "measured", 1000 * i + (i % 3 == 2)),
+                    (EMULATOR, "counted", 1000 * i),
+                ):
+                    fields = {"machine": place, "source": source, "unit": "1", "value": value}
+                    rows.append(Row(metric=metric, **fields, **run.fields))
+    return rows
 
 
 # --- names -----------------------------------------------------------------------------------
