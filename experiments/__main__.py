@@ -16,10 +16,12 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"python -m experiments needs {error.name}: pip install -e '.[experiments]'")
 
+from fa_numba import Tiles
+
 from .lab import report, tune
 from .lab.drawing import side_by_side
 from .lab.options import FIGURES, FILTERED, QUICK, REPOSITORY, Options
-from .lab.registry import load, names, needs_torch
+from .lab.registry import load, names, needs_torch, takes_tiles
 from .lab.runner import Runner
 
 MAX_SEQLEN = 1 << 20
@@ -47,6 +49,24 @@ def _sizes(what: str, largest: int) -> Callable[[str], tuple[int, ...]]:
     return parse
 
 
+def _tiles(text: str) -> tuple[tuple[int, int], ...]:
+    """Block sizes such as 64x64,32x128: rows of Q times rows of K and V."""
+    found = []
+    for part in text.split(","):
+        try:
+            Br, Bc = map(int, part.split("x"))
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is no Br x Bc; give tiles separated by commas, such as 64x64,32x128"
+            ) from None
+        try:
+            Tiles(Br, Bc)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        found.append((Br, Bc))
+    return tuple(dict.fromkeys(found))
+
+
 def _count(text: str) -> int:
     (value,) = _sizes("one number", 64)(text)
     return value
@@ -67,8 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     quick, filtered = (folder.relative_to(REPOSITORY) for folder in (QUICK, FILTERED))
     group = choices.add_argument_group("options")
     chosen = (
-        "--seqlens, --head-dims and --causal leave a part of an experiment. Its figure and data go "
-        f"to {filtered} unless --out is given: what is in figures/ comes from complete runs alone."
+        "--seqlens, --head-dims, --causal and --tiles leave a part of an experiment. Its figure "
+        f"and data go to {filtered} unless --out is given: what is in figures/ comes from complete "
+        "runs alone."
     )
     group.add_argument(
         "--quick",
@@ -91,6 +112,12 @@ def _parser() -> argparse.ArgumentParser:
         "--causal",
         choices=CAUSAL,
         help="without the causal mask, with it, or both, instead of the experiment's own",
+    )
+    group.add_argument(
+        "--tiles",
+        type=_tiles,
+        metavar="BRxBC,...",
+        help="block sizes, such as 64x64,32x128, of an experiment that takes them (see list)",
     )
     group.add_argument(
         "--out",
@@ -151,6 +178,7 @@ def _options(args: argparse.Namespace) -> Options:
         seqlens=args.seqlens,
         head_dims=args.head_dims,
         causal=CAUSAL[args.causal] if args.causal else None,
+        tiles=args.tiles,
     )
     usual = FIGURES if options.complete else QUICK if options.quick else FILTERED
     return replace(options, out=args.out or usual)
@@ -200,6 +228,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"no experiment named {', '.join(map(_suggestion, unknown))}; known are: "
             f"{', '.join(names())}"
         )
+    if args.tiles:
+        taking = [name for name in names() if takes_tiles(load(name))]
+        other = [name for name in chosen if name not in taking]
+        if other:
+            parser.error(
+                f"--tiles is nothing that {', '.join(other)} takes, only {', '.join(taking)}"
+            )
     options = _options(args)
     if args.out is None and options.chosen and not options.quick:
         console.print(

@@ -30,7 +30,8 @@ APART = ("algorithms", "scores", "reference", "io_model")
 MODEL_ROOMS = {"io_model", "dtypes", "integers", "problem"}
 KERNEL_ROOMS = ("kernels", "parts", "intrinsics")
 # What experiments take of the library.
-PUBLIC = {"fa_numba", "algorithms", "device", "io_model", "problem", "reference", "tiling", "torch"}
+PUBLIC = {"fa_numba", "algorithms", "device", "emulator", "io_model"}
+PUBLIC |= {"problem", "reference", "tiling", "torch"}
 # The rooms that name numba.cuda; the others take it from device.
 CUDA = {"device", "emulator", "intrinsics"}
 

@@ -24,20 +24,23 @@ class Options:
     """Choices from the command line; None where nothing was chosen.
 
     `seqlens` and `head_dims` are the values to take instead of an experiment's own, `causal` the
-    masks. `quick` shrinks an experiment to seconds. Figures go to the folder `out`, their data to
-    `out`/data.
+    masks, `tiles` the block sizes (Br, Bc) of one that takes them. `quick` shrinks an experiment to
+    seconds. Figures go to the folder `out`, their data to `out`/data.
     """
 
     quick: bool = False
     seqlens: tuple[int, ...] | None = None
     head_dims: tuple[int, ...] | None = None
     causal: tuple[bool, ...] | None = None
+    tiles: tuple[tuple[int, int], ...] | None = None
     out: Path = FIGURES
 
     @property
     def complete(self) -> bool:
         """Whether a run with these options measures everything that an experiment has."""
-        return not self.quick and (self.seqlens, self.head_dims, self.causal) == (None, None, None)
+        return not self.quick and (
+            (self.seqlens, self.head_dims, self.causal, self.tiles) == (None, None, None, None)
+        )
 
     @property
     def chosen(self) -> str:
@@ -48,6 +51,8 @@ class Options:
             if values
         ]
         masks = [MASKS[mask] for mask in self.causal or ()]
+        tiles = [f"{Br}x{Bc}" for Br, Bc in self.tiles or ()]
+        sizes += [f"tiles {', '.join(tiles)}"] if tiles else []
         return "; ".join([*sizes, *([" and ".join(masks)] if masks else [])])
 
     def admits(self, row: Row) -> bool:
@@ -56,6 +61,7 @@ class Options:
             (self.seqlens is None or row.seqlen_q in self.seqlens)
             and (self.head_dims is None or row.head_dim in self.head_dims)
             and (self.causal is None or row.causal in self.causal)
+            and (self.tiles is None or (row.Br, row.Bc) in self.tiles)
         )
 
 

@@ -21,8 +21,10 @@ class Experiment(Protocol):
     is measured on a machine without a CUDA GPU. A module may have more:
 
     `table(rows)`   its table, a `tables.Table`, on the page under the experiment's name
+    `animate(rows, note)`   its figure as an animated GIF, bytes; the note says where rows are from
     TABLES          further tables: name -> function of the rows
     NEEDS_TORCH     True where torch with CUDA is needed to measure
+    TAKES_TILES     True where block sizes of the command line (`Options.tiles`) are taken
     SWEPT           columns of a row that the experiment varies, see `store.Recorder`
     PROTOCOL        a sentence on how it measures, kept with its rows
     """
@@ -31,8 +33,10 @@ class Experiment(Protocol):
     DESCRIPTION: str
     NEEDS_GPU: bool
 
-    def measure(self, options: Options, bench: Bench) -> Iterator[Row]:
-        """The rows, each as soon as it is measured; it is stored at once."""
+    def measure(self, options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+        """The rows, each as soon as it is measured; it is stored at once. Rows that make one whole,
+        such as a trace, come as one sequence.
+        """
 
     def draw(self, rows: Sequence[Row]) -> Any:
         """A matplotlib figure of stored rows, measured now or before; None without rows to draw."""
@@ -50,6 +54,10 @@ def load(name: str) -> Experiment:
 
 def needs_torch(experiment: Experiment) -> bool:
     return bool(getattr(experiment, "NEEDS_TORCH", False))
+
+
+def takes_tiles(experiment: Experiment) -> bool:
+    return bool(getattr(experiment, "TAKES_TILES", False))
 
 
 def swept(experiment: Experiment) -> Sequence[str]:

@@ -66,9 +66,12 @@ def text(name: str, store: Store) -> str:
 
 
 def _source(store: Store, experiment: str) -> list[str]:
-    """Which recording it is: the GPU, or without one the closed forms; date, commit and file."""
+    """Which recording it is: the GPU, or without one what is counted, or the closed forms; date,
+    commit and file.
+    """
     stored = store.machines(experiment)
-    for machine, name in ((MACHINE, MACHINE), (MODEL, "closed forms")):
+    counted = EMULATOR, "Counted on the emulator"
+    for machine, name in ((MACHINE, MACHINE), counted, (MODEL, "closed forms")):
         if machine in stored:
             about = store.provenance(experiment, machine)
             name = (about.get("device") or {}).get("name", name)

@@ -19,7 +19,7 @@ from . import peers, provenance, registry
 from . import tune as sweep
 from .options import FIGURES, Bench, Options
 from .registry import Experiment, load
-from .store import EMULATOR, MODEL, Outcome, Recorder, Row, Store, StoreError
+from .store import EMULATOR, MODEL, Outcome, Recorder, Row, Store, StoreError, write_if_changed
 
 _NOT_GPUS = (EMULATOR, MODEL)
 
@@ -105,7 +105,7 @@ class Runner:
         self,
         name: str,
         swept: Sequence[str],
-        measure: Callable[[Bench], Iterable[Row]],
+        measure: Callable[[Bench], Iterable[Row | Sequence[Row]]],
         complete: bool,
         protocol: Mapping[str, str] | None = None,
     ) -> None:
@@ -128,8 +128,11 @@ class Runner:
                 say=progress.console.print,
             )
             try:
-                for row in measure(bench):
-                    recorder.add(row)
+                for found in measure(bench):
+                    if isinstance(found, Row):
+                        recorder.add(found)
+                    else:
+                        recorder.add_all(found)
             except StoreError:
                 raise  # nothing more can be stored
             except BaseException:
@@ -197,9 +200,14 @@ class Runner:
             self.console.print(f"[yellow]{name}: no data{self._instead(stored)}, no figure[/]")
             return False
         stem = self.options.out / name
-        changed = style.save(figure, stem, footnote(report.drawn_from, report.recorded))
+        note = footnote(report.drawn_from, report.recorded)
+        changed, kinds = bool(style.save(figure, stem, note)), ".svg and .png"
+        film = module.animate(rows, note) if hasattr(module, "animate") else None
+        if film is not None:
+            changed |= write_if_changed(stem.with_suffix(".gif"), film)
+            kinds = ".svg, .png and .gif"
         state = "drawn" if changed else "drawn, same as before"
-        self.console.print(f"  {escape(str(stem))}.svg and .png: {state}", soft_wrap=True)
+        self.console.print(f"  {escape(str(stem))}{kinds}: {state}", soft_wrap=True)
         return True
 
     def _instead(self, stored: Sequence[Row]) -> str:

@@ -269,6 +269,19 @@ class Recorder:
         self.outcomes: dict[str, Outcome] = {}
 
     def add(self, row: Row) -> None:
+        """Store a row as soon as it is measured."""
+        self._take(row)
+        self._write(row.machine)
+
+    def add_all(self, rows: Sequence[Row]) -> None:
+        """Store rows that make one whole: older rows of the same series, source and problem go."""
+        for row in rows:
+            self._take(row)
+        for machine in dict.fromkeys(row.machine for row in rows):
+            self._drop_redone(machine, self._whole_of)
+            self._write(machine)
+
+    def _take(self, row: Row) -> None:
         machine = row.machine
         if machine not in self._rows:
             stored = self.store.read(self.experiment, machine)
@@ -289,7 +302,6 @@ class Recorder:
         outcome = self.outcomes[machine]
         outcome.measured += 1
         outcome.failed += row.failed
-        self._write(machine)
 
     def finish(self, *, complete: bool) -> dict[str, Outcome]:
         """End the run: drop older rows as the class says. Gives each machine's outcome."""
@@ -307,11 +319,16 @@ class Recorder:
         return (*row.key, row.place) if self._placed else row.key
 
     def _setting_of(self, row: Row) -> tuple[Any, ...]:
-        setting = tuple(getattr(row, name) for name in self._setting)
+        setting = self._whole_of(row)
         return (*setting, row.place) if self._placed else setting
+
+    def _whole_of(self, row: Row) -> tuple[Any, ...]:
+        return tuple(getattr(row, name) for name in self._setting)
 
     def _drop(self, machine: str, stale: Callable[[Row], bool]) -> None:
         rows, fresh = self._rows[machine], self._fresh[machine]
+        if len(rows) == len(fresh):
+            return
         for key in [key for key, old in rows.items() if key not in fresh and stale(old)]:
             del rows[key]
 

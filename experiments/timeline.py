@@ -1,0 +1,295 @@
+"""What both orders move between global memory and the chip, tile by tile, as time goes down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import fa_numba
+from fa_numba import device, emulator, io_model
+from fa_numba.problem import Problem
+
+from .lab import tables
+from .lab.moves import IN_REGISTERS, Move, Trace, notes, size, traces
+from .lab.options import Bench, Options
+from .lab.series import LABELS, call, plan, row_fields
+from .lab.store import EMULATOR, MODEL, Row
+from .lab.tables import Table
+from .lab.timing import attempt
+from .lab.workloads import Inputs, one_head
+
+NAME = "timeline"
+TITLE = "which tile is where: both orders, access by access"
+DESCRIPTION = (
+    "FA-1 and FA-2 side by side, one head, forward, fp32, time going down: which tile of Q, K, V, "
+    "O, l and m is on the chip, which moves between global memory and the block, where O is read "
+    "and written again; traced on the emulator, for any length, head dimension and --tiles."
+)
+NEEDS_GPU = False
+TAKES_TILES = True
+SWEPT = ("Br", "Bc", "note")
+
+SERIES = ("fa1-simt", "fa2-simt")
+SEQLEN, HEAD_DIM, TILES = 256, 64, (64, 64)
+QUICK_SEQLEN, QUICK_HEAD_DIM, QUICK_TILES = 64, 16, (16, 16)
+# More tiles of S are too fine to see.
+MOST_TILES = 1024
+
+
+def measure(options: Options, bench: Bench) -> Iterator[list[Row]]:
+    """A row for each access of both orders, and the closed form of each array beside them."""
+    quick = options.quick
+    lengths = options.seqlens or (QUICK_SEQLEN if quick else SEQLEN,)
+    head_dims = options.head_dims or (QUICK_HEAD_DIM if quick else HEAD_DIM,)
+    sizes = options.tiles or (QUICK_TILES if quick else TILES,)
+    work = [
+        (series, one_head(N, d, mask), fa_numba.Tiles(*size))
+        for d in head_dims
+        for N in lengths
+        for mask in options.causal or (False,)
+        for size in sizes
+        for series in SERIES
+    ]
+    inputs = Inputs()
+    for series, problem, tiles in bench.track(work, "tracing on the emulator"):
+        yield _rows(series, problem, tiles, inputs, bench)
+
+
+def _rows(
+    series: str, problem: Problem, tiles: fa_numba.Tiles, inputs: Inputs, bench: Bench
+) -> list[Row]:
+    """One call as rows, or one that says why there is none."""
+    common: dict[str, Any] = {"experiment": NAME, "series": series, "Br": tiles.Br, "Bc": tiles.Bc}
+    common |= row_fields(problem)
+    traced, failure = attempt(_trace, series, problem, tiles, inputs)
+    counted: dict[str, Any] = {"machine": EMULATOR, "source": "counted"}
+    counted |= {"metric": "traffic", "unit": "bytes"}
+    if traced is None:
+        bench.say(f"  {LABELS[series]}: {failure}")
+        return [Row(value=None, note=failure, **counted, **common)]
+    moves, closed = traced
+    found = [Row(value=moved, note=note, **counted, **common) for note, moved in moves]
+    for metric, arrays in (("loads", closed.loads), ("stores", closed.stores)):
+        model: dict[str, Any] = {"machine": MODEL, "source": "model"}
+        model |= {"metric": metric, "unit": "elements"}
+        found += [Row(value=n, note=name, **model, **common) for name, n in arrays.items()]
+    return found
+
+
+def _trace(
+    series: str, problem: Problem, tiles: fa_numba.Tiles, inputs: Inputs
+) -> tuple[list[tuple[str, int]], io_model.Accesses]:
+    """What a call moves, and the closed form of it.
+
+    Raises ValueError for tiles that no kernel has, or that are too many to draw.
+    """
+    rows, columns = (-(-problem.seqlen_q // block) for block in (tiles.Br, tiles.Bc))
+    if rows * columns > MOST_TILES:
+        raise ValueError(
+            f"tiles {tiles.Br}x{tiles.Bc} at N={problem.seqlen_q} make {rows} x {columns} tiles of "
+            f"S: allowed are {MOST_TILES}, so choose larger --tiles or a shorter N"
+        )
+    with device.using("emulator"):
+        planned = plan(series, problem, tiles=tiles)
+        with emulator.trace() as accesses:
+            call(series, problem, *inputs(problem), tiles=tiles)()
+    return list(notes(accesses)), planned.accesses
+
+
+# Lanes of the figure: the arrays of a group share its lanes, a lane a tile.
+GROUPS = (("Q",), ("K",), ("V",), ("O",), ("l", "m", "L"))
+BLOCKS = {
+    "fa1": "One thread block takes the whole head, one j after the other.",
+    "fa2": "Each row tile i is a thread block: on a GPU they run side by side.",
+}
+READING = "One head, forward, fp32, CUDA cores. Time goes down: a move is as high as it has bytes."
+# What moves has the strong colours, what sits on the chip the light ones.
+INPUT, AGAIN, WRITTEN = "#4A5A6A", "#E69F00", "#D55E00"
+SHARED, REGISTERS, LANE = "#C3CCD5", "#F8E0BC", "#F4F4F4"
+LEGEND = {
+    INPUT: "load Q, K, V",
+    AGAIN: "load O, l, m again",
+    WRITTEN: "store O, l, m or L",
+    SHARED: "in shared memory",
+    REGISTERS: "in registers",
+}
+QUIET = "#555555"
+GAP, MARGIN = 0.3, 0.08  # between groups and beside them, in widths of a group
+WIDE = 0.86  # of a lane
+FEW = 8  # tiles: each has its number
+MANY = 2000  # rectangles: pixels, in an SVG too
+KB = 1e3
+
+
+def colour(move: Move) -> str:
+    """Stores, loads of what the kernel has stored before, and loads of its inputs."""
+    return WRITTEN if move.kind == "store" else AGAIN if move.array in IN_REGISTERS else INPUT
+
+
+def _pairs(rows: Sequence[Row]) -> list[dict[str, Trace]]:
+    """Of each problem the traces of both orders, as far as they are there."""
+    problems: dict[tuple, dict[str, Trace]] = {}
+    for trace in traces(rows):
+        problems.setdefault(trace.problem, {})[trace.series] = trace
+    return list(problems.values())
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """Both orders side by side, the clock going down; a row of panels for each problem."""
+    from matplotlib.patches import Patch
+
+    from .lab import style
+
+    pairs = _pairs(rows)
+    if not pairs:
+        return None
+    figure, axes = style.new(len(pairs), 2, 0.7 + 6.8 * len(pairs))
+    for pair, panels in zip(pairs, axes, strict=True):
+        longest = max(trace.bytes for trace in pair.values()) / KB
+        for series, ax in zip(SERIES, panels, strict=True):
+            if series in pair:
+                _panel(ax, pair[series], longest, style.COLOURS[series])
+            else:
+                style.empty(ax, f"{LABELS[series]}: not traced")
+    handles = [Patch(color=shade, label=label) for shade, label in LEGEND.items()]
+    figure.legend(
+        handles=handles,
+        title=READING,
+        title_fontsize=9.5,
+        loc="outside upper center",
+        ncols=5,
+        handlelength=1.4,
+    )
+    return figure
+
+
+def _panel(ax: Any, trace: Trace, longest: float, title_colour: str) -> None:
+    """One order: the lanes of its arrays' tiles from left to right, the clock downwards.
+
+    `longest` is the clock of the longer order's end in kB, which both panels go to.
+    """
+    ax.grid(False)
+    ax.spines[["bottom", "left"]].set_visible(False)
+    ax.set_xticks([])
+    ax.set_yticks([])
+    end, line = trace.bytes / KB, longest / 32  # the height of a line of text
+    boxes: list[tuple[Any, str]] = []
+
+    def box(array: str, tile: int, start: float, stop: float, shade: str) -> None:
+        n, at = trace.tiles(array), next(x for x, names in enumerate(GROUPS) if array in names)
+        left, right = (at * (1 + GAP) + (tile + 0.5 + side * WIDE / 2) / n for side in (-1, 1))
+        corners = [(left, start), (right, start), (right, stop), (left, stop)]
+        boxes.append((corners, shade))
+
+    for at, arrays in enumerate(GROUPS):
+        moves = [move for move in trace.moves if move.array in arrays]
+        moved = list(dict.fromkeys(move.array for move in moves))
+        x, n = at * (1 + GAP), trace.tiles(arrays[0])
+        for t in range(n):
+            box(arrays[0], t, 0, end, LANE)
+        middle = x + 0.5
+        name = "l, m, L" if moved == ["L"] else ", ".join(moved or arrays)
+        ax.text(middle, -2.2 * line, name, ha="center", size=13, weight="bold")
+        ax.text(middle, -1.3 * line, trace.lines(moves), ha="center", size=8.5, color=QUIET)
+        for t in range(n) if n <= FEW else (0, n - 1):
+            ax.text(x + (t + 0.5) / n, -0.4 * line, str(t), ha="center", size=8.5, color=QUIET)
+        for row, kind in enumerate(("load", "store")):
+            ours = [move for move in moves if move.kind == kind]
+            if ours:
+                text = size(sum(move.bytes for move in ours))
+                look: dict[str, Any] = {"ha": "center", "color": colour(ours[0]), "weight": "bold"}
+                ax.text(middle, end + (1.2 + 0.85 * row) * line, text, size=9.5, **look)
+    _add(ax, boxes, 1)
+    boxes.clear()
+    for held in trace.held:
+        shade = REGISTERS if held.array in IN_REGISTERS else SHARED
+        box(held.array, held.tile, held.start / KB, held.stop / KB, shade)
+    thin = longest / 250  # what a move too small to see is drawn as
+    for move in trace.moves:
+        start = min(move.start / KB, move.stop / KB - thin)
+        box(move.array, trace.tile(move), start, move.stop / KB, colour(move))
+    _add(ax, boxes, 3)
+    width = len(GROUPS) * (1 + GAP) - GAP
+    _outer_loop(ax, trace, width)
+    fate = ax.text(0, end + 2.8 * line, _fate_of_o(trace), size=9.5, color=QUIET, va="top")
+    fate.set_in_layout(False)
+    ax.text(-1.5 * MARGIN, -0.4 * line, "time ↓", ha="right", size=8.5, color=QUIET)
+    ax.set_xlim(-MARGIN, width + MARGIN)
+    ax.set_ylim(longest + 4.8 * line, -3 * line)
+    masked = ", causal" if trace.causal else ""
+    setting = f"N={trace.seqlen}, d={trace.head_dim}, $B_r$={trace.Br}, $B_c$={trace.Bc}{masked}"
+    title = f"{LABELS[trace.series]}: {size(trace.bytes)}"
+    ax.set_title(title, color=title_colour, weight="bold", size=13, pad=16)
+    ax.text(0.5, 1.01, setting, ha="center", size=9, color=QUIET, transform=ax.transAxes)
+
+
+def _add(ax: Any, boxes: Sequence[tuple[Any, str]], order: int) -> None:
+    from matplotlib.collections import PolyCollection
+
+    corners, shades = zip(*boxes, strict=True)
+    drawn = PolyCollection(corners, facecolors=shades, linewidths=0, zorder=order)
+    drawn.set_rasterized(len(boxes) > MANY)
+    ax.add_collection(drawn)
+
+
+def _outer_loop(ax: Any, trace: Trace, width: float) -> None:
+    """The index of the outer loop, and a line where it goes on."""
+    array, index = ("K", "j") if trace.algorithm == "fa1" else ("Q", "i")
+    turns = [(m.start / KB, trace.tile(m)) for m in trace.select((array,), "load")]
+    ends = [*(start for start, _ in turns[1:]), trace.bytes / KB]
+    for n, ((start, tile), end) in enumerate(zip(turns, ends, strict=False)):
+        if n:
+            ax.plot([-MARGIN, width + MARGIN], [start] * 2, color=QUIET, lw=0.6, zorder=2)
+        if n % -(-len(turns) // FEW) == 0:
+            ax.text(
+                -1.5 * MARGIN, (start + end) / 2, f"${index}$ = {tile}", ha="right", va="center"
+            )
+
+
+def _fate_of_o(trace: Trace) -> str:
+    """In words what the colours say, and what a block is."""
+    read, written = (len(trace.select(("O",), kind)) for kind in ("load", "store"))
+    fate = f"read {read} times and written {written} times" if read else f"written {written} times"
+    return f"Tiles of O are {fate}{'' if read else ', and never read'}.\n{BLOCKS[trace.algorithm]}"
+
+
+def animate(rows: Sequence[Row], note: str) -> bytes | None:
+    """The same as an animated GIF: S in the middle, the tiles of the matrices around it."""
+    from .lab import film, style
+
+    pairs = _pairs(rows)
+    if not pairs:
+        return None
+    series = {name: style.COLOURS[name] for name in SERIES}
+    palette = film.Palette(colour, SHARED, REGISTERS, series, LEGEND)
+    return film.gif([[*pair.values()] for pair in pairs], palette, note)
+
+
+def table(rows: Sequence[Row]) -> Table | None:
+    """Of each array how many tiles moved, and the bytes beside the closed form's."""
+    closed: dict[tuple, int] = {}
+    for row in rows:
+        if row.source == "model" and not row.failed:
+            key = row.head_dim, row.seqlen_q, row.causal, row.Br, row.Bc, row.series, row.note
+            moved = int(row.number) * io_model.ELEMENT_BYTES
+            closed[key] = closed.get(key, 0) + moved
+    lines = []
+    for trace in traces(rows):
+        for array in (array for arrays in GROUPS for array in arrays):
+            loads, stores = (trace.select((array,), kind) for kind in ("load", "store"))
+            if not loads and not stores:
+                continue
+            moved = sum(move.bytes for move in (*loads, *stores))
+            form = tables.number(closed, (*trace.problem, trace.series, array), "")
+            cells = [array, str(len(loads)), str(len(stores)), str(moved), form]
+            lines.append([LABELS[trace.series], *_setting(trace), *cells])
+    if not lines:
+        return None
+    header = ["algorithm", "N", "d", "tiles", "array", "tiles loaded", "tiles stored"]
+    header += ["bytes, traced", "bytes, closed form"]
+    return Table("One head, forward, fp32.", tables.markdown(header, lines))
+
+
+def _setting(trace: Trace) -> list[str]:
+    masked = ", causal" if trace.causal else ""
+    return [str(trace.seqlen), str(trace.head_dim), f"{trace.Br} x {trace.Bc}{masked}"]

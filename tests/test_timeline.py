@@ -1,0 +1,353 @@
+"""The timeline: a trace as rows, what follows from it, the figure and its animation."""
+
+import io
+import re
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from experiments import __main__ as command
+from experiments import timeline
+from experiments.lab import film, moves, registry, runner, style
+from experiments.lab.options import FIGURES, Bench, Options
+from experiments.lab.series import row_fields
+from experiments.lab.store import EMULATOR, MODEL, Recorder, Row, Store
+from experiments.lab.workloads import one_head
+from fa_numba import Tiles, algorithms, emulator, io_model
+
+# N, d, Br, Bc, causal: ragged ends, one tile, more rows or more columns in a tile.
+SHAPES = [
+    (16, 4, 8, 8, False),
+    (19, 5, 8, 8, True),
+    (23, 3, 4, 16, True),
+    (23, 8, 16, 8, False),
+    (7, 4, 8, 8, True),
+]
+
+
+def recorded():
+    return Store(FIGURES).read("timeline", EMULATOR)
+
+
+def options(N, d, Br, Bc, causal):
+    return Options(seqlens=(N,), head_dims=(d,), tiles=((Br, Bc),), causal=(causal,))
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=str)
+def traced(request):
+    """The rows of both orders at a shape, and the traces in them."""
+    rows = [row for part in timeline.measure(options(*request.param), Bench()) for row in part]
+    assert not [row.note for row in rows if row.failed]
+    return request.param, rows, moves.traces(rows)
+
+
+def test_the_trace_moves_what_the_model_says(traced):
+    """Elements of every array, loaded and stored; and rows of the closed form beside them."""
+    (N, d, Br, Bc, causal), rows, traces = traced
+    assert [trace.series for trace in traces] == list(timeline.SERIES)
+    for trace, form in zip(traces, (io_model.fa1, io_model.fa2), strict=True):
+        model = form(one_head(N, d, causal), Tiles(Br, Bc))
+        assert trace.problem == (d, N, causal, Br, Bc) and trace.bytes == model.bytes
+        for kind, metric in (("load", "loads"), ("store", "stores")):
+            want = getattr(model, metric)
+            moved = {name: trace.select((name,), kind) for name in "QKVOlmL"}
+            got = {name: sum(m.bytes for m in ms) // 4 for name, ms in moved.items() if ms}
+            assert got == want
+            stored = {
+                r.note: r.value for r in rows if (r.series, r.metric) == (trace.series, metric)
+            }
+            assert stored == want
+
+
+def test_a_move_is_a_tile(traced):
+    """Whole rows of one tile, the last one as far as the sequence goes; one after the other."""
+    (N, d, Br, Bc, _), _, traces = traced
+    for trace in traces:
+        clock = 0
+        for move in trace.moves:
+            block, width = (Bc, d) if move.array in "KV" else (Br, 1 if move.array in "lmL" else d)
+            assert move.first % block == 0 and move.end == min(N, move.first + block)
+            assert move.bytes == 4 * (move.end - move.first) * width
+            assert move.start == clock
+            clock = move.stop
+
+
+def test_every_comment_names_the_line_of_the_paper(traced):
+    for trace in traced[2]:
+        known = moves.LINES[trace.algorithm]
+        for move in trace.moves:
+            numbers = {int(n) for n in re.findall(r"\d+", move.line)}
+            assert known[move.array, move.kind] in numbers, move
+            assert trace.lines([move]) == f"line {known[move.array, move.kind]}"
+
+
+def test_tiles_of_scores_are_computed_in_the_algorithms_order(traced):
+    """FA-1's as its loops go; a block of FA-2 has a row tile, and the last one comes first."""
+    (N, d, Br, Bc, causal), _, (fa1, fa2) = traced
+    q, k, v = np.random.default_rng(0).standard_normal((3, N, d))
+    for trace, run in ((fa1, algorithms.fa1_forward), (fa2, algorithms.fa2_forward)):
+        steps = []
+        run(q, k, v, Br=Br, Bc=Bc, causal=causal, watch=lambda s, to=steps: to.append((s.i, s.j)))
+        if trace is fa2:
+            steps.sort(key=lambda ij: (-ij[0], ij[1]))
+        assert [(visit.i, visit.j) for visit in trace.visits] == steps
+
+
+def test_a_visit_has_its_tiles_on_the_chip(traced):
+    """From its start; the next Q may already come then, as S takes no time on this clock."""
+    for trace in traced[2]:
+        ends = {visit.stop for visit in trace.visits}
+        assert len(ends) == len(trace.visits)
+        for visit in trace.visits:
+            there = {(h.array, h.tile) for h in trace.held if h.start <= visit.start < h.stop}
+            there |= {("Q", h.tile) for h in trace.held if (h.array, h.stop) == ("Q", visit.start)}
+            here = {("Q", visit.i), ("K", visit.j), ("V", visit.j), ("O", visit.i)}
+            assert here <= there and visit.start < visit.stop
+
+
+def test_the_chip_holds_one_tile_of_an_array(traced):
+    for trace in traced[2]:
+        for array in "QKVO":
+            held = sorted((h.start, h.stop) for h in trace.held if h.array == array)
+            assert all(stop <= start for (_, stop), (start, _) in zip(held, held[1:], strict=False))
+        # What has been loaded or stored has been held meanwhile.
+        for move in trace.moves:
+            span = [h for h in trace.held if (h.array, h.tile) == (move.array, trace.tile(move))]
+            assert any(h.start <= move.start and move.stop <= h.stop for h in span), move
+
+
+def boxes(ax):
+    """The rectangles of the panel by their colour: how high each is, in kB."""
+    found = {}
+    for drawn in ax.collections:
+        for path, shade in zip(drawn.get_paths(), drawn.get_facecolors(), strict=True):
+            y = path.vertices[:, 1]
+            found.setdefault(style.matplotlib.colors.to_hex(shade).upper(), []).append(
+                y.max() - y.min()
+            )
+    return found
+
+
+def test_the_figure_has_a_box_for_every_move_as_high_as_its_bytes(traced):
+    _, rows, traces = traced
+    figure = timeline.draw(rows)
+    for trace, ax in zip(traces, figure.axes, strict=True):
+        drawn = boxes(ax)
+        thin = max(t.bytes for t in traces) / 250 / 1e3
+        for shade in (timeline.INPUT, timeline.AGAIN, timeline.WRITTEN):
+            want = [max(m.bytes / 1e3, thin) for m in trace.moves if timeline.colour(m) == shade]
+            np.testing.assert_allclose(drawn.get(shade, []), want)
+        assert len(drawn[timeline.SHARED]) == sum(h.array in "QKV" for h in trace.held)
+        said = " ".join(text.get_text() for text in ax.texts)
+        stored = len(trace.select(("O",), "store"))
+        assert f"written {stored} times" in said
+        assert ("never read" in said) == (not trace.select(("O",), "load"))
+        assert moves.size(trace.bytes) in ax.get_title()
+
+
+def test_fa1_is_shown_to_read_o_again_and_fa2_is_not():
+    """Three column tiles: two of three passes read O, all three write it; FA-2 writes it once."""
+    rows = [r for part in timeline.measure(options(24, 4, 8, 8, False), Bench()) for r in part]
+    left, right = timeline.draw(rows).axes
+    assert "read 6 times and written 9 times" in " ".join(text.get_text() for text in left.texts)
+    assert "written 3 times, and never read" in " ".join(text.get_text() for text in right.texts)
+    assert timeline.AGAIN in boxes(left) and timeline.AGAIN not in boxes(right)
+
+
+# --- the animation -----------------------------------------------------------------------------
+
+
+STRONG = {timeline.INPUT, timeline.AGAIN, timeline.WRITTEN}
+ON_CHIP = {timeline.SHARED, timeline.REGISTERS}
+
+
+def frames(data):
+    """Of every frame the colours in the matrices, above the captions, and how long it lasts."""
+    image = Image.open(io.BytesIO(data))
+    found = []
+    for n in range(image.n_frames):
+        image.seek(n)
+        matrices = image.crop((0, 110, image.width, 530)).convert("RGB")
+        colours = {"#" + bytes(rgb).hex().upper() for _, rgb in matrices.getcolors(1 << 16)}
+        found.append((colours, image.info["duration"]))
+    return found
+
+
+def test_the_animation_shows_every_move(traced):
+    _, rows, traces = traced
+    shown = frames(timeline.animate(rows, "from a test"))
+    assert len(shown) == len(film.ticks(traces)) + 2
+    # The first and last frames stand still for longer, and every other one shows a move.
+    for colours, lasts in (shown[0], shown[-1]):
+        assert not colours & (STRONG | ON_CHIP) and lasts >= film.START
+    assert all(colours & STRONG for colours, _ in shown[1:-1])
+    seen = set().union(*(colours for colours, _ in shown))
+    moved = {timeline.colour(move) for trace in traces for move in trace.moves}
+    assert seen & STRONG == moved and ON_CHIP <= seen
+
+
+def test_the_animation_on_show_is_of_the_recording():
+    data, kept = timeline.animate(recorded(), ""), (FIGURES / "timeline.gif").read_bytes()
+    assert data == timeline.animate(recorded(), "")
+    assert [lasts for _, lasts in frames(data)] == [lasts for _, lasts in frames(kept)]
+    assert len(kept) < 1_000_000
+
+
+def test_no_move_falls_between_two_frames(traced):
+    """However few frames there may be, every event starts between one and the next."""
+    traces = traced[2]
+    starts = {event.start for trace in traces for event in film.events(trace)}
+    for most in (240, 5, 1):
+        clocks = film.ticks(traces, most)
+        assert len(clocks) <= most and clocks == sorted(set(clocks))
+        assert clocks[-1] == max(starts) and set(clocks) <= starts
+
+
+def test_of_the_default_shape_a_frame_has_one_tile_of_each_order():
+    rows = Store(FIGURES).read("timeline", EMULATOR)
+    traces = moves.traces(rows)
+    clocks = [-1, *film.ticks(traces)]
+    for trace in traces:
+        begun = [event.start for event in film.events(trace)]
+        for before, clock in zip(clocks, clocks[1:], strict=False):
+            assert sum(before < start <= clock for start in begun) <= 1
+
+
+def test_several_problems_are_shown_one_after_the_other():
+    parts = [options(16, 4, 8, 8, False), options(16, 4, 8, 8, True)]
+    rows = [[r for rs in timeline.measure(part, Bench()) for r in rs] for part in parts]
+    counts = [len(frames(timeline.animate(each, ""))) for each in rows]
+    both = rows[0] + rows[1]
+    assert len(timeline.draw(both).axes) == 4
+    assert len(frames(timeline.animate(both, ""))) == sum(counts)
+
+
+def test_a_part_of_a_trace_can_be_shown():
+    rows = recorded()
+    for part in (rows[:1], rows[-1:], [r for r in rows if r.series == "fa2-simt"]):
+        assert timeline.draw(part).axes and timeline.animate(part, "")
+    for part in ([], [r for r in rows if r.source == "model"]):
+        assert timeline.draw(part) is timeline.animate(part, "") is timeline.table(part) is None
+
+
+# --- what is stored -------------------------------------------------------------------------------
+
+
+def test_what_is_recorded_is_both_orders_in_full():
+    """The traced bytes of each array are the closed form's, and the file on show is small."""
+    store = Store(FIGURES)
+    rows = [row for machine in (EMULATOR, MODEL) for row in store.read("timeline", machine)]
+    lines = timeline.table(rows).body.splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert {row[0] for row in cells} == {timeline.LABELS[series] for series in timeline.SERIES}
+    assert all(row[-2] == row[-1] for row in cells)
+    of_o = {row[0]: row[5:7] for row in cells if row[4] == "O"}
+    assert list(of_o.values()) == [["12", "16"], ["0", "4"]]
+
+
+def test_rows_that_are_no_moves_are_refused():
+    (row,) = recorded()[:1]
+    broken = Row(**{**row_fields(one_head(8, 4)), **vars(row), "note": "00000 load K; block 0; x"})
+    with pytest.raises(ValueError, match="note is '00000 load K; block 0; x'"):
+        moves.traces([broken])
+
+
+def test_a_trace_replaces_the_older_one(tmp_path):
+    """A shorter trace of the same call leaves nothing of the longer one; another call's stays."""
+    store = Store(tmp_path)
+
+    def record(rows):
+        recorder = Recorder(store, "timeline", lambda machine: {}, timeline.SWEPT)
+        recorder.add_all(rows)
+        recorder.finish(complete=False)
+
+    rows = [row for row in recorded() if row.series == "fa1-simt"]
+    other = [row for row in recorded() if row.series == "fa2-simt"]
+    record(rows)
+    record(other)
+    record(rows[:7])
+    assert len(store.read("timeline", EMULATOR)) == len(other) + 7
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["timeline", "--tiles", "64"], "'64' is no Br x Bc; give tiles"),
+        (["timeline", "--tiles", "64x64x64"], "'64x64x64' is no Br x Bc"),
+        (["timeline", "--tiles", "64x"], "'64x' is no Br x Bc"),
+        (["timeline", "--tiles", "64x60"], "Bc is 60: allowed is a positive multiple of 8"),
+        (["timeline", "--tiles", "0x8"], "Br is 0: allowed is a positive multiple of 4"),
+        (["timeline", "speed", "--tiles", "64x64"], "--tiles is nothing that speed takes, only"),
+    ],
+)
+def test_bad_tiles_are_refused_before_anything_runs(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr(command, "Runner", lambda *_: pytest.fail("something was run"))
+    with pytest.raises(SystemExit) as exit_:
+        command.main(["run", *arguments])
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (
+            (4096, 64, 64, 64, False),
+            "tiles 64x64 at N=4096 make 64 x 64 tiles of S: allowed are 1024",
+        ),
+        ((64, 256, 256, 256, False), "needs 1064960 bytes of shared memory, the device has"),
+    ],
+)
+def test_a_shape_that_cannot_be_shown_is_said(shape, message, monkeypatch):
+    monkeypatch.setattr(timeline, "call", lambda *_, **__: pytest.fail("something was run"))
+    said = []
+    (first,), (second,) = timeline.measure(options(*shape), Bench(say=said.append))
+    assert first.failed and second.failed and len(said) == 2
+    assert message in first.note and all(message in line for line in said)
+    assert timeline.draw([first, second]) is None
+
+
+def test_a_shape_of_the_readers_own(tmp_path, monkeypatch):
+    """Figure, animation and data of one command; drawn again, they are the same."""
+    monkeypatch.setattr(runner, "FIGURES", tmp_path / "none")
+    wanted = ["timeline", "--seqlens", "20", "--tiles", "8x8", "--out", str(tmp_path)]
+    assert command.main(["run", *wanted, "--head-dims", "4"]) == 0
+    made = {path.name: path.read_bytes() for path in tmp_path.glob("timeline.*")}
+    assert set(made) == {"timeline.svg", "timeline.png", "timeline.gif"}
+    assert command.main(["draw", *wanted]) == 0
+    assert made == {path.name: path.read_bytes() for path in tmp_path.glob("timeline.*")}
+    assert {(r.seqlen_q, r.Br, r.Bc) for r in Store(tmp_path).read("timeline", MODEL)} == {
+        (20, 8, 8)
+    }
+
+
+def test_tiles_make_a_part_of_an_experiment():
+    chosen = Options(tiles=((64, 64), (32, 128)))
+    assert not chosen.complete and chosen.chosen == "tiles 64x64, 32x128"
+    rows = recorded()
+    assert all(chosen.admits(row) for row in rows)
+    assert not any(Options(tiles=((32, 128),)).admits(row) for row in rows)
+    taking = [name for name in registry.names() if registry.takes_tiles(registry.load(name))]
+    assert taking == ["timeline"]
+
+
+def test_the_emulator_is_what_is_traced(monkeypatch):
+    """Also where there is a GPU: the call runs on the emulator, inside a trace."""
+    ran = []
+
+    def call(series, problem, *arrays, **given):
+        def run():
+            assert not timeline.device.on_gpu()
+            ran.append(series)
+
+        return run
+
+    monkeypatch.setattr(timeline, "call", call)
+    rows = [r for part in timeline.measure(options(16, 4, 8, 8, False), Bench()) for r in part]
+    assert ran == list(timeline.SERIES)
+    assert {row.source for row in rows} == {"model"}  # nothing was accessed
+    assert hasattr(emulator, "TileAccess")
