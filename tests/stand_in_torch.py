@@ -137,6 +137,7 @@ class Function:
     def apply(cls, *inputs):
         wants = tuple(isinstance(x, Tensor) and x.requires_grad for x in inputs)
         context = Context(needs_input_grad=wants, marked=(), materialize=True)
+        _torch().applied += 1
         with _torch().set_grad_enabled(False):
             made = cls.forward(context, *inputs)
         assert not context.materialize  # zeros for a gradient that is None are not made here
@@ -151,7 +152,8 @@ class Torch(ModuleType):
     """torch, as ``sys.modules`` would have it.
 
     ``current`` has the current streams by GPU, ``gpu`` a ``stand_in_device.Gpu`` that tells which
-    GPU is the current one. ``drawn`` are the seeds that ``randint`` gives, from the first on.
+    GPU is the current one. ``drawn`` are the seeds that ``randint`` gives, from the first on;
+    ``applied`` counts calls of a ``Function``, which keep what a backward pass needs.
     """
 
     Tensor, strided = Tensor, "strided"
@@ -159,7 +161,12 @@ class Torch(ModuleType):
     def __init__(self, gpu=None):
         super().__init__("torch")
         self.gpu, self.current, self.grad, self.made = gpu, {0: 5}, True, 0
-        self.entered, self.deterministic, self.drawn = [], False, iter(range(11, 99))
+        self.applied, self.entered, self.deterministic, self.drawn = (
+            0,
+            [],
+            False,
+            iter(range(11, 99)),
+        )
         vars(self).update(DTYPES)
         self.nn = SimpleNamespace(Parameter=Parameter)
         self.cuda = SimpleNamespace(

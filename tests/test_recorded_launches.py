@@ -262,6 +262,38 @@ def test_a_kept_call_asks_what_a_first_one_does(gpu, torch, kept, plain, library
     assert refused == want
 
 
+def test_seeds_and_offsets_are_no_part_of_a_kept_call(gpu, kept):
+    """Words of each call's own: all of the seed's 64 bits and the offset's 32."""
+    call = call_of("q", "k", "v", dropout_p=0.5)
+    cases = [{}, {"seed": 3}, {"offset": 3}, {"seed": 2**63 + 2**31}, {"seed": 2**64 - 1},
+             {"offset": 2**32 - 1}, {"seed": 1, "offset": 2}]  # fmt: skip
+    for options in cases:
+        asked(gpu, call.having(**options), call.made("interface"))
+        given, (low, high, offset) = gpu.given[-1], (0, 0, 0)
+        if "seed" in options:
+            low, high = (int(x) for x in np.array([options["seed"]], "<u8").view("<i4"))
+        if "offset" in options:
+            offset = int(np.array([options["offset"]], "<u4").view("<i4")[0])
+        assert (given["seed_low"], given["seed_high"], given["offset"]) == (low, high, offset)
+    assert len(kept) == 1
+
+
+def test_what_is_read_on_the_host_is_read_in_every_call(gpu, kept):
+    """Lengths and block masks in arrays, or nested in tuples, which show no types."""
+    call, tiles = call_of("q", "k", "v"), {"tiles": Tiles(16, 16)}
+    for lengths in (np.zeros(2, np.int32), on_gpu(np.zeros(2, np.int32))):
+        for values in ([9, 4], [2, 7], [2, 8]):
+            (lengths if isinstance(lengths, np.ndarray) else lengths.values)[:] = values
+            asked(gpu, call.having(kv_lens=lengths), call.made("interface"))
+            assert gpu.given[-1]["kv_lens"].tolist() == values
+    for mask in (((True,),), np.array([[False]]), ((False,),), np.array([[True]])):
+        asked(gpu, call.having(block_mask=mask, **tiles), call.made("interface"))
+        assert (gpu.given[-1]["block_mask"] == np.array(mask)).all()
+    assert not kept
+    wrong = call.having(block_mask=((1,),), **tiles)
+    assert asked(gpu, wrong, call.made("interface"))[:1] == (TypeError,)
+
+
 # --- addresses and layouts -------------------------------------------------------------------
 
 MIXED = {"q": "heads last", "k": "far rows", "v": "every second element", "out": "last row first",

@@ -3,7 +3,7 @@
 import math
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -629,47 +629,57 @@ def test_a_mask_of_numbers_is_differentiated(dtype, place):
 # --- refusals --------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Ones:
+    """Stands for a tensor of ones, (4, 4), of a torch that is not there yet."""
+
+    dtype: str
+
+
+# (changed arguments, error, what its message says)
+REFUSED = [
+    ({"q": np.ones((1, 2, 4, 8), np.float32)}, TypeError, "q is a ndarray: allowed is a torch"),
+    ({"v": None}, TypeError, "v is a NoneType: allowed is a torch tensor"),
+    ({"bias": BIAS}, TypeError, "bias is a ndarray: allowed is a torch tensor"),
+    ({"alibi_slopes": [1.0]}, TypeError, "alibi_slopes is a list: allowed is a torch tensor"),
+    ({"slopes": 1}, TypeError, r"slopes is no option \(did you mean alibi_slopes\?\): allowed"),
+    ({"out": 1}, TypeError, r"out is no option here \(standard_attention, flash_attention_1, "),
+    ({"attn_mask": BIAS}, TypeError, "attn_mask is a ndarray: allowed is a torch tensor"),
+    ({"attn_mask": Ones("int32")}, TypeError,
+     "attn_mask has dtype int32: allowed is float32 or float16 or bfloat16 or bool"),
+    ({"attn_mask": Ones("float32"), "bias": Ones("float32")}, ValueError,
+     r"attn_mask is given, of shape \(4, 4\), with a bias"),
+    ({"layout": "nbhd"}, ValueError, "layout is 'nbhd': allowed is 'bhnd' for"),
+    ({"stream": 1}, TypeError, "stream is no option"),
+    ({"query_splits": 2, "algorithm": "fa1"}, TypeError, "query_splits is no option"),
+    ({"algorithm": "fa3"}, ValueError, "algorithm is 'fa3': allowed is one of"),
+    ({"return_lse": 1}, TypeError, "return_lse is 1: allowed is True or False$"),
+    ({"deterministic": 1}, TypeError, "deterministic is 1: allowed is True or False, or None"),
+    (
+        {"deterministic": True, "algorithm": "fa1"}, ValueError,
+        "deterministic is True with algorithm 'fa1': only fa2",
+    ),
+    ({"dropout_p": 1.0}, ValueError, "dropout_p is 1.0"),
+    ({"dropout_p": "0.1"}, TypeError, "dropout_p is '0.1'"),
+    ({"dropout_p": 0.1, "seed": -1}, ValueError, "seed is -1"),
+    ({"scale": "1"}, TypeError, "scale is '1'"),
+    ({"tiles": (8, 16)}, TypeError, "tiles is"),
+    ({"backward_tiles": (8, 16)}, TypeError, "backward_tiles is"),
+    ({"block_mask": BLOCKS}, ValueError, "block_mask is given without tiles"),
+    ({"q_lens": [9, 9, 9]}, ValueError, "q_lens"),
+]  # fmt: skip
+
+
 @needs_torch
-@pytest.mark.parametrize(
-    ("changes", "error", "says"),
-    [
-        ({"q": np.ones((1, 2, 4, 8), np.float32)}, TypeError, "q is a ndarray: allowed is a torch"),
-        ({"v": None}, TypeError, "v is a NoneType: allowed is a torch tensor"),
-        ({"bias": BIAS}, TypeError, "bias is a ndarray: allowed is a torch tensor"),
-        ({"alibi_slopes": [1.0]}, TypeError, "alibi_slopes is a list: allowed is a torch tensor"),
-        ({"slopes": 1}, TypeError, r"slopes is no option \(did you mean alibi_slopes\?\): allowed"),
-        ({"out": 1}, TypeError, r"out is no option here \(standard_attention, flash_attention_1, "),
-        ({"attn_mask": BIAS}, TypeError, "attn_mask is a ndarray: allowed is a torch tensor"),
-        ({"attn_mask": torch and torch.ones(4, 4, dtype=torch.int32)}, TypeError,
-         "attn_mask has dtype int32: allowed is float32 or float16 or bfloat16 or bool"),
-        ({"attn_mask": torch and torch.ones(4, 4), "bias": torch and torch.ones(4, 4)}, ValueError,
-         r"attn_mask is given, of shape \(4, 4\), with a bias"),
-        ({"layout": "nbhd"}, ValueError, "layout is 'nbhd': allowed is 'bhnd' for"),
-        ({"stream": 1}, TypeError, "stream is no option"),
-        ({"query_splits": 2, "algorithm": "fa1"}, TypeError, "query_splits is no option"),
-        ({"algorithm": "fa3"}, ValueError, "algorithm is 'fa3': allowed is one of"),
-        ({"return_lse": 1}, TypeError, "return_lse is 1: allowed is True or False$"),
-        ({"deterministic": 1}, TypeError, "deterministic is 1: allowed is True or False, or None"),
-        (
-            {"deterministic": True, "algorithm": "fa1"}, ValueError,
-            "deterministic is True with algorithm 'fa1': only fa2",
-        ),
-        ({"dropout_p": 1.0}, ValueError, "dropout_p is 1.0"),
-        ({"dropout_p": "0.1"}, TypeError, "dropout_p is '0.1'"),
-        ({"dropout_p": 0.1, "seed": -1}, ValueError, "seed is -1"),
-        ({"scale": "1"}, TypeError, "scale is '1'"),
-        ({"tiles": (8, 16)}, TypeError, "tiles is"),
-        ({"backward_tiles": (8, 16)}, TypeError, "backward_tiles is"),
-        ({"block_mask": BLOCKS}, ValueError, "block_mask is given without tiles"),
-        ({"q_lens": [9, 9, 9]}, ValueError, "q_lens"),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "error", "says"), REFUSED, ids=str)
 @pytest.mark.parametrize("gradient", [False, True])
 def test_bad_arguments_are_refused(changes, error, says, gradient, monkeypatch):
     monkeypatch.setattr(devices, "launch", lambda *_: pytest.fail("something was launched"))
     q = torch.ones(1, 2, 4, 8, requires_grad=gradient)
     given = {"q": q, "k": q.detach(), "v": q.detach(), **changes}
+    for name, x in given.items():
+        if isinstance(x, Ones):
+            given[name] = torch.ones(4, 4, dtype=getattr(torch, x.dtype))
     with devices.using("emulator"), pytest.raises(error, match=says):
         attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
 

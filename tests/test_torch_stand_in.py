@@ -11,6 +11,7 @@ from backward_helpers import random_gradients, true_gradients
 from helpers import assert_within, truth
 from stand_in_device import aligned, no_calls_kept, no_gpu_but_its_driver
 from stand_in_torch import Tensor, fa_numba_torch, no_torch_but_its_names
+from test_torch import REFUSED, Ones
 
 import fa_numba
 from fa_numba import Tiles
@@ -171,12 +172,13 @@ def test_a_bias_alone_can_have_a_gradient(gpu, attention):
 
 
 def test_a_call_without_gradients_keeps_nothing(gpu, attention, torch):
+    """Slopes that require a gradient are no matter where none is computed."""
     for gradient, enabled in ((True, False), (False, True)):
         torch.grad = enabled
         given = [tensor(x.shape, gradient=gradient) for x in leaves().values()]
-        out = attention(*given)
+        out = attention(*given, alibi_slopes=tensor((Hq,), gradient=gradient))
         assert out.node is None and not out.requires_grad
-    assert len(gpu.launches) == 2
+    assert len(gpu.launches) == 2 and not torch.applied
 
 
 def test_without_a_gradient_of_o_nothing_is_launched(gpu, attention):
@@ -229,6 +231,19 @@ def test_what_has_no_gradient_is_refused_before_the_forward_pass(gpu, attention,
         with pytest.raises(ValueError, match=says):
             attention(**leaves(), **options)
     assert not gpu.log
+
+
+@pytest.mark.parametrize(("changes", "error", "says"), REFUSED, ids=str)
+@pytest.mark.parametrize("gradient", [False, True])
+def test_bad_arguments_are_refused(gpu, attention, changes, error, says, gradient):
+    tensors = {name: tensor((1, 2, 4, 8), gradient=gradient and name == "q") for name in "qkv"}
+    given = tensors | changes
+    for name, x in given.items():
+        if isinstance(x, Ones):
+            given[name] = tensor((4, 4), x.dtype, gradient=False)
+    with pytest.raises(error, match=says):
+        attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+    assert not gpu.launches
 
 
 # --- dropout ---------------------------------------------------------------------------------
