@@ -275,6 +275,10 @@ BACKWARD_CASES["scores"] = (
     # Of the rows past the last one P would be infinite.
     Case((1, 1, 1, 9, 19, 4), Tiles(8, 16), {"alibi_slopes": np.float32([-30])}),
 )
+# Of two heads, each in a block of its own
+BACKWARD_CASES["shared bias"] = (
+    Case((1, 2, 2, 13, 19, 4), Tiles(8, 16), {"bias": normal(13, 19)}),
+)
 # For `asked_within`
 CASES["slopes"] = (Case((1, 1, 1, 13, 19, 4), Tiles(8, 8), {"alibi_slopes": np.float32([0.5])}),)
 BACKWARD_CASES["slopes"] = (
@@ -366,6 +370,7 @@ MMA_BACKWARD_CASES = {
         Case((1, 1, 1, 20, 35, 8), Tiles(16, 16), {"softcap": 1.5, "bias": normal(1, 1, 20, 35)}),
     ),
     "slopes": (Case((1, 1, 1, 13, 19, 8), Tiles(16, 16), {"alibi_slopes": np.float32([0.5])}),),
+    "shared bias": (Case((1, 2, 2, 20, 35, 5), Tiles(16, 16), {"bias": normal(20, 35)}),),
     "rows": (
         Case((1, 2, 2, 64, 64, 16), Tiles(32, 32), {"bias": normal(1, 2, 64, 64)}, peaked=False),
     ),
@@ -592,6 +597,7 @@ def mutants():
     mma_backward_mutants(add)
     gradient_fragment_mutants(add)
     precision_mutants(add)
+    between_blocks_mutants(add)
     return found
 
 
@@ -2732,6 +2738,38 @@ def precision_mutants(add):
         ("D too large", "- rD[i]", f"- {large} * rD[i]"),
         to=tuple(MMA_BACKWARD),
         **rows,
+    )
+
+
+def between_blocks_mutants(add):
+    """A read, an add and a write where several blocks of a launch add to one element."""
+    how = {"by": "GlobalHazard", "cases": "shared bias"}
+    element = "rdP[i * EI + j * EJ]"
+    plain = (
+        "dbias not atomic",
+        f"add_global(dBh, row, col, {element})",
+        f"dBh[row, col] += {element}",
+    )
+    add("gradients.make_score_gradients", plain, to=(*FLASH_BACKWARD, *MMA_BACKWARD), **how)
+    one = "options.dbias[b, h]"
+    plain = ("dbias not atomic", f"add_global({one}, row, col, ds)", f"{one}[row, col] += ds")
+    add("standard_backward", plain, **how)
+    # dQ
+    product = "factor * rT[4 * (i * DN + c) + n]"
+    plain = ("dQ not atomic", f"add_global(T, row, col, {product})", f"T[row, col] += {product}")
+    add("simt_stores.make_add_rows", plain, by="GlobalHazard", to=("fa2_backward",))
+    # dQ of FlashAttention-2, dK and dV of query splits
+    pair = "        add(T, row, col, low, high, inside and col + 1 < head_dim)\n"
+    inside = "        if inside and col + 1 < head_dim:\n            "
+    high = "\n            T[row, col + 1] += high\n"
+    single = "add_global(T, row, col, low)"
+    add(
+        "mma_pairs.make_add_two",
+        ("sums of two not atomic", pair, f"{inside}T[row, col] += low{high}"),
+        ("the second of two not atomic", pair, f"{inside}{single}{high}"),
+        ("an element not atomic", single, "T[row, col] += low"),
+        to=tuple(MMA_BACKWARD),
+        **how,
     )
 
 
