@@ -214,6 +214,10 @@ def _added(name, algorithm="fa2"):
     return killer(test, name=name, algorithm=algorithm)
 
 
+INFERENCE = {
+    name: killer(on_torch.test_a_call_without_gradients_keeps_nothing, name=name)
+    for name in ("slopes", "bias")
+}
 DRAWN = killer(on_torch.test_dropout_without_a_seed_draws_one_from_torch)
 WHOLE = killer(on_torch.test_large_seeds_are_drawn_whole)
 NOT_DRAWN = killer(on_torch.test_without_need_none_is_drawn)
@@ -434,6 +438,9 @@ def torch_mutants(add):
         _added("slopes"))
     add(None, "a backward pass without bias", "            bias=bias,\n            alibi",
         "            alibi", _added("bias without a gradient"))
+    for name in ("slopes", "bias"):
+        add(None, f"a call without gradients and {name}",
+            'given |= {"bias": bias, "alibi_slopes": slopes}', "pass", INFERENCE[name])
     add(None, "a call without its mask", "bias = _bias_of(mask, bias)", "bias = None",
         _added("mask"))
     add(None, "the order of sums is the caller's alone",

@@ -171,14 +171,23 @@ def test_a_bias_alone_can_have_a_gradient(gpu, attention):
         check_both_passes(gpu, attention, tensors | {name: tensor(shape)}, {})
 
 
-def test_a_call_without_gradients_keeps_nothing(gpu, attention, torch):
-    """Slopes that require a gradient are no matter where none is computed."""
+@pytest.mark.parametrize("name", ADDED)
+def test_a_call_without_gradients_keeps_nothing(gpu, attention, torch, name):
+    """It asks the driver what ``fa_numba`` does; no gradient is wanted, or none can be."""
     for gradient, enabled in ((True, False), (False, True)):
         torch.grad = enabled
-        given = [tensor(x.shape, gradient=gradient) for x in leaves().values()]
-        out = attention(*given, alibi_slopes=tensor((Hq,), gradient=gradient))
-        assert out.node is None and not out.requires_grad
-    assert len(gpu.launches) == 2 and not torch.applied
+        tensors = leaves() | {n: tensor(shape) for n, (shape, _) in ADDED[name].items()}
+        for x in tensors.values():
+            x.requires_grad = gradient
+        for options in ({}, OPTIONS["all"]):
+            gpu.log.clear()
+            out, lse = attention(**tensors, **options, return_lse=True)
+            assert out.node is None and not out.requires_grad
+            found, _ = gpu.steps(tensors | {"out": out, "lse": lse})
+            gpu.log.clear()
+            out, lse = fa_numba.attention(**tensors, **options, return_lse=True)
+            assert found == gpu.steps(tensors | {"out": out, "lse": lse})[0]
+    assert not torch.applied
 
 
 def test_without_a_gradient_of_o_nothing_is_launched(gpu, attention):
