@@ -4,6 +4,7 @@ The GPUs are stand-ins that take down and run nothing, so that each call takes a
 """
 
 import itertools
+import sys
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from unittest import mock
@@ -664,14 +665,39 @@ def test_a_mask_is_converted_on_the_stream_of_its_gpu(gpu, torch):
         for _ in range(2):
             torch.entered.clear()
             arrays = everywhere(call_of("q", "k", "v"), 1, "torch")
-            mask = Tensor.of(aligned((NQ, NK), "bool", gpu=1))
-            mask.values[:, 0] = True
             gpu.log.clear()
+            mask = Tensor.of(half_shown(1))
             fa_numba.flash_attention_2(*arrays.values(), attn_mask=mask, stream=stream)
             assert torch.entered == ([] if stream is None else [(8, 1)])
             assert streams_of(gpu) == [6 if stream is None else 8] * 3
             added = gpu.given[-1]["bias"]
             assert (added[..., 0] == 0).all() and (added[..., 1:] == -np.inf).all()
+
+
+def half_shown(gpu=0):
+    """A mask that shows the first column alone."""
+    values = aligned((NQ, NK), "bool", gpu=gpu) if gpu is not None else np.zeros((NQ, NK), bool)
+    values[:, 0] = True
+    return values
+
+
+@pytest.mark.parametrize("imported", [True, False])
+def test_masks_of_other_libraries_need_no_torch(gpu, torch, monkeypatch, imported):
+    """On the GPU of their arrays, or in host memory."""
+    gpu.streams = {6: 1, 8: 0}
+    if not imported:
+        monkeypatch.delitem(sys.modules, "torch")
+    there = everywhere(call_of("q", "k", "v"), 1).values()
+    here = [np.zeros(SHAPES[n], np.float32) for n in "qkv"]
+    cases = [(there, Array(half_shown(1)), 6), (here, half_shown(None), 8)]
+    if imported:
+        cases.append(([Tensor.of(x) for x in here], Tensor.of(half_shown(None)), 8))
+    for arrays, mask, stream in cases:
+        fa_numba.flash_attention_2(*arrays, attn_mask=mask, stream=stream)
+        added = gpu.given[-1]["bias"]
+        assert (added[..., 0] == 0).all() and (added[..., 1:] == -np.inf).all()
+        assert gpu.launches[-1][2] == stream
+    assert not torch.entered
 
 
 def test_cupys_stream_is_that_of_the_arrays_gpu(gpu, cupy):

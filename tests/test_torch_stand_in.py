@@ -16,6 +16,7 @@ from test_torch import REFUSED, Ones
 import fa_numba
 from fa_numba import Tiles
 from fa_numba import device as devices
+from fa_numba.host import placement
 
 SIZES = B, Hq, Hk, Nq, Nk, d = 2, 2, 1, 5, 9, 8
 Q, K = (B, Hq, Nq, d), (B, Hk, Nk, d)
@@ -229,17 +230,63 @@ def test_each_pass_runs_on_torchs_current_stream(gpu, attention, torch):
 
 
 def test_what_has_no_gradient_is_refused_before_the_forward_pass(gpu, attention, torch):
-    bias = {"bias": tensor((Hq, 1, Nk))}
+    torch.deterministic = True
+    shapes = 3 * [(1, 2, 300, 64)]
+    bias = {"bias": tensor((2, 1, 300))}
     for options, says in (
-        ({"alibi_slopes": tensor((Hq,))}, "alibi_slopes requires a gradient"),
-        (bias | {"deterministic": True}, "deterministic is True with return_dbias"),
+        ({"alibi_slopes": tensor((2,))}, "^alibi_slopes requires a gradient"),
+        (bias | {"deterministic": True}, "^deterministic is True with return_dbias"),
+        (
+            bias | {"deterministic": True, "backward_tiles": Tiles(16, 16)},
+            "^deterministic is True with return_dbias",
+        ),
         (bias | {"deterministic": None, "algorithm": "fa1"}, "torch was told to be deterministic"),
+        ({"tiles": Tiles(128, 256)}, "^tiles: Br=128, Bc=256"),
+        ({"backward_tiles": Tiles(128, 256)}, "^backward_tiles: Br=128, Bc=256"),
         ({"backward_tiles": Tiles(16, 16, stages=2)}, "^backward_tiles: stages=2"),
     ):
-        torch.deterministic = True
         with pytest.raises(ValueError, match=says):
-            attention(**leaves(), **options)
+            attention(**leaves(shapes), **options)
     assert not gpu.log
+
+
+def test_what_has_one_order_or_need_not_is_taken(gpu, attention, torch):
+    torch.deterministic = True
+    row, whole = (Hq, 1, Nk), (B, Hq, Nq, Nk)
+    for bias, options in (
+        (tensor(row, gradient=False), {"deterministic": True}),
+        (tensor(row, gradient=False), {"deterministic": None, "algorithm": "fa1"}),
+        (tensor(whole), {"deterministic": None, "algorithm": "fa1"}),
+        (tensor(whole), {"deterministic": None}),
+        (tensor(row), {"deterministic": False}),
+    ):
+        out = attention(**leaves(), bias=bias, **options)
+        out.backward(tensor(Q, gradient=False))
+        assert (bias.grad is not None) == bias.requires_grad
+    torch.deterministic = False
+    attention(**leaves(), bias=tensor(row), deterministic=None, algorithm="fa1")
+
+
+def test_the_stages_of_tiles_are_the_forward_passes(gpu, attention):
+    tiles, backward = {"tiles": Tiles(32, 32, stages=2)}, {"tiles": Tiles(32, 32)}
+    check_both_passes(gpu, attention, leaves(dtype="float16"), tiles, backward=backward)
+
+
+def test_what_the_emulator_cannot_differentiate_it_does_not_begin(attention, monkeypatch):
+    """A limit that the forward pass keeps; the backward pass takes 2.5 times its steps."""
+    monkeypatch.setattr(devices, "launch", lambda *_: pytest.fail("something was launched"))
+    values = np.zeros((1, 1, 64, 8), np.float32)
+    with devices.using("emulator"):
+        plan = fa_numba.plan(values.shape, values.shape)
+        for power in range(10, 40):
+            monkeypatch.setattr(placement, "EMULATOR_STEPS", 2**power)
+            try:
+                placement.check_size(plan)
+                break
+            except ValueError:
+                continue
+        with pytest.raises(ValueError, match="the emulator takes at most"):
+            attention(*(Tensor.of(values, requires_grad=True) for _ in "qkv"))
 
 
 @pytest.mark.parametrize(("changes", "error", "says"), REFUSED, ids=str)
@@ -278,9 +325,10 @@ def test_dropout_without_a_seed_draws_one_from_torch(gpu, attention, torch):
 
 
 def test_large_seeds_are_drawn_whole(gpu, attention, torch):
-    torch.drawn = iter([2**62 + 2**31 + 5])
-    attention(**leaves(), dropout_p=0.5)
-    assert words(gpu) == (-(2**31) + 5, 2**30, 0)
+    torch.drawn = iter([2**62 + 2**31 + 5, 2**63 - 2])
+    for low, high in ((-(2**31) + 5, 2**30), (-2, 2**31 - 1)):
+        attention(**leaves(), dropout_p=0.5)
+        assert words(gpu) == (low, high, 0)
 
 
 def test_without_need_none_is_drawn(gpu, attention, torch):
