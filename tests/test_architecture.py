@@ -1,6 +1,7 @@
 """Imports go down only; what is compared with the kernels imports none of them."""
 
 import ast
+import functools
 import itertools
 from pathlib import Path
 
@@ -77,13 +78,17 @@ def imported(module, text, is_package=False, with_types=True):
                 yield name if name in MODULES or base not in MODULES else base
 
 
+@functools.cache
+def imports(module, with_types=True):
+    """Those of a file of the project."""
+    path = MODULES[module]
+    return tuple(imported(module, path.read_text(), path.name == "__init__.py", with_types))
+
+
 def edges(with_types=True):
     """(module, what it imports) within the project."""
-    for module, path in MODULES.items():
-        package = path.name == "__init__.py"
-        for name in imported(module, path.read_text(), package, with_types):
-            if name in MODULES:
-                yield module, name
+    for module in MODULES:
+        yield from ((module, name) for name in imports(module, with_types) if name in MODULES)
 
 
 def upward(pairs):
@@ -148,8 +153,8 @@ def test_experiments_take_public_rooms():
 def test_numba_cuda_has_one_door():
     naming = {
         room(module)
-        for module, path in MODULES.items()
-        for name in imported(module, path.read_text(), path.name == "__init__.py")
+        for module in MODULES
+        for name in imports(module)
         if f"{name}.".startswith("numba.cuda.")
     }
     assert naming == CUDA

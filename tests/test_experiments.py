@@ -206,10 +206,11 @@ def run(*arguments, **environment):
 # --- command line ----------------------------------------------------------------------------
 
 
-def test_list_names_every_experiment():
-    done = run("list")
-    assert done.returncode == 0, done.stderr
-    assert all(name in done.stdout for name in NAMES)
+def test_list_names_every_experiment(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert command.main(["list"]) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in NAMES)
     assert registry.names() == NAMES and {"speed", "io_vs_seqlen"} <= set(NAMES)
 
 
@@ -250,10 +251,11 @@ def test_bad_arguments_are_refused_before_anything_runs(arguments, message, caps
     assert message in capsys.readouterr().err
 
 
-def test_an_unknown_name_writes_nothing_and_shows_no_traceback(tmp_path):
-    done = run("run", "nonsense", "--out", str(tmp_path / "new"))
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
+def test_an_unknown_name_writes_nothing_and_shows_no_traceback(tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        command.main(["run", "nonsense", "--out", str(tmp_path / "new")])
+    assert exit_.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
@@ -337,8 +339,7 @@ def test_an_experiment_runs_and_repeats_without_a_change(tmp_path):
 
     before = files()
     assert {path.name for path in before} >= {"io_vs_seqlen.svg", "io_vs_seqlen.png"}
-    done = run(*arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert command.main(arguments) == 0
     changed = [path for path, when in files().items() if before.get(path) != when]
     # A GPU's readings differ from run to run, and the figure with them.
     gpu = [path for path in before if path.parent.parent.name == "data"]
@@ -556,12 +557,12 @@ def test_figures_of_a_part_of_the_data_can_be_drawn(name):
         assert figure is None or figure.axes
 
 
-def test_a_figure_without_data_is_an_error_and_no_crash(tmp_path):
-    done = run("draw", "speed", "--head-dims", "7", "--out", str(tmp_path))
-    assert done.returncode == 1, done.stderr
-    assert "Traceback" not in done.stderr
-    assert "no data" in done.stdout
-    assert "not drawn: speed" in done.stdout
+def test_a_figure_without_data_is_an_error_and_no_crash(tmp_path, capsys):
+    assert command.main(["draw", "speed", "--head-dims", "7", "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "Traceback" not in said
+    assert "no data" in said
+    assert "not drawn: speed" in said
     assert not list(tmp_path.glob("*.svg"))
 
 
@@ -580,14 +581,11 @@ def test_a_filter_without_rows_says_what_there_would_be(tmp_path, capsys, monkey
     ["io_vs_seqlen", "loop_order", "speed_fp16"],
 )
 def test_one_length_alone_is_visible(name, tmp_path, monkeypatch):
-    """A line of one point has no extent: without a marker of its own it gets one."""
+    """A line of one point has no extent: without a marker of its own it gets one, when saved."""
     store = Store(FIGURES)
     rows = [r for m in store.machines(name) for r in store.read(name, m) if r.seqlen_q == 512]
     drawn = []
-    save = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda figure, *a, **k: drawn.append(figure) or save(figure, *a, **k)
-    )
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     style.save(registry.load(name).draw(rows), tmp_path / name, "")
     lines = [line for ax in drawn[0].axes if ax.axison for line in ax.lines]
     single = [line for line in lines if len(line.get_xydata()) == 1]

@@ -9,7 +9,7 @@ import pytest
 from experiments import __main__ as command
 from experiments import char_model
 from experiments.char_model import AFTER, OURS, REFERENCE, SERIES, TRAINING, Text, generate
-from experiments.lab import report, runner
+from experiments.lab import report, runner, style
 from experiments.lab.options import Bench, Options
 from experiments.lab.store import Recorder, Store, dump
 from fa_numba import device
@@ -296,6 +296,7 @@ def test_without_a_gpu_or_torch_it_says_so(monkeypatch, tmp_path, capsys, gpu, s
     monkeypatch.setattr(runner.peers, "available", lambda: False)
     monkeypatch.setattr(runner, "FIGURES", tmp_path / "none")
     monkeypatch.setattr(char_model, "measure", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(style, "save", lambda *_: [])
     record(tmp_path, made_up(char_model.setting(256, 64), steps=20))
     arguments = [char_model.NAME, "--out", str(tmp_path)]
     assert command.main(["run", *arguments]) == 1
