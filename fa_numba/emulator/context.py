@@ -155,6 +155,10 @@ class Context(Flow):
     def active_lanes(self) -> np.ndarray:
         return np.flatnonzero(self.active())
 
+    def whole_warps(self) -> bool:
+        """Whether warps with all their lanes take part, and no others."""
+        return self.mask is None and self.group.whole
+
     def first_lane(self) -> int:
         lanes = self.active_lanes()
         return int(lanes[0]) if lanes.size else 0

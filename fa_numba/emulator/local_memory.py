@@ -83,29 +83,29 @@ class LocalArray:
         else:
             self._put(index, value)
 
-    def multiply_add(self, index: Any, factors: tuple[Any, ...]) -> None:
-        """array[index] += a * b for each pair of factors, every sum rounded.
+    def multiply_add(self, terms: tuple[Any, ...]) -> None:
+        """array[index] += a * b for every index, a and b of `terms`, each sum rounded.
 
         Multiply-adds of all lanes wait until somebody looks at the array: many at once are faster.
         """
         ctx = self.ctx
-        ctx.instruction("fma", len(factors) // 2)
-        if self.single and ctx.mask is None and index.__class__ is int and not self.partial:
-            waiting = self.waiting
-            if 0 <= index < len(self.data) and self.data[index] is not None:
-                for factor in factors:
-                    if factor.__class__ is not np.ndarray or factor.dtype != np.float64:
-                        break
-                else:
-                    elements, left, right = waiting
-                    elements += [index] * (len(factors) // 2)
-                    left += factors[::2]
-                    right += factors[1::2]
-                    if len(elements) > MOST_WAITING:
-                        self._compute()
-                    return
-        for n in range(0, len(factors), 2):
-            self[index] = self[index] + factors[n] * factors[n + 1]
+        ctx.instruction("fma", len(terms) // 3)
+        if self.single and ctx.mask is None and not self.partial:
+            data, places = self.data, terms[::3]
+            length = len(data)
+            for e in places:
+                if e.__class__ is not int or not 0 <= e < length or data[e] is None:
+                    break
+            else:
+                elements, left, right = self.waiting
+                elements += places
+                left += terms[1::3]
+                right += terms[2::3]
+                if len(elements) > MOST_WAITING:
+                    self._compute()
+                return
+        for n in range(0, len(terms), 3):
+            self[terms[n]] = self[terms[n]] + terms[n + 1] * terms[n + 2]
 
     def _compute(self) -> None:
         """The multiply-adds that wait."""
@@ -119,7 +119,9 @@ class LocalArray:
         both = left + right
         keys = list(map(id, both))
         distinct = dict(zip(keys, both, strict=True))
-        factors = np.concatenate(list(distinct.values())).reshape(-1, count)
+        factors = np.empty((len(distinct), count))
+        for row, factor in zip(factors, distinct.values(), strict=True):
+            row[:] = factor
         numbers = dict(zip(distinct, range(len(distinct)), strict=True))
         taken = np.array([numbers[key] for key in keys])
         half = len(left)

@@ -28,13 +28,13 @@ _BUILTINS: dict[str, Any] = vars(builtins) | {
 }
 
 
-def _multiply_add(target: Any, index: Any, *factors: Any) -> None:
-    """target[index] += a * b, for each pair of factors."""
+def _multiply_add(target: Any, *terms: Any) -> None:
+    """target[index] += a * b, for every index, a and b of `terms`."""
     if target.__class__ is LocalArray:
-        target.multiply_add(index, factors)
+        target.multiply_add(terms)
         return
-    for a, b in zip(factors[::2], factors[1::2], strict=True):
-        target[index] = target[index] + a * b
+    for n in range(0, len(terms), 3):
+        target[terms[n]] = target[terms[n]] + terms[n + 1] * terms[n + 2]
 
 
 class Rebinder:

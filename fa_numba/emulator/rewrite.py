@@ -26,7 +26,7 @@ PURE = frozenset(
     + ["float16", "float32", "float64", "int", "float", "bool", "min", "max", "abs", "len"]
 )
 OPERATORS = {ast.Div: "divide", ast.FloorDiv: "floor_divide", ast.Mod: "modulo", ast.Pow: "power"}
-MOST_ADDS = 4
+MOST_ADDS = 8
 BLOCKS = (ast.If, ast.While, ast.For, ast.With, ast.Try)
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
@@ -47,7 +47,10 @@ def rewritten(code: CodeType) -> tuple[CodeType, frozenset[str]]:
 
 @lru_cache(maxsize=256)
 def _definitions(filename: str, text: str) -> dict[tuple[str, int], ast.FunctionDef]:
-    """Functions of a file by name and first line, that of the first decorator."""
+    """Functions of a file by name and first line, that of the first decorator.
+
+    Whoever takes one takes it out: rewriting changes it.
+    """
     found = {}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
@@ -59,15 +62,14 @@ def _definitions(filename: str, text: str) -> dict[tuple[str, int], ast.Function
 def _rewrite(code: CodeType) -> tuple[CodeType, frozenset[str]]:
     lines = linecache.getlines(code.co_filename)
     place = f"{code.co_name}, {code.co_filename}:{code.co_firstlineno}"
-    found = None
-    if lines:
-        found = _definitions(code.co_filename, "".join(lines)).get(
-            (code.co_name, code.co_firstlineno)
-        )
+    file, key = (code.co_filename, "".join(lines)), (code.co_name, code.co_firstlineno)
+    if lines and key not in _definitions(*file):
+        _definitions.cache_clear()  # taken out before, for another code object of this source
+    found = _definitions(*file).pop(key, None) if lines else None
     if found is None:
         raise ValueError(f"the source of {place} is not at hand: the emulator runs from source")
     try:
-        node = _Function(copy.deepcopy(found)).rewritten()
+        node = _Function(found).rewritten()
     except _Unsupported as error:
         raise ValueError(f"{error} in {place}: the emulator has no such thing") from None
     module = ast.Module(body=[node], type_ignores=[])
@@ -131,29 +133,49 @@ def _if(test: ast.expr, body: list[ast.stmt]) -> ast.If:
     return ast.If(test, body, [])
 
 
-def _walk(nodes: Iterable[ast.AST]) -> Iterable[ast.AST]:
-    """These nodes and all within, but for what stands in functions of their own."""
-    for node in nodes:
-        if isinstance(node, DEFINITIONS):
-            continue
-        yield node
-        yield from _walk(ast.iter_child_nodes(node))
+def _blocks(node: ast.stmt) -> list[list[ast.stmt]]:
+    """The lists of statements within a statement."""
+    found = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
+    return [] if isinstance(node, DEFINITIONS) else found
 
 
-def _jumps(nodes: Iterable[ast.AST], *kinds: type[ast.AST]) -> bool:
+def _jumps(statements: Iterable[ast.stmt], *kinds: type[ast.stmt]) -> bool:
     """Whether there is a `break` or `continue` of the loop that these are the body of."""
-    for node in nodes:
+    for node in statements:
         if isinstance(node, kinds):
             return True
-        if isinstance(node, (*DEFINITIONS, ast.While, ast.For)):
+        if isinstance(node, (ast.While, ast.For)):
             continue
-        if _jumps(ast.iter_child_nodes(node), *kinds):
+        if any(_jumps(block, *kinds) for block in _blocks(node)):
             return True
     return False
 
 
-def _returns(nodes: Iterable[ast.AST]) -> bool:
-    return any(isinstance(node, ast.Return) for node in _walk(nodes))
+def _returns(statements: Iterable[ast.stmt]) -> bool:
+    return any(
+        isinstance(node, ast.Return) or any(map(_returns, _blocks(node))) for node in statements
+    )
+
+
+def _assigned(statements: Iterable[ast.stmt], within: bool = False) -> set[str]:
+    """The names that statements within others assign."""
+    names: set[str] = set()
+    for node in statements:
+        if isinstance(node, DEFINITIONS):
+            continue
+        inner = _blocks(node)
+        for block in inner:
+            names |= _assigned(block, True)
+        targets = getattr(node, "targets", []) + [getattr(node, "target", None)]
+        if within or isinstance(node, ast.For):
+            names |= {
+                each.id
+                for target in targets
+                if target is not None
+                for each in ast.walk(target)
+                if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+            }
+    return names
 
 
 class _Function(ast.NodeTransformer):
@@ -169,16 +191,8 @@ class _Function(ast.NodeTransformer):
 
     def rewritten(self) -> ast.FunctionDef:
         node = self.node
-        assigned = sorted(
-            {
-                each.id
-                for block in _walk(node.body)
-                if isinstance(block, BLOCKS)
-                for each in _walk([block])
-                if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
-            }
-            - {arg.arg for arg in ast.walk(node.args) if isinstance(arg, ast.arg)}
-        )
+        parameters = {arg.arg for arg in ast.walk(node.args) if isinstance(arg, ast.arg)}
+        assigned = sorted(_assigned(node.body) - parameters)
         start: list[ast.stmt] = [_assign(_name("entry", True), _context("mask"))]
         if assigned:
             targets: list[ast.expr] = [ast.Name(name, ast.Store()) for name in assigned]
@@ -202,11 +216,8 @@ class _Function(ast.NodeTransformer):
         return node
 
     def at(self, place: ast.AST, node: ast.AST) -> ast.AST:
-        """`node`, and what in it has no line yet, on the line of `place`."""
-        for each in ast.walk(node):
-            if "lineno" in each._attributes and not hasattr(each, "lineno"):
-                ast.copy_location(each, place)
-        return node
+        """`node` on the line of `place`, if it has none; what is in it follows in the end."""
+        return node if hasattr(node, "lineno") else ast.copy_location(node, place)
 
     def temporary(self, kind: str) -> str:
         self.count += 1
@@ -324,14 +335,12 @@ class _Function(ast.NodeTransformer):
 
     def multiply_adds(self, chain: list[ast.AugAssign]) -> list[ast.stmt]:
         """`array[index] += a * b` once or several times: one after the other, in one call."""
-        target = chain[0].target
-        assert isinstance(target, ast.Subscript)
-        factors: list[ast.expr] = []
+        terms: list[ast.expr] = []
         for each in chain:
-            assert isinstance(each.value, ast.BinOp)
-            factors += [self.visit(each.value.left), self.visit(each.value.right)]
-        places = [self.visit(target.value), self.visit(target.slice)]
-        return [ast.Expr(_call("multiply_add", *places, *factors))]
+            assert isinstance(each.target, ast.Subscript) and isinstance(each.value, ast.BinOp)
+            terms += map(self.visit, (each.target.slice, each.value.left, each.value.right))
+        assert isinstance(chain[0].target, ast.Subscript)
+        return [ast.Expr(_call("multiply_add", self.visit(chain[0].target.value), *terms))]
 
     def visit_If(self, node: ast.If) -> list[ast.stmt]:
         name = self.temporary("b")
@@ -482,14 +491,13 @@ class _Function(ast.NodeTransformer):
             name = self.temporary("x")
             first = ast.NamedExpr(_name(name, True), made)
             plain = ast.BoolOp(node.op, [_name(name), right])
-            again = copy.deepcopy(right)
             if pure:
-                lanes: ast.expr = _call("both" if conjunction else "any", _name(name), again)
+                lanes: ast.expr = _call("both" if conjunction else "any", _name(name), right)
             else:
                 open_, shut = ("only", "both") if conjunction else ("unless", "any")
                 lanes = ast.IfExp(
                     _method(_name("C"), open_, _name(name)),
-                    _method(_name("C"), f"then_{shut}", _name(name), again),
+                    _method(_name("C"), f"then_{shut}", _name(name), right),
                     _method(_name("C"), "then_none", _name(name)),
                 )
             made = ast.IfExp(_class_is(first, "array", True), plain, lanes)
@@ -501,7 +509,6 @@ class _Function(ast.NodeTransformer):
         test = ast.NamedExpr(_name(name, True), self.visit(node.test))
         body, otherwise = self.visit(node.body), self.visit(node.orelse)
         plain = ast.IfExp(_name(name), body, otherwise)
-        body, otherwise = copy.deepcopy(body), copy.deepcopy(otherwise)
         if pure:
             lanes = _call("where", _name(name), body, otherwise)
         else:
@@ -514,7 +521,7 @@ class _Function(ast.NodeTransformer):
 
 
 def _chain(statements: list[ast.stmt]) -> list[ast.AugAssign]:
-    """The multiply-adds that these begin with, to one element, of which no factor is read from."""
+    """The multiply-adds that these begin with, to one array that none of them reads."""
     found: list[ast.AugAssign] = []
     for each in statements:
         if not (
@@ -527,7 +534,7 @@ def _chain(statements: list[ast.stmt]) -> list[ast.AugAssign]:
         ):
             break
         if found and (
-            ast.dump(each.target) != ast.dump(found[0].target)
+            each.target.value.id != found[0].target.value.id  # type: ignore[attr-defined]
             or len(found) == MOST_ADDS
             or not _is_pure(each.target.slice)
             or any(

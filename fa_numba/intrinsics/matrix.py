@@ -27,6 +27,7 @@ from fa_numba.intrinsics._build import (
     is_half_array,
     shared_address,
 )
+from fa_numba.intrinsics._fragments import dealt, operands, sums
 
 _WARP = 32
 _FULL = 0xFFFFFFFF
@@ -35,18 +36,21 @@ _FULL = 0xFFFFFFFF
 def _load_tiles(transposed):
     """The emulation: every lane reads a row of eight, and the warp deals them out."""
 
+    def words_of_lanes(row):
+        words = np.empty((4, row[0].size), np.int64)
+        dealt(np.array(row), transposed, words)
+        return words
+
     def deal(values, present, mask):
-        rows = np.stack(values, -1).astype(np.uint16)  # (warps, lanes, 8)
-        tiles = rows.reshape(-1, 4, 8, 8)
-        if transposed:
-            tiles = tiles.swapaxes(2, 3)
-        halves = np.ascontiguousarray(tiles.reshape(-1, 4, 8, 4, 2))
-        words = halves.view(np.uint32)[..., 0].astype(np.int64)  # warps, tile, g, t
-        return tuple(words.reshape(-1, 4, _WARP).swapaxes(0, 1))
+        words = words_of_lanes([value.reshape(-1) for value in values])
+        return tuple(words.reshape(4, -1, _WARP))
 
     def emulation(array, index):
         row = array.load(index, 8)
-        return emulator.current().collective("ldmatrix", _FULL, row, deal)
+        context = emulator.current()
+        if context.whole_warps():
+            return tuple(words_of_lanes(row))
+        return context.collective("ldmatrix", _FULL, row, deal)
 
     return emulation
 
@@ -104,24 +108,35 @@ def _bfloat16(words):
 
 
 def _multiply(to_float):
-    def product(values, present, mask):
-        warps = len(present)
-        words = np.stack(values[:6]).astype(np.uint32)
-        pairs = to_float(words.reshape(6, warps, 8, 4)).reshape(6, warps, 8, 8)
-        # a0 .. a3 are the quarters of A down its columns, b0 and b1 the halves of B, transposed.
-        A = pairs[:4].reshape(2, 2, warps, 8, 8).transpose(2, 1, 3, 0, 4).reshape(warps, 16, 16)
-        B = pairs[4:].transpose(1, 0, 3, 2).reshape(warps, 16, 8)
-        C = np.stack(values[6:]).astype(np.float32).reshape(2, 2, warps, 8, 4)
-        D = C.transpose(2, 0, 3, 4, 1).reshape(warps, 16, 8) + A @ B
-        made = D.reshape(warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).astype(np.float64)
-        return tuple(made.reshape(4, warps, _WARP))
+    # What each word of 16 bits is as a number.
+    numbers = to_float(np.arange(1 << 16, dtype=np.uint32)[:, None])[:, 0].copy()
+
+    def product(words, c):
+        lanes = words[0].size
+        warps = lanes // _WARP
+        A, B = np.empty((warps, 16, 16), np.float32), np.empty((warps, 16, 8), np.float32)
+        operands(numbers, *words, A, B)
+        C = np.empty((4, lanes))
+        for row, value in zip(C, c, strict=True):
+            row[:] = value
+        made = np.empty((4, lanes))
+        sums(C, A @ B, made)
+        return made
+
+    def product_of_warps(values, present, mask):
+        flat = [value.reshape(-1) for value in values]
+        return tuple(product(flat[:6], flat[6:]).reshape(4, -1, _WARP))
 
     def emulation(rC, low, high, a0, a1, a2, a3, b0, b1):
         context = emulator.current()
         context.instruction("mma")
         places = (low, low + 1, high, high + 1)
         c = tuple(rC[place] for place in places)
-        made = context.collective("mma", _FULL, (a0, a1, a2, a3, b0, b1, *c), product)
+        words = (a0, a1, a2, a3, b0, b1)
+        if context.whole_warps() and all(isinstance(word, np.ndarray) for word in words):
+            made = product(words, c)
+        else:
+            made = context.collective("mma", _FULL, (*words, *c), product_of_warps)
         for place, value in zip(places, made, strict=True):
             rC.put(place, value)
 
