@@ -2,6 +2,7 @@
 
 import io
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -187,22 +188,63 @@ def test_the_animation_shows_every_move(traced):
     assert seen & STRONG == moved and ON_CHIP <= seen
 
 
-@pytest.mark.parametrize("shade", [timeline.WRITTEN, timeline.AGAIN])
-def test_moves_of_o_are_where_its_tiles_lie(shade):
-    """In the left half, FA-1's: the rows of S that are level with the colour, frame by frame."""
-    rows = [r for part in timeline.measure(options(24, 4, 8, 8, False), Bench()) for r in part]
-    image = Image.open(io.BytesIO(timeline.animate(rows, "")))
-    seen = []
+def places(data, shade):
+    """In the left half: where the middle of the colour lies, in thirds of S, down and to the right.
+
+    A frame without the colour, and one that shows the same as the one before it, are left out.
+    """
+    image, found = Image.open(io.BytesIO(data)), []
+    rgb = [int(shade[at : at + 2], 16) for at in (1, 3, 5)]
     for n in range(image.n_frames):
         image.seek(n)
-        left = np.asarray(image.convert("RGB").crop((0, 110, image.width // 2, 530)))
-        rgb = [int(shade[at : at + 2], 16) for at in (1, 3, 5)]
-        found = np.flatnonzero((left == rgb).all(axis=-1).any(axis=1))
-        if found.size:
-            tile = int((found.mean() - 92) * 3 // film.SQUARE)
-            seen += [tile] if seen[-1:] != [tile] else []  # it may move for two frames
-    passes = 3 if shade == timeline.WRITTEN else 2
-    assert seen == [0, 1, 2] * passes
+        left = np.asarray(
+            image.convert("RGB").crop((138, 202, image.width // 2, 202 + film.SQUARE))
+        )
+        where = np.argwhere((left == rgb).all(axis=-1))
+        if where.size:
+            place = tuple(int(x * 3 // film.SQUARE) for x in where.mean(axis=0))
+            found += [place] if found[-1:] != [place] else []
+    return found
+
+
+def test_the_animation_shows_tiles_where_they_lie():
+    """Three by three tiles, FA-1: of O and l, m at the right, level with their rows of S; of S."""
+    rows = [r for part in timeline.measure(options(24, 4, 8, 8, False), Bench()) for r in part]
+    data = timeline.animate(rows, "")
+    for shade, passes in ((timeline.WRITTEN, 3), (timeline.AGAIN, 2)):
+        assert [i for i, _ in places(data, shade)] == [0, 1, 2] * passes
+    computed = places(data, style.COLOURS["fa1-simt"])
+    assert computed == [(i, j) for j in range(3) for i in range(3)]
+
+
+def test_a_frame_shows_all_that_has_moved_since_the_one_before(monkeypatch):
+    rows = [r for part in timeline.measure(options(16, 4, 8, 8, False), Bench()) for r in part]
+    last = [max(move.start for move in trace.moves) for trace in moves.traces(rows)]
+    monkeypatch.setattr(film, "ticks", lambda traces: [max(last)])
+    image = Image.open(io.BytesIO(timeline.animate(rows, "")))
+    image.seek(1)
+    picture = np.asarray(image.convert("RGB").crop((0, 110, image.width, 530)))
+    rgb = [int(timeline.INPUT[at : at + 2], 16) for at in (1, 3, 5)]
+    # Q, K and V of both orders, but for the gaps between tiles.
+    area = (picture == rgb).all(axis=-1).sum()
+    assert 0.95 < area / (6 * film.SQUARE * film.THICK) <= 1
+
+
+def test_blocks_are_shown_in_the_order_of_the_grid():
+    """In whichever order they ran."""
+    common = {"rows": (0, 8), "kind": "load", "bytes": 32, "line": "line 4"}
+    ran = [(2, 0, "Q"), (2, 1, "V"), (0, 2, "K"), (1, 3, "O"), (0, 4, "L")]
+    accesses = [
+        SimpleNamespace(block=(block, 0, 0), step=step, array=array, **common)
+        for block, step, array in ran
+    ]
+    assert [note.split("; line")[0] for note, _ in moves.notes(accesses)] == [
+        "00000 load K 0:8; block 0",
+        "00001 load L 0:8; block 0",
+        "00002 load O 0:8; block 1",
+        "00003 load Q 0:8; block 2",
+        "00004 load V 0:8; block 2",
+    ]
 
 
 def test_the_animation_on_show_is_of_the_recording():
