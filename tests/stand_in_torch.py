@@ -158,7 +158,7 @@ class Torch(ModuleType):
 
     Tensor, strided = Tensor, "strided"
 
-    def __init__(self, gpu=None):
+    def __init__(self, gpu):
         super().__init__("torch")
         self.gpu, self.current, self.grad, self.made = gpu, {0: 5}, True, 0
         self.applied, self.entered, self.deterministic, self.drawn = (
@@ -189,6 +189,7 @@ class Torch(ModuleType):
 
     def current_stream(self, device=None):
         place = self.gpu.ordinal if device is None else device
+        assert 0 <= place < len(self.gpu.capabilities)
         return SimpleNamespace(cuda_stream=self.current.get(place, 0))
 
     @contextlib.contextmanager
@@ -235,7 +236,7 @@ def _torch():
 
 
 @contextlib.contextmanager
-def no_torch_but_its_names(gpu=None):
+def no_torch_but_its_names(gpu):
     """Everything inside takes ``Tensor`` for torch's; yields the ``Torch``."""
     torch = Torch(gpu)
     parts = {x.__name__: x for x in (torch.autograd, torch.autograd.function)}

@@ -42,8 +42,8 @@ def gpu():
 
 
 @pytest.fixture
-def torch():
-    with no_torch_but_its_names() as found:
+def torch(gpu):
+    with no_torch_but_its_names(gpu) as found:
         yield found
 
 

@@ -768,3 +768,13 @@ def test_host_arrays_are_sent_before_and_fetched_after(gpu):
     assert [step[0] for step in gpu.log] == [*["to gpu"] * 3, "launch", *["to host", "wait"] * 2]
     assert all(step[-2] == 6 for step in gpu.log if step[0] in ("to gpu", "to host", "wait"))
     assert type(O) is type(L) is np.ndarray
+
+
+def test_tensors_in_host_memory_go_by_the_default_stream(gpu, torch):
+    """torch has no stream for them; results are in host memory too."""
+    call = call_of("q", "k", "v", return_lse=True)
+    arrays = [Tensor.of(np.zeros(x.shape, np.float16)) for x in call.arrays.values()]
+    results = fa_numba.flash_attention_2(*arrays, return_lse=True)
+    assert [x.device.type for x in results] == ["cpu", "cpu"]
+    assert [str(x.dtype) for x in results] == ["torch.float16", "torch.float32"]
+    assert streams_of(gpu) == [0] and not torch.entered
