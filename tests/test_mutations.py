@@ -57,7 +57,11 @@ BACKWARD = {
 MMA = {"mma_fa1": mma.fa1_forward, "mma_fa2": mma.fa2_forward}
 MMA_BACKWARD = {"mma_fa1_backward": mma.fa1_backward, "mma_fa2_backward": mma.fa2_backward}
 KERNELS = {"standard": standard, "fa1": fa1_forward, "fa2": fa2_forward, **BACKWARD}
-KERNELS |= MMA | MMA_BACKWARD
+MMA_STANDARD = {
+    "mma_standard": mma.standard,
+    "mma_standard_backward": mma.standard_backward,
+}
+KERNELS |= MMA | MMA_BACKWARD | MMA_STANDARD
 # What kernels import, a module after those that it imports itself; each unit's parts end with the
 # package of all of them.
 PARTS = {"masks": masks}
@@ -380,6 +384,41 @@ MMA_BACKWARD_CASES = {
     "sweep": (passes((1, 1, 1, 16, 256, 16), Tiles(16, 128), masked=True),),
 }
 
+# Standard attention: several tiles and steps, a head for each block, two warps for a row of S.
+_long = {
+    "long": (Case((1, 1, 1, 5, 300, 8), Tiles(16, 64)),),
+    "longest": (Case((1, 1, 1, 2, 2100, 8), Tiles(16, 128)),),  # two chunks of a thread
+    "from memory": (
+        Case((1, 1, 1, 5, 300, 8), Tiles(16, 64), resident=False),
+        Case((1, 1, 1, 5, 35, 8), Tiles(16, 16), DROPOUT, resident=False),
+    ),
+}
+MMA_STANDARD_CASES = {
+    "plain": (
+        Case((1, 1, 1, 70, 75, 24), Tiles(64, 32, 64)),
+        Case((1, 2, 2, 20, 150, 8), Tiles(32, 64)),
+    ),
+    "q_lens": MMA_BACKWARD_CASES["q_lens"],
+    **{
+        name: MMA_CASES[name]
+        for name in ("odd", "blind", "window", "kv_lens", "dropout", "softcap", "slopes", "rows")
+    },
+    **_long,
+}
+MMA_STANDARD_BACKWARD_CASES = {
+    "plain": (
+        Case((1, 1, 1, 21, 43, 40), Tiles(16, 32)),
+        Case((1, 1, 1, 150, 20, 8), Tiles(32, 64)),
+        Case((1, 2, 1, 15, 40, 8), Tiles(16, 64)),  # a warp may end a head before the other
+    ),
+    **{
+        name: MMA_BACKWARD_CASES[name]
+        for name in ("odd", "q_lens", "kv_lens", "packed", "dropout")
+        + ("scores", "slopes", "shared bias", "rows")
+    },
+    **_long,
+}
+
 
 @cache
 def inputs(case):
@@ -409,8 +448,9 @@ def half_inputs(case):
 
 
 @cache
-def wanted_halves(case):
-    return mma_helpers.truth(*half_inputs(case), **changing(options_of(case)))
+def wanted_halves(case, algorithm):
+    options = changing(options_of(case))
+    return mma_helpers.truth(*half_inputs(case), algorithm=algorithm, **options)
 
 
 def run_mma(name, case):
@@ -419,7 +459,7 @@ def run_mma(name, case):
     splits = {"query_splits": case.query_splits} if algorithm == "fa1" else {}
     given = {**options_of(case), **splits, "out_layout": case.layout}
     result = mma_helpers.attend("emulator", algorithm, *half_inputs(case), **given)
-    want = wanted_halves(case)
+    want = wanted_halves(case, algorithm)
     assert_within("O", result.O.astype(np.float64), want.O, want.O_bound, *want.scale)
     assert_within("L", result.L, want.L, want.L_bound)
     if case.few:
@@ -458,17 +498,17 @@ def run_backward(algorithm, case):
 
 
 @cache
-def wanted_half_gradients(case):
+def wanted_half_gradients(case, algorithm):
     """dout, q, k and v, out and lse of a forward pass, the gradients and their bounds."""
     given, options = [x.astype(np.float16) for x in inputs(case)], options_of(case)
-    values = on_mma.saved_halves("fa2", *given[1:], **options)
-    asks = "bias" in options
-    return given, values, on_mma.expected("fa2", *given, dbias=asks, saved_values=values, **options)
+    values = on_mma.saved_halves(algorithm, *given[1:], **options)
+    facts = {"dbias": "bias" in options, "saved_values": values, **options}
+    return given, values, on_mma.expected(algorithm, *given, **facts)
 
 
 def run_mma_backward(algorithm, case):
     """`run_backward` on tensor cores, in float16."""
-    given, values, (exact, bounds) = wanted_half_gradients(case)
+    given, values, (exact, bounds) = wanted_half_gradients(case, algorithm)
     for way in on_mma.WAYS:
         if on_mma.WAYS[way][0] == algorithm:
             facts = {"saved_values": values, **options_of(case)}
@@ -497,6 +537,12 @@ def caught_by(algorithm, cases, modules, monkeypatch):
         package, module = mma, algorithm.removeprefix("mma_")
         name = module.removesuffix("_backward")
         runs, groups = run_mma_backward, MMA_BACKWARD_CASES
+    elif algorithm in MMA_STANDARD:
+        package, module, name = mma, algorithm.removeprefix("mma_"), "standard"
+        runs, groups = run_mma, MMA_STANDARD_CASES
+        if module == "standard_backward":  # whose scores, softmax and output are the forward ones
+            monkeypatch.setattr(mma, "standard", modules["mma_standard"])
+            runs, groups = run_mma_backward, MMA_STANDARD_BACKWARD_CASES
     else:
         name, _, backward = algorithm.partition("_")
         module = algorithm if backward or name == "standard" else f"{algorithm}_forward"
@@ -598,6 +644,7 @@ def mutants():
     gradient_fragment_mutants(add)
     precision_mutants(add)
     between_blocks_mutants(add)
+    mma_standard_mutants(add)
     return found
 
 
@@ -614,6 +661,8 @@ def synchronisation_mutants(add):
         ("standard_backward", 3, 1, 1),
         ("mma_fa1_backward", 5, 2, 4),
         ("mma_fa2_backward", 6, 4, 5),
+        ("mma_standard", 5, 6, 5),
+        ("mma_standard_backward", 3, 3, 3),
     ):
         # Some are for tiles of columns that no row sees.
         how = {"by": HAZARDS, "cases": ("plain", "window", "causal")}
@@ -621,6 +670,8 @@ def synchronisation_mutants(add):
             how["cases"] = ("plain", "window", "16 rows")
         if name in MMA_BACKWARD:
             how["cases"] = ("causal", "two fragments", "wide")
+        if name in MMA_STANDARD:
+            how["cases"] = ("plain", "odd", "long")
         add(name, ("no barrier", "cuda.syncthreads()", "pass"), total=barriers, **how)
         add(name, ("no wait", " wait_async()", " pass"), total=waits, **how)
         add(name, ("no commit", " commit_async()", " pass"), total=commits, **how)
@@ -1481,7 +1532,11 @@ def score_mutants(add):
         )
         all_asked = (f"slopes without {name} bound", text, changed)
         add(
-            "softmax", all_asked, by="OutOfBounds", to=(*EVERY, *MMA, *MMA_BACKWARD), cases="slopes"
+            "softmax",
+            all_asked,
+            by="OutOfBounds",
+            to=(*EVERY, *MMA, *MMA_BACKWARD, *MMA_STANDARD),
+            cases="slopes",
         )
     add(
         "masks.distance",
@@ -2773,6 +2828,208 @@ def between_blocks_mutants(add):
     )
 
 
+def mma_standard_mutants(add):
+    """Faults of standard attention on tensor cores."""
+    forward, backward = "mma_standard", "mma_standard_backward"
+    how, large = {"by": ANY}, "float32(1.0005)"
+
+    # Scores
+    scores, softmax, output = (
+        f"{forward}.make_standard_{name}" for name in ("scores", "softmax", "output")
+    )
+    add(
+        scores,
+        ("a tile of columns dropped", "j0 = uint32(j0 + Bc)", "j0 = uint32(j0 + 2 * Bc)"),
+        ("this K again", "p.load_k(sK, Kh, uint32(j0 + Bc),", "p.load_k(sK, Kh, j0,"),
+        ("rows of another group", "% uint32(32) // uint32(4)", "% uint32(32) // uint32(8)"),
+        ("rows of the first warp", " * ROWS)", " * 0)"),
+        ("Q past the end", "(sQ, Qh, i0, Nq)", "(sQ, Qh, i0, uint32(i0 + Br))"),
+        ("K past the end", "uint32(j0 + Bc), Nk)", "uint32(j0 + Bc), uint32(j0 + 2 * Bc))"),
+        (
+            "S past the matrix",
+            "warp_row, i0, Nq, j0, Nk)",
+            "warp_row, i0, uint32(i0 + Br), j0, Nk)",
+        ),
+        (
+            "not masked",
+            "p.scale_and_mask_all(rS, scale, i0, j0, Nq, Nk, b, h, options, ty, tx)",
+            "pass",
+        ),
+        ("S of no tile", "p.store_scores(sS, rS, ty, tx)", "pass"),
+        **how,
+    )
+    tile = ("tiles past the end", "if shortened and i0 >= Nq:", "if False:")
+    add(scores, tile, by="counts", cases="q_lens")
+    add(output, tile, by="counts", cases="q_lens")
+    add(scores, ("another K/V head", "h // uint32(group)", "h % uint32(group)"), **how, cases="odd")
+    add(output, ("another K/V head", "h // uint32(group)", "h % uint32(group)"), **how, cases="odd")
+    how_back = {"by": ANY, "to": (backward,), "cases": "scores"}
+    add(
+        scores,
+        ("no slopes of the cap", "p.times_scores(rS, Sh, i0, Nq, j0, Nk, ty, tx)", "pass"),
+        ("slopes for dS", "p.cap_slopes(rS, rS, scale, options)", "pass"),
+        **how_back,
+    )
+
+    # Softmax
+    add(
+        softmax,
+        ("columns past the end", "if uint32(col + e) >= Nk:", "if False:"),
+        ("m not updated", "m = m_new\n            col", "pass\n            col"),
+        (
+            "l of one chunk",
+            "l += exp_of_difference(r[e], m_new)",
+            "l = exp_of_difference(r[e], m_new)",
+        ),
+        ("m of one lane", "m_other = cuda.shfl_xor_sync(FULL_WARP, m, lane)", "m_other = m"),
+        ("l of one lane", "l_other = cuda.shfl_xor_sync(FULL_WARP, l, lane)", "l_other = l"),
+        ("a lane's l not rescaled", "l_other * exp_of_difference(m_other, m_new)", "l_other"),
+        ("P without the inverse", "* inverse", ""),
+        ("L without l", "m + LN2 * log2(l)", "m"),
+        ("L in units of log2", "LN2 * log2(l)", "log2(l)"),
+        ("no L", "Lh[row] = m + LN2 * log2(l)", "pass"),
+        **how,
+    )
+    add(
+        softmax,
+        ("one warp", "range(WARPS)", "range(1)"),
+        ("a warp's l not rescaled", "sl[w] * exp_of_difference(sm[w], m_new)", "sl[w]"),
+        **how,
+        cases=("long", "from memory"),
+    )
+    following = "uint32(col + 8 * threads)\n\n        lane"
+    add(
+        softmax,
+        ("one chunk of a thread", following, "Nk\n\n        lane"),
+        ("l not rescaled", "l *= exp_of_difference(m, m_new)", "pass"),
+        **how,
+        cases="longest",
+    )
+    add(
+        softmax,
+        ("no guard of a blind row", "if l != float32(0.0):", "if True:"),
+        by=ANY | {"ZeroDivisionError"},
+        cases="blind",
+    )
+    row = ("rows past the end", "if shortened and row >= Nq:", "if False:")
+    add(softmax, row, by=ANY, cases="q_lens")
+    add(
+        softmax,
+        ("not scaled", "pij * options.inverse_keep if", "pij if"),
+        ("nothing dropped", "if dropout:", "if False:"),
+        ("columns for rows", "keeps(row, uint32(col + e),", "keeps(uint32(col + e), row,"),
+        ("the first column of a chunk", "keeps(row, uint32(col + e),", "keeps(row, col,"),
+        **how,
+        cases="dropout",
+    )
+
+    # Output
+    add(
+        output,
+        ("O not begun at 0", "rO[e] = float32(0.0)", "pass"),
+        (
+            "the first step again",
+            "sV, uint32(other * NV), Vh, j_next,",
+            "sV, uint32(other * NV), Vh, j0,",
+        ),
+        (
+            "P of the first step",
+            "uint32(other * NP), Ph, i0, Nq, j_next,",
+            "uint32(other * NP), Ph, i0, Nq, j0,",
+        ),
+        ("one stage", "stage = other", "pass"),
+        ("V of the other stage", "sV, uint32(stage * NV)", "sV, uint32(other * NV)"),
+        ("O past the end", "(rO, Oh, i0, rows,", "(rO, Oh, i0, uint32(i0 + Br),"),
+        **how,
+    )
+    valid = ("valid rows alone", "(rO, Oh, i0, rows,", "(rO, Oh, i0, Nq,")
+    add(output, valid, **how, cases="q_lens")
+    written = "p.write_rows(rO, Oh, i0, rows, ty, tx)"
+    scaled = f"p.scale_rows(rO, [{large}] * spec.TM), {written}"
+    add(output, ("O too large", written, scaled), cases="rows")
+
+    # dV and dK
+    transposed = f"{backward}.make_standard_transposed_output"
+    add(
+        transposed,
+        ("not begun at 0", "rdV[e] = float32(0.0)", "pass"),
+        ("a step of rows dropped", "i_next = uint32(i0 + STEP)", "i_next = uint32(i0 + 2 * STEP)"),
+        ("one stage", "stage = other", "pass"),
+        ("P of the first step", "Ph, i_next, i_end, j0, Nk)", "Ph, i0, i_end, j0, Nk)"),
+        ("dO of the first step", "dOh, i_next, i_end)", "dOh, i0, i_end)"),
+        ("past the end", "(rdV, dVh, j0, columns,", "(rdV, dVh, j0, uint32(j0 + Bc),"),
+        **how,
+    )
+    add(
+        transposed,
+        ("one head of the group", "h = uint32(h + 1)", "h = h_end"),
+        ("heads of another group", "h = uint32(hk * group)", "h = hk"),
+        **how,
+        cases="odd",
+    )
+    tile = ("tiles past the end", "if shortened and j0 >= Nk:", "if False:")
+    add(transposed, tile, by="counts", cases="kv_lens")
+    valid = ("valid columns alone", "(rdV, dVh, j0, columns,", "(rdV, dVh, j0, Nk,")
+    add(transposed, valid, **how, cases="kv_lens")
+    written = "p.write_rows(rdV, dVh, j0, columns, ty, tx)"
+    scaled = f"p.scale_rows(rdV, [{large}] * spec.TM), {written}"
+    add(transposed, ("dK and dV too large", written, scaled), cases="rows")
+
+    # dS
+    ds = f"{backward}.make_standard_score_gradients"
+    add(
+        ds,
+        ("D added", "(g - D)", "(g + D)"),
+        ("no D", "(g - D)", "g"),
+        ("D of one lane", "dot += cuda.shfl_xor_sync(FULL_WARP, dot, lane)", "pass"),
+        ("dS without scale", "rG[e] = scale * ds", "rG[e] = ds"),
+        ("dS without P", "ds = abs(pij) * (g - D)", "ds = g - D"),
+        **how,
+    )
+    add(
+        ds,
+        ("D of one warp", "range(WARPS)", "range(1)"),
+        **how,
+        cases=("long", "from memory"),
+    )
+    too_large = ("dS too large", "rG[e] = scale * ds", f"rG[e] = {large} * scale * ds")
+    add(ds, too_large, cases="rows")
+    add(
+        ds, ("rows past the end", "if shortened and row >= Nq:", "if False:"), **how, cases="q_lens"
+    )
+    one = "add_global(options.dbias[b, h], row, uint32(col + e), ds)"
+    add(
+        ds,
+        ("no dbias", "if dbias and uint32(col + e) < Nk:", "if False:"),
+        ("dbias past the end", "if dbias and uint32(col + e) < Nk:", "if dbias:"),
+        ("dbias with scale", one, one.replace(", ds)", ", scale * ds)")),
+        ("dbias of the first column", one, one.replace("uint32(col + e)", "col")),
+        **how,
+        cases="scores",
+    )
+    add(ds, ("dbias too large", one, one.replace(", ds)", f", {large} * ds)")), cases="rows")
+    plain = "options.dbias[b, h][row, uint32(col + e)] += ds"
+    add(ds, ("dbias not atomic", one, plain), by="GlobalHazard", cases="shared bias")
+    add(
+        ds,
+        ("dropped dP", "g = float32(0.0)", "pass"),
+        ("dP not scaled", "g = g * options.inverse_keep", "pass"),
+        ("kept for dropped", "if not keeps(", "if keeps("),
+        **how,
+        cases="dropout",
+        total=2,
+    )
+    add(
+        ds,
+        ("dropped P kept", "pij = -pij", "pass"),
+        ("dropped P below 0", "ds = abs(pij) *", "ds = pij *"),
+        ("P with what is dropped", "write_chunk(rP, Ph, row, col, Nk)", "pass"),
+        ("P not scaled", "rP[e] = p.kept(pij, options)", "rP[e] = max(pij, float32(0.0))"),
+        **how,
+        cases="dropout",
+    )
+
+
 MUTANTS = mutants()
 
 
@@ -2794,6 +3051,8 @@ def mostly_slow(found, name):
         *((a, c) for a in MMA for c in MMA_CASES),
         *(("mma_fa1", c) for c in MMA_KEYS),
         *(("mma_fa2", c) for c in MMA_STAGES),
+        *(("mma_standard", c) for c in MMA_STANDARD_CASES),
+        *(("mma_standard_backward", c) for c in MMA_STANDARD_BACKWARD_CASES),
         *mostly_slow(itertools.product(MMA_BACKWARD, MMA_BACKWARD_CASES), "-".join),
     ],
 )
@@ -2801,7 +3060,7 @@ def test_the_source_as_it_is_passes(algorithm, cases, monkeypatch):
     assert caught_by(algorithm, (cases,), modules_with(), monkeypatch) is None
 
 
-@pytest.mark.parametrize("algorithm", [*EVERY, *MMA, *MMA_BACKWARD])
+@pytest.mark.parametrize("algorithm", [*EVERY, *MMA, *MMA_BACKWARD, *MMA_STANDARD])
 def test_slopes_are_of_elements_of_the_matrix_alone(algorithm, monkeypatch):
     modules = modules_with(softmax=asked_within(source("softmax")))
     assert caught_by(algorithm, ("slopes",), modules, monkeypatch) is None
