@@ -219,15 +219,16 @@ def test_the_animation_shows_tiles_where_they_lie():
 
 def test_a_frame_shows_all_that_has_moved_since_the_one_before(monkeypatch):
     rows = [r for part in timeline.measure(options(16, 4, 8, 8, False), Bench()) for r in part]
-    last = [max(move.start for move in trace.moves) for trace in moves.traces(rows)]
-    monkeypatch.setattr(film, "ticks", lambda traces: [max(last)])
+    monkeypatch.setattr(film, "ticks", lambda traces: [film.events(traces[0])[-1].start])
     image = Image.open(io.BytesIO(timeline.animate(rows, "")))
     image.seek(1)
     picture = np.asarray(image.convert("RGB").crop((0, 110, image.width, 530)))
-    rgb = [int(timeline.INPUT[at : at + 2], 16) for at in (1, 3, 5)]
-    # Q, K and V of both orders, but for the gaps between tiles.
-    area = (picture == rgb).all(axis=-1).sum()
-    assert 0.95 < area / (6 * film.SQUARE * film.THICK) <= 1
+    # But for gaps between tiles: Q, K and V of both orders; O of both, l and m of FA-1, L of FA-2.
+    wide = {timeline.INPUT: 6 * film.THICK, timeline.WRITTEN: 2 * film.THICK + 3 * film.THIN}
+    for shade, thickness in wide.items():
+        rgb = [int(shade[at : at + 2], 16) for at in (1, 3, 5)]
+        area = (picture == rgb).all(axis=-1).sum()
+        assert 0.95 < area / (film.SQUARE * thickness) <= 1
 
 
 def test_blocks_are_shown_in_the_order_of_the_grid():
