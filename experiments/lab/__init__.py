@@ -10,6 +10,8 @@ peers       torch's kernels
 timing      times, and the check against float64 before them
 counters, counter_target    Nsight Compute
 counts      accesses counted on the emulator
+moves       a traced call: which tile moves when, and what is on the chip meanwhile
+film        the same as an animated GIF
 precompile  kernels compiled side by side before anything is timed
 tune        the sweep for the fastest tiles
 store, provenance           rows in CSV files, and where they come from

@@ -13,7 +13,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont  # matplotlib brings it
 
 from .moves import IN_REGISTERS, ROW_TILES, Move, Trace, size
 from .series import LABELS
