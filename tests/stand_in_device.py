@@ -71,9 +71,13 @@ def owner_of(first, last=None):
     return ordinal if (last or first) < _starts[n] + size else None
 
 
+class Address(int):
+    """A word that is the address of memory."""
+
+
 def address(array):
     """Where an array or tensor of these tests lies."""
-    return array.values.ctypes.data
+    return Address(array.values.ctypes.data)
 
 
 class Array:
@@ -93,7 +97,7 @@ class Array:
 
     def copy_to_host(self, stream=0):
         gpu = _driver()
-        gpu.note("to host", self.values.ctypes.data, gpu.order(int(stream)))
+        gpu.note("to host", address(self), gpu.order(int(stream)))
         return self.values.copy()
 
 
@@ -200,8 +204,9 @@ class Gpu:
             names.setdefault(address(x), name)
 
         def named(word):
-            is_address = isinstance(word, int) and word > 2**32
-            return names.setdefault(word, f"array {len(names)}") if is_address else word
+            if not isinstance(word, Address):
+                return word
+            return names.setdefault(word, f"array {len(names)}")
 
         return [tuple(map(named, step)) for step in self.log if step[0] != "to gpu"], named
 
@@ -241,8 +246,9 @@ class Gpu:
             emulator.launch(kernel.function, grid, kernel.threads, args, shared_bytes=shared_bytes)
         return (SUCCESS,)
 
-    def word(self, places, kind):
+    def word(self, places, kind, of=None):
         value = ctypes.cast(next(places), POINTER(kind))[0]
+        value = of(value) if of else value
         self.words.append(value)
         return value
 
@@ -254,7 +260,8 @@ class Gpu:
             return self.word(
                 places, {types.float32: ctypes.c_float, types.int32: ctypes.c_int32}[ty]
             )
-        words = [self.word(places, ctypes.c_int64) for _ in range(5 + 2 * ty.ndim)]
+        kinds = (*4 * [None], Address, *2 * ty.ndim * [None])
+        words = [self.word(places, ctypes.c_int64, of) for of in kinds]
         meminfo, parent, size, itemsize, pointer = words[:5]
         shape, strides = tuple(words[5 : 5 + ty.ndim]), tuple(words[5 + ty.ndim :])
         assert meminfo == parent == 0 and size == math.prod(shape)
@@ -273,7 +280,7 @@ class Gpu:
         if not self.knows(int(stream)):
             return (RESULT.CUDA_ERROR_INVALID_HANDLE,)
         assert owner_of(pointer, pointer + size - 1) == self.ordinal
-        self.note("fill", pointer, value, size, int(stream))
+        self.note("fill", Address(pointer), value, size, int(stream))
         ctypes.memset(pointer, value, size)
         return (SUCCESS,)
 
@@ -290,7 +297,7 @@ class Gpu:
     def cuMemFreeAsync(self, pointer, stream):
         _, taken_on = self.live.pop(pointer)
         assert taken_on == int(stream)
-        self.note("free", pointer, int(stream))
+        self.note("free", Address(pointer), int(stream))
         return (SUCCESS,)
 
     def cuCtxGetCurrent(self):
@@ -340,7 +347,7 @@ class Cuda:
 
     def to_device(self, values, stream):
         array = on_gpu(values, self.gpu.ordinal)
-        self.gpu.note("to gpu", array.values.ctypes.data, self.gpu.order(int(stream)))
+        self.gpu.note("to gpu", address(array), self.gpu.order(int(stream)))
         return array
 
     def as_cuda_array(self, array):

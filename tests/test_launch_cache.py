@@ -11,6 +11,7 @@ import pytest
 from helpers import random_inputs
 from stand_in_device import (
     CONTEXT,
+    Address,
     Array,
     aligned,
     no_calls_kept,
@@ -113,7 +114,7 @@ def places(launches, arrays):
     known = {x.values.ctypes.data: n for n, x in enumerate(arrays)}
 
     def place(word):
-        is_address = isinstance(word, int) and word > 2**32
+        is_address = isinstance(word, Address)
         return ("address", known.setdefault(word, len(known))) if is_address else word
 
     return [(*rest, [place(word) for word in words]) for *rest, words in launches]
