@@ -383,6 +383,24 @@ MMA_BACKWARD_CASES = {
     # A sweep takes tiles of its own unless they are those of a block mask.
     "sweep": (passes((1, 1, 1, 16, 256, 16), Tiles(16, 128), masked=True),),
 }
+# Sides that hide one element of a tile's corner, or show one; masks of two batch entries; rows of
+# several tiles that are dropped. Drawn last, so that the cases above stay what they are.
+CASES["sparse"] += (Case((2, 1, 1, 13, 40, 4), Tiles(4, 8), {"block_mask": blocks(2, 1, 4, 5)}),)
+BACKWARD_CASES["sparse"] += (
+    Case((2, 1, 1, 13, 64, 4), Tiles(4, 16), {"block_mask": blocks(2, 1, 4, 4)}),
+)
+_sparse = (Case((2, 1, 1, 50, 64, 8), Tiles(16, 16), {"block_mask": blocks(2, 1, 4, 4)}),)
+MMA_CASES["sparse"] = _sparse
+MMA_BACKWARD_CASES["sparse"] += _sparse
+CASES["dropout"] += (Case((1, 1, 1, 11, 35, 4), Tiles(4, 16), DROPOUT),)
+BACKWARD_CASES["dropout"] += (Case((1, 1, 1, 11, 35, 4), Tiles(4, 16), DROPOUT),)
+BACKWARD_CASES["window"] += (Case((1, 1, 1, 21, 37, 4), Tiles(8, 16), window(22, 8)),)
+_corners = tuple(
+    Case((1, 1, 1, 50, 52, 8), Tiles(16, 16), window(*sides)) for sides in ((16, 20), (19, 3))
+)
+MMA_CASES["window"] += _corners
+MMA_BACKWARD_CASES["window"] += _corners
+
 
 # Standard attention: several tiles and steps, a head for each block, two warps for a row of S.
 _long = {
@@ -401,7 +419,8 @@ MMA_STANDARD_CASES = {
     "q_lens": MMA_BACKWARD_CASES["q_lens"],
     **{
         name: MMA_CASES[name]
-        for name in ("odd", "blind", "window", "kv_lens", "dropout", "softcap", "slopes", "rows")
+        for name in ("odd", "blind", "window", "kv_lens", "sparse", "dropout", "softcap")
+        + ("slopes", "rows")
     },
     **_long,
 }
@@ -413,7 +432,7 @@ MMA_STANDARD_BACKWARD_CASES = {
     ),
     **{
         name: MMA_BACKWARD_CASES[name]
-        for name in ("odd", "q_lens", "kv_lens", "packed", "dropout")
+        for name in ("odd", "q_lens", "kv_lens", "packed", "sparse", "dropout")
         + ("scores", "slopes", "shared bias", "rows")
     },
     **_long,
@@ -645,6 +664,7 @@ def mutants():
     precision_mutants(add)
     between_blocks_mutants(add)
     mma_standard_mutants(add)
+    corner_mutants(add)
     return found
 
 
@@ -3028,6 +3048,47 @@ def mma_standard_mutants(add):
         **how,
         cases="dropout",
     )
+
+
+def corner_mutants(add):
+    """Faults of a tile's corner, of a second batch entry, of a second tile of rows or split."""
+    mask, drop = "softmax._make_scale_and_mask", "dropout.make_drop"
+    flash = {"to": (*FLASH, *FLASH_BACKWARD, *MMA, *MMA_BACKWARD), "by": ANY}
+    lowest = ("left of the row before the last", "row0 + (Br - 1)", "row0 + (Br - 2)")
+    corner = ("left of the second column", "lowest, int32(col0),", "lowest, int32(col0 + 1),")
+    add(mask, lowest, corner, **flash, cases="window")
+    last = "int32(col0) + Bc - diagonal"
+    fewer = ("window: rows end a column early", last, f"{last} - int32(1)")
+    tensor = {"by": ANY, "to": ("mma_fa1", *MMA_BACKWARD)}
+    add("visits._make_row_range", fewer, **tensor, cases="window")
+    # Block masks
+    entry = ("blocks of another entry", "block_mask[b, h,", "block_mask[0, h,")
+    rows = {"by": ANY, "to": (*BY_COLUMNS, "mma_fa1", *MMA_BACKWARD), "cases": "sparse"}
+    columns = {"by": ANY, "to": (*BY_ROWS, "mma_fa2"), "cases": "sparse"}
+    add("visits.make_next_row", entry, **rows)
+    add("visits.make_next_column", entry, **columns)
+    standard = {"by": ANY, "to": ("standard", "standard_backward", *MMA_STANDARD)}
+    add(mask, entry, **standard, cases="sparse")
+    seen = "next_column(uint32(j0 + Bc), j_last, i0, b, h, options)"
+    hidden = ("hidden blocks too", seen, "uint32(j0 + Bc)")
+    passes = {"by": ANY, "to": ("mma_fa1", "mma_fa1_backward")}
+    add("visits.make_sees_more", hidden, **passes, cases="sparse")
+    # Dropout
+    row = ("rows of a tile", "uint32(row0 + row_of(ty, i0 + i))", "row_of(ty, i0 + i)")
+    add(drop, row, **flash, cases="dropout")
+    # Query splits
+    splits = {"by": {"GlobalHazard"}}
+    for name, cases in (("fa1", "causal"), ("mma_fa1", "16 rows")):
+        written = ("L of all splits", "options, i_first, i_last,", "options, uint32(0), i_last,")
+        add(name, written, **splits, cases=cases)
+        begun = ("O of all splits begun", "mh, i_first, i_last,", "mh, uint32(0), i_last,")
+        add(name, begun, **splits, cases="window")
+    begun = ("dQ of all splits begun", "i_begin, i_last, options)", "uint32(0), i_last, options)")
+    add("mma_fa1_backward", begun, **splits, cases="window")
+    more = "i_first + split_rows"
+    overlap = ("a row of the next split", more, f"{more} + 1")
+    add("visits.make_split", overlap, **splits, to=("fa1",), cases="causal")
+    add("visits.make_split", overlap, **splits, to=("mma_fa1",), cases="16 rows")
 
 
 MUTANTS = mutants()
