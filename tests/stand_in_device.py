@@ -56,6 +56,8 @@ def aligned(shape, dtype=np.float32, values=np.nan, offset=0, gpu=0):
     bisect.insort(_starts, start)
     _blocks[start] = buffer.nbytes, gpu
     weakref.finalize(buffer, _forget, start)
+    if _current:  # what a launch was given can be looked at when the call is over
+        _driver().held.append(buffer)
     first = -start % 256 + offset
     array = buffer[first : first + size].view(dtype).reshape(shape)
     array[...] = values if np.dtype(dtype).kind == "f" or np.ndim(values) else 0
@@ -86,14 +88,20 @@ class Array:
     def __init__(self, values, read_only=False, stream=None):
         self.values, self.read_only, self.stream = values, read_only, stream
         self.shape, self.strides, self.dtype = values.shape, values.strides, values.dtype
+        self.said = values.strides
 
     @property
     def __cuda_array_interface__(self):
         pointer = self.values.ctypes.data
         return {
             "shape": self.shape, "typestr": self.dtype.str, "data": (pointer, self.read_only),
-            "strides": self.strides, "stream": self.stream, "version": 3,
+            "strides": self.said,
+            "stream": self.stream, "version": 3,
         }  # fmt: skip
+
+    def leave_out_strides(self):
+        """The interface allows that where rows are dense."""
+        self.said = None
 
     def copy_to_host(self, stream=0):
         gpu = _driver()
@@ -131,6 +139,10 @@ class Dlpack:
             device=(2, owner_of(values.ctypes.data)), code=2, bits=8 * size, lanes=1,
             shape=axes(*values.shape), strides=axes(*(n // size for n in values.strides)),
         )  # fmt: skip
+
+    def leave_out_strides(self):
+        """DLPack allows that where rows are dense."""
+        self.tensor.strides = None
 
     def __dlpack_device__(self):
         return tuple(self.tensor.device)
@@ -181,7 +193,7 @@ class Gpu:
         self.launched, self.given = [], []
         self.context, self.entered = CONTEXT, []
         self.streams = {}
-        self.live = {}
+        self.live, self.held = {}, []
         self.runs = True  # or only takes down what it is asked
 
     @property
@@ -415,6 +427,30 @@ def no_cupy_but_its_names(gpu):
     """Everything inside takes ``CupyArray`` for CuPy's; yields the ``Cupy``."""
     with mock.patch.dict(sys.modules, cupy=Cupy(gpu)):
         yield sys.modules["cupy"]
+
+
+class JaxArray(Array):
+    """A JAX array on ``count`` devices of a platform."""
+
+    def __init__(self, values, platform="gpu", count=1):
+        super().__init__(values, read_only=True)
+        self.platform, self.count = platform, count
+
+    def devices(self):
+        return self.count * [SimpleNamespace(platform=self.platform)]
+
+    def block_until_ready(self):
+        _driver().note("ready", address(self))
+
+
+@contextlib.contextmanager
+def no_jax_but_its_names():
+    """Everything inside takes ``JaxArray`` for JAX's."""
+    jax = ModuleType("jax")
+    jax.Array, jax.core = JaxArray, SimpleNamespace(Tracer=type(None))
+    jax.numpy = SimpleNamespace(asarray=lambda array: JaxArray(array.values))
+    with mock.patch.dict(sys.modules, jax=jax):
+        yield jax
 
 
 def _forget_what_is_known_of_gpus():

@@ -16,7 +16,13 @@ import test_kernel_cache
 import test_launch_cache
 import test_recorded_launches as recorded
 import test_torch_stand_in as on_torch
-from stand_in_device import no_calls_kept, no_cupy_but_its_names, no_gpu_but_its_driver
+from stand_in_device import (
+    Array,
+    Dlpack,
+    no_calls_kept,
+    no_cupy_but_its_names,
+    no_gpu_but_its_driver,
+)
 from stand_in_torch import SOURCE, fa_numba_torch, no_torch_but_its_names
 
 from fa_numba.device import kernel, kernel_cache, launch_record, launching, select
@@ -184,6 +190,13 @@ LAYOUT = {
     )
     for library in ("interface", "dlpack")
 }
+DENSE_ROWS = {
+    library.__name__: killer(
+        recorded.test_strides_that_are_left_out_are_those_of_dense_rows, library=library
+    )
+    for library in (Array, Dlpack)
+}
+JAX = killer(recorded.test_jax_arrays_are_read_when_ready_and_made_when_done)
 SMALL_GPU = killer(recorded.test_small_arrays_are_kept_for_each_gpu)
 SMALL_SHAPE = killer(recorded.test_small_arrays_of_equal_bytes_differ_in_their_shape)
 VECTOR = killer(recorded.test_a_kernel_adds_two_at_once_where_its_gpu_can, options={})
@@ -316,6 +329,13 @@ def memory_mutants(add):
     add(arrays, "strides of tensors in floats", "tensor.element_size() * n", "4 * n", HALF)
     add(arrays, "strides of DLPack in elements", "tuple(itemsize * n for n in strides)", "strides",
         LAYOUT["dlpack"])
+    add(arrays, "strides left out are in elements", "np.cumprod((dtype.itemsize, *shape[:0:-1])",
+        "np.cumprod((1, *shape[:0:-1])", DENSE_ROWS["Array"])
+    add(arrays, "strides left out count the first axis", "np.cumprod((1, *shape[:0:-1])",
+        "np.cumprod((1, *shape[:-1])", DENSE_ROWS["Dlpack"])
+    add(arrays, "a JAX array is read before it is ready", "array.block_until_ready()", "pass", JAX)
+    add(arrays, "a JAX array is made before it is computed",
+        "device.synchronize()\n        return jax", "return jax", JAX)
     add(arrays, "read-only is forgotten", "not read_only,", "True,", READ_ONLY)
     add(arrays, "read-only is forgotten in DLPack", "not view.readonly,", "True,", READ_ONLY)
     add(calls, "the alignment of out is not looked at", "[*inputs, target] if target else inputs",

@@ -15,11 +15,13 @@ from stand_in_device import (
     CONTEXT,
     Array,
     Dlpack,
+    JaxArray,
     address,
     aligned,
     no_calls_kept,
     no_cupy_but_its_names,
     no_gpu_but_its_driver,
+    no_jax_but_its_names,
     on_gpu,
     owner_of,
 )
@@ -360,6 +362,44 @@ def test_axes_that_a_bias_repeats_have_no_stride(gpu, shape, strides):
     (given,) = gpu.given
     expected = (arrays["bias"].values.ctypes.data, SHAPES["bias"], strides)
     assert seen_as(given["bias"]) == expected
+
+
+@pytest.mark.parametrize("library", [Array, Dlpack])
+def test_strides_that_are_left_out_are_those_of_dense_rows(gpu, library):
+    arrays = FORWARD.made("interface")
+    want = {KERNEL_NAMES[n]: seen_as(arrays[n].values) for n in ("q", "k", "v", "out")}
+    compact = {n: library(x.values) for n, x in arrays.items()}
+    for x in compact.values():
+        x.leave_out_strides()
+    for _ in range(2):
+        FORWARD.run(compact)
+        assert {n: seen_as(gpu.given[-1][n]) for n in want} == want
+
+
+# --- other libraries -------------------------------------------------------------------------
+
+
+def test_jax_arrays_are_read_when_ready_and_made_when_done(gpu, kept):
+    with no_jax_but_its_names():
+        for ordinal in (1, 0):
+            gpu.log.clear()
+            q, k, v = (JaxArray(Memory(SHAPES[n], gpu=ordinal).values()) for n in "qkv")
+            O, L = fa_numba.flash_attention_2(q, k, v, return_lse=True)
+            assert type(O) is type(L) is JaxArray and O.shape == q.shape
+            steps = [step[0] for step in gpu.log if step[0] != "take"]
+            assert steps == ["ready", "ready", "ready", "launch", "wait", "wait"]
+            made = gpu.given[-1]
+            assert address(O) == made["O"].ctypes.data and address(L) == made["L"].ctypes.data
+        assert not kept
+        for bad, error, says in (
+            ({"out": JaxArray(aligned(SHAPES["q"]))}, ValueError, "out is a read-only jax array"),
+            ({"k": JaxArray(k.values, "tpu")}, TypeError, "k is on tpu"),
+            ({"v": JaxArray(v.values, count=2)}, ValueError, "v lies on 2 JAX devices"),
+            ({"q": JaxArray(aligned(SHAPES["q"], "float64"))}, TypeError, "q is a JAX array of fl"),
+        ):
+            given = {"q": q, "k": k, "v": v} | bad
+            with pytest.raises(error, match=says):
+                fa_numba.flash_attention_2(**given)
 
 
 # --- alignment -------------------------------------------------------------------------------
