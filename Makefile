@@ -10,6 +10,7 @@
 PYTHON ?= python3
 JOBS ?= auto
 VENV := .venv
+, := ,
 RUN := $(VENV)/bin/python
 
 # CUDA wheels that fit the driver: cu12 for a 12.x driver, cu13 for a newer one or none.
@@ -35,7 +36,7 @@ test: $(VENV)/.dev-$(WHEELS)
 test-all: $(VENV)/.dev-$(WHEELS)
 	@$(RUN) -m pytest -q -n $(JOBS) -m "slow or not slow" $(TESTS)
 
-lint: $(VENV)/.dev-$(WHEELS)
+lint: $(VENV)/.lint-$(WHEELS)
 	@$(RUN) -m ruff check $(SOURCES)
 	@$(RUN) -m ruff format --check $(SOURCES)
 	@$(RUN) -m mypy
@@ -64,10 +65,20 @@ $(VENV)/bin/python:
 	% (sys.executable, *sys.version_info[:2]))'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.run-$(WHEELS): setup.cfg pyproject.toml | $(VENV)/bin/python
-	$(RUN) -m pip install --disable-pip-version-check --quiet -e '.[$(WHEELS),experiments]'
+# pip would write bytecode on one core, that of the packages' own tests too.
+define install
+	$(RUN) -m pip install --disable-pip-version-check --quiet --no-compile -e '.[$(WHEELS),$(1)]'
+	@$(RUN) -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib >/dev/null || true
 	@touch $@
+endef
+
+$(VENV)/.run-$(WHEELS): setup.cfg pyproject.toml | $(VENV)/bin/python
+	$(call install,experiments)
 
 $(VENV)/.dev-$(WHEELS): setup.cfg pyproject.toml | $(VENV)/bin/python
-	$(RUN) -m pip install --disable-pip-version-check --quiet -e '.[$(WHEELS),experiments,test,lint]'
-	@touch $@ $(VENV)/.run-$(WHEELS)
+	$(call install,experiments$(,)test)
+	@touch $(VENV)/.run-$(WHEELS)
+
+$(VENV)/.lint-$(WHEELS): setup.cfg pyproject.toml | $(VENV)/bin/python
+	$(call install,experiments$(,)test$(,)lint)
+	@touch $(VENV)/.run-$(WHEELS) $(VENV)/.dev-$(WHEELS)

@@ -386,9 +386,10 @@ MMA_CASES = [
 ]
 
 
+# FlashAttention-2's where registers are fullest: its tiles are others before sm_90.
 QUICK_MMA = {
     ("fa1", "sm_90a", 64, "float16", None),
-    ("fa2", "sm_90a", 128, "float16", None),
+    ("fa2", "sm_80", 128, "float16", "causal"),
 }
 
 
