@@ -446,13 +446,9 @@ def _kernel(access: str) -> Kernel:
 
 
 def _arrays(pattern: Pattern) -> list[np.ndarray]:
-    """P, S, X and Y; X starts at a 256-byte address, as what a GPU allocates does."""
+    """P, S, X and Y."""
     places = [np.array(each, np.uint32) for each in (pattern.at, pattern.of)]
-    what, size = pattern.what, ROWS * PITCH * pattern.what.element
-    room = np.zeros(size + 256, np.uint8)
-    first = -room.ctypes.data % 256
-    X = room[first : first + size].view(what.dtype).reshape(ROWS, PITCH)
-    X[...] = 1
+    X = np.ones((ROWS, PITCH), pattern.what.dtype)
     return [*places, X, np.zeros(LANES, np.float32)]
 
 

@@ -42,7 +42,18 @@ def _ordered(stamp, tid, warp, seen):
 
 
 @compiled
-def _wavefronts(first, itemsize, e, width, mask, tids, stats):
+def _in_pairs(e, start, stop, apart, mask, tids):
+    """Whether every lane that takes part shares its place with the one `apart` from it, if any."""
+    for k in range(start, stop):
+        if mask[k]:
+            for n in range(start, stop):
+                if mask[n] and tids[n] & 31 == tids[k] & 31 ^ apart and e[n] != e[k]:
+                    return False
+    return True
+
+
+@compiled
+def _wavefronts(first, itemsize, e, width, mask, tids, loads, stats):
     """Count what shared memory needs for an access: see counts.py for the rule."""
     size, shift, group = width * itemsize, 2, 5  # log2 of bytes a lane, of lanes a wavefront
     while size > 1 << shift:
@@ -54,9 +65,23 @@ def _wavefronts(first, itemsize, e, width, mask, tids, stats):
     while k < count:
         warp = tids[k] >> 5
         phase, most, waves, ideal = -1, 0, 0, 0
+        lanes, half = group, -1
         while k < count and tids[k] >> 5 == warp:
+            if loads and group < 5 and (tids[k] & 31) >> (group + 1) != half:
+                # Lanes that share places in pairs are served twice as many at a time.
+                half = (tids[k] & 31) >> (group + 1)
+                stop = k
+                while (
+                    stop < count
+                    and tids[stop] >> 5 == warp
+                    and (tids[stop] & 31) >> (group + 1) == half
+                ):
+                    stop += 1
+                paired = _in_pairs(e, k, stop, 1, mask, tids)
+                paired = paired or _in_pairs(e, k, stop, 2, mask, tids)
+                lanes = group + 1 if paired else group
             if mask[k]:
-                now = (tids[k] & 31) >> group
+                now = (lanes << 8) + ((tids[k] & 31) >> lanes)
                 if now != phase:
                     phase, ideal = now, ideal + 1
                     waves += most
@@ -107,7 +132,7 @@ def shared_load(
                 reads[w, p] = me if r < own or r & NOBODY == t else several
                 touched[p] = reads[w, p]
             out[n, k] = data[p]
-    _wavefronts(first, itemsize, e, width, mask, tids, stats)
+    _wavefronts(first, itemsize, e, width, mask, tids, True, stats)
     return -1
 
 
@@ -144,7 +169,7 @@ def shared_store(
                 return k
             written[p] = starts[w] + t
             data[p] = values[n, k]
-    _wavefronts(first, itemsize, e, width, mask, tids, stats)
+    _wavefronts(first, itemsize, e, width, mask, tids, False, stats)
     return -1
 
 
@@ -168,7 +193,7 @@ def depart(
         for p in range(first + i, first + i + width):
             written[p], reads[w, p] = IN_FLIGHT, 0
             copiers[p], sites[p] = t, site
-    _wavefronts(first, itemsize, e, width, mask, tids, stats)
+    _wavefronts(first, itemsize, e, width, mask, tids, False, stats)
     return -1
 
 
@@ -194,13 +219,14 @@ def outside(index, extent, mask):
 
 @compiled
 def global_access(
-    kind, e, width, valid, itemsize, address, mask, tids, block, writers, readers, atomics, stats
-):
+    kind, e, width, valid, itemsize, address, beside, mask, tids, block, writers, readers, atomics,
+    stats,
+):  # fmt: skip
     """Count the sectors of an access to global memory and note which block it is of.
 
-    `valid` elements from `e` on are touched in every lane, at most `width`, of which the access
-    is. Returns the first lane that touches what another block has, one of them writing, unless
-    atomically both.
+    `valid` elements from `e` on are touched in every lane, at most `width`, of which the access is.
+    A sector is fetched once for every other value of `beside`. Returns the first lane that touches
+    what another block has, one of them writing, unless atomically both.
     """
     sectors = np.empty(4 * WARP, np.int64)
     k, count = 0, e.size
@@ -213,11 +239,12 @@ def global_access(
                 byte = address + e[k] * itemsize
                 sector, last = byte >> 5, (byte + valid[k] * itemsize - 1) >> 5
                 while sector <= last:
+                    piece = (sector << 16) + beside[k]
                     n = found
-                    while n > 0 and sectors[n - 1] != sector:
+                    while n > 0 and sectors[n - 1] != piece:
                         n -= 1
                     if n == 0:
-                        sectors[found] = sector
+                        sectors[found] = piece
                         found += 1
                     sector += 1
             k += 1

@@ -339,7 +339,10 @@ class Context(Flow):
             valid = self.of_lane(valid, bad)
             raise ValueError(f"valid = {valid} of a copy of n = {n} elements, allowed: 0 to n")
         group = self.group
-        read = src.source(index, n, valid)
+        pieces = group.full(0)
+        if n * dst.itemsize == 16:
+            pieces = (dst.first + group.lanes(e)) * dst.itemsize >> 5
+        read = src.source(index, n, valid, pieces)
         places = dst.depart(e, n)
         pending = self.active()
         group.copies.append(Copy(dst, places, n, read, pending, group.committed))

@@ -45,7 +45,7 @@ class GlobalArray:
 
     __slots__ = (
         "name", "shape", "strides", "dtype", "ndim", "size", "itemsize", "tally", "ctx", "span",
-        "address", "owners", "_memory", "_convert", "_steps", "_offset", "_views", "_root",
+        "address", "start", "owners", "_memory", "_convert", "_steps", "_offset", "_views", "_root",
     )  # fmt: skip
 
     def __init__(self, ctx: Context, name: str, values: np.ndarray) -> None:
@@ -69,6 +69,8 @@ class GlobalArray:
             sum((n - 1) * -s for n, s in pairs if s < 0) // itemsize if self.span else 0
         )
         self.address = flat.__array_interface__["data"][0]
+        # Where the array begins in the memory that it is a part of, which a GPU would align.
+        self.start = self.address - _owner(values).__array_interface__["data"][0]
         self._convert = converter(values.dtype) if values.dtype.kind in "iub" else None
         self._views: dict[tuple[int, ...], GlobalArray] = {}
         self._memory = flat
@@ -146,11 +148,13 @@ class GlobalArray:
         return old
 
     def source(
-        self, index: tuple[Any, ...], n: int, valid: Any
+        self, index: tuple[Any, ...], n: int, valid: Any, beside: Any = None
     ) -> Callable[[np.ndarray], np.ndarray]:
         """For an asynchronous copy of n elements, `valid` of them real.
 
-        The function returned reads them, (lanes, n), zeros past the valid ones.
+        `beside` is where they go, in pieces of 32 bytes: a copy of 16 bytes, past L1, fetches a
+        sector again for every other piece. The function returned reads them, (lanes, n), zeros past
+        the valid ones.
         """
         ctx = self.ctx
         outer = ctx.mask
@@ -162,7 +166,7 @@ class GlobalArray:
             return lambda lanes: np.zeros((lanes.size, n), memory.dtype)
         ctx.mask = active
         try:
-            e = self._access(LOAD, self._vector(index, n, valid), n, valid, index, "copy")
+            e = self._access(LOAD, self._vector(index, n, valid), n, valid, index, beside)
         finally:
             ctx.mask = outer
         whole = bool((valid == n).all())
@@ -221,7 +225,7 @@ class GlobalArray:
         return e
 
     def _access(
-        self, kind: int, e: Any, n: int, valid: Any, index: tuple[Any, ...], named: str = ""
+        self, kind: int, e: Any, n: int, valid: Any, index: tuple[Any, ...], beside: Any = None
     ) -> np.ndarray:
         """Count an access of every lane of the mask; returns its first element by lane.
 
@@ -245,9 +249,11 @@ class GlobalArray:
             self.tally.loads += elements
         if kind != LOAD:
             self.tally.stores += elements
-        named = named or KINDS[kind]
+        named = KINDS[kind] if beside is None else "copy"
+        if beside is None:
+            beside = group.full(0)
         lane = checks.global_access(
-            kind, places, n, lengths, self.itemsize, self.address, active, group.tids,
+            kind, places, n, lengths, self.itemsize, self.start, beside, active, group.tids,
             ctx.block_number, self.owners.writers, self.owners.readers, self.owners.atomics,
             ctx.statistics(self.name, "global", named),
         )  # fmt: skip
@@ -346,6 +352,13 @@ class GlobalArray:
 
     def _outside(self, index: tuple[Any, ...], lane: int) -> EmulatorError:
         return self.ctx.outside(self.name, self.shape, index, lane)
+
+
+def _owner(values: np.ndarray) -> np.ndarray:
+    """The array whose memory this one is a part of."""
+    while isinstance(values.base, np.ndarray):
+        values = values.base
+    return values
 
 
 def track_owners(arrays: Sequence[GlobalArray]) -> None:

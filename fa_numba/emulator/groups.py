@@ -82,6 +82,10 @@ class Group:
             known = self.full_arrays[value] = np.full(self.count, value, np.int64)
         return known
 
+    def lanes(self, value: Any) -> np.ndarray:
+        """An integer as an array over the lanes."""
+        return value if value.__class__ is np.ndarray else self.full(int(value))
+
     def alive(self) -> np.ndarray:
         return ~self.exited
 

@@ -523,6 +523,7 @@ class _Function(ast.NodeTransformer):
 def _chain(statements: list[ast.stmt]) -> list[ast.AugAssign]:
     """The multiply-adds that these begin with, to one array that none of them reads."""
     found: list[ast.AugAssign] = []
+    array = ""
     for each in statements:
         if not (
             isinstance(each, ast.AugAssign)
@@ -534,7 +535,7 @@ def _chain(statements: list[ast.stmt]) -> list[ast.AugAssign]:
         ):
             break
         if found and (
-            each.target.value.id != found[0].target.value.id  # type: ignore[attr-defined]
+            each.target.value.id != array
             or len(found) == MOST_ADDS
             or not _is_pure(each.target.slice)
             or any(
@@ -545,6 +546,7 @@ def _chain(statements: list[ast.stmt]) -> list[ast.AugAssign]:
         ):
             break
         found.append(each)
+        array = each.target.value.id
     return found
 
 

@@ -103,7 +103,7 @@ class SharedArray:
 
     def load(self, e: Any, n: int) -> tuple[Any, ...]:
         """Elements e..e+n-1 (flat index) in one access of n elements, e a multiple of n."""
-        return tuple(self._read(self._lanes(e), n))
+        return tuple(self._read(self.ctx.group.lanes(e), n))
 
     def store(self, e: Any, values: Sequence[Any]) -> None:
         """Write n `values` from element e on (flat index) in one access, e a multiple of n."""
@@ -111,9 +111,6 @@ class SharedArray:
         for row, value in zip(rows, values, strict=True):
             row[:] = value
         self._write(e, rows)
-
-    def _lanes(self, e: Any) -> np.ndarray:
-        return e if e.__class__ is np.ndarray else self.ctx.group.full(int(e))
 
     def _read(self, e: np.ndarray, n: int) -> np.ndarray:
         ctx, buffer = self.ctx, self.buffer
@@ -139,7 +136,7 @@ class SharedArray:
         ctx, buffer = self.ctx, self.buffer
         group = ctx.group
         mask = group.everyone if ctx.mask is None else ctx.mask
-        e = self._lanes(e)
+        e = self.ctx.group.lanes(e)
         values = self.convert(values)
         stats = ctx.statistics(self.name, "shared", "store")
         lane, n = 0, len(values)
@@ -210,7 +207,7 @@ class SharedArray:
         """
         ctx, buffer = self.ctx, self.buffer
         group = ctx.group
-        e = self._lanes(self._flat(index))
+        e = self.ctx.group.lanes(self._flat(index))
         old = np.zeros(group.count, buffer.data.dtype)
         each = [np.broadcast_to(value, group.count) for value in values]
         for lane in ctx.active_lanes():
@@ -242,7 +239,7 @@ class SharedArray:
         ctx, buffer = self.ctx, self.buffer
         group = ctx.group
         mask = group.everyone if ctx.mask is None else ctx.mask
-        e = self._lanes(e)
+        e = self.ctx.group.lanes(e)
         site = ctx.numbered_site()
         stats = ctx.statistics(self.name, "shared", "copy")
         lane = 0
