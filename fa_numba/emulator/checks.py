@@ -53,7 +53,7 @@ def _in_pairs(e, start, stop, apart, mask, tids):
 
 
 @compiled
-def _wavefronts(first, itemsize, e, width, mask, tids, loads, stats):
+def _wavefronts(first, itemsize, e, width, mask, tids, pairs, stats):
     """Count what shared memory needs for an access: see counts.py for the rule."""
     size, shift, group = width * itemsize, 2, 5  # log2 of bytes a lane, of lanes a wavefront
     while size > 1 << shift:
@@ -67,7 +67,7 @@ def _wavefronts(first, itemsize, e, width, mask, tids, loads, stats):
         phase, most, waves, ideal = -1, 0, 0, 0
         lanes, half = group, -1
         while k < count and tids[k] >> 5 == warp:
-            if loads and group < 5 and (tids[k] & 31) >> (group + 1) != half:
+            if pairs and group < 5 and (tids[k] & 31) >> (group + 1) != half:
                 # Lanes that share places in pairs are served twice as many at a time.
                 half = (tids[k] & 31) >> (group + 1)
                 stop = k
@@ -109,7 +109,7 @@ def _wavefronts(first, itemsize, e, width, mask, tids, loads, stats):
 @compiled
 def shared_load(
     data, written, reads, touched, first, length, itemsize, e, width, mask, tids, starts, seen,
-    base, out, stats,
+    base, out, pairs, stats,
 ):  # fmt: skip
     """Elements e .. e + width - 1 of every lane to out[:, lane]."""
     for k in range(e.size):
@@ -132,7 +132,7 @@ def shared_load(
                 reads[w, p] = me if r < own or r & NOBODY == t else several
                 touched[p] = reads[w, p]
             out[n, k] = data[p]
-    _wavefronts(first, itemsize, e, width, mask, tids, True, stats)
+    _wavefronts(first, itemsize, e, width, mask, tids, pairs, stats)
     return -1
 
 

@@ -101,9 +101,12 @@ class SharedArray:
             value = np.full(self.ctx.group.count, self.convert(value))
         self._write(e, value.reshape(1, -1))
 
-    def load(self, e: Any, n: int) -> tuple[Any, ...]:
-        """Elements e..e+n-1 (flat index) in one access of n elements, e a multiple of n."""
-        return tuple(self._read(self.ctx.group.lanes(e), n))
+    def load(self, e: Any, n: int, pairs: bool = True) -> tuple[Any, ...]:
+        """Elements e..e+n-1 (flat index) in one access of n elements, e a multiple of n.
+
+        Lanes that share them in `pairs` may be served together: not so by ldmatrix.
+        """
+        return tuple(self._read(self.ctx.group.lanes(e), n, pairs))
 
     def store(self, e: Any, values: Sequence[Any]) -> None:
         """Write n `values` from element e on (flat index) in one access, e a multiple of n."""
@@ -112,7 +115,7 @@ class SharedArray:
             row[:] = value
         self._write(e, rows)
 
-    def _read(self, e: np.ndarray, n: int) -> np.ndarray:
+    def _read(self, e: np.ndarray, n: int, pairs: bool = True) -> np.ndarray:
         ctx, buffer = self.ctx, self.buffer
         group = ctx.group
         mask = group.everyone if ctx.mask is None else ctx.mask
@@ -122,7 +125,8 @@ class SharedArray:
         if not buffer.atomics:
             lane = checks.shared_load(
                 buffer.data, buffer.written, buffer.reads, buffer.touched, self.first, self.length,
-                self.itemsize, e, n, mask, group.tids, ctx.starts, ctx.seen, ctx.base, out, stats,
+                self.itemsize, e, n, mask, group.tids, ctx.starts, ctx.seen, ctx.base, out, pairs,
+                stats,
             )  # fmt: skip
         if lane >= 0:
             for k in (np.flatnonzero(mask[lane:]) + lane).tolist():

@@ -46,7 +46,7 @@ def _load_tiles(transposed):
         return tuple(words.reshape(4, -1, _WARP))
 
     def emulation(array, index):
-        row = array.load(index, 8)
+        row = array.load(index, 8, pairs=False)
         context = emulator.current()
         if context.whole_warps():
             return tuple(words_of_lanes(row))
