@@ -535,7 +535,7 @@ STANDARD_CASES = [
 
 
 QUICK_STANDARD = {
-    ("scores", "sm_90a", 128, "float16", None),
+    ("scores", "sm_90a", 64, "float16", None),
     ("output", "sm_90a", 64, "float16", None),
     ("bwd transposed", "sm_90a", 128, "float16", None),
     *(
