@@ -400,6 +400,17 @@ _corners = tuple(
 )
 MMA_CASES["window"] += _corners
 MMA_BACKWARD_CASES["window"] += _corners
+MMA_CASES["q_lens"] = (Case((3, 1, 1, 36, 20, 8), Tiles(16, 16), {"q_lens": [21, 0, 9]}, 2),)
+MMA_CASES["packed"] = (Case((1, 2, 1, 18, 30, 8), Tiles(16, 16), STARTS),)
+MMA_CASES["scores"] = (
+    Case(
+        (2, 2, 1, 20, 35, 8),
+        Tiles(16, 16),
+        {"softcap": 1.5, "bias": normal(2, 2, 20, 35), "alibi_slopes": normal(2, 2)},
+    ),
+)
+MMA_CASES["dropout"] += (Case((2, 1, 1, 20, 35, 8), Tiles(16, 16), DROPOUT),)
+MMA_STAGES["stages"] += (Case((2, 1, 1, 50, 64, 8), Tiles(16, 16, stages=2), _sparse[0].options),)
 
 
 # Standard attention: several tiles and steps, a head for each block, two warps for a row of S.
@@ -416,11 +427,10 @@ MMA_STANDARD_CASES = {
         Case((1, 1, 1, 70, 75, 24), Tiles(64, 32, 64)),
         Case((1, 2, 2, 20, 150, 8), Tiles(32, 64)),
     ),
-    "q_lens": MMA_BACKWARD_CASES["q_lens"],
     **{
         name: MMA_CASES[name]
-        for name in ("odd", "blind", "window", "kv_lens", "sparse", "dropout", "softcap")
-        + ("slopes", "rows")
+        for name in ("odd", "blind", "window", "q_lens", "kv_lens", "packed", "sparse", "dropout")
+        + ("softcap", "scores", "slopes", "rows")
     },
     **_long,
 }
@@ -3076,6 +3086,29 @@ def corner_mutants(add):
     # Dropout
     row = ("rows of a tile", "uint32(row0 + row_of(ty, i0 + i))", "row_of(ty, i0 + i)")
     add(drop, row, **flash, cases="dropout")
+    # What the forward kernels on tensor cores share with the others, and what is theirs alone
+    tensor = {"by": ANY, "to": (*MMA, "mma_standard")}
+    for option in ("slopes", "bias"):
+        head = (f"{option} of another head", f"{option}[b, h]", f"{option}[b, 0]")
+        entry = (f"{option} of another entry", f"{option}[b, h]", f"{option}[0, h]")
+        add(mask, head, entry, **tensor, cases="scores")
+    place = "(uint32(b) << uint32(16)) + uint32(h)"
+    add("dropout._words", ("one entry", place, "uint32(h)"), **tensor, cases="dropout")
+    start = ("from the other's start", "options.k_starts[b] :", "options.q_starts[b] :")
+    add("heads.make_key_rows", start, **tensor, cases="packed")
+    add(
+        "mma_fa1",
+        ("all rows", "i_stop = uint32(min(i_last, Nq))", "i_stop = i_last"),
+        ("all rows: Q", "(sQ, Qh, i0, i_stop)", "(sQ, Qh, i0, i_last)"),
+        by=ANY,
+        cases="q_lens",
+    )
+    add("mma_fa2", ("valid rows alone", "i0, rows,", "i0, Nq,"), by=ANY, cases="q_lens", total=2)
+    add("mma_fa2", ("all rows: Q", "(sQ, Qh, i0, Nq", "(sQ, Qh, i0, rows"), by=ANY, cases="q_lens")
+    following = "uint32(j0 + Bc), j_end, i0,"
+    other = ("blocks of another row", following, following.replace("i0", "uint32(0)"))
+    early = {"by": ANY, "to": ("mma_fa2",), "cases": "stages"}
+    add("mma_tile_load.make_load_columns_early", other, **early)
     # Query splits
     splits = {"by": {"GlobalHazard"}}
     for name, cases in (("fa1", "causal"), ("mma_fa1", "16 rows")):
