@@ -197,12 +197,13 @@ def test_rows_of_the_profiler_and_of_the_emulator(fake_ncu, monkeypatch):
         assert measured[*kernel, "fma instructions"].value == 256
         assert measured[*kernel, "load instructions"].value == 512
     counted = {(r.series, r.pass_, r.metric) for r in rows if r.machine == EMULATOR}
-    assert counted == {(*kernel, metric) for kernel in kernels for metric in profiler.COUNTERS}
+    cheap = kernels - {("standard-simt", "bwd"), ("standard-mma", "bwd")}
+    assert counted == {(*kernel, metric) for kernel in cheap for metric in profiler.COUNTERS}
     assert {r.source for r in rows} == {"measured", "counted", "l2", "dram"}
 
     (problem, of), *rest = profile.pairs(rows).items()
     assert not rest and (problem.seqlen_q, problem.head_dim) == (256, 64)
-    assert set(profile.places(of)) == kernels
+    assert set(profile.places(of)) == cheap
     loads = FakeCounts(256).total(space="shared", kind="load").wavefronts
     assert of[("fa2-simt", "fwd"), "shared load wavefronts"] == (64, loads)
 
@@ -316,7 +317,7 @@ def test_tables_and_figure_from_rows(fake_ncu, monkeypatch):
     bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
     rows = list(profile.measure(Options(quick=True), bench))
     tables = [make(rows) for make in (profile.table, *profile.TABLES.values())]
-    kernels = len(profile.runs(256, 64, False))
+    kernels = len(profile.runs(256, 64, False)) - 2  # standard attention's backward passes
     header = [line for t in tables for line in t.body.splitlines()[0].strip("| ").split(" | ")]
     assert set(profiler.COUNTERS) <= set(header)
     assert all(len(t.body.splitlines()) == 2 + kernels for t in tables)
