@@ -25,6 +25,7 @@ class Undefined:
 undefined = Undefined()
 nobody = np.zeros(0, bool)  # the mask in which no lane is left, known by its identity
 array = np.ndarray
+MAX_INT64 = (1 << 63) - 1
 
 
 def truth(value: Any) -> np.ndarray:
@@ -63,6 +64,10 @@ def merge(mask: Mask, old: Any, new: Any) -> Any:
     if new is undefined:
         return old
     if new.__class__ is array or old.__class__ is array or old != new:
+        if new.__class__ is int and old.__class__ is int and max(new, old) > MAX_INT64:
+            return np.where(mask, np.uint64(new), np.uint64(old))
+        return np.where(mask, new, old)
+    if new.__class__ is float and not new:  # zeros have signs
         return np.where(mask, new, old)
     return new
 
@@ -73,16 +78,16 @@ def where(condition: np.ndarray, a: Any, b: Any) -> Any:
 
 def both(a: np.ndarray, b: Any) -> Any:
     """`a and b`, for an array `a`."""
-    if b.__class__ is array:
-        return truth(a) & truth(b)
-    return truth(a) if b else False
+    if a.dtype != np.bool_ or (b.__class__ is not bool and getattr(b, "dtype", None) != np.bool_):
+        return merge(truth(a), a, b)
+    return a & b
 
 
 def any_(a: np.ndarray, b: Any) -> Any:
     """`a or b`, for an array `a`."""
-    if b.__class__ is array:
-        return truth(a) | truth(b)
-    return True if b else truth(a)
+    if a.dtype != np.bool_ or (b.__class__ is not bool and getattr(b, "dtype", None) != np.bool_):
+        return merge(truth(a), b, a)
+    return a | b
 
 
 def negation(value: Any) -> Any:
@@ -174,8 +179,19 @@ def to_float(value: Any) -> Any:
     return float(value)
 
 
+def number(value: Any) -> Any:
+    """A truth value as the 0 or 1 that Python computes with."""
+    if value.__class__ is array and value.dtype == np.bool_:
+        return value.astype(np.int64)
+    return value
+
+
 def to_bool(value: Any) -> Any:
     return truth(value) if value.__class__ is array else bool(value)
+
+
+def to_round(value: Any, *digits: Any) -> Any:
+    return (each_pair if digits else each)(round)(value, *digits)
 
 
 def is_number(value: Any) -> bool:

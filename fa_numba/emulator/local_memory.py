@@ -25,18 +25,7 @@ class LocalArray:
     that only some have.
     """
 
-    __slots__ = (
-        "shape",
-        "dtype",
-        "data",
-        "single",
-        "convert",
-        "ctx",
-        "site",
-        "partial",
-        "waiting",
-        "summed",
-    )
+    __slots__ = ("shape", "dtype", "data", "single", "convert", "ctx", "site", "partial", "waiting")
 
     def __init__(
         self, ctx: Context, site: tuple[int, int], shape: tuple[int, ...], dtype: np.dtype
@@ -46,7 +35,6 @@ class LocalArray:
         self.single = dtype == np.float32
         self.convert = converter(dtype)
         self.partial: dict[int, np.ndarray] = {}
-        self.summed: set[int] = set()  # elements that are known to have values
         # Multiply-adds that were not made yet: elements, left and right factors.
         self.waiting: tuple[list[int], list[Any], list[Any]] = ([], [], [])
 
@@ -100,13 +88,15 @@ class LocalArray:
 
         Multiply-adds of all lanes wait until somebody looks at the array: many at once are faster.
         """
-        if self.ctx.mask is None and not self.partial:
-            places = terms[::3]
-            try:
-                sound = self.summed.issuperset(places) or self._may_sum(places)
-            except TypeError:  # indices that are arrays
-                sound = False
-            if sound:
+        ctx = self.ctx
+        ctx.instruction("fma", len(terms) // 3)
+        if self.single and ctx.mask is None and not self.partial:
+            data, places = self.data, terms[::3]
+            length = len(data)
+            for e in places:
+                if e.__class__ is not int or not 0 <= e < length or data[e] is None:
+                    break
+            else:
                 elements, left, right = self.waiting
                 elements += places
                 left += terms[1::3]
@@ -114,24 +104,12 @@ class LocalArray:
                 if len(elements) > MOST_WAITING:
                     self._compute()
                 return
-        self.ctx.instruction("fma", len(terms) // 3)
         for n in range(0, len(terms), 3):
             self[terms[n]] = self[terms[n]] + terms[n + 1] * terms[n + 2]
-
-    def _may_sum(self, places: tuple[Any, ...]) -> bool:
-        """Whether these are elements that have values; then they are kept as such."""
-        data = self.data
-        sound = self.single and all(
-            e.__class__ is int and 0 <= e < len(data) and data[e] is not None for e in places
-        )
-        if sound:
-            self.summed.update(places)
-        return sound
 
     def _compute(self) -> None:
         """The multiply-adds that wait."""
         elements, left, right = self.waiting
-        self.ctx.instruction("fma", len(elements), everywhere=True)
         self.waiting = ([], [], [])
         count = self.ctx.group.count
         places = {e: n for n, e in enumerate(dict.fromkeys(elements))}
@@ -151,6 +129,18 @@ class LocalArray:
         checks.multiply_adds(sums, which, taken[:half], taken[half:], factors)
         for e, n in places.items():
             self.data[e] = sums[n]
+
+    def merged(self, mask: np.ndarray, other: Any) -> LocalArray:
+        """The array `other`, which lanes of `mask` have come to the beginning of again."""
+        if other.__class__ is not LocalArray or other.site != self.site:
+            raise TypeError(f"lanes hold {self.name} and another array: not emulated")
+        if other.waiting[0]:
+            other._compute()
+        for e, value in enumerate(other.data):
+            if value is not None:
+                left = other.partial.get(e, self.ctx.group.everyone) & ~mask
+                other.partial[e] = left
+        return other
 
     # ---- what is not the common case
 

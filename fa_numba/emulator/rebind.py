@@ -25,6 +25,7 @@ _BUILTINS: dict[str, Any] = vars(builtins) | {
     "int": lanes.to_int,
     "float": lanes.to_float,
     "bool": lanes.to_bool,
+    "round": lanes.to_round,
 }
 
 
@@ -56,7 +57,8 @@ class Rebinder:
             "undefined": lanes.undefined, "nobody": lanes.nobody, "merge": lanes.merge,
             "either": lanes.either, "without": lanes.without, "where": lanes.where,
             "both": lanes.both, "any": lanes.any_, "negation": lanes.negation,
-            "contained": lanes.contained, "equal": lanes.equal,
+            "contained": lanes.contained, "equal": lanes.equal, "number": lanes.number,
+            "LocalArray": LocalArray,
             "divide": partial(lanes.divide, context),
             "floor_divide": partial(lanes.floor_divide, context),
             "modulo": partial(lanes.modulo, context), "power": lanes.power,

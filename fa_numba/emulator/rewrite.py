@@ -26,6 +26,9 @@ PURE = frozenset(
     + ["float16", "float32", "float64", "int", "float", "bool", "min", "max", "abs", "len"]
 )
 OPERATORS = {ast.Div: "divide", ast.FloorDiv: "floor_divide", ast.Mod: "modulo", ast.Pow: "power"}
+BITWISE = (ast.BitAnd, ast.BitOr, ast.BitXor)
+# Calls that give truth values.
+TRUTHS = ("bool", *(PREFIX + name for name in ("negation", "contained", "equal", "both", "any")))
 MOST_ADDS = 8
 BLOCKS = (ast.If, ast.While, ast.For, ast.With, ast.Try)
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
@@ -185,6 +188,10 @@ class _Function(ast.NodeTransformer):
         self.node = node
         self.depth = 0
         self.count = 0
+        self.truths: set[str] = set()  # variables that may hold truth values
+        for each in ast.walk(node):
+            if isinstance(each, ast.Assign) and self.may_be_truth(each.value):
+                self.truths |= {x.id for x in each.targets if isinstance(x, ast.Name)}
         body = node.body
         last = body[-1]
         self.returns_early = _returns(body[:-1] if isinstance(last, ast.Return) else body)
@@ -235,7 +242,7 @@ class _Function(ast.NodeTransformer):
             chain = _chain(statements[n:])
             if chain:
                 taken = n + len(chain)
-                new: Any = self.multiply_adds(chain)
+                new: Any = self.in_turn(chain)
             else:
                 new = self.visit(statement)
             new = new if isinstance(new, list) else [new]
@@ -276,6 +283,9 @@ class _Function(ast.NodeTransformer):
 
     def visit_With(self, node: ast.With) -> ast.AST:
         raise _Unsupported("a with statement")
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> ast.AST:
+        raise _Unsupported("an assignment within an expression")
 
     def visit_Yield(self, node: ast.Yield) -> ast.AST:
         raise _Unsupported("a generator")
@@ -332,6 +342,14 @@ class _Function(ast.NodeTransformer):
                 self.operation(one, node.op, value),
             ),
         ]
+
+    def in_turn(self, chain: list[ast.AugAssign]) -> list[ast.stmt]:
+        """Multiply-adds together; of memory that may have other names one by one."""
+        if not any(isinstance(x, ast.Subscript) for c in chain[1:] for x in ast.walk(c.value)):
+            return self.multiply_adds(chain)
+        array = copy.deepcopy(chain[0].target.value)  # type: ignore[union-attr]
+        single = [one for each in copy.deepcopy(chain) for one in self.multiply_adds([each])]
+        return [ast.If(_class_is(array, "LocalArray"), self.multiply_adds(chain), single)]
 
     def multiply_adds(self, chain: list[ast.AugAssign]) -> list[ast.stmt]:
         """`array[index] += a * b` once or several times: one after the other, in one call."""
@@ -450,6 +468,8 @@ class _Function(ast.NodeTransformer):
 
     def operation(self, left: ast.expr, op: ast.operator, right: ast.expr) -> ast.expr:
         name = OPERATORS.get(type(op))
+        if not isinstance(op, BITWISE):
+            left, right = self.number(left), self.number(right)
         sure = isinstance(right, ast.Constant) and bool(right.value)
         if name is None or (sure and not isinstance(op, ast.Pow)):
             return ast.BinOp(left, op, right)
@@ -462,7 +482,29 @@ class _Function(ast.NodeTransformer):
         value = self.visit(node.operand)
         if isinstance(node.op, ast.Not):
             return _call("negation", value)
-        return ast.UnaryOp(node.op, value)
+        return ast.UnaryOp(node.op, self.number(value))
+
+    def number(self, value: ast.expr) -> ast.expr:
+        """An operand of arithmetic, which truth values are 0 or 1 to."""
+        return _call("number", value) if self.may_be_truth(value) else value
+
+    def may_be_truth(self, value: ast.AST | None) -> bool:
+        if isinstance(value, ast.Name):
+            return value.id in self.truths
+        if isinstance(value, ast.IfExp):
+            return self.may_be_truth(value.body) or self.may_be_truth(value.orelse)
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
+            return value.func.id in TRUTHS
+        return (
+            isinstance(value, (ast.Compare, ast.BoolOp))
+            or (isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.Not))
+            or (
+                isinstance(value, ast.BinOp)
+                and isinstance(value.op, BITWISE)
+                and self.may_be_truth(value.left)
+                and self.may_be_truth(value.right)
+            )
+        )
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
         if len(node.ops) > 1:
