@@ -1090,7 +1090,7 @@ def test_a_producer_and_a_consumer_take_turns(device):
         ("not emptied", {SharedHazard, BarrierMisuse}),
         ("too early", {SharedHazard, UninitialisedRead}),
         ("not yet read", {SharedHazard}),
-        ("another partner", {SharedHazard}),
+        ("another partner", {SharedHazard, BarrierMisuse}),
         ("another barrier", {Deadlock}),
     ],
 )

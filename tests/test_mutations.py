@@ -611,7 +611,7 @@ def caught_by(algorithm, cases, modules, monkeypatch):
 HAZARDS = frozenset({"SharedHazard", "UninitialisedRead", "BarrierDivergence", "Deadlock"})
 WRONG = {"values", "counts"}
 EDGE = {"OutOfBounds", "counts"}
-ANY = WRONG | EDGE | HAZARDS
+ANY = WRONG | EDGE | HAZARDS | {"GlobalHazard"}
 
 FLASH, FLASH_BACKWARD = ("fa1", "fa2"), ("fa1_backward", "fa2_backward")
 EVERY = (*ALGORITHMS, *BACKWARD)
@@ -1082,9 +1082,10 @@ def backward_mutants(add):
         "fa2_backward",
         ("dQ not begun at 0", "dQh[row, col] = float32(0.0)", "pass"),
         ("dQ begun at 0 for nothing", "if clear and row < rows:", "if row < rows:"),
-        ("dQ twice", "                if atomic:", "                if True:"),
         by=WRONG,
     )
+    twice = ("dQ twice", "                if atomic:", "                if True:")
+    add("fa2_backward", twice, by=WRONG | {"ReadOnlyStore"})
 
     # The products
     transposed, by = "simt_products.make_add_transposed_product", {"values", "UninitialisedRead"}
@@ -2526,9 +2527,15 @@ def mma_backward_mutants(add):
         "mma_fa2_backward.make_backward",
         ("dQ of all tiles", "p.start_dq(rdQ)", "pass"),
         ("dQ not added", "p.add_dq(rdQ, Ah, i0, Nq)", "pass"),
-        ("dQ twice", "                if atomic:", "                if True:"),
         ("dQ past the end", "(rdQ, Ah, i0, Nq)", "(rdQ, Ah, i0, uint32(i0 + spec.Br))"),
         **every,
+        to=("mma_fa2_backward",),
+    )
+    twice = ("dQ twice", "                if atomic:", "                if True:")
+    add(
+        "mma_fa2_backward.make_backward",
+        twice,
+        **every | {"by": ANY | {"Misaligned"}},
         to=("mma_fa2_backward",),
     )
     how = {**every, "to": ("mma_fa2_backward",)}

@@ -155,6 +155,8 @@ class LocalArray:
             if lane >= 0:
                 raise self._outside(lane, index)
             e = e * n + i
+        if e.__class__ is np.ndarray and (e == e[0]).all():
+            return int(e[0])
         return e
 
     def _get(self, index: Any) -> Any:
