@@ -5,9 +5,12 @@ Python itself, which runs the same function once for every thread; then what par
 groups, what blocks do to each other, orders of turns, costs by line, and traces.
 """
 
+import contextlib
 import ctypes
+import inspect
 import linecache
 import random
+import re
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,7 +18,26 @@ import numpy as np
 import pytest
 from numba import cuda, float32, int8, int16, int32, int64, uint8, uint32, uint64
 
-from fa_numba.emulator import OutOfBounds, UninitialisedRead, launch
+import fa_numba
+from fa_numba import device as devices
+from fa_numba.emulator import (
+    Access,
+    BarrierMisuse,
+    Counts,
+    Deadlock,
+    GlobalHazard,
+    OutOfBounds,
+    SharedHazard,
+    TileAccess,
+    Traffic,
+    UninitialisedRead,
+    launch,
+    schedule,
+    trace,
+)
+from fa_numba.intrinsics.async_copy import commit_async, copy1_async, wait_async
+from fa_numba.intrinsics.barriers import arrive_named, sync_named
+from fa_numba.intrinsics.shared import shared_tile
 
 # ---- Python runs a kernel thread by thread
 
@@ -504,6 +526,7 @@ def made(source):
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
     types = (int8, int16, int32, int64, uint8, uint32, uint64, float32)
     names = {t.name: t for t in types} | {"cuda": cuda, "__name__": f"program_{made.count}"}
+    names |= {"sync_named": sync_named, "arrive_named": arrive_named}
     exec(compile(source, file, "exec"), names)
     return names
 
@@ -657,7 +680,7 @@ class Program:
         return "\n".join(self.lines) + "\n"
 
 
-PROGRAMS = 60
+PROGRAMS = 48
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -671,3 +694,606 @@ def test_random_programs(part):
         except Exception as error:
             error.add_note(f"seed {seed}, {threads} threads:\n{source}")
             raise
+
+
+# ---- lanes that part from the others
+
+
+def pipeline(x, out):
+    # warp 0 fills two halves of s in turn, warp 1 empties them
+    s = cuda.shared.array((2, 32), float32)
+    t = cuda.threadIdx.x
+    lane = t % 32
+    out[cuda.blockIdx.x, 64 + t] += 1
+    if t < 32:
+        for n in range(len(x)):
+            if n > 1:
+                sync_named(3 + n % 2, 64)
+            s[n % 2, lane] = x[n, lane]
+            arrive_named(1 + n % 2, 64)
+    else:
+        total = 0.0
+        for n in range(len(x)):
+            sync_named(1 + n % 2, 64)
+            total = total * 2 + s[n % 2, 31 - lane]
+            if n + 2 < len(x):
+                arrive_named(3 + n % 2, 64)
+        out[cuda.blockIdx.x, lane] = total
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+def test_a_producer_and_a_consumer(rounds, seed):
+    """They part, so that the block begins again; nothing of its first beginning is left."""
+    x = np.random.default_rng(rounds).integers(0, 99, (rounds, 32)).astype(np.float32)
+    out = np.zeros((3, 128), np.float32)
+    out[:, 64:] = 10
+    with taking_turns(seed), trace() as moves:
+        counts = launch(pipeline, 3, 64, (x, out))
+    weights = 2.0 ** np.arange(rounds)[::-1, None]
+    assert (out[:, :32] == (x * weights).sum(0)[::-1]).all()
+    assert (out[:, 32:64] == 0).all() and (out[:, 64:] == 11).all()
+    assert counts.loads == {"x": 3 * 32 * rounds, "out": 3 * 64}
+    assert counts.stores == {"out": 3 * 96}
+    assert counts.instructions == {
+        "load": 3 * (2 * rounds + 2),
+        "store": 3 * (rounds + 3),
+        "barrier": 3 * (2 * rounds + 2 * max(0, rounds - 2)),
+    }
+    assert counts.total(array="x") == Traffic(3 * rounds, 3 * rounds * 4)
+    assert counts.total(array="s", kind="store") == Traffic(3 * rounds, 0, 3 * rounds, 0)
+    for array in ("x", "out"):
+        for kind, elements in (("load", counts.loads), ("store", counts.stores)):
+            moved = sum(m.elements for m in moves if (m.array, m.kind) == (array, kind))
+            assert moved == elements[array]
+    assert [m.step for m in moves] == list(range(len(moves)))
+
+
+def taking_turns(seed):
+    return contextlib.nullcontext() if seed is None else schedule(seed)
+
+
+@pytest.mark.parametrize("seed", [None, 3, 4])
+def test_each_warp_waits_where_the_others_do_not(seed):
+    """Four warps part one after the other: each barrier has a partner of its own."""
+
+    def kernel(out, total):
+        t = cuda.threadIdx.x
+        w = t // 32
+        s = cuda.shared.array(4, float32)
+        out[t] += 1
+        out[t] *= 2
+        cuda.atomic.add(total, 0, 1)
+        if t % 32 == 0:
+            s[w] = w + 1
+        if w == 0:
+            sync_named(1, 64)
+            sync_named(2, 64)
+            sync_named(3, 64)
+        elif w == 1:
+            sync_named(1, 64)
+        elif w == 2:
+            sync_named(2, 64)
+        else:
+            sync_named(3, 64)
+        if w == 0:
+            out[t] += s[1] + s[2] + s[3]
+        else:
+            out[t] += s[0]
+
+    out, total = np.full(128, 3.0), np.zeros(1, np.int64)
+    with taking_turns(seed):
+        counts = launch(kernel, 1, 128, (out, total))
+    assert out.tolist() == [17] * 32 + [9] * 96
+    assert total[0] == 128
+    assert counts.loads == {"out": 3 * 128, "total": 128}
+    assert counts.instructions["barrier"] == 6 and counts.instructions["atomic"] == 4
+
+
+def test_barriers_under_branches_that_a_warp_takes():
+    def kernel(x, out):
+        t = cuda.threadIdx.x
+        s = cuda.shared.array(96, float32)
+        s[t] = x[t]
+        if x[t] >= 0:  # all of the block
+            cuda.syncthreads()
+        if t < 32:
+            out[t] = cuda.shfl_sync(0xFFFFFFFF, s[95 - t], 3)
+            s[t] = t
+            cuda.syncwarp()
+            out[t] += s[31 - t]
+        elif t >= 64:
+            for n in range(t // 32):
+                sync_named(1 + n, 32)
+                out[t] += cuda.shfl_xor_sync(0xFFFFFFFF, x[t], 1)
+        if t < 64:
+            sync_named(5, 64)
+
+    x, out = np.arange(96.0), np.zeros(96)
+    counts = launch(kernel, 1, 96, (x, out))
+    expected = [92 + 31 - t for t in range(32)] + [0] * 32 + [2 * (t ^ 1) for t in range(64, 96)]
+    assert out.tolist() == expected
+    assert counts.instructions["barrier"] == 3 + 1 + 2 + 2
+    assert counts.instructions["shuffle"] == 1 + 2
+
+
+@pytest.mark.parametrize("seed", [None, 5, 6])
+def test_a_lock_within_a_warp(seed):
+    """Its holder runs alone; what all of them did before they parted was done once."""
+
+    def kernel(lock, before, count, blocks):
+        t = cuda.threadIdx.x
+        before[cuda.blockIdx.x, t] += 1
+        cuda.atomic.add(blocks, cuda.blockIdx.x, 1)
+        while cuda.atomic.cas(lock, 0, 0, 1) != 0:
+            pass
+        cuda.nanosleep(1)
+        cuda.atomic.add(count, 0, t)
+        cuda.atomic.exch(lock, 0, 0)
+        before[cuda.blockIdx.x, t] += 1
+
+    before, blocks = np.zeros((2, 40)), np.zeros(2, np.int64)
+    lock, count = np.zeros((2, 1), np.int64)
+    with taking_turns(seed):
+        counts = launch(kernel, 2, 40, (lock, before, count, blocks))
+    assert (before == 2).all() and (blocks == 40).all()
+    assert count[0] == 2 * sum(range(40)) and lock[0] == 0
+    assert counts.loads["before"] == counts.stores["before"] == 2 * 2 * 40
+    assert counts.loads["blocks"] == 2 * 40 and counts.loads["count"] == 2 * 40
+
+
+def test_warps_take_tiles_of_their_own():
+    def kernel(out):
+        t = cuda.threadIdx.x
+        s = shared_tile(t // 32 * 32, 32)
+        s[t % 32] = float32(t)
+        cuda.syncwarp()
+        out[t] = s[31 - t % 32]
+        cuda.syncthreads()
+        whole = shared_tile(0, 128)
+        out[t] += whole[127 - t]
+
+    out = np.zeros(128)
+    launch(kernel, 1, 128, (out,), shared_bytes=512)
+    assert out.tolist() == [t // 32 * 32 + 31 - t % 32 + 127 - t for t in range(128)]
+
+
+def test_groups_that_wait_for_each_other_say_so():
+    def kernel():
+        if cuda.threadIdx.x < 32:
+            sync_named(1, 64)
+        else:
+            sync_named(2, 64)
+
+    with pytest.raises(Deadlock) as info:
+        launch(kernel, 1, 64, ())
+    assert "barrier 1 is of 64 threads, of which 32 have arrived" in str(info.value)
+    assert "barrier 2 is of 64 threads, of which 32 have arrived" in str(info.value)
+
+
+def test_a_barrier_less_between_two_groups_is_reported():
+    """What one of two groups reads, while nothing orders it after what the other wrote."""
+    x = np.ones((4, 32), np.float32)
+    source = inspect.getsource(pipeline)
+    unread, early = (SharedHazard, UninitialisedRead), BarrierMisuse
+    for number, kind in ((1, unread), (3, early)):  # that say full, that say empty
+        faulty = re.sub(rf"(sync|arrive)_named\({number} .*", "pass", source)
+        assert faulty.count("pass") == 2
+        with pytest.raises(kind) as info:
+            launch(made(faulty)["pipeline"], 1, 64, (x, np.zeros((1, 128), np.float32)))
+        if number == 1:
+            assert info.value.array == "s"
+        else:
+            assert "comes again to a barrier that has not opened" in str(info.value)
+
+
+# ---- between blocks
+
+
+def touched(x, y, first, second):
+    # one thread of each of two blocks touches an element, in ways that are numbered
+    b, t = cuda.blockIdx.x, cuda.threadIdx.x
+    if t == 3 + b:
+        kind = second if b else first
+        if kind == 0:
+            y[b] = x[1, 2]
+        elif kind == 1:
+            x[1, 2] = 5.0
+        elif kind == 2:
+            cuda.atomic.add(x, (1, 2), 1.0)
+        elif kind == 3:
+            s = cuda.shared.array(1, float32)
+            copy1_async(s, 0, x, 1, 2, 1)
+            commit_async()
+            wait_async()
+
+
+READ, WRITE, UPDATE, COPY = range(4)
+LINES = ["y[b] = x[1, 2]", "x[1, 2] = 5.0", "cuda.atomic.add(x, (1, 2), 1.0)", "copy1_async("]
+
+
+@pytest.mark.parametrize("second", [READ, WRITE, UPDATE, COPY])
+@pytest.mark.parametrize("first", [READ, WRITE, UPDATE, COPY])
+def test_two_blocks_touch_one_element(first, second):
+    x, y = np.zeros((2, 4), np.float32), np.zeros(2, np.float32)
+    kinds = {first, second}
+    if kinds <= {READ, COPY} or kinds == {UPDATE}:
+        launch(touched, 2, 32, (x, y, first, second))
+        return
+    with pytest.raises(GlobalHazard) as info:
+        launch(touched, 2, 32, (x, y, first, second))
+    error = info.value
+    assert (error.block, error.thread, error.array) == ((1, 0, 0), (4, 0, 0), "x")
+    assert "test_lockstep.py:" in error.line and LINES[second] in error.line
+    does = ("reads", "overwrites", "atomically updates", "reads")[second]
+    did = ("reads", "wrote", "atomically updates", "reads")[first]
+    assert f"this thread {does} x[1, 2], which block (0, 0, 0) {did}" in str(error)
+    found = set()
+    for seed in range(8):
+        with pytest.raises(GlobalHazard) as info, schedule(seed):
+            launch(touched, 2, 32, (x, y, first, second))
+        found.add(info.value.thread[0])
+    assert found == {3, 4}  # the later one says it, whichever that is
+    launch(touched, 1, 32, (x, y, first, second))
+
+
+def test_one_block_and_elements_apart_are_no_hazard():
+    def kernel(x, out):
+        b, t = cuda.blockIdx.x, cuda.threadIdx.x
+        x[b, t] += x[b, 0]
+        x[b, t] *= 2
+        cuda.atomic.add(out, b, x[b, t])
+        out[b] += 1
+
+    x, out = np.ones((3, 4)), np.zeros(3)
+    launch(kernel, 3, 1, (x, out))
+    assert x.tolist() == [[4, 1, 1, 1]] * 3 and out.tolist() == [5, 5, 5]
+
+
+def overlapping(a, b, where):
+    if cuda.blockIdx.x == 0:
+        a[where] = 1.0
+    elif cuda.blockIdx.x == 2:
+        b[2] += 1.0
+
+
+@pytest.mark.parametrize(
+    "views, meets",
+    [
+        (lambda m: (m[:8], m[4:12]), 6),
+        (lambda m: (m[::2], m[1::1]), None),
+        (lambda m: (m[1::2], m), None),
+        (lambda m: (m, m[::-1]), 13),
+        (lambda m: (m[::2], m[::3]), 3),
+        (lambda m: (m[::-2], m[5:]), 4),
+        (lambda m: (m, m), 2),
+        (lambda m: (m[:8], m[8:]), None),
+    ],
+)
+def test_views_of_one_buffer_share_their_elements(views, meets):
+    sizes = [len(v) for v in views(np.zeros(16))]
+    for where in range(sizes[0]):
+        memory = np.zeros(16)
+        a, b = views(memory)
+        index = np.arange(16)
+        same = views(index)[0][where] == views(index)[1][2]
+        assert not same or meets in (None, where)
+        if not same:
+            launch(overlapping, 3, 1, (a, b, where))
+            continue
+        with pytest.raises(GlobalHazard) as info:
+            launch(overlapping, 3, 1, (a, b, where))
+        assert info.value.array == "b" and info.value.block == (2, 0, 0)
+        assert "reads b[2], which block (0, 0, 0) wrote" in str(info.value)
+
+
+def test_several_blocks_are_named_so():
+    def kernel(x, out):
+        b = cuda.blockIdx.x + 2 * cuda.blockIdx.y
+        if b < 3:
+            out[b] = x[5]
+        else:
+            x[5] = 1.0
+
+    with pytest.raises(GlobalHazard) as info:
+        launch(kernel, (2, 2), 1, (np.zeros(8), np.zeros(4)))
+    assert info.value.block == (1, 1, 0)
+    assert "overwrites x[5], which several blocks read:" in str(info.value)
+
+
+def test_a_block_that_begins_again_is_no_hazard_to_itself():
+    x = np.ones((2, 32), np.float32)
+    launch(pipeline, 4, 64, (x, np.zeros((4, 128), np.float32)))
+
+
+# ---- another order of turns
+
+
+def turns(order, count, warps):
+    b, t = cuda.blockIdx.x + 3 * cuda.blockIdx.y, cuda.threadIdx.x
+    s = cuda.shared.array(1, int32)
+    if t == 0:
+        order[cuda.atomic.add(count, 0, 1)] = b
+        s[0] = 0
+    cuda.syncthreads()
+    if t % 32 == 0:
+        warps[b, cuda.atomic.add(s, 0, 1)] = t // 32
+
+
+def order_of(seed):
+    order, count = np.full(6, -1), np.zeros(1, np.int64)
+    warps = np.full((6, 4), -1)
+    with taking_turns(seed):
+        launch(turns, (3, 2), 128, (order, count, warps))
+    return order.tolist(), warps.tolist()
+
+
+def test_a_seed_decides_the_order():
+    blocks, warps = order_of(None)
+    assert blocks == list(range(6)) and warps == [[0, 1, 2, 3]] * 6
+    found = {seed: order_of(seed) for seed in range(12)}
+    for blocks, warps in found.values():
+        assert sorted(blocks) == list(range(6))
+        assert all(sorted(w) == [0, 1, 2, 3] for w in warps)
+    assert len({str(blocks) for blocks, _ in found.values()}) > 6
+    assert len({str(warps) for _, warps in found.values()}) > 6
+    assert all(order_of(seed) == found[seed] for seed in (0, 7))
+    assert order_of(np.int64(3)) == found[3]
+    assert order_of(None)[0] == list(range(6))  # as before
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, True, "3", None, np.float32(2)])
+def test_a_seed_is_an_integer_from_0_on(seed):
+    allowed = "seed = .*, allowed: an integer from 0 on"
+    with pytest.raises(ValueError, match=allowed), schedule(seed):
+        pass
+
+
+def test_an_order_that_nothing_assures():
+    """A block that takes for granted that an earlier one is done; a warp likewise."""
+
+    def blocks(flag, out):
+        if cuda.blockIdx.x == 0:
+            cuda.atomic.exch(flag, 0, 1)
+        else:
+            out[cuda.atomic.add(flag, 0, 0) - 1] = 1
+
+    def warps(out):
+        t = cuda.threadIdx.x
+        s = cuda.shared.array(1, int32)
+        if t == 0:
+            s[0] = 0
+        cuda.syncthreads()
+        if t == 0:
+            cuda.atomic.add(s, 0, 1)
+        elif t == 32:
+            out[cuda.atomic.add(s, 0, 0) - 1] = 1
+
+    flag, out = np.zeros(1, np.int64), np.zeros(1)
+    for kernel, grid, args in ((blocks, 2, (flag, out)), (warps, 1, (out,))):
+        launch(kernel, grid, 64 if grid == 1 else 1, args)
+        found = []
+        for seed in range(16):
+            flag[0] = 0
+            try:
+                with schedule(seed):
+                    launch(kernel, grid, 64 if grid == 1 else 1, args)
+            except OutOfBounds as error:
+                assert "out[-1]" in str(error)
+                found.append(seed)
+        assert 0 < len(found) < 16
+
+
+def attention(algorithm, dtype, seed):
+    """Output, logsumexp and gradients of a small problem, all as bytes."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = rng.standard_normal((4, 1, 1, 37, 8)).astype(dtype)
+    forward = getattr(fa_numba, f"flash_attention_{algorithm}")
+    backward = getattr(fa_numba, f"flash_attention_{algorithm}_backward")
+    tiles = fa_numba.Tiles(16, 32) if dtype == np.float32 else None
+    with devices.using("emulator"), taking_turns(seed):
+        out, lse = forward(q, k, v, causal=True, return_lse=True, tiles=tiles)
+        gradients = backward(dout, q, k, v, out, lse, causal=True, tiles=tiles)
+    return [np.asarray(a).tobytes() for a in (out, lse, *gradients)]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("algorithm", [1, 2])
+def test_kernels_give_the_same_bits_in_any_order(algorithm, dtype):
+    expected = attention(algorithm, dtype, None)
+    assert attention(algorithm, dtype, 1) == expected
+    assert attention(algorithm, dtype, 2) == expected
+
+
+# ---- counts
+
+
+def moved(x, y, z):
+    t = cuda.threadIdx.x
+    s = cuda.shared.array(1024, float32)
+    s[t] = x[t]
+    cuda.syncthreads()
+    s[t * 32 % 1024 + t // 32] = x[2 * t + 1]
+    cuda.syncthreads()
+    if t % 32 < 16:
+        y[t] = s[2 * t % 64] + s[0]
+    if t == 5:
+        cuda.atomic.add(z, t, cuda.shfl_sync(1 << 5, s[t], 5))
+    if t >= 32:
+        z[t] = x[7]
+
+
+def line_of(kernel, text):
+    """ "file.py:123: source" of the line of a kernel that is this text."""
+    lines, first = inspect.getsourcelines(kernel)
+    (number,) = [n for n, line in enumerate(lines, first) if line.strip() == text]
+    return f"test_lockstep.py:{number}: {text}"
+
+
+def test_each_line_costs_what_it_costs():
+    x, y, z = np.ones(256, np.float32), np.zeros(64), np.zeros(64, np.float32)
+    counts = launch(moved, 1, 64, (x, y, z))
+
+    def access(array, kind, text):
+        space = "shared" if array == "s" else "global"
+        return Access("moved", array, space, kind, line_of(moved, text))
+
+    assert counts.traffic == {
+        # two warps of 128 bytes: 4 sectors each, and a wavefront
+        access("x", "load", "s[t] = x[t]"): Traffic(2, 8),
+        access("s", "store", "s[t] = x[t]"): Traffic(2, 0, 2, 0),
+        # every other word of 256 bytes; a bank for all 32 lanes
+        access("x", "load", "s[t * 32 % 1024 + t // 32] = x[2 * t + 1]"): Traffic(2, 16),
+        access("s", "store", "s[t * 32 % 1024 + t // 32] = x[2 * t + 1]"): Traffic(2, 0, 64, 62),
+        # half warps: the words of 16 lanes two apart are in 16 banks, then one word for all
+        access("s", "load", "y[t] = s[2 * t % 64] + s[0]"): Traffic(4, 0, 4, 0),
+        access("y", "store", "y[t] = s[2 * t % 64] + s[0]"): Traffic(2, 8),
+        access("s", "load", "cuda.atomic.add(z, t, cuda.shfl_sync(1 << 5, s[t], 5))"): Traffic(
+            1, 0, 1, 0
+        ),
+        access("z", "atomic", "cuda.atomic.add(z, t, cuda.shfl_sync(1 << 5, s[t], 5))"): Traffic(
+            1, 1
+        ),
+        access("x", "load", "z[t] = x[7]"): Traffic(1, 1),
+        access("z", "store", "z[t] = x[7]"): Traffic(1, 4),
+    }
+    assert counts.instructions == {
+        "load": 10, "store": 7, "barrier": 4, "shuffle": 1, "atomic": 1,
+    }  # fmt: skip
+    assert counts.loads == {"x": 64 + 64 + 32, "z": 1}
+    assert counts.stores == {"y": 32, "z": 1 + 32}
+    assert counts.load_bytes == {"x": 640, "z": 4} and counts.store_bytes == {"y": 256, "z": 132}
+
+
+def test_multiply_adds_are_counted_by_warp():
+    def kernel(out):
+        t = cuda.threadIdx.x
+        a = cuda.local.array(2, float32)
+        a[0] = a[1] = 1.0
+        for _ in range(3):
+            a[0] += a[1] * 2.0
+            a[1] += t * 2.0
+        if t < 32:
+            a[0] += a[1] * 0.5
+        out[t] = a[0]
+
+    out = np.zeros(96)
+    counts = launch(kernel, 1, 96, (out,))
+    assert counts.instructions["fma"] == 3 * 6 + 1
+    t = np.arange(96)
+    expected = 1 + 2 * 1 + 2 * (1 + 2 * t) + 2 * (1 + 4 * t)
+    expected = expected + np.where(t < 32, 0.5 * (1 + 6 * t), 0)
+    assert out.tolist() == expected.tolist()
+
+
+def test_sectors_are_those_that_lanes_touch():
+    def kernel(x, out, first, step, lanes):
+        t = cuda.threadIdx.x
+        if t < lanes:
+            out[t] = x[first + step * t]
+
+    for dtype in (np.float64, np.float32, np.int16, np.int8):
+        size = np.dtype(dtype).itemsize
+        for first, step, lanes in ((0, 1, 32), (1, 1, 32), (3, 5, 20), (9, 0, 32), (40, -1, 8)):
+            x, out = np.zeros(256, dtype), np.zeros(32)
+            counts = launch(kernel, 1, 32, (x, out, first, step, lanes))
+            sectors = {(first + step * t) * size // 32 for t in range(lanes)}
+            assert counts.total(array="x") == Traffic(1, len(sectors))
+            # where a view begins in its memory counts
+            counts = launch(kernel, 1, 32, (x[3:], out, first, step, lanes))
+            sectors = {(3 + first + step * t) * size // 32 for t in range(lanes)}
+            assert counts.total(array="x") == Traffic(1, len(sectors))
+
+
+def test_totals_are_over_the_fields_asked_for():
+    arrays = np.ones(256, np.float32), np.zeros(64), np.zeros(64, np.float32)
+    counts = launch(moved, 1, 64, arrays)
+    assert counts.total() == sum(counts.traffic.values(), Traffic())
+    assert counts.total(space="shared") == Traffic(9, 0, 71, 62)
+    assert counts.total(space="shared", kind="load") == Traffic(5, 0, 5, 0)
+    assert counts.total(array="x", kind="load") == counts.total(array="x") == Traffic(5, 25)
+    assert counts.total(kernel="another") == Traffic()
+    with pytest.raises(TypeError, match="colour is no field of an access, allowed: kernel, array"):
+        counts.total(colour="red")
+    twice = counts + launch(moved, 1, 64, arrays)
+    assert twice.total(space="shared") == Traffic(18, 0, 142, 124)
+    assert twice.instructions["load"] == 20 and counts.instructions["load"] == 10
+    assert Counts().total() == Traffic()
+    fewer = launch(moved, 1, 64, arrays, uncounted=["x"])
+    assert fewer.total(array="x") == Traffic() and "x" not in fewer.loads
+    assert fewer.total(space="shared") == counts.total(space="shared")
+
+
+# ---- traces
+
+
+def test_a_trace_of_blocks():
+    def kernel(x, out):
+        t, b = cuda.threadIdx.x, cuda.blockIdx.x
+        out[b, t] = x[b + t]
+
+    with trace() as moves:
+        launch(kernel, 3, 4, (np.ones(8), np.zeros((3, 4))))
+    assert [(m.block[0], m.array, m.rows, m.columns, m.line) for m in moves] == [
+        (b, *rest)
+        for b in range(3)
+        for rest in (("x", (b, b + 4), (0, 1), ""), ("out", (b, b + 1), (0, 4), ""))
+    ]
+
+
+def doubled(x, n, t):
+    return 2 * x[n, t]
+
+
+def tiles(x, w, y, total):
+    t = cuda.threadIdx.x
+    s = cuda.shared.array((3, 16), float32)
+    # Alg. 7, line 1: load
+    for n in range(3):
+        s[n, t] = x[n + 1, t]
+    cuda.syncthreads()
+    # FA-9: scale
+    for n in range(2):
+        if t < 9:
+            s[n, t] += doubled(x, n, t) * w[t]
+        cuda.syncthreads()
+    for n in range(2):
+        y[n, 2 + t] = s[n, t]
+    # any other comment
+    cuda.atomic.add(total, cuda.blockIdx.x, 1)
+
+
+def test_a_trace_is_of_tiles():
+    x, w = np.ones((5, 16), np.float32), np.ones(16)
+    y, total = np.zeros((2, 20), np.float32), np.zeros(2, np.int32)
+
+    def place(text):
+        return line_of(tiles, text).rsplit(": ", 1)[0]
+
+    def tile(step, array, rows, columns, kind, elements, size, line, text, block=0):
+        return TileAccess(
+            "tiles", (block, 0, 0), step, array, rows, columns, kind, elements, elements * size,
+            line, place(text),
+        )  # fmt: skip
+
+    with trace() as moves:
+        launch(tiles, 1, 16, (x, w, y, total))
+        launch(tiles, 1, 16, (x, w, y, total))
+    load, scale = "Alg. 7, line 1: load", "FA-9: scale"
+    first, second = "s[n, t] = x[n + 1, t]", "s[n, t] += doubled(x, n, t) * w[t]"
+    once = [
+        tile(0, "x", (1, 4), (0, 16), "load", 48, 4, load, first),
+        # a barrier between
+        tile(1, "x", (0, 1), (0, 9), "load", 9, 4, scale, second),
+        tile(2, "w", (0, 9), (0, 1), "load", 9, 8, scale, second),
+        tile(3, "x", (1, 2), (0, 9), "load", 9, 4, scale, second),
+        tile(4, "w", (0, 9), (0, 1), "load", 9, 8, scale, second),
+        tile(5, "y", (0, 2), (2, 18), "store", 32, 4, scale, "y[n, 2 + t] = s[n, t]"),
+        tile(
+            6, "total", (0, 1), (0, 1), "atomic", 16, 4, scale,
+            "cuda.atomic.add(total, cuda.blockIdx.x, 1)",
+        ),
+    ]  # fmt: skip
+    assert moves == once + once  # steps are of a launch
+    launch(tiles, 1, 16, (x, w, y, total))
+    assert len(moves) == 14  # outside
