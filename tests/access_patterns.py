@@ -3,7 +3,8 @@
     python tests/access_patterns.py --out patterns.csv      (needs a GPU and Nsight Compute)
 
 writes what the hardware counts of each pattern; `test_access_patterns.py` holds the emulator and
-the rules below against it. `wavefronts`, `conflicts` and `sectors` are those rules, in NumPy alone.
+the rules below against it: `wavefronts` and `sectors`, in Python alone, and `uncounted`, what the
+emulator leaves out. data/access_patterns.csv is what an H200 said.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import functools
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -400,37 +402,79 @@ def _passes(words: Sequence[int]) -> int:
     return max(map(len, banks.values()), default=0)
 
 
+def _in_pairs(at: Sequence[int]) -> bool:
+    """Whether each lane shares its place with the lane 1 from it, or each with the lane 2 from it,
+    lanes that take no part left out.
+    """
+    pairs = ([(at[n], at[n ^ apart]) for n in range(len(at))] for apart in (1, 2))
+    return any(all(a == b or OUT in (a, b) for a, b in each) for each in pairs)
+
+
 def wavefronts(pattern: Pattern) -> tuple[int, int]:
     """(wavefronts, conflicts) of shared memory: a warp's access of 4 bytes or fewer is one group,
-    of 16 bytes each eight lanes are. A group takes as many passes as its fullest bank has words.
+    of 16 bytes each eight lanes are, or sixteen where a load has them in pairs; ldmatrix has not.
+    A group takes as many passes as its fullest bank has words.
     """
     what = pattern.what
     size = what.bytes // what.element
+    paired = what.kind == "load" and "matrix" not in pattern.access
 
-    def words(lanes: Sequence[int]) -> list[int]:
-        at = [pattern.at[lane] for lane in lanes if pattern.at[lane] != OUT]
-        return [(e + n) * what.element // 4 for e in at for n in range(size)]
+    def passes(at: Sequence[int]) -> int:
+        return _passes([(e + n) * what.element // 4 for e in at if e != OUT for n in range(size)])
 
+    groups = []
     if what.bytes <= 4:
-        taken = _passes(words(range(LANES)))
-        return taken, max(0, taken - 1)
-    taken = [_passes(words(range(lane, lane + 8))) for lane in range(0, LANES, 8)]
+        groups.append(pattern.at)
+    else:
+        for half in (pattern.at[:16], pattern.at[16:]):
+            groups += [half] if paired and _in_pairs(half) else [half[:8], half[8:]]
+    taken = [passes(group) for group in groups]
     return sum(taken), sum(max(0, each - 1) for each in taken)
 
 
-def sectors(pattern: Pattern) -> int:
-    """Sectors, 32 bytes, of global memory that a warp's access touches. A copy of 16 bytes fetches
-    one anew for each 32-byte piece of shared memory that it goes to.
+def sectors(pattern: Pattern, line: int = 32) -> int:
+    """Sectors, 32 bytes, of global memory that a warp's access touches. A copy of 16 bytes counts
+    a sector, or here a `line` of bytes, anew for each 32 bytes of shared memory that it goes to.
     """
     what = pattern.what
     if what.kind != "copy":
         return len({e * what.element // 32 for e in pattern.at if e != OUT})
     pairs = [
-        (of * what.element // 32, at * what.element // 32 if what.bytes == 16 else 0)
+        (of * what.element // line, at * what.element // 32 if what.bytes == 16 else 0)
         for at, of in zip(pattern.at, pattern.of, strict=True)
         if OUT not in (at, of)
     ]
     return len(set(pairs))
+
+
+def uncounted(pattern: Pattern) -> dict[str, int]:
+    """By counter, what the hardware has of a pattern's kernel and the emulator has not."""
+    found: Counter[str] = Counter()
+    what = pattern.what
+    shared = found["shared wavefronts"] = 1  # a warp has one
+    if what.space == "shared":
+        shared += 1  # and a barrier
+    if what.kind == "copy":
+        shared += 3  # and each load without an active lane that the assembler puts before copies
+        taking = [of for at, of in zip(pattern.at, pattern.of, strict=True) if at != OUT]
+        # Lanes that take no part do not read where they would copy from.
+        unread = LANES // 8 - len({n // 8 for n, at in enumerate(pattern.at) if at != OUT})
+        found["global load sectors"] = found["sectors from L2"] = -unread
+        zeros = [at for at, of in zip(pattern.at, pattern.of, strict=True) if of == OUT != at]
+        if zeros:  # they are stored at once, not copied
+            shared += wavefronts(replace(pattern, at=(*zeros, *[OUT] * (LANES - len(zeros)))))[0]
+        waves, conflicts = wavefronts(pattern)
+        if what.bytes == 16:
+            found["copy conflicts"] = -conflicts
+            # L1 is looked up by lines of 128 bytes, for every 32 bytes that are filled.
+            found["global load sectors"] += sectors(pattern, 128) - sectors(pattern)
+        else:  # through L1, whose banks are those of shared memory: reading them may conflict too
+            read = _passes([of for of in taking if of != OUT])
+            found["copy wavefronts"] = found["copy conflicts"] = max(0, read - waves)
+            shared += max(waves, read)
+            found["shared conflicts"] = max(waves, read) - 1
+    found["shared wavefronts"] = shared
+    return found
 
 
 # --- running them --------------------------------------------------------------------------------

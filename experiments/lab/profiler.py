@@ -65,13 +65,15 @@ def _shared_conflicts(counts: Counts) -> int:
     return sum(counts.total(space="shared", kind=kind).conflicts for kind in ("load", "store"))
 
 
-def _sectors_read(counts: Counts) -> int:
-    """Those of loads and copies, as if L1 kept nothing."""
-    return sum(counts.total(space="global", kind=kind).sectors for kind in ("load", "copy"))
+def _read(field: str) -> Callable[[Counts], int]:
+    """Loads and copies, which the profiler's global loads are together."""
+    by_kind = [_traffic("global", kind, field) for kind in ("load", "copy")]
+    return lambda counts: sum(number(counts) for number in by_kind)
 
 
 # A request is a warp's instruction; ldmatrix is a load. Wavefronts are the hardware's steps of
-# shared memory, conflicts the ones beyond what the same bytes need without.
+# shared memory, conflicts the ones beyond what the same bytes need without. Global loads are those
+# of copies too. Sectors from L2 are counted as if L1 kept nothing.
 COUNTERS = {
     "shared wavefronts": Counter(_shared_wavefronts, (f"{_WAVEFRONTS}.sum",)),
     "shared conflicts": Counter(_shared_conflicts, (f"{_CONFLICTS}.sum",)),
@@ -86,15 +88,15 @@ COUNTERS = {
         "conflicts",
         *_of_copies(f"{_CONFLICTS}_op"),
     ),
-    "global load requests": _memory("global", "load", "requests", f"{_REQUESTS}_ld"),
-    "global load sectors": _memory("global", "load", "sectors", f"{_SECTORS}_ld"),
+    "global load requests": Counter(_read("requests"), (f"{_REQUESTS}_ld.sum",)),
+    "global load sectors": Counter(_read("sectors"), (f"{_SECTORS}_ld.sum",)),
     "global store requests": _memory("global", "store", "requests", f"{_REQUESTS}_st"),
     "global store sectors": _memory("global", "store", "sectors", f"{_SECTORS}_st"),
     "copy requests": _memory("global", "copy", "requests", *_of_copies(_REQUESTS)),
     "copy sectors": _memory("global", "copy", "sectors", *_of_copies(_SECTORS)),
     "atomic requests": _memory("global", "atomic", "requests", f"{_REQUESTS}_red"),
     "atomic sectors": _memory("global", "atomic", "sectors", f"{_SECTORS}_red"),
-    "sectors from L2": Counter(_sectors_read, ("l1tex__m_xbar2l1tex_read_sectors.sum",)),
+    "sectors from L2": Counter(_read("sectors"), ("l1tex__m_xbar2l1tex_read_sectors.sum",)),
     "load instructions": _instructions("load", r"LDS|LDSM|LDG|LD"),
     "store instructions": _instructions("store", r"STS|STG|ST"),
     "copy instructions": _instructions("copy", r"LDGSTS"),
