@@ -32,8 +32,8 @@ PROTOCOL = (
 )
 
 SEQLENS = (256, 512)
-# What a run that names no sizes counts on the emulator: 10 s in all. Nothing is masked, and standard
-# attention's backward pass, seven kernels, is left out.
+# What a run that names no sizes counts on the emulator, 10 s in all: nothing is masked, and
+# standard attention's backward pass, seven kernels, is left out.
 COUNTED_FLOPS = 2**24
 SIMT = ("standard-simt", "fa1-simt", "fa2-simt")
 MMA = ("standard-mma", "fa1-mma", "fa2-mma")

@@ -299,6 +299,62 @@ def test_conflicts_and_wavefronts_of_the_recorded_ladder(name):
     assert -noise < above < blocks * warps * (6 * Tc + 40) + noise
 
 
+# What neither the compiler nor time changes.
+EQUAL = (
+    "copy conflicts",
+    "global load requests",
+    "global store requests",
+    "global store sectors",
+    "copy requests",
+    "atomic requests",
+    "atomic sectors",
+    "mma instructions",
+    "atomic instructions",
+    "shuffle instructions",
+)
+
+
+def recorded():
+    """The recorded numbers, as `profile.pairs` has them, of N=256 and d=64 without a mask."""
+    store = Store(FIGURES)
+    found = profile.pairs(store.read("profile", "nvidia-h200") + store.read("profile", EMULATOR))
+    return next(of for p, of in found.items() if (p.seqlen_q, p.head_dim, p.causal) == (256, 64, 0))
+
+
+def test_recorded_numbers_that_are_equal():
+    of = recorded()
+    found = {at: pair for at, pair in of.items() if at[1] in EQUAL}
+    assert len(found) == len(EQUAL) * len(profile.places(of)) > 0
+    assert {at: measured for at, (measured, _) in found.items()} == {
+        at: count for at, (_, count) in found.items()
+    }
+
+
+def test_recorded_wavefronts_of_the_fa2_kernels_are_explained():
+    """In all: a wavefront for every warp, for every barrier of a block, and for each load and copy
+    that runs without an active lane, beside those that are counted. Two at most are left over.
+    """
+    of = recorded()
+    kernels = [
+        run
+        for run in profile.runs(256, 64, False)
+        if run.pass_ == "fwd" and series.algorithm(run.series) == "fa2"
+    ]
+    assert kernels
+    for run in kernels:
+        place, tiles = (run.series, "fwd"), run.options["tiles"]
+
+        def beyond(name, place=place):
+            measured, count = of[place, name]
+            return measured - count
+
+        warps = tiles.threads // 32
+        barriers = of[place, "barrier instructions"][0] / warps
+        idle = beyond("load instructions") + beyond("copy instructions")
+        rest = beyond("shared wavefronts") - idle - 256 // tiles.Br * warps - barriers
+        assert -2 <= rest <= 0, run.series
+
+
 # --- the table and the figure ----------------------------------------------------------------
 
 
