@@ -27,9 +27,9 @@ DESCRIPTION = (
 NEEDS_GPU = False
 
 MODEL_SEQLENS = tuple(1 << n for n in range(5, 17))
-COUNTED_SEQLENS = (32, 64, 128, 256)  # minutes on the emulator beyond
-# Of those lengths a run that names none counts what takes at most five seconds a call.
-COUNTED_FLOPS = 2**24
+COUNTED_SEQLENS = (32, 64, 128, 256, 512, 1024)  # minutes on the emulator beyond
+# Of those lengths a run that names none counts what takes a second or two a call.
+COUNTED_FLOPS = 2**26
 BOUNDS = {
     "theta-standard": lambda problem, M: io_model.theta_standard(problem),
     "theta-flash": io_model.theta_flash,

@@ -11,7 +11,7 @@ from .options import Bench
 from .store import Row
 
 # Half a minute on the emulator for a problem's tiles; minutes beyond.
-LONGEST, FLOPS = 256, 1e7
+LONGEST, FLOPS = 1024, 2**29
 
 
 def countable(problems: Sequence[Problem], bench: Bench) -> list[Problem]:

@@ -12,7 +12,7 @@ deadlock and accesses out of bounds.
 are in `namespace.py`. `run.py` takes blocks and groups of lanes in turn and `waiting.py` says where
 they wait; `context.py` is what a kernel calls: its arrays and copies. `shared_memory.py`,
 `local_memory.py` and `global_memory.py` check each access, by the loops of `checks.py`. `trace.py`
-notes which tile moves when.
+notes which tile moves when, `progress.py` says how far a long launch is.
 """
 
 from .context import Context, current

@@ -313,9 +313,9 @@ class Context(Flow):
                 self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
         return self._rows[row]
 
-    def instruction(self, kind: str, times: int = 1) -> None:
-        """Count an instruction of every warp with a lane that takes part."""
-        mask = self.mask
+    def instruction(self, kind: str, times: int = 1, everywhere: bool = False) -> None:
+        """Count an instruction of every warp with a lane that takes part, or of every warp."""
+        mask = None if everywhere else self.mask
         if self._warps_active[0] is not mask or mask is None:
             warps = self.group.warps.size if mask is None else warps_of(self.group.tids[mask])
             self._warps_active = (mask, warps)

@@ -25,7 +25,18 @@ class LocalArray:
     that only some have.
     """
 
-    __slots__ = ("shape", "dtype", "data", "single", "convert", "ctx", "site", "partial", "waiting")
+    __slots__ = (
+        "shape",
+        "dtype",
+        "data",
+        "single",
+        "convert",
+        "ctx",
+        "site",
+        "partial",
+        "waiting",
+        "summed",
+    )
 
     def __init__(
         self, ctx: Context, site: tuple[int, int], shape: tuple[int, ...], dtype: np.dtype
@@ -35,6 +46,7 @@ class LocalArray:
         self.single = dtype == np.float32
         self.convert = converter(dtype)
         self.partial: dict[int, np.ndarray] = {}
+        self.summed: set[int] = set()  # elements that are known to have values
         # Multiply-adds that were not made yet: elements, left and right factors.
         self.waiting: tuple[list[int], list[Any], list[Any]] = ([], [], [])
 
@@ -88,15 +100,13 @@ class LocalArray:
 
         Multiply-adds of all lanes wait until somebody looks at the array: many at once are faster.
         """
-        ctx = self.ctx
-        ctx.instruction("fma", len(terms) // 3)
-        if self.single and ctx.mask is None and not self.partial:
-            data, places = self.data, terms[::3]
-            length = len(data)
-            for e in places:
-                if e.__class__ is not int or not 0 <= e < length or data[e] is None:
-                    break
-            else:
+        if self.ctx.mask is None and not self.partial:
+            places = terms[::3]
+            try:
+                sound = self.summed.issuperset(places) or self._may_sum(places)
+            except TypeError:  # indices that are arrays
+                sound = False
+            if sound:
                 elements, left, right = self.waiting
                 elements += places
                 left += terms[1::3]
@@ -104,12 +114,24 @@ class LocalArray:
                 if len(elements) > MOST_WAITING:
                     self._compute()
                 return
+        self.ctx.instruction("fma", len(terms) // 3)
         for n in range(0, len(terms), 3):
             self[terms[n]] = self[terms[n]] + terms[n + 1] * terms[n + 2]
+
+    def _may_sum(self, places: tuple[Any, ...]) -> bool:
+        """Whether these are elements that have values; then they are kept as such."""
+        data = self.data
+        sound = self.single and all(
+            e.__class__ is int and 0 <= e < len(data) and data[e] is not None for e in places
+        )
+        if sound:
+            self.summed.update(places)
+        return sound
 
     def _compute(self) -> None:
         """The multiply-adds that wait."""
         elements, left, right = self.waiting
+        self.ctx.instruction("fma", len(elements), everywhere=True)
         self.waiting = ([], [], [])
         count = self.ctx.group.count
         places = {e: n for n, e in enumerate(dict.fromkeys(elements))}

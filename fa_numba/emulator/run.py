@@ -28,6 +28,7 @@ from .counts import Counts, Traffic
 from .errors import EmulatorError, Index3, SharedHazard
 from .global_memory import GlobalArray, track_owners
 from .groups import AT_BARRIER, DONE, WARP, Group, Parting
+from .progress import Progress
 from .rebind import Rebinder
 from .source_lines import source_line
 from .trace import started
@@ -256,7 +257,8 @@ def launch(
     ValueError, TypeError : bad extents or arguments.
     Errors of Python in the kernel's code pass, with a note that names block, thread and line.
 
-    Arithmetic between stores is that of Python floats, in double precision; stores round.
+    Arithmetic between stores is that of Python floats, in double precision; stores round. After
+    five seconds a terminal is told how many blocks are done.
     """
     function = getattr(py_func, "py_func", py_func)
     extent, shape = _extent("grid", grid), _extent("block", block)
@@ -286,11 +288,14 @@ def launch(
     context._codes = rebinder.codes
     context.trace = started(context, rebound.__code__)
     running.contexts.append(context)
+    context.progress = Progress(context.kernel, prod(extent))
     try:
         with np.errstate(all="ignore"):
             for place in context.blocks():
                 context.run_block(rebound, values, place)
+                context.progress.block_done()
     finally:
+        context.progress.end()
         context.end()
         running.contexts.pop()
     return _counted(context, arrays, uncounted)

@@ -30,6 +30,7 @@ from .groups import (
     Parting,
     Site,
 )
+from .progress import Progress
 
 MAX_YIELDS = 1000  # rounds in which every group only yields before that counts as a deadlock
 SPINS = 64  # rounds in which some lanes only yield before they part from the others
@@ -43,11 +44,12 @@ class Waiting(Context):
 
     __slots__ = (
         "_hub", "_groups", "_ready", "_stale", "_meetings", "_named_barriers", "_opened",
-        "_as_warps",
+        "_as_warps", "progress",
     )  # fmt: skip
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.progress: Progress
         self._hub: greenlet
         self._groups: list[Group] = []
         self._ready: deque[Group] = deque()
@@ -125,6 +127,7 @@ class Waiting(Context):
     def barrier(self, operation: str, value: Any = None) -> Any:
         """Wait for the whole block; returns what the barrier hands to its threads."""
         self.instruction("barrier")
+        self.progress.step()
         if not self._all_here():
             raise Parting(self.active())
         self._wait(AT_BARRIER, self.site(), operation, value)

@@ -16,8 +16,8 @@ from fa_numba.host.plans import Plan
 from fa_numba.integers import round_up
 
 # The emulator's limit for one call, in multiply-adds of its tiles, padding included: it does about
-# 2e6 a second. A thread counts as STEPS_PER_THREAD of them.
-EMULATOR_STEPS = 2**26
+# 2e7 a second. A thread counts as STEPS_PER_THREAD of them.
+EMULATOR_STEPS = 2**29
 STEPS_PER_THREAD = 1000
 
 
