@@ -22,8 +22,8 @@ TITLE = "accesses and runtime over the block size (FA-1 Fig. 2 middle)"
 DESCRIPTION = (
     "FA-1 paper, Fig. 2 middle (N=1024, d=64, 16 heads, batch 64, forward): accesses and runtime "
     "over B_c for both orders, and over B_r for Q-outer, whose traffic B_r governs; the published "
-    "points beside ours; the model counted on the emulator at a small size and, where asked for, at "
-    "the paper's."
+    "points beside ours; the model counted on the emulator at a small size and, where N is given, "
+    "at the paper's."
 )
 NEEDS_GPU = False
 
