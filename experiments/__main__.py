@@ -120,6 +120,12 @@ def _parser() -> argparse.ArgumentParser:
         help="block sizes, such as 64x64,32x128, of an experiment that takes them (see list)",
     )
     group.add_argument(
+        "--recount",
+        action="store_true",
+        help="count on the emulator in any case; a complete run takes the stored counts while "
+        "their sources are unchanged",
+    )
+    group.add_argument(
         "--out",
         type=_folder,
         metavar="FOLDER",
@@ -179,6 +185,7 @@ def _options(args: argparse.Namespace) -> Options:
         head_dims=args.head_dims,
         causal=CAUSAL[args.causal] if args.causal else None,
         tiles=args.tiles,
+        recount=args.recount,
     )
     usual = FIGURES if options.complete else QUICK if options.quick else FILTERED
     return replace(options, out=args.out or usual)

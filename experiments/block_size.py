@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import fa_numba
@@ -22,8 +23,8 @@ TITLE = "accesses and runtime over the block size (FA-1 Fig. 2 middle)"
 DESCRIPTION = (
     "FA-1 paper, Fig. 2 middle (N=1024, d=64, 16 heads, batch 64, forward): accesses and runtime "
     "over B_c for both orders, and over B_r for Q-outer, whose traffic B_r governs; the published "
-    "points beside ours; the model counted on the emulator at a small size and, where N is given, "
-    "at the paper's."
+    "points beside ours; the model counted on the emulator at the paper's length and head "
+    "dimension, one head of them, and at a small size."
 )
 NEEDS_GPU = False
 
@@ -31,8 +32,7 @@ BATCH, HEADS, SEQLEN, HEAD_DIM = 64, 16, 1024, 64
 SIZES = (16, 32, 64, 128, 256, 512)
 # The block size that stays while the other one varies.
 FIXED = 64
-# Counted where the emulator takes a second: the same tiles, with fewer of them. A run that names
-# the paper's length (--seqlens 1024 --head-dims 64) counts its tiles, some minutes of them.
+# Counted too: a size where the blocks do not divide the length, nor each other.
 SMALL_SEQLEN, SMALL_HEAD_DIM, SMALL_SIZES, SMALL_FIXED = 96, 16, (16, 32, 48, 64), 32
 # Columns that this experiment varies: a row of other block sizes is no older reading.
 SWEPT = ("Br", "Bc")
@@ -49,7 +49,7 @@ def sweep(sizes: Sequence[int], fixed: int) -> list[tuple[str, int, int]]:
     return list(dict.fromkeys(over_bc + over_br))
 
 
-def measure(options: Options, bench: Bench) -> Iterator[Row]:
+def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     """Accesses from the model and counted; runtime where there is a GPU."""
     masks = options.causal or (False,)
     lengths, head_dims = options.seqlens or (SEQLEN,), options.head_dims or (HEAD_DIM,)
@@ -65,22 +65,11 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     for problem, series, Br, Bc in bench.track(work, "closed forms"):
         yield from _model(problem, series, Br, Bc)
 
-    small = sweep(SMALL_SIZES[:2] if options.quick else SMALL_SIZES, SMALL_FIXED)
     inputs = Inputs()
-    wanted = [
-        one_head(N, d, mask)
-        for N in options.seqlens or (SMALL_SEQLEN,)
-        for d in options.head_dims or (SMALL_HEAD_DIM,)
-        for mask in masks
-    ]
-    counted = [
-        (p, *tile)
-        for p in counts.countable(wanted, bench)
-        for tile in (small if p.seqlen_q < SEQLEN else tiles)
-    ]
-    for problem, series, Br, Bc in bench.track(counted, "counting on the emulator"):
+    counted = _counted(options, bench, masks)
+    for problem, series, Br, Bc in counted:
         yield from _model(problem, series, Br, Bc)
-        yield from _count(problem, series, Br, Bc, inputs)
+    yield from bench.counted(counted, "counting on the emulator", partial(_count, inputs=inputs))
 
     if bench.machine is None:
         return
@@ -90,6 +79,42 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
         arrays = tuple(device.to_gpu(x) for x in host)
         for series, Br, Bc in bench.track(tiles, "timing"):
             yield _time(problem, series, Br, Bc, arrays, gate, bench.machine)
+
+
+def _counted(
+    options: Options, bench: Bench, masks: Sequence[bool]
+) -> list[tuple[Problem, str, int, int]]:
+    """What the emulator counts, as (problem of one head, series, Br, Bc): tiles that fit it."""
+    sizes = [(SMALL_SEQLEN, SMALL_HEAD_DIM)]
+    if options.complete:
+        sizes.append((SEQLEN, HEAD_DIM))
+    elif options.seqlens or options.head_dims:
+        lengths = options.seqlens or (SMALL_SEQLEN,)
+        sizes = [(N, d) for N in lengths for d in options.head_dims or (SMALL_HEAD_DIM,)]
+    small = sweep(SMALL_SIZES[:2] if options.quick else SMALL_SIZES, SMALL_FIXED)
+    large = sweep(SIZES[1:4] if options.quick else SIZES, FIXED)
+    wanted = [one_head(N, d, mask) for N, d in sizes for mask in masks]
+    fitting: list[tuple[Problem, str, int, int]] = []
+    beyond: dict[str, None] = {}
+    for problem in counts.countable(wanted, bench):
+        for series, Br, Bc in small if problem.seqlen_q < SEQLEN else large:
+            if _fits(problem, series, Br, Bc):
+                fitting.append((problem, series, Br, Bc))
+            else:
+                beyond[f"{Br}x{Bc}, d={problem.head_dim}"] = None
+    if beyond:
+        bench.say(f"  not counted, beyond a block's shared memory: {'; '.join(beyond)}")
+    return fitting
+
+
+def _fits(problem: Problem, series: str, Br: int, Bc: int) -> bool:
+    """Whether the emulated device has the shared memory for these tiles."""
+    try:
+        with device.using("emulator"):
+            plan(series, problem, tiles=fa_numba.Tiles(Br=Br, Bc=Bc))
+    except ValueError:
+        return False
+    return True
 
 
 def _fields(problem: Problem, series: str, Br: int | None, Bc: int | None) -> dict[str, Any]:

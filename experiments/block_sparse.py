@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -105,7 +106,7 @@ def _shares(bench: Bench, problem: Problem, size: int, shares: Sequence[int]) ->
     return [None, *found]
 
 
-def measure(options: Options, bench: Bench) -> Iterator[Row]:
+def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     """Accesses from the model and counted; times where there is a GPU."""
     lengths = options.seqlens or ((QUICK_SEQLEN,) if options.quick else (SEQLEN,))
     head_dims, masks = options.head_dims or (HEAD_DIM,), options.causal or (False,)
@@ -134,9 +135,13 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
         for series in SERIES
     ]
     inputs = Inputs(gradient=True)
-    for problem, series, share in bench.track(counted, "counting on the emulator"):
+    for problem, series, share in counted:
         yield from _model(problem, series, SMALL_SIZE, share)
-        yield from _count(problem, series, SMALL_SIZE, share, inputs)
+    yield from bench.counted(
+        [(problem, series, SMALL_SIZE, share) for problem, series, share in counted],
+        "counting on the emulator",
+        partial(_count, inputs=inputs),
+    )
 
     if bench.machine is None:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import fa_numba
@@ -21,15 +22,13 @@ NAME = "io_vs_seqlen"
 TITLE = "accesses over the sequence length: model, counts, bounds, L2 and DRAM"
 DESCRIPTION = (
     "Global-memory accesses over N for standard attention, FA-1 and FA-2: closed form to 64k, "
-    "counted on the emulator at small N, the published bounds, and on a GPU with Nsight Compute "
+    "counted on the emulator to N=1024, the published bounds, and on a GPU with Nsight Compute "
     "the L2 and DRAM bytes in FA-2's setting."
 )
 NEEDS_GPU = False
 
 MODEL_SEQLENS = tuple(1 << n for n in range(5, 17))
 COUNTED_SEQLENS = (32, 64, 128, 256, 512, 1024)  # minutes on the emulator beyond
-# Of those lengths a run that names none counts what takes a second or two a call.
-COUNTED_FLOPS = 2**26
 BOUNDS = {
     "theta-standard": lambda problem, M: io_model.theta_standard(problem),
     "theta-flash": io_model.theta_flash,
@@ -45,7 +44,7 @@ BOUND_STYLES = {
 }
 
 
-def measure(options: Options, bench: Bench) -> Iterator[Row]:
+def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     """Rows per head for models and counts, of whole calls for hardware counters."""
     head_dims = options.head_dims or HEAD_DIMS
     masks = options.causal or (False,)
@@ -57,8 +56,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     inputs = Inputs()
     cases = _countable(options, bench, head_dims, masks)
     work = [(series, problem) for problem in cases for series in SERIES]
-    for series, problem in bench.track(work, "counting on the emulator"):
-        yield from _count(series, problem, inputs)
+    yield from bench.counted(work, "counting on the emulator", partial(_count, inputs=inputs))
 
     if bench.machine is not None:
         lengths = options.seqlens or (SEQLENS[:2] if options.quick else SEQLENS)
@@ -81,10 +79,7 @@ def _countable(
         lengths = tuple(N for N in options.seqlens if N <= longest)
     else:
         lengths = COUNTED_SEQLENS[:2] if options.quick else COUNTED_SEQLENS
-    cases = [one_head(N, d, mask) for d in head_dims for mask in masks for N in lengths]
-    if options.seqlens is not None:
-        return cases
-    return [p for p in cases if 4 * p.seqlen_q * p.seqlen_k * p.head_dim <= COUNTED_FLOPS]
+    return [one_head(N, d, mask) for d in head_dims for mask in masks for N in lengths]
 
 
 def _model(problem: Problem) -> list[Row]:

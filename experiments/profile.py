@@ -90,7 +90,7 @@ def _with_tiles(run: Run) -> Run:
     return replace(run, options={**run.options, "tiles": planned.tiles})
 
 
-def measure(options: Options, bench: Bench) -> Iterator[Row]:
+def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     """The profiler's numbers where there is one, then the emulator's."""
     lengths = options.seqlens or (SEQLENS[:1] if options.quick else SEQLENS)
     head_dims = options.head_dims or (HEAD_DIMS[:1] if options.quick else HEAD_DIMS)
@@ -102,10 +102,15 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     if options.complete or options.quick:
         work = [run for run in work if _quick(run)]
     inputs = Inputs(gradient=True)
-    for run in bench.track(work, "counting on the emulator"):
-        for name, value in profiler.counted(_emulated(run, inputs)).items():
-            common = {"machine": EMULATOR, "source": "counted", "unit": "1", **run.fields}
-            yield Row(metric=name, value=value, **common)
+    yield from bench.counted(
+        [(run,) for run in work], "counting on the emulator", lambda run: _count(run, inputs)
+    )
+
+
+def _count(run: Run, inputs: Inputs) -> Iterator[Row]:
+    for name, value in profiler.counted(_emulated(run, inputs)).items():
+        common = {"machine": EMULATOR, "source": "counted", "unit": "1", **run.fields}
+        yield Row(metric=name, value=value, **common)
 
 
 def _quick(run: Run) -> bool:

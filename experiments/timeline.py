@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import fa_numba
@@ -36,7 +37,7 @@ QUICK_SEQLEN, QUICK_HEAD_DIM, QUICK_TILES = 64, 16, (16, 16)
 MOST_TILES = 1024
 
 
-def measure(options: Options, bench: Bench) -> Iterator[list[Row]]:
+def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     """A row for each access of both orders, and the closed form of each array beside them."""
     quick = options.quick
     lengths = options.seqlens or (QUICK_SEQLEN if quick else SEQLEN,)
@@ -51,24 +52,22 @@ def measure(options: Options, bench: Bench) -> Iterator[list[Row]]:
         for series in SERIES
     ]
     inputs = Inputs()
-    for series, problem, tiles in bench.track(work, "tracing on the emulator"):
-        yield _rows(series, problem, tiles, inputs, bench)
+    for series, problem, tiles in work:
+        planned, _ = attempt(_closed, series, problem, tiles)
+        if planned is not None:  # else the trace fails too, and its row says why
+            yield _model(planned, _common(series, problem, tiles))
+    yield from bench.counted(
+        work, "tracing on the emulator", partial(_traced, inputs=inputs, bench=bench)
+    )
 
 
-def _rows(
-    series: str, problem: Problem, tiles: fa_numba.Tiles, inputs: Inputs, bench: Bench
-) -> list[Row]:
-    """One call as rows, or one that says why there is none."""
-    common: dict[str, Any] = {"experiment": NAME, "series": series, "Br": tiles.Br, "Bc": tiles.Bc}
-    common |= row_fields(problem)
-    traced, failure = attempt(_trace, series, problem, tiles, inputs)
-    counted: dict[str, Any] = {"machine": EMULATOR, "source": "counted"}
-    counted |= {"metric": "traffic", "unit": "bytes"}
-    if traced is None:
-        bench.say(f"  {LABELS[series]}: {failure}")
-        return [Row(value=None, note=failure, **counted, **common)]
-    moves, closed = traced
-    found = [Row(value=moved, note=note, **counted, **common) for note, moved in moves]
+def _common(series: str, problem: Problem, tiles: fa_numba.Tiles) -> dict[str, Any]:
+    fields = {"experiment": NAME, "series": series, "Br": tiles.Br, "Bc": tiles.Bc}
+    return fields | row_fields(problem)
+
+
+def _model(closed: io_model.Accesses, common: dict[str, Any]) -> list[Row]:
+    found: list[Row] = []
     for metric, arrays in (("loads", closed.loads), ("stores", closed.stores)):
         model: dict[str, Any] = {"machine": MODEL, "source": "model"}
         model |= {"metric": metric, "unit": "elements"}
@@ -76,10 +75,23 @@ def _rows(
     return found
 
 
-def _trace(
-    series: str, problem: Problem, tiles: fa_numba.Tiles, inputs: Inputs
-) -> tuple[list[tuple[str, int]], io_model.Accesses]:
-    """What a call moves, and the closed form of it.
+def _traced(
+    series: str, problem: Problem, tiles: fa_numba.Tiles, inputs: Inputs, bench: Bench
+) -> Iterator[list[Row]]:
+    """One call as rows, or one that says why there is none."""
+    common = _common(series, problem, tiles)
+    moves, failure = attempt(_trace, series, problem, tiles, inputs)
+    counted: dict[str, Any] = {"machine": EMULATOR, "source": "counted"}
+    counted |= {"metric": "traffic", "unit": "bytes"}
+    if moves is None:
+        bench.say(f"  {LABELS[series]}: {failure}")
+        yield [Row(value=None, note=failure, **counted, **common)]
+    else:
+        yield [Row(value=moved, note=note, **counted, **common) for note, moved in moves]
+
+
+def _closed(series: str, problem: Problem, tiles: fa_numba.Tiles) -> io_model.Accesses:
+    """The closed form of a call.
 
     Raises ValueError for tiles that no kernel has, or that are too many to draw.
     """
@@ -90,10 +102,17 @@ def _trace(
             f"S: allowed are {MOST_TILES}, so choose larger --tiles or a shorter N"
         )
     with device.using("emulator"):
-        planned = plan(series, problem, tiles=tiles)
-        with emulator.trace() as accesses:
-            call(series, problem, *inputs(problem), tiles=tiles)()
-    return list(notes(accesses)), planned.accesses
+        return plan(series, problem, tiles=tiles).accesses
+
+
+def _trace(
+    series: str, problem: Problem, tiles: fa_numba.Tiles, inputs: Inputs
+) -> list[tuple[str, int]]:
+    """What a call moves. Raises ValueError as `_closed` does."""
+    _closed(series, problem, tiles)
+    with device.using("emulator"), emulator.trace() as accesses:
+        call(series, problem, *inputs(problem), tiles=tiles)()
+    return list(notes(accesses))
 
 
 # Lanes of the figure: the arrays of a group share its lanes, a lane a tile.

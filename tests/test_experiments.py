@@ -1343,7 +1343,7 @@ def counted_by(experiment, monkeypatch, **options):
     """The problems that a run on a machine without a GPU counts, and what it says."""
     said, counted = [], []
 
-    def count(*arguments):
+    def count(*arguments, inputs):
         counted.append(next(x for x in arguments if isinstance(x, Problem)))
         return []
 
@@ -1354,17 +1354,19 @@ def counted_by(experiment, monkeypatch, **options):
 
 def test_what_is_asked_for_is_counted_or_said(monkeypatch):
     counted, said = counted_by(io_vs_seqlen, monkeypatch)
-    small = {(N, d, False) for N in (32, 64, 128) for d in (64, 128)}
-    assert (counted, said) == (small | {(256, 64, False)}, "")
-    asked = {"seqlens": (48, 256, 512), "head_dims": (16, 128), "causal": (True,)}
+    lengths = (32, 64, 128, 256, 512, 1024)
+    assert (counted, said) == ({(N, d, False) for N in lengths for d in (64, 128)}, "")
+    asked = {"seqlens": (48, 1024, 2048), "head_dims": (16, 128), "causal": (True,)}
     counted, said = counted_by(io_vs_seqlen, monkeypatch, **asked)
-    assert counted == {(N, d, True) for N in (48, 256) for d in (16, 128)}
-    assert "not counted: N=512" in said
+    assert counted == {(N, d, True) for N in (48, 1024) for d in (16, 128)}
+    assert "not counted: N=2048" in said
 
-    assert counted_by(block_size, monkeypatch) == ({(96, 16, False)}, "")
+    counted, said = counted_by(block_size, monkeypatch)
+    assert counted == {(96, 16, False), (1024, 64, False)}
+    assert said.endswith("shared memory: 64x512, d=64; 512x64, d=64")
     counted, said = counted_by(block_size, monkeypatch, **asked)
-    assert counted == {(48, 16, True), (48, 128, True), (256, 16, True)}
-    for beyond in ("N=256, d=128", "N=512, d=16", "N=512, d=128"):
+    assert counted == {(N, d, True) for N in (48, 1024) for d in (16, 128)}
+    for beyond in ("N=2048, d=16", "N=2048, d=128"):
         assert beyond in said
     # Nothing counted is filtered out of the figure.
     assert all(N in asked["seqlens"] and d in asked["head_dims"] for N, d, _ in counted)

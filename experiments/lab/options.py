@@ -25,7 +25,8 @@ class Options:
 
     `seqlens` and `head_dims` are the values to take instead of an experiment's own, `causal` the
     masks, `tiles` the block sizes (Br, Bc) of one that takes them. `quick` shrinks an experiment to
-    seconds. Figures go to the folder `out`, their data to `out`/data.
+    seconds, `recount` counts on the emulator what was counted before from the same sources too.
+    Figures go to the folder `out`, their data to `out`/data.
     """
 
     quick: bool = False
@@ -34,6 +35,7 @@ class Options:
     causal: tuple[bool, ...] | None = None
     tiles: tuple[tuple[int, int], ...] | None = None
     out: Path = FIGURES
+    recount: bool = False
 
     @property
     def complete(self) -> bool:
@@ -70,13 +72,32 @@ class Bench:
     """Where an experiment runs: `machine` is this machine's GPU as a file name, None without one,
     and `describe` what `device.describe` says of it.
 
-    `track(items, label)` goes through the items under a progress bar; `say` prints a line.
+    `track(items, label)` goes through the items under a progress bar; `say` prints a line. `kept`
+    are all rows that a complete run counted on the emulator from the sources as they are.
     """
 
     machine: str | None = None
     describe: dict[str, Any] | None = None
     progress: Callable[[Sequence[Any], str], Iterable[Any]] | None = None
     say: Callable[[str], None] = print
+    kept: Sequence[Row] = ()
 
     def track(self, items: Sequence[T], label: str) -> Iterator[T]:
         yield from self.progress(items, label) if self.progress and items else items
+
+    def counted(
+        self,
+        work: Sequence[tuple[Any, ...]],
+        label: str,
+        count: Callable[..., Iterable[Row | Sequence[Row]]],
+    ) -> Iterator[Row | Sequence[Row]]:
+        """The rows that `count(*item)` gives of every item, or in place of them those kept.
+
+        An experiment counts all that it counts on the emulator in one such call.
+        """
+        if self.kept:
+            self.say(f"  counted before from the same sources: {len(self.kept)} rows")
+            yield self.kept
+            return
+        for item in self.track(work, label):
+            yield from count(*item)

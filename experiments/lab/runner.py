@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +16,7 @@ from rich.table import Table
 
 from fa_numba import device
 
-from . import peers, provenance, registry
+from . import kept, peers, provenance, registry
 from . import tune as sweep
 from .options import FIGURES, Bench, Options
 from .registry import Experiment, load
@@ -26,11 +27,15 @@ _NOT_GPUS = (EMULATOR, MODEL)
 
 @dataclass
 class Report:
-    """What became of one experiment: rows measured, whence its figure's are, what failed."""
+    """What became of one experiment: rows measured, whence its figure's are, what failed.
+
+    `kept` is how many of the rows were counted before, from the same sources.
+    """
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     drawn_from: list[str] = field(default_factory=list)
     recorded: dict[str, dict[str, Any]] = field(default_factory=dict)
+    kept: int = 0
     error: str = ""
     not_measured: str = ""
 
@@ -57,13 +62,27 @@ class Runner:
                 return
             self.store.make(name)  # minutes of measuring would be for nothing
             self.console.print(f"[bold]{name}[/]: {module.TITLE}")
+            files, before = kept.sources(module), None
+            if self.options.complete and not self.options.recount:
+                before = kept.stored(self.store, name, files)
+            report.kept = len(before or ())
             self._record(
                 name,
                 registry.swept(module),
-                lambda bench: module.measure(self.options, bench),
+                lambda bench: module.measure(self.options, replace(bench, kept=before or ())),
                 complete=self.options.complete,
                 protocol=registry.protocol(name, module),
             )
+            self._keep(name, report, files)
+
+    def _keep(self, name: str, report: Report, files: Mapping[str, Path]) -> None:
+        """Write the digest of rows that this run counted, all that there are and none failed."""
+        counted = report.outcomes.get(EMULATOR)
+        if counted is None or report.kept or not self.options.complete:
+            return
+        whole = len(self.store.read(name, EMULATOR)) == counted.measured
+        if whole and not counted.failed:
+            kept.keep(self.store, name, files, self._provenance.for_machine(EMULATOR))
 
     def _lacking(self, module: Experiment) -> str:
         """What the experiment needs to measure and this machine has not; empty for nothing."""
@@ -271,6 +290,8 @@ def _what_happened(machine: str, report: Report) -> str:
     if outcome is None:
         why = f" ({report.not_measured} to measure)" if report.not_measured else ""
         return f"drawn from the recording{why}"
+    if machine == EMULATOR and report.kept:
+        return f"counted before from the same sources: {report.kept} rows"
     verb = {MODEL: "computed", EMULATOR: "counted"}.get(machine, "measured")
     text = f"{verb} here: {outcome.measured} rows, "
     text += "new" if outcome.changed else "same as recorded"
