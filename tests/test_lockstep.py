@@ -22,6 +22,7 @@ import fa_numba
 from fa_numba import device as devices
 from fa_numba.emulator import (
     Access,
+    BarrierDivergence,
     BarrierMisuse,
     Counts,
     Deadlock,
@@ -326,7 +327,7 @@ def some_assign(x, out):
     pair = (x[t, 2], 5)
     if x[t, 0] > 0:
         pair = (t, x[t, 1])
-    one, (two, three) = pair[0], pair
+    (two, three), one = pair, pair[0]
     out[t, 1] = one + two * three
     for n in range(t % 4):
         last = n
@@ -492,6 +493,38 @@ def test_a_division_by_zero_is_that_of_a_lane_that_takes_part():
     with pytest.raises(ZeroDivisionError) as info:
         launch(kernel, 1, 5, (x, out, 3))
     assert "thread (3, 0, 0)" in str(info.value.__notes__)
+
+
+def test_lanes_hold_one_array():
+    """Rows of one array by lane; of other arrays a clear refusal."""
+
+    def kernel(x, y, out, kind):
+        t = cuda.threadIdx.x
+        if kind == 0:
+            one, other = x[t], x[0]
+        elif kind == 1:
+            one, other = x[t], y[t]
+        elif kind == 2:
+            one, other = shared_tile(4, 4), shared_tile(4, 4)
+        elif kind == 3:
+            one, other = shared_tile(0, 4), shared_tile(4, 4)
+        else:
+            one, other = cuda.local.array(4, float32), cuda.local.array(4, float32)
+        if kind > 1 and (t == 0 or kind > 3):
+            one[1] = other[1] = 5
+        cuda.syncthreads()
+        if t % 2:
+            one = other
+        out[t] = one[1]
+
+    x, y, out = np.arange(16.0).reshape(4, 4), np.zeros((4, 4)), np.zeros(4)
+    launch(kernel, 1, 4, (x, y, out, 0))
+    assert out.tolist() == [1, 1, 9, 1]
+    launch(kernel, 1, 4, (x, y, out, 2), shared_bytes=32)
+    assert out.tolist() == [5] * 4
+    for kind in (1, 3, 4):
+        with pytest.raises(TypeError, match="lanes hold .* and another array: not emulated"):
+            launch(kernel, 1, 4, (x, y, out, kind), shared_bytes=32)
 
 
 @pytest.mark.parametrize(
@@ -788,6 +821,22 @@ def test_each_warp_waits_where_the_others_do_not(seed):
     assert total[0] == 128
     assert counts.loads == {"out": 3 * 128, "total": 128}
     assert counts.instructions["barrier"] == 6 and counts.instructions["atomic"] == 4
+
+
+def test_lanes_that_returned_are_gone():
+    def kernel(out, barrier):
+        t = cuda.threadIdx.x
+        if t % 2:
+            return
+        out[t] = cuda.activemask()
+        if barrier:
+            cuda.syncthreads()
+
+    out = np.zeros(40, np.int64)
+    launch(kernel, 1, 40, (out, False))
+    assert out.tolist() == [0x55555555, 0] * 16 + [0x55, 0] * 4
+    with pytest.raises(BarrierDivergence, match="not reached by all threads"):
+        launch(kernel, 1, 40, (out, True))
 
 
 def test_barriers_under_branches_that_a_warp_takes():

@@ -272,6 +272,13 @@ class SharedArray:
             ctx.starts,
         )  # fmt: skip
 
+    def merged(self, mask: Any, other: Any) -> SharedArray:
+        """This array, where the lanes that are not in `mask` hold the same by another name."""
+        mine = (self.buffer, self.first, self.shape)
+        if other.__class__ is not SharedArray or mine != (other.buffer, other.first, other.shape):
+            raise TypeError(f"lanes hold {self.name} and another array: not emulated")
+        return self
+
     # ---- places and words
 
     def _flat(self, index: Any) -> Any:
