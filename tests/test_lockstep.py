@@ -1091,6 +1091,25 @@ def test_a_seed_decides_the_order():
     assert order_of(None)[0] == list(range(6))  # as before
 
 
+def test_warps_are_grouped_anew_in_every_block():
+    """Warps of one group take each step together, those of several one after the other."""
+
+    def kernel(count, first, second):
+        b, t = cuda.blockIdx.x, cuda.threadIdx.x
+        if t % 32 == 0:
+            first[b, t // 32] = cuda.atomic.add(count, b, 1)
+            second[b, t // 32] = cuda.atomic.add(count, b, 1)
+
+    blocks = 60
+    count, first, second = np.zeros(blocks, np.int64), *np.zeros((2, blocks, 4), np.int64)
+    with schedule(0):
+        launch(kernel, blocks, 128, (count, first, second))
+    together = np.sort(second - first, axis=1).tolist()
+    # three groups of four warps: two or more are in one
+    assert all(found[-1] > 1 for found in together)
+    assert [1, 1, 2, 2] in together and [1, 3, 3, 3] in together
+
+
 @pytest.mark.parametrize("seed", [-1, 1.5, True, "3", None, np.float32(2)])
 def test_a_seed_is_an_integer_from_0_on(seed):
     allowed = "seed = .*, allowed: an integer from 0 on"

@@ -35,6 +35,7 @@ from .trace import started
 from .waiting import Waiting
 
 MAX_THREADS = 1024
+TURNS = 3  # groups at most that a schedule makes of a block's warps
 _seed: ContextVar[int | None] = ContextVar("fa_numba_schedule", default=None)
 
 
@@ -59,7 +60,7 @@ def schedule(seed: int) -> Iterator[None]:
 class Launch(Waiting):
     """A launch that runs: its blocks one after the other, the groups of each in turn."""
 
-    __slots__ = ("partition", "_random")
+    __slots__ = ("partition", "_random", "_turns")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -67,6 +68,7 @@ class Launch(Waiting):
         self.partition = np.zeros(self.threads, np.int64)
         seed = _seed.get()
         self._random = None if seed is None else np.random.default_rng(seed)
+        self._turns = np.zeros(self.threads, np.int64)  # and in this block alone
 
     def blocks(self) -> list[Index3]:
         """The blocks of the grid in the order that they run in."""
@@ -80,8 +82,8 @@ class Launch(Waiting):
         x, y, _ = self.grid
         self.block, self.block_number = block, 1 + block[0] + x * (block[1] + y * block[2])
         if self._random is not None:
-            warps = self._random.integers(0, 3, len(self.starts))
-            self.partition = self.partition * 3 + warps[np.arange(self.threads) // WARP]
+            warps = self._random.integers(0, TURNS, len(self.starts))
+            self._turns = warps[np.arange(self.threads) // WARP]
         arrays = {id(a.tally): a.tally for a in args if isinstance(a, GlobalArray)}
         while True:
             kept = [(tally, tally.loads, tally.stores) for tally in arrays.values()]
@@ -113,8 +115,9 @@ class Launch(Waiting):
     def _run_groups(self, function: Callable[..., None], args: Sequence[Any]) -> None:
         """One block, from its beginning."""
         groups = []
-        for number in dict.fromkeys(self.partition.tolist()):
-            tids = np.flatnonzero(self.partition == number)
+        numbers = self.partition * TURNS + self._turns
+        for number in dict.fromkeys(numbers.tolist()):
+            tids = np.flatnonzero(numbers == number)
             groups.append(Group(tids, self.block_shape, self.threads))
         self._groups = groups
         self.mask, self._outer = None, []
