@@ -327,7 +327,9 @@ def some_assign(x, out):
     pair = (x[t, 2], 5)
     if x[t, 0] > 0:
         pair = (t, x[t, 1])
-    (two, three), one = pair, pair[0]
+    one = two = three = 1
+    if t % 5 != 3:
+        (two, three), one = pair, pair[0]
     out[t, 1] = one + two * three
     for n in range(t % 4):
         last = n
@@ -1327,6 +1329,7 @@ def tiles(x, w, y, total):
         cuda.syncthreads()
     for n in range(2):
         y[n, 2 + t] = s[n, t]
+        cuda.syncthreads()
     # any other comment
     cuda.atomic.add(total, cuda.blockIdx.x, 1)
 
@@ -1356,12 +1359,13 @@ def test_a_trace_is_of_tiles():
         tile(2, "w", (0, 9), (0, 1), "load", 9, 8, scale, second),
         tile(3, "x", (1, 2), (0, 9), "load", 9, 4, scale, second),
         tile(4, "w", (0, 9), (0, 1), "load", 9, 8, scale, second),
-        tile(5, "y", (0, 2), (2, 18), "store", 32, 4, scale, "y[n, 2 + t] = s[n, t]"),
+        tile(5, "y", (0, 1), (2, 18), "store", 16, 4, scale, "y[n, 2 + t] = s[n, t]"),
+        tile(6, "y", (1, 2), (2, 18), "store", 16, 4, scale, "y[n, 2 + t] = s[n, t]"),
         tile(
-            6, "total", (0, 1), (0, 1), "atomic", 16, 4, scale,
+            7, "total", (0, 1), (0, 1), "atomic", 16, 4, scale,
             "cuda.atomic.add(total, cuda.blockIdx.x, 1)",
         ),
     ]  # fmt: skip
     assert moves == once + once  # steps are of a launch
     launch(tiles, 1, 16, (x, w, y, total))
-    assert len(moves) == 14  # outside
+    assert len(moves) == 16  # outside
