@@ -715,7 +715,7 @@ class Program:
         return "\n".join(self.lines) + "\n"
 
 
-PROGRAMS = 48
+PROGRAMS = 32
 
 
 @pytest.mark.parametrize("part", range(4))
