@@ -1020,7 +1020,7 @@ def backward_mutants(add):
     add(from_L, blind, to=FLASH_BACKWARD, cases="causal")
 
     # Heads of a group
-    wrong = {"by": WRONG | {"OutOfBounds"}, "cases": "odd"}
+    wrong = {"by": WRONG | {"OutOfBounds", "GlobalHazard"}, "cases": "odd"}
     add(
         "standard_backward",
         ("one head of the group", "uint32(h + group)", "uint32(h + 1)"),
@@ -1081,11 +1081,11 @@ def backward_mutants(add):
     add(
         "fa2_backward",
         ("dQ not begun at 0", "dQh[row, col] = float32(0.0)", "pass"),
-        ("dQ begun at 0 for nothing", "if clear and row < rows:", "if row < rows:"),
         by=WRONG,
     )
     twice = ("dQ twice", "                if atomic:", "                if True:")
-    add("fa2_backward", twice, by=WRONG | {"ReadOnlyStore"})
+    begun = ("dQ begun at 0 for nothing", "if clear and row < rows:", "if row < rows:")
+    add("fa2_backward", twice, begun, by=WRONG | {"ReadOnlyStore"})
 
     # The products
     transposed, by = "simt_products.make_add_transposed_product", {"values", "UninitialisedRead"}
@@ -1139,7 +1139,7 @@ def visit_mutants(add):
         ("first row + 1", hidden, f"{hidden[:-1]} + 1)"),
         ("first row - 1", hidden, f"{hidden[:-1]} - 1)"),
         ("first row below 0", f"max(int32(0), {hidden}", hidden[:-1]),
-        by=WRONG | {"OutOfBounds"} | HAZARDS,
+        by=ANY,
         to=BY_COLUMNS,
         cases="causal",
     )
@@ -1188,7 +1188,7 @@ def visit_mutants(add):
         ("window: rows end + 1", last, f"{last[:-1]} + 1)"),
         ("window: rows end - 1", last, f"{last[:-1]} - 1)"),
         ("window: rows of a first column", "+ Bc - diagonal", "- diagonal"),
-        by=WRONG,
+        by=WRONG | {"GlobalHazard"},
         to=BY_COLUMNS,
         cases="window",
     )

@@ -61,6 +61,17 @@ def test_readmes_result_is_the_recorded_one(series):
     assert f"| {ROWS[series]} | {' | '.join(values)} |\n" in (ROOT / "README.md").read_text()
 
 
+def test_the_emulators_times_are_those_of_the_file():
+    with open(ROOT / "tests" / "data" / "emulator_speed.csv") as file:
+        rows = list(csv.DictReader(file))
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    assert len(rows) > 5
+    for row in rows:
+        before, after = row["before"], row["after"]
+        ratio = f"{float(before) / float(after):.0f}" if before else ""
+        assert f"| {row['call']} | {before} | {after} | {ratio} |\n" in page
+
+
 @pytest.mark.parametrize("Nq, Nk", [(20, 12), (12, 20), (16, 16)])
 def test_a_mask_aligned_to_the_top_left_is_written_as_the_page_says(Nq, Nk):
     """torch's is_causal and JAX's: row i sees the columns j <= i."""

@@ -7,12 +7,12 @@ shared memory and instructions by class, and raises, with block, thread, array a
 shared-memory races, conflicts between blocks, reads of uninitialised memory, divergent barriers,
 deadlock and accesses out of bounds.
 
-`rewrite.py` makes the code that runs for many lanes, `flow.py` says which of them take part and
-`lanes.py` computes what Python's operators cannot; `rebind.py` gives it the emulator's names, which
-are in `namespace.py`. `run.py` takes blocks and groups of lanes in turn and `waiting.py` says where
-they wait; `context.py` is what a kernel calls: its arrays and copies. `shared_memory.py`,
-`local_memory.py` and `global_memory.py` check each access, by the loops of `checks.py`. `trace.py`
-notes which tile moves when, `progress.py` says how far a long launch is.
+`rewrite.py` makes the code that runs for many lanes, of the trees of `syntax.py`; `flow.py` says
+which of them take part and `lanes.py` computes what Python's operators cannot; `rebind.py` gives it
+the emulator's names, which are in `namespace.py`. `run.py` takes blocks and groups of lanes in turn
+and `waiting.py` says where they wait; `context.py` is what a kernel calls: its arrays and copies.
+`shared_memory.py`, `local_memory.py` and `global_memory.py` check each access, by the loops of
+`checks.py`. `trace.py` notes which tile moves when, `progress.py` says how far a long launch is.
 """
 
 from .context import Context, current

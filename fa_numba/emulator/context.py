@@ -37,7 +37,7 @@ class Context(Flow):
         "grid", "block_shape", "shared_bytes", "kernel", "block", "block_number", "group",
         "clock", "base", "starts", "seen", "threads", "journal", "trace", "sites",
         "_cuda", "_codes", "_statics", "_dynamics", "_pool", "_tiles",
-        "_rows", "_row_of", "_numbered", "_instructions", "_warps_active",
+        "_rows", "_row_of", "_numbered", "_instructions", "_warps_active", "_inside",
     )  # fmt: skip
 
     def __init__(self, grid: Index3, block: Index3, shared_bytes: int, kernel: str) -> None:
@@ -66,6 +66,7 @@ class Context(Flow):
         self._numbered: dict[Site, int] = {}
         self._instructions: dict[str, int] = {}
         self._warps_active: tuple[Any, int] = (self, 0)
+        self._inside: dict[int, tuple[np.ndarray, int, Any]] = {}  # indices known to be in bounds
 
     # ---- where the kernel is
 
@@ -173,7 +174,21 @@ class Context(Flow):
     def first_outside(self, index: Any, extent: int) -> int:
         """The first lane whose index is not in 0 .. extent - 1; -1 if there is none."""
         if index.__class__ is np.ndarray:
-            return checks.outside(index, extent, self.active())
+            # An index is often used again, and arrays are never changed: this one was inside.
+            known = self._inside.get(id(index))
+            if (
+                known is not None
+                and known[0] is index
+                and known[1] <= extent
+                and known[2] is self.mask
+            ):
+                return -1
+            lane = checks.outside(index, extent, self.active())
+            if lane < 0:
+                if len(self._inside) > 256:
+                    self._inside.clear()
+                self._inside[id(index)] = (index, extent, self.mask)
+            return lane
         return -1 if 0 <= index < extent else self.first_lane()
 
     def of_lane(self, index: Any, lane: int, whole: bool = False) -> Any:

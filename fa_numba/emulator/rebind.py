@@ -17,7 +17,8 @@ from . import lanes
 from .flow import Jump, Split
 from .local_memory import LocalArray
 from .namespace import CASTS, LIBDEVICE, MATH
-from .rewrite import PREFIX, rewritten
+from .rewrite import rewritten
+from .syntax import PREFIX
 
 _BUILTINS: dict[str, Any] = vars(builtins) | {
     "min": lanes.minimum,

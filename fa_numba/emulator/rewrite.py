@@ -1,5 +1,7 @@
 """A kernel's source rewritten so that one run of it stands for all lanes that agree.
 
+One visitor for all of Python's statements and expressions that kernels have, hence this long.
+
 In the rewritten function a value is a Python number where all lanes have the same, and a NumPy
 array over the lanes where they may not. What Python decides by one value, `if`, `while`, `and`, a
 conditional expression, is handed to `flow.py` where that value is an array: each side then runs for
@@ -14,24 +16,31 @@ from __future__ import annotations
 import ast
 import copy
 import linecache
-from collections.abc import Iterable
 from functools import lru_cache
 from types import CodeType
 from typing import Any
 
-PREFIX = "_fa_"
-# Calls that neither touch memory nor meet other threads: they may be made for lanes that go unused.
-PURE = frozenset(
-    [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
-    + ["float16", "float32", "float64", "int", "float", "bool", "min", "max", "abs", "len"]
+from .syntax import (
+    BITWISE,
+    BLOCKS,
+    OPERATORS,
+    TRUTHS,
+    assign,
+    assigned_within,
+    call,
+    class_is,
+    context,
+    is_pure,
+    is_same,
+    jumps,
+    method,
+    multiply_add_chain,
+    negated,
+    returns,
+    runtime,
+    set_mask,
+    when,
 )
-OPERATORS = {ast.Div: "divide", ast.FloorDiv: "floor_divide", ast.Mod: "modulo", ast.Pow: "power"}
-BITWISE = (ast.BitAnd, ast.BitOr, ast.BitXor)
-# Calls that give truth values.
-TRUTHS = ("bool", *(PREFIX + name for name in ("negation", "contained", "equal", "both", "any")))
-MOST_ADDS = 8
-BLOCKS = (ast.If, ast.While, ast.For, ast.With, ast.Try)
-DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 _rewritten: dict[int, tuple[CodeType, CodeType, frozenset[str]]] = {}
 
@@ -96,91 +105,6 @@ class _Unsupported(Exception):
     pass
 
 
-def _name(name: str, store: bool = False) -> ast.Name:
-    return ast.Name(PREFIX + name, ast.Store() if store else ast.Load())
-
-
-def _call(name: str, *args: ast.expr) -> ast.Call:
-    return ast.Call(_name(name), list(args), [])
-
-
-def _context(name: str) -> ast.Attribute:
-    return ast.Attribute(_name("C"), name, ast.Load())
-
-
-def _method(owner: ast.expr, name: str, *args: ast.expr) -> ast.Call:
-    return ast.Call(ast.Attribute(owner, name, ast.Load()), list(args), [])
-
-
-def _assign(target: ast.expr, value: ast.expr) -> ast.Assign:
-    return ast.Assign([target], value)
-
-
-def _set_mask(value: ast.expr) -> ast.Assign:
-    return _assign(ast.Attribute(_name("C"), "mask", ast.Store()), value)
-
-
-def _is(value: ast.expr, other: ast.expr, negated: bool = False) -> ast.Compare:
-    return ast.Compare(value, [ast.IsNot() if negated else ast.Is()], [other])
-
-
-def _class_is(value: ast.expr, name: str, negated: bool = False) -> ast.Compare:
-    return _is(ast.Attribute(value, "__class__", ast.Load()), _name(name), negated)
-
-
-def _not(value: ast.expr) -> ast.UnaryOp:
-    return ast.UnaryOp(ast.Not(), value)
-
-
-def _if(test: ast.expr, body: list[ast.stmt]) -> ast.If:
-    return ast.If(test, body, [])
-
-
-def _blocks(node: ast.stmt) -> list[list[ast.stmt]]:
-    """The lists of statements within a statement."""
-    found = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
-    return [] if isinstance(node, DEFINITIONS) else found
-
-
-def _jumps(statements: Iterable[ast.stmt], *kinds: type[ast.stmt]) -> bool:
-    """Whether there is a `break` or `continue` of the loop that these are the body of."""
-    for node in statements:
-        if isinstance(node, kinds):
-            return True
-        if isinstance(node, (ast.While, ast.For)):
-            continue
-        if any(_jumps(block, *kinds) for block in _blocks(node)):
-            return True
-    return False
-
-
-def _returns(statements: Iterable[ast.stmt]) -> bool:
-    return any(
-        isinstance(node, ast.Return) or any(map(_returns, _blocks(node))) for node in statements
-    )
-
-
-def _assigned(statements: Iterable[ast.stmt], within: bool = False) -> set[str]:
-    """The names that statements within others assign."""
-    names: set[str] = set()
-    for node in statements:
-        if isinstance(node, DEFINITIONS):
-            continue
-        inner = _blocks(node)
-        for block in inner:
-            names |= _assigned(block, True)
-        targets = getattr(node, "targets", []) + [getattr(node, "target", None)]
-        if within or isinstance(node, ast.For):
-            names |= {
-                each.id
-                for target in targets
-                if target is not None
-                for each in ast.walk(target)
-                if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
-            }
-    return names
-
-
 class _Function(ast.NodeTransformer):
     """Rewrites one function."""
 
@@ -194,22 +118,22 @@ class _Function(ast.NodeTransformer):
                 self.truths |= {x.id for x in each.targets if isinstance(x, ast.Name)}
         body = node.body
         last = body[-1]
-        self.returns_early = _returns(body[:-1] if isinstance(last, ast.Return) else body)
+        self.returns_early = returns(body[:-1] if isinstance(last, ast.Return) else body)
 
     def rewritten(self) -> ast.FunctionDef:
         node = self.node
         parameters = {arg.arg for arg in ast.walk(node.args) if isinstance(arg, ast.arg)}
-        assigned = sorted(_assigned(node.body) - parameters)
-        start: list[ast.stmt] = [_assign(_name("entry", True), _context("mask"))]
+        assigned = sorted(assigned_within(node.body) - parameters)
+        start: list[ast.stmt] = [assign(runtime("entry", True), context("mask"))]
         if assigned:
             targets: list[ast.expr] = [ast.Name(name, ast.Store()) for name in assigned]
-            start.append(ast.Assign(targets, _name("undefined")))
+            start.append(ast.Assign(targets, runtime("undefined")))
         end: list[ast.stmt] = []
         if self.returns_early:
-            start.append(_assign(_name("returned", True), _name("nobody")))
-            start.append(_assign(_name("result", True), ast.Constant(None)))
-            end.append(_set_mask(_name("entry")))
-            end.append(ast.Return(_name("result")))
+            start.append(assign(runtime("returned", True), runtime("nobody")))
+            start.append(assign(runtime("result", True), ast.Constant(None)))
+            end.append(set_mask(runtime("entry")))
+            end.append(ast.Return(runtime("result")))
         body = self.block(node.body)
         for line in (*start, *end):
             self.at(node.body[0], line)
@@ -239,7 +163,7 @@ class _Function(ast.NodeTransformer):
         for n, statement in enumerate(statements):
             if n < taken:
                 continue
-            chain = _chain(statements[n:])
+            chain = multiply_add_chain(statements[n:])
             if chain:
                 taken = n + len(chain)
                 new: Any = self.in_turn(chain)
@@ -251,7 +175,7 @@ class _Function(ast.NodeTransformer):
             made += new
             rest = statements[n + 1 :]
             if rest and isinstance(statement, BLOCKS) and self.leaves(statement):
-                guard = _if(_is(_context("mask"), _name("nobody"), True), self.block(rest))
+                guard = when(is_same(context("mask"), runtime("nobody"), True), self.block(rest))
                 made.append(self.at(rest[0], guard))  # type: ignore[arg-type]
                 break
             if isinstance(statement, (ast.Break, ast.Continue, ast.Return)):
@@ -260,11 +184,11 @@ class _Function(ast.NodeTransformer):
 
     def leaves(self, statement: ast.stmt) -> bool:
         """Whether lanes may leave the block that `statement` stands in from within it."""
-        if _returns([statement]):
+        if returns([statement]):
             return True
         if isinstance(statement, (ast.While, ast.For)):
             return False
-        return _jumps([statement], ast.Break, ast.Continue)
+        return jumps([statement], ast.Break, ast.Continue)
 
     def inner(self, statements: list[ast.stmt]) -> list[ast.stmt]:
         self.depth += 1
@@ -295,9 +219,9 @@ class _Function(ast.NodeTransformer):
         if len(node.targets) == 1:
             return self.store(node.targets[0], value)
         one = self.temporary("t")
-        made: list[ast.stmt] = [_assign(_name(one, True), value)]
+        made: list[ast.stmt] = [assign(runtime(one, True), value)]
         for target in node.targets:
-            made += self.store(target, _name(one))
+            made += self.store(target, runtime(one))
         return made
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> list[ast.stmt]:
@@ -306,23 +230,23 @@ class _Function(ast.NodeTransformer):
     def store(self, target: ast.expr, value: ast.expr) -> list[ast.stmt]:
         """`target = value`, for the lanes of the mask."""
         if isinstance(target, ast.Subscript):
-            return [_assign(self.visit(target), value)]
+            return [assign(self.visit(target), value)]
         if isinstance(target, ast.Name) and self.depth:
             # The name tells `source_lines.assigned_name` what a new array is called.
             new = f"new_{target.id}"
-            merged = _call("merge", _context("mask"), ast.Name(target.id, ast.Load()), _name(new))
-            kept = ast.IfExp(_is(_context("mask"), _name("entry")), _name(new), merged)
-            return [_assign(_name(new, True), value), _assign(target, kept)]
+            merged = call("merge", context("mask"), ast.Name(target.id, ast.Load()), runtime(new))
+            kept = ast.IfExp(is_same(context("mask"), runtime("entry")), runtime(new), merged)
+            return [assign(runtime(new, True), value), assign(target, kept)]
         if isinstance(target, (ast.Tuple, ast.List)) and (
             self.depth or not all(isinstance(each, ast.Name) for each in target.elts)
         ):
             places = [self.temporary("t") for _ in target.elts]
-            whole = ast.Tuple([_name(each, True) for each in places], ast.Store())
-            made: list[ast.stmt] = [_assign(whole, value)]
+            whole = ast.Tuple([runtime(each, True) for each in places], ast.Store())
+            made: list[ast.stmt] = [assign(whole, value)]
             for each, place in zip(target.elts, places, strict=True):
-                made += self.store(each, _name(place))
+                made += self.store(each, runtime(place))
             return made
-        return [_assign(target, value)]
+        return [assign(target, value)]
 
     def visit_AugAssign(self, node: ast.AugAssign) -> list[ast.stmt]:
         target, value = node.target, self.visit(node.value)
@@ -333,12 +257,12 @@ class _Function(ast.NodeTransformer):
             raise _Unsupported("an assignment to an attribute")
         array, index = self.visit(target.value), self.visit(target.slice)
         place, key = self.temporary("t"), self.temporary("t")
-        one = ast.Subscript(_name(place), _name(key), ast.Load())
+        one = ast.Subscript(runtime(place), runtime(key), ast.Load())
         return [
-            _assign(_name(place, True), array),
-            _assign(_name(key, True), index),
-            _assign(
-                ast.Subscript(_name(place), _name(key), ast.Store()),
+            assign(runtime(place, True), array),
+            assign(runtime(key, True), index),
+            assign(
+                ast.Subscript(runtime(place), runtime(key), ast.Store()),
                 self.operation(one, node.op, value),
             ),
         ]
@@ -349,7 +273,7 @@ class _Function(ast.NodeTransformer):
             return self.multiply_adds(chain)
         array = copy.deepcopy(chain[0].target.value)  # type: ignore[union-attr]
         single = [one for each in copy.deepcopy(chain) for one in self.multiply_adds([each])]
-        return [ast.If(_class_is(array, "LocalArray"), self.multiply_adds(chain), single)]
+        return [ast.If(class_is(array, "LocalArray"), self.multiply_adds(chain), single)]
 
     def multiply_adds(self, chain: list[ast.AugAssign]) -> list[ast.stmt]:
         """`array[index] += a * b` once or several times: one after the other, in one call."""
@@ -358,53 +282,53 @@ class _Function(ast.NodeTransformer):
             assert isinstance(each.target, ast.Subscript) and isinstance(each.value, ast.BinOp)
             terms += map(self.visit, (each.target.slice, each.value.left, each.value.right))
         assert isinstance(chain[0].target, ast.Subscript)
-        return [ast.Expr(_call("multiply_add", self.visit(chain[0].target.value), *terms))]
+        return [ast.Expr(call("multiply_add", self.visit(chain[0].target.value), *terms))]
 
     def visit_If(self, node: ast.If) -> list[ast.stmt]:
         name = self.temporary("b")
         test = self.visit(node.test)
-        made: list[ast.stmt] = [_assign(_name(name, True), test)]
-        divide = _assign(_name(name, True), _method(_name("C"), "split", _name(name)))
-        made.append(_if(_class_is(_name(name), "array"), [divide]))
-        joins = _if(_class_is(_name(name), "Split"), [ast.Expr(_method(_name(name), "join"))])
+        made: list[ast.stmt] = [assign(runtime(name, True), test)]
+        divide = assign(runtime(name, True), method(runtime("C"), "split", runtime(name)))
+        made.append(when(class_is(runtime(name), "array"), [divide]))
+        joins = when(class_is(runtime(name), "Split"), [ast.Expr(method(runtime(name), "join"))])
         body = self.inner(node.body)
         if not node.orelse:
-            return [*made, _if(_name(name), [*body, joins])]
+            return [*made, when(runtime(name), [*body, joins])]
         otherwise = self.inner(node.orelse)
-        made.append(_if(_name(name), body))
-        turn = _if(_class_is(_name(name), "Split"), [ast.Expr(_method(_name(name), "turn"))])
+        made.append(when(runtime(name), body))
+        turn = when(class_is(runtime(name), "Split"), [ast.Expr(method(runtime(name), "turn"))])
         made.append(turn)
-        either = ast.BoolOp(ast.Or(), [_not(_name(name)), _class_is(_name(name), "Split")])
-        return [*made, _if(either, otherwise), joins]
+        either = ast.BoolOp(ast.Or(), [negated(runtime(name)), class_is(runtime(name), "Split")])
+        return [*made, when(either, otherwise), joins]
 
     def loop(self, node: ast.While | ast.For) -> tuple[list, list, list, str]:
         """What stands before a loop, at the head of its body and after it, and who continues."""
         if node.orelse:
             raise _Unsupported("the else of a loop")
         whole, again = self.temporary("w"), self.temporary("k")
-        before: list[ast.stmt] = [_assign(_name(whole, True), _context("mask"))]
+        before: list[ast.stmt] = [assign(runtime(whole, True), context("mask"))]
         head: list[ast.stmt] = []
-        restored: ast.expr = _name(whole)
-        continues = _jumps(node.body, ast.Continue)
+        restored: ast.expr = runtime(whole)
+        continues = jumps(node.body, ast.Continue)
         if continues:
-            before.append(_assign(_name(again, True), _call("Jump")))
-            head.append(ast.Expr(_method(_name("C"), "resume", _name(again))))
-        if continues or _jumps(node.body, ast.Break) or _returns(node.body):
-            head.append(_if(_is(_context("mask"), _name("nobody")), [ast.Break()]))
-        if _returns(node.body):
-            restored = _call("without", _name(whole), _name("returned"))
-        return before, head, [_set_mask(restored)], again if continues else ""
+            before.append(assign(runtime(again, True), call("Jump")))
+            head.append(ast.Expr(method(runtime("C"), "resume", runtime(again))))
+        if continues or jumps(node.body, ast.Break) or returns(node.body):
+            head.append(when(is_same(context("mask"), runtime("nobody")), [ast.Break()]))
+        if returns(node.body):
+            restored = call("without", runtime(whole), runtime("returned"))
+        return before, head, [set_mask(restored)], again if continues else ""
 
     def visit_While(self, node: ast.While) -> list[ast.stmt]:
         before, head, after, again = self.loop(node)
         name = self.temporary("b")
         test: list[ast.stmt] = [
-            _assign(_name(name, True), self.visit(node.test)),
-            _if(
-                _class_is(_name(name), "array"),
-                [_assign(_name(name, True), _method(_name("C"), "narrow", _name(name)))],
+            assign(runtime(name, True), self.visit(node.test)),
+            when(
+                class_is(runtime(name), "array"),
+                [assign(runtime(name, True), method(runtime("C"), "narrow", runtime(name)))],
             ),
-            _if(_not(_name(name)), [ast.Break()]),
+            when(negated(runtime(name)), [ast.Break()]),
         ]
         outer, self.again = getattr(self, "again", ""), again
         body = self.inner(node.body)
@@ -420,32 +344,32 @@ class _Function(ast.NodeTransformer):
             and isinstance(source.func, ast.Name)
             and source.func.id == "range"
         ):
-            jump = _name(again) if again else ast.Constant(None)
+            jump = runtime(again) if again else ast.Constant(None)
             places = [self.visit(arg) for arg in source.args]
-            iterated: ast.expr = _method(_name("C"), "range", jump, *places)
+            iterated: ast.expr = method(runtime("C"), "range", jump, *places)
         else:
             iterated = self.visit(source)
         one = self.temporary("t")
         outer, self.again = getattr(self, "again", ""), again
         self.depth += 1
-        taken = self.store(node.target, _name(one))
+        taken = self.store(node.target, runtime(one))
         self.depth -= 1
         body = self.inner(node.body)
         self.again = outer
-        whole = ast.For(_name(one, True), iterated, [*head, *taken, *body], [])
+        whole = ast.For(runtime(one, True), iterated, [*head, *taken, *body], [])
         return [*before, whole, *after]
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         what = ast.Constant("") if node.msg is None else self.visit(node.msg)
-        return ast.Expr(_method(_name("C"), "require", self.visit(node.test), what))
+        return ast.Expr(method(runtime("C"), "require", self.visit(node.test), what))
 
     def visit_Break(self, node: ast.Break) -> list[ast.stmt]:
-        return [_set_mask(_name("nobody"))]
+        return [set_mask(runtime("nobody"))]
 
     def visit_Continue(self, node: ast.Continue) -> list[ast.stmt]:
         return [
-            ast.Expr(_method(_name(self.again), "add", _context("mask"))),
-            _set_mask(_name("nobody")),
+            ast.Expr(method(runtime(self.again), "add", context("mask"))),
+            set_mask(runtime("nobody")),
         ]
 
     def visit_Return(self, node: ast.Return) -> list[ast.stmt]:
@@ -453,15 +377,15 @@ class _Function(ast.NodeTransformer):
         if not self.returns_early:
             return [ast.Return(value)]
         new = self.temporary("t")
-        merged = _call("merge", _context("mask"), _name("result"), _name(new))
-        whole = _is(_context("mask"), _name("entry"))
-        joined = _call("either", _name("returned"), _context("mask"))
+        merged = call("merge", context("mask"), runtime("result"), runtime(new))
+        whole = is_same(context("mask"), runtime("entry"))
+        joined = call("either", runtime("returned"), context("mask"))
         return [
-            _assign(_name(new, True), value),
-            _assign(_name("result", True), ast.IfExp(whole, _name(new), merged)),
-            _assign(_name("returned", True), joined),
-            _if(_name("kernel"), [ast.Expr(_method(_name("C"), "leave"))]),
-            _set_mask(_name("nobody")),
+            assign(runtime(new, True), value),
+            assign(runtime("result", True), ast.IfExp(whole, runtime(new), merged)),
+            assign(runtime("returned", True), joined),
+            when(runtime("kernel"), [ast.Expr(method(runtime("C"), "leave"))]),
+            set_mask(runtime("nobody")),
         ]
 
     # ---- expressions
@@ -473,7 +397,7 @@ class _Function(ast.NodeTransformer):
         sure = isinstance(right, ast.Constant) and bool(right.value)
         if name is None or (sure and not isinstance(op, ast.Pow)):
             return ast.BinOp(left, op, right)
-        return _call(name, left, right)
+        return call(name, left, right)
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         return self.operation(self.visit(node.left), node.op, self.visit(node.right))
@@ -481,12 +405,12 @@ class _Function(ast.NodeTransformer):
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
         value = self.visit(node.operand)
         if isinstance(node.op, ast.Not):
-            return _call("negation", value)
+            return call("negation", value)
         return ast.UnaryOp(node.op, self.number(value))
 
     def number(self, value: ast.expr) -> ast.expr:
         """An operand of arithmetic, which truth values are 0 or 1 to."""
-        return _call("number", value) if self.may_be_truth(value) else value
+        return call("number", value) if self.may_be_truth(value) else value
 
     def may_be_truth(self, value: ast.AST | None) -> bool:
         if isinstance(value, ast.Name):
@@ -517,90 +441,46 @@ class _Function(ast.NodeTransformer):
         left, right = self.visit(node.left), self.visit(node.comparators[0])
         (op,) = node.ops
         if isinstance(op, ast.In):
-            return _call("contained", left, right)
+            return call("contained", left, right)
         if isinstance(op, ast.NotIn):
-            return _call("negation", _call("contained", left, right))
+            return call("negation", call("contained", left, right))
         if isinstance(op, (ast.Eq, ast.NotEq)) and ast.Tuple in (type(left), type(right)):
-            equal = _call("equal", left, right)
-            return equal if isinstance(op, ast.Eq) else _call("negation", equal)
+            equal = call("equal", left, right)
+            return equal if isinstance(op, ast.Eq) else call("negation", equal)
         return ast.Compare(left, [op], [right])
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
         conjunction = isinstance(node.op, ast.And)
         made = self.visit(node.values[0])
         for value in node.values[1:]:
-            pure, right = _is_pure(value), self.visit(value)
+            pure, right = is_pure(value), self.visit(value)
             name = self.temporary("x")
-            first = ast.NamedExpr(_name(name, True), made)
-            plain = ast.BoolOp(node.op, [_name(name), right])
+            first = ast.NamedExpr(runtime(name, True), made)
+            plain = ast.BoolOp(node.op, [runtime(name), right])
             if pure:
-                lanes: ast.expr = _call("both" if conjunction else "any", _name(name), right)
+                lanes: ast.expr = call("both" if conjunction else "any", runtime(name), right)
             else:
                 open_, shut = ("only", "both") if conjunction else ("unless", "any")
                 lanes = ast.IfExp(
-                    _method(_name("C"), open_, _name(name)),
-                    _method(_name("C"), f"then_{shut}", _name(name), right),
-                    _method(_name("C"), "then_none", _name(name)),
+                    method(runtime("C"), open_, runtime(name)),
+                    method(runtime("C"), f"then_{shut}", runtime(name), right),
+                    method(runtime("C"), "then_none", runtime(name)),
                 )
-            made = ast.IfExp(_class_is(first, "array", True), plain, lanes)
+            made = ast.IfExp(class_is(first, "array", True), plain, lanes)
         return made
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
-        pure = _is_pure(node.body) and _is_pure(node.orelse)
+        pure = is_pure(node.body) and is_pure(node.orelse)
         name = self.temporary("x")
-        test = ast.NamedExpr(_name(name, True), self.visit(node.test))
+        test = ast.NamedExpr(runtime(name, True), self.visit(node.test))
         body, otherwise = self.visit(node.body), self.visit(node.orelse)
-        plain = ast.IfExp(_name(name), body, otherwise)
+        plain = ast.IfExp(runtime(name), body, otherwise)
         if pure:
-            lanes = _call("where", _name(name), body, otherwise)
+            lanes = call("where", runtime(name), body, otherwise)
         else:
-            one = ast.IfExp(_method(_name("C"), "only", _name(name)), body, _name("undefined"))
+            one = ast.IfExp(method(runtime("C"), "only", runtime(name)), body, runtime("undefined"))
             other = ast.IfExp(
-                _method(_name("C"), "others", _name(name)), otherwise, _name("undefined")
+                method(runtime("C"), "others", runtime(name)), otherwise, runtime("undefined")
             )
-            lanes = _method(_name("C"), "chosen", _name(name), one, other)
-        return ast.IfExp(_class_is(test, "array", True), plain, lanes)
-
-
-def _chain(statements: list[ast.stmt]) -> list[ast.AugAssign]:
-    """The multiply-adds that these begin with, to one array that none of them reads."""
-    found: list[ast.AugAssign] = []
-    array = ""
-    for each in statements:
-        if not (
-            isinstance(each, ast.AugAssign)
-            and isinstance(each.op, ast.Add)
-            and isinstance(each.target, ast.Subscript)
-            and isinstance(each.target.value, ast.Name)
-            and isinstance(each.value, ast.BinOp)
-            and isinstance(each.value.op, ast.Mult)
-        ):
-            break
-        if found and (
-            each.target.value.id != array
-            or len(found) == MOST_ADDS
-            or not _is_pure(each.target.slice)
-            or any(
-                isinstance(name, ast.Name) and name.id == each.target.value.id
-                for name in ast.walk(each.value)
-            )
-            or any(isinstance(name, ast.Call) for name in ast.walk(each.value))
-        ):
-            break
-        found.append(each)
-        array = each.target.value.id
-    return found
-
-
-def _is_pure(node: ast.expr) -> bool:
-    """Whether a lane may evaluate this though it has no use for it."""
-    for each in ast.walk(node):
-        if isinstance(each, ast.Call) and not (
-            isinstance(each.func, ast.Name) and each.func.id in PURE
-        ):
-            return False
-        if isinstance(each, (ast.Subscript, ast.NamedExpr, ast.Lambda)):
-            return False
-        if isinstance(each, ast.BinOp) and type(each.op) in OPERATORS:
-            return False
-    return True
+            lanes = method(runtime("C"), "chosen", runtime(name), one, other)
+        return ast.IfExp(class_is(test, "array", True), plain, lanes)

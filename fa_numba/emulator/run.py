@@ -171,7 +171,8 @@ class Launch(Waiting):
 
     def _run_group(self, group: Group, function: Callable[..., None], args: Sequence[Any]) -> None:
         try:
-            function(*args)
+            with np.errstate(all="ignore"):  # a greenlet has its own
+                function(*args)
         except EmulatorError:
             raise
         except Exception as error:

@@ -289,12 +289,12 @@ class SharedArray:
         if len(axes) != len(self.shape):
             raise TypeError(f"{self.name} has {len(self.shape)} dimensions, indexed with {index!r}")
         ctx = self.ctx
-        e: Any = 0
+        e: Any = None
         for i, n in zip(axes, self.shape, strict=True):
             lane = ctx.first_outside(i, n)
             if lane >= 0:
                 raise self._outside(lane, index)
-            e = e * n + i
+            e = i if e is None else e * n + i
         return e
 
     def _element(self, p: int) -> str:

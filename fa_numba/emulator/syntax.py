@@ -1,0 +1,151 @@
+"""Syntax trees that rewrite.py reads and makes: what statements assign, jump and add, and the calls
+of the emulator that stand in their place.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+
+PREFIX = "_fa_"
+# Calls that neither touch memory nor meet other threads: they may be made for lanes that go unused.
+PURE = frozenset(
+    [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+    + ["float16", "float32", "float64", "int", "float", "bool", "min", "max", "abs", "len"]
+)
+OPERATORS = {ast.Div: "divide", ast.FloorDiv: "floor_divide", ast.Mod: "modulo", ast.Pow: "power"}
+BITWISE = (ast.BitAnd, ast.BitOr, ast.BitXor)
+# Calls that give truth values.
+TRUTHS = ("bool", *(PREFIX + name for name in ("negation", "contained", "equal", "both", "any")))
+MOST_ADDS = 8
+BLOCKS = (ast.If, ast.While, ast.For, ast.With, ast.Try)
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+
+
+def runtime(name: str, store: bool = False) -> ast.Name:
+    return ast.Name(PREFIX + name, ast.Store() if store else ast.Load())
+
+
+def call(name: str, *args: ast.expr) -> ast.Call:
+    return ast.Call(runtime(name), list(args), [])
+
+
+def context(name: str) -> ast.Attribute:
+    return ast.Attribute(runtime("C"), name, ast.Load())
+
+
+def method(owner: ast.expr, name: str, *args: ast.expr) -> ast.Call:
+    return ast.Call(ast.Attribute(owner, name, ast.Load()), list(args), [])
+
+
+def assign(target: ast.expr, value: ast.expr) -> ast.Assign:
+    return ast.Assign([target], value)
+
+
+def set_mask(value: ast.expr) -> ast.Assign:
+    return assign(ast.Attribute(runtime("C"), "mask", ast.Store()), value)
+
+
+def is_same(value: ast.expr, other: ast.expr, negated: bool = False) -> ast.Compare:
+    return ast.Compare(value, [ast.IsNot() if negated else ast.Is()], [other])
+
+
+def class_is(value: ast.expr, name: str, negated: bool = False) -> ast.Compare:
+    return is_same(ast.Attribute(value, "__class__", ast.Load()), runtime(name), negated)
+
+
+def negated(value: ast.expr) -> ast.UnaryOp:
+    return ast.UnaryOp(ast.Not(), value)
+
+
+def when(test: ast.expr, body: list[ast.stmt]) -> ast.If:
+    return ast.If(test, body, [])
+
+
+def blocks(node: ast.stmt) -> list[list[ast.stmt]]:
+    """The lists of statements within a statement."""
+    found = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
+    return [] if isinstance(node, DEFINITIONS) else found
+
+
+def jumps(statements: Iterable[ast.stmt], *kinds: type[ast.stmt]) -> bool:
+    """Whether there is a `break` or `continue` of the loop that these are the body of."""
+    for node in statements:
+        if isinstance(node, kinds):
+            return True
+        if isinstance(node, (ast.While, ast.For)):
+            continue
+        if any(jumps(block, *kinds) for block in blocks(node)):
+            return True
+    return False
+
+
+def returns(statements: Iterable[ast.stmt]) -> bool:
+    return any(
+        isinstance(node, ast.Return) or any(map(returns, blocks(node))) for node in statements
+    )
+
+
+def assigned_within(statements: Iterable[ast.stmt], within: bool = False) -> set[str]:
+    """The names that statements within others assign."""
+    names: set[str] = set()
+    for node in statements:
+        if isinstance(node, DEFINITIONS):
+            continue
+        inner = blocks(node)
+        for block in inner:
+            names |= assigned_within(block, True)
+        targets = getattr(node, "targets", []) + [getattr(node, "target", None)]
+        if within or isinstance(node, ast.For):
+            names |= {
+                each.id
+                for target in targets
+                if target is not None
+                for each in ast.walk(target)
+                if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+            }
+    return names
+
+
+def multiply_add_chain(statements: list[ast.stmt]) -> list[ast.AugAssign]:
+    """The multiply-adds that these begin with, to one array that none of them reads."""
+    found: list[ast.AugAssign] = []
+    array = ""
+    for each in statements:
+        if not (
+            isinstance(each, ast.AugAssign)
+            and isinstance(each.op, ast.Add)
+            and isinstance(each.target, ast.Subscript)
+            and isinstance(each.target.value, ast.Name)
+            and isinstance(each.value, ast.BinOp)
+            and isinstance(each.value.op, ast.Mult)
+        ):
+            break
+        if found and (
+            each.target.value.id != array
+            or len(found) == MOST_ADDS
+            or not is_pure(each.target.slice)
+            or any(
+                isinstance(name, ast.Name) and name.id == each.target.value.id
+                for name in ast.walk(each.value)
+            )
+            or any(isinstance(name, ast.Call) for name in ast.walk(each.value))
+        ):
+            break
+        found.append(each)
+        array = each.target.value.id
+    return found
+
+
+def is_pure(node: ast.expr) -> bool:
+    """Whether a lane may evaluate this though it has no use for it."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.Call) and not (
+            isinstance(each.func, ast.Name) and each.func.id in PURE
+        ):
+            return False
+        if isinstance(each, (ast.Subscript, ast.NamedExpr, ast.Lambda)):
+            return False
+        if isinstance(each, ast.BinOp) and type(each.op) in OPERATORS:
+            return False
+    return True
