@@ -206,7 +206,7 @@ def draw(rows: Sequence[Row]) -> Any:
                 ha="right",
                 fontsize=9,
             )
-    counts.annotate(axes[0][0], rows, 0.55)
+    counts.annotate(axes[0][0], rows, 0.88)
     shown = style.handles(axes)
     if shown:
         figure.legend(shown.values(), shown.keys(), loc="outside upper center", ncols=2)
