@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 from numba import njit
+from numba.extending import register_jitable
 
 WARP = 32
 STAMP = 2048
@@ -26,10 +27,12 @@ REQUESTS, SECTORS, WAVEFRONTS, CONFLICTS = range(4)
 LOAD, STORE, ATOMIC = range(3)
 MANY = -1
 
+# Kept on disk; what they call is compiled into them, so that one process never reads what another
+# is about to write.
 compiled = njit(cache=True, error_model="numpy")
 
 
-@compiled
+@register_jitable
 def _ordered(stamp, tid, warp, seen):
     """Whether an access happened before the present of thread `tid`."""
     code = stamp & NOBODY
@@ -41,7 +44,7 @@ def _ordered(stamp, tid, warp, seen):
     return stamp < seen[warp, other]
 
 
-@compiled
+@register_jitable
 def _in_pairs(e, start, stop, apart, mask, tids):
     """Whether every lane that takes part shares its place with the one `apart` from it, if any."""
     for k in range(start, stop):
@@ -52,7 +55,7 @@ def _in_pairs(e, start, stop, apart, mask, tids):
     return True
 
 
-@compiled
+@register_jitable
 def _wavefronts(first, itemsize, e, width, mask, tids, pairs, stats):
     """Count what shared memory needs for an access: see counts.py for the rule."""
     size, shift, group = width * itemsize, 2, 5  # log2 of bytes a lane, of lanes a wavefront
@@ -136,7 +139,7 @@ def shared_load(
     return -1
 
 
-@compiled
+@register_jitable
 def _may_write(written, reads, touched, p, base, t, w, seen):
     last = written[p]
     if last >= base and last != UNWRITTEN and not _ordered(written[p], t, w, seen):
