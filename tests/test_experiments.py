@@ -1,6 +1,7 @@
 """The experiments' command line, figures and the reading of hardware counters."""
 
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -13,9 +14,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import test_block_sparse
-import test_ladder
-import test_profile
 import test_training
 from matplotlib.figure import Figure
 from mma_helpers import every_dtype, numpy_dtype
@@ -78,10 +76,14 @@ def gpu_row(experiment, problem, **fields):
 
 
 def synthetic(name, machine="some-gpu"):
-    """A few rows of each kind that the figure draws."""
+    """A few rows of each kind that the figure draws: `synthetic` of the experiment's own test file,
+    where it has one.
+    """
     rows = []
-    if name == "block_sparse":
-        rows = test_block_sparse.synthetic()
+    found = importlib.util.find_spec(f"test_{name}")
+    own = found and importlib.import_module(found.name)
+    if hasattr(own, "synthetic"):
+        rows = own.synthetic()
     elif name == "char_model":
         rows = test_training.synthetic()
     elif name == "io_vs_seqlen":
@@ -121,10 +123,6 @@ def synthetic(name, machine="some-gpu"):
                     **block_size._fields(problem, series, Br, Bc),
                 )
             )
-    elif name == "ladder":
-        rows = test_ladder.synthetic()
-    elif name == "profile":
-        rows = test_profile.synthetic()
     elif name == "loop_cost":
         for step, time in zip(loop_cost.STEPS, (40.0, 20.0, 16.0, 12.0), strict=True):
             common = {"series": step, "note": "query_splits=2" if step == SPLITS else ""}
