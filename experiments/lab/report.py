@@ -9,6 +9,7 @@ What stands between two markers is replaced; all other text is written by hand.
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -41,7 +42,8 @@ def known() -> dict[str, tuple[Make, tuple[str, ...]]]:
                 raise ValueError(f"table {name!r} is of {experiment} and of {others}: rename one")
             of = make.experiments if isinstance(make, Across) else (experiment,)
             found[name] = make, of
-    return found
+    verdicts = importlib.import_module("experiments.verdicts")
+    return found | {name: (make, make.experiments) for name, make in verdicts.tables().items()}
 
 
 def text(name: str, store: Store) -> str:
@@ -62,7 +64,8 @@ def text(name: str, store: Store) -> str:
     table = make(rows)
     if table is None:
         return f"{NO_RECORDING}\n"
-    return f"{table.caption} {'; '.join(sources)}\n\n{table.body}"
+    cited = "" if isinstance(make, Across) and not make.cites else f" {'; '.join(sources)}"
+    return f"{table.caption}{cited}\n\n{table.body}"
 
 
 def _source(store: Store, experiment: str) -> list[str]:

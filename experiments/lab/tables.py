@@ -30,10 +30,14 @@ Make = Callable[[Sequence[Row]], Table | None]
 
 @dataclass(frozen=True)
 class Across:
-    """A table over several experiments: `make` is given the rows of all of `experiments`."""
+    """A table over several experiments: `make` is given the rows of all of `experiments`.
+
+    `cites` is False where the table's own cells say which data they are from.
+    """
 
     make: Make
     experiments: tuple[str, ...]
+    cites: bool = True
 
     def __call__(self, rows: Sequence[Row]) -> Table | None:
         return self.make(rows)

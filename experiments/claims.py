@@ -1,0 +1,351 @@
+"""What documents claim of FlashAttention, measured in the setting that a claim names.
+
+Most claims are decided by the other experiments' rows; here are the settings that none has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+import fa_numba
+from fa_numba import device, reference
+from fa_numba.problem import Problem
+
+from .lab import peers, tables, variants
+from .lab.options import Bench, Options
+from .lab.series import LABELS, algorithm, call, plan, query_splits, row_fields, unit
+from .lab.store import EMULATOR, MODEL, Row
+from .lab.tables import Table
+from .lab.timing import SECONDS, Gate, attempt, time_call
+from .lab.workloads import SEED, Inputs, fa2_setting, one_head
+
+NAME = "claims"
+TITLE = "claims about FlashAttention in the settings that they name"
+DESCRIPTION = (
+    "Accesses by array of standard attention, FA-1 and FA-2, counted on the emulator; bytes of "
+    "32 heads at N=8192, d=128, fp16; one query on a long cache, whole and in pages; one head at "
+    "N=131072; multiplications and additions executed."
+)
+NEEDS_GPU = False
+# A row's array, or what else it is of, stands in its note.
+SWEPT = ("note",)
+PROTOCOL = (
+    "decoding: bytes of K and V once over the median time; copy: bytes read and written over the "
+    "median time of torch's copy; memory: peak of what one call allocates"
+)
+
+SIMT = ("standard-simt", "fa1-simt", "fa2-simt")
+COUNTED_SEQLEN, COUNTED_TILE = 128, 32
+DROPOUT = 0.1
+# "fp16, T=8192, h=32, d=128", and what the document says of it, in GB.
+LAYER = Problem(1, 32, 32, 8192, 8192, 128, dtype="float16")
+QUICK_LAYER = Problem(1, 4, 4, 1024, 1024, 128, dtype="float16")
+CLAIMED_GB = {"standard-mma": (17.4, 17.8), "fa2-mma": (0.27, 0.27)}
+MMA = ("standard-mma", "fa1-mma", "fa1-mma-splits", "fa2-mma")
+# One query for each of so many heads, on a cache of so many keys.
+CACHE, CACHE_HEADS, QUICK_CACHE = 16384, (1, 32, 512), 2048
+# Flash-Decoding's micro-benchmark: 16 query heads on 2 of K and V, d=128, batch times length fixed
+# but for the last two.
+DECODING = tuple((max(1, 65536 // N), N) for N in (2**n for n in range(8, 18)))
+LONG, QUICK_LONG = 131072, 8192
+PAGE, PAGES = 32, 5
+COPY_BYTES = 2**32
+OPERATIONS = {
+    name: f"smsp__sass_thread_inst_executed_op_{name}_pred_on.sum"
+    for name in ("ffma", "fmul", "fadd")
+}
+
+
+def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """Counts by array and merged pages on the emulator, then what needs a GPU."""
+    seqlen = (options.seqlens or (COUNTED_SEQLEN,))[0]
+    head_dim = (options.head_dims or (64,))[0]
+    problems = [
+        one_head(min(seqlen, COUNTED_SEQLEN), head_dim, mask)
+        for mask in options.causal or (False, True)
+    ]
+    cases = [(problem, series, 0.0) for problem in problems for series in SIMT]
+    cases += [(problems[0], series, DROPOUT) for series in SIMT[1:]]
+    for case in cases:
+        yield from _model(*case)
+    work: list[tuple[Any, ...]] = [(_count, *case) for case in cases]
+    work += [(_paged, series, head_dim) for series in ("fa1-simt", "fa2-simt", "fa2-mma")]
+    yield from bench.counted(work, "counting on the emulator", lambda run, *case: run(*case))
+    if bench.machine is None:
+        return
+    assert bench.describe is not None
+    yield from _layers(options, bench)
+    yield from _decoding(options, bench)
+    yield from _long(options, bench)
+
+
+def _place(array: str, dropout: float) -> str:
+    return f"{array}, dropout" if dropout else array
+
+
+def _options(problem: Problem, series: str, dropout: float = 0.0) -> dict[str, Any]:
+    given: dict[str, Any] = {"tiles": fa_numba.Tiles(COUNTED_TILE, COUNTED_TILE)}
+    return given | ({"dropout_p": dropout, "seed": SEED} if dropout else {})
+
+
+def _model(problem: Problem, series: str, dropout: float) -> Iterator[Row]:
+    if dropout:  # the model's counts know no dropout: it costs no access
+        return
+    accesses = plan(series, problem, **_options(problem, series)).accesses
+    for metric in ("loads", "stores"):
+        yield from _by_array(problem, series, 0.0, metric, getattr(accesses, metric), MODEL)
+
+
+def _count(problem: Problem, series: str, dropout: float) -> Iterator[Row]:
+    """Loads and stores of one call by array."""
+    q, k, v = Inputs()(problem)
+    with fa_numba.count_accesses() as counts:
+        call(series, problem, q, k, v, **_options(problem, series, dropout))()
+    for metric in ("loads", "stores"):
+        found = getattr(counts, metric)
+        yield from _by_array(problem, series, dropout, metric, found, EMULATOR)
+
+
+def _by_array(
+    problem: Problem,
+    series: str,
+    dropout: float,
+    metric: str,
+    found: dict[str, int],
+    machine: str,
+) -> Iterator[Row]:
+    for array, elements in sorted(found.items()):
+        yield Row(
+            machine=machine,
+            experiment=NAME,
+            series=series,
+            source=MODEL if machine == MODEL else "counted",
+            Br=COUNTED_TILE,
+            Bc=COUNTED_TILE,
+            metric=metric,
+            unit="elements",
+            value=elements,
+            note=_place(array, dropout),
+            **row_fields(problem),
+        )
+
+
+def _paged(series: str, head_dim: int) -> Iterator[Row]:
+    """Errors against float64 of a call over whole K and V, and of its pages merged."""
+    dtype = "float32" if unit(series) == "simt" else "float16"
+    problem = Problem(1, 2, 2, PAGE, PAGE * PAGES, head_dim, dtype=dtype)
+    q, k, v = (x.astype(dtype) for x in Inputs()(problem))
+    exact = reference.attention(*(x.astype(np.float64) for x in (q, k, v)), scale=problem.scale)
+    options = {"algorithm": algorithm(series), "unit": unit(series)}
+    with fa_numba.count_accesses():
+        whole = fa_numba.attention(q, k, v, **options)
+        pages = [
+            slice(n * PAGE, (n + 1) * PAGE) for n in np.random.default_rng(SEED).permutation(PAGES)
+        ]
+        parts = [
+            fa_numba.attention(q, k[:, :, at], v[:, :, at], return_lse=True, **options)
+            for at in pages
+        ]
+    for place, out in (("whole", whole), (f"{PAGES} pages", merged(parts))):
+        yield Row(
+            machine=EMULATOR,
+            experiment=NAME,
+            series=series,
+            source="measured",
+            metric="error",
+            unit="1",
+            value=float(reference.relative_error(np.asarray(out, np.float64), exact)),
+            note=place,
+            **row_fields(problem),
+        )
+
+
+def merged(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+    """O over all keys from (O, L) over a part of them each: weights e^(L_n - L), L their logsumexp.
+
+    O is (B, H, N, d), L (B, H, N); the result is in float64.
+    """
+    lse = np.stack([np.asarray(L, np.float64) for _, L in parts])
+    weights = np.exp(lse - np.logaddexp.reduce(lse, axis=0))
+    return sum(
+        w[..., None] * np.asarray(o, np.float64) for w, (o, _) in zip(weights, parts, strict=True)
+    )
+
+
+def _layers(options: Options, bench: Bench) -> Iterator[Row]:
+    """Bytes and times of the layer that the claims name, and what FA-2's setting executes."""
+    assert bench.describe is not None
+    layer = QUICK_LAYER if options.quick else LAYER
+    few = fa2_setting(512 if options.quick else 1024, 64)
+    splits = query_splits(layer, bench.describe["multiprocessors"], "fa1-mma")
+    calls = [
+        variants.splits_of("fa1-mma", splits) if "splits" in name else variants.Variant(name)
+        for name in MMA
+    ]
+    work = [(layer, calls), (few, [variants.Variant(name) for name in SIMT])]
+    yield from variants.measure(NAME, work, bench, OPERATIONS, seconds=SECONDS)
+
+
+def _decoding(options: Options, bench: Bench) -> Iterator[Row]:
+    """One query a head on a long cache: time, and bytes of K and V a second."""
+    cache = QUICK_CACHE if options.quick else CACHE
+    problems = [
+        Problem(1, heads, heads, 1, cache, 128, dtype="float16")
+        for heads in (CACHE_HEADS[:2] if options.quick else CACHE_HEADS)
+    ]
+    problems += [
+        Problem(batch, 16, 2, 1, N, 128, dtype="float16")
+        for batch, N in (DECODING[:2] if options.quick else DECODING)
+    ]
+    for problem in bench.track(problems, "decoding"):
+        once = 2 * problem.batch * problem.heads_k * problem.seqlen_k * problem.head_dim * 2
+        yield from _timed("fa2-mma", problem, once, bench)
+    if peers.available():
+        yield _copy(bench)
+
+
+def _timed(series: str, problem: Problem, moved: int, bench: Bench) -> Iterator[Row]:
+    host = Inputs()(problem)
+    gate, arrays = Gate(problem, *host), peers.on_device(host, problem.dtype)
+    timing, failure = attempt(
+        lambda: time_call(call(series, problem, *arrays), gate, seconds=SECONDS)
+    )
+    common: dict[str, Any] = {
+        "machine": bench.machine,
+        "experiment": NAME,
+        "series": series,
+        "source": "measured",
+        "note": failure,
+        **row_fields(problem),
+    }
+    spread = timing.spread if timing else {}
+    time = timing.median if timing else None
+    yield Row(metric="time", unit="ms", value=time, **spread, **common)
+    speed = None if time is None else moved / time * 1e3
+    yield Row(metric="bandwidth", unit="B/s", value=speed, **common)
+    device.release_memory()
+
+
+def _copy(bench: Bench) -> Row:
+    """The bandwidth of torch's copy, read and written bytes."""
+    import torch
+
+    source = torch.empty(COPY_BYTES // 2, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    samples = device.time_ms(lambda: target.copy_(source), repeats=20, warmup=3, flush_l2=False)
+    problem = one_head(1, 1)
+    return Row(
+        machine=bench.machine or "",
+        experiment=NAME,
+        series="torch-copy",
+        source="measured",
+        metric="bandwidth",
+        unit="B/s",
+        value=COPY_BYTES / float(np.median(samples)) * 1e3,
+        n=len(samples),
+        note=f"{COPY_BYTES} bytes",
+        **row_fields(problem),
+    )
+
+
+def _long(options: Options, bench: Bench) -> Iterator[Row]:
+    """Memory of one head of a long context."""
+    problem = one_head(QUICK_LONG if options.quick else LONG, 128, dtype="float16")
+    arrays = peers.on_device(Inputs()(problem), problem.dtype)
+    for series in ("standard-mma", "fa1-mma", "fa2-mma"):
+        peak, failure = attempt(lambda s=series: peak_mib(call(s, problem, *arrays)))
+        yield Row(
+            machine=bench.machine or "",
+            experiment=NAME,
+            series=series,
+            source="measured",
+            metric="memory",
+            unit="MiB",
+            value=peak,
+            note=failure,
+            **row_fields(problem),
+        )
+        device.release_memory()
+
+
+def peak_mib(run: Callable[..., Any]) -> float:
+    """Peak memory of one call of ours beside inputs and output, in MiB."""
+    out = run()
+    device.synchronize()
+    with device.track_memory() as memory:
+        run(out=out)
+        device.synchronize()
+    return memory.peak_bytes / 2**20
+
+
+def _layer_rows(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
+    """(series, source) -> bytes of the layer."""
+    wanted = [r for r in rows if r.metric == "traffic" and r.dtype == "float16"]
+    return {(r.series, r.source): r for r in wanted if r.value is not None}
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """Bytes of the layer, a group of bars a kernel: accessed, L2, DRAM, and what is claimed."""
+    from .lab import style
+
+    found = _layer_rows(rows)
+    shown = [name for name in MMA if (name, "model") in found]
+    if not shown:
+        return None
+    layer = found[shown[0], "model"]
+    figure, ((ax,),) = style.new(1, 1, 4.2)
+    kinds = {"model": ("accessed", 1.0), "l2": ("L2", 0.65), "dram": ("DRAM", 0.35)}
+    for n, (source, (label, alpha)) in enumerate(kinds.items()):
+        for at, name in enumerate(shown):
+            row = found.get((name, source))
+            if row is None:
+                continue
+            x = at + 0.27 * (n - 1)
+            ax.bar(x, row.number, 0.25, color=style.COLOURS[name], alpha=alpha)
+            text = f"{label}\n{row.number / 1e9:.3g}"
+            ax.annotate(text, (x, row.number), ha="center", va="bottom", fontsize=9)
+    for at, name in enumerate(shown):
+        if name in CLAIMED_GB and layer.seqlen_q == LAYER.seqlen_q:
+            claimed = CLAIMED_GB[name][-1]
+            look = {"color": style.COLOURS["published"], "ls": "--", "lw": 1.4}
+            ax.hlines(claimed * 1e9, at - 0.42, at + 0.42, **look)
+            ax.annotate(
+                f"claimed {claimed:g}",
+                (at - 0.42, claimed * 1e9),
+                ha="right",
+                va="center",
+                fontsize=9,
+                color=style.COLOURS["published"],
+            )
+    ax.set_xticks(range(len(shown)), [LABELS[name] for name in shown])
+    ax.grid(axis="x", visible=False)
+    ax.set_yscale("log")
+    low, high = ax.get_ylim()
+    ax.set_ylim(low / 1.5, high * 2.2)
+    style.byte_axis(ax.yaxis)
+    ax.set_ylabel("bytes of one forward call")
+    ax.set_title(
+        f"{layer.heads_q} heads, N={layer.seqlen_q}, d={layer.head_dim}, fp16; numbers in GB"
+    )
+    return figure
+
+
+def table(rows: Sequence[Row]) -> Table | None:
+    """Bytes of the layer that the claims name."""
+    found = _layer_rows(rows)
+    lines = []
+    for name in MMA:
+        cells = [found.get((name, source)) for source in ("model", "l2", "dram")]
+        if any(cells):
+            claimed = " to ".join(dict.fromkeys(f"{gb:g}" for gb in CLAIMED_GB.get(name, ())))
+            numbers = [tables.cell(row, lambda v: f"{v / 1e9:.3g}") for row in cells]
+            lines.append([LABELS[name], claimed or tables.MISSING, *numbers])
+    if not lines:
+        return None
+    header = ["algorithm", "claimed, GB", "accessed, GB", "L2, GB", "DRAM, GB"]
+    layer = next(iter(found.values()))
+    caption = f"Forward, fp16, {layer.heads_q} heads, N={layer.seqlen_q}, d={layer.head_dim}."
+    return Table(caption, tables.markdown(header, lines))

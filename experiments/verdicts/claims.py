@@ -1,0 +1,366 @@
+"""Claims C1 to C25 about FlashAttention, as documents about it make them.
+
+Several contradict each other. A claim is reproduced when it holds in our numbers as it is worded,
+"trend only" when it holds in direction, or not everywhere, and refuted otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+
+from experiments import claims as measured
+from experiments.lab.series import LABELS
+
+from .evidence import (
+    REFUTED,
+    REPRODUCED,
+    TREND,
+    Evidence,
+    Finding,
+    Question,
+    question_table,
+    span,
+)
+
+OWN = (measured.NAME,)
+EMULATED = "emulator, one head, N=128, d=64, blocks of 32, fp32"
+LAYER = "H200, the same"
+LONG = "H200, 16k tokens, hidden 2048, fp16"
+N, D, TILE = measured.COUNTED_SEQLEN, 64, measured.COUNTED_TILE
+TILES = N // TILE
+
+
+def elements(
+    data: Evidence, series: str, metric: str, *, causal: bool = False, dropout: bool = False
+) -> dict[str, int]:
+    """Array -> elements loaded or stored, counted."""
+    rows = data.rows(
+        measured.NAME, series=series, source="counted", metric=metric, causal=causal, head_dim=D
+    )
+    mark = ", dropout"
+    mine = [row for row in rows if row.note.endswith(mark) == dropout]
+    return {row.note.removesuffix(mark): int(row.number) for row in mine}
+
+
+def round_trips(data: Evidence) -> Finding:
+    loads, stores = (elements(data, "standard-simt", kind) for kind in ("loads", "stores"))
+    scores = sum(kind.get(name, 0) for kind in (loads, stores) for name in "SP") / N**2
+    flash = [
+        {**elements(data, series, "loads"), **elements(data, series, "stores")}
+        for series in ("fa1-simt", "fa2-simt")
+    ]
+    never = not any(name in arrays for arrays in flash for name in "SP")
+    trips = elements(data, "fa1-simt", "stores")["O"] / (N * D)
+    number = (
+        f"S and P of standard: {scores:g} N² accesses; of FA-1 and FA-2: "
+        f"{'none' if never else 'some'}; O is written {trips:g} times by FA-1, once by FA-2"
+    )
+    if not never or scores != 4:
+        return Finding(number, REFUTED)
+    return Finding(
+        number, TREND, "one round trip is FA-2's; FA-1's O makes one for each block of K and V"
+    )
+
+
+def matrices(data: Evidence) -> Finding:
+    loads, stores = (elements(data, "standard-simt", kind) for kind in ("loads", "stores"))
+    number = (
+        f"{len(loads) + len(stores)} reads or writes of a matrix, S and P among them 4 times; K is "
+        f"read {loads['K'] // (N * D)} times, once for each row tile"
+    )
+    return Finding(number, REPRODUCED if len(loads) + len(stores) == 8 else REFUTED)
+
+
+def layer_bytes(data: Evidence, series: str, source: str) -> float:
+    return data.value(
+        measured.NAME,
+        series=series,
+        source=source,
+        metric="traffic",
+        dtype="float16",
+        seqlen_q=measured.LAYER.seqlen_q,
+    )
+
+
+def once(data: Evidence) -> Finding:
+    layer = measured.LAYER
+    claimed = 8 * layer.heads_q * layer.seqlen_q * layer.head_dim
+    found = {source: layer_bytes(data, "fa2-mma", source) for source in ("model", "l2", "dram")}
+    number = (
+        f"claimed {claimed / 1e9:.3f} GB; FA-2 accesses {found['model'] / 1e9:.1f} GB, L2 moves "
+        f"{found['l2'] / 1e9:.1f}, DRAM {found['dram'] / 1e9:.3f}"
+    )
+    if abs(found["model"] / claimed - 1) < 0.01:
+        return Finding(number, REPRODUCED)
+    return Finding(
+        number, REFUTED, "what is read once is DRAM, where L2 is large enough to serve the rest"
+    )
+
+
+def growth(data: Evidence) -> Finding:
+    exponents = [exponent(data, series) for series in ("fa1-simt", "fa2-simt")]
+    number = f"accesses grow with N to the power {span(exponents)}, from N=32k to 64k at d=64"
+    near_one = all(abs(e - 1) < 0.1 for e in exponents)
+    return Finding(
+        number, REPRODUCED if near_one else REFUTED, "" if near_one else "linear in N it is not"
+    )
+
+
+def exponent(data: Evidence, series: str) -> float:
+    """Of N, between the two longest lengths of the closed form; d=64, not causal."""
+    totals: dict[int, float] = {}
+    for row in data.rows(
+        "io_vs_seqlen", series=series, source="model", unit="elements", head_dim=64, causal=False
+    ):
+        totals[row.seqlen_q] = totals.get(row.seqlen_q, 0) + row.number / (row.batch * row.heads_q)
+    short, long = sorted(totals)[-2:]
+    return math.log(totals[long] / totals[short]) / math.log(long / short)
+
+
+def saving(data: Evidence) -> Finding:
+    layer = measured.LAYER
+    scores = 2 * layer.heads_q * layer.seqlen_q**2
+    pairs = {
+        source: [layer_bytes(data, series, source) for series in ("standard-mma", "fa2-mma")]
+        for source in ("model", "dram")
+    }
+    words = [
+        f"{label} {standard / 1e9:.1f} GB against {flash / 1e9:.2f}, {standard / flash:.1f} times"
+        for label, (standard, flash) in zip(("accesses", "DRAM"), pairs.values(), strict=True)
+    ]
+    ratios = {source: standard / flash for source, (standard, flash) in pairs.items()}
+    number = f"P {scores / 1e9:.2f} GB; {'; '.join(words)}"
+    if abs(ratios["model"] / 65 - 1) < 0.1:
+        return Finding(number, REPRODUCED)
+    reason = "of DRAM it is near, of accesses it is not" if ratios["dram"] > 30 else ""
+    return Finding(number, TREND if ratios["dram"] > 30 else REFUTED, reason)
+
+
+def faster(data: Evidence) -> Finding:
+    words: list[str] = []
+    every: list[float] = []
+    for series, name in (("standard-mma", "our standard"), ("torch-unfused", "torch's unfused")):
+        for pass_ in ("fwd", "fwd+bwd"):
+            found = data.ratios(
+                "speed_fp16",
+                "fa2-mma",
+                series,
+                metric="speed",
+                pass_=pass_,
+                causal=False,
+                seqlen_q=(4096, 8192, 16384),
+            )
+            every += found.values()
+            words.append(f"{span(found.values(), '.1f')} {name}, {pass_}")
+    number = f"FA-2 over {'; '.join(words)} (N from 4k, not causal)"
+    if all(2 <= ratio <= 4 for ratio in every):
+        return Finding(number, REPRODUCED)
+    if all(ratio > 1 for ratio in every):
+        return Finding(number, TREND, f"{span(every, '.1f')} in all")
+    return Finding(number, REFUTED)
+
+
+def o_in_every_pass(data: Evidence) -> Finding:
+    one = [elements(data, "fa1-simt", kind).get("O", 0) // (N * D) for kind in ("loads", "stores")]
+    two = [elements(data, "fa2-simt", kind).get("O", 0) // (N * D) for kind in ("loads", "stores")]
+    number = (
+        f"with {TILES} blocks of K and V: K/V outer reads O {one[0]} times and writes it {one[1]} "
+        f"times, Q outer {two[0]} and {two[1]}"
+    )
+    holds = one == [TILES - 1, TILES] and two == [0, 1]
+    return Finding(number, REPRODUCED if holds else REFUTED)
+
+
+def visited(data: Evidence, causal: bool) -> float:
+    return elements(data, "fa2-simt", "loads", causal=causal)["K"] / (TILE * D)
+
+
+def causal_tiles(data: Evidence) -> Finding:
+    tiles = visited(data, True)
+    times = [
+        next(iter(data.rows("speed_fp16", series="fa2-mma", metric="time", pass_="fwd",
+                            seqlen_q=16384, head_dim=d, causal=True))).number
+        / next(iter(data.rows("speed_fp16", series="fa2-mma", metric="time", pass_="fwd",
+                              seqlen_q=16384, head_dim=d, causal=False))).number
+        for d in (64, 128)
+    ]  # fmt: skip
+    number = (
+        f"{tiles:g} of {TILES**2} tiles visited; at N=16k the causal call takes {span(times)} of "
+        "the other's time"
+    )
+    holds = tiles == TILES * (TILES + 1) / 2 and max(times) < 0.6
+    return Finding(number, REPRODUCED if holds else REFUTED)
+
+
+def tiles_processed(data: Evidence) -> Finding:
+    tiles = visited(data, False)
+    number = f"{tiles:g} tiles, {TILES} x {TILES}"
+    return Finding(number, REPRODUCED if tiles == TILES**2 else REFUTED)
+
+
+def dropout(data: Evidence) -> Finding:
+    more = 0
+    for series in ("fa1-simt", "fa2-simt"):
+        for kind in ("loads", "stores"):
+            plain = elements(data, series, kind)
+            dropped = elements(data, series, kind, dropout=True)
+            more += sum(dropped.values()) - sum(plain.values())
+            more += 10**9 * (set(dropped) != set(plain))
+    number = f"{more} accesses more with dropout, and no array of the mask, in either order"
+    return Finding(number, REPRODUCED if more == 0 else REFUTED)
+
+
+def head_dims(data: Evidence) -> Finding:
+    tiles, speeds = {}, {}
+    for d in (64, 128):
+        (row,) = data.rows(
+            "speed_fp16", series="fa2-mma", metric="speed", pass_="fwd",
+            seqlen_q=16384, head_dim=d, causal=False,
+        )  # fmt: skip
+        tiles[d], speeds[d] = (row.Br or 0, row.Bc or 0), row.number
+    number = "; ".join(
+        f"d={d}: {tiles[d][0]} x {tiles[d][1]}, {speeds[d]:.0f} TFLOP/s" for d in tiles
+    )
+    smaller = math.prod(tiles[128]) < math.prod(tiles[64])
+    if smaller and speeds[128] < speeds[64]:
+        return Finding(number, REPRODUCED)
+    reason = "blocks are smaller, but at equal hidden dimension the time is not longer"
+    return Finding(number, TREND if smaller else REFUTED, reason if smaller else "")
+
+
+def block_sizes(data: Evidence) -> Finding:
+    common = {"series": "fa1-simt", "dtype": "float32", "head_dim": 64, "seqlen_q": 1024, "Br": 64}
+    times = {
+        row.Bc or 0: row.number
+        for row in data.rows("block_size", source="measured", metric="time", **common)
+    }
+    moved: dict[int, float] = {}
+    for row in data.rows("block_size", source="model", unit="elements", **common):
+        if row.Bc in times:
+            moved[row.Bc] = moved.get(row.Bc, 0) + row.number / (row.batch * row.heads_q)
+    sizes = sorted(times)
+    fastest = min(times, key=lambda size: times[size])
+    number = (
+        f"from B_c={sizes[0]} to {sizes[-1]} accesses fall "
+        f"{moved[sizes[0]] / moved[sizes[-1]]:.1f} times, time "
+        f"{times[sizes[0]] / times[fastest]:.2f} times, at its least at B_c={fastest}; 512 does "
+        "not fit"
+    )
+    falls = all(moved[a] > moved[b] for a, b in zip(sizes, sizes[1:], strict=False))
+    return Finding(number, REPRODUCED if falls else REFUTED)
+
+
+def decoding(data: Evidence) -> Finding:
+    copy = data.value(measured.NAME, series="torch-copy", metric="bandwidth")
+    shares = {
+        row.heads_q: row.number / copy
+        for row in data.rows(measured.NAME, series="fa2-mma", metric="bandwidth", batch=1)
+        if row.heads_q == row.heads_k
+    }
+    few, many = min(shares), max(shares)
+    number = (
+        f"FA-2 with one query reads K and V at {shares[many]:.2f} of the bandwidth of a copy with "
+        f"{many} heads, at {shares[few]:.3f} with {few}"
+    )
+    if shares[many] < 0.5:
+        return Finding(number, REFUTED)
+    reason = "with few heads there are too few thread blocks: this kernel does not split the keys"
+    return Finding(number, REPRODUCED if shares[few] > 0.5 else TREND, reason)
+
+
+def paged(data: Evidence) -> Finding:
+    words, holds = [], True
+    for series in ("fa1-simt", "fa2-simt", "fa2-mma"):
+        errors = {
+            row.note: row.number
+            for row in data.rows(measured.NAME, series=series, metric="error", dtype=(
+                "float16" if "mma" in series else "float32"), seqlen_q=measured.PAGE)
+        }  # fmt: skip
+        pages = errors[f"{measured.PAGES} pages"]
+        holds &= pages <= 1.1 * errors["whole"]
+        words.append(
+            f"{LABELS[series]}, {series.split('-')[1]}: {pages:.1e} against {errors['whole']:.1e}"
+        )
+    number = (
+        f"error of {measured.PAGES} pages merged by L, in any order, against the whole: "
+        f"{'; '.join(words)}"
+    )
+    reason = (
+        "" if not holds else "page by page over the public functions; no kernel reads a page table"
+    )
+    return Finding(number, REPRODUCED if holds else REFUTED, reason)
+
+
+def long_context(data: Evidence) -> Finding:
+    memory = {
+        series: data.value(measured.NAME, series=series, metric="memory", seqlen_q=measured.LONG)
+        for series in ("standard-mma", "fa1-mma", "fa2-mma")
+    }
+    number = "; ".join(f"{LABELS[series]} {mib:,.0f} MiB" for series, mib in memory.items())
+    holds = memory["standard-mma"] > 25e9 / 2**20 and memory["fa2-mma"] < 64
+    return Finding(f"one head: {number}", REPRODUCED if holds else REFUTED)
+
+
+def more_flops(data: Evidence) -> Finding:
+    work = {}
+    for series in measured.SIMT:
+        found = {
+            name: data.value(
+                measured.NAME, series=series, metric=name, dtype="float32", seqlen_q=1024
+            )
+            for name in measured.OPERATIONS
+        }
+        work[series] = 2 * found["ffma"] + found["fmul"] + found["fadd"]
+    moved = {
+        series: data.value(
+            measured.NAME, series=series, source="dram", metric="traffic", seqlen_q=1024
+        )
+        for series in work
+    }
+    ratios = {name: work[name] / work["standard-simt"] for name in ("fa1-simt", "fa2-simt")}
+    less = {name: moved["standard-simt"] / moved[name] for name in ratios}
+    number = "; ".join(
+        f"{LABELS[name]}: {ratios[name]:.3f} times standard's FLOPs, {less[name]:.1f} times less "
+        "DRAM traffic"
+        for name in ratios
+    )
+    holds = all(1 < r < 1.25 for r in ratios.values()) and all(r > 1 for r in less.values())
+    trend = all(r < 1.25 for r in ratios.values()) and all(r > 1 for r in less.values())
+    return Finding(number, REPRODUCED if holds else TREND if trend else REFUTED)
+
+
+CLAIMS = (
+    Question("C3", "standard makes 3 round trips to HBM, flash 1; N x N never reaches HBM",
+             "any", EMULATED, OWN, round_trips),
+    Question("C4", "standard: 8 matrix reads or writes, Θ(Nd + N²)", "any", EMULATED, OWN,
+             matrices),
+    Question("C5", "flash moves exactly Q, K, V and O once: 8 h T d bytes", "fp16", LAYER +
+             ": 32 heads, N=8192, d=128", OWN, once),
+    Question("C7", "the bound is O(n d √d) to O(n d tile)", "any", "closed form that the counts "
+             "equal", ("io_vs_seqlen",), growth),
+    Question("C8", "P is 4.3 GB; standard moves 17.4-17.8 GB, flash 0.27, 65 times less",
+             "fp16, T=8192, h=32, d=128", LAYER, OWN, saving),
+    Question("C10", "2-4x faster than standard at long context", "any GPU", LONG,
+             ("speed_fp16",), faster),
+    Question("C15", "Q inside K/V: O through HBM in every pass; Q outside: O written once", "any",
+             EMULATED, OWN, o_in_every_pass),
+    Question("C16", "causal tiles above the diagonal are skipped", "any", EMULATED + "; " + LONG,
+             (*OWN, "speed_fp16"), causal_tiles),
+    Question("C18", "the generator's state replaces the dropout mask", "any", EMULATED, OWN,
+             dropout),
+    Question("C19", "larger d: smaller blocks and more time", "any", LONG, ("speed_fp16",),
+             head_dims),
+    Question("C20", "larger blocks reduce accesses until registers and shared memory run out",
+             "any", "H200, N=1024, d=64, fp32", ("block_size",), block_sizes),
+    Question("C21", "decode at long context is a K/V-cache read", "any",
+             "H200, one query, 16k keys, d=128, fp16", OWN, decoding),
+    Question("C22", "tiling composes with a paged cache: same result page by page", "any",
+             "emulator, 2 heads, 5 pages of 32 keys, d=64", OWN, paged),
+    Question("C23", "tiles processed = ceil(n/tq) ceil(n/tk)", "any", EMULATED, OWN,
+             tiles_processed),
+    Question("C24", "128K context: some 30 GB of scores, next to nothing for flash", "one head, "
+             "2 bytes", "H200, one head, d=128, fp16", OWN, long_context),
+    Question("C25", "flash does slightly more FLOPs, much less traffic", "any",
+             "H200, N=1024, 16k tokens, d=64, fp32", OWN, more_flops),
+)  # fmt: skip
+TABLE = question_table(CLAIMS, "claim")

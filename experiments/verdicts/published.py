@@ -1,0 +1,171 @@
+"""One question for each published figure or table."""
+
+from __future__ import annotations
+
+from experiments.lab import published
+from experiments.lab.workloads import SEQLENS
+from fa_numba import io_model
+from fa_numba.problem import Problem
+
+from .evidence import REFUTED, REPRODUCED, TREND, Evidence, Finding, Question, question_table, span
+
+FA1 = "[FA-1](https://arxiv.org/abs/2205.14135)"
+FA2 = "[FA-2](https://arxiv.org/abs/2307.08691)"
+FA3 = "[FA-3](https://arxiv.org/abs/2407.08608)"
+SETTING = Problem(64, 16, 16, 1024, 1024, 64)
+FA2_THERE = "A100, 16k tokens, hidden 2048, fp16"
+HERE = "the same on an H200"
+
+
+def _published(**wanted: str) -> dict[int, float]:
+    """Length or block size -> the published number."""
+    size = "block_c" if wanted["item"] == "Fig. 2 middle" else "seqlen"
+    return {int(line[size]): float(line["value"]) for line in published.lookup(**wanted)}
+
+
+def block_accesses(data: Evidence) -> Finding:
+    printed = _published(paper="fa1", item="Fig. 2 middle", metric="hbm_accesses")
+    formula = {size: io_model.fa1_paper_gb(SETTING, size) for size in printed}
+    off = max(abs(formula[size] / value - 1) for size, value in printed.items())
+    of_ours = []
+    for size in printed:
+        found = [
+            row
+            for row in data.rows(
+                "block_size", series="fa1-simt", source="model", unit="elements", dtype="float32",
+                head_dim=64, seqlen_q=1024, Bc=size,
+            )
+            if row.batch * row.heads_q == SETTING.batch * SETTING.heads_q
+        ]  # fmt: skip
+        by_rows = {row.Br: 0.0 for row in found}
+        for row in found:
+            by_rows[row.Br] += row.number
+        of_ours += [total / io_model.fa1_paper(SETTING, size) for total in by_rows.values()]
+    number = (
+        f"Algorithm 1's count, X (3 N / B_c + 1), is within {off:.1%} of the curve; our kernel's "
+        f"elements are {span(of_ours, '.3f')} of it, l and m included"
+    )
+    return Finding(number, REPRODUCED if off < 0.01 and max(of_ours) < 1.1 else REFUTED)
+
+
+def block_runtime(data: Evidence) -> Finding:
+    printed = _published(paper="fa1", item="Fig. 2 middle", metric="runtime")
+    ours = {
+        row.Bc: row.number
+        for row in data.rows(
+            "block_size", series="fa1-simt", source="measured", metric="time", dtype="float32",
+            head_dim=64, seqlen_q=1024, Br=64,
+        )
+    }  # fmt: skip
+    both = sorted(size for size in printed if size in ours)
+    first, last = both[0], both[-1]
+    least = min(size for size in ours if size)
+    number = (
+        f"from B_c={first} to {last} the paper's time falls {printed[first] / printed[last]:.2f} "
+        f"times, ours {ours[first] / ours[last]:.2f}; ours from {least} to {first} "
+        f"{ours[least] / ours[first]:.2f}"
+    )
+    falls = ours[last] < ours[first]
+    reason = "beyond 64 rows accesses no longer bound our fp32 kernel"
+    return Finding(number, TREND if falls else REFUTED, reason)
+
+
+def sparse(data: Evidence) -> Finding:
+    printed = {
+        int(line["metric"].split()[2].rstrip("%")): float(line["value"])
+        for line in published.lookup(paper="fa1", item="Fig. 2 right")
+    }
+    times = {
+        row.place: row.number
+        for row in data.rows(
+            "block_sparse", series="fa1-simt", source="measured", metric="time", pass_="fwd+bwd",
+            dtype="float32", seqlen_q=4096, causal=False,
+        )
+    }  # fmt: skip
+    whole = times["no mask"]
+    apart = [
+        abs(times[f"{share} % of blocks"] / whole - value / printed[100])
+        for share, value in printed.items()
+        if share < 100 and f"{share} % of blocks" in times
+    ]
+    number = f"time over that without a mask: at most {max(apart):.3f} from the published curve"
+    return Finding(number, REPRODUCED if max(apart) < 0.05 else TREND)
+
+
+def fa2_speed(pass_: str, item: str) -> Question:
+    """FA-2 Figs. 4 to 6: the order of the three, and by how much FA-2 leads."""
+
+    def decide(data: Evidence) -> Finding:
+        return _order(data, pass_, item)
+
+    words = {"fwd+bwd": "fwd + bwd", "fwd": "forward", "bwd": "backward"}[pass_]
+    there = FA2_THERE.replace("A100", "H100") if item == "Fig. 7" else FA2_THERE
+    return Question(f"{FA2} {item}", f"speed, {words}: FA-2 ahead of FA-1 ahead of standard",
+                    there, HERE, ("speed_fp16",), decide)  # fmt: skip
+
+
+def _order(data: Evidence, pass_: str, item: str) -> Finding:
+    over_fa1, over_theirs, unfused, kept, calibration = [], [], [], [], []
+    for d in (64, 128):
+        for causal in (False, True):
+            theirs = {
+                name: _published(
+                    paper="fa2",
+                    item=item,
+                    method=method,
+                    head_dim=str(d),
+                    causal=str(causal).lower(),
+                )
+                for name, method in METHODS.items()
+            }
+            ours = {
+                name: {
+                    row.seqlen_q: row.number
+                    for row in data.rows(
+                        "speed_fp16",
+                        series=name,
+                        metric="speed",
+                        pass_=pass_,
+                        head_dim=d,
+                        causal=causal,
+                    )
+                }
+                for name in ("fa1-mma", "fa1-mma-splits", "fa2-mma", "torch-unfused", "torch-fa2")
+            }
+            for N in SEQLENS:
+                if any(N not in found for found in ours.values()):
+                    continue
+                fa1 = max(ours["fa1-mma"][N], ours["fa1-mma-splits"][N])
+                over_fa1.append(ours["fa2-mma"][N] / fa1)
+                unfused.append(ours["fa2-mma"][N] / ours["torch-unfused"][N])
+                kept.append(ours["fa2-mma"][N] > fa1 > ours["torch-unfused"][N])
+                if N in theirs["fa2"]:
+                    over_theirs.append(ours["fa2-mma"][N] / theirs["fa2"][N])
+                    calibration.append(ours["torch-fa2"][N] / theirs["fa2"][N])
+    number = (
+        f"published order at {sum(kept)} of {len(kept)} sizes; FA-2 over FA-1 {span(over_fa1)}, "
+        f"over torch's unfused {span(unfused, '.1f')}; our FA-2 over the published "
+        f"{span(over_theirs)}, torch's FA-2 here over it {span(calibration)}"
+    )
+    if item == "Fig. 7" and all(0.85 <= r <= 1.15 for r in over_theirs) and all(kept):
+        return Finding(number, REPRODUCED)
+    leads = sum(kept) >= 0.75 * len(kept)
+    reason = "a newer GPU" if item != "Fig. 7" else "d=128 stays below"
+    return Finding(number, TREND if leads else REFUTED, reason)
+
+
+METHODS = {"fa2": "FlashAttention-2"}
+ITEMS = (
+    Question(f"{FA1} Fig. 2 middle", "HBM accesses over B_c", "A100, N=1024, d=64, 16 heads, "
+             "batch 64, forward", "the same, counted", ("block_size",), block_accesses),
+    Question(f"{FA1} Fig. 2 middle", "runtime over B_c", "the same", "the same on an H200, fp32",
+             ("block_size",), block_runtime),
+    Question(f"{FA1} Fig. 2 right", "runtime over the share of non-zero blocks",
+             "A100, N=4096, fwd+bwd", "H200, the same, batch 8, 16 heads, d=64, fp32",
+             ("block_sparse",), sparse),
+    fa2_speed("fwd+bwd", "Fig. 4"),
+    fa2_speed("fwd", "Fig. 5"),
+    fa2_speed("bwd", "Fig. 6"),
+    fa2_speed("fwd+bwd", "Fig. 7"),
+)  # fmt: skip
+TABLE = question_table(ITEMS, "figure or table")

@@ -1,0 +1,243 @@
+"""Verdicts on published figures and claims follow from the rows."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from experiments import claims as measured
+from experiments import verdicts
+from experiments.lab import registry, report
+from experiments.lab.options import FIGURES
+from experiments.lab.series import row_fields
+from experiments.lab.store import EMULATOR, MODEL, Row, Store
+from experiments.lab.workloads import one_head
+from experiments.verdicts import claims, published
+from experiments.verdicts.evidence import (
+    NOT_MEASURED,
+    REFUTED,
+    REPRODUCED,
+    TREND,
+    Evidence,
+    Finding,
+    MissingRows,
+    Question,
+    question_table,
+    span,
+)
+
+QUESTIONS = (*claims.CLAIMS, *published.ITEMS)
+IDS = [f"{q.name}: {q.claim}"[:60] for q in QUESTIONS]
+
+
+def stored(question):
+    store, rows = Store(FIGURES), []
+    for name in question.experiments:
+        for machine in (MODEL, EMULATOR, report.MACHINE):
+            rows += store.read(name, machine)
+    return rows
+
+
+def row(series="fa2-simt", value=2.0, **fields):
+    problem = fields.pop("problem", one_head(64, 16))
+    common = {"machine": "some-gpu", "experiment": "some", "source": "measured"}
+    common |= {"metric": "time", "unit": "ms", **row_fields(problem)}
+    return Row(series=series, value=value, **{**common, **fields})
+
+
+def test_every_question_names_experiments_that_there_are():
+    assert {name for q in QUESTIONS for name in q.experiments} <= set(registry.names())
+    names = [(q.name, q.claim) for q in QUESTIONS]
+    assert len(names) == len(set(names))
+    numbers = [int(q.name.removeprefix("C")) for q in claims.CLAIMS]
+    assert numbers == sorted(set(numbers))
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=IDS)
+def test_a_question_is_open_without_rows_and_follows_them_with(question):
+    assert question.finding(Evidence([])) == Finding("", NOT_MEASURED)
+    rows = stored(question)
+    found = question.finding(Evidence(rows))
+    if found.verdict == NOT_MEASURED:
+        pytest.skip("not recorded")
+    assert found.verdict in (REPRODUCED, TREND, REFUTED) and found.number
+    rng = np.random.default_rng(1)
+    said = set()
+    for _ in range(3):
+        other = [
+            r if r.failed else replace(r, value=type(r.value)(r.number * rng.integers(2, 9)))
+            for r in rows
+        ]
+        said.add(question.finding(Evidence(other)))
+    assert said - {found}
+
+
+def test_rows_are_found_by_their_fields():
+    rows = [row(value=1.0), row("fa1-simt", 3.0), row(value=None, metric="speed"), row(metric="x")]
+    evidence = Evidence(rows)
+    assert evidence.value("some", series="fa2-simt", metric="time") == 1.0
+    assert evidence.rows("some", series=("fa1-simt", "fa2-simt"), metric="time") == rows[:2]
+    assert list(evidence.ratios("some", "fa1-simt", "fa2-simt", metric="time").values()) == [3.0]
+    with pytest.raises(MissingRows, match="some: no rows with .*speed"):
+        evidence.rows("some", metric="speed")
+    apart = Evidence([row(), row("fa1-simt", problem=one_head(65, 16))])
+    with pytest.raises(MissingRows, match="no pairs of fa1-simt and fa2-simt"):
+        apart.ratios("some", "fa1-simt", "fa2-simt")
+    with pytest.raises(LookupError, match="2 rows"):
+        evidence.value("some", metric="time")
+    with pytest.raises(MissingRows):
+        evidence.rows("another")
+
+
+def test_a_span_is_its_ends():
+    assert span([2.0, 1.5, 1.75]) == "1.50 to 2.00"
+    assert span([1.0, 1.001]) == "1.00"
+    assert span([41.2, 3.0], ".0f") == "3 to 41"
+
+
+def test_the_table_says_verdict_command_and_data():
+    def decide(evidence):
+        return Finding(f"{evidence.value('speed', metric='time'):g} ms", TREND, "a newer GPU")
+
+    questions = [Question("C0", "it is fast", "there", "here", ("speed",), decide)]
+    make = question_table(questions, "claim")
+    table = make([row(experiment="speed", value=7.0)])
+    assert make.experiments == ("speed",) and not make.cites
+    assert table.caption == "1 trend only, of 1."
+    assert table.body.splitlines()[2] == (
+        "| C0 | it is fast | there | here | 7 ms | **trend only**: a newer GPU | "
+        "`python -m experiments run speed` | [speed](figures/data/speed) |"
+    )
+    assert make([]).caption == "1 not measured, of 1."
+
+
+# --- single verdicts, on rows made up or counted ------------------------------------------------
+
+
+def counted(arrays, series, metric, note="", causal=False):
+    problem = one_head(claims.N, claims.D, causal)
+    return [
+        row(series, n, experiment=measured.NAME, source="counted", metric=metric, unit="elements",
+            note=name + note, problem=problem)
+        for name, n in arrays.items()
+    ]  # fmt: skip
+
+
+def o_rows(reads, writes):
+    X = claims.N * claims.D
+    rows = counted({"O": reads * X, "Q": X}, "fa1-simt", "loads")
+    rows += counted({"O": writes * X}, "fa1-simt", "stores")
+    rows += counted({"Q": X}, "fa2-simt", "loads") + counted({"O": X}, "fa2-simt", "stores")
+    return Evidence(rows)
+
+
+def test_o_goes_through_memory_in_every_pass_or_the_claim_falls():
+    assert claims.o_in_every_pass(o_rows(3, 4)).verdict == REPRODUCED
+    assert claims.o_in_every_pass(o_rows(2, 4)).verdict == REFUTED
+    assert claims.o_in_every_pass(o_rows(3, 1)).verdict == REFUTED
+
+
+def test_dropout_that_touches_memory_refutes_its_claim():
+    plain = {"Q": 10, "K": 20}
+    for dropped, verdict in ((plain, REPRODUCED), ({**plain, "mask": 0}, REFUTED),
+                             ({"Q": 10, "K": 21}, REFUTED)):  # fmt: skip
+        rows = []
+        for series in ("fa1-simt", "fa2-simt"):
+            for kind in ("loads", "stores"):
+                rows += counted(plain, series, kind)
+                rows += counted(dropped, series, kind, ", dropout")
+        assert claims.dropout(Evidence(rows)).verdict == verdict
+
+
+def speeds(**series):
+    rows = []
+    for name, (forward, both) in series.items():
+        for pass_, speed in (("fwd", forward), ("fwd+bwd", both)):
+            problem = one_head(4096, 64)
+            rows.append(row(name.replace("_", "-"), speed, experiment="speed_fp16", metric="speed",
+                            unit="TFLOP/s", pass_=pass_, problem=problem))  # fmt: skip
+    return Evidence(rows)
+
+
+def test_two_to_four_times_faster():
+    def verdict(unfused):
+        return claims.faster(
+            speeds(fa2_mma=(9.0, 9.0), standard_mma=(3.0, 3.0), torch_unfused=unfused)
+        ).verdict
+
+    assert verdict((3.0, 3.0)) == REPRODUCED
+    assert verdict((1.0, 3.0)) == TREND
+    assert verdict((10.0, 3.0)) == REFUTED
+
+
+# --- the experiment that the claims have of their own -------------------------------------------
+
+
+def test_pages_merge_to_the_whole():
+    rng = np.random.default_rng(0)
+    s, v = rng.normal(size=(2, 3, 5, 8)), rng.normal(size=(2, 3, 8, 4))
+    p = np.exp(s)
+    whole = p @ v / p.sum(-1, keepdims=True)
+    parts = []
+    for at in (slice(5, 8), slice(0, 1), slice(1, 5)):
+        total = p[..., at].sum(-1)
+        parts.append((p[..., at] @ v[..., at, :] / total[..., None], np.log(total)))
+    np.testing.assert_allclose(measured.merged(parts), whole, rtol=1e-12)
+    first, second = [([[[x]]], [[[L]]]) for x, L in ((1.0, 0.0), (3.0, np.log(3.0)))]
+    merged = measured.merged([tuple(map(np.array, pair)) for pair in (first, second)])
+    assert merged.item() == pytest.approx(0.25 * 1 + 0.75 * 3)
+
+
+def test_pages_of_a_call_are_as_exact_as_the_whole():
+    whole, pages = measured._paged("fa2-simt", 8)
+    assert (whole.note, pages.note) == ("whole", "5 pages")
+    assert 0 < pages.value < 1e-6 and 0 < whole.value < 1e-6
+    assert pages.seqlen_k == 5 * whole.seqlen_q
+
+
+def test_counts_by_array_equal_the_model(monkeypatch):
+    monkeypatch.setattr(measured, "COUNTED_TILE", 16)
+    problem = one_head(32, 8)
+    for series in measured.SIMT:
+        found = {(r.metric, r.note): r.value for r in measured._count(problem, series, 0.0)}
+        assert found == {(r.metric, r.note): r.value for r in measured._model(problem, series, 0.0)}
+        assert found["stores", "O"] % (32 * 8) == 0
+    assert not list(measured._model(problem, "fa2-simt", 0.1))
+    dropped = {r.note for r in measured._count(problem, "fa2-simt", 0.1)}
+    assert dropped == {f"{name}, dropout" for name in "QKVOL"}
+
+
+def layer_row(series, source, value, seqlen=8192):
+    problem = replace(measured.LAYER, seqlen_q=seqlen, seqlen_k=seqlen)
+    return row(series, value, experiment=measured.NAME, source=source, metric="traffic",
+               unit="bytes", problem=problem)  # fmt: skip
+
+
+def test_the_layers_bytes_are_drawn_and_tabled():
+    rows = [
+        layer_row("fa2-mma", source, value)
+        for source, value in (("model", 8.9e9), ("l2", 9.1e9), ("dram", 0.28e9))
+    ]
+    rows.append(layer_row("standard-mma", "model", 17.5e9))
+    ((ax,),) = (measured.draw(rows).axes,)
+    assert sorted(patch.get_height() for patch in ax.patches) == [0.28e9, 8.9e9, 9.1e9, 17.5e9]
+    texts = " ".join(text.get_text() for text in ax.texts)
+    assert "claimed 0.27" in texts and "claimed 17.8" in texts
+    body = measured.table(rows).body
+    assert "| FA-2 (Q outer) | 0.27 | 8.9 | 9.1 | 0.28 |" in body
+    assert "| standard | 17.4 to 17.8 | 17.5 | - | - |" in body
+    other = [layer_row("fa2-mma", "model", 1e9, seqlen=1024)]
+    assert not re.search(
+        "claimed", " ".join(t.get_text() for t in measured.draw(other).axes[0].texts)
+    )
+    assert measured.draw([]) is None and measured.table([]) is None
+
+
+def test_the_result_has_each_ratio_of_its_rows():
+    text = report.text("result", Store(FIGURES))
+    assert all(
+        word in text for word in ("Accesses.", "L2.", "DRAM.", "equal grid.", "paper's grid")
+    )
+    assert "figures/data/loop_order/nvidia-h200.csv" in text
+    assert verdicts.result.sentences([]) is None
