@@ -122,7 +122,9 @@ def question_table(questions: Sequence[Question], first: str) -> Across:
     header = [first, "published or claimed", "setting there", "setting here", "ours"]
     header += ["verdict", "command", "data"]
 
-    def make(rows: Sequence[Row]) -> Table:
+    def make(rows: Sequence[Row]) -> Table | None:
+        if not rows:
+            return None
         evidence = Evidence(rows)
         lines = []
         for q in questions:

@@ -1,0 +1,88 @@
+"""The settings that claims name: counts by array, pages, the layer's bytes."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from experiments import claims as measured
+from experiments.lab.series import row_fields
+from experiments.lab.store import Row
+from experiments.lab.workloads import one_head
+
+
+def layer_row(series, source, value, seqlen=8192):
+    problem = replace(measured.LAYER, seqlen_q=seqlen, seqlen_k=seqlen)
+    return Row(
+        machine="some-gpu",
+        experiment=measured.NAME,
+        series=series,
+        source=source,
+        metric="traffic",
+        unit="bytes",
+        value=value,
+        **row_fields(problem),
+    )
+
+
+def synthetic():
+    return [
+        layer_row(series, source, value)
+        for series, value in zip(measured.MMA, (17.5e9, 9e9, 9.2e9, 8.9e9), strict=True)
+        for source in ("model", "l2", "dram")
+    ]
+
+
+def test_pages_merge_to_the_whole():
+    rng = np.random.default_rng(0)
+    s, v = rng.normal(size=(2, 3, 5, 8)), rng.normal(size=(2, 3, 8, 4))
+    p = np.exp(s)
+    whole = p @ v / p.sum(-1, keepdims=True)
+    parts = []
+    for at in (slice(5, 8), slice(0, 1), slice(1, 5)):
+        total = p[..., at].sum(-1)
+        parts.append((p[..., at] @ v[..., at, :] / total[..., None], np.log(total)))
+    np.testing.assert_allclose(measured.merged(parts), whole, rtol=1e-12)
+    first, second = [([[[x]]], [[[L]]]) for x, L in ((1.0, 0.0), (3.0, np.log(3.0)))]
+    merged = measured.merged([tuple(map(np.array, pair)) for pair in (first, second)])
+    assert merged.item() == pytest.approx(0.25 * 1 + 0.75 * 3)
+
+
+def test_pages_of_a_call_are_as_exact_as_the_whole():
+    whole, pages = measured._paged("fa2-simt", 8)
+    assert (whole.note, pages.note) == ("whole", "5 pages")
+    assert 0 < pages.value < 1e-6 and 0 < whole.value < 1e-6
+    assert pages.seqlen_k == 5 * whole.seqlen_q
+
+
+def test_counts_by_array_equal_the_model(monkeypatch):
+    monkeypatch.setattr(measured, "COUNTED_TILE", 16)
+    problem = one_head(32, 8)
+    for series in measured.SIMT:
+        found = {(r.metric, r.note): r.value for r in measured._count(problem, series, 0.0)}
+        assert found == {(r.metric, r.note): r.value for r in measured._model(problem, series, 0.0)}
+        assert found["stores", "O"] % (32 * 8) == 0
+    assert not list(measured._model(problem, "fa2-simt", 0.1))
+    dropped = {r.note for r in measured._count(problem, "fa2-simt", 0.1)}
+    assert dropped == {f"{name}, dropout" for name in "QKVOL"}
+
+
+def test_the_layers_bytes_are_drawn_and_tabled():
+    rows = [
+        layer_row("fa2-mma", source, value)
+        for source, value in (("model", 8.9e9), ("l2", 9.1e9), ("dram", 0.28e9))
+    ]
+    rows.append(layer_row("standard-mma", "model", 17.5e9))
+    ((ax,),) = (measured.draw(rows).axes,)
+    assert sorted(patch.get_height() for patch in ax.patches) == [0.28e9, 8.9e9, 9.1e9, 17.5e9]
+    texts = " ".join(text.get_text() for text in ax.texts)
+    assert "claimed 0.27" in texts and "claimed 17.8" in texts
+    body = measured.table(rows).body
+    assert "| FA-2 (Q outer) | 0.27 | 8.9 | 9.1 | 0.28 |" in body
+    assert "| standard | 17.4 to 17.8 | 17.5 | - | - |" in body
+    other = [layer_row("fa2-mma", "model", 1e9, seqlen=1024)]
+    assert not re.search(
+        "claimed", " ".join(t.get_text() for t in measured.draw(other).axes[0].texts)
+    )
+    assert measured.draw([]) is None and measured.table([]) is None
