@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -539,6 +540,24 @@ def test_figures_say_where_their_numbers_come_from(name, tmp_path, monkeypatch):
     assert f"{where}, 2026-01-01, commit aaaaaaa" in notes[0]
 
 
+@pytest.mark.parametrize(
+    ("own", "name"),
+    [({}, counters.EARLIER_L2_NAME), ({"l2_counter": "a + b"}, "a + b")],
+)
+def test_figures_and_tables_name_the_counter_of_their_l2_bytes(own, name, tmp_path, monkeypatch):
+    """That of the recording, whatever is measured today."""
+    store_synthetic("io_vs_seqlen", tmp_path, report.MACHINE)
+    path = Store(tmp_path).path("io_vs_seqlen", report.MACHINE, ".json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    notes = []
+    monkeypatch.setattr(style, "save", lambda figure, stem, footnote: notes.append(footnote))
+    command.main(["draw", "io_vs_seqlen", "--out", str(tmp_path)])
+    assert f"\nL2 is {name}\n" in notes[0]
+    assert f"; L2 is {name}; " in report.text("io_vs_seqlen", Store(tmp_path))
+    store_synthetic("speed", tmp_path, report.MACHINE)
+    assert "L2 is" not in report.text("speed", Store(tmp_path))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_figures_of_a_part_of_the_data_can_be_drawn(name):
     module = registry.load(name)
@@ -718,14 +737,17 @@ a line that the program printed
 "ID","Process ID","Process Name","Kernel Name","Metric Name","Metric Unit","Metric Value"
 "0","1234","python","scores","dram__bytes_read.sum","Mbyte","1,268.5"
 "0","1234","python","scores","dram__bytes_write.sum","byte","512"
-"0","1234","python","scores","lts__t_sectors_srcunit_tex.sum","Gsector","2.5"
+"0","1234","python","scores","l1tex__m_xbar2l1tex_read_sectors.sum","Gsector","2.5"
+"0","1234","python","scores","l1tex__m_l1tex2xbar_write_sectors.sum","sector","4"
 "0","1234","python","scores","other.sum","furlong","3"
 "1","1234","python","output","dram__bytes_read.sum","Kbyte","1"
 "1","1234","python","output","dram__bytes_write.sum","Kbyte","2"
-"1","1234","python","output","lts__t_sectors_srcunit_tex.sum","Msector","3"
+"1","1234","python","output","l1tex__m_xbar2l1tex_read_sectors.sum","Msector","3"
+"1","1234","python","output","l1tex__m_l1tex2xbar_write_sectors.sum","sector","5"
 "2","1234","python","forward","dram__bytes_read.sum","byte","7"
 "2","1234","python","forward","dram__bytes_write.sum","byte","8"
-"2","1234","python","forward","lts__t_sectors_srcunit_tex.sum","sector","9"
+"2","1234","python","forward","l1tex__m_xbar2l1tex_read_sectors.sum","sector","9"
+"2","1234","python","forward","l1tex__m_l1tex2xbar_write_sectors.sum","sector","6"
 ==PROF== Disconnected from process 1234
 """
 
@@ -735,10 +757,11 @@ def test_counter_table_is_read_with_its_units():
     assert first == {
         "dram__bytes_read.sum": 1268.5e6,
         "dram__bytes_write.sum": 512.0,
-        "lts__t_sectors_srcunit_tex.sum": 2.5e9,
+        "l1tex__m_xbar2l1tex_read_sectors.sum": 2.5e9,
+        "l1tex__m_l1tex2xbar_write_sectors.sum": 4,
     }
-    assert second["lts__t_sectors_srcunit_tex.sum"] == 3e6
-    assert sum(third.values()) == 24
+    assert second["l1tex__m_xbar2l1tex_read_sectors.sum"] == 3e6
+    assert sum(third.values()) == 30
 
 
 @pytest.mark.parametrize(
@@ -758,10 +781,10 @@ def test_every_unit_of_ncu_has_its_factor(unit, factor):
 def test_launches_are_added_up_by_call():
     launches = counters.parse(NCU, counters.TRAFFIC)
     one, failed, two = counters.assign(launches, [2, "failed: out of memory", 1])
-    assert counters.l2_bytes(one) == 32 * (2.5e9 + 3e6)
+    assert counters.l2_bytes(one) == 32 * (2.5e9 + 3e6 + 4 + 5)
     assert counters.dram_bytes(one) == 1268.5e6 + 512 + 3000
     assert failed == "failed: out of memory"
-    assert (counters.l2_bytes(two), counters.dram_bytes(two)) == (32 * 9, 15)
+    assert (counters.l2_bytes(two), counters.dram_bytes(two)) == (32 * (9 + 6), 15)
 
 
 def test_ratios_are_taken_and_never_added_up():
@@ -775,7 +798,7 @@ def test_ratios_are_taken_and_never_added_up():
     ("text", "message"),
     [
         ("==ERROR== ERR_NVGPUCTRPERM", "no table: .*ERR_NVGPUCTRPERM"),
-        (NCU.replace('"Gsector"', '"parsec"'), "lts__t_sectors_srcunit_tex.sum in 'parsec': known"),
+        (NCU.replace('"Gsector"', '"parsec"'), "xbar2l1tex_read_sectors.sum in 'parsec': known"),
         (NCU.replace('"2.5"', '"n/a"'), "is 'n/a', no number"),
         (NCU.replace('"2.5"', '"nan"'), "is 'nan', no number"),
         (re.sub('.*"512"\n', "", NCU), "launch 0 has no dram__bytes_write"),
@@ -992,6 +1015,7 @@ def test_provenance_has_what_a_reader_needs():
     about = provenance.Provenance(["run", "speed"], {"name": "Some GPU"}).for_machine("some-gpu")
     assert about["command"] == "python -m experiments run speed"
     assert {"commit", "dirty", "date", "seed", "protocol", "device", "torch"} <= set(about)
+    assert about["l2_counter"] == counters.L2_NAME != counters.EARLIER_L2_NAME
     assert {"numba", "numba-cuda", "numpy"} <= set(about)
     assert about["numpy"] == np.__version__
 
@@ -1153,7 +1177,7 @@ def test_each_step_runs_as_it_says(monkeypatch):
     for at, series in enumerate(("fa1-simt", SPLITS, "fa2-simt", FA1_TILES), 1):
         assert found[series, "measured", "time"] == at
         assert found[series, "measured", "stall_global"] == at
-        assert found[series, "l2", "traffic"] == 32 * at
+        assert found[series, "l2", "traffic"] == 32 * 2 * at
         assert found[series, "dram", "traffic"] == 2 * at
     problem = Problem(1, 2, 2, 512, 512, 64)
     model = io_model.fa1(problem, fa_numba.Tiles(128, 128), query_splits=4).bytes

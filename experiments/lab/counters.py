@@ -22,14 +22,19 @@ from .options import REPOSITORY
 
 # Reads and writes of device memory.
 DRAM = ("dram__bytes_read.sum", "dram__bytes_write.sum")
-# What the multiprocessors' L1 asks of L2, in sectors: lts__t_bytes would add DRAM's fills.
-L2 = ("lts__t_sectors_srcunit_tex.sum",)
+# What passes between the multiprocessors' L1 and L2, in sectors, counted at L1. Those counted at L2
+# (lts__t_sectors_srcunit_tex) are up to 15 percent fewer, and differ from run to run.
+L2_READ, L2_WRITE = "l1tex__m_xbar2l1tex_read_sectors.sum", "l1tex__m_l1tex2xbar_write_sectors.sum"
+L2 = (L2_READ, L2_WRITE)
+# The counter of recordings whose JSON names none: all before L2_NAME was written into it.
+EARLIER_L2_NAME = "lts__t_sectors_srcunit_tex"
+L2_NAME = " + ".join(name.removesuffix(".sum") for name in L2)
 SECTOR_BYTES = 32
 TRAFFIC = DRAM + L2
 TIMEOUT = 540  # seconds
 PROTOCOL = (
     "Nsight Compute around one call after a warm-up, caches emptied before every kernel, clocks "
-    "left alone; L2 is the traffic between the multiprocessors and L2, 32-byte sectors"
+    f"left alone; L2 is the traffic between the multiprocessors and L2, {L2_NAME}, 32-byte sectors"
 )
 COMMAND = (
     "ncu",

@@ -71,6 +71,12 @@ def _read(field: str) -> Callable[[Counts], int]:
     return lambda counts: sum(number(counts) for number in by_kind)
 
 
+def _written(field: str) -> Callable[[Counts], int]:
+    """Stores and atomics, whose operands go to L2 as stores do."""
+    by_kind = [_traffic("global", kind, field) for kind in ("store", "atomic")]
+    return lambda counts: sum(number(counts) for number in by_kind)
+
+
 # A request is a warp's instruction; ldmatrix is a load. Wavefronts are the hardware's steps of
 # shared memory, conflicts the ones beyond what the same bytes need without. Global loads are those
 # of copies too. Sectors from L2 are counted as if L1 kept nothing.
@@ -96,7 +102,8 @@ COUNTERS = {
     "copy sectors": _memory("global", "copy", "sectors", *_of_copies(_SECTORS)),
     "atomic requests": _memory("global", "atomic", "requests", f"{_REQUESTS}_red"),
     "atomic sectors": _memory("global", "atomic", "sectors", f"{_SECTORS}_red"),
-    "sectors from L2": Counter(_read("sectors"), ("l1tex__m_xbar2l1tex_read_sectors.sum",)),
+    "sectors from L2": Counter(_read("sectors"), (counters.L2_READ,)),
+    "sectors to L2": Counter(_written("sectors"), (counters.L2_WRITE,)),
     "load instructions": _instructions("load", r"LDS|LDSM|LDG|LD"),
     "store instructions": _instructions("store", r"STS|STG|ST"),
     "copy instructions": _instructions("copy", r"LDGSTS"),

@@ -7,14 +7,14 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
 
 from . import counters, peers
 from .options import REPOSITORY
-from .store import EMULATOR, MODEL
+from .store import EMULATOR, MODEL, Row
 from .timing import PROTOCOL
 from .workloads import SEED
 
@@ -110,6 +110,7 @@ class Provenance:
             about |= {
                 "cuda": {package: _version(package) for package in _CUDA_PACKAGES},
                 "device": self._gpu,
+                "l2_counter": counters.L2_NAME,
                 "nvidia_smi": _smi(),
                 "protocol": PROTOCOL | {"counters": counters.PROTOCOL} | dict(own or {}),
                 "seed": SEED,
@@ -129,3 +130,10 @@ def when(about: dict[str, Any]) -> str:
 def when_and_where(about: dict[str, Any], name: str) -> str:
     """One recording in a few words, for footnotes and tables."""
     return f"{name}, {when(about)}"
+
+
+def l2_counter(about: dict[str, Any], rows: Iterable[Row]) -> str:
+    """What counted the recording's bytes between L1 and L2; empty where no row has them."""
+    if all(row.source != "l2" for row in rows):
+        return ""
+    return f"L2 is {about.get('l2_counter', counters.EARLIER_L2_NAME)}"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from . import registry
 from .options import FIGURES, REPOSITORY
-from .provenance import when_and_where
+from .provenance import l2_counter, when_and_where
 from .store import EMULATOR, MODEL, Row, Store
 from .tables import Across, Make
 
@@ -27,6 +27,8 @@ _BLOCK = re.compile(
     r"(?P<start><!-- table: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(?P<end><!-- end: (?P=name) -->)",
     re.DOTALL,
 )
+# A column of bytes of L2; "sectors from L2" is a counter by its own name.
+_L2 = re.compile(r"(?<!from )(?<!to )\bL2\b")
 
 
 def known() -> dict[str, tuple[Make, tuple[str, ...]]]:
@@ -56,21 +58,22 @@ def text(name: str, store: Store) -> str:
         raise ValueError(f"no table named {name!r}: known are {', '.join(tables)}")
     make, experiments = tables[name]
     rows: list[Row] = []
-    sources = []
     for experiment in experiments:
         for machine in (MODEL, EMULATOR, MACHINE):
             rows += store.read(experiment, machine)
-        sources += _source(store, experiment)
     table = make(rows)
     if table is None:
         return f"{NO_RECORDING}\n"
-    cited = "" if isinstance(make, Across) and not make.cites else f" {'; '.join(sources)}"
-    return f"{table.caption}{cited}\n\n{table.body}"
+    if isinstance(make, Across) and not make.cites:
+        return f"{table.caption}\n\n{table.body}"
+    l2 = _L2.search(table.body) is not None
+    sources = [source for each in experiments for source in _source(store, each, l2)]
+    return f"{table.caption} {'; '.join(sources)}\n\n{table.body}"
 
 
-def _source(store: Store, experiment: str) -> list[str]:
+def _source(store: Store, experiment: str, l2: bool) -> list[str]:
     """Which recording it is: the GPU, or without one what is counted, or the closed forms; date,
-    commit and file.
+    commit, for a table that shows `l2` what counted it, and file.
     """
     stored = store.machines(experiment)
     counted = EMULATOR, "Counted on the emulator"
@@ -78,7 +81,9 @@ def _source(store: Store, experiment: str) -> list[str]:
         if machine in stored:
             about = store.provenance(experiment, machine)
             name = (about.get("device") or {}).get("name", name)
-            return [f"{when_and_where(about, name)}; figures/data/{experiment}/{machine}.csv"]
+            by = l2_counter(about, store.read(experiment, machine)) if l2 else ""
+            file = f"figures/data/{experiment}/{machine}.csv"
+            return ["; ".join(part for part in (when_and_where(about, name), by, file) if part)]
     return []
 
 

@@ -219,7 +219,7 @@ class Runner:
             self.console.print(f"[yellow]{name}: no data{self._instead(stored)}, no figure[/]")
             return False
         stem = self.options.out / name
-        note = footnote(report.drawn_from, report.recorded)
+        note = footnote(report.drawn_from, report.recorded, rows)
         changed, kinds = bool(style.save(figure, stem, note)), ".svg and .png"
         film = module.animate(rows, note) if hasattr(module, "animate") else None
         if film is not None:
@@ -298,9 +298,13 @@ def _what_happened(machine: str, report: Report) -> str:
     return text + (f"; [red]{outcome.failed} failed[/]" if outcome.failed else "")
 
 
-def footnote(machines: Sequence[str], recorded: dict[str, dict[str, Any]]) -> str:
-    """Machine, date and commit of every file that a figure is drawn from; a GPU's first."""
-    gpus, others = [], []
+def footnote(
+    machines: Sequence[str], recorded: dict[str, dict[str, Any]], rows: Sequence[Row]
+) -> str:
+    """Machine, date and commit of every file that a figure is drawn from, a GPU's first, with what
+    counted its bytes of L2.
+    """
+    gpus, others, l2 = [], [], []
     for machine in machines:
         about = recorded.get(machine, {})
         if machine in _NOT_GPUS:
@@ -309,4 +313,6 @@ def footnote(machines: Sequence[str], recorded: dict[str, dict[str, Any]]) -> st
         else:
             name = (about.get("device") or {}).get("name", machine)
             gpus.append(provenance.when_and_where(about, f"recorded on {name}"))
-    return "\n".join("; ".join(line) for line in (gpus, others) if line)
+            by = provenance.l2_counter(about, [row for row in rows if row.machine == machine])
+            l2 += [by] if by else []
+    return "\n".join("; ".join(line) for line in (gpus, l2, others) if line)
