@@ -16,6 +16,7 @@ from fa_numba.ops import (
     flash_attention_2,
     flash_attention_2_backward,
     plan,
+    softmax,
     standard_attention,
     standard_attention_backward,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "io_model",
     "plan",
     "reference",
+    "softmax",
     "standard_attention",
     "standard_attention_backward",
 ]

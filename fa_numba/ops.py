@@ -12,6 +12,7 @@ from fa_numba.host.binding import Binding
 from fa_numba.host.calls import attend, differentiate
 from fa_numba.host.planning import check_algorithm
 from fa_numba.host.plans import Plan
+from fa_numba.host.softmax import softmax as softmax_of_vectors
 from fa_numba.options import AttentionOptions, documents_options
 from fa_numba.tiling import Tiles
 
@@ -359,3 +360,31 @@ def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
     }
     check_algorithm(algorithm)
     return functions[algorithm](dout, q, k, v, out, lse, **options)
+
+
+def softmax(x, *, algorithm="online", out=None, stream=None):
+    """softmax(x) by rows, by one of the three algorithms of arXiv 1805.02867.
+
+    ``x``: a (batch, elements) float32 array of NumPy, torch, CuPy, JAX or DLPack, any strides; one
+        thread block takes a vector.
+    ``algorithm``: "naive" (Algorithm 1), 3 accesses an element, overflows for x > 88.7; "safe"
+        (Algorithm 2), 4 accesses, subtracts the maximum first; "online" (Algorithm 3), 3 accesses,
+        takes maximum and sum in one pass, as FlashAttention does.
+    ``out``: an array of x's shape and library that takes the result; a new one without.
+    ``stream``: a CUDA stream, or its address; without one the current one of x's library.
+
+    Returns the result, as x in shape, library and place. A -inf gives 0, also in a vector of
+    nothing else, as in a masked row of attention; NaN or inf makes its vector NaN, but for an inf
+    the other elements 0 by "naive".
+
+    Raises ValueError or TypeError, before anything runs, for another algorithm, shape or dtype, and
+    for what the emulator would take minutes for.
+
+    >>> import numpy as np, fa_numba
+    >>> x = np.array([[1, 2, 3, 4]], np.float32)
+    >>> fa_numba.softmax(x + 100).round(4)
+    array([[0.0321, 0.0871, 0.2369, 0.6439]], dtype=float32)
+    >>> fa_numba.softmax(x + 100, algorithm="naive")
+    array([[nan, nan, nan, nan]], dtype=float32)
+    """
+    return softmax_of_vectors(x, algorithm, out, stream)

@@ -408,7 +408,8 @@ def check_out(out: Operand, shape: tuple[int, ...], inputs: list[Operand]) -> No
         raise ValueError(f"out is a read-only {out.library} array: allowed is writable memory")
     if out.library != inputs[0].library:
         raise ValueError(
-            f"out is a {out.library} array, q a {inputs[0].library} one: allowed is one library"
+            f"out is a {out.library} array, {inputs[0].name} a {inputs[0].library} one: "
+            "allowed is one library"
         )
     if overlaps_itself(out):
         raise ValueError(

@@ -1,6 +1,7 @@
 """Global-memory accesses, FLOPs and workspace in closed form.
 
     standard, fa1, fa2, standard_backward ...   loads and stores of this package's kernels, exact
+    softmax                                     of the softmax of vectors alone, exact
     tiles_visited                               how many tiles of S they compute
     theta_standard, theta_flash, saha_ye        the published bounds, every constant set to 1
     standard_paper, fa1_paper, fa1_paper_gb     how the papers themselves count accesses
@@ -51,6 +52,7 @@ bytes           320         96
 from fa_numba.io_model.accesses import ELEMENT_BYTES, Accesses
 from fa_numba.io_model.count_fa1 import fa1, fa1_backward
 from fa_numba.io_model.count_fa2 import fa2, fa2_backward
+from fa_numba.io_model.count_softmax import check_softmax, softmax
 from fa_numba.io_model.count_standard import standard, standard_backward
 from fa_numba.io_model.published import (
     fa1_paper,
@@ -68,6 +70,7 @@ __all__ = [
     "ELEMENT_BYTES",
     "PASSES",
     "Accesses",
+    "check_softmax",
     "fa1",
     "fa1_backward",
     "fa1_paper",
@@ -76,6 +79,7 @@ __all__ = [
     "fa2_backward",
     "flops",
     "saha_ye",
+    "softmax",
     "standard",
     "standard_backward",
     "standard_paper",

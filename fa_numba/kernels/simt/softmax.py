@@ -1,0 +1,193 @@
+"""Softmax of vectors: naive, safe and online (arXiv 1805.02867, Algorithms 1 to 3), on CUDA cores.
+
+One thread block takes one vector x of V elements, from global memory in every pass; each of its
+threads takes every 256th element. The three differ in the passes before the last one, which is
+y = e^(x - m) / d in all (m = 0 in the naive one).
+
+Accesses, elements per vector:
+            pass                                              loads    stores    in all
+    naive   d, then y (Algorithm 1: lines 3, 6)               2 V      V         3 V
+    safe    m, then d, then y (Algorithm 2: lines 3, 7, 10)   3 V      V         4 V
+    online  m and d together, then y (Algorithm 3: 4-5, 8)    2 V      V         3 V
+
+Where x is not finite: -inf gives 0, also in a vector of nothing else; NaN makes the whole vector
+NaN, and so does inf, but for the naive one. That one, which subtracts no m, takes x for inf from
+88.7, the log of the largest float32, on: y is NaN there and 0 elsewhere. Where every x is below
+-87.3, its d and y are 0.
+"""
+
+from functools import cache
+
+from fa_numba.device import Kernel, array_type, cuda, device_function, float32, uint32
+from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, exp2, maximum
+from fa_numba.intrinsics.shared import shared_tile
+from fa_numba.parts.softmax import FULL_WARP, exp_of_difference
+
+ALGORITHMS = ("naive", "safe", "online")
+THREADS = 256
+WARPS = THREADS // 32
+# Elements that a thread has on their way at a time, and what all threads have.
+EACH = 4
+STEP = EACH * THREADS
+
+
+@device_function
+def exp(x):
+    """e^x."""
+    return exp2(x * LOG2E)
+
+
+@device_function
+def load(rx, x, j, V):
+    """x[j], x[j + 256] ... as far as the vector goes, -inf beyond."""
+    for e in range(EACH):
+        at = uint32(j + e * THREADS)
+        rx[e] = NEG_INF
+        if at < V:
+            rx[e] = x[at]
+
+
+@device_function
+def max_of_block(m, s, thread):
+    """The largest m of all threads, in each of them."""
+    lane = 16
+    while lane > 0:
+        m = maximum(m, cuda.shfl_xor_sync(FULL_WARP, m, lane))
+        lane //= 2
+    if thread % uint32(32) == uint32(0):
+        s[thread // uint32(32)] = m
+    cuda.syncthreads()
+    for w in range(WARPS):
+        m = maximum(m, s[w])
+    return m
+
+
+@device_function
+def sum_of_block(d, s, thread):
+    """The sum of all threads' d, in each of them."""
+    lane = 16
+    while lane > 0:
+        d += cuda.shfl_xor_sync(FULL_WARP, d, lane)
+        lane //= 2
+    if thread % uint32(32) == uint32(0):
+        s[thread // uint32(32)] = d
+    cuda.syncthreads()
+    d = float32(0.0)
+    for w in range(WARPS):
+        d += s[w]
+    return d
+
+
+@cache
+def make_naive_softmax():
+    """Y = softmax(X) by rows (Algorithm 1); launched over as many blocks as X has rows."""
+
+    def naive_softmax(X, Y):
+        sd = shared_tile(0, WARPS)
+        rx = cuda.local.array(EACH, float32)
+        x, y = X[cuda.blockIdx.x], Y[cuda.blockIdx.x]
+        V, thread = uint32(x.shape[0]), uint32(cuda.threadIdx.x)
+
+        d = float32(0.0)  # Alg. 1 line 1
+        j = thread
+        while j < V:  # Alg. 1 lines 2 to 4: d = sum of e^x
+            load(rx, x, j, V)
+            for e in range(EACH):
+                d += exp(rx[e])
+            j = uint32(j + STEP)
+        d = sum_of_block(d, sd, thread)
+
+        write(y, x, float32(0.0), d, thread, V, rx)  # Alg. 1 lines 5 to 7: y = e^x / d
+
+    return _kernel(naive_softmax, WARPS)
+
+
+@cache
+def make_safe_softmax():
+    """Y = softmax(X) by rows (Algorithm 2); launched over as many blocks as X has rows."""
+
+    def safe_softmax(X, Y):
+        sm = shared_tile(0, WARPS)
+        sd = shared_tile(WARPS, WARPS)
+        rx = cuda.local.array(EACH, float32)
+        x, y = X[cuda.blockIdx.x], Y[cuda.blockIdx.x]
+        V, thread = uint32(x.shape[0]), uint32(cuda.threadIdx.x)
+
+        m = NEG_INF  # Alg. 2 line 1
+        j = thread
+        while j < V:  # Alg. 2 lines 2 to 4: m = max of x
+            load(rx, x, j, V)
+            for e in range(EACH):
+                m = maximum(m, rx[e])
+            j = uint32(j + STEP)
+        m = max_of_block(m, sm, thread)
+
+        d = float32(0.0)  # Alg. 2 line 5
+        j = thread
+        while j < V:  # Alg. 2 lines 6 to 8: d = sum of e^(x - m)
+            load(rx, x, j, V)
+            for e in range(EACH):
+                d += exp_of_difference(rx[e], m)
+            j = uint32(j + STEP)
+        d = sum_of_block(d, sd, thread)
+
+        write(y, x, m, d, thread, V, rx)  # Alg. 2 lines 9 to 11: y = e^(x - m) / d
+
+    return _kernel(safe_softmax, 2 * WARPS)
+
+
+@cache
+def make_online_softmax():
+    """Y = softmax(X) by rows (Algorithm 3); launched over as many blocks as X has rows."""
+
+    def online_softmax(X, Y):
+        sm = shared_tile(0, WARPS)
+        sd = shared_tile(WARPS, WARPS)
+        rx = cuda.local.array(EACH, float32)
+        x, y = X[cuda.blockIdx.x], Y[cuda.blockIdx.x]
+        V, thread = uint32(x.shape[0]), uint32(cuda.threadIdx.x)
+
+        m = NEG_INF  # Alg. 3 line 1
+        d = float32(0.0)  # Alg. 3 line 2
+        j = thread
+        while j < V:  # Alg. 3 lines 3 to 6
+            load(rx, x, j, V)
+            m_old = m
+            for e in range(EACH):
+                m = maximum(m, rx[e])  # Alg. 3 line 4, for EACH elements at once
+            d *= exp_of_difference(m_old, m)  # Alg. 3 line 5: d e^(m_old - m) + e^(x - m)
+            for e in range(EACH):
+                d += exp_of_difference(rx[e], m)
+            j = uint32(j + STEP)
+        # The threads' (m, d) merged as its section 3.1 merges two
+        m_old = m
+        m = max_of_block(m, sm, thread)
+        d = sum_of_block(d * exp_of_difference(m_old, m), sd, thread)
+
+        write(y, x, m, d, thread, V, rx)  # Alg. 3 lines 7 to 9: y = e^(x - m) / d
+
+    return _kernel(online_softmax, 2 * WARPS)
+
+
+@device_function
+def write(y, x, m, d, thread, V, rx):
+    """y = e^(x - m) / d, 0 where d is 0."""
+    inverse = float32(0.0)
+    if d != float32(0.0):
+        inverse = float32(1.0) / d
+    j = thread
+    while j < V:
+        load(rx, x, j, V)
+        for e in range(EACH):
+            at = uint32(j + e * THREADS)
+            if at < V:
+                y[at] = exp_of_difference(rx[e], m) * inverse
+        j = uint32(j + STEP)
+
+
+def _kernel(function, shared_floats):
+    arguments = (array_type(2), array_type(2))
+    return Kernel(function, arguments, THREADS, 4 * shared_floats, min_blocks=8)
+
+
+MAKERS = {"naive": make_naive_softmax, "safe": make_safe_softmax, "online": make_online_softmax}
