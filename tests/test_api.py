@@ -443,8 +443,8 @@ def test_the_public_names():
         ["AttentionOptions", "Plan", "Tiles", "algorithms", "attention", "attention_backward",
          "count_accesses", "dropout_mask",
          "flash_attention_1", "flash_attention_1_backward", "flash_attention_2",
-         "flash_attention_2_backward", "io_model", "plan", "reference", "softmax", "standard_attention",
-         "standard_attention_backward"]
+         "flash_attention_2_backward", "io_model", "plan", "reference", "softmax",
+         "standard_attention", "standard_attention_backward"]
     )  # fmt: skip
     for name in fa_numba.__all__:
         assert inspect.getdoc(getattr(fa_numba, name)), f"{name} has no docstring"

@@ -100,6 +100,16 @@ def gradients(series: str, problem: Problem, pass_: str, *arrays: Any) -> Callab
     return run
 
 
+def softmax(x: Any) -> Callable[..., Any]:
+    """A function that gives torch's softmax of the rows of x, which is viewed; it takes `out`."""
+    viewed = torch.as_tensor(x, device="cuda")
+
+    def run(out: Any = None) -> Any:
+        return torch.softmax(viewed, dim=-1)
+
+    return run
+
+
 def on_device(arrays: Sequence[np.ndarray], dtype: str = "float32") -> tuple[Any, ...]:
     """NumPy arrays on the GPU in `dtype`: torch's where it is, for its allocator makes gradients.
 

@@ -136,7 +136,7 @@ def replay(call: Call | None, out: Any, stream: Any) -> list[Any] | None:
 def run_and_keep(
     execute: Callable[[list[Any], list[Any], Any], None],
     inputs: Sequence[Operand],
-    seeds: tuple[int, int, int],
+    seeds: Sequence[int],
     outputs: Sequence[tuple[tuple[int, ...], str, Operand | None]],
     handle: int,
     call: Call | None,

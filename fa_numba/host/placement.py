@@ -38,7 +38,9 @@ def placed(q: Operand):
     if q.place == HOST:
         return contextlib.nullcontext()
     if not device.on_gpu():
-        raise ValueError(f"{q.name} is in {q.where}: allowed on the emulator are arrays in host memory")
+        raise ValueError(
+            f"{q.name} is in {q.where}: allowed on the emulator are arrays in host memory"
+        )
     return device.on_device(q.place)
 
 

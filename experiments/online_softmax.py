@@ -1,0 +1,414 @@
+"""Naive, safe and online softmax over the vector's length, and attention in two passes and one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import fa_numba
+from fa_numba import device, io_model, reference
+from fa_numba.problem import Problem
+
+from .lab import counts, peers, published, tables
+from .lab.options import Bench, Options
+from .lab.series import LABELS as ATTENTION_LABELS
+from .lab.series import call, plan, row_fields
+from .lab.store import EMULATOR, MODEL, Row
+from .lab.tables import Table
+from .lab.timing import ROUNDING, WrongResult, attempt, time_call, to_host
+from .lab.workloads import SEED, Inputs, one_head
+
+NAME = "online_softmax"
+TITLE = "naive, safe and online softmax; attention in two passes and in one (arXiv 1805.02867)"
+DESCRIPTION = (
+    "Softmax of 4000 and of 10 vectors over their length V: accesses an element in closed form and "
+    "counted, time on a GPU, torch's softmax beside ours; and the accesses of standard attention, "
+    "which passes over a row of scores twice, beside those of both flash orders."
+)
+NEEDS_GPU = False
+PROTOCOL = (
+    "vectors repeat 2**20 standard normal numbers; the first and the last are checked against "
+    "float64; in the rows of a softmax seqlen is V and batch the number of vectors"
+)
+
+ALGORITHMS = ("naive", "safe", "online")
+SERIES = tuple(f"softmax-{name}" for name in ALGORITHMS)
+PEER = "torch-softmax"
+LABELS = {
+    "softmax-naive": "naive",
+    "softmax-safe": "safe",
+    "softmax-online": "online",
+    PEER: "torch.softmax",
+}
+BATCHES = (4000, 10)  # the paper's
+LENGTHS = tuple(1 << n for n in range(6, 18))
+QUICK_LENGTHS = (256, 1024)
+COUNTED_LENGTHS, COUNTED_BATCH = (256, 1000, 4096), 10
+# Where e^x is beyond the largest float32.
+TOO_LARGE = 100.0
+ATTENTION = ("standard-simt", "fa1-simt", "fa2-simt")
+COUNTED_SEQLENS = (128, 256)
+# Longer than what a block's shared memory holds of a row of S.
+LONG_SEQLEN = 65536
+MATRICES = ("S", "P")
+
+
+def of_vectors(series: str, batch: int, elements: int) -> dict[str, Any]:
+    """The columns of a softmax's rows: so many vectors, their length as that of a sequence."""
+    problem = Problem(batch, 1, 1, elements, elements, 1)
+    return {"experiment": NAME, "series": series, **row_fields(problem)}
+
+
+def algorithm(series: str) -> str:
+    return series.removeprefix("softmax-")
+
+
+def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """Closed forms, counts on the emulator and, on a GPU, times."""
+    lengths = options.seqlens or (QUICK_LENGTHS if options.quick else LENGTHS)
+    counted = options.seqlens or (QUICK_LENGTHS if options.quick else COUNTED_LENGTHS)
+    seqlens = options.seqlens or COUNTED_SEQLENS[: 1 if options.quick else None]
+    problems = [
+        one_head(N, d, mask)
+        for d in options.head_dims or (64,)
+        for mask in options.causal or (False,)
+        for N in seqlens
+    ]
+    problems = counts.countable(problems, bench)
+    vectors = [(series, COUNTED_BATCH, V) for V in counted for series in SERIES if V <= 2**14]
+    for item in vectors:
+        yield from _model(*item)
+    long = [one_head(LONG_SEQLEN, p.head_dim, p.causal) for p in problems[:1]]
+    for problem in [*problems, *([] if options.seqlens else long)]:
+        for series in ATTENTION:
+            with device.using("emulator"):
+                planned = plan(series, problem)
+            yield from _attention(series, problem, planned.tiles, planned.accesses, MODEL, "model")
+
+    work: list[tuple[Callable, Any, Any, Any]] = [(_count, *item) for item in vectors]
+    work += [(_overflow, series, 1, QUICK_LENGTHS[0]) for series in SERIES]
+    inputs = Inputs()
+    work += [(_count_attention, s, p, inputs) for p in problems for s in ATTENTION]
+    yield from bench.counted(
+        work, "counting on the emulator", lambda count, *arguments: count(*arguments)
+    )
+
+    if bench.machine is not None:
+        yield from _times(lengths, bench)
+
+
+def _model(series: str, batch: int, V: int) -> Iterator[Row]:
+    accesses = io_model.softmax(batch, V, algorithm(series))
+    fields = of_vectors(series, batch, V)
+    yield from counts.totals(accesses, machine=MODEL, source="model", **fields)
+
+
+def _count(series: str, batch: int, V: int) -> Iterator[Row]:
+    with fa_numba.count_accesses() as counted:
+        fa_numba.softmax(values(batch * V).reshape(batch, V), algorithm=algorithm(series))
+    fields = of_vectors(series, batch, V)
+    yield from counts.totals(counted, machine=EMULATOR, source="counted", **fields)
+
+
+def _overflow(series: str, batch: int, V: int) -> Iterator[Row]:
+    """How many elements of softmax(x + 100) are NaN."""
+    x = np.clip(values(batch * V), -4, 4).reshape(batch, V) + np.float32(TOO_LARGE)
+    with device.using("emulator"), np.errstate(all="ignore"):
+        y = fa_numba.softmax(x, algorithm=algorithm(series))
+    fields: dict[str, Any] = {
+        "source": "counted",
+        "metric": "nan",
+        "unit": "elements",
+        "value": int(np.isnan(y).sum()),
+    }
+    yield Row(machine=EMULATOR, **fields, **of_vectors(series, batch, V))
+
+
+def _count_attention(series: str, problem: Problem, inputs: Inputs) -> Iterator[Row]:
+    with fa_numba.count_accesses() as counted:
+        tiles = plan(series, problem).tiles
+        call(series, problem, *inputs(problem))()
+    yield from _attention(series, problem, tiles, counted, EMULATOR, "counted")
+
+
+def _attention(
+    series: str, problem: Problem, tiles: Any, accesses: Any, machine: str, source: str
+) -> Iterator[Row]:
+    """Loads and stores of all arrays, and of those that have an element for every score."""
+    fields: dict[str, Any] = {"machine": machine, "experiment": NAME, "series": series}
+    fields["source"] = source
+    fields |= {"Br": tiles.Br, "Bc": tiles.Bc, **row_fields(problem)}
+    yield from counts.totals(accesses, **fields)
+    for metric in ("loads", "stores"):
+        found = getattr(accesses, metric)
+        value = sum(found.get(name, 0) for name in MATRICES)
+        yield Row(metric=f"{metric} of scores", unit="elements", value=value, **fields)
+
+
+def values(size: int) -> np.ndarray:
+    """So many standard normal numbers, which repeat beyond 2**20."""
+    drawn = np.random.default_rng(SEED).standard_normal(min(size, 1 << 20), dtype=np.float32)
+    return np.resize(drawn, size)
+
+
+class VectorGate:
+    """Checks the first and the last vector of a softmax: `gate(y)` for ours, `gate.peer(y)`.
+
+    As `timing.Gate`: the relative error, WrongResult beyond twice that of the unfused computation
+    in float32 and a rounding.
+    """
+
+    def __init__(self, x: Any) -> None:
+        rows = self._rows(x)
+        exact = rows.astype(np.float64)
+        exact = np.exp(exact - exact.max(axis=1, keepdims=True))
+        self._expected = exact / exact.sum(axis=1, keepdims=True)
+        unfused = np.exp(rows - rows.max(axis=1, keepdims=True))
+        unfused /= unfused.sum(axis=1, keepdims=True)
+        self.bound = 2 * reference.relative_error(unfused, self._expected) + ROUNDING["float32"]
+
+    @staticmethod
+    def _rows(x: Any) -> np.ndarray:
+        return np.stack([to_host(x[row]) for row in (0, x.shape[0] - 1)])
+
+    def __call__(self, y: Any) -> float:
+        error = float(reference.relative_error(self._rows(y), self._expected))
+        if not error <= self.bound:
+            raise WrongResult(f"error {error:.2e} against float64, allowed {self.bound:.2e}")
+        return error
+
+
+def _times(lengths: Sequence[int], bench: Bench) -> Iterator[Row]:
+    largest = max(BATCHES) * max(lengths)
+    everything, failure = attempt(lambda: device.to_gpu(values(largest)))
+    shown = [*SERIES, *([PEER] if peers.available() else [])]
+    for batch, V in bench.track([(batch, V) for batch in BATCHES for V in lengths], "timing"):
+        x, gate = None, None
+        if not failure:
+            x = everything[: batch * V].reshape(batch, V)
+            gate = VectorGate(x)
+        for series in shown:
+            timing, why = None, failure
+            if gate is not None:
+                timing, why = attempt(time_call, _call(series, x), gate)
+            common: dict[str, Any] = {
+                "machine": bench.machine,
+                "source": "measured",
+                "metric": "time",
+            }
+            yield Row(
+                unit="ms",
+                value=None if timing is None else timing.median,
+                note=why,
+                **({} if timing is None else timing.spread),
+                **common,
+                **of_vectors(series, batch, V),
+            )
+    peers.release()
+
+
+def _call(series: str, x: Any) -> Callable[..., Any]:
+    """A function that runs the series once; it takes `out=`."""
+    if series == PEER:
+        return peers.softmax(x)
+    return partial(fa_numba.softmax, x, algorithm=algorithm(series))
+
+
+# --- the figure and the table ----------------------------------------------------------------
+
+
+def an_element(rows: Sequence[Row], source: str) -> dict[str, dict[str, float]]:
+    """Series -> loads and stores, of an element of a vector or of a score: the largest size's."""
+    found: dict[str, dict[str, float]] = {}
+    for row in sorted(rows, key=lambda r: r.seqlen_q):
+        vectors = row.series in SERIES
+        metric = row.metric.removesuffix(" of scores")
+        if row.source != source or row.value is None or (metric == row.metric) != vectors:
+            continue
+        if metric not in ("loads", "stores") or row.seqlen_q == LONG_SEQLEN:
+            continue
+        elements = row.batch * row.seqlen_q * (1 if vectors else row.seqlen_k)
+        found.setdefault(row.series, {})[metric] = row.value / elements
+    return {name: each for name, each in found.items() if {"loads", "stores"} <= each.keys()}
+
+
+def paper() -> dict[str, float]:
+    """Series -> accesses an element as published."""
+    lines = published.lookup(paper="online-softmax", metric="memory accesses per element")
+    named = {f"softmax-{line['method']}": float(line["value"]) for line in lines}
+    return {series: named[series] for series in SERIES if series in named}
+
+
+Times = dict[tuple[str, int, int], Row]
+
+
+def times(rows: Sequence[Row]) -> Times:
+    """(series, batch, V) -> the row of its time, none that failed."""
+    return {
+        (r.series, r.batch, r.seqlen_q): r
+        for r in rows
+        if r.metric == "time" and r.value is not None
+    }
+
+
+def over_safe(found: Times, series: str, batch: int) -> dict[int, float]:
+    """V -> the safe softmax's time over that of the series."""
+    return {
+        V: found[SERIES[1], batch, V].number / row.number
+        for (name, vectors, V), row in sorted(found.items(), key=lambda item: item[0][2])
+        if (name, vectors) == (series, batch) and (SERIES[1], batch, V) in found
+    }
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """Accesses an element, and elements per second over V at both batch sizes."""
+    from .lab import style
+
+    counted = an_element(rows, "counted") or an_element(rows, "model")
+    found = times(rows)
+    if not counted and not found:
+        return None
+    figure, axes = style.new(1, 1 + len(BATCHES), 4.2, width_ratios=(1.1, 1, 1))
+    left, *others = axes[0]
+    if counted:
+        _bars(left, counted, style)
+    else:
+        style.empty(left, "no counts")
+    for ax, batch in zip(others, BATCHES, strict=True):
+        _speeds(ax, found, batch, style)
+        ax.set_title(f"softmax of {batch} vectors, fp32")
+    handles = style.handles(axes)
+    if handles:
+        figure.legend(handles.values(), handles, loc="outside upper center", ncols=5)
+    return figure
+
+
+def colours(style: Any) -> dict[str, str]:
+    like = ("standard-simt", "fa1-simt", "fa2-simt", "torch-unfused")
+    return {name: style.COLOURS[of] for name, of in zip(LABELS, like, strict=True)}
+
+
+def _bars(ax: Any, counted: dict[str, dict[str, float]], style: Any) -> None:
+    shown = [s for s in (*SERIES, *ATTENTION) if s in counted]
+    looks = colours(style) | {s: style.COLOURS[s] for s in ATTENTION}
+    for at, series in enumerate(shown):
+        loads, stores = counted[series]["loads"], counted[series]["stores"]
+        ax.bar(at, loads, 0.62, color=looks[series])
+        ax.bar(at, stores, 0.62, bottom=loads, color=looks[series], alpha=0.45)
+        above = 12 if series in paper() else 3
+        ax.annotate(
+            f"{loads + stores:.3g}",
+            (at, loads + stores),
+            (0, above),
+            ha="center",
+            textcoords="offset points",
+            fontsize=10,
+        )
+    known = {shown.index(s): value for s, value in paper().items() if s in shown}
+    ax.plot(
+        list(known),
+        list(known.values()),
+        ls="",
+        marker="o",
+        ms=15,
+        mfc="none",
+        mew=1.5,
+        color=style.COLOURS["published"],
+        label="published (arXiv 1805.02867)",
+    )
+    names = [LABELS.get(s) or ATTENTION_LABELS[s].split(" ")[0] for s in shown]
+    ax.set_xticks(range(len(shown)), names, rotation=30)
+    ax.set_ylim(0, 5.4)
+    ax.grid(False, axis="x")
+    ax.set_ylabel("accesses")
+    ax.set_title("an element: loads, above them stores")
+
+
+def _speeds(ax: Any, found: Times, batch: int, style: Any) -> None:
+    looks = colours(style)
+    lengths = sorted({V for _, vectors, V in found if vectors == batch})
+    if not lengths:
+        style.empty(ax, "times not recorded yet")
+        return
+    for series, label in LABELS.items():
+        mine = [found[series, batch, V] for V in lengths if (series, batch, V) in found]
+        if not mine:
+            continue
+        y = [batch * row.seqlen_q / row.number / 1e6 for row in mine]
+        low = [batch * row.seqlen_q / (row.p80 or row.number) / 1e6 for row in mine]
+        high = [batch * row.seqlen_q / (row.p20 or row.number) / 1e6 for row in mine]
+        spread = [[a - b for a, b in zip(y, low, strict=True)],
+                  [b - a for a, b in zip(y, high, strict=True)]]  # fmt: skip
+        ax.errorbar(
+            [row.seqlen_q for row in mine],
+            y,
+            yerr=np.maximum(spread, 0),
+            color=looks[series],
+            marker="o",
+            ms=4,
+            elinewidth=1,
+            label=label,
+            ls="--" if series == PEER else "-",
+        )
+    style.sizes(ax, lengths[::2] if len(lengths) > 7 else lengths, "elements of a vector, V")
+    ax.set_ylim(bottom=0)
+    ax.set_ylabel("10⁹ elements/s")
+
+
+def table(rows: Sequence[Row]) -> Table | None:
+    """Accesses an element or score, the paper's beside them, and the speed over the safe one."""
+    model, counted = an_element(rows, "model"), an_element(rows, "counted")
+    if not model and not counted:
+        return None
+    known, found = paper(), times(rows)
+    nan = {r.series: r for r in rows if r.metric == "nan"}
+    lines = []
+    for series in (*SERIES, *ATTENTION):
+        form, run = model.get(series), counted.get(series)
+        either = run or form
+        if either is None:
+            continue
+        speeds = [over_safe(found, series, batch) for batch in BATCHES]
+        name = LABELS.get(series)
+        lines.append(
+            [
+                f"{name} softmax" if name else f"attention, {ATTENTION_LABELS[series]}",
+                *(f"{either[what]:.3g}" for what in ("loads", "stores")),
+                *(_sum(of) for of in (run, form)),
+                tables.number(known, series, "g"),
+                tables.cell(nan.get(series), str),
+                *(_best(speed) for speed in speeds),
+            ]
+        )
+    header = ["algorithm", "loads", "stores", "in all, counted", "in all, closed form"]
+    header += ["published", f"NaN in softmax(x + {TOO_LARGE:g})"]
+    header += [f"fastest over safe, {batch} vectors (at V)" for batch in BATCHES]
+    caption = (
+        "Accesses to global memory for each element of a vector, or of attention for each score, "
+        "of S and P together: standard attention writes a row of S, reads it, writes P and reads "
+        f"it{_long(rows)}; the flash orders keep it on chip. NaN: of {QUICK_LENGTHS[0]} elements."
+    )
+    return Table(caption, tables.markdown(header, lines))
+
+
+def _sum(of: dict[str, float] | None) -> str:
+    return tables.MISSING if of is None else f"{sum(of.values()):.3g}"
+
+
+def _best(speed: dict[int, float]) -> str:
+    if not speed:
+        return tables.MISSING
+    V = max(speed, key=lambda length: speed[length])
+    return f"{speed[V]:.2f} ({V})"
+
+
+def _long(rows: Sequence[Row]) -> str:
+    """What a row that no block's shared memory holds costs standard attention."""
+    for row in rows:
+        if (row.series, row.seqlen_q, row.metric) == (ATTENTION[0], LONG_SEQLEN, "loads of scores"):
+            loads = row.number / (row.seqlen_q * row.seqlen_k)
+            return f" (a row of {LONG_SEQLEN} is beyond shared memory: {loads:g} loads, not 2)"
+    return ""

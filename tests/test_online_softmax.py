@@ -1,0 +1,147 @@
+"""Softmax over the vector's length: what is counted and timed, the figure and the table."""
+
+import numpy as np
+import pytest
+
+from experiments import online_softmax
+from experiments.lab import peers, report, timing
+from experiments.lab.options import Bench, Options
+from experiments.lab.store import EMULATOR, MODEL, Recorder, Row, Store
+from fa_numba import device, io_model
+
+NAME = online_softmax.NAME
+
+
+def timed(machine="some-gpu", lengths=(256, 1024, 4096)):
+    """Times in proportion to the accesses; torch's are half of the online one's."""
+    rows = []
+    for batch in online_softmax.BATCHES:
+        for V in lengths:
+            for series in (*online_softmax.SERIES, online_softmax.PEER):
+                each = {"softmax-safe": 4.0, online_softmax.PEER: 1.5}.get(series, 3.0)
+                value = each * batch * V / 1e8
+                common = {"machine": machine, "source": "measured", "metric": "time", "unit": "ms"}
+                fields = online_softmax.of_vectors(series, batch, V)
+                rows.append(Row(value=value, p20=0.9 * value, p80=1.2 * value, **common, **fields))
+    return rows
+
+
+def synthetic(machine="some-gpu"):
+    rows = timed(machine)
+    for series in online_softmax.SERIES:
+        rows += online_softmax._model(series, 10, 256)
+        rows += online_softmax._count(series, 10, 256)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def quick():
+    """What a quick run without a GPU gives."""
+    options = Options(quick=True, seqlens=(40,), head_dims=(16,))
+    rows = []
+    for found in online_softmax.measure(options, Bench()):
+        rows += [found] if isinstance(found, Row) else found
+    return rows
+
+
+def test_what_is_counted_is_the_model(quick):
+    def numbers(source):
+        return {
+            (r.series, r.batch, r.seqlen_q, r.metric): r.value
+            for r in quick
+            if r.source == source and r.metric != "nan"
+        }
+
+    assert numbers("counted") == numbers("model")
+    elements = online_softmax.COUNTED_BATCH * 40
+    assert numbers("model")["softmax-safe", 10, 40, "loads"] == 3 * elements
+    assert {r.machine for r in quick} == {MODEL, EMULATOR}
+
+
+def test_the_naive_one_overflows(quick):
+    nan = {r.series: r.value for r in quick if r.metric == "nan"}
+    assert nan == {"softmax-naive": 256, "softmax-safe": 0, "softmax-online": 0}
+
+
+def test_a_row_of_scores_goes_through_memory_four_times_or_never(quick):
+    found = online_softmax.an_element(quick, "counted")
+    assert found["standard-simt"] == {"loads": 2, "stores": 2}
+    assert found["fa1-simt"] == found["fa2-simt"] == {"loads": 0, "stores": 0}
+
+
+def test_a_long_row_is_loaded_once_more():
+    problem = online_softmax.one_head(online_softmax.LONG_SEQLEN, 64)
+    planned = online_softmax.plan("standard-simt", problem)
+    rows = list(
+        online_softmax._attention(
+            "standard-simt", problem, planned.tiles, planned.accesses, MODEL, "model"
+        )
+    )
+    assert "3 loads, not 2" in online_softmax._long(rows)
+    assert online_softmax._long([]) == ""
+
+
+def test_the_published_accesses_are_the_models():
+    published = online_softmax.paper()
+    assert published == {
+        series: io_model.softmax(1, 1, online_softmax.algorithm(series)).total
+        for series in online_softmax.SERIES
+    }
+
+
+def test_times_are_of_checked_results(monkeypatch):
+    """On the emulator in a GPU's place, with a softmax that is wrong at one length."""
+    monkeypatch.setattr(device, "to_gpu", lambda array: array)
+    monkeypatch.setattr(device, "synchronize", lambda: None)
+    monkeypatch.setattr(peers, "available", lambda: False)
+    monkeypatch.setattr(peers, "release", lambda: None)
+    monkeypatch.setattr(online_softmax, "BATCHES", (3, 2))
+    monkeypatch.setattr(device, "time_ms", lambda call, repeats, **_: [1.0] * repeats)
+    softmax = online_softmax.fa_numba.softmax
+
+    def faulty(x, algorithm, out=None):
+        y = softmax(x, algorithm=algorithm)
+        return y * 2 if (algorithm, x.shape[1]) == ("safe", 8) else y
+
+    monkeypatch.setattr(online_softmax.fa_numba, "softmax", faulty)
+    rows = list(online_softmax._times((8, 20), Bench(machine="some-gpu")))
+    assert len(rows) == 12
+    failed = [(r.series, r.seqlen_q) for r in rows if r.failed]
+    assert failed == [("softmax-safe", 8)] * 2
+    assert all("against float64" in r.note for r in rows if r.failed)
+
+
+def test_the_gate():
+    x = online_softmax.values(3 * 50).reshape(3, 50)
+    gate = online_softmax.VectorGate(x)
+    right = np.exp(x) / np.exp(x).sum(axis=1, keepdims=True)
+    assert gate(right) <= gate.bound
+    with pytest.raises(timing.WrongResult):
+        gate(right * np.float32(1.001))
+    wrong = right.copy()
+    wrong[-1, 7] = np.nan
+    with pytest.raises(timing.WrongResult):
+        gate(wrong)
+
+
+def test_the_table(tmp_path, quick):
+    store = Store(tmp_path)
+    recorder = Recorder(store, NAME, lambda machine: {})
+    for row in [*quick, *timed(report.MACHINE)]:
+        recorder.add(row)
+    recorder.finish(complete=True)
+    text = report.text(NAME, store)
+    assert "| safe softmax | 3 | 1 | 4 | 4 | 4 | 0 | 1.00 (256) | 1.00 (256) |" in text
+    assert "| online softmax | 2 | 1 | 3 | 3 | 3 | 0 | 1.33 (" in text
+    assert "| attention, standard | 2 | 2 | 4 | 4 | - | - | - | - |" in text
+    assert len([line for line in text.splitlines() if line.startswith("| ")]) <= 2 + 10
+
+
+def test_the_figure(quick):
+    figure = online_softmax.draw([*quick, *timed()])
+    left, many, few = figure.axes
+    heights = [bar.get_height() for bar in left.patches]
+    assert heights[:2] == [2, 1] and sum(heights) == 3 + 4 + 3 + 4
+    assert [len(ax.containers) for ax in (many, few)] == [4, 4]
+    without = online_softmax.draw(quick)
+    assert [ax.texts[0].get_text() for ax in without.axes[1:]] == ["times not recorded yet"] * 2
