@@ -283,20 +283,27 @@ def _xy(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
     return [x for x, _ in points], [y for _, y in points]
 
 
+# Of the lengths measured, those that the page shows.
+SHOWN_SEQLENS = (512, 1024, 4096, 16384)
+
+
 def table(rows: Sequence[Row]) -> Table | None:
-    """Model, L2 and DRAM bytes of a call."""
+    """Model, L2 and DRAM bytes of a call, a line for each length and head dimension."""
     found = {
         (r.head_dim, r.seqlen_q, r.series, r.source): r
         for r in rows
         if r.metric == "traffic" and not r.causal
     }
-    if not found:
+    sizes = sorted({key[:2] for key in found if key[1] in SHOWN_SEQLENS})
+    if not sizes:
         return None
+    sources = ("model", "l2", "dram")
     lines = []
-    for d, N, series in sorted({key[:3] for key in found}):
-        cells = [found.get((d, N, series, source)) for source in ("model", "l2", "dram")]
+    for d, N in sizes:
+        cells = [found.get((d, N, series, source)) for series in SERIES for source in sources]
         numbers = [tables.cell(row, lambda v: f"{v / 1e9:.3g}") for row in cells]
-        lines.append([str(d), str(N), LABELS[series], *numbers])
-    header = ["d", "N", "algorithm", "model, GB", "L2, GB", "DRAM, GB"]
-    caption = "Forward, fp32, 16k tokens, hidden dimension 2048."
+        lines.append([str(d), str(N), *numbers])
+    header = ["d", "N"]
+    header += [f"{LABELS[s]}, {kind}" for s in SERIES for kind in ("accessed", "L2", "DRAM")]
+    caption = "Forward, fp32, 16k tokens, hidden dimension 2048; GB of 10^9 bytes."
     return Table(caption, tables.markdown(header, lines))

@@ -17,4 +17,9 @@ from . import claims, published, result
 
 def tables() -> dict[str, Make]:
     """Tables of the page by name: they take rows of many experiments."""
-    return {"published": published.TABLE, "claims": claims.TABLE, "result": result.TEXT}
+    return {
+        "published": published.TABLE,
+        "claims": claims.TABLE,
+        "result": result.TEXT,
+        "traffic": result.TRAFFIC,
+    }
