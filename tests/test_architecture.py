@@ -22,7 +22,8 @@ FLOORS = (
     ("host",),
     ("ops",),
     ("fa_numba",),
-    ("torch",),
+    ("torch", "commands"),
+    ("__main__",),
     ("experiments",),
 )
 # What tests set against the kernels reaches none of these rooms, not through others either.

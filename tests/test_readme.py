@@ -1,8 +1,11 @@
 """The pages: their links lead somewhere, README's result is what the recording says."""
 
+import contextlib
 import csv
 import inspect
+import io
 import re
+import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +17,7 @@ import fa_numba
 from experiments.lab import registry, report
 from experiments.lab.options import Bench, Options
 from experiments.lab.store import Recorder, Store
+from fa_numba import __main__ as command
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "paper_repro.md")
@@ -131,6 +135,31 @@ def test_the_experiment_of_the_walk_runs(monkeypatch, tmp_path):
     assert "| 32 | FA-2 (Q outer) |" in report.text("head_dim", store)
 
 
+PROMPT = "```text\n$ python -m fa_numba "
+SHOWN = re.compile(re.escape(PROMPT) + r"(?P<arguments>[^\n]*)\n(?P<output>.*?)```\n", re.DOTALL)
+
+
+def shown_again():
+    """README with what its commands print now in place of what it says that they print."""
+
+    def printed(block):
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            assert command.main(shlex.split(block["arguments"])) == 0
+        return f"{PROMPT}{block['arguments']}\n{said.getvalue()}```\n"
+
+    return SHOWN.sub(printed, (ROOT / "README.md").read_text())
+
+
+def test_readme_shows_what_the_commands_print():
+    """`python tests/test_readme.py` writes what they print now."""
+    page = (ROOT / "README.md").read_text()
+    assert {block["arguments"].split()[0] for block in SHOWN.finditer(page)} == {
+        module.NAME for module in command.COMMANDS
+    }
+    assert shown_again() == page
+
+
 def test_the_table_for_other_libraries_names_what_there_is():
     page = (ROOT / "README.md").read_text().partition("## Coming from another library")[2]
     rows = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
@@ -139,3 +168,7 @@ def test_the_table_for_other_libraries_names_what_there_is():
     known = {p for f in functions for p in inspect.signature(f).parameters} | {*dir(fa_numba)}
     assert len(rows) > 10
     assert names <= known | set(fa_numba.AttentionOptions.__annotations__)
+
+
+if __name__ == "__main__":
+    (ROOT / "README.md").write_text(shown_again())

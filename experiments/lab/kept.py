@@ -22,7 +22,8 @@ ENTRY = "counted"
 PACKAGE, LAB = Path(fa_numba.__file__).parent, Path(__file__).parent
 # What no count depends on; another file that is missing here is counted anew for nothing.
 _NO_PART = {
-    *(PACKAGE / name for name in ("torch.py", "algorithms.py", "reference.py")),
+    *(PACKAGE / name for name in ("torch.py", "algorithms.py", "reference.py", "__main__.py")),
+    *PACKAGE.glob("commands/*"),
     *(LAB / f"{name}.py" for name in ("drawing", "film", "speed_figures", "style", "tables")),
     *(LAB / f"{name}.py" for name in ("published", "report", "peers", "speeds", "tune")),
     *(LAB / f"{name}.py" for name in ("kept", "provenance", "runner", "counter_target")),

@@ -1,0 +1,1 @@
+"""The commands of python -m fa_numba: `add_arguments` says what one takes, `run` gives its text."""

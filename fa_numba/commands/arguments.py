@@ -1,0 +1,55 @@
+"""What the commands' arguments and outputs have in common."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+WIDTH = 100  # columns of a terminal that every output fits into
+MAX_SEQLEN = 1 << 20
+
+
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """A parser of an integer from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is no integer: allowed is {least} to {most}"
+            ) from None
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{value} is outside: allowed is {least} to {most}")
+        return value
+
+    return parse
+
+
+def finite(text: str) -> float:
+    """A finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is no finite number")
+    return value
+
+
+def as_json(value: Any) -> str:
+    """JSON text; what JSON has no number for becomes "inf", "-inf" or "nan"."""
+    return json.dumps(_plain(value), indent=2, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
