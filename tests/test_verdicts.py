@@ -173,8 +173,24 @@ def test_two_to_four_times_faster():
 
 def test_the_result_has_each_ratio_of_its_rows():
     text = report.text("result", Store(FIGURES))
-    assert all(
-        word in text for word in ("Accesses.", "L2.", "DRAM.", "equal grid.", "paper's grid")
-    )
+    for word in ("Accesses", "L2", "DRAM", "Time at an equal grid", "Time on the paper's grid"):
+        assert f"**{word}**" in text
     assert "figures/data/loop_order/nvidia-h200.csv" in text
     assert verdicts.result.sentences([]) is None
+
+
+def test_what_dram_moves_is_said_with_the_rows_numbers():
+    rows = [
+        row(series, value, experiment="io_vs_seqlen", source=source, metric="traffic", unit="bytes",
+            problem=one_head(64, d))
+        for d in (64, 128)
+        for series, source, value in (
+            ("fa1-simt", "model", 1e6), ("fa1-simt", "dram", 5e5), ("standard-simt", "model", 5e5),
+            ("standard-simt", "dram", 2e5), ("fa2-simt", "dram", 2.0 * 4 * 64 * d * 4),
+        )
+    ]  # fmt: skip
+    body = verdicts.result.traffic(rows).body
+    assert "DRAM moves 0.50 of what the kernel accesses" in body
+    assert "DRAM moves 2.00 times Q, K, V and O once" in body
+    assert "accesses 2.00 times the bytes of standard attention, and DRAM moves 2.50" in body
+    assert verdicts.result.traffic(rows[:3]) is None

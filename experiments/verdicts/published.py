@@ -155,6 +155,51 @@ def _order(data: Evidence, pass_: str, item: str) -> Finding:
 
 
 METHODS = {"fa2": "FlashAttention-2"}
+# Of FA-3's figures, the kernels that torch has too.
+PEERS = {"FA-2": "torch-fa2", "cuDNN": "torch-cudnn"}
+
+
+def _hopper(data: Evidence, pass_: str, item: str) -> Finding:
+    found: dict[str, list[float]] = {method: [] for method in PEERS}
+    ahead = []
+    for d in (64, 128):
+        for causal in (False, True):
+            where = {"head_dim": str(d), "causal": str(causal).lower()}
+
+            def speeds(series: str, d: int = d, causal: bool = causal) -> dict[int, float]:
+                rows = data.rows(
+                    "speed_fp16", series=series, metric="speed", pass_=pass_, head_dim=d,
+                    causal=causal,
+                )  # fmt: skip
+                return {row.seqlen_q: row.number for row in rows}
+
+            for method, series in PEERS.items():
+                theirs, ours = _published(paper="fa3", item=item, method=method, **where), {}
+                if theirs:
+                    ours = speeds(series)
+                found[method] += [ours[N] / theirs[N] for N in theirs if N in ours]
+            best, ours = _published(paper="fa3", item=item, method="FA-3", **where), {}
+            if best:
+                ours = speeds("fa2-mma")
+            ahead += [best[N] / ours[N] for N in best if N in ours]
+    words = "; ".join(
+        f"torch's {method} over the published {method} {span(ratios)}"
+        for method, ratios in found.items()
+    )
+    number = f"{words}; the published FA-3 over our FA-2 {span(ahead)}"
+    near = all(0.8 <= ratio <= 1.25 for ratio in sum(found.values(), []))
+    reason = "the peers; no kernel here has FA-3's instructions, wgmma and TMA"
+    return Finding(number, TREND if near else REFUTED, reason if near else "")
+
+
+def fa3_speed(pass_: str, item: str) -> Question:
+    """FA-3 Figs. 5 and 6: its peers here and there, and how far FA-3 is ahead of our FA-2."""
+    words = {"fwd": "forward", "bwd": "backward"}[pass_]
+    return Question(f"{FA3} {item}", f"speed, {words}: FA-3 1.5 to 2 times FA-2", "H100, 16k tokens, "
+                    "hidden 2048, fp16", "H200, d=64 and 128", ("speed_fp16",),
+                    lambda data: _hopper(data, pass_, item))  # fmt: skip
+
+
 ITEMS = (
     Question(f"{FA1} Fig. 2 middle", "HBM accesses over B_c", "A100, N=1024, d=64, 16 heads, "
              "batch 64, forward", "the same, counted", ("block_size",), block_accesses),
@@ -167,5 +212,7 @@ ITEMS = (
     fa2_speed("fwd", "Fig. 5"),
     fa2_speed("bwd", "Fig. 6"),
     fa2_speed("fwd+bwd", "Fig. 7"),
+    fa3_speed("fwd", "Fig. 5"),
+    fa3_speed("bwd", "Fig. 6"),
 )  # fmt: skip
 TABLE = question_table(ITEMS, "figure or table")
