@@ -195,8 +195,8 @@ def _hopper(data: Evidence, pass_: str, item: str) -> Finding:
 def fa3_speed(pass_: str, item: str) -> Question:
     """FA-3 Figs. 5 and 6: its peers here and there, and how far FA-3 is ahead of our FA-2."""
     words = {"fwd": "forward", "bwd": "backward"}[pass_]
-    return Question(f"{FA3} {item}", f"speed, {words}: FA-3 1.5 to 2 times FA-2", "H100, 16k tokens, "
-                    "hidden 2048, fp16", "H200, d=64 and 128", ("speed_fp16",),
+    return Question(f"{FA3} {item}", f"speed, {words}: FA-3 1.5 to 2 times FA-2",
+                    "H100, 16k tokens, hidden 2048, fp16", "H200, d=64 and 128", ("speed_fp16",),
                     lambda data: _hopper(data, pass_, item))  # fmt: skip
 
 
