@@ -160,6 +160,39 @@ def faster(data: Evidence) -> Finding:
     return Finding(number, REFUTED)
 
 
+def softmax_accesses(data: Evidence) -> Finding:
+    found = {name: per_element(data, f"softmax-{name}") for name in ("naive", "safe", "online")}
+    number = ", ".join(f"{name} {value:g}" for name, value in found.items()) + " an element"
+    holds = list(found.values()) == [3, 4, 3]
+    return Finding(number, REPRODUCED if holds else REFUTED)
+
+
+def per_element(data: Evidence, series: str) -> float:
+    """Counted loads and stores for each element; every length must agree."""
+    rows = data.rows("online_softmax", series=series, source="counted", metric=("loads", "stores"))
+    totals: dict[int, float] = {}
+    for row in rows:
+        share = row.number / (row.batch * row.seqlen_q)
+        totals[row.seqlen_q] = totals.get(row.seqlen_q, 0) + share
+    (value,) = set(totals.values())
+    return value
+
+
+def passes_over_scores(data: Evidence) -> Finding:
+    def loads(series: str) -> float:
+        rows = data.rows(
+            "online_softmax", series=series, source="counted", metric="loads of scores"
+        )
+        (value,) = {row.number / (row.batch * row.seqlen_q * row.seqlen_k) for row in rows}
+        return value
+
+    standard, one, two = (loads(series) for series in measured.SIMT)
+    number = f"loads of a score: standard {standard:g}, FA-1 {one:g}, FA-2 {two:g}"
+    holds = standard == 2 and one == two == 0
+    reason = "a flash row is never in memory: its blocks pass once, on the chip" if holds else ""
+    return Finding(number, REPRODUCED if holds else REFUTED, reason)
+
+
 def o_in_every_pass(data: Evidence) -> Finding:
     one = [elements(data, "fa1-simt", kind).get("O", 0) // (N * D) for kind in ("loads", "stores")]
     two = [elements(data, "fa2-simt", kind).get("O", 0) // (N * D) for kind in ("loads", "stores")]
@@ -342,6 +375,11 @@ CLAIMS = (
              "fp16, T=8192, h=32, d=128", LAYER, OWN, saving),
     Question("C10", "2-4x faster than standard at long context", "any GPU", LONG,
              ("speed_fp16",), faster),
+    Question("C11", "softmax accesses an element: naive 3, safe 4, online 3", "any",
+             "emulator, 10 vectors of 256 to 4096", ("online_softmax",), softmax_accesses),
+    Question("C12", "two-pass attention needs the whole row twice, one-pass once", "any",
+             "emulator, one head, N=128 and 256, d=64, fp32", ("online_softmax",),
+             passes_over_scores),
     Question("C15", "Q inside K/V: O through HBM in every pass; Q outside: O written once", "any",
              EMULATED, OWN, o_in_every_pass),
     Question("C16", "causal tiles above the diagonal are skipped", "any", EMULATED + "; " + LONG,

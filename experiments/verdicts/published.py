@@ -7,6 +7,7 @@ from experiments.lab.workloads import SEQLENS
 from fa_numba import io_model
 from fa_numba.problem import Problem
 
+from . import claims
 from .evidence import REFUTED, REPRODUCED, TREND, Evidence, Finding, Question, question_table, span
 
 FA1 = "[FA-1](https://arxiv.org/abs/2205.14135)"
@@ -154,6 +155,18 @@ def _order(data: Evidence, pass_: str, item: str) -> Finding:
     return Finding(number, TREND if leads else REFUTED, reason)
 
 
+def softmax_accesses(data: Evidence) -> Finding:
+    names = ("naive", "safe", "online")
+    printed = {
+        line["method"]: float(line["value"])
+        for line in published.lookup(paper="online-softmax", item="text")
+        if line["method"] in names
+    }
+    ours = {name: claims.per_element(data, f"softmax-{name}") for name in names}
+    number = ", ".join(f"{name} {ours[name]:g} (published {printed[name]:g})" for name in names)
+    return Finding(number, REPRODUCED if ours == printed else REFUTED)
+
+
 METHODS = {"fa2": "FlashAttention-2"}
 # Of FA-3's figures, the kernels that torch has too.
 PEERS = {"FA-2": "torch-fa2", "cuDNN": "torch-cudnn"}
@@ -214,5 +227,8 @@ ITEMS = (
     fa2_speed("fwd+bwd", "Fig. 7"),
     fa3_speed("fwd", "Fig. 5"),
     fa3_speed("bwd", "Fig. 6"),
+    Question("[Online softmax](https://arxiv.org/abs/1805.02867), section 3",
+             "memory accesses an element", "any", "emulator, 10 vectors of 256 to 4096",
+             ("online_softmax",), softmax_accesses),
 )  # fmt: skip
 TABLE = question_table(ITEMS, "figure or table")
