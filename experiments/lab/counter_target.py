@@ -45,10 +45,13 @@ def run(case: Case, inputs: Inputs) -> int:
         options["warp_partition"] = case.warp_partition
     if case.ablate:
         options["ablate"] = tuple(case.ablate)
+    rows = case.rows or case.seqlen
+    q_shape = (*problem.q_shape[:2], rows, case.head_dim)
     planned = fa_numba.plan(
-        problem.q_shape, problem.k_shape, dtype=case.dtype, passes=case.passes, **options
+        q_shape, problem.k_shape, dtype=case.dtype, passes=case.passes, **options
     )
     q, k, v, dout = (device.to_gpu(x.astype(case.dtype)) for x in inputs(problem))
+    q, dout = q[:, :, :rows], dout[:, :, :rows]
     if case.passes == "fwd":
         out = fa_numba.attention(q, k, v, **options)
         call = partial(fa_numba.attention, q, k, v, out=out, **options)
@@ -83,6 +86,7 @@ def main() -> None:
     parser.add_argument("--query-splits", type=int, default=1, help="fa1: thread blocks a head")
     parser.add_argument("--warp-partition", default="rows", choices=["rows", "keys"])
     parser.add_argument("--ablate", nargs="*", default=[], metavar="MEASURE", help="left out")
+    parser.add_argument("--rows", type=int, help="of q; all without")
     parser.add_argument("--passes", default="fwd", choices=["fwd", "bwd"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16"])
     args = vars(parser.parse_args())

@@ -59,7 +59,8 @@ class CountersError(Exception):
 class Case:
     """One call to be counted. Br and Bc are None for the plan's own, else both are given.
 
-    `passes` is "fwd", or "bwd" for the backward pass alone.
+    `passes` is "fwd", or "bwd" for the backward pass alone. With `rows` the call has the first so
+    many rows of q alone.
     """
 
     algorithm: str
@@ -77,6 +78,7 @@ class Case:
     warp_partition: str = "rows"
     ablate: Sequence[str] = ()
     passes: str = "fwd"
+    rows: int | None = None
 
     def __post_init__(self) -> None:
         if self.passes not in ("fwd", "bwd"):
@@ -93,7 +95,7 @@ class Case:
     def of(cls, algorithm: str, problem: Problem, tiles: Any = None, **options: Any) -> Case:
         """A call for the problem; as many heads and rows of K and V as of Q.
 
-        ``options`` are query_splits, warp_partition, ablate and passes.
+        ``options`` are query_splits, warp_partition, ablate, passes and rows.
         """
         if (problem.heads_q, problem.seqlen_q) != (problem.heads_k, problem.seqlen_k):
             raise ValueError(f"problem is {problem}: heads and lengths of q and k must be equal")

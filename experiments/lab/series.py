@@ -7,8 +7,12 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 import fa_numba
 from fa_numba.problem import Problem
+
+from . import peers
 
 # A series is algorithm-unit, or algorithm-unit-variant: units are CUDA cores, "simt", and tensor
 # cores, "mma".
@@ -100,6 +104,47 @@ def gradients(series: str, problem: Problem, pass_: str, *arrays: Any, **given: 
 
     def run(out: Any = None) -> Any:
         return fa_numba.attention_backward(dout, q, k, v, *(kept or forward()), **options)
+
+    return run
+
+
+def row_tiles(series: str, problem: Problem, q: Any, k: Any, v: Any, **options: Any) -> Callable:
+    """A function that runs the series on one row tile of q after the other, a call each.
+
+    `options` have the tiles. Causal row tiles are given the keys that they see, no more: aligned to
+    the bottom right, their mask is then that of the whole.
+    """
+    options |= _common(series, problem)
+    Br, Nq = options["tiles"].Br, problem.seqlen_q
+    tiles = []
+    for first in range(0, Nq, Br):
+        end = min(first + Br, Nq)
+        tiles.append((slice(first, end), slice(0, problem.columns_end(end - 1))))
+
+    def run(out: Any = None) -> Any:
+        if out is None:  # what no call writes is seen
+            nothing = np.full(problem.q_shape, np.nan, np.float32)
+            (out,) = peers.on_device((nothing,), problem.dtype)
+        for rows, columns in tiles:
+            keys, values = k[:, :, columns], v[:, :, columns]
+            fa_numba.attention(q[:, :, rows], keys, values, out=out[:, :, rows], **options)
+        return out
+
+    return run
+
+
+def backward(series: str, problem: Problem, *arrays: Any, **options: Any) -> Callable:
+    """A function that gives dq, dk and dv once by the series; `arrays` are q, k, v and dout.
+
+    The forward pass before it, which is not part of a run, is the plan's: `options` are those of
+    the backward pass. It takes `out`, which it leaves alone.
+    """
+    q, k, v, dout = arrays
+    common = _common(series, problem)
+    kept = fa_numba.attention(q, k, v, return_lse=True, **common)
+
+    def run(out: Any = None) -> Any:
+        return fa_numba.attention_backward(dout, q, k, v, *kept, **common, **options)
 
     return run
 
