@@ -51,10 +51,8 @@ from experiments.lab import (
 )
 from experiments.lab.options import FIGURES, REPOSITORY, Bench, Options
 from experiments.lab.series import (
-    FA1_TILES,
     LABELS,
     MMA_SPLITS,
-    SPLITS,
     block_costs,
     makespan,
     query_splits,
@@ -124,18 +122,6 @@ def synthetic(name, machine="some-gpu"):
                     **block_size._fields(problem, series, Br, Bc),
                 )
             )
-    elif name == "loop_cost":
-        for step, time in zip(loop_cost.STEPS, (40.0, 20.0, 16.0, 12.0), strict=True):
-            common = {"series": step, "note": "query_splits=2" if step == SPLITS else ""}
-            numbers = [("measured", "time", "ms", time), ("model", "traffic", "bytes", 1e9 * time)]
-            # 20 / 16 of the time is 1.1 of the instructions, 1.2 of the waiting and a rest.
-            k_outer = step in ("fa1-simt", SPLITS)
-            numbers.append(("measured", "instructions", "1", 1.1e10 if k_outer else 1e10))
-            numbers.append(("measured", "issue", "1", 0.5 if k_outer else 0.6))
-            numbers += [(kind, "traffic", "bytes", 2e9) for kind in ("l2", "dram")]
-            for source, metric, unit, value in numbers:
-                fields = {"source": source, "metric": metric, "unit": unit, "value": value}
-                rows.append(gpu_row(name, fa2_setting(4096, 64), **fields, **common))
     elif name == "host_cost":
         for dtype, shown in host_cost.SERIES.items():
             for pass_ in ("fwd", "bwd"):
@@ -1104,120 +1090,6 @@ def test_the_work_of_the_blocks_is_the_models(causal, lengths, splits):
     assert sum(block_costs(problem, 64, 128, splits)) == visited + column_tiles / 2
 
 
-# --- where the time of the loop goes ---------------------------------------------------------
-
-
-def test_factors_multiply_to_the_whole():
-    found = loop_cost.factors(variants.values(synthetic("loop_cost")))
-    assert (found["grid"], found["order"], found["tiles"]) == (2, 1.25, pytest.approx(4 / 3))
-    assert found["total"] == pytest.approx(found["grid"] * found["order"] * found["tiles"])
-    assert (found["instructions"], found["waiting"]) == (pytest.approx(1.1), pytest.approx(1.2))
-    parts = found["instructions"] * found["waiting"] * found["rest"]
-    assert parts == pytest.approx(found["order"])
-
-
-def test_factors_without_counters_are_those_of_the_times():
-    rows = [row for row in synthetic("loop_cost") if row.metric != "issue"]
-    found = loop_cost.factors(variants.values(rows))
-    assert (found["waiting"], found["rest"]) == (None, None)
-    assert (found["order"], found["instructions"]) == (1.25, pytest.approx(1.1))
-
-
-def measured_steps(monkeypatch, counted, head_dim):
-    """loop_cost's rows with stand-ins for the GPU: runs are noted, not made."""
-    calls = []
-
-    def attention(q, k, v, **options):
-        calls.append({"d": q.shape[-1], **options})
-
-    def time_call(run, check, seconds):
-        assert seconds is None
-        run()
-        return timing.Timing(float(len(calls)), 1.0, 2.0, 20, 1e-7)
-
-    monkeypatch.setattr(fa_numba, "attention", attention)
-    monkeypatch.setattr(variants, "time_call", time_call)
-    monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
-    monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
-    monkeypatch.setattr(loop_cost, "fa2_setting", lambda N, d, mask: Problem(1, 2, 2, N, N, d))
-    cases = []
-
-    def count_or_say(wanted, metrics, say):
-        cases.extend(wanted)
-        return counted and [dict.fromkeys(metrics, 1.0 * i) for i in range(1, 1 + len(wanted))]
-
-    monkeypatch.setattr(counters, "count_or_say", count_or_say)
-    options = Options(seqlens=(512,), head_dims=(head_dim,))
-    bench = Bench(machine="some-gpu", describe={"multiprocessors": 132}, say=lambda line: None)
-    rows = list(loop_cost.measure(options, bench))
-    assert len({row.key for row in rows}) == len(rows)
-    return rows, calls, cases
-
-
-def test_each_step_runs_as_it_says(monkeypatch):
-    rows, calls, cases = measured_steps(monkeypatch, counted=True, head_dim=64)
-    # One kernel call and one count a step: FA-1, its splits, FA-2, FA-2 at FA-1's tiles.
-    assert (
-        [c["algorithm"] for c in calls]
-        == ["fa1", "fa1", "fa2", "fa2"]
-        == [case.algorithm for case in cases]
-    )
-    assert [c.get("query_splits", 1) for c in calls] == [1, 4, 1, 1]
-    assert [case.query_splits for case in cases] == [1, 4, 1, 1]
-    assert [(case.Br, case.Bc) for case in cases] == [(None, None)] * 3 + [(128, 128)]
-    assert calls[3]["tiles"] == fa_numba.Tiles(128, 128)
-    blocks = {row.series: (row.Br, row.Bc) for row in rows}
-    assert blocks == {
-        "fa1-simt": (128, 128),
-        SPLITS: (128, 128),
-        FA1_TILES: (128, 128),
-        "fa2-simt": (128, 64),
-    }
-    found = variants.values(rows)
-    for at, series in enumerate(("fa1-simt", SPLITS, "fa2-simt", FA1_TILES), 1):
-        assert found[series, "measured", "time"] == at
-        assert found[series, "measured", "stall_global"] == at
-        assert found[series, "l2", "traffic"] == 32 * 2 * at
-        assert found[series, "dram", "traffic"] == 2 * at
-    problem = Problem(1, 2, 2, 512, 512, 64)
-    model = io_model.fa1(problem, fa_numba.Tiles(128, 128), query_splits=4).bytes
-    assert found[SPLITS, "model", "traffic"] == model
-
-
-def test_a_step_that_changes_nothing_is_not_run_twice(monkeypatch):
-    rows, calls, _ = measured_steps(monkeypatch, counted=True, head_dim=128)
-    assert [c["algorithm"] for c in calls] == ["fa1", "fa1", "fa2"]
-    mine, other = ([r for r in rows if r.series == s] for s in (FA1_TILES, "fa2-simt"))
-    assert [r.value for r in mine] == [r.value for r in other]
-    assert {r.note for r in mine} == {"the same tiles: the run of fa2-simt"}
-
-
-def test_steps_are_timed_without_counters_too(monkeypatch):
-    rows, _, _ = measured_steps(monkeypatch, counted=None, head_dim=64)
-    assert {r.source for r in rows} == {"measured", "model"}
-    assert {r.metric for r in rows} == {"time", "speed", "error", "traffic"}
-    assert loop_cost.draw(rows).axes
-
-
-def test_the_table_of_steps(tmp_path):
-    store_synthetic("loop_cost", tmp_path, report.MACHINE)
-    lines = [
-        line for line in report.text("loop_cost", Store(tmp_path)).splitlines() if "4096" in line
-    ]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert cells[0] == [
-        *("64", "no", "4096"),
-        *("3.33", "2.00", "1.25", "1.10", "1.20", "0.95", "1.33"),
-    ]
-    assert [line[3:5] for line in cells[1:]] == [
-        [name, time]
-        for name, time in zip(
-            loop_cost.STEPS.values(), ("40.00", "20.00", "16.00", "12.00"), strict=True
-        )
-    ]
-    assert cells[1][-3:] == ["40.0", "2.00", "2.00"]
-
-
 # --- both orders at equal tiles and work ------------------------------------------------------
 
 
@@ -1358,7 +1230,7 @@ def test_every_head_dimension_and_mask_has_its_panels():
     problems = [fa2_setting(N, 64) for N in (512, 1024, 2048, 4096, 8192)]
     common = {"series": "fa2-simt", "metric": "time", "unit": "ms", "value": 1.0}
     figure = loop_cost.draw([gpu_row("loop_cost", problem, **common) for problem in problems])
-    assert sum("one forward call" in t for t in titles(figure)) == len(problems)
+    assert all(f"N={p.seqlen_q}, " in t for p, t in zip(problems, titles(figure), strict=True))
 
 
 def counted_by(experiment, monkeypatch, **options):
@@ -1727,13 +1599,20 @@ def test_every_experiment_measures_on_a_gpu(name, tmp_path):
     if name in ("block_sparse", "char_model"):
         assert not [row.note for row in rows if row.failed]
     if name == "loop_cost":
-        timed = {row.series for row in rows if row.metric == "time" and not row.failed}
-        assert timed == set(loop_cost.STEPS)
-        if counters.available():
-            found = loop_cost.factors(variants.values(rows))
-            assert all(found.values())
-            assert all(0 < r.value <= 1 for r in rows if r.metric.startswith("issue"))
-            # FA-1 passes O through memory, FA-2 does not.
-            moved = {(r.series, r.source): r.value for r in rows if r.metric == "traffic"}
-            for source in ("model", "l2"):
-                assert moved[SPLITS, source] > moved[FA1_TILES, source]
+        assert not [row.note for row in rows if row.failed]
+        for (pass_, problem), mine in loop_cost.problems_of(rows).items():
+            found = loop_cost.by_step(mine)
+            steps = {at[0] for at in found if at[2] == "time"}
+            wanted = set(loop_cost.STEPS) - set(loop_cost.COUNTED_ONLY)
+            if pass_ == "bwd":
+                wanted -= {"fa1-keys", "fa2-one-block"}
+            if problem.dtype == "float32":
+                wanted -= {"fa1-keys"} if pass_ == "fwd" else {"fa1-splits"}
+            assert steps >= wanted
+            if counters.available() and pass_ == "fwd":
+                gains = loop_cost.factors(found)
+                assert all(gains[name] for name in ("instructions", "waiting", "rest"))
+                # FA-1 passes O through memory, FA-2 does not.
+                for source in ("model", "dram") if problem.dtype == "float32" else ("dram",):
+                    moved = [found[s, source, "traffic"] for s in ("fa1-splits", "fa2-fa1-tiles")]
+                    assert moved[0] > moved[1]

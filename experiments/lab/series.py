@@ -28,8 +28,10 @@ LABELS = {
     "standard-simt": "standard",
     "fa1-simt": "FA-1 (K/V outer)",
     "fa1-simt-splits": "FA-1, query splits",
+    "fa1-simt-keys": "FA-1, keys over the warps",
     "fa2-simt": "FA-2 (Q outer)",
     "fa2-simt-fa1-tiles": "FA-2, FA-1's tiles",
+    "fa2-simt-one-block": "FA-2, a block a head",
     "fa2-simt-deterministic": "FA-2, deterministic dQ",
     "torch-efficient": "torch efficient",
     "torch-fa2": "torch FA-2",
@@ -141,10 +143,10 @@ def backward(series: str, problem: Problem, *arrays: Any, **options: Any) -> Cal
     """
     q, k, v, dout = arrays
     common = _common(series, problem)
-    kept = fa_numba.attention(q, k, v, return_lse=True, **common)
+    o, lse = fa_numba.attention(q, k, v, return_lse=True, **common)
 
     def run(out: Any = None) -> Any:
-        return fa_numba.attention_backward(dout, q, k, v, *kept, **common, **options)
+        return fa_numba.attention_backward(dout, q, k, v, o, lse, **common, **options)
 
     return run
 

@@ -77,3 +77,15 @@ def yes_no(causal: bool) -> str:
 def sizes(row: Row) -> tuple[int, int, bool]:
     """What distinguishes the problems of most experiments: length, head dimension, mask."""
     return row.seqlen_q, row.head_dim, row.causal
+
+
+def runs(rows: Iterable[Row]) -> str:
+    """How many runs timed numbers are medians of, such as "medians of 5 to 20 runs".
+
+    Empty where no row says so.
+    """
+    counts = sorted({row.n for row in rows if row.n is not None and row.value is not None})
+    if not counts:
+        return ""
+    few, many = counts[0], counts[-1]
+    return f"medians of {many if few == many else f'{few} to {many}'} runs"

@@ -71,7 +71,9 @@ def measure(
     `counted` is False get no hardware counters, only the model's bytes.
     """
     calls = [
-        precompile.Call(s.series, problem, s.planned) for problem, variants in work for s in variants
+        precompile.Call(s.series, problem, s.planned)
+        for problem, variants in work
+        for s in variants
     ]
     backwards = any(s.passes == "bwd" for _, variants in work for s in variants)
     precompile.compile_ahead(calls, bench)
@@ -110,8 +112,7 @@ class _Gates:
                 self._made["fwd"] = Gate(problem, *self._host[:3])
             return self._made["fwd"]
         if problem.seqlen_q > CHECKED_SEQLEN:
-            lengths = {"seqlen_q": CHECKED_SEQLEN, "seqlen_k": CHECKED_SEQLEN}
-            shorter = replace(problem, batch=1, **lengths)
+            shorter = replace(problem, batch=1, seqlen_q=CHECKED_SEQLEN, seqlen_k=CHECKED_SEQLEN)
         arrays = self._inputs(shorter)
         if "bwd" not in self._made:
             self._made["bwd"] = GradientGate(shorter, *arrays)

@@ -1,0 +1,269 @@
+"""From FA-1 to FA-2 in steps: what is called for each, and what the figure and the table say."""
+
+import math
+
+import numpy as np
+import pytest
+from test_experiments import gpu_row, store_synthetic
+
+import fa_numba
+from experiments import loop_cost
+from experiments.lab import counters, report, series, timing, variants, workloads
+from experiments.lab.options import Bench, Options
+from experiments.lab.store import MODEL, Store
+from experiments.lab.workloads import Inputs, fa2_setting, one_head
+from fa_numba import io_model, reference
+
+TIMES = {
+    "fa1-keys": 44.0,
+    "fa1": 40.0,
+    "fa1-splits": 20.0,
+    "fa2-one-block": 32.0,
+    "fa2-fa1-tiles": 16.0,
+    "fa2": 12.0,
+}
+
+
+def synthetic():
+    """Every step of two problems in both dtypes, forward without a mask and with one."""
+    rows = []
+    for dtype, unit in (("float32", "simt"), ("float16", "mma")):
+        for causal in (False, True):
+            problem = fa2_setting(4096, 64, causal, dtype)
+            for step, time in TIMES.items():
+                if unit == "simt" and step == "fa1-keys":
+                    continue
+                # 20 / 16 of the time is 1.1 of the instructions, 1.2 of the waiting and a rest.
+                k_outer = step.startswith("fa1")
+                numbers = [("measured", "time", "ms", time / (2 if causal else 1))]
+                numbers.append(("measured", "instructions", "1", 1.1e10 if k_outer else 1e10))
+                numbers.append(("measured", "issuing", "1", 1e9 if k_outer else 1.2e9))
+                numbers.append(("measured", "active", "1", 2e9))
+                numbers += [(kind, "traffic", "bytes", 2e9) for kind in ("l2", "dram")]
+                numbers.append(("model", "traffic", "bytes", 1e9 * time))
+                name = loop_cost.series_of(step, unit)
+                for source, metric, kind, value in numbers:
+                    fields = {"source": source, "metric": metric, "unit": kind, "value": value}
+                    n = 7 if step == "fa1" else 20
+                    fields |= {"n": n if metric == "time" else None, "series": name}
+                    rows.append(gpu_row("loop_cost", problem, **fields))
+    return rows
+
+
+def plain(rows, dtype="float16"):
+    """The steps of the forward problem without a mask."""
+    return loop_cost.by_step(r for r in rows if r.dtype == dtype and not r.causal)
+
+
+def test_factors_multiply_to_the_whole():
+    found = loop_cost.factors(plain(synthetic()))
+    assert (found["splits"], found["order"], found["tiles"]) == (2, 1.25, pytest.approx(4 / 3))
+    assert (found["order_one_block"], found["grid"], found["warps"]) == (1.25, 2, 1.1)
+    for way in (("splits", "order"), ("order_one_block", "grid")):
+        product = math.prod(found[name] for name in (*way, "tiles"))
+        assert found["total"] == pytest.approx(product)
+    assert (found["instructions"], found["waiting"]) == (pytest.approx(1.1), pytest.approx(1.2))
+    parts = found["instructions"] * found["waiting"] * found["rest"]
+    assert parts == pytest.approx(found["order"])
+
+
+def test_factors_without_counters_are_those_of_the_times():
+    found = loop_cost.factors(plain(r for r in synthetic() if r.metric != "issuing"))
+    assert (found["waiting"], found["rest"]) == (None, None)
+    assert (found["order"], found["instructions"]) == (1.25, pytest.approx(1.1))
+    assert loop_cost.factors({}) == dict.fromkeys(found)
+
+
+class Stub:
+    """Stand-ins for the GPU: calls are noted, not made."""
+
+    def __init__(self, monkeypatch, counted):
+        self.calls, self.cases = [], []
+        monkeypatch.setattr(fa_numba, "attention", self.attention)
+        monkeypatch.setattr(fa_numba, "attention_backward", self.backward)
+        monkeypatch.setattr(variants, "time_call", self.time_call)
+        for module in (variants, series):
+            monkeypatch.setattr(module.peers, "on_device", lambda arrays, dtype: tuple(arrays))
+        monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
+        for name in ("Gate", "GradientGate"):
+            monkeypatch.setattr(variants, name, lambda *problem: lambda result: 1e-7)
+        monkeypatch.setattr(counters, "count_or_say", self.count_or_say)
+        monkeypatch.setattr(workloads, "TOKENS", 1024)
+        monkeypatch.setattr(workloads, "HIDDEN", 128)
+        self.counted = counted
+
+    def attention(self, q, k, v, return_lse=False, **options):
+        if not return_lse:  # else the forward pass before a backward one
+            self.calls.append({"passes": "fwd", "rows": q.shape[2], **options})
+        return (q, q) if return_lse else q
+
+    def backward(self, dout, q, k, v, out, lse, **options):
+        self.calls.append({"passes": "bwd", "rows": q.shape[2], **options})
+
+    def time_call(self, run, check, seconds):
+        assert seconds == timing.SECONDS
+        error = check(run())
+        return timing.Timing(float(len(self.calls)), 1.0, 2.0, 20, error)
+
+    def count_or_say(self, wanted, metrics, say):
+        self.cases.extend(wanted)
+        return self.counted and [dict.fromkeys(metrics, 1.0) for _ in wanted]
+
+
+def measured(monkeypatch, *, counted=True, head_dim=64, causal=False, seqlen=512):
+    stub = Stub(monkeypatch, counted)
+    options = Options(seqlens=(seqlen,), head_dims=(head_dim,), causal=(causal,))
+    bench = Bench(machine="some-gpu", describe={"multiprocessors": 132}, say=lambda line: None)
+    rows = list(loop_cost.measure(options, bench))
+    assert len({row.key for row in rows}) == len(rows)
+    return rows, stub
+
+
+def test_each_step_runs_as_it_says(monkeypatch):
+    rows, stub = measured(monkeypatch)
+    forward = [
+        (c["algorithm"], c["unit"], c.get("query_splits", 1), c.get("warp_partition", "rows"))
+        for c in stub.calls
+        if c["passes"] == "fwd" and c["rows"] == 512
+    ]
+    assert forward == [
+        ("fa1", "simt", 1, "rows"),
+        ("fa1", "simt", 4, "rows"),
+        ("fa2", "simt", 1, "rows"),
+        ("fa2", "simt", 1, "rows"),
+        ("fa1", "mma", 1, "keys"),
+        ("fa1", "mma", 1, "rows"),
+        ("fa1", "mma", 4, "rows"),
+        ("fa2", "mma", 1, "rows"),
+        ("fa2", "mma", 1, "rows"),
+    ]
+    # FA-2 with a block a head: a call a row tile, at FA-1's tiles; its counters are the first's.
+    by_tile = [c for c in stub.calls if c["rows"] == 128]
+    assert [c["unit"] for c in by_tile] == ["simt"] * 4 + ["mma"] * 4
+    assert [c.rows for c in stub.cases if c.rows] == [128, 128]
+    found = loop_cost.by_step(
+        r for r in rows if (r.pass_, r.dtype, r.causal) == ("fwd", "float16", False)
+    )
+    assert found["fa2-one-block", "measured", "instructions"] == 4
+    assert found["fa2-fa1-tiles", "measured", "instructions"] == 1
+    # FA-1's tiles, threads and all, until the last step.
+    half = [r for r in rows if (r.pass_, r.dtype) == ("fwd", "float16")]
+    tiles = {loop_cost.step_of(r.series): (r.Br, r.Bc) for r in half}
+    assert tiles["fa1-splits"] == tiles["fa2-one-block"] == tiles["fa2-fa1-tiles"] == tiles["fa1"]
+    (fa1,) = {
+        fa_numba.plan((2, 2, 512, 64), (2, 2, 512, 64), algorithm="fa1", dtype="float16").tiles
+    }
+    assert {c["tiles"] for c in by_tile if c["unit"] == "mma"} == {fa1} and fa1.threads
+
+
+def test_the_backward_steps(monkeypatch):
+    rows, stub = measured(monkeypatch, causal=True)
+    backward = [c for c in stub.calls if c["passes"] == "bwd" and c["unit"] == "mma"]
+    assert [c["algorithm"] for c in backward] == ["fa1", "fa1", "fa2", "fa2"]
+    assert [c.get("query_splits", 1) > 1 for c in backward] == [False, True, False, False]
+    steps = {loop_cost.step_of(r.series) for r in rows if (r.pass_, r.dtype) == ("bwd", "float16")}
+    assert steps == {"fa1", "fa1-splits", "fa2-fa1-tiles", "fa2"}
+    assert all(r.causal for r in rows) and not stub.cases  # counters are read without a mask
+
+
+def test_long_gradients_are_checked_on_a_shorter_problem(monkeypatch):
+    monkeypatch.setattr(variants, "CHECKED_SEQLEN", 256)
+    rows, stub = measured(monkeypatch)
+    # Each call once at 256 before it is timed.
+    checked = [c for c in stub.calls if c["passes"] == "bwd" and c["rows"] == 256]
+    timed = [c for c in stub.calls if c["passes"] == "bwd" and c["rows"] == 512]
+    assert len(checked) == len(timed) > 0
+    assert {r.pass_ for r in rows if r.metric == "error"} == {"fwd"}
+
+
+def test_a_step_that_changes_nothing_is_not_run_twice(monkeypatch):
+    rows, _ = measured(monkeypatch, head_dim=128)
+    mine, other = (
+        [r for r in rows if r.series == name and r.pass_ == "fwd" and r.source != MODEL]
+        for name in ("fa2-simt-fa1-tiles", "fa2-simt")
+    )
+    assert [r.value for r in mine] == [r.value for r in other] and mine
+    assert {r.note for r in mine} == {"the same tiles: the run of fa2-simt"}
+
+
+def test_steps_are_timed_without_counters_too(monkeypatch):
+    rows, _ = measured(monkeypatch, counted=None)
+    assert {r.source for r in rows} == {"measured", "model"}
+    assert loop_cost.draw(rows).axes and "| - |" in loop_cost.table(rows).body
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_row_tiles_make_the_whole(causal):
+    """FA-2 a row tile at a time gives what one call gives, and the accesses of one call."""
+    problem = one_head(80, 16, causal)
+    q, k, v = Inputs()(problem)
+    tiles = fa_numba.Tiles(32, 16)
+    with fa_numba.count_accesses() as counts, fa_numba.device.using("emulator"):
+        run = series.row_tiles("fa2-simt", problem, q, k, v, tiles=tiles)
+        got = run(np.full(problem.q_shape, np.nan, np.float32))
+    expected = reference.attention(q, k, v, causal=causal)
+    assert reference.relative_error(got, expected) < 1e-6
+    planned = series.plan("fa2-simt", problem, tiles=tiles)
+    assert counts.loads == planned.accesses.loads
+
+
+def test_operations_beside_the_products():
+    """By tile: what Algorithm 1's lines 9 to 12 do, and FA-2's; all of them once by hand."""
+    problem, tiles = one_head(64, 16), fa_numba.Tiles(32, 16)
+    scores, output = 5 * 32 * 16, 32 * 16
+    beside = {
+        step: loop_cost.beside_products(step, problem, tiles)
+        for step in ("fa1", "fa1-unnormalised", "fa2")
+    }
+    assert beside["fa1"] == 8 * (scores + 3 * output)
+    assert beside["fa2"] == 8 * (scores + output) + 64 * 16 == beside["fa1-unnormalised"]
+    backward = [loop_cost.beside_products(s, problem, tiles, "bwd") for s in ("fa1", "fa2")]
+    assert backward[0] == 8 * (6 * 32 * 16 + 2 * output)
+    assert backward[1] == 8 * 6 * 32 * 16 + 2 * 64 * 16
+    causal = loop_cost.beside_products("fa2", one_head(64, 16, True), tiles)
+    assert causal < beside["fa2"]
+
+
+def test_what_no_kernel_shows_is_counted(monkeypatch):
+    rows, _ = measured(monkeypatch)
+    found = loop_cost.by_step(r for r in rows if (r.pass_, r.dtype) == ("fwd", "float16"))
+    problem = fa2_setting(512, 64, False, "float16")
+    fa1 = io_model.fa1(problem, series.plan("fa1-mma", problem).tiles).bytes
+    assert found["fa1-unnormalised", "model", "traffic"] == fa1
+    moved = {s: found[s, "model", "traffic"] for s in ("fa2-statistics", "fa2-one-block")}
+    rows_of_q = problem.batch * problem.heads_q * 512
+    assert moved["fa2-statistics"] - moved["fa2-one-block"] == 4 * rows_of_q
+    assert ("fa1-unnormalised", "measured", "time") not in found
+
+
+def test_the_table_of_steps(tmp_path):
+    store_synthetic("loop_cost", tmp_path, report.MACHINE)
+    text = report.text("loop_cost", Store(tmp_path))
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("|")
+    ]
+    assert [
+        *("fwd", "fp16", "64", "4096", "3.33", "1.10", "1.25", "2.00", "2.00", "1.25"),
+        *("1.10", "1.20", "0.95", "1.33", "2.00", "2.00"),
+    ] in cells
+    # The steps of one problem: in 16 bits, without a mask.
+    times = {line[0]: line[2] for line in cells if len(line) == 9}
+    assert [times[loop_cost.STEPS[step]] for step in TIMES] == [f"{t:.2f}" for t in TIMES.values()]
+    assert "medians of 7 to 20 runs" in text
+
+
+def test_the_figure_names_each_gain():
+    rows = synthetic()
+    figure = loop_cost.draw(rows)
+    titles = [ax.get_title() for ax in figure.axes]
+    assert titles == ["forward, fp32, N=4096, d=64", "forward, fp16, N=4096, d=64"]
+    said = [text.get_text() for text in figure.axes[1].texts]
+    assert any("grid ×2.00; loop order, equal grid ×1.25" in text for text in said)
+    assert any("40 ms, DRAM 2.00 GB" in text for text in said)
+    causal = loop_cost.draw([r for r in rows if r.causal])
+    assert causal.axes[0].get_title().endswith("d=64, causal")
+    failed = [gpu_row("loop_cost", fa2_setting(4096, 64), series="fa1-simt", metric="time",
+                      unit="ms", value=None, note="failed: why")]  # fmt: skip
+    assert " failed" in [text.get_text() for text in loop_cost.draw(failed).axes[0].texts]
