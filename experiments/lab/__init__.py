@@ -7,6 +7,8 @@ workloads   problem sizes of the papers, and inputs for them
 series      our algorithms under the names that the data store has for them
 variants    several calls compared at one problem, with hardware counters
 peers       torch's kernels
+calls       calls of ours and of torch's alike, with options, and their checks
+unfused_steps   the steps of standard attention, one by one
 timing      times, and the check against float64 before them
 counters, counter_target    Nsight Compute
 counts      accesses counted on the emulator

@@ -43,6 +43,8 @@ def run(case: Case, inputs: Inputs) -> int:
         options["query_splits"] = case.query_splits
     if case.warp_partition != "rows":
         options["warp_partition"] = case.warp_partition
+    if case.dropout_p:
+        options["dropout_p"] = case.dropout_p
     if case.ablate:
         options["ablate"] = tuple(case.ablate)
     rows = case.rows or case.seqlen
@@ -56,7 +58,8 @@ def run(case: Case, inputs: Inputs) -> int:
         out = fa_numba.attention(q, k, v, **options)
         call = partial(fa_numba.attention, q, k, v, out=out, **options)
     else:
-        given = {name: options[name] for name in ("algorithm", "causal")}
+        kept = ("algorithm", "causal", "dropout_p")
+        given = {name: options[name] for name in kept if name in options}
         out, lse = fa_numba.attention(q, k, v, return_lse=True, **given)
         call = partial(fa_numba.attention_backward, dout, q, k, v, out, lse, **options)
         call()
@@ -87,6 +90,7 @@ def main() -> None:
     parser.add_argument("--warp-partition", default="rows", choices=["rows", "keys"])
     parser.add_argument("--ablate", nargs="*", default=[], metavar="MEASURE", help="left out")
     parser.add_argument("--rows", type=int, help="of q; all without")
+    parser.add_argument("--dropout-p", type=float, default=0.0, metavar="P")
     parser.add_argument("--passes", default="fwd", choices=["fwd", "bwd"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16"])
     args = vars(parser.parse_args())

@@ -79,6 +79,7 @@ class Case:
     ablate: Sequence[str] = ()
     passes: str = "fwd"
     rows: int | None = None
+    dropout_p: float = 0.0
 
     def __post_init__(self) -> None:
         if self.passes not in ("fwd", "bwd"):
@@ -95,7 +96,7 @@ class Case:
     def of(cls, algorithm: str, problem: Problem, tiles: Any = None, **options: Any) -> Case:
         """A call for the problem; as many heads and rows of K and V as of Q.
 
-        ``options`` are query_splits, warp_partition, ablate, passes and rows.
+        ``options`` are query_splits, warp_partition, ablate, passes, rows and dropout_p.
         """
         if (problem.heads_q, problem.seqlen_q) != (problem.heads_k, problem.seqlen_k):
             raise ValueError(f"problem is {problem}: heads and lengths of q and k must be equal")
@@ -249,6 +250,17 @@ def count(cases: Sequence[Case], metrics: Sequence[str]) -> list[dict[str, float
     """
     table, kernels = _run(cases, metrics)
     return assign(parse(table, metrics), kernels)
+
+
+def count_kernels(
+    cases: Sequence[Case], metrics: Sequence[str]
+) -> list[list[dict[str, float]] | str]:
+    """The same for each kernel of a case by itself, in launch order; ratios too."""
+    table, kernels = _run(cases, metrics)
+    launches = parse(table, metrics)
+    assign([{}] * len(launches), kernels)  # refuses another number of launches
+    left = iter(launches)
+    return [n if isinstance(n, str) else [next(left) for _ in range(n)] for n in kernels]
 
 
 def count_opcodes(cases: Sequence[Case]) -> list[dict[str, float] | str]:

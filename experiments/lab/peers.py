@@ -19,6 +19,7 @@ except ImportError:  # pragma: no cover
 EFFICIENT = "torch-efficient"
 FLASH = "torch-fa2"
 CUDNN = "torch-cudnn"
+MATH = "torch-math"
 UNFUSED = "torch-unfused"
 # torch's FlashAttention-2 and cuDNN kernels take half precision only.
 FLOAT32 = (EFFICIENT, UNFUSED)
@@ -28,6 +29,7 @@ _BACKENDS = {
     EFFICIENT: "EFFICIENT_ATTENTION",
     FLASH: "FLASH_ATTENTION",
     CUDNN: "CUDNN_ATTENTION",
+    MATH: "MATH",
 }
 
 
@@ -39,11 +41,21 @@ def version() -> str | None:
     return torch.__version__ if torch is not None else None
 
 
-def call(series: str, problem: Problem, q: Any, k: Any, v: Any) -> Callable[..., Any]:
+def call(
+    series: str,
+    problem: Problem,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    dropout_p: float = 0.0,
+    kv_lens: Sequence[int] | None = None,
+) -> Callable[..., Any]:
     """A function that runs the series once on q, k and v, which are viewed, not copied.
 
     It takes `out` as ours do, for the sake of one timing loop, and leaves it alone: torch's
-    attention makes its own output, in a cached allocation.
+    attention makes its own output, in a cached allocation. `kv_lens`, the valid columns of each
+    batch entry, are a mask of (batch, 1, 1, seqlen_k).
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     tq, tk, tv = (torch.as_tensor(x, device="cuda") for x in (q, k, v))
@@ -53,6 +65,10 @@ def call(series: str, problem: Problem, q: Any, k: Any, v: Any) -> Callable[...,
     scale, causal = problem.scale, problem.causal
     if causal and problem.diagonal:
         raise ValueError("torch's causal mask is aligned to the top left: lengths must be equal")
+    valid = None
+    if kv_lens is not None:
+        lengths = torch.as_tensor(kv_lens, device="cuda")[:, None, None, None]
+        valid = torch.arange(problem.seqlen_k, device="cuda") < lengths
 
     if series in _BACKENDS:
         backend = getattr(SDPBackend, _BACKENDS[series])
@@ -60,14 +76,22 @@ def call(series: str, problem: Problem, q: Any, k: Any, v: Any) -> Callable[...,
         def run(out: Any = None) -> Any:
             with sdpa_kernel(backend):
                 return torch.nn.functional.scaled_dot_product_attention(
-                    tq, tk, tv, is_causal=causal, scale=scale, enable_gqa=problem.group > 1
+                    tq,
+                    tk,
+                    tv,
+                    attn_mask=valid,
+                    dropout_p=dropout_p,
+                    is_causal=causal,
+                    scale=scale,
+                    enable_gqa=problem.group > 1,
                 )
 
     elif series == UNFUSED:
-        hidden = None
+        hidden = None if valid is None else ~valid
         if causal:
             shape = (problem.seqlen_q, problem.seqlen_k)
-            hidden = torch.ones(shape, dtype=torch.bool, device="cuda").triu_(1)
+            above = torch.ones(shape, dtype=torch.bool, device="cuda").triu_(1)
+            hidden = above if hidden is None else hidden | above
         if problem.group > 1:
             tk, tv = (x.repeat_interleave(problem.group, dim=1) for x in (tk, tv))
 
@@ -75,21 +99,27 @@ def call(series: str, problem: Problem, q: Any, k: Any, v: Any) -> Callable[...,
             S = torch.matmul(tq, tk.transpose(-2, -1)).mul_(scale)
             if hidden is not None:
                 S.masked_fill_(hidden, float("-inf"))
-            return torch.matmul(torch.softmax(S, dim=-1), tv)
+            P = torch.softmax(S, dim=-1)
+            if dropout_p:
+                P = torch.nn.functional.dropout(P, dropout_p)
+            return torch.matmul(P, tv)
 
     else:
         raise ValueError(f"series is {series!r}: allowed is {', '.join((*_BACKENDS, UNFUSED))}")
     return run
 
 
-def gradients(series: str, problem: Problem, pass_: str, *arrays: Any) -> Callable[..., Any]:
+def gradients(
+    series: str, problem: Problem, pass_: str, *arrays: Any, **options: Any
+) -> Callable[..., Any]:
     """A function that gives dq, dk and dv once, by autograd through what `call` runs.
 
-    `arrays` are q, k, v and dout; passes and `out` as `series.gradients` has them.
+    `arrays` are q, k, v and dout; passes and `out` as `series.gradients` has them, `options` as
+    `call`.
     """
     tq, tk, tv, dout = (torch.as_tensor(x, device="cuda").detach() for x in arrays)
     leaves = tuple(x.requires_grad_() for x in (tq, tk, tv))
-    forward = call(series, problem, *leaves)
+    forward = call(series, problem, *leaves, **options)
     kept = forward() if pass_ == "bwd" else None
 
     def run(out: Any = None) -> Any:
@@ -132,6 +162,19 @@ def peak_bytes(run: Callable[..., Any]) -> int:
     out = run()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before - out.numel() * out.element_size()
+
+
+def allocated_bytes(run: Callable[..., Any]) -> int:
+    """Peak memory that torch's allocator gives to one call, what it returns with the rest."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    made = run()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    del made  # alive until then: what is returned counts
+    return peak
 
 
 def release() -> None:

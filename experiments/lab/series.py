@@ -36,6 +36,7 @@ LABELS = {
     "torch-efficient": "torch efficient",
     "torch-fa2": "torch FA-2",
     "torch-cudnn": "torch cuDNN",
+    "torch-math": "torch math",
     "torch-unfused": "torch unfused",
 }
 # In the backward pass both orders have K/V outside: what differs is the grid.

@@ -25,9 +25,10 @@ COLOURS = {
     "fa2-simt-fa1-tiles": "#66C5AB",
     "fa2-simt-one-block": "#A9DECF",
     "fa2-simt-deterministic": "#66C5AB",
-    "torch-efficient": "#000000",
+    "torch-efficient": "#8B5A2B",
     "torch-fa2": "#000000",
     "torch-cudnn": "#E69F00",
+    "torch-math": "#C4B000",
     "torch-unfused": "#8C8C8C",
     "published": "#CC79A7",
 }
@@ -40,6 +41,7 @@ MARKERS = {
     "torch-efficient": "v",
     "torch-fa2": "v",
     "torch-cudnn": "X",
+    "torch-math": "*",
     "torch-unfused": "P",
 }
 # The same algorithm on tensor cores looks the same.

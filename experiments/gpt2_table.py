@@ -1,0 +1,409 @@
+"""Work, accesses and time of a layer of GPT-2's attention: FlashAttention-1 paper, Fig. 2 left.
+
+Its steps one by one, the paper's Fig. 1 right, are in `lab/unfused_steps.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import fa_numba
+from fa_numba import device
+from fa_numba.problem import Problem
+
+from .lab import calls, counters, counts, peers, precompile, published, tables, unfused_steps
+from .lab.options import Bench, Options
+from .lab.series import algorithm, plan, row_fields
+from .lab.speeds import PASSES
+from .lab.store import EMULATOR, MODEL, Row
+from .lab.tables import Table
+from .lab.timing import attempt, time_call
+from .lab.workloads import Inputs, one_head
+
+NAME = "gpt2_table"
+TITLE = "FLOPs, accesses and time of GPT-2's attention, step by step (FA-1 Figs. 1 and 2)"
+DESCRIPTION = (
+    "FA-1 paper, Fig. 2 left and Fig. 1 right (N=1024, d=64, 16 heads, batch 64): standard "
+    "attention and both orders, forward and backward, fp16 and fp32: FLOPs as published and as "
+    "corrected, accesses from the model, L2 and DRAM bytes, time; and the steps of standard "
+    "attention one by one, of torch and of our kernels, beside the fused kernels."
+)
+NEEDS_GPU = False
+# Which step a row is of stands in its note.
+SWEPT = ("note",)
+PROTOCOL = (
+    f"gradients checked at N={calls.LONGEST} at most; the steps with a causal mask and dropout of "
+    f"{unfused_steps.DROPOUT:g}: torch's each timed alone, those of our kernels by Nsight "
+    "Compute's gpu__time_duration, one launch of each"
+)
+
+BATCH, HEADS, SEQLEN, HEAD_DIM = 64, 16, 1024, 64
+QUICK_BATCH, QUICK_SEQLEN = 4, 512
+SERIES = {
+    "float16": ("standard-mma", "fa1-mma", "fa2-mma"),
+    "float32": ("standard-simt", "fa1-simt", "fa2-simt"),
+}
+PEERS = {"float16": peers.HALF, "float32": peers.FLOAT32}
+# The emulator counts one head of this length in seconds; 1024, backward, is beyond it.
+COUNTED_SEQLEN, QUICK_COUNTED = 256, 128
+SECONDS = 0.2  # of calls, where 20 take longer
+
+
+def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """Accesses from the model and counted; times, the steps and counters where there is a GPU."""
+    problems = list(_problems(options))
+    for problem in problems:
+        with device.using("emulator"):  # its tiles: the same on every machine
+            yield from _model(problem, MODEL)
+    heads = _counted(options, bench)
+    for problem, series in heads:
+        yield from _one_head(problem, series)
+    inputs = Inputs(gradient=True)
+    yield from bench.counted(heads, "counting on the emulator", partial(_count, inputs=inputs))
+    if bench.machine is None:
+        return
+    precompile.compile_ahead(_calls(problems), bench)
+    if not peers.available():
+        bench.say("  no torch with CUDA here: its kernels are not measured")
+    checks = calls.Checks(inputs)
+    for problem in bench.track(problems, "timing"):
+        yield from _model(problem, bench.machine)
+        yield from _times(problem, inputs, checks, bench.machine)
+    for problem in problems:
+        if problem.dtype == "float16" and options.causal != (False,):
+            problem = replace(problem, causal=True)
+            yield from unfused_steps.measure(NAME, problem, inputs, bench)
+    yield from _traffic(problems, bench)
+
+
+def _problems(options: Options) -> Iterator[Problem]:
+    batch = QUICK_BATCH if options.quick else BATCH
+    lengths = options.seqlens or ((QUICK_SEQLEN,) if options.quick else (SEQLEN,))
+    for dtype in SERIES:
+        for d in options.head_dims or (HEAD_DIM,):
+            for mask in options.causal or (False,):
+                for N in lengths:
+                    yield Problem(batch, HEADS, HEADS, N, N, d, dtype=dtype, causal=mask)
+
+
+def _counted(options: Options, bench: Bench) -> list[tuple[Problem, str]]:
+    """(problem of one head, series) that the emulator counts."""
+    lengths = options.seqlens or ((QUICK_COUNTED,) if options.quick else (COUNTED_SEQLEN,))
+    wanted = [
+        one_head(N, d, mask, "float16")
+        for d in options.head_dims or (HEAD_DIM,)
+        for mask in options.causal or (False,)
+        for N in lengths
+    ]
+    # A backward pass has 2.5 times the forward pass's steps.
+    small = [p for p in counts.countable(wanted, bench) if 14 * p.seqlen_q**2 * p.head_dim < 2**29]
+    if len(small) < len(wanted):
+        bench.say("  not counted: what takes minutes on the emulator backward")
+    return [(problem, series) for problem in small for series in SERIES["float16"]]
+
+
+def _fields(problem: Problem, series: str, pass_: str) -> dict[str, Any]:
+    return {"experiment": NAME, "series": series, "pass_": pass_, **row_fields(problem)}
+
+
+def _plans(problem: Problem, series: str) -> dict[str, fa_numba.Plan]:
+    """The plans of a training step: a forward pass that gives L too, and a backward pass."""
+    return {
+        "fwd": plan(series, problem, return_lse=True),
+        "bwd": plan(series, problem, passes="bwd"),
+    }
+
+
+def _model(problem: Problem, machine: str) -> Iterator[Row]:
+    """Bytes that our kernels load and store, by the closed form at the plan's tiles."""
+    for series in SERIES[problem.dtype]:
+        planned, _ = attempt(_plans, problem, series)
+        for pass_, each in (planned or {}).items():
+            yield Row(
+                machine=machine,
+                source="model",
+                metric="traffic",
+                unit="bytes",
+                value=each.accesses.bytes,
+                Br=each.tiles.Br,
+                Bc=each.tiles.Bc,
+                **_fields(problem, series, pass_),
+            )
+
+
+def _one_head(problem: Problem, series: str) -> Iterator[Row]:
+    with device.using("emulator"):
+        planned = _plans(problem, series)
+    for pass_, each in planned.items():
+        fields = _fields(problem, series, pass_)
+        yield from counts.totals(each.accesses, machine=MODEL, source="model", **fields)
+
+
+def _count(problem: Problem, series: str, inputs: Inputs) -> Iterator[Row]:
+    q, k, v, dout = (x.astype(problem.dtype) for x in inputs(problem))
+    options: dict[str, Any] = {"algorithm": algorithm(series), "causal": problem.causal}
+    with fa_numba.count_accesses() as forward:
+        kept = fa_numba.attention(q, k, v, return_lse=True, **options)
+    with fa_numba.count_accesses() as backward:
+        fa_numba.attention_backward(dout, q, k, v, *kept, **options)
+    for pass_, counted in (("fwd", forward), ("bwd", backward)):
+        fields = _fields(problem, series, pass_)
+        yield from counts.totals(counted, machine=EMULATOR, source="counted", **fields)
+
+
+def _calls(problems: Iterable[Problem]) -> Iterator[precompile.Call]:
+    for problem in problems:
+        for series in SERIES[problem.dtype]:
+            for pass_ in PASSES:
+                yield from precompile.calls(series, problem, pass_)
+            if problem.dtype == "float16":
+                hidden = replace(problem, causal=True)
+                yield precompile.Call(series, hidden, {"dropout_p": unfused_steps.DROPOUT})
+
+
+def _times(problem: Problem, inputs: Inputs, checks: calls.Checks, machine: str) -> Iterator[Row]:
+    arrays = peers.on_device(inputs(problem), problem.dtype)
+    shown: tuple[str, ...] = SERIES[problem.dtype]
+    if peers.available():
+        shown += PEERS[problem.dtype]
+    for pass_ in PASSES:
+        for series in shown:
+
+            def work(series: str = series, pass_: str = pass_) -> Any:
+                check = checks(series, pass_, problem)
+                return time_call(calls.make(series, pass_, problem, arrays), check, seconds=SECONDS)
+
+            timing, failure = attempt(work)
+            yield calls.time_row(
+                timing, failure, machine=machine, **_fields(problem, series, pass_)
+            )
+            device.release_memory()
+            peers.release()
+
+
+def _traffic(problems: Sequence[Problem], bench: Bench) -> Iterator[Row]:
+    """L2 and DRAM bytes of a forward and of a backward pass, by the hardware's counters."""
+    work = [
+        (problem, series, pass_)
+        for problem in problems
+        for series in SERIES[problem.dtype]
+        for pass_ in ("fwd", "bwd")
+    ]
+    cases = [counters.Case.of(algorithm(s), p, passes=pass_) for p, s, pass_ in work]
+    results = counters.count_or_say(cases, counters.TRAFFIC, bench.say)
+    for (problem, series, pass_), result in zip(work, results or (), strict=results is not None):
+        for source, in_bytes in counters.BYTES.items():
+            value, why = counters.read(result, in_bytes)
+            yield Row(
+                machine=str(bench.machine),
+                source=source,
+                metric="traffic",
+                unit="bytes",
+                value=value,
+                note=f"; {why}" if why else "",
+                **_fields(problem, series, pass_),
+            )
+
+
+# --- what the paper counts -------------------------------------------------------------------
+
+# Matrix products of a training step: FlashAttention makes S again in the backward pass.
+PRODUCTS = {"Standard": 6, "FlashAttention": 7}
+# Ours make S again in any backward pass; torch's unfused attention keeps P.
+OUR_PRODUCTS = {"torch-unfused": 6}
+# The paper's GB: so many N x N and N x d arrays of 2 bytes an element.
+ARRAYS = {"Standard": (18, 12), "FlashAttention": (0, 33)}
+
+
+def gflop(problem: Problem, products: int) -> float:
+    """10^9 FLOPs of so many products of N x N by d in every head: the corrected count."""
+    heads = problem.batch * problem.heads_q
+    return 2 * products * heads * problem.seqlen_q * problem.seqlen_k * problem.head_dim / 1e9
+
+
+def printed_gflop(problem: Problem, products: int) -> float:
+    """As the paper printed it: the products of one head in place of all, and 14 FLOPs a score."""
+    scores = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k
+    return gflop(problem, products) / problem.heads_q + 14 * scores / 1e9
+
+
+def paper_gb(problem: Problem, matrices: int, arrays: int) -> float:
+    """10^9 bytes of so many N x N matrices and N x d arrays a head, 2 bytes an element."""
+    rows = problem.batch * problem.heads_q * problem.seqlen_q
+    return 2 * rows * (matrices * problem.seqlen_k + arrays * problem.head_dim) / 1e9
+
+
+def paper(method: str, metric: str, item: str = "Fig. 2 left") -> float:
+    """What the paper prints for "Standard" or "FlashAttention"."""
+    (line,) = published.lookup(paper="fa1", item=item, method=method, metric=metric)
+    return float(line["value"])
+
+
+CORRECTED = "Fig. 2 left corrected (flash-attention issue 741)"
+SETTING = Problem(BATCH, HEADS, HEADS, SEQLEN, SEQLEN, HEAD_DIM, dtype="float16")
+
+# --- figure and tables -----------------------------------------------------------------------
+
+Found = dict[tuple[str, str, str], float]
+
+
+def whole(rows: Iterable[Row], problem: Problem) -> Found:
+    """(series, source, quantity) of a problem's rows -> ms of each pass, and GB of both passes.
+
+    The quantity of a time is its pass, that of bytes "GB". The model's bytes are those of the
+    tiles on the GPU where there is one.
+    """
+    found: Found = {}
+    sums: dict[tuple[str, str, str], dict[str, float]] = {}
+    for row in sorted(rows, key=lambda row: row.machine != MODEL):
+        if row.value is None or row.place or not _is_of(row, problem):
+            continue
+        if row.metric == "time":
+            found[row.series, "measured", row.pass_] = row.value
+        elif row.metric == "traffic":
+            sums.setdefault((row.series, row.source, "GB"), {})[row.pass_] = row.value / 1e9
+    found |= {key: sum(parts.values()) for key, parts in sums.items() if len(parts) == 2}
+    return found
+
+
+def _is_of(row: Row, problem: Problem) -> bool:
+    return all(getattr(row, name) == value for name, value in row_fields(problem).items())
+
+
+def _drawn(rows: Sequence[Row]) -> Problem | None:
+    """The paper's problem in fp16, or the largest that there are rows of; None without any."""
+    sizes = {
+        (r.batch, r.seqlen_q, r.head_dim, r.causal)
+        for r in rows
+        if r.dtype == "float16" and not r.place and (r.metric == "time" or r.metric == "traffic")
+    }
+    ours = (BATCH, SEQLEN, HEAD_DIM, False)
+    if not sizes:
+        return None
+    batch, N, d, mask = ours if ours in sizes else max(sizes)
+    return Problem(batch, HEADS, HEADS, N, N, d, dtype="float16", causal=mask)
+
+
+_GROUPS = {"standard": ("standard-mma", "Standard"), "FA-1": ("fa1-mma", "FlashAttention"),
+           "FA-2": ("fa2-mma", None)}  # fmt: skip
+_BARS = (("model", "model", 1.0, None), ("l2", "L2", 0.6, None), ("dram", "DRAM", 0.3, "///"))
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """The steps as stacked bars beside the fused kernels; bytes and time of a training step."""
+    from .lab import style
+
+    problem = _drawn(rows)
+    if problem is None:
+        return None
+    figure, _ = style.new(1, 1, 7.4)
+    figure.clear()
+    panels = figure.subplot_mosaic([["steps", "steps"], ["GB", "time"]], height_ratios=[1.15, 1.0])
+    unfused_steps.draw(panels["steps"], rows)
+    found = whole(rows, problem)
+    in_paper = problem == SETTING
+    _draw_bytes(panels["GB"], found, in_paper, style)
+    panels["GB"].set_title("bytes, forward + backward")
+    _draw_times(panels["time"], found, in_paper, style)
+    panels["time"].set_title("time, forward + backward")
+    heads, masked = problem.batch * problem.heads_q, ", causal" if problem.causal else ""
+    for name in ("GB", "time"):
+        panels[name].set_xlabel(
+            f"fp16, N={problem.seqlen_q}, d={problem.head_dim}, batch x heads = {heads}{masked}"
+        )
+        panels[name].grid(False, axis="x")
+    counts.annotate(panels["GB"], rows, 0.62)
+    return figure
+
+
+def _bar(ax: Any, at: float, value: float, width: float, form: str, **looks: Any) -> None:
+    ax.bar(at, value, width, **looks)
+    ax.text(at, value, format(value, form), ha="center", va="bottom", fontsize=8.5)
+
+
+HOLLOW: dict[str, Any] = {"facecolor": "none", "edgecolor": "#CC79A7", "linewidth": 1.4}
+
+
+def _draw_bytes(ax: Any, found: Found, in_paper: bool, style: Any) -> None:
+    from matplotlib.patches import Patch
+
+    for at, (series, method) in enumerate(_GROUPS.values()):
+        for n, (source, _, alpha, hatch) in enumerate(_BARS):
+            value = found.get((series, source, "GB"))
+            if value is not None:
+                looks = {"color": style.COLOURS[series], "alpha": alpha, "hatch": hatch}
+                _bar(ax, at - 0.12 + 0.24 * n, value, 0.23, ".3g", **looks)
+        if in_paper and method is not None:
+            _bar(ax, at - 0.36, paper(method, "hbm_accesses"), 0.21, ".3g", **HOLLOW)
+    ax.set_xticks(range(len(_GROUPS)), list(_GROUPS))
+    ax.set_ylabel("GB")
+    ax.margins(y=0.12)
+    grey = [Patch(color="#444444", alpha=a, hatch=h, label=name) for _, name, a, h in _BARS]
+    if in_paper:
+        grey.insert(0, Patch(label="published count", **HOLLOW))
+    ax.legend(handles=grey, loc="upper right")
+
+
+def _draw_times(ax: Any, found: Found, in_paper: bool, style: Any) -> None:
+    names = ("ours,\nstd.", "torch\nunf.", "FA-1", "FA-2", "torch\nFA-2", "cuDNN")
+    shown = dict(zip(_COLUMNS, names, strict=False)) | {peers.CUDNN: names[-1]}
+    times = {series: found.get((series, "measured", "fwd+bwd")) for series in shown}
+    bars = [(shown[series], time, series) for series, time in times.items() if time is not None]
+    if in_paper:
+        theirs = (("paper,\nstd.", "Standard"), ("paper,\nFA-1", "FlashAttention"))
+        bars = [*((label, paper(m, "runtime"), "") for label, m in theirs), *bars]
+    if not bars:
+        style.empty(ax, "not recorded yet")
+        return
+    for at, (_, value, series) in enumerate(bars):
+        looks = {"color": style.COLOURS[series]} if series else HOLLOW
+        _bar(ax, at, value, 0.7, ".3g", **looks)
+    ax.set_xticks(range(len(bars)), [label for label, *_ in bars], fontsize=8.5)
+    ax.set_ylabel("ms")
+    ax.margins(y=0.12)
+
+
+_COLUMNS = ("standard-mma", peers.UNFUSED, "fa1-mma", "fa2-mma", peers.FLASH)
+
+
+def table(rows: Sequence[Row]) -> Table | None:
+    """FA-1's Fig. 2 left with our kernels and torch's beside it."""
+    half, single = whole(rows, SETTING), whole(rows, replace(SETTING, dtype="float32"))
+    if not half:
+        return None
+
+    def line(name: str, metric: str, cells: Sequence[str], item: str = "Fig. 2 left") -> list[str]:
+        theirs = ["-", "-"]
+        if metric:
+            theirs = [f"{paper(method, metric, item):g}" for method in PRODUCTS]
+        return [name, theirs[0], *cells[:2], theirs[1], *cells[2:]]
+
+    printed = [f"{printed_gflop(SETTING, PRODUCTS[m]):.1f}" for m in PRODUCTS]
+    products = [OUR_PRODUCTS.get(series, 7) for series in _COLUMNS]
+    lines = [
+        line("GFLOP, as printed", "work", [printed[0], "-", printed[1], printed[1], "-"]),
+        line("GFLOP, corrected", "work", [f"{gflop(SETTING, n):.0f}" for n in products], CORRECTED),
+    ]
+    for source, name in (("model", "GB accessed"), ("l2", "GB through L2"), ("dram", "GB of DRAM")):
+        cells = [tables.number(half, (s, source, "GB"), ".1f") for s in _COLUMNS]
+        lines.append(line(name, "hbm_accesses" if source == "model" else "", cells))
+    for pass_, name in PASSES.items():
+        cells = [tables.number(half, (s, "measured", pass_), ".2f") for s in _COLUMNS]
+        lines.append(line(f"ms, {name}", "runtime" if pass_ == "fwd+bwd" else "", cells))
+    names = [s.replace("-mma", "-simt").replace(peers.FLASH, peers.EFFICIENT) for s in _COLUMNS]
+    cells = [tables.number(single, (s, "measured", "fwd+bwd"), ".1f") for s in names]
+    lines.append(line("ms, forward + backward, fp32", "", cells))
+    header = ["forward + backward", "standard, published (A100)", "standard", "torch unfused"]
+    header += ["FlashAttention, published (A100)", "FA-1", "FA-2", "torch FA-2"]
+    caption = (
+        "fp16, N=1024, d=64, 16 heads, batch 64. Printed GFLOPs are of the paper's algorithms; the "
+        "corrected ones of ours count S made again in the backward pass. In fp32 torch's "
+        "kernel is its memory-efficient one."
+    )
+    return Table(caption, tables.markdown(header, lines))
+
+
+TABLES = {"gpt2_steps": unfused_steps.table}

@@ -1,0 +1,350 @@
+"""GPT-2's attention: what the paper counts, the steps, rows, figure and tables."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import fa_numba
+from experiments import gpt2_table
+from experiments.gpt2_table import ARRAYS, PRODUCTS, SETTING, gflop, paper, paper_gb
+from experiments.lab import calls, counters, counts, peers, report, timing, unfused_steps
+from experiments.lab.options import Bench, Options
+from experiments.lab.store import EMULATOR, MODEL, Recorder, Row, Store
+from experiments.lab.workloads import one_head
+from fa_numba import io_model, reference
+from fa_numba.problem import Problem
+
+TIMES = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
+
+
+def synthetic(machine="some-gpu"):
+    """A few rows of each kind that the figure draws: standard attention takes 5 times FA-2."""
+    rows = []
+    for dtype, ours in gpt2_table.SERIES.items():
+        problem = replace(SETTING, dtype=dtype)
+        for n, series in enumerate((*ours, *gpt2_table.PEERS[dtype])):
+            factor = (5.0, 3.0, 1.0, 4.0, 0.9, 0.8)[n]
+            for pass_, value in TIMES.items():
+                common = {"machine": machine, **gpt2_table._fields(problem, series, pass_)}
+                timed = timing.Timing(factor * value, value, 6 * value, 20, 1e-4)
+                rows.append(calls.time_row(timed, **common))
+                if series in ours and pass_ != "fwd+bwd":
+                    for source in ("model", "l2", "dram"):
+                        more = {"source": source, "metric": "traffic", "unit": "bytes"}
+                        rows.append(Row(value=factor * value * 1e9, **more, **common))
+    causal = replace(SETTING, causal=True)
+    common = {"machine": machine, **gpt2_table._fields(causal, "", "fwd")}
+    for series, parts in (
+        (unfused_steps.THEIRS, unfused_steps.STEPS),
+        (unfused_steps.OURS, unfused_steps.PLACES.values()),
+    ):
+        for n, step in enumerate(parts, 1):
+            timed = timing.Timing(0.5 * n, 0.4, 3.0, 20, 0.0)
+            rows.append(calls.time_row(timed, "", step, **common | {"series": series}))
+    for series in unfused_steps.FUSED_SERIES:
+        timed = timing.Timing(0.7, 0.6, 0.8, 20, 0.0)
+        place = common | {"series": series}
+        rows.append(calls.time_row(timed, "", unfused_steps.FUSED, **place))
+    return rows
+
+
+# --- what the paper counts -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", PRODUCTS)
+def test_the_papers_numbers_are_these_counts(method):
+    """To the digits that it prints."""
+    products = PRODUCTS[method]
+    assert gpt2_table.printed_gflop(SETTING, products) == pytest.approx(
+        paper(method, "work"), abs=0.05
+    )
+    # The author's correction: 824.6 is 825, and 963 is 962.07 and a little.
+    corrected = paper(method, "work", gpt2_table.CORRECTED)
+    assert gflop(SETTING, products) == pytest.approx(corrected, abs=1)
+    assert paper_gb(SETTING, *ARRAYS[method]) == pytest.approx(
+        paper(method, "hbm_accesses"), abs=0.05
+    )
+
+
+def test_the_corrected_count_is_the_conventions():
+    assert gflop(SETTING, 7) == io_model.flops(SETTING, "fwd+bwd") / 1e9
+    assert gflop(SETTING, 2) == io_model.flops(SETTING, "fwd") / 1e9
+
+
+def test_the_papers_steps():
+    steps = unfused_steps.published_steps()
+    assert list(steps) == [*unfused_steps.STEPS, unfused_steps.FUSED]
+    assert steps["dropout"] == 4.6 and steps["matmul PV"] == 1.8
+    assert sum(steps.values()) - steps["fused"] == pytest.approx(16.8)
+
+
+# --- rows ------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_the_model_and_the_counts():
+    said = []
+    options = Options(seqlens=(32,), head_dims=(8,))
+    rows = list(gpt2_table.measure(options, Bench(say=said.append)))
+    assert {row.machine for row in rows} == {MODEL, EMULATOR} and not said
+    counted = [row for row in rows if row.machine == EMULATOR]
+    assert {(row.series, row.pass_, row.metric) for row in counted} == {
+        (series, pass_, metric)
+        for series in gpt2_table.SERIES["float16"]
+        for pass_ in ("fwd", "bwd")
+        for metric in ("loads", "stores")
+    }
+    assert counts.equal(rows) == (len(counted), len(counted))
+    # Bytes of the whole layer are those of its heads.
+    (whole,) = (
+        row.value
+        for row in rows
+        if (row.series, row.pass_, row.metric, row.dtype)
+        == ("fa1-mma", "bwd", "traffic", "float16")
+    )
+    with fa_numba.device.using("emulator"):
+        shape = (64, 16, 32, 8)
+        planned = fa_numba.plan(shape, shape, algorithm="fa1", dtype="float16", passes="bwd")
+    assert whole == planned.accesses.bytes
+
+
+def test_what_is_too_large_for_the_emulator_is_said(monkeypatch):
+    said = []
+    monkeypatch.setattr(gpt2_table, "_count", lambda *_, **__: pytest.fail("counted"))
+    options = Options(seqlens=(1024, 2048), head_dims=(64,), causal=(False,))
+    list(gpt2_table.measure(options, Bench(say=said.append)))
+    assert "N=2048, d=64" in said[0] and "not counted" in said[1]
+
+
+def exact(q, k, v, algorithm, unit, out=None, return_lse=False, **options):
+    O, L = reference.attention(q, k, v, return_lse=True, **options)
+    return (O.astype(q.dtype), L) if return_lse else O.astype(q.dtype)
+
+
+def exact_gradients(dout, q, k, v, out, lse, algorithm, unit, **options):
+    return [x.astype(q.dtype) for x in reference.attention_backward(dout, q, k, v, **options)]
+
+
+def on_a_gpu(monkeypatch, attention=exact):
+    """Rows of measure with stand-ins for the GPU and its kernels; the cases that ncu would be
+    given, and what was timed.
+    """
+    cases, launched = [], []
+
+    def time_call(run, check, **_):
+        check(run())
+        launched.append(run)
+        return timing.Timing(2.0, 1.0, 3.0, 20, 1e-4)
+
+    def count_or_say(wanted, metrics, say):
+        cases.extend(wanted)
+        return [dict.fromkeys(metrics, 1e6)] * len(wanted)
+
+    for module in (gpt2_table, unfused_steps):
+        monkeypatch.setattr(module, "time_call", time_call)
+    monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
+    monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
+    monkeypatch.setattr(peers, "available", lambda: False)
+    monkeypatch.setattr(counters, "available", lambda: True)
+    monkeypatch.setattr(counters, "count_or_say", count_or_say)
+
+    def count_kernels(wanted, metrics):
+        cases.extend(wanted)
+        return [[dict.fromkeys(metrics, 1e6 * n) for n in (1, 2, 3)]]
+
+    monkeypatch.setattr(counters, "count_kernels", count_kernels)
+    for name, value in (("QUICK_BATCH", 1), ("HEADS", 2)):
+        monkeypatch.setattr(gpt2_table, name, value)
+    monkeypatch.setattr(fa_numba, "attention", attention)
+    monkeypatch.setattr(fa_numba, "attention_backward", exact_gradients)
+    monkeypatch.setattr(gpt2_table, "_count", lambda *_, **__: [])
+    options = Options(quick=True, seqlens=(64,), head_dims=(16,))
+    bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
+    with fa_numba.device.using("emulator"):
+        rows = list(gpt2_table.measure(options, bench))
+    found = [(*row.key, row.machine, row.place) for row in rows]
+    assert len(set(found)) == len(found)
+    return [row for row in rows if row.machine == "some-gpu"], cases, launched
+
+
+def test_every_series_pass_and_step_is_measured(monkeypatch):
+    rows, cases, launched = on_a_gpu(monkeypatch)
+    assert not [row.note for row in rows if row.failed]
+    times = {(r.series, r.pass_, r.place, r.causal) for r in rows if r.metric == "time"}
+    whole = {(s, p, "", False) for ours in gpt2_table.SERIES.values() for s in ours for p in TIMES}
+    kernels = {("standard-mma", "fwd", k, True) for k in unfused_steps.PLACES.values()}
+    fused = {(s, "fwd", "fused", True) for s in ("fa1-mma", "fa2-mma")}
+    assert times == whole | kernels | fused
+    assert len(launched) == len(whole | fused)
+    moved = {(r.series, r.pass_, r.source) for r in rows if r.metric == "traffic"}
+    assert len(moved) == 2 * 3 * 2 * 3
+    # One call of standard attention with what the steps have; forward and backward of the others.
+    assert [(c.dropout_p, c.causal) for c in cases] == [(0.1, True)] + [(0.0, False)] * 12
+    assert [c.passes for c in cases[1:]] == ["fwd", "bwd"] * 6
+    by_kernel = [r.value for r in rows if r.series == "standard-mma" and r.place]
+    assert by_kernel == [1.0, 2.0, 3.0]
+
+
+def test_a_wrong_result_is_a_row_that_says_so(monkeypatch):
+    def wrong(q, k, v, **options):
+        out = exact(q, k, v, **options)
+        if options["algorithm"] != "fa2" or isinstance(out, tuple):
+            return out
+        return out * np.asarray(1.2, out.dtype)
+
+    rows, _, launched = on_a_gpu(monkeypatch, wrong)
+    failed = {(r.series, r.pass_, r.place) for r in rows if r.failed}
+    assert failed == {
+        ("fa2-simt", "fwd", ""),
+        ("fa2-mma", "fwd", ""),
+        ("fa2-mma", "fwd", "fused"),
+    }
+    notes = [r.note for r in rows if r.failed]
+    assert sum("error" in note for note in notes) == 2
+    assert sum("with dropout" in note for note in notes) == 1
+
+
+# --- checks of calls with options ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lens", [None, (70, 40)])
+def test_the_gate_of_options_passes_the_right_result_and_no_wrong_one(causal, lens):
+    problem = Problem(2, 2, 2, 90, 90, 8, causal=causal)
+    rng = np.random.default_rng(5)
+    q, k, v = (rng.standard_normal(problem.q_shape, np.float32) for _ in range(3))
+    given = {} if lens is None else {"q_lens": lens, "kv_lens": lens}
+    gate = calls.OptionsGate(problem, q, k, v, **given)
+    out = reference.attention(q, k, v, causal=causal, **given).astype(np.float32)
+    assert gate(out) < 1e-6 and gate.peer(out) < 1e-6
+    for factor, b, h in ((1.01, 0, 0), (0.0, 1, 1)):
+        off = out.copy()
+        off[b, h] *= factor
+        for check in (gate, gate.peer):
+            with pytest.raises(timing.WrongResult):
+                check(off)
+    other = reference.attention(q, k, v, causal=not causal, **given).astype(np.float32)
+    with pytest.raises(timing.WrongResult):
+        gate.peer(other)
+
+
+def test_the_gate_of_options_knows_what_dropout_does():
+    problem = Problem(2, 2, 2, 160, 160, 32)
+    rng = np.random.default_rng(5)
+    q, k, v = (rng.standard_normal(problem.q_shape, np.float32) for _ in range(3))
+    gate = calls.OptionsGate(problem, q, k, v, dropout_p=0.1)
+    for seed in (1, 2):
+        out = reference.attention(q, k, v, dropout_p=0.1, seed=seed)
+        assert gate(out) == pytest.approx(1 / 3, rel=0.1)
+        assert gate.peer(out) == gate(out)
+    unscaled = 0.9 * out
+    for wrong in (
+        reference.attention(q, k, v),
+        reference.attention(q, k, v, dropout_p=0.15, seed=1),
+        unscaled,
+    ):
+        with pytest.raises(timing.WrongResult, match="with dropout"):
+            gate(wrong)
+
+
+def test_gradients_of_long_problems_are_checked_on_short_ones(monkeypatch):
+    problem = one_head(48, 8)
+    seen = []
+
+    def made(series, pass_, problem, arrays):
+        seen.append((series, pass_, problem.seqlen_q))
+        q, k, v, dout = arrays
+        factor = 1 if series == "fa2-simt" else 2
+        exact = reference.attention_backward(dout, q, k, v)
+        return lambda: [factor * x for x in exact]
+
+    monkeypatch.setattr(calls, "make", made)
+    monkeypatch.setattr(peers, "on_device", lambda arrays, dtype: arrays)
+    checks = calls.Checks(gpt2_table.Inputs(gradient=True), longest=16)
+    for _ in range(2):
+        assert np.isnan(checks("fa2-simt", "bwd", problem)(None))
+    assert seen == [("fa2-simt", "bwd", 16)]
+    with pytest.raises(timing.WrongResult):
+        checks("fa1-simt", "bwd", problem)
+
+
+def test_options_reach_torch_by_its_names(monkeypatch):
+    seen = []
+    monkeypatch.setattr(peers, "call", lambda *a, **o: seen.append(o))
+    monkeypatch.setattr(peers, "gradients", lambda *a, **o: seen.append(o))
+    options = {"dropout_p": 0.1, "seed": 7, "q_lens": (3,), "kv_lens": (3,)}
+    for pass_ in ("fwd", "bwd"):
+        calls.make("torch-fa2", pass_, one_head(4, 8), [None] * 4, **options)
+    assert seen == [{"dropout_p": 0.1, "kv_lens": (3,)}] * 2
+
+
+# --- counters --------------------------------------------------------------------------------
+
+
+def test_kernels_of_a_case_are_told_apart(monkeypatch):
+    launches = [{"t.sum": float(n)} for n in range(5)]
+    done = (None, [3, "failed: out of memory", 2])
+    monkeypatch.setattr(counters, "_run", lambda *_: done)
+    monkeypatch.setattr(counters, "parse", lambda *_: launches)
+    assert counters.count_kernels([None] * 3, ("t.sum",)) == [
+        launches[:3],
+        "failed: out of memory",
+        launches[3:],
+    ]
+    launches.pop()
+    with pytest.raises(counters.CountersError, match="ncu saw 4 kernels where 5 were launched"):
+        counters.count_kernels([None] * 3, ("t.sum",))
+
+
+# --- figure and tables -----------------------------------------------------------------------
+
+
+def recorded(tmp_path):
+    about = {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
+    recorder = Recorder(Store(tmp_path), "gpt2_table", lambda machine: about, gpt2_table.SWEPT)
+    for row in synthetic(report.MACHINE):
+        recorder.add(row)
+    recorder.finish(complete=True)
+    return Store(tmp_path)
+
+
+def cells(text):
+    lines = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_tables(tmp_path):
+    store = recorded(tmp_path)
+    found = {line[0]: line[1:] for line in cells(report.text("gpt2_table", store))}
+    assert len(found) <= 11
+    assert found["GFLOP, as printed"] == ["66.6", "66.6", "-", "75.2", "75.2", "75.2", "-"]
+    assert found["GFLOP, corrected"] == ["825", "962", "825", "963", "962", "962", "962"]
+    assert found["GB accessed"] == ["40.3", "17.5", "-", "4.4", "10.5", "3.5", "-"]
+    assert found["GB of DRAM"] == ["-", "17.5", "-", "-", "10.5", "3.5", "-"]
+    whole = found["ms, forward + backward"]
+    assert whole == ["41.7", "17.50", "2.80", "7.3", "10.50", "3.50", "14.00"]
+    found = {line[0]: line[1:] for line in cells(report.text("gpt2_steps", store))}
+    assert found["matmul QK^T"] == ["2.2", "0.50", "0.50"]
+    assert found["scale, mask"] == ["4.5", "1.00", "in the above"]
+    assert found["dropout"] == ["4.6", "2.00", "in the above"]
+    assert found["matmul PV"] == ["1.8", "2.50", "1.50"]
+    assert found["all steps"] == ["16.8", "7.50", "3.00"]
+    assert found["fused, FA-1's order"] == ["2.2", "-", "0.70"]
+    nothing = Store(tmp_path / "none")
+    for name in ("gpt2_table", "gpt2_steps"):
+        assert report.text(name, nothing) == "no recording yet\n"
+
+
+def test_the_figure():
+    figure = gpt2_table.draw(synthetic())
+    steps, moved, times = figure.axes
+    names = [text.get_text() for text in steps.get_yticklabels()]
+    assert names[:3] == ["paper: PyTorch, A100", "torch, step by step", "our three kernels"]
+    assert len(steps.patches) == 5 + 5 + 3 + 1 + 4
+    assert len(moved.patches) == 9 + 2 and len(times.patches) == 6 + 2
+    # Of another problem the paper has no bars.
+    other = [replace(row, seqlen_q=512, seqlen_k=512) for row in synthetic()]
+    assert len(gpt2_table.draw(other).axes[1].patches) == 9
+    model = [row for row in synthetic(MODEL) if row.source == "model"]
+    assert len(gpt2_table.draw(model).axes[1].patches) == 3 + 2
+    assert gpt2_table.draw([]) is None
