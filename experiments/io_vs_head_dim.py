@@ -1,0 +1,204 @@
+"""Accesses over the head dimension, exponents of N and d: FlashAttention's Theorems 2 and 5."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from fa_numba import device
+from fa_numba.problem import Problem
+
+from .lab import counts, scaling, tables
+from .lab.options import Bench, Options
+from .lab.scaling import FLOAT, PLANNED, RULED, Setting
+from .lab.store import Row
+from .lab.tables import Across, Table
+from .lab.workloads import Inputs, fa2_setting, one_head
+
+NAME = "io_vs_head_dim"
+TITLE = "accesses over the head dimension, exponents of N and d (FA-1 Theorem 2)"
+DESCRIPTION = (
+    "Accesses over the head dimension with tiles by line 1 of FlashAttention's Algorithm 1 for a "
+    "fixed M and with the planner's: closed form, counted on the emulator, and on a GPU the L2 and "
+    "DRAM bytes in FA-2's setting; exponents fitted to each."
+)
+NEEDS_GPU = False
+SWEPT = ("Br", "Bc", "note")
+
+HEAD_DIMS = (16, 32, 64, 128, 256)
+# On-chip floats of line 1: M = d^2 lies between d = 64 and 128.
+M = 8192
+SEQLEN, QUICK_SEQLEN = 4096, 512
+COUNTED_SEQLEN, COUNTED_HEAD_DIMS = 144, HEAD_DIMS[:4]
+# Of the exponent of N: where and at which head dimension.
+SEQLENS, OF_N = tuple(1 << n for n in range(9, 17)), 64
+
+
+def settings(problem: Problem) -> list[Setting]:
+    """Every series at its tiles; the planner's are those of the emulated device, an H100's."""
+    with device.using("emulator"):
+        limit = device.shared_bytes_limit() // FLOAT
+    found = [scaling.for_memory(name, problem, limit) for name in PLANNED]
+    return found + [scaling.ruled(name, problem, M, f"M={M}") for name in RULED]
+
+
+def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """Closed forms, counts, and L2 and DRAM bytes where there is a GPU with Nsight Compute."""
+    head_dims = options.head_dims or HEAD_DIMS[: 3 if options.quick else None]
+    masks = options.causal or (False,)
+    lengths = options.seqlens or (SEQLEN,)
+    problems = [one_head(N, d, mask) for mask in masks for N in lengths for d in head_dims]
+    if options.seqlens is None and OF_N in head_dims:
+        problems += [one_head(N, OF_N, mask) for mask in masks for N in SEQLENS]
+    for problem in dict.fromkeys(problems):
+        for setting in settings(problem):
+            yield from scaling.model(NAME, setting)
+
+    yield from _counted(options, bench, masks)
+
+    if bench.machine is not None:
+        lengths = options.seqlens or (QUICK_SEQLEN if options.quick else SEQLEN,)
+        work = [
+            setting
+            for mask in masks
+            for N in lengths
+            for d in head_dims
+            for setting in settings(fa2_setting(N, d, mask))
+            if scaling.runs(setting)
+        ]
+        yield from scaling.hardware(NAME, work, bench)
+
+
+def _counted(
+    options: Options, bench: Bench, masks: Sequence[bool]
+) -> Iterator[Row | Sequence[Row]]:
+    """Closed forms and counts of a size that the emulator takes seconds for."""
+    head_dims = options.head_dims or COUNTED_HEAD_DIMS[: 2 if options.quick else None]
+    lengths = options.seqlens or (COUNTED_SEQLEN // (3 if options.quick else 1),)
+    wanted = [one_head(N, d, mask) for mask in masks for N in lengths for d in head_dims]
+    work = [s for p in counts.countable(wanted, bench) for s in settings(p) if scaling.runs(s)]
+    for setting in work:
+        yield from scaling.model(NAME, setting)
+    yield from bench.counted(
+        [(setting,) for setting in work],
+        "counting on the emulator",
+        partial(scaling.count, NAME, inputs=Inputs()),
+    )
+
+
+# --- the figure and the table ----------------------------------------------------------------
+
+
+def _over_d(rows: Sequence[Row], source: str) -> list[Row]:
+    """The rows of one source at the length that it has most head dimensions of; of the closed
+    forms those in elements.
+    """
+    mine = [r for r in rows if r.source == source and not r.failed]
+    mine = [r for r in mine if source != "model" or r.unit == "elements"]
+    dims: dict[int, set[int]] = {}
+    for row in mine:
+        dims.setdefault(row.seqlen_q, set()).add(row.head_dim)
+    best = max(dims, key=lambda N: (len(dims[N]), N), default=None)
+    return [r for r in mine if r.seqlen_q == best]
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """Elements moved for each score over d: closed form and counts, then L2 and DRAM."""
+    from .lab import style
+
+    rows = [row for row in rows if not row.failed]
+    masks = sorted({row.causal for row in rows})
+    if not masks:
+        return None
+    figure, axes = style.new(len(masks), 2, 1.2 + 3.6 * len(masks))
+    drawn: set[tuple[str, str]] = set()
+    for mask, (left, right) in zip(masks, axes, strict=True):
+        mine = [row for row in rows if row.causal == mask]
+        counted = _over_d(mine, "counted")
+        lengths = {row.seqlen_q for row in counted} or {
+            row.seqlen_q for row in _over_d(mine, "model")
+        }
+        elements = [row for row in mine if row.unit == "elements"]
+        forms = [r for r in elements if r.source == "model" and r.seqlen_q in lengths]
+        masked = ", causal" if mask else ""
+        gpu = [row for source in ("l2", "dram") for row in _over_d(mine, source)]
+        at = {row.seqlen_q for row in gpu}
+        beside = [r for r in mine if r.source == "model" and r.unit == "bytes"]
+        beside = [r for r in beside if r.seqlen_q in at]
+        for ax, shown, title in (
+            (left, [*forms, *counted], _title("one head", lengths, masked)),
+            (right, [*beside, *gpu] if gpu else [], _title("measured", at, masked)),
+        ):
+            ax.set_title(title)
+            found = scaling.per_score(shown, lambda row: row.head_dim)
+            if not found:
+                style.empty(ax, "no hardware counters\nrecorded yet")
+                continue
+            scaling.draw(ax, found, tuple(scaling.KINDS), style)
+            drawn |= set(found)
+            _axes(ax, found, style)
+    figure.legend(handles=scaling.handles(drawn, style), loc="outside upper center", ncols=3)
+    return figure
+
+
+def _title(what: str, lengths: set[int], masked: str) -> str:
+    at = f", N={', '.join(map(str, sorted(lengths)))}" if lengths else ""
+    return f"{what}, fp32{at}{masked}"
+
+
+def _axes(ax: Any, found: dict[tuple[str, str], dict[int, float]], style: Any) -> None:
+    dims = sorted({d for points in found.values() for d in points})
+    style.sizes(ax, dims, "head dimension d")
+    ax.set_yscale("log")
+    style.plain_ticks(ax.yaxis)
+    ax.set_ylabel("loads + stores, elements a score")
+
+
+def _fits(rows: Sequence[Row], over: str, series: str) -> list[scaling.Fit | None]:
+    """Of the closed form, L2 and DRAM, over "N" or "d"."""
+    fits = []
+    for source in scaling.FITTED:
+        mine = [r for r in rows if (r.series, r.source) == (series, source) and not r.causal]
+        if over == "d":
+            mine = _over_d(mine, source)
+            found = scaling.per_score(mine, lambda row: row.head_dim)
+            points = found.get((series, source), {})
+        else:
+            mine = [r for r in mine if r.head_dim == OF_N]
+            found = scaling.per_score(mine, lambda row: row.seqlen_q)
+            points = {N: y * N * N for N, y in found.get((series, source), {}).items()}
+        fits.append(scaling.fit(points, 0 if over == "d" else SEQLENS[0]))
+    return fits
+
+
+def _table(rows: Sequence[Row]) -> Table | None:
+    """Exponents of N and d, from every source."""
+    own = [row for row in rows if row.experiment == NAME]
+    # Closed forms of our own: the other experiment's are at the same lengths.
+    of_n = [r for r in rows if r.experiment != NAME and r.source in ("l2", "dram")]
+    of_n += [r for r in own if (r.source, r.unit) == ("model", "elements")]
+    if not own:
+        return None
+    lines = []
+    for over, theorem, shown, mine in (
+        ("N", {"standard-simt": "2"}, PLANNED, of_n),
+        ("d", {"standard-simt": "0 (N > d)"}, (*PLANNED, *RULED), own),
+    ):
+        for series in shown:
+            fits = _fits(mine, over, series)
+            if any(fits):
+                said = theorem.get(series, "2")
+                lines.append([over, scaling.LABELS[series], said, *map(scaling.cell, fits)])
+    if not lines:
+        return None
+    header = ["over", "algorithm", "theorem", *scaling.FITTED.values()]
+    caption = (
+        "Exponents of N (one head, d=64) and of d, with the standard error of the fit and the "
+        f"range of it. Line 1's tiles are for M={M} floats; the planner's have up to 128 columns, "
+        f"whatever M would hold.{scaling.equal(own)}"
+    )
+    return Table(caption, tables.markdown(header, lines))
+
+
+table = Across(_table, (NAME, "io_vs_seqlen"))

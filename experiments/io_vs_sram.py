@@ -1,0 +1,286 @@
+"""Accesses over the on-chip memory M, and the change of regime at M = d^2: FlashAttention's Theorem
+2; Saha and Ye, arXiv 2402.07443."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from fa_numba import io_model
+from fa_numba.problem import Problem
+
+from .lab import counts, scaling, tables
+from .lab.options import Bench, Options
+from .lab.scaling import FLOAT, PLANNED, RULE, RULED, STEPS, Setting
+from .lab.series import row_fields
+from .lab.store import MODEL, Row
+from .lab.tables import Table
+from .lab.workloads import Inputs, fa2_setting, one_head
+
+NAME = "io_vs_sram"
+TITLE = "accesses over the on-chip memory, the regimes of M (FA-1 Theorem 2; Saha and Ye)"
+DESCRIPTION = (
+    "Accesses over M, the floats on chip, with tiles by line 1 of FlashAttention's Algorithm 1 and "
+    "with the planner's: closed form, counted on the emulator, and on a GPU the L2 and DRAM bytes; "
+    "the published bounds; where standard attention by square blocks needs fewer."
+)
+NEEDS_GPU = False
+SWEPT = ("Br", "Bc", "note")
+
+SEQLEN, HEAD_DIM = 4096, 64
+MODEL_EXPONENTS = range(4, 21)
+# Where kernels have the tiles of line 1, at d = 64: 8 to 128 rows or columns.
+MEMORIES = (2048, 4096, 8192, 16384, 32768)
+GPU_SEQLEN, QUICK_SEQLEN = 2048, 512
+COUNTED_SEQLEN = 96
+FLASH = PLANNED[1:]
+BLOCKED = "blocked-standard"
+BOUNDS = {"theta-flash": io_model.theta_flash, "saha-ye": io_model.saha_ye}
+LINES = (*FLASH, *RULED)
+LABELS = {
+    BLOCKED: "standard, square blocks, $\\sqrt{M/3}$",
+    "theta-flash": "bound $N^2d^2/M$",
+    "saha-ye": "bound of Saha and Ye",
+}
+
+
+def blocked_standard(problem: Problem, M: float) -> float:
+    """Accesses of standard attention by products of square blocks, three of which fit M floats.
+
+    Blocks of b = sqrt(M / 3) rows and columns, elements per head: S loads 2 N^2 d / b and stores
+    N^2, the softmax loads and stores N^2, O loads N^2 max(1, d / b) of P and N^2 d / b of V and
+    stores N d. Below M = d^2 this is what attains Saha and Ye's N^2 d / sqrt(M).
+    """
+    N, d = problem.seqlen_q, problem.head_dim
+    b = math.sqrt(M / 3)
+    products = 3 * d / b + max(1.0, d / b)
+    return problem.batch * problem.heads_q * (N * N * (products + 3) + N * d)
+
+
+def memory(row: Row) -> int:
+    """The M of a row, from its note."""
+    return int(row.place.removeprefix("M="))
+
+
+def _note(M: int) -> str:
+    return f"M={M}"
+
+
+def fits(setting: Setting, M: int) -> bool:
+    """Whether the planner found tiles whose kernel takes no more than M floats of shared memory."""
+    made = scaling.made(setting)
+    return made is not None and max(k.shared_bytes for k in made.launched) <= M * FLOAT
+
+
+def at(problem: Problem, M: int) -> list[Setting]:
+    """Both orders at line 1's tiles for M and at the planner's, where it has any."""
+    by_rule = [scaling.ruled(name, problem, M, _note(M)) for name in RULED]
+    if by_rule[0].Bc < STEPS[1]:
+        return by_rule
+    chosen = [scaling.for_memory(name, problem, M, _note(M)) for name in FLASH]
+    return [s for s in chosen if fits(s, M)] + by_rule
+
+
+def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """Closed forms and bounds, counts, and L2 and DRAM bytes where there is Nsight Compute."""
+    head_dims, masks = options.head_dims or (HEAD_DIM,), options.causal or (False,)
+    lengths = options.seqlens or (SEQLEN,)
+    for problem in [one_head(N, d, mask) for d in head_dims for mask in masks for N in lengths]:
+        for M in [1 << n for n in MODEL_EXPONENTS]:
+            yield from _closed_forms(problem, M)
+
+    lengths = options.seqlens or (COUNTED_SEQLEN // (2 if options.quick else 1),)
+    problems = [one_head(N, d, mask) for d in head_dims for mask in masks for N in lengths]
+    work = [
+        setting
+        for problem in counts.countable(problems, bench)
+        for setting in _runnable(problem, options)
+    ]
+    for setting in work:
+        yield from scaling.model(NAME, setting)
+    yield from bench.counted(
+        [(setting,) for setting in work],
+        "counting on the emulator",
+        partial(scaling.count, NAME, inputs=Inputs()),
+    )
+
+    if bench.machine is not None:
+        lengths = options.seqlens or (QUICK_SEQLEN if options.quick else GPU_SEQLEN,)
+        problems = [fa2_setting(N, d, mask) for d in head_dims for mask in masks for N in lengths]
+        work = [setting for problem in problems for setting in _runnable(problem, options)]
+        yield from scaling.hardware(NAME, work, bench)
+
+
+def _runnable(problem: Problem, options: Options) -> list[Setting]:
+    """What is run; of the planner's calls those that line 1 does not make at the same M."""
+    found: list[Setting] = []
+    for M in MEMORIES[2:] if options.quick else MEMORIES:
+        both = [s for s in at(problem, M) if scaling.runs(s)]
+        by_rule = {(s.series.removesuffix(RULE), s.Br, s.Bc) for s in both if RULE in s.series}
+        found += [s for s in both if RULE in s.series or (s.series, s.Br, s.Bc) not in by_rule]
+    return found
+
+
+def _closed_forms(problem: Problem, M: int) -> Iterator[Row]:
+    for setting in at(problem, M):
+        if not setting.series.endswith(RULE) or M >= 4 * problem.head_dim:
+            yield from scaling.model(NAME, setting)
+    common: dict[str, Any] = {"machine": MODEL, "source": "model", "experiment": NAME}
+    common |= {"metric": "accesses", "unit": "elements", "note": _note(M), **row_fields(problem)}
+    if problem.causal:
+        return  # the bounds know no mask
+    for series, bound in (BOUNDS | {BLOCKED: blocked_standard}).items():
+        if series != "theta-flash" or M >= problem.head_dim:
+            yield Row(series=series, value=bound(problem, M), **common)
+
+
+# --- the figure and the table ----------------------------------------------------------------
+
+
+def _lengths(rows: Sequence[Row], source: str) -> set[int]:
+    return {row.seqlen_q for row in rows if row.source == source and not row.failed}
+
+
+def _large(rows: Sequence[Row]) -> list[Row]:
+    """The rows of the closed forms over all M: those of the lengths that the bounds have, or all
+    where only some M were taken.
+    """
+    models = [row for row in rows if row.source == "model" and row.unit == "elements"]
+    lengths = {row.seqlen_q for row in models if row.series in BOUNDS}
+    return [row for row in models if row.seqlen_q == max(lengths or _lengths(models, "model"))]
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """Elements moved for each score over M: all M in closed form, and what was run."""
+    from .lab import style
+
+    rows = [row for row in rows if not row.failed]
+    panels = sorted({(row.causal, row.head_dim) for row in rows})
+    if not panels:
+        return None
+    figure, axes = style.new(len(panels), 2, 1.4 + 3.6 * len(panels))
+    drawn: set[tuple[str, str]] = set()
+    for (mask, d), (left, right) in zip(panels, axes, strict=True):
+        mine = [row for row in rows if (row.causal, row.head_dim) == (mask, d)]
+        masked = ", causal" if mask else ""
+        forms = _large(mine) if _lengths(mine, "model") else []
+        gpu = [row for row in mine if row.unit == "bytes"]
+        for ax, shown, what in (
+            (left, forms, "closed form"),
+            (right, gpu or _counted(mine), "measured" if gpu else "counted"),
+        ):
+            found = scaling.per_score(shown, memory)
+            if not found:
+                style.empty(ax, "nothing recorded yet")
+                continue
+            N = max(row.seqlen_q for row in shown)
+            ax.set_title(f"{what}, fp32, N={N}, d={d}{masked}")
+            ours = {key: points for key, points in found.items() if key[0] in scaling.LABELS}
+            scaling.draw(ax, ours, tuple(scaling.KINDS), style)
+            if ax is left:
+                _bounds(ax, found, style)
+                counts.annotate(ax, mine, 0.8)
+            drawn |= set(ours)
+            _axes(ax, found, d, style)
+    own = scaling.handles(drawn, style)
+    bounds = style.handles(axes)
+    figure.legend(handles=[*own, *bounds.values()], loc="outside upper center", ncols=3)
+    return figure
+
+
+def _counted(rows: Sequence[Row]) -> list[Row]:
+    """The counts, and the closed forms of the same calls."""
+    counted = [row for row in rows if row.source == "counted"]
+    places = {(row.seqlen_q, row.place) for row in counted}
+    models = [row for row in rows if row.source == "model" and row.unit == "elements"]
+    return counted + [r for r in models if (r.seqlen_q, r.place) in places and r.series in LINES]
+
+
+def _bounds(ax: Any, found: dict[tuple[str, str], dict[int, float]], style: Any) -> None:
+    looks = {
+        BLOCKED: {"color": style.COLOURS["standard-simt"], "lw": 1.8},
+        "theta-flash": {"color": "#777777", "ls": "--", "lw": 1.2},
+        "saha-ye": {"color": "#777777", "ls": ":", "lw": 2.2},
+    }
+    for series, look in looks.items():
+        points = found.get((series, "model"))
+        if points:
+            ax.plot(list(points), list(points.values()), label=LABELS[series], **look)
+
+
+def _axes(ax: Any, found: dict[tuple[str, str], dict[int, float]], d: int, style: Any) -> None:
+    memories = sorted({M for points in found.values() for M in points})
+    style.sizes(ax, memories[:: 1 + len(memories) // 7], "on-chip memory M, floats")
+    ax.set_xlim(memories[0] / 1.3, memories[-1] * 1.3)
+    ax.set_yscale("log")
+    style.plain_ticks(ax.yaxis)
+    ax.set_ylabel("loads + stores, elements a score")
+    if memories[0] < d * d < memories[-1]:
+        ax.axvline(d * d, color="#555555", lw=0.8, zorder=1)
+        place = ax.get_xaxis_transform()
+        ax.annotate("$M=d^2$", (d * d, 0.97), (4, 0), xycoords=place, textcoords="offset points",
+                    va="top", fontsize=9)  # fmt: skip
+
+
+def crossing(rows: Sequence[Row]) -> float | None:
+    """The M from which on FA-1 with line 1's tiles accesses no more than square blocks do, between
+    the two sizes about it by powers; None where they do not cross.
+    """
+    found = scaling.per_score(_large(rows), memory)
+    flash, blocked = found.get((RULED[0], "model"), {}), found.get((BLOCKED, "model"), {})
+    both = sorted(set(flash) & set(blocked))
+    ahead = [math.log(flash[M] / blocked[M]) for M in both]
+    for (low, high), (a, b) in zip(
+        zip(both, both[1:], strict=False), zip(ahead, ahead[1:], strict=False), strict=True
+    ):
+        if a > 0 >= b:
+            return low * (high / low) ** (a / (a - b))
+    return None
+
+
+def table(rows: Sequence[Row]) -> Table | None:
+    """Exponents of M from every source, below and above M = d^2."""
+    rows = [r for r in rows if not r.failed and not r.causal and r.head_dim == HEAD_DIM]
+    if not _lengths(rows, "model"):
+        return None
+    d, large = HEAD_DIM, _large(rows)
+    N, square = large[0].seqlen_q, d * d
+    regimes = (
+        (RULED[0], "-1", 4 * d, square),
+        (RULED[0], "-1", square, N * d / 2),
+        (RULED[1], "-1", square, N * d / 2),
+        (FLASH[0], "-1", square, N * d / 2),
+        (FLASH[1], "-1", square, N * d / 2),
+        (BLOCKED, "-1/2", 1, square),
+        ("saha-ye", "-1/2", 1, square),
+        ("saha-ye", "-1", square, N * d),
+    )
+    lines = []
+    for series, theorem, low, high in regimes:
+        fitted = []
+        for source in scaling.FITTED:
+            mine = large if source == "model" else [r for r in rows if r.source == source]
+            points = scaling.per_score(mine, memory).get((series, source), {})
+            # What was run has few M: all of them count for the larger regime.
+            whole = source != "model" and low >= square
+            fitted.append(scaling.fit(points, *(() if whole else (low, high))))
+        if any(fitted):
+            name = scaling.LABELS.get(series) or LABELS[series]
+            side = "below d²" if high <= square else "above d²"
+            lines.append([f"{name}, {side}", theorem, *map(scaling.cell, fitted)])
+    if not lines:
+        return None
+    where = crossing(rows)
+    said = "" if where is None else (
+        f" FA-1 with line 1's tiles accesses less than square blocks from M = {where / square:.2f} "
+        "d² on, every constant counted."
+    )  # fmt: skip
+    caption = (
+        f"Exponents of M at d={d}, with the standard error of the fit and its range in floats; "
+        f"d² = {square}. What was run has tiles of 8 to 128 rows and columns; the planner's stop "
+        f"at 128, which registers hold.{said}{scaling.equal(rows)}"
+    )
+    header = ["algorithm", "theorem", *scaling.FITTED.values()]
+    return Table(caption, tables.markdown(header, lines))
