@@ -153,6 +153,48 @@ class OptionsGate:
         return error
 
 
+def check_once(
+    series: str, problem: Problem, host: Sequence[np.ndarray], options: dict[str, Any]
+) -> None:
+    """Check O and the gradients of a small problem, all of them, with all the options.
+
+    `host` are q, k, v and dout. What torch drops is not known here: of its calls with dropout the
+    output is held to what `OptionsGate` says, and the gradients have to be finite. Raises
+    WrongResult.
+    """
+    q_lens = options.get("q_lens")
+    valid = np.ones((problem.batch, 1, problem.seqlen_q, 1), np.float32)
+    if q_lens is not None:
+        valid[:, 0, :, 0] = np.arange(problem.seqlen_q) < np.asarray(q_lens)[:, None]
+    # Rows past q_lens are nobody's: torch has no such option, and computes them.
+    q, k, v, dout = (*host[:3], host[3] * valid)
+    arrays = peers.on_device((q, k, v, dout), problem.dtype)
+    out = to_host(make(series, "fwd", problem, arrays, **options)()) * valid
+    gradients = [to_host(x) for x in make(series, "bwd", problem, arrays, **options)()]
+    if theirs(series) and options.get("dropout_p"):
+        OptionsGate(problem, q, k, v, **options).peer(out)
+        if not all(np.isfinite(x).all() for x in gradients):
+            raise WrongResult("a gradient with dropout is not finite")
+        return
+    given = {**options, "causal": problem.causal, "scale": problem.scale}
+    matrix = None if problem.dtype == "float32" else problem.dtype
+    exact = [reference.attention(q, k, v, **given)]
+    exact += reference.attention_backward(dout, q, k, v, **given)
+    near = [reference.unfused(q, k, v, matrix_dtype=matrix, **given)]
+    near += reference.unfused_backward(dout, q, k, v, matrix_dtype=matrix, **given)
+    for name, got, right, rounded in zip(
+        ("O", "dq", "dk", "dv"), (out, *gradients), exact, near, strict=True
+    ):
+        error = reference.relative_error(got, right)
+        bound = 2 * reference.relative_error(rounded, right) + ROUNDING[problem.dtype]
+        bound = PEER_BOUND[problem.dtype] if theirs(series) else bound
+        if not error <= bound:
+            raise WrongResult(
+                f"{name}: error {error:.2e} against float64 at N={problem.seqlen_q}, "
+                f"allowed {bound:.2e}"
+            )
+
+
 def time_row(timing: Timing | None, failure: str = "", place: str = "", **columns: Any) -> Row:
     """A row of time, or one that failed: its note says `place` and, behind a semicolon, why."""
     note = f"{place}; {failure}" if failure else place

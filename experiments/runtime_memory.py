@@ -1,0 +1,425 @@
+"""Time and peak memory over the sequence length: FlashAttention-1 paper, Fig. 3, Tables 9 to 21."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fa_numba import device, io_model
+from fa_numba.problem import Problem
+
+from .lab import calls, peers, precompile, published, tables
+from .lab.options import Bench, Options
+from .lab.series import LABELS, algorithm, row_fields
+from .lab.store import MODEL, Row
+from .lab.tables import Table
+from .lab.timing import FEWEST, Timing, attempt, time_call
+from .lab.workloads import SEED, Inputs
+
+NAME = "runtime_memory"
+TITLE = "time and memory over the sequence length (FA-1 Fig. 3)"
+DESCRIPTION = (
+    "FA-1 paper, Fig. 3 and Tables 9 to 21 (batch 16, 8 heads, d=64, fp16): time and peak memory "
+    "over N=128..65536 with and without dropout and padding mask, forward, backward and both: "
+    "standard attention while it fits, both orders, all of torch's kernels, and the published "
+    "curves."
+)
+NEEDS_GPU = False
+# A row's setting stands in its note.
+SWEPT = ("note",)
+BATCH, HEADS, HEAD_DIM, DTYPE = 16, 8, 64, "float16"
+SEQLENS = tuple(128 << n for n in range(10))
+QUICK_SEQLENS = (128, 512)
+DROPOUT, PADDING = 0.1, 20
+PLAIN, DROPPED, MASKED = "plain", "dropout", "padding mask"
+BOTH = f"{DROPPED}, {MASKED}"
+# How the paper's tables name a setting, and the lengths measured here: a run is to be short.
+SETTINGS = {
+    PLAIN: ({"dropout": "0", "mask": "none"}, SEQLENS),
+    BOTH: ({"dropout": "0.1", "mask": "padding"}, SEQLENS[:8]),
+    DROPPED: ({"dropout": "0.1", "mask": "none"}, SEQLENS[2:6]),
+    MASKED: ({"dropout": "0", "mask": "padding"}, SEQLENS[2:6]),
+}
+OURS = ("standard-mma", "fa1-mma", "fa2-mma")
+THEIRS = (peers.UNFUSED, peers.FLASH, peers.CUDNN, peers.EFFICIENT, peers.MATH)
+PASSES = ("fwd", "bwd", "fwd+bwd")
+# Beyond, a call takes so long that it is made once or a few times, and nothing twice.
+REPEATED, REPEATS, SECONDS = 8192, 10, 0.1
+CHECKED = Problem(2, 2, 2, 256, 256, HEAD_DIM, dtype=DTYPE)
+PROTOCOL = (
+    f"batch entries are copies of one; {REPEATS} repeats to N={REPEATED}, cut to {SECONDS:g} s, "
+    f"{FEWEST} at least; beyond, 3 at N=16384 and 1 from there on without warm-up but the check's "
+    "call, and backward is the difference of both passes and forward; with dropout or lengths: "
+    f"all of O, dq, dk and dv at N={CHECKED.seqlen_q} with the same options, and 32 rows in the "
+    "middle and at the end of two heads at every N, where a result with dropout is to deviate by "
+    "sqrt(p / (1 - p)); memory: what one call takes at its peak, results with the rest"
+)
+
+
+def setting(seqlen: int, head_dim: int = HEAD_DIM, causal: bool = False) -> Problem:
+    """The paper's problem at a length."""
+    return Problem(BATCH, HEADS, HEADS, seqlen, seqlen, head_dim, dtype=DTYPE, causal=causal)
+
+
+def given(name: str, problem: Problem) -> dict[str, Any]:
+    """The options of our calls in a setting: dropout, and lengths from N - 20 to N."""
+    options: dict[str, Any] = {}
+    if name in (DROPPED, BOTH):
+        options |= {"dropout_p": DROPOUT, "seed": 7}
+    if name in (MASKED, BOTH):
+        N, rng = problem.seqlen_q, np.random.default_rng([SEED, problem.seqlen_q])
+        lengths = rng.integers(max(1, N - PADDING), N + 1, problem.batch).tolist()
+        options |= {"q_lens": lengths, "kv_lens": lengths}
+    return options
+
+
+def _fields(problem: Problem, series: str, pass_: str) -> dict[str, Any]:
+    return {"experiment": NAME, "series": series, "pass_": pass_, **row_fields(problem)}
+
+
+def measure(options: Options, bench: Bench) -> Iterator[Row]:
+    """Memory from the model; times and memory where there is a GPU."""
+    lengths = options.seqlens or (QUICK_SEQLENS if options.quick else SEQLENS)
+    problems = [
+        setting(N, d, mask)
+        for N in sorted(lengths)
+        for d in options.head_dims or (HEAD_DIM,)
+        for mask in options.causal or (False,)
+    ]
+    for problem in problems:
+        for series in OURS:
+            for pass_ in ("fwd", "fwd+bwd"):
+                yield _memory(_model_bytes(problem, series, pass_), problem, series, pass_)
+    if bench.machine is None:
+        return
+    if not peers.available():
+        bench.say("  no torch with CUDA here: its kernels are not measured")
+    work = [(problem, name) for problem in problems for name in _settings(problem, options)]
+    precompile.compile_ahead(_planned(work), bench)
+    session = _Session(bench.machine)
+    for problem, name in bench.track(work, "timing"):
+        yield from session.rows(problem, name)
+
+
+def _settings(problem: Problem, options: Options) -> list[str]:
+    if options.seqlens:
+        return list(SETTINGS)
+    if options.quick:
+        return [PLAIN, BOTH]
+    return [name for name, (_, lengths) in SETTINGS.items() if problem.seqlen_q in lengths]
+
+
+def _planned(work: Sequence[tuple[Problem, str]]) -> Iterator[precompile.Call]:
+    """What is compiled ahead; the small problem's kernels too, with which each setting begins."""
+    for problem, name in work:
+        for each in (problem, CHECKED):
+            for series in OURS:
+                yield precompile.Call(series, each, given(name, each))
+                yield from precompile.calls(series, each, "fwd+bwd", **given(name, each))
+
+
+def _results_bytes(problem: Problem, pass_: str) -> int:
+    """Bytes of what a call returns and, of both passes, of O and L between them."""
+    rows = problem.batch * problem.heads_q * problem.seqlen_q
+    array = 2 * rows * problem.head_dim
+    return array if pass_ == "fwd" else 4 * array + 4 * rows
+
+
+def input_bytes(problem: Problem, pass_: str) -> int:
+    """Bytes of q, k and v and, of a pass with gradients, of dout."""
+    rows = problem.batch * problem.heads_q * problem.seqlen_q
+    return (3 if pass_ == "fwd" else 4) * 2 * rows * problem.head_dim
+
+
+def _model_bytes(problem: Problem, series: str, pass_: str) -> int:
+    """Results and, of both passes, the larger workspace."""
+    name = algorithm(series)
+    workspace = io_model.workspace(name, problem, return_lse=pass_ != "fwd")
+    if pass_ != "fwd":
+        workspace = max(workspace, io_model.workspace(name, problem, passes="bwd"))
+    return _results_bytes(problem, pass_) + workspace
+
+
+def _memory(taken: int, problem: Problem, series: str, pass_: str, **more: Any) -> Row:
+    fields = {"machine": MODEL, "source": "model", "note": PLAIN} | more
+    return Row(
+        metric="memory",
+        unit="MiB",
+        value=taken / 2**20,
+        **fields,
+        **_fields(problem, series, pass_),
+    )
+
+
+class _Session:
+    """Measures problem by problem, shorter ones first: what fails at one is not tried at longer."""
+
+    def __init__(self, machine: str) -> None:
+        self._machine = machine
+        self._inputs = Inputs(gradient=True)
+        self._checked: dict[tuple[str, str], str] = {}
+        self._ended: set[tuple[str, str, str]] = set()
+
+    def rows(self, problem: Problem, name: str) -> Iterator[Row]:
+        one = self._inputs(replace(problem, batch=1))
+        host = tuple(np.broadcast_to(x, (problem.batch, *x.shape[1:])) for x in one)
+        arrays = _repeated(one, problem)
+        options = given(name, problem)
+        gate = calls.OptionsGate(problem, *host[:3], **options)
+        for series in (*OURS, *(THEIRS if peers.available() else ())):
+            check = gate.peer if calls.theirs(series) else gate
+            yield from self._series(problem, name, series, arrays, options, check)
+
+    def _series(
+        self,
+        problem: Problem,
+        name: str,
+        series: str,
+        arrays: Sequence[Any],
+        options: dict[str, Any],
+        check: calls.Check,
+    ) -> Iterator[Row]:
+        failure = self._check_once(series, name, problem)
+        times: dict[str, Timing] = {}
+        repeated = problem.seqlen_q <= REPEATED
+        for pass_ in PASSES if repeated else ("fwd", "fwd+bwd"):
+            if (series, name, pass_) in self._ended:
+                continue
+            taken, why = None, failure
+            if not why:
+                checked = check if pass_ == "fwd" else None
+                found, why = attempt(
+                    self._measured, series, pass_, problem, arrays, options, checked, repeated
+                )
+                if found:
+                    times[pass_], taken = found
+            if why and "float64" not in why:  # nothing wrong, but no memory or no such kernel
+                self._ended.add((series, name, pass_))
+            yield self._time(times.get(pass_), why, name, problem, series, pass_)
+            if taken is not None:
+                more = {"machine": self._machine, "source": "measured", "note": name}
+                yield _memory(taken, problem, series, pass_, **more)
+            device.release_memory()
+            peers.release()
+        if not repeated and len(times) == 2:
+            both, forward = times["fwd+bwd"], times["fwd"]
+            less = [getattr(both, x) - getattr(forward, x) for x in ("median", "p20", "p80")]
+            backward = Timing(less[0], less[1], less[2], both.n, float("nan"))
+            yield self._time(backward, "", name, problem, series, "bwd")
+
+    def _time(
+        self, timing: Timing | None, why: str, name: str, problem: Problem, *series_and_pass: str
+    ) -> Row:
+        fields = _fields(problem, *series_and_pass)
+        return calls.time_row(timing, why, name, machine=self._machine, **fields)
+
+    def _check_once(self, series: str, name: str, problem: Problem) -> str:
+        """Why the series is wrong with these options; empty where it is right."""
+        if (series, name) not in self._checked:
+            small = replace(CHECKED, head_dim=problem.head_dim, causal=problem.causal)
+            options = given(name, small)
+            _, why = attempt(calls.check_once, series, small, self._inputs(small), options)
+            self._checked[series, name] = why
+        return self._checked[series, name]
+
+    def _measured(
+        self,
+        series: str,
+        pass_: str,
+        problem: Problem,
+        arrays: Sequence[Any],
+        options: dict[str, Any],
+        check: calls.Check | None,
+        repeated: bool,
+    ) -> tuple[Timing, int | None]:
+        """Its time, and what it takes; of a backward pass alone that is not looked at."""
+        run = calls.make(series, pass_, problem, arrays, **options)
+        results = _results_bytes(problem, pass_)
+        if repeated:
+            timing = time_call(run, check or _unchecked, REPEATS, seconds=SECONDS)
+            return timing, None if pass_ == "bwd" else _peak(series, run, results)
+        samples: list[float] = []
+        repeats = max(1, 3 * 16384 // problem.seqlen_q)
+
+        def timed(out: Any = None) -> None:
+            samples.extend(device.time_ms(lambda: run(out=out), repeats=repeats, warmup=0))
+
+        if check is None:  # a call's peak is that of several
+            taken = _peak(series, timed, results)
+        else:
+            kept: list[Any] = []
+            taken = _peak(series, lambda: kept.append(run()), results)
+            check(kept[0])
+            timed(kept[0])
+        p20, median, p80 = np.percentile(samples, [20, 50, 80])
+        return Timing(float(median), float(p20), float(p80), len(samples), float("nan")), taken
+
+
+def _unchecked(result: Any) -> float:
+    """The check of gradients, which were checked at a smaller length."""
+    return float("nan")
+
+
+def _peak(series: str, run: Callable[[], Any], results: int) -> int:
+    if calls.theirs(series):
+        return peers.allocated_bytes(run)
+    return calls.own_peak_bytes(run, results)
+
+
+def _repeated(one: Sequence[np.ndarray], problem: Problem) -> tuple[Any, ...]:
+    """Arrays of one batch entry on the GPU, as many times as the problem has entries."""
+    if peers.available():
+        on_gpu = peers.on_device(one, problem.dtype)
+        return tuple(x.repeat(problem.batch, 1, 1, 1) for x in on_gpu)
+    whole = [np.repeat(x.astype(problem.dtype), problem.batch, axis=0) for x in one]
+    return peers.on_device(whole, problem.dtype)
+
+
+# --- figure and tables -----------------------------------------------------------------------
+
+# Panel -> what it shows, pass and setting, and the paper's table.
+PANELS = (
+    ("forward + backward", "time", "fwd+bwd", PLAIN, "Table 20"),
+    ("forward + backward, dropout, mask", "time", "fwd+bwd", BOTH, "Table 11"),
+    ("forward", "time", "fwd", PLAIN, "Table 18"),
+    ("peak memory, forward + backward", "memory", "fwd+bwd", PLAIN, "Table 21"),
+)
+METHODS = {"PyTorch Attention": "standard-mma", "FlashAttention": "fa1-mma"}
+UNITS = {"time": "runtime", "memory": "memory"}
+
+
+def paper(metric: str, pass_: str, name: str, method: str) -> dict[int, float]:
+    """N -> milliseconds or MiB of the paper's table of a setting."""
+    wanted = {"metric": UNITS[metric], "pass": pass_, "method": method, **SETTINGS[name][0]}
+    found = published.lookup(paper="fa1", **wanted)
+    return {int(line["seqlen"]): float(line["value"]) for line in found}
+
+
+def shown(row: Row) -> float:
+    """The row's value as it is drawn: of memory with the inputs, as the paper counts it."""
+    if row.metric != "memory":
+        return row.number
+    problem = setting(row.seqlen_q, row.head_dim)
+    return row.number + input_bytes(problem, row.pass_) / 2**20
+
+
+def curve(rows: Sequence[Row], series: str, metric: str, pass_: str, name: str) -> dict[int, float]:
+    """N -> what `shown` gives, of rows that did not fail; the model's where nothing is measured."""
+    mine = [
+        r
+        for r in sorted(rows, key=lambda r: r.source != "model")
+        if (r.series, r.metric, r.pass_, r.place) == (series, metric, pass_, name) and not r.failed
+    ]
+    return dict(sorted({r.seqlen_q: shown(r) for r in mine}.items()))
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """Time and memory over N; published ones hollow."""
+    from .lab import style
+
+    rows = [r for r in rows if r.head_dim == HEAD_DIM and not r.causal] or list(rows)
+    if not rows:
+        return None
+    figure, axes = style.new(2, 2, 8.6)
+    lengths = sorted({r.seqlen_q for r in rows})
+    for (title, metric, pass_, name, item), ax in zip(PANELS, axes.flat, strict=True):
+        for method, like in METHODS.items():
+            points = paper(metric, pass_, name, method)
+            ax.plot(
+                list(points),
+                list(points.values()),
+                color=style.COLOURS[like],
+                marker=style.MARKERS[like],
+                mfc="white",
+                ls=":",
+                lw=1.1,
+                label=f"{'standard' if 'PyTorch' in method else 'FA-1'}, published, A100",
+            )
+        for series in (*THEIRS, *OURS):
+            points = curve(rows, series, metric, pass_, name)
+            if points:
+                ax.plot(
+                    list(points),
+                    list(points.values()),
+                    color=style.COLOURS[series],
+                    marker=style.MARKERS[series],
+                    ms=4.5,
+                    lw=1.4,
+                    ls="--" if calls.theirs(series) else "-",
+                    label=LABELS[series],
+                )
+        ax.set_title(f"{title} ({item})", fontsize=11)
+        style.sizes(ax, sorted({*lengths, *SEQLENS}), "sequence length N")
+        ax.set_yscale("log")
+        style.plain_ticks(ax.yaxis)
+        ax.set_ylabel("ms" if metric == "time" else "MiB, inputs with the rest")
+    handles = style.handles(axes)
+    title = f"fp16, batch {BATCH}, {HEADS} heads, d={rows[0].head_dim}; hollow: published"
+    figure.legend(
+        handles.values(), handles, loc="outside upper center", ncols=4, title=title, fontsize=9.5
+    )
+    return figure
+
+
+# Standard attention, torch's and ours, over the fused kernels.
+_PAIRS = ((peers.UNFUSED, "fa1-mma"), ("standard-mma", "fa1-mma"), (peers.UNFUSED, "fa2-mma"))
+
+
+def _ratio(over: dict[int, float], under: dict[int, float], N: int) -> str:
+    return f"{over[N] / under[N]:.2f}" if N in over and N in under else tables.MISSING
+
+
+def table(rows: Sequence[Row]) -> Table | None:
+    """Time and memory of both passes without dropout and mask over N, beside the paper's."""
+    rows = [r for r in rows if r.head_dim == HEAD_DIM and not r.causal]
+
+    def of(metric: str) -> dict[str, dict[int, float]]:
+        ours = {s: curve(rows, s, metric, "fwd+bwd", PLAIN) for s in (*OURS, *THEIRS)}
+        return ours | {m: paper(metric, "fwd+bwd", PLAIN, m) for m in METHODS}
+
+    time, memory = of("time"), of("memory")
+    lengths = sorted({N for s in OURS for N in (*time[s], *memory[s])})
+    if not lengths:
+        return None
+    lines = []
+    for N in lengths[-10:]:
+        cells = [str(N)]
+        cells += [tables.number(time[s], N, ".3g") for s in ("FlashAttention", *OURS[1:])]
+        cells += [_ratio(time[a], time[b], N) for a, b in (tuple(METHODS), *_PAIRS)]
+        names = ("PyTorch Attention", peers.UNFUSED, "FlashAttention", *OURS[1:])
+        cells += [tables.number(memory[s], N, ".0f") for s in names]
+        lines.append(cells)
+    header = ["N", "FA-1, published, ms", "FA-1, ms", "FA-2, ms"]
+    header += ["standard / FA-1, published", "torch unfused / FA-1", "standard / FA-1"]
+    header += ["torch unfused / FA-2", "standard, published, MiB", "torch unfused, MiB"]
+    header += ["FA-1, published, MiB", "FA-1, MiB", "FA-2, MiB"]
+    caption = (
+        "Forward + backward, fp16, batch 16, 8 heads, d=64, no dropout, no mask (Tables 20 and "
+        "21; A100). Ratios are of times. MiB with q, k, v and dout, as the paper counts."
+    )
+    return Table(caption, tables.markdown(header, lines))
+
+
+def settings_table(rows: Sequence[Row], seqlen: int = 4096) -> Table | None:
+    """What dropout and mask make of the gain at one length, the paper's beside ours."""
+    lines = []
+    for name in SETTINGS:
+        for pass_ in ("fwd", "fwd+bwd"):
+            ours = {s: curve(rows, s, "time", pass_, name) for s in (*OURS, *THEIRS)}
+            theirs = {m: paper("time", pass_, name, m) for m in METHODS}
+            gains = [_ratio(ours[a], ours[b], seqlen) for a, b in _PAIRS]
+            if set(gains) != {tables.MISSING}:
+                standard, flash = (theirs[m] for m in METHODS)
+                lines.append([name, pass_, _ratio(standard, flash, seqlen), *gains])
+    if not lines:
+        return None
+    header = ["setting", "pass", "standard / FA-1, published", "torch unfused / FA-1"]
+    header += ["standard / FA-1", "torch unfused / FA-2"]
+    caption = f"Ratios of times at N={seqlen}, fp16, batch 16, 8 heads, d=64."
+    return Table(caption, tables.markdown(header, lines))
+
+
+TABLES = {"runtime_settings": settings_table}

@@ -1,0 +1,326 @@
+"""Time and memory over the sequence length: settings, rows, the published curves and the tables."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from test_gpt2_table import cells, exact, exact_gradients
+
+import fa_numba
+from experiments import runtime_memory
+from experiments.lab import calls, peers, report, timing
+from experiments.lab.options import Bench, Options
+from experiments.lab.store import MODEL, Recorder, Store
+from experiments.runtime_memory import BOTH, DROPPED, MASKED, OURS, PLAIN, given, setting
+from fa_numba import io_model, reference
+from fa_numba.problem import Problem
+
+
+def synthetic(machine="some-gpu"):
+    """A few rows of each kind that the figure draws: FA-2 takes 1 ms at N=1024, FA-1 twice that,
+    standard and torch's unfused attention six times.
+    """
+    rows = []
+    for N in (128, 1024, 4096, 16384):
+        problem = setting(N)
+        for name, (_, lengths) in runtime_memory.SETTINGS.items():
+            if N not in lengths:
+                continue
+            for n, series in enumerate((*OURS, *runtime_memory.THEIRS)):
+                factor = (6.0, 2.0, 1.0, 6.0, 0.9, 0.8, 1.1, 7.0)[n]
+                for pass_ in runtime_memory.PASSES:
+                    value = factor * (N / 1024) ** 2
+                    timed = timing.Timing(value, 0.9 * value, 1.1 * value, 10, float("nan"))
+                    failure = "failed: out of memory" if factor >= 6 and N > 8192 else ""
+                    row = (None, failure) if failure else (timed, "")
+                    fields = runtime_memory._fields(problem, series, pass_)
+                    rows.append(calls.time_row(*row, name, machine=machine, **fields))
+                    if not failure and pass_ != "bwd" and name == PLAIN:
+                        more = {"machine": machine, "source": "measured", "note": name}
+                        taken = N * (N if factor >= 6 else 1024) * 2**10
+                        rows.append(runtime_memory._memory(taken, problem, series, pass_, **more))
+    return rows
+
+
+# --- settings and what is published -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("N", [128, 512, 4096])
+def test_padding_is_the_papers(N):
+    problem = setting(N)
+    options = given(BOTH, problem)
+    lengths = options["kv_lens"]
+    assert options["q_lens"] == lengths and len(lengths) == problem.batch
+    assert max(lengths) <= N and min(lengths) >= N - 20 and len(set(lengths)) > 3
+    assert given(MASKED, problem) == {"q_lens": lengths, "kv_lens": lengths}
+    assert given(DROPPED, problem) == {"dropout_p": 0.1, "seed": 7} and not given(PLAIN, problem)
+    Problem.from_shapes(problem.q_shape, problem.k_shape, dtype="float16", q_lens=lengths)
+
+
+def test_the_papers_tables():
+    paper = runtime_memory.paper
+    flash = paper("time", "fwd+bwd", BOTH, "FlashAttention")
+    assert flash[4096] == 37.49 and list(flash) == list(runtime_memory.SEQLENS)
+    assert paper("time", "fwd", DROPPED, "PyTorch Attention").keys() >= {512, 4096}
+    memory = paper("memory", "fwd+bwd", PLAIN, "FlashAttention")
+    assert memory[65536] == 13376
+    # Every panel and setting has its curves, and the panels name the right table.
+    for _, metric, pass_, name, item in runtime_memory.PANELS:
+        for method in runtime_memory.METHODS:
+            found = paper(metric, pass_, name, method)
+            lines = runtime_memory.published.lookup(paper="fa1", item=item, method=method)
+            assert found == {int(x["seqlen"]): float(x["value"]) for x in lines} and found
+
+
+def test_the_papers_memory_is_so_many_arrays():
+    """13 arrays of N d and 2 of N in float32: what is compared has the inputs too."""
+    for N, value in runtime_memory.paper("memory", "fwd+bwd", PLAIN, "FlashAttention").items():
+        if N >= 512:
+            array = 2 * 16 * 8 * N * 64
+            assert value == pytest.approx((13 * array + 2 * 4 * 16 * 8 * N) / 2**20, abs=0.6)
+            assert runtime_memory.input_bytes(setting(N), "fwd+bwd") == 4 * array
+
+
+# --- rows ------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_there_is_the_models_memory():
+    rows = list(runtime_memory.measure(Options(), Bench()))
+    assert {(r.machine, r.source, r.metric) for r in rows} == {(MODEL, "model", "memory")}
+    assert {r.seqlen_q for r in rows} == set(runtime_memory.SEQLENS)
+    found = {(r.series, r.pass_): r.number for r in rows if r.seqlen_q == 65536}
+    rows_of_q = 16 * 8 * 65536
+    array = 2 * rows_of_q * 64 / 2**20
+    L = 4 * rows_of_q / 2**20
+    # O and nothing else but L; O, dq, dk, dv, L, D and dq in float32.
+    assert found["fa2-mma", "fwd"] == array + L
+    assert found["fa2-mma", "fwd+bwd"] == 4 * array + L + L + 2 * array
+    # S, and in the backward pass P and dP.
+    matrix = 2 * rows_of_q * 65536 / 2**20
+    assert found["standard-mma", "fwd"] == array + matrix
+    assert found["standard-mma", "fwd+bwd"] == 4 * array + L + 2 * matrix
+
+
+def measured(monkeypatch, attention=exact, seqlens=(24, 40), repeated=32, failing=None):
+    """Rows of measure with stand-ins for the GPU and its kernels; which runs were timed."""
+    timed = []
+
+    def time_ms(run, *, repeats, **_):
+        run()
+        timed.append(repeats)
+        return [2.0 + len(timed)] * repeats
+
+    device = fa_numba.device
+    monkeypatch.setattr(device, "synchronize", lambda: None)
+    monkeypatch.setattr(device, "release_memory", lambda: None)
+    monkeypatch.setattr(device, "to_gpu", lambda array: array)
+    monkeypatch.setattr(device, "time_ms", time_ms)
+    monkeypatch.setattr(peers, "available", lambda: False)
+    monkeypatch.setattr(runtime_memory, "REPEATED", repeated)
+    monkeypatch.setattr(runtime_memory, "BATCH", 2)
+    monkeypatch.setattr(runtime_memory, "HEADS", 2)
+    small = Problem(2, 2, 2, 16, 16, 8, dtype="float16")
+    monkeypatch.setattr(runtime_memory, "CHECKED", small)
+    # A few small rows: what dropout makes of them is spread.
+    for name in ("DEVIATION_BOUND", "SIZE_BOUND"):
+        monkeypatch.setattr(calls, name, 0.6)
+    monkeypatch.setattr(fa_numba, "attention", attention)
+    monkeypatch.setattr(fa_numba, "attention_backward", failing or exact_gradients)
+    bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
+    options = Options(seqlens=seqlens, head_dims=(8,))
+    with device.using("emulator"):
+        rows = list(runtime_memory.measure(options, bench))
+    found = [(*row.key, row.machine, row.place) for row in rows]
+    assert len(set(found)) == len(found)
+    return [row for row in rows if row.machine == "some-gpu"], timed
+
+
+def test_every_setting_and_pass_is_measured(monkeypatch):
+    rows, timed = measured(monkeypatch)
+    assert not [row.note for row in rows if row.failed]
+    times = {(r.seqlen_q, r.series, r.pass_, r.place): r for r in rows if r.metric == "time"}
+    assert set(times) == {
+        (N, s, p, name)
+        for N in (24, 40)
+        for s in OURS
+        for p in runtime_memory.PASSES
+        for name in runtime_memory.SETTINGS
+    }
+    # At long lengths a call is timed without repeats, and backward is the difference.
+    for (N, series, _, name), row in times.items():
+        if N == 40:
+            forward, both = (times[N, series, p, name].value for p in ("fwd", "fwd+bwd"))
+            assert times[N, series, "bwd", name].value == both - forward
+        else:
+            assert row.n in range(timing.FEWEST, runtime_memory.REPEATS + 1)
+    memory = {(r.seqlen_q, r.series, r.pass_, r.place): r.value for r in rows if r.unit == "MiB"}
+    assert {key[2] for key in memory} == {"fwd", "fwd+bwd"} and len(memory) == 2 * 3 * 2 * 4
+    # Without torch's allocator what a call returns is known by its size.
+    assert memory[24, "fa2-mma", "fwd", PLAIN] == 2 * 2 * 2 * 24 * 8 / 2**20
+
+
+def wrong(wanted):
+    def attention(q, k, v, **options):
+        out = exact(q, k, v, **options)
+        if not wanted(options) or isinstance(out, tuple):
+            return out
+        return out * np.asarray(1.1, out.dtype)
+
+    return attention
+
+
+def test_a_wrong_result_is_not_timed(monkeypatch):
+    attention = wrong(lambda options: options["algorithm"] == "fa1" and "kv_lens" in options)
+    rows, _ = measured(monkeypatch, attention)
+    failed = {(r.series, r.place) for r in rows if r.failed}
+    assert failed == {("fa1-mma", MASKED), ("fa1-mma", BOTH)}
+    # A wrong result is found anew at every length; nothing is taken for granted.
+    assert {r.seqlen_q for r in rows if r.failed} == {24, 40}
+    assert all("against float64" in r.note for r in rows if r.failed)
+
+
+def test_what_does_not_fit_is_not_tried_at_longer_lengths(monkeypatch):
+    tried = []
+
+    def full(dout, q, *others, algorithm, **options):
+        if algorithm == "standard" and q.shape[2] > 16:
+            tried.append(q.shape[2])
+            raise MemoryError
+        return exact_gradients(dout, q, *others, algorithm=algorithm, **options)
+
+    rows, _ = measured(monkeypatch, failing=full, seqlens=(24, 40, 48))
+    failed = [(r.series, r.pass_, r.seqlen_q, r.place) for r in rows if r.failed]
+    assert set(failed) == {
+        ("standard-mma", p, 24, name)
+        for p in ("bwd", "fwd+bwd")
+        for name in runtime_memory.SETTINGS
+    }
+    assert {r.note.partition("; ")[2] for r in rows if r.failed} == {"failed: out of memory"}
+    assert set(tried) == {24}
+    forward = {r.seqlen_q for r in rows if (r.series, r.pass_) == ("standard-mma", "fwd")}
+    assert forward == {24, 40, 48}
+
+
+def test_a_complete_run_has_the_papers_lengths():
+    complete, quick = Options(), Options(quick=True)
+    assert runtime_memory._settings(setting(65536), complete) == [PLAIN]
+    assert runtime_memory._settings(setting(16384), complete) == [PLAIN, BOTH]
+    assert set(runtime_memory._settings(setting(4096), complete)) == {*runtime_memory.SETTINGS}
+    assert runtime_memory._settings(setting(128), quick) == [PLAIN, BOTH]
+    asked = Options(seqlens=(65536,))
+    assert runtime_memory._settings(setting(65536), asked) == list(runtime_memory.SETTINGS)
+
+
+# --- the check of small problems ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", runtime_memory.SETTINGS)
+@pytest.mark.parametrize("series", ["fa2-mma", "torch-efficient"])
+def test_the_check_with_options(monkeypatch, name, series):
+    problem = Problem(2, 2, 2, 64, 64, 32, dtype="float16")
+    options = given(name, problem)
+    host = runtime_memory.Inputs(gradient=True)(problem)
+    theirs = series.startswith("torch")
+
+    def made(series, pass_, problem, arrays, **options):
+        q, k, v, dout = arrays
+        if theirs:  # computes every row, and draws with a generator of its own
+            options = {n: x for n, x in options.items() if n in ("dropout_p", "kv_lens")}
+            options |= {"seed": 11} if "dropout_p" in options else {}
+        if pass_ == "fwd":
+            return lambda: factor["O"] * reference.attention(q, k, v, **options)
+        gradients = reference.attention_backward(dout, q, k, v, **options)
+        return lambda: [factor[n] * x for n, x in zip(("dq", "dk", "dv"), gradients, strict=True)]
+
+    monkeypatch.setattr(calls, "make", made)
+    monkeypatch.setattr(peers, "on_device", lambda arrays, dtype: arrays)
+    factor = dict.fromkeys(("O", "dq", "dk", "dv"), 1.0)
+    calls.check_once(series, problem, host, options)
+    for wrong_one in factor:
+        factor[wrong_one] = np.nan if theirs and "dropout_p" in options else 1.02
+        with pytest.raises(timing.WrongResult):
+            calls.check_once(series, problem, host, options)
+        factor[wrong_one] = 1.0
+
+
+def test_memory_of_a_call_is_workspace_and_results(monkeypatch):
+    """Ours from the package's allocator, results from torch's where it is."""
+    trace = SimpleNamespace(peak_bytes=300)
+
+    class Tracking:
+        def __enter__(self):
+            return trace
+
+        def __exit__(self, *_):
+            return False
+
+    ran = []
+    monkeypatch.setattr(fa_numba.device, "track_memory", Tracking)
+    monkeypatch.setattr(fa_numba.device, "synchronize", lambda: None)
+    monkeypatch.setattr(peers, "available", lambda: False)
+    assert calls.own_peak_bytes(lambda: ran.append(1), 50) == 350 and ran == [1]
+    monkeypatch.setattr(peers, "available", lambda: True)
+    monkeypatch.setattr(peers, "allocated_bytes", lambda run: 40)
+    assert calls.own_peak_bytes(lambda: None, 50) == 340
+
+
+# --- figure and tables -----------------------------------------------------------------------
+
+
+def test_the_tables(tmp_path):
+    about = {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
+    store = Store(tmp_path)
+    recorder = Recorder(store, "runtime_memory", lambda machine: about, runtime_memory.SWEPT)
+    for row in synthetic(report.MACHINE):
+        recorder.add(row)
+    recorder.finish(complete=True)
+    found = {line[0]: line[1:] for line in cells(report.text("runtime_memory", store))}
+    assert set(found) == {"N", "128", "1024", "4096", "16384"}
+    paper = runtime_memory.paper("time", "fwd+bwd", PLAIN, "FlashAttention")
+    times = ["32", "16", "1.68", "3.00", "3.00", "6.00"]
+    assert found["4096"][:7] == [f"{paper[4096]:.3g}", *times]
+    # 4096^2 KiB are 16 GiB; 4096 MiB; the four inputs are 64 MiB each.
+    assert found["4096"][7:] == ["17024", "16640", "836", "4352", "4352"]
+    assert found["16384"][3:6] == ["-", "-", "-"] and found["16384"][8:10] == ["-", "-"]
+    lines = cells(report.text("runtime_settings", store))
+    assert len(lines) == 9
+    assert ["plain", "fwd+bwd", "1.68", "3.00", "3.00", "6.00"] in lines
+    assert ["dropout, padding mask", "fwd+bwd", "3.31", "3.00", "3.00", "6.00"] in lines
+    for name in ("runtime_memory", "runtime_settings"):
+        assert report.text(name, Store(tmp_path / "none")) == "no recording yet\n"
+
+
+def test_the_figure_has_the_published_curves():
+    figure = runtime_memory.draw(synthetic())
+    for ax, panel in zip(figure.axes, runtime_memory.PANELS, strict=True):
+        hollow = [line for line in ax.lines if line.get_markerfacecolor() == "white"]
+        assert len(hollow) == 2 and len(ax.lines) == 2 + 8
+        assert panel[-1] in ax.get_title()
+    memory = figure.axes[3]
+    marks = {line.get_label(): line for line in memory.lines}
+    # Inputs are drawn with ours, as the paper counts.
+    (N, value), *_ = marks["FA-2 (Q outer)"].get_xydata().tolist()
+    assert (N, value) == (128, 128 + runtime_memory.input_bytes(setting(128), "fwd+bwd") / 2**20)
+    model = list(runtime_memory.measure(Options(), Bench()))
+    assert [len(ax.lines) for ax in runtime_memory.draw(model).axes] == [2, 2, 2, 5]
+    assert runtime_memory.draw([]) is None
+
+
+def test_the_models_memory_gives_way_to_the_measured():
+    rows = [r for r in synthetic() if r.metric == "memory" and r.series == "fa2-mma"]
+    model = [replace(r, source="model", machine=MODEL, value=1.0) for r in rows]
+    for both in (rows + model, model + rows):
+        drawn = runtime_memory.curve(both, "fa2-mma", "memory", "fwd", PLAIN)
+        assert drawn == runtime_memory.curve(rows, "fa2-mma", "memory", "fwd", PLAIN)
+
+
+def test_the_models_workspace_is_the_calls():
+    for series in OURS:
+        for passes in ("fwd", "bwd"):
+            problem = setting(1024)
+            options = {"algorithm": series.split("-")[0], "dtype": "float16", "passes": passes}
+            with fa_numba.device.using("emulator"):
+                planned = fa_numba.plan(problem.q_shape, problem.k_shape, **options)
+            name = options["algorithm"]
+            assert planned.workspace_bytes == io_model.workspace(name, problem, passes=passes)
