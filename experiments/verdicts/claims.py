@@ -7,9 +7,14 @@ Several contradict each other. A claim is reproduced when it holds in our number
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 from experiments import claims as measured
+from experiments import io_vs_head_dim, io_vs_sram
+from experiments.lab import scaling
 from experiments.lab.series import LABELS
+from experiments.lab.store import Row
 
 from .evidence import (
     REFUTED,
@@ -17,6 +22,7 @@ from .evidence import (
     TREND,
     Evidence,
     Finding,
+    MissingRows,
     Question,
     question_table,
     span,
@@ -115,6 +121,52 @@ def exponent(data: Evidence, series: str) -> float:
         totals[row.seqlen_q] = totals.get(row.seqlen_q, 0) + row.number / (row.batch * row.heads_q)
     short, long = sorted(totals)[-2:]
     return math.log(totals[long] / totals[short]) / math.log(long / short)
+
+
+def powers(data: Evidence) -> dict[str, dict[str, float]]:
+    """Tiles by line 1 and by the planner -> exponent of N, d and M in K/V outer's accesses."""
+
+    def fitted(of: Any, series: str, x: Callable[[Row], int], low: float) -> float:
+        rows = data.rows(
+            of.NAME,
+            series=series,
+            source="model",
+            unit="elements",
+            causal=False,
+            seqlen_q=of.SEQLEN,
+        )
+        found = scaling.fit(scaling.per_score(rows, x)[series, "model"], low)
+        if found is None:
+            raise MissingRows(f"{of.NAME}: too few rows of {series}")
+        return found.exponent
+
+    return {
+        words: {
+            "N": exponent(data, "fa1-simt"),
+            "d": fitted(io_vs_head_dim, series, lambda row: row.head_dim, 0),
+            "M": fitted(io_vs_sram, series, io_vs_sram.memory, io_vs_sram.HEAD_DIM**2),
+        }
+        for words, series in (("line 1", "fa1-simt-rule"), ("the planner", "fa1-simt"))
+    }
+
+
+THEOREM = {"N": 2.0, "d": 2.0, "M": -1.0}
+
+
+def theorem(data: Evidence) -> Finding:
+    found = powers(data)
+    number = "; ".join(
+        f"tiles of {words}: " + ", ".join(f"{name}^{value:.2f}" for name, value in each.items())
+        for words, each in found.items()
+    )
+    holds = {
+        words: all(abs(each[name] - value) < 0.1 for name, value in THEOREM.items())
+        for words, each in found.items()
+    }
+    if not holds["line 1"]:
+        return Finding(number, REFUTED)
+    reason = "" if holds["the planner"] else "with line 1's tiles; ours are bounded by registers"
+    return Finding(number, REPRODUCED, reason)
 
 
 def saving(data: Evidence) -> Finding:
@@ -368,6 +420,8 @@ CLAIMS = (
              matrices),
     Question("C5", "flash moves exactly Q, K, V and O once: 8 h T d bytes", "fp16", LAYER +
              ": 32 heads, N=8192, d=128", OWN, once),
+    Question("C6", "flash accesses grow as N² d² / M", "any", "closed form that the counts equal",
+             ("io_vs_seqlen", "io_vs_head_dim", "io_vs_sram"), theorem),
     Question("C7", "the bound is O(n d √d) to O(n d tile)", "any", "closed form that the counts "
              "equal", ("io_vs_seqlen",), growth),
     Question("C8", "P is 4.3 GB; standard moves 17.4-17.8 GB, flash 0.27, 65 times less",

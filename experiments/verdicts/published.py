@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from experiments.lab import published
+from experiments import gpt2_table, io_vs_sram
+from experiments.lab import published, unfused_steps
 from experiments.lab.workloads import SEQLENS
 from fa_numba import io_model
 from fa_numba.problem import Problem
 
 from . import claims
-from .evidence import REFUTED, REPRODUCED, TREND, Evidence, Finding, Question, question_table, span
+from .evidence import (
+    REFUTED,
+    REPRODUCED,
+    TREND,
+    Evidence,
+    Finding,
+    MissingRows,
+    Question,
+    question_table,
+    span,
+)
 
 FA1 = "[FA-1](https://arxiv.org/abs/2205.14135)"
 FA2 = "[FA-2](https://arxiv.org/abs/2307.08691)"
@@ -22,6 +33,86 @@ def _published(**wanted: str) -> dict[int, float]:
     """Length or block size -> the published number."""
     size = "block_c" if wanted["item"] == "Fig. 2 middle" else "seqlen"
     return {int(line[size]): float(line["value"]) for line in published.lookup(**wanted)}
+
+
+def steps(data: Evidence) -> Finding:
+    """FA-1 Fig. 1 right: the unfused steps together over the fused kernel."""
+    printed = {
+        line["method"]: float(line["value"])
+        for line in published.lookup(paper="fa1", item="Fig. 1 right")
+    }
+    fused = printed.pop("FlashAttention fused")
+    theirs = sum(printed.values()) / fused
+    times = {
+        (row.series, row.place): row.number
+        for row in data.rows("gpt2_table", metric="time", dtype="float16", causal=True)
+    }
+    names = (*unfused_steps.STEPS, unfused_steps.FUSED)
+    unfused = [times.get((unfused_steps.THEIRS, name)) for name in names[:-1]]
+    whole = {name: times.get((name, unfused_steps.FUSED)) for name in ("fa1-mma", "fa2-mma")}
+    if None in unfused or None in whole.values():
+        raise MissingRows("gpt2_table: steps")
+    total = sum(time for time in unfused if time)
+    ratios = {name: total / time for name, time in whole.items() if time}
+    matmuls = (unfused[0] or 0) + (unfused[-1] or 0)
+    number = (
+        f"torch's five steps over the fused kernel {ratios['fa1-mma']:.1f} (FA-1), "
+        f"{ratios['fa2-mma']:.1f} (FA-2), published {theirs:.1f}; the two matmuls are "
+        f"{matmuls / total:.0%} of the steps, published "
+        f"{(printed['Matmul QK^T'] + printed['Matmul PV']) / sum(printed.values()):.0%}"
+    )
+    near = 0.5 < ratios["fa1-mma"] / theirs < 2
+    return Finding(number, TREND if near else REFUTED, "a newer GPU" if near else "")
+
+
+def layer(data: Evidence) -> Finding:
+    """FA-1 Fig. 2 left: GFLOPs, accesses and time of standard and flash."""
+    rows = data.rows("gpt2_table", dtype="float16", causal=False)
+    found = gpt2_table.whole(rows, gpt2_table.SETTING)
+    keys = {
+        "accesses": ("model", "GB"),
+        "time": ("measured", "fwd+bwd"),
+    }
+    if any((series, *key) not in found for series in OURS for key in keys.values()):
+        raise MissingRows("gpt2_table: the layer")
+    ratios = {
+        word: found["standard-mma", *key] / found["fa1-mma", *key] for word, key in keys.items()
+    }
+    theirs = {
+        word: gpt2_table.paper("Standard", metric) / gpt2_table.paper("FlashAttention", metric)
+        for word, metric in (("accesses", "hbm_accesses"), ("time", "runtime"))
+    }
+    counts = [
+        gpt2_table.paper_gb(gpt2_table.SETTING, *arrays) / gpt2_table.paper(method, "hbm_accesses")
+        for method, arrays in gpt2_table.ARRAYS.items()
+    ]
+    number = "; ".join(
+        f"{word}, standard over FA-1: {ratios[word]:.1f}, published {theirs[word]:.1f}"
+        for word in ratios
+    )
+    number += (
+        f"; the published GB are clean counts of arrays ({span(counts)} of them); GFLOPs as the "
+        "author corrected them"
+    )
+    good = all(ratio > 1 for ratio in ratios.values())
+    return Finding(number, TREND if good else REFUTED, "tiles, L2 and GPU differ" if good else "")
+
+
+OURS = ("standard-mma", "fa1-mma")
+
+
+def regimes(data: Evidence) -> Finding:
+    """Saha and Ye, Theorem 3.1: from which M on FlashAttention accesses least."""
+    rows = data.rows("io_vs_sram", source="model", unit="elements", causal=False, head_dim=64)
+    where = io_vs_sram.crossing(rows)
+    if where is None:
+        raise MissingRows("io_vs_sram: both curves")
+    share = where / io_vs_sram.HEAD_DIM**2
+    number = (
+        f"counting every constant, K/V outer with line 1's tiles accesses less than square blocks "
+        f"from M = {share:.2f} d² on"
+    )
+    return Finding(number, REPRODUCED if 0.5 < share < 2 else REFUTED)
 
 
 def block_accesses(data: Evidence) -> Finding:
@@ -213,7 +304,17 @@ def fa3_speed(pass_: str, item: str) -> Question:
                     lambda data: _hopper(data, pass_, item))  # fmt: skip
 
 
+GPT2 = "A100, N=1024, d=64, 16 heads, batch 64"
 ITEMS = (
+    Question(f"{FA1} Fig. 1 right", "time of each step of attention", "A100, GPT-2 (not said which "
+             "layer)", f"H200, {GPT2[6:]}, fp16, causal, dropout", ("gpt2_table",), steps),
+    Question(f"{FA1} Fig. 2 left", "GFLOPs, HBM accesses, runtime", f"{GPT2}, fwd+bwd",
+             "the same on an H200, fp16", ("gpt2_table",), layer),
+    Question(f"{FA1} Theorems 2 and 5", "accesses N² d² / M", "any", "closed form that the counts "
+             "equal, forward", ("io_vs_seqlen", "io_vs_head_dim", "io_vs_sram"), claims.theorem),
+    Question("[Saha and Ye](https://arxiv.org/abs/2402.07443), Theorem 3.1",
+             "FlashAttention is optimal from M = d² on", "any", "closed forms, d=64",
+             ("io_vs_sram",), regimes),
     Question(f"{FA1} Fig. 2 middle", "HBM accesses over B_c", "A100, N=1024, d=64, 16 heads, "
              "batch 64, forward", "the same, counted", ("block_size",), block_accesses),
     Question(f"{FA1} Fig. 2 middle", "runtime over B_c", "the same", "the same on an H200, fp32",
