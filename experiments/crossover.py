@@ -1,0 +1,288 @@
+"""From which length FlashAttention wins over standard attention (claim C9)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fa_numba import device
+from fa_numba.problem import Problem
+
+from .lab import calls, peers, precompile, tables
+from .lab.options import Bench, Options
+from .lab.series import plan, row_fields
+from .lab.speeds import DTYPES, PASSES
+from .lab.store import MODEL, Row
+from .lab.tables import Table
+from .lab.timing import FEWEST, attempt, time_call
+from .lab.workloads import Inputs
+
+NAME = "crossover"
+TITLE = "from which length FlashAttention wins over standard attention"
+DESCRIPTION = (
+    "Time of standard attention over that of both loop orders, and of torch's unfused attention "
+    "over torch's fused kernel, from N=64 to 4096 in fine steps: fp16 on tensor cores and fp32 on "
+    "CUDA cores, forward and with the backward pass, few and many heads; bytes by the model."
+)
+NEEDS_GPU = False
+REPEATS, SECONDS, CHECKED = 10, 0.05, 512
+PROTOCOL = (
+    f"{REPEATS} repeats, cut to {SECONDS:g} s, {FEWEST} at least; gradients checked at "
+    f"N={CHECKED} at most"
+)
+
+# Every power of two and the length half-way to the next.
+SEQLENS = tuple(sorted([64 << n for n in range(7)] + [96 << n for n in range(6)]))
+QUICK_SEQLENS = (64, 256, 1024)
+PASS_NAMES = ("fwd", "fwd+bwd")
+# (dtype, head dimension, batch, heads): few heads, and as many as fill a large GPU.
+CASES: tuple[tuple[str, int, int, int], ...] = (
+    ("float16", 64, 16, 8),
+    ("float16", 64, 1, 8),
+    ("float16", 128, 16, 8),
+    ("float32", 64, 16, 8),
+    ("float32", 64, 1, 8),
+)
+# A flash series -> what it is held against.
+OVER = {
+    "float16": {
+        "fa1-mma": "standard-mma",
+        "fa2-mma": "standard-mma",
+        peers.FLASH: peers.UNFUSED,
+    },
+    "float32": {
+        "fa1-simt": "standard-simt",
+        "fa2-simt": "standard-simt",
+        peers.EFFICIENT: peers.UNFUSED,
+    },
+}
+# Where the claim has the gain open.
+CLAIMED = (1024, 2048)
+
+
+def series_of(dtype: str) -> tuple[str, ...]:
+    """Standard attention first, then what is held against it."""
+    over = OVER[dtype]
+    return tuple(dict.fromkeys((*over.values(), *over)))
+
+
+def cases(options: Options) -> list[tuple[str, int, int, int, bool]]:
+    """(dtype, head dimension, batch, heads, causal) to measure."""
+    chosen = CASES[:1] + CASES[3:4] if options.quick else CASES
+    if options.head_dims:
+        chosen = tuple((t, d, b, h) for t, _, b, h in CASES for d in options.head_dims)
+    masks = options.causal or (False,)
+    return list(dict.fromkeys((*case, mask) for case in chosen for mask in masks))
+
+
+def _fields(problem: Problem, series: str, pass_: str) -> dict[str, Any]:
+    return {"experiment": NAME, "series": series, "pass_": pass_, **row_fields(problem)}
+
+
+def measure(options: Options, bench: Bench) -> Iterator[Row]:
+    """Bytes from the model; times, checked first, where there is a GPU."""
+    lengths = sorted(options.seqlens or (QUICK_SEQLENS if options.quick else SEQLENS))
+    problems = [
+        Problem(batch, heads, heads, N, N, d, dtype=dtype, causal=mask)
+        for dtype, d, batch, heads, mask in cases(options)
+        for N in lengths
+    ]
+    with device.using("emulator"):  # its tiles: the same on every machine
+        for problem in bench.track(problems, "closed forms"):
+            yield from _model(problem)
+    if bench.machine is None:
+        return
+    if not peers.available():
+        bench.say("  no torch with CUDA here: its kernels are not measured")
+    planned = (
+        call
+        for problem in problems
+        for series in series_of(problem.dtype)
+        if not calls.theirs(series)
+        for pass_ in PASS_NAMES
+        for call in precompile.calls(series, problem, pass_)
+    )
+    precompile.compile_ahead(planned, bench)
+    inputs = Inputs(gradient=True)
+    checks = calls.Checks(inputs, CHECKED)
+    for problem in bench.track(problems, "timing"):
+        yield from _times(problem, inputs, checks, bench.machine)
+
+
+def _model(problem: Problem) -> Iterator[Row]:
+    """Bytes that our kernels load and store, of one pass or both."""
+    for series in series_of(problem.dtype):
+        if calls.theirs(series):
+            continue
+        forward = plan(series, problem).accesses.bytes
+        both = plan(series, problem, return_lse=True).accesses.bytes
+        both += plan(series, problem, passes="bwd").accesses.bytes
+        for pass_, value in zip(PASS_NAMES, (forward, both), strict=True):
+            yield Row(
+                machine=MODEL,
+                source="model",
+                metric="traffic",
+                unit="bytes",
+                value=value,
+                **_fields(problem, series, pass_),
+            )
+
+
+def _times(problem: Problem, inputs: Inputs, checks: calls.Checks, machine: str) -> Iterator[Row]:
+    arrays = peers.on_device(inputs(problem), problem.dtype)
+    for pass_ in PASS_NAMES:
+        for series in series_of(problem.dtype):
+            if calls.theirs(series) and not peers.available():
+                continue
+
+            def work(series: str = series, pass_: str = pass_) -> Any:
+                check = checks(series, pass_, problem)
+                run = calls.make(series, pass_, problem, arrays)
+                return time_call(run, check, REPEATS, seconds=SECONDS)
+
+            timing, failure = attempt(work)
+            fields = _fields(problem, series, pass_)
+            yield calls.time_row(timing, failure, machine=machine, **fields)
+    device.release_memory()
+    peers.release()
+
+
+# --- figure and table ------------------------------------------------------------------------
+
+# (dtype, head dimension, batch x heads, causal, pass)
+Case = tuple[str, int, int, bool, str]
+Curves = dict[str, dict[int, float]]
+
+
+def gains(rows: Sequence[Row], source: str = "measured") -> dict[Case, Curves]:
+    """Case -> flash series -> N -> standard attention's time, or the model's bytes, over its."""
+    metric = "traffic" if source == "model" else "time"
+    values: dict[Case, Curves] = {}
+    for row in rows:
+        if (row.source, row.metric) == (source, metric) and row.value is not None:
+            case = (row.dtype, row.head_dim, row.batch * row.heads_q, row.causal, row.pass_)
+            values.setdefault(case, {}).setdefault(row.series, {})[row.seqlen_q] = row.value
+    found: dict[Case, Curves] = {}
+    for case, series in values.items():
+        curves = {
+            flash: {N: series[over][N] / t for N, t in sorted(series[flash].items())
+                    if N in series[over]}
+            for flash, over in OVER[case[0]].items()
+            if flash in series and over in series
+        }  # fmt: skip
+        found[case] = {flash: curve for flash, curve in curves.items() if curve}
+    return {case: curves for case, curves in found.items() if curves}
+
+
+def crossing(gain: Mapping[int, float]) -> int | None:
+    """The length from which on the gain is above 1 at every length; None without one."""
+    won = None
+    for N in sorted(gain, reverse=True):
+        if gain[N] <= 1:
+            break
+        won = N
+    return won
+
+
+def in_words(gain: Mapping[int, float] | None) -> str:
+    """The crossing as a cell: a length, the shortest as "all, from 64", or "none to 4096"."""
+    if not gain:
+        return tables.MISSING
+    won = crossing(gain)
+    if won is None:
+        return f"none to {max(gain)}"
+    return f"all, from {won}" if won == min(gain) else str(won)
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """Standard over flash over N: a row of panels for each dtype, a column for each pass."""
+    from .lab import style
+
+    timed, moved = gains(rows), gains(rows, "model")
+    every = {**moved, **timed}
+    if not every:
+        return None
+    dtypes = [dtype for dtype in OVER if any(case[0] == dtype for case in every)]
+    d = 64 if any(case[1] == 64 for case in every) else min(case[1] for case in every)
+    passes = [p for p in PASS_NAMES if any(case[-1] == p for case in every)]
+    figure, axes = style.new(
+        len(dtypes), len(passes), 1.3 + 3.2 * len(dtypes), sharey="row", sharex=True
+    )
+    lengths: set[int] = set()
+    for dtype, across in zip(dtypes, axes, strict=True):
+        for pass_, ax in zip(passes, across, strict=True):
+            mine = [case for case in every if (case[0], case[1], case[4]) == (dtype, d, pass_)]
+            for case in sorted(mine, key=lambda case: (-case[2], case[3])):
+                lengths |= _panel(ax, case, timed.get(case, {}), moved.get(case, {}), style)
+            ax.axhline(1, color="#555555", lw=0.9, zorder=1)
+            ax.axvline(2 * d, color="#555555", lw=0.9, ls=":", zorder=1)
+            ax.axvspan(*CLAIMED, color="#F3EBD8", zorder=0)
+            ax.set_yscale("log", base=2)
+            style.plain_ticks(ax.yaxis)
+            ax.set_title(f"{PASSES[pass_]}, {DTYPES[dtype]}, d={d}")
+        across[0].set_ylabel("standard / FlashAttention")
+    powers = [N for N in sorted(lengths) if N & (N - 1) == 0]
+    for ax in axes[-1]:
+        style.sizes(ax, powers or sorted(lengths), "sequence length N")
+    handles = style.handles(axes)
+    title = (
+        "above 1 FlashAttention wins; dotted line N = 2d, band: where the gain is claimed to open"
+    )
+    figure.legend(handles.values(), handles, loc="outside upper center", ncols=3, title=title)
+    return figure
+
+
+_LABELS = {"fa1": "FA-1", "fa2": "FA-2", "torch": "torch, unfused / fused"}
+
+
+def _panel(ax: Any, case: Case, timed: Curves, moved: Curves, style: Any) -> set[int]:
+    """The lines of a case, full for 128 heads and hollow for fewer; gives the lengths drawn."""
+    lengths: set[int] = set()
+    heads, masked = case[2], ", causal" if case[3] else ""
+    few = heads < 64
+    for series, gain in timed.items():
+        lengths |= set(gain)
+        ax.plot(
+            list(gain),
+            list(gain.values()),
+            color=style.COLOURS[series],
+            marker=style.MARKERS[series],
+            ms=4.5,
+            mfc="white" if few else None,
+            ls="--" if few else "-",
+            lw=1.2 if few else 1.8,
+            label=f"{_LABELS[series.split('-')[0]]}, {heads} heads in all{masked}",
+        )
+    for series, gain in {} if few else moved.items():
+        lengths |= set(gain)
+        looks = {"color": style.COLOURS[series], "ls": ":", "lw": 1.2}
+        label = f"{_LABELS[series.split('-')[0]]}, bytes accessed, model{masked}"
+        ax.plot(list(gain), list(gain.values()), label=label, **looks)
+    return lengths
+
+
+def table(rows: Sequence[Row]) -> Table | None:
+    """From which length flash wins, a line for each unit, size and pass."""
+    timed, moved = gains(rows), gains(rows, "model")
+    lines = []
+    for case in sorted({**moved, **timed}, key=lambda c: (c[0], c[1], -c[2], c[3], c[4])):
+        dtype, d, heads, causal, pass_ = case
+        curves, bytes_ = timed.get(case, {}), moved.get(case, {})
+        flash = list(OVER[dtype])
+        cells = [in_words(curves.get(series)) for series in flash]
+        second = flash[1]
+        cells += [tables.number(curves.get(second, {}), N, ".2f") for N in (2 * d, 1024, 4096)]
+        cells += [in_words(bytes_.get(second)), tables.number(bytes_.get(second, {}), 2 * d, ".2f")]
+        name = DTYPES[dtype] + (", causal" if causal else "")
+        lines.append([name, str(d), str(heads), pass_, *cells])
+    if not lines:
+        return None
+    header = ["dtype", "d", "batch x heads", "pass", "FA-1 wins from N", "FA-2", "torch's fused"]
+    header += ["standard / FA-2 at N=2d", "N=1024", "N=4096"]
+    header += ["FA-2 accesses fewer bytes from N", "bytes, standard / FA-2 at N=2d"]
+    caption = (
+        "The first length from which on the fused kernel takes less time at every length measured, "
+        "to N=4096. torch's fused kernel is its FA-2 in fp16, its memory-efficient one in fp32, "
+        "held against torch's unfused attention. Bytes are the model's."
+    )
+    return Table(caption, tables.markdown(header, lines))

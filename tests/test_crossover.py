@@ -1,0 +1,183 @@
+"""From which length FlashAttention wins: crossings, rows, figure and table."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from test_gpt2_table import cells, exact, exact_gradients
+
+import fa_numba
+from experiments import crossover
+from experiments.crossover import CASES, OVER, crossing, in_words
+from experiments.lab import calls, peers, report, timing
+from experiments.lab.options import Bench, Options
+from experiments.lab.store import MODEL, Recorder, Store
+from fa_numba.problem import Problem
+
+
+@cache
+def model():
+    """The model's rows at every length of `synthetic`."""
+    with fa_numba.device.using("emulator"):
+        return [
+            row
+            for dtype, d, batch, heads in CASES
+            for N in LENGTHS
+            for row in crossover._model(Problem(batch, heads, heads, N, N, d, dtype=dtype))
+        ]
+
+
+LENGTHS = (64, 128, 256, 512, 1024, 4096)
+
+
+def synthetic(machine="some-gpu"):
+    """Rows of the model and of a GPU where flash takes 8 us and 1 us for each 32 of N, standard
+    2 us for each 32 at every size: flash wins from N=512 on, and is level at 256.
+    """
+    rows = list(model())
+    for dtype, d, batch, heads in CASES:
+        for N in LENGTHS:
+            problem = Problem(batch, heads, heads, N, N, d, dtype=dtype)
+            for series in crossover.series_of(dtype):
+                for pass_ in crossover.PASS_NAMES:
+                    value = 8.0 + N / 32 if series in OVER[dtype] else N / 16
+                    timed = timing.Timing(value, value, value, 10, float("nan"))
+                    fields = crossover._fields(problem, series, pass_)
+                    rows.append(calls.time_row(timed, machine=machine, **fields))
+    return rows
+
+
+def test_the_crossing_is_where_it_stays_won():
+    assert crossing({64: 0.5, 128: 1.2, 256: 0.9, 512: 1.1, 1024: 2.0}) == 512
+    assert crossing({64: 1.5, 128: 1.2}) == 64
+    assert crossing({64: 1.5, 128: 1.0}) is None and crossing({}) is None
+    assert in_words({64: 0.5, 128: 2.0}) == "128"
+    assert in_words({128: 2.0, 64: 1.5}) == "all, from 64"
+    assert in_words({64: 2.0, 4096: 0.9}) == "none to 4096"
+    assert in_words(None) == in_words({}) == "-"
+
+
+def test_the_lengths_are_fine_steps():
+    lengths = crossover.SEQLENS
+    assert (lengths[0], lengths[-1], len(lengths)) == (64, 4096, 13)
+    ratios = [b / a for a, b in zip(lengths, lengths[1:], strict=False)]
+    assert max(ratios) == 1.5 and min(ratios) == pytest.approx(4 / 3)
+
+
+def test_what_is_asked_for_is_measured():
+    assert crossover.cases(Options()) == [(*case, False) for case in CASES]
+    asked = crossover.cases(Options(head_dims=(32,), causal=(False, True)))
+    assert {case[1] for case in asked} == {32} and len(asked) == len(set(asked)) == 2 * 2 * 2
+    assert len(crossover.cases(Options(quick=True))) == 2
+
+
+def test_the_models_bytes_are_those_of_the_plans():
+    rows = list(crossover.measure(Options(quick=True, seqlens=(128,)), Bench()))
+    assert {(r.machine, r.source) for r in rows} == {(MODEL, "model")}
+    found = {(r.series, r.pass_): r.value for r in rows}
+    assert len(found) == len(rows) == 2 * 3 * 2
+    shape = (16, 8, 128, 64)
+    with fa_numba.device.using("emulator"):
+        options = {"algorithm": "fa2", "dtype": "float16"}
+        plans = [
+            fa_numba.plan(shape, shape, return_lse=True, **options),
+            fa_numba.plan(shape, shape, passes="bwd", **options),
+        ]
+    assert found["fa2-mma", "fwd+bwd"] == sum(p.accesses.bytes for p in plans)
+
+
+def measured(monkeypatch, backward=exact_gradients):
+    """Rows of a small run with stand-ins for the GPU and its kernels; gradients checked to 16."""
+    ran = []
+
+    def time_call(run, check, repeats, seconds):
+        check(run())
+        ran.append(run)
+        return timing.Timing(1.0 + len(ran), 1.0, 3.0, repeats, float("nan"))
+
+    monkeypatch.setattr(crossover, "time_call", time_call)
+    monkeypatch.setattr(crossover, "CHECKED", 16)
+    monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
+    monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
+    monkeypatch.setattr(peers, "available", lambda: False)
+    monkeypatch.setattr(fa_numba, "attention", exact)
+    monkeypatch.setattr(fa_numba, "attention_backward", backward)
+    small = tuple((dtype, d, min(batch, 2), 2) for dtype, d, batch, _ in CASES)
+    monkeypatch.setattr(crossover, "CASES", small)
+    bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
+    with fa_numba.device.using("emulator"):
+        rows = list(crossover.measure(Options(seqlens=(24, 12), head_dims=(8,)), bench))
+    assert len({(*row.key, row.machine) for row in rows}) == len(rows)
+    return [row for row in rows if row.machine == "some-gpu"], ran
+
+
+def test_every_case_is_measured(monkeypatch):
+    rows, ran = measured(monkeypatch)
+    assert not [row.note for row in rows if row.failed] and len(ran) == len(rows)
+    assert {(r.dtype, r.batch, r.seqlen_q, r.series, r.pass_) for r in rows} == {
+        (dtype, batch, N, series, pass_)
+        for dtype in OVER
+        for batch in (1, 2)
+        for N in (12, 24)
+        for series in crossover.series_of(dtype)
+        if not series.startswith("torch")
+        for pass_ in crossover.PASS_NAMES
+    }
+
+
+def test_wrong_gradients_are_a_row_at_every_length(monkeypatch):
+    def wrong(*arrays, algorithm, **options):
+        dq, dk, dv = exact_gradients(*arrays, algorithm=algorithm, **options)
+        return dq, dk, dv * (1 + (algorithm == "fa1"))
+
+    rows, _ = measured(monkeypatch, wrong)
+    failed = {(r.series, r.pass_, r.seqlen_q) for r in rows if r.failed}
+    assert failed == {(s, "fwd+bwd", N) for s in ("fa1-mma", "fa1-simt") for N in (12, 24)}
+    assert all("dv: error" in r.note for r in rows if r.failed)
+
+
+def test_the_table(tmp_path):
+    about = {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
+    store = Store(tmp_path)
+    recorder = Recorder(store, "crossover", lambda machine: about)
+    for row in synthetic(report.MACHINE):
+        recorder.add(row)
+    recorder.finish(complete=True)
+    header, *lines = cells(report.text("crossover", store))
+    assert len(lines) == 10 and len(header) == len(lines[0])
+    for line in lines:
+        assert line[4:7] == ["512", "512", "512"]
+        # At N=128 standard takes 8 where flash takes 12; at 1024 64 and 40, at 4096 256 and 136.
+        at = {"64": "0.67", "128": "1.00"}[line[1]]
+        assert line[7:10] == [at, "1.60", "1.88"]
+    moved = crossover.gains(model(), "model")["float16", 64, 128, False, "fwd"]
+    (first,) = [x for x in lines if x[:4] == ["fp16", "64", "128", "fwd"]]
+    assert first[10:] == [in_words(moved["fa2-mma"]), f"{moved['fa2-mma'][128]:.2f}"]
+    assert report.text("crossover", Store(tmp_path / "none")) == "no recording yet\n"
+
+
+def test_a_failed_time_is_no_gain():
+    rows = synthetic()
+    broken = [
+        replace(r, value=None, note="; failed: out of memory")
+        if (r.series, r.metric, r.seqlen_q) == ("standard-mma", "time", 4096)
+        else r
+        for r in rows
+    ]
+    found = crossover.gains(broken)["float16", 64, 128, False, "fwd"]
+    assert max(found["fa2-mma"]) == 1024 and max(found["torch-fa2"]) == 4096
+
+
+def test_the_figure():
+    figure = crossover.draw(synthetic())
+    assert [ax.get_title() for ax in figure.axes] == [
+        f"{name}, {dtype}, d=64"
+        for dtype in ("fp16", "fp32")
+        for name in ("forward", "forward + backward")
+    ]
+    # Three of many heads, three of few, two of the model; the two lines of reference.
+    assert [len(ax.lines) for ax in figure.axes] == [10] * 4
+    assert [len(ax.lines) for ax in crossover.draw(model()).axes] == [4] * 4
+    only = [row for row in synthetic() if row.head_dim == 128]
+    assert [ax.get_title() for ax in crossover.draw(only).axes][0] == "forward, fp16, d=128"
+    assert crossover.draw([]) is None
