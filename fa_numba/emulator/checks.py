@@ -3,7 +3,10 @@
 Loops over lanes and elements, compiled for the CPU, since they are most of what an emulated kernel
 does. A function returns -1, or the first lane at which something may be wrong: from that lane on
 the caller goes through the lanes one by one in Python, which knows every case and says what it is.
-Stamps are explained in shared_memory.py. Lanes are in the order of their threads.
+Stamps are explained in shared_memory.py. Lanes are in the order of their threads. A thread's number
+is that in its block plus PITCH for each block before it of those that run at once; arrays of shared
+memory have a row for each of these blocks, and so have `base`, and, for every warp, `starts` and
+`seen`.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
@@ -15,6 +18,8 @@ from numba import njit
 from numba.extending import register_jitable
 
 WARP = 32
+PITCH, SHIFT = 1024, 10  # from block to block of those that run at once; its logarithm
+LOCAL = PITCH - 1
 STAMP = 2048
 SEVERAL = 1024
 NOBODY = STAMP - 1
@@ -34,7 +39,7 @@ compiled = njit(cache=True, error_model="numpy")
 
 @register_jitable
 def _ordered(stamp, tid, warp, seen):
-    """Whether an access happened before the present of thread `tid`."""
+    """Whether an access happened before the present of thread `tid` of the block."""
     code = stamp & NOBODY
     if code == tid:
         return True
@@ -121,33 +126,33 @@ def shared_load(
         i = e[k]
         if i < 0 or i + width > length or (first + i) & (width - 1):
             return k
-        t = tids[k]
-        w = t >> 5
-        me, several, own = starts[w] + t, starts[w] + SEVERAL + w, seen[w, w]
+        s, w, t = tids[k] >> SHIFT, tids[k] >> 5, tids[k] & LOCAL
+        v = t >> 5
+        me, several, own = starts[w] + t, starts[w] + SEVERAL + v, seen[w, v]
         for n in range(width):
             p = first + i + n
-            r = reads[w, p]
+            r = reads[s, v, p]
             # A read by this thread or several of its warp is recorded already, and was checked
             # against the last write then.
             if r != several and r != me:
-                if written[p] >= base and not _ordered(written[p], t, w, seen):
+                if written[s, p] >= base[s] and not _ordered(written[s, p], t, w, seen):
                     return k
-                reads[w, p] = me if r < own or r & NOBODY == t else several
-                touched[p] = reads[w, p]
-            out[n, k] = data[p]
+                reads[s, v, p] = me if r < own or r & NOBODY == t else several
+                touched[s, p] = reads[s, v, p]
+            out[n, k] = data[s, p]
     _wavefronts(first, itemsize, e, width, mask, tids, pairs, stats)
     return -1
 
 
 @register_jitable
-def _may_write(written, reads, touched, p, base, t, w, seen):
-    last = written[p]
-    if last >= base and last != UNWRITTEN and not _ordered(written[p], t, w, seen):
+def _may_write(written, reads, touched, s, p, base, t, w, seen):
+    last = written[s, p]
+    if last >= base[s] and last != UNWRITTEN and not _ordered(last, t, w, seen):
         return False
-    if touched[p] >= base:
-        for other in range(reads.shape[0]):
-            r = reads[other, p]
-            if r >= base and not _ordered(r, t, w, seen):
+    if touched[s, p] >= base[s]:
+        for other in range(reads.shape[1]):
+            r = reads[s, other, p]
+            if r >= base[s] and not _ordered(r, t, w, seen):
                 return False
     return True
 
@@ -164,14 +169,13 @@ def shared_store(
         i = e[k]
         if i < 0 or i + width > length or (first + i) & (width - 1):
             return k
-        t = tids[k]
-        w = t >> 5
+        s, w, t = tids[k] >> SHIFT, tids[k] >> 5, tids[k] & LOCAL
         for n in range(width):
             p = first + i + n
-            if not _may_write(written, reads, touched, p, base, t, w, seen):
+            if not _may_write(written, reads, touched, s, p, base, t, w, seen):
                 return k
-            written[p] = starts[w] + t
-            data[p] = values[n, k]
+            written[s, p] = starts[w] + t
+            data[s, p] = values[n, k]
     _wavefronts(first, itemsize, e, width, mask, tids, False, stats)
     return -1
 
@@ -188,14 +192,13 @@ def depart(
         i = e[k]
         if i < 0 or i + width > length or (first + i) & (width - 1):
             return k
-        t = tids[k]
-        w = t >> 5
+        s, w, t = tids[k] >> SHIFT, tids[k] >> 5, tids[k] & LOCAL
         for p in range(first + i, first + i + width):
-            if not _may_write(written, reads, touched, p, base, t, w, seen):
+            if not _may_write(written, reads, touched, s, p, base, t, w, seen):
                 return k
         for p in range(first + i, first + i + width):
-            written[p], reads[w, p] = IN_FLIGHT, 0
-            copiers[p], sites[p] = t, site
+            written[s, p], reads[s, t >> 5, p] = IN_FLIGHT, 0
+            copiers[s, p], sites[s, p] = t, site
     _wavefronts(first, itemsize, e, width, mask, tids, False, stats)
     return -1
 
@@ -205,10 +208,11 @@ def land(data, written, first, e, width, values, mask, tids, starts):
     """The copies of the lanes in `mask` arrive: values[lane] at e .. e + width - 1."""
     for k in range(e.size):
         if mask[k]:
-            me = starts[tids[k] >> 5] + tids[k]
+            s = tids[k] >> SHIFT
+            me = starts[tids[k] >> 5] + (tids[k] & LOCAL)
             for n in range(width):
-                data[first + e[k] + n] = values[k, n]
-                written[first + e[k] + n] = me
+                data[s, first + e[k] + n] = values[k, n]
+                written[s, first + e[k] + n] = me
 
 
 @compiled
@@ -222,14 +226,16 @@ def outside(index, extent, mask):
 
 @compiled
 def global_access(
-    kind, e, width, valid, itemsize, address, beside, mask, tids, block, writers, readers, atomics,
-    stats,
+    kind, e, width, valid, itemsize, address, beside, mask, tids, first, several, writers, readers,
+    atomics, stats,
 ):  # fmt: skip
     """Count the sectors of an access to global memory and note which block it is of.
 
     `valid` elements from `e` on are touched in every lane, at most `width`, of which the access is.
-    A sector is fetched once for every other value of `beside`. Returns the first lane that touches
-    what another block has, one of them writing, unless atomically both.
+    A sector is fetched once for every other value of `beside`. Blocks are numbered from `first` on;
+    where `several` run at once their atomic additions are made later. Returns the first lane that
+    touches what another block has, one of them writing, unless atomically both, or what is still to
+    be added to.
     """
     sectors = np.empty(4 * WARP, np.int64)
     k, count = 0, e.size
@@ -258,10 +264,11 @@ def global_access(
         for k in range(count):
             if not mask[k]:
                 continue
+            block = first + (tids[k] >> SHIFT)
             for p in range(e[k], e[k] + valid[k]):
                 if writers[p] != 0 and writers[p] != block:
                     return k
-                if kind != ATOMIC and atomics[p] != 0 and atomics[p] != block:
+                if kind != ATOMIC and atomics[p] != 0 and (several or atomics[p] != block):
                     return k
                 if kind != LOAD and readers[p] != 0 and readers[p] != block:
                     return k
@@ -272,6 +279,13 @@ def global_access(
                 else:
                     atomics[p] = block if atomics[p] == 0 or atomics[p] == block else MANY
     return -1
+
+
+@compiled
+def add_in_turn(memory, at, values):
+    """memory[at] += values, one after the other, each sum made in double precision."""
+    for k in range(at.size):
+        memory[at[k]] = np.float32(np.float64(memory[at[k]]) + values[k])
 
 
 @compiled

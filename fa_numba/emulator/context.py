@@ -13,46 +13,59 @@ from typing import Any
 
 import numpy as np
 
-from . import checks
-from .checks import NOBODY, SEVERAL, STAMP
+from .active import Active
+from .checks import NOBODY, PITCH, SEVERAL, STAMP
 from .counts import Access, warps_of
 from .errors import EmulatorError, Index3, OutOfBounds
-from .flow import Flow
 from .global_memory import GlobalArray
-from .groups import WARP, Copy, Group, Parting, Site
+from .groups import WARP, Copy, OneByOne, Site, alike
+from .lanes import Mask
 from .local_memory import LocalArray
 from .namespace import Namespace, element_type
-from .shared_memory import SharedArray, SharedBuffer
+from .shared_memory import SharedArray, SharedArrays, SharedBuffer
 from .source_lines import assigned_name, source_line
 from .trace import Trace
 
+UNBOUNDED = 1 << 62
+# Blocks that run at once may not make more: one of them may wait for another to come after it.
+MOST_ACCESSES = 1 << 17
 
-class Context(Flow):
+
+class Context(Active):
     """A running launch, as `current()` gives it to the emulation of an intrinsic.
 
-    `group` are the lanes that run, `mask` those of them that take part (flow.py).
+    `group` are the lanes that run, `mask` those of them that take part (flow.py). They are of one
+    block, number `block_number` of the launch from 1 on, or of `several` that run at once, the
+    first of which that is (batches.py).
     """
 
     __slots__ = (
-        "grid", "block_shape", "shared_bytes", "kernel", "block", "block_number", "group",
-        "clock", "base", "starts", "seen", "threads", "journal", "trace", "sites",
-        "_cuda", "_codes", "_statics", "_dynamics", "_pool", "_tiles",
-        "_rows", "_row_of", "_numbered", "_instructions", "_warps_active", "_inside",
+        "grid", "block_shape", "shared_bytes", "kernel", "block", "block_number", "clock", "base",
+        "starts", "seen", "warps", "journal", "additions", "trace", "sites",
+        "_cuda", "_codes", "_statics", "_dynamics", "_pool", "_tiles", "_clocks", "_accesses_left",
+        "_rows", "_row_of", "_numbered", "_instructions", "_warps_active",
     )  # fmt: skip
 
-    def __init__(self, grid: Index3, block: Index3, shared_bytes: int, kernel: str) -> None:
-        super().__init__()
+    def __init__(
+        self, grid: Index3, block: Index3, shared_bytes: int, kernel: str, at_once: int = 1
+    ) -> None:
+        super().__init__(prod(block), at_once)
         self.grid, self.block_shape, self.shared_bytes = grid, block, shared_bytes
         self.kernel = kernel
-        self.threads = prod(block)
+        self.warps = -(-self.threads // WARP)
         self.block: Index3 = (0, 0, 0)
         self.block_number = 1
-        self.group: Group
-        warps = -(-self.threads // WARP)
-        self.clock = self.base = 0
-        self.starts = np.zeros(warps, np.int64)
-        self.seen = np.zeros((warps, warps), np.int64)
+        self.clock = 0
+        # By block: the stamp of its last barrier. By warp, PITCH // WARP a block: of its present,
+        # and of what happened before it in each warp of its block.
+        self._clocks = (
+            np.zeros(at_once, np.int64),
+            np.zeros(at_once * PITCH // WARP, np.int64),
+            np.zeros((at_once * PITCH // WARP, self.warps), np.int64),
+        )
+        self.base, self.starts, self.seen = self._clocks
         self.journal: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self.additions: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
         self.trace: Trace | None = None
         self.sites: list[Site] = []
         self._cuda = Namespace(self)
@@ -66,7 +79,7 @@ class Context(Flow):
         self._numbered: dict[Site, int] = {}
         self._instructions: dict[str, int] = {}
         self._warps_active: tuple[Any, int] = (self, 0)
-        self._inside: dict[int, tuple[np.ndarray, int, Any]] = {}  # indices known to be in bounds
+        self._accesses_left = UNBOUNDED
 
     # ---- where the kernel is
 
@@ -95,6 +108,7 @@ class Context(Flow):
         return "outside the kernel" if code is None else source_line(code, site[1])
 
     def place_of(self, tid: int) -> Index3:
+        """A thread's place in its block."""
         x, y, _ = self.block_shape
         return tid % x, tid // x % y, tid // (x * y)
 
@@ -147,78 +161,6 @@ class Context(Flow):
         error.lane = int(np.flatnonzero(lanes)[0])  # type: ignore[attr-defined]
         return error
 
-    # ---- lanes
-
-    def active(self) -> np.ndarray:
-        """Which lanes of the group take part."""
-        return self.group.everyone if self.mask is None else self.mask
-
-    def active_lanes(self) -> np.ndarray:
-        return np.flatnonzero(self.active())
-
-    def whole_warps(self) -> bool:
-        """Whether warps with all their lanes take part, and no others."""
-        return self.mask is None and self.group.whole
-
-    def first_lane(self) -> int:
-        lanes = self.active_lanes()
-        return int(lanes[0]) if lanes.size else 0
-
-    def first_lane_where(self, values: Any) -> int:
-        """The first lane that takes part whose value is true; -1 if there is none."""
-        if values.__class__ is not np.ndarray:
-            return self.first_lane() if values else -1
-        lanes = np.flatnonzero(values if self.mask is None else (values != 0) & self.mask)
-        return int(lanes[0]) if lanes.size else -1
-
-    def first_outside(self, index: Any, extent: int) -> int:
-        """The first lane whose index is not in 0 .. extent - 1; -1 if there is none."""
-        if index.__class__ is np.ndarray:
-            # An index is often used again, and arrays are never changed: this one was inside.
-            known = self._inside.get(id(index))
-            if (
-                known is not None
-                and known[0] is index
-                and known[1] <= extent
-                and known[2] is self.mask
-            ):
-                return -1
-            lane = checks.outside(index, extent, self.active())
-            if lane < 0:
-                if len(self._inside) > 256:
-                    self._inside.clear()
-                self._inside[id(index)] = (index, extent, self.mask)
-            return lane
-        return -1 if 0 <= index < extent else self.first_lane()
-
-    def of_lane(self, index: Any, lane: int, whole: bool = False) -> Any:
-        """An index, or each of a tuple of them, as it is for one lane."""
-        axes = index if index.__class__ is tuple else (index,)
-        found = tuple(i[lane].item() if i.__class__ is np.ndarray else i for i in axes)
-        return found if whole or index.__class__ is tuple else found[0]
-
-    def uniform(self, value: Any) -> Any:
-        """A value that all lanes must share; lanes with others go on as groups of their own."""
-        if value.__class__ is not np.ndarray:
-            return value
-        lanes = self.active()
-        first = value[self.first_lane()]
-        alike = (value == first) & lanes
-        if np.count_nonzero(alike) != np.count_nonzero(lanes):
-            raise Parting(alike)
-        return first.item()
-
-    def under(self, condition: Any, function: Any, *args: Any) -> Any:
-        """`function(*args)` for the lanes that a condition is true for; None if for none."""
-        if condition.__class__ is not np.ndarray:
-            return function(*args) if condition else None
-        if not self.only(condition):
-            self.mask = self._outer.pop()
-            return None
-        result = function(*args)
-        self.mask = self._outer.pop()
-        return result
-
     # ---- what happened before what: see shared_memory.py
 
     def stamp(self, lane: int) -> int:
@@ -263,13 +205,15 @@ class Context(Flow):
             known = self._statics[site] = SharedArray(self, name, axes, element, buffer)
         return known
 
-    def shared_tile(self, offset: Any, length: int, dtype: Any = float) -> SharedArray:
+    def shared_tile(self, offset: Any, length: int, dtype: Any = float) -> Any:
         """The 1-D array of `length` elements at element `offset` of the dynamic shared memory.
 
         Tiles of one dtype may overlap and then share values and hazards; tiles of different dtypes
         may not. Raises EmulatorError past the `shared_bytes` of the launch.
         """
-        offset = self.uniform(offset)
+        offset = self.uniform_in_block(offset)
+        if offset.__class__ is np.ndarray:
+            return self._shared_tiles(offset, length, dtype)
         site = self.site()
         key = (site, offset, length, dtype)
         known = self._dynamics.get(key)
@@ -296,16 +240,33 @@ class Context(Flow):
         self._dynamics[key] = tile
         return tile
 
+    def _shared_tiles(self, offset: np.ndarray, length: int, dtype: Any) -> SharedArrays:
+        """The same at another offset in each of the blocks that run at once."""
+        taken = np.unique(offset[self.active()]).tolist()
+        return SharedArrays(
+            self, [(self.shared_tile(one, length, dtype), offset == one) for one in taken]
+        )
+
     def _buffer(self, key: Any, length: int, element: np.dtype) -> SharedBuffer:
         if key not in self._pool:
-            self._pool[key] = SharedBuffer(length, len(self.starts), element)
+            self._pool[key] = SharedBuffer(self.at_once, length, self.warps, element)
         return self._pool[key]
 
-    def clear_shared(self) -> None:
-        """Shared memory as a new block finds it."""
+    def begin_blocks(self, first: int, count: int) -> None:
+        """As `count` new blocks, from number `first` on, find shared memory and clocks."""
+        self.block_number, self.several = first, count > 1
+        self.block = self.block_of(first)
+        warps = count * PITCH // WARP
+        base, starts, seen = self._clocks
+        self.base, self.starts, self.seen = base[:count], starts[:warps], seen[:warps]
         self._statics, self._dynamics, self._tiles = {}, {}, []
         for buffer in self._pool.values():
-            buffer.clear()
+            buffer.clear(count)
+        self._accesses_left = MOST_ACCESSES if self.several else UNBOUNDED
+        self.additions = []
+        at, place = self.group.blocks + (first - 1), self._cuda.blockIdx
+        x, y, _ = self.grid
+        place.x, place.y, place.z = alike(at % x), alike(at // x % y), alike(at // (x * y))
 
     def local_array(self, shape: Any, dtype: Any) -> LocalArray:
         axes = shape if isinstance(shape, tuple) else (shape,)
@@ -320,6 +281,9 @@ class Context(Flow):
 
     def statistics(self, array: str, space: str, kind: str) -> np.ndarray:
         """Where the requests, sectors, wavefronts and conflicts of this line's access add up."""
+        self._accesses_left -= 1
+        if self._accesses_left < 0:
+            raise OneByOne
         key = (array, space, kind, self.site())
         row = self._row_of.get(key)
         if row is None:
@@ -328,9 +292,12 @@ class Context(Flow):
                 self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
         return self._rows[row]
 
-    def instruction(self, kind: str, times: int = 1, everywhere: bool = False) -> None:
-        """Count an instruction of every warp with a lane that takes part, or of every warp."""
-        mask = None if everywhere else self.mask
+    def instruction(self, kind: str, times: int = 1) -> None:
+        """Count an instruction of every warp with a lane that takes part."""
+        self.instruction_of(self.mask, kind, times)
+
+    def instruction_of(self, mask: Mask, kind: str, times: int) -> None:
+        """The same of those with a lane of a mask."""
         if self._warps_active[0] is not mask or mask is None:
             warps = self.group.warps.size if mask is None else warps_of(self.group.tids[mask])
             self._warps_active = (mask, warps)

@@ -120,5 +120,6 @@ class Tally:
 
 
 def warps_of(tids: np.ndarray) -> int:
-    """How many warps these threads are of."""
-    return int(np.unique(tids >> 5).size)
+    """How many warps these threads, ascending, are of."""
+    warps = tids >> 5
+    return int(np.count_nonzero(warps[1:] != warps[:-1])) + (warps.size > 0)

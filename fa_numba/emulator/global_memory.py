@@ -13,7 +13,8 @@ from .checks import ATOMIC, LOAD, MANY, STORE
 from .conversions import converter
 from .counts import Tally
 from .errors import EmulatorError, GlobalHazard, Misaligned, ReadOnlyStore
-from .lanes import Mask, merge
+from .groups import OneByOne
+from .lanes import Mask, merge, to_int
 
 if TYPE_CHECKING:
     from .context import Context
@@ -106,7 +107,7 @@ class GlobalArray:
         """n elements along the last axis from `index` on, in one access; counts n loads."""
         e = self._vector(index, n, n)
         places = self._access(LOAD, e, n, n, index)
-        return tuple(self._values(places + k, e) for k in range(n))
+        return tuple(self._values(places + k, e + k) for k in range(n))
 
     def store(self, index: tuple[Any, ...], values: Sequence[Any]) -> None:
         """Write `values` along the last axis from `index` on, in one access."""
@@ -120,10 +121,12 @@ class GlobalArray:
         Returns the old value. One load, one store. With n > 1 as many neighbours in one access,
         `values` one for each, and nothing is returned.
         """
+        ctx = self.ctx
+        if ctx.several:
+            raise OneByOne
         index = index if index.__class__ is tuple else (index,)
         e = self._at(index) if n == 1 else self._vector(index, n, n)
         places = self._access(ATOMIC, e, n, n, index)
-        ctx = self.ctx
         lanes = ctx.active_lanes()
         old = np.zeros(ctx.group.count, self._values(places[:0], places).dtype)
         for k in range(n):
@@ -146,6 +149,25 @@ class GlobalArray:
                 self._write(p, new if self._convert is None else self._convert(new))
         ctx.instruction("atomic")
         return old
+
+    def add(self, index: tuple[Any, ...], *values: Any) -> None:
+        """Add `values` to as many neighbours atomically, in one access, where nobody asks what was.
+
+        Those of blocks that run at once are made when these have ended, one block after the other.
+        """
+        ctx, n = self.ctx, len(values)
+        if not ctx.several:
+            self.atomic(index, _plus, *values, n=n)
+            return
+        if self.dtype != np.float32:
+            raise OneByOne
+        e = self._at(index) if n == 1 else self._vector(index, n, n)
+        at = self._access(ATOMIC, e, n, n, index)
+        lanes = ctx.active_lanes()
+        for k, value in enumerate(values):
+            each = np.broadcast_to(np.asarray(value, np.float64), ctx.group.count)[lanes]
+            ctx.additions.append((self._memory, ctx.group.blocks[lanes], at[lanes] + k, each))
+        ctx.instruction("atomic")
 
     def source(
         self, index: tuple[Any, ...], n: int, valid: Any, beside: Any = None
@@ -184,7 +206,7 @@ class GlobalArray:
 
     def _values(self, places: np.ndarray, e: Any) -> Any:
         if e.__class__ is not np.ndarray:  # one place for all lanes
-            return self._memory[places[0]].item()
+            return self._memory[e].item()
         found = self._memory[places]
         if self._convert is None:
             return found.astype(np.float64)
@@ -254,10 +276,12 @@ class GlobalArray:
             beside = group.full(0)
         lane = checks.global_access(
             kind, places, n, lengths, self.itemsize, self.start, beside, active, group.tids,
-            ctx.block_number, self.owners.writers, self.owners.readers, self.owners.atomics,
-            ctx.statistics(self.name, "global", named),
+            ctx.block_number, ctx.several, self.owners.writers, self.owners.readers,
+            self.owners.atomics, ctx.statistics(self.name, "global", named),
         )  # fmt: skip
         if lane >= 0:
+            if ctx.several:
+                raise OneByOne
             raise self._conflict(kind, lane, int(places[lane]), int(lengths[lane]), index)
         if ctx.trace is not None:
             ctx.trace.note(self, kind, index, lengths, active)
@@ -324,9 +348,11 @@ class GlobalArray:
         return self._part(self.shape[rank:], self.strides[rank:], self._steps[rank:], e)
 
     def _slice(self, rows: slice) -> GlobalArray:
-        start, stop = int(self.ctx.uniform(rows.start)), int(self.ctx.uniform(rows.stop))
-        if rows.step is not None or not 0 <= start <= stop <= self.shape[0]:
-            raise self._outside((rows,), self.ctx.first_lane())
+        ctx = self.ctx
+        start, stop = (to_int(ctx.uniform_in_block(end)) for end in (rows.start, rows.stop))
+        sound = (0 <= start) & (start <= stop) & (stop <= self.shape[0])
+        if rows.step is not None or ctx.first_lane_where(sound == 0) >= 0:
+            raise self._outside((rows,), ctx.first_lane())
         shape = (stop - start, *self.shape[1:])
         return self._part(shape, self.strides, self._steps, self._offset + start * self._steps[0])
 
@@ -342,16 +368,21 @@ class GlobalArray:
 
     def merged(self, mask: Mask, other: Any) -> GlobalArray:
         """This view for the lanes of `mask`, another of the same array for the others."""
-        if other.__class__ is not GlobalArray or (other._root, other.shape) != (
-            self._root,
-            self.shape,
-        ):
-            raise TypeError(f"lanes hold {self.name} and another array: not emulated")
-        offset = merge(mask, other._offset, self._offset)
-        return self._part(self.shape, self.strides, self._steps, offset)
+        if other.__class__ is GlobalArray and other._root is self._root:
+            shape = self.shape
+            if self.ctx.several and len(shape) == len(other.shape):
+                shape = tuple(merge(mask, b, a) for a, b in zip(shape, other.shape, strict=True))
+            if self.ctx.several or shape == other.shape:
+                offset = merge(mask, other._offset, self._offset)
+                return self._part(shape, self.strides, self._steps, offset)
+        raise TypeError(f"lanes hold {self.name} and another array: not emulated")
 
     def _outside(self, index: tuple[Any, ...], lane: int) -> EmulatorError:
         return self.ctx.outside(self.name, self.shape, index, lane)
+
+
+def _plus(old: Any, value: Any) -> Any:
+    return old + value
 
 
 def _owner(values: np.ndarray) -> np.ndarray:

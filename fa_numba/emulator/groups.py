@@ -1,8 +1,8 @@
-"""The threads of a block in groups that run together, and what they wait for.
+"""Threads in groups that run together, and what they wait for.
 
-A block begins as one group. Lanes of a group that have to wait for others of the same group are
-made a group of their own, and the block begins again: see run.py. Which warps and lanes a group
-has does not change while a block runs.
+A block begins as one group, and so do several blocks that run at once. Lanes of a group that have
+to wait for others of the same group are made a group of their own, and the block begins again: see
+run.py. Which warps and lanes a group has does not change while a block runs.
 """
 
 from __future__ import annotations
@@ -13,14 +13,18 @@ from typing import Any
 import numpy as np
 from greenlet import greenlet
 
+from .checks import PITCH, SHIFT, WARP
 from .errors import Index3
 from .lanes import Mask
 
 FULL = 0xFFFFFFFF
-WARP = 32
 
 READY, AT_BARRIER, AT_NAMED, AT_WARP, DONE = range(5)
 Site = tuple[int, int]  # a call in kernel code: id of the code object, offset of the instruction
+
+
+class OneByOne(BaseException):
+    """Blocks that run at once do what only each of them alone may: they begin again one by one."""
 
 
 class Parting(BaseException):
@@ -31,27 +35,32 @@ class Parting(BaseException):
         self.apart = apart  # each of them alone
 
 
-def _alike(values: np.ndarray) -> Any:
+def alike(values: np.ndarray) -> Any:
     """One number where all are the same."""
     return int(values[0]) if (values == values[0]).all() else values
 
 
 class Group:
-    """Lanes that run together: `tids` are their threads, ascending."""
+    """Lanes that run together: `tids` are their threads, ascending.
+
+    Where several blocks run at once, `blocks` says which of them each lane is of, from 0, and a
+    thread's number is that in its block and `PITCH` for each block before.
+    """
 
     __slots__ = (
-        "tids", "count", "everyone", "x", "y", "z", "laneid", "warp_of", "warps", "slot", "whole",
-        "exited", "some_exited", "state", "site", "operation", "value", "mask", "outer", "run",
-        "committed", "copies", "full_arrays", "present", "ballots",
+        "tids", "blocks", "count", "everyone", "x", "y", "z", "laneid", "warp_of", "warps", "slot",
+        "whole", "exited", "some_exited", "state", "site", "operation", "value", "mask", "outer",
+        "run", "committed", "copies", "full_arrays", "present",
     )  # fmt: skip
 
-    def __init__(self, tids: np.ndarray, block: Index3, threads: int) -> None:
-        self.tids, self.count = tids, tids.size
+    def __init__(self, tids: np.ndarray, block: Index3) -> None:
+        self.tids, self.blocks, self.count = tids, tids >> SHIFT, tids.size
         self.everyone = np.ones(tids.size, bool)
-        self.x = _alike(tids % block[0])
-        self.y = _alike(tids // block[0] % block[1])
-        self.z = _alike(tids // (block[0] * block[1]))
-        self.laneid = _alike(tids % WARP)
+        threads = tids % PITCH
+        self.x = alike(threads % block[0])
+        self.y = alike(threads // block[0] % block[1])
+        self.z = alike(threads // (block[0] * block[1]))
+        self.laneid = alike(tids % WARP)
         self.warp_of = tids // WARP
         self.warps, place = np.unique(self.warp_of, return_inverse=True)
         # Where lanes stand in arrays of whole warps, and whether they are whole.
@@ -59,7 +68,12 @@ class Group:
         self.whole = self.count == WARP * self.warps.size
         self.present = np.zeros(WARP * self.warps.size, bool)
         self.present[self.slot] = True
-        self.exited = np.zeros(tids.size, bool)
+        self.full_arrays: dict[Any, np.ndarray] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """As at the beginning of a block."""
+        self.exited = np.zeros(self.count, bool)
         self.some_exited = False
         self.state = READY
         self.site: Site = (0, 0)
@@ -68,10 +82,8 @@ class Group:
         self.mask: Mask = None
         self.outer: list[Mask] = []
         self.run: greenlet | None = None
-        self.committed = np.zeros(tids.size, np.int64)
+        self.committed = np.zeros(self.count, np.int64)
         self.copies: list[Copy] = []
-        self.full_arrays: dict[Any, np.ndarray] = {}
-        self.ballots: dict[Any, np.ndarray] = {}
 
     def full(self, value: int) -> np.ndarray:
         """An array of `value` for every lane, kept."""

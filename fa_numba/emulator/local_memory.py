@@ -10,7 +10,7 @@ import numpy as np
 from . import checks
 from .conversions import converter
 from .errors import EmulatorError, UninitialisedRead
-from .lanes import rounded
+from .lanes import Mask, nobody, rounded
 
 if TYPE_CHECKING:
     from .context import Context
@@ -35,6 +35,7 @@ class LocalArray:
         "site",
         "partial",
         "waiting",
+        "waiting_for",
         "summed",
     )
 
@@ -46,9 +47,10 @@ class LocalArray:
         self.single = dtype == np.float32
         self.convert = converter(dtype)
         self.partial: dict[int, np.ndarray] = {}
-        self.summed: set[int] = set()  # elements that are known to have values
-        # Multiply-adds that were not made yet: elements, left and right factors.
+        # Multiply-adds that were not made yet: elements, left and right factors; of which lanes.
         self.waiting: tuple[list[int], list[Any], list[Any]] = ([], [], [])
+        self.waiting_for: Mask = None
+        self.summed: set[int] = set()  # elements that are known to have values in these lanes
 
     @property
     def name(self) -> str:
@@ -68,12 +70,14 @@ class LocalArray:
     def __getitem__(self, index: Any) -> Any:
         if self.waiting[0]:
             self._compute()
-        if index.__class__ is int and not self.partial:
+        if index.__class__ is int:
             try:
                 if index >= 0:
                     value = self.data[index]
                     if value is not None:
-                        return value
+                        written = self.partial.get(index)
+                        if written is None or written is self.ctx.mask:
+                            return value
             except IndexError:
                 pass
         return self._get(index)
@@ -89,18 +93,39 @@ class LocalArray:
         """Store what is of the array's dtype already."""
         if self.waiting[0]:
             self._compute()
-        inside = index.__class__ is int and 0 <= index < len(self.data)
-        if inside and self.ctx.mask is None and not self.partial:
-            self.data[index] = value
-        else:
-            self._put(index, value)
+        if index.__class__ is int and 0 <= index < len(self.data):
+            mask, partial = self.ctx.mask, self.partial
+            if mask is None:
+                self.data[index] = value
+                if partial:
+                    partial.pop(index, None)
+                return
+            old = self.data[index]
+            if old is None:
+                self.data[index], partial[index] = value, mask
+                return
+            written = partial.get(index)
+            if written is mask:
+                self.data[index] = value
+                return
+            if written is None or self.ctx.covers(written, mask):
+                self.data[index] = np.where(mask, value, old)
+                return
+        self._put(index, value)
 
     def multiply_add(self, terms: tuple[Any, ...]) -> None:
         """array[index] += a * b for every index, a and b of `terms`, each sum rounded.
 
-        Multiply-adds of all lanes wait until somebody looks at the array: many at once are faster.
+        Multiply-adds of the same lanes wait until somebody looks at the array: many at once are
+        faster.
         """
-        if self.ctx.mask is None and not self.partial:
+        mask = self.ctx.mask
+        if mask is not nobody:
+            if mask is not self.waiting_for:
+                if self.waiting[0]:
+                    self._compute()
+                self.waiting_for = mask
+                self.summed.clear()
             places = terms[::3]
             try:
                 sound = self.summed.issuperset(places) or self._may_sum(places)
@@ -120,10 +145,13 @@ class LocalArray:
 
     def _may_sum(self, places: tuple[Any, ...]) -> bool:
         """Whether these are elements that have values; then they are kept as such."""
-        data = self.data
+        data, ctx = self.data, self.ctx
         sound = self.single and all(
             e.__class__ is int and 0 <= e < len(data) and data[e] is not None for e in places
         )
+        if sound and self.partial:
+            some = [self.partial[e] for e in places if e in self.partial]
+            sound = all(ctx.covers(written, ctx.mask) for written in some)
         if sound:
             self.summed.update(places)
         return sound
@@ -131,7 +159,8 @@ class LocalArray:
     def _compute(self) -> None:
         """The multiply-adds that wait."""
         elements, left, right = self.waiting
-        self.ctx.instruction("fma", len(elements), everywhere=True)
+        mask = self.waiting_for
+        self.ctx.instruction_of(mask, "fma", len(elements))
         self.waiting = ([], [], [])
         count = self.ctx.group.count
         places = {e: n for n, e in enumerate(dict.fromkeys(elements))}
@@ -150,7 +179,10 @@ class LocalArray:
         which = np.array([places[e] for e in elements])
         checks.multiply_adds(sums, which, taken[:half], taken[half:], factors)
         for e, n in places.items():
-            self.data[e] = sums[n]
+            if mask is None or self.partial.get(e) is mask:
+                self.data[e] = sums[n]
+            else:
+                self.data[e] = np.where(mask, sums[n], self.data[e])
 
     def merged(self, mask: np.ndarray, other: Any) -> LocalArray:
         """The array `other`, which lanes of `mask` have come to the beginning of again."""
@@ -158,6 +190,7 @@ class LocalArray:
             raise TypeError(f"lanes hold {self.name} and another array: not emulated")
         if other.waiting[0]:
             other._compute()
+        other.summed.clear()
         for e, value in enumerate(other.data):
             if value is not None:
                 left = other.partial.get(e, self.ctx.group.everyone) & ~mask
@@ -185,7 +218,9 @@ class LocalArray:
         e = self._place(index)
         if e.__class__ is not np.ndarray:
             value, written = self.data[e], self.partial.get(e)
-            if value is None or written is not None:
+            if value is None or (
+                written is not None and not self.ctx.covers(written, self.ctx.mask)
+            ):
                 self._require(written, index)
             return value
         group = self.ctx.group

@@ -21,8 +21,8 @@ class Progress:
         self._next = self._started + SECONDS_BEFORE if watched else float("inf")
         self._shown = False
 
-    def block_done(self) -> None:
-        self._done += 1
+    def blocks_done(self, count: int) -> None:
+        self._done += count
         self.step()
 
     def step(self) -> None:

@@ -1,10 +1,11 @@
-"""Runs a kernel's Python function on the CPU, for all lanes at once, one block after the other.
+"""Runs a kernel's Python function on the CPU, for all lanes at once.
 
-A block begins as one group of lanes. Where some of its lanes wait for others of it, at a barrier
-that only they have reached, the block's writes are taken back and it begins again with these lanes
-as a group of their own: a greenlet each, of which one runs until it waits or returns. When nothing
-can run, either all threads of the block stand at one barrier and it opens, or the kernel is at
-fault and the error says who waits where.
+Blocks of few lanes run several at once (batches.py), others one after the other. A block begins as
+one group of lanes. Where some of its lanes wait for others of it, at a barrier that only they have
+reached, the block's writes are taken back and it begins again with these lanes as a group of their
+own: a greenlet each, of which one runs until it waits or returns. When nothing can run, either all
+threads of the block stand at one barrier and it opens, or the kernel is at fault and the error says
+who waits where.
 """
 
 from __future__ import annotations
@@ -15,28 +16,31 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from itertools import product
 from math import prod
 from types import TracebackType
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 from greenlet import getcurrent, greenlet
 
+from .batches import Kept, add_in_turn, blocks_at_once
+from .checks import PITCH
 from .context import running
 from .counts import Counts, Traffic
 from .errors import EmulatorError, Index3, SharedHazard
 from .global_memory import GlobalArray, track_owners
-from .groups import AT_BARRIER, DONE, WARP, Group, Parting
+from .groups import AT_BARRIER, DONE, WARP, Group, OneByOne, Parting
 from .progress import Progress
 from .rebind import Rebinder
 from .source_lines import source_line
-from .trace import started
+from .trace import asked_for, started
 from .waiting import Waiting
 
 MAX_THREADS = 1024
 TURNS = 3  # groups at most that a schedule makes of a block's warps
 _seed: ContextVar[int | None] = ContextVar("fa_numba_schedule", default=None)
+_one_by_one: WeakSet[Callable[..., None]] = WeakSet()  # kernels whose blocks may not run at once
 
 
 @contextmanager
@@ -58,52 +62,67 @@ def schedule(seed: int) -> Iterator[None]:
 
 
 class Launch(Waiting):
-    """A launch that runs: its blocks one after the other, the groups of each in turn."""
+    """A launch that runs: its blocks, and the groups of each in turn."""
 
-    __slots__ = ("partition", "_random", "_turns")
+    __slots__ = ("arrays", "partition", "_random", "_turns", "_whole")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.arrays: list[GlobalArray] = []
         # Which lanes belong together: threads of a number that is the same.
         self.partition = np.zeros(self.threads, np.int64)
         seed = _seed.get()
         self._random = None if seed is None else np.random.default_rng(seed)
         self._turns = np.zeros(self.threads, np.int64)  # and in this block alone
+        self._whole: dict[int, Group] = {}  # all lanes of so many blocks
 
-    def blocks(self) -> list[Index3]:
-        """The blocks of the grid in the order that they run in."""
-        x, y, z = self.grid
-        found = [(i, j, k) for k, j, i in product(range(z), range(y), range(x))]
+    def run(self, function: Callable[..., None], args: Sequence[Any]) -> bool:
+        """All blocks, several at once where they may; whether they might have been."""
+        blocks = prod(self.grid)
+        numbers = list(range(1, blocks + 1))
         if self._random is not None:
-            self._random.shuffle(found)
-        return found
+            self._random.shuffle(numbers)
+        done, together = 0, self.at_once > 1
+        while done < blocks:
+            count = min(self.at_once, blocks - done) if together else 1
+            if count > 1 and not self._run_together(function, args, 1 + done, count):
+                together = False
+                continue
+            if count == 1:
+                self._run_block(function, args, numbers[done])
+            done += count
+            self.progress.blocks_done(count)
+        return together
 
-    def run_block(self, function: Callable[..., None], args: Sequence[Any], block: Index3) -> None:
-        x, y, _ = self.grid
-        self.block, self.block_number = block, 1 + block[0] + x * (block[1] + y * block[2])
+    def _run_together(
+        self, function: Callable[..., None], args: Sequence[Any], first: int, count: int
+    ) -> bool:
+        """Blocks at once; False, and nothing has happened, where they have to run one by one.
+
+        That one of them is at fault is said when it runs alone.
+        """
+        kept = Kept(self)
+        try:
+            self._run_groups(function, args, first, count)
+        except (Exception, OneByOne, Parting):
+            kept.restore()
+            return False
+        add_in_turn(self.additions)
+        return True
+
+    def _run_block(self, function: Callable[..., None], args: Sequence[Any], number: int) -> None:
         if self._random is not None:
-            warps = self._random.integers(0, TURNS, len(self.starts))
+            warps = self._random.integers(0, TURNS, self.warps)
             self._turns = warps[np.arange(self.threads) // WARP]
-        arrays = {id(a.tally): a.tally for a in args if isinstance(a, GlobalArray)}
         while True:
-            kept = [(tally, tally.loads, tally.stores) for tally in arrays.values()]
-            rows, instructions = self._rows.copy(), dict(self._instructions)
-            mark = None if self.trace is None else self.trace.mark()
-            self.journal = []
+            kept = Kept(self, owners=False)
             try:
-                self._run_groups(function, args)
+                self._run_groups(function, args, number, 1)
                 return
             except Parting as parting:
                 self._part(self.group, parting)
             self.end()
-            for memory, at, old in reversed(self.journal):
-                memory[at] = old
-            for tally, loads, stores in kept:
-                tally.loads, tally.stores = loads, stores
-            self._rows[: len(rows)], self._rows[len(rows) :] = rows, 0
-            self._instructions = instructions
-            if self.trace is not None and mark is not None:
-                self.trace.back_to(mark)
+            kept.restore()
 
     def _part(self, group: Group, parting: Parting) -> None:
         """Split a group of the partition: these lanes from the others, or each for itself."""
@@ -112,22 +131,30 @@ class Launch(Waiting):
         new = self.partition.max() + 1
         self.partition[tids] = new + (np.arange(tids.size) if parting.apart else 0)
 
-    def _run_groups(self, function: Callable[..., None], args: Sequence[Any]) -> None:
-        """One block, from its beginning."""
-        groups = []
+    def _grouped(self, blocks: int) -> list[Group]:
+        """The lanes of a block by group, or those of several in one."""
         numbers = self.partition * TURNS + self._turns
-        for number in dict.fromkeys(numbers.tolist()):
-            tids = np.flatnonzero(numbers == number)
-            groups.append(Group(tids, self.block_shape, self.threads))
-        self._groups = groups
-        self.mask, self._outer = None, []
-        self.clear_shared()
+        apart = dict.fromkeys(numbers.tolist()) if blocks == 1 else {}
+        if len(apart) > 1:
+            return [Group(np.flatnonzero(numbers == n), self.block_shape) for n in apart]
+        whole = self._whole.get(blocks)
+        if whole is None:
+            tids = np.arange(self.threads) + PITCH * np.arange(blocks)[:, None]
+            whole = self._whole[blocks] = Group(tids.reshape(-1), self.block_shape)
+        whole.begin()
+        return [whole]
+
+    def _run_groups(
+        self, function: Callable[..., None], args: Sequence[Any], first: int, count: int
+    ) -> None:
+        """`count` blocks from their beginning."""
+        groups = self._groups = self._grouped(count)
+        self.group, self.mask, self._outer = groups[0], None, []
+        self.begin_blocks(first, count)
         self._meetings, self._named_barriers, self._opened = {}, {}, {}
         self._stale = 0
         self._warps_active = (self, 0)
         self._open_barrier()
-        cuda = self._cuda
-        cuda.blockIdx.x, cuda.blockIdx.y, cuda.blockIdx.z = self.block
         if len(groups) == 1:
             self._enter(groups[0])
             self._run_group(groups[0], function, args)
@@ -176,7 +203,7 @@ class Launch(Waiting):
         except EmulatorError:
             raise
         except Exception as error:
-            if not hasattr(error, "fa_numba_placed"):
+            if not self.several and not hasattr(error, "fa_numba_placed"):
                 self._place(error)
             raise
         self.mask = None
@@ -198,9 +225,11 @@ class Launch(Waiting):
         for copy in self.group.copies:
             lanes = np.flatnonzero(copy.pending & self.active())
             if lanes.size:
+                if self.several:
+                    raise OneByOne
                 lane = int(lanes[0])
                 p = copy.dst.first + int(copy.e[lane])
-                site = self.sites[copy.dst.buffer.sites[p]]
+                site = self.sites[copy.dst.buffer.sites[0, p]]
                 raise SharedHazard(
                     f"the thread exits with a copy into {copy.dst._element(p)} in flight",
                     block=self.block,
@@ -268,12 +297,14 @@ def launch(
     extent, shape = _extent("grid", grid), _extent("block", block)
     if prod(shape) > MAX_THREADS:
         raise ValueError(f"block = {block!r}, allowed: at most {MAX_THREADS} threads")
-    context = Launch(extent, shape, shared_bytes, function.__name__)
+    alone = function in _one_by_one or asked_for() or _seed.get() is not None
+    at_once = 1 if alone else blocks_at_once(extent, shape)
+    context = Launch(extent, shape, shared_bytes, function.__name__, at_once)
     rebinder = Rebinder(context)
     names = list(inspect.signature(function).parameters)
     if len(names) != len(args):
         raise TypeError(f"{function.__name__} takes {len(names)} arguments, got {len(args)}")
-    arrays: list[GlobalArray] = []
+    arrays = context.arrays
 
     def passed(name: str, value: Any) -> Any:
         if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
@@ -295,9 +326,9 @@ def launch(
     context.progress = Progress(context.kernel, prod(extent))
     try:
         with np.errstate(all="ignore"):
-            for place in context.blocks():
-                context.run_block(rebound, values, place)
-                context.progress.block_done()
+            together = context.run(rebound, values)
+        if at_once > 1 and not together:
+            _one_by_one.add(function)
     finally:
         context.progress.end()
         context.end()

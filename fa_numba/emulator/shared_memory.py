@@ -9,12 +9,13 @@ of the block's last barrier (`ctx.base`). So did a thread's own. Later readers o
 earlier ones: the summary loses nothing. Nor does the order of lanes within a step matter: who
 conflicts with whom is decided by stamps alone.
 
-The loops over lanes are compiled (checks.py); what they cannot decide is gone through here.
+The loops over lanes are compiled (checks.py); what they cannot decide is gone through here, a block
+at a time. Of blocks that run at once each has a row of a buffer's arrays, and a `base`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from . import checks
 from .checks import IN_FLIGHT, NOBODY, SEVERAL, STAMP, UNWRITTEN
 from .conversions import converter
 from .errors import EmulatorError, Misaligned, SharedHazard, UninitialisedRead
-from .groups import WARP, Copy
+from .groups import WARP, Copy, OneByOne
 
 if TYPE_CHECKING:
     from .context import Context
@@ -33,25 +34,27 @@ NO_ATOMICS: tuple[int, int, dict[int, int]] = (-1, 0, {})
 
 
 class SharedBuffer:
-    """A piece of shared memory: values and stamps that the arrays laid over it share."""
+    """A piece of shared memory of each block that runs: values and stamps that the arrays laid over
+    it share.
+    """
 
     __slots__ = ("data", "written", "reads", "touched", "atomics", "copiers", "sites")
 
-    def __init__(self, length: int, warps: int, dtype: np.dtype) -> None:
-        self.data = np.zeros(length, np.float64 if dtype.kind == "f" else np.int64)
-        self.written = np.empty(length, np.int64)
-        self.reads = np.zeros((warps, length), np.int64)
-        self.touched = np.zeros(length, np.int64)  # at or above `ctx.base`: read since
+    def __init__(self, blocks: int, length: int, warps: int, dtype: np.dtype) -> None:
+        shape = (blocks, length)
+        self.data = np.zeros(shape, np.float64 if dtype.kind == "f" else np.int64)
+        self.written = np.full(shape, UNWRITTEN)
+        self.reads = np.zeros((blocks, warps, length), np.int64)
+        self.touched = np.zeros(shape, np.int64)  # at or above `ctx.base`: read since
         # element -> stamps of its last atomics, of the write before them, and of those by warp
         self.atomics: dict[int, tuple[int, int, dict[int, int]]] = {}
         # who copies to an element in flight, and where
-        self.copiers = np.zeros(length, np.int64)
-        self.sites = np.zeros(length, np.int64)
-        self.clear()
+        self.copiers = np.zeros(shape, np.int64)
+        self.sites = np.zeros(shape, np.int64)
 
-    def clear(self) -> None:
-        """As a new block finds it; stamps of blocks before are older than any of its own."""
-        self.written.fill(UNWRITTEN)
+    def clear(self, blocks: int) -> None:
+        """As new blocks find it; stamps of blocks before are older than any of their own."""
+        self.written[:blocks] = UNWRITTEN
         self.atomics.clear()
 
 
@@ -90,9 +93,8 @@ class SharedArray:
     def __getitem__(self, index: Any) -> Any:
         e = self._flat(index)
         if e.__class__ is not np.ndarray:
-            self._read(self.ctx.group.full(int(e)), 1)
-            value = self.buffer.data[self.first + e]
-            return value.item()
+            out = self._read(self.ctx.group.full(int(e)), 1)
+            return out[0] if self.ctx.several else self.buffer.data[0, self.first + e].item()
         return self._read(e, 1)[0]
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -129,12 +131,18 @@ class SharedArray:
                 stats,
             )  # fmt: skip
         if lane >= 0:
-            for k in (np.flatnonzero(mask[lane:]) + lane).tolist():
+            for k in self._lanes_from(lane, mask):
                 first = self._vector(k, int(e[k]), n)
                 for p in range(first, first + n):
                     self._reads(p, k)
-                out[:, k] = buffer.data[first : first + n]
+                out[:, k] = buffer.data[0, first : first + n]
         return out
+
+    def _lanes_from(self, lane: int, mask: np.ndarray) -> list[int]:
+        """The lanes that take part from this one on, which are of one block."""
+        if self.ctx.several:
+            raise OneByOne
+        return (np.flatnonzero(mask[lane:]) + lane).tolist()
 
     def _write(self, e: Any, values: np.ndarray) -> None:
         ctx, buffer = self.ctx, self.buffer
@@ -151,12 +159,12 @@ class SharedArray:
                 stats,
             )  # fmt: skip
         if lane >= 0:
-            for k in (np.flatnonzero(mask[lane:]) + lane).tolist():
+            for k in self._lanes_from(lane, mask):
                 first = self._vector(k, int(e[k]), n)
                 for j, p in enumerate(range(first, first + n)):
                     self._writes(p, k)
-                    buffer.written[p] = ctx.stamp(k)
-                    buffer.data[p] = values[j, k]
+                    buffer.written[0, p] = ctx.stamp(k)
+                    buffer.data[0, p] = values[j, k]
 
     def _vector(self, lane: int, e: int, n: int) -> int:
         if e < 0 or e + n > self.length:
@@ -179,28 +187,29 @@ class SharedArray:
         ctx, buffer = self.ctx, self.buffer
         me, warp = ctx.stamp(lane), ctx.group.warp_of[lane]
         several = ctx.starts[warp] + SEVERAL + warp
-        if buffer.reads[warp, p] in (several, me):
+        if buffer.reads[0, warp, p] in (several, me):
             return
-        if buffer.written[p] >= ctx.base:
+        if buffer.written[0, p] >= ctx.base[0]:
             self._check(p, lane, "reads", "wrote", self._writers(p))
-        buffer.reads[warp, p] = buffer.touched[p] = ctx.joined(int(buffer.reads[warp, p]), lane)
+        joined = ctx.joined(int(buffer.reads[0, warp, p]), lane)
+        buffer.reads[0, warp, p] = buffer.touched[0, p] = joined
 
     def _writes(self, p: int, lane: int) -> None:
-        base, buffer = self.ctx.base, self.buffer
-        if buffer.written[p] >= base and buffer.written[p] != UNWRITTEN:
+        base, buffer = self.ctx.base[0], self.buffer
+        if buffer.written[0, p] >= base and buffer.written[0, p] != UNWRITTEN:
             self._check(p, lane, "overwrites", "wrote", self._writers(p))
-        if buffer.touched[p] >= base:
-            self._check(p, lane, "overwrites", "reads", buffer.reads[:, p].tolist())
+        if buffer.touched[0, p] >= base:
+            self._check(p, lane, "overwrites", "reads", buffer.reads[0, :, p].tolist())
         buffer.atomics.pop(p, None)
 
     def _check(self, p: int, lane: int, does: str, did: str, stamps: Iterable[int]) -> None:
-        base = self.ctx.base
+        base = self.ctx.base[0]
         for stamp in stamps:
             if stamp >= base and not self.ctx.ordered(stamp, lane):
                 raise self._hazard(p, lane, stamp, does, did)
 
     def _writers(self, p: int) -> Iterable[int]:
-        w = int(self.buffer.written[p])
+        w = int(self.buffer.written[0, p])
         last, _, updates = self.buffer.atomics.get(p, NO_ATOMICS)
         return updates.values() if w == last else (w,)
 
@@ -210,13 +219,15 @@ class SharedArray:
         Returns the old value.
         """
         ctx, buffer = self.ctx, self.buffer
+        if ctx.several:
+            raise OneByOne
         group = ctx.group
         e = self.ctx.group.lanes(self._flat(index))
         old = np.zeros(group.count, buffer.data.dtype)
         each = [np.broadcast_to(value, group.count) for value in values]
         for lane in ctx.active_lanes():
             p = self._vector(lane, int(e[lane]), 1)
-            w = int(buffer.written[p])
+            w = int(buffer.written[0, p])
             if w == UNWRITTEN:
                 raise self._hazard(p, lane, w, "reads", "wrote")
             # Atomics do not conflict with each other, so the write before them is kept beside.
@@ -224,15 +235,15 @@ class SharedArray:
             if w != last:
                 plain, updates = w, {}
             self._check(p, lane, "atomically updates", "wrote", (plain,))
-            reads = buffer.reads[:, p].tolist()
+            reads = buffer.reads[0, :, p].tolist()
             self._check(p, lane, "atomically updates", "reads", reads)
             warp = int(group.warp_of[lane])
             updates[warp] = ctx.joined(updates.get(warp, 0), lane)
-            buffer.written[p] = updates[warp]
+            buffer.written[0, p] = updates[warp]
             buffer.atomics[p] = (updates[warp], plain, updates)
-            old[lane] = buffer.data[p]
-            new = operation(buffer.data[p].item(), *(value[lane].item() for value in each))
-            buffer.data[p] = self.convert(new)
+            old[lane] = was = buffer.data[0, p].item()
+            new = operation(was, *(value[lane].item() for value in each))
+            buffer.data[0, p] = self.convert(new)
         ctx.instruction("atomic")
         return old
 
@@ -254,13 +265,13 @@ class SharedArray:
                 site, stats,
             )  # fmt: skip
         if lane >= 0:
-            for k in (np.flatnonzero(mask[lane:]) + lane).tolist():
+            for k in self._lanes_from(lane, mask):
                 first = self._vector(k, int(e[k]), n)
                 for p in range(first, first + n):
                     self._writes(p, k)
                 for p in range(first, first + n):
-                    buffer.written[p], buffer.reads[group.warp_of[k], p] = IN_FLIGHT, 0
-                    buffer.copiers[p], buffer.sites[p] = group.tids[k], site
+                    buffer.written[0, p], buffer.reads[0, group.warp_of[k], p] = IN_FLIGHT, 0
+                    buffer.copiers[0, p], buffer.sites[0, p] = group.tids[k], site
         return e
 
     def land(self, copy: Copy, lanes: np.ndarray) -> None:
@@ -272,8 +283,10 @@ class SharedArray:
             ctx.starts,
         )  # fmt: skip
 
-    def merged(self, mask: Any, other: Any) -> SharedArray:
+    def merged(self, mask: Any, other: Any) -> SharedArray | SharedArrays:
         """This array, where the lanes that are not in `mask` hold the same by another name."""
+        if self.ctx.several:
+            return SharedArrays(self.ctx, [(self, self.ctx.whole_blocks(mask))]).over(other)
         mine = (self.buffer, self.first, self.shape)
         if other.__class__ is not SharedArray or mine != (other.buffer, other.first, other.shape):
             raise TypeError(f"lanes hold {self.name} and another array: not emulated")
@@ -311,15 +324,97 @@ class SharedArray:
             text = f"{element} is read, but was never written"
             return ctx.fault(UninitialisedRead, text, self.name, lane)
         if stamp == IN_FLIGHT:
-            site = ctx.sites[self.buffer.sites[p]]
+            site = ctx.sites[self.buffer.sites[0, p]]
             text = (
                 f"{element} is touched with a copy in flight, issued by thread "
-                f"{ctx.thread_name(int(self.buffer.copiers[p]))} at {ctx.line_of(site)} "
+                f"{ctx.thread_name(int(self.buffer.copiers[0, p]))} at {ctx.line_of(site)} "
                 "and not waited for"
             )
         else:
             text = f"this thread {does} {element}, which {ctx.who(stamp)} {did}, no barrier between"
         return ctx.fault(SharedHazard, text, self.name, lane)
+
+
+class SharedArrays:
+    """Of blocks that run at once: each has one of several arrays, of all its lanes."""
+
+    __slots__ = ("ctx", "parts", "itemsize", "shape", "dtype")
+
+    def __init__(self, ctx: Context, parts: list[tuple[SharedArray, np.ndarray]]) -> None:
+        self.ctx, self.parts = ctx, parts
+        one = parts[0][0]
+        self.itemsize, self.shape, self.dtype = one.itemsize, one.shape, one.dtype
+        if any((one.shape, one.dtype) != (other.shape, other.dtype) for other, _ in parts):
+            raise OneByOne
+
+    @property
+    def first(self) -> np.ndarray:
+        """The element of the buffer that each lane's begins at."""
+        found = np.zeros(self.ctx.group.count, np.int64)
+        for part, lanes in self.parts:
+            found[lanes] = part.first
+        return found
+
+    def _each(self) -> Iterator[tuple[SharedArray, np.ndarray]]:
+        """Each array with its lanes, under their mask."""
+        ctx = self.ctx
+        outer = ctx.mask
+        for part, lanes in self.parts:
+            here = lanes if outer is None else lanes & outer
+            if here.any():
+                ctx.mask = here
+                yield part, here
+                ctx.mask = outer
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        found = np.zeros(self.ctx.group.count, self.parts[0][0].buffer.data.dtype)
+        for part, here in self._each():
+            found[here] = np.broadcast_to(part[index], here.shape)[here]
+        return found
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        for part, _ in self._each():
+            part[index] = value
+
+    def load(self, e: Any, n: int, pairs: bool = True) -> tuple[np.ndarray, ...]:
+        found = np.zeros((n, self.ctx.group.count), self.parts[0][0].buffer.data.dtype)
+        for part, here in self._each():
+            found[:, here] = np.array(part.load(e, n, pairs))[:, here]
+        return tuple(found)
+
+    def store(self, e: Any, values: Sequence[Any]) -> None:
+        for part, _ in self._each():
+            part.store(e, values)
+
+    def depart(self, e: Any, n: int) -> np.ndarray:
+        for part, _ in self._each():
+            part.depart(e, n)
+        return self.ctx.group.lanes(e)
+
+    def land(self, copy: Copy, lanes: np.ndarray) -> None:
+        for part, of in self.parts:
+            if (of & lanes).any():
+                part.land(copy, of & lanes)
+
+    def merged(self, mask: Any, other: Any) -> SharedArray | SharedArrays:
+        whole = self.ctx.whole_blocks(mask)
+        return SharedArrays(self.ctx, [(a, lanes & whole) for a, lanes in self.parts]).over(other)
+
+    def over(self, other: Any) -> SharedArray | SharedArrays:
+        """These, and for the lanes that have none of them others."""
+        ctx = self.ctx
+        others = [(other, ctx.group.everyone)] if other.__class__ is SharedArray else other.parts
+        found: dict[tuple[str, int], tuple[SharedArray, np.ndarray]] = {}
+        left = ctx.group.everyone
+        for _, lanes in self.parts:
+            left = left & ~lanes
+        for part, lanes in (*self.parts, *((a, lanes & left) for a, lanes in others)):
+            if lanes.any():
+                key = (part.name, part.first)
+                known = found.get(key)
+                found[key] = (part, lanes if known is None else lanes | known[1])
+        parts = list(found.values())
+        return parts[0][0] if len(parts) == 1 else SharedArrays(ctx, parts)
 
 
 __all__ = ["NOBODY", "SEVERAL", "STAMP", "WARP", "SharedArray", "SharedBuffer"]

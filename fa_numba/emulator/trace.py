@@ -160,6 +160,11 @@ def _step_above(file: str, number: int) -> str:
     return ""
 
 
+def asked_for() -> bool:
+    """Whether what runs here is traced."""
+    return _traces.get() is not None
+
+
 def started(context: Context, code: CodeType) -> Trace | None:
     """The trace of a launch, where one is asked for."""
     found = _traces.get()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from greenlet import greenlet
 
-from .checks import STAMP
+from .checks import PITCH, STAMP
 from .context import Context
 from .errors import BarrierDivergence, BarrierMisuse, Deadlock, EmulatorError
 from .groups import (
@@ -27,8 +27,10 @@ from .groups import (
     Group,
     Meeting,
     NamedBarrier,
+    OneByOne,
     Parting,
     Site,
+    alike,
 )
 from .progress import Progress
 
@@ -116,11 +118,12 @@ class Waiting(Context):
         self.clock += 1
         self.starts[warps] = self.clock * STAMP
 
-    def _open_barrier(self) -> None:
+    def _open_barrier(self, blocks: Any = slice(None)) -> None:
+        """Of the block, or of these of them that run at once."""
         self.clock += 1
-        self.base = self.clock * STAMP
-        self.starts.fill(self.base)
-        self.seen.fill(self.base)
+        self.base[blocks] = now = self.clock * STAMP
+        self.starts.reshape(self.base.size, -1)[blocks] = now
+        self.seen.reshape(self.base.size, -1)[blocks] = now
 
     # ---- waiting
 
@@ -128,10 +131,25 @@ class Waiting(Context):
         """Wait for the whole block; returns what the barrier hands to its threads."""
         self.instruction("barrier")
         self.progress.step()
+        if self.several:
+            return self._barrier_of_blocks(operation, value)
         if not self._all_here():
             raise Parting(self.active())
         self._wait(AT_BARRIER, self.site(), operation, value)
         return self.group.value
+
+    def _barrier_of_blocks(self, operation: str, value: Any) -> Any:
+        """Each block that takes part comes with all its threads: it waits for no other."""
+        here = self.by_block(self.whole_blocks(self.active()))
+        self._open_barrier(here[: self.base.size] > 0)
+        if operation == "syncthreads":
+            return None
+        count = self.by_block(self.active() & (np.asarray(value) != 0))
+        if operation == "syncthreads_and":
+            count = (count == self.threads).astype(np.int64)
+        elif operation == "syncthreads_or":
+            count = (count > 0).astype(np.int64)
+        return alike(count[self.group.blocks])
 
     def collective(
         self, operation: str, mask: Any, values: tuple[Any, ...], resolve: Resolve
@@ -143,8 +161,8 @@ class Waiting(Context):
         """
         group = self.group
         mask = self.uniform(mask) & FULL
-        if self.mask is None and group.whole and mask == FULL:
-            present = group.present.reshape(-1, WARP)
+        if mask == FULL and self.whole_warps():
+            present = (group.present if self.mask is None else self.mask).reshape(-1, WARP)
             results = resolve([group.in_warps(v) for v in values], present, mask)
             self._stale = 0
             return self._to_lanes(results)
@@ -167,11 +185,13 @@ class Waiting(Context):
             results = resolve(arrays, here, mask)
             self._stale = 0
             return self._to_lanes(results)
+        if self.several:
+            raise OneByOne
         return self._meet(operation, mask, arrays, here, wanted, resolve)
 
     def _lanes_of(self, warps: np.ndarray) -> np.ndarray:
         """The lanes that warps have, (warps, 32)."""
-        return warps[:, None] * WARP + np.arange(WARP) < self.threads
+        return warps[:, None] * WARP % PITCH + np.arange(WARP) < self.threads
 
     def _meet(
         self, operation: str, mask: int, arrays: list[np.ndarray], here: np.ndarray,
@@ -231,19 +251,15 @@ class Waiting(Context):
         group = self.group
 
         def order(values: list[np.ndarray], present: np.ndarray, mask: int) -> None:
-            warps = self._warps_of(present)
+            warps = self._as_warps
             every = self._lanes_of(warps)
-            for n in np.flatnonzero(present.any(axis=1)).tolist():
-                if not (every[n] & ~present[n]).any():
-                    warp = warps[n]
-                    self._tick(warp)
-                    self.seen[warp, warp] = self.starts[warp]
+            warps = warps[present.any(axis=1) & ~(every & ~present).any(axis=1)]
+            if warps.size:
+                self._tick(warps)
+                self.seen[warps, warps % (PITCH // WARP)] = self.starts[warps]
 
         self._as_warps = group.warps
         self.collective("syncwarp", mask, (), order)
-
-    def _warps_of(self, present: np.ndarray) -> np.ndarray:
-        return self._as_warps
 
     def named_barrier(self, operation: str, barrier: Any, threads: Any, waits: bool) -> None:
         """Come to a barrier of `threads` threads: bar.sync or, unless it `waits`, bar.arrive.
@@ -256,6 +272,8 @@ class Waiting(Context):
         arrived comes again before the barrier has opened, and where nothing orders its coming after
         the barrier's last use: another time it could be taken for a part of that.
         """
+        if self.several:
+            raise OneByOne
         self.instruction("barrier")
         group = self.group
         if waits:
@@ -349,6 +367,8 @@ class Waiting(Context):
 
     def give_way(self) -> None:
         """Let the other groups run first: a spinning thread must, none is preempted."""
+        if self.several:
+            raise OneByOne
         self._stale += 1
         group = self.group
         if not self._all_here() and self._stale > SPINS:

@@ -16,12 +16,8 @@ from fa_numba.intrinsics._build import (
 )
 
 
-def _plus(old, value):
-    return old + value
-
-
 def _add_global(array, row, col, value):
-    array.atomic((row, col), _plus, value)
+    array.add((row, col), value)
 
 
 @emulated_by(_add_global)
@@ -91,7 +87,7 @@ def _add_pair_vector(array, row, col, x0, x1, adds):
 
 
 def _add_two_at_once(array, index, x0, x1):
-    array.atomic(index, _plus, x0, x1, n=2)
+    array.add(index, x0, x1)
 
 
 @emulated_by(_add_pair_vector)

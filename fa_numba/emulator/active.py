@@ -1,0 +1,150 @@
+"""Which lanes of the group that runs take part, and what they agree on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import checks
+from .flow import Flow
+from .groups import WARP, Group, OneByOne, Parting
+from .lanes import Mask
+
+MOST_KNOWN = 256
+
+
+class Active(Flow):
+    """The part of a context that knows the lanes: `group`, and `mask` where not all take part.
+
+    They are of one block, or of `several` that run at once, at most `at_once`, each of `threads`.
+    """
+
+    __slots__ = ("threads", "at_once", "several", "group", "_inside", "_known")
+
+    def __init__(self, threads: int, at_once: int) -> None:
+        super().__init__()
+        self.threads, self.at_once, self.several = threads, at_once, False
+        self.group: Group
+        self._inside: dict[int, tuple[np.ndarray, int, Any]] = {}  # indices known to be in bounds
+        # What is known of two arrays or groups, by their identity: arrays are never changed.
+        self._known: dict[tuple[int, int], tuple[Any, Any, bool]] = {}
+
+    def active(self) -> np.ndarray:
+        """Which lanes of the group take part."""
+        return self.group.everyone if self.mask is None else self.mask
+
+    def active_lanes(self) -> np.ndarray:
+        return np.flatnonzero(self.active())
+
+    def whole_warps(self) -> bool:
+        """Whether all lanes of a warp take part or none, of all warps."""
+        group, mask = self.group, self.mask
+        if mask is None or not group.whole:
+            return group.whole
+        known = self._known.get((id(group), id(mask)))
+        if known is None or known[0] is not group or known[1] is not mask:
+            warps = mask.reshape(-1, WARP)
+            whole = bool(mask.any() and (warps.all(axis=1) == warps.any(axis=1)).all())
+            known = self._know(group, mask, whole)
+        return known[2]
+
+    def first_lane(self) -> int:
+        lanes = self.active_lanes()
+        return int(lanes[0]) if lanes.size else 0
+
+    def first_lane_where(self, values: Any) -> int:
+        """The first lane that takes part whose value is true; -1 if there is none."""
+        if values.__class__ is not np.ndarray:
+            return self.first_lane() if values else -1
+        lanes = np.flatnonzero(values if self.mask is None else (values != 0) & self.mask)
+        return int(lanes[0]) if lanes.size else -1
+
+    def first_outside(self, index: Any, extent: Any) -> int:
+        """The first lane whose index is not in 0 .. extent - 1; -1 if there is none."""
+        if extent.__class__ is np.ndarray:  # of blocks that run at once
+            return self.first_lane_where(np.asarray((index < 0) | (index >= extent)))
+        if index.__class__ is np.ndarray:
+            # An index is often used again, and arrays are never changed: this one was inside.
+            known = self._inside.get(id(index))
+            if (
+                known is not None
+                and known[0] is index
+                and known[1] <= extent
+                and known[2] is self.mask
+            ):
+                return -1
+            lane = checks.outside(index, extent, self.active())
+            if lane < 0:
+                if len(self._inside) > MOST_KNOWN:
+                    self._inside.clear()
+                self._inside[id(index)] = (index, extent, self.mask)
+            return lane
+        return -1 if 0 <= index < extent else self.first_lane()
+
+    def of_lane(self, index: Any, lane: int, whole: bool = False) -> Any:
+        """An index, or each of a tuple of them, as it is for one lane."""
+        axes = index if index.__class__ is tuple else (index,)
+        found = tuple(i[lane].item() if i.__class__ is np.ndarray else i for i in axes)
+        return found if whole or index.__class__ is tuple else found[0]
+
+    def uniform(self, value: Any) -> Any:
+        """A value that all lanes must share; lanes with others go on as groups of their own."""
+        if value.__class__ is not np.ndarray:
+            return value
+        lanes = self.active()
+        first = value[self.first_lane()]
+        same = (value == first) & lanes
+        if np.count_nonzero(same) != np.count_nonzero(lanes):
+            raise Parting(same)
+        return first.item()
+
+    def uniform_in_block(self, value: Any) -> Any:
+        """The same of the lanes of a block; an array where blocks have different ones."""
+        if value.__class__ is not np.ndarray or not self.several:
+            return self.uniform(value)
+        blocks, lanes = self.group.blocks, self.active_lanes()
+        of_block = np.zeros(self.at_once, value.dtype)
+        of_block[blocks[lanes]] = value[lanes]
+        if (of_block[blocks[lanes]] != value[lanes]).any():
+            raise OneByOne
+        taken = value[lanes]
+        return taken[0].item() if (taken == taken[0]).all() else of_block[blocks]
+
+    def whole_blocks(self, lanes: np.ndarray) -> np.ndarray:
+        """These lanes, if they are all or none of each of the blocks that run at once."""
+        if (self.by_block(lanes) % self.threads).any():
+            raise OneByOne
+        return lanes
+
+    def by_block(self, lanes: np.ndarray) -> np.ndarray:
+        """How many of these lanes each of the blocks that run at once has."""
+        return np.bincount(self.group.blocks[lanes], minlength=self.at_once)
+
+    def covers(self, lanes: np.ndarray, mask: Mask) -> bool:
+        """Whether these lanes have all of the mask among them."""
+        if lanes is mask:
+            return True
+        if mask is None:
+            return bool(lanes.all())
+        known = self._known.get((id(lanes), id(mask)))
+        if known is None or known[0] is not lanes or known[1] is not mask:
+            known = self._know(lanes, mask, not (mask & ~lanes).any())
+        return known[2]
+
+    def _know(self, one: Any, other: Any, fact: bool) -> tuple[Any, Any, bool]:
+        if len(self._known) > MOST_KNOWN:
+            self._known.clear()
+        known = self._known[id(one), id(other)] = (one, other, fact)
+        return known
+
+    def under(self, condition: Any, function: Any, *args: Any) -> Any:
+        """`function(*args)` for the lanes that a condition is true for; None if for none."""
+        if condition.__class__ is not np.ndarray:
+            return function(*args) if condition else None
+        if not self.only(condition):
+            self.mask = self._outer.pop()
+            return None
+        result = function(*args)
+        self.mask = self._outer.pop()
+        return result

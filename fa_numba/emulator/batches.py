@@ -1,0 +1,73 @@
+"""Several blocks of a launch at once: the lanes of all of them, step by step.
+
+Most of what an operation on an array costs is the same for 32 lanes and for 1,000, so blocks of few
+lanes run in batches. Each keeps its own shared memory, barriers and stamps, and so its own faults;
+blocks whose lanes are all elsewhere, or have ended, are what lanes are under a mask. What they add
+to global memory atomically is added when they have ended, in the order in which one block after
+the other adds it. Anything else that only one block alone may do, an error among it, raises
+`OneByOne` or what it raises there: all is taken back, and the blocks run one by one. Results,
+counts and errors are the same either way.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import checks
+from .errors import Index3
+from .groups import WARP
+
+if TYPE_CHECKING:
+    from .run import Launch
+
+LANES = 2048  # of the blocks that run at once, about
+MOST_BLOCKS = 64
+
+
+def blocks_at_once(grid: Index3, block: Index3) -> int:
+    """How many blocks of a launch run at once."""
+    lanes = -(-prod(block) // WARP) * WARP
+    return max(1, min(LANES // lanes, MOST_BLOCKS, prod(grid)))
+
+
+def add_in_turn(additions: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]) -> None:
+    """Make additions, each of memory, blocks, places and values, one block after the other."""
+    by_memory: dict[int, Any] = {}
+    for memory, *what in additions:
+        by_memory.setdefault(memory.ctypes.data, (memory, []))[1].append(what)
+    for memory, made in by_memory.values():
+        blocks, at, values = (np.concatenate(each) for each in zip(*made, strict=True))
+        order = np.argsort(blocks, kind="stable")
+        checks.add_in_turn(memory, at[order], values[order])
+
+
+class Kept:
+    """What a launch has done so far, to come back to."""
+
+    def __init__(self, launch: Launch, owners: bool = True) -> None:
+        self.launch = launch
+        launch.journal = []
+        self.tallies = [(a.tally, a.tally.loads, a.tally.stores) for a in launch.arrays]
+        self.rows, self.instructions = launch._rows.copy(), dict(launch._instructions)
+        self.mark = None if launch.trace is None else launch.trace.mark()
+        self.owners = []
+        if owners:
+            for a in launch.arrays:
+                for of in (a.owners.writers, a.owners.readers, a.owners.atomics):
+                    self.owners.append((of, of.copy()))
+
+    def restore(self) -> None:
+        launch = self.launch
+        for memory, at, old in reversed(launch.journal):
+            memory[at] = old
+        for tally, loads, stores in self.tallies:
+            tally.loads, tally.stores = loads, stores
+        launch._rows[: len(self.rows)], launch._rows[len(self.rows) :] = self.rows, 0
+        launch._instructions = self.instructions
+        if launch.trace is not None and self.mark is not None:
+            launch.trace.back_to(self.mark)
+        for of, before in self.owners:
+            of[:] = before
