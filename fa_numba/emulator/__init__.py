@@ -1,16 +1,17 @@
 """An emulator of CUDA kernels on the CPU that counts accesses and finds races.
 
 `launch` runs the unchanged Python function of a Numba-CUDA kernel once for all lanes of a block, or
-of several: a value is a number where they agree and a NumPy array over them where they may not. It counts the
-loads and stores of global memory exactly, with their sectors, the wavefronts and bank conflicts of
-shared memory and instructions by class, and raises, with block, thread, array and source line, on
-shared-memory races, conflicts between blocks, reads of uninitialised memory, divergent barriers,
-deadlock and accesses out of bounds.
+of several: a value is a number where they agree and a NumPy array over them where they may not. It
+counts the loads and stores of global memory exactly, with their sectors, the wavefronts and bank
+conflicts of shared memory and instructions by class, and raises, with block, thread, array and
+source line, on shared-memory races, conflicts between blocks, reads of uninitialised memory,
+divergent barriers, deadlock and accesses out of bounds.
 
 `rewrite.py` makes the code that runs for many lanes, of the trees of `syntax.py`; `flow.py` says
-which of them take part, `active.py` what these agree on, and `lanes.py` computes what Python's operators cannot; `rebind.py` gives it
-the emulator's names, which are in `namespace.py`. `run.py` takes blocks and groups of lanes in turn,
-or several blocks at once by `batches.py`, and `waiting.py` says where they wait; `context.py` is what a kernel calls: its arrays and copies.
+which of them take part, `active.py` what these agree on, and `lanes.py` computes what Python's
+operators cannot; `rebind.py` gives it the emulator's names, which are in `namespace.py`. `run.py`
+takes blocks and groups of lanes in turn, or several blocks at once by `batches.py`, and
+`waiting.py` says where they wait; `context.py` is what a kernel calls: its arrays and copies.
 `shared_memory.py`, `local_memory.py` and `global_memory.py` check each access, by the loops of
 `checks.py`. `trace.py` notes which tile moves when, `progress.py` says how far a long launch is.
 """
