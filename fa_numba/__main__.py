@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fa_numba.commands import trace
+from fa_numba.commands import plan, trace
 
-COMMANDS = (trace,)
+COMMANDS = (trace, plan)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -12,9 +12,8 @@ import json
 from pathlib import Path
 
 import pytest
-from numba import cuda
 
-from fa_numba.device import kernel_cache
+from fa_numba.device import assembled, kernel_cache
 
 pytest.importorskip("cuda.core", reason="cuda-core is not installed")
 CAPABILITY = {"sm_80": (8, 0), "sm_89": (8, 9), "sm_90a": (9, 0, "a")}
@@ -68,29 +67,9 @@ def _locked(name):
 
 def from_source(kernel, arch):
     """What ``compiled`` gives, compiled here and now."""
-    from cuda.core import Linker, LinkerOptions, ObjectCode
-
     try:
-        ltoir, _ = cuda.compile(
-            kernel.function,
-            kernel.signature,
-            cc=CAPABILITY[arch],
-            device=False,
-            abi="numba",
-            output="ltoir",
-            launch_bounds=(kernel.threads, kernel.min_blocks),
-        )
+        return assembled(kernel, CAPABILITY[arch][:2])
     except Exception as error:
         if "nvvm" in str(error).lower() and "not" in str(error).lower():
             pytest.skip(f"no NVVM: {error}")
         raise
-
-    def link(kind, **options):
-        options = LinkerOptions(arch=arch, link_time_optimization=True, **options)
-        linker = Linker(ObjectCode.from_ltoir(ltoir), options=options)
-        code = linker.link(kind)
-        return bytes(code.code), (linker.get_info_log() or "") + (linker.get_error_log() or "")
-
-    ptx, _ = link("ptx", ptx=True)
-    _, log = link("cubin", verbose=True, ptxas_options=["-v"])
-    return ptx.decode(errors="replace"), log

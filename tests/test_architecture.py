@@ -20,7 +20,7 @@ FLOORS = (
     ("parts",),
     ("kernels",),
     ("host",),
-    ("ops",),
+    ("ops", "bounds"),
     ("fa_numba",),
     ("torch", "commands"),
     ("__main__",),
@@ -32,7 +32,7 @@ APART = ("algorithms", "scores", "reference", "io_model")
 MODEL_ROOMS = {"io_model", "dtypes", "integers", "problem"}
 KERNEL_ROOMS = ("kernels", "parts", "intrinsics")
 # What experiments take of the library.
-PUBLIC = {"fa_numba", "algorithms", "device", "emulator", "io_model"}
+PUBLIC = {"fa_numba", "algorithms", "bounds", "device", "emulator", "io_model"}
 PUBLIC |= {"problem", "reference", "tiling", "torch"}
 # The rooms that name numba.cuda; the others take it from device.
 CUDA = {"device", "emulator", "intrinsics"}

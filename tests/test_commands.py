@@ -8,9 +8,15 @@ import sys
 import numpy as np
 import pytest
 
+import fa_numba
 from fa_numba import __main__ as command
-from fa_numba import algorithms, reference
+from fa_numba import algorithms, bounds, reference
+from fa_numba import device as devices
+from fa_numba.bounds import DEVICES
 from fa_numba.commands.arguments import WIDTH
+
+# The module: its name in the package is the function's.
+expectation = sys.modules["fa_numba.bounds.roofline"]
 
 HALF_DIGIT = 5e-4
 
@@ -254,3 +260,134 @@ def test_a_row_that_sees_nothing_is_refused(capsys, tmp_path):
     np.savez(path, q=np.ones((3, 1)), K=np.ones((1, 1)), V=np.ones((1, 1)))
     message = refused(capsys, "trace", "--file", str(path), "--causal", "--row", "1")
     assert "argument --row: 1 sees no key with --causal: allowed is 2 to 2" in message
+
+
+# --- plan ------------------------------------------------------------------------------------
+
+SIZE = ("--seqlen", "1000", "--head-dim", "64", "--heads", "4")
+
+
+def planned(capsys, *arguments):
+    return json.loads(output(capsys, "plan", "--json", *arguments))
+
+
+@pytest.mark.parametrize("device", [name for name, sheet in DEVICES.items() if sheet.runs])
+@pytest.mark.parametrize("passes", ["fwd", "bwd"])
+def test_the_plan_is_the_librarys(device, passes, capsys):
+    found = planned(
+        capsys,
+        *SIZE,
+        *("--seqlen-k", "900", "--batch", "2", "--heads-k", "2", "--causal", "--device", device),
+        *(["--backward"] if passes == "bwd" else []),
+    )
+    assert list(found["plans"]) == ["fa1", "fa2", "standard"] and found["refused"] == {}
+    shapes, sheet = ((2, 4, 1000, 64), (2, 2, 900, 64)), DEVICES[device]
+    for name, got in found["plans"].items():
+        facts = {"algorithm": name, "dtype": "float16", "passes": passes, "causal": True}
+        with sheet.planning():
+            plan = fa_numba.plan(*shapes, **facts)
+        want = bounds.expected(plan, sheet)
+        assert (got["loads"], got["stores"]) == (plan.accesses.loads, plan.accesses.stores)
+        assert [k["grid"] for k in got["kernels"]] == [list(k.grid) for k in plan.kernels]
+        assert [k["shared_bytes"] for k in got["kernels"]] == [k.shared_bytes for k in plan.kernels]
+        assert (got["tiles"]["Br"], got["tiles"]["Bc"]) == (plan.tiles.Br, plan.tiles.Bc)
+        assert (got["useful_flops"], got["computed_flops"]) == (plan.flops, want.flops)
+        assert got["workspace_bytes"] == plan.workspace_bytes
+        assert got["expected"]["at_least_s"] == want.floor
+        assert got["expected"]["bound"] == want.bound
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        SIZE,
+        (*SIZE, "--device", "A100", "--backward", "--causal"),
+        (*SIZE, "--device", "T4", "--dtype", "float32"),
+        ("--seqlen=1048576", "--head-dim=256", "--batch=65535", "--heads=65535", "--backward"),
+        ("--seqlen", "1", "--head-dim", "1", "--dtype", "float32", "--device", "RTX 4090"),
+    ],
+)
+def test_the_plan_fits_a_terminal(arguments, capsys):
+    text = output(capsys, "plan", *arguments)
+    assert fits(text)
+    assert "tiles Br x Bc" in text and "blocks/SM" in text
+
+
+def test_the_plan_of_the_readmes_result_says_what_was_measured(capsys):
+    """One block a head leaves most multiprocessors idle, and nothing of O stays in L2."""
+    size = ("--seqlen", "16384", "--head-dim", "64", "--heads", "32", "--device", "H200")
+    found = planned(capsys, *size)["plans"]
+    assert found["fa1"]["expected"]["bound"] == "latency"
+    assert not found["fa1"]["expected"]["held_by_half_of_l2"]
+    assert found["fa2"]["expected"]["bound"] == "compute"
+    assert found["fa2"]["expected"]["held_by_half_of_l2"]
+    split = planned(capsys, *size, "--query-splits", "4", "--algorithm", "fa1")["plans"]["fa1"]
+    assert split["kernels"][0]["grid"] == [4, 32, 1] and split["expected"]["bound"] == "DRAM"
+
+
+def test_a_t4_is_told_the_truth(capsys):
+    text = output(capsys, "plan", *SIZE, "--device", "t4")
+    said = " ".join(text.split())
+    assert "Nothing of this runs on a T4: every kernel copies with cp.async" in said
+    assert "needs compute capability 8.0, and a T4 has 7.5" in said
+    assert "There a call goes to the emulator on the CPU" in said
+    assert "time at least" not in text and "DRAM" not in text
+    found = planned(capsys, *SIZE, "--device", "t4")
+    assert all(plan["expected"] is None for plan in found["plans"].values())
+    with devices.using("emulator"):
+        plan = fa_numba.plan(*[(1, 4, 1000, 64)] * 2, algorithm="fa1", dtype="float16")
+    assert found["plans"]["fa1"]["accessed_bytes"] == plan.accesses.bytes
+
+
+def test_without_a_gpu_it_says_for_which_one_it_plans(capsys, monkeypatch):
+    monkeypatch.setattr(devices, "on_gpu", lambda: False)
+    text = output(capsys, "plan", *SIZE)
+    assert "planned for an H200, whose limits the emulator has" in text
+    assert (
+        output(capsys, "plan", *SIZE, "--device", "H200").split("H200: ")[1]
+        == (text.split("H200: ")[1])
+    )
+
+
+def test_registers_are_compiled_for_when_asked(capsys, monkeypatch):
+    asked = []
+
+    def registers_of(kernel, capability, *, compiling):
+        asked.append((kernel.name, capability, compiling))
+        return 200
+
+    monkeypatch.setattr(expectation, "registers_of", registers_of)
+    arguments = (*SIZE, "--algorithm", "fa2", "--device", "A100")
+    assert "--registers does it" in output(capsys, "plan", *arguments) and asked == []
+    text = output(capsys, "plan", *arguments, "--registers")
+    assert asked == [("fa2_forward", (8, 0), True)]
+    (line,) = [line.split() for line in text.splitlines() if line.startswith("fa2_forward")]
+    assert line[-3:] == ["200", "2", "registers"] and "--registers does it" not in text
+
+
+def test_what_one_algorithm_cannot_the_others_are_shown_without(capsys):
+    arguments = ("--seqlen=512", "--head-dim=256", "--backward", "--query-splits=2")
+    found = planned(capsys, *arguments, "--dtype=float32")
+    assert list(found["plans"]) == ["fa2", "standard"]
+    assert "query_splits is 2 in the backward pass of fa1 on simt" in found["refused"]["fa1"]
+    text = output(capsys, "plan", *arguments, "--dtype=float32")
+    assert "FA-1, a block a head: query_splits is 2" in text and fits(text)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "the following arguments are required: --seqlen, --head-dim"),
+        ([*SIZE, "--device", "B200"], "'B200' is no known GPU: allowed is one of A100, H100, H200"),
+        ([*SIZE, "--head-dim", "300"], "argument --head-dim: 300 is outside: allowed is 1 to 256"),
+        ([*SIZE, "--heads-k", "3"], "k has heads 3 (shape (1, 3, 1000, 64)): allowed is a divisor"),
+        ([*SIZE, "--tiles", "64"], "argument --tiles: '64' is no BRxBC: allowed is such as 64x128"),
+        ([*SIZE, "--tiles", "6x64"], "argument --tiles: tiles: Br is 6: allowed is a positive"),
+        ([*SIZE, "--tiles", "512x512"], "leaves no split over warps"),
+        ([*SIZE, "--unit", "simt"], "unit is 'simt' with dtype float16: simt takes float32"),
+        ([*SIZE, "--dtype", "float64"], "invalid choice: 'float64'"),
+        ([*SIZE, "--batch", "65536"], "argument --batch: 65536 is outside: allowed is 1 to 65535"),
+    ],
+)
+def test_what_plan_refuses(arguments, message, capsys):
+    assert message in refused(capsys, "plan", *arguments)

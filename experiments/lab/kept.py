@@ -24,6 +24,7 @@ PACKAGE, LAB = Path(fa_numba.__file__).parent, Path(__file__).parent
 _NO_PART = {
     *(PACKAGE / name for name in ("torch.py", "algorithms.py", "reference.py", "__main__.py")),
     *PACKAGE.glob("commands/*"),
+    *PACKAGE.glob("bounds/*"),
     *(LAB / f"{name}.py" for name in ("drawing", "film", "speed_figures", "style", "tables")),
     *(LAB / f"{name}.py" for name in ("published", "report", "peers", "speeds", "tune")),
     *(LAB / f"{name}.py" for name in ("kept", "provenance", "runner", "counter_target")),

@@ -78,7 +78,7 @@ def _examples() -> dict[str, Rows]:
     found = {
         "1": ("worked example 1: q = (1, 0, 2, 1)", [[1, 0, 2, 1]], K, V, 4),
         "2": ("worked example 2: the scores themselves, K = V = scores", [[1]], scores, scores, 4),
-        "3": ("worked example 3: V the identity, so that o is the softmax", ones, diagonal, identity, 2),
+        "3": ("worked example 3: V = I, so that o is the softmax", ones, diagonal, identity, 2),
     }
     return {name: _example(*each) for name, each in found.items()}
 

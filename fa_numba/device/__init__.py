@@ -7,12 +7,13 @@ intrinsics define their instructions with Numba's extension API, and the emulato
 
 A ``Kernel`` is compiled when it first runs on a GPU; on the emulator its Python function runs as it
 is. The files: ``select`` which device and its limits, ``kernel`` and ``kernel_cache`` compiled
-code, ``launching`` launches and counts, ``launch_record`` launches that are made again, ``memory``
-arrays and workspace, ``timing`` events.
+code, ``assembling`` what the assembler says of it, ``launching`` launches and counts,
+``launch_record`` launches that are made again, ``memory`` arrays and workspace, ``timing`` events.
 """
 
 from numba import cuda, float32, int32, int64, types, uint32, uint64
 
+from fa_numba.device.assembling import assembled, registers_of
 from fa_numba.device.kernel import Kernel, array_type, device_function
 from fa_numba.device.launch_record import DeviceArray, LaunchRecord
 from fa_numba.device.launching import (
@@ -44,9 +45,11 @@ from fa_numba.device.select import (
     current_ordinal,
     describe,
     gpu_available,
+    limits,
     on_device,
     on_gpu,
     ordinal_of,
+    planning_for,
     shared_bytes_limit,
     using,
     why_no_gpu,
@@ -62,6 +65,7 @@ __all__ = [
     "MemoryTrace",
     "argument",
     "array_type",
+    "assembled",
     "broadcast",
     "clear",
     "compute_capability",
@@ -78,12 +82,15 @@ __all__ = [
     "int32",
     "int64",
     "launch",
+    "limits",
     "on_device",
     "on_gpu",
     "ordinal_of",
     "permuted",
+    "planning_for",
     "profile_start",
     "profile_stop",
+    "registers_of",
     "release_memory",
     "replay",
     "scratch",

@@ -62,8 +62,27 @@ def using(device: str) -> Iterator[None]:
         _forced.reset(token)
 
 
+_planned: ContextVar[tuple[tuple[int, int], int] | None]
+_planned = ContextVar("fa_numba_planned_device", default=None)
+
+
+@contextlib.contextmanager
+def planning_for(capability: tuple[int, int], shared_bytes: int) -> Iterator[None]:
+    """Make plans inside for a GPU of this compute capability and with so many bytes of shared
+    memory a block, which need not be here. It is for plans alone: calls run where they always do.
+    """
+    token = _planned.set((capability, shared_bytes))
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
 def shared_bytes_limit() -> int:
     """Bytes of shared memory one block can have on the current device."""
+    planned = _planned.get()
+    if planned is not None:
+        return planned[1]
     return _shared_bytes_limit(cuda.get_current_device().id) if on_gpu() else EMULATED_SHARED_BYTES
 
 
@@ -75,6 +94,9 @@ def _shared_bytes_limit(ordinal: int) -> int:
 
 def compute_capability() -> tuple[int, int]:
     """The current GPU's, as (major, minor); on the emulator (9, 0), of an H100 or H200."""
+    planned = _planned.get()
+    if planned is not None:
+        return planned[0]
     return capability_of(cuda.get_current_device().id) if on_gpu() else (9, 0)
 
 
@@ -108,6 +130,26 @@ def ordinal_of(pointer: int) -> int:
 def on_device(ordinal: int):
     """A context manager that makes GPU ``ordinal`` the current one."""
     return cuda.gpus[ordinal]
+
+
+def limits() -> dict[str, int]:
+    """What a multiprocessor of the current GPU holds at a time: bytes of shared memory, registers,
+    threads and blocks.
+    """
+    kinds = driver.CUdevice_attribute
+    wanted = {
+        "shared_bytes": kinds.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR,
+        "registers": kinds.CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_MULTIPROCESSOR,
+        "threads": kinds.CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR,
+        "blocks": kinds.CU_DEVICE_ATTRIBUTE_MAX_BLOCKS_PER_MULTIPROCESSOR,
+    }
+    found = {}
+    for name, kind in wanted.items():
+        error, value = driver.cuDeviceGetAttribute(kind, driver.CUdevice(current_ordinal()))
+        if error != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"asking for the {name} of a multiprocessor: {error.name}")
+        found[name] = int(value)
+    return found
 
 
 def describe() -> dict[str, Any]:

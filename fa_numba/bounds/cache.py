@@ -1,0 +1,110 @@
+"""Which of the accessed bytes the L2 cache serves, and which reach device memory: a rule of thumb.
+
+An array that is gone over again is served by L2 if all that is gone over, by all blocks that run at
+a time, lies in L2 together; then it comes from device memory once. L2 keeps about half its size of
+it: from the A100 on it has two partitions, and may hold a copy in both. Near that size the truth
+lies between the two. What is gone over, and what happens where it does not lie in L2:
+
+    fa1       by each block, its rows of Q, of O and its sums, l and m (backward Q, O, dO, dQ, L):
+              every access reaches device memory
+    fa2       by the blocks of one head, K and V (backward Q, dO, dQ, L, D): those that run at a
+              time go in step, and what they share comes from device memory once for all of them
+    standard  by each kernel after the last, S and P (backward dP and dS too), all of them: every
+              access reaches device memory
+
+All else comes, and goes, once. tests/test_bounds.py holds the rule against recorded counters.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from fa_numba.bounds.devices import Device
+from fa_numba.host.plans import Plan
+from fa_numba.integers import ceil_div
+
+KEPT = 0.5  # of L2's size
+_SCORES = frozenset(("S", "P", "dP", "dS"))
+_COLUMNS = frozenset(("K", "V", "dK", "dV"))
+_OF_ROWS = frozenset(("L", "l", "m", "D"))
+# Arrays that a pass makes itself: where L2 holds them, only their last state goes to memory.
+_MADE = frozenset(("A", "dQ", "l", "m", *_SCORES))
+_AGAIN = {
+    ("fa1", "fwd"): ("Q", "O", "A", "l", "m"),
+    ("fa1", "bwd"): ("Q", "O", "dO", "dQ", "A", "L"),
+    ("fa2", "fwd"): ("K", "V"),
+    ("fa2", "bwd"): ("Q", "dO", "dQ", "A", "L", "D"),
+    ("standard", "fwd"): tuple(_SCORES),
+    ("standard", "bwd"): tuple(_SCORES),
+}
+# How often standard attention's backward kernels take an array anew, under the kernels' names.
+_USES = {"Q": 2, "K": 2, "dO": 2}
+
+
+@dataclass(frozen=True)
+class Dram:
+    """Bytes from and to device memory. `again` are those of the arrays that are gone over by the
+    blocks that run at a time, `served` whether L2 holds them.
+    """
+
+    bytes: int
+    again: int
+    served: bool
+
+
+def dram(plan: Plan, device: Device, resident: int) -> Dram:
+    """What of the plan's accesses reaches device memory, `resident` blocks running at a time."""
+    again = _AGAIN[plan.algorithm, plan.passes]
+    gone_over = _gone_over(plan, again, resident)
+    served = gone_over <= KEPT * device.l2_bytes
+    accesses, made = plan.accesses, _MADE | ({"O"} if plan.passes == "fwd" else set())
+    uses = _USES if (plan.algorithm, plan.passes) == ("standard", "bwd") else {}
+
+    def reaches(name: str, count: int, first: int) -> int:
+        """Of an array's elements accessed those that reach device memory, the least of them
+        ``first`` times all that it has.
+        """
+        if name in again and not served:
+            if plan.algorithm != "fa2":
+                return count
+            first = ceil_div(_grid(plan)[0], resident)
+        return min(count, first * _elements(plan, name))
+
+    loads = {
+        name: reaches(name, count, 0 if name in again and name in made else uses.get(name, 1))
+        for name, count in accesses.loads.items()
+    }
+    stores = {name: reaches(name, count, 1) for name, count in accesses.stores.items()}
+    return Dram(replace(accesses, loads=loads, stores=stores).bytes, gone_over, served)
+
+
+def _elements(plan: Plan, name: str) -> int:
+    """Elements of an array of the plan; those with another name are like Q."""
+    p = plan.problem
+    if name in _SCORES:
+        return math.prod(p.score_shape)
+    shape = p.k_shape if name in _COLUMNS else p.lse_shape if name in _OF_ROWS else p.q_shape
+    return math.prod(shape)
+
+
+def _gone_over(plan: Plan, again: tuple[str, ...], resident: int) -> int:
+    """Bytes of the arrays that the blocks which run at a time go over."""
+    accesses, p = plan.accesses, plan.problem
+    if plan.algorithm == "standard":
+        return plan.workspace_bytes
+    touched = {name for name in again if name in accesses.loads}
+    whole = replace(accesses, loads={x: _elements(plan, x) for x in touched}, stores={}).bytes
+    heads = p.batch * p.heads_q
+    if plan.algorithm == "fa1":
+        rows = min(plan.split_rows, p.seqlen_q)
+        blocks = min(resident, heads * ceil_div(p.seqlen_q, plan.split_rows))
+        return whole * blocks * rows // (heads * p.seqlen_q)
+    blocks, with_blocks, batch = _grid(plan)
+    at_a_time = min(heads, ceil_div(resident, blocks) * heads // (with_blocks * batch))
+    return whole * at_a_time // heads
+
+
+def _grid(plan: Plan) -> tuple[int, int, int]:
+    """That of FlashAttention-2: along the sequence, which goes first, heads, batch entries."""
+    return plan.kernels[1 if plan.passes == "bwd" else 0].grid

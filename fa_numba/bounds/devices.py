@@ -1,0 +1,129 @@
+"""GPUs: what their data sheets say, and what the driver says of the one that is here."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fa_numba import device
+
+TABLE = Path(__file__).with_name("devices.csv")
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU. `shared_bytes`, `registers`, `threads` and `blocks` are what a multiprocessor holds,
+    `block_shared_bytes` what one block of it can have. `dram` and `l2` are bandwidths in bytes a
+    second, `fp16` (tensor cores, sums in fp32) and `fp32` (CUDA cores) peaks in FLOP/s; None where
+    they are not known. `source` says where the numbers are from, `present` whether it is here.
+    """
+
+    name: str
+    driver_name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    block_shared_bytes: int
+    shared_bytes: int
+    registers: int
+    threads: int
+    blocks: int
+    l2_bytes: int
+    l2: float | None
+    dram: float | None
+    fp16: float | None
+    fp32: float | None
+    source: str
+    present: bool = False
+
+    @property
+    def runs(self) -> bool:
+        """Whether this package's kernels run on it."""
+        return self.capability >= device.MIN_COMPUTE_CAPABILITY
+
+    def peak(self, unit: str) -> float | None:
+        """FLOP/s of a unit: "mma" or "simt"."""
+        return self.fp32 if unit == "simt" else self.fp16
+
+    def planning(self) -> AbstractContextManager[None]:
+        """A context in which plans are made for this GPU, which need not be here."""
+        return device.planning_for(self.capability, self.block_shared_bytes)
+
+
+def _read() -> dict[str, Device]:
+    with open(TABLE, newline="") as file:
+        return {row["name"]: _device(row) for row in csv.DictReader(file)}
+
+
+def _device(row: Mapping[str, str]) -> Device:
+    def tera(name: str) -> float | None:
+        return float(row[name]) * 1e12 if row[name] else None
+
+    major, minor = map(int, row["compute_capability"].split("."))
+    return Device(
+        name=row["name"],
+        driver_name=row["driver_name"],
+        capability=(major, minor),
+        multiprocessors=int(row["multiprocessors"]),
+        block_shared_bytes=int(row["shared_kib_a_block"]) * 1024,
+        shared_bytes=int(row["shared_kib"]) * 1024,
+        registers=int(row["registers"]),
+        threads=int(row["threads"]),
+        blocks=int(row["blocks"]),
+        l2_bytes=int(row["l2_mib"]) << 20,
+        l2=tera("l2_tb_s"),
+        dram=tera("dram_tb_s"),
+        fp16=tera("fp16_tflops"),
+        fp32=tera("fp32_tflops"),
+        source=row["source"],
+    )
+
+
+DEVICES = _read()
+
+
+def named(name: str) -> Device:
+    """The GPU of this name, in any case and spacing. Raises ValueError for one that is not known.
+
+    >>> named("rtx4090").multiprocessors
+    128
+    """
+    for known in DEVICES.values():
+        if _key(name) in (_key(known.name), _key(known.driver_name)):
+            return known
+    raise ValueError(f"{name!r} is no known GPU: allowed is one of {', '.join(DEVICES)}")
+
+
+def _key(name: str) -> str:
+    return "".join(c for c in name.lower() if c.isalnum())
+
+
+def here() -> Device | None:
+    """The GPU that is here: limits by the driver, bandwidths and peaks by its data sheet; None
+    without one.
+    """
+    if not device.on_gpu():
+        return None
+    found, limits = device.describe(), device.limits()
+    known = [sheet for sheet in DEVICES.values() if sheet.driver_name == found["name"]]
+    sheet = known[0] if known else None
+    return Device(
+        name=sheet.name if sheet else found["name"],
+        driver_name=found["name"],
+        capability=device.compute_capability(),
+        multiprocessors=found["multiprocessors"],
+        block_shared_bytes=found["shared_bytes"],
+        shared_bytes=limits["shared_bytes"],
+        registers=limits["registers"],
+        threads=limits["threads"],
+        blocks=limits["blocks"],
+        l2_bytes=found["l2_bytes"],
+        l2=sheet.l2 if sheet else None,
+        dram=sheet.dram if sheet else None,
+        fp16=sheet.fp16 if sheet else None,
+        fp32=sheet.fp32 if sheet else None,
+        present=True,
+        source=f"sizes: the driver; {sheet.source if sheet else 'no data sheet here'}",
+    )
