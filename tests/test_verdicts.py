@@ -12,7 +12,7 @@ from experiments.lab.options import FIGURES
 from experiments.lab.series import row_fields
 from experiments.lab.store import EMULATOR, MODEL, Row, Store
 from experiments.lab.workloads import one_head
-from experiments.verdicts import claims, published
+from experiments.verdicts import accesses, claims, published
 from experiments.verdicts.evidence import (
     NOT_MEASURED,
     REFUTED,
@@ -116,7 +116,7 @@ def test_the_table_says_verdict_command_and_data():
 
 
 def counted(arrays, series, metric, note="", causal=False):
-    problem = one_head(claims.N, claims.D, causal)
+    problem = one_head(accesses.N, accesses.D, causal)
     return [
         row(series, n, experiment=measured.NAME, source="counted", metric=metric, unit="elements",
             note=name + note, problem=problem)
@@ -125,7 +125,7 @@ def counted(arrays, series, metric, note="", causal=False):
 
 
 def o_rows(reads, writes):
-    X = claims.N * claims.D
+    X = accesses.N * accesses.D
     rows = counted({"O": reads * X, "Q": X}, "fa1-simt", "loads")
     rows += counted({"O": writes * X}, "fa1-simt", "stores")
     rows += counted({"Q": X}, "fa2-simt", "loads") + counted({"O": X}, "fa2-simt", "stores")
@@ -133,9 +133,9 @@ def o_rows(reads, writes):
 
 
 def test_o_goes_through_memory_in_every_pass_or_the_claim_falls():
-    assert claims.o_in_every_pass(o_rows(3, 4)).verdict == REPRODUCED
-    assert claims.o_in_every_pass(o_rows(2, 4)).verdict == REFUTED
-    assert claims.o_in_every_pass(o_rows(3, 1)).verdict == REFUTED
+    assert accesses.o_in_every_pass(o_rows(3, 4)).verdict == REPRODUCED
+    assert accesses.o_in_every_pass(o_rows(2, 4)).verdict == REFUTED
+    assert accesses.o_in_every_pass(o_rows(3, 1)).verdict == REFUTED
 
 
 def test_dropout_that_touches_memory_refutes_its_claim():
@@ -147,7 +147,7 @@ def test_dropout_that_touches_memory_refutes_its_claim():
             for kind in ("loads", "stores"):
                 rows += counted(plain, series, kind)
                 rows += counted(dropped, series, kind, ", dropout")
-        assert claims.dropout(Evidence(rows)).verdict == verdict
+        assert accesses.dropout(Evidence(rows)).verdict == verdict
 
 
 def speeds(**series):

@@ -1,8 +1,8 @@
 """What the stored rows say of the papers' figures and of claims about them.
 
     evidence.py     rows by what is asked of them; a question, a finding, a verdict, their tables
-    published.py    one question for each published figure or table
-    claims.py       claims C1 to C25
+    published.py    one question for each published figure or table; fa1.py: those of FA-1's paper
+    claims.py       claims C1 to C25; accesses.py: those that counts decide
     result.py       the main result, in sentences whose numbers are the rows'
 
 A verdict is decided by a rule in code, so that it follows from the data and changes with it.

@@ -7,15 +7,12 @@ Several contradict each other. A claim is reproduced when it holds in our number
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 from experiments import claims as measured
-from experiments import io_vs_head_dim, io_vs_sram
-from experiments.lab import scaling
+from experiments import runtime_memory
 from experiments.lab.series import LABELS
-from experiments.lab.store import Row
 
+from . import accesses
 from .evidence import (
     REFUTED,
     REPRODUCED,
@@ -32,49 +29,6 @@ OWN = (measured.NAME,)
 EMULATED = "emulator, one head, N=128, d=64, blocks of 32, fp32"
 LAYER = "H200, the same"
 LONG = "H200, 16k tokens, hidden 2048, fp16"
-N, D, TILE = measured.COUNTED_SEQLEN, 64, measured.COUNTED_TILE
-TILES = N // TILE
-
-
-def elements(
-    data: Evidence, series: str, metric: str, *, causal: bool = False, dropout: bool = False
-) -> dict[str, int]:
-    """Array -> elements loaded or stored, counted."""
-    rows = data.rows(
-        measured.NAME, series=series, source="counted", metric=metric, causal=causal, head_dim=D
-    )
-    mark = ", dropout"
-    mine = [row for row in rows if row.note.endswith(mark) == dropout]
-    return {row.note.removesuffix(mark): int(row.number) for row in mine}
-
-
-def round_trips(data: Evidence) -> Finding:
-    loads, stores = (elements(data, "standard-simt", kind) for kind in ("loads", "stores"))
-    scores = sum(kind.get(name, 0) for kind in (loads, stores) for name in "SP") / N**2
-    flash = [
-        {**elements(data, series, "loads"), **elements(data, series, "stores")}
-        for series in ("fa1-simt", "fa2-simt")
-    ]
-    never = not any(name in arrays for arrays in flash for name in "SP")
-    trips = elements(data, "fa1-simt", "stores")["O"] / (N * D)
-    number = (
-        f"S and P of standard: {scores:g} N² accesses; of FA-1 and FA-2: "
-        f"{'none' if never else 'some'}; O is written {trips:g} times by FA-1, once by FA-2"
-    )
-    if not never or scores != 4:
-        return Finding(number, REFUTED)
-    return Finding(
-        number, TREND, "one round trip is FA-2's; FA-1's O makes one for each block of K and V"
-    )
-
-
-def matrices(data: Evidence) -> Finding:
-    loads, stores = (elements(data, "standard-simt", kind) for kind in ("loads", "stores"))
-    number = (
-        f"{len(loads) + len(stores)} reads or writes of a matrix, S and P among them 4 times; K is "
-        f"read {loads['K'] // (N * D)} times, once for each row tile"
-    )
-    return Finding(number, REPRODUCED if len(loads) + len(stores) == 8 else REFUTED)
 
 
 def layer_bytes(data: Evidence, series: str, source: str) -> float:
@@ -101,72 +55,6 @@ def once(data: Evidence) -> Finding:
     return Finding(
         number, REFUTED, "what is read once is DRAM, where L2 is large enough to serve the rest"
     )
-
-
-def growth(data: Evidence) -> Finding:
-    exponents = [exponent(data, series) for series in ("fa1-simt", "fa2-simt")]
-    number = f"accesses grow with N to the power {span(exponents)}, from N=32k to 64k at d=64"
-    near_one = all(abs(e - 1) < 0.1 for e in exponents)
-    return Finding(
-        number, REPRODUCED if near_one else REFUTED, "" if near_one else "linear in N it is not"
-    )
-
-
-def exponent(data: Evidence, series: str) -> float:
-    """Of N, between the two longest lengths of the closed form; d=64, not causal."""
-    totals: dict[int, float] = {}
-    for row in data.rows(
-        "io_vs_seqlen", series=series, source="model", unit="elements", head_dim=64, causal=False
-    ):
-        totals[row.seqlen_q] = totals.get(row.seqlen_q, 0) + row.number / (row.batch * row.heads_q)
-    short, long = sorted(totals)[-2:]
-    return math.log(totals[long] / totals[short]) / math.log(long / short)
-
-
-def powers(data: Evidence) -> dict[str, dict[str, float]]:
-    """Tiles by line 1 and by the planner -> exponent of N, d and M in K/V outer's accesses."""
-
-    def fitted(of: Any, series: str, x: Callable[[Row], int], low: float) -> float:
-        rows = data.rows(
-            of.NAME,
-            series=series,
-            source="model",
-            unit="elements",
-            causal=False,
-            seqlen_q=of.SEQLEN,
-        )
-        found = scaling.fit(scaling.per_score(rows, x)[series, "model"], low)
-        if found is None:
-            raise MissingRows(f"{of.NAME}: too few rows of {series}")
-        return found.exponent
-
-    return {
-        words: {
-            "N": exponent(data, "fa1-simt"),
-            "d": fitted(io_vs_head_dim, series, lambda row: row.head_dim, 0),
-            "M": fitted(io_vs_sram, series, io_vs_sram.memory, io_vs_sram.HEAD_DIM**2),
-        }
-        for words, series in (("line 1", "fa1-simt-rule"), ("the planner", "fa1-simt"))
-    }
-
-
-THEOREM = {"N": 2.0, "d": 2.0, "M": -1.0}
-
-
-def theorem(data: Evidence) -> Finding:
-    found = powers(data)
-    number = "; ".join(
-        f"tiles of {words}: " + ", ".join(f"{name}^{value:.2f}" for name, value in each.items())
-        for words, each in found.items()
-    )
-    holds = {
-        words: all(abs(each[name] - value) < 0.1 for name, value in THEOREM.items())
-        for words, each in found.items()
-    }
-    if not holds["line 1"]:
-        return Finding(number, REFUTED)
-    reason = "" if holds["the planner"] else "with line 1's tiles; ours are bounded by registers"
-    return Finding(number, REPRODUCED, reason)
 
 
 def saving(data: Evidence) -> Finding:
@@ -212,55 +100,8 @@ def faster(data: Evidence) -> Finding:
     return Finding(number, REFUTED)
 
 
-def softmax_accesses(data: Evidence) -> Finding:
-    found = {name: per_element(data, f"softmax-{name}") for name in ("naive", "safe", "online")}
-    number = ", ".join(f"{name} {value:g}" for name, value in found.items()) + " an element"
-    holds = list(found.values()) == [3, 4, 3]
-    return Finding(number, REPRODUCED if holds else REFUTED)
-
-
-def per_element(data: Evidence, series: str) -> float:
-    """Counted loads and stores for each element; not a number where two lengths disagree."""
-    rows = data.rows("online_softmax", series=series, source="counted", metric=("loads", "stores"))
-    totals: dict[int, float] = {}
-    for row in rows:
-        share = row.number / (row.batch * row.seqlen_q)
-        totals[row.seqlen_q] = totals.get(row.seqlen_q, 0) + share
-    values = set(totals.values())
-    return values.pop() if len(values) == 1 else math.nan
-
-
-def passes_over_scores(data: Evidence) -> Finding:
-    def loads(series: str) -> float:
-        rows = data.rows(
-            "online_softmax", series=series, source="counted", metric="loads of scores"
-        )
-        return max(row.number / (row.batch * row.seqlen_q * row.seqlen_k) for row in rows)
-
-    standard, one, two = (loads(series) for series in measured.SIMT)
-    number = f"loads of a score: standard {standard:g}, FA-1 {one:g}, FA-2 {two:g}"
-    holds = standard == 2 and one == two == 0
-    reason = "a flash row is never in memory: its blocks pass once, on the chip" if holds else ""
-    return Finding(number, REPRODUCED if holds else REFUTED, reason)
-
-
-def o_in_every_pass(data: Evidence) -> Finding:
-    one = [elements(data, "fa1-simt", kind).get("O", 0) // (N * D) for kind in ("loads", "stores")]
-    two = [elements(data, "fa2-simt", kind).get("O", 0) // (N * D) for kind in ("loads", "stores")]
-    number = (
-        f"with {TILES} blocks of K and V: K/V outer reads O {one[0]} times and writes it {one[1]} "
-        f"times, Q outer {two[0]} and {two[1]}"
-    )
-    holds = one == [TILES - 1, TILES] and two == [0, 1]
-    return Finding(number, REPRODUCED if holds else REFUTED)
-
-
-def visited(data: Evidence, causal: bool) -> float:
-    return elements(data, "fa2-simt", "loads", causal=causal)["K"] / (TILE * D)
-
-
 def causal_tiles(data: Evidence) -> Finding:
-    tiles = visited(data, True)
+    tiles = accesses.visited(data, True)
     times = [
         next(iter(data.rows("speed_fp16", series="fa2-mma", metric="time", pass_="fwd",
                             seqlen_q=16384, head_dim=d, causal=True))).number
@@ -269,29 +110,25 @@ def causal_tiles(data: Evidence) -> Finding:
         for d in (64, 128)
     ]  # fmt: skip
     number = (
-        f"{tiles:g} of {TILES**2} tiles visited; at N=16k the causal call takes {span(times)} of "
-        "the other's time"
+        f"{tiles:g} of {accesses.TILES**2} tiles visited; at N=16k the causal call takes "
+        f"{span(times)} of the other's time"
     )
-    holds = tiles == TILES * (TILES + 1) / 2 and max(times) < 0.6
+    holds = tiles == accesses.TILES * (accesses.TILES + 1) / 2 and max(times) < 0.6
     return Finding(number, REPRODUCED if holds else REFUTED)
 
 
-def tiles_processed(data: Evidence) -> Finding:
-    tiles = visited(data, False)
-    number = f"{tiles:g} tiles, {TILES} x {TILES}"
-    return Finding(number, REPRODUCED if tiles == TILES**2 else REFUTED)
-
-
-def dropout(data: Evidence) -> Finding:
-    more = 0
-    for series in ("fa1-simt", "fa2-simt"):
-        for kind in ("loads", "stores"):
-            plain = elements(data, series, kind)
-            dropped = elements(data, series, kind, dropout=True)
-            more += sum(dropped.values()) - sum(plain.values())
-            more += 10**9 * (set(dropped) != set(plain))
-    number = f"{more} accesses more with dropout, and no array of the mask, in either order"
-    return Finding(number, REPRODUCED if more == 0 else REFUTED)
+def recomputed(data: Evidence) -> Finding:
+    """Memory of a forward and a backward pass from one length to the next, over that of N."""
+    rows = data.rows("runtime_memory", metric="memory")
+    growth: list[float] = []
+    for series in ("fa1-mma", "fa2-mma"):
+        found = runtime_memory.curve(rows, series, "memory", "fwd+bwd", runtime_memory.PLAIN)
+        sizes = sorted(found)
+        growth += [found[b] / found[a] / (b / a) for a, b in zip(sizes, sizes[1:], strict=False)]
+    if not growth:
+        raise MissingRows("runtime_memory: two lengths")
+    number = f"doubling N doubles the memory of a training step, times {span(growth, '.3f')}"
+    return Finding(number, REPRODUCED if all(abs(g - 1) < 0.02 for g in growth) else REFUTED)
 
 
 def head_dims(data: Evidence) -> Finding:
@@ -415,30 +252,32 @@ def more_flops(data: Evidence) -> Finding:
 
 CLAIMS = (
     Question("C3", "standard makes 3 round trips to HBM, flash 1; N x N never reaches HBM",
-             "any", EMULATED, OWN, round_trips),
+             "any", EMULATED, OWN, accesses.round_trips),
     Question("C4", "standard: 8 matrix reads or writes, Θ(Nd + N²)", "any", EMULATED, OWN,
-             matrices),
+             accesses.matrices),
     Question("C5", "flash moves exactly Q, K, V and O once: 8 h T d bytes", "fp16", LAYER +
              ": 32 heads, N=8192, d=128", OWN, once),
     Question("C6", "flash accesses grow as N² d² / M", "any", "closed form that the counts equal",
-             ("io_vs_seqlen", "io_vs_head_dim", "io_vs_sram"), theorem),
+             ("io_vs_seqlen", "io_vs_head_dim", "io_vs_sram"), accesses.theorem),
     Question("C7", "the bound is O(n d √d) to O(n d tile)", "any", "closed form that the counts "
-             "equal", ("io_vs_seqlen",), growth),
+             "equal", ("io_vs_seqlen",), accesses.growth),
     Question("C8", "P is 4.3 GB; standard moves 17.4-17.8 GB, flash 0.27, 65 times less",
              "fp16, T=8192, h=32, d=128", LAYER, OWN, saving),
     Question("C10", "2-4x faster than standard at long context", "any GPU", LONG,
              ("speed_fp16",), faster),
     Question("C11", "softmax accesses an element: naive 3, safe 4, online 3", "any",
-             "emulator, 10 vectors of 256 to 4096", ("online_softmax",), softmax_accesses),
+             "emulator, 10 vectors of 256 to 4096", ("online_softmax",), accesses.softmax_accesses),
     Question("C12", "two-pass attention needs the whole row twice, one-pass once", "any",
              "emulator, one head, N=128 and 256, d=64, fp32", ("online_softmax",),
-             passes_over_scores),
+             accesses.passes_over_scores),
     Question("C15", "Q inside K/V: O through HBM in every pass; Q outside: O written once", "any",
-             EMULATED, OWN, o_in_every_pass),
+             EMULATED, OWN, accesses.o_in_every_pass),
     Question("C16", "causal tiles above the diagonal are skipped", "any", EMULATED + "; " + LONG,
              (*OWN, "speed_fp16"), causal_tiles),
+    Question("C17", "backward recomputes from stored statistics: workspace linear in n d", "any",
+             "batch 16, 8 heads, d=64, fp16, N=128 to 64k", ("runtime_memory",), recomputed),
     Question("C18", "the generator's state replaces the dropout mask", "any", EMULATED, OWN,
-             dropout),
+             accesses.dropout),
     Question("C19", "larger d: smaller blocks and more time", "any", LONG, ("speed_fp16",),
              head_dims),
     Question("C20", "larger blocks reduce accesses until registers and shared memory run out",
@@ -448,7 +287,7 @@ CLAIMS = (
     Question("C22", "tiling composes with a paged cache: same result page by page", "any",
              "emulator, 2 heads, 5 pages of 32 keys, d=64", OWN, paged),
     Question("C23", "tiles processed = ceil(n/tq) ceil(n/tk)", "any", EMULATED, OWN,
-             tiles_processed),
+             accesses.tiles_processed),
     Question("C24", "128K context: some 30 GB of scores, next to nothing for flash", "one head, "
              "2 bytes", "H200, one head, d=128, fp16", OWN, long_context),
     Question("C25", "flash does slightly more FLOPs, much less traffic", "any",
