@@ -5,7 +5,8 @@ from __future__ import annotations
 from experiments.lab import published
 from experiments.lab.workloads import SEQLENS
 
-from . import accesses, fa1
+from . import accesses
+from . import fa1 as of_fa1
 from .evidence import (
     REFUTED,
     REPRODUCED,
@@ -41,7 +42,7 @@ def _order(data: Evidence, pass_: str, item: str) -> Finding:
     for d in (64, 128):
         for causal in (False, True):
             theirs = {
-                name: fa1.numbers(
+                name: of_fa1.numbers(
                     paper="fa2",
                     item=item,
                     method=method,
@@ -118,11 +119,11 @@ def _hopper(data: Evidence, pass_: str, item: str) -> Finding:
                 return {row.seqlen_q: row.number for row in rows}
 
             for method, series in PEERS.items():
-                theirs, ours = fa1.numbers(paper="fa3", item=item, method=method, **where), {}
+                theirs, ours = of_fa1.numbers(paper="fa3", item=item, method=method, **where), {}
                 if theirs:
                     ours = speeds(series)
                 found[method] += [ours[N] / theirs[N] for N in theirs if N in ours]
-            best, ours = fa1.numbers(paper="fa3", item=item, method="FA-3", **where), {}
+            best, ours = of_fa1.numbers(paper="fa3", item=item, method="FA-3", **where), {}
             if best:
                 ours = speeds("fa2-mma")
             ahead += [best[N] / ours[N] for N in best if N in ours]
@@ -147,26 +148,26 @@ def fa3_speed(pass_: str, item: str) -> Question:
 GPT2 = "A100, N=1024, d=64, 16 heads, batch 64"
 ITEMS = (
     Question(f"{FA1} Fig. 1 right", "time of each step of attention", "A100, GPT-2 (not said which "
-             "layer)", f"H200, {GPT2[6:]}, fp16, causal, dropout", ("gpt2_table",), fa1.steps),
+             "layer)", f"H200, {GPT2[6:]}, fp16, causal, dropout", ("gpt2_table",), of_fa1.steps),
     Question(f"{FA1} Fig. 2 left", "GFLOPs, HBM accesses, runtime", f"{GPT2}, fwd+bwd",
-             "the same on an H200, fp16", ("gpt2_table",), fa1.layer),
+             "the same on an H200, fp16", ("gpt2_table",), of_fa1.layer),
     Question(f"{FA1} Fig. 3 left, Tables 9 to 20", "runtime, with and without dropout and padding",
              "A100, batch 16, 8 heads, d=64, fp16", "the same on an H200, N=512 to 8k",
-             ("runtime_memory",), fa1.runtimes),
+             ("runtime_memory",), of_fa1.runtimes),
     Question(f"{FA1} Fig. 3 right, Table 21", "memory of a training step", "the same", "the same, "
-             "inputs included as there", ("runtime_memory",), fa1.memory),
+             "inputs included as there", ("runtime_memory",), of_fa1.memory),
     Question(f"{FA1} Theorems 2 and 5", "accesses N² d² / M", "any", "closed form that the counts "
              "equal, forward", ("io_vs_seqlen", "io_vs_head_dim", "io_vs_sram"), accesses.theorem),
     Question("[Saha and Ye](https://arxiv.org/abs/2402.07443), Theorem 3.1",
              "FlashAttention is optimal from M = d² on", "any", "closed forms, d=64",
-             ("io_vs_sram",), fa1.regimes),
+             ("io_vs_sram",), of_fa1.regimes),
     Question(f"{FA1} Fig. 2 middle", "HBM accesses over B_c", "A100, N=1024, d=64, 16 heads, "
-             "batch 64, forward", "the same, counted", ("block_size",), fa1.block_accesses),
+             "batch 64, forward", "the same, counted", ("block_size",), of_fa1.block_accesses),
     Question(f"{FA1} Fig. 2 middle", "runtime over B_c", "the same", "the same on an H200, fp32",
-             ("block_size",), fa1.block_runtime),
+             ("block_size",), of_fa1.block_runtime),
     Question(f"{FA1} Fig. 2 right", "runtime over the share of non-zero blocks",
              "A100, N=4096, fwd+bwd", "H200, the same, batch 8, 16 heads, d=64, fp32",
-             ("block_sparse",), fa1.sparse),
+             ("block_sparse",), of_fa1.sparse),
     fa2_speed("fwd+bwd", "Fig. 4"),
     fa2_speed("fwd", "Fig. 5"),
     fa2_speed("bwd", "Fig. 6"),
