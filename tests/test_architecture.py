@@ -34,6 +34,8 @@ KERNEL_ROOMS = ("kernels", "parts", "intrinsics")
 # What experiments take of the library.
 PUBLIC = {"fa_numba", "algorithms", "bounds", "device", "emulator", "io_model"}
 PUBLIC |= {"problem", "reference", "tiling", "torch"}
+# A bandwidth is measured by kernels of its own, of the widest accesses.
+PUBLIC |= {"intrinsics"}
 # The rooms that name numba.cuda; the others take it from device.
 CUDA = {"device", "emulator", "intrinsics"}
 

@@ -140,6 +140,16 @@ def softmax(x: Any) -> Callable[..., Any]:
     return run
 
 
+def matmul(size: int, dtype: str) -> Callable[[], Any]:
+    """A function that multiplies two square matrices by torch, in float32 without TF32."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape, kind = (size, size), getattr(torch, dtype)
+    a, b = (torch.randn(shape, device="cuda", generator=generator).to(kind) for _ in range(2))
+    out = torch.empty(shape, device="cuda", dtype=kind)
+    return lambda: torch.matmul(a, b, out=out)
+
+
 def on_device(arrays: Sequence[np.ndarray], dtype: str = "float32") -> tuple[Any, ...]:
     """NumPy arrays on the GPU in `dtype`: torch's where it is, for its allocator makes gradients.
 

@@ -1,0 +1,400 @@
+"""Bandwidth of DRAM, L2 and shared memory, and the roofline with every kernel on it: FlashAttention
+paper, Fig. 1 left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fa_numba import device, io_model
+from fa_numba.problem import Problem
+
+from .lab import bandwidth, peers, published, tables, variants
+from .lab.options import Bench, Options
+from .lab.series import LABELS, query_splits, row_fields
+from .lab.store import Row
+from .lab.tables import Table
+from .lab.timing import SECONDS, attempt
+from .lab.workloads import fa2_setting
+
+NAME = "memory_hierarchy"
+TITLE = "bandwidth of every memory, and the roofline (FA-1 Fig. 1 left)"
+DESCRIPTION = (
+    "What DRAM, L2 and shared memory give, measured by kernels that only read, over the bytes that "
+    "they go over; matrix products by torch; and every attention kernel, forward and backward, "
+    "between these ceilings by its FLOPs, its measured bytes and its time."
+)
+NEEDS_GPU = True
+SWEPT = ("note",)
+PROTOCOL = (
+    f"bandwidths: reads of {bandwidth.CHUNK} bytes, {bandwidth.BYTES // 2**30} GiB a run, of which "
+    "the footprint is what is read again and again; L2 is not flushed; matrix products: torch, "
+    f"{bandwidth.MATMUL_SIZE} cubed, fp32 without TF32; their rows have the sizes of the run's "
+    "first attention call"
+)
+
+SEQLEN, QUICK_SEQLEN, HEAD_DIM = 2048, 512, 64
+UNITS = {"simt": "float32", "mma": "float16"}
+DTYPE_NAMES = {"float32": "fp32, CUDA cores", "float16": "fp16, tensor cores"}
+MIB = 2**20
+FOOTPRINTS = tuple(n * MIB for n in (8, 16, 24, 32, 40, 48, 56, 64, 80, 128, 256, 1024, 4096))
+QUICK_FOOTPRINTS = (16 * MIB, 1024 * MIB)
+REPEATS, QUICK_REPEATS = 10, 3
+GLOBAL, SHARED, MATMUL = "read-global", "read-shared", "matmul"
+
+
+def measure(options: Options, bench: Bench) -> Iterator[Row]:
+    """Bandwidths, matrix products, then times and hardware counters of the attention kernels."""
+    assert bench.machine is not None and bench.describe is not None
+    lengths = options.seqlens or (QUICK_SEQLEN if options.quick else SEQLEN,)
+    head_dims, masks = options.head_dims or (HEAD_DIM,), options.causal or (False,)
+    problems = [
+        fa2_setting(N, d, mask, dtype)
+        for dtype in UNITS.values()
+        for d in head_dims
+        for mask in masks
+        for N in lengths
+    ]
+    yield from _ceilings(problems[0], options, bench)
+    multiprocessors = bench.describe["multiprocessors"]
+    for passes in ("fwd", "bwd"):
+        work = [(p, configurations(p, passes, multiprocessors)) for p in problems]
+        yield from variants.measure(NAME, work, bench, {}, seconds=SECONDS)
+
+
+def configurations(problem: Problem, passes: str, multiprocessors: int) -> list[variants.Variant]:
+    """Standard attention, FA-1, FA-1 with query splits where it has them, FA-2."""
+    unit = next(unit for unit, dtype in UNITS.items() if dtype == problem.dtype)
+    fa1 = f"fa1-{unit}"
+    found = [
+        variants.Variant(f"standard-{unit}", passes=passes),
+        variants.Variant(fa1, passes=passes),
+    ]
+    if passes == "fwd":
+        splits = query_splits(problem, multiprocessors, fa1)
+        if splits > 1:
+            found.append(variants.splits_of(fa1, splits))
+    return [*found, variants.Variant(f"fa2-{unit}", passes=passes)]
+
+
+def _ceilings(problem: Problem, options: Options, bench: Bench) -> Iterator[Row]:
+    """Rows of bandwidths, capacities and matrix products, which stand with this problem's sizes."""
+    footprints = QUICK_FOOTPRINTS if options.quick else FOOTPRINTS
+    repeats = QUICK_REPEATS if options.quick else REPEATS
+    about = dict(bench.describe or {})
+    sizes = {**row_fields(problem), "machine": bench.machine, "experiment": NAME}
+
+    def row(speed: bandwidth.Speed | None, why: str, place: str, **fields: Any) -> Row:
+        spread: dict[str, Any] = {}
+        if speed is not None:
+            spread = {"p20": speed.p20, "p80": speed.p80, "n": speed.n}
+        note = "; ".join(part for part in (place, why) if part)
+        value = None if speed is None else speed.median
+        return Row(source="measured", value=value, note=note, **spread, **sizes | fields)
+
+    memory = {"metric": "bandwidth", "unit": "TB/s"}
+    X, failure = attempt(bandwidth.ones, max(footprints))
+    for footprint in bench.track(footprints, "reading global memory"):
+        speed, why = None, failure
+        if X is not None:
+            speed, why = attempt(bandwidth.measure_global, X, footprint, repeats)
+        yield row(speed, why, f"{footprint // MIB} MiB", series=GLOBAL, **memory)
+    del X
+    speed, why = attempt(bandwidth.measure_shared, about["multiprocessors"], repeats)
+    yield row(speed, why, "", series=SHARED, **memory)
+    if peers.available():
+        for dtype in bench.track(list(UNITS.values()), "matrix products"):
+            speed, why = attempt(bandwidth.measure_matmul, dtype, repeats)
+            fields = {"series": MATMUL, "dtype": dtype, "metric": "speed", "unit": "TFLOP/s"}
+            yield row(speed, why, "", **fields)
+        peers.release()
+    else:
+        bench.say("  no torch with CUDA here: matrix products are not measured")
+    for series, value in (
+        (SHARED, about["shared_bytes"] * about["multiprocessors"]),
+        ("l2", about["l2_bytes"]),
+        (GLOBAL, memory_bytes()),
+    ):
+        yield Row(
+            series=series,
+            source="measured",
+            metric="capacity",
+            unit="bytes",
+            value=value,
+            **sizes,
+        )
+
+
+def memory_bytes() -> int:
+    """The GPU's device memory."""
+    return int(device.cuda.current_context().get_memory_info()[1])
+
+
+# --- what is made of the rows ------------------------------------------------------------------
+
+
+def footprint(row: Row) -> int:
+    """Bytes that a row's bandwidth was read over."""
+    return int(row.place.removesuffix(" MiB")) * MIB
+
+
+def curve(rows: Sequence[Row]) -> dict[int, Row]:
+    """Footprint -> the row of its bandwidth."""
+    found = [r for r in rows if (r.series, r.metric) == (GLOBAL, "bandwidth") and not r.failed]
+    return {footprint(row): row for row in sorted(found, key=footprint)}
+
+
+def capacities(rows: Sequence[Row]) -> dict[str, float]:
+    """ "shared", "L2" and "DRAM" -> bytes."""
+    names = {SHARED: "shared", "l2": "L2", GLOBAL: "DRAM"}
+    return {names[r.series]: r.number for r in rows if r.metric == "capacity" and not r.failed}
+
+
+def bandwidths(rows: Sequence[Row]) -> dict[str, float]:
+    """ "shared", "L2" and "DRAM" -> TB/s: of L2 the best at up to half its size, of DRAM the one
+    over the largest footprint, if that is twice L2 at least.
+    """
+    found = {r.series: r.number for r in rows if r.metric == "bandwidth" and not r.failed}
+    result = {"shared": found[SHARED]} if SHARED in found else {}
+    over, l2 = curve(rows), capacities(rows).get("L2")
+    if l2:
+        inside = [row.number for size, row in over.items() if 2 * size <= l2]
+        beyond = [row.number for size, row in over.items() if size >= 2 * l2]
+        result |= {"L2": max(inside)} if inside else {}
+        result |= {"DRAM": beyond[-1]} if beyond else {}
+    return result
+
+
+def products(rows: Sequence[Row]) -> dict[str, float]:
+    """dtype -> TFLOP/s of torch's matrix product."""
+    mine = [r for r in rows if (r.series, r.metric) == (MATMUL, "speed") and not r.failed]
+    return {row.dtype: row.number for row in mine}
+
+
+Place = tuple[str, str, str]  # series, pass, dtype
+
+
+def points(rows: Sequence[Row]) -> dict[Problem, dict[Place, dict[str, float]]]:
+    """By problem, dtypes apart: what is known of each call: "speed" in TFLOP/s, and FLOP a byte as
+    "L2", "DRAM" and, of the bytes that the kernel accesses, "model".
+    """
+    names = {"l2": "L2", "dram": "DRAM", "model": "model"}
+    found: dict[Problem, dict[Place, dict[str, float]]] = {}
+    for problem, mine in variants.problems_of(rows).items():
+        for row in mine:
+            if row.failed or row.series not in LABELS:
+                continue
+            of = found.setdefault(problem, {}).setdefault((row.series, row.pass_, row.dtype), {})
+            if row.metric == "speed":
+                of["speed"] = row.number
+            elif row.metric == "traffic":
+                of[names[row.source]] = io_model.flops(problem, row.pass_) / row.number
+    return found
+
+
+def paper() -> dict[tuple[str, str], float]:
+    """(what, metric) -> number of the A100 as FlashAttention's papers print it."""
+    lines = published.lookup(paper="fa1", item="Fig. 1 left")
+    lines += published.lookup(paper="fa2", item="Section 3.1")
+    return {(line["method"], line["metric"]): float(line["value"]) for line in lines}
+
+
+# --- the figure ----------------------------------------------------------------------------------
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """Bandwidth over the footprint, and a roofline for each dtype."""
+    from .lab import style
+
+    found, over = points(rows), curve(rows)
+    if not found and not over:
+        return None
+    figure, axes = style.new(1, 3, 4.9, width_ratios=(0.8, 1, 1))
+    _bandwidth(axes[0, 0], rows, style)
+    for ax, dtype in zip(axes[0, 1:], UNITS.values(), strict=True):
+        mine = {p: calls for p, calls in found.items() if p.dtype == dtype}
+        _roofline(ax, rows, mine, dtype, style)
+    handles = style.handles(axes)
+    if handles:
+        figure.legend(handles.values(), handles, loc="outside upper center", ncols=4, fontsize=9)
+    return figure
+
+
+def _bandwidth(ax: Any, rows: Sequence[Row], style: Any) -> None:
+    over, room = curve(rows), capacities(rows)
+    ax.set_title("read bandwidth")
+    if not over:
+        style.empty(ax, "not recorded yet")
+        return
+    sizes = [size / MIB for size in over]
+    ax.plot(sizes, [row.number for row in over.values()], "o-", ms=4, color="#333333")
+    shared = bandwidths(rows).get("shared")
+    if shared:
+        ax.axhline(shared, color="#333333", ls=":")
+        ax.annotate(f"shared memory, {shared:.3g}", (0.98, shared), (0, 3), fontsize=9, ha="right",
+                    xycoords=ax.get_yaxis_transform(), textcoords="offset points")  # fmt: skip
+    for (what, metric), value in paper().items():
+        if metric == "bandwidth":
+            ax.axhline(value, color=style.COLOURS["published"], lw=1, ls=(0, (5, 3)))
+            ax.annotate(f"A100 {what}, {value:g}", (0.02, value), (0, 3), fontsize=8.5,
+                        color=style.COLOURS["published"], textcoords="offset points",
+                        xycoords=ax.get_yaxis_transform())  # fmt: skip
+    if "L2" in room:
+        ax.axvline(room["L2"] / MIB, color="#999999", lw=0.8)
+        ax.annotate("L2", (room["L2"] / MIB, 0.12), (3, 0), fontsize=9,
+                    xycoords=ax.get_xaxis_transform(), textcoords="offset points")  # fmt: skip
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    style.plain_ticks(ax.xaxis)
+    style.plain_ticks(ax.yaxis)
+    ax.set_xlabel("footprint, MiB")
+    ax.set_ylabel("TB/s")
+
+
+def _roofline(
+    ax: Any,
+    rows: Sequence[Row],
+    found: dict[Problem, dict[Place, dict[str, float]]],
+    dtype: str,
+    style: Any,
+) -> None:
+    speeds, peak = bandwidths(rows), products(rows).get(dtype)
+    shown = [
+        (place, of) for calls in found.values() for place, of in calls.items() if "speed" in of
+    ]
+    ax.set_title(f"roofline, {DTYPE_NAMES[dtype]}")
+    if not shown:
+        style.empty(ax, "not recorded yet")
+        return
+    for (series, pass_, _), of in shown:
+        look = {"color": style.COLOURS[series], "marker": style.MARKERS[series], "ls": ""}
+        name = f"{LABELS[series].split(' (')[0]}, {'backward' if pass_ == 'bwd' else 'forward'}"
+        look |= {"mew": 0, "alpha": 1 if pass_ == "fwd" else 0.4}
+        there = [of[level] for level in ("DRAM", "L2") if level in of]
+        ax.plot(there, [of["speed"]] * len(there), color=style.COLOURS[series], lw=0.9, zorder=1)
+        for level, size in (("DRAM", 8), ("L2", 4.5)):
+            if level in of:
+                label = name if level == "DRAM" else None
+                ax.plot([of[level]], [of["speed"]], ms=size, label=label, **look)
+    xs = [of[level] for _, of in shown for level in ("DRAM", "L2") if level in of] or [1, 1000]
+    low, high = min(xs) / 2, max(xs) * 3
+    for level, ls in (("DRAM", "-"), ("L2", "--"), ("shared", ":")):
+        if level in speeds:
+            _roof(ax, low, high, speeds[level], peak, color="#333333", ls=ls, lw=1.3,
+                  label=f"{level}, measured")  # fmt: skip
+    published_peak = paper().get((dtype, "peak"))
+    for (what, metric), value in paper().items():
+        if metric == "bandwidth":
+            dashes = (0, (5, 3)) if what == "HBM" else (0, (1, 2))
+            _roof(ax, low, high, value, published_peak, color=style.COLOURS["published"], ls=dashes,
+                  lw=1, label=f"A100 {what}, published")  # fmt: skip
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set_xlim(low, high)
+    lowest = min(of["speed"] for _, of in shown)
+    ax.set_ylim(
+        lowest / 3, max(peak or 0, published_peak or 0, *(o["speed"] for _, o in shown)) * 2
+    )
+    style.plain_ticks(ax.xaxis)
+    style.plain_ticks(ax.yaxis)
+    ax.set_xlabel("FLOP/byte: large marks DRAM, small L2", fontsize=9.5)
+    ax.set_ylabel("TFLOP/s")
+
+
+def _roof(ax: Any, low: float, high: float, tb_s: float, peak: float | None, **look: Any) -> None:
+    """min(bandwidth times FLOP a byte, peak)."""
+    if peak is None:
+        ax.plot([low, high], [tb_s * low, tb_s * high], zorder=0.5, **look)
+        return
+    ridge = peak / tb_s
+    xs = [low, *([ridge] if low < ridge < high else []), high]
+    ax.plot(xs, [min(tb_s * x, peak) for x in xs], zorder=0.5, **look)
+
+
+# --- the tables ----------------------------------------------------------------------------------
+
+
+def table(rows: Sequence[Row]) -> Table | None:
+    """Each memory's bandwidth and size, the A100's beside them, and where the roofs meet."""
+    speeds, room, peaks, known = bandwidths(rows), capacities(rows), products(rows), paper()
+    if not speeds:
+        return None
+    lines = []
+    for level, printed in (("shared", "SRAM"), ("L2", ""), ("DRAM", "HBM")):
+        ridges = [
+            f"{peaks[dtype] / speeds[level]:.0f}" if dtype in peaks and level in speeds
+            else tables.MISSING for dtype in UNITS.values()
+        ]  # fmt: skip
+        theirs = known.get((printed, "bandwidth"))
+        ridge = tables.MISSING
+        if theirs and ("float16", "peak") in known:
+            ridge = f"{known['float16', 'peak'] / theirs:.0f}"
+        lines.append(
+            [
+                {"shared": "shared memory", "DRAM": "DRAM (HBM)"}.get(level, level),
+                tables.number(speeds, level, ".3g"),
+                _size(room.get(level)),
+                *ridges,
+                tables.MISSING if theirs is None else f"{theirs:g}",
+                _size(known.get((printed, "capacity"))),
+                ridge,
+            ]
+        )
+    header = ["memory", "TB/s", "size", "FLOP/byte to the fp32 roof", "to the fp16 roof"]
+    header += ["A100 published, TB/s", "size", "to its fp16 roof"]
+    return Table(_said(speeds, room, peaks), tables.markdown(header, lines))
+
+
+def _said(speeds: dict[str, float], room: dict[str, float], peaks: dict[str, float]) -> str:
+    parts = [
+        f"torch's matrix product: {value:.0f} TFLOP/s in {dtype}" for dtype, value in peaks.items()
+    ]
+    if {"shared", "DRAM"} <= speeds.keys() & room.keys():
+        faster, smaller = speeds["shared"] / speeds["DRAM"], room["DRAM"] / room["shared"]
+        parts.append(
+            f"shared memory is {faster:.1f} times as fast as DRAM and {smaller:.0f} times smaller"
+        )
+    text = "; ".join(parts)
+    return (
+        f"Read bandwidth, 16-byte accesses, median. {text[:1].upper()}{text[1:]}." if text else ""
+    )
+
+
+def _size(size: float | None) -> str:
+    if size is None:
+        return tables.MISSING
+    return f"{size / 1e9:.0f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
+
+
+def roofline(rows: Sequence[Row]) -> Table | None:
+    """Every forward kernel: which roof is lowest above it, and how near it comes."""
+    found, speeds, peaks = points(rows), bandwidths(rows), products(rows)
+    lines = []
+    for problem, calls in found.items():
+        for (series, pass_, dtype), of in calls.items():
+            if pass_ != "fwd" or "speed" not in of:
+                continue
+            levels = [level for level in ("DRAM", "L2") if level in of and level in speeds]
+            roofs: dict[str, float] = {level: speeds[level] * of[level] for level in levels}
+            if dtype in peaks:
+                roofs["matrix product"] = peaks[dtype]
+            lowest = min(roofs, key=lambda name: roofs[name], default="")
+            share = f"{of['speed'] / roofs[lowest]:.2f} of {lowest}" if lowest else tables.MISSING
+            lines.append(
+                [
+                    LABELS[series],
+                    DTYPE_NAMES[dtype].split(",")[0],
+                    *(tables.number(of, name, ".0f") for name in ("model", "L2", "DRAM")),
+                    f"{of['speed']:.1f}",
+                    share,
+                ]
+            )
+        text = f"Forward, N={problem.seqlen_q}, d={problem.head_dim}, 16k tokens."
+    if not lines:
+        return None
+    header = ["kernel", "dtype", "FLOP/byte accessed", "of L2", "of DRAM", "TFLOP/s"]
+    header += ["share of the lowest roof"]
+    return Table(text, tables.markdown(header, lines[:10]))
+
+
+TABLES = {"memory_hierarchy-roofline": roofline}

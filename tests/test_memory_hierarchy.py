@@ -1,0 +1,221 @@
+"""Bandwidths and the roofline: what the kernels read, rows, tables and the figure."""
+
+import re
+
+import numpy as np
+import pytest
+from offline import CAPABILITY, compiled
+
+from experiments import memory_hierarchy as experiment
+from experiments.lab import bandwidth, peers, report, timing, variants
+from experiments.lab.options import Bench, Options
+from experiments.lab.store import Recorder, Row, Store
+from experiments.lab.workloads import fa2_setting
+from fa_numba import device, io_model
+
+NAME = experiment.NAME
+ABOUT = {"multiprocessors": 132, "shared_bytes": 232448, "l2_bytes": 60 * experiment.MIB}
+# TB/s
+READ = {"shared": 30.0, "L2": 6.0, "DRAM": 4.0}
+PEAKS = {"float32": 50.0, "float16": 750.0}
+
+
+def fake_speed(value):
+    return bandwidth.Speed(value, 0.9 * value, 1.1 * value, 10)
+
+
+def measured(monkeypatch, machine="some-gpu", **options):
+    """A run on a GPU that has the bandwidths above, and attention calls of 1 ms."""
+
+    def read_global(X, size, repeats):
+        return fake_speed(READ["L2"] if size <= 60 * experiment.MIB else READ["DRAM"])
+
+    def work(name, work, bench, profiled, seconds):
+        for problem, calls in work:
+            for variant in calls:
+                common, planned, _ = variants._common(name, variant, problem, bench.machine)
+                traffic = {"metric": "traffic", "unit": "bytes", **common}
+                for source, factor in (("model", 1), ("l2", 1.25), ("dram", 0.5)):
+                    value = factor * planned.accesses.bytes
+                    yield Row(source=source, value=value, note=variant.note, **traffic)
+                speed = io_model.flops(problem, variant.passes) / 1e9
+                common |= {"source": "measured", "note": variant.note}
+                yield Row(metric="speed", unit="TFLOP/s", value=speed, **common)
+
+    monkeypatch.setattr(bandwidth, "ones", lambda nbytes: "X")
+    monkeypatch.setattr(bandwidth, "measure_global", read_global)
+    monkeypatch.setattr(bandwidth, "measure_shared", lambda n, repeats: fake_speed(READ["shared"]))
+    monkeypatch.setattr(
+        bandwidth, "measure_matmul", lambda dtype, repeats: fake_speed(PEAKS[dtype])
+    )
+    monkeypatch.setattr(peers, "available", lambda: True)
+    monkeypatch.setattr(peers, "release", lambda: None)
+    monkeypatch.setattr(variants, "measure", work)
+    monkeypatch.setattr(experiment, "memory_bytes", lambda: 141e9)
+    bench = Bench(machine=machine, describe=ABOUT, say=lambda text: None)
+    return list(experiment.measure(Options(**options), bench))
+
+
+def synthetic(machine="some-gpu"):
+    with pytest.MonkeyPatch.context() as patch:
+        return measured(patch, machine)
+
+
+# --- the kernels -----------------------------------------------------------------------------
+
+
+def test_every_thread_reads_its_chunks_and_goes_round():
+    """Two blocks of it, against the sums of the places in NumPy."""
+    chunks = bandwidth.STRIDE + 300
+    X = np.random.default_rng(0).integers(0, 9, (chunks, 4)).astype(np.float32)
+    Y, steps = np.zeros(bandwidth.AT_ONCE, np.float32), 8
+    with device.using("emulator"):
+        device.launch(bandwidth.make_read_global(), (2, 1, 1), (X, Y, steps))
+    threads = np.arange(2 * bandwidth.THREADS)
+    places = [(threads + k * bandwidth.STRIDE) % chunks for k in range(steps)]
+    np.testing.assert_array_equal(Y[threads], sum(X[at].sum(axis=1) for at in places))
+
+
+def test_shared_memory_is_read_without_conflicts():
+    Y = np.zeros(bandwidth.SHARED_THREADS, np.float32)
+    arguments = (Y, 8, bandwidth.SHARED_STRIDE)
+    with device.count_accesses() as counts:
+        device.launch(bandwidth.make_read_shared(), (1, 1, 1), arguments)
+    assert set(Y) == {4 * 8}
+    assert counts.total(space="shared").conflicts == 0
+    loads = counts.total(space="shared", kind="load")
+    assert loads.wavefronts * 128 == bandwidth.SHARED_THREADS * 8 * bandwidth.CHUNK
+
+
+@pytest.mark.parametrize(
+    "make, access",
+    [(bandwidth.make_read_global, "ld.global.v4"), (bandwidth.make_read_shared, "ld.shared.v4")],
+)
+def test_no_access_is_left_out_by_the_compiler(make, access):
+    assert "sm_90a" in CAPABILITY
+    kernel = make()
+    ptx, log = compiled(kernel, "sm_90a")
+    assert ptx.count(access) == bandwidth.UNROLL
+    assert ".local" not in ptx and ".f64" not in ptx
+    used = int(re.search(r"Used (\d+) registers", log)[1])
+    assert used * kernel.threads * kernel.min_blocks <= 64 * 1024
+
+
+def test_what_a_run_reads():
+    for size in experiment.FOOTPRINTS:
+        steps = bandwidth.global_steps(size)
+        read = steps * bandwidth.AT_ONCE * bandwidth.CHUNK
+        assert steps % bandwidth.UNROLL == 0
+        assert read >= max(bandwidth.BYTES, 2 * size)
+        # Sums of ones stay whole numbers of float32.
+        assert 4 * steps <= 2**24
+    with pytest.raises(ValueError, match="footprint is 1024: allowed is at least"):
+        bandwidth.global_steps(1024)
+
+
+def test_a_wrong_sum_is_refused():
+    bandwidth._check(np.full(5, 8.0), 8)
+    with pytest.raises(timing.WrongResult, match="thread 2 read 7.0 where it should read 8"):
+        bandwidth._check(np.array([8, 8, 7, 8.0]), 8)
+
+
+def test_speeds_are_of_the_times():
+    found = bandwidth.Speed.of(4e9, [1.0, 2.0, 4.0])
+    assert (found.median, found.n) == (2.0, 3) and found.p20 < 2.0 < found.p80
+
+
+# --- rows ------------------------------------------------------------------------------------
+
+
+def test_a_run_has_every_ceiling_and_kernel(monkeypatch):
+    rows = measured(monkeypatch)
+    assert experiment.bandwidths(rows) == READ
+    assert experiment.products(rows) == PEAKS
+    assert experiment.capacities(rows)["shared"] == 132 * 232448
+    assert list(experiment.curve(rows)) == list(experiment.FOOTPRINTS)
+    found = experiment.points(rows)
+    assert {p.dtype for p in found} == set(PEAKS)
+    for problem, calls in found.items():
+        unit = {"float32": "simt", "float16": "mma"}[problem.dtype]
+        want = {
+            (f"{name}-{unit}", p) for name in ("standard", "fa1", "fa2") for p in ("fwd", "bwd")
+        }
+        assert want <= {(series, pass_) for series, pass_, _ in calls}
+        for of in calls.values():
+            assert of["L2"] == pytest.approx(of["model"] / 1.25)
+            assert of["DRAM"] == pytest.approx(2 * of["model"])
+
+
+def test_failures_are_rows(monkeypatch):
+    def broken(*arguments):
+        raise MemoryError
+
+    def measured_with(name, call):
+        with monkeypatch.context() as patch:
+            patch.setattr(peers, "available", lambda: False)
+            patch.setattr(variants, "measure", lambda *_, **__: iter(()))
+            patch.setattr(experiment, "memory_bytes", lambda: 1e9)
+            patch.setattr(bandwidth, "ones", lambda nbytes: "X")
+            patch.setattr(bandwidth, "measure_global", lambda *_: fake_speed(1))
+            patch.setattr(bandwidth, "measure_shared", lambda *_: fake_speed(1))
+            patch.setattr(bandwidth, name, call)
+            bench = Bench(machine="some-gpu", describe=ABOUT, say=lambda text: None)
+            return list(experiment.measure(Options(quick=True), bench))
+
+    for name, series in (("ones", experiment.GLOBAL), ("measure_shared", experiment.SHARED)):
+        rows = measured_with(name, broken)
+        failed = [row for row in rows if row.failed]
+        assert {row.series for row in failed} == {series}
+        assert all("out of memory" in row.note for row in failed)
+        assert {r.place for r in failed} <= {"16 MiB", "1024 MiB", "failed: out of memory"}
+
+
+def test_l2_is_what_fits_it_and_dram_what_does_not():
+    problem = fa2_setting(2048, 64)
+
+    def row(size, value):
+        fields = {"source": "measured", "metric": "bandwidth", "unit": "TB/s", "value": value}
+        fields |= {"machine": "some-gpu", "experiment": NAME, "series": experiment.GLOBAL}
+        return Row(note=f"{size} MiB", **fields, **variants.row_fields(problem))
+
+    capacity = {"metric": "capacity", "unit": "bytes", "source": "measured", "series": "l2"}
+    capacity |= {"machine": "some-gpu", "experiment": NAME, "value": 60 * experiment.MIB}
+    room = Row(**capacity, **variants.row_fields(problem))
+    found = experiment.bandwidths([room, row(16, 5.0), row(24, 6.0), row(56, 9.0), row(256, 4.0)])
+    assert found == {"L2": 6.0, "DRAM": 4.0}
+    assert experiment.bandwidths([room, row(56, 9.0), row(80, 8.0)]) == {}
+    assert experiment.bandwidths([row(16, 5.0)]) == {}
+
+
+# --- tables and the figure -------------------------------------------------------------------
+
+
+def test_the_tables(tmp_path, monkeypatch):
+    store = Store(tmp_path)
+    recorder = Recorder(store, NAME, lambda machine: {}, experiment.SWEPT)
+    for row in measured(monkeypatch, report.MACHINE):
+        recorder.add(row)
+    recorder.finish(complete=True)
+    text = report.text(NAME, store)
+    assert "shared memory is 7.5 times as fast as DRAM and 4595 times smaller" in text
+    assert "| DRAM (HBM) | 4 | 141 GB | 12 | 188 | 1.5 | 40 GB | 208 |" in text
+    assert "| L2 | 6 | 63 MB | 8 | 125 | - | - | - |" in text
+    text = report.text(f"{NAME}-roofline", store)
+    lines = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    assert 6 <= len(lines) <= 10 and all(" of " in line for line in lines)
+
+
+def test_the_figure(monkeypatch):
+    figure = experiment.draw(measured(monkeypatch))
+    over, fp32, fp16 = figure.axes
+    assert len(over.lines[0].get_xdata()) == len(experiment.FOOTPRINTS)
+    labels = {line.get_label() for ax in (fp32, fp16) for line in ax.lines}
+    assert {
+        "DRAM, measured",
+        "A100 HBM, published",
+        "FA-1, backward",
+        "standard, forward",
+    } <= labels
+    alone = experiment.draw([r for r in measured(monkeypatch) if r.metric == "bandwidth"])
+    assert [t.get_text() for ax in alone.axes[1:] for t in ax.texts] == ["not recorded yet"] * 2
+    assert experiment.draw([]) is None
