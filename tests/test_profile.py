@@ -309,20 +309,23 @@ READ_AGAIN = {("fa1-simt", "fwd"), ("fa1-simt", "bwd"), ("fa2-simt", "bwd"), ("f
 @pytest.mark.gpu
 @pytest.mark.skipif(not counters.available(), reason="no Nsight Compute")
 def test_what_passes_between_l1_and_l2_is_what_is_counted():
-    """To the last sector, both ways and for every kernel, but for what L1 saves some of L2."""
+    """To the last sector for every kernel, but for what L1 saves: some read again, and stores of
+    neighbouring warps to parts of one sector, which L1 may send on as one.
+    """
     cases = profile.runs(256, 64, False)
     measured = counters.count([run.case for run in cases], counters.L2)
     inputs, wrong = Inputs(gradient=True), []
     for run, found in zip(cases, measured, strict=True):
         assert not isinstance(found, str), found
-        counts = profiler.counted(profile._emulated(run, inputs))
+        emulated = profile._emulated(run, inputs)
+        counts = profiler.counted(emulated)
         read, wanted = found[counters.L2_READ], counts["sectors from L2"]
         least = 0.75 * wanted if (run.series, run.pass_) in READ_AGAIN else wanted
         if not least <= read <= wanted:
             wrong.append((run.series, run.pass_, "from L2", read, wanted))
-        if found[counters.L2_WRITE] != counts["sectors to L2"]:
-            both = found[counters.L2_WRITE], counts["sectors to L2"]
-            wrong.append((run.series, run.pass_, "to L2", *both))
+        written, wanted = found[counters.L2_WRITE], counts["sectors to L2"]
+        if not sum(emulated.store_bytes.values()) / counters.SECTOR_BYTES <= written <= wanted:
+            wrong.append((run.series, run.pass_, "to L2", written, wanted))
     assert not wrong
 
 
