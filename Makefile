@@ -56,7 +56,7 @@ ptx: $(VENV)/.dev-$(WHEELS)
 	@$(RUN) tests/compare_ptx.py $(or $(BASE),$(error name a revision: make ptx BASE=HEAD))
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info figures/quick figures/filtered .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info figures/quick figures/filtered figures/partial .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(wildcard $(SOURCES)) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +19,8 @@ except ModuleNotFoundError as error:
 
 from fa_numba import Tiles
 
-from .lab import report, tune
-from .lab.drawing import side_by_side
+from .lab import report, review, schedule, tune
+from .lab.drawing import Drawing, side_by_side
 from .lab.options import FIGURES, FILTERED, QUICK, REPOSITORY, Options
 from .lab.registry import load, names, needs_torch, takes_tiles
 from .lab.runner import Runner
@@ -133,6 +134,14 @@ def _parser() -> argparse.ArgumentParser:
         "runs); what has no data there is drawn from the project's recordings in figures/data",
     )
 
+    group.add_argument(
+        "--replace",
+        action="store_true",
+        help="replace a recording though torch's kernels are more than a factor of "
+        f"{review.FACTOR:g} from it, or torch or ncu are missing; takes rows that were refused "
+        "before as they are",
+    )
+
     parser = argparse.ArgumentParser(
         prog="python -m experiments",
         description="Measure both loop orders of FlashAttention and draw the figures.",
@@ -148,7 +157,15 @@ def _parser() -> argparse.ArgumentParser:
         )
         sub.add_argument("names", nargs="+", metavar="NAME", help=f"any of: {', '.join(names())}")
     text = "run every experiment that this machine can run, draw every figure, say what is new"
-    commands.add_parser("all", help=text, description=text, epilog=chosen, parents=[choices])
+    every = commands.add_parser(
+        "all",
+        help=text,
+        description=f"{text}. On a GPU: what changed since its recording, the most out of date "
+        f"first, for {schedule.ALL_MINUTES} minutes; the next time goes on.",
+        epilog=chosen,
+        parents=[choices],
+    )
+    every.add_argument("--full", action="store_true", help="measure on a GPU until all is done")
     text = "time the tensor-core kernels' tiles on this GPU and store the fastest"
     tuning = commands.add_parser("tune", help=text, description=text)
     tuning.add_argument(
@@ -186,6 +203,7 @@ def _options(args: argparse.Namespace) -> Options:
         causal=CAUSAL[args.causal] if args.causal else None,
         tiles=args.tiles,
         recount=args.recount,
+        replace=args.replace,
     )
     usual = FIGURES if options.complete else QUICK if options.quick else FILTERED
     return replace(options, out=args.out or usual)
@@ -205,6 +223,32 @@ def _report(console: Console) -> int:
         return 1
     console.print(f"{report.PAGE.name}: {', '.join(changed) if changed else 'nothing'} changed")
     return 0
+
+
+def _run_what_changed(
+    runner: Runner, chosen: Sequence[str], drawing: Drawing, seconds: float | None
+) -> list[str]:
+    """Measure on a GPU what changed since its recording, draw everything; gives what is left."""
+    end = None if seconds is None else time.monotonic() + seconds
+    due = runner.due(chosen)
+    names = [each.name for each in due]
+    others = [name for name in chosen if name not in names]
+    same = [name for name in others if not runner.lacking(name)]
+    for line in schedule.said(due, same, seconds):
+        runner.console.print(line, soft_wrap=True, highlight=False)
+    left = []
+    for name in [*names, *others]:
+        rest = None if end is None else end - time.monotonic()
+        if name in names and rest is not None and rest <= 0:
+            left.append(name)
+        elif name not in same:
+            try:
+                with schedule.within(rest):
+                    runner.measure(name)
+            except schedule.OutOfTime:
+                left.append(name)
+        drawing.draw(name)
+    return left
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -250,20 +294,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
             highlight=False,
         )
     runner = Runner(options, arguments, console)
+    left: list[str] = []
     try:
         with side_by_side(runner, chosen) as drawing:
-            for name in chosen if args.command == "draw" else runner.recorded_first(chosen):
-                if args.command != "draw":
-                    runner.measure(name)
-                drawing.draw(name)
+            if args.command == "all" and runner.machine is not None and options.complete:
+                limit = None if args.full else schedule.SECONDS
+                left = _run_what_changed(runner, chosen, drawing, limit)
+            else:
+                for name in chosen if args.command == "draw" else runner.recorded_first(chosen):
+                    if args.command != "draw":
+                        runner.measure(name)
+                    drawing.draw(name)
         missing = drawing.missing
     except KeyboardInterrupt:
-        console.print("[yellow]interrupted; the rows measured so far are stored[/]")
+        kept = "kept: the same command goes on" if options.complete else "stored"
+        console.print(f"[yellow]interrupted; the rows measured so far are {kept}[/]")
         return 130
     reports = runner.reports
     failed = any(report.error for report in reports.values())
     if args.command == "all":
         console.print(runner.summary(chosen))
+        if left:
+            console.print(f"left for the next time: {', '.join(left)}", soft_wrap=True)
         return 1 if failed else 0
     # What was asked for by name and is not there is an error.
     unable = [name for name in reports if reports[name].not_measured]

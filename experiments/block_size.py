@@ -77,7 +77,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
         host = inputs(problem)
         gate = Gate(problem, *host)
         arrays = tuple(device.to_gpu(x) for x in host)
-        for series, Br, Bc in bench.track(tiles, "timing"):
+        for series, Br, Bc in bench.each(tiles, "timing"):
             yield _time(problem, series, Br, Bc, arrays, gate, bench.machine)
 
 

@@ -147,7 +147,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
         return
     checks = Checks(inputs)
     arrays: dict[Problem, tuple] = {}
-    for problem, series, share in bench.track(cases, "timing"):
+    for problem, series, share in bench.each(cases, "timing"):
         if problem not in arrays:
             arrays.clear()
             arrays[problem] = peers.on_device(inputs(problem))

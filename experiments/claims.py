@@ -200,7 +200,7 @@ def _decoding(options: Options, bench: Bench) -> Iterator[Row]:
         Problem(batch, 16, 2, 1, N, 128, dtype="float16")
         for batch, N in (DECODING[:2] if options.quick else DECODING)
     ]
-    for problem in bench.track(problems, "decoding"):
+    for problem in bench.each(problems, "decoding"):
         once = 2 * problem.batch * problem.heads_k * problem.seqlen_k * problem.head_dim * 2
         yield from _timed("fa2-mma", problem, once, bench)
     if peers.available():

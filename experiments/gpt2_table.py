@@ -69,7 +69,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     if not peers.available():
         bench.say("  no torch with CUDA here: its kernels are not measured")
     checks = calls.Checks(inputs)
-    for problem in bench.track(problems, "timing"):
+    for problem in bench.each(problems, "timing"):
         yield from _model(problem, bench.machine)
         yield from _times(problem, inputs, checks, bench.machine)
     for problem in problems:

@@ -63,7 +63,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     precompile.compile_ahead(itertools.chain(*ours), bench)
     inputs = Inputs(gradient=True)
     rounds = QUICK_ROUNDS if options.quick else ROUNDS
-    for problem, pass_, series in bench.track(cases, "timing"):
+    for problem, pass_, series in bench.each(cases, "timing"):
         yield _row(problem, pass_, series, inputs, rounds, bench.machine)
 
 

@@ -135,7 +135,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 def _peer(problems: Sequence[Problem], bench: Bench) -> Iterator[Row]:
     inputs = Inputs()
-    for problem in bench.track(problems, "timing torch"):
+    for problem in bench.each(problems, "timing torch"):
         host = inputs(problem)
         gate = Gate(problem, *host)
         arrays = peers.on_device(host, problem.dtype)

@@ -185,7 +185,7 @@ def _times(lengths: Sequence[int], bench: Bench) -> Iterator[Row]:
     largest = max(BATCHES) * max(lengths)
     everything, failure = attempt(lambda: device.to_gpu(values(largest)))
     shown = [*SERIES, *([PEER] if peers.available() else [])]
-    for batch, V in bench.track([(batch, V) for batch in BATCHES for V in lengths], "timing"):
+    for batch, V in bench.each([(batch, V) for batch in BATCHES for V in lengths], "timing"):
         x, gate = None, None
         if not failure:
             x = everything[: batch * V].reshape(batch, V)

@@ -154,7 +154,7 @@ def _hardware(sizes: Sequence[tuple[int, int, bool]], bench: Bench) -> Iterator[
     except counters.CountersError as error:
         bench.say(f"  {error}")
         return
-    for group in bench.track(groups, "profiling"):
+    for group in bench.each(groups, "profiling"):
         cases = [run.case for run in group]
         for run, *results in zip(group, *profiler.profiled(cases, names, bench.say), strict=True):
             yield from _profiled(run, bench.machine, names, *results)

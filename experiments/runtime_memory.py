@@ -100,7 +100,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     work = [(problem, name) for problem in problems for name in _settings(problem, options)]
     precompile.compile_ahead(_planned(work), bench)
     session = _Session(bench.machine)
-    for problem, name in bench.track(work, "timing"):
+    for problem, name in bench.each(work, "timing"):
         yield from session.rows(problem, name)
 
 

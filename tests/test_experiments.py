@@ -248,7 +248,10 @@ def test_quick_runs_stay_away_from_the_recordings(monkeypatch):
     seen = []
     stand_in = SimpleNamespace(
         machine="some-gpu",
+        console=SimpleNamespace(print=lambda *_, **__: None),
         recorded_first=list,
+        due=lambda names: [],
+        lacking=lambda name: False,
         measure=lambda name: None,
         draw=lambda name: True,
         reports={},
@@ -280,7 +283,10 @@ def test_parts_of_experiments_stay_away_from_complete_ones(
     seen = []
     stand_in = SimpleNamespace(
         machine="some-gpu",
+        console=SimpleNamespace(print=lambda *_, **__: None),
         recorded_first=list,
+        due=lambda names: [],
+        lacking=lambda name: False,
         measure=lambda name: None,
         draw=lambda name: True,
         reports={},
@@ -343,7 +349,7 @@ def run_in_process(monkeypatch, tmp_path, measure):
     return runner.Runner(Options(out=tmp_path), [], Console(quiet=True))
 
 
-def test_an_interrupted_run_keeps_its_rows(monkeypatch, tmp_path):
+def test_an_interrupted_run_of_a_part_keeps_its_rows(monkeypatch, tmp_path):
     first, second, *_ = synthetic("io_vs_seqlen")
 
     def measure(options, bench):
@@ -352,7 +358,9 @@ def test_an_interrupted_run_keeps_its_rows(monkeypatch, tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_in_process(monkeypatch, tmp_path, measure).measure("standing_in")
+        running = run_in_process(monkeypatch, tmp_path, measure)
+        running.options = replace(running.options, seqlens=(64,))
+        running.measure("standing_in")
     assert len(Store(tmp_path).read("standing_in", MODEL)) == 2
 
 
@@ -364,6 +372,7 @@ def test_a_broken_experiment_keeps_its_rows_and_is_reported(monkeypatch, tmp_pat
         raise RuntimeError("broken")
 
     running = run_in_process(monkeypatch, tmp_path, measure)
+    running.options = replace(running.options, seqlens=(64,))
     running.measure("standing_in")
     assert len(Store(tmp_path).read("standing_in", MODEL)) == 1
     assert running.reports["standing_in"].error == "RuntimeError: broken"
@@ -534,7 +543,8 @@ def test_figures_and_tables_name_the_counter_of_their_l2_bytes(own, name, tmp_pa
     """That of the recording, whatever is measured today."""
     store_synthetic("io_vs_seqlen", tmp_path, report.MACHINE)
     path = Store(tmp_path).path("io_vs_seqlen", report.MACHINE, ".json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    about = json.loads(path.read_text())
+    path.write_text(json.dumps(about | {"runs": [about["runs"][0] | own]}))
     notes = []
     monkeypatch.setattr(style, "save", lambda figure, stem, footnote: notes.append(footnote))
     command.main(["draw", "io_vs_seqlen", "--out", str(tmp_path)])

@@ -2,13 +2,12 @@
 
 import io
 import json
-import sys
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from experiments import block_sparse, io_vs_seqlen, profile, timeline
+from experiments import block_sparse, io_vs_seqlen, ladder, profile, timeline
 from experiments.lab import kept, registry, runner
 from experiments.lab.options import FIGURES, Bench, Options
 from experiments.lab.series import row_fields
@@ -24,7 +23,7 @@ def counting(tmp_path, monkeypatch):
     """Runs a stand-in experiment with one source file and gives the lengths that were counted."""
     source, counted = tmp_path / "source.py", []
     source.write_text("n = 1\n")
-    monkeypatch.setattr(kept, "sources", lambda module: {"source.py": source})
+    monkeypatch.setattr(kept, "sources", lambda module, counts: {"source.py": source})
 
     def rows(N, source, machine, value):
         common = row_fields(one_head(N, 16, False)) | {"unit": "elements", "metric": "loads"}
@@ -57,6 +56,7 @@ def counting(tmp_path, monkeypatch):
         run.text = console.export_text()
         run.did = runner._what_happened(EMULATOR, running.reports[NAME])
         run.about = Store(tmp_path).provenance(NAME, EMULATOR)
+        run.first, *_ = Store(tmp_path).runs(NAME, EMULATOR)
         return list(counted)
 
     run.value, run.commit, run.broken = 1, "1" * 40, None
@@ -81,13 +81,13 @@ def test_changed_sources_are_counted_anew(counting):
     counting.commit = "2" * 40
     assert counting() == [32, 64]
     # The same numbers: they were first counted before, and now from these sources.
-    assert counting.about["commit"] == "1" * 40
+    assert counting.first["commit"] == "1" * 40
     assert counting.about[kept.ENTRY]["commit"] == "2" * 40
     assert counting() == []
     counting.source.write_text("n = 3\n")
     counting.commit, counting.value = "3" * 40, 2
     assert counting() == [32, 64]
-    assert counting.about["commit"] == counting.about[kept.ENTRY]["commit"] == "3" * 40
+    assert counting.first["commit"] == counting.about[kept.ENTRY]["commit"] == "3" * 40
     assert counting() == []
 
 
@@ -108,10 +108,12 @@ def test_changed_sources_are_counted_anew(counting):
 )  # fmt: skip
 def test_what_is_missing_or_damaged_is_counted_anew(counting, damage):
     counting()
-    rows = counting.csv.read_bytes()
+    store = Store(counting.csv.parents[2])
+    rows = store.read(NAME, EMULATOR)
     damage(counting)
     assert counting() == [32, 64]
-    assert counting.csv.read_bytes() == rows
+    assert store.read(NAME, EMULATOR) == rows
+    assert {row.run for row in store.read(NAME, EMULATOR)} == {counting.first["id"]}
     assert counting() == []
 
 
@@ -132,9 +134,10 @@ def test_rows_of_a_broken_or_failed_run_are_not_taken(counting):
     counting.broken = 64
     with pytest.raises(RuntimeError, match="broken"):
         counting()
+    assert not counting.csv.exists()
     counting.broken, counting.value = None, None
-    assert len(Store(counting.csv.parents[2]).read(NAME, EMULATOR)) == 1
-    assert counting() == [32, 64]  # and both fail
+    assert counting() == [64]  # which fails; the other was counted before
+    assert len(Store(counting.csv.parents[2]).read(NAME, EMULATOR)) == 2
     assert kept.ENTRY not in counting.about
     counting.value = 1
     assert counting() == [32, 64]
@@ -152,26 +155,36 @@ def test_the_digest_is_of_names_texts_and_rows(tmp_path):
 
 
 def test_the_sources_are_what_counts_come_from():
-    found = kept.sources(io_vs_seqlen)
+    found = kept.sources(io_vs_seqlen, counts=True)
     assert {
         "fa_numba/kernels/simt/fa1_forward.py", "fa_numba/parts/softmax.py",
         "fa_numba/intrinsics/shared.py", "fa_numba/emulator/run.py", "fa_numba/host/planning.py",
-        "fa_numba/tiling/tuned.csv", "lab/series.py", "lab/workloads.py",
+        "fa_numba/tiling/tuned.csv", "experiments.lab.series", "experiments.lab.workloads",
         "experiments.io_vs_seqlen",
     } <= set(found)  # fmt: skip
-    assert not {"fa_numba/torch.py", "lab/style.py", "experiments.profile"} & set(found)
-    assert "experiments.ladder" in kept.sources(profile)
-    assert all(path.is_file() for path in kept._NO_PART)
+    assert not {"fa_numba/torch.py", "experiments.lab.style", "experiments.profile"} & set(found)
+    assert "experiments.ladder" in kept.sources(profile, counts=True)
+    assert all(path.is_file() for path in kept._NO_PART | kept._NO_PART_OF_COUNTS)
 
 
-def test_no_count_imports_what_is_left_out():
-    """What has no part is used by the draw functions alone, or by the runner."""
-    left_out = {path.stem for path in kept._NO_PART if path.parent == kept.LAB}
-    assert {"style", "film"} <= left_out
-    for name in ("counts", "series", "workloads", "profiler", "variants", "moves"):
-        module = sys.modules[f"experiments.lab.{name}"]
-        used = {getattr(v, "__module__", "") or "" for v in vars(module).values()}
-        assert not {f"experiments.lab.{n}" for n in left_out} & used
+def test_the_sources_of_what_a_gpu_measures():
+    """The peers and what Nsight Compute runs, but no emulator and nothing that draws."""
+    found = set(kept.sources(ladder, counts=False))
+    lab = {f"experiments.lab.{n}" for n in ("variants", "peers", "timing", "counter_target")}
+    assert lab | {"fa_numba/torch.py", "fa_numba/tiling/tuned.csv", "experiments.ladder"} <= found
+    assert not {name for name in found if name.startswith("fa_numba/emulator/")}
+    other = {f"experiments.lab.{n}" for n in ("style", "tables", "store", "options", "speeds")}
+    assert not found & (other | {"experiments.loop_cost"})
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_what_draws_has_no_part(name):
+    """It is imported where it is used, by functions that no measuring calls."""
+    module = registry.load(name)
+    drawing = {f"experiments.lab.{n}" for n in ("style", "film", "drawing", "speed_figures")}
+    for counts in (True, False):
+        found = kept.sources(module, counts=counts)
+        assert f"experiments.{name}" in found and not drawing & set(found)
 
 
 @pytest.mark.parametrize("name", ["io_vs_seqlen", "block_size", "block_sparse", "timeline",

@@ -38,7 +38,7 @@ def row(**changes):
 
 
 def provenance(machine, commit="1" * 40):
-    return {"machine": machine, "commit": commit, "date": "2026-01-01", "dirty": False}
+    return {"id": commit[:6], "commit": commit, "date": "2026-01-01", "dirty": False}
 
 
 def record(store, rows, *, complete=True, commit="1" * 40, experiment="speed"):
@@ -51,14 +51,14 @@ def record(store, rows, *, complete=True, commit="1" * 40, experiment="speed"):
 def test_columns_are_the_designs():
     assert ",".join(COLUMNS) == (
         "experiment,series,source,pass,dtype,batch,heads_q,heads_k,seqlen_q,seqlen_k,head_dim,"
-        "causal,Br,Bc,metric,unit,value,p20,p80,n,note"
+        "causal,Br,Bc,metric,unit,value,p20,p80,n,note,run"
     )
 
 
 def test_round_trip_keeps_every_field():
     rows = [
         row(),
-        row(causal=True, Br=None, Bc=None, note='a "quoted", note'),
+        row(causal=True, Br=None, Bc=None, note='a "quoted", note', run="3f9a1c"),
         row(series="fa1-simt", value=None, p20=None, p80=None, n=None, note="failed: reason"),
         row(metric="loads", unit="elements", source="counted", value=2**45 + 1),
         row(metric="error", unit="1", value=3.25e-7),
@@ -120,7 +120,29 @@ def test_a_changed_value_rewrites_both(tmp_path):
     record(store, [row()])
     assert record(store, [row(value=11.0)], commit="2" * 40)[report.MACHINE].changed
     assert [r.value for r in store.read("speed", report.MACHINE)] == [11]
-    assert store.provenance("speed", report.MACHINE)["commit"] == "2" * 40
+    (run,) = store.runs("speed", report.MACHINE)
+    assert run["commit"] == "2" * 40
+    assert {r.run for r in store.read("speed", report.MACHINE)} == {run["id"]} == {"222222"}
+
+
+def test_recordings_from_before_rows_had_a_run_are_read(tmp_path):
+    """They say what they have: one description, and no row says which run it is of."""
+    store = Store(tmp_path)
+    store.make("speed")
+    old = row(seqlen_q=512, seqlen_k=512)
+    store.path("speed", report.MACHINE).write_text(dump([row(), old], runs=False))
+    about = {"commit": "0" * 40, "date": "2025-12-31", "dirty": False, "counted": {}}
+    store.path("speed", report.MACHINE, ".json").write_text(json.dumps(about))
+    assert [r.run for r in store.read("speed", report.MACHINE)] == ["", ""]
+    (run,) = store.runs("speed", report.MACHINE)
+    assert run == {name: value for name, value in about.items() if name != "counted"}
+    before = store.path("speed", report.MACHINE).read_bytes()
+    assert not record(store, [row(), old])[report.MACHINE].changed
+    assert store.path("speed", report.MACHINE).read_bytes() == before
+    # A part of it measured again: its rows are of the new run, the others of the old one.
+    record(store, [row(value=11.0)], complete=False)
+    assert [r.run for r in store.read("speed", report.MACHINE)] == ["", "111111"]
+    assert [r["commit"][0] for r in store.runs("speed", report.MACHINE)] == ["1", "0"]
 
 
 def test_a_partial_run_keeps_other_rows_and_says_so(tmp_path):
@@ -129,18 +151,52 @@ def test_a_partial_run_keeps_other_rows_and_says_so(tmp_path):
     record(store, [row(), short])
     record(store, [replace(short, value=1.5)], complete=False, commit="2" * 40)
     assert [r.value for r in store.read("speed", report.MACHINE)] == [1.5, 12.5]
-    about = store.provenance("speed", report.MACHINE)
-    assert about["rows_of_earlier_runs"] == 1
-    assert [run["commit"] for run in about["earlier_runs"]] == ["1" * 40]
+    runs = {run["id"]: run["commit"] for run in store.runs("speed", report.MACHINE)}
+    of = {r.seqlen_q: runs[r.run] for r in store.read("speed", report.MACHINE)}
+    assert of == {512: "2" * 40, 4096: "1" * 40}
 
 
-def test_a_complete_run_drops_what_its_series_no_longer_has(tmp_path):
+def test_a_run_without_rows_is_no_longer_listed(tmp_path):
     store = Store(tmp_path)
-    peer = row(series="torch-efficient")
-    record(store, [row(), peer])
-    record(store, [row(Br=128)])
+    short = row(seqlen_q=512, seqlen_k=512)
+    record(store, [row(), short])
+    record(store, [row(value=9.0), replace(short, value=1.5)], complete=False, commit="2" * 40)
+    assert [run["id"] for run in store.runs("speed", report.MACHINE)] == ["222222"]
+
+
+def test_a_complete_run_leaves_no_row_of_another(tmp_path):
+    store = Store(tmp_path)
+    record(store, [row(), row(series="torch-efficient")])
+    record(store, [row(Br=128)], commit="2" * 40)
     kept = store.read("speed", report.MACHINE)
-    assert [(r.series, r.Br) for r in kept] == [("fa2-simt", 128), ("torch-efficient", 64)]
+    assert [(r.series, r.Br, r.run) for r in kept] == [("fa2-simt", 128, "222222")]
+
+
+def caption(store):
+    return report.text("speed", store).partition("\n")[0]
+
+
+def test_a_table_of_several_commits_says_so(tmp_path):
+    store, speed = Store(tmp_path), {"metric": "speed", "unit": "TFLOP/s"}
+    short = row(seqlen_q=512, seqlen_k=512, **speed)
+    record(store, [row(**speed), short])
+    assert "2026-01-01, commit 1111111; " in caption(store)
+    record(store, [replace(short, value=1.5)], complete=False, commit="2" * 40)
+    assert "2026-01-01, 2 commits: 2222222, 1111111; " in caption(store)
+    record(store, [row(**speed), short], commit="3" * 40)
+    assert "2026-01-01, commit 3333333; " in caption(store)
+
+
+def test_rows_kept_of_earlier_runs_are_named_in_recordings_from_before_too(tmp_path):
+    store, speed = Store(tmp_path), {"metric": "speed", "unit": "TFLOP/s"}
+    record(store, [row(**speed)])
+    earlier = [{"commit": "0" * 40, "date": "2025-12-31", "dirty": True}]
+    path = store.path("speed", report.MACHINE)
+    path.write_text(dump(store.read("speed", report.MACHINE), runs=False))
+    about = {"commit": "1" * 40, "date": "2026-01-01", "dirty": False}
+    about |= {"earlier_runs": earlier, "rows_of_earlier_runs": 1}
+    path.with_suffix(".json").write_text(json.dumps(about))
+    assert "2025-12-31 to 2026-01-01, 2 commits: 1111111, 0000000+; " in caption(store)
 
 
 def readings(store, experiment="speed"):
@@ -198,7 +254,7 @@ def test_each_row_is_stored_as_it_comes(tmp_path):
     assert len(store.read("speed", report.MACHINE)) == 1
     recorder.add(row(causal=True))
     assert len(store.read("speed", report.MACHINE)) == 2
-    assert store.provenance("speed", report.MACHINE)["commit"]
+    assert store.runs("speed", report.MACHINE)[0]["commit"]
 
 
 def test_rows_go_to_their_machines_file(tmp_path):
@@ -236,7 +292,7 @@ def test_what_is_in_the_way_is_named(tmp_path):
         (",4096,", ",,", "line 2: seqlen_q is '': allowed is an integer"),
         (",4096,", ",4096.5,", "line 2: seqlen_q is '4096.5': allowed is an integer"),
         (",12.5,", ",fast,", "line 2: value is 'fast': allowed is a number"),
-        (",measured,", ",", "line 2: it has 20 columns: expected 21"),
+        (",measured,", ",", "line 2: it has 21 columns: expected 22"),
     ],
 )
 def test_a_damaged_line_is_named(tmp_path, old, new, says):
@@ -360,6 +416,7 @@ def test_the_table_of_the_papers_figures(tmp_path):
         store,
         [row(series="fa2-mma", value=100.0, causal=False, **HALF, **speed)],
         experiment="speed_fp16",
+        complete=False,
     )
     assert "| 0 of 1 |" in report.text("fa2_figures", store)
 

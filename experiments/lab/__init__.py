@@ -17,6 +17,10 @@ film        the same as an animated GIF
 precompile  kernels compiled side by side before anything is timed
 tune        the sweep for the fastest tiles
 store, provenance           rows in CSV files, and where they come from
+journal     the rows of a complete run until it is whole
+review      whether new rows may replace a recording
+kept, schedule              what need not be counted or measured again; what to measure first
+clocks      clocks and power of the GPU while it is measured
 published   the papers' own numbers
 speeds, speed_figures       what the speed experiments have in common
 style       one look for every figure

@@ -6,8 +6,10 @@ import csv
 import io
 import json
 import math
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -304,22 +306,34 @@ def _run(
         command = (*COMMAND, *options, f"--metrics={','.join(metrics)}", "--log-file", str(log))
         target = (sys.executable, "-m", "experiments.lab.counter_target")
         files = ("--cases", str(wanted), "--kernels", str(done))
-        try:
-            run = subprocess.run(
-                (*command, *target, *files),
-                cwd=REPOSITORY,
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT,
-            )
-        except subprocess.TimeoutExpired:
-            raise CountersError(f"ncu took more than {TIMEOUT} s") from None
+        status, said = _with_children((*command, *target, *files))
         table = log.read_text() if log.exists() else ""
-        if run.returncode or not done.exists():
-            raise CountersError(
-                f"ncu ended with {run.returncode}: {_tail(table + run.stdout + run.stderr)}"
-            )
+        if status or not done.exists():
+            raise CountersError(f"ncu ended with {status}: {_tail(table + said)}")
         return table, json.loads(done.read_text())
+
+
+def _with_children(command: Sequence[str]) -> tuple[int, str]:
+    """(exit status, output) of a command; what cuts it short ends the program that it profiles too.
+
+    Raises CountersError after TIMEOUT.
+    """
+    with subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=TIMEOUT)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise CountersError(f"ncu took more than {TIMEOUT} s") from None
+            raise
+        return process.returncode, said
 
 
 def count_or_say(

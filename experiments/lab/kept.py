@@ -1,15 +1,18 @@
-"""Counts that need not be repeated: the same sources give the same counts, on every machine.
+"""What need not be repeated: the same sources give the same counts, on every machine.
 
 Beside the emulator's rows stands a digest of the sources they were counted from and of the rows
-themselves. A complete run takes the stored rows while that digest is what it finds.
+themselves. A complete run takes the stored rows while that digest is what it finds. A run on a GPU
+has the digest of its sources too, by which `schedule` tells what changed.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import importlib.util
 import json
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,38 +23,70 @@ from .store import EMULATOR, Row, Store, dump, write_if_changed
 # What the JSON beside the rows calls the digest and the commit that it was counted at.
 ENTRY = "counted"
 PACKAGE, LAB = Path(fa_numba.__file__).parent, Path(__file__).parent
-# What no count depends on; another file that is missing here is counted anew for nothing.
+EXPERIMENTS = LAB.parent
+# What experiments import and no number depends on; another file that is missing here is measured
+# anew for nothing.
 _NO_PART = {
-    *(PACKAGE / name for name in ("torch.py", "algorithms.py", "reference.py", "__main__.py")),
+    *(LAB / f"{name}.py" for name in ("__init__", "options", "published", "speed_figures")),
+    *(LAB / f"{name}.py" for name in ("store", "tables")),
+    *(PACKAGE / name for name in ("algorithms.py", "__main__.py")),
     *PACKAGE.glob("commands/*"),
     *PACKAGE.glob("bounds/*"),
-    *(LAB / f"{name}.py" for name in ("drawing", "film", "speed_figures", "style", "tables")),
-    *(LAB / f"{name}.py" for name in ("published", "report", "peers", "speeds", "tune")),
-    *(LAB / f"{name}.py" for name in ("kept", "provenance", "runner", "counter_target")),
+    EXPERIMENTS / "__init__.py",
 }
+_NO_PART_OF_COUNTS = {
+    *(LAB / f"{name}.py" for name in ("counter_target", "peers", "precompile", "speeds", "tune")),
+    *(PACKAGE / name for name in ("torch.py", "reference.py")),
+}
+# Run by others under Nsight Compute, not imported.
+_TARGET = "experiments.lab.counter_target"
 
 
-def sources(module: Any) -> dict[str, Path]:
-    """Name -> file of what the experiment's counts come from.
+def sources(module: Any, *, counts: bool) -> dict[str, Path]:
+    """Name -> file of what the experiment's numbers come from: `counts`, or what a GPU measures.
 
-    These are fa_numba with its tables of block sizes, the lab, the experiment's module, and the
-    other experiments that it imports from.
+    These are fa_numba with its tables of block sizes, the experiment's module, and the files of the
+    lab and of other experiments that these import as modules. What a function imports when it is
+    called, as those that draw do, has no part.
     """
     found = {
-        f"{root.name}/{path.relative_to(root).as_posix()}": path
-        for root, kinds in ((PACKAGE, ("*.py", "*.csv")), (LAB, ("*.py",)))
-        for kind in kinds
-        for path in root.rglob(kind)
-        if path not in _NO_PART
+        f"fa_numba/{path.relative_to(PACKAGE).as_posix()}": path
+        for kind in ("*.py", "*.csv")
+        for path in PACKAGE.rglob(kind)
+        if counts or PACKAGE / "emulator" not in path.parents
     }
-    used = {getattr(module, "__name__", "")}
-    for value in vars(module).values():
-        used |= {getattr(value, "__module__", None), getattr(value, "__name__", None)}
-    for name in used:
-        file = getattr(sys.modules.get(name), "__file__", None) if isinstance(name, str) else None
-        if file and name.startswith("experiments.") and not name.startswith("experiments.lab"):
-            found[name] = Path(file)
-    return found
+    todo = [getattr(module, "__name__", "")]
+    while todo:
+        name = todo.pop()
+        path = _file(name)
+        if path is None or name in found:
+            continue
+        found[name] = path
+        todo += [_TARGET] if name == "experiments.lab.counters" else []
+        todo += [other for other in _imports(name, path) if path not in _NO_PART]
+    left_out = _NO_PART | (_NO_PART_OF_COUNTS if counts else set())
+    return {name: path for name, path in found.items() if path not in left_out}
+
+
+def _file(name: str) -> Path | None:
+    """The file of a module of experiments; None of any other, and of a name in a module."""
+    top, *rest = name.split(".")
+    path = EXPERIMENTS.joinpath(*rest)
+    found = (path.with_suffix(".py") if rest else path / "__init__.py", path / "__init__.py")
+    return next((each for each in found if top == "experiments" and each.is_file()), None)
+
+
+def _imports(name: str, path: Path) -> Iterator[str]:
+    """The full names that a file imports, not in functions; a module's and those of its content."""
+    package = name if path.stem == "__init__" else name.rpartition(".")[0]
+    for node in ast.parse(path.read_bytes()).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            base = importlib.util.resolve_name(base, package)
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
 def digest(files: Mapping[str, Path], rows: Sequence[Row]) -> str:
@@ -60,7 +95,7 @@ def digest(files: Mapping[str, Path], rows: Sequence[Row]) -> str:
     for name, path in sorted(files.items()):
         text = path.read_bytes().replace(b"\r\n", b"\n")
         found.update(name.encode() + b"\0" + text + b"\0")
-    found.update(dump(rows).encode())
+    found.update(dump(rows, runs=False).encode())
     return found.hexdigest()
 
 
@@ -72,7 +107,7 @@ def stored(store: Store, experiment: str, files: Mapping[str, Path]) -> list[Row
     rows = store.read(experiment, EMULATOR)
     entry = _entry(store.provenance(experiment, EMULATOR))
     if rows and entry.get("digest") == digest(files, rows):
-        return rows
+        return [replace(row, run="") for row in rows]
     return None
 
 
@@ -81,11 +116,11 @@ def keep(
 ) -> None:
     """Write down that the stored rows, all of them, were counted from these sources.
 
-    `about` is the provenance of the run that counted them. The rest of the JSON stays: it is of the
-    run that first had these numbers.
+    `about` is the run that counted them. The rest of the JSON stays: it is of the run that first
+    had these numbers.
     """
     now = digest(files, store.read(experiment, EMULATOR))
-    recorded = store.provenance(experiment, EMULATOR) or about
+    recorded = store.provenance(experiment, EMULATOR)
     if _entry(recorded).get("digest") == now:
         return
     run = {name: about.get(name) for name in ("commit", "date", "dirty")}

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .store import PUBLISHED, Row
+
+if TYPE_CHECKING:
+    from .journal import Journal
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FIGURES = REPOSITORY / "figures"
@@ -26,7 +29,8 @@ class Options:
     `seqlens` and `head_dims` are the values to take instead of an experiment's own, `causal` the
     masks, `tiles` the block sizes (Br, Bc) of one that takes them. `quick` shrinks an experiment to
     seconds, `recount` counts on the emulator what was counted before from the same sources too.
-    Figures go to the folder `out`, their data to `out`/data.
+    `replace` takes rows that would be refused: see `runner.Runner`. Figures go to the folder `out`,
+    their data to `out`/data.
     """
 
     quick: bool = False
@@ -36,6 +40,7 @@ class Options:
     tiles: tuple[tuple[int, int], ...] | None = None
     out: Path = FIGURES
     recount: bool = False
+    replace: bool = False
 
     @property
     def complete(self) -> bool:
@@ -73,7 +78,8 @@ class Bench:
     and `describe` what `device.describe` says of it.
 
     `track(items, label)` goes through the items under a progress bar; `say` prints a line. `kept`
-    are all rows that a complete run counted on the emulator from the sources as they are.
+    are all rows that a complete run counted on the emulator from the sources as they are. With a
+    `journal` what an interrupted run has measured is not measured again.
     """
 
     machine: str | None = None
@@ -81,9 +87,23 @@ class Bench:
     progress: Callable[[Sequence[Any], str], Iterable[Any]] | None = None
     say: Callable[[str], None] = print
     kept: Sequence[Row] = ()
+    journal: Journal | None = None
 
     def track(self, items: Sequence[T], label: str) -> Iterator[T]:
         yield from self.progress(items, label) if self.progress and items else items
+
+    def each(self, items: Sequence[T], label: str) -> Iterator[T]:
+        """As `track`, for a loop whose every item gives its rows by itself, in the loop.
+
+        A run that goes on after an interruption leaves out the items whose rows it has.
+        """
+        if self.journal is None:
+            yield from self.track(items, label)
+            return
+        left = list(self.journal.items(items, label))
+        if len(left) < len(items):
+            self.say(f"  {label}: {len(items) - len(left)} of {len(items)} done before")
+        yield from self.journal.each(self.track(left, label))
 
     def counted(
         self,
@@ -99,5 +119,5 @@ class Bench:
             self.say(f"  counted before from the same sources: {len(self.kept)} rows")
             yield self.kept
             return
-        for item in self.track(work, label):
+        for item in self.each(work, label):
             yield from count(*item)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import re
+import secrets
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
@@ -58,6 +60,7 @@ def commit() -> tuple[str | None, bool | None]:
     return head, None if changed is None else bool(changed)
 
 
+@functools.cache
 def _smi() -> dict[str, str]:
     names = {
         "driver": "driver_version",
@@ -81,12 +84,29 @@ def _version(package: str) -> str | None:
         return None
 
 
+@functools.cache
+def _ncu() -> str | None:
+    found = re.search(r"^Version (\S+)", _output("ncu", "--version") or "", re.MULTILINE)
+    return found[1] if found else None
+
+
+@functools.cache
+def _host() -> dict[str, Any]:
+    try:
+        with open("/proc/cpuinfo") as file:
+            name = re.search(r"^model name\s*: (.*)$", file.read(), re.MULTILINE)
+    except OSError:
+        name = None
+    return {"cpu": name[1] if name else platform.processor() or None, "cores": os.cpu_count()}
+
+
 class Provenance:
     """Where a run's numbers come from, read once at its start."""
 
     def __init__(self, arguments: list[str], gpu: dict[str, Any] | None) -> None:
         head, dirty = commit()
         self._common: dict[str, Any] = {
+            "id": secrets.token_hex(3),
             "command": " ".join(["python -m experiments", *arguments]),
             "commit": head,
             "date": datetime.now(UTC).date().isoformat(),
@@ -96,9 +116,13 @@ class Provenance:
         }
         self._gpu = gpu
 
-    def for_machine(self, machine: str, own: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """The JSON beside the machine's rows; `own` is what the experiment adds to the protocol."""
-        about = dict(self._common, machine=machine)
+    def for_machine(
+        self, machine: str, own: Mapping[str, str] | None = None, sources: str = ""
+    ) -> dict[str, Any]:
+        """The run as the JSON beside the machine's rows lists it; `own` is what the experiment adds
+        to the protocol, `sources` the digest of the sources of what a GPU measures.
+        """
+        about = dict(self._common)
         if machine == MODEL:
             about["protocol"] = "closed form: fa_numba.io_model"
         elif machine == EMULATOR:
@@ -110,30 +134,80 @@ class Provenance:
             about |= {
                 "cuda": {package: _version(package) for package in _CUDA_PACKAGES},
                 "device": self._gpu,
+                "host": _host(),
                 "l2_counter": counters.L2_NAME,
+                "ncu": _ncu(),
                 "nvidia_smi": _smi(),
                 "protocol": PROTOCOL | {"counters": counters.PROTOCOL} | dict(own or {}),
                 "seed": SEED,
+                "sources": sources,
                 "torch": peers.version(),
                 "system": f"{platform.system()} {platform.machine()}",
             }
         return about
 
 
-def when(about: dict[str, Any]) -> str:
-    """A recording's date and commit; a + stands for changes beyond the commit."""
-    head = about.get("commit")
-    code = "no commit" if head is None else f"commit {head[:7]}{'+' if about.get('dirty') else ''}"
-    return f"{about.get('date', 'undated')}, {code}"
+def of_rows(runs: Sequence[Mapping[str, Any]], rows: Iterable[Row]) -> list[Mapping[str, Any]]:
+    """The runs that measured these rows."""
+    named = {row.run for row in rows}
+    return [run for run in runs if run.get("id", "") in named]
 
 
-def when_and_where(about: dict[str, Any], name: str) -> str:
+def when(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Date and commit of the runs that rows are of; a + stands for changes beyond a commit.
+
+    Runs of several commits are all named. Before rows had a run, a recording that kept rows of
+    earlier runs listed these beside its last.
+    """
+    every = [run for last in runs for run in (last, *last.get("earlier_runs", ()))]
+    commits = list(dict.fromkeys(map(_commit, every))) or [_commit({})]
+    dates = sorted({run.get("date") or "undated" for run in every}) or ["undated"]
+    if len(commits) == 1:
+        return f"{dates[-1]}, {'commit ' if commits[0] != NO_COMMIT else ''}{commits[0]}"
+    span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return f"{span}, {len(commits)} commits: {', '.join(commits)}"
+
+
+NO_COMMIT = "no commit"
+
+
+def _commit(run: Mapping[str, Any]) -> str:
+    head = run.get("commit")
+    return NO_COMMIT if head is None else f"{head[:7]}{'+' if run.get('dirty') else ''}"
+
+
+def device_name(runs: Sequence[Mapping[str, Any]], otherwise: str) -> str:
+    """The GPU's name that the runs have."""
+    return next((run["device"]["name"] for run in runs if run.get("device")), otherwise)
+
+
+def when_and_where(runs: Sequence[Mapping[str, Any]], name: str) -> str:
     """One recording in a few words, for footnotes and tables."""
-    return f"{name}, {when(about)}"
+    return f"{name}, {when(runs)}"
 
 
-def l2_counter(about: dict[str, Any], rows: Iterable[Row]) -> str:
-    """What counted the recording's bytes between L1 and L2; empty where no row has them."""
-    if all(row.source != "l2" for row in rows):
-        return ""
-    return f"L2 is {about.get('l2_counter', counters.EARLIER_L2_NAME)}"
+def l2_counter(runs: Sequence[Mapping[str, Any]], rows: Iterable[Row]) -> str:
+    """What counted the rows' bytes between L1 and L2; empty where no row has them."""
+    names = {
+        run.get("l2_counter", counters.EARLIER_L2_NAME)
+        for run in of_rows(runs, (row for row in rows if row.source == "l2"))
+    }
+    return f"L2 is {' and '.join(sorted(names))}" if names else ""
+
+
+def footnote(recorded: Mapping[str, Sequence[Mapping[str, Any]]], rows: Sequence[Row]) -> str:
+    """Machine, date and commit of all that a figure's rows are from, a GPU's first, with what
+    counted its bytes of L2. `recorded` has the runs of each machine.
+    """
+    gpus, others, l2 = [], [], []
+    for machine in sorted({row.machine for row in rows}):
+        mine = [row for row in rows if row.machine == machine]
+        runs = of_rows(recorded.get(machine, ()), mine)
+        if machine in (EMULATOR, MODEL):
+            label = {MODEL: "closed forms", EMULATOR: "counted on the emulator"}[machine]
+            others.append(when_and_where(runs, label))
+        else:
+            gpus.append(when_and_where(runs, f"recorded on {device_name(runs, machine)}"))
+            by = l2_counter(runs, mine)
+            l2 += [by] if by else []
+    return "\n".join("; ".join(line) for line in (gpus, l2, others) if line)

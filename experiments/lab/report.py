@@ -15,7 +15,7 @@ from pathlib import Path
 
 from . import registry
 from .options import FIGURES, REPOSITORY
-from .provenance import l2_counter, when_and_where
+from .provenance import device_name, l2_counter, of_rows, when_and_where
 from .store import EMULATOR, MODEL, Row, Store
 from .tables import Across, Make
 
@@ -79,11 +79,12 @@ def _source(store: Store, experiment: str, l2: bool) -> list[str]:
     counted = EMULATOR, "Counted on the emulator"
     for machine, name in ((MACHINE, MACHINE), counted, (MODEL, "closed forms")):
         if machine in stored:
-            about = store.provenance(experiment, machine)
-            name = (about.get("device") or {}).get("name", name)
-            by = l2_counter(about, store.read(experiment, machine)) if l2 else ""
+            rows = store.read(experiment, machine)
+            runs = of_rows(store.runs(experiment, machine), rows)
+            said = when_and_where(runs, device_name(runs, name))
+            by = l2_counter(runs, rows) if l2 else ""
             file = f"figures/data/{experiment}/{machine}.csv"
-            return ["; ".join(part for part in (when_and_where(about, name), by, file) if part)]
+            return ["; ".join(part for part in (said, by, file) if part)]
     return []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,25 +17,32 @@ from rich.table import Table
 
 from fa_numba import device
 
-from . import kept, peers, provenance, registry
+from . import clocks, kept, peers, provenance, registry, review, schedule
 from . import tune as sweep
+from .journal import Journal
 from .options import FIGURES, Bench, Options
 from .registry import Experiment, load
 from .store import EMULATOR, MODEL, Outcome, Recorder, Row, Store, StoreError, write_if_changed
 
 _NOT_GPUS = (EMULATOR, MODEL)
+About = Callable[[str], dict[str, Any]]
+
+
+class Refused(Exception):
+    """Rows that may not replace a recording, and why."""
 
 
 @dataclass
 class Report:
     """What became of one experiment: rows measured, whence its figure's are, what failed.
 
-    `kept` is how many of the rows were counted before, from the same sources.
+    `recorded` has the runs of each machine that the figure is drawn from. `kept` is how many of the
+    rows were counted before, from the same sources.
     """
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     drawn_from: list[str] = field(default_factory=list)
-    recorded: dict[str, dict[str, Any]] = field(default_factory=dict)
+    recorded: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     kept: int = 0
     error: str = ""
     not_measured: str = ""
@@ -62,7 +70,7 @@ class Runner:
                 return
             self.store.make(name)  # minutes of measuring would be for nothing
             self.console.print(f"[bold]{name}[/]: {module.TITLE}")
-            files, before = kept.sources(module), None
+            files, before = kept.sources(module, counts=True), None
             if self.options.complete and not self.options.recount:
                 before = kept.stored(self.store, name, files)
             report.kept = len(before or ())
@@ -70,10 +78,29 @@ class Runner:
                 name,
                 registry.swept(module),
                 lambda bench: module.measure(self.options, replace(bench, kept=before or ())),
-                complete=self.options.complete,
-                protocol=registry.protocol(name, module),
+                about=self.about(name, module),
+                of=self.described(name, module) if self.options.complete else None,
             )
             self._keep(name, report, files)
+
+    def about(self, name: str, module: Experiment) -> About:
+        """What describes a run of the experiment by the machine whose rows it is of."""
+        sources = kept.digest(kept.sources(module, counts=False), ())
+        protocol = registry.protocol(name, module)
+        return functools.partial(self._provenance.for_machine, own=protocol, sources=sources)
+
+    def described(self, name: str, module: Experiment) -> dict[str, Any]:
+        """What two runs have in common of which the second may go on where the first stopped."""
+        counted = kept.digest(kept.sources(module, counts=True), ())
+        return self.about(name, module)(self.machine or EMULATOR) | {"sources of counts": counted}
+
+    def partial(self, name: str) -> Path:
+        """Where a complete run keeps its rows until all are there."""
+        return self.options.out / "partial" / f"{name}.jsonl"
+
+    def recording(self, name: str, machine: str) -> Store:
+        """The last recording of the machine: in --out, or else the one that is with the project."""
+        return self.store if machine in self.store.machines(name) else Store(FIGURES)
 
     def _keep(self, name: str, report: Report, files: Mapping[str, Path]) -> None:
         """Write the digest of rows that this run counted, all that there are and none failed."""
@@ -84,6 +111,13 @@ class Runner:
         if whole and not counted.failed:
             kept.keep(self.store, name, files, self._provenance.for_machine(EMULATOR))
 
+    def lacking(self, name: str) -> bool:
+        """Whether this machine cannot measure the experiment."""
+        try:
+            return bool(self._lacking(load(name)))
+        except Exception:  # said when it is measured
+            return False
+
     def _lacking(self, module: Experiment) -> str:
         """What the experiment needs to measure and this machine has not; empty for nothing."""
         if module.NEEDS_GPU and self.machine is None:
@@ -92,27 +126,36 @@ class Runner:
             return "needs torch with CUDA"
         return ""
 
+    def due(self, names: Iterable[str]) -> list[schedule.Due]:
+        """What of these is to be measured on this GPU, the most out of date first."""
+        assert self.machine is not None
+        found = []
+        for name in names:
+            try:
+                module = load(name)
+                if self._lacking(module):
+                    continue
+                store, of = self.recording(name, self.machine), self.described(name, module)
+                each = schedule.due(name, store, self.machine, of, self.partial(name))
+            except Exception:  # said when it is measured
+                each = schedule.Due(name, "not to be read")
+            found += [each] if each else []
+        return schedule.in_order(found)
+
     def recorded_first(self, names: Iterable[str]) -> list[str]:
         """Those that this machine cannot measure come first: their figures need not wait."""
-
-        def measured(name: str) -> bool:
-            try:
-                return not self._lacking(load(name))
-            except Exception:  # said when it is measured
-                return True
-
-        return sorted(names, key=measured)
+        return sorted(names, key=lambda name: not self.lacking(name))
 
     @contextlib.contextmanager
     def _reporting(self, name: str, report: Report) -> Iterator[None]:
         """What goes wrong is printed and put into the report, and the next experiment can go on.
 
-        A file or folder that is in the way is named in a line. Anything else is a fault of the
-        program and is printed with its traceback.
+        A file or folder that is in the way is named in a line, and so is why rows are refused.
+        Anything else is a fault of the program and is printed with its traceback.
         """
         try:
             yield
-        except StoreError as error:
+        except (StoreError, Refused) as error:
             if report.error != str(error):
                 report.error = str(error)
                 self.console.print(f"[red]{name}: {escape(report.error)}[/]", soft_wrap=True)
@@ -125,14 +168,55 @@ class Runner:
         name: str,
         swept: Sequence[str],
         measure: Callable[[Bench], Iterable[Row | Sequence[Row]]],
-        complete: bool,
-        protocol: Mapping[str, str] | None = None,
+        about: About,
+        of: Mapping[str, Any] | None = None,
     ) -> None:
-        """Store the rows as they come: those before an interruption or a failure are kept."""
+        """Store the rows as they come, or, of a complete run, which is `of` this, once it is whole.
+
+        Raises Refused where the rows of a complete run may not replace those before.
+        """
         report = self.reports.setdefault(name, Report())
-        about = functools.partial(self._provenance.for_machine, own=protocol)
-        recorder = Recorder(self.store, name, about, swept)
-        report.outcomes = recorder.outcomes
+        journal = None if of is None else self._journal(name, of)
+        with clocks.Sampling() if self.machine else contextlib.nullcontext() as sampling:
+            start = time.monotonic()
+
+            def now(machine: str) -> dict[str, Any]:
+                run = about(machine) | {"seconds": round(time.monotonic() - start, 1)}
+                if sampling is not None and machine not in _NOT_GPUS:
+                    run["clocks"] = sampling.summary()
+                return run
+
+            recorder = Recorder(self.store, name, now, swept, journal)
+            report.outcomes = recorder.outcomes
+            try:
+                if journal is None or not journal.whole:
+                    self._measure(measure, recorder, journal)
+                if journal is not None:
+                    journal.end()
+                    self._refuse(name, recorder.measured)
+            except StoreError:
+                raise  # nothing more can be stored
+            except BaseException:
+                recorder.finish(complete=False)
+                raise
+            recorder.finish(complete=journal is not None)
+
+    def _journal(self, name: str, of: Mapping[str, Any]) -> Journal:
+        """The one to go on with. Rows that were refused are measured again, or with --replace taken
+        as they are.
+        """
+        journal = Journal(self.partial(name), of)
+        if journal.whole and not self.options.replace:
+            journal.remove()
+            journal = Journal(self.partial(name), of)
+        return journal
+
+    def _measure(
+        self,
+        measure: Callable[[Bench], Iterable[Row | Sequence[Row]]],
+        recorder: Recorder,
+        journal: Journal | None,
+    ) -> None:
         with Progress(
             TextColumn("  {task.description}"),
             BarColumn(),
@@ -145,19 +229,25 @@ class Runner:
                 describe=self.gpu,
                 progress=lambda items, label: progress.track(items, description=label),
                 say=progress.console.print,
+                journal=journal,
             )
-            try:
-                for found in measure(bench):
-                    if isinstance(found, Row):
-                        recorder.add(found)
-                    else:
-                        recorder.add_all(found)
-            except StoreError:
-                raise  # nothing more can be stored
-            except BaseException:
-                recorder.finish(complete=False)
-                raise
-            recorder.finish(complete=complete)
+            for found in measure(bench):
+                if isinstance(found, Row):
+                    recorder.add(found)
+                else:
+                    recorder.add_all(found)
+
+    def _refuse(self, name: str, rows: Sequence[Row]) -> None:
+        """Raise Refused where the rows of this GPU may not replace its last recording."""
+        if self.machine is None or self.options.replace:
+            return
+        before = self.recording(name, self.machine).read(name, self.machine)
+        why = review.objections(before, [row for row in rows if row.machine == self.machine])
+        if why:
+            raise Refused(
+                f"the recording stays as it was: {'; '.join(why)}. The new rows are in "
+                f"{self.partial(name)}: measure again, or take them with --replace"
+            )
 
     def tune(self, wanted: Sequence[sweep.Candidate], jobs: int | None) -> int:
         """Time the wanted tiles on this machine's GPU, store the fastest; gives an exit status."""
@@ -171,7 +261,7 @@ class Runner:
                 sweep.NAME,
                 sweep.SWEPT,
                 lambda bench: sweep.measure(wanted, bench, jobs),
-                complete=False,
+                about=self._provenance.for_machine,
             )
         # What was measured before a failure counts too.
         with self._reporting(sweep.NAME, report):
@@ -219,7 +309,7 @@ class Runner:
             self.console.print(f"[yellow]{name}: no data{self._instead(stored)}, no figure[/]")
             return False
         stem = self.options.out / name
-        note = footnote(report.drawn_from, report.recorded, rows)
+        note = provenance.footnote(report.recorded, rows)
         changed, kinds = bool(style.save(figure, stem, note)), ".svg and .png"
         film = module.animate(rows, note) if hasattr(module, "animate") else None
         if film is not None:
@@ -241,26 +331,26 @@ class Runner:
         there = f" (stored: {found.chosen})" if stored else ""
         return f" of {self.options.chosen}{there}"
 
-    def _stored(self, name: str) -> tuple[list[Row], dict[str, dict[str, Any]]]:
-        """What there is to draw: closed forms, counts, and one GPU's rows; with their provenance.
+    def _stored(self, name: str) -> tuple[list[Row], dict[str, list[dict[str, Any]]]]:
+        """What there is to draw: closed forms, counts, and one GPU's rows; with their runs.
 
         A machine missing from --out is taken from the recordings that come with the project.
         """
         places: dict[str, Store] = {}
         for store in (Store(FIGURES), self.store):
             places.update(dict.fromkeys(store.machines(name), store))
-        abouts = {machine: places[machine].provenance(name, machine) for machine in places}
+        runs = {machine: places[machine].runs(name, machine) for machine in places}
         gpus = [machine for machine in places if machine not in _NOT_GPUS]
 
         def preferred(machine: str) -> tuple[bool, bool, str, str]:
             """To sort by: this machine's GPU comes last, before it those in --out, then by date."""
-            date = str(abouts[machine].get("date"))
+            date = max((str(run.get("date")) for run in runs[machine]), default="")
             return machine == self.machine, places[machine] is self.store, date, machine
 
         gpus.sort(key=preferred)
         chosen = [machine for machine in places if machine in _NOT_GPUS] + gpus[-1:]
         rows = [row for machine in chosen for row in places[machine].read(name, machine)]
-        return rows, {machine: abouts[machine] for machine in chosen}
+        return rows, {machine: runs[machine] for machine in chosen}
 
     def summary(self, chosen: Iterable[str]) -> Table:
         """A line for each figure and machine: measured here or recorded before, new or the same."""
@@ -278,7 +368,7 @@ class Runner:
                     name if i == 0 else "",
                     {MODEL: "closed forms", EMULATOR: "counts"}.get(machine, machine),
                     _what_happened(machine, report),
-                    provenance.when(report.recorded.get(machine, {})),
+                    provenance.when(report.recorded.get(machine, ())),
                 )
             if report.error and machines:
                 table.add_row("", "", f"[red]{escape(report.error)}[/]", "")
@@ -296,23 +386,3 @@ def _what_happened(machine: str, report: Report) -> str:
     text = f"{verb} here: {outcome.measured} rows, "
     text += "new" if outcome.changed else "same as recorded"
     return text + (f"; [red]{outcome.failed} failed[/]" if outcome.failed else "")
-
-
-def footnote(
-    machines: Sequence[str], recorded: dict[str, dict[str, Any]], rows: Sequence[Row]
-) -> str:
-    """Machine, date and commit of every file that a figure is drawn from, a GPU's first, with what
-    counted its bytes of L2.
-    """
-    gpus, others, l2 = [], [], []
-    for machine in machines:
-        about = recorded.get(machine, {})
-        if machine in _NOT_GPUS:
-            label = {MODEL: "closed forms", EMULATOR: "counted on the emulator"}[machine]
-            others.append(provenance.when_and_where(about, label))
-        else:
-            name = (about.get("device") or {}).get("name", machine)
-            gpus.append(provenance.when_and_where(about, f"recorded on {name}"))
-            by = provenance.l2_counter(about, [row for row in rows if row.machine == machine])
-            l2 += [by] if by else []
-    return "\n".join("; ".join(line) for line in (gpus, l2, others) if line)

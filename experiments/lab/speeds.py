@@ -101,7 +101,7 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
     ]
     precompile.compile_ahead(_planned(study, cases, bench.describe["multiprocessors"]), bench)
     checks = Checks(study)
-    for problem in bench.track(cases, "timing"):
+    for problem in bench.each(cases, "timing"):
         arrays = peers.on_device(checks.inputs(problem), study.dtype)
         for pass_ in study.passes:
             measured: dict[str, list[Row]] = {}

@@ -1,7 +1,8 @@
 """The data store: one tidy CSV for each experiment and machine, its provenance in a JSON beside it.
 
 `<root>/data/<experiment>/<machine>.csv`. Files are sorted and are rewritten only when a row
-differs, so that a repeated count leaves a checkout as it was.
+differs, so that a repeated count leaves a checkout as it was. A row names its run, which the JSON
+describes; recordings from before rows did have one run, without a name.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import io
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .journal import Journal
 
 EMULATOR = "emulator"
 MODEL = "model"
@@ -35,7 +39,8 @@ class Row:
 
     `value` is None for a configuration that failed; `note` then says why. `p20`, `p80` and `n`
     belong to timings: percentiles and how many runs. An experiment that varies what no column has
-    says where a row stands at the start of `note`, up to a semicolon: `place`.
+    says where a row stands at the start of `note`, up to a semicolon: `place`. `run` is the id of
+    the run that measured it; the recorder puts it in.
     """
 
     machine: str
@@ -60,6 +65,7 @@ class Row:
     p80: Number | None = None
     n: int | None = None
     note: str = ""
+    run: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if self.source not in SOURCES:
@@ -133,31 +139,33 @@ def _field(name: str, text: str) -> Any:
     return text
 
 
-def dump(rows: Iterable[Row]) -> str:
-    """The rows as CSV text, sorted by key."""
+def dump(rows: Iterable[Row], *, runs: bool = True) -> str:
+    """The rows as CSV text, sorted by key; without the column of their runs unless `runs`."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
+    last = None if runs else -1
+    writer.writerow(COLUMNS[:last])
     for row in sorted(rows, key=lambda row: row._order):
-        writer.writerow([_text(getattr(row, name)) for name in _FIELDS])
+        writer.writerow([_text(getattr(row, name)) for name in _FIELDS[:last]])
     return text.getvalue()
 
 
 def parse(text: str, machine: str) -> list[Row]:
     """The rows of CSV text.
 
-    Raises ValueError, which names the line, when the columns or a value are not ours.
+    The last column, their runs, may be missing. Raises ValueError, which names the line, when the
+    columns or a value are not ours.
     """
     lines = csv.reader(io.StringIO(text))
     header = tuple(next(lines, ()))
-    if header != COLUMNS:
+    if header not in (COLUMNS, COLUMNS[:-1]):
         raise ValueError(f"columns are {', '.join(header)}: expected {', '.join(COLUMNS)}")
     rows = []
     for line in lines:
         try:
-            if len(line) != len(COLUMNS):
-                raise ValueError(f"it has {len(line)} columns: expected {len(COLUMNS)}")
-            named = zip(_FIELDS, line, strict=True)
+            if len(line) != len(header):
+                raise ValueError(f"it has {len(line)} columns: expected {len(header)}")
+            named = zip(_FIELDS[: len(header)], line, strict=True)
             rows.append(Row(machine=machine, **{name: _field(name, cell) for name, cell in named}))
         except ValueError as error:
             raise ValueError(f"line {lines.line_num}: {error}") from error
@@ -165,7 +173,7 @@ def parse(text: str, machine: str) -> list[Row]:
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def naming(path: Path) -> Iterator[None]:
     """Raise a StoreError that names the path, or the folder in its way, for what goes wrong."""
     try:
         yield
@@ -181,7 +189,7 @@ def write_if_changed(path: Path, content: str | bytes) -> bool:
     Folders are made. Raises StoreError where a folder or the file cannot be written.
     """
     data = content.encode() if isinstance(content, str) else content
-    with _naming(path):
+    with naming(path):
         if path.exists() and path.read_bytes() == data:
             return False
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -209,7 +217,7 @@ class Store:
     def make(self, experiment: str) -> None:
         """Make the experiment's folder. Raises StoreError where nothing can be written there."""
         folder = self.root / "data" / experiment
-        with _naming(folder):
+        with naming(folder):
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
 
@@ -220,14 +228,25 @@ class Store:
     def read(self, experiment: str, machine: str) -> list[Row]:
         """The stored rows, none without a file. Raises StoreError, with path and line."""
         path = self.path(experiment, machine)
-        with _naming(path):
+        with naming(path):
             return parse(path.read_text(), machine) if path.exists() else []
 
     def provenance(self, experiment: str, machine: str) -> dict[str, Any]:
         """The JSON beside the rows; empty when there is none. Raises StoreError."""
         path = self.path(experiment, machine, ".json")
-        with _naming(path):
+        with naming(path):
             return json.loads(path.read_text()) if path.exists() else {}
+
+    def runs(self, experiment: str, machine: str) -> list[dict[str, Any]]:
+        """The runs that the stored rows are of, the last one first. Raises StoreError."""
+        return runs_of(self.provenance(experiment, machine))
+
+
+def runs_of(about: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The runs that a recording's JSON lists; one from before it did is of one run without id."""
+    if "runs" in about:
+        return list(about["runs"])
+    return [{name: value for name, value in about.items() if name != "counted"}] if about else []
 
 
 @dataclass
@@ -245,8 +264,11 @@ class Recorder:
     A row replaces the stored row of the same key, and with it goes what older runs stored of the
     same series, source and problem: at once where a row of other tiles or a failure contradicts
     it, else when `finish` ends the run. Other rows stay, unless `finish(complete=True)` says that
-    the run measured all there is: then no older row of its series and sources is left.
+    the run measured all there is: then no older row is left.
 
+    With a `journal` rows are kept there, and the recording is as it was until a complete end.
+
+    `provenance(machine)` describes the run, which has an "id"; it is asked again at every writing.
     `swept` names the columns that an experiment varies, such as Br and Bc; rows that differ in
     them do not contradict each other. "note" among them: rows differ by their `place`.
     """
@@ -257,38 +279,50 @@ class Recorder:
         experiment: str,
         provenance: Callable[[str], dict[str, Any]],
         swept: Sequence[str] = (),
+        journal: Journal | None = None,
     ) -> None:
         self.store, self.experiment = store, experiment
-        self._provenance = provenance
+        self._provenance, self._journal = provenance, journal
         chosen = {"metric", "Br", "Bc"} - set(swept)
         self._setting = tuple(name for name in _KEY if name not in chosen)
         self._placed = "note" in swept
         self._rows: dict[str, dict[tuple[Any, ...], Row]] = {}
         self._fresh: dict[str, set[tuple[Any, ...]]] = {}
-        self._before: dict[str, dict[str, Any]] = {}
+        self._run: dict[str, str] = {}
+        self._earlier: dict[str, list[dict[str, Any]]] = {}
+        self._stored: dict[str, str] = {}
         self.outcomes: dict[str, Outcome] = {}
+        for row in journal.rows if journal else ():
+            self._take(row)
 
     def add(self, row: Row) -> None:
-        """Store a row as soon as it is measured."""
-        self._take(row)
-        self._write(row.machine)
+        """Keep a row as soon as it is measured."""
+        self._keep([self._take(row)])
 
     def add_all(self, rows: Sequence[Row]) -> None:
-        """Store rows that make one whole: older rows of the same series, source and problem go."""
-        for row in rows:
-            self._take(row)
+        """Keep rows that make one whole: older rows of the same series, source and problem go."""
+        taken = [self._take(row) for row in rows]
         for machine in dict.fromkeys(row.machine for row in rows):
             self._drop_redone(machine, self._whole_of)
+        self._keep(taken)
+
+    @property
+    def measured(self) -> list[Row]:
+        """The rows of this run, of all machines."""
+        return [self._rows[machine][key] for machine, keys in self._fresh.items() for key in keys]
+
+    def _keep(self, rows: Sequence[Row]) -> None:
+        if self._journal is not None:
+            self._journal.add(rows)
+            return
+        for machine in dict.fromkeys(row.machine for row in rows):
             self._write(machine)
 
-    def _take(self, row: Row) -> None:
+    def _take(self, row: Row) -> Row:
         machine = row.machine
         if machine not in self._rows:
-            stored = self.store.read(self.experiment, machine)
-            self._rows[machine] = {self._key_of(old): old for old in stored}
-            self._fresh[machine] = set()
-            self._before[machine] = self.store.provenance(self.experiment, machine)
-            self.outcomes[machine] = Outcome()
+            self._begin(machine)
+        row = row if row.run else replace(row, run=self._run[machine])
         self._rows[machine][self._key_of(row)] = row
         self._fresh[machine].add(self._key_of(row))
         setting = self._setting_of(row)
@@ -302,12 +336,39 @@ class Recorder:
         outcome = self.outcomes[machine]
         outcome.measured += 1
         outcome.failed += row.failed
+        return row
+
+    def _begin(self, machine: str) -> None:
+        stored = self.store.read(self.experiment, machine)
+        self._rows[machine] = {self._key_of(old): old for old in stored}
+        self._fresh[machine] = set()
+        described = self.store.path(self.experiment, machine, ".json").exists()
+        self._stored[machine] = dump(stored, runs=False) if described else ""
+        self._earlier[machine] = self.store.runs(self.experiment, machine)
+        self._run[machine] = self._describe(machine).get("id", "")
+        self.outcomes[machine] = Outcome()
+
+    def _describe(self, machine: str) -> dict[str, Any]:
+        """The run as it is now; a journal is told."""
+        own = dict(self._provenance(machine))
+        if self._journal is not None:
+            self._journal.describe(machine, own)
+        return own
 
     def finish(self, *, complete: bool) -> dict[str, Outcome]:
         """End the run: drop older rows as the class says. Gives each machine's outcome."""
+        if self._journal is not None and not complete:
+            for machine in self._rows:
+                self._describe(machine)
+            return self.outcomes
         for machine in self._rows:
-            self._drop_redone(machine, _series if complete else self._setting_of)
+            if complete:
+                self._drop(machine, lambda old: True)
+            else:
+                self._drop_redone(machine, self._setting_of)
             self._write(machine)
+        if self._journal is not None:
+            self._journal.remove()
         return self.outcomes
 
     def _drop_redone(self, machine: str, same: Callable[[Row], tuple[Any, ...]]) -> None:
@@ -333,20 +394,21 @@ class Recorder:
             del rows[key]
 
     def _write(self, machine: str) -> None:
-        rows, outcome = self._rows[machine], self.outcomes[machine]
-        path = self.store.path(self.experiment, machine)
-        outcome.changed |= write_if_changed(path, dump(rows.values()))
-        if outcome.changed:
-            about = dict(self._provenance(machine))
-            kept = len(rows) - len(self._fresh[machine])
-            if kept:
-                before = self._before[machine]
-                run = {name: before.get(name) for name in ("commit", "dirty", "command", "date")}
-                about["rows_of_earlier_runs"] = kept
-                about["earlier_runs"] = [run, *before.get("earlier_runs", [])]
-            text = json.dumps(about, indent=2, sort_keys=True) + "\n"
-            write_if_changed(self.store.path(self.experiment, machine, ".json"), text)
-
-
-def _series(row: Row) -> tuple[str, ...]:
-    return row.series, row.source, row.pass_, row.dtype
+        """Write both files, unless the recording has the very same numbers from the sources that it
+        is said to be from.
+        """
+        rows, outcome = list(self._rows[machine].values()), self.outcomes[machine]
+        sources = self._provenance(machine).get("sources")
+        same = all(run.get("sources") == sources for run in self._earlier[machine])
+        if same and not outcome.changed and dump(rows, runs=False) == self._stored[machine]:
+            return
+        outcome.changed = True
+        write_if_changed(self.store.path(self.experiment, machine), dump(rows))
+        known = {run.get("id", ""): run for run in reversed(self._earlier[machine])}
+        known |= {} if self._journal is None else self._journal.runs.get(machine, {})
+        known[self._run[machine]] = self._describe(machine)
+        named = {row.run for row in rows}
+        last_first = [run for name, run in reversed(known.items()) if name in named]
+        about = {"machine": machine, "runs": last_first}
+        text = json.dumps(about, indent=2, sort_keys=True) + "\n"
+        write_if_changed(self.store.path(self.experiment, machine, ".json"), text)

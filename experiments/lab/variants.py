@@ -78,7 +78,7 @@ def measure(
     backwards = any(s.passes == "bwd" for _, variants in work for s in variants)
     precompile.compile_ahead(calls, bench)
     inputs = Inputs(gradient=backwards)
-    for problem, variants in bench.track(work, "timing"):
+    for problem, variants in bench.each(work, "timing"):
         host = inputs(problem)
         gates = _Gates(problem, host, inputs)
         arrays = peers.on_device(host, problem.dtype)

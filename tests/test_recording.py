@@ -1,0 +1,410 @@
+"""A recording on a GPU: whole or not at all, gone on with, refused; what is measured first."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from experiments import __main__ as command
+from experiments.lab import (
+    clocks,
+    counters,
+    journal,
+    kept,
+    peers,
+    provenance,
+    review,
+    runner,
+    schedule,
+)
+from experiments.lab.options import Options
+from experiments.lab.series import row_fields
+from experiments.lab.store import MODEL, Row, Store
+from experiments.lab.workloads import one_head
+
+NAME, GPU = "standing_in", "some-gpu"
+
+
+def timed(N, value, series="fa2-simt", **fields):
+    common = {"machine": GPU, "source": "measured", "metric": "time", "unit": "ms"}
+    fields = common | row_fields(one_head(N, 64, False)) | fields
+    return Row(experiment=NAME, series=series, value=value, **fields)
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """Runs a stand-in experiment on a GPU that there is not; `measured` are the lengths timed."""
+    source = tmp_path / "source.py"
+    source.write_text("n = 1\n")
+    monkeypatch.setattr(kept, "sources", lambda module, counts: {"source.py": source})
+    monkeypatch.setattr(runner, "FIGURES", tmp_path / "none")
+
+    def measure(options, given):
+        yield timed(1, 1.0, machine=MODEL, source="model")
+        for N in given.each(run.lengths, "timing"):
+            if N == run.stop:
+                raise run.error
+            run.measured.append(N)
+            yield timed(N, run.value * N)
+            yield timed(N, run.peer * N, "torch-fa2")
+        run.measured.append("counters")
+        yield from run.beside
+
+    module = SimpleNamespace(TITLE="", NEEDS_GPU=True, measure=measure, draw=lambda rows: None)
+    monkeypatch.setattr(runner, "load", lambda name: module)
+
+    def run(**options):
+        run.measured = []
+        console = Console(record=True, width=200, file=io.StringIO())
+        running = runner.Runner(Options(out=tmp_path / "out", **options), ["all"], console)
+        running.machine, running.gpu = GPU, {"name": "Some GPU", "multiprocessors": 4}
+        running._provenance._gpu = running.gpu
+        running._provenance._common |= {"commit": run.commit, "dirty": False}
+        run.running, run.report = running, running.reports.setdefault(NAME, runner.Report())
+        try:
+            running.measure(NAME)
+        finally:
+            run.text = console.export_text()
+            run.rows = run.store.read(NAME, GPU)
+        return run.measured
+
+    run.store, run.source, run.partial = Store(tmp_path / "out"), source, tmp_path / "out/partial"
+    run.lengths, run.value, run.peer, run.beside = (32, 64, 128), 1.0, 2.0, []
+    run.stop, run.error, run.commit = None, KeyboardInterrupt(), "1" * 40
+    return run
+
+
+# --- whole or not at all ---------------------------------------------------------------------
+
+
+def test_a_recording_is_of_one_run_that_is_described(bench):
+    assert bench() == [32, 64, 128, "counters"]
+    (about,) = bench.store.runs(NAME, GPU)
+    assert {row.run for row in bench.rows} == {about["id"]} and len(bench.rows) == 6
+    wanted = {"commit", "dirty", "date", "command", "seconds", "clocks", "device", "host", "ncu"}
+    assert wanted | {"sources", "l2_counter", "torch", "nvidia_smi", "protocol"} <= set(about)
+    assert about["host"]["cores"] == os.cpu_count() and about["commit"] == "1" * 40
+    assert not list(bench.partial.iterdir())
+
+
+def test_an_interrupted_run_leaves_the_recording_and_is_gone_on_with(bench):
+    bench()
+    before = {path: path.read_bytes() for path in bench.store.root.rglob("data/*/*")}
+    assert len(before) == 4
+    bench.value, bench.stop = 1.1, 128
+    with pytest.raises(KeyboardInterrupt):
+        bench()
+    assert {path: path.read_bytes() for path in before} == before
+    bench.stop, bench.value = None, 1.2
+    assert bench() == [128, "counters"]
+    assert "timing: 2 of 3 done before" in bench.text
+    ours = {row.seqlen_q: row.value for row in bench.rows if row.series == "fa2-simt"}
+    assert ours == {32: 32 * 1.1, 64: 64 * 1.1, 128: 128 * 1.2}
+    # Of two processes at one commit, each with its description; rows say which.
+    runs = {run["id"]: run for run in bench.store.runs(NAME, GPU)}
+    of = {row.seqlen_q: row.run for row in bench.rows}
+    assert len(runs) == 2 and of[32] == of[64] != of[128] and set(of.values()) == set(runs)
+    assert provenance.when(list(runs.values())).endswith(", commit 1111111")
+    assert not list(bench.partial.iterdir())
+
+
+@pytest.mark.parametrize("change", ["sources", "commit"])
+def test_an_interrupted_run_of_other_sources_is_begun_anew(bench, change):
+    bench.stop = 128
+    with pytest.raises(KeyboardInterrupt):
+        bench()
+    bench.stop = None
+    if change == "sources":
+        bench.source.write_text("n = 2\n")
+    else:
+        bench.commit = "2" * 40
+    assert bench() == [32, 64, 128, "counters"]
+    assert len(bench.store.runs(NAME, GPU)) == 1
+
+
+def test_a_killed_run_is_gone_on_with_too(bench):
+    """Its last line may be cut off, and the item that it was at is measured again."""
+    bench.stop = 128
+    with pytest.raises(KeyboardInterrupt):
+        bench()
+    (file,) = bench.partial.iterdir()
+    done = [n for n, line in enumerate(file.read_text().splitlines()) if '"done"' in line]
+    lines = file.read_text().splitlines(True)[: done[1]]
+    file.write_text("".join(lines) + '{"rows": [{"machi')
+    bench.stop = None
+    assert bench() == [64, 128, "counters"]
+    assert len(bench.rows) == 6
+
+
+def test_a_broken_run_leaves_the_recording(bench):
+    bench()
+    before = bench.rows
+    bench.stop, bench.error, bench.value = 64, RuntimeError("broken"), 3.0
+    bench()
+    assert bench.report.error == "RuntimeError: broken" and bench.rows == before
+
+
+def test_loops_of_one_label_are_told_apart(tmp_path):
+    path, of = tmp_path / "a.jsonl", {"commit": 1}
+    first = journal.Journal(path, of)
+    for _ in range(2):
+        for item in first.each(first.items("ab", "timing")):
+            first.add([timed(32, 1.0)] if item == "a" else [])
+    again = journal.Journal(path, of)
+    assert [list(again.items("ab", "timing")) for _ in range(2)] == [[], []]
+    assert [name for name, _ in again.items("ab", "timing")] != []
+    assert len(again.rows) == 2 and journal.spent(path, of | {"date": "later"}) > 0
+    assert journal.spent(path, {"commit": 2}) is None
+
+
+def test_a_footnote_names_the_commits_of_the_rows_that_are_drawn():
+    runs = [
+        {"id": "b", "commit": "2" * 40, "date": "2026-01-02", "dirty": True},
+        {"id": "a", "commit": "1" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}},
+    ]
+    rows = [replace(timed(N, 1.0), run=run) for N, run in ((32, "a"), (64, "b"))]
+    both = provenance.footnote({GPU: runs}, rows)
+    assert both == "recorded on Some GPU, 2026-01-01 to 2026-01-02, 2 commits: 2222222+, 1111111"
+    one = provenance.footnote({GPU: runs}, rows[:1])
+    assert one == "recorded on Some GPU, 2026-01-01, commit 1111111"
+    traffic = replace(rows[0], source="l2")
+    named = [runs[0], runs[1] | {"l2_counter": "a + b"}]
+    assert provenance.footnote({GPU: named}, [traffic, rows[1]]).endswith("\nL2 is a + b")
+
+
+# --- refused ---------------------------------------------------------------------------------
+
+
+def test_peers_far_from_their_last_recording_refuse_the_run(bench):
+    bench()
+    before = bench.rows
+    bench.peer, bench.value = 2.0 * 1.3, 1.1
+    bench()
+    assert bench.store.read(NAME, GPU) == before
+    error = bench.report.error
+    assert "torch-fa2 (fwd, float32, N=" in error and "takes 1.30 times" in error
+    assert "2 others are off too" in error and "--replace" in error
+    assert error in " ".join(bench.text.split())
+    # Nothing is lost: they are taken as they are, without measuring.
+    assert bench(replace=True) == []
+    assert {row.value / row.seqlen_q for row in bench.rows} == {2.6, 1.1}
+    assert not bench.report.error
+
+
+def test_refused_rows_are_measured_again_otherwise(bench):
+    bench()
+    bench.peer = 0.5
+    bench()
+    assert "takes 0.25 times" in bench.report.error
+    bench.peer, bench.value = 2.1, 1.5
+    assert bench() == [32, 64, 128, "counters"]
+    assert not bench.report.error
+    assert {row.value / row.seqlen_q for row in bench.rows} == {2.1, 1.5}
+
+
+@pytest.mark.parametrize("off", [1.2, 0.85])
+def test_peers_near_their_last_recording_do_not(bench, off):
+    bench()
+    bench.peer = 2.0 * off
+    bench()
+    assert not bench.report.error
+    assert {row.value / row.seqlen_q for row in bench.rows} == {1.0, 2.0 * off}
+
+
+def test_what_torch_and_ncu_gave_does_not_go_because_they_are_missing(monkeypatch):
+    traffic = timed(32, 1.0, source="l2", metric="traffic", unit="bytes")
+    peer = timed(32, 1.0, "torch-fa2")
+    monkeypatch.setattr(counters, "available", lambda: False)
+    monkeypatch.setattr(peers, "available", lambda: False)
+    ours = [timed(32, 1.0)]
+    assert review.objections(ours, ours) == []
+    found = review.objections([*ours, traffic, peer], ours)
+    assert ["no Nsight Compute" in found[0], "no torch" in found[1]] == [True, True]
+    assert review.objections([traffic, peer], [traffic, peer]) == []
+    monkeypatch.setattr(counters, "available", lambda: True)
+    monkeypatch.setattr(peers, "available", lambda: True)
+    assert review.objections([traffic, peer], ours) == []
+
+
+# --- what is due -----------------------------------------------------------------------------
+
+
+def due(bench):
+    return bench.running.due([NAME])
+
+
+def test_what_is_due_and_how_long_it_takes(bench):
+    bench.stop = 32
+    with pytest.raises(KeyboardInterrupt):
+        bench()
+    bench.running.partial(NAME).unlink()
+    assert [str(each) for each in due(bench)] == [f"{NAME} (not recorded here, unknown)"]
+    bench.stop = None
+    bench()
+    assert due(bench) == []
+    path = bench.store.path(NAME, GPU, ".json")
+    about = json.loads(path.read_text())
+    about["runs"][0]["seconds"] = 70.0
+    path.write_text(json.dumps(about))
+    bench.source.write_text("n = 2\n")
+    assert [str(each) for each in due(bench)] == [f"{NAME} (its sources changed, 1 min 10 s)"]
+    bench.stop = 128
+    with pytest.raises(KeyboardInterrupt):
+        bench()
+    (each,) = due(bench)
+    assert each.why == "0 s of it done" and 69 < each.seconds < 70
+    bench.stop = None
+    bench()
+    assert due(bench) == []
+
+
+def test_a_recording_that_does_not_say_its_sources_is_due(bench):
+    bench()
+    path = bench.store.path(NAME, GPU, ".json")
+    (about,) = bench.store.runs(NAME, GPU)
+    path.write_text(json.dumps({k: about[k] for k in ("commit", "date", "id")}))
+    assert [each.why for each in due(bench)] == ["its sources changed"]
+
+
+def test_the_most_out_of_date_comes_first():
+    every = [
+        schedule.Due("c", "", "2026-01-02", 5.0),
+        schedule.Due("b", "", "2026-01-01", 400.0),
+        schedule.Due("a", "", "2026-01-01", None),
+        schedule.Due("new", "", "", None),
+    ]
+    assert [each.name for each in schedule.in_order(every)] == ["new", "b", "a", "c"]
+    first, second, third = schedule.said(every, ["same"], 300.0)
+    assert first == "as recorded, from the same sources: same"
+    assert second.startswith("to measure, 6 min 45 s and 2 of unknown length: c (, 5 s), b ")
+    assert "ends after 5 min 0 s" in third and "--full" in third
+    assert list(schedule.said([], [], None)) == ["nothing to measure"]
+
+
+def test_time_ends_what_takes_longer():
+    start = time.monotonic()
+    with pytest.raises(schedule.OutOfTime), schedule.within(0.05):
+        subprocess.run([sys.executable, "-c", "import time; time.sleep(60)"])
+    with schedule.within(None):
+        pass
+    assert time.monotonic() - start < 20
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+
+
+@pytest.fixture
+def everything(monkeypatch, tmp_path):
+    """`experiments all` over three stand-ins of which one is as recorded."""
+    done = []
+
+    class Running:
+        machine, reports = GPU, {}
+
+        def __init__(self, options, arguments, console):
+            self.console, self.options = console, options
+
+        def due(self, names):
+            return [
+                schedule.Due("b", "not recorded here"),
+                schedule.Due("a", "its sources changed"),
+            ]
+
+        def lacking(self, name):
+            return name == "d"
+
+        def measure(self, name):
+            done.append(name)
+            if name == Running.slow:
+                time.sleep(30)
+
+        def draw(self, name):
+            done.append(f"drawn {name}")
+            return True
+
+        def summary(self, names):
+            return ""
+
+    Running.slow = None
+    monkeypatch.setattr(command, "Runner", Running)
+    monkeypatch.setattr(command, "names", lambda: ["a", "b", "c", "d"])
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments):
+        done.clear()
+        assert command.main(["all", *arguments]) == 0
+        return list(done)
+
+    run.Running = Running
+    return run
+
+
+def test_all_measures_what_changed_and_draws_everything(everything, capsys):
+    want = ["b", "drawn b", "a", "drawn a", "drawn c", "d", "drawn d"]
+    assert everything() == want
+    said = capsys.readouterr().out
+    assert "as recorded, from the same sources: c" in said and "left" not in said.split("--full")[1]
+    assert everything("--full") == want
+    assert "--full" not in capsys.readouterr().out
+
+
+def test_all_ends_in_time_and_says_what_is_left(everything, capsys, monkeypatch):
+    monkeypatch.setattr(schedule, "SECONDS", 0.1)
+    everything.Running.slow = "b"
+    start = time.monotonic()
+    assert everything() == ["b", "drawn b", "drawn a", "drawn c", "d", "drawn d"]
+    assert time.monotonic() - start < 20
+    assert "left for the next time: b, a" in capsys.readouterr().out
+
+
+def test_the_time_for_all_leaves_some_for_drawing():
+    assert schedule.SECONDS + 60 <= 60 * schedule.ALL_MINUTES == 360
+
+
+# --- clocks ----------------------------------------------------------------------------------
+
+SAMPLES = """1980, 3201, 120.5, 35, 0, 0x0000000000000001
+1755, 3201, 690.25, 61, 100, 0x0000000000000004
+1905, 3201, 640, 60, 97, 0x0000000000000000
+1830, 3201, 660, 62, 80, 0x0000000000000024
+1980, 3201, 12"""
+
+
+def test_clocks_are_of_the_samples_in_which_the_gpu_works():
+    found = clocks.summarize(SAMPLES)
+    assert (found["samples"], found["busy"]) == (4, 3)
+    assert found["SM clock, MHz"] == [1755, 1830, 1905]
+    assert found["power, W"] == [640, 660, 690.25]
+    assert found["temperature, C"] == [60, 61, 62]
+    assert found["held by"] == {"power cap": 2, "thermal slowdown, software": 1}
+    idle = clocks.summarize(SAMPLES.splitlines()[0])
+    assert (idle["samples"], idle["busy"], idle["power, W"]) == (1, 0, [120.5] * 3)
+    assert clocks.summarize("No devices were found\n") == {}
+
+
+def test_clocks_are_sampled_while_something_is_measured(tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        f"#!{sys.executable}\nimport sys, time\n"
+        "if any('clocks_event_reasons' in a for a in sys.argv): sys.exit(2)\n"
+        "print('1830, 3201, 660, 62, 80, 0x4', flush=True)\n"
+        "time.sleep(60 * any('loop-ms' in a for a in sys.argv))\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    with clocks.Sampling() as sampling:
+        end = time.monotonic() + 20
+        while not sampling.summary() and time.monotonic() < end:
+            time.sleep(0.01)
+        found = sampling.summary()
+    assert found["samples"] == 1 and found["held by"] == {"power cap": 1}
+    monkeypatch.setenv("PATH", "")
+    with clocks.Sampling() as sampling:
+        assert sampling.summary() == {}
