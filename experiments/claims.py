@@ -333,7 +333,7 @@ def draw(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def table(rows: Sequence[Row]) -> Table | None:
+def layer(rows: Sequence[Row]) -> Table | None:
     """Bytes of the layer that the claims name."""
     found = _layer_rows(rows)
     lines = []
@@ -349,3 +349,7 @@ def table(rows: Sequence[Row]) -> Table | None:
     layer = next(iter(found.values()))
     caption = f"Forward, fp16, {layer.heads_q} heads, N={layer.seqlen_q}, d={layer.head_dim}."
     return Table(caption, tables.markdown(header, lines))
+
+
+# The page's table of this experiment's name has the verdicts.
+TABLES = {"claims_layer": layer}

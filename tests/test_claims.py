@@ -78,11 +78,11 @@ def test_the_layers_bytes_are_drawn_and_tabled():
     assert sorted(patch.get_height() for patch in ax.patches) == [0.28e9, 8.9e9, 9.1e9, 17.5e9]
     texts = " ".join(text.get_text() for text in ax.texts)
     assert "claimed 0.27" in texts and "claimed 17.8" in texts
-    body = measured.table(rows).body
+    body = measured.layer(rows).body
     assert "| FA-2 (Q outer) | 0.27 | 8.9 | 9.1 | 0.28 |" in body
     assert "| standard | 17.4 to 17.8 | 17.5 | - | - |" in body
     other = [layer_row("fa2-mma", "model", 1e9, seqlen=1024)]
     assert not re.search(
         "claimed", " ".join(t.get_text() for t in measured.draw(other).axes[0].texts)
     )
-    assert measured.draw([]) is None and measured.table([]) is None
+    assert measured.draw([]) is None and measured.layer([]) is None
