@@ -1,0 +1,425 @@
+"""Error of every kernel against float64, and bitwise agreement of online with ordinary softmax.
+
+Claims C1 and C2, and FlashAttention-3's test with outliers (its section 4.3, Table 3).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import fa_numba
+from fa_numba import device, reference
+from fa_numba.problem import Problem
+
+from .lab import calls, peers, precompile, published, tables
+from .lab.options import Bench, Options
+from .lab.series import LABELS, row_fields
+from .lab.speeds import DTYPES
+from .lab.store import EMULATOR, MODEL, Row
+from .lab.tables import Table
+from .lab.timing import ROUNDING, attempt, to_host
+from .lab.workloads import SEED, held
+
+NAME = "numerics"
+TITLE = "error against float64 and bitwise agreement, with and without outliers"
+DESCRIPTION = (
+    "Error of every kernel against float64 over N=128..16384, fp32, fp16 and bf16, for normal "
+    "inputs and for FlashAttention-3's with outliers: RMSE, the largest error, and the share of "
+    "elements that are bit for bit those of standard attention, and of an ordinary softmax; on "
+    "the emulator at small sizes."
+)
+NEEDS_GPU = False
+# The kind of a row's inputs stands in its note.
+SWEPT = ("note",)
+HEADS, HEAD_DIM, VECTORS = 4, 64, 64
+SEQLENS = tuple(128 << n for n in range(8))
+QUICK_SEQLENS, EMULATED_SEQLENS, EMULATED_LONGEST = (128, 1024), (64, 128), 512
+EMULATED_VECTORS = (128, 4096)
+NORMAL, OUTLIERS = "normal", "outliers"
+# FA-3: N(0, 1), and with a chance of 0.001 N(0, 100) added, whose standard deviation is 10.
+CHANCE, DEVIATION = 0.001, 10.0
+SAMPLED = 128  # rows of a head that are computed in float64
+PROTOCOL = (
+    f"{HEADS} heads, results held against float64 of the same rounded inputs on {SAMPLED} rows "
+    "of each head, spread evenly; softmaxes of vectors in fp32; shares of equal elements are of "
+    "whole results; the emulator's numbers are double between stores, so that its errors are a "
+    "little small and its bits are not compared, and without a GPU the softmaxes are computed in "
+    "NumPy, step by step in float32"
+)
+OURS = {
+    "float32": ("standard-simt", "fa1-simt", "fa2-simt"),
+    "float16": ("standard-mma", "fa1-mma", "fa2-mma"),
+    "bfloat16": ("standard-mma", "fa1-mma", "fa2-mma"),
+}
+THEIRS = {
+    "float32": (peers.UNFUSED, peers.EFFICIENT),
+    "float16": (peers.UNFUSED, peers.FLASH, peers.CUDNN, peers.EFFICIENT),
+    "bfloat16": (peers.UNFUSED, peers.FLASH, peers.CUDNN, peers.EFFICIENT),
+}
+SAFE, ONLINE = "softmax-safe", "softmax-online"
+
+
+def inputs(kind: str, problem: Problem) -> tuple[np.ndarray, ...]:
+    """q, k and v, float32 arrays of numbers that the problem's dtype holds exactly."""
+    rng = np.random.default_rng([SEED, problem.seqlen_q, problem.head_dim])
+    return tuple(
+        held(_drawn(rng, kind, shape), problem.dtype)
+        for shape in (problem.q_shape, problem.k_shape, problem.k_shape)
+    )
+
+
+def _drawn(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.ndarray:
+    values = rng.standard_normal(shape, np.float32)
+    if kind == OUTLIERS:
+        chosen = rng.random(shape) < CHANCE
+        values += chosen * np.float32(DEVIATION) * rng.standard_normal(shape, np.float32)
+    return values
+
+
+class Exact:
+    """Attention in float64 on some rows of every head, evenly spread."""
+
+    def __init__(self, problem: Problem, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+        N, Nk = problem.seqlen_q, problem.seqlen_k
+        self._rows = np.unique(np.linspace(0, N - 1, min(N, SAMPLED)).astype(int))
+        seen = None
+        if problem.causal:
+            seen = np.arange(Nk) <= self._rows[:, None] + problem.diagonal
+        chosen = q[:, :, self._rows]
+        self._right = reference.attention(chosen, k, v, attn_mask=seen)
+
+    def errors(self, out: np.ndarray) -> dict[str, float]:
+        """The relative error (of norms), the root of the mean square and the largest error."""
+        got = out[:, :, self._rows].astype(np.float64)
+        off = np.abs(got - self._right)
+        return {
+            "error": reference.relative_error(got, self._right),
+            "rmse": float(np.sqrt(np.mean(off**2))),
+            "max_error": float(off.max()),
+        }
+
+
+def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """Errors on the emulator at small sizes, and on a GPU at all."""
+    lengths = options.seqlens or EMULATED_SEQLENS
+    small = [N for N in lengths if N <= EMULATED_LONGEST]
+    if len(small) < len(lengths):
+        beyond = ", ".join(str(N) for N in lengths if N > EMULATED_LONGEST)
+        bench.say(f"  not on the emulator, where it takes long: N={beyond}")
+    # NumPy has no bfloat16.
+    work = list(_problems(options, small, 1, ("float32", "float16")))
+    yield from bench.counted(
+        [
+            (item, EMULATOR)
+            for item in (*work, *_vectors(options.seqlens or EMULATED_VECTORS, VECTORS))
+        ],
+        "running on the emulator",
+        _rows_of,
+    )
+    if bench.machine is None:
+        return
+    long = options.seqlens or (QUICK_SEQLENS if options.quick else SEQLENS)
+    dtypes = tuple(OURS)
+    if not peers.available():
+        bench.say("  no torch with CUDA here: neither its kernels nor bf16 are measured")
+        dtypes = dtypes[:2]
+    cases = list(_problems(options, long, HEADS, dtypes))
+    planned = (precompile.Call(s, problem) for problem, _ in cases for s in OURS[problem.dtype])
+    precompile.compile_ahead(planned, bench)
+    for item in bench.track([*cases, *_vectors(long, VECTORS)], "comparing with float64"):
+        yield from _rows_of(item, bench.machine)
+        device.release_memory()
+        peers.release()
+
+
+Item = tuple[Problem, str]
+
+
+def _problems(
+    options: Options, lengths: Sequence[int], heads: int, dtypes: Sequence[str]
+) -> Iterator[Item]:
+    for dtype in dtypes:
+        for kind in (NORMAL, OUTLIERS):
+            for d in options.head_dims or (HEAD_DIM,):
+                for mask in options.causal or (False,):
+                    for N in lengths:
+                        yield Problem(1, heads, heads, N, N, d, dtype=dtype, causal=mask), kind
+
+
+def _vectors(lengths: Sequence[int], batch: int) -> Iterator[Item]:
+    """Softmaxes of so many vectors, their length as that of a sequence, as problems of d=1."""
+    for kind in (NORMAL, OUTLIERS):
+        for V in lengths:
+            yield Problem(batch, 1, 1, V, V, 1), kind
+
+
+def _rows_of(item: Item, machine: str) -> Iterator[Row]:
+    problem, kind = item
+    source = "counted" if machine == EMULATOR else "measured"
+    common: dict[str, Any] = {"machine": machine, "source": source, "unit": "1"}
+    common |= {"experiment": NAME, **row_fields(problem)}
+    make = _softmaxes if problem.head_dim == 1 and problem.batch > 1 else _attention
+    found: dict[str, np.ndarray] = {}
+    for series, run, errors, ordinary in make(problem, kind, machine):
+        out, failure = attempt(run)
+        if failure:
+            note = f"{kind}; {failure}"
+            yield Row(series=series, metric="error", value=None, note=note, **common)
+            continue
+        found[series] = out
+        values = errors(out)
+        # Between stores the emulator's numbers are double: what bits it gives is no GPU's.
+        bits = machine != EMULATOR or series == ONLINE
+        if bits and ordinary in found and ordinary != series:
+            values["identical"] = float(np.mean(out == found[ordinary]))
+        for metric, value in values.items():
+            # NumPy's exponentials differ between CPUs in bits that nobody should have to look at.
+            value = float(f"{value:.3g}")
+            yield Row(series=series, metric=metric, value=value, note=kind, **common)
+
+
+Made = tuple[str, Callable[[], np.ndarray], Callable[[np.ndarray], dict[str, float]], str]
+
+
+def _attention(problem: Problem, kind: str, machine: str) -> Iterator[Made]:
+    """(series, a function that gives its O, its errors, whose bits they are held against)."""
+    host = inputs(kind, problem)
+    exact = Exact(problem, *host)
+    ours: tuple[str, ...] = OURS[problem.dtype]
+    if machine == EMULATOR:
+        arrays: Sequence[Any] = [x.astype(problem.dtype) for x in host]
+    else:
+        arrays = peers.on_device(host, problem.dtype)
+        ours = (*ours, *(THEIRS[problem.dtype] if peers.available() else ()))
+    for series in ours:
+        ordinary = peers.UNFUSED if calls.theirs(series) else ours[0]
+        run = partial(_output, series, problem, arrays, machine)
+        yield series, run, exact.errors, ordinary
+
+
+def _output(series: str, problem: Problem, arrays: Sequence[Any], machine: str) -> np.ndarray:
+    with device.using(EMULATOR) if machine == EMULATOR else contextlib.nullcontext():
+        return to_host(calls.make(series, "fwd", problem, arrays)())
+
+
+def _softmaxes(problem: Problem, kind: str, machine: str) -> Iterator[Made]:
+    """The same for the safe and the online softmax of vectors."""
+    rng = np.random.default_rng([SEED, problem.seqlen_q])
+    x = _drawn(rng, kind, (problem.batch, problem.seqlen_q))
+    wide = x.astype(np.float64)
+    right = np.exp(wide - wide.max(axis=1, keepdims=True))
+    right /= right.sum(axis=1, keepdims=True)
+
+    def errors(y: np.ndarray) -> dict[str, float]:
+        return {
+            "error": reference.relative_error(y, right),
+            "rmse": float(np.sqrt(np.mean((y - right) ** 2))),
+            "max_error": float(np.abs(y - right).max()),
+        }
+
+    def run(series: str) -> np.ndarray:
+        if machine == EMULATOR:
+            return stepwise(x, online=series == ONLINE)
+        algorithm = series.removeprefix("softmax-")
+        return to_host(fa_numba.softmax(peers.on_device((x,))[0], algorithm=algorithm))
+
+    for series in (SAFE, ONLINE):
+        yield series, partial(run, series), errors, SAFE
+
+
+def stepwise(x: np.ndarray, online: bool) -> np.ndarray:
+    """Softmax of the rows of x by Algorithm 2 or 3 of arXiv 1805.02867, one element after the
+    other, each operation rounded to float32: what the emulator, whose numbers are double between
+    stores, does not show.
+    """
+
+    def e(difference: np.ndarray) -> np.ndarray:
+        return np.exp(difference.astype(np.float64)).astype(np.float32)
+
+    m = np.full(len(x), -np.inf, np.float32) if online else x.max(axis=1)
+    d = np.zeros(len(x), np.float32)
+    for xj in x.T:
+        if online:  # Alg. 3 lines 4, 5: d e^(m_old - m) + e^(x - m)
+            m_old, m = m, np.maximum(m, xj)
+            d = d * e(m_old - m)
+        d = d + e(xj - m)
+    return e(x - m[:, None]) / d[:, None]
+
+
+# --- figure and tables -----------------------------------------------------------------------
+
+Found = dict[tuple[str, str, str, str], dict[int, float]]
+
+
+def curves(rows: Sequence[Row], emulated: bool) -> Found:
+    """(dtype, inputs, series, metric) -> N -> value, of the emulator's rows or of a GPU's.
+
+    Of other head dimensions and with a mask there is none where there are rows of d=64 without.
+    """
+    mine = [
+        r
+        for r in rows
+        if (r.machine == EMULATOR) == emulated and r.machine != MODEL and r.value is not None
+    ]
+    mine = [r for r in mine if _is_usual(r)] or mine
+    found: Found = {}
+    for row in sorted(mine, key=lambda row: row.seqlen_q):
+        key = (row.dtype, row.place, row.series, row.metric)
+        found.setdefault(key, {})[row.seqlen_q] = row.number
+    return found
+
+
+def _is_usual(row: Row) -> bool:
+    return row.head_dim in (1, HEAD_DIM) and not row.causal
+
+
+_KINDS = {NORMAL: "normal inputs", OUTLIERS: "inputs with outliers"}
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """The relative error over N: a row of panels for each kind of input, a column for each dtype.
+
+    Full marks are of a GPU, hollow ones of the emulator.
+    """
+    from .lab import style
+
+    on_gpu, emulated = curves(rows, False), curves(rows, True)
+    keys = [key for key in {**on_gpu, **emulated} if key[3] == "error"]
+    keys = [key for key in keys if key[2] in (*OURS[key[0]], *THEIRS[key[0]])]
+    dtypes = [dtype for dtype in OURS if any(key[0] == dtype for key in keys)]
+    if not dtypes:
+        return None
+    figure, axes = style.new(2, len(dtypes), 7.0, sharex=True, sharey="col")
+    for kind, across in zip((NORMAL, OUTLIERS), axes, strict=True):
+        for dtype, ax in zip(dtypes, across, strict=True):
+            lengths = _panel(ax, dtype, kind, on_gpu, emulated, style)
+            ax.axhline(ROUNDING[dtype], color="#555555", lw=0.9, ls=":", label="one rounding")
+            if dtype == "float32":
+                ax.axhline(1e-5, color="#CC79A7", lw=1.2, ls="--", label="claimed, fp32")
+            ax.set_yscale("log")
+            ax.set_title(f"{DTYPES[dtype]}, {_KINDS[kind]}")
+            style.sizes(ax, sorted(lengths)[::2] if len(lengths) > 6 else sorted(lengths), "N")
+            ax.set_xlim(right=max(lengths, default=128) * 1.25)
+        across[0].set_ylabel("error, relative to float64")
+    handles = style.handles(axes)
+    title = "relative error of O (norms); full marks: GPU, hollow: emulator"
+    figure.legend(handles.values(), handles, loc="outside upper center", ncols=4, title=title)
+    return figure
+
+
+def _panel(ax: Any, dtype: str, kind: str, on_gpu: Found, emulated: Found, style: Any) -> set[int]:
+    lengths: set[int] = set()
+    for series in (*THEIRS[dtype], *OURS[dtype]):
+        looks: dict[str, Any] = {"color": style.COLOURS[series], "marker": style.MARKERS[series]}
+        looks |= {"ms": 5, "ls": "--" if calls.theirs(series) else "-"}
+        for found, hollow in ((on_gpu, False), (emulated, True)):
+            line = found.get((dtype, kind, series, "error"))
+            if line:
+                lengths |= set(line)
+                more = {"mfc": "white", "lw": 0.8} if hollow else {"lw": 1.5}
+                label = LABELS[series] if not hollow or not on_gpu else None
+                ax.plot(list(line), list(line.values()), label=label, **looks, **more)
+    return lengths
+
+
+def paper_ratio() -> float:
+    """Standard attention's RMSE over FlashAttention-2's in FA-3's Table 3, fp16 with outliers."""
+    lines = published.lookup(paper="fa3", item="Table 3", metric="rmse")
+    found = {line["method"]: float(line["value"]) for line in lines}
+    return found["Standard"] / found["FlashAttention-2"]
+
+
+def _latest(found: Found, *key: str) -> tuple[int, float] | None:
+    line = found.get((key[0], key[1], key[2], key[3]))
+    return max(line.items()) if line else None
+
+
+def table(rows: Sequence[Row]) -> Table | None:
+    """RMSE and the largest error at the longest length, a line for each dtype and kind of input."""
+    lines = []
+    for dtype in OURS:
+        for kind in (NORMAL, OUTLIERS):
+            for emulated in (False, True):
+                line = _line(curves(rows, emulated), dtype, kind)
+                if line:
+                    lines.append([*line[:3], "emulator" if emulated else "GPU", *line[3:]])
+                    break
+    if not lines:
+        return None
+    header = ["dtype", "inputs", "N", "run on", "RMSE: standard", "FA-1", "FA-2", "torch unfused"]
+    header += ["torch's fused", "standard / FA-2", "torch unfused / fused", "published ratio"]
+    header += ["largest error, FA-2", "relative error, FA-2, worst N"]
+    caption = (
+        "Against float64 of the same inputs at the longest length run. torch's fused kernel is "
+        "its FA-2 in 16 bits, its memory-efficient one in fp32; the published ratio is standard "
+        "over FA-2 in FlashAttention-3's Table 3."
+    )
+    return Table(caption, tables.markdown(header, lines))
+
+
+def _line(found: Found, dtype: str, kind: str) -> list[str]:
+    """The cells of the table but where they are from; empty without FA-2's."""
+    ours, fused = OURS[dtype], THEIRS[dtype][1]
+    at = _latest(found, dtype, kind, ours[2], "rmse")
+    if at is None:
+        return []
+    N = at[0]
+    shown = (*ours, peers.UNFUSED, fused)
+    rmse = {s: found.get((dtype, kind, s, "rmse"), {}).get(N) for s in shown}
+
+    def over(a: str, b: str) -> str:
+        top, bottom = rmse[a], rmse[b]
+        return f"{top / bottom:.2f}" if top and bottom else tables.MISSING
+
+    largest = found[dtype, kind, ours[2], "max_error"].get(N)
+    worst = max(found[dtype, kind, ours[2], "error"].values())
+    paper = f"{paper_ratio():.2f}" if (dtype, kind) == ("float16", OUTLIERS) else tables.MISSING
+    return [
+        *(DTYPES[dtype], kind, str(N)),
+        *(tables.number(rmse, s, ".1e") for s in shown),
+        *(over(ours[0], ours[2]), over(peers.UNFUSED, fused), paper),
+        tables.MISSING if largest is None else f"{largest:.1e}",
+        f"{worst:.1e}",
+    ]
+
+
+# What is held against what, bit for bit: dtype, series, what it is, the ordinary one.
+PAIRS = (
+    ("float32", ONLINE, "online softmax", SAFE, "safe softmax"),
+    ("float32", "fa1-simt", "FA-1", "standard-simt", "standard"),
+    ("float32", "fa2-simt", "FA-2", "standard-simt", "standard"),
+    ("float16", "fa1-mma", "FA-1", "standard-mma", "standard"),
+    ("float16", "fa2-mma", "FA-2", "standard-mma", "standard"),
+)
+
+
+def identical(rows: Sequence[Row]) -> Table | None:
+    """How many elements are bit for bit those of the ordinary computation in the same dtype."""
+    lines = []
+    for dtype, series, name, ordinary, other in PAIRS:
+        for kind in (NORMAL, OUTLIERS):
+            for emulated in (False, True):
+                found = curves(rows, emulated)
+                shares = found.get((dtype, kind, series, "identical"))
+                if not shares:
+                    continue
+                errors = [_latest(found, dtype, kind, s, "error") for s in (series, ordinary)]
+                cells = [tables.MISSING if e is None else f"{e[1]:.1e}" for e in errors]
+                ends = [f"{100 * shares[N]:.1f} % (N={N})" for N in (min(shares), max(shares))]
+                where = "NumPy" if emulated else "GPU"
+                lines.append([f"{name} and {other}", DTYPES[dtype], kind, where, *ends, *cells])
+                break
+    if not lines:
+        return None
+    header = ["bit for bit", "dtype", "inputs", "run on", "equal elements, shortest"]
+    header += ["longest", "relative error, the first", "the second"]
+    caption = "Errors are against float64, at the longest length."
+    return Table(caption, tables.markdown(header, lines))
+
+
+TABLES = {"numerics_identical": identical}

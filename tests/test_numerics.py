@@ -1,0 +1,272 @@
+"""Errors against float64: inputs, samples, rows, bitwise agreement, figure and tables."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_gpt2_table import cells, exact
+
+import fa_numba
+from experiments import numerics
+from experiments.lab import calls, peers, report
+from experiments.lab.options import Bench, Options
+from experiments.lab.series import row_fields
+from experiments.lab.store import EMULATOR, Recorder, Row, Store
+from experiments.numerics import NORMAL, ONLINE, OUTLIERS, SAFE, inputs
+from fa_numba import reference
+from fa_numba.problem import Problem
+
+
+def synthetic(machine="some-gpu"):
+    """A few rows of each kind: FA-2 is off by a rounding, standard by two, torch's by three."""
+    rows = []
+    common = {"experiment": "numerics", "unit": "1"}
+    for dtype, ours in numerics.OURS.items():
+        shown = (*ours, *numerics.THEIRS[dtype])
+        for kind in (NORMAL, OUTLIERS):
+            for N, place, source in (
+                (64, EMULATOR, "counted"),
+                (128, machine, "measured"),
+                (16384, machine, "measured"),
+            ):
+                problem = Problem(1, 4, 4, N, N, 64, dtype=dtype)
+                fields = {"machine": place, "source": source, **row_fields(problem), **common}
+                for n, series in enumerate(shown if place == machine else ours):
+                    value = (2.0, 1.5, 1.0, 3.0, 1.5, 1.0, 1.0)[n] * numerics.ROUNDING[dtype]
+                    metrics = {"error": value, "rmse": value / 10, "max_error": 2 * value}
+                    if n in (1, 2) and place == machine:
+                        metrics["identical"] = 0.25
+                    for metric, number in metrics.items():
+                        more = {"series": series, "metric": metric, "value": number, "note": kind}
+                        rows.append(Row(**more, **fields))
+    for kind in (NORMAL, OUTLIERS):
+        for V, share in ((128, 1.0), (16384, 0.5)):
+            problem = Problem(64, 1, 1, V, V, 1)
+            fields = {"machine": machine, "source": "measured", **row_fields(problem), **common}
+            for series in (SAFE, ONLINE):
+                metrics = {"error": 2e-7} | ({"identical": share} if series == ONLINE else {})
+                for metric, number in metrics.items():
+                    more = {"series": series, "metric": metric, "value": number, "note": kind}
+                    rows.append(Row(**more, **fields))
+    return rows
+
+
+# --- inputs and what they are held against -----------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", numerics.OURS)
+def test_outliers_are_the_papers(dtype):
+    problem = Problem(1, 4, 4, 2048, 2048, 64, dtype=dtype)
+    normal, outliers = inputs(NORMAL, problem), inputs(OUTLIERS, problem)
+    for x, y in zip(normal, outliers, strict=True):
+        assert abs(x.std() - 1) < 0.02 and abs(x).max() < 7
+        # N(0, 1) + N(0, 100) with a chance of 0.001: the variance is 1.1.
+        assert y.var() == pytest.approx(1.1, rel=0.03)
+        far = np.mean(abs(y) > 7)
+        assert 0.3e-3 < far < 0.7e-3 and abs(y).max() > 25
+        assert not np.array_equal(x, y)
+    if dtype == "float16":
+        np.testing.assert_array_equal(outliers[0], outliers[0].astype(np.float16))
+    again = inputs(OUTLIERS, problem)
+    np.testing.assert_array_equal(again[2], outliers[2])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_errors_are_those_of_the_whole_result(causal):
+    problem = Problem(1, 2, 2, 40, 40, 8, causal=causal)
+    q, k, v = inputs(OUTLIERS, problem)
+    right = reference.attention(q, k, v, causal=causal)
+    exact_rows = numerics.Exact(problem, q, k, v)
+    assert exact_rows.errors(right) == pytest.approx(
+        {"error": 0, "rmse": 0, "max_error": 0}, abs=1e-12
+    )
+    off = right + 0.5
+    off[0, 1, 7, 3] += 1.0
+    found = exact_rows.errors(off)
+    assert found["max_error"] == pytest.approx(1.5)
+    assert found["rmse"] == pytest.approx(np.sqrt(np.mean((off - right) ** 2)))
+    assert found["error"] == pytest.approx(reference.relative_error(off, right))
+
+
+def test_a_long_result_is_sampled_evenly(monkeypatch):
+    monkeypatch.setattr(numerics, "SAMPLED", 8)
+    problem = Problem(1, 1, 1, 64, 64, 8)
+    q, k, v = inputs(NORMAL, problem)
+    sampled = numerics.Exact(problem, q, k, v)
+    assert list(sampled._rows) == [0, 9, 18, 27, 36, 45, 54, 63]
+    out = reference.attention(q, k, v)
+    assert sampled.errors(out)["error"] < 1e-12
+    out[0, 0, 27] = 0
+    assert sampled.errors(out)["error"] > 0.05
+
+
+# --- softmax, step by step ----------------------------------------------------------------------
+
+
+def test_the_steps_are_softmax():
+    x = np.random.default_rng(1).standard_normal((3, 50)).astype(np.float32)
+    right = np.exp(x.astype(np.float64))
+    right /= right.sum(axis=1, keepdims=True)
+    for online in (False, True):
+        y = numerics.stepwise(x, online)
+        assert y.dtype == np.float32 and reference.relative_error(y, right) < 3e-7
+    # A maximum that comes first never changes again: then they are the same.
+    falling = -np.sort(-x, axis=1)
+    same = [numerics.stepwise(falling, online) for online in (False, True)]
+    np.testing.assert_array_equal(*same)
+    # Large numbers overflow neither.
+    assert np.isfinite(numerics.stepwise(x + 1000, True)).all()
+
+
+def test_online_softmax_is_not_the_ordinary_one_bit_for_bit():
+    x = np.random.default_rng(2).standard_normal((16, 400)).astype(np.float32)
+    equal = numerics.stepwise(x, True) == numerics.stepwise(x, False)
+    assert 0.05 < equal.mean() < 0.95
+
+
+# --- rows ------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_the_emulator_and_numpy():
+    said = []
+    options = Options(seqlens=(24, 4096), head_dims=(8,))
+    rows = list(numerics.measure(options, Bench(say=said.append)))
+    assert "not on the emulator, where it takes long: N=4096" in said[0]
+    assert {(r.machine, r.source) for r in rows} == {(EMULATOR, "counted")}
+    assert not [r.note for r in rows if r.failed]
+    assert len({(*r.key, r.place) for r in rows}) == len(rows)
+    attention = [r for r in rows if r.head_dim == 8]
+    assert {(r.dtype, r.series, r.place, r.metric, r.seqlen_q) for r in attention} == {
+        (dtype, series, kind, metric, 24)
+        for dtype in ("float32", "float16")
+        for series in numerics.OURS[dtype]
+        for kind in (NORMAL, OUTLIERS)
+        for metric in ("error", "rmse", "max_error")
+    }
+    # The rounding of the dtype, and no more than a few of them.
+    for r in attention:
+        if r.metric == "error":
+            assert 0.03 < r.value / numerics.ROUNDING[r.dtype] < 8
+    shares = {(r.seqlen_q, r.place): r.value for r in rows if r.metric == "identical"}
+    assert set(shares) == {(V, kind) for V in (24, 4096) for kind in (NORMAL, OUTLIERS)}
+    assert all(0 < share < 1 for share in shares.values())
+
+
+def on_a_gpu(monkeypatch, attention=exact):
+    """Rows of a GPU's run with stand-ins for its kernels."""
+    monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
+    monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
+    monkeypatch.setattr(peers, "available", lambda: False)
+    monkeypatch.setattr(fa_numba, "attention", attention)
+    monkeypatch.setattr(numerics, "EMULATED_LONGEST", 0)
+    monkeypatch.setattr(numerics, "stepwise", lambda x, online: x)
+    bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
+    with fa_numba.device.using("emulator"):
+        rows = list(numerics.measure(Options(seqlens=(16,), head_dims=(8,)), bench))
+    return [row for row in rows if row.machine == "some-gpu"]
+
+
+def test_bits_are_compared_on_a_gpu(monkeypatch):
+    def attention(q, k, v, **options):
+        out = exact(q, k, v, **options)
+        if options["algorithm"] == "fa2":
+            out[:, ::2] *= np.asarray(1.01, out.dtype)
+        return out
+
+    rows = on_a_gpu(monkeypatch, attention)
+    assert {r.source for r in rows} == {"measured"} and not [r for r in rows if r.failed]
+    shares = {(r.series, r.place): r.value for r in rows if r.metric == "identical"}
+    assert shares["fa1-simt", NORMAL] == shares["fa1-mma", OUTLIERS] == 1.0
+    assert shares["fa2-simt", NORMAL] == pytest.approx(0.5, abs=0.02)
+    errors = {(r.series, r.place): r.value for r in rows if r.metric == "error"}
+    assert errors["fa1-simt", NORMAL] < 1e-7
+    assert errors["fa2-simt", NORMAL] == pytest.approx(0.01 / np.sqrt(2), rel=0.2)
+    assert (ONLINE, OUTLIERS) in errors and (SAFE, NORMAL) in errors
+
+
+def test_a_failure_is_a_row(monkeypatch):
+    def attention(q, k, v, **options):
+        if options["algorithm"] == "standard":
+            raise MemoryError
+        return exact(q, k, v, **options)
+
+    rows = on_a_gpu(monkeypatch, attention)
+    failed = {(r.series, r.note) for r in rows if r.failed}
+    assert failed == {
+        (series, f"{kind}; failed: out of memory")
+        for series in ("standard-simt", "standard-mma")
+        for kind in (NORMAL, OUTLIERS)
+    }
+    # There is nothing to hold the others' bits against.
+    assert {r.series for r in rows if r.metric == "identical"} == {ONLINE}
+
+
+# --- figure and tables -----------------------------------------------------------------------
+
+
+def test_the_papers_ratio():
+    assert numerics.paper_ratio() == pytest.approx(3.2 / 1.9)
+
+
+def test_the_tables(tmp_path):
+    about = {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
+    store = Store(tmp_path)
+    recorder = Recorder(store, "numerics", lambda machine: about, numerics.SWEPT)
+    for row in synthetic(report.MACHINE):
+        recorder.add(row)
+    recorder.finish(complete=True)
+    header, *lines = cells(report.text("numerics", store))
+    assert len(lines) == 6 and len(lines[0]) == len(header)
+    found = {tuple(line[:2]): line[2:] for line in lines}
+    unit = 2.0**-11
+    ratios = ["2.00", "2.00"]
+    assert found["fp16", OUTLIERS] == [
+        *("16384", "GPU"),
+        *(f"{n * unit / 10:.1e}" for n in (2.0, 1.5, 1.0, 3.0, 1.5)),
+        *(*ratios, "1.68", f"{2 * unit:.1e}", f"{unit:.1e}"),
+    ]
+    assert found["fp16", NORMAL][9] == found["fp32", OUTLIERS][9] == "-"
+    header, *lines = cells(report.text("numerics_identical", store))
+    assert len(lines) == 10 and len(lines[0]) == len(header)
+    assert lines[0] == [
+        *("online softmax and safe softmax", "fp32", NORMAL, "GPU"),
+        *("100.0 % (N=128)", "50.0 % (N=16384)", "2.0e-07", "2.0e-07"),
+    ]
+    # What the emulator alone has comes from there, and says so.
+    alone = [row for row in synthetic() if row.machine == EMULATOR]
+    assert "| fp32 | normal | 64 | emulator |" in numerics.table(alone).body
+    for name in ("numerics", "numerics_identical"):
+        assert report.text(name, Store(tmp_path / "none")) == "no recording yet\n"
+
+
+def test_the_figure():
+    figure = numerics.draw(synthetic())
+    assert [ax.get_title() for ax in figure.axes] == [
+        f"{dtype}, {kind}"
+        for kind in ("normal inputs", "inputs with outliers")
+        for dtype in ("fp32", "fp16", "bf16")
+    ]
+    # Lines of a GPU, those of the emulator, a rounding, and in fp32 what is claimed.
+    counts = [5 + 3 + 2, 7 + 3 + 1, 7 + 3 + 1]
+    assert [len(ax.lines) for ax in figure.axes] == counts * 2
+    alone = [row for row in synthetic() if row.machine == EMULATOR]
+    half = [row for row in alone if row.dtype == "float16"]
+    assert [ax.get_title() for ax in numerics.draw(half).axes] == [
+        "fp16, normal inputs",
+        "fp16, inputs with outliers",
+    ]
+    masked = [replace(row, causal=True) for row in half]
+    assert [len(ax.lines) for ax in numerics.draw(masked).axes] == [4, 4]
+    assert numerics.draw([]) is None
+
+
+def test_torch_is_held_against_its_own_unfused(monkeypatch):
+    """Whose bits a series is compared with."""
+    problem = Problem(1, 1, 1, 8, 8, 8, dtype="float16")
+    monkeypatch.setattr(peers, "available", lambda: True)
+    monkeypatch.setattr(peers, "on_device", lambda arrays, dtype: arrays)
+    monkeypatch.setattr(calls, "make", lambda *_: lambda: np.zeros(problem.q_shape))
+    made = {s: ordinary for s, _, _, ordinary in numerics._attention(problem, NORMAL, "some-gpu")}
+    assert made == dict.fromkeys(numerics.OURS["float16"], "standard-mma") | dict.fromkeys(
+        numerics.THEIRS["float16"], peers.UNFUSED
+    )
