@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,12 +13,14 @@ import fa_numba
 from fa_numba import device, io_model, reference
 from fa_numba.problem import Problem
 
-from .lab import counts, peers, published, tables
+from .lab import counts, peers, published, sparse_figures, tables
 from .lab.options import Bench, Options
 from .lab.series import LABELS, call, gradients, row_fields
+from .lab.sparse_figures import NO_MASK, curve, deviations, place, relative
+from .lab.speeds import DTYPES
 from .lab.store import EMULATOR, MODEL, PUBLISHED, Row
 from .lab.tables import Table
-from .lab.timing import SECONDS, WrongResult, attempt, time_call, to_host
+from .lab.timing import ROUNDING, WrongResult, attempt, rounds, time_call, to_host
 from .lab.workloads import SEED, Inputs, one_head
 
 NAME = "block_sparse"
@@ -44,17 +46,20 @@ QUICK_SEQLEN, QUICK_SHARES = 1024, (10, 50, 100)
 # Block sizes that every kernel takes: one mask for both passes and orders.
 SIZE = 64
 PASSES = {"fwd+bwd": "forward + backward", "fwd": "forward"}
-SERIES = ("fa1-simt", "fa2-simt")
+# On CUDA cores, which the emulator counts, and on tensor cores.
+SERIES, HALF = ("fa1-simt", "fa2-simt"), ("fa1-mma", "fa2-mma")
+UNITS = {"float32": SERIES, "float16": HALF}
+# There are many shares: calls of about so much time of each, or five.
+SHARE_SECONDS = 0.2
 # Checked against float64, and counted where the emulator takes a second.
 CHECKED_SEQLEN = 1024
 SMALL_SEQLEN, SMALL_HEAD_DIM, SMALL_SIZE, SMALL_SHARES = 96, 16, 16, (20, 60)
-NO_MASK = "no mask"
 
 
-def setting(seqlen: int, head_dim: int, causal: bool = False) -> Problem:
+def setting(seqlen: int, head_dim: int, causal: bool = False, dtype: str = "float32") -> Problem:
     """The problem at a length; batch times length is the same for all lengths."""
     batch = max(1, TOKENS // seqlen)
-    return Problem(batch, HEADS, HEADS, seqlen, seqlen, head_dim, causal=causal)
+    return Problem(batch, HEADS, HEADS, seqlen, seqlen, head_dim, dtype=dtype, causal=causal)
 
 
 def block_mask(seqlen: int, size: int, share: int) -> np.ndarray | None:
@@ -73,15 +78,6 @@ def block_mask(seqlen: int, size: int, share: int) -> np.ndarray | None:
     others = np.random.default_rng([SEED, T]).permutation(np.flatnonzero(~mask))
     mask.flat[others[:wanted]] = True
     return mask
-
-
-def place(share: int | None) -> str:
-    """How the note of a row begins at this share in percent; None is the call without a mask."""
-    return NO_MASK if share is None else f"{share} % of blocks"
-
-
-def share_of(row: Row) -> int | None:
-    return None if row.place == NO_MASK else int(row.place.split()[0])
 
 
 def _given(problem: Problem, size: int, share: int | None) -> dict[str, Any]:
@@ -111,12 +107,19 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     lengths = options.seqlens or ((QUICK_SEQLEN,) if options.quick else (SEQLEN,))
     head_dims, masks = options.head_dims or (HEAD_DIM,), options.causal or (False,)
     shares = QUICK_SHARES if options.quick else SHARES
-    problems = [setting(N, d, mask) for d in head_dims for mask in masks for N in lengths]
+    problems = [
+        setting(N, d, mask, dtype)
+        for dtype in UNITS
+        for d in head_dims
+        for mask in masks
+        for N in lengths
+    ]
+    shares_of = {N: _shares(bench, setting(N, HEAD_DIM), SIZE, shares) for N in lengths}
     cases = [
         (problem, series, share)
         for problem in problems
-        for share in _shares(bench, problem, SIZE, shares)
-        for series in SERIES
+        for share in shares_of[problem.seqlen_q]
+        for series in UNITS[problem.dtype]
     ]
     for problem, series, share in bench.track(cases, "closed forms"):
         yield from _model(problem, series, SIZE, share)
@@ -150,7 +153,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     for problem, series, share in bench.each(cases, "timing"):
         if problem not in arrays:
             arrays.clear()
-            arrays[problem] = peers.on_device(inputs(problem))
+            arrays[problem] = peers.on_device(inputs(problem), problem.dtype)
         for pass_ in PASSES:
             yield _time(problem, series, pass_, share, arrays[problem], checks, bench.machine)
             device.release_memory()
@@ -174,7 +177,7 @@ def _model(problem: Problem, series: str, size: int, share: int | None) -> Itera
     if share is not None:
         mask = block_mask(problem.seqlen_q, size, share)
     sparse = replace(problem, sparse=share is not None)
-    if series == "fa1-simt":
+    if series.startswith("fa1"):
         forward = io_model.fa1(sparse, tiles, return_lse=True, block_mask=mask)
         backward = io_model.fa1_backward(sparse, tiles, block_mask=mask)
     else:
@@ -210,7 +213,7 @@ class Checks:
     """Checks results of each series, pass and share, at CHECKED_SEQLEN or less.
 
     O, or dq, dk and dv, of the last head must not differ from float64 by more than twice what the
-    unfused float32 computation does, plus a rounding; else WrongResult is raised.
+    unfused computation in the same dtype does, plus a rounding; else WrongResult is raised.
     """
 
     def __init__(self, inputs: Inputs) -> None:
@@ -221,7 +224,7 @@ class Checks:
         N = min(CHECKED_SEQLEN, problem.seqlen_q)
         small = replace(problem, batch=1, heads_q=2, heads_k=2, seqlen_q=N, seqlen_k=N)
         arrays, given = self.inputs(small), _given(small, SIZE, share)
-        found = _run(series, small, pass_, peers.on_device(arrays), given)()
+        found = _run(series, small, pass_, peers.on_device(arrays, small.dtype), given)()
         device.synchronize()
         found = (found,) if pass_ == "fwd" else found
         wanted = self._of(small, pass_, share, arrays, given)
@@ -239,17 +242,18 @@ class Checks:
         if key not in self._expected:
             q, k, v, dout = (x[:1, 1:2] for x in arrays)
             options = {"causal": problem.causal, "scale": problem.scale, **given}
+            rounded = options | rounds(problem)
             exact: Sequence[Any]
             unfused: Sequence[Any]
             if pass_ == "fwd":
                 names = ["O"]
                 exact = [reference.attention(q, k, v, **options)]
-                unfused = [reference.unfused(q, k, v, **options)]
+                unfused = [reference.unfused(q, k, v, **rounded)]
             else:
                 names = ["dq", "dk", "dv"]
                 exact = reference.attention_backward(dout, q, k, v, **options)
-                unfused = reference.unfused_backward(dout, q, k, v, **options)
-            rounding = float(np.finfo(np.float32).eps)
+                unfused = reference.unfused_backward(dout, q, k, v, **rounded)
+            rounding = ROUNDING[problem.dtype]
             self._expected[key] = [
                 (name, e[0, 0], 2 * float(reference.relative_error(u, e)) + rounding)
                 for name, e, u in zip(names, exact, unfused, strict=True)
@@ -269,7 +273,7 @@ def _time(
     def work() -> Any:
         checks(series, pass_, problem, share)
         run = _run(series, problem, pass_, arrays, _given(problem, SIZE, share))
-        return time_call(run, lambda result: float("nan"), seconds=SECONDS)
+        return time_call(run, lambda result: float("nan"), seconds=SHARE_SECONDS)
 
     timing, failure = attempt(work)
     fields = _fields(problem, series, pass_, SIZE, share)
@@ -288,7 +292,7 @@ def _time(
 
 def published_rows() -> list[Row]:
     """The paper's points: fp16 on an A100; batch, heads and head dimension are not given there."""
-    problem = setting(SEQLEN, HEAD_DIM)
+    problem = setting(SEQLEN, HEAD_DIM, dtype="float16")
     rows = []
     for line in published.lookup(paper="fa1", item="Fig. 2 right"):
         share = int(line["metric"].removeprefix("runtime at ").partition("%")[0])
@@ -301,149 +305,60 @@ def published_rows() -> list[Row]:
                 metric="time",
                 unit="ms",
                 value=float(line["value"]),
-                **fields | {"dtype": "float16", "Br": None, "Bc": None},
+                **fields | {"Br": None, "Bc": None},
             )
         )
     return rows
 
 
-def curve(rows: Sequence[Row], series: str, metrics: Sequence[str]) -> dict[int | None, float]:
-    """Share in percent (None: without a mask) -> the sum of the series' rows of these metrics.
-
-    `rows` are of one source and problem.
-    """
-    points: dict[int | None, float] = {}
-    for row in rows:
-        if row.series == series and row.metric in metrics and row.value is not None:
-            points[share_of(row)] = points.get(share_of(row), 0) + row.value
-    return points
-
-
-def relative(points: dict[int | None, float]) -> dict[int | None, float]:
-    """A `curve` divided by its value without a mask; empty where that is missing."""
-    dense = points.get(None)
-    return {share: value / dense for share, value in points.items()} if dense else {}
-
-
 def draw(rows: Sequence[Row]) -> Any:
-    """Time, and time and accesses over those of the dense call; each pass has a row of panels."""
-    from matplotlib.lines import Line2D
-
-    from .lab import style
-
+    """Time, and how far it is from its share of the time without a mask, over the share."""
     large = [row for row in rows if row.heads_q == HEADS]
-    panels = sorted(
-        {(r.pass_, r.head_dim, r.causal, r.seqlen_q) for r in large},
-        key=lambda panel: (list(PASSES).index(panel[0]), panel[1:]),
-    )
-    if not panels:
-        return None
-    figure, axes = style.new(len(panels), 2, 1.1 + 3.1 * len(panels))
-    for (pass_, d, mask, N), (left, right) in zip(panels, axes, strict=True):
-        mine = [
-            r for r in large if (r.pass_, r.head_dim, r.causal, r.seqlen_q) == (pass_, d, mask, N)
-        ]
-        paper = []
-        if (d, mask, N) == (HEAD_DIM, False, SEQLEN):
-            paper = [r for r in published_rows() if r.pass_ == pass_]
-        what = f"{PASSES[pass_]}, N={N}, d={d}{', causal' if mask else ''}"
-        left.set_title(what)
-        right.set_title("over the call without a mask")
-        times = [r for r in mine if r.source == "measured"] + paper
-        model = [r for r in mine if r.source == "model"]
-        _time_panel(left, times, style)
-        _relative_panel(right, times, model, style)
-    counts.annotate(axes[0][1], rows, 0.05)
-    shown = style.handles(axes)
-    if shown:
-        shown["without a mask (open, or large)"] = Line2D([], [], **_UNMASKED)
-        figure.legend(shown.values(), shown.keys(), loc="outside upper center", ncols=2)
-    return figure
-
-
-_STYLES = {
-    **{series: {"label": f"{LABELS[series]}, fp32", "ls": "-"} for series in SERIES},
-    PUBLISHED: {"label": "FA-1 paper, A100, fp16; batch and heads not given", "ls": "--"},
-}
-_UNMASKED: dict[str, Any] = {"color": "#444444", "ls": "", "marker": "o", "mfc": "none", "ms": 11}
-# FA-1's accesses are seen beneath FA-2's.
-_WIDTHS = {"fa1-simt": 3.6, "fa2-simt": 1.8}
-
-
-def _line(ax: Any, points: dict[int | None, float], **look: Any) -> None:
-    """A line over the share; the call without a mask is an open marker at 100 %."""
-    x = sorted(share for share in points if share is not None)
-    if x:
-        ax.plot(x, [points[share] for share in x], **look)
-    if None in points and look["marker"]:
-        apart = {"ls": "", "mfc": "none", "ms": 11, "label": None}
-        ax.plot([100], [points[None]], **look | apart)
-
-
-def _look(series: str, style: Any) -> dict[str, Any]:
-    return {"color": style.COLOURS[series], "marker": style.MARKERS.get(series, "x")}
-
-
-def _axes(ax: Any) -> None:
-    ax.set_xlim(0, 105)
-    ax.set_xlabel("non-zero blocks (%)")
-    ax.set_ylim(bottom=0)
-
-
-def _time_panel(ax: Any, times: Sequence[Row], style: Any) -> None:
-    found = {series: curve(times, series, ("time",)) for series in _STYLES}
-    for series, points in found.items():
-        _line(ax, points, **_look(series, style) | _STYLES[series])
-    if not any(found.values()):
-        style.empty(ax, "not recorded yet")
-        return
-    ax.set_ylabel("ms")
-    _axes(ax)
-
-
-def _relative_panel(ax: Any, times: Sequence[Row], model: Sequence[Row], style: Any) -> None:
-    found = {series: relative(curve(times, series, ("time",))) for series in _STYLES}
-    moved = {series: relative(curve(model, series, ("loads", "stores"))) for series in SERIES}
-    for series, points in moved.items():
-        look = {"label": f"{LABELS[series]}: accesses (model)", "ls": ":", "marker": ""}
-        _line(ax, points, color=style.COLOURS[series], lw=_WIDTHS[series], **look)
-    for series, points in found.items():
-        _line(ax, points, **_look(series, style) | _STYLES[series])
-    if not any([*found.values(), *moved.values()]):
-        style.empty(ax, "no call without a mask")
-        return
-    ax.plot([0, 100], [0, 1], color="#B0B0B0", lw=1, zorder=1, label="proportional to the share")
-    _axes(ax)
+    paper = published_rows()
+    return sparse_figures.draw(large, paper, PASSES, rows)
 
 
 def table(rows: Sequence[Row]) -> Table | None:
-    """Time, and time and accesses over those without a mask, over the share of blocks."""
+    """Time over the share of blocks, and over the time without a mask."""
     problem = setting(SEQLEN, HEAD_DIM)
     wanted = (problem.batch, SEQLEN, HEAD_DIM, False)
     here = [r for r in rows if (r.batch, *tables.sizes(r)) == wanted]
     measured = [r for r in here if r.source == "measured"]
     if not measured:
         return None
-    curves = [curve(published_rows(), PUBLISHED, ("time",))]
+    curves = {"paper": curve(published_rows(), PUBLISHED, ("time",))}
     for pass_ in PASSES:
         mine = [r for r in measured if r.pass_ == pass_]
-        curves += [curve(mine, series, ("time",)) for series in SERIES]
+        for dtype, of_dtype in UNITS.items():
+            for series in of_dtype:
+                if points := curve(mine, series, ("time",)):
+                    curves[f"{LABELS[series]}, {DTYPES[dtype]}, {pass_}"] = points
     model = [r for r in here if r.source == "model" and r.pass_ == "fwd+bwd"]
-    moved = [relative(curve(model, series, ("loads", "stores"))) for series in SERIES]
+    moved = relative(curve(model, SERIES[0], ("loads", "stores")))
     lines = []
     for share in (*SHARES, None):
         cells = [NO_MASK if share is None else str(share)]
-        for points in curves:
+        for points in curves.values():
             cells.append(tables.number(points, share, ".1f"))
             cells.append(tables.number(relative(points), share, ".2f"))
-        lines.append(cells + [tables.number(points, share, ".2f") for points in moved])
-    names = [LABELS[series] for series in SERIES]
+        lines.append([*cells, tables.number(moved, share, ".2f")])
+    furthest = ["furthest from the share"]
+    for points in curves.values():
+        furthest += ["", _furthest(relative(points))]
+    lines.append([*furthest, _furthest(moved)])
     header = ["non-zero blocks, %"]
-    for name in ("paper", *(f"{name}, {pass_}" for pass_ in PASSES for name in names)):
+    for name in curves:
         header += [f"{name}, ms", "over no mask"]
-    header += [f"{name}, accesses over no mask" for name in names]
+    header.append("accesses over no mask, K/V outer, fwd+bwd")
     caption = (
-        f"N={SEQLEN}, d={HEAD_DIM}, {problem.heads_q} heads, batch {problem.batch}, fp32, blocks "
-        f"of {SIZE}; the paper (fwd+bwd, A100, fp16) does not say batch and heads."
+        f"N={SEQLEN}, d={HEAD_DIM}, {problem.heads_q} heads, batch {problem.batch}, blocks of "
+        f"{SIZE}; the paper (fwd+bwd, A100, fp16) does not say batch and heads; "
+        f"{tables.runs(measured)}."
     )
     return Table(caption, tables.markdown(header, lines))
+
+
+def _furthest(over: Mapping[int | None, float]) -> str:
+    """The largest deviation of a relative curve from the share, with its sign."""
+    apart = deviations(over)
+    return f"{max(apart.values(), key=abs):+.2f}" if apart else tables.MISSING

@@ -8,7 +8,7 @@ import pytest
 import fa_numba
 from experiments import block_sparse
 from experiments.block_sparse import SHARES, block_mask, setting
-from experiments.lab import counts, report, timing
+from experiments.lab import counts, report, sparse_figures, timing
 from experiments.lab.options import Bench, Options
 from experiments.lab.series import plan
 from experiments.lab.store import EMULATOR, MODEL, Recorder, Row, Store, dump
@@ -18,7 +18,7 @@ from experiments.lab.workloads import Inputs
 def timed(problem, machine="some-gpu", passes=tuple(block_sparse.PASSES), shares=(None, *SHARES)):
     """Rows of a GPU whose time is a constant and a part in proportion to the share."""
     rows = []
-    for n, series in enumerate(block_sparse.SERIES):
+    for n, series in enumerate(block_sparse.UNITS[problem.dtype]):
         for pass_ in passes:
             for share in shares:
                 value = (1 + n) * (5.0 + 0.95 * (100 if share is None else share))
@@ -30,11 +30,13 @@ def timed(problem, machine="some-gpu", passes=tuple(block_sparse.PASSES), shares
 
 def synthetic(machine="some-gpu"):
     """A few rows of each kind that the figure draws."""
-    problem = setting(4096, 64)
-    rows = timed(problem, machine)
-    for share in (None, 10, 50, 100):
-        for series in block_sparse.SERIES:
-            rows += block_sparse._model(problem, series, block_sparse.SIZE, share)
+    rows = []
+    for dtype, of_dtype in block_sparse.UNITS.items():
+        problem = setting(4096, 64, dtype=dtype)
+        rows += timed(problem, machine)
+        for share in (None, 10, 50, 100):
+            for series in of_dtype:
+                rows += block_sparse._model(problem, series, block_sparse.SIZE, share)
     return rows
 
 
@@ -160,8 +162,10 @@ def test_without_a_gpu_it_models_and_counts(monkeypatch):
     assert "not counted, minutes on the emulator: N=8192, d=32" in " ".join(said)
 
 
-def on_the_emulator(monkeypatch, **options):
+def on_the_emulator(monkeypatch, dtypes=("float32",), **options):
     """Rows of a run whose kernels run on the emulator; their times are made up."""
+    of = {dtype: block_sparse.UNITS[dtype] for dtype in dtypes}
+    monkeypatch.setattr(block_sparse, "UNITS", of)
     timed = []
 
     def time_ms(run, *, repeats, **_):
@@ -185,18 +189,18 @@ def on_the_emulator(monkeypatch, **options):
     return [row for row in rows if row.machine == "some-gpu"], timed
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_measured_rows(monkeypatch, causal):
-    rows, timed = on_the_emulator(monkeypatch, causal=(causal,))
+@pytest.mark.parametrize("causal, dtype", [(False, "float16"), (True, "float32")])
+def test_measured_rows(monkeypatch, causal, dtype):
+    rows, timed = on_the_emulator(monkeypatch, (dtype,), causal=(causal,))
     assert not [row.note for row in rows if row.failed]
-    assert {(r.series, r.pass_, block_sparse.share_of(r)) for r in rows} == {
+    assert {(r.series, r.pass_, sparse_figures.share_of(r)) for r in rows} == {
         (series, pass_, share)
-        for series in block_sparse.SERIES
+        for series in {"float32": block_sparse.SERIES, "float16": block_sparse.HALF}[dtype]
         for pass_ in block_sparse.PASSES
         for share in (None, 50)
     }
-    assert {(r.metric, r.unit, r.Br, r.Bc, r.seqlen_q) for r in rows} == {
-        ("time", "ms", 16, 16, 48)
+    assert {(r.metric, r.unit, r.Br, r.Bc, r.seqlen_q, r.dtype) for r in rows} == {
+        ("time", "ms", 16, 16, 48, dtype)
     }
     assert len(timed) == len(rows) == 8
 
@@ -211,7 +215,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
     monkeypatch.setattr(fa_numba, "attention_backward", wrong)
     rows, timed = on_the_emulator(monkeypatch)
     failed = [row for row in rows if row.failed]
-    assert {(r.pass_, block_sparse.share_of(r)) for r in failed} == {("fwd+bwd", 50)}
+    assert {(r.pass_, sparse_figures.share_of(r)) for r in failed} == {("fwd+bwd", 50)}
     assert all("failed: dv at N=32: error 1.00e-04" in row.note for row in failed)
     assert len(timed) == len(rows) - len(failed) == 6
 
@@ -224,7 +228,7 @@ def test_a_mask_that_is_ignored_is_noticed(monkeypatch):
 
     monkeypatch.setattr(fa_numba, "attention", dense)
     rows, _ = on_the_emulator(monkeypatch)
-    failed = {(r.pass_, block_sparse.share_of(r)) for r in rows if r.failed}
+    failed = {(r.pass_, sparse_figures.share_of(r)) for r in rows if r.failed}
     assert ("fwd", 50) in failed and not failed & {("fwd", None), ("fwd+bwd", None)}
 
 
@@ -257,7 +261,7 @@ def test_every_share_keeps_its_row(tmp_path):
     store = record(tmp_path, [failed], complete=False)
     after = store.read(block_sparse.NAME, "some-gpu")
     assert len(after) == len(rows) and failed in after and old not in after
-    assert block_sparse.share_of(failed) == 30
+    assert sparse_figures.share_of(failed) == 30
 
 
 def test_the_table(tmp_path, monkeypatch):
@@ -269,12 +273,15 @@ def test_the_table(tmp_path, monkeypatch):
         if line.startswith("|")
     ]
     by_share = {line[0]: line[1:] for line in cells[2:]}
-    assert list(by_share) == [*map(str, SHARES), "no mask"]
-    # The paper's, then forward + backward of FA-1 and FA-2, and forward of both.
+    assert list(by_share) == [*map(str, SHARES), "no mask", "furthest from the share"]
+    # The paper's, then forward + backward of FA-1 and FA-2 in both dtypes, and forward of all.
     assert by_share["10"][:6] == ["27.2", "0.14", "14.5", "0.14", "29.0", "0.14"]
     assert by_share["no mask"][:6] == ["188.4", "1.00", "100.0", "1.00", "200.0", "1.00"]
     assert by_share["100"][0] == "-"
-    assert by_share["50"][-2:] == ["0.51", "0.51"]
+    assert by_share["50"][-1] == "0.51"
+    # A time of 5 and 95 % in proportion: 4.5 % of the call without a mask too much at a tenth.
+    assert by_share["furthest from the share"][1:4] == ["+0.04", "", "+0.04"]
+    assert "medians of 20 runs" in table
     assert report.NO_RECORDING in report.text("block_sparse", Store(tmp_path / "none"))
 
 
@@ -285,16 +292,19 @@ def test_the_figure_has_a_row_of_panels_a_pass():
     figure = block_sparse.draw(synthetic())
     assert [ax.get_title() for ax in figure.axes] == [
         "forward + backward, N=4096, d=64",
-        "over the call without a mask",
+        "time over that without a mask, less the share",
         "forward, N=4096, d=64",
-        "over the call without a mask",
+        "time over that without a mask, less the share",
     ]
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert any("FA-1 paper" in label for label in labels)
-    assert "FA-1 (K/V outer), fp32" in labels
+    assert {"FA-1 (K/V outer), fp32", "FA-2 (Q outer), fp16"} <= set(labels)
     # The paper has no forward pass alone, and no other length.
     lines = [len([x for x in ax.lines if len(x.get_xdata())]) for ax in figure.axes]
-    assert lines == [6, 9, 4, 7]
+    assert lines == [10, 8, 8, 7]
+    assert block_sparse.deviations({None: 1.0, 10: 0.13, 50: 0.5}) == {
+        10: pytest.approx(0.03), 50: 0,
+    }  # fmt: skip
     other = block_sparse.draw(timed(setting(1024, 64)))
     labels = [text.get_text() for text in other.legends[0].get_texts()]
     assert not any("paper" in label or "model" in label for label in labels)

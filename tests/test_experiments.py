@@ -107,21 +107,6 @@ def synthetic(name, machine="some-gpu"):
                         value=1000.0 * N,
                     )
                 )
-    elif name == "block_size":
-        problem = Problem(64, 16, 16, 1024, 1024, 64)
-        for series, Br, Bc in block_size.sweep((32, 64, 128), 64):
-            rows += block_size._model(problem, series, Br, Bc)
-            rows.append(
-                Row(
-                    machine="some-gpu",
-                    source="measured",
-                    metric="time",
-                    unit="ms",
-                    value=1.0 * Br if Bc < 128 else None,
-                    note="" if Bc < 128 else "failed: too large",
-                    **block_size._fields(problem, series, Br, Bc),
-                )
-            )
     elif name == "host_cost":
         for dtype, shown in host_cost.SERIES.items():
             for pass_ in ("fwd", "bwd"):
@@ -1235,7 +1220,7 @@ def test_every_head_dimension_and_mask_has_its_panels():
     assert [t.split("fp32, ")[1] for t in titles(figure)[::2]] == wanted
     figure = block_size.draw(model_rows("block_size", head_dims, masks))
     assert {t.split(", ", 1)[1] for t in titles(figure)[::2]} == {
-        f"N={N}, {text}" for N in (64, 128) for text in wanted
+        f"N={N}{', causal' if mask else ''}, d=32, 64, 128" for N in (64, 128) for mask in masks
     }
     problems = [fa2_setting(N, 64) for N in (512, 1024, 2048, 4096, 8192)]
     common = {"series": "fa2-simt", "metric": "time", "unit": "ms", "value": 1.0}
@@ -1278,7 +1263,7 @@ def test_what_is_asked_for_is_counted_or_said(monkeypatch):
 
 def test_quick_computes_only_what_it_times():
     options = Options(quick=True, causal=(False,))
-    rows = [r for r in block_size.measure(options, Bench()) if r.batch == block_size.BATCH]
+    rows = [r for r in block_size.measure(options, Bench()) if r.heads_q == block_size.HEADS]
     assert {r.Bc for r in rows} == {32, 64, 128}
 
 

@@ -80,7 +80,7 @@ def to_host(array: Any) -> np.ndarray:
     return np.asarray(array)
 
 
-def _rounds(problem: Problem) -> dict[str, Any]:
+def rounds(problem: Problem) -> dict[str, Any]:
     """How the unfused computation of the problem's dtype rounds: sums are float32 in any."""
     return {"matrix_dtype": None if problem.dtype == "float32" else problem.dtype}
 
@@ -117,7 +117,7 @@ class Gate:
                 options: dict[str, Any] = {"scale": problem.scale, "causal": problem.causal}
                 self._places.append((b, h, slice(first, first + rows)))
                 self._expected.append(np.ravel(reference.attention(*block, **options)))
-                near = reference.unfused(*block, **options | _rounds(problem))
+                near = reference.unfused(*block, **options | rounds(problem))
                 unfused.append(np.ravel(near))
         self._reference = np.concatenate(self._expected)
         of_unfused = reference.relative_error(np.concatenate(unfused), self._reference)
@@ -152,7 +152,7 @@ class GradientGate:
         q, k, v, dout = (x[b : b + 1, h : h + 1] for x in arrays)
         options: dict[str, Any] = {"scale": problem.scale, "causal": problem.causal}
         exact = reference.attention_backward(dout, q, k, v, **options)
-        unfused = reference.unfused_backward(dout, q, k, v, **options | _rounds(problem))
+        unfused = reference.unfused_backward(dout, q, k, v, **options | rounds(problem))
         self._expected = [x[0, 0] for x in exact]
         self.bounds = [
             2 * reference.relative_error(*pair) + ROUNDING[problem.dtype]

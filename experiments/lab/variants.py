@@ -142,8 +142,9 @@ def _common(
     common = {"machine": machine, "experiment": experiment, "series": variant.series}
     common |= {"pass_": variant.passes} | row_fields(problem)
     planned, failure = attempt(lambda: plan(variant.series, problem, **variant.planned))
-    if planned is not None:
-        common |= {"Br": planned.tiles.Br, "Bc": planned.tiles.Bc}
+    tiles = variant.options.get("tiles") if planned is None else planned.tiles
+    if tiles is not None:
+        common |= {"Br": tiles.Br, "Bc": tiles.Bc}
     return common, planned, failure
 
 
@@ -183,30 +184,32 @@ def _profiled(
     counted: Callable[[Problem], bool],
 ) -> Iterator[Row]:
     """Each variant's counters, and the model's bytes beside them."""
+    # By place: a comparison may have several variants of one series.
     runs = [
-        (problem, variant)
-        for problem, variants in work
-        for variant in variants
+        (at, n, problem, variant)
+        for at, (problem, variants) in enumerate(work)
+        for n, variant in enumerate(variants)
         if variant.same_as is None
     ]
-    wanted = [(problem, variant) for problem, variant in runs if counted(problem)]
-    cases = [_case(problem, variant) for problem, variant in wanted]
+    wanted = [run for run in runs if counted(run[2])]
+    cases = [_case(problem, variant) for _, _, problem, variant in wanted]
     metrics = (*counters.TRAFFIC, *profiled.values())
     results = counters.count_or_say(cases, metrics, bench.say) if cases else None
     read = {
-        (problem, variant.series): result
-        for (problem, variant), result in zip(wanted, results or (), strict=results is not None)
+        (at, n): result
+        for (at, n, _, _), result in zip(wanted, results or (), strict=results is not None)
     }
-    found: dict[tuple[Problem, str], list[Row]] = {}
-    for problem, variant in runs:
-        result = read.get((problem, variant.series))
+    found: dict[tuple[int, int], list[Row]] = {}
+    for at, n, problem, variant in runs:
+        result = read.get((at, n))
         rows = _counted(experiment, variant, problem, result, bench.machine, profiled)
-        found[problem, variant.series] = list(rows)
-    for problem, variants in work:
-        for variant in variants:
+        found[at, n] = list(rows)
+    for at, (_, variants) in enumerate(work):
+        first = {variant.series: n for n, variant in reversed(list(enumerate(variants)))}
+        for n, variant in enumerate(variants):
             if variant.same_as is not None:
-                found[problem, variant.series] = copies(variant, found[problem, variant.same_as])
-            yield from found[problem, variant.series]
+                found[at, n] = copies(variant, found[at, first[variant.same_as]])
+            yield from found[at, n]
 
 
 def _launches(problem: Problem, variant: Variant) -> int:

@@ -1,0 +1,190 @@
+"""Accesses and times over the block size: what is run, in which units it is drawn, the table."""
+
+from types import SimpleNamespace
+
+import pytest
+from test_experiments import gpu_row, store_synthetic
+
+import fa_numba
+from experiments import block_size
+from experiments.lab import block_figures, counters, report, resources, timing, variants
+from experiments.lab.options import Bench, Options
+from experiments.lab.store import MODEL, Store
+from fa_numba import io_model
+
+
+def measured(problem, series, Br, Bc):
+    """What a GPU gives of one block size; too large a one fails."""
+    common = {"series": series, "Br": Br, "Bc": Bc}
+    if max(Br, Bc) == 512:
+        fields = {"metric": "time", "unit": "ms", "value": None, "note": "failed: too large"}
+        return [gpu_row("block_size", problem, **common, **fields)]
+    found = [("measured", "time", "ms", 3.0 + 100 / Bc), ("measured", "speed", "TFLOP/s", 1.0 * Br)]
+    found += [("l2", "traffic", "bytes", 1e11 / Bc), ("dram", "traffic", "bytes", 5e10 / Bc)]
+    found += [("measured", "registers", "1", 128), ("measured", "resident_warps", "1", 16)]
+    found += [("measured", "local_memory", "bytes", 8 if Bc == 256 else 0)]
+    return [
+        gpu_row("block_size", problem, source=source, metric=metric, unit=unit, value=value,
+                n=9 if metric == "time" else None, **common)
+        for source, metric, unit, value in found
+    ]  # fmt: skip
+
+
+def synthetic(head_dims=(64,)):
+    rows = []
+    for dtype in block_size.UNITS:
+        for d in head_dims:
+            problem = block_size.setting(1024, d, dtype=dtype)
+            for tile in block_size.wanted_tiles(problem):
+                rows += [*block_size._model(problem, *tile), *measured(problem, *tile)]
+    return rows
+
+
+def test_both_orders_over_both_block_sizes_at_the_papers_head_dimension():
+    found = block_size.wanted_tiles(block_size.setting(1024, 64, dtype="float16"))
+    for series in ("fa1-mma", "fa2-mma"):
+        assert {(64, n) for n in block_size.SIZES} <= {t[1:] for t in found if t[0] == series}
+        assert {(n, 64) for n in block_size.SIZES} <= {t[1:] for t in found if t[0] == series}
+    assert len(found) == len(set(found)) == 22
+    other = block_size.wanted_tiles(block_size.setting(1024, 128))
+    assert {t[1] for t in other if t[0] == "fa1-simt"} == {64}
+    assert {t[2] for t in other if t[0] == "fa2-simt"} == {64}
+
+
+def test_every_problem_has_as_many_elements():
+    sizes = {d: block_size.setting(1024, d).q_shape for d in block_size.HEAD_DIMS}
+    assert sizes[64] == (64, 16, 1024, 64)
+    assert len({B * H * N * d for B, H, N, d in sizes.values()}) == 1
+
+
+def test_the_counts_are_those_of_the_fp32_kernels_alone():
+    """What the emulator counts is as much as before fp16 and other head dimensions came."""
+    counted = block_size._counted(Options(), Bench(say=lambda line: None), (False,))
+    assert {series for _, series, _, _ in counted} == {"fa1-simt", "fa2-simt"}
+    at_n = [each[1:] for each in counted if each[0].seqlen_q == 1024]
+    assert {each for each in at_n if 512 not in each} == set(at_n) and len(at_n) == 14
+
+
+def test_accesses_in_nd_are_the_same_in_every_dtype_and_head_dimension():
+    """A model row in N d: FA-1 over B_c is the paper's 3 N / B_c + 1 and l and m, at any d."""
+    curves = {}
+    for dtype in block_size.UNITS:
+        for d in (64, 128):
+            problem = block_size.setting(1024, d, dtype=dtype)
+            tiles = [t for t in block_size.wanted_tiles(problem) if t[0].startswith("fa1")]
+            rows = [row for tile in tiles for row in block_size._model(problem, *tile)]
+            found = block_figures.points(rows, "fa1", "Bc", "loads", "stores")
+            curves[dtype, d] = block_figures.in_units(found, rows[0])
+    for size, value in curves["float32", 64].items():
+        paper = io_model.fa1_paper(block_size.setting(1024, 64), size)
+        assert value == pytest.approx(paper / (64 * 16 * 1024 * 64), rel=0.04)
+    for size in block_size.FEWER_SIZES:
+        values = [curve[size] for curve in curves.values()]
+        assert max(values) < 1.05 * min(values)
+    # Bytes in the same units: two or four of them an element.
+    bytes_ = {
+        dtype: gpu_row("block_size", block_size.setting(1024, 64, dtype=dtype), series="fa1-simt",
+                       source="l2", metric="traffic", unit="bytes", value=0)
+        for dtype in block_size.UNITS
+    }  # fmt: skip
+    whole = 64 * 16 * 1024 * 64
+    assert block_figures.in_units({16: 8.0 * whole}, bytes_["float32"]) == {16: 2}
+    assert block_figures.in_units({16: 8.0 * whole}, bytes_["float16"]) == {16: 4}
+
+
+def test_each_block_size_is_run_as_it_says(monkeypatch):
+    calls, cases = [], []
+
+    def attention(q, k, v, **options):
+        calls.append((q.shape, options["algorithm"], options["unit"], options["tiles"]))
+
+    def time_call(run, check, seconds):
+        assert seconds == block_size.SECONDS
+        run()
+        return timing.Timing(1.0, 1.0, 1.0, 5, 1e-7)
+
+    def count_or_say(wanted, metrics, say):
+        cases.extend(wanted)
+        return [dict.fromkeys(metrics, float(n)) for n in range(len(wanted))]
+
+    def of(planned):
+        return dict.fromkeys(resources.UNITS, planned.tiles.Bc)
+
+    monkeypatch.setattr(fa_numba, "attention", attention)
+    monkeypatch.setattr(variants, "time_call", time_call)
+    monkeypatch.setattr(variants.peers, "on_device", lambda arrays, dtype: tuple(arrays))
+    monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
+    monkeypatch.setattr(counters, "count_or_say", count_or_say)
+    monkeypatch.setattr(resources, "of", of)
+    monkeypatch.setattr(block_size, "HEADS", 1)
+    monkeypatch.setattr(block_size, "WIDTH", 64)
+    monkeypatch.setattr(block_size, "_count", lambda *arguments, inputs: [])
+    options = Options(seqlens=(128,), head_dims=(64, 128))
+    bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
+    rows = [row for row in block_size.measure(options, bench) if row.machine == "some-gpu"]
+    assert len({row.key for row in rows}) == len(rows)
+    ran = {(f"{a}-{u}", t.Br, t.Bc, shape[3]) for shape, a, u, t in calls}
+    times = {(r.series, r.Br, r.Bc, r.head_dim): r for r in rows if r.metric == "time"}
+    timed = {place for place, row in times.items() if not row.failed}
+    assert ran == timed
+    wanted = {
+        (*tile, d)
+        for dtype in block_size.UNITS
+        for d in (64, 128)
+        for tile in block_size.wanted_tiles(block_size.setting(128, d, dtype=dtype))
+    }
+    assert set(times) == wanted and timed < wanted
+    # Counters and resources belong to their tiles.
+    number = {(f"{c.algorithm}-{'mma' if c.dtype == 'float16' else 'simt'}", c.Br, c.Bc,
+               c.head_dim): n for n, c in enumerate(cases)}  # fmt: skip
+    for row in rows:
+        place = (row.series, row.Br, row.Bc, row.head_dim)
+        if row.metric == "occupancy" and place in timed:
+            assert row.value == number[place]
+        if row.metric == "registers":
+            assert row.value == row.Bc
+
+
+def test_resources_are_the_last_kernels():
+    attributes = SimpleNamespace(num_regs=168, local_size_bytes=16)
+    occupancy = SimpleNamespace(
+        max_active_blocks_per_multiprocessor=lambda threads, shared: (threads, shared)[0] // 64
+    )
+    compiled = SimpleNamespace(attributes=attributes, occupancy=occupancy)
+    kernels = [
+        SimpleNamespace(threads=threads, shared_bytes=1024, compiled=lambda: compiled)
+        for threads in (32, 128)
+    ]
+    found = resources.of(SimpleNamespace(launched=kernels))
+    assert found == {"registers": 168, "local_memory": 16, "resident_warps": 2 * 4}
+    assert set(found) == set(resources.UNITS)
+
+
+def test_the_figure_has_a_panel_for_what_is_stored():
+    figure = block_size.draw(synthetic(block_size.HEAD_DIMS))
+    titles = [ax.get_title() for ax in figure.axes]
+    assert titles == [
+        "accesses (model), N=1024, d=32, 64, 128, 256",
+        "runtime, N=1024, d=64",
+        "L2 and DRAM bytes, N=1024, d=64",
+        "registers (+ spilled), N=1024, d=64",
+        "FA-1 (K/V outer) over $B_c$, N=1024",
+        "FA-2 (Q outer) over $B_r$, N=1024",
+    ]
+    assert any("128 + 8 B" in text.get_text() for text in figure.axes[3].texts)
+    model = [row for row in synthetic() if row.machine == MODEL]
+    few = block_size.draw(model)
+    assert [ax.get_title() for ax in few.axes][1].endswith("ours not recorded yet")
+
+
+def test_the_table_is_in_nd(tmp_path):
+    store_synthetic("block_size", tmp_path, report.MACHINE)
+    text = report.text("block_size", Store(tmp_path))
+    cells = [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines()]
+    (line,) = [c for c in cells if c[0] == "128"]
+    # 3 N / B_c + 1 = 25; with l and m a little more.
+    assert line[1:4] == ["25.0", "25.0", "25.5"]
+    assert line[6:] == ["3.8", "4.6", "3.8", "4.6"]
+    (beyond,) = [c for c in cells if c[0] == "512"]
+    assert beyond[6:] == ["failed"] * 4
+    assert "medians of 9 runs" in text
