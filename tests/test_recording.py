@@ -161,8 +161,21 @@ def test_loops_of_one_label_are_told_apart(tmp_path):
     again = journal.Journal(path, of)
     assert [list(again.items("ab", "timing")) for _ in range(2)] == [[], []]
     assert [name for name, _ in again.items("ab", "timing")] != []
-    assert len(again.rows) == 2 and journal.spent(path, of | {"date": "later"}) > 0
-    assert journal.spent(path, {"commit": 2}) is None
+    assert len(again.rows) == 2
+    assert journal.begun(path, {"commit": 2}) is None
+
+
+def test_a_run_that_got_nowhere_is_known(tmp_path):
+    """By its last process, and without regard to what may differ in a run of the same."""
+    path, of = tmp_path / "a.jsonl", {"commit": 1}
+    first = journal.Journal(path, of)
+    assert journal.begun(path, of | {"date": "later"})[1] is False
+    for _ in first.each(first.items("a", "timing")):
+        pass
+    seconds, moved = journal.begun(path, of)
+    assert seconds > 0 and moved
+    journal.Journal(path, of)
+    assert journal.begun(path, of)[1] is False
 
 
 def test_a_footnote_names_the_commits_of_the_rows_that_are_drawn():
@@ -245,6 +258,8 @@ def test_what_is_due_and_how_long_it_takes(bench):
     bench.stop = 32
     with pytest.raises(KeyboardInterrupt):
         bench()
+    assert [str(each) for each in due(bench)] == [f"{NAME} (begun, nothing done, unknown)"]
+    assert due(bench)[0].stuck
     bench.running.partial(NAME).unlink()
     assert [str(each) for each in due(bench)] == [f"{NAME} (not recorded here, unknown)"]
     bench.stop = None
@@ -264,6 +279,8 @@ def test_what_is_due_and_how_long_it_takes(bench):
     bench.stop = None
     bench()
     assert due(bench) == []
+    bench.running.options = Options(out=bench.running.options.out, recount=True)
+    assert [each.why for each in due(bench)] == ["to be counted again"]
 
 
 def test_a_recording_that_does_not_say_its_sources_is_due(bench):
@@ -281,7 +298,9 @@ def test_the_most_out_of_date_comes_first():
         schedule.Due("a", "", "2026-01-01", None),
         schedule.Due("new", "", "", None),
     ]
-    assert [each.name for each in schedule.in_order(every)] == ["new", "b", "a", "c"]
+    stuck = schedule.Due("stuck", "", "", 1.0, stuck=True)
+    in_order = [each.name for each in schedule.in_order([stuck, *every])]
+    assert in_order == ["new", "b", "a", "c", "stuck"]
     first, second, third = schedule.said(every, ["same"], 300.0)
     assert first == "as recorded, from the same sources: same"
     assert second.startswith("to measure, 6 min 45 s and 2 of unknown length: c (, 5 s), b ")

@@ -46,6 +46,7 @@ class Journal:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.unlink(missing_ok=True)
             self._append(of=self._of)
+        self._append(begun=True)
 
     @property
     def seconds(self) -> float:
@@ -106,12 +107,16 @@ class Journal:
         return True
 
 
-def spent(path: Path, of: Mapping[str, Any]) -> float | None:
-    """The seconds that went into an unfinished run of the same; None where there is none."""
+def begun(path: Path, of: Mapping[str, Any]) -> tuple[float, bool] | None:
+    """(seconds that went into it, whether the last run got an item done) of an unfinished run of
+    the same; None where there is none.
+    """
     entries = _of(path, _comparable(of))
     if entries is None:
         return None
-    return max((entry["seconds"] for entry in entries if "seconds" in entry), default=0.0)
+    seconds = max((entry["seconds"] for entry in entries if "seconds" in entry), default=0.0)
+    last = max((at for at, entry in enumerate(entries) if "begun" in entry), default=0)
+    return seconds, any("done" in entry for entry in entries[last:])
 
 
 def _comparable(of: Mapping[str, Any]) -> Any:

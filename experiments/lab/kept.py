@@ -8,10 +8,11 @@ has the digest of its sources too, by which `schedule` tells what changed.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ _NO_PART_OF_COUNTS = {
 }
 # Run by others under Nsight Compute, not imported.
 _TARGET = "experiments.lab.counter_target"
+_EMULATOR_ROOM = "fa_numba/emulator/"
 
 
 def sources(module: Any, *, counts: bool) -> dict[str, Path]:
@@ -50,10 +52,7 @@ def sources(module: Any, *, counts: bool) -> dict[str, Path]:
     called, as those that draw do, has no part.
     """
     found = {
-        f"fa_numba/{path.relative_to(PACKAGE).as_posix()}": path
-        for kind in ("*.py", "*.csv")
-        for path in PACKAGE.rglob(kind)
-        if counts or PACKAGE / "emulator" not in path.parents
+        name: path for name, path in _package() if counts or not name.startswith(_EMULATOR_ROOM)
     }
     todo = [getattr(module, "__name__", "")]
     while todo:
@@ -68,6 +67,12 @@ def sources(module: Any, *, counts: bool) -> dict[str, Path]:
     return {name: path for name, path in found.items() if path not in left_out}
 
 
+@functools.cache
+def _package() -> tuple[tuple[str, Path], ...]:
+    files = (path for kind in ("*.py", "*.csv") for path in PACKAGE.rglob(kind))
+    return tuple((f"fa_numba/{path.relative_to(PACKAGE).as_posix()}", path) for path in files)
+
+
 def _file(name: str) -> Path | None:
     """The file of a module of experiments; None of any other, and of a name in a module."""
     top, *rest = name.split(".")
@@ -76,27 +81,34 @@ def _file(name: str) -> Path | None:
     return next((each for each in found if top == "experiments" and each.is_file()), None)
 
 
-def _imports(name: str, path: Path) -> Iterator[str]:
+@functools.cache
+def _imports(name: str, path: Path) -> list[str]:
     """The full names that a file imports, not in functions; a module's and those of its content."""
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
+    found = []
     for node in ast.parse(path.read_bytes()).body:
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = "." * node.level + (node.module or "")
             base = importlib.util.resolve_name(base, package)
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            found += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+    return found
 
 
 def digest(files: Mapping[str, Path], rows: Sequence[Row]) -> str:
     """Of the files' names and text, whatever their line endings, and of the rows."""
     found = hashlib.sha256()
     for name, path in sorted(files.items()):
-        text = path.read_bytes().replace(b"\r\n", b"\n")
-        found.update(name.encode() + b"\0" + text + b"\0")
+        found.update(name.encode() + b"\0" + _text(path, path.stat().st_mtime_ns) + b"\0")
     found.update(dump(rows, runs=False).encode())
     return found.hexdigest()
+
+
+@functools.cache
+def _text(path: Path, written: int) -> bytes:
+    """The file's text, read again only when it was written again."""
+    return path.read_bytes().replace(b"\r\n", b"\n")
 
 
 def stored(store: Store, experiment: str, files: Mapping[str, Path]) -> list[Row] | None:

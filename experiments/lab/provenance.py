@@ -106,7 +106,7 @@ class Provenance:
     def __init__(self, arguments: list[str], gpu: dict[str, Any] | None) -> None:
         head, dirty = commit()
         self._common: dict[str, Any] = {
-            "id": secrets.token_hex(3),
+            "id": f"r{secrets.token_hex(3)}",
             "command": " ".join(["python -m experiments", *arguments]),
             "commit": head,
             "date": datetime.now(UTC).date().isoformat(),

@@ -85,7 +85,8 @@ class Runner:
 
     def about(self, name: str, module: Experiment) -> About:
         """What describes a run of the experiment by the machine whose rows it is of."""
-        sources = kept.digest(kept.sources(module, counts=False), ())
+        files = kept.sources(module, counts=False) if self.machine else {}
+        sources = kept.digest(files, ())
         protocol = registry.protocol(name, module)
         return functools.partial(self._provenance.for_machine, own=protocol, sources=sources)
 
@@ -137,6 +138,8 @@ class Runner:
                     continue
                 store, of = self.recording(name, self.machine), self.described(name, module)
                 each = schedule.due(name, store, self.machine, of, self.partial(name))
+                if self.options.recount and each is None:
+                    each = schedule.Due(name, "to be counted again")
             except Exception:  # said when it is measured
                 each = schedule.Due(name, "not to be read")
             found += [each] if each else []

@@ -26,12 +26,14 @@ class Due:
     """An experiment to be measured: why, since when its recording is, and how long it will take.
 
     `since` is empty without a recording, `seconds` None where no recording says how long it took.
+    `stuck` are those that were begun and got nowhere: what comes behind them has to have its turn.
     """
 
     name: str
     why: str
     since: str = ""
     seconds: float | None = None
+    stuck: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} ({self.why}, {duration(self.seconds)})"
@@ -51,14 +53,17 @@ def due(name: str, store: Store, machine: str, of: dict[str, Any], begun: Path) 
     """
     rows = store.read(name, machine)
     runs = of_rows(store.runs(name, machine), rows)
-    spent = journal.spent(begun, of)
-    if spent is None and runs and all(run.get("sources") == of["sources"] for run in runs):
+    unfinished = journal.begun(begun, of)
+    if unfinished is None and runs and all(run.get("sources") == of["sources"] for run in runs):
         return None
     counted = [run for other in (EMULATOR, MODEL) for run in store.runs(name, other)]
     took = [run["seconds"] for run in runs or counted[:1] if "seconds" in run]
     seconds = sum(took) if took else None
     since = max((run.get("date") or "" for run in runs), default="")
-    if spent is not None:
+    if unfinished is not None:
+        spent, moved = unfinished
+        if not moved:
+            return Due(name, "begun, nothing done", since, seconds, stuck=True)
         left = None if seconds is None else max(0.0, seconds - spent)
         return Due(name, f"{duration(spent)} of it done", since, left)
     return Due(name, "its sources changed" if runs else "not recorded here", since, seconds)
@@ -67,7 +72,11 @@ def due(name: str, store: Store, machine: str, of: dict[str, Any], begun: Path) 
 def in_order(every: Sequence[Due]) -> list[Due]:
     """The most out of date first: never recorded, then by date; of these the shortest first."""
     unknown = float("inf")
-    return sorted(every, key=lambda d: (d.since, unknown if d.seconds is None else d.seconds))
+
+    def by(each: Due) -> tuple[bool, str, float]:
+        return each.stuck, each.since, unknown if each.seconds is None else each.seconds
+
+    return sorted(every, key=by)
 
 
 def said(every: Sequence[Due], same: Sequence[str], limit: float | None) -> Iterator[str]:
