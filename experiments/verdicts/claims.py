@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 
 from experiments import claims as measured
-from experiments import runtime_memory
+from experiments import crossover, memory_hierarchy, runtime_memory
 from experiments.lab.series import LABELS
+from experiments.lab.store import EMULATOR
 
 from . import accesses
 from .evidence import (
@@ -26,9 +27,108 @@ from .evidence import (
 )
 
 OWN = (measured.NAME,)
-EMULATED = "emulator, one head, N=128, d=64, blocks of 32, fp32"
+ON_EMULATOR = "emulator, one head, N=128, d=64, blocks of 32, fp32"
 LAYER = "H200, the same"
 LONG = "H200, 16k tokens, hidden 2048, fp16"
+
+
+def bit_identical(data: Evidence) -> Finding:
+    """The measured rows where there are any, else those of NumPy, step by step in float32."""
+    words, every = [], []
+    for series, what in (
+        ("softmax-online", "softmax, online and safe"),
+        ("fa1-simt", "O, FA-1 and standard"),
+        ("fa2-simt", "O, FA-2 and standard"),
+    ):
+        rows = data.rows("numerics", series=series, metric="identical", dtype="float32")
+        rows = [row for row in rows if row.machine != EMULATOR] or rows
+        shares = [100 * row.number for row in rows]
+        every += shares
+        words.append(f"{what}: {span(shares, '.1f')} % of elements")
+    number = f"bit for bit equal in fp32, over N and inputs: {'; '.join(words)}"
+    if min(every) == 100:
+        return Finding(number, REPRODUCED)
+    return Finding(number, REFUTED, "equal in exact arithmetic; in float32 rounding differs")
+
+
+def near_standard(data: Evidence) -> Finding:
+    worst = {}
+    for dtype, series in (
+        ("float32", ("fa1-simt", "fa2-simt")),
+        ("float16", ("fa1-mma", "fa2-mma")),
+        ("bfloat16", ("fa1-mma", "fa2-mma")),
+    ):
+        rows = data.rows("numerics", series=series, metric="max_error", dtype=dtype)
+        mine = [row for row in rows if row.place == "normal" and row.machine != EMULATOR]
+        if not mine:
+            raise MissingRows(f"numerics: {dtype} on a GPU")
+        worst[dtype] = max(row.number for row in mine)
+    number = "largest error over N=128 to 16k: " + ", ".join(
+        f"{value:.1e} in {dtype}" for dtype, value in worst.items()
+    )
+    return Finding(number, REPRODUCED if worst["float32"] < 1e-5 else REFUTED)
+
+
+def opens_at(data: Evidence) -> Finding:
+    """From which length FA-2 is ahead of standard attention, in every case measured."""
+    found = crossover.gains(data.rows("crossover", source="measured", metric="time", causal=False))
+    lengths = [
+        crossover.crossing(gain) or 2 * max(gain)
+        for curves in found.values()
+        for series, gain in curves.items()
+        if series.startswith("fa2")
+    ]
+    if not lengths:
+        raise MissingRows("crossover: FA-2 and standard")
+    number = (
+        f"FA-2 is ahead of our standard from N = {span(lengths, 'd')} on, in {len(lengths)} cases "
+        "of dtype, head dimension, pass and batch x heads"
+    )
+    low, high = crossover.CLAIMED
+    if all(low <= N <= high for N in lengths):
+        return Finding(number, REPRODUCED)
+    if max(lengths) < low:
+        return Finding(number, REFUTED, "the gain is there long before")
+    return Finding(number, TREND)
+
+
+def hierarchy(data: Evidence) -> Finding:
+    rows = data.rows("memory_hierarchy")
+    speeds, room = memory_hierarchy.bandwidths(rows), memory_hierarchy.capacities(rows)
+    if not {"shared", "DRAM"} <= speeds.keys() & room.keys():
+        raise MissingRows("memory_hierarchy: shared memory and DRAM")
+    faster, smaller = speeds["shared"] / speeds["DRAM"], room["DRAM"] / room["shared"]
+    number = (
+        f"shared memory {speeds['shared']:.1f} TB/s, DRAM {speeds['DRAM']:.2f}: {faster:.1f} times "
+        f"faster, {smaller:.0f} times smaller"
+    )
+    if abs(faster / 6 - 1) < 0.25 and abs(smaller / 4000 - 1) < 0.25:
+        return Finding(number, REPRODUCED)
+    reason = "the A100's own 19 and 1.5 TB/s are 12.7 times apart, not 6"
+    return Finding(number, TREND if faster > 2 else REFUTED, reason)
+
+
+def bound_by_memory(data: Evidence) -> Finding:
+    rows = data.rows("memory_hierarchy")
+    speeds, peaks = memory_hierarchy.bandwidths(rows), memory_hierarchy.products(rows)
+    calls = {
+        place: of for found in memory_hierarchy.points(rows).values() for place, of in found.items()
+    }
+    wanted = {name: (name, "fwd", "float16") for name in ("standard-mma", "fa1-mma", "fa2-mma")}
+    if "DRAM" not in speeds or "float16" not in peaks:
+        raise MissingRows("memory_hierarchy: ceilings")
+    if any("DRAM" not in calls.get(place, {}) for place in wanted.values()):
+        raise MissingRows("memory_hierarchy: kernels")
+    balance = peaks["float16"] / speeds["DRAM"]
+    intensity = {name: calls[place]["DRAM"] for name, place in wanted.items()}
+    number = f"an H200 needs {balance:.0f} FLOP/B; " + ", ".join(
+        f"{LABELS[name]} has {value:.0f}" for name, value in intensity.items()
+    )
+    bound = {name for name, value in intensity.items() if value < balance}
+    if bound == set(wanted):
+        return Finding(number, REPRODUCED)
+    reason = "standard attention is; Q outer is not" if "standard-mma" in bound else ""
+    return Finding(number, TREND if reason else REFUTED, reason)
 
 
 def layer_bytes(data: Evidence, series: str, source: str) -> float:
@@ -251,9 +351,13 @@ def more_flops(data: Evidence) -> Finding:
 
 
 CLAIMS = (
+    Question("C1", "online softmax equals ordinary softmax, bit for bit", "any",
+             "H200, fp32, N=128 to 16k, with and without outliers", ("numerics",), bit_identical),
+    Question("C2", "the output matches standard attention to about 1e-5 in fp32", "any",
+             "H200, against float64, N=128 to 16k, d=64", ("numerics",), near_standard),
     Question("C3", "standard makes 3 round trips to HBM, flash 1; N x N never reaches HBM",
-             "any", EMULATED, OWN, accesses.round_trips),
-    Question("C4", "standard: 8 matrix reads or writes, Θ(Nd + N²)", "any", EMULATED, OWN,
+             "any", ON_EMULATOR, OWN, accesses.round_trips),
+    Question("C4", "standard: 8 matrix reads or writes, Θ(Nd + N²)", "any", ON_EMULATOR, OWN,
              accesses.matrices),
     Question("C5", "flash moves exactly Q, K, V and O once: 8 h T d bytes", "fp16", LAYER +
              ": 32 heads, N=8192, d=128", OWN, once),
@@ -263,6 +367,8 @@ CLAIMS = (
              "equal", ("io_vs_seqlen",), accesses.growth),
     Question("C8", "P is 4.3 GB; standard moves 17.4-17.8 GB, flash 0.27, 65 times less",
              "fp16, T=8192, h=32, d=128", LAYER, OWN, saving),
+    Question("C9", "the gain opens at N = 1024 to 2048; below nothing is won", "any", "H200, N=64 "
+             "to 4096", ("crossover",), opens_at),
     Question("C10", "2-4x faster than standard at long context", "any GPU", LONG,
              ("speed_fp16",), faster),
     Question("C11", "softmax accesses an element: naive 3, safe 4, online 3", "any",
@@ -270,13 +376,18 @@ CLAIMS = (
     Question("C12", "two-pass attention needs the whole row twice, one-pass once", "any",
              "emulator, one head, N=128 and 256, d=64, fp32", ("online_softmax",),
              accesses.passes_over_scores),
+    Question("C13", "SRAM is 6 times faster than HBM and 4000 times smaller", "A100: 19 TB/s, "
+             "1.5 to 2.0 TB/s", "H200, read bandwidth", ("memory_hierarchy",), hierarchy),
+    Question("C14", "attention is memory-bound: an A100 needs 201 FLOP/B", "A100",
+             "H200, N=2048, d=64, fp16, forward, DRAM bytes", ("memory_hierarchy",),
+             bound_by_memory),
     Question("C15", "Q inside K/V: O through HBM in every pass; Q outside: O written once", "any",
-             EMULATED, OWN, accesses.o_in_every_pass),
-    Question("C16", "causal tiles above the diagonal are skipped", "any", EMULATED + "; " + LONG,
+             ON_EMULATOR, OWN, accesses.o_in_every_pass),
+    Question("C16", "causal tiles above the diagonal are skipped", "any", ON_EMULATOR + "; " + LONG,
              (*OWN, "speed_fp16"), causal_tiles),
     Question("C17", "backward recomputes from stored statistics: workspace linear in n d", "any",
              "batch 16, 8 heads, d=64, fp16, N=128 to 64k", ("runtime_memory",), recomputed),
-    Question("C18", "the generator's state replaces the dropout mask", "any", EMULATED, OWN,
+    Question("C18", "the generator's state replaces the dropout mask", "any", ON_EMULATOR, OWN,
              accesses.dropout),
     Question("C19", "larger d: smaller blocks and more time", "any", LONG, ("speed_fp16",),
              head_dims),
@@ -286,7 +397,7 @@ CLAIMS = (
              "H200, one query, 16k keys, d=128, fp16", OWN, decoding),
     Question("C22", "tiling composes with a paged cache: same result page by page", "any",
              "emulator, 2 heads, 5 pages of 32 keys, d=64", OWN, paged),
-    Question("C23", "tiles processed = ceil(n/tq) ceil(n/tk)", "any", EMULATED, OWN,
+    Question("C23", "tiles processed = ceil(n/tq) ceil(n/tk)", "any", ON_EMULATOR, OWN,
              accesses.tiles_processed),
     Question("C24", "128K context: some 30 GB of scores, next to nothing for flash", "one head, "
              "2 bytes", "H200, one head, d=128, fp16", OWN, long_context),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from experiments import numerics
 from experiments.lab import published
+from experiments.lab.store import EMULATOR
 from experiments.lab.workloads import SEQLENS
 
-from . import accesses
+from . import accesses, claims
 from . import fa1 as of_fa1
 from .evidence import (
     REFUTED,
@@ -13,6 +15,7 @@ from .evidence import (
     TREND,
     Evidence,
     Finding,
+    MissingRows,
     Question,
     question_table,
     span,
@@ -99,6 +102,54 @@ def softmax_accesses(data: Evidence) -> Finding:
     return Finding(number, REPRODUCED if ours == printed else REFUTED)
 
 
+def outliers(data: Evidence) -> Finding:
+    """FA-3 Table 3: RMSE of standard attention over FA-2's, fp16, inputs with outliers."""
+    found = {}
+    for series in ("standard-mma", "fa2-mma", "torch-unfused", "torch-fa2"):
+        rows = data.rows("numerics", series=series, metric="rmse", dtype="float16", causal=False)
+        mine = [row for row in rows if row.place == "outliers" and row.machine != EMULATOR]
+        if not mine:
+            raise MissingRows("numerics: outliers on a GPU")
+        found[series] = max(mine, key=lambda row: row.seqlen_q).number
+    ours = found["standard-mma"] / found["fa2-mma"]
+    torchs = found["torch-unfused"] / found["torch-fa2"]
+    printed = numerics.paper_ratio()
+    number = f"standard over FA-2: ours {ours:.2f}, torch's {torchs:.2f}, published {printed:.2f}"
+    near = all(abs(ratio / printed - 1) < 0.25 for ratio in (ours, torchs))
+    return Finding(number, REPRODUCED if near else TREND if min(ours, torchs) > 1 else REFUTED)
+
+
+def decoding(data: Evidence) -> Finding:
+    """Flash-Decoding's micro-benchmark: FA-2 without split keys, over batch and length."""
+    printed = {
+        method: {
+            (int(line["batch"]), int(line["seqlen"])): float(line["value"])
+            for line in published.lookup(paper="flash-decoding", item="micro-benchmark")
+            if line["method"].startswith(method)
+        }
+        for method in ("FlashAttention", "Flash-Decoding")
+    }
+    ours = {
+        (row.batch, row.seqlen_k): 1e3 * row.number
+        for row in data.rows("claims", series="fa2-mma", metric="time", heads_q=16, heads_k=2)
+    }
+    places = sorted(set(ours) & set(printed["FlashAttention"]))
+    if len(places) < 2:
+        raise MissingRows("claims: decoding")
+
+    def grows(times: dict[tuple[int, int], float]) -> float:
+        return times[1, 131072] / times[256, 256]
+
+    number = (
+        f"from batch 256, N=256 to batch 1, N=128k our FA-2 takes {grows(ours):.1f} times as long, "
+        f"the published FA-2 {grows(printed['FlashAttention']):.1f}, Flash-Decoding "
+        f"{grows(printed['Flash-Decoding']):.1f}"
+    )
+    near = 0.4 < grows(ours) / grows(printed["FlashAttention"]) < 2.5
+    reason = "FA-2's loss redone; there is no kernel here that splits the keys"
+    return Finding(number, TREND if near else REFUTED, reason if near else "")
+
+
 METHODS = {"fa2": "FlashAttention-2"}
 # Of FA-3's figures, the kernels that torch has too.
 PEERS = {"FA-2": "torch-fa2", "cuDNN": "torch-cudnn"}
@@ -147,6 +198,8 @@ def fa3_speed(pass_: str, item: str) -> Question:
 
 GPT2 = "A100, N=1024, d=64, 16 heads, batch 64"
 ITEMS = (
+    Question(f"{FA1} Fig. 1 left", "bandwidth and size of SRAM and HBM", "A100", "H200",
+             ("memory_hierarchy",), claims.hierarchy),
     Question(f"{FA1} Fig. 1 right", "time of each step of attention", "A100, GPT-2 (not said which "
              "layer)", f"H200, {GPT2[6:]}, fp16, causal, dropout", ("gpt2_table",), of_fa1.steps),
     Question(f"{FA1} Fig. 2 left", "GFLOPs, HBM accesses, runtime", f"{GPT2}, fwd+bwd",
@@ -174,6 +227,12 @@ ITEMS = (
     fa2_speed("fwd+bwd", "Fig. 7"),
     fa3_speed("fwd", "Fig. 5"),
     fa3_speed("bwd", "Fig. 6"),
+    Question(f"{FA3} Table 3", "RMSE in fp16 with outliers: standard over FA-2", "H100",
+             "H200, 4 heads, N=16k, d=64", ("numerics",), outliers),
+    Question("[Flash-Decoding](https://pytorch.org/blog/flash-decoding/)",
+             "decoding: FA-2 slows with N, split keys do not",
+             "A100, fp16, one query, 16 heads on 2",
+             "the same on an H200, FA-2", ("claims",), decoding),
     Question("[Online softmax](https://arxiv.org/abs/1805.02867), section 3",
              "memory accesses an element", "any", "emulator, 10 vectors of 256 to 4096",
              ("online_softmax",), softmax_accesses),
