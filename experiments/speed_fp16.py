@@ -26,6 +26,7 @@ STUDY = speeds.Study(
     passes=("fwd", "bwd", "fwd+bwd"),
     ours=("standard-mma", "fa1-mma", MMA_SPLITS, "fa2-mma"),
     theirs=peers.HALF,
+    forward_dims=(256,),
     figures=("Fig. 4", "Fig. 5", "Fig. 6", "Fig. 7"),
 )
 

@@ -21,6 +21,7 @@ FLASH = "torch-fa2"
 CUDNN = "torch-cudnn"
 MATH = "torch-math"
 UNFUSED = "torch-unfused"
+MATMUL = "torch-matmul"
 # torch's FlashAttention-2 and cuDNN kernels take half precision only.
 FLOAT32 = (EFFICIENT, UNFUSED)
 HALF = (FLASH, CUDNN, UNFUSED)

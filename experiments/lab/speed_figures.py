@@ -26,7 +26,7 @@ def draw(study: Study, rows: Sequence[Row]) -> Any:
     """TFLOP/s over N: a row of panels for each pass and head dimension, a column for each mask."""
     from . import style
 
-    rows = [row for row in rows if row.metric == "speed"]
+    rows = [row for row in rows if row.metric == "speed" and row.series in study.series]
     if not rows:
         return None
     several = len(study.passes) > 1
@@ -149,7 +149,11 @@ def table(
     the figure.
     """
     shown, labels = shown or study.series, labels or labels_of(study)
-    found = {(r.pass_, *tables.sizes(r), r.series): r for r in rows if r.metric == "speed"}
+    found = {
+        (r.pass_, *tables.sizes(r), r.series): r
+        for r in rows
+        if r.metric == "speed" and r.series in study.series
+    }
     if not found:
         return None
     ours, peer = next(s for s in shown if s in ("fa2-simt", "fa2-mma")), study.theirs[0]

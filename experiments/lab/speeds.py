@@ -13,7 +13,7 @@ from typing import Any
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from . import peers, precompile
+from . import bandwidth, peers, precompile
 from .options import Bench, Options
 from .series import (
     DETERMINISTIC,
@@ -29,6 +29,7 @@ from .series import (
 from .store import Row
 from .timing import (
     CHECKED_SEQLEN,
+    REPEATS,
     SECONDS,
     Gate,
     GradientGate,
@@ -50,7 +51,8 @@ class Study:
     """What one experiment measures.
 
     `ours` and `theirs` are series. Where `fa1_longest` is given, FA-1's backward pass is left out
-    of longer problems. `figures` are those of the FA-2 paper to draw beside.
+    of longer problems. `forward_dims` are head dimensions of which the forward pass alone is
+    measured, `figures` those of the FA-2 paper whose order is judged beside.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Study:
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
     fa1_longest: int | None = None
+    forward_dims: tuple[int, ...] = ()
     figures: tuple[str, ...] = ()
 
     @property
@@ -72,6 +75,8 @@ class Study:
 
     def at(self, problem: Problem, pass_: str) -> list[str]:
         """The series that are measured for the problem."""
+        if pass_ != "fwd" and problem.head_dim in self.forward_dims:
+            return []
         shown = self.series if peers.available() else self.ours
         long = self.fa1_longest is not None and problem.seqlen_q > self.fa1_longest
         return [
@@ -86,7 +91,8 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
     """Rows of time, speed, error and, forward, peak memory; results are checked before timing."""
     assert bench.machine is not None and bench.describe is not None
     lengths = options.seqlens or (SEQLENS[:2] if options.quick else SEQLENS)
-    head_dims = options.head_dims or (HEAD_DIMS[:1] if options.quick else HEAD_DIMS)
+    every = (*HEAD_DIMS, *study.forward_dims)
+    head_dims = options.head_dims or (HEAD_DIMS[:1] if options.quick else every)
     masks = options.causal or ((False,) if options.quick else (False, True))
     beyond = [N for N in lengths if study.fa1_longest is not None and N > study.fa1_longest]
     if beyond:
@@ -100,6 +106,8 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
         fa2_setting(N, d, mask, study.dtype) for d in head_dims for mask in masks for N in lengths
     ]
     precompile.compile_ahead(_planned(study, cases, bench.describe["multiprocessors"]), bench)
+    if peers.available():
+        yield from _peak(study, bench.machine)
     checks = Checks(study)
     for problem in bench.each(cases, "timing"):
         arrays = peers.on_device(checks.inputs(problem), study.dtype)
@@ -119,6 +127,38 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
                 yield from measured[series]
                 device.release_memory()
                 peers.release()
+
+
+def _peak(study: Study, machine: str) -> Iterator[Row]:
+    """The speed of torch's product of two square matrices, which no kernel here can pass.
+
+    Its row has the matrices' size in the columns of lengths and of the head dimension.
+    """
+    speed, failure = attempt(bandwidth.measure_matmul, study.dtype, REPEATS)
+    size = bandwidth.MATMUL_SIZE
+    problem: dict[str, Any] = {
+        "seqlen_q": size,
+        "seqlen_k": size,
+        "head_dim": size,
+        "causal": False,
+    }
+    heads: dict[str, Any] = {"batch": 1, "heads_q": 1, "heads_k": 1}
+    found: dict[str, Any] = {} if failure else {"p20": speed.p20, "p80": speed.p80, "n": speed.n}
+    yield Row(
+        machine=machine,
+        experiment=study.name,
+        series=peers.MATMUL,
+        source="measured",
+        dtype=study.dtype,
+        metric="speed",
+        unit="TFLOP/s",
+        value=None if failure else speed.median,
+        note=failure,
+        **heads,
+        **problem,
+        **found,
+    )
+    peers.release()
 
 
 def _planned(
