@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -103,6 +104,8 @@ def test_an_interrupted_run_leaves_the_recording_and_is_gone_on_with(bench):
     with pytest.raises(KeyboardInterrupt):
         bench()
     assert {path: path.read_bytes() for path in before} == before
+    did = runner._what_happened(GPU, bench.report)
+    assert did == "4 rows, not whole: drawn from the recording"
     bench.stop, bench.value = None, 1.2
     assert bench() == [128, "counters"]
     assert "timing: 2 of 3 done before" in bench.text
@@ -317,6 +320,27 @@ def test_time_ends_what_takes_longer():
     assert time.monotonic() - start < 20
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
     assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+
+
+def test_time_ends_the_profiler_and_what_it_profiles(tmp_path, monkeypatch):
+    tool, pid = tmp_path / "ncu", tmp_path / "pid"
+    tool.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {pid}.new; mv {pid}.new {pid}\nwait\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    case = counters.Case("fa2", 1, 1, 64, 64, False)
+    with pytest.raises(schedule.OutOfTime), schedule.within(2.0):
+        counters.count([case], counters.TRAFFIC)
+    child, end = int(pid.read_text()), time.monotonic() + 20
+    while time.monotonic() < end:
+        try:
+            state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            break
+        if state == "Z":  # dead, and nobody has asked how it ended
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("the profiled program runs on")
 
 
 @pytest.fixture

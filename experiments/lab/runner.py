@@ -37,13 +37,15 @@ class Report:
     """What became of one experiment: rows measured, whence its figure's are, what failed.
 
     `recorded` has the runs of each machine that the figure is drawn from. `kept` is how many of the
-    rows were counted before, from the same sources.
+    rows were counted before, from the same sources. `held` says that the rows do not stand in the
+    recording: the run was cut off, or refused.
     """
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     drawn_from: list[str] = field(default_factory=list)
     recorded: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     kept: int = 0
+    held: bool = False
     error: str = ""
     not_measured: str = ""
 
@@ -200,6 +202,7 @@ class Runner:
             except StoreError:
                 raise  # nothing more can be stored
             except BaseException:
+                report.held = journal is not None
                 recorder.finish(complete=False)
                 raise
             recorder.finish(complete=journal is not None)
@@ -385,6 +388,8 @@ def _what_happened(machine: str, report: Report) -> str:
         return f"drawn from the recording{why}"
     if machine == EMULATOR and report.kept:
         return f"counted before from the same sources: {report.kept} rows"
+    if report.held:
+        return f"{outcome.measured} rows, not whole: drawn from the recording"
     verb = {MODEL: "computed", EMULATOR: "counted"}.get(machine, "measured")
     text = f"{verb} here: {outcome.measured} rows, "
     text += "new" if outcome.changed else "same as recorded"
