@@ -1,4 +1,4 @@
-"""The command line, python -m experiments: list, run NAME, draw NAME, all, report, tune."""
+"""The command line, python -m experiments: list, run, draw, all, compare, report, tune."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ except ModuleNotFoundError as error:
 
 from fa_numba import Tiles
 
-from .lab import report, review, schedule, tune
+from .lab import compare_command, report, review, schedule, tune
 from .lab.drawing import Drawing, side_by_side
 from .lab.options import FIGURES, FILTERED, QUICK, REPOSITORY, Options
 from .lab.registry import load, names, needs_torch, takes_tiles
@@ -166,6 +166,7 @@ def _parser() -> argparse.ArgumentParser:
         parents=[choices],
     )
     every.add_argument("--full", action="store_true", help="measure on a GPU until all is done")
+    compare_command.add(commands, _folder)
     text = "time the tensor-core kernels' tiles on this GPU and store the fastest"
     tuning = commands.add_parser("tune", help=text, description=text)
     tuning.add_argument(
@@ -267,6 +268,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if args.command == "report":
         return _report(console)
+    if args.command == "compare":
+        return compare_command.run(args, parser, arguments)
 
     if args.command == "tune":
         wanted = tune.candidates(args.head_dims, args.series, args.passes)

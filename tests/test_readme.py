@@ -9,15 +9,19 @@ import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import fa_numba
-from experiments.lab import registry, report
-from experiments.lab.options import Bench, Options
+from experiments import __main__ as experiments
+from experiments.lab import compare, compare_command, registry, report
+from experiments.lab.options import FILTERED, Bench, Options
 from experiments.lab.store import Recorder, Store
 from fa_numba import __main__ as command
+from fa_numba import device as devices
+from fa_numba.bounds import DEVICES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "paper_repro.md")
@@ -135,29 +139,44 @@ def test_the_experiment_of_the_walk_runs(monkeypatch, tmp_path):
     assert "| 32 | FA-2 (Q outer) |" in report.text("head_dim", store)
 
 
-PROMPT = "```text\n$ python -m fa_numba "
-SHOWN = re.compile(re.escape(PROMPT) + r"(?P<arguments>[^\n]*)\n(?P<output>.*?)```\n", re.DOTALL)
+COMMANDS = {"fa_numba": command.main, "experiments": experiments.main}
+SHOWN = re.compile(
+    r"```text\n\$ python -m (?P<package>\w+) (?P<arguments>[^\n]*)\n(?P<output>.*?)```\n", re.DOTALL
+)
 
 
-def shown_again():
-    """README with what its commands print now in place of what it says that they print."""
+def shown_again(folder):
+    """README with what its commands print, where no GPU is, in place of what it says they print.
+
+    What they write goes to the folder.
+    """
+    stand_in = DEVICES[compare.STAND_IN], None
 
     def printed(block):
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
-            assert command.main(shlex.split(block["arguments"])) == 0
-        return f"{PROMPT}{block['arguments']}\n{said.getvalue()}```\n"
+            assert COMMANDS[block["package"]](shlex.split(block["arguments"])) == 0
+        return block[0].removesuffix(f"{block['output']}```\n") + f"{said.getvalue()}```\n"
 
-    return SHOWN.sub(printed, (ROOT / "README.md").read_text())
+    with (
+        mock.patch.object(compare_command, "FILTERED", folder),
+        mock.patch.object(compare, "gpu_here", lambda: stand_in),
+        mock.patch.object(devices, "why_no_gpu", lambda: "no CUDA GPU or driver was found"),
+    ):
+        return SHOWN.sub(printed, (ROOT / "README.md").read_text())
 
 
-def test_readme_shows_what_the_commands_print():
+def test_readme_shows_what_the_commands_print(tmp_path, monkeypatch):
     """`python tests/test_readme.py` writes what they print now."""
+    monkeypatch.setattr(compare_command, "REPOSITORY", tmp_path)
     page = (ROOT / "README.md").read_text()
-    assert {block["arguments"].split()[0] for block in SHOWN.finditer(page)} == {
-        module.NAME for module in command.COMMANDS
+    shown = {(block["package"], block["arguments"].split()[0]) for block in SHOWN.finditer(page)}
+    wanted = {("fa_numba", module.NAME) for module in command.COMMANDS}
+    assert shown == wanted | {("experiments", compare.NAME)}
+    assert shown_again(tmp_path) == page
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"compare.{kind}" for kind in ("png", "svg", "json")
     }
-    assert shown_again() == page
 
 
 def test_the_table_for_other_libraries_names_what_there_is():
@@ -171,4 +190,4 @@ def test_the_table_for_other_libraries_names_what_there_is():
 
 
 if __name__ == "__main__":
-    (ROOT / "README.md").write_text(shown_again())
+    (ROOT / "README.md").write_text(shown_again(FILTERED))

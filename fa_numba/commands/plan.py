@@ -312,7 +312,10 @@ def _rate(n: int, seconds: float | None) -> str:
 
 
 def _mib(n: int) -> str:
-    return f"{n / 2**20:,.3g} MiB" if n < 1000 << 20 else f"{n / 2**20:,.0f} MiB"
+    """MiB, or below one KiB."""
+    if n < 1 << 20:
+        return f"{n / 2**10:.3g} KiB"
+    return f"{n / 2**20:.3g} MiB" if n < 1000 << 20 else f"{n / 2**20:,.0f} MiB"
 
 
 _OF_PLANS: tuple[tuple[str, Callable[[Plan], str]], ...] = (
