@@ -94,7 +94,7 @@ def _ceilings(problem: Problem, options: Options, bench: Bench) -> Iterator[Row]
 
     memory = {"metric": "bandwidth", "unit": "TB/s"}
     X, failure = attempt(bandwidth.ones, max(footprints))
-    for footprint in bench.track(footprints, "reading global memory"):
+    for footprint in bench.each(footprints, "reading global memory"):
         speed, why = None, failure
         if X is not None:
             speed, why = attempt(bandwidth.measure_global, X, footprint, repeats)
@@ -103,7 +103,7 @@ def _ceilings(problem: Problem, options: Options, bench: Bench) -> Iterator[Row]
     speed, why = attempt(bandwidth.measure_shared, about["multiprocessors"], repeats)
     yield row(speed, why, "", series=SHARED, **memory)
     if peers.available():
-        for dtype in bench.track(list(UNITS.values()), "matrix products"):
+        for dtype in bench.each(list(UNITS.values()), "matrix products"):
             speed, why = attempt(bandwidth.measure_matmul, dtype, repeats)
             fields = {"series": MATMUL, "dtype": dtype, "metric": "speed", "unit": "TFLOP/s"}
             yield row(speed, why, "", **fields)

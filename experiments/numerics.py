@@ -131,7 +131,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     cases = list(_problems(options, long, HEADS, dtypes))
     planned = (precompile.Call(s, problem) for problem, _ in cases for s in OURS[problem.dtype])
     precompile.compile_ahead(planned, bench)
-    for item in bench.track([*cases, *_vectors(long, VECTORS)], "comparing with float64"):
+    for item in bench.each([*cases, *_vectors(long, VECTORS)], "comparing with float64"):
         yield from _rows_of(item, bench.machine)
         device.release_memory()
         peers.release()
