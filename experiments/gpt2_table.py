@@ -315,7 +315,7 @@ def draw(rows: Sequence[Row]) -> Any:
             f"fp16, N={problem.seqlen_q}, d={problem.head_dim}, batch x heads = {heads}{masked}"
         )
         panels[name].grid(False, axis="x")
-    counts.annotate(panels["GB"], rows, 0.62)
+    counts.annotate(panels["GB"], rows, 0.42)
     return figure
 
 
@@ -341,7 +341,12 @@ def _draw_bytes(ax: Any, found: Found, in_paper: bool, style: Any) -> None:
     ax.set_xticks(range(len(_GROUPS)), list(_GROUPS))
     ax.set_ylabel("GB")
     ax.margins(y=0.12)
-    grey = [Patch(color="#444444", alpha=a, hatch=h, label=name) for _, name, a, h in _BARS]
+    sources = {source for _, source, _ in found}
+    grey = [
+        Patch(color="#444444", alpha=alpha, hatch=hatch, label=name)
+        for source, name, alpha, hatch in _BARS
+        if source in sources
+    ]
     if in_paper:
         grey.insert(0, Patch(label="published count", **HOLLOW))
     ax.legend(handles=grey, loc="upper right")

@@ -73,6 +73,18 @@ def test_the_papers_tables():
             assert found == {int(x["seqlen"]): float(x["value"]) for x in lines} and found
 
 
+def test_the_page_says_what_the_papers_gain_comes_with():
+    gains = {True: [], False: []}
+    for name in runtime_memory.SETTINGS:
+        curves = (runtime_memory.paper("time", "fwd+bwd", name, m) for m in runtime_memory.METHODS)
+        standard, flash = curves
+        masked = name in (MASKED, BOTH)
+        gains[masked] += [standard[N] / flash[N] for N in standard if N >= 1024]
+    with_mask, without = (f"{min(gains[m]):.2f} to {max(gains[m]):.2f}" for m in (True, False))
+    page = report.PAGE.read_text().replace("\n", " ")
+    assert f"it is {with_mask} with a mask and {without} without one" in page
+
+
 def test_the_papers_memory_is_so_many_arrays():
     """13 arrays of N d and 2 of N in float32: what is compared has the inputs too."""
     for N, value in runtime_memory.paper("memory", "fwd+bwd", PLAIN, "FlashAttention").items():
