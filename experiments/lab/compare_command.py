@@ -146,6 +146,6 @@ def _draw(
 
     figure = compare_view.draw(setting, rows, gpu)
     where = f"measured on {gpu.driver_name}" if machine else "nothing measured, no GPU"
-    note = provenance.when_and_where(about, f"hollow: by the {gpu.name}'s data sheet; {where}")
+    note = provenance.when_and_where([about], f"hollow: by the {gpu.name}'s data sheet; {where}")
     style.save(figure, args.out / compare.NAME, note)
     return ".png, .svg"

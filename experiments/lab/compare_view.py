@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -174,7 +174,7 @@ def dictionary(
         "not_counted": why_not_counted(setting) or None,
         "refused": refused,
         "about": about,
-        "rows": [asdict(row) for row in rows],
+        "rows": [asdict(replace(row, run=about["id"])) for row in rows],
     }
 
 
