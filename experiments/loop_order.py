@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fa_numba.problem import Problem
@@ -122,6 +123,115 @@ def ratios(rows: Iterable[Row]) -> dict[str, float]:
     return {name: over / under for name, (over, under) in pairs.items() if over and under}
 
 
+def draw(rows: Sequence[Row]) -> Any:
+    """The result in two panels over N: bytes and time, FA-1 over FA-2, without a mask.
+
+    Titles say what the data do. With a mask where nothing else is stored; `detail` where no problem
+    is of FA-2's setting.
+    """
+    from .lab import style
+
+    every = {p: ratios(mine) for p, mine in variants.problems_of(rows).items() if in_setting(p)}
+    found = {p: values for p, values in every.items() if values and not p.causal}
+    found = found or {p: values for p, values in every.items() if values}
+    if not found:
+        return detail(rows)
+    figure, ((left, right),) = style.new(1, 2, 4.9)
+    _hero(left, found, {"dram": "DRAM", "l2": "L2", "model": "accesses"}, style)
+    grids = {"grid": "the paper's grid:\none block a head", "splits": "equal grid"}
+    _hero(right, found, grids, style)
+    dram, splits, grid = (_between(found, name) for name in ("dram", "splits", "grid"))
+    left.set_title(f"moves {dram} times the DRAM bytes" if dram else "bytes")
+    right.set_title(
+        f"takes {splits} times as long at an equal grid,\n{grid} times on the paper's"
+        if splits and grid
+        else "time"
+    )
+    left.set_ylabel("bytes, FA-1 / FA-2")
+    right.set_ylabel("time, FA-1 / FA-2")
+    shown = style.handles(left) or style.handles(right)
+    masked = ", causal" if next(iter(found)).causal else ""
+    title = f"K/V outer (FA-1) over Q outer (FA-2) at the same tiles and work, forward{masked}"
+    figure.legend(
+        shown.values(),
+        shown,
+        loc="outside upper center",
+        ncols=4,
+        title=title,
+        title_fontsize=12.5,
+        columnspacing=1.2,
+    )
+    return figure
+
+
+def _between(found: Mapping[Problem, Mapping[str, float]], name: str) -> str:
+    """The least and the largest of a ratio: "5 to 135", "1.1 to 1.4"; empty where there is none."""
+    values = [ratio[name] for ratio in found.values() if name in ratio]
+    if not values:
+        return ""
+    form = ".0f" if min(values) >= 4 else ".1f"
+    return " to ".join(dict.fromkeys(format(value, form) for value in (min(values), max(values))))
+
+
+# Of a quantity: colour of which series, line, width. The bytes are what FA-1's order moves.
+_QUANTITIES = {
+    "dram": ("fa1-simt", "-", 2.4),
+    "l2": ("fa1-simt", ":", 1.6),
+    "model": ("fa1-simt", "--", 1.2),
+    "grid": ("fa1-simt", "-", 2.0),
+    "splits": ("fa1-simt-splits", "-", 2.4),
+}
+_MARKERS = {64: "o", 128: "s"}
+
+
+def _hero(
+    ax: Any,
+    found: Mapping[Problem, Mapping[str, float]],
+    names: Mapping[str, str],
+    style: Any,
+) -> None:
+    """Curves over N, a mark a dtype and head dimension; at their ends what they are, and between
+    which ratios.
+    """
+    sizes = sorted({p.seqlen_q for p in found})
+    ends = {}
+    for name, label in names.items():
+        like, ls, width = _QUANTITIES[name]
+        last = []
+        for dtype, d in sorted({(p.dtype, p.head_dim) for p in found}, reverse=True):
+            points = sorted(
+                (p.seqlen_q, values[name])
+                for p, values in found.items()
+                if (p.dtype, p.head_dim) == (dtype, d) and name in values
+            )
+            if not points:
+                continue
+            hollow = dtype == "float16"
+            look = {"color": style.COLOURS[like], "mfc": "white" if hollow else None}
+            look |= {"marker": _MARKERS.get(d, "D"), "markersize": 6, "ls": ls, "lw": width}
+            ax.plot(*zip(*points, strict=True), **look)
+            last.append(points[-1][1])
+            look |= {"ls": "", "color": "#444444"}
+            ax.plot([], [], label=f"{UNIT_NAMES[dtype]}, d={d}", **look)
+        if last:
+            span = " to ".join(
+                dict.fromkeys(f"{x:{'.0f' if x >= 20 else '.3g'}}" for x in (min(last), max(last)))
+            )
+            middle = math.sqrt(min(last) * max(last))
+            ends[name] = (middle, f"{label}\n{span}x", style.COLOURS[like])
+    ax.axhline(1, color="#555555", lw=0.8, zorder=1)
+    ax.set_yscale("log", base=2)
+    style.plain_ticks(ax.yaxis)
+    style.sizes(ax, sizes, "sequence length N")
+    ax.set_xlim(right=max(sizes) * 4.2)
+    lowest = 0.0
+    for middle, text, colour in sorted(ends.values()):
+        at = max(middle, lowest)
+        place = {"va": "center", "fontsize": 9.5, "weight": "bold"}
+        ax.text(max(sizes) * 1.25, at, text, color=colour, **place)
+        lowest = at * 2.1 if "dram" in names else at * 1.5
+
+
 # What a panel shows of `ratios`: colour of, marker, line, label.
 _LINES = {
     "grid": ("fa1-simt", "o", "-", "time, the paper's grid"),
@@ -131,7 +241,7 @@ _LINES = {
 }
 
 
-def draw(rows: Sequence[Row]) -> Any:
+def detail(rows: Sequence[Row]) -> Any:
     """Ratios over N and over batch x heads: a row of panels for each unit, a column for each d."""
     from .lab import style
 
@@ -198,20 +308,23 @@ def _panel(ax: Any, found: dict[Problem, dict[str, float]], over_heads: bool, st
 
 
 def table(rows: Sequence[Row]) -> Table | None:
-    """Both orders' times and occupancy at the same tiles, and FA-1 over FA-2 of times and bytes."""
+    """FA-1 over FA-2 of times and bytes where DRAM is measured, at the shortest and longest N."""
     names = {
         "grid": "time, paper's grid",
-        "splits": "time, query splits",
-        "model": "bytes, model",
+        "splits": "time, equal grid",
+        "model": "accesses",
         "l2": "L2 bytes",
         "dram": "DRAM bytes",
     }
+    every = {p: mine for p, mine in variants.problems_of(rows).items() if in_setting(p)}
+    measured = {p: mine for p, mine in every.items() if "dram" in ratios(mine)} or every
+    lengths = {p.seqlen_q for p in measured}
     lines = []
-    for problem, mine in variants.problems_of(rows).items():
+    for problem, mine in measured.items():
+        if problem.seqlen_q not in (min(lengths), max(lengths)):
+            continue
         found = {(r.series, r.source, r.metric): r for r in mine}
-        calls = series_of(problem.dtype)
-        times = [found.get((name, "measured", "time")) for name in calls]
-        warps = [found.get((name, "measured", "occupancy_elapsed")) for name in calls]
+        times = [found.get((s, "measured", "time")) for s in series_of(problem.dtype)]
         over = ratios(mine)
         lines.append(
             [
@@ -220,17 +333,20 @@ def table(rows: Sequence[Row]) -> Table | None:
                 str(problem.batch * problem.heads_q),
                 *(tables.cell(row, lambda v: f"{v:.3g}") for row in times),
                 *(tables.number(over, name, ".2f") for name in names),
-                *(tables.cell(row, lambda v: f"{v:.2f}") for row in warps),
             ]
         )
     if not lines:
         return None
-    shown = ("FA-1", "FA-1, query splits", "FA-2")
+    shown = ("FA-1, a block a head", "FA-1, query splits", "FA-2")
     header = ["dtype", *tables.PROBLEM, "batch x heads", *(f"{name}, ms" for name in shown)]
     header += [f"FA-1 / FA-2: {name}" for name in names.values()]
-    header += [f"{name}, occupancy" for name in shown]
     caption = (
-        "Forward, FA-2 at FA-1's tiles; bytes are those with query splits over FA-2's; occupancy "
-        "is over the whole call and all multiprocessors."
+        "Forward, FA-2 at FA-1's tiles; bytes are those with query splits over FA-2's; "
+        f"{tables.runs(r for mine in every.values() for r in mine if r.metric == 'time')}. All "
+        f"{len(every)} problems, over batch x heads too, are in the data file and drawn in "
+        f"[{NAME}_detail.png](figures/{NAME}_detail.png)."
     )
     return Table(caption, tables.markdown(header, lines))
+
+
+FIGURES = {f"{NAME}_detail": detail}

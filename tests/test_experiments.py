@@ -27,7 +27,6 @@ from experiments import (
     host_cost,
     io_vs_seqlen,
     loop_cost,
-    loop_order,
     speed,
     speed_backward,
     speed_bf16,
@@ -46,8 +45,6 @@ from experiments.lab import (
     speeds,
     style,
     timing,
-    variants,
-    workloads,
 )
 from experiments.lab.options import FIGURES, REPOSITORY, Bench, Options
 from experiments.lab.series import (
@@ -114,21 +111,6 @@ def synthetic(name, machine="some-gpu"):
                     fields = {"series": series, "pass_": pass_, "metric": "time", "unit": "ms"}
                     fields |= {"Br": None, "Bc": None, "value": 0.01 * (i + 1), "p20": 0.009}
                     rows.append(gpu_row(name, one_head(128, 64, dtype=dtype), p80=0.05, **fields))
-    elif name == "loop_order":
-        for dtype in loop_order.UNITS.values():
-            problems = [fa2_setting(N, 64, False, dtype) for N in (1024, 4096)]
-            for problem in (*problems, loop_order.many_heads(4, 64, dtype)):
-                for series, time in zip(loop_order.series_of(dtype), (6.0, 3.0, 2.0), strict=True):
-                    numbers = [
-                        ("measured", "time", "ms", time),
-                        ("model", "traffic", "bytes", time),
-                    ]
-                    if problem.batch > 1:
-                        numbers += [(kind, "traffic", "bytes", 2 * time) for kind in ("l2", "dram")]
-                        numbers += [("measured", m, "1", 0.1 * time) for m in loop_order.PROFILED]
-                    for source, metric, unit, value in numbers:
-                        fields = {"source": source, "metric": metric, "unit": unit, "value": value}
-                        rows.append(gpu_row(name, problem, series=series, **fields))
     elif not hasattr(registry.load(name), "STUDY"):
         # Of an experiment that nothing is made up for: what is recorded of it.
         store = Store(FIGURES)
@@ -504,7 +486,8 @@ def test_figures_come_out_byte_for_byte_the_same(tmp_path, monkeypatch):
     assert command.main(["draw", *NAMES[::-1], "--out", str(tmp_path / "two")]) == 0
     drawn = [digests(tmp_path / folder) for folder in ("one", "two")]
     animated = {f"{name}.gif" for name in NAMES if hasattr(registry.load(name), "animate")}
-    still = {f"{name}.{kind}" for name in NAMES for kind in ("svg", "png")}
+    figures = {other for name in NAMES for other in (name, *registry.figures(registry.load(name)))}
+    still = {f"{name}.{kind}" for name in figures for kind in ("svg", "png")}
     assert set(drawn[0]) == still | animated
     assert drawn[0] == drawn[1]
 
@@ -1083,113 +1066,6 @@ def test_the_work_of_the_blocks_is_the_models(causal, lengths, splits):
     column_tiles = io_model.fa1(problem, tiles, query_splits=splits).loads["K"] // (128 * 64)
     visited = io_model.tiles_visited("fa1", problem, tiles)
     assert sum(block_costs(problem, 64, 128, splits)) == visited + column_tiles / 2
-
-
-# --- both orders at equal tiles and work ------------------------------------------------------
-
-
-def measured_orders(monkeypatch, **options):
-    """loop_order's rows with stand-ins for the GPU, the calls of both, and the counted cases."""
-    calls, cases = [], []
-
-    def attention(q, k, v, **options):
-        calls.append({"dtype": q.dtype.name, "shape": q.shape, **options})
-
-    def time_call(run, check, seconds):
-        assert seconds == timing.SECONDS
-        run()
-        return timing.Timing(float(len(calls)), 1.0, 2.0, 20, 1e-7)
-
-    def count_or_say(wanted, metrics, say):
-        cases.extend(wanted)
-        return [dict.fromkeys(metrics, 1.0 * i) for i in range(1, 1 + len(wanted))]
-
-    monkeypatch.setattr(fa_numba, "attention", attention)
-    monkeypatch.setattr(variants, "time_call", time_call)
-    monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
-    monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
-    monkeypatch.setattr(counters, "count_or_say", count_or_say)
-    for name, value in (("TOKENS", 2048), ("HIDDEN", 128)):
-        monkeypatch.setattr(workloads, name, value)
-    bench = Bench(machine="some-gpu", describe={"multiprocessors": 4}, say=lambda line: None)
-    rows = list(loop_order.measure(Options(**options), bench))
-    assert len({row.key for row in rows}) == len(rows)
-    return rows, calls, cases
-
-
-def test_the_orders_run_at_equal_tiles_and_work(monkeypatch):
-    rows, calls, cases = measured_orders(
-        monkeypatch, seqlens=(512, 2048), head_dims=(64,), causal=(False,)
-    )
-    tiles = {}
-    for row in rows:
-        tiles.setdefault((row.dtype, row.seqlen_q), set()).add((row.Br, row.Bc))
-    assert {len(found) for found in tiles.values()} == {1}
-    assert {key[0] for key in tiles} == {"float32", "float16"}
-    for call in calls:
-        assert call["unit"] == ("mma" if call["dtype"] == "float16" else "simt")
-    by_order = {
-        order: [c for c in calls if c["algorithm"] == order and c["dtype"] == "float16"]
-        for order in ("fa1", "fa2")
-    }
-    # FA-2 is told FA-1's tiles and threads; of FA-1 a call with the paper's grid and one split.
-    planned = fa_numba.plan((4, 2, 512, 64), (4, 2, 512, 64), algorithm="fa1", dtype="float16")
-    assert [c["tiles"] for c in by_order["fa2"]] == [planned.tiles] * 2
-    assert planned.tiles.threads is not None
-    splits = [c.get("query_splits", 1) for c in by_order["fa1"]]
-    assert splits[0] == 1 and max(splits) > 1
-    # The counted calls are those timed.
-    assert len(cases) == len(calls)
-    assert {(c.algorithm, c.dtype, c.seqlen, c.query_splits) for c in cases} == {
-        (c["algorithm"], c["dtype"], c["shape"][2], c.get("query_splits", 1)) for c in calls
-    }
-    assert all(
-        case.threads == planned.tiles.threads
-        for case in cases
-        if (case.algorithm, case.dtype) == ("fa2", "float16")
-    )
-
-
-def test_the_orders_are_compared_over_heads_too(monkeypatch):
-    monkeypatch.setattr(loop_order, "HEADS_SEQLEN", 256)
-    monkeypatch.setattr(loop_order, "QUICK_SEQLEN", 256)
-    rows, _, cases = measured_orders(monkeypatch, quick=True)
-    assert {r.heads_q for r in rows if r.seqlen_q == 256} == set(loop_order.HEADS[:2])
-    # Counters are read in FA-2's setting alone; there is a model for all.
-    assert {case.seqlen for case in cases} == {512, 1024}
-    model = {(r.seqlen_q, r.series) for r in rows if r.source == "model"}
-    assert {N for N, _ in model} == {256, 512, 1024} and len(model) == 18
-    figure = loop_order.draw(rows)
-    assert titles(figure) == [
-        *("fp32, CUDA cores, d=64", "fp16, tensor cores, d=64"),
-        *("fp32, CUDA cores, d=64, N=256", "fp16, tensor cores, d=64, N=256"),
-    ]
-
-
-def test_ratios_of_the_orders():
-    rows = synthetic("loop_order")
-    for problem, mine in variants.problems_of(rows).items():
-        wanted = {"grid": 3, "splits": 1.5, "model": 1.5}
-        if problem.batch > 1:
-            wanted |= {"l2": 1.5, "dram": 1.5}
-        assert loop_order.ratios(mine) == wanted
-    failed = [replace(r, value=None) if r.metric == "time" else r for r in rows[:8]]
-    assert "grid" not in loop_order.ratios(failed) and loop_order.ratios([]) == {}
-
-
-def test_the_table_of_orders(tmp_path):
-    store_synthetic("loop_order", tmp_path, report.MACHINE)
-    lines = [
-        line for line in report.text("loop_order", Store(tmp_path)).splitlines() if "| 64 |" in line
-    ]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert len(cells) == 6
-    times, ratios = ["6", "3", "2"], ["3.00", "1.50", "1.50"]
-    assert ["fp16", "64", "no", "4096", "4", *times, *ratios, *["-"] * 5] in cells
-    assert [
-        *("fp32", "64", "no", "1024", "512"),
-        *(*times, *ratios, "1.50", "1.50", "0.60", "0.30", "0.20"),
-    ] in cells
 
 
 # --- what was asked for is drawn -------------------------------------------------------------

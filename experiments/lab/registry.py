@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import experiments
@@ -12,6 +12,8 @@ import experiments
 from .options import Bench, Options
 from .store import Row
 from .tables import Make
+
+Draw = Callable[[Sequence[Row]], Any]
 
 
 class Experiment(Protocol):
@@ -22,6 +24,7 @@ class Experiment(Protocol):
 
     `table(rows)`   its table, a `tables.Table`, on the page under the experiment's name
     `animate(rows, note)`   its figure as an animated GIF, bytes; the note says where rows are from
+    FIGURES         further figures: name of the file -> function of the rows, as `draw`
     TABLES          further tables: name -> function of the rows
     NEEDS_TORCH     True where torch with CUDA is needed to measure
     TAKES_TILES     True where block sizes of the command line (`Options.tiles`) are taken
@@ -54,6 +57,11 @@ def load(name: str) -> Experiment:
 
 def needs_torch(experiment: Experiment) -> bool:
     return bool(getattr(experiment, "NEEDS_TORCH", False))
+
+
+def figures(experiment: Experiment) -> Mapping[str, Draw]:
+    """The experiment's figures beside the one under its own name."""
+    return getattr(experiment, "FIGURES", {})
 
 
 def takes_tiles(experiment: Experiment) -> bool:

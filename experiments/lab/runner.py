@@ -321,9 +321,17 @@ class Runner:
         if film is not None:
             changed |= write_if_changed(stem.with_suffix(".gif"), film)
             kinds = ".svg, .png and .gif"
+        self._say_drawn(stem, kinds, changed)
+        for other, draw in registry.figures(module).items():
+            further = draw(rows)
+            if further is not None:
+                stem = self.options.out / other
+                self._say_drawn(stem, ".svg and .png", bool(style.save(further, stem, note)))
+        return True
+
+    def _say_drawn(self, stem: Path, kinds: str, changed: bool) -> None:
         state = "drawn" if changed else "drawn, same as before"
         self.console.print(f"  {escape(str(stem))}{kinds}: {state}", soft_wrap=True)
-        return True
 
     def _instead(self, stored: Sequence[Row]) -> str:
         """What the filters asked for in vain, and what is stored."""

@@ -92,7 +92,7 @@ def empty(ax: Any, text: str) -> None:
 def handles(axes: Any) -> dict[str, Any]:
     """Label -> the first handle of it on any of the axes, for a legend of the whole figure."""
     found: dict[str, Any] = {}
-    for ax in axes.flat:
+    for ax in np.atleast_1d(axes).flat:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
     return found

@@ -1,0 +1,157 @@
+"""Both loop orders at equal tiles and work: what is run, the ratios, the figures, the table."""
+
+from dataclasses import replace
+
+from test_experiments import gpu_row, store_synthetic
+
+import fa_numba
+from experiments import loop_order
+from experiments.lab import counters, report, timing, variants, workloads
+from experiments.lab.options import Bench, Options
+from experiments.lab.store import Store
+from experiments.lab.workloads import fa2_setting
+
+
+def synthetic(lengths=(1024, 4096)):
+    """Times of 6, 3 and 2, and bytes in the same proportions or, of DRAM, with N."""
+    rows = []
+    for dtype in loop_order.UNITS.values():
+        problems = [fa2_setting(N, 64, False, dtype) for N in lengths]
+        for problem in (*problems, loop_order.many_heads(4, 64, dtype)):
+            for series, time in zip(loop_order.series_of(dtype), (6.0, 3.0, 2.0), strict=True):
+                numbers = [("measured", "time", "ms", time), ("model", "traffic", "bytes", time)]
+                if problem.batch > 1:
+                    more = problem.seqlen_q / 128 if series.startswith("fa1") else 2.0
+                    numbers += [("l2", "traffic", "bytes", 2 * time)]
+                    numbers += [("dram", "traffic", "bytes", more)]
+                    numbers += [("measured", m, "1", 0.1 * time) for m in loop_order.PROFILED]
+                for source, metric, unit, value in numbers:
+                    fields = {"source": source, "metric": metric, "unit": unit, "value": value}
+                    n = {4096: 5}.get(problem.seqlen_q, 20) if metric == "time" else None
+                    rows.append(gpu_row("loop_order", problem, series=series, n=n, **fields))
+    return rows
+
+
+def measured_orders(monkeypatch, **options):
+    """loop_order's rows with stand-ins for the GPU, the calls of both, and the counted cases."""
+    calls, cases = [], []
+
+    def attention(q, k, v, **options):
+        calls.append({"dtype": q.dtype.name, "shape": q.shape, **options})
+
+    def time_call(run, check, seconds):
+        assert seconds == timing.SECONDS
+        run()
+        return timing.Timing(float(len(calls)), 1.0, 2.0, 20, 1e-7)
+
+    def count_or_say(wanted, metrics, say):
+        cases.extend(wanted)
+        return [dict.fromkeys(metrics, 1.0 * i) for i in range(1, 1 + len(wanted))]
+
+    monkeypatch.setattr(fa_numba, "attention", attention)
+    monkeypatch.setattr(variants, "time_call", time_call)
+    monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
+    monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
+    monkeypatch.setattr(counters, "count_or_say", count_or_say)
+    for name, value in (("TOKENS", 2048), ("HIDDEN", 128)):
+        monkeypatch.setattr(workloads, name, value)
+    bench = Bench(machine="some-gpu", describe={"multiprocessors": 4}, say=lambda line: None)
+    rows = list(loop_order.measure(Options(**options), bench))
+    assert len({row.key for row in rows}) == len(rows)
+    return rows, calls, cases
+
+
+def test_the_orders_run_at_equal_tiles_and_work(monkeypatch):
+    rows, calls, cases = measured_orders(
+        monkeypatch, seqlens=(512, 2048), head_dims=(64,), causal=(False,)
+    )
+    tiles = {}
+    for row in rows:
+        tiles.setdefault((row.dtype, row.seqlen_q), set()).add((row.Br, row.Bc))
+    assert {len(found) for found in tiles.values()} == {1}
+    assert {key[0] for key in tiles} == {"float32", "float16"}
+    for call in calls:
+        assert call["unit"] == ("mma" if call["dtype"] == "float16" else "simt")
+    by_order = {
+        order: [c for c in calls if c["algorithm"] == order and c["dtype"] == "float16"]
+        for order in ("fa1", "fa2")
+    }
+    # FA-2 is told FA-1's tiles and threads; of FA-1 a call with the paper's grid and one split.
+    planned = fa_numba.plan((4, 2, 512, 64), (4, 2, 512, 64), algorithm="fa1", dtype="float16")
+    assert [c["tiles"] for c in by_order["fa2"]] == [planned.tiles] * 2
+    assert planned.tiles.threads is not None
+    splits = [c.get("query_splits", 1) for c in by_order["fa1"]]
+    assert splits[0] == 1 and max(splits) > 1
+    # The counted calls are those timed.
+    assert len(cases) == len(calls)
+    assert {(c.algorithm, c.dtype, c.seqlen, c.query_splits) for c in cases} == {
+        (c["algorithm"], c["dtype"], c["shape"][2], c.get("query_splits", 1)) for c in calls
+    }
+    assert all(
+        case.threads == planned.tiles.threads
+        for case in cases
+        if (case.algorithm, case.dtype) == ("fa2", "float16")
+    )
+
+
+def test_the_orders_are_compared_over_heads_too(monkeypatch):
+    monkeypatch.setattr(loop_order, "HEADS_SEQLEN", 256)
+    monkeypatch.setattr(loop_order, "QUICK_SEQLEN", 256)
+    rows, _, cases = measured_orders(monkeypatch, quick=True)
+    assert {r.heads_q for r in rows if r.seqlen_q == 256} == set(loop_order.HEADS[:2])
+    # Counters are read in FA-2's setting alone; there is a model for all.
+    assert {case.seqlen for case in cases} == {512, 1024}
+    model = {(r.seqlen_q, r.series) for r in rows if r.source == "model"}
+    assert {N for N, _ in model} == {256, 512, 1024} and len(model) == 18
+    figure = loop_order.detail(rows)
+    assert [ax.get_title() for ax in figure.axes] == [
+        *("fp32, CUDA cores, d=64", "fp16, tensor cores, d=64"),
+        *("fp32, CUDA cores, d=64, N=256", "fp16, tensor cores, d=64, N=256"),
+    ]
+
+
+def test_ratios_of_the_orders():
+    rows = synthetic()
+    for problem, mine in variants.problems_of(rows).items():
+        wanted = {"grid": 3, "splits": 1.5, "model": 1.5}
+        if problem.batch > 1:
+            wanted |= {"l2": 1.5, "dram": problem.seqlen_q / 256}
+        assert loop_order.ratios(mine) == wanted
+    failed = [replace(r, value=None) if r.metric == "time" else r for r in rows[:8]]
+    assert "grid" not in loop_order.ratios(failed) and loop_order.ratios([]) == {}
+
+
+def test_the_result_is_seen_at_a_glance():
+    """Two panels, bytes and time; their titles and labels say the ratios of the rows."""
+    figure = loop_order.draw(synthetic())
+    bytes_, time = figure.axes
+    assert bytes_.get_title() == "moves 4 to 16 times the DRAM bytes"
+    assert time.get_title() == (
+        "takes 1.5 times as long at an equal grid,\n3.0 times on the paper's"
+    )
+    said = {text.get_text() for text in (*bytes_.texts, *time.texts)}
+    assert {"DRAM\n16x", "L2\n1.5x", "accesses\n1.5x", "equal grid\n1.5x"} <= said
+    # Masked problems and other heads are the second figure's.
+    masked = [replace(row, causal=True) for row in synthetic()]
+    assert ", causal" in loop_order.draw(masked).legends[0].get_title().get_text()
+    both = [*synthetic(), *[replace(r, value=r.value * 9) for r in masked if r.metric == "time"]]
+    assert loop_order.draw(both).axes[1].get_title() == time.get_title()
+    heads = [row for row in synthetic() if row.batch == 1]
+    assert len(loop_order.draw(heads).axes) == len(loop_order.detail(heads).axes)
+    times = [row for row in synthetic() if row.metric == "time"]
+    assert loop_order.draw(times).axes[0].get_title() == "bytes"
+    assert loop_order.draw([]) is None and set(loop_order.FIGURES) == {"loop_order_detail"}
+
+
+def test_the_table_has_the_shortest_and_the_longest(tmp_path):
+    store_synthetic("loop_order", tmp_path, report.MACHINE)
+    text = report.text("loop_order", Store(tmp_path))
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if "| 64 |" in line
+    ]
+    assert len(cells) == 4
+    times, ratios = ["6", "3", "2"], ["3.00", "1.50", "1.50"]
+    assert ["fp32", "64", "no", "1024", "512", *times, *ratios, "1.50", "4.00"] in cells
+    assert "medians of 5 to 20 runs" in text and "All 4 problems" in text
