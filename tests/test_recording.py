@@ -25,10 +25,11 @@ from experiments.lab import (
     review,
     runner,
     schedule,
+    store,
 )
 from experiments.lab.options import Options
 from experiments.lab.series import row_fields
-from experiments.lab.store import MODEL, Row, Store
+from experiments.lab.store import MODEL, Row, Store, StoreError
 from experiments.lab.workloads import one_head
 
 NAME, GPU = "standing_in", "some-gpu"
@@ -226,6 +227,17 @@ def test_refused_rows_are_measured_again_otherwise(bench):
     assert {row.value / row.seqlen_q for row in bench.rows} == {2.1, 1.5}
 
 
+def test_whole_rows_that_could_not_be_written_are_not_measured_again(bench, monkeypatch):
+    def full(*_):
+        raise StoreError("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "write_if_changed", full)
+        bench()
+    assert bench.report.error == "no space left" and not bench.rows
+    assert bench() == [] and len(bench.rows) == 6 and not bench.report.error
+
+
 @pytest.mark.parametrize("off", [1.2, 0.85])
 def test_peers_near_their_last_recording_do_not(bench, off):
     bench()
@@ -324,8 +336,8 @@ def test_time_ends_what_takes_longer():
 
 def test_time_ends_the_profiler_and_what_it_profiles(tmp_path, monkeypatch):
     tool, pid = tmp_path / "ncu", tmp_path / "pid"
-    # It says itself when the time is spent: once the program runs.
-    tool.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {pid}\nkill -ALRM $PPID\nwait\n")
+    # It says itself when the time is spent: once the program runs and is waited for.
+    tool.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {pid}\nsleep 1\nkill -ALRM $PPID\nwait\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     case = counters.Case("fa2", 1, 1, 64, 64, False)

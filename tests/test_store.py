@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from experiments import speed_fp16
-from experiments.lab import published, report
+from experiments.lab import published, registry, report
 from experiments.lab.options import FIGURES
 from experiments.lab.store import COLUMNS, Recorder, Row, Store, StoreError, dump, parse
 
@@ -303,6 +303,15 @@ def test_a_damaged_line_is_named(tmp_path, old, new, says):
     path.write_text(path.read_text().replace(old, new, 1))
     with pytest.raises(StoreError, match=re.escape(f"{path}: {says}")):
         store.read("speed", report.MACHINE)
+
+
+@pytest.mark.parametrize("experiment", registry.names())
+def test_the_rows_of_every_recording_have_their_runs_in_the_json(experiment):
+    store = Store(FIGURES)
+    for machine in store.machines(experiment):
+        ids = [run.get("id", "") for run in store.runs(experiment, machine)]
+        assert len(ids) == len(set(ids))
+        assert {r.run for r in store.read(experiment, machine)} == set(ids), machine
 
 
 # --- tables ----------------------------------------------------------------------------------

@@ -28,12 +28,12 @@ class Journal:
     """The rows of one unfinished run.
 
     `of` describes what is run; a file that is of something else is begun anew. `rows` are those
-    taken over, `runs` has machine -> id -> description of a run, `whole` says that nothing is left
-    to measure, `seconds` how long it took so far.
+    taken over, `runs` has machine -> id -> description of a run, `seconds` how long it took so far.
+    `whole` says that nothing is left to measure, `refused` that the rows may not be recorded.
     """
 
     def __init__(self, path: Path, of: Mapping[str, Any]) -> None:
-        self.path, self.whole = path, False
+        self.path, self.whole, self.refused = path, False, False
         self.runs: dict[str, dict[str, dict[str, Any]]] = {}
         self.rows: list[Row] = []
         self._of = _comparable(of)
@@ -81,6 +81,11 @@ class Journal:
         self.whole = True
         self._append(whole=True, seconds=self.seconds)
 
+    def refuse(self) -> None:
+        """The rows may not replace a recording."""
+        self.refused = True
+        self._append(refused=True)
+
     def remove(self) -> None:
         with naming(self.path):
             self.path.unlink(missing_ok=True)
@@ -93,7 +98,9 @@ class Journal:
         entries = _of(self.path, self._of)
         if entries is None:
             return False
-        self.whole = any("whole" in entry for entry in entries)
+        self.whole, self.refused = (
+            any(what in entry for entry in entries) for what in ("whole", "refused")
+        )
         self._done = {entry["done"] for entry in entries if "done" in entry}
         taken = [e for e in entries if "rows" not in e or self.whole or e["item"] in self._done]
         for entry in taken:

@@ -29,8 +29,8 @@ class Options:
     `seqlens` and `head_dims` are the values to take instead of an experiment's own, `causal` the
     masks, `tiles` the block sizes (Br, Bc) of one that takes them. `quick` shrinks an experiment to
     seconds, `recount` counts on the emulator what was counted before from the same sources too.
-    `replace` takes rows that would be refused: see `runner.Runner`. Figures go to the folder `out`,
-    their data to `out`/data.
+    `replace` takes rows that `review` refuses. Figures go to the folder `out`, their data to
+    `out`/data.
     """
 
     quick: bool = False

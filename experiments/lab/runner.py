@@ -198,7 +198,7 @@ class Runner:
                     self._measure(measure, recorder, journal)
                 if journal is not None:
                     journal.end()
-                    self._refuse(name, recorder.measured)
+                    self._refuse(name, recorder.measured, journal)
             except StoreError:
                 raise  # nothing more can be stored
             except BaseException:
@@ -212,7 +212,7 @@ class Runner:
         as they are.
         """
         journal = Journal(self.partial(name), of)
-        if journal.whole and not self.options.replace:
+        if journal.refused and not self.options.replace:
             journal.remove()
             journal = Journal(self.partial(name), of)
         return journal
@@ -243,16 +243,17 @@ class Runner:
                 else:
                     recorder.add_all(found)
 
-    def _refuse(self, name: str, rows: Sequence[Row]) -> None:
+    def _refuse(self, name: str, rows: Sequence[Row], journal: Journal) -> None:
         """Raise Refused where the rows of this GPU may not replace its last recording."""
         if self.machine is None or self.options.replace:
             return
         before = self.recording(name, self.machine).read(name, self.machine)
         why = review.objections(before, [row for row in rows if row.machine == self.machine])
         if why:
+            journal.refuse()
             raise Refused(
                 f"the recording stays as it was: {'; '.join(why)}. The new rows are in "
-                f"{self.partial(name)}: measure again, or take them with --replace"
+                f"{journal.path}: measure again, or take them with --replace"
             )
 
     def tune(self, wanted: Sequence[sweep.Candidate], jobs: int | None) -> int:
