@@ -1,0 +1,357 @@
+"""Why DRAM moves less than kernels access: an LRU model of the L2 cache beside measured bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from fa_numba import device
+from fa_numba.problem import Problem
+
+from .lab import lru, tables
+from .lab.options import FIGURES, Bench, Options
+from .lab.report import MACHINE
+from .lab.series import LABELS, algorithm, plan, query_splits, row_fields, unit
+from .lab.store import MODEL, Row, Store
+from .lab.tables import Across, Table
+from .lab.workloads import HEAD_DIMS, SEQLENS, fa2_setting
+
+NAME = "cache"
+TITLE = "an LRU model of L2: DRAM bytes over N and over the cache's size"
+DESCRIPTION = (
+    "DRAM bytes of both orders that a least-recently-used cache gives, fed with the tile accesses "
+    "of their thread blocks in launch order, over N for an H200's L2, over the cache's size, for "
+    "an A100, an H100 and a GPU without L2; beside them what Nsight Compute measured on an H200."
+)
+NEEDS_GPU = False
+SWEPT = ("note",)
+
+MIB = 2**20
+H200 = lru.Device("H200", 60 * MIB, 132)
+OTHERS = (
+    lru.Device("A100", 40 * MIB, 108),
+    lru.Device("H100", 50 * MIB, 132),
+    lru.Device("no L2", 0, 132),
+)
+SIZES = (0, 2, 4, 8, 12, 16, 24, 32, 40, 44, 48, 52, 56, 60, 64, 80, 96, 128)
+SERIES = {
+    "float32": ("fa1-simt", "fa2-simt"),
+    "float16": ("fa1-mma-splits", "fa2-mma-fa1-tiles"),
+}
+DTYPE_NAMES = {"float32": "fp32, CUDA cores", "float16": "fp16, tensor cores"}
+# Where the size is varied: working sets about that of L2, and far beyond.
+OVER_SIZE = {"float32": (512, 4096), "float16": (1024, 4096)}
+# (dtype, d, N) of the table.
+SHOWN = (
+    ("float32", 64, 512),
+    ("float32", 64, 16384),
+    ("float32", 128, 16384),
+    ("float16", 64, 1024),
+    ("float16", 64, 16384),
+)
+# Where both orders' bytes were measured.
+RECORDINGS = ("io_vs_seqlen", "loop_order")
+NEAR = 0.05
+
+
+@dataclass(frozen=True)
+class Call:
+    """A forward call as it is launched on an H200: block sizes are the emulated device's, an
+    H100's, which are the same; query splits are those for the H200's multiprocessors.
+    """
+
+    series: str
+    problem: Problem
+
+    @property
+    def base(self) -> str:
+        return f"{algorithm(self.series)}-{unit(self.series)}"
+
+    @property
+    def planned(self) -> Any:
+        return _planned(self.base, self.series, self.problem, self.splits)
+
+    @property
+    def splits(self) -> int:
+        if not self.series.endswith("-splits"):
+            return 1
+        with device.using("emulator"):
+            return query_splits(self.problem, H200.multiprocessors, self.base)
+
+    def dram(self, gpu: lru.Device, capacity: int | None = None) -> int:
+        made = self.planned
+        if not (gpu.l2_bytes if capacity is None else capacity):
+            return made.accesses.bytes
+        return lru.dram_bytes(
+            algorithm(self.series),
+            self.problem,
+            made.tiles,
+            made.launched[0].threads,
+            gpu,
+            query_splits=self.splits,
+            capacity=capacity,
+        )
+
+
+@cache
+def _planned(base: str, series: str, problem: Problem, splits: int) -> Any:
+    own: dict[str, Any] = {} if splits == 1 else {"query_splits": splits}
+    with device.using("emulator"):
+        if series.endswith("-fa1-tiles"):
+            own["tiles"] = plan(base.replace("fa2", "fa1"), problem).tiles
+        return plan(base, problem, **own)
+
+
+def measure(options: Options, bench: Bench) -> Iterator[Row]:
+    """Rows of the model: for the H200 over N, for other GPUs, over the cache's size."""
+    head_dims, masks = options.head_dims or HEAD_DIMS, options.causal or (False,)
+    lengths = options.seqlens or (SEQLENS[:2] if options.quick else SEQLENS)
+    calls = [
+        (series, fa2_setting(N, d, mask, dtype))
+        for dtype, shown in SERIES.items()
+        for d in head_dims
+        for mask in masks
+        for N in lengths
+        for series in shown
+    ]
+    for series, problem in bench.track(calls, "model of L2"):
+        for gpu in (H200, *OTHERS):
+            shown = (problem.dtype, problem.head_dim, problem.seqlen_q) in SHOWN
+            if gpu is H200 or shown or not options.complete or not gpu.l2_bytes:
+                call = Call(series, problem)
+                yield _row(call, gpu.name, call.dram(gpu))
+    over = [
+        (series, problem)
+        for series, problem in calls
+        if problem.head_dim == head_dims[0]
+        and (options.seqlens or options.quick or problem.seqlen_q in OVER_SIZE[problem.dtype])
+    ]
+    sizes = SIZES[:: 3 if options.quick else 1]
+    for series, problem in bench.track(over, "over the size of L2"):
+        call = Call(series, problem)
+        for size in sizes:
+            yield _row(call, f"{size} MiB", call.dram(H200, size * MIB))
+
+
+def _row(call: Call, note: str, value: int) -> Row:
+    return Row(
+        machine=MODEL,
+        experiment=NAME,
+        series=call.series,
+        source="model",
+        Br=call.planned.tiles.Br,
+        Bc=call.planned.tiles.Bc,
+        metric="dram",
+        unit="bytes",
+        value=value,
+        note=note,
+        **row_fields(call.problem),
+    )
+
+
+# --- the figure and the table ----------------------------------------------------------------
+
+Key = tuple[Any, ...]
+
+
+def key(row: Row) -> Key:
+    """A call by its series, problem and tiles."""
+    names = ("series", "dtype", "batch", "seqlen_q", "head_dim", "causal", "Br", "Bc")
+    return tuple(getattr(row, name) for name in names)
+
+
+def predicted(rows: Sequence[Row]) -> dict[Key, dict[str, float]]:
+    """Call -> GPU or size -> bytes."""
+    found: dict[Key, dict[str, float]] = {}
+    for row in rows:
+        if row.experiment == NAME and row.metric == "dram" and row.value is not None:
+            found.setdefault(key(row), {})[row.place] = row.value
+    return found
+
+
+def measured(rows: Sequence[Row]) -> dict[Key, float]:
+    """Call -> DRAM bytes that a GPU moved, of other experiments' rows."""
+    return {
+        key(row): row.value
+        for row in rows
+        if row.experiment in RECORDINGS and row.source == "dram" and row.value is not None
+    }
+
+
+def recorded() -> list[Row]:
+    """What Nsight Compute measured on the GPU of the page, in other experiments' files."""
+    store = Store(FIGURES)
+    return [row for name in RECORDINGS for row in store.read(name, MACHINE)]
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """DRAM bytes over N and over the cache's size, a row of panels for each dtype."""
+    from .lab import style
+
+    found, known = predicted(rows), measured(recorded())
+    dtypes = [dtype for dtype in SERIES if any(k[1] == dtype for k in found)]
+    if not dtypes:
+        return None
+    head_dim, mask = min(k[4] for k in found), min(k[5] for k in found)
+    figure, axes = style.new(len(dtypes), 2, 1.2 + 3.3 * len(dtypes))
+    for dtype, (left, right) in zip(dtypes, axes, strict=True):
+        mine = {k: v for k, v in found.items() if (k[1], k[4], k[5]) == (dtype, head_dim, mask)}
+        title = f"{DTYPE_NAMES[dtype]}, d={head_dim}{', causal' if mask else ''}"
+        left.set_title(f"{title}: L2 of 60 MiB")
+        right.set_title(f"{title}: any L2")
+        _over_seqlen(left, mine, known, style)
+        _over_size(right, mine, known, style)
+    handles = style.handles(axes)
+    figure.legend(handles.values(), handles, loc="outside upper center", ncols=3)
+    return figure
+
+
+def _look(series: str, style: Any) -> dict[str, Any]:
+    base = series.removesuffix("-fa1-tiles").removesuffix("-splits")
+    return {"color": style.COLOURS[base]}
+
+
+def _label(series: str) -> str:
+    return "FA-1 (K/V outer)" if series.startswith("fa1") else "FA-2 (Q outer)"
+
+
+def _over_seqlen(
+    ax: Any, found: dict[Key, dict[str, float]], known: dict[Key, float], style: Any
+) -> None:
+    lengths = sorted({k[3] for k in found})
+    for series in dict.fromkeys(k[0] for k in found):
+        look, calls = _look(series, style), sorted((k for k in found if k[0] == series), key=_N)
+        model = [(k[3], found[k]["H200"]) for k in calls if "H200" in found[k]]
+        ax.plot(*_xy(model), label=f"{_label(series)}, LRU model", **look)
+        marks = [(k[3], known[k]) for k in calls if k in known]
+        ax.plot(*_xy(marks), ls="", marker="o", ms=7, label=_mark(series), **look)
+        accessed = [(k[3], found[k]["no L2"]) for k in calls if "no L2" in found[k]]
+        label = f"{_label(series)}, accessed"
+        ax.plot(*_xy(accessed), ls=":", lw=1.2, label=label, **look)
+    style.sizes(ax, lengths, "sequence length N")
+    ax.set_yscale("log")
+    style.byte_axis(ax.yaxis)
+    ax.set_ylabel("DRAM bytes of a call")
+
+
+def _mark(series: str) -> str:
+    return f"{_label(series)}, measured on an H200"
+
+
+def _N(call: Key) -> int:
+    return call[3]
+
+
+def _over_size(
+    ax: Any, found: dict[Key, dict[str, float]], known: dict[Key, float], style: Any
+) -> None:
+    swept = {k: sizes_of(v) for k, v in found.items() if len(sizes_of(v)) > 1}
+    if not swept:
+        style.empty(ax, "no sizes")
+        return
+    lengths = sorted({k[3] for k in swept})
+    for at, sizes in swept.items():
+        look = _look(at[0], style)
+        x, y = list(sizes), [sizes[size] / found[at]["0 MiB"] for size in sizes]
+        ax.plot(x, y, ls="-" if at[3] == lengths[-1] else "--", lw=1.5, **look)
+        ax.annotate(f"N={at[3]}", (x[-1], y[-1]), (3, -3), fontsize=8.5, color=look["color"],
+                    textcoords="offset points")  # fmt: skip
+        if at in known:
+            share = known[at] / found[at]["0 MiB"]
+            ax.plot([H200.l2_bytes / MIB], [share], marker="o", ms=7, ls="", **look)
+    for gpu in (H200, *OTHERS[:2]):
+        size = gpu.l2_bytes / MIB
+        ax.axvline(size, color="#999999", lw=0.8, zorder=1)
+        place = {"xycoords": ax.get_xaxis_transform(), "textcoords": "offset points"}
+        ax.annotate(gpu.name, (size, 0.6), (2, 0), fontsize=8.5, rotation=90, **place)
+    ax.set_xlim(-3, 146)
+    ax.set_xticks([0, 20, 40, 60, 80, 100, 128])
+    ax.set_ylim(0, 1.08)
+    ax.set_xlabel("size of L2, MiB")
+    ax.set_ylabel("DRAM / accessed")
+
+
+def sizes_of(places: dict[str, float]) -> dict[int, float]:
+    """Size of L2 in MiB -> bytes, of what was computed for a call."""
+    found = {int(p.removesuffix(" MiB")): v for p, v in places.items() if p.endswith(" MiB")}
+    return dict(sorted(found.items()))
+
+
+def _xy(points: Sequence[tuple[Any, float]]) -> tuple[list[Any], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def fitting_size(sizes: dict[int, float], bytes_: float) -> tuple[int, int] | None:
+    """The two neighbouring sizes of L2 between which the model gives these bytes; None if none."""
+    pairs = list(sizes.items())
+    for (small, more), (large, less) in zip(pairs, pairs[1:], strict=False):
+        if less <= bytes_ < more:
+            return small, large
+    return None
+
+
+def _table(rows: Sequence[Row]) -> Table | None:
+    """The model beside the measured bytes, where both are, and what other GPUs would move."""
+    found, known = predicted(rows), measured(rows)
+    lines = []
+    for dtype, d, N in SHOWN:
+        for series in SERIES[dtype]:
+            for at, places in found.items():
+                if (at[0], at[1], at[3], at[4], at[5]) != (series, dtype, N, d, False):
+                    continue
+                gpu = known.get(at)
+                error = tables.MISSING
+                if gpu and "H200" in places:
+                    error = f"{100 * (places['H200'] / gpu - 1):+.1f} %"
+                lines.append(
+                    [
+                        DTYPE_NAMES[dtype].split(",")[0],
+                        str(d),
+                        str(N),
+                        LABELS[series],
+                        _gb(places.get("no L2")),
+                        _gb(places.get("H200")),
+                        _gb(gpu),
+                        error,
+                        *(_gb(places.get(name)) for name in ("A100", "H100")),
+                    ]
+                )
+    if not lines:
+        return None
+    header = ["dtype", "d", "N", "algorithm", "accessed, GB (a GPU without L2)", "LRU of 60 MiB"]
+    header += ["measured, H200", "model's error", "A100 (40 MiB)", "H100 (50 MiB)"]
+    caption = (
+        "DRAM bytes of a forward call, 16k tokens, hidden dimension 2048; FA-2 in fp16 at FA-1's "
+        f"tiles. {_verdict(found, known)}"
+    )
+    return Table(caption, tables.markdown(header, lines))
+
+
+def _gb(value: float | None) -> str:
+    return tables.MISSING if value is None else f"{value / 1e9:.3g}"
+
+
+def _verdict(found: dict[Key, dict[str, float]], known: dict[Key, float]) -> str:
+    """How near the model comes to all that was measured, and at what size it would be right."""
+    errors = {
+        at: places["H200"] / known[at] - 1
+        for at, places in found.items()
+        if at in known and "H200" in places
+    }
+    if not errors:
+        return "No call of these tiles was measured."
+    near = [at for at, error in errors.items() if abs(error) <= NEAR]
+    text = f"Of {len(errors)} calls measured the model is within {NEAR:.0%} for {len(near)}."
+    for at, error in sorted(errors.items(), key=lambda item: item[1])[:3]:
+        if abs(error) <= NEAR:
+            continue
+        text += f" {_label(at[0])}, {DTYPE_NAMES[at[1]].split(',')[0]}, d={at[4]}, N={at[3]}: "
+        text += f"{error:+.0%}"
+        between = fitting_size(sizes_of(found[at]), known[at])
+        text += f", right for an L2 of {between[0]} to {between[1]} MiB." if between else "."
+    return text
+
+
+table = Across(_table, (NAME, *RECORDINGS))

@@ -1,0 +1,224 @@
+"""What an L2 cache would pass on to DRAM: an LRU model fed with the tile accesses of a launch.
+
+Assumptions: the cache is fully associative and replaces what was used longest ago. Its entries are
+whole tiles of one head: Br rows of Q, of O, of its float32 sum A, of l and m or of L, or Bc rows of
+K and V, which are always used together.
+Thread blocks take free places on the multiprocessors in launch order, and all blocks that run go on
+by one tile of S at a time, in turn. A load that misses reads DRAM; a store does not, and is written
+when its tile leaves the cache. What is in the cache at the end stays there, as in a profiler's
+count of one kernel.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numba.extending import register_jitable
+
+from fa_numba.dtypes import DTYPES
+from fa_numba.problem import Problem
+
+# Threads that a multiprocessor runs of these kernels: 8 warps, by their recorded occupancy.
+THREADS_AT_ONCE = 256
+ABSENT, CLEAN, DIRTY = range(3)
+# Where `_simulate` keeps its state: the tile used last and first, bytes held, read and written.
+NEWEST, OLDEST, USED, READ, WRITTEN = range(5)
+NONE = -1
+Q, O, A, STATISTICS, LSE, KV = range(6)
+LOAD, STORE, UPDATE = range(3)  # an update is a load and a store
+
+# Kept on disk; what it calls is compiled into it.
+compiled = njit(cache=True)
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the model knows of a GPU: its name, bytes of L2 and multiprocessors."""
+
+    name: str
+    l2_bytes: int
+    multiprocessors: int
+
+
+@register_jitable
+def _unlink(tile, before, after, box):
+    if before[tile] == NONE:
+        box[NEWEST] = after[tile]
+    else:
+        after[before[tile]] = after[tile]
+    if after[tile] == NONE:
+        box[OLDEST] = before[tile]
+    else:
+        before[after[tile]] = before[tile]
+
+
+@register_jitable
+def _touch(tile, kind, sizes, state, before, after, box, capacity):
+    """Load, store or update a whole tile."""
+    size = sizes[tile]
+    if state[tile] != ABSENT:
+        _unlink(tile, before, after, box)
+    else:
+        if kind != STORE:
+            box[READ] += size
+        if size > capacity:  # goes through
+            if kind != LOAD:
+                box[WRITTEN] += size
+            return
+        while box[USED] + size > capacity:
+            old = box[OLDEST]
+            _unlink(old, before, after, box)
+            if state[old] == DIRTY:
+                box[WRITTEN] += sizes[old]
+            state[old] = ABSENT
+            box[USED] -= sizes[old]
+        box[USED] += size
+        state[tile] = CLEAN
+    if kind != LOAD:
+        state[tile] = DIRTY
+    before[tile] = NONE
+    after[tile] = box[NEWEST]
+    if box[NEWEST] == NONE:
+        box[OLDEST] = tile
+    else:
+        before[box[NEWEST]] = tile
+    box[NEWEST] = tile
+
+
+@compiled
+def _simulate(k_outer, heads, group, splits, ends, Tc, bases, sizes, places, capacity, halves):
+    """Bytes that (read, write) DRAM. `ends` are the column tiles that each row tile visits."""
+    Tr = len(ends)
+    run = -(-Tr // splits)
+    state = np.zeros(len(sizes), np.int8)
+    before, after = np.full(len(sizes), NONE, np.int64), np.full(len(sizes), NONE, np.int64)
+    box = np.zeros(5, np.int64)
+    box[NEWEST] = box[OLDEST] = NONE
+    blocks = heads * (splits if k_outer else Tr)
+    block, row = np.full(places, NONE, np.int64), np.full(places, NONE, np.int64)
+    column = np.zeros(places, np.int64)
+    launched, running = 0, 0
+    for place in range(min(places, blocks)):
+        block[place], row[place], column[place] = place, NONE, 0
+        launched, running = launched + 1, running + 1
+    while running:
+        for place in range(places):
+            if block[place] == NONE:
+                continue
+            if k_outer:
+                head, part = block[place] // splits, splits - 1 - block[place] % splits
+            else:
+                head, part = block[place] // Tr, Tr - 1 - block[place] % Tr
+            of_row, of_column = head * Tr, head // group * Tc
+            done = False
+            if k_outer:
+                first, last = part * run, min(part * run + run, Tr)
+                if row[place] == NONE:
+                    row[place] = first
+                j = column[place]
+                # The next row tile that sees column tile j; the first pass takes all.
+                found, fresh = False, row[place] == first
+                while not found and j < Tc and first < last:
+                    i = row[place]
+                    while i < last and not (j < ends[i] or j == 0):
+                        i += 1
+                    if i < last:
+                        found = True
+                        row[place] = i
+                    else:
+                        j, row[place], fresh = j + 1, first, True
+                column[place] = j
+                if found:
+                    i = row[place]
+                    if fresh:
+                        tile = bases[KV] + of_column + j
+                        _touch(tile, LOAD, sizes, state, before, after, box, capacity)
+                    tile = bases[Q] + of_row + i
+                    _touch(tile, LOAD, sizes, state, before, after, box, capacity)
+                    kind = UPDATE if j > 0 else STORE
+                    tile = bases[STATISTICS] + of_row + i
+                    _touch(tile, kind, sizes, state, before, after, box, capacity)
+                    if halves and j >= ends[i] - 1:  # the last visit rounds the sum to O
+                        if j > 0:
+                            tile = bases[A] + of_row + i
+                            _touch(tile, LOAD, sizes, state, before, after, box, capacity)
+                        kind, tile = STORE, bases[O] + of_row + i
+                    else:
+                        tile = bases[A if halves else O] + of_row + i
+                    _touch(tile, kind, sizes, state, before, after, box, capacity)
+                    row[place] = i + 1
+                    if i + 1 == last:
+                        column[place], row[place] = j + 1, first
+                done = not found or column[place] >= Tc
+            else:
+                i, j = part, column[place]
+                if j == 0:
+                    tile = bases[Q] + of_row + i
+                    _touch(tile, LOAD, sizes, state, before, after, box, capacity)
+                if j < ends[i]:
+                    tile = bases[KV] + of_column + j
+                    _touch(tile, LOAD, sizes, state, before, after, box, capacity)
+                column[place] = j + 1
+                done = j + 1 >= ends[i]
+                if done:
+                    for array in (O, LSE):
+                        tile = bases[array] + of_row + i
+                        _touch(tile, STORE, sizes, state, before, after, box, capacity)
+            if done:
+                block[place] = NONE
+                running -= 1
+                if launched < blocks:
+                    block[place], row[place], column[place] = launched, NONE, 0
+                    launched, running = launched + 1, running + 1
+    return box[READ], box[WRITTEN]
+
+
+def dram_bytes(
+    algorithm: str,
+    problem: Problem,
+    tiles: Any,
+    threads: int,
+    device: Device,
+    *,
+    query_splits: int = 1,
+    capacity: int | None = None,
+) -> int:
+    """Bytes that a forward call reads from and writes to DRAM.
+
+    `algorithm` is "fa1" or "fa2", plain or causal; `tiles` have Br and Bc, `threads` is a block's.
+    `capacity` are bytes of cache in place of the device's own; with 0 it is all that the kernel
+    accesses.
+    """
+    if algorithm not in ("fa1", "fa2"):
+        raise ValueError(f"algorithm is {algorithm!r}: allowed is 'fa1' or 'fa2'")
+    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, problem.head_dim
+    heads, kv_heads = problem.batch * problem.heads_q, problem.batch * problem.heads_k
+    rows = np.minimum(Nq - np.arange(0, Nq, tiles.Br), tiles.Br)
+    columns = np.minimum(Nk - np.arange(0, Nk, tiles.Bc), tiles.Bc)
+    last_rows = np.cumsum(rows) - 1
+    ends = np.array([-(-problem.columns_end(int(n)) // tiles.Bc) for n in last_rows])
+    dtype = DTYPES[problem.dtype]
+    element, float32 = dtype.bytes * d, DTYPES["float32"].bytes
+    of_rows = {Q: element, O: element, A: float32 * d, STATISTICS: 2 * float32, LSE: float32}
+    sizes = [np.tile(rows * of_rows[array], heads) for array in range(KV)]
+    sizes.append(np.tile(2 * columns * element, kv_heads))
+    bases = np.cumsum([0, *map(len, sizes)])[:-1]
+    read, written = _simulate(
+        algorithm == "fa1",
+        heads,
+        problem.group,
+        query_splits,
+        ends,
+        len(columns),
+        bases,
+        np.concatenate(sizes),
+        device.multiprocessors * max(1, THREADS_AT_ONCE // threads),
+        device.l2_bytes if capacity is None else capacity,
+        not dtype.sums_in_place,
+    )
+    return int(read + written)
