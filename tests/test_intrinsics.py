@@ -8,7 +8,7 @@ from numba import types
 
 from fa_numba import device as devices
 from fa_numba import emulator
-from fa_numba.device import DeviceArray, Kernel, array_type, cuda, float32, int32, uint32
+from fa_numba.device import DeviceArray, Kernel, array_type, cuda, float32, int32, int64, uint32
 from fa_numba.emulator import (
     BarrierDivergence,
     BarrierMisuse,
@@ -54,6 +54,7 @@ from fa_numba.intrinsics.shared import (
     half_tile,
     load2,
     load4,
+    load4_at_byte,
     load8,
     shared_tile,
     store2,
@@ -165,6 +166,41 @@ def test_shared_load4_and_store4(device):
     _, y = run(device, _shared_kernel, x, np.zeros_like(x))
     want = np.roll(x.reshape(32, 4)[:, ::-1], -1, axis=0)
     assert np.array_equal(y.reshape(32, 4), want)
+
+
+def _by_bytes_kernel(X, Y):
+    tile = shared_tile(8, 128)
+    t = uint32(cuda.threadIdx.x)
+    for n in range(4):
+        tile[4 * t + n] = X[4 * t + n]
+    cuda.syncthreads()
+    offset = int64(uint32(16 * t))
+    a = load4_at_byte(tile, offset ^ 16)
+    Y[4 * t], Y[4 * t + 1], Y[4 * t + 2], Y[4 * t + 3] = a[0], a[1], a[2], a[3]
+
+
+def test_shared_load4_at_byte(device):
+    x = ramp(128)
+    _, y = run(device, _by_bytes_kernel, x, np.zeros_like(x))
+    assert np.array_equal(y.reshape(16, 2, 4), x.reshape(16, 2, 4)[:, ::-1])
+
+
+def _make_load4_at_byte(offset):
+    def kernel(X, Y):
+        tile = shared_tile(0, 32)
+        t = uint32(cuda.threadIdx.x)
+        tile[t] = X[t]
+        cuda.syncthreads()
+        Y[t] = load4_at_byte(tile, int64(offset))[0]
+
+    return kernel
+
+
+@pytest.mark.parametrize("error, offset", [(Misaligned, 8), (Misaligned, 4), (OutOfBounds, 128)])
+def test_load4_at_byte_is_checked(error, offset):
+    x = ramp(32)
+    with pytest.raises(error):
+        emulator.launch(_make_load4_at_byte(offset), 1, 32, (x, x.copy()), shared_bytes=128)
 
 
 def _global_kernel(X, Y):

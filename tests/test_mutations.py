@@ -67,7 +67,7 @@ KERNELS |= MMA | MMA_BACKWARD | MMA_STANDARD
 PARTS = {"masks": masks}
 for _package, _names in (
     ("", "layout heads dropout softmax visits prefetch rows gradients namespace"),
-    ("simt", "threads tile_load products stores state"),
+    ("simt", "swizzle threads tile_load products stores state"),
     ("mma", "chunks tile_load fragments products pairs stores combine state dq backward"),
 ):
     _path = f"fa_numba.parts.{_package}".rstrip(".")
@@ -170,6 +170,9 @@ CASES["causal"] = (
 )
 CASES["odd"] = (Case((2, 4, 2, 6, 35, 5), Tiles(4, 16, 32), layout="odd"),)
 CASES["long"] = (Case((1, 1, 1, 5, 200, 4), Tiles(8, 64, 64), low=True),)  # two warps for a row
+# Every tile is swizzled, two rows of Q are read at once.
+CASES["swizzled"] = (Case((1, 1, 1, 37, 40, 32), Tiles(32, 32, 32)),)
+BACKWARD_CASES["swizzled"] = CASES["swizzled"]
 # Tiles of columns are 16 or more, so that a group of four belongs to each thread.
 BACKWARD_CASES["plain"] = (Case((1, 1, 1, 21, 39, 8), Tiles(8, 16, 64)),)
 BACKWARD_CASES["causal"] = (
@@ -848,14 +851,51 @@ def forward_mutants(add):
     # Products
     add(
         "simt_products.make_product",
-        ("columns of P dropped", "for k in range(0, Bc, 4):", "for k in range(0, Bc - 4, 4):"),
+        ("columns of P dropped", "int64(0), uint32(STEPS)", "int64(0), uint32(STEPS - 1)"),
         to=ALGORITHMS,
     )
     add(
         "simt_products._make_partial_scores",
-        ("columns of Q dropped", "range(first, last, 4)", "range(first + 4, last, 4)"),
+        ("columns of Q dropped", "int64(FIRST), ", "int64(FIRST + 16), "),
+        by={"values", *HAZARDS, "OutOfBounds", "UninitialisedRead"},
         to=ALGORITHMS,
     )
+    how = {"by": {"values", *HAZARDS, "UninitialisedRead"}, "cases": "swizzled"}
+    add(
+        "simt_products._make_partial_scores",
+        ("Q's swizzle forgotten", "column ^ q_flip", "column"),
+        ("K's swizzle forgotten", "column ^ k_flip", "column"),
+        to=(*FLASH, *FLASH_BACKWARD),
+        **how,
+    )
+    forgotten = ("P's swizzle forgotten", "4 * k ^ p_flip", "4 * k")
+    add("simt_products.make_product", forgotten, to=ALGORITHMS, **how)
+    add(
+        "simt_products.make_product",
+        ("V's swizzle forgotten in four rows", " ^ flip_v(n)", ""),
+        ("V's swizzle forgotten beyond them", " ^ flip_v(k)", ""),
+        to=FLASH_BACKWARD,
+        **how,
+    )
+    add(
+        "simt_products.make_add_transposed_product",
+        ("P's swizzle forgotten", " ^ flip_p(n)", ""),
+        ("dO's swizzle forgotten", " ^ flip_b(n)", ""),
+        to=FLASH_BACKWARD,
+        **how,
+    )
+    add(
+        "simt_tile_load.make_load_tile",
+        ("copies not swizzled", "(c ^ flip(r) // 4)", "c"),
+        to=EVERY,
+        **how,
+    )
+    add("simt_stores.make_store_p", ("P not swizzled", " ^ flipped", ""), to=FLASH, **how)
+    add(
+        "simt_stores.make_store_ds", ("dS not swizzled", " ^ flipped", ""), to=FLASH_BACKWARD, **how
+    )
+    forgotten = ("dO's swizzle forgotten", " ^ flip(ty)", "")
+    add("simt_stores.make_row_dots", forgotten, to=("fa1_backward",), **how)
     for place, register in (
         ("simt_products.make_product", "rT[e]"),
         ("simt_products._make_partial_scores", "rS[e]"),
@@ -871,7 +911,7 @@ def forward_mutants(add):
     )
     add(
         "simt_stores.make_store_p",
-        ("rows of another thread", "(ty + i * TY) * pitch", "(ty + i) * pitch"),
+        ("rows of another thread", "i * TY * pitch", "i * pitch"),
         by={"values", *HAZARDS},
         cases="odd",
     )
@@ -962,7 +1002,7 @@ def backward_mutants(add):
         "simt_stores.make_row_dots",
         ("D of one thread", shuffled, "pass"),
         ("D of the first column group", "for c in range(DN):", "for c in range(DN - 1):"),
-        ("D of another row", "(ty + i * TY) * pitch", "(ty + i) * pitch"),
+        ("D of another row", "i * TY * row_bytes", "i * row_bytes"),
         by=WRONG | HAZARDS,
         to=("fa1_backward",),
     )
@@ -1089,7 +1129,7 @@ def backward_mutants(add):
 
     # The products
     transposed, by = "simt_products.make_add_transposed_product", {"values", "UninitialisedRead"}
-    four = ("four rows dropped", "for i in range(0, Br, 4):", "for i in range(0, Br - 4, 4):")
+    four = ("four rows dropped", "int64(0), uint32(STEPS)", "int64(0), uint32(STEPS - 1)")
     add(transposed, four, by=by, to=every)
     add(transposed, ("one row of four", "in range(4):", "in range(1):"), by=by, to=every, total=2)
     add(transposed, ("the sum of one tile", "rT[e] += p * b[0]", "rT[e] = p * b[0]"), to=every)
@@ -1107,7 +1147,7 @@ def backward_mutants(add):
             add(place, begun, by="UninitialisedRead", to=to, cases=("plain", "window"))
     add(
         "simt_stores.make_store_ds",
-        ("rows of another thread", "(ty + i * TY) * pitch", "(ty + i) * pitch"),
+        ("rows of another thread", "i * TY * pitch", "i * pitch"),
         by={"values", *HAZARDS},
         to=FLASH_BACKWARD,
     )

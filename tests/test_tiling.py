@@ -75,8 +75,8 @@ def test_whole_numbers_are_rounded_up():
 
 def test_a_unit_has_pitches_in_its_own_elements_alone():
     forward, backward = select_mma_spec(Tiles(64, 64), 64, 227 * KB), MmaBackwardSpec
-    assert forward.pitch == 64 + 8 and select_spec(Tiles(64, 64), 64, 227 * KB).pitch_qk == 64 + 4
-    for name in ("pitch_qk", "pitch_v", "tile_floats", "d4"):
+    assert forward.pitch == 64 + 8 and select_spec(Tiles(64, 64), 64, 227 * KB).rows_q.pitch == 64
+    for name in ("rows_q", "rows_k", "rows_v", "rows_p", "tile_floats", "d4"):
         assert hasattr(SimtSpec, name) and not hasattr(forward, name)
         assert not hasattr(backward, name)
     for name in ("pitch", "tile_halves"):
@@ -122,8 +122,8 @@ def test_every_split_covers_the_block_exactly_once(d):
                 for c in range(s.DN)
                 for n in range(4)
             ]
-            assert sorted(o) == list(range(s.pitch_v)) and s.pitch_v >= d
-            assert s.pitch_v - 4 * s.tx_count < d  # no whole group to spare
+            assert sorted(o) == list(range(s.columns)) and s.columns >= d
+            assert s.columns - 4 * s.tx_count < d  # no whole group to spare
             assert len(places) == s.threads and s.threads % 32 == 0
             assert s.threads <= MAX_THREADS and s.accumulators <= MAX_ACCUMULATORS
             assert 32 % s.tx_count == 0  # the threads of a row lie in one warp
@@ -136,11 +136,11 @@ def test_tiles_in_shared_memory_are_aligned_and_as_the_kernels_say():
         for s in splits(Br, Bc, d):
             # 16-byte accesses: every array and every row begins at a multiple of 4 floats
             assert all(n % 4 == 0 for n in s.tile_floats)
-            assert all(p % 4 == 0 for p in (s.pitch_qk, s.pitch_v, s.pitch_p))
-            assert s.pitch_qk > s.d4 >= d and s.pitch_p > Bc
-            assert s.shared_bytes == 4 * (
-                Br * s.pitch_qk + Bc * s.pitch_qk + Bc * s.pitch_v + Br * s.pitch_p
-            )
+            rows = (s.rows_q, s.rows_k, s.rows_v, s.rows_p)
+            assert all(r.pitch % 4 == 0 and r.unit % 4 == 0 for r in rows)
+            assert s.rows_q.pitch == s.rows_k.pitch == s.d4 >= d and s.rows_p.pitch == Bc
+            counts = (Br, Bc, Bc, Br)
+            assert s.shared_bytes == 4 * sum(n * r.pitch for n, r in zip(counts, rows, strict=True))
             assert s.min_blocks >= 1
 
 

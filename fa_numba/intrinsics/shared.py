@@ -113,6 +113,30 @@ def load4(typingctx, array, index):
     return FLOAT4_TUPLE(array, index), codegen
 
 
+def _load4_at_byte(array, offset):
+    return array.load(offset >> 2, 4)
+
+
+@emulated_by(_load4_at_byte)
+@intrinsic
+def load4_at_byte(typingctx, array, offset):
+    """``load4`` of the 16 bytes from byte ``offset`` on, a 64-bit integer and a multiple of 16.
+
+    What is added to the array's address is then the offset itself: an index that changes in a loop
+    takes a shift more.
+    """
+    if not is_float32_array(array, 1) or getattr(offset, "bitwidth", 0) != 64:
+        return None
+
+    def codegen(context, builder, signature, args):
+        first = shared_pointer(context, builder, array, args[0], I32(0), types.int32)
+        pointer = builder.gep(builder.bitcast(first, ir.IntType(8).as_pointer(SHARED)), [args[1]])
+        vector = builder.load(builder.bitcast(pointer, FLOAT4.as_pointer(SHARED)), align=16)
+        return unpack4(context, builder, vector)
+
+    return FLOAT4_TUPLE(array, offset), codegen
+
+
 def _load8(array, index):
     return words_of(array.load(index, 8))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 from fa_numba.integers import round_up
@@ -15,14 +16,45 @@ REGISTERS = 65536
 OTHER_REGISTERS = 96
 
 
+# Floats in one word of each bank of shared memory: 32 banks of 4 bytes.
+BANKS = 32
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """Where the rows of a tile lie in shared memory, in floats.
+
+    Column c of row r lies at ``r pitch + (c ^ unit (r // step % ways))``. Rows without padding keep
+    the 32-byte sectors of global memory whole, which an asynchronous copy would else fetch twice;
+    the exclusive or (a swizzle) puts rows that are read together in different banks all the same.
+    """
+
+    pitch: int
+    unit: int = 4
+    step: int = 1
+    ways: int = 1
+
+    @classmethod
+    def swizzled(cls, columns: int, together: int, unit: int = 4) -> SharedRows:
+        """Rows of ``columns`` floats without padding. ``unit`` floats at one place of ``together``
+        neighbouring rows (both powers of two, at most 32 floats in all) lie in different banks.
+        """
+        places = BANKS // unit
+        # Rows begin in this many different places and then in the first again.
+        step = places // gcd(columns // unit, places)
+        return cls(columns, unit, step, max(1, together // step))
+
+
 @dataclass(frozen=True)
 class SimtSpec(Spec):
     """A forward kernel on CUDA cores.
 
     Thread (ty, tx) owns the rows ty, ty + ty_count, ... and the columns tx, tx + tx_count, ... of
-    S. Pitches are the lengths of rows in shared memory, in floats, padded so that the rows that
-    neighbouring lanes read lie in different banks.
+    S. Without the "swizzle" (in ``ablated``) rows in shared memory are padded, so that neighbouring
+    lanes find theirs in different banks; without "padding" as well they are bare.
     """
+
+    ablated: tuple[str, ...] = ()
 
     @property
     def row_step(self) -> int:
@@ -44,28 +76,50 @@ class SimtSpec(Spec):
         return round_up(self.head_dim, 4)
 
     @property
-    def pitch_qk(self) -> int:
-        """Floats from a row of sQ or sK to the next."""
-        return self.d4 + 4
+    def whole_columns(self) -> int:
+        """Columns of a row that is as wide as the threads reach, zeros beyond the head. Where a row
+        ends amid a sector of global memory, an odd number of 16 bytes as there.
+        """
+        return self.columns + self.d4 % 8
 
     @property
-    def pitch_v(self) -> int:
-        """Floats from a row of sV to the next."""
-        return self.columns
+    def width(self) -> int:
+        """Floats of a row of Q or K in shared memory."""
+        return self.d4
 
     @property
-    def pitch_p(self) -> int:
-        """Floats from a row of sP to the next."""
-        return self.Bc + self.tx_count
+    def rows_q(self) -> SharedRows:
+        """Rows of sQ: a column of 16 / TX of them is read at once."""
+        return self._rows(self.width, 16 // self.tx_count)
+
+    @property
+    def rows_k(self) -> SharedRows:
+        """Rows of sK: a column of eight is read at once."""
+        return self._rows(self.width, 8)
+
+    @property
+    def rows_v(self) -> SharedRows:
+        """Rows of sV, which are read along."""
+        return SharedRows(self.whole_columns)
+
+    @property
+    def rows_p(self) -> SharedRows:
+        """Rows of sP: a warp writes TX neighbours of 32 / TX of them at once."""
+        return self._rows(self.Bc, BANKS // self.tx_count, self.tx_count)
+
+    def _rows(self, columns: int, together: int, unit: int = 4) -> SharedRows:
+        if "swizzle" not in self.ablated:
+            return SharedRows.swizzled(columns, together, unit)
+        return SharedRows(columns + (0 if "padding" in self.ablated else unit))
 
     @property
     def tile_floats(self) -> tuple[int, ...]:
         """Floats of sQ, sK, sV and sP in shared memory."""
         return (
-            self.Br * self.pitch_qk,
-            self.Bc * self.pitch_qk,
-            self.Bc * self.pitch_v,
-            self.Br * self.pitch_p,
+            self.Br * self.rows_q.pitch,
+            self.Bc * self.rows_k.pitch,
+            self.Bc * self.rows_v.pitch,
+            self.Br * self.rows_p.pitch,
         )
 
     @property
@@ -104,8 +158,7 @@ class SimtSpec(Spec):
 
 @dataclass(frozen=True)
 class SimtBackwardSpec(SimtSpec):
-    """A backward kernel on CUDA cores: every tile serves two products, so all rows of Q, K, V and
-    dO have one pitch.
+    """A backward kernel on CUDA cores: K serves two products, Q and dO lie as row tiles do, V as K.
 
     A thread owns CM rows of dK and dV, in groups of four.
     """
@@ -145,18 +198,20 @@ class SimtBackwardSpec(SimtSpec):
         return self.Bc // self.ty_count
 
     @property
-    def pitch_qk(self) -> int:
-        """Floats from a row of sQ, sdO or sK to the next."""
-        return self.columns + 4
+    def width(self) -> int:
+        """Floats of a row of Q, dO, K or V in shared memory."""
+        return self.whole_columns
 
     @property
-    def pitch_v(self) -> int:
-        return self.pitch_qk
+    def rows_v(self) -> SharedRows:
+        """As K: where a row is read along it may be K's."""
+        return self.rows_k
 
     @property
     def tile_floats(self) -> tuple[int, ...]:
         """Floats of a row tile (sQ, sdO), a column tile (sK, sV) and a tile of S (sP, sdS)."""
-        return (self.Br * self.pitch_qk, self.Bc * self.pitch_qk, self.Br * self.pitch_p)
+        pitches = (self.rows_q.pitch, self.rows_k.pitch, self.rows_p.pitch)
+        return (self.Br * pitches[0], self.Bc * pitches[1], self.Br * pitches[2])
 
     @property
     def shared_bytes(self) -> int:

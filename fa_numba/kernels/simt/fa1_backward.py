@@ -123,7 +123,7 @@ def make_backward(spec):
 
 
 __doc__ += """
-Shared memory, floats:  2 (Br + Bc) (d + 4) + 2 Br (Bc + TX)
+Shared memory, floats:  2 (Br + Bc) d + 2 Br Bc, swizzled
 Accesses, elements per head:  loads 2 Nk d + Tc (3 Nq d + Nq) + (Tc - 1) Nq d,
     stores 2 Nk d + Tc Nq d; with a causal mask only the row tiles that see column tile j. The
     first pass knows line 5's dQ = 0 and does not read it.

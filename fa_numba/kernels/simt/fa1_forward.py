@@ -95,8 +95,8 @@ def make_forward(spec):
 
 
 __doc__ += """
-Shared memory, floats:  Br (d + 4) + Bc (d + 4) + Bc d + Br (Bc + TX)
-    in bytes at the default tiles:  176128 (d=64, 128 x 128), 175104 (d=128, 128 x 64), 144896
+Shared memory, floats:  Br d + 2 Bc d + Br Bc, swizzled
+    in bytes at the default tiles:  163840 (d=64, 128 x 128), 163840 (d=128, 128 x 64), 139264
     (d=256, 64 x 32); up to 255 registers, none spilled
 Accesses, elements per head:  loads 2 Nk d for each query split + Tc Nq d + (Tc - 1) (Nq d + 2 Nq),
     stores Tc (Nq d + 2 Nq); with a causal mask only the row tiles that see column tile j. The

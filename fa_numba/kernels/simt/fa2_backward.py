@@ -241,7 +241,7 @@ def make_query_gradients(spec):
 
 
 __doc__ += """
-Shared memory, floats:  2 (Br + Bc) (d + 4) + 2 Br (Bc + TX)
+Shared memory, floats:  2 (Br + Bc) d + 2 Br Bc, swizzled
 Accesses, elements per head:  loads 2 Nk d + Tc (2 Nq d + 2 Nq), stores 2 Nk d, and Tc Nq d atomic
     adds to dQ, each a load and a store; with a causal mask only the row tiles that see column
     tile j. The row sums D take 2 Nq d loads before, and Nq + Nq d stores with dQ = 0. The second

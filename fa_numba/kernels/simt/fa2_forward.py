@@ -92,8 +92,8 @@ def make_forward(spec):
 
 
 __doc__ += """
-Shared memory, floats:  Br (d + 4) + Bc (d + 4) + Bc d + Br (Bc + TX)
-    in bytes at the default tiles:  105472 (d=64, 128 x 64), 175104 (d=128, 128 x 64), 219136
+Shared memory, floats:  Br d + 2 Bc d + Br Bc, swizzled
+    in bytes at the default tiles:  98304 (d=64, 128 x 64), 163840 (d=128, 128 x 64), 212992
     (d=256, 64 x 64); up to 255 registers, none spilled
 Accesses, elements per head:  loads Nq d + 2 Tr Nk d, stores Nq d + Nq; with a causal mask only the
     K/V tiles that row tile i sees.

@@ -1,13 +1,15 @@
 """The two matrix products of attention on register tiles, operands in shared memory.
 
 Thread (ty, tx) owns rows ty + i TY and, of S, columns tx + j TX: neighbouring threads read
-neighbouring rows, which the pitch of each tile puts in different banks.
+neighbouring rows, which the swizzle of each tile puts in different banks. A thread's rows of one
+tile all have one swizzle, since TX and TY are multiples of what it repeats after.
 """
 
 from functools import cache
 
-from fa_numba.device import cuda, device_function, float32, uint32
-from fa_numba.intrinsics.shared import load4
+from fa_numba.device import cuda, device_function, float32, int64, uint32
+from fa_numba.intrinsics.shared import load4_at_byte
+from fa_numba.parts.simt.swizzle import flip_of
 
 # Columns of Q and K that one running sum takes: beyond that its rounding shows in the gradients.
 LONGEST_SUM = 128
@@ -37,29 +39,36 @@ def make_scores(spec):
 def _make_partial_scores(spec, first, last):
     """The same over columns ``first`` to ``last`` of Q and K."""
     TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.ty_count
-    pitch = spec.pitch_qk
-    RK = 4 * TN
+    bytes_q, flip_q = 4 * spec.rows_q.pitch, flip_of(spec.rows_q)
+    bytes_k, flip_k = 4 * spec.rows_k.pitch, flip_of(spec.rows_k)
+    RK, FIRST, STEPS = 4 * TN, 4 * first, (last - first) // 4
 
     @device_function
     def partial_scores(rS, sQ, sK, ty, tx):
         rK = cuda.local.array(RK, float32)
         for e in range(TM * TN):
             rS[e] = float32(0.0)
-        for k in range(first, last, 4):
+        q_row, q_flip = int64(uint32(ty * bytes_q)), flip_q(ty)
+        k_row, k_flip = int64(uint32(tx * bytes_k)), flip_k(tx)
+        column, left = int64(FIRST), uint32(STEPS)
+        while left > uint32(0):
+            at_q, at_k = q_row + (column ^ q_flip), k_row + (column ^ k_flip)
             for j in range(TN):
-                b = load4(sK, uint32((tx + j * TX) * pitch + k))
+                b = load4_at_byte(sK, at_k + j * TX * bytes_k)
                 rK[4 * j] = b[0]
                 rK[4 * j + 1] = b[1]
                 rK[4 * j + 2] = b[2]
                 rK[4 * j + 3] = b[3]
             for i in range(TM):
-                a = load4(sQ, uint32((ty + i * TY) * pitch + k))
+                a = load4_at_byte(sQ, at_q + i * TY * bytes_q)
                 for j in range(TN):
                     e = i * TN + j
                     rS[e] += a[0] * rK[4 * j]
                     rS[e] += a[1] * rK[4 * j + 1]
                     rS[e] += a[2] * rK[4 * j + 2]
                     rS[e] += a[3] * rK[4 * j + 3]
+            column += 16
+            left = uint32(left - uint32(1))
 
     return partial_scores
 
@@ -70,25 +79,30 @@ def make_product(spec):
 
     A sum of its own for each tile: one running sum over all columns would lose accuracy as N grows.
     """
-    TM, DN, TX, TY, Bc = spec.TM, spec.DN, spec.tx_count, spec.ty_count, spec.Bc
-    pitch_p, pitch_v = spec.pitch_p, spec.pitch_v
-    RP = 4 * TM
+    TM, DN, TX, TY = spec.TM, spec.DN, spec.tx_count, spec.ty_count
+    bytes_p, flip_p = 4 * spec.rows_p.pitch, flip_of(spec.rows_p)
+    bytes_v, flip_v = 4 * spec.rows_v.pitch, flip_of(spec.rows_v)
+    RP, STEPS = 4 * TM, spec.Bc // 4
 
     @device_function
     def product(rT, sP, sV, ty, tx):
         rP = cuda.local.array(RP, float32)
         for e in range(TM * DN * 4):
             rT[e] = float32(0.0)
-        for k in range(0, Bc, 4):
+        p_row, p_flip, v_column = int64(uint32(ty * bytes_p)), flip_p(ty), int64(uint32(16 * tx))
+        k, left = int64(0), uint32(STEPS)
+        while left > uint32(0):
+            at_p, v_row = p_row + (4 * k ^ p_flip), k * bytes_v
             for i in range(TM):
-                a = load4(sP, uint32((ty + i * TY) * pitch_p + k))
+                a = load4_at_byte(sP, at_p + i * TY * bytes_p)
                 rP[4 * i] = a[0]
                 rP[4 * i + 1] = a[1]
                 rP[4 * i + 2] = a[2]
                 rP[4 * i + 3] = a[3]
             for n in range(4):
+                at_v = v_row + (v_column ^ flip_v(n) ^ flip_v(k)) + n * bytes_v
                 for c in range(DN):
-                    b = load4(sV, uint32((k + n) * pitch_v + 4 * (tx + c * TX)))
+                    b = load4_at_byte(sV, at_v + 16 * c * TX)
                     for i in range(TM):
                         e = 4 * (i * DN + c)
                         p = rP[4 * i + n]
@@ -96,6 +110,8 @@ def make_product(spec):
                         rT[e + 1] += p * b[1]
                         rT[e + 2] += p * b[2]
                         rT[e + 3] += p * b[3]
+            k += 4
+            left = uint32(left - uint32(1))
 
     return product
 
@@ -106,10 +122,10 @@ def make_add_transposed_product(spec):
 
     Each tile has a sum of its own, as in ``products.make_product``.
     """
-    CG, DN, TX, TY, Br = spec.CM // 4, spec.DN, spec.tx_count, spec.ty_count, spec.Br
-    pitch_p, pitch = spec.pitch_p, spec.pitch_qk
-
-    RP, RT = 16 * CG, 16 * CG * DN
+    CG, DN, TX, TY = spec.CM // 4, spec.DN, spec.tx_count, spec.ty_count
+    bytes_p, flip_p = 4 * spec.rows_p.pitch, flip_of(spec.rows_p)
+    bytes_b, flip_b = 4 * spec.rows_q.pitch, flip_of(spec.rows_q)
+    RP, RT, STEPS = 16 * CG, 16 * CG * DN, spec.Br // 4
 
     @device_function
     def add_transposed_product(rdV, sP, sB, ty, tx):
@@ -117,17 +133,21 @@ def make_add_transposed_product(spec):
         rT = cuda.local.array(RT, float32)
         for e in range(RT):
             rT[e] = float32(0.0)
-        for i in range(0, Br, 4):
+        p_column, b_column = int64(uint32(16 * ty)), int64(uint32(16 * tx))
+        p_row, b_row, left = int64(0), int64(0), uint32(STEPS)
+        while left > uint32(0):  # four rows: the swizzles of both tiles repeat after them
             for n in range(4):
                 for g in range(CG):
-                    a = load4(sP, uint32((i + n) * pitch_p + 4 * (ty + g * TY)))
+                    at_p = p_row + (p_column + 16 * g * TY ^ flip_p(n)) + n * bytes_p
+                    a = load4_at_byte(sP, at_p)
                     rP[4 * (n * CG + g)] = a[0]
                     rP[4 * (n * CG + g) + 1] = a[1]
                     rP[4 * (n * CG + g) + 2] = a[2]
                     rP[4 * (n * CG + g) + 3] = a[3]
             for n in range(4):
+                at_b = b_row + (b_column ^ flip_b(n)) + n * bytes_b
                 for c in range(DN):
-                    b = load4(sB, uint32((i + n) * pitch + 4 * (tx + c * TX)))
+                    b = load4_at_byte(sB, at_b + 16 * c * TX)
                     for r in range(4 * CG):
                         p = rP[4 * n * CG + r]
                         e = 4 * (r * DN + c)
@@ -135,6 +155,9 @@ def make_add_transposed_product(spec):
                         rT[e + 1] += p * b[1]
                         rT[e + 2] += p * b[2]
                         rT[e + 3] += p * b[3]
+            p_row += 4 * bytes_p
+            b_row += 4 * bytes_b
+            left = uint32(left - uint32(1))
         for e in range(RT):
             rdV[e] += rT[e]
 

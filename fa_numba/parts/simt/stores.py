@@ -7,11 +7,12 @@ register 4 (i DN + c) + n holds column n of group c of row i. Of dK and dV it ow
 
 from functools import cache
 
-from fa_numba.device import cuda, device_function, float32, uint32
+from fa_numba.device import cuda, device_function, float32, int64, uint32
 from fa_numba.intrinsics.global_memory import read4, write4
 from fa_numba.intrinsics.reduction import add_global
-from fa_numba.intrinsics.shared import load4
+from fa_numba.intrinsics.shared import load4_at_byte
 from fa_numba.parts.dropout import make_kept
+from fa_numba.parts.simt.swizzle import flip_of
 from fa_numba.parts.softmax import FULL_WARP
 
 
@@ -130,14 +131,16 @@ def make_scale_and_add(spec):
 @cache
 def make_store_p(spec):
     """``store_p(sP, rS, options, ty, tx)``: P, without what is dropped, to shared memory."""
-    TM, TN, TX, TY, pitch = spec.TM, spec.TN, spec.tx_count, spec.ty_count, spec.pitch_p
-    kept = make_kept(spec)
+    TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.ty_count
+    pitch, flip, kept = spec.rows_p.pitch, flip_of(spec.rows_p), make_kept(spec)
 
     @device_function
     def store_p(sP, rS, options, ty, tx):
-        for i in range(TM):
-            for j in range(TN):
-                sP[uint32((ty + i * TY) * pitch + tx + j * TX)] = kept(rS[i * TN + j], options)
+        row, flipped = int64(uint32(ty * pitch + tx)), flip(ty) // 4
+        for j in range(TN):
+            at = row + (j * TX ^ flipped)
+            for i in range(TM):
+                sP[at + i * TY * pitch] = kept(rS[i * TN + j], options)
 
     return store_p
 
@@ -145,13 +148,16 @@ def make_store_p(spec):
 @cache
 def make_store_ds(spec):
     """``store_ds(sdS, rdS, ty, tx)``: dS from registers to shared memory."""
-    TM, TN, TX, TY, pitch = spec.TM, spec.TN, spec.tx_count, spec.ty_count, spec.pitch_p
+    TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.ty_count
+    pitch, flip = spec.rows_p.pitch, flip_of(spec.rows_p)
 
     @device_function
     def store_ds(sdS, rdS, ty, tx):
-        for i in range(TM):
-            for j in range(TN):
-                sdS[uint32((ty + i * TY) * pitch + tx + j * TX)] = rdS[i * TN + j]
+        row, flipped = int64(uint32(ty * pitch + tx)), flip(ty) // 4
+        for j in range(TN):
+            at = row + (j * TX ^ flipped)
+            for i in range(TM):
+                sdS[at + i * TY * pitch] = rdS[i * TN + j]
 
     return store_ds
 
@@ -183,7 +189,8 @@ def make_write_columns(spec):
 @cache
 def make_row_dots(spec):
     """``row_dots(rD, sdO, O, row0, rows_end, ty, tx)``: D = rowsum(dO o O), dO in shared memory."""
-    TM, DN, TX, TY, pitch = spec.TM, spec.DN, spec.tx_count, spec.ty_count, spec.pitch_qk
+    TM, DN, TX, TY = spec.TM, spec.DN, spec.tx_count, spec.ty_count
+    row_bytes, flip = 4 * spec.rows_q.pitch, flip_of(spec.rows_q)
     RO = TM * DN * 4
     read_rows = make_read_rows(spec)
 
@@ -191,10 +198,11 @@ def make_row_dots(spec):
     def row_dots(rD, sdO, O, row0, rows_end, ty, tx):
         rO = cuda.local.array(RO, float32)
         read_rows(rO, O, row0, rows_end, ty, tx)
+        at = int64(uint32(ty * row_bytes)) + (int64(uint32(16 * tx)) ^ flip(ty))
         for i in range(TM):
             dot = float32(0.0)
             for c in range(DN):
-                g = load4(sdO, uint32((ty + i * TY) * pitch + 4 * (tx + c * TX)))
+                g = load4_at_byte(sdO, at + i * TY * row_bytes + 16 * c * TX)
                 e = 4 * (i * DN + c)
                 dot += g[0] * rO[e] + g[1] * rO[e + 1] + g[2] * rO[e + 2] + g[3] * rO[e + 3]
             lane = TX // 2

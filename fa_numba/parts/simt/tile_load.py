@@ -5,14 +5,15 @@ from functools import cache
 from fa_numba.device import cuda, device_function, int32, uint32
 from fa_numba.intrinsics.async_copy import copy1_async, copy4_async
 from fa_numba.parts.prefetch import next_column_tile, next_row_tile
+from fa_numba.parts.simt.swizzle import flip_of
 from fa_numba.parts.visits import make_next_row
 
 
 @cache
-def make_load_tile(rows, columns, pitch, threads, aligned):
+def make_load_tile(rows, columns, places, threads, aligned):
     """``load_tile(sT, T, row0, rows_end, col0, cols_end)`` starts copying a tile of T to sT.
 
-    The tile is ``rows`` x ``columns`` from (row0, col0), with ``pitch`` floats a row in sT.
+    The tile is ``rows`` x ``columns`` from (row0, col0), which lie in sT as ``places`` says.
     Elements at or past ``rows_end`` or ``cols_end`` become 0 and are not read.
     ``aligned`` uses 16-byte copies: rows of T start at 16-byte addresses.
     """
@@ -22,6 +23,7 @@ def make_load_tile(rows, columns, pitch, threads, aligned):
     per_thread = -(-copies // threads)
     even = copies % threads == 0
     copy_async = copy4_async if aligned else copy1_async
+    pitch, flip = places.pitch, flip_of(places)
 
     @device_function
     def load_tile(sT, T, row0, rows_end, col0, cols_end):
@@ -35,7 +37,7 @@ def make_load_tile(rows, columns, pitch, threads, aligned):
                 count = int32(0)
                 if row < uint32(rows_end) and col < uint32(cols_end):
                     count = int32(min(int32(width), int32(cols_end - col)))
-                copy_async(sT, uint32(r * pitch + c), T, row, col, count)
+                copy_async(sT, uint32(r * pitch + (c ^ flip(r) // 4)), T, row, col, count)
 
     return load_tile
 
@@ -43,19 +45,19 @@ def make_load_tile(rows, columns, pitch, threads, aligned):
 @cache
 def make_load_q(spec):
     """``load_q(sQ, Q, row0, rows_end)``: a row tile of the head's Q, as wide as the head."""
-    return _make_load_whole(spec, spec.Br, spec.d4, spec.pitch_qk)
+    return _make_load_whole(spec, spec.Br, spec.d4, spec.rows_q)
 
 
 @cache
 def make_load_k(spec):
     """``load_k(sK, K, row0, rows_end)``: the same of a column tile of K."""
-    return _make_load_whole(spec, spec.Bc, spec.d4, spec.pitch_qk)
+    return _make_load_whole(spec, spec.Bc, spec.d4, spec.rows_k)
 
 
 @cache
 def make_load_v(spec):
     """``load_v(sV, V, row0, rows_end)``: of V, zeros as far as the threads of a row reach."""
-    return _make_load_whole(spec, spec.Bc, spec.pitch_v, spec.pitch_v)
+    return _make_load_whole(spec, spec.Bc, spec.columns, spec.rows_v)
 
 
 @cache
@@ -73,7 +75,7 @@ def make_load_next_k(spec):
 @cache
 def make_load_rows(spec):
     """``load_rows(sT, T, row0, rows_end)``: in the backward pass, of Q or dO."""
-    return _make_load_whole(spec, spec.Br, spec.columns, spec.pitch_qk)
+    return _make_load_whole(spec, spec.Br, spec.columns, spec.rows_q)
 
 
 @cache
@@ -97,17 +99,17 @@ def make_load_next_rows(spec):
 @cache
 def make_load_columns(spec):
     """``load_columns(sT, T, row0, rows_end)``: in the backward pass, of K or V."""
-    return _make_load_whole(spec, spec.Bc, spec.columns, spec.pitch_qk)
+    return _make_load_whole(spec, spec.Bc, spec.columns, spec.rows_k)
 
 
 @cache
 def make_load_p(spec):
     """``load_p(sP, P, row0, rows_end, col0, cols_end)``: a tile of P from global memory."""
-    return make_load_tile(spec.Br, spec.Bc, spec.pitch_p, spec.threads, spec.aligned)
+    return make_load_tile(spec.Br, spec.Bc, spec.rows_p, spec.threads, spec.aligned)
 
 
-def _make_load_whole(spec, rows, columns, pitch):
-    load_tile = make_load_tile(rows, columns, pitch, spec.threads, spec.aligned)
+def _make_load_whole(spec, rows, columns, places):
+    load_tile = make_load_tile(rows, columns, places, spec.threads, spec.aligned)
     d = spec.head_dim
 
     @device_function
