@@ -32,7 +32,7 @@ APART = ("algorithms", "scores", "reference", "io_model")
 MODEL_ROOMS = {"io_model", "dtypes", "integers", "problem"}
 KERNEL_ROOMS = ("kernels", "parts", "intrinsics")
 # What experiments take of the library.
-PUBLIC = {"fa_numba", "algorithms", "bounds", "device", "emulator", "io_model"}
+PUBLIC = {"fa_numba", "algorithms", "bounds", "commands", "device", "emulator", "io_model"}
 PUBLIC |= {"problem", "reference", "tiling", "torch"}
 # A bandwidth is measured by kernels of its own, of the widest accesses.
 PUBLIC |= {"intrinsics"}

@@ -194,6 +194,39 @@ def test_registers_come_from_a_compile_alone(monkeypatch):
         assembling.registers_of(kernel, (8, 0), compiling=True)
 
 
+@pytest.mark.gpu
+def test_the_driver_counts_as_many_blocks():
+    """With the registers of the compiled kernels, on the GPU that is here."""
+    device, shape = bounds.here(), (1, 2, 512, 64)
+    for algorithm, dtype, passes in (
+        *(("fa1", "float16", "fwd"), ("fa2", "float16", "fwd"), ("fa2", "float32", "fwd")),
+        *(("standard", "float16", "fwd"), ("fa2", "float16", "bwd")),
+    ):
+        plan = fa_numba.plan(shape, shape, algorithm=algorithm, dtype=dtype, passes=passes)
+        found = bounds.expected(plan, device, compiling=True)
+        for kernel, blocks, registers in zip(
+            plan.launched, found.occupancies, found.registers, strict=True
+        ):
+            compiled = kernel.compiled()
+            wanted = compiled.occupancy.max_active_blocks_per_multiprocessor(
+                kernel.threads, kernel.shared_bytes
+            )
+            assert registers == compiled.attributes.num_regs
+            assert blocks.least == blocks.most == wanted, kernel.name
+
+
+@pytest.mark.gpu
+def test_the_data_sheet_of_the_gpu_that_is_here():
+    device = bounds.here()
+    sheet = bounds.DEVICES.get(device.name)
+    if sheet is None:
+        pytest.skip(f"{device.name} has no data sheet")
+    for name in ("capability", "multiprocessors", "block_shared_bytes", "shared_bytes"):
+        assert getattr(device, name) == getattr(sheet, name), name
+    for name in ("registers", "threads", "blocks", "l2_bytes"):
+        assert getattr(device, name) == getattr(sheet, name), name
+
+
 def test_the_share_of_the_multiprocessors():
     assert share(H200, 132) == 1.0 == share(H200, 264)
     assert share(H200, 33) == 0.25

@@ -15,6 +15,7 @@ from experiments.lab.store import EMULATOR
 from experiments.lab.timing import Timing
 from fa_numba import Tiles, bounds, io_model
 from fa_numba.bounds import DEVICES
+from fa_numba.commands.text import in_bytes
 from fa_numba.problem import Problem
 
 H200 = DEVICES["H200"]
@@ -215,7 +216,7 @@ def test_bars_are_filled_where_they_are_measured(pass_, with_a_gpu):
         ]
         assert all(not bar.get_fill() for bar in dram.patches)
         totals = [t.get_text().strip() for t in bytes_.texts]
-        assert totals == [compare_view.in_bytes(s.planned.accesses.bytes) for s in found]
+        assert totals == [in_bytes(s.planned.accesses.bytes) for s in found]
 
 
 def test_inputs_too_large_for_the_host_are_not_made(with_a_gpu, monkeypatch):
@@ -297,6 +298,20 @@ def test_a_failed_call_is_an_error(with_a_gpu, tmp_path, monkeypatch, capsys):
     arguments = ["compare", "--seqlen", "2048", "--head-dim", "64", "--out", str(tmp_path)]
     assert command.main(arguments) == 1
     assert "standard: failed: out of memory" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "arguments", [("--causal", "--seqlen-k=700"), ("--backward",), ("--dtype=float32",)]
+)
+def test_a_gpu_measures(arguments, tmp_path, capsys):
+    size = ("--seqlen=500", "--head-dim=64", "--heads=4", "--out", str(tmp_path), "--json")
+    assert command.main(["compare", *size, *arguments]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    times = {r["series"]: r for r in rows if (r["source"], r["metric"]) == ("measured", "time")}
+    least = {r["series"]: r for r in rows if (r["source"], r["metric"]) == ("model", "time")}
+    assert len(times) >= 3 and all(row["n"] >= 5 for row in times.values())
+    assert all(times[series]["value"] >= row["value"] for series, row in least.items())
 
 
 def test_one_head_has_the_accesses_of_every_head():

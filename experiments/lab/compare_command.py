@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
-from fa_numba import Tiles
+from fa_numba.commands.arguments import MAX_SEQLEN, as_json, tiles, whole
 from fa_numba.problem import MAX_HEAD_DIM, Problem
 
 from . import compare, compare_view, provenance
@@ -20,38 +19,7 @@ from .speeds import DTYPES
 from .store import MODEL, Row, StoreError, write_if_changed
 
 HELP = "set both loop orders side by side on a size of your own, as a table and a figure"
-MAX_SEQLEN = 1 << 20
 MAX_HEADS = 4096
-
-
-def _whole(most: int) -> Callable[[str], int]:
-    """A parser of an integer from 1 to `most`."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is no integer: allowed is 1 to {most}"
-            ) from None
-        if not 1 <= value <= most:
-            raise argparse.ArgumentTypeError(f"{value} is outside: allowed is 1 to {most}")
-        return value
-
-    return parse
-
-
-def _tiles(text: str) -> Tiles:
-    try:
-        Br, Bc = map(int, text.split("x"))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no BRxBC: allowed is such as 64x128"
-        ) from None
-    try:
-        return Tiles(Br, Bc)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add(commands: Any, folder: Callable[[str], Any]) -> None:
@@ -65,7 +33,7 @@ def add(commands: Any, folder: Callable[[str], Any]) -> None:
         "emulator where one head is small enough, and in any case computed in closed form; the "
         "table says which is which.",
     )
-    seqlen, head_dim, heads = map(_whole, (MAX_SEQLEN, MAX_HEAD_DIM, MAX_HEADS))
+    seqlen, head_dim, heads = (whole(1, most) for most in (MAX_SEQLEN, MAX_HEAD_DIM, MAX_HEADS))
     sizes: dict[str, tuple[str, dict[str, Any]]] = {
         "--seqlen": ("rows of q", {"type": seqlen, "metavar": "N", "required": True}),
         "--head-dim": ("head dimension", {"type": head_dim, "metavar": "D", "required": True}),
@@ -77,7 +45,7 @@ def add(commands: Any, folder: Callable[[str], Any]) -> None:
         "--backward": ("the backward pass alone", {"action": "store_true"}),
         "--tiles": (
             "the same block sizes for both orders (default: what each takes)",
-            {"type": _tiles, "metavar": "BRxBC"},
+            {"type": tiles, "metavar": "BRxBC"},
         ),
         "--out": (
             f"where compare.png, compare.svg and compare.json go (default: {quiet})",
@@ -118,7 +86,7 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser, arguments: Se
     described = dict(compare.device.describe()) if machine else None
     about = provenance.Provenance(list(arguments), described).for_machine(machine or MODEL)
     values = compare_view.dictionary(setting, refused, rows, about)
-    content = json.dumps(values, indent=2, allow_nan=False) + "\n"
+    content = as_json(values) + "\n"
     try:
         write_if_changed(args.out / f"{compare.NAME}.json", content)
         drawn = _draw(args, setting, rows, gpu, machine, about)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fa_numba import bounds, device
+from fa_numba.commands import text as text_of
 
 from .compare import GROUPS, Setting, Side, equal_counts, labels, why_not_counted
 from .speeds import PASSES
@@ -55,7 +56,7 @@ def text(
         f"q {p.q_shape}, k and v {p.k_shape}, {p.dtype}, {mask}, {PASSES[setting.pass_]}",
         *([_GRIDS] if setting.pass_ == "bwd" else []),
         "",
-        *aligned(_table(setting, found, rows, gpu)),
+        *text_of.columns(_table(setting, found, rows, gpu), left=(0, len(found) + 1)),
         "",
         *_of_counts(setting, rows),
         *([] if machine else [f"time: not measured, {device.why_no_gpu()}."]),
@@ -106,15 +107,15 @@ def _table(
 
     counted = "model" if why_not_counted(setting) else "counted"
     for metric in ("loads", "stores"):
-        line(f"elements, {metric}", get.of(counted, metric), count, counted)
+        line(f"elements, {metric}", get.of(counted, metric), text_of.count, counted)
     for group in GROUPS:
-        line(f"bytes, {group}", get.of("model", "traffic", group), in_bytes, "model")
-    line("bytes, all", get.of("model", "traffic"), in_bytes, "model")
+        line(f"bytes, {group}", get.of("model", "traffic", group), text_of.in_bytes, "model")
+    line("bytes, all", get.of("model", "traffic"), text_of.in_bytes, "model")
     line("bytes over FA-2's", over(get.of("model", "traffic")), "{:.2f}".format, "model")
-    line("bytes of DRAM, about", get.of("model", "dram"), in_bytes, "data sheet")
+    line("bytes of DRAM, about", get.of("model", "dram"), text_of.in_bytes, "data sheet")
     for note in ("useful", "computed"):
-        line(f"FLOPs, {note}", get.of("model", "work", note), count, "model")
-    line("workspace", get.of("model", "memory"), mib, "model")
+        line(f"FLOPs, {note}", get.of("model", "work", note), text_of.count, "model")
+    line("workspace", get.of("model", "memory"), mebibytes, "model")
     line("time, at least", get.of("model", "time"), milliseconds, "data sheet")
     line("time", get.of("measured", "time"), milliseconds, "measured")
     line("time over FA-2's", over(get.of("measured", "time")), "{:.2f}".format, "measured")
@@ -128,40 +129,13 @@ def _blocks(side: Side) -> int:
     return int(np.prod(max(side.planned.kernels, key=lambda k: k.shared_bytes).grid))
 
 
-def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Lines of a table: the first and the last column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    last = len(widths) - 1
-    return [
-        "  ".join(
-            cell.rjust(width) if 0 < n < last else cell.ljust(width)
-            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def count(x: float, unit: str = "") -> str:
-    """Three digits and a power of a thousand."""
-    for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if x >= size:
-            return f"{x / size:.3g} {prefix}{unit}"
-    return f"{x:.3g} {unit}".rstrip()
-
-
-def in_bytes(x: float) -> str:
-    return count(x, "B")
+def mebibytes(x: float) -> str:
+    """MiB as text."""
+    return text_of.mebibytes(x * 2**20)
 
 
 def milliseconds(x: float) -> str:
-    return f"{x:.3g} ms" if x >= 1 else f"{1e3 * x:.3g} us"
-
-
-def mib(x: float) -> str:
-    """MiB, or below one KiB."""
-    if x < 1:
-        return f"{1024 * x:.3g} KiB"
-    return f"{x:,.0f} MiB" if x >= 1000 else f"{x:.3g} MiB"
+    return text_of.seconds(x / 1e3)
 
 
 def dictionary(
@@ -202,17 +176,17 @@ def draw(setting: Setting, rows: Sequence[Row], gpu: bounds.Device) -> Any:
             value = get(s, "model", "traffic", group) or 0.0
             axes[0].barh(place, value, left=start, height=0.7, color=style.COLOURS[s], alpha=shade)
             start += value
-        axes[0].annotate(f" {in_bytes(start)}", (start, place), va="center")
+        axes[0].annotate(f" {text_of.in_bytes(start)}", (start, place), va="center")
     for group, shade in _SHADES.items():
         axes[0].barh(0, 0, color="#555555", alpha=shade, label=group)
     axes[0].set_title(f"bytes accessed, {counted}")
     measured = any(get(s, "measured", "time") is not None for s in series)
     panels = (
-        (("model", "dram"), in_bytes, True, "bytes of DRAM, about"),
+        (("model", "dram"), text_of.in_bytes, True, "bytes of DRAM, about"),
         (("measured", "time"), milliseconds, False, "time, measured")
         if measured
         else (("model", "time"), milliseconds, True, "time, at least"),
-        (("model", "memory"), mib, False, "workspace"),
+        (("model", "memory"), mebibytes, False, "workspace"),
     )
     for ax, (number, shown, hollow, title) in zip(axes[1:], panels, strict=True):
         _bars(ax, get.of(*number), places, shown, hollow, style)

@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from fa_numba.tiling import Tiles
+
 WIDTH = 100  # columns of a terminal that every output fits into
 MAX_SEQLEN = 1 << 20
 
@@ -27,6 +29,20 @@ def whole(least: int, most: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def tiles(text: str) -> Tiles:
+    """Block sizes such as 64x128: rows of Q times rows of K and V."""
+    try:
+        Br, Bc = map(int, text.split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no BRxBC: allowed is such as 64x128"
+        ) from None
+    try:
+        return Tiles(Br, Bc)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def finite(text: str) -> float:

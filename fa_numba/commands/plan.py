@@ -11,13 +11,13 @@ from typing import Any
 import fa_numba
 from fa_numba import bounds, device
 from fa_numba.bounds import Device, Expected
-from fa_numba.commands.arguments import MAX_SEQLEN, WIDTH, as_json, whole
+from fa_numba.commands.arguments import MAX_SEQLEN, WIDTH, as_json, tiles, whole
+from fa_numba.commands.text import columns, count, in_bytes, mebibytes, seconds
 from fa_numba.dtypes import DTYPES
 from fa_numba.host.plans import Plan
 from fa_numba.host.units import UNITS
 from fa_numba.io_model import ALGORITHMS
 from fa_numba.problem import MAX_HEAD_DIM
-from fa_numba.tiling import Tiles
 
 NAME = "plan"
 HELP = "tiles, grid, memory, accesses, FLOPs and expected bound of a call, on any GPU"
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how it is computed")
     how.add_argument("--algorithm", choices=("all", *ALGORITHMS), default="all", help="default all")
     how.add_argument("--unit", choices=("auto", *UNITS), default="auto", help="default: by dtype")
-    how.add_argument("--tiles", type=_tiles, metavar="BRxBC", help="block sizes, such as 64x128")
+    how.add_argument("--tiles", type=tiles, metavar="BRxBC", help="block sizes, such as 64x128")
     how.add_argument(
         "--query-splits",
         type=whole(1, MAX_SEQLEN),
@@ -89,19 +89,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compile the kernels for their registers: seconds each, no GPU needed",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead, in single units")
-
-
-def _tiles(text: str) -> Tiles:
-    try:
-        Br, Bc = map(int, text.split("x"))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no BRxBC: allowed is such as 64x128"
-        ) from None
-    try:
-        return Tiles(Br, Bc)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _device(name: str) -> Device:
@@ -241,8 +228,8 @@ def _text(
     known = [e for e in expected.values() if e is not None]
     if known:
         rows += [(what, *map(cell, known)) for what, cell in _OF_EXPECTED]
-    lines += _columns(rows)
-    lines += ["", *_columns(_kernels(found, expected))]
+    lines += columns(rows)
+    lines += ["", *columns(_kernels(found, expected))]
     if known and any(n is None for e in known for n in e.registers):
         lines.append("registers: not compiled; --registers does it, in seconds a kernel")
     for name, why in refused.items():
@@ -293,63 +280,30 @@ def _kernels(found: dict[str, Plan], expected: dict[str, Expected | None]) -> li
     return rows
 
 
-def _count(x: float, unit: str = "") -> str:
-    """Three digits and a power of a thousand."""
-    for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if x >= size:
-            return f"{x / size:.3g} {prefix}{unit}"
-    return f"{x:.3g} {unit}".rstrip()
-
-
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
-
-
-def _rate(n: int, seconds: float | None) -> str:
-    return "-" if seconds is None else f"{_count(n / seconds, 'B')}/s"
-
-
-def _mib(n: int) -> str:
-    """MiB, or below one KiB."""
-    if n < 1 << 20:
-        return f"{n / 2**10:.3g} KiB"
-    return f"{n / 2**20:.3g} MiB" if n < 1000 << 20 else f"{n / 2**20:,.0f} MiB"
+def _rate(n: int, time: float | None) -> str:
+    return "-" if time is None else f"{in_bytes(n / time)}/s"
 
 
 _OF_PLANS: tuple[tuple[str, Callable[[Plan], str]], ...] = (
     ("computed on", lambda p: UNITS[p.unit].title),
     ("tiles Br x Bc", lambda p: f"{p.tiles.Br} x {p.tiles.Bc}"),
-    ("workspace", lambda p: _mib(p.workspace_bytes)),
-    ("elements loaded", lambda p: _count(p.accesses.total_loads)),
-    ("elements stored", lambda p: _count(p.accesses.total_stores)),
-    ("bytes accessed", lambda p: _count(p.accesses.bytes, "B")),
-    ("FLOPs, useful", lambda p: _count(p.flops)),
-    ("FLOPs, computed", lambda p: _count(bounds.computed_flops(p))),
+    ("workspace", lambda p: mebibytes(p.workspace_bytes)),
+    ("elements loaded", lambda p: count(p.accesses.total_loads)),
+    ("elements stored", lambda p: count(p.accesses.total_stores)),
+    ("bytes accessed", lambda p: in_bytes(p.accesses.bytes)),
+    ("FLOPs, useful", lambda p: count(p.flops)),
+    ("FLOPs, computed", lambda p: count(bounds.computed_flops(p))),
     ("useful FLOPs a byte", lambda p: f"{p.flops / p.accesses.bytes:.3g}"),
 )
 _OF_EXPECTED: tuple[tuple[str, Callable[[Expected], str]], ...] = (
-    ("working set", lambda e: _mib(e.dram.again)),
+    ("working set", lambda e: mebibytes(e.dram.again)),
     ("half of L2 holds it", lambda e: "yes" if e.dram.served else "no"),
-    ("bytes of DRAM, about", lambda e: _count(e.dram.bytes, "B")),
+    ("bytes of DRAM, about", lambda e: in_bytes(e.dram.bytes)),
     ("multiprocessors busy", lambda e: f"{100 * e.busy:.3g} %"),
-    ("compute takes", lambda e: _time(e.compute)),
-    ("L2 takes", lambda e: _time(e.l2)),
-    ("DRAM takes", lambda e: _time(e.memory)),
-    ("time at least", lambda e: _time(e.floor)),
+    ("compute takes", lambda e: seconds(e.compute)),
+    ("L2 takes", lambda e: seconds(e.l2)),
+    ("DRAM takes", lambda e: seconds(e.memory)),
+    ("time at least", lambda e: seconds(e.floor)),
     ("L2 meanwhile delivers", lambda e: _rate(e.plan.accesses.bytes, e.floor)),
     ("expected bound", lambda e: e.bound),
 )
-
-
-def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Lines of a table: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            text.rjust(width) if n else text.ljust(width)
-            for n, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
