@@ -21,13 +21,14 @@ from experiments.lab import (
     journal,
     kept,
     peers,
+    precompile,
     provenance,
     review,
     runner,
     schedule,
     store,
 )
-from experiments.lab.options import Options
+from experiments.lab.options import Bench, Options
 from experiments.lab.series import row_fields
 from experiments.lab.store import MODEL, Row, Store, StoreError
 from experiments.lab.workloads import one_head
@@ -354,6 +355,34 @@ def test_time_ends_the_profiler_and_what_it_profiles(tmp_path, monkeypatch):
         time.sleep(0.05)
     else:
         pytest.fail("the profiled program runs on")
+
+
+def test_time_ends_compiling_ahead(monkeypatch):
+    """What has not begun is given up, not waited for."""
+    ended = []
+
+    class Pool:
+        def __init__(self, jobs, context):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def submit(self, function, call):
+            return SimpleNamespace(result=lambda: time.sleep(60))
+
+        def shutdown(self, **options):
+            ended.append(options)
+
+    monkeypatch.setattr(precompile, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(precompile, "_missing", list)
+    monkeypatch.setattr(precompile.device, "gpu_available", lambda: True)
+    with pytest.raises(schedule.OutOfTime), schedule.within(0.05):
+        precompile.compile_ahead(range(5), Bench(), jobs=2)
+    assert ended == [{"wait": False, "cancel_futures": True}]
 
 
 @pytest.fixture

@@ -56,8 +56,12 @@ def compile_ahead(calls: Iterable[Call], bench: Bench, jobs: int | None = None) 
     jobs = min(jobs, len(missing))
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(_compile, call) for call in missing]
-        for future in bench.track(futures, f"compiling, {jobs} processes"):
-            future.result()
+        try:
+            for future in bench.track(futures, f"compiling, {jobs} processes"):
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # what is not begun would be waited for
+            raise
 
 
 def _missing(calls: Iterable[Call]) -> list[Call]:
