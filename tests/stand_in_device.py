@@ -251,7 +251,8 @@ class Gpu:
         how = (kernel.name, grid, int(stream), tuple(self.words))
         self.launched.append(kernel)
         names = kernel.function.__code__.co_varnames
-        self.given.append(dict(zip(names, args[:-1], strict=False)) | args[-1]._asdict())
+        given, last = dict(zip(names, args, strict=False)), args[-1]
+        self.given.append(given | (last._asdict() if hasattr(last, "_asdict") else {}))
         self.launches.append(how)
         self.note("launch", kernel, grid, int(stream), *self.words, *small)
         if self.runs:

@@ -116,8 +116,11 @@ def test_the_gate():
     gate = online_softmax.VectorGate(x)
     right = np.exp(x) / np.exp(x).sum(axis=1, keepdims=True)
     assert gate(right) <= gate.bound
-    with pytest.raises(timing.WrongResult):
-        gate(right * np.float32(1.001))
+    almost = right * np.float32(1.00001)
+    assert gate.peer(almost) > gate.bound
+    for wrong, check in ((almost, gate), (right * np.float32(1.001), gate.peer)):
+        with pytest.raises(timing.WrongResult):
+            check(wrong)
     wrong = right.copy()
     wrong[-1, 7] = np.nan
     with pytest.raises(timing.WrongResult):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from offline import CAPABILITY, compiled
 from scipy import special
+from stand_in_device import Array, aligned, no_gpu_but_its_driver
 
 import fa_numba
 from fa_numba import io_model, reference
@@ -132,6 +133,21 @@ def test_an_output_that_does_not_fit_is_refused():
             fa_numba.softmax(x, out=vectors(2, 5))
         with pytest.raises(ValueError, match="out shares memory with x"):
             fa_numba.softmax(x, out=x)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("given", [False, True])
+def test_a_gpus_launch(algorithm, given):
+    """By a driver that stands in: one launch, a block a vector, of any strides; words and all."""
+    with no_gpu_but_its_driver((9, 0)) as gpu:
+        x = aligned((3, 140))[:, ::2]
+        x[...] = vectors(3, 70)
+        target = Array(aligned((3, 70))) if given else None
+        y = fa_numba.softmax(Array(x), algorithm=algorithm, out=target)
+        assert not given or y is target
+        assert reference.relative_error(y.values, exact(np.array(x))) <= bound(np.array(x))
+        ((name, grid, *_),) = gpu.launches
+        assert (name, grid[0]) == (f"{algorithm}_softmax", 3)
 
 
 def test_names_and_counts_that_the_model_refuses():
