@@ -328,7 +328,7 @@ def test_the_plan_of_the_readmes_result_says_what_was_measured(capsys):
 def test_a_t4_is_told_the_truth(capsys):
     text = output(capsys, "plan", *SIZE, "--device", "t4")
     said = " ".join(text.split())
-    assert "Nothing of this runs on a T4: every kernel copies with cp.async" in said
+    assert "Nothing of this runs on a T4: the kernels copy with cp.async" in said
     assert "needs compute capability 8.0, and a T4 has 7.5" in said
     assert "There a call goes to the emulator on the CPU" in said
     assert "time at least" not in text and "DRAM" not in text

@@ -126,7 +126,7 @@ def _where(chosen: Device | None) -> tuple[Device, str]:
         least = ".".join(map(str, device.MIN_COMPUTE_CAPABILITY))
         major, minor = chosen.capability
         return chosen, (
-            f"Nothing of this runs on a {chosen.name}: every kernel copies with cp.async, which "
+            f"Nothing of this runs on a {chosen.name}: the kernels copy with cp.async, which "
             f"needs compute\ncapability {least}, and a {chosen.name} has {major}.{minor}. There a "
             "call goes to the emulator on the CPU, which takes\nsmall ones alone; what it would "
             f"run, at {device.EMULATED_SHARED_BYTES // 1024} KiB of shared memory a block, is:"
