@@ -53,9 +53,9 @@ PROTOCOL = (
     f"batch entries are copies of one; {REPEATS} repeats to N={REPEATED}, cut to {SECONDS:g} s, "
     f"{FEWEST} at least; beyond, 3 at N=16384 and 1 from there on without warm-up but the check's "
     "call, and backward is the difference of both passes and forward; with dropout or lengths: "
-    f"all of O, dq, dk and dv at N={CHECKED.seqlen_q} with the same options, and 32 rows in the "
-    "middle and at the end of two heads at every N, where a result with dropout is to deviate by "
-    "sqrt(p / (1 - p)); memory: what one call takes at its peak, results with the rest"
+    f"all of O, dq, dk and dv at N={CHECKED.seqlen_q} with the same options, and 32 rows, "
+    "with dropout 128, in the middle and at the end of two heads at every N, where what is dropped "
+    "is to deviate as its chance says; memory: what one call takes at its peak, results with the rest"
 )
 
 

@@ -235,12 +235,13 @@ def test_the_gate_of_options_knows_what_dropout_does():
     gate = calls.OptionsGate(problem, q, k, v, dropout_p=0.1)
     for seed in (1, 2):
         out = reference.attention(q, k, v, dropout_p=0.1, seed=seed)
-        assert gate(out) == pytest.approx(1 / 3, rel=0.1)
+        # Of values of mean 0 that do not lie together by chance it is sqrt(p / (1 - p)).
+        assert gate(out) == pytest.approx(1 / 3, rel=0.2)
         assert gate.peer(out) == gate(out)
     unscaled = 0.9 * out
     for wrong in (
         reference.attention(q, k, v),
-        reference.attention(q, k, v, dropout_p=0.15, seed=1),
+        reference.attention(q, k, v, dropout_p=0.2, seed=1),
         unscaled,
     ):
         with pytest.raises(timing.WrongResult, match="with dropout"):
