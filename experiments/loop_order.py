@@ -230,6 +230,8 @@ def _hero(
         place = {"va": "center", "fontsize": 9.5, "weight": "bold"}
         ax.text(max(sizes) * 1.25, at, text, color=colour, **place)
         lowest = at * 2.1 if "dram" in names else at * 1.5
+    low, high = ax.get_ylim()
+    ax.set_ylim(low / 1.1, max(high, lowest / 1.2))
 
 
 # What a panel shows of `ratios`: colour of, marker, line, label.

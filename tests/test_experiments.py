@@ -567,7 +567,9 @@ def test_one_length_alone_is_visible(name, tmp_path, monkeypatch):
     rows = [r for m in store.machines(name) for r in store.read(name, m) if r.seqlen_q == 512]
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    style.save(registry.load(name).draw(rows), tmp_path / name, "")
+    module = registry.load(name)
+    draw = registry.figures(module).get(f"{name}_detail", module.draw)
+    style.save(draw(rows), tmp_path / name, "")
     lines = [line for ax in drawn[0].axes if ax.axison for line in ax.lines]
     single = [line for line in lines if len(line.get_xydata()) == 1]
     assert len(single) > 4
