@@ -9,7 +9,7 @@ from .lab import peers, speed_figures, speeds, tables
 from .lab.options import Bench, Options
 from .lab.series import LABELS, SPLITS
 from .lab.store import Row
-from .lab.tables import Table
+from .lab.tables import Across, Table
 
 NAME = "speed"
 TITLE = "TFLOP/s over the sequence length, both loop orders and torch"
@@ -45,18 +45,28 @@ def table(rows: Sequence[Row]) -> Table | None:
 
 
 def memory(rows: Sequence[Row]) -> Table | None:
-    """Peak memory beside inputs and outputs, in MiB."""
-    found = {(*tables.sizes(r), r.series): r for r in rows if r.metric == "memory"}
+    """Peak memory of a forward call beside inputs and outputs, in MiB, fp32 and fp16."""
+    found = {
+        (r.dtype, r.seqlen_q, r.series): r
+        for r in rows
+        if r.metric == "memory" and (r.head_dim, r.causal) == (HEAD_DIM, False)
+    }
     if not found:
         return None
-    shown = ("fa1-simt", "fa2-simt", "standard-simt", *STUDY.theirs)
-    lines = []
-    for d, causal, N in sorted({(d, causal, N) for N, d, causal, _ in found}):
-        cells = [found.get((N, d, causal, series)) for series in shown]
-        numbers = [tables.cell(row, lambda v: f"{v:.4g}") for row in cells]
-        lines.append([str(d), tables.yes_no(causal), str(N), *numbers])
-    header = ["d", "causal", "N", *(LABELS[s] for s in shown)]
-    return Table("MiB beside inputs and outputs.", tables.markdown(header, lines))
+    lines, kinds = [], ("fa1", "fa2", "standard", *peers.FLOAT32, *peers.HALF)
+    shown = list(dict.fromkeys(kinds))
+    for dtype, N in sorted({at[:2] for at in found}, key=lambda at: (at[0] != "float32", at[1])):
+        if N not in MEMORY_SEQLENS:
+            continue
+        unit = "simt" if dtype == "float32" else "mma"
+        names = [name if "-" in name else f"{name}-{unit}" for name in shown]
+        cells = [found.get((dtype, N, series)) for series in names]
+        numbers = [tables.cell(row, lambda v: f"{v:.0f}") for row in cells]
+        lines.append([speeds.DTYPES[dtype], str(N), *numbers])
+    header = ["dtype", "N", *(LABELS[s if "-" in s else f"{s}-simt"] for s in shown)]
+    caption = f"MiB beside inputs and outputs, forward, d={HEAD_DIM}, not causal."
+    return Table(caption, tables.markdown(header, lines)) if lines else None
 
 
-TABLES = {"memory": memory}
+HEAD_DIM, MEMORY_SEQLENS = 64, (1024, 4096, 16384)
+TABLES = {"memory": Across(memory, ("speed", "speed_fp16"))}

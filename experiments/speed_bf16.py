@@ -7,7 +7,6 @@ from typing import Any
 
 from .lab import peers, speed_figures, speeds
 from .lab.options import Bench, Options
-from .lab.series import LABELS
 from .lab.store import Row
 from .lab.tables import Table
 
@@ -41,4 +40,4 @@ def draw(rows: Sequence[Row]) -> Any:
 
 def table(rows: Sequence[Row]) -> Table | None:
     """TFLOP/s of FA-2 and of torch's, and their ratio."""
-    return speed_figures.table(STUDY, rows, "TFLOP/s, forward + backward, bf16.", labels=LABELS)
+    return speed_figures.table(STUDY, rows, "TFLOP/s, forward + backward, bf16.")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from .lab import peers, published, speed_figures, speeds, tables
+from .lab import paper_bars, peers, published, speed_figures, speeds, tables
 from .lab.options import Bench, Options
 from .lab.series import LABELS, MMA_SPLITS
 from .lab.store import Row
 from .lab.tables import Across, Table
 from .lab.timing import ROUNDING
+from .lab.workloads import HEAD_DIMS
 
 NAME = "speed_fp16"
 TITLE = "fp16 TFLOP/s over the sequence length, all passes, both loop orders and torch"
@@ -41,6 +43,14 @@ def draw(rows: Sequence[Row]) -> Any:
     return speed_figures.draw(STUDY, rows)
 
 
+# Published figures in this setting and dtype, each by the name of its file.
+PAPERS = {
+    **{f"fa2_fig{n}": ("fa2", f"Fig. {n}") for n in (4, 5, 6, 7)},
+    **{f"fa3_fig{n}": ("fa3", f"Fig. {n}") for n in (5, 6)},
+}
+FIGURES = {name: partial(paper_bars.draw, *item) for name, item in PAPERS.items()}
+
+
 def table(rows: Sequence[Row]) -> Table | None:
     """TFLOP/s of every pass and series, and FA-2 over torch's."""
     return speed_figures.table(STUDY, rows, "TFLOP/s, fp16.")
@@ -64,35 +74,35 @@ def paper_figures(rows: Sequence[Row]) -> Table | None:
     for item in STUDY.figures:
         about = published.lookup(paper="fa2", item=item)[0]
         gpu, pass_ = about["hardware"].split("-")[0], about["pass"]
-        for d, causal in sorted({key[1:3] for key in speed}):
-            theirs = speed_figures.published_speeds((item,), pass_, d, causal)
-            paper = [theirs.get((name, gpu), {}) for name in _METHODS]
-            here: list[dict[int, float]] = [{}, {}, {}]
-            for (*place, N, series), value in speed.items():
-                if place == [pass_, d, causal] and series in _KINDS:
-                    kind = here[_KINDS[series]]
-                    kind[N] = max(value, kind.get(N, 0.0))
-            both = sorted(set.intersection(*map(set, (*paper, *here))))
-            same = sum(_order(paper, N) == _order(here, N) for N in both)
-            lines.append(
-                [
-                    *(item, gpu, pass_, str(d), tables.yes_no(causal)),
-                    *(_range(x[0], x[1]) for x in (paper, here)),
-                    *(_range(x[0], x[2]) for x in (paper, here)),
-                    _range(here[0], paper[0]),
-                    f"{same} of {len(both)}",
-                ]
-            )
+        for d in sorted({key[1] for key in speed if key[1] in HEAD_DIMS}):
+            ratios: list[list[float]] = [[] for _ in range(5)]
+            same = sizes = 0
+            for causal in (False, True):
+                theirs = speed_figures.published_speeds((item,), pass_, d, causal)
+                paper = [theirs.get((name, gpu), {}) for name in _METHODS]
+                here: list[dict[int, float]] = [{}, {}, {}]
+                for (*place, N, series), value in speed.items():
+                    if place == [pass_, d, causal] and series in _KINDS:
+                        kind = here[_KINDS[series]]
+                        kind[N] = max(value, kind.get(N, 0.0))
+                both = sorted(set.intersection(*map(set, (*paper, *here))))
+                same += sum(_order(paper, N) == _order(here, N) for N in both)
+                sizes += len(both)
+                pairs = [(x[0], x[n]) for n in (1, 2) for x in (paper, here)]
+                for n, (over, under) in enumerate((*pairs, (here[0], paper[0]))):
+                    ratios[n] += [over[N] / under[N] for N in over if N in under]
+            cells = [_range(found) for found in ratios]
+            lines.append([item, gpu, pass_, str(d), *cells, f"{same} of {sizes}"])
     header = [
-        *("figure", "GPU", "pass", "d", "causal"),
+        *("figure", "GPU", "pass", "d"),
         *("FA-2 / FA-1, published", "ours"),
         *("FA-2 / standard, published", "ours"),
         "our FA-2 / published FA-2",
         "sizes with the published order",
     ]
     caption = (
-        "Ratios of TFLOP/s, the smallest and the largest over N; of our FA-1 the faster grid at "
-        "each N."
+        "Ratios of TFLOP/s, the smallest and the largest over N and both masks; of our FA-1 the "
+        "faster grid at each N."
     )
     return Table(caption, tables.markdown(header, lines))
 
@@ -102,9 +112,8 @@ def _order(curves: Sequence[Mapping[int, float]], N: int) -> list[int]:
     return sorted(range(len(curves)), key=lambda n: -curves[n][N])
 
 
-def _range(over: Mapping[int, float], under: Mapping[int, float]) -> str:
-    """The smallest and the largest ratio at the sizes that both have."""
-    ratios = [over[N] / under[N] for N in over if N in under]
+def _range(ratios: Sequence[float]) -> str:
+    """The smallest and the largest."""
     return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else tables.MISSING
 
 
@@ -112,16 +121,20 @@ def errors(rows: Sequence[Row]) -> Table | None:
     """The largest error of each series in 16 bits, and how far it is beyond torch's FA-2."""
     lines = []
     for dtype in ("float16", "bfloat16"):
-        found = worst_errors(r for r in rows if r.dtype == dtype)
-        for (pass_, series), (largest, excess) in sorted(found.items()):
-            more = tables.MISSING if excess is None else f"{excess:.2f}"
-            lines.append([speeds.DTYPES[dtype], pass_, LABELS[series], f"{largest:.2e}", more])
+        worst: dict[str, list[tuple[float, float | None]]] = {}
+        for (_, series), pair in worst_errors(r for r in rows if r.dtype == dtype).items():
+            worst.setdefault(series, []).append(pair)
+        for series, pairs in sorted(worst.items()):
+            beyond = [more for _, more in pairs if more is not None]
+            more = f"{max(beyond):.2f}" if beyond else tables.MISSING
+            largest = max(error for error, _ in pairs)
+            lines.append([speeds.DTYPES[dtype], LABELS[series], f"{largest:.2e}", more])
     if not lines:
         return None
-    header = ["dtype", "pass", "series", "largest error", "largest excess over torch FA-2"]
+    header = ["dtype", "series", "largest error", "largest excess over torch FA-2"]
     caption = (
-        "Relative to float64 of the same inputs, over all problems checked; the excess is in "
-        "roundings of the result."
+        "Relative to float64 of the same inputs, over all passes and problems checked; the excess "
+        "is in roundings of the result."
     )
     return Table(caption, tables.markdown(header, lines))
 

@@ -35,6 +35,7 @@ from experiments import (
 from experiments.lab import (
     counters,
     drawing,
+    paper_bars,
     peers,
     provenance,
     published,
@@ -559,7 +560,7 @@ def test_a_filter_without_rows_says_what_there_would_be(tmp_path, capsys, monkey
 
 @pytest.mark.parametrize(
     "name",
-    ["io_vs_seqlen", "loop_order", "speed_fp16"],
+    ["io_vs_seqlen", "loop_order"],
 )
 def test_one_length_alone_is_visible(name, tmp_path, monkeypatch):
     """A line of one point has no extent: without a marker of its own it gets one, when saved."""
@@ -1366,6 +1367,49 @@ def test_the_half_precision_figure_has_the_published_curves():
     )
 
 
+def test_the_papers_figures_are_drawn_as_the_papers_draw_them():
+    """Grouped bars: published ones hollow, each with its number; ours filled, in their colours."""
+    rows = [
+        replace(row, head_dim=d, seqlen_q=N, seqlen_k=N)
+        for row in synthetic("speed_fp16")
+        if row.seqlen_q == 512
+        for d in (64, 256)
+        for N in (512, 1024)
+    ]
+    sizes = dict.fromkeys(("seqlen_q", "head_dim"), 8192)
+    peak = replace(rows[0], series=peers.MATMUL, value=700.0, pass_="fwd", **sizes)
+    figure = speed_fp16.FIGURES["fa3_fig5"]([*rows, peak])
+    assert titles(figure) == ["d=64, not causal", "d=256, not causal"]
+    ax = figure.axes[0]
+    bars = {c.get_label(): c for c in ax.containers}
+    white = (1.0, 1.0, 1.0, 1.0)
+    for label, bar in bars.items():
+        hollow = {patch.get_facecolor() == white for patch in bar}
+        assert hollow == {"published" in label}, label
+    for theirs, ours in (("FlashAttention-2, published", "FA-2, ours"),
+                         ("cuDNN, published", "cuDNN by torch, here")):  # fmt: skip
+        assert bars[theirs][0].get_edgecolor() == bars[ours][0].get_facecolor()
+    # The number of each bar is on it, those of FA-3 at d=64 as published.
+    (line,) = published.lookup(
+        paper="fa3", item="Fig. 5", method="FA-3", head_dim="64", causal="false", seqlen="512"
+    )
+    numbers = {text.get_text().strip() for text in ax.texts}
+    assert bars["FlashAttention-3, published"][0].get_height() == float(line["value"])
+    assert f"{float(line['value']):.0f}" in numbers and len(ax.texts) == 2 * len(bars)
+    assert any(x.get_label() == "torch matmul of the same run: 700" for x in ax.lines)
+    # Of FA-1 the faster grid; nothing of another pass or of no row.
+    splits = speed_fp16.STUDY.series.index(MMA_SPLITS) + 5.0
+    assert {patch.get_height() for patch in bars["FA-1, ours, the faster grid"]} == {splits}
+    assert speed_fp16.FIGURES["fa2_fig6"]([r for r in rows if r.pass_ == "fwd"]) is None
+    assert speed_fp16.FIGURES["fa2_fig4"]([peak]) is None
+
+
+def test_every_published_speed_has_its_bar():
+    for paper, item in speed_fp16.PAPERS.values():
+        methods = {line["method"] for line in published.lookup(paper=paper, item=item)}
+        assert methods and methods <= {bar.method for bar in paper_bars.BARS[paper]}
+
+
 def test_long_calls_are_repeated_less(monkeypatch):
     now = iter([0.0, 0.05, 0.0, 10.0, 0.0, 1e-3])
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
@@ -1381,7 +1425,8 @@ def test_the_backward_figure_says_where_fa1_ends():
     assert titles(figure) == [
         f"{speeds.PASSES[p]}, d=64, not causal" for p in speed_backward.STUDY.passes
     ]
-    assert "to N=8k only" in figure.legends[0].get_title().get_text()
+    title = figure.legends[0].get_title().get_text()
+    assert "to N=8k only" in title and "FA-1 with a block a head" in title
     short = speed_backward.draw([row for row in rows if row.seqlen_q == 512])
     assert "only" not in short.legends[0].get_title().get_text()
 

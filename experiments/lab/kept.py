@@ -29,7 +29,7 @@ EXPERIMENTS = LAB.parent
 # anew for nothing.
 _NO_PART = {
     *(LAB / f"{name}.py" for name in ("__init__", "options", "published", "speed_figures")),
-    *(LAB / f"{name}.py" for name in ("store", "tables")),
+    *(LAB / f"{name}.py" for name in ("store", "tables", "block_figures", "paper_bars")),
     *(PACKAGE / name for name in ("algorithms.py", "__main__.py")),
     *PACKAGE.glob("commands/*"),
     *PACKAGE.glob("bounds/*"),

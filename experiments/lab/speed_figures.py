@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from . import published, tables
-from .series import BACKWARD_LABELS, LABELS
+from . import peers, published, tables
+from .series import LABELS
 from .speeds import DTYPES, PASSES, UNSPLIT, Study
 from .store import Row
 from .tables import Table
@@ -17,20 +17,15 @@ PUBLISHED_GPUS = {"A100": ":", "H100": "-."}
 _LIKE = {"FlashAttention-2": "fa2-mma", "FlashAttention": "fa1-mma"}
 
 
-def labels_of(study: Study) -> dict[str, str]:
-    """Names of the series: of a backward pass they name the grid, in which the two differ."""
-    return LABELS if "fwd" in study.passes else BACKWARD_LABELS
-
-
 def draw(study: Study, rows: Sequence[Row]) -> Any:
     """TFLOP/s over N: a row of panels for each pass and head dimension, a column for each mask."""
     from . import style
 
+    peak = next((r.value for r in rows if r.series == peers.MATMUL and not r.failed), None)
     rows = [row for row in rows if row.metric == "speed" and row.series in study.series]
     if not rows:
         return None
     several = len(study.passes) > 1
-    labels = labels_of(study)
     across = [
         (p, d) for p in study.passes for d in sorted({r.head_dim for r in rows if r.pass_ == p})
     ]
@@ -40,19 +35,22 @@ def draw(study: Study, rows: Sequence[Row]) -> Any:
     for (pass_, d), panels in zip(across, axes, strict=True):
         for mask, ax in zip(masks, panels, strict=True):
             mine = [r for r in rows if (r.pass_, r.head_dim, r.causal) == (pass_, d, mask)]
-            _curves(ax, mine, study.series, labels)
+            _curves(ax, mine, study.series)
             _published(ax, study, pass_, d, mask, {r.seqlen_q for r in mine})
+            if peak is not None:
+                name = f"torch matmul of the same run: {peak:.0f}"
+                ax.axhline(peak, color="#555555", ls=(0, (6, 3)), lw=1.2, zorder=1, label=name)
             ax.set_ylim(bottom=0)
             lengths = {row.seqlen_q for row in (rows if several else mine)}
             style.sizes(ax, sorted(lengths), "sequence length N")
             title = f"d={d}, {'causal' if mask else 'not causal'}"
             ax.set_title(f"{PASSES[pass_]}, {title}" if several else title)
         panels[0].set_ylabel("TFLOP/s")
-    _legend(figure, axes, rows, study, labels)
+    _legend(figure, axes, rows, study)
     return figure
 
 
-def _curves(ax: Any, rows: Sequence[Row], shown: Sequence[str], labels: dict[str, str]) -> None:
+def _curves(ax: Any, rows: Sequence[Row], shown: Sequence[str]) -> None:
     """Speed over N of each series, the band between its percentiles behind it."""
     from . import style
 
@@ -68,7 +66,7 @@ def _curves(ax: Any, rows: Sequence[Row], shown: Sequence[str], labels: dict[str
             marker=style.MARKERS[series],
             ls="--" if series.startswith("torch") else "-",
             zorder=2.5 if series in UNSPLIT else 3,
-            label=labels[series],
+            label=LABELS[series],
         )
         ax.fill_between(
             x,
@@ -95,7 +93,7 @@ def published_speeds(
 
 
 def _published(ax: Any, study: Study, pass_: str, d: int, mask: bool, lengths: set[int]) -> None:
-    """What the paper shows of the same pass, as thin lines in the colour of our algorithm."""
+    """What the paper shows of the same pass: hollow marks in the colour of our algorithm."""
     from . import style
 
     curves = published_speeds(study.figures, pass_, d, mask)
@@ -109,64 +107,74 @@ def _published(ax: Any, study: Study, pass_: str, d: int, mask: bool, lengths: s
             color=style.COLOURS[_LIKE[method]],
             ls=PUBLISHED_GPUS[gpu],
             lw=1.1,
+            marker=style.MARKERS[_LIKE[method]],
+            mfc="white",
+            markersize=4.5,
             zorder=2,
             label=f"{PUBLISHED_METHODS[method]}, published, {gpu}",
         )
 
 
-def _legend(
-    figure: Any, axes: Any, rows: Sequence[Row], study: Study, labels: dict[str, str]
-) -> None:
+def _legend(figure: Any, axes: Any, rows: Sequence[Row], study: Study) -> None:
     """A legend of the series that have rows, and of what is published."""
     from . import style
 
     handles = style.handles(axes)
     used = {r.series for r in rows}
-    left_out = {labels[series] for series in study.series if series not in used}
-    order = [labels[series] for series in study.series]
+    left_out = {LABELS[series] for series in study.series if series not in used}
+    order = [LABELS[series] for series in study.series]
     kept = [label for label in dict.fromkeys((*order, *handles)) if label not in left_out]
     title = f"{DTYPES[study.dtype]}, 16k tokens in all, hidden dimension 2048"
     if len(study.passes) == 1:
         title = f"{PASSES[study.passes[0]]}, {title}"
+    if study.passes != ("fwd",):
+        title += "\nbackward both orders have K/V outside: FA-1 with a block a head, FA-2 with a grid over K/V"
     longest, drawn = study.fa1_longest, max(r.seqlen_q for r in rows)
     if longest is not None and drawn > longest and any(s.startswith("fa1") for s in used):
-        title += f"; FA-1, one thread block a head, to N={style.short(longest)} only"
+        title += f"; FA-1 to N={style.short(longest)} only"
     figure.legend(
         [handles[label] for label in kept], kept, loc="outside upper center", ncols=3, title=title
     )
 
 
 def table(
-    study: Study,
-    rows: Sequence[Row],
-    caption: str,
-    shown: Sequence[str] | None = None,
-    labels: Mapping[str, str] | None = None,
+    study: Study, rows: Sequence[Row], caption: str, shown: Sequence[str] | None = None
 ) -> Table | None:
     """TFLOP/s of the series that are `shown`, and our FA-2 over the first of torch's kernels.
 
-    None where no speed is stored. `shown` are all of the study's unless given, `labels` those of
-    the figure.
+    Of the shortest and the longest length; where there are several passes, of the longest alone,
+    with a causal mask where that is stored. None where no speed is stored. `shown` are all of the
+    study's unless given.
     """
-    shown, labels = shown or study.series, labels or labels_of(study)
-    found = {
-        (r.pass_, *tables.sizes(r), r.series): r
-        for r in rows
-        if r.metric == "speed" and r.series in study.series
-    }
+    shown = shown or study.series
+    mine = [r for r in rows if r.metric == "speed" and r.series in study.series]
+    found = {(r.pass_, *tables.sizes(r), r.series): r for r in mine}
     if not found:
         return None
     ours, peer = next(s for s in shown if s in ("fa2-simt", "fa2-mma")), study.theirs[0]
     several = len(study.passes) > 1
+    lengths, masks = {r.seqlen_q for r in mine}, {r.causal for r in mine}
+    at = {max(lengths)} if several else {min(lengths), max(lengths)}
+    if several:
+        masks = {max(masks)}
     lines = []
     for pass_, d, causal, N in sorted({(p, d, causal, N) for p, N, d, causal, _ in found}):
+        if N not in at or causal not in masks:
+            continue
         cells = {series: found.get((pass_, N, d, causal, series)) for series in shown}
         numbers = [tables.cell(row, lambda v: f"{v:.1f}") for row in cells.values()]
         pair = [row.value if row else None for row in (cells[ours], cells[peer])]
         ratio = f"{pair[0] / pair[1]:.2f}" if pair[0] and pair[1] else tables.MISSING
         place = [str(d), tables.yes_no(causal), str(N)]
         lines.append([*([pass_] if several else []), *place, *numbers, ratio])
-    header = ["d", "causal", "N", *(labels[s] for s in shown), f"FA-2 / {labels[peer]}"]
+    header = ["d", "causal", "N", *(LABELS[s] for s in shown), f"FA-2 / {LABELS[peer]}"]
     if several:
         header.insert(0, "pass")
-    return Table(caption, tables.markdown(header, lines))
+    peak = next((r for r in rows if r.series == peers.MATMUL and not r.failed), None)
+    reach = f" torch's product of two matrices reached {peak.number:.0f} TFLOP/s." if peak else ""
+    measured = tables.runs(r for r in rows if r.metric == "time")
+    return Table(
+        f"{caption[:-1]}{f'; {measured}' if measured else ''}.{reach} All lengths and masks are "
+        "in the data file.",
+        tables.markdown(header, lines),
+    )

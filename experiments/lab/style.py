@@ -24,13 +24,17 @@ COLOURS = {
     "fa2-simt": "#009E73",
     "fa2-simt-fa1-tiles": "#66C5AB",
     "fa2-simt-one-block": "#A9DECF",
-    "fa2-simt-deterministic": "#66C5AB",
+    "fa2-simt-deterministic": "#00563F",
     "torch-efficient": "#8B5A2B",
     "torch-fa2": "#000000",
     "torch-cudnn": "#E69F00",
     "torch-math": "#C4B000",
     "torch-unfused": "#8C8C8C",
     "published": "#CC79A7",
+    # Published alone: no kernel of these is run here.
+    "xformers": "#A05195",
+    "triton": "#6B6ECF",
+    "fa3": "#B22222",
 }
 MARKERS = {
     "standard-simt": "s",
