@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,8 +39,9 @@ def planned(row):
         tuple(int(row[n]) for n in ("batch", f"heads_{x}", f"seqlen_{x}", "head_dim")) for x in "qk"
     )
     own = {"deterministic": True} if row["series"].endswith("deterministic") else {}
-    if row["note"].startswith("query_splits="):
-        own["query_splits"] = int(row["note"].partition("=")[2])
+    splits = re.match(r"query_splits=(\d+)", row["note"])
+    if splits:
+        own["query_splits"] = int(splits[1])
     with H200.planning():
         return fa_numba.plan(
             q,

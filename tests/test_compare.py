@@ -130,6 +130,12 @@ def test_the_model_is_what_is_counted(pass_, dtype, causal):
         assert len(traffic) == len(compare.GROUPS)
 
 
+def test_bfloat16_is_counted_in_float16_and_said_so():
+    text = text_of(setting(dtype="bfloat16"))
+    assert "counted: one head on the emulator, times 2, in float16: NumPy has no" in text
+    assert "NumPy" not in text_of(setting(dtype="float16"))
+
+
 def test_every_array_has_its_group():
     known = [name for names in compare.GROUPS.values() for name in names]
     assert len(known) == len(set(known))

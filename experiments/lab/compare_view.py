@@ -72,6 +72,8 @@ def _of_counts(setting: Setting, rows: Sequence[Row]) -> list[str]:
         return [f"model: closed forms. Not counted: {why}."]
     heads, (equal, all_) = setting.problem.batch * setting.problem.heads_q, equal_counts(rows)
     what = f"one head on the emulator, times {heads:,}" if heads > 1 else "on the emulator"
+    if setting.problem.dtype == "bfloat16":
+        what += ", in float16: NumPy has no bfloat16"
     return [
         f"counted: {what}.",
         f"model: closed forms, which give the same as the counts in {equal} of {all_} numbers.",
