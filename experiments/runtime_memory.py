@@ -55,7 +55,7 @@ PROTOCOL = (
     "call, and backward is the difference of both passes and forward; with dropout or lengths: "
     f"all of O, dq, dk and dv at N={CHECKED.seqlen_q} with the same options, and 32 rows, "
     "with dropout 128, in the middle and at the end of two heads at every N, where what is dropped "
-    "is to deviate as its chance says; memory: what one call takes at its peak, results with the rest"
+    "is to deviate as its chance says; memory: what one call takes at its peak, with results"
 )
 
 
