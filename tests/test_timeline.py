@@ -359,7 +359,7 @@ def test_bad_tiles_are_refused_before_anything_runs(arguments, message, capsys, 
             (4096, 64, 64, 64, False),
             "tiles 64x64 at N=4096 make 64 x 64 tiles of S: allowed are 1024",
         ),
-        ((64, 256, 256, 256, False), "needs 1064960 bytes of shared memory, the device has"),
+        ((64, 256, 256, 256, False), "needs 1048576 bytes of shared memory, the device has"),
     ],
 )
 def test_a_shape_that_cannot_be_shown_is_said(shape, message, monkeypatch):
