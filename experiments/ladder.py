@@ -21,10 +21,11 @@ from .lab.workloads import HEAD_DIMS, Inputs, fa2_setting
 NAME = "ladder"
 TITLE = "what each measure of the tensor-core kernels gains"
 DESCRIPTION = (
-    "FA-2 forward on tensor cores from a plain kernel in steps (padding, prefetching, Q in "
-    "registers, the scale in the exponent, wide stores, 32 rows a warp, two stages of K and V, "
-    "measured tiles), and FA-1 with a tile's rows or its keys split over the warps; FA-2's setting "
-    "at N=4096, fp16: time, instructions, bank conflicts, and torch's FA-2 beside."
+    "FA-2 forward on tensor cores from a plain kernel in steps (padding, a swizzle in its place, "
+    "prefetching, Q in registers, the scale in the exponent, wide stores, 32 rows a warp, two "
+    "stages of K and V, measured tiles), and FA-1 with a tile's rows or its keys split over the "
+    "warps; FA-2's setting at N=4096, fp16: time, instructions, bank conflicts, sectors from L2, "
+    "and torch's FA-2 beside."
 )
 NEEDS_GPU = True
 
@@ -60,9 +61,10 @@ _ORDER = tuple(MEASURES)
 LADDER = (
     Step(f"{BASE}-plain", "plain", None, (), 256),
     Step(f"{BASE}-padding", "+ rows padded against bank conflicts", 2.0, _ORDER[:1], 256),
-    Step(f"{BASE}-prefetch", "+ tiles prefetched", 1.15, _ORDER[:2], 256),
-    Step(f"{BASE}-q-registers", "+ Q in registers", 1.05, _ORDER[:3], 256),
-    Step(f"{BASE}-folded-scale", "+ scale in the exponent", 1.05, _ORDER[:4], 256),
+    Step(f"{BASE}-swizzle", "+ rows swizzled, not padded", 1.03, _ORDER[:2], 256),
+    Step(f"{BASE}-prefetch", "+ tiles prefetched", 1.15, _ORDER[:3], 256),
+    Step(f"{BASE}-q-registers", "+ Q in registers", 1.05, _ORDER[:4], 256),
+    Step(f"{BASE}-folded-scale", "+ scale in the exponent", 1.05, _ORDER[:5], 256),
     Step(f"{BASE}-wide-stores", "+ O in 16-byte stores", 1.01, _ORDER, 256),
     Step(f"{BASE}-32-rows", "+ 32 rows a warp", 1.25, _ORDER, 128),
     Step(BASE, "+ tiles of the plan", 1.04),
@@ -90,6 +92,7 @@ PROFILED = {
     # wavefronts of shared memory beyond those that the requests need
     "conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
     "wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
+    "sectors": "l1tex__m_xbar2l1tex_read_sectors.sum",  # of 32 bytes, read from L2
 }
 
 
@@ -200,6 +203,7 @@ _MEASURED: dict[str, Callable[[float], str]] = {
     "instructions": lambda v: f"{v / 1e9:.2f}",
     "wavefronts": lambda v: f"{v / 1e9:.2f}",
     "conflicts": lambda v: f"{v / 1e9:.3f}",
+    "sectors": lambda v: f"{v * 32 / 1e9:.2f}",
 }
 
 
@@ -224,6 +228,7 @@ def table(rows: Sequence[Row]) -> Table | None:
         return None
     header = [*tables.PROBLEM, "step", "Br x Bc", "TFLOP/s", "gain", "predicted"]
     header += ["warp instructions, 10^9", "shared-memory wavefronts, 10^9", "bank conflicts, 10^9"]
+    header += ["read from L2, GB"]
     caption = (
         "Forward, fp16, 16k tokens, hidden dimension 2048. A gain is over the step before; of two "
         "stages it is over one, of FA-1's rows over its keys at the same block sizes."

@@ -162,9 +162,9 @@ def flash_attention_2(
     takes the current stream of q's library.
 
     ``ablate`` names measures of the tensor-core kernel to do without, which show what each gains
-    and change no access: "padding" of rows in shared memory, "prefetch" of tiles meanwhile others
-    are computed with, "q_registers" for Q's fragments, "folded_scale" of the scores into the
-    exponent, "wide_stores" of O.
+    and change no access: "swizzle" of rows in shared memory, which then have "padding", that too
+    if named with it, "prefetch" of tiles meanwhile others are computed with, "q_registers" for Q's
+    fragments, "folded_scale" of the scores into the exponent, "wide_stores" of O.
 
     Returns O in q's shape, dtype, library and place; with ``return_lse`` (O, L), L the natural
     logarithm of the rows' sums of exponentials, float32 (B, Hq, Nq).

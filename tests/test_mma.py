@@ -663,7 +663,8 @@ def test_no_measure_changes_what_is_computed_or_accessed(device, algorithm, caus
     how = {"tiles": Tiles(32, 16), "causal": causal}
     whole = check(device, algorithm, q, k, v, **how)
     names = [name for name, owners in MEASURES.items() if algorithm in owners]
-    for ablate in (*((name,) for name in names), tuple(names)):
+    ways = [(name,) if name != "padding" else ("swizzle", name) for name in names]
+    for ablate in (*ways, tuple(names)):
         result = check(device, algorithm, q, k, v, ablate=ablate, **how)
         if "folded_scale" not in ablate:
             assert np.array_equal(result.O, whole.O) and np.array_equal(result.L, whole.L)
@@ -674,12 +675,13 @@ def test_a_plan_says_what_it_does_without():
         how = {"dtype": "float16", "tiles": Tiles(64, 32)}
         whole, less = (
             fa_numba.plan((1, 2, 300, 64), (1, 2, 300, 64), ablate=names, **how)
-            for names in ((), ["wide_stores", "padding", "padding"])
+            for names in ((), ["wide_stores", "swizzle", "swizzle"])
         )
-    assert (whole.ablated, less.ablated) == ((), ("padding", "wide_stores"))
-    assert whole.accesses == less.accesses
-    padding = 2 * (64 + 2 * 32) * 8
-    assert whole.kernels[0].shared_bytes - less.kernels[0].shared_bytes == padding
+        bare = fa_numba.plan(*[(1, 2, 300, 64)] * 2, ablate=("padding", "swizzle"), **how)
+    assert (whole.ablated, less.ablated) == ((), ("swizzle", "wide_stores"))
+    assert whole.accesses == less.accesses == bare.accesses
+    swizzled, padded, plain = (p.kernels[0].shared_bytes for p in (whole, less, bare))
+    assert swizzled == plain and padded - plain == 2 * (64 + 2 * 32) * 8
 
 
 # --- values ----------------------------------------------------------------------------------
@@ -971,7 +973,7 @@ REFUSED = {
             np.ones((1, 1, 5, 256), np.float16), *np.ones((2, 1, 1, 7, 256), np.float16),
             tiles=Tiles(256, 128),
         ),
-        ValueError, ["Br=256, Bc=128", "head_dim=256", "270336 bytes of shared memory"],
+        ValueError, ["Br=256, Bc=128", "head_dim=256", "262144 bytes of shared memory"],
     ),
     "shared memory of two stages": (
         lambda: fa_numba.attention(
@@ -1000,9 +1002,9 @@ REFUSED = {
     ),
     "stages without prefetching": (
         lambda: fa_numba.flash_attention_2(
-            Q, K, K, tiles=Tiles(16, 16, stages=2), ablate=("padding", "prefetch")
+            Q, K, K, tiles=Tiles(16, 16, stages=2), ablate=("swizzle", "prefetch")
         ),
-        ValueError, ["tiles: stages=2", "ablate=('padding', 'prefetch')", "allowed is 1"],
+        ValueError, ["tiles: stages=2", "ablate=('swizzle', 'prefetch')", "allowed is 1"],
     ),
     "float32 k": (
         lambda: fa_numba.attention(Q, SINGLE[1], K), TypeError,
@@ -1075,12 +1077,16 @@ REFUSED = {
         ValueError, ["Br=64, Bc=64", "warps of all its rows", "registers"],
     ),
     "a measure that there is not": (
-        lambda: fa_numba.flash_attention_2(Q, K, K, ablate=("padding", "swizzle")), ValueError,
-        ["ablate is ('padding', 'swizzle')", "fa2 on unit 'mma'", "padding, prefetch, q_registers"],
+        lambda: fa_numba.flash_attention_2(Q, K, K, ablate=("prefetch", "tma")), ValueError,
+        ["ablate is ('prefetch', 'tma')", "fa2 on unit 'mma'", "padding, swizzle, prefetch, q_reg"],
+    ),
+    "padding of rows that have none": (
+        lambda: fa_numba.flash_attention_2(Q, K, K, ablate="padding"), ValueError,
+        ["ablate is 'padding'", "swizzled", "allowed together with 'swizzle'"],
     ),
     "a measure of fa2": (
         lambda: fa_numba.flash_attention_1(Q, K, K, ablate=["wide_stores"]), ValueError,
-        ["ablate is ['wide_stores'] with fa1", "padding, prefetch, q_registers, folded_scale"],
+        ["ablate is ['wide_stores'] with fa1", "padding, swizzle, prefetch, q_registers, folded_"],
     ),
     "measures that are no names": (
         lambda: fa_numba.flash_attention_2(Q, K, K, ablate=None), ValueError, ["ablate is None"],

@@ -68,7 +68,7 @@ PARTS = {"masks": masks}
 for _package, _names in (
     ("", "layout heads dropout softmax visits prefetch rows gradients namespace"),
     ("simt", "swizzle threads tile_load products stores state"),
-    ("mma", "chunks tile_load fragments products pairs stores combine state dq backward"),
+    ("mma", "chunks swizzle tile_load fragments products pairs stores combine state dq backward"),
 ):
     _path = f"fa_numba.parts.{_package}".rstrip(".")
     _prefix = _package and f"{_package}_"
@@ -2174,6 +2174,7 @@ def fragment_mutants(add):
         ("rows of the first thread", "row0 + r)", "row0)"),
         ("rows of the first copy", "int64(row) + down", "int64(row)"),
         ("the place of the first copy", " + down * pitch + right)", " + right)"),
+        ("chunks in order", "c = uint32(c ^ exchange(r + down))", "pass"),
         **both,
     )
     add(
@@ -2197,12 +2198,12 @@ def fragment_mutants(add):
         **both,
         cases=("Q shared", "16 rows"),
     )
-    past = ("a copy past the tile", "if whole or r < uint32(rows - down):", "if True:")
+    past = ("a copy past the tile", "if whole or r < uint32(count - down):", "if True:")
     add(load, past, by=ANY | {"EmulatorError"}, to=tuple(MMA), cases="16 rows")
     add(
         load,
         ("no count bound", "int32(min(int32(8), int32(cols_end - col)))", "int32(8)"),
-        ("elements past the end", "if e < count:", "if True:"),
+        ("elements past the end", "if e < length:", "if True:"),
         ("the first element eight times", "uint32(col + e)", "col"),
         **both,
         cases="odd",
@@ -2210,20 +2211,27 @@ def fragment_mutants(add):
     add(
         "mma_fragments.make_place",
         ("rows for columns", "if rows_first:", "if not rows_first:"),
-        ("second tile of Q", "second * 8) * pitch + third * 8)", "third * 8) * pitch + third * 8)"),
-        ("third tile of Q", "pitch + third * 8)", "pitch)"),
+        ("second tile of Q", "second * 8) * pitch + third", "third * 8) * pitch + third"),
+        ("third tile of Q", "pitch + third * 8", "pitch"),
         ("third tile of K", "third * 8) * pitch + second", "second * 8) * pitch + second"),
-        ("second tile of K", "pitch + second * 8)", "pitch)"),
+        ("second tile of K", "pitch + second * 8", "pitch"),
+        ("chunks in order", "uint32(at ^ exchange(row))", "at"),
         **both,
     )
     add(
         "mma_fragments.make_load_fragment",
-        ("rows of the first fragment", "(16 * r * pitch + 16 * k)", "(16 * k)"),
-        ("columns of the first fragment", "(16 * r * pitch + 16 * k)", "(16 * r * pitch)"),
+        ("rows of the first fragment", "16 * r, 16 * k)", "0, 16 * k)"),
+        ("columns of the first fragment", "16 * r, 16 * k)", "16 * r, 0)"),
         ("registers of the first row", "e = 4 * (r * K + k)", "e = 4 * k"),
         ("registers swapped", "rQ[e + 1] = a[1]", "rQ[e + 1] = a[2]"),
         **both,
         cases=("plain", "Q shared"),
+    )
+    add(
+        "mma_swizzle.make_further",
+        ("columns that carry", "uint32(place ^ uint32(within))", "uint32(place + within)"),
+        ("rows of the first", "(down * pitch + right - within)", "(right - within)"),
+        **both,
     )
     warp = ("rows of the first warp", "at = uint32(row0 * pitch + ", "at = uint32(")
     add("mma_fragments.make_load_fragments", warp, **both)
@@ -2233,8 +2241,8 @@ def fragment_mutants(add):
         ("S not begun at 0", "rS[e] = float32(0.0)", "pass"),
         ("Q's registers of the first row", "e = 4 * (r * K + k)", "e = 4 * k"),
         ("Q's registers of the first columns", "e = 4 * (r * K + k)", "e = 4 * r * K"),
-        ("K's first columns", "(16 * c * pitch + 16 * k)", "(16 * c * pitch)"),
-        ("K's first rows", "(16 * c * pitch + 16 * k)", "(16 * k)"),
+        ("K's first columns", "16 * c, 16 * k)", "16 * c, 0)"),
+        ("K's first rows", "16 * c, 16 * k)", "0, 16 * k)"),
         ("S of the first rows", "low = 2 * r * TN + 4 * c", "low = 4 * c"),
         ("S of the first columns", "low = 2 * r * TN + 4 * c", "low = 2 * r * TN"),
         ("the upper rows twice", "high = low + TN", "high = low"),
@@ -2258,8 +2266,8 @@ def fragment_mutants(add):
         ("P of the first columns", "* TN + 4 * k + n", "* TN + n"),
         ("P of the left half", " + n // 2 * 2", ""),
         ("one column of P", "kept(rP[e + 1], options)", "kept(rP[e], options)"),
-        ("V's first rows", "(16 * k * pitch + 16 * c)", "(16 * c)"),
-        ("V's first columns", "(16 * k * pitch + 16 * c)", "(16 * k * pitch)"),
+        ("V's first rows", "16 * k, 16 * c)", "0, 16 * c)"),
+        ("V's first columns", "16 * k, 16 * c)", "16 * k, 0)"),
         ("V not transposed", "= ldmatrix_transposed(", "= ldmatrix("),
         ("O of the first rows", "low = 8 * r * DN + 4 * c", "low = 4 * c"),
         ("O of the first columns", "low = 8 * r * DN + 4 * c", "low = 8 * r * DN"),
@@ -2326,10 +2334,11 @@ def fragment_mutants(add):
     tile = {"by": ANY, "to": ("mma_fa2",)}
     add(
         "mma_stores._make_store_rows",
-        ("rows of the first group", "(i * STEP * pitch + 8 * n)", "(8 * n)"),
-        ("columns of the first group", "(i * STEP * pitch + 8 * n)", "(i * STEP * pitch)"),
+        ("rows of the first group", "i * STEP, 8 * n)", "0, 8 * n)"),
+        ("columns of the first group", "i * STEP, 8 * n)", "i * STEP, 0)"),
         ("O of the first row", "e = i * (columns // 4) + 2 * n", "e = 2 * n"),
         ("one column of O", "rT[e + 1]", "rT[e]"),
+        ("chunks in order", " ^ exchange(ty % 8)", ""),
         **tile,
     )
     add(
@@ -2339,6 +2348,7 @@ def fragment_mutants(add):
         ("rows of the first 16 bytes", "int64(first) + down", "int64(first)"),
         ("the place of the first 16 bytes", "at + (down * pitch + ", "at + ("),
         ("words of the first 16 bytes", "e = 4 * n\n", "e = 0\n"),
+        ("chunks in order", "c = uint32(c ^ exchange(r + down))", "pass"),
         **tile,
     )
     warps = {**tile, "by": ANY | {"EmulatorError"}}
@@ -2711,17 +2721,17 @@ def gradient_fragment_mutants(add):
     wide = {**second, "cases": "wide"}
     add(
         transposed,
-        ("columns of the first warp", "sT, col0, row0)", "sT, 0, row0)"),
+        ("columns of the first warp", "sT, 0, row0, col0)", "sT, 0, row0, 0)"),
         ("rows dropped", "spec.Br // 16", "spec.Br // 16 - 1"),
         **wide,
     )
-    warp = ("rows of the first warp", "sT, col0, row0)", "sT, col0, 0)")
+    warp = ("rows of the first warp", "sT, 0, row0, col0)", "sT, 0, 0, col0)")
     add(transposed, warp, **second, cases="wide dropout")
     add(
         shared,
-        ("P's first rows", "(r * DOWN + k * ALONG)", "(k * ALONG)"),
-        ("P transposed", "place_p(not transposed)", "place_p(transposed)"),
-        ("dO's first columns", "(16 * k * pitch + 16 * c)", "(16 * k * pitch)"),
+        ("P's first rows", "first, 16 * r, 16 * k)", "first, 0, 16 * k)"),
+        ("P transposed", "place_p(True, 0)", "place_p(False, 0)"),
+        ("dO's first columns", "at, 16 * k, 16 * c)", "at, 16 * k, 0)"),
         ("the left half twice", "b[2], b[3])", "b[0], b[1])"),
         **wide,
     )
@@ -2738,9 +2748,9 @@ def gradient_fragment_mutants(add):
     product = "mma_products.make_add_dq_product"
     add(
         product,
-        ("dS's tiles swapped", "place_ds(False)", "place_ds(True)"),
-        ("K's first columns", "(16 * k * pitch + 16 * c * ALONG)", "(16 * k * pitch)"),
-        ("K of the first warp", "place(True) + chunk * 16", "place(True)"),
+        ("dS's tiles swapped", "place_ds(False,", "place_ds(True,"),
+        ("K's first columns", "16 * k, 16 * c * ALONG)", "16 * k, 0)"),
+        ("K of the first warp", "place(True, chunk * 16)", "place(True, 0)"),
         ("the left half twice", "b[2], b[3])", "b[0], b[1])"),
         ("the upper rows twice", "high = low + 2", "high = low"),
         ("columns of dS dropped", "in range(K):", "in range(K - 1):"),
@@ -2748,7 +2758,7 @@ def gradient_fragment_mutants(add):
     )
     add(
         product,
-        ("dS's first rows", "(16 * k * pitch_ds + 16 * r)", "(16 * k * pitch_ds)"),
+        ("dS's first rows", "16 * k, 16 * r)", "16 * k, 0)"),
         ("dQ of the first rows", "8 * (r * C + c)", "8 * c"),
         **second,
         cases="one warp",

@@ -75,11 +75,12 @@ def test_whole_numbers_are_rounded_up():
 
 def test_a_unit_has_pitches_in_its_own_elements_alone():
     forward, backward = select_mma_spec(Tiles(64, 64), 64, 227 * KB), MmaBackwardSpec
-    assert forward.pitch == 64 + 8 and select_spec(Tiles(64, 64), 64, 227 * KB).rows_q.pitch == 64
+    assert forward.rows.pitch == 64
+    assert select_spec(Tiles(64, 64), 64, 227 * KB).rows_q.pitch == 64
     for name in ("rows_q", "rows_k", "rows_v", "rows_p", "tile_floats", "d4"):
         assert hasattr(SimtSpec, name) and not hasattr(forward, name)
         assert not hasattr(backward, name)
-    for name in ("pitch", "tile_halves"):
+    for name in ("rows", "tile_halves"):
         assert not hasattr(SimtBackwardSpec, name)
 
 

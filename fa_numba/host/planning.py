@@ -213,4 +213,9 @@ def _measures(ablate: Any, algorithm: str, unit: str) -> tuple[str, ...]:
             raise ValueError(
                 f"ablate is {ablate!r} with {algorithm} on unit {unit!r}: allowed is {allowed}"
             )
+    if "padding" in names and "swizzle" not in names:
+        raise ValueError(
+            f"ablate is {ablate!r}: rows that are swizzled have no padding, allowed together with "
+            "'swizzle'"
+        )
     return tuple(name for name in found if name in names)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fa_numba.tiling.mma_rows import TileRows
 from fa_numba.tiling.spec import MAX_THREADS, Spec
 from fa_numba.tiling.tiles import Tiles
 
 # Measures that the forward kernels on tensor cores can do without, and whose they are.
 MEASURES = {
     "padding": ("fa1", "fa2"),
+    "swizzle": ("fa1", "fa2"),
     "prefetch": ("fa1", "fa2"),
     "q_registers": ("fa1", "fa2"),
     "folded_scale": ("fa1", "fa2"),
@@ -25,10 +27,9 @@ class MmaSpec(Spec):
     A warp takes 16 rows of S, or several times 16, and all columns; or, with ``splits_keys``, all
     rows and an equal part of the columns. Thread (ty, tx) is place tx of 4 in group ty of a
     fragment (intrinsics/matrix.py): it owns the rows ty + 8 i and, of each 8 columns, 2 tx and
-    2 tx + 1. Pitches are the lengths of rows in shared memory, in 16-bit elements; 16 bytes of
-    padding spread the rows that an ``ldmatrix`` reads over all banks. ``positive_scale``: the scale
-    of the scores is above 0. ``ablated`` are those of MEASURES that are left out. ``stages`` is how
-    many tiles of K and of V are in shared memory.
+    2 tx + 1. ``positive_scale``: the scale of the scores is above 0. ``ablated`` are those of
+    MEASURES that are left out: without its swizzle a row is padded, unless that is left out too.
+    ``stages`` is how many tiles of K and of V are in shared memory.
     """
 
     dtype: str = "float16"
@@ -88,14 +89,16 @@ class MmaSpec(Spec):
         return 4 * self.TN if self.splits_keys else 0
 
     @property
-    def pitch(self) -> int:
-        """16-bit elements from a row of sQ, sK or sV to the next."""
-        return self.columns + (0 if "padding" in self.ablated else 8)
+    def rows(self) -> TileRows:
+        """How rows of sQ, sK and sV lie in shared memory."""
+        swizzled = "swizzle" not in self.ablated
+        return TileRows(self.columns, swizzled, not swizzled and "padding" not in self.ablated)
 
     @property
     def tile_halves(self) -> tuple[int, ...]:
         """16-bit elements of sQ and of a stage of sK and of sV in shared memory."""
-        return self.Br * self.pitch, self.Bc * self.pitch, self.Bc * self.pitch
+        pitch = self.rows.pitch
+        return self.Br * pitch, self.Bc * pitch, self.Bc * pitch
 
     @property
     def exchange_floats(self) -> int:
@@ -151,34 +154,35 @@ class StandardSpec(MmaSpec):
         return next(n for n in (64, 32, 16) if self.Bc % n == 0)
 
     @property
-    def pitch_s(self) -> int:
-        """16-bit elements from a row of sS, Br x Bc, to the next."""
-        return self.Bc + 8
+    def rows_s(self) -> TileRows:
+        """The same of sS, Br x Bc."""
+        return TileRows(self.Bc)
 
     @property
-    def pitch_p(self) -> int:
-        """16-bit elements from a row of a stage of sP, Br x step, to the next."""
-        return self.step + 8
+    def rows_p(self) -> TileRows:
+        """The same of a stage of sP, Br x step."""
+        return TileRows(self.step)
 
     @property
-    def pitch_t(self) -> int:
-        """16-bit elements from a row of a stage of the transposed sP, step x Br, to the next."""
-        return self.Br + 8
+    def rows_t(self) -> TileRows:
+        """The same of a stage of the transposed sP, step x Br."""
+        return TileRows(self.Br)
 
     @property
     def tile_halves(self) -> tuple[int, ...]:
         """16-bit elements of sQ, sK and sS."""
-        return self.Br * self.pitch, self.Bc * self.pitch, self.Br * self.pitch_s
+        pitch = self.rows.pitch
+        return self.Br * pitch, self.Bc * pitch, self.Br * self.rows_s.pitch
 
     @property
     def stage_halves(self) -> tuple[int, ...]:
         """16-bit elements of one stage of P V: sP and sV."""
-        return self.Br * self.pitch_p, self.step * self.pitch
+        return self.Br * self.rows_p.pitch, self.step * self.rows.pitch
 
     @property
     def transposed_halves(self) -> tuple[int, ...]:
         """16-bit elements of one stage of PT dO: sP and sdO."""
-        return self.step * self.pitch_t, self.step * self.pitch
+        return self.step * self.rows_t.pitch, self.step * self.rows.pitch
 
     @property
     def shared_bytes(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from fa_numba.integers import ceil_div
 from fa_numba.tiling.mma import MmaSpec, chosen
+from fa_numba.tiling.mma_rows import TileRows
 from fa_numba.tiling.tiles import Tiles
 
 
@@ -129,14 +130,17 @@ class MmaBackwardSpec(MmaSpec):
         return ceil_div(self.DN, self.chunk_warps)
 
     @property
-    def pitch_ds(self) -> int:
-        """16-bit elements from a row of dST, which is a column of S, to the next."""
-        return self.Br + 8
+    def rows_ds(self) -> TileRows:
+        """How rows of dST, which are columns of S, lie in shared memory: no copy fills it, so they
+        are padded.
+        """
+        return TileRows(self.Br, swizzled=False, padded=True)
 
     @property
     def tile_halves(self) -> tuple[int, ...]:
         """16-bit elements of a row tile, a column tile and a tile of dST in shared memory."""
-        return self.Br * self.pitch, self.Bc * self.pitch, self.Bc * self.pitch_ds
+        pitch = self.rows.pitch
+        return self.Br * pitch, self.Bc * pitch, self.Bc * self.rows_ds.pitch
 
     @property
     def shared_bytes(self) -> int:
@@ -167,8 +171,8 @@ class MmaSweepSpec(MmaSpec):
 class TransposedSpec(MmaSpec):
     """A part of what the backward kernel ``whole`` multiplies, its rows being columns of S.
 
-    ``head_dim`` counts whole fragments. The pitch and TM, the warp's groups of 8 columns of S, are
-    the kernel's.
+    ``head_dim`` counts whole fragments. Rows in shared memory and TM, the warp's groups of 8
+    columns of S, are the kernel's.
     """
 
     keeps_q: bool = False
@@ -179,8 +183,8 @@ class TransposedSpec(MmaSpec):
         return self.whole.TN
 
     @property
-    def pitch(self) -> int:
-        return self.whole.pitch
+    def rows(self) -> TileRows:
+        return self.whole.rows
 
 
 def row_warps_of(head_dim: int) -> int:

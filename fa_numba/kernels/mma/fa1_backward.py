@@ -161,9 +161,9 @@ Warps share a tile as in FlashAttention-2's backward pass. With query splits sev
 head, each with its own rows of Q, and sum dK and dV in float32 by atomic adds, in no fixed order; a
 kernel of its own rounds them.
 
-Shared memory, 16-bit elements:  2 (3 Br + Bc) (d + 8) + U Bc (Br + 8) + 8 Br
+Shared memory, 16-bit elements:  2 (3 Br + Bc) d + U Bc (Br + 8) + 8 Br
     U = 1 up to d = 64, else 2; d rounded up to a multiple of 16 U
-    in bytes at the default tiles:  122368 (d=64, 32 x 256), 211968 (d=128, 64 x 128), 179712
+    in bytes at the default tiles:  111104 (d=64, 32 x 256), 201728 (d=128, 64 x 128), 174592
     (d=256, 32 x 64)
 Accesses, elements per head:  loads 2 Nk d + Tc (3 Nq d + Nq) + (Tc - 1) Nq d,
     stores 2 Nk d + Tc Nq d; with a causal mask only the row tiles that see column tile j. The

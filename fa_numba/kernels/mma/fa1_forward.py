@@ -105,8 +105,8 @@ and its share of the columns, as in the released code ("split-K", arXiv 2307.086
 Each warp then has an O, l and m of its own, all of which meet in shared memory: once, after the
 product, where the released code exchanged m and l before it and O after it.
 
-Shared memory, 16-bit elements:  (Br + 2 Bc) (d + 8)
-    in bytes at the default tiles:  92160 (d=64, 128 x 256), 174080 (d=128, 128 x 256), 202752
+Shared memory, 16-bit elements:  (Br + 2 Bc) d
+    in bytes at the default tiles:  81920 (d=64, 128 x 256), 163840 (d=128, 128 x 256), 196608
     (d=256, 128 x 128)
     With "keys" and W warps 4 (W - 1) Br (d + 2) bytes more.
 Accesses, elements per head:  loads 2 Nk d for each query split + Tc Nq d + (Tc - 1) (Nq d + 2 Nq),

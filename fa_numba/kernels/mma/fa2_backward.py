@@ -287,9 +287,9 @@ operands as they are, and only dST passes through shared memory, for dQ. Beyond 
 share these columns: each takes half of the rows, and of the columns of dK and dV, and PT passes
 through shared memory too.
 
-Shared memory, 16-bit elements:  2 (2 Br + Bc) (d + 8) + U Bc (Br + 8) + 8 Br
+Shared memory, 16-bit elements:  2 (2 Br + Bc) d + U Bc (Br + 8) + 8 Br
     U = 1 up to d = 64, else 2; d rounded up to a multiple of 16 U
-    in bytes at the default tiles:  66048 (d=64, 32 x 128), 177152 (d=128, 64 x 128), 145920
+    in bytes at the default tiles:  59904 (d=64, 32 x 128), 168960 (d=128, 64 x 128), 141824
     (d=256, 32 x 64)
 Accesses, elements per head:  loads 2 Nk d + Tc (2 Nq d + 2 Nq), stores 2 Nk d, and Tc Nq d atomic
     adds to A, each a load and a store; with a causal mask only the row tiles that see column

@@ -99,8 +99,8 @@ __doc__ += """
 With one stage of K and V, Vj is on its way during Sij = Qi KjT, and Kj+1 during the softmax and
 Pij Vj. With two, Kj+1 and Vj+1 are on their way during all of it: one barrier less, more memory.
 
-Shared memory, 16-bit elements:  (Br + 2 stages Bc) (d + 8)
-    in bytes at the default tiles:  55296 (d=64, 128 x 128), 69632 (d=128, 128 x 64), 101376
+Shared memory, 16-bit elements:  (Br + 2 stages Bc) d
+    in bytes at the default tiles:  49152 (d=64, 128 x 128), 65536 (d=128, 128 x 64), 98304
     (d=256, 64 x 64)
 Accesses, elements per head:  loads Nq d + 2 Tr Nk d, stores Nq d + Nq; with a causal mask only the
     K/V tiles that row tile i sees.

@@ -6,9 +6,9 @@ the same memory, whose rows start at 16-byte addresses. No tile is skipped: a ca
 -inf.
 
 Shared memory, 16-bit elements, with step = 64 for Bc a multiple of 64:
-    scores   (Br + Bc) (d + 8) + Br (Bc + 8)
-    output   2 (Br (step + 8) + step (d + 8))
-    in bytes at the default tiles, 128 x 64:  46080 and 55296 (d=64), 70656 and 71680 (d=128)
+    scores   (Br + Bc) d + Br Bc
+    output   2 (Br step + step d)
+    in bytes at the default tiles, 128 x 64:  40960 and 49152 (d=64), 65536 and 65536 (d=128)
 Accesses, elements per head:
     scores   loads Nq d + Tr Nk d, stores Nq Nk
     softmax  loads Nq Nk (twice where a row exceeds shared memory), stores Nq Nk
@@ -235,7 +235,7 @@ def make_standard_output(spec):
             p.load_p(sP, uint32(other * NP), Ph, i0, Nq, j_next, j_end)
             p.load_step(sV, uint32(other * NV), Vh, j_next, j_end)
             commit_async()
-            p.add_stage_product(rO, sP, uint32(stage * NP), sV, uint32(stage * NV), warp_row)
+            p.add_stage_product(rO, sP, uint32(stage * NP), sV, uint32(stage * NV), warp_row, 0)
             stage = other
             j0 = j_next
         wait_async()

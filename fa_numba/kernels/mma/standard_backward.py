@@ -78,7 +78,7 @@ def make_standard_transposed_output(spec):
                 p.load_step(sdO, uint32(other * NQ), dOh, i_next, i_end)
                 commit_async()
                 at_p, at_q = uint32(stage * NP), uint32(stage * NQ)
-                p.add_stage_transposed_product(rdV, sP, at_p, sdO, at_q, warp_row)
+                p.add_stage_transposed_product(rdV, sP, at_p, sdO, at_q, warp_row, 0)
                 stage = other
                 i0 = i_next
             wait_async()

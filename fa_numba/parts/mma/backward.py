@@ -138,8 +138,11 @@ def make_load_next_with_o(spec):
 
 @cache
 def make_row_dots(spec):
-    """``row_dots(sD, sdO, sO)``: D = rowsum(dO o O), there at the next barrier; a warp a row."""
-    Br, pitch, columns, warps = spec.Br, spec.pitch, spec.columns, spec.warps
+    """``row_dots(sD, sdO, sO)``: D = rowsum(dO o O), there at the next barrier; a warp a row.
+
+    The columns of a row may stand in any order, which is one for both.
+    """
+    Br, pitch, columns, warps = spec.Br, spec.rows.pitch, spec.columns, spec.warps
     _, unpack = conversions(spec.dtype)
 
     @device_function

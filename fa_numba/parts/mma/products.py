@@ -9,6 +9,8 @@ from fa_numba.parts.dropout import kept_if
 from fa_numba.parts.layout import make_warp_column
 from fa_numba.parts.mma.chunks import conversions
 from fa_numba.parts.mma.fragments import make_load_fragment, make_place
+from fa_numba.parts.mma.swizzle import make_further
+from fa_numba.tiling.mma_rows import CHUNK
 
 
 def instructions(dtype):
@@ -25,15 +27,16 @@ def make_scores(spec):
     Where Q's fragments do not stay in rQ each passes through it: a loop that indexes registers is
     unrolled.
     """
-    R, TN, K, pitch, keeps = spec.TM // 2, spec.TN, spec.DN, spec.pitch, spec.keeps_q
+    R, TN, K, pitch, keeps = spec.TM // 2, spec.TN, spec.DN, spec.rows.pitch, spec.keeps_q
     COLUMNS, RS = spec.TN // 4, spec.TM * spec.TN
     mma, _ = instructions(spec.dtype)
-    place, load_fragment = make_place(pitch), make_load_fragment(spec)
+    place, further = make_place(spec.rows), make_further(spec.rows)
+    load_fragment = make_load_fragment(spec)
 
     @device_function
     def scores(rS, rQ, sQ, sK, row0, col0):
-        at_q = uint32(row0 * pitch + place(True))
-        at_k = uint32(col0 * pitch + place(False))
+        at_q = uint32(row0 * pitch + place(True, 0))
+        at_k = uint32(col0 * pitch + place(False, 0))
         for e in range(RS):
             rS[e] = float32(0.0)
         for k in range(K):
@@ -41,7 +44,7 @@ def make_scores(spec):
                 if not keeps:
                     load_fragment(rQ, sQ, at_q, r, k)
             for c in range(COLUMNS):
-                b = ldmatrix(sK, uint32(at_k + (16 * c * pitch + 16 * k)))
+                b = ldmatrix(sK, further(at_k, 16 * c, 16 * k))
                 for r in range(R):
                     low = 2 * r * TN + 4 * c
                     high = low + TN
@@ -69,23 +72,24 @@ def make_add_ds_product(spec):
 @cache
 def add_fragment_product(spec, drops):
     """Either of them; ``drops`` is for a P with marks."""
-    R, TN, DN, pitch = spec.TM // 2, spec.TN, spec.DN, spec.pitch
+    R, TN, DN, pitch = spec.TM // 2, spec.TN, spec.DN, spec.rows.pitch
     K, RA = spec.TN // 4, 4 * (spec.TM // 2)
     mma, pack = instructions(spec.dtype)
-    place, warp_column = make_place(pitch), make_warp_column(spec)
+    place, further = make_place(spec.rows), make_further(spec.rows)
+    warp_column = make_warp_column(spec)
     kept = kept_if(drops)
 
     @device_function
     def add_product(rO, rP, sV, options):
         rA = cuda.local.array(RA, uint32)
-        at = uint32(warp_column() * pitch + place(True))
+        at = uint32(warp_column() * pitch + place(True, 0))
         for k in range(K):
             for r in range(R):
                 for n in range(4):
                     e = (2 * r + n % 2) * TN + 4 * k + n // 2 * 2
                     rA[4 * r + n] = pack(kept(rP[e], options), kept(rP[e + 1], options))
             for c in range(DN):
-                b = ldmatrix_transposed(sV, uint32(at + (16 * k * pitch + 16 * c)))
+                b = ldmatrix_transposed(sV, further(at, 16 * k, 16 * c))
                 for r in range(R):
                     low = 8 * r * DN + 4 * c
                     high = low + 4 * DN
@@ -97,34 +101,39 @@ def add_fragment_product(spec, drops):
 
 
 @cache
-def _make_add_shared_product(R, DN, K, pitch_p, pitch, dtype, transposed):
-    """rO += A B of 16 R rows, 16 DN columns and a sum over 16 K, A from sP and B from sV, which
-    start at their places there.
+def _make_add_shared_product(R, DN, K, rows_p, rows, dtype, transposed, carries=False):
+    """rO += A B of 16 R rows, 16 DN columns from ``col0`` on and a sum over 16 K, A from sP and B
+    from sV, which start at their places there.
 
-    A is rows of P from ``row0`` on or, ``transposed``, its columns from ``row0`` on.
+    A is rows of P from ``row0`` on or, ``transposed``, its columns from ``row0`` on. ``carries`` as
+    ``make_further`` says of B's columns.
     """
-    RA = 4 * R
-    # From one fragment of A to the next: down this warp's rows, and along the sum.
-    DOWN, ALONG = (16, 16 * pitch_p) if transposed else (16 * pitch_p, 16)
-    ROW = 1 if transposed else pitch_p
+    RA, pitch_p = 4 * R, rows_p.pitch
     mma, _ = instructions(dtype)
     load_a = ldmatrix_transposed if transposed else ldmatrix
-    place_p, place = make_place(pitch_p), make_place(pitch)
+    place_p, further_p = make_place(rows_p), make_further(rows_p)
+    place, further = make_place(rows, carries), make_further(rows, carries)
 
     @device_function
-    def add_shared_product(rO, sP, at_p, sV, at_v, row0):
+    def add_shared_product(rO, sP, at_p, sV, at_v, row0, col0):
         rA = cuda.local.array(RA, uint32)
-        first = uint32(at_p + row0 * ROW + place_p(not transposed))
-        at = uint32(at_v + place(True))
+        if transposed:
+            first = uint32(at_p + place_p(False, row0))
+        else:
+            first = uint32(at_p + row0 * pitch_p + place_p(True, 0))
+        at = uint32(at_v + place(True, col0))
         for k in range(K):
             for r in range(R):
-                a = load_a(sP, uint32(first + (r * DOWN + k * ALONG)))
+                if transposed:
+                    a = load_a(sP, further_p(first, 16 * k, 16 * r))
+                else:
+                    a = load_a(sP, further_p(first, 16 * r, 16 * k))
                 rA[4 * r] = a[0]
                 rA[4 * r + 1] = a[1]
                 rA[4 * r + 2] = a[2]
                 rA[4 * r + 3] = a[3]
             for c in range(DN):
-                b = ldmatrix_transposed(sV, uint32(at + (16 * k * pitch + 16 * c)))
+                b = ldmatrix_transposed(sV, further(at, 16 * k, 16 * c))
                 for r in range(R):
                     low = 8 * r * DN + 4 * c
                     high = low + 4 * DN
@@ -137,18 +146,18 @@ def _make_add_shared_product(R, DN, K, pitch_p, pitch, dtype, transposed):
 
 @cache
 def make_add_stage_product(spec):
-    """``add_stage_product(rO, sP, at_p, sV, at_v, row0)``: rO += P V of this warp's rows, both in
-    shared memory from elements ``at_p`` and ``at_v`` on.
+    """``add_stage_product(rO, sP, at_p, sV, at_v, row0, col0)``: rO += P V of this warp's rows from
+    ``row0`` and V's columns from ``col0`` on, in shared memory from ``at_p`` and ``at_v`` on.
     """
     sizes = spec.TM // 2, spec.DN, spec.step // 16
-    return _make_add_shared_product(*sizes, spec.pitch_p, spec.pitch, spec.dtype, False)
+    return _make_add_shared_product(*sizes, spec.rows_p, spec.rows, spec.dtype, False)
 
 
 @cache
 def make_add_stage_transposed_product(spec):
     """The same of PT dO: ``row0`` and the rows of rO are columns of P."""
     sizes = spec.TM // 2, spec.DN, spec.step // 16
-    return _make_add_shared_product(*sizes, spec.pitch_t, spec.pitch, spec.dtype, True)
+    return _make_add_shared_product(*sizes, spec.rows_t, spec.rows, spec.dtype, True)
 
 
 @cache
@@ -170,15 +179,16 @@ def make_add_dk_product(spec):
 def _make_add_transposed_product(spec, drops):
     sizes = spec.TN // 2, spec.gradients.DN, spec.Br // 16
     from_registers = add_fragment_product(spec.gradients, drops)
-    from_shared = _make_add_shared_product(*sizes, spec.pitch_ds, spec.pitch, spec.dtype, False)
-    own = spec.row_warps == 1
+    own, (*_, WIDTH) = spec.row_warps == 1, spec.warp_parts
+    how = spec.rows_ds, spec.rows, spec.dtype, False, WIDTH // CHUNK % spec.rows.group != 0
+    from_shared = _make_add_shared_product(*sizes, *how)
 
     @device_function
     def add(rdV, rP, sP, sT, row0, col0, options):
         if own:
             from_registers(rdV, rP, sT, options)
         else:
-            from_shared(rdV, sP, 0, sT, col0, row0)
+            from_shared(rdV, sP, 0, sT, 0, row0, col0)
 
     return add
 
@@ -187,27 +197,29 @@ def _make_add_transposed_product(spec, drops):
 def make_add_dq_product(spec):
     """``add_dq_product(rdQ, sdS, sK)``: this warp's part of dQ += dSij Kj, dST in shared memory."""
     R, C, ALONG, DN = spec.query_fragments, spec.query_chunks, spec.chunk_warps, spec.DN
-    K, pitch, pitch_ds, RA = spec.Bc // 16, spec.pitch, spec.pitch_ds, 4 * spec.query_fragments
+    K, RA = spec.Bc // 16, 4 * spec.query_fragments
     mma, _ = instructions(spec.dtype)
-    place, place_ds = make_place(pitch), make_place(pitch_ds)
+    carries = ALONG & (ALONG - 1) != 0 and spec.rows.group > 2
+    place, further = make_place(spec.rows, carries), make_further(spec.rows, carries)
+    place_ds, further_ds = make_place(spec.rows_ds), make_further(spec.rows_ds)
 
     @device_function
     def add_dq_product(rdQ, sdS, sK):
         rA = cuda.local.array(RA, uint32)
         warp = uint32(cuda.threadIdx.x) // uint32(32)
         chunk = uint32(warp % uint32(ALONG))
-        at_ds = uint32(place_ds(False) + warp // uint32(ALONG) * (16 * R))
-        at_k = uint32(place(True) + chunk * 16)
+        at_ds = place_ds(False, warp // uint32(ALONG) * (16 * R))
+        at_k = place(True, chunk * 16)
         for k in range(K):
             for r in range(R):
-                a = ldmatrix_transposed(sdS, uint32(at_ds + (16 * k * pitch_ds + 16 * r)))
+                a = ldmatrix_transposed(sdS, further_ds(at_ds, 16 * k, 16 * r))
                 rA[4 * r] = a[0]
                 rA[4 * r + 1] = a[1]
                 rA[4 * r + 2] = a[2]
                 rA[4 * r + 3] = a[3]
             for c in range(C):
                 if uint32(chunk + c * ALONG) < uint32(DN):
-                    b = ldmatrix_transposed(sK, uint32(at_k + (16 * k * pitch + 16 * c * ALONG)))
+                    b = ldmatrix_transposed(sK, further(at_k, 16 * k, 16 * c * ALONG))
                     for r in range(R):
                         low = 8 * (r * C + c)
                         high = low + 2

@@ -9,6 +9,8 @@ from fa_numba.parts.dropout import kept_if
 from fa_numba.parts.layout import make_column, make_owns, make_row
 from fa_numba.parts.mma.chunks import ChunkMap, conversions, make_first_chunk, make_turn
 from fa_numba.parts.mma.pairs import make_read_floats, make_write_floats, make_write_two
+from fa_numba.parts.mma.swizzle import make_exchange, make_first_place, make_further
+from fa_numba.tiling.mma_rows import CHUNK
 
 
 @cache
@@ -44,8 +46,8 @@ def make_write_tile(spec):
     rounded, by way of the same rows of sO; unaligned ones element by element.
     """
     d, wide = spec.head_dim, spec.stores_wide
-    store_rows = _make_store_rows(spec.TM, spec.columns, spec.pitch, spec.row_step, spec.dtype)
-    write_whole = _make_write_whole(8 * spec.TM, spec.columns, spec.pitch, False)
+    store_rows = _make_store_rows(spec.TM, spec.rows, spec.row_step, spec.dtype)
+    write_whole = _make_write_whole(8 * spec.TM, spec.rows, False)
     write_rows = make_write_rows(spec)
 
     @device_function
@@ -62,36 +64,39 @@ def make_write_tile(spec):
 
 
 @cache
-def _make_store_rows(TM, columns, pitch, STEP, dtype):
-    """A thread's part of rows of ``columns``, rounded, to shared memory."""
+def _make_store_rows(TM, rows, STEP, dtype):
+    """A thread's part of a tile's ``rows``, rounded, to shared memory."""
     pack, _ = conversions(dtype)
+    columns, pitch = rows.columns, rows.pitch
+    exchange, further = make_exchange(rows), make_further(rows)
 
     @device_function
     def store_rows(sT, rT, ty, tx):
-        first = int64(uint32(ty * pitch + 2 * tx))
+        first = uint32(uint32(ty * pitch + 2 * tx) ^ exchange(ty % 8))
         for i in range(TM):
             for n in range(columns // 8):
                 e = i * (columns // 4) + 2 * n
-                at = first + (i * STEP * pitch + 8 * n)
-                store2(sT, at, pack(rT[e], rT[e + 1]))
+                store2(sT, further(first, i * STEP, 8 * n), pack(rT[e], rT[e + 1]))
 
     return store_rows
 
 
 @cache
-def _make_write_whole(rows, columns, pitch, uneven):
-    """A warp's ``rows`` of shared memory to T; neighbouring lanes write neighbouring 16 bytes.
+def _make_write_whole(count, rows, uneven):
+    """A warp's ``count`` tile ``rows`` to T; neighbouring lanes write neighbouring 16 bytes.
 
     Rows of T start at 16-byte addresses. ``uneven`` is for rows that end within 16 bytes.
     """
-    chunks = ChunkMap(rows, columns // 8, 32)
+    chunks = ChunkMap(count, rows.columns // CHUNK, 32)
     assert chunks.whole, "the next warp's rows begin where these end"
     copies, RW = chunks.turns, 4 * chunks.turns
     first_chunk, turn = make_first_chunk(chunks), make_turn(chunks)
+    first_place, pitch = make_first_place(rows, chunks), rows.pitch
+    exchange = make_exchange(rows)
 
     @device_function
     def lane():
-        return uint32(cuda.threadIdx.x) % uint32(32)
+        return uint32(cuda.laneid)
 
     @device_function
     def write_whole(sT, T, warp_row, row0, rows_end, col0, cols_end):
@@ -99,7 +104,7 @@ def _make_write_whole(rows, columns, pitch, uneven):
         for n in range(copies):
             down, right = turn(n)
             r, c = first_chunk(lane())
-            at = int64(uint32(uint32(warp_row + r) * pitch + c))
+            at = int64(uint32(warp_row * pitch + first_place(lane(), r, c)))
             w = load8(sT, at + (down * pitch + right))
             for e in range(4):
                 rW[4 * n + e] = w[e]
@@ -108,6 +113,7 @@ def _make_write_whole(rows, columns, pitch, uneven):
             r, c = first_chunk(lane())
             first = uint32(row0 + warp_row + r)
             left = int32(int32(rows_end) - int32(first))
+            c = uint32(c ^ exchange(r + down))  # the chunk that lies there
             row, col = int64(first) + down, uint32(col0 + c + right)
             mine = left > int32(down)
             full = mine and uint32(col + 7) < cols_end
@@ -124,7 +130,7 @@ def _make_write_whole(rows, columns, pitch, uneven):
 @cache
 def make_store_scores(spec):
     """``store_scores(sS, rS, ty, tx)``: this thread's part of a tile of S, rounded."""
-    return _make_store_rows(spec.TM, spec.Bc, spec.pitch_s, spec.row_step, spec.dtype)
+    return _make_store_rows(spec.TM, spec.rows_s, spec.row_step, spec.dtype)
 
 
 @cache
@@ -149,7 +155,7 @@ def make_times_scores(spec):
 @cache
 def make_write_scores(spec):
     """``write_scores(sS, S, warp_row, row0, rows_end, col0, cols_end)``: this warp's rows of it."""
-    return _make_write_whole(8 * spec.TM, spec.Bc, spec.pitch_s, True)
+    return _make_write_whole(8 * spec.TM, spec.rows_s, True)
 
 
 @cache
@@ -210,7 +216,7 @@ def make_store_ds(spec):
 
 
 def _make_store(spec, drops, wanted):
-    TM, TN, pitch = spec.TM, spec.TN, spec.pitch_ds
+    TM, TN, pitch = spec.TM, spec.TN, spec.rows_ds.pitch
     row_of, column_of = make_row(spec), make_column(spec)
     kept = kept_if(drops)
     pack, _ = conversions(spec.dtype)

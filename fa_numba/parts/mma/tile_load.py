@@ -12,8 +12,10 @@ from fa_numba.intrinsics.async_copy import (
 from fa_numba.intrinsics.shared import half_tile
 from fa_numba.parts.layout import make_row
 from fa_numba.parts.mma.chunks import ChunkMap, make_first_chunk, make_turn
+from fa_numba.parts.mma.swizzle import make_exchange, make_first_place
 from fa_numba.parts.prefetch import next_column_tile, next_row_tile
 from fa_numba.parts.visits import make_next_column
+from fa_numba.tiling.mma_rows import CHUNK
 
 
 def _make_load_halves(rows, spec):
@@ -22,7 +24,7 @@ def _make_load_halves(rows, spec):
     Rows at or past ``rows_end``, and columns past the head dimension, become 0 and are not read.
     Unaligned rows are copied one element after the other, there at the next barrier.
     """
-    load = make_load_half_tile(rows, spec.columns, spec.pitch, spec.threads, spec.aligned)
+    load = make_load_half_tile(rows, spec.rows, spec.threads, spec.aligned)
     prefetches, d = spec.prefetches, spec.head_dim
 
     @device_function
@@ -126,33 +128,36 @@ def make_load_next_k(spec):
 
 
 @cache
-def make_load_half_tile(rows, columns, pitch, threads, aligned):
+def make_load_half_tile(count, rows, threads, aligned):
     """``load_half_tile(sT, place, T, row0, rows_end, col0, cols_end)``: the same from column
-    ``col0`` on, ``columns`` wide, to a tile that starts at element ``place`` of sT.
+    ``col0`` on, ``count`` of the tile ``rows``, to a tile that starts at element ``place`` of sT.
     """
-    chunks = ChunkMap(rows, columns // 8, threads)
+    chunks = ChunkMap(count, rows.columns // CHUNK, threads)
     copies, whole = chunks.turns, chunks.whole
     first_chunk, turn = make_first_chunk(chunks), make_turn(chunks)
+    first_place, pitch = make_first_place(rows, chunks), rows.pitch
+    exchange = make_exchange(rows)
 
     @device_function
     def load_half_tile(sT, place, T, row0, rows_end, col0, cols_end):
         for n in range(copies):
             down, right = turn(n)
             r, c = first_chunk(cuda.threadIdx.x)
-            at = uint32(place + r * pitch + c + down * pitch + right)
+            at = uint32(place + first_place(cuda.threadIdx.x, r, c) + down * pitch + right)
+            c = uint32(c ^ exchange(r + down))  # the chunk that lies there
             row = uint32(row0 + r)
             left = int32(int32(rows_end) - int32(row))
             row, col = int64(row) + down, uint32(col0 + c + right)
-            if whole or r < uint32(rows - down):
-                count = int32(0)
+            if whole or r < uint32(count - down):
+                length = int32(0)
                 if left > int32(down) and col < uint32(cols_end):
-                    count = int32(min(int32(8), int32(cols_end - col)))
+                    length = int32(min(int32(8), int32(cols_end - col)))
                 if aligned:
-                    copy8_async(sT, at, T, row, col, count)
+                    copy8_async(sT, at, T, row, col, length)
                 else:
                     for e in range(8):
                         half = uint32(0)
-                        if e < count:
+                        if e < length:
                             half = uint32(T[row, uint32(col + e)])
                         sT[uint32(at + e)] = half
 
@@ -164,19 +169,19 @@ def make_load_p(spec):
     """``load_p(sP, place, P, row0, rows_end, col0, cols_end)``: ``spec.step`` columns of a row tile
     of P, of standard attention.
     """
-    return make_load_half_tile(spec.Br, spec.step, spec.pitch_p, spec.threads, True)
+    return make_load_half_tile(spec.Br, spec.rows_p, spec.threads, True)
 
 
 @cache
 def make_load_p_transposed(spec):
     """The same of ``spec.step`` rows, where the rows of ``spec`` are columns of P."""
-    return make_load_half_tile(spec.step, spec.Br, spec.pitch_t, spec.threads, True)
+    return make_load_half_tile(spec.step, spec.rows_t, spec.threads, True)
 
 
 @cache
 def make_load_step(spec):
     """``load_step(sT, place, T, row0, rows_end)``: ``spec.step`` rows of V, K, dO or Q."""
-    load = make_load_half_tile(spec.step, spec.columns, spec.pitch, spec.threads, spec.aligned)
+    load = make_load_half_tile(spec.step, spec.rows, spec.threads, spec.aligned)
     d = spec.head_dim
 
     @device_function
