@@ -20,7 +20,7 @@ import numpy as np
 from numba import njit
 from numba.extending import register_jitable
 
-from fa_numba.dtypes import DTYPES
+from fa_numba import io_model
 from fa_numba.problem import Problem
 
 # Threads that a multiprocessor runs of these kernels: 8 warps, by their recorded occupancy.
@@ -202,8 +202,8 @@ def dram_bytes(
     columns = np.minimum(Nk - np.arange(0, Nk, tiles.Bc), tiles.Bc)
     last_rows = np.cumsum(rows) - 1
     ends = np.array([-(-problem.columns_end(int(n)) // tiles.Bc) for n in last_rows])
-    dtype = DTYPES[problem.dtype]
-    element, float32 = dtype.bytes * d, DTYPES["float32"].bytes
+    float32, halves = io_model.ELEMENT_BYTES, problem.dtype != "float32"
+    element = (float32 // 2 if halves else float32) * d
     of_rows = {Q: element, O: element, A: float32 * d, STATISTICS: 2 * float32, LSE: float32}
     sizes = [np.tile(rows * of_rows[array], heads) for array in range(KV)]
     sizes.append(np.tile(2 * columns * element, kv_heads))
@@ -219,6 +219,6 @@ def dram_bytes(
         np.concatenate(sizes),
         device.multiprocessors * max(1, THREADS_AT_ONCE // threads),
         device.l2_bytes if capacity is None else capacity,
-        not dtype.sums_in_place,
+        halves,  # sums of 16-bit arrays are float32, beside them
     )
     return int(read + written)

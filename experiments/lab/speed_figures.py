@@ -128,7 +128,10 @@ def _legend(figure: Any, axes: Any, rows: Sequence[Row], study: Study) -> None:
     if len(study.passes) == 1:
         title = f"{PASSES[study.passes[0]]}, {title}"
     if study.passes != ("fwd",):
-        title += "\nbackward both orders have K/V outside: FA-1 with a block a head, FA-2 with a grid over K/V"
+        title += (
+            "\nbackward both orders have K/V outside: FA-1 with a block a head, FA-2 with a grid "
+            "over K/V"
+        )
     longest, drawn = study.fa1_longest, max(r.seqlen_q for r in rows)
     if longest is not None and drawn > longest and any(s.startswith("fa1") for s in used):
         title += f"; FA-1 to N={style.short(longest)} only"
