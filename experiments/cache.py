@@ -11,7 +11,8 @@ from fa_numba import device
 from fa_numba.problem import Problem
 
 from .lab import lru, tables
-from .lab.options import FIGURES, Bench, Options
+from .lab.options import FIGURES as RECORDED
+from .lab.options import Bench, Options
 from .lab.report import MACHINE
 from .lab.series import LABELS, algorithm, plan, query_splits, row_fields, unit
 from .lab.store import MODEL, Row, Store
@@ -182,7 +183,7 @@ def measured(rows: Sequence[Row]) -> dict[Key, float]:
 
 def recorded() -> list[Row]:
     """What Nsight Compute measured on the GPU of the page, in other experiments' files."""
-    store = Store(FIGURES)
+    store = Store(RECORDED)
     return [row for name in RECORDINGS for row in store.read(name, MACHINE)]
 
 
@@ -265,7 +266,7 @@ def _over_size(
         size = gpu.l2_bytes / MIB
         ax.axvline(size, color="#999999", lw=0.8, zorder=1)
         place = {"xycoords": ax.get_xaxis_transform(), "textcoords": "offset points"}
-        ax.annotate(gpu.name, (size, 0.6), (2, 0), fontsize=8.5, rotation=90, **place)
+        ax.annotate(gpu.name, (size, 0.09), (2, 0), fontsize=8.5, rotation=90, **place)
     ax.set_xlim(-3, 146)
     ax.set_xticks([0, 20, 40, 60, 80, 100, 128])
     ax.set_ylim(0, 1.08)

@@ -294,8 +294,9 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def colours(style: Any) -> dict[str, str]:
-    like = ("standard-simt", "fa1-simt", "fa2-simt", "torch-unfused")
-    return {name: style.COLOURS[of] for name, of in zip(LABELS, like, strict=True)}
+    """None of a kernel of attention: these are others."""
+    ours = ("#999999", "#E69F00", "#56B4E9")
+    return dict(zip(SERIES, ours, strict=True)) | {PEER: style.COLOURS["torch-efficient"]}
 
 
 def _bars(ax: Any, counted: dict[str, dict[str, float]], style: Any) -> None:
