@@ -238,8 +238,8 @@ def _hero(
 _LINES = {
     "grid": ("fa1-simt", "o", "-", "time, the paper's grid"),
     "splits": ("fa1-simt-splits", "D", "-", "time, query splits"),
-    "model": ("published", "", "-", "bytes accessed, model"),
-    "l2": ("published", "x", "", "bytes from and to L2, measured"),
+    "model": ("model", "", "-", "bytes accessed, model"),
+    "l2": ("model", "x", "", "bytes from and to L2, measured"),
 }
 
 

@@ -23,6 +23,9 @@ kept, schedule              what need not be counted or measured again; what to 
 clocks      clocks and power of the GPU while it is measured
 published   the papers' own numbers
 speeds, speed_figures       what the speed experiments have in common
+paper_bars                  a paper's speed figure as the paper draws it, ours beside
+block_figures, sparse_figures   curves over the block size, and over the share of blocks
+resources   registers, spills and warps of compiled kernels
 style       one look for every figure
 tables, report              tables, and the page paper_repro.md that shows them
 """

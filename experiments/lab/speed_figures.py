@@ -135,9 +135,10 @@ def _legend(figure: Any, axes: Any, rows: Sequence[Row], study: Study) -> None:
     longest, drawn = study.fa1_longest, max(r.seqlen_q for r in rows)
     if longest is not None and drawn > longest and any(s.startswith("fa1") for s in used):
         title += f"; FA-1 to N={style.short(longest)} only"
-    figure.legend(
+    legend = figure.legend(
         [handles[label] for label in kept], kept, loc="outside upper center", ncols=3, title=title
     )
+    legend.get_title().set_multialignment("center")
 
 
 def table(

@@ -31,6 +31,7 @@ COLOURS = {
     "torch-math": "#C4B000",
     "torch-unfused": "#8C8C8C",
     "published": "#CC79A7",
+    "model": "#666666",
     # Published alone: no kernel of these is run here.
     "xformers": "#A05195",
     "triton": "#6B6ECF",
