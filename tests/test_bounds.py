@@ -288,6 +288,19 @@ def test_device_memory_has_at_least_inputs_and_outputs(algorithm, passes, dtype)
         assert always.bytes < never.bytes
 
 
+def test_what_standard_attention_moves_where_l2_holds_its_matrices():
+    """Every kernel then takes its inputs and gives its outputs once, N x N matrices are only
+    written: S, P and O forward, S, P, dP and dS and three gradients backward.
+    """
+    shape, matrix = (1, 2, 256, 32), 4 * 2 * 256 * 256
+    own, endless = 4 * math.prod(shape), replace(H200, l2_bytes=1 << 40)
+    forward = fa_numba.plan(shape, shape, algorithm="standard")
+    assert cache.dram(forward, endless, 132).bytes == 4 * own + 2 * matrix
+    backward = fa_numba.plan(shape, shape, algorithm="standard", passes="bwd")
+    # Q, K; dO, V; dO; K; Q, and dV, dQ, dK
+    assert cache.dram(backward, endless, 132).bytes == 10 * own + 4 * matrix
+
+
 def test_the_rule_for_l2_is_what_the_counters_read():
     """Within a fifth; near half of L2 between what it predicts with and without."""
     seen = set()

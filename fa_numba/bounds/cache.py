@@ -39,8 +39,8 @@ _AGAIN = {
     ("standard", "fwd"): tuple(_SCORES),
     ("standard", "bwd"): tuple(_SCORES),
 }
-# How often standard attention's backward kernels take an array anew, under the kernels' names.
-_USES = {"Q": 2, "K": 2, "dO": 2}
+# How many arrays standard attention's backward kernels load and store under one name.
+_LOADED, _STORED = {"Q": 2, "K": 2, "dO": 2}, {"dV": 2, "S": 2}
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ def dram(plan: Plan, device: Device, resident: int) -> Dram:
     gone_over = _gone_over(plan, again, resident)
     served = gone_over <= KEPT * device.l2_bytes
     accesses, made = plan.accesses, _MADE | ({"O"} if plan.passes == "fwd" else set())
-    uses = _USES if (plan.algorithm, plan.passes) == ("standard", "bwd") else {}
+    several = (plan.algorithm, plan.passes) == ("standard", "bwd")
+    loaded, stored = (_LOADED, _STORED) if several else ({}, {})
 
     def reaches(name: str, count: int, first: int) -> int:
         """Of an array's elements accessed those that reach device memory, the least of them
@@ -73,10 +74,12 @@ def dram(plan: Plan, device: Device, resident: int) -> Dram:
         return min(count, first * _elements(plan, name))
 
     loads = {
-        name: reaches(name, count, 0 if name in again and name in made else uses.get(name, 1))
+        name: reaches(name, count, 0 if name in again and name in made else loaded.get(name, 1))
         for name, count in accesses.loads.items()
     }
-    stores = {name: reaches(name, count, 1) for name, count in accesses.stores.items()}
+    stores = {
+        name: reaches(name, count, stored.get(name, 1)) for name, count in accesses.stores.items()
+    }
     return Dram(replace(accesses, loads=loads, stores=stores).bytes, gone_over, served)
 
 
