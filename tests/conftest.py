@@ -32,6 +32,8 @@ def pytest_collection_finish():
     # Modules and tests live to the end: no collection needs to look at them again.
     gc.collect()
     gc.freeze()
+    # What a compiler or the emulator makes is seldom in circles: look at it seldom.
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)], scope="session")

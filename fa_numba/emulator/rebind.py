@@ -30,6 +30,9 @@ _BUILTINS: dict[str, Any] = vars(builtins) | {
 }
 
 
+_PLAIN = frozenset((int, float, bool, str, type(None)))
+
+
 def _multiply_add(target: Any, *terms: Any) -> None:
     """target[index] += a * b, for every index, a and b of `terms`."""
     if target.__class__ is LocalArray:
@@ -96,6 +99,8 @@ class Rebinder:
 
     def value(self, value: Any) -> Any:
         """What stands for `value`, a global or closure variable of a kernel."""
+        if value.__class__ in _PLAIN:
+            return value
         if id(value) in self._known:
             return self._known[id(value)]
         if isinstance(value, ModuleType):

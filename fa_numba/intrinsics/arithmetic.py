@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 from llvmlite import ir
+from numba import config, njit
 from numba.core import types
 from numba.cuda.extending import intrinsic
 
@@ -30,13 +31,25 @@ def _unary(instruction):
     return build
 
 
+@njit(cache=True)
+def _powers(base, exponents):
+    """The C library's `pow`, as Python's: with a base that is no constant it stays that."""
+    made = np.empty(exponents.size)
+    for k in range(exponents.size):
+        made[k] = base ** exponents[k]
+    return made
+
+
 def _exp2(x):
     emulator.current().instruction("exp")
     if isinstance(x, np.ndarray):
         low, high = x < -126.0, x >= 128.0
-        inside = np.where(low | high, 0.0, x).tolist()
-        # Python's power, number by number: NumPy's own differs in the last place.
-        powers = np.array([2.0**each for each in inside])
+        inside = np.where(low | high, 0.0, x)
+        # Python's power: NumPy's own differs in the last place, and so does Intel's library.
+        if config.USING_SVML:
+            powers = np.array([2.0**each for each in inside.tolist()])
+        else:
+            powers = _powers(2.0, inside)
         return np.where(low, 0.0, np.where(high, math.inf, powers))
     if x >= 128.0:
         return math.inf
@@ -52,7 +65,7 @@ def exp2(typingctx, x):
 
 def _log2(x):
     if isinstance(x, np.ndarray):
-        return np.array([_log2(each) for each in x.tolist()])
+        return np.array([math.log2(n) if n > 0.0 else _log2(n) for n in x.tolist()])
     if x > 0.0:
         return math.log2(x)
     return -math.inf if x == 0.0 else math.nan
