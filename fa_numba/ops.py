@@ -272,9 +272,9 @@ def flash_attention_1_backward(
 
     Arguments, result and errors as ``flash_attention_2_backward``. dQ passes through global memory
     in every step, in one order; the workspace is nothing in float32, and dQ in float32 in 16 bits.
-    With ``query_splits`` on tensor cores that many thread blocks share a head, each with its own
-    rows of q, and add to dk and dv in no fixed order: Nk d loads and stores of either a split, and
-    both in float32 as workspace.
+    With ``query_splits`` that many thread blocks share a head, each with its own rows of q, and add
+    to dk and dv in no fixed order: Nk d loads and stores of either a split, and in 16 bits both in
+    float32 as workspace.
     """
     given = (dout, q, k, v, out, lse)
     how = {"query_splits": query_splits}
@@ -338,7 +338,7 @@ def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
     ``return_dbias``: bool, False: whether the gradient of ``bias``, or of an ``attn_mask`` of
         numbers, is returned too.
     ``deterministic``: bool, of "fa2" alone: whether dq is summed in one order.
-    ``query_splits``: of "fa1" on tensor cores alone.
+    ``query_splits``: of "fa1" alone.
     ``tiles``, ``unit``, ``stream``: as for ``attention``.
 
     Returns (dq, dk, dv), in the shapes of q, k and v, and in q's dtype, library and place; with

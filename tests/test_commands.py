@@ -366,12 +366,13 @@ def test_registers_are_compiled_for_when_asked(capsys, monkeypatch):
 
 
 def test_what_one_algorithm_cannot_the_others_are_shown_without(capsys):
-    arguments = ("--seqlen=512", "--head-dim=256", "--backward", "--query-splits=2")
-    found = planned(capsys, *arguments, "--dtype=float32")
+    # FA-1 also has a tile of O in shared memory.
+    arguments = ("--seqlen=512", "--head-dim=160", "--backward", "--tiles=64x64", "--device=A100")
+    found = planned(capsys, *arguments)
     assert list(found["plans"]) == ["fa2", "standard"]
-    assert "query_splits is 2 in the backward pass of fa1 on simt" in found["refused"]["fa1"]
-    text = output(capsys, "plan", *arguments, "--dtype=float32")
-    assert "FA-1, a block a head: query_splits is 2" in text and fits(text)
+    assert "tiles: Br=64, Bc=64 at head_dim=160 needs" in found["refused"]["fa1"]
+    text = output(capsys, "plan", *arguments)
+    assert "FA-1, a block a head: tiles: Br=64, Bc=64" in text and fits(text)
 
 
 @pytest.mark.parametrize(

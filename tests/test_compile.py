@@ -76,9 +76,11 @@ def backward_kernel_of(name, arch, d, causal, aligned):
         return standard_backward.make_standard_score_gradients(4096, standard.MAX_WARPS, PLAIN)
     tiles = default_backward_tiles(4096, 4096, d, SHARED[arch])
     facts = {"features": Features(causal=causal), "aligned": aligned, "grouped": False}
+    facts["splits_queries"] = name == "fa1 splits"
     spec = select_spec(tiles, d, SHARED[arch], SimtBackwardSpec, **facts)
     make = {
         "fa1": fa1_backward.make_backward,
+        "fa1 splits": fa1_backward.make_backward,
         "fa2": fa2_backward.make_backward,
         "fa2 without dQ": functools.partial(fa2_backward.make_backward, atomic=False),
         "fa2 dQ": fa2_backward.make_query_gradients,
@@ -183,6 +185,8 @@ BACKWARD_CASES = [
         for d in (64, 128)
     ),
     ("fa1", "sm_90a", 256, True, True),
+    ("fa1 splits", "sm_90a", 64, True, True),
+    ("fa1 splits", "sm_80", 128, False, False),
     ("fa2", "sm_90a", 128, False, False),
     ("fa2 without dQ", "sm_90a", 128, True, True),
     ("transposed", "sm_90a", 128, True, True),
@@ -211,10 +215,10 @@ def test_a_backward_kernel_compiles_within_its_budgets(case):
         assert "ld.shared.v4.f32" in ptx, "16-byte reads of shared memory"
         width = "cg.shared.global" if aligned else "ca.shared.global"
         assert f"cp.async.{width}" in ptx, "asynchronous copies"
-        if aligned:
+        if aligned:  # of dQ, where dK and dV are added
             assert "st.global.v4.f32" in ptx, "16-byte writes of a gradient"
     assert ("ex2.approx.ftz.f32" in ptx) == name.startswith("fa")
-    assert ("red.global.add.f32" in ptx) == (name == "fa2")
+    assert ("red.global.add.f32" in ptx) == (name in ("fa2", "fa1 splits"))
 
 
 OPTIONS = ("window", "softcap", "bias", "alibi", "q_lens", "packed", "sparse", "dropout")

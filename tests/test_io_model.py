@@ -605,6 +605,20 @@ def test_every_split_reads_all_of_kv():
         assert split.loads == {**one.loads, "K": runs * 512, "V": runs * 512}
 
 
+def test_every_split_of_a_backward_pass_adds_to_dk_and_dv():
+    p, t = square(64, 8), Tiles(16, 16)
+    one = io.fa1_backward(p, t)
+    for splits, runs in [(2, 2), (3, 2), (4, 4), (9, 4)]:
+        split = io.fa1_backward(p, t, query_splits=splits)
+        gradients = {"dK": runs * 512, "dV": runs * 512}
+        assert split.stores == one.stores | gradients
+        assert split.loads == one.loads | gradients | {"K": runs * 512, "V": runs * 512}
+        # In 16 bits the sums lie beside dK and dV, which they are rounded to.
+        halves = io.fa1_backward(replace(p, dtype="float16"), t, query_splits=splits)
+        assert halves.loads["A"] - split.loads["dQ"] == 2 * 512 and halves.sums == ("dK", "dV")
+        assert split.sums == () and io.workspace("fa1", p, passes="bwd", query_splits=splits) == 0
+
+
 def test_a_shared_kv_head_is_loaded_by_each_query_head():
     p = Problem(2, 6, 6, 33, 17, 8)
     t = Tiles(16, 8)

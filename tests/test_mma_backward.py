@@ -572,10 +572,6 @@ GIVEN = {"dout": Q, "q": Q, "k": K, "v": K, "out": Q, "lse": L}
 SINGLE = {name: x.astype(np.float32) for name, x in GIVEN.items()}
 
 REFUSED = {
-    "query splits on CUDA cores": (
-        lambda: fa_numba.flash_attention_1_backward(**SINGLE, query_splits=2), ValueError,
-        ["query_splits is 2", "fa1 on simt", "tensor cores"],
-    ),
     **{
         f"query splits of {algorithm} in a plan": (
             lambda algorithm=algorithm: fa_numba.plan(

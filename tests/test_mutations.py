@@ -173,6 +173,10 @@ CASES["long"] = (Case((1, 1, 1, 5, 200, 4), Tiles(8, 64, 64), low=True),)  # two
 # Every tile is swizzled, two rows of Q are read at once.
 CASES["swizzled"] = (Case((1, 1, 1, 37, 40, 32), Tiles(32, 32, 32)),)
 BACKWARD_CASES["swizzled"] = CASES["swizzled"]
+BACKWARD_CASES["splits"] = (
+    Case((1, 1, 1, 29, 39, 8), Tiles(8, 16, 64), CAUSAL, 2),
+    Case((1, 2, 1, 21, 37, 4), Tiles(8, 16), {"window": (9, 3)}, 3),
+)
 # Tiles of columns are 16 or more, so that a group of four belongs to each thread.
 BACKWARD_CASES["plain"] = (Case((1, 1, 1, 21, 39, 8), Tiles(8, 16, 64)),)
 BACKWARD_CASES["causal"] = (
@@ -521,12 +525,14 @@ def wanted_gradients(case):
 def run_backward(algorithm, case):
     """The same for every way to a gradient that `algorithm` has."""
     values, want = wanted_gradients(case)
-    for way in WAYS:
-        if WAYS[way][0] == algorithm:
-            given = inputs(case)
-            found = differentiate("emulator", way, *given, saved_values=values, **options_of(case))
-            for name, gradient in zip(want.bounds, found, strict=False):
-                assert_within(name, gradient, getattr(want, name), want.bounds[name])
+    split = {"fa1-split": ("fa1", {"query_splits": case.query_splits})}
+    with mock.patch.dict(WAYS, split if case.query_splits > 1 else {}):
+        for way in WAYS:
+            if WAYS[way][0] == algorithm:
+                how = {"saved_values": values, **options_of(case)}
+                found = differentiate("emulator", way, *inputs(case), **how)
+                for name, gradient in zip(want.bounds, found, strict=False):
+                    assert_within(name, gradient, getattr(want, name), want.bounds[name])
 
 
 @cache
@@ -1380,7 +1386,7 @@ def length_mutants(add):
         ("fa1", "split(split_rows, rows"),
         ("fa2", "(rO, Oh, i0, rows", "(rl, Lh, i0, rows"),
         (output, "(rO, Oh, i0, rows"),
-        ("fa1_backward", "h_first, heads, rows"),
+        ("fa1_backward", "min(rows, uint32(i_begin"),
         ("fa2_backward", "clear and row < rows"),
         (sweep, "(rdQ, dQh, i0, rows"),
     ):
@@ -1389,8 +1395,8 @@ def length_mutants(add):
             add(place, valid, by=WRONG, cases="q_lens")
     valid = ("L of valid rows alone", "row < uint32(Lh.shape[0])", "row < Nq")
     add("standard", valid, by=WRONG, cases="q_lens")
-    for write in ("while i0 < rows", "(rdQ, dQh, i0, rows"):
-        to, lens = ("fa1_backward",), write.replace("rows", "uint32(options.q_lens[b])")
+    for write in ("while i0 < rows_end", "(rdQ, dQh, i0, rows_end"):
+        to, lens = ("fa1_backward",), write.replace("rows_end", "uint32(options.q_lens[b])")
         valid = (f"valid rows alone: {write}", write, lens)
         add("simt_state.make_initialise_dq", valid, by=WRONG, to=to, cases="q_lens")
     for part in ("initialise", "write_logsumexp"):
@@ -2900,6 +2906,34 @@ def between_blocks_mutants(add):
     product = "factor * rT[4 * (i * DN + c) + n]"
     plain = ("dQ not atomic", f"add_global(T, row, col, {product})", f"T[row, col] += {product}")
     add("simt_stores.make_add_rows", plain, by="GlobalHazard", to=("fa2_backward",))
+    # dK and dV of query splits
+    product = "rT[4 * (r * DN + c) + n]"
+    plain = ("sums not atomic", f"add_global(T, row, col, {product})", f"T[row, col] += {product}")
+    split = {"to": ("fa1_backward",), "cases": "splits"}
+    add("simt_stores._make_add_columns", plain, by="GlobalHazard", **split)
+    add(
+        "simt_stores._make_add_columns",
+        ("no row bound", "if row < rows_end and", "if"),
+        ("no column bound", " and col < uint32(d)", ""),
+        by=EDGE,
+        **split,
+    )
+    add(
+        "simt_stores.make_write_columns",
+        ("not added", "if spec.splits_queries:", "if False:"),
+        by="GlobalHazard",
+        **split,
+    )
+    add(
+        "fa1_backward",
+        ("every split has all rows", "cuda.blockIdx.x * split_rows", "0 * split_rows"),
+        ("rows of the next splits", "min(rows, uint32(i_begin + split_rows))", "rows"),
+        by=ANY,
+        cases="splits",
+    )
+    begun = "heads, i_begin, i_last,"
+    all_begun = ("dQ of all splits begun", begun, "heads, uint32(0), i_last,")
+    add("fa1_backward", all_begun, by="GlobalHazard", cases="splits")
     # dQ of FlashAttention-2, dK and dV of query splits
     pair = "        add(T, row, col, low, high, inside and col + 1 < head_dim)\n"
     inside = "        if inside and col + 1 < head_dim:\n            "

@@ -45,7 +45,9 @@ def backward(request: Request) -> Steps:
 
 
 def _fa1_backward(request: Request) -> Steps:
-    """One kernel; where blocks share dK and dV, these are summed beside and rounded at the end."""
+    """One kernel; where blocks share dK and dV and these are in 16 bits, they are summed beside and
+    rounded at the end.
+    """
     unit, p, splits = UNITS[request.unit], request.problem, request.query_splits
     tiles, spec = unit.backward(request)
     split_rows = ceil_div(ceil_div(p.seqlen_q, tiles.Br), splits) * tiles.Br
@@ -54,7 +56,7 @@ def _fa1_backward(request: Request) -> Steps:
     workspace: tuple[Buffer, ...] = ()
     if not request.dtype.sums_in_place:  # dQ between the passes
         workspace = (_sum("A", request.q_shape),)
-    if splits == 1:
+    if splits == 1 or request.dtype.sums_in_place:
         launches: tuple[Launch, ...] = (Launch.of(kernel, grid, scale_log2="score_scale"),)
     else:
         sums = {"dK": "sum of dK", "dV": "sum of dV"}

@@ -139,8 +139,10 @@ def _outputs(request: Request) -> tuple[Buffer, ...]:
     if request.passes == "fwd":
         O, L = Buffer("O", p.q_shape, p.dtype), Buffer("L", p.lse_shape)
         return (O, L) if request.return_lse else (O,)
-    shapes = {"dQ": p.q_shape, "dK": p.k_shape, "dV": p.k_shape}
-    gradients = tuple(Buffer(name, shape, p.dtype) for name, shape in shapes.items())
+    # What blocks add to in place begins at 0.
+    added = request.query_splits > 1 and request.dtype.sums_in_place
+    gradients: tuple[Buffer, ...] = (Buffer("dQ", p.q_shape, p.dtype),)
+    gradients += tuple(Buffer(name, p.k_shape, p.dtype, zeroed=added) for name in ("dK", "dV"))
     if p.bias is None or not request.return_dbias:
         return gradients
     return (*gradients, Buffer("dbias", p.bias, zeroed=True))  # a sum of atomic adds

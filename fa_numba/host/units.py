@@ -110,7 +110,7 @@ class Simt(Unit):
     dtypes = tuple(name for name, dtype in DTYPES.items() if dtype.matrix is None)
     capability = (8, 0)
     kernels = simt
-    splits_queries = frozenset({("fa1", "fwd")})
+    splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
 
     def forward(self, request: Request) -> tuple[Tiles, Spec]:
         return_lse = request.return_lse and request.algorithm == "fa1"
@@ -119,7 +119,8 @@ class Simt(Unit):
     standard = forward
 
     def backward(self, request: Request) -> tuple[Tiles, Spec]:
-        return self._selected(request, default_backward_tiles, kind=SimtBackwardSpec)
+        facts = {"kind": SimtBackwardSpec, "splits_queries": request.query_splits > 1}
+        return self._selected(request, default_backward_tiles, **facts)
 
     def sweep(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
         return tiles, replace(spec, features=replace(spec.features, dbias=False))

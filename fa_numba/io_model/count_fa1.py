@@ -92,7 +92,7 @@ def fa1_backward(
     array `A`, and the last visit of a row tile rounds it to dQ, as O there.
 
     `query_splits` blocks share the row tiles of a head as there. Each loads K and V and adds to
-    float32 sums of dK and dV, N_k' d atomic adds each, which one more kernel rounds:
+    dK and dV, N_k' d atomic adds each; in 16 bits to float32 sums, which one more kernel rounds:
         loads  A: 2 N_k' d    stores  dQ: 2 N_k' d (its parameters' names, for dK and dV)
     """
     check_dbias(problem, dbias)
@@ -130,6 +130,8 @@ def fa1_backward(
     if splits == 1:
         return grid
     sums = {name: stores[name] for name in ("dK", "dV")}
+    if kept == "dQ":
+        return add_up(problem, (grid, count(problem, sums, {})))
     rounded = 2 * shared.all_columns * d
     parts = count(problem, sums, {}), count(problem, {"A": rounded}, {"dQ": rounded})
     return replace(add_up(problem, (grid, *parts)), sums=("dK", "dV"))

@@ -71,7 +71,7 @@ def workspace(
 
                     forward                            backward
         standard    S, which P overwrites              P; dP, which dS overwrites
-        fa1         l and m, 8 R; in 16 bits A         in 16 bits A; with query splits also the sums
+        fa1         l and m, 8 R; in 16 bits A         in 16 bits A, and with query splits the sums
                                                        of dK and dV, as A, of their rows
         fa2         L, 4 R, unless `return_lse`        D, 4 R; in 16 bits A, unless `deterministic`
 

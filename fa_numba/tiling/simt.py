@@ -160,8 +160,11 @@ class SimtSpec(Spec):
 class SimtBackwardSpec(SimtSpec):
     """A backward kernel on CUDA cores: K serves two products, Q and dO lie as row tiles do, V as K.
 
-    A thread owns CM rows of dK and dV, in groups of four.
+    A thread owns CM rows of dK and dV, in groups of four. ``splits_queries``: several blocks add to
+    one dK and dV.
     """
+
+    splits_queries: bool = False
 
     @property
     def column_registers(self) -> int:

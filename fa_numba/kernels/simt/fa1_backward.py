@@ -2,7 +2,8 @@
 
 One thread block takes one (batch, K/V head): both loops run inside it. P is recomputed from the
 saved statistics, D in every pass, and dQ passes through global memory in every pass over K/V.
-L = m + log l stands for l and m, as in the released code. Memory and accesses: below the kernel.
+L = m + log l stands for l and m, as in the released code. Query splits, memory and accesses: below
+the kernel.
 """
 
 from functools import cache
@@ -17,14 +18,14 @@ from fa_numba.parts.simt import parts
 
 @cache
 def make_backward(spec):
-    """The kernel for ``spec``; launched over (1, Hk, B) blocks."""
+    """The kernel for ``spec``; launched over (query splits, Hk, B) blocks."""
     p, Bc = parts(spec), spec.Bc
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4
     RK, RG = spec.column_registers, spec.cap_registers
     NQ, NK, NP = spec.tile_floats
     AT_DO, AT_K, AT_V, AT_P, AT_DS = NQ, 2 * NQ, 2 * NQ + NK, 2 * NQ + 2 * NK, 2 * NQ + 2 * NK + NP
 
-    def fa1_backward(Q, K, V, O, dO, L, dQ, dK, dV, scale, scale_log2, group, options):
+    def fa1_backward(Q, K, V, O, dO, L, dQ, dK, dV, scale, scale_log2, group, split_rows, options):
         sQ = shared_tile(0, NQ)
         sdO = shared_tile(AT_DO, NQ)
         sK = shared_tile(AT_K, NK)
@@ -48,13 +49,15 @@ def make_backward(spec):
         rows = uint32(p.query_rows(Q, b, h_first, options).shape[0])
         Nq, Nk = p.lengths(rows, columns, b, options)
 
-        # Alg. 4 line 5: dQ = 0
-        p.initialise_dq(rdQ, dQ, b, h_first, heads, rows, options, ty, tx)
+        # Alg. 4 line 5: dQ = 0, of this block's rows, whole tiles
+        i_begin = uint32(cuda.blockIdx.x * split_rows)
+        i_last = uint32(min(rows, uint32(i_begin + split_rows)))
+        p.initialise_dq(rdQ, dQ, b, h_first, heads, i_begin, i_last, options, ty, tx)
 
         # FA-1 line 6, FA-2 line 5: for each column tile j
         j0, j_end = uint32(0), p.passes(columns)
         while j0 < j_end:
-            i_first, i_end = p.rows_of_pass(j0, uint32(0), Nq, Nq, Nk, options)
+            i_first, i_end = p.rows_of_pass(j0, i_begin, min(i_last, Nq), Nq, Nk, options)
             cuda.syncthreads()  # nobody reads sK and sV any more
             # FA-1 line 7, FA-2 line 6: load Kj, Vj
             p.load_columns(sK, Kh, j0, Nk)
@@ -117,14 +120,18 @@ def make_backward(spec):
             j0 = uint32(j0 + Bc)
 
     arrays = [*[array_type(4)] * 5, array_type(3), *[array_type(4)] * 3]
-    scalars = (types.float32, types.float32, types.int32)
+    scalars = (types.float32, types.float32, types.int32, types.int32)
     arguments = (*arrays, *scalars, spec.features.argument_type)
     return Kernel(fa1_backward, arguments, spec.threads, spec.shared_bytes, spec.min_blocks)
 
 
 __doc__ += """
+With query splits several blocks share a head, each with its own rows of Q, and add to dK and dV,
+which are 0 before, by atomic adds, in no fixed order.
+
 Shared memory, floats:  2 (Br + Bc) d + 2 Br Bc, swizzled
 Accesses, elements per head:  loads 2 Nk d + Tc (3 Nq d + Nq) + (Tc - 1) Nq d,
     stores 2 Nk d + Tc Nq d; with a causal mask only the row tiles that see column tile j. The
-    first pass knows line 5's dQ = 0 and does not read it.
+    first pass knows line 5's dQ = 0 and does not read it. Each query split loads K and V and adds
+    to dK and dV, Nk d each, an add a load and a store.
 """

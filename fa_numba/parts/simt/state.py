@@ -65,14 +65,14 @@ def make_write_state(spec):
 
 @cache
 def make_initialise_dq(spec):
-    """``initialise_dq(rdQ, dQ, b, h_first, heads, rows, options, ty, tx)``: dQ = 0 of these heads,
-    unless the first pass does it, which then takes all rows.
+    """``initialise_dq(rdQ, dQ, b, h_first, heads, row0, rows_end, options, ty, tx)``: dQ = 0 of
+    these heads and rows, unless the first pass does it, which then takes all rows.
     """
     Br, RQ, initialises = spec.Br, spec.TM * spec.DN * 4, spec.features.initialises
     query_rows, write_rows = make_query_rows(spec), make_write_rows(spec)
 
     @device_function
-    def initialise_dq(rdQ, dQ, b, h_first, heads, rows, options, ty, tx):
+    def initialise_dq(rdQ, dQ, b, h_first, heads, row0, rows_end, options, ty, tx):
         if initialises:
             for e in range(RQ):
                 rdQ[e] = float32(0.0)
@@ -80,9 +80,9 @@ def make_initialise_dq(spec):
             while g < heads:
                 h = uint32(h_first + g)
                 dQh = query_rows(dQ, b, h, options)
-                i0 = uint32(0)
-                while i0 < rows:
-                    write_rows(rdQ, dQh, i0, rows, ty, tx)
+                i0 = row0
+                while i0 < rows_end:
+                    write_rows(rdQ, dQh, i0, rows_end, ty, tx)
                     i0 = uint32(i0 + Br)
                 g = uint32(g + 1)
 

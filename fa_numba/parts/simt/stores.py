@@ -164,7 +164,11 @@ def make_store_ds(spec):
 
 @cache
 def make_write_columns(spec):
-    """``write_columns(rT, T, row0, rows_end, ty, tx)``: this thread's dK or dV to memory."""
+    """``write_columns(rT, T, row0, rows_end, ty, tx)``: this thread's dK or dV to memory; or, where
+    blocks share it, added to it atomically.
+    """
+    if spec.splits_queries:
+        return _make_add_columns(spec)
     CM, DN, TX, TY = spec.CM, spec.DN, spec.tx_count, spec.ty_count
     d, aligned = spec.head_dim, spec.aligned
 
@@ -184,6 +188,22 @@ def make_write_columns(spec):
                             T[row, uint32(col + n)] = rT[e + n]
 
     return write_columns
+
+
+def _make_add_columns(spec):
+    CM, DN, TX, TY, d = spec.CM, spec.DN, spec.tx_count, spec.ty_count, spec.head_dim
+
+    @device_function
+    def add_columns(rT, T, row0, rows_end, ty, tx):
+        for r in range(CM):
+            row = uint32(row0 + 4 * (ty + (r // 4) * TY) + r % 4)
+            for c in range(DN):
+                for n in range(4):
+                    col = uint32(4 * (tx + c * TX) + n)
+                    if row < rows_end and col < uint32(d):
+                        add_global(T, row, col, rT[4 * (r * DN + c) + n])
+
+    return add_columns
 
 
 @cache
