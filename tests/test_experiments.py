@@ -1057,6 +1057,11 @@ def test_query_splits_know_the_mask():
     assert costs == {1: [12], 2: [9, 4], 4: [6, 4.5, 3, 1.5]}
     assert [makespan(causal, 128, 128, s, 2) for s in costs] == [12, 9, 7.5]
     assert query_splits(causal, 2) == 4
+    # Backward, a column tile costs a block that shares its head 2.6 tiles more.
+    assert block_costs(causal, 128, 128, 2, True) == [c + 2.6 * t for c, t in zip(
+        block_costs(causal, 128, 128, 2), (4, 2), strict=True)]  # fmt: skip
+    assert makespan(causal, 128, 128, 1, 2, True) == 12
+    assert makespan(causal, 128, 128, 2, 2, True) == 9 + 2.6 * 4
     # Without the mask: 4 splits of 6 are two rounds, 12; 2 splits of 2 (4 + 1) are one, 10.
     assert query_splits(full, 2) == 2
 

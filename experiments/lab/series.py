@@ -22,7 +22,9 @@ SPLITS, MMA_SPLITS = "fa1-simt-splits", "fa1-mma-splits"
 FA1_TILES = "fa2-simt-fa1-tiles"
 # FA-2's backward pass with a fixed order of dQ's sums.
 DETERMINISTIC = "fa2-simt-deterministic"
-LOADING_KV = 0.5  # of the time of a tile of S
+# Of the time of a tile of S: what a column tile costs a block of FA-1 beside its tiles, and the
+# atomic adds to its dK and dV where several blocks share a head's queries, as measured on an H200.
+LOADING_KV, ADDING_DKV = 0.5, 2.6
 # What figures and tables call a series.
 LABELS = {
     "standard-simt": "standard",
@@ -161,34 +163,38 @@ def query_splits(
     at the same time, the fewest win. The tiles are the plan's.
     """
     tiles = plan(series, problem, passes=passes).tiles
-    return _best_splits(problem, tiles.Br, tiles.Bc, multiprocessors)
+    return _best_splits(problem, tiles.Br, tiles.Bc, multiprocessors, passes != "fwd")
 
 
 @cache
-def _best_splits(problem: Problem, Br: int, Bc: int, multiprocessors: int) -> int:
+def _best_splits(problem: Problem, Br: int, Bc: int, multiprocessors: int, adds: bool) -> int:
     Tr = -(-problem.seqlen_q // Br)
     tried = [1 << n for n in range(Tr.bit_length()) if 1 << n < Tr] + [Tr]
-    return min(tried, key=lambda s: (makespan(problem, Br, Bc, s, multiprocessors), s))
+    return min(tried, key=lambda s: (makespan(problem, Br, Bc, s, multiprocessors, adds), s))
 
 
-def makespan(problem: Problem, Br: int, Bc: int, splits: int, multiprocessors: int) -> float:
-    """The time until the last thread block ends, in tiles of S.
+def makespan(
+    problem: Problem, Br: int, Bc: int, splits: int, multiprocessors: int, adds: bool = False
+) -> float:
+    """The time until the last thread block ends, in tiles of S; with `adds` of the backward pass,
+    where blocks of one head add to the same dK and dV.
 
     A multiprocessor runs one block at a time. The hardware hands out blocks in order, splits first,
     then heads, to the multiprocessor that is free first.
     """
     free = [0.0] * multiprocessors
-    for cost in block_costs(problem, Br, Bc, splits) * (problem.batch * problem.heads_q):
+    costs = block_costs(problem, Br, Bc, splits, adds and splits > 1)
+    for cost in costs * (problem.batch * problem.heads_q):
         heapq.heapreplace(free, free[0] + cost)
     return max(free)
 
 
-def block_costs(problem: Problem, Br: int, Bc: int, splits: int) -> list[float]:
+def block_costs(problem: Problem, Br: int, Bc: int, splits: int, adds: bool = False) -> list[float]:
     """The work of one head's thread blocks in launch order, in tiles of S.
 
-    A block pays for the tiles that it visits, and for every column tile half a tile more, which
-    is what loading Kj and Vj costs it. Row tile i visits the column tiles that its last row
-    sees, the first in any case; the block with the last rows is launched first.
+    A block pays for the tiles that it visits, and for every column tile what loading Kj and Vj
+    costs, with `adds` what adding to dKj and dVj costs too. Row tile i visits the column tiles that
+    its last row sees, the first in any case; the block with the last rows is launched first.
     """
     Nq, Tr = problem.seqlen_q, -(-problem.seqlen_q // Br)
     column_tiles = [
@@ -196,7 +202,8 @@ def block_costs(problem: Problem, Br: int, Bc: int, splits: int) -> list[float]:
     ]
     run = -(-Tr // splits)
     chunks = [column_tiles[first : first + run] for first in range(0, Tr, run)]
-    return [sum(chunk) + LOADING_KV * chunk[-1] for chunk in reversed(chunks)]
+    more = LOADING_KV + (ADDING_DKV if adds else 0)
+    return [sum(chunk) + more * chunk[-1] for chunk in reversed(chunks)]
 
 
 def row_fields(problem: Problem) -> dict[str, Any]:
