@@ -267,7 +267,7 @@ def table(rows: Sequence[Row]) -> Table | None:
             whole = source != "model" and low >= square
             fitted.append(scaling.fit(points, *(() if whole else (low, high))))
         if any(fitted):
-            name = scaling.LABELS.get(series) or LABELS[series]
+            name = scaling.LABELS.get(series) or LABELS[series].partition(", $")[0]
             side = "below d²" if high <= square else "above d²"
             lines.append([f"{name}, {side}", theorem, *map(scaling.cell, fitted)])
     if not lines:
