@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from scipy import stats
-
 import fa_numba
 from fa_numba import device, io_model
 from fa_numba.problem import Problem
@@ -168,6 +166,8 @@ class Fit:
 
 def fit(points: Points, low: float = 0, high: float = math.inf) -> Fit | None:
     """The exponent of the points from x = low to high; None where there are fewer than three."""
+    from scipy import stats  # here: every command would wait a second for it
+
     inside = [(x, y) for x, y in sorted(points.items()) if low <= x <= high and y > 0]
     if len(inside) < FEWEST:
         return None
