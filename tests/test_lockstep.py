@@ -1369,3 +1369,35 @@ def test_a_trace_is_of_tiles():
     assert moves == once + once  # steps are of a launch
     launch(tiles, 1, 16, (x, w, y, total))
     assert len(moves) == 16  # outside
+
+
+# ---- sources
+
+
+SOURCE = """
+def make(cuda):
+    def kernel(
+        x,
+    ):
+        # the first row alone
+        if cuda.threadIdx.x > 2:
+            x[CHANGED] = 1.0
+# beside
+        x[0] += 1.0
+
+    return kernel
+"""
+
+
+@pytest.mark.parametrize("index", [7, 9])
+def test_copies_of_a_source_have_their_own_lines(index):
+    """Functions whose text is the same are rewritten once, wherever they stand."""
+    for name, above in (("one.py", ""), ("other.py", "\n\n"), ("another.py", "\n")):
+        text = above + SOURCE.replace("CHANGED", str(index))
+        linecache.cache[name] = (len(text), None, text.splitlines(True), name)
+        made: dict = {}
+        exec(compile(text, name, "exec"), made)
+        with pytest.raises(OutOfBounds) as info:
+            launch(made["make"](cuda), 1, 4, (np.zeros(5),))
+        assert info.value.line == f"{name}:{8 + len(above)}: x[{index}] = 1.0"
+        assert f"x[{index}] is outside" in str(info.value)

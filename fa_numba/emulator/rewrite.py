@@ -16,10 +16,10 @@ from __future__ import annotations
 import ast
 import copy
 import linecache
-from functools import lru_cache
 from types import CodeType
 from typing import Any
 
+from .source_lines import block_at, definition, definition_among, moved
 from .syntax import (
     BITWISE,
     BLOCKS,
@@ -43,6 +43,8 @@ from .syntax import (
 )
 
 _rewritten: dict[int, tuple[CodeType, CodeType, frozenset[str]]] = {}
+# By the text of a function, with its first line: changed copies of a module share what is alike.
+_of_text: dict[str, tuple[CodeType, frozenset[str], int]] = {}
 
 
 def rewritten(code: CodeType) -> tuple[CodeType, frozenset[str]]:
@@ -57,27 +59,16 @@ def rewritten(code: CodeType) -> tuple[CodeType, frozenset[str]]:
     return known[1], known[2]
 
 
-@lru_cache(maxsize=256)
-def _definitions(filename: str, text: str) -> dict[tuple[str, int], ast.FunctionDef]:
-    """Functions of a file by name and first line, that of the first decorator.
-
-    Whoever takes one takes it out: rewriting changes it.
-    """
-    found = {}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef):
-            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            found[node.name, first] = node
-    return found
-
-
 def _rewrite(code: CodeType) -> tuple[CodeType, frozenset[str]]:
     lines = linecache.getlines(code.co_filename)
-    place = f"{code.co_name}, {code.co_filename}:{code.co_firstlineno}"
-    file, key = (code.co_filename, "".join(lines)), (code.co_name, code.co_firstlineno)
-    if lines and key not in _definitions(*file):
-        _definitions.cache_clear()  # taken out before, for another code object of this source
-    found = _definitions(*file).pop(key, None) if lines else None
+    name, first = code.co_name, code.co_firstlineno
+    place = f"{name}, {code.co_filename}:{first}"
+    block = block_at(lines, first) if first <= len(lines) else ""
+    known = _of_text.get(block)
+    if known is not None:
+        return moved(known[0], code.co_filename, first - known[2]), known[1]
+    itself = definition(block, name, first) if block else None
+    found = itself or (definition_among(lines, name, first) if lines else None)
     if found is None:
         raise ValueError(f"the source of {place} is not at hand: the emulator runs from source")
     try:
@@ -87,10 +78,11 @@ def _rewrite(code: CodeType) -> tuple[CodeType, frozenset[str]]:
     module = ast.Module(body=[node], type_ignores=[])
     ast.fix_missing_locations(module)
     whole = compile(module, code.co_filename, "exec", dont_inherit=True)
-    (function,) = [
-        c for c in whole.co_consts if isinstance(c, CodeType) and c.co_name == code.co_name
-    ]
-    return function, frozenset(_names(function))
+    (function,) = [c for c in whole.co_consts if isinstance(c, CodeType) and c.co_name == name]
+    made = function, frozenset(_names(function))
+    if itself is not None:
+        _of_text[block] = (*made, first)
+    return made
 
 
 def _names(code: CodeType) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dis
 import linecache
 import os
@@ -30,3 +31,52 @@ def assigned_name(code: CodeType, instruction: int) -> str | None:
             name = name[0] if isinstance(name, tuple) else name
             return name.removeprefix("_fa_new_")
     return None
+
+
+def block_at(lines: list[str], first: int) -> str:
+    """The lines of the function that begins at line `first`, by their indentation."""
+    taken: list[str] = []
+    indent, inside = _indent(lines[first - 1]), False
+    for line in lines[first - 1 :]:
+        text = line.strip()
+        if inside and text and text[0] not in "#)" and _indent(line) <= indent:
+            break
+        inside = inside or text.startswith("def ")
+        taken.append(line)
+    return "".join(taken)
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def definition(block: str, name: str, first: int) -> ast.FunctionDef | None:
+    """The function of these lines; None if they are not it and all of it."""
+    try:
+        tree = ast.parse("if 1:\n" + block if block[:1].isspace() else "\n" + block)
+    except SyntaxError:
+        return None
+    ast.increment_lineno(tree, first - 2)
+    body = tree.body[0].body if isinstance(tree.body[0], ast.If) else tree.body
+    whole = len(body) == 1 and isinstance(body[0], ast.FunctionDef) and body[0].name == name
+    return body[0] if whole else None  # type: ignore[return-value]
+
+
+def definition_among(lines: list[str], name: str, first: int) -> ast.FunctionDef | None:
+    """The function of a file by its name and first line, that of the first decorator."""
+    for node in ast.walk(ast.parse("".join(lines))):
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            begins = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            if begins == first:
+                return node
+    return None
+
+
+def moved(code: CodeType, file: str, lines: int) -> CodeType:
+    """The same code as of another file, `lines` further down."""
+    constants = (moved(c, file, lines) if isinstance(c, CodeType) else c for c in code.co_consts)
+    return code.replace(
+        co_filename=file,
+        co_firstlineno=code.co_firstlineno + lines,
+        co_consts=tuple(constants),
+    )
