@@ -31,7 +31,7 @@ _NO_PART = {
     *(LAB / f"{name}.py" for name in ("__init__", "options", "published", "speed_figures")),
     *(LAB / f"{name}.py" for name in ("store", "tables", "block_figures", "paper_bars")),
     *(PACKAGE / name for name in ("algorithms.py", "__main__.py")),
-    *PACKAGE.glob("commands/*"),
+    *PACKAGE.glob("commands/*.py"),
     *PACKAGE.glob("bounds/*"),
     EXPERIMENTS / "__init__.py",
 }
