@@ -32,7 +32,7 @@ _NO_PART = {
     *(LAB / f"{name}.py" for name in ("store", "tables", "block_figures", "paper_bars")),
     *(PACKAGE / name for name in ("algorithms.py", "__main__.py")),
     *PACKAGE.glob("commands/*.py"),
-    *PACKAGE.glob("bounds/*"),
+    *PACKAGE.glob("bounds/*.py"),
     EXPERIMENTS / "__init__.py",
 }
 _NO_PART_OF_COUNTS = {
