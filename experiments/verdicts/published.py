@@ -116,7 +116,10 @@ def outliers(data: Evidence) -> Finding:
     printed = numerics.paper_ratio()
     number = f"standard over FA-2: ours {ours:.2f}, torch's {torchs:.2f}, published {printed:.2f}"
     near = all(abs(ratio / printed - 1) < 0.25 for ratio in (ours, torchs))
-    return Finding(number, REPRODUCED if near else TREND if min(ours, torchs) > 1 else REFUTED)
+    more = "S and P in fp16 cost more here than the paper's baseline lost"
+    if near:
+        return Finding(number, REPRODUCED)
+    return Finding(number, TREND, more) if min(ours, torchs) > 1 else Finding(number, REFUTED)
 
 
 def decoding(data: Evidence) -> Finding:
@@ -145,9 +148,9 @@ def decoding(data: Evidence) -> Finding:
         f"the published FA-2 {grows(printed['FlashAttention']):.1f}, Flash-Decoding "
         f"{grows(printed['Flash-Decoding']):.1f}"
     )
-    near = 0.4 < grows(ours) / grows(printed["FlashAttention"]) < 2.5
+    slows = grows(ours) > 2
     reason = "FA-2's loss redone; there is no kernel here that splits the keys"
-    return Finding(number, TREND if near else REFUTED, reason if near else "")
+    return Finding(number, TREND if slows else REFUTED, reason if slows else "")
 
 
 METHODS = {"fa2": "FlashAttention-2"}
@@ -205,7 +208,7 @@ ITEMS = (
     Question(f"{FA1} Fig. 2 left", "GFLOPs, HBM accesses, runtime", f"{GPT2}, fwd+bwd",
              "the same on an H200, fp16", ("gpt2_table",), of_fa1.layer),
     Question(f"{FA1} Fig. 3 left, Tables 9 to 20", "runtime, with and without dropout and padding",
-             "A100, batch 16, 8 heads, d=64, fp16", "the same on an H200, N=512 to 8k",
+             "A100, batch 16, 8 heads, d=64, fp16", "the same on an H200, N=1k to 8k",
              ("runtime_memory",), of_fa1.runtimes),
     Question(f"{FA1} Fig. 3 right, Table 21", "memory of a training step", "the same", "the same, "
              "inputs included as there", ("runtime_memory",), of_fa1.memory),
