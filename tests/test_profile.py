@@ -347,7 +347,10 @@ EQUAL = (
 def recorded():
     """The recorded numbers, as `profile.pairs` has them, of N=256 and d=64 without a mask."""
     store = Store(FIGURES)
-    found = profile.pairs(store.read("profile", "nvidia-h200") + store.read("profile", EMULATOR))
+    measured = store.read("profile", "nvidia-h200")
+    if not measured:
+        pytest.skip("no recording of these kernels")
+    found = profile.pairs(measured + store.read("profile", EMULATOR))
     return next(of for p, of in found.items() if (p.seqlen_q, p.head_dim, p.causal) == (256, 64, 0))
 
 

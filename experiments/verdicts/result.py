@@ -17,12 +17,17 @@ WORDS = {"float32": "fp32 on CUDA cores", "float16": "fp16 on tensor cores"}
 def sentences(rows: Sequence[Row]) -> Table | None:
     """What the K/V-outer order costs over the Q-outer order at the same tiles."""
     found: dict[str, dict[str, list[float]]] = {}
+    moved: list[float] = []
     for problem, mine in variants.problems_of(rows).items():
         if not loop_order.in_setting(problem):
             continue
+        of = variants.values(mine)
+        for series in {row.series for row in mine}:
+            pair = [of.get((series, source, "traffic")) for source in ("l2", "model")]
+            moved += [pair[0] / pair[1]] if pair[0] and pair[1] else []
         for name, ratio in loop_order.ratios(mine).items():
             found.setdefault(problem.dtype, {}).setdefault(name, []).append(ratio)
-    if any(dtype not in found for dtype in WORDS):
+    if not moved or any(dtype not in found for dtype in WORDS):
         return None
 
     def each(name: str, form: str = ".2f") -> str:
@@ -34,7 +39,8 @@ def sentences(rows: Sequence[Row]) -> Table | None:
 
     lines = [
         f"**Accesses**, times the bytes: {each('model')}.",
-        f"**L2**, times the bytes: {each('l2')}.",
+        f"**L2**, times the bytes: {each('l2')}. It moves {span(moved, '.3f')} of what the kernels "
+        "access.",
         f"**DRAM**, times the bytes: {each('dram', '.0f')}. O, l and m of all rows, written in "
         "every pass, do not stay in L2; what Q outer reads again does.",
         f"**Time at an equal grid**, times as long: {each('splits')}.",
