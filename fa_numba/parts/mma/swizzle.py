@@ -52,12 +52,12 @@ def make_first_place(rows, chunks):
     row r. Threads take places in order: the chunk that lies there begins at c ^ exchange(r), in
     other turns as many elements further, of that turn's row.
     """
-    pitch, whole = rows.pitch, rows.pitch == chunks.right
+    pitch, whole = rows.pitch, rows.pitch == chunks.right == CHUNK * rows.group
     assert chunks.width % rows.group == 0, "what is exchanged is of one turn"
 
     @device_function
     def first_place(thread, r, c):
-        if whole:  # turns are of whole rows
+        if whole:  # a turn's rows, of a group each, are threads in a row: saves a register
             return uint32(uint32(thread) * uint32(CHUNK))
         return uint32(r * pitch + c)
 
