@@ -475,19 +475,25 @@ def digests(folder):
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in figures}
 
 
-def test_figures_come_out_byte_for_byte_the_same(tmp_path, monkeypatch):
+# All of them take a minute; each of these is drawn in a way of its own.
+@pytest.mark.parametrize(
+    "names",
+    [("block_size", "loop_order", "timeline"), pytest.param(NAMES, marks=pytest.mark.slow)],
+    ids=["few", "all"],
+)
+def test_figures_come_out_byte_for_byte_the_same(names, tmp_path, monkeypatch):
     """By a command's processes and by this one, in another order."""
-    for name in NAMES:
+    for name in names:
         store_synthetic(name, tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "two")
-    done = run("draw", *NAMES, "--out", str(tmp_path / "one"))
+    done = run("draw", *names, "--out", str(tmp_path / "one"))
     assert done.returncode == 0, done.stdout + done.stderr
-    figures = {other for name in NAMES for other in (name, *registry.figures(registry.load(name)))}
+    figures = {other for name in names for other in (name, *registry.figures(registry.load(name)))}
     assert done.stdout.count(": drawn") == len(figures)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    assert command.main(["draw", *NAMES[::-1], "--out", str(tmp_path / "two")]) == 0
+    assert command.main(["draw", *names[::-1], "--out", str(tmp_path / "two")]) == 0
     drawn = [digests(tmp_path / folder) for folder in ("one", "two")]
-    animated = {f"{name}.gif" for name in NAMES if hasattr(registry.load(name), "animate")}
+    animated = {f"{name}.gif" for name in names if hasattr(registry.load(name), "animate")}
     still = {f"{name}.{kind}" for name in figures for kind in ("svg", "png")}
     assert set(drawn[0]) == still | animated
     assert drawn[0] == drawn[1]

@@ -72,7 +72,7 @@ def test_plans_take_the_tuned_tiles(table):
 
 
 def test_plans_fall_back_to_the_rule(table, monkeypatch):
-    memory = 2 * (64 + 2 * 256) * 72
+    memory = 2 * (64 + 2 * 256) * 64
 
     def with_limit(bytes_a_block):
         monkeypatch.setattr(fa_numba.device, "shared_bytes_limit", lambda: bytes_a_block)
@@ -112,7 +112,7 @@ def test_plans_take_the_tuned_stages(table):
     assert chosen(64) == Tiles(64, 32, 64, stages=2)
     shape = (1, 1, 4096, 64)
     planned = fa_numba.plan(shape, shape, dtype="float16")
-    assert planned.kernels[0].shared_bytes == 2 * (64 + 4 * 32) * 72
+    assert planned.kernels[0].shared_bytes == 2 * (64 + 4 * 32) * 64
 
 
 def test_a_table_of_other_columns_is_refused(table):
