@@ -22,6 +22,7 @@ from .evidence import (
     Finding,
     MissingRows,
     Question,
+    doubling,
     question_table,
     span,
 )
@@ -223,8 +224,7 @@ def recomputed(data: Evidence) -> Finding:
     growth: list[float] = []
     for series in ("fa1-mma", "fa2-mma"):
         found = runtime_memory.curve(rows, series, "memory", "fwd+bwd", runtime_memory.PLAIN)
-        sizes = sorted(found)
-        growth += [found[b] / found[a] / (b / a) for a, b in zip(sizes, sizes[1:], strict=False)]
+        growth += doubling(found)
     if not growth:
         raise MissingRows("runtime_memory: two lengths")
     number = f"doubling N doubles the memory of a training step, times {span(growth, '.3f')}"

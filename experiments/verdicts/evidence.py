@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,12 @@ class Evidence:
         return found
 
 
+def doubling(found: Mapping[int, float]) -> list[float]:
+    """From each length to the next: by what the value grows, over what the length grows."""
+    lengths = sorted(found)
+    return [found[b] / found[a] / (b / a) for a, b in zip(lengths, lengths[1:], strict=False)]
+
+
 def _fits(value: Any, wanted: Any) -> bool:
     return value in wanted if isinstance(wanted, tuple) else bool(value == wanted)
 
@@ -126,15 +132,15 @@ def question_table(questions: Sequence[Question], first: str) -> Across:
         if not rows:
             return None
         evidence = Evidence(rows)
+        findings = [q.finding(evidence) for q in questions]
         lines = []
-        for q in questions:
-            found = q.finding(evidence)
+        for q, found in zip(questions, findings, strict=True):
             verdict = f"**{found.verdict}**" + (f": {found.reason}" if found.reason else "")
             lines.append(
                 [q.name, q.claim, q.there, q.here, found.number, verdict, q.command, q.data]
             )
         body = markdown(header, lines).replace("---:", "---")
-        return Table(tally(q.finding(evidence) for q in questions), body)
+        return Table(tally(findings), body)
 
     names = dict.fromkeys(name for q in questions for name in q.experiments)
     return Across(make, tuple(names), cites=False)

@@ -15,6 +15,7 @@ from .evidence import (
     Evidence,
     Finding,
     MissingRows,
+    doubling,
     span,
 )
 
@@ -140,7 +141,7 @@ def memory(data: Evidence) -> Finding:
         if len(both) < 2:
             raise MissingRows("runtime_memory: memory")
         ratios = [ours[N] / printed[N] for N in both]
-        linear += [ours[b] / ours[a] / (b / a) for a, b in zip(both, both[1:], strict=False)]
+        linear += doubling({N: ours[N] for N in both})
         over += ratios
         words.append(f"{LABELS[series]} {span(ratios)} of the published MiB")
     standard = runtime_memory.paper("memory", "fwd+bwd", name, "PyTorch Attention")

@@ -40,32 +40,29 @@ def fa2_speed(pass_: str, item: str) -> Question:
                     there, HERE, ("speed_fp16",), decide)  # fmt: skip
 
 
+def _speeds(
+    data: Evidence, series: str, pass_: str, head_dim: int, causal: bool
+) -> dict[int, float]:
+    """Length -> TFLOP/s in fp16."""
+    rows = data.rows(
+        "speed_fp16", series=series, metric="speed", pass_=pass_, head_dim=head_dim, causal=causal
+    )
+    return {row.seqlen_q: row.number for row in rows}
+
+
 def _order(data: Evidence, pass_: str, item: str) -> Finding:
     over_fa1, over_theirs, unfused, kept, calibration = [], [], [], [], []
     for d in (64, 128):
         for causal in (False, True):
-            theirs = {
-                name: of_fa1.numbers(
-                    paper="fa2",
-                    item=item,
-                    method=method,
-                    head_dim=str(d),
-                    causal=str(causal).lower(),
-                )
-                for name, method in METHODS.items()
-            }
+            theirs = of_fa1.numbers(
+                paper="fa2",
+                item=item,
+                method="FlashAttention-2",
+                head_dim=str(d),
+                causal=str(causal).lower(),
+            )
             ours = {
-                name: {
-                    row.seqlen_q: row.number
-                    for row in data.rows(
-                        "speed_fp16",
-                        series=name,
-                        metric="speed",
-                        pass_=pass_,
-                        head_dim=d,
-                        causal=causal,
-                    )
-                }
+                name: _speeds(data, name, pass_, d, causal)
                 for name in ("fa1-mma", "fa1-mma-splits", "fa2-mma", "torch-unfused", "torch-fa2")
             }
             for N in SEQLENS:
@@ -75,9 +72,9 @@ def _order(data: Evidence, pass_: str, item: str) -> Finding:
                 over_fa1.append(ours["fa2-mma"][N] / fa1)
                 unfused.append(ours["fa2-mma"][N] / ours["torch-unfused"][N])
                 kept.append(ours["fa2-mma"][N] > fa1 > ours["torch-unfused"][N])
-                if N in theirs["fa2"]:
-                    over_theirs.append(ours["fa2-mma"][N] / theirs["fa2"][N])
-                    calibration.append(ours["torch-fa2"][N] / theirs["fa2"][N])
+                if N in theirs:
+                    over_theirs.append(ours["fa2-mma"][N] / theirs[N])
+                    calibration.append(ours["torch-fa2"][N] / theirs[N])
     number = (
         f"published order at {sum(kept)} of {len(kept)} sizes; FA-2 over FA-1 {span(over_fa1)}, "
         f"over torch's unfused {span(unfused, '.1f')}; our FA-2 over the published "
@@ -153,34 +150,33 @@ def decoding(data: Evidence) -> Finding:
     return Finding(number, TREND if slows else REFUTED, reason if slows else "")
 
 
-METHODS = {"fa2": "FlashAttention-2"}
 # Of FA-3's figures, the kernels that torch has too.
 PEERS = {"FA-2": "torch-fa2", "cuDNN": "torch-cudnn"}
 
 
 def _hopper(data: Evidence, pass_: str, item: str) -> Finding:
     found: dict[str, list[float]] = {method: [] for method in PEERS}
-    ahead = []
+    ahead: list[float] = []
     for d in (64, 128):
         for causal in (False, True):
-            where = {"head_dim": str(d), "causal": str(causal).lower()}
 
-            def speeds(series: str, d: int = d, causal: bool = causal) -> dict[int, float]:
-                rows = data.rows(
-                    "speed_fp16", series=series, metric="speed", pass_=pass_, head_dim=d,
-                    causal=causal,
-                )  # fmt: skip
-                return {row.seqlen_q: row.number for row in rows}
+            def pairs(
+                method: str, series: str, d: int = d, causal: bool = causal
+            ) -> list[tuple[float, float]]:
+                """(ours, theirs) at the lengths of both; nothing where the paper has no bars."""
+                theirs = of_fa1.numbers(
+                    paper="fa3",
+                    item=item,
+                    method=method,
+                    head_dim=str(d),
+                    causal=str(causal).lower(),
+                )
+                ours = _speeds(data, series, pass_, d, causal) if theirs else {}
+                return [(ours[N], theirs[N]) for N in theirs if N in ours]
 
             for method, series in PEERS.items():
-                theirs, ours = of_fa1.numbers(paper="fa3", item=item, method=method, **where), {}
-                if theirs:
-                    ours = speeds(series)
-                found[method] += [ours[N] / theirs[N] for N in theirs if N in ours]
-            best, ours = of_fa1.numbers(paper="fa3", item=item, method="FA-3", **where), {}
-            if best:
-                ours = speeds("fa2-mma")
-            ahead += [best[N] / ours[N] for N in best if N in ours]
+                found[method] += [here / there for here, there in pairs(method, series)]
+            ahead += [there / here for here, there in pairs("FA-3", "fa2-mma")]
     words = "; ".join(
         f"torch's {method} over the published {method} {span(ratios)}"
         for method, ratios in found.items()
