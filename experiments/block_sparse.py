@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ import fa_numba
 from fa_numba import device, io_model, reference
 from fa_numba.problem import Problem
 
-from .lab import counts, peers, published, sparse_figures, tables
+from .lab import counts, peers, precompile, published, sparse_figures, tables
 from .lab.options import Bench, Options
 from .lab.series import LABELS, call, gradients, row_fields
 from .lab.sparse_figures import NO_MASK, curve, deviations, place, relative
@@ -148,6 +148,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
 
     if bench.machine is None:
         return
+    precompile.compile_ahead(_planned(cases), bench)
     checks = Checks(inputs)
     arrays: dict[Problem, tuple] = {}
     for problem, series, share in bench.each(cases, "timing"):
@@ -158,6 +159,13 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
             yield _time(problem, series, pass_, share, arrays[problem], checks, bench.machine)
             device.release_memory()
             peers.release()
+
+
+def _planned(cases: Iterable[tuple[Problem, str, int | None]]) -> Iterator[precompile.Call]:
+    """The calls to compile for: a mask is passed to a kernel, so that one stands for all."""
+    one_of_each = {(problem, series, share is None): share for problem, series, share in cases}
+    for (problem, series, _), share in one_of_each.items():
+        yield from precompile.calls(series, problem, "fwd+bwd", **_given(problem, SIZE, share))
 
 
 def _fields(problem: Problem, series: str, pass_: str, size: int, share: int | None) -> dict:

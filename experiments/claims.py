@@ -5,7 +5,8 @@ Most claims are decided by the other experiments' rows; here are the settings th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import fa_numba
 from fa_numba import device, reference
 from fa_numba.problem import Problem
 
-from .lab import peers, tables, variants
+from .lab import calls, peers, tables, variants
 from .lab.options import Bench, Options
 from .lab.series import LABELS, algorithm, call, plan, query_splits, row_fields, unit
 from .lab.store import EMULATOR, MODEL, Row
@@ -33,8 +34,9 @@ NEEDS_GPU = False
 # A row's array, or what else it is of, stands in its note.
 SWEPT = ("note",)
 PROTOCOL = (
-    "decoding: bytes of K and V once over the median time; copy: bytes read and written over the "
-    "median time of torch's copy; memory: peak of what one call allocates"
+    "decoding: bytes of K and V once over the median time, of 512 heads K and V are those of 32; "
+    "float64 against all elements of O of the first and the last head; copy: bytes read and "
+    "written over the median time of torch's copy; memory: peak of what one call allocates"
 )
 
 SIMT = ("standard-simt", "fa1-simt", "fa2-simt")
@@ -47,6 +49,8 @@ CLAIMED_GB = {"standard-mma": (17.4, 17.8), "fa2-mma": (0.27, 0.27)}
 MMA = ("standard-mma", "fa1-mma", "fa1-mma-splits", "fa2-mma")
 # One query for each of so many heads, on a cache of so many keys.
 CACHE, CACHE_HEADS, QUICK_CACHE = 16384, (1, 32, 512), 2048
+# As many heads of a cache are drawn; it is a divisor of longer CACHE_HEADS.
+DRAWN_HEADS = 32
 # Flash-Decoding's micro-benchmark: 16 query heads on 2 of K and V, d=128, batch times length fixed
 # but for the last two.
 DECODING = tuple((max(1, 65536 // N), N) for N in (2**n for n in range(8, 18)))
@@ -86,7 +90,7 @@ def _place(array: str, dropout: float) -> str:
     return f"{array}, dropout" if dropout else array
 
 
-def _options(problem: Problem, series: str, dropout: float = 0.0) -> dict[str, Any]:
+def _options(dropout: float = 0.0) -> dict[str, Any]:
     given: dict[str, Any] = {"tiles": fa_numba.Tiles(COUNTED_TILE, COUNTED_TILE)}
     return given | ({"dropout_p": dropout, "seed": SEED} if dropout else {})
 
@@ -94,7 +98,7 @@ def _options(problem: Problem, series: str, dropout: float = 0.0) -> dict[str, A
 def _model(problem: Problem, series: str, dropout: float) -> Iterator[Row]:
     if dropout:  # the model's counts know no dropout: it costs no access
         return
-    accesses = plan(series, problem, **_options(problem, series)).accesses
+    accesses = plan(series, problem, **_options()).accesses
     for metric in ("loads", "stores"):
         yield from _by_array(problem, series, 0.0, metric, getattr(accesses, metric), MODEL)
 
@@ -103,7 +107,7 @@ def _count(problem: Problem, series: str, dropout: float) -> Iterator[Row]:
     """Loads and stores of one call by array."""
     q, k, v = Inputs()(problem)
     with fa_numba.count_accesses() as counts:
-        call(series, problem, q, k, v, **_options(problem, series, dropout))()
+        call(series, problem, q, k, v, **_options(dropout))()
     for metric in ("loads", "stores"):
         found = getattr(counts, metric)
         yield from _by_array(problem, series, dropout, metric, found, EMULATOR)
@@ -181,11 +185,11 @@ def _layers(options: Options, bench: Bench) -> Iterator[Row]:
     layer = QUICK_LAYER if options.quick else LAYER
     few = fa2_setting(512 if options.quick else 1024, 64)
     splits = query_splits(layer, bench.describe["multiprocessors"], "fa1-mma")
-    calls = [
+    compared = [
         variants.splits_of("fa1-mma", splits) if "splits" in name else variants.Variant(name)
         for name in MMA
     ]
-    work = [(layer, calls), (few, [variants.Variant(name) for name in SIMT])]
+    work = [(layer, compared), (few, [variants.Variant(name) for name in SIMT])]
     yield from variants.measure(NAME, work, bench, OPERATIONS, seconds=SECONDS)
 
 
@@ -208,8 +212,8 @@ def _decoding(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def _timed(series: str, problem: Problem, moved: int, bench: Bench) -> Iterator[Row]:
-    host = Inputs()(problem)
-    gate, arrays = Gate(problem, *host), peers.on_device(host, problem.dtype)
+    arrays = _cached(problem)
+    gate = Gate(problem, *arrays)
     timing, failure = attempt(
         lambda: time_call(call(series, problem, *arrays), gate, seconds=SECONDS)
     )
@@ -227,6 +231,19 @@ def _timed(series: str, problem: Problem, moved: int, bench: Bench) -> Iterator[
     speed = None if time is None else moved / time * 1e3
     yield Row(metric="bandwidth", unit="B/s", value=speed, **common)
     device.release_memory()
+
+
+def _cached(problem: Problem) -> tuple[Any, ...]:
+    """q, k and v on the GPU; K and V of many heads are DRAWN_HEADS of them, again and again.
+
+    Queries are all drawn: no two heads have the same result.
+    """
+    drawn = min(DRAWN_HEADS, problem.heads_k)
+    inputs = Inputs()
+    (q, _, _) = inputs(replace(problem, heads_k=problem.heads_q, seqlen_k=1))
+    (_, k, v) = inputs(replace(problem, heads_q=drawn, heads_k=drawn))
+    keys = peers.repeated((k, v), problem.dtype, problem.heads_k // drawn, axis=1)
+    return *peers.on_device((q,), problem.dtype), *keys
 
 
 def _copy(bench: Bench) -> Row:
@@ -256,7 +273,8 @@ def _long(options: Options, bench: Bench) -> Iterator[Row]:
     problem = one_head(QUICK_LONG if options.quick else LONG, 128, dtype="float16")
     arrays = peers.on_device(Inputs()(problem), problem.dtype)
     for series in ("standard-mma", "fa1-mma", "fa2-mma"):
-        peak, failure = attempt(lambda s=series: peak_mib(call(s, problem, *arrays)))
+        run = call(series, problem, *arrays)
+        taken, failure = attempt(calls.workspace_bytes, run)
         yield Row(
             machine=bench.machine or "",
             experiment=NAME,
@@ -264,21 +282,11 @@ def _long(options: Options, bench: Bench) -> Iterator[Row]:
             source="measured",
             metric="memory",
             unit="MiB",
-            value=peak,
+            value=None if taken is None else taken / 2**20,
             note=failure,
             **row_fields(problem),
         )
         device.release_memory()
-
-
-def peak_mib(run: Callable[..., Any]) -> float:
-    """Peak memory of one call of ours beside inputs and output, in MiB."""
-    out = run()
-    device.synchronize()
-    with device.track_memory() as memory:
-        run(out=out)
-        device.synchronize()
-    return memory.peak_bytes / 2**20
 
 
 def _layer_rows(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:

@@ -10,7 +10,7 @@ import fa_numba
 from fa_numba import device, io_model
 from fa_numba.problem import Problem
 
-from .lab import counters, tables
+from .lab import counters, precompile, tables
 from .lab.options import Bench, Options
 from .lab.series import LABELS, SERIES, call, plan, row_fields
 from .lab.store import EMULATOR, MODEL, Row
@@ -147,6 +147,8 @@ def _hardware(cases: Sequence[Problem], bench: Bench) -> Iterator[Row]:
     """L2 and DRAM bytes of whole calls, and the model's bytes with the same tiles beside them."""
     work = [(series, problem) for problem in cases for series in SERIES]
     wanted = [counters.Case.of(SERIES[series], problem) for series, problem in work]
+    if counters.available():
+        precompile.compile_ahead((precompile.Call(*each) for each in work), bench)
     results = counters.count_or_say(wanted, counters.TRAFFIC, bench.say)
     if results is None:
         return

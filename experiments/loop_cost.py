@@ -16,7 +16,7 @@ from .lab.speeds import DTYPES, PASSES
 from .lab.store import MODEL, Row
 from .lab.tables import Table
 from .lab.timing import SECONDS, attempt
-from .lab.workloads import HEAD_DIMS, fa2_setting
+from .lab.workloads import Sizes, fa2_setting
 
 NAME = "loop_cost"
 TITLE = "from FA-1 to FA-2 in single steps (FA-2 paper, section 3)"
@@ -106,16 +106,7 @@ def configurations(
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
     """Times, checked first, then the hardware counters of every step, then the closed forms."""
     assert bench.machine is not None and bench.describe is not None
-    lengths = options.seqlens or ((QUICK_SEQLEN,) if options.quick else (SEQLEN,))
-    head_dims = options.head_dims or (HEAD_DIMS[:1] if options.quick else HEAD_DIMS)
-    masks = options.causal or ((False,) if options.quick else (False, True))
-    problems = [
-        fa2_setting(N, d, mask, dtype)
-        for dtype in UNITS.values()
-        for d in head_dims
-        for mask in masks
-        for N in lengths
-    ]
+    problems = Sizes.of(options, (SEQLEN,), (QUICK_SEQLEN,)).problems(UNITS.values())
     multiprocessors = bench.describe["multiprocessors"]
     for passes in ("fwd", "bwd"):
         work = [(p, configurations(p, multiprocessors, passes)) for p in problems]

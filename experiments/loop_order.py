@@ -15,7 +15,7 @@ from .lab.speeds import DTYPES
 from .lab.store import Row
 from .lab.tables import Table
 from .lab.timing import SECONDS
-from .lab.workloads import HEAD_DIMS, SEQLENS, fa2_setting
+from .lab.workloads import SEQLENS, Sizes, fa2_setting
 
 NAME = "loop_order"
 TITLE = "both loop orders at equal unit, dtype, tiles and work"
@@ -67,29 +67,21 @@ def many_heads(heads: int, head_dim: int, dtype: str, seqlen: int = HEADS_SEQLEN
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
     """Times, checked first, then the hardware counters."""
     assert bench.machine is not None and bench.describe is not None
-    lengths = options.seqlens or (SEQLENS[:2] if options.quick else SEQLENS)
-    head_dims = options.head_dims or (HEAD_DIMS[:1] if options.quick else HEAD_DIMS)
-    masks = options.causal or ((False,) if options.quick else (False, True))
-    problems = [
-        fa2_setting(N, d, mask, dtype)
-        for dtype in UNITS.values()
-        for d in head_dims
-        for mask in masks
-        for N in lengths
-    ]
-    if options.seqlens is None and False in masks:
+    sizes = Sizes.of(options, SEQLENS, SEQLENS[:2])
+    problems = sizes.problems(UNITS.values())
+    if options.seqlens is None and False in sizes.masks:
         seqlen = QUICK_SEQLEN if options.quick else HEADS_SEQLEN
         problems += [
             many_heads(heads, d, dtype, seqlen)
             for dtype in UNITS.values()
-            for d in head_dims
+            for d in sizes.head_dims
             for heads in (HEADS[:2] if options.quick else HEADS)
         ]
     multiprocessors = bench.describe["multiprocessors"]
     work = [(p, configurations(p, multiprocessors)) for p in dict.fromkeys(problems)]
 
     def counted(problem: Problem) -> bool:
-        seqlens = lengths if options.seqlens or options.quick else COUNTED_SEQLENS
+        seqlens = sizes.seqlens if options.seqlens or options.quick else COUNTED_SEQLENS
         return in_setting(problem) and not problem.causal and problem.seqlen_q in seqlens
 
     yield from variants.measure(NAME, work, bench, PROFILED, seconds=SECONDS, counted=counted)

@@ -15,7 +15,7 @@ from .lab.series import LABELS, query_splits, row_fields
 from .lab.store import Row
 from .lab.tables import Table
 from .lab.timing import SECONDS, attempt
-from .lab.workloads import fa2_setting
+from .lab.workloads import Sizes
 
 NAME = "memory_hierarchy"
 TITLE = "bandwidth of every memory, and the roofline (FA-1 Fig. 1 left)"
@@ -46,15 +46,11 @@ GLOBAL, SHARED, MATMUL = "read-global", "read-shared", "matmul"
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
     """Bandwidths, matrix products, then times and hardware counters of the attention kernels."""
     assert bench.machine is not None and bench.describe is not None
-    lengths = options.seqlens or (QUICK_SEQLEN if options.quick else SEQLEN,)
-    head_dims, masks = options.head_dims or (HEAD_DIM,), options.causal or (False,)
-    problems = [
-        fa2_setting(N, d, mask, dtype)
-        for dtype in UNITS.values()
-        for d in head_dims
-        for mask in masks
-        for N in lengths
-    ]
+    problems = Sizes(
+        options.seqlens or (QUICK_SEQLEN if options.quick else SEQLEN,),
+        options.head_dims or (HEAD_DIM,),
+        options.causal or (False,),
+    ).problems(UNITS.values())
     yield from _ceilings(problems[0], options, bench)
     multiprocessors = bench.describe["multiprocessors"]
     for passes in ("fwd", "bwd"):

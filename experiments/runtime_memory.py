@@ -24,8 +24,8 @@ TITLE = "time and memory over the sequence length (FA-1 Fig. 3)"
 DESCRIPTION = (
     "FA-1 paper, Fig. 3 and Tables 9 to 21 (batch 16, 8 heads, d=64, fp16): time and peak memory "
     "over N=128..65536 with and without dropout and padding mask, forward, backward and both: "
-    "standard attention while it fits, both orders, all of torch's kernels, and the published "
-    "curves."
+    "standard attention while it fits, both orders, all of torch's kernels to N=32768, its FA-2 "
+    "beyond, and the published curves."
 )
 NEEDS_GPU = False
 # A row's setting stands in its note.
@@ -46,6 +46,8 @@ SETTINGS = {
 OURS = ("standard-mma", "fa1-mma", "fa2-mma")
 THEIRS = (peers.UNFUSED, peers.FLASH, peers.CUDNN, peers.EFFICIENT, peers.MATH)
 PASSES = ("fwd", "bwd", "fwd+bwd")
+# Beyond, of torch's kernels that of the same algorithm alone: a call takes seconds.
+ALL_TO = 32768
 # Beyond, a call takes so long that it is made once or a few times, and nothing twice.
 REPEATED, REPEATS, SECONDS = 8192, 10, 0.1
 CHECKED = Problem(2, 2, 2, 256, 256, HEAD_DIM, dtype=DTYPE)
@@ -99,7 +101,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
         bench.say("  no torch with CUDA here: its kernels are not measured")
     work = [(problem, name) for problem in problems for name in _settings(problem, options)]
     precompile.compile_ahead(_planned(work), bench)
-    session = _Session(bench.machine)
+    session = _Session(bench.machine, problems[-1])
     for problem, name in bench.each(work, "timing"):
         yield from session.rows(problem, name)
 
@@ -157,19 +159,21 @@ def _memory(taken: int, problem: Problem, series: str, pass_: str, **more: Any) 
 class _Session:
     """Measures problem by problem, shorter ones first: what fails at one is not tried at longer."""
 
-    def __init__(self, machine: str) -> None:
+    def __init__(self, machine: str, longest: Problem) -> None:
         self._machine = machine
         self._inputs = Inputs(gradient=True)
+        self._inputs(replace(longest, batch=1))  # shorter ones are given what is drawn then
         self._checked: dict[tuple[str, str], str] = {}
         self._ended: set[tuple[str, str, str]] = set()
 
     def rows(self, problem: Problem, name: str) -> Iterator[Row]:
         one = self._inputs(replace(problem, batch=1))
         host = tuple(np.broadcast_to(x, (problem.batch, *x.shape[1:])) for x in one)
-        arrays = _repeated(one, problem)
+        arrays = peers.repeated(one, problem.dtype, problem.batch)
         options = given(name, problem)
         gate = calls.OptionsGate(problem, *host[:3], **options)
-        for series in (*OURS, *(THEIRS if peers.available() else ())):
+        theirs = THEIRS if problem.seqlen_q <= ALL_TO else (peers.FLASH,)
+        for series in (*OURS, *(theirs if peers.available() else ())):
             check = gate.peer if calls.theirs(series) else gate
             yield from self._series(problem, name, series, arrays, options, check)
 
@@ -267,15 +271,6 @@ def _peak(series: str, run: Callable[[], Any], results: int) -> int:
     if calls.theirs(series):
         return peers.allocated_bytes(run)
     return calls.own_peak_bytes(run, results)
-
-
-def _repeated(one: Sequence[np.ndarray], problem: Problem) -> tuple[Any, ...]:
-    """Arrays of one batch entry on the GPU, as many times as the problem has entries."""
-    if peers.available():
-        on_gpu = peers.on_device(one, problem.dtype)
-        return tuple(x.repeat(problem.batch, 1, 1, 1) for x in on_gpu)
-    whole = [np.repeat(x.astype(problem.dtype), problem.batch, axis=0) for x in one]
-    return peers.on_device(whole, problem.dtype)
 
 
 # --- figure and tables -----------------------------------------------------------------------

@@ -190,6 +190,27 @@ def on_the_emulator(monkeypatch, dtypes=("float32",), **options):
 
 
 @pytest.mark.parametrize("causal, dtype", [(False, "float16"), (True, "float32")])
+def test_every_kernel_is_compiled_ahead(monkeypatch, causal, dtype):
+    """Those of a forward and a backward pass, with and without a mask, of both orders."""
+    launched, wanted = [], []
+    launch = fa_numba.device.launch
+
+    def noted(kernel, *given, **named):
+        launched.append(kernel)
+        launch(kernel, *given, **named)
+
+    monkeypatch.setattr(fa_numba.device, "launch", noted)
+    monkeypatch.setattr(
+        block_sparse.precompile, "compile_ahead", lambda calls, bench: wanted.extend(calls)
+    )
+    on_the_emulator(monkeypatch, (dtype,), causal=(causal,))
+    with fa_numba.device.using("emulator"):
+        planned = [plan(call.series, call.problem, **call.options).launched for call in wanted]
+    assert len(planned) == 2 * 2 * 2 and launched
+    assert set(launched) <= {kernel for kernels in planned for kernel in kernels}
+
+
+@pytest.mark.parametrize("causal, dtype", [(False, "float16"), (True, "float32")])
 def test_measured_rows(monkeypatch, causal, dtype):
     rows, timed = on_the_emulator(monkeypatch, (dtype,), causal=(causal,))
     assert not [row.note for row in rows if row.failed]

@@ -1425,9 +1425,39 @@ def test_long_calls_are_repeated_less(monkeypatch):
     now = iter([0.0, 0.05, 0.0, 10.0, 0.0, 1e-3])
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
     monkeypatch.setattr(timing.device, "synchronize", lambda: None)
-    monkeypatch.setattr(timing.device, "time_ms", lambda run, *, repeats, **_: [1.0] * repeats)
+    warmups = []
+
+    def time_ms(run, *, repeats, warmup, **_):
+        warmups.append(warmup)
+        return [1.0] * repeats
+
+    monkeypatch.setattr(timing.device, "time_ms", time_ms)
     runs = [timing.time_call(lambda out=None: 0, lambda out: 0.0, seconds=0.4) for _ in range(3)]
     assert [timing_.n for timing_ in runs] == [8, timing.FEWEST, timing.REPEATS]
+    assert warmups == [3, 0, 3]
+
+
+class Remote:
+    """An array that lies elsewhere: what is looked at is copied."""
+
+    def __init__(self, array, copied):
+        self.array, self.copied = array, copied
+
+    def __getitem__(self, at):
+        return Remote(self.array[at], self.copied)
+
+    def copy_to_host(self):
+        self.copied.append(self.array.size)
+        return self.array
+
+
+def test_the_gate_copies_no_more_than_it_checks():
+    problem = Problem(2, 4, 2, 200, 200, 16, causal=True)
+    host, copied = Inputs()(problem), []
+    remote = [Remote(x, copied) for x in host]
+    near, far = timing.Gate(problem, *host), timing.Gate(problem, *remote)
+    assert far.bound == near.bound and np.array_equal(far._reference, near._reference)
+    assert sum(copied) <= 2 * (3 * 32 * 16 + 2 * 3 * 200 * 16) < sum(x.size for x in host)
 
 
 def test_the_backward_figure_says_where_fa1_ends():

@@ -155,3 +155,18 @@ def test_the_table_has_the_shortest_and_the_longest(tmp_path):
     times, ratios = ["6", "3", "2"], ["3.00", "1.50", "1.50"]
     assert ["fp32", "64", "no", "1024", "512", *times, *ratios, "1.50", "4.00"] in cells
     assert "medians of 5 to 20 runs" in text and "All 4 problems" in text
+
+
+def test_sizes_are_the_options_or_the_experiments():
+    def of(**options):
+        sizes = workloads.Sizes.of(Options(**options), (1024, 4096), (512,))
+        return sizes.seqlens, sizes.head_dims, sizes.masks
+
+    assert of() == ((1024, 4096), workloads.HEAD_DIMS, (False, True))
+    assert of(quick=True) == ((512,), workloads.HEAD_DIMS[:1], (False,))
+    asked = {"seqlens": (7,), "head_dims": (32,), "causal": (True,)}
+    assert of(**asked) == of(quick=True, **asked) == tuple(asked.values())
+    sizes = workloads.Sizes((8, 16), (32, 64), (False, True))
+    problems = sizes.problems(("float32", "float16"))
+    assert len(set(problems)) == 16 and problems[1] == fa2_setting(16, 32, False, "float32")
+    assert [p.dtype for p in problems] == ["float32"] * 8 + ["float16"] * 8

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -227,11 +228,22 @@ def test_the_profiled_range_holds_the_call_alone(monkeypatch, passes):
     problem = one_head(16, 16, True, "float16")
     case = counters.Case.of("fa2", problem, passes=passes)
     with device.using("emulator"):
-        kernels = counter_target.run(case, Inputs(gradient=True))
+        kernels = counter_target.run(case, counter_target.Arrays())
         planned = series.plan("fa2-mma", problem, passes=passes)
     first, last = seen
     assert launches[first:last] == [kernel.name for kernel in planned.kernels]
     assert kernels == last - first and first > 0
+
+
+def test_cases_of_one_problem_share_their_arrays(monkeypatch):
+    moved = []
+    monkeypatch.setattr(device, "to_gpu", lambda array: moved.append(array.dtype) or array)
+    arrays, problem = counter_target.Arrays(), one_head(16, 8, False, "float16")
+    first = arrays(problem)
+    assert arrays(replace(problem, causal=True)) is first and len(moved) == len(first) == 4
+    other = arrays(replace(problem, dtype="float32"))
+    assert len(moved) == 8 and {x.dtype.name for x in other} == {"float32"}
+    assert arrays(replace(problem, seqlen_q=8, seqlen_k=8))[0].shape == (1, 1, 8, 8)
 
 
 def test_a_call_that_ncu_cannot_run_is_a_row_that_says_so(fake_ncu, monkeypatch):

@@ -221,6 +221,16 @@ def time_row(timing: Timing | None, failure: str = "", place: str = "", **column
     return Row(value=timing.median, **timing.spread, **common)
 
 
+def workspace_bytes(run: Callable[..., Any]) -> int:
+    """Peak memory of one call of ours beside inputs and output; it takes `out`."""
+    out = run()
+    device.synchronize()
+    with device.track_memory() as memory:
+        run(out=out)
+        device.synchronize()
+    return memory.peak_bytes
+
+
 def own_peak_bytes(run: Callable[..., Any], results: int) -> int:
     """Peak memory of one call of ours, what it returns with the rest.
 

@@ -164,28 +164,37 @@ def on_device(arrays: Sequence[np.ndarray], dtype: str = "float32") -> tuple[Any
     return tuple(device.to_gpu(x.astype(dtype, copy=False)) for x in arrays)
 
 
-def peak_bytes(run: Callable[..., Any]) -> int:
-    """Peak memory of one call beside inputs and output."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    out = run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before - out.numel() * out.element_size()
+def repeated(
+    arrays: Sequence[np.ndarray], dtype: str, times: int, axis: int = 0
+) -> tuple[Any, ...]:
+    """NumPy arrays on the GPU as `on_device` puts them, one behind the other so many times."""
+    if available():
+        shape = [times if at == axis else 1 for at in range(4)]
+        return tuple(x.repeat(*shape) for x in on_device(arrays, dtype))
+    whole = [np.concatenate([x.astype(dtype)] * times, axis) for x in arrays]
+    return on_device(whole, dtype)
 
 
 def allocated_bytes(run: Callable[..., Any]) -> int:
     """Peak memory that torch's allocator gives to one call, what it returns with the rest."""
+    return _allocated(run)[0]
+
+
+def peak_bytes(run: Callable[..., Any]) -> int:
+    """The same beside the output, the one array that the call returns."""
+    peak, out = _allocated(run)
+    return peak - out.numel() * out.element_size()
+
+
+def _allocated(run: Callable[..., Any]) -> tuple[int, Any]:
+    """(the peak of one call, what it returns, which counts)."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     made = run()
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    del made  # alive until then: what is returned counts
-    return peak
+    return torch.cuda.max_memory_allocated() - before, made
 
 
 def release() -> None:

@@ -17,7 +17,7 @@ from .options import Bench
 from .series import backward_options, plan
 from .timing import attempt
 
-MOST_JOBS = 12
+MOST_JOBS = 16
 # Fewer kernels are compiled by the time that processes have started.
 FEWEST = 3
 
@@ -74,7 +74,8 @@ def _missing(calls: Iterable[Call]) -> list[Call]:
         ids = tuple(id(k) for k in kernels if kernel_cache.read(k, capability) is None)
         if ids:
             found.setdefault(ids, call)
-    return list(found.values())
+    # Kernels of the backward pass take longest: none is to be begun last.
+    return sorted(found.values(), key=lambda call: call.options.get("passes") != "bwd")
 
 
 def _compile(call: Call) -> None:

@@ -14,6 +14,7 @@ from fa_numba import device
 from fa_numba.problem import Problem
 
 from . import bandwidth, peers, precompile
+from .calls import workspace_bytes
 from .options import Bench, Options
 from .series import (
     DETERMINISTIC,
@@ -262,10 +263,10 @@ def _rows(
             tiles.update(Br=chosen.Br, Bc=chosen.Bc)
         check = checks(series, pass_, problem, **own)
         run = _call(study, series, pass_, problem, arrays, **own)
+        timing = time_call(run, check, seconds=SECONDS)
         if pass_ != "fwd":
-            return time_call(run, check, seconds=SECONDS), None
-        timing = time_call(run, check)
-        return timing, (peers.peak_bytes if series in study.theirs else _peak_bytes)(run)
+            return timing, None
+        return timing, (peers.peak_bytes if series in study.theirs else workspace_bytes)(run)
 
     result, failure = attempt(work)
     common = {
@@ -288,13 +289,3 @@ def _rows(
             yield row
     if peak is not None:
         yield Row(metric="memory", unit="MiB", value=peak / 2**20, **common)
-
-
-def _peak_bytes(run: Callable[..., Any]) -> int:
-    """Peak memory of one call of ours beside inputs and output."""
-    out = run()
-    device.synchronize()
-    with device.track_memory() as memory:
-        run(out=out)
-        device.synchronize()
-    return memory.peak_bytes

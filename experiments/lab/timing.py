@@ -27,12 +27,15 @@ ROUNDING = {"float32": 2.0**-23, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 PEER_BOUND = {"float32": 1e-4, "float16": 2.0**-8, "bfloat16": 2.0**-5}
 # The longest problem whose gradients are computed in float64 here.
 CHECKED_SEQLEN = 2048
-# Of calls with gradients, which take long: about so much time, and no fewer calls.
+# Of calls that take long: about so much time, and no fewer calls.
 SECONDS, FEWEST = 0.4, 5
+# Seconds from which on a call needs no more warming up than its check.
+LONG = 0.05
 PROTOCOL = {
     "clock": "device events around one call",
     "repeats": REPEATS,
-    "warmup": "3 calls, or 1 where a call takes over 200 ms",
+    "warmup": "the call that is checked and one more, and 3 behind them where that takes "
+    f"{LONG:g} s at most",
     "l2": "flushed before every call by overwriting at least 1 GiB twice, behind which the host "
     "cost of the launch hides too",
     "statistic": "median; p20 and p80 beside it",
@@ -41,9 +44,10 @@ PROTOCOL = {
     "check of torch": "the same rows; error at most "
     + ", ".join(f"{bound:.2g} in {dtype}" for dtype, bound in PEER_BOUND.items())
     + ", that the same function was computed: how it rounds is not ours to certify",
-    "gradients": f"repeats cut to {SECONDS:g} s of calls, {FEWEST} at least; dq, dk and dv are "
-    "allocated in the call, by torch's caching allocator where torch is installed; fwd+bwd is one "
-    "forward with the logsumexp and one backward in one timed call",
+    "long calls": f"repeats cut to {SECONDS:g} s of calls, {FEWEST} at least",
+    "gradients": "dq, dk and dv are allocated in the call, by torch's caching allocator where "
+    "torch is installed; fwd+bwd is one forward with the logsumexp and one backward in one timed "
+    "call",
     "check of gradients": "dq, dk and dv of the whole last head, each at most twice the error of "
     "the unfused computation in the same dtype and a rounding off float64; beyond N="
     f"{CHECKED_SEQLEN} the same call is checked once at N={CHECKED_SEQLEN} of the same head "
@@ -88,6 +92,8 @@ def rounds(problem: Problem) -> dict[str, Any]:
 class Gate:
     """Checks results for one problem: 3 blocks of 32 rows in each of two heads.
 
+    q, k and v are NumPy's, or lie on the GPU, from where only what is looked at is copied.
+
     `gate(out)` holds our kernels to `bound`, `gate.peer(out)` others to its `peer_bound`; both give
     the relative error and raise WrongResult when it is beyond the bound.
 
@@ -95,9 +101,7 @@ class Gate:
     row b - 1 does not see are cut off.
     """
 
-    def __init__(
-        self, problem: Problem, q: np.ndarray, k: np.ndarray, v: np.ndarray, *, rows: int = 32
-    ) -> None:
+    def __init__(self, problem: Problem, q: Any, k: Any, v: Any, *, rows: int = 32) -> None:
         Nq, rows = problem.seqlen_q, min(rows, problem.seqlen_q)
         self._places = []
         self._expected = []
@@ -110,9 +114,9 @@ class Gate:
                     continue
                 heads = h // problem.group
                 block = (
-                    q[b : b + 1, h : h + 1, first : first + rows],
-                    k[b : b + 1, heads : heads + 1, :columns],
-                    v[b : b + 1, heads : heads + 1, :columns],
+                    to_host(q[b : b + 1, h : h + 1, first : first + rows]),
+                    to_host(k[b : b + 1, heads : heads + 1, :columns]),
+                    to_host(v[b : b + 1, heads : heads + 1, :columns]),
                 )
                 options: dict[str, Any] = {"scale": problem.scale, "causal": problem.causal}
                 self._places.append((b, h, slice(first, first + rows)))
@@ -188,7 +192,8 @@ def time_call(
     """Check `call()`'s result with a gate, then time `call(out=result)`.
 
     With `seconds`, fewer than `repeats` runs are timed where all would take longer than that, but
-    at least FEWEST.
+    at least FEWEST. A call of more than LONG seconds is warm after the check's and the one that
+    tells how long it takes.
     """
     out = call()
     device.synchronize()
@@ -197,7 +202,7 @@ def time_call(
     call(out=out)
     device.synchronize()
     took = time.perf_counter() - start
-    warmup = 1 if took > 0.2 else 3
+    warmup = 0 if took > LONG else 3
     if seconds is not None:
         repeats = max(min(FEWEST, repeats), min(repeats, int(seconds / took)))
     samples = device.time_ms(lambda: call(out=out), repeats=repeats, warmup=warmup, flush_l2=True)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
 import numpy as np
 
 from fa_numba.problem import Problem
+
+from .options import Options
 
 # FA-2, section 4.1: 16k tokens in all, hidden dimension 2048.
 TOKENS = 16384
@@ -32,6 +37,36 @@ def fa2_setting(
         dtype=dtype,
         causal=causal,
     )
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Lengths, head dimensions and masks of an experiment in the FA-2 paper's setting."""
+
+    seqlens: Sequence[int]
+    head_dims: Sequence[int]
+    masks: Sequence[bool]
+
+    @classmethod
+    def of(cls, options: Options, seqlens: Sequence[int], quick: Sequence[int]) -> Sizes:
+        """What the options ask for; else all lengths, the paper's head dimensions and both masks,
+        or, of a quick run, `quick` lengths, one head dimension and no mask.
+        """
+        return cls(
+            options.seqlens or (quick if options.quick else seqlens),
+            options.head_dims or HEAD_DIMS[: 1 if options.quick else None],
+            options.causal or ((False,) if options.quick else (False, True)),
+        )
+
+    def problems(self, dtypes: Iterable[str]) -> list[Problem]:
+        """The problems by dtype, head dimension, mask and length, each in this order."""
+        return [
+            fa2_setting(N, d, mask, dtype)
+            for dtype in dtypes
+            for d in self.head_dims
+            for mask in self.masks
+            for N in self.seqlens
+        ]
 
 
 def one_head(seqlen: int, head_dim: int, causal: bool = False, dtype: str = "float32") -> Problem:
