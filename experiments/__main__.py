@@ -19,7 +19,7 @@ except ModuleNotFoundError as error:
 
 from fa_numba import Tiles
 
-from .lab import compare_command, report, review, schedule, tune
+from .lab import compare_command, precompile, report, review, schedule, tune
 from .lab.drawing import Drawing, side_by_side
 from .lab.options import FIGURES, FILTERED, QUICK, REPOSITORY, Options
 from .lab.registry import load, names, needs_torch, takes_tiles
@@ -188,7 +188,8 @@ def _parser() -> argparse.ArgumentParser:
         "--jobs",
         type=_count,
         metavar="N",
-        help="processes that compile side by side (default: the cores, 12 at most)",
+        help="processes that compile side by side (default: the cores, "
+        f"{precompile.MOST_JOBS} at most)",
     )
     text = "write the tables of paper_repro.md anew from the recordings in figures/data"
     commands.add_parser("report", help=text, description=text)

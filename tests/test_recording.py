@@ -23,14 +23,15 @@ from experiments.lab import (
     peers,
     precompile,
     provenance,
+    registry,
     review,
     runner,
     schedule,
     store,
 )
-from experiments.lab.options import Bench, Options
+from experiments.lab.options import FIGURES, Bench, Options
 from experiments.lab.series import row_fields
-from experiments.lab.store import MODEL, Row, Store, StoreError
+from experiments.lab.store import EMULATOR, MODEL, Row, Store, StoreError
 from experiments.lab.workloads import one_head
 
 NAME, GPU = "standing_in", "some-gpu"
@@ -261,6 +262,31 @@ def test_what_torch_and_ncu_gave_does_not_go_because_they_are_missing(monkeypatc
     monkeypatch.setattr(counters, "available", lambda: True)
     monkeypatch.setattr(peers, "available", lambda: True)
     assert review.objections([traffic, peer], ours) == []
+
+
+def test_a_setting_is_compared_with_itself(monkeypatch):
+    monkeypatch.setattr(counters, "available", lambda: True)
+    monkeypatch.setattr(peers, "available", lambda: True)
+    plain, dropped = (
+        replace(timed(32, value), series=peers.FLASH, note=note)
+        for value, note in ((1.0, "plain"), (4.0, "dropout"))
+    )
+    assert review.objections([dropped, plain], [plain, dropped]) == []
+    (found,) = review.objections([plain, dropped], [plain, replace(dropped, value=8.0)])
+    assert "takes 2.00 times" in found and "others" not in found
+    assert review.objections([plain], [dropped]) == []
+
+
+def test_no_recording_objects_to_itself(monkeypatch):
+    monkeypatch.setattr(counters, "available", lambda: True)
+    monkeypatch.setattr(peers, "available", lambda: True)
+    store, recorded = Store(FIGURES), []
+    for name in registry.names():
+        for machine in set(store.machines(name)) - {EMULATOR, MODEL}:
+            rows = store.read(name, machine)
+            recorded += [row for row in rows if row.series.startswith("torch")]
+            assert review.objections(rows, rows) == [], name
+    assert recorded
 
 
 # --- what is due -----------------------------------------------------------------------------

@@ -16,7 +16,8 @@ def objections(before: Sequence[Row], now: Sequence[Row]) -> list[str]:
     """Why `now` may not replace `before`, both of one machine: empty where it may.
 
     The times of torch's kernels must be within FACTOR of those before, for every problem that both
-    have. And what was measured with torch or Nsight Compute does not go because they are missing.
+    have in the same setting. And what was measured with torch or Nsight Compute does not go because
+    they are missing.
     """
     found = list(_far(before, now))
     if not counters.available() and _new(before, now, lambda row: row.source in counters.BYTES):
@@ -37,8 +38,11 @@ def _new(before: Sequence[Row], now: Sequence[Row], which: Callable[[Row], bool]
 
 def _far(before: Sequence[Row], now: Sequence[Row]) -> Iterator[str]:
     """The peer that is farthest off, and how many others are too far."""
-    known = {row.key: row.value for row in before if _theirs(row) and row.metric == "time"}
-    pairs = [(row, known.get(row.key), row.value) for row in now]
+    # An experiment's settings, such as dropout, may stand in the note.
+    known = {
+        (row.key, row.place): row.value for row in before if _theirs(row) and row.metric == "time"
+    }
+    pairs = [(row, known.get((row.key, row.place)), row.value) for row in now]
     ratios = [(new / old, row) for row, old, new in pairs if old and new]
     far = sorted(
         ((max(ratio, 1 / ratio), ratio, row) for ratio, row in ratios), key=lambda each: -each[0]
