@@ -11,6 +11,7 @@ kernel's PTX is not that of BASE. What was compiled for a commit is kept in ``bu
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import json
 import os
@@ -44,18 +45,23 @@ def pytest_collection_modifyitems(items):
 def _recorder(module):
     from numba import cuda
 
+    try:
+        from fa_numba.device.front_end import without_repeats as front_end
+    except ImportError:  # a revision without it
+        front_end = contextlib.nullcontext
     file = Path(os.environ[FOLDER]) / f"{os.getpid()}.jsonl"
 
     def compiled(kernel, arch):
-        ptx, _ = cuda.compile(
-            kernel.function,
-            kernel.signature,
-            cc=module.CAPABILITY[arch],
-            device=False,
-            abi="numba",
-            output="ptx",
-            launch_bounds=(kernel.threads, kernel.min_blocks),
-        )
+        with front_end():
+            ptx, _ = cuda.compile(
+                kernel.function,
+                kernel.signature,
+                cc=module.CAPABILITY[arch],
+                device=False,
+                abi="numba",
+                output="ptx",
+                launch_bounds=(kernel.threads, kernel.min_blocks),
+            )
         test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0].rpartition("::")[2]
         row = {"test": test, "kernel": kernel.name, "arch": arch, "ptx": without_names(ptx)}
         with open(file, "a") as out:

@@ -7,6 +7,7 @@ import re
 from numba import cuda
 
 from fa_numba.device import kernel_cache, select
+from fa_numba.device.front_end import without_repeats
 from fa_numba.device.kernel import Kernel
 
 # Instructions of an architecture alone, such as Hopper's, have a name of their own.
@@ -18,15 +19,16 @@ def assembled(kernel: Kernel, capability: tuple[int, int]) -> tuple[str, str]:
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
     suffix = _SUFFIXES.get(capability, "")
-    ltoir, _ = cuda.compile(
-        kernel.function,
-        kernel.signature,
-        cc=(*capability, suffix) if suffix else capability,
-        device=False,
-        abi="numba",
-        output="ltoir",
-        launch_bounds=(kernel.threads, kernel.min_blocks),
-    )
+    with without_repeats():
+        ltoir, _ = cuda.compile(
+            kernel.function,
+            kernel.signature,
+            cc=(*capability, suffix) if suffix else capability,
+            device=False,
+            abi="numba",
+            output="ltoir",
+            launch_bounds=(kernel.threads, kernel.min_blocks),
+        )
     arch = f"sm_{capability[0]}{capability[1]}{suffix}"
 
     def link(kind: str, **options: object) -> tuple[bytes, str]:

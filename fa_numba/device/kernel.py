@@ -9,6 +9,7 @@ from cuda.bindings import driver
 from numba import cuda, types
 
 from fa_numba.device import kernel_cache, select
+from fa_numba.device.front_end import without_repeats
 from fa_numba.device.launch_record import checked
 
 
@@ -66,7 +67,8 @@ class Kernel:
         if kept is not None:
             return kept
         dispatcher = cuda.jit(launch_bounds=(self.threads, self.min_blocks))(self.function)
-        library = dispatcher.compile(self.argument_types)._codelibrary
+        with without_repeats():
+            library = dispatcher.compile(self.argument_types)._codelibrary
         cubin, name = bytes(library.get_cubin().code), library._entry_name
         kernel_cache.write(self, capability, cubin, name)
         return cubin, name
