@@ -305,20 +305,37 @@ def calls():
 def test_each_kernel_is_compiled_ahead_once(place, monkeypatch):
     monkeypatch.setattr(precompile.device, "compute_capability", lambda: (9, 0))
     with fa_numba.device.using("emulator"):
-        missing = precompile._missing(calls())
+        missing = precompile.missing_kernels([*calls(), *calls()])
         # The backward pass takes longest and is begun first.
-        assert missing == [calls()[n] for n in (3, 0, 2)]
-        kernels = precompile.plan("fa2-mma", calls()[0].problem).launched
-        for kernel in kernels:
-            kernel_cache.write(kernel, (9, 0), b"cubin", "entry")
-        assert precompile._missing(calls()) == [missing[0], missing[2]]
+        backward = precompile.plan("fa2-mma", calls()[3].problem, passes="bwd").launched
+        *of_backward, first, other = missing
+        assert of_backward == [(calls()[3], n) for n in range(len(backward))]
+        assert (first, other) == ((calls()[0], 0), (calls()[2], 0))
+        (kernel,) = precompile.plan("fa2-mma", calls()[0].problem).launched
+        kernel_cache.write(kernel, (9, 0), b"cubin", "entry")
+        kernel_cache.write(backward[1], (9, 0), b"cubin", "entry")
+        del missing[1], missing[-2]
+        assert precompile.missing_kernels(calls()) == missing
+
+
+def test_a_process_compiles_the_kernel_that_it_is_given(monkeypatch):
+    """And no other of the call: that is another process's."""
+    compiled = []
+    call = calls()[3]
+    with fa_numba.device.using("emulator"):
+        kernels = precompile.plan("fa2-mma", call.problem, **call.options).launched
+        monkeypatch.setattr(type(kernels[0]), "compiled", lambda kernel: compiled.append(kernel))
+        for at in reversed(range(len(kernels))):
+            precompile._compile(call, at)
+        precompile._compile(calls()[4], 0)  # fails where it is measured
+    assert len(kernels) > 2 and compiled == list(reversed(kernels))
 
 
 @pytest.mark.parametrize("reason", ["one process", "no GPU", "nothing kept", "few"])
 def test_nothing_is_compiled_ahead_without_need(place, monkeypatch, reason):
     monkeypatch.setattr(precompile.device, "gpu_available", lambda: reason != "no GPU")
     monkeypatch.setattr(
-        precompile, "_missing", lambda wanted: wanted[:1] if reason == "few" else wanted
+        precompile, "missing_kernels", lambda wanted: wanted[:1] if reason == "few" else wanted
     )
     monkeypatch.setattr(
         precompile, "ProcessPoolExecutor", functools.partial(pytest.fail, "processes")
@@ -332,5 +349,5 @@ def test_nothing_is_compiled_ahead_without_need(place, monkeypatch, reason):
 def test_kernels_compiled_in_processes_are_found(place):
     wanted = calls()
     precompile.compile_ahead(wanted, Bench(), jobs=3)
-    assert precompile._missing(wanted) == []
+    assert precompile.missing_kernels(wanted) == []
     fa_numba.plan((1, 1, 64, 64), (1, 1, 64, 64), dtype="float16").compile()

@@ -397,17 +397,17 @@ def test_time_ends_compiling_ahead(monkeypatch):
         def __exit__(self, *_):
             pass
 
-        def submit(self, function, call):
+        def submit(self, function, call, at):
             return SimpleNamespace(result=lambda: time.sleep(60))
 
         def shutdown(self, **options):
             ended.append(options)
 
     monkeypatch.setattr(precompile, "ProcessPoolExecutor", Pool)
-    monkeypatch.setattr(precompile, "_missing", list)
+    monkeypatch.setattr(precompile, "missing_kernels", list)
     monkeypatch.setattr(precompile.device, "gpu_available", lambda: True)
     with pytest.raises(schedule.OutOfTime), schedule.within(0.05):
-        precompile.compile_ahead(range(5), Bench(), jobs=2)
+        precompile.compile_ahead([(n, 0) for n in range(5)], Bench(), jobs=2)
     assert ended == [{"wait": False, "cancel_futures": True}]
 
 

@@ -50,12 +50,12 @@ def compile_ahead(calls: Iterable[Call], bench: Bench, jobs: int | None = None) 
         jobs = min(MOST_JOBS, os.cpu_count() or 1)
     if jobs == 1 or kernel_cache.directory() is None or not device.gpu_available():
         return
-    missing = _missing(calls)
+    missing = missing_kernels(calls)
     if len(missing) < FEWEST:
         return
     jobs = min(jobs, len(missing))
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(_compile, call) for call in missing]
+        futures = [pool.submit(_compile, *each) for each in missing]
         try:
             for future in bench.track(futures, f"compiling, {jobs} processes"):
                 future.result()
@@ -64,19 +64,20 @@ def compile_ahead(calls: Iterable[Call], bench: Bench, jobs: int | None = None) 
             raise
 
 
-def _missing(calls: Iterable[Call]) -> list[Call]:
-    """The first call of each set of kernels that are not on disk."""
-    found: dict[tuple[int, ...], Call] = {}
+def missing_kernels(calls: Iterable[Call]) -> list[tuple[Call, int]]:
+    """Each kernel that is not on disk, as a call that launches it and its place in the plan.
+
+    Those of the backward pass, which take longest to compile, come first.
+    """
+    found: dict[int, tuple[Call, int]] = {}
     capability = device.compute_capability()
     for call in calls:
         planned, _ = attempt(plan, call.series, call.problem, **call.options)
-        kernels = planned.launched if planned is not None else ()
-        ids = tuple(id(k) for k in kernels if kernel_cache.read(k, capability) is None)
-        if ids:
-            found.setdefault(ids, call)
-    # Kernels of the backward pass take longest: none is to be begun last.
-    return sorted(found.values(), key=lambda call: call.options.get("passes") != "bwd")
+        for at, kernel in enumerate(planned.launched if planned is not None else ()):
+            if id(kernel) not in found and kernel_cache.read(kernel, capability) is None:
+                found[id(kernel)] = call, at
+    return sorted(found.values(), key=lambda each: each[0].options.get("passes") != "bwd")
 
 
-def _compile(call: Call) -> None:
-    attempt(lambda: plan(call.series, call.problem, **call.options).compile())
+def _compile(call: Call, at: int) -> None:
+    attempt(lambda: plan(call.series, call.problem, **call.options).launched[at].compiled())
