@@ -431,3 +431,24 @@ def test_tables_and_figure_from_rows(fake_ncu, monkeypatch):
     assert profile.draw(only_counted) is not None
     assert profile.draw([r for r in rows if r.machine != EMULATOR]) is None
     assert profile.table([]) is None
+
+
+def test_a_complete_run_profiles_what_it_counts(monkeypatch):
+    """And standard attention's backward pass beside; other sizes where they are asked for."""
+    profiled = []
+    monkeypatch.setattr(profile, "_hardware", lambda sizes, bench: profiled.append(sizes) or ())
+    counted = []
+
+    def kept(work, label, count):
+        counted.append([run for (run,) in work])
+        return ()
+
+    bench = SimpleNamespace(machine="some-gpu", counted=kept)
+    list(profile.measure(Options(), bench))
+    assert profiled == [[(256, 64, False)]]
+    every = profile.runs(256, 64, False)
+    left = {(run.series, run.pass_) for run in every if run not in counted[0]}
+    assert left == {("standard-simt", "bwd"), ("standard-mma", "bwd")}
+    list(profile.measure(Options(seqlens=(32,), head_dims=(64, 128), causal=(True,)), bench))
+    assert profiled[1] == [(32, 64, True), (32, 128, True)]
+    assert len(counted[1]) == 2 * len(profile.runs(32, 64, True))
