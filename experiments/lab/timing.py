@@ -113,11 +113,12 @@ class Gate:
                 if columns == 0:
                     continue
                 heads = h // problem.group
-                block = (
-                    to_host(q[b : b + 1, h : h + 1, first : first + rows]),
-                    to_host(k[b : b + 1, heads : heads + 1, :columns]),
-                    to_host(v[b : b + 1, heads : heads + 1, :columns]),
+                places = (
+                    (q, (b, h, slice(first, first + rows))),
+                    (k, (b, heads, slice(columns))),
+                    (v, (b, heads, slice(columns))),
                 )
+                block = [to_host(x[at])[None, None] for x, at in places]
                 options: dict[str, Any] = {"scale": problem.scale, "causal": problem.causal}
                 self._places.append((b, h, slice(first, first + rows)))
                 self._expected.append(np.ravel(reference.attention(*block, **options)))
