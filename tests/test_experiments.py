@@ -1,5 +1,6 @@
 """The experiments' command line, figures and the reading of hardware counters."""
 
+import functools
 import hashlib
 import importlib.util
 import json
@@ -73,9 +74,15 @@ def gpu_row(experiment, problem, **fields):
 
 
 def synthetic(name, machine="some-gpu"):
-    """A few rows of each kind that the figure draws: `synthetic` of the experiment's own test file,
-    where it has one.
+    """A few rows of each kind that the figure draws, made or counted once: `synthetic` of the
+    experiment's own test file, where it has one.
     """
+    rows = made_up(name)
+    return [replace(row, machine=machine) if row.machine == "some-gpu" else row for row in rows]
+
+
+@functools.cache
+def made_up(name):
     rows = []
     found = importlib.util.find_spec(f"test_{name}")
     own = found and importlib.import_module(found.name)
@@ -132,7 +139,7 @@ def synthetic(name, machine="some-gpu"):
                     common = {"series": series, "metric": "speed", "unit": "TFLOP/s"}
                     common |= {"pass_": pass_, "value": 5.0 + i}
                     rows.append(gpu_row(name, problem, **common))
-    return [replace(row, machine=machine) if row.machine == "some-gpu" else row for row in rows]
+    return rows
 
 
 def store_synthetic(name, folder, machine="some-gpu"):
@@ -141,8 +148,7 @@ def store_synthetic(name, folder, machine="some-gpu"):
     about = {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
     swept = getattr(registry.load(name), "SWEPT", ())
     recorder = Recorder(Store(folder), name, lambda machine: about, swept)
-    for row in synthetic(name, machine):
-        recorder.add(row)
+    recorder.add_all(synthetic(name, machine))
     recorder.finish(complete=True)
 
 

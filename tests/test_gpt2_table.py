@@ -303,8 +303,7 @@ def test_kernels_of_a_case_are_told_apart(monkeypatch):
 def recorded(tmp_path):
     about = {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
     recorder = Recorder(Store(tmp_path), "gpt2_table", lambda machine: about, gpt2_table.SWEPT)
-    for row in synthetic(report.MACHINE):
-        recorder.add(row)
+    recorder.add_all(synthetic(report.MACHINE))
     recorder.finish(complete=True)
     return Store(tmp_path)
 

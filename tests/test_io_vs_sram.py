@@ -189,8 +189,7 @@ def test_the_regimes_meet_near_d_squared():
 def store_of(module, rows, folder):
     store = Store(folder)
     recorder = Recorder(store, module.NAME, lambda machine: {}, module.SWEPT)
-    for row in rows:
-        recorder.add(row)
+    recorder.add_all(rows)
     recorder.finish(complete=True)
     return store
 

@@ -130,8 +130,7 @@ def test_the_ladders_table(tmp_path):
     assert report.text("ladder", store) == "no recording yet\n"
     about = {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
     recorder = Recorder(store, "ladder", lambda machine: about, ())
-    for row in synthetic(report.MACHINE):
-        recorder.add(row)
+    recorder.add_all(synthetic(report.MACHINE))
     recorder.finish(complete=True)
     lines = [line for line in report.text("ladder", store).splitlines() if "| 4096 |" in line]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]

@@ -212,8 +212,7 @@ def test_the_tables(tmp_path):
     about = {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
     store = Store(tmp_path)
     recorder = Recorder(store, "numerics", lambda machine: about, numerics.SWEPT)
-    for row in synthetic(report.MACHINE):
-        recorder.add(row)
+    recorder.add_all(synthetic(report.MACHINE))
     recorder.finish(complete=True)
     header, *lines = cells(report.text("numerics", store))
     assert len(lines) == 6 and len(lines[0]) == len(header)

@@ -223,8 +223,7 @@ def about(machine):
 
 def record(folder, rows):
     recorder = Recorder(Store(folder), char_model.NAME, about, char_model.SWEPT)
-    for row in rows:
-        recorder.add(row)
+    recorder.add_all(rows)
     recorder.finish(complete=True)
     return Store(folder)
 
