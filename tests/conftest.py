@@ -1,6 +1,7 @@
 """`device`: the same test on the emulator and, marked `gpu`, on the GPU where there is one."""
 
 import gc
+from collections import defaultdict
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,12 +21,39 @@ settings.register_profile(
 settings.load_profile("fa_numba")
 
 
+@pytest.hookimpl(tryfirst=True)  # before those marked slow are left out
 def pytest_collection_modifyitems(items):
+    take_turns([item for item in items if item.get_closest_marker("in_turn")])
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not gpu_available():
         skip = pytest.mark.skip(reason="no CUDA GPU of compute capability 8.0 or later")
         for item in marked:
             item.add_marker(skip)
+
+
+def take_turns(items):
+    """`in_turn(name, share)`: each case runs with one of the values of this parameter, or about
+    `share` of them, the next case with the next ones. The rest is slow.
+    """
+    of_function = defaultdict(list)
+    for item in items:
+        of_function[item.function].append(item)
+    for items in of_function.values():
+        mark = items[0].get_closest_marker("in_turn")
+        parametrized = [each.args[0] for each in items[0].iter_markers("parametrize")]
+        places = {names: numbered(items, names.split(", ")) for names in parametrized}
+        mine = places.pop(*mark.args)
+        every = len(set(mine)) // mark.kwargs.get("share", 1)
+        for item, here, *others in zip(items, mine, *places.values(), strict=True):
+            if (here - sum(others)) % every:
+                item.add_marker(pytest.mark.slow)
+
+
+def numbered(items, names):
+    """Each item's values of these parameters as a number, in the order of appearance."""
+    numbers = {}
+    values = ([id(item.callspec.params[name]) for name in names] for item in items)
+    return [numbers.setdefault(tuple(each), len(numbers)) for each in values]
 
 
 def pytest_collection_finish():

@@ -94,6 +94,7 @@ def test_counts_can_fail():
 LENGTHS = [(1, 1), (1, 40), (40, 1), (8, 16), (9, 17), (7, 31), (17, 33), (13, 37), (37, 13)]
 
 
+@pytest.mark.in_turn("way", share=2)
 @every_way
 @pytest.mark.parametrize("Nq, Nk", LENGTHS)
 def test_lengths(device, way, Nq, Nk):
@@ -153,6 +154,7 @@ def test_query_splits_need_no_workspace():
         assert [x.name for x in plan.outputs if x.zeroed] == zeroed
 
 
+@pytest.mark.in_turn("way", share=2)
 @every_way
 @pytest.mark.parametrize("d", HEAD_DIMS)
 def test_head_dims_with_the_default_tiles(device, way, d):
@@ -168,6 +170,7 @@ def test_head_dims_with_several_tiles(device, way, d):
     check_gradients(device, way, *inputs, causal=True, tiles=Tiles(16, 16))
 
 
+@pytest.mark.in_turn("way", share=2)
 @every_way
 @either_mask
 @pytest.mark.parametrize("B, Hq, Hk", [(2, 1, 1), (1, 3, 3), (2, 4, 2), (1, 5, 1)])
@@ -208,6 +211,7 @@ def test_tiles(device, way, tiles):
 # --- memory ----------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn("way", share=2)
 @every_way
 @pytest.mark.parametrize(
     "d, layout",
@@ -218,6 +222,7 @@ def test_layouts(device, way, d, layout):
     check_gradients(device, way, *inputs, causal=True, tiles=SMALL, layout=layout)
 
 
+@pytest.mark.in_turn("way")
 @every_way
 @pytest.mark.parametrize("odd", ["dout", "q", "k", "v", "out", "lse"])
 def test_one_input_of_another_layout(way, odd):

@@ -89,6 +89,7 @@ LENGTHS = [
 ]
 
 
+@pytest.mark.in_turn("algorithm")
 @every_algorithm
 @either_mask
 @pytest.mark.parametrize("Nq, Nk", LENGTHS)
@@ -97,6 +98,7 @@ def test_lengths(device, algorithm, causal, Nq, Nk):
     check(device, algorithm, q, k, v, causal=causal, tiles=SMALL)
 
 
+@pytest.mark.in_turn("algorithm")
 @every_algorithm
 @either_mask
 @pytest.mark.parametrize("d", HEAD_DIMS)
@@ -161,6 +163,7 @@ def test_threads(device, algorithm, threads):
     check(device, algorithm, q, k, v, causal=True, tiles=tiles)
 
 
+@pytest.mark.in_turn("algorithm")
 @every_algorithm
 @pytest.mark.parametrize("d", [8, 6])
 @pytest.mark.parametrize(

@@ -156,6 +156,7 @@ def test_the_forward_pass(gpu, way, name):
     assert_replayed(gpu, fa_numba.attention, cases, own)
 
 
+@pytest.mark.in_turn("way", share=2)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("way", BACKWARD)
 def test_the_backward_pass(gpu, way, name):

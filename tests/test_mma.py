@@ -213,6 +213,7 @@ def test_head_dims(device, algorithm, dtype, d):
     assert np.array_equal(same.O, result.O) and np.array_equal(same.L, result.L)
 
 
+@pytest.mark.in_turn("algorithm")
 @every_algorithm
 @pytest.mark.parametrize("d", HEAD_DIMS)
 def test_head_dims_with_the_default_tiles(device, algorithm, d):
@@ -500,11 +501,19 @@ OPTIONS = {
 
 
 @every_algorithm
-@every_dtype
+@mostly_float16
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(device, algorithm, dtype, name):
     q, k, v = half_inputs(dtype, 2, 2, 1, 40, 55, 8)
     check(device, algorithm, q, k, v, tiles=SMALL, **OPTIONS[name])
+
+
+@every_algorithm
+@no_bfloat16
+@pytest.mark.parametrize("name", ["most", "softcap, bias and slopes", "causal dropout"])
+def test_options_in_bfloat16(algorithm, name):
+    q, k, v = half_inputs("bfloat16", 2, 2, 1, 40, 55, 8)
+    check("emulator", algorithm, q, k, v, tiles=SMALL, **OPTIONS[name])
 
 
 @mostly_float16

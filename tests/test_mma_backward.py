@@ -257,6 +257,7 @@ def test_lengths(device, way, dtype, causal, Nq, Nk):
     check_gradients(device, way, *inputs, causal=causal, tiles=SMALL)
 
 
+@pytest.mark.in_turn("way", share=2)
 @every_way
 @pytest.mark.parametrize("d", HEAD_DIMS)
 def test_head_dims(way, d):
@@ -275,6 +276,7 @@ def test_rows_at_any_address(device, way, d):
     assert_same(way, found, differentiate(device, way, *inputs, **options))
 
 
+@pytest.mark.in_turn("way", share=2)
 @every_way
 @pytest.mark.parametrize("d", [32, 64, 96, 128, 256])
 def test_the_default_tiles(way, d):

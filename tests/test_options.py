@@ -141,6 +141,7 @@ def given_alone(name, shape, tiles=SMALL):
     return inputs(shape, {**alone(B, Hq, Nq, Nk, tiles)[name], "tiles": tiles})
 
 
+@pytest.mark.in_turn("forward", share=2)
 @each_option
 @every_forward
 def test_an_option_alone(device, forward, name):
@@ -148,6 +149,7 @@ def test_an_option_alone(device, forward, name):
     check_forward(device, forward, q, k, v, **options)
 
 
+@pytest.mark.in_turn("way", share=2)
 @each_option
 @every_way
 def test_gradients_of_an_option_alone(device, way, name):
@@ -198,6 +200,7 @@ every_pair = pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
 PAIRED = (2, 1, 1, 9, 18, 4)
 
 
+@pytest.mark.in_turn("forward")
 @every_pair
 @every_forward
 def test_two_options(forward, pair):
@@ -205,6 +208,7 @@ def test_two_options(forward, pair):
     check_forward("emulator", forward, q, k, v, **options)
 
 
+@pytest.mark.in_turn("way")
 @every_pair
 @every_way
 def test_gradients_of_two_options(way, pair):
@@ -291,6 +295,7 @@ ONE = (1, *TINY[1:])
 saying_the_same = pytest.mark.parametrize("pair", SAME.values(), ids=SAME)
 
 
+@pytest.mark.in_turn("forward")
 @saying_the_same
 @every_forward
 def test_two_ways_to_say_it_give_the_same_bits(forward, pair):
@@ -299,6 +304,7 @@ def test_two_ways_to_say_it_give_the_same_bits(forward, pair):
     assert np.array_equal(a.O, b.O) and np.array_equal(a.L, b.L)
 
 
+@pytest.mark.in_turn("way")
 @saying_the_same
 @every_way
 def test_two_ways_to_say_it_give_the_same_gradients(way, pair):
@@ -437,6 +443,7 @@ HUGE = {
 }
 
 
+@pytest.mark.in_turn("forward", share=2)
 @pytest.mark.parametrize("name", HUGE)
 @every_forward
 def test_huge_logits(device, forward, name):
@@ -445,6 +452,7 @@ def test_huge_logits(device, forward, name):
     check_forward(device, forward, q, k, v, tiles=SMALL, **HUGE[name])
 
 
+@pytest.mark.in_turn("way", share=2)
 @pytest.mark.parametrize("name", HUGE)
 @every_way
 def test_gradients_of_huge_logits(device, way, name):
@@ -474,6 +482,7 @@ POISONED = {
 every_poison = pytest.mark.parametrize("name", POISONED)
 
 
+@pytest.mark.in_turn("forward", share=2)
 @every_poison
 @every_forward
 def test_nan_behind_the_lengths_reaches_nothing(device, forward, name):
@@ -483,6 +492,7 @@ def test_nan_behind_the_lengths_reaches_nothing(device, forward, name):
     assert (result.O[1, :, 7:] == 0).all() and (result.L[1, :, 7:] == -INF).all()
 
 
+@pytest.mark.in_turn("way", share=2)
 @every_poison
 @every_way
 def test_nan_behind_the_lengths_reaches_no_gradient(device, way, name):
@@ -555,6 +565,7 @@ def test_layouts(device, forward, layout):
     check_forward(device, forward, q, k, v, layout=layout, out_layout=layout, **options)
 
 
+@pytest.mark.in_turn("way")
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "broadcast"])
 @every_way
 def test_layouts_of_packed_sequences(way, layout):

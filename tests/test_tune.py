@@ -3,6 +3,7 @@
 import csv
 import itertools
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -146,13 +147,13 @@ def test_tuned_tiles_are_asked_of_the_kernels_specialisation(table):
 # --- the sweep --------------------------------------------------------------------------------
 
 
-def swept(monkeypatch, wrong=(), more=None):
-    """The sweep's rows on the emulator, with made-up times, `more` in ms beside them; results of
-    `wrong` tiles are off.
+@cache
+def swept(wrong=(), more=()):
+    """What is swept and its rows on the emulator, with made-up times, `more` of (tiles, ms) beside
+    them; results of `wrong` tiles are off.
     """
-    more = more or {}
     right = fa_numba.attention
-    times = {Tiles(16, 16, 32): 4.0, Tiles(32, 16, 32): 2.0, Tiles(32, 32, 32): 1.0, **more}
+    times = {Tiles(16, 16, 32): 4.0, Tiles(32, 16, 32): 2.0, Tiles(32, 32, 32): 1.0, **dict(more)}
 
     def attention(q, k, v, *, tiles, **options):
         off = 1.1 if tiles in wrong else 1
@@ -168,25 +169,25 @@ def swept(monkeypatch, wrong=(), more=None):
         ms = times.get(tiles, 3.0)
         return timing.Timing(ms, ms, ms, 20, check(None))
 
-    monkeypatch.setattr(fa_numba, "attention", attention)
-    monkeypatch.setattr(tune, "time_call", time_call)
-    monkeypatch.setattr(tune.peers, "available", lambda: False)
-    monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
-    for name, value in (("SEQLENS", (32,)), ("CHECKED_SEQLEN", 32), ("THREADS", (32, 64))):
-        monkeypatch.setattr(tune, name, value)
-    monkeypatch.setattr(tune, "BLOCKS", {"fwd": ((16, 32), (16, 32)), "bwd": ((16,), (16,))})
-    monkeypatch.setattr(tune, "fa2_setting", tune.one_head)
-    for cached in (tune._large, tune._small, tune._gate):
-        cached.cache_clear()
-    with fa_numba.device.using("emulator"):
+    with pytest.MonkeyPatch.context() as patch, fa_numba.device.using("emulator"):
+        patch.setattr(fa_numba, "attention", attention)
+        patch.setattr(tune, "time_call", time_call)
+        patch.setattr(tune.peers, "available", lambda: False)
+        patch.setattr(fa_numba.device, "to_gpu", lambda array: array)
+        for name, value in (("SEQLENS", (32,)), ("CHECKED_SEQLEN", 32), ("THREADS", (32, 64))):
+            patch.setattr(tune, name, value)
+        patch.setattr(tune, "BLOCKS", {"fwd": ((16, 32), (16, 32)), "bwd": ((16,), (16,))})
+        patch.setattr(tune, "fa2_setting", tune.one_head)
+        for cached in (tune._large, tune._small, tune._gate):
+            cached.cache_clear()
         wanted = tune.candidates((10,))
         rows = list(tune.measure(wanted, Bench(machine="some-gpu"), jobs=1))
-    tune._large.cache_clear()
+        tune._large.cache_clear()
     return wanted, rows
 
 
-def test_the_sweep_times_what_can_be_planned(monkeypatch):
-    wanted, rows = swept(monkeypatch)
+def test_the_sweep_times_what_can_be_planned():
+    wanted, rows = swept()
     assert {c.head_dim for c in wanted} == {16} and len(set(wanted)) == len(wanted)
     forward = {c.tiles for c in wanted if (c.series, c.pass_) == ("fa1-mma", "fwd")}
     assert forward == {
@@ -207,18 +208,18 @@ def test_the_sweep_times_what_can_be_planned(monkeypatch):
     assert found["fa2", "fwd", 16][1] == pytest.approx(3 * (speed[False] * speed[True]) ** 0.5)
 
 
-def test_stages_are_told_apart(monkeypatch):
+def test_stages_are_told_apart():
     two = Tiles(32, 32, 32, stages=2)
-    _, rows = swept(monkeypatch, more={two: 0.5})
+    _, rows = swept(more=((two, 0.5),))
     found = tune.best(rows)
     assert (found["fa1", "fwd", 16][0], found["fa2", "fwd", 16][0]) == (Tiles(32, 32, 32), two)
     places = {r.place for r in rows if r.series == "fa2-mma" and r.pass_ == "fwd"}
     assert {"threads=32", "threads=32 stages=2"} < places
 
 
-def test_tiles_with_wrong_results_are_out(monkeypatch):
+def test_tiles_with_wrong_results_are_out():
     fast = Tiles(32, 32, 32)
-    _, rows = swept(monkeypatch, wrong=(fast,))
+    _, rows = swept(wrong=(fast,))
     notes = {r.note for r in rows if r.failed and (r.Br, r.Bc, r.place) == (32, 32, "threads=32")}
     assert notes and all("against float64" in note for note in notes)
     assert tune.best(rows)["fa2", "fwd", 16][0] == Tiles(32, 16, 32)
@@ -226,9 +227,9 @@ def test_tiles_with_wrong_results_are_out(monkeypatch):
     assert tune.best(one_mask)["fa2", "fwd", 16][0] not in (fast, Tiles(32, 16, 32))
 
 
-def test_every_length_counts(monkeypatch):
+def test_every_length_counts():
     """Tiles that are fastest at one length are not chosen for it, nor with one length missing."""
-    _, rows = swept(monkeypatch)
+    _, rows = swept()
     slow, fast = Tiles(32, 16, 32), Tiles(32, 32, 32)
     longer = [replace(row, seqlen_q=64, value=1.0) for row in rows if row.metric == "speed"]
     for row in longer:
@@ -259,7 +260,7 @@ def test_the_table_is_updated_line_by_line(table):
 
 
 def test_the_command_stores_rows_and_the_table(monkeypatch, tmp_path, table):
-    wanted, rows = swept(monkeypatch)
+    wanted, rows = swept()
     rows = [replace(row, machine="some-gpu") for row in rows]
     monkeypatch.setattr(tune, "measure", lambda *_: iter(rows))
     monkeypatch.setattr(runner.device, "gpu_available", lambda: False)

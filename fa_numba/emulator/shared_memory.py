@@ -33,16 +33,22 @@ if TYPE_CHECKING:
 NO_ATOMICS: tuple[int, int, dict[int, int]] = (-1, 0, {})
 
 
+def bits_of(values: np.ndarray) -> np.ndarray:
+    """Values as integers of 64 bits: the compiled loops, which only move them, know one type."""
+    return values.view(np.int64) if values.itemsize == 8 else values.astype(np.int64)
+
+
 class SharedBuffer:
     """A piece of shared memory of each block that runs: values and stamps that the arrays laid over
     it share.
     """
 
-    __slots__ = ("data", "written", "reads", "touched", "atomics", "copiers", "sites")
+    __slots__ = ("data", "bits", "written", "reads", "touched", "atomics", "copiers", "sites")
 
     def __init__(self, blocks: int, length: int, warps: int, dtype: np.dtype) -> None:
         shape = (blocks, length)
         self.data = np.zeros(shape, np.float64 if dtype.kind == "f" else np.int64)
+        self.bits = bits_of(self.data)
         self.written = np.full(shape, UNWRITTEN)
         self.reads = np.zeros((blocks, warps, length), np.int64)
         self.touched = np.zeros(shape, np.int64)  # at or above `ctx.base`: read since
@@ -126,9 +132,9 @@ class SharedArray:
         lane = 0
         if not buffer.atomics:
             lane = checks.shared_load(
-                buffer.data, buffer.written, buffer.reads, buffer.touched, self.first, self.length,
-                self.itemsize, e, n, mask, group.tids, ctx.starts, ctx.seen, ctx.base, out, pairs,
-                stats,
+                buffer.bits, buffer.written, buffer.reads, buffer.touched, self.first, self.length,
+                self.itemsize, e, n, mask, group.tids, ctx.starts, ctx.seen, ctx.base, bits_of(out),
+                pairs, stats,
             )  # fmt: skip
         if lane >= 0:
             for k in self._lanes_from(lane, mask):
@@ -154,9 +160,9 @@ class SharedArray:
         lane, n = 0, len(values)
         if not buffer.atomics:
             lane = checks.shared_store(
-                buffer.data, buffer.written, buffer.reads, buffer.touched, self.first, self.length,
-                self.itemsize, e, n, mask, group.tids, ctx.starts, ctx.seen, ctx.base, values,
-                stats,
+                buffer.bits, buffer.written, buffer.reads, buffer.touched, self.first, self.length,
+                self.itemsize, e, n, mask, group.tids, ctx.starts, ctx.seen, ctx.base,
+                bits_of(values), stats,
             )  # fmt: skip
         if lane >= 0:
             for k in self._lanes_from(lane, mask):
@@ -279,8 +285,8 @@ class SharedArray:
         ctx, buffer = self.ctx, self.buffer
         values = copy.read(lanes).astype(buffer.data.dtype)
         checks.land(
-            buffer.data, buffer.written, self.first, copy.e, copy.n, values, lanes, ctx.group.tids,
-            ctx.starts,
+            buffer.bits, buffer.written, self.first, copy.e, copy.n, bits_of(values), lanes,
+            ctx.group.tids, ctx.starts,
         )  # fmt: skip
 
     def merged(self, mask: Any, other: Any) -> SharedArray | SharedArrays:
