@@ -376,8 +376,9 @@ def test_recorded_numbers_that_are_equal():
 
 
 def test_recorded_wavefronts_of_the_fa2_kernels_are_explained():
-    """In all: a wavefront for every warp, for every barrier of a block, and for each load and copy
-    that runs without an active lane, beside those that are counted. Two at most are left over.
+    """In all: a wavefront for every warp, for every barrier of a block, for every second one of a
+    warp, and for each load and copy that runs without an active lane, beside those that are
+    counted. Two at most are left over.
     """
     of = recorded()
     kernels = [
@@ -396,7 +397,9 @@ def test_recorded_wavefronts_of_the_fa2_kernels_are_explained():
         warps = tiles.threads // 32
         barriers = of[place, "barrier instructions"][0] / warps
         idle = beyond("load instructions") + beyond("copy instructions")
-        rest = beyond("shared wavefronts") - idle - 256 // tiles.Br * warps - barriers
+        of_warps = -beyond("barrier instructions")  # the profiler has barriers of blocks alone
+        waits = 256 // tiles.Br * warps + barriers + of_warps // 2
+        rest = beyond("shared wavefronts") - idle - waits
         assert -2 <= rest <= 0, run.series
 
 

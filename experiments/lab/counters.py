@@ -193,7 +193,8 @@ def _number(name: str, value: str, unit: str) -> float:
     factor = _factor(unit)
     if factor is None:
         raise CountersError(
-            f"ncu gives {name} in {unit!r}: known are byte, sector, inst, request, s, % and none"
+            f"ncu gives {name} in {unit!r}: known are "
+            "byte, sector, inst, request, cycle, s, % and none"
         )
     try:
         number = float(value.replace(",", ""))
@@ -208,7 +209,7 @@ def _factor(unit: str) -> float | None:
     """What a value in ncu's unit is multiplied by; None for a unit not known."""
     if unit in ("", "%"):
         return 0.01 if unit else 1.0
-    if known := re.fullmatch(r"([KMGTP]?)(byte|sector|inst|request)s?", unit):
+    if known := re.fullmatch(r"([KMGTP]?)(byte|sector|inst|request|cycle)s?", unit):
         return _PREFIXES[known[1]]
     if known := re.fullmatch(r"([num]?)s(econd)?", unit):
         return _NANOSECONDS[known[1]]
