@@ -14,6 +14,7 @@ from fa_numba.emulator import (
     EmulatorError,
     GlobalHazard,
     OutOfBounds,
+    ReadOnlyStore,
     SharedHazard,
     UninitialisedRead,
     batches,
@@ -387,3 +388,14 @@ def shared_atomics(x, out):
 
 def test_atomics_of_shared_memory():
     alike(shared_atomics, 5, 32, (np.zeros(1), np.zeros(5)), together=False)
+
+
+def test_an_addition_to_a_read_only_array_is_that_error():
+    def kernel(x, out):
+        b = cuda.blockIdx.x
+        add_global(out, b, cuda.threadIdx.x, x[0, b])
+
+    out = np.zeros((5, 32), np.float32)
+    out.flags.writeable = False
+    with pytest.raises(ReadOnlyStore, match="a store to out, which is read-only"):
+        launch(kernel, 5, 32, (matrix(5, 1, 32), out))

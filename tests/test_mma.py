@@ -500,6 +500,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.in_turn("algorithm")
 @every_algorithm
 @mostly_float16
 @pytest.mark.parametrize("name", OPTIONS)
@@ -1176,7 +1177,7 @@ def any_call(draw):
 
 @mostly_float16
 @every_algorithm
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(any_call(), st.integers(1, 4), st.booleans())
 def test_any_problem(algorithm, dtype, call, query_splits, splits_keys):
     sizes, options = call

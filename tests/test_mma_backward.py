@@ -249,6 +249,7 @@ def test_the_check_fails_on_a_wrong_gradient(way, dtype, change):
 LENGTHS = [(1, 1), (1, 40), (40, 1), (15, 31), (16, 32), (17, 33), (37, 13), (33, 70)]
 
 
+@pytest.mark.in_turn("way", share=2)
 @every_way
 @pytest.mark.parametrize("dtype, causal", [("float16", False), ("float16", True), bfloat16(True)])
 @pytest.mark.parametrize("Nq, Nk", LENGTHS)
@@ -288,6 +289,7 @@ TILES = [(8, Tiles(16, 64)), (8, Tiles(48, 32)), (8, Tiles(64, 16)), (8, Tiles(3
 TILES += [(72, Tiles(64, 32)), (72, Tiles(32, 64, 256)), (72, Tiles(32, 48))]
 
 
+@pytest.mark.in_turn("way", share=2)
 @every_flash
 @pytest.mark.parametrize("d, tiles", TILES, ids=str)
 def test_tiles(way, d, tiles):
@@ -343,15 +345,9 @@ SLOW = pytest.mark.slow
 ON_GPU = ("window", "softcap", "bias", "alibi", "both lengths", "block mask", "dropout", "most")
 
 
-# Every option of FA-2, and of the others those that a GPU runs too; the rest is slow.
-OPTIONS_OF_WAYS = [
-    pytest.param(way, name, marks=() if way == "fa2" or name in ON_GPU else SLOW)
-    for way, name in itertools.product(WAYS, OPTIONS)
-    if way in ("standard", "fa1", "fa2") or name in ON_GPU
-]
-
-
-@pytest.mark.parametrize("way, name", OPTIONS_OF_WAYS)
+@pytest.mark.in_turn("way")
+@every_way
+@pytest.mark.parametrize("name", OPTIONS)
 def test_options(way, name):
     inputs = half_gradients("float16", 2, 2, 1, 40, 55, 8)
     check_gradients("emulator", way, *inputs, tiles=SMALL, **OPTIONS[name])

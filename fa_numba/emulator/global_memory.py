@@ -159,7 +159,7 @@ class GlobalArray:
         if not ctx.several:
             self.atomic(index, _plus, *values, n=n)
             return
-        if self.dtype != np.float32:
+        if self.dtype != np.float32 or not self._memory.flags.writeable:
             raise OneByOne
         e = self._at(index) if n == 1 else self._vector(index, n, n)
         at = self._access(ATOMIC, e, n, n, index)
