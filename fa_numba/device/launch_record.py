@@ -19,10 +19,12 @@ import numpy as np
 from cuda.bindings import driver
 from numba import types
 
+from fa_numba.device.tensor_map import MAP_BYTES, TiledArray, encoded
 from fa_numba.integers import round_up
 
 WORKSPACE = -1  # the last of a run's values
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
+_ANYWHERE = 1 << 32  # an address for a map that a run gives its own
 _ALIGNMENT = 256  # bytes, of each array of the workspace
 
 
@@ -73,6 +75,7 @@ class LaunchRecord:
         self.reserved_bytes = 0
         self._steps: list[tuple[Callable, str]] = []
         self._varying: dict[tuple[int, int], ctypes.c_int64] = {}
+        self._maps: list[tuple[int, int, driver.CUtensorMap]] = []
         self._used: list = []  # memory that the driver reads, and owners of constant arrays
         self._lock = threading.Lock()
 
@@ -122,6 +125,9 @@ class LaunchRecord:
         with self._lock:  # the driver copies what a kernel takes before it returns
             for (slot, offset), word in self._varying.items():
                 word.value = values[slot] + offset
+            for slot, offset, tensor_map in self._maps:
+                moved = driver.cuTensorMapReplaceAddress(tensor_map, values[slot] + offset)
+                checked((*moved, None), "moving a tensor map")
             for step, what in self._steps:
                 checked(step(order), what)
 
@@ -140,6 +146,15 @@ class LaunchRecord:
         if isinstance(ty, types.NamedTuple):
             pairs = zip(ty.types, value, strict=True)
             return tuple(word for t, x in pairs for word in self._words(t, x))
+        if isinstance(value, TiledArray):
+            array = value.array
+            address = array.pointer if array.slot is None else _ANYWHERE
+            tensor_map = encoded(value, address)
+            self._used.append(tensor_map)
+            if array.slot is not None:
+                self._maps.append((array.slot, array.pointer, tensor_map))
+            words = (ctypes.c_uint64 * (MAP_BYTES // 8)).from_address(int(tensor_map.getPtr()))
+            return (words, *map(ctypes.c_int64, array.shape))
         if isinstance(value, DeviceArray):
             head = (0, 0, math.prod(value.shape), value.itemsize)
             words = map(ctypes.c_int64, (*head, *value.shape, *value.strides))

@@ -1,0 +1,113 @@
+"""Tensor maps: what the bulk copy engine of a Hopper GPU (TMA) knows of an array.
+
+A kernel takes such an array as a ``TiledType``: 128 bytes among its parameters that the engine
+reads (``__grid_constant__`` in CUDA C++), which the driver encodes once a call, and the shape.
+CUDA Driver API, "Tensor Map Object Management"; PTX ISA, "Tensors".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cuda.bindings import driver
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.datamodel import PrimitiveModel, StructModel
+from numba.cuda.extending import make_attribute_wrapper, register_model
+
+MAP_BYTES = 128
+PANEL = 64  # columns of a box: 128 bytes of 16-bit elements, which the engine swizzles
+_ALIGNMENT = 64  # bytes
+_I32 = ir.IntType(32)
+_MAP = ir.LiteralStructType([ir.ArrayType(ir.IntType(64), MAP_BYTES // 8)])
+
+
+class MapType(types.Type):
+    """The 128 bytes: in kernels the address of the parameter that holds them."""
+
+    def __init__(self) -> None:
+        super().__init__(name="TensorMap")
+
+
+class TiledType(types.Type):
+    """An array that a kernel reads and writes by boxes; ``shape`` is the array's."""
+
+    def __init__(self, ndim: int) -> None:
+        self.ndim = ndim
+        super().__init__(name=f"Tiled({ndim})")
+
+
+@register_model(MapType)
+class MapModel(PrimitiveModel):
+    def __init__(self, manager: Any, ty: MapType) -> None:
+        super().__init__(manager, ty, _MAP.as_pointer())
+
+    def from_argument(self, builder: ir.IRBuilder, value: Any) -> Any:
+        """Make the pointers that a kernel is given parameters by value, which nobody writes."""
+        function = builder.function
+        if not value.attributes.align:
+            # Numba drops the first argument later, so that counting starts at 1.
+            places = [n for n, x in enumerate(function.args) if x.type == _MAP.as_pointer()]
+            for place in places:
+                # llvmlite would write the pointee after it, which NVVM's dialect does not know.
+                set.add(function.args[place].attributes, "byval ")
+                function.args[place].attributes.align = _ALIGNMENT
+            found = cgutils.get_or_insert_named_metadata(builder.module, "nvvm.annotations")
+            which = builder.module.add_metadata([ir.Constant(_I32, n) for n in places])
+            name = ir.MetaDataString(builder.module, "grid_constant")
+            found.add(builder.module.add_metadata((function, name, which)))
+        return value
+
+
+@register_model(TiledType)
+class TiledModel(StructModel):
+    def __init__(self, manager: Any, ty: TiledType) -> None:
+        members = [("map", MapType()), ("shape", types.UniTuple(types.int64, ty.ndim))]
+        super().__init__(manager, ty, members)
+
+
+make_attribute_wrapper(TiledType, "shape", "shape")
+
+
+@dataclass(frozen=True)
+class TiledArray:
+    """A 4-D array of 16-bit elements as an argument that a kernel takes by boxes.
+
+    A box has ``rows`` rows, along the third axis, of 64 columns.
+    """
+
+    array: Any
+    rows: int
+    dtype: str
+
+
+_DTYPES = {
+    "float16": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+    "bfloat16": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+}
+
+
+def encoded(tiled: TiledArray, address: int) -> driver.CUtensorMap:
+    """The map of ``tiled`` at ``address``. Raises RuntimeError where the driver refuses it."""
+    array = tiled.array
+    shape = [driver.cuuint64_t(n) for n in reversed(array.shape)]
+    strides = [driver.cuuint64_t(n) for n in reversed(array.strides[:-1])]
+    box = [driver.cuuint32_t(n) for n in (PANEL, tiled.rows, 1, 1)]
+    result = driver.cuTensorMapEncodeTiled(
+        _DTYPES[tiled.dtype],
+        4,
+        address,
+        shape,
+        strides,
+        box,
+        [driver.cuuint32_t(1)] * 4,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if result[0] != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"a tensor map of {array} failed: {result[0].name}")
+    return result[1]

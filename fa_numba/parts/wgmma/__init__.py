@@ -1,0 +1,15 @@
+"""The parts of the kernels on Hopper's tensor cores: ``parts(spec)``."""
+
+from functools import cache
+
+from fa_numba.parts import heads, layout, rows, softmax, visits
+from fa_numba.parts.namespace import Parts
+from fa_numba.parts.wgmma import products
+
+_MODULES = (products, layout, heads, visits, softmax, rows)
+
+
+@cache
+def parts(spec):
+    """The device functions of a kernel for ``spec``: ``p.NAME`` is ``make_NAME(spec)``."""
+    return Parts(spec, _MODULES)
