@@ -87,7 +87,7 @@ def _call(context, builder, rC, C, n, adds, inputs, operands, text):
 
 def _instruction(kind: str, n: int, a: str, across: Sequence[int], adds: bool) -> str:
     shape = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind}"
-    modes = ", ".join(map(str, (int(adds), 1, 1, *across)))
+    modes = ", ".join(map(str, (int(bool(adds)), 1, 1, *across)))
     return f"{shape} {_listed(0, n // 2)}, {a}, b, {modes};"
 
 
