@@ -91,6 +91,17 @@ def half_tile(typingctx, offset, length):
     return _tile(types.uint16, ir.IntType(16), offset, length)
 
 
+def _index_tile(offset, length):
+    return emulator.current().shared_tile(offset, length, "uint32")
+
+
+@emulated_by(_index_tile)
+@intrinsic
+def index_tile(typingctx, offset, length):
+    """The same of uint32."""
+    return _tile(types.uint32, I32, offset, length)
+
+
 def _load4(array, index):
     return array.load(index, 4)
 

@@ -22,8 +22,10 @@ class WgmmaSpec(Spec):
     dtype: str = "float16"
     positive_scale: bool = False
     stages: int = 2
+    q_stages: int = 2
     takes_turns: bool = True
     overlaps: bool = True
+    tests_factor: bool = False
 
     @property
     def consumers(self) -> int:
@@ -72,7 +74,7 @@ class WgmmaSpec(Spec):
     @property
     def shared_bytes(self) -> int:
         rows, columns = self.tile_halves
-        return 2 * (rows + 2 * self.stages * columns) + 8 * (1 + 4 * self.stages)
+        return 2 * (self.q_stages * rows + 2 * self.stages * columns) + 8 * (2 * self.q_stages + 4 * self.stages) + 4 * self.q_stages
 
     @property
     def min_blocks(self) -> int:

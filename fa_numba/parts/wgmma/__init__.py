@@ -4,9 +4,9 @@ from functools import cache
 
 from fa_numba.parts import heads, layout, rows, softmax, visits
 from fa_numba.parts.namespace import Parts
-from fa_numba.parts.wgmma import products
+from fa_numba.parts.wgmma import products, schedule
 
-_MODULES = (products, layout, heads, visits, softmax, rows)
+_MODULES = (products, schedule, layout, heads, visits, softmax, rows)
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from fa_numba.device import cuda, device_function, uint32, int32
+from fa_numba.device import cuda, device_function, float32, uint32
 from fa_numba.dtypes import DTYPES
 from fa_numba.intrinsics.barriers import arrive_named, sync_named
 from fa_numba.intrinsics.bulk_copy import commit_boxes, fence_async_proxy, load_box, store_box, wait_boxes_read
@@ -50,7 +50,7 @@ def make_begin_scores(spec):
 
     @device_function
     def begin_scores(rS, sQ, first, sK, at):
-        multiply(rS, Bc, sQ, uint32(first * 64), Br, 0, sK, at, Bc, 0, STEPS, 0)
+        multiply(rS, Bc, sQ, first, Br, 0, sK, at, Bc, 0, STEPS, 0)
 
     return begin_scores
 
@@ -160,20 +160,37 @@ def make_write_tile(spec):
     pack2, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
 
     @device_function
-    def write_tile(rO, sQ, O, wg, row0, b, h, ty, tx):
-        first = uint32((wg * 64 + ty) * 64 + 2 * tx)
+    def write_tile(rO, sQ, at, O, wg, row0, b, h, ty, tx):
+        first = uint32(at + (wg * 64 + ty) * 64 + 2 * tx)
         turn = uint32((ty % 8) * 8)
         for i in range(TM):
             for n in range(DN4 // 2):
-                at = uint32(n // 8 * 64 * Br + first + i * 8 * 64)
-                at = uint32(at + (uint32(8 * (n % 8)) ^ turn))
-                store2(sQ, at, pack2(rO[i * DN4 + 2 * n], rO[i * DN4 + 2 * n + 1]))
+                place = uint32(n // 8 * 64 * Br + first + i * 8 * 64)
+                place = uint32(place + (uint32(8 * (n % 8)) ^ turn))
+                store2(sQ, place, pack2(rO[i * DN4 + 2 * n], rO[i * DN4 + 2 * n + 1]))
         fence_async_proxy()
         sync_named(uint32(5 + wg), 128)
         if ty == uint32(0) and tx == uint32(0):
             for n in range(panels):
-                store_box(O, b, h, row0, 64 * n, sQ, uint32(n * 64 * Br + wg * 64 * 64))
+                store_box(O, b, h, row0, 64 * n, sQ, uint32(at + n * 64 * Br + wg * 64 * 64))
             commit_boxes()
             wait_boxes_read()
 
     return write_tile
+
+
+@cache
+def make_rescale(spec):
+    TM, DN4, tests = spec.TM, 4 * spec.DN, spec.tests_factor
+
+    @device_function
+    def rescale(rO, rf):
+        changes = True
+        if tests:
+            changes = rf[0] != float32(1.0) or rf[1] != float32(1.0)
+        if changes:
+            for i in range(TM):
+                for c in range(DN4):
+                    rO[i * DN4 + c] *= rf[i]
+
+    return rescale
