@@ -8,7 +8,8 @@ intrinsics define their instructions with Numba's extension API, and the emulato
 A ``Kernel`` is compiled when it first runs on a GPU; on the emulator its Python function runs as it
 is. The files: ``select`` which device and its limits, ``kernel`` and ``kernel_cache`` compiled
 code, ``assembling`` what the assembler says of it, ``launching`` launches and counts,
-``launch_record`` launches that are made again, ``memory`` arrays and workspace, ``timing`` events.
+``launch_record`` launches that are made again, ``tensor_map`` arrays for the copy engine,
+``memory`` arrays and workspace, ``timing`` events.
 """
 
 from numba import cuda, float32, int32, int64, types, uint32, uint64
@@ -46,14 +47,17 @@ from fa_numba.device.select import (
     describe,
     gpu_available,
     limits,
+    multiprocessors,
     on_device,
     on_gpu,
     ordinal_of,
+    planned_for_gpu,
     planning_for,
     shared_bytes_limit,
     using,
     why_no_gpu,
 )
+from fa_numba.device.tensor_map import TiledArray, tiled_type
 from fa_numba.device.timing import profile_start, profile_stop, time_ms
 
 __all__ = [
@@ -63,6 +67,7 @@ __all__ = [
     "Kernel",
     "LaunchRecord",
     "MemoryTrace",
+    "TiledArray",
     "argument",
     "array_type",
     "assembled",
@@ -83,10 +88,12 @@ __all__ = [
     "int64",
     "launch",
     "limits",
+    "multiprocessors",
     "on_device",
     "on_gpu",
     "ordinal_of",
     "permuted",
+    "planned_for_gpu",
     "planning_for",
     "profile_start",
     "profile_stop",
@@ -96,6 +103,7 @@ __all__ = [
     "scratch",
     "shared_bytes_limit",
     "synchronize",
+    "tiled_type",
     "time_ms",
     "to_gpu",
     "to_host",

@@ -153,8 +153,8 @@ class LaunchRecord:
             self._used.append(tensor_map)
             if array.slot is not None:
                 self._maps.append((array.slot, array.pointer, tensor_map))
-            words = (ctypes.c_uint64 * (MAP_BYTES // 8)).from_address(int(tensor_map.getPtr()))
-            return (words, *map(ctypes.c_int64, array.shape))
+            held = (ctypes.c_uint64 * (MAP_BYTES // 8)).from_address(int(tensor_map.getPtr()))
+            return (held, *map(ctypes.c_int64, array.shape))
         if isinstance(value, DeviceArray):
             head = (0, 0, math.prod(value.shape), value.itemsize)
             words = map(ctypes.c_int64, (*head, *value.shape, *value.strides))

@@ -62,13 +62,13 @@ def scratch(stream: Any) -> Iterator[Callable[..., Any]]:
     """A context that gives ``allocate(shape, dtype)``, for the workspace of a call's launches.
 
     ``stream`` is the ``LaunchRecord`` that takes them on a GPU, and is not used on the emulator.
-    ``dtype`` is float32, or uint16 for the bits of 16-bit floats. On the emulator it gives NumPy
-    arrays, NaN until written.
+    ``dtype`` is float32, uint16 for the bits of 16-bit floats, or int32. On the emulator it gives
+    NumPy arrays, NaN or -1 until written.
     """
     if select.on_gpu():
         yield stream.allocate
     else:
-        yield lambda shape, dtype="float32": np.full(shape, _NOT_A_NUMBER[dtype], dtype)
+        yield lambda shape, dtype="float32": np.full(shape, _NOT_A_NUMBER.get(dtype, -1), dtype)
 
 
 def release_memory() -> None:

@@ -92,6 +92,21 @@ def _shared_bytes_limit(ordinal: int) -> int:
         return int(cuda.get_current_device().MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
 
 
+def multiprocessors() -> int:
+    """How many the current GPU has; elsewhere 132, an H100's or H200's."""
+    return _multiprocessors(cuda.get_current_device().id) if on_gpu() else 132
+
+
+@functools.cache
+def _multiprocessors(ordinal: int) -> int:
+    return int(cuda.gpus[ordinal].MULTIPROCESSOR_COUNT)
+
+
+def planned_for_gpu() -> bool:
+    """Whether plans made now are for a GPU, here or elsewhere."""
+    return on_gpu() or _planned.get() is not None
+
+
 def compute_capability() -> tuple[int, int]:
     """The current GPU's, as (major, minor); on the emulator (9, 0), of an H100 or H200."""
     planned = _planned.get()

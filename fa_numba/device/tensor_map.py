@@ -19,6 +19,7 @@ from numba.cuda.extending import make_attribute_wrapper, register_model
 
 MAP_BYTES = 128
 PANEL = 64  # columns of a box: 128 bytes of 16-bit elements, which the engine swizzles
+STEP_BYTES = 16  # bytes: strides are multiples
 _ALIGNMENT = 64  # bytes
 _I32 = ir.IntType(32)
 _MAP = ir.LiteralStructType([ir.ArrayType(ir.IntType(64), MAP_BYTES // 8)])
@@ -71,6 +72,11 @@ class TiledModel(StructModel):
 make_attribute_wrapper(TiledType, "shape", "shape")
 
 
+def tiled_type(ndim: int) -> TiledType:
+    """Numba's type of an array with ``ndim`` axes that a kernel takes by boxes."""
+    return TiledType(ndim)
+
+
 @dataclass(frozen=True)
 class TiledArray:
     """A 4-D array of 16-bit elements as an argument that a kernel takes by boxes.
@@ -93,7 +99,9 @@ def encoded(tiled: TiledArray, address: int) -> driver.CUtensorMap:
     """The map of ``tiled`` at ``address``. Raises RuntimeError where the driver refuses it."""
     array = tiled.array
     shape = [driver.cuuint64_t(n) for n in reversed(array.shape)]
-    strides = [driver.cuuint64_t(n) for n in reversed(array.strides[:-1])]
+    # The driver judges strides of axes with one place, too.
+    steps = (STEP_BYTES if n == 1 else s for n, s in zip(array.shape, array.strides, strict=True))
+    strides = [driver.cuuint64_t(n) for n in [*steps][-2::-1]]
     box = [driver.cuuint32_t(n) for n in (PANEL, tiled.rows, 1, 1)]
     result = driver.cuTensorMapEncodeTiled(
         _DTYPES[tiled.dtype],

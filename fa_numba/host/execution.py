@@ -12,12 +12,14 @@ from fa_numba import device
 from fa_numba.device import DeviceArray
 from fa_numba.dtypes import DTYPES
 from fa_numba.host.binding import Binding, pack, score_scale
-from fa_numba.host.plans import Argument, Buffer, Plan, Untouched
+from fa_numba.host.plans import Argument, Boxes, Buffer, Plan, Untouched
 from fa_numba.options import UNIFORM
 from fa_numba.problem import Problem
 
 # Arrays of a call that kernels take one by one; all others reach them in ``options``.
 TENSORS = ("Q", "K", "V", "O", "dO", "L", "dQ", "dK", "dV")
+# Beside uniform arrays, what hands out work.
+_UNCOUNTED = (*UNIFORM, "taken")
 
 
 def execute(plan: Plan, arguments: Binding, arrays: Mapping[str, Any], stream: Any) -> None:
@@ -42,12 +44,14 @@ def execute(plan: Plan, arguments: Binding, arrays: Mapping[str, Any], stream: A
         for buffer in plan.workspace:
             found[buffer.name] = _allocated(buffer, allocate, stream)
         for launch in plan.launches:
-            given = [_resolved(x, found) for x in launch.arguments.values()]
+            given = [_resolved(x, found, problem) for x in launch.arguments.values()]
             options = pack(launch.kernel, values)
-            device.launch(launch.kernel, launch.grid, (*given, options), stream, UNIFORM)
+            device.launch(launch.kernel, launch.grid, (*given, options), stream, _UNCOUNTED)
 
 
-def _resolved(argument: Argument, found: Mapping[str, Any]) -> Any:
+def _resolved(argument: Argument, found: Mapping[str, Any], problem: Problem) -> Any:
+    if isinstance(argument, Boxes):
+        return device.TiledArray(found[argument.name], argument.rows, problem.dtype)
     if isinstance(argument, Untouched):
         return _untouched(argument, found["Q"])
     return found[argument] if isinstance(argument, str) else argument
@@ -66,7 +70,7 @@ def _untouched(argument: Untouched, other: Any) -> Any:
 
 def _allocated(buffer: Buffer, allocate: Callable, stream: Any) -> Any:
     """The workspace that ``buffer`` describes."""
-    array = allocate(buffer.allocated, DTYPES[buffer.dtype].host)
+    array = allocate(buffer.allocated, buffer.host_dtype)
     if buffer.zeroed:
         device.clear(array, stream)
     if isinstance(array, DeviceArray):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from fa_numba import io_model
+from fa_numba import device, io_model
 from fa_numba.host.binding import LOG2E
-from fa_numba.host.plans import Argument, Buffer, Launch, Steps, Untouched
+from fa_numba.host.plans import Argument, Boxes, Buffer, Launch, Steps, Untouched
 from fa_numba.host.requests import Request
 from fa_numba.host.units import UNITS
 from fa_numba.integers import ceil_div, round_up
+from fa_numba.tiling.wgmma import GROUP_ROWS
 
 
 def forward(request: Request) -> Steps:
@@ -20,10 +21,16 @@ def forward(request: Request) -> Steps:
     Tr = ceil_div(p.seqlen_q, tiles.Br)
     if request.algorithm == "fa2":
         kernel = unit.kernels.fa2_forward.make_forward(spec)
-        grid = (Tr, p.heads_q, p.batch)
         # The kernel always writes L: the backward pass needs it, and it costs one float a row.
-        own = () if request.return_lse else (Buffer("L", request.row_shape),)
-        launches = (Launch.of(kernel, grid, scale="score_scale"),)
+        own: tuple[Buffer, ...] = () if request.return_lse else (Buffer("L", request.row_shape),)
+        if unit.persistent:
+            boxes = {"Q": GROUP_ROWS, "K": tiles.Bc, "V": tiles.Bc, "O": GROUP_ROWS}
+            bound: dict[str, Argument] = {name: Boxes(name, n) for name, n in boxes.items()}
+            grid = (min(device.multiprocessors(), Tr * p.heads_q * p.batch), 1, 1)
+            own += (Buffer("taken", (1,), "int32", zeroed=True),)
+        else:
+            bound, grid = {}, (Tr, p.heads_q, p.batch)
+        launches = (Launch.of(kernel, grid, scale="score_scale", **bound),)
         count = functools.partial(io_model.fa2, p, tiles)
         return Steps(tiles, launches, own, count, score_unit=LOG2E)
     kernel = unit.kernels.fa1_forward.make_forward(spec)

@@ -39,36 +39,35 @@ def forward(
     that are not as the public functions take them.
     """
     _check(problem, algorithm, tiles)
-    capability = device.compute_capability()
-    unit = unit_of(unit, problem.dtype, capability).name
     query_splits = as_size("query_splits", query_splits, axis=False)
+    _check_partition(warp_partition)
+    ablate = _names(ablate)
+    request = Request(
+        algorithm,
+        "fwd",
+        "",
+        problem,
+        tiles,
+        aligned,
+        device.shared_bytes_limit(),
+        device.compute_capability(),
+        query_splits,
+        return_lse,
+        warp_partition,
+        ablate,
+    )
+    unit = unit_of(unit, request).name
     if query_splits != 1 and (algorithm, "fwd") not in UNITS[unit].splits_queries:
         owners = " or ".join(sorted({a for u in UNITS.values() for a, _ in u.splits_queries}))
         raise ValueError(f"query_splits is {query_splits}: only {owners} splits its queries")
-    _check_partition(warp_partition, algorithm, unit)
+    _check_keys(warp_partition, algorithm, unit)
     ablated = _measures(ablate, algorithm, unit)
     if tiles and tiles.stages != 1 and "prefetch" in ablated:
         raise ValueError(
             f"tiles: stages={tiles.stages} with ablate={ablate!r}: two stages are there for tiles "
             "that are prefetched, allowed is 1"
         )
-    limit = device.shared_bytes_limit()
-    return planned(
-        Request(
-            algorithm,
-            "fwd",
-            unit,
-            problem,
-            tiles,
-            aligned,
-            limit,
-            capability,
-            query_splits,
-            return_lse,
-            warp_partition,
-            ablated,
-        )
-    )
+    return planned(replace(request, unit=unit, ablated=ablated))
 
 
 def backward(
@@ -83,8 +82,11 @@ def backward(
 ) -> Plan:
     """The plan of the backward pass of ``algorithm``, as ``forward``."""
     _check(problem, algorithm, tiles)
-    capability = device.compute_capability()
-    unit = unit_of(unit, problem.dtype, capability).name
+    query_splits = as_size("query_splits", query_splits, axis=False)
+    limits = (device.shared_bytes_limit(), device.compute_capability())
+    how: dict[str, Any] = {"deterministic": deterministic, "return_dbias": return_dbias}
+    request = Request(algorithm, "bwd", "", problem, tiles, aligned, *limits, query_splits, **how)
+    unit = unit_of(unit, request).name
     if deterministic and algorithm != "fa2":
         raise ValueError(
             "deterministic is True: only fa2 has a choice, the others' sums always have one order"
@@ -96,17 +98,13 @@ def backward(
             f"deterministic is True with return_dbias and a bias of shape {problem.bias}: its "
             f"gradient is summed in no fixed order, allowed is a bias of {problem.score_shape}"
         )
-    query_splits = as_size("query_splits", query_splits, axis=False)
     if query_splits != 1 and (algorithm, "bwd") not in UNITS[unit].splits_queries:
         owners = having(lambda u: (pair for pair in u.splits_queries if pair[1] == "bwd"))
         raise ValueError(
             f"query_splits is {query_splits} in the backward pass of {algorithm} on {unit}: only "
             f"{owners} splits its queries"
         )
-    limit = device.shared_bytes_limit()
-    how: dict[str, Any] = {"deterministic": deterministic, "return_dbias": return_dbias}
-    given = (problem, tiles, aligned, limit, capability, query_splits)
-    return planned(Request(algorithm, "bwd", unit, *given, **how))
+    return planned(replace(request, unit=unit))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -192,11 +190,14 @@ def _check_stages(tiles: Tiles, request: Request) -> None:
         )
 
 
-def _check_partition(warp_partition: Any, algorithm: str, unit: str) -> None:
+def _check_partition(warp_partition: Any) -> None:
     if not isinstance(warp_partition, str) or warp_partition not in PARTITIONS:
         raise ValueError(
             f"warp_partition is {warp_partition!r}: allowed is one of {', '.join(PARTITIONS)}"
         )
+
+
+def _check_keys(warp_partition: str, algorithm: str, unit: str) -> None:
     if warp_partition == "keys" and (algorithm, "fwd") not in UNITS[unit].splits_keys:
         raise ValueError(
             f"warp_partition is 'keys' with algorithm {algorithm!r} on unit {unit!r}: only "
@@ -205,19 +206,22 @@ def _check_partition(warp_partition: Any, algorithm: str, unit: str) -> None:
         )
 
 
-def _measures(ablate: Any, algorithm: str, unit: str) -> tuple[str, ...]:
+def _names(ablate: Any) -> tuple:
+    return tuple(ablate) if isinstance(ablate, (tuple, list)) else (ablate,)
+
+
+def _measures(ablate: tuple, algorithm: str, unit: str) -> tuple[str, ...]:
     """The measures to leave out, each once, in one order."""
     found = [name for name, owners in UNITS[unit].measures.items() if algorithm in owners]
-    names = ablate if isinstance(ablate, (tuple, list)) else (ablate,)
-    for name in names:
+    for name in ablate:
         if not isinstance(name, str) or name not in found:
             allowed = f"a tuple of {', '.join(found)}" if found else "(), as it has no such measure"
             raise ValueError(
                 f"ablate is {ablate!r} with {algorithm} on unit {unit!r}: allowed is {allowed}"
             )
-    if "padding" in names and "swizzle" not in names:
+    if "padding" in ablate and "swizzle" not in ablate:
         raise ValueError(
             f"ablate is {ablate!r}: rows that are swizzled have no padding, allowed together with "
             "'swizzle'"
         )
-    return tuple(name for name in found if name in names)
+    return tuple(name for name in found if name in ablate)

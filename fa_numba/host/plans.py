@@ -21,9 +21,9 @@ from fa_numba.tiling import Tiles
 class Buffer:
     """An array that launches take by ``name``: workspace, or an output.
 
-    ``dtype`` is a name among ``DTYPES``. ``zeroed``: it is filled with zeros before the first
-    launch. ``pitch`` is how many elements lie between a row's first and the next one's; None for
-    as many as a row has.
+    ``dtype`` is a name among ``DTYPES``, or "int32". ``zeroed``: it is filled with zeros before the
+    first launch. ``pitch`` is how many elements lie between a row's first and the next one's; None
+    for as many as a row has.
     """
 
     name: str
@@ -39,7 +39,12 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
-        return DTYPES[self.dtype].bytes * math.prod(self.allocated)
+        return np.dtype(self.host_dtype).itemsize * math.prod(self.allocated)
+
+    @property
+    def host_dtype(self) -> str:
+        """The NumPy dtype in which kernels see it."""
+        return "int32" if self.dtype == "int32" else DTYPES[self.dtype].host
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,16 @@ class Untouched:
     dtype: str = "float32"
 
 
-# The name of an array or of a number of the call, a number itself, or no array.
-Argument = str | float | Untouched
+@dataclass(frozen=True)
+class Boxes:
+    """The array called ``name`` for a kernel that takes it by boxes of ``rows`` rows."""
+
+    name: str
+    rows: int
+
+
+# The name of an array or of a number of the call, a number itself, no array, or one by boxes.
+Argument = str | float | Untouched | Boxes
 
 
 @dataclass(frozen=True)

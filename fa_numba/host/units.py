@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import ModuleType
 from typing import Any
 
+from fa_numba import device
 from fa_numba.dtypes import DTYPES
 from fa_numba.host.requests import Request
-from fa_numba.kernels import mma, simt
-from fa_numba.options import PLAIN
+from fa_numba.kernels import mma, simt, wgmma
+from fa_numba.options import PLAIN, Features
 from fa_numba.tiling import (
     MEASURES,
     MmaSpec,
@@ -26,22 +27,27 @@ from fa_numba.tiling import (
     default_mma_standard_tiles,
     default_mma_tiles,
     default_tiles,
+    default_wgmma_tiles,
     select_mma_backward_spec,
     select_mma_spec,
     select_spec,
+    select_wgmma_spec,
     sweep_tiles,
 )
 from fa_numba.tiling.tuned import tuned_tiles
+from fa_numba.tiling.wgmma import GROUP_ROWS
 
 
 class Unit(ABC):
     """A unit of the GPU that computes the products, and its kernels.
 
-    ``kernels`` has the modules standard, fa1_forward, fa2_forward, standard_backward, fa1_backward
-    and fa2_backward, whose factories have one set of names. What an algorithm has a choice of, by
-    (algorithm, pass): ``staged`` how many tiles of K and V are in memory, ``splits_queries`` how
-    many blocks share a head, ``splits_keys`` what the warps share; ``measures`` names what its
-    kernels can do without, and the algorithms.
+    ``capability`` is the least of compute capability, ``newest`` the last that has the unit, if it
+    was given up. ``persistent``: a block takes several row tiles. ``kernels`` has the modules
+    standard, fa1_forward, fa2_forward, standard_backward, fa1_backward and fa2_backward, or some of
+    them, whose factories have one set of names. What an algorithm has a choice of, by (algorithm,
+    pass): ``staged`` how many tiles of K and V are in memory, ``splits_queries`` how many blocks
+    share a head, ``splits_keys`` what the warps share; ``measures`` names what its kernels can do
+    without, and the algorithms.
 
     The methods give the tiles of a request, with their threads, and the specialisation of its main
     kernel; they raise ValueError for tiles that cannot be.
@@ -51,12 +57,22 @@ class Unit(ABC):
     title: str
     dtypes: tuple[str, ...]
     capability: tuple[int, int]
+    newest: tuple[int, int] | None = None
     kernels: ModuleType
     tuned = False
+    persistent = False
     staged: frozenset[tuple[str, str]] = frozenset()
     splits_queries: frozenset[tuple[str, str]] = frozenset()
     splits_keys: frozenset[tuple[str, str]] = frozenset()
     measures: Mapping[str, tuple[str, ...]] = {}
+
+    def lacks(self, request: Request) -> str:
+        """What this unit cannot do of a request, in words; an empty string if it can do all."""
+        return ""
+
+    def suits(self, request: Request) -> bool:
+        """Whether "auto" takes it for a request that it can compute."""
+        return True
 
     @abstractmethod
     def forward(self, request: Request) -> tuple[Tiles, Spec]:
@@ -209,6 +225,66 @@ class Mma(Unit):
         return request.problem.dtype, request.aligned
 
 
+class Wgmma(Unit):
+    """Hopper's tensor cores by ``wgmma`` and bulk copies, in 16 bits: compute capability 9.0 alone.
+
+    It has FlashAttention-2's forward pass so far.
+    """
+
+    name, title = "wgmma", "Hopper's tensor cores"
+    dtypes = Mma.dtypes
+    capability = newest = (9, 0)
+    kernels = wgmma
+    persistent = True
+    staged = frozenset({("fa2", "fwd")})
+    # What its kernels are compiled for beside plain attention.
+    features = ("causal", "window", "softcap", "q_lens")
+
+    def lacks(self, request: Request) -> str:
+        if (request.algorithm, request.passes) != ("fa2", "fwd"):
+            return "another pass than fa2's forward one"
+        on = (f.name for f in fields(Features) if getattr(request.features, f.name))
+        lacking = [name for name in on if name not in self.features]
+        if lacking:
+            return f"the option {lacking[0]}"
+        if request.problem.head_dim > 256:
+            return f"a head dimension of {request.problem.head_dim}, which is above 256"
+        if not request.aligned:
+            return "arrays whose rows do not start at 16-byte addresses"
+        return ""
+
+    def suits(self, request: Request) -> bool:
+        """On a GPU, for calls that choose nothing of another unit's, and rows that fill a tile: the
+        emulator runs the smaller blocks of ``mma`` faster.
+        """
+        plain = request.tiles is None and request.query_splits == 1 and not request.ablated
+        plain = plain and request.warp_partition == "rows"
+        return plain and request.problem.seqlen_q > GROUP_ROWS and device.planned_for_gpu()
+
+    def forward(self, request: Request) -> tuple[Tiles, Spec]:
+        p = request.problem
+        tiles = request.tiles or default_wgmma_tiles(p.seqlen_q, p.head_dim, p.causal)
+        facts: dict[str, Any] = {"features": request.features, "dtype": p.dtype}
+        facts |= {"positive_scale": p.scale > 0.0, "grouped": p.group > 1}
+        spec = select_wgmma_spec(tiles, p.head_dim, request.shared_limit, **facts)
+        return replace(tiles, threads=spec.threads), spec
+
+    def backward(self, request: Request) -> tuple[Tiles, Spec]:
+        raise NotImplementedError(self.lacks(request))
+
+    def sweep(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
+        raise NotImplementedError(self.lacks(request))
+
+    def standard(self, request: Request) -> tuple[Tiles, Spec]:
+        raise NotImplementedError(self.lacks(request))
+
+    def standard_backward(self, request: Request) -> tuple[Tiles, Spec, Spec]:
+        raise NotImplementedError(self.lacks(request))
+
+    def row_facts(self, request: Request) -> tuple:
+        raise NotImplementedError(self.lacks(request))
+
+
 def _select(request: Request, kind: type[MmaSpec]) -> Callable[..., Any]:
     sizes: dict[str, Any] = {
         "head_dim": request.problem.head_dim,
@@ -228,29 +304,39 @@ def _flash_facts(request: Request) -> dict[str, Any]:
     return _facts(request) | {"positive_scale": p.scale > 0.0, "grouped": p.group > 1}
 
 
-# The first one that can compute a problem is what "auto" takes.
-UNITS: dict[str, Unit] = {unit.name: unit for unit in (Simt(), Mma())}
+# The first one that can compute a problem, and suits it, is what "auto" takes.
+UNITS: dict[str, Unit] = {unit.name: unit for unit in (Simt(), Wgmma(), Mma())}
 
 
-def unit_of(name: Any, dtype: str, capability: tuple[int, int]) -> Unit:
-    """The unit called ``name``, or for "auto" the first that takes the dtype on such a device.
+def unit_of(name: Any, request: Request) -> Unit:
+    """The unit called ``name``, or for "auto" the first that can compute the request, and suits it.
 
-    Raises ValueError for another name, a dtype that the unit does not take, or a device without it.
+    Raises ValueError for another name, a dtype that the unit does not take, a device without it, or
+    a request that it lacks something of.
     """
     allowed = ("auto", *UNITS)
     if not isinstance(name, str) or name not in allowed:
         raise ValueError(f"unit is {name!r}: allowed is one of {', '.join(allowed)}")
+    dtype, capability = request.problem.dtype, request.capability
     found = [unit for unit in UNITS.values() if name in ("auto", unit.name)]
     taking = [unit for unit in found if dtype in unit.dtypes]
     if not taking:
         takes = "; ".join(f"{unit.name} takes {' or '.join(unit.dtypes)}" for unit in found)
         raise ValueError(f"unit is {name!r} with dtype {dtype}: {takes}")
     for unit in taking:
-        if capability >= unit.capability:
+        if unit.capability <= capability <= (unit.newest or capability):
+            lacking = unit.lacks(request)
+            if name == "auto" and (lacking or not unit.suits(request)):
+                continue
+            if lacking:
+                raise ValueError(f"unit is {name!r}: its kernels lack {lacking}")
             return unit
-    least, here = (".".join(map(str, x)) for x in (taking[-1].capability, capability))
+    unit = taking[-1]
+    least, here = (".".join(map(str, x)) for x in (unit.capability, capability))
+    exactly = " and no other" if unit.newest else ""
     raise ValueError(
-        f"unit is {name!r} on a GPU of compute capability {here}: {taking[-1].name} needs {least}"
+        f"unit is {name!r} on a GPU of compute capability {here}: {unit.name} needs {least}"
+        f"{exactly}"
     )
 
 

@@ -4,7 +4,6 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.cuda.extending import intrinsic
 
-from fa_numba.device.tensor_map import TiledType
 from fa_numba.intrinsics._build import I32, shared_address, to_i32
 
 _I64 = ir.IntType(64)

@@ -25,7 +25,9 @@ def _statement(instruction, *operands):
     def build(typingctx, barriers, index, *values):
         def codegen(context, builder, signature, args):
             address = shared_address(context, builder, barriers, args[0], args[1], index)
-            given = [to_i32(context, builder, x, ty) for x, ty in zip(args[2:], values)]
+            given = [
+                to_i32(context, builder, x, ty) for x, ty in zip(args[2:], values, strict=True)
+            ]
             asm = ir.InlineAsm(
                 ir.FunctionType(ir.VoidType(), [I32] * (1 + len(given))),
                 instruction,
@@ -61,8 +63,7 @@ def expect_bytes(typingctx, barriers, index, size):
 def wait_mbarrier(typingctx, barriers, index, parity):
     """Wait for the end of the phase of this parity: ``mbarrier.try_wait.parity``."""
     text = (
-        "{.reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; "
-        "@!p bra WAIT;}"
+        "{.reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra WAIT;}"
     )
     return _statement(text)(typingctx, barriers, index, parity)
 

@@ -10,11 +10,12 @@ A product is on its way when the call returns: nobody may touch C, nor write an 
 ``fence_async_proxy`` and a barrier.
 
 Thread t of a warpgroup has of C, as of S in the other units, rows 16 w + g and 16 w + g + 8 with
-w = t // 32 and g = t % 32 // 4, and of each 8 columns 2 (t % 4) and the next: registers 0 to n/4 - 1
-are the first row's, n/4 to n/2 - 1 the second's (PTX ISA, "Register fragments for wgmma").
+w = t // 32 and g = t % 32 // 4, and of each 8 columns 2 (t % 4) and the next. Registers 0 to
+n/4 - 1 are the first row's, n/4 to n/2 - 1 the second's (PTX ISA, "Register Fragments").
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from llvmlite import ir
 from numba.core import types
@@ -87,7 +88,7 @@ def _call(context, builder, rC, C, n, adds, inputs, operands, text):
 
 def _instruction(kind: str, n: int, a: str, across: Sequence[int], adds: bool) -> str:
     shape = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind}"
-    modes = ", ".join(map(str, (int(bool(adds)), 1, 1, *across)))
+    modes = ", ".join(map(str, (int(adds), 1, 1, *across)))
     return f"{shape} {_listed(0, n // 2)}, {a}, b, {modes};"
 
 
@@ -102,7 +103,7 @@ def _of_shared(kind):
             for k in range(K):
                 yield f"add.s64 a, ${first}, {_step(k, RA, TA)};"
                 yield f"add.s64 b, ${first + 1}, {_step(k, RB, TB)};"
-                yield _instruction(kind, N, "a", (TA, TB), more or k)
+                yield _instruction(kind, N, "a", (TA, TB), bool(more or k))
 
         def codegen(context, builder, signature, args):
             A = shared_address(context, builder, sA, args[2], args[3], a)
@@ -120,9 +121,7 @@ def _of_shared(kind):
 
 
 @intrinsic
-def multiply_f16(
-    typingctx, rC, n, sA, a, rows_a, across_a, sB, b, rows_b, across_b, steps, adds
-):
+def multiply_f16(typingctx, rC, n, sA, a, rows_a, across_a, sB, b, rows_b, across_b, steps, adds):
     """Begin C = A B, or with ``adds`` C += A B, over 16 ``steps`` summed elements, in float16.
 
     A is 64 x 16 steps from element ``a`` of the shared array ``sA`` on, in panels of ``rows_a``
@@ -135,9 +134,7 @@ def multiply_f16(
 
 
 @intrinsic
-def multiply_bf16(
-    typingctx, rC, n, sA, a, rows_a, across_a, sB, b, rows_b, across_b, steps, adds
-):
+def multiply_bf16(typingctx, rC, n, sA, a, rows_a, across_a, sB, b, rows_b, across_b, steps, adds):
     """The same with A and B bfloat16."""
     given = (rC, n, sA, a, rows_a, across_a, sB, b, rows_b, across_b, steps, adds)
     return _of_shared("bf16")(typingctx, *given)
@@ -154,7 +151,7 @@ def _of_registers(kind):
             for k in range(K):
                 yield f"add.s64 b, ${first + 4 * K}, {_step(k, RB, TB)};"
                 words = _listed(first + 4 * k, 4)
-                yield _instruction(kind, N, words, (TB,), more or k)
+                yield _instruction(kind, N, words, (TB,), bool(more or k))
 
         def codegen(context, builder, signature, args):
             data = context.make_array(rA)(context, builder, args[2]).data
@@ -242,10 +239,13 @@ def take_registers(typingctx, count):
 
 @intrinsic
 def give_registers(typingctx, count):
-    """Keep ``count`` registers a thread of this warpgroup, and give up others: ``setmaxnreg.dec``."""
+    """Keep ``count`` registers a thread of this warpgroup, give up others: ``setmaxnreg.dec``."""
     return _registers("dec")(typingctx, count)
 
 
 # By the name that a dtype's record has for its matrix instruction (``dtypes.DType.matrix``).
-MULTIPLY = {"f16": multiply_f16, "bf16": multiply_bf16}
-MULTIPLY_REGISTERS = {"f16": multiply_registers_f16, "bf16": multiply_registers_bf16}
+MULTIPLY: dict[str | None, Any] = {"f16": multiply_f16, "bf16": multiply_bf16}
+MULTIPLY_REGISTERS: dict[str | None, Any] = {
+    "f16": multiply_registers_f16,
+    "bf16": multiply_registers_bf16,
+}

@@ -1,7 +1,7 @@
 """Block sizes, and how the threads of a block share a tile.
 
-``tiles`` is what a caller chooses, ``spec`` what every kernel is compiled for, ``simt`` and ``mma``
-each unit's own, ``defaults`` and ``tuned`` what is taken where nobody chose.
+``tiles`` is what a caller chooses, ``spec`` what every kernel is compiled for, ``simt``, ``mma``
+and ``wgmma`` each unit's own, ``defaults`` and ``tuned`` what is taken where nobody chose.
 """
 
 from fa_numba.tiling.defaults import (
@@ -28,6 +28,7 @@ from fa_numba.tiling.mma_backward import (
 from fa_numba.tiling.simt import SimtBackwardSpec, SimtSpec, select_spec, splits
 from fa_numba.tiling.spec import MAX_THREADS, Spec
 from fa_numba.tiling.tiles import STAGES, Tiles, is_valid
+from fa_numba.tiling.wgmma import WgmmaSpec, default_wgmma_tiles, select_wgmma_spec
 
 __all__ = [
     "MAX_THREADS",
@@ -42,16 +43,19 @@ __all__ = [
     "StandardSpec",
     "Tiles",
     "TransposedSpec",
+    "WgmmaSpec",
     "default_backward_tiles",
     "default_mma_backward_tiles",
     "default_mma_standard_tiles",
     "default_mma_tiles",
     "default_tiles",
+    "default_wgmma_tiles",
     "is_valid",
     "paper_rule",
     "select_mma_backward_spec",
     "select_mma_spec",
     "select_spec",
+    "select_wgmma_spec",
     "splits",
     "sweep_tiles",
 ]

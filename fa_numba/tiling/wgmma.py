@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from fa_numba.integers import ceil_div, round_up
+from fa_numba.integers import ceil_div
 from fa_numba.tiling.spec import Spec
+from fa_numba.tiling.tiles import Tiles
 
-PANEL = 64  # columns of 16-bit elements in 128 bytes
 GROUP = 128  # threads of a warpgroup
 GROUP_ROWS = 64  # rows of S that a warpgroup takes
+PANEL = 64  # columns of 16-bit elements in 128 bytes
+# By the number of consumers: registers of a thread that produces, and of one that consumes.
 REGISTERS = {2: (24, 240), 3: (32, 160)}
+# Registers of a consumer beside its parts of S, P and O.
+_OTHERS = 32
 
 
 @dataclass(frozen=True)
 class WgmmaSpec(Spec):
-    """A forward kernel on Hopper's tensor cores: a producer warpgroup, and consumers that take 64
-    rows of S each, and all columns.
+    """A forward kernel on Hopper's tensor cores: a warpgroup that produces, and ``consumers`` that
+    take 64 rows of S each, and all columns.
+
+    Thread (ty, tx) of a consumer is place tx of 4 in row ty of 64 (intrinsics/warpgroup.py).
+    ``stages`` is how many tiles of K and of V are in shared memory, ``q_stages`` of Q.
+    ``positive_scale``: the scale of the scores is above 0.
     """
 
     dtype: str = "float16"
     positive_scale: bool = False
     stages: int = 2
     q_stages: int = 2
-    takes_turns: bool = True
-    overlaps: bool = True
-    tests_factor: bool = False
 
     @property
     def consumers(self) -> int:
@@ -36,12 +41,51 @@ class WgmmaSpec(Spec):
         return GROUP * (1 + self.consumers)
 
     @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that produces, and of one that consumes."""
+        return REGISTERS[self.consumers]
+
+    @property
     def panels(self) -> int:
+        """Boxes of 64 columns that a row has."""
         return ceil_div(self.head_dim, PANEL)
 
     @property
     def tile_halves(self) -> tuple[int, int]:
+        """16-bit elements of a tile of Q, and of one of K or V."""
         return self.panels * PANEL * self.Br, self.panels * PANEL * self.Bc
+
+    @property
+    def halves(self) -> int:
+        """16-bit elements of all tiles."""
+        rows, columns = self.tile_halves
+        return self.q_stages * rows + 2 * self.stages * columns
+
+    @property
+    def barriers(self) -> int:
+        return 2 * self.q_stages + 4 * self.stages
+
+    @property
+    def barrier_places(self) -> tuple[int, ...]:
+        """The first barrier of a full place of Q, an empty one of Q, full of K and of V, empty of K
+        and of V.
+        """
+        q, kv = self.q_stages, 2 * self.q_stages
+        return 0, q, kv, kv + self.stages, kv + 2 * self.stages, kv + 3 * self.stages
+
+    @property
+    def first_index(self) -> int:
+        """Words before those that number the row tiles, behind tiles and barriers."""
+        return self.halves // 2 + 2 * self.barriers
+
+    @property
+    def shared_bytes(self) -> int:
+        return 4 * (self.first_index + self.q_stages)
+
+    @property
+    def p_registers(self) -> int:
+        """Words of a thread's part of P in 16 bits."""
+        return self.TM * self.TN // 2
 
     @property
     def row_step(self) -> int:
@@ -60,22 +104,59 @@ class WgmmaSpec(Spec):
         return self.positive_scale and not self.features.changes_scores
 
     @property
-    def registers(self) -> tuple[int, int]:
-        return REGISTERS[self.consumers]
-
-    @property
     def accumulators(self) -> int:
-        return self.TM * (self.TN + self.TN // 2 + 4 * self.DN)
+        return self.TM * (self.TN + 4 * self.DN) + self.p_registers
 
     @property
     def fits_registers(self) -> bool:
-        return True
-
-    @property
-    def shared_bytes(self) -> int:
-        rows, columns = self.tile_halves
-        return 2 * (self.q_stages * rows + 2 * self.stages * columns) + 8 * (2 * self.q_stages + 4 * self.stages) + 4 * self.q_stages
+        return self.accumulators <= self.registers[1] - _OTHERS
 
     @property
     def min_blocks(self) -> int:
         return 1
+
+
+def select_wgmma_spec(tiles: Tiles, head_dim: int, shared_limit: int, **facts: object) -> WgmmaSpec:
+    """The specialisation on Hopper's tensor cores for ``tiles``, with the fields ``facts`` beside
+    the sizes; ``shared_limit`` in bytes a block. Two tiles of Q are in memory where they fit.
+
+    Raises ValueError for tiles that are not 128 or 192 rows and a multiple of 16 columns up to 256,
+    another number of threads, and what does not fit memory or registers.
+    """
+    allowed = [GROUP_ROWS * n for n in REGISTERS]
+    if tiles.Br not in allowed or tiles.Bc % 16 or tiles.Bc > 256:
+        raise ValueError(
+            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} on Hopper's tensor cores: allowed are "
+            f"{' or '.join(map(str, allowed))} rows and a multiple of 16 columns up to 256"
+        )
+    spec = WgmmaSpec(head_dim, tiles.Br, tiles.Bc, 4, tiles.Br // 2, stages=tiles.stages, **facts)  # type: ignore[arg-type]
+    if tiles.threads not in (None, spec.threads):
+        raise ValueError(
+            f"tiles: threads={tiles.threads} does not fit Br={tiles.Br} on Hopper's tensor cores: "
+            f"allowed is {spec.threads}"
+        )
+    if not spec.fits_registers:
+        raise ValueError(
+            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} leaves a thread's parts "
+            "of S, P and O no registers; take smaller blocks"
+        )
+    if spec.shared_bytes > shared_limit:
+        spec = replace(spec, q_stages=1)
+    if spec.shared_bytes > shared_limit:
+        raise ValueError(
+            f"tiles: Br={tiles.Br}, Bc={tiles.Bc}, stages={tiles.stages} at head_dim={head_dim} "
+            f"needs {spec.shared_bytes} bytes of shared memory, the device has {shared_limit} a "
+            "block"
+        )
+    return spec
+
+
+def default_wgmma_tiles(seqlen_q: int, head_dim: int, causal: bool) -> Tiles:
+    """Block sizes of the kernels on Hopper's tensor cores, the fastest of those measured: three
+    consumers where registers allow it and rows are many, and as many columns as memory holds.
+    """
+    if head_dim <= 64:
+        short = seqlen_q <= 1024 and causal
+        return Tiles(128 if short else 192, 128, stages=2)
+    Bc = 128 if head_dim <= 128 else 96 if head_dim <= 192 else 80
+    return Tiles(128, Bc, stages=2)

@@ -1,0 +1,10 @@
+"""FlashAttention on Hopper's tensor cores (``wgmma``) and bulk copies (TMA), in 16 bits.
+
+A warpgroup of four warps produces: one of its threads has the copy engine bring tiles to shared
+memory. The others consume: each multiplies 64 rows. They meet at barriers in shared memory, a pair
+for each place of a tile: one says that it is full, the other that it is empty again.
+"""
+
+from fa_numba.kernels.wgmma import fa2_forward
+
+__all__ = ["fa2_forward"]
