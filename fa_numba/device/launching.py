@@ -16,6 +16,7 @@ from fa_numba import emulator
 from fa_numba.device import memory, select
 from fa_numba.device.kernel import Kernel
 from fa_numba.device.launch_record import DeviceArray, LaunchRecord, checked
+from fa_numba.device.tensor_map import TiledArray
 
 _counts: ContextVar[emulator.Counts | None] = ContextVar("fa_numba_counts", default=None)
 
@@ -110,6 +111,8 @@ def _rounded(ty: Any, value: Any) -> Any:
     """An argument for the emulator: what the GPU would take as float32 is rounded to it."""
     if isinstance(ty, types.NamedTuple):
         return type(value)(*map(_rounded, ty.types, value))
+    if isinstance(value, TiledArray):
+        return emulator.Boxed(value.array, value.rows)
     return float(np.float32(value)) if ty == types.float32 else value
 
 

@@ -16,6 +16,7 @@ takes blocks and groups of lanes in turn, or several blocks at once by `batches.
 `checks.py`. `trace.py` notes which tile moves when, `progress.py` says how far a long launch is.
 """
 
+from .boxes import Boxed
 from .context import Context, current
 from .counts import Access, Counts, Traffic
 from .errors import (
@@ -25,8 +26,10 @@ from .errors import (
     EmulatorError,
     GlobalHazard,
     Misaligned,
+    MissingFence,
     OutOfBounds,
     ReadOnlyStore,
+    RegisterHazard,
     SharedHazard,
     UninitialisedRead,
 )
@@ -41,6 +44,7 @@ __all__ = [
     "Access",
     "BarrierDivergence",
     "BarrierMisuse",
+    "Boxed",
     "Context",
     "Counts",
     "Deadlock",
@@ -49,8 +53,10 @@ __all__ = [
     "GlobalHazard",
     "LocalArray",
     "Misaligned",
+    "MissingFence",
     "OutOfBounds",
     "ReadOnlyStore",
+    "RegisterHazard",
     "SharedArray",
     "SharedHazard",
     "TileAccess",

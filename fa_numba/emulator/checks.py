@@ -24,6 +24,7 @@ STAMP = 2048
 SEVERAL = 1024
 NOBODY = STAMP - 1
 # Above every stamp, so that one comparison finds them, and by nobody: no access comes before.
+READING = (1 << 59) + NOBODY  # asynchronously
 UNWRITTEN = (1 << 60) + NOBODY
 IN_FLIGHT = (1 << 61) + NOBODY
 
@@ -138,7 +139,8 @@ def shared_load(
                 if written[s, p] >= base[s] and not _ordered(written[s, p], t, w, seen):
                     return k
                 reads[s, v, p] = me if r < own or r & NOBODY == t else several
-                touched[s, p] = reads[s, v, p]
+                if reads[s, v, p] > touched[s, p]:
+                    touched[s, p] = reads[s, v, p]
             out[n, k] = data[s, p]
     _wavefronts(first, itemsize, e, width, mask, tids, pairs, stats)
     return -1

@@ -189,6 +189,9 @@ class Context(Active):
             return f"several threads of warp {code - SEVERAL}"
         return f"thread {self.thread_name(code)}"
 
+    def synced(self, warps: np.ndarray) -> None:
+        """All lanes of these warps have met: see mbarriers.py."""
+
     # ---- shared and local arrays
 
     def static_array(self, shape: Any, dtype: Any) -> SharedArray:

@@ -39,6 +39,14 @@ class GlobalHazard(EmulatorError):
     """Two blocks touch an element of global memory, one of them writing, without atomics."""
 
 
+class RegisterHazard(EmulatorError):
+    """A register that a product on its way reads or writes is touched before it was waited for."""
+
+
+class MissingFence(EmulatorError):
+    """What a thread wrote is read by another proxy, of copies and products, without a fence."""
+
+
 class UninitialisedRead(EmulatorError):
     """A read of shared or local memory, or of a warp lane, that holds no value."""
 

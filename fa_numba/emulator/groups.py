@@ -19,7 +19,7 @@ from .lanes import Mask
 
 FULL = 0xFFFFFFFF
 
-READY, AT_BARRIER, AT_NAMED, AT_WARP, DONE = range(5)
+READY, AT_BARRIER, AT_NAMED, AT_MBARRIER, AT_WARP, DONE = range(6)
 Site = tuple[int, int]  # a call in kernel code: id of the code object, offset of the instruction
 
 
@@ -138,10 +138,11 @@ class Copy:
 class NamedBarrier:
     """A named barrier of `threads` threads from its first arrival until it opens.
 
-    What warp w did at stamps below `seen[w]` happened before an arrival.
+    What warp w did at stamps below `seen[w]` happened before an arrival; `known` is what single
+    threads of those that came knew beyond that (mbarriers.py).
     """
 
-    __slots__ = ("threads", "site", "arrived", "synced", "waiting", "seen", "opened")
+    __slots__ = ("threads", "site", "arrived", "synced", "waiting", "seen", "opened", "known")
 
     def __init__(self, threads: int, site: Site, seen: np.ndarray) -> None:
         self.threads, self.site, self.seen = threads, site, seen
@@ -149,6 +150,7 @@ class NamedBarrier:
         self.synced: list[int] = []  # those of them that wait
         self.waiting: list[Group] = []
         self.opened = False
+        self.known: np.ndarray | None = None
 
 
 class Meeting:

@@ -14,8 +14,12 @@ from .lanes import Mask, nobody, rounded
 
 if TYPE_CHECKING:
     from .context import Context
+    from .products import Product
 
 MOST_WAITING = 2048
+# What waits while products fly: never empty, and of nobody's lanes.
+FLIGHT: tuple[list[Any], list[Any], list[Any]] = ([None], [], [])
+FLYING: Any = object()
 
 
 class LocalArray:
@@ -37,6 +41,7 @@ class LocalArray:
         "waiting",
         "waiting_for",
         "summed",
+        "flying",
     )
 
     def __init__(
@@ -51,6 +56,7 @@ class LocalArray:
         self.waiting: tuple[list[int], list[Any], list[Any]] = ([], [], [])
         self.waiting_for: Mask = None
         self.summed: set[int] = set()  # elements that are known to have values in these lanes
+        self.flying: list[Product] = []  # products on their way that read or write it
 
     @property
     def name(self) -> str:
@@ -92,7 +98,7 @@ class LocalArray:
     def put(self, index: Any, value: Any) -> None:
         """Store what is of the array's dtype already."""
         if self.waiting[0]:
-            self._compute()
+            self._compute(writes=True)
         if index.__class__ is int and 0 <= index < len(self.data):
             mask, partial = self.ctx.mask, self.partial
             if mask is None:
@@ -120,7 +126,7 @@ class LocalArray:
         faster.
         """
         mask = self.ctx.mask
-        if mask is not nobody:
+        if mask is not nobody and not self.flying:
             if mask is not self.waiting_for:
                 if self.waiting[0]:
                     self._compute()
@@ -156,8 +162,25 @@ class LocalArray:
             self.summed.update(places)
         return sound
 
-    def _compute(self) -> None:
-        """The multiply-adds that wait."""
+    def depart(self, product: Product) -> None:
+        """From here on a product reads or writes the array, until `arrive`."""
+        if not self.flying and self.waiting[0]:
+            self._compute()
+        self.flying.append(product)
+        self.waiting, self.waiting_for = FLIGHT, FLYING
+
+    def arrive(self, product: Product) -> None:
+        self.flying.remove(product)
+        if not self.flying:
+            self.waiting, self.waiting_for = ([], [], []), None
+            self.summed.clear()
+
+    def _compute(self, writes: bool = False) -> None:
+        """The multiply-adds that wait; not while products fly, which may forbid the access."""
+        if self.flying:
+            for product in self.flying:
+                product.require_free(self, writes)
+            return
         elements, left, right = self.waiting
         mask = self.waiting_for
         self.ctx.instruction_of(mask, "fma", len(elements))

@@ -25,17 +25,18 @@ import numpy as np
 from greenlet import getcurrent, greenlet
 
 from .batches import Kept, add_in_turn, blocks_at_once
+from .boxes import Boxed, BoxedArray
 from .checks import PITCH
 from .context import running
 from .counts import Counts, Traffic
 from .errors import EmulatorError, Index3, SharedHazard
 from .global_memory import GlobalArray, track_owners
 from .groups import AT_BARRIER, DONE, WARP, Group, OneByOne, Parting
+from .products import WARPGROUP, Products, Together
 from .progress import Progress
 from .rebind import Rebinder
 from .source_lines import source_line
 from .trace import asked_for, started
-from .waiting import Waiting
 
 MAX_THREADS = 1024
 TURNS = 3  # groups at most that a schedule makes of a block's warps
@@ -61,7 +62,7 @@ def schedule(seed: int) -> Iterator[None]:
         _seed.reset(token)
 
 
-class Launch(Waiting):
+class Launch(Products):
     """A launch that runs: its blocks, and the groups of each in turn."""
 
     __slots__ = ("arrays", "partition", "_random", "_turns", "_whole")
@@ -113,7 +114,7 @@ class Launch(Waiting):
     def _run_block(self, function: Callable[..., None], args: Sequence[Any], number: int) -> None:
         if self._random is not None:
             warps = self._random.integers(0, TURNS, self.warps)
-            self._turns = warps[np.arange(self.threads) // WARP]
+            self._turns = warps[np.arange(self.threads) // WARP // self.warps_together]
         while True:
             kept = Kept(self, owners=False)
             try:
@@ -121,6 +122,9 @@ class Launch(Waiting):
                 return
             except Parting as parting:
                 self._part(self.group, parting)
+            except Together:
+                self._turns = self._turns[np.arange(self.threads) // WARPGROUP * WARPGROUP]
+                self.warps_together = WARPGROUP // WARP
             self.end()
             kept.restore()
 
@@ -163,8 +167,13 @@ class Launch(Waiting):
             for g in groups:
                 g.run = greenlet(partial(self._run_group, g, function, args))
             self._take_turns()
+        for number, named in list(self._named_barriers.items()):
+            # Who takes turns leaves one that nobody takes.
+            if number in self._opened and not named.synced:
+                del self._named_barriers[number]
         if self._named_barriers:
             raise self._stalled()
+        self.left_over()
 
     def _take_turns(self) -> None:
         groups = self._groups
@@ -237,6 +246,7 @@ class Launch(Waiting):
                     array=copy.dst.name,
                     line=self.line_of(site),
                 )
+        super()._exit()
 
     def _place(self, error: Exception) -> None:
         lane = getattr(error, "lane", None)
@@ -279,8 +289,9 @@ def launch(
     py_func : a kernel, jitted or plain, whose source can be read.
     grid, block : extents, one to three integers.
     args : NumPy arrays, any strides and any real dtype, become `GlobalArray`s named after the
-        kernel's parameters and are written in place; NumPy scalars become Python numbers; so do
-        the fields of a named tuple, under their own names; anything else passes through.
+        kernel's parameters and are written in place, `Boxed` ones `BoxedArray`s; NumPy scalars
+        become Python numbers; so do the fields of a named tuple, under their own names; anything
+        else passes through.
     shared_bytes : dynamic shared memory.
     uncounted : names of arrays that the counts leave out.
 
@@ -309,9 +320,10 @@ def launch(
     def passed(name: str, value: Any) -> Any:
         if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
             return value.item()
-        if isinstance(value, np.ndarray):
-            arrays.append(GlobalArray(context, name, value))
-            return arrays[-1]
+        if isinstance(value, (np.ndarray, Boxed)):
+            boxed = isinstance(value, Boxed)
+            arrays.append(GlobalArray(context, name, value.array if boxed else value))
+            return BoxedArray(arrays[-1], value.rows) if boxed else arrays[-1]
         if hasattr(value, "_fields"):
             return type(value)(*map(passed, value._fields, value))
         return value

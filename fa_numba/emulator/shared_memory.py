@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import checks
-from .checks import IN_FLIGHT, NOBODY, SEVERAL, STAMP, UNWRITTEN
+from .checks import IN_FLIGHT, NOBODY, READING, SEVERAL, STAMP, UNWRITTEN
 from .conversions import converter
 from .errors import EmulatorError, Misaligned, SharedHazard, UninitialisedRead
 from .groups import WARP, Copy, OneByOne
@@ -329,7 +329,12 @@ class SharedArray:
         if stamp == UNWRITTEN:
             text = f"{element} is read, but was never written"
             return ctx.fault(UninitialisedRead, text, self.name, lane)
-        if stamp == IN_FLIGHT:
+        if stamp == READING:
+            text = (
+                f"this thread {does} {element}, which a product or a bulk copy reads that was not "
+                "waited for"
+            )
+        elif stamp == IN_FLIGHT:
             site = ctx.sites[self.buffer.sites[0, p]]
             text = (
                 f"{element} is touched with a copy in flight, issued by thread "

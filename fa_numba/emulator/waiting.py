@@ -227,7 +227,7 @@ class Waiting(Context):
         while any(m is not None and m.results is None for m in found):
             self._wait(AT_WARP, site, operation, mask)
         rows = [None if m is None else m.results[0] for m in found]
-        first = next(row for row in rows if row is not None)
+        first = next((row for row in rows if row is not None), None)
         if first is None:
             return None
         several = isinstance(first, tuple)
@@ -257,6 +257,7 @@ class Waiting(Context):
             if warps.size:
                 self._tick(warps)
                 self.seen[warps, warps % (PITCH // WARP)] = self.starts[warps]
+                self.synced(warps)
 
         self._as_warps = group.warps
         self.collective("syncwarp", mask, (), order)

@@ -4,7 +4,8 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.cuda.extending import intrinsic
 
-from fa_numba.intrinsics._build import I32, shared_address, to_i32
+from fa_numba import emulator
+from fa_numba.intrinsics._build import I32, emulated_by, shared_address, to_i32
 
 _I64 = ir.IntType(64)
 
@@ -14,6 +15,12 @@ def _map_address(context, builder, ty, value):
     return builder.ptrtoint(tiled.map, _I64)
 
 
+def _load_box(dst, index, src, batch, head, row, col, barriers, barrier):
+    place = (batch, head, row, col)
+    emulator.current().load_box(dst, index, src, place, barriers, barrier)
+
+
+@emulated_by(_load_box)
 @intrinsic
 def load_box(typingctx, dst, index, src, batch, head, row, col, barriers, barrier):
     """Start copying the box of ``src`` at (batch, head, row, col) to dst[index]."""
@@ -40,6 +47,11 @@ def load_box(typingctx, dst, index, src, batch, head, row, col, barriers, barrie
     return types.void(dst, index, src, batch, head, row, col, barriers, barrier), codegen
 
 
+def _store_box(dst, batch, head, row, col, src, index):
+    emulator.current().store_box(dst, (batch, head, row, col), src, index)
+
+
+@emulated_by(_store_box)
 @intrinsic
 def store_box(typingctx, dst, batch, head, row, col, src, index):
     """Start copying a box from src[index] to ``dst`` at (batch, head, row, col)."""
@@ -75,24 +87,46 @@ def _plain(instruction):
     return codegen
 
 
+def _commit_boxes():
+    emulator.current().commit_boxes()
+
+
+@emulated_by(_commit_boxes)
 @intrinsic
 def commit_boxes(typingctx):
     """Close this thread's current group of ``store_box``: ``cp.async.bulk.commit_group``."""
     return types.void(), _plain("cp.async.bulk.commit_group;")
 
 
+def _wait_boxes_read():
+    emulator.current().wait_boxes(written=False)
+
+
+@emulated_by(_wait_boxes_read)
 @intrinsic
 def wait_boxes_read(typingctx):
     """Wait until the sources of this thread's groups have been read, and may be overwritten."""
     return types.void(), _plain("cp.async.bulk.wait_group.read 0;")
 
 
+def _wait_boxes():
+    emulator.current().wait_boxes(written=True)
+
+
+@emulated_by(_wait_boxes)
 @intrinsic
 def wait_boxes(typingctx):
     """Wait until this thread's groups are in global memory: ``cp.async.bulk.wait_group 0``."""
     return types.void(), _plain("cp.async.bulk.wait_group 0;")
 
 
+def _fence_async_proxy():
+    context = emulator.current()
+    context.fenced()
+    context.fence_mbarriers()
+
+
+@emulated_by(_fence_async_proxy)
 @intrinsic
 def fence_async_proxy(typingctx):
     """What this thread has written to shared memory is seen by later bulk copies and ``wgmma``, of

@@ -107,9 +107,14 @@ def _bfloat16(words):
     return (words.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
-def _multiply(to_float):
-    # What each word of 16 bits is as a number.
-    numbers = to_float(np.arange(1 << 16, dtype=np.uint32)[:, None])[:, 0].copy()
+# What each word of 16 bits is as a number.
+NUMBERS = {
+    kind: to_float(np.arange(1 << 16, dtype=np.uint32)[:, None])[:, 0].copy()
+    for kind, to_float in (("f16", _float16), ("bf16", _bfloat16))
+}
+
+
+def _multiply(numbers):
 
     def product(words, c):
         lanes = words[0].size
@@ -180,7 +185,7 @@ def _mma(kind):
     return build
 
 
-@emulated_by(_multiply(_float16))
+@emulated_by(_multiply(NUMBERS["f16"]))
 @intrinsic
 def mma_f16(typingctx, rC, low, high, a0, a1, a2, a3, b0, b1):
     """C += A B of a warp, A and B float16, C float32: ``mma.sync.m16n8k16`` (PTX ISA, "mma").
@@ -191,7 +196,7 @@ def mma_f16(typingctx, rC, low, high, a0, a1, a2, a3, b0, b1):
     return _mma("f16")(typingctx, rC, low, high, a0, a1, a2, a3, b0, b1)
 
 
-@emulated_by(_multiply(_bfloat16))
+@emulated_by(_multiply(NUMBERS["bf16"]))
 @intrinsic
 def mma_bf16(typingctx, rC, low, high, a0, a1, a2, a3, b0, b1):
     """The same with A and B bfloat16."""

@@ -9,10 +9,16 @@ from llvmlite import ir
 from numba.core import types
 from numba.cuda.extending import intrinsic
 
-from fa_numba.intrinsics._build import I32, shared_address, to_i32
+from fa_numba import emulator
+from fa_numba.intrinsics._build import I32, emulated_by, shared_address, to_i32
 from fa_numba.intrinsics.shared import _tile
 
 
+def _mbarrier_tile(offset, length):
+    return emulator.current().mbarrier_tile(offset, length)
+
+
+@emulated_by(_mbarrier_tile)
 @intrinsic
 def mbarrier_tile(typingctx, offset, length):
     """``length`` barriers from the 8 bytes ``offset`` of dynamic shared memory on."""
@@ -41,17 +47,32 @@ def _statement(instruction, *operands):
     return build
 
 
+def _init_mbarrier(barriers, index, count):
+    emulator.current().init_mbarrier(barriers, index, count)
+
+
+@emulated_by(_init_mbarrier)
 @intrinsic
 def init_mbarrier(typingctx, barriers, index, count):
     """A barrier for ``count`` arrivals a phase: ``mbarrier.init``."""
     return _statement("mbarrier.init.shared::cta.b64 [$0], $1;")(typingctx, barriers, index, count)
 
 
+def _arrive_mbarrier(barriers, index):
+    emulator.current().arrive_mbarrier(barriers, index)
+
+
+@emulated_by(_arrive_mbarrier)
 @intrinsic
 def arrive_mbarrier(typingctx, barriers, index):
     return _statement("mbarrier.arrive.shared::cta.b64 _, [$0];")(typingctx, barriers, index)
 
 
+def _expect_bytes(barriers, index, size):
+    emulator.current().arrive_mbarrier(barriers, index, size)
+
+
+@emulated_by(_expect_bytes)
 @intrinsic
 def expect_bytes(typingctx, barriers, index, size):
     """Arrive, and announce ``size`` bytes: ``mbarrier.arrive.expect_tx``."""
@@ -59,6 +80,11 @@ def expect_bytes(typingctx, barriers, index, size):
     return _statement(text)(typingctx, barriers, index, size)
 
 
+def _wait_mbarrier(barriers, index, parity):
+    emulator.current().wait_mbarrier(barriers, index, parity)
+
+
+@emulated_by(_wait_mbarrier)
 @intrinsic
 def wait_mbarrier(typingctx, barriers, index, parity):
     """Wait for the end of the phase of this parity: ``mbarrier.try_wait.parity``."""
@@ -78,6 +104,11 @@ def _plain(instruction):
     return codegen
 
 
+def _fence_mbarrier_init():
+    emulator.current().fence_mbarriers()
+
+
+@emulated_by(_fence_mbarrier_init)
 @intrinsic
 def fence_mbarrier_init(typingctx):
     return types.void(), _plain("fence.mbarrier_init.release.cluster;")

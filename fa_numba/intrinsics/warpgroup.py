@@ -21,7 +21,9 @@ from llvmlite import ir
 from numba.core import types
 from numba.cuda.extending import intrinsic
 
-from fa_numba.intrinsics._build import F32, I32, is_half_array, shared_address
+from fa_numba import emulator
+from fa_numba.intrinsics._build import F32, I32, emulated_by, is_half_array, shared_address
+from fa_numba.intrinsics.matrix import NUMBERS
 
 I64 = ir.IntType(64)
 STEP = 16  # of the summed dimension, an instruction
@@ -120,6 +122,23 @@ def _of_shared(kind):
     return build
 
 
+def _emulation(kind):
+    def emulation(rC, n, sA, a, rows_a, across_a, sB, b, rows_b, across_b, steps, adds):
+        A, B = (sA, a, rows_a, across_a), (sB, b, rows_b, across_b)
+        emulator.current().multiply(NUMBERS[kind], rC, n, A, B, steps, adds)
+
+    return emulation
+
+
+def _emulation_of_registers(kind):
+    def emulation(rC, n, rA, sB, b, rows_b, across_b, steps, adds):
+        B = (sB, b, rows_b, across_b)
+        emulator.current().multiply(NUMBERS[kind], rC, n, (rA,), B, steps, adds)
+
+    return emulation
+
+
+@emulated_by(_emulation("f16"))
 @intrinsic
 def multiply_f16(typingctx, rC, n, sA, a, rows_a, across_a, sB, b, rows_b, across_b, steps, adds):
     """Begin C = A B, or with ``adds`` C += A B, over 16 ``steps`` summed elements, in float16.
@@ -133,6 +152,7 @@ def multiply_f16(typingctx, rC, n, sA, a, rows_a, across_a, sB, b, rows_b, acros
     return _of_shared("f16")(typingctx, *given)
 
 
+@emulated_by(_emulation("bf16"))
 @intrinsic
 def multiply_bf16(typingctx, rC, n, sA, a, rows_a, across_a, sB, b, rows_b, across_b, steps, adds):
     """The same with A and B bfloat16."""
@@ -168,6 +188,7 @@ def _of_registers(kind):
     return build
 
 
+@emulated_by(_emulation_of_registers("f16"))
 @intrinsic
 def multiply_registers_f16(typingctx, rC, n, rA, sB, b, rows_b, across_b, steps, adds):
     """``multiply_f16`` with A in registers: ``rA`` has 4 steps words of two neighbours each, as
@@ -176,12 +197,18 @@ def multiply_registers_f16(typingctx, rC, n, rA, sB, b, rows_b, across_b, steps,
     return _of_registers("f16")(typingctx, rC, n, rA, sB, b, rows_b, across_b, steps, adds)
 
 
+@emulated_by(_emulation_of_registers("bf16"))
 @intrinsic
 def multiply_registers_bf16(typingctx, rC, n, rA, sB, b, rows_b, across_b, steps, adds):
     """The same with A and B bfloat16."""
     return _of_registers("bf16")(typingctx, rC, n, rA, sB, b, rows_b, across_b, steps, adds)
 
 
+def _wait_products(rC, count, pending):
+    emulator.current().wait_products(rC, count, pending)
+
+
+@emulated_by(_wait_products)
 @intrinsic
 def wait_products(typingctx, rC, count, pending):
     """Wait until at most the last ``pending`` products are on their way: ``wgmma.wait_group``.
@@ -229,6 +256,11 @@ def _registers(verb):
     return build
 
 
+def _take_registers(count):
+    emulator.current().set_registers(count, "take_registers")
+
+
+@emulated_by(_take_registers)
 @intrinsic
 def take_registers(typingctx, count):
     """Give every thread of this warpgroup ``count`` registers: ``setmaxnreg.inc``. It waits for
@@ -237,6 +269,11 @@ def take_registers(typingctx, count):
     return _registers("inc")(typingctx, count)
 
 
+def _give_registers(count):
+    emulator.current().set_registers(count, "give_registers")
+
+
+@emulated_by(_give_registers)
 @intrinsic
 def give_registers(typingctx, count):
     """Keep ``count`` registers a thread of this warpgroup, give up others: ``setmaxnreg.dec``."""

@@ -1,0 +1,162 @@
+"""What bulk copies and products of a warpgroup do to shared memory: hazards, values and marks.
+
+As checks.py, for operations that touch many elements for one thread or for a warpgroup. `known` is
+what happened before the present of whoever asks: a stamp by thread, below which that thread's
+accesses did, and behind these one for each warpgroup's products and each mbarrier's copies. `fences`
+has for every thread the stamp below which what it wrote may be read by the copy engine and the
+tensor cores. Each function returns -1, or the first of the places at which something is wrong.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+
+from __future__ import annotations
+
+from numba.extending import register_jitable
+
+from .checks import (
+    ATOMIC,
+    IN_FLIGHT,
+    LOAD,
+    MANY,
+    NOBODY,
+    READING,
+    SEVERAL,
+    UNWRITTEN,
+    WARP,
+    compiled,
+)
+
+
+@register_jitable
+def _before(stamp, known, warps):
+    """Whether an access happened before."""
+    code = stamp & NOBODY
+    if code == NOBODY:
+        return False
+    if code < SEVERAL:
+        return stamp < known[code]
+    other = code - SEVERAL
+    if other >= warps:
+        return stamp < known[WARP * warps + other - warps]
+    for thread in range(WARP * other, WARP * other + WARP):
+        if stamp >= known[thread]:
+            return False
+    return True
+
+
+@register_jitable
+def _is_fenced(stamp, fences, warps):
+    """Whether what threads wrote has passed a fence; copies need none."""
+    code = stamp & NOBODY
+    if code < SEVERAL:
+        return stamp < fences[code]
+    return code - SEVERAL >= warps
+
+
+@compiled
+def before(stamp, known, warps):
+    return _before(stamp, known, warps)
+
+
+@compiled
+def is_fenced(stamp, fences, warps):
+    return _is_fenced(stamp, fences, warps)
+
+
+@compiled
+def depart_box(
+    written, reads, touched, copiers, sites, first, places, known, fences, warps, base, tid, site
+):
+    """Hand the elements at `places` from `first` on to the copy engine, which will write them."""
+    for n in range(places.size):
+        p = first + places[n]
+        last = written[0, p]
+        if last != UNWRITTEN:
+            if last >= base and not _before(last, known, warps):
+                return n
+            if not _is_fenced(last, fences, warps):
+                return n
+        if touched[0, p] >= base:
+            for row in range(reads.shape[1]):
+                r = reads[0, row, p]
+                if r >= base and not _before(r, known, warps):
+                    return n
+    for n in range(places.size):
+        p = first + places[n]
+        written[0, p] = IN_FLIGHT
+        copiers[0, p], sites[0, p] = tid, site
+        if touched[0, p] >= base:
+            touched[0, p] = 0
+            for row in range(reads.shape[1]):
+                reads[0, row, p] = 0
+    return -1
+
+
+@compiled
+def land_box(data, written, first, places, values, stamp):
+    """The copy has arrived."""
+    for n in range(places.size):
+        p = first + places[n]
+        data[0, p] = values[n]
+        written[0, p] = stamp
+
+
+@compiled
+def lend(
+    data, written, reads, touched, row, first, places, known, fences, warps, base, values
+):
+    """Read the elements at `places`, which nobody may write before the reading has ended."""
+    for n in range(places.size):
+        p = first + places[n]
+        last = written[0, p]
+        if last == UNWRITTEN:
+            return n
+        if last >= base and not _before(last, known, warps):
+            return n
+        if not _is_fenced(last, fences, warps):
+            return n
+        values[n] = data[0, p]
+    for n in range(places.size):
+        p = first + places[n]
+        reads[0, row, p] = touched[0, p] = READING
+    return -1
+
+
+@compiled
+def give_back(reads, touched, row, first, places, stamp):
+    """The reading has ended; or is still going on, for the stamp `READING`."""
+    for n in range(places.size):
+        p = first + places[n]
+        reads[0, row, p] = touched[0, p] = stamp
+
+
+@compiled
+def box_access(
+    kind, rows, width, itemsize, address, block, writers, readers, atomics, stats
+):
+    """Count the sectors of a box, `width` elements from each of `rows` on, in one request, and note
+    which block it is of. Returns the first row of which another block has touched an element.
+    """
+    stats[0] += 1
+    before = -1
+    for k in range(rows.size):
+        byte = address + rows[k] * itemsize
+        first, last = byte >> 5, (byte + width * itemsize - 1) >> 5
+        stats[1] += last - first + (0 if first == before else 1)
+        before = last
+    if writers.size:
+        for k in range(rows.size):
+            for p in range(rows[k], rows[k] + width):
+                if writers[p] != 0 and writers[p] != block:
+                    return k
+                if kind != ATOMIC and atomics[p] != 0 and atomics[p] != block:
+                    return k
+                if kind != LOAD and readers[p] != 0 and readers[p] != block:
+                    return k
+                if kind == LOAD:
+                    readers[p] = block if readers[p] == 0 or readers[p] == block else MANY
+                elif kind == ATOMIC:
+                    atomics[p] = block if atomics[p] == 0 or atomics[p] == block else MANY
+                else:
+                    writers[p] = block
+    return -1

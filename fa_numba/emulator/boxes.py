@@ -1,0 +1,395 @@
+"""Boxes of arrays that the copy engine moves between global and shared memory, asynchronously.
+
+A copy to shared memory is there for those who have waited for its mbarrier's phase, and for those
+who come after them; until the first of these has, its elements are in flight. A copy from shared
+memory reads its elements until its thread has waited for that, and is in global memory when the
+thread has waited for that too, or has ended.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from . import async_checks
+from .checks import IN_FLIGHT, LOAD, READING, STORE, UNWRITTEN
+from .errors import EmulatorError, Misaligned, MissingFence, SharedHazard, UninitialisedRead
+from .global_memory import GlobalArray
+from .mbarriers import ALWAYS, Mbarrier, Mbarriers, MbarrierTile
+from .shared_memory import SharedArray, SharedBuffer
+
+ROW_BYTES = 128  # of a box, and of a panel of an operand
+CHUNK = 16  # bytes, which the swizzle moves
+REPEAT = 1024  # bytes: it begins anew at multiples of these
+MOST_ROWS = 256
+HALF_WAY = 1 << 31
+
+
+def swizzled(byte: Any) -> Any:
+    """Where the byte at an address lies: chunk c of the 128 bytes of row r at c ^ r % 8."""
+    return byte ^ (byte >> 7 & 7) << 4
+
+
+@lru_cache(maxsize=64)
+def box_places(rows: int, itemsize: int) -> np.ndarray:
+    """The elements of a box's rows from its first element on, (rows, columns)."""
+    byte = np.arange(rows * ROW_BYTES, dtype=np.int64).reshape(rows, -1)[:, ::itemsize]
+    return swizzled(byte) // itemsize
+
+
+class Boxed:
+    """A 4-D array of which a kernel takes boxes of so many rows, as a launch's argument.
+
+    Raises ValueError for an array that the driver makes no tensor map of.
+    """
+
+    __slots__ = ("array", "rows")
+
+    def __init__(self, array: np.ndarray, rows: int) -> None:
+        self.array, self.rows = array, rows
+        address = array.__array_interface__["data"][0]
+        if array.ndim != 4 or array.strides[-1] != array.itemsize:
+            raise ValueError(
+                f"an array of shape {array.shape} and strides {array.strides}, allowed: four axes, "
+                "of which the last has no gaps"
+            )
+        if address % CHUNK or any(s % CHUNK or s < 0 for s in array.strides[:-1]):
+            raise ValueError(
+                f"an array at address {address} with strides {array.strides}, allowed: multiples "
+                f"of {CHUNK} bytes"
+            )
+        if not 1 <= rows <= MOST_ROWS:
+            raise ValueError(f"rows = {rows}, allowed: 1 to {MOST_ROWS}")
+
+
+class BoxedArray:
+    """The same as a kernel sees it."""
+
+    __slots__ = ("array", "rows", "columns", "shape")
+
+    def __init__(self, array: GlobalArray, rows: int) -> None:
+        self.array, self.rows, self.shape = array, rows, array.shape
+        self.columns = ROW_BYTES // array.itemsize
+
+    def inside(self, place: tuple[int, ...]) -> tuple[slice, slice]:
+        """The rows and columns of the box at a place that are the array's."""
+        batches, heads, rows, columns = self.shape
+        batch, head, row, col = place
+        if not (0 <= batch < batches and 0 <= head < heads):
+            return slice(0, 0), slice(0, 0)
+        ends = ((row, self.rows, rows), (col, self.columns, columns))
+        first, second = (
+            slice(max(0, -at), max(0, -at, min(size, n - at))) for at, size, n in ends
+        )
+        return first, second
+
+    def access(self, ctx: Boxes, kind: int, place: tuple[int, ...], lane: int) -> np.ndarray:
+        """Count the elements of a box; returns where those inside lie in memory, (rows, columns)."""
+        rows, columns = self.inside(place)
+        array = self.array
+        batch, head, row, col = place
+        height, width = rows.stop - rows.start, columns.stop - columns.start
+        if height <= 0 or width <= 0:
+            return np.zeros((0, 0), np.int64)
+        index = (batch, head, row + rows.start, col + columns.start)
+        steps = array._steps
+        first = array._offset + sum(i * s for i, s in zip(index, steps, strict=True))
+        starts = first + np.arange(height) * steps[2]
+        if kind == LOAD:
+            array.tally.loads += height * width
+        else:
+            array.tally.stores += height * width
+        named = "box load" if kind == LOAD else "box store"
+        owners = array.owners
+        bad = async_checks.box_access(
+            kind, starts, width, array.itemsize, array.start, ctx.block_number, owners.writers,
+            owners.readers, owners.atomics, ctx.statistics(array.name, "global", named),
+        )  # fmt: skip
+        if bad >= 0:
+            where = (batch, head, index[2] + bad, index[3])
+            raise array._conflict(kind, lane, int(starts[bad]), width, where)
+        if ctx.trace is not None:
+            which = (*index[:2], index[2] + np.arange(height), index[3])
+            ctx.trace.note(array, kind, which, np.full(height, width), np.ones(height, bool))
+        return starts[:, None] + np.arange(width)
+
+    def merged(self, mask: Any, other: Any) -> BoxedArray:
+        if other is not self:
+            raise TypeError(f"lanes hold {self.array.name} and another array: not emulated")
+        return self
+
+
+class BoxLoad:
+    """A box on its way to shared memory; `stamp` is when its mbarrier's phase ended."""
+
+    __slots__ = ("buffer", "first", "places", "values", "stamp")
+
+    def __init__(self, dst: SharedArray, first: int, places: np.ndarray, values: np.ndarray):
+        self.buffer, self.first, self.places, self.values = dst.buffer, first, places, values
+        self.stamp = 0
+
+    def land(self) -> None:
+        buffer = self.buffer
+        async_checks.land_box(
+            buffer.data, buffer.written, self.first, self.places, self.values, self.stamp
+        )
+
+
+class Lent:
+    """Elements of shared memory that are read until somebody has waited for it.
+
+    `row` of `buffer.reads` says so.
+    """
+
+    __slots__ = ("buffer", "row", "first", "places")
+
+    def __init__(self, buffer: SharedBuffer, row: int, first: int, places: np.ndarray) -> None:
+        self.buffer, self.row, self.first, self.places = buffer, row, first, places
+
+    def mark(self, stamp: int) -> None:
+        buffer = self.buffer
+        async_checks.give_back(
+            buffer.reads, buffer.touched, self.row, self.first, self.places, stamp
+        )
+
+
+class BoxStore:
+    """A box on its way to global memory, in group `number` of a thread's."""
+
+    __slots__ = ("lent", "array", "at", "values", "tid", "number", "read", "element", "line")
+
+    def __init__(
+        self, lent: Lent, array: GlobalArray, at: np.ndarray, values: np.ndarray, tid: int,
+        number: int, element: str, line: str,
+    ) -> None:  # fmt: skip
+        self.lent, self.array, self.at, self.values = lent, array, at, values
+        self.tid, self.number, self.read = tid, number, False
+        self.element, self.line = element, line
+
+
+class Boxes(Mbarriers):
+    """A context with bulk copies."""
+
+    __slots__ = ("_stores", "_groups_of_boxes")
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._stores: list[BoxStore] = []
+        self._groups_of_boxes: dict[int, int] = {}  # by thread, how many it has closed
+
+    def begin_blocks(self, first: int, count: int) -> None:
+        super().begin_blocks(first, count)
+        self._stores, self._groups_of_boxes = [], {}
+        for buffer in self._pool.values():
+            if buffer.reads.shape[1] > self.warps:  # marks that a block has left
+                buffer.touched[:] = 0
+                buffer.reads[:] = 0
+
+    def rows_for_marks(self, buffer: SharedBuffer) -> None:
+        """Give a buffer rows for what warpgroups' products, and boxes on their way, read."""
+        missing = self.warps + self.warpgroups + 1 - buffer.reads.shape[1]
+        if missing > 0:
+            blocks, _, length = buffer.reads.shape
+            more = np.zeros((blocks, missing, length), np.int64)
+            buffer.reads = np.concatenate([buffer.reads, more], axis=1)
+
+    def untouchable(
+        self, array: SharedArray, p: int, known: np.ndarray, does: str
+    ) -> EmulatorError:
+        """The error for an element that a copy or product may not have yet."""
+        buffer, base = array.buffer, self.base[0]
+        last, element = int(buffer.written[0, p]), array._element(p)
+
+        def before(stamp: int) -> bool:
+            return bool(async_checks.before(stamp, known, self.warps))
+
+        if last == UNWRITTEN and does == "reads":
+            return self.fault(
+                UninitialisedRead, f"{element} is read, but was never written", array.name
+            )
+        if last == IN_FLIGHT:
+            return array._hazard(p, self.first_lane(), last, does, "wrote")
+        if last != UNWRITTEN and last >= base and not before(last):
+            text = f"{does} {element}, which {self.who(last)} wrote, no barrier between"
+            return self.fault(SharedHazard, f"the engine {text}", array.name)
+        if does != "reads":
+            for row in buffer.reads[0, :, p].tolist():
+                if row == READING:
+                    return array._hazard(p, self.first_lane(), row, does, "reads")
+                if row >= base and not before(row):
+                    text = f"{does} {element}, which {self.who(row)} reads, no barrier between"
+                    return self.fault(SharedHazard, f"the engine {text}", array.name)
+        text = f"{does} {element}, which {self.who(last)} wrote without a fence_async_proxy after"
+        return self.fault(MissingFence, f"the engine {text}", array.name)
+
+    def _box(
+        self, boxed: BoxedArray, array: SharedArray, index: int, lane: int
+    ) -> tuple[int, np.ndarray]:
+        """Where a box lies in shared memory: its first element, and its elements from there."""
+        size = boxed.rows * boxed.columns
+        if array.itemsize != boxed.array.itemsize:
+            text = f"a box of {boxed.array.dtype} and {array.name} of {array.dtype}"
+            raise self.fault(EmulatorError, text, array.name, lane)
+        if index < 0 or index + size > array.length:
+            end = index if index < 0 else index + size - 1
+            raise self.outside(array.name, array.shape, end, lane)
+        first = array.first + index
+        if first * array.itemsize % REPEAT:
+            text = f"{array._element(first)} lies at byte {first * array.itemsize}"
+            text = f"{text}: a box needs a multiple of {REPEAT}"
+            raise self.fault(Misaligned, text, array.name, lane)
+        return first, box_places(boxed.rows, array.itemsize)
+
+    def _of_lane(self, lane: int, *values: Any) -> list[int]:
+        return [int(self.of_lane(value, lane)) for value in values]
+
+    def load_box(
+        self, dst: SharedArray, index: Any, src: BoxedArray, place: tuple[Any, ...],
+        tile: MbarrierTile, which: Any,
+    ) -> None:  # fmt: skip
+        """Each lane that takes part starts a copy of the box at `place` to dst[index]."""
+        self.alone()
+        self.instruction("tma")
+        for lane in self.active_lanes().tolist():
+            at, number, *coordinates = self._of_lane(lane, index, which, *place)
+            where = tuple(map(_signed, coordinates))
+            barrier = self.mbarrier(tile, number)
+            tid = self.group.tids[lane : lane + 1]
+            self.usable(barrier, lane, by_copies=True)
+            self.in_phase(barrier, tid, "this thread starts a copy that is counted by")
+            first, places = self._box(src, dst, at, lane)
+            rows, columns = src.inside(where)
+            values = np.zeros(places.shape, dst.buffer.data.dtype)
+            found = src.access(self, LOAD, where, lane)
+            if found.size:
+                values[rows, columns] = src.array._memory[found]
+            self._depart(dst, first, places.reshape(-1), values.reshape(-1), tid, barrier)
+            barrier.bytes -= places.size * dst.itemsize
+            self._stale = 0
+            self.advance(barrier)
+
+    def _depart(
+        self, dst: SharedArray, first: int, places: np.ndarray, values: np.ndarray,
+        tid: np.ndarray, barrier: Mbarrier,
+    ) -> None:  # fmt: skip
+        buffer = dst.buffer
+        self.rows_for_marks(buffer)
+        known = self.known_by(tid)
+        bad = async_checks.depart_box(
+            buffer.written, buffer.reads, buffer.touched, buffer.copiers, buffer.sites, first,
+            places, known, self.fences_of(known), self.warps, self.base[0], int(tid[0]),
+            self.numbered_site(),
+        )  # fmt: skip
+        if bad >= 0:
+            raise self.untouchable(dst, int(first + places[bad]), known, "overwrites")
+        barrier.flying.append(BoxLoad(dst, first, places, values))
+
+    def store_box(
+        self, dst: BoxedArray, place: tuple[Any, ...], src: SharedArray, index: Any
+    ) -> None:
+        """Each lane that takes part starts a copy of a box from src[index] to `place`."""
+        self.alone()
+        self.instruction("tma")
+        for lane in self.active_lanes().tolist():
+            at, *coordinates = self._of_lane(lane, index, *place)
+            where = tuple(map(_signed, coordinates))
+            first, places = self._box(dst, src, at, lane)
+            rows, columns = dst.inside(where)
+            taken = places[rows, columns].reshape(-1)
+            to = dst.access(self, STORE, where, lane).reshape(-1)
+            tid = int(self.group.tids[lane])
+            known = self.known_by(self.group.tids[lane : lane + 1])
+            values = np.zeros(taken.size, src.buffer.data.dtype)
+            lent = self.lend(src, self.warps + self.warpgroups, first, taken, known, values)
+            element = src._element(first)
+            number = self._groups_of_boxes.get(tid, 0)
+            line = self.line_of(self.site())
+            box = BoxStore(lent, dst.array, to, values, tid, number, element, line)
+            self._stores.append(box)
+
+    def lend(
+        self, array: SharedArray, row: int, first: int, places: np.ndarray, known: np.ndarray,
+        values: np.ndarray,
+    ) -> Lent:  # fmt: skip
+        """Read elements asynchronously."""
+        buffer = array.buffer
+        self.rows_for_marks(buffer)
+        bad = async_checks.lend(
+            buffer.data, buffer.written, buffer.reads, buffer.touched, row, first, places, known,
+            self.fences_of(known), self.warps, self.base[0], values,
+        )  # fmt: skip
+        if bad >= 0:
+            raise self.untouchable(array, int(first + places[bad]), known, "reads")
+        return Lent(buffer, row, first, places)
+
+    def commit_boxes(self) -> None:
+        """Close each thread's group of boxes."""
+        self.alone()
+        for tid in self.group.tids[self.active()].tolist():
+            self._groups_of_boxes[tid] = self._groups_of_boxes.get(tid, 0) + 1
+
+    def wait_boxes(self, written: bool) -> None:
+        """Until the closed groups of each thread have been read, and if asked for written."""
+        self.alone()
+        lane_of = {int(t): k for k, t in enumerate(self.group.tids) if self.active()[k]}
+        left = []
+        for box in self._stores:
+            lane = lane_of.get(box.tid)
+            if lane is None or box.number >= self._groups_of_boxes.get(box.tid, 0):
+                left.append(box)
+                continue
+            if not box.read:
+                box.read = True
+                box.lent.mark(self.stamp(lane))
+            if written:
+                self._write_box(box)
+            else:
+                left.append(box)
+        self._stores = left
+        for box in left:
+            if not box.read:
+                box.lent.mark(READING)
+
+    def _write_box(self, box: BoxStore) -> None:
+        box.array._keep(box.at)
+        box.array._write(box.at, box.values)
+
+    def _exit(self) -> None:
+        if not self._stores:
+            return
+        tids = set(self.group.tids[self.active()].tolist())
+        for box in [b for b in self._stores if b.tid in tids]:
+            if not box.read:
+                raise SharedHazard(
+                    f"the thread exits while a box from {box.element} on may still be read, which "
+                    "it has not waited for",
+                    block=self.block,
+                    thread=self.place_of(box.tid),
+                    array=box.array.name,
+                    line=box.line,
+                )
+            self._write_box(box)
+            self._stores.remove(box)
+
+    def left_over(self) -> None:
+        """Raise for boxes to shared memory that nobody has waited for when a block ends."""
+        for barrier in self._mbarriers.values():
+            for copy in (*barrier.arrived, *barrier.flying):
+                p = int(copy.first + copy.places[0])
+                site = self.sites[copy.buffer.sites[0, p]]
+                raise SharedHazard(
+                    f"the block ends with a box on its way that {barrier.name} counts",
+                    block=self.block,
+                    thread=self.place_of(int(copy.buffer.copiers[0, p])),
+                    line=self.line_of(site),
+                )
+
+
+def _signed(value: int) -> int:
+    """As the 32 bits that the instruction takes."""
+    return (value + HALF_WAY) % (2 * HALF_WAY) - HALF_WAY
+
+
+__all__ = ["ALWAYS", "Boxed", "BoxedArray", "Boxes", "Lent", "swizzled"]

@@ -1,0 +1,408 @@
+"""Barriers in shared memory, `mbarrier`, and what each thread knows to have happened.
+
+A warp's row of `seen` says what happened before the present of all its threads. Threads that come
+to an mbarrier come one by one, so here each may know more: a row of `_heard`, made when it is first
+needed, has a stamp for each thread of the block, below which that thread's accesses happened before.
+Behind these, and in `seen` behind the warps, stand columns for what is done by nobody's thread: the
+products of each warpgroup, and the copies that an mbarrier counts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .async_checks import before
+from .checks import NOBODY, SEVERAL, STAMP
+from .errors import BarrierMisuse, Deadlock, EmulatorError, MissingFence
+from .groups import AT_MBARRIER, READY, WARP, Group, NamedBarrier, OneByOne, Parting, Site
+from .shared_memory import SharedArray
+from .waiting import Waiting
+
+WARPGROUP = 4  # warps
+MOST_ARRIVALS = MOST_BYTES = (1 << 20) - 1
+ALWAYS = 1 << 58  # above the stamp of any access
+
+
+class Mbarrier:
+    """A barrier of `count` arrivals a phase.
+
+    In its phase number `phase`, from 0, `pending` arrivals and `bytes` are still missing, `past` is
+    known to those that have come, and `flying` are the copies that it counts. `ends` are the stamps
+    at which its phases ended, `ended` what was known at the last of them, and `arrived` the copies
+    of phases that have ended and that nobody has waited for.
+    """
+
+    __slots__ = (
+        "name", "count", "column", "made", "maker", "fenced", "phase", "pending", "bytes", "past",
+        "ends", "ended", "waiting", "flying", "arrived",
+    )  # fmt: skip
+
+    def __init__(self, name: str, count: int, column: int, made: int, maker: int) -> None:
+        self.name, self.count, self.column = name, count, column
+        self.made, self.maker = made, maker  # when, and by which thread
+        self.fenced: int | None = None
+        self.phase, self.pending, self.bytes = 0, count, 0
+        self.past = self.ended = np.zeros(0, np.int64)
+        self.ends: list[int] = []
+        self.waiting: list[Group] = []
+        self.flying: list[Any] = []
+        self.arrived: list[Any] = []
+
+    def __str__(self) -> str:
+        arrivals = f"{self.pending} of {self.count} arrivals"
+        there = f"{self.bytes} bytes" if self.bytes >= 0 else f"no bytes, but got {-self.bytes}"
+        return f"{self.name} is in phase {self.phase} and waits for {arrivals} and {there}"
+
+
+class MbarrierTile:
+    """A shared array of barriers, which only their instructions may touch."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: SharedArray) -> None:
+        self.array = array
+
+    def merged(self, mask: Any, other: Any) -> MbarrierTile:
+        if other.__class__ is not MbarrierTile:
+            raise TypeError(f"lanes hold {self.array.name} and another array: not emulated")
+        self.array.merged(mask, other.array)
+        return self
+
+
+class Mbarriers(Waiting):
+    """A context with mbarriers."""
+
+    __slots__ = ("_heard", "_mbarriers", "_columns", "_rows_of", "_fences")
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._heard: np.ndarray | None = None
+        self._mbarriers: dict[int, Mbarrier] = {}  # by the place of their element
+        self._columns = 0  # taken by mbarriers
+        self._fences: list[tuple[np.ndarray, int]] = []  # threads, stamp by warp's clock
+
+    def begin_blocks(self, first: int, count: int) -> None:
+        super().begin_blocks(first, count)
+        self._mbarriers, self._columns, self._heard, self._fences = {}, 0, None, []
+
+    # ---- what is known
+
+    @property
+    def warpgroups(self) -> int:
+        return -(-self.warps // WARPGROUP)
+
+    def alone(self) -> None:
+        """Blocks that run at once may not go on."""
+        if self.several:
+            raise OneByOne
+
+    def widen(self, more: int) -> None:
+        """Make room for columns of the warpgroups and of `more` mbarriers."""
+        base, starts, seen = self._clocks
+        missing = self.warps + self.warpgroups + self._columns + more - seen.shape[1]
+        if missing <= 0:
+            return
+        wider = np.zeros((len(seen), seen.shape[1] + missing), np.int64)
+        wider[:, : seen.shape[1]] = seen
+        self._clocks = (base, starts, wider)
+        self.seen = wider[: len(self.seen)]
+
+        def longer(row: np.ndarray) -> np.ndarray:
+            return np.concatenate([row, np.zeros(missing, np.int64)])
+
+        self._opened = {n: longer(row) for n, row in self._opened.items()}
+        for named in self._named_barriers.values():
+            named.seen = longer(named.seen)
+        for barrier in self._mbarriers.values():
+            barrier.past, barrier.ended = longer(barrier.past), longer(barrier.ended)
+        if self._heard is not None:
+            gap = np.zeros((len(self._heard), missing), np.int64)
+            self._heard = np.concatenate([self._heard, gap], axis=1)
+
+    def _by_thread(self, row: np.ndarray) -> np.ndarray:
+        """What a row of `seen` says of each thread, and the columns."""
+        return np.concatenate([np.repeat(row[: self.warps], WARP), row[self.warps :]])
+
+    def _by_warp(self, known: np.ndarray) -> np.ndarray:
+        """What is known of all threads of each warp, and the columns."""
+        threads = self.warps * WARP
+        return np.concatenate([known[:threads].reshape(-1, WARP).min(axis=1), known[threads:]])
+
+    def known_by(self, tids: np.ndarray, exactly: bool = False) -> np.ndarray:
+        """What happened before the present of all these threads: see async_checks.py.
+
+        Unless `exactly`, that may be less than they know.
+        """
+        if exactly and self._heard is not None:
+            rows = [self._by_thread(self.seen[tid // WARP]) for tid in tids.tolist()]
+            known = np.maximum(rows, self._heard[tids]).min(axis=0)
+        else:
+            warps = np.unique(tids // WARP)
+            known = self._by_thread(self.seen[warps].min(axis=0))
+            if self._heard is not None:
+                known = np.maximum(known, self._heard[tids].min(axis=0))
+        if tids.size == 1:
+            known[tids[0]] = ALWAYS
+        return known
+
+    def ordered(self, stamp: int, lane: int) -> bool:
+        if super().ordered(stamp, lane):
+            return True
+        if self._heard is None or stamp % STAMP == NOBODY:
+            return False
+        return bool(before(stamp, self._heard[self.group.tids[lane]], self.warps))
+
+    def who(self, stamp: int) -> str:
+        column = stamp % STAMP - SEVERAL - self.warps
+        if column < 0:
+            return super().who(stamp)
+        if column < self.warpgroups:
+            return f"a product of warpgroup {column}"
+        owner = next(b for b in self._mbarriers.values() if b.column == column)
+        return f"a bulk copy that {owner.name} counts"
+
+    def _column_known(self, tids: np.ndarray, column: int) -> np.ndarray:
+        """Up to which stamp each thread knows a column."""
+        known = self.seen[tids // WARP, self.warps + column]
+        if self._heard is not None:
+            known = np.maximum(known, self._heard[tids, self.warps * WARP + column])
+        return known
+
+    def _learn(self, known: np.ndarray) -> None:
+        """All that is `known` happened before what the lanes that take part do next."""
+        tids = self.group.tids if self.mask is None else self.group.tids[self.mask]
+        warps, counts = np.unique(tids // WARP, return_counts=True)
+        whole = warps[counts == np.minimum(WARP, self.threads - warps * WARP)]
+        by_warp = self._by_warp(known)
+        self.seen[whole] = np.maximum(self.seen[whole], by_warp)
+        if (by_warp[: self.warps].repeat(WARP) == known[: self.warps * WARP]).all():
+            tids = tids[~np.isin(tids // WARP, whole)]
+        if tids.size:
+            if self._heard is None:
+                shape = (self.warps * WARP, known.size)
+                self._heard = np.zeros(shape, np.int64)
+            self._heard[tids] = np.maximum(self._heard[tids], known)
+
+    def synced(self, warps: np.ndarray) -> None:
+        """All lanes of these warps know what one of them does."""
+        if self._heard is None:
+            return
+        for warp in warps.tolist():
+            lanes = slice(warp * WARP, warp * WARP + WARP)
+            self._heard[lanes] = known = self._heard[lanes].max(axis=0)
+            self.seen[warp] = np.maximum(self.seen[warp], self._by_warp(known))
+
+    def _arrive(self, warp: int, barrier: int, threads: int, waits: bool) -> NamedBarrier:
+        named = super()._arrive(warp, barrier, threads, waits)
+        if self._heard is not None:
+            mine = self._heard[warp * WARP : warp * WARP + WARP].max(axis=0)
+            named.known = mine if named.known is None else np.maximum(named.known, mine)
+        if named.opened and named.known is not None and self._heard is not None:
+            for other in named.synced:
+                lanes = slice(other * WARP, other * WARP + WARP)
+                self._heard[lanes] = np.maximum(self._heard[lanes], named.known)
+        return named
+
+    def fenced(self) -> None:
+        """What the lanes that take part have written may be read by copies and products."""
+        self.alone()
+        tids = self.group.tids if self.mask is None else self.group.tids[self.mask]
+        self._tick(np.unique(tids // WARP))
+        self._fences.append((tids, self.clock * STAMP))
+        self._tick(np.unique(tids // WARP))
+
+    def fences_of(self, known: np.ndarray) -> np.ndarray:
+        """The stamp of each thread's last fence that is known."""
+        found = np.zeros(self.warps * WARP, np.int64)
+        for tids, stamp in self._fences:
+            there = tids[stamp + tids < known[tids]]
+            found[there] = stamp
+        return found
+
+    # ---- mbarriers
+
+    def mbarrier_tile(self, offset: Any, length: int) -> MbarrierTile:
+        self.alone()
+        tile = self.shared_tile(offset, length, "uint64")
+        self.widen(length)
+        return MbarrierTile(tile)
+
+    def _element_of(self, tile: MbarrierTile, index: Any) -> tuple[int, str]:
+        array, lane = tile.array, self.first_lane()
+        if not 0 <= index < array.length:
+            raise self.outside(array.name, array.shape, index, lane)
+        return array.first + index, f"{array.name}[{index}]"
+
+    def mbarrier(self, tile: MbarrierTile, index: Any) -> Mbarrier:
+        place, name = self._element_of(tile, index)
+        found = self._mbarriers.get(place)
+        if found is None:
+            raise self.fault(BarrierMisuse, f"{name} was not initialised", tile.array.name)
+        return found
+
+    def init_mbarrier(self, tile: MbarrierTile, index: Any, count: Any) -> None:
+        self.alone()
+        self.instruction("barrier")
+        for lane in self.active_lanes().tolist():
+            arrivals = self.of_lane(count, lane)
+            place, name = self._element_of(tile, self.of_lane(index, lane))
+            if not 1 <= arrivals <= MOST_ARRIVALS:
+                text = f"count = {arrivals}, allowed: 1 to {MOST_ARRIVALS}"
+                raise self.fault(BarrierMisuse, f"init_mbarrier: {text}", tile.array.name, lane)
+            if place in self._mbarriers:
+                text = f"{name} was initialised before"
+                raise self.fault(BarrierMisuse, text, tile.array.name, lane)
+            self.widen(1)
+            column = self.warpgroups + self._columns
+            self._columns += 1
+            tid = int(self.group.tids[lane])
+            made = Mbarrier(name, arrivals, column, self.stamp(lane), tid)
+            made.past = np.zeros(self.warps * (WARP - 1) + self.seen.shape[1], np.int64)
+            self._mbarriers[place] = made
+
+    def fence_mbarriers(self) -> None:
+        """The barriers that these threads have initialised may be used by others, and by copies."""
+        self.alone()
+        active = self.group.tids[self.active()].tolist()
+        made = [b for b in self._mbarriers.values() if b.fenced is None and b.maker in active]
+        for barrier in made:
+            self._tick(barrier.maker // WARP)
+            barrier.fenced = self.clock * STAMP + barrier.maker
+            self._tick(barrier.maker // WARP)
+
+    def usable(self, barrier: Mbarrier, lane: int, by_copies: bool = False) -> None:
+        """Raise unless a lane comes after the initialisation and its fence."""
+        mine = barrier.maker == self.group.tids[lane]
+        maker = self.thread_name(barrier.maker)
+        if not mine and not (barrier.made < self.base[0] or self.ordered(barrier.made, lane)):
+            text = f"{barrier.name} was initialised by thread {maker}, no barrier between"
+            raise self.fault(BarrierMisuse, text, None, lane)
+        if mine and not by_copies:
+            return
+        stamp = barrier.fenced
+        if stamp is None or not (mine or stamp < self.base[0] or self.ordered(stamp, lane)):
+            text = f"{barrier.name} was initialised by thread {maker}, no fence_mbarrier_init after"
+            raise self.fault(MissingFence, text, None, lane)
+
+    def in_phase(self, barrier: Mbarrier, tids: np.ndarray, does: str) -> None:
+        """Raise unless these threads know that the phase before has ended."""
+        if not barrier.phase:
+            return
+        ignorant = self._column_known(tids, barrier.column) <= barrier.ends[-1]
+        if ignorant.any():
+            lane = int(np.flatnonzero(self.group.tids == tids[ignorant][0])[0])
+            text = (
+                f"{does} {barrier.name} in phase {barrier.phase}, not ordered after the end of the "
+                "phase before, which it might be taken for a part of"
+            )
+            raise self.fault(BarrierMisuse, text, None, lane)
+
+    def arrive_mbarrier(self, tile: MbarrierTile, index: Any, size: Any = None) -> None:
+        """The lanes that take part arrive, each with `size` bytes that it announces."""
+        self.alone()
+        self.instruction("barrier")
+        group = self.group
+        places = np.broadcast_to(index, group.count)
+        sizes = np.broadcast_to(0 if size is None else size, group.count)
+        active = self.active()
+        for one in np.unique(places[active]).tolist():
+            lanes = np.flatnonzero(active & (places == one))
+            barrier = self.mbarrier(tile, one)
+            for lane in lanes[:: 1 if lanes.size <= self.warps else WARP].tolist():
+                self.usable(barrier, lane)
+            wrong = lanes[(sizes[lanes] < 0) | (sizes[lanes] > MOST_BYTES)]
+            if wrong.size:
+                text = f"expect_bytes: size = {sizes[wrong[0]]}, allowed: 0 to {MOST_BYTES}"
+                raise self.fault(BarrierMisuse, text, None, int(wrong[0]))
+            tids = group.tids[lanes]
+            self.in_phase(barrier, tids, "this thread arrives at")
+            if tids.size > barrier.pending:
+                text = f"{tids.size} threads arrive: {barrier}"
+                raise self.fault(BarrierMisuse, text, None, int(lanes[0]))
+            warps = np.unique(tids // WARP)
+            self._tick(warps)
+            past = barrier.past
+            np.maximum(past, self._by_thread(self.seen[warps].max(axis=0)), out=past)
+            if self._heard is not None:
+                np.maximum(past, self._heard[tids].max(axis=0), out=past)
+            past[tids] = np.maximum(past[tids], self.starts[tids // WARP])
+            barrier.pending -= tids.size
+            barrier.bytes += int(sizes[lanes].sum())
+            self._stale = 0
+            self.advance(barrier)
+
+    def advance(self, barrier: Mbarrier) -> None:
+        """End the phase if nothing is missing."""
+        if barrier.pending or barrier.bytes:
+            return
+        self.clock += 2
+        barrier.ends.append((self.clock - 1) * STAMP + SEVERAL + self.warps + barrier.column)
+        barrier.past[self.warps * WARP + barrier.column] = self.clock * STAMP
+        barrier.past[self.threads : self.warps * WARP] = ALWAYS  # there are none
+        for copy in barrier.flying:
+            copy.stamp = barrier.ends[-1]
+        barrier.arrived += barrier.flying
+        barrier.flying = []
+        barrier.ended, barrier.past = barrier.past, np.zeros_like(barrier.past)
+        barrier.phase += 1
+        barrier.pending = barrier.count
+        self._stale = 0
+        for group in barrier.waiting:
+            group.state = READY
+            self._ready.append(group)
+        barrier.waiting = []
+
+    def wait_mbarrier(self, tile: MbarrierTile, index: Any, parity: Any) -> None:
+        """Wait for the end of the first phase of this parity that may not have ended yet.
+
+        A thread knows of phases that have ended, by having waited for them or for others that knew.
+        Raises BarrierMisuse where the barrier may be further on than the phase that is meant, which
+        the parity would then not tell from another.
+        """
+        self.alone()
+        self.instruction("barrier")
+        self.progress.step()
+        index, parity = self.uniform(index), self.uniform(parity)
+        barrier = self.mbarrier(tile, index)
+        if parity not in (0, 1):
+            raise self.fault(BarrierMisuse, f"wait_mbarrier: parity = {parity}, allowed: 0 and 1")
+        lanes = self.active_lanes()
+        for lane in lanes[:: 1 if lanes.size <= self.warps else WARP].tolist():
+            self.usable(barrier, lane)
+        known = np.unique(self._column_known(self.group.tids[lanes], barrier.column))
+        ended = np.searchsorted(barrier.ends, known)
+        meant = int((ended - ((ended - 1) % 2 == parity)).min())
+        if barrier.phase == meant and not self._all_here():
+            raise Parting(self.active())
+        while barrier.phase == meant:
+            barrier.waiting.append(self.group)
+            self._wait(AT_MBARRIER, self.site(), f"wait_mbarrier of {barrier.name}", barrier)
+        if barrier.phase != meant + 1:
+            text = (
+                f"this thread waits for phase {meant} of {barrier.name}, which is in phase "
+                f"{barrier.phase} already: nothing keeps it from going on before the thread has "
+                "seen the end of that phase"
+            )
+            raise self.fault(BarrierMisuse, text)
+        if barrier.arrived:
+            for copy in barrier.arrived:
+                copy.land()
+            barrier.arrived = []
+        if meant >= 0:
+            self._learn(barrier.ended)
+
+    def _stalled(self) -> EmulatorError:
+        waiting = [g for g in self._groups if g.state == AT_MBARRIER]
+        if not waiting:
+            return super()._stalled()
+        text = "; ".join(dict.fromkeys(str(g.value) for g in waiting))
+        g = waiting[0]
+        site: Site = g.site
+        return Deadlock(
+            f"{text}: {self._waiters()}",
+            block=self.block,
+            thread=self.place_of(int(g.tids[np.flatnonzero(~g.exited)[0]])),
+            line=self.line_of(site),
+        )

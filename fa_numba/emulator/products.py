@@ -1,0 +1,293 @@
+"""Products of a warpgroup, `wgmma`: computed at once, but there only when they were waited for.
+
+Operands in shared memory are lent to a product, and so are the registers of A; those of C are its
+own. What touches them before `wait_products` is a hazard.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from .boxes import REPEAT, ROW_BYTES, Boxes, Lent, swizzled
+from .checks import READING, SEVERAL, STAMP
+from .errors import BarrierDivergence, Deadlock, EmulatorError, Misaligned, RegisterHazard
+from .groups import WARP, Site
+from .local_memory import LocalArray
+from .shared_memory import SharedArray
+
+WARPGROUP = 128  # threads
+ROWS = 64  # of A and C
+STEP = 16  # of the summed dimension, an instruction
+ITEM = 2  # bytes
+PANEL = ROW_BYTES // ITEM  # columns
+GROUP_BYTES = 8 * ROW_BYTES
+REGISTERS = 1 << 16  # of a multiprocessor, for one block
+MOST_REGISTERS = 255  # of a thread
+
+
+class Together(BaseException):
+    """A schedule has parted the warps of a warpgroup: the block has to begin again."""
+
+
+@lru_cache(maxsize=256)
+def operand_places(rows: int, panel_rows: int, across: bool, steps: int, column: int) -> np.ndarray:
+    """An operand's elements, (rows, 16 steps), from the multiple of 1024 bytes that it begins after
+    on: by the addresses that the descriptor and each step give, swizzled. `column` is the byte of
+    the row at which it begins.
+    """
+    row = np.arange(rows, dtype=np.int64)[:, None]
+    k = np.arange(steps)[:, None]
+    within = np.arange(STEP)
+    if across:
+        first = column + k * STEP * ROW_BYTES
+        down = within // 8 * GROUP_BYTES + within % 8 * ROW_BYTES
+        along = row // PANEL * panel_rows * ROW_BYTES + row % PANEL * ITEM
+        byte = along + (first + down).reshape(1, -1)
+    else:
+        first = column + k * STEP // PANEL * panel_rows * ROW_BYTES + k * STEP % PANEL * ITEM
+        byte = row * ROW_BYTES + (first + within * ITEM).reshape(1, -1)
+    return swizzled(byte) // ITEM
+
+
+class Product:
+    """A product on its way: its warpgroup, the lanes of it, what it reads and writes, and where."""
+
+    __slots__ = ("warpgroup", "lanes", "C", "A", "lent", "site", "ctx", "registers", "ended")
+
+    def __init__(
+        self, ctx: Products, warpgroup: int, lanes: np.ndarray, C: LocalArray,
+        A: LocalArray | None, lent: list[Lent], site: Site, registers: int,
+    ) -> None:  # fmt: skip
+        self.ctx, self.warpgroup, self.lanes = ctx, warpgroup, lanes
+        self.C, self.A, self.lent, self.site, self.registers = C, A, lent, site, registers
+        self.ended = False  # but C was not waited for
+
+    def require_free(self, array: LocalArray, writes: bool) -> None:
+        """Raise if lanes that take part may not touch a register now."""
+        if array is not self.C and not writes:
+            return
+        touched = self.lanes & self.ctx.active()
+        if touched.any():
+            use = "writes" if array is self.C else "reads"
+            text = f"{array.name} is touched, which a product {use} that was begun at "
+            text += self.ctx.line_of(self.site)
+            text += " and waited for by wait_products of another array" if self.ended else ""
+            text += "" if self.ended else " and not waited for"
+            lane = int(np.flatnonzero(touched)[0])
+            raise self.ctx.fault(RegisterHazard, text, array.name, lane)
+
+
+class Products(Boxes):
+    """A context with products of warpgroups."""
+
+    __slots__ = ("warps_together", "_products", "_registers")
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.warps_together = 1  # that a schedule leaves in one group
+        self._products: dict[int, list[Product]] = {}  # by warpgroup, in their order
+        self._registers: dict[int, int] = {}  # by warpgroup, of each of its threads
+
+    def begin_blocks(self, first: int, count: int) -> None:
+        super().begin_blocks(first, count)
+        self._products, self._registers = {}, {}
+
+    def _warpgroups(self, operation: str) -> list[tuple[int, np.ndarray]]:
+        """The warpgroups that take part, all their threads, with their lanes in the group."""
+        self.alone()
+        group, found = self.group, []
+        lanes = self.active_lanes()
+        numbers = group.tids[lanes] // WARPGROUP
+        for number in np.unique(numbers).tolist():
+            mine = lanes[numbers == number]
+            if mine.size != WARPGROUP:
+                everywhere = group.tids[~group.exited] // WARPGROUP == number
+                if np.count_nonzero(everywhere) == mine.size and len(self._groups) > 1:
+                    self._parted(operation, number)
+                text = f"{operation} is called by {mine.size} threads of warpgroup {number}, not all"
+                raise self.fault(BarrierDivergence, text, None, int(mine[0]))
+            found.append((number, mine))
+        return found
+
+    def _parted(self, operation: str, warpgroup: int) -> None:
+        """Some threads of the warpgroup are in other groups, and may come or not."""
+        tids = np.arange(WARPGROUP) + warpgroup * WARPGROUP
+        same = self.warps_together * WARP == WARPGROUP
+        if not same and tids[-1] < self.threads:
+            raise Together
+        text = f"threads of warpgroup {warpgroup} wait apart from others and then call {operation}"
+        raise self.fault(EmulatorError, f"{text}: not emulated")
+
+    def _of_warpgroup(self, value: Any, lanes: np.ndarray, name: str) -> int:
+        """A value that the threads of a warpgroup have to agree on."""
+        if value.__class__ is not np.ndarray:
+            return int(value)
+        values = value[lanes]
+        if (values != values[0]).any():
+            text = f"the threads of a warpgroup multiply with different {name}"
+            raise self.fault(EmulatorError, text, None, int(lanes[0]))
+        return int(values[0])
+
+    # ---- products
+
+    def multiply(
+        self, numbers: np.ndarray, rC: LocalArray, n: int, A: tuple[Any, ...], B: tuple[Any, ...],
+        steps: int, adds: int,
+    ) -> None:  # fmt: skip
+        """C = A B, or C += A B. Operands are a shared array, element, rows of a panel and whether
+        the sum runs down its rows; A may be an array of registers. `numbers`: what 16 bits mean.
+        """
+        if n % 8 or not 8 <= n <= 256:
+            raise ValueError(f"n = {n}, allowed: multiples of 8 from 8 to 256")
+        if rC.size < n // 2:
+            raise ValueError(f"n = {n} with {rC.size} registers, allowed: {n // 2} or more")
+        site = self.site()
+        warpgroups = self._warpgroups("a product")
+        waiting, rC.waiting = rC.waiting, ([], [], [])  # C itself may be on its way
+        flying, rC.flying = rC.flying, []
+        if waiting[0] and not flying:
+            rC.waiting = waiting
+        for product in flying:
+            if product.registers != n // 2 and any(
+                product.lanes[lanes].any() for _, lanes in warpgroups
+            ):
+                rC.flying = flying
+                product.require_free(rC, True)
+        old = np.zeros((n // 2, self.group.count), np.float32)
+        if adds:
+            for e in range(n // 2):
+                old[e] = rC[e]
+        begun = []
+        for number, lanes in warpgroups:
+            lent: list[Lent] = []
+            known = self.known_by(self.group.tids[lanes])
+            right = self._operand(numbers, number, lanes, B, n, steps, known, lent)
+            if len(A) == 1:
+                left = self._of_registers(numbers, A[0], lanes, steps)
+            else:
+                left = self._operand(numbers, number, lanes, A, ROWS, steps, known, lent)
+            made = left @ right.T
+            old[:, lanes] += (
+                made.reshape(4, 2, 8, n // 8, 4, 2).transpose(1, 3, 5, 0, 2, 4).reshape(-1, WARPGROUP)
+            )
+            here = np.zeros(self.group.count, bool)
+            here[lanes] = True
+            registers = A[0] if len(A) == 1 else None
+            begun.append(Product(self, number, here, rC, registers, lent, site, n // 2))
+            self._instructions["wgmma"] = self._instructions.get("wgmma", 0) + steps
+        for e, values in enumerate(old.astype(np.float64)):
+            rC.put(e, values)
+        rC.flying = flying
+        for product in begun:
+            rC.depart(product)
+            if product.A is not None:
+                product.A.depart(product)
+            self._products.setdefault(product.warpgroup, []).append(product)
+
+    def _operand(
+        self, numbers: np.ndarray, warpgroup: int, lanes: np.ndarray, operand: tuple[Any, ...],
+        rows: int, steps: int, known: np.ndarray, lent: list[Lent],
+    ) -> np.ndarray:  # fmt: skip
+        """(rows, 16 steps) from shared memory, in float32."""
+        array, index, panel_rows, across = operand
+        at = self._of_warpgroup(index, lanes, "operands")
+        if array.itemsize != ITEM:
+            raise TypeError(f"an operand of {array.dtype}, allowed: 16 bits")
+        byte = (array.first + at) * ITEM
+        if byte % 16 or byte % REPEAT >= ROW_BYTES or panel_rows % 8:
+            text = f"{array._element(array.first + at)} lies at byte {byte}, in panels of "
+            text = f"{text}{panel_rows} rows: an operand begins in the first of eight rows"
+            raise self.fault(Misaligned, text, array.name, int(lanes[0]))
+        column = byte % REPEAT
+        places = operand_places(rows, panel_rows, bool(across), steps, column)
+        first = array.first + at - column // ITEM
+        low, high = int(places.min()) + first, int(places.max()) + first
+        if low < array.first or high >= array.first + array.length:
+            end = (low if low < array.first else high) - array.first
+            raise self.outside(array.name, array.shape, end, int(lanes[0]))
+        bits = np.empty(places.size, np.int64)
+        row = self.warps + warpgroup
+        flat = places.reshape(-1)
+        lent.append(self.lend(array, row, first, flat, known, bits))
+        return numbers[bits].reshape(rows, -1)
+
+    def _of_registers(
+        self, numbers: np.ndarray, rA: LocalArray, lanes: np.ndarray, steps: int
+    ) -> np.ndarray:
+        """A from each thread's words, (64, 16 steps)."""
+        words = np.empty((4 * steps, WARPGROUP), np.int64)
+        for e, row in enumerate(words):
+            value = rA[e]
+            row[:] = value[lanes] if value.__class__ is np.ndarray else value
+        pairs = numbers[np.stack([words & 0xFFFF, words >> 16], axis=-1)]
+        parts = pairs.reshape(2, 2 * steps, 4, 8, 4, 2)  # half, chunk, warp, group, place, pair
+        return parts.transpose(2, 0, 3, 1, 4, 5).reshape(ROWS, -1)
+
+    def wait_products(self, rC: LocalArray, count: int, pending: int) -> None:
+        """Until at most the last `pending` products are on their way; then C is there."""
+        for number, _ in self._warpgroups("wait_products"):
+            products = self._products.get(number, [])
+            stay = len(products) - pending
+            for product in products[: max(0, stay)]:
+                self._end(product)
+            marked = [p for p in products if not p.ended]
+            for product in marked:
+                for lent in product.lent:
+                    lent.mark(READING)
+            for product in [p for p in rC.flying if p.C is rC and p.ended]:
+                if product.warpgroup == number:
+                    if product.registers > count:
+                        text = f"count = {count} of {product.registers} registers that were made"
+                        raise self.fault(RegisterHazard, text, rC.name)
+                    rC.arrive(product)
+            self._products[number] = marked
+
+    def _end(self, product: Product) -> None:
+        product.ended = True
+        if product.A is not None:
+            product.A.arrive(product)
+        column = self.warps + product.warpgroup
+        self.widen(0)
+        self.clock += 2
+        for lent in product.lent:
+            lent.mark((self.clock - 1) * STAMP + SEVERAL + column)
+        first = product.warpgroup * WARPGROUP // WARP
+        self.seen[first : first + WARPGROUP // WARP, column] = self.clock * STAMP
+
+    # ---- registers
+
+    def set_registers(self, count: int, operation: str) -> None:
+        """A warpgroup has `count` registers a thread from here on."""
+        if count % 8 or not 24 <= count <= 256:
+            raise ValueError(f"count = {count}, allowed: multiples of 8 from 24 to 256")
+        self.alone()
+        self.collective(operation, 0xFFFFFFFF, (), lambda values, present, mask: None)
+        for number in np.unique(self.group.tids[self.active()] // WARPGROUP).tolist():
+            self._registers[number] = count
+
+    def left_over(self) -> None:
+        super().left_over()
+        if not self._registers:
+            return
+        launched = min(REGISTERS // self.threads // 8 * 8, MOST_REGISTERS)
+        groups = -(-self.threads // WARPGROUP)
+        each = [self._registers.get(g, launched) for g in range(groups)]
+        if sum(each) * WARPGROUP > REGISTERS:
+            text = f"warpgroups with {', '.join(map(str, each))} registers a thread take more than "
+            raise Deadlock(f"{text}{REGISTERS}, and wait for them for ever", block=self.block)
+
+    def _exit(self) -> None:
+        super()._exit()
+        for number in np.unique(self.group.tids[self.active()] // WARPGROUP).tolist():
+            for product in self._products.get(number, []):
+                text = "the thread exits with a product on its way"
+                raise RegisterHazard(
+                    text,
+                    block=self.block,
+                    thread=self.place_of(number * WARPGROUP),
+                    array=product.C.name,
+                    line=self.line_of(product.site),
+                )
