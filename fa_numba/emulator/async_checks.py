@@ -1,10 +1,11 @@
 """What bulk copies and products of a warpgroup do to shared memory: hazards, values and marks.
 
-As checks.py, for operations that touch many elements for one thread or for a warpgroup. `known` is
-what happened before the present of whoever asks: a stamp by thread, below which that thread's
-accesses did, and behind these one for each warpgroup's products and each mbarrier's copies. `fences`
-has for every thread the stamp below which what it wrote may be read by the copy engine and the
-tensor cores. Each function returns -1, or the first of the places at which something is wrong.
+As checks.py, for operations that touch many elements for one thread or for a warpgroup. `known`
+is what happened before the present of whoever asks: a stamp by thread, below which that thread's
+accesses did, and behind these one for each warpgroup's products and each mbarrier's copies.
+`fences` has for every thread the stamp below which what it wrote may be read by the copy engine
+and the tensor cores. Functions that check return -1, or the first of the places at which something
+is wrong.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
@@ -38,10 +39,10 @@ def _before(stamp, known, warps):
     other = code - SEVERAL
     if other >= warps:
         return stamp < known[WARP * warps + other - warps]
+    last = known[WARP * other]
     for thread in range(WARP * other, WARP * other + WARP):
-        if stamp >= known[thread]:
-            return False
-    return True
+        last = min(last, known[thread])
+    return stamp < last
 
 
 @register_jitable
@@ -102,9 +103,7 @@ def land_box(data, written, first, places, values, stamp):
 
 
 @compiled
-def lend(
-    data, written, reads, touched, row, first, places, known, fences, warps, base, values
-):
+def lend(data, written, reads, touched, row, first, places, known, fences, warps, base, values):
     """Read the elements at `places`, which nobody may write before the reading has ended."""
     for n in range(places.size):
         p = first + places[n]
@@ -131,9 +130,7 @@ def give_back(reads, touched, row, first, places, stamp):
 
 
 @compiled
-def box_access(
-    kind, rows, width, itemsize, address, block, writers, readers, atomics, stats
-):
+def box_access(kind, rows, width, itemsize, address, block, writers, readers, atomics, stats):
     """Count the sectors of a box, `width` elements from each of `rows` on, in one request, and note
     which block it is of. Returns the first row of which another block has touched an element.
     """

@@ -80,13 +80,11 @@ class BoxedArray:
         if not (0 <= batch < batches and 0 <= head < heads):
             return slice(0, 0), slice(0, 0)
         ends = ((row, self.rows, rows), (col, self.columns, columns))
-        first, second = (
-            slice(max(0, -at), max(0, -at, min(size, n - at))) for at, size, n in ends
-        )
+        first, second = (slice(max(0, -at), max(0, -at, min(size, n - at))) for at, size, n in ends)
         return first, second
 
     def access(self, ctx: Boxes, kind: int, place: tuple[int, ...], lane: int) -> np.ndarray:
-        """Count the elements of a box; returns where those inside lie in memory, (rows, columns)."""
+        """Count the elements of a box; returns where those inside lie, (rows, columns)."""
         rows, columns = self.inside(place)
         array = self.array
         batch, head, row, col = place
@@ -257,7 +255,7 @@ class Boxes(Mbarriers):
             where = tuple(map(_signed, coordinates))
             barrier = self.mbarrier(tile, number)
             tid = self.group.tids[lane : lane + 1]
-            self.usable(barrier, lane, by_copies=True)
+            self.usable(barrier, np.array([lane]), by_copies=True)
             self.in_phase(barrier, tid, "this thread starts a copy that is counted by")
             first, places = self._box(src, dst, at, lane)
             rows, columns = src.inside(where)
@@ -299,6 +297,7 @@ class Boxes(Mbarriers):
             rows, columns = dst.inside(where)
             taken = places[rows, columns].reshape(-1)
             to = dst.access(self, STORE, where, lane).reshape(-1)
+            dst.array._keep(to[:0])  # refuses an array that is read-only
             tid = int(self.group.tids[lane])
             known = self.known_by(self.group.tids[lane : lane + 1])
             values = np.zeros(taken.size, src.buffer.data.dtype)

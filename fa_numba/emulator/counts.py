@@ -13,7 +13,8 @@ class Access:
     """A line of a kernel that touches an array.
 
     ``space`` is "global" or "shared"; ``kind`` "load", "store", "atomic" or "copy", an asynchronous
-    copy, which has a global and a shared side; ``line`` "file.py:123: source text".
+    copy, which has a global and a shared side, or "box load" or "box store", of the copy engine,
+    which have a global side alone; ``line`` "file.py:123: source text".
     """
 
     kernel: str
@@ -32,7 +33,9 @@ class Traffic:
     takes, 128 bytes at best, and ``conflicts`` those beyond what the width of the access needs:
     bank conflicts. Lanes that touch the same word share it; loads of 8 and 16 bytes whose lanes
     share words in pairs (lanes 1 or 2 apart) take half the wavefronts. Copies of 16 bytes fetch a
-    sector again for every other 32 bytes of shared memory that it goes to. Measured on an H200.
+    sector again for every other 32 bytes of shared memory that it goes to. Measured on an H200. Not
+    measured: a box is one request, with the sectors of its rows that lie in the array. What boxes
+    and products of warpgroups do in shared memory takes none of the threads' wavefronts.
     """
 
     requests: int = 0
@@ -56,7 +59,8 @@ class Counts:
     `loads` and `stores` count elements, `load_bytes` and `store_bytes` bytes; an array that was not
     touched counts 0. An atomic is one load and one store. `traffic` is what each line of a kernel
     costs, `instructions` are those of warps, by class: "load", "store", "atomic", "copy", "mma",
-    "fma" (multiply-adds to an element of an array), "exp", "shuffle" and "barrier".
+    "fma" (multiply-adds to an element of an array), "exp", "shuffle" and "barrier", mbarriers' too;
+    "tma" (copies of boxes); and of warpgroups "wgmma", a product once for 16 summed columns.
     """
 
     loads: Counter[str] = field(default_factory=Counter)

@@ -2,8 +2,8 @@
 
 A warp's row of `seen` says what happened before the present of all its threads. Threads that come
 to an mbarrier come one by one, so here each may know more: a row of `_heard`, made when it is first
-needed, has a stamp for each thread of the block, below which that thread's accesses happened before.
-Behind these, and in `seen` behind the warps, stand columns for what is done by nobody's thread: the
+needed, has a stamp for each thread of the block, below which the accesses of that one happened
+before. Behind these, and in `seen` behind the warps, stand columns for what no thread does: the
 products of each warpgroup, and the copies that an mbarrier counts.
 """
 
@@ -272,19 +272,23 @@ class Mbarriers(Waiting):
             barrier.fenced = self.clock * STAMP + barrier.maker
             self._tick(barrier.maker // WARP)
 
-    def usable(self, barrier: Mbarrier, lane: int, by_copies: bool = False) -> None:
-        """Raise unless a lane comes after the initialisation and its fence."""
-        mine = barrier.maker == self.group.tids[lane]
-        maker = self.thread_name(barrier.maker)
-        if not mine and not (barrier.made < self.base[0] or self.ordered(barrier.made, lane)):
-            text = f"{barrier.name} was initialised by thread {maker}, no barrier between"
-            raise self.fault(BarrierMisuse, text, None, lane)
-        if mine and not by_copies:
+    def usable(self, barrier: Mbarrier, lanes: np.ndarray, by_copies: bool = False) -> None:
+        """Raise unless these lanes come after the initialisation and its fence."""
+        base, stamp = self.base[0], barrier.fenced
+        if stamp is not None and stamp < base:
             return
-        stamp = barrier.fenced
-        if stamp is None or not (mine or stamp < self.base[0] or self.ordered(stamp, lane)):
-            text = f"{barrier.name} was initialised by thread {maker}, no fence_mbarrier_init after"
-            raise self.fault(MissingFence, text, None, lane)
+        maker = self.thread_name(barrier.maker)
+        for lane in lanes.tolist():
+            mine = barrier.maker == self.group.tids[lane]
+            if not (mine or barrier.made < base or self.ordered(barrier.made, lane)):
+                text = f"{barrier.name} was initialised by thread {maker}, no barrier between"
+                raise self.fault(BarrierMisuse, text, None, lane)
+            if mine and not by_copies:
+                continue
+            if stamp is None or not (mine or self.ordered(stamp, lane)):
+                text = f"{barrier.name} was initialised by thread {maker}"
+                text = f"{text}, no fence_mbarrier_init after"
+                raise self.fault(MissingFence, text, None, lane)
 
     def in_phase(self, barrier: Mbarrier, tids: np.ndarray, does: str) -> None:
         """Raise unless these threads know that the phase before has ended."""
@@ -310,8 +314,7 @@ class Mbarriers(Waiting):
         for one in np.unique(places[active]).tolist():
             lanes = np.flatnonzero(active & (places == one))
             barrier = self.mbarrier(tile, one)
-            for lane in lanes[:: 1 if lanes.size <= self.warps else WARP].tolist():
-                self.usable(barrier, lane)
+            self.usable(barrier, lanes)
             wrong = lanes[(sizes[lanes] < 0) | (sizes[lanes] > MOST_BYTES)]
             if wrong.size:
                 text = f"expect_bytes: size = {sizes[wrong[0]]}, allowed: 0 to {MOST_BYTES}"
@@ -369,8 +372,7 @@ class Mbarriers(Waiting):
         if parity not in (0, 1):
             raise self.fault(BarrierMisuse, f"wait_mbarrier: parity = {parity}, allowed: 0 and 1")
         lanes = self.active_lanes()
-        for lane in lanes[:: 1 if lanes.size <= self.warps else WARP].tolist():
-            self.usable(barrier, lane)
+        self.usable(barrier, lanes)
         known = np.unique(self._column_known(self.group.tids[lanes], barrier.column))
         ended = np.searchsorted(barrier.ends, known)
         meant = int((ended - ((ended - 1) % 2 == parity)).min())

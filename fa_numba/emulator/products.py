@@ -16,7 +16,6 @@ from .checks import READING, SEVERAL, STAMP
 from .errors import BarrierDivergence, Deadlock, EmulatorError, Misaligned, RegisterHazard
 from .groups import WARP, Site
 from .local_memory import LocalArray
-from .shared_memory import SharedArray
 
 WARPGROUP = 128  # threads
 ROWS = 64  # of A and C
@@ -89,7 +88,7 @@ class Products(Boxes):
         super().__init__(*args)
         self.warps_together = 1  # that a schedule leaves in one group
         self._products: dict[int, list[Product]] = {}  # by warpgroup, in their order
-        self._registers: dict[int, int] = {}  # by warpgroup, of each of its threads
+        self._registers: dict[int, int] = {}  # by warp, of each of its threads
 
     def begin_blocks(self, first: int, count: int) -> None:
         super().begin_blocks(first, count)
@@ -107,7 +106,7 @@ class Products(Boxes):
                 everywhere = group.tids[~group.exited] // WARPGROUP == number
                 if np.count_nonzero(everywhere) == mine.size and len(self._groups) > 1:
                     self._parted(operation, number)
-                text = f"{operation} is called by {mine.size} threads of warpgroup {number}, not all"
+                text = f"{mine.size} threads of warpgroup {number} call {operation}, not all"
                 raise self.fault(BarrierDivergence, text, None, int(mine[0]))
             found.append((number, mine))
         return found
@@ -169,10 +168,9 @@ class Products(Boxes):
                 left = self._of_registers(numbers, A[0], lanes, steps)
             else:
                 left = self._operand(numbers, number, lanes, A, ROWS, steps, known, lent)
-            made = left @ right.T
-            old[:, lanes] += (
-                made.reshape(4, 2, 8, n // 8, 4, 2).transpose(1, 3, 5, 0, 2, 4).reshape(-1, WARPGROUP)
-            )
+            # warp, half, row of it, chunk, place, pair: as registers by thread
+            made = (left @ right.T).reshape(4, 2, 8, n // 8, 4, 2).transpose(1, 3, 5, 0, 2, 4)
+            old[:, lanes] += made.reshape(-1, WARPGROUP)
             here = np.zeros(self.group.count, bool)
             here[lanes] = True
             registers = A[0] if len(A) == 1 else None
@@ -265,18 +263,22 @@ class Products(Boxes):
             raise ValueError(f"count = {count}, allowed: multiples of 8 from 24 to 256")
         self.alone()
         self.collective(operation, 0xFFFFFFFF, (), lambda values, present, mask: None)
-        for number in np.unique(self.group.tids[self.active()] // WARPGROUP).tolist():
-            self._registers[number] = count
+        for warp in np.unique(self.group.tids[self.active()] // WARP).tolist():
+            self._registers[warp] = count
 
     def left_over(self) -> None:
         super().left_over()
         if not self._registers:
             return
         launched = min(REGISTERS // self.threads // 8 * 8, MOST_REGISTERS)
-        groups = -(-self.threads // WARPGROUP)
-        each = [self._registers.get(g, launched) for g in range(groups)]
-        if sum(each) * WARPGROUP > REGISTERS:
-            text = f"warpgroups with {', '.join(map(str, each))} registers a thread take more than "
+        each = [self._registers.get(warp, launched) for warp in range(self.warps)]
+        for warp, count in enumerate(each):
+            first = warp * WARP // WARPGROUP * WARPGROUP // WARP
+            if count != each[first]:
+                text = f"warps {first} and {warp} of a warpgroup have {each[first]} and {count}"
+                raise BarrierDivergence(f"{text} registers a thread", block=self.block)
+        if sum(each) * WARP > REGISTERS:
+            text = f"warps with {', '.join(map(str, each))} registers a thread take more than "
             raise Deadlock(f"{text}{REGISTERS}, and wait for them for ever", block=self.block)
 
     def _exit(self) -> None:

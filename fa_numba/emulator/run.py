@@ -124,6 +124,7 @@ class Launch(Products):
                 self._part(self.group, parting)
             except Together:
                 self._turns = self._turns[np.arange(self.threads) // WARPGROUP * WARPGROUP]
+                self.partition[:] = 0
                 self.warps_together = WARPGROUP // WARP
             self.end()
             kept.restore()
@@ -320,10 +321,11 @@ def launch(
     def passed(name: str, value: Any) -> Any:
         if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
             return value.item()
-        if isinstance(value, (np.ndarray, Boxed)):
-            boxed = isinstance(value, Boxed)
-            arrays.append(GlobalArray(context, name, value.array if boxed else value))
-            return BoxedArray(arrays[-1], value.rows) if boxed else arrays[-1]
+        if isinstance(value, Boxed):
+            return BoxedArray(passed(name, value.array), value.rows)
+        if isinstance(value, np.ndarray):
+            arrays.append(GlobalArray(context, name, value))
+            return arrays[-1]
         if hasattr(value, "_fields"):
             return type(value)(*map(passed, value._fields, value))
         return value
