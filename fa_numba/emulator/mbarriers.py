@@ -382,8 +382,9 @@ class Mbarriers(Waiting):
             barrier.waiting.append(self.group)
             self._wait(AT_MBARRIER, self.site(), f"wait_mbarrier of {barrier.name}", barrier)
         if barrier.phase != meant + 1:
+            which = f"phase {meant}" if meant >= 0 else "the phase before the first"
             text = (
-                f"this thread waits for phase {meant} of {barrier.name}, which is in phase "
+                f"this thread waits for {which} of {barrier.name}, which is in phase "
                 f"{barrier.phase} already: nothing keeps it from going on before the thread has "
                 "seen the end of that phase"
             )

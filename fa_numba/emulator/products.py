@@ -51,6 +51,16 @@ def operand_places(rows: int, panel_rows: int, across: bool, steps: int, column:
     return swizzled(byte) // ITEM
 
 
+def _summed(C: np.ndarray, A: np.ndarray, B: np.ndarray) -> np.ndarray:
+    """C + A B, in single precision, the products of an instruction one after the other."""
+    steps = A.shape[1] // STEP
+    left = A.reshape(len(A), steps, STEP).transpose(1, 0, 2)
+    right = B.reshape(len(B), steps, STEP).transpose(1, 2, 0)
+    for made in left @ right:  # small enough that the library does not take several threads
+        C = C + made
+    return C
+
+
 class Product:
     """A product on its way: its warpgroup, the lanes of it, what it reads and writes, and where."""
 
@@ -168,9 +178,11 @@ class Products(Boxes):
                 left = self._of_registers(numbers, A[0], lanes, steps)
             else:
                 left = self._operand(numbers, number, lanes, A, ROWS, steps, known, lent)
-            # warp, half, row of it, chunk, place, pair: as registers by thread
-            made = (left @ right.T).reshape(4, 2, 8, n // 8, 4, 2).transpose(1, 3, 5, 0, 2, 4)
-            old[:, lanes] += made.reshape(-1, WARPGROUP)
+            # By thread half, chunk, pair and warp, row, place; as a matrix warp, half, row, ...
+            C = old[:, lanes].reshape(2, n // 8, 2, 4, 8, 4).transpose(3, 0, 4, 1, 5, 2)
+            C = _summed(C.reshape(ROWS, n), left, right)
+            parts = C.reshape(4, 2, 8, n // 8, 4, 2).transpose(1, 3, 5, 0, 2, 4)
+            old[:, lanes] = parts.reshape(-1, WARPGROUP)
             here = np.zeros(self.group.count, bool)
             here[lanes] = True
             registers = A[0] if len(A) == 1 else None

@@ -22,14 +22,29 @@ def source_line(code: CodeType, instruction: int) -> str:
 
 @cache
 def assigned_name(code: CodeType, instruction: int) -> str | None:
-    """The variable that the result of the call at `instruction` is stored to; None without one."""
+    """The variable that the result of the call at `instruction` is stored to, alone or as one of a
+    tuple; None without one.
+    """
+    above = 0  # values on the stack above the result
     for following in dis.get_instructions(code):
-        if following.offset > instruction:
-            if not following.opname.startswith("STORE_"):
-                return None
-            name = following.argval  # Python 3.13 fuses it with the next instruction
-            name = name[0] if isinstance(name, tuple) else name
-            return name.removeprefix("_fa_new_")
+        operation, n = following.opname, following.arg or 0
+        if following.offset <= instruction or operation == "PRECALL":
+            continue
+        if operation.startswith(("STORE_FAST", "STORE_DEREF", "STORE_NAME", "STORE_GLOBAL")):
+            names = following.argval  # Python 3.13 fuses two instructions
+            names = names if isinstance(names, tuple) else (names,)
+            names = names if operation.count("STORE") == len(names) else names[:1]
+            if above < len(names):
+                return names[above].removeprefix("_fa_new_")
+            above -= len(names)
+        elif operation == "BUILD_TUPLE" and above < n:
+            above = n - 1 - above  # what follows unpacks it
+        elif operation.startswith("LOAD_") or operation == "PUSH_NULL":
+            above += dis.stack_effect(following.opcode, following.arg)
+        elif operation == "CALL" and above >= n + 2:
+            above -= n + 1
+        elif operation != "UNPACK_SEQUENCE":
+            return None
     return None
 
 

@@ -1,0 +1,614 @@
+"""Barriers that count arrivals and bytes, and the boxes that the copy engine moves, on the emulator:
+values, counts, and a planted fault for each thing that is checked.
+"""
+
+import numpy as np
+import pytest
+
+from fa_numba import emulator
+from fa_numba.device import cuda, float32, uint32
+from fa_numba.emulator import (
+    BarrierMisuse,
+    Boxed,
+    Deadlock,
+    EmulatorError,
+    GlobalHazard,
+    Misaligned,
+    MissingFence,
+    OutOfBounds,
+    ReadOnlyStore,
+    SharedHazard,
+    UninitialisedRead,
+)
+from fa_numba.intrinsics.bulk_copy import (
+    commit_boxes,
+    fence_async_proxy,
+    load_box,
+    store_box,
+    wait_boxes,
+    wait_boxes_read,
+)
+from fa_numba.intrinsics.mbarrier import (
+    arrive_mbarrier,
+    expect_bytes,
+    fence_mbarrier_init,
+    init_mbarrier,
+    mbarrier_tile,
+    wait_mbarrier,
+)
+from fa_numba.intrinsics.shared import half_tile, shared_tile
+
+SHARED = 1 << 16
+BARRIERS = 6000  # in 8 bytes, behind the tiles
+COLUMNS = 64
+
+
+def bits(*shape, seed=0):
+    """Any 16 bits."""
+    return np.random.default_rng(seed).integers(1, 1 << 16, shape, np.uint16)
+
+
+def launch(kernel, threads, *args, grid=1):
+    return emulator.launch(kernel, grid, threads, args, shared_bytes=SHARED)
+
+
+def caught(error, kernel, threads, *args):
+    with pytest.raises(EmulatorError) as found:
+        launch(kernel, threads, *args)
+    assert type(found.value) in (error if isinstance(error, tuple) else (error,)), found.value
+    return found.value
+
+
+# --- phases ----------------------------------------------------------------------------------
+
+
+def _ring(X, Y, stages, wrong):
+    """Warp 0 puts rows of X into `stages` places in turn; each of warps 1 and 2 takes them all."""
+    tile = shared_tile(0, 128)
+    bars = mbarrier_tile(BARRIERS, 8)
+    t = cuda.threadIdx.x
+    lane, warp = t % 32, t // 32
+    if t == 0:
+        for s in range(stages):
+            if wrong != "no init":
+                init_mbarrier(bars, s, 32)
+            init_mbarrier(bars, stages + s, 32 if wrong == "too few" else 64)
+            if wrong == "twice":
+                init_mbarrier(bars, s, 32)
+        if wrong != "no fence":
+            fence_mbarrier_init()
+    if wrong != "no barrier":
+        cuda.syncthreads()
+    stage, parity = uint32(0), uint32(0)
+    for i in range(X.shape[0]):
+        place = uint32(32 * stage + lane)
+        if warp == 0:
+            if wrong != "no wait" and wrong != "nobody empties":
+                wait_mbarrier(bars, uint32(stages + stage), uint32(parity ^ 1))
+            if wrong != "early":
+                tile[place] = X[i, lane]
+            arrive_mbarrier(bars, stage)
+            if wrong == "early":
+                tile[place] = X[i, lane]
+            if wrong == "again":
+                arrive_mbarrier(bars, stage)
+        else:
+            if wrong != "no look":
+                wait_mbarrier(bars, stage, uint32(parity ^ 1) if wrong == "parity" else parity)
+            if wrong == "read late":
+                arrive_mbarrier(bars, uint32(stages + stage))
+            Y[warp - 1, i, lane] = tile[uint32(place ^ 1)]
+            if wrong not in ("read late", "nobody empties"):
+                if wrong != "one forgets" or warp == 1 or lane > 0:
+                    arrive_mbarrier(bars, uint32(stages + stage))
+        stage = uint32(stage + 1)
+        if stage == stages:
+            stage, parity = uint32(0), uint32(parity ^ 1)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_a_ring_of_places(stages):
+    x = np.arange(7 * 32, dtype=np.float32).reshape(7, 32)
+    wanted = x[:, np.arange(32) ^ 1]
+    found = set()
+    for seed in (None, 0, 1, 2):
+        y = np.zeros((2, 7, 32), np.float32)
+        if seed is None:
+            counts = launch(_ring, 96, x, y, stages, "")
+        else:
+            with emulator.schedule(seed):
+                counts = launch(_ring, 96, x, y, stages, "")
+        assert (y == wanted).all()
+        found.add(str(sorted(counts.instructions.items())))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong, error, message",
+    [
+        ("no init", BarrierMisuse, "bars[0] was not initialised"),
+        ("twice", BarrierMisuse, "bars[0] was initialised before"),
+        ("no fence", MissingFence, "by thread (0, 0, 0), no fence_mbarrier_init after"),
+        ("no barrier", BarrierMisuse, "was initialised by thread (0, 0, 0), no barrier between"),
+        ("too few", BarrierMisuse, "64 threads arrive: bars[2] is in phase 0"),
+        ("early", SharedHazard, "no barrier between"),
+        ("no look", (SharedHazard, UninitialisedRead), "tile["),
+        ("read late", SharedHazard, "no barrier between"),
+        ("no wait", (SharedHazard, BarrierMisuse), ""),
+        ("again", BarrierMisuse, "not ordered after the end of the phase before"),
+        ("parity", BarrierMisuse, "waits for the phase before the first of bars[0], which is in"),
+        ("one forgets", Deadlock, "bars[2] is in phase 0 and waits for 1 of 64 arrivals and 0"),
+        ("nobody empties", (SharedHazard, BarrierMisuse), ""),
+    ],
+)
+def test_a_ring_that_is_wrong(wrong, error, message):
+    x, y = np.zeros((7, 32), np.float32), np.zeros((2, 7, 32), np.float32)
+    assert message in str(caught(error, _ring, 96, x, y, 2, wrong))
+
+
+def test_a_deadlock_says_who_waits():
+    def kernel(x):
+        bars = mbarrier_tile(BARRIERS, 2)
+        if cuda.threadIdx.x == 0:
+            init_mbarrier(bars, 1, 2)
+            fence_mbarrier_init()
+        cuda.syncthreads()
+        if cuda.threadIdx.x == 5:
+            expect_bytes(bars, 1, 96)
+        if cuda.threadIdx.x >= 32:
+            wait_mbarrier(bars, 1, 0)
+
+    error = caught(Deadlock, kernel, 64, bits(1))
+    assert "bars[1] is in phase 0 and waits for 1 of 2 arrivals and 96 bytes" in str(error)
+    assert "wait in wait_mbarrier of bars[1]" in str(error) and "32 threads) returned" in str(error)
+    assert error.thread == (32, 0, 0) and "wait_mbarrier(bars, 1, 0)" in error.line
+
+
+def test_a_phase_that_may_be_over_when_somebody_looks():
+    """Thread 0 ends two phases; whether thread 32 sees the first of them is a matter of luck."""
+
+    def kernel(x, ordered):
+        bars = mbarrier_tile(BARRIERS, 2)
+        t = cuda.threadIdx.x
+        if t == 0:
+            init_mbarrier(bars, 0, 1)
+            init_mbarrier(bars, 1, 1)
+            fence_mbarrier_init()
+        cuda.syncthreads()
+        if t == 0:
+            arrive_mbarrier(bars, 0)
+            if ordered:
+                wait_mbarrier(bars, 1, 0)
+            wait_mbarrier(bars, 0, 0)
+            arrive_mbarrier(bars, 0)
+        if t == 32:
+            wait_mbarrier(bars, 0, 0)
+            arrive_mbarrier(bars, 1)
+
+    launch(kernel, 64, bits(1), True)
+    error = caught(BarrierMisuse, kernel, 64, bits(1), False)
+    assert "waits for phase 0 of bars[0], which is in phase 2 already" in str(error)
+
+
+@pytest.mark.parametrize(
+    "count, size, parity, message",
+    [
+        (0, 0, 0, "count = 0, allowed: 1 to"),
+        (1 << 20, 0, 0, "count = 1048576"),
+        (1, -1, 0, "size = -1, allowed: 0 to"),
+        (1, 0, 2, "parity = 2, allowed: 0 and 1"),
+    ],
+)
+def test_operands_of_mbarriers(count, size, parity, message):
+    def kernel(x):
+        bars = mbarrier_tile(BARRIERS, 1)
+        init_mbarrier(bars, 0, count)
+        expect_bytes(bars, 0, size)
+        wait_mbarrier(bars, 0, parity)
+
+    assert message in str(caught(BarrierMisuse, kernel, 1, bits(1)))
+
+
+def test_a_barrier_past_the_end():
+    def kernel(x, faulty):
+        bars = mbarrier_tile(BARRIERS, 2)
+        init_mbarrier(bars, 2 if faulty else 1, 1)
+
+    launch(kernel, 1, bits(1), False)
+    assert "bars[2] is outside of 2" in str(caught(OutOfBounds, kernel, 1, bits(1), True))
+
+
+def test_one_thread_passes_on_what_it_knows():
+    """Thread 0 alone waits; what it has written before it arrives, others may read, and no more."""
+
+    def kernel(y, faulty):
+        tile = shared_tile(0, 64)
+        bars = mbarrier_tile(BARRIERS, 2)
+        t = cuda.threadIdx.x
+        if t == 0:
+            init_mbarrier(bars, 0, 32)
+            init_mbarrier(bars, 1, 1)
+            fence_mbarrier_init()
+        cuda.syncthreads()
+        if t >= 64:
+            tile[t - 64] = float32(t)
+            arrive_mbarrier(bars, 0)
+        elif t == 0:
+            wait_mbarrier(bars, 0, 0)
+            tile[33] = tile[5] + float32(1.0)
+            arrive_mbarrier(bars, 1)
+        elif t == 1 and faulty == "beside":
+            tile[34] = float32(1.0)
+        elif t == 2 and faulty == "not waited":
+            y[0] = tile[5]
+        elif t >= 32:
+            wait_mbarrier(bars, 1, 0)
+            y[t - 32] = tile[33] + tile[t - 32]
+            if faulty == "beside":
+                y[0] = tile[34]
+
+    y = np.zeros(32, np.float32)
+    launch(kernel, 96, y, "")
+    assert (y == 70 + np.arange(64, 96)).all()
+    assert "tile[34]" in str(caught((SharedHazard, UninitialisedRead), kernel, 96, y, "beside"))
+    assert "tile[5]" in str(caught((SharedHazard, UninitialisedRead), kernel, 96, y, "not waited"))
+
+
+def test_a_syncwarp_spreads_what_one_lane_knows():
+    def kernel(y, faulty):
+        tile = shared_tile(0, 32)
+        bars = mbarrier_tile(BARRIERS, 1)
+        t = cuda.threadIdx.x
+        if t == 0:
+            init_mbarrier(bars, 0, 32)
+            fence_mbarrier_init()
+        cuda.syncthreads()
+        if t >= 32:
+            tile[t - 32] = float32(t)
+            arrive_mbarrier(bars, 0)
+        else:
+            if t == 7:
+                wait_mbarrier(bars, 0, 0)
+            if not faulty:
+                cuda.syncwarp()
+            y[t] = tile[t]
+
+    y = np.zeros(32, np.float32)
+    launch(kernel, 64, y, False)
+    assert (y == np.arange(32, 64)).all()
+    caught((SharedHazard, UninitialisedRead), kernel, 64, y, True)
+
+
+# --- boxes to shared memory ------------------------------------------------------------------
+
+
+def unswizzled(tile, rows):
+    """What lies at the places of a box: chunk c of row r at c ^ r % 8."""
+    columns = np.arange(COLUMNS)
+    return np.stack([tile[64 * r + ((columns // 8 ^ r % 8) * 8 + columns % 8)] for r in range(rows)])
+
+
+def _make_load(rows, place, wrong=""):
+    batch, head, row, col = place
+    size = 2 * rows * COLUMNS
+
+    def kernel(X, Y):
+        sX = half_tile(512 if wrong != "alignment" else 256, 256 * COLUMNS)
+        bars = mbarrier_tile(BARRIERS, 1)
+        t = cuda.threadIdx.x
+        if t == 0:
+            init_mbarrier(bars, 0, 1)
+            if wrong != "fence":
+                fence_mbarrier_init()
+        cuda.syncthreads()
+        if t == 0:
+            expect_bytes(bars, 0, size + 16 if wrong == "bytes" else size)
+            load_box(sX, 0, X, batch, head, row, col, bars, 0)
+            if wrong == "bytes":
+                wait_mbarrier(bars, 0, 0)
+        if wrong == "write":
+            sX[8 * t] = 1
+        if wrong == "second" and t == 0:
+            load_box(sX, 0, X, batch, head, row, col, bars, 0)
+        if wrong == "barrier":
+            cuda.syncthreads()
+        elif wrong == "one waits" and t == 0:
+            wait_mbarrier(bars, 0, 0)
+        elif wrong not in ("wait", "one waits"):
+            wait_mbarrier(bars, 0, 0)
+        if wrong != "nobody looks":
+            for n in range(t, rows * COLUMNS, cuda.blockDim.x):
+                Y[n] = sX[n]
+
+    return kernel
+
+
+@pytest.mark.parametrize(
+    "rows, place",
+    [
+        (8, (0, 0, 0, 0)),
+        (64, (1, 2, 16, 64)),
+        (100, (0, 1, -3, 0)),  # before the first row
+        (64, (1, 0, 40, 64)),  # past the last row and column
+        (8, (1, 1, 99, 192)),
+        (8, (2, 0, 0, 0)),  # no such batch entry
+        (8, (0, 0, 0, -32)),
+    ],
+)
+def test_a_box_comes_swizzled_with_zeros_around(rows, place):
+    x = bits(2, 3, 100, 72)
+    wide = bits(2, 100, 3, 80)
+    wide[..., :72] = x.transpose(0, 2, 1, 3)
+    batch, head, row, col = place
+    wanted = np.zeros((rows, COLUMNS), np.uint16)
+    for r in range(rows):
+        for c in range(COLUMNS):
+            if batch < 2 and 0 <= row + r < 100 and 0 <= col + c < 72:
+                wanted[r, c] = x[batch, head, row + r, col + c]
+    for array in (x, wide[..., :72].transpose(0, 2, 1, 3)):
+        y = np.zeros(rows * COLUMNS, np.uint16)
+        counts = launch(_make_load(rows, place), 64, Boxed(array, rows), y)
+        assert (unswizzled(y, rows) == wanted).all()
+        inside = np.count_nonzero(wanted)  # no element of x is 0
+        assert counts.loads["X"] == inside and counts.load_bytes["X"] == 2 * inside
+        assert counts.instructions["tma"] == 1
+
+
+def test_what_a_box_costs():
+    """A request with the sectors of the rows inside, each counted once."""
+    x = np.zeros((1, 1, 40, 64), np.uint16)
+    y = np.zeros(64 * COLUMNS, np.uint16)
+    counts = launch(_make_load(64, (0, 0, 8, 0)), 32, Boxed(x, 64), y)
+    cost = counts.total(array="X", kind="box load")
+    assert (cost.requests, cost.sectors, cost.wavefronts) == (1, 32 * 128 // 32, 0)
+    assert counts.total(array="X") == cost
+    narrow = np.zeros((1, 1, 40, 8), np.uint16)  # 16 bytes a row: two rows to a sector
+    cost = launch(_make_load(64, (0, 0, 8, 0)), 32, Boxed(narrow, 64), y).total(array="X")
+    assert (cost.requests, cost.sectors) == (1, 16)
+
+
+@pytest.mark.parametrize(
+    "wrong, error, message",
+    [
+        ("wait", SharedHazard, "with a copy in flight, issued by thread (0, 0, 0)"),
+        ("barrier", SharedHazard, "with a copy in flight"),
+        ("one waits", SharedHazard, "which a bulk copy that bars[0] counts wrote, no barrier"),
+        ("write", SharedHazard, "with a copy in flight"),
+        ("second", BarrierMisuse, "starts a copy that is counted by bars[0] in phase 1, not ordered"),
+        ("nobody looks", None, ""),
+        ("bytes", Deadlock, "bars[0] is in phase 0 and waits for 0 of 1 arrivals and 16 bytes"),
+        ("fence", MissingFence, "no fence_mbarrier_init after"),
+        ("alignment", Misaligned, "sX[0] lies at byte 512: a box needs a multiple of 1024"),
+    ],
+)
+def test_a_box_that_is_not_waited_for(wrong, error, message):
+    arrays = Boxed(bits(1, 1, 64, 64), 64), np.zeros(64 * COLUMNS, np.uint16)
+    kernel = _make_load(64, (0, 0, 0, 0), wrong)
+    if error is None:
+        launch(kernel, 64, *arrays)
+    else:
+        assert message in str(caught(error, kernel, 64, *arrays))
+
+
+def test_a_block_that_ends_before_its_box_has_come():
+    def kernel(X):
+        sX = half_tile(0, 512)
+        bars = mbarrier_tile(BARRIERS, 1)
+        init_mbarrier(bars, 0, 1)
+        fence_mbarrier_init()
+        expect_bytes(bars, 0, 1024)
+        load_box(sX, 0, X, 0, 0, 0, 0, bars, 0)
+
+    error = caught(SharedHazard, kernel, 1, Boxed(bits(1, 1, 8, 64), 8))
+    assert "ends with a box on its way that bars[0] counts" in str(error)
+    assert "load_box(" in error.line
+
+
+def _reuse(X, Y, wrong):
+    """Every thread takes rows of a place that one of them fills, with 8 rows at a time."""
+    sX = half_tile(0, 512)
+    bars = mbarrier_tile(BARRIERS, 2)
+    t = cuda.threadIdx.x
+    if wrong == "written":
+        sX[t] = 1
+    if wrong == "fenced":
+        sX[t] = 1
+        fence_async_proxy()
+    if t == 0:
+        init_mbarrier(bars, 0, 1)
+        init_mbarrier(bars, 1, 2 if wrong == "lanes" else 64)
+        fence_mbarrier_init()
+    cuda.syncthreads()
+    parity = 0
+    for i in range(X.shape[2] // 8):
+        if t == 0:
+            if wrong != "wait":
+                wait_mbarrier(bars, 1, parity ^ 1)
+            expect_bytes(bars, 0, 1024)
+            load_box(sX, 0, X, 0, 0, 8 * i, 0, bars, 0)
+        wait_mbarrier(bars, 0, parity)
+        if wrong == "early":
+            arrive_mbarrier(bars, 1)
+        for n in range(8):
+            Y[i, 8 * t + n] = sX[8 * t + n]
+        if wrong == "lanes":
+            if t % 32 == 0:
+                arrive_mbarrier(bars, 1)
+        elif wrong != "early":
+            arrive_mbarrier(bars, 1)
+        parity ^= 1
+
+
+@pytest.mark.parametrize("wrong", ["", "fenced"])
+def test_a_place_is_filled_again(wrong):
+    x, y = bits(1, 1, 40, 64), np.zeros((5, 512), np.uint16)
+    launch(_reuse, 64, Boxed(x, 8), y, wrong)
+    for i in range(5):
+        assert (unswizzled(y[i], 8) == x[0, 0, 8 * i : 8 * i + 8]).all()
+
+
+@pytest.mark.parametrize(
+    "wrong, error, message",
+    [
+        ("wait", (SharedHazard, BarrierMisuse), ""),
+        ("early", SharedHazard, "the engine overwrites sX["),
+        ("lanes", SharedHazard, "thread (1, 0, 0) reads"),  # one of each warp speaks for no other
+        ("written", MissingFence, "wrote without a fence_async_proxy after"),
+    ],
+)
+def test_a_place_that_is_filled_too_early(wrong, error, message):
+    arrays = Boxed(bits(1, 1, 40, 64), 8), np.zeros((5, 512), np.uint16)
+    assert message in str(caught(error, _reuse, 64, *arrays, wrong))
+
+
+# --- boxes to global memory ------------------------------------------------------------------
+
+
+def _make_store(rows, place, wrong=""):
+    batch, head, row, col = place
+
+    def kernel(X, Y, again):
+        sX = half_tile(0, 128 * COLUMNS)
+        t = cuda.threadIdx.x
+        for n in range(t, rows * COLUMNS, cuda.blockDim.x):
+            if wrong != "hole" or n != 77:
+                r, c = n // COLUMNS, n % COLUMNS
+                sX[COLUMNS * r + ((c // 8 ^ r % 8) * 8 + c % 8)] = X[r, c]
+        if wrong == "one fence":
+            if t != 33:
+                fence_async_proxy()
+        elif wrong != "fence":
+            fence_async_proxy()
+        if wrong != "barrier":
+            cuda.syncthreads()
+        if t == 0:
+            store_box(Y, batch, head, row, col, sX, 0)
+            if wrong != "commit":
+                commit_boxes()
+            if wrong != "wait":
+                wait_boxes_read()
+            if wrong == "late fence":
+                fence_async_proxy()
+        if again:
+            if wrong != "no barrier after":
+                cuda.syncthreads()
+            sX[t] = 0
+
+    return kernel
+
+
+@pytest.mark.parametrize(
+    "rows, place", [(8, (0, 0, 0, 0)), (64, (1, 2, 16, 0)), (100, (0, 1, 40, 64)), (8, (1, 1, -4, 0))]
+)
+def test_a_box_is_stored_where_the_array_is(rows, place):
+    x = bits(rows, COLUMNS)
+    batch, head, row, col = place
+    y = np.zeros((2, 3, 100, 72), np.uint16)
+    counts = launch(_make_store(rows, place), 64, x, Boxed(y, rows), True)
+    wanted = np.zeros_like(y)
+    for r in range(rows):
+        for c in range(COLUMNS):
+            if 0 <= row + r < 100 and col + c < 72:
+                wanted[batch, head, row + r, col + c] = x[r, c]
+    assert (y == wanted).all()
+    assert counts.stores["Y"] == np.count_nonzero(wanted)
+    cost = counts.total(array="Y")
+    assert cost == counts.total(kind="box store") and cost.requests == 1 and cost.sectors > 0
+
+
+@pytest.mark.parametrize(
+    "wrong, error, message",
+    [
+        ("fence", MissingFence, "wrote without a fence_async_proxy after"),
+        ("one fence", MissingFence, "thread (33, 0, 0) wrote without a fence_async_proxy after"),
+        ("barrier", SharedHazard, "no barrier between"),
+        ("hole", UninitialisedRead, "sX[69] is read, but was never written"),
+        ("commit", SharedHazard, "not waited for"),
+        ("wait", SharedHazard, "not waited for"),
+        ("no barrier after", SharedHazard, "no barrier between"),
+    ],
+)
+def test_a_box_that_is_stored_too_early(wrong, error, message):
+    arrays = bits(64, COLUMNS), Boxed(np.zeros((1, 1, 64, 64), np.uint16), 64)
+    found = caught(error, _make_store(64, (0, 0, 0, 0), wrong), 64, *arrays, True)
+    assert message in str(found)
+
+
+def test_a_thread_that_leaves_its_box_behind():
+    arrays = bits(64, COLUMNS), Boxed(np.zeros((1, 1, 64, 64), np.uint16), 64)
+    found = caught(SharedHazard, _make_store(64, (0, 0, 0, 0), "wait"), 64, *arrays, False)
+    assert "exits while a box from sX[0] on may still be read" in str(found)
+    assert found.thread == (0, 0, 0) and "store_box(" in found.line
+
+
+def test_a_stored_box_is_there_when_it_was_waited_for():
+    def kernel(X, Y, out, waits):
+        sX = half_tile(0, 512)
+        bars = mbarrier_tile(BARRIERS, 1)
+        if cuda.threadIdx.x == 0:
+            init_mbarrier(bars, 0, 1)
+            fence_mbarrier_init()
+            expect_bytes(bars, 0, 1024)
+            load_box(sX, 0, X, 0, 0, 0, 0, bars, 0)
+            wait_mbarrier(bars, 0, 0)
+            store_box(Y, 0, 0, 0, 0, sX, 0)
+            commit_boxes()
+            if waits:
+                wait_boxes()
+            else:
+                wait_boxes_read()
+            out[0] = Y.shape[2]
+            expect_bytes(bars, 0, 1024)
+            load_box(sX, 0, Y, 0, 0, 0, 0, bars, 0)
+            wait_mbarrier(bars, 0, 1)
+            out[1] = sX[0]
+
+    x, out = bits(1, 1, 8, 64), np.zeros(2, np.int32)
+    for waits in (True, False):
+        y = np.zeros((1, 1, 8, 64), np.uint16)
+        launch(kernel, 32, Boxed(x, 8), Boxed(y, 8), out, waits)
+        assert (y == x).all() and out.tolist() == [8, x[0, 0, 0, 0] if waits else 0]
+
+
+def test_boxes_in_single_precision():
+    def kernel(X, Y):
+        sX = shared_tile(0, 8 * 32)
+        bars = mbarrier_tile(BARRIERS, 1)
+        if cuda.threadIdx.x == 0:
+            init_mbarrier(bars, 0, 1)
+            fence_mbarrier_init()
+            expect_bytes(bars, 0, 1024)
+            load_box(sX, 0, X, 0, 0, 4, 32, bars, 0)
+            wait_mbarrier(bars, 0, 0)
+            for n in range(256):
+                Y[n] = sX[n]
+
+    x = np.random.default_rng(0).random((1, 1, 20, 64), np.float32)
+    y = np.zeros(256, np.float32)
+    launch(kernel, 32, Boxed(x, 8), y)
+    columns = np.arange(32)
+    found = [y[32 * r + ((columns // 4 ^ r % 8) * 4 + columns % 4)] for r in range(8)]
+    assert (np.array(found) == x[0, 0, 4:12, 32:]).all()
+
+
+def test_blocks_that_store_to_the_same_place():
+    arrays = bits(64, COLUMNS), Boxed(np.zeros((1, 1, 64, 64), np.uint16), 64)
+    with pytest.raises(GlobalHazard, match=r"overwrites Y\[0, 0, 0, 0\], which block \(0, 0, 0\)"):
+        launch(_make_store(64, (0, 0, 0, 0)), 64, *arrays, True, grid=2)
+
+
+def test_arrays_that_are_refused():
+    y = np.zeros((1, 1, 64, 64), np.uint16)
+    y.flags.writeable = False
+    caught(ReadOnlyStore, _make_store(64, (0, 0, 0, 0)), 64, bits(64, 64), Boxed(y, 64), True)
+    x = np.zeros((2, 2, 8, 72), np.uint16)
+    for array, rows, message in (
+        (x[0], 8, "allowed: four axes"),
+        (x[..., ::2], 8, "of which the last has no gaps"),
+        (x[..., 1:], 8, "allowed: multiples of 16 bytes"),
+        (np.zeros((1, 1, 8, 20), np.uint16), 8, "allowed: multiples of 16 bytes"),
+        (x, 0, "rows = 0, allowed: 1 to 256"),
+        (x, 257, "rows = 257"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Boxed(array, rows)
