@@ -285,7 +285,9 @@ def test_a_syncwarp_spreads_what_one_lane_knows():
 def unswizzled(tile, rows):
     """What lies at the places of a box: chunk c of row r at c ^ r % 8."""
     columns = np.arange(COLUMNS)
-    return np.stack([tile[64 * r + ((columns // 8 ^ r % 8) * 8 + columns % 8)] for r in range(rows)])
+    return np.stack(
+        [tile[64 * r + ((columns // 8 ^ r % 8) * 8 + columns % 8)] for r in range(rows)]
+    )
 
 
 def _make_load(rows, place, wrong=""):
@@ -374,7 +376,11 @@ def test_what_a_box_costs():
         ("barrier", SharedHazard, "with a copy in flight"),
         ("one waits", SharedHazard, "which a bulk copy that bars[0] counts wrote, no barrier"),
         ("write", SharedHazard, "with a copy in flight"),
-        ("second", BarrierMisuse, "starts a copy that is counted by bars[0] in phase 1, not ordered"),
+        (
+            "second",
+            BarrierMisuse,
+            "starts a copy that is counted by bars[0] in phase 1, not ordered",
+        ),
         ("nobody looks", None, ""),
         ("bytes", Deadlock, "bars[0] is in phase 0 and waits for 0 of 1 arrivals and 16 bytes"),
         ("fence", MissingFence, "no fence_mbarrier_init after"),
@@ -498,7 +504,8 @@ def _make_store(rows, place, wrong=""):
 
 
 @pytest.mark.parametrize(
-    "rows, place", [(8, (0, 0, 0, 0)), (64, (1, 2, 16, 0)), (100, (0, 1, 40, 64)), (8, (1, 1, -4, 0))]
+    "rows, place",
+    [(8, (0, 0, 0, 0)), (64, (1, 2, 16, 0)), (100, (0, 1, 40, 64)), (8, (1, 1, -4, 0))],
 )
 def test_a_box_is_stored_where_the_array_is(rows, place):
     x = bits(rows, COLUMNS)

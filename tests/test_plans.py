@@ -3,7 +3,6 @@
 import itertools
 import pickle
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +15,8 @@ from fa_numba.dtypes import DTYPES
 from fa_numba.emulator import EmulatorError
 from fa_numba.host import execution, units
 from fa_numba.host.plans import Buffer, Launch, Untouched, parameters
+from fa_numba.host.requests import Request
+from fa_numba.problem import Problem
 
 DTYPE_NAMES = tuple(DTYPES)
 PACKED = {
@@ -164,32 +165,87 @@ def test_what_is_untouched_lies_in_an_array_of_the_call():
 # --- units -------------------------------------------------------------------------------------
 
 
+def asked(dtype="float16", capability=(9, 0), algorithm="fa2", passes="fwd", **facts):
+    """A request of 1 x 2 heads, 200 rows of 64."""
+    options = facts.pop("options", {})
+    problem = Problem.from_shapes((1, 2, 200, 64), (1, 2, 200, 64), dtype=dtype, **options)
+    limit = devices.EMULATED_SHARED_BYTES
+    facts = {"tiles": None, "aligned": True} | facts
+    tiles, aligned = facts.pop("tiles"), facts.pop("aligned")
+    return Request(algorithm, passes, "", problem, tiles, aligned, limit, capability, **facts)
+
+
 def test_auto_takes_the_first_unit_that_can(monkeypatch):
-    newer = SimpleNamespace(name="newer", dtypes=("float16",), capability=(9, 0))
+    class Newer(units.Simt):
+        name, dtypes, capability = "newer", ("float16",), (9, 0)
+
+    newer = Newer()
     monkeypatch.setattr(units, "UNITS", {"newer": newer, **units.UNITS})
     of = units.unit_of
-    assert of("auto", "float16", (9, 0)) is newer and of("newer", "float16", (9, 0)) is newer
-    assert of("auto", "float16", (8, 9)).name == of("auto", "bfloat16", (9, 0)).name == "mma"
-    assert of("auto", "float32", (9, 0)).name == "simt"
+    assert of("auto", asked()) is newer and of("newer", asked()) is newer
+    assert of("auto", asked(capability=(8, 9))).name == of("auto", asked("bfloat16")).name == "mma"
+    assert of("auto", asked("float32")).name == "simt"
     with pytest.raises(ValueError, match="'newer' on a GPU of compute capability 8.9: .* 9.0"):
-        of("newer", "float16", (8, 9))
+        of("newer", asked(capability=(8, 9)))
     with pytest.raises(ValueError, match="'newer' with dtype float32: newer takes float16"):
-        of("newer", "float32", (9, 0))
-    with pytest.raises(ValueError, match="unit is 'new': allowed is one of auto, newer, simt, mma"):
-        of("new", "float32", (9, 0))
+        of("newer", asked("float32"))
+    with pytest.raises(ValueError, match="unit is 'new': allowed is one of auto, newer, simt, "):
+        of("new", asked("float32"))
 
 
 def test_every_dtype_has_a_unit():
     for name, dtype in DTYPES.items():
-        unit = units.unit_of("auto", name, (8, 0))
+        unit = units.unit_of("auto", asked(name, (8, 0)))
         assert name in unit.dtypes and unit.name == ("mma" if dtype.matrix else "simt")
+
+
+def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
+    limit = devices.EMULATED_SHARED_BYTES
+
+    def chosen(capability, **facts):
+        with devices.planning_for(capability, limit):
+            return units.unit_of("auto", asked(capability=capability, **facts)).name
+
+    assert chosen((9, 0)) == chosen((9, 0), options={"causal": True}) == "wgmma"
+    assert {chosen(other) for other in ((8, 0), (8, 9), (10, 0), (12, 0))} == {"mma"}
+    assert units.unit_of("auto", asked()).name == "mma"  # on the emulator
+    for facts in (
+        {"options": {"dropout_p": 0.1}},
+        {"tiles": Tiles(128, 64)},
+        {"aligned": False},
+        {"algorithm": "fa1"},
+        {"passes": "bwd"},
+        {"ablated": ("prefetch",)},
+        {"warp_partition": "keys"},
+    ):
+        assert chosen((9, 0), **facts) == "mma", facts
+
+
+@pytest.mark.parametrize(
+    ("facts", "lacking"),
+    [
+        ({"options": {"dropout_p": 0.1}}, "lack the option dropout"),
+        ({"options": {"kv_lens": (100,)}}, "lack the option kv_lens"),
+        ({"algorithm": "fa1"}, "lack another pass than fa2's forward one"),
+        ({"passes": "bwd"}, "lack another pass than fa2's forward one"),
+        ({"aligned": False}, "lack arrays whose rows do not start at 16-byte addresses"),
+        ({"capability": (10, 0)}, "capability 10.0: wgmma needs 9.0 and no other"),
+        ({"dtype": "float32"}, "dtype float32: wgmma takes float16 or bfloat16"),
+    ],
+)
+def test_what_hoppers_unit_lacks_is_said(facts, lacking):
+    with pytest.raises(ValueError, match=lacking):
+        units.unit_of("wgmma", asked(**facts))
 
 
 def test_a_unit_has_all_kernels():
     names = ["standard", "fa1_forward", "fa2_forward"]
     names += ["standard_backward", "fa1_backward", "fa2_backward"]
     for unit in units.UNITS.values():
-        assert all(hasattr(unit.kernels, name) for name in names)
+        own = ["fa2_forward"] if unit.name == "wgmma" else names
+        assert [name for name in names if hasattr(unit.kernels, name)] == [
+            name for name in names if name in own
+        ]
         assert unit.title and unit.capability >= devices.MIN_COMPUTE_CAPABILITY
 
 

@@ -150,9 +150,7 @@ def test_a_product_of_shared_memory(kind, across, n, steps, adds):
     a, A = random(ROWS, K, kind=kind)
     b, B = random(n, K, kind=kind, seed=1)
     rows = tuple(-(-(K if x else r) // 8) * 8 for x, r in zip(across, (ROWS, n), strict=True))
-    memory = [
-        panels(m.T if x else m, r) for m, x, r in zip((a, b), across, rows, strict=True)
-    ]
+    memory = [panels(m.T if x else m, r) for m, x, r in zip((a, b), across, rows, strict=True)]
     size = -(-memory[0].size // 512) * 512  # so that B begins at a multiple of 1024 bytes
     memory[0] = np.concatenate([memory[0], np.zeros(size - memory[0].size, np.uint16)])
     before = np.random.default_rng(2).standard_normal((n // 2, 128)).astype(np.float32)

@@ -57,6 +57,7 @@ BARS = {
         Bar("cuDNN, published", "torch-cudnn", method="cuDNN"),
         Bar("cuDNN by torch, here", "torch-cudnn", series=("torch-cudnn",)),
         Bar("FlashAttention-3, published", "fa3", method="FA-3"),
+        Bar("FA-2 on wgmma, ours", "fa2-wgmma", series=("fa2-wgmma",)),
     ),
 }
 NAMES = {"fa2": "FlashAttention-2", "fa3": "FlashAttention-3"}

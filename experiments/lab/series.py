@@ -14,10 +14,11 @@ from fa_numba.problem import Problem
 
 from . import peers
 
-# A series is algorithm-unit, or algorithm-unit-variant: units are CUDA cores, "simt", and tensor
-# cores, "mma".
+# A series is algorithm-unit, or algorithm-unit-variant: units are CUDA cores, "simt", tensor cores,
+# "mma", and those of Hopper by their own instruction, "wgmma".
 SERIES = {"standard-simt": "standard", "fa1-simt": "fa1", "fa2-simt": "fa2"}
 SPLITS, MMA_SPLITS = "fa1-simt-splits", "fa1-mma-splits"
+HOPPER = "fa2-wgmma"
 # FA-2 at the block sizes that FA-1 takes.
 FA1_TILES = "fa2-simt-fa1-tiles"
 # FA-2's backward pass with a fixed order of dQ's sums.
@@ -48,6 +49,7 @@ BACKWARD_LABELS = LABELS | {
 }
 for _names in (LABELS, BACKWARD_LABELS):
     _names |= {name.replace("-simt", "-mma"): label for name, label in _names.items()}
+    _names[HOPPER] = "FA-2 on wgmma"
 
 
 def algorithm(series: str) -> str:
@@ -56,7 +58,7 @@ def algorithm(series: str) -> str:
 
 
 def unit(series: str) -> str:
-    """What a series runs on: "simt" or "mma"."""
+    """What a series runs on: "simt", "mma" or "wgmma"."""
     return series.split("-")[1]
 
 

@@ -52,6 +52,7 @@ MARKERS = {
 # The same algorithm on tensor cores looks the same.
 for _looks in (COLOURS, MARKERS):
     _looks |= {name.replace("-simt", "-mma"): look for name, look in _looks.items()}
+COLOURS["fa2-wgmma"], MARKERS["fa2-wgmma"] = "#7A1FA2", "h"
 WIDTH = 10.0  # inches; a README shows it about 800 pixels wide
 RC: dict[Any, Any] = {
     "font.family": "DejaVu Sans",

@@ -110,5 +110,10 @@ def _gone_over(plan: Plan, again: tuple[str, ...], resident: int) -> int:
 
 
 def _grid(plan: Plan) -> tuple[int, int, int]:
-    """That of FlashAttention-2: along the sequence, which goes first, heads, batch entries."""
-    return plan.kernels[1 if plan.passes == "bwd" else 0].grid
+    """Tiles of FlashAttention-2's outer loop: along the sequence, which go first, heads, batch
+    entries. Where blocks do not stay for several it is the grid.
+    """
+    if plan.passes == "bwd":
+        return plan.kernels[1].grid
+    p = plan.problem
+    return ceil_div(p.seqlen_q, plan.tiles.Br), p.heads_q, p.batch
