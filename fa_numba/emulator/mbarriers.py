@@ -205,6 +205,11 @@ class Mbarriers(Waiting):
                 self._heard[lanes] = np.maximum(self._heard[lanes], named.known)
         return named
 
+    def _release(self) -> None:
+        super()._release()
+        if len(self._groups) > 1:  # of which two may have lanes of one warp
+            self._instructions["barrier"] = self._instructions.get("barrier", 0) + self.warps
+
     def fenced(self) -> None:
         """What the lanes that take part have written may be read by copies and products."""
         self.alone()

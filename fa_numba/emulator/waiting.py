@@ -129,7 +129,8 @@ class Waiting(Context):
 
     def barrier(self, operation: str, value: Any = None) -> Any:
         """Wait for the whole block; returns what the barrier hands to its threads."""
-        self.instruction("barrier")
+        if len(self._groups) == 1:  # of several, `_release` counts
+            self.instruction("barrier")
         self.progress.step()
         if self.several:
             return self._barrier_of_blocks(operation, value)
