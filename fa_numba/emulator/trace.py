@@ -130,9 +130,12 @@ class Trace:
         )
 
     def _line(self) -> int:
-        """The line of the kernel, not of a device function, that is at work."""
+        """The line that is at work of the kernel or of what its file has beside it, not of the
+        device functions that it shares with others.
+        """
         frame: FrameType | None = sys._getframe(2)
-        while frame is not None and frame.f_code is not self._code:
+        file = self._code.co_filename
+        while frame is not None and frame.f_code.co_filename != file:
             frame = frame.f_back
         return 0 if frame is None else frame.f_lineno
 

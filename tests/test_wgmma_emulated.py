@@ -1,0 +1,296 @@
+"""The kernels on Hopper's tensor cores as the emulator runs them: results, counts, and that faults
+planted in their source are found.
+"""
+
+import inspect
+import itertools
+import linecache
+import sys
+import types
+from functools import cache
+from importlib import import_module
+from unittest import mock
+
+import numpy as np
+import pytest
+from mma_helpers import BFLOAT16, check, half_inputs
+
+import fa_numba
+from fa_numba import Tiles, emulator
+from fa_numba.host import planning
+from fa_numba.kernels import wgmma
+
+UNIT = {"unit": "wgmma"}
+CASES = [
+    # B, Hq, Hk, Nq, Nk, d, tiles, options
+    (1, 1, 1, 1, 1, 64, Tiles(128, 64, stages=2), {}),
+    (1, 1, 1, 77, 200, 64, Tiles(128, 64, stages=2), {"causal": True}),
+    (1, 1, 1, 200, 77, 128, Tiles(128, 64, stages=2), {"causal": True}),
+    (1, 2, 1, 200, 130, 64, Tiles(192, 128, stages=2), {}),
+    (2, 1, 1, 130, 300, 128, Tiles(128, 128, stages=2), {"causal": True}),
+    (1, 1, 1, 300, 300, 64, Tiles(128, 16, stages=2), {"window": (40, 8)}),
+    (1, 1, 1, 129, 97, 40, Tiles(128, 32, stages=1), {"softcap": 2.0}),
+    (1, 1, 1, 65, 100, 256, Tiles(128, 80, stages=2), {}),
+]
+
+
+@pytest.mark.parametrize("B, Hq, Hk, Nq, Nk, d, tiles, options", CASES)
+def test_results_and_counts(B, Hq, Hk, Nq, Nk, d, tiles, options):
+    q, k, v = half_inputs("float16", B, Hq, Hk, Nq, Nk, d)
+    check("emulator", "fa2", q, k, v, tiles=tiles, **UNIT, **options)
+
+
+@pytest.mark.parametrize("dtype, layout", [(BFLOAT16, "padded"), ("float16", "transposed")])
+def test_dtypes_and_strides(dtype, layout):
+    q, k, v = half_inputs(dtype, 1, 2, 2, 70, 90, 64)
+    tiles = Tiles(128, 32, stages=2)
+    check("emulator", "fa2", q, k, v, tiles=tiles, causal=True, layout=layout, **UNIT)
+
+
+def _attend(Nq=300, Nk=200, causal=True, blocks=1):
+    """O and L, of three row tiles that one block computes, and the counts."""
+    q, k, v = half_inputs("float16", 1, 1, 1, Nq, Nk, 64)
+    tiles = Tiles(128, 32, stages=2)
+    uncached = getattr(planning.planned, "__wrapped__", planning.planned)
+    with (
+        mock.patch.object(planning, "planned", uncached),
+        mock.patch.object(fa_numba.device, "multiprocessors", lambda: blocks),
+        fa_numba.count_accesses() as counts,
+    ):
+        found = fa_numba.flash_attention_2(
+            q, k, v, causal=causal, tiles=tiles, return_lse=True, **UNIT
+        )
+    return found, counts
+
+
+def test_results_and_counts_do_not_depend_on_the_order():
+    (O, L), counts = _attend(blocks=2)
+    for seed in range(3):
+        with emulator.schedule(seed):
+            (P, M), others = _attend(blocks=2)
+        assert (O == P).all() and (L == M).all()
+        assert (others.loads, others.stores) == (counts.loads, counts.stores)
+        assert others.instructions == counts.instructions
+
+
+def test_what_moves_is_traced():
+    with emulator.trace() as accesses:
+        _, counts = _attend()
+    moved = {name: sum(a.elements for a in accesses if a.array == name) for name in "QKVO"}
+    assert moved == {n: counts.loads[n] + counts.stores[n] for n in "QKVO"}
+    assert {a.line for a in accesses if a.array in "KV"} == {"Alg. 1 line 7: load Kj, Vj"}
+
+
+def test_the_products_are_those_of_the_tiles():
+    """Sums of 16 elements: d / 16 for S and Bc / 16 for O, of two warpgroups in each tile."""
+    _, counts = _attend(causal=False)
+    tiles = 3 * 7
+    assert counts.instructions["wgmma"] == tiles * 2 * (64 // 16 + 32 // 16)
+    boxes = 3 * 2 + 2 * tiles + 3 * 2  # Q, K and V, O
+    assert counts.instructions["tma"] == boxes
+
+
+# --- planted faults --------------------------------------------------------------------------
+
+# A module after those that it imports; the kernel takes all of them.
+PARTS = ("products", "schedule", "tile_load", "stages", "turns", "stores")
+_numbers = itertools.count()
+
+
+def _module(path):
+    return import_module(f"fa_numba.{path}")
+
+
+def _path(name):
+    return f"parts.wgmma.{name}" if name in PARTS else "kernels.wgmma.fa2_forward"
+
+
+def _built(name, text):
+    """A module of this text, in this package so that the emulator takes it for its own."""
+    fresh = types.ModuleType(f"fa_numba.mutant_{name}_{next(_numbers)}")
+    file = f"<{fresh.__name__}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    exec(compile(text, file, "exec"), fresh.__dict__)
+    return fresh
+
+
+def _kernel(changed, text):
+    """The kernel's module, with one module, or itself, made of another text."""
+    package = _module("parts.wgmma")
+    fresh = {}
+    with mock.patch.dict(sys.modules):
+        for name in PARTS:
+            path = f"fa_numba.parts.wgmma.{name}"
+            fresh[name] = sys.modules[path]
+            if name == changed or (fresh and changed in fresh and name == "stores"):
+                source = text if name == changed else inspect.getsource(fresh[name])
+                fresh[name] = sys.modules[path] = _built(name, source)
+    modules = tuple(fresh.get(m.__name__.rpartition(".")[2], m) for m in package._MODULES)
+    kernel = _built("kernel", text if changed == "kernel" else inspect.getsource(wgmma.fa2_forward))
+    kernel.parts = lambda spec: package.Parts(spec, modules)
+    return kernel
+
+
+@cache
+def _right():
+    return _attend()[0]
+
+
+def _outcome(changed, needle, replacement, which):
+    """What finds the fault: the name of an error, or "values"; None if nothing does."""
+    source = inspect.getsource(_module(_path(changed)))
+    pieces = source.split(needle)
+    assert len(pieces) > which + 1, f"{needle!r} stands {len(pieces) - 1} times in {changed}"
+    text = needle.join(pieces[: which + 1]) + replacement + needle.join(pieces[which + 1 :])
+    right = _right()
+    mutant = _kernel(changed, text)
+    try:
+        with mock.patch.object(wgmma, "fa2_forward", mutant):
+            found = _attend()[0]
+    except emulator.EmulatorError as error:
+        return type(error).__name__
+    same = all(np.array_equal(a, b, equal_nan=True) for a, b in zip(found, right, strict=True))
+    return None if same else "values"
+
+
+def test_the_machinery_leaves_a_kernel_as_it_is():
+    for changed in ("kernel", *PARTS):
+        assert _outcome(changed, "\n", "\n", 0) is None
+
+
+STALLS = {"Deadlock", "BarrierDivergence"}
+EARLY = {"SharedHazard", "BarrierMisuse", "UninitialisedRead"}
+WAIT_K = "wait_mbarrier(bars, uint32(FULL_K + stage), parity)"
+WAIT_NEXT_K = "wait_mbarrier(bars, uint32(FULL_K + next_stage), next_parity)"
+WAIT_V = "wait_mbarrier(bars, uint32(FULL_V + stage), parity)"
+WAIT_Q = "wait_mbarrier(bars, uint32(FULL_Q + q_stage), q_parity)"
+
+MUTANTS = {
+    # waits
+    "the first K is not waited for": ("kernel", WAIT_K, "pass", 0, EARLY),
+    "the next K is not waited for": ("kernel", WAIT_NEXT_K, "pass", 0, EARLY),
+    "V is not waited for": ("kernel", WAIT_V, "pass", 0, EARLY),
+    "the last V is not waited for": ("kernel", WAIT_V, "pass", 1, EARLY),
+    "Q is not waited for": ("kernel", WAIT_Q, "pass", 0, EARLY),
+    "the next Q is not waited for": ("kernel", WAIT_Q, "pass", 1, EARLY),
+    "K is filled before it is empty": (
+        "kernel", "wait_mbarrier(bars, uint32(EMPTY_K + stage), parity)", "pass", 0, EARLY
+    ),
+    "V is filled before it is empty": (
+        "kernel", "wait_mbarrier(bars, uint32(EMPTY_V + stage), parity)", "pass", 0, EARLY
+    ),
+    "Q is filled before it is empty": (
+        "kernel", "wait_mbarrier(bars, uint32(EMPTY_Q + q_stage), q_parity)", "pass", 0, EARLY
+    ),
+    "S is read at once": ("kernel", "p.wait_scores(rS, False)", "pass", 0, {"RegisterHazard"}),
+    "the next S is read at once": (
+        "kernel", "p.wait_scores(rS, True)", "pass", 0, {"RegisterHazard", "SharedHazard"}
+    ),
+    "S may still be on its way": (
+        "kernel", "p.wait_scores(rS, False)", "p.wait_scores(rS, True)", 0, {"RegisterHazard"}
+    ),
+    "O is scaled at once": ("kernel", "p.wait_output(rO)", "pass", 0, {"RegisterHazard"}),
+    "O is written at once": ("kernel", "p.wait_output(rO)", "pass", 1, {"RegisterHazard"}),
+    # parities and places
+    "the producer's parity": (
+        "kernel", "stage, parity = uint32(0), uint32(1)", "stage, parity = uint32(0), uint32(0)", 0,
+        STALLS,
+    ),
+    "the consumer's parity": (
+        "kernel", "    stage, parity = uint32(0), uint32(0)",
+        "    stage, parity = uint32(0), uint32(1)", 0, EARLY,
+    ),
+    "Q's parity": (
+        "kernel", "q_stage, q_parity = uint32(0), uint32(1)",
+        "q_stage, q_parity = uint32(0), uint32(0)", 0, STALLS,
+    ),
+    "parity does not change": (
+        "stages", "uint32(parity ^ 1)", "parity", 0, EARLY | STALLS
+    ),
+    "the next parity is that of this place": (
+        "kernel", WAIT_NEXT_K, WAIT_NEXT_K.replace("next_parity", "parity"), 0, EARLY | STALLS
+    ),
+    "another place of K": (
+        "kernel", "sK, uint32(next_stage * NK))", "sK, uint32(stage * NK))", 0, EARLY | {"values"}
+    ),
+    "another place of V": (
+        "kernel", "sV, uint32(stage * NK))", "sV, uint32(next_stage * NK))", 0, EARLY | {"values"}
+    ),
+    "K's barrier counts V": (
+        "kernel", "bars, uint32(FULL_V + stage))", "bars, uint32(FULL_K + stage))", 0,
+        EARLY | STALLS,
+    ),
+    # arrivals
+    "K is never emptied": ("kernel", "p.empty(bars, uint32(EMPTY_K + stage))", "pass", 0, STALLS),
+    "the next K is never emptied": (
+        "kernel", "p.empty(bars, uint32(EMPTY_K + next_stage))", "pass", 0, STALLS
+    ),
+    "V is never emptied": ("kernel", "p.empty(bars, uint32(EMPTY_V + stage))", "pass", 0, STALLS),
+    "Q is never emptied": ("stages", "arrive_mbarrier(bars, barrier)", "pass", 1, STALLS),
+    "K is emptied by its readers too early": (
+        "kernel", "p.wait_scores(rS, False)\n                p.empty(bars, uint32(EMPTY_K + stage))",
+        "p.empty(bars, uint32(EMPTY_K + stage))\n                p.wait_scores(rS, False)", 0,
+        {"SharedHazard"},
+    ),
+    "V is emptied by its readers too early": (
+        "kernel",
+        "p.wait_output(rO)\n                p.empty(bars, uint32(EMPTY_V + stage))\n"
+        "                # FA-2 line 10: O = diag",
+        "p.empty(bars, uint32(EMPTY_V + stage))\n                p.wait_output(rO)\n"
+        "                # FA-2 line 10: O = diag", 0, {"SharedHazard"},
+    ),
+    "every lane empties": (
+        "stages", "if uint32(cuda.threadIdx.x) % uint32(32) == uint32(0):", "if True:", 0,
+        {"BarrierMisuse"},
+    ),
+    "a warp more is asked for": ("stages", "4 * groups", "4 * groups + 1", 0, STALLS),
+    "a warp fewer is asked for": (
+        "stages", "4 * groups", "4 * groups - 1", 0, {"BarrierMisuse", "SharedHazard"}
+    ),
+    "the producer says nothing at its end": (
+        "kernel", "arrive_mbarrier(bars, uint32(FULL_Q + q_stage))", "pass", 0, STALLS
+    ),
+    # fences and the block's barriers
+    "no fence after the barriers": ("stages", "            fence_mbarrier_init()", "", 0,
+                                    {"MissingFence"}),
+    "no barrier of the block": ("kernel", "cuda.syncthreads()", "pass", 0, {"BarrierMisuse"}),
+    "no fence before O": ("stores", "        fence_async_proxy()\n", "", 0, {"MissingFence"}),
+    "no meeting before O": (
+        "stores", "        meet(w)\n", "", 0, {"SharedHazard", "MissingFence"}
+    ),
+    "O is not waited for": ("stores", "            wait_boxes_read()\n", "", 0, {"SharedHazard"}),
+    "O is not committed": ("stores", "            commit_boxes()\n", "", 0, {"SharedHazard"}),
+    # bytes and places of boxes
+    "a panel's bytes too many": ("tile_load", "PANEL * panels * rows", "PANEL * panels * rows + 8",
+                                 0, STALLS),
+    "half of the bytes": ("tile_load", "2 * PANEL * panels * rows", "PANEL * panels * rows", 0,
+                          EARLY | STALLS),
+    "all boxes at one place": ("tile_load", "n * rows + r * box", "n * rows", 0, EARLY),
+    "all boxes of one row": ("tile_load", "uint32(row0 + r * box)", "row0", 0, {"values"}),
+    "O is not swizzled": ("stores", "uint32(8 * (ty % 8))", "uint32(0)", 0, {"values"}),
+    # products
+    "V's rows do not run across": (
+        "products", "sV, at, Bc, 1, STEPS, 1", "sV, at, Bc, 0, STEPS, 1", 0,
+        {"values", "OutOfBounds"} | EARLY,
+    ),
+    "O begins anew with every tile": (
+        "products", "sV, at, Bc, 1, STEPS, 1", "sV, at, Bc, 1, STEPS, 0", 0, {"values"}
+    ),
+    "P before the product with the last has ended": (
+        "kernel", "                p.wait_output(rO)\n", "                p.round_p(rP, rS)\n"
+        "                p.wait_output(rO)\n", 0, {"RegisterHazard"},
+    ),
+    # turns
+    "a turn is not handed on": ("kernel", "p.end_turn(w)", "pass", 0, STALLS),
+    "nobody begins": ("kernel", "p.begin_turns(w)", "pass", 0, STALLS),
+    # registers
+    "more registers than there are": (
+        "kernel", "give_registers(FEW)", "give_registers(MANY)", 0, {"Deadlock"}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_planted_fault_is_found(name):
+    *change, wanted = MUTANTS[name]
+    assert _outcome(*change) in wanted
