@@ -13,7 +13,7 @@ from offline import CAPABILITY, compiled
 import fa_numba
 from fa_numba.device import Kernel, array_type, float32
 from fa_numba.intrinsics.barriers import arrive_named, sync_named
-from fa_numba.kernels import mma
+from fa_numba.kernels import mma, wgmma
 from fa_numba.kernels.simt import (
     fa1_backward,
     fa1_forward,
@@ -37,6 +37,7 @@ from fa_numba.tiling import (
     select_mma_backward_spec,
     select_mma_spec,
     select_spec,
+    select_wgmma_spec,
     splits,
     sweep_tiles,
 )
@@ -175,6 +176,48 @@ def test_a_kernel_compiles_within_its_budgets(case):
     if name in ("fa1", "fa2") or name.startswith("softmax"):
         assert "ex2.approx.ftz.f32" in ptx
         assert "shfl.sync.bfly" in ptx
+
+
+WGMMA_CASES = [
+    # head_dim, Br, Bc, options
+    (128, 128, 128, ("causal",)),
+    (64, 192, 128, ()),
+    (64, 128, 128, ("causal",)),
+    (64, 192, 128, ("window", "softcap", "q_lens")),
+    (96, 128, 128, ("window",)),
+    (128, 128, 128, ("window", "softcap", "q_lens")),
+    (192, 128, 96, ("causal",)),
+    (256, 128, 80, ("causal",)),
+    (256, 128, 80, ("window", "softcap", "q_lens")),
+]
+
+
+@pytest.mark.parametrize("case", slow_but(WGMMA_CASES[:1], WGMMA_CASES))
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_a_kernel_of_hoppers_unit_compiles_within_its_budgets(case, dtype):
+    d, Br, Bc, options = case
+    facts = {"features": Features(**dict.fromkeys(options, True)), "dtype": dtype}
+    spec = select_wgmma_spec(Tiles(Br, Bc, stages=2), d, SHARED["sm_90a"], **facts)
+    kernel = wgmma.fa2_forward.make_forward(spec)
+    ptx, log = compiled(kernel, "sm_90a")
+    assert ".f64" not in ptx and ".local" not in ptx
+    assert spills_of(log) == ["0"] * 3, log
+    # Otherwise ptxas waits for each product, and says so.
+    assert "warning" not in log.lower() and "serializ" not in log.lower(), log
+    assert registers(log) * kernel.threads <= REGISTERS
+    few, many = spec.registers
+    assert 128 * (few + many * spec.consumers) <= REGISTERS
+    assert fits(kernel, "sm_90a")
+    for instruction in (
+        f"wgmma.mma_async.sync.aligned.m64n{Bc}k16.f32.{'f16' if dtype == 'float16' else 'bf16'}",
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes",
+        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group",
+        "mbarrier.try_wait.parity",
+        f"setmaxnreg.inc.sync.aligned.u32 {many}",
+    ):
+        assert instruction in ptx, instruction
+    # Four tensor maps lie among the parameters themselves.
+    assert ptx.count(".param .align 64 .b8") == 4
 
 
 BACKWARD_CASES = [
