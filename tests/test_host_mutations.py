@@ -393,8 +393,8 @@ def device_mutants(add):
     add(units, "adds of two on every GPU", "request.capability >= (9, 0)", "True", VECTOR)
     add(units, "adds of two on no GPU", "request.capability >= (9, 0)", "False", VECTOR)
     add(planning, "a plan kept across its vector adds",
-        "given = (problem, tiles, aligned, limit, capability, query_splits)",
-        "given = (problem, tiles, aligned, limit, (9, 0), query_splits)", VECTOR)
+        "limits = (device.shared_bytes_limit(), device.compute_capability())",
+        "limits = (device.shared_bytes_limit(), (9, 0))", VECTOR)
     add(kernel_cache, "a kernel kept across its vector adds", "return _function(value._defn, seen)",
         'return "an instruction"', VECTOR)
     add(kernel_cache, "a kernel kept across capabilities", "settings, capability, bounds",

@@ -41,7 +41,7 @@ def forward(
     _check(problem, algorithm, tiles)
     query_splits = as_size("query_splits", query_splits, axis=False)
     _check_partition(warp_partition)
-    ablate = _names(ablate)
+    names = tuple(ablate) if isinstance(ablate, (tuple, list)) else (ablate,)
     request = Request(
         algorithm,
         "fwd",
@@ -54,14 +54,14 @@ def forward(
         query_splits,
         return_lse,
         warp_partition,
-        ablate,
+        names,
     )
     unit = unit_of(unit, request).name
     if query_splits != 1 and (algorithm, "fwd") not in UNITS[unit].splits_queries:
         owners = " or ".join(sorted({a for u in UNITS.values() for a, _ in u.splits_queries}))
         raise ValueError(f"query_splits is {query_splits}: only {owners} splits its queries")
     _check_keys(warp_partition, algorithm, unit)
-    ablated = _measures(ablate, algorithm, unit)
+    ablated = _measures(ablate, names, algorithm, unit)
     if tiles and tiles.stages != 1 and "prefetch" in ablated:
         raise ValueError(
             f"tiles: stages={tiles.stages} with ablate={ablate!r}: two stages are there for tiles "
@@ -206,22 +206,18 @@ def _check_keys(warp_partition: str, algorithm: str, unit: str) -> None:
         )
 
 
-def _names(ablate: Any) -> tuple:
-    return tuple(ablate) if isinstance(ablate, (tuple, list)) else (ablate,)
-
-
-def _measures(ablate: tuple, algorithm: str, unit: str) -> tuple[str, ...]:
+def _measures(ablate: Any, names: tuple, algorithm: str, unit: str) -> tuple[str, ...]:
     """The measures to leave out, each once, in one order."""
     found = [name for name, owners in UNITS[unit].measures.items() if algorithm in owners]
-    for name in ablate:
+    for name in names:
         if not isinstance(name, str) or name not in found:
             allowed = f"a tuple of {', '.join(found)}" if found else "(), as it has no such measure"
             raise ValueError(
                 f"ablate is {ablate!r} with {algorithm} on unit {unit!r}: allowed is {allowed}"
             )
-    if "padding" in ablate and "swizzle" not in ablate:
+    if "padding" in names and "swizzle" not in names:
         raise ValueError(
             f"ablate is {ablate!r}: rows that are swizzled have no padding, allowed together with "
             "'swizzle'"
         )
-    return tuple(name for name in found if name in ablate)
+    return tuple(name for name in found if name in names)

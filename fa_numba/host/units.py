@@ -304,12 +304,12 @@ def _flash_facts(request: Request) -> dict[str, Any]:
     return _facts(request) | {"positive_scale": p.scale > 0.0, "grouped": p.group > 1}
 
 
-# The first one that can compute a problem, and suits it, is what "auto" takes.
-UNITS: dict[str, Unit] = {unit.name: unit for unit in (Simt(), Wgmma(), Mma())}
+# The last one that can compute a request, and suits it, is what "auto" takes.
+UNITS: dict[str, Unit] = {unit.name: unit for unit in (Simt(), Mma(), Wgmma())}
 
 
 def unit_of(name: Any, request: Request) -> Unit:
-    """The unit called ``name``, or for "auto" the first that can compute the request, and suits it.
+    """The unit called ``name``, or for "auto" the last that can compute the request, and suits it.
 
     Raises ValueError for another name, a dtype that the unit does not take, a device without it, or
     a request that it lacks something of.
@@ -323,7 +323,7 @@ def unit_of(name: Any, request: Request) -> Unit:
     if not taking:
         takes = "; ".join(f"{unit.name} takes {' or '.join(unit.dtypes)}" for unit in found)
         raise ValueError(f"unit is {name!r} with dtype {dtype}: {takes}")
-    for unit in taking:
+    for unit in reversed(taking):
         if unit.capability <= capability <= (unit.newest or capability):
             lacking = unit.lacks(request)
             if name == "auto" and (lacking or not unit.suits(request)):
@@ -331,7 +331,7 @@ def unit_of(name: Any, request: Request) -> Unit:
             if lacking:
                 raise ValueError(f"unit is {name!r}: its kernels lack {lacking}")
             return unit
-    unit = taking[-1]
+    unit = taking[0]
     least, here = (".".join(map(str, x)) for x in (unit.capability, capability))
     exactly = " and no other" if unit.newest else ""
     raise ValueError(
