@@ -1,4 +1,4 @@
-"""Barriers that count arrivals and bytes, and the boxes that the copy engine moves, on the emulator:
+"""Barriers that count arrivals and bytes, and boxes that the copy engine moves, on the emulator:
 values, counts, and a planted fault for each thing that is checked.
 """
 
@@ -98,9 +98,9 @@ def _ring(X, Y, stages, wrong):
             if wrong == "read late":
                 arrive_mbarrier(bars, uint32(stages + stage))
             Y[warp - 1, i, lane] = tile[uint32(place ^ 1)]
-            if wrong not in ("read late", "nobody empties"):
-                if wrong != "one forgets" or warp == 1 or lane > 0:
-                    arrive_mbarrier(bars, uint32(stages + stage))
+            comes = wrong != "one forgets" or warp == 1 or lane > 0
+            if comes and wrong != "read late" and wrong != "nobody empties":
+                arrive_mbarrier(bars, uint32(stages + stage))
         stage = uint32(stage + 1)
         if stage == stages:
             stage, parity = uint32(0), uint32(parity ^ 1)
@@ -314,9 +314,7 @@ def _make_load(rows, place, wrong=""):
             load_box(sX, 0, X, batch, head, row, col, bars, 0)
         if wrong == "barrier":
             cuda.syncthreads()
-        elif wrong == "one waits" and t == 0:
-            wait_mbarrier(bars, 0, 0)
-        elif wrong not in ("wait", "one waits"):
+        elif wrong != "wait" and (wrong != "one waits" or t == 0):
             wait_mbarrier(bars, 0, 0)
         if wrong != "nobody looks":
             for n in range(t, rows * COLUMNS, cuda.blockDim.x):

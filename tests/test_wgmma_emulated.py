@@ -228,9 +228,10 @@ MUTANTS = {
     "V is never emptied": ("kernel", "p.empty(bars, uint32(EMPTY_V + stage))", "pass", 0, STALLS),
     "Q is never emptied": ("stages", "arrive_mbarrier(bars, barrier)", "pass", 1, STALLS),
     "K is emptied by its readers too early": (
-        "kernel", "p.wait_scores(rS, False)\n                p.empty(bars, uint32(EMPTY_K + stage))",
-        "p.empty(bars, uint32(EMPTY_K + stage))\n                p.wait_scores(rS, False)", 0,
-        {"SharedHazard"},
+        "kernel",
+        "p.wait_scores(rS, False)\n                p.empty(bars, uint32(EMPTY_K + stage))",
+        "p.empty(bars, uint32(EMPTY_K + stage))\n                p.wait_scores(rS, False)",
+        0, {"SharedHazard"},
     ),
     "V is emptied by its readers too early": (
         "kernel",
