@@ -17,6 +17,7 @@ from fa_numba.emulator import (
     SharedHazard,
     UninitialisedRead,
 )
+from fa_numba.intrinsics.barriers import sync_named
 from fa_numba.intrinsics.bulk_copy import fence_async_proxy, load_box
 from fa_numba.intrinsics.matrix import CONVERSIONS
 from fa_numba.intrinsics.mbarrier import (
@@ -470,3 +471,41 @@ def test_registers_of_a_block():
     for few in (16, 28, 264):
         with pytest.raises(ValueError, match=f"count = {few}, allowed: multiples of 8"):
             launch(kernel, 384, out, few, 240, 128)
+
+
+def test_one_thread_waits_for_its_warpgroup():
+    """And passes on at a named barrier that the operands are there."""
+
+    def kernel(X, out, wrong):
+        sX = half_tile(0, 4096)
+        bars = mbarrier_tile(BARRIERS, 1)
+        rC = cuda.local.array(4, float32)
+        t = cuda.threadIdx.x
+        if t == 0:
+            init_mbarrier(bars, 0, 1)
+            fence_mbarrier_init()
+        cuda.syncthreads()
+        if t == 256:
+            expect_bytes(bars, 0, 8192)
+            load_box(sX, 0, X, 0, 0, 0, 0, bars, 0)
+        if t < 256:
+            if t % 128 == 5:
+                wait_mbarrier(bars, 0, 0)
+            if not wrong:
+                if t < 128:
+                    sync_named(1, 128)
+                else:
+                    sync_named(2, 128)
+            MULTIPLY_F16(rC, 8, sX, 0, 64, 0, sX, 0, 64, 0, 4, 0)
+            wait_products(rC, 4, 0)
+            for e in range(4):
+                out[e, t] = rC[e]
+
+    x, X = random(64, 64)
+    for seed in range(4):
+        out = np.zeros((4, 256), np.float32)
+        with emulator.schedule(seed):
+            launch(kernel, 288, Boxed(x[None, None], 64), out, False)
+            caught(SharedHazard, kernel, 288, Boxed(x[None, None], 64), out, True)
+        for first in (0, 128):
+            assert_product(matrix_of(out[:, first : first + 128], 8), X, X[:8])

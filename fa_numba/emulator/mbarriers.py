@@ -372,8 +372,16 @@ class Mbarriers(Waiting):
         self.alone()
         self.instruction("barrier")
         self.progress.step()
-        index, parity = self.uniform(index), self.uniform(parity)
-        barrier = self.mbarrier(tile, index)
+        outer, active, count = self.mask, self.active(), self.group.count
+        pairs = np.stack([np.broadcast_to(x, count) for x in (index, parity)])
+        each = np.unique(pairs[:, active], axis=1).T.tolist()
+        for one, which in each:
+            if len(each) > 1:
+                self.mask = active & (pairs == [[one], [which]]).all(axis=0)
+            self._wait_mbarrier(self.mbarrier(tile, one), which)
+        self.mask = outer
+
+    def _wait_mbarrier(self, barrier: Mbarrier, parity: int) -> None:
         if parity not in (0, 1):
             raise self.fault(BarrierMisuse, f"wait_mbarrier: parity = {parity}, allowed: 0 and 1")
         lanes = self.active_lanes()
@@ -381,9 +389,7 @@ class Mbarriers(Waiting):
         known = np.unique(self._column_known(self.group.tids[lanes], barrier.column))
         ended = np.searchsorted(barrier.ends, known)
         meant = int((ended - ((ended - 1) % 2 == parity)).min())
-        if barrier.phase == meant and not self._all_here():
-            raise Parting(self.active())
-        while barrier.phase == meant:
+        while barrier.phase == meant:  # the others of the group wait too, see `_stalled`
             barrier.waiting.append(self.group)
             self._wait(AT_MBARRIER, self.site(), f"wait_mbarrier of {barrier.name}", barrier)
         if barrier.phase != meant + 1:
@@ -402,7 +408,14 @@ class Mbarriers(Waiting):
             self._learn(barrier.ended)
 
     def _stalled(self) -> EmulatorError:
+        """As `Waiting` has it. Lanes of a group that wait alone first wait with all others of it;
+        where nothing runs then, they part from these.
+        """
         waiting = [g for g in self._groups if g.state == AT_MBARRIER]
+        for g in waiting:
+            if g.mask is not None and (g.alive() & ~g.mask).any():
+                self.group = g
+                raise Parting(g.mask)
         if not waiting:
             return super()._stalled()
         text = "; ".join(dict.fromkeys(str(g.value) for g in waiting))
