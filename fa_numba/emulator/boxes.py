@@ -275,10 +275,9 @@ class Boxes(Mbarriers):
         buffer = dst.buffer
         self.rows_for_marks(buffer)
         known = self.known_by(tid)
-        bad = async_checks.depart_box(
-            buffer.written, buffer.reads, buffer.touched, buffer.copiers, buffer.sites, first,
-            places, known, self.fences_of(known), self.warps, self.base[0], int(tid[0]),
-            self.numbered_site(),
+        bad = self.checked(
+            async_checks.depart_box, buffer.written, buffer.reads, buffer.touched, buffer.copiers,
+            buffer.sites, first, places, known=known, last=(int(tid[0]), self.numbered_site()),
         )  # fmt: skip
         if bad >= 0:
             raise self.untouchable(dst, int(first + places[bad]), known, "overwrites")
@@ -315,9 +314,9 @@ class Boxes(Mbarriers):
         """Read elements asynchronously."""
         buffer = array.buffer
         self.rows_for_marks(buffer)
-        bad = async_checks.lend(
-            buffer.data, buffer.written, buffer.reads, buffer.touched, row, first, places, known,
-            self.fences_of(known), self.warps, self.base[0], values,
+        bad = self.checked(
+            async_checks.lend, buffer.data, buffer.written, buffer.reads, buffer.touched, row,
+            first, places, known=known, last=(values,),
         )  # fmt: skip
         if bad >= 0:
             raise self.untouchable(array, int(first + places[bad]), known, "reads")

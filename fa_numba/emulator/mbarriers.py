@@ -9,6 +9,7 @@ products of each warpgroup, and the copies that an mbarrier counts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from .waiting import Waiting
 
 WARPGROUP = 4  # warps
 MOST_ARRIVALS = MOST_BYTES = (1 << 20) - 1
+MOST_FENCES = 16  # of the same threads that are remembered
 ALWAYS = 1 << 58  # above the stamp of any access
 
 
@@ -81,11 +83,11 @@ class Mbarriers(Waiting):
         self._heard: np.ndarray | None = None
         self._mbarriers: dict[int, Mbarrier] = {}  # by the place of their element
         self._columns = 0  # taken by mbarriers
-        self._fences: list[tuple[np.ndarray, int]] = []  # threads, stamp by warp's clock
+        self._fences: dict[bytes, list[tuple[np.ndarray, int]]] = {}  # of threads, their last ones
 
     def begin_blocks(self, first: int, count: int) -> None:
         super().begin_blocks(first, count)
-        self._mbarriers, self._columns, self._heard, self._fences = {}, 0, None, []
+        self._mbarriers, self._columns, self._heard, self._fences = {}, 0, None, {}
 
     # ---- what is known
 
@@ -215,15 +217,25 @@ class Mbarriers(Waiting):
         self.alone()
         tids = self.group.tids if self.mask is None else self.group.tids[self.mask]
         self._tick(np.unique(tids // WARP))
-        self._fences.append((tids, self.clock * STAMP))
+        fences = self._fences.setdefault(tids.tobytes(), [])
+        fences.append((tids, self.clock * STAMP))
+        del fences[:-MOST_FENCES]
         self._tick(np.unique(tids // WARP))
+
+    def checked(self, check: Callable[..., int], *args: Any, known: np.ndarray, last: Any) -> int:
+        """What a function of async_checks.py says, asked again with fences where it needs them."""
+        fences = np.zeros(self.warps * WARP, np.int64)
+        bad = check(*args, known, fences, self.warps, self.base[0], *last)
+        if bad < 0 or not self._fences:
+            return bad
+        return check(*args, known, self.fences_of(known), self.warps, self.base[0], *last)
 
     def fences_of(self, known: np.ndarray) -> np.ndarray:
         """The stamp of each thread's last fence that is known."""
         found = np.zeros(self.warps * WARP, np.int64)
-        for tids, stamp in self._fences:
+        for tids, stamp in (fence for fences in self._fences.values() for fence in fences):
             there = tids[stamp + tids < known[tids]]
-            found[there] = stamp
+            found[there] = np.maximum(found[there], stamp)
         return found
 
     # ---- mbarriers
