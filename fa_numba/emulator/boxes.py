@@ -17,7 +17,7 @@ from . import async_checks
 from .checks import IN_FLIGHT, LOAD, READING, STORE, UNWRITTEN
 from .errors import EmulatorError, Misaligned, MissingFence, SharedHazard, UninitialisedRead
 from .global_memory import GlobalArray
-from .mbarriers import ALWAYS, Mbarrier, Mbarriers, MbarrierTile
+from .mbarriers import Mbarrier, Mbarriers, MbarrierTile
 from .shared_memory import SharedArray, SharedBuffer
 
 ROW_BYTES = 128  # of a box, and of a panel of an operand
@@ -274,10 +274,9 @@ class Boxes(Mbarriers):
     ) -> None:  # fmt: skip
         buffer = dst.buffer
         self.rows_for_marks(buffer)
-        known = self.known_by(tid)
-        bad = self.checked(
+        bad, known = self.checked(
             async_checks.depart_box, buffer.written, buffer.reads, buffer.touched, buffer.copiers,
-            buffer.sites, first, places, known=known, last=(int(tid[0]), self.numbered_site()),
+            buffer.sites, first, places, tids=tid, last=(int(tid[0]), self.numbered_site()),
         )  # fmt: skip
         if bad >= 0:
             raise self.untouchable(dst, int(first + places[bad]), known, "overwrites")
@@ -298,9 +297,9 @@ class Boxes(Mbarriers):
             to = dst.access(self, STORE, where, lane).reshape(-1)
             dst.array._keep(to[:0])  # refuses an array that is read-only
             tid = int(self.group.tids[lane])
-            known = self.known_by(self.group.tids[lane : lane + 1])
             values = np.zeros(taken.size, src.buffer.data.dtype)
-            lent = self.lend(src, self.warps + self.warpgroups, first, taken, known, values)
+            tids = self.group.tids[lane : lane + 1]
+            lent = self.lend(src, self.warps + self.warpgroups, first, taken, tids, values)
             element = src._element(first)
             number = self._groups_of_boxes.get(tid, 0)
             line = self.line_of(self.site())
@@ -308,15 +307,15 @@ class Boxes(Mbarriers):
             self._stores.append(box)
 
     def lend(
-        self, array: SharedArray, row: int, first: int, places: np.ndarray, known: np.ndarray,
+        self, array: SharedArray, row: int, first: int, places: np.ndarray, tids: np.ndarray,
         values: np.ndarray,
     ) -> Lent:  # fmt: skip
-        """Read elements asynchronously."""
+        """Read elements asynchronously, for these threads."""
         buffer = array.buffer
         self.rows_for_marks(buffer)
-        bad = self.checked(
+        bad, known = self.checked(
             async_checks.lend, buffer.data, buffer.written, buffer.reads, buffer.touched, row,
-            first, places, known=known, last=(values,),
+            first, places, tids=tids, last=(values,),
         )  # fmt: skip
         if bad >= 0:
             raise self.untouchable(array, int(first + places[bad]), known, "reads")
@@ -390,4 +389,4 @@ def _signed(value: int) -> int:
     return (value + HALF_WAY) % (2 * HALF_WAY) - HALF_WAY
 
 
-__all__ = ["ALWAYS", "Boxed", "BoxedArray", "Boxes", "Lent", "swizzled"]
+__all__ = ["Boxed", "BoxedArray", "Boxes", "Lent", "swizzled"]

@@ -1,30 +1,18 @@
-"""Barriers in shared memory, `mbarrier`, and what each thread knows to have happened.
-
-A warp's row of `seen` says what happened before the present of all its threads. Threads that come
-to an mbarrier come one by one, so here each may know more: a row of `_heard`, made when it is first
-needed, has a stamp for each thread of the block, below which the accesses of that one happened
-before. Behind these, and in `seen` behind the warps, stand columns for what no thread does: the
-products of each warpgroup, and the copies that an mbarrier counts.
-"""
+"""Barriers in shared memory that count arrivals and bytes: `mbarrier`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from .async_checks import before
-from .checks import NOBODY, SEVERAL, STAMP
+from .checks import SEVERAL, STAMP
 from .errors import BarrierMisuse, Deadlock, EmulatorError, MissingFence
-from .groups import AT_MBARRIER, READY, WARP, Group, NamedBarrier, OneByOne, Parting, Site
+from .groups import AT_MBARRIER, READY, WARP, Group, Parting, Site
+from .knowledge import ALWAYS, Knowledge, warps_of
 from .shared_memory import SharedArray
-from .waiting import Waiting
 
-WARPGROUP = 4  # warps
 MOST_ARRIVALS = MOST_BYTES = (1 << 20) - 1
-MOST_FENCES = 16  # of the same threads that are remembered
-ALWAYS = 1 << 58  # above the stamp of any access
 
 
 class Mbarrier:
@@ -73,88 +61,18 @@ class MbarrierTile:
         return self
 
 
-class Mbarriers(Waiting):
+class Mbarriers(Knowledge):
     """A context with mbarriers."""
 
-    __slots__ = ("_heard", "_mbarriers", "_columns", "_rows_of", "_fences")
+    __slots__ = ("_mbarriers",)
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._heard: np.ndarray | None = None
         self._mbarriers: dict[int, Mbarrier] = {}  # by the place of their element
-        self._columns = 0  # taken by mbarriers
-        self._fences: dict[bytes, list[tuple[np.ndarray, int]]] = {}  # of threads, their last ones
 
     def begin_blocks(self, first: int, count: int) -> None:
         super().begin_blocks(first, count)
-        self._mbarriers, self._columns, self._heard, self._fences = {}, 0, None, {}
-
-    # ---- what is known
-
-    @property
-    def warpgroups(self) -> int:
-        return -(-self.warps // WARPGROUP)
-
-    def alone(self) -> None:
-        """Blocks that run at once may not go on."""
-        if self.several:
-            raise OneByOne
-
-    def widen(self, more: int) -> None:
-        """Make room for columns of the warpgroups and of `more` mbarriers."""
-        base, starts, seen = self._clocks
-        missing = self.warps + self.warpgroups + self._columns + more - seen.shape[1]
-        if missing <= 0:
-            return
-        wider = np.zeros((len(seen), seen.shape[1] + missing), np.int64)
-        wider[:, : seen.shape[1]] = seen
-        self._clocks = (base, starts, wider)
-        self.seen = wider[: len(self.seen)]
-
-        def longer(row: np.ndarray) -> np.ndarray:
-            return np.concatenate([row, np.zeros(missing, np.int64)])
-
-        self._opened = {n: longer(row) for n, row in self._opened.items()}
-        for named in self._named_barriers.values():
-            named.seen = longer(named.seen)
-        for barrier in self._mbarriers.values():
-            barrier.past, barrier.ended = longer(barrier.past), longer(barrier.ended)
-        if self._heard is not None:
-            gap = np.zeros((len(self._heard), missing), np.int64)
-            self._heard = np.concatenate([self._heard, gap], axis=1)
-
-    def _by_thread(self, row: np.ndarray) -> np.ndarray:
-        """What a row of `seen` says of each thread, and the columns."""
-        return np.concatenate([np.repeat(row[: self.warps], WARP), row[self.warps :]])
-
-    def _by_warp(self, known: np.ndarray) -> np.ndarray:
-        """What is known of all threads of each warp, and the columns."""
-        threads = self.warps * WARP
-        return np.concatenate([known[:threads].reshape(-1, WARP).min(axis=1), known[threads:]])
-
-    def known_by(self, tids: np.ndarray, exactly: bool = False) -> np.ndarray:
-        """What happened before the present of all these threads: see async_checks.py.
-
-        Unless `exactly`, that may be less than they know.
-        """
-        if exactly and self._heard is not None:
-            rows = [self._by_thread(self.seen[tid // WARP]) for tid in tids.tolist()]
-            known = np.maximum(rows, self._heard[tids]).min(axis=0)
-        else:
-            warps = np.unique(tids // WARP)
-            known = self._by_thread(self.seen[warps].min(axis=0))
-            if self._heard is not None:
-                known = np.maximum(known, self._heard[tids].min(axis=0))
-        if tids.size == 1:
-            known[tids[0]] = ALWAYS
-        return known
-
-    def ordered(self, stamp: int, lane: int) -> bool:
-        if super().ordered(stamp, lane):
-            return True
-        if self._heard is None or stamp % STAMP == NOBODY:
-            return False
-        return bool(before(stamp, self._heard[self.group.tids[lane]], self.warps))
+        self._mbarriers = {}
 
     def who(self, stamp: int) -> str:
         column = stamp % STAMP - SEVERAL - self.warps
@@ -165,86 +83,17 @@ class Mbarriers(Waiting):
         owner = next(b for b in self._mbarriers.values() if b.column == column)
         return f"a bulk copy that {owner.name} counts"
 
-    def _column_known(self, tids: np.ndarray, column: int) -> np.ndarray:
-        """Up to which stamp each thread knows a column."""
-        known = self.seen[tids // WARP, self.warps + column]
-        if self._heard is not None:
-            known = np.maximum(known, self._heard[tids, self.warps * WARP + column])
-        return known
-
-    def _learn(self, known: np.ndarray) -> None:
-        """All that is `known` happened before what the lanes that take part do next."""
-        tids = self.group.tids if self.mask is None else self.group.tids[self.mask]
-        warps, counts = np.unique(tids // WARP, return_counts=True)
-        whole = warps[counts == np.minimum(WARP, self.threads - warps * WARP)]
-        by_warp = self._by_warp(known)
-        self.seen[whole] = np.maximum(self.seen[whole], by_warp)
-        if (by_warp[: self.warps].repeat(WARP) == known[: self.warps * WARP]).all():
-            tids = tids[~np.isin(tids // WARP, whole)]
-        if tids.size:
-            if self._heard is None:
-                shape = (self.warps * WARP, known.size)
-                self._heard = np.zeros(shape, np.int64)
-            self._heard[tids] = np.maximum(self._heard[tids], known)
-
-    def synced(self, warps: np.ndarray) -> None:
-        """All lanes of these warps know what one of them does."""
-        if self._heard is None:
-            return
-        for warp in warps.tolist():
-            lanes = slice(warp * WARP, warp * WARP + WARP)
-            self._heard[lanes] = known = self._heard[lanes].max(axis=0)
-            self.seen[warp] = np.maximum(self.seen[warp], self._by_warp(known))
-
-    def _arrive(self, warp: int, barrier: int, threads: int, waits: bool) -> NamedBarrier:
-        named = super()._arrive(warp, barrier, threads, waits)
-        if self._heard is not None:
-            mine = self._heard[warp * WARP : warp * WARP + WARP].max(axis=0)
-            named.known = mine if named.known is None else np.maximum(named.known, mine)
-        if named.opened and named.known is not None and self._heard is not None:
-            for other in named.synced:
-                lanes = slice(other * WARP, other * WARP + WARP)
-                self._heard[lanes] = np.maximum(self._heard[lanes], named.known)
-        return named
-
-    def _release(self) -> None:
-        super()._release()
-        if len(self._groups) > 1:  # of which two may have lanes of one warp
-            self._instructions["barrier"] = self._instructions.get("barrier", 0) + self.warps
-
-    def fenced(self) -> None:
-        """What the lanes that take part have written may be read by copies and products."""
-        self.alone()
-        tids = self.group.tids if self.mask is None else self.group.tids[self.mask]
-        self._tick(np.unique(tids // WARP))
-        fences = self._fences.setdefault(tids.tobytes(), [])
-        fences.append((tids, self.clock * STAMP))
-        del fences[:-MOST_FENCES]
-        self._tick(np.unique(tids // WARP))
-
-    def checked(self, check: Callable[..., int], *args: Any, known: np.ndarray, last: Any) -> int:
-        """What a function of async_checks.py says, asked again with fences where it needs them."""
-        fences = np.zeros(self.warps * WARP, np.int64)
-        bad = check(*args, known, fences, self.warps, self.base[0], *last)
-        if bad < 0 or not self._fences:
-            return bad
-        return check(*args, known, self.fences_of(known), self.warps, self.base[0], *last)
-
-    def fences_of(self, known: np.ndarray) -> np.ndarray:
-        """The stamp of each thread's last fence that is known."""
-        found = np.zeros(self.warps * WARP, np.int64)
-        for tids, stamp in (fence for fences in self._fences.values() for fence in fences):
-            there = tids[stamp + tids < known[tids]]
-            found[there] = np.maximum(found[there], stamp)
-        return found
-
-    # ---- mbarriers
-
     def mbarrier_tile(self, offset: Any, length: int) -> MbarrierTile:
         self.alone()
-        tile = self.shared_tile(offset, length, "uint64")
-        self.widen(length)
-        return MbarrierTile(tile)
+        return MbarrierTile(self.shared_tile(offset, length, "uint64"))
+
+    def widen(self, more: int) -> None:
+        columns = self.seen.shape[1]
+        super().widen(more)
+        gap = np.zeros(self.seen.shape[1] - columns, np.int64)
+        for barrier in self._mbarriers.values() if gap.size else ():
+            barrier.past = np.concatenate([barrier.past, gap])
+            barrier.ended = np.concatenate([barrier.ended, gap])
 
     def _element_of(self, tile: MbarrierTile, index: Any) -> tuple[int, str]:
         array, lane = tile.array, self.first_lane()
@@ -328,7 +177,8 @@ class Mbarriers(Waiting):
         places = np.broadcast_to(index, group.count)
         sizes = np.broadcast_to(0 if size is None else size, group.count)
         active = self.active()
-        for one in np.unique(places[active]).tolist():
+        single = index.__class__ is not np.ndarray
+        for one in [index] if single else np.unique(places[active]).tolist():
             lanes = np.flatnonzero(active & (places == one))
             barrier = self.mbarrier(tile, one)
             self.usable(barrier, lanes)
@@ -341,7 +191,7 @@ class Mbarriers(Waiting):
             if tids.size > barrier.pending:
                 text = f"{tids.size} threads arrive: {barrier}"
                 raise self.fault(BarrierMisuse, text, None, int(lanes[0]))
-            warps = np.unique(tids // WARP)
+            warps = warps_of(tids)
             self._tick(warps)
             past = barrier.past
             np.maximum(past, self._by_thread(self.seen[warps].max(axis=0)), out=past)
@@ -386,7 +236,9 @@ class Mbarriers(Waiting):
         self.progress.step()
         outer, active, count = self.mask, self.active(), self.group.count
         pairs = np.stack([np.broadcast_to(x, count) for x in (index, parity)])
-        each = np.unique(pairs[:, active], axis=1).T.tolist()
+        each = [[index, parity]]
+        if np.ndarray in (index.__class__, parity.__class__):
+            each = np.unique(pairs[:, active], axis=1).T.tolist()
         for one, which in each:
             if len(each) > 1:
                 self.mask = active & (pairs == [[one], [which]]).all(axis=0)

@@ -15,6 +15,7 @@ from .boxes import REPEAT, ROW_BYTES, Boxes, Lent, swizzled
 from .checks import READING, SEVERAL, STAMP
 from .errors import BarrierDivergence, Deadlock, EmulatorError, Misaligned, RegisterHazard
 from .groups import WARP, Site
+from .knowledge import warps_of
 from .local_memory import LocalArray
 
 WARPGROUP = 128  # threads
@@ -110,6 +111,8 @@ class Products(Boxes):
         group, found = self.group, []
         lanes = self.active_lanes()
         numbers = group.tids[lanes] // WARPGROUP
+        if lanes.size == WARPGROUP and numbers[0] == numbers[-1]:
+            return [(int(numbers[0]), lanes)]
         for number in np.unique(numbers).tolist():
             mine = lanes[numbers == number]
             if mine.size != WARPGROUP:
@@ -172,12 +175,11 @@ class Products(Boxes):
         begun = []
         for number, lanes in warpgroups:
             lent: list[Lent] = []
-            known = self.known_by(self.group.tids[lanes])
-            right = self._operand(numbers, number, lanes, B, n, steps, known, lent)
+            right = self._operand(numbers, number, lanes, B, n, steps, lent)
             if len(A) == 1:
                 left = self._of_registers(numbers, A[0], lanes, steps)
             else:
-                left = self._operand(numbers, number, lanes, A, ROWS, steps, known, lent)
+                left = self._operand(numbers, number, lanes, A, ROWS, steps, lent)
             # By thread half, chunk, pair and warp, row, place; as a matrix warp, half, row, ...
             C = old[:, lanes].reshape(2, n // 8, 2, 4, 8, 4).transpose(3, 0, 4, 1, 5, 2)
             C = _summed(C.reshape(ROWS, n), left, right)
@@ -199,7 +201,7 @@ class Products(Boxes):
 
     def _operand(
         self, numbers: np.ndarray, warpgroup: int, lanes: np.ndarray, operand: tuple[Any, ...],
-        rows: int, steps: int, known: np.ndarray, lent: list[Lent],
+        rows: int, steps: int, lent: list[Lent],
     ) -> np.ndarray:  # fmt: skip
         """(rows, 16 steps) from shared memory, in float32."""
         array, index, panel_rows, across = operand
@@ -221,7 +223,7 @@ class Products(Boxes):
         bits = np.empty(places.size, np.int64)
         row = self.warps + warpgroup
         flat = places.reshape(-1)
-        lent.append(self.lend(array, row, first, flat, known, bits))
+        lent.append(self.lend(array, row, first, flat, self.group.tids[lanes], bits))
         return numbers[bits].reshape(rows, -1)
 
     def _of_registers(
@@ -275,7 +277,7 @@ class Products(Boxes):
             raise ValueError(f"count = {count}, allowed: multiples of 8 from 24 to 256")
         self.alone()
         self.collective(operation, 0xFFFFFFFF, (), lambda values, present, mask: None)
-        for warp in np.unique(self.group.tids[self.active()] // WARP).tolist():
+        for warp in warps_of(self.group.tids[self.active()]).tolist():
             self._registers[warp] = count
 
     def left_over(self) -> None:
