@@ -15,8 +15,8 @@ takes blocks and groups of lanes in turn, or several blocks at once by `batches.
 `shared_memory.py`, `local_memory.py` and `global_memory.py` check each access, by the loops of
 `checks.py`. What Hopper's GPUs do beside their threads: `mbarriers.py`, and by `knowledge.py` what
 who has waited knows; `boxes.py`, the copy engine's copies, and `products.py`, those of warpgroups,
-by the loops of `async_checks.py`. `trace.py` notes which tile moves when, `progress.py` says how far
-a long launch is.
+by the loops of `async_checks.py`. `trace.py` notes which tile moves when, `progress.py` says how
+far a long launch is.
 """
 
 from .boxes import Boxed

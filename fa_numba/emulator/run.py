@@ -341,7 +341,7 @@ def launch(
         track_owners(arrays)
     rebound = rebinder.function(function, kernel=True)
     context._codes = rebinder.codes
-    context.trace = started(context, rebound.__code__)
+    context.trace = started(context, function)
     running.contexts.append(context)
     context.progress = Progress(context.kernel, prod(extent))
     try:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
-from types import CodeType, FrameType
+from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,8 +77,10 @@ def trace() -> Iterator[list[TileAccess]]:
 class Trace:
     """What a launch adds to the list of `trace`."""
 
-    def __init__(self, context: Context, code: CodeType, found: list[TileAccess]) -> None:
-        self._context, self._code, self._found = context, code, found
+    def __init__(self, context: Context, kernel: FunctionType, found: list[TileAccess]) -> None:
+        self._context, self._found = context, found
+        self._file = kernel.__code__.co_filename
+        self._own = {f.__code__.co_firstlineno for f in (kernel, *_made_with(kernel))}
         self._first = len(found)
         self._last: Any = None
 
@@ -112,7 +114,7 @@ class Trace:
             )
             return
         self._last = key
-        file = self._code.co_filename
+        file = self._file
         self._found.append(
             TileAccess(
                 kernel=context.kernel,
@@ -130,12 +132,13 @@ class Trace:
         )
 
     def _line(self) -> int:
-        """The line that is at work of the kernel or of what its file has beside it, not of the
-        device functions that it shares with others.
+        """The line that is at work of the kernel, or of a function that its factory makes with it;
+        not of the device functions that it shares with others.
         """
         frame: FrameType | None = sys._getframe(2)
-        file = self._code.co_filename
-        while frame is not None and frame.f_code.co_filename != file:
+        while frame is not None and (
+            frame.f_code.co_filename != self._file or frame.f_code.co_firstlineno not in self._own
+        ):
             frame = frame.f_back
         return 0 if frame is None else frame.f_lineno
 
@@ -168,7 +171,15 @@ def asked_for() -> bool:
     return _traces.get() is not None
 
 
-def started(context: Context, code: CodeType) -> Trace | None:
+def started(context: Context, kernel: FunctionType) -> Trace | None:
     """The trace of a launch, where one is asked for."""
     found = _traces.get()
-    return None if found is None else Trace(context, code, found)
+    return None if found is None else Trace(context, kernel, found)
+
+
+def _made_with(kernel: FunctionType) -> list[FunctionType]:
+    """The functions that the kernel calls and that its own factory has made."""
+    factory, local, _ = kernel.__qualname__.rpartition("<locals>")
+    cells = (cell.cell_contents for cell in kernel.__closure__ or ())
+    called = [getattr(value, "py_func", None) for value in cells]
+    return [f for f in called if local and f and f.__qualname__.startswith(factory + local)]
