@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
-from types import FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,7 +80,7 @@ class Trace:
     def __init__(self, context: Context, kernel: FunctionType, found: list[TileAccess]) -> None:
         self._context, self._found = context, found
         self._file = kernel.__code__.co_filename
-        self._own = {f.__code__.co_firstlineno for f in (kernel, *_made_with(kernel))}
+        self._own = [_lines(f) for f in (kernel, *_made_with(kernel))]
         self._first = len(found)
         self._last: Any = None
 
@@ -136,11 +136,13 @@ class Trace:
         not of the device functions that it shares with others.
         """
         frame: FrameType | None = sys._getframe(2)
-        while frame is not None and (
-            frame.f_code.co_filename != self._file or frame.f_code.co_firstlineno not in self._own
-        ):
+        while frame is not None and not self._is_own(frame.f_code):
             frame = frame.f_back
         return 0 if frame is None else frame.f_lineno
+
+    def _is_own(self, code: CodeType) -> bool:
+        first = code.co_firstlineno  # without decorators, which the emulator leaves out
+        return code.co_filename == self._file and any(first in lines for lines in self._own)
 
     def mark(self) -> int:
         """How far the list is, to come back to."""
@@ -171,10 +173,16 @@ def asked_for() -> bool:
     return _traces.get() is not None
 
 
-def started(context: Context, kernel: FunctionType) -> Trace | None:
+def started(context: Context, kernel: Any) -> Trace | None:
     """The trace of a launch, where one is asked for."""
     found = _traces.get()
     return None if found is None else Trace(context, kernel, found)
+
+
+def _lines(function: FunctionType) -> range:
+    code = function.__code__
+    last = max(line or 0 for *_, line in code.co_lines())
+    return range(code.co_firstlineno, last + 1)
 
 
 def _made_with(kernel: FunctionType) -> list[FunctionType]:
