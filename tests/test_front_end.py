@@ -7,7 +7,7 @@ from compare_ptx import without_names
 from numba import cuda
 from numba.cuda import lowering
 from numba.cuda.core import analysis, inline_closurecall, ir, postproc, ssa
-from numba.cuda.typing.context import BaseContext
+from numba.types import BaseFunction
 from offline import CAPABILITY
 from test_compile import backward_kernel_of, kernel_of, standard_mma_kernel_of
 
@@ -19,7 +19,7 @@ REPLACED = (
     (postproc.PostProcessor, "run"),
     (analysis, "compute_live_map"),
     (ssa, "_run_ssa"),
-    (BaseContext, "resolve_function_type"),
+    (BaseFunction, "get_call_type"),
     (lowering.Lower, "_find_singly_assigned_variable"),
 )
 

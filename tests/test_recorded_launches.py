@@ -607,7 +607,7 @@ def reached(function):
             for x in inside:
                 if isinstance(x, kernel_cache._Intrinsic):
                     found.add(x)
-                elif isinstance(x, kernel_cache.CUDADispatcher):
+                elif isinstance(x, kernel_cache.DeviceFunction):
                     waiting.append(x.py_func)
     return found
 

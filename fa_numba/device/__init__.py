@@ -6,16 +6,18 @@ intrinsics define their instructions with Numba's extension API, and the emulato
 ``numba.cuda``'s names in order to replace them.
 
 A ``Kernel`` is compiled when it first runs on a GPU; on the emulator its Python function runs as it
-is. The files: ``select`` which device and its limits, ``kernel`` and ``kernel_cache`` compiled
-code, ``assembling`` what the assembler says of it, ``launching`` launches and counts,
-``launch_record`` launches that are made again, ``tensor_map`` arrays for the copy engine,
-``memory`` arrays and workspace, ``timing`` events.
+is. The files: ``select`` which device and its limits, ``function`` what kernels call, ``kernel``
+and ``kernel_cache`` compiled code, ``front_end`` how it is compiled in less time, ``assembling``
+what the assembler says of it, ``launching`` launches and counts, ``launch_record`` launches that
+are made again, ``tensor_map`` arrays for the copy engine, ``memory`` arrays and workspace,
+``timing`` events.
 """
 
 from numba import cuda, float32, int32, int64, types, uint32, uint64
 
 from fa_numba.device.assembling import assembled, registers_of
-from fa_numba.device.kernel import Kernel, array_type, device_function
+from fa_numba.device.function import device_function
+from fa_numba.device.kernel import Kernel, array_type
 from fa_numba.device.launch_record import DeviceArray, LaunchRecord
 from fa_numba.device.launching import (
     broadcast,

@@ -25,13 +25,14 @@ from typing import Any
 from numba.cuda import lowering
 from numba.cuda.core import analysis, inline_closurecall, ir, postproc, ssa, transforms
 from numba.cuda.core.compiler_lock import global_compiler_lock
-from numba.cuda.typing.context import BaseContext
 from numba.types import BaseFunction
 
 # Nodes of Numba's intermediate representation that a pass may change, so that a copy has its own.
 _NODES = (ir.Inst, ir.Arg, ir.Const, ir.Global, ir.FreeVar)
 # Of a node: where it stands, which is no node.
 _PLACES = ("loc", "scope")
+# Types of calls, of all kernels of a process: (function, context, types of arguments) -> signature.
+_call_types: dict[Any, Any] = {}
 
 
 @contextlib.contextmanager
@@ -43,7 +44,7 @@ def without_repeats() -> Iterator[None]:
         (postproc.PostProcessor, "run", _lifetimes_when_asked_for),
         (analysis, "compute_live_map", lambda _: live_variables),
         (ssa, "_run_ssa", _renamed_where_named),
-        (BaseContext, "resolve_function_type", _call_types_kept),
+        (BaseFunction, "get_call_type", _call_types_kept),
         (lowering.Lower, "_find_singly_assigned_variable", _singly_assigned),
     )
     with global_compiler_lock, contextlib.ExitStack() as stack:
@@ -209,19 +210,17 @@ def _renamed_where_named(run: Callable) -> Callable:
     return run_ssa
 
 
-def _call_types_kept(resolve: Callable) -> Callable:
+def _call_types_kept(find: Callable) -> Callable:
     """Inference asks for the type of a call in each of its rounds, and lowering once more."""
-    kept: dict[Any, Any] = {}
 
-    def resolve_function_type(self: Any, function: Any, args: Any, kws: Any) -> Any:
-        if not isinstance(function, BaseFunction):
-            return resolve(self, function, args, kws)
-        key = self, function, tuple(args), tuple(dict(kws).items())
-        if key not in kept:
-            kept[key] = resolve(self, function, args, kws)
-        return kept[key]
+    def get_call_type(self: Any, context: Any, args: Any, kws: Any) -> Any:
+        key = self, context, tuple(args), tuple(dict(kws).items())
+        known = _call_types.get(key)
+        if known is None:
+            known = _call_types[key] = find(self, context, args, kws)
+        return known
 
-    return resolve_function_type
+    return get_call_type
 
 
 def _singly_assigned(_: Callable) -> Callable:

@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 from numba.core import types
-from numba.cuda.dispatcher import CUDADispatcher
 from numba.cuda.extending import _Intrinsic
+
+from fa_numba.device.function import DeviceFunction
 
 VARIABLE = "FA_NUMBA_CACHE"
 # Of all files together; those that were read longest ago go first.
@@ -168,7 +169,7 @@ def _value(value: Any, seen: dict[FunctionType, str]) -> Any:
         return type(value).__name__, repr(value)
     if isinstance(value, tuple):
         return type(value).__name__, [_value(item, seen) for item in value]
-    if isinstance(value, CUDADispatcher):
+    if isinstance(value, DeviceFunction):
         return _function(value.py_func, seen)
     if isinstance(value, _Intrinsic):
         return _function(value._defn, seen)
