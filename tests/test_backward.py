@@ -346,7 +346,7 @@ problems = st.builds(
     seed=st.integers(0, 2**32 - 1),
 )
 tile_sizes = st.sampled_from([Tiles(4, 16), Tiles(8, 16), Tiles(16, 16), Tiles(8, 32)])
-five = settings(max_examples=5)
+three = settings(max_examples=3)
 
 
 def exact_inputs(heads, Nq, Nk, d, seed):
@@ -379,7 +379,7 @@ def test_any_problem(way, shape, tiles, causal, aligned):
 
 
 @every_way
-@five
+@three
 @given(problems, tile_sizes, tile_sizes, st.booleans())
 def test_tile_sizes_do_not_change_the_gradients(way, problem, one, other, causal):
     assume(one != other)
@@ -390,7 +390,7 @@ def test_tile_sizes_do_not_change_the_gradients(way, problem, one, other, causal
         assert_within(name, getattr(a, name), getattr(b, name), 2 * bounds[name])
 
 
-@five
+@three
 @given(problems, tile_sizes, st.booleans())
 def test_every_way_agrees(problem, tiles, causal):
     inputs = exact_inputs(**problem)
@@ -402,7 +402,7 @@ def test_every_way_agrees(problem, tiles, causal):
 
 
 @every_way
-@five
+@three
 @given(problems, tile_sizes, st.booleans(), st.sampled_from([0.5, 2.0, 3.0]))
 def test_linear_in_the_output_gradient(way, problem, tiles, causal, factor):
     dout, q, k, v = exact_inputs(**problem)
@@ -425,7 +425,7 @@ def test_linear_in_the_output_gradient(way, problem, tiles, causal, factor):
 
 
 @every_way
-@five
+@three
 @given(problems, tile_sizes, st.booleans())
 def test_a_power_of_two_scales_every_bit(way, problem, tiles, causal):
     dout, q, k, v = exact_inputs(**problem)
@@ -435,7 +435,7 @@ def test_a_power_of_two_scales_every_bit(way, problem, tiles, causal):
 
 
 @every_way
-@five
+@three
 @given(problems, tile_sizes)
 def test_dv_hands_out_all_of_dout_and_dk_sums_to_zero(way, problem, tiles):
     """Rows of P sum to 1, rows of dS to 0: every row of q equal, dK sums to 0."""

@@ -193,6 +193,7 @@ def test_the_layouts_are_what_they_are_for():
 LENGTHS = [(1, 1), (1, 40), (40, 1), (15, 31), (16, 32), (17, 33), (37, 13), (33, 70)]
 
 
+@pytest.mark.in_turn("algorithm")
 @every_algorithm
 @mostly_float16
 @either_mask
@@ -254,6 +255,7 @@ def test_a_row_without_a_key_is_zero_even_where_v_is_not_a_number(device, algori
 # --- how a tile is shared --------------------------------------------------------------------
 
 
+@pytest.mark.in_turn("algorithm")
 @every_algorithm
 @either_mask
 @pytest.mark.parametrize(
@@ -368,6 +370,7 @@ def test_two_stages_take_their_shared_memory():
 # --- memory ----------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn("algorithm")
 @every_algorithm
 @mostly_float16
 @pytest.mark.parametrize("d", [8, 6])

@@ -249,7 +249,7 @@ def test_the_check_fails_on_a_wrong_gradient(way, dtype, change):
 LENGTHS = [(1, 1), (1, 40), (40, 1), (15, 31), (16, 32), (17, 33), (37, 13), (33, 70)]
 
 
-@pytest.mark.in_turn("way", share=2)
+@pytest.mark.in_turn("way")
 @every_way
 @pytest.mark.parametrize("dtype, causal", [("float16", False), ("float16", True), bfloat16(True)])
 @pytest.mark.parametrize("Nq, Nk", LENGTHS)
@@ -332,6 +332,7 @@ def test_rows_that_see_no_column_have_no_gradient(device, way, Nq, Nk):
 # --- memory ----------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn("way", share=2)
 @every_way
 @pytest.mark.parametrize("layout", ["transposed", "columns", "reversed", "strided"])
 def test_layouts(device, way, layout):

@@ -149,7 +149,7 @@ def test_an_option_alone(device, forward, name):
     check_forward(device, forward, q, k, v, **options)
 
 
-@pytest.mark.in_turn("way", share=2)
+@pytest.mark.in_turn("way")
 @each_option
 @every_way
 def test_gradients_of_an_option_alone(device, way, name):
