@@ -55,7 +55,11 @@ def run(case: Case, arrays: Arrays) -> int:
         dtype=case.dtype,
         causal=case.causal,
     )
-    options: dict[str, Any] = {"algorithm": case.algorithm, "causal": case.causal}
+    options: dict[str, Any] = {
+        "algorithm": case.algorithm,
+        "unit": case.unit or ("simt" if case.dtype == "float32" else "mma"),
+        "causal": case.causal,
+    }
     if case.Br is not None and case.Bc is not None:
         options["tiles"] = fa_numba.Tiles(case.Br, case.Bc, case.threads, case.stages)
     if case.query_splits != 1:
@@ -77,7 +81,7 @@ def run(case: Case, arrays: Arrays) -> int:
         out = fa_numba.attention(q, k, v, **options)
         call = partial(fa_numba.attention, q, k, v, out=out, **options)
     else:
-        kept = ("algorithm", "causal", "dropout_p")
+        kept = ("algorithm", "unit", "causal", "dropout_p")
         given = {name: options[name] for name in kept if name in options}
         out, lse = fa_numba.attention(q, k, v, return_lse=True, **given)
         call = partial(fa_numba.attention_backward, dout, q, k, v, out, lse, **options)
@@ -112,6 +116,7 @@ def main() -> None:
     parser.add_argument("--dropout-p", type=float, default=0.0, metavar="P")
     parser.add_argument("--passes", default="fwd", choices=["fwd", "bwd"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16"])
+    parser.add_argument("--unit", help="simt or mma by dtype without")
     args = vars(parser.parse_args())
     cases_file, kernels_file = args.pop("cases"), args.pop("kernels")
     if cases_file:

@@ -62,7 +62,7 @@ class Case:
     """One call to be counted. Br and Bc are None for the plan's own, else both are given.
 
     `passes` is "fwd", or "bwd" for the backward pass alone. With `rows` the call has the first so
-    many rows of q alone.
+    many rows of q alone. `unit` is simt or mma, by dtype, where it is None.
     """
 
     algorithm: str
@@ -82,6 +82,7 @@ class Case:
     passes: str = "fwd"
     rows: int | None = None
     dropout_p: float = 0.0
+    unit: str | None = None
 
     def __post_init__(self) -> None:
         if self.passes not in ("fwd", "bwd"):
@@ -98,7 +99,7 @@ class Case:
     def of(cls, algorithm: str, problem: Problem, tiles: Any = None, **options: Any) -> Case:
         """A call for the problem; as many heads and rows of K and V as of Q.
 
-        ``options`` are query_splits, warp_partition, ablate, passes, rows and dropout_p.
+        ``options`` are query_splits, warp_partition, ablate, passes, rows, dropout_p and unit.
         """
         if (problem.heads_q, problem.seqlen_q) != (problem.heads_k, problem.seqlen_k):
             raise ValueError(f"problem is {problem}: heads and lengths of q and k must be equal")
