@@ -509,3 +509,30 @@ def test_one_thread_waits_for_its_warpgroup():
             caught(SharedHazard, kernel, 288, Boxed(x[None, None], 64), out, True)
         for first in (0, 128):
             assert_product(matrix_of(out[:, first : first + 128], 8), X, X[:8])
+
+
+def test_threads_that_need_groups_of_their_own_do_not_multiply_together():
+    """Warp 1 waits for what warp 3 does after it in the program's text."""
+
+    def kernel(out):
+        sX = half_tile(0, 4096)
+        bars = mbarrier_tile(BARRIERS, 1)
+        rC = cuda.local.array(4, float32)
+        t = cuda.threadIdx.x
+        for e in range(t, 4096, 128):
+            sX[e] = 0
+        if t == 0:
+            init_mbarrier(bars, 0, 1)
+            fence_mbarrier_init()
+        fence_async_proxy()
+        cuda.syncthreads()
+        if t == 32:
+            wait_mbarrier(bars, 0, 0)
+        if t == 96:
+            arrive_mbarrier(bars, 0)
+        MULTIPLY_F16(rC, 8, sX, 0, 64, 0, sX, 0, 64, 0, 1, 0)
+        wait_products(rC, 4, 0)
+
+    error = caught(EmulatorError, kernel, 128, np.zeros(1, np.float32))
+    text = "threads of warpgroup 0 wait apart from others and then call a product: not emulated"
+    assert text in str(error)

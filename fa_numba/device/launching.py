@@ -54,8 +54,9 @@ def launch(
     """Run ``kernel`` over ``grid`` blocks on the GPU stream ``stream`` or on the emulator.
 
     Arrays among ``args``, or in a named tuple among them, are ``DeviceArray`` on the GPU,
-    ``numpy.ndarray`` on the emulator, whose counts leave out those named ``uncounted``. With a
-    ``LaunchRecord`` in place of the stream the launch is recorded, and nothing runs.
+    ``numpy.ndarray`` on the emulator, or a ``TiledArray`` of either; the emulator's counts leave
+    out those named ``uncounted``. With a ``LaunchRecord`` in place of the stream the launch is
+    recorded, and nothing runs.
     """
     if select.on_gpu():
         _give(stream, lambda to: to.launch(kernel, kernel.compiled(), grid, args))
