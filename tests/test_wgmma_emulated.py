@@ -47,10 +47,10 @@ def test_dtypes_and_strides(dtype, layout):
     check("emulator", "fa2", q, k, v, tiles=tiles, causal=True, layout=layout, **UNIT)
 
 
-def _attend(Nq=300, Nk=200, causal=True, blocks=1):
-    """O and L, of three row tiles that one block computes, and the counts."""
+def _attend(Nq=300, Nk=200, causal=True, blocks=1, rows=128):
+    """O and L, of some row tiles that so many blocks compute, and the counts."""
     q, k, v = half_inputs("float16", 1, 1, 1, Nq, Nk, 64)
-    tiles = Tiles(128, 32, stages=2)
+    tiles = Tiles(rows, 32, stages=2)
     uncached = getattr(planning.planned, "__wrapped__", planning.planned)
     with (
         mock.patch.object(planning, "planned", uncached),
@@ -132,21 +132,21 @@ def _kernel(changed, text):
 
 
 @cache
-def _right():
-    return _attend()[0]
+def _right(rows):
+    return _attend(rows=rows)[0]
 
 
-def _outcome(changed, needle, replacement, which):
+def _outcome(changed, needle, replacement, which, rows=128):
     """What finds the fault: the name of an error, or "values"; None if nothing does."""
     source = inspect.getsource(_module(_path(changed)))
     pieces = source.split(needle)
     assert len(pieces) > which + 1, f"{needle!r} stands {len(pieces) - 1} times in {changed}"
     text = needle.join(pieces[: which + 1]) + replacement + needle.join(pieces[which + 1 :])
-    right = _right()
+    right = _right(rows)
     mutant = _kernel(changed, text)
     try:
         with mock.patch.object(wgmma, "fa2_forward", mutant):
-            found = _attend()[0]
+            found = _attend(rows=rows)[0]
     except emulator.EmulatorError as error:
         return type(error).__name__
     same = all(np.array_equal(a, b, equal_nan=True) for a, b in zip(found, right, strict=True))
@@ -295,3 +295,16 @@ MUTANTS = {
 def test_a_planted_fault_is_found(name):
     *change, wanted = MUTANTS[name]
     assert _outcome(*change) in wanted
+
+
+@pytest.mark.parametrize(
+    "needle, which, wanted",
+    [
+        ("arrive_named(TURN_1, threads)", 0, STALLS),
+        ("arrive_named(TURN_2, threads)", 0, STALLS),
+        ("sync_named(TURN_2, threads)", 0, STALLS | EARLY),
+        ("sync_named(MEET_2, GROUP)", 0, EARLY | {"MissingFence"}),
+    ],
+)
+def test_a_fault_among_three_consumers_is_found(needle, which, wanted):
+    assert _outcome("turns", needle, "pass", which, rows=192) in wanted
