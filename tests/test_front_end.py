@@ -1,5 +1,6 @@
 """What stands in for parts of Numba's front end gives what they give, and goes away again."""
 
+import gc
 import threading
 
 import pytest
@@ -59,10 +60,10 @@ def test_each_part_is_used_and_is_numbas_again_afterwards():
     before = [getattr(where, name) for where, name in REPLACED]
     with pytest.raises(KeyError, match="inside"), without_repeats():
         assert all(getattr(w, n) is not b for (w, n), b in zip(REPLACED, before, strict=True))
-        assert "__deepcopy__" in vars(ir.Block)
+        assert "__deepcopy__" in vars(ir.Block) and not gc.isenabled()
         raise KeyError("inside")
     assert [getattr(where, name) for where, name in REPLACED] == before
-    assert "__deepcopy__" not in vars(ir.Block)
+    assert "__deepcopy__" not in vars(ir.Block) and gc.isenabled()
 
 
 def test_the_variables_alive_are_those_that_numba_finds(monkeypatch):
