@@ -65,10 +65,12 @@ $(VENV)/bin/python:
 	% (sys.executable, *sys.version_info[:2]))'
 	$(PYTHON) -m venv $(VENV)
 
-# pip would write bytecode on one core, that of the packages' own tests too.
+# pip would write bytecode on one core, that of the packages' own tests too; UNUSED is not or seldom
+# imported here.
+UNUSED := tests?|pip|setuptools|pkg_resources|fontTools|lexers
 define install
 	$(RUN) -m pip install --disable-pip-version-check --quiet --no-compile -e '.[$(WHEELS),$(1)]'
-	@$(RUN) -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib >/dev/null || true
+	@$(RUN) -m compileall -q -j 0 -x '/($(UNUSED))/' $(VENV)/lib >/dev/null || true
 	@touch $@
 endef
 
