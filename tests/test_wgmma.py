@@ -1,0 +1,65 @@
+"""The kernels on Hopper's tensor cores on a GPU that has them: many calls, many times over.
+
+`test_wgmma_emulated` has the same kernels on the emulator, and the faults planted in them.
+"""
+
+import numpy as np
+import pytest
+from mma_helpers import check, half_inputs
+
+import fa_numba
+from fa_numba import Tiles
+from fa_numba import device as devices
+from fa_numba.device import compute_capability, gpu_available
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not gpu_available() or compute_capability() != (9, 0),
+        reason="no GPU of compute capability 9.0",
+    ),
+]
+LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 300, 431, 700)
+OPTIONS = (
+    {},
+    {"causal": True},
+    {"window": (40, 9)},
+    {"window": (64, -1)},
+    {"softcap": 3.0, "causal": True},
+)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_calls(seed):
+    """Any lengths, heads, head dimension, layout, option and tiles."""
+    rng = np.random.default_rng(seed)
+    Nq, Nk = (int(rng.choice(LENGTHS)) for _ in range(2))
+    group, Hk, d = int(rng.choice((1, 3))), int(rng.choice((1, 2))), int(rng.choice((64, 80, 128)))
+    layout = str(rng.choice(("padded", "transposed", "strided")))
+    tiles = (None, Tiles(128, 64, stages=2), Tiles(128, 128, stages=1))[rng.integers(3)]
+    options = dict(OPTIONS[rng.integers(len(OPTIONS))])
+    if "window" in options:
+        options["q_lens"] = [int(rng.integers(0, Nq + 1)) for _ in range(2)]
+    q, k, v = half_inputs("float16", 2, Hk * group, Hk, Nq, Nk, d)
+    check("gpu", "fa2", q, k, v, unit="wgmma", tiles=tiles, layout=layout, **options)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_a_call_gives_the_same_bits_every_time(d):
+    """Blocks take row tiles in another order each time; nothing of the result is of that."""
+    arrays = [devices.to_gpu(x) for x in half_inputs("float16", 2, 8, 4, 1000, 1000, d)]
+    options = {"unit": "wgmma", "causal": True, "return_lse": True}
+    first = [devices.copied_to_host(x) for x in fa_numba.flash_attention_2(*arrays, **options)]
+    for _ in range(300):
+        again = [devices.copied_to_host(x) for x in fa_numba.flash_attention_2(*arrays, **options)]
+        assert all(
+            (x.view(np.uint8) == y.view(np.uint8)).all() for x, y in zip(again, first, strict=True)
+        )
+
+
+def test_auto_takes_this_unit():
+    q, k, v = (devices.to_gpu(x) for x in half_inputs("float16", 1, 2, 2, 200, 200, 64))
+    own = fa_numba.flash_attention_2(q, k, v, unit="wgmma")
+    chosen = fa_numba.flash_attention_2(q, k, v)
+    assert fa_numba.plan(q.shape, k.shape, dtype="float16").unit == "wgmma"
+    assert (devices.copied_to_host(own) == devices.copied_to_host(chosen)).all()
