@@ -11,6 +11,7 @@ from fa_numba.host.plans import Argument, Boxes, Buffer, Launch, Steps, Untouche
 from fa_numba.host.requests import Request
 from fa_numba.host.units import UNITS
 from fa_numba.integers import ceil_div, round_up
+from fa_numba.tiling import Tiles
 from fa_numba.tiling.wgmma import GROUP_ROWS
 
 
@@ -91,11 +92,10 @@ def _fa2_backward(request: Request) -> Steps:
     sum_of_dq: dict[str, Argument] = {} if atomic else {sums: Untouched(request.q_shape)}
     facts = (p.head_dim, *unit.row_facts(request))
     row_sums = kernels.make_row_sums(*facts, atomic, request.lengths)
+    bound = {"scale_log2": "score_scale", **sum_of_dq, **_boxes(request, tiles)}
     launches = [
         Launch.of(row_sums, _by_rows(request, kernels.WARPS), **sum_of_dq),
-        Launch.of(
-            kernels.make_backward(spec, atomic), over_columns, scale_log2="score_scale", **sum_of_dq
-        ),
+        Launch.of(kernels.make_backward(spec, atomic), over_columns, **bound),
     ]
     if not atomic:
         sweep, sweep_spec = unit.sweep(request, tiles, spec)
@@ -108,6 +108,15 @@ def _fa2_backward(request: Request) -> Steps:
         launches.append(_rounding(request, "A", "dQ", "scale"))
     count = functools.partial(io_model.fa2_backward, p, tiles, **how)
     return Steps(tiles, tuple(launches), tuple(workspace), count, score_unit=LOG2E)
+
+
+def _boxes(request: Request, tiles: Tiles) -> dict[str, Argument]:
+    """What FA-2's backward kernel takes by boxes: nothing, or all in 16 bits."""
+    if not UNITS[request.unit].persistent:
+        return {}
+    rows = {"Q": tiles.Br, "dO": tiles.Br, "K": tiles.Bc, "V": tiles.Bc}
+    rows |= {"dK": GROUP_ROWS, "dV": GROUP_ROWS}
+    return {name: Boxes(name, n) for name, n in rows.items()}
 
 
 def _sum(name: str, shape: tuple[int, ...], zeroed: bool = False) -> Buffer:

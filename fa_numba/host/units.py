@@ -27,10 +27,12 @@ from fa_numba.tiling import (
     default_mma_standard_tiles,
     default_mma_tiles,
     default_tiles,
+    default_wgmma_backward_tiles,
     default_wgmma_tiles,
     select_mma_backward_spec,
     select_mma_spec,
     select_spec,
+    select_wgmma_backward_spec,
     select_wgmma_spec,
     sweep_tiles,
 )
@@ -228,7 +230,7 @@ class Mma(Unit):
 class Wgmma(Unit):
     """Hopper's tensor cores by ``wgmma`` and bulk copies, in 16 bits: compute capability 9.0 alone.
 
-    It has FlashAttention-2's forward pass so far.
+    It has FlashAttention-2 so far, backward by atomic adds alone.
     """
 
     name, title = "wgmma", "Hopper's tensor cores"
@@ -237,18 +239,25 @@ class Wgmma(Unit):
     kernels = wgmma
     persistent = True
     staged = frozenset({("fa2", "fwd")})
-    # What its kernels are compiled for beside plain attention.
-    features = ("causal", "window", "softcap", "q_lens")
+    # What its kernels are compiled for beside plain attention, and their largest head dimension.
+    features: Mapping[str, tuple[str, ...]] = {
+        "fwd": ("causal", "window", "softcap", "q_lens"),
+        "bwd": ("causal", "window"),
+    }
+    largest: Mapping[str, int] = {"fwd": 256, "bwd": 128}
 
     def lacks(self, request: Request) -> str:
-        if (request.algorithm, request.passes) != ("fa2", "fwd"):
-            return "another pass than fa2's forward one"
+        if request.algorithm != "fa2":
+            return "another algorithm than fa2"
+        if request.deterministic:
+            return "sums of dQ in a fixed order (deterministic)"
         on = (f.name for f in fields(Features) if getattr(request.features, f.name))
-        lacking = [name for name in on if name not in self.features]
+        lacking = [name for name in on if name not in self.features[request.passes]]
         if lacking:
             return f"the option {lacking[0]}"
-        if request.problem.head_dim > 256:
-            return f"a head dimension of {request.problem.head_dim}, which is above 256"
+        d, largest = request.problem.head_dim, self.largest[request.passes]
+        if d > largest:
+            return f"a head dimension of {d}, which is above {largest}"
         if not request.aligned:
             return "arrays whose rows do not start at 16-byte addresses"
         return ""
@@ -264,13 +273,22 @@ class Wgmma(Unit):
     def forward(self, request: Request) -> tuple[Tiles, Spec]:
         p = request.problem
         tiles = request.tiles or default_wgmma_tiles(p.seqlen_q, p.head_dim, p.causal)
-        facts: dict[str, Any] = {"features": request.features, "dtype": p.dtype}
-        facts |= {"positive_scale": p.scale > 0.0, "grouped": p.group > 1}
-        spec = select_wgmma_spec(tiles, p.head_dim, request.shared_limit, **facts)
+        spec = select_wgmma_spec(tiles, p.head_dim, request.shared_limit, **self._facts(request))
         return replace(tiles, threads=spec.threads), spec
 
+    @staticmethod
+    def _facts(request: Request) -> dict[str, Any]:
+        p = request.problem
+        facts: dict[str, Any] = {"features": request.features, "dtype": p.dtype}
+        return facts | {"positive_scale": p.scale > 0.0, "grouped": p.group > 1}
+
     def backward(self, request: Request) -> tuple[Tiles, Spec]:
-        raise NotImplementedError(self.lacks(request))
+        p = request.problem
+        tiles = request.tiles or default_wgmma_backward_tiles(p.head_dim)
+        spec = select_wgmma_backward_spec(
+            tiles, p.head_dim, request.shared_limit, **self._facts(request)
+        )
+        return replace(tiles, threads=spec.threads), spec
 
     def sweep(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
         raise NotImplementedError(self.lacks(request))
@@ -282,7 +300,7 @@ class Wgmma(Unit):
         raise NotImplementedError(self.lacks(request))
 
     def row_facts(self, request: Request) -> tuple:
-        raise NotImplementedError(self.lacks(request))
+        return request.problem.dtype, request.aligned
 
 
 def _select(request: Request, kind: type[MmaSpec]) -> Callable[..., Any]:

@@ -29,6 +29,11 @@ from fa_numba.tiling.simt import SimtBackwardSpec, SimtSpec, select_spec, splits
 from fa_numba.tiling.spec import MAX_THREADS, Spec
 from fa_numba.tiling.tiles import STAGES, Tiles, is_valid
 from fa_numba.tiling.wgmma import WgmmaSpec, default_wgmma_tiles, select_wgmma_spec
+from fa_numba.tiling.wgmma_backward import (
+    WgmmaBackwardSpec,
+    default_wgmma_backward_tiles,
+    select_wgmma_backward_spec,
+)
 
 __all__ = [
     "MAX_THREADS",
@@ -43,18 +48,21 @@ __all__ = [
     "StandardSpec",
     "Tiles",
     "TransposedSpec",
+    "WgmmaBackwardSpec",
     "WgmmaSpec",
     "default_backward_tiles",
     "default_mma_backward_tiles",
     "default_mma_standard_tiles",
     "default_mma_tiles",
     "default_tiles",
+    "default_wgmma_backward_tiles",
     "default_wgmma_tiles",
     "is_valid",
     "paper_rule",
     "select_mma_backward_spec",
     "select_mma_spec",
     "select_spec",
+    "select_wgmma_backward_spec",
     "select_wgmma_spec",
     "splits",
     "sweep_tiles",

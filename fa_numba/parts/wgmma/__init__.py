@@ -2,17 +2,21 @@
 
 from functools import cache
 
-from fa_numba.parts import heads, layout, rows, softmax, visits
+from fa_numba.parts import gradients, heads, layout, rows, softmax, visits
 from fa_numba.parts.namespace import Parts
-from fa_numba.parts.wgmma import products, schedule, stages, stores, tile_load, turns
+from fa_numba.parts.wgmma import backward, products, schedule, stages, stores, tile_load, turns
+from fa_numba.tiling import WgmmaBackwardSpec
 
 _MODULES = (
     *(products, schedule, stages, stores, tile_load, turns),
-    *(layout, heads, visits, softmax, rows),
+    *(layout, heads, visits, softmax, rows, gradients),
 )
 
 
 @cache
 def parts(spec):
-    """The device functions of a kernel for ``spec``: ``p.NAME`` is ``make_NAME(spec)``."""
-    return Parts(spec, _MODULES)
+    """The device functions of a kernel for ``spec``: ``p.NAME`` is ``make_NAME(spec)``, in a
+    backward kernel that of ``backward.py`` where there is one.
+    """
+    own = (backward,) if isinstance(spec, WgmmaBackwardSpec) else ()
+    return Parts(spec, (*own, *_MODULES))

@@ -1,0 +1,170 @@
+"""FlashAttention-2, backward: K/V grid, Q inner (arXiv 2307.08691, Algorithm 2), on Hopper's tensor
+cores.
+
+One thread block takes one column tile: the outer loop is the grid. Its producer brings Kj and Vj
+once, and row tiles with their L and D to two places in turn. A consumer warpgroup has 64 columns of
+S and all rows of the tile: it keeps its dK and dV in registers, and P is recomputed from L alone.
+Only dS passes through shared memory, for dQ. dQ is summed in float32 (``A``) by atomic adds, in no
+fixed order, then rounded. Shared memory and accesses: below the kernel.
+"""
+
+from functools import cache
+
+from numba import types
+
+from fa_numba.device import Kernel, array_type, cuda, device_function, float32, tiled_type, uint32
+from fa_numba.intrinsics.mbarrier import mbarrier_tile, wait_mbarrier
+from fa_numba.intrinsics.shared import half_tile, shared_tile
+from fa_numba.intrinsics.warpgroup import give_registers, take_registers
+from fa_numba.kernels.mma.fa2_backward import WARPS, make_round_rows, make_row_sums
+from fa_numba.parts.wgmma import parts
+
+__all__ = ["WARPS", "make_backward", "make_round_rows", "make_row_sums"]
+
+
+@cache
+def make_backward(spec, atomic=True):
+    """The kernel, over (Tc, Hk, B) blocks; it has ``atomic`` adds alone."""
+    p, Br, Bc, (NQ, NK, NS) = parts(spec), spec.Br, spec.Bc, spec.tile_halves
+    RS, RP, RQ = spec.TM * spec.TN, spec.p_registers, spec.query_registers
+    RK, (FEW, MANY) = spec.column_registers, spec.registers
+    AT_Q, AT_DO, AT_DS, AT_L, BARRIER_0 = spec.places
+    NQS, NSS, NL, BARRIERS = 2 * NQ, 2 * NS, 4 * Br, spec.barriers
+    FULL_KV, FULL_Q, FULL_DO, EMPTY = spec.barrier_places
+
+    @device_function
+    def produce(sK, sV, sQ, sdO, bars, Q, K, V, dO, group, options):
+        b, hk = p.key_head()
+        h, heads = p.query_heads(hk, group)
+        h_end = uint32(h + heads)
+        Nq, Nk = p.lengths(Q.shape[2], K.shape[2], b, options)
+        j0 = uint32(cuda.blockIdx.x * Bc)
+        i_first, i_end = p.row_range(j0, uint32(0), Nq, Nq, Nk, options)
+        # Alg. 2 line 6: load Kj, Vj
+        p.load_column_tiles(sK, sV, K, V, b, hk, j0, bars, uint32(FULL_KV))
+        stage, parity, i0 = uint32(0), uint32(1), i_first
+        while i0 < i_end and h < h_end:
+            # Alg. 2 line 9: load Qi, dOi
+            wait_mbarrier(bars, uint32(EMPTY + stage), parity)
+            at = uint32(stage * NQ)
+            p.load_rows(sQ, at, Q, b, h, i0, bars, uint32(FULL_Q + stage))
+            p.load_rows(sdO, at, dO, b, h, i0, bars, uint32(FULL_DO + stage))
+            stage, parity = p.next_stage(stage, parity)
+            h, i0 = p.next_visit(h, i0, i_first, i_end)
+
+    @device_function
+    def produce_values(sL, bars, Q, K, L, D, group, options):
+        b, hk = p.key_head()
+        h, heads = p.query_heads(hk, group)
+        h_end = uint32(h + heads)
+        Nq, Nk = p.lengths(Q.shape[2], K.shape[2], b, options)
+        j0 = uint32(cuda.blockIdx.x * Bc)
+        i_first, i_end = p.row_range(j0, uint32(0), Nq, Nq, Nk, options)
+        stage, parity, i0 = uint32(0), uint32(1), i_first
+        while i0 < i_end and h < h_end:
+            # Alg. 2 line 9: load Li, Di
+            wait_mbarrier(bars, uint32(EMPTY + stage), parity)
+            at, full = uint32(stage * (2 * Br)), uint32(FULL_Q + stage)
+            p.load_values(sL, at, L[b, h], D[b, h], i0, Nq, bars, full)
+            stage, parity = p.next_stage(stage, parity)
+            h, i0 = p.next_visit(h, i0, i_first, i_end)
+
+    @device_function
+    def consume(sK, sV, sQ, sdO, sdS, sL, bars, Q, K, A, dK, dV, scale, scale_log2, group, options):
+        rS = cuda.local.array(RS, float32)
+        rdP = cuda.local.array(RS, float32)
+        rP = cuda.local.array(RP, uint32)
+        rdS = cuda.local.array(RP, uint32)
+        rdQ = cuda.local.array(RQ, float32)
+        rdK = cuda.local.array(RK, float32)
+        rdV = cuda.local.array(RK, float32)
+        w, tx, ty = p.place()
+        b, hk = p.key_head()
+        h, heads = p.query_heads(hk, group)
+        h_end = uint32(h + heads)
+        Nq, Nk = p.lengths(Q.shape[2], K.shape[2], b, options)
+        j0 = uint32(cuda.blockIdx.x * Bc)  # those with most rows, the first ones, go first
+        i_first, i_end = p.row_range(j0, uint32(0), Nq, Nq, Nk, options)
+        column0 = uint32(j0 + 64 * w)
+        own = uint32(64 * 64 * w)
+        # Alg. 2 line 7: dKj = 0, dVj = 0, on chip
+        p.start_columns(rdK, rdV)
+        stage, parity, i0 = uint32(0), uint32(0), i_first
+        more = i0 < i_end and h < h_end
+        wait_mbarrier(bars, uint32(FULL_KV), uint32(0))
+        if more:
+            wait_mbarrier(bars, uint32(FULL_Q + stage), parity)
+            p.begin_scores(rS, sK, own, sQ, uint32(stage * NQ))
+        # Alg. 2 line 8: for each row tile i that sees column tile j, of each query head
+        while more:
+            at, at_L, at_dS = uint32(stage * NQ), uint32(stage * (2 * Br)), uint32(stage * NS)
+            # Alg. 2 line 13: dPij = dOi VjT, on its way with Sij = scale Qi KjT of line 10
+            wait_mbarrier(bars, uint32(FULL_DO + stage), parity)
+            p.begin_scores(rdP, sV, own, sdO, at)
+            p.wait_scores(rS, True)
+            p.scale_and_mask(rS, scale_log2, i0, column0, Nq, Nk, b, h, options, ty, tx)
+            # Alg. 2 line 11: Pij = exp(Sij - Li)
+            p.softmax_from_lse(rS, scale_log2, sL, at_L, ty)
+            # Alg. 2 line 12: dVj += PijT dOi
+            p.round_p(rP, rS)
+            p.begin_columns(rdV, rP, sdO, at)
+            # Alg. 2 line 14: dSij = Pij o (dPij - Di)
+            p.wait_scores(rdP, True)
+            p.score_gradients(rdP, rS, sL, uint32(at_L + Br), ty)
+            p.round_p(rdS, rdP)
+            # Alg. 2 line 16: dKj += dSijT Qi
+            p.begin_columns(rdK, rdS, sQ, at)
+            p.store_ds(sdS, at_dS, rdS, w, ty, tx)
+            p.meet_all()  # dSij is there
+            # Alg. 2 line 15: dQi += scale dSij Kj, through global memory
+            p.begin_dq(rdQ, sdS, at_dS, sK, w)
+            h_next, i_next = p.next_visit(h, i0, i_first, i_end)
+            more = h_next < h_end
+            next_stage, next_parity = p.next_stage(stage, parity)
+            if more:
+                # Alg. 2 line 10 of the next i: Sij = scale Qi KjT
+                wait_mbarrier(bars, uint32(FULL_Q + next_stage), next_parity)
+                p.begin_scores(rS, sK, own, sQ, uint32(next_stage * NQ))
+            p.wait_dq(rdQ, more)
+            p.empty(bars, uint32(EMPTY + stage))
+            p.add_dq(rdQ, A[b, h], i0, Nq, w, tx, ty)
+            stage, parity, h, i0 = next_stage, next_parity, h_next, i_next
+
+        # Alg. 2 line 18: write dKj, dVj
+        p.wait_columns(rdK, rdV)
+        p.meet_all()  # nobody reads Kj and Vj any more
+        p.scale_columns(rdK, scale)
+        p.write_tile(rdK, sK, uint32(0), dK, w, column0, b, hk, tx, ty)
+        p.write_tile(rdV, sV, uint32(0), dV, w, column0, b, hk, tx, ty)
+
+    def fa2_backward(Q, K, V, dO, L, D, A, dK, dV, scale, scale_log2, group, options):
+        sK, sV = half_tile(0, NK), half_tile(NK, NK)
+        sQ, sdO, sdS = half_tile(AT_Q, NQS), half_tile(AT_DO, NQS), half_tile(AT_DS, NSS)
+        sL, bars = shared_tile(AT_L, NL), mbarrier_tile(BARRIER_0, BARRIERS)
+        p.begin_barriers(bars)
+        cuda.syncthreads()
+        if cuda.threadIdx.x < 128:
+            give_registers(FEW)
+            if cuda.threadIdx.x == 0:
+                produce(sK, sV, sQ, sdO, bars, Q, K, V, dO, group, options)
+            elif cuda.threadIdx.x // 32 == 1:
+                produce_values(sL, bars, Q, K, L, D, group, options)
+        else:
+            take_registers(MANY)
+            # fmt: off
+            consume(sK, sV, sQ, sdO, sdS, sL, bars, Q, K, A, dK, dV, scale, scale_log2, group,
+                    options)
+            # fmt: on
+
+    tiles, rows = tiled_type(4), array_type(3)
+    arrays = [*[tiles] * 4, rows, rows, array_type(4), tiles, tiles]
+    scalars = (types.float32, types.float32, types.int32)
+    arguments = (*arrays, *scalars, spec.features.argument_type)
+    return Kernel(fa2_backward, arguments, spec.threads, spec.shared_bytes, spec.min_blocks)
+
+
+__doc__ += """
+Shared memory, bytes, d rounded up to 64:  2 (2 Bc d + 4 Br d + 2 Br Bc) + 16 Br, and the barriers;
+    at the tiles that there are:  [d=64, 128 x 128] [d=128, 64 x 128]
+Accesses: those of the kernel on ``mma``.
+"""

@@ -1,0 +1,311 @@
+"""What the backward kernel on Hopper's tensor cores does otherwise: S and dP stand transposed in
+registers, row tiles come to two places in turn, and their L and D with them.
+"""
+
+from functools import cache
+
+from fa_numba.device import cuda, device_function, float32, uint32
+from fa_numba.dtypes import DTYPES
+from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, exp2
+from fa_numba.intrinsics.barriers import sync_named
+from fa_numba.intrinsics.bulk_copy import fence_async_proxy, load_box
+from fa_numba.intrinsics.mbarrier import (
+    arrive_mbarrier,
+    expect_bytes,
+    fence_mbarrier_init,
+    init_mbarrier,
+)
+from fa_numba.intrinsics.shared import load4, store2
+from fa_numba.intrinsics.warpgroup import MULTIPLY, STEP, wait_products
+from fa_numba.parts import softmax
+from fa_numba.parts.mma.pairs import make_add_two
+from fa_numba.parts.wgmma import products, stages, stores
+from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL
+from fa_numba.tiling.wgmma_backward import STAGES
+
+# A named barrier of all consumers, beside those of ``turns``.
+ALL = 7
+WARP = 32
+
+
+# --- row tiles -------------------------------------------------------------------------------
+
+
+@cache
+def make_begin_barriers(spec):
+    """``begin_barriers(bars)``: a place of Q is full when its L and D are there too, which a warp
+    brings; every consumer warp empties one of Q and dO.
+    """
+    full_kv, full_q, full_do, empty = spec.barrier_places
+    warps = 4 * spec.consumers
+
+    @device_function
+    def begin_barriers(bars):
+        if cuda.threadIdx.x == 0:
+            init_mbarrier(bars, full_kv, 1)
+            for s in range(STAGES):
+                init_mbarrier(bars, full_q + s, 1 + WARP)
+                init_mbarrier(bars, full_do + s, 1)
+                init_mbarrier(bars, empty + s, warps)
+            fence_mbarrier_init()
+
+    return begin_barriers
+
+
+@cache
+def make_next_stage(spec):
+    """``next_stage(stage, parity)``, as in the forward pass."""
+    return stages._make_next(STAGES)
+
+
+@cache
+def make_next_visit(spec):
+    """``next_visit(h, i0, i_first, i_end)``: the head and row tile after this one; the next query
+    head's first behind the last of a head.
+    """
+    Br = spec.Br
+
+    @device_function
+    def next_visit(h, i0, i_first, i_end):
+        h_next, i_next = h, uint32(i0 + Br)
+        if i_next >= i_end:
+            h_next, i_next = uint32(h + 1), i_first
+        return h_next, i_next
+
+    return next_visit
+
+
+@cache
+def make_load_column_tiles(spec):
+    """``load_column_tiles(sK, sV, K, V, b, h, col0, bars, barrier)``: Kj and Vj."""
+    Bc, panels = spec.Bc, spec.panels
+    size = 4 * PANEL * panels * Bc
+
+    @device_function
+    def load_column_tiles(sK, sV, K, V, b, h, col0, bars, barrier):
+        expect_bytes(bars, barrier, size)
+        for n in range(panels):
+            load_box(sK, uint32(PANEL * Bc * n), K, b, h, col0, PANEL * n, bars, barrier)
+            load_box(sV, uint32(PANEL * Bc * n), V, b, h, col0, PANEL * n, bars, barrier)
+
+    return load_column_tiles
+
+
+@cache
+def make_load_rows(spec):
+    """``load_rows(sT, at, T, b, h, row0, bars, barrier)``: Qi or dOi."""
+    Br, panels = spec.Br, spec.panels
+    size = 2 * PANEL * panels * Br
+
+    @device_function
+    def load_rows(sT, at, T, b, h, row0, bars, barrier):
+        expect_bytes(bars, barrier, size)
+        for n in range(panels):
+            place = uint32(at + PANEL * Br * n)
+            load_box(sT, place, T, b, h, row0, PANEL * n, bars, barrier)
+
+    return load_rows
+
+
+@cache
+def make_load_values(spec):
+    """``load_values(sL, at, L, D, row0, rows_end, bars, barrier)``: a warp brings L, in units of
+    log2, and behind it D. Rows past the end have 0, and so have those that see no column.
+
+    Of 16 rows those four that a thread has lie side by side: 2 tx, the next, and 8 further.
+    """
+    Br = spec.Br
+
+    @device_function
+    def load_values(sL, at, L, D, row0, rows_end, bars, barrier):
+        r = uint32(uint32(cuda.threadIdx.x) % uint32(WARP))
+        while r < uint32(Br):
+            row = uint32(row0 + r)
+            shift, d = float32(0.0), float32(0.0)
+            if row < rows_end:
+                shift = LOG2E * L[row]
+                d = D[row]
+            if shift == NEG_INF:
+                shift = float32(0.0)
+            within = uint32(r % 8 // 2 * 4 + r % 16 // 8 * 2 + r % 2)
+            place = uint32(at + r // 16 * 16 + within)
+            sL[place] = shift
+            sL[uint32(place + Br)] = d
+            r = uint32(r + WARP)
+        arrive_mbarrier(bars, barrier)
+
+    return load_values
+
+
+# --- S, P and dS -----------------------------------------------------------------------------
+
+
+@cache
+def make_begin_scores(spec):
+    """``begin_scores(rS, sK, first, sQ, at)``: ST = K QT of the 64 columns from ``first`` on, or
+    dPT = V dOT.
+    """
+    return products.make_begin_scores(spec.transposed)
+
+
+@cache
+def make_begin_columns(spec):
+    """``begin_columns(rdV, rP, sdO, at)``: dV += PT dO, or dK += dST Q."""
+    return products.make_begin_output(spec.transposed)
+
+
+@cache
+def make_scale_and_mask(spec):
+    """``scale_and_mask``, of this consumer's columns from ``col0`` on."""
+    return softmax.make_scale_and_mask(spec.part)
+
+
+@cache
+def make_softmax_from_lse(spec):
+    """``softmax_from_lse(rS, scale, sL, at, ty)``: ST to PT = exp(ST - L), as in ``softmax``."""
+    TM, TN, folds = spec.TM, spec.TN, spec.folds_scale
+
+    @device_function
+    def softmax_from_lse(rS, scale, sL, at, ty):
+        for m in range(TM // 4):
+            shifts = load4(sL, uint32(at + 16 * m + 4 * ty))
+            for n in range(4):
+                for j in range(TN):
+                    s = rS[j * TM + 4 * m + n]
+                    if folds:
+                        s = s * scale
+                    rS[j * TM + 4 * m + n] = exp2(s - shifts[n])
+
+    return softmax_from_lse
+
+
+@cache
+def make_score_gradients(spec):
+    """``score_gradients(rdP, rP, sD, at, ty)``: dST = PT o (dPT - D), in place of dPT."""
+    TM, TN = spec.TM, spec.TN
+
+    @device_function
+    def score_gradients(rdP, rP, sD, at, ty):
+        for m in range(TM // 4):
+            dots = load4(sD, uint32(at + 16 * m + 4 * ty))
+            for n in range(4):
+                for j in range(TN):
+                    e = j * TM + 4 * m + n
+                    rdP[e] = rP[e] * (rdP[e] - dots[n])
+
+    return score_gradients
+
+
+@cache
+def make_store_ds(spec):
+    """``store_ds(sdS, at, rdS, w, ty, tx)``: dST in 16 bits, for all consumers; a row for a column
+    of S, in panels of 64 rows of S, as the copy engine would swizzle it.
+    """
+    TM, TN, Bc = spec.TM, spec.TN, spec.Bc
+
+    @device_function
+    def store_ds(sdS, at, rdS, w, ty, tx):
+        exchange = uint32(8 * (tx % 8))
+        first = uint32(at + PANEL * (GROUP_ROWS * w + tx) + 2 * ty)
+        for j in range(TN):
+            row = uint32(first + PANEL * 8 * j)
+            for n in range(TM // 2):
+                chunk = uint32(uint32(8 * (n % 8)) ^ exchange)
+                store2(sdS, uint32(row + chunk + PANEL * Bc * (n // 8)), rdS[j * (TM // 2) + n])
+        fence_async_proxy()
+
+    return store_ds
+
+
+@cache
+def make_meet_all(spec):
+    """``meet_all()``: all consumers wait for each other."""
+    threads = GROUP * spec.consumers
+
+    @device_function
+    def meet_all():
+        sync_named(ALL, threads)
+
+    return meet_all
+
+
+# --- dQ, dK and dV ---------------------------------------------------------------------------
+
+
+@cache
+def make_begin_dq(spec):
+    """``begin_dq(rdQ, sdS, at, sK, w)``: this consumer's 64 x 64 part of dQ = dS K: its rows, or
+    its columns. Both operands' rows run across the sum, which is over all columns of S.
+    """
+    Bc, STEPS, by_rows = spec.Bc, spec.Bc // STEP, spec.Br > GROUP_ROWS
+    multiply = MULTIPLY[DTYPES[spec.dtype].matrix]
+
+    @device_function
+    def begin_dq(rdQ, sdS, at, sK, w):
+        rows, columns = uint32(0), uint32(PANEL * Bc * w)
+        if by_rows:
+            rows, columns = columns, rows
+        multiply(rdQ, PANEL, sdS, uint32(at + rows), Bc, 1, sK, columns, Bc, 1, STEPS, 0)
+
+    return begin_dq
+
+
+@cache
+def make_wait_dq(spec):
+    """``wait_dq(rdQ, more)``: dQ is there, and what was begun before has ended; with ``more`` a
+    later product may be on its way.
+    """
+    RQ = spec.query_registers
+
+    @device_function
+    def wait_dq(rdQ, more):
+        if more:
+            wait_products(rdQ, RQ, 1)
+        else:
+            wait_products(rdQ, RQ, 0)
+
+    return wait_dq
+
+
+@cache
+def make_wait_columns(spec):
+    """``wait_columns(rdK, rdV)``: both are there, and nothing on its way."""
+    RK = spec.column_registers
+
+    @device_function
+    def wait_columns(rdK, rdV):
+        wait_products(rdK, RK, 0)
+        wait_products(rdV, RK, 0)
+
+    return wait_columns
+
+
+@cache
+def make_add_dq(spec):
+    """``add_dq(rdQ, A, row0, rows_end, w, tx, ty)``: A += this consumer's part of dQ, by atomic
+    adds.
+    """
+    by_rows, pairs = spec.Br > GROUP_ROWS, PANEL // 8
+    add_two = make_add_two(spec)
+
+    @device_function
+    def add_dq(rdQ, A, row0, rows_end, w, tx, ty):
+        first, col0 = uint32(row0 + tx), uint32(2 * ty)
+        if by_rows:
+            first = uint32(first + GROUP_ROWS * w)
+        else:
+            col0 = uint32(col0 + PANEL * w)
+        for i in range(2):
+            row = uint32(first + 8 * i)
+            for n in range(pairs):
+                e = i * 2 * pairs + 2 * n
+                add_two(A, row, uint32(col0 + 8 * n), row < rows_end, rdQ[e], rdQ[e + 1])
+
+    return add_dq
+
+
+@cache
+def make_write_tile(spec):
+    """``write_tile(rdK, sK, at, dK, w, row0, b, h, ty, tx)``: this consumer's rows of dK or dV."""
+    return stores.make_write_tile(spec.transposed)
+

@@ -1,0 +1,193 @@
+"""How the warpgroups of a block share a tile in the backward pass on Hopper's tensor cores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fa_numba.integers import ceil_div
+from fa_numba.tiling.spec import Spec
+from fa_numba.tiling.tiles import Tiles
+from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL, REGISTERS, WgmmaSpec
+
+CONSUMERS = 2
+COLUMNS = CONSUMERS * GROUP_ROWS  # of a tile of S
+STAGES = 2  # row tiles in shared memory
+# Registers of a consumer beside its parts of the tiles.
+_OTHERS = 32
+
+
+@dataclass(frozen=True)
+class WgmmaBackwardSpec(Spec):
+    """A backward kernel on Hopper's tensor cores: a warpgroup that produces, and two that take 64
+    columns of S each, and all rows.
+
+    S and dP stand transposed in registers: a thread (ty, tx) of a consumer is place ty of 4 in
+    column tx of the tile, and has of it all of that place's rows. dQ needs all columns: dST is in
+    shared memory, and each consumer makes 64 x 64 elements of dQ.
+    """
+
+    dtype: str = "float16"
+    positive_scale: bool = False
+    vector_adds: bool = True
+
+    @property
+    def consumers(self) -> int:
+        return CONSUMERS
+
+    @property
+    def threads(self) -> int:
+        return GROUP * (1 + CONSUMERS)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that produces, and of one that consumes."""
+        return REGISTERS[CONSUMERS]
+
+    @property
+    def panels(self) -> int:
+        """Boxes of 64 columns that a row has."""
+        return ceil_div(self.head_dim, PANEL)
+
+    @property
+    def TM(self) -> int:
+        return self.Br // 4
+
+    @property
+    def TN(self) -> int:
+        return 2
+
+    @property
+    def row_width(self) -> int:
+        return 2
+
+    @property
+    def row_step(self) -> int:
+        return 8
+
+    @property
+    def column_width(self) -> int:
+        return 1
+
+    @property
+    def column_step(self) -> int:
+        return 8
+
+    @property
+    def element_steps(self) -> tuple[int, int]:
+        return 1, self.TM
+
+    @property
+    def folds_scale(self) -> bool:
+        return self.positive_scale and not self.features.changes_scores
+
+    @property
+    def column_registers(self) -> int:
+        """Registers of a thread's part of dK, and of dV."""
+        return self.TN * 4 * self.DN
+
+    @property
+    def query_registers(self) -> int:
+        """Registers of a thread's part of dQ."""
+        return PANEL * GROUP_ROWS // GROUP
+
+    @property
+    def p_registers(self) -> int:
+        """Words of a thread's part of P, or dS, in 16 bits."""
+        return self.TM * self.TN // 2
+
+    @property
+    def part(self) -> WgmmaBackwardSpec:
+        """What one consumer has of a tile of S."""
+        return replace(self, Bc=GROUP_ROWS)
+
+    @property
+    def transposed(self) -> WgmmaSpec:
+        """For the forward pass's products Q KT and P V, to make ST = K QT, dPT = V dOT, dV = PT dO
+        and dK = dST Q: rows are columns of S.
+        """
+        return WgmmaSpec(self.head_dim, self.Bc, self.Br, 4, self.Bc // 2, dtype=self.dtype)
+
+    @property
+    def tile_halves(self) -> tuple[int, int, int]:
+        """16-bit elements of a tile of Q or dO, of K or V, and of dS."""
+        columns = self.panels * PANEL
+        return columns * self.Br, columns * self.Bc, self.Br * self.Bc
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where in shared memory Q, dO and dS begin, in 16-bit elements, behind K and V; then L
+        and D, in floats; and the barriers, in units of 8 bytes.
+        """
+        rows, columns, scores = self.tile_halves
+        at_q = 2 * columns
+        at_do = at_q + STAGES * rows
+        at_ds = at_do + STAGES * rows
+        at_l = (at_ds + 2 * scores) // 2
+        return at_q, at_do, at_ds, at_l, (at_l + 2 * STAGES * self.Br) // 2
+
+    @property
+    def barrier_places(self) -> tuple[int, ...]:
+        """The barrier of K and V; the first of a full place of Q, of dO, and of an empty one of
+        both.
+        """
+        return 0, 1, 1 + STAGES, 1 + 2 * STAGES
+
+    @property
+    def barriers(self) -> int:
+        return 1 + 3 * STAGES
+
+    @property
+    def shared_bytes(self) -> int:
+        return 8 * (self.places[-1] + self.barriers)
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of one thread's parts of dK and dV, of S and dP, and of P in 16 bits."""
+        return 2 * self.column_registers + 2 * self.TM * self.TN + self.p_registers
+
+    @property
+    def fits_registers(self) -> bool:
+        return self.accumulators <= self.registers[1] - _OTHERS
+
+    @property
+    def min_blocks(self) -> int:
+        return 1
+
+
+def backward_rows(head_dim: int) -> int:
+    """Rows of a tile: those with which dQ has as many parts of 64 x 64 as there are consumers."""
+    return CONSUMERS * GROUP_ROWS // ceil_div(head_dim, PANEL)
+
+
+def select_wgmma_backward_spec(
+    tiles: Tiles, head_dim: int, shared_limit: int, **facts: object
+) -> WgmmaBackwardSpec:
+    """The specialisation of a backward kernel on Hopper's tensor cores for ``tiles``, with the
+    fields ``facts`` beside the sizes; ``shared_limit`` in bytes a block.
+
+    Raises ValueError for other tiles than 128 columns and as many rows as head_dim asks for,
+    another number of threads, and what does not fit shared memory.
+    """
+    Br = backward_rows(head_dim)
+    if (tiles.Br, tiles.Bc) != (Br, COLUMNS):
+        raise ValueError(
+            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} on Hopper's tensor cores at "
+            f"head_dim={head_dim}, backward: allowed is Br={Br}, Bc={COLUMNS}"
+        )
+    spec = WgmmaBackwardSpec(head_dim, Br, COLUMNS, 4, GROUP_ROWS, **facts)  # type: ignore[arg-type]
+    if tiles.threads not in (None, spec.threads):
+        raise ValueError(
+            f"tiles: threads={tiles.threads} does not fit Br={Br} on Hopper's tensor cores, "
+            f"backward: allowed is {spec.threads}"
+        )
+    if spec.shared_bytes > shared_limit:
+        raise ValueError(
+            f"tiles: Br={Br}, Bc={COLUMNS} at head_dim={head_dim} needs {spec.shared_bytes} bytes "
+            f"of shared memory, the device has {shared_limit} a block"
+        )
+    return spec
+
+
+def default_wgmma_backward_tiles(head_dim: int) -> Tiles:
+    """Block sizes of the backward kernel on Hopper's tensor cores."""
+    return Tiles(backward_rows(head_dim), COLUMNS)
