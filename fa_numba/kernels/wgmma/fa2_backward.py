@@ -95,6 +95,7 @@ def make_backward(spec, atomic=True):
         if more:
             wait_mbarrier(bars, uint32(FULL_Q + stage), parity)
             p.begin_scores(rS, sK, own, sQ, uint32(stage * NQ))
+            p.wait_scores(rS, False)
         # Alg. 2 line 8: for each row tile i that sees column tile j, of each query head
         while more:
             at, at_L, at_dS = uint32(stage * NQ), uint32(stage * (2 * Br)), uint32(stage * NS)
@@ -119,14 +120,17 @@ def make_backward(spec, atomic=True):
             # Alg. 2 line 15: dQi += scale dSij Kj, through global memory
             p.begin_dq(rdQ, sdS, at_dS, sK, w)
             h_next, i_next = p.next_visit(h, i0, i_first, i_end)
-            more = h_next < h_end
             next_stage, next_parity = p.next_stage(stage, parity)
+            more = h_next < h_end
             if more:
-                # Alg. 2 line 10 of the next i: Sij = scale Qi KjT
                 wait_mbarrier(bars, uint32(FULL_Q + next_stage), next_parity)
-                p.begin_scores(rS, sK, own, sQ, uint32(next_stage * NQ))
-            p.wait_dq(rdQ, more)
-            p.empty(bars, uint32(EMPTY + stage))
+            else:
+                next_stage = stage  # Sij once more, for nothing
+            # Alg. 2 line 10 of the next i: Sij = scale Qi KjT
+            p.begin_scores(rS, sK, own, sQ, uint32(next_stage * NQ))
+            p.wait_dq(rdQ)
+            if more:
+                p.empty(bars, uint32(EMPTY + stage))
             p.add_dq(rdQ, A[b, h], i0, Nq, w, tx, ty)
             stage, parity, h, i0 = next_stage, next_parity, h_next, i_next
 

@@ -252,17 +252,12 @@ def make_begin_dq(spec):
 
 @cache
 def make_wait_dq(spec):
-    """``wait_dq(rdQ, more)``: dQ is there, and what was begun before has ended; with ``more`` a
-    later product may be on its way.
-    """
+    """``wait_dq(rdQ)``: dQ is there, and all but the last product have ended."""
     RQ = spec.query_registers
 
     @device_function
-    def wait_dq(rdQ, more):
-        if more:
-            wait_products(rdQ, RQ, 1)
-        else:
-            wait_products(rdQ, RQ, 0)
+    def wait_dq(rdQ):
+        wait_products(rdQ, RQ, 1)
 
     return wait_dq
 
