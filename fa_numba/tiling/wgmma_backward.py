@@ -96,6 +96,11 @@ class WgmmaBackwardSpec(Spec):
         return self.TM * self.TN // 2
 
     @property
+    def rounds_early(self) -> bool:
+        """Whether registers hold P in 16 bits beside P and dP: dV's product begins before dS."""
+        return self.accumulators <= 216
+
+    @property
     def part(self) -> WgmmaBackwardSpec:
         """What one consumer has of a tile of S."""
         return replace(self, Bc=GROUP_ROWS)

@@ -27,7 +27,7 @@ def make_backward(spec, atomic=True):
     """The kernel, over (Tc, Hk, B) blocks; it has ``atomic`` adds alone."""
     p, Br, Bc, (NQ, NK, NS) = parts(spec), spec.Br, spec.Bc, spec.tile_halves
     RS, RP, RQ = spec.TM * spec.TN, spec.p_registers, spec.query_registers
-    RK, (FEW, MANY) = spec.column_registers, spec.registers
+    RK, EARLY, (FEW, MANY) = spec.column_registers, spec.rounds_early, spec.registers
     AT_Q, AT_DO, AT_DS, AT_L, BARRIER_0 = spec.places
     NQS, NSS, NL, BARRIERS = 2 * NQ, 2 * NS, 4 * Br, spec.barriers
     FULL_KV, FULL_Q, FULL_DO, EMPTY = spec.barrier_places
@@ -102,16 +102,19 @@ def make_backward(spec, atomic=True):
             # Alg. 2 line 13: dPij = dOi VjT, on its way with Sij = scale Qi KjT of line 10
             wait_mbarrier(bars, uint32(FULL_DO + stage), parity)
             p.begin_scores(rdP, sV, own, sdO, at)
-            p.wait_scores(rS, True)
             p.scale_and_mask(rS, scale_log2, i0, column0, Nq, Nk, b, h, options, ty, tx)
             # Alg. 2 line 11: Pij = exp(Sij - Li)
             p.softmax_from_lse(rS, scale_log2, sL, at_L, ty)
             # Alg. 2 line 12: dVj += PijT dOi
-            p.round_p(rP, rS)
-            p.begin_columns(rdV, rP, sdO, at)
+            if EARLY:
+                p.round_p(rP, rS)
+                p.begin_columns(rdV, rP, sdO, at)
             # Alg. 2 line 14: dSij = Pij o (dPij - Di)
-            p.wait_scores(rdP, True)
+            p.wait_scores(rdP, EARLY)
             p.score_gradients(rdP, rS, sL, uint32(at_L + Br), ty)
+            if not EARLY:
+                p.round_p(rP, rS)
+                p.begin_columns(rdV, rP, sdO, at)
             p.round_p(rdS, rdP)
             # Alg. 2 line 16: dKj += dSijT Qi
             p.begin_columns(rdK, rdS, sQ, at)
@@ -119,23 +122,23 @@ def make_backward(spec, atomic=True):
             p.meet_all()  # dSij is there
             # Alg. 2 line 15: dQi += scale dSij Kj, through global memory
             p.begin_dq(rdQ, sdS, at_dS, sK, w)
+            p.wait_columns(rdK, rdV)
             h_next, i_next = p.next_visit(h, i0, i_first, i_end)
             next_stage, next_parity = p.next_stage(stage, parity)
             more = h_next < h_end
             if more:
+                p.empty(bars, uint32(EMPTY + stage))
                 wait_mbarrier(bars, uint32(FULL_Q + next_stage), next_parity)
             else:
                 next_stage = stage  # Sij once more, for nothing
             # Alg. 2 line 10 of the next i: Sij = scale Qi KjT
             p.begin_scores(rS, sK, own, sQ, uint32(next_stage * NQ))
             p.wait_dq(rdQ)
-            if more:
-                p.empty(bars, uint32(EMPTY + stage))
             p.add_dq(rdQ, A[b, h], i0, Nq, w, tx, ty)
+            p.wait_scores(rS, False)
             stage, parity, h, i0 = next_stage, next_parity, h_next, i_next
 
         # Alg. 2 line 18: write dKj, dVj
-        p.wait_columns(rdK, rdV)
         p.meet_all()  # nobody reads Kj and Vj any more
         p.scale_columns(rdK, scale)
         p.write_tile(rdK, sK, uint32(0), dK, w, column0, b, hk, tx, ty)

@@ -264,13 +264,13 @@ def make_wait_dq(spec):
 
 @cache
 def make_wait_columns(spec):
-    """``wait_columns(rdK, rdV)``: both are there, and nothing on its way."""
+    """``wait_columns(rdK, rdV)``: both are there; dQ may be on its way."""
     RK = spec.column_registers
 
     @device_function
     def wait_columns(rdK, rdV):
-        wait_products(rdK, RK, 0)
-        wait_products(rdV, RK, 0)
+        wait_products(rdK, RK, 1)
+        wait_products(rdV, RK, 1)
 
     return wait_columns
 
