@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from fa_numba.integers import ceil_div
 from fa_numba.tiling.spec import Spec
 from fa_numba.tiling.tiles import Tiles
-from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL, REGISTERS, WgmmaSpec
+from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL, WgmmaSpec
 
 CONSUMERS = 2
 COLUMNS = CONSUMERS * GROUP_ROWS  # of a tile of S
 STAGES = 2  # row tiles in shared memory
+REGISTERS = (40, 232)  # of a thread that produces, and of one that consumes
 # Registers of a consumer beside its parts of the tiles.
 _OTHERS = 32
 
@@ -41,7 +42,7 @@ class WgmmaBackwardSpec(Spec):
     @property
     def registers(self) -> tuple[int, int]:
         """Of a thread that produces, and of one that consumes."""
-        return REGISTERS[CONSUMERS]
+        return REGISTERS
 
     @property
     def panels(self) -> int:
