@@ -111,11 +111,9 @@ def make_backward(spec, atomic=True):
                 p.begin_columns(rdV, rP, sdO, at)
             # Alg. 2 line 14: dSij = Pij o (dPij - Di)
             p.wait_scores(rdP, EARLY)
-            p.score_gradients(rdP, rS, sL, uint32(at_L + Br), ty)
+            p.score_gradients(rdS, rP, rdP, rS, sL, uint32(at_L + Br), ty)
             if not EARLY:
-                p.round_p(rP, rS)
                 p.begin_columns(rdV, rP, sdO, at)
-            p.round_p(rdS, rdP)
             # Alg. 2 line 16: dKj += dSijT Qi
             p.begin_columns(rdK, rdS, sQ, at)
             p.store_ds(sdS, at_dS, rdS, w, ty, tx)

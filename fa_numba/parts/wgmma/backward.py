@@ -9,6 +9,7 @@ from fa_numba.dtypes import DTYPES
 from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, exp2
 from fa_numba.intrinsics.barriers import sync_named
 from fa_numba.intrinsics.bulk_copy import fence_async_proxy, load_box
+from fa_numba.intrinsics.matrix import CONVERSIONS
 from fa_numba.intrinsics.mbarrier import (
     arrive_mbarrier,
     expect_bytes,
@@ -181,17 +182,25 @@ def make_softmax_from_lse(spec):
 
 @cache
 def make_score_gradients(spec):
-    """``score_gradients(rdP, rP, sD, at, ty)``: dST = PT o (dPT - D), in place of dPT."""
-    TM, TN = spec.TM, spec.TN
+    """``score_gradients(rdS, rP, rdP, rS, sD, at, ty)``: dST = PT o (dPT - D) in 16 bits, of PT in
+    rS; and PT in 16 bits, unless it was rounded early.
+
+    By few rows at a time: what was rounded leaves its registers to others.
+    """
+    TM, TN, late = spec.TM, spec.TN, not spec.rounds_early
+    pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
 
     @device_function
-    def score_gradients(rdP, rP, sD, at, ty):
+    def score_gradients(rdS, rP, rdP, rS, sD, at, ty):
         for m in range(TM // 4):
             dots = load4(sD, uint32(at + 16 * m + 4 * ty))
-            for n in range(4):
-                for j in range(TN):
+            for j in range(TN):
+                for n in range(0, 4, 2):
                     e = j * TM + 4 * m + n
-                    rdP[e] = rP[e] * (rdP[e] - dots[n])
+                    p0, p1 = rS[e], rS[e + 1]
+                    rdS[e // 2] = pack(p0 * (rdP[e] - dots[n]), p1 * (rdP[e + 1] - dots[n + 1]))
+                    if late:
+                        rP[e // 2] = pack(p0, p1)
 
     return score_gradients
 
@@ -205,13 +214,11 @@ def make_store_ds(spec):
 
     @device_function
     def store_ds(sdS, at, rdS, w, ty, tx):
-        exchange = uint32(8 * (tx % 8))
-        first = uint32(at + PANEL * (GROUP_ROWS * w + tx) + 2 * ty)
+        first = uint32(at + PANEL * (GROUP_ROWS * w + tx) + 8 * (tx % 8) + 2 * ty)
         for j in range(TN):
-            row = uint32(first + PANEL * 8 * j)
             for n in range(TM // 2):
-                chunk = uint32(uint32(8 * (n % 8)) ^ exchange)
-                store2(sdS, uint32(row + chunk + PANEL * Bc * (n // 8)), rdS[j * (TM // 2) + n])
+                place = uint32(uint32(first + PANEL * (8 * j + Bc * (n // 8))) ^ uint32(8 * (n % 8)))
+                store2(sdS, place, rdS[j * (TM // 2) + n])
         fence_async_proxy()
 
     return store_ds
