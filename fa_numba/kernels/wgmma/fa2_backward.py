@@ -152,7 +152,7 @@ def make_backward(spec, atomic=True):
             give_registers(FEW)
             if cuda.threadIdx.x == 0:
                 produce(sK, sV, sQ, sdO, bars, Q, K, V, dO, group, options)
-            elif cuda.threadIdx.x // 32 == 1:
+            elif 32 <= cuda.threadIdx.x < 96:
                 produce_values(sL, bars, Q, K, L, D, group, options)
         else:
             take_registers(MANY)

@@ -27,6 +27,7 @@ from fa_numba.tiling.wgmma_backward import STAGES
 # A named barrier of all consumers, beside those of ``turns``.
 ALL = 7
 WARP = 32
+VALUE_THREADS = 64  # that bring L and D
 
 
 # --- row tiles -------------------------------------------------------------------------------
@@ -34,8 +35,8 @@ WARP = 32
 
 @cache
 def make_begin_barriers(spec):
-    """``begin_barriers(bars)``: a place of Q is full when its L and D are there too, which a warp
-    brings; every consumer warp empties one of Q and dO.
+    """``begin_barriers(bars)``: a place of Q is full when its L and D are there too, which two
+    warps bring; every consumer warp empties one of Q and dO.
     """
     full_kv, full_q, full_do, empty = spec.barrier_places
     warps = 4 * spec.consumers
@@ -45,7 +46,7 @@ def make_begin_barriers(spec):
         if cuda.threadIdx.x == 0:
             init_mbarrier(bars, full_kv, 1)
             for s in range(STAGES):
-                init_mbarrier(bars, full_q + s, 1 + WARP)
+                init_mbarrier(bars, full_q + s, 1 + VALUE_THREADS)
                 init_mbarrier(bars, full_do + s, 1)
                 init_mbarrier(bars, empty + s, warps)
             fence_mbarrier_init()
@@ -110,7 +111,7 @@ def make_load_rows(spec):
 
 @cache
 def make_load_values(spec):
-    """``load_values(sL, at, L, D, row0, rows_end, bars, barrier)``: a warp brings L, in units of
+    """``load_values(sL, at, L, D, row0, rows_end, bars, barrier)``: two warps bring L, in units of
     log2, and behind it D. Rows past the end have 0, and so have those that see no column.
 
     Of 16 rows those four that a thread has lie side by side: 2 tx, the next, and 8 further.
@@ -119,20 +120,18 @@ def make_load_values(spec):
 
     @device_function
     def load_values(sL, at, L, D, row0, rows_end, bars, barrier):
-        r = uint32(uint32(cuda.threadIdx.x) % uint32(WARP))
-        while r < uint32(Br):
-            row = uint32(row0 + r)
+        r = uint32(uint32(cuda.threadIdx.x) - WARP)
+        within = uint32(r % 8 // 2 * 4 + r % 16 // 8 * 2 + r % 2)
+        place = uint32(at + r // 16 * 16 + within)
+        for n in range(Br // VALUE_THREADS):
+            row = uint32(row0 + r + VALUE_THREADS * n)
             shift, d = float32(0.0), float32(0.0)
             if row < rows_end:
-                shift = LOG2E * L[row]
-                d = D[row]
+                shift, d = LOG2E * L[row], D[row]
             if shift == NEG_INF:
                 shift = float32(0.0)
-            within = uint32(r % 8 // 2 * 4 + r % 16 // 8 * 2 + r % 2)
-            place = uint32(at + r // 16 * 16 + within)
-            sL[place] = shift
-            sL[uint32(place + Br)] = d
-            r = uint32(r + WARP)
+            sL[uint32(place + VALUE_THREADS * n)] = shift
+            sL[uint32(place + (Br + VALUE_THREADS * n))] = d
         arrive_mbarrier(bars, barrier)
 
     return load_values
