@@ -216,7 +216,9 @@ def make_store_ds(spec):
         first = uint32(at + PANEL * (GROUP_ROWS * w + tx) + 8 * (tx % 8) + 2 * ty)
         for j in range(TN):
             for n in range(TM // 2):
-                place = uint32(uint32(first + PANEL * (8 * j + Bc * (n // 8))) ^ uint32(8 * (n % 8)))
+                place = uint32(
+                    uint32(first + PANEL * (8 * j + Bc * (n // 8))) ^ uint32(8 * (n % 8))
+                )
                 store2(sdS, place, rdS[j * (TM // 2) + n])
         fence_async_proxy()
 
@@ -309,4 +311,3 @@ def make_add_dq(spec):
 def make_write_tile(spec):
     """``write_tile(rdK, sK, at, dK, w, row0, b, h, ty, tx)``: this consumer's rows of dK or dV."""
     return stores.make_write_tile(spec.transposed)
-
