@@ -286,7 +286,8 @@ def test_what_git_tracks_is_of_complete_runs():
 
 
 def test_an_experiment_runs_and_repeats_without_a_change(tmp_path):
-    arguments = ("run", "io_vs_seqlen", "--quick", "--seqlens", "32", "--out", str(tmp_path))
+    part = ("--seqlens", "32", "--head-dims", "16")
+    arguments = ("run", "io_vs_seqlen", "--quick", *part, "--out", str(tmp_path))
     done = run(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     store = Store(tmp_path)

@@ -177,6 +177,7 @@ kinds_of_options = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.in_turn("forward", share=2)
 @kinds_of_options
 @every_forward
 def test_an_option_on_an_odd_shape(forward, name):
@@ -184,6 +185,7 @@ def test_an_option_on_an_odd_shape(forward, name):
     check_forward("emulator", forward, q, k, v, layout="odd", out_layout="columns", **options)
 
 
+@pytest.mark.in_turn("way", share=2)
 @kinds_of_options
 @every_way
 def test_gradients_of_an_option_on_an_odd_shape(way, name):
@@ -410,6 +412,7 @@ def _blind(name):
     return arrays, options, ~seen.any(axis=3)
 
 
+@pytest.mark.in_turn("forward", share=2)
 @pytest.mark.parametrize("name", BLIND)
 @every_forward
 def test_rows_that_see_no_column(device, forward, name):
@@ -420,6 +423,7 @@ def test_rows_that_see_no_column(device, forward, name):
     assert np.isfinite(result.L[~blind]).all()
 
 
+@pytest.mark.in_turn("way", share=2)
 @pytest.mark.parametrize("name", BLIND)
 @every_way
 def test_rows_that_see_no_column_have_no_gradient(device, way, name):
@@ -556,6 +560,7 @@ def test_a_nan_in_the_bias_reaches_its_row_alone(device, forward):
 # --- layouts ---------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn("forward", share=2)
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "broadcast"])
 @every_forward
 def test_layouts(device, forward, layout):
@@ -631,6 +636,7 @@ def test_seed_and_offset_choose_the_mask(forward, words):
     assert all((mask != (result.O != 0)).any() for mask in masks.values())
 
 
+@pytest.mark.in_turn("way", share=2)
 @pytest.mark.parametrize("tiles", [SMALL, Tiles(16, 64), Tiles(8, 64, 64)], ids=str)
 @every_way
 def test_the_backward_pass_keeps_what_dropout_mask_keeps(device, way, tiles):
@@ -644,6 +650,7 @@ def test_the_backward_pass_keeps_what_dropout_mask_keeps(device, way, tiles):
     assert np.array_equal(found.dv.swapaxes(2, 3) != 0, mask)
 
 
+@pytest.mark.in_turn("way", share=2)
 @pytest.mark.parametrize("tiles", [Tiles(16, 64), Tiles(8, 64, 64)], ids=str)
 @every_way
 def test_gradients_with_dropout_and_tiles_of_64_columns(device, way, tiles):

@@ -14,7 +14,7 @@ FLASH = ("fa1", "fa2")
 TILES = (Tiles(4, 8), Tiles(8, 8), Tiles(8, 16), Tiles(16, 8), Tiles(12, 24))
 
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
-ten = settings(max_examples=10)
+six = settings(max_examples=6)
 lengths = st.integers(1, 24)
 problems = st.builds(
     dict,
@@ -50,7 +50,7 @@ def assert_agree(a, b, *wants):
 
 
 @every_algorithm
-@ten
+@six
 @given(problems, tiles_of, tiles_of, st.booleans())
 def test_tile_sizes_do_not_change_the_result(algorithm, problem, one, other, causal):
     q, k, v = inputs(**problem)
@@ -59,7 +59,7 @@ def test_tile_sizes_do_not_change_the_result(algorithm, problem, one, other, cau
     assert_agree(a, b, want, want)
 
 
-@ten
+@six
 @given(problems, tiles_of, st.booleans(), st.integers(1, 4))
 def test_both_orders_and_standard_agree(problem, tiles, causal, query_splits):
     q, k, v = inputs(**problem)
@@ -80,7 +80,7 @@ def with_options(names, heads, Nq, Nk, d, seed):
 
 
 @every_algorithm
-@ten
+@six
 @given(problems, names_of_options, tiles_of, tiles_of)
 def test_nor_do_they_with_options(algorithm, problem, names, one, other):
     qkv, options = with_options(names, **problem)
@@ -89,7 +89,7 @@ def test_nor_do_they_with_options(algorithm, problem, names, one, other):
     assert_agree(a, b, *wants)
 
 
-@ten
+@six
 @given(problems, names_of_options, tiles_of, st.integers(1, 4))
 def test_both_orders_and_standard_agree_with_options(problem, names, tiles, query_splits):
     qkv, options = with_options(names, **problem)
@@ -101,7 +101,7 @@ def test_both_orders_and_standard_agree_with_options(problem, names, tiles, quer
 
 
 @every_algorithm
-@ten
+@six
 @given(problems, tiles_of, st.randoms(use_true_random=False))
 def test_the_order_of_the_keys_does_not_matter(algorithm, problem, tiles, random):
     q, k, v = inputs(**problem)
@@ -114,7 +114,7 @@ def test_the_order_of_the_keys_does_not_matter(algorithm, problem, tiles, random
 
 
 @every_algorithm
-@ten
+@six
 @given(problems, tiles_of, st.data())
 def test_a_causal_row_does_not_see_what_comes_after(algorithm, problem, tiles, data):
     """The first rows are those of the problem without the last rows and as many last keys."""
@@ -133,7 +133,7 @@ def test_a_causal_row_does_not_see_what_comes_after(algorithm, problem, tiles, d
 
 
 @every_algorithm
-@ten
+@six
 @given(problems, tiles_of, st.booleans(), st.integers(-3, 3))
 def test_a_vector_added_to_every_key_shifts_L_alone(algorithm, problem, tiles, causal, size):
     q, k, v = inputs(**problem)
@@ -148,7 +148,7 @@ def test_a_vector_added_to_every_key_shifts_L_alone(algorithm, problem, tiles, c
 
 
 @every_algorithm
-@ten
+@six
 @given(problems, tiles_of, st.booleans(), st.sampled_from([0.5, 2.0, 3.0]))
 def test_linear_in_v(algorithm, problem, tiles, causal, factor):
     q, k, v = inputs(**problem)
@@ -163,7 +163,7 @@ def test_linear_in_v(algorithm, problem, tiles, causal, factor):
 
 
 @every_algorithm
-@ten
+@six
 @given(problems, tiles_of, st.data())
 def test_chunks_of_keys_merge_by_L(algorithm, problem, tiles, data):
     problem["Nk"] += 1
@@ -182,7 +182,7 @@ def test_chunks_of_keys_merge_by_L(algorithm, problem, tiles, data):
 
 
 @every_algorithm
-@ten
+@six
 @given(problems, tiles_of, st.booleans())
 def test_a_bias_of_a_row_shifts_L_alone(algorithm, problem, tiles, causal):
     q, k, v = inputs(**problem)
@@ -195,7 +195,7 @@ def test_a_bias_of_a_row_shifts_L_alone(algorithm, problem, tiles, causal):
 
 
 @every_algorithm
-@ten
+@six
 @given(problems, tiles_of, st.data())
 def test_a_key_of_bias_minus_infinity_is_no_key(algorithm, problem, tiles, data):
     problem["Nk"] += 1
