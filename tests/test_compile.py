@@ -12,6 +12,7 @@ from offline import CAPABILITY, compiled
 
 import fa_numba
 from fa_numba.device import Kernel, array_type, float32
+from fa_numba.integers import ceil_div
 from fa_numba.intrinsics.barriers import arrive_named, sync_named
 from fa_numba.kernels import mma, wgmma
 from fa_numba.kernels.simt import (
@@ -34,9 +35,11 @@ from fa_numba.tiling import (
     default_mma_standard_tiles,
     default_mma_tiles,
     default_tiles,
+    default_wgmma_backward_tiles,
     select_mma_backward_spec,
     select_mma_spec,
     select_spec,
+    select_wgmma_backward_spec,
     select_wgmma_spec,
     splits,
     sweep_tiles,
@@ -218,6 +221,49 @@ def test_a_kernel_of_hoppers_unit_compiles_within_its_budgets(case, dtype):
         assert instruction in ptx, instruction
     # Four tensor maps lie among the parameters themselves.
     assert ptx.count(".param .align 64 .b8") == 4
+
+
+WGMMA_BACKWARD_CASES = [
+    (128, ("causal",)),
+    (64, ("causal",)),
+    (128, ("window",)),
+    (64, ("window",)),
+    (80, ()),
+    (40, ("causal",)),
+]
+
+
+@pytest.mark.parametrize("case", slow_but(WGMMA_BACKWARD_CASES[:2], WGMMA_BACKWARD_CASES))
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_a_backward_kernel_of_hoppers_unit_compiles_within_its_budgets(case, dtype):
+    d, options = case
+    facts = {"features": Features(**dict.fromkeys(options, True)), "dtype": dtype}
+    tiles = default_wgmma_backward_tiles(d)
+    spec = select_wgmma_backward_spec(tiles, d, SHARED["sm_90a"], **facts)
+    kernel = wgmma.fa2_backward.make_backward(spec)
+    ptx, log = compiled(kernel, "sm_90a")
+    assert ".f64" not in ptx and ".local" not in ptx
+    assert spills_of(log) == ["0"] * 3, log
+    assert "warning" not in log.lower() and "serializ" not in log.lower(), log
+    assert registers(log) * kernel.threads <= REGISTERS
+    few, many = spec.registers
+    assert 128 * (few + many * spec.consumers) <= REGISTERS
+    assert fits(kernel, "sm_90a")
+    kind = "f16" if dtype == "float16" else "bf16"
+    steps = ceil_div(d, 16)
+    # ST and dPT, and again the next ST; dV and dK; dQ.
+    assert ptx.count(f".f32.{kind}.{kind}") == 3 * steps + 2 * spec.Br // 16 + spec.Bc // 16
+    # Six tensor maps lie among the parameters themselves.
+    assert ptx.count(".param .align 64 .b8") == 6
+
+
+def test_the_docstrings_shared_memory_is_that_of_hoppers_backward_kernel():
+    documented = re.findall(r"(\d+) \(d=(\d+), (\d+) x (\d+)\)", wgmma.fa2_backward.__doc__)
+    assert [int(d) for _, d, *_ in documented] == [64, 128]
+    for size, d, Br, Bc in (map(int, found) for found in documented):
+        tiles = default_wgmma_backward_tiles(d)
+        assert (tiles.Br, tiles.Bc) == (Br, Bc)
+        assert select_wgmma_backward_spec(tiles, d, SHARED["sm_90a"]).shared_bytes == size
 
 
 BACKWARD_CASES = [

@@ -207,6 +207,7 @@ def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
             return units.unit_of("auto", asked(capability=capability, **facts)).name
 
     assert chosen((9, 0)) == chosen((9, 0), options={"causal": True}) == "wgmma"
+    assert chosen((9, 0), passes="bwd") == "wgmma"
     assert {chosen(other) for other in ((8, 0), (8, 9), (10, 0), (12, 0))} == {"mma"}
     assert units.unit_of("auto", asked()).name == "mma"  # on the emulator
     for facts in (
@@ -214,7 +215,8 @@ def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
         {"tiles": Tiles(128, 64)},
         {"aligned": False},
         {"algorithm": "fa1"},
-        {"passes": "bwd"},
+        {"passes": "bwd", "deterministic": True},
+        {"passes": "bwd", "options": {"softcap": 2.0}},
         {"ablated": ("prefetch",)},
         {"warp_partition": "keys"},
     ):
@@ -226,8 +228,9 @@ def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
     [
         ({"options": {"dropout_p": 0.1}}, "lack the option dropout"),
         ({"options": {"kv_lens": (100,)}}, "lack the option kv_lens"),
-        ({"algorithm": "fa1"}, "lack another pass than fa2's forward one"),
-        ({"passes": "bwd"}, "lack another pass than fa2's forward one"),
+        ({"algorithm": "fa1"}, "lack another algorithm than fa2"),
+        ({"passes": "bwd", "deterministic": True}, "lack sums of dQ in a fixed order"),
+        ({"passes": "bwd", "options": {"softcap": 2.0}}, "lack the option softcap"),
         ({"aligned": False}, "lack arrays whose rows do not start at 16-byte addresses"),
         ({"capability": (10, 0)}, "capability 10.0: wgmma needs 9.0 and no other"),
         ({"dtype": "float32"}, "dtype float32: wgmma takes float16 or bfloat16"),
@@ -242,7 +245,7 @@ def test_a_unit_has_all_kernels():
     names = ["standard", "fa1_forward", "fa2_forward"]
     names += ["standard_backward", "fa1_backward", "fa2_backward"]
     for unit in units.UNITS.values():
-        own = ["fa2_forward"] if unit.name == "wgmma" else names
+        own = ["fa2_forward", "fa2_backward"] if unit.name == "wgmma" else names
         assert [name for name in names if hasattr(unit.kernels, name)] == [
             name for name in names if name in own
         ]

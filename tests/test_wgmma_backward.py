@@ -1,0 +1,187 @@
+"""The backward kernel on Hopper's tensor cores as the emulator runs it: gradients, counts, and that
+faults planted in its source are found.
+"""
+
+import inspect
+from functools import cache
+from unittest import mock
+
+import numpy as np
+import pytest
+from mma_helpers import BFLOAT16, every_dtype
+from test_mma_backward import check_gradients, half_gradients, saved_halves
+from test_wgmma_emulated import _built
+
+import fa_numba
+from fa_numba import emulator
+from fa_numba.host import planning
+from fa_numba.kernels import wgmma
+from fa_numba.parts import wgmma as parts
+from fa_numba.parts.wgmma import backward
+
+UNIT = {"unit": "wgmma"}
+CASES = [
+    # B, Hq, Hk, Nq, Nk, d, options
+    (1, 1, 1, 1, 1, 64, {}),
+    (1, 1, 1, 77, 200, 64, {}),
+    (1, 1, 1, 200, 77, 128, {"causal": True}),
+    (1, 3, 1, 70, 130, 64, {"causal": True}),
+    (2, 2, 1, 70, 150, 128, {"causal": True}),
+    (1, 1, 1, 300, 300, 64, {"window": (40, 8)}),
+    (1, 1, 1, 150, 150, 80, {"window": (40, -1)}),
+    (1, 1, 1, 70, 60, 40, {}),
+]
+
+
+@pytest.mark.parametrize("B, Hq, Hk, Nq, Nk, d, options", CASES)
+def test_gradients_and_counts(B, Hq, Hk, Nq, Nk, d, options):
+    inputs = half_gradients("float16", B, Hq, Hk, Nq, Nk, d)
+    check_gradients("emulator", "fa2", *inputs, **UNIT, **options)
+
+
+@pytest.mark.parametrize("dtype, layout", [(BFLOAT16, "padded"), ("float16", "transposed")])
+def test_dtypes_and_strides(dtype, layout):
+    inputs = half_gradients(dtype, 1, 2, 2, 70, 90, 64)
+    check_gradients("emulator", "fa2", *inputs, causal=True, layout=layout, **UNIT)
+
+
+def test_rows_that_see_no_column_have_no_gradient():
+    inputs = half_gradients("float16", 1, 1, 1, 90, 20, 64)
+    dq, _, _ = check_gradients("emulator", "fa2", *inputs, causal=True, **UNIT)
+    assert (dq[:, :, :70] == 0).all() and (dq[:, :, 71:] != 0).any(axis=-1).all()
+
+
+@every_dtype
+def test_a_negative_scale(dtype):
+    inputs = half_gradients(dtype, 1, 1, 1, 60, 70, 64)
+    check_gradients("emulator", "fa2", *inputs, scale=-0.3, **UNIT)
+
+
+def test_tiles_that_cannot_be_are_refused_by_name():
+    shape = (1, 1, 300, 128)
+    facts = {"algorithm": "fa2", "passes": "bwd", "dtype": "float16", **UNIT}
+    for tiles, said in (
+        (fa_numba.Tiles(128, 128), "Br=128, Bc=128 .* head_dim=128, backward: allowed is Br=64"),
+        (fa_numba.Tiles(64, 128, 128), "threads=128 does not fit .*: allowed is 384"),
+        (fa_numba.Tiles(64, 128, stages=2), "stages=2"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            fa_numba.plan(shape, shape, tiles=tiles, **facts)
+    with pytest.raises(ValueError, match="lack a head dimension of 136, which is above 128"):
+        fa_numba.plan((1, 1, 300, 136), (1, 1, 300, 136), **facts)
+
+
+# --- planted faults --------------------------------------------------------------------------
+
+
+@cache
+def _inputs():
+    """Three row tiles and two column tiles, and what the forward pass has left."""
+    dout, q, k, v = half_gradients("float16", 1, 1, 1, 300, 200, 64)
+    return dout, q, k, v, *saved_halves("fa2", q, k, v, causal=True)
+
+
+def _gradients():
+    uncached = getattr(planning.planned, "__wrapped__", planning.planned)
+    with mock.patch.object(planning, "planned", uncached):
+        return fa_numba.flash_attention_2_backward(*_inputs(), causal=True, **UNIT)
+
+
+def test_gradients_do_not_depend_on_the_order():
+    first = _gradients()
+    with emulator.schedule(1):
+        second = _gradients()
+    for a, b in zip(first[1:], second[1:], strict=True):
+        assert (a == b).all()
+    assert np.allclose(first[0].astype("f4"), second[0].astype("f4"), rtol=2e-3, atol=1e-4)
+
+
+@cache
+def _right():
+    return _gradients()
+
+
+def _outcome(changed, needle, replacement, which=0):
+    """What finds the fault: the name of an error, or "values"; None if nothing does."""
+    modules = {"kernel": wgmma.fa2_backward, "backward": backward}
+    source = inspect.getsource(modules[changed])
+    pieces = source.split(needle)
+    assert len(pieces) > which + 1, f"{needle!r} stands {len(pieces) - 1} times in {changed}"
+    text = needle.join(pieces[: which + 1]) + replacement + needle.join(pieces[which + 1 :])
+    texts = {name: inspect.getsource(module) for name, module in modules.items()} | {changed: text}
+    kernel = _built("kernel", texts["kernel"])
+    own = backward if changed == "kernel" else _built("backward", texts["backward"])
+    kernel.parts = lambda spec: parts.Parts(spec, (own, *parts._MODULES))
+    try:
+        with mock.patch.object(wgmma, "fa2_backward", kernel):
+            found = _gradients()
+    except emulator.EmulatorError as error:
+        return type(error).__name__
+    same = all(np.array_equal(a, b) for a, b in zip(found, _right(), strict=True))
+    return None if same else "values"
+
+
+def test_the_machinery_leaves_a_kernel_as_it_is():
+    for changed in ("kernel", "backward"):
+        assert _outcome(changed, "\n", "\n") is None
+
+
+STALLS = {"Deadlock", "BarrierDivergence"}
+EARLY = {"SharedHazard", "BarrierMisuse", "UninitialisedRead"}
+
+MUTANTS = {
+    "K and V are not waited for": (
+        "kernel", "wait_mbarrier(bars, uint32(FULL_KV), uint32(0))", "pass", EARLY
+    ),
+    "the first Q is not waited for": (
+        "kernel", "wait_mbarrier(bars, uint32(FULL_Q + stage), parity)", "pass", EARLY
+    ),
+    "the next Q is not waited for": (
+        "kernel", "wait_mbarrier(bars, uint32(FULL_Q + next_stage), next_parity)", "pass", EARLY
+    ),
+    "dO is not waited for": (
+        "kernel", "wait_mbarrier(bars, uint32(FULL_DO + stage), parity)", "pass", EARLY
+    ),
+    "Q is filled before it is empty": (
+        "kernel", "wait_mbarrier(bars, uint32(EMPTY + stage), parity)", "pass", EARLY
+    ),
+    "nothing is emptied": ("kernel", "p.empty(bars, uint32(EMPTY + stage))", "pass", STALLS),
+    "L is not counted": ("backward", "1 + VALUE_THREADS", "1", {"BarrierMisuse", *EARLY}),
+    "dP is read at once": ("kernel", "p.wait_scores(rdP, EARLY)", "pass", {"RegisterHazard"}),
+    "dP may still be on its way": (
+        "kernel", "p.wait_scores(rdP, EARLY)", "p.wait_scores(rdP, True)", {"RegisterHazard"}
+    ),
+    "S is read at once": (
+        "kernel", "p.add_dq(rdQ, A[b, h], i0, Nq, w, tx, ty)\n            p.wait_scores(rS, False)",
+        "p.add_dq(rdQ, A[b, h], i0, Nq, w, tx, ty)", {"RegisterHazard"},
+    ),
+    "dQ is read at once": ("kernel", "p.wait_dq(rdQ)", "pass", {"RegisterHazard"}),
+    "dK and dV are on their way": (
+        "kernel", "p.wait_columns(rdK, rdV)", "pass", {"RegisterHazard", "SharedHazard"}
+    ),
+    "dS is not waited for": (
+        "kernel", "p.meet_all()  # dSij is there", "pass", {"SharedHazard", "MissingFence", *EARLY}
+    ),
+    "one place of dS": ("kernel", "uint32(stage * NS)", "uint32(0 * NS)", {"SharedHazard"}),
+    "no fence after dS": ("backward", "        fence_async_proxy()\n", "", {"MissingFence"}),
+    "dK over K that others read": (
+        "kernel", "p.meet_all()  # nobody reads Kj and Vj any more", "pass", {"SharedHazard"}
+    ),
+    "dS is not swizzled": ("backward", " + 8 * (tx % 8)", "", {"values"}),
+    "L's places": ("backward", "r % 8 // 2 * 4", "r % 8 // 2 * 2", {"values", *EARLY}),
+    "D is L": ("kernel", "uint32(at_L + Br), ty", "at_L, ty", {"values"}),
+    "the other's part of dQ": (
+        "backward", "rows, columns = columns, rows", "pass", {"values", "OutOfBounds"}
+    ),
+    "the other's columns are masked": ("kernel", "j0 + 64 * w", "j0 + 64 * (1 - w)", {"values"}),
+    "dK without the scale": ("kernel", "p.scale_columns(rdK, scale)", "pass", {"values"}),
+    "the last row tile is left out": (
+        "backward", "i_next >= i_end", "uint32(i_next + Br) >= i_end", {"values"}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_planted_fault_is_found(name):
+    *change, wanted = MUTANTS[name]
+    assert _outcome(*change) in wanted
