@@ -19,8 +19,8 @@ TITLE = "fp16 TFLOP/s over the sequence length, all passes, both loop orders and
 DESCRIPTION = (
     "FA-2 paper, Figs. 4 to 7 (16k tokens, hidden dimension 2048, fp16): forward, backward and "
     "forward + backward TFLOP/s over N on tensor cores, both loop orders, FA-1 with query splits, "
-    "FA-2 on wgmma, standard attention, torch's kernels where torch is installed, and the published "
-    "curves."
+    "FA-2 on wgmma, standard attention, torch's kernels where torch is installed, and the "
+    "published curves."
 )
 NEEDS_GPU = True
 STUDY = speeds.Study(

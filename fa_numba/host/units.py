@@ -263,10 +263,16 @@ class Wgmma(Unit):
         return ""
 
     def suits(self, request: Request) -> bool:
-        """On a GPU, for calls that choose nothing of another unit's, and rows that fill a tile: the
-        emulator runs the smaller blocks of ``mma`` faster.
+        """On a GPU, forward, for calls that choose nothing of another unit's, and rows that fill a
+        tile: the emulator runs the smaller blocks of ``mma`` faster. The backward pass is taken by
+        name alone: on a GPU it was held against float64 at the papers' sizes only.
         """
-        plain = request.tiles is None and request.query_splits == 1 and not request.ablated
+        plain = (
+            request.passes == "fwd"
+            and request.tiles is None
+            and request.query_splits == 1
+            and not request.ablated
+        )
         plain = plain and request.warp_partition == "rows"
         return plain and request.problem.seqlen_q > GROUP_ROWS and device.planned_for_gpu()
 
