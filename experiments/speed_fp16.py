@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -118,6 +119,61 @@ def _range(ratios: Sequence[float]) -> str:
     return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else tables.MISSING
 
 
+def hopper(rows: Sequence[Row]) -> Table | None:
+    """FA-2 on wgmma beside cuDNN, torch's FA-2, ours on mma.sync and the published FA-3."""
+    speed = {
+        (r.pass_, r.head_dim, r.causal, r.seqlen_q, r.series): r.value
+        for r in rows
+        if r.metric == "speed" and r.value is not None
+    }
+    peak = next((r.value for r in rows if r.series == peers.MATMUL and r.value is not None), None)
+    lines = []
+    for pass_, d, causal in sorted({key[:3] for key in speed if key[-1] == HOPPER}):
+        own = {
+            N: value
+            for (*place, N, series), value in speed.items()
+            if (*place, series) == (pass_, d, causal, HOPPER)
+        }
+        published_fa3: Mapping[int, float | None] = {
+            int(line["seqlen"]): float(line["value"])
+            for line in published.lookup(
+                paper="fa3",
+                method="FA-3",
+                metric="speed",
+                head_dim=str(d),
+                causal=str(causal).lower(),
+                **{"pass": pass_},
+            )
+        }
+        others: list[Mapping[int, float | None]] = [
+            {N: speed.get((pass_, d, causal, N, series)) for N in own}
+            for series in ("torch-cudnn", "torch-fa2", "fa2-mma")
+        ]
+        cells = [_spread(own, other) for other in (*others, published_fa3)]
+        fastest = max(own.values())
+        share = tables.MISSING if peak is None else f"{100 * fastest / peak:.0f} %"
+        lines.append([pass_, str(d), tables.yes_no(causal), f"{fastest:.0f}", share, *cells])
+    if not lines:
+        return None
+    header = [
+        *("pass", "d", "causal", "fastest, TFLOP/s", "of torch's product of matrices"),
+        *("over torch cuDNN", "over torch FA-2", "over ours on mma.sync"),
+        "over the published FA-3 (H100)",
+    ]
+    caption = (
+        "FA-2 on wgmma, fp16, 16k tokens: TFLOP/s at the length where it is fastest, and ratios of "
+        "speeds: the smallest, the median and the largest over N."
+    )
+    return Table(caption, tables.markdown(header, lines))
+
+
+def _spread(own: Mapping[int, float], other: Mapping[int, float | None]) -> str:
+    ratios = [value / under for N, value in own.items() if (under := other.get(N))]
+    if not ratios:
+        return tables.MISSING
+    return f"{min(ratios):.2f}, {statistics.median(ratios):.2f}, {max(ratios):.2f}"
+
+
 def errors(rows: Sequence[Row]) -> Table | None:
     """The largest error of each series in 16 bits, and how far it is beyond torch's FA-2."""
     lines = []
@@ -163,5 +219,6 @@ def worst_errors(rows: Iterable[Row]) -> dict[tuple[str, str], tuple[float, floa
 
 TABLES = {
     "fa2_figures": paper_figures,
+    "hopper": hopper,
     "errors": Across(errors, ("speed_fp16", "speed_bf16")),
 }

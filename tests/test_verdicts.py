@@ -9,6 +9,7 @@ from experiments import claims as measured
 from experiments import verdicts
 from experiments.lab import registry, report
 from experiments.lab.options import FIGURES
+from experiments.lab.published import lookup
 from experiments.lab.series import row_fields
 from experiments.lab.store import EMULATOR, MODEL, Row, Store
 from experiments.lab.workloads import one_head
@@ -194,3 +195,28 @@ def test_what_dram_moves_is_said_with_the_rows_numbers():
     assert "DRAM moves 2.00 times Q, K, V and O once" in body
     assert "accesses 2.00 times the bytes of standard attention, and DRAM moves 2.50" in body
     assert verdicts.result.traffic(rows[:3]) is None
+
+
+def test_what_the_page_says_of_hoppers_unit():
+    """Forward within a tenth of cuDNN and the published FA-3 from N=2k on, behind them below;
+    backward ahead of FA-2 and behind cuDNN.
+    """
+    rows = [r for r in Store(FIGURES).read("speed_fp16", report.MACHINE) if r.metric == "speed"]
+    speed = {(r.series, r.pass_, r.head_dim, r.causal, r.seqlen_q): r.value for r in rows}
+    own = {key[1:]: value for key, value in speed.items() if key[0] == "fa2-wgmma" and value}
+    assert {at[:2] for at in own} >= {("fwd", 64), ("fwd", 128), ("bwd", 64), ("bwd", 128)}
+    far, near = [], []
+    for (pass_, d, causal, N), value in own.items():
+        cudnn = value / speed["torch-cudnn", pass_, d, causal, N]
+        if pass_ == "bwd":
+            assert value > speed["torch-fa2", pass_, d, causal, N] and cudnn < 1
+        elif pass_ == "fwd" and d in (64, 128):
+            (near if N >= 2048 else far).append(cudnn)
+    assert min(near) > 0.9 and max(near) < 1.1 and np.median(far) < np.median(near)
+    fa3 = lookup(paper="fa3", item="Fig. 5", method="FA-3", metric="speed")
+    ratios = [
+        own["fwd", int(x["head_dim"]), x["causal"] == "true", int(x["seqlen"])] / float(x["value"])
+        for x in fa3
+        if x["head_dim"] in ("64", "128") and int(x["seqlen"]) >= 2048
+    ]
+    assert ratios and min(ratios) > 0.9 and max(ratios) < 1.1
