@@ -277,6 +277,20 @@ def test_a_setting_is_compared_with_itself(monkeypatch):
     assert review.objections([plain], [dropped]) == []
 
 
+def test_few_short_calls_may_be_off(monkeypatch):
+    """They wait for the host; a longer one, or many of them, tell that something else ran."""
+    monkeypatch.setattr(counters, "available", lambda: True)
+    monkeypatch.setattr(peers, "available", lambda: True)
+    short = [replace(timed(N, 0.1), series=peers.FLASH) for N in (32, 64, 128, 256, 512)]
+    long = replace(timed(1024, 2.0), series=peers.FLASH)
+    slower = [replace(row, value=5 * row.value) for row in short]
+    assert review.objections([*short, long], [slower[0], *short[1:], long]) == []
+    (found,) = review.objections([*short, long], [*slower[:2], *short[2:], long])
+    assert "takes 5.00 times" in found and "1 others" in found
+    (found,) = review.objections([*short, long], [*short, replace(long, value=3.0)])
+    assert "takes 1.50 times" in found
+
+
 def test_no_recording_objects_to_itself(monkeypatch):
     monkeypatch.setattr(counters, "available", lambda: True)
     monkeypatch.setattr(peers, "available", lambda: True)
