@@ -24,7 +24,7 @@ def forward(request: Request) -> Steps:
         kernel = unit.kernels.fa2_forward.make_forward(spec)
         # The kernel always writes L: the backward pass needs it, and it costs one float a row.
         own: tuple[Buffer, ...] = () if request.return_lse else (Buffer("L", request.row_shape),)
-        if unit.persistent:
+        if unit.copies_boxes:
             boxes = {"Q": GROUP_ROWS, "K": tiles.Bc, "V": tiles.Bc, "O": GROUP_ROWS}
             bound: dict[str, Argument] = {name: Boxes(name, n) for name, n in boxes.items()}
             grid = (min(device.multiprocessors(), Tr * p.heads_q * p.batch), 1, 1)
@@ -112,7 +112,7 @@ def _fa2_backward(request: Request) -> Steps:
 
 def _boxes(request: Request, tiles: Tiles) -> dict[str, Argument]:
     """What FA-2's backward kernel takes by boxes: nothing, or all in 16 bits."""
-    if not UNITS[request.unit].persistent:
+    if not UNITS[request.unit].copies_boxes:
         return {}
     rows = {"Q": tiles.Br, "dO": tiles.Br, "K": tiles.Bc, "V": tiles.Bc}
     rows |= {"dK": GROUP_ROWS, "dV": GROUP_ROWS}

@@ -44,12 +44,12 @@ class Unit(ABC):
     """A unit of the GPU that computes the products, and its kernels.
 
     ``capability`` is the least of compute capability, ``newest`` the last that has the unit, if it
-    was given up. ``persistent``: a block takes several row tiles. ``kernels`` has the modules
-    standard, fa1_forward, fa2_forward, standard_backward, fa1_backward and fa2_backward, or some of
-    them, whose factories have one set of names. What an algorithm has a choice of, by (algorithm,
-    pass): ``staged`` how many tiles of K and V are in memory, ``splits_queries`` how many blocks
-    share a head, ``splits_keys`` what the warps share; ``measures`` names what its kernels can do
-    without, and the algorithms.
+    was given up. ``copies_boxes``: its kernels take the matrices by boxes, and a forward block
+    several row tiles. ``kernels`` has the modules standard, fa1_forward, fa2_forward,
+    standard_backward, fa1_backward and fa2_backward, or some of them, whose factories have one set
+    of names. What an algorithm has a choice of, by (algorithm, pass): ``staged`` how many tiles of
+    K and V are in memory, ``splits_queries`` how many blocks share a head, ``splits_keys`` what the
+    warps share; ``measures`` names what its kernels can do without, and the algorithms.
 
     The methods give the tiles of a request, with their threads, and the specialisation of its main
     kernel; they raise ValueError for tiles that cannot be.
@@ -62,7 +62,7 @@ class Unit(ABC):
     newest: tuple[int, int] | None = None
     kernels: ModuleType
     tuned = False
-    persistent = False
+    copies_boxes = False
     staged: frozenset[tuple[str, str]] = frozenset()
     splits_queries: frozenset[tuple[str, str]] = frozenset()
     splits_keys: frozenset[tuple[str, str]] = frozenset()
@@ -237,7 +237,7 @@ class Wgmma(Unit):
     dtypes = Mma.dtypes
     capability = newest = (9, 0)
     kernels = wgmma
-    persistent = True
+    copies_boxes = True
     staged = frozenset({("fa2", "fwd")})
     # What its kernels are compiled for beside plain attention, and their largest head dimension.
     features: Mapping[str, tuple[str, ...]] = {
