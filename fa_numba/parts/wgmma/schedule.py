@@ -34,10 +34,12 @@ def make_row_tile(spec):
     def row_tile(n, q_shape, k_shape):
         heads, rows, columns = uint32(q_shape[1]), uint32(q_shape[2]), uint32(k_shape[2])
         Tr = uint32((rows + (Br - 1)) // uint32(Br))
-        together = uint32(max(uint32(1), uint32(TOGETHER // pair_bytes) // columns))
+        all_heads = uint32(heads * uint32(q_shape[0]))
+        fit = uint32(max(uint32(1), uint32(TOGETHER // pair_bytes) // columns))
+        together = uint32(min(fit, all_heads))  # so that together Tr stays within 32 bits
         first = uint32(n // uint32(together * Tr) * together)
         place = uint32(n % uint32(together * Tr))
-        here = uint32(min(together, uint32(heads * uint32(q_shape[0]) - first)))
+        here = uint32(min(together, uint32(all_heads - first)))
         i = uint32(Tr - 1 - place // here)
         head = uint32(first + place % here)
         return uint32(i * Br), uint32(head % heads), uint32(head // heads)
