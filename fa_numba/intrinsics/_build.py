@@ -81,6 +81,18 @@ def global_pointer(context, builder, array_ty, array, *places, contiguous=False)
     return builder.addrspacecast(generic, element.as_pointer(GLOBAL))
 
 
+def statement(instruction):
+    """The code of an instruction without operands that orders memory."""
+
+    def codegen(context, builder, signature, args):
+        asm = ir.InlineAsm(
+            ir.FunctionType(ir.VoidType(), []), instruction, "~{memory}", side_effect=True
+        )
+        builder.call(asm, [])
+
+    return codegen
+
+
 def guarded(instructions, condition):
     """PTX whose instructions marked ``@p`` take place if the operand ``condition`` is not 0."""
     return f"{{.reg .pred p; setp.ne.u32 p, {condition}, 0; {instructions}}}"

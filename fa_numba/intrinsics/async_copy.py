@@ -16,6 +16,7 @@ from fa_numba.intrinsics._build import (
     is_float32_array,
     is_half_array,
     shared_address,
+    statement,
 )
 
 
@@ -97,16 +98,6 @@ def copy_value_async(typingctx, dst, index, src, row, count):
     return _copy(1)(typingctx, dst, index, src, row, count=count)
 
 
-def _statement(instruction):
-    def codegen(context, builder, signature, args):
-        asm = ir.InlineAsm(
-            ir.FunctionType(ir.VoidType(), []), instruction, "~{memory}", side_effect=True
-        )
-        builder.call(asm, [])
-
-    return codegen
-
-
 def _commit_async():
     emulator.current().async_commit()
 
@@ -115,7 +106,7 @@ def _commit_async():
 @intrinsic
 def commit_async(typingctx):
     """Close this thread's current group of copies: ``cp.async.commit_group``."""
-    return types.void(), _statement("cp.async.commit_group;")
+    return types.void(), statement("cp.async.commit_group;")
 
 
 def _wait_async():
@@ -126,4 +117,4 @@ def _wait_async():
 @intrinsic
 def wait_async(typingctx):
     """Wait for all of this thread's groups: ``cp.async.wait_group 0``."""
-    return types.void(), _statement("cp.async.wait_group 0;")
+    return types.void(), statement("cp.async.wait_group 0;")

@@ -5,7 +5,7 @@ from numba.core import cgutils, types
 from numba.cuda.extending import intrinsic
 
 from fa_numba import emulator
-from fa_numba.intrinsics._build import I32, emulated_by, shared_address, to_i32
+from fa_numba.intrinsics._build import I32, emulated_by, shared_address, statement, to_i32
 
 _I64 = ir.IntType(64)
 
@@ -77,16 +77,6 @@ def store_box(typingctx, dst, batch, head, row, col, src, index):
     return types.void(dst, batch, head, row, col, src, index), codegen
 
 
-def _plain(instruction):
-    def codegen(context, builder, signature, args):
-        asm = ir.InlineAsm(
-            ir.FunctionType(ir.VoidType(), []), instruction, "~{memory}", side_effect=True
-        )
-        builder.call(asm, [])
-
-    return codegen
-
-
 def _commit_boxes():
     emulator.current().commit_boxes()
 
@@ -95,7 +85,7 @@ def _commit_boxes():
 @intrinsic
 def commit_boxes(typingctx):
     """Close this thread's current group of ``store_box``: ``cp.async.bulk.commit_group``."""
-    return types.void(), _plain("cp.async.bulk.commit_group;")
+    return types.void(), statement("cp.async.bulk.commit_group;")
 
 
 def _wait_boxes_read():
@@ -106,7 +96,7 @@ def _wait_boxes_read():
 @intrinsic
 def wait_boxes_read(typingctx):
     """Wait until the sources of this thread's groups have been read, and may be overwritten."""
-    return types.void(), _plain("cp.async.bulk.wait_group.read 0;")
+    return types.void(), statement("cp.async.bulk.wait_group.read 0;")
 
 
 def _wait_boxes():
@@ -117,7 +107,7 @@ def _wait_boxes():
 @intrinsic
 def wait_boxes(typingctx):
     """Wait until this thread's groups are in global memory: ``cp.async.bulk.wait_group 0``."""
-    return types.void(), _plain("cp.async.bulk.wait_group 0;")
+    return types.void(), statement("cp.async.bulk.wait_group 0;")
 
 
 def _fence_async_proxy():
@@ -132,4 +122,4 @@ def fence_async_proxy(typingctx):
     """What this thread has written to shared memory is seen by later bulk copies and ``wgmma``, of
     other threads after a barrier: ``fence.proxy.async``.
     """
-    return types.void(), _plain("fence.proxy.async.shared::cta;")
+    return types.void(), statement("fence.proxy.async.shared::cta;")

@@ -10,7 +10,7 @@ from numba.core import types
 from numba.cuda.extending import intrinsic
 
 from fa_numba import emulator
-from fa_numba.intrinsics._build import I32, emulated_by, shared_address, to_i32
+from fa_numba.intrinsics._build import I32, emulated_by, shared_address, statement, to_i32
 from fa_numba.intrinsics.shared import _tile
 
 
@@ -25,7 +25,7 @@ def mbarrier_tile(typingctx, offset, length):
     return _tile(types.uint64, ir.IntType(64), offset, length)
 
 
-def _statement(instruction, *operands):
+def _statement(instruction):
     """``instruction`` with the address of a barrier as $0 and integers as $1, ..."""
 
     def build(typingctx, barriers, index, *values):
@@ -94,16 +94,6 @@ def wait_mbarrier(typingctx, barriers, index, parity):
     return _statement(text)(typingctx, barriers, index, parity)
 
 
-def _plain(instruction):
-    def codegen(context, builder, signature, args):
-        asm = ir.InlineAsm(
-            ir.FunctionType(ir.VoidType(), []), instruction, "~{memory}", side_effect=True
-        )
-        builder.call(asm, [])
-
-    return codegen
-
-
 def _fence_mbarrier_init():
     emulator.current().fence_mbarriers()
 
@@ -111,4 +101,4 @@ def _fence_mbarrier_init():
 @emulated_by(_fence_mbarrier_init)
 @intrinsic
 def fence_mbarrier_init(typingctx):
-    return types.void(), _plain("fence.mbarrier_init.release.cluster;")
+    return types.void(), statement("fence.mbarrier_init.release.cluster;")

@@ -20,7 +20,7 @@ from fa_numba.intrinsics.shared import load4, store2
 from fa_numba.intrinsics.warpgroup import MULTIPLY, STEP, wait_products
 from fa_numba.parts import softmax
 from fa_numba.parts.mma.pairs import make_add_two
-from fa_numba.parts.wgmma import products, stages, stores
+from fa_numba.parts.wgmma import products, stages, stores, tile_load
 from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL
 from fa_numba.tiling.wgmma_backward import STAGES
 
@@ -57,7 +57,7 @@ def make_begin_barriers(spec):
 @cache
 def make_next_stage(spec):
     """``next_stage(stage, parity)``, as in the forward pass."""
-    return stages._make_next(STAGES)
+    return stages.next_of(STAGES)
 
 
 @cache
@@ -96,17 +96,7 @@ def make_load_column_tiles(spec):
 @cache
 def make_load_rows(spec):
     """``load_rows(sT, at, T, b, h, row0, bars, barrier)``: Qi or dOi."""
-    Br, panels = spec.Br, spec.panels
-    size = 2 * PANEL * panels * Br
-
-    @device_function
-    def load_rows(sT, at, T, b, h, row0, bars, barrier):
-        expect_bytes(bars, barrier, size)
-        for n in range(panels):
-            place = uint32(at + PANEL * Br * n)
-            load_box(sT, place, T, b, h, row0, PANEL * n, bars, barrier)
-
-    return load_rows
+    return tile_load.load_of(spec.Br, spec.Br, spec.panels)
 
 
 @cache

@@ -35,17 +35,19 @@ def make_next_stage(spec):
     """``next_stage(stage, parity)``: the place of K and V after this one, and its phase's parity,
     which changes where the places begin anew.
     """
-    return _make_next(spec.stages)
+    return next_of(spec.stages)
 
 
 @cache
 def make_next_q_stage(spec):
     """The same of Q's places."""
-    return _make_next(spec.q_stages)
+    return next_of(spec.q_stages)
 
 
 @cache
-def _make_next(count):
+def next_of(count):
+    """The same of ``count`` places."""
+
     @device_function
     def following(stage, parity):
         after = uint32(stage + 1)

@@ -11,17 +11,18 @@ from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
 @cache
 def make_load_q(spec):
     """``load_q(sQ, at, Q, b, h, row0, bars, barrier)``: Qi, by boxes of a warpgroup's rows."""
-    return _make_load(spec.Br, GROUP_ROWS, spec.panels)
+    return load_of(spec.Br, GROUP_ROWS, spec.panels)
 
 
 @cache
 def make_load_columns(spec):
     """``load_columns(sT, at, T, b, h, row0, bars, barrier)``: Kj or Vj."""
-    return _make_load(spec.Bc, spec.Bc, spec.panels)
+    return load_of(spec.Bc, spec.Bc, spec.panels)
 
 
 @cache
-def _make_load(rows, box, panels):
+def load_of(rows, box, panels):
+    """The load of a tile with these ``rows``, by boxes of ``box`` rows."""
     size = 2 * PANEL * panels * rows
 
     @device_function
