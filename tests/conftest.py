@@ -1,12 +1,17 @@
 """`device`: the same test on the emulator and, marked `gpu`, on the GPU where there is one."""
 
 import gc
+import os
 from collections import defaultdict
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from fa_numba.device import gpu_available
+# Before NumPy is imported: the processes that run the tests have the cores, and threads of BLAS
+# that wait for each other on a core that is busy take many times as long as one.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+from fa_numba.device import gpu_available  # noqa: E402
 
 pytest.register_assert_rewrite("helpers")
 
