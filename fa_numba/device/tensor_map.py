@@ -17,8 +17,10 @@ from numba.core import cgutils
 from numba.core.datamodel import PrimitiveModel, StructModel
 from numba.cuda.extending import make_attribute_wrapper, register_model
 
+from fa_numba.dtypes import DTYPES
+
 MAP_BYTES = 128
-PANEL = 64  # columns of a box: 128 bytes of 16-bit elements, which the engine swizzles
+ROW_BYTES = 128  # of a box, which the engine swizzles
 STEP_BYTES = 16  # bytes: strides are multiples
 _ALIGNMENT = 64  # bytes
 _I32 = ir.IntType(32)
@@ -79,9 +81,9 @@ def tiled_type(ndim: int) -> TiledType:
 
 @dataclass(frozen=True)
 class TiledArray:
-    """A 4-D array of 16-bit elements as an argument that a kernel takes by boxes.
+    """A 4-D array as an argument that a kernel takes by boxes.
 
-    A box has ``rows`` rows, along the third axis, of 64 columns.
+    A box has ``rows`` rows, along the third axis, of 128 bytes: 64 columns, or 32 of float32.
     """
 
     array: Any
@@ -90,6 +92,7 @@ class TiledArray:
 
 
 _DTYPES = {
+    "float32": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
     "float16": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
     "bfloat16": driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
 }
@@ -102,7 +105,8 @@ def encoded(tiled: TiledArray, address: int) -> driver.CUtensorMap:
     # The driver judges strides of axes with one place, too.
     steps = (STEP_BYTES if n == 1 else s for n, s in zip(array.shape, array.strides, strict=True))
     strides = [driver.cuuint64_t(n) for n in [*steps][-2::-1]]
-    box = [driver.cuuint32_t(n) for n in (PANEL, tiled.rows, 1, 1)]
+    columns = ROW_BYTES // DTYPES[tiled.dtype].bytes
+    box = [driver.cuuint32_t(n) for n in (columns, tiled.rows, 1, 1)]
     result = driver.cuTensorMapEncodeTiled(
         _DTYPES[tiled.dtype],
         4,

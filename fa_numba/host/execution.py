@@ -51,7 +51,8 @@ def execute(plan: Plan, arguments: Binding, arrays: Mapping[str, Any], stream: A
 
 def _resolved(argument: Argument, found: Mapping[str, Any], problem: Problem) -> Any:
     if isinstance(argument, Boxes):
-        return device.TiledArray(found[argument.name], argument.rows, problem.dtype)
+        dtype = argument.dtype or problem.dtype
+        return device.TiledArray(found[argument.name], argument.rows, dtype)
     if isinstance(argument, Untouched):
         return _untouched(argument, found["Q"])
     return found[argument] if isinstance(argument, str) else argument

@@ -41,7 +41,12 @@ def forward(request: Request) -> Steps:
     if not request.dtype.sums_in_place:  # O between the passes
         workspace += (_sum("A", request.q_shape),)
     L: Argument = "L" if request.return_lse else Untouched(request.row_shape)
-    launches = (Launch.of(kernel, grid, L=L, scale="score_scale"),)
+    by_boxes: dict[str, Argument] = {}
+    if unit.copies_boxes:
+        rows = {"Q": GROUP_ROWS, "K": tiles.Bc, "V": tiles.Bc, "O": GROUP_ROWS}
+        by_boxes = {name: Boxes(name, n) for name, n in rows.items()}
+        by_boxes["A"] = Boxes("A", GROUP_ROWS, "float32")
+    launches = (Launch.of(kernel, grid, L=L, scale="score_scale", **by_boxes),)
     how: dict[str, Any] = {"query_splits": request.query_splits, "return_lse": request.return_lse}
     count = functools.partial(io_model.fa1, p, tiles, **how)
     return Steps(tiles, launches, workspace, count, split_rows, LOG2E)

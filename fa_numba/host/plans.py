@@ -59,10 +59,13 @@ class Untouched:
 
 @dataclass(frozen=True)
 class Boxes:
-    """The array called ``name`` for a kernel that takes it by boxes of ``rows`` rows."""
+    """The array called ``name`` for a kernel that takes it by boxes of ``rows`` rows; its dtype is
+    the call's, unless said.
+    """
 
     name: str
     rows: int
+    dtype: str = ""
 
 
 # The name of an array or of a number of the call, a number itself, no array, or one by boxes.

@@ -28,11 +28,13 @@ from fa_numba.tiling import (
     default_mma_tiles,
     default_tiles,
     default_wgmma_backward_tiles,
+    default_wgmma_fa1_tiles,
     default_wgmma_tiles,
     select_mma_backward_spec,
     select_mma_spec,
     select_spec,
     select_wgmma_backward_spec,
+    select_wgmma_fa1_spec,
     select_wgmma_spec,
     sweep_tiles,
 )
@@ -230,7 +232,7 @@ class Mma(Unit):
 class Wgmma(Unit):
     """Hopper's tensor cores by ``wgmma`` and bulk copies, in 16 bits: compute capability 9.0 alone.
 
-    It has FlashAttention-2 so far, backward by atomic adds alone.
+    It has FlashAttention-2, backward by atomic adds alone, and FlashAttention-1's forward pass.
     """
 
     name, title = "wgmma", "Hopper's tensor cores"
@@ -239,20 +241,24 @@ class Wgmma(Unit):
     kernels = wgmma
     copies_boxes = True
     staged = frozenset({("fa2", "fwd")})
+    splits_queries = frozenset({("fa1", "fwd")})
     # What its kernels are compiled for beside plain attention, and their largest head dimension.
-    features: Mapping[str, tuple[str, ...]] = {
-        "fwd": ("causal", "window", "softcap", "q_lens"),
-        "bwd": ("causal", "window"),
+    features: Mapping[tuple[str, str], tuple[str, ...]] = {
+        ("fa1", "fwd"): ("causal", "window", "softcap", "q_lens"),
+        ("fa2", "fwd"): ("causal", "window", "softcap", "q_lens"),
+        ("fa2", "bwd"): ("causal", "window"),
     }
     largest: Mapping[str, int] = {"fwd": 256, "bwd": 128}
 
     def lacks(self, request: Request) -> str:
-        if request.algorithm != "fa2":
-            return "another algorithm than fa2"
+        pair = (request.algorithm, request.passes)
+        if pair not in self.features:
+            direction = "forward" if request.passes == "fwd" else "backward"
+            return f"the {direction} pass of {request.algorithm}"
         if request.deterministic:
             return "sums of dQ in a fixed order (deterministic)"
         on = (f.name for f in fields(Features) if getattr(request.features, f.name))
-        lacking = [name for name in on if name not in self.features[request.passes]]
+        lacking = [name for name in on if name not in self.features[pair]]
         if lacking:
             return f"the option {lacking[0]}"
         d, largest = request.problem.head_dim, self.largest[request.passes]
@@ -264,11 +270,12 @@ class Wgmma(Unit):
 
     def suits(self, request: Request) -> bool:
         """On a GPU, forward, for calls that choose nothing of another unit's, and rows that fill a
-        tile: the emulator runs the smaller blocks of ``mma`` faster. The backward pass is taken by
-        name alone: on a GPU it was held against float64 at the papers' sizes only.
+        tile: the emulator runs the smaller blocks of ``mma`` faster. FlashAttention-1 is taken by
+        name alone, and so is the backward pass: on a GPU it was held against float64 at the papers'
+        sizes only.
         """
         plain = (
-            request.passes == "fwd"
+            (request.algorithm, request.passes) == ("fa2", "fwd")
             and request.tiles is None
             and request.query_splits == 1
             and not request.ablated
@@ -277,9 +284,14 @@ class Wgmma(Unit):
         return plain and request.problem.seqlen_q > GROUP_ROWS and device.planned_for_gpu()
 
     def forward(self, request: Request) -> tuple[Tiles, Spec]:
-        p = request.problem
-        tiles = request.tiles or default_wgmma_tiles(p.seqlen_q, p.head_dim, p.causal)
-        spec = select_wgmma_spec(tiles, p.head_dim, request.shared_limit, **self._facts(request))
+        p, facts = request.problem, self._facts(request)
+        select: Callable[..., Spec] = select_wgmma_spec
+        if request.algorithm == "fa1":
+            tiles = request.tiles or default_wgmma_fa1_tiles(p.head_dim, request.features)
+            select, facts = select_wgmma_fa1_spec, facts | {"return_lse": request.return_lse}
+        else:
+            tiles = request.tiles or default_wgmma_tiles(p.seqlen_q, p.head_dim, p.causal)
+        spec = select(tiles, p.head_dim, request.shared_limit, **facts)
         return replace(tiles, threads=spec.threads), spec
 
     @staticmethod

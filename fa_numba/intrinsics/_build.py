@@ -6,6 +6,7 @@ from numba.core import cgutils, types
 I32 = ir.IntType(32)
 F32 = ir.FloatType()
 FLOAT2_TUPLE = types.containers.UniTuple(types.float32, 2)
+FLOAT2 = ir.VectorType(F32, 2)
 FLOAT4 = ir.VectorType(F32, 4)
 INT4 = ir.VectorType(I32, 4)
 FLOAT4_TUPLE = types.containers.UniTuple(types.float32, 4)

@@ -10,6 +10,8 @@ from numba.cuda.extending import intrinsic
 from fa_numba import emulator
 from fa_numba.intrinsics._build import (
     F32,
+    FLOAT2,
+    FLOAT2_TUPLE,
     FLOAT4,
     FLOAT4_TUPLE,
     I32,
@@ -122,6 +124,50 @@ def load4(typingctx, array, index):
         return unpack4(context, builder, vector)
 
     return FLOAT4_TUPLE(array, index), codegen
+
+
+def _load_pair(array, index):
+    return array.load(index, 2)
+
+
+@emulated_by(_load_pair)
+@intrinsic
+def load_pair(typingctx, array, index):
+    """Elements index, index + 1 of a 1-D shared float32 array as a tuple: ``ld.shared.v2.f32``.
+
+    ``index`` must be a multiple of 2.
+    """
+    if not is_float32_array(array, 1) or not isinstance(index, types.Integer):
+        return None
+
+    def codegen(context, builder, signature, args):
+        pointer = shared_pointer(context, builder, array, args[0], args[1], index)
+        vector = builder.load(builder.bitcast(pointer, FLOAT2.as_pointer(SHARED)), align=8)
+        lanes = [builder.extract_element(vector, I32(n)) for n in range(2)]
+        return context.make_tuple(builder, FLOAT2_TUPLE, lanes)
+
+    return FLOAT2_TUPLE(array, index), codegen
+
+
+def _store_pair(array, index, x0, x1):
+    array.store(index, (x0, x1))
+
+
+@emulated_by(_store_pair)
+@intrinsic
+def store_pair(typingctx, array, index, x0, x1):
+    """Store two floats at index, index + 1 of a 1-D shared array: ``st.shared.v2.f32``."""
+    if not is_float32_array(array, 1) or not isinstance(index, types.Integer):
+        return None
+
+    def codegen(context, builder, signature, args):
+        pointer = shared_pointer(context, builder, array, args[0], args[1], index)
+        vector = ir.Constant(FLOAT2, ir.Undefined)
+        for n in range(2):
+            vector = builder.insert_element(vector, args[2 + n], I32(n))
+        builder.store(vector, builder.bitcast(pointer, FLOAT2.as_pointer(SHARED)), align=8)
+
+    return types.void(array, index, x0, x1), codegen
 
 
 def _load4_at_byte(array, offset):

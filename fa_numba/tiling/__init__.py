@@ -34,6 +34,7 @@ from fa_numba.tiling.wgmma_backward import (
     default_wgmma_backward_tiles,
     select_wgmma_backward_spec,
 )
+from fa_numba.tiling.wgmma_fa1 import WgmmaFa1Spec, default_wgmma_fa1_tiles, select_wgmma_fa1_spec
 
 __all__ = [
     "MAX_THREADS",
@@ -49,6 +50,7 @@ __all__ = [
     "Tiles",
     "TransposedSpec",
     "WgmmaBackwardSpec",
+    "WgmmaFa1Spec",
     "WgmmaSpec",
     "default_backward_tiles",
     "default_mma_backward_tiles",
@@ -56,6 +58,7 @@ __all__ = [
     "default_mma_tiles",
     "default_tiles",
     "default_wgmma_backward_tiles",
+    "default_wgmma_fa1_tiles",
     "default_wgmma_tiles",
     "is_valid",
     "paper_rule",
@@ -63,6 +66,7 @@ __all__ = [
     "select_mma_spec",
     "select_spec",
     "select_wgmma_backward_spec",
+    "select_wgmma_fa1_spec",
     "select_wgmma_spec",
     "splits",
     "sweep_tiles",

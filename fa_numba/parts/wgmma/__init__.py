@@ -4,8 +4,17 @@ from functools import cache
 
 from fa_numba.parts import gradients, heads, layout, rows, softmax, visits
 from fa_numba.parts.namespace import Parts
-from fa_numba.parts.wgmma import backward, products, schedule, stages, stores, tile_load, turns
-from fa_numba.tiling import WgmmaBackwardSpec
+from fa_numba.parts.wgmma import (
+    backward,
+    products,
+    schedule,
+    stages,
+    state,
+    stores,
+    tile_load,
+    turns,
+)
+from fa_numba.tiling import WgmmaBackwardSpec, WgmmaFa1Spec
 
 _MODULES = (
     *(products, schedule, stages, stores, tile_load, turns),
@@ -16,7 +25,9 @@ _MODULES = (
 @cache
 def parts(spec):
     """The device functions of a kernel for ``spec``: ``p.NAME`` is ``make_NAME(spec)``, in a
-    backward kernel that of ``backward.py`` where there is one.
+    backward kernel that of ``backward.py`` where there is one, in FlashAttention-1's that of
+    ``state.py``.
     """
     own = (backward,) if isinstance(spec, WgmmaBackwardSpec) else ()
+    own = (state,) if isinstance(spec, WgmmaFa1Spec) else own
     return Parts(spec, (*own, *_MODULES))

@@ -1,0 +1,124 @@
+"""How the warpgroups of a block share a tile of FlashAttention-1's forward pass on Hopper's tensor
+cores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fa_numba.integers import ceil_div
+from fa_numba.options import PLAIN, Features
+from fa_numba.tiling.tiles import Tiles
+from fa_numba.tiling.wgmma import GROUP_ROWS, WgmmaSpec
+
+FLOAT_PANEL = 32  # columns of float32 in 128 bytes
+# By the number of consumers: registers of a thread that produces, and of one that consumes.
+REGISTERS = {1: (32, 240), 2: (32, 240), 3: (32, 160)}
+# Registers of a consumer beside its parts of P and O, and beside that of S, where it masks.
+_OTHERS, _OTHERS_OF_S = 32, 88
+# Places of K and V, and of Q and O: the first that shared memory has is taken.
+_PLACES = ((2, 2), (1, 2), (2, 1), (1, 1))
+
+
+@dataclass(frozen=True)
+class WgmmaFa1Spec(WgmmaSpec):
+    """FlashAttention-1's forward kernel on Hopper's tensor cores: a warpgroup that produces, and
+    ``consumers`` that take 64 rows of each row tile.
+
+    ``stages`` is how many tiles of K and of V are in shared memory, ``q_stages`` of Q, and of O in
+    float32. Every consumer has barriers of its own for its rows of them.
+    """
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that produces, and of one that consumes."""
+        return REGISTERS[self.consumers]
+
+    @property
+    def float_panels(self) -> int:
+        """Boxes of 32 columns that a float32 row of O has."""
+        return ceil_div(self.columns, FLOAT_PANEL)
+
+    @property
+    def tile_floats(self) -> int:
+        """Elements of a tile of O."""
+        return self.float_panels * FLOAT_PANEL * self.Br
+
+    @property
+    def barriers(self) -> int:
+        return self.barrier_places[-1] + self.stages
+
+    @property
+    def barrier_places(self) -> tuple[int, ...]:
+        """The first barrier of a full place of Q, an empty one of Q, full of O, empty of O, one
+        for each consumer; of a consumer's written pass; full of K and of V, empty of K and of V.
+        """
+        rows = self.q_stages * self.consumers
+        kv = 4 * rows + self.consumers
+        return *(n * rows for n in range(5)), *(kv + n * self.stages for n in range(4))
+
+    @property
+    def first_barrier(self) -> int:
+        """Where the barriers begin, in units of 8 bytes, behind the tiles."""
+        return (self.halves // 2 + self.q_stages * self.tile_floats) // 2
+
+    @property
+    def shared_bytes(self) -> int:
+        return 8 * (self.first_barrier + self.barriers)
+
+    @property
+    def accumulators(self) -> int:
+        """O comes to registers when S has left them for P."""
+        return max(self.TM * self.TN, self.p_registers + self.TM * 4 * self.DN)
+
+    @property
+    def fits_registers(self) -> bool:
+        many = self.registers[1]
+        return self.accumulators <= many - _OTHERS and self.TM * self.TN <= many - _OTHERS_OF_S
+
+
+def select_wgmma_fa1_spec(
+    tiles: Tiles, head_dim: int, shared_limit: int, **facts: object
+) -> WgmmaFa1Spec:
+    """The specialisation of FlashAttention-1's forward kernel on Hopper's tensor cores for
+    ``tiles``, with the fields ``facts`` beside the sizes; ``shared_limit`` in bytes a block.
+
+    Raises ValueError for other rows than 64, 128 or 192, columns that are no multiple of 16 up to
+    256, another number of threads, and what does not fit registers or shared memory.
+    """
+    allowed = [GROUP_ROWS * n for n in REGISTERS]
+    if tiles.Br not in allowed or tiles.Bc % 16 or tiles.Bc > 256:
+        raise ValueError(
+            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} on Hopper's tensor cores: allowed are "
+            f"{', '.join(map(str, allowed))} rows and a multiple of 16 columns up to 256"
+        )
+    spec = WgmmaFa1Spec(head_dim, tiles.Br, tiles.Bc, 4, tiles.Br // 2, **facts)  # type: ignore[arg-type]
+    if tiles.threads not in (None, spec.threads):
+        raise ValueError(
+            f"tiles: threads={tiles.threads} does not fit Br={tiles.Br} on Hopper's tensor cores: "
+            f"allowed is {spec.threads}"
+        )
+    if not spec.fits_registers:
+        raise ValueError(
+            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} leaves a thread's parts "
+            "of S, P and O no registers; take smaller blocks"
+        )
+    for stages, q_stages in _PLACES:
+        spec = replace(spec, stages=stages, q_stages=q_stages)
+        if spec.shared_bytes <= shared_limit:
+            return spec
+    raise ValueError(
+        f"tiles: Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} needs {spec.shared_bytes} "
+        f"bytes of shared memory, the device has {shared_limit} a block"
+    )
+
+
+def default_wgmma_fa1_tiles(head_dim: int, features: Features) -> Tiles:
+    """Block sizes of FlashAttention-1's forward kernel on Hopper's tensor cores: as many columns as
+    memory holds, since O passes through global memory once for each column tile.
+    """
+    if head_dim <= 64 or (head_dim <= 128 and replace(features, causal=False) == PLAIN):
+        return Tiles(128, 256)
+    if head_dim <= 128:
+        return Tiles(128, 128)  # other options take more registers
+    return Tiles(64, 192 if head_dim <= 192 else 128)
