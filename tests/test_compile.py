@@ -192,6 +192,10 @@ WGMMA_CASES = [
     (192, 128, 96, ("causal",)),
     (256, 128, 80, ("causal",)),
     (256, 128, 80, ("window", "softcap", "q_lens")),
+    (64, 192, 128, ("causal", "softcap", "packed")),
+    (128, 128, 128, ("causal", "packed")),
+    (128, 128, 128, ("window", "softcap", "q_lens", "kv_lens")),
+    (256, 128, 80, ("causal", "q_lens", "kv_lens")),
 ]
 
 
@@ -211,10 +215,12 @@ def test_a_kernel_of_hoppers_unit_compiles_within_its_budgets(case, dtype):
     few, many = spec.registers
     assert 128 * (few + many * spec.consumers) <= REGISTERS
     assert fits(kernel, "sm_90a")
+    axes = 5 if spec.key_ends else 4
+    stored = 5 if spec.features.packed else 4
     for instruction in (
         f"wgmma.mma_async.sync.aligned.m64n{Bc}k16.f32.{'f16' if dtype == 'float16' else 'bf16'}",
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes",
-        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group",
+        f"cp.async.bulk.tensor.{axes}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes",
+        f"cp.async.bulk.tensor.{stored}d.global.shared::cta.tile.bulk_group",
         "mbarrier.try_wait.parity",
         f"setmaxnreg.inc.sync.aligned.u32 {many}",
     ):

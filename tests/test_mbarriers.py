@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fa_numba import emulator
-from fa_numba.device import cuda, float32, uint32
+from fa_numba.device import TiledArray, cuda, float32, uint32
 from fa_numba.emulator import (
     BarrierMisuse,
     Boxed,
@@ -24,7 +24,9 @@ from fa_numba.intrinsics.bulk_copy import (
     commit_boxes,
     fence_async_proxy,
     load_box,
+    load_box_5d,
     store_box,
+    store_box_5d,
     wait_boxes,
     wait_boxes_read,
 )
@@ -466,6 +468,113 @@ def test_a_place_that_is_filled_too_early(wrong, error, message):
 
 
 # --- boxes to global memory ------------------------------------------------------------------
+
+
+def _make_load_5d(place):
+    a, b, c, d, e = place
+
+    def kernel(X, Y, rows):
+        sX = half_tile(0, 64 * COLUMNS)
+        bars = mbarrier_tile(BARRIERS, 1)
+        t = cuda.threadIdx.x
+        if t == 0:
+            init_mbarrier(bars, 0, 1)
+            fence_mbarrier_init()
+        cuda.syncthreads()
+        if t == 0:
+            expect_bytes(bars, 0, 2 * rows * COLUMNS)
+            load_box_5d(sX, 0, X, a, b, c, d, e, bars, 0)
+        wait_mbarrier(bars, 0, 0)
+        for n in range(t, rows * COLUMNS, cuda.blockDim.x):
+            Y[n] = sX[n]
+
+    return kernel
+
+
+def _make_store_5d(place):
+    a, b, c, d, e = place
+
+    def kernel(X, Y, rows):
+        sX = half_tile(0, 64 * COLUMNS)
+        t = cuda.threadIdx.x
+        for n in range(t, rows * COLUMNS, cuda.blockDim.x):
+            r, column = n // COLUMNS, n % COLUMNS
+            sX[COLUMNS * r + ((column // 8 ^ r % 8) * 8 + column % 8)] = X[r, column]
+        fence_async_proxy()
+        cuda.syncthreads()
+        if t == 0:
+            store_box_5d(Y, a, b, c, d, e, sX, 0)
+            commit_boxes()
+            wait_boxes_read()
+
+    return kernel
+
+
+def _of_sequences(x, heads, first, end, row, group, col, rows):
+    """The rows of a box from row ``row`` of a sequence on, None where it has none."""
+    each = [(r // heads, r % heads) for r in range(rows)]
+    places = [(first + row + r, group * heads + m) for r, m in each]
+    width = slice(col, col + COLUMNS)
+    return [x[h, r, width] if r < end and h < len(x) else None for r, h in places]
+
+
+@pytest.mark.parametrize(
+    "heads, first, end, row, group, col",
+    [
+        (1, 20, 50, 0, 1, 0),  # a sequence of 30 rows, of 100
+        (1, 20, 50, 16, 0, 64),
+        (1, 0, 3, 0, 1, 0),
+        (1, 90, 100, 0, 3, 0),
+        (1, 40, 40, 0, 0, 0),  # of none
+        (1, 40, 50, 32, 0, 0),  # past its rows
+        (2, 20, 23, 0, 1, 0),
+        (4, 90, 100, 8, 0, 64),
+    ],
+)
+def test_boxes_end_with_a_sequence_and_have_rows_of_several_heads(
+    heads, first, end, row, group, col
+):
+    """Zeros come for what the sequence has not, and nothing is written there."""
+    rows, x = 32, bits(4, 100, 72)
+    where = end, group, row + 100 - (end - first)
+    place = (0, end, group, where[2], col) if heads == 1 else (*where, 0, col)
+    wanted = np.zeros((rows, COLUMNS), np.uint16)
+    box = _of_sequences(x, heads, first, end, row, group, col, rows)
+    for r, values in enumerate(box):
+        if values is not None:
+            wanted[r, : len(values)] = values
+    boxed = Boxed(x[None], rows, TiledArray(x[None], rows, "float16", heads, ends=True).layout)
+    y = np.zeros(rows * COLUMNS, np.uint16)
+    counts = launch(_make_load_5d(place), 64, boxed, y, rows)
+    assert (unswizzled(y, rows) == wanted).all()
+    assert counts.loads["X"] == np.count_nonzero(wanted)
+    z, given = np.zeros_like(x), bits(rows, COLUMNS, seed=1)
+    layout = TiledArray(z[None], rows, "float16", heads, ends=True).layout
+    counts = launch(_make_store_5d(place), 64, given, Boxed(z[None], rows, layout), rows)
+    back = _of_sequences(z, heads, first, end, row, group, col, rows)
+    for values, stored in zip(given, back, strict=True):
+        assert stored is None or (stored == values[: len(stored)]).all()
+    assert counts.stores["Y"] == np.count_nonzero(z) == np.count_nonzero(wanted)
+
+
+def test_boxes_with_rows_of_several_heads_of_a_batch_entry():
+    rows, x = 16, bits(2, 6, 10, 64)
+    layout = TiledArray(x, rows, "float16", heads=2).layout
+    y = np.zeros(rows * COLUMNS, np.uint16)
+    launch(_make_load_5d((1, 2, 4, 0, 0)), 64, Boxed(x, rows, layout), y, rows)
+    wanted = np.zeros((rows, COLUMNS), np.uint16)
+    wanted[:12] = x[1, 4:, 4:].transpose(1, 0, 2).reshape(12, 64)
+    assert (unswizzled(y, rows) == wanted).all()
+
+
+def test_boxes_that_a_map_has_not():
+    x, y = bits(1, 2, 40, 64), np.zeros(8 * COLUMNS, np.uint16)
+    found = caught(EmulatorError, _make_load_5d((0, 0, 0, 0, 0)), 32, Boxed(x, 8), y, 8)
+    assert "of a map with 4 axes" in str(found)
+    # A row of the sequence that would lie before the array.
+    layout = TiledArray(x, 8, "float16", ends=True).layout
+    found = caught(OutOfBounds, _make_load_5d((0, 5, 0, 30, 0)), 32, Boxed(x, 8, layout), y, 8)
+    assert "leaves the array's memory" in str(found)
 
 
 def _make_store(rows, place, wrong=""):

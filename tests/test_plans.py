@@ -211,6 +211,7 @@ def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
     assert units.unit_of("auto", asked()).name == "mma"  # on the emulator
     for facts in (
         {"options": {"dropout_p": 0.1}},
+        {"options": {"kv_lens": (100,)}},
         {"tiles": Tiles(128, 64)},
         {"aligned": False},
         {"algorithm": "fa1"},
@@ -225,7 +226,7 @@ def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
     ("facts", "lacking"),
     [
         ({"options": {"dropout_p": 0.1}}, "lack the option dropout"),
-        ({"options": {"kv_lens": (100,)}}, "lack the option kv_lens"),
+        ({"options": {"alibi": True}}, "lack the option alibi"),
         ({"algorithm": "fa1", "options": {"kv_lens": (100,)}}, "lack the option kv_lens"),
         ({"algorithm": "fa1", "passes": "bwd"}, "lack the backward pass of fa1"),
         ({"algorithm": "standard"}, "lack the forward pass of standard"),

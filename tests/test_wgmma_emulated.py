@@ -13,7 +13,9 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from helpers import _filled
 from mma_helpers import BFLOAT16, check, half_inputs
+from options_helpers import cumulative
 
 import fa_numba
 from fa_numba import Tiles, emulator
@@ -45,6 +47,69 @@ def test_dtypes_and_strides(dtype, layout):
     q, k, v = half_inputs(dtype, 1, 2, 2, 70, 90, 64)
     tiles = Tiles(128, 32, stages=2)
     check("emulator", "fa2", q, k, v, tiles=tiles, causal=True, layout=layout, **UNIT)
+
+
+LENGTHS = [
+    # q_lens, kv_lens, d, options
+    (None, [130, 0], 64, {}),
+    ([0, 70, 1], None, 64, {"causal": True}),
+    ([70, 150], [200, 5], 128, {"window": (30, 5), "softcap": 3.0}),
+]
+
+
+@pytest.mark.parametrize("q_lens, kv_lens, d, options", LENGTHS)
+def test_lengths(q_lens, kv_lens, d, options):
+    """Padding is NaN: neither read nor seen."""
+    B, given = len(q_lens or kv_lens), {"q_lens": q_lens, "kv_lens": kv_lens, **options}
+    q, k, v = half_inputs("float16", B, 2, 1, 150, 200, d)
+    for arrays, lens in (((q,), q_lens), ((k, v), kv_lens)):
+        for b, n in enumerate(lens or ()):
+            for array in arrays:
+                array[b, :, n:] = np.nan
+    given = {name: value for name, value in given.items() if value is not None}
+    check("emulator", "fa2", q, k, v, tiles=Tiles(128, 64, stages=2), **UNIT, **given)
+
+
+def _packed(q_lens, kv_lens, Hq, Hk, d, dtype="float16", seed=0):
+    """q, k and v of sequences one after the other, and where they begin."""
+    q, _, _ = half_inputs(dtype, 1, Hq, 1, sum(q_lens), 1, d, seed=seed)
+    _, k, v = half_inputs(dtype, 1, 1, Hk, 1, sum(kv_lens), d, seed=seed)
+    arrays = (np.ascontiguousarray(a[0].swapaxes(0, 1)) for a in (q, k, v))
+    return *arrays, cumulative(q_lens, kv_lens)
+
+
+SEQUENCES = [
+    # q_lens, kv_lens, Hq, Hk, d, options
+    ([130, 0, 5, 128], [70, 64, 0, 200], 2, 1, 64, {"causal": True}),
+    ([1, 1, 1, 125], [3, 0, 150, 1], 1, 1, 128, {"window": (40, 8)}),
+    ([150], [33], 2, 2, 40, {"softcap": 2.0}),
+]
+
+
+@pytest.mark.parametrize("q_lens, kv_lens, Hq, Hk, d, options", SEQUENCES)
+def test_packed_sequences(q_lens, kv_lens, Hq, Hk, d, options):
+    q, k, v, starts = _packed(q_lens, kv_lens, Hq, Hk, d)
+    options = {"tiles": Tiles(128, 32, stages=2), **UNIT, **options}
+    check("emulator", "fa2", q, k, v, **starts, **options)
+
+
+def test_packed_sequences_are_those_alone_whatever_lies_beside_them():
+    """NaN and infinities in the other sequences reach none of this one's O."""
+    q_lens, kv_lens = [40, 90, 130], [90, 75, 50]
+    q, k, v, starts = _packed(q_lens, kv_lens, 1, 1, 64)
+    options = {"tiles": Tiles(128, 64, stages=2), "return_lse": True, **UNIT}
+    row, column = (starts[f"cu_seqlens_{x}"] for x in "qk")
+    for n in range(len(q_lens)):
+        rows, columns = slice(row[n], row[n + 1]), slice(column[n], column[n + 1])
+        others = [np.full_like(a, x) for a, x in ((q, np.nan), (k, np.nan), (v, np.inf))]
+        parts = [q[rows], k[columns], v[columns]]
+        for array, part, place in zip(others, parts, (rows, columns, columns), strict=True):
+            array[place] = part
+        with fa_numba.device.using("emulator"):
+            O, L = fa_numba.flash_attention_2(*others, **starts, **options)
+            alone = [a.swapaxes(0, 1)[None] for a in parts]
+            P, M = fa_numba.flash_attention_2(*alone, **options)
+        assert np.array_equal(O[rows].swapaxes(0, 1), P[0]) and np.array_equal(L[:, rows], M[0])
 
 
 def _attend(Nq=300, Nk=200, causal=True, blocks=1, rows=128):
@@ -131,22 +196,36 @@ def _kernel(changed, text):
     return kernel
 
 
+def _attend_packed(rows):
+    """O and L of sequences of several lengths."""
+    q, k, v, starts = _packed([40, 0, 150, 20], [70, 30, 33, 0], 2, 1, 64)
+    options = {"causal": True, "tiles": Tiles(rows, 32, stages=2), "return_lse": True}
+    uncached = getattr(planning.planned, "__wrapped__", planning.planned)
+    with (
+        mock.patch.object(planning, "planned", uncached),
+        mock.patch.object(fa_numba.device, "multiprocessors", lambda: 1),
+        fa_numba.device.using("emulator"),
+        mock.patch.object(np, "empty", _filled),
+    ):
+        return fa_numba.flash_attention_2(q, k, v, **starts, **options, **UNIT)
+
+
 @cache
-def _right(rows):
-    return _attend(rows=rows)[0]
+def _right(rows, packed=False):
+    return _attend_packed(rows) if packed else _attend(rows=rows)[0]
 
 
-def _outcome(changed, needle, replacement, which, rows=128):
+def _outcome(changed, needle, replacement, which, rows=128, packed=False):
     """What finds the fault: the name of an error, or "values"; None if nothing does."""
     source = inspect.getsource(_module(_path(changed)))
     pieces = source.split(needle)
     assert len(pieces) > which + 1, f"{needle!r} stands {len(pieces) - 1} times in {changed}"
     text = needle.join(pieces[: which + 1]) + replacement + needle.join(pieces[which + 1 :])
-    right = _right(rows)
+    right = _right(rows, packed)
     mutant = _kernel(changed, text)
     try:
         with mock.patch.object(wgmma, "fa2_forward", mutant):
-            found = _attend(rows=rows)[0]
+            found = _right.__wrapped__(rows, packed)
     except emulator.EmulatorError as error:
         return type(error).__name__
     same = all(np.array_equal(a, b, equal_nan=True) for a, b in zip(found, right, strict=True))
@@ -217,7 +296,7 @@ MUTANTS = {
         "kernel", "sV, uint32(stage * NK))", "sV, uint32(next_stage * NK))", 0, EARLY | {"values"}
     ),
     "K's barrier counts V": (
-        "kernel", "bars, uint32(FULL_V + stage))", "bars, uint32(FULL_K + stage))", 0,
+        "kernel", "bars, FULL_V + stage)", "bars, FULL_K + stage)", 0,
         EARLY | STALLS,
     ),
     # arrivals
@@ -295,6 +374,28 @@ MUTANTS = {
 def test_a_planted_fault_is_found(name):
     *change, wanted = MUTANTS[name]
     assert _outcome(*change) in wanted
+
+
+OF_SEQUENCES = [
+    ("tile_load", "uint32(row0 + uint32(T.shape[2]) - N)", "row0", 0),
+    ("tile_load", "query_end(b, Nq, options)", "Nq", 0),
+    ("tile_load", "key_end(b, Nk, options)", "Nk", 0),
+    ("tile_load", "batch = uint32(0)", "pass", 0),
+    ("tile_load", "uint32(first + r * step)", "first", 0),
+    ("stores", "uint32(row0 + uint32(O.shape[2]) - Nq)", "row0", 0),
+    ("stores", "query_end(b, Nq, options), row0", "Nq, row0", 0),
+    ("stores", "            rows_end = Nq\n", "            pass\n", 0),
+    ("schedule", "+ sequences)", ")", 0),
+    ("schedule", "+ middle)", ")", 0),
+    ("schedule", "begin <= i", "begin < i", 0),
+    ("schedule", "uint32(rows_of_tile) + b)", "uint32(rows_of_tile))", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", OF_SEQUENCES, ids=[c[1] for c in OF_SEQUENCES])
+def test_a_fault_in_the_places_of_sequences_is_found(change):
+    found = _outcome(*change, packed=True)
+    assert found in {"values", "OutOfBounds", "GlobalHazard"} | STALLS
 
 
 @pytest.mark.parametrize(

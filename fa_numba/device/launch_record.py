@@ -148,11 +148,11 @@ class LaunchRecord:
             return tuple(word for t, x in pairs for word in self._words(t, x))
         if isinstance(value, TiledArray):
             array = value.array
-            address = array.pointer if array.slot is None else _ANYWHERE
-            tensor_map = encoded(value, address)
+            begin = array.pointer + value.layout.begin
+            tensor_map = encoded(value, begin if array.slot is None else _ANYWHERE)
             self._used.append(tensor_map)
             if array.slot is not None:
-                self._maps.append((array.slot, array.pointer, tensor_map))
+                self._maps.append((array.slot, begin, tensor_map))
             held = (ctypes.c_uint64 * (MAP_BYTES // 8)).from_address(int(tensor_map.getPtr()))
             return (held, *map(ctypes.c_int64, array.shape))
         if isinstance(value, DeviceArray):

@@ -113,7 +113,7 @@ def _rounded(ty: Any, value: Any) -> Any:
     if isinstance(ty, types.NamedTuple):
         return type(value)(*map(_rounded, ty.types, value))
     if isinstance(value, TiledArray):
-        return emulator.Boxed(value.array, value.rows)
+        return emulator.Boxed(value.array, value.rows, value.layout)
     return float(np.float32(value)) if ty == types.float32 else value
 
 

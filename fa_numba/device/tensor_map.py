@@ -18,6 +18,7 @@ from numba.core.datamodel import PrimitiveModel, StructModel
 from numba.cuda.extending import make_attribute_wrapper, register_model
 
 from fa_numba.dtypes import DTYPES
+from fa_numba.emulator import BoxLayout
 
 MAP_BYTES = 128
 ROW_BYTES = 128  # of a box, which the engine swizzles
@@ -81,14 +82,48 @@ def tiled_type(ndim: int) -> TiledType:
 
 @dataclass(frozen=True)
 class TiledArray:
-    """A 4-D array as an argument that a kernel takes by boxes.
+    """A 4-D array (batch, heads, rows, columns) as an argument that a kernel takes by boxes of
+    ``rows`` rows of 128 bytes: 64 columns, or 32 of float32.
 
-    A box has ``rows`` rows, along the third axis, of 128 bytes: 64 columns, or 32 of float32.
+    The axes of its map, from the outermost on:
+
+        a box's rows are of one head       batch,      head, row,         column
+        ``heads`` n above 1: of n heads    batch,      head, row, member, column
+        ``ends``                           batch, end, head, row,         column
+        both, of a single batch entry             end, head, row, member, column
+
+    With n heads the axis of heads counts groups of n, and the box has rows // n rows of each of its
+    members, row after row. With ``ends`` rows are counted from the end of a sequence: row r of one
+    whose rows end before row e of the array is row r + (rows of the array) - (rows of the sequence)
+    at end e. What is not a row of the sequence is then outside of the map: zeros, and not written.
     """
 
     array: Any
     rows: int
     dtype: str
+    heads: int = 1
+    ends: bool = False
+
+    @property
+    def layout(self) -> BoxLayout:
+        """The map's axes."""
+        batches, heads, rows, columns = self.array.shape
+        of_batch, of_head, of_row, of_column = self.array.strides
+        if rows == 1:  # what nobody steps over need not be aligned
+            of_row = STEP_BYTES
+        shape, strides, box = [rows], [of_row], [self.rows // self.heads]
+        if self.heads > 1:
+            shape, strides, box = [*shape, self.heads], [*strides, of_head], [*box, self.heads]
+        shape, strides = [heads // self.heads, *shape], [of_head * self.heads, *strides]
+        if self.ends:
+            # An end and a row have one stride: together they are a row past the array's.
+            shape, strides = [rows + 1, *shape], [of_row, *strides]
+        if not (self.ends and self.heads > 1):
+            shape, strides = [batches, *shape], [of_batch, *strides]
+        outer = [1] * (len(shape) - len(box))
+        begin = -rows * of_row if self.ends else 0
+        box = [*outer, *box, ROW_BYTES // DTYPES[self.dtype].bytes]
+        return BoxLayout((*shape, columns), (*strides, of_column), tuple(box), begin)
 
 
 _DTYPES = {
@@ -99,27 +134,29 @@ _DTYPES = {
 
 
 def encoded(tiled: TiledArray, address: int) -> driver.CUtensorMap:
-    """The map of ``tiled`` at ``address``. Raises RuntimeError where the driver refuses it."""
-    array = tiled.array
-    shape = [driver.cuuint64_t(n) for n in reversed(array.shape)]
+    """The map of ``tiled`` that begins at ``address``. Raises RuntimeError where the driver refuses
+    it.
+    """
+    layout = tiled.layout
+    shape = [driver.cuuint64_t(n) for n in reversed(layout.shape)]
     # The driver judges strides of axes with one place, too.
-    steps = (STEP_BYTES if n == 1 else s for n, s in zip(array.shape, array.strides, strict=True))
-    strides = [driver.cuuint64_t(n) for n in [*steps][-2::-1]]
-    columns = ROW_BYTES // DTYPES[tiled.dtype].bytes
-    box = [driver.cuuint32_t(n) for n in (columns, tiled.rows, 1, 1)]
+    pairs = zip(layout.shape, layout.strides, strict=True)
+    steps = [STEP_BYTES if n == 1 else s for n, s in pairs]
+    strides = [driver.cuuint64_t(n) for n in steps[-2::-1]]
+    box = [driver.cuuint32_t(n) for n in reversed(layout.box)]
     result = driver.cuTensorMapEncodeTiled(
         _DTYPES[tiled.dtype],
-        4,
+        len(shape),
         address,
         shape,
         strides,
         box,
-        [driver.cuuint32_t(1)] * 4,
+        [driver.cuuint32_t(1)] * len(shape),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if result[0] != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"a tensor map of {array} failed: {result[0].name}")
+        raise RuntimeError(f"a tensor map of {tiled.array} failed: {result[0].name}")
     return result[1]

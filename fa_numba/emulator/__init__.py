@@ -19,7 +19,7 @@ by the loops of `async_checks.py`. `trace.py` notes which tile moves when, `prog
 far a long launch is.
 """
 
-from .boxes import Boxed
+from .boxed_arrays import Boxed, BoxLayout
 from .context import Context, current
 from .counts import Access, Counts, Traffic
 from .errors import (
@@ -47,6 +47,7 @@ __all__ = [
     "Access",
     "BarrierDivergence",
     "BarrierMisuse",
+    "BoxLayout",
     "Boxed",
     "Context",
     "Counts",

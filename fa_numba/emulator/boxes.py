@@ -14,16 +14,20 @@ from typing import Any
 import numpy as np
 
 from . import async_checks
+from .boxed_arrays import ROW_BYTES, BoxedArray
 from .checks import IN_FLIGHT, LOAD, READING, STORE, UNWRITTEN
-from .errors import EmulatorError, Misaligned, MissingFence, SharedHazard, UninitialisedRead
+from .errors import (
+    EmulatorError,
+    Misaligned,
+    MissingFence,
+    SharedHazard,
+    UninitialisedRead,
+)
 from .global_memory import GlobalArray
 from .mbarriers import Mbarrier, Mbarriers, MbarrierTile
 from .shared_memory import SharedArray, SharedBuffer
 
-ROW_BYTES = 128  # of a box, and of a panel of an operand
-CHUNK = 16  # bytes, which the swizzle moves
 REPEAT = 1024  # bytes: it begins anew at multiples of these
-MOST_ROWS = 256
 HALF_WAY = 1 << 31
 
 
@@ -37,86 +41,6 @@ def box_places(rows: int, itemsize: int) -> np.ndarray:
     """The elements of a box's rows from its first element on, (rows, columns)."""
     byte = np.arange(rows * ROW_BYTES, dtype=np.int64).reshape(rows, -1)[:, ::itemsize]
     return swizzled(byte) // itemsize
-
-
-class Boxed:
-    """A 4-D array of which a kernel takes boxes of so many rows, as a launch's argument.
-
-    Raises ValueError for an array that the driver makes no tensor map of.
-    """
-
-    __slots__ = ("array", "rows")
-
-    def __init__(self, array: np.ndarray, rows: int) -> None:
-        self.array, self.rows = array, rows
-        address = array.__array_interface__["data"][0]
-        if array.ndim != 4 or array.strides[-1] != array.itemsize:
-            raise ValueError(
-                f"an array of shape {array.shape} and strides {array.strides}, allowed: four axes, "
-                "of which the last has no gaps"
-            )
-        if address % CHUNK or any(s % CHUNK or s < 0 for s in array.strides[:-1]):
-            raise ValueError(
-                f"an array at address {address} with strides {array.strides}, allowed: multiples "
-                f"of {CHUNK} bytes"
-            )
-        if not 1 <= rows <= MOST_ROWS:
-            raise ValueError(f"rows = {rows}, allowed: 1 to {MOST_ROWS}")
-
-
-class BoxedArray:
-    """The same as a kernel sees it."""
-
-    __slots__ = ("array", "rows", "columns", "shape")
-
-    def __init__(self, array: GlobalArray, rows: int) -> None:
-        self.array, self.rows, self.shape = array, rows, array.shape
-        self.columns = ROW_BYTES // array.itemsize
-
-    def inside(self, place: tuple[int, ...]) -> tuple[slice, slice]:
-        """The rows and columns of the box at a place that are the array's."""
-        batches, heads, rows, columns = self.shape
-        batch, head, row, col = place
-        if not (0 <= batch < batches and 0 <= head < heads):
-            return slice(0, 0), slice(0, 0)
-        ends = ((row, self.rows, rows), (col, self.columns, columns))
-        first, second = (slice(max(0, -at), max(0, -at, min(size, n - at))) for at, size, n in ends)
-        return first, second
-
-    def access(self, ctx: Boxes, kind: int, place: tuple[int, ...], lane: int) -> np.ndarray:
-        """Count the elements of a box; returns where those inside lie, (rows, columns)."""
-        rows, columns = self.inside(place)
-        array = self.array
-        batch, head, row, col = place
-        height, width = rows.stop - rows.start, columns.stop - columns.start
-        if height <= 0 or width <= 0:
-            return np.zeros((0, 0), np.int64)
-        index = (batch, head, row + rows.start, col + columns.start)
-        steps = array._steps
-        first = array._offset + sum(i * s for i, s in zip(index, steps, strict=True))
-        starts = first + np.arange(height) * steps[2]
-        if kind == LOAD:
-            array.tally.loads += height * width
-        else:
-            array.tally.stores += height * width
-        named = "box load" if kind == LOAD else "box store"
-        owners = array.owners
-        bad = async_checks.box_access(
-            kind, starts, width, array.itemsize, array.start, ctx.block_number, owners.writers,
-            owners.readers, owners.atomics, ctx.statistics(array.name, "global", named),
-        )  # fmt: skip
-        if bad >= 0:
-            where = (batch, head, index[2] + bad, index[3])
-            raise array._conflict(kind, lane, int(starts[bad]), width, where)
-        if ctx.trace is not None:
-            which = (*index[:2], index[2] + np.arange(height), index[3])
-            ctx.trace.note(array, kind, which, np.full(height, width), np.ones(height, bool))
-        return starts[:, None] + np.arange(width)
-
-    def merged(self, mask: Any, other: Any) -> BoxedArray:
-        if other is not self:
-            raise TypeError(f"lanes hold {self.array.name} and another array: not emulated")
-        return self
 
 
 class BoxLoad:
@@ -258,9 +182,8 @@ class Boxes(Mbarriers):
             self.usable(barrier, np.array([lane]), by_copies=True)
             self.in_phase(barrier, tid, "this thread starts a copy that is counted by")
             first, places = self._box(src, dst, at, lane)
-            rows, columns = src.inside(where)
             values = np.zeros(places.shape, dst.buffer.data.dtype)
-            found = src.access(self, LOAD, where, lane)
+            rows, columns, found = src.access(self, LOAD, where, lane)
             if found.size:
                 values[rows, columns] = src.array._memory[found]
             self._depart(dst, first, places.reshape(-1), values.reshape(-1), tid, barrier)
@@ -292,9 +215,8 @@ class Boxes(Mbarriers):
             at, *coordinates = self._of_lane(lane, index, *place)
             where = tuple(map(_signed, coordinates))
             first, places = self._box(dst, src, at, lane)
-            rows, columns = dst.inside(where)
-            taken = places[rows, columns].reshape(-1)
-            to = dst.access(self, STORE, where, lane).reshape(-1)
+            rows, columns, found = dst.access(self, STORE, where, lane)
+            taken, to = places[rows, columns].reshape(-1), found.reshape(-1)
             dst.array._keep(to[:0])  # refuses an array that is read-only
             tid = int(self.group.tids[lane])
             values = np.zeros(taken.size, src.buffer.data.dtype)
@@ -389,4 +311,4 @@ def _signed(value: int) -> int:
     return (value + HALF_WAY) % (2 * HALF_WAY) - HALF_WAY
 
 
-__all__ = ["Boxed", "BoxedArray", "Boxes", "Lent", "swizzled"]
+__all__ = ["Boxes", "Lent", "swizzled"]

@@ -25,7 +25,7 @@ import numpy as np
 from greenlet import getcurrent, greenlet
 
 from .batches import Kept, add_in_turn, blocks_at_once
-from .boxes import Boxed, BoxedArray
+from .boxed_arrays import Boxed, BoxedArray
 from .checks import PITCH
 from .context import running
 from .counts import Counts, Traffic
@@ -328,7 +328,7 @@ def launch(
         if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
             return value.item()
         if isinstance(value, Boxed):
-            return BoxedArray(passed(name, value.array), value.rows)
+            return BoxedArray(passed(name, value.array), value.layout)
         if isinstance(value, np.ndarray):
             arrays.append(GlobalArray(context, name, value))
             return arrays[-1]

@@ -51,8 +51,8 @@ def execute(plan: Plan, arguments: Binding, arrays: Mapping[str, Any], stream: A
 
 def _resolved(argument: Argument, found: Mapping[str, Any], problem: Problem) -> Any:
     if isinstance(argument, Boxes):
-        dtype = argument.dtype or problem.dtype
-        return device.TiledArray(found[argument.name], argument.rows, dtype)
+        x, dtype = argument, argument.dtype or problem.dtype
+        return device.TiledArray(found[x.name], x.rows, dtype, x.heads, x.ends)
     if isinstance(argument, Untouched):
         return _untouched(argument, found["Q"])
     return found[argument] if isinstance(argument, str) else argument

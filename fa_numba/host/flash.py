@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 from fa_numba import device, io_model
@@ -25,9 +26,8 @@ def forward(request: Request) -> Steps:
         # The kernel always writes L: the backward pass needs it, and it costs one float a row.
         own: tuple[Buffer, ...] = () if request.return_lse else (Buffer("L", request.row_shape),)
         if unit.copies_boxes:
-            boxes = {"Q": GROUP_ROWS, "K": tiles.Bc, "V": tiles.Bc, "O": GROUP_ROWS}
-            bound: dict[str, Argument] = {name: Boxes(name, n) for name, n in boxes.items()}
-            grid = (min(device.multiprocessors(), Tr * p.heads_q * p.batch), 1, 1)
+            bound: dict[str, Argument] = _forward_boxes(spec)
+            grid = (min(device.multiprocessors(), _row_tiles(request, spec)), 1, 1)
             own += (Buffer("taken", (1,), "int32", zeroed=True),)
         else:
             bound, grid = {}, (Tr, p.heads_q, p.batch)
@@ -50,6 +50,22 @@ def forward(request: Request) -> Steps:
     how: dict[str, Any] = {"query_splits": request.query_splits, "return_lse": request.return_lse}
     count = functools.partial(io_model.fa1, p, tiles, **how)
     return Steps(tiles, launches, workspace, count, split_rows, LOG2E)
+
+
+def _forward_boxes(spec: Any) -> dict[str, Argument]:
+    """What FA-2's forward kernel takes by boxes."""
+    keys = {name: Boxes(name, spec.Bc, ends=spec.key_ends) for name in "KV"}
+    Q = Boxes("Q", GROUP_ROWS, heads=spec.tile_heads, ends=spec.query_ends)
+    return {"Q": Q, **keys, "O": replace(Q, name="O", ends=spec.features.packed)}
+
+
+def _row_tiles(request: Request, spec: Any) -> int:
+    """The row tiles that blocks of FA-2's forward kernel are handed out (parts/wgmma/schedule)."""
+    p = request.problem
+    heads = p.heads_q // spec.tile_heads
+    if p.packed:
+        return (p.q_shape[0] // spec.head_rows + p.batch) * heads
+    return ceil_div(p.seqlen_q, spec.head_rows) * heads * p.batch
 
 
 def backward(request: Request) -> Steps:

@@ -59,13 +59,16 @@ class Untouched:
 
 @dataclass(frozen=True)
 class Boxes:
-    """The array called ``name`` for a kernel that takes it by boxes of ``rows`` rows; its dtype is
+    """The array called ``name`` for a kernel that takes it by boxes of ``rows`` rows, of so many
+    ``heads``, and with ``ends`` where a sequence's rows end (``device.TiledArray``); its dtype is
     the call's, unless said.
     """
 
     name: str
     rows: int
     dtype: str = ""
+    heads: int = 1
+    ends: bool = False
 
 
 # The name of an array or of a number of the call, a number itself, no array, or one by boxes.

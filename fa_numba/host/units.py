@@ -245,7 +245,7 @@ class Wgmma(Unit):
     # What its kernels are compiled for beside plain attention, and their largest head dimension.
     features: Mapping[tuple[str, str], tuple[str, ...]] = {
         ("fa1", "fwd"): ("causal", "window", "softcap", "q_lens"),
-        ("fa2", "fwd"): ("causal", "window", "softcap", "q_lens"),
+        ("fa2", "fwd"): ("causal", "window", "softcap", "q_lens", "kv_lens", "packed"),
         ("fa2", "bwd"): ("causal", "window"),
     }
     largest: Mapping[str, int] = {"fwd": 256, "bwd": 128}
@@ -281,6 +281,8 @@ class Wgmma(Unit):
             and not request.ablated
         )
         plain = plain and request.warp_partition == "rows"
+        # On a GPU not measured beside mma's kernel.
+        plain = plain and not (request.features.kv_lens or request.features.packed)
         return plain and request.problem.seqlen_q > GROUP_ROWS and device.planned_for_gpu()
 
     def forward(self, request: Request) -> tuple[Tiles, Spec]:
@@ -290,7 +292,9 @@ class Wgmma(Unit):
             tiles = request.tiles or default_wgmma_fa1_tiles(p.head_dim, request.features)
             select, facts = select_wgmma_fa1_spec, facts | {"return_lse": request.return_lse}
         else:
-            tiles = request.tiles or default_wgmma_tiles(p.seqlen_q, p.head_dim, p.causal)
+            tiles = request.tiles or default_wgmma_tiles(
+                p.seqlen_q, p.head_dim, p.causal, request.features
+            )
         spec = select(tiles, p.head_dim, request.shared_limit, **facts)
         return replace(tiles, threads=spec.threads), spec
 

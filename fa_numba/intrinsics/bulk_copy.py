@@ -15,6 +15,55 @@ def _map_address(context, builder, ty, value):
     return builder.ptrtoint(tiled.map, _I64)
 
 
+def _load(axes):
+    """The code of ``load_box`` for a map of so many axes."""
+    names = ", ".join(f"${n}" for n in range(2, 2 + axes))
+
+    def codegen(context, builder, signature, args):
+        dst, index, src, *places, barriers, barrier = signature.args
+        target = shared_address(context, builder, dst, args[0], args[1], index)
+        address = _map_address(context, builder, src, args[2])
+        coordinates = _inwards(context, builder, args[3 : 3 + axes], places)
+        bar = shared_address(context, builder, barriers, args[-2], args[-1], barrier)
+        asm = ir.InlineAsm(
+            ir.FunctionType(ir.VoidType(), [I32, _I64, *[I32] * axes, I32]),
+            f"cp.async.bulk.tensor.{axes}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+            f" [$0], [$1, {{{names}}}], [${2 + axes}];",
+            ",".join(("r", "l", *["r"] * (axes + 1), "~{memory}")),
+            side_effect=True,
+        )
+        builder.call(asm, [target, address, *coordinates, bar])
+
+    return codegen
+
+
+def _store(axes):
+    """The code of ``store_box`` for a map of so many axes."""
+    names = ", ".join(f"${n}" for n in range(1, 1 + axes))
+
+    def codegen(context, builder, signature, args):
+        dst, *places, src, index = signature.args
+        address = _map_address(context, builder, dst, args[0])
+        coordinates = _inwards(context, builder, args[1 : 1 + axes], places)
+        source = shared_address(context, builder, src, args[-2], args[-1], index)
+        asm = ir.InlineAsm(
+            ir.FunctionType(ir.VoidType(), [_I64, *[I32] * (axes + 1)]),
+            f"cp.async.bulk.tensor.{axes}d.global.shared::cta.tile.bulk_group "
+            f"[$0, {{{names}}}], [${1 + axes}];",
+            ",".join(("l", *["r"] * (axes + 1), "~{memory}")),
+            side_effect=True,
+        )
+        builder.call(asm, [address, *coordinates, source])
+
+    return codegen
+
+
+def _inwards(context, builder, values, places):
+    """Coordinates from the innermost axis on, as the instruction takes them."""
+    pairs = zip(reversed(values), reversed(places), strict=True)
+    return [to_i32(context, builder, value, ty) for value, ty in pairs]
+
+
 def _load_box(dst, index, src, batch, head, row, col, barriers, barrier):
     place = (batch, head, row, col)
     emulator.current().load_box(dst, index, src, place, barriers, barrier)
@@ -24,27 +73,18 @@ def _load_box(dst, index, src, batch, head, row, col, barriers, barrier):
 @intrinsic
 def load_box(typingctx, dst, index, src, batch, head, row, col, barriers, barrier):
     """Start copying the box of ``src`` at (batch, head, row, col) to dst[index]."""
-    places = (col, row, head, batch)
+    return types.void(dst, index, src, batch, head, row, col, barriers, barrier), _load(4)
 
-    def codegen(context, builder, signature, args):
-        target = shared_address(context, builder, dst, args[0], args[1], index)
-        address = _map_address(context, builder, src, args[2])
-        batch_, head_, row_, col_ = args[3:7]
-        coordinates = [
-            to_i32(context, builder, x, ty)
-            for x, ty in zip((col_, row_, head_, batch_), places, strict=True)
-        ]
-        bar = shared_address(context, builder, barriers, args[7], args[8], barrier)
-        asm = ir.InlineAsm(
-            ir.FunctionType(ir.VoidType(), [I32, _I64, *[I32] * 4, I32]),
-            "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-            "[$0], [$1, {$2, $3, $4, $5}], [$6];",
-            "r,l,r,r,r,r,r,~{memory}",
-            side_effect=True,
-        )
-        builder.call(asm, [target, address, *coordinates, bar])
 
-    return types.void(dst, index, src, batch, head, row, col, barriers, barrier), codegen
+def _load_box_5d(dst, index, src, a, b, c, d, e, barriers, barrier):
+    emulator.current().load_box(dst, index, src, (a, b, c, d, e), barriers, barrier)
+
+
+@emulated_by(_load_box_5d)
+@intrinsic
+def load_box_5d(typingctx, dst, index, src, a, b, c, d, e, barriers, barrier):
+    """The same at (a, b, c, d, e), for a map with an axis more (``TiledArray``)."""
+    return types.void(dst, index, src, a, b, c, d, e, barriers, barrier), _load(5)
 
 
 def _store_box(dst, batch, head, row, col, src, index):
@@ -55,26 +95,18 @@ def _store_box(dst, batch, head, row, col, src, index):
 @intrinsic
 def store_box(typingctx, dst, batch, head, row, col, src, index):
     """Start copying a box from src[index] to ``dst`` at (batch, head, row, col)."""
-    places = (col, row, head, batch)
+    return types.void(dst, batch, head, row, col, src, index), _store(4)
 
-    def codegen(context, builder, signature, args):
-        address = _map_address(context, builder, dst, args[0])
-        batch_, head_, row_, col_ = args[1:5]
-        coordinates = [
-            to_i32(context, builder, x, ty)
-            for x, ty in zip((col_, row_, head_, batch_), places, strict=True)
-        ]
-        source = shared_address(context, builder, src, args[5], args[6], index)
-        asm = ir.InlineAsm(
-            ir.FunctionType(ir.VoidType(), [_I64, *[I32] * 4, I32]),
-            "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group "
-            "[$0, {$1, $2, $3, $4}], [$5];",
-            "l,r,r,r,r,r,~{memory}",
-            side_effect=True,
-        )
-        builder.call(asm, [address, *coordinates, source])
 
-    return types.void(dst, batch, head, row, col, src, index), codegen
+def _store_box_5d(dst, a, b, c, d, e, src, index):
+    emulator.current().store_box(dst, (a, b, c, d, e), src, index)
+
+
+@emulated_by(_store_box_5d)
+@intrinsic
+def store_box_5d(typingctx, dst, a, b, c, d, e, src, index):
+    """The same at (a, b, c, d, e), for a map with an axis more (``TiledArray``)."""
+    return types.void(dst, a, b, c, d, e, src, index), _store(5)
 
 
 def _commit_boxes():

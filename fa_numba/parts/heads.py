@@ -38,6 +38,34 @@ def make_key_rows(spec):
 
 
 @cache
+def make_query_end(spec):
+    """``query_end(b, Nq, options)``: where the Nq rows of a sequence end in an array of queries."""
+    packed = spec.features.packed
+
+    @device_function
+    def query_end(b, Nq, options):
+        if packed:
+            return uint32(options.q_starts[b + 1])
+        return Nq
+
+    return query_end
+
+
+@cache
+def make_key_end(spec):
+    """``key_end(b, Nk, options)``: the same of keys."""
+    packed = spec.features.packed
+
+    @device_function
+    def key_end(b, Nk, options):
+        if packed:
+            return uint32(options.k_starts[b + 1])
+        return Nk
+
+    return key_end
+
+
+@cache
 def make_heads(spec):
     """``heads(group)``: batch entry, query head and K/V head of a block of a (.., Hq, B) grid.
 

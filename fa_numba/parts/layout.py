@@ -13,8 +13,10 @@ from fa_numba.device import cuda, device_function, uint32
 
 @cache
 def make_row(spec):
-    """``row(ty, i)``: the place in a tile of S of a thread's row i."""
-    return _make_place(spec.row_width, spec.row_step)
+    """``row(ty, i)``: the place in a tile of S of a thread's row i; where heads share the tile, the
+    row of its head.
+    """
+    return _make_place(spec.row_width, spec.row_step, spec.tile_heads)
 
 
 @cache
@@ -24,11 +26,15 @@ def make_column(spec):
 
 
 @cache
-def _make_place(width, step):
-    """``width`` neighbours each, ``step`` from the first of them to the next."""
+def _make_place(width, step, heads=1):
+    """``width`` neighbours each, ``step`` from the first of them to the next; as rows of one of
+    ``heads``.
+    """
 
     @device_function
     def place(thread, n):
+        if heads > 1:
+            return uint32(uint32(thread * width + n // width * step + n % width) // uint32(heads))
         return uint32(thread * width + n // width * step + n % width)
 
     return place

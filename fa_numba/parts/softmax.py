@@ -50,7 +50,7 @@ def make_scale_and_mask_all(spec):
 
 def _make_scale_and_mask(spec, unit, hides_blocks):
     TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
-    Br, Bc, features = spec.Br, spec.Bc, spec.features
+    Br, Bc, features = spec.head_rows, spec.Bc, spec.features
     causal, window, q_lens = features.causal, features.window, features.q_lens
     softcap, alibi, bias = features.softcap, features.alibi, features.bias
     row_of, column_of, warp_column = make_row(spec), make_column(spec), make_warp_column(spec)

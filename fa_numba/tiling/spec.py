@@ -20,7 +20,8 @@ class Spec(ABC):
     ones these are is said by ``row_width``, ``row_step``, ``column_width`` and ``column_step``
     (parts/layout.py counts with them). ``features`` are the options that the kernel is compiled
     for. ``aligned``: rows in global memory are contiguous and start at 16-byte addresses.
-    ``grouped``: several query heads read one K/V head.
+    ``grouped``: several query heads read one K/V head. ``tile_heads``: so many of them share the
+    rows of a tile, row r of head n at n + r tile_heads.
     """
 
     head_dim: int
@@ -32,11 +33,17 @@ class Spec(ABC):
     aligned: bool = True
     return_lse: bool = False
     grouped: bool = True
+    tile_heads: int = 1
 
     @property
     def threads(self) -> int:
         """Threads in a block."""
         return self.tx_count * self.ty_count
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of one head in a tile."""
+        return self.Br // self.tile_heads
 
     @property
     def TM(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fa_numba.integers import ceil_div
+from fa_numba.options import PLAIN, Features
 from fa_numba.tiling.spec import Spec
 from fa_numba.tiling.tiles import Tiles
 
@@ -13,6 +14,8 @@ GROUP_ROWS = 64  # rows of S that a warpgroup takes
 PANEL = 64  # columns of 16-bit elements in 128 bytes
 # By the number of consumers: registers of a thread that produces, and of one that consumes.
 REGISTERS = {2: (24, 240), 3: (32, 160)}
+# The same where a producer also finds where sequences end.
+_REGISTERS_WITH_ENDS = {2: (40, 232), 3: (32, 160)}
 # Registers of a consumer beside its parts of S, P and O.
 _OTHERS = 32
 
@@ -33,6 +36,21 @@ class WgmmaSpec(Spec):
     q_stages: int = 2
 
     @property
+    def by_group(self) -> bool:
+        """Whether the kernel finds the K/V head of each query head."""
+        return self.grouped and self.tile_heads == 1
+
+    @property
+    def query_ends(self) -> bool:
+        """Whether sequences end within the arrays of queries."""
+        return self.features.packed or self.features.q_lens
+
+    @property
+    def key_ends(self) -> bool:
+        """The same of K and V."""
+        return self.features.packed or self.features.kv_lens
+
+    @property
     def consumers(self) -> int:
         return self.Br // GROUP_ROWS
 
@@ -43,7 +61,8 @@ class WgmmaSpec(Spec):
     @property
     def registers(self) -> tuple[int, int]:
         """Of a thread that produces, and of one that consumes."""
-        return REGISTERS[self.consumers]
+        ends = self.query_ends or self.key_ends
+        return (_REGISTERS_WITH_ENDS if ends else REGISTERS)[self.consumers]
 
     @property
     def panels(self) -> int:
@@ -151,12 +170,16 @@ def select_wgmma_spec(tiles: Tiles, head_dim: int, shared_limit: int, **facts: o
     return spec
 
 
-def default_wgmma_tiles(seqlen_q: int, head_dim: int, causal: bool) -> Tiles:
+def default_wgmma_tiles(
+    seqlen_q: int, head_dim: int, causal: bool, features: Features = PLAIN
+) -> Tiles:
     """Block sizes of the kernels on Hopper's tensor cores, the fastest of those measured: three
     consumers where registers allow it and rows are many, and as many columns as memory holds.
     """
     if head_dim <= 64:
         short = seqlen_q <= 1024 and causal
-        return Tiles(128 if short else 192, 128, stages=2)
+        ends = features.packed or features.kv_lens
+        crowded = features.window and ends  # three consumers would spill
+        return Tiles(128 if short or crowded else 192, 128, stages=2)
     Bc = 128 if head_dim <= 128 else 96 if head_dim <= 192 else 80
     return Tiles(128, Bc, stages=2)

@@ -23,10 +23,11 @@ from fa_numba.parts.wgmma import parts
 @cache
 def make_forward(spec):
     """The kernel for ``spec``; launched over as many blocks as there are multiprocessors."""
-    p, Br, Bc, GROUPED = parts(spec), spec.Br, spec.Bc, spec.grouped
+    p, Bc, ROWS, GROUPED = parts(spec), spec.Bc, spec.head_rows, spec.by_group
     STAGES, Q_STAGES, (NQ, NK) = spec.stages, spec.q_stages, spec.tile_halves
     TM, RS, RO, RP = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4, spec.p_registers
     FEW, MANY = spec.registers
+    GROUP_ROWS = 64 // spec.tile_heads  # of a head, with a warpgroup
     NQS, NKS, V0 = Q_STAGES * NQ, STAGES * NK, Q_STAGES * NQ + STAGES * NK
     BARRIERS, BARRIER_0, TILE_0 = spec.barriers, spec.halves // 4, spec.first_index
     FULL_Q, EMPTY_Q, FULL_K, FULL_V, EMPTY_K, EMPTY_V = spec.barrier_places
@@ -42,20 +43,22 @@ def make_forward(spec):
             sN[q_stage] = n  # consumers read it once Qi is there
             there = n < tiles
             if there:
-                i0, h, b = p.row_tile(n, Q.shape, K.shape)  # Alg. 1 line 3: row tile i
+                i0, h, b = p.row_tile(n, Q.shape, K.shape, options)  # Alg. 1 line 3: row tile i
                 hk = h // uint32(group) if GROUPED else h
                 Nq, Nk = p.lengths(Q.shape[2], K.shape[2], b, options)
-                j0, j_end = p.column_range(i0, uint32(i0 + Br), Nq, Nk, options)
+                j0, j_end = p.column_range(i0, uint32(i0 + ROWS), Nq, Nk, options)
                 # Alg. 1 line 4: load Qi
-                p.load_q(sQ, uint32(q_stage * NQ), Q, b, h, i0, bars, uint32(FULL_Q + q_stage))
+                p.load_queries(
+                    sQ, uint32(q_stage * NQ), Q, b, h, i0, Nq, options, bars, FULL_Q + q_stage
+                )
                 n = p.next_tile(taken)
                 while j0 < j_end:
                     # Alg. 1 line 7: load Kj, Vj
                     at = uint32(stage * NK)
                     wait_mbarrier(bars, uint32(EMPTY_K + stage), parity)
-                    p.load_columns(sK, at, K, b, hk, j0, bars, uint32(FULL_K + stage))
+                    p.load_keys(sK, at, K, b, hk, j0, Nk, options, bars, FULL_K + stage)
                     wait_mbarrier(bars, uint32(EMPTY_V + stage), parity)
-                    p.load_columns(sV, at, V, b, hk, j0, bars, uint32(FULL_V + stage))
+                    p.load_keys(sV, at, V, b, hk, j0, Nk, options, bars, FULL_V + stage)
                     stage, parity = p.next_stage(stage, parity)
                     j0 = uint32(j0 + Bc)
             else:
@@ -77,10 +80,10 @@ def make_forward(spec):
         wait_mbarrier(bars, uint32(FULL_Q + q_stage), q_parity)
         n = sN[q_stage]
         while n < tiles:
-            i0, h, b = p.row_tile(n, Q.shape, K.shape)  # Alg. 1 line 3: row tile i
+            i0, h, b = p.row_tile(n, Q.shape, K.shape, options)  # Alg. 1 line 3: row tile i
             Nq, Nk = p.lengths(Q.shape[2], K.shape[2], b, options)
-            j0, j_end = p.column_range(i0, uint32(i0 + Br), Nq, Nk, options)
-            row0 = uint32(i0 + 64 * w)
+            j0, j_end = p.column_range(i0, uint32(i0 + ROWS), Nq, Nk, options)
+            row0 = uint32(i0 + GROUP_ROWS * w)
             first = uint32(q_stage * NQ + 64 * 64 * w)
             # FA-2 line 5: O = 0, l = 0, m = -inf
             p.start(rO, rl, rm)
@@ -130,11 +133,11 @@ def make_forward(spec):
                 stage, parity = p.next_stage(stage, parity)
             # FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
             p.normalise_rows(rO, rl)
-            p.write_tile(rO, sQ, uint32(q_stage * NQ), O, w, row0, b, h, ty, tx)
+            p.write_queries(rO, sQ, uint32(q_stage * NQ), O, w, row0, Nq, b, h, options, ty, tx)
             p.q_is_empty(bars, uint32(EMPTY_Q + q_stage), ty, tx)
             # FA-2 lines 13, 15: L = m + log l
             p.logsumexp(rl, rm, rl)
-            p.write_values(rl, L[b, h], row0, uint32(Q.shape[2]), ty, tx)
+            p.write_logsumexps(rl, L, b, h, row0, Q.shape[2], Nq, options, ty, tx)
             q_stage, q_parity = p.next_q_stage(q_stage, q_parity)
             wait_mbarrier(bars, uint32(FULL_Q + q_stage), q_parity)
             n = sN[q_stage]
@@ -143,7 +146,7 @@ def make_forward(spec):
         sQ, sK, sV = half_tile(0, NQS), half_tile(NQS, NKS), half_tile(V0, NKS)
         bars = mbarrier_tile(BARRIER_0, BARRIERS)
         sN = index_tile(TILE_0, Q_STAGES)
-        tiles = p.row_tiles(Q.shape)
+        tiles = p.row_tiles(Q.shape, options)
         p.begin_barriers(bars)
         cuda.syncthreads()
         if cuda.threadIdx.x < 128:

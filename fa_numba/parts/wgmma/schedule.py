@@ -10,30 +10,74 @@ TOGETHER = 16 << 20
 
 @cache
 def make_row_tiles(spec):
-    """``row_tiles(shape)``: how many row tiles a Q of this shape has in all."""
-    Br = spec.Br
+    """``row_tiles(shape, options)``: how many row tiles a Q of this shape has in all."""
+    head_tiles, of_tile = _make_head_tiles(spec), spec.tile_heads
 
     @device_function
-    def row_tiles(shape):
-        batch, heads, rows = uint32(shape[0]), uint32(shape[1]), uint32(shape[2])
-        return uint32((rows + (Br - 1)) // uint32(Br) * heads * batch)
+    def row_tiles(shape, options):
+        batch, heads = uint32(shape[0]), uint32(shape[1])
+        if of_tile > 1:
+            heads = uint32(heads // uint32(of_tile))
+        return uint32(head_tiles(uint32(shape[2]), options) * heads * batch)
 
     return row_tiles
 
 
+def _make_head_tiles(spec):
+    """``head_tiles(rows, options)``: those of a head. Of packed sequences one may be empty: a
+    sequence that begins within tile t of all rows, cut without regard to sequences, has t + (its
+    number) before it, so that nobody counts the tiles of those before.
+    """
+    rows_of_tile, packed = spec.head_rows, spec.features.packed
+
+    @device_function
+    def head_tiles(rows, options):
+        if packed:
+            sequences = uint32(options.q_starts.shape[0] - 1)
+            return uint32(rows // uint32(rows_of_tile) + sequences)
+        return uint32((rows + (rows_of_tile - 1)) // uint32(rows_of_tile))
+
+    return head_tiles
+
+
+def _make_sequence_tile(spec):
+    """``sequence_tile(i, options)``: the first row, and the sequence, of a head's row tile i."""
+    rows_of_tile = spec.head_rows
+
+    @device_function
+    def sequence_tile(i, options):
+        b, after = uint32(0), uint32(options.q_starts.shape[0] - 1)
+        while uint32(after - b) > uint32(1):
+            middle = uint32(uint32(after + b) // uint32(2))
+            begin = uint32(uint32(options.q_starts[middle]) // uint32(rows_of_tile) + middle)
+            if begin <= i:
+                b = middle
+            else:
+                after = middle
+        begin = uint32(uint32(options.q_starts[b]) // uint32(rows_of_tile) + b)
+        return uint32(uint32(i - begin) * rows_of_tile), b
+
+    return sequence_tile
+
+
 @cache
 def make_row_tile(spec):
-    """``row_tile(n, q_shape, k_shape)``: the first row, head and batch entry of row tile number n.
+    """``row_tile(n, q_shape, k_shape, options)``: the first row, head and batch entry of row tile
+    number n. Where heads share a tile, the group of heads.
 
     Heads whose K and V lie in the L2 cache together go side by side, the row tiles with most
     columns first: a shorter tail.
     """
-    Br, pair_bytes = spec.Br, 4 * spec.head_dim
+    rows_of_tile, of_tile, pair_bytes = spec.head_rows, spec.tile_heads, 4 * spec.head_dim
+    head_tiles, packed = _make_head_tiles(spec), spec.features.packed
+    sequence_tile = _make_sequence_tile(spec)
 
     @device_function
-    def row_tile(n, q_shape, k_shape):
+    def row_tile(n, q_shape, k_shape, options):
         heads, rows, columns = uint32(q_shape[1]), uint32(q_shape[2]), uint32(k_shape[2])
-        Tr = uint32((rows + (Br - 1)) // uint32(Br))
+        if of_tile > 1:
+            heads = uint32(heads // uint32(of_tile))
+        Tr = head_tiles(rows, options)
         all_heads = uint32(heads * uint32(q_shape[0]))
         fit = uint32(max(uint32(1), uint32(TOGETHER // pair_bytes) // columns))
         together = uint32(min(fit, all_heads))  # so that together Tr stays within 32 bits
@@ -42,7 +86,10 @@ def make_row_tile(spec):
         here = uint32(min(together, uint32(all_heads - first)))
         i = uint32(Tr - 1 - place // here)
         head = uint32(first + place % here)
-        return uint32(i * Br), uint32(head % heads), uint32(head // heads)
+        if packed:
+            i0, b = sequence_tile(i, options)
+            return i0, head, b
+        return uint32(i * rows_of_tile), uint32(head % heads), uint32(head // heads)
 
     return row_tile
 

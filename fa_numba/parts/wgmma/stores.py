@@ -8,10 +8,13 @@ from fa_numba.intrinsics.bulk_copy import (
     commit_boxes,
     fence_async_proxy,
     store_box,
+    store_box_5d,
     wait_boxes_read,
 )
 from fa_numba.intrinsics.matrix import CONVERSIONS
 from fa_numba.intrinsics.shared import store2
+from fa_numba.parts.heads import make_query_end, make_query_rows
+from fa_numba.parts.rows import make_write_values
 from fa_numba.parts.wgmma.turns import make_meet
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
 
@@ -21,12 +24,68 @@ def make_write_tile(spec):
     """``write_tile(rO, sQ, at, O, w, row0, b, h, ty, tx)``: a warpgroup's rows of O, rounded, by
     way of its own rows of sQ. Its first thread waits until they have been read.
     """
-    TM, DN4, Br, panels, STEP = spec.TM, 4 * spec.DN, spec.Br, spec.panels, spec.row_step
+    Br, panels, round_rows = spec.Br, spec.panels, _make_round_rows(spec)
+
+    @device_function
+    def write_tile(rO, sQ, at, O, w, row0, b, h, ty, tx):
+        own = round_rows(rO, sQ, at, w, ty, tx)
+        if ty == uint32(0) and tx == uint32(0):
+            for n in range(panels):
+                store_box(O, b, h, row0, PANEL * n, sQ, uint32(own + PANEL * Br * n))
+            commit_boxes()
+            wait_boxes_read()
+
+    return write_tile
+
+
+@cache
+def make_write_queries(spec):
+    """``write_queries(rO, sQ, at, O, w, row0, Nq, b, h, options, ty, tx)``: the same of a sequence
+    of Nq rows, nothing beyond them. Where heads share a tile h counts groups of them.
+    """
+    packed, members = spec.features.packed, spec.tile_heads > 1
+    if not packed and not members:
+        write_tile = make_write_tile(spec)
+
+        @device_function
+        def write_all(rO, sQ, at, O, w, row0, Nq, b, h, options, ty, tx):
+            write_tile(rO, sQ, at, O, w, row0, b, h, ty, tx)
+
+        return write_all
+    Br, panels, round_rows = spec.Br, spec.panels, _make_round_rows(spec)
+    query_end, both = make_query_end(spec), packed and members
+
+    @device_function
+    def write_queries(rO, sQ, at, O, w, row0, Nq, b, h, options, ty, tx):
+        own = round_rows(rO, sQ, at, w, ty, tx)
+        if ty == uint32(0) and tx == uint32(0):
+            end, row = query_end(b, Nq, options), row0
+            if packed:
+                row = uint32(row0 + uint32(O.shape[2]) - Nq)
+            for n in range(panels):
+                place = uint32(own + PANEL * Br * n)
+                if both:
+                    store_box_5d(O, end, h, row, 0, PANEL * n, sQ, place)
+                elif members:
+                    store_box_5d(O, b, h, row, 0, PANEL * n, sQ, place)
+                else:
+                    store_box_5d(O, 0, end, h, row, PANEL * n, sQ, place)
+            commit_boxes()
+            wait_boxes_read()
+
+    return write_queries
+
+
+def _make_round_rows(spec):
+    """``round_rows(rO, sQ, at, w, ty, tx)``: a warpgroup's rows of O in 16 bits, in its own rows of
+    sQ, whose place it gives; there for the copy engine.
+    """
+    TM, DN4, Br, STEP = spec.TM, 4 * spec.DN, spec.Br, spec.row_step
     meet = make_meet(spec)
     pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
 
     @device_function
-    def write_tile(rO, sQ, at, O, w, row0, b, h, ty, tx):
+    def round_rows(rO, sQ, at, w, ty, tx):
         own = uint32(at + PANEL * GROUP_ROWS * w)
         exchange = uint32(8 * (ty % 8))  # the copy engine's swizzle
         for i in range(TM):
@@ -37,10 +96,33 @@ def make_write_tile(spec):
                 store2(sQ, place, pack(rO[i * DN4 + 2 * n], rO[i * DN4 + 2 * n + 1]))
         fence_async_proxy()
         meet(w)
-        if ty == uint32(0) and tx == uint32(0):
-            for n in range(panels):
-                store_box(O, b, h, row0, PANEL * n, sQ, uint32(own + PANEL * Br * n))
-            commit_boxes()
-            wait_boxes_read()
+        return own
 
-    return write_tile
+    return round_rows
+
+
+@cache
+def make_write_logsumexps(spec):
+    """``write_logsumexps(rl, L, b, h, row0, rows, Nq, options, ty, tx)``: one value a row of L,
+    whose sequences have ``rows`` rows, padding among them, or if packed Nq.
+    """
+    TM, STEP, heads = spec.TM, spec.row_step, spec.tile_heads
+    packed = spec.features.packed
+    write_values, query_rows = make_write_values(spec), make_query_rows(spec)
+
+    @device_function
+    def write_logsumexps(rl, L, b, h, row0, rows, Nq, options, ty, tx):
+        rows_end = uint32(rows)
+        if packed:
+            rows_end = Nq
+        if heads == 1:
+            write_values(rl, query_rows(L, b, h, options), row0, rows_end, ty, tx)
+        else:
+            for i in range(TM):
+                place = uint32(ty + STEP * i)
+                row = uint32(row0 + place // uint32(heads))
+                if tx == uint32(0) and row < rows_end:
+                    head = uint32(uint32(h * heads) + place % uint32(heads))
+                    query_rows(L, b, head, options)[row] = rl[i]
+
+    return write_logsumexps

@@ -1,10 +1,15 @@
-"""Tiles from global to shared memory: a box for each 64 columns, zeros beyond the array."""
+"""Tiles from global to shared memory: a box for each 64 columns, zeros beyond the array.
+
+Where sequences end within an array, or heads share a tile, the array's map has an axis more
+(``TiledArray``).
+"""
 
 from functools import cache
 
 from fa_numba.device import device_function, uint32
-from fa_numba.intrinsics.bulk_copy import load_box
+from fa_numba.intrinsics.bulk_copy import load_box, load_box_5d
 from fa_numba.intrinsics.mbarrier import expect_bytes
+from fa_numba.parts.heads import make_key_end, make_query_end
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
 
 
@@ -32,5 +37,72 @@ def load_of(rows, box, panels):
             for r in range(rows // box):
                 place = uint32(at + PANEL * (n * rows + r * box))
                 load_box(sT, place, T, b, h, uint32(row0 + r * box), PANEL * n, bars, barrier)
+
+    return load
+
+
+@cache
+def make_load_queries(spec):
+    """``load_queries(sQ, at, Q, b, h, row0, Nq, options, bars, barrier)``: Qi of a sequence of Nq
+    rows, zeros beyond them. Where heads share a tile h counts groups of them.
+    """
+    load = _load_to_end(spec, spec.Br, GROUP_ROWS, spec.query_ends, spec.tile_heads)
+    query_end = make_query_end(spec)
+
+    @device_function
+    def load_queries(sQ, at, Q, b, h, row0, Nq, options, bars, barrier):
+        load(sQ, at, Q, b, query_end(b, Nq, options), h, row0, Nq, bars, barrier)
+
+    return load_queries
+
+
+@cache
+def make_load_keys(spec):
+    """``load_keys(sT, at, T, b, h, row0, Nk, options, bars, barrier)``: Kj or Vj of a sequence
+    of Nk columns, zeros beyond them: P is 0 there, and 0 times what follows in memory need not be.
+    """
+    load = _load_to_end(spec, spec.Bc, spec.Bc, spec.key_ends, 1)
+    key_end = make_key_end(spec)
+
+    @device_function
+    def load_keys(sT, at, T, b, h, row0, Nk, options, bars, barrier):
+        load(sT, at, T, b, key_end(b, Nk, options), h, row0, Nk, bars, barrier)
+
+    return load_keys
+
+
+def _load_to_end(spec, rows, box, ends, heads):
+    """The load of a tile of a sequence of N rows that ends at ``end``, in one of the layouts of
+    ``TiledArray``.
+    """
+    panels, packed = spec.panels, spec.features.packed
+    if not ends and heads == 1:
+        plain = load_of(rows, box, panels)
+
+        @device_function
+        def load_all(sT, at, T, b, end, h, row0, N, bars, barrier):
+            plain(sT, at, T, b, h, row0, bars, barrier)
+
+        return load_all
+    size, step, members = 2 * PANEL * panels * rows, box // heads, heads > 1
+    of_packed = ends and members
+
+    @device_function
+    def load(sT, at, T, b, end, h, row0, N, bars, barrier):
+        expect_bytes(bars, barrier, size)
+        first, batch = row0, b
+        if ends:
+            first = uint32(row0 + uint32(T.shape[2]) - N)
+        if packed:
+            batch = uint32(0)
+        for n in range(panels):
+            for r in range(rows // box):
+                place, row = uint32(at + PANEL * (n * rows + r * box)), uint32(first + r * step)
+                if of_packed:
+                    load_box_5d(sT, place, T, end, h, row, 0, PANEL * n, bars, barrier)
+                elif members:
+                    load_box_5d(sT, place, T, batch, h, row, 0, PANEL * n, bars, barrier)
+                else:
+                    load_box_5d(sT, place, T, batch, end, h, row, PANEL * n, bars, barrier)
 
     return load

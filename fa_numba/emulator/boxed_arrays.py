@@ -1,0 +1,146 @@
+"""Arrays of which a kernel takes boxes, and where the elements of a box lie."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from . import async_checks
+from .checks import LOAD
+from .errors import EmulatorError, OutOfBounds
+from .global_memory import GlobalArray
+
+if TYPE_CHECKING:
+    from .boxes import Boxes
+
+ROW_BYTES = 128  # of a box, and of a panel of an operand
+CHUNK = 16  # bytes, which the swizzle moves
+MOST_ROWS = 256
+
+
+class BoxLayout(NamedTuple):
+    """The axes of an array's map, from the outermost on: how many places each has, the bytes from
+    one to the next, and how many of them a box has; and where it begins, in bytes from the array.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    begin: int = 0
+
+
+class Boxed:
+    """A 4-D array of which a kernel takes boxes of so many rows, as a launch's argument.
+
+    Its map has the array's axes, or those of a ``layout``. Raises ValueError for an array that the
+    driver makes no tensor map of.
+    """
+
+    __slots__ = ("array", "layout")
+
+    def __init__(self, array: np.ndarray, rows: int, layout: BoxLayout | None = None) -> None:
+        address = array.__array_interface__["data"][0]
+        if array.ndim != 4 or array.strides[-1] != array.itemsize:
+            raise ValueError(
+                f"an array of shape {array.shape} and strides {array.strides}, allowed: four axes, "
+                "of which the last has no gaps"
+            )
+        if address % CHUNK or any(s % CHUNK or s < 0 for s in array.strides[:-1]):
+            raise ValueError(
+                f"an array at address {address} with strides {array.strides}, allowed: multiples "
+                f"of {CHUNK} bytes"
+            )
+        if not 1 <= rows <= MOST_ROWS:
+            raise ValueError(f"rows = {rows}, allowed: 1 to {MOST_ROWS}")
+        box = (1, 1, rows, ROW_BYTES // array.itemsize)
+        self.array, self.layout = array, layout or BoxLayout(array.shape, array.strides, box)
+
+
+class BoxedArray:
+    """The same as a kernel sees it."""
+
+    __slots__ = ("array", "layout", "rows", "columns", "shape", "_steps")
+
+    def __init__(self, array: GlobalArray, layout: BoxLayout) -> None:
+        self.array, self.layout, self.shape = array, layout, array.shape
+        *outer, self.columns = layout.box
+        self.rows = prod(outer)
+        self._steps = tuple(s // array.itemsize for s in layout.strides)
+
+    def inside(
+        self, ctx: Boxes, place: tuple[int, ...], lane: int
+    ) -> tuple[np.ndarray, slice, np.ndarray]:
+        """The rows and columns of the box at a place that are the map's, and where these rows
+        begin in the array's memory.
+        """
+        layout = self.layout
+        if len(place) != len(layout.shape):
+            text = f"a box at {place} of a map with {len(layout.shape)} axes"
+            raise ctx.fault(EmulatorError, text, self.array.name, lane)
+        rows = np.zeros(1, np.int64)
+        first = rows + (self.array._offset + layout.begin // self.array.itemsize)
+        columns = slice(0, 0)
+        axes = zip(place, layout.box, layout.shape, self._steps, strict=True)
+        for axis, (at, size, count, step) in enumerate(axes, 1 - len(place)):
+            part = slice(max(0, -at), max(0, -at, min(size, count - at)))
+            if part.stop <= part.start:
+                return rows[:0], slice(0, 0), rows[:0]
+            if axis == 0:
+                columns, first = part, first + (at + part.start)
+            elif size == 1:
+                first = first + at * step
+            else:
+                along = np.arange(part.start, part.stop)
+                rows = (rows[:, None] * size + along).reshape(-1)
+                first = (first[:, None] + (at + along) * step).reshape(-1)
+        last = first + (columns.stop - columns.start - 1)
+        if first.min() < 0 or last.max() >= self.array.span:
+            text = f"a box at {place} of the map of {self.array.name} leaves the array's memory"
+            raise ctx.fault(OutOfBounds, text, self.array.name, lane)
+        return rows, columns, first
+
+    def access(
+        self, ctx: Boxes, kind: int, place: tuple[int, ...], lane: int
+    ) -> tuple[np.ndarray, slice, np.ndarray]:
+        """Count the elements of a box; returns which rows and columns of it are inside, and where
+        these lie, (rows, columns).
+        """
+        rows, columns, starts = self.inside(ctx, place, lane)
+        array = self.array
+        height, width = rows.size, columns.stop - columns.start
+        if not height:
+            return rows, columns, np.zeros((0, 0), np.int64)
+        if kind == LOAD:
+            array.tally.loads += height * width
+        else:
+            array.tally.stores += height * width
+        named = "box load" if kind == LOAD else "box store"
+        owners = array.owners
+        bad = async_checks.box_access(
+            kind, starts, width, array.itemsize, array.start, ctx.block_number, owners.writers,
+            owners.readers, owners.atomics, ctx.statistics(array.name, "global", named),
+        )  # fmt: skip
+        if bad >= 0:
+            where = tuple(int(i[bad]) for i in self._index(starts))
+            raise array._conflict(kind, lane, int(starts[bad]), width, where)
+        if ctx.trace is not None:
+            whole = np.full(height, width), np.ones(height, bool)
+            ctx.trace.note(array, kind, self._index(starts), *whole)
+        return rows, columns, starts[:, None] + np.arange(width)
+
+    def _index(self, starts: np.ndarray) -> tuple[np.ndarray, ...]:
+        """The (batch, head, row, column) of elements of the array."""
+        array = self.array
+        rest, found = starts - array._offset, {}
+        for axis in sorted(range(array.ndim), key=lambda n: -array._steps[n]):
+            step = array._steps[axis]
+            found[axis] = rest // step if step and array.shape[axis] > 1 else np.zeros_like(rest)
+            rest = rest - found[axis] * step
+        return tuple(found[axis] for axis in range(array.ndim))
+
+    def merged(self, mask: Any, other: Any) -> BoxedArray:
+        if other is not self:
+            raise TypeError(f"lanes hold {self.array.name} and another array: not emulated")
+        return self
