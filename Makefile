@@ -22,7 +22,7 @@ ifeq ($(filter 1cu12 1cu13,$(words $(WHEELS))$(strip $(WHEELS))),)
 $(error WHEELS is "$(WHEELS)": allowed is cu12 or cu13)
 endif
 
-SOURCES := fa_numba experiments tests
+SOURCES := fa_numba experiments tests install.py
 
 .PHONY: figures test test-all lint sanitize ptx clean
 .DELETE_ON_ERROR:
@@ -63,14 +63,14 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 	"fa_numba needs Python 3.11 or newer, but %s is %d.%d; choose one: make PYTHON=/path/to/python3" \
 	% (sys.executable, *sys.version_info[:2]))'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --without-pip $(VENV)
 
-# pip would write bytecode on one core, that of the packages' own tests too; UNUSED is not or seldom
-# imported here.
-UNUSED := tests?|pip|setuptools|pkg_resources|fontTools|lexers
+# Bytecode is written here, on all cores; not of what is never or seldom imported (UNUSED).
+SCIPY := stats|optimize|sparse|signal|integrate|interpolate|io|spatial|ndimage|cluster|fft
+UNUSED := tests?|pip|setuptools|pkg_resources|fontTools|lexers|distutils|scipy/($(SCIPY))
 define install
-	$(RUN) -m pip install --disable-pip-version-check --quiet --no-compile -e '.[$(WHEELS),$(1)]'
-	@$(RUN) -m compileall -q -j 0 -x '/($(UNUSED))/' $(VENV)/lib >/dev/null || true
+	$(PYTHON) install.py $(VENV) $(WHEELS),$(1)
+	@$(RUN) -m compileall -q -j 0 -x '/($(UNUSED))/' $(VENV)/lib fa_numba experiments >/dev/null || true
 	@touch $@
 endef
 

@@ -1,0 +1,102 @@
+"""What pip was told decides what is installed, whether uv does it or pip."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "install.py"
+spec = importlib.util.spec_from_file_location("install", SOURCE)
+install = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(install)
+
+BEST = ["--index-strategy", "unsafe-best-match"]
+
+
+@pytest.mark.parametrize(
+    "settings, options, variables",
+    [
+        ([], [], {}),
+        (["global.index-url='https://a/simple'"], ["--default-index", "https://a/simple"], {}),
+        # The environment before a command's section, and that before the section of all.
+        (
+            [
+                ":env:.index-url='https://c'",
+                "global.index-url='https://a'",
+                "install.index-url='https://b'",
+            ],
+            ["--default-index", "https://c"],
+            {},
+        ),
+        (
+            ["install.index-url='https://b'", "global.index-url='https://a'"],
+            ["--default-index", "https://b"],
+            {},
+        ),
+        (
+            [r"global.extra-index-url='file:///a\nhttps://b'", ":env:.find-links='/c /d'"],
+            ["--index", "file:///a", "--index", "https://b", "--find-links", "/c"]
+            + ["--find-links", "/d"],
+            {},
+        ),
+        (["global.trusted-host='a:8080'"], ["--allow-insecure-host", "a:8080"], {}),
+        (
+            ["global.cert='/etc/a.pem'", ":env:.default-timeout='180'"],
+            [],
+            {"SSL_CERT_FILE": "/etc/a.pem", "UV_HTTP_TIMEOUT": "180"},
+        ),
+        ([":env:.extra-index-url=''", "global.quiet='1'", "download.no-index='1'"], [], {}),
+    ],
+)
+def test_uv_is_told_what_pip_was_told(settings, options, variables):
+    assert install.uv_arguments(settings) == (options + BEST, variables)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["global.proxy='http://a'", ":env:.no-index='1'", "install.constraint='a.txt'"]
+    + ["global.client-cert='a.pem'", ":env:.no-binary=':all:'", "global.pre='true'"],
+)
+def test_what_uv_cannot_be_told_is_left_to_pip(setting):
+    assert install.uv_arguments(["global.index-url='https://a'", setting]) is None
+
+
+@pytest.mark.parametrize("fails", [None, "no pip", "settings", "no uv", "uv"])
+def test_pip_installs_what_uv_does_not(monkeypatch, tmp_path, fails):
+    """And every command is for the environment that was named."""
+    python = tmp_path / "bin" / "python"
+    commands = []
+
+    class Done:
+        def __init__(self, command, **_):
+            commands.append([str(word) for word in command])
+            listing = command[-2:] == ["config", "list"]
+            self.stdout = "global.proxy='http://a'\n" if fails == "settings" else ""
+            failing = {
+                "no pip": "pip" in command and str(python) not in map(str, command),
+                "no uv": command[-1] == "uv",
+                "uv": str(command[0]).endswith("uv"),
+            }
+            self.returncode = int(not listing and failing.get(fails, False))
+            if listing and fails == "no pip":
+                self.returncode = 1
+
+    monkeypatch.setattr(install.subprocess, "run", Done)
+    monkeypatch.setattr(install.sys, "argv", ["install.py", str(tmp_path), "cu13,test"])
+    assert install.main() == 0
+    last = commands[-1]
+    assert last[-2:] == ["-e", ".[cu13,test]"]
+    if fails is None:
+        assert last[:3] == [str(python.with_name("uv")), "pip", "install"]
+        assert last[last.index("--python") + 1] == str(python)
+    else:
+        assert last[:4] == [str(python), "-m", "pip", "install"]
+
+
+def test_an_environment_where_nothing_can_be_installed_is_an_error(monkeypatch, tmp_path):
+    class Failed:
+        returncode, stdout = 1, ""
+
+    monkeypatch.setattr(install.subprocess, "run", lambda *_, **__: Failed)
+    monkeypatch.setattr(install.sys, "argv", ["install.py", str(tmp_path), "cu13"])
+    assert install.main() == 1
