@@ -655,33 +655,62 @@ def test_a_thread_that_leaves_its_box_behind():
     assert found.thread == (0, 0, 0) and "store_box(" in found.line
 
 
-def test_a_stored_box_is_there_when_it_was_waited_for():
-    def kernel(X, Y, out, waits):
+def _there_and_back(wrong):
+    """A box is stored, and loaded again, and another one stored in its place."""
+
+    def kernel(X, Y, out):
         sX = half_tile(0, 512)
-        bars = mbarrier_tile(BARRIERS, 1)
+        bars = mbarrier_tile(BARRIERS, 2)
         if cuda.threadIdx.x == 0:
             init_mbarrier(bars, 0, 1)
+            init_mbarrier(bars, 1, 1)
             fence_mbarrier_init()
+        cuda.syncthreads()
+        if cuda.threadIdx.x == 0:
             expect_bytes(bars, 0, 1024)
             load_box(sX, 0, X, 0, 0, 0, 0, bars, 0)
             wait_mbarrier(bars, 0, 0)
             store_box(Y, 0, 0, 0, 0, sX, 0)
             commit_boxes()
-            if waits:
-                wait_boxes()
-            else:
+            if wrong == "read" or wrong == "again":
                 wait_boxes_read()
-            out[0] = Y.shape[2]
+            else:
+                wait_boxes()
+            if wrong == "again":
+                store_box(Y, 0, 0, 0, 0, sX, 0)
+            if wrong != "alone":
+                arrive_mbarrier(bars, 1)
+        if cuda.threadIdx.x == 32:
+            if wrong != "alone":
+                wait_mbarrier(bars, 1, 0)
+            else:
+                wait_mbarrier(bars, 0, 0)
             expect_bytes(bars, 0, 1024)
-            load_box(sX, 0, Y, 0, 0, 0, 0, bars, 0)
+            load_box(sX, 0, Y, 0, 0, -2, 0, bars, 0)
             wait_mbarrier(bars, 0, 1)
-            out[1] = sX[0]
+            out[0] = sX[2 * COLUMNS + 16]
 
-    x, out = bits(1, 1, 8, 64), np.zeros(2, np.int32)
-    for waits in (True, False):
-        y = np.zeros((1, 1, 8, 64), np.uint16)
-        launch(kernel, 32, Boxed(x, 8), Boxed(y, 8), out, waits)
-        assert (y == x).all() and out.tolist() == [8, x[0, 0, 0, 0] if waits else 0]
+    return kernel
+
+
+def test_a_stored_box_is_there_when_it_was_waited_for():
+    x, y, out = bits(1, 1, 8, 64), np.zeros((1, 1, 8, 64), np.uint16), np.zeros(1, np.int32)
+    launch(_there_and_back(""), 64, Boxed(x, 8), Boxed(y, 8), out)
+    assert (y == x).all() and out[0] == x[0, 0, 0, 0]  # in row 2 chunks 0 and 2 change places
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ("read", "reads Y[0, 0, 0, 0], where a box is being stored that nobody has waited for"),
+        ("again", "overwrites Y[0, 0, 0, 0], where a box is being stored"),
+        ("alone", "thread (0, 0, 0) waited for it, no barrier between"),
+    ],
+)
+def test_a_box_that_comes_before_it_is_there(wrong, message):
+    arrays = Boxed(bits(1, 1, 8, 64), 8), Boxed(np.zeros((1, 1, 8, 64), np.uint16), 8)
+    found = caught(GlobalHazard, _there_and_back(wrong), 64, *arrays, np.zeros(1, np.int32))
+    assert message in str(found)
 
 
 def test_boxes_in_single_precision():

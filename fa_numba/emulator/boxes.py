@@ -3,7 +3,8 @@
 A copy to shared memory is there for those who have waited for its mbarrier's phase, and for those
 who come after them; until the first of these has, its elements are in flight. A copy from shared
 memory reads its elements until its thread has waited for that, and is in global memory when the
-thread has waited for that too, or has ended.
+thread has waited for that too, or has ended. Another box may be moved from or to these elements of
+global memory by who comes after that.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from .boxed_arrays import ROW_BYTES, BoxedArray
 from .checks import IN_FLIGHT, LOAD, READING, STORE, UNWRITTEN
 from .errors import (
     EmulatorError,
+    GlobalHazard,
     Misaligned,
     MissingFence,
     SharedHazard,
@@ -94,16 +96,18 @@ class BoxStore:
 class Boxes(Mbarriers):
     """A context with bulk copies."""
 
-    __slots__ = ("_stores", "_groups_of_boxes")
+    __slots__ = ("_stores", "_groups_of_boxes", "_stored")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._stores: list[BoxStore] = []
         self._groups_of_boxes: dict[int, int] = {}  # by thread, how many it has closed
+        # Of arrays that boxes were stored to, when somebody had waited for each element's last.
+        self._stored: dict[int, np.ndarray] = {}
 
     def begin_blocks(self, first: int, count: int) -> None:
         super().begin_blocks(first, count)
-        self._stores, self._groups_of_boxes = [], {}
+        self._stores, self._groups_of_boxes, self._stored = [], {}, {}
         for buffer in self._pool.values():
             if buffer.reads.shape[1] > self.warps:  # marks that a block has left
                 buffer.touched[:] = 0
@@ -185,6 +189,7 @@ class Boxes(Mbarriers):
             values = np.zeros(places.shape, dst.buffer.data.dtype)
             rows, columns, found = src.access(self, LOAD, where, lane)
             if found.size:
+                self._behind_stores(src, found.reshape(-1), lane, "reads")
                 values[rows, columns] = src.array._memory[found]
             self._depart(dst, first, places.reshape(-1), values.reshape(-1), tid, barrier)
             barrier.bytes -= places.size * dst.itemsize
@@ -218,6 +223,7 @@ class Boxes(Mbarriers):
             rows, columns, found = dst.access(self, STORE, where, lane)
             taken, to = places[rows, columns].reshape(-1), found.reshape(-1)
             dst.array._keep(to[:0])  # refuses an array that is read-only
+            self._behind_stores(dst, to, lane, "overwrites")[to] = IN_FLIGHT
             tid = int(self.group.tids[lane])
             values = np.zeros(taken.size, src.buffer.data.dtype)
             tids = self.group.tids[lane : lane + 1]
@@ -227,6 +233,32 @@ class Boxes(Mbarriers):
             line = self.line_of(self.site())
             box = BoxStore(lent, dst.array, to, values, tid, number, element, line)
             self._stores.append(box)
+
+    def _behind_stores(
+        self, boxed: BoxedArray, places: np.ndarray, lane: int, does: str
+    ) -> np.ndarray:
+        """Raise unless the boxes that were stored to these places are there for this lane.
+
+        Returns the stamps of the array's elements.
+        """
+        array = boxed.array
+        stamps = self._stored.get(id(array._root))
+        if stamps is None:
+            stamps = np.zeros(array._memory.size, np.int64)
+            self._stored[id(array._root)] = stamps
+        for stamp in np.unique(stamps[places]).tolist():
+            if stamp == 0 or stamp < self.base[0] or self.ordered(stamp, lane):
+                continue
+            first = int(places[stamps[places] == stamp][0])
+            element = ", ".join(map(str, _index_of(array, first)))
+            text = f"this thread {does} {array.name}[{element}]"
+            if stamp == IN_FLIGHT:
+                text = f"{text}, where a box is being stored that nobody has waited for"
+            else:
+                text = f"{text}, where a box was stored: {self.who(stamp)} waited for it"
+                text = f"{text}, no barrier between"
+            raise self.fault(GlobalHazard, text, array.name, lane)
+        return stamps
 
     def lend(
         self, array: SharedArray, row: int, first: int, places: np.ndarray, tids: np.ndarray,
@@ -264,6 +296,7 @@ class Boxes(Mbarriers):
                 box.lent.mark(self.stamp(lane))
             if written:
                 self._write_box(box)
+                self._stored[id(box.array._root)][box.at] = self.stamp(lane)
             else:
                 left.append(box)
         self._stores = left
@@ -304,6 +337,15 @@ class Boxes(Mbarriers):
                     thread=self.place_of(int(copy.buffer.copiers[0, p])),
                     line=self.line_of(site),
                 )
+
+
+def _index_of(array: GlobalArray, place: int) -> list[int]:
+    """The index of the element at a place of the array's memory, of strides that are none below 0."""
+    index, left = [0] * array.ndim, place - int(array._offset)
+    for axis in sorted(range(array.ndim), key=lambda axis: -array._steps[axis]):
+        if array.shape[axis] > 1:
+            index[axis], left = divmod(left, array._steps[axis])
+    return index
 
 
 def _signed(value: int) -> int:

@@ -36,7 +36,9 @@ class SharedHazard(EmulatorError):
 
 
 class GlobalHazard(EmulatorError):
-    """Two blocks touch an element of global memory, one of them writing, without atomics."""
+    """Two blocks touch an element of global memory, one of them writing, without atomics; or a box
+    is moved from or to where another one is still being stored.
+    """
 
 
 class RegisterHazard(EmulatorError):
