@@ -48,6 +48,7 @@ def forward(request: Request) -> Steps:
         by_boxes["A"] = Boxes("A", GROUP_ROWS, "float32")
     launches = (Launch.of(kernel, grid, L=L, scale="score_scale", **by_boxes),)
     how: dict[str, Any] = {"query_splits": request.query_splits, "return_lse": request.return_lse}
+    how["whole_tiles"] = unit.copies_boxes
     count = functools.partial(io_model.fa1, p, tiles, **how)
     return Steps(tiles, launches, workspace, count, split_rows, LOG2E)
 

@@ -18,6 +18,7 @@ def fa1(
     *,
     query_splits: int = 1,
     return_lse: bool = False,
+    whole_tiles: bool = False,
     block_mask: Any = None,
 ) -> Accesses:
     """Accesses of FA-1's Algorithm 1: K/V outer, Q inner; O, l and m through global memory.
@@ -41,12 +42,16 @@ def fa1(
         loads   A: what O loads above
         stores  O: r_i d in row tile i's last visit    A: r_i d in each of the others
     and where line 2 stores O it stores A too, N_q' d each.
+
+    With `whole_tiles` a row tile of Q, O and A is moved whole, also the rows past `q_lens`: what the
+    copy engine does.
     """
     splits = as_size("query_splits", query_splits, axis=False)
     d, head = problem.head_dim, whole_sums(problem, tiles, problem.heads_q)
     run = ceil_div(problem.seqlen_q, tiles.Br * splits)
     starts = starts_in_first_pass(problem)
     visits = visit_sums(problem, tiles, block_mask, takes_all=starts)
+    moved = visit_sums(problem, tiles, block_mask, takes_all=starts, whole=whole_tiles)
     by_split = visit_sums(problem, tiles, block_mask, takes_all=starts, run=run)
 
     read = visits.rows_again if starts else visits.rows
@@ -55,18 +60,18 @@ def fa1(
     lse = head.all_rows if return_lse else 0
     kept = "O" if DTYPES[problem.dtype].sums_in_place else "A"
     loads = {
-        "Q": visits.rows * d,
+        "Q": moved.rows * d,
         "K": by_split.columns * d,
         "V": by_split.columns * d,
         "bias": visits.pairs if problem.bias else 0,
-        kept: read * d,
+        kept: (moved.rows_again if starts else moved.rows) * d,
         "l": read + lse,
         "m": read + lse,
     }
-    stores = {kept: written * d, "l": written, "m": written, "L": lse}
+    stores = {kept: (moved.rows + started) * d, "l": written, "m": written, "L": lse}
     if kept == "A":
-        stores["A"] -= visits.rows_once * d
-        stores["O"] = (visits.rows_once + started) * d
+        stores["A"] -= moved.rows_once * d
+        stores["O"] = (moved.rows_once + started) * d
     return count(problem, loads, stores)
 
 

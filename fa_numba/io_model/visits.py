@@ -86,16 +86,21 @@ def visit_sums(
     *,
     takes_all: bool = False,
     run: int = 1,
+    whole: bool = False,
 ) -> Visits:
     """The sums over the tiles that a kernel visits, in either loop order.
 
     With `takes_all` column tile 0 is visited by every row tile, whatever it sees, and exists even
     where N_k = 0. With `run` above 1 so many row tiles count as one, which visits every column
-    tile that one of them visits: what a block of FA-1's query splits loads of K and V.
+    tile that one of them visits: what a block of FA-1's query splits loads of K and V. With `whole`
+    a row tile has the rows that the arrays have, also those past `q_lens`.
     """
     total = [0] * len(Visits._fields)
     for entry, mask, count in distinct_heads(problem, blocks_of(problem, block_mask, tiles)):
         of_head = _row_tiles(problem, tiles, entry, mask, run)
+        if whole:
+            starts = np.arange(len(of_head.rows)) * run * tiles.Br
+            of_head = of_head._replace(rows=np.minimum(problem.seqlen_q - starts, run * tiles.Br))
         if takes_all:
             of_head = of_head.all_with_0(min(tiles.Bc, problem.lengths(entry)[1]))
         total = [t + count * n for t, n in zip(total, of_head.sums(), strict=True)]
