@@ -1,5 +1,5 @@
-"""FlashAttention-1 on Hopper's tensor cores as the emulator runs it: results, counts, and that faults
-planted in its source are found.
+"""FlashAttention-1 on Hopper's tensor cores as the emulator runs it: results, counts, and that
+faults planted in its source are found.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from fa_numba import Tiles, emulator
 from fa_numba.host import planning
 from fa_numba.kernels import wgmma
 from fa_numba.parts.wgmma import state
-from fa_numba.tiling import default_wgmma_fa1_tiles, select_wgmma_fa1_spec, select_wgmma_spec
+from fa_numba.tiling import default_wgmma_fa1_tiles, select_wgmma_fa1_spec
 
 UNIT = {"unit": "wgmma"}
 CASES = [

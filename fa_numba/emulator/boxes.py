@@ -340,7 +340,7 @@ class Boxes(Mbarriers):
 
 
 def _index_of(array: GlobalArray, place: int) -> list[int]:
-    """The index of the element at a place of the array's memory, of strides that are none below 0."""
+    """The index of the element at a place of the memory of an array without negative strides."""
     index, left = [0] * array.ndim, place - int(array._offset)
     for axis in sorted(range(array.ndim), key=lambda axis: -array._steps[axis]):
         if array.shape[axis] > 1:

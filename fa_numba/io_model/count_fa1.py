@@ -43,8 +43,8 @@ def fa1(
         stores  O: r_i d in row tile i's last visit    A: r_i d in each of the others
     and where line 2 stores O it stores A too, N_q' d each.
 
-    With `whole_tiles` a row tile of Q, O and A is moved whole, also the rows past `q_lens`: what the
-    copy engine does.
+    With `whole_tiles` a row tile of Q, O and A is moved whole, also the rows past `q_lens`: what
+    the copy engine does.
     """
     splits = as_size("query_splits", query_splits, axis=False)
     d, head = problem.head_dim, whole_sums(problem, tiles, problem.heads_q)
