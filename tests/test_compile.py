@@ -196,6 +196,8 @@ WGMMA_CASES = [
     (128, 128, 128, ("causal", "packed")),
     (128, 128, 128, ("window", "softcap", "q_lens", "kv_lens")),
     (256, 128, 80, ("causal", "q_lens", "kv_lens")),
+    (128, 128, 128, ("causal", "shared heads")),
+    (64, 128, 128, ("window", "softcap", "shared heads", "packed")),
 ]
 
 
@@ -203,7 +205,9 @@ WGMMA_CASES = [
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_kernel_of_hoppers_unit_compiles_within_its_budgets(case, dtype):
     d, Br, Bc, options = case
-    facts = {"features": Features(**dict.fromkeys(options, True)), "dtype": dtype}
+    features = Features(**{name: True for name in options if name != "shared heads"})
+    shared = 8 if "shared heads" in options else 1
+    facts = {"features": features, "dtype": dtype, "tile_heads": shared}
     spec = select_wgmma_spec(Tiles(Br, Bc, stages=2), d, SHARED["sm_90a"], **facts)
     kernel = wgmma.fa2_forward.make_forward(spec)
     ptx, log = compiled(kernel, "sm_90a")
@@ -216,7 +220,7 @@ def test_a_kernel_of_hoppers_unit_compiles_within_its_budgets(case, dtype):
     assert 128 * (few + many * spec.consumers) <= REGISTERS
     assert fits(kernel, "sm_90a")
     axes = 5 if spec.key_ends else 4
-    stored = 5 if spec.features.packed else 4
+    stored = 5 if spec.features.packed or shared > 1 else 4
     for instruction in (
         f"wgmma.mma_async.sync.aligned.m64n{Bc}k16.f32.{'f16' if dtype == 'float16' else 'bf16'}",
         f"cp.async.bulk.tensor.{axes}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes",

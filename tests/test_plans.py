@@ -166,9 +166,10 @@ def test_what_is_untouched_lies_in_an_array_of_the_call():
 
 
 def asked(dtype="float16", capability=(9, 0), algorithm="fa2", passes="fwd", **facts):
-    """A request of 1 x 2 heads, 200 rows of 64."""
+    """A request of 1 x 2 heads, 200 rows of 64, or of other sizes: (B, Hq, Hk, Nq, Nk, d)."""
     options = facts.pop("options", {})
-    problem = Problem.from_shapes((1, 2, 200, 64), (1, 2, 200, 64), dtype=dtype, **options)
+    B, Hq, Hk, Nq, Nk, d = facts.pop("sizes", (1, 2, 2, 200, 200, 64))
+    problem = Problem.from_shapes((B, Hq, Nq, d), (B, Hk, Nk, d), dtype=dtype, **options)
     limit = devices.EMULATED_SHARED_BYTES
     facts = {"tiles": None, "aligned": True} | facts
     tiles, aligned = facts.pop("tiles"), facts.pop("aligned")
@@ -240,6 +241,24 @@ def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
 def test_what_hoppers_unit_lacks_is_said(facts, lacking):
     with pytest.raises(ValueError, match=lacking):
         units.unit_of("wgmma", asked(**facts))
+
+
+def test_what_auto_would_take_hoppers_unit_for_once_it_is_measured(monkeypatch):
+    def chosen(**facts):
+        with devices.planning_for((9, 0), devices.EMULATED_SHARED_BYTES):
+            return units.unit_of("auto", asked(capability=(9, 0), **facts)).name
+
+    lengths = {"options": {"kv_lens": (100,)}}
+    assert chosen(**lengths) == "mma"
+    monkeypatch.setattr(units.Wgmma, "suits_lengths", True)
+    assert chosen(**lengths) == "wgmma"
+    few = {"sizes": (1, 8, 2, 16, 500, 64)}
+    assert chosen(**few) == "mma"
+    monkeypatch.setattr(units.Wgmma, "suits_few_rows", True)
+    assert chosen(**few) == "wgmma"
+    for other in ((1, 8, 8, 16, 500, 64), (1, 6, 2, 16, 500, 64)):  # no group, or one of three
+        assert chosen(sizes=other) == "mma"
+    assert chosen(**few, options={"q_lens": (5,)}) == "mma"
 
 
 def test_a_unit_has_all_kernels():

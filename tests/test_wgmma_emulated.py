@@ -112,6 +112,42 @@ def test_packed_sequences_are_those_alone_whatever_lies_beside_them():
         assert np.array_equal(O[rows].swapaxes(0, 1), P[0]) and np.array_equal(L[:, rows], M[0])
 
 
+SHARED_HEADS = [
+    # B, Hq, Hk, Nq, Nk, d, layout, options
+    (1, 4, 1, 1, 100, 64, "padded", {}),
+    (2, 8, 2, 20, 100, 64, "transposed", {"causal": True}),
+    (1, 16, 2, 33, 70, 128, "strided", {"window": (20, 3), "softcap": 3.0}),
+    (2, 4, 2, 5, 90, 64, "padded", {"kv_lens": [30, 0], "causal": True}),
+]
+
+
+@pytest.mark.parametrize("B, Hq, Hk, Nq, Nk, d, layout, options", SHARED_HEADS)
+def test_heads_that_share_a_tile(B, Hq, Hk, Nq, Nk, d, layout, options):
+    """Each K/V head is loaded for all of its query heads at once."""
+    q, k, v = half_inputs("float16", B, Hq, Hk, Nq, Nk, d)
+    options = {"tiles": Tiles(128, 64, stages=2), "layout": layout, **UNIT, **options}
+    check("emulator", "fa2", q, k, v, out_layout=layout, **options)
+
+
+def test_heads_of_packed_sequences_that_share_a_tile():
+    q, k, v, starts = _packed([13, 0, 5, 64], [70, 64, 5, 100], 8, 2, 64)
+    options = {"tiles": Tiles(128, 64, stages=2), "causal": True, **UNIT}
+    check("emulator", "fa2", q, k, v, **starts, **options)
+
+
+def test_heads_share_a_tile_where_their_rows_are_few():
+    """The accesses say which: of K and V a load for each row tile."""
+
+    def loads(Hq, Hk, Nq, **options):
+        shapes = (2, Hq, Nq, 64), (2, Hk, 256, 64)
+        plan = fa_numba.plan(*shapes, dtype="float16", **UNIT, **options)
+        return plan.accesses.loads["K"] // (2 * Hk * 256 * 64)
+
+    assert loads(8, 2, 1) == loads(8, 2, 32) == 1 and loads(8, 2, 64) == 2
+    assert loads(8, 2, 65) == 4 and loads(6, 2, 1) == 3 and loads(2, 2, 1) == 1
+    assert loads(8, 2, 1, q_lens=[1, 1]) == 4 and loads(8, 2, 1, kv_lens=[256, 256]) == 1
+
+
 def _attend(Nq=300, Nk=200, causal=True, blocks=1, rows=128):
     """O and L, of some row tiles that so many blocks compute, and the counts."""
     q, k, v = half_inputs("float16", 1, 1, 1, Nq, Nk, 64)
@@ -210,22 +246,46 @@ def _attend_packed(rows):
         return fa_numba.flash_attention_2(q, k, v, **starts, **options, **UNIT)
 
 
+def _attend_shared(rows, packed):
+    """O and L of heads that share tiles, of a batch entry or of packed sequences."""
+    q, k, v = half_inputs("float16", 1, 8, 2, 40, 60, 64)
+    options = {"causal": True, "tiles": Tiles(rows, 32, stages=2), "return_lse": True}
+    if packed:
+        q, k, v = (np.ascontiguousarray(a[0].swapaxes(0, 1)) for a in (q, k, v))
+        options |= cumulative([3, 37], [45, 15])
+    uncached = getattr(planning.planned, "__wrapped__", planning.planned)
+    with (
+        mock.patch.object(planning, "planned", uncached),
+        fa_numba.device.using("emulator"),
+        mock.patch.object(np, "empty", _filled),
+    ):
+        return fa_numba.flash_attention_2(q, k, v, **options, **UNIT)
+
+
+RUNS = {
+    "": lambda rows: _attend(rows=rows)[0],
+    "packed": _attend_packed,
+    "shared heads": lambda rows: _attend_shared(rows, False),
+    "shared heads, packed": lambda rows: _attend_shared(rows, True),
+}
+
+
 @cache
-def _right(rows, packed=False):
-    return _attend_packed(rows) if packed else _attend(rows=rows)[0]
+def _right(rows, run=""):
+    return RUNS[run](rows)
 
 
-def _outcome(changed, needle, replacement, which, rows=128, packed=False):
+def _outcome(changed, needle, replacement, which, rows=128, run=""):
     """What finds the fault: the name of an error, or "values"; None if nothing does."""
     source = inspect.getsource(_module(_path(changed)))
     pieces = source.split(needle)
     assert len(pieces) > which + 1, f"{needle!r} stands {len(pieces) - 1} times in {changed}"
     text = needle.join(pieces[: which + 1]) + replacement + needle.join(pieces[which + 1 :])
-    right = _right(rows, packed)
+    right = _right(rows, run)
     mutant = _kernel(changed, text)
     try:
         with mock.patch.object(wgmma, "fa2_forward", mutant):
-            found = _right.__wrapped__(rows, packed)
+            found = RUNS[run](rows)
     except emulator.EmulatorError as error:
         return type(error).__name__
     same = all(np.array_equal(a, b, equal_nan=True) for a, b in zip(found, right, strict=True))
@@ -394,8 +454,30 @@ OF_SEQUENCES = [
 
 @pytest.mark.parametrize("change", OF_SEQUENCES, ids=[c[1] for c in OF_SEQUENCES])
 def test_a_fault_in_the_places_of_sequences_is_found(change):
-    found = _outcome(*change, packed=True)
+    found = _outcome(*change, run="packed")
     assert found in {"values", "OutOfBounds", "GlobalHazard"} | STALLS
+
+
+OF_SHARED_HEADS = [
+    ("tile_load", "T, end, h, row, 0, PANEL * n", "T, end, h, row, 1, PANEL * n", "packed"),
+    ("tile_load", "T, batch, h, row, 0, PANEL * n", "T, batch, h, row, 1, PANEL * n", ""),
+    ("tile_load", "box // heads", "box", ""),
+    ("stores", "O, end, h, row, 0, PANEL * n", "O, end, h, row, 1, PANEL * n", "packed"),
+    ("stores", "O, b, h, row, 0, PANEL * n", "O, b, h, row, 1, PANEL * n", ""),
+    ("stores", "row0 + place // uint32(heads)", "row0 + place % uint32(heads)", ""),
+    ("stores", "+ place % uint32(heads)", "+ place // uint32(heads)", ""),
+    ("stores", "uint32(h * heads)", "h", ""),
+    ("schedule", "uint32(i * rows_of_tile)", "uint32(i * spec.Br)", ""),
+    ("kernel", "64 // spec.tile_heads", "64", ""),
+    ("kernel", "uint32(i0 + ROWS)", "uint32(i0 + 1)", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", OF_SHARED_HEADS, ids=[c[2] for c in OF_SHARED_HEADS])
+def test_a_fault_in_the_rows_of_heads_that_share_a_tile_is_found(change):
+    *change, packed = change
+    found = _outcome(*change, 0, run="shared heads, packed" if packed else "shared heads")
+    assert found in {"values", "OutOfBounds", "GlobalHazard"} | STALLS | EARLY
 
 
 @pytest.mark.parametrize(

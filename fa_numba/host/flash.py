@@ -32,7 +32,7 @@ def forward(request: Request) -> Steps:
         else:
             bound, grid = {}, (Tr, p.heads_q, p.batch)
         launches = (Launch.of(kernel, grid, scale="score_scale", **bound),)
-        count = functools.partial(io_model.fa2, p, tiles)
+        count = functools.partial(io_model.fa2, p, tiles, tile_heads=spec.tile_heads)
         return Steps(tiles, launches, own, count, score_unit=LOG2E)
     kernel = unit.kernels.fa1_forward.make_forward(spec)
     split_rows = ceil_div(Tr, request.query_splits) * tiles.Br

@@ -249,6 +249,9 @@ class Wgmma(Unit):
         ("fa2", "bwd"): ("causal", "window"),
     }
     largest: Mapping[str, int] = {"fwd": 256, "bwd": 128}
+    # What "auto" takes it for beside: columns that end within the arrays, and few rows of Q where
+    # heads share a tile. Neither is measured beside mma's kernel yet.
+    suits_lengths = suits_few_rows = False
 
     def lacks(self, request: Request) -> str:
         pair = (request.algorithm, request.passes)
@@ -281,9 +284,13 @@ class Wgmma(Unit):
             and not request.ablated
         )
         plain = plain and request.warp_partition == "rows"
-        # On a GPU not measured beside mma's kernel.
-        plain = plain and not (request.features.kv_lens or request.features.packed)
-        return plain and request.problem.seqlen_q > GROUP_ROWS and device.planned_for_gpu()
+        features = request.features
+        if (features.kv_lens or features.packed) and not self.suits_lengths:
+            return False
+        few = request.problem.seqlen_q <= GROUP_ROWS
+        if few and not (self.suits_few_rows and _heads_share_tiles(request)):
+            return False
+        return plain and device.planned_for_gpu()
 
     def forward(self, request: Request) -> tuple[Tiles, Spec]:
         p, facts = request.problem, self._facts(request)
@@ -292,9 +299,10 @@ class Wgmma(Unit):
             tiles = request.tiles or default_wgmma_fa1_tiles(p.head_dim, request.features)
             select, facts = select_wgmma_fa1_spec, facts | {"return_lse": request.return_lse}
         else:
-            tiles = request.tiles or default_wgmma_tiles(
-                p.seqlen_q, p.head_dim, p.causal, request.features
-            )
+            heads = p.group if _heads_share_tiles(request) else 1
+            facts |= {"tile_heads": heads}
+            sizes = (p.seqlen_q * heads, p.head_dim)
+            tiles = request.tiles or default_wgmma_tiles(*sizes, p.causal, request.features)
         spec = select(tiles, p.head_dim, request.shared_limit, **facts)
         return replace(tiles, threads=spec.threads), spec
 
@@ -323,6 +331,16 @@ class Wgmma(Unit):
 
     def row_facts(self, request: Request) -> tuple:
         return request.problem.dtype, request.aligned
+
+
+def _heads_share_tiles(request: Request) -> bool:
+    """Whether the query heads of a K/V head lie in the rows of one tile on Hopper's tensor cores:
+    where a head has less than a warpgroup's rows, and these are whole rows of all. The map of the
+    queries has no axis left for lengths then, unless they are packed.
+    """
+    p = request.problem
+    few = p.seqlen_q <= GROUP_ROWS and GROUP_ROWS % p.group == 0
+    return p.group > 1 and few and not request.features.q_lens
 
 
 def _select(request: Request, kind: type[MmaSpec]) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from fa_numba.dtypes import DTYPES
 from fa_numba.io_model.accesses import Accesses, add_up, check_dbias, count
@@ -10,20 +10,31 @@ from fa_numba.io_model.visits import visit_sums, whole_sums
 from fa_numba.problem import BlockSizes, Problem
 
 
-def fa2(problem: Problem, tiles: BlockSizes, *, block_mask: Any = None) -> Accesses:
+class _Block(NamedTuple):
+    Br: int
+    Bc: int
+
+
+def fa2(
+    problem: Problem, tiles: BlockSizes, *, block_mask: Any = None, tile_heads: int = 1
+) -> Accesses:
     """Accesses of FA-2's Algorithm 1: Q outer, K/V inner; O written once.
 
     Per head:
         loads   Q: N_q d    K, V: sum c_j d each    bias: sum r_i c_j
         stores  O: N_q' d    L: N_q'
     All visited, N_q = N_k = N: Q, K, V and O together are (2 T_r + 2) N d. L is always stored.
+
+    With `tile_heads` so many heads share a tile, which has B_r / tile_heads rows of each: K and V
+    are loaded once for all of them.
     """
     d, head = problem.head_dim, whole_sums(problem, tiles, problem.heads_q)
-    visits = visit_sums(problem, tiles, block_mask)
+    visits = visit_sums(problem, _Block(tiles.Br // tile_heads, tiles.Bc), block_mask)
+    columns = visits.columns // tile_heads
     loads = {
         "Q": head.rows * d,
-        "K": visits.columns * d,
-        "V": visits.columns * d,
+        "K": columns * d,
+        "V": columns * d,
         "bias": visits.pairs if problem.bias else 0,
     }
     return count(problem, loads, {"O": head.all_rows * d, "L": head.all_rows})

@@ -175,9 +175,10 @@ def default_wgmma_tiles(
 ) -> Tiles:
     """Block sizes of the kernels on Hopper's tensor cores, the fastest of those measured: three
     consumers where registers allow it and rows are many, and as many columns as memory holds.
+    ``seqlen_q`` are the rows of all heads that share a tile.
     """
     if head_dim <= 64:
-        short = seqlen_q <= 1024 and causal
+        short = (seqlen_q <= 1024 and causal) or seqlen_q <= 128
         ends = features.packed or features.kv_lens
         crowded = features.window and ends  # three consumers would spill
         return Tiles(128 if short or crowded else 192, 128, stages=2)

@@ -168,5 +168,6 @@ Shared memory, 16-bit elements, d rounded up to 64:  (stages of Q) Br d + 2 stag
     barriers; in bytes at the default tiles, beside these:  114688 (d=64, 192 x 128), 196608
     (d=128, 128 x 128), 229376 (d=256, 128 x 80, one stage of Q)
 Accesses, elements per head:  loads Nq d + 2 Tr Nk d, stores Nq d + Nq; with a causal mask only the
-    K/V tiles that row tile i sees.
+    K/V tiles that row tile i sees. Where the query heads of a K/V head share row tiles, rows of Q
+    being few, 2 Tr Nk d for all of them, Tr of all their rows.
 """
