@@ -152,8 +152,8 @@ MUTANTS = {
         "kernel", "p.wait_scores(rdP, EARLY)", "p.wait_scores(rdP, True)", {"RegisterHazard"}
     ),
     "S is read at once": (
-        "kernel", "p.add_dq(rdQ, A[b, h], i0, Nq, w, tx, ty)\n            p.wait_scores(rS, False)",
-        "p.add_dq(rdQ, A[b, h], i0, Nq, w, tx, ty)", {"RegisterHazard"},
+        "kernel", "w, tx, ty)\n            p.wait_scores(rS, False)", "w, tx, ty)",
+        {"RegisterHazard"},
     ),
     "dQ is read at once": ("kernel", "p.wait_dq(rdQ)", "pass", {"RegisterHazard"}),
     "dK and dV are on their way": (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from . import async_checks
-from .checks import LOAD
+from .checks import ATOMIC, LOAD, STORE
 from .errors import EmulatorError, OutOfBounds
 from .global_memory import GlobalArray
 
@@ -112,11 +112,11 @@ class BoxedArray:
         height, width = rows.size, columns.stop - columns.start
         if not height:
             return rows, columns, np.zeros((0, 0), np.int64)
-        if kind == LOAD:
+        if kind != STORE:
             array.tally.loads += height * width
-        else:
+        if kind != LOAD:
             array.tally.stores += height * width
-        named = "box load" if kind == LOAD else "box store"
+        named = {LOAD: "box load", STORE: "box store", ATOMIC: "box add"}[kind]
         owners = array.owners
         bad = async_checks.box_access(
             kind, starts, width, array.itemsize, array.start, ctx.block_number, owners.writers,

@@ -16,7 +16,7 @@ import numpy as np
 
 from . import async_checks
 from .boxed_arrays import ROW_BYTES, BoxedArray
-from .checks import IN_FLIGHT, LOAD, READING, STORE, UNWRITTEN
+from .checks import ATOMIC, IN_FLIGHT, LOAD, READING, STORE, UNWRITTEN
 from .errors import (
     EmulatorError,
     GlobalHazard,
@@ -82,15 +82,17 @@ class Lent:
 class BoxStore:
     """A box on its way to global memory, in group `number` of a thread's."""
 
-    __slots__ = ("lent", "array", "at", "values", "tid", "number", "read", "element", "line")
+    __slots__ = (
+        *("lent", "array", "at", "values", "tid", "number", "read", "element", "line", "adds"),
+    )
 
     def __init__(
         self, lent: Lent, array: GlobalArray, at: np.ndarray, values: np.ndarray, tid: int,
-        number: int, element: str, line: str,
+        number: int, element: str, line: str, adds: bool,
     ) -> None:  # fmt: skip
         self.lent, self.array, self.at, self.values = lent, array, at, values
         self.tid, self.number, self.read = tid, number, False
-        self.element, self.line = element, line
+        self.element, self.line, self.adds = element, line, adds
 
 
 class Boxes(Mbarriers):
@@ -211,19 +213,25 @@ class Boxes(Mbarriers):
         barrier.flying.append(BoxLoad(dst, first, places, values))
 
     def store_box(
-        self, dst: BoxedArray, place: tuple[Any, ...], src: SharedArray, index: Any
-    ) -> None:
-        """Each lane that takes part starts a copy of a box from src[index] to `place`."""
+        self, dst: BoxedArray, place: tuple[Any, ...], src: SharedArray, index: Any,
+        adds: bool = False,
+    ) -> None:  # fmt: skip
+        """Each lane that takes part starts a copy of a box from src[index] to `place`, or adds it
+        atomically to what is there.
+        """
         self.alone()
         self.instruction("tma")
         for lane in self.active_lanes().tolist():
             at, *coordinates = self._of_lane(lane, index, *place)
             where = tuple(map(_signed, coordinates))
             first, places = self._box(dst, src, at, lane)
-            rows, columns, found = dst.access(self, STORE, where, lane)
+            rows, columns, found = dst.access(self, ATOMIC if adds else STORE, where, lane)
             taken, to = places[rows, columns].reshape(-1), found.reshape(-1)
             dst.array._keep(to[:0])  # refuses an array that is read-only
-            self._behind_stores(dst, to, lane, "overwrites")[to] = IN_FLIGHT
+            if adds:  # behind each other in any order
+                self._stamps(dst.array)[to] = IN_FLIGHT
+            else:
+                self._behind_stores(dst, to, lane, "overwrites")[to] = IN_FLIGHT
             tid = int(self.group.tids[lane])
             values = np.zeros(taken.size, src.buffer.data.dtype)
             tids = self.group.tids[lane : lane + 1]
@@ -231,8 +239,15 @@ class Boxes(Mbarriers):
             element = src._element(first)
             number = self._groups_of_boxes.get(tid, 0)
             line = self.line_of(self.site())
-            box = BoxStore(lent, dst.array, to, values, tid, number, element, line)
+            box = BoxStore(lent, dst.array, to, values, tid, number, element, line, adds)
             self._stores.append(box)
+
+    def _stamps(self, array: GlobalArray) -> np.ndarray:
+        """When the box that was stored to each element of an array's memory was there."""
+        stamps = self._stored.get(id(array._root))
+        if stamps is None:
+            stamps = self._stored[id(array._root)] = np.zeros(array._memory.size, np.int64)
+        return stamps
 
     def _behind_stores(
         self, boxed: BoxedArray, places: np.ndarray, lane: int, does: str
@@ -242,10 +257,7 @@ class Boxes(Mbarriers):
         Returns the stamps of the array's elements.
         """
         array = boxed.array
-        stamps = self._stored.get(id(array._root))
-        if stamps is None:
-            stamps = np.zeros(array._memory.size, np.int64)
-            self._stored[id(array._root)] = stamps
+        stamps = self._stamps(array)
         for stamp in np.unique(stamps[places]).tolist():
             if stamp == 0 or stamp < self.base[0] or self.ordered(stamp, lane):
                 continue
@@ -306,7 +318,10 @@ class Boxes(Mbarriers):
 
     def _write_box(self, box: BoxStore) -> None:
         box.array._keep(box.at)
-        box.array._write(box.at, box.values)
+        values = box.values
+        if box.adds:
+            values = (box.array._memory[box.at].astype(np.float64) + values).astype(np.float32)
+        box.array._write(box.at, values)
 
     def _exit(self) -> None:
         if not self._stores:

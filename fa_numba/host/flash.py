@@ -133,12 +133,13 @@ def _fa2_backward(request: Request) -> Steps:
 
 
 def _boxes(request: Request, tiles: Tiles) -> dict[str, Argument]:
-    """What FA-2's backward kernel takes by boxes: nothing, or all in 16 bits."""
+    """What FA-2's backward kernel takes by boxes: nothing, or all matrices."""
     if not UNITS[request.unit].copies_boxes:
         return {}
     rows = {"Q": tiles.Br, "dO": tiles.Br, "K": tiles.Bc, "V": tiles.Bc}
     rows |= {"dK": GROUP_ROWS, "dV": GROUP_ROWS}
-    return {name: Boxes(name, n) for name, n in rows.items()}
+    sums: dict[str, Argument] = {"A": Boxes("A", GROUP_ROWS, "float32")}
+    return sums | {name: Boxes(name, n) for name, n in rows.items()}
 
 
 def _sum(name: str, shape: tuple[int, ...], zeroed: bool = False) -> Buffer:

@@ -9,7 +9,7 @@ from numba.core import types
 from numba.cuda.extending import intrinsic
 
 from fa_numba import emulator
-from fa_numba.intrinsics._build import F32, emulated_by
+from fa_numba.intrinsics._build import F32, I32, emulated_by
 
 NEG_INF = types.float32(-math.inf)
 ONE = types.float32(1.0)
@@ -98,3 +98,23 @@ def maximum(typingctx, x, y):
         return builder.call(asm, args)
 
     return types.float32(types.float32, types.float32), codegen
+
+
+def _anew(x):
+    return x
+
+
+@emulated_by(_anew)
+@intrinsic
+def anew(typingctx, x):
+    """``x``, a uint32: what is computed of it is computed here each time, and not once before a
+    loop, where it would take registers all through it.
+    """
+    if x != types.uint32:
+        return None
+
+    def codegen(context, builder, signature, args):
+        asm = ir.InlineAsm(ir.FunctionType(I32, [I32]), "mov.b32 $0, $1;", "=r,r", side_effect=True)
+        return builder.call(asm, args)
+
+    return types.uint32(types.uint32), codegen

@@ -37,8 +37,8 @@ def _load(axes):
     return codegen
 
 
-def _store(axes):
-    """The code of ``store_box`` for a map of so many axes."""
+def _store(axes, verb="cp.async.bulk.tensor", does="tile"):
+    """The code of ``store_box`` for a map of so many axes, or of ``add_box``."""
     names = ", ".join(f"${n}" for n in range(1, 1 + axes))
 
     def codegen(context, builder, signature, args):
@@ -48,7 +48,7 @@ def _store(axes):
         source = shared_address(context, builder, src, args[-2], args[-1], index)
         asm = ir.InlineAsm(
             ir.FunctionType(ir.VoidType(), [_I64, *[I32] * (axes + 1)]),
-            f"cp.async.bulk.tensor.{axes}d.global.shared::cta.tile.bulk_group "
+            f"{verb}.{axes}d.global.shared::cta.{does}.bulk_group "
             f"[$0, {{{names}}}], [${1 + axes}];",
             ",".join(("l", *["r"] * (axes + 1), "~{memory}")),
             side_effect=True,
@@ -96,6 +96,21 @@ def _store_box(dst, batch, head, row, col, src, index):
 def store_box(typingctx, dst, batch, head, row, col, src, index):
     """Start copying a box from src[index] to ``dst`` at (batch, head, row, col)."""
     return types.void(dst, batch, head, row, col, src, index), _store(4)
+
+
+def _add_box(dst, batch, head, row, col, src, index):
+    emulator.current().store_box(dst, (batch, head, row, col), src, index, adds=True)
+
+
+@emulated_by(_add_box)
+@intrinsic
+def add_box(typingctx, dst, batch, head, row, col, src, index):
+    """Start adding a box from src[index] to ``dst`` at (batch, head, row, col), atomically.
+
+    Each element counts as one load and one store.
+    """
+    code = _store(4, "cp.reduce.async.bulk.tensor", "add.tile")
+    return types.void(dst, batch, head, row, col, src, index), code
 
 
 def _store_box_5d(dst, a, b, c, d, e, src, index):

@@ -29,7 +29,6 @@ class WgmmaBackwardSpec(Spec):
 
     dtype: str = "float16"
     positive_scale: bool = False
-    vector_adds: bool = True
 
     @property
     def consumers(self) -> int:
@@ -92,6 +91,11 @@ class WgmmaBackwardSpec(Spec):
         return PANEL * GROUP_ROWS // GROUP
 
     @property
+    def query_floats(self) -> int:
+        """Elements of a tile of dQ in shared memory."""
+        return CONSUMERS * GROUP_ROWS * PANEL
+
+    @property
     def p_registers(self) -> int:
         """Words of a thread's part of P, or dS, in 16 bits."""
         return self.TM * self.TN // 2
@@ -121,15 +125,16 @@ class WgmmaBackwardSpec(Spec):
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Where in shared memory Q, dO and dS begin, in 16-bit elements, behind K and V; then L
-        and D, in floats; and the barriers, in units of 8 bytes.
+        """Where in shared memory Q, dO and dS begin, in 16-bit elements, behind K and V; then dQ,
+        and L and D, in floats; and the barriers, in units of 8 bytes.
         """
         rows, columns, scores = self.tile_halves
         at_q = 2 * columns
         at_do = at_q + STAGES * rows
         at_ds = at_do + STAGES * rows
-        at_l = (at_ds + 2 * scores) // 2
-        return at_q, at_do, at_ds, at_l, (at_l + 2 * STAGES * self.Br) // 2
+        at_dq = (at_ds + 2 * scores) // 2
+        at_l = at_dq + self.query_floats
+        return at_q, at_do, at_ds, at_dq, at_l, (at_l + 2 * STAGES * self.Br) // 2
 
     @property
     def barrier_places(self) -> tuple[int, ...]:

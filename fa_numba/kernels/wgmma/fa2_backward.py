@@ -4,8 +4,8 @@ cores.
 One thread block takes one column tile: the outer loop is the grid. Its producer brings Kj and Vj
 once, and row tiles with their L and D to two places in turn. A consumer warpgroup has 64 columns of
 S and all rows of the tile: it keeps its dK and dV in registers, and P is recomputed from L alone.
-Only dS passes through shared memory, for dQ. dQ is summed in float32 (``A``) by atomic adds, in no
-fixed order, then rounded. Shared memory and accesses: below the kernel.
+Only dS passes through shared memory, for dQ. dQ is summed in float32 (``A``) by the copy engine's
+atomic adds, in no fixed order, then rounded. Shared memory and accesses: below the kernel.
 """
 
 from functools import cache
@@ -28,8 +28,8 @@ def make_backward(spec, atomic=True):
     p, Br, Bc, (NQ, NK, NS) = parts(spec), spec.Br, spec.Bc, spec.tile_halves
     RS, RP, RQ = spec.TM * spec.TN, spec.p_registers, spec.query_registers
     RK, EARLY, (FEW, MANY) = spec.column_registers, spec.rounds_early, spec.registers
-    AT_Q, AT_DO, AT_DS, AT_L, BARRIER_0 = spec.places
-    NQS, NSS, NL, BARRIERS = 2 * NQ, 2 * NS, 4 * Br, spec.barriers
+    AT_Q, AT_DO, AT_DS, AT_DQ, AT_L, BARRIER_0 = spec.places
+    NQS, NSS, NDQ, NL, BARRIERS = 2 * NQ, 2 * NS, spec.query_floats, 4 * Br, spec.barriers
     FULL_KV, FULL_Q, FULL_DO, EMPTY = spec.barrier_places
 
     @device_function
@@ -70,7 +70,8 @@ def make_backward(spec, atomic=True):
             h, i0 = p.next_visit(h, i0, i_first, i_end)
 
     @device_function
-    def consume(sK, sV, sQ, sdO, sdS, sL, bars, Q, K, A, dK, dV, scale, scale_log2, group, options):
+    def consume(sK, sV, sQ, sdO, sdS, sdQ, sL, bars, Q, K, A, dK, dV, scale, scale_log2, group,
+                options):  # fmt: skip
         rS = cuda.local.array(RS, float32)
         rdP = cuda.local.array(RS, float32)
         rP = cuda.local.array(RP, uint32)
@@ -132,7 +133,7 @@ def make_backward(spec, atomic=True):
             # Alg. 2 line 10 of the next i: Sij = scale Qi KjT
             p.begin_scores(rS, sK, own, sQ, uint32(next_stage * NQ))
             p.wait_dq(rdQ)
-            p.add_dq(rdQ, A[b, h], i0, Nq, w, tx, ty)
+            p.add_dq(rdQ, sdQ, A, b, h, i0, w, tx, ty)
             p.wait_scores(rS, False)
             stage, parity, h, i0 = next_stage, next_parity, h_next, i_next
 
@@ -145,7 +146,8 @@ def make_backward(spec, atomic=True):
     def fa2_backward(Q, K, V, dO, L, D, A, dK, dV, scale, scale_log2, group, options):
         sK, sV = half_tile(0, NK), half_tile(NK, NK)
         sQ, sdO, sdS = half_tile(AT_Q, NQS), half_tile(AT_DO, NQS), half_tile(AT_DS, NSS)
-        sL, bars = shared_tile(AT_L, NL), mbarrier_tile(BARRIER_0, BARRIERS)
+        sdQ, sL = shared_tile(AT_DQ, NDQ), shared_tile(AT_L, NL)
+        bars = mbarrier_tile(BARRIER_0, BARRIERS)
         p.begin_barriers(bars)
         cuda.syncthreads()
         if cuda.threadIdx.x < 128:
@@ -157,19 +159,19 @@ def make_backward(spec, atomic=True):
         else:
             take_registers(MANY)
             # fmt: off
-            consume(sK, sV, sQ, sdO, sdS, sL, bars, Q, K, A, dK, dV, scale, scale_log2, group,
+            consume(sK, sV, sQ, sdO, sdS, sdQ, sL, bars, Q, K, A, dK, dV, scale, scale_log2, group,
                     options)
             # fmt: on
 
     tiles, rows = tiled_type(4), array_type(3)
-    arrays = [*[tiles] * 4, rows, rows, array_type(4), tiles, tiles]
+    arrays = [*[tiles] * 4, rows, rows, *[tiles] * 3]
     scalars = (types.float32, types.float32, types.int32)
     arguments = (*arrays, *scalars, spec.features.argument_type)
     return Kernel(fa2_backward, arguments, spec.threads, spec.shared_bytes, spec.min_blocks)
 
 
 __doc__ += """
-Shared memory, 16-bit elements, d rounded up to 64:  2 Bc d + 4 Br d + 2 Br Bc + 8 Br, and the
-    barriers; in bytes:  165944 (d=64, 128 x 128), 164920 (d=128, 64 x 128)
+Shared memory, 16-bit elements, d rounded up to 64:  2 Bc d + 4 Br d + 2 Br Bc + 8 Br, 32768
+    bytes for dQ, and the barriers; in bytes:  198712 (d=64, 128 x 128), 197688 (d=128, 64 x 128)
 Accesses: those of the kernel on ``mma``, Q and dO by boxes.
 """

@@ -6,9 +6,15 @@ from functools import cache
 
 from fa_numba.device import cuda, device_function, float32, uint32
 from fa_numba.dtypes import DTYPES
-from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, exp2
+from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, anew, exp2
 from fa_numba.intrinsics.barriers import sync_named
-from fa_numba.intrinsics.bulk_copy import fence_async_proxy, load_box
+from fa_numba.intrinsics.bulk_copy import (
+    add_box,
+    commit_boxes,
+    fence_async_proxy,
+    load_box,
+    wait_boxes_read,
+)
 from fa_numba.intrinsics.matrix import CONVERSIONS
 from fa_numba.intrinsics.mbarrier import (
     arrive_mbarrier,
@@ -19,14 +25,15 @@ from fa_numba.intrinsics.mbarrier import (
 from fa_numba.intrinsics.shared import load4, store2
 from fa_numba.intrinsics.warpgroup import MULTIPLY, STEP, wait_products
 from fa_numba.parts import softmax
-from fa_numba.parts.mma.pairs import make_add_two
 from fa_numba.parts.wgmma import products, stages, stores, tile_load
+from fa_numba.parts.wgmma.turns import make_meet
 from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL
 from fa_numba.tiling.wgmma_backward import STAGES
 
 # A named barrier of all consumers, beside those of ``turns``.
 ALL = 7
 WARP = 32
+FLOATS = 32  # of a box's row
 VALUE_THREADS = 64  # that bring L and D
 
 
@@ -275,24 +282,41 @@ def make_wait_columns(spec):
 
 @cache
 def make_add_dq(spec):
-    """``add_dq(rdQ, A, row0, rows_end, w, tx, ty)``: A += this consumer's part of dQ, by atomic
-    adds.
+    """``add_dq(rdQ, sdQ, A, b, h, row0, w, tx, ty)``: A += this consumer's part of dQ, by the copy
+    engine, which takes it from this consumer's part of sdQ: two boxes of 32 columns.
     """
-    by_rows, pairs = spec.Br > GROUP_ROWS, PANEL // 8
-    add_two = make_add_two(spec)
+    by_rows, meet = spec.Br > GROUP_ROWS, make_meet(spec)
+    BOX = GROUP_ROWS * FLOATS
 
     @device_function
-    def add_dq(rdQ, A, row0, rows_end, w, tx, ty):
-        first, col0 = uint32(row0 + tx), uint32(2 * ty)
-        if by_rows:
-            first = uint32(first + GROUP_ROWS * w)
-        else:
-            col0 = uint32(col0 + PANEL * w)
+    def add_dq(rdQ, sdQ, A, b, h, row0, w, tx, ty):
+        if tx == uint32(0) and ty == uint32(0):
+            wait_boxes_read()
+        meet(w)  # the last part has been read
+        # Anew: no registers are kept for the places all through the loop.
+        thread = anew(uint32(uint32(cuda.threadIdx.x) - GROUP))
+        quad = uint32(thread // 4)
+        row, col = uint32(quad % 32 // 8 * 16 + quad % 8), uint32(thread % 4)
+        own = uint32(2 * BOX * uint32(thread // GROUP))
+        chunk = uint32(uint32(col // 2) ^ uint32(row % 8))
+        first = uint32(own + FLOATS * row + 4 * chunk + 2 * (col % 2))
         for i in range(2):
-            row = uint32(first + 8 * i)
-            for n in range(pairs):
-                e = i * 2 * pairs + 2 * n
-                add_two(A, row, uint32(col0 + 8 * n), row < rows_end, rdQ[e], rdQ[e + 1])
+            for n in range(PANEL // 8):
+                e = i * (PANEL // 4) + 2 * n
+                place = uint32(
+                    uint32(first + FLOATS * 8 * i + BOX * (n // 4)) ^ uint32(8 * (n % 4))
+                )
+                sdQ[place] = rdQ[e]
+                sdQ[uint32(place + 1)] = rdQ[e + 1]
+        fence_async_proxy()
+        meet(w)
+        if tx == uint32(0) and ty == uint32(0):
+            row, col = row0, uint32(PANEL * w)
+            if by_rows:
+                row, col = uint32(row0 + GROUP_ROWS * w), uint32(0)
+            add_box(A, b, h, row, col, sdQ, own)
+            add_box(A, b, h, row, uint32(col + FLOATS), sdQ, uint32(own + BOX))
+            commit_boxes()
 
     return add_dq
 
