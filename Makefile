@@ -22,6 +22,9 @@ ifeq ($(filter 1cu12 1cu13,$(words $(WHEELS))$(strip $(WHEELS))),)
 $(error WHEELS is "$(WHEELS)": allowed is cu12 or cu13)
 endif
 
+# Two processes run the tests, and each finds on disk what the other has compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 SOURCES := fa_numba experiments tests install.py
 
 .PHONY: figures test test-all lint sanitize ptx clean

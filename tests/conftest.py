@@ -1,8 +1,11 @@
 """`device`: the same test on the emulator and, marked `gpu`, on the GPU where there is one."""
 
+import contextlib
 import gc
+import importlib
 import os
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -26,14 +29,32 @@ settings.register_profile(
 settings.load_profile("fa_numba")
 
 
+def pytest_report_header():
+    if not gpu_available():
+        return "no CUDA GPU of compute capability 8.0 or later: tests marked gpu are left out"
+
+
+def pytest_configure(config):
+    """Pytest rewrites each module's asserts as it is imported: each worker begins at another one,
+    and finds the others' on disk.
+    """
+    worker = getattr(config, "workerinput", None)
+    if worker and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        names = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py"))
+        first = int(worker["workerid"].removeprefix("gw")) * len(names) // worker["workercount"]
+        for name in names[first:]:
+            # What is wrong with it is said when it is collected.
+            with contextlib.suppress(Exception, pytest.skip.Exception):
+                importlib.import_module(name)
+
+
 @pytest.hookimpl(tryfirst=True)  # before those marked slow are left out
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     take_turns([item for item in items if item.get_closest_marker("in_turn")])
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if marked and not gpu_available():
-        skip = pytest.mark.skip(reason="no CUDA GPU of compute capability 8.0 or later")
-        for item in marked:
-            item.add_marker(skip)
+    left_out = [item for item in items if item.get_closest_marker("gpu")]
+    if left_out and not gpu_available():
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
 def take_turns(items):
@@ -69,6 +90,9 @@ def pytest_collection_finish():
     gc.set_threshold(50_000, 20, 20)
 
 
-@pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)], scope="session")
+DEVICES = ["emulator", *([pytest.param("gpu", marks=pytest.mark.gpu)] if gpu_available() else [])]
+
+
+@pytest.fixture(params=DEVICES, scope="session")
 def device(request):
     return request.param
