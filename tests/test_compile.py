@@ -36,10 +36,12 @@ from fa_numba.tiling import (
     default_mma_tiles,
     default_tiles,
     default_wgmma_backward_tiles,
+    default_wgmma_fa1_tiles,
     select_mma_backward_spec,
     select_mma_spec,
     select_spec,
     select_wgmma_backward_spec,
+    select_wgmma_fa1_spec,
     select_wgmma_spec,
     splits,
     sweep_tiles,
@@ -231,6 +233,73 @@ def test_a_kernel_of_hoppers_unit_compiles_within_its_budgets(case, dtype):
         assert instruction in ptx, instruction
     # Four tensor maps lie among the parameters themselves.
     assert ptx.count(".param .align 64 .b8") == 4
+
+
+WGMMA_FA1_CASES = [
+    # head_dim, tiles or the default, options
+    (128, None, ("causal",)),
+    (64, None, ("causal",)),
+    (64, None, ("window", "softcap", "q_lens")),
+    (64, (192, 128), ("window", "softcap", "q_lens")),
+    (96, None, ()),
+    (128, None, ("window", "softcap", "q_lens")),
+    (128, (128, 128), ("causal",)),
+    (128, (192, 128), ("causal",)),
+    (192, None, ("causal",)),
+    (192, (128, 96), ("window", "softcap", "q_lens")),
+    (256, None, ("causal",)),
+    (256, None, ("window", "softcap", "q_lens")),
+    (256, (128, 32), ()),
+]
+
+
+@pytest.mark.parametrize("case", slow_but(WGMMA_FA1_CASES[:1], WGMMA_FA1_CASES))
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_fa1_on_hoppers_unit_compiles_within_its_budgets(case, dtype):
+    d, tiles, options = case
+    facts = {"features": Features(**dict.fromkeys(options, True)), "dtype": dtype}
+    tiles = default_wgmma_fa1_tiles(d, facts["features"]) if tiles is None else Tiles(*tiles)
+    spec = select_wgmma_fa1_spec(tiles, d, SHARED["sm_90a"], return_lse=True, **facts)
+    kernel = wgmma.fa1_forward.make_forward(spec)
+    ptx, log = compiled(kernel, "sm_90a")
+    assert ".f64" not in ptx and ".local" not in ptx
+    assert spills_of(log) == ["0"] * 3, log
+    assert "warning" not in log.lower() and "serializ" not in log.lower(), log
+    assert registers(log) * kernel.threads <= REGISTERS
+    few, many = spec.registers
+    assert 128 * (few + many * spec.consumers) <= REGISTERS
+    assert fits(kernel, "sm_90a")
+    for instruction in (
+        f"wgmma.mma_async.sync.aligned.m64n{tiles.Bc}k16.f32.",
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes",
+        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group",
+        "cp.async.bulk.wait_group.read 0",
+        "cp.async.bulk.wait_group 0",
+        "ld.shared.v2.f32",
+        "st.shared.v2.f32",
+        f"setmaxnreg.inc.sync.aligned.u32 {many}",
+    ):
+        assert instruction in ptx, instruction
+    # Five tensor maps lie among the parameters themselves.
+    assert ptx.count(".param .align 64 .b8") == 5
+
+
+def test_the_docstrings_shared_memory_is_that_of_fa1_on_hoppers_unit():
+    documented = re.findall(r"(\d+) \(d=(\d+),\s+(\d+) x (\d+)\)", wgmma.fa1_forward.__doc__)
+    assert [int(d) for _, d, *_ in documented] == [64, 128, 192, 256]
+    for size, d, Br, Bc in (map(int, found) for found in documented):
+        tiles = default_wgmma_fa1_tiles(d, PLAIN)
+        assert (tiles.Br, tiles.Bc) == (Br, Bc)
+        assert select_wgmma_fa1_spec(tiles, d, SHARED["sm_90a"]).shared_bytes == size
+    most = max(Bc for Bc in range(16, 256, 16) if _fits_two_consumers(Bc))
+    assert f"At d=256 two consumers leave room for {most} columns" in wgmma.fa1_forward.__doc__
+
+
+def _fits_two_consumers(Bc):
+    try:
+        return select_wgmma_fa1_spec(Tiles(128, Bc), 256, SHARED["sm_90a"]).consumers == 2
+    except ValueError:
+        return False
 
 
 WGMMA_BACKWARD_CASES = [

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fa_numba import kernels, parts
-from fa_numba.kernels import mma
+from fa_numba.kernels import mma, wgmma
 from fa_numba.kernels.simt import (
     fa1_backward,
     fa1_forward,
@@ -23,6 +23,8 @@ TWINS = (fa1_forward, fa2_forward)
 BACKWARD_TWINS = (fa1_backward, fa2_backward)
 MMA_TWINS = (mma.fa1_forward, mma.fa2_forward)
 MMA_BACKWARD_TWINS = (mma.fa1_backward, mma.fa2_backward)
+# Their kernels are a producer and a consumer each.
+WGMMA_TWINS = (wgmma.fa1_forward, wgmma.fa2_forward)
 KERNELS = (*TWINS, standard, *BACKWARD_TWINS, standard_backward)
 FLASH = (*TWINS, *BACKWARD_TWINS, *MMA_TWINS, *MMA_BACKWARD_TWINS)
 
@@ -58,9 +60,14 @@ def in_common(one, other):
     return [x for x in one if x in other]
 
 
-def parts_used(module):
-    """The parts p.NAME that the kernel calls, in the order in which they first stand there."""
-    calls = [n for n in ast.walk(factory(module)[1]) if isinstance(n, ast.Attribute)]
+def parts_used(module, function=None):
+    """The parts p.NAME that the kernel, or a function beside it, calls, in the order in which they
+    first stand there.
+    """
+    made, kernel = factory(module)
+    if function is not None:
+        (kernel,) = (n for n in made.body if getattr(n, "name", "") == function)
+    calls = [n for n in ast.walk(kernel) if isinstance(n, ast.Attribute)]
     calls = sorted((n.lineno, n.col_offset, n.attr) for n in calls if ast.unparse(n.value) == "p")
     return list(dict.fromkeys(name for _, _, name in calls))
 
@@ -162,6 +169,30 @@ def test_parameters_stand_in_one_order(twins, only_first, only_second):
     assert in_common(first, second) == in_common(second, first)
     assert [p for p in first if p not in second] == only_first
     assert [p for p in second if p not in first] == only_second
+
+
+def test_twins_on_hoppers_unit():
+    """Consumers of both orders take one tile in one order, and say its lines alike."""
+    first, second = (factory(m) for m in WGMMA_TWINS)
+    assert first[0].name == second[0].name
+    parameters = [[a.arg for a in kernel.args.args] for _, kernel in (first, second)]
+    assert [p for p in parameters[0] if p not in parameters[1]] == ["A", "l", "m", "split_rows"]
+    assert [p for p in parameters[1] if p not in parameters[0]] == ["taken"]
+    assert in_common(*parameters) == in_common(*parameters[::-1])
+    # FA-2 begins the next tile before this one's end.
+    used = [[n for n in parts_used(m, "consume") if n != "next_stage"] for m in WGMMA_TWINS]
+    assert in_common(*used) == in_common(*used[::-1]) and len(in_common(*used)) >= 11
+    # One carries O, l and m through memory; the other takes turns, and sums l and scales O at last.
+    assert set(used[0]) - set(used[1]) == {
+        *("heads", "split", "column_passes", "visited_rows", "initialise", "sees_more"),
+        *("read_state", "keep_values", "online_softmax", "take_output", "write_state"),
+        *("o_is_empty", "pass_is_written", "write_logsumexp"),
+    }
+    # Each says the lines of its own algorithm, FA-1 those of the other beside them.
+    named = [re.findall(rf"# .*?FA-2 lines? ({NUMBERS})", text(m)) for m in WGMMA_TWINS]
+    assert {*named[0]} == {*named[1]} and len(named[0]) >= 7
+    own = re.findall(rf"# (?:Alg\. 1|FA-1) lines? ({NUMBERS})", text(wgmma.fa1_forward))
+    assert {int(n) for numbers in own for n in numbers.split(", ")} == {2, *range(5, 14)}
 
 
 def steps(module):

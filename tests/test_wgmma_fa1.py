@@ -98,7 +98,7 @@ def test_tiles():
         (Tiles(96, 64), 64, "allowed are 64, 128, 192 rows and a multiple of 16 columns up to 256"),
         (Tiles(64, 24), 64, "a multiple of 16"),
         (Tiles(64, 64, threads=384), 64, "threads=384 does not fit Br=64"),
-        (Tiles(192, 256), 64, "no registers; take smaller blocks"),
+        (Tiles(192, 144), 64, "no registers; take smaller blocks"),
         (Tiles(128, 64), 256, "needs 262256 bytes of shared memory, the device has 232448"),
     ):
         with pytest.raises(ValueError, match=message):
