@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fa_numba.problem import Problem
+from fa_numba.tiling import Tiles
 
 from .lab import tables, variants
 from .lab.options import Bench, Options
@@ -14,7 +16,7 @@ from .lab.series import plan, query_splits
 from .lab.speeds import DTYPES
 from .lab.store import Row
 from .lab.tables import Table
-from .lab.timing import SECONDS
+from .lab.timing import SECONDS, attempt
 from .lab.workloads import SEQLENS, Sizes, fa2_setting
 
 NAME = "loop_order"
@@ -22,12 +24,17 @@ TITLE = "both loop orders at equal unit, dtype, tiles and work"
 DESCRIPTION = (
     "FA-1's loop order, with the paper's grid and with query splits, over FA-2's at the same "
     "tiles: time, accesses, L2 and DRAM bytes and occupancy, forward, fp32 on CUDA cores and fp16 "
-    "on tensor cores, over N in FA-2's setting, and over batch x heads at one N."
+    "on tensor cores, by mma.sync and, where there is such a GPU, by wgmma, over N in FA-2's "
+    "setting, and over batch x heads at one N."
 )
 NEEDS_GPU = True
 
-UNITS = {"simt": "float32", "mma": "float16"}
-UNIT_NAMES = {"float32": "fp32, CUDA cores", "float16": "fp16, tensor cores"}
+UNITS = {"simt": "float32", "mma": "float16", "wgmma": "float16"}
+UNIT_NAMES = {
+    "simt": "fp32, CUDA cores",
+    "mma": "fp16, tensor cores",
+    "wgmma": "fp16, Hopper's (wgmma)",
+}
 # Batch x heads at one length: from one head to as many as fill a large GPU.
 HEADS_SEQLEN, QUICK_SEQLEN = 4096, 512
 HEADS = (1, 4, 16, 32, 64, 128)
@@ -41,20 +48,32 @@ PROFILED = {
 }
 
 
-def series_of(dtype: str) -> tuple[str, str, str]:
-    """FA-1 with the paper's grid, FA-1 with query splits, FA-2 at FA-1's tiles."""
-    unit = next(unit for unit, name in UNITS.items() if name == dtype)
-    return f"fa1-{unit}", f"fa1-{unit}-splits", f"fa2-{unit}-fa1-tiles"
+def series_of(unit: str) -> tuple[str, str, str]:
+    """FA-1 with the paper's grid, FA-1 with query splits, FA-2 at the same tiles.
+
+    These are FA-1's; on wgmma FA-2's, whose registers hold fewer columns.
+    """
+    q_outer = "fa2-wgmma" if unit == "wgmma" else f"fa2-{unit}-fa1-tiles"
+    return f"fa1-{unit}", f"fa1-{unit}-splits", q_outer
 
 
-def configurations(problem: Problem, multiprocessors: int) -> list[variants.Variant]:
-    """The three calls to compare; FA-2 takes the tiles and threads that FA-1 plans."""
-    k_outer, _, q_outer = series_of(problem.dtype)
-    splits = query_splits(problem, multiprocessors, k_outer)
-    tiles = plan(k_outer, problem).tiles
+def configurations(problem: Problem, multiprocessors: int, unit: str) -> list[variants.Variant]:
+    """The three calls to compare, at equal tiles and threads; none where the GPU lacks the unit."""
+    k_outer, _, q_outer = series_of(unit)
+    own: dict[str, Any] = {}
+    if unit == "wgmma":
+        planned, _ = attempt(lambda: plan(q_outer, problem))
+        if planned is None:
+            return []
+        tiles = planned.tiles
+        own = {"tiles": Tiles(tiles.Br, tiles.Bc, tiles.threads)}
+    else:
+        tiles = plan(k_outer, problem).tiles
+    splits = query_splits(problem, multiprocessors, k_outer, **own)
+    split = variants.splits_of(k_outer, splits)
     return [
-        variants.Variant(k_outer),
-        variants.splits_of(k_outer, splits),
+        variants.Variant(k_outer, own),
+        replace(split, options=own | split.options),
         variants.Variant(q_outer, {"tiles": tiles}),
     ]
 
@@ -68,17 +87,21 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     """Times, checked first, then the hardware counters."""
     assert bench.machine is not None and bench.describe is not None
     sizes = Sizes.of(options, SEQLENS, SEQLENS[:2])
-    problems = sizes.problems(UNITS.values())
+    dtypes = dict.fromkeys(UNITS.values())
+    problems = sizes.problems(dtypes)
     if options.seqlens is None and False in sizes.masks:
         seqlen = QUICK_SEQLEN if options.quick else HEADS_SEQLEN
         problems += [
             many_heads(heads, d, dtype, seqlen)
-            for dtype in UNITS.values()
+            for dtype in dtypes
             for d in sizes.head_dims
             for heads in (HEADS[:2] if options.quick else HEADS)
         ]
     multiprocessors = bench.describe["multiprocessors"]
-    work = [(p, configurations(p, multiprocessors)) for p in dict.fromkeys(problems)]
+    work = [
+        (p, [v for unit in units_of(p.dtype) for v in configurations(p, multiprocessors, unit)])
+        for p in dict.fromkeys(problems)
+    ]
 
     def counted(problem: Problem) -> bool:
         seqlens = sizes.seqlens if options.seqlens or options.quick else COUNTED_SEQLENS
@@ -87,23 +110,25 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     yield from variants.measure(NAME, work, bench, PROFILED, seconds=SECONDS, counted=counted)
 
 
+def units_of(dtype: str) -> list[str]:
+    """The units of a dtype, in their order."""
+    return [unit for unit, own in UNITS.items() if own == dtype]
+
+
 def in_setting(problem: Problem) -> bool:
     """Whether it is a problem of the FA-2 paper's setting, and not one of `many_heads`."""
     sizes = problem.seqlen_q, problem.head_dim, problem.causal, problem.dtype
     return problem == fa2_setting(*sizes)
 
 
-def ratios(rows: Iterable[Row]) -> dict[str, float]:
-    """FA-1 over FA-2 for the rows of one problem.
+def ratios(rows: Iterable[Row], unit: str) -> dict[str, float]:
+    """FA-1 over FA-2 on a unit for the rows of one problem.
 
     "grid" and "splits" are ratios of times, with the paper's grid and with query splits; "model",
     "l2" and "dram" are ratios of bytes, with query splits.
     """
-    rows = list(rows)
-    if not rows:
-        return {}
     found = variants.values(rows)
-    paper, split, q_outer = series_of(rows[0].dtype)
+    paper, split, q_outer = series_of(unit)
     wanted = {
         "grid": (paper, "measured", "time"),
         "splits": (split, "measured", "time"),
@@ -115,6 +140,20 @@ def ratios(rows: Iterable[Row]) -> dict[str, float]:
     return {name: over / under for name, (over, under) in pairs.items() if over and under}
 
 
+# A problem on a unit.
+Place = tuple[str, Problem]
+
+
+def _every(rows: Sequence[Row]) -> dict[Place, dict[str, float]]:
+    """The ratios of all problems and units that have some."""
+    of = {
+        (unit, problem): ratios(mine, unit)
+        for problem, mine in variants.problems_of(rows).items()
+        for unit in units_of(problem.dtype)
+    }
+    return {place: values for place, values in of.items() if values}
+
+
 def draw(rows: Sequence[Row]) -> Any:
     """The result in two panels over N: bytes and time, FA-1 over FA-2, without a mask.
 
@@ -123,9 +162,8 @@ def draw(rows: Sequence[Row]) -> Any:
     """
     from .lab import style
 
-    every = {p: ratios(mine) for p, mine in variants.problems_of(rows).items() if in_setting(p)}
-    found = {p: values for p, values in every.items() if values and not p.causal}
-    found = found or {p: values for p, values in every.items() if values}
+    every = {place: values for place, values in _every(rows).items() if in_setting(place[1])}
+    found = {place: values for place, values in every.items() if not place[1].causal} or every
     if not found:
         return detail(rows)
     figure, ((left, right),) = style.new(1, 2, 4.9)
@@ -142,7 +180,7 @@ def draw(rows: Sequence[Row]) -> Any:
     left.set_ylabel("bytes, FA-1 / FA-2")
     right.set_ylabel("time, FA-1 / FA-2")
     shown = style.handles(left) or style.handles(right)
-    masked = ", causal" if next(iter(found)).causal else ""
+    masked = ", causal" if next(iter(found))[1].causal else ""
     title = f"K/V outer (FA-1) over Q outer (FA-2) at the same tiles and work, forward{masked}"
     figure.legend(
         shown.values(),
@@ -156,7 +194,7 @@ def draw(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def _between(found: Mapping[Problem, Mapping[str, float]], name: str) -> str:
+def _between(found: Mapping[Place, Mapping[str, float]], name: str) -> str:
     """The least and the largest of a ratio: "5 to 135", "1.1 to 1.4"; empty where there is none."""
     values = [ratio[name] for ratio in found.values() if name in ratio]
     if not values:
@@ -178,33 +216,35 @@ _MARKERS = {64: "o", 128: "s"}
 
 def _hero(
     ax: Any,
-    found: Mapping[Problem, Mapping[str, float]],
+    found: Mapping[Place, Mapping[str, float]],
     names: Mapping[str, str],
     style: Any,
 ) -> None:
-    """Curves over N, a mark a dtype and head dimension; at their ends what they are, and between
+    """Curves over N, a mark a unit and head dimension; at their ends what they are, and between
     which ratios.
     """
-    sizes = sorted({p.seqlen_q for p in found})
+    sizes = sorted({p.seqlen_q for _, p in found})
+    fills = {"mma": "white", "wgmma": style.COLOURS["fa2-wgmma"]}
+    places = sorted({(list(UNITS).index(unit), -p.head_dim, unit) for unit, p in found})
     ends = {}
     for name, label in names.items():
         like, ls, width = _QUANTITIES[name]
         last = []
-        for dtype, d in sorted({(p.dtype, p.head_dim) for p in found}, reverse=True):
+        for _, minus_d, unit in places:
+            d = -minus_d
             points = sorted(
                 (p.seqlen_q, values[name])
-                for p, values in found.items()
-                if (p.dtype, p.head_dim) == (dtype, d) and name in values
+                for (where, p), values in found.items()
+                if (where, p.head_dim) == (unit, d) and name in values
             )
             if not points:
                 continue
-            hollow = dtype == "float16"
-            look = {"color": style.COLOURS[like], "mfc": "white" if hollow else None}
+            look = {"color": style.COLOURS[like], "mfc": fills.get(unit)}
             look |= {"marker": _MARKERS.get(d, "D"), "markersize": 6, "ls": ls, "lw": width}
             ax.plot(*zip(*points, strict=True), **look)
             last.append(points[-1][1])
             look |= {"ls": "", "color": "#444444"}
-            ax.plot([], [], label=f"{UNIT_NAMES[dtype]}, d={d}", **look)
+            ax.plot([], [], label=f"{UNIT_NAMES[unit]}, d={d}", **look)
         if last:
             span = " to ".join(
                 dict.fromkeys(f"{x:{'.0f' if x >= 20 else '.3g'}}" for x in (min(last), max(last)))
@@ -239,30 +279,29 @@ def detail(rows: Sequence[Row]) -> Any:
     """Ratios over N and over batch x heads: a row of panels for each unit, a column for each d."""
     from .lab import style
 
-    found = {problem: ratios(mine) for problem, mine in variants.problems_of(rows).items()}
-    found = {problem: values for problem, values in found.items() if values}
+    found = _every(rows)
     if not found:
         return None
-    head_dims = sorted({p.head_dim for p in found})
+    head_dims = sorted({p.head_dim for _, p in found})
     panels = [
-        (dtype, over_heads)
+        (unit, over_heads)
         for over_heads in (False, True)
-        for dtype in UNITS.values()
-        if any(p.dtype == dtype and in_setting(p) != over_heads for p in found)
+        for unit in UNITS
+        if any(where == unit and in_setting(p) != over_heads for where, p in found)
     ]
     figure, axes = style.new(
         len(panels), len(head_dims), 1.2 + 2.5 * len(panels), sharey="row", sharex="row"
     )
-    for (dtype, over_heads), across in zip(panels, axes, strict=True):
+    for (unit, over_heads), across in zip(panels, axes, strict=True):
         for d, ax in zip(head_dims, across, strict=True):
             mine = {
                 p: values
-                for p, values in found.items()
-                if (p.dtype, p.head_dim) == (dtype, d) and in_setting(p) != over_heads
+                for (where, p), values in found.items()
+                if (where, p.head_dim) == (unit, d) and in_setting(p) != over_heads
             }
             _panel(ax, mine, over_heads, style)
             at = f", N={next(iter(mine)).seqlen_q}" if over_heads and mine else ""
-            ax.set_title(f"{UNIT_NAMES[dtype]}, d={d}{at}")
+            ax.set_title(f"{UNIT_NAMES[unit]}, d={d}{at}")
         across[0].set_ylabel("FA-1 / FA-2")
     handles = style.handles(axes)
     figure.legend(
@@ -310,19 +349,26 @@ def table(rows: Sequence[Row]) -> Table | None:
         "l2": "L2 bytes",
         "dram": "DRAM bytes",
     }
-    every = {p: mine for p, mine in variants.problems_of(rows).items() if in_setting(p)}
-    measured = {p: mine for p, mine in every.items() if "dram" in ratios(mine)} or every
-    lengths = {p.seqlen_q for p in measured}
+    every = {
+        (unit, p): mine
+        for p, mine in variants.problems_of(rows).items()
+        for unit in units_of(p.dtype)
+        if in_setting(p) and {row.series for row in mine}.intersection(series_of(unit))
+    }
+    measured = {
+        (unit, p): mine for (unit, p), mine in every.items() if "dram" in ratios(mine, unit)
+    } or every
+    lengths = {p.seqlen_q for _, p in measured}
     lines = []
-    for problem, mine in measured.items():
+    for (unit, problem), mine in measured.items():
         if problem.seqlen_q not in (min(lengths), max(lengths)):
             continue
         found = {(r.series, r.source, r.metric): r for r in mine}
-        times = [found.get((s, "measured", "time")) for s in series_of(problem.dtype)]
-        over = ratios(mine)
+        times = [found.get((s, "measured", "time")) for s in series_of(unit)]
+        over = ratios(mine, unit)
         lines.append(
             [
-                DTYPES[problem.dtype],
+                DTYPES[problem.dtype] + (", wgmma" if unit == "wgmma" else ""),
                 *tables.problem_cells(problem),
                 str(problem.batch * problem.heads_q),
                 *(tables.cell(row, lambda v: f"{v:.3g}") for row in times),
@@ -334,10 +380,13 @@ def table(rows: Sequence[Row]) -> Table | None:
     shown = ("FA-1, a block a head", "FA-1, query splits", "FA-2")
     header = ["dtype", *tables.PROBLEM, "batch x heads", *(f"{name}, ms" for name in shown)]
     header += [f"FA-1 / FA-2: {name}" for name in names.values()]
+    timed = {p: mine for (_, p), mine in every.items()}  # each problem once
+    on_hopper = any(unit == "wgmma" for unit, _ in every)
+    hopper = ", on wgmma FA-1 at FA-2's" if on_hopper else ""
     caption = (
-        "Forward, FA-2 at FA-1's tiles; bytes are those with query splits over FA-2's; "
-        f"{tables.runs(r for mine in every.values() for r in mine if r.metric == 'time')}. All "
-        f"{len(every)} problems, over batch x heads too, are in the data file and drawn in "
+        f"Forward, FA-2 at FA-1's tiles{hopper}; bytes are those with query splits over FA-2's; "
+        f"{tables.runs(r for mine in timed.values() for r in mine if r.metric == 'time')}. All "
+        f"{len(timed)} problems, over batch x heads too, are in the data file and drawn in "
         f"[{NAME}_detail.png](figures/{NAME}_detail.png)."
     )
     return Table(caption, tables.markdown(header, lines))

@@ -12,21 +12,22 @@ from experiments.lab.store import Store
 from experiments.lab.workloads import fa2_setting
 
 
-def synthetic(lengths=(1024, 4096)):
+def synthetic(lengths=(1024, 4096), units=("simt", "mma")):
     """Times of 6, 3 and 2, and bytes in the same proportions or, of DRAM, with N."""
     rows = []
-    for dtype in loop_order.UNITS.values():
+    for unit in units:
+        dtype = loop_order.UNITS[unit]
         problems = [fa2_setting(N, 64, False, dtype) for N in lengths]
         for problem in (*problems, loop_order.many_heads(4, 64, dtype)):
-            for series, time in zip(loop_order.series_of(dtype), (6.0, 3.0, 2.0), strict=True):
+            for series, time in zip(loop_order.series_of(unit), (6.0, 3.0, 2.0), strict=True):
                 numbers = [("measured", "time", "ms", time), ("model", "traffic", "bytes", time)]
                 if problem.batch > 1:
                     more = problem.seqlen_q / 128 if series.startswith("fa1") else 2.0
                     numbers += [("l2", "traffic", "bytes", 2 * time)]
                     numbers += [("dram", "traffic", "bytes", more)]
                     numbers += [("measured", m, "1", 0.1 * time) for m in loop_order.PROFILED]
-                for source, metric, unit, value in numbers:
-                    fields = {"source": source, "metric": metric, "unit": unit, "value": value}
+                for source, metric, what, value in numbers:
+                    fields = {"source": source, "metric": metric, "unit": what, "value": value}
                     n = {4096: 5}.get(problem.seqlen_q, 20) if metric == "time" else None
                     rows.append(gpu_row("loop_order", problem, series=series, n=n, **fields))
     return rows
@@ -67,13 +68,14 @@ def test_the_orders_run_at_equal_tiles_and_work(monkeypatch):
     )
     tiles = {}
     for row in rows:
-        tiles.setdefault((row.dtype, row.seqlen_q), set()).add((row.Br, row.Bc))
+        unit = row.series.split("-")[1]
+        tiles.setdefault((unit, row.seqlen_q), set()).add((row.Br, row.Bc))
     assert {len(found) for found in tiles.values()} == {1}
-    assert {key[0] for key in tiles} == {"float32", "float16"}
+    assert {key[0] for key in tiles} == set(loop_order.UNITS)
     for call in calls:
-        assert call["unit"] == ("mma" if call["dtype"] == "float16" else "simt")
+        assert call["dtype"] == loop_order.UNITS[call["unit"]]
     by_order = {
-        order: [c for c in calls if c["algorithm"] == order and c["dtype"] == "float16"]
+        order: [c for c in calls if c["algorithm"] == order and c["unit"] == "mma"]
         for order in ("fa1", "fa2")
     }
     # FA-2 is told FA-1's tiles and threads; of FA-1 a call with the paper's grid and one split.
@@ -84,14 +86,26 @@ def test_the_orders_run_at_equal_tiles_and_work(monkeypatch):
     assert splits[0] == 1 and max(splits) > 1
     # The counted calls are those timed.
     assert len(cases) == len(calls)
-    assert {(c.algorithm, c.dtype, c.seqlen, c.query_splits) for c in cases} == {
-        (c["algorithm"], c["dtype"], c["shape"][2], c.get("query_splits", 1)) for c in calls
+    assert {(c.algorithm, c.unit, c.seqlen, c.query_splits) for c in cases} == {
+        (c["algorithm"], c["unit"], c["shape"][2], c.get("query_splits", 1)) for c in calls
     }
     assert all(
         case.threads == planned.tiles.threads
         for case in cases
-        if (case.algorithm, case.dtype) == ("fa2", "float16")
+        if (case.algorithm, case.unit) == ("fa2", "mma")
     )
+    # On wgmma FA-1 is told FA-2's: the same rows, columns and threads, without FA-2's stages.
+    planned = fa_numba.plan((4, 2, 512, 64), (4, 2, 512, 64), dtype="float16", unit="wgmma")
+    hopper = {c["algorithm"]: c["tiles"] for c in calls if c["unit"] == "wgmma"}
+    assert hopper["fa2"] == planned.tiles
+    assert hopper["fa1"] == replace(planned.tiles, stages=1)
+
+
+def test_a_gpu_without_hoppers_unit_is_not_asked_for_it(monkeypatch):
+    problem = fa2_setting(1024, 64, False, "float16")
+    with fa_numba.device.planning_for((8, 0), 163 << 10):
+        assert loop_order.configurations(problem, 108, "wgmma") == []
+        assert len(loop_order.configurations(problem, 108, "mma")) == 3
 
 
 def test_the_orders_are_compared_over_heads_too(monkeypatch):
@@ -102,23 +116,24 @@ def test_the_orders_are_compared_over_heads_too(monkeypatch):
     # Counters are read in FA-2's setting alone; there is a model for all.
     assert {case.seqlen for case in cases} == {512, 1024}
     model = {(r.seqlen_q, r.series) for r in rows if r.source == "model"}
-    assert {N for N, _ in model} == {256, 512, 1024} and len(model) == 18
+    assert {N for N, _ in model} == {256, 512, 1024} and len(model) == 27
     figure = loop_order.detail(rows)
     assert [ax.get_title() for ax in figure.axes] == [
-        *("fp32, CUDA cores, d=64", "fp16, tensor cores, d=64"),
-        *("fp32, CUDA cores, d=64, N=256", "fp16, tensor cores, d=64, N=256"),
+        f"{name}, d=64{at}" for at in ("", ", N=256") for name in loop_order.UNIT_NAMES.values()
     ]
 
 
 def test_ratios_of_the_orders():
-    rows = synthetic()
+    rows = synthetic(units=loop_order.UNITS)
     for problem, mine in variants.problems_of(rows).items():
         wanted = {"grid": 3, "splits": 1.5, "model": 1.5}
         if problem.batch > 1:
             wanted |= {"l2": 1.5, "dram": problem.seqlen_q / 256}
-        assert loop_order.ratios(mine) == wanted
+        for unit in loop_order.units_of(problem.dtype):
+            assert loop_order.ratios(mine, unit) == wanted
     failed = [replace(r, value=None) if r.metric == "time" else r for r in rows[:8]]
-    assert "grid" not in loop_order.ratios(failed) and loop_order.ratios([]) == {}
+    assert "grid" not in loop_order.ratios(failed, "simt") and loop_order.ratios([], "mma") == {}
+    assert loop_order.ratios(synthetic(), "wgmma") == {}
 
 
 def test_the_result_is_seen_at_a_glance():
@@ -170,3 +185,16 @@ def test_sizes_are_the_options_or_the_experiments():
     problems = sizes.problems(("float32", "float16"))
     assert len(set(problems)) == 16 and problems[1] == fa2_setting(16, 32, False, "float32")
     assert [p.dtype for p in problems] == ["float32"] * 8 + ["float16"] * 8
+
+
+def test_hoppers_unit_is_drawn_where_it_was_measured():
+    """A recording without it looks as it did; with it there are marks, panels and lines more."""
+    old, new = synthetic(), synthetic(units=loop_order.UNITS)
+    names = [{t.get_text() for t in loop_order.draw(rows).legends[0].get_texts()}
+             for rows in (old, new)]  # fmt: skip
+    assert names[1] - names[0] == {"fp16, Hopper's (wgmma), d=64"} and len(names[0]) == 2
+    assert [len(loop_order.detail(rows).axes) for rows in (old, new)] == [4, 6]
+    without, table = (loop_order.table(rows) for rows in (old, new))
+    assert table.body.count("| fp16, wgmma |") == 2 and "wgmma" not in without.body
+    assert "on wgmma FA-1 at FA-2's" in table.caption and "wgmma" not in without.caption
+    assert "All 4 problems" in table.caption

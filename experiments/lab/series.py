@@ -18,7 +18,7 @@ from . import peers
 # "mma", and those of Hopper by their own instruction, "wgmma".
 SERIES = {"standard-simt": "standard", "fa1-simt": "fa1", "fa2-simt": "fa2"}
 SPLITS, MMA_SPLITS = "fa1-simt-splits", "fa1-mma-splits"
-HOPPER = "fa2-wgmma"
+HOPPER, HOPPER_FA1 = "fa2-wgmma", "fa1-wgmma"
 # FA-2 at the block sizes that FA-1 takes.
 FA1_TILES = "fa2-simt-fa1-tiles"
 # FA-2's backward pass with a fixed order of dQ's sums.
@@ -50,6 +50,8 @@ BACKWARD_LABELS = LABELS | {
 for _names in (LABELS, BACKWARD_LABELS):
     _names |= {name.replace("-simt", "-mma"): label for name, label in _names.items()}
     _names[HOPPER] = "FA-2 on wgmma"
+    _names[HOPPER_FA1] = "FA-1 on wgmma"
+    _names[f"{HOPPER_FA1}-splits"] = "FA-1 on wgmma, query splits"
 
 
 def algorithm(series: str) -> str:
@@ -157,14 +159,18 @@ def backward(series: str, problem: Problem, *arrays: Any, **options: Any) -> Cal
 
 
 def query_splits(
-    problem: Problem, multiprocessors: int, series: str = "fa1-simt", passes: str = "fwd"
+    problem: Problem,
+    multiprocessors: int,
+    series: str = "fa1-simt",
+    passes: str = "fwd",
+    tiles: Any = None,
 ) -> int:
     """Into how many thread blocks FA-1 should split a head's queries, by `makespan`.
 
     Tried are the powers of two below the number of row tiles, and that number; where several end
-    at the same time, the fewest win. The tiles are the plan's.
+    at the same time, the fewest win. The tiles are the plan's, unless given.
     """
-    tiles = plan(series, problem, passes=passes).tiles
+    tiles = tiles or plan(series, problem, passes=passes).tiles
     return _best_splits(problem, tiles.Br, tiles.Bc, multiprocessors, passes != "fwd")
 
 

@@ -53,6 +53,8 @@ MARKERS = {
 for _looks in (COLOURS, MARKERS):
     _looks |= {name.replace("-simt", "-mma"): look for name, look in _looks.items()}
 COLOURS["fa2-wgmma"], MARKERS["fa2-wgmma"] = "#7A1FA2", "h"
+COLOURS["fa1-wgmma"], MARKERS["fa1-wgmma"] = "#1A237E", "H"
+COLOURS["fa1-wgmma-splits"], MARKERS["fa1-wgmma-splits"] = "#5C6BC0", "8"
 WIDTH = 10.0  # inches; a README shows it about 800 pixels wide
 RC: dict[Any, Any] = {
     "font.family": "DejaVu Sans",

@@ -14,7 +14,7 @@ from fa_numba.problem import Problem
 
 from . import counters, peers, precompile
 from .options import Bench
-from .series import algorithm, backward, call, plan, row_fields, row_tiles
+from .series import algorithm, backward, call, plan, row_fields, row_tiles, unit
 from .store import Row
 from .timing import CHECKED_SEQLEN, Gate, GradientGate, attempt, time_call, timing_rows
 from .workloads import Inputs
@@ -224,8 +224,8 @@ def _case(problem: Problem, variant: Variant) -> counters.Case:
         if problem.causal:
             raise ValueError("problem is causal: its row tiles are not alike, and one is counted")
         own["rows"] = variant.options["tiles"].Br
-    passes = {"passes": variant.passes}
-    return counters.Case.of(algorithm(variant.series), problem, **variant.options, **passes, **own)
+    own |= {"passes": variant.passes, "unit": unit(variant.series)}
+    return counters.Case.of(algorithm(variant.series), problem, **variant.options, **own)
 
 
 def _counted(

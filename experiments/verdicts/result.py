@@ -11,7 +11,11 @@ from experiments.lab.tables import Across, Table
 
 from .evidence import Evidence, MissingRows, span
 
-WORDS = {"float32": "fp32 on CUDA cores", "float16": "fp16 on tensor cores"}
+WORDS = {
+    "simt": "fp32 on CUDA cores",
+    "mma": "fp16 on tensor cores",
+    "wgmma": "fp16 on Hopper's tensor cores (wgmma)",
+}
 
 
 def sentences(rows: Sequence[Row]) -> Table | None:
@@ -25,16 +29,17 @@ def sentences(rows: Sequence[Row]) -> Table | None:
         for series in {row.series for row in mine}:
             pair = [of.get((series, source, "traffic")) for source in ("l2", "model")]
             moved += [pair[0] / pair[1]] if pair[0] and pair[1] else []
-        for name, ratio in loop_order.ratios(mine).items():
-            found.setdefault(problem.dtype, {}).setdefault(name, []).append(ratio)
-    if not moved or any(dtype not in found for dtype in WORDS):
+        for unit in loop_order.units_of(problem.dtype):
+            for name, ratio in loop_order.ratios(mine, unit).items():
+                found.setdefault(unit, {}).setdefault(name, []).append(ratio)
+    if not moved or not {"simt", "mma"} <= set(found):  # wgmma is not everywhere
         return None
 
     def each(name: str, form: str = ".2f") -> str:
         return ", ".join(
-            f"{span(found[dtype][name], form)} in {words}"
-            for dtype, words in WORDS.items()
-            if name in found[dtype]
+            f"{span(found[unit][name], form)} in {words}"
+            for unit, words in WORDS.items()
+            if name in found.get(unit, {})
         )
 
     lines = [
