@@ -18,7 +18,8 @@ from . import peers
 # "mma", and those of Hopper by their own instruction, "wgmma".
 SERIES = {"standard-simt": "standard", "fa1-simt": "fa1", "fa2-simt": "fa2"}
 SPLITS, MMA_SPLITS = "fa1-simt-splits", "fa1-mma-splits"
-HOPPER, HOPPER_FA1 = "fa2-wgmma", "fa1-wgmma"
+HOPPER = "fa2-wgmma"
+HOPPER_FA1, HOPPER_SPLITS = "fa1-wgmma", "fa1-wgmma-splits"
 # FA-2 at the block sizes that FA-1 takes.
 FA1_TILES = "fa2-simt-fa1-tiles"
 # FA-2's backward pass with a fixed order of dQ's sums.
@@ -51,7 +52,7 @@ for _names in (LABELS, BACKWARD_LABELS):
     _names |= {name.replace("-simt", "-mma"): label for name, label in _names.items()}
     _names[HOPPER] = "FA-2 on wgmma"
     _names[HOPPER_FA1] = "FA-1 on wgmma"
-    _names[f"{HOPPER_FA1}-splits"] = "FA-1 on wgmma, query splits"
+    _names[HOPPER_SPLITS] = "FA-1 on wgmma, query splits"
 
 
 def algorithm(series: str) -> str:

@@ -25,6 +25,8 @@ def draw(study: Study, rows: Sequence[Row]) -> Any:
     rows = [row for row in rows if row.metric == "speed" and row.series in study.series]
     if not rows:
         return None
+    measured = {r.series for r in rows}
+    shown = [series for series in study.series if series in measured]
     several = len(study.passes) > 1
     across = [
         (p, d) for p in study.passes for d in sorted({r.head_dim for r in rows if r.pass_ == p})
@@ -35,7 +37,7 @@ def draw(study: Study, rows: Sequence[Row]) -> Any:
     for (pass_, d), panels in zip(across, axes, strict=True):
         for mask, ax in zip(masks, panels, strict=True):
             mine = [r for r in rows if (r.pass_, r.head_dim, r.causal) == (pass_, d, mask)]
-            _curves(ax, mine, study.series)
+            _curves(ax, mine, shown)
             _published(ax, study, pass_, d, mask, {r.seqlen_q for r in mine})
             if peak is not None:
                 name = f"torch matmul of the same run: {peak:.0f}"
@@ -152,10 +154,12 @@ def table(
     """
     shown = shown or study.series
     mine = [r for r in rows if r.metric == "speed" and r.series in study.series]
+    measured = {r.series for r in mine}
     found = {(r.pass_, *tables.sizes(r), r.series): r for r in mine}
     if not found:
         return None
     ours, peer = next(s for s in shown if s in ("fa2-simt", "fa2-mma")), study.theirs[0]
+    shown = [series for series in shown if series in measured]
     several = len(study.passes) > 1
     lengths, masks = {r.seqlen_q for r in mine}, {r.causal for r in mine}
     at = {max(lengths)} if several else {min(lengths), max(lengths)}
@@ -167,7 +171,7 @@ def table(
             continue
         cells = {series: found.get((pass_, N, d, causal, series)) for series in shown}
         numbers = [tables.cell(row, lambda v: f"{v:.1f}") for row in cells.values()]
-        pair = [row.value if row else None for row in (cells[ours], cells[peer])]
+        pair = [row.value if row else None for row in (cells.get(ours), cells.get(peer))]
         ratio = f"{pair[0] / pair[1]:.2f}" if pair[0] and pair[1] else tables.MISSING
         place = [str(d), tables.yes_no(causal), str(N)]
         lines.append([*([pass_] if several else []), *place, *numbers, ratio])
@@ -176,9 +180,9 @@ def table(
         header.insert(0, "pass")
     peak = next((r for r in rows if r.series == peers.MATMUL and not r.failed), None)
     reach = f" torch's product of two matrices reached {peak.number:.0f} TFLOP/s." if peak else ""
-    measured = tables.runs(r for r in rows if r.metric == "time")
+    timed = tables.runs(r for r in rows if r.metric == "time")
     return Table(
-        f"{caption[:-1]}{f'; {measured}' if measured else ''}.{reach} All lengths and masks are "
+        f"{caption[:-1]}{f'; {timed}' if timed else ''}.{reach} All lengths and masks are "
         "in the data file.",
         tables.markdown(header, lines),
     )

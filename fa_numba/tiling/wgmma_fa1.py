@@ -117,8 +117,7 @@ def default_wgmma_fa1_tiles(head_dim: int, features: Features) -> Tiles:
     """Block sizes of FlashAttention-1's forward kernel on Hopper's tensor cores: as many columns as
     memory holds, since O passes through global memory once for each column tile.
     """
-    if head_dim <= 64 or (head_dim <= 128 and replace(features, causal=False) == PLAIN):
-        return Tiles(128, 256)
     if head_dim <= 128:
-        return Tiles(128, 128)  # other options take more registers
+        plain = replace(features, causal=False) == PLAIN
+        return Tiles(128, 256 if plain else 128)  # other options take more registers
     return Tiles(64, 192 if head_dim <= 192 else 128)
