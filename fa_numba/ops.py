@@ -154,9 +154,10 @@ def flash_attention_2(
     ``__cuda_array_interface__`` or DLPack are taken as they are; all on one device. Host arrays are
     copied to the GPU and back, and run on the emulator where there is no GPU. ``unit`` is "simt"
     for CUDA cores (float32), "mma" for tensor cores (float16, bfloat16; sums in float32), "wgmma"
-    for those of a Hopper GPU by their own instruction (the same dtypes; FlashAttention-2,
-    without bias, dropout, lengths of K or blocks) or "auto" for what takes the dtype: "wgmma" on
-    such a GPU where it can and nobody chose tiles, else one of the others. The emulator runs all.
+    for those of a Hopper GPU by their own instruction (the same dtypes; both orders
+    forward, FlashAttention-2 backward, without bias, dropout or blocks) or "auto" for what takes
+    the dtype: "wgmma" on such a GPU where FlashAttention-2 forward can and nobody chose tiles, else
+    one of the others. The emulator runs all.
 
     ``options`` change the result: scale, masks, biases, lengths, dropout. A row that sees no column
     gives output 0 and logsumexp -inf. ``tiles`` sets block sizes, threads and stages. ``out`` takes
@@ -201,7 +202,8 @@ def attention(q, k, v, *, algorithm="fa2", **options):
     ``out``: an array like q that takes O; None for a new one.
     ``tiles``: a ``fa_numba.Tiles`` with block sizes, threads and stages; None for what suits.
     ``unit``: "auto" by the dtype and GPU, "simt" for CUDA cores (float32), "mma" for tensor cores
-        (float16, bfloat16) or "wgmma" for a Hopper GPU's own instruction, FlashAttention-2 alone.
+        (float16, bfloat16) or "wgmma" for a Hopper GPU's own instruction: both orders forward,
+        FlashAttention-2 backward.
     ``stream``: a CUDA stream of torch, CuPy or Numba or its address; None for the current one of
         q's library.
     ``query_splits`` and ``warp_partition`` of "fa1", ``ablate`` of "fa1" and "fa2": see there.
