@@ -167,7 +167,9 @@ def flash_attention_2(
     ``ablate`` names measures of the tensor-core kernel to do without, which show what each gains
     and change no access: "swizzle" of rows in shared memory, which then have "padding", that too
     if named with it, "prefetch" of tiles meanwhile others are computed with, "q_registers" for Q's
-    fragments, "folded_scale" of the scores into the exponent, "wide_stores" of O.
+    fragments, "folded_scale" of the scores into the exponent, "wide_stores" of O. On ``unit``
+    "wgmma" these are "turns" of the consumer warpgroups, "overlap" of products with a softmax,
+    "persistent" blocks and the "counter" that hands them row tiles.
 
     Returns O in q's shape, dtype, library and place; with ``return_lse`` (O, L), L the natural
     logarithm of the rows' sums of exponentials, float32 (B, Hq, Nq).

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from numba import cuda, types
@@ -25,6 +25,7 @@ from fa_numba.kernels.simt import (
 )
 from fa_numba.options import PLAIN, Features
 from fa_numba.tiling import (
+    WGMMA_MEASURES,
     MmaSweepSpec,
     SimtBackwardSpec,
     SimtSpec,
@@ -200,6 +201,7 @@ WGMMA_CASES = [
     (256, 128, 80, ("causal", "q_lens", "kv_lens")),
     (128, 128, 128, ("causal", "shared heads")),
     (64, 128, 128, ("window", "softcap", "shared heads", "packed")),
+    (128, 64, 128, ("turns", "overlap", "persistent", "counter")),  # left out
 ]
 
 
@@ -207,9 +209,10 @@ WGMMA_CASES = [
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_kernel_of_hoppers_unit_compiles_within_its_budgets(case, dtype):
     d, Br, Bc, options = case
-    features = Features(**{name: True for name in options if name != "shared heads"})
+    features = Features(**{f.name: f.name in options for f in fields(Features)})
     shared = 8 if "shared heads" in options else 1
     facts = {"features": features, "dtype": dtype, "tile_heads": shared}
+    facts["ablated"] = tuple(name for name in options if name in WGMMA_MEASURES)
     spec = select_wgmma_spec(Tiles(Br, Bc, stages=2), d, SHARED["sm_90a"], **facts)
     kernel = wgmma.fa2_forward.make_forward(spec)
     ptx, log = compiled(kernel, "sm_90a")

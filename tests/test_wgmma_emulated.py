@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from helpers import _filled
-from mma_helpers import BFLOAT16, check, half_inputs
+from mma_helpers import BFLOAT16, attend, check, half_inputs
 from options_helpers import cumulative
 
 import fa_numba
@@ -164,6 +164,35 @@ def _attend(Nq=300, Nk=200, causal=True, blocks=1, rows=128):
     return found, counts
 
 
+ALL = ("turns", "overlap", "persistent", "counter")
+
+
+@pytest.mark.parametrize(
+    "rows, stages, ablate",
+    [(64, 1, ALL), (64, 2, ()), (128, 2, ALL[1:]), (128, 1, ALL[2:]), (192, 2, ("counter",))],
+)
+def test_measures_left_out_change_no_result_and_no_access(rows, stages, ablate):
+    q, k, v = half_inputs("float16", 1, 2, 1, 200, 100, 64)
+    tiles = Tiles(rows, 32, stages=stages)
+    result = check("emulator", "fa2", q, k, v, tiles=tiles, ablate=ablate, causal=True, **UNIT)
+    whole = attend("emulator", "fa2", q, k, v, tiles=tiles, causal=True, **UNIT)
+    assert np.array_equal(result.O, whole.O) and np.array_equal(result.L, whole.L)
+
+
+def test_measures_are_planned():
+    def grid(**options):
+        shape = (2, 8, 4000, 64)
+        return fa_numba.plan(shape, shape, dtype="float16", **UNIT, **options).kernels[0].grid
+
+    tiles = Tiles(128, 128)
+    assert grid(tiles=tiles, ablate=("persistent", "counter")) == (32 * 16, 1, 1)
+    assert grid(tiles=tiles, ablate="counter") == (fa_numba.device.multiprocessors(), 1, 1)
+    with pytest.raises(ValueError, match="allowed together with 'counter'"):
+        grid(ablate="persistent")
+    with pytest.raises(ValueError, match="allowed is a tuple of turns, overlap, persistent, count"):
+        grid(ablate="prefetch")
+
+
 def test_results_and_counts_do_not_depend_on_the_order():
     (O, L), counts = _attend(blocks=2)
     for seed in range(3):
@@ -308,8 +337,8 @@ MUTANTS = {
     # waits
     "the first K is not waited for": ("kernel", WAIT_K, "pass", 0, EARLY),
     "the next K is not waited for": ("kernel", WAIT_NEXT_K, "pass", 0, EARLY),
-    "V is not waited for": ("kernel", WAIT_V, "pass", 0, EARLY),
-    "the last V is not waited for": ("kernel", WAIT_V, "pass", 1, EARLY),
+    "V is not waited for": ("kernel", WAIT_V, "pass", 1, EARLY),
+    "the last V is not waited for": ("kernel", WAIT_V, "pass", 2, EARLY),
     "Q is not waited for": ("kernel", WAIT_Q, "pass", 0, EARLY),
     "the next Q is not waited for": ("kernel", WAIT_Q, "pass", 1, EARLY),
     "K is filled before it is empty": (
@@ -323,13 +352,13 @@ MUTANTS = {
     ),
     "S is read at once": ("kernel", "p.wait_scores(rS, False)", "pass", 0, {"RegisterHazard"}),
     "the next S is read at once": (
-        "kernel", "p.wait_scores(rS, True)", "pass", 0, {"RegisterHazard", "SharedHazard"}
+        "kernel", "p.wait_scores(rS, OVERLAPS)", "pass", 0, {"RegisterHazard", "SharedHazard"}
     ),
     "S may still be on its way": (
         "kernel", "p.wait_scores(rS, False)", "p.wait_scores(rS, True)", 0, {"RegisterHazard"}
     ),
-    "O is scaled at once": ("kernel", "p.wait_output(rO)", "pass", 0, {"RegisterHazard"}),
-    "O is written at once": ("kernel", "p.wait_output(rO)", "pass", 1, {"RegisterHazard"}),
+    "O is scaled at once": ("kernel", "p.wait_output(rO)", "pass", 1, {"RegisterHazard"}),
+    "O is written at once": ("kernel", "p.wait_output(rO)", "pass", 2, {"RegisterHazard"}),
     # parities and places
     "the producer's parity": (
         "kernel", "stage, parity = uint32(0), uint32(1)", "stage, parity = uint32(0), uint32(0)", 0,
@@ -353,7 +382,7 @@ MUTANTS = {
         "kernel", "sK, uint32(next_stage * NK))", "sK, uint32(stage * NK))", 0, EARLY | {"values"}
     ),
     "another place of V": (
-        "kernel", "sV, uint32(stage * NK))", "sV, uint32(next_stage * NK))", 0, EARLY | {"values"}
+        "kernel", "sV, uint32(stage * NK))", "sV, uint32(next_stage * NK))", 1, EARLY | {"values"}
     ),
     "K's barrier counts V": (
         "kernel", "bars, FULL_V + stage)", "bars, FULL_K + stage)", 0,
@@ -418,7 +447,7 @@ MUTANTS = {
     ),
     "P before the product with the last has ended": (
         "kernel", "                p.wait_output(rO)\n", "                p.round_p(rP, rS)\n"
-        "                p.wait_output(rO)\n", 0, {"RegisterHazard"},
+        "                p.wait_output(rO)\n", 1, {"RegisterHazard"},
     ),
     # turns
     "a turn is not handed on": ("kernel", "p.end_turn(w)", "pass", 0, STALLS),

@@ -27,7 +27,7 @@ def forward(request: Request) -> Steps:
         own: tuple[Buffer, ...] = () if request.return_lse else (Buffer("L", request.row_shape),)
         if unit.copies_boxes:
             bound: dict[str, Argument] = _forward_boxes(spec)
-            grid = (min(device.multiprocessors(), _row_tiles(request, spec)), 1, 1)
+            grid = (_forward_blocks(request, spec), 1, 1)
             own += (Buffer("taken", (1,), "int32", zeroed=True),)
         else:
             bound, grid = {}, (Tr, p.heads_q, p.batch)
@@ -60,13 +60,14 @@ def _forward_boxes(spec: Any) -> dict[str, Argument]:
     return {"Q": Q, **keys, "O": replace(Q, name="O", ends=spec.features.packed)}
 
 
-def _row_tiles(request: Request, spec: Any) -> int:
-    """The row tiles that blocks of FA-2's forward kernel are handed out (parts/wgmma/schedule)."""
+def _forward_blocks(request: Request, spec: Any) -> int:
+    """Blocks that are handed out the row tiles of FA-2's forward pass (parts/wgmma/schedule)."""
     p = request.problem
-    heads = p.heads_q // spec.tile_heads
+    tiles = ceil_div(p.seqlen_q, spec.head_rows) * p.batch
     if p.packed:
-        return (p.q_shape[0] // spec.head_rows + p.batch) * heads
-    return ceil_div(p.seqlen_q, spec.head_rows) * heads * p.batch
+        tiles = p.q_shape[0] // spec.head_rows + p.batch
+    tiles *= p.heads_q // spec.tile_heads
+    return min(device.multiprocessors(), tiles) if spec.persistent else tiles
 
 
 def backward(request: Request) -> Steps:

@@ -220,4 +220,9 @@ def _measures(ablate: Any, names: tuple, algorithm: str, unit: str) -> tuple[str
             f"ablate is {ablate!r}: rows that are swizzled have no padding, allowed together with "
             "'swizzle'"
         )
+    if "persistent" in names and "counter" not in names:
+        raise ValueError(
+            f"ablate is {ablate!r}: blocks of one row tile each take none from a counter, allowed "
+            "together with 'counter'"
+        )
     return tuple(name for name in found if name in names)

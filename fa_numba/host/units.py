@@ -16,6 +16,7 @@ from fa_numba.kernels import mma, simt, wgmma
 from fa_numba.options import PLAIN, Features
 from fa_numba.tiling import (
     MEASURES,
+    WGMMA_MEASURES,
     MmaSpec,
     MmaSweepSpec,
     SimtBackwardSpec,
@@ -240,6 +241,7 @@ class Wgmma(Unit):
     capability = newest = (9, 0)
     kernels = wgmma
     copies_boxes = True
+    measures = WGMMA_MEASURES
     staged = frozenset({("fa2", "fwd")})
     splits_queries = frozenset({("fa1", "fwd")})
     # What its kernels are compiled for beside plain attention, and their largest head dimension.
@@ -300,7 +302,7 @@ class Wgmma(Unit):
             select, facts = select_wgmma_fa1_spec, facts | {"return_lse": request.return_lse}
         else:
             heads = p.group if _heads_share_tiles(request) else 1
-            facts |= {"tile_heads": heads}
+            facts |= {"tile_heads": heads, "ablated": request.ablated}
             sizes = (p.seqlen_q * heads, p.head_dim)
             tiles = request.tiles or default_wgmma_tiles(*sizes, p.causal, request.features)
         spec = select(tiles, p.head_dim, request.shared_limit, **facts)

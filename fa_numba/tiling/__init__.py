@@ -28,7 +28,12 @@ from fa_numba.tiling.mma_backward import (
 from fa_numba.tiling.simt import SimtBackwardSpec, SimtSpec, select_spec, splits
 from fa_numba.tiling.spec import MAX_THREADS, Spec
 from fa_numba.tiling.tiles import STAGES, Tiles, is_valid
-from fa_numba.tiling.wgmma import WgmmaSpec, default_wgmma_tiles, select_wgmma_spec
+from fa_numba.tiling.wgmma import (
+    WGMMA_MEASURES,
+    WgmmaSpec,
+    default_wgmma_tiles,
+    select_wgmma_spec,
+)
 from fa_numba.tiling.wgmma_backward import (
     WgmmaBackwardSpec,
     default_wgmma_backward_tiles,
@@ -51,6 +56,7 @@ __all__ = [
     "TransposedSpec",
     "WgmmaBackwardSpec",
     "WgmmaFa1Spec",
+    "WGMMA_MEASURES",
     "WgmmaSpec",
     "default_backward_tiles",
     "default_mma_backward_tiles",

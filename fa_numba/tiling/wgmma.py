@@ -13,11 +13,17 @@ GROUP = 128  # threads of a warpgroup
 GROUP_ROWS = 64  # rows of S that a warpgroup takes
 PANEL = 64  # columns of 16-bit elements in 128 bytes
 # By the number of consumers: registers of a thread that produces, and of one that consumes.
-REGISTERS = {2: (24, 240), 3: (32, 160)}
+REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 # The same where a producer also finds where sequences end.
-_REGISTERS_WITH_ENDS = {2: (40, 232), 3: (32, 160)}
+_REGISTERS_WITH_ENDS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
+# The most that an instruction names.
+_MOST_REGISTERS = 255
 # Registers of a consumer beside its parts of S, P and O.
 _OTHERS = 32
+# What FlashAttention-2's forward kernel can do without: turns of the consumer warpgroups, products
+# on their way during a softmax, blocks that stay for several row tiles, and a counter that hands
+# these out.
+WGMMA_MEASURES = dict.fromkeys(("turns", "overlap", "persistent", "counter"), ("fa2",))
 
 
 @dataclass(frozen=True)
@@ -27,13 +33,35 @@ class WgmmaSpec(Spec):
 
     Thread (ty, tx) of a consumer is place tx of 4 in row ty of 64 (intrinsics/warpgroup.py).
     ``stages`` is how many tiles of K and of V are in shared memory, ``q_stages`` of Q.
-    ``positive_scale``: the scale of the scores is above 0.
+    ``positive_scale``: the scale of the scores is above 0. ``ablated`` are those of WGMMA_MEASURES
+    that are left out.
     """
 
     dtype: str = "float16"
     positive_scale: bool = False
     stages: int = 2
     q_stages: int = 2
+    ablated: tuple[str, ...] = ()
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether consumers begin their products one after the other."""
+        return self.consumers > 1 and "turns" not in self.ablated
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a consumer's products are on their way during its softmax."""
+        return "overlap" not in self.ablated
+
+    @property
+    def persistent(self) -> bool:
+        """Whether a block stays on its multiprocessor for several row tiles."""
+        return "persistent" not in self.ablated
+
+    @property
+    def counts_tiles(self) -> bool:
+        """Whether a counter hands out row tiles; else a block's are a grid's length apart."""
+        return "counter" not in self.ablated
 
     @property
     def by_group(self) -> bool:
@@ -128,7 +156,7 @@ class WgmmaSpec(Spec):
 
     @property
     def fits_registers(self) -> bool:
-        return self.accumulators <= self.registers[1] - _OTHERS
+        return self.accumulators <= min(self.registers[1], _MOST_REGISTERS) - _OTHERS
 
     @property
     def min_blocks(self) -> int:
@@ -139,14 +167,14 @@ def select_wgmma_spec(tiles: Tiles, head_dim: int, shared_limit: int, **facts: o
     """The specialisation on Hopper's tensor cores for ``tiles``, with the fields ``facts`` beside
     the sizes; ``shared_limit`` in bytes a block. Two tiles of Q are in memory where they fit.
 
-    Raises ValueError for tiles that are not 128 or 192 rows and a multiple of 16 columns up to 256,
-    another number of threads, and what does not fit memory or registers.
+    Raises ValueError for other rows than 64, 128 or 192, columns that are no multiple of 16 up to
+    256, another number of threads, and what does not fit memory or registers.
     """
     allowed = [GROUP_ROWS * n for n in REGISTERS]
     if tiles.Br not in allowed or tiles.Bc % 16 or tiles.Bc > 256:
         raise ValueError(
             f"tiles: Br={tiles.Br}, Bc={tiles.Bc} on Hopper's tensor cores: allowed are "
-            f"{' or '.join(map(str, allowed))} rows and a multiple of 16 columns up to 256"
+            f"{', '.join(map(str, allowed))} rows and a multiple of 16 columns up to 256"
         )
     spec = WgmmaSpec(head_dim, tiles.Br, tiles.Bc, 4, tiles.Br // 2, stages=tiles.stages, **facts)  # type: ignore[arg-type]
     if tiles.threads not in (None, spec.threads):

@@ -26,7 +26,7 @@ def make_forward(spec):
     p, Bc, ROWS, GROUPED = parts(spec), spec.Bc, spec.head_rows, spec.by_group
     STAGES, Q_STAGES, (NQ, NK) = spec.stages, spec.q_stages, spec.tile_halves
     TM, RS, RO, RP = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4, spec.p_registers
-    FEW, MANY = spec.registers
+    (FEW, MANY), OVERLAPS = spec.registers, spec.overlaps
     GROUP_ROWS = 64 // spec.tile_heads  # of a head, with a warpgroup
     NQS, NKS, V0 = Q_STAGES * NQ, STAGES * NK, Q_STAGES * NQ + STAGES * NK
     BARRIERS, BARRIER_0, TILE_0 = spec.barriers, spec.halves // 4, spec.first_index
@@ -51,7 +51,7 @@ def make_forward(spec):
                 p.load_queries(
                     sQ, uint32(q_stage * NQ), Q, b, h, i0, Nq, options, bars, FULL_Q + q_stage
                 )
-                n = p.next_tile(taken)
+                n = p.next_tile(n, taken)
                 while j0 < j_end:
                     # Alg. 1 line 7: load Kj, Vj
                     at = uint32(stage * NK)
@@ -105,13 +105,21 @@ def make_forward(spec):
             while j0 < j_end:
                 next_stage, next_parity = p.next_stage(stage, parity)
                 # FA-2 line 8: Sij = scale Qi KjT, on its way with Pij-1 Vj-1 of line 10
-                wait_mbarrier(bars, uint32(FULL_K + next_stage), next_parity)
-                p.take_turn(w)
+                if OVERLAPS:
+                    wait_mbarrier(bars, uint32(FULL_K + next_stage), next_parity)
+                    p.take_turn(w)
+                else:  # Pij-1 Vj-1 before, by itself
+                    wait_mbarrier(bars, uint32(FULL_V + stage), parity)
+                    p.take_turn(w)
+                    p.begin_output(rO, rP, sV, uint32(stage * NK))
+                    p.wait_output(rO)
+                    wait_mbarrier(bars, uint32(FULL_K + next_stage), next_parity)
                 p.begin_scores(rS, sQ, first, sK, uint32(next_stage * NK))
-                wait_mbarrier(bars, uint32(FULL_V + stage), parity)
-                p.begin_output(rO, rP, sV, uint32(stage * NK))
+                if OVERLAPS:
+                    wait_mbarrier(bars, uint32(FULL_V + stage), parity)
+                    p.begin_output(rO, rP, sV, uint32(stage * NK))
                 p.end_turn(w)
-                p.wait_scores(rS, True)
+                p.wait_scores(rS, OVERLAPS)
                 p.empty(bars, uint32(EMPTY_K + next_stage))
                 p.scale_and_mask(rS, scale, row0, j0, Nq, Nk, b, h, options, ty, tx)
                 # FA-2 line 9: m, l, and P in units of the new m

@@ -96,12 +96,15 @@ def make_row_tile(spec):
 
 @cache
 def make_next_tile(spec):
-    """``next_tile(taken)``: the number of this block's next row tile; ``taken`` counts those that
-    blocks have taken beside their first.
+    """``next_tile(n, taken)``: the number of this block's row tile after n; ``taken`` counts those
+    that blocks have taken beside their first.
     """
+    counts = spec.counts_tiles
 
     @device_function
-    def next_tile(taken):
-        return uint32(uint32(cuda.gridDim.x) + uint32(cuda.atomic.add(taken, 0, 1)))
+    def next_tile(n, taken):
+        if counts:
+            return uint32(uint32(cuda.gridDim.x) + uint32(cuda.atomic.add(taken, 0, 1)))
+        return uint32(n + uint32(cuda.gridDim.x))
 
     return next_tile

@@ -14,14 +14,14 @@ MEET_0, MEET_1, MEET_2 = 4, 5, 6
 @cache
 def make_begin_turns(spec):
     """``begin_turns(w)``: warpgroup 0 has the first turn, then 1, ..."""
-    groups, threads = spec.consumers, GROUP * spec.consumers
+    groups, threads, turns = spec.consumers, GROUP * spec.consumers, spec.takes_turns
 
     @device_function
     def begin_turns(w):
         # Constant barriers: one in a register takes all sixteen.
-        if w > uint32(0):
+        if turns and w > uint32(0):
             arrive_named(TURN_0, threads)
-        if groups == 3 and w == uint32(2):
+        if turns and groups == 3 and w == uint32(2):
             arrive_named(TURN_1, threads)
 
     return begin_turns
@@ -30,16 +30,17 @@ def make_begin_turns(spec):
 @cache
 def make_take_turn(spec):
     """``take_turn(w)``: wait until all others have begun their products."""
-    groups, threads = spec.consumers, GROUP * spec.consumers
+    groups, threads, turns = spec.consumers, GROUP * spec.consumers, spec.takes_turns
 
     @device_function
     def take_turn(w):
-        if w == uint32(0):
-            sync_named(TURN_0, threads)
-        elif w == uint32(1):
-            sync_named(TURN_1, threads)
-        elif groups == 3:
-            sync_named(TURN_2, threads)
+        if turns:
+            if w == uint32(0):
+                sync_named(TURN_0, threads)
+            elif w == uint32(1):
+                sync_named(TURN_1, threads)
+            elif groups == 3:
+                sync_named(TURN_2, threads)
 
     return take_turn
 
@@ -47,15 +48,15 @@ def make_take_turn(spec):
 @cache
 def make_end_turn(spec):
     """``end_turn(w)``: this warpgroup's products have begun."""
-    groups, threads = spec.consumers, GROUP * spec.consumers
+    groups, threads, turns = spec.consumers, GROUP * spec.consumers, spec.takes_turns
 
     @device_function
     def end_turn(w):
-        if w != uint32(0):
+        if turns and w != uint32(0):
             arrive_named(TURN_0, threads)
-        if w != uint32(1):
+        if turns and w != uint32(1):
             arrive_named(TURN_1, threads)
-        if groups == 3 and w != uint32(2):
+        if turns and groups == 3 and w != uint32(2):
             arrive_named(TURN_2, threads)
 
     return end_turn
@@ -70,7 +71,7 @@ def make_meet(spec):
     def meet(w):
         if w == uint32(0):
             sync_named(MEET_0, GROUP)
-        elif w == uint32(1):
+        elif groups > 1 and w == uint32(1):
             sync_named(MEET_1, GROUP)
         elif groups == 3:
             sync_named(MEET_2, GROUP)
