@@ -456,6 +456,10 @@ MUTANTS = {
     "more registers than there are": (
         "kernel", "give_registers(FEW)", "give_registers(MANY)", 0, {"Deadlock"}
     ),
+    # Together all of the multiprocessor: a launch gets multiples of 8 for each of 384 threads.
+    "more registers than the launch has": (
+        "kernel", "give_registers(FEW)", "give_registers(FEW + 8)", 0, {"Deadlock"}
+    ),
 }  # fmt: skip
 
 

@@ -291,9 +291,10 @@ class Products(Boxes):
             if count != each[first]:
                 text = f"warps {first} and {warp} of a warpgroup have {each[first]} and {count}"
                 raise BarrierDivergence(f"{text} registers a thread", block=self.block)
-        if sum(each) * WARP > REGISTERS:
+        if sum(each) > launched * self.warps:
             text = f"warps with {', '.join(map(str, each))} registers a thread take more than "
-            raise Deadlock(f"{text}{REGISTERS}, and wait for them for ever", block=self.block)
+            text = f"{text}the {launched} a thread of the launch, and wait for them for ever"
+            raise Deadlock(text, block=self.block)
 
     def _exit(self) -> None:
         super()._exit()

@@ -13,7 +13,7 @@ from fa_numba.tiling.wgmma import GROUP_ROWS, WgmmaSpec
 
 FLOAT_PANEL = 32  # columns of float32 in 128 bytes
 # By the number of consumers: registers of a thread that produces, and of one that consumes.
-REGISTERS = {1: (32, 240), 2: (32, 240), 3: (32, 160)}
+REGISTERS = {1: (32, 240), 2: (40, 232), 3: (32, 160)}
 # Registers of a consumer beside its parts of P and O, and beside that of S, where it masks.
 _OTHERS, _OTHERS_OF_S = 32, 96
 # Places of K and V, and of Q and O: the first that shared memory has is taken.
