@@ -83,11 +83,22 @@ def numbered(items, names):
 
 
 def pytest_collection_finish():
-    # Modules and tests live to the end: no collection needs to look at them again.
-    gc.collect()
-    gc.freeze()
+    leave_alone()
     # What a compiler or the emulator makes is seldom in circles: look at it seldom.
     gc.set_threshold(50_000, 20, 20)
+
+
+def pytest_runtest_teardown(item, nextitem):
+    if nextitem is not None and nextitem.path != item.path:
+        leave_alone()
+
+
+def leave_alone():
+    """Modules, tests and kernels live to the end: no collection, of which a test may ask for many,
+    needs to look at them again.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 DEVICES = ["emulator", *([pytest.param("gpu", marks=pytest.mark.gpu)] if gpu_available() else [])]
