@@ -8,14 +8,14 @@ from typing import Any
 
 import fa_numba
 from fa_numba.problem import Problem
-from fa_numba.tiling import MEASURES
+from fa_numba.tiling import MEASURES, WGMMA_MEASURES
 
-from .lab import peers, tables, variants
+from .lab import bandwidth, ceilings, peers, tables, variants
 from .lab.options import Bench, Options
 from .lab.series import plan, row_fields
 from .lab.store import Row
 from .lab.tables import Table
-from .lab.timing import Gate, attempt, time_call, timing_rows
+from .lab.timing import REPEATS, Gate, attempt, time_call, timing_rows
 from .lab.workloads import HEAD_DIMS, Inputs, fa2_setting
 
 NAME = "ladder"
@@ -24,8 +24,10 @@ DESCRIPTION = (
     "FA-2 forward on tensor cores from a plain kernel in steps (padding, a swizzle in its place, "
     "prefetching, Q in registers, the scale in the exponent, wide stores, 32 rows a warp, two "
     "stages of K and V, measured tiles), and FA-1 with a tile's rows or its keys split over the "
-    "warps; FA-2's setting at N=4096, fp16: time, instructions, bank conflicts, sectors from L2, "
-    "and torch's FA-2 beside."
+    "warps; on Hopper wgmma and the copy engine in steps (tiles ahead, two consumers, turns, "
+    "overlap, persistent blocks, a counter). FA-2's setting at N=4096, fp16: time, instructions, "
+    "bank conflicts, sectors from L2, shares of the fastest products and exponentials, and torch's "
+    "FA-2 beside."
 )
 NEEDS_GPU = True
 
@@ -39,8 +41,8 @@ class Step:
     """A rung: its series, what the figure calls it, and the gain that was predicted before the
     first run, over the step before it.
 
-    ``kept`` are the measures that its kernel has, with ``threads`` in a block of TILES and
-    ``stages`` of K and V; None for all measures and the plan's tiles.
+    ``kept`` are the measures that its kernel has, with ``threads`` in a block of ``size``, rows and
+    columns, and ``stages`` of K and V; None for all measures and the plan's tiles.
     """
 
     series: str
@@ -49,14 +51,13 @@ class Step:
     kept: tuple[str, ...] | None = None
     threads: int | None = None
     stages: int = 1
+    size: tuple[int, int] = (128, 64)
 
     @property
     def tiles(self) -> fa_numba.Tiles:
-        return fa_numba.Tiles(*TILES, self.threads, self.stages)
+        return fa_numba.Tiles(*self.size, self.threads, self.stages)
 
 
-# Br, Bc of the steps before the plan's own.
-TILES = (128, 64)
 _ORDER = tuple(MEASURES)
 LADDER = (
     Step(f"{BASE}-plain", "plain", None, (), 256),
@@ -78,6 +79,35 @@ TWO_STAGES = replace(
     stages=2,
 )
 STEPS = (*LADDER, TWO_STAGES)
+HOPPER = "fa2-wgmma"
+_MEASURES = tuple(WGMMA_MEASURES)
+
+
+def _hopper(name: str, label: str, predicted: float | None, kept: int, rows: int = 128) -> Step:
+    """A step of so many measures, in their order."""
+    return Step(f"{HOPPER}-{name}", label, predicted, _MEASURES[:kept], None, 2, (rows, 128))
+
+
+# The same on Hopper's own instructions: a producer's thread starts the copies, so that whatever
+# comes after the first step has the next tiles on their way.
+HOPPER_LADDER = (
+    replace(_hopper("tma", "wgmma, copy engine, nothing ahead", None, 0, 64), stages=1),
+    _hopper("one", "+ tiles ahead, one consumer warpgroup", 1.4, 0, 64),
+    _hopper("two", "+ two consumer warpgroups", 1.6, 0),
+    _hopper("turns", "+ turns of the warpgroups", 1.1, 1),
+    _hopper("overlap", "+ products during the softmax", 1.15, 2),
+    _hopper("persistent", "+ persistent blocks", 1.05, 3),
+    _hopper("counter", "+ row tiles from a counter", 1.0, 4),
+    Step(HOPPER, "+ tiles of the plan", 1.02),
+)
+HOPPER_LABELS = {step.series: step.label for step in HOPPER_LADDER}
+# What bounds a kernel, as measured beside: the fastest products, torch's and those of wgmma whose
+# operands stay in shared memory, and exponentials.
+LIMITS = {
+    peers.MATMUL: "of cuBLAS",
+    "wgmma-resident": "of resident wgmma",
+    "exponentials": "of the exponentials",
+}
 # FA-1 at the tiles of its split keys, each warp with keys or with rows of its own, and with rows at
 # the plan's tiles.
 PARTITIONS = {
@@ -117,6 +147,23 @@ def configurations(problem: Problem) -> list[variants.Variant]:
     return found
 
 
+def hopper_configurations(problem: Problem) -> list[variants.Variant]:
+    """The steps on Hopper's instructions, in the order of HOPPER_LABELS."""
+    found = []
+    own = plan(HOPPER, problem).tiles
+    before = HOPPER_LADDER[-2]
+    for step in HOPPER_LADDER:
+        options: dict[str, Any] = {}
+        if step.kept is not None:
+            options["tiles"] = step.tiles
+            options["ablate"] = tuple(name for name in _MEASURES if name not in step.kept)
+        same = step.kept is None and replace(own, threads=None) == before.tiles
+        note = "the plan's tiles are those of the step before" if same else ""
+        original = before.series if same else None
+        found.append(variants.Variant(step.series, options, same_as=original, note=note))
+    return found
+
+
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
     """Times, checked first, those of torch, and the hardware counters."""
     assert bench.machine is not None
@@ -132,7 +179,10 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
         yield from _peer(problems, bench)
     else:
         bench.say("  no torch with CUDA here: its kernel is not measured")
-    work = [(problem, configurations(problem)) for problem in problems]
+    hopper = fa_numba.device.compute_capability() == (9, 0)
+    more = hopper_configurations if hopper else lambda problem: []
+    yield from _limits(bench, hopper)
+    work = [(problem, configurations(problem) + more(problem)) for problem in problems]
     yield from variants.measure(NAME, work, bench, PROFILED)
 
 
@@ -153,43 +203,89 @@ def _peer(problems: Sequence[Problem], bench: Bench) -> Iterator[Row]:
         peers.release()
 
 
+def _limits(bench: Bench, hopper: bool) -> Iterator[Row]:
+    """What products and exponentials reach by themselves, in columns of sizes the matrices'."""
+    assert bench.machine is not None
+    if peers.available():
+        yield from bandwidth.matmul_peak(NAME, "float16", bench.machine)
+    sizes = {"seqlen_q": ceilings.ROWS, "seqlen_k": ceilings.COLUMNS, "head_dim": ceilings.SUMMED}
+    common: dict[str, Any] = {"batch": 1, "heads_q": 1, "heads_k": 1, "causal": False, **sizes}
+    common |= {"machine": bench.machine, "experiment": NAME, "source": "measured"}
+    units = {"wgmma-resident": ("speed", "TFLOP/s"), "exponentials": ("rate", "10^12/s")}
+    for series, run in ceilings.MEASURES.items() if hopper else ():
+        metric, unit = units[series]
+        found, failure = attempt(run, fa_numba.device.multiprocessors(), REPEATS)
+        more = {} if failure else {"p20": found.p20, "p80": found.p80, "n": found.n}
+        value = None if failure else found.median
+        fields: dict[str, Any] = {
+            "series": series,
+            "dtype": "float16",
+            "metric": metric,
+            "unit": unit,
+        }
+        yield Row(value=value, note=failure, **fields, **common, **more)
+
+
+def shares(rows: Sequence[Row], speed: float, head_dim: int) -> dict[str, float]:
+    """By the series in LIMITS that was measured, the share of it that so many TFLOP/s are.
+
+    Of exponentials a score takes one, and 4 d FLOPs.
+    """
+    limits = {r.series: r.value for r in rows if r.series in LIMITS and r.value is not None}
+    found = {name: speed / limit for name, limit in limits.items()}
+    if "exponentials" in found:
+        found["exponentials"] /= 4 * head_dim
+    return found
+
+
 def gains(rows: Sequence[Row]) -> dict[str, float]:
     """How many times faster each step is than the one before it, two stages than one, and FA-1's
     rows than its keys.
     """
     times = {r.series: r.value for r in rows if r.metric == "time" and r.value is not None}
-    pairs = [(a.series, b.series) for a, b in zip(LADDER, LADDER[1:], strict=False)]
+    ladders = (LADDER, HOPPER_LADDER)
+    pairs = [(a.series, b.series) for x in ladders for a, b in zip(x, x[1:], strict=False)]
     pairs += [(LADDER[-2].series, TWO_STAGES.series), ("fa1-mma-keys", "fa1-mma-rows")]
     return {b: times[a] / times[b] for a, b in pairs if a in times and b in times}
 
 
 def predictions() -> dict[str, float]:
     """Series -> the gain that was predicted before the first run."""
-    found = {step.series: step.predicted for step in STEPS if step.predicted is not None}
+    steps = (*STEPS, *HOPPER_LADDER)
+    found = {step.series: step.predicted for step in steps if step.predicted is not None}
     return found | {"fa1-mma-rows": PREDICTED_PARTITION}
+
+
+def _split(rows: Sequence[Row]) -> tuple[dict[Problem, list[Row]], dict[str, str]]:
+    """The rows of calls by problem, and the labels of all steps of ladders that were measured."""
+    calls = [r for r in rows if r.series not in LIMITS]
+    hopper = any(r.series in HOPPER_LABELS for r in calls)
+    return variants.problems_of(calls), LABELS | (HOPPER_LABELS if hopper else {})
 
 
 def draw(rows: Sequence[Row]) -> Any:
     """Bars of TFLOP/s with the gain over the step before; each problem has a panel."""
     from .lab import style
 
-    problems = list(variants.problems_of(rows).items())
+    by_problem, labels = _split(rows)
+    problems = list(by_problem.items())
     if not problems:
         return None
-    figure, axes = style.new(1, len(problems), 4.6, sharey="row")
+    height = 4.6 * len(labels) / len(LABELS)
+    figure, axes = style.new(1, len(problems), height, sharey="row")
     for (problem, mine), ax in zip(problems, axes[0], strict=True):
         speeds = {r.series: r.value for r in mine if r.metric == "speed" and r.value is not None}
         found = gains(mine)
-        for at, series in enumerate(LABELS):
+        for at, series in enumerate(labels):
             if series not in speeds:
                 ax.text(0, at, " no time", va="center", fontsize=9.5)
                 continue
-            looks = PEER if series == PEER else series[:3] + "-mma"
+            looks = PEER if series == PEER else "-".join(series.split("-")[:2])
             ax.barh(at, speeds[series], height=0.62, color=style.COLOURS[looks])
             gain = f"  ×{found[series]:.2f}" if series in found else ""
             ax.text(speeds[series], at, f" {speeds[series]:.0f}{gain}", va="center", fontsize=9.5)
-        ax.set_yticks(range(len(LABELS)), list(LABELS.values()))
-        ax.set_ylim(len(LABELS) - 0.4, -0.6)
+        ax.set_yticks(range(len(labels)), list(labels.values()))
+        ax.set_ylim(len(labels) - 0.4, -0.6)
         ax.set_xlim(0, 1.3 * max(speeds.values(), default=1.0))
         ax.grid(False, axis="y")
         ax.set_xlabel("TFLOP/s; × is how many times faster a step is")
@@ -211,10 +307,12 @@ def table(rows: Sequence[Row]) -> Table | None:
     """The speed of every step, its gain, what was predicted of it, and what was counted."""
     predicted = predictions()
     lines = []
-    for problem, mine in variants.problems_of(rows).items():
+    problems, labels = _split(rows)
+    limits = {name: label for name, label in LIMITS.items() if shares(rows, 1.0, 1).get(name)}
+    for problem, mine in problems.items():
         found = {(r.series, r.metric): r for r in mine if r.source == "measured"}
         gained = gains(mine)
-        for series, label in LABELS.items():
+        for series, label in labels.items():
             speed, *counted = (
                 tables.cell(found.get((series, metric)), shown)
                 for metric, shown in _MEASURED.items()
@@ -223,10 +321,13 @@ def table(rows: Sequence[Row]) -> Table | None:
             block = f"{at.Br} x {at.Bc}" if at is not None and at.Br else tables.MISSING
             pair = [tables.number(values, series, ".2f") for values in (gained, predicted)]
             where = tables.problem_cells(problem)
-            lines.append([*where, label, block, speed, *pair, *counted])
+            reached = None if at is None else at.value
+            share = {} if reached is None else shares(rows, reached, problem.head_dim)
+            of = [f"{share[name]:.0%}" if name in share else tables.MISSING for name in limits]
+            lines.append([*where, label, block, speed, *pair, *of, *counted])
     if not lines:
         return None
-    header = [*tables.PROBLEM, "step", "Br x Bc", "TFLOP/s", "gain", "predicted"]
+    header = [*tables.PROBLEM, "step", "Br x Bc", "TFLOP/s", "gain", "predicted", *limits.values()]
     header += ["warp instructions, 10^9", "shared-memory wavefronts, 10^9", "bank conflicts, 10^9"]
     header += ["read from L2, GB"]
     caption = (

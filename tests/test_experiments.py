@@ -1307,12 +1307,12 @@ def test_the_peak_is_a_product_of_matrices(monkeypatch, dtype):
     study = replace(speed_fp16.STUDY, dtype=dtype)
     found = speeds.bandwidth.Speed(700.0, 690.0, 710.0, 20)
     monkeypatch.setattr(speeds.bandwidth, "measure_matmul", lambda dtype, repeats: found)
-    (row,) = speeds._peak(study, "some-gpu")
+    (row,) = speeds.bandwidth.matmul_peak(study.name, study.dtype, "some-gpu")
     assert (row.series, row.dtype, row.value, row.n) == (peers.MATMUL, dtype, 700.0, 20)
     assert row.seqlen_q == row.head_dim == speeds.bandwidth.MATMUL_SIZE
     assert speed_fp16.draw([row]) is None and speed_fp16.table([row]) is None
     monkeypatch.setattr(speeds.bandwidth, "measure_matmul", lambda dtype, repeats: 1 / 0)
-    (row,) = speeds._peak(study, "some-gpu")
+    (row,) = speeds.bandwidth.matmul_peak(study.name, study.dtype, "some-gpu")
     assert row.failed and "ZeroDivisionError" in row.note
 
 

@@ -2,24 +2,37 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import fa_numba
 from experiments import ladder
-from experiments.lab import counters, peers, report, timing, variants, workloads
+from experiments.lab import (
+    bandwidth,
+    ceilings,
+    counters,
+    peers,
+    report,
+    timing,
+    variants,
+    workloads,
+)
 from experiments.lab.options import Bench, Options
 from experiments.lab.series import row_fields
 from experiments.lab.store import Recorder, Row, Store
 from experiments.lab.workloads import fa2_setting
-from fa_numba.tiling import MEASURES
+from fa_numba import emulator
+from fa_numba.tiling import MEASURES, WGMMA_MEASURES
+
+HOPPER = ladder.LABELS | ladder.HOPPER_LABELS
 
 
-def synthetic(machine="some-gpu"):
+def synthetic(machine="some-gpu", labels=ladder.LABELS):
     """Rows of every step; each is 1.25 times as fast as the one before."""
     rows = []
     for d in (64, 128):
         problem = fa2_setting(4096, d, False, "float16")
-        for n, series in enumerate(ladder.LABELS):
+        for n, series in enumerate(labels):
             time = 8 * 0.8**n
             numbers = [("time", "ms", time), ("speed", "TFLOP/s", 100 / time)]
             if series != ladder.PEER:
@@ -32,6 +45,21 @@ def synthetic(machine="some-gpu"):
     return rows
 
 
+def limits(machine="some-gpu"):
+    """Rows of 1000 TFLOP/s of cuBLAS, 2000 of resident wgmma and 4 10^12 exponentials a second."""
+    fields = {"machine": machine, "experiment": "ladder", "source": "measured", "causal": False}
+    fields |= {"batch": 1, "heads_q": 1, "heads_k": 1, "dtype": "float16"}
+    rows = []
+    for series, value, size in zip(
+        ladder.LIMITS, (1000.0, 2000.0, 4.0), (8192, 64, 64), strict=True
+    ):
+        metric = ("rate", "10^12/s") if series == "exponentials" else ("speed", "TFLOP/s")
+        sizes = {"seqlen_q": size, "seqlen_k": size, "head_dim": size}
+        named = dict(zip(("metric", "unit"), metric, strict=True))
+        rows.append(Row(series=series, value=value, **fields, **sizes, **named))
+    return rows
+
+
 def test_each_step_adds_one_measure():
     for before, after in zip(ladder.LADDER, ladder.LADDER[1:], strict=False):
         if after.kept is None:
@@ -40,9 +68,34 @@ def test_each_step_adds_one_measure():
             more = len(after.kept) - len(before.kept)
             assert after.kept[: len(before.kept)] == before.kept
             assert (more, after.threads) in ((1, before.threads), (0, before.threads // 2))
-    assert set(ladder.predictions()) < set(ladder.LABELS)
+    assert set(ladder.predictions()) < set(HOPPER)
     one, two = ladder.LADDER[-2], ladder.TWO_STAGES
     assert (one.kept, one.tiles) == (two.kept, replace(two.tiles, stages=1)) and two.stages == 2
+
+
+def test_each_step_on_hopper_adds_one_measure_or_warpgroup_or_stage():
+    for before, after in zip(ladder.HOPPER_LADDER, ladder.HOPPER_LADDER[1:-1], strict=False):
+        more = len(after.kept) - len(before.kept)
+        assert after.kept[: len(before.kept)] == before.kept
+        stages, rows = after.stages - before.stages, after.size[0] // before.size[0]
+        assert (more, stages, rows) in ((1, 0, 1), (0, 1, 1), (0, 0, 2))
+    assert ladder.HOPPER_LADDER[-2].kept == tuple(WGMMA_MEASURES)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_the_steps_on_hopper_are_planned_as_they_say(d):
+    problem = fa2_setting(4096, d, False, "float16")
+    found = {c.series: c for c in ladder.hopper_configurations(problem)}
+    assert list(found) == list(ladder.HOPPER_LABELS)
+    plans = {name: variants.plan(name, problem, **c.options) for name, c in found.items()}
+    first, *_, counter, last = ladder.HOPPER_LABELS
+    assert plans[first].tiles.stages == 1 and plans[first].ablated == tuple(WGMMA_MEASURES)
+    assert plans[counter].ablated == plans[last].ablated == ()
+    tiles = problem.batch * problem.heads_q * 4096 // 128
+    blocks = {name: plan.kernels[0].grid[0] for name, plan in plans.items()}
+    assert blocks["fa2-wgmma-overlap"] == tiles > blocks["fa2-wgmma-persistent"]
+    # At d=128 the plan's tiles are those of the step before.
+    assert found[last].same_as == (counter if d == 128 else None)
 
 
 @pytest.mark.parametrize("d", [64, 128])
@@ -89,6 +142,10 @@ def test_every_step_is_timed_and_counted_as_planned(monkeypatch):
     monkeypatch.setattr(fa_numba, "attention", attention)
     monkeypatch.setattr(variants, "time_call", time_call)
     monkeypatch.setattr(ladder, "time_call", time_call)
+    monkeypatch.setattr(fa_numba.device, "compute_capability", lambda: (9, 0))
+    speed = bandwidth.Speed(1.0, 0.9, 1.1, 10)
+    monkeypatch.setattr(bandwidth, "measure_matmul", lambda dtype, repeats: speed)
+    monkeypatch.setattr(ceilings, "MEASURES", dict.fromkeys(ceilings.MEASURES, lambda *x: speed))
     monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
     monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
     monkeypatch.setattr(counters, "count_or_say", count_or_say)
@@ -102,7 +159,8 @@ def test_every_step_is_timed_and_counted_as_planned(monkeypatch):
     rows = list(ladder.measure(Options(quick=True), bench))
     assert len({row.key for row in rows}) == len(rows)
     timed = {row.series for row in rows if row.metric == "time" and not row.failed}
-    assert timed == set(ladder.LABELS)
+    assert timed == set(HOPPER)
+    assert {row.series for row in rows if row.metric in ("speed", "rate")} >= set(ladder.LIMITS)
     # The counted calls are those timed, each with its measures and its partition.
     assert len(cases) == len(calls)
     for case, call in zip(cases, calls, strict=True):
@@ -110,11 +168,14 @@ def test_every_step_is_timed_and_counted_as_planned(monkeypatch):
         assert case.warp_partition == call.get("warp_partition", "rows")
         tiles = call.get("tiles", fa_numba.Tiles(16, 16))
         assert (case.threads, case.stages) == (tiles.threads, tiles.stages)
-    assert len({case.ablate for case in cases}) == 1 + len(MEASURES)
+        assert case.unit == call["unit"]
+    assert len({c.ablate for c in cases if c.unit == "mma"}) == 1 + len(MEASURES)
+    # Blocks stay for several row tiles before a counter hands these out, not after.
+    assert len({c.ablate for c in cases if c.unit == "wgmma"}) == 1 + len(WGMMA_MEASURES)
 
 
 def test_gains_are_over_the_step_before():
-    mine = [row for row in synthetic() if row.head_dim == 64]
+    mine = [row for row in synthetic(labels=HOPPER) if row.head_dim == 64]
     found = ladder.gains(mine)
     assert set(found) == set(ladder.predictions())
     # Two rows below the step that it is held against.
@@ -140,10 +201,51 @@ def test_the_ladders_table(tmp_path):
     assert cells[len(ladder.LABELS) - 1][4] == "-"
 
 
+def test_the_table_has_shares_of_what_was_measured_beside():
+    rows = synthetic(labels=HOPPER)
+    assert "of cuBLAS" not in ladder.table(rows).body
+    text = ladder.table(rows + limits()).body
+    lines = [[c.strip() for c in x.strip("|").split("|")] for x in text.splitlines() if "|" in x]
+    header, own = (
+        lines[0],
+        next(c for c in lines if c[3] == "+ tiles of the plan" and "128 x" in c[4]),
+    )
+    shares = [own[header.index(label)] for label in ladder.LIMITS.values()]
+    speed = float(own[header.index("TFLOP/s")])
+    wanted = speed / 1000, speed / 2000, speed / (4 * 64) / 4
+    for share, value in zip(shares, wanted, strict=True):
+        assert share.endswith("%") and float(share[:-1]) == pytest.approx(100 * value, abs=0.6)
+    assert ladder.draw(rows + limits()) and len(lines) == 2 + 2 * len(HOPPER)
+
+
+def test_the_figure_has_bars_of_hopper_where_they_were_measured():
+    figure = ladder.draw(synthetic(labels=HOPPER))
+    assert [len(ax.patches) for ax in figure.axes] == [len(HOPPER)] * 2
+
+
 def test_the_figure_has_a_bar_for_each_speed():
     figure = ladder.draw(synthetic())
     assert [len(ax.patches) for ax in figure.axes] == [len(ladder.LABELS)] * 2
     texts = [text.get_text() for text in figure.axes[0].texts]
-    assert sum("×" in text for text in texts) == len(ladder.predictions())
-    assert sum("×1.25" in text for text in texts) == len(ladder.predictions()) - 1
+    predicted = len(set(ladder.predictions()) & set(ladder.LABELS))
+    assert sum("×" in text for text in texts) == predicted
+    assert sum("×1.25" in text for text in texts) == predicted - 1
     assert ladder.draw([]) is None
+
+
+@pytest.mark.parametrize("make", [ceilings.make_multiply, ceilings.make_exponentials])
+def test_the_kernels_of_the_ceilings_compute_what_is_checked(make):
+    kernel, steps = make(), 40
+    found = np.zeros(kernel.threads, np.float32)
+    memory = {"shared_bytes": kernel.shared_bytes}
+    counts = emulator.launch(kernel.function, 1, kernel.threads, (found, steps), **memory)
+    if make is ceilings.make_multiply:
+        wanted = float(ceilings.SUMMED * steps)
+        assert counts.instructions["wgmma"] == ceilings.GROUPS * ceilings.STEPS * steps
+    else:
+        wanted = ceilings.CHAINS * ceilings.FIXED_POINT
+        assert counts.instructions["exp"] == ceilings.CHAINS * steps * kernel.threads // 32
+    ceilings.check(found, wanted)
+    found[3] *= 1.001
+    with pytest.raises(timing.WrongResult, match="thread 3 has"):
+        ceilings.check(found, wanted)

@@ -7,7 +7,7 @@ nothing. `read_shared` reads shared memory, without bank conflicts. Every access
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,7 +20,8 @@ from fa_numba.intrinsics.global_memory import read4
 from fa_numba.intrinsics.shared import load4, shared_tile
 
 from . import peers
-from .timing import WrongResult
+from .store import Row
+from .timing import REPEATS, WrongResult, attempt
 
 CHUNK = 16  # bytes of an access
 UNROLL = 4  # accesses that a thread has on their way at a time
@@ -180,6 +181,38 @@ def measure_matmul(dtype: str, repeats: int) -> Speed:
     run: Callable[[], Any] = peers.matmul(MATMUL_SIZE, dtype)
     times = device.time_ms(run, repeats=repeats, warmup=3, flush_l2=False)
     return Speed.of(2 * MATMUL_SIZE**3, times)
+
+
+def matmul_peak(experiment: str, dtype: str, machine: str) -> Iterator[Row]:
+    """The speed of torch's product of two square matrices, which no kernel here can pass.
+
+    Its row has the matrices' size in the columns of lengths and of the head dimension.
+    """
+    speed, failure = attempt(measure_matmul, dtype, REPEATS)
+    size = MATMUL_SIZE
+    problem: dict[str, Any] = {
+        "seqlen_q": size,
+        "seqlen_k": size,
+        "head_dim": size,
+        "causal": False,
+    }
+    heads: dict[str, Any] = {"batch": 1, "heads_q": 1, "heads_k": 1}
+    found: dict[str, Any] = {} if failure else {"p20": speed.p20, "p80": speed.p80, "n": speed.n}
+    yield Row(
+        machine=machine,
+        experiment=experiment,
+        series=peers.MATMUL,
+        source="measured",
+        dtype=dtype,
+        metric="speed",
+        unit="TFLOP/s",
+        value=None if failure else speed.median,
+        note=failure,
+        **heads,
+        **problem,
+        **found,
+    )
+    peers.release()
 
 
 def ones(nbytes: int) -> Any:

@@ -32,7 +32,6 @@ from .series import (
 from .store import Row
 from .timing import (
     CHECKED_SEQLEN,
-    REPEATS,
     SECONDS,
     Gate,
     GradientGate,
@@ -110,7 +109,7 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
     ]
     precompile.compile_ahead(_planned(study, cases, bench.describe["multiprocessors"]), bench)
     if peers.available():
-        yield from _peak(study, bench.machine)
+        yield from bandwidth.matmul_peak(study.name, study.dtype, bench.machine)
     checks = Checks(study)
     for problem in bench.each(cases, "timing"):
         arrays = peers.on_device(checks.inputs(problem), study.dtype)
@@ -130,38 +129,6 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
                 yield from measured[series]
                 device.release_memory()
                 peers.release()
-
-
-def _peak(study: Study, machine: str) -> Iterator[Row]:
-    """The speed of torch's product of two square matrices, which no kernel here can pass.
-
-    Its row has the matrices' size in the columns of lengths and of the head dimension.
-    """
-    speed, failure = attempt(bandwidth.measure_matmul, study.dtype, REPEATS)
-    size = bandwidth.MATMUL_SIZE
-    problem: dict[str, Any] = {
-        "seqlen_q": size,
-        "seqlen_k": size,
-        "head_dim": size,
-        "causal": False,
-    }
-    heads: dict[str, Any] = {"batch": 1, "heads_q": 1, "heads_k": 1}
-    found: dict[str, Any] = {} if failure else {"p20": speed.p20, "p80": speed.p80, "n": speed.n}
-    yield Row(
-        machine=machine,
-        experiment=study.name,
-        series=peers.MATMUL,
-        source="measured",
-        dtype=study.dtype,
-        metric="speed",
-        unit="TFLOP/s",
-        value=None if failure else speed.median,
-        note=failure,
-        **heads,
-        **problem,
-        **found,
-    )
-    peers.release()
 
 
 def _planned(
