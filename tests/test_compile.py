@@ -201,6 +201,7 @@ WGMMA_CASES = [
     (256, 128, 80, ("causal", "q_lens", "kv_lens")),
     (128, 128, 128, ("causal", "shared heads")),
     (64, 128, 128, ("window", "softcap", "shared heads", "packed")),
+    (128, 128, 128, ("alibi", "window", "softcap", "q_lens", "kv_lens")),
     (128, 64, 128, ("turns", "overlap", "persistent", "counter")),  # left out
 ]
 

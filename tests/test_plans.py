@@ -227,7 +227,7 @@ def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
     ("facts", "lacking"),
     [
         ({"options": {"dropout_p": 0.1}}, "lack the option dropout"),
-        ({"options": {"alibi": True}}, "lack the option alibi"),
+        ({"options": {"bias": (1, 2, 200, 200)}}, "lack the option bias"),
         ({"algorithm": "fa1", "options": {"kv_lens": (100,)}}, "lack the option kv_lens"),
         ({"algorithm": "fa1", "passes": "bwd"}, "lack the backward pass of fa1"),
         ({"algorithm": "standard"}, "lack the forward pass of standard"),
@@ -250,7 +250,7 @@ def test_what_auto_would_take_hoppers_unit_for_once_it_is_measured(monkeypatch):
 
     lengths = {"options": {"kv_lens": (100,)}}
     assert chosen(**lengths) == "mma"
-    monkeypatch.setattr(units.Wgmma, "suits_lengths", True)
+    monkeypatch.setattr(units.Wgmma, "untimed", ())
     assert chosen(**lengths) == "wgmma"
     few = {"sizes": (1, 8, 2, 16, 500, 64)}
     assert chosen(**few) == "mma"

@@ -23,6 +23,7 @@ from fa_numba.host import planning
 from fa_numba.kernels import wgmma
 
 UNIT = {"unit": "wgmma"}
+SLOPES = np.float32([[0.5, 0.1, 0.02, 1.0], [0.0, 0.3, 0.25, 0.7]])
 CASES = [
     # B, Hq, Hk, Nq, Nk, d, tiles, options
     (1, 1, 1, 1, 1, 64, Tiles(128, 64, stages=2), {}),
@@ -33,6 +34,7 @@ CASES = [
     (1, 1, 1, 300, 300, 64, Tiles(128, 16, stages=2), {"window": (40, 8)}),
     (1, 1, 1, 129, 97, 40, Tiles(128, 32, stages=1), {"softcap": 2.0}),
     (1, 1, 1, 65, 100, 256, Tiles(128, 80, stages=2), {}),
+    (2, 4, 2, 40, 90, 64, Tiles(128, 64, stages=2), {"alibi_slopes": SLOPES, "causal": True}),
 ]
 
 

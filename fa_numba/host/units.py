@@ -247,13 +247,14 @@ class Wgmma(Unit):
     # What its kernels are compiled for beside plain attention, and their largest head dimension.
     features: Mapping[tuple[str, str], tuple[str, ...]] = {
         ("fa1", "fwd"): ("causal", "window", "softcap", "q_lens"),
-        ("fa2", "fwd"): ("causal", "window", "softcap", "q_lens", "kv_lens", "packed"),
+        ("fa2", "fwd"): ("causal", "window", "softcap", "alibi", "q_lens", "kv_lens", "packed"),
         ("fa2", "bwd"): ("causal", "window"),
     }
     largest: Mapping[str, int] = {"fwd": 256, "bwd": 128}
-    # What "auto" takes it for beside: columns that end within the arrays, and few rows of Q where
-    # heads share a tile. Neither is measured beside mma's kernel yet.
-    suits_lengths = suits_few_rows = False
+    # What "auto" leaves to mma's kernel, beside which it is not measured yet: these options, and
+    # few rows of Q where heads share a tile.
+    untimed = ("alibi", "kv_lens", "packed")
+    suits_few_rows = False
 
     def lacks(self, request: Request) -> str:
         pair = (request.algorithm, request.passes)
@@ -286,8 +287,7 @@ class Wgmma(Unit):
             and not request.ablated
         )
         plain = plain and request.warp_partition == "rows"
-        features = request.features
-        if (features.kv_lens or features.packed) and not self.suits_lengths:
+        if any(getattr(request.features, name) for name in self.untimed):
             return False
         few = request.problem.seqlen_q <= GROUP_ROWS
         if few and not (self.suits_few_rows and _heads_share_tiles(request)):
@@ -338,11 +338,11 @@ class Wgmma(Unit):
 def _heads_share_tiles(request: Request) -> bool:
     """Whether the query heads of a K/V head lie in the rows of one tile on Hopper's tensor cores:
     where a head has less than a warpgroup's rows, and these are whole rows of all. The map of the
-    queries has no axis left for lengths then, unless they are packed.
+    queries has no axis left for lengths then, unless they are packed, and slopes differ by head.
     """
     p = request.problem
     few = p.seqlen_q <= GROUP_ROWS and GROUP_ROWS % p.group == 0
-    return p.group > 1 and few and not request.features.q_lens
+    return p.group > 1 and few and not (request.features.q_lens or request.features.alibi)
 
 
 def _select(request: Request, kind: type[MmaSpec]) -> Callable[..., Any]:
