@@ -50,7 +50,7 @@ class Group:
     __slots__ = (
         "tids", "blocks", "count", "everyone", "x", "y", "z", "laneid", "warp_of", "warps", "slot",
         "whole", "exited", "some_exited", "state", "site", "operation", "value", "mask", "outer",
-        "run", "committed", "copies", "full_arrays", "present",
+        "run", "committed", "copies", "full_arrays", "present", "_crossed",
     )  # fmt: skip
 
     def __init__(self, tids: np.ndarray, block: Index3) -> None:
@@ -69,6 +69,7 @@ class Group:
         self.present = np.zeros(WARP * self.warps.size, bool)
         self.present[self.slot] = True
         self.full_arrays: dict[Any, np.ndarray] = {}
+        self._crossed: dict[int, np.ndarray] = {}
         self.begin()
 
     def begin(self) -> None:
@@ -92,6 +93,13 @@ class Group:
             if len(self.full_arrays) > 4096:
                 self.full_arrays.clear()
             known = self.full_arrays[value] = np.full(self.count, value, np.int64)
+        return known
+
+    def crossed(self, bits: int) -> np.ndarray:
+        """For each lane of whole warps the one whose number differs in these bits, kept."""
+        known = self._crossed.get(bits)
+        if known is None:
+            known = self._crossed[bits] = np.arange(self.count) ^ bits
         return known
 
     def lanes(self, value: Any) -> np.ndarray:

@@ -297,6 +297,12 @@ class Namespace:
         return self._shuffle("shfl_sync", mask, value, to_integer(src_lane) % WARP)
 
     def shfl_xor_sync(self, mask: int, value: Any, lane_mask: Any) -> Any:
+        context = self._context
+        plain = value.__class__ is np.ndarray and lane_mask.__class__ is int and mask == FULL
+        if plain and 0 <= lane_mask < WARP and context.whole_warps():
+            context.instruction("shuffle")  # nobody waits, and every lane is there
+            context._stale = 0
+            return value[context.group.crossed(lane_mask)]
         return self._shuffle("shfl_xor_sync", mask, value, self.laneid ^ to_integer(lane_mask))
 
     def shfl_up_sync(self, mask: int, value: Any, delta: Any) -> Any:
