@@ -14,6 +14,8 @@ from fa_numba.tiling.wgmma import GROUP_ROWS, WgmmaSpec
 FLOAT_PANEL = 32  # columns of float32 in 128 bytes
 # By the number of consumers: registers of a thread that produces, and of one that consumes.
 REGISTERS = {1: (32, 240), 2: (40, 232), 3: (32, 160)}
+# The same of two consumers whose part of S is more than so many; a plain producer needs no more.
+_LARGE, _REGISTERS_OF_LARGE = 96, (24, 240)
 # Registers of a consumer beside its parts of P and O, and beside that of S, where it masks.
 _OTHERS, _OTHERS_OF_S = 32, 96
 # Places of K and V, and of Q and O: the first that shared memory has is taken.
@@ -32,6 +34,8 @@ class WgmmaFa1Spec(WgmmaSpec):
     @property
     def registers(self) -> tuple[int, int]:
         """Of a thread that produces, and of one that consumes."""
+        if self.consumers == 2 and self.TM * self.TN > _LARGE:
+            return _REGISTERS_OF_LARGE
         return REGISTERS[self.consumers]
 
     @property

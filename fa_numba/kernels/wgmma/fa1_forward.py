@@ -95,7 +95,6 @@ def make_forward(spec):
         rm = cuda.local.array(TM, float32)
         rl = cuda.local.array(TM, float32)
         rf = cuda.local.array(TM, float32)
-        rw = cuda.local.array(TM, float32)
         w, ty, tx = p.place()
         b, h, _ = p.heads(group)
         lh, mh = l[b, h], m[b, h]
@@ -138,12 +137,10 @@ def make_forward(spec):
                     p.empty(bars, uint32(EMPTY_K + stage))
                 p.scale_and_mask(rS, scale, row0, j0, Nq, Nk, b, h, options, ty, tx)
                 # FA-1 lines 10, 11, FA-2 line 9: m, l, and P in units of the new m
-                p.keep_values(rw, rl)
-                p.online_softmax(rS, scale, rm, rl, rf)
-                p.round_p(rP, rS)
+                p.softmax_to_p(rP, rS, scale, rm, rl, rf)
                 # Alg. 1 lines 8, 12: load Oi; diag(li) e^(m_old - m_new) Oi
                 wait_mbarrier(bars, uint32(FULL_O + place), q_parity)
-                p.take_output(rO, rw, rf, sO, at_O, w, j0, ty, tx)
+                p.take_output(rO, rf, sO, at_O, w, j0, ty, tx)
                 # FA-1 line 12, FA-2 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj
                 wait_mbarrier(bars, uint32(FULL_V + stage), parity)
                 p.begin_output(rO, rP, sV, uint32(stage * NK))

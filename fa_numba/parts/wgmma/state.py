@@ -8,6 +8,8 @@ same in every pass.
 from functools import cache
 
 from fa_numba.device import cuda, device_function, float32, uint32
+from fa_numba.dtypes import DTYPES
+from fa_numba.intrinsics.arithmetic import NEG_INF, exp2, maximum
 from fa_numba.intrinsics.bulk_copy import (
     commit_boxes,
     fence_async_proxy,
@@ -16,6 +18,7 @@ from fa_numba.intrinsics.bulk_copy import (
     wait_boxes,
     wait_boxes_read,
 )
+from fa_numba.intrinsics.matrix import CONVERSIONS
 from fa_numba.intrinsics.mbarrier import (
     arrive_mbarrier,
     expect_bytes,
@@ -25,6 +28,7 @@ from fa_numba.intrinsics.mbarrier import (
 )
 from fa_numba.intrinsics.shared import load_pair, store_pair
 from fa_numba.parts.rows import make_read_maxima, make_read_values, make_start, make_write_values
+from fa_numba.parts.softmax import FULL_WARP
 from fa_numba.parts.wgmma.stores import make_write_tile
 from fa_numba.parts.wgmma.turns import make_meet
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
@@ -123,36 +127,73 @@ def make_read_state(spec):
 
 
 @cache
-def make_keep_values(spec):
-    """``keep_values(rw, rl)``: l as it is now."""
-    TM = spec.TM
+def make_softmax_to_p(spec):
+    """``softmax_to_p(rP, rS, scale, rm, rl, rf)``: ``online_softmax`` with P in 16 bits, and in rf
+    what O is multiplied by, l exp(m - m_new).
+
+    All maxima come first: then a few columns of all rows at a time leave S for P, from the last
+    on, where ptxas finds a place for all of P.
+    """
+    TM, TN, TX, folds = spec.TM, spec.TN, spec.tx_count, spec.folds_scale
+    pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
 
     @device_function
-    def keep_values(rw, rl):
+    def softmax_to_p(rP, rS, scale, rm, rl, rf):
+        rshift = cuda.local.array(TM, float32)
         for i in range(TM):
-            rw[i] = rl[i]
+            m_new = rm[i]
+            if folds:
+                m_new = NEG_INF
+            for j in range(TN):
+                m_new = maximum(m_new, rS[i * TN + j])
+            if folds:
+                m_new = maximum(rm[i], m_new * scale)
+            lane = TX // 2
+            while lane > 0:
+                m_new = maximum(m_new, cuda.shfl_xor_sync(FULL_WARP, m_new, lane))
+                lane //= 2
+            rshift[i] = m_new
+            if m_new == NEG_INF:  # -inf - -inf would be NaN
+                rshift[i] = float32(0.0)
+            rf[i] = rl[i] * exp2(rm[i] - rshift[i])
+            rl[i] = float32(0.0)
+            rm[i] = m_new
+        for j in range(0, TN, 2):
+            for i in range(TM):
+                e = i * TN + (TN - 2 - j)
+                s0, s1 = rS[e], rS[e + 1]
+                if folds:
+                    s0, s1 = s0 * scale, s1 * scale
+                p0, p1 = exp2(s0 - rshift[i]), exp2(s1 - rshift[i])
+                rl[i] += p0 + p1
+                rP[e // 2] = pack(p0, p1)
+        for i in range(TM):
+            lane = TX // 2
+            while lane > 0:
+                rl[i] += cuda.shfl_xor_sync(FULL_WARP, rl[i], lane)
+                lane //= 2
+            rl[i] += rf[i]
 
-    return keep_values
+    return softmax_to_p
 
 
 @cache
 def make_take_output(spec):
-    """``take_output(rO, rw, rf, sO, at, w, j0, ty, tx)``: diag(w f) O of this consumer's rows of
-    sO; zeros in the pass that knows O.
+    """``take_output(rO, rf, sO, at, w, j0, ty, tx)``: diag(f) O of this consumer's rows of sO;
+    zeros in the pass that knows O.
     """
     TM, DN4, STEP = spec.TM, 4 * spec.DN, spec.row_step
     has_state, first_place, further = make_has_state(spec), make_first_place(spec), _further(spec)
 
     @device_function
-    def take_output(rO, rw, rf, sO, at, w, j0, ty, tx):
+    def take_output(rO, rf, sO, at, w, j0, ty, tx):
         if has_state(j0):
             first = first_place(at, w, ty, tx)
             for i in range(TM):
-                factor = rw[i] * rf[i]
                 for n in range(DN4 // 2):
                     pair = load_pair(sO, further(first, i * STEP, n))
-                    rO[i * DN4 + 2 * n] = pair[0] * factor
-                    rO[i * DN4 + 2 * n + 1] = pair[1] * factor
+                    rO[i * DN4 + 2 * n] = pair[0] * rf[i]
+                    rO[i * DN4 + 2 * n + 1] = pair[1] * rf[i]
         else:
             for e in range(TM * DN4):
                 rO[e] = float32(0.0)
