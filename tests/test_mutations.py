@@ -2375,9 +2375,13 @@ def fragment_mutants(add):
     add("mma_stores.make_write_tile", waits, **warps)
     add(
         "layout._make_place",
-        ("places of one column", "thread * width + ", "thread + "),
-        ("one group of columns", "n // width * step", "0"),
-        ("one column of a place", " + n % width)", ")"),
+        ("places of one column", "return uint32(thread * width + ", "return uint32(thread + "),
+        (
+            "one group of columns",
+            "return uint32(thread * width + n // width * step",
+            "return uint32(thread * width",
+        ),
+        ("one column of a place", " + n % width)\n", ")\n"),
         **both,
     )
 
