@@ -464,7 +464,7 @@ def test_registers_of_a_block():
 
     out = np.zeros(1, np.float32)
     launch(kernel, 384, out, 24, 240, 128)
-    text = "take more than 65536, and wait for them for ever"
+    text = "take more than the 168 a thread of the launch, and wait for them for ever"
     assert text in str(caught(Deadlock, kernel, 384, out, 40, 240, 128))
     assert "warps 0 and 2" in str(caught(BarrierDivergence, kernel, 384, out, 24, 240, 64))
     assert "give_registers" in str(caught(BarrierDivergence, kernel, 384, out, 24, 240, 72))
