@@ -338,7 +338,7 @@ def test_tables_are_made_from_rows_and_checked(tmp_path):
     (line,) = [line for line in page.read_text().splitlines() if line.startswith("| 64 ")]
     assert [cell.strip() for cell in line.strip("|").split("|")] == [
         *("64", "no", "4096"),
-        *("-", "-", "24.0", "-", "32.0", "-"),
+        *("24.0", "32.0"),  # series that were not measured have no column
         "0.75",
     ]
     assert page.read_text().startswith("Text before.\n")
@@ -402,7 +402,7 @@ def test_the_backward_table(tmp_path):
     text = report.text("speed_backward", store)
     lines = [x.strip("| ").split(" | ") for x in text.splitlines() if "4096" in x]
     assert lines == [
-        [pass_, "64", "no", "4096", "-", "-", ours, "-", "20.0", "-", ratio]
+        [pass_, "64", "no", "4096", ours, "20.0", ratio]
         for pass_, ours, ratio in (("bwd", "30.0", "1.50"), ("fwd+bwd", "33.0", "1.65"))
     ]
 
