@@ -350,7 +350,7 @@ MUTANTS = {
         "kernel", "wait_mbarrier(bars, uint32(EMPTY_V + stage), parity)", "pass", 0, EARLY
     ),
     "Q is filled before it is empty": (
-        "kernel", "wait_mbarrier(bars, uint32(EMPTY_Q + q_stage), q_parity)", "pass", 0, EARLY
+        "kernel", "wait_mbarrier(bars, uint32(EMPTY_Q + stage), parity)", "pass", 0, EARLY
     ),
     "S is read at once": ("kernel", "p.wait_scores(rS, False)", "pass", 0, {"RegisterHazard"}),
     "the next S is read at once": (
@@ -370,9 +370,13 @@ MUTANTS = {
         "kernel", "    stage, parity = uint32(0), uint32(0)",
         "    stage, parity = uint32(0), uint32(1)", 0, EARLY,
     ),
-    "Q's parity": (
-        "kernel", "q_stage, q_parity = uint32(0), uint32(1)",
-        "q_stage, q_parity = uint32(0), uint32(0)", 0, STALLS,
+    "the parity of columns": (
+        "kernel", "stage, parity = uint32(0), uint32(1)", "stage, parity = uint32(0), uint32(0)", 1,
+        STALLS,
+    ),
+    "the parity of row tiles": (
+        "kernel", "q_stage, q_parity = uint32(0), uint32(0)",
+        "q_stage, q_parity = uint32(0), uint32(1)", 0, EARLY,
     ),
     "parity does not change": (
         "stages", "uint32(parity ^ 1)", "parity", 0, EARLY | STALLS
@@ -419,7 +423,22 @@ MUTANTS = {
         "stages", "4 * groups", "4 * groups - 1", 0, {"BarrierMisuse", "SharedHazard"}
     ),
     "the producer says nothing at its end": (
-        "kernel", "arrive_mbarrier(bars, uint32(FULL_Q + q_stage))", "pass", 0, STALLS
+        "kernel", "arrive_mbarrier(bars, uint32(FULL_Q + stage))", "pass", 0, STALLS
+    ),
+    "nobody hears of the row tile": (
+        "kernel", "arrive_mbarrier(bars, uint32(FULL_N + stage))", "pass", 0, STALLS
+    ),
+    "nobody hears of the end": (
+        "kernel", "arrive_mbarrier(bars, uint32(FULL_N + stage))", "pass", 1, STALLS
+    ),
+    "the row tile is read before it is told": (
+        "kernel", "wait_mbarrier(bars, uint32(FULL_N + q_stage), q_parity)", "pass", 0, EARLY
+    ),
+    "the next row tile is read before it is told": (
+        "kernel", "wait_mbarrier(bars, uint32(FULL_N + q_stage), q_parity)", "pass", 1, EARLY
+    ),
+    "what is told is not given back": (
+        "kernel", "arrive_mbarrier(bars, uint32(EMPTY_Q + q_stage))", "pass", 0, STALLS
     ),
     # fences and the block's barriers
     "no fence after the barriers": ("stages", "            fence_mbarrier_init()", "", 0,

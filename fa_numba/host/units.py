@@ -251,9 +251,9 @@ class Wgmma(Unit):
         ("fa2", "bwd"): ("causal", "window"),
     }
     largest: Mapping[str, int] = {"fwd": 256, "bwd": 128}
-    # What "auto" leaves to mma's kernel, beside which it is not measured yet: these options, and
+    # What "auto" leaves to mma's kernel until it has run long enough on a GPU: these options, and
     # few rows of Q where heads share a tile.
-    untimed = ("alibi", "kv_lens", "packed")
+    untimed = ("alibi", "kv_lens", "packed", "q_lens")
     suits_few_rows = False
 
     def lacks(self, request: Request) -> str:

@@ -12,6 +12,7 @@ from fa_numba.tiling.tiles import Tiles
 GROUP = 128  # threads of a warpgroup
 GROUP_ROWS = 64  # rows of S that a warpgroup takes
 PANEL = 64  # columns of 16-bit elements in 128 bytes
+TOLD = 4  # words that tell of a row tile: its number, first row, head and batch entry
 # By the number of consumers: registers of a thread that produces, and of one that consumes.
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 # The same where a producer also finds where sequences end.
@@ -110,24 +111,24 @@ class WgmmaSpec(Spec):
 
     @property
     def barriers(self) -> int:
-        return 2 * self.q_stages + 4 * self.stages
+        return 3 * self.q_stages + 4 * self.stages
 
     @property
     def barrier_places(self) -> tuple[int, ...]:
-        """The first barrier of a full place of Q, an empty one of Q, full of K and of V, empty of K
-        and of V.
+        """The first barrier of a row tile that is told of, a full place of Q, an empty one, full of
+        K and of V, empty of K and of V.
         """
-        q, kv = self.q_stages, 2 * self.q_stages
-        return 0, q, kv, kv + self.stages, kv + 2 * self.stages, kv + 3 * self.stages
+        q, kv = self.q_stages, 3 * self.q_stages
+        return 0, q, 2 * q, kv, kv + self.stages, kv + 2 * self.stages, kv + 3 * self.stages
 
     @property
     def first_index(self) -> int:
-        """Words before those that number the row tiles, behind tiles and barriers."""
+        """Words before those that tell of row tiles, behind tiles and barriers."""
         return self.halves // 2 + 2 * self.barriers
 
     @property
     def shared_bytes(self) -> int:
-        return 4 * (self.first_index + self.q_stages)
+        return 4 * (self.first_index + TOLD * self.q_stages)
 
     @property
     def p_registers(self) -> int:

@@ -2,7 +2,8 @@
 cores, as FlashAttention-3 arranges it (arXiv 2407.08608, Algorithms 1 and 2).
 
 A block stays on its multiprocessor and takes one row tile Qi after the other (line 3), as a counter
-gives them out. Its producer runs ahead: the next tiles are on their way while these are multiplied.
+gives them out. Its producers run ahead: the next tiles are on their way while these are multiplied.
+One brings Qi and tells which row tile that is, so that nobody else divides for it; one Kj and Vj.
 A consumer warpgroup has 64 rows of Qi and all columns. While it computes the softmax of one column
 tile, its products with the one before, and the other warpgroups' products, keep the tensor cores
 busy. S, P, O, m and l stay in registers. m is kept in units of log2. Shared memory and accesses:
@@ -18,6 +19,7 @@ from fa_numba.intrinsics.mbarrier import arrive_mbarrier, mbarrier_tile, wait_mb
 from fa_numba.intrinsics.shared import half_tile, index_tile
 from fa_numba.intrinsics.warpgroup import give_registers, take_registers
 from fa_numba.parts.wgmma import parts
+from fa_numba.tiling.wgmma import TOLD
 
 
 @cache
@@ -29,41 +31,56 @@ def make_forward(spec):
     (FEW, MANY), OVERLAPS = spec.registers, spec.overlaps
     GROUP_ROWS = 64 // spec.tile_heads  # of a head, with a warpgroup
     NQS, NKS, V0 = Q_STAGES * NQ, STAGES * NK, Q_STAGES * NQ + STAGES * NK
+    NN = TOLD * Q_STAGES
     BARRIERS, BARRIER_0, TILE_0 = spec.barriers, spec.halves // 4, spec.first_index
-    FULL_Q, EMPTY_Q, FULL_K, FULL_V, EMPTY_K, EMPTY_V = spec.barrier_places
+    FULL_N, FULL_Q, EMPTY_Q, FULL_K, FULL_V, EMPTY_K, EMPTY_V = spec.barrier_places
 
     @device_function
-    def produce(sQ, sK, sV, sN, bars, Q, K, V, taken, tiles, group, options):
+    def produce_rows(sQ, sN, bars, Q, K, taken, tiles, options):
         stage, parity = uint32(0), uint32(1)
-        q_stage, q_parity = uint32(0), uint32(1)
         n = uint32(cuda.blockIdx.x)
         there = True
         while there:
-            wait_mbarrier(bars, uint32(EMPTY_Q + q_stage), q_parity)
-            sN[q_stage] = n  # consumers read it once Qi is there
+            wait_mbarrier(bars, uint32(EMPTY_Q + stage), parity)
+            sN[TOLD * stage] = n
             there = n < tiles
             if there:
                 i0, h, b = p.row_tile(n, Q.shape, K.shape, options)  # Alg. 1 line 3: row tile i
-                hk = h // uint32(group) if GROUPED else h
-                Nq, Nk = p.lengths(Q.shape[2], K.shape[2], b, options)
-                j0, j_end = p.column_range(i0, uint32(i0 + ROWS), Nq, Nk, options)
+                p.tell(sN, stage, i0, h, b)
+                arrive_mbarrier(bars, uint32(FULL_N + stage))
+                Nq, _ = p.lengths(Q.shape[2], K.shape[2], b, options)
                 # Alg. 1 line 4: load Qi
                 p.load_queries(
-                    sQ, uint32(q_stage * NQ), Q, b, h, i0, Nq, options, bars, FULL_Q + q_stage
+                    sQ, uint32(stage * NQ), Q, b, h, i0, Nq, options, bars, FULL_Q + stage
                 )
                 n = p.next_tile(n, taken)
-                while j0 < j_end:
-                    # Alg. 1 line 7: load Kj, Vj
-                    at = uint32(stage * NK)
-                    wait_mbarrier(bars, uint32(EMPTY_K + stage), parity)
-                    p.load_keys(sK, at, K, b, hk, j0, Nk, options, bars, FULL_K + stage)
-                    wait_mbarrier(bars, uint32(EMPTY_V + stage), parity)
-                    p.load_keys(sV, at, V, b, hk, j0, Nk, options, bars, FULL_V + stage)
-                    stage, parity = p.next_stage(stage, parity)
-                    j0 = uint32(j0 + Bc)
             else:
-                arrive_mbarrier(bars, uint32(FULL_Q + q_stage))
+                arrive_mbarrier(bars, uint32(FULL_N + stage))
+                arrive_mbarrier(bars, uint32(FULL_Q + stage))
+            stage, parity = p.next_q_stage(stage, parity)
+
+    @device_function
+    def produce_columns(sK, sV, sN, bars, Q, K, V, tiles, group, options):
+        stage, parity = uint32(0), uint32(1)
+        q_stage, q_parity = uint32(0), uint32(0)
+        wait_mbarrier(bars, uint32(FULL_N + q_stage), q_parity)
+        while sN[TOLD * q_stage] < tiles:
+            i0, h, b = p.told(sN, q_stage)
+            arrive_mbarrier(bars, uint32(EMPTY_Q + q_stage))
+            hk = h // uint32(group) if GROUPED else h
+            Nq, Nk = p.lengths(Q.shape[2], K.shape[2], b, options)
+            j0, j_end = p.column_range(i0, uint32(i0 + ROWS), Nq, Nk, options)
+            while j0 < j_end:
+                # Alg. 1 line 7: load Kj, Vj
+                at = uint32(stage * NK)
+                wait_mbarrier(bars, uint32(EMPTY_K + stage), parity)
+                p.load_keys(sK, at, K, b, hk, j0, Nk, options, bars, FULL_K + stage)
+                wait_mbarrier(bars, uint32(EMPTY_V + stage), parity)
+                p.load_keys(sV, at, V, b, hk, j0, Nk, options, bars, FULL_V + stage)
+                stage, parity = p.next_stage(stage, parity)
+                j0 = uint32(j0 + Bc)
             q_stage, q_parity = p.next_q_stage(q_stage, q_parity)
+            wait_mbarrier(bars, uint32(FULL_N + q_stage), q_parity)
 
     @device_function
     def consume(sQ, sK, sV, sN, bars, Q, K, O, L, tiles, scale, options):
@@ -78,9 +95,8 @@ def make_forward(spec):
         q_stage, q_parity = uint32(0), uint32(0)
         p.begin_turns(w)
         wait_mbarrier(bars, uint32(FULL_Q + q_stage), q_parity)
-        n = sN[q_stage]
-        while n < tiles:
-            i0, h, b = p.row_tile(n, Q.shape, K.shape, options)  # Alg. 1 line 3: row tile i
+        while sN[TOLD * q_stage] < tiles:
+            i0, h, b = p.told(sN, q_stage)  # Alg. 1 line 3: row tile i
             Nq, Nk = p.lengths(Q.shape[2], K.shape[2], b, options)
             j0, j_end = p.column_range(i0, uint32(i0 + ROWS), Nq, Nk, options)
             row0 = uint32(i0 + GROUP_ROWS * w)
@@ -148,19 +164,20 @@ def make_forward(spec):
             p.write_logsumexps(rl, L, b, h, row0, Q.shape[2], Nq, options, ty, tx)
             q_stage, q_parity = p.next_q_stage(q_stage, q_parity)
             wait_mbarrier(bars, uint32(FULL_Q + q_stage), q_parity)
-            n = sN[q_stage]
 
     def fa2_forward(Q, K, V, O, L, taken, scale, group, options):
         sQ, sK, sV = half_tile(0, NQS), half_tile(NQS, NKS), half_tile(V0, NKS)
         bars = mbarrier_tile(BARRIER_0, BARRIERS)
-        sN = index_tile(TILE_0, Q_STAGES)
+        sN = index_tile(TILE_0, NN)
         tiles = p.row_tiles(Q.shape, options)
         p.begin_barriers(bars)
         cuda.syncthreads()
         if cuda.threadIdx.x < 128:
             give_registers(FEW)
             if cuda.threadIdx.x == 0:
-                produce(sQ, sK, sV, sN, bars, Q, K, V, taken, tiles, group, options)
+                produce_rows(sQ, sN, bars, Q, K, taken, tiles, options)
+            elif cuda.threadIdx.x == 32:
+                produce_columns(sK, sV, sN, bars, Q, K, V, tiles, group, options)
         else:
             take_registers(MANY)
             consume(sQ, sK, sV, sN, bars, Q, K, O, L, tiles, scale, options)

@@ -3,6 +3,7 @@
 from functools import cache
 
 from fa_numba.device import cuda, device_function, uint32
+from fa_numba.tiling.wgmma import TOLD
 
 # Bytes of K and V that heads computed side by side may have, so that the L2 cache serves them.
 TOGETHER = 16 << 20
@@ -92,6 +93,34 @@ def make_row_tile(spec):
         return uint32(i * rows_of_tile), uint32(head % heads), uint32(head // heads)
 
     return row_tile
+
+
+@cache
+def make_tell(spec):
+    """``tell(sN, stage, i0, h, b)``: first row, head and batch entry of the row tile in a place of
+    Q, behind its number.
+    """
+
+    @device_function
+    def tell(sN, stage, i0, h, b):
+        at = uint32(TOLD * stage)
+        sN[uint32(at + 1)] = i0
+        sN[uint32(at + 2)] = h
+        sN[uint32(at + 3)] = b
+
+    return tell
+
+
+@cache
+def make_told(spec):
+    """``told(sN, stage)``: what ``tell`` has told."""
+
+    @device_function
+    def told(sN, stage):
+        at = uint32(TOLD * stage)
+        return sN[uint32(at + 1)], sN[uint32(at + 2)], sN[uint32(at + 3)]
+
+    return told
 
 
 @cache

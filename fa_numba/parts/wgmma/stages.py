@@ -9,17 +9,18 @@ from fa_numba.intrinsics.mbarrier import arrive_mbarrier, fence_mbarrier_init, i
 @cache
 def make_begin_barriers(spec):
     """``begin_barriers(bars)``: one arrival fills a place. Every consumer warp empties one of K or
-    V, every consumer warpgroup one of Q.
+    V, every consumer warpgroup one of Q, and the producer of K and V, which is told of it.
     """
     STAGES, Q_STAGES, groups = spec.stages, spec.q_stages, spec.consumers
-    full_q, empty_q, full_k, full_v, empty_k, empty_v = spec.barrier_places
+    full_n, full_q, empty_q, full_k, full_v, empty_k, empty_v = spec.barrier_places
 
     @device_function
     def begin_barriers(bars):
         if cuda.threadIdx.x == 0:
             for s in range(Q_STAGES):
+                init_mbarrier(bars, full_n + s, 1)
                 init_mbarrier(bars, full_q + s, 1)
-                init_mbarrier(bars, empty_q + s, groups)
+                init_mbarrier(bars, empty_q + s, groups + 1)
             for s in range(STAGES):
                 init_mbarrier(bars, full_k + s, 1)
                 init_mbarrier(bars, full_v + s, 1)
