@@ -21,6 +21,7 @@ from fa_numba import Tiles
 
 from .lab import compare_command, precompile, report, review, schedule, tune
 from .lab.drawing import Drawing, side_by_side
+from .lab.drawn import Drawn
 from .lab.options import FIGURES, FILTERED, QUICK, REPOSITORY, Options
 from .lab.registry import load, names, needs_torch, takes_tiles
 from .lab.runner import Runner
@@ -299,6 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     runner = Runner(options, arguments, console)
     left: list[str] = []
+    drawn = Drawn(options.out) if args.command == "all" and options.complete else None
     try:
         with side_by_side(runner, chosen) as drawing:
             if args.command == "all" and runner.machine is not None and options.complete:
@@ -308,8 +310,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for name in chosen if args.command == "draw" else runner.recorded_first(chosen):
                     if args.command != "draw":
                         runner.measure(name)
-                    drawing.draw(name)
+                    if drawn is None or not drawn.stands(name) or not runner.leave(name):
+                        drawing.draw(name)
         missing = drawing.missing
+        if drawn is not None:
+            drawn.keep(name for name in chosen if name not in missing and name not in left)
     except KeyboardInterrupt:
         kept = "kept: the same command goes on" if options.complete else "stored"
         console.print(f"[yellow]interrupted; the rows measured so far are {kept}[/]")
