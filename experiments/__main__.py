@@ -300,7 +300,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     runner = Runner(options, arguments, console)
     left: list[str] = []
-    drawn = Drawn(options.out) if args.command == "all" and options.complete else None
+    counting = args.command == "all" and options.complete and runner.machine is None
+    drawn = Drawn(options.out) if counting else None
     try:
         with side_by_side(runner, chosen) as drawing:
             if args.command == "all" and runner.machine is not None and options.complete:
@@ -314,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         drawing.draw(name)
         missing = drawing.missing
         if drawn is not None:
-            drawn.keep(name for name in chosen if name not in missing and name not in left)
+            drawn.keep(name for name in chosen if name not in missing)
     except KeyboardInterrupt:
         kept = "kept: the same command goes on" if options.complete else "stored"
         console.print(f"[yellow]interrupted; the rows measured so far are {kept}[/]")

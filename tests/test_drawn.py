@@ -76,6 +76,7 @@ def test_the_command_draws_once_what_does_not_change(tmp_path, monkeypatch, caps
     store_synthetic(NAME, out)
     monkeypatch.setattr(command, "names", lambda: [NAME])
     monkeypatch.setattr(runner.Runner, "measure", lambda self, name: None)
+    monkeypatch.setattr(runner.device, "gpu_available", lambda: False)
     said = []
     for _ in "12":
         assert command.main(["all", "--out", str(out)]) == 0
