@@ -25,7 +25,7 @@ endif
 # Two processes run the tests, and each finds on disk what the other has compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-SOURCES := fa_numba experiments tests install.py
+SOURCES := fa_numba experiments tests .ci/install.py
 
 .PHONY: figures test test-all lint sanitize ptx clean
 .DELETE_ON_ERROR:
@@ -72,7 +72,7 @@ $(VENV)/bin/python:
 SCIPY := stats|optimize|sparse|signal|integrate|interpolate|io|spatial|ndimage|cluster|fft
 UNUSED := tests?|pip|setuptools|pkg_resources|fontTools|lexers|distutils|scipy/($(SCIPY))
 define install
-	$(PYTHON) install.py $(VENV) $(WHEELS),$(1)
+	$(PYTHON) .ci/install.py $(VENV) $(WHEELS),$(1)
 	@$(RUN) -m compileall -q -j 0 -x '/($(UNUSED))/' $(VENV)/lib fa_numba experiments >/dev/null || true
 	@touch $@
 endef

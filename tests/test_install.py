@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "install.py"
+SOURCE = Path(__file__).parent.parent / ".ci" / "install.py"
 spec = importlib.util.spec_from_file_location("install", SOURCE)
 install = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(install)

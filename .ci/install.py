@@ -1,4 +1,4 @@
-"""Installs this package and what it needs: python install.py ENVIRONMENT EXTRA,EXTRA
+"""Installs this package and what it needs: python .ci/install.py ENVIRONMENT EXTRA,EXTRA
 
 By uv, which takes a third of pip's time; by pip where uv is not to be had, fails, or does not know
 what pip was told in its settings.
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[1]
 # A setting of pip -> what uv calls it. Several values are set apart by white space.
 OPTIONS = {
     "index-url": "--default-index",
