@@ -341,13 +341,47 @@ def test_a_backward_kernel_of_hoppers_unit_compiles_within_its_budgets(case, dty
     assert ptx.count(".param .align 64 .b8") == 7
 
 
+# head_dim, options, whether heads share K and V, whether blocks share a head
+WGMMA_FA1_BACKWARD_CASES = [
+    (128, ("causal",), False, False),
+    (64, ("causal",), False, False),
+    (64, (), False, False),
+    (64, ("causal",), True, True),
+    (128, (), True, False),
+    (80, (), False, True),
+    (40, ("causal",), False, False),
+]
+
+
+@pytest.mark.parametrize("case", slow_but(WGMMA_FA1_BACKWARD_CASES[:2], WGMMA_FA1_BACKWARD_CASES))
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_fa1s_backward_kernel_of_hoppers_unit_compiles_within_its_budgets(case, dtype):
+    d, options, grouped, splits_queries = case
+    facts = {"features": Features(**dict.fromkeys(options, True)), "dtype": dtype}
+    facts |= {"row_tiles": 3, "positive_scale": True}
+    facts |= {"grouped": grouped, "splits_queries": splits_queries}
+    spec = select_wgmma_backward_spec(default_wgmma_backward_tiles(d), d, SHARED["sm_90a"], **facts)
+    kernel = wgmma.fa1_backward.make_backward(spec)
+    ptx, log = compiled(kernel, "sm_90a")
+    assert ".f64" not in ptx and ".local" not in ptx
+    assert spills_of(log) == ["0"] * 3, log
+    assert "warning" not in log.lower() and "serializ" not in log.lower(), log
+    few, many = spec.registers
+    assert few + many * spec.consumers <= 3 * registers(log)
+    assert fits(kernel, "sm_90a")
+    # Seven tensor maps lie among the parameters themselves, or five.
+    assert ptx.count(".param .align 64 .b8") == (5 if splits_queries else 7)
+
+
 def test_the_docstrings_shared_memory_is_that_of_hoppers_backward_kernel():
-    documented = re.findall(r"(\d+) \(d=(\d+), (\d+) x (\d+)\)", wgmma.fa2_backward.__doc__)
-    assert [int(d) for _, d, *_ in documented] == [64, 128]
-    for size, d, Br, Bc in (map(int, found) for found in documented):
-        tiles = default_wgmma_backward_tiles(d)
-        assert (tiles.Br, tiles.Bc) == (Br, Bc)
-        assert select_wgmma_backward_spec(tiles, d, SHARED["sm_90a"]).shared_bytes == size
+    for module, row_tiles in ((wgmma.fa2_backward, 2), (wgmma.fa1_backward, 3)):
+        documented = re.findall(r"(\d+) \(d=(\d+), (\d+) x (\d+)\)", module.__doc__)
+        assert [int(d) for _, d, *_ in documented] == [64, 128]
+        for size, d, Br, Bc in (map(int, found) for found in documented):
+            tiles, facts = default_wgmma_backward_tiles(d), {"row_tiles": row_tiles}
+            assert (tiles.Br, tiles.Bc) == (Br, Bc)
+            spec = select_wgmma_backward_spec(tiles, d, SHARED["sm_90a"], **facts)
+            assert spec.shared_bytes == size
 
 
 BACKWARD_CASES = [

@@ -87,13 +87,15 @@ def _fa1_backward(request: Request) -> Steps:
     workspace: tuple[Buffer, ...] = ()
     if not request.dtype.sums_in_place:  # dQ between the passes
         workspace = (_sum("A", request.q_shape),)
-    if splits == 1 or request.dtype.sums_in_place:
-        launches: tuple[Launch, ...] = (Launch.of(kernel, grid, scale_log2="score_scale"),)
+    in_place = splits == 1 or request.dtype.sums_in_place
+    bound: dict[str, Argument] = {"scale_log2": "score_scale", **_boxes(request, tiles, in_place)}
+    if in_place:
+        launches: tuple[Launch, ...] = (Launch.of(kernel, grid, **bound),)
     else:
         sums = {"dK": "sum of dK", "dV": "sum of dV"}
         workspace += tuple(_sum(name, request.k_shape, zeroed=True) for name in sums.values())
         launches = (
-            Launch.of(kernel, grid, scale_log2="score_scale", **sums),
+            Launch.of(kernel, grid, **(bound | sums)),
             *(_rounding(request, A, out, 1.0, keys=True) for out, A in sums.items()),
         )
     how: dict[str, Any] = {"dbias": request.return_dbias, "query_splits": splits}
@@ -133,12 +135,17 @@ def _fa2_backward(request: Request) -> Steps:
     return Steps(tiles, tuple(launches), tuple(workspace), count, score_unit=LOG2E)
 
 
-def _boxes(request: Request, tiles: Tiles) -> dict[str, Argument]:
-    """What FA-2's backward kernel takes by boxes: nothing, or all matrices."""
+def _boxes(request: Request, tiles: Tiles, columns: bool = True) -> dict[str, Argument]:
+    """What a backward kernel takes by boxes: nothing; or all matrices, but FA-1's dQ; dK and dV if
+    ``columns``.
+    """
     if not UNITS[request.unit].copies_boxes:
         return {}
     rows = {"Q": tiles.Br, "dO": tiles.Br, "K": tiles.Bc, "V": tiles.Bc}
-    rows |= {"dK": GROUP_ROWS, "dV": GROUP_ROWS}
+    if columns:
+        rows |= {"dK": GROUP_ROWS, "dV": GROUP_ROWS}
+    if request.algorithm == "fa1":
+        return {name: Boxes(name, n) for name, n in (rows | {"O": tiles.Br}).items()}
     sums: dict[str, Argument] = {"A": Boxes("A", GROUP_ROWS, "float32")}
     return sums | {name: Boxes(name, n) for name, n in rows.items()}
 

@@ -233,7 +233,7 @@ class Mma(Unit):
 class Wgmma(Unit):
     """Hopper's tensor cores by ``wgmma`` and bulk copies, in 16 bits: compute capability 9.0 alone.
 
-    It has FlashAttention-2, backward by atomic adds alone, and FlashAttention-1's forward pass.
+    It has both algorithms, FlashAttention-2 backward by atomic adds alone.
     """
 
     name, title = "wgmma", "Hopper's tensor cores"
@@ -243,11 +243,12 @@ class Wgmma(Unit):
     copies_boxes = True
     measures = WGMMA_MEASURES
     staged = frozenset({("fa2", "fwd")})
-    splits_queries = frozenset({("fa1", "fwd")})
+    splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
     # What its kernels are compiled for beside plain attention, and their largest head dimension.
     features: Mapping[tuple[str, str], tuple[str, ...]] = {
         ("fa1", "fwd"): ("causal", "window", "softcap", "q_lens"),
         ("fa2", "fwd"): ("causal", "window", "softcap", "alibi", "q_lens", "kv_lens", "packed"),
+        ("fa1", "bwd"): ("causal", "window"),
         ("fa2", "bwd"): ("causal", "window"),
     }
     largest: Mapping[str, int] = {"fwd": 256, "bwd": 128}
@@ -315,11 +316,11 @@ class Wgmma(Unit):
         return facts | {"positive_scale": p.scale > 0.0, "grouped": p.group > 1}
 
     def backward(self, request: Request) -> tuple[Tiles, Spec]:
-        p = request.problem
+        p, facts = request.problem, self._facts(request)
         tiles = request.tiles or default_wgmma_backward_tiles(p.head_dim)
-        spec = select_wgmma_backward_spec(
-            tiles, p.head_dim, request.shared_limit, **self._facts(request)
-        )
+        facts["row_tiles"] = 3 if request.algorithm == "fa1" else 2
+        facts["splits_queries"] = request.query_splits > 1
+        spec = select_wgmma_backward_spec(tiles, p.head_dim, request.shared_limit, **facts)
         return replace(tiles, threads=spec.threads), spec
 
     def sweep(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:

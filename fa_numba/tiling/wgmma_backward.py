@@ -12,7 +12,9 @@ from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL, WgmmaSpec
 CONSUMERS = 2
 COLUMNS = CONSUMERS * GROUP_ROWS  # of a tile of S
 STAGES = 2  # row tiles in shared memory
-REGISTERS = (40, 232)  # of a thread that produces, and of one that consumes
+# Of a thread that produces, and of one that consumes; and where FlashAttention-1's consumers mask
+# rows of up to a panel whose heads share no K and V, and its producers do with fewer.
+REGISTERS, MORE_REGISTERS = (40, 232), (24, 240)
 # Registers of a consumer beside its parts of the tiles.
 _OTHERS = 32
 
@@ -25,10 +27,16 @@ class WgmmaBackwardSpec(Spec):
     S and dP stand transposed in registers: a thread (ty, tx) of a consumer is place ty of 4 in
     column tx of the tile, and has of it all of that place's rows. dQ needs all columns: dST is in
     shared memory, and each consumer makes 64 x 64 elements of dQ.
+
+    ``row_tiles`` counts the matrices with a row tile in shared memory: Q, dO and, for
+    FlashAttention-1, O. ``splits_queries``: several blocks add to one dK and dV.
     """
 
     dtype: str = "float16"
     positive_scale: bool = False
+    vector_adds: bool = True
+    row_tiles: int = 2
+    splits_queries: bool = False
 
     @property
     def consumers(self) -> int:
@@ -41,7 +49,9 @@ class WgmmaBackwardSpec(Spec):
     @property
     def registers(self) -> tuple[int, int]:
         """Of a thread that produces, and of one that consumes."""
-        return REGISTERS
+        masks = self.features.causal or self.features.window
+        small = self.row_tiles == 3 and self.panels == 1 and not self.grouped
+        return MORE_REGISTERS if small and masks else REGISTERS
 
     @property
     def panels(self) -> int:
@@ -92,8 +102,8 @@ class WgmmaBackwardSpec(Spec):
 
     @property
     def query_floats(self) -> int:
-        """Elements of a tile of dQ in shared memory."""
-        return CONSUMERS * GROUP_ROWS * PANEL
+        """Elements of a tile of dQ in shared memory, where FlashAttention-1's never is."""
+        return 0 if self.row_tiles == 3 else CONSUMERS * GROUP_ROWS * PANEL
 
     @property
     def p_registers(self) -> int:
@@ -103,7 +113,12 @@ class WgmmaBackwardSpec(Spec):
     @property
     def rounds_early(self) -> bool:
         """Whether registers hold P in 16 bits beside P and dP: dV's product begins before dS."""
-        return self.accumulators <= 216
+        return self.accumulators <= 216 and self.row_tiles == 2 and not self.late_exponents
+
+    @property
+    def late_exponents(self) -> bool:
+        """Whether P is computed of S with dS, few rows at a time: a cap's slope is one of S too."""
+        return self.features.softcap
 
     @property
     def part(self) -> WgmmaBackwardSpec:
@@ -131,10 +146,15 @@ class WgmmaBackwardSpec(Spec):
         rows, columns, scores = self.tile_halves
         at_q = 2 * columns
         at_do = at_q + STAGES * rows
-        at_ds = at_do + STAGES * rows
+        at_ds = at_q + self.row_tiles * STAGES * rows
         at_dq = (at_ds + 2 * scores) // 2
         at_l = at_dq + self.query_floats
         return at_q, at_do, at_ds, at_dq, at_l, (at_l + 2 * STAGES * self.Br) // 2
+
+    @property
+    def place_of_o(self) -> int:
+        """Where O begins, as ``places``, behind dO."""
+        return self.places[1] + STAGES * self.tile_halves[0]
 
     @property
     def barrier_places(self) -> tuple[int, ...]:
@@ -144,8 +164,16 @@ class WgmmaBackwardSpec(Spec):
         return 0, 1, 1 + STAGES, 1 + 2 * STAGES
 
     @property
+    def barrier_places_with_o(self) -> tuple[int, ...]:
+        """Behind these, with O: the first of a full place of O, of a full one of D, and of the
+        empty one of K and V.
+        """
+        first = 1 + 3 * STAGES
+        return first, first + STAGES, first + 2 * STAGES
+
+    @property
     def barriers(self) -> int:
-        return 1 + 3 * STAGES
+        return 1 + 3 * STAGES + (1 + 2 * STAGES if self.row_tiles == 3 else 0)
 
     @property
     def shared_bytes(self) -> int:

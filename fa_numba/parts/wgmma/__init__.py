@@ -1,11 +1,13 @@
 """The parts of the kernels on Hopper's tensor cores, and all of them by name: ``parts(spec)``."""
 
 from functools import cache
+from types import ModuleType
 
 from fa_numba.parts import gradients, heads, layout, rows, softmax, visits
 from fa_numba.parts.namespace import Parts
 from fa_numba.parts.wgmma import (
     backward,
+    passes,
     products,
     schedule,
     stages,
@@ -26,8 +28,11 @@ _MODULES = (
 def parts(spec):
     """The device functions of a kernel for ``spec``: ``p.NAME`` is ``make_NAME(spec)``, in a
     backward kernel that of ``backward.py`` where there is one, in FlashAttention-1's that of
-    ``state.py``.
+    ``passes.py`` before it, forward that of ``state.py``.
     """
-    own = (backward,) if isinstance(spec, WgmmaBackwardSpec) else ()
-    own = (state,) if isinstance(spec, WgmmaFa1Spec) else own
+    own: tuple[ModuleType, ...] = ()
+    if isinstance(spec, WgmmaBackwardSpec):
+        own = (passes, backward) if spec.row_tiles == 3 else (backward,)
+    elif isinstance(spec, WgmmaFa1Spec):
+        own = (state,)
     return Parts(spec, (*own, *_MODULES))
