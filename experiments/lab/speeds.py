@@ -44,7 +44,7 @@ from .workloads import HEAD_DIMS, SEQLENS, Inputs, fa2_setting
 PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 # Series that one pass alone has, and those whose run is another's where there is one split.
-_ONLY_IN = {SPLITS: "fwd", HOPPER_FA1: "fwd", HOPPER_SPLITS: "fwd", DETERMINISTIC: "bwd"}
+_ONLY_IN = {SPLITS: "fwd", DETERMINISTIC: "bwd"}
 UNSPLIT = {SPLITS: "fa1-simt", MMA_SPLITS: "fa1-mma", HOPPER_SPLITS: HOPPER_FA1}
 
 
