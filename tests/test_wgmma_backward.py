@@ -169,7 +169,7 @@ MUTANTS = {
     ),
     "dS is not swizzled": ("backward", " + 8 * (tx % 8)", "", {"values"}),
     "L's places": ("backward", "r % 8 // 2 * 4", "r % 8 // 2 * 2", {"values", *EARLY}),
-    "D is L": ("backward", "load4(sL, uint32(place + Br))", "load4(sL, place)", {"values"}),
+    "D is L": ("kernel", "uint32(at_L + Br), ty", "at_L, ty", {"values"}),
     "the other's part of dQ": (
         "backward", "rows, columns = columns, rows", "pass", {"values", "OutOfBounds"}
     ),

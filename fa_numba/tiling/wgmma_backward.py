@@ -113,12 +113,7 @@ class WgmmaBackwardSpec(Spec):
     @property
     def rounds_early(self) -> bool:
         """Whether registers hold P in 16 bits beside P and dP: dV's product begins before dS."""
-        return self.accumulators <= 216 and self.row_tiles == 2 and not self.late_exponents
-
-    @property
-    def late_exponents(self) -> bool:
-        """Whether P is computed of S with dS, few rows at a time: a cap's slope is one of S too."""
-        return self.features.softcap
+        return self.accumulators <= 216 and self.row_tiles == 2
 
     @property
     def part(self) -> WgmmaBackwardSpec:

@@ -150,7 +150,7 @@ def make_backward(spec):
                 # Alg. 4 line 20: dSij = Pij o (dPij - Di)
                 p.wait_scores(rdP, EARLY)
                 wait_mbarrier(bars, uint32(FULL_D + stage), parity)
-                p.score_gradients(rdS, rP, rdP, rS, scale_log2, sL, at_L, ty, options)
+                p.score_gradients(rdS, rP, rdP, rS, sL, uint32(at_L + Br), ty)
                 if not EARLY:
                     p.begin_columns(rdV, rP, sdO, at)
                 # Alg. 4 line 22: dKj += dSijT Qi

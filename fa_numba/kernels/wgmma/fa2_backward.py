@@ -112,7 +112,7 @@ def make_backward(spec, atomic=True):
                 p.begin_columns(rdV, rP, sdO, at)
             # Alg. 2 line 14: dSij = Pij o (dPij - Di)
             p.wait_scores(rdP, EARLY)
-            p.score_gradients(rdS, rP, rdP, rS, scale_log2, sL, at_L, ty, options)
+            p.score_gradients(rdS, rP, rdP, rS, sL, uint32(at_L + Br), ty)
             if not EARLY:
                 p.begin_columns(rdV, rP, sdO, at)
             # Alg. 2 line 16: dKj += dSijT Qi

@@ -6,7 +6,7 @@ from functools import cache
 
 from fa_numba.device import cuda, device_function, float32, uint32
 from fa_numba.dtypes import DTYPES
-from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, anew, exp2, maximum
+from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, anew, exp2
 from fa_numba.intrinsics.barriers import sync_named
 from fa_numba.intrinsics.bulk_copy import (
     add_box,
@@ -164,70 +164,43 @@ def make_scale_and_mask(spec):
 
 @cache
 def make_softmax_from_lse(spec):
-    """``softmax_from_lse(rS, scale, sL, at, ty)``: ST to PT = exp(ST - L), as in ``softmax``;
-    unless that is left to ``score_gradients``.
-    """
-    TM, TN, folds, late = spec.TM, spec.TN, spec.folds_scale, spec.late_exponents
+    """``softmax_from_lse(rS, scale, sL, at, ty)``: ST to PT = exp(ST - L), as in ``softmax``."""
+    TM, TN, folds = spec.TM, spec.TN, spec.folds_scale
 
     @device_function
     def softmax_from_lse(rS, scale, sL, at, ty):
-        if not late:
-            for m in range(TM // 4):
-                shifts = load4(sL, uint32(at + 16 * m + 4 * ty))
-                for n in range(4):
-                    for j in range(TN):
-                        s = rS[j * TM + 4 * m + n]
-                        if folds:
-                            s = s * scale
-                        rS[j * TM + 4 * m + n] = exp2(s - shifts[n])
+        for m in range(TM // 4):
+            shifts = load4(sL, uint32(at + 16 * m + 4 * ty))
+            for n in range(4):
+                for j in range(TN):
+                    s = rS[j * TM + 4 * m + n]
+                    if folds:
+                        s = s * scale
+                    rS[j * TM + 4 * m + n] = exp2(s - shifts[n])
 
     return softmax_from_lse
 
 
 @cache
 def make_score_gradients(spec):
-    """``score_gradients(rdS, rP, rdP, rS, scale, sL, at, ty, options)``: dST = PT o (dPT - D) in 16
-    bits, of PT in rS, or ST, and times the cap's slope; and PT in 16 bits, unless it was rounded
-    early.
+    """``score_gradients(rdS, rP, rdP, rS, sD, at, ty)``: dST = PT o (dPT - D) in 16 bits, of PT in
+    rS; and PT in 16 bits, unless it was rounded early.
 
     By few rows at a time: what was rounded leaves its registers to others.
     """
-    TM, TN, Br, early, late = spec.TM, spec.TN, spec.Br, spec.rounds_early, spec.late_exponents
-    folds, softcap = spec.folds_scale, spec.features.softcap
+    TM, TN, late = spec.TM, spec.TN, not spec.rounds_early
     pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
 
     @device_function
-    def probability(s, shift, scale):
-        if late:
-            if folds:
-                s = s * scale
-            return exp2(s - shift)
-        return s
-
-    @device_function
-    def slope(s, inverse_cap):
-        # -inf where the score is masked: P is 0 there.
-        t = maximum(s * inverse_cap, float32(-1.0))
-        return float32(1.0) - t * t
-
-    @device_function
-    def score_gradients(rdS, rP, rdP, rS, scale, sL, at, ty, options):
-        if softcap:
-            inverse_cap = float32(1.0) / options.softcap
+    def score_gradients(rdS, rP, rdP, rS, sD, at, ty):
         for m in range(TM // 4):
-            place = uint32(at + 16 * m + 4 * ty)
-            shifts, dots = load4(sL, place), load4(sL, uint32(place + Br))
+            dots = load4(sD, uint32(at + 16 * m + 4 * ty))
             for j in range(TN):
                 for n in range(0, 4, 2):
                     e = j * TM + 4 * m + n
-                    p0 = probability(rS[e], shifts[n], scale)
-                    p1 = probability(rS[e + 1], shifts[n + 1], scale)
-                    ds0, ds1 = p0 * (rdP[e] - dots[n]), p1 * (rdP[e + 1] - dots[n + 1])
-                    if softcap:
-                        ds0 *= slope(rS[e], inverse_cap)
-                        ds1 *= slope(rS[e + 1], inverse_cap)
-                    rdS[e // 2] = pack(ds0, ds1)
-                    if not early:
+                    p0, p1 = rS[e], rS[e + 1]
+                    rdS[e // 2] = pack(p0 * (rdP[e] - dots[n]), p1 * (rdP[e + 1] - dots[n + 1]))
+                    if late:
                         rP[e // 2] = pack(p0, p1)
 
     return score_gradients
