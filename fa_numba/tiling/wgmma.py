@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from fa_numba.integers import ceil_div
 from fa_numba.options import PLAIN, Features
@@ -164,12 +165,16 @@ class WgmmaSpec(Spec):
         return 1
 
 
-def select_wgmma_spec(tiles: Tiles, head_dim: int, shared_limit: int, **facts: object) -> WgmmaSpec:
-    """The specialisation on Hopper's tensor cores for ``tiles``, with the fields ``facts`` beside
-    the sizes; ``shared_limit`` in bytes a block. Two tiles of Q are in memory where they fit.
+_Specialised = TypeVar("_Specialised", bound=WgmmaSpec)
+
+
+def within_registers(
+    kind: type[_Specialised], tiles: Tiles, head_dim: int, **facts: object
+) -> _Specialised:
+    """The specialisation of a ``kind`` for ``tiles``, with the fields ``facts`` beside the sizes.
 
     Raises ValueError for other rows than 64, 128 or 192, columns that are no multiple of 16 up to
-    256, another number of threads, and what does not fit memory or registers.
+    256, another number of threads, and what does not fit registers.
     """
     allowed = [GROUP_ROWS * n for n in REGISTERS]
     if tiles.Br not in allowed or tiles.Bc % 16 or tiles.Bc > 256:
@@ -177,7 +182,7 @@ def select_wgmma_spec(tiles: Tiles, head_dim: int, shared_limit: int, **facts: o
             f"tiles: Br={tiles.Br}, Bc={tiles.Bc} on Hopper's tensor cores: allowed are "
             f"{', '.join(map(str, allowed))} rows and a multiple of 16 columns up to 256"
         )
-    spec = WgmmaSpec(head_dim, tiles.Br, tiles.Bc, 4, tiles.Br // 2, stages=tiles.stages, **facts)  # type: ignore[arg-type]
+    spec = kind(head_dim, tiles.Br, tiles.Bc, 4, tiles.Br // 2, **facts)  # type: ignore[arg-type]
     if tiles.threads not in (None, spec.threads):
         raise ValueError(
             f"tiles: threads={tiles.threads} does not fit Br={tiles.Br} on Hopper's tensor cores: "
@@ -188,6 +193,16 @@ def select_wgmma_spec(tiles: Tiles, head_dim: int, shared_limit: int, **facts: o
             f"tiles: Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} leaves a thread's parts "
             "of S, P and O no registers; take smaller blocks"
         )
+    return spec
+
+
+def select_wgmma_spec(tiles: Tiles, head_dim: int, shared_limit: int, **facts: object) -> WgmmaSpec:
+    """The specialisation on Hopper's tensor cores for ``tiles``, with the fields ``facts`` beside
+    the sizes; ``shared_limit`` in bytes a block. Two tiles of Q are in memory where they fit.
+
+    Raises ValueError as ``within_registers`` does, and for what does not fit memory.
+    """
+    spec = within_registers(WgmmaSpec, tiles, head_dim, stages=tiles.stages, **facts)
     if spec.shared_bytes > shared_limit:
         spec = replace(spec, q_stages=1)
     if spec.shared_bytes > shared_limit:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fa_numba.integers import ceil_div
 from fa_numba.options import PLAIN, Features
 from fa_numba.tiling.tiles import Tiles
-from fa_numba.tiling.wgmma import GROUP_ROWS, WgmmaSpec
+from fa_numba.tiling.wgmma import WgmmaSpec, within_registers
 
 FLOAT_PANEL = 32  # columns of float32 in 128 bytes
 # By the number of consumers: registers of a thread that produces, and of one that consumes.
@@ -87,26 +87,9 @@ def select_wgmma_fa1_spec(
     """The specialisation of FlashAttention-1's forward kernel on Hopper's tensor cores for
     ``tiles``, with the fields ``facts`` beside the sizes; ``shared_limit`` in bytes a block.
 
-    Raises ValueError for other rows than 64, 128 or 192, columns that are no multiple of 16 up to
-    256, another number of threads, and what does not fit registers or shared memory.
+    Raises ValueError as ``within_registers`` does, and for what does not fit shared memory.
     """
-    allowed = [GROUP_ROWS * n for n in REGISTERS]
-    if tiles.Br not in allowed or tiles.Bc % 16 or tiles.Bc > 256:
-        raise ValueError(
-            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} on Hopper's tensor cores: allowed are "
-            f"{', '.join(map(str, allowed))} rows and a multiple of 16 columns up to 256"
-        )
-    spec = WgmmaFa1Spec(head_dim, tiles.Br, tiles.Bc, 4, tiles.Br // 2, **facts)  # type: ignore[arg-type]
-    if tiles.threads not in (None, spec.threads):
-        raise ValueError(
-            f"tiles: threads={tiles.threads} does not fit Br={tiles.Br} on Hopper's tensor cores: "
-            f"allowed is {spec.threads}"
-        )
-    if not spec.fits_registers:
-        raise ValueError(
-            f"tiles: Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} leaves a thread's parts "
-            "of S, P and O no registers; take smaller blocks"
-        )
+    spec = within_registers(WgmmaFa1Spec, tiles, head_dim, **facts)
     for stages, q_stages in _PLACES:
         spec = replace(spec, stages=stages, q_stages=q_stages)
         if spec.shared_bytes <= shared_limit:
