@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fa_numba import emulator
-from fa_numba.device import TiledArray, cuda, float32, uint32
+from fa_numba.device import WRAPS, TiledArray, cuda, float32, uint32
 from fa_numba.emulator import (
     BarrierMisuse,
     Boxed,
@@ -470,8 +470,8 @@ def test_a_place_that_is_filled_too_early(wrong, error, message):
 # --- boxes to global memory ------------------------------------------------------------------
 
 
-def _make_load_5d(place):
-    a, b, c, d, e = place
+def _make_load_at(place):
+    a, b, c, d = place[:4]
 
     def kernel(X, Y, rows):
         sX = half_tile(0, 64 * COLUMNS)
@@ -483,7 +483,10 @@ def _make_load_5d(place):
         cuda.syncthreads()
         if t == 0:
             expect_bytes(bars, 0, 2 * rows * COLUMNS)
-            load_box_5d(sX, 0, X, a, b, c, d, e, bars, 0)
+            if len(place) == 4:
+                load_box(sX, 0, X, a, b, c, d, bars, 0)
+            else:
+                load_box_5d(sX, 0, X, a, b, c, d, place[4], bars, 0)
         wait_mbarrier(bars, 0, 0)
         for n in range(t, rows * COLUMNS, cuda.blockDim.x):
             Y[n] = sX[n]
@@ -491,8 +494,8 @@ def _make_load_5d(place):
     return kernel
 
 
-def _make_store_5d(place):
-    a, b, c, d, e = place
+def _make_store_at(place):
+    a, b, c, d = place[:4]
 
     def kernel(X, Y, rows):
         sX = half_tile(0, 64 * COLUMNS)
@@ -503,7 +506,10 @@ def _make_store_5d(place):
         fence_async_proxy()
         cuda.syncthreads()
         if t == 0:
-            store_box_5d(Y, a, b, c, d, e, sX, 0)
+            if len(place) == 4:
+                store_box(Y, a, b, c, d, sX, 0)
+            else:
+                store_box_5d(Y, a, b, c, d, place[4], sX, 0)
             commit_boxes()
             wait_boxes_read()
 
@@ -536,21 +542,23 @@ def test_boxes_end_with_a_sequence_and_have_rows_of_several_heads(
 ):
     """Zeros come for what the sequence has not, and nothing is written there."""
     rows, x = 32, bits(4, 100, 72)
-    where = end, group, row + 100 - (end - first)
-    place = (0, end, group, where[2], col) if heads == 1 else (*where, 0, col)
+    X = TiledArray(x[None], rows, "float16", heads, ends=True)
+    _, of_head, of_row = X.layout.steps
+    place = (WRAPS, of_head * group + of_row * end, row + WRAPS - (end - first))
+    place = (*place, col) if heads == 1 else (*place, 0, col)
     wanted = np.zeros((rows, COLUMNS), np.uint16)
     box = _of_sequences(x, heads, first, end, row, group, col, rows)
     for r, values in enumerate(box):
         if values is not None:
             wanted[r, : len(values)] = values
-    boxed = Boxed(x[None], rows, TiledArray(x[None], rows, "float16", heads, ends=True).layout)
+    boxed = Boxed(x[None], rows, X.layout)
     y = np.zeros(rows * COLUMNS, np.uint16)
-    counts = launch(_make_load_5d(place), 64, boxed, y, rows)
+    counts = launch(_make_load_at(place), 64, boxed, y, rows)
     assert (unswizzled(y, rows) == wanted).all()
     assert counts.loads["X"] == np.count_nonzero(wanted)
     z, given = np.zeros_like(x), bits(rows, COLUMNS, seed=1)
     layout = TiledArray(z[None], rows, "float16", heads, ends=True).layout
-    counts = launch(_make_store_5d(place), 64, given, Boxed(z[None], rows, layout), rows)
+    counts = launch(_make_store_at(place), 64, given, Boxed(z[None], rows, layout), rows)
     back = _of_sequences(z, heads, first, end, row, group, col, rows)
     for values, stored in zip(given, back, strict=True):
         assert stored is None or (stored == values[: len(stored)]).all()
@@ -561,7 +569,7 @@ def test_boxes_with_rows_of_several_heads_of_a_batch_entry():
     rows, x = 16, bits(2, 6, 10, 64)
     layout = TiledArray(x, rows, "float16", heads=2).layout
     y = np.zeros(rows * COLUMNS, np.uint16)
-    launch(_make_load_5d((1, 2, 4, 0, 0)), 64, Boxed(x, rows, layout), y, rows)
+    launch(_make_load_at((1, 2, 4, 0, 0)), 64, Boxed(x, rows, layout), y, rows)
     wanted = np.zeros((rows, COLUMNS), np.uint16)
     wanted[:12] = x[1, 4:, 4:].transpose(1, 0, 2).reshape(12, 64)
     assert (unswizzled(y, rows) == wanted).all()
@@ -569,11 +577,12 @@ def test_boxes_with_rows_of_several_heads_of_a_batch_entry():
 
 def test_boxes_that_a_map_has_not():
     x, y = bits(1, 2, 40, 64), np.zeros(8 * COLUMNS, np.uint16)
-    found = caught(EmulatorError, _make_load_5d((0, 0, 0, 0, 0)), 32, Boxed(x, 8), y, 8)
+    found = caught(EmulatorError, _make_load_at((0, 0, 0, 0, 0)), 32, Boxed(x, 8), y, 8)
     assert "of a map with 4 axes" in str(found)
     # A row of the sequence that would lie before the array.
     layout = TiledArray(x, 8, "float16", ends=True).layout
-    found = caught(OutOfBounds, _make_load_5d((0, 5, 0, 30, 0)), 32, Boxed(x, 8, layout), y, 8)
+    kernel = _make_load_at((WRAPS, 5, WRAPS - 10, 0))
+    found = caught(OutOfBounds, kernel, 32, Boxed(x, 8, layout), y, 8)
     assert "leaves the array's memory" in str(found)
 
 

@@ -491,13 +491,13 @@ def test_a_planted_fault_is_found(name):
 
 
 OF_SEQUENCES = [
-    ("tile_load", "uint32(row0 + uint32(T.shape[2]) - N)", "row0", 0),
+    ("tile_load", "uint32(row0 + uint32(WRAPS) - N)", "row0", 0),
     ("tile_load", "query_end(b, Nq, options)", "Nq", 0),
     ("tile_load", "key_end(b, Nk, options)", "Nk", 0),
-    ("tile_load", "batch = uint32(0)", "pass", 0),
+    ("tile_load", "h * uint32(of_head) + ", "", 0),
     ("tile_load", "uint32(first + r * step)", "first", 0),
-    ("stores", "uint32(row0 + uint32(O.shape[2]) - Nq)", "row0", 0),
-    ("stores", "query_end(b, Nq, options), row0", "Nq, row0", 0),
+    ("stores", "uint32(row0 + uint32(WRAPS) - Nq)", "row0", 0),
+    ("stores", "query_end(b, Nq, options))", "Nq)", 0),
     ("stores", "            rows_end = Nq\n", "            pass\n", 0),
     ("schedule", "+ sequences)", ")", 0),
     ("schedule", "+ middle)", ")", 0),
@@ -513,11 +513,11 @@ def test_a_fault_in_the_places_of_sequences_is_found(change):
 
 
 OF_SHARED_HEADS = [
-    ("tile_load", "T, end, h, row, 0, PANEL * n", "T, end, h, row, 1, PANEL * n", "packed"),
-    ("tile_load", "T, batch, h, row, 0, PANEL * n", "T, batch, h, row, 1, PANEL * n", ""),
+    ("tile_load", "which, row, 0, PANEL * n", "which, row, 1, PANEL * n", "packed"),
+    ("tile_load", "which, row, 0, PANEL * n", "which, row, 1, PANEL * n", ""),
     ("tile_load", "box // heads", "box", ""),
-    ("stores", "O, end, h, row, 0, PANEL * n", "O, end, h, row, 1, PANEL * n", "packed"),
-    ("stores", "O, b, h, row, 0, PANEL * n", "O, b, h, row, 1, PANEL * n", ""),
+    ("stores", "which, row, 0, PANEL * n", "which, row, 1, PANEL * n", "packed"),
+    ("stores", "which, row, 0, PANEL * n", "which, row, 1, PANEL * n", ""),
     ("stores", "row0 + place // uint32(heads)", "row0 + place % uint32(heads)", ""),
     ("stores", "+ place % uint32(heads)", "+ place // uint32(heads)", ""),
     ("stores", "uint32(h * heads)", "h", ""),

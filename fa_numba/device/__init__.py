@@ -59,7 +59,7 @@ from fa_numba.device.select import (
     using,
     why_no_gpu,
 )
-from fa_numba.device.tensor_map import TiledArray, tiled_type
+from fa_numba.device.tensor_map import WRAPS, TiledArray, tiled_type
 from fa_numba.device.timing import profile_start, profile_stop, time_ms
 
 __all__ = [
@@ -70,6 +70,7 @@ __all__ = [
     "LaunchRecord",
     "MemoryTrace",
     "TiledArray",
+    "WRAPS",
     "argument",
     "array_type",
     "assembled",

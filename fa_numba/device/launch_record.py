@@ -148,13 +148,12 @@ class LaunchRecord:
             return tuple(word for t, x in pairs for word in self._words(t, x))
         if isinstance(value, TiledArray):
             array = value.array
-            begin = array.pointer + value.layout.begin
-            tensor_map = encoded(value, begin if array.slot is None else _ANYWHERE)
+            tensor_map = encoded(value, array.pointer if array.slot is None else _ANYWHERE)
             self._used.append(tensor_map)
             if array.slot is not None:
-                self._maps.append((array.slot, begin, tensor_map))
+                self._maps.append((array.slot, array.pointer, tensor_map))
             held = (ctypes.c_uint64 * (MAP_BYTES // 8)).from_address(int(tensor_map.getPtr()))
-            return (held, *map(ctypes.c_int64, array.shape))
+            return (held, *map(ctypes.c_int64, (*array.shape, *value.layout.steps)))
         if isinstance(value, DeviceArray):
             head = (0, 0, math.prod(value.shape), value.itemsize)
             words = map(ctypes.c_int64, (*head, *value.shape, *value.strides))

@@ -7,7 +7,9 @@ CUDA Driver API, "Tensor Map Object Management"; PTX ISA, "Tensors".
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 from cuda.bindings import driver
@@ -18,7 +20,7 @@ from numba.core.datamodel import PrimitiveModel, StructModel
 from numba.cuda.extending import make_attribute_wrapper, register_model
 
 from fa_numba.dtypes import DTYPES
-from fa_numba.emulator import BoxLayout
+from fa_numba.emulator import WRAPS, BoxLayout
 
 MAP_BYTES = 128
 ROW_BYTES = 128  # of a box, which the engine swizzles
@@ -36,11 +38,13 @@ class MapType(types.Type):
 
 
 class TiledType(types.Type):
-    """An array that a kernel reads and writes by boxes; ``shape`` is the array's."""
+    """An array that a kernel reads and writes by boxes; ``shape`` is the array's, ``steps``, where
+    its map has ``ends``, those of ``TiledArray``.
+    """
 
-    def __init__(self, ndim: int) -> None:
-        self.ndim = ndim
-        super().__init__(name=f"Tiled({ndim})")
+    def __init__(self, ndim: int, ends: bool) -> None:
+        self.ndim, self.ends = ndim, ends
+        super().__init__(name=f"Tiled({ndim}{', ends' if ends else ''})")
 
 
 @register_model(MapType)
@@ -69,15 +73,18 @@ class MapModel(PrimitiveModel):
 class TiledModel(StructModel):
     def __init__(self, manager: Any, ty: TiledType) -> None:
         members = [("map", MapType()), ("shape", types.UniTuple(types.int64, ty.ndim))]
+        if ty.ends:
+            members.append(("steps", types.UniTuple(types.int64, ty.ndim - 1)))
         super().__init__(manager, ty, members)
 
 
 make_attribute_wrapper(TiledType, "shape", "shape")
+make_attribute_wrapper(TiledType, "steps", "steps")
 
 
-def tiled_type(ndim: int) -> TiledType:
+def tiled_type(ndim: int, ends: bool = False) -> TiledType:
     """Numba's type of an array with ``ndim`` axes that a kernel takes by boxes."""
-    return TiledType(ndim)
+    return TiledType(ndim, ends)
 
 
 @dataclass(frozen=True)
@@ -87,15 +94,17 @@ class TiledArray:
 
     The axes of its map, from the outermost on:
 
-        a box's rows are of one head       batch,      head, row,         column
-        ``heads`` n above 1: of n heads    batch,      head, row, member, column
-        ``ends``                           batch, end, head, row,         column
-        both, of a single batch entry             end, head, row, member, column
+        a box's rows are of one head       batch, head, row,         column
+        ``heads`` n above 1: of n heads    batch, head, row, member, column
+        ``ends``                           back,  end,  row,         column
+        both                               back,  end,  row, member, column
 
     With n heads the axis of heads counts groups of n, and the box has rows // n rows of each of its
     members, row after row. With ``ends`` rows are counted from the end of a sequence: row r of one
-    whose rows end before row e of the array is row r + (rows of the array) - (rows of the sequence)
-    at end e. What is not a row of the sequence is then outside of the map: zeros, and not written.
+    of N rows that ends before row e of (batch b, head h) is row r + ``WRAPS`` - N at the end
+    b steps[0] + h steps[1] + e steps[2]. What is not a row of the sequence is then outside of the
+    map: zeros, and not written. At ``WRAPS`` the axis back goes so many rows back, since addresses
+    wrap around at 2^64: a map may not begin before the memory of the array.
     """
 
     array: Any
@@ -115,15 +124,23 @@ class TiledArray:
         if self.heads > 1:
             shape, strides, box = [*shape, self.heads], [*strides, of_head], [*box, self.heads]
         shape, strides = [heads // self.heads, *shape], [of_head * self.heads, *strides]
+        shape, strides = [batches, *shape], [of_batch, *strides]
+        steps: tuple[int, ...] = ()
         if self.ends:
-            # An end and a row have one stride: together they are a row past the array's.
-            shape, strides = [rows + 1, *shape], [of_row, *strides]
-        if not (self.ends and self.heads > 1):
-            shape, strides = [batches, *shape], [of_batch, *strides]
-        outer = [1] * (len(shape) - len(box))
-        begin = -rows * of_row if self.ends else 0
-        box = [*outer, *box, ROW_BYTES // DTYPES[self.dtype].bytes]
-        return BoxLayout((*shape, columns), (*strides, of_column), tuple(box), begin)
+            most = batches - 1, shape[1] - 1, rows
+            # A sequence of a single batch entry, packed, has its number for b: no step.
+            moves = of_batch if batches > 1 else 0, strides[1], of_row
+            step = gcd(*moves)
+            steps = tuple(move // step for move in moves)
+            ends = 1 + sum(map(operator.mul, most, steps))
+            if ends > WRAPS:
+                raise ValueError(
+                    f"an array of shape {self.array.shape} and strides {self.array.strides} has "
+                    f"{ends} places of {step} bytes, allowed: at most {WRAPS}"
+                )
+            shape[:3], strides[:2] = [2 * WRAPS, ends, WRAPS], [(1 << 34) - of_row, step]
+        box = [1, 1, *box, ROW_BYTES // DTYPES[self.dtype].bytes]
+        return BoxLayout((*shape, columns), (*strides, of_column), tuple(box), steps)
 
 
 _DTYPES = {

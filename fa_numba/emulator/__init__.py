@@ -19,7 +19,7 @@ by the loops of `async_checks.py`. `trace.py` notes which tile moves when, `prog
 far a long launch is.
 """
 
-from .boxed_arrays import Boxed, BoxLayout
+from .boxed_arrays import WRAPS, Boxed, BoxLayout
 from .context import Context, current
 from .counts import Access, Counts, Traffic
 from .errors import (
@@ -66,6 +66,7 @@ __all__ = [
     "TileAccess",
     "Traffic",
     "UninitialisedRead",
+    "WRAPS",
     "current",
     "launch",
     "rebind",

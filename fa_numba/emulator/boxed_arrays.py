@@ -18,17 +18,19 @@ if TYPE_CHECKING:
 ROW_BYTES = 128  # of a box, and of a panel of an operand
 CHUNK = 16  # bytes, which the swizzle moves
 MOST_ROWS = 256
+WRAPS = 1 << 30  # this place of an axis whose stride is 2^34 less n is this many times n back
+ADDRESSES = 1 << 64
 
 
 class BoxLayout(NamedTuple):
     """The axes of an array's map, from the outermost on: how many places each has, the bytes from
-    one to the next, and how many of them a box has; and where it begins, in bytes from the array.
+    one to the next, and how many of them a box has; and what a kernel is told of them.
     """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
-    begin: int = 0
+    steps: tuple[int, ...] = ()
 
 
 class Boxed:
@@ -61,13 +63,13 @@ class Boxed:
 class BoxedArray:
     """The same as a kernel sees it."""
 
-    __slots__ = ("array", "layout", "rows", "columns", "shape", "_steps")
+    __slots__ = ("array", "layout", "rows", "columns", "shape", "steps")
 
     def __init__(self, array: GlobalArray, layout: BoxLayout) -> None:
         self.array, self.layout, self.shape = array, layout, array.shape
         *outer, self.columns = layout.box
         self.rows = prod(outer)
-        self._steps = tuple(s // array.itemsize for s in layout.strides)
+        self.steps = layout.steps
 
     def inside(
         self, ctx: Boxes, place: tuple[int, ...], lane: int
@@ -79,22 +81,24 @@ class BoxedArray:
         if len(place) != len(layout.shape):
             text = f"a box at {place} of a map with {len(layout.shape)} axes"
             raise ctx.fault(EmulatorError, text, self.array.name, lane)
-        rows = np.zeros(1, np.int64)
-        first = rows + (self.array._offset + layout.begin // self.array.itemsize)
-        columns = slice(0, 0)
-        axes = zip(place, layout.box, layout.shape, self._steps, strict=True)
-        for axis, (at, size, count, step) in enumerate(axes, 1 - len(place)):
+        itemsize = self.array.itemsize
+        rows = first = np.zeros(1, np.int64)
+        columns, begin = slice(0, 0), self.array._offset * itemsize
+        axes = zip(place, layout.box, layout.shape, layout.strides, strict=True)
+        for axis, (at, size, count, stride) in enumerate(axes, 1 - len(place)):
             part = slice(max(0, -at), max(0, -at, min(size, count - at)))
             if part.stop <= part.start:
                 return rows[:0], slice(0, 0), rows[:0]
+            begin += (at + part.start) * stride
             if axis == 0:
-                columns, first = part, first + (at + part.start)
-            elif size == 1:
-                first = first + at * step
-            else:
+                columns = part
+            elif size > 1:
                 along = np.arange(part.start, part.stop)
                 rows = (rows[:, None] * size + along).reshape(-1)
-                first = (first[:, None] + (at + along) * step).reshape(-1)
+                along = (along - part.start) * (stride // itemsize)
+                first = (first[:, None] + along).reshape(-1)
+        begin = (begin + ADDRESSES // 2) % ADDRESSES - ADDRESSES // 2
+        first = first + begin // itemsize
         last = first + (columns.stop - columns.start - 1)
         if first.min() < 0 or last.max() >= self.array.span:
             text = f"a box at {place} of the map of {self.array.name} leaves the array's memory"

@@ -182,7 +182,9 @@ def make_forward(spec):
             take_registers(MANY)
             consume(sQ, sK, sV, sN, bars, Q, K, O, L, tiles, scale, options)
 
-    arrays = (*[tiled_type(4)] * 4, array_type(3), array_type(1, types.int32))
+    keys, ends = tiled_type(4, spec.key_ends), (spec.query_ends, spec.features.packed)
+    Q, O = (tiled_type(4, end) for end in ends)
+    arrays = (Q, keys, keys, O, array_type(3), array_type(1, types.int32))
     scalars = (types.float32, types.int32)
     arguments = (*arrays, *scalars, spec.features.argument_type)
     return Kernel(fa2_forward, arguments, spec.threads, spec.shared_bytes, spec.min_blocks)

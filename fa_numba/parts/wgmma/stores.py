@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from fa_numba.device import device_function, uint32
+from fa_numba.device import WRAPS, device_function, uint32
 from fa_numba.dtypes import DTYPES
 from fa_numba.intrinsics.bulk_copy import (
     commit_boxes,
@@ -15,6 +15,7 @@ from fa_numba.intrinsics.matrix import CONVERSIONS
 from fa_numba.intrinsics.shared import store2
 from fa_numba.parts.heads import make_query_end, make_query_rows
 from fa_numba.parts.rows import make_write_values
+from fa_numba.parts.wgmma.tile_load import end_of
 from fa_numba.parts.wgmma.turns import make_meet
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
 
@@ -53,23 +54,22 @@ def make_write_queries(spec):
 
         return write_all
     Br, panels, round_rows = spec.Br, spec.panels, _make_round_rows(spec)
-    query_end, both = make_query_end(spec), packed and members
+    query_end = make_query_end(spec)
 
     @device_function
     def write_queries(rO, sQ, at, O, w, row0, Nq, b, h, options, ty, tx):
         own = round_rows(rO, sQ, at, w, ty, tx)
         if ty == uint32(0) and tx == uint32(0):
-            end, row = query_end(b, Nq, options), row0
+            outer, which, row = b, h, row0
             if packed:
-                row = uint32(row0 + uint32(O.shape[2]) - Nq)
+                outer, which = uint32(WRAPS), end_of(O, b, h, query_end(b, Nq, options))
+                row = uint32(row0 + uint32(WRAPS) - Nq)
             for n in range(panels):
                 place = uint32(own + PANEL * Br * n)
-                if both:
-                    store_box_5d(O, end, h, row, 0, PANEL * n, sQ, place)
-                elif members:
-                    store_box_5d(O, b, h, row, 0, PANEL * n, sQ, place)
+                if members:
+                    store_box_5d(O, outer, which, row, 0, PANEL * n, sQ, place)
                 else:
-                    store_box_5d(O, 0, end, h, row, PANEL * n, sQ, place)
+                    store_box(O, outer, which, row, PANEL * n, sQ, place)
             commit_boxes()
             wait_boxes_read()
 

@@ -1,12 +1,12 @@
 """Tiles from global to shared memory: a box for each 64 columns, zeros beyond the array.
 
-Where sequences end within an array, or heads share a tile, the array's map has an axis more
+Where sequences end within an array, or heads share a tile, the array's map has other axes
 (``TiledArray``).
 """
 
 from functools import cache
 
-from fa_numba.device import device_function, uint32
+from fa_numba.device import WRAPS, device_function, uint32
 from fa_numba.intrinsics.bulk_copy import load_box, load_box_5d
 from fa_numba.intrinsics.mbarrier import expect_bytes
 from fa_numba.parts.heads import make_key_end, make_query_end
@@ -75,7 +75,7 @@ def _load_to_end(spec, rows, box, ends, heads):
     """The load of a tile of a sequence of N rows that ends at ``end``, in one of the layouts of
     ``TiledArray``.
     """
-    panels, packed = spec.panels, spec.features.packed
+    panels = spec.panels
     if not ends and heads == 1:
         plain = load_of(rows, box, panels)
 
@@ -85,24 +85,27 @@ def _load_to_end(spec, rows, box, ends, heads):
 
         return load_all
     size, step, members = 2 * PANEL * panels * rows, box // heads, heads > 1
-    of_packed = ends and members
 
     @device_function
     def load(sT, at, T, b, end, h, row0, N, bars, barrier):
         expect_bytes(bars, barrier, size)
-        first, batch = row0, b
+        outer, which, first = b, h, row0
         if ends:
-            first = uint32(row0 + uint32(T.shape[2]) - N)
-        if packed:
-            batch = uint32(0)
+            outer, which = uint32(WRAPS), end_of(T, b, h, end)
+            first = uint32(row0 + uint32(WRAPS) - N)
         for n in range(panels):
             for r in range(rows // box):
                 place, row = uint32(at + PANEL * (n * rows + r * box)), uint32(first + r * step)
-                if of_packed:
-                    load_box_5d(sT, place, T, end, h, row, 0, PANEL * n, bars, barrier)
-                elif members:
-                    load_box_5d(sT, place, T, batch, h, row, 0, PANEL * n, bars, barrier)
+                if members:
+                    load_box_5d(sT, place, T, outer, which, row, 0, PANEL * n, bars, barrier)
                 else:
-                    load_box_5d(sT, place, T, batch, end, h, row, PANEL * n, bars, barrier)
+                    load_box(sT, place, T, outer, which, row, PANEL * n, bars, barrier)
 
     return load
+
+
+@device_function
+def end_of(T, b, h, end):
+    """The place on the axis of ends of T's map (``TiledArray``)."""
+    of_batch, of_head, of_row = T.steps
+    return uint32(b * uint32(of_batch) + h * uint32(of_head) + end * uint32(of_row))
