@@ -44,6 +44,26 @@ def as_size(name: str, value: Any, axis: bool = True) -> int:
     return size
 
 
+MAX_KV_SPLITS = 256  # warps of eight read l and m of all splits of a row at once
+
+
+def as_kv_splits(value: Any) -> int | str:
+    """`value` as an int from 1 to MAX_KV_SPLITS, or "auto"; else a TypeError or ValueError."""
+    if isinstance(value, str) and value == "auto":
+        return value
+    allowed = f"allowed is an integer from 1 to {MAX_KV_SPLITS}, or 'auto'"
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        splits = operator.index(value)
+    except TypeError:
+        wrong = ValueError if isinstance(value, str) else TypeError
+        raise wrong(f"kv_splits is {value!r}: {allowed}") from None
+    if not 1 <= splits <= MAX_KV_SPLITS:
+        raise ValueError(f"kv_splits is {splits}: {allowed}")
+    return splits
+
+
 def as_flag(name: str, value: Any) -> bool:
     """`value` as a bool, of Python or NumPy; else a TypeError that calls it `name`."""
     if not isinstance(value, (bool, np.bool_)):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Unpack
 
-from fa_numba.checks import as_flag
+from fa_numba.checks import as_flag, as_kv_splits
 from fa_numba.host import planning
 from fa_numba.host.binding import Binding
 from fa_numba.host.calls import attend, differentiate
@@ -33,6 +33,7 @@ def plan(
     deterministic: bool = False,
     return_dbias: bool = False,
     unit: str = "auto",
+    kv_splits: int | str = "auto",
     **options: Unpack[AttentionOptions],
 ) -> Plan:
     """What a call with these arguments runs on the current device, without running it.
@@ -60,13 +61,15 @@ def plan(
             raise ValueError(f"warp_partition is {warp_partition!r}: only passes='fwd' has it")
         if ablate != ():
             raise ValueError(f"ablate is {ablate!r}: only passes='fwd' has it")
+        if as_kv_splits(kv_splits) != "auto":
+            raise ValueError(f"kv_splits is {kv_splits!r}: only passes='fwd' has it")
         backward = (deterministic, return_dbias, unit, query_splits)
         plan = planning.backward(problem, algorithm, tiles, True, *backward)
     else:
         for name, value in (("deterministic", deterministic), ("return_dbias", return_dbias)):
             if value:
                 raise ValueError(f"{name} is {value!r}: only passes='bwd' has it")
-        how = (return_lse, query_splits, unit, warp_partition, ablate)
+        how = (return_lse, query_splits, unit, warp_partition, ablate, kv_splits)
         plan = planning.forward(problem, algorithm, tiles, True, *how)
     arguments.check_mask(problem, tiles, plan.tiles)
     return replace(plan, block_mask=arguments.block_mask)
@@ -120,7 +123,8 @@ def flash_attention_1(
     head, each with its own rows of q; 1 is the paper's grid of one block per (batch, head).
     ``warp_partition`` is what the warps of a block share, on tensor cores: "rows" of q, or the
     "keys" as in the code released with the paper, whose warps then add up their parts of O
-    through shared memory (arXiv 2307.08691, section 3.3, "split-K").
+    through shared memory (arXiv 2307.08691, section 3.3, "split-K"). There is no ``kv_splits``
+    here: O passes from one column tile to the next, through global memory.
 
     >>> import numpy as np, fa_numba
     >>> q = np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 1, 16, 4)
@@ -144,6 +148,7 @@ def flash_attention_2(
     stream=None,
     ablate=(),
     unit="auto",
+    kv_splits="auto",
     **options: Unpack[AttentionOptions],
 ):
     """Attention in FlashAttention-2's loop order, Q outer (arXiv 2307.08691, Algorithm 1).
@@ -163,6 +168,12 @@ def flash_attention_2(
     gives output 0 and logsumexp -inf. ``tiles`` sets block sizes, threads and stages. ``out`` takes
     the result, in q's shape. ``stream`` is a CUDA stream (torch, CuPy, Numba or an address); None
     takes the current stream of q's library.
+
+    ``kv_splits`` thread blocks share the columns of a row tile (Flash-Decoding: the third loop
+    order, columns in parallel too): each leaves O, l and m of its share in a workspace, and a
+    second kernel merges them, in one order. It is for calls whose row tiles are fewer than the
+    multiprocessors, as when few rows of q meet a long k; "auto" takes 1 for all others, and on the
+    emulator.
 
     ``ablate`` names measures of the tensor-core kernel to do without, which show what each gains
     and change no access: "swizzle" of rows in shared memory, which then have "padding", that too
@@ -186,7 +197,7 @@ def flash_attention_2(
     >>> fa_numba.flash_attention_2(q, q, v, window=(0, 0))[0, 0, :, 0].tolist()
     [0.0, 4.0, 8.0]
     """
-    how = {"ablate": ablate}
+    how = {"ablate": ablate, "kv_splits": kv_splits}
     return attend("fa2", (q, k, v), options, tiles, return_lse, out, stream, unit, **how)
 
 
@@ -208,7 +219,8 @@ def attention(q, k, v, *, algorithm="fa2", **options):
         FlashAttention-2 backward.
     ``stream``: a CUDA stream of torch, CuPy or Numba or its address; None for the current one of
         q's library.
-    ``query_splits`` and ``warp_partition`` of "fa1", ``ablate`` of "fa1" and "fa2": see there.
+    ``query_splits`` and ``warp_partition`` of "fa1", ``kv_splits`` of "fa2", ``ablate`` of both:
+        see there.
 
     Returns O, in q's shape, dtype, library and place; with ``return_lse`` (O, L), L the natural
     logarithm of the rows' sums of exponentials, float32 (B, Hq, Nq).

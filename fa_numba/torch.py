@@ -43,6 +43,7 @@ def attention(
     deterministic: bool | None = False,
     tiles: Tiles | None = None,
     backward_tiles: Tiles | None = None,
+    kv_splits: int | str = "auto",
     **options: Unpack[AttentionOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``fa_numba.attention`` of torch tensors, differentiable in q, k, v and ``bias``.
@@ -58,7 +59,8 @@ def attention(
     default CPU generator, which torch.manual_seed sets; the backward pass drops the same elements.
     ``tiles`` are the forward pass's block sizes, threads and stages, ``backward_tiles`` the
     backward pass's, which are those of ``tiles`` unless given; its kernels have no choice of
-    stages. With a ``block_mask`` both have its blocks.
+    stages. With a ``block_mask`` both have its blocks. ``kv_splits`` is the forward pass's, of
+    "fa2" alone.
 
     ``deterministic`` is about the backward pass of "fa2" alone: True sums dq in a fixed order, as
     the other algorithms always do, None asks torch.are_deterministic_algorithms_enabled(). The
@@ -118,6 +120,8 @@ def attention(
     if given.get("seed") is None:
         # Drawn only where it is used: a call without dropout leaves the generator alone.
         given["seed"] = _drawn_seed() if given.get("dropout_p") else 0
+    if algorithm == "fa2" or kv_splits != "auto":
+        given["kv_splits"] = kv_splits
     if not differentiable:
         given |= {"bias": bias, "alibi_slopes": slopes}
         return fa_numba.attention(q, k, v, return_lse=return_lse, **given)
@@ -191,7 +195,7 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, bias, slopes, out, lse)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
-        ctx.options = common | own
+        ctx.options = {n: x for n, x in common.items() if n != "kv_splits"} | own
         return out, lse
 
     @staticmethod

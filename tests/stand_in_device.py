@@ -377,6 +377,7 @@ class Device:
     """A GPU of ``numba.cuda.gpus``, in a ``with`` the current one."""
 
     MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = devices.EMULATED_SHARED_BYTES
+    MULTIPROCESSOR_COUNT = 132
 
     def __init__(self, gpu, ordinal):
         self.gpu, self.id, self.compute_capability = gpu, ordinal, gpu.capabilities[ordinal]

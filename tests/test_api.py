@@ -470,6 +470,7 @@ def test_the_three_functions_share_one_signature():
     first = dict(inspect.signature(fa_numba.flash_attention_1).parameters)
     assert first.pop("query_splits").default == 1
     assert first.pop("warp_partition").default == "rows"
+    assert want.pop("kv_splits").default == "auto"
     assert first == want
     assert want.pop("ablate").default == ()
     assert dict(inspect.signature(fa_numba.standard_attention).parameters) == want

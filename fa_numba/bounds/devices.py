@@ -49,7 +49,7 @@ class Device:
 
     def planning(self) -> AbstractContextManager[None]:
         """A context in which plans are made for this GPU, which need not be here."""
-        return device.planning_for(self.capability, self.block_shared_bytes)
+        return device.planning_for(self.capability, self.block_shared_bytes, self.multiprocessors)
 
 
 def _read() -> dict[str, Device]:

@@ -62,16 +62,19 @@ def using(device: str) -> Iterator[None]:
         _forced.reset(token)
 
 
-_planned: ContextVar[tuple[tuple[int, int], int] | None]
+_planned: ContextVar[tuple[tuple[int, int], int, int] | None]
 _planned = ContextVar("fa_numba_planned_device", default=None)
 
 
 @contextlib.contextmanager
-def planning_for(capability: tuple[int, int], shared_bytes: int) -> Iterator[None]:
-    """Make plans inside for a GPU of this compute capability and with so many bytes of shared
-    memory a block, which need not be here. It is for plans alone: calls run where they always do.
+def planning_for(
+    capability: tuple[int, int], shared_bytes: int, multiprocessors: int = 132
+) -> Iterator[None]:
+    """Make plans inside for a GPU of this compute capability, with so many bytes of shared memory a
+    block and so many multiprocessors, which need not be here. It is for plans alone: calls run
+    where they always do.
     """
-    token = _planned.set((capability, shared_bytes))
+    token = _planned.set((capability, shared_bytes, multiprocessors))
     try:
         yield
     finally:
@@ -94,6 +97,9 @@ def _shared_bytes_limit(ordinal: int) -> int:
 
 def multiprocessors() -> int:
     """How many the current GPU has; elsewhere 132, an H100's or H200's."""
+    planned = _planned.get()
+    if planned is not None:
+        return planned[2]
     return _multiprocessors(cuda.get_current_device().id) if on_gpu() else 132
 
 

@@ -38,10 +38,12 @@ def attend(
     query_splits=1,
     warp_partition="rows",
     ablate=(),
+    kv_splits="auto",
 ) -> Any:
     """O, or (O, L), of ``qkv`` with the arguments of the public functions."""
     options = _with_numeric_mask(options, stream)
-    facts = ("fwd", algorithm, tiles, return_lse, unit, query_splits, warp_partition, ablate)
+    how = (query_splits, warp_partition, ablate, kv_splits)
+    facts = ("fwd", algorithm, tiles, return_lse, unit, *how)
     call = launch_cache.describe_call(facts, qkv, options, out)
     results = launch_cache.replay(call, out, stream)
     if results is None:
@@ -59,7 +61,7 @@ def _with_numeric_mask(options: Any, stream: Any) -> Any:
 
 
 def _first_attend(facts, qkv, options, out, stream, call: Call | None) -> list:
-    _, algorithm, tiles, return_lse, unit, query_splits, warp_partition, ablate = facts
+    _, algorithm, tiles, return_lse, unit, query_splits, *others = facts
     return_lse = as_flag("return_lse", return_lse)
     inputs = [operand(*x) for x in zip("qkv", qkv, strict=True)]
     arguments = Binding.of(options)
@@ -72,7 +74,7 @@ def _first_attend(facts, qkv, options, out, stream, call: Call | None) -> list:
         check_out(target, problem.q_shape, [*inputs, *arguments.arrays.values()])
     with placement.placed(inputs[0]):
         aligned = _aligned(problem, [*inputs, target] if target else inputs)
-        how = (return_lse, query_splits, unit, warp_partition, ablate)
+        how = (return_lse, query_splits, unit, *others)
         plan = planning.forward(problem, algorithm, tiles, aligned, *how)
         named = dict(zip("QKV", inputs, strict=True))
         return _run(plan, arguments, tiles, named, stream, call, target)

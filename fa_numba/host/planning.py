@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fa_numba import device
+from fa_numba.checks import as_kv_splits
 from fa_numba.host import flash, standard
 from fa_numba.host.plans import Buffer, Plan
 from fa_numba.host.requests import Request
@@ -34,12 +35,14 @@ def forward(
     unit: Any = "auto",
     warp_partition: Any = "rows",
     ablate: Any = (),
+    kv_splits: Any = "auto",
 ) -> Plan:
     """The plan of the forward pass of ``algorithm``; raises ValueError or TypeError for arguments
     that are not as the public functions take them.
     """
     _check(problem, algorithm, tiles)
     query_splits = as_size("query_splits", query_splits, axis=False)
+    kv_splits = as_kv_splits(kv_splits)
     _check_partition(warp_partition)
     names = tuple(ablate) if isinstance(ablate, (tuple, list)) else (ablate,)
     request = Request(
@@ -55,8 +58,11 @@ def forward(
         return_lse,
         warp_partition,
         names,
+        kv_splits=kv_splits,
+        multiprocessors=device.multiprocessors() if device.planned_for_gpu() else 0,
     )
     unit = unit_of(unit, request).name
+    _check_splits(kv_splits, algorithm, unit)
     if query_splits != 1 and (algorithm, "fwd") not in UNITS[unit].splits_queries:
         owners = " or ".join(sorted({a for u in UNITS.values() for a, _ in u.splits_queries}))
         raise ValueError(f"query_splits is {query_splits}: only {owners} splits its queries")
@@ -125,6 +131,7 @@ def planned(request: Request) -> Plan:
         warp_partition=request.warp_partition,
         ablated=request.ablated,
         split_rows=steps.split_rows,
+        kv_splits=steps.kv_splits,
         score_unit=steps.score_unit,
         count=steps.count,
         request=request,
@@ -195,6 +202,16 @@ def _check_partition(warp_partition: Any) -> None:
         raise ValueError(
             f"warp_partition is {warp_partition!r}: allowed is one of {', '.join(PARTITIONS)}"
         )
+
+
+def _check_splits(kv_splits: int | str, algorithm: str, unit: str) -> None:
+    if kv_splits in ("auto", 1) or (algorithm, "fwd") in UNITS[unit].splits_columns:
+        return
+    owners = having(lambda u: u.splits_columns) or "nobody"
+    raise ValueError(
+        f"kv_splits is {kv_splits} with algorithm {algorithm!r} on unit {unit!r}: only {owners} "
+        "splits the columns of a row tile over blocks, allowed is 1 or 'auto'"
+    )
 
 
 def _check_keys(warp_partition: str, algorithm: str, unit: str) -> None:

@@ -122,7 +122,8 @@ class Plan:
     """What a call runs; ``print`` shows it as a table.
 
     ``launches`` are in their order, over the inputs, ``outputs`` and ``workspace``. A thread block
-    takes ``split_rows`` rows of Q where FlashAttention-1's share a head. Scores are multiplied by
+    takes ``split_rows`` rows of Q where FlashAttention-1's share a head; ``kv_splits`` blocks share
+    the columns of a row tile of FlashAttention-2's. Scores are multiplied by
     ``score_unit`` beside the scale: log2(e) where exponentials are powers of 2. ``warp_partition``
     is what the warps of a block share of a tile: its "rows" or the "keys"; ``ablated`` names the
     measures that the kernel does without.
@@ -144,6 +145,7 @@ class Plan:
     warp_partition: str = "rows"
     ablated: tuple[str, ...] = ()
     split_rows: int = 0
+    kv_splits: int = 1
     score_unit: float = 1.0
     block_mask: np.ndarray | None = field(default=None, compare=False, repr=False)
     count: Callable[..., io_model.Accesses] = field(default=None, compare=False, repr=False)  # type: ignore[assignment]
@@ -195,6 +197,7 @@ class Steps:
     count: Callable[..., io_model.Accesses]
     split_rows: int = 0
     score_unit: float = 1.0
+    kv_splits: int = 1
 
 
 _PASSES = {"fwd": "forward", "bwd": "backward"}
@@ -209,6 +212,8 @@ def _table(plan: Plan) -> list[str]:
         f"problem    {', '.join((f'q {p.q_shape}', f'k {p.k_shape}', *options))}",
         f"tiles      Br={tiles.Br}, Bc={tiles.Bc}, threads={tiles.threads}, stages={tiles.stages}",
     ]
+    if plan.kv_splits > 1:
+        lines.append(f"kv_splits  {plan.kv_splits} blocks share the columns of a row tile")
     heads = ("kernels", "grid", "threads", "shared bytes")
     rows = [(k.name, f"{k.grid}", f"{k.threads}", f"{k.shared_bytes:,}") for k in plan.kernels]
     lines += _columns([heads, *rows])

@@ -17,7 +17,8 @@ class Request:
 
     ``tiles`` are the caller's, or None. ``aligned``: every row of the inputs and outputs starts at
     a 16-byte address and is contiguous. ``shared_limit`` (bytes of shared memory a block) and
-    ``capability`` are the device's. The rest is as the public functions take it.
+    ``capability`` are the device's. The rest is as the public functions take it, and
+    ``multiprocessors`` is how many there are to keep busy, 0 on the emulator.
     """
 
     algorithm: str
@@ -34,6 +35,8 @@ class Request:
     ablated: tuple[str, ...] = ()
     deterministic: bool = False
     return_dbias: bool = False
+    kv_splits: int | str = 1
+    multiprocessors: int = 0
 
     @functools.cached_property
     def features(self) -> Features:

@@ -51,8 +51,9 @@ class Unit(ABC):
     several row tiles. ``kernels`` has the modules standard, fa1_forward, fa2_forward,
     standard_backward, fa1_backward and fa2_backward, or some of them, whose factories have one set
     of names. What an algorithm has a choice of, by (algorithm, pass): ``staged`` how many tiles of
-    K and V are in memory, ``splits_queries`` how many blocks share a head, ``splits_keys`` what the
-    warps share; ``measures`` names what its kernels can do without, and the algorithms.
+    K and V are in memory, ``splits_queries`` how many blocks share a head, ``splits_columns`` how
+    many share a row tile, ``splits_keys`` what the warps share; ``measures`` names what its kernels
+    can do without, and the algorithms.
 
     The methods give the tiles of a request, with their threads, and the specialisation of its main
     kernel; they raise ValueError for tiles that cannot be.
@@ -69,6 +70,7 @@ class Unit(ABC):
     staged: frozenset[tuple[str, str]] = frozenset()
     splits_queries: frozenset[tuple[str, str]] = frozenset()
     splits_keys: frozenset[tuple[str, str]] = frozenset()
+    splits_columns: frozenset[tuple[str, str]] = frozenset()
     measures: Mapping[str, tuple[str, ...]] = {}
 
     def lacks(self, request: Request) -> str:
