@@ -198,15 +198,73 @@ def as_dropout(value: Any) -> float:
     return float(value)
 
 
-def as_lengths(name: str, value: Any, batch: int, longest: int) -> tuple[int, ...]:
-    """One length for each batch entry, 0 to ``longest``."""
+def as_lengths(
+    name: str, value: Any, batch: int, longest: int, of: str = "the seqlen"
+) -> tuple[int, ...]:
+    """One length for each batch entry, 0 to ``longest``, which is called ``of``."""
     lengths = _integers(name, value)
     if lengths.shape != (batch,):
         raise ValueError(f"{name} has shape {lengths.shape}: allowed is ({batch},), one a batch")
     outside = lengths[(lengths < 0) | (lengths > longest)]
     if outside.size:
-        raise ValueError(f"{name} holds {outside[0]}: allowed is 0 to {longest}, the seqlen")
+        raise ValueError(f"{name} holds {outside[0]}: allowed is 0 to {longest}, {of}")
     return tuple(lengths.tolist())
+
+
+PAGE_SIZES = range(16, 257, 16)  # rows a page: those of a load of 16 rows lie in one
+
+
+def as_page_size(value: int, shape: tuple[int, ...]) -> int:
+    """The rows of a page, from the shape of the pages of k."""
+    if value not in PAGE_SIZES:
+        raise ValueError(
+            f"k has pages of {value} rows (shape {shape}): allowed are multiples of 16 up to 256"
+        )
+    return value
+
+
+def as_table_shape(value: Any, batch: int) -> tuple[int, int]:
+    """The shape of a block table: a row of page numbers for each of ``batch`` sequences."""
+    shape = as_shape("block_table", value)
+    if len(shape) != 2 or shape[0] != batch or shape[1] < 1:
+        raise ValueError(
+            f"block_table has shape {shape}: allowed is ({batch}, pages of a sequence), a row a "
+            "batch entry"
+        )
+    return shape[0], shape[1]
+
+
+def check_table(table: np.ndarray, kv_lens: Any, pages: int, page_size: int) -> None:
+    """Raise ValueError unless the first ``kv_lens`` rows of each sequence lie in pages there are.
+
+    What the table holds after them is not looked at.
+    """
+    lengths = np.array(table_lengths(kv_lens, table.shape, page_size))
+    used = np.arange(table.shape[1]) * page_size < lengths[:, None]
+    wrong = used & ((table < 0) | (table >= pages))
+    if wrong.any():
+        b, n = (int(i) for i in np.argwhere(wrong)[0])
+        raise ValueError(
+            f"block_table holds {table[b, n]} at [{b}, {n}]: allowed is 0 to {pages - 1}, the "
+            f"pages of k, where a sequence of {lengths[b]} keys has its rows"
+        )
+
+
+def table_lengths(value: Any, shape: tuple[int, ...], page_size: int) -> tuple[int, ...]:
+    """The keys of each sequence, which its row of a block table of this shape has pages for."""
+    batch, each = shape
+    rows = f"the {each} pages of {page_size} rows that block_table has for each"
+    return as_lengths("kv_lens", value, batch, each * page_size, rows)
+
+
+def as_table(value: Any) -> np.ndarray:
+    """A block table on the host, in the integers of the kernels; its values are not looked at."""
+    table = _integers("block_table", value)
+    limits = np.iinfo(np.int32)
+    wrong = table[(table < limits.min) | (table > limits.max)]
+    if wrong.size:
+        raise ValueError(f"block_table holds {wrong[0]}: allowed are page numbers below 2**31")
+    return np.ascontiguousarray(table, np.int32)
 
 
 def _integers(name: str, value: Any) -> np.ndarray:

@@ -45,3 +45,6 @@ DTYPES = {
         DType("bfloat16", 2, "uint16", 0x7FFF, "bf16"),
     )
 }
+# Of arrays beside them: block tables, and lengths that stay on the device.
+INDEX = DType("int32", 4, "int32", 0)
+STORED = DTYPES | {INDEX.name: INDEX}

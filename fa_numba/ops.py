@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Unpack
 
 from fa_numba.checks import as_flag, as_kv_splits
+from fa_numba.dtypes import DTYPES
 from fa_numba.host import planning
 from fa_numba.host.binding import Binding
 from fa_numba.host.calls import attend, differentiate
@@ -70,7 +71,9 @@ def plan(
             if value:
                 raise ValueError(f"{name} is {value!r}: only passes='bwd' has it")
         how = (return_lse, query_splits, unit, warp_partition, ablate, kv_splits)
-        plan = planning.forward(problem, algorithm, tiles, True, *how)
+        # How often a block table is read depends on the copies' width.
+        aligned = problem.pages is None or problem.head_dim % DTYPES[problem.dtype].chunk == 0
+        plan = planning.forward(problem, algorithm, tiles, aligned, *how)
     arguments.check_mask(problem, tiles, plan.tiles)
     return replace(plan, block_mask=arguments.block_mask)
 

@@ -43,6 +43,16 @@ class AttentionOptions(TypedDict, total=False):
     ``q_lens``, ``kv_lens``: integers (B,), the valid rows of each batch entry. What comes after is
         neither read nor seen; its output and gradients are 0. Nq and Nk above are then the valid
         ones. On a GPU they are read back to be checked: the call waits for them.
+    ``block_table``: integers (B, pages of a sequence): k and v are pages of a cache that sequences
+        share, (pages, Hk, page_size, d), or (pages, page_size, Hk, d) with ``layout="bnhd"``, and
+        rows n page_size to (n + 1) page_size - 1 of sequence b lie in page ``block_table[b, n]``.
+        Pages have 16 to 256 rows, a multiple of 16. ``kv_lens`` says how many keys a sequence has;
+        what the table and the pages hold after them is not read. FlashAttention-2 forward alone.
+        Table and lengths on the host are checked. Int32 arrays on a GPU are used where they lie
+        and not read back: the caller answers for them, and may change them before a graph that
+        captured the call is replayed.
+    ``check_table``: bool, True reads a table and lengths on a GPU back to check them too; the call
+        waits for that.
     ``cu_seqlens_q``, ``cu_seqlens_k``: integers (B + 1,), cumulative lengths of sequences that lie
         one after the other: q is (total, Hq, d), k and v (total, Hk, d), lse (Hq, total).
     ``block_mask``: bool (ceil(Nq / Br), ceil(Nk / Bc)), or that with leading axes that broadcast to
@@ -65,6 +75,8 @@ class AttentionOptions(TypedDict, total=False):
     alibi_slopes: Any
     q_lens: Any
     kv_lens: Any
+    block_table: Any
+    check_table: bool | None
     cu_seqlens_q: Any
     cu_seqlens_k: Any
     block_mask: Any
@@ -84,6 +96,8 @@ _ELSEWHERE = {
     "mask": "attn_mask",
     "logits_soft_cap": "softcap",
     "cache_seqlens": "kv_lens",
+    "seqused_k": "kv_lens",
+    "page_table": "block_table",
     "query_seq_lengths": "q_lens",
     "key_value_seq_lengths": "kv_lens",
     "return_attn_probs": "return_lse",
@@ -136,14 +150,16 @@ class Bound(NamedTuple):
     """A call whose kernels' arguments are wanted.
 
     ``given`` are launch arguments by name: of ``bias``, ``dbias``, ``alibi_slopes``, ``seed_low``,
-    ``seed_high`` and ``offset`` those that there are. The scores are computed times ``unit``, which
-    is log2(e) where exponentials are powers of two.
+    ``seed_high`` and ``offset`` those that there are, and ``block_table`` and ``kv_lens`` where
+    they lie on the GPU. The scores are computed times ``unit``, which is log2(e) where exponentials
+    are powers of two.
     """
 
     problem: Problem
     given: Mapping[str, Any]
     unit: float
     block_mask: np.ndarray | None = None
+    block_table: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -161,11 +177,11 @@ class KernelField:
 
 @dataclass(frozen=True)
 class Feature:
-    """When a feature is on, what it passes to a kernel by name, and whether visible scores are then
-    more than scale Q KT.
+    """When a feature is on (or which one a kernel is compiled for), what it passes to a kernel by
+    name, and whether visible scores are then more than scale Q KT.
     """
 
-    on: Callable[[Problem], bool]
+    on: Callable[[Problem], bool | int]
     passes: Mapping[str, KernelField] = field(default_factory=dict)
     changes_scores: bool = False
 
@@ -183,9 +199,16 @@ def _heads(call: Bound) -> tuple[int, ...]:
 
 
 def _lengths(name: str) -> KernelField:
-    return KernelField(
-        array_type(1, _int32), lambda call: np.array(getattr(call.problem, name), np.int32)
-    )
+    def value(call: Bound) -> Any:
+        if name in call.given:
+            return call.given[name]
+        return np.array(getattr(call.problem, name), np.int32)
+
+    return KernelField(array_type(1, _int32), value)
+
+
+def _block_table(call: Bound) -> Any:
+    return call.given.get("block_table", call.block_table)
 
 
 def _starts(name: str) -> KernelField:
@@ -231,7 +254,12 @@ FEATURES: dict[str, Feature] = {
         lambda p: p.q_lens is not None and not p.packed, {"q_lens": _lengths("q_lens")}
     ),
     "kv_lens": Feature(
-        lambda p: p.kv_lens is not None and not p.packed, {"kv_lens": _lengths("kv_lens")}
+        lambda p: (p.kv_lens is not None or p.pages is not None) and not p.packed,
+        {"kv_lens": _lengths("kv_lens")},
+    ),
+    "page_size": Feature(
+        lambda p: p.page_size or 0,
+        {"block_table": KernelField(array_type(2, _int32), _block_table)},
     ),
     "packed": Feature(
         lambda p: p.packed, {"q_starts": _starts("q_lens"), "k_starts": _starts("kv_lens")}
@@ -264,11 +292,15 @@ FEATURES: dict[str, Feature] = {
 # Arrays whose elements all threads of a block read together, over and over: not part of the counts
 # of accesses.
 UNIFORM = ("slopes", "q_lens", "kv_lens", "q_starts", "k_starts", "block_mask")
+# Small arrays that may come from the host.
+SENT = (*UNIFORM, "block_table")
 
 
 @dataclass(frozen=True)
 class Features:
-    """Which options a kernel is compiled for. ``causal`` where no ``window`` has the bound."""
+    """Which options a kernel is compiled for. ``causal`` where no ``window`` has the bound;
+    ``page_size`` is 0 where K and V are no pages.
+    """
 
     causal: bool = False
     window: bool = False
@@ -278,6 +310,7 @@ class Features:
     alibi: bool = False
     q_lens: bool = False
     kv_lens: bool = False
+    page_size: int = 0
     packed: bool = False
     sparse: bool = False
     dropout: bool = False
@@ -285,7 +318,7 @@ class Features:
     @classmethod
     def of(cls, problem: Problem, *, dbias: bool = False) -> Features:
         """The features that ``problem`` needs."""
-        on = {name: feature.on(problem) for name, feature in FEATURES.items()}
+        on: dict[str, Any] = {name: feature.on(problem) for name, feature in FEATURES.items()}
         return cls(**on | {"dbias": dbias})
 
     @property

@@ -17,14 +17,17 @@ from fa_numba.checks import (
     as_flag,
     as_layout,
     as_lengths,
+    as_page_size,
     as_scale,
     as_size,
     as_sizes,
     as_softcap,
+    as_table_shape,
     as_window,
     check_same,
     other_layout,
     packed_lengths,
+    table_lengths,
 )
 from fa_numba.dtypes import DTYPES
 from fa_numba.integers import ceil_div
@@ -59,7 +62,9 @@ class Problem:
     (total, heads, head_dim), and seqlen_q, seqlen_k are the longest. `sparse`: a block mask is
     given. `dropout_p` is the probability that an element of P is dropped. `layout` "bnhd" says that
     arrays lie as (batch, seqlen, heads, head_dim), which `q_shape` and `k_shape` then have; what is
-    computed is the same.
+    computed is the same. `pages`: K and V lie in so many pages of `page_size` rows, (pages,
+    heads_k, page_size, head_dim), of which a table has seqlen_k / page_size for each batch entry;
+    without `kv_lens` their lengths are on the device.
 
     Raises TypeError or ValueError with the argument's name, its value and what is allowed.
     """
@@ -83,6 +88,8 @@ class Problem:
     sparse: bool = False
     dropout_p: float = 0.0
     layout: str = "bhnd"
+    pages: int | None = None
+    page_size: int | None = None
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -138,13 +145,15 @@ class Problem:
         cu_seqlens_q: Any = None,
         cu_seqlens_k: Any = None,
         attn_mask: Any = None,
+        block_table: Any = None,
         **options: Any,
     ) -> Problem:
         """The problem of q, k and v with these shapes; v's is k's unless given.
 
         With ``cu_seqlens_q`` and ``cu_seqlens_k`` (batch + 1 cumulative lengths each) the shapes
         are (total, heads, head_dim). ``attn_mask`` is the shape of a mask in the place of a bias.
-        ``options`` are the fields that shapes do not tell.
+        With the shape of a ``block_table`` k and v are pages. ``options`` are the fields that
+        shapes do not tell.
         """
         if attn_mask is not None:
             if options.get("bias") is not None:
@@ -153,6 +162,7 @@ class Problem:
                     "of the two, and numbers in attn_mask are added as a bias is"
                 )
             lens = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+            lens |= {"block_table": block_table}
             found = cls.from_shapes(q_shape, k_shape, v_shape, **lens, **options)
             return replace(found, bias=added_shape("attn_mask", attn_mask, found.score_shape))
         packed = cu_seqlens_q is not None or cu_seqlens_k is not None
@@ -163,10 +173,15 @@ class Problem:
                 f"layout is {layout!r} with cu_seqlens_q: packed q is (total, heads, head_dim), "
                 "allowed is 'bhnd' or None"
             )
+        if packed and block_table is not None:
+            raise ValueError(
+                "block_table is given with cu_seqlens_q: allowed is q (batch, heads, seqlen, "
+                "head_dim) with q_lens and kv_lens"
+            )
         axes = PACKED_AXES if packed else LAYOUTS[layout]
         q, k = as_sizes("q", q_shape, axes), as_sizes("k", k_shape, axes)
         heads, seqlen = axes.index("heads"), axes.index("seqlen")
-        if not packed:
+        if not packed and block_table is None:
             check_same("batch", "k", k, "q", q, axes)
         check_same("head_dim", "k", k, "q", q, axes)
         if q[-1] > MAX_HEAD_DIM:
@@ -181,6 +196,13 @@ class Problem:
             for axis in axes:
                 check_same(axis, "v", v, "k", k, axes)
         sizes: dict[str, Any] = {"heads_q": q[heads], "heads_k": k[heads], "head_dim": q[-1]}
+        if block_table is not None:
+            table = as_table_shape(block_table, q[0])
+            page_size = as_page_size(k[seqlen], k)
+            if options.get("kv_lens") is not None:
+                options["kv_lens"] = table_lengths(options["kv_lens"], table, page_size)
+            sizes |= {"pages": k[0], "page_size": page_size, "seqlen_k": table[1] * page_size}
+            return cls(batch=q[0], seqlen_q=q[seqlen], **sizes, **options)
         if not packed:
             return cls(batch=q[0], seqlen_q=q[seqlen], seqlen_k=k[seqlen], **sizes, **options)
         if cu_seqlens_q is None or cu_seqlens_k is None:
@@ -243,9 +265,12 @@ class Problem:
 
     @property
     def k_shape(self) -> tuple[int, ...]:
-        """Shape of K and V."""
+        """Shape of K and V, or of their pages."""
         if self.packed:
             return sum(self.kv_lens or ()), self.heads_k, self.head_dim
+        if self.pages is not None and self.page_size is not None:
+            shape = self._in_layout(self.heads_k, self.page_size)
+            return self.pages, *shape[1:]
         return self._in_layout(self.heads_k, self.seqlen_k)
 
     def _in_layout(self, heads: int, seqlen: int) -> tuple[int, ...]:

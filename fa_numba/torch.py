@@ -70,6 +70,9 @@ def attention(
     total), the natural logarithm of the rows' sums of exponentials, through which no gradient
     flows.
 
+    Over pages of a cache (``block_table``) there are no gradients: tensors that require one are
+    refused.
+
     Raises ValueError or TypeError, before anything runs, as ``fa_numba.attention`` and, where a
     gradient is wanted, ``fa_numba.attention_backward`` do. Gradients of the gradients are refused,
     in the backward pass, by a RuntimeError.
@@ -109,8 +112,17 @@ def attention(
             "alibi_slopes requires a gradient and attention computes none: allowed is a tensor "
             "that requires none, such as alibi_slopes.detach()"
         )
+    paged = "block_table" in given
+    if paged and wanted:
+        for name, x in {"q": q, "k": k, "v": v, "bias": bias}.items():
+            if x is not None and x.requires_grad:
+                raise ValueError(
+                    f"{name} requires a gradient and attention over pages (block_table) computes "
+                    f"none: allowed is a tensor that requires none, such as {name}.detach(), or a "
+                    "call under torch.no_grad()"
+                )
     for name in _ON_HOST:
-        if name in given:
+        if name in given and not (paged and name == "kv_lens"):
             given[name] = np.array(on_host(name, given[name]))
     given |= {"algorithm": algorithm, "tiles": tiles}
     differentiable = wanted and any(x is not None and x.requires_grad for x in (q, k, v, bias))

@@ -259,13 +259,13 @@ def mutants():
 # fmt: off
 def key_mutants(add):
     """What a kept call is found by."""
-    every = "for array in (*arrays, *map(options.get, ARRAYS), out):"
+    every = "for array in (*arrays, *map(options.get, named), out):"
     add(launch_cache, "a key without out", every,
-        "for array in (*arrays, *map(options.get, ARRAYS)):", KEPT["interface"])
+        "for array in (*arrays, *map(options.get, named)):", KEPT["interface"])
     add(launch_cache, "a key without bias, mask and slopes", every, "for array in (*arrays, out):",
         KEPT["torch"])
     add(launch_cache, "a key without slopes", every,
-        "for array in (*arrays, *map(options.get, list(ARRAYS)[:2]), out):", KEPT["torch"])
+        "for array in (*arrays, *map(options.get, named[:2]), out):", KEPT["torch"])
     add(launch_cache, "a key without the types of flags",
         "key: list[Any] = [facts, *map(type, facts)]", "key: list[Any] = [facts]",
         TYPES["return_lse"])
@@ -350,7 +350,7 @@ def memory_mutants(add):
         "first, last = 0,", EXTENT)
     add(overlap, "negative strides count as positive ones", "sum(max(0, n) for n in reach)",
         "sum(map(abs, reach))", EXTENT)
-    add(overlap, "an extent without its last element", "first, last + DTYPES[a.dtype].bytes",
+    add(overlap, "an extent without its last element", "first, last + STORED[a.dtype].bytes",
         "first, last", EXTENT)
     add(launch_cache, "a kept call does not ask for overlaps",
         " or (out is not None and found.may_overlap(call.pointers))", "", SHARED["q"])

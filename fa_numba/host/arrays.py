@@ -13,13 +13,14 @@ import numpy as np
 from fa_numba import device
 from fa_numba.checks import kind_of
 from fa_numba.device import DeviceArray
-from fa_numba.dtypes import DTYPES
+from fa_numba.dtypes import DTYPES, INDEX, STORED
 from fa_numba.host.overlap import overlap, overlaps_itself
 from fa_numba.masks import numeric_mask
 
 HOST = -1
 SUMS = ("float32",)  # dtypes of lse, bias and alibi_slopes, whatever q has
 MASKS = ("float32", "float16", "bfloat16", "bool")  # of attn_mask, which becomes a float32 one
+INTEGERS = (INDEX.name,)  # of a block table and of lengths that are not read back
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,9 @@ class Operand:
     def argument(self) -> Any:
         """What ``device.launch`` takes."""
         if self.host is not None:
-            host = DTYPES[self.dtype].host
+            host = STORED[self.dtype].host
             return self.host if self.dtype == host else self.host.view(host)
-        size = DTYPES[self.dtype].bytes
+        size = STORED[self.dtype].bytes
         return DeviceArray(self.pointer, self.shape, self.strides, self.owner, size)
 
 
@@ -271,7 +272,7 @@ def operand(name: str, array: Any, allowed: Sequence[str] = tuple(DTYPES)) -> Op
         )
     _check_dtype(name, found.dtype, allowed)
     steps = [stride for n, stride in zip(found.shape, found.strides, strict=True) if n > 1]
-    size = DTYPES[found.dtype].bytes
+    size = STORED[found.dtype].bytes
     if any(n % size for n in (found.pointer, *steps)):
         raise ValueError(
             f"{name} lies at address {found.pointer:#x} with strides {found.strides} bytes: "
@@ -310,6 +311,18 @@ def address_and_kind(array: Any) -> tuple[int, tuple] | None:
     kinds = (found.library, found.place, found.dtype)
     layout = (found.shape, found.strides, found.pointer % 16)
     return found.pointer, (*kinds, *layout, found.writable)
+
+
+def lies_on_gpu(array: Any) -> bool:
+    """Whether kernels can read ``array``, of any library, where it lies on a GPU.
+
+    JAX computes on streams of its own: its arrays are read back as if they lay on the host.
+    """
+    if _of_library("torch", "Tensor", array):
+        return bool(array.is_cuda)
+    if isinstance(array, np.ndarray) or _of_library("jax", "Array", array):
+        return False
+    return hasattr(array, "__cuda_array_interface__")
 
 
 def pointer_of(library: str, array: Any) -> int:
@@ -371,11 +384,11 @@ def added_mask(mask: Any) -> Any:
 def check_together(operands: list[Operand], single: Sequence[Operand] = ()) -> None:
     """Raise ValueError unless all are on one device, and TypeError unless of one dtype.
 
-    Those in ``single`` are float32 whatever the others are.
+    Those in ``single`` are float32 whatever the others are, or integers of their own.
     """
     first = operands[0]
     for other in single:
-        if other.dtype != "float32":
+        if other.dtype not in (*SUMS, *INTEGERS):
             raise TypeError(f"{other.name} has dtype {other.dtype}: allowed is float32")
         if other.place != first.place:
             raise ValueError(

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from fa_numba import device
-from fa_numba.checks import as_shape
-from fa_numba.host.arrays import MASKS, SUMS, Operand, on_host, operand
-from fa_numba.options import UNIFORM, Bound, Features, as_word, check_names, signed
+from fa_numba.checks import as_flag, as_shape, as_table, check_table
+from fa_numba.host.arrays import INTEGERS, MASKS, SUMS, Operand, lies_on_gpu, on_host, operand
+from fa_numba.options import SENT, Bound, Features, as_word, check_names, signed
 from fa_numba.problem import Problem, check_block_mask
 from fa_numba.tiling import Tiles
 
@@ -23,6 +23,8 @@ _SEEDS = ("seed_low", "seed_high", "offset")
 _LENGTHS = ("q_lens", "kv_lens", "cu_seqlens_q", "cu_seqlens_k")
 # Options that are arrays on the call's device, always in float32, and what kernels know them by.
 ARRAYS = {"bias": "bias", "attn_mask": "bias", "alibi_slopes": "alibi_slopes"}
+# Integer arrays that are used where they lie on a GPU, and else go there by value.
+PAGING = ("block_table", "kv_lens")
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class Binding:
     """The options of one call, checked as far as they can be without q.
 
     ``facts`` are what ``Problem.from_shapes`` takes of them, ``arrays`` the operands among the
-    options by the kernels' names, ``block_mask`` is on the host.
+    options by the kernels' names, ``block_mask`` is on the host. So is ``block_table`` unless it is
+    among the arrays; ``checked`` are a table and lengths whose values have to be looked at.
     """
 
     facts: dict[str, Any]
@@ -38,6 +41,8 @@ class Binding:
     block_mask: np.ndarray | None
     seed: int
     offset: int
+    block_table: np.ndarray | None = None
+    checked: tuple[np.ndarray, Any] | None = None
 
     @classmethod
     def of(cls, options: Mapping[str, Any], *, shapes: bool = False) -> Binding:
@@ -68,11 +73,12 @@ class Binding:
         facts["sparse"] = mask is not None
         seed = as_word("seed", given.pop("seed", 0), 64)
         offset = as_word("offset", given.pop("offset", 0), 32)
+        table, checked = _paging(given, facts, arrays, shapes)
         for name in _LENGTHS:
             if name in given:
                 facts[name] = on_host(name, given.pop(name))
         facts |= given
-        return cls(facts, arrays, mask, seed, offset)
+        return cls(facts, arrays, mask, seed, offset, table, checked)
 
     def problem(self, *shapes: Any, dtype: str) -> Problem:
         """The Problem of q, k and v with these shapes."""
@@ -84,6 +90,14 @@ class Binding:
             raise ValueError(
                 f"alibi_slopes has shape {slopes}: allowed is {allowed[0]} or {allowed[1]}"
             )
+        if "kv_lens" in self.arrays and self.arrays["kv_lens"].shape != (problem.batch,):
+            raise ValueError(
+                f"kv_lens has shape {self.arrays['kv_lens'].shape}: allowed is "
+                f"({problem.batch},), one a batch"
+            )
+        if self.checked is not None:
+            table, lens = self.checked
+            check_table(table, lens, problem.pages or 0, problem.page_size or 0)
         return problem
 
     def check_mask(self, problem: Problem, given: Any, tiles: Tiles) -> None:
@@ -109,16 +123,52 @@ class Binding:
         """What kernels are passed for the options that are on, by name; ``options.Bound`` has the
         words. Small arrays are sent to the device.
         """
-        call = Bound(problem, given, unit, self.block_mask)
+        call = Bound(problem, given, unit, self.block_mask, self.block_table)
         values: dict[str, Any] = {}
         for name, passed in Features.of(problem, dbias="dbias" in given).passed.items():
             value = passed.value(call)
-            if isinstance(value, np.ndarray) and name in UNIFORM:
+            if isinstance(value, np.ndarray) and name in SENT:
                 value = _sent(value)
             values[name] = (
                 value if passed.shape is None else device.broadcast(value, passed.shape(call))
             )
         return values
+
+
+def _paging(
+    given: dict[str, Any], facts: dict[str, Any], arrays: dict[str, Operand], shapes: bool
+) -> tuple[np.ndarray | None, tuple[np.ndarray, Any] | None]:
+    """Take the block table out of ``given``, and lengths on a GPU beside one.
+
+    Gives the table if it is on the host, and table and lengths as far as they are to be checked.
+    """
+    reads_back = as_flag("check_table", given.pop("check_table", False))
+    if "block_table" not in given:
+        if reads_back:
+            raise ValueError("check_table is True without a block_table: allowed is False")
+        return None, None
+    table, lens = given.pop("block_table"), given.get("kv_lens")
+    if shapes:
+        facts["block_table"] = as_shape("block_table", getattr(table, "shape", table))
+        return None, None
+    if lens is None:
+        raise ValueError(
+            "block_table is given without kv_lens: allowed are both, kv_lens (batch,) the number "
+            "of keys that each sequence has"
+        )
+    host, on_gpu = None, {"block_table": lies_on_gpu(table), "kv_lens": lies_on_gpu(lens)}
+    if on_gpu["block_table"]:
+        arrays["block_table"] = operand("block_table", table, INTEGERS)
+        facts["block_table"] = arrays["block_table"].shape
+    else:
+        host = as_table(on_host("block_table", table))
+        facts["block_table"] = host.shape
+    if on_gpu["kv_lens"]:
+        arrays["kv_lens"] = operand("kv_lens", given.pop("kv_lens"), INTEGERS)
+    if any(on_gpu.values()) and not reads_back:
+        return host, None
+    read = as_table(on_host("block_table", table)) if host is None else host
+    return host, (read, on_host("kv_lens", lens))
 
 
 def score_scale(problem: Problem, unit: float) -> float:

@@ -32,7 +32,10 @@ def forward(request: Request) -> Steps:
         else:
             bound, grid = {}, (Tr, p.heads_q, p.batch)
         launches = (Launch.of(kernel, grid, scale="score_scale", **bound),)
-        count = functools.partial(io_model.fa2, p, tiles, tile_heads=spec.tile_heads)
+        facts: dict[str, Any] = {"tile_heads": spec.tile_heads}
+        if p.pages is not None:
+            facts |= {"threads": spec.threads, "key_pieces": spec.key_pieces}
+        count = functools.partial(io_model.fa2, p, tiles, **facts)
         return Steps(tiles, launches, own, count, score_unit=LOG2E)
     kernel = unit.kernels.fa1_forward.make_forward(spec)
     split_rows = ceil_div(Tr, request.query_splits) * tiles.Br

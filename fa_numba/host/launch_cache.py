@@ -5,7 +5,8 @@ under a key of all that these depend on: what was asked for, and of each array t
 dtype, shape, strides and alignment. A later call with an equal key skips all that and replays the
 record with its own addresses. Only calls that succeeded are kept, so what is refused once is
 refused again. Never kept, and so checked and planned each time, are calls with host arrays, JAX
-arrays, block masks or arrays of lengths, whose values the checks have to read.
+arrays, block masks or arrays of lengths, whose values the checks have to read; lengths beside a
+block table on the GPU are not read.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fa_numba import device
 from fa_numba.device.launch_record import DeviceArray, LaunchRecord, Word
 from fa_numba.host import placement
 from fa_numba.host.arrays import HOST, Operand, address_and_kind, operand, pointer_of
-from fa_numba.host.binding import ARRAYS, seed_words
+from fa_numba.host.binding import ARRAYS, PAGING, seed_words
 from fa_numba.host.overlap import extent
 
 KEPT = 1024  # calls; then the oldest goes
@@ -87,7 +88,11 @@ def describe_call(
         return None
     key: list[Any] = [facts, *map(type, facts)]  # with types, since True equals 1
     pointers = []
-    for array in (*arrays, *map(options.get, ARRAYS), out):
+    paged = options.get("block_table") is not None
+    if paged and options.get("check_table"):
+        return None
+    named = (*ARRAYS, *PAGING) if paged else tuple(ARRAYS)
+    for array in (*arrays, *map(options.get, named), out):
         if array is None:
             key.append(None)
             continue
@@ -107,7 +112,7 @@ def describe_call(
             key += (name, kind, value)
         elif kind is tuple and name != "block_mask":
             key += (name, *map(type, value), value)
-        elif name not in ARRAYS:
+        elif name not in named:
             return None
     return Call(tuple(key), pointers, seed_words(seed, offset))
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fa_numba.dtypes import DTYPES
+from fa_numba.dtypes import STORED
 
 # Candidate solutions tried before two interleaved layouts are taken to overlap.
 _OVERLAP_WORK: Any = 100_000
@@ -31,7 +31,7 @@ class _Addresses:
             "data": (memory.pointer, True),
             "shape": memory.shape,
             "strides": memory.strides,
-            "typestr": f"|V{DTYPES[memory.dtype].bytes}",
+            "typestr": f"|V{STORED[memory.dtype].bytes}",
             "version": 3,
         }
 
@@ -45,7 +45,7 @@ def extent(a: Memory) -> tuple[int, int]:
     """Bytes from the address of ``a`` to the lowest one it covers, and past the highest."""
     reach = [(n - 1) * stride for n, stride in zip(a.shape, a.strides, strict=True)]
     first, last = sum(min(0, n) for n in reach), sum(max(0, n) for n in reach)
-    return first, last + DTYPES[a.dtype].bytes
+    return first, last + STORED[a.dtype].bytes
 
 
 def overlaps_itself(a: Memory) -> bool:

@@ -41,6 +41,7 @@ def forward(
     that are not as the public functions take them.
     """
     _check(problem, algorithm, tiles)
+    _check_pages(problem, algorithm, tiles)
     query_splits = as_size("query_splits", query_splits, axis=False)
     kv_splits = as_kv_splits(kv_splits)
     _check_partition(warp_partition)
@@ -88,6 +89,11 @@ def backward(
 ) -> Plan:
     """The plan of the backward pass of ``algorithm``, as ``forward``."""
     _check(problem, algorithm, tiles)
+    if problem.pages is not None:
+        raise ValueError(
+            "block_table is given for a backward pass: allowed are k and v in one piece, only the "
+            "forward pass of fa2 takes pages"
+        )
     query_splits = as_size("query_splits", query_splits, axis=False)
     limits = (device.shared_bytes_limit(), device.compute_capability())
     how: dict[str, Any] = {"deterministic": deterministic, "return_dbias": return_dbias}
@@ -185,6 +191,20 @@ def _check(problem: Problem, algorithm: Any, tiles: Any) -> None:
     for name, size in (("batch", problem.batch), ("heads of q", problem.heads_q)):
         if size > _MAX_GRID_YZ:
             raise ValueError(f"{name} is {size}: allowed is at most {_MAX_GRID_YZ}, a grid's limit")
+
+
+def _check_pages(problem: Problem, algorithm: str, tiles: Tiles | None) -> None:
+    if problem.pages is None:
+        return
+    if algorithm != "fa2":
+        raise ValueError(
+            f"block_table is given with algorithm {algorithm!r}: allowed is 'fa2', forward"
+        )
+    if tiles is not None and tiles.Bc % 16:
+        raise ValueError(
+            f"tiles: Bc={tiles.Bc} with a block_table: allowed are multiples of 16, rows that lie "
+            "in one page"
+        )
 
 
 def _check_stages(tiles: Tiles, request: Request) -> None:

@@ -268,6 +268,8 @@ class Wgmma(Unit):
             return "sums of dQ in a fixed order (deterministic)"
         on = (f.name for f in fields(Features) if getattr(request.features, f.name))
         lacking = [name for name in on if name not in self.features[pair]]
+        if "page_size" in lacking:
+            return "K and V in pages (block_table)"
         if lacking:
             return f"the option {lacking[0]}"
         d, largest = request.problem.head_dim, self.largest[request.passes]

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from fa_numba.dtypes import DTYPES
 from fa_numba.io_model.accesses import Accesses, add_up, check_dbias, count
-from fa_numba.io_model.visits import visit_sums, whole_sums
+from fa_numba.io_model.paging import table_reads
+from fa_numba.io_model.visits import columns_visited, visit_sums, whole_sums
 from fa_numba.problem import BlockSizes, Problem
 
 
@@ -16,7 +17,13 @@ class _Block(NamedTuple):
 
 
 def fa2(
-    problem: Problem, tiles: BlockSizes, *, block_mask: Any = None, tile_heads: int = 1
+    problem: Problem,
+    tiles: BlockSizes,
+    *,
+    block_mask: Any = None,
+    tile_heads: int = 1,
+    threads: int = 0,
+    key_pieces: tuple[int, ...] = (),
 ) -> Accesses:
     """Accesses of FA-2's Algorithm 1: Q outer, K/V inner; O written once.
 
@@ -27,9 +34,14 @@ def fa2(
 
     With `tile_heads` so many heads share a tile, which has B_r / tile_heads rows of each: K and V
     are loaded once for all of them.
+
+    With pages the block table is read beside, for K and for V (`paging.table_reads`): a block has
+    `threads` threads, and `key_pieces` neighbouring ones of them share a row of K, and of V. Where
+    the lengths are on the device, the numbers are of sequences as long as the table has pages for.
     """
     d, head = problem.head_dim, whole_sums(problem, tiles, problem.heads_q)
-    visits = visit_sums(problem, _Block(tiles.Br // tile_heads, tiles.Bc), block_mask)
+    block = _Block(tiles.Br // tile_heads, tiles.Bc)
+    visits = visit_sums(problem, block, block_mask)
     columns = visits.columns // tile_heads
     loads = {
         "Q": head.rows * d,
@@ -37,6 +49,13 @@ def fa2(
         "V": columns * d,
         "bias": visits.pairs if problem.bias else 0,
     }
+    if problem.page_size is not None:
+        reads = sum(
+            times * table_reads(c, tiles.Bc, problem.page_size, threads, pieces)
+            for c, times in columns_visited(problem, block, block_mask).items()
+            for pieces in key_pieces
+        )
+        loads["block_table"] = reads // tile_heads
     return count(problem, loads, {"O": head.all_rows * d, "L": head.all_rows})
 
 

@@ -107,6 +107,21 @@ def visit_sums(
     return Visits(*total)
 
 
+def columns_visited(problem: Problem, tiles: BlockSizes, block_mask: Any) -> Counter[int]:
+    """How many of the visited tiles have so many columns, c_j, of all batch entries and heads."""
+    found: Counter[int] = Counter()
+    for entry, mask, count in distinct_heads(problem, blocks_of(problem, block_mask, tiles)):
+        Nk, Bc = problem.lengths(entry)[1], tiles.Bc
+        first, end = _column_tiles(problem, entry, tiles.Br, Bc)
+        j = np.arange(ceil_div(Nk, Bc))
+        visited = (first[:, None] <= j) & (j < end[:, None])
+        if mask is not None:
+            visited &= mask[: len(first), : len(j)]
+        for columns, times in zip(np.minimum(Nk - j * Bc, Bc), visited.sum(axis=0), strict=True):
+            found[int(columns)] += count * int(times)
+    return found
+
+
 class RowTiles(NamedTuple):
     """What each row tile of one head (or each run of row tiles) visits."""
 

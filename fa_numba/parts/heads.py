@@ -25,11 +25,15 @@ def make_query_rows(spec):
 
 @cache
 def make_key_rows(spec):
-    """``key_rows(A, b, h, options)``: the same of K, V, dK and dV."""
-    packed = spec.features.packed
+    """``key_rows(A, b, h, options)``: the same of K, V, dK and dV. Of pages: all of them, the head,
+    and the numbers of those that the sequence has.
+    """
+    packed, paged = spec.features.packed, spec.features.page_size > 0
 
     @device_function
     def key_rows(A, b, h, options):
+        if paged:
+            return A, h, options.block_table[b]
         if packed:
             return A[0, h][options.k_starts[b] : options.k_starts[b + 1]]
         return A[b, h]

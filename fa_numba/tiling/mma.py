@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
-from fa_numba.tiling.mma_rows import TileRows
+from fa_numba.tiling.mma_rows import CHUNK, TileRows
 from fa_numba.tiling.spec import MAX_THREADS, Spec
 from fa_numba.tiling.tiles import Tiles
 
@@ -53,6 +54,11 @@ class MmaSpec(Spec):
     def stores_wide(self) -> bool:
         """Whether O leaves in 16-byte stores, by way of shared memory."""
         return self.aligned and "wide_stores" not in self.ablated
+
+    @property
+    def key_pieces(self) -> tuple[int, int]:
+        pieces = gcd(self.columns // CHUNK, self.threads)
+        return pieces, pieces
 
     @property
     def row_step(self) -> int:

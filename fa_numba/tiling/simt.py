@@ -57,6 +57,11 @@ class SimtSpec(Spec):
     ablated: tuple[str, ...] = ()
 
     @property
+    def key_pieces(self) -> tuple[int, int]:
+        width = 4 if self.aligned else 1
+        return self.d4 // width, self.columns // width
+
+    @property
     def row_step(self) -> int:
         return self.ty_count
 

@@ -46,6 +46,11 @@ class Spec(ABC):
         return self.Br // self.tile_heads
 
     @property
+    def key_pieces(self) -> tuple[int, int]:
+        """How many neighbouring threads share a row of K, and of V, while they load a tile."""
+        raise NotImplementedError
+
+    @property
     def TM(self) -> int:
         """Rows of S in one thread."""
         return self.Br // self.ty_count

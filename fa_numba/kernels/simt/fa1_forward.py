@@ -41,7 +41,7 @@ def make_forward(spec):
         Kh, Vh = p.key_rows(K, b, hk, options), p.key_rows(V, b, hk, options)
         lh, mh = p.query_rows(l, b, h, options), p.query_rows(m, b, h, options)
         rows = uint32(Qh.shape[0])
-        Nq, Nk = p.lengths(rows, Kh.shape[0], b, options)
+        Nq, Nk = p.lengths(rows, K.shape[2], b, options)
 
         # FA-1 line 2, FA-2 line 5: O = 0, l = 0, m = -inf
         i_first, i_last = p.split(split_rows, rows)

@@ -41,7 +41,7 @@ def make_forward(spec):
         Kh, Vh = p.key_rows(K, b, hk, options), p.key_rows(V, b, hk, options)
         Lh = p.query_rows(L, b, h, options)
         rows = uint32(Qh.shape[0])
-        Nq, Nk = p.lengths(rows, Kh.shape[0], b, options)
+        Nq, Nk = p.lengths(rows, K.shape[2], b, options)
 
         i0 = uint32((cuda.gridDim.x - 1 - cuda.blockIdx.x) * Br)  # Alg. 1 line 3: row tile i
         j0, j_end = p.visited_columns(i0, Nq, Nk, b, h, options)

@@ -13,18 +13,20 @@ from fa_numba.intrinsics.shared import half_tile
 from fa_numba.parts.layout import make_row
 from fa_numba.parts.mma.chunks import ChunkMap, make_first_chunk, make_turn
 from fa_numba.parts.mma.swizzle import make_exchange, make_first_place
+from fa_numba.parts.pages import make_page_of, turns_in_a_page
 from fa_numba.parts.prefetch import next_column_tile, next_row_tile
 from fa_numba.parts.visits import make_next_column
 from fa_numba.tiling.mma_rows import CHUNK
 
 
-def _make_load_halves(rows, spec):
+def _make_load_halves(rows, spec, page_size=0):
     """``load_halves(sT, T, row0, rows_end)`` starts copying a tile of the head's T to sT.
 
     Rows at or past ``rows_end``, and columns past the head dimension, become 0 and are not read.
-    Unaligned rows are copied one element after the other, there at the next barrier.
+    Unaligned rows are copied one element after the other, there at the next barrier. With pages T
+    is what ``heads.key_rows`` gives of them.
     """
-    load = make_load_half_tile(rows, spec.rows, spec.threads, spec.aligned)
+    load = make_load_half_tile(rows, spec.rows, spec.threads, spec.aligned, page_size)
     prefetches, d = spec.prefetches, spec.head_dim
 
     @device_function
@@ -46,7 +48,7 @@ def make_load_rows(spec):
 @cache
 def make_load_columns(spec):
     """``load_columns(sT, T, row0, rows_end)``: a column tile of K or V."""
-    return _make_load_halves(spec.Bc, spec)
+    return _make_load_halves(spec.Bc, spec, spec.features.page_size)
 
 
 # By the names that they have on CUDA cores, where the tiles differ.
@@ -128,7 +130,7 @@ def make_load_next_k(spec):
 
 
 @cache
-def make_load_half_tile(count, rows, threads, aligned):
+def make_load_half_tile(count, rows, threads, aligned, page_size=0):
     """``load_half_tile(sT, place, T, row0, rows_end, col0, cols_end)``: the same from column
     ``col0`` on, ``count`` of the tile ``rows``, to a tile that starts at element ``place`` of sT.
     """
@@ -137,6 +139,44 @@ def make_load_half_tile(count, rows, threads, aligned):
     first_chunk, turn = make_first_chunk(chunks), make_turn(chunks)
     first_place, pitch = make_first_place(rows, chunks), rows.pitch
     exchange = make_exchange(rows)
+    if page_size:
+        page_of = make_page_of(page_size)
+        # A warp has the chunks of 16 rows or less, of one page: its first lane reads for all.
+        shared = turns_in_a_page(page_size, count, threads, chunks.width) * chunks.along
+
+    @device_function
+    def load_paged_tile(sT, place, T, row0, rows_end, col0, cols_end):
+        pages, h, table = T
+        page = row_of_page = uint32(0)
+        for n in range(copies):
+            down, right = turn(n)
+            r, c = first_chunk(cuda.threadIdx.x)
+            at = uint32(place + first_place(cuda.threadIdx.x, r, c) + down * pitch + right)
+            c = uint32(c ^ exchange(r + down))  # the chunk that lies there
+            row, col = uint32(row0 + r + down), uint32(col0 + c + right)
+            there = row < uint32(rows_end) and (whole or r < uint32(count - down))
+            if n % shared == 0:
+                page = page_of(table, row, there, 0)
+                row_of_page = uint32(row % uint32(page_size))
+            further = down - turn(n - n % shared)[0]
+            if whole or r < uint32(count - down):
+                length = int32(0)
+                if there and col < uint32(cols_end):
+                    length = int32(min(int32(8), int32(cols_end - col)))
+                if aligned:
+                    source = int64(row_of_page) + further
+                    copy8_async(sT, at, pages[page, h], source, col, length)
+                else:
+                    for e in range(8):
+                        half = uint32(0)
+                        if e < length:
+                            half = uint32(
+                                pages[page, h, uint32(row_of_page + further), uint32(col + e)]
+                            )
+                        sT[uint32(at + e)] = half
+
+    if page_size:
+        return load_paged_tile
 
     @device_function
     def load_half_tile(sT, place, T, row0, rows_end, col0, cols_end):

@@ -4,6 +4,7 @@ from functools import cache
 
 from fa_numba.device import cuda, device_function, int32, uint32
 from fa_numba.intrinsics.async_copy import copy1_async, copy4_async
+from fa_numba.parts.pages import common_rows, make_page_of, turns_in_a_page
 from fa_numba.parts.prefetch import next_column_tile, next_row_tile
 from fa_numba.parts.simt.swizzle import flip_of
 from fa_numba.parts.visits import make_next_row
@@ -51,13 +52,13 @@ def make_load_q(spec):
 @cache
 def make_load_k(spec):
     """``load_k(sK, K, row0, rows_end)``: the same of a column tile of K."""
-    return _make_load_whole(spec, spec.Bc, spec.d4, spec.rows_k)
+    return _make_load_keys(spec, spec.d4, spec.rows_k)
 
 
 @cache
 def make_load_v(spec):
     """``load_v(sV, V, row0, rows_end)``: of V, zeros as far as the threads of a row reach."""
-    return _make_load_whole(spec, spec.Bc, spec.columns, spec.rows_v)
+    return _make_load_keys(spec, spec.columns, spec.rows_v)
 
 
 @cache
@@ -106,6 +107,58 @@ def make_load_columns(spec):
 def make_load_p(spec):
     """``load_p(sP, P, row0, rows_end, col0, cols_end)``: a tile of P from global memory."""
     return make_load_tile(spec.Br, spec.Bc, spec.rows_p, spec.threads, spec.aligned)
+
+
+@cache
+def make_load_paged_tile(rows, columns, places, threads, aligned, page_size):
+    """``load_tile`` of K or V in pages, as ``heads.key_rows`` gives them."""
+    width = 4 if aligned else 1
+    chunks = columns // width
+    copies = rows * chunks
+    per_thread = -(-copies // threads)
+    copy_async = copy4_async if aligned else copy1_async
+    pitch, flip = places.pitch, flip_of(places)
+    page_of, common = make_page_of(page_size), common_rows(page_size, rows)
+    shared = turns_in_a_page(page_size, rows, threads, chunks)
+
+    @device_function
+    def load_paged_tile(sT, T, row0, rows_end, col0, cols_end):
+        pages, h, table = T
+        page = uint32(0)
+        for n in range(per_thread):
+            copy = uint32(cuda.threadIdx.x + n * threads)
+            r = uint32(copy // uint32(chunks))
+            c = uint32(uint32(copy % uint32(chunks)) * width)
+            row = uint32(row0 + r)
+            col = uint32(col0 + c)
+            there = row < uint32(rows_end) and copy < uint32(copies)
+            if n % shared == 0:
+                # The lane that has the first of this warp's chunks in the page reads for those.
+                begin = int32(uint32(r // uint32(common)) * uint32(common * chunks))
+                first = max(int32(0), int32(begin - int32(uint32(copy // uint32(32)) * 32)))
+                page = page_of(table, row, there, first)
+            if copy < uint32(copies):
+                count = int32(0)
+                if there and col < uint32(cols_end):
+                    count = int32(min(int32(width), int32(cols_end - col)))
+                at = uint32(r * pitch + (c ^ flip(r) // 4))
+                copy_async(sT, at, pages[page, h], uint32(row % uint32(page_size)), col, count)
+
+    return load_paged_tile
+
+
+def _make_load_keys(spec, columns, places):
+    page_size, d = spec.features.page_size, spec.head_dim
+    if not page_size:
+        return _make_load_whole(spec, spec.Bc, columns, places)
+    how = (spec.threads, spec.aligned, page_size)
+    load_tile = make_load_paged_tile(spec.Bc, columns, places, *how)
+
+    @device_function
+    def load_whole(sT, T, row0, rows_end):
+        load_tile(sT, T, row0, rows_end, 0, d)
+
+    return load_whole
 
 
 def _make_load_whole(spec, rows, columns, places):
