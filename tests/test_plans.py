@@ -207,16 +207,25 @@ def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
         with devices.planning_for(capability, limit):
             return units.unit_of("auto", asked(capability=capability, **facts)).name
 
-    assert chosen((9, 0)) == chosen((9, 0), options={"causal": True}) == "wgmma"
+    for facts in (
+        {},
+        {"passes": "bwd"},
+        *({"options": options} for options in ({"causal": True}, {"kv_lens": (100,)})),
+        {"sizes": (1, 8, 2, 1, 200, 64)},  # the heads of a group fill one
+    ):
+        assert chosen((9, 0), **facts) == "wgmma", facts
     assert {chosen(other) for other in ((8, 0), (8, 9), (10, 0), (12, 0))} == {"mma"}
     assert units.unit_of("auto", asked()).name == "mma"  # on the emulator
     for facts in (
         {"options": {"dropout_p": 0.1}},
-        {"options": {"kv_lens": (100,)}},
+        {"options": {"bias": (1, 2, 200, 200)}},
+        # Rows that fill no tile: no group of heads, one of three, or of other lengths.
+        *({"sizes": sizes} for sizes in ((1, 8, 8, 16, 500, 64), (1, 6, 2, 16, 500, 64))),
+        {"sizes": (1, 8, 2, 16, 500, 64), "options": {"q_lens": (5,)}},
         {"tiles": Tiles(128, 64)},
         {"aligned": False},
         {"algorithm": "fa1"},
-        {"passes": "bwd"},
+        {"passes": "bwd", "deterministic": True},
         {"ablated": ("prefetch",)},
         {"warp_partition": "keys"},
     ):
@@ -241,24 +250,6 @@ def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
 def test_what_hoppers_unit_lacks_is_said(facts, lacking):
     with pytest.raises(ValueError, match=lacking):
         units.unit_of("wgmma", asked(**facts))
-
-
-def test_what_auto_would_take_hoppers_unit_for_once_it_is_measured(monkeypatch):
-    def chosen(**facts):
-        with devices.planning_for((9, 0), devices.EMULATED_SHARED_BYTES):
-            return units.unit_of("auto", asked(capability=(9, 0), **facts)).name
-
-    lengths = {"options": {"kv_lens": (100,)}}
-    assert chosen(**lengths) == "mma"
-    monkeypatch.setattr(units.Wgmma, "untimed", ())
-    assert chosen(**lengths) == "wgmma"
-    few = {"sizes": (1, 8, 2, 16, 500, 64)}
-    assert chosen(**few) == "mma"
-    monkeypatch.setattr(units.Wgmma, "suits_few_rows", True)
-    assert chosen(**few) == "wgmma"
-    for other in ((1, 8, 8, 16, 500, 64), (1, 6, 2, 16, 500, 64)):  # no group, or one of three
-        assert chosen(sizes=other) == "mma"
-    assert chosen(**few, options={"q_lens": (5,)}) == "mma"
 
 
 def test_a_unit_has_all_kernels():

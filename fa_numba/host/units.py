@@ -254,10 +254,6 @@ class Wgmma(Unit):
         ("fa2", "bwd"): ("causal", "window"),
     }
     largest: Mapping[str, int] = {"fwd": 256, "bwd": 128}
-    # What "auto" leaves to mma's kernel until it has run long enough on a GPU: these options, and
-    # few rows of Q where heads share a tile.
-    untimed = ("alibi", "kv_lens", "packed", "q_lens")
-    suits_few_rows = False
 
     def lacks(self, request: Request) -> str:
         pair = (request.algorithm, request.passes)
@@ -280,24 +276,15 @@ class Wgmma(Unit):
         return ""
 
     def suits(self, request: Request) -> bool:
-        """On a GPU, forward, for calls that choose nothing of another unit's, and rows that fill a
-        tile: the emulator runs the smaller blocks of ``mma`` faster. FlashAttention-1 is taken by
-        name alone, and so is the backward pass: on a GPU it was held against float64 at the papers'
-        sizes only.
+        """On a GPU, for calls that choose nothing of another unit's, and rows that fill a tile: the
+        emulator runs the smaller blocks of ``mma`` faster. FlashAttention-1 is taken by name alone.
         """
-        plain = (
-            (request.algorithm, request.passes) == ("fa2", "fwd")
-            and request.tiles is None
-            and request.query_splits == 1
-            and not request.ablated
-        )
-        plain = plain and request.warp_partition == "rows"
-        if any(getattr(request.features, name) for name in self.untimed):
-            return False
-        few = request.problem.seqlen_q <= GROUP_ROWS
-        if few and not (self.suits_few_rows and _heads_share_tiles(request)):
-            return False
-        return plain and device.planned_for_gpu()
+        fills = request.problem.seqlen_q > GROUP_ROWS
+        if request.passes == "fwd":
+            fills = fills or _heads_share_tiles(request)
+        plain = request.tiles is None and not request.ablated and request.query_splits == 1
+        plain = plain and request.warp_partition == "rows" and request.algorithm == "fa2"
+        return fills and plain and device.planned_for_gpu()
 
     def forward(self, request: Request) -> tuple[Tiles, Spec]:
         p, facts = request.problem, self._facts(request)

@@ -34,7 +34,7 @@ def _unary(instruction):
 @njit(cache=True)
 def _powers(base, exponents):
     """The C library's `pow`, as Python's: with a base that is no constant it stays that."""
-    made = np.empty(exponents.size)
+    made = np.zeros(exponents.size)
     for k in range(exponents.size):
         made[k] = base ** exponents[k]
     return made

@@ -219,12 +219,14 @@ def default_wgmma_tiles(
 ) -> Tiles:
     """Block sizes of the kernels on Hopper's tensor cores, the fastest of those measured: three
     consumers where registers allow it and rows are many, and as many columns as memory holds.
-    ``seqlen_q`` are the rows of all heads that share a tile.
+    ``seqlen_q`` are the rows of all heads that share a tile; few are left to one consumer, since
+    then the columns' way from memory counts.
     """
-    if head_dim <= 64:
+    few = seqlen_q <= GROUP_ROWS
+    if head_dim <= 64 and not few:
         short = (seqlen_q <= 1024 and causal) or seqlen_q <= 128
         ends = features.packed or features.kv_lens
         crowded = features.alibi or (features.window and ends)  # three consumers would spill
         return Tiles(128 if short or crowded else 192, 128, stages=2)
     Bc = 128 if head_dim <= 128 else 96 if head_dim <= 192 else 80
-    return Tiles(128, Bc, stages=2)
+    return Tiles(64 if few else 128, Bc, stages=2)
