@@ -8,6 +8,7 @@ from fa_numba import algorithms, io_model, reference
 from fa_numba.device import count_accesses
 from fa_numba.dropout import dropout_mask
 from fa_numba.host.plans import Plan
+from fa_numba.kv_cache import append_kv
 from fa_numba.ops import (
     attention,
     attention_backward,
@@ -28,6 +29,7 @@ __all__ = [
     "Plan",
     "Tiles",
     "algorithms",
+    "append_kv",
     "attention",
     "attention_backward",
     "count_accesses",

@@ -250,6 +250,37 @@ def check_table(table: np.ndarray, kv_lens: Any, pages: int, page_size: int) -> 
         )
 
 
+def check_appended(
+    table: np.ndarray, kv_lens: Sequence[int], new_lens: Sequence[int], pages: int, page_size: int
+) -> None:
+    """Raise ValueError unless ``new_lens`` rows after the first ``kv_lens`` have pages, and no page
+    takes rows of two sequences.
+    """
+    begin, end = np.array(kv_lens), np.add(kv_lens, new_lens)
+    most = table.shape[1] * page_size
+    if (end > most).any():
+        b = int((end > most).argmax())
+        raise ValueError(
+            f"kv_lens holds {begin[b]} with {new_lens[b]} new rows: allowed are {most} in all, the "
+            f"{table.shape[1]} pages of {page_size} rows that block_table has for each"
+        )
+    owners: dict[int, int] = {}
+    for b in np.flatnonzero(end > begin).tolist():
+        for n in range(begin[b] // page_size, -(-end[b] // page_size)):
+            page = int(table[b, n])
+            if not 0 <= page < pages:
+                raise ValueError(
+                    f"block_table holds {page} at [{b}, {n}]: allowed is 0 to {pages - 1}, the "
+                    "pages of k_pages, where rows are appended"
+                )
+            if owners.setdefault(page, b) != b:
+                raise ValueError(
+                    f"block_table holds {page} at [{b}, {n}], a page that batch entry "
+                    f"{owners[page]} is appended to: allowed are pages of its own for the new rows "
+                    "of each"
+                )
+
+
 def table_lengths(value: Any, shape: tuple[int, ...], page_size: int) -> tuple[int, ...]:
     """The keys of each sequence, which its row of a block table of this shape has pages for."""
     batch, each = shape

@@ -20,7 +20,7 @@ FLOORS = (
     ("parts",),
     ("kernels",),
     ("host",),
-    ("ops", "bounds"),
+    ("ops", "kv_cache", "bounds"),
     ("fa_numba",),
     ("torch", "commands"),
     ("__main__",),

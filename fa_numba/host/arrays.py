@@ -417,18 +417,27 @@ def check_shape(array: Operand, shape: tuple[int, ...]) -> None:
 def check_out(out: Operand, shape: tuple[int, ...], inputs: list[Operand]) -> None:
     """Raise ValueError unless ``out`` can take the result: shape, layout, and memory of its own."""
     check_shape(out, shape)
+    check_written(out, inputs)
+
+
+def check_written(out: Operand, inputs: list[Operand]) -> None:
+    """Raise ValueError unless ``out`` can be written to beside ``inputs``."""
     if not out.writable:
-        raise ValueError(f"out is a read-only {out.library} array: allowed is writable memory")
+        raise ValueError(
+            f"{out.name} is a read-only {out.library} array: allowed is writable memory"
+        )
     if out.library != inputs[0].library:
         raise ValueError(
-            f"out is a {out.library} array, {inputs[0].name} a {inputs[0].library} one: "
+            f"{out.name} is a {out.library} array, {inputs[0].name} a {inputs[0].library} one: "
             "allowed is one library"
         )
     if overlaps_itself(out):
         raise ValueError(
-            f"out has strides {out.strides} bytes for shape {out.shape}: "
+            f"{out.name} has strides {out.strides} bytes for shape {out.shape}: "
             "allowed are axes that do not interleave, one address for each element"
         )
     for other in inputs:
         if overlap(out, other):
-            raise ValueError(f"out shares memory with {other.name}: allowed is memory of its own")
+            raise ValueError(
+                f"{out.name} shares memory with {other.name}: allowed is memory of its own"
+            )

@@ -73,7 +73,7 @@ class Binding:
         facts["sparse"] = mask is not None
         seed = as_word("seed", given.pop("seed", 0), 64)
         offset = as_word("offset", given.pop("offset", 0), 32)
-        table, checked = _paging(given, facts, arrays, shapes)
+        table, checked = paging(given, facts, arrays, shapes)
         for name in _LENGTHS:
             if name in given:
                 facts[name] = on_host(name, given.pop(name))
@@ -128,14 +128,14 @@ class Binding:
         for name, passed in Features.of(problem, dbias="dbias" in given).passed.items():
             value = passed.value(call)
             if isinstance(value, np.ndarray) and name in SENT:
-                value = _sent(value)
+                value = sent(value)
             values[name] = (
                 value if passed.shape is None else device.broadcast(value, passed.shape(call))
             )
         return values
 
 
-def _paging(
+def paging(
     given: dict[str, Any], facts: dict[str, Any], arrays: dict[str, Operand], shapes: bool
 ) -> tuple[np.ndarray | None, tuple[np.ndarray, Any] | None]:
     """Take the block table out of ``given``, and lengths on a GPU beside one.
@@ -189,7 +189,7 @@ def seed_words(seed: int, offset: int) -> tuple[int, int, int]:
     return signed(seed & 0xFFFFFFFF), signed(seed >> 32), signed(offset)
 
 
-def _sent(array: np.ndarray) -> Any:
+def sent(array: np.ndarray) -> Any:
     """A small array as a launch argument; on a GPU the last ones are kept there."""
     if not device.on_gpu():
         return array

@@ -91,7 +91,7 @@ def describe_call(
     paged = options.get("block_table") is not None
     if paged and options.get("check_table"):
         return None
-    named = (*ARRAYS, *PAGING) if paged else tuple(ARRAYS)
+    named = (*ARRAYS, *PAGING, "new_lens") if paged else tuple(ARRAYS)
     for array in (*arrays, *map(options.get, named), out):
         if array is None:
             key.append(None)

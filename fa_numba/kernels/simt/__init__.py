@@ -1,4 +1,5 @@
 from fa_numba.kernels.simt import (
+    append,
     fa1_backward,
     fa1_forward,
     fa2_backward,
@@ -9,6 +10,7 @@ from fa_numba.kernels.simt import (
 )
 
 __all__ = [
+    "append",
     "fa1_backward",
     "fa1_forward",
     "fa2_backward",

@@ -1,0 +1,64 @@
+"""New keys and values to the pages of a cache, where a block table has their rows.
+
+A thread takes one piece of a row, 16 bytes of K and of V, or one element where rows do not start at
+16-byte addresses. Row i of what is new becomes row ``kv_lens[b]`` + i of sequence b.
+
+Accesses, elements: loads and stores of every new row, N d a K/V head each, of K and of V.
+"""
+
+from functools import cache
+
+from numba import types
+
+from fa_numba.device import Kernel, array_type, cuda, device_function, uint32
+from fa_numba.dtypes import DTYPES
+from fa_numba.intrinsics.global_memory import read4, read8, write4, write8
+
+THREADS = 128
+
+
+@cache
+def make_append(head_dim, dtype, page_size, aligned, ragged):
+    """The kernel; launched over (``blocks``, Hk, B). With ``ragged`` sequence b has ``new_lens[b]``
+    new rows, else all that the arrays have.
+    """
+    d, halves = head_dim, DTYPES[dtype].bytes == 2
+    width = DTYPES[dtype].chunk if aligned else 1
+    pieces = d // width
+
+    @device_function
+    def copy(to, row, source, i, col):
+        if not aligned:
+            to[row, col] = source[i, col]
+        elif halves:
+            w = read8(source, i, col)
+            write8(to, row, col, w[0], w[1], w[2], w[3], True)
+        else:
+            x = read4(source, i, col)
+            write4(to, row, col, x[0], x[1], x[2], x[3])
+
+    def append_kv(K, V, newK, newV, block_table, kv_lens, new_lens):
+        b, h = uint32(cuda.blockIdx.z), uint32(cuda.blockIdx.y)
+        piece = uint32(cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
+        i = uint32(piece // uint32(pieces))
+        col = uint32(uint32(piece % uint32(pieces)) * width)
+        rows = uint32(newK.shape[2])
+        if ragged:
+            rows = uint32(new_lens[b])
+        if i < rows:
+            at = uint32(uint32(kv_lens[b]) + i)
+            page = uint32(block_table[b, uint32(at // uint32(page_size))])
+            row = uint32(at % uint32(page_size))
+            copy(K[page, h], row, newK[b, h], i, col)
+            copy(V[page, h], row, newV[b, h], i, col)
+
+    matrix = array_type(4, types.uint16 if halves else types.float32)
+    lengths = array_type(1, types.int32)
+    arguments = (*[matrix] * 4, array_type(2, types.int32), lengths, lengths)
+    return Kernel(append_kv, arguments, THREADS, 0)
+
+
+def blocks(rows, head_dim, dtype, aligned):
+    """Thread blocks for so many new rows of a head."""
+    width = DTYPES[dtype].chunk if aligned else 1
+    return -(-rows * (head_dim // width) // THREADS)

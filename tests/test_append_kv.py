@@ -1,0 +1,217 @@
+"""Keys and values appended to the pages of a cache; tables and lengths that stay on a GPU."""
+
+import numpy as np
+import pytest
+from stand_in_device import no_calls_kept, no_gpu_but_its_driver, on_gpu
+from test_paged import cache_of, inputs
+
+import fa_numba
+from fa_numba import Tiles
+
+
+@pytest.fixture
+def kept():
+    with no_calls_kept() as found:
+        yield found
+
+
+@pytest.fixture
+def gpu(kept):
+    with no_gpu_but_its_driver() as found:
+        yield found
+
+
+def begun(dtype, sizes, lens, new, page_size):
+    """Pages that lack the last ``new`` rows of each sequence, beside those that have them all."""
+    _, k, v = inputs(dtype, *sizes)
+    whole = cache_of(k, v, lens, page_size)
+    before = [n - m for n, m in zip(lens, new, strict=True)]
+    pages = [x.copy() for x in whole[:2]]
+    rows = max(new)
+    added = [np.full((*k.shape[:2], rows, k.shape[3]), np.nan, k.dtype) for _ in range(2)]
+    for b, (begin, end) in enumerate(zip(before, lens, strict=True)):
+        for side, x, each in zip(added, (k, v), pages, strict=True):
+            side[b, :, : end - begin] = x[b, :, begin:end]
+            for at in range(begin, end):
+                each[whole[2][b, at // page_size], :, at % page_size] = np.nan
+    return whole, pages, added, before
+
+
+CASES = [
+    # dtype, d, page size, lengths after, new rows
+    ("float16", 64, 16, (50, 33), (1, 1)),
+    ("float16", 20, 48, (50, 33), (50, 7)),
+    ("bfloat16", 32, 32, (40, 33), (17, 17)),
+    ("float32", 8, 16, (50, 16), (20, 0)),
+    ("float32", 3, 16, (50, 33), (2, 2)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-d{c[1]}-page{c[2]}")
+def test_rows_appended_are_those_of_the_whole_cache(case):
+    dtype, d, page_size, lens, new = case
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    whole, pages, added, before = begun(dtype, (2, 2, 2, 1, 50, d), lens, new, page_size)
+    ragged = {} if len(set(new)) == 1 else {"new_lens": new}
+    with fa_numba.count_accesses() as counts:
+        assert fa_numba.append_kv(*pages, *added, whole[2], before, **ragged) is None
+    for found, want in zip(pages, whole, strict=False):
+        assert found.tobytes() == want.tobytes()
+    elements = 2 * sum(new) * d
+    moved = dict.fromkeys(("newK", "newV"), elements), dict.fromkeys("KV", elements)
+    assert (dict(counts.loads), dict(counts.stores)) == moved
+
+
+def test_appending_and_attending_step_by_step_is_one_causal_call():
+    """A prompt of 19 rows, then a row at a time: the same bits as all rows of Q at once."""
+    q, k, v = inputs("float16", 2, 4, 2, 24, 24, 32)
+    tiles = {"tiles": Tiles(16, 16)}
+    want = fa_numba.flash_attention_2(q, k, v, causal=True, **tiles)
+    pages = np.full((2, 5, 2, 16, 32), np.nan, np.float16)
+    table = np.array([[3, 1], [0, 4]])
+    for begin, end in ((0, 19), *((n, n + 1) for n in range(19, 24))):
+        new = slice(begin, end)
+        fa_numba.append_kv(*pages, k[:, :, new], v[:, :, new], table, [begin] * 2)
+        options = {"block_table": table, "kv_lens": [end] * 2, "causal": True}
+        O = fa_numba.flash_attention_2(q[:, :, new], *pages, **options, **tiles)
+        np.testing.assert_array_equal(O, want[:, :, new])
+    assert np.isnan(pages[:, 2].astype(np.float32)).all()
+
+
+def test_rows_are_appended_in_the_other_layout():
+    whole, pages, added, before = begun("float16", (2, 2, 2, 1, 50, 32), (50, 33), (3, 3), 16)
+    turned = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in (*pages, *added)]
+    fa_numba.append_kv(*turned, whole[2], before, layout="bnhd")
+    np.testing.assert_array_equal(turned[0].swapaxes(1, 2), whole[0])
+
+
+REFUSED = {
+    "more rows than pages": (
+        {"kv_lens": [62, 3]},
+        r"kv_lens holds 62 with 3 new rows: allowed are 64",
+    ),
+    "a page there is not": (
+        {"table": {(1, 0): 9}},
+        r"block_table holds 9 at \[1, 0\]: allowed is 0 to 6",
+    ),
+    "a page of two sequences": (
+        {"table": {(1, 0): 1}},
+        r"block_table holds 1 at \[1, 0\], a page that",
+    ),
+    "too many new rows": (
+        {"new_lens": [4, 1]},
+        r"new_lens holds 4: allowed is 0 to 3, the rows of k_new",
+    ),
+    "negative lengths": ({"kv_lens": [-1, 0]}, r"kv_lens holds -1: allowed is 0 to 64"),
+    "no lengths": ({"kv_lens": None}, r"block_table is given without kv_lens"),
+    "no table": ({"block_table": None}, r"block_table is None"),
+    "another layout's": ({"layout": "bhdn"}, r"layout is 'bhdn'"),
+    "v_new of another shape": ({"v_new": (2, 2, 4, 32)}, r"v_new has shape \(2, 2, 4, 32\)"),
+    "k_new of other heads": ({"k_new": (2, 1, 3, 32)}, r"k_new has heads 1 .*allowed is 2"),
+    "check_table of 1": ({"check_table": 1}, r"check_table is 1: allowed is True or False"),
+    "a stream": ({"stream": 5}, r"stream is 5: the emulator has no streams"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_before_anything_is_written(name):
+    change, message = REFUSED[name]
+    given = {"k_pages": np.zeros((7, 2, 16, 32), np.float16)}
+    given["v_pages"] = given["k_pages"].copy()
+    given |= {n: np.ones((2, 2, 3, 32), np.float16) for n in ("k_new", "v_new")}
+    table = np.array([[1, 2, 3, 4], [0, 5, 6, 6]])
+    given |= {"block_table": table, "kv_lens": [0, 0]}
+    for n, value in change.items():
+        if n == "table":
+            for place, page in value.items():
+                table[place] = page
+        else:
+            given[n] = np.ones(value, np.float16) if n.endswith("_new") else value
+    with pytest.raises((ValueError, TypeError), match=message):
+        fa_numba.append_kv(**given)
+    assert not given["k_pages"].any() and not given["v_pages"].any()
+
+
+def test_pages_that_cannot_be_written_are_refused():
+    pages = np.zeros((2, 1, 16, 8), np.float32)
+    new, rest = np.ones((1, 1, 1, 8), np.float32), ([[0]], [3])
+    pages.flags.writeable = False
+    with pytest.raises(ValueError, match="k_pages is a read-only numpy array"):
+        fa_numba.append_kv(pages, pages, new, new, *rest)
+    pages = np.zeros((2, 1, 16, 8), np.float32)
+    with pytest.raises(ValueError, match="v_pages shares memory with k_new"):
+        fa_numba.append_kv(pages.copy(), pages, pages[:1, :, :1], new, *rest)
+
+
+# --- integers on a GPU -------------------------------------------------------------------------
+
+
+def test_a_kept_call_takes_the_table_and_lengths_that_are_there_then(gpu, kept):
+    """As a captured graph does: the second call is a replay, over other pages and lengths."""
+    q, k, v = inputs("float16", 2, 4, 2, 1, 60, 32)
+    caches = [
+        cache_of(k, v, lens, 16, seed=n, more=0) for n, lens in enumerate(((60, 7), (33, 60)))
+    ]
+    with fa_numba.device.using("emulator"):
+        want = [
+            fa_numba.flash_attention_2(q, *c[:2], block_table=c[2], kv_lens=lens)
+            for c, lens in zip(caches, ((60, 7), (33, 60)), strict=True)
+        ]
+    rows = max(len(c[0]) for c in caches)
+    pages = [on_gpu(np.zeros((rows, 2, 16, 32), np.float16)) for _ in range(2)]
+    table, lens = on_gpu(np.zeros((2, 4), np.int32)), on_gpu(np.zeros(2, np.int32))
+    given = on_gpu(q)
+    for n, now in enumerate(((60, 7), (33, 60))):
+        for side, x in zip(pages, caches[n], strict=False):
+            side.values[: len(x)] = x
+        table.values[...], lens.values[...] = caches[n][2], now
+        O = fa_numba.flash_attention_2(given, *pages, block_table=table, kv_lens=lens)
+        np.testing.assert_array_equal(O.values, want[n])
+    assert len(kept) == 1
+
+
+def test_a_kept_append_writes_where_the_table_says_then(gpu, kept):
+    pages = [on_gpu(np.zeros((4, 1, 16, 8), np.float32)) for _ in range(2)]
+    new = [on_gpu(np.full((1, 1, 1, 8), x, np.float32)) for x in (1.0, 2.0)]
+    table, lens = on_gpu(np.array([[3, 1]], np.int32)), on_gpu(np.array([15], np.int32))
+    for at in (15, 16):
+        lens.values[...] = at
+        assert fa_numba.append_kv(*pages, *new, table, lens) is None
+    for side, x in zip(pages, (1.0, 2.0), strict=True):
+        assert (side.values[3, 0, 15] == x).all() and (side.values[1, 0, 0] == x).all()
+        assert side.values.sum() == 16 * x
+    assert len(kept) == 1
+
+
+def test_integers_on_a_gpu_are_read_when_they_are_to_be_checked(gpu, kept):
+    q, k, v = inputs("float16", 1, 2, 2, 1, 40, 32)
+    k_pages, v_pages, table = cache_of(k, v, (40,), 16, unused=0)
+    pages, q = [on_gpu(x) for x in (k_pages, v_pages)], on_gpu(q)
+    table[0, 1] = 5
+    integers = {"block_table": on_gpu(table), "kv_lens": on_gpu(np.array([40], np.int32))}
+    with pytest.raises(ValueError, match=r"block_table holds 5 at \[0, 1\]: allowed is 0 to 2"):
+        fa_numba.flash_attention_2(q, *pages, **integers, check_table=True)
+    new = [on_gpu(np.ones((1, 2, 1, 32), np.float16))] * 2
+    integers["kv_lens"] = on_gpu(np.array([64], np.int32))
+    with pytest.raises(ValueError, match=r"kv_lens holds 64 with 1 new rows"):
+        fa_numba.append_kv(*pages, *new, **integers, check_table=True)
+    assert not kept
+
+
+def test_integers_on_a_gpu_have_a_dtype_and_a_shape(gpu):
+    q, k, v = inputs("float16", 1, 2, 2, 1, 40, 32)
+    pages = [on_gpu(np.zeros((3, 2, 16, 32), np.float16)) for _ in range(2)]
+    for name, wrong, message in (
+        (
+            "block_table",
+            np.zeros((1, 3), np.int64),
+            "block_table has dtype int64: allowed is int32",
+        ),
+        ("kv_lens", np.zeros(1, np.int64), "kv_lens has dtype int64: allowed is int32"),
+        ("kv_lens", np.zeros(2, np.int32), r"kv_lens has shape \(2,\): allowed is \(1,\)"),
+    ):
+        given = {"block_table": np.zeros((1, 3), np.int32), "kv_lens": np.zeros(1, np.int32)}
+        given = {n: on_gpu(x) for n, x in (given | {name: wrong}).items()}
+        with pytest.raises((TypeError, ValueError), match=message):
+            fa_numba.flash_attention_2(on_gpu(q), *pages, **given)
