@@ -150,9 +150,9 @@ class Bound(NamedTuple):
     """A call whose kernels' arguments are wanted.
 
     ``given`` are launch arguments by name: of ``bias``, ``dbias``, ``alibi_slopes``, ``seed_low``,
-    ``seed_high`` and ``offset`` those that there are, and ``block_table`` and ``kv_lens`` where
-    they lie on the GPU. The scores are computed times ``unit``, which is log2(e) where exponentials
-    are powers of two.
+    ``seed_high``, ``offset``, ``kv_splits`` and what splits leave those that there are, and
+    ``block_table`` and ``kv_lens`` where they lie on the GPU. The scores are computed times
+    ``unit``, which is log2(e) where exponentials are powers of two.
     """
 
     problem: Problem
@@ -244,6 +244,15 @@ FEATURES: dict[str, Feature] = {
         {"bias": _given("bias", array_type(4), _scores)},
         changes_scores=True,
     ),
+    "splits": Feature(
+        lambda p: False,
+        {
+            "kv_splits": _given("kv_splits", _int32),
+            "A": _given("A", array_type(5)),
+            "l": _given("l", array_type(4)),
+            "m": _given("m", array_type(4)),
+        },
+    ),
     "dbias": Feature(lambda p: False, {"dbias": _given("dbias", array_type(4), _scores)}),
     "alibi": Feature(
         lambda p: p.alibi,
@@ -289,6 +298,8 @@ FEATURES: dict[str, Feature] = {
         },
     ),
 }
+# What blocks that share a row tile leave of their columns: O not yet divided by l, l and m.
+SPLIT_SUMS = ("A", "l", "m")
 # Arrays whose elements all threads of a block read together, over and over: not part of the counts
 # of accesses.
 UNIFORM = ("slopes", "q_lens", "kv_lens", "q_starts", "k_starts", "block_mask")
@@ -314,12 +325,13 @@ class Features:
     packed: bool = False
     sparse: bool = False
     dropout: bool = False
+    splits: bool = False
 
     @classmethod
-    def of(cls, problem: Problem, *, dbias: bool = False) -> Features:
-        """The features that ``problem`` needs."""
+    def of(cls, problem: Problem, *, dbias: bool = False, splits: bool = False) -> Features:
+        """The features that ``problem`` needs; the others are the call's."""
         on: dict[str, Any] = {name: feature.on(problem) for name, feature in FEATURES.items()}
-        return cls(**on | {"dbias": dbias})
+        return cls(**on | {"dbias": dbias, "splits": splits})
 
     @property
     def right(self) -> bool:

@@ -66,9 +66,13 @@ KERNELS |= MMA | MMA_BACKWARD | MMA_STANDARD
 # package of all of them.
 PARTS = {"masks": masks}
 for _package, _names in (
-    ("", "layout heads dropout softmax visits prefetch rows gradients namespace"),
+    ("", "layout heads dropout softmax visits prefetch rows splits gradients namespace"),
     ("simt", "swizzle threads tile_load products stores state"),
-    ("mma", "chunks swizzle tile_load fragments products pairs stores combine state dq backward"),
+    (
+        "mma",
+        "chunks swizzle tile_load fragments products pairs stores combine state dq backward "
+        "heads_in_tiles",
+    ),
 ):
     _path = f"fa_numba.parts.{_package}".rstrip(".")
     _prefix = _package and f"{_package}_"

@@ -147,6 +147,15 @@ def transposed(array: Any, order: tuple[int, ...]) -> Any:
     return _seen_as(array, (1, *turned.shape), (0, *turned.strides))
 
 
+def grouped(array: Any, heads: int) -> Any:
+    """A launch argument (batch, H, rows, ...) as (batch, H / heads, rows, heads, ...): behind each
+    row those of the other heads of its group.
+    """
+    (batch, all_heads, rows, *last), (b, h, r, *steps) = array.shape, array.strides
+    shape = (batch, all_heads // heads, rows, heads, *last)
+    return _seen_as(array, shape, (b, h * heads, r, h, *steps))
+
+
 def _seen_as(array: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
     if isinstance(array, DeviceArray):
         return replace(array, shape=shape, strides=strides)

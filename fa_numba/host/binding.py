@@ -125,7 +125,8 @@ class Binding:
         """
         call = Bound(problem, given, unit, self.block_mask, self.block_table)
         values: dict[str, Any] = {}
-        for name, passed in Features.of(problem, dbias="dbias" in given).passed.items():
+        features = Features.of(problem, dbias="dbias" in given, splits="kv_splits" in given)
+        for name, passed in features.passed.items():
             value = passed.value(call)
             if isinstance(value, np.ndarray) and name in SENT:
                 value = sent(value)

@@ -12,8 +12,8 @@ from fa_numba import device
 from fa_numba.device import DeviceArray
 from fa_numba.dtypes import DTYPES
 from fa_numba.host.binding import Binding, pack, score_scale
-from fa_numba.host.plans import Argument, Boxes, Buffer, Plan, Untouched
-from fa_numba.options import UNIFORM
+from fa_numba.host.plans import Argument, Boxes, Buffer, Grouped, Plan, Untouched
+from fa_numba.options import SPLIT_SUMS, UNIFORM
 from fa_numba.problem import Problem
 
 # Arrays of a call that kernels take one by one; all others reach them in ``options``.
@@ -32,7 +32,6 @@ def execute(plan: Plan, arguments: Binding, arrays: Mapping[str, Any], stream: A
     for output in plan.outputs:
         if output.zeroed:
             device.clear(arrays[output.name], stream)
-    values = arguments.values(problem, arrays, plan.score_unit)
     found: dict[str, Any] = {
         "scale": problem.scale,
         "score_scale": score_scale(problem, plan.score_unit),  # what scores are multiplied by first
@@ -43,16 +42,22 @@ def execute(plan: Plan, arguments: Binding, arrays: Mapping[str, Any], stream: A
     with device.scratch(stream) as allocate:
         for buffer in plan.workspace:
             found[buffer.name] = _allocated(buffer, allocate, stream)
+        given = dict(arrays)
+        if plan.kv_splits > 1:
+            given |= {"kv_splits": plan.kv_splits} | {name: found[name] for name in SPLIT_SUMS}
+        values = arguments.values(problem, given, plan.score_unit)
         for launch in plan.launches:
-            given = [_resolved(x, found, problem) for x in launch.arguments.values()]
+            taken = [_resolved(x, found, problem) for x in launch.arguments.values()]
             options = pack(launch.kernel, values)
-            device.launch(launch.kernel, launch.grid, (*given, options), stream, _UNCOUNTED)
+            device.launch(launch.kernel, launch.grid, (*taken, options), stream, _UNCOUNTED)
 
 
 def _resolved(argument: Argument, found: Mapping[str, Any], problem: Problem) -> Any:
     if isinstance(argument, Boxes):
         x, dtype = argument, argument.dtype or problem.dtype
         return device.TiledArray(found[x.name], x.rows, dtype, x.heads, x.ends)
+    if isinstance(argument, Grouped):
+        return device.grouped(found[argument.name], argument.heads)
     if isinstance(argument, Untouched):
         return _untouched(argument, found["Q"])
     return found[argument] if isinstance(argument, str) else argument

@@ -8,20 +8,29 @@ from typing import Any
 
 from fa_numba import device, io_model
 from fa_numba.host.binding import LOG2E
-from fa_numba.host.plans import Argument, Boxes, Buffer, Launch, Steps, Untouched
+from fa_numba.host.plans import Argument, Boxes, Buffer, Grouped, Launch, Steps, Untouched
 from fa_numba.host.requests import Request
+from fa_numba.host.splits import chosen_splits
 from fa_numba.host.units import UNITS
 from fa_numba.integers import ceil_div, round_up
+from fa_numba.kernels import merge_splits
+from fa_numba.options import PLAIN, SPLIT_SUMS
 from fa_numba.tiling import Tiles
 from fa_numba.tiling.wgmma import GROUP_ROWS
 
 
 def forward(request: Request) -> Steps:
-    """Algorithm 1 of either paper: one kernel."""
+    """Algorithm 1 of either paper: one kernel; and one that merges splits of the columns."""
     unit, p = UNITS[request.unit], request.problem
     tiles, spec = unit.forward(request)
-    Tr = ceil_div(p.seqlen_q, tiles.Br)
+    Tr = ceil_div(p.seqlen_q, spec.head_rows)
     if request.algorithm == "fa2":
+        groups = p.heads_q // spec.tile_heads
+        splits = 1
+        if ("fa2", "fwd") in unit.splits_columns:
+            splits = chosen_splits(request, tiles, spec, Tr * groups * p.batch)
+        if splits > 1:
+            spec = replace(spec, features=replace(spec.features, splits=True))
         kernel = unit.kernels.fa2_forward.make_forward(spec)
         # The kernel always writes L: the backward pass needs it, and it costs one float a row.
         own: tuple[Buffer, ...] = () if request.return_lse else (Buffer("L", request.row_shape),)
@@ -30,13 +39,21 @@ def forward(request: Request) -> Steps:
             grid = (_forward_blocks(request, spec), 1, 1)
             own += (Buffer("taken", (1,), "int32", zeroed=True),)
         else:
-            bound, grid = {}, (Tr, p.heads_q, p.batch)
-        launches = (Launch.of(kernel, grid, scale="score_scale", **bound),)
-        facts: dict[str, Any] = {"tile_heads": spec.tile_heads}
+            bound, grid = {}, (Tr * splits, groups, p.batch)
+            if spec.tile_heads > 1:
+                bound = {name: Grouped(name, spec.tile_heads) for name in "QOL"}
+        merge: tuple[Launch, ...] = ()
+        if splits > 1:
+            merge = (_merge(request, spec.tile_heads, splits),)
+            own += _split_sums(request, spec.tile_heads, splits)
+            if not unit.copies_boxes:
+                bound |= _unwritten(request, spec.tile_heads)
+        launches = (Launch.of(kernel, grid, scale="score_scale", **bound), *merge)
+        how: dict[str, Any] = {"tile_heads": spec.tile_heads, "kv_splits": splits}
         if p.pages is not None:
-            facts |= {"threads": spec.threads, "key_pieces": spec.key_pieces}
-        count = functools.partial(io_model.fa2, p, tiles, **facts)
-        return Steps(tiles, launches, own, count, score_unit=LOG2E)
+            how |= {"threads": spec.threads, "key_pieces": spec.key_pieces}
+        count = functools.partial(io_model.fa2, p, tiles, **how)
+        return Steps(tiles, launches, own, count, score_unit=LOG2E, kv_splits=splits)
     kernel = unit.kernels.fa1_forward.make_forward(spec)
     split_rows = ceil_div(Tr, request.query_splits) * tiles.Br
     grid = (ceil_div(p.seqlen_q, split_rows), p.heads_q, p.batch)
@@ -50,10 +67,38 @@ def forward(request: Request) -> Steps:
         by_boxes = {name: Boxes(name, n) for name, n in rows.items()}
         by_boxes["A"] = Boxes("A", GROUP_ROWS, "float32")
     launches = (Launch.of(kernel, grid, L=L, scale="score_scale", **by_boxes),)
-    how: dict[str, Any] = {"query_splits": request.query_splits, "return_lse": request.return_lse}
+    how = {"query_splits": request.query_splits, "return_lse": request.return_lse}
     how["whole_tiles"] = unit.copies_boxes
     count = functools.partial(io_model.fa1, p, tiles, **how)
     return Steps(tiles, launches, workspace, count, split_rows, LOG2E)
+
+
+def _split_sums(request: Request, heads: int, splits: int) -> tuple[Buffer, ...]:
+    """O, l and m of every split: ``SPLIT_SUMS``. Rows of heads that share tiles alternate."""
+    batch, heads_q, rows = request.row_shape
+    shape = (splits, batch, heads_q // heads, rows * heads)
+    A, l, m = SPLIT_SUMS
+    return _sum(A, (*shape, request.problem.head_dim)), Buffer(l, shape), Buffer(m, shape)
+
+
+def _unwritten(request: Request, heads: int) -> dict[str, Argument]:
+    """O and L of a kernel that leaves them to the merge."""
+    batch, heads_q, rows = request.row_shape
+    shape = request.row_shape if heads == 1 else (batch, heads_q // heads, rows, heads)
+    d, dtype = request.problem.head_dim, request.problem.dtype
+    return {"O": Untouched((*shape, d), dtype), "L": Untouched(shape)}
+
+
+def _merge(request: Request, heads: int, splits: int) -> Launch:
+    """The second kernel of ``kv_splits``."""
+    p = request.problem
+    features = replace(PLAIN, packed=request.features.packed)
+    row_warps = 1 if splits <= merge_splits.FEW_SPLITS else merge_splits.WARPS
+    facts = merge_splits.MergeFacts(
+        features, p.head_dim, p.dtype, request.aligned, heads, row_warps
+    )
+    grid = (ceil_div(p.seqlen_q, merge_splits.WARPS // row_warps), p.heads_q, p.batch)
+    return Launch.of(merge_splits.make_merge(facts), grid)
 
 
 def _forward_boxes(spec: Any) -> dict[str, Argument]:

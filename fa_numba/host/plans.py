@@ -71,8 +71,19 @@ class Boxes:
     ends: bool = False
 
 
-# The name of an array or of a number of the call, a number itself, no array, or one by boxes.
-Argument = str | float | Untouched | Boxes
+@dataclass(frozen=True)
+class Grouped:
+    """The array called ``name``, its heads by groups of so many ``heads`` behind the rows
+    (``device.grouped``), for a kernel that has them in the rows of one tile.
+    """
+
+    name: str
+    heads: int
+
+
+# The name of an array or of a number of the call, a number itself, no array, one by boxes or one by
+# groups of heads.
+Argument = str | float | Untouched | Boxes | Grouped
 
 
 @dataclass(frozen=True)

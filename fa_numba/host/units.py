@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
@@ -133,6 +134,7 @@ class Simt(Unit):
     dtypes = tuple(name for name, dtype in DTYPES.items() if dtype.matrix is None)
     capability = (8, 0)
     kernels = simt
+    splits_columns = frozenset({("fa2", "fwd")})
     splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
 
     def forward(self, request: Request) -> tuple[Tiles, Spec]:
@@ -175,6 +177,7 @@ class Mma(Unit):
     kernels = mma
     tuned = True
     staged = frozenset({("fa2", "fwd")})
+    splits_columns = frozenset({("fa2", "fwd")})
     splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
     splits_keys = frozenset({("fa1", "fwd")})
     measures = MEASURES
@@ -183,13 +186,16 @@ class Mma(Unit):
         p, features = request.problem, request.features
         splits_keys = request.warp_partition == "keys"
         select = _select(request, MmaSpec)
-        sizes = (p.seqlen_q, p.seqlen_k, p.head_dim, request.shared_limit)
+        heads = _heads_in_tiles(request)
+        sizes = (p.seqlen_q * heads, p.seqlen_k, p.head_dim, request.shared_limit)
         rule = functools.partial(
             default_mma_tiles, request.algorithm, *sizes, features, splits_keys
         )
-        tiles = self.chosen_tiles(request, select, rule, plain=not splits_keys)
+        tiles = self.chosen_tiles(request, select, rule, plain=not splits_keys and heads == 1)
+        heads = math.gcd(heads, tiles.Br)
         facts = {"splits_keys": splits_keys, "ablated": request.ablated, **_flash_facts(request)}
         facts["return_lse"] = request.return_lse and request.algorithm == "fa1"
+        facts |= {"tile_heads": heads, "grouped": p.group > heads}
         spec = select(tiles, **facts)
         return replace(tiles, threads=spec.threads), spec
 
@@ -284,6 +290,7 @@ class Wgmma(Unit):
             fills = fills or _heads_share_tiles(request)
         plain = request.tiles is None and not request.ablated and request.query_splits == 1
         plain = plain and request.warp_partition == "rows" and request.algorithm == "fa2"
+        plain = plain and request.kv_splits in ("auto", 1)
         return fills and plain and device.planned_for_gpu()
 
     def forward(self, request: Request) -> tuple[Tiles, Spec]:
@@ -335,6 +342,18 @@ def _heads_share_tiles(request: Request) -> bool:
     p = request.problem
     few = p.seqlen_q <= GROUP_ROWS and GROUP_ROWS % p.group == 0
     return p.group > 1 and few and not (request.features.q_lens or request.features.alibi)
+
+
+def _heads_in_tiles(request: Request) -> int:
+    """How many query heads of a K/V head lie in the rows of one tile of FlashAttention-2's forward
+    kernel on tensor cores, a power of two: more than one where a head has few rows, and no option
+    has values of its own for each head, or each row of it.
+    """
+    p, features = request.problem, request.features
+    by_head = features.bias or features.alibi or features.dropout or features.sparse
+    if request.algorithm != "fa2" or p.seqlen_q > GROUP_ROWS or by_head:
+        return 1
+    return min(p.group & -p.group, GROUP_ROWS)
 
 
 def _select(request: Request, kind: type[MmaSpec]) -> Callable[..., Any]:

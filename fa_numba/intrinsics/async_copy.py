@@ -87,6 +87,17 @@ def copy8_async(typingctx, dst, index, src, row, col, count):
     return _copy(8, 2)(typingctx, dst, index, src, row, col, count=count)
 
 
+def _copy8_of_head_async(dst, index, src, row, head, col, count):
+    emulator.current().async_copy(dst, index, src, (row, head, col), 8, count)
+
+
+@emulated_by(_copy8_of_head_async)
+@intrinsic
+def copy8_of_head_async(typingctx, dst, index, src, row, head, col, count):
+    """As ``copy8_async`` from a 3-D global array."""
+    return _copy(8, 2)(typingctx, dst, index, src, row, head, col, count=count)
+
+
 def _copy_value_async(dst, index, src, row, count):
     emulator.current().async_copy(dst, index, src, (row,), 1, count)
 

@@ -22,6 +22,7 @@ def fa2(
     *,
     block_mask: Any = None,
     tile_heads: int = 1,
+    kv_splits: int = 1,
     threads: int = 0,
     key_pieces: tuple[int, ...] = (),
 ) -> Accesses:
@@ -35,6 +36,11 @@ def fa2(
     With `tile_heads` so many heads share a tile, which has B_r / tile_heads rows of each: K and V
     are loaded once for all of them.
 
+    With `kv_splits` S above 1 so many blocks share the columns of a row tile, each loads Qi, and
+    O leaves through A, and m and l in place of L:
+        loads   Q: S N_q d    K, V, bias as above    A: S N_q' d    l, m: S N_q' each
+        stores  A: S N_q' d    l, m: S N_q' each    O: N_q' d    L: N_q'
+
     With pages the block table is read beside, for K and for V (`paging.table_reads`): a block has
     `threads` threads, and `key_pieces` neighbouring ones of them share a row of K, and of V. Where
     the lengths are on the device, the numbers are of sequences as long as the table has pages for.
@@ -44,7 +50,7 @@ def fa2(
     visits = visit_sums(problem, block, block_mask)
     columns = visits.columns // tile_heads
     loads = {
-        "Q": head.rows * d,
+        "Q": kv_splits * head.rows * d,
         "K": columns * d,
         "V": columns * d,
         "bias": visits.pairs if problem.bias else 0,
@@ -56,7 +62,11 @@ def fa2(
             for pieces in key_pieces
         )
         loads["block_table"] = reads // tile_heads
-    return count(problem, loads, {"O": head.all_rows * d, "L": head.all_rows})
+    rows = head.all_rows
+    results, sums = {"O": rows * d, "L": rows}, {}
+    if kv_splits > 1:
+        sums = {"A": kv_splits * rows * d, "l": kv_splits * rows, "m": kv_splits * rows}
+    return count(problem, loads | sums, results | sums)
 
 
 def fa2_backward(

@@ -62,6 +62,7 @@ def workspace(
     passes: str = "fwd",
     deterministic: bool = False,
     query_splits: int = 1,
+    kv_splits: int = 1,
 ) -> int:
     """Bytes of global memory beside inputs and outputs, `passes` "fwd" or "bwd".
 
@@ -75,6 +76,7 @@ def workspace(
                                                        of dK and dV, as A, of their rows
         fa2         L, 4 R, unless `return_lse`        D, 4 R; in 16 bits A, unless `deterministic`
 
+    With `kv_splits` above 1 fa2 has forward, for each of them, O as A, l and m, 8 R, beside.
     A, the float32 sum of O or dQ, has 4 R d bytes, d rounded up to a multiple of 2.
     """
     check_name("algorithm", algorithm, ALGORITHMS)
@@ -93,4 +95,5 @@ def workspace(
         return ELEMENT_BYTES * (rows + 2 * keys) * kept
     if algorithm == "fa1":
         return ELEMENT_BYTES * rows * (2 + kept)
-    return 0 if return_lse else ELEMENT_BYTES * rows
+    of_splits = kv_splits * (round_up(problem.head_dim, 2) + 2) if kv_splits > 1 else 0
+    return ELEMENT_BYTES * rows * (of_splits + (0 if return_lse else 1))

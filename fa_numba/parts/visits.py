@@ -166,11 +166,12 @@ def make_visited_columns(spec):
     """``visited_columns(i0, Nq, Nk, b, h, options)``: of the row tile at i0 the first column tile
     that it visits, and one past the last column.
     """
-    Br, column_range, next_column = spec.Br, make_column_range(spec), make_next_column(spec)
+    ROWS, column_range = spec.head_rows, make_column_range(spec)
+    next_column = make_next_column(spec)
 
     @device_function
     def visited_columns(i0, Nq, Nk, b, h, options):
-        j0, j_end = column_range(i0, uint32(i0 + Br), Nq, Nk, options)
+        j0, j_end = column_range(i0, uint32(i0 + ROWS), Nq, Nk, options)
         return next_column(j0, j_end, i0, b, h, options), j_end
 
     return visited_columns

@@ -19,8 +19,11 @@ from fa_numba.parts.mma import parts
 
 @cache
 def make_forward(spec):
-    """The kernel for ``spec``; launched over (Tr, Hq, B) blocks."""
-    p, Br, ROWS, NQ, STAGES = parts(spec), spec.Br, spec.warp_rows, spec.tile_halves[0], spec.stages
+    """The kernel for ``spec``; launched over (Tr, Hq, B) blocks, with splits over (Tr splits, Hq,
+    B). Where heads share a tile Hq counts groups of them.
+    """
+    p, ROWS, NQ, STAGES = parts(spec), spec.warp_rows, spec.tile_halves[0], spec.stages
+    SPLITS, axes = spec.features.splits, 4 if spec.tile_heads == 1 else 5
     TM, RS, RO, RQ = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4, spec.q_registers
 
     def fa2_forward(Q, K, V, O, L, scale, group, options):
@@ -41,8 +44,9 @@ def make_forward(spec):
         rows = uint32(Qh.shape[0])
         Nq, Nk = p.lengths(rows, K.shape[2], b, options)
 
-        i0 = uint32((cuda.gridDim.x - 1 - cuda.blockIdx.x) * Br)  # Alg. 1 line 3: row tile i
+        i0, split = p.tile_and_split(options)  # Alg. 1 line 3: row tile i
         j0, j_end = p.visited_columns(i0, Nq, Nk, b, h, options)
+        j0, j_end = p.share_of_columns(j0, j_end, split, i0, b, h, options)
 
         # Alg. 1 line 4: load Qi (and the first Kj, ahead of line 7)
         p.load_q(sQ, Qh, i0, Nq)
@@ -82,16 +86,19 @@ def make_forward(spec):
             j0 = j_next
 
         p.sum_lanes(rl)  # Alg. 1 line 9: l of whole rows, whose columns lie with four lanes
-        # FA-1 lines 12, 13, FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
-        p.normalise_rows(rO, rl)
-        p.write_tile(rO, sQ, Oh, warp_row, i0, rows, ty, tx)
-        # FA-2 lines 13, 15: L = m + log l
-        p.logsumexp(rl, rm, rl)
-        p.write_values(rl, Lh, i0, rows, ty, tx)
+        if SPLITS:  # merge_splits takes O, l and m of this block's columns
+            p.write_split(rO, rl, rm, split, i0, rows, b, h, options, ty, tx)
+        else:
+            # FA-1 lines 12, 13, FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
+            p.normalise_rows(rO, rl)
+            p.write_tile(rO, sQ, Oh, warp_row, i0, rows, ty, tx)
+            # FA-2 lines 13, 15: L = m + log l
+            p.logsumexp(rl, rm, rl)
+            p.write_values(rl, Lh, i0, rows, ty, tx)
 
-    halves, floats = array_type(4, types.uint16), array_type(3)
-    scalars = (types.float32, types.int32)
-    arguments = (*[halves] * 4, floats, *scalars, spec.features.argument_type)
+    queries, halves = array_type(axes, types.uint16), array_type(4, types.uint16)
+    arrays = (queries, halves, halves, queries, array_type(axes - 1))
+    arguments = (*arrays, types.float32, types.int32, spec.features.argument_type)
     return Kernel(fa2_forward, arguments, spec.threads, spec.shared_bytes, spec.min_blocks)
 
 

@@ -18,8 +18,10 @@ from fa_numba.parts.simt import parts
 
 @cache
 def make_forward(spec):
-    """The kernel for ``spec``; launched over (Tr, Hq, B) blocks."""
-    p, Br = parts(spec), spec.Br
+    """The kernel for ``spec``; launched over (Tr, Hq, B) blocks, with splits over (Tr splits, Hq,
+    B).
+    """
+    p, SPLITS = parts(spec), spec.features.splits
     TM, RS, RO = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4
     NQ, NK, NV, NP = spec.tile_floats
     AT_K, AT_V, AT_P = NQ, NQ + NK, NQ + NK + NV
@@ -43,8 +45,9 @@ def make_forward(spec):
         rows = uint32(Qh.shape[0])
         Nq, Nk = p.lengths(rows, K.shape[2], b, options)
 
-        i0 = uint32((cuda.gridDim.x - 1 - cuda.blockIdx.x) * Br)  # Alg. 1 line 3: row tile i
+        i0, split = p.tile_and_split(options)  # Alg. 1 line 3: row tile i
         j0, j_end = p.visited_columns(i0, Nq, Nk, b, h, options)
+        j0, j_end = p.share_of_columns(j0, j_end, split, i0, b, h, options)
 
         # Alg. 1 line 4: load Qi (and the first Kj, ahead of line 7)
         p.load_q(sQ, Qh, i0, Nq)
@@ -79,12 +82,15 @@ def make_forward(spec):
             j0 = j_next
         wait_async()
 
-        # FA-1 lines 12, 13, FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
-        p.normalise_rows(rO, rl)
-        p.write_rows(rO, Oh, i0, rows, ty, tx)
-        # FA-2 lines 13, 15: L = m + log l
-        p.logsumexp(rl, rm, rl)
-        p.write_values(rl, Lh, i0, rows, ty, tx)
+        if SPLITS:  # merge_splits takes O, l and m of this block's columns
+            p.write_split(rO, rl, rm, split, i0, rows, b, h, options, ty, tx)
+        else:
+            # FA-1 lines 12, 13, FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
+            p.normalise_rows(rO, rl)
+            p.write_rows(rO, Oh, i0, rows, ty, tx)
+            # FA-2 lines 13, 15: L = m + log l
+            p.logsumexp(rl, rm, rl)
+            p.write_values(rl, Lh, i0, rows, ty, tx)
 
     arrays = [array_type(4)] * 4 + [array_type(3)]
     arguments = (*arrays, types.float32, types.int32, spec.features.argument_type)

@@ -1,13 +1,15 @@
 """The parts of the kernels on tensor cores, and all of them by name: ``parts(spec)``."""
 
 from functools import cache
+from types import ModuleType
 
-from fa_numba.parts import dropout, gradients, heads, layout, rows, softmax, visits
+from fa_numba.parts import dropout, gradients, heads, layout, rows, softmax, splits, visits
 from fa_numba.parts.mma import (
     backward,
     combine,
     dq,
     fragments,
+    heads_in_tiles,
     pairs,
     products,
     state,
@@ -19,13 +21,17 @@ from fa_numba.tiling import MmaBackwardSpec
 
 _MODULES = (
     *(layout, heads, visits, tile_load, fragments, products, softmax, dropout),
-    *(rows, stores, pairs, combine, state, dq, gradients),
+    *(rows, splits, stores, pairs, combine, state, dq, gradients),
 )
 
 
 @cache
 def parts(spec):
     """The device functions of a kernel for ``spec``: ``p.NAME`` is ``make_NAME(spec)``, in a
-    backward kernel that of ``backward.py`` where there is one.
+    backward kernel that of ``backward.py`` where there is one, where heads share a tile that of
+    ``heads_in_tiles.py``.
     """
-    return Parts(spec, (backward, *_MODULES) if isinstance(spec, MmaBackwardSpec) else _MODULES)
+    own: tuple[ModuleType, ...] = (backward,) if isinstance(spec, MmaBackwardSpec) else ()
+    if getattr(spec, "tile_heads", 1) > 1:
+        own = (heads_in_tiles,)
+    return Parts(spec, (*own, *_MODULES))

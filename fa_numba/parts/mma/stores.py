@@ -10,6 +10,7 @@ from fa_numba.parts.layout import make_column, make_owns, make_row
 from fa_numba.parts.mma.chunks import ChunkMap, conversions, make_first_chunk, make_turn
 from fa_numba.parts.mma.pairs import make_read_floats, make_write_floats, make_write_two
 from fa_numba.parts.mma.swizzle import make_exchange, make_first_place, make_further
+from fa_numba.parts.splits import writes_split
 from fa_numba.tiling.mma_rows import CHUNK
 
 
@@ -199,6 +200,12 @@ def make_write_fragments(spec):
                 write_floats(A, row, int64(2 * tx) + 4 * n, mine, rO[e], rO[e + 1])
 
     return write_fragments
+
+
+@cache
+def make_write_split(spec):
+    """``write_split``: see ``splits.writes_split``."""
+    return writes_split(spec, make_write_fragments(spec))
 
 
 @cache

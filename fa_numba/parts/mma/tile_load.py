@@ -6,6 +6,7 @@ from fa_numba.device import cuda, device_function, int32, int64, uint32
 from fa_numba.intrinsics.async_copy import (
     commit_async,
     copy8_async,
+    copy8_of_head_async,
     copy_value_async,
     wait_async,
 )
@@ -130,15 +131,16 @@ def make_load_next_k(spec):
 
 
 @cache
-def make_load_half_tile(count, rows, threads, aligned, page_size=0):
+def make_load_half_tile(count, rows, threads, aligned, page_size=0, heads=1):
     """``load_half_tile(sT, place, T, row0, rows_end, col0, cols_end)``: the same from column
     ``col0`` on, ``count`` of the tile ``rows``, to a tile that starts at element ``place`` of sT.
+    With ``heads`` T is (rows, heads, columns), and its rows count those of all heads.
     """
     chunks = ChunkMap(count, rows.columns // CHUNK, threads)
     copies, whole = chunks.turns, chunks.whole
     first_chunk, turn = make_first_chunk(chunks), make_turn(chunks)
     first_place, pitch = make_first_place(rows, chunks), rows.pitch
-    exchange = make_exchange(rows)
+    exchange, of_heads = make_exchange(rows), heads > 1
     if page_size:
         page_of = make_page_of(page_size)
         # A warp has the chunks of 16 rows or less, of one page: its first lane reads for all.
@@ -192,13 +194,21 @@ def make_load_half_tile(count, rows, threads, aligned, page_size=0):
                 length = int32(0)
                 if left > int32(down) and col < uint32(cols_end):
                     length = int32(min(int32(8), int32(cols_end - col)))
-                if aligned:
+                if aligned and of_heads:
+                    own, head = uint32(row) // uint32(heads), uint32(row) % uint32(heads)
+                    copy8_of_head_async(sT, at, T, own, head, col, length)
+                elif aligned:
                     copy8_async(sT, at, T, row, col, length)
                 else:
                     for e in range(8):
                         half = uint32(0)
                         if e < length:
-                            half = uint32(T[row, uint32(col + e)])
+                            if of_heads:
+                                own = uint32(row) // uint32(heads)
+                                head = uint32(row) % uint32(heads)
+                                half = uint32(T[own, head, uint32(col + e)])
+                            else:
+                                half = uint32(T[row, uint32(col + e)])
                         sT[uint32(at + e)] = half
 
     return load_half_tile

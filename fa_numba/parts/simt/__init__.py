@@ -2,13 +2,13 @@
 
 from functools import cache
 
-from fa_numba.parts import dropout, gradients, heads, rows, softmax, visits
+from fa_numba.parts import dropout, gradients, heads, rows, softmax, splits, visits
 from fa_numba.parts.namespace import Parts
 from fa_numba.parts.simt import products, state, stores, threads, tile_load
 
 _MODULES = (
     *(threads, heads, visits, tile_load, products, softmax, dropout),
-    *(rows, stores, state, gradients),
+    *(rows, splits, stores, state, gradients),
 )
 
 

@@ -14,6 +14,7 @@ from fa_numba.intrinsics.shared import load4_at_byte
 from fa_numba.parts.dropout import make_kept
 from fa_numba.parts.simt.swizzle import flip_of
 from fa_numba.parts.softmax import FULL_WARP
+from fa_numba.parts.splits import writes_split
 
 
 @cache
@@ -68,6 +69,27 @@ def make_write_rows(spec):
                             O[row, uint32(col + n)] = rO[e + n]
 
     return write_rows
+
+
+@cache
+def make_write_split(spec):
+    """``write_split``: see ``splits.writes_split``."""
+    return writes_split(spec, make_write_rows(spec))
+
+
+@cache
+def make_write_two(spec):
+    """``write_two(T, row, col, low, high)``: two neighbours of a row, no further than its end."""
+    d = spec.head_dim
+
+    @device_function
+    def write_two(T, row, col, low, high):
+        if col < uint32(d):
+            T[row, col] = low
+        if uint32(col + 1) < uint32(d):
+            T[row, uint32(col + 1)] = high
+
+    return write_two
 
 
 @cache

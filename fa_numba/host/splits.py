@@ -1,0 +1,52 @@
+"""How many thread blocks share the columns of a row tile of FlashAttention-2's forward pass."""
+
+from __future__ import annotations
+
+from fa_numba.checks import MAX_KV_SPLITS
+from fa_numba.host.requests import Request
+from fa_numba.integers import ceil_div
+from fa_numba.tiling import Tiles
+from fa_numba.tiling.spec import Spec
+
+# Row tiles this high are computed for longer than their K and V take to come.
+HIGH = 64
+# Blocks that a multiprocessor's registers leave side by side where tiles are lower.
+_MOST_SIDE_BY_SIDE = 8
+# Column tiles of a split at least: fewer do not pay for O of a split and the second kernel.
+_LEAST_TILES = 4
+
+
+def chosen_splits(request: Request, tiles: Tiles, spec: Spec, blocks: int) -> int:
+    """The splits that a request asks for, or for "auto" those that keep the GPU busy.
+
+    One where ``blocks``, those of unsplit columns, already take all multiprocessors, and on the
+    emulator, which has none. Else as many as there is room for, but with ``_LEAST_TILES`` column
+    tiles each, and none that would not make the longest split shorter.
+    """
+    if request.kv_splits != "auto":
+        return int(request.kv_splits)
+    room = request.multiprocessors * _side_by_side(request, tiles, spec) // max(blocks, 1)
+    columns = ceil_div(_columns(request, tiles), tiles.Bc)
+    most = min(room, columns // _LEAST_TILES, MAX_KV_SPLITS)
+    if most <= 1:
+        return 1
+    return ceil_div(columns, ceil_div(columns, most))
+
+
+def _side_by_side(request: Request, tiles: Tiles, spec: Spec) -> int:
+    """Blocks that a multiprocessor takes at a time before more of them wait for each other.
+
+    A high tile's keep the tensor cores busy alone. A low one's wait for K and V: the more of them,
+    the more bytes are on their way.
+    """
+    if tiles.Br >= HIGH:
+        return 1
+    return max(1, min(_MOST_SIDE_BY_SIDE, request.shared_limit // spec.shared_bytes))
+
+
+def _columns(request: Request, tiles: Tiles) -> int:
+    """The most columns that a row tile visits, but for a block mask."""
+    p = request.problem
+    if p.left is None or p.right is None:
+        return p.seqlen_k
+    return min(p.seqlen_k, p.left + p.right + tiles.Br)

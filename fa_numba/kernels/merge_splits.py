@@ -1,0 +1,157 @@
+"""What blocks that share the columns of a row tile leave, merged (Flash-Decoding; Dao, Haziza,
+Massa and Sizov 2023, https://pytorch.org/blog/flash-decoding).
+
+FlashAttention-2's forward pass with ``kv_splits`` is a third loop order, columns in parallel too:
+split s leaves m_s, l_s and O_s, not yet divided by l_s, of its own columns. Their logsumexp is that
+of the whole row, by the step of Algorithm 1 between two column tiles (lines 9 and 10):
+
+    m = max_s m_s
+    l = sum_s e^(m_s - m) l_s
+    O = sum_s e^(m_s - m) O_s / l
+    L = m + log l
+
+A warp takes a row, or eight take one that has many splits, and the sums have one order. A split
+that no column of the row is in has m_s = -inf and l_s = 0, and its O_s, which may be NaN where V
+is, counts for nothing. m is in units of log2.
+
+Accesses, elements per head:  loads splits (Nq d + 2 Nq), stores Nq d + Nq.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+from numba import types
+
+from fa_numba.device import Kernel, array_type, cuda, float32, int64, uint32
+from fa_numba.dtypes import DTYPES
+from fa_numba.integers import ceil_div
+from fa_numba.intrinsics.arithmetic import LN2, NEG_INF, exp2, log2, maximum
+from fa_numba.intrinsics.shared import shared_tile
+from fa_numba.options import Features
+from fa_numba.parts import mma, simt
+from fa_numba.parts.mma.pairs import make_read_floats
+from fa_numba.parts.softmax import FULL_WARP
+
+WARPS = 8
+# Splits that one warp takes by itself; beyond these eight share the row.
+FEW_SPLITS = 8
+
+
+class MergeFacts(NamedTuple):
+    """What the kernel is compiled for: ``row_warps`` of a block's eight share a row."""
+
+    features: Features
+    head_dim: int
+    dtype: str
+    aligned: bool
+    tile_heads: int
+    row_warps: int
+
+
+@cache
+def make_merge(facts):
+    """The kernel for ``facts``; launched over (rows / (8 / row_warps), Hq, B) blocks."""
+    own = mma if DTYPES[facts.dtype].matrix else simt
+    p, d, W, heads = own.parts(facts), facts.head_dim, facts.row_warps, facts.tile_heads
+    PAIRS = ceil_div(d, 64)  # that a lane has of a row
+    RO, TOGETHER, ROWS = 2 * PAIRS, max(1, 8 // PAIRS), WARPS // W
+    RA, VALUES, NS = RO * TOGETHER, W * 64 * PAIRS, W * (64 * PAIRS + 2)
+    read_floats = make_read_floats(facts)
+
+    def merge_splits(A, l, m, O, L, options):
+        sO = shared_tile(0, NS)
+        rO = cuda.local.array(RO, float32)
+        rA = cuda.local.array(RA, float32)
+        lane = uint32(uint32(cuda.threadIdx.x) % uint32(32))
+        warp = uint32(uint32(cuda.threadIdx.x) // uint32(32))
+        first = uint32(warp % uint32(W))  # this warp's splits: every W-th from here
+        row = uint32(cuda.blockIdx.x * ROWS + warp // uint32(W))
+        h, b = uint32(cuda.blockIdx.y), uint32(cuda.blockIdx.z)
+        Oh, Lh = p.query_rows(O, b, h, options), p.query_rows(L, b, h, options)
+        there = row < uint32(Oh.shape[0])
+        group, place = uint32(h // uint32(heads)), uint32(row * heads + h % uint32(heads))
+        splits = uint32(A.shape[0])
+
+        # m_s and l_s, of a split a lane
+        split, m_s, l_s = uint32(first + W * lane), NEG_INF, float32(0.0)
+        if there and split < splits:
+            m_s = p.rows_of_split(m, split, b, group, options)[place]
+            l_s = p.rows_of_split(l, split, b, group, options)[place]
+        # m = max_s m_s
+        m_new = m_s
+        step = 16
+        while step > 0:
+            m_new = maximum(m_new, cuda.shfl_xor_sync(FULL_WARP, m_new, step))
+            step //= 2
+        shift = m_new
+        if m_new == NEG_INF:  # -inf - -inf would be NaN
+            shift = float32(0.0)
+        # l = sum_s e^(m_s - m) l_s
+        f_s = exp2(m_s - shift)
+        l_new = f_s * l_s
+        step = 16
+        while step > 0:
+            l_new += cuda.shfl_xor_sync(FULL_WARP, l_new, step)
+            step //= 2
+        # O = sum_s e^(m_s - m) O_s, of several splits on their way together
+        for e in range(RO):
+            rO[e] = float32(0.0)
+        n = uint32(0)
+        while uint32(first + W * n) < splits:
+            for u in range(TOGETHER):
+                split = uint32(first + W * (n + u))
+                inside = there and split < splits
+                As = p.rows_of_split(A, min(split, uint32(splits - 1)), b, group, options)
+                for c in range(PAIRS):
+                    e = 2 * (u * PAIRS + c)
+                    pair = read_floats(As, int64(place), int64(2 * lane) + 64 * c, inside)
+                    rA[e] = pair[0]
+                    rA[e + 1] = pair[1]
+            for u in range(TOGETHER):
+                f = cuda.shfl_sync(FULL_WARP, f_s, uint32(n + u))
+                seen = cuda.shfl_sync(FULL_WARP, l_s, uint32(n + u)) != float32(0.0)
+                for e in range(RO):
+                    rO[e] = rO[e] + f * rA[u * RO + e] if seen else rO[e]
+            n = uint32(n + TOGETHER)
+
+        if W > 1:  # the same of the warps that share the row
+            for c in range(PAIRS):
+                at = uint32(warp * (64 * PAIRS) + 2 * lane + 64 * c)
+                sO[at] = rO[2 * c]
+                sO[uint32(at + 1)] = rO[2 * c + 1]
+            if lane == uint32(0):
+                sO[uint32(VALUES + 2 * warp)] = m_new
+                sO[uint32(VALUES + 2 * warp + 1)] = l_new
+            cuda.syncthreads()  # what the others have is there
+            for w in range(W):
+                m_new = maximum(m_new, sO[VALUES + 2 * w])
+            shift = m_new
+            if m_new == NEG_INF:
+                shift = float32(0.0)
+            l_new = float32(0.0)
+            for e in range(RO):
+                rO[e] = float32(0.0)
+            for w in range(W):
+                f = exp2(sO[VALUES + 2 * w] - shift)
+                l_new += f * sO[VALUES + 2 * w + 1]
+                for c in range(PAIRS):
+                    at = uint32(w * (64 * PAIRS) + 2 * lane + 64 * c)
+                    rO[2 * c] += f * sO[at]
+                    rO[2 * c + 1] += f * sO[uint32(at + 1)]
+
+        # O = diag(l)^-1 O, and 0 in a row without a visible column; L = m + log l
+        if there and first == uint32(0):
+            factor = float32(0.0)
+            if l_new != float32(0.0):
+                factor = float32(1.0) / l_new
+            for c in range(PAIRS):
+                p.write_two(
+                    Oh, row, uint32(2 * lane + 64 * c), factor * rO[2 * c], factor * rO[2 * c + 1]
+                )
+            if lane == uint32(0):
+                Lh[row] = LN2 * (m_new + log2(l_new))
+
+    out = array_type(4, types.uint16 if DTYPES[facts.dtype].matrix else types.float32)
+    sums = (array_type(5), array_type(4), array_type(4))
+    arguments = (*sums, out, array_type(3), facts.features.argument_type)
+    return Kernel(merge_splits, arguments, 32 * WARPS, 4 * NS)

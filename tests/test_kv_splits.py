@@ -1,0 +1,374 @@
+"""Columns in parallel (`kv_splits`): results, counts, order, choice, and planted faults."""
+
+import inspect
+import itertools
+import linecache
+import types
+from unittest import mock
+
+import helpers
+import mma_helpers
+import numpy as np
+import pytest
+from helpers import random_inputs, running
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from options_helpers import drawn, inputs, names_of_options
+
+import fa_numba
+from fa_numba import Tiles, bounds, io_model
+from fa_numba import device as devices
+from fa_numba.checks import MAX_KV_SPLITS
+from fa_numba.emulator import EmulatorError
+from fa_numba.host import flash, planning
+from fa_numba.kernels import merge_splits, mma
+from fa_numba.parts import mma as mma_parts
+from fa_numba.parts import splits
+from fa_numba.parts.mma import heads_in_tiles, stores
+from fa_numba.parts.namespace import Parts
+
+CHECK = {"float32": helpers.check, "float16": mma_helpers.check}
+TILES = {"float32": Tiles(8, 16), "float16": Tiles(16, 16)}
+dtypes = pytest.mark.parametrize("dtype", ["float32", "float16"])
+
+
+def made(dtype, *shape, **how):
+    return tuple(a.astype(dtype) for a in random_inputs(*shape, **how))
+
+
+def check(dtype, shape, **options):
+    """O and L against float64 between guard bands, the counts against the closed form."""
+    options = {"tiles": TILES[dtype], **options}
+    return CHECK[dtype]("emulator", "fa2", *made(dtype, *shape), **options)
+
+
+# --- results -----------------------------------------------------------------------------------
+
+CASES = {
+    # (B, Hq, Hk, Nq, Nk, d), splits, options
+    "even": ((1, 2, 2, 8, 96, 16), 3, {}),
+    "one tile more": ((2, 2, 1, 21, 100, 8), 3, {}),
+    "more splits than tiles": ((1, 1, 1, 5, 35, 12), 7, {}),
+    "a warp's splits in several rounds": ((1, 1, 1, 2, 160, 70), 8, {}),
+    "eight warps a row": ((1, 2, 1, 3, 200, 70), 13, {}),
+    "odd": ((1, 2, 1, 13, 77, 5), 4, {"layout": "odd"}),
+    "causal": ((1, 2, 2, 37, 51, 8), 3, {"causal": True}),
+    "rows that see nothing": ((1, 1, 1, 40, 21, 8), 2, {"causal": True}),
+    "window": ((1, 1, 1, 37, 150, 8), 3, {"window": (30, 4)}),
+    "kv_lens": ((4, 2, 1, 3, 120, 8), 4, {"kv_lens": [120, 17, 1, 0]}),
+    "q_lens": ((3, 2, 1, 20, 70, 8), 3, {"q_lens": [20, 3, 0], "causal": True}),
+    "slopes": ((1, 2, 2, 5, 70, 8), 3, {"alibi_slopes": np.float32([0.5, 0.1])}),
+    "softcap": ((1, 2, 2, 5, 70, 8), 3, {"softcap": 1.5}),
+    "dropout": ((1, 2, 1, 9, 130, 8), 5, {"dropout_p": 0.4, "seed": 3}),
+}
+
+
+@dtypes
+@pytest.mark.parametrize("name", CASES)
+def test_splits_against_float64(dtype, name):
+    shape, kv_splits, options = CASES[name]
+    result = check(dtype, shape, kv_splits=kv_splits, **options)
+    if name == "rows that see nothing":
+        assert not result.O[:, :, :19].any() and (result.L[:, :, :19] == -np.inf).all()
+
+
+@dtypes
+def test_packed_splits(dtype):
+    cu = {"cu_seqlens_q": [0, 5, 14, 14, 18], "cu_seqlens_k": [0, 0, 70, 73, 100]}
+    q, k, v = made(dtype, 1, 4, 2, 18, 100, 8)
+    q, k, v = (np.ascontiguousarray(a[0].swapaxes(0, 1)) for a in (q, k, v))
+    for causal, lse in ((True, True), (False, False)):
+        options = {"tiles": TILES[dtype], "causal": causal, "return_lse": lse, **cu}
+        CHECK[dtype]("emulator", "fa2", q, k, v, kv_splits=3, **options)
+
+
+@settings(max_examples=15)
+@given(names=names_of_options, kv_splits=st.integers(2, 9), seed=st.integers(0, 99))
+def test_splits_with_any_options(names, kv_splits, seed):
+    shape = (2, 2, 1, 11, 53, 4)
+    dtype = ("float32", "float16")[seed % 2]
+    options = drawn(names, shape, TILES[dtype], seed)
+    (_, q, k, v), options = inputs(shape, options)
+    q, k, v = (a.astype(dtype) for a in (q, k, v))
+    CHECK[dtype]("emulator", "fa2", q, k, v, kv_splits=kv_splits, **options)
+
+
+def test_large_scores_are_merged_exactly():
+    """Scores near 2^14: an L of them in float32 would be off by 2^-10, and weights with it."""
+    rng = np.random.default_rng(0)
+    q = np.full((1, 1, 4, 1), 2.0**7, np.float32)
+    k = (2.0**7 + rng.integers(0, 4, (1, 1, 64, 1)) / 2.0**8).astype(np.float32)
+    v = rng.standard_normal((1, 1, 64, 1), dtype=np.float32)
+    with devices.using("emulator"):
+        one, four = (
+            fa_numba.flash_attention_2(q, k, v, scale=1.0, kv_splits=n, tiles=Tiles(4, 16))
+            for n in (1, 4)
+        )
+    s = np.float64(q[0, 0]) * np.float64(k[0, 0, :, 0])
+    p = np.exp(s - s.max())
+    true = (p / p.sum(1, keepdims=True)) @ np.float64(v[0, 0])
+    # Both have scores times log2(e) in float32, of 2^14 numbers off by 2^-10; no more in four.
+    assert abs(four - true).max() <= 1.5 * abs(one - true).max() + 2.0**-22
+
+
+def test_what_a_split_does_not_see_may_be_nan():
+    q, k, v = made("float32", 1, 1, 1, 4, 64, 4)
+    v[:, :, 40:] = np.nan  # hidden, in a tile with columns that are seen and in tiles without
+    with running("emulator"):
+        O = fa_numba.flash_attention_2(q, k, v, kv_lens=[40], kv_splits=4, tiles=Tiles(4, 16))
+        want = fa_numba.flash_attention_2(q, k[:, :, :40], v[:, :, :40], tiles=Tiles(4, 16))
+    assert np.isfinite(O).all() and abs(O - want).max() < 1e-6
+    # A row that sees no column of a tile that others see: its part there is NaN, and left out.
+    v[:, :, 40:] = 1
+    v[:, :, 63] = np.nan
+    with running("emulator"):
+        O = fa_numba.flash_attention_2(q, k, v, causal=True, kv_splits=4, tiles=Tiles(4, 8))
+    assert np.isnan(O[0, 0, 3]).all()
+
+
+@dtypes
+def test_the_same_bits_each_time_and_one_split_is_none(dtype):
+    q, k, v = made(dtype, 2, 4, 2, 5, 90, 16)
+    with devices.using("emulator"):
+        how = {"tiles": TILES[dtype], "return_lse": True}
+        found = [fa_numba.flash_attention_2(q, k, v, kv_splits=4, **how) for _ in range(2)]
+        once = fa_numba.flash_attention_2(q, k, v, kv_splits=1, **how)
+        plain = fa_numba.flash_attention_2(q, k, v, **how)
+    for a, b in (found, (once, plain)):
+        assert all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
+
+
+# --- heads in the rows of a tile ---------------------------------------------------------------
+
+GROUPS = {
+    # (B, Hq, Hk, Nq, Nk, d), options
+    "one row": ((2, 8, 2, 1, 70, 16), {}),
+    "all heads of one": ((1, 32, 1, 3, 40, 8), {"causal": True}),
+    "of six two": ((1, 6, 1, 7, 40, 5), {"layout": "odd"}),
+    "rows that end in a tile": ((1, 4, 1, 21, 70, 8), {"window": (20, 0)}),
+    "q_lens": ((3, 4, 2, 9, 40, 8), {"q_lens": [9, 2, 0], "kv_lens": [40, 7, 33]}),
+}
+
+
+@pytest.mark.parametrize("kv_splits", [1, 3])
+@pytest.mark.parametrize("name", GROUPS)
+def test_heads_that_share_a_tile(name, kv_splits):
+    shape, options = GROUPS[name]
+    B, Hq, Hk, Nq, Nk, d = shape
+    result = check("float16", shape, kv_splits=kv_splits, **options)
+    # Each head computes what it would alone, in the same order.
+    q, k, v = made("float16", *shape)
+    options = {n: x for n, x in options.items() if n != "layout"}
+    with devices.using("emulator"):
+        how = {"tiles": TILES["float16"], "kv_splits": kv_splits, **options}
+        k, v = (np.repeat(a, Hq // Hk, axis=1) for a in (k, v))
+        alone = fa_numba.flash_attention_2(q, k, v, **how)
+    if kv_splits == 1 or "window" not in options:  # a lower tile visits fewer columns, to share
+        assert alone.tobytes() == np.ascontiguousarray(result.O).tobytes()
+    plan = fa_numba.plan((B, Hq, Nq, d), (B, Hk, Nk, d), dtype="float16", **how)
+    group = Hq // Hk
+    heads = min(group & -group, 16)
+    assert plan.kernels[0].grid == (-(-Nq * heads // 16) * kv_splits, Hq // heads, B)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bias": (3, 40)},
+        {"alibi_slopes": (4,)},
+        {"dropout_p": 0.1},
+        {"block_mask": np.ones((1, 3), bool), "tiles": Tiles(16, 16)},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_heads_with_values_of_their_own_share_no_tile(options):
+    plan = fa_numba.plan((1, 4, 3, 8), (1, 1, 40, 8), dtype="float16", **options)
+    assert plan.kernels[0].grid[1] == 4
+    del options
+    assert fa_numba.plan((1, 4, 3, 8), (1, 1, 40, 8), dtype="float16").kernels[0].grid[1] == 1
+    assert fa_numba.plan((1, 4, 65, 8), (1, 1, 40, 8), dtype="float16").kernels[0].grid[1] == 4
+
+
+# --- what is refused ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kv_splits, error, says",
+    [
+        (0, ValueError, "kv_splits is 0: allowed is an integer from 1 to 256, or 'auto'"),
+        (-1, ValueError, "kv_splits is -1"),
+        (MAX_KV_SPLITS + 1, ValueError, "kv_splits is 257"),
+        (2.0, TypeError, "kv_splits is 2.0: allowed is an integer"),
+        (True, TypeError, "kv_splits is True"),
+        ("all", ValueError, "kv_splits is 'all'"),
+        (None, TypeError, "kv_splits is None"),
+    ],
+)
+def test_splits_that_cannot_be(kv_splits, error, says):
+    q, k, v = made("float32", 1, 1, 1, 2, 8, 4)
+    with devices.using("emulator"), fa_numba.count_accesses() as counts:
+        with pytest.raises(error, match=says):
+            fa_numba.flash_attention_2(q, k, v, kv_splits=kv_splits)
+        with pytest.raises(error, match=says):
+            fa_numba.plan(q.shape, k.shape, kv_splits=kv_splits)
+    assert not counts.loads
+
+
+def test_who_has_no_splits_says_so():
+    q, k, v = made("float32", 1, 1, 1, 2, 8, 4)
+    for algorithm in ("fa1", "standard"):
+        with pytest.raises(TypeError, match="kv_splits is no option here .flash_attention_2 has"):
+            fa_numba.attention(q, k, v, algorithm=algorithm, kv_splits=2)
+        with pytest.raises(ValueError, match="only the forward pass of fa2|only fa2 on CUDA cores"):
+            fa_numba.plan(q.shape, k.shape, algorithm=algorithm, kv_splits=2)
+    with pytest.raises(ValueError, match="kv_splits is 2: only passes='fwd' has it"):
+        fa_numba.plan(q.shape, k.shape, passes="bwd", kv_splits=2)
+
+
+# --- the choice --------------------------------------------------------------------------------
+
+H200 = bounds.DEVICES["H200"]
+
+
+def planned(q, k, gpu=H200, dtype="float16", **options):
+    with gpu.planning():
+        return fa_numba.plan(q, k, dtype=dtype, **options)
+
+
+def test_auto_splits_where_multiprocessors_would_be_idle():
+    def splits_of(B, Hq, Hk, Nq, Nk, d=128, **options):
+        return planned((B, Hq, Nq, d), (B, Hk, Nk, d), unit="mma", **options).kv_splits
+
+    # A GPU that is filled, whatever the length: every training shape.
+    for B, H, N in ((2, 16, 8192), (32, 16, 512), (1, 32, 16384), (1, 132, 128)):
+        assert splits_of(B, H, H, N, N) == 1
+    # One row of eight heads, which share a tile, and a long cache
+    few, more = splits_of(1, 8, 1, 1, 32768), splits_of(8, 8, 1, 1, 32768)
+    assert few > more > 1
+    # Never fewer than four column tiles each, and none that is not needed
+    assert splits_of(1, 8, 1, 1, 256) == splits_of(1, 8, 1, 1, 64) == 1
+    assert splits_of(1, 8, 1, 1, 64 * 12) == 3
+    # A window's columns are what is shared
+    assert splits_of(1, 8, 1, 1, 32768, window=(63, 0)) == 1
+    # A GPU with fewer multiprocessors is filled by fewer
+    assert splits_of(8, 8, 1, 1, 32768, gpu=bounds.DEVICES["RTX 4090"]) < more
+    # Long rows of few heads
+    assert splits_of(1, 2, 2, 2048, 16384) == 132 // 32
+
+
+def test_auto_does_not_split_on_the_emulator():
+    q, k = (1, 1, 1, 64), (1, 1, 9999, 64)
+    with devices.using("emulator"):
+        plan = fa_numba.plan(q, k, dtype="float16")
+    assert plan.kv_splits == 1 and len(plan.kernels) == 1
+    assert planned(q, k).kv_splits > 1
+
+
+def test_a_plan_shows_its_splits():
+    plan = planned((1, 8, 1, 64), (1, 2, 4096, 64), unit="mma", kv_splits=5, return_lse=True)
+    assert [k.name for k in plan.kernels] == ["fa2_forward", "merge_splits"]
+    assert plan.kernels[0].grid == (5, 2, 1)
+    assert "kv_splits  5 blocks share the columns of a row tile" in str(plan).splitlines()
+    assert "kv_splits" not in str(planned((1, 8, 1, 64), (1, 2, 4096, 64), kv_splits=1))
+    assert plan.workspace_bytes == 5 * 8 * (64 + 2) * 4
+    own = {"return_lse": True, "kv_splits": 5}
+    assert io_model.workspace("fa2", plan.problem, **own) == plan.workspace_bytes
+    assert plan.accesses.stores["A"] == plan.accesses.loads["A"] == 5 * 8 * 64
+    assert plan.accesses.loads["Q"] == 5 * 8 * 64 and plan.accesses.loads["K"] == 2 * 4096 * 64
+
+
+# --- planted faults ----------------------------------------------------------------------------
+
+_numbers = itertools.count()
+
+
+def _built(module, needle="", replacement="", which=0):
+    """The module anew, with occurrence `which` of the needle replaced."""
+    text = inspect.getsource(module)
+    if needle:
+        pieces = text.split(needle)
+        assert len(pieces) > which + 1, f"{needle!r} stands {len(pieces) - 1} times"
+        text = needle.join(pieces[: which + 1]) + replacement + needle.join(pieces[which + 1 :])
+    file = f"<{module.__name__} {next(_numbers)}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    fresh = types.ModuleType(module.__name__ + f"_mutant_{next(_numbers)}")
+    exec(compile(text, file, "exec"), fresh.__dict__)
+    return fresh
+
+
+def _outcome(module, needle="", replacement="", which=0):
+    """What finds the fault: an error's name, or "values" for another result; None if nothing."""
+    mutant, forward = _built(module, needle, replacement, which), _built(mma.fa2_forward)
+    merge = mutant if module is merge_splits else merge_splits
+    if module is not merge_splits:
+        written = _built(stores)
+        written.writes_split = getattr(mutant, "writes_split", splits.writes_split)
+
+        def parts(spec):
+            changed = (mutant,) if module is splits or spec.tile_heads > 1 else ()
+            own = (heads_in_tiles,) if spec.tile_heads > 1 else ()
+            return Parts(spec, (*changed, *own, written, *mma_parts._MODULES))
+
+        forward.parts = parts
+    planning.planned.cache_clear()
+    try:
+        with (
+            mock.patch.object(mma, "fa2_forward", forward),
+            mock.patch.object(flash, "merge_splits", merge),
+        ):
+            for shape, kv_splits, options in FAULTS_SHOW_IN:
+                check("float16", shape, kv_splits=kv_splits, **options)
+    except EmulatorError as error:
+        return type(error).__name__
+    except AssertionError:
+        return "values"
+    finally:
+        planning.planned.cache_clear()
+    return None
+
+
+FAULTS_SHOW_IN = [
+    ((2, 12, 2, 11, 70, 8), 3, {"causal": True, "kv_lens": [70, 20]}),
+    ((1, 4, 1, 2, 130, 70), 8, {}),
+    ((1, 1, 1, 3, 200, 8), 13, {}),
+    ((1, 1, 1, 40, 21, 8), 2, {"causal": True, "scale": 3.0}),
+]
+FAULTS = [
+    # which columns
+    (splits, "n // shares * ROWS", "n // shares", 0),
+    (splits, "uint32(n % shares)", "uint32(0)", 0),
+    (splits, "j_end - j0 + (Bc - 1)", "j_end - j0", 0),
+    (splits, "+ min(split, more)", "", 0),
+    (splits, "split < more", "split <= more", 0),
+    (splits, "first * Bc", "last * Bc", 0),
+    (splits, "uint32(i0 * heads)", "i0", 0),
+    (splits, "uint32(rows * heads)", "rows", 0),
+    (splits, "write_values(rl,", "write_values(rm,", 0),
+    # heads in a tile
+    (heads_in_tiles, "h * heads_of_tile", "h", 0),
+    (heads_in_tiles, "uint32(i0 * heads)", "i0", 0),
+    (heads_in_tiles, "uint32(rows_end * heads)", "rows_end", 0),
+    # merging
+    (merge_splits, "there and split < splits:", "there and split + 1 < splits:", 0),
+    (merge_splits, "m_new = maximum(m_new, cuda.shfl", "m_new = maximum(m_s, cuda.shfl", 0),
+    (merge_splits, "f_s = exp2(m_s - shift)", "f_s = float32(1.0)", 0),
+    (merge_splits, "if m_new == NEG_INF:", "if False:", 0),
+    (merge_splits, "l_new = f_s * l_s", "l_new = l_s", 0),
+    (merge_splits, "rO[e] + f * rA[u * RO + e]", "rO[e] + rA[u * RO + e]", 0),
+    (merge_splits, "n = uint32(n + TOGETHER)", "n = uint32(n + TOGETHER + 1)", 0),
+    (merge_splits, "cuda.syncthreads()", "pass", 0),
+    (merge_splits, "f = exp2(sO[VALUES + 2 * w] - shift)", "f = float32(1.0)", 0),
+    (merge_splits, "for w in range(W):", "for w in range(W - 1):", 1),
+    (merge_splits, "LN2 * (m_new + log2(l_new))", "LN2 * m_new + log2(l_new)", 0),
+    (merge_splits, "h % uint32(heads)", "h // uint32(heads)", 0),
+]
+
+
+def test_the_machinery_leaves_kernels_as_they_are():
+    for module in (splits, heads_in_tiles, merge_splits):
+        assert _outcome(module) is None
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=[f[1] for f in FAULTS])
+def test_a_planted_fault_is_found(fault):
+    assert _outcome(*fault) is not None
