@@ -30,7 +30,7 @@ from backward_helpers import (
     saved,
     true_gradients,
 )
-from helpers import ALGORITHMS, assert_within, attend, changing, truth
+from helpers import ALGORITHMS, assert_within, attend, changing, one_of_twelve, truth
 
 from fa_numba import Tiles, emulator, masks, ops, options, parts
 from fa_numba.host import binding, calls, execution, planning
@@ -3241,17 +3241,6 @@ MUTANTS = mutants()
 # --- the tests -------------------------------------------------------------------------------
 
 
-def some_quick(mutants):
-    """One of twelve; the rest is `slow`.
-
-    A mutant says whether the cases would find a fault. The faults themselves are found by the
-    source as it is, under all of the cases.
-    """
-    for n, mutant in enumerate(mutants):
-        title = f"{mutant.place}: {mutant.title}"
-        yield pytest.param(mutant, id=title, marks=pytest.mark.slow if n % 12 else ())
-
-
 @pytest.mark.parametrize(
     "algorithm, cases",
     [
@@ -3280,7 +3269,7 @@ def test_every_mutant_is_another_text():
         assert mutated(mutant) != source(mutant.place.partition(".")[0])
 
 
-@pytest.mark.parametrize("mutant", list(some_quick(MUTANTS)))
+@pytest.mark.parametrize("mutant", one_of_twelve(MUTANTS, lambda m: f"{m.place}: {m.title}"))
 def test_a_mutant_is_caught(mutant, monkeypatch, record_property):
     modules = modules_with(**{mutant.place.partition(".")[0]: mutated(mutant)})
     for algorithm in mutant.algorithms:

@@ -8,6 +8,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from helpers import one_of_twelve, planted
 from mma_helpers import BFLOAT16, every_dtype
 from test_mma_backward import check_gradients, half_gradients, saved_halves
 from test_wgmma_emulated import _built
@@ -101,14 +102,16 @@ def _right():
     return _gradients()
 
 
+SOURCES = {
+    name: inspect.getsource(module)
+    for name, module in (("kernel", wgmma.fa2_backward), ("backward", backward))
+}
+
+
 def _outcome(changed, needle, replacement, which=0):
     """What finds the fault: the name of an error, or "values"; None if nothing does."""
-    modules = {"kernel": wgmma.fa2_backward, "backward": backward}
-    source = inspect.getsource(modules[changed])
-    pieces = source.split(needle)
-    assert len(pieces) > which + 1, f"{needle!r} stands {len(pieces) - 1} times in {changed}"
-    text = needle.join(pieces[: which + 1]) + replacement + needle.join(pieces[which + 1 :])
-    texts = {name: inspect.getsource(module) for name, module in modules.items()} | {changed: text}
+    texts = dict(SOURCES)
+    texts[changed] = planted(texts[changed], needle, replacement, which)
     kernel = _built("kernel", texts["kernel"])
     own = backward if changed == "kernel" else _built("backward", texts["backward"])
     kernel.parts = lambda spec: parts.Parts(spec, (own, *parts._MODULES))
@@ -122,7 +125,7 @@ def _outcome(changed, needle, replacement, which=0):
 
 
 def test_the_machinery_leaves_a_kernel_as_it_is():
-    for changed in ("kernel", "backward"):
+    for changed in SOURCES:
         assert _outcome(changed, "\n", "\n") is None
 
 
@@ -181,7 +184,12 @@ MUTANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+def test_every_planted_fault_has_its_place():
+    for changed, needle, replacement, _, *which in MUTANTS.values():
+        assert planted(SOURCES[changed], needle, replacement, *which) != SOURCES[changed]
+
+
+@pytest.mark.parametrize("name", one_of_twelve(MUTANTS))
 def test_a_planted_fault_is_found(name):
     *change, wanted = MUTANTS[name]
     assert _outcome(*change) in wanted

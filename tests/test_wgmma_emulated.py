@@ -13,7 +13,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from helpers import _filled
+from helpers import _filled, one_of_twelve, planted
 from mma_helpers import BFLOAT16, attend, check, half_inputs
 from options_helpers import cumulative
 
@@ -308,10 +308,7 @@ def _right(rows, run=""):
 
 def _outcome(changed, needle, replacement, which, rows=128, run=""):
     """What finds the fault: the name of an error, or "values"; None if nothing does."""
-    source = inspect.getsource(_module(_path(changed)))
-    pieces = source.split(needle)
-    assert len(pieces) > which + 1, f"{needle!r} stands {len(pieces) - 1} times in {changed}"
-    text = needle.join(pieces[: which + 1]) + replacement + needle.join(pieces[which + 1 :])
+    text = planted(inspect.getsource(_module(_path(changed))), needle, replacement, which)
     right = _right(rows, run)
     mutant = _kernel(changed, text)
     try:
@@ -484,7 +481,7 @@ MUTANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", one_of_twelve(MUTANTS))
 def test_a_planted_fault_is_found(name):
     *change, wanted = MUTANTS[name]
     assert _outcome(*change) in wanted
@@ -506,7 +503,7 @@ OF_SEQUENCES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("change", OF_SEQUENCES, ids=[c[1] for c in OF_SEQUENCES])
+@pytest.mark.parametrize("change", one_of_twelve(OF_SEQUENCES, lambda change: change[1]))
 def test_a_fault_in_the_places_of_sequences_is_found(change):
     found = _outcome(*change, run="packed")
     assert found in {"values", "OutOfBounds", "GlobalHazard"} | STALLS
@@ -527,21 +524,32 @@ OF_SHARED_HEADS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("change", OF_SHARED_HEADS, ids=[c[2] for c in OF_SHARED_HEADS])
+@pytest.mark.parametrize("change", one_of_twelve(OF_SHARED_HEADS, lambda change: change[2]))
 def test_a_fault_in_the_rows_of_heads_that_share_a_tile_is_found(change):
     *change, packed = change
     found = _outcome(*change, 0, run="shared heads, packed" if packed else "shared heads")
     assert found in {"values", "OutOfBounds", "GlobalHazard"} | STALLS | EARLY
 
 
-@pytest.mark.parametrize(
-    "needle, which, wanted",
-    [
-        ("arrive_named(TURN_1, threads)", 0, STALLS),
-        ("arrive_named(TURN_2, threads)", 0, STALLS),
-        ("sync_named(TURN_2, threads)", 0, STALLS | EARLY),
-        ("sync_named(MEET_2, GROUP)", 0, EARLY | {"MissingFence"}),
-    ],
-)
-def test_a_fault_among_three_consumers_is_found(needle, which, wanted):
-    assert _outcome("turns", needle, "pass", which, rows=192) in wanted
+OF_THREE_CONSUMERS = [
+    ("arrive_named(TURN_1, threads)", STALLS),
+    ("arrive_named(TURN_2, threads)", STALLS),
+    ("sync_named(TURN_2, threads)", STALLS | EARLY),
+    ("sync_named(MEET_2, GROUP)", EARLY | {"MissingFence"}),
+]
+
+
+@pytest.mark.parametrize("fault", one_of_twelve(OF_THREE_CONSUMERS, lambda fault: fault[0]))
+def test_a_fault_among_three_consumers_is_found(fault):
+    needle, wanted = fault
+    assert _outcome("turns", needle, "pass", 0, rows=192) in wanted
+
+
+def test_every_planted_fault_has_its_place():
+    places = [(name, needle, new, which) for name, needle, new, which, _ in MUTANTS.values()]
+    places += OF_SEQUENCES
+    places += [(name, needle, new, 0) for name, needle, new, _ in OF_SHARED_HEADS]
+    places += [("turns", needle, "pass", 0) for needle, _ in OF_THREE_CONSUMERS]
+    for name, *change in places:
+        source = inspect.getsource(_module(_path(name)))
+        assert planted(source, *change) != source

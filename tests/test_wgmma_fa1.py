@@ -9,6 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from helpers import one_of_twelve, planted
 from mma_helpers import BFLOAT16, check, half_inputs
 from test_wgmma_emulated import EARLY, STALLS, _built
 
@@ -110,11 +111,14 @@ def test_tiles():
 # --- planted faults --------------------------------------------------------------------------
 
 
+SOURCES = {"kernel": inspect.getsource(wgmma.fa1_forward), "state": inspect.getsource(state)}
+
+
 def _kernel(changed, text):
     """The kernel's module, with its state's, or itself, made of another text."""
     package = import_module("fa_numba.parts.wgmma")
     fresh = _built("state", text) if changed == "state" else state
-    kernel = _built("kernel", text if changed == "kernel" else inspect.getsource(wgmma.fa1_forward))
+    kernel = _built("kernel", text if changed == "kernel" else SOURCES["kernel"])
     kernel.parts = lambda spec: package.Parts(spec, (fresh, *package._MODULES))
     return kernel
 
@@ -126,10 +130,7 @@ def _right(rows, lens):
 
 def _outcome(changed, needle, replacement, which=0, rows=64, lens=0):
     """What finds the fault: the name of an error, "values" or "counts"; None if nothing does."""
-    source = inspect.getsource(state if changed == "state" else wgmma.fa1_forward)
-    pieces = source.split(needle)
-    assert len(pieces) > which + 1, f"{needle!r} stands {len(pieces) - 1} times in {changed}"
-    text = needle.join(pieces[: which + 1]) + replacement + needle.join(pieces[which + 1 :])
+    text = planted(SOURCES[changed], needle, replacement, which)
     right, wanted = _right(rows, lens)
     mutant = _kernel(changed, text)
     try:
@@ -254,28 +255,31 @@ TOGETHER = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", one_of_twelve(MUTANTS))
 def test_a_planted_fault_is_found(name):
     changed, needle, replacement, wanted, *which = MUTANTS[name]
     rows = 128 if name in TOGETHER else 64
     assert _outcome(changed, needle, replacement, *which, rows=rows) in wanted
 
 
-@pytest.mark.parametrize(
-    "changed, needle, replacement, wanted",
-    [
-        ("kernel", "p.wait_initialised(bars, uint32(WRITTEN + w))", "pass", EARLY),
-        ("state", "start(rO, rl, rm)", "pass", {"UninitialisedRead"}),
-        (
-            "state",
-            "write_output(rO, sO, uint32(0), A, w, i0, b, h, ty, tx)",
-            "pass",
-            EARLY | VALUES,
-        ),
-        ("state", "write_tile(rO, sQ, uint32(0), O, w, i0, b, h, ty, tx)", "pass", EARLY | VALUES),
-        ("kernel", WAIT_WRITTEN, "pass", HAZARD),
-    ],
-)
-def test_a_fault_beside_line_2_is_found(changed, needle, replacement, wanted):
+BESIDE_LINE_2 = [
+    ("kernel", "p.wait_initialised(bars, uint32(WRITTEN + w))", EARLY),
+    ("state", "start(rO, rl, rm)", {"UninitialisedRead"}),
+    ("state", "write_output(rO, sO, uint32(0), A, w, i0, b, h, ty, tx)", EARLY | VALUES),
+    ("state", "write_tile(rO, sQ, uint32(0), O, w, i0, b, h, ty, tx)", EARLY | VALUES),
+    ("kernel", WAIT_WRITTEN, HAZARD),
+]
+
+
+@pytest.mark.parametrize("fault", one_of_twelve(BESIDE_LINE_2, lambda fault: fault[1]))
+def test_a_fault_beside_line_2_is_found(fault):
     """O, l and m are initialised in memory where rows have an end of their own."""
-    assert _outcome(changed, needle, replacement, lens=70) in wanted
+    changed, needle, wanted = fault
+    assert _outcome(changed, needle, "pass", lens=70) in wanted
+
+
+def test_every_planted_fault_has_its_place():
+    places = [(name, needle, new, *more) for name, needle, new, _, *more in MUTANTS.values()]
+    places += [(name, needle, "pass") for name, needle, _ in BESIDE_LINE_2]
+    for changed, *change in places:
+        assert planted(SOURCES[changed], *change) != SOURCES[changed]

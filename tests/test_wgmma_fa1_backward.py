@@ -8,6 +8,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from helpers import one_of_twelve, planted
 from mma_helpers import BFLOAT16
 from test_mma_backward import check_gradients, half_gradients, saved_halves
 from test_wgmma_emulated import _built
@@ -93,17 +94,16 @@ def _right():
     return _gradients()
 
 
-MODULES = {"kernel": wgmma.fa1_backward, "passes": passes}
+SOURCES = {
+    name: inspect.getsource(module)
+    for name, module in (("kernel", wgmma.fa1_backward), ("passes", passes))
+}
 
 
 def _outcome(changed, needle, replacement, which=0):
     """What finds the fault: the name of an error, or "values"; None if nothing does."""
-    texts = {name: inspect.getsource(module) for name, module in MODULES.items()}
-    pieces = texts[changed].split(needle)
-    assert len(pieces) > which + 1, f"{needle!r} stands {len(pieces) - 1} times in {changed}"
-    texts[changed] = (
-        needle.join(pieces[: which + 1]) + replacement + needle.join(pieces[which + 1 :])
-    )
+    texts = dict(SOURCES)
+    texts[changed] = planted(texts[changed], needle, replacement, which)
     kernel = _built("kernel", texts["kernel"])
     own = passes if changed == "kernel" else _built("passes", texts["passes"])
     kernel.parts = lambda spec: parts.Parts(spec, (own, backward, *parts._MODULES))
@@ -117,7 +117,7 @@ def _outcome(changed, needle, replacement, which=0):
 
 
 def test_the_machinery_leaves_a_kernel_as_it_is():
-    for changed in MODULES:
+    for changed in SOURCES:
         assert _outcome(changed, "\n", "\n") is None
 
 
@@ -188,7 +188,12 @@ MUTANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+def test_every_planted_fault_has_its_place():
+    for changed, needle, replacement, _, *which in MUTANTS.values():
+        assert planted(SOURCES[changed], needle, replacement, *which) != SOURCES[changed]
+
+
+@pytest.mark.parametrize("name", one_of_twelve(MUTANTS))
 def test_a_planted_fault_is_found(name):
     changed, needle, replacement, wanted, *which = MUTANTS[name]
     assert _outcome(changed, needle, replacement, *which) in wanted
