@@ -122,6 +122,18 @@ def ptx_within_budgets(kernel, arch):
     return ptx
 
 
+def hoppers_ptx_within_budgets(kernel, spec):
+    """The same of a kernel whose warpgroups give and take registers."""
+    ptx = ptx_within_budgets(kernel, "sm_90a")
+    _, log = compiled(kernel, "sm_90a")
+    # Otherwise ptxas waits for each product, and says so.
+    assert "warning" not in log.lower() and "serializ" not in log.lower(), log
+    few, many = spec.registers
+    assert 128 * (few + many * spec.consumers) <= registers(log) * kernel.threads
+    assert f"setmaxnreg.inc.sync.aligned.u32 {many}" in ptx
+    return ptx
+
+
 def named(case):
     return "-".join(map(str, case))
 
@@ -216,15 +228,7 @@ def test_a_kernel_of_hoppers_unit_compiles_within_its_budgets(case, dtype):
     facts["ablated"] = tuple(name for name in options if name in WGMMA_MEASURES)
     spec = select_wgmma_spec(Tiles(Br, Bc, stages=2), d, SHARED["sm_90a"], **facts)
     kernel = wgmma.fa2_forward.make_forward(spec)
-    ptx, log = compiled(kernel, "sm_90a")
-    assert ".f64" not in ptx and ".local" not in ptx
-    assert spills_of(log) == ["0"] * 3, log
-    # Otherwise ptxas waits for each product, and says so.
-    assert "warning" not in log.lower() and "serializ" not in log.lower(), log
-    assert registers(log) * kernel.threads <= REGISTERS
-    few, many = spec.registers
-    assert 128 * (few + many * spec.consumers) <= registers(log) * kernel.threads
-    assert fits(kernel, "sm_90a")
+    ptx = hoppers_ptx_within_budgets(kernel, spec)
     axes = 5 if spec.key_ends else 4
     stored = 5 if spec.features.packed or shared > 1 else 4
     for instruction in (
@@ -232,7 +236,6 @@ def test_a_kernel_of_hoppers_unit_compiles_within_its_budgets(case, dtype):
         f"cp.async.bulk.tensor.{axes}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes",
         f"cp.async.bulk.tensor.{stored}d.global.shared::cta.tile.bulk_group",
         "mbarrier.try_wait.parity",
-        f"setmaxnreg.inc.sync.aligned.u32 {many}",
     ):
         assert instruction in ptx, instruction
     # Four tensor maps lie among the parameters themselves.
@@ -265,14 +268,7 @@ def test_fa1_on_hoppers_unit_compiles_within_its_budgets(case, dtype):
     tiles = default_wgmma_fa1_tiles(d, facts["features"]) if tiles is None else Tiles(*tiles)
     spec = select_wgmma_fa1_spec(tiles, d, SHARED["sm_90a"], return_lse=True, **facts)
     kernel = wgmma.fa1_forward.make_forward(spec)
-    ptx, log = compiled(kernel, "sm_90a")
-    assert ".f64" not in ptx and ".local" not in ptx
-    assert spills_of(log) == ["0"] * 3, log
-    assert "warning" not in log.lower() and "serializ" not in log.lower(), log
-    assert registers(log) * kernel.threads <= REGISTERS
-    few, many = spec.registers
-    assert 128 * (few + many * spec.consumers) <= registers(log) * kernel.threads
-    assert fits(kernel, "sm_90a")
+    ptx = hoppers_ptx_within_budgets(kernel, spec)
     for instruction in (
         f"wgmma.mma_async.sync.aligned.m64n{tiles.Bc}k16.f32.",
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes",
@@ -281,7 +277,6 @@ def test_fa1_on_hoppers_unit_compiles_within_its_budgets(case, dtype):
         "cp.async.bulk.wait_group 0",
         "ld.shared.v2.f32",
         "st.shared.v2.f32",
-        f"setmaxnreg.inc.sync.aligned.u32 {many}",
     ):
         assert instruction in ptx, instruction
     # Five tensor maps lie among the parameters themselves.
@@ -316,7 +311,7 @@ WGMMA_BACKWARD_CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", slow_but(WGMMA_BACKWARD_CASES[:2], WGMMA_BACKWARD_CASES))
+@pytest.mark.parametrize("case", slow_but(WGMMA_BACKWARD_CASES[:1], WGMMA_BACKWARD_CASES))
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_backward_kernel_of_hoppers_unit_compiles_within_its_budgets(case, dtype):
     d, options = case
@@ -324,14 +319,7 @@ def test_a_backward_kernel_of_hoppers_unit_compiles_within_its_budgets(case, dty
     tiles = default_wgmma_backward_tiles(d)
     spec = select_wgmma_backward_spec(tiles, d, SHARED["sm_90a"], **facts)
     kernel = wgmma.fa2_backward.make_backward(spec)
-    ptx, log = compiled(kernel, "sm_90a")
-    assert ".f64" not in ptx and ".local" not in ptx
-    assert spills_of(log) == ["0"] * 3, log
-    assert "warning" not in log.lower() and "serializ" not in log.lower(), log
-    assert registers(log) * kernel.threads <= REGISTERS
-    few, many = spec.registers
-    assert 128 * (few + many * spec.consumers) <= registers(log) * kernel.threads
-    assert fits(kernel, "sm_90a")
+    ptx = hoppers_ptx_within_budgets(kernel, spec)
     kind = "f16" if dtype == "float16" else "bf16"
     steps = ceil_div(d, 16)
     # ST and dPT, and again the next ST; dV and dK; dQ.
@@ -353,7 +341,7 @@ WGMMA_FA1_BACKWARD_CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", slow_but(WGMMA_FA1_BACKWARD_CASES[:2], WGMMA_FA1_BACKWARD_CASES))
+@pytest.mark.parametrize("case", slow_but(WGMMA_FA1_BACKWARD_CASES[1:2], WGMMA_FA1_BACKWARD_CASES))
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_fa1s_backward_kernel_of_hoppers_unit_compiles_within_its_budgets(case, dtype):
     d, options, grouped, splits_queries = case
@@ -362,13 +350,7 @@ def test_fa1s_backward_kernel_of_hoppers_unit_compiles_within_its_budgets(case, 
     facts |= {"grouped": grouped, "splits_queries": splits_queries}
     spec = select_wgmma_backward_spec(default_wgmma_backward_tiles(d), d, SHARED["sm_90a"], **facts)
     kernel = wgmma.fa1_backward.make_backward(spec)
-    ptx, log = compiled(kernel, "sm_90a")
-    assert ".f64" not in ptx and ".local" not in ptx
-    assert spills_of(log) == ["0"] * 3, log
-    assert "warning" not in log.lower() and "serializ" not in log.lower(), log
-    few, many = spec.registers
-    assert few + many * spec.consumers <= 3 * registers(log)
-    assert fits(kernel, "sm_90a")
+    ptx = hoppers_ptx_within_budgets(kernel, spec)
     # Seven tensor maps lie among the parameters themselves, or five.
     assert ptx.count(".param .align 64 .b8") == (5 if splits_queries else 7)
 
@@ -663,13 +645,14 @@ LEFT_OUT = {
     "prefetch": ("waits", 4),  # for Q, twice K and V
     "wide_stores": ("wide stores", None),
     "folded_scale": ("products", -2),  # by each row's maximum, of which a thread has two
-    "q_registers": ("ldmatrix before the loop", -1),
+    "q_registers": ("ldmatrix before the loop", -7),  # of 8: the loop begins with one
 }
 
 
 def shown(*left_out):
-    spec = select_mma_spec(Tiles(16, 32), 32, SHARED["sm_80"], positive_scale=True)
-    ptx, _ = compiled(mma.fa2_forward.make_forward(replace(spec, ablated=left_out)), "sm_80")
+    """Of a kernel that is compiled whole above, with these measures left out."""
+    spec = replace(mma_spec_of("fa2", "sm_80", 128, "float16", "causal"), ablated=left_out)
+    ptx, _ = compiled(mma.fa2_forward.make_forward(spec), "sm_80")
     return {
         "waits": ptx.count("cp.async.wait_group"),
         "products": ptx.count("mul.f32"),
@@ -831,17 +814,16 @@ MMA_BACKWARD_CASES = [
         for option in ("window", "softcap", "dbias", "alibi", "packed", "sparse", "dropout")
     ),
     *((name, "sm_90a", 128, "float16", "softcap") for name in MMA_BACKWARD),
-    ("fa1", "sm_90a", 64, "float16", "splits"),
+    *(("fa1", "sm_90a", d, "float16", "splits") for d in (64, 128)),
     ("fa2", "sm_90a", 64, "float16", "unaligned"),
     ("fa2 without dQ", "sm_90a", 64, "bfloat16", "causal"),
     *(("fa2 dQ", "sm_90a", d, "float16", "causal") for d in (64, 128)),
 ]
 
 
-# FlashAttention-2's at both: its adds are other instructions from sm_90 on.
+# The adds are other instructions from sm_90 on: FlashAttention-1's are tried there.
 QUICK_MMA_BACKWARD = {
-    ("fa1", "sm_90a", 128, "float16", None),
-    ("fa2", "sm_90a", 64, "float16", "causal"),
+    ("fa1", "sm_90a", 128, "float16", "splits"),
     ("fa2", "sm_80", 128, "float16", "causal"),
     ("fa2 dQ", "sm_90a", 64, "float16", "causal"),
 }
