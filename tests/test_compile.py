@@ -44,6 +44,7 @@ from fa_numba.tiling import (
     select_wgmma_backward_spec,
     select_wgmma_fa1_spec,
     select_wgmma_spec,
+    select_wgmma_sweep_spec,
     splits,
     sweep_tiles,
 )
@@ -308,6 +309,8 @@ WGMMA_BACKWARD_CASES = [
     (64, ("window",)),
     (80, ()),
     (40, ("causal",)),
+    (64, ("window", "softcap")),
+    (128, ("window", "softcap")),
 ]
 
 
@@ -327,6 +330,65 @@ def test_a_backward_kernel_of_hoppers_unit_compiles_within_its_budgets(case, dty
     assert "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group" in ptx
     # Seven tensor maps lie among the parameters themselves.
     assert ptx.count(".param .align 64 .b8") == 7
+
+
+WGMMA_DETERMINISTIC_CASES = [
+    *((d, options) for d in (64, 128) for options in ((), ("causal",), ("window", "softcap"))),
+]
+
+
+@pytest.mark.parametrize(
+    "case", slow_but(WGMMA_DETERMINISTIC_CASES[1:2], WGMMA_DETERMINISTIC_CASES)
+)
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_hoppers_backward_kernel_without_dq_compiles_within_its_budgets(case, dtype):
+    d, options = case
+    facts = {"features": Features(**dict.fromkeys(options, True)), "dtype": dtype}
+    facts |= {"positive_scale": True, "grouped": False}
+    tiles = default_wgmma_backward_tiles(d, atomic=False)
+    spec = select_wgmma_backward_spec(tiles, d, SHARED["sm_90a"], atomic=False, **facts)
+    ptx = within_hoppers_budgets(wgmma.fa2_backward.make_backward(spec, atomic=False), spec)
+    assert "cp.reduce.async.bulk" not in ptx
+    # Six tensor maps lie among the parameters themselves.
+    assert ptx.count(".param .align 64 .b8") == 6
+
+
+WGMMA_SWEEP_CASES = [
+    *(
+        (d, options)
+        for d in (64, 128, 192, 256)
+        for options in (("causal",), ("window", "softcap"))
+    ),
+    (96, ()),
+    (160, ("causal",)),
+]
+
+
+@pytest.mark.parametrize("case", slow_but([(256, ("causal",))], WGMMA_SWEEP_CASES))
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_a_second_sweep_of_hoppers_unit_compiles_within_its_budgets(case, dtype):
+    d, options = case
+    facts = {"features": Features(**dict.fromkeys(options, True)), "dtype": dtype}
+    spec = select_wgmma_sweep_spec(d, stages=2, positive_scale=True, grouped=False, **facts)
+    ptx = within_hoppers_budgets(wgmma.fa2_backward.make_query_gradients(spec), spec)
+    kind = "f16" if dtype == "float16" else "bf16"
+    # S, and again the next S, and dP; dQ.
+    assert ptx.count(f".f32.{kind}.{kind}") == 3 * ceil_div(d, 16) + spec.Bc // 16
+    # Five tensor maps lie among the parameters themselves.
+    assert ptx.count(".param .align 64 .b8") == 5
+
+
+def within_hoppers_budgets(kernel, spec):
+    """The PTX of a kernel that spills nothing, and waits for its products where it says so."""
+    ptx, log = compiled(kernel, "sm_90a")
+    assert ".f64" not in ptx and ".local" not in ptx
+    assert spills_of(log) == ["0"] * 3, log
+    assert "warning" not in log.lower() and "serializ" not in log.lower(), log
+    assert registers(log) * kernel.threads <= REGISTERS
+    few, many = spec.registers
+    assert 128 * (few + many * spec.consumers) <= registers(log) * kernel.threads
+    assert fits(kernel, "sm_90a")
+    return ptx
 
 
 # head_dim, options, whether heads share K and V, whether blocks share a head

@@ -227,6 +227,7 @@ def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
         {"aligned": False},
         {"algorithm": "fa1"},
         {"passes": "bwd", "deterministic": True},
+        {"passes": "bwd", "options": {"softcap": 2.0}},
         {"ablated": ("prefetch",)},
         {"warp_partition": "keys"},
     ):
@@ -241,8 +242,11 @@ def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
         ({"algorithm": "fa1", "options": {"kv_lens": (100,)}}, "lack the option kv_lens"),
         ({"algorithm": "standard", "passes": "bwd"}, "lack the backward pass of standard"),
         ({"algorithm": "standard"}, "lack the forward pass of standard"),
-        ({"passes": "bwd", "deterministic": True}, "lack sums of dQ in a fixed order"),
-        ({"passes": "bwd", "options": {"softcap": 2.0}}, "lack the option softcap"),
+        (
+            {"algorithm": "fa1", "passes": "bwd", "options": {"softcap": 2.0}},
+            "lack the option softcap",
+        ),
+        ({"passes": "bwd", "options": {"kv_lens": (100,)}}, "lack the option kv_lens"),
         ({"aligned": False}, "lack arrays whose rows do not start at 16-byte addresses"),
         ({"capability": (10, 0)}, "capability 10.0: wgmma needs 9.0 and no other"),
         ({"dtype": "float32"}, "dtype float32: wgmma takes float16 or bfloat16"),

@@ -1,5 +1,5 @@
-"""The backward kernel on Hopper's tensor cores as the emulator runs it: gradients, counts, and that
-faults planted in its source are found.
+"""The backward kernels on Hopper's tensor cores as the emulator runs them: gradients, counts, and
+that faults planted in their source are found.
 """
 
 import inspect
@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from helpers import one_of_twelve, planted
-from mma_helpers import BFLOAT16, every_dtype
+from mma_helpers import BFLOAT16, every_dtype, no_bfloat16
 from test_mma_backward import check_gradients, half_gradients, saved_halves
 from test_wgmma_emulated import _built
 
@@ -18,7 +18,8 @@ from fa_numba import emulator
 from fa_numba.host import planning
 from fa_numba.kernels import wgmma
 from fa_numba.parts import wgmma as parts
-from fa_numba.parts.wgmma import backward
+from fa_numba.parts.wgmma import backward, sweep
+from fa_numba.tiling import WgmmaSweepSpec
 
 UNIT = {"unit": "wgmma"}
 CASES = [
@@ -38,6 +39,42 @@ CASES = [
 def test_gradients_and_counts(B, Hq, Hk, Nq, Nk, d, options):
     inputs = half_gradients("float16", B, Hq, Hk, Nq, Nk, d)
     check_gradients("emulator", "fa2", *inputs, **UNIT, **options)
+
+
+# dQ by a second sweep; a cap on the scores, either way.
+WAYS = [
+    # way, dtype, B, Hq, Hk, Nq, Nk, d, options
+    ("fa2-deterministic", "float16", 1, 1, 1, 1, 1, 64, {}),
+    ("fa2-deterministic", "float16", 1, 1, 1, 77, 300, 64, {}),
+    ("fa2-deterministic", "float16", 1, 1, 1, 200, 77, 128, {"causal": True}),
+    (*("fa2-deterministic", "float16"), 1, 2, 1, 70, 150, 80, {"window": (40, 8), "softcap": 2.0}),
+    ("fa2", "float16", 1, 1, 1, 77, 200, 64, {"softcap": 2.0}),
+    ("fa2", "float16", 1, 1, 1, 177, 140, 128, {"softcap": 1.5, "causal": True}),
+]
+
+
+@pytest.mark.parametrize("way, dtype, B, Hq, Hk, Nq, Nk, d, options", WAYS)
+def test_a_second_sweep_and_a_cap(way, dtype, B, Hq, Hk, Nq, Nk, d, options):
+    inputs = half_gradients(dtype, B, Hq, Hk, Nq, Nk, d)
+    check_gradients("emulator", way, *inputs, **UNIT, **options)
+
+
+@no_bfloat16
+@pytest.mark.parametrize("way", ["fa2", "fa2-deterministic"])
+def test_a_second_sweep_and_a_cap_in_bfloat16(way):
+    inputs = half_gradients("bfloat16", 1, 3, 1, 70, 130, 64)
+    check_gradients("emulator", way, *inputs, causal=True, softcap=2.0, layout="transposed", **UNIT)
+
+
+def test_one_order_of_sums_whatever_the_schedule():
+    """All of a deterministic call is equal in bits; dQ of the other is its own up to a rounding."""
+    first = _gradients(deterministic=True)
+    with emulator.schedule(1):
+        second = _gradients(deterministic=True)
+    for a, b in zip(first, second, strict=True):
+        assert (a == b).all()
+    other = fa_numba.flash_attention_2_backward(*_more_columns(), causal=True, **UNIT)
+    assert np.allclose(first[0].astype("f4"), other[0].astype("f4"), rtol=2e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype, layout", [(BFLOAT16, "padded"), ("float16", "transposed")])
@@ -78,14 +115,25 @@ def test_tiles_that_cannot_be_are_refused_by_name():
 @cache
 def _inputs():
     """Three row tiles and two column tiles, and what the forward pass has left."""
-    dout, q, k, v = half_gradients("float16", 1, 1, 1, 300, 200, 64)
+    return _saved(300, 200)
+
+
+@cache
+def _more_columns():
+    """Two row tiles and three column tiles."""
+    return _saved(200, 300)
+
+
+def _saved(Nq, Nk):
+    dout, q, k, v = half_gradients("float16", 1, 1, 1, Nq, Nk, 64)
     return dout, q, k, v, *saved_halves("fa2", q, k, v, causal=True)
 
 
-def _gradients():
+def _gradients(**options):
     uncached = getattr(planning.planned, "__wrapped__", planning.planned)
     with mock.patch.object(planning, "planned", uncached):
-        return fa_numba.flash_attention_2_backward(*_inputs(), causal=True, **UNIT)
+        inputs = _more_columns() if options.get("deterministic") else _inputs()
+        return fa_numba.flash_attention_2_backward(*inputs, causal=True, **options, **UNIT)
 
 
 def test_gradients_do_not_depend_on_the_order():
@@ -98,35 +146,37 @@ def test_gradients_do_not_depend_on_the_order():
 
 
 @cache
-def _right():
-    return _gradients()
+def _right(**options):
+    return _gradients(**options)
 
 
-SOURCES = {
-    name: inspect.getsource(module)
-    for name, module in (("kernel", wgmma.fa2_backward), ("backward", backward))
-}
+MODULES = {"kernel": wgmma.fa2_backward, "backward": backward, "sweep": sweep}
+SOURCES = {name: inspect.getsource(module) for name, module in MODULES.items()}
 
 
-def _outcome(changed, needle, replacement, which=0):
+def _outcome(changed, needle, replacement, which=0, **options):
     """What finds the fault: the name of an error, or "values"; None if nothing does."""
-    texts = dict(SOURCES)
-    texts[changed] = planted(texts[changed], needle, replacement, which)
-    kernel = _built("kernel", texts["kernel"])
-    own = backward if changed == "kernel" else _built("backward", texts["backward"])
-    kernel.parts = lambda spec: parts.Parts(spec, (own, *parts._MODULES))
+    text = planted(SOURCES[changed], needle, replacement, which)
+    kernel = _built("kernel", text if changed == "kernel" else SOURCES["kernel"])
+    own = MODULES if changed == "kernel" else MODULES | {changed: _built(changed, text)}
+
+    def parts_of(spec):
+        which = own["sweep" if isinstance(spec, WgmmaSweepSpec) else "backward"]
+        return parts.Parts(spec, (which, *parts._MODULES))
+
+    kernel.parts = parts_of
     try:
         with mock.patch.object(wgmma, "fa2_backward", kernel):
-            found = _gradients()
+            found = _gradients(**options)
     except emulator.EmulatorError as error:
         return type(error).__name__
-    same = all(np.array_equal(a, b) for a, b in zip(found, _right(), strict=True))
+    same = all(np.array_equal(a, b) for a, b in zip(found, _right(**options), strict=True))
     return None if same else "values"
 
 
 def test_the_machinery_leaves_a_kernel_as_it_is():
     for changed in SOURCES:
-        assert _outcome(changed, "\n", "\n") is None
+        assert _outcome(changed, "\n", "\n", deterministic=changed == "sweep") is None
 
 
 STALLS = {"Deadlock", "BarrierDivergence"}
@@ -160,7 +210,7 @@ MUTANTS = {
     ),
     "dQ is read at once": ("kernel", "p.wait_dq(rdQ)", "pass", {"RegisterHazard"}),
     "dK and dV are on their way": (
-        "kernel", "p.wait_columns(rdK, rdV)", "pass", {"RegisterHazard", "SharedHazard"}
+        "kernel", "p.wait_columns(rdK, rdV, atomic)", "pass", {"RegisterHazard", "SharedHazard"}
     ),
     "dS is not waited for": (
         "kernel", "p.meet_all()  # dSij is there", "pass", {"SharedHazard", "MissingFence", *EARLY}
@@ -172,7 +222,7 @@ MUTANTS = {
     ),
     "dS is not swizzled": ("backward", " + 8 * (tx % 8)", "", {"values"}),
     "L's places": ("backward", "r % 8 // 2 * 4", "r % 8 // 2 * 2", {"values", *EARLY}),
-    "D is L": ("kernel", "uint32(at_L + Br), ty", "at_L, ty", {"values"}),
+    "D is L": ("backward", "uint32(uint32(at + Br)", "uint32(uint32(at)", {"values"}),
     "the other's part of dQ": (
         "backward", "rows, columns = columns, rows", "pass", {"values", "OutOfBounds"}
     ),
@@ -185,11 +235,90 @@ MUTANTS = {
 
 
 def test_every_planted_fault_has_its_place():
-    for changed, needle, replacement, _, *which in MUTANTS.values():
-        assert planted(SOURCES[changed], needle, replacement, *which) != SOURCES[changed]
+    for changed, needle, replacement, _ in (*MUTANTS.values(), *DETERMINISTIC.values()):
+        assert planted(SOURCES[changed], needle, replacement) != SOURCES[changed]
 
 
 @pytest.mark.parametrize("name", one_of_twelve(MUTANTS))
 def test_a_planted_fault_is_found(name):
     *change, wanted = MUTANTS[name]
     assert _outcome(*change) in wanted
+
+
+# Of calls whose dQ a second sweep makes.
+DETERMINISTIC = {
+    "L and D are read by all lanes": (
+        "kernel", "cuda.syncwarp()  # all lanes have read Li and Di", "pass", {"SharedHazard"}
+    ),
+    "dK and dV are on their way without dQ": (
+        "kernel", "p.wait_columns(rdK, rdV, atomic)", "p.wait_columns(rdK, rdV, True)",
+        {"RegisterHazard", "SharedHazard"},
+    ),
+    "Qi is not waited for": (
+        "kernel", "wait_mbarrier(bars, uint32(FULL_Q), uint32(0))", "pass", EARLY
+    ),
+    "dOi is not waited for": (
+        "kernel", "wait_mbarrier(bars, uint32(FULL_DO), uint32(0))", "pass", EARLY
+    ),
+    "the first K is not waited for": (
+        "kernel", "wait_mbarrier(bars, uint32(FULL_K + stage), parity)", "pass", EARLY
+    ),
+    "the next K is not waited for": (
+        "kernel", "wait_mbarrier(bars, uint32(FULL_K + next_stage), next_parity)", "pass", EARLY
+    ),
+    "the next K has the wrong phase": (
+        "kernel", "FULL_K + next_stage), next_parity", "FULL_K + next_stage), parity",
+        {*EARLY, *STALLS},
+    ),
+    "V is not waited for": (
+        "kernel", "wait_mbarrier(bars, uint32(FULL_V + stage), parity)", "pass", EARLY
+    ),
+    "K is filled before it is empty": (
+        "kernel", "wait_mbarrier(bars, uint32(EMPTY_K + stage), parity)", "pass", EARLY
+    ),
+    "V is filled before it is empty": (
+        "kernel", "wait_mbarrier(bars, uint32(EMPTY_V + stage), parity)", "pass", EARLY
+    ),
+    "no K is emptied": ("kernel", "p.empty(bars, uint32(EMPTY_K + stage))", "pass", STALLS),
+    "no V is emptied": ("kernel", "p.empty(bars, uint32(EMPTY_V + stage))", "pass", STALLS),
+    "dP of the sweep is read at once": (
+        "kernel", "p.wait_scores(rdP, False)", "pass", {"RegisterHazard"}
+    ),
+    "S of the sweep is read at once": (
+        "kernel", "p.wait_scores(rS, False)\n            stage, parity = next_stage, next_parity",
+        "stage, parity = next_stage, next_parity", {"RegisterHazard"},
+    ),
+    "dQ is not waited for": (
+        "kernel", "p.wait_dq(rdQ)\n            p.empty", "p.empty",
+        {"RegisterHazard", "SharedHazard"},
+    ),
+    "two products may be on their way": (
+        "sweep", "wait_products(rdQ, RQ, 1)", "wait_products(rdQ, RQ, 2)",
+        {"RegisterHazard", "SharedHazard"},
+    ),
+    "barriers that nobody sees": (
+        "sweep", "            fence_mbarrier_init()\n", "", {"MissingFence"}
+    ),
+    "D is L in the sweep": ("kernel", "rD, D[b, h]", "rD, L[b, h]", {"values"}),
+    "the other's rows": ("kernel", "i0 + 64 * w)", "i0 + 64 * (1 - w))", {"values"}),
+    "dQ without the scale": ("kernel", "rdQ[e] *= scale", "pass", {"values"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", one_of_twelve(DETERMINISTIC))
+def test_a_fault_planted_in_the_second_sweep_is_found(name):
+    *change, wanted = DETERMINISTIC[name]
+    assert _outcome(*change, deterministic=True) in wanted
+
+
+CAPPED = [
+    ("backward", "float32(1.0) - t * t", "float32(1.0)"),
+    ("backward", "exp2(p0 - shifts[n])", "exp2(p0 - shifts[n + 1])"),
+    ("sweep", "cap_slope(g1, inverse)", "cap_slope(g0, inverse)"),
+]
+
+
+@pytest.mark.parametrize("fault", one_of_twelve(CAPPED, title=lambda fault: fault[1]))
+def test_a_fault_planted_where_a_cap_is_differentiated_is_found(fault):
+    options = {"softcap": 2.0, "deterministic": fault[0] == "sweep"}
+    assert _outcome(*fault, **options) == "values"

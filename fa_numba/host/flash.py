@@ -165,7 +165,7 @@ def _fa2_backward(request: Request) -> Steps:
     sum_of_dq: dict[str, Argument] = {} if atomic else {sums: Untouched(request.q_shape)}
     facts = (p.head_dim, *unit.row_facts(request))
     row_sums = kernels.make_row_sums(*facts, atomic, request.lengths)
-    bound = {"scale_log2": "score_scale", **sum_of_dq, **_boxes(request, tiles)}
+    bound = {"scale_log2": "score_scale", **_boxes(request, tiles), **sum_of_dq}
     launches = [
         Launch.of(row_sums, _by_rows(request, kernels.WARPS), **sum_of_dq),
         Launch.of(kernels.make_backward(spec, atomic), over_columns, **bound),
@@ -174,7 +174,8 @@ def _fa2_backward(request: Request) -> Steps:
         sweep, sweep_spec = unit.sweep(request, tiles, spec)
         over_rows = (ceil_div(p.seqlen_q, sweep.Br), p.heads_q, p.batch)
         kernel = kernels.make_query_gradients(sweep_spec)
-        launches.append(Launch.of(kernel, over_rows, scale_log2="score_scale"))
+        by_boxes = _sweep_boxes(sweep) if unit.copies_boxes else {}
+        launches.append(Launch.of(kernel, over_rows, scale_log2="score_scale", **by_boxes))
         how |= {"deterministic": True, "sweep_tiles": sweep}
     elif sums == "A":
         workspace.append(_sum("A", request.q_shape))
@@ -196,6 +197,12 @@ def _boxes(request: Request, tiles: Tiles, columns: bool = True) -> dict[str, Ar
         return {name: Boxes(name, n) for name, n in (rows | {"O": tiles.Br}).items()}
     sums: dict[str, Argument] = {"A": Boxes("A", GROUP_ROWS, "float32")}
     return sums | {name: Boxes(name, n) for name, n in rows.items()}
+
+
+def _sweep_boxes(tiles: Tiles) -> dict[str, Argument]:
+    """What the second sweep takes by boxes."""
+    rows = {"Q": GROUP_ROWS, "dO": GROUP_ROWS, "K": tiles.Bc, "V": tiles.Bc, "dQ": GROUP_ROWS}
+    return {name: Boxes(name, n) for name, n in rows.items()}
 
 
 def _sum(name: str, shape: tuple[int, ...], zeroed: bool = False) -> Buffer:

@@ -38,7 +38,9 @@ from fa_numba.tiling import (
     select_wgmma_backward_spec,
     select_wgmma_fa1_spec,
     select_wgmma_spec,
+    select_wgmma_sweep_spec,
     sweep_tiles,
+    wgmma_sweep_tiles,
 )
 from fa_numba.tiling.tuned import tuned_tiles
 from fa_numba.tiling.wgmma import GROUP_ROWS
@@ -241,7 +243,7 @@ class Mma(Unit):
 class Wgmma(Unit):
     """Hopper's tensor cores by ``wgmma`` and bulk copies, in 16 bits: compute capability 9.0 alone.
 
-    It has both algorithms, FlashAttention-2 backward by atomic adds alone.
+    It has both algorithms.
     """
 
     name, title = "wgmma", "Hopper's tensor cores"
@@ -257,7 +259,7 @@ class Wgmma(Unit):
         ("fa1", "fwd"): ("causal", "window", "softcap", "q_lens"),
         ("fa2", "fwd"): ("causal", "window", "softcap", "alibi", "q_lens", "kv_lens", "packed"),
         ("fa1", "bwd"): ("causal", "window"),
-        ("fa2", "bwd"): ("causal", "window"),
+        ("fa2", "bwd"): ("causal", "window", "softcap"),
     }
     largest: Mapping[str, int] = {"fwd": 256, "bwd": 128}
 
@@ -266,8 +268,6 @@ class Wgmma(Unit):
         if pair not in self.features:
             direction = "forward" if request.passes == "fwd" else "backward"
             return f"the {direction} pass of {request.algorithm}"
-        if request.deterministic:
-            return "sums of dQ in a fixed order (deterministic)"
         on = (f.name for f in fields(Features) if getattr(request.features, f.name))
         lacking = [name for name in on if name not in self.features[pair]]
         if "page_size" in lacking:
@@ -283,8 +283,11 @@ class Wgmma(Unit):
 
     def suits(self, request: Request) -> bool:
         """On a GPU, for calls that choose nothing of another unit's, and rows that fill a tile: the
-        emulator runs the smaller blocks of ``mma`` faster. FlashAttention-1 is taken by name alone.
+        emulator runs the smaller blocks of ``mma`` faster. FlashAttention-1 is taken by name alone,
+        and so is what the backward pass has not been timed with.
         """
+        if request.passes == "bwd" and (request.deterministic or request.features.softcap):
+            return False
         fills = request.problem.seqlen_q > GROUP_ROWS
         if request.passes == "fwd":
             fills = fills or _heads_share_tiles(request)
@@ -315,14 +318,17 @@ class Wgmma(Unit):
 
     def backward(self, request: Request) -> tuple[Tiles, Spec]:
         p, facts = request.problem, self._facts(request)
-        tiles = request.tiles or default_wgmma_backward_tiles(p.head_dim)
+        facts["atomic"] = not request.deterministic
+        tiles = request.tiles or default_wgmma_backward_tiles(p.head_dim, facts["atomic"])
         facts["row_tiles"] = 3 if request.algorithm == "fa1" else 2
         facts["splits_queries"] = request.query_splits > 1
         spec = select_wgmma_backward_spec(tiles, p.head_dim, request.shared_limit, **facts)
         return replace(tiles, threads=spec.threads), spec
 
     def sweep(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
-        raise NotImplementedError(self.lacks(request))
+        d = request.problem.head_dim
+        spec = select_wgmma_sweep_spec(d, stages=2, **self._facts(request))
+        return replace(wgmma_sweep_tiles(d), threads=spec.threads), spec
 
     def standard(self, request: Request) -> tuple[Tiles, Spec]:
         raise NotImplementedError(self.lacks(request))

@@ -36,8 +36,11 @@ from fa_numba.tiling.wgmma import (
 )
 from fa_numba.tiling.wgmma_backward import (
     WgmmaBackwardSpec,
+    WgmmaSweepSpec,
     default_wgmma_backward_tiles,
     select_wgmma_backward_spec,
+    select_wgmma_sweep_spec,
+    wgmma_sweep_tiles,
 )
 from fa_numba.tiling.wgmma_fa1 import WgmmaFa1Spec, default_wgmma_fa1_tiles, select_wgmma_fa1_spec
 
@@ -58,6 +61,7 @@ __all__ = [
     "WgmmaFa1Spec",
     "WGMMA_MEASURES",
     "WgmmaSpec",
+    "WgmmaSweepSpec",
     "default_backward_tiles",
     "default_mma_backward_tiles",
     "default_mma_standard_tiles",
@@ -74,6 +78,8 @@ __all__ = [
     "select_wgmma_backward_spec",
     "select_wgmma_fa1_spec",
     "select_wgmma_spec",
+    "select_wgmma_sweep_spec",
     "splits",
     "sweep_tiles",
+    "wgmma_sweep_tiles",
 ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fa_numba.integers import ceil_div
 from fa_numba.tiling.spec import Spec
 from fa_numba.tiling.tiles import Tiles
-from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL, WgmmaSpec
+from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL, WgmmaSpec, within_registers
 
 CONSUMERS = 2
 COLUMNS = CONSUMERS * GROUP_ROWS  # of a tile of S
@@ -15,6 +15,7 @@ STAGES = 2  # row tiles in shared memory
 # Of a thread that produces, and of one that consumes; and where FlashAttention-1's consumers mask
 # rows of up to a panel whose heads share no K and V, and its producers do with fewer.
 REGISTERS, MORE_REGISTERS = (40, 232), (24, 240)
+CAP_REGISTERS = (56, 224)  # with a cap, at up to a panel: producers would spill
 # Registers of a consumer beside its parts of the tiles.
 _OTHERS = 32
 
@@ -51,6 +52,8 @@ class WgmmaBackwardSpec(Spec):
         """Of a thread that produces, and of one that consumes."""
         masks = self.features.causal or self.features.window
         small = self.row_tiles == 3 and self.panels == 1 and not self.grouped
+        if self.features.softcap and self.panels == 1:
+            return CAP_REGISTERS
         return MORE_REGISTERS if small and masks else REGISTERS
 
     @property
@@ -113,7 +116,8 @@ class WgmmaBackwardSpec(Spec):
     @property
     def rounds_early(self) -> bool:
         """Whether registers hold P in 16 bits beside P and dP: dV's product begins before dS."""
-        return self.accumulators <= 216 and self.row_tiles == 2
+        plain = self.row_tiles == 2 and not self.features.softcap  # P waits for the cap's slope
+        return plain and self.accumulators <= 216
 
     @property
     def part(self) -> WgmmaBackwardSpec:
@@ -188,21 +192,23 @@ class WgmmaBackwardSpec(Spec):
         return 1
 
 
-def backward_rows(head_dim: int) -> int:
-    """Rows of a tile: those with which dQ has as many parts of 64 x 64 as there are consumers."""
-    return CONSUMERS * GROUP_ROWS // ceil_div(head_dim, PANEL)
+def backward_rows(head_dim: int, atomic: bool = True) -> int:
+    """Rows of a tile: those with which dQ has as many parts of 64 x 64 as there are consumers;
+    without dQ 64, for P to be rounded early.
+    """
+    return CONSUMERS * GROUP_ROWS // ceil_div(head_dim, PANEL) if atomic else GROUP_ROWS
 
 
 def select_wgmma_backward_spec(
-    tiles: Tiles, head_dim: int, shared_limit: int, **facts: object
+    tiles: Tiles, head_dim: int, shared_limit: int, atomic: bool = True, **facts: object
 ) -> WgmmaBackwardSpec:
     """The specialisation of a backward kernel on Hopper's tensor cores for ``tiles``, with the
-    fields ``facts`` beside the sizes; ``shared_limit`` in bytes a block.
+    fields ``facts`` beside the sizes; ``shared_limit`` in bytes a block. ``atomic``: it makes dQ.
 
     Raises ValueError for other tiles than 128 columns and as many rows as head_dim asks for,
     another number of threads, and what does not fit shared memory.
     """
-    Br = backward_rows(head_dim)
+    Br = backward_rows(head_dim, atomic)
     if (tiles.Br, tiles.Bc) != (Br, COLUMNS):
         raise ValueError(
             f"tiles: Br={tiles.Br}, Bc={tiles.Bc} on Hopper's tensor cores at "
@@ -222,6 +228,52 @@ def select_wgmma_backward_spec(
     return spec
 
 
-def default_wgmma_backward_tiles(head_dim: int) -> Tiles:
+def default_wgmma_backward_tiles(head_dim: int, atomic: bool = True) -> Tiles:
     """Block sizes of the backward kernel on Hopper's tensor cores."""
-    return Tiles(backward_rows(head_dim), COLUMNS)
+    return Tiles(backward_rows(head_dim, atomic), COLUMNS)
+
+
+@dataclass(frozen=True)
+class WgmmaSweepSpec(WgmmaSpec):
+    """The second sweep of the backward pass on Hopper's tensor cores, which makes dQ: Q outer, as
+    the forward pass. A consumer takes 64 rows of Qi and dOi, and of S and dP all columns.
+    """
+
+    @property
+    def halves(self) -> int:
+        """16-bit elements of Qi and dOi, and of the places of K and V."""
+        rows, columns = self.tile_halves
+        return 2 * rows + 2 * self.stages * columns
+
+    @property
+    def barriers(self) -> int:
+        return 2 + 4 * self.stages
+
+    @property
+    def barrier_places(self) -> tuple[int, ...]:
+        """The barriers of Q and of dO; the first of a full place of K, of V, of an empty one of K,
+        of V.
+        """
+        return 0, 1, *(2 + n * self.stages for n in range(4))
+
+    @property
+    def shared_bytes(self) -> int:
+        return 2 * self.halves + 8 * self.barriers
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of one thread's parts of dQ, S and dP, and of dS in 16 bits."""
+        return self.TM * (2 * self.TN + 4 * self.DN) + self.p_registers
+
+
+def select_wgmma_sweep_spec(head_dim: int, **facts: object) -> WgmmaSweepSpec:
+    """The specialisation of the second sweep with ``wgmma_sweep_tiles``, and with ``facts``."""
+    return within_registers(WgmmaSweepSpec, wgmma_sweep_tiles(head_dim), head_dim, **facts)
+
+
+def wgmma_sweep_tiles(head_dim: int) -> Tiles:
+    """Block sizes of the second sweep on Hopper's tensor cores: as many columns as registers hold
+    beside dQ, or shared memory beside Q and dO.
+    """
+    columns = {1: 128, 2: 96, 3: 80, 4: 48}
+    return Tiles(2 * GROUP_ROWS, columns[ceil_div(head_dim, PANEL)])

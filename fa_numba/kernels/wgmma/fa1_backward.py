@@ -150,7 +150,7 @@ def make_backward(spec):
                 # Alg. 4 line 20: dSij = Pij o (dPij - Di)
                 p.wait_scores(rdP, EARLY)
                 wait_mbarrier(bars, uint32(FULL_D + stage), parity)
-                p.score_gradients(rdS, rP, rdP, rS, sL, uint32(at_L + Br), ty)
+                p.score_gradients(rdS, rP, rdP, rS, sL, at_L, options, ty)
                 if not EARLY:
                     p.begin_columns(rdV, rP, sdO, at)
                 # Alg. 4 line 22: dKj += dSijT Qi
@@ -160,7 +160,7 @@ def make_backward(spec):
                 # Alg. 4 line 21: dQi += scale dSij Kj, through global memory
                 p.read_dq(rdQ, A, b, h, j0, i0, i_stop, w, tx, ty)
                 p.begin_dq(rdQ, sdS, at_dS, sK, w)
-                p.wait_columns(rdK, rdV)
+                p.wait_columns(rdK, rdV, True)
                 h_next, i_next = p.next_visit(h, i0, i_first, i_end)
                 next_stage, next_parity = p.next_stage(stage, parity)
                 more = p.visits(h_next, h_end, i_next, i_end)

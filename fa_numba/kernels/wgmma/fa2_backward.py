@@ -5,7 +5,8 @@ One thread block takes one column tile: the outer loop is the grid. Its producer
 once, and row tiles with their L and D to two places in turn. A consumer warpgroup has 64 columns of
 S and all rows of the tile: it keeps its dK and dV in registers, and P is recomputed from L alone.
 Only dS passes through shared memory, for dQ. dQ is summed in float32 (``A``) by the copy engine's
-atomic adds, in no fixed order, then rounded. Shared memory and accesses: below the kernel.
+atomic adds, in no fixed order, then rounded; or by a second sweep with Q outer, in one order.
+Shared memory and accesses: at the end.
 """
 
 from functools import cache
@@ -19,12 +20,12 @@ from fa_numba.intrinsics.warpgroup import give_registers, take_registers
 from fa_numba.kernels.mma.fa2_backward import WARPS, make_round_rows, make_row_sums
 from fa_numba.parts.wgmma import parts
 
-__all__ = ["WARPS", "make_backward", "make_round_rows", "make_row_sums"]
+__all__ = ["WARPS", "make_backward", "make_query_gradients", "make_round_rows", "make_row_sums"]
 
 
 @cache
 def make_backward(spec, atomic=True):
-    """The kernel, over (Tc, Hk, B) blocks; it has ``atomic`` adds alone."""
+    """The kernel, over (Tc, Hk, B) blocks; without ``atomic`` dQ is ``make_query_gradients``'s."""
     p, Br, Bc, (NQ, NK, NS) = parts(spec), spec.Br, spec.Bc, spec.tile_halves
     RS, RP, RQ = spec.TM * spec.TN, spec.p_registers, spec.query_registers
     RK, EARLY, (FEW, MANY) = spec.column_registers, spec.rounds_early, spec.registers
@@ -112,16 +113,19 @@ def make_backward(spec, atomic=True):
                 p.begin_columns(rdV, rP, sdO, at)
             # Alg. 2 line 14: dSij = Pij o (dPij - Di)
             p.wait_scores(rdP, EARLY)
-            p.score_gradients(rdS, rP, rdP, rS, sL, uint32(at_L + Br), ty)
+            p.score_gradients(rdS, rP, rdP, rS, sL, at_L, options, ty)
             if not EARLY:
                 p.begin_columns(rdV, rP, sdO, at)
             # Alg. 2 line 16: dKj += dSijT Qi
             p.begin_columns(rdK, rdS, sQ, at)
-            p.store_ds(sdS, at_dS, rdS, w, ty, tx)
-            p.meet_all()  # dSij is there
             # Alg. 2 line 15: dQi += scale dSij Kj, through global memory
-            p.begin_dq(rdQ, sdS, at_dS, sK, w)
-            p.wait_columns(rdK, rdV)
+            if atomic:
+                p.store_ds(sdS, at_dS, rdS, w, ty, tx)
+                p.meet_all()  # dSij is there
+                p.begin_dq(rdQ, sdS, at_dS, sK, w)
+            else:
+                cuda.syncwarp()  # all lanes have read Li and Di
+            p.wait_columns(rdK, rdV, atomic)
             h_next, i_next = p.next_visit(h, i0, i_first, i_end)
             next_stage, next_parity = p.next_stage(stage, parity)
             more = h_next < h_end
@@ -132,8 +136,9 @@ def make_backward(spec, atomic=True):
                 next_stage = stage  # Sij once more, for nothing
             # Alg. 2 line 10 of the next i: Sij = scale Qi KjT
             p.begin_scores(rS, sK, own, sQ, uint32(next_stage * NQ))
-            p.wait_dq(rdQ)
-            p.add_dq(rdQ, sdQ, A, b, h, i0, w, tx, ty)
+            if atomic:
+                p.wait_dq(rdQ)
+                p.add_dq(rdQ, sdQ, A, b, h, i0, w, tx, ty)
             p.wait_scores(rS, False)
             stage, parity, h, i0 = next_stage, next_parity, h_next, i_next
 
@@ -164,10 +169,120 @@ def make_backward(spec, atomic=True):
             # fmt: on
 
     tiles, rows = tiled_type(4), array_type(3)
-    arrays = [*[tiles] * 4, rows, rows, *[tiles] * 3]
+    sums = tiles if atomic else array_type(4)
+    arrays = [*[tiles] * 4, rows, rows, sums, tiles, tiles]
     scalars = (types.float32, types.float32, types.int32)
     arguments = (*arrays, *scalars, spec.features.argument_type)
     return Kernel(fa2_backward, arguments, spec.threads, spec.shared_bytes, spec.min_blocks)
+
+
+@cache
+def make_query_gradients(spec):
+    """dQ without atomic adds: a second sweep, Q outer; launched over (Tr, Hq, B) blocks.
+
+    S, P, dP and dS are computed once more, and every dQi is summed in one order and written once.
+    The producer brings Qi and dOi once, and column tiles to two places in turn. A consumer
+    warpgroup has 64 rows of S and all columns; dS is an operand as it is.
+    """
+    p, Br, Bc, (NQ, NK) = parts(spec), spec.Br, spec.Bc, spec.tile_halves
+    TM, RS, RP, RQ = spec.TM, spec.TM * spec.TN, spec.p_registers, spec.TM * spec.DN * 4
+    NKS, AT_K, AT_V = spec.stages * NK, 2 * NQ, 2 * NQ + spec.stages * NK
+    BARRIERS, BARRIER_0, (FEW, MANY) = spec.barriers, spec.halves // 4, spec.registers
+    FULL_Q, FULL_DO, FULL_K, FULL_V, EMPTY_K, EMPTY_V = spec.barrier_places
+
+    @device_function
+    def produce(sQ, sdO, sK, sV, bars, Q, K, V, dO, group, options):
+        b, h, hk = p.heads(group)
+        Nq, Nk = p.lengths(Q.shape[2], K.shape[2], b, options)
+        i0 = uint32(p.row_tile())
+        j0, j_end = p.column_range(i0, uint32(i0 + Br), Nq, Nk, options)
+        p.load_q(sQ, uint32(0), Q, b, h, i0, bars, uint32(FULL_Q))
+        p.load_q(sdO, uint32(0), dO, b, h, i0, bars, uint32(FULL_DO))
+        stage, parity = uint32(0), uint32(1)
+        while j0 < j_end:
+            at = uint32(stage * NK)
+            wait_mbarrier(bars, uint32(EMPTY_K + stage), parity)
+            p.load_columns(sK, at, K, b, hk, j0, bars, uint32(FULL_K + stage))
+            wait_mbarrier(bars, uint32(EMPTY_V + stage), parity)
+            p.load_columns(sV, at, V, b, hk, j0, bars, uint32(FULL_V + stage))
+            stage, parity = p.next_stage(stage, parity)
+            j0 = uint32(j0 + Bc)
+
+    @device_function
+    def consume(sQ, sdO, sK, sV, bars, Q, K, L, D, dQ, scale, scale_log2, group, options):
+        rS = cuda.local.array(RS, float32)
+        rdP = cuda.local.array(RS, float32)
+        rdS = cuda.local.array(RP, uint32)
+        rdQ = cuda.local.array(RQ, float32)
+        rL = cuda.local.array(TM, float32)
+        rD = cuda.local.array(TM, float32)
+        w, ty, tx = p.place()
+        b, h, hk = p.heads(group)
+        Nq, Nk = p.lengths(Q.shape[2], K.shape[2], b, options)
+        i0 = uint32(p.row_tile())
+        j0, j_end = p.column_range(i0, uint32(i0 + Br), Nq, Nk, options)
+        row0, own = uint32(i0 + 64 * w), uint32(64 * 64 * w)
+        more = j0 < j_end
+        p.read_values(rL, L[b, h], row0, Nq, ty, tx)
+        p.read_values(rD, D[b, h], row0, Nq, ty, tx)
+        for e in range(RQ):
+            rdQ[e] = float32(0.0)
+        stage, parity = uint32(0), uint32(0)
+        wait_mbarrier(bars, uint32(FULL_Q), uint32(0))
+        wait_mbarrier(bars, uint32(FULL_DO), uint32(0))
+        if more:
+            wait_mbarrier(bars, uint32(FULL_K + stage), parity)
+            p.begin_scores(rS, sQ, own, sK, uint32(stage * NK))
+            p.wait_scores(rS, False)
+        while more:
+            at = uint32(stage * NK)
+            # Alg. 2 line 13: dPij = dOi VjT, on its way with Sij
+            wait_mbarrier(bars, uint32(FULL_V + stage), parity)
+            p.begin_scores(rdP, sdO, own, sV, at)
+            p.scale_and_mask(rS, scale_log2, row0, j0, Nq, Nk, b, h, options, ty, tx)
+            # Alg. 2 line 11: Pij = exp(Sij - Li)
+            p.softmax_from_lse(rS, scale_log2, rL)
+            p.wait_scores(rdP, False)
+            p.empty(bars, uint32(EMPTY_V + stage))
+            # Alg. 2 line 14: dSij = Pij o (dPij - Di)
+            p.score_gradients(rdS, rdP, rS, rL, rD, options)
+            # Alg. 2 line 15: dQi += scale dSij Kj, on its way with the next S
+            p.begin_output(rdQ, rdS, sK, at)
+            next_stage, next_parity = p.next_stage(stage, parity)
+            j0 = uint32(j0 + Bc)
+            more = j0 < j_end
+            if more:
+                wait_mbarrier(bars, uint32(FULL_K + next_stage), next_parity)
+            else:
+                next_stage = stage  # Sij once more, for nothing
+            # Alg. 2 line 10 of the next j: Sij = scale Qi KjT
+            p.begin_scores(rS, sQ, own, sK, uint32(next_stage * NK))
+            p.wait_dq(rdQ)
+            p.empty(bars, uint32(EMPTY_K + stage))
+            p.wait_scores(rS, False)
+            stage, parity = next_stage, next_parity
+        for e in range(RQ):
+            rdQ[e] *= scale
+        p.write_tile(rdQ, sQ, uint32(0), dQ, w, row0, b, h, ty, tx)
+
+    def fa2_backward_dq(Q, K, V, dO, L, D, dQ, scale, scale_log2, group, options):
+        sQ, sdO = half_tile(0, NQ), half_tile(NQ, NQ)
+        sK, sV = half_tile(AT_K, NKS), half_tile(AT_V, NKS)
+        bars = mbarrier_tile(BARRIER_0, BARRIERS)
+        p.begin_barriers(bars)
+        cuda.syncthreads()
+        if cuda.threadIdx.x < 128:
+            give_registers(FEW)
+            if cuda.threadIdx.x == 0:
+                produce(sQ, sdO, sK, sV, bars, Q, K, V, dO, group, options)
+        else:
+            take_registers(MANY)
+            consume(sQ, sdO, sK, sV, bars, Q, K, L, D, dQ, scale, scale_log2, group, options)
+
+    tiles, rows = tiled_type(4), array_type(3)
+    scalars = (types.float32, types.float32, types.int32)
+    arguments = (*[tiles] * 4, rows, rows, tiles, *scalars, spec.features.argument_type)
+    return Kernel(fa2_backward_dq, arguments, spec.threads, spec.shared_bytes, spec.min_blocks)
 
 
 __doc__ += """

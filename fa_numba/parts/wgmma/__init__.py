@@ -13,10 +13,11 @@ from fa_numba.parts.wgmma import (
     stages,
     state,
     stores,
+    sweep,
     tile_load,
     turns,
 )
-from fa_numba.tiling import WgmmaBackwardSpec, WgmmaFa1Spec
+from fa_numba.tiling import WgmmaBackwardSpec, WgmmaFa1Spec, WgmmaSweepSpec
 
 _MODULES = (
     *(products, schedule, stages, stores, tile_load, turns),
@@ -28,11 +29,13 @@ _MODULES = (
 def parts(spec):
     """The device functions of a kernel for ``spec``: ``p.NAME`` is ``make_NAME(spec)``, in a
     backward kernel that of ``backward.py`` where there is one, in FlashAttention-1's that of
-    ``passes.py`` before it, forward that of ``state.py``.
+    ``passes.py`` before it, forward that of ``state.py``; in a second sweep that of ``sweep.py``.
     """
     own: tuple[ModuleType, ...] = ()
     if isinstance(spec, WgmmaBackwardSpec):
         own = (passes, backward) if spec.row_tiles == 3 else (backward,)
+    elif isinstance(spec, WgmmaSweepSpec):
+        own = (sweep,)
     elif isinstance(spec, WgmmaFa1Spec):
         own = (state,)
     return Parts(spec, (*own, *_MODULES))

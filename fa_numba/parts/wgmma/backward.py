@@ -6,7 +6,7 @@ from functools import cache
 
 from fa_numba.device import cuda, device_function, float32, uint32
 from fa_numba.dtypes import DTYPES
-from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, anew, exp2
+from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, anew, exp2, maximum
 from fa_numba.intrinsics.barriers import sync_named
 from fa_numba.intrinsics.bulk_copy import (
     add_box,
@@ -164,12 +164,14 @@ def make_scale_and_mask(spec):
 
 @cache
 def make_softmax_from_lse(spec):
-    """``softmax_from_lse(rS, scale, sL, at, ty)``: ST to PT = exp(ST - L), as in ``softmax``."""
-    TM, TN, folds = spec.TM, spec.TN, spec.folds_scale
+    """``softmax_from_lse(rS, scale, sL, at, ty)``: ST to PT = exp(ST - L), as in ``softmax``; with
+    a cap nothing: ``score_gradients`` does it then.
+    """
+    TM, TN, folds, softcap = spec.TM, spec.TN, spec.folds_scale, spec.features.softcap
 
     @device_function
     def softmax_from_lse(rS, scale, sL, at, ty):
-        for m in range(TM // 4):
+        for m in range(0 if softcap else TM // 4):
             shifts = load4(sL, uint32(at + 16 * m + 4 * ty))
             for n in range(4):
                 for j in range(TN):
@@ -183,27 +185,57 @@ def make_softmax_from_lse(spec):
 
 @cache
 def make_score_gradients(spec):
-    """``score_gradients(rdS, rP, rdP, rS, sD, at, ty)``: dST = PT o (dPT - D) in 16 bits, of PT in
-    rS; and PT in 16 bits, unless it was rounded early.
+    """``score_gradients(rdS, rP, rdP, rS, sL, at, options, ty)``: dST = PT o (dPT - D) in 16 bits,
+    of PT in rS; and PT in 16 bits, unless it was rounded early. D lies behind L.
 
-    By few rows at a time: what was rounded leaves its registers to others.
+    With a cap, of ST in rS, which its slope is made of, and PT here. By few rows at a time: what
+    was rounded leaves its registers to others.
     """
-    TM, TN, late = spec.TM, spec.TN, not spec.rounds_early
+    TM, TN, Br, late, softcap = (
+        spec.TM,
+        spec.TN,
+        spec.Br,
+        not spec.rounds_early,
+        spec.features.softcap,
+    )
     pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
+    cap_slope = make_cap_slope(spec)
 
     @device_function
-    def score_gradients(rdS, rP, rdP, rS, sD, at, ty):
+    def score_gradients(rdS, rP, rdP, rS, sL, at, options, ty):
+        if softcap:
+            inverse = float32(1.0) / options.softcap
         for m in range(TM // 4):
-            dots = load4(sD, uint32(at + 16 * m + 4 * ty))
+            dots = load4(sL, uint32(uint32(at + Br) + 16 * m + 4 * ty))
+            if softcap:
+                shifts = load4(sL, uint32(at + 16 * m + 4 * ty))
             for j in range(TN):
                 for n in range(0, 4, 2):
                     e = j * TM + 4 * m + n
                     p0, p1 = rS[e], rS[e + 1]
-                    rdS[e // 2] = pack(p0 * (rdP[e] - dots[n]), p1 * (rdP[e + 1] - dots[n + 1]))
+                    g0, g1 = p0, p1
+                    if softcap:
+                        p0, p1 = exp2(p0 - shifts[n]), exp2(p1 - shifts[n + 1])
+                        g0, g1 = p0 * cap_slope(g0, inverse), p1 * cap_slope(g1, inverse)
+                    rdS[e // 2] = pack(g0 * (rdP[e] - dots[n]), g1 * (rdP[e + 1] - dots[n + 1]))
                     if late:
                         rP[e // 2] = pack(p0, p1)
 
     return score_gradients
+
+
+@cache
+def make_cap_slope(spec):
+    """``cap_slope(s, inverse)``: the derivative 1 - tanh^2 of the cap where it gave the score s; 0
+    where s is masked. ``inverse`` is that of the cap.
+    """
+
+    @device_function
+    def cap_slope(s, inverse):
+        t = maximum(s * inverse, float32(-1.0))
+        return float32(1.0) - t * t
+
+    return cap_slope
 
 
 @cache
@@ -274,13 +306,17 @@ def make_wait_dq(spec):
 
 @cache
 def make_wait_columns(spec):
-    """``wait_columns(rdK, rdV)``: both are there; dQ may be on its way."""
+    """``wait_columns(rdK, rdV, more)``: both are there; with ``more`` dQ may be on its way."""
     RK = spec.column_registers
 
     @device_function
-    def wait_columns(rdK, rdV):
-        wait_products(rdK, RK, 1)
-        wait_products(rdV, RK, 1)
+    def wait_columns(rdK, rdV, more):
+        if more:
+            wait_products(rdK, RK, 1)
+            wait_products(rdV, RK, 1)
+        else:
+            wait_products(rdK, RK, 0)
+            wait_products(rdV, RK, 0)
 
     return wait_columns
 
