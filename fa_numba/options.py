@@ -351,7 +351,7 @@ class Features:
     @property
     def crowds(self) -> bool:
         """Whether some option holds registers of its own throughout the loops."""
-        return replace(self, causal=False, dropout=False) != PLAIN
+        return replace(self, causal=False, dropout=False, splits=False) != PLAIN
 
     @property
     def initialises(self) -> bool:

@@ -132,12 +132,11 @@ def attention(
     if given.get("seed") is None:
         # Drawn only where it is used: a call without dropout leaves the generator alone.
         given["seed"] = _drawn_seed() if given.get("dropout_p") else 0
-    if algorithm == "fa2" or kv_splits != "auto":
-        given["kv_splits"] = kv_splits
+    ahead = {"kv_splits": kv_splits} if algorithm == "fa2" or kv_splits != "auto" else {}
     if not differentiable:
-        given |= {"bias": bias, "alibi_slopes": slopes}
+        given |= {"bias": bias, "alibi_slopes": slopes, **ahead}
         return fa_numba.attention(q, k, v, return_lse=return_lse, **given)
-    out, lse = _Attention.apply(q, k, v, bias, slopes, given, backward)
+    out, lse = _Attention.apply(q, k, v, bias, slopes, given, ahead, backward)
     return (out, lse) if return_lse else out
 
 
@@ -197,23 +196,25 @@ def _drawn_seed() -> int:
 
 
 class _Attention(torch.autograd.Function):
-    """(O, L) of q, k, v, bias and slopes; ``common`` is for both passes, ``own`` for backward."""
+    """(O, L) of q, k, v, bias and slopes; ``common`` is for both passes, ``ahead`` for forward,
+    ``own`` for backward.
+    """
 
     @staticmethod
-    def forward(ctx, q, k, v, bias, slopes, common, own):
+    def forward(ctx, q, k, v, bias, slopes, common, ahead, own):
         out, lse = fa_numba.attention(
-            q, k, v, return_lse=True, bias=bias, alibi_slopes=slopes, **common
+            q, k, v, return_lse=True, bias=bias, alibi_slopes=slopes, **common, **ahead
         )
         ctx.save_for_backward(q, k, v, bias, slopes, out, lse)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
-        ctx.options = {n: x for n, x in common.items() if n != "kv_splits"} | own
+        ctx.options = common | own
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, _dlse):
-        nothing = (None,) * 7
+        nothing = (None,) * 8
         if dout is None:
             return nothing
         q, k, v, bias, slopes, out, lse = ctx.saved_tensors

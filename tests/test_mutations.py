@@ -66,7 +66,7 @@ KERNELS |= MMA | MMA_BACKWARD | MMA_STANDARD
 # package of all of them.
 PARTS = {"masks": masks}
 for _package, _names in (
-    ("", "layout heads dropout softmax visits prefetch rows splits gradients namespace"),
+    ("", "layout heads dropout softmax pages visits prefetch rows splits gradients namespace"),
     ("simt", "swizzle threads tile_load products stores state"),
     (
         "mma",
@@ -2030,7 +2030,7 @@ def mma_kernel_mutants(add):
     add(
         "mma_fa2",
         ("no O", f"p.{past} ty, tx)", "pass"),
-        ("O past the end", past, past.replace(" rows", " uint32(i0 + Br)")),
+        ("O past the end", past, past.replace(" rows", " uint32(i0 + spec.Br)")),
         by=ANY,
     )
     one, past = {"by": ANY, "to": ("mma_fa1",)}, "uint32(row0 + spec.Br)"
@@ -2108,7 +2108,7 @@ def mma_kernel_mutants(add):
         ("l of one lane", "p.sum_lanes(rl)", "pass"),
         ("l of whole rows twice", "online_softmax_of_lanes", "online_softmax"),
         ("no L", "p.write_values(rl, Lh, i0, rows, ty, tx)", "pass"),
-        ("L past the end", "(rl, Lh, i0, rows,", "(rl, Lh, i0, uint32(i0 + Br),"),
+        ("L past the end", "(rl, Lh, i0, rows,", "(rl, Lh, i0, uint32(i0 + spec.Br),"),
         by=ANY,
     )
     first, ready = "            wait_async()\n            ", "cuda.syncthreads()  # Kj is there, or"
@@ -3080,7 +3080,7 @@ def mma_standard_mutants(add):
         ),
         ("one stage", "stage = other", "pass"),
         ("V of the other stage", "sV, uint32(stage * NV)", "sV, uint32(other * NV)"),
-        ("O past the end", "(rO, Oh, i0, rows,", "(rO, Oh, i0, uint32(i0 + Br),"),
+        ("O past the end", "(rO, Oh, i0, rows,", "(rO, Oh, i0, uint32(i0 + spec.Br),"),
         **how,
     )
     valid = ("valid rows alone", "(rO, Oh, i0, rows,", "(rO, Oh, i0, Nq,")
@@ -3214,7 +3214,14 @@ def corner_mutants(add):
         by=ANY,
         cases="q_lens",
     )
-    add("mma_fa2", ("valid rows alone", "i0, rows,", "i0, Nq,"), by=ANY, cases="q_lens", total=2)
+    add(
+        "mma_fa2",
+        ("valid rows alone", "i0, rows,", "i0, Nq,"),
+        by=ANY,
+        cases="q_lens",
+        total=3,
+        only=(1, 2),
+    )
     add("mma_fa2", ("all rows: Q", "(sQ, Qh, i0, Nq", "(sQ, Qh, i0, rows"), by=ANY, cases="q_lens")
     following = "uint32(j0 + Bc), j_end, i0,"
     other = ("blocks of another row", following, following.replace("i0", "uint32(0)"))

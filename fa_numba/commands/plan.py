@@ -11,6 +11,7 @@ from typing import Any
 import fa_numba
 from fa_numba import bounds, device
 from fa_numba.bounds import Device, Expected
+from fa_numba.checks import as_kv_splits
 from fa_numba.commands.arguments import MAX_SEQLEN, WIDTH, as_json, tiles, whole
 from fa_numba.commands.text import columns, count, in_bytes, mebibytes, seconds
 from fa_numba.dtypes import DTYPES
@@ -76,6 +77,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="thread blocks that share a head of FA-1 (default 1, the paper's)",
     )
+    how.add_argument(
+        "--kv-splits",
+        type=_kv_splits,
+        default="auto",
+        metavar="S",
+        help="thread blocks that share the columns of a row tile of FA-2 (default auto)",
+    )
     where = parser.add_argument_group("where")
     where.add_argument(
         "--device",
@@ -89,6 +97,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compile the kernels for their registers: seconds each, no GPU needed",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead, in single units")
+
+
+def _kv_splits(text: str) -> int | str:
+    try:
+        return as_kv_splits(int(text) if text.lstrip("-").isdigit() else text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _device(name: str) -> Device:
@@ -149,6 +164,8 @@ def _planned(name: str, args: argparse.Namespace, gpu: Device) -> Plan:
     options |= {"unit": args.unit, "passes": "bwd" if args.backward else "fwd"}
     if name == "fa1":
         options["query_splits"] = args.query_splits
+    if name == "fa2" and not args.backward:
+        options["kv_splits"] = args.kv_splits
     with gpu.planning() if gpu.runs else device.using("emulator"):
         k_shape = (args.batch, heads_k, seqlen_k, args.head_dim)
         return fa_numba.plan(q_shape, k_shape, algorithm=name, **options)
@@ -175,6 +192,7 @@ def _dictionary(
         plans[name] = {
             "unit": plan.unit,
             "tiles": asdict(plan.tiles),
+            "kv_splits": plan.kv_splits,
             "kernels": kernels,
             "workspace_bytes": plan.workspace_bytes,
             "loads": plan.accesses.loads,
@@ -225,6 +243,8 @@ def _text(
     plans = list(found.values())
     rows: list[tuple[str, ...]] = [("", *(titles[name] for name in found))]
     rows += [(what, *map(cell, plans)) for what, cell in _OF_PLANS]
+    if any(plan.kv_splits > 1 for plan in plans):
+        rows.insert(3, ("blocks a row tile", *(str(plan.kv_splits) for plan in plans)))
     known = [e for e in expected.values() if e is not None]
     if known:
         rows += [(what, *map(cell, known)) for what, cell in _OF_EXPECTED]

@@ -29,14 +29,15 @@ def forward(request: Request) -> Steps:
         splits = 1
         if ("fa2", "fwd") in unit.splits_columns:
             splits = chosen_splits(request, tiles, spec, Tr * groups * p.batch)
-        if splits > 1:
-            spec = replace(spec, features=replace(spec.features, splits=True))
+        if request.kv_splits == "auto" and splits > 1:
+            tiles, spec = unit.forward(replace(request, kv_splits=splits))
+            Tr, groups = ceil_div(p.seqlen_q, spec.head_rows), p.heads_q // spec.tile_heads
         kernel = unit.kernels.fa2_forward.make_forward(spec)
         # The kernel always writes L: the backward pass needs it, and it costs one float a row.
         own: tuple[Buffer, ...] = () if request.return_lse else (Buffer("L", request.row_shape),)
         if unit.copies_boxes:
             bound: dict[str, Argument] = _forward_boxes(spec)
-            grid = (_forward_blocks(request, spec), 1, 1)
+            grid = (_forward_blocks(request, spec, splits), 1, 1)
             own += (Buffer("taken", (1,), "int32", zeroed=True),)
         else:
             bound, grid = {}, (Tr * splits, groups, p.batch)
@@ -108,13 +109,15 @@ def _forward_boxes(spec: Any) -> dict[str, Argument]:
     return {"Q": Q, **keys, "O": replace(Q, name="O", ends=spec.features.packed)}
 
 
-def _forward_blocks(request: Request, spec: Any) -> int:
-    """Blocks that are handed out the row tiles of FA-2's forward pass (parts/wgmma/schedule)."""
+def _forward_blocks(request: Request, spec: Any, splits: int) -> int:
+    """Blocks that are handed out the row tiles of FA-2's forward pass, or splits of their columns
+    (parts/wgmma/schedule).
+    """
     p = request.problem
     tiles = ceil_div(p.seqlen_q, spec.head_rows) * p.batch
     if p.packed:
         tiles = p.q_shape[0] // spec.head_rows + p.batch
-    tiles *= p.heads_q // spec.tile_heads
+    tiles *= p.heads_q // spec.tile_heads * splits
     return min(device.multiprocessors(), tiles) if spec.persistent else tiles
 
 

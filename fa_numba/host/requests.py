@@ -41,7 +41,8 @@ class Request:
     @functools.cached_property
     def features(self) -> Features:
         """The options that its kernels are compiled for."""
-        return Features.of(self.problem, dbias=self.return_dbias)
+        splits = self.kv_splits not in ("auto", 1)
+        return Features.of(self.problem, dbias=self.return_dbias, splits=splits)
 
     @property
     def lengths(self) -> Features:

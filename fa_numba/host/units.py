@@ -121,7 +121,8 @@ class Unit(ABC):
         """
         if request.tiles is not None:
             return request.tiles
-        plain = plain and request.aligned and replace(request.features, causal=False) == PLAIN
+        others = replace(request.features, causal=False, splits=False)
+        plain = plain and request.aligned and others == PLAIN
         if not self.tuned or not plain:
             return default()
         p, key = request.problem, (self.name, request.algorithm, request.passes)
@@ -253,11 +254,14 @@ class Wgmma(Unit):
     copies_boxes = True
     measures = WGMMA_MEASURES
     staged = frozenset({("fa2", "fwd")})
+    splits_columns = frozenset({("fa2", "fwd")})
     splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
     # What its kernels are compiled for beside plain attention, and their largest head dimension.
     features: Mapping[tuple[str, str], tuple[str, ...]] = {
         ("fa1", "fwd"): ("causal", "window", "softcap", "q_lens"),
-        ("fa2", "fwd"): ("causal", "window", "softcap", "alibi", "q_lens", "kv_lens", "packed"),
+        ("fa2", "fwd"): (
+            *("causal", "window", "softcap", "alibi", "q_lens", "kv_lens", "packed", "splits"),
+        ),
         ("fa1", "bwd"): ("causal", "window"),
         ("fa2", "bwd"): ("causal", "window", "softcap"),
     }
@@ -293,7 +297,6 @@ class Wgmma(Unit):
             fills = fills or _heads_share_tiles(request)
         plain = request.tiles is None and not request.ablated and request.query_splits == 1
         plain = plain and request.warp_partition == "rows" and request.algorithm == "fa2"
-        plain = plain and request.kv_splits in ("auto", 1)
         return fills and plain and device.planned_for_gpu()
 
     def forward(self, request: Request) -> tuple[Tiles, Spec]:

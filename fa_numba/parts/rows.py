@@ -121,12 +121,6 @@ def _make_read_values(spec, unread):
 @cache
 def make_write_values(spec):
     """``write_values(rv, V, row0, rows_end, ty, tx)``: one value a row, written by one lane."""
-    return write_row_values(spec)
-
-
-@cache
-def write_row_values(spec):
-    """The same, of the rows as they follow in the tile, whoever's they are."""
     TM, TY, owns = spec.TM, spec.row_step, make_owns(spec)
 
     @device_function

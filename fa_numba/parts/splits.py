@@ -9,7 +9,7 @@ place would be rounded, which shows where scores are large.
 from functools import cache
 
 from fa_numba.device import cuda, device_function, uint32
-from fa_numba.parts.rows import write_row_values
+from fa_numba.parts.rows import make_write_values
 from fa_numba.parts.visits import make_next_column
 
 
@@ -93,7 +93,7 @@ def writes_split(spec, write_rows):
     """``write_split(rO, rl, rm, split, i0, rows, b, h, options, ty, tx)``: O, l and m of the rows
     from i0 on of ``rows`` and of a split's columns, O by ``write_rows``.
     """
-    heads, write_values = spec.tile_heads, write_row_values(spec)
+    heads, write_values = spec.tile_heads, make_write_values(spec)
     rows_of_split = make_rows_of_split(spec)
 
     @device_function

@@ -226,6 +226,7 @@ def default_wgmma_tiles(
     if head_dim <= 64 and not few:
         short = (seqlen_q <= 1024 and causal) or seqlen_q <= 128
         ends = features.packed or features.kv_lens
+        ends = ends or (features.splits and features.q_lens)
         crowded = features.alibi or (features.window and ends)  # three consumers would spill
         return Tiles(128 if short or crowded else 192, 128, stages=2)
     Bc = 128 if head_dim <= 128 else 96 if head_dim <= 192 else 80

@@ -29,7 +29,7 @@ def make_forward(spec):
     STAGES, Q_STAGES, (NQ, NK) = spec.stages, spec.q_stages, spec.tile_halves
     TM, RS, RO, RP = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4, spec.p_registers
     (FEW, MANY), OVERLAPS = spec.registers, spec.overlaps
-    GROUP_ROWS = 64 // spec.tile_heads  # of a head, with a warpgroup
+    GROUP_ROWS, SPLITS = 64 // spec.tile_heads, spec.features.splits  # rows of a head
     NQS, NKS, V0 = Q_STAGES * NQ, STAGES * NK, Q_STAGES * NQ + STAGES * NK
     NN = TOLD * Q_STAGES
     BARRIERS, BARRIER_0, TILE_0 = spec.barriers, spec.halves // 4, spec.first_index
@@ -45,8 +45,9 @@ def make_forward(spec):
             sN[TOLD * stage] = n
             there = n < tiles
             if there:
-                i0, h, b = p.row_tile(n, Q.shape, K.shape, options)  # Alg. 1 line 3: row tile i
-                p.tell(sN, stage, i0, h, b)
+                tile, split = p.tile_of(n, options)
+                i0, h, b = p.row_tile(tile, Q.shape, K.shape, options)  # Alg. 1 line 3: row tile i
+                p.tell(sN, stage, i0, h, b, split)
                 arrive_mbarrier(bars, uint32(FULL_N + stage))
                 Nq, _ = p.lengths(Q.shape[2], K.shape[2], b, options)
                 # Alg. 1 line 4: load Qi
@@ -65,11 +66,12 @@ def make_forward(spec):
         q_stage, q_parity = uint32(0), uint32(0)
         wait_mbarrier(bars, uint32(FULL_N + q_stage), q_parity)
         while sN[TOLD * q_stage] < tiles:
-            i0, h, b = p.told(sN, q_stage)
+            i0, h, b, split = p.told(sN, q_stage)
             arrive_mbarrier(bars, uint32(EMPTY_Q + q_stage))
             hk = h // uint32(group) if GROUPED else h
             Nq, Nk = p.lengths(Q.shape[2], K.shape[2], b, options)
             j0, j_end = p.column_range(i0, uint32(i0 + ROWS), Nq, Nk, options)
+            j0, j_end = p.share_of_columns(j0, j_end, split, i0, b, h, options)
             while j0 < j_end:
                 # Alg. 1 line 7: load Kj, Vj
                 at = uint32(stage * NK)
@@ -96,9 +98,10 @@ def make_forward(spec):
         p.begin_turns(w)
         wait_mbarrier(bars, uint32(FULL_Q + q_stage), q_parity)
         while sN[TOLD * q_stage] < tiles:
-            i0, h, b = p.told(sN, q_stage)  # Alg. 1 line 3: row tile i
+            i0, h, b, split = p.told(sN, q_stage)  # Alg. 1 line 3: row tile i
             Nq, Nk = p.lengths(Q.shape[2], K.shape[2], b, options)
             j0, j_end = p.column_range(i0, uint32(i0 + ROWS), Nq, Nk, options)
+            j0, j_end = p.share_of_columns(j0, j_end, split, i0, b, h, options)
             row0 = uint32(i0 + GROUP_ROWS * w)
             first = uint32(q_stage * NQ + 64 * 64 * w)
             # FA-2 line 5: O = 0, l = 0, m = -inf
@@ -155,13 +158,19 @@ def make_forward(spec):
                 p.wait_output(rO)
                 p.empty(bars, uint32(EMPTY_V + stage))
                 stage, parity = p.next_stage(stage, parity)
-            # FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
-            p.normalise_rows(rO, rl)
-            p.write_queries(rO, sQ, uint32(q_stage * NQ), O, w, row0, Nq, b, h, options, ty, tx)
-            p.q_is_empty(bars, uint32(EMPTY_Q + q_stage), ty, tx)
-            # FA-2 lines 13, 15: L = m + log l
-            p.logsumexp(rl, rm, rl)
-            p.write_logsumexps(rl, L, b, h, row0, Q.shape[2], Nq, options, ty, tx)
+            if SPLITS:  # merge_splits takes O, l and m of these columns
+                p.meet(w)  # nobody of this warpgroup reads Qi any more
+                p.q_is_empty(bars, uint32(EMPTY_Q + q_stage), ty, tx)
+                rows = p.rows_of(Q.shape, Nq)
+                p.write_split(rO, rl, rm, split, row0, rows, b, h, options, ty, tx)
+            else:
+                # FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
+                p.normalise_rows(rO, rl)
+                p.write_queries(rO, sQ, uint32(q_stage * NQ), O, w, row0, Nq, b, h, options, ty, tx)
+                p.q_is_empty(bars, uint32(EMPTY_Q + q_stage), ty, tx)
+                # FA-2 lines 13, 15: L = m + log l
+                p.logsumexp(rl, rm, rl)
+                p.write_logsumexps(rl, L, b, h, row0, Q.shape[2], Nq, options, ty, tx)
             q_stage, q_parity = p.next_q_stage(q_stage, q_parity)
             wait_mbarrier(bars, uint32(FULL_Q + q_stage), q_parity)
 

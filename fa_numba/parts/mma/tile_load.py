@@ -140,11 +140,47 @@ def make_load_half_tile(count, rows, threads, aligned, page_size=0, heads=1):
     copies, whole = chunks.turns, chunks.whole
     first_chunk, turn = make_first_chunk(chunks), make_turn(chunks)
     first_place, pitch = make_first_place(rows, chunks), rows.pitch
-    exchange, of_heads = make_exchange(rows), heads > 1
+    exchange = make_exchange(rows)
     if page_size:
-        page_of = make_page_of(page_size)
-        # A warp has the chunks of 16 rows or less, of one page: its first lane reads for all.
-        shared = turns_in_a_page(page_size, count, threads, chunks.width) * chunks.along
+        return _make_load_paged_tile(count, rows, threads, aligned, page_size)
+    copy, element = _accesses(heads)
+
+    @device_function
+    def load_half_tile(sT, place, T, row0, rows_end, col0, cols_end):
+        for n in range(copies):
+            down, right = turn(n)
+            r, c = first_chunk(cuda.threadIdx.x)
+            at = uint32(place + first_place(cuda.threadIdx.x, r, c) + down * pitch + right)
+            c = uint32(c ^ exchange(r + down))  # the chunk that lies there
+            row = uint32(row0 + r)
+            left = int32(int32(rows_end) - int32(row))
+            row, col = int64(row) + down, uint32(col0 + c + right)
+            if whole or r < uint32(count - down):
+                length = int32(0)
+                if left > int32(down) and col < uint32(cols_end):
+                    length = int32(min(int32(8), int32(cols_end - col)))
+                if aligned:
+                    copy(sT, at, T, row, col, length)
+                else:
+                    for e in range(8):
+                        half = uint32(0)
+                        if e < length:
+                            half = uint32(element(T, row, uint32(col + e)))
+                        sT[uint32(at + e)] = half
+
+    return load_half_tile
+
+
+@cache
+def _make_load_paged_tile(count, rows, threads, aligned, page_size):
+    """The same of pages: T is all of them, the head, and the sequence's row of the block table."""
+    chunks = ChunkMap(count, rows.columns // CHUNK, threads)
+    copies, whole = chunks.turns, chunks.whole
+    first_chunk, turn = make_first_chunk(chunks), make_turn(chunks)
+    first_place, pitch = make_first_place(rows, chunks), rows.pitch
+    exchange, page_of = make_exchange(rows), make_page_of(page_size)
+    # A warp has the chunks of 16 rows or less, of one page: its first lane reads for all.
+    shared = turns_in_a_page(page_size, count, threads, chunks.width) * chunks.along
 
     @device_function
     def load_paged_tile(sT, place, T, row0, rows_end, col0, cols_end):
@@ -177,41 +213,28 @@ def make_load_half_tile(count, rows, threads, aligned, page_size=0, heads=1):
                             )
                         sT[uint32(at + e)] = half
 
-    if page_size:
-        return load_paged_tile
+    return load_paged_tile
+
+
+def _accesses(heads):
+    """``copy(sT, at, T, row, col, length)`` of 16 bytes, and ``element(T, row, col)``; with
+    ``heads`` of a (rows, heads, columns) T, whose rows count those of all heads.
+    """
 
     @device_function
-    def load_half_tile(sT, place, T, row0, rows_end, col0, cols_end):
-        for n in range(copies):
-            down, right = turn(n)
-            r, c = first_chunk(cuda.threadIdx.x)
-            at = uint32(place + first_place(cuda.threadIdx.x, r, c) + down * pitch + right)
-            c = uint32(c ^ exchange(r + down))  # the chunk that lies there
-            row = uint32(row0 + r)
-            left = int32(int32(rows_end) - int32(row))
-            row, col = int64(row) + down, uint32(col0 + c + right)
-            if whole or r < uint32(count - down):
-                length = int32(0)
-                if left > int32(down) and col < uint32(cols_end):
-                    length = int32(min(int32(8), int32(cols_end - col)))
-                if aligned and of_heads:
-                    own, head = uint32(row) // uint32(heads), uint32(row) % uint32(heads)
-                    copy8_of_head_async(sT, at, T, own, head, col, length)
-                elif aligned:
-                    copy8_async(sT, at, T, row, col, length)
-                else:
-                    for e in range(8):
-                        half = uint32(0)
-                        if e < length:
-                            if of_heads:
-                                own = uint32(row) // uint32(heads)
-                                head = uint32(row) % uint32(heads)
-                                half = uint32(T[own, head, uint32(col + e)])
-                            else:
-                                half = uint32(T[row, uint32(col + e)])
-                        sT[uint32(at + e)] = half
+    def element(T, row, col):
+        return T[row, col]
 
-    return load_half_tile
+    @device_function
+    def copy_of_head(sT, at, T, row, col, length):
+        own, head = uint32(row) // uint32(heads), uint32(row) % uint32(heads)
+        copy8_of_head_async(sT, at, T, own, head, col, length)
+
+    @device_function
+    def element_of_head(T, row, col):
+        return T[uint32(row) // uint32(heads), uint32(row) % uint32(heads), col]
+
+    return (copy8_async, element) if heads == 1 else (copy_of_head, element_of_head)
 
 
 @cache

@@ -5,23 +5,47 @@ from functools import cache
 from fa_numba.device import cuda, device_function, uint32
 from fa_numba.tiling.wgmma import TOLD
 
+# Bits of a word that name a batch entry, of which a grid has less than 2^16; the others a split.
+ENTRY_BITS = 16
 # Bytes of K and V that heads computed side by side may have, so that the L2 cache serves them.
 TOGETHER = 16 << 20
 
 
 @cache
 def make_row_tiles(spec):
-    """``row_tiles(shape, options)``: how many row tiles a Q of this shape has in all."""
-    head_tiles, of_tile = _make_head_tiles(spec), spec.tile_heads
+    """``row_tiles(shape, options)``: how many row tiles a Q of this shape has in all, each as often
+    as its columns are split.
+    """
+    head_tiles, of_tile, splits = _make_head_tiles(spec), spec.tile_heads, spec.features.splits
 
     @device_function
     def row_tiles(shape, options):
         batch, heads = uint32(shape[0]), uint32(shape[1])
         if of_tile > 1:
             heads = uint32(heads // uint32(of_tile))
-        return uint32(head_tiles(uint32(shape[2]), options) * heads * batch)
+        tiles = uint32(head_tiles(uint32(shape[2]), options) * heads * batch)
+        if splits:
+            return uint32(tiles * uint32(options.kv_splits))
+        return tiles
 
     return row_tiles
+
+
+@cache
+def make_tile_of(spec):
+    """``tile_of(n, options)``: the row tile of a block's n-th piece of work, and which share of its
+    columns that is.
+    """
+    splits = spec.features.splits
+
+    @device_function
+    def tile_of(n, options):
+        if splits:
+            shares = uint32(options.kv_splits)
+            return uint32(n // shares), uint32(n % shares)
+        return n, uint32(0)
+
+    return tile_of
 
 
 def _make_head_tiles(spec):
@@ -97,16 +121,20 @@ def make_row_tile(spec):
 
 @cache
 def make_tell(spec):
-    """``tell(sN, stage, i0, h, b)``: first row, head and batch entry of the row tile in a place of
-    Q, behind its number.
+    """``tell(sN, stage, i0, h, b, split)``: first row, head, batch entry and share of the columns
+    of the row tile in a place of Q, behind its number.
     """
+    splits = spec.features.splits
 
     @device_function
-    def tell(sN, stage, i0, h, b):
+    def tell(sN, stage, i0, h, b, split):
         at = uint32(TOLD * stage)
         sN[uint32(at + 1)] = i0
         sN[uint32(at + 2)] = h
-        sN[uint32(at + 3)] = b
+        if splits:
+            sN[uint32(at + 3)] = uint32(b | split << uint32(ENTRY_BITS))
+        else:
+            sN[uint32(at + 3)] = b
 
     return tell
 
@@ -114,11 +142,15 @@ def make_tell(spec):
 @cache
 def make_told(spec):
     """``told(sN, stage)``: what ``tell`` has told."""
+    splits, entries = spec.features.splits, 2**ENTRY_BITS - 1
 
     @device_function
     def told(sN, stage):
         at = uint32(TOLD * stage)
-        return sN[uint32(at + 1)], sN[uint32(at + 2)], sN[uint32(at + 3)]
+        b, split = sN[uint32(at + 3)], uint32(0)
+        if splits:
+            b, split = uint32(b & uint32(entries)), uint32(b >> uint32(ENTRY_BITS))
+        return sN[uint32(at + 1)], sN[uint32(at + 2)], b, split
 
     return told
 

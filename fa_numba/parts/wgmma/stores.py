@@ -14,7 +14,9 @@ from fa_numba.intrinsics.bulk_copy import (
 from fa_numba.intrinsics.matrix import CONVERSIONS
 from fa_numba.intrinsics.shared import store2
 from fa_numba.parts.heads import make_query_end, make_query_rows
+from fa_numba.parts.mma.stores import make_write_fragments
 from fa_numba.parts.rows import make_write_values
+from fa_numba.parts.splits import writes_split
 from fa_numba.parts.wgmma.tile_load import end_of
 from fa_numba.parts.wgmma.turns import make_meet
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
@@ -99,6 +101,26 @@ def _make_round_rows(spec):
         return own
 
     return round_rows
+
+
+@cache
+def make_write_split(spec):
+    """``write_split``: see ``splits.writes_split``; the rows are of one warpgroup."""
+    return writes_split(spec, make_write_fragments(spec))
+
+
+@cache
+def make_rows_of(spec):
+    """``rows_of(shape, Nq)``: the rows that a sequence has in the arrays of queries."""
+    packed = spec.features.packed
+
+    @device_function
+    def rows_of(shape, Nq):
+        if packed:
+            return Nq
+        return uint32(shape[2])
+
+    return rows_of
 
 
 @cache
