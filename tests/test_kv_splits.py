@@ -21,11 +21,13 @@ from fa_numba import device as devices
 from fa_numba.checks import MAX_KV_SPLITS
 from fa_numba.emulator import EmulatorError
 from fa_numba.host import flash, planning
-from fa_numba.kernels import merge_splits, mma
+from fa_numba.kernels import merge_splits, mma, wgmma
 from fa_numba.parts import mma as mma_parts
 from fa_numba.parts import splits
+from fa_numba.parts import wgmma as wgmma_parts
 from fa_numba.parts.mma import heads_in_tiles, stores
 from fa_numba.parts.namespace import Parts
+from fa_numba.parts.wgmma import schedule
 
 CHECK = {"float32": helpers.check, "float16": mma_helpers.check}
 TILES = {"float32": Tiles(8, 16), "float16": Tiles(16, 16)}
@@ -136,6 +138,32 @@ def test_the_same_bits_each_time_and_one_split_is_none(dtype):
         plain = fa_numba.flash_attention_2(q, k, v, **how)
     for a, b in (found, (once, plain)):
         assert all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
+
+
+HOPPERS = {
+    "one row tile": ((1, 2, 2, 20, 260, 64), 3, {}),
+    "causal": ((1, 1, 1, 130, 300, 64), 2, {"causal": True}),
+    "shared heads": ((2, 8, 2, 5, 400, 64), 3, {"causal": True}),
+    "kv_lens": ((2, 1, 1, 9, 300, 64), 4, {"kv_lens": [300, 140]}),
+    "q_lens": ((2, 2, 2, 70, 200, 64), 2, {"q_lens": [70, 3]}),
+    "window": ((1, 1, 1, 9, 520, 40), 3, {"window": (300, 0), "softcap": 2.0}),
+}
+
+
+@pytest.mark.parametrize("name", HOPPERS)
+def test_splits_on_hoppers_unit(name):
+    shape, kv_splits, options = HOPPERS[name]
+    tiles = Tiles(64, 64)
+    check("float16", shape, kv_splits=kv_splits, unit="wgmma", tiles=tiles, **options)
+
+
+def test_packed_splits_on_hoppers_unit():
+    cu = {"cu_seqlens_q": [0, 5, 14, 14, 18], "cu_seqlens_k": [0, 0, 170, 173, 300]}
+    for heads in (2, 4):
+        q, k, v = made("float16", 1, heads, 2, 18, 300, 64)
+        q, k, v = (np.ascontiguousarray(a[0].swapaxes(0, 1)) for a in (q, k, v))
+        options = {"tiles": Tiles(64, 64), "causal": True, "unit": "wgmma", **cu}
+        mma_helpers.check("emulator", "fa2", q, k, v, kv_splits=2, **options)
 
 
 # --- heads in the rows of a tile ---------------------------------------------------------------
@@ -310,14 +338,18 @@ def _outcome(module, needle="", replacement="", which=0):
             return Parts(spec, (*changed, *own, written, *mma_parts._MODULES))
 
         forward.parts = parts
+    with (
+        mock.patch.object(mma, "fa2_forward", forward),
+        mock.patch.object(flash, "merge_splits", merge),
+    ):
+        return _found(FAULTS_SHOW_IN)
+
+
+def _found(cases):
     planning.planned.cache_clear()
     try:
-        with (
-            mock.patch.object(mma, "fa2_forward", forward),
-            mock.patch.object(flash, "merge_splits", merge),
-        ):
-            for shape, kv_splits, options in FAULTS_SHOW_IN:
-                check("float16", shape, kv_splits=kv_splits, **options)
+        for shape, kv_splits, options in cases:
+            check("float16", shape, kv_splits=kv_splits, **options)
     except EmulatorError as error:
         return type(error).__name__
     except AssertionError:
@@ -372,3 +404,30 @@ def test_the_machinery_leaves_kernels_as_they_are():
 @pytest.mark.parametrize("fault", FAULTS, ids=[f[1] for f in FAULTS])
 def test_a_planted_fault_is_found(fault):
     assert _outcome(*fault) is not None
+
+
+ON_HOPPER = [
+    ((1, 1, 1, 130, 200, 64), 2, {"unit": "wgmma", "tiles": Tiles(128, 64)}),
+    ((1, 2, 2, 70, 300, 64), 2, {"unit": "wgmma", "tiles": Tiles(64, 64), "causal": True}),
+    ((2, 2, 1, 70, 200, 64), 3, {"unit": "wgmma", "tiles": Tiles(64, 64), "kv_lens": [200, 90]}),
+]
+FAULTS_ON_HOPPER = [
+    (wgmma.fa2_forward, "j_end, split, i0", "j_end, 0, i0", 0),
+    (wgmma.fa2_forward, "j_end, split, i0", "j_end, 0, i0", 1),
+    (wgmma.fa2_forward, "split, row0, rows,", "split, i0, rows,", 0),
+    (schedule, "uint32(n // shares), uint32(n % shares)", "uint32(n % shares), uint32(0)", 0),
+    (schedule, "tiles * uint32(options.kv_splits)", "tiles", 0),
+    (schedule, "b | split <<", "b | 0 <<", 0),
+    (schedule, "uint32(b & uint32(entries))", "b", 0),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS_ON_HOPPER, ids=[f"{f[1]}{f[3]}" for f in FAULTS_ON_HOPPER])
+def test_a_planted_fault_on_hoppers_unit_is_found(fault):
+    module, *change = fault
+    mutant = _built(module, *change)
+    forward = mutant if module is wgmma.fa2_forward else _built(wgmma.fa2_forward)
+    changed = () if module is wgmma.fa2_forward else (mutant,)
+    forward.parts = lambda spec: Parts(spec, (*changed, *wgmma_parts._MODULES))
+    with mock.patch.object(wgmma, "fa2_forward", forward):
+        assert _found(ON_HOPPER) is not None

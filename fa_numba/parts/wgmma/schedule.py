@@ -147,10 +147,10 @@ def make_told(spec):
     @device_function
     def told(sN, stage):
         at = uint32(TOLD * stage)
-        b, split = sN[uint32(at + 3)], uint32(0)
+        i0, h, b = sN[uint32(at + 1)], sN[uint32(at + 2)], sN[uint32(at + 3)]
         if splits:
-            b, split = uint32(b & uint32(entries)), uint32(b >> uint32(ENTRY_BITS))
-        return sN[uint32(at + 1)], sN[uint32(at + 2)], b, split
+            return i0, h, uint32(b & uint32(entries)), uint32(b >> uint32(ENTRY_BITS))
+        return i0, h, b, uint32(0)
 
     return told
 
