@@ -22,6 +22,7 @@ REPLACED = (
     (ssa, "_run_ssa"),
     (BaseFunction, "get_call_type"),
     (lowering.Lower, "_find_singly_assigned_variable"),
+    (ir.Inst, "_rec_list_vars"),
 )
 
 

@@ -12,6 +12,7 @@ some functions of ``numba.cuda`` while a kernel is compiled. The code that comes
 4. Which variables are alive at a block is computed with a bit for a variable.
 5. A variable that is assigned several times is renamed in the blocks that name it, not in all.
 6. The type of a call is looked up once for a function and types of arguments.
+7. Whether a part of a statement is a variable, or may have some, is asked once for a type.
 
 Nor is garbage looked for meanwhile: nearly all that is made lives until the kernel is compiled.
 """
@@ -49,6 +50,7 @@ def without_repeats() -> Iterator[None]:
         (ssa, "_run_ssa", _renamed_where_named),
         (BaseFunction, "get_call_type", _call_types_kept),
         (lowering.Lower, "_find_singly_assigned_variable", _singly_assigned),
+        (ir.Inst, "_rec_list_vars", _variables_by_type),
     )
     with global_compiler_lock, contextlib.ExitStack() as stack:
         for where, name, way in ways:
@@ -248,3 +250,27 @@ def _singly_assigned(_: Callable) -> Callable:
         self._singly_assigned_vars = once.difference(analysis.must_use_alloca(blocks), *used)
 
     return find
+
+
+def _variables_by_type(find: Callable) -> Callable:
+    """Numba asks of each part for each kind of node, and most parts have no variable."""
+    ways: dict[type, Callable[[Any], list]] = {}
+
+    def way_of(cls: type) -> Callable[[Any], list]:
+        if issubclass(cls, ir.var_types):
+            return lambda value: [value]
+        if issubclass(cls, ir.inst_types):
+            return cls.list_vars
+        if issubclass(cls, (list, tuple)):
+            return lambda value: [found for part in value for found in variables(part)]
+        if issubclass(cls, dict):
+            return lambda value: [found for part in value.values() for found in variables(part)]
+        return lambda value: []
+
+    def variables(value: Any) -> list:
+        way = ways.get(type(value))
+        if way is None:
+            way = ways[type(value)] = way_of(type(value))
+        return way(value)
+
+    return lambda self, value: variables(value)
