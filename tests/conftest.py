@@ -27,6 +27,12 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("fa_numba")
+every_example = True
+
+
+def examples(count):
+    """Hypothesis' settings for so many examples, half of them where slow tests are left out."""
+    return settings(max_examples=count if every_example else -(-count // 2))
 
 
 def pytest_report_header():
@@ -38,6 +44,8 @@ def pytest_configure(config):
     """Pytest rewrites each module's asserts as it is imported: each worker begins at another one,
     and finds the others' on disk.
     """
+    global every_example
+    every_example = config.option.markexpr != "not slow"
     worker = getattr(config, "workerinput", None)
     if worker and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         names = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py"))

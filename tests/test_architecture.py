@@ -56,8 +56,10 @@ def room(module):
 
 
 def statements(tree, with_types):
-    """All nodes of a module, those under ``if TYPE_CHECKING`` only ``with_types``."""
+    """All nodes of a module but expressions, those under ``if TYPE_CHECKING`` only ``with_types``."""
     for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.expr):  # nothing is imported there
+            continue
         guarded = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
         if with_types or not guarded:
             yield node

@@ -17,6 +17,7 @@ from backward_helpers import (
     saved,
     true_gradients,
 )
+from conftest import examples
 from helpers import (
     LAYOUTS,
     Memory,
@@ -94,7 +95,7 @@ def test_counts_can_fail():
 LENGTHS = [(1, 1), (1, 40), (40, 1), (8, 16), (9, 17), (7, 31), (17, 33), (13, 37), (37, 13)]
 
 
-@pytest.mark.in_turn("way", share=2)
+@pytest.mark.in_turn("way")
 @every_way
 @pytest.mark.parametrize("Nq, Nk", LENGTHS)
 def test_lengths(device, way, Nq, Nk):
@@ -154,7 +155,7 @@ def test_query_splits_need_no_workspace():
         assert [x.name for x in plan.outputs if x.zeroed] == zeroed
 
 
-@pytest.mark.in_turn("way", share=2)
+@pytest.mark.in_turn("way")
 @every_way
 @pytest.mark.parametrize("d", HEAD_DIMS)
 def test_head_dims_with_the_default_tiles(device, way, d):
@@ -163,6 +164,7 @@ def test_head_dims_with_the_default_tiles(device, way, d):
     check_gradients(device, way, *random_gradients(1, 1, 1, 5, 7, d), causal=causal)
 
 
+@pytest.mark.in_turn("way", share=2)
 @every_way
 @pytest.mark.parametrize("d", [3, 20, 132])
 def test_head_dims_with_several_tiles(device, way, d):
@@ -170,7 +172,7 @@ def test_head_dims_with_several_tiles(device, way, d):
     check_gradients(device, way, *inputs, causal=True, tiles=Tiles(16, 16))
 
 
-@pytest.mark.in_turn("way", share=2)
+@pytest.mark.in_turn("way")
 @every_way
 @either_mask
 @pytest.mark.parametrize("B, Hq, Hk", [(2, 1, 1), (1, 3, 3), (2, 4, 2), (1, 5, 1)])
@@ -179,6 +181,7 @@ def test_batches_and_shared_heads(device, way, causal, B, Hq, Hk):
     check_gradients(device, way, *inputs, causal=causal, tiles=SMALL)
 
 
+@pytest.mark.in_turn("way", share=2)
 @every_way
 @pytest.mark.parametrize("Nq, Nk", [(20, 3), (20, 12), (33, 17)])
 def test_rows_that_see_no_column_have_no_gradient(device, way, Nq, Nk):
@@ -194,6 +197,7 @@ def test_rows_that_see_no_column_have_no_gradient(device, way, Nq, Nk):
     assert np.array_equal(other.dk, found.dk) and np.array_equal(other.dv, found.dv)
 
 
+@pytest.mark.in_turn("way")
 @every_way
 @pytest.mark.parametrize(
     "tiles", [Tiles(4, 32), Tiles(12, 48), Tiles(32, 16), Tiles(64, 32)], ids=str
@@ -211,7 +215,7 @@ def test_tiles(device, way, tiles):
 # --- memory ----------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn("way", share=2)
+@pytest.mark.in_turn("way")
 @every_way
 @pytest.mark.parametrize(
     "d, layout",
@@ -267,6 +271,7 @@ def test_a_broadcast_batch_of_inputs(device, way):
 # --- values ----------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn("way", share=2)
 @every_way
 @either_mask
 @pytest.mark.parametrize("logit", [30.0, 1e4])
@@ -285,6 +290,7 @@ def test_constant_logits(device, way, causal):
     check_gradients(device, way, dout, q, k, v, causal=causal, tiles=SMALL)
 
 
+@pytest.mark.in_turn("way")
 @every_way
 @pytest.mark.parametrize("scale", [None, 0, -0.5, 40.0, np.float32(0.25), 7])
 def test_scales(device, way, scale):
@@ -360,7 +366,7 @@ def call(way, *inputs, **options):
     return differentiate("emulator", way, *inputs, **options)
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(
     st.tuples(
         st.integers(1, 2), st.integers(1, 2), st.integers(1, 3), lengths, lengths,

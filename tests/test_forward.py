@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from conftest import examples
 from helpers import (
     ALGORITHMS,
     GUARD,
@@ -19,7 +20,7 @@ from helpers import (
     random_inputs,
     to_numpy,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fa_numba
@@ -107,6 +108,7 @@ def test_head_dims_with_the_default_tiles(device, algorithm, causal, d):
     check(device, algorithm, q, k, v, causal=causal)
 
 
+@pytest.mark.in_turn("algorithm")
 @every_algorithm
 @pytest.mark.parametrize("d", [3, 20, 48, 132])
 def test_head_dims_with_several_tiles(device, algorithm, d):
@@ -114,6 +116,7 @@ def test_head_dims_with_several_tiles(device, algorithm, d):
     check(device, algorithm, q, k, v, causal=True, tiles=Tiles(16, 16))
 
 
+@pytest.mark.in_turn("algorithm")
 @every_algorithm
 @either_mask
 @pytest.mark.parametrize("B, Hq, Hk", [(2, 1, 1), (1, 3, 3), (1, 4, 2), (2, 6, 2), (1, 5, 1)])
@@ -146,6 +149,7 @@ def test_query_splits(device, causal, Nq, Nk):
         assert np.array_equal(split.O, whole.O) and np.array_equal(split.L, whole.L)
 
 
+@pytest.mark.in_turn("algorithm")
 @every_algorithm
 @pytest.mark.parametrize(
     "tiles", [Tiles(4, 8), Tiles(12, 24), Tiles(32, 8), Tiles(8, 64), Tiles(64, 32)], ids=str
@@ -248,6 +252,7 @@ def test_a_growing_maximum_rescales_in_every_tile(device, algorithm, causal):
     check(device, algorithm, q, k[:, :, ::-1].copy(), v, causal=causal, tiles=Tiles(8, 8))
 
 
+@pytest.mark.in_turn("algorithm")
 @every_algorithm
 @pytest.mark.parametrize("scale", [None, 0, 0.0, -0.5, 40.0, np.float32(0.25), 7])
 def test_scales(device, algorithm, scale):
@@ -280,6 +285,7 @@ def _nan_rows(O):
     return np.flatnonzero(np.isnan(O).any(axis=-1))
 
 
+@pytest.mark.in_turn("algorithm")
 @every_algorithm
 @either_mask
 @pytest.mark.parametrize("bad", [np.nan, np.inf], ids=["nan", "inf"])
@@ -347,7 +353,7 @@ tile_sizes = st.sampled_from([Tiles(4, 8), Tiles(8, 8), Tiles(8, 16), Tiles(12, 
 
 
 @every_algorithm
-@settings(max_examples=25)
+@examples(25)
 @given(shapes, tile_sizes, st.booleans(), st.booleans(), st.integers(1, 5), st.booleans())
 def test_any_problem(algorithm, shape, tiles, causal, return_lse, query_splits, aligned):
     B, Hk, group, Nq, Nk, d = shape

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from conftest import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fa_numba import io_model as io
@@ -393,7 +394,7 @@ def with_options(draw):
 
 
 CASES = st.tuples(PROBLEMS, TILES).map(lambda plain: Case(*plain)) | with_options()
-often = settings(max_examples=250, deadline=None)
+often = examples(250)
 
 
 @often
@@ -502,7 +503,13 @@ def test_every_small_window_is_the_walk(left, right):
             tiles.again().fa1_backward().agrees_with(io.fa1_backward(p, t))
 
 
-@pytest.mark.parametrize("Nq, Nk", list(product(range(1, 9), repeat=2)))
+@pytest.mark.parametrize(
+    "Nq, Nk",
+    [
+        pytest.param(Nq, Nk, marks=pytest.mark.slow if max(Nq, Nk) > 6 else ())
+        for Nq, Nk in product(range(1, 9), repeat=2)
+    ],
+)
 def test_every_small_causal_shape_is_the_walk(Nq, Nk):
     p = Problem(1, 1, 1, Nq, Nk, 1, causal=True)
     # Up to the length, and one beyond it: what is larger is that one tile too.

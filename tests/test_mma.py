@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from conftest import examples
 from helpers import OnGpu, assert_scale, assert_within, to_numpy
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mma_helpers import (
     ALGORITHMS,
@@ -203,6 +204,7 @@ def test_lengths(device, algorithm, dtype, causal, Nq, Nk):
     check(device, algorithm, q, k, v, causal=causal, tiles=SMALL)
 
 
+@pytest.mark.in_turn("algorithm")
 @every_algorithm
 @mostly_float16
 @pytest.mark.parametrize("d", HEAD_DIMS)
@@ -222,6 +224,7 @@ def test_head_dims_with_the_default_tiles(device, algorithm, d):
     check(device, algorithm, q, k, v, causal=True)
 
 
+@pytest.mark.in_turn("algorithm")
 @every_algorithm
 @every_dtype
 @pytest.mark.parametrize("B, Hq, Hk", [(2, 1, 1), (1, 3, 3), (2, 6, 2), (1, 5, 1)])
@@ -512,6 +515,7 @@ def test_options(device, algorithm, dtype, name):
     check(device, algorithm, q, k, v, tiles=SMALL, **OPTIONS[name])
 
 
+@pytest.mark.in_turn("algorithm")
 @every_algorithm
 @no_bfloat16
 @pytest.mark.parametrize("name", ["most", "softcap, bias and slopes", "causal dropout"])
@@ -542,6 +546,7 @@ def test_packed_sequences(device, algorithm, dtype, causal):
         check_stages(device, q, k, v, causal=causal, **starts)
 
 
+@pytest.mark.in_turn("algorithm")
 # Bc a multiple of 64, of 16, and of neither: how the draws of dropout are shared differs.
 @every_algorithm
 @pytest.mark.parametrize("Bc", [16, 48, 64, 128])
@@ -559,6 +564,7 @@ BY_KEYS = {"2": Tiles(16, 32), "4": Tiles(48, 64), "8": Tiles(32, 128, 256)}
 every_key_split = pytest.mark.parametrize("tiles", BY_KEYS.values(), ids=BY_KEYS)
 
 
+@pytest.mark.in_turn("tiles")
 @every_key_split
 @mostly_float16
 @either_mask
@@ -726,6 +732,7 @@ def test_scales_with_what_is_added(device, algorithm, dtype, options, scale):
     check(device, algorithm, q, k, v, scale=scale, tiles=SMALL, **options)
 
 
+@pytest.mark.in_turn("algorithm")
 @every_algorithm
 @every_dtype
 @either_mask
@@ -1180,7 +1187,7 @@ def any_call(draw):
 
 @mostly_float16
 @every_algorithm
-@settings(max_examples=25)
+@examples(25)
 @given(any_call(), st.integers(1, 4), st.booleans())
 def test_any_problem(algorithm, dtype, call, query_splits, splits_keys):
     sizes, options = call

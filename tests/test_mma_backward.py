@@ -203,6 +203,7 @@ def assert_same(way, found, others):
 # --- the check can fail ----------------------------------------------------------------------
 
 
+@pytest.mark.in_turn("way", share=2)
 @every_way
 @every_dtype
 @pytest.mark.parametrize("n", [0, 1, 2])
@@ -218,6 +219,7 @@ def test_the_check_fails_on_a_scale_within_the_norm(way, dtype, n):
         assert_gradients(found, way, *inputs)
 
 
+@pytest.mark.in_turn("way")
 @every_way
 @every_dtype
 @pytest.mark.parametrize("change", ["nothing", "a scale", "an element", "D", "a tile"])
@@ -258,7 +260,7 @@ def test_lengths(device, way, dtype, causal, Nq, Nk):
     check_gradients(device, way, *inputs, causal=causal, tiles=SMALL)
 
 
-@pytest.mark.in_turn("way", share=2)
+@pytest.mark.in_turn("way")
 @every_way
 @pytest.mark.parametrize("d", HEAD_DIMS)
 def test_head_dims(way, d):
@@ -267,6 +269,7 @@ def test_head_dims(way, d):
     check_gradients("emulator", way, *inputs, tiles=tiles)
 
 
+@pytest.mark.in_turn("way", share=2)
 @every_way
 @pytest.mark.parametrize("d", [19, 72])
 def test_rows_at_any_address(device, way, d):
@@ -277,7 +280,7 @@ def test_rows_at_any_address(device, way, d):
     assert_same(way, found, differentiate(device, way, *inputs, **options))
 
 
-@pytest.mark.in_turn("way", share=2)
+@pytest.mark.in_turn("way")
 @every_way
 @pytest.mark.parametrize("d", [32, 64, 96, 128, 256])
 def test_the_default_tiles(way, d):
@@ -289,7 +292,7 @@ TILES = [(8, Tiles(16, 64)), (8, Tiles(48, 32)), (8, Tiles(64, 16)), (8, Tiles(3
 TILES += [(72, Tiles(64, 32)), (72, Tiles(32, 64, 256)), (72, Tiles(32, 48))]
 
 
-@pytest.mark.in_turn("way", share=2)
+@pytest.mark.in_turn("way")
 @every_flash
 @pytest.mark.parametrize("d, tiles", TILES, ids=str)
 def test_tiles(way, d, tiles):
@@ -307,6 +310,7 @@ def test_tiles_of_standard_attention(device, tiles):
     check_gradients(device, "standard", *inputs, tiles=tiles)
 
 
+@pytest.mark.in_turn("way", share=2)
 @every_way
 @pytest.mark.parametrize("dtype, sizes", [("float16", (2, 6, 2)), bfloat16((1, 3, 1))])
 def test_batches_and_shared_heads(device, way, dtype, sizes):
@@ -314,6 +318,7 @@ def test_batches_and_shared_heads(device, way, dtype, sizes):
     check_gradients(device, way, *inputs, causal=True, tiles=SMALL)
 
 
+@pytest.mark.in_turn("way", share=2)
 @every_way
 @pytest.mark.parametrize("Nq, Nk", [(40, 5), (40, 24)])
 def test_rows_that_see_no_column_have_no_gradient(device, way, Nq, Nk):
@@ -376,6 +381,7 @@ def test_options_where_two_warps_share_their_columns(way, name):
     check_gradients("emulator", way, *inputs, tiles=Tiles(32, 16), **options)
 
 
+@pytest.mark.in_turn("way", share=2)
 @every_way
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_sequences(device, way, causal):
@@ -385,6 +391,7 @@ def test_packed_sequences(device, way, causal):
     check_gradients(device, way, *packed, causal=causal, tiles=SMALL, **starts)
 
 
+@pytest.mark.in_turn("way", share=2)
 @every_flash
 @pytest.mark.parametrize("Bc", [16, 48, 64])
 def test_dropout_does_not_depend_on_the_tiles(way, Bc):
@@ -417,6 +424,7 @@ def test_more_passes_err_no_more(way, Nq, Nk, larger):
         assert_no_growth(name, few, many, e)
 
 
+@pytest.mark.in_turn("way", share=2)
 @every_way
 @pytest.mark.parametrize("dtype, logit", [("float16", 30.0), ("float16", 1e4), bfloat16(1e4)])
 def test_peaked_and_huge_logits(device, way, dtype, logit):
@@ -426,6 +434,7 @@ def test_peaked_and_huge_logits(device, way, dtype, logit):
     check_gradients(device, way, dout, q, k, v, causal=True, tiles=SMALL)
 
 
+@pytest.mark.in_turn("way", share=2)
 @every_way
 @pytest.mark.parametrize("scale", [0, -0.5, 7])
 def test_scales(device, way, scale):

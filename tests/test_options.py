@@ -16,6 +16,7 @@ from backward_helpers import (
     saved,
     true_gradients,
 )
+from conftest import examples
 from helpers import (
     GUARD,
     LAYOUTS,
@@ -27,7 +28,7 @@ from helpers import (
     to_numpy,
     truth,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from options_helpers import (
     DRAWS,
@@ -141,7 +142,7 @@ def given_alone(name, shape, tiles=SMALL):
     return inputs(shape, {**alone(B, Hq, Nq, Nk, tiles)[name], "tiles": tiles})
 
 
-@pytest.mark.in_turn("forward", share=2)
+@pytest.mark.in_turn("forward")
 @each_option
 @every_forward
 def test_an_option_alone(device, forward, name):
@@ -177,7 +178,7 @@ kinds_of_options = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.in_turn("forward", share=2)
+@pytest.mark.in_turn("forward")
 @kinds_of_options
 @every_forward
 def test_an_option_on_an_odd_shape(forward, name):
@@ -185,7 +186,7 @@ def test_an_option_on_an_odd_shape(forward, name):
     check_forward("emulator", forward, q, k, v, layout="odd", out_layout="columns", **options)
 
 
-@pytest.mark.in_turn("way", share=2)
+@pytest.mark.in_turn("way")
 @kinds_of_options
 @every_way
 def test_gradients_of_an_option_on_an_odd_shape(way, name):
@@ -226,6 +227,7 @@ EVERYTHING = {
 everything = pytest.mark.parametrize("names", EVERYTHING.values(), ids=EVERYTHING)
 
 
+@pytest.mark.in_turn("forward", share=2)
 @everything
 @every_forward
 def test_all_options(device, forward, names):
@@ -235,6 +237,7 @@ def test_all_options(device, forward, names):
     check_forward(device, forward, q, k, v, **options)
 
 
+@pytest.mark.in_turn("way", share=2)
 @everything
 @every_way
 def test_gradients_of_all_options(device, way, names):
@@ -258,7 +261,7 @@ layouts = st.sampled_from([name for name in LAYOUTS if name != "broadcast"])
 
 
 @every_forward
-@settings(max_examples=20)
+@examples(20)
 @given(
     shapes, names_of_options, st.sampled_from([Tiles(4, 8), SMALL, Tiles(16, 24)]), seeds, layouts
 )
@@ -268,7 +271,7 @@ def test_any_problem(forward, shape, names, tiles, seed, layout):
 
 
 @every_way
-@settings(max_examples=12)
+@examples(12)
 @given(
     shapes, names_of_options, st.sampled_from([Tiles(4, 16), SMALL, Tiles(8, 32)]), seeds, layouts
 )
@@ -412,7 +415,7 @@ def _blind(name):
     return arrays, options, ~seen.any(axis=3)
 
 
-@pytest.mark.in_turn("forward", share=2)
+@pytest.mark.in_turn("forward")
 @pytest.mark.parametrize("name", BLIND)
 @every_forward
 def test_rows_that_see_no_column(device, forward, name):
@@ -423,7 +426,7 @@ def test_rows_that_see_no_column(device, forward, name):
     assert np.isfinite(result.L[~blind]).all()
 
 
-@pytest.mark.in_turn("way", share=2)
+@pytest.mark.in_turn("way")
 @pytest.mark.parametrize("name", BLIND)
 @every_way
 def test_rows_that_see_no_column_have_no_gradient(device, way, name):
@@ -447,7 +450,7 @@ HUGE = {
 }
 
 
-@pytest.mark.in_turn("forward", share=2)
+@pytest.mark.in_turn("forward")
 @pytest.mark.parametrize("name", HUGE)
 @every_forward
 def test_huge_logits(device, forward, name):
@@ -456,7 +459,7 @@ def test_huge_logits(device, forward, name):
     check_forward(device, forward, q, k, v, tiles=SMALL, **HUGE[name])
 
 
-@pytest.mark.in_turn("way", share=2)
+@pytest.mark.in_turn("way")
 @pytest.mark.parametrize("name", HUGE)
 @every_way
 def test_gradients_of_huge_logits(device, way, name):
@@ -486,7 +489,7 @@ POISONED = {
 every_poison = pytest.mark.parametrize("name", POISONED)
 
 
-@pytest.mark.in_turn("forward", share=2)
+@pytest.mark.in_turn("forward")
 @every_poison
 @every_forward
 def test_nan_behind_the_lengths_reaches_nothing(device, forward, name):
@@ -496,7 +499,7 @@ def test_nan_behind_the_lengths_reaches_nothing(device, forward, name):
     assert (result.O[1, :, 7:] == 0).all() and (result.L[1, :, 7:] == -INF).all()
 
 
-@pytest.mark.in_turn("way", share=2)
+@pytest.mark.in_turn("way")
 @every_poison
 @every_way
 def test_nan_behind_the_lengths_reaches_no_gradient(device, way, name):
@@ -560,7 +563,7 @@ def test_a_nan_in_the_bias_reaches_its_row_alone(device, forward):
 # --- layouts ---------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn("forward", share=2)
+@pytest.mark.in_turn("forward")
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "broadcast"])
 @every_forward
 def test_layouts(device, forward, layout):
@@ -624,6 +627,7 @@ def test_the_forward_pass_keeps_what_dropout_mask_keeps(device, forward, tiles):
     assert np.array_equal(result.O != 0, dropout_mask(1, 2, 5, 70, **options))
 
 
+@pytest.mark.in_turn("forward")
 @pytest.mark.parametrize("words", WORDS)
 @every_forward
 def test_seed_and_offset_choose_the_mask(forward, words):
@@ -717,6 +721,7 @@ def _visited_elements(options):
     return rows.sum(), columns.sum(), columns.max(axis=2).sum()
 
 
+@pytest.mark.in_turn("forward")
 @every_cost
 @pytest.mark.parametrize("forward", ["fa1", "fa2"])
 def test_tiles_that_no_row_sees_are_not_loaded(forward, name):
@@ -734,6 +739,7 @@ def test_tiles_that_no_row_sees_are_not_loaded(forward, name):
     assert loads.total() < whole.accesses.total_loads
 
 
+@pytest.mark.in_turn("way")
 @every_cost
 @flash_way
 def test_tiles_that_no_row_sees_are_not_loaded_backward(way, name):

@@ -1,6 +1,7 @@
 """Verdicts on published figures and claims follow from the rows."""
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -31,12 +32,17 @@ QUESTIONS = (*claims.CLAIMS, *published.ITEMS)
 IDS = [f"{q.name}: {q.claim}"[:60] for q in QUESTIONS]
 
 
+@cache
+def recorded(name):
+    """An experiment's rows of every kind."""
+    store = Store(FIGURES)
+    return [
+        row for machine in (MODEL, EMULATOR, report.MACHINE) for row in store.read(name, machine)
+    ]
+
+
 def stored(question):
-    store, rows = Store(FIGURES), []
-    for name in question.experiments:
-        for machine in (MODEL, EMULATOR, report.MACHINE):
-            rows += store.read(name, machine)
-    return rows
+    return [row for name in question.experiments for row in recorded(name)]
 
 
 def row(series="fa2-simt", value=2.0, **fields):
