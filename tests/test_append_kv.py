@@ -149,13 +149,14 @@ def test_pages_that_cannot_be_written_are_refused():
 
 def test_a_kept_call_takes_the_table_and_lengths_that_are_there_then(gpu, kept):
     """As a captured graph does: the second call is a replay, over other pages and lengths."""
+    how = {"unit": "mma", "kv_splits": 1}
     q, k, v = inputs("float16", 2, 4, 2, 1, 60, 32)
     caches = [
         cache_of(k, v, lens, 16, seed=n, more=0) for n, lens in enumerate(((60, 7), (33, 60)))
     ]
     with fa_numba.device.using("emulator"):
         want = [
-            fa_numba.flash_attention_2(q, *c[:2], block_table=c[2], kv_lens=lens)
+            fa_numba.flash_attention_2(q, *c[:2], block_table=c[2], kv_lens=lens, **how)
             for c, lens in zip(caches, ((60, 7), (33, 60)), strict=True)
         ]
     rows = max(len(c[0]) for c in caches)
@@ -166,7 +167,7 @@ def test_a_kept_call_takes_the_table_and_lengths_that_are_there_then(gpu, kept):
         for side, x in zip(pages, caches[n], strict=False):
             side.values[: len(x)] = x
         table.values[...], lens.values[...] = caches[n][2], now
-        O = fa_numba.flash_attention_2(given, *pages, block_table=table, kv_lens=lens)
+        O = fa_numba.flash_attention_2(given, *pages, block_table=table, kv_lens=lens, **how)
         np.testing.assert_array_equal(O.values, want[n])
     assert len(kept) == 1
 

@@ -50,10 +50,13 @@ def pages_and_piece(dtype, sizes, lens, page_size, tiles, **options):
     options["block_table"] = table.shape
     plan = fa_numba.plan(q.shape, k_pages.shape, dtype=dtype, **options)
     assert_counts(counts, plan)
+    assert plan.kv_splits == (options.get("kv_splits") or 1)
     assert counts.loads["block_table"] == plan.accesses.loads["block_table"] > 0
     return paged, whole
 
 
+CAUSAL_SPLITS = {"causal": True, "kv_splits": 2}
+WGMMA_WINDOW = {"unit": "wgmma", "window": (20, 3)}
 CASES = [
     # dtype, (B, Hq, Hk, Nq, Nk, d), lengths, page size, tiles, options
     ("float16", (3, 4, 2, 5, 101, 64), (0, 37, 101), 16, Tiles(16, 32), {}),
@@ -62,6 +65,14 @@ CASES = [
     ("float16", (2, 2, 1, 33, 90, 80), (81, 90), 32, Tiles(16, 48), {"window": (20, 3)}),
     ("float16", (2, 2, 1, 5, 300, 32), (300, 256), 256, Tiles(16, 64, stages=2), {"softcap": 2.0}),
     ("float16", (2, 2, 1, 20, 60, 20), (60, 17), 16, Tiles(16, 16), {}),
+    # Boxes of Hopper's copy engine, and heads that share the rows of a tile there.
+    ("float16", (2, 2, 1, 70, 140, 64), (140, 77), 16, Tiles(64, 64, stages=2), {"unit": "wgmma"}),
+    ("float16", (2, 4, 1, 3, 90, 80), (0, 90), 48, Tiles(64, 80, stages=2), WGMMA_WINDOW),
+    ("float16", (1, 2, 2, 70, 130, 128), (129,), 256, Tiles(128, 64), {"unit": "wgmma"}),
+    # Blocks that share columns, and heads that share the rows of a tile.
+    ("float16", (3, 4, 1, 2, 101, 64), (0, 37, 101), 16, Tiles(16, 32), {"kv_splits": 3}),
+    ("float16", (2, 4, 2, 40, 90, 64), (90, 64), 64, Tiles(16, 16), CAUSAL_SPLITS),
+    ("float32", (2, 4, 1, 1, 101, 64), (101, 37), 16, Tiles(16, 32), {"kv_splits": 2}),
     ("bfloat16", (2, 2, 1, 20, 60, 64), (60, 17), 32, Tiles(16, 32), {"causal": True}),
     ("float32", (3, 4, 2, 5, 101, 64), (0, 37, 101), 16, Tiles(16, 32), {"causal": True}),
     ("float32", (2, 2, 1, 9, 70, 20), (70, 33), 48, Tiles(8, 16), {"window": (20, 3)}),
@@ -161,7 +172,7 @@ BAD = {
     "fa1": ({"algorithm": "fa1"}, r"block_table is given with algorithm 'fa1': allowed is 'fa2'"),
     "standard": ({"algorithm": "standard"}, r"block_table is given with algorithm 'standard'"),
     "packed": ({"cu_seqlens_q": [0, 1, 2]}, r"block_table is given with cu_seqlens_q"),
-    "wgmma": ({"unit": "wgmma"}, r"lack K and V in pages \(block_table\)"),
+    "fa1 on wgmma": ({"algorithm": "fa1", "unit": "wgmma"}, r"block_table is given with algorithm"),
     "tiles": (
         {"tiles": Tiles(16, 40)},
         r"tiles: Bc=40 with a block_table: allowed are multiples of 16",

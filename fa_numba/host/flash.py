@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from math import gcd
 from typing import Any
 
 from fa_numba import device, io_model
@@ -52,7 +53,7 @@ def forward(request: Request) -> Steps:
         launches = (Launch.of(kernel, grid, scale="score_scale", **bound), *merge)
         how: dict[str, Any] = {"tile_heads": spec.tile_heads, "kv_splits": splits}
         if p.pages is not None:
-            how |= {"threads": spec.threads, "key_pieces": spec.key_pieces}
+            how |= {"threads": spec.loading_threads, "key_pieces": spec.key_pieces}
         count = functools.partial(io_model.fa2, p, tiles, **how)
         return Steps(tiles, launches, own, count, score_unit=LOG2E, kv_splits=splits)
     kernel = unit.kernels.fa1_forward.make_forward(spec)
@@ -104,7 +105,9 @@ def _merge(request: Request, heads: int, splits: int) -> Launch:
 
 def _forward_boxes(spec: Any) -> dict[str, Argument]:
     """What FA-2's forward kernel takes by boxes."""
-    keys = {name: Boxes(name, spec.Bc, ends=spec.key_ends) for name in "KV"}
+    page_size = spec.features.page_size
+    rows = gcd(spec.Bc, page_size) if page_size else spec.Bc
+    keys = {name: Boxes(name, rows, ends=spec.key_ends) for name in "KV"}
     Q = Boxes("Q", GROUP_ROWS, heads=spec.tile_heads, ends=spec.query_ends)
     return {"Q": Q, **keys, "O": replace(Q, name="O", ends=spec.features.packed)}
 

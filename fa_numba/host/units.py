@@ -260,12 +260,15 @@ class Wgmma(Unit):
     features: Mapping[tuple[str, str], tuple[str, ...]] = {
         ("fa1", "fwd"): ("causal", "window", "softcap", "q_lens"),
         ("fa2", "fwd"): (
-            *("causal", "window", "softcap", "alibi", "q_lens", "kv_lens", "packed", "splits"),
+            *("causal", "window", "softcap", "alibi", "q_lens", "kv_lens", "page_size"),
+            *("packed", "splits"),
         ),
         ("fa1", "bwd"): ("causal", "window"),
         ("fa2", "bwd"): ("causal", "window", "softcap"),
     }
     largest: Mapping[str, int] = {"fwd": 256, "bwd": 128}
+    # What "auto" leaves to mma's kernel until it has run long enough on a GPU.
+    untimed = ("page_size",)
 
     def lacks(self, request: Request) -> str:
         pair = (request.algorithm, request.passes)
@@ -274,8 +277,6 @@ class Wgmma(Unit):
             return f"the {direction} pass of {request.algorithm}"
         on = (f.name for f in fields(Features) if getattr(request.features, f.name))
         lacking = [name for name in on if name not in self.features[pair]]
-        if "page_size" in lacking:
-            return "K and V in pages (block_table)"
         if lacking:
             return f"the option {lacking[0]}"
         d, largest = request.problem.head_dim, self.largest[request.passes]
@@ -297,6 +298,7 @@ class Wgmma(Unit):
             fills = fills or _heads_share_tiles(request)
         plain = request.tiles is None and not request.ablated and request.query_splits == 1
         plain = plain and request.warp_partition == "rows" and request.algorithm == "fa2"
+        plain = plain and not any(getattr(request.features, name) for name in self.untimed)
         return fills and plain and device.planned_for_gpu()
 
     def forward(self, request: Request) -> tuple[Tiles, Spec]:

@@ -51,6 +51,11 @@ class Spec(ABC):
         raise NotImplementedError
 
     @property
+    def loading_threads(self) -> int:
+        """Threads of a block that load K and V."""
+        return self.threads
+
+    @property
     def TM(self) -> int:
         """Rows of S in one thread."""
         return self.Br // self.ty_count

@@ -18,6 +18,8 @@ TOLD = 4  # words that tell of a row tile: its number, first row, head and batch
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 # The same where a producer also finds where sequences end.
 _REGISTERS_WITH_ENDS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
+# And looks up pages.
+_REGISTERS_WITH_PAGES = {1: (56, 256), 2: (56, 224), 3: (32, 160)}
 # The most that an instruction names.
 _MOST_REGISTERS = 255
 # Registers of a consumer beside its parts of S, P and O.
@@ -92,7 +94,17 @@ class WgmmaSpec(Spec):
     def registers(self) -> tuple[int, int]:
         """Of a thread that produces, and of one that consumes."""
         ends = self.query_ends or self.key_ends
+        if self.features.page_size:
+            return _REGISTERS_WITH_PAGES[self.consumers]
         return (_REGISTERS_WITH_ENDS if ends else REGISTERS)[self.consumers]
+
+    @property
+    def key_pieces(self) -> tuple[int, int]:
+        return 1, 1
+
+    @property
+    def loading_threads(self) -> int:
+        return 1
 
     @property
     def panels(self) -> int:
@@ -227,7 +239,8 @@ def default_wgmma_tiles(
         short = (seqlen_q <= 1024 and causal) or seqlen_q <= 128
         ends = features.packed or features.kv_lens
         ends = ends or (features.splits and features.q_lens)
-        crowded = features.alibi or (features.window and ends)  # three consumers would spill
+        # Three consumers would spill, or leave too little to who looks up pages.
+        crowded = features.alibi or (features.window and ends) or features.page_size > 0
         return Tiles(128 if short or crowded else 192, 128, stages=2)
     Bc = 128 if head_dim <= 128 else 96 if head_dim <= 192 else 80
     return Tiles(64 if few else 128, Bc, stages=2)

@@ -95,11 +95,13 @@ def make_row_tile(spec):
     """
     rows_of_tile, of_tile, pair_bytes = spec.head_rows, spec.tile_heads, 4 * spec.head_dim
     head_tiles, packed = _make_head_tiles(spec), spec.features.packed
-    sequence_tile = _make_sequence_tile(spec)
+    sequence_tile, page_size = _make_sequence_tile(spec), spec.features.page_size
 
     @device_function
     def row_tile(n, q_shape, k_shape, options):
         heads, rows, columns = uint32(q_shape[1]), uint32(q_shape[2]), uint32(k_shape[2])
+        if page_size:
+            columns = uint32(options.block_table.shape[1] * page_size)
         if of_tile > 1:
             heads = uint32(heads // uint32(of_tile))
         Tr = head_tiles(rows, options)

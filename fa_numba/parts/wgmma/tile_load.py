@@ -1,7 +1,7 @@
 """Tiles from global to shared memory: a box for each 64 columns, zeros beyond the array.
 
 Where sequences end within an array, or heads share a tile, the array's map has other axes
-(``TiledArray``).
+(``TiledArray``). Of K and V in pages a box has rows of one page.
 """
 
 from functools import cache
@@ -10,6 +10,7 @@ from fa_numba.device import WRAPS, device_function, uint32
 from fa_numba.intrinsics.bulk_copy import load_box, load_box_5d
 from fa_numba.intrinsics.mbarrier import expect_bytes
 from fa_numba.parts.heads import make_key_end, make_query_end
+from fa_numba.parts.pages import common_rows
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
 
 
@@ -61,6 +62,8 @@ def make_load_keys(spec):
     """``load_keys(sT, at, T, b, h, row0, Nk, options, bars, barrier)``: Kj or Vj of a sequence
     of Nk columns, zeros beyond them: P is 0 there, and 0 times what follows in memory need not be.
     """
+    if spec.features.page_size:
+        return _load_of_pages(spec)
     load = _load_to_end(spec, spec.Bc, spec.Bc, spec.key_ends, 1)
     key_end = make_key_end(spec)
 
@@ -102,6 +105,32 @@ def _load_to_end(spec, rows, box, ends, heads):
                     load_box(sT, place, T, outer, which, row, PANEL * n, bars, barrier)
 
     return load
+
+
+def _load_of_pages(spec):
+    """``load_keys`` where the table has the pages: a page's rows end where the sequence does, or
+    with the page, and a box without valid rows is outside of the map.
+    """
+    page_size, Bc, panels = spec.features.page_size, spec.Bc, spec.panels
+    size, box = 2 * PANEL * panels * Bc, common_rows(page_size, Bc)
+
+    @device_function
+    def load_keys(sT, at, T, b, h, row0, Nk, options, bars, barrier):
+        expect_bytes(bars, barrier, size)
+        for r in range(0, Bc, box):
+            row = uint32(row0 + r)
+            page = rows = uint32(0)
+            if row < Nk:
+                n = uint32(row // uint32(page_size))
+                page = uint32(options.block_table[b, n])
+                rows = uint32(min(uint32(page_size), uint32(Nk - n * uint32(page_size))))
+            which = end_of(T, page, h, rows)
+            first = uint32(row % uint32(page_size) + uint32(WRAPS) - rows)
+            for panel in range(panels):
+                place = uint32(at + PANEL * (panel * Bc + r))
+                load_box(sT, place, T, uint32(WRAPS), which, first, PANEL * panel, bars, barrier)
+
+    return load_keys
 
 
 @device_function
