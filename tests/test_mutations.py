@@ -31,6 +31,7 @@ from backward_helpers import (
     true_gradients,
 )
 from helpers import ALGORITHMS, assert_within, attend, changing, one_of_twelve, truth
+from test_paged import pages_and_piece
 
 from fa_numba import Tiles, emulator, masks, ops, options, parts
 from fa_numba.host import binding, calls, execution, planning
@@ -169,6 +170,7 @@ class Case:
     peaked: bool = True  # the last columns weigh most
     resident: bool = True  # rows of S in shared memory
     few: "Case | None" = None  # the same in fewer passes, which must err as much
+    page_size: int = 0  # K and V in pages of so many rows, of `kv_lens` rows each
 
 
 CAUSAL = {"causal": True}
@@ -360,6 +362,19 @@ MMA_STAGES = {
         Case((1, 1, 1, 70, 140, 24), Tiles(64, 32, 64, stages=2)),
         Case((1, 1, 1, 50, 55, 8), Tiles(16, 16, stages=2), window(9, 3)),
         Case((2, 1, 1, 5, 40, 8), Tiles(16, 16, stages=2), {"kv_lens": [33, 0]}),
+    ),
+    # Turns of which some share a page and some rows are past the tile; rows of odd lengths.
+    "pages": (
+        Case((2, 2, 1, 5, 70, 64), Tiles(16, 64), {"kv_lens": [70, 17]}, page_size=48),
+        Case((2, 2, 2, 5, 130, 80), Tiles(32, 80, 64), {"kv_lens": [130, 0]}, page_size=80),
+        Case((1, 2, 1, 5, 40, 33), Tiles(16, 16), {"kv_lens": [39]}, page_size=16),
+    ),
+}
+SIMT_PAGES = {
+    "pages": (
+        Case((2, 2, 1, 5, 70, 20), Tiles(8, 32, 64), {"kv_lens": [70, 17]}, page_size=16),
+        Case((2, 2, 2, 5, 60, 32), Tiles(8, 32, 64), {"kv_lens": [60, 0]}, page_size=48),
+        Case((1, 2, 1, 5, 40, 3), Tiles(8, 16, 32), {"kv_lens": [39]}, page_size=16),
     )
 }
 KEYS = {"warp_partition": "keys"}
@@ -507,6 +522,8 @@ def wanted_halves(case, algorithm):
 
 def run_mma(name, case):
     """`run` on tensor cores, in float16."""
+    if case.page_size:
+        return run_paged("float16", case)
     algorithm = name.removeprefix("mma_")
     splits = {"query_splits": case.query_splits} if algorithm == "fa1" else {}
     given = {**options_of(case), **splits, "out_layout": case.layout}
@@ -522,11 +539,22 @@ def run_mma(name, case):
 
 def run(algorithm, case):
     """Raise what the checks of a forward call raise, an AssertionError if it is wrong."""
+    if case.page_size:
+        return run_paged("float32", case)
     splits = {"query_splits": case.query_splits} if algorithm == "fa1" else {}
     given = {**options_of(case), **splits, "out_layout": case.layout}
     result, want = attend("emulator", algorithm, *inputs(case)[1:], **given), wanted(case)
     assert_within("O", result.O, want.O, want.O_bound)
     assert_within("L", result.L, want.L, want.L_bound)
+
+
+def run_paged(dtype, case):
+    """The bits over pages are those over K and V in one piece."""
+    options = dict(case.options)
+    lens = options.pop("kv_lens")
+    found = pages_and_piece(dtype, case.shape, lens, case.page_size, case.tiles, **options)
+    for paged, whole in zip(*found, strict=True):
+        np.testing.assert_array_equal(paged, whole)
 
 
 @cache
@@ -600,7 +628,7 @@ def caught_by(algorithm, cases, modules, monkeypatch):
     else:
         name, _, backward = algorithm.partition("_")
         module = algorithm if backward or name == "standard" else f"{algorithm}_forward"
-        runs, groups = (run_backward, BACKWARD_CASES) if backward else (run, CASES)
+        runs, groups = (run_backward, BACKWARD_CASES) if backward else (run, CASES | SIMT_PAGES)
     monkeypatch.setattr(package, module, modules[algorithm])
     if algorithm == "mma_fa1_backward":  # whose query splits FlashAttention-2's kernel rounds
         monkeypatch.setattr(package, "fa2_backward", modules["mma_fa2_backward"])
@@ -693,6 +721,7 @@ def mutants():
     argument_mutants(add)
     mma_kernel_mutants(add)
     fragment_mutants(add)
+    page_mutants(add)
     key_mutants(add)
     mma_backward_mutants(add)
     gradient_fragment_mutants(add)
@@ -730,6 +759,61 @@ def synchronisation_mutants(add):
         add(name, ("no barrier", "cuda.syncthreads()", "pass"), total=barriers, **how)
         add(name, ("no wait", " wait_async()", " pass"), total=waits, **how)
         add(name, ("no commit", " commit_async()", " pass"), total=commits, **how)
+
+
+def page_mutants(add):
+    """Faults of K and V in pages."""
+    loads = {"mma_fa2": "mma_tile_load._make_load_paged_tile"}
+    loads["fa2"] = "simt_tile_load.make_load_paged_tile"
+    how = {"by": ANY | {"EmulatorError"}, "cases": "pages"}
+    for algorithm, load in loads.items():
+        add(
+            load,
+            ("another head's rows", "pages[page, h]", "pages[page, 0]"),
+            ("one look-up for all turns", "if n % shared == 0:", "if n == 0:"),
+            ("a look-up in every turn", "if n % shared == 0:", "if True:"),
+            **how | {"to": (algorithm,)},
+        )
+    bound = ("rows past the sequence", "row < uint32(rows_end) and ", "")
+    add(loads["fa2"], bound, **how, to=("fa2",))
+    add(
+        loads["fa2"],
+        ("the warp's first lane for all", "max(int32(0), int32(begin - ", "min(int32(0), int32("),
+        ("rows of the sequence in a page", "row % uint32(page_size)", "row"),
+        **how,
+        to=("fa2",),
+    )
+    add(
+        loads["mma_fa2"],
+        ("rows past the sequence", "row < uint32(rows_end) and (", "("),
+        ("the first turn's rows", "further = down - turn(n - n % shared)[0]", "further = 0"),
+        (
+            "rows from the tile's first",
+            "further = down - turn(n - n % shared)[0]",
+            "further = down",
+        ),
+        ("rows of the sequence in a page", "row % uint32(page_size)", "row"),
+        ("elements past the end", "if e < length:", "if True:"),
+        **how,
+        to=("mma_fa2",),
+    )
+    both = how | {"to": ("fa2", "mma_fa2")}
+    add("heads.make_key_rows", ("the first table", "block_table[b]", "block_table[0]"), **both)
+    add(
+        "pages.make_page_of",
+        ("a page for each row", "// uint32(page_size)", "// uint32(1)"),
+        ("looked up by every lane", " and uint32(cuda.threadIdx.x) % uint32(32) == ", " or 0 * "),
+        ("looked up past the sequence", "reads and ", ""),
+        **both,
+    )
+    add(
+        "pages.turns_in_a_page",
+        ("turns beyond a page", "return common // down if", "return 2 * common // down if"),
+        ("turns that share no rows", "common % down == 0", "True"),
+        **how,
+        to=("mma_fa2",),
+    )
+    add("pages.common_rows", ("rows of the tile", "gcd(page_size, Bc)", "Bc"), **both)
 
 
 def forward_mutants(add):
@@ -3256,6 +3340,7 @@ MUTANTS = mutants()
         *((a, c) for a in MMA for c in MMA_CASES),
         *(("mma_fa1", c) for c in MMA_KEYS),
         *(("mma_fa2", c) for c in MMA_STAGES),
+        *(("fa2", c) for c in SIMT_PAGES),
         *(("mma_standard", c) for c in MMA_STANDARD_CASES),
         *(("mma_standard_backward", c) for c in MMA_STANDARD_BACKWARD_CASES),
         *((a, c) for a in MMA_BACKWARD for c in MMA_BACKWARD_CASES),
