@@ -23,6 +23,7 @@ from fa_numba.kernels.simt import (
     standard,
     standard_backward,
 )
+from fa_numba.kernels.simt.append import make_append
 from fa_numba.options import PLAIN, Features
 from fa_numba.tiling import (
     WGMMA_MEASURES,
@@ -195,6 +196,41 @@ def test_a_kernel_compiles_within_its_budgets(case):
     if name in ("fa1", "fa2") or name.startswith("softmax"):
         assert "ex2.approx.ftz.f32" in ptx
         assert "shfl.sync.bfly" in ptx
+
+
+PAGED = [
+    # unit, dtype, head_dim, rows of Q, page size, options
+    ("mma", "float16", 128, 1, 16, ()),
+    ("mma", "float16", 128, 1024, 48, ("causal",)),
+    ("mma", "bfloat16", 64, 1024, 256, ("causal",)),
+    ("mma", "float16", 80, 64, 16, ("window", "softcap")),
+    ("simt", "float32", 64, 1024, 16, ("causal",)),
+    ("wgmma", "float16", 128, 1024, 16, ("causal",)),
+    ("wgmma", "float16", 64, 4096, 48, ("window", "softcap")),
+    ("wgmma", "bfloat16", 256, 1024, 48, ()),
+    ("wgmma", "float16", 128, 1, 64, ()),
+]
+
+
+@pytest.mark.parametrize("case", slow_but(PAGED[:1], PAGED))
+def test_a_kernel_over_pages_compiles_within_its_budgets(case):
+    unit, dtype, d, Nq, page_size, names = case
+    values = {"causal": True, "window": (64, 0), "softcap": 9.0}
+    options = {name: values[name] for name in names}
+    pages = {"block_table": (2, 4096 // page_size), "dtype": dtype, "unit": unit}
+    with fa_numba.device.planning_for((9, 0), SHARED["sm_90a"]):
+        plan = fa_numba.plan((2, 8, Nq, d), (999, 2, page_size, d), **pages, **options)
+    for kernel in plan.launched:
+        ptx = ptx_within_budgets(kernel, "sm_90a")
+        assert kernel.name != "fa2_forward" or unit == "wgmma" or "shfl.sync.idx" in ptx
+
+
+@pytest.mark.parametrize("case", slow_but([(True, True)], [(True, True), (False, False)]))
+def test_the_kernel_that_appends_compiles_within_its_budgets(case):
+    halves, aligned = case
+    dtype = "float16" if halves else "float32"
+    ptx = ptx_within_budgets(make_append(64, dtype, 48, aligned, True), "sm_90a")
+    assert ("st.global.v4" in ptx) == aligned
 
 
 WGMMA_CASES = [

@@ -191,6 +191,24 @@ def test_a_call_without_gradients_keeps_nothing(gpu, attention, torch, name):
     assert not torch.applied
 
 
+def test_attention_over_pages_reads_no_integers_back(gpu, attention, torch):
+    """Table and lengths stay on the GPU; a gradient, which there is none of, is refused."""
+    q, pages = tensor((B, Hq, 1, d)), [tensor((6, Hk, 16, d), gradient=False) for _ in range(2)]
+    integers = {"block_table": Tensor.of(aligned((B, 3), np.int32))}
+    integers["kv_lens"] = Tensor.of(aligned((B,), np.int32))
+    with pytest.raises(ValueError, match="^q requires a gradient and attention over pages"):
+        attention(q, *pages, **integers)
+    assert not gpu.log
+    torch.grad = False
+    tensors = {"q": q, "k": pages[0], "v": pages[1], **integers}
+    out = attention(q, *pages, **integers)
+    found, _ = gpu.steps(tensors | {"out": out})
+    gpu.log.clear()
+    out = fa_numba.attention(q, *pages, **integers)
+    assert found == gpu.steps(tensors | {"out": out})[0] and found
+    assert not any("host" in str(step[0]) for step in found)
+
+
 def test_without_a_gradient_of_o_nothing_is_launched(gpu, attention):
     """Of L alone there is none."""
     tensors = leaves()

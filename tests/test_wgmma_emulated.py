@@ -16,6 +16,7 @@ import pytest
 from helpers import _filled, one_of_twelve, planted
 from mma_helpers import BFLOAT16, attend, check, half_inputs
 from options_helpers import cumulative
+from test_paged import cache_of
 
 import fa_numba
 from fa_numba import Tiles, emulator
@@ -293,7 +294,24 @@ def _attend_shared(rows, packed):
         return fa_numba.flash_attention_2(q, k, v, **options, **UNIT)
 
 
+def _attend_pages(rows):
+    """O and L over pages, of which the last one of a sequence has NaN after its rows."""
+    sizes, lens = (2, 2, 2, 70, 90, 128), (83, 40)
+    q, k, v = half_inputs("float16", *sizes)
+    k_pages, v_pages, table = cache_of(k, v, lens, 48)
+    options = {"block_table": table, "kv_lens": lens, "return_lse": True}
+    uncached = getattr(planning.planned, "__wrapped__", planning.planned)
+    with (
+        mock.patch.object(planning, "planned", uncached),
+        fa_numba.device.using("emulator"),
+        mock.patch.object(np, "empty", _filled),
+    ):
+        tiles = Tiles(rows, 32, stages=2)
+        return fa_numba.flash_attention_2(q, k_pages, v_pages, tiles=tiles, **options, **UNIT)
+
+
 RUNS = {
+    "pages": _attend_pages,
     "": lambda rows: _attend(rows=rows)[0],
     "packed": _attend_packed,
     "shared heads": lambda rows: _attend_shared(rows, False),
@@ -528,6 +546,24 @@ OF_SHARED_HEADS = [
 def test_a_fault_in_the_rows_of_heads_that_share_a_tile_is_found(change):
     *change, packed = change
     found = _outcome(*change, 0, run="shared heads, packed" if packed else "shared heads")
+    assert found in {"values", "OutOfBounds", "GlobalHazard"} | STALLS | EARLY
+
+
+OF_PAGES = [
+    ("block_table[b, n]", "block_table[0, n]"),
+    ("end_of(T, page, h, rows)", "end_of(T, page, 0, rows)"),
+    ("end_of(T, page, h, rows)", "end_of(T, page, h, uint32(page_size))"),
+    ("uint32(min(uint32(page_size), uint32(Nk - n * uint32(page_size))))", "uint32(page_size)"),
+    ("row % uint32(page_size) + uint32(WRAPS) - rows", "row % uint32(page_size)"),
+    ("if row < Nk:", "if True:"),
+    ("PANEL * (panel * Bc + r)", "PANEL * panel * Bc"),
+    ("uint32(WRAPS), which, first, PANEL * panel", "uint32(WRAPS), which, first, 0"),
+]
+
+
+@pytest.mark.parametrize("change", one_of_twelve(OF_PAGES, lambda change: change[0]))
+def test_a_fault_in_the_boxes_of_pages_is_found(change):
+    found = _outcome("tile_load", *change, 0, run="pages")
     assert found in {"values", "OutOfBounds", "GlobalHazard"} | STALLS | EARLY
 
 
