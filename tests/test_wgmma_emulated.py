@@ -299,6 +299,7 @@ def _attend_pages(rows):
     sizes, lens = (2, 2, 2, 70, 90, 128), (83, 40)
     q, k, v = half_inputs("float16", *sizes)
     k_pages, v_pages, table = cache_of(k, v, lens, 48)
+    table[table < 0] = np.setdiff1d(np.arange(len(k_pages)), table)[0]  # a page of NaN alone
     options = {"block_table": table, "kv_lens": lens, "return_lse": True}
     uncached = getattr(planning.planned, "__wrapped__", planning.planned)
     with (
