@@ -1,6 +1,7 @@
 """`device`: the same test on the emulator and, marked `gpu`, on the GPU where there is one."""
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -103,9 +104,12 @@ def pytest_runtest_teardown(item, nextitem):
 
 def leave_alone():
     """Modules, tests and kernels live to the end: no collection, of which a test may ask for many,
-    needs to look at them again.
+    needs to look at them again. What the emulator's arrays took goes back to the system, which
+    glibc does by itself only where nothing lies above them.
     """
     gc.collect()
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
     gc.freeze()
 
 

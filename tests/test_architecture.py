@@ -56,11 +56,12 @@ def room(module):
 
 
 def statements(tree, with_types):
-    """All nodes of a module but expressions, those under ``if TYPE_CHECKING`` only ``with_types``."""
+    """All statements of a module, those under ``if TYPE_CHECKING`` only ``with_types``."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.expr):  # nothing is imported there
             continue
-        guarded = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        test = getattr(node, "test", None)
+        guarded = "TYPE_CHECKING" in (getattr(test, "id", ""), getattr(test, "attr", ""))
         if with_types or not guarded:
             yield node
             yield from statements(node, with_types)
