@@ -460,7 +460,7 @@ def torch_mutants(add):
         "            alibi", _added("bias without a gradient"))
     for name in ("slopes", "bias"):
         add(None, f"a call without gradients and {name}",
-            'given |= {"bias": bias, "alibi_slopes": slopes}', "pass", INFERENCE[name])
+            'given |= {"bias": bias, "alibi_slopes": slopes, **ahead}', "pass", INFERENCE[name])
     add(None, "a call without its mask", "bias = _bias_of(mask, bias)", "bias = None",
         _added("mask"))
     add(None, "the order of sums is the caller's alone",
