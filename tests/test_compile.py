@@ -11,7 +11,7 @@ from numba.core.errors import TypingError
 from offline import CAPABILITY, compiled
 
 import fa_numba
-from fa_numba.device import Kernel, array_type, float32
+from fa_numba.device import Kernel, array_type, float32, planning_for
 from fa_numba.integers import ceil_div
 from fa_numba.intrinsics.barriers import arrive_named, sync_named
 from fa_numba.kernels import mma, wgmma
@@ -232,6 +232,50 @@ def test_the_kernel_that_appends_compiles_within_its_budgets(case):
     ptx = ptx_within_budgets(make_append(64, dtype, 48, aligned, True), "sm_90a")
     assert ("st.global.v4" in ptx) == aligned
 
+
+
+SPLIT_CASES = [
+    # unit, arch, head_dim, heads that share a tile, options
+    ("mma", "sm_80", 128, 8, ()),
+    ("mma", "sm_90a", 128, 1, ("causal", "kv_lens")),
+    ("mma", "sm_90a", 64, 4, ("window", "softcap", "packed")),
+    ("mma", "sm_89", 256, 8, ("causal",)),
+    ("mma", "sm_90a", 64, 1, ("bias", "dropout")),
+    ("simt", "sm_80", 64, 1, ("causal",)),
+    ("simt", "sm_90a", 128, 1, ("packed",)),
+    ("wgmma", "sm_90a", 128, 8, ()),
+    ("wgmma", "sm_90a", 64, 1, ("causal", "kv_lens")),
+    ("wgmma", "sm_90a", 256, 1, ("window", "softcap", "q_lens")),
+    ("wgmma", "sm_90a", 64, 4, ("window", "softcap", "packed")),
+]
+
+
+@pytest.mark.parametrize("case", slow_but(SPLIT_CASES[:1], SPLIT_CASES))
+def test_splits_of_the_columns_and_their_merge_spill_nothing(case):
+    unit, arch, d, heads, options = case
+    dtype = "float32" if unit == "simt" else "float16"
+    arguments = {"window": {"window": (300, 7)}, "causal": {"causal": True}}
+    arguments |= {"softcap": {"softcap": 3.0}, "kv_lens": {"kv_lens": [9000, 77]}}
+    arguments |= {"q_lens": {"q_lens": [3, 5]}, "bias": {"bias": (5, 9000)}}
+    arguments |= {"dropout": {"dropout_p": 0.1}, "packed": PACKED_KEYS}
+    shapes = ((2, heads, 5, d), (2, 1, 9000, d))
+    if "packed" in options:
+        shapes = ((10, heads, d), (9000, 1, d))
+    given = {name: x for option in options for name, x in arguments[option].items()}
+    for kv_splits in (3, 20):
+        with planning_for(CAPABILITY[arch][:2], SHARED[arch]):
+            how = {"dtype": dtype, "unit": unit, "kv_splits": kv_splits}
+            plan = fa_numba.plan(*shapes, **how, **given)
+        forward, merge = plan.launched
+        for kernel in (forward, merge) if kv_splits == 3 else (merge,):
+            ptx, log = compiled(kernel, arch)
+            assert ".f64" not in ptx and ".local" not in ptx
+            assert spills_of(log) == ["0"] * 3, log
+            assert registers(log) * kernel.threads <= REGISTERS
+        assert ("bar.sync" in ptx or "barrier.sync" in ptx) == (kv_splits == 20)
+
+
+PACKED_KEYS = {"cu_seqlens_q": [0, 5, 10], "cu_seqlens_k": [0, 8000, 9000]}
 
 WGMMA_CASES = [
     # head_dim, Br, Bc, options

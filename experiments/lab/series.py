@@ -67,6 +67,7 @@ def unit(series: str) -> str:
 
 def plan(series: str, problem: Problem, **options: Any) -> fa_numba.Plan:
     """The plan of one series for the problem."""
+    options = _whole_columns(series, options)
     return fa_numba.plan(
         problem.q_shape,
         problem.k_shape,
@@ -80,12 +81,20 @@ def plan(series: str, problem: Problem, **options: Any) -> fa_numba.Plan:
 
 def call(series: str, problem: Problem, q: Any, k: Any, v: Any, **options: Any) -> Callable:
     """A function that runs the series once on q, k and v; it takes `out=`."""
-    options |= _common(series, problem)
+    options = _whole_columns(series, options) | _common(series, problem)
 
     def run(out: Any = None) -> Any:
         return fa_numba.attention(q, k, v, out=out, **options)
 
     return run
+
+
+def _whole_columns(series: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options, and the papers' grid where nothing else is asked for: a row tile's columns are
+    one block's, also where that leaves multiprocessors idle.
+    """
+    forward = algorithm(series) == "fa2" and options.get("passes", "fwd") == "fwd"
+    return {"kv_splits": 1, **options} if forward else options
 
 
 def _common(series: str, problem: Problem) -> dict[str, Any]:

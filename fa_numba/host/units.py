@@ -195,6 +195,8 @@ class Mma(Unit):
             default_mma_tiles, request.algorithm, *sizes, features, splits_keys
         )
         tiles = self.chosen_tiles(request, select, rule, plain=not splits_keys and heads == 1)
+        if heads > 1 and request.tiles is None:  # registers for two indices a row
+            tiles = replace(tiles, threads=2 * tiles.Br)
         heads = math.gcd(heads, tiles.Br)
         facts = {"splits_keys": splits_keys, "ablated": request.ablated, **_flash_facts(request)}
         facts["return_lse"] = request.return_lse and request.algorithm == "fa1"

@@ -104,7 +104,7 @@ def default_mma_tiles(
     older = shared_limit < 200 * 1024  # than compute capability 9.0
     narrow = algorithm == "fa1" or 64 < d < 128
     narrow |= (d == 64 and features.packed) or (
-        d == 128 and (crowded or (older and features.causal))
+        d == 128 and (crowded or (older and (features.causal or features.splits)))
     )
     select = functools.partial(
         select_mma_spec, head_dim=head_dim, shared_limit=shared_limit, splits_keys=splits_keys
