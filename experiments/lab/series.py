@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 import fa_numba
+from fa_numba import device
 from fa_numba.problem import Problem
 
 from . import peers
@@ -90,11 +91,11 @@ def call(series: str, problem: Problem, q: Any, k: Any, v: Any, **options: Any) 
 
 
 def _whole_columns(series: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options, and the papers' grid where nothing else is asked for: a row tile's columns are
-    one block's, also where that leaves multiprocessors idle.
+    """The options, and on a GPU the papers' grid where nothing else is asked for: a row tile's
+    columns are one block's, also where that leaves multiprocessors idle.
     """
     forward = algorithm(series) == "fa2" and options.get("passes", "fwd") == "fwd"
-    return {"kv_splits": 1, **options} if forward else options
+    return {"kv_splits": 1, **options} if forward and device.planned_for_gpu() else options
 
 
 def _common(series: str, problem: Problem) -> dict[str, Any]:

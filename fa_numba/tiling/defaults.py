@@ -110,7 +110,8 @@ def default_mma_tiles(
         select_mma_spec, head_dim=head_dim, shared_limit=shared_limit, splits_keys=splits_keys
     )
     found = _shrunk_mma(Br, Bc, select, 16, least)
-    return replace(found, threads=2 * found.Br) if narrow and found.Br % 128 == 0 else found
+    narrow &= found.Br % 128 == 0 or features.splits
+    return replace(found, threads=2 * found.Br) if narrow else found
 
 
 def default_mma_standard_tiles(
