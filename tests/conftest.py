@@ -15,6 +15,9 @@ from hypothesis import HealthCheck, settings
 # that wait for each other on a core that is busy take many times as long as one.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+# What pytest, a compiler or the emulator makes is seldom in circles: look at it seldom.
+gc.set_threshold(50_000, 20, 20)
+
 from fa_numba.device import gpu_available  # noqa: E402
 
 pytest.register_assert_rewrite("helpers")
@@ -57,6 +60,12 @@ def pytest_configure(config):
                 importlib.import_module(name)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file():
+    """The examples of docstrings are the package's: no test has any."""
+    return [found for found in (yield) if type(found) is pytest.Module]
+
+
 @pytest.hookimpl(tryfirst=True)  # before those marked slow are left out
 def pytest_collection_modifyitems(config, items):
     take_turns([item for item in items if item.get_closest_marker("in_turn")])
@@ -93,8 +102,6 @@ def numbered(items, names):
 
 def pytest_collection_finish():
     leave_alone()
-    # What a compiler or the emulator makes is seldom in circles: look at it seldom.
-    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_runtest_teardown(item, nextitem):
