@@ -190,8 +190,10 @@ def on_the_emulator(monkeypatch, dtypes=("float32",), **options):
 
 
 @pytest.mark.parametrize("causal, dtype", [(False, "float16"), (True, "float32")])
-def test_every_kernel_is_compiled_ahead(monkeypatch, causal, dtype):
-    """Those of a forward and a backward pass, with and without a mask, of both orders."""
+def test_measured_rows(monkeypatch, causal, dtype):
+    """Their kernels are compiled ahead: of a forward and a backward pass, with and without a mask,
+    of both orders.
+    """
     launched, wanted = [], []
     launch = fa_numba.device.launch
 
@@ -203,16 +205,11 @@ def test_every_kernel_is_compiled_ahead(monkeypatch, causal, dtype):
     monkeypatch.setattr(
         block_sparse.precompile, "compile_ahead", lambda calls, bench: wanted.extend(calls)
     )
-    on_the_emulator(monkeypatch, (dtype,), causal=(causal,))
+    rows, timed = on_the_emulator(monkeypatch, (dtype,), causal=(causal,))
     with fa_numba.device.using("emulator"):
         planned = [plan(call.series, call.problem, **call.options).launched for call in wanted]
     assert len(planned) == 2 * 2 * 2 and launched
     assert set(launched) <= {kernel for kernels in planned for kernel in kernels}
-
-
-@pytest.mark.parametrize("causal, dtype", [(False, "float16"), (True, "float32")])
-def test_measured_rows(monkeypatch, causal, dtype):
-    rows, timed = on_the_emulator(monkeypatch, (dtype,), causal=(causal,))
     assert not [row.note for row in rows if row.failed]
     assert {(r.series, r.pass_, sparse_figures.share_of(r)) for r in rows} == {
         (series, pass_, share)

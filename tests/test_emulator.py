@@ -472,11 +472,12 @@ def hazard(program, threads, elements):
     return expected
 
 
-def test_hazards_equal_those_of_vector_clocks():
+@pytest.mark.parametrize("programs", [200, pytest.param(400, marks=pytest.mark.slow)])
+def test_hazards_equal_those_of_vector_clocks(programs):
     threads, elements = 64, 3
     rng = np.random.default_rng(1)
     found = []
-    for _ in range(400):
+    for _ in range(programs):
         # accesses between two barriers of the block, sorted by thread: the order they run in
         program = []
         lanes = rng.choice([0, 1, 2, 33, 34], 3)
@@ -495,14 +496,15 @@ def test_hazards_equal_those_of_vector_clocks():
             if phase == 0:
                 program.append(("block", 0, 0))
         found.append(hazard(program, threads, elements))
-    assert 50 < sum(found) < 350
+    assert 0.125 < sum(found) / programs < 0.875
 
 
-def test_hazards_between_named_barriers_equal_those_of_vector_clocks():
+@pytest.mark.parametrize("programs", [250, pytest.param(500, marks=pytest.mark.slow)])
+def test_hazards_between_named_barriers_equal_those_of_vector_clocks(programs):
     warps, elements = 4, 2
     rng = np.random.default_rng(2)
     found = []
-    for _ in range(500):
+    for _ in range(programs):
         kinds = rng.choice(["read", "vector", "write", "atomic"], 3)
         program, who = [], 0
         for barrier in range(1, rng.integers(3, 12)):
@@ -521,7 +523,7 @@ def test_hazards_between_named_barriers_equal_those_of_vector_clocks():
             if rng.random() < 0.1:
                 program.append(("block", 0, 0))
         found.append(hazard(program, 32 * warps, elements))
-    assert 100 < sum(found) < 400
+    assert 0.2 < sum(found) / programs < 0.8
 
 
 # ---- named barriers

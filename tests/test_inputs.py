@@ -160,6 +160,7 @@ SAME = {
 }  # fmt: skip
 
 
+@pytest.mark.in_turn("algorithm")
 @pytest.mark.parametrize("name", SAME)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_obvious_values_are_taken(algorithm, name):

@@ -148,6 +148,7 @@ def assert_replayed(gpu, function, cases, own):
             np.testing.assert_array_equal(x.values, before)
 
 
+@pytest.mark.in_turn("way")
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("way", FORWARD)
 def test_the_forward_pass(gpu, way, name):
@@ -156,7 +157,7 @@ def test_the_forward_pass(gpu, way, name):
     assert_replayed(gpu, fa_numba.attention, cases, own)
 
 
-@pytest.mark.in_turn("way", share=2)
+@pytest.mark.in_turn("way")
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("way", BACKWARD)
 def test_the_backward_pass(gpu, way, name):
