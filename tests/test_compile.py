@@ -413,7 +413,11 @@ def test_a_backward_kernel_of_hoppers_unit_compiles_within_its_budgets(case, dty
 
 
 WGMMA_DETERMINISTIC_CASES = [
-    *((d, options) for d in (64, 128) for options in ((), ("causal",), ("window", "softcap"))),
+    *(
+        (d, options)
+        for d in (64, 128, 160, 192, 256)
+        for options in ((), ("causal",), ("window", "softcap"))
+    ),
 ]
 
 
@@ -498,9 +502,13 @@ def test_fa1s_backward_kernel_of_hoppers_unit_compiles_within_its_budgets(case, 
 
 
 def test_the_docstrings_shared_memory_is_that_of_hoppers_backward_kernel():
-    for module, row_tiles in ((wgmma.fa2_backward, 2), (wgmma.fa1_backward, 3)):
+    for module, row_tiles, dims in (
+        (wgmma.fa2_backward, 2, [64, 128]),
+        (wgmma.fa2_backward_wide, 2, [192, 256]),
+        (wgmma.fa1_backward, 3, [64, 128]),
+    ):
         documented = re.findall(r"(\d+) \(d=(\d+), (\d+) x (\d+)\)", module.__doc__)
-        assert [int(d) for _, d, *_ in documented] == [64, 128]
+        assert [int(d) for _, d, *_ in documented] == dims
         for size, d, Br, Bc in (map(int, found) for found in documented):
             tiles, facts = default_wgmma_backward_tiles(d), {"row_tiles": row_tiles}
             assert (tiles.Br, tiles.Bc) == (Br, Bc)

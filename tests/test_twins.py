@@ -25,6 +25,7 @@ MMA_TWINS = (mma.fa1_forward, mma.fa2_forward)
 MMA_BACKWARD_TWINS = (mma.fa1_backward, mma.fa2_backward)
 # Their kernels are a producer and a consumer each.
 WGMMA_TWINS = (wgmma.fa1_forward, wgmma.fa2_forward)
+WGMMA_BACKWARD_TWINS = (wgmma.fa1_backward, wgmma.fa2_backward)
 KERNELS = (*TWINS, standard, *BACKWARD_TWINS, standard_backward)
 FLASH = (*TWINS, *BACKWARD_TWINS, *MMA_TWINS, *MMA_BACKWARD_TWINS)
 
@@ -196,17 +197,53 @@ def test_twins_on_hoppers_unit():
     assert {int(n) for numbers in own for n in numbers.split(", ")} == {2, *range(5, 14)}
 
 
-def steps(module):
-    """The statements of the innermost loop, over row tiles, `if atomic` taken."""
-    loops = [n for n in ast.walk(factory(module)[1]) if isinstance(n, ast.While)]
-    (inner,) = [n for n in loops if ast.unparse(n.test) == "i0 < i_end"]
+def test_backward_twins_on_hoppers_unit():
+    """Consumers of both orders take a row tile by the same steps, and say their own lines."""
+    first, second = (factory(m) for m in WGMMA_BACKWARD_TWINS)
+    assert first[0].name == second[0].name
+    parameters = [[a.arg for a in kernel.args.args] for _, kernel in (first, second)]
+    assert [p for p in parameters[0] if p not in parameters[1]] == ["O", "dQ", "split_rows"]
+    assert [p for p in parameters[1] if p not in parameters[0]] == ["D"]
+    assert in_common(*parameters) == in_common(*parameters[::-1])
+    used = [parts_used(m, "consume") for m in WGMMA_BACKWARD_TWINS]
+    assert in_common(*used) == in_common(*used[::-1]) and len(in_common(*used)) >= 20
+    # One goes over the columns and carries dQ through memory; the other adds to it.
+    assert set(used[0]) - set(used[1]) == {
+        *("own_rows", "rows_of_pass", "visits", "initialise_dq", "read_dq", "write_dq"),
+        *("sees_more", "q_is_empty"),
+    }
+    assert set(used[1]) - set(used[0]) == {"row_range", "add_dq"}
+    taken = [steps(m, "consume", "more") for m in WGMMA_BACKWARD_TWINS]
+    assert in_common(*taken) == in_common(*taken[::-1]) and len(in_common(*taken)) >= 17
+    own = [
+        [s.partition("(")[0] for s in a if s not in b and s.startswith("p.")]
+        for a, b in (taken, taken[::-1])
+    ]
+    assert own == [["p.read_dq", "p.write_dq"], ["p.add_dq"]]
+    # Every line of each algorithm's inner loop, and what stands around it.
+    for module, algorithm, lines in (
+        (wgmma.fa1_backward, 4, set(range(5, 25)) - {14, 15, 18, 23}),
+        (wgmma.fa2_backward, 2, set(range(6, 19)) - {17}),
+    ):
+        named = re.findall(rf"# Alg\. {algorithm} lines? ({NUMBERS})", text(module))
+        named += re.findall(rf"of line ({NUMBERS})", text(module))
+        assert lines == {int(n) for numbers in named for n in numbers.split(", ")}
+
+
+def steps(module, function=None, condition="i0 < i_end"):
+    """The statements of the innermost loop, over row tiles, with `atomic` True."""
+    made, kernel = factory(module)
+    if function is not None:
+        (kernel,) = (n for n in made.body if getattr(n, "name", "") == function)
+    loops = [n for n in ast.walk(kernel) if isinstance(n, ast.While)]
+    (inner,) = [n for n in loops if ast.unparse(n.test) == condition]
     found = []
     for node in inner.body:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "atomic":
             found += map(ast.unparse, node.body)
         else:
             found.append(ast.unparse(node))
-    return found
+    return [re.sub(r"\batomic\b", "True", step) for step in found]
 
 
 def test_a_row_tile_is_taken_alike_backward():

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from helpers import one_of_twelve, planted
 from mma_helpers import BFLOAT16, every_dtype, no_bfloat16
-from test_mma_backward import check_gradients, half_gradients, saved_halves
+from test_mma_backward import check_gradients, differentiate, half_gradients, saved_halves
 from test_wgmma_emulated import _built
 
 import fa_numba
 from fa_numba import emulator
 from fa_numba.host import planning
 from fa_numba.kernels import wgmma
+from fa_numba.kernels.wgmma import fa2_backward_wide
 from fa_numba.parts import wgmma as parts
-from fa_numba.parts.wgmma import backward, sweep
+from fa_numba.parts.wgmma import backward, sweep, wide
 from fa_numba.tiling import WgmmaSweepSpec
 
 UNIT = {"unit": "wgmma"}
@@ -57,6 +58,26 @@ WAYS = [
 def test_a_second_sweep_and_a_cap(way, dtype, B, Hq, Hk, Nq, Nk, d, options):
     inputs = half_gradients(dtype, B, Hq, Hk, Nq, Nk, d)
     check_gradients("emulator", way, *inputs, **UNIT, **options)
+
+
+# Beyond 128 dimensions a second sweep makes dQ in any case.
+WIDE = [
+    ("fa2", "float16", 1, 1, 1, 1, 1, 256, {}),
+    ("fa2", "float16", 1, 1, 1, 70, 200, 192, {}),
+    ("fa2", "float16", 1, 2, 1, 130, 90, 256, {"causal": True}),
+    ("fa2-deterministic", "float16", 1, 1, 1, 150, 77, 136, {"causal": True, "softcap": 1.5}),
+    pytest.param(
+        *("fa2", "bfloat16", 1, 3, 1, 70, 130, 160, {"softcap": 2.0, "window": (40, 8)}),
+        marks=no_bfloat16,
+    ),
+]
+
+
+@pytest.mark.parametrize("way, dtype, B, Hq, Hk, Nq, Nk, d, options", WIDE)
+def test_head_dimensions_above_128(way, dtype, B, Hq, Hk, Nq, Nk, d, options):
+    inputs = half_gradients(dtype, B, Hq, Hk, Nq, Nk, d)
+    found = check_gradients("emulator", way, *inputs, **UNIT, **options)
+    assert (found[0] == differentiate("emulator", way, *inputs, **UNIT, **options)[0]).all()
 
 
 @no_bfloat16
@@ -106,7 +127,9 @@ def test_tiles_that_cannot_be_are_refused_by_name():
         with pytest.raises(ValueError, match=said):
             fa_numba.plan(shape, shape, tiles=tiles, **facts)
     with pytest.raises(ValueError, match="lack a head dimension of 136, which is above 128"):
-        fa_numba.plan((1, 1, 300, 136), (1, 1, 300, 136), **facts)
+        fa_numba.plan((1, 1, 300, 136), (1, 1, 300, 136), **(facts | {"algorithm": "fa1"}))
+    with pytest.raises(ValueError, match="Br=64, Bc=128 .* backward: allowed is Br=64, Bc=64"):
+        fa_numba.plan((1, 1, 300, 136), (1, 1, 300, 136), tiles=fa_numba.Tiles(64, 128), **facts)
 
 
 # --- planted faults --------------------------------------------------------------------------
@@ -124,8 +147,14 @@ def _more_columns():
     return _saved(200, 300)
 
 
-def _saved(Nq, Nk):
-    dout, q, k, v = half_gradients("float16", 1, 1, 1, Nq, Nk, 64)
+@cache
+def _wide_rows():
+    """Three row tiles and two column tiles of a wide head."""
+    return _saved(190, 128, 136)
+
+
+def _saved(Nq, Nk, d=64):
+    dout, q, k, v = half_gradients("float16", 1, 1, 1, Nq, Nk, d)
     return dout, q, k, v, *saved_halves("fa2", q, k, v, causal=True)
 
 
@@ -133,6 +162,7 @@ def _gradients(**options):
     uncached = getattr(planning.planned, "__wrapped__", planning.planned)
     with mock.patch.object(planning, "planned", uncached):
         inputs = _more_columns() if options.get("deterministic") else _inputs()
+        inputs = _wide_rows() if options.pop("wide", False) else inputs
         return fa_numba.flash_attention_2_backward(*inputs, causal=True, **options, **UNIT)
 
 
@@ -151,20 +181,28 @@ def _right(**options):
 
 
 MODULES = {"kernel": wgmma.fa2_backward, "backward": backward, "sweep": sweep}
+MODULES |= {"wide kernel": fa2_backward_wide, "wide": wide}
 SOURCES = {name: inspect.getsource(module) for name, module in MODULES.items()}
 
 
 def _outcome(changed, needle, replacement, which=0, **options):
     """What finds the fault: the name of an error, or "values"; None if nothing does."""
-    text = planted(SOURCES[changed], needle, replacement, which)
-    kernel = _built("kernel", text if changed == "kernel" else SOURCES["kernel"])
-    own = MODULES if changed == "kernel" else MODULES | {changed: _built(changed, text)}
+    own = dict(MODULES)
+    for name in {"kernel", "wide kernel", changed}:
+        text = SOURCES[name]
+        own[name] = _built(
+            name, planted(text, needle, replacement, which) if name == changed else text
+        )
+    kernel = own["kernel"]
 
     def parts_of(spec):
-        which = own["sweep" if isinstance(spec, WgmmaSweepSpec) else "backward"]
-        return parts.Parts(spec, (which, *parts._MODULES))
+        found = ("sweep",) if isinstance(spec, WgmmaSweepSpec) else ("backward",)
+        if getattr(spec, "wide", False):
+            found = ("wide", *found)
+        return parts.Parts(spec, (*(own[name] for name in found), *parts._MODULES))
 
-    kernel.parts = parts_of
+    kernel.parts = own["wide kernel"].parts = parts_of
+    kernel.make_wide_backward = own["wide kernel"].make_wide_backward
     try:
         with mock.patch.object(wgmma, "fa2_backward", kernel):
             found = _gradients(**options)
@@ -176,7 +214,8 @@ def _outcome(changed, needle, replacement, which=0, **options):
 
 def test_the_machinery_leaves_a_kernel_as_it_is():
     for changed in SOURCES:
-        assert _outcome(changed, "\n", "\n", deterministic=changed == "sweep") is None
+        wide, deterministic = changed.startswith("wide"), changed == "sweep"
+        assert _outcome(changed, "\n", "\n", wide=wide, deterministic=deterministic) is None
 
 
 STALLS = {"Deadlock", "BarrierDivergence"}
@@ -235,7 +274,7 @@ MUTANTS = {
 
 
 def test_every_planted_fault_has_its_place():
-    for changed, needle, replacement, _ in (*MUTANTS.values(), *DETERMINISTIC.values()):
+    for changed, needle, replacement, _ in (MUTANTS | DETERMINISTIC | OF_WIDE).values():
         assert planted(SOURCES[changed], needle, replacement) != SOURCES[changed]
 
 
@@ -309,6 +348,78 @@ DETERMINISTIC = {
 def test_a_fault_planted_in_the_second_sweep_is_found(name):
     *change, wanted = DETERMINISTIC[name]
     assert _outcome(*change, deterministic=True) in wanted
+
+
+# Of heads of more than 128 dimensions.
+OF_WIDE = {
+    "S is not waited for": (
+        "wide kernel", "wait_mbarrier(bars, uint32(FULL_S + stage), parity)", "pass", EARLY
+    ),
+    "S has the wrong phase": (
+        "wide kernel", "FULL_S + stage), parity)", "FULL_S + stage), uint32(parity ^ 1))",
+        {*EARLY, *STALLS},
+    ),
+    "nobody says that S is there": ("wide", "        arrive_mbarrier(bars, barrier)\n", "", STALLS),
+    "half of the threads say it": (
+        "wide", "init_mbarrier(bars, full_s + s, GROUP)", "init_mbarrier(bars, full_s + s, 64)",
+        {"BarrierMisuse", *EARLY, *STALLS},
+    ),
+    "another register's part of S": (
+        "wide", "rS[e + n] = four[n]", "rS[e + n] = four[3 - n]", {"values"}
+    ),
+    "one place of S": ("wide kernel", "uint32(stage * NS)", "uint32(0 * NS)", {"SharedHazard"}),
+    "K and V are not waited for": (
+        "wide kernel", "wait_mbarrier(bars, uint32(FULL_KV), uint32(0))", "pass", EARLY
+    ),
+    "the next Q is not waited for": (
+        "wide kernel", "wait_mbarrier(bars, uint32(FULL_Q + next_stage), next_parity)", "pass",
+        EARLY,
+    ),
+    "the next dO is not waited for": (
+        "wide kernel", "wait_mbarrier(bars, uint32(FULL_DO + next_stage), next_parity)", "pass",
+        EARLY,
+    ),
+    "dO is not waited for": (
+        "wide kernel",
+        "wait_mbarrier(bars, uint32(FULL_DO + stage), parity)\n            p.begin_columns",
+        "p.begin_columns", EARLY,
+    ),
+    "dV is on its way": (
+        "wide kernel", "p.wait_column(rdV)", "pass", {"RegisterHazard", "SharedHazard"}
+    ),
+    "dK is on its way": (
+        "wide kernel", "p.wait_column(rdK)", "pass", {"RegisterHazard", "SharedHazard"}
+    ),
+    "a product more may be on its way": (
+        "wide", "wait_products(rT, RK, 1)", "wait_products(rT, RK, 2)",
+        {"RegisterHazard", "SharedHazard"},
+    ),
+    "S is read at once": (
+        "wide kernel", "p.wait_scores(rS, False)\n            stage, parity", "stage, parity",
+        {"RegisterHazard"},
+    ),
+    "dP is read at once": (
+        "wide kernel", "p.wait_scores(rdP, False)\n            stage, parity", "stage, parity",
+        {"RegisterHazard"},
+    ),
+    "L is read by all lanes": (
+        "wide kernel", "cuda.syncwarp()  # all lanes have read Li\n", "pass\n", {"SharedHazard"}
+    ),
+    "S is read by all lanes": (
+        "wide kernel", "cuda.syncwarp()  # all lanes have read Li, Di and Sij", "pass",
+        {"SharedHazard"},
+    ),
+    "one consumer empties nothing": (
+        "wide kernel", "p.empty(bars, uint32(EMPTY + stage))", "pass", STALLS
+    ),
+    "dK without the scale": ("wide kernel", "p.scale_columns(rdK, scale)", "pass", {"values"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", one_of_twelve(OF_WIDE))
+def test_a_fault_planted_in_the_kernel_of_wide_heads_is_found(name):
+    *change, wanted = OF_WIDE[name]
+    assert _outcome(*change, wide=True) in wanted
 
 
 CAPPED = [

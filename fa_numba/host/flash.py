@@ -163,7 +163,7 @@ def _fa2_backward(request: Request) -> Steps:
     """
     unit, p = UNITS[request.unit], request.problem
     tiles, spec = unit.backward(request)
-    kernels, atomic = unit.kernels.fa2_backward, not request.deterministic
+    kernels, atomic = unit.kernels.fa2_backward, unit.adds_dq(request)
     over_columns = (ceil_div(p.seqlen_k, tiles.Bc), p.heads_k, p.batch)
     how: dict[str, Any] = {"dbias": request.return_dbias}
     workspace = [Buffer("D", request.row_shape)]

@@ -15,6 +15,7 @@ from fa_numba.dtypes import DTYPES
 from fa_numba.host.requests import Request
 from fa_numba.kernels import mma, simt, wgmma
 from fa_numba.options import PLAIN, Features
+from fa_numba.problem import MAX_HEAD_DIM
 from fa_numba.tiling import (
     MEASURES,
     WGMMA_MEASURES,
@@ -44,6 +45,7 @@ from fa_numba.tiling import (
 )
 from fa_numba.tiling.tuned import tuned_tiles
 from fa_numba.tiling.wgmma import GROUP_ROWS
+from fa_numba.tiling.wgmma_backward import LARGEST_ATOMIC
 
 
 class Unit(ABC):
@@ -91,6 +93,12 @@ class Unit(ABC):
     @abstractmethod
     def backward(self, request: Request) -> tuple[Tiles, Spec]:
         """FlashAttention's backward kernel."""
+
+    def adds_dq(self, request: Request) -> bool:
+        """Whether the blocks of FlashAttention-2's backward pass add to one dQ, in no fixed order;
+        else a second sweep makes it.
+        """
+        return not request.deterministic
 
     @abstractmethod
     def sweep(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
@@ -258,7 +266,7 @@ class Wgmma(Unit):
     staged = frozenset({("fa2", "fwd")})
     splits_columns = frozenset({("fa2", "fwd")})
     splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
-    # What its kernels are compiled for beside plain attention, and their largest head dimension.
+    # What its kernels are compiled for beside plain attention, and a largest head dimension of its own.
     features: Mapping[tuple[str, str], tuple[str, ...]] = {
         ("fa1", "fwd"): ("causal", "window", "softcap", "q_lens"),
         ("fa2", "fwd"): (
@@ -268,7 +276,7 @@ class Wgmma(Unit):
         ("fa1", "bwd"): ("causal", "window"),
         ("fa2", "bwd"): ("causal", "window", "softcap"),
     }
-    largest: Mapping[str, int] = {"fwd": 256, "bwd": 128}
+    largest: Mapping[tuple[str, str], int] = {("fa1", "bwd"): 128}
     # What "auto" leaves to mma's kernel until it has run long enough on a GPU.
     untimed = ("page_size",)
 
@@ -281,7 +289,7 @@ class Wgmma(Unit):
         lacking = [name for name in on if name not in self.features[pair]]
         if lacking:
             return f"the option {lacking[0]}"
-        d, largest = request.problem.head_dim, self.largest[request.passes]
+        d, largest = request.problem.head_dim, self.largest.get(pair, MAX_HEAD_DIM)
         if d > largest:
             return f"a head dimension of {d}, which is above {largest}"
         if not request.aligned:
@@ -293,7 +301,8 @@ class Wgmma(Unit):
         emulator runs the smaller blocks of ``mma`` faster. FlashAttention-1 is taken by name alone,
         and so is what the backward pass has not been timed with.
         """
-        if request.passes == "bwd" and (request.deterministic or request.features.softcap):
+        timed = self.adds_dq(request) and not request.features.softcap
+        if request.passes == "bwd" and not timed:
             return False
         fills = request.problem.seqlen_q > GROUP_ROWS
         if request.passes == "fwd":
@@ -325,12 +334,15 @@ class Wgmma(Unit):
 
     def backward(self, request: Request) -> tuple[Tiles, Spec]:
         p, facts = request.problem, self._facts(request)
-        facts["atomic"] = not request.deterministic
+        facts["atomic"] = self.adds_dq(request) or request.algorithm == "fa1"
         tiles = request.tiles or default_wgmma_backward_tiles(p.head_dim, facts["atomic"])
         facts["row_tiles"] = 3 if request.algorithm == "fa1" else 2
         facts["splits_queries"] = request.query_splits > 1
         spec = select_wgmma_backward_spec(tiles, p.head_dim, request.shared_limit, **facts)
         return replace(tiles, threads=spec.threads), spec
+
+    def adds_dq(self, request: Request) -> bool:
+        return super().adds_dq(request) and request.problem.head_dim <= LARGEST_ATOMIC
 
     def sweep(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
         d = request.problem.head_dim

@@ -87,6 +87,11 @@ class WgmmaSpec(Spec):
         return self.Br // GROUP_ROWS
 
     @property
+    def consumer_rows(self) -> int:
+        """Rows of a tile from those of a consumer to those of the next."""
+        return GROUP_ROWS
+
+    @property
     def threads(self) -> int:
         return GROUP * (1 + self.consumers)
 

@@ -12,6 +12,7 @@ from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL, WgmmaSpec, within_re
 CONSUMERS = 2
 COLUMNS = CONSUMERS * GROUP_ROWS  # of a tile of S
 STAGES = 2  # row tiles in shared memory
+LARGEST_ATOMIC = 128  # the largest head dimension of a kernel that makes dQ too
 # Of a thread that produces, and of one that consumes; and where FlashAttention-1's consumers mask
 # rows of up to a panel whose heads share no K and V, and its producers do with fewer.
 REGISTERS, MORE_REGISTERS = (40, 232), (24, 240)
@@ -38,6 +39,11 @@ class WgmmaBackwardSpec(Spec):
     vector_adds: bool = True
     row_tiles: int = 2
     splits_queries: bool = False
+
+    @property
+    def wide(self) -> bool:
+        """Whether the consumers share columns, and make dV and dK (``WgmmaWideBackwardSpec``)."""
+        return False
 
     @property
     def consumers(self) -> int:
@@ -192,11 +198,75 @@ class WgmmaBackwardSpec(Spec):
         return 1
 
 
-def backward_rows(head_dim: int, atomic: bool = True) -> int:
-    """Rows of a tile: those with which dQ has as many parts of 64 x 64 as there are consumers;
-    without dQ 64, for P to be rounded early.
+@dataclass(frozen=True)
+class WgmmaWideBackwardSpec(WgmmaBackwardSpec):
+    """The same beyond d = 128, where dK and dV of 64 columns fill the registers of a warpgroup
+    each: both consumers take all 64 columns and all rows of a tile. One makes S, P and dV, the
+    other dP, dS and dK, and S passes through shared memory.
     """
-    return CONSUMERS * GROUP_ROWS // ceil_div(head_dim, PANEL) if atomic else GROUP_ROWS
+
+    @property
+    def wide(self) -> bool:
+        return True
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        return REGISTERS
+
+    @property
+    def rounds_early(self) -> bool:
+        return True
+
+    @property
+    def transposed(self) -> WgmmaSpec:
+        return _SharedRows(self.head_dim, self.Bc, self.Br, 4, self.Bc // 2, dtype=self.dtype)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where in shared memory Q and dO begin, in 16-bit elements, behind K and V; then S, and L
+        and D, in floats; and the barriers, in units of 8 bytes.
+        """
+        rows, columns, scores = self.tile_halves
+        at_q = 2 * columns
+        at_s = (at_q + 2 * STAGES * rows) // 2
+        at_l = at_s + STAGES * scores
+        return at_q, at_q + STAGES * rows, at_s, at_l, (at_l + 2 * STAGES * self.Br) // 2
+
+    @property
+    def barrier_of_scores(self) -> int:
+        """The first barrier of a full place of S."""
+        return 1 + 3 * STAGES
+
+    @property
+    def barriers(self) -> int:
+        return 1 + 4 * STAGES
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of one thread's parts of dK, of S and dP, and of dS in 16 bits."""
+        return self.column_registers + 2 * self.TM * self.TN + self.p_registers
+
+
+class _SharedRows(WgmmaSpec):
+    """Two consumers with the same rows."""
+
+    @property
+    def consumers(self) -> int:
+        return CONSUMERS
+
+    @property
+    def consumer_rows(self) -> int:
+        return 0
+
+
+def default_wgmma_backward_tiles(head_dim: int, atomic: bool = True) -> Tiles:
+    """Block sizes of the backward kernel on Hopper's tensor cores: rows with which dQ has as many
+    parts of 64 x 64 as there are consumers; without dQ 64, for P to be rounded early.
+    """
+    if head_dim > LARGEST_ATOMIC:
+        return Tiles(GROUP_ROWS, GROUP_ROWS)
+    parts = ceil_div(head_dim, PANEL) if atomic else CONSUMERS
+    return Tiles(CONSUMERS * GROUP_ROWS // parts, COLUMNS)
 
 
 def select_wgmma_backward_spec(
@@ -205,16 +275,18 @@ def select_wgmma_backward_spec(
     """The specialisation of a backward kernel on Hopper's tensor cores for ``tiles``, with the
     fields ``facts`` beside the sizes; ``shared_limit`` in bytes a block. ``atomic``: it makes dQ.
 
-    Raises ValueError for other tiles than 128 columns and as many rows as head_dim asks for,
-    another number of threads, and what does not fit shared memory.
+    Raises ValueError for other tiles than ``default_wgmma_backward_tiles``, another number of
+    threads, and what does not fit shared memory.
     """
-    Br = backward_rows(head_dim, atomic)
-    if (tiles.Br, tiles.Bc) != (Br, COLUMNS):
+    allowed = default_wgmma_backward_tiles(head_dim, atomic)
+    Br, Bc = allowed.Br, allowed.Bc
+    if (tiles.Br, tiles.Bc) != (Br, Bc):
         raise ValueError(
             f"tiles: Br={tiles.Br}, Bc={tiles.Bc} on Hopper's tensor cores at "
-            f"head_dim={head_dim}, backward: allowed is Br={Br}, Bc={COLUMNS}"
+            f"head_dim={head_dim}, backward: allowed is Br={Br}, Bc={Bc}"
         )
-    spec = WgmmaBackwardSpec(head_dim, Br, COLUMNS, 4, GROUP_ROWS, **facts)  # type: ignore[arg-type]
+    kind = WgmmaWideBackwardSpec if head_dim > LARGEST_ATOMIC else WgmmaBackwardSpec
+    spec = kind(head_dim, Br, Bc, 4, GROUP_ROWS, **facts)  # type: ignore[arg-type]
     if tiles.threads not in (None, spec.threads):
         raise ValueError(
             f"tiles: threads={tiles.threads} does not fit Br={Br} on Hopper's tensor cores, "
@@ -222,15 +294,10 @@ def select_wgmma_backward_spec(
         )
     if spec.shared_bytes > shared_limit:
         raise ValueError(
-            f"tiles: Br={Br}, Bc={COLUMNS} at head_dim={head_dim} needs {spec.shared_bytes} bytes "
+            f"tiles: Br={Br}, Bc={Bc} at head_dim={head_dim} needs {spec.shared_bytes} bytes "
             f"of shared memory, the device has {shared_limit} a block"
         )
     return spec
-
-
-def default_wgmma_backward_tiles(head_dim: int, atomic: bool = True) -> Tiles:
-    """Block sizes of the backward kernel on Hopper's tensor cores."""
-    return Tiles(backward_rows(head_dim, atomic), COLUMNS)
 
 
 @dataclass(frozen=True)

@@ -18,19 +18,18 @@ from fa_numba.intrinsics.mbarrier import mbarrier_tile, wait_mbarrier
 from fa_numba.intrinsics.shared import half_tile, shared_tile
 from fa_numba.intrinsics.warpgroup import give_registers, take_registers
 from fa_numba.kernels.mma.fa2_backward import WARPS, make_round_rows, make_row_sums
+from fa_numba.kernels.wgmma.fa2_backward_wide import make_wide_backward
 from fa_numba.parts.wgmma import parts
 
 __all__ = ["WARPS", "make_backward", "make_query_gradients", "make_round_rows", "make_row_sums"]
 
 
 @cache
-def make_backward(spec, atomic=True):
-    """The kernel, over (Tc, Hk, B) blocks; without ``atomic`` dQ is ``make_query_gradients``'s."""
-    p, Br, Bc, (NQ, NK, NS) = parts(spec), spec.Br, spec.Bc, spec.tile_halves
-    RS, RP, RQ = spec.TM * spec.TN, spec.p_registers, spec.query_registers
-    RK, EARLY, (FEW, MANY) = spec.column_registers, spec.rounds_early, spec.registers
-    AT_Q, AT_DO, AT_DS, AT_DQ, AT_L, BARRIER_0 = spec.places
-    NQS, NSS, NDQ, NL, BARRIERS = 2 * NQ, 2 * NS, spec.query_floats, 4 * Br, spec.barriers
+def make_producers(spec):
+    """``produce``, by a thread: Kj and Vj, and row tiles; ``produce_values``, by two warps: their L
+    and D.
+    """
+    p, Br, Bc, NQ = parts(spec), spec.Br, spec.Bc, spec.tile_halves[0]
     FULL_KV, FULL_Q, FULL_DO, EMPTY = spec.barrier_places
 
     @device_function
@@ -69,6 +68,22 @@ def make_backward(spec, atomic=True):
             p.load_values(sL, at, L[b, h], D[b, h], i0, Nq, bars, full)
             stage, parity = p.next_stage(stage, parity)
             h, i0 = p.next_visit(h, i0, i_first, i_end)
+
+    return produce, produce_values
+
+
+@cache
+def make_backward(spec, atomic=True):
+    """The kernel, over (Tc, Hk, B) blocks; without ``atomic`` dQ is ``make_query_gradients``'s."""
+    produce, produce_values = make_producers(spec)
+    if spec.wide:
+        return make_wide_backward(spec, produce, produce_values)
+    p, Br, Bc, (NQ, NK, NS) = parts(spec), spec.Br, spec.Bc, spec.tile_halves
+    RS, RP, RQ = spec.TM * spec.TN, spec.p_registers, spec.query_registers
+    RK, EARLY, (FEW, MANY) = spec.column_registers, spec.rounds_early, spec.registers
+    AT_Q, AT_DO, AT_DS, AT_DQ, AT_L, BARRIER_0 = spec.places
+    NQS, NSS, NDQ, NL, BARRIERS = 2 * NQ, 2 * NS, spec.query_floats, 4 * Br, spec.barriers
+    FULL_KV, FULL_Q, FULL_DO, EMPTY = spec.barrier_places
 
     @device_function
     def consume(sK, sV, sQ, sdO, sdS, sdQ, sL, bars, Q, K, A, dK, dV, scale, scale_log2, group,

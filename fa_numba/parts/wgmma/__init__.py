@@ -16,6 +16,7 @@ from fa_numba.parts.wgmma import (
     sweep,
     tile_load,
     turns,
+    wide,
 )
 from fa_numba.tiling import WgmmaBackwardSpec, WgmmaFa1Spec, WgmmaSweepSpec
 
@@ -29,11 +30,13 @@ _MODULES = (
 def parts(spec):
     """The device functions of a kernel for ``spec``: ``p.NAME`` is ``make_NAME(spec)``, in a
     backward kernel that of ``backward.py`` where there is one, in FlashAttention-1's that of
-    ``passes.py`` before it, forward that of ``state.py``; in a second sweep that of ``sweep.py``.
+    ``passes.py`` before it, and beyond d = 128 that of ``wide.py``; forward that of ``state.py``;
+    in a second sweep that of ``sweep.py``.
     """
     own: tuple[ModuleType, ...] = ()
     if isinstance(spec, WgmmaBackwardSpec):
-        own = (passes, backward) if spec.row_tiles == 3 else (backward,)
+        before = (passes,) if spec.row_tiles == 3 else (wide,) if spec.wide else ()
+        own = (*before, backward)
     elif isinstance(spec, WgmmaSweepSpec):
         own = (sweep,)
     elif isinstance(spec, WgmmaFa1Spec):

@@ -167,11 +167,24 @@ def make_softmax_from_lse(spec):
     """``softmax_from_lse(rS, scale, sL, at, ty)``: ST to PT = exp(ST - L), as in ``softmax``; with
     a cap nothing: ``score_gradients`` does it then.
     """
-    TM, TN, folds, softcap = spec.TM, spec.TN, spec.folds_scale, spec.features.softcap
+    if not spec.features.softcap:
+        return softmax_of(spec)
 
     @device_function
     def softmax_from_lse(rS, scale, sL, at, ty):
-        for m in range(0 if softcap else TM // 4):
+        pass
+
+    return softmax_from_lse
+
+
+@cache
+def softmax_of(spec):
+    """The same, with a cap too."""
+    TM, TN, folds = spec.TM, spec.TN, spec.folds_scale
+
+    @device_function
+    def softmax_from_lse(rS, scale, sL, at, ty):
+        for m in range(TM // 4):
             shifts = load4(sL, uint32(at + 16 * m + 4 * ty))
             for n in range(4):
                 for j in range(TN):

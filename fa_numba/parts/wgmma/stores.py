@@ -19,7 +19,7 @@ from fa_numba.parts.rows import make_write_values
 from fa_numba.parts.splits import writes_split
 from fa_numba.parts.wgmma.tile_load import end_of
 from fa_numba.parts.wgmma.turns import make_meet
-from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
+from fa_numba.tiling.wgmma import PANEL
 
 
 @cache
@@ -83,12 +83,12 @@ def _make_round_rows(spec):
     sQ, whose place it gives; there for the copy engine.
     """
     TM, DN4, Br, STEP = spec.TM, 4 * spec.DN, spec.Br, spec.row_step
-    meet = make_meet(spec)
+    meet, ROWS = make_meet(spec), spec.consumer_rows
     pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
 
     @device_function
     def round_rows(rO, sQ, at, w, ty, tx):
-        own = uint32(at + PANEL * GROUP_ROWS * w)
+        own = uint32(at + PANEL * ROWS * w)
         exchange = uint32(8 * (ty % 8))  # the copy engine's swizzle
         for i in range(TM):
             row = uint32(own + PANEL * (ty + STEP * i) + 2 * tx)
