@@ -54,6 +54,8 @@ for _names in (LABELS, BACKWARD_LABELS):
     _names[HOPPER] = "FA-2 on wgmma"
     _names[HOPPER_FA1] = "FA-1 on wgmma"
     _names[HOPPER_SPLITS] = "FA-1 on wgmma, query splits"
+    _names["fa2-mma-splits"] = "FA-2, columns split"
+    _names["fa2-wgmma-splits"] = "FA-2 on wgmma, columns split"
 
 
 def algorithm(series: str) -> str:

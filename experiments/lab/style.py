@@ -53,6 +53,8 @@ MARKERS = {
 for _looks in (COLOURS, MARKERS):
     _looks |= {name.replace("-simt", "-mma"): look for name, look in _looks.items()}
 COLOURS["fa2-wgmma"], MARKERS["fa2-wgmma"] = "#7A1FA2", "h"
+COLOURS["fa2-mma-splits"], MARKERS["fa2-mma-splits"] = "#8BC34A", "<"
+COLOURS["fa2-wgmma-splits"], MARKERS["fa2-wgmma-splits"] = "#CE93D8", "p"
 COLOURS["fa1-wgmma"], MARKERS["fa1-wgmma"] = "#1A237E", "H"
 COLOURS["fa1-wgmma-splits"], MARKERS["fa1-wgmma-splits"] = "#5C6BC0", "8"
 WIDTH = 10.0  # inches; a README shows it about 800 pixels wide

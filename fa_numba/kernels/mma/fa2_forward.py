@@ -110,5 +110,6 @@ Shared memory, 16-bit elements:  (Br + 2 stages Bc) d
     in bytes at the default tiles:  49152 (d=64, 128 x 128), 65536 (d=128, 128 x 64), 98304
     (d=256, 64 x 64)
 Accesses, elements per head:  loads Nq d + 2 Tr Nk d, stores Nq d + Nq; with a causal mask only the
-    K/V tiles that row tile i sees.
+    K/V tiles that row tile i sees. With S splits Q is loaded S times, and in place of O and L leave
+    S (Nq d + 2 Nq), for merge_splits.
 """

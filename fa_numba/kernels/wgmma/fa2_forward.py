@@ -205,5 +205,6 @@ Shared memory, 16-bit elements, d rounded up to 64:  (stages of Q) Br d + 2 stag
     (d=128, 128 x 128), 229376 (d=256, 128 x 80, one stage of Q)
 Accesses, elements per head:  loads Nq d + 2 Tr Nk d, stores Nq d + Nq; with a causal mask only the
     K/V tiles that row tile i sees. Where the query heads of a K/V head share row tiles, rows of Q
-    being few, 2 Tr Nk d for all of them, Tr of all their rows.
+    being few, 2 Tr Nk d for all of them, Tr of all their rows. With S splits Q is loaded S times,
+    and in place of O and L leave S (Nq d + 2 Nq), for merge_splits.
 """

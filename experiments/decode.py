@@ -1,0 +1,270 @@
+"""Few rows of Q on a long cache: Flash-Decoding's micro-benchmark, columns in parallel (C21)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fa_numba import device
+from fa_numba.problem import Problem
+
+from .lab import bandwidth, calls, peers, precompile, tables
+from .lab.options import Bench, Options
+from .lab.series import HOPPER, LABELS, call, plan, row_fields, unit
+from .lab.store import Row
+from .lab.tables import Table
+from .lab.timing import FEWEST, Gate, attempt, time_call
+from .lab.workloads import Inputs
+
+NAME = "decode"
+TITLE = "decoding: few rows of Q on a long cache"
+DESCRIPTION = (
+    "Time of one forward call, fp16, of 1 to 16 rows of Q on caches of 1k to 128k keys, batch 1 to "
+    "64, one to eight query heads for each K/V head, d=64 and 128: one block a row tile, columns "
+    "split over blocks, and torch's kernels; K and V once over the time, beside what a kernel that "
+    "only reads reaches."
+)
+NEEDS_GPU = True
+REPEATS, SECONDS = 20, 0.1
+PROTOCOL = (
+    f"{REPEATS} repeats, cut to {SECONDS:g} s, {FEWEST} at least; bandwidth: bytes of K and V once "
+    "over the median time; read: what a kernel reads of 4 GiB, larger than the caches; K and V "
+    "of all heads are those of two, again and again, queries are all drawn; not causal"
+)
+
+HEADS = 32
+GROUPS = (1, 4, 8)
+TOKENS = 65536  # batch times keys
+# (batch, keys): so many tokens, then one sequence, shorter and longer.
+CACHES = tuple((TOKENS // N, N) for N in (1024, 4096, 16384, 65536))
+ALONE = (1024, 4096, 16384, 131072)
+ROWS, ROWS_AT = (1, 2, 4, 8, 16), (4, 16384)
+SPLITS = {"fa2-mma": "fa2-mma-splits", HOPPER: "fa2-wgmma-splits"}
+OURS = tuple(itertools.chain(*SPLITS.items()))
+PEERS = (peers.FLASH, peers.CUDNN)
+READ, READ_BYTES = "read", 2**32
+# From here on K and V do not stay in the L2 cache, and a call is longer than its launches.
+LARGE_BYTES = 64 * 2**20
+
+
+def _problem(batch: int, group: int, rows: int, keys: int, d: int = 128) -> Problem:
+    return Problem(batch, HEADS, HEADS // group, rows, keys, d, dtype="float16")
+
+
+def problems(options: Options) -> list[Problem]:
+    """What is measured: caches of equal size, one sequence, more rows of Q, and d=64."""
+    if options.quick:
+        return [_problem(2, group, 1, 2048) for group in (1, 8)]
+    found = [_problem(B, group, 1, N) for group in GROUPS for B, N in CACHES]
+    found += [_problem(1, group, 1, N) for group in GROUPS for N in ALONE]
+    found += [_problem(ROWS_AT[0], 4, rows, ROWS_AT[1]) for rows in ROWS]
+    found += [_problem(B, 4, 1, N, 64) for B, N in CACHES]
+    if options.seqlens:
+        found = [p for p in found if p.seqlen_k in options.seqlens]
+    if options.head_dims:
+        found = [p for p in found if p.head_dim in options.head_dims]
+    return list(dict.fromkeys(found))
+
+
+def cache_bytes(row: Row | Problem) -> int:
+    """Bytes of K and V, 16 bits an element."""
+    return 4 * row.batch * row.heads_k * row.seqlen_k * row.head_dim
+
+
+def _own(series: str) -> dict[str, Any]:
+    return {"kv_splits": "auto" if series in SPLITS.values() else 1}
+
+
+def measure(options: Options, bench: Bench) -> Iterator[Row]:
+    """Times of all series at each problem, results checked first."""
+    assert bench.machine is not None
+    if not peers.available():
+        bench.say("  no torch with CUDA here: its kernels are not measured")
+    every = problems(options)
+    hopper = device.compute_capability() == (9, 0)
+    ours = [s for s in OURS if hopper or unit(s) != "wgmma"]
+    planned = (
+        each for p in every for s in ours for each in precompile.calls(s, p, "fwd", **_own(s))
+    )
+    precompile.compile_ahead(planned, bench)
+    yield _read(options, bench.machine)
+    inputs = Inputs()
+    for problem in bench.each(every, "timing"):
+        arrays = _arrays(problem, inputs)
+        gate, failure = attempt(Gate, problem, *arrays)
+        for series in (*ours, *(PEERS if peers.available() else ())):
+            yield from _timed(series, problem, arrays, gate, failure, bench.machine)
+        device.release_memory()
+        peers.release()
+
+
+def _read(options: Options, machine: str) -> Row:
+    """What a kernel reaches that only reads."""
+
+    def work() -> bandwidth.Speed:
+        nbytes = READ_BYTES // (8 if options.quick else 1)
+        return bandwidth.measure_global(bandwidth.ones(nbytes), nbytes, REPEATS // 2)
+
+    speed, failure = attempt(work)
+    value = {} if speed is None else {"p20": speed.p20, "p80": speed.p80, "n": speed.n}
+    return Row(
+        machine=machine,
+        experiment=NAME,
+        series=READ,
+        source="measured",
+        metric="bandwidth",
+        unit="TB/s",
+        value=None if speed is None else speed.median,
+        note=failure,
+        **value,
+        **row_fields(_problem(1, 1, 1, 1)),  # of none
+    )
+
+
+def _arrays(problem: Problem, inputs: Inputs) -> tuple[Any, ...]:
+    """q, k and v on the GPU: queries are all drawn, K and V are two heads again and again."""
+    heads = min(2, problem.heads_k)
+    (q, _, _) = inputs(replace(problem, heads_k=problem.heads_q, seqlen_k=1))
+    (_, k, v) = inputs(replace(problem, batch=1, heads_q=heads, heads_k=heads))
+    k, v = peers.repeated((k, v), problem.dtype, problem.heads_k // heads, axis=1)
+    if peers.available():
+        k, v = (x.repeat(problem.batch, 1, 1, 1) for x in (k, v))
+    else:
+        k, v = peers.repeated(tuple(x.copy_to_host() for x in (k, v)), problem.dtype, problem.batch)
+    return *peers.on_device((q,), problem.dtype), k, v
+
+
+def _timed(
+    series: str, problem: Problem, arrays: tuple, gate: Any, failure: str, machine: str
+) -> Iterator[Row]:
+    common: dict[str, Any] = {"machine": machine, "experiment": NAME, "series": series}
+    common |= row_fields(problem)
+    note, timing = "", None
+    if not calls.theirs(series):
+        planned, failure = attempt(plan, series, problem, **_own(series))
+        if planned is not None:
+            note = f"kv_splits={planned.kv_splits}"
+            common |= {"Br": planned.tiles.Br, "Bc": planned.tiles.Bc}
+
+    def work() -> Any:
+        if calls.theirs(series):
+            run = peers.call(series, problem, *arrays)
+            return time_call(run, gate.peer, REPEATS, SECONDS)
+        run = call(series, problem, *arrays, **_own(series))
+        return time_call(run, gate, REPEATS, SECONDS)
+
+    if not failure:
+        timing, failure = attempt(work)
+    yield calls.time_row(timing, failure, note, **common)
+    value = None if timing is None else cache_bytes(problem) / timing.median / 1e9
+    note = f"{note}; {failure}" if failure else note
+    common |= {"source": "measured", "metric": "bandwidth", "unit": "TB/s", "note": note}
+    yield Row(value=value, **common)
+
+
+# --- figure and table ------------------------------------------------------------------------
+
+Place = tuple[int, int, int, int, int, int]  # batch, Hq, Hk, rows, keys, d
+
+
+def place(row: Row) -> Place:
+    return (
+        row.batch, row.heads_q, row.heads_k, row.seqlen_q, row.seqlen_k, row.head_dim
+    )  # fmt: skip
+
+
+def read_bandwidth(rows: Sequence[Row]) -> float | None:
+    """TB/s of the kernel that only reads, where it was measured."""
+    found = [row.value for row in rows if row.series == READ and row.value]
+    return found[-1] if found else None
+
+
+def by_place(rows: Sequence[Row], metric: str) -> dict[Place, dict[str, Row]]:
+    """Place -> series -> its row of the metric."""
+    found: dict[Place, dict[str, Row]] = {}
+    for row in rows:
+        if row.metric == metric and row.source == "measured" and row.series != READ:
+            found.setdefault(place(row), {})[row.series] = row
+    return found
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """TB/s of K and V over the keys of a sequence: a column for each number of query heads that
+    share them, caches of equal size above, one sequence below.
+    """
+    from .lab import style
+
+    found, read = by_place(rows, "bandwidth"), read_bandwidth(rows)
+    lines = (
+        (f"batch x keys = {TOKENS // 1024}k", lambda p: p[0] * p[4] == TOKENS),
+        ("one sequence", lambda p: p[0] == 1),
+    )
+    mine = {p: x for p, x in found.items() if p[3] == 1 and p[5] == 128}
+    groups = sorted({p[1] // p[2] for p in mine})
+    if not groups:
+        return None
+    figure, axes = style.new(len(lines), len(groups), 7.0, sharey=True)
+    for across, (title, belongs) in zip(axes, lines, strict=True):
+        for group, ax in zip(groups, across, strict=True):
+            here = {p: x for p, x in mine.items() if belongs(p) and p[1] // p[2] == group}
+            ax.set_title(f"{title}, {'a head' if group == 1 else f'{group} heads'} for K and V")
+            if not here:
+                style.empty(ax, "not measured")
+                continue
+            for series in (*OURS, *PEERS):
+                points = sorted((p[4], x[series].value) for p, x in here.items() if series in x)
+                points = [(N, value) for N, value in points if value is not None]
+                if points:
+                    looks = {"color": style.COLOURS[series], "marker": style.MARKERS[series]}
+                    ls = "--" if series in SPLITS else "-"
+                    ax.plot(*zip(*points, strict=True), ls=ls, label=LABELS[series], **looks)
+            if read:
+                ax.axhline(read, color="#555555", lw=0.9, ls=":", label="a kernel that only reads")
+            style.sizes(ax, sorted({p[4] for p in here}), "keys")
+            ax.set_ylim(bottom=0)
+        across[0].set_ylabel("K and V, TB/s")
+    handles = style.handles(axes)
+    figure.legend(handles.values(), handles, loc="outside upper center", ncols=3)
+    return figure
+
+
+def _best_of_torch(found: dict[str, Row]) -> float | None:
+    times = [found[s].value for s in PEERS if s in found]
+    known = [t for t in times if t is not None]
+    return min(known) if known else None
+
+
+def table(rows: Sequence[Row]) -> Table | None:
+    """Microseconds of each series, a line for each problem; the share of the read bandwidth, and
+    the best of torch's times over the best of ours.
+    """
+    times, read = by_place(rows, "time"), read_bandwidth(rows)
+    series = [s for s in (*OURS, *PEERS) if any(s in found for found in times.values())]
+    lines = []
+    for at in sorted(times, key=lambda p: (p[5], p[1] // p[2], p[3], p[4], p[0])):
+        found = times[at]
+        batch, heads_q, heads_k, Nq, Nk, d = at
+        moved = 4 * batch * heads_k * Nk * d
+        cells = [tables.cell(found.get(s), lambda t: f"{1e3 * t:.0f}") for s in series]
+        ours = [found[s].value for s in OURS if s in found]
+        known = [t for t in ours if t is not None]
+        best, theirs = min(known, default=None), _best_of_torch(found)
+        share = f"{moved / best / 1e9 / read:.2f}" if best and read else tables.MISSING
+        gain = f"{theirs / best:.2f}" if best and theirs else tables.MISSING
+        split = {found[s].note.partition(";")[0] for s in SPLITS.values() if s in found}
+        splits = ", ".join(sorted(n.removeprefix("kv_splits=") for n in split)) or tables.MISSING
+        sizes = [f"{batch}", f"{heads_q}/{heads_k}", f"{Nq}", f"{Nk}", f"{d}"]
+        lines.append([*sizes, f"{moved / 2**20:.0f}", *cells, splits, share, gain])
+    if not lines:
+        return None
+    header = ["batch", "Hq/Hk", "rows", "keys", "d", "K and V, MiB"]
+    header += [LABELS[s] for s in series]
+    header += ["blocks a row tile", "best of ours, share of read", "torch / best of ours"]
+    caption = (
+        "Microseconds of a forward call, fp16. The share is of what a kernel reaches that only "
+        f"reads{f', {read:.2f} TB/s' if read else ', which was not measured'}; K and V below "
+        f"{LARGE_BYTES >> 20} MiB are read in less time than launches take."
+    )
+    return Table(caption, tables.markdown(header, lines))

@@ -1,0 +1,90 @@
+"""The decoding benchmark: what it measures, draws and tabulates, without and with rows."""
+
+import pytest
+
+from experiments import decode
+from experiments.lab import calls, timing
+from experiments.lab.options import Options
+from experiments.lab.series import row_fields
+from experiments.lab.store import Row
+from fa_numba import bounds
+
+
+def synthetic(missing=(), read=4.0):
+    """Ours read at 2 TB/s, split at 3.5; torch's at 3."""
+    rows = []
+    speeds = {s: 3.5 if s in decode.SPLITS.values() else 2.0 for s in decode.OURS}
+    speeds |= dict.fromkeys(decode.PEERS, 3.0)
+    for problem in decode.problems(Options()):
+        for series, speed in speeds.items():
+            if series in missing:
+                continue
+            ms = decode.cache_bytes(problem) / speed / 1e9
+            timed = timing.Timing(ms, ms, ms, 10, 0.0)
+            common = {"machine": "some-gpu", "experiment": decode.NAME, "series": series}
+            common |= row_fields(problem)
+            note = "kv_splits=8" if series in decode.SPLITS.values() else ""
+            rows.append(calls.time_row(timed, "", note, **common))
+            how = {"metric": "bandwidth", "unit": "TB/s", "source": "measured"}
+            rows.append(Row(value=speed, note=note, **how, **common))
+    if read:
+        common = {"machine": "some-gpu", "experiment": decode.NAME, "series": decode.READ}
+        common |= row_fields(decode._problem(1, 1, 1, 1))
+        how = {"metric": "bandwidth", "unit": "TB/s", "source": "measured"}
+        rows.append(Row(value=read, **how, **common))
+    return rows
+
+
+def test_nothing_measured_is_nothing_drawn():
+    assert decode.draw([]) is None and decode.table([]) is None
+    only_read = [row for row in synthetic() if row.series == decode.READ]
+    assert decode.draw(only_read) is None and decode.table(only_read) is None
+
+
+def test_the_grid_is_the_benchmarks():
+    every = decode.problems(Options())
+    assert len(set(every)) == len(every)
+    assert {p.batch for p in every} == {1, 4, 16, 64}
+    assert {p.seqlen_k for p in every} == {1024, 4096, 16384, 65536, 131072}
+    assert {p.group for p in every} == {1, 4, 8} and {p.head_dim for p in every} == {64, 128}
+    assert {p.seqlen_q for p in every} == {1, 2, 4, 8, 16}
+    assert max(map(decode.cache_bytes, every)) <= 2**31
+    assert all(p.head_dim == 64 for p in decode.problems(Options(head_dims=(64,))))
+    # Columns are split somewhere, on both units, and nowhere unless asked for.
+    with bounds.DEVICES["H200"].planning():
+        for series, own in decode.SPLITS.items():
+            found = [decode.plan(own, p, **decode._own(own)).kv_splits for p in every]
+            assert max(found) > 8 and min(found) == 1
+            assert {decode.plan(series, p, **decode._own(series)).kv_splits for p in every} == {1}
+
+
+def test_the_table_has_shares_and_the_best_of_torch():
+    table = decode.table(synthetic())
+    assert "4.00 TB/s" in table.caption
+    header, _, *lines = table.body.splitlines()
+    assert len(lines) == len(decode.problems(Options()))
+    for line in lines:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert cells[-3:] == ["8", "0.88", "1.17"]
+    assert "FA-2 on wgmma, columns split" in header
+
+
+def test_what_was_not_measured_is_said():
+    rows = synthetic(missing=(*decode.PEERS, "fa2-wgmma", "fa2-wgmma-splits"), read=None)
+    table = decode.table(rows)
+    assert "not measured" in table.caption and "torch cuDNN" not in table.body
+    for line in table.body.splitlines()[2:]:
+        assert [cell.strip() for cell in line.strip("|").split("|")][-2:] == ["-", "-"]
+    failed = [row for row in rows if row.batch == 1 and row.heads_k == 32]
+    rows = [row for row in rows if row not in failed and row.batch != 1]
+    figure = decode.draw(rows)
+    assert any("not measured" in t.get_text() for ax in figure.axes for t in ax.texts)
+
+
+@pytest.mark.parametrize("read", [4.0, None])
+def test_the_figure_has_a_line_a_series(read):
+    figure = decode.draw(synthetic(read=read))
+    assert len(figure.axes) == 6
+    for ax in figure.axes:
+        lines = [line for line in ax.lines if line.get_label()[0] != "_"]
+        assert len(lines) == 6 + bool(read)
