@@ -233,7 +233,6 @@ def test_the_kernel_that_appends_compiles_within_its_budgets(case):
     assert ("st.global.v4" in ptx) == aligned
 
 
-
 SPLIT_CASES = [
     # unit, arch, head_dim, heads that share a tile, options
     ("mma", "sm_80", 128, 8, ()),

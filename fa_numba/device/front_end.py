@@ -260,7 +260,7 @@ def _variables_by_type(find: Callable) -> Callable:
         if issubclass(cls, ir.var_types):
             return lambda value: [value]
         if issubclass(cls, ir.inst_types):
-            return cls.list_vars
+            return lambda value: value.list_vars()
         if issubclass(cls, (list, tuple)):
             return lambda value: [found for part in value for found in variables(part)]
         if issubclass(cls, dict):
