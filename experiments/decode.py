@@ -209,7 +209,7 @@ def draw(rows: Sequence[Row]) -> Any:
     for across, (title, belongs) in zip(axes, lines, strict=True):
         for group, ax in zip(groups, across, strict=True):
             here = {p: x for p, x in mine.items() if belongs(p) and p[1] // p[2] == group}
-            ax.set_title(f"{title}, {'a head' if group == 1 else f'{group} heads'} for K and V")
+            ax.set_title(f"{title}, Hq/Hk = {group}")
             if not here:
                 style.empty(ax, "not measured")
                 continue

@@ -789,6 +789,28 @@ def test_memory_is_taken_filled_used_and_freed_in_this_order(gpu):
         assert sums == rounded == [main["dK"].ctypes.data, main["dV"].ctypes.data]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_splits_leave_their_sums_to_the_merge(gpu, kept, dtype):
+    """A call over splits is kept as another is, its workspace taken anew for each."""
+    call = call_of("q", "k", "v", "out").changed("q k v out", dtype=dtype)
+    unit = "simt" if dtype == "float32" else "mma"
+    call = call.having(kv_splits=3, return_lse=False, algorithm="fa2", unit=unit)
+    for _ in range(2):
+        gpu.log.clear()
+        gpu.given.clear()
+        call.run(call.made("interface"))
+        what = [step[1].name if step[0] == "launch" else step[0] for step in gpu.log]
+        assert what == ["take", "fa2_forward", "merge_splits", "free"] and len(kept) == 1
+        taken, freed = gpu.log[0][1], gpu.log[-1][1]
+        forward, merge = gpu.given
+        heads = 1 if dtype == "float32" else 2  # in the rows of a tile
+        for name, last in (("A", (D,)), ("l", ()), ("m", ())):
+            mine = forward[name]
+            assert mine.ctypes.data == merge[name].ctypes.data
+            assert freed <= mine.ctypes.data <= freed + taken - mine.nbytes
+            assert mine.shape == (3, 2, 2 // heads, NQ * heads, *last)
+
+
 def test_launches_are_the_plans(gpu):
     for plain in (FORWARD, BACKWARD):
         for algorithm in ("standard", "fa1", "fa2"):

@@ -290,6 +290,22 @@ def test_the_stages_of_tiles_are_the_forward_passes(gpu, attention):
     check_both_passes(gpu, attention, leaves(dtype="float16"), tiles, backward=backward)
 
 
+@pytest.mark.parametrize("gradient", [True, False])
+def test_splits_are_the_forward_passes(gpu, attention, gradient):
+    tensors = {n: tensor(x, gradient=gradient) for n, x in zip("qkv", (Q, K, K), strict=True)}
+    out = attention(**tensors, kv_splits=3)
+    launched = [name for name, *_ in gpu.launches]
+    assert launched == ["fa2_forward", "merge_splits"]
+    if gradient:
+        out.backward(tensor(Q, gradient=False))
+        assert [name for name, *_ in gpu.launches][2:] == ["row_sums", "fa2_backward"]
+    for wrong in (0, 2.5):
+        with pytest.raises((ValueError, TypeError), match=f"kv_splits is {wrong}: allowed"):
+            attention(**tensors, kv_splits=wrong)
+    with pytest.raises(TypeError, match="kv_splits is no option here .flash_attention_2 has it"):
+        attention(**tensors, kv_splits=2, algorithm="fa1")
+
+
 def test_what_the_emulator_cannot_differentiate_it_does_not_begin(attention, monkeypatch):
     """A limit that the forward pass keeps; the backward pass takes 2.5 times its steps."""
     monkeypatch.setattr(devices, "launch", lambda *_: pytest.fail("something was launched"))
