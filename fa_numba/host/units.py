@@ -266,7 +266,7 @@ class Wgmma(Unit):
     staged = frozenset({("fa2", "fwd")})
     splits_columns = frozenset({("fa2", "fwd")})
     splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
-    # What its kernels are compiled for beside plain attention, and a largest head dimension of its own.
+    # What kernels are compiled for beside plain attention, and where some end at a head dimension.
     features: Mapping[tuple[str, str], tuple[str, ...]] = {
         ("fa1", "fwd"): ("causal", "window", "softcap", "q_lens"),
         ("fa2", "fwd"): (
