@@ -1,0 +1,277 @@
+"""K and V in the pages of a cache beside K and V in one piece (claim C22)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+import fa_numba
+from fa_numba import device
+from fa_numba.problem import Problem
+
+from .lab import calls, peers, precompile, tables
+from .lab.options import Bench, Options
+from .lab.series import row_fields
+from .lab.store import EMULATOR, Row
+from .lab.tables import Table
+from .lab.timing import Gate, attempt, time_call
+from .lab.workloads import SEED, Inputs
+
+NAME = "paged"
+TITLE = "a cache in pages beside keys and values in one piece"
+DESCRIPTION = (
+    "FlashAttention-2 over pages of 16 to 256 rows, in no order: how many bits differ from K and V "
+    "in one piece at the same tiles, and what the block table adds to the accesses, counted; the "
+    "time of a decoding step over that of one piece, from 1k to 64k keys, fp16, where there is a "
+    "GPU."
+)
+NEEDS_GPU = False
+# A row's page size stands in its note.
+SWEPT = ("note",)
+
+PAGE_SIZES = (16, 64, 128, 256)
+COUNTED = {"fa2-simt": "float32", "fa2-mma": "float16", "fa2-wgmma": "float16"}
+LENGTHS = (300, 77)  # of the two sequences that are counted
+ROWS, COUNTED_DIM = 5, 64
+TIMED = "fa2-mma"
+CONTEXTS, QUICK_CONTEXTS = (1024, 4096, 16384, 65536), (1024,)
+HEAD_DIM, BATCH, HEADS, KEY_HEADS = 128, 4, 16, 4
+ONE_PIECE = "one piece"
+# By which pages may be slower.
+ALLOWED = 0.05
+PROTOCOL = (
+    f"a decoding step of {BATCH} sequences, one query row each, {HEADS} heads that share "
+    f"{KEY_HEADS} of K and V; table and lengths on the GPU, tiles and splits as planned"
+)
+
+
+def place(page_size: int) -> str:
+    """What a row's note says of its pages; 0 stands for none."""
+    return f"pages of {page_size} rows" if page_size else ONE_PIECE
+
+
+def page_size_of(row: Row) -> int:
+    """The page size that a row's note names; 0 for one piece."""
+    return 0 if row.place == ONE_PIECE else int(row.place.split()[2])
+
+
+def in_pages(
+    k: np.ndarray, v: np.ndarray, page_size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """k and v (B, Hk, N, d) as pages in no order, N rounded up to whole ones, and the table."""
+    B, Hk, N, d = k.shape
+    each = -(-N // page_size)
+    order = np.random.default_rng(SEED).permutation(B * each)
+    found = []
+    for x in (k, v):
+        whole = np.zeros((B, Hk, each * page_size, d), x.dtype)
+        whole[:, :, :N] = x
+        apart = whole.reshape(B, Hk, each, page_size, d).swapaxes(1, 2)
+        pages = np.empty((B * each, Hk, page_size, d), x.dtype)
+        pages[order] = apart.reshape(pages.shape)
+        found.append(pages)
+    return found[0], found[1], order.reshape(B, each).astype(np.int32)
+
+
+def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """What differs and what the table costs, counted; times where there is a GPU."""
+    work = [(series, page_size) for series in COUNTED for page_size in PAGE_SIZES]
+    yield from bench.counted(work, "counting", _counted)
+    if bench.machine is None:
+        return
+    contexts = options.seqlens or (QUICK_CONTEXTS if options.quick else CONTEXTS)
+    d = (options.head_dims or (HEAD_DIM,))[0]
+    problems = [_step(N, d) for N in contexts]
+    ahead = [precompile.Call(TIMED, problem) for problem in problems]
+    for problem in problems:
+        for page_size in PAGE_SIZES:
+            paged, table = _paged_step(problem, page_size)
+            ahead.append(precompile.Call(TIMED, paged, {"block_table": table}))
+    precompile.compile_ahead(ahead, bench)
+    inputs = Inputs()
+    for problem in bench.each(problems, "timing"):
+        yield from _times(problem, inputs, bench.machine)
+
+
+def _step(N: int, d: int) -> Problem:
+    """A decoding step over N keys."""
+    return Problem(BATCH, HEADS, KEY_HEADS, 1, N, d, dtype="float16")
+
+
+def _paged_step(problem: Problem, page_size: int) -> tuple[Problem, tuple[int, int]]:
+    """The same over pages, and the table's shape."""
+    table = problem.batch, -(-problem.seqlen_k // page_size)
+    pages = (table[0] * table[1], problem.heads_k, page_size, problem.head_dim)
+    paged = Problem.from_shapes(
+        problem.q_shape, pages, dtype=problem.dtype, scale=problem.scale, block_table=table
+    )
+    return paged, table
+
+
+def _counted(series: str, page_size: int) -> Iterator[Row]:
+    """Of one small call on the emulator: elements of O and L that differ, bytes of the table over
+    those of K and V.
+    """
+    dtype, unit = COUNTED[series], series.split("-")[1]
+    B, N = len(LENGTHS), max(LENGTHS)
+    problem = Problem(B, 4, 2, ROWS, N, COUNTED_DIM, dtype=dtype, kv_lens=LENGTHS)
+    q, k, v = (x.astype(dtype) for x in Inputs()(problem))
+    k_pages, v_pages, table = in_pages(k, v, page_size)
+    with device.using("emulator"):
+        whole = fa_numba.plan(q.shape, k.shape, dtype=dtype, unit=unit, kv_lens=LENGTHS)
+        tiles = fa_numba.Tiles(whole.tiles.Br, whole.tiles.Bc, stages=whole.tiles.stages)
+        given: dict[str, Any] = {"kv_lens": LENGTHS, "unit": unit, "tiles": tiles}
+        given |= {"return_lse": True, "kv_splits": 1}
+        one = fa_numba.flash_attention_2(q, k, v, **given)
+    with fa_numba.count_accesses() as counts:
+        found = fa_numba.flash_attention_2(q, k_pages, v_pages, block_table=table, **given)
+    pairs = zip(found, one, strict=True)
+    differing = sum(
+        int((a.view(f"u{a.itemsize}") != b.view(a.dtype).view(f"u{a.itemsize}")).sum())
+        for a, b in pairs
+    )
+    of = counts.load_bytes
+    share = of["block_table"] / (of["K"] + of["V"])
+    common: dict[str, Any] = {"machine": EMULATOR, "experiment": NAME, "series": series}
+    common |= {"source": "counted", "note": place(page_size), **row_fields(problem)}
+    common |= {"Br": tiles.Br, "Bc": tiles.Bc}
+    yield Row(metric="difference", unit="elements", value=differing, **common)
+    yield Row(metric="table_share", unit="1", value=share, **common)
+
+
+def _times(problem: Problem, inputs: Inputs, machine: str) -> Iterator[Row]:
+    q, k, v = host = inputs(problem)
+    gate = Gate(problem, *host)
+    lengths = np.full(problem.batch, problem.seqlen_k, np.int32)
+    for page_size in (0, *PAGE_SIZES):
+
+        def work(page_size: int = page_size) -> Any:
+            options: dict[str, Any] = {"unit": TIMED.split("-")[1]}
+            arrays = host
+            if page_size:
+                *pages, table = in_pages(k, v, page_size)
+                arrays = (q, *pages)
+                (options["block_table"],) = peers.on_device((table,), "int32")
+                (options["kv_lens"],) = peers.on_device((lengths,), "int32")
+            given = peers.on_device(arrays, problem.dtype)
+
+            def run(out: Any = None) -> Any:
+                return fa_numba.flash_attention_2(*given, out=out, **options)
+
+            return time_call(run, gate)
+
+        timing, failure = attempt(work)
+        fields = {"experiment": NAME, "series": TIMED, **row_fields(problem)}
+        yield calls.time_row(timing, failure, place(page_size), machine=machine, **fields)
+        device.release_memory()
+        peers.release()
+
+
+# --- figure and table ------------------------------------------------------------------------
+
+
+def ratios(rows: Sequence[Row]) -> dict[int, dict[int, float]]:
+    """Page size -> context -> the time over pages over that of one piece."""
+    times: dict[int, dict[int, float]] = {}
+    for row in rows:
+        if row.metric == "time" and row.value is not None:
+            times.setdefault(page_size_of(row), {})[row.seqlen_k] = float(row.value)
+    whole = times.pop(0, {})
+    found = {
+        size: {N: t / whole[N] for N, t in sorted(by.items()) if N in whole}
+        for size, by in sorted(times.items())
+    }
+    return {size: by for size, by in found.items() if by}
+
+
+def counted(rows: Sequence[Row], metric: str) -> dict[str, dict[int, float]]:
+    """Series -> page size -> the counted number."""
+    found: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if (row.source, row.metric) == ("counted", metric) and row.value is not None:
+            found.setdefault(row.series, {})[page_size_of(row)] = float(row.value)
+    return found
+
+
+_LOOKS = {16: ("#D55E00", "o"), 64: ("#0072B2", "s"), 128: ("#009E73", "^"), 256: ("#7A1FA2", "D")}
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """Time over that of one piece over the context, and the table's share of the bytes."""
+    from .lab import style
+
+    timed, shares = ratios(rows), counted(rows, "table_share")
+    if not timed and not shares:
+        return None
+    figure, ((left, right),) = style.new(1, 2, 4.0)
+    left.set_title("a decoding step over pages, over one piece")
+    for size, by in timed.items():
+        colour, marker = _LOOKS[size]
+        label = place(size)
+        left.plot([*by], [*by.values()], color=colour, marker=marker, label=label)
+    if timed:
+        left.axhspan(1 - ALLOWED, 1 + ALLOWED, color="#888888", alpha=0.15, lw=0)
+        style.sizes(left, sorted({N for by in timed.values() for N in by}), "keys")
+        left.set_ylabel("time over one piece's")
+        left.legend()
+    else:
+        style.empty(left, "not measured here")
+    right.set_title("bytes of the table over those of K and V")
+    for series, by in shares.items():
+        sizes, values = zip(*sorted(by.items()), strict=True)
+        looks = {"color": style.COLOURS[series], "marker": style.MARKERS[series]}
+        looks["ls"] = "--" if series.endswith("simt") else "-"
+        right.plot(sizes, [100 * x for x in values], label=_label(series), **looks)
+    if shares:
+        style.sizes(right, sorted({n for by in shares.values() for n in by}), "rows a page")
+        right.set_ylabel("percent")
+        right.set_ylim(bottom=0)
+        right.legend()
+    else:
+        style.empty(right, "not counted")
+    return figure
+
+
+def _label(series: str) -> str:
+    units = {"simt": "fp32, CUDA cores", "mma": "fp16, mma", "wgmma": "fp16, wgmma"}
+    return units[series.split("-")[1]]
+
+
+def table(rows: Sequence[Row]) -> Table | None:
+    """A line for each page size: what differs, the table's share, times over one piece's."""
+    differing, shares = counted(rows, "difference"), counted(rows, "table_share")
+    timed = ratios(rows)
+    sizes = sorted({n for by in differing.values() for n in by} | set(timed))
+    if not sizes:
+        return None
+    lines = [
+        [
+            str(size),
+            *(_cell(differing.get(s, {}), size, "{:.0f}") for s in COUNTED),
+            *(_cell(shares.get(s, {}), size, "{:.2%}") for s in COUNTED),
+            _over(timed.get(size), median),
+            _over(timed.get(size), max),
+        ]
+        for size in sizes
+    ]
+    units = [series.split("-")[1] for series in COUNTED]
+    header = ["rows a page", *(f"elements that differ, {unit}" for unit in units)]
+    header += [f"table's bytes, {unit}" for unit in units]
+    header += ["time over one piece's, median", "worst"]
+    caption = (
+        f"Counted: two sequences of {LENGTHS[0]} and {LENGTHS[1]} keys, {ROWS} rows of Q, "
+        f"d={COUNTED_DIM}; elements of O and L whose bits differ from one piece, and the block "
+        f"table's bytes over those of K and V. Time: {PROTOCOL}."
+    )
+    return Table(caption, tables.markdown(header, lines))
+
+
+def _cell(by: Mapping[int, float], size: int, form: str) -> str:
+    return form.format(by[size]) if size in by else tables.MISSING
+
+
+def _over(by: Mapping[int, float] | None, of: Any) -> str:
+    return f"{of(by.values()):.3f}" if by else tables.MISSING

@@ -1,0 +1,110 @@
+"""The experiment on pages: its rows, counted and measured, figure and table."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import fa_numba
+from experiments import paged
+from experiments.lab import peers, report, timing
+from experiments.lab.options import Bench, Options
+from experiments.lab.series import row_fields
+from experiments.lab.store import EMULATOR, Recorder, Row, Store
+
+
+def counted():
+    return [
+        row
+        for series, page_size in (("fa2-mma", 16), ("fa2-simt", 64))
+        for row in paged._counted(series, page_size)
+    ]
+
+
+def timed(machine="some-gpu"):
+    """One piece takes a microsecond for 1024 keys, pages of n rows 1 + 1 / n of that."""
+    rows = []
+    for N in paged.CONTEXTS:
+        common = {"machine": machine, "experiment": paged.NAME, "series": paged.TIMED}
+        common |= {"source": "measured", "metric": "time", "unit": "ms"}
+        for size in (0, *paged.PAGE_SIZES):
+            value = N / 1024 * (1 + (1 / size if size else 0))
+            fields = row_fields(paged._step(N, 128))
+            rows.append(Row(value=value, note=paged.place(size), **common, **fields))
+    return rows
+
+
+def test_pages_in_no_order_hold_every_row():
+    k, v = np.random.default_rng(0).standard_normal((2, 2, 3, 40, 4))
+    k_pages, v_pages, table = paged.in_pages(k, v, 16)
+    assert table.shape == (2, 3) and sorted(table.ravel()) == list(range(6))
+    for x, pages in ((k, k_pages), (v, v_pages)):
+        found = np.concatenate([pages[table[:, n]] for n in range(3)], axis=2)
+        np.testing.assert_array_equal(found[:, :, :40], x)
+        assert not found[:, :, 40:].any()
+
+
+def test_no_bit_differs_and_the_table_is_little():
+    rows = counted()
+    assert {row.machine for row in rows} == {EMULATOR}
+    for series, size in (("fa2-mma", 16), ("fa2-simt", 64)):
+        assert paged.counted(rows, "difference")[series] == {size: 0}
+        assert 0 < paged.counted(rows, "table_share")[series][size] < 0.01
+
+
+def test_ratios_are_over_one_piece_at_the_same_context():
+    rows = timed()
+    found = paged.ratios(rows)
+    assert list(found) == list(paged.PAGE_SIZES)
+    assert found[16] == {N: pytest.approx(1 + 1 / 16) for N in paged.CONTEXTS}
+    failed = [replace(r, value=None) if paged.page_size_of(r) == 0 else r for r in rows]
+    assert paged.ratios(failed) == {}
+    assert [paged.page_size_of(row) for row in rows[:3]] == [0, 16, 64]
+
+
+def test_the_figure_and_the_table_take_any_part_of_the_rows():
+    whole = counted() + timed()
+    for rows in (whole, counted(), timed()):
+        figure, table = paged.draw(rows), paged.table(rows)
+        texts = [text.get_text() for ax in figure.axes for text in ax.texts]
+        assert ("not measured here" in texts) == (rows[0].source == "counted" and rows != whole)
+        assert ("not counted" in texts) == (rows[0].source == "measured")
+        assert "| 16 |" in table.body
+    body = paged.table(whole).body.splitlines()
+    assert body[2].split("|")[-3:-1] == [" 1.062 ", " 1.062 "]
+    assert paged.draw([]) is None and paged.table([]) is None
+
+
+def test_a_step_is_timed_over_one_piece_and_over_pages(monkeypatch):
+    """With the emulator for a GPU: every call is checked against float64 before it is timed."""
+    ran = []
+
+    def time_call(run, check):
+        check(run())
+        ran.append(run)
+        return timing.Timing(float(len(ran)), 1.0, 2.0, 20, 0.0)
+
+    def on_device(arrays, dtype="float32"):
+        return tuple(x.astype(dtype) for x in arrays)
+
+    monkeypatch.setattr(paged, "time_call", time_call)
+    monkeypatch.setattr(peers, "on_device", on_device)
+    monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
+    monkeypatch.setattr(paged, "PAGE_SIZES", (16, 64))
+    monkeypatch.setattr(paged.precompile, "compile_ahead", lambda calls, bench: list(calls))
+    options = Options(seqlens=(80,), head_dims=(32,), quick=True)
+    rows = list(paged.measure(options, Bench(machine="some-gpu", kept=counted()[:1])))
+    rows = [row for row in rows if isinstance(row, Row)]
+    assert [(row.note, row.value) for row in rows] == [
+        (paged.place(size), n) for n, size in enumerate((0, 16, 64), 1)
+    ]
+
+
+def test_the_page_shows_a_recording(tmp_path):
+    store = Store(tmp_path)
+    about = {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
+    recorder = Recorder(store, paged.NAME, lambda machine: about, paged.SWEPT)
+    recorder.add_all(timed(report.MACHINE))
+    recorder.finish(complete=True)
+    lines = [line for line in report.text("paged", store).splitlines() if line.startswith("| 64")]
+    assert lines == ["| 64 | - | - | - | - | - | - | 1.016 | 1.016 |"]
