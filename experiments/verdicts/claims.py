@@ -10,6 +10,7 @@ import math
 
 from experiments import claims as measured
 from experiments import crossover, memory_hierarchy, runtime_memory
+from experiments import paged as over_pages
 from experiments.lab.series import LABELS
 from experiments.lab.store import EMULATOR
 
@@ -306,9 +307,13 @@ def paged(data: Evidence) -> Finding:
         f"error of {measured.PAGES} pages merged by L, in any order, against the whole: "
         f"{'; '.join(words)}"
     )
-    reason = (
-        "" if not holds else "page by page over the public functions; no kernel reads a page table"
+    differing = data.rows(over_pages.NAME, source="counted", metric="difference")
+    several = sum(row.number for row in differing)
+    number += (
+        f"; over a block table's pages {several:.0f} elements of O and L differ from one piece"
     )
+    holds &= not several
+    reason = "" if not holds else "page by page, and in kernels that read a block table"
     return Finding(number, REPRODUCED if holds else REFUTED, reason)
 
 
@@ -396,7 +401,8 @@ CLAIMS = (
     Question("C21", "decode at long context is a K/V-cache read", "any",
              "H200, one query, 16k keys, d=128, fp16", OWN, decoding),
     Question("C22", "tiling composes with a paged cache: same result page by page", "any",
-             "emulator, 2 heads, 5 pages of 32 keys, d=64", OWN, paged),
+             "emulator, 2 heads, 5 pages of 32 keys, d=64; pages of 16 to 256",
+             (*OWN, over_pages.NAME), paged),
     Question("C23", "tiles processed = ceil(n/tq) ceil(n/tk)", "any", ON_EMULATOR, OWN,
              accesses.tiles_processed),
     Question("C24", "128K context: some 30 GB of scores, next to nothing for flash", "one head, "
