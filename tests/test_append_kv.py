@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from stand_in_device import no_calls_kept, no_gpu_but_its_driver, on_gpu
-from test_paged import cache_of, inputs
+from test_pages import cache_of, inputs
 
 import fa_numba
 from fa_numba import Tiles

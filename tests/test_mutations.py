@@ -31,7 +31,7 @@ from backward_helpers import (
     true_gradients,
 )
 from helpers import ALGORITHMS, assert_within, attend, changing, one_of_twelve, truth
-from test_paged import pages_and_piece
+from test_pages import pages_and_piece
 
 from fa_numba import Tiles, emulator, masks, ops, options, parts
 from fa_numba.host import binding, calls, execution, planning

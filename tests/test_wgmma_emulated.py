@@ -16,7 +16,7 @@ import pytest
 from helpers import _filled, one_of_twelve, planted
 from mma_helpers import BFLOAT16, attend, check, half_inputs
 from options_helpers import cumulative
-from test_paged import cache_of
+from test_pages import cache_of
 
 import fa_numba
 from fa_numba import Tiles, emulator

@@ -1,0 +1,229 @@
+"""K and V in pages with a block table: the bits of contiguous K and V, what is refused."""
+
+import helpers
+import mma_helpers
+import numpy as np
+import pytest
+from helpers import assert_counts, random_inputs
+from mma_helpers import numpy_dtype
+
+import fa_numba
+from fa_numba import Tiles
+
+
+def cache_of(k, v, lens, page_size, *, seed=0, unused=3, more=1):
+    """k and v (B, Hk, N, d) in pages in no order; NaN wherever no key is.
+
+    Gives the pages of both and the table, whose entries past a sequence's pages are no pages.
+    """
+    rng = np.random.default_rng(seed)
+    B, Hk, N, d = k.shape
+    needed = [-(-n // page_size) for n in lens]
+    each = -(-N // page_size) + more
+    order = iter(rng.permutation(sum(needed) + unused))
+    table = np.full((B, each), -7, np.int32)
+    pages = np.full((2, sum(needed) + unused, Hk, page_size, d), np.nan, k.dtype)
+    for b, n in enumerate(lens):
+        for j in range(needed[b]):
+            table[b, j] = page = next(order)
+            rows = min(page_size, n - j * page_size)
+            for side, x in zip(pages, (k, v), strict=True):
+                begin = j * page_size
+                side[page, :, :rows] = x[b, :, begin : begin + rows]
+    return *pages, table
+
+
+def inputs(dtype, *sizes):
+    kept = np.dtype(np.float32) if dtype == "float32" else numpy_dtype(dtype)
+    return tuple(x.astype(kept) for x in random_inputs(*sizes))
+
+
+def pages_and_piece(dtype, sizes, lens, page_size, tiles, **options):
+    """(O, L) over pages, and over K and V in one piece; the counts are the plan's."""
+    q, k, v = inputs(dtype, *sizes)
+    k_pages, v_pages, table = cache_of(k, v, lens, page_size)
+    options = {"kv_lens": lens, "tiles": tiles, "return_lse": True, **options}
+    whole = fa_numba.flash_attention_2(q, k, v, **options)
+    options["block_table"] = table
+    with fa_numba.count_accesses() as counts:
+        paged = fa_numba.flash_attention_2(q, k_pages, v_pages, **options)
+    options["block_table"] = table.shape
+    plan = fa_numba.plan(q.shape, k_pages.shape, dtype=dtype, **options)
+    assert_counts(counts, plan)
+    assert plan.kv_splits == (options.get("kv_splits") or 1)
+    assert counts.loads["block_table"] == plan.accesses.loads["block_table"] > 0
+    return paged, whole
+
+
+CAUSAL_SPLITS = {"causal": True, "kv_splits": 2}
+WGMMA_WINDOW = {"unit": "wgmma", "window": (20, 3)}
+CASES = [
+    # dtype, (B, Hq, Hk, Nq, Nk, d), lengths, page size, tiles, options
+    ("float16", (3, 4, 2, 5, 101, 64), (0, 37, 101), 16, Tiles(16, 32), {}),
+    ("float16", (3, 2, 2, 40, 70, 128), (70, 1, 64), 64, Tiles(32, 64), {"causal": True}),
+    ("float16", (2, 4, 1, 1, 90, 128), (90, 33), 48, Tiles(16, 64), {}),
+    ("float16", (2, 2, 1, 33, 90, 80), (81, 90), 32, Tiles(16, 48), {"window": (20, 3)}),
+    ("float16", (2, 2, 1, 5, 300, 32), (300, 256), 256, Tiles(16, 64, stages=2), {"softcap": 2.0}),
+    ("float16", (2, 2, 1, 20, 60, 20), (60, 17), 16, Tiles(16, 16), {}),
+    # Boxes of Hopper's copy engine, and heads that share the rows of a tile there.
+    ("float16", (2, 2, 1, 70, 140, 64), (140, 77), 16, Tiles(64, 64, stages=2), {"unit": "wgmma"}),
+    ("float16", (2, 4, 1, 3, 90, 80), (0, 90), 48, Tiles(64, 80, stages=2), WGMMA_WINDOW),
+    ("float16", (1, 2, 2, 70, 130, 128), (129,), 256, Tiles(128, 64), {"unit": "wgmma"}),
+    # Blocks that share columns, and heads that share the rows of a tile.
+    ("float16", (3, 4, 1, 2, 101, 64), (0, 37, 101), 16, Tiles(16, 32), {"kv_splits": 3}),
+    ("float16", (2, 4, 2, 40, 90, 64), (90, 64), 64, Tiles(16, 16), CAUSAL_SPLITS),
+    ("float32", (2, 4, 1, 1, 101, 64), (101, 37), 16, Tiles(16, 32), {"kv_splits": 2}),
+    ("bfloat16", (2, 2, 1, 20, 60, 64), (60, 17), 32, Tiles(16, 32), {"causal": True}),
+    ("float32", (3, 4, 2, 5, 101, 64), (0, 37, 101), 16, Tiles(16, 32), {"causal": True}),
+    ("float32", (2, 2, 1, 9, 70, 20), (70, 33), 48, Tiles(8, 16), {"window": (20, 3)}),
+    ("float32", (2, 2, 1, 9, 70, 33), (70, 33), 64, Tiles(8, 32), {}),
+    ("float32", (1, 1, 1, 3, 40, 4), (40,), 16, Tiles(8, 32), {"q_lens": [2]}),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-d{c[1][5]}-page{c[3]}")
+def test_pages_give_the_bits_of_one_piece(case):
+    if case[0] == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    *sizes, options = case
+    (O, L), (O_whole, L_whole) = pages_and_piece(*sizes, **options)
+    np.testing.assert_array_equal(O, O_whole)
+    np.testing.assert_array_equal(L, L_whole)
+    assert np.isfinite(np.asarray(O, np.float32)).all()
+    for b, n in enumerate(case[2]):
+        if n == 0:
+            assert (O[b] == 0).all() and (L[b] == -np.inf).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_pages_are_as_close_to_float64_as_one_piece(dtype):
+    close = mma_helpers.assert_close_to_float64
+    if dtype == "float32":
+        close = helpers.assert_close_to_float64
+    lens = [50, 33]
+    q, k, v = inputs(dtype, 2, 4, 2, 7, 50, 64)
+    k_pages, v_pages, table = cache_of(k, v, lens, 16)
+    options = {"kv_lens": lens, "causal": True, "softcap": 3.0}
+    options["alibi_slopes"] = np.array([0.5, 0.1, 0.0, 0.2], np.float32)
+    paged = {"block_table": table, "return_lse": True}
+    O, L = fa_numba.flash_attention_2(q, k_pages, v_pages, **paged, **options)
+    close(O, q, k, v, L, **options)
+
+
+def test_pages_of_any_strides_and_in_the_other_layout():
+    """(pages, page_size, Hk, d) as others have it, and K and V side by side in one array."""
+    lens = [50, 33]
+    q, k, v = inputs("float16", 2, 4, 2, 7, 50, 64)
+    k_pages, v_pages, table = cache_of(k, v, lens, 16)
+    options = {"block_table": table, "kv_lens": lens}
+    want = fa_numba.flash_attention_2(q, k_pages, v_pages, **options)
+    both = np.stack((k_pages, v_pages)).transpose(1, 0, 3, 2, 4).copy()  # (pages, 2, rows, Hk, d)
+    turned = q.transpose(0, 2, 1, 3).copy()
+    options |= {"layout": "bnhd", "block_table": np.asfortranarray(table)}
+    O = fa_numba.flash_attention_2(turned, both[:, 0], both[:, 1], **options)
+    np.testing.assert_array_equal(O.transpose(0, 2, 1, 3), want)
+
+
+def test_sequences_share_the_pages_of_a_prefix():
+    q, k, v = inputs("float16", 2, 2, 2, 4, 45, 32)
+    k[1, :, :32], v[1, :, :32] = k[0, :, :32], v[0, :, :32]
+    k_pages, v_pages, table = cache_of(k, v, [45, 40], 16)
+    table[1, :2] = table[0, :2]
+    tiles = {"tiles": Tiles(16, 32)}
+    O = fa_numba.flash_attention_2(
+        q, k_pages, v_pages, block_table=table, kv_lens=[45, 40], **tiles
+    )
+    want = fa_numba.flash_attention_2(q, k, v, kv_lens=[45, 40], **tiles)
+    np.testing.assert_array_equal(O, want)
+
+
+BAD = {
+    "a page there is not": (
+        {"table": {(1, 1): 7}},
+        r"block_table holds 7 at \[1, 1\]: allowed is 0 to 6",
+    ),
+    "a negative page": (
+        {"table": {(0, 0): -1}},
+        r"block_table holds -1 at \[0, 0\]: allowed is 0 to 6",
+    ),
+    "more keys than pages": (
+        {"kv_lens": [50, 65]},
+        r"kv_lens holds 65: allowed is 0 to 64, the 4 pages of 16",
+    ),
+    "fewer than no keys": ({"kv_lens": [-1, 3]}, r"kv_lens holds -1: allowed is 0 to 64"),
+    "no lengths": ({"kv_lens": None}, r"block_table is given without kv_lens"),
+    "lengths of another batch": (
+        {"kv_lens": [1, 2, 3]},
+        r"kv_lens has shape \(3,\): allowed is \(2,\)",
+    ),
+    "a table of another batch": (
+        {"rows": 1},
+        r"block_table has shape \(1, 4\): allowed is \(2, pages",
+    ),
+    "a table of numbers": (
+        {"dtype": np.float32},
+        r"block_table has dtype float32: allowed are integers",
+    ),
+    "pages of 24 rows": (
+        {"page_size": 24},
+        r"k has pages of 24 rows .*: allowed are multiples of 16 up to 256",
+    ),
+    "pages of 272 rows": ({"page_size": 272}, r"k has pages of 272 rows"),
+    "fa1": ({"algorithm": "fa1"}, r"block_table is given with algorithm 'fa1': allowed is 'fa2'"),
+    "standard": ({"algorithm": "standard"}, r"block_table is given with algorithm 'standard'"),
+    "packed": ({"cu_seqlens_q": [0, 1, 2]}, r"block_table is given with cu_seqlens_q"),
+    "fa1 on wgmma": ({"algorithm": "fa1", "unit": "wgmma"}, r"block_table is given with algorithm"),
+    "tiles": (
+        {"tiles": Tiles(16, 40)},
+        r"tiles: Bc=40 with a block_table: allowed are multiples of 16",
+    ),
+    "check_table alone": (
+        {"block_table": None, "check_table": True},
+        r"check_table is True without a block_table",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_refused_before_anything_runs(name, monkeypatch):
+    change, message = BAD[name]
+    change = dict(change)
+    q, k, v = inputs("float16", 2, 2, 2, 4, 50, 32)
+    k_pages, v_pages, table = cache_of(k, v, [50, 33], 16, unused=0, more=0)
+    for place, page in change.pop("table", {}).items():
+        table[place] = page
+    table = table[: change.pop("rows", 2)].astype(change.pop("dtype", np.int64))
+    if "page_size" in change:
+        shape = (7, 2, change.pop("page_size"), 32)
+        k_pages = v_pages = np.zeros(shape, np.float16)
+    monkeypatch.setattr(fa_numba.device, "launch", None)
+    options = {"block_table": table, "kv_lens": [50, 33]} | change
+    with pytest.raises((ValueError, TypeError), match=message):
+        fa_numba.attention(q, k_pages, v_pages, **options)
+
+
+def test_what_the_table_holds_past_a_sequence_is_not_looked_at():
+    q, k, v = inputs("float16", 2, 2, 2, 1, 50, 32)
+    k_pages, v_pages, table = cache_of(k, v, [50, 33], 16)
+    options = {"kv_lens": [50, 33]}
+    want = fa_numba.flash_attention_2(q, k_pages, v_pages, block_table=table, **options)
+    table[0, 4:], table[1, 3:] = 10**6, -(10**6)
+    O = fa_numba.flash_attention_2(q, k_pages, v_pages, block_table=table.tolist(), **options)
+    np.testing.assert_array_equal(O, want)
+
+
+def test_there_is_no_backward_pass():
+    q, k, v = inputs("float16", 1, 2, 2, 4, 50, 32)
+    k_pages, v_pages, table = cache_of(k, v, [50], 16)
+    options = {"block_table": table, "kv_lens": [50]}
+    O, L = fa_numba.flash_attention_2(q, k_pages, v_pages, return_lse=True, **options)
+    with pytest.raises(ValueError, match="block_table is given for a backward pass"):
+        fa_numba.attention_backward(O, q, k_pages, v_pages, O, L, **options)
+
+
+def test_a_plan_without_lengths_counts_whole_pages():
+    shapes = (2, 4, 1, 64), (20, 2, 16, 64)
+    plan = fa_numba.plan(*shapes, dtype="float16", block_table=(2, 8))
+    full = fa_numba.plan(*shapes, dtype="float16", block_table=(2, 8), kv_lens=[128, 128])
+    assert plan.accesses == full.accesses and plan.kernels == full.kernels
+    assert "page_size=16" in str(plan) and plan.problem.k_shape == shapes[1]
