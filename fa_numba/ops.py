@@ -41,6 +41,7 @@ def plan(
 
     Shapes are (B, Hq, Nq, d) and (B, Hk, Nk, d); ``passes`` is "fwd" or "bwd". ``options`` as
     ``AttentionOptions`` has them; for a bias, slopes and an ``attn_mask`` their shapes are enough.
+    ``kv_splits`` of the plan is what "auto" has chosen.
     Raises as the call itself would.
 
     >>> import fa_numba

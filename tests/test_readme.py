@@ -184,7 +184,7 @@ def test_the_table_for_other_libraries_names_what_there_is():
     rows = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
     names = {n for row in rows for n in re.findall(r"`(\w+)(?:=[^`]*)?`", row)}
     functions = (fa_numba.flash_attention_2_backward, fa_numba.flash_attention_1)
-    functions += (fa_numba.append_kv,)
+    functions += (fa_numba.append_kv, fa_numba.flash_attention_2)
     known = {p for f in functions for p in inspect.signature(f).parameters} | {*dir(fa_numba)}
     assert len(rows) > 10
     assert names <= known | set(fa_numba.AttentionOptions.__annotations__)
