@@ -10,7 +10,7 @@ import helpers
 import mma_helpers
 import numpy as np
 import pytest
-from helpers import random_inputs, running
+from helpers import one_of_twelve, planted, random_inputs, running
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from options_helpers import drawn, inputs, names_of_options
@@ -314,9 +314,7 @@ def _built(module, needle="", replacement="", which=0):
     """The module anew, with occurrence `which` of the needle replaced."""
     text = inspect.getsource(module)
     if needle:
-        pieces = text.split(needle)
-        assert len(pieces) > which + 1, f"{needle!r} stands {len(pieces) - 1} times"
-        text = needle.join(pieces[: which + 1]) + replacement + needle.join(pieces[which + 1 :])
+        text = planted(text, needle, replacement, which)
     file = f"<{module.__name__} {next(_numbers)}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     fresh = types.ModuleType(module.__name__ + f"_mutant_{next(_numbers)}")
@@ -399,9 +397,10 @@ FAULTS = [
 def test_the_machinery_leaves_kernels_as_they_are():
     for module in (splits, heads_in_tiles, merge_splits):
         assert _outcome(module) is None
+    assert _found(ON_HOPPER) is None
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=[f[1] for f in FAULTS])
+@pytest.mark.parametrize("fault", one_of_twelve(FAULTS, lambda fault: fault[1]))
 def test_a_planted_fault_is_found(fault):
     assert _outcome(*fault) is not None
 
@@ -422,7 +421,13 @@ FAULTS_ON_HOPPER = [
 ]
 
 
-@pytest.mark.parametrize("fault", FAULTS_ON_HOPPER, ids=[f"{f[1]}{f[3]}" for f in FAULTS_ON_HOPPER])
+def test_every_planted_fault_has_its_place():
+    for module, *change in (*FAULTS, *FAULTS_ON_HOPPER):
+        source = inspect.getsource(module)
+        assert planted(source, *change) != source
+
+
+@pytest.mark.parametrize("fault", one_of_twelve(FAULTS_ON_HOPPER, lambda f: f"{f[1]}{f[3]}"))
 def test_a_planted_fault_on_hoppers_unit_is_found(fault):
     module, *change = fault
     mutant = _built(module, *change)
