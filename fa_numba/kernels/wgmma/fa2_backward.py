@@ -278,6 +278,7 @@ def make_query_gradients(spec):
             stage, parity = next_stage, next_parity
         for e in range(RQ):
             rdQ[e] *= scale
+        p.meet(w)  # no warp reads Qi any more
         p.write_tile(rdQ, sQ, uint32(0), dQ, w, row0, b, h, ty, tx)
 
     def fa2_backward_dq(Q, K, V, dO, L, D, dQ, scale, scale_log2, group, options):

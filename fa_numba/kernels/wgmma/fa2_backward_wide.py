@@ -77,7 +77,8 @@ def make_wide_backward(spec, produce, produce_values):
             p.wait_scores(rS, False)
             stage, parity, h, i0 = next_stage, next_parity, h_next, i_next
 
-        # Alg. 2 line 18: write dVj, by way of Kj, which nobody else reads
+        # Alg. 2 line 18: write dVj, by way of Kj
+        p.meet(w)  # no warp reads Kj any more
         p.write_tile(rdV, sK, uint32(0), dV, w, j0, b, hk, tx, ty)
 
     @device_function
@@ -129,7 +130,8 @@ def make_wide_backward(spec, produce, produce_values):
             p.wait_scores(rdP, False)
             stage, parity, h, i0 = next_stage, next_parity, h_next, i_next
 
-        # Alg. 2 line 18: write dKj, by way of Vj, which nobody else reads
+        # Alg. 2 line 18: write dKj, by way of Vj
+        p.meet(w)  # no warp reads Vj any more
         p.scale_columns(rdK, scale)
         p.write_tile(rdK, sV, uint32(0), dK, w, j0, b, hk, tx, ty)
 
