@@ -282,6 +282,8 @@ def test_auto_splits_where_multiprocessors_would_be_idle():
     assert splits_of(8, 8, 1, 1, 32768, gpu=bounds.DEVICES["RTX 4090"]) < more
     # Long rows of few heads
     assert splits_of(1, 2, 2, 2048, 16384) == 132 // 32
+    # 96 of 132: in quarters three rounds, 3/4 of the time; short columns are not worth it
+    assert splits_of(1, 6, 6, 2048, 16384) == 4 and splits_of(1, 6, 6, 2048, 512) == 1
 
 
 def test_auto_does_not_split_on_the_emulator():

@@ -14,23 +14,30 @@ HIGH = 64
 _MOST_SIDE_BY_SIDE = 8
 # Column tiles of a split at least: fewer do not pay for O of a split and the second kernel.
 _LEAST_TILES = 4
+# Column tiles whose time O, l and m of a split take, there and back.
+_TILES_OF_SUMS = 2
 
 
 def chosen_splits(request: Request, tiles: Tiles, spec: Spec, blocks: int) -> int:
     """The splits that a request asks for, or for "auto" those that keep the GPU busy.
 
-    One where ``blocks``, those of unsplit columns, already take all multiprocessors, and on the
-    emulator, which has none. Else as many as there is room for, but with ``_LEAST_TILES`` column
-    tiles each, and none that would not make the longest split shorter.
+    One where ``blocks``, those of unsplit columns, already have all places on the GPU, and on the
+    emulator, which has none. Else those whose longest block, times the rounds in which blocks find
+    a place, takes the least time; the fewest of these.
     """
     if request.kv_splits != "auto":
         return int(request.kv_splits)
-    room = request.multiprocessors * _side_by_side(request, tiles, spec) // max(blocks, 1)
-    columns = ceil_div(_columns(request, tiles), tiles.Bc)
-    most = min(room, columns // _LEAST_TILES, MAX_KV_SPLITS)
-    if most <= 1:
+    places = request.multiprocessors * _side_by_side(request, tiles, spec)
+    if blocks >= places:
         return 1
-    return ceil_div(columns, ceil_div(columns, most))
+    columns = ceil_div(_columns(request, tiles), tiles.Bc)
+
+    def column_tiles(splits: int) -> int:
+        longest = ceil_div(columns, splits) + (_TILES_OF_SUMS if splits > 1 else 0)
+        return ceil_div(blocks * splits, places) * longest
+
+    most = max(1, min(columns // _LEAST_TILES, MAX_KV_SPLITS))
+    return min(range(1, most + 1), key=column_tiles)
 
 
 def _side_by_side(request: Request, tiles: Tiles, spec: Spec) -> int:
