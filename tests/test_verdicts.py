@@ -69,14 +69,14 @@ def test_a_question_is_open_without_rows_and_follows_them_with(question):
         pytest.skip("not recorded")
     assert found.verdict in (REPRODUCED, TREND, REFUTED) and found.number
     rng = np.random.default_rng(1)
-    said = set()
-    for _ in range(3):
-        other = [
+    others = (
+        [
             r if r.failed else replace(r, value=type(r.value)(r.number * rng.integers(2, 9)))
             for r in rows
         ]
-        said.add(question.finding(Evidence(other)))
-    assert said - {found}
+        for _ in range(3)
+    )
+    assert any(question.finding(Evidence(other)) != found for other in others)
 
 
 def test_rows_are_found_by_their_fields():
