@@ -151,10 +151,10 @@ def test_heads_share_a_tile_where_their_rows_are_few():
     assert loads(8, 2, 1, q_lens=[1, 1]) == 4 and loads(8, 2, 1, kv_lens=[256, 256]) == 1
 
 
-def _attend(Nq=300, Nk=200, causal=True, blocks=1, rows=128):
+def _attend(Nq=300, Nk=200, causal=True, blocks=1, rows=128, columns=32):
     """O and L, of some row tiles that so many blocks compute, and the counts."""
     q, k, v = half_inputs("float16", 1, 1, 1, Nq, Nk, 64)
-    tiles = Tiles(rows, 32, stages=2)
+    tiles = Tiles(rows, columns, stages=2)
     uncached = getattr(planning.planned, "__wrapped__", planning.planned)
     with (
         mock.patch.object(planning, "planned", uncached),
@@ -314,6 +314,7 @@ def _attend_pages(rows):
 RUNS = {
     "pages": _attend_pages,
     "": lambda rows: _attend(rows=rows)[0],
+    "long": lambda rows: _attend(Nq=220, Nk=480, rows=64, columns=16)[0],
     "packed": _attend_packed,
     "shared heads": lambda rows: _attend_shared(rows, False),
     "shared heads, packed": lambda rows: _attend_shared(rows, True),
@@ -347,9 +348,11 @@ def test_the_machinery_leaves_a_kernel_as_it_is():
 STALLS = {"Deadlock", "BarrierDivergence"}
 EARLY = {"SharedHazard", "BarrierMisuse", "UninitialisedRead"}
 WAIT_K = "wait_mbarrier(bars, uint32(FULL_K + stage), parity)"
-WAIT_NEXT_K = "wait_mbarrier(bars, uint32(FULL_K + next_stage), next_parity)"
+WAIT_NEXT_K = "wait_mbarrier(bars, uint32(FULL_K + after), after_parity)"
 WAIT_V = "wait_mbarrier(bars, uint32(FULL_V + stage), parity)"
 WAIT_Q = "wait_mbarrier(bars, uint32(FULL_Q + q_stage), q_parity)"
+WAIT_NEXT_Q = "wait_mbarrier(bars, uint32(FULL_Q + q_after), q_after_parity)"
+WAIT_O, WAIT_OLD_O = "p.wait_output(rO, False)", "p.wait_output(rO, True)"
 
 MUTANTS = {
     # waits
@@ -358,7 +361,8 @@ MUTANTS = {
     "V is not waited for": ("kernel", WAIT_V, "pass", 1, EARLY),
     "the last V is not waited for": ("kernel", WAIT_V, "pass", 2, EARLY),
     "Q is not waited for": ("kernel", WAIT_Q, "pass", 0, EARLY),
-    "the next Q is not waited for": ("kernel", WAIT_Q, "pass", 1, EARLY),
+    "the next Q is not waited for": ("kernel", WAIT_NEXT_Q, "pass", 0, EARLY),
+    "the next row tile's K is not waited for": ("kernel", WAIT_NEXT_K, "pass", 2, EARLY),
     "K is filled before it is empty": (
         "kernel", "wait_mbarrier(bars, uint32(EMPTY_K + stage), parity)", "pass", 0, EARLY
     ),
@@ -375,11 +379,12 @@ MUTANTS = {
     "S may still be on its way": (
         "kernel", "p.wait_scores(rS, False)", "p.wait_scores(rS, True)", 0, {"RegisterHazard"}
     ),
-    "O is scaled at once": ("kernel", "p.wait_output(rO)", "pass", 1, {"RegisterHazard"}),
-    "O is written at once": ("kernel", "p.wait_output(rO)", "pass", 2, {"RegisterHazard"}),
+    "O is scaled at once": ("kernel", WAIT_O, "pass", 1, {"RegisterHazard"}),
+    "the last O is written at once": ("kernel", WAIT_O, "pass", 2, {"RegisterHazard"}),
+    "O is written at once": ("kernel", WAIT_OLD_O, "pass", 0, {"RegisterHazard"}),
     # parities and places
     "the producer's parity": (
-        "kernel", "stage, parity = uint32(0), uint32(1)", "stage, parity = uint32(0), uint32(0)", 0,
+        "kernel", "next_parity = uint32(0), uint32(1)", "next_parity = uint32(0), uint32(0)", 0,
         STALLS,
     ),
     "the consumer's parity": (
@@ -387,7 +392,7 @@ MUTANTS = {
         "    stage, parity = uint32(0), uint32(1)", 0, EARLY,
     ),
     "the parity of columns": (
-        "kernel", "stage, parity = uint32(0), uint32(1)", "stage, parity = uint32(0), uint32(0)", 1,
+        "kernel", "stage, parity = uint32(0), uint32(1)", "stage, parity = uint32(0), uint32(0)", 0,
         STALLS,
     ),
     "the parity of row tiles": (
@@ -398,13 +403,13 @@ MUTANTS = {
         "stages", "uint32(parity ^ 1)", "parity", 0, EARLY | STALLS
     ),
     "the next parity is that of this place": (
-        "kernel", WAIT_NEXT_K, WAIT_NEXT_K.replace("next_parity", "parity"), 0, EARLY | STALLS
+        "kernel", WAIT_NEXT_K, WAIT_NEXT_K.replace("after_parity", "parity"), 0, EARLY | STALLS
     ),
     "another place of K": (
-        "kernel", "sK, uint32(next_stage * NK))", "sK, uint32(stage * NK))", 0, EARLY | {"values"}
+        "kernel", "sK, uint32(after * NK))", "sK, uint32(stage * NK))", 0, EARLY | {"values"}
     ),
     "another place of V": (
-        "kernel", "sV, uint32(stage * NK))", "sV, uint32(next_stage * NK))", 1, EARLY | {"values"}
+        "kernel", "sV, uint32(stage * NK))", "sV, uint32(after * NK))", 1, EARLY | {"values"}
     ),
     "K's barrier counts V": (
         "kernel", "bars, FULL_V + stage)", "bars, FULL_K + stage)", 0,
@@ -413,22 +418,20 @@ MUTANTS = {
     # arrivals
     "K is never emptied": ("kernel", "p.empty(bars, uint32(EMPTY_K + stage))", "pass", 0, STALLS),
     "the next K is never emptied": (
-        "kernel", "p.empty(bars, uint32(EMPTY_K + next_stage))", "pass", 0, STALLS
+        "kernel", "p.empty(bars, uint32(EMPTY_K + after))", "pass", 0, STALLS
     ),
     "V is never emptied": ("kernel", "p.empty(bars, uint32(EMPTY_V + stage))", "pass", 0, STALLS),
     "Q is never emptied": ("stages", "arrive_mbarrier(bars, barrier)", "pass", 1, STALLS),
     "K is emptied by its readers too early": (
         "kernel",
-        "p.wait_scores(rS, False)\n                p.empty(bars, uint32(EMPTY_K + stage))",
-        "p.empty(bars, uint32(EMPTY_K + stage))\n                p.wait_scores(rS, False)",
+        f"p.wait_scores(rS, False)\n{20 * ' '}p.empty(bars, uint32(EMPTY_K + stage))",
+        f"p.empty(bars, uint32(EMPTY_K + stage))\n{20 * ' '}p.wait_scores(rS, False)",
         0, {"SharedHazard"},
     ),
     "V is emptied by its readers too early": (
         "kernel",
-        "p.wait_output(rO)\n                p.empty(bars, uint32(EMPTY_V + stage))\n"
-        "                # FA-2 line 10: O = diag",
-        "p.empty(bars, uint32(EMPTY_V + stage))\n                p.wait_output(rO)\n"
-        "                # FA-2 line 10: O = diag", 0, {"SharedHazard"},
+        f"{WAIT_O}\n{24 * ' '}p.empty(bars, uint32(EMPTY_V + stage))",
+        f"p.empty(bars, uint32(EMPTY_V + stage))\n{24 * ' '}{WAIT_O}", 0, {"SharedHazard"},
     ),
     "every lane empties": (
         "stages", "if uint32(cuda.threadIdx.x) % uint32(32) == uint32(0):", "if True:", 0,
@@ -483,9 +486,13 @@ MUTANTS = {
         "products", "sV, at, Bc, 1, STEPS, 1", "sV, at, Bc, 1, STEPS, 0", 0, {"values"}
     ),
     "P before the product with the last has ended": (
-        "kernel", "                p.wait_output(rO)\n", "                p.round_p(rP, rS)\n"
-        "                p.wait_output(rO)\n", 1, {"RegisterHazard"},
+        "kernel", WAIT_O, f"p.round_p(rP, rS)\n{24 * ' '}{WAIT_O}", 1, {"RegisterHazard"},
     ),
+    # the next row tile
+    "it is never asked for": ("kernel", "arrive_mbarrier(bars, NEXT)", "pass", 0, STALLS),
+    "it is asked for again": ("kernel", "                    is_long = False\n", "", 0,
+                              {"BarrierMisuse"}),
+    "the parity of asking": ("kernel", "uint32(next_parity ^ 1)", "next_parity", 0, STALLS | EARLY),
     # turns
     "a turn is not handed on": ("kernel", "p.end_turn(w)", "pass", 0, STALLS),
     "nobody begins": ("kernel", "p.begin_turns(w)", "pass", 0, STALLS),
@@ -503,7 +510,7 @@ MUTANTS = {
 @pytest.mark.parametrize("name", one_of_twelve(MUTANTS))
 def test_a_planted_fault_is_found(name):
     *change, wanted = MUTANTS[name]
-    assert _outcome(*change) in wanted
+    assert _outcome(*change, run="long" if "ask" in name else "") in wanted
 
 
 OF_SEQUENCES = [

@@ -63,6 +63,15 @@ class WgmmaSpec(Spec):
         return "persistent" not in self.ablated
 
     @property
+    def begins_next(self) -> bool:
+        """Whether the first product of a block's next row tile is on its way with the last one of
+        this: of one place of Q the next is not there yet, and some options of three consumers leave
+        no registers for it.
+        """
+        crowded = self.consumers == 3 and (self.features.window or self.features.packed)
+        return self.overlaps and self.q_stages > 1 and not crowded
+
+    @property
     def counts_tiles(self) -> bool:
         """Whether a counter hands out row tiles; else a block's are a grid's length apart."""
         return "counter" not in self.ablated
@@ -129,15 +138,16 @@ class WgmmaSpec(Spec):
 
     @property
     def barriers(self) -> int:
-        return 3 * self.q_stages + 4 * self.stages
+        return 1 + 3 * self.q_stages + 4 * self.stages
 
     @property
     def barrier_places(self) -> tuple[int, ...]:
-        """The first barrier of a row tile that is told of, a full place of Q, an empty one, full of
-        K and of V, empty of K and of V.
+        """The barrier at which the next row tile is taken; the first one of a row tile that is told
+        of, of a full place of Q, of an empty one, of full ones of K and of V, of empty ones.
         """
-        q, kv = self.q_stages, 3 * self.q_stages
-        return 0, q, 2 * q, kv, kv + self.stages, kv + 2 * self.stages, kv + 3 * self.stages
+        q, kv = self.q_stages, 1 + 3 * self.q_stages
+        of_columns = (kv + n * self.stages for n in range(4))
+        return 0, 1, 1 + q, 1 + 2 * q, *of_columns
 
     @property
     def first_index(self) -> int:

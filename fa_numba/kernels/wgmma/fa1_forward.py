@@ -144,7 +144,7 @@ def make_forward(spec):
                 # FA-1 line 12, FA-2 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj
                 wait_mbarrier(bars, uint32(FULL_V + stage), parity)
                 p.begin_output(rO, rP, sV, uint32(stage * NK))
-                p.wait_output(rO)
+                p.wait_output(rO, False)
                 if i_next >= i_end:
                     p.empty(bars, uint32(EMPTY_V + stage))
                 # FA-1 lines 12, 13, FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory

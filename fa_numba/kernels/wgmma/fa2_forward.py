@@ -6,8 +6,8 @@ gives them out. Its producers run ahead: the next tiles are on their way while t
 One brings Qi and tells which row tile that is, so that nobody else divides for it; one Kj and Vj.
 A consumer warpgroup has 64 rows of Qi and all columns. While it computes the softmax of one column
 tile, its products with the one before, and the other warpgroups' products, keep the tensor cores
-busy. S, P, O, m and l stay in registers. m is kept in units of log2. Shared memory and accesses:
-below the kernel.
+busy; while it writes Oi, the first product of the next row tile. S, P, O, m and l stay in
+registers. m is kept in units of log2. Shared memory and accesses: below the kernel.
 """
 
 from functools import cache
@@ -19,7 +19,11 @@ from fa_numba.intrinsics.mbarrier import arrive_mbarrier, mbarrier_tile, wait_mb
 from fa_numba.intrinsics.shared import half_tile, index_tile
 from fa_numba.intrinsics.warpgroup import give_registers, take_registers
 from fa_numba.parts.wgmma import parts
-from fa_numba.tiling.wgmma import TOLD
+from fa_numba.tiling.wgmma import PANEL, TOLD
+
+# A block takes its next row tile when at most so many column tiles of the last one taken are left:
+# soon enough for Q to come in time, late enough that the last row tiles go to blocks without work.
+LAST_TILES = 8
 
 
 @cache
@@ -28,16 +32,25 @@ def make_forward(spec):
     p, Bc, ROWS, GROUPED = parts(spec), spec.Bc, spec.head_rows, spec.by_group
     STAGES, Q_STAGES, (NQ, NK) = spec.stages, spec.q_stages, spec.tile_halves
     TM, RS, RO, RP = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4, spec.p_registers
-    (FEW, MANY), OVERLAPS = spec.registers, spec.overlaps
+    (FEW, MANY), OVERLAPS, AHEAD = spec.registers, spec.overlaps, spec.begins_next
+    WQ = PANEL * 64  # elements of a warpgroup's rows in a panel
     GROUP_ROWS, SPLITS = 64 // spec.tile_heads, spec.features.splits  # rows of a head
     NQS, NKS, V0 = Q_STAGES * NQ, STAGES * NK, Q_STAGES * NQ + STAGES * NK
     NN = TOLD * Q_STAGES
     BARRIERS, BARRIER_0, TILE_0 = spec.barriers, spec.halves // 4, spec.first_index
-    FULL_N, FULL_Q, EMPTY_Q, FULL_K, FULL_V, EMPTY_K, EMPTY_V = spec.barrier_places
+    NEXT, FULL_N, FULL_Q, EMPTY_Q, FULL_K, FULL_V, EMPTY_K, EMPTY_V = spec.barrier_places
+    SOON = LAST_TILES * Bc
+
+    @device_function
+    def seen(i0, b, h, split, Q, K, options):
+        Nq, Nk = p.lengths(Q.shape[2], K.shape[2], b, options)
+        j0, j_end = p.column_range(i0, uint32(i0 + ROWS), Nq, Nk, options)
+        j0, j_end = p.share_of_columns(j0, j_end, split, i0, b, h, options)
+        return Nq, Nk, j0, j_end
 
     @device_function
     def produce_rows(sQ, sN, bars, Q, K, taken, tiles, options):
-        stage, parity = uint32(0), uint32(1)
+        stage, parity, next_parity = uint32(0), uint32(1), uint32(0)
         n = uint32(cuda.blockIdx.x)
         there = True
         while there:
@@ -49,11 +62,14 @@ def make_forward(spec):
                 i0, h, b = p.row_tile(tile, Q.shape, K.shape, options)  # Alg. 1 line 3: row tile i
                 p.tell(sN, stage, i0, h, b, split)
                 arrive_mbarrier(bars, uint32(FULL_N + stage))
-                Nq, _ = p.lengths(Q.shape[2], K.shape[2], b, options)
+                Nq, Nk, j0, j_end = seen(i0, b, h, split, Q, K, options)
                 # Alg. 1 line 4: load Qi
                 p.load_queries(
                     sQ, uint32(stage * NQ), Q, b, h, i0, Nq, options, bars, FULL_Q + stage
                 )
+                if uint32(j0 + SOON) < j_end:
+                    wait_mbarrier(bars, NEXT, next_parity)
+                    next_parity = uint32(next_parity ^ 1)
                 n = p.next_tile(n, taken)
             else:
                 arrive_mbarrier(bars, uint32(FULL_N + stage))
@@ -69,10 +85,12 @@ def make_forward(spec):
             i0, h, b, split = p.told(sN, q_stage)
             arrive_mbarrier(bars, uint32(EMPTY_Q + q_stage))
             hk = h // uint32(group) if GROUPED else h
-            Nq, Nk = p.lengths(Q.shape[2], K.shape[2], b, options)
-            j0, j_end = p.column_range(i0, uint32(i0 + ROWS), Nq, Nk, options)
-            j0, j_end = p.share_of_columns(j0, j_end, split, i0, b, h, options)
+            Nq, Nk, j0, j_end = seen(i0, b, h, split, Q, K, options)
+            is_long = uint32(j0 + SOON) < j_end
             while j0 < j_end:
+                if is_long and uint32(j0 + SOON) >= j_end:
+                    arrive_mbarrier(bars, NEXT)
+                    is_long = False
                 # Alg. 1 line 7: load Kj, Vj
                 at = uint32(stage * NK)
                 wait_mbarrier(bars, uint32(EMPTY_K + stage), parity)
@@ -83,6 +101,23 @@ def make_forward(spec):
                 j0 = uint32(j0 + Bc)
             q_stage, q_parity = p.next_q_stage(q_stage, q_parity)
             wait_mbarrier(bars, uint32(FULL_N + q_stage), q_parity)
+
+    @device_function
+    def finish(rO, rl, rm, sQ, q_stage, bars, Q, O, L, w, i0, Nq, b, h, split, options, ty, tx):
+        row0 = uint32(i0 + GROUP_ROWS * w)
+        if SPLITS:  # merge_splits takes O, l and m of these columns
+            p.meet(w)  # nobody of this warpgroup reads Qi any more
+            p.q_is_empty(bars, uint32(EMPTY_Q + q_stage), ty, tx)
+            rows = p.rows_of(Q.shape, Nq)
+            p.write_split(rO, rl, rm, split, row0, rows, b, h, options, ty, tx)
+        else:
+            # FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
+            p.normalise_rows(rO, rl)
+            p.write_queries(rO, sQ, uint32(q_stage * NQ), O, w, row0, Nq, b, h, options, ty, tx)
+            p.q_is_empty(bars, uint32(EMPTY_Q + q_stage), ty, tx)
+            # FA-2 lines 13, 15: L = m + log l
+            p.logsumexp(rl, rm, rl)
+            p.write_logsumexps(rl, L, b, h, row0, Q.shape[2], Nq, options, ty, tx)
 
     @device_function
     def consume(sQ, sK, sV, sN, bars, Q, K, O, L, tiles, scale, options):
@@ -99,78 +134,96 @@ def make_forward(spec):
         wait_mbarrier(bars, uint32(FULL_Q + q_stage), q_parity)
         while sN[TOLD * q_stage] < tiles:
             i0, h, b, split = p.told(sN, q_stage)  # Alg. 1 line 3: row tile i
-            Nq, Nk = p.lengths(Q.shape[2], K.shape[2], b, options)
-            j0, j_end = p.column_range(i0, uint32(i0 + ROWS), Nq, Nk, options)
-            j0, j_end = p.share_of_columns(j0, j_end, split, i0, b, h, options)
-            row0 = uint32(i0 + GROUP_ROWS * w)
-            first = uint32(q_stage * NQ + 64 * 64 * w)
+            Nq, Nk, j0, j_end = seen(i0, b, h, split, Q, K, options)
             # FA-2 line 5: O = 0, l = 0, m = -inf
             p.start(rO, rl, rm)
-            sees = j0 < j_end
-            if sees:
+            if j0 < j_end:
                 # FA-2 line 8 of the first tile: Sij = scale Qi KjT
                 wait_mbarrier(bars, uint32(FULL_K + stage), parity)
                 p.take_turn(w)
-                p.begin_scores(rS, sQ, first, sK, uint32(stage * NK))
+                p.begin_scores(rS, sQ, uint32(q_stage * NQ + WQ * w), sK, uint32(stage * NK))
                 p.end_turn(w)
-                p.wait_scores(rS, False)
-                p.empty(bars, uint32(EMPTY_K + stage))
-                p.scale_and_mask(rS, scale, row0, j0, Nq, Nk, b, h, options, ty, tx)
-                # FA-2 line 9: m, l, and P in units of the new m
-                p.online_softmax_of_lanes(rS, scale, rm, rl, rf)
-                p.round_p(rP, rS)
-                j0 = uint32(j0 + Bc)
-            # FA-2 line 6: for each column tile j that is seen, after the first
-            while j0 < j_end:
-                next_stage, next_parity = p.next_stage(stage, parity)
-                # FA-2 line 8: Sij = scale Qi KjT, on its way with Pij-1 Vj-1 of line 10
-                if OVERLAPS:
-                    wait_mbarrier(bars, uint32(FULL_K + next_stage), next_parity)
-                    p.take_turn(w)
-                else:  # Pij-1 Vj-1 before, by itself
+                while True:
+                    row0 = uint32(i0 + GROUP_ROWS * w)
+                    p.wait_scores(rS, False)
+                    p.empty(bars, uint32(EMPTY_K + stage))
+                    p.scale_and_mask(rS, scale, row0, j0, Nq, Nk, b, h, options, ty, tx)
+                    # FA-2 line 9: m, l, and P in units of the new m
+                    p.online_softmax_of_lanes(rS, scale, rm, rl, rf)
+                    p.round_p(rP, rS)
+                    j0 = uint32(j0 + Bc)
+                    # FA-2 line 6: for each column tile j that is seen, after the first
+                    while j0 < j_end:
+                        after, after_parity = p.next_stage(stage, parity)
+                        # FA-2 line 8: Sij = scale Qi KjT, on its way with Pij-1 Vj-1 of line 10
+                        if OVERLAPS:
+                            wait_mbarrier(bars, uint32(FULL_K + after), after_parity)
+                            p.take_turn(w)
+                        else:  # Pij-1 Vj-1 before, by itself
+                            wait_mbarrier(bars, uint32(FULL_V + stage), parity)
+                            p.take_turn(w)
+                            p.begin_output(rO, rP, sV, uint32(stage * NK))
+                            p.wait_output(rO, False)
+                            wait_mbarrier(bars, uint32(FULL_K + after), after_parity)
+                        p.begin_scores(
+                            rS, sQ, uint32(q_stage * NQ + WQ * w), sK, uint32(after * NK)
+                        )
+                        if OVERLAPS:
+                            wait_mbarrier(bars, uint32(FULL_V + stage), parity)
+                            p.begin_output(rO, rP, sV, uint32(stage * NK))
+                        p.end_turn(w)
+                        p.wait_scores(rS, OVERLAPS)
+                        p.empty(bars, uint32(EMPTY_K + after))
+                        p.scale_and_mask(rS, scale, row0, j0, Nq, Nk, b, h, options, ty, tx)
+                        # FA-2 line 9: m, l, and P in units of the new m
+                        p.online_softmax_of_lanes(rS, scale, rm, rl, rf)
+                        p.wait_output(rO, False)
+                        p.empty(bars, uint32(EMPTY_V + stage))
+                        # FA-2 line 10: O = diag(e^(m_old - m_new)) O, before Pij Vj
+                        p.scale_rows(rO, rf)
+                        p.round_p(rP, rS)
+                        stage, parity = after, after_parity
+                        j0 = uint32(j0 + Bc)
                     wait_mbarrier(bars, uint32(FULL_V + stage), parity)
+                    after, after_parity = p.next_stage(stage, parity)
+                    if not AHEAD:
+                        break
+                    q_after, q_after_parity = p.next_q_stage(q_stage, q_parity)
+                    wait_mbarrier(bars, uint32(FULL_Q + q_after), q_after_parity)
+                    more = sN[TOLD * q_after] < tiles
+                    if more:
+                        i_after, h_after, b_after, split_after = p.told(sN, q_after)
+                        _, _, begin, end = seen(
+                            i_after, b_after, h_after, split_after, Q, K, options
+                        )
+                        more = begin < end
+                    if not more:
+                        break
+                    # FA-2 line 10 of the last tile: O = O + Pij Vj, on its way with the first S
+                    # of the next row tile
+                    wait_mbarrier(bars, uint32(FULL_K + after), after_parity)
                     p.take_turn(w)
                     p.begin_output(rO, rP, sV, uint32(stage * NK))
-                    p.wait_output(rO)
-                    wait_mbarrier(bars, uint32(FULL_K + next_stage), next_parity)
-                p.begin_scores(rS, sQ, first, sK, uint32(next_stage * NK))
-                if OVERLAPS:
-                    wait_mbarrier(bars, uint32(FULL_V + stage), parity)
-                    p.begin_output(rO, rP, sV, uint32(stage * NK))
-                p.end_turn(w)
-                p.wait_scores(rS, OVERLAPS)
-                p.empty(bars, uint32(EMPTY_K + next_stage))
-                p.scale_and_mask(rS, scale, row0, j0, Nq, Nk, b, h, options, ty, tx)
-                # FA-2 line 9: m, l, and P in units of the new m
-                p.online_softmax_of_lanes(rS, scale, rm, rl, rf)
-                p.wait_output(rO)
-                p.empty(bars, uint32(EMPTY_V + stage))
-                # FA-2 line 10: O = diag(e^(m_old - m_new)) O, before Pij Vj
-                p.scale_rows(rO, rf)
-                p.round_p(rP, rS)
-                stage, parity = next_stage, next_parity
-                j0 = uint32(j0 + Bc)
-            if sees:
-                # FA-2 line 10 of the last tile: O = O + Pij Vj
-                wait_mbarrier(bars, uint32(FULL_V + stage), parity)
+                    p.begin_scores(rS, sQ, uint32(q_after * NQ + WQ * w), sK, uint32(after * NK))
+                    p.end_turn(w)
+                    p.sum_lanes(rl)  # line 9: l of whole rows, whose columns lie with four lanes
+                    p.wait_output(rO, True)
+                    p.empty(bars, uint32(EMPTY_V + stage))
+                    finish(
+                        rO, rl, rm, sQ, q_stage, bars, Q, O, L, w, i0, Nq, b, h, split, options,
+                        ty, tx,
+                    )  # fmt: skip
+                    stage, parity = after, after_parity
+                    q_stage, q_parity = q_after, q_after_parity
+                    i0, h, b, split = p.told(sN, q_stage)
+                    Nq, Nk, j0, j_end = seen(i0, b, h, split, Q, K, options)
+                    p.start(rO, rl, rm)
                 p.begin_output(rO, rP, sV, uint32(stage * NK))
-                p.sum_lanes(rl)  # line 9: l of whole rows, whose columns lie with four lanes
-                p.wait_output(rO)
+                p.sum_lanes(rl)
+                p.wait_output(rO, False)
                 p.empty(bars, uint32(EMPTY_V + stage))
-                stage, parity = p.next_stage(stage, parity)
-            if SPLITS:  # merge_splits takes O, l and m of these columns
-                p.meet(w)  # nobody of this warpgroup reads Qi any more
-                p.q_is_empty(bars, uint32(EMPTY_Q + q_stage), ty, tx)
-                rows = p.rows_of(Q.shape, Nq)
-                p.write_split(rO, rl, rm, split, row0, rows, b, h, options, ty, tx)
-            else:
-                # FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
-                p.normalise_rows(rO, rl)
-                p.write_queries(rO, sQ, uint32(q_stage * NQ), O, w, row0, Nq, b, h, options, ty, tx)
-                p.q_is_empty(bars, uint32(EMPTY_Q + q_stage), ty, tx)
-                # FA-2 lines 13, 15: L = m + log l
-                p.logsumexp(rl, rm, rl)
-                p.write_logsumexps(rl, L, b, h, row0, Q.shape[2], Nq, options, ty, tx)
+                stage, parity = after, after_parity
+            finish(rO, rl, rm, sQ, q_stage, bars, Q, O, L, w, i0, Nq, b, h, split, options, ty, tx)
             q_stage, q_parity = p.next_q_stage(q_stage, q_parity)
             wait_mbarrier(bars, uint32(FULL_Q + q_stage), q_parity)
 

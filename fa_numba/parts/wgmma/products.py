@@ -68,12 +68,15 @@ def make_wait_scores(spec):
 
 @cache
 def make_wait_output(spec):
-    """``wait_output(rO)``: O is there, and nothing on its way."""
+    """``wait_output(rO, more)``: O is there; with ``more`` a later product may be on its way."""
     RO = spec.TM * spec.DN * 4
 
     @device_function
-    def wait_output(rO):
-        wait_products(rO, RO, 0)
+    def wait_output(rO, more):
+        if more:
+            wait_products(rO, RO, 1)
+        else:
+            wait_products(rO, RO, 0)
 
     return wait_output
 

@@ -12,11 +12,12 @@ def make_begin_barriers(spec):
     V, every consumer warpgroup one of Q, and the producer of K and V, which is told of it.
     """
     STAGES, Q_STAGES, groups = spec.stages, spec.q_stages, spec.consumers
-    full_n, full_q, empty_q, full_k, full_v, empty_k, empty_v = spec.barrier_places
+    next_row, full_n, full_q, empty_q, full_k, full_v, empty_k, empty_v = spec.barrier_places
 
     @device_function
     def begin_barriers(bars):
         if cuda.threadIdx.x == 0:
+            init_mbarrier(bars, next_row, 1)
             for s in range(Q_STAGES):
                 init_mbarrier(bars, full_n + s, 1)
                 init_mbarrier(bars, full_q + s, 1)
