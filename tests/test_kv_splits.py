@@ -10,8 +10,9 @@ import helpers
 import mma_helpers
 import numpy as np
 import pytest
+from conftest import examples
 from helpers import one_of_twelve, planted, random_inputs, running
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from options_helpers import drawn, inputs, names_of_options
 
@@ -84,7 +85,7 @@ def test_packed_splits(dtype):
         CHECK[dtype]("emulator", "fa2", q, k, v, kv_splits=3, **options)
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(names=names_of_options, kv_splits=st.integers(2, 9), seed=st.integers(0, 99))
 def test_splits_with_any_options(names, kv_splits, seed):
     shape = (2, 2, 1, 11, 53, 4)

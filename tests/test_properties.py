@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from conftest import examples
 from helpers import ALGORITHMS, EPS, assert_within, attend, truth
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from options_helpers import drawn, names_of_options
 from options_helpers import inputs as inputs_with
@@ -14,7 +15,7 @@ FLASH = ("fa1", "fa2")
 TILES = (Tiles(4, 8), Tiles(8, 8), Tiles(8, 16), Tiles(16, 8), Tiles(12, 24))
 
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
-six = settings(max_examples=6)
+few = examples(6)
 lengths = st.integers(1, 24)
 problems = st.builds(
     dict,
@@ -50,7 +51,7 @@ def assert_agree(a, b, *wants):
 
 
 @every_algorithm
-@six
+@few
 @given(problems, tiles_of, tiles_of, st.booleans())
 def test_tile_sizes_do_not_change_the_result(algorithm, problem, one, other, causal):
     q, k, v = inputs(**problem)
@@ -59,7 +60,7 @@ def test_tile_sizes_do_not_change_the_result(algorithm, problem, one, other, cau
     assert_agree(a, b, want, want)
 
 
-@six
+@few
 @given(problems, tiles_of, st.booleans(), st.integers(1, 4))
 def test_both_orders_and_standard_agree(problem, tiles, causal, query_splits):
     q, k, v = inputs(**problem)
@@ -80,7 +81,7 @@ def with_options(names, heads, Nq, Nk, d, seed):
 
 
 @every_algorithm
-@six
+@few
 @given(problems, names_of_options, tiles_of, tiles_of)
 def test_nor_do_they_with_options(algorithm, problem, names, one, other):
     qkv, options = with_options(names, **problem)
@@ -89,7 +90,7 @@ def test_nor_do_they_with_options(algorithm, problem, names, one, other):
     assert_agree(a, b, *wants)
 
 
-@six
+@few
 @given(problems, names_of_options, tiles_of, st.integers(1, 4))
 def test_both_orders_and_standard_agree_with_options(problem, names, tiles, query_splits):
     qkv, options = with_options(names, **problem)
@@ -101,7 +102,7 @@ def test_both_orders_and_standard_agree_with_options(problem, names, tiles, quer
 
 
 @every_algorithm
-@six
+@few
 @given(problems, tiles_of, st.randoms(use_true_random=False))
 def test_the_order_of_the_keys_does_not_matter(algorithm, problem, tiles, random):
     q, k, v = inputs(**problem)
@@ -114,7 +115,7 @@ def test_the_order_of_the_keys_does_not_matter(algorithm, problem, tiles, random
 
 
 @every_algorithm
-@six
+@few
 @given(problems, tiles_of, st.data())
 def test_a_causal_row_does_not_see_what_comes_after(algorithm, problem, tiles, data):
     """The first rows are those of the problem without the last rows and as many last keys."""
@@ -133,7 +134,7 @@ def test_a_causal_row_does_not_see_what_comes_after(algorithm, problem, tiles, d
 
 
 @every_algorithm
-@six
+@few
 @given(problems, tiles_of, st.booleans(), st.integers(-3, 3))
 def test_a_vector_added_to_every_key_shifts_L_alone(algorithm, problem, tiles, causal, size):
     q, k, v = inputs(**problem)
@@ -148,7 +149,7 @@ def test_a_vector_added_to_every_key_shifts_L_alone(algorithm, problem, tiles, c
 
 
 @every_algorithm
-@six
+@few
 @given(problems, tiles_of, st.booleans(), st.sampled_from([0.5, 2.0, 3.0]))
 def test_linear_in_v(algorithm, problem, tiles, causal, factor):
     q, k, v = inputs(**problem)
@@ -163,7 +164,7 @@ def test_linear_in_v(algorithm, problem, tiles, causal, factor):
 
 
 @every_algorithm
-@six
+@few
 @given(problems, tiles_of, st.data())
 def test_chunks_of_keys_merge_by_L(algorithm, problem, tiles, data):
     problem["Nk"] += 1
@@ -182,7 +183,7 @@ def test_chunks_of_keys_merge_by_L(algorithm, problem, tiles, data):
 
 
 @every_algorithm
-@six
+@few
 @given(problems, tiles_of, st.booleans())
 def test_a_bias_of_a_row_shifts_L_alone(algorithm, problem, tiles, causal):
     q, k, v = inputs(**problem)
@@ -195,7 +196,7 @@ def test_a_bias_of_a_row_shifts_L_alone(algorithm, problem, tiles, causal):
 
 
 @every_algorithm
-@six
+@few
 @given(problems, tiles_of, st.data())
 def test_a_key_of_bias_minus_infinity_is_no_key(algorithm, problem, tiles, data):
     problem["Nk"] += 1
