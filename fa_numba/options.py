@@ -317,6 +317,7 @@ class Features:
     window: bool = False
     softcap: bool = False
     bias: bool = False
+    splits: bool = False
     dbias: bool = False
     alibi: bool = False
     q_lens: bool = False
@@ -325,7 +326,6 @@ class Features:
     packed: bool = False
     sparse: bool = False
     dropout: bool = False
-    splits: bool = False
 
     @classmethod
     def of(cls, problem: Problem, *, dbias: bool = False, splits: bool = False) -> Features:
