@@ -186,7 +186,7 @@ def draw(rows: Sequence[Row]) -> Any:
         shown.values(),
         shown,
         loc="outside upper center",
-        ncols=4,
+        ncols=3,
         title=title,
         title_fontsize=12.5,
         columnspacing=1.2,

@@ -211,6 +211,8 @@ def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
     for facts in (
         {},
         {"passes": "bwd"},
+        {"passes": "bwd", "deterministic": True},
+        {"passes": "bwd", "options": {"softcap": 2.0}, "sizes": (1, 2, 2, 200, 200, 256)},
         *({"options": options} for options in ({"causal": True}, {"kv_lens": (100,)})),
         {"sizes": (1, 8, 2, 1, 200, 64)},  # the heads of a group fill one
     ):
@@ -226,8 +228,6 @@ def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
         {"tiles": Tiles(128, 64)},
         {"aligned": False},
         {"algorithm": "fa1"},
-        {"passes": "bwd", "deterministic": True},
-        {"passes": "bwd", "options": {"softcap": 2.0}},
         {"ablated": ("prefetch",)},
         {"warp_partition": "keys"},
     ):

@@ -204,8 +204,8 @@ def test_what_dram_moves_is_said_with_the_rows_numbers():
 
 
 def test_what_the_page_says_of_hoppers_unit():
-    """Forward within a tenth of cuDNN and the published FA-3 from N=2k on, behind them below;
-    backward ahead of FA-2 and behind cuDNN.
+    """Forward ahead of cuDNN and the published FA-3 at most sizes from N=2k on, nowhere more than
+    4 % behind; below an eighth behind cuDNN at most. Backward ahead of FA-2 and as near to cuDNN.
     """
     rows = [r for r in Store(FIGURES).read("speed_fp16", report.MACHINE) if r.metric == "speed"]
     speed = {(r.series, r.pass_, r.head_dim, r.causal, r.seqlen_q): r.value for r in rows}
@@ -215,14 +215,14 @@ def test_what_the_page_says_of_hoppers_unit():
     for (pass_, d, causal, N), value in own.items():
         cudnn = value / speed["torch-cudnn", pass_, d, causal, N]
         if pass_ == "bwd":
-            assert value > speed["torch-fa2", pass_, d, causal, N] and cudnn < 1
+            assert value > speed["torch-fa2", pass_, d, causal, N] and cudnn > 0.875
         elif pass_ == "fwd" and d in (64, 128):
             (near if N >= 2048 else far).append(cudnn)
-    assert min(near) > 0.9 and max(near) < 1.1 and np.median(far) < np.median(near)
+    assert min(near) > 0.96 and np.median(near) > 1 and 0.875 < min(far) < np.median(far) < 1
     fa3 = lookup(paper="fa3", item="Fig. 5", method="FA-3", metric="speed")
     ratios = [
         own["fwd", int(x["head_dim"]), x["causal"] == "true", int(x["seqlen"])] / float(x["value"])
         for x in fa3
         if x["head_dim"] in ("64", "128") and int(x["seqlen"]) >= 2048
     ]
-    assert ratios and min(ratios) > 0.9 and max(ratios) < 1.1
+    assert ratios and min(ratios) > 0.96 and np.median(ratios) > 1

@@ -298,12 +298,8 @@ class Wgmma(Unit):
 
     def suits(self, request: Request) -> bool:
         """On a GPU, for calls that choose nothing of another unit's, and rows that fill a tile: the
-        emulator runs the smaller blocks of ``mma`` faster. FlashAttention-1 is taken by name alone,
-        and so is what the backward pass has not been timed with.
+        emulator runs the smaller blocks of ``mma`` faster. FlashAttention-1 is taken by name alone.
         """
-        timed = self.adds_dq(request) and not request.features.softcap
-        if request.passes == "bwd" and not timed:
-            return False
         fills = request.problem.seqlen_q > GROUP_ROWS
         if request.passes == "fwd":
             fills = fills or _heads_share_tiles(request)
