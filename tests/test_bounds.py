@@ -302,15 +302,18 @@ def test_what_standard_attention_moves_where_l2_holds_its_matrices():
 
 
 def test_the_rule_for_l2_is_what_the_counters_read():
-    """Within a fifth; near half of L2 between what it predicts with and without."""
+    """Within a fifth, on wgmma, whose blocks stay for row tiles of several heads, 1.3 times; near
+    half of L2 between what it predicts with and without.
+    """
     seen = set()
     for row, plan in recorded("dram", "traffic"):
         found = bounds.expected(plan, H200).dram
         filled = found.again / (cache.KEPT * H200.l2_bytes)
         close = 0.85 < filled < 1.3
+        far = 1.3 if "wgmma" in row["series"] else 1.2
         least = bounds.expected(plan, replace(H200, l2_bytes=1 << 40)).dram.bytes
-        most = plan.accesses.bytes if close else 1.2 * found.bytes
-        assert (least if close else found.bytes) / 1.2 <= float(row["value"]) <= most, row
+        most = plan.accesses.bytes if close else far * found.bytes
+        assert (least if close else found.bytes) / far <= float(row["value"]) <= most, row
         seen.add((plan.algorithm, found.served, close))
     assert {("fa1", False, False), ("fa2", True, False), ("standard", False, False)} <= seen
 

@@ -415,7 +415,6 @@ ON_HOPPER = [
 ]
 FAULTS_ON_HOPPER = [
     (wgmma.fa2_forward, "j_end, split, i0", "j_end, 0, i0", 0),
-    (wgmma.fa2_forward, "j_end, split, i0", "j_end, 0, i0", 1),
     (wgmma.fa2_forward, "split, row0, rows,", "split, i0, rows,", 0),
     (schedule, "uint32(n // shares), uint32(n % shares)", "uint32(n % shares), uint32(0)", 0),
     (schedule, "tiles * uint32(options.kv_splits)", "tiles", 0),

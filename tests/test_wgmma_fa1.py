@@ -233,7 +233,7 @@ MUTANTS = {
         EARLY,
     ),
     "S is read at once": ("kernel", "p.wait_scores(rS, False)", "pass", {"RegisterHazard"}),
-    "O is written at once": ("kernel", "p.wait_output(rO)", "pass", {"RegisterHazard"}),
+    "O is written at once": ("kernel", "p.wait_output(rO, False)", "pass", {"RegisterHazard"}),
     "the places of one consumer for all": (
         "kernel", "uint32(i0 + 64 * w), uint32(stage * GROUPS + w)",
         "uint32(i0 + 64 * w), uint32(stage * GROUPS)", EARLY | STALLS,
