@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from math import gcd
 from typing import Any
 
 from fa_numba import device, io_model
@@ -16,6 +15,7 @@ from fa_numba.host.units import UNITS
 from fa_numba.integers import ceil_div, round_up
 from fa_numba.kernels import merge_splits
 from fa_numba.options import PLAIN, SPLIT_SUMS
+from fa_numba.parts.pages import common_rows
 from fa_numba.tiling import Tiles
 from fa_numba.tiling.wgmma import GROUP_ROWS
 
@@ -106,7 +106,7 @@ def _merge(request: Request, heads: int, splits: int) -> Launch:
 def _forward_boxes(spec: Any) -> dict[str, Argument]:
     """What FA-2's forward kernel takes by boxes."""
     page_size = spec.features.page_size
-    rows = gcd(spec.Bc, page_size) if page_size else spec.Bc
+    rows = common_rows(page_size, spec.Bc) if page_size else spec.Bc
     keys = {name: Boxes(name, rows, ends=spec.key_ends) for name in "KV"}
     Q = Boxes("Q", GROUP_ROWS, heads=spec.tile_heads, ends=spec.query_ends)
     return {"Q": Q, **keys, "O": replace(Q, name="O", ends=spec.features.packed)}
