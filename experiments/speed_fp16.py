@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from .lab import paper_bars, peers, published, speed_figures, speeds, tables
 from .lab.options import Bench, Options
-from .lab.series import HOPPER, HOPPER_FA1, HOPPER_SPLITS, LABELS, MMA_SPLITS
+from .lab.series import HALF, HOPPER, LABELS, MMA_SPLITS
 from .lab.store import Row
 from .lab.tables import Across, Table
 from .lab.timing import ROUNDING
@@ -28,7 +27,7 @@ STUDY = speeds.Study(
     NAME,
     dtype="float16",
     passes=("fwd", "bwd", "fwd+bwd"),
-    ours=("standard-mma", "fa1-mma", MMA_SPLITS, "fa2-mma", HOPPER_FA1, HOPPER_SPLITS, HOPPER),
+    ours=HALF,
     theirs=peers.HALF,
     forward_dims=(256,),
     figures=("Fig. 4", "Fig. 5", "Fig. 6", "Fig. 7"),
@@ -168,10 +167,7 @@ def hopper(rows: Sequence[Row]) -> Table | None:
 
 
 def _spread(own: Mapping[int, float], other: Mapping[int, float | None]) -> str:
-    ratios = [value / under for N, value in own.items() if (under := other.get(N))]
-    if not ratios:
-        return tables.MISSING
-    return f"{min(ratios):.2f}, {statistics.median(ratios):.2f}, {max(ratios):.2f}"
+    return tables.spread([value / under for N, value in own.items() if (under := other.get(N))])
 
 
 def errors(rows: Sequence[Row]) -> Table | None:

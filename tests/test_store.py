@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from experiments import speed_fp16
+from experiments import speed_bf16, speed_fp16
 from experiments.lab import published, registry, report
 from experiments.lab.options import FIGURES
 from experiments.lab.store import COLUMNS, Recorder, Row, Store, StoreError, dump, parse
@@ -457,6 +457,34 @@ def test_errors_are_compared_with_torchs_at_the_same_problem(tmp_path):
     assert found["fwd", "fa2-mma"] == (5e-4, pytest.approx(2e-4 * 2**11))
     assert found["bwd", "fa2-mma"] == (7e-4, None)
     assert "| fp16 | FA-2 (Q outer) | 7.00e-04 | 0.41 |" in report.text("errors", store)
+
+
+def test_bf16_is_held_against_fp16_at_the_same_points(tmp_path):
+    """By hand: two lengths of one series, one 2 % ahead and one 5 % behind; others have no pair."""
+    store, speed = Store(tmp_path), {"metric": "speed", "unit": "TFLOP/s"}
+    of_bf16 = {**HALF, "experiment": "speed_bf16", "dtype": "bfloat16"}
+    longer = {"seqlen_q": 8192, "seqlen_k": 8192}
+    half = [row(series="fa2-wgmma", value=500.0, **HALF, **speed)]
+    half.append(row(series="fa2-wgmma", value=600.0, **{**HALF, **longer}, **speed))
+    half.append(row(series="fa2-mma", value=300.0, **HALF, **speed))
+    record(store, half, experiment="speed_fp16")
+    assert report.NO_RECORDING in report.text("bf16_over_fp16", store)
+    rows = [row(series="fa2-wgmma", value=510.0, **of_bf16, **speed)]
+    rows.append(row(series="fa2-wgmma", value=570.0, **{**of_bf16, **longer}, **speed))
+    rows.append(row(series="fa2-wgmma", value=9.0, pass_="bwd", **of_bf16, **speed))
+    rows.append(row(series="fa2-mma", value=9.0, **{**of_bf16, **longer}, **speed))
+    rows.append(row(series="torch-fa2", value=None, note="failed", **of_bf16, **speed))
+    record(store, rows, experiment="speed_bf16")
+    text = report.text("bf16_over_fp16", store)
+    assert "| FA-2 on wgmma | 0.95, 0.98, 1.02 | - | - | 1 of 2 | 1 |" in text
+    assert "Of ours 1 of 2 are within 3%, 1 are slower by more." in text
+    assert "FA-2 (Q outer)" not in text and "torch" not in text.split("\n\n")[1]
+
+
+def test_bf16_is_measured_where_fp16_is():
+    ours, half = speed_bf16.STUDY, speed_fp16.STUDY
+    assert (ours.ours, ours.passes) == (half.ours, half.passes)
+    assert set(ours.theirs) < set(half.theirs) and set(ours.seqlens) < set(half.seqlens)
 
 
 @pytest.mark.parametrize("name", ["speed_fp16", "speed_bf16"])

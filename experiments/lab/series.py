@@ -21,6 +21,8 @@ SERIES = {"standard-simt": "standard", "fa1-simt": "fa1", "fa2-simt": "fa2"}
 SPLITS, MMA_SPLITS = "fa1-simt-splits", "fa1-mma-splits"
 HOPPER = "fa2-wgmma"
 HOPPER_FA1, HOPPER_SPLITS = "fa1-wgmma", "fa1-wgmma-splits"
+# Everything that computes in 16 bits.
+HALF = ("standard-mma", "fa1-mma", MMA_SPLITS, "fa2-mma", HOPPER_FA1, HOPPER_SPLITS, HOPPER)
 # FA-2 at the block sizes that FA-1 takes.
 FA1_TILES = "fa2-simt-fa1-tiles"
 # FA-2's backward pass with a fixed order of dQ's sums.

@@ -54,7 +54,7 @@ class Study:
 
     `ours` and `theirs` are series. Where `fa1_longest` is given, FA-1's backward pass is left out
     of longer problems. `forward_dims` are head dimensions of which the forward pass alone is
-    measured, `figures` those of the FA-2 paper whose order is judged beside.
+    measured, `figures` those of the FA-2 paper whose order is judged beside, `seqlens` the lengths.
     """
 
     name: str
@@ -65,6 +65,7 @@ class Study:
     fa1_longest: int | None = None
     forward_dims: tuple[int, ...] = ()
     figures: tuple[str, ...] = ()
+    seqlens: tuple[int, ...] = SEQLENS
 
     @property
     def series(self) -> tuple[str, ...]:
@@ -92,7 +93,7 @@ class Study:
 def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
     """Rows of time, speed, error and, forward, peak memory; results are checked before timing."""
     assert bench.machine is not None and bench.describe is not None
-    lengths = options.seqlens or (SEQLENS[:2] if options.quick else SEQLENS)
+    lengths = options.seqlens or (study.seqlens[:2] if options.quick else study.seqlens)
     every = (*HEAD_DIMS, *study.forward_dims)
     head_dims = options.head_dims or (HEAD_DIMS[:1] if options.quick else every)
     masks = options.causal or ((False,) if options.quick else (False, True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,13 @@ PROBLEM = ("d", "causal", "N")
 
 def problem_cells(problem: Problem) -> list[str]:
     return [str(problem.head_dim), yes_no(problem.causal), str(problem.seqlen_q)]
+
+
+def spread(ratios: Sequence[float]) -> str:
+    """The smallest, the median and the largest; a dash where there are none."""
+    if not ratios:
+        return MISSING
+    return f"{min(ratios):.2f}, {statistics.median(ratios):.2f}, {max(ratios):.2f}"
 
 
 def yes_no(causal: bool) -> str:
