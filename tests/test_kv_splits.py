@@ -274,9 +274,12 @@ def test_auto_splits_where_multiprocessors_would_be_idle():
     # One row of eight heads, which share a tile, and a long cache
     few, more = splits_of(1, 8, 1, 1, 32768), splits_of(8, 8, 1, 1, 32768)
     assert few > more > 1
-    # Never fewer than four column tiles each, and none that is not needed
-    assert splits_of(1, 8, 1, 1, 256) == splits_of(1, 8, 1, 1, 64) == 1
-    assert splits_of(1, 8, 1, 1, 64 * 12) == 3
+    # Never fewer than two column tiles each, and none that is not needed
+    assert splits_of(1, 8, 1, 1, 192) == splits_of(1, 8, 1, 1, 64) == 1
+    assert splits_of(1, 8, 1, 1, 64 * 12) == 6
+    # Four blocks a multiprocessor keep memory busy, of half as many bytes eight: 528 or 1,056
+    assert 480 < 8 * splits_of(1, 64, 8, 1, 131072) <= 528
+    assert 960 < 8 * splits_of(1, 64, 8, 1, 131072, d=64) <= 1056
     # A window's columns are what is shared
     assert splits_of(1, 8, 1, 1, 32768, window=(63, 0)) == 1
     # A GPU with fewer multiprocessors is filled by fewer
@@ -285,6 +288,19 @@ def test_auto_splits_where_multiprocessors_would_be_idle():
     assert splits_of(1, 2, 2, 2048, 16384) == 132 // 32
     # 96 of 132: in quarters three rounds, 3/4 of the time; short columns are not worth it
     assert splits_of(1, 6, 6, 2048, 16384) == 4 and splits_of(1, 6, 6, 2048, 512) == 1
+
+
+def test_few_rows_go_to_the_copy_engine_where_it_is_kept_busy():
+    def chosen(heads, Nk, gpu=H200, Nq=1, **options):
+        return planned((1, heads, Nq, 64), (1, heads, Nk, 64), gpu, **options).unit
+
+    assert chosen(132, 1024) == "wgmma" and chosen(132, 4096, Nq=64, causal=True) == "wgmma"
+    # Fewer heads than multiprocessors, short columns, another GPU
+    assert chosen(131, 1024) == chosen(132, 1023) == "mma"
+    assert chosen(132, 1024, bounds.DEVICES["RTX 4090"]) == "mma"
+    # Pages, whatever their number
+    paged = planned((2, 4, 1, 64), (9, 4, 16, 64), block_table=(2, 3))
+    assert (paged.unit, paged.tiles.Br) == ("wgmma", 64)
 
 
 def test_auto_does_not_split_on_the_emulator():

@@ -12,8 +12,11 @@ from fa_numba.tiling.spec import Spec
 HIGH = 64
 # Blocks that a multiprocessor's registers leave side by side where tiles are lower.
 _MOST_SIDE_BY_SIDE = 8
+# Shared memory of the blocks side by side whose loads keep memory busy: with more blocks a call
+# reads no faster, and has more sums to merge.
+_BUSY_BYTES = 144 << 10
 # Column tiles of a split at least: fewer do not pay for O of a split and the second kernel.
-_LEAST_TILES = 4
+_LEAST_TILES = 2
 # Column tiles whose time O, l and m of a split take, there and back.
 _TILES_OF_SUMS = 2
 
@@ -44,11 +47,12 @@ def _side_by_side(request: Request, tiles: Tiles, spec: Spec) -> int:
     """Blocks that a multiprocessor takes at a time before more of them wait for each other.
 
     A high tile's keep the tensor cores busy alone. A low one's wait for K and V: the more of them,
-    the more bytes are on their way.
+    the more bytes are on their way, until memory is busy.
     """
     if tiles.Br >= HIGH:
         return 1
-    return max(1, min(_MOST_SIDE_BY_SIDE, request.shared_limit // spec.shared_bytes))
+    busy = ceil_div(_BUSY_BYTES, spec.shared_bytes)
+    return max(1, min(_MOST_SIDE_BY_SIDE, busy, request.shared_limit // spec.shared_bytes))
 
 
 def _columns(request: Request, tiles: Tiles) -> int:

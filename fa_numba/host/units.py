@@ -12,6 +12,7 @@ from typing import Any
 
 from fa_numba import device
 from fa_numba.dtypes import DTYPES
+from fa_numba.host.few_rows import heads_in_tiles, heads_share_tiles, reads_keys
 from fa_numba.host.requests import Request
 from fa_numba.kernels import mma, simt, wgmma
 from fa_numba.options import PLAIN, Features
@@ -197,7 +198,7 @@ class Mma(Unit):
         p, features = request.problem, request.features
         splits_keys = request.warp_partition == "keys"
         select = _select(request, MmaSpec)
-        heads = _heads_in_tiles(request)
+        heads = heads_in_tiles(request)
         sizes = (p.seqlen_q * heads, p.seqlen_k, p.head_dim, request.shared_limit)
         rule = functools.partial(
             default_mma_tiles, request.algorithm, *sizes, features, splits_keys
@@ -277,8 +278,6 @@ class Wgmma(Unit):
         ("fa2", "bwd"): ("causal", "window", "softcap"),
     }
     largest: Mapping[tuple[str, str], int] = {("fa1", "bwd"): 128}
-    # What "auto" leaves to mma's kernel until it has run long enough on a GPU.
-    untimed = ("page_size",)
 
     def lacks(self, request: Request) -> str:
         pair = (request.algorithm, request.passes)
@@ -297,15 +296,15 @@ class Wgmma(Unit):
         return ""
 
     def suits(self, request: Request) -> bool:
-        """On a GPU, for calls that choose nothing of another unit's, and rows that fill a tile: the
-        emulator runs the smaller blocks of ``mma`` faster. FlashAttention-1 is taken by name alone.
+        """On a GPU, for calls that choose nothing of another unit's, and rows that fill a tile, or
+        few that long K and V are brought for: the emulator runs the smaller blocks of ``mma``
+        faster. FlashAttention-1 is taken by name alone.
         """
         fills = request.problem.seqlen_q > GROUP_ROWS
         if request.passes == "fwd":
-            fills = fills or _heads_share_tiles(request)
+            fills = fills or heads_share_tiles(request) or reads_keys(request)
         plain = request.tiles is None and not request.ablated and request.query_splits == 1
         plain = plain and request.warp_partition == "rows" and request.algorithm == "fa2"
-        plain = plain and not any(getattr(request.features, name) for name in self.untimed)
         return fills and plain and device.planned_for_gpu()
 
     def forward(self, request: Request) -> tuple[Tiles, Spec]:
@@ -315,7 +314,7 @@ class Wgmma(Unit):
             tiles = request.tiles or default_wgmma_fa1_tiles(p.head_dim, request.features)
             select, facts = select_wgmma_fa1_spec, facts | {"return_lse": request.return_lse}
         else:
-            heads = p.group if _heads_share_tiles(request) else 1
+            heads = p.group if heads_share_tiles(request) else 1
             facts |= {"tile_heads": heads, "ablated": request.ablated}
             sizes = (p.seqlen_q * heads, p.head_dim)
             tiles = request.tiles or default_wgmma_tiles(*sizes, p.causal, request.features)
@@ -353,28 +352,6 @@ class Wgmma(Unit):
 
     def row_facts(self, request: Request) -> tuple:
         return request.problem.dtype, request.aligned
-
-
-def _heads_share_tiles(request: Request) -> bool:
-    """Whether the query heads of a K/V head lie in the rows of one tile on Hopper's tensor cores:
-    where a head has less than a warpgroup's rows, and these are whole rows of all. The map of the
-    queries has no axis left for lengths then, unless they are packed, and slopes differ by head.
-    """
-    p = request.problem
-    few = p.seqlen_q <= GROUP_ROWS and GROUP_ROWS % p.group == 0
-    return p.group > 1 and few and not (request.features.q_lens or request.features.alibi)
-
-
-def _heads_in_tiles(request: Request) -> int:
-    """How many query heads of a K/V head lie in the rows of one tile of FlashAttention-2's forward
-    kernel on tensor cores, a power of two: more than one where a head has few rows, and no option
-    has values of its own for each head, or each row of it.
-    """
-    p, features = request.problem, request.features
-    by_head = features.bias or features.alibi or features.dropout or features.sparse
-    if request.algorithm != "fa2" or p.seqlen_q > GROUP_ROWS or by_head:
-        return 1
-    return min(p.group & -p.group, GROUP_ROWS)
 
 
 def _select(request: Request, kind: type[MmaSpec]) -> Callable[..., Any]:

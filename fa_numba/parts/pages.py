@@ -17,6 +17,12 @@ def common_rows(page_size, Bc):
     return gcd(page_size, Bc)
 
 
+def pages_of_tile(spec):
+    """How many pages at most a tile of K and V has rows of; one where they are in one piece."""
+    page_size = spec.features.page_size
+    return spec.Bc // common_rows(page_size, spec.Bc) if page_size else 1
+
+
 def turns_in_a_page(page_size, rows, threads, width):
     """Turns in which a thread's rows of a tile lie in one page: one look-up serves them.
 

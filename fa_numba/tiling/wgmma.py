@@ -113,8 +113,8 @@ class WgmmaSpec(Spec):
         return (_REGISTERS_WITH_ENDS if ends else REGISTERS)[self.consumers]
 
     @property
-    def key_pieces(self) -> tuple[int, int]:
-        return 1, 1
+    def key_pieces(self) -> tuple[int, ...]:
+        return (1,)
 
     @property
     def loading_threads(self) -> int:
@@ -257,5 +257,7 @@ def default_wgmma_tiles(
         # Three consumers would spill, or leave too little to who looks up pages.
         crowded = features.alibi or (features.window and ends) or features.page_size > 0
         return Tiles(128 if short or crowded else 192, 128, stages=2)
+    if few and PANEL < head_dim <= 2 * PANEL:
+        return Tiles(64, 64, stages=2)
     Bc = 128 if head_dim <= 128 else 96 if head_dim <= 192 else 80
     return Tiles(64 if few else 128, Bc, stages=2)

@@ -18,6 +18,7 @@ from fa_numba.device import Kernel, array_type, cuda, device_function, float32, 
 from fa_numba.intrinsics.mbarrier import arrive_mbarrier, mbarrier_tile, wait_mbarrier
 from fa_numba.intrinsics.shared import half_tile, index_tile
 from fa_numba.intrinsics.warpgroup import give_registers, take_registers
+from fa_numba.parts.pages import pages_of_tile
 from fa_numba.parts.wgmma import parts
 from fa_numba.tiling.wgmma import PANEL, TOLD
 
@@ -39,7 +40,7 @@ def make_forward(spec):
     NN = TOLD * Q_STAGES
     BARRIERS, BARRIER_0, TILE_0 = spec.barriers, spec.halves // 4, spec.first_index
     NEXT, FULL_N, FULL_Q, EMPTY_Q, FULL_K, FULL_V, EMPTY_K, EMPTY_V = spec.barrier_places
-    SOON = LAST_TILES * Bc
+    SOON, PAGES = LAST_TILES * Bc, pages_of_tile(spec)
 
     @device_function
     def seen(i0, b, h, split, Q, K, options):
@@ -78,6 +79,7 @@ def make_forward(spec):
 
     @device_function
     def produce_columns(sK, sV, sN, bars, Q, K, V, tiles, group, options):
+        pages = cuda.local.array(PAGES, uint32)
         stage, parity = uint32(0), uint32(1)
         q_stage, q_parity = uint32(0), uint32(0)
         wait_mbarrier(bars, uint32(FULL_N + q_stage), q_parity)
@@ -93,10 +95,11 @@ def make_forward(spec):
                     is_long = False
                 # Alg. 1 line 7: load Kj, Vj
                 at = uint32(stage * NK)
+                p.look_up(pages, b, j0, Nk, options)
                 wait_mbarrier(bars, uint32(EMPTY_K + stage), parity)
-                p.load_keys(sK, at, K, b, hk, j0, Nk, options, bars, FULL_K + stage)
+                p.load_keys(sK, at, K, b, hk, j0, Nk, pages, options, bars, FULL_K + stage)
                 wait_mbarrier(bars, uint32(EMPTY_V + stage), parity)
-                p.load_keys(sV, at, V, b, hk, j0, Nk, options, bars, FULL_V + stage)
+                p.load_keys(sV, at, V, b, hk, j0, Nk, pages, options, bars, FULL_V + stage)
                 stage, parity = p.next_stage(stage, parity)
                 j0 = uint32(j0 + Bc)
             q_stage, q_parity = p.next_q_stage(q_stage, q_parity)

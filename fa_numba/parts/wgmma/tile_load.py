@@ -10,7 +10,7 @@ from fa_numba.device import WRAPS, device_function, uint32
 from fa_numba.intrinsics.bulk_copy import load_box, load_box_5d
 from fa_numba.intrinsics.mbarrier import expect_bytes
 from fa_numba.parts.heads import make_key_end, make_query_end
-from fa_numba.parts.pages import common_rows
+from fa_numba.parts.pages import common_rows, pages_of_tile
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
 
 
@@ -59,8 +59,9 @@ def make_load_queries(spec):
 
 @cache
 def make_load_keys(spec):
-    """``load_keys(sT, at, T, b, h, row0, Nk, options, bars, barrier)``: Kj or Vj of a sequence
-    of Nk columns, zeros beyond them: P is 0 there, and 0 times what follows in memory need not be.
+    """``load_keys(sT, at, T, b, h, row0, Nk, pages, options, bars, barrier)``: Kj or Vj of a
+    sequence of Nk columns, zeros beyond them: P is 0 there, and 0 times what follows in memory need
+    not be. ``pages`` is what ``look_up`` has found.
     """
     if spec.features.page_size:
         return _load_of_pages(spec)
@@ -68,7 +69,7 @@ def make_load_keys(spec):
     key_end = make_key_end(spec)
 
     @device_function
-    def load_keys(sT, at, T, b, h, row0, Nk, options, bars, barrier):
+    def load_keys(sT, at, T, b, h, row0, Nk, pages, options, bars, barrier):
         load(sT, at, T, b, key_end(b, Nk, options), h, row0, Nk, bars, barrier)
 
     return load_keys
@@ -115,22 +116,40 @@ def _load_of_pages(spec):
     size, box = 2 * PANEL * panels * Bc, common_rows(page_size, Bc)
 
     @device_function
-    def load_keys(sT, at, T, b, h, row0, Nk, options, bars, barrier):
+    def load_keys(sT, at, T, b, h, row0, Nk, pages, options, bars, barrier):
         expect_bytes(bars, barrier, size)
-        for r in range(0, Bc, box):
-            row = uint32(row0 + r)
-            page = rows = uint32(0)
+        for n in range(Bc // box):
+            row = uint32(row0 + n * box)
+            first, rows = uint32(row % uint32(page_size)), uint32(0)
             if row < Nk:
-                n = uint32(row // uint32(page_size))
-                page = uint32(options.block_table[b, n])
-                rows = uint32(min(uint32(page_size), uint32(Nk - n * uint32(page_size))))
-            which = end_of(T, page, h, rows)
-            first = uint32(row % uint32(page_size) + uint32(WRAPS) - rows)
+                rows = uint32(min(uint32(page_size), uint32(first + Nk - row)))
+            which = end_of(T, pages[n], h, rows)
+            first = uint32(first + uint32(WRAPS) - rows)
             for panel in range(panels):
-                place = uint32(at + PANEL * (panel * Bc + r))
+                place = uint32(at + PANEL * (panel * Bc + n * box))
                 load_box(sT, place, T, uint32(WRAPS), which, first, PANEL * panel, bars, barrier)
 
     return load_keys
+
+
+@cache
+def make_look_up(spec):
+    """``look_up(pages, b, row0, Nk, options)``: the pages that Kj and Vj have rows of, 0 past the
+    sequence. Asked for before a place is empty, so that nobody waits for the table.
+    """
+    page_size, PAGES = spec.features.page_size, pages_of_tile(spec)
+    rows = spec.Bc // PAGES
+
+    @device_function
+    def look_up(pages, b, row0, Nk, options):
+        if page_size:
+            for n in range(PAGES):
+                row = uint32(row0 + n * rows)
+                pages[n] = uint32(0)
+                if row < Nk:
+                    pages[n] = uint32(options.block_table[b, uint32(row // uint32(page_size))])
+
+    return look_up
 
 
 @device_function

@@ -1,0 +1,42 @@
+"""Calls of few rows of Q: which query heads share a tile, and what takes the time."""
+
+from __future__ import annotations
+
+from fa_numba.host.requests import Request
+from fa_numba.tiling.wgmma import GROUP_ROWS
+
+# Keys of a head that its multiprocessor is busy with for a while.
+LONG_KEYS = 1024
+
+
+def heads_share_tiles(request: Request) -> bool:
+    """Whether the query heads of a K/V head lie in the rows of one tile on Hopper's tensor cores:
+    where a head has less than a warpgroup's rows, and these are whole rows of all. The map of the
+    queries has no axis left for lengths then, unless they are packed, and slopes differ by head.
+    """
+    p = request.problem
+    few = p.seqlen_q <= GROUP_ROWS and GROUP_ROWS % p.group == 0
+    return p.group > 1 and few and not (request.features.q_lens or request.features.alibi)
+
+
+def reads_keys(request: Request) -> bool:
+    """Whether few rows of Q take as long as K and V take to come, and Hopper's copy engine brings
+    them faster than threads do: out of pages, or where each multiprocessor has a head of its own
+    for a while.
+    """
+    p = request.problem
+    heads = p.batch * p.heads_q
+    alone = p.seqlen_k >= LONG_KEYS and heads >= request.multiprocessors
+    return p.page_size is not None or alone
+
+
+def heads_in_tiles(request: Request) -> int:
+    """How many query heads of a K/V head lie in the rows of one tile of FlashAttention-2's forward
+    kernel on tensor cores, a power of two: more than one where a head has few rows, and no option
+    has values of its own for each head, or each row of it.
+    """
+    p, features = request.problem, request.features
+    by_head = features.bias or features.alibi or features.dropout or features.sparse
+    if request.algorithm != "fa2" or p.seqlen_q > GROUP_ROWS or by_head:
+        return 1
+    return min(p.group & -p.group, GROUP_ROWS)
