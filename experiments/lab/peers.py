@@ -22,6 +22,8 @@ CUDNN = "torch-cudnn"
 MATH = "torch-math"
 UNFUSED = "torch-unfused"
 MATMUL = "torch-matmul"
+# Made in `flex`, where an option has no other kernel of torch.
+FLEX = "torch-flex"
 # torch's FlashAttention-2 and cuDNN kernels take half precision only.
 FLOAT32 = (EFFICIENT, UNFUSED)
 HALF = (FLASH, CUDNN, UNFUSED)

@@ -45,6 +45,8 @@ LABELS = {
     "torch-cudnn": "torch cuDNN",
     "torch-math": "torch math",
     "torch-unfused": "torch unfused",
+    "torch-flex": "torch flex_attention",
+    "fa2-auto": "FA-2, as auto takes it",
 }
 # In the backward pass both orders have K/V outside: what differs is the grid.
 BACKWARD_LABELS = LABELS | {

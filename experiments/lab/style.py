@@ -30,6 +30,8 @@ COLOURS = {
     "torch-cudnn": "#E69F00",
     "torch-math": "#C4B000",
     "torch-unfused": "#8C8C8C",
+    "torch-flex": "#0072B2",
+    "fa2-auto": "#7A1FA2",
     "published": "#CC79A7",
     "model": "#666666",
     # Published alone: no kernel of these is run here.
@@ -48,6 +50,8 @@ MARKERS = {
     "torch-cudnn": "X",
     "torch-math": "*",
     "torch-unfused": "P",
+    "torch-flex": "D",
+    "fa2-auto": "h",
 }
 # The same algorithm on tensor cores looks the same.
 for _looks in (COLOURS, MARKERS):

@@ -1,0 +1,431 @@
+"""Shapes beyond the papers' grid: shared heads, head dimensions, lengths, options, few heads, short
+sequences, each beside torch's kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fa_numba import device
+from fa_numba.problem import Problem
+
+from .lab import breadth, calls, flex, peers, precompile, tables
+from .lab.breadth import AUTO
+from .lab.options import Bench, Options
+from .lab.series import LABELS, plan, row_fields
+from .lab.speeds import PASSES
+from .lab.store import Row
+from .lab.tables import Table
+from .lab.timing import FEWEST, attempt, time_call
+from .lab.workloads import HIDDEN, TOKENS, Inputs
+
+NAME = "shapes"
+TITLE = "shapes beyond the papers' grid, beside torch's kernels"
+DESCRIPTION = (
+    "Time of forward and backward calls, fp16, as a user makes them: K/V heads that are shared, "
+    "head dimensions of 32 to 256, lengths that divide nothing, windows, caps, slopes, a bias and "
+    "packed sequences, few heads, and N=64 to 512; over torch's FlashAttention-2, its cuDNN "
+    "kernel, or flex_attention where torch's others lack the option."
+)
+NEEDS_GPU = True
+SWEPT = ("note",)
+REPEATS, SECONDS = 12, 0.06
+PROTOCOL = (
+    f"{REPEATS} repeats, cut to {SECONDS:g} s, {FEWEST} at least; auto is the call without a unit, "
+    "tiles or splits named; flex_attention is compiled for each problem, before it is timed; "
+    f"gradients are checked on a problem of at most N={breadth.LONGEST} that leaves the same "
+    f"remainder of {breadth.LONGEST // 2}, with one K/V head and windows of at most "
+    f"{breadth.WIDEST}"
+)
+MMA = "fa2-mma"
+SERIES = (AUTO, MMA, peers.FLASH, peers.CUDNN, peers.FLEX)
+# What a kernel of Hopper's own has to reach of cuDNN, in the median.
+OF_CUDNN = 0.9
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A class of shapes: its name, the kernel of torch's that it is held against, and what is asked
+    of torch's time over ours, in the median and at the worst point.
+    """
+
+    title: str
+    peer: str = peers.FLASH
+    median: float = 1.0
+    worst: float = 0.9
+
+
+KINDS = {
+    "shared": Kind("shared K/V heads", worst=0.95),
+    "dims": Kind("head dimensions"),
+    "lengths": Kind("lengths"),
+    "options": Kind("options", peer=peers.FLEX),
+    "few": Kind("few heads, long N"),
+    "short": Kind("N=64 to 512"),
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One problem of a class, what it is called there, and in which passes it is timed."""
+
+    kind: str
+    what: str
+    problem: Problem
+    passes: tuple[str, ...] = ("fwd", "bwd")
+    beside_mma: bool = True
+
+    @property
+    def place(self) -> str:
+        """How a row's note begins."""
+        return f"{self.kind}: {self.what}"
+
+
+def _of(
+    batch: int, heads: int, Nq: int, d: int, *, Nk: int = 0, group: int = 1, **more: Any
+) -> Problem:
+    sizes = (batch, heads, heads // group, Nq, Nk or Nq, d)
+    return Problem(*sizes, dtype="float16", **more)
+
+
+def _wide(N: int, d: int, **more: Any) -> Problem:
+    """16k tokens of hidden dimension 2048, in as many heads as that holds."""
+    return _of(TOKENS // N, max(1, HIDDEN // d), N, d, **more)
+
+
+def _shared() -> Iterator[Point]:
+    for d, group, N, causal in (
+        (128, 2, 4096, True),
+        (128, 4, 4096, True),
+        (128, 8, 4096, True),
+        (128, 8, 2048, False),
+        (64, 4, 2048, True),
+        (64, 8, 4096, False),
+    ):
+        what = f"{group} query heads a K/V head"
+        yield Point("shared", what, _wide(N, d, group=group, causal=causal))
+
+
+def _dims() -> Iterator[Point]:
+    for d in (32, 40, 80, 96, 112, 160, 192, 256):
+        yield Point("dims", f"d={d}", _wide(4096, d))
+        yield Point("dims", f"d={d}", _wide(2048, d, causal=True), beside_mma=False)
+
+
+def _lengths() -> Iterator[Point]:
+    for batch, heads, Nq, Nk, d, causal in (
+        (8, 16, 1000, 1000, 64, True),
+        (4, 16, 3333, 3333, 128, True),
+        (4, 16, 5001, 5001, 64, False),
+        (4, 16, 1000, 4001, 128, False),
+        (4, 16, 4001, 1000, 64, False),
+        (4, 16, 300, 8193, 128, False),
+        (8, 16, 4096, 77, 64, False),
+        (8, 8, 4096, 77, 40, False),
+        (8, 16, 1024, 77, 128, False),
+    ):
+        what = f"N={Nq}" if Nq == Nk else f"{Nq} x {Nk}"
+        yield Point("lengths", what, _of(batch, heads, Nq, d, Nk=Nk, causal=causal))
+
+
+# Sequences of a packed batch, 16k tokens: one long, many short.
+SKEWED = (8192, 3071, 1500, 1024, 777, 512, 399, 300, 250, 129, 128, 64, 33, 5)
+
+
+def _options() -> Iterator[Point]:
+    for d, left in ((128, 128), (128, 1024), (128, 4096), (64, 128), (64, 512)):
+        passes = ("fwd", "bwd") if (d, left) == (128, 1024) else ("fwd",)
+        problem = _of(1, HIDDEN // d, 16384, d, window=(left, 0))
+        yield Point("options", f"window {left}", problem, passes)
+    capped = _of(2, 16, 4096, 128, causal=True, softcap=20.0)
+    yield Point("options", "softcap", capped)
+    yield Point("options", "ALiBi", _of(2, 32, 4096, 64, causal=True, alibi=True), ("fwd",))
+    for d in (64, 128):
+        added = _of(2, HIDDEN // d, 2048, d, bias=(1, HIDDEN // d, 2048, 2048))
+        yield Point("options", "bias", added, ("fwd",))
+    for d, causal in ((128, True), (64, False)):
+        lens: dict[str, Any] = {"q_lens": SKEWED, "kv_lens": SKEWED, "packed": True}
+        packed = _of(len(SKEWED), HIDDEN // d, max(SKEWED), d, causal=causal, **lens)
+        yield Point("options", "packed, skewed lengths", packed, ("fwd",))
+
+
+def _few() -> Iterator[Point]:
+    for batch, heads, Nq, Nk, d, causal in (
+        (1, 1, 8192, 8192, 128, False),
+        (1, 2, 16384, 16384, 64, True),
+        (1, 4, 4096, 4096, 64, False),
+        (1, 8, 16384, 16384, 128, True),
+        (1, 1, 32768, 32768, 64, False),
+    ):
+        what = f"{heads} heads" if heads > 1 else "one head"
+        yield Point("few", what, _of(batch, heads, Nq, d, Nk=Nk, causal=causal))
+    for heads, Nq, Nk in ((4, 1024, 32768), (8, 256, 65536)):
+        problem = _of(1, heads, Nq, 128, Nk=Nk)
+        yield Point("few", f"{heads} heads", problem, ("fwd",))
+
+
+def _short() -> Iterator[Point]:
+    for n, (N, d) in enumerate(itertools.product((64, 128, 256, 512), (64, 128))):
+        yield Point("short", f"N={N}", _wide(N, d, causal=n % 4 in (0, 3)))
+
+
+def points(options: Options) -> list[Point]:
+    """What is measured; of a quick run the first of every class."""
+    makes = (_shared, _dims, _lengths, _options, _few, _short)
+    found = [list(make()) for make in makes]
+    every = [point for kind in found for point in (kind[:1] if options.quick else kind)]
+    if options.seqlens:
+        every = [point for point in every if point.problem.seqlen_q in options.seqlens]
+    if options.head_dims:
+        every = [point for point in every if point.problem.head_dim in options.head_dims]
+    if options.causal:
+        every = [point for point in every if point.problem.causal in options.causal]
+    return every
+
+
+def at(point: Point, pass_: str) -> list[str]:
+    """The series that are measured at a point: mma's kernels where auto takes others."""
+    found = [AUTO]
+    planned, _ = attempt(plan, AUTO, point.problem, **breadth.plan_options(pass_, point.problem))
+    if point.beside_mma and planned is not None and planned.unit != "mma":
+        found.append(MMA)
+    if peers.available():
+        peer = KINDS[point.kind].peer
+        found += [peer] if peer == peers.FLEX else [peers.FLASH, peers.CUDNN]
+    return found
+
+
+def measure(options: Options, bench: Bench) -> Iterator[Row]:
+    """Times of all series at each point, results checked first."""
+    assert bench.machine is not None
+    if not peers.available():
+        bench.say("  no torch with CUDA here: its kernels are not measured")
+    every = points(options)
+    ahead = (
+        call
+        for point in every
+        for pass_ in point.passes
+        for series in at(point, pass_)
+        if not calls.theirs(series)
+        for call in _planned(series, pass_, point.problem)
+    )
+    flexed = [
+        (point.problem, pass_)
+        for point in every
+        for pass_ in point.passes
+        if peers.FLEX in at(point, pass_)
+    ]
+    with flex.compiling(_flex_call, flexed):
+        precompile.compile_ahead(ahead, bench)
+    inputs = Inputs(gradient=True)
+    checks = breadth.Checks(inputs)
+    for point in bench.each(every, "timing"):
+        arrays = peers.on_device(inputs(point.problem), point.problem.dtype)
+        for pass_, series in ((p, s) for p in point.passes for s in at(point, p)):
+            yield _timed(series, pass_, point, arrays, checks, bench.machine)
+            device.release_memory()
+            peers.release()
+
+
+def _planned(series: str, pass_: str, problem: Problem) -> Iterator[precompile.Call]:
+    """The calls whose kernels are needed: a backward pass also needs a forward one."""
+    if pass_ == "bwd":
+        yield precompile.Call(series, problem, breadth.plan_options("bwd", problem))
+    forward = breadth.plan_options("fwd", problem)
+    yield precompile.Call(series, problem, forward | {"return_lse": pass_ == "bwd"})
+
+
+def _flex_call(item: tuple[Problem, str]) -> Any:
+    """What `measure` has torch compile for a problem and a pass, and for its check."""
+    problem, pass_ = item
+    every = [problem] if pass_ == "fwd" else [breadth.shorter(problem), problem]
+    runs = []
+    for each in every:
+        shapes = (each.q_shape, each.k_shape, each.k_shape, each.q_shape)
+        arrays = peers.on_device([np.zeros(shape, np.float32) for shape in shapes], each.dtype)
+        runs.append(functools.partial(breadth.make, peers.FLEX, pass_, each, arrays))
+    return lambda: [run()() for run in runs]
+
+
+def _timed(
+    series: str,
+    pass_: str,
+    point: Point,
+    arrays: Sequence[Any],
+    checks: breadth.Checks,
+    machine: str,
+) -> Row:
+    problem = point.problem
+    columns: dict[str, Any] = {"machine": machine, "experiment": NAME, "series": series}
+    columns |= {"pass_": pass_, **row_fields(problem)}
+    said = point.place
+    if not calls.theirs(series):
+        planned, _ = attempt(plan, series, problem, **breadth.plan_options(pass_, problem))
+        if planned is not None:
+            columns |= {"Br": planned.tiles.Br, "Bc": planned.tiles.Bc}
+            said += f"; {planned.unit}"
+            said += f", {planned.kv_splits} splits" if planned.kv_splits > 1 else ""
+
+    def work() -> Any:
+        check = checks(series, pass_, problem)
+        run = breadth.make(series, pass_, problem, arrays)
+        return time_call(run, check, REPEATS, SECONDS)
+
+    timing, failure = attempt(work)
+    return calls.time_row(timing, failure, said, **columns)
+
+
+# --- figure and table ------------------------------------------------------------------------
+
+Place = tuple[Any, ...]  # class and name of a point, and its sizes
+
+
+@dataclass
+class Ratios:
+    """Of one class and pass: another series' time over ours by auto, at each place where both were
+    measured; `points` are those where ours was, or failed, `failed` those where ours did.
+    """
+
+    points: int = 0
+    failed: int = 0
+    over: dict[str, dict[Place, float]] = field(default_factory=dict)
+
+
+def ratios(rows: Sequence[Row]) -> dict[tuple[str, str], Ratios]:
+    """(class, pass) -> ratios, in the order of KINDS."""
+    times: dict[tuple[str, str], dict[Place, dict[str, Row]]] = {}
+    for row in rows:
+        if row.metric != "time" or row.source != "measured":
+            continue
+        kind = row.place.partition(":")[0]
+        sizes = (row.batch, row.heads_q, row.heads_k, row.seqlen_q, row.seqlen_k, row.head_dim)
+        place = (row.place, *sizes, row.causal)
+        times.setdefault((kind, row.pass_), {}).setdefault(place, {})[row.series] = row
+    found = {}
+    for key in itertools.product(KINDS, ("fwd", "bwd")):
+        mine = {p: by for p, by in times.get(key, {}).items() if AUTO in by}
+        if not mine:
+            continue
+        found[key] = own = Ratios(len(mine), sum(by[AUTO].failed for by in mine.values()))
+        for place, by in mine.items():
+            ours = by[AUTO].value
+            for series, row in by.items():
+                if series != AUTO and ours and row.value:
+                    own.over.setdefault(series, {})[place] = row.value / ours
+    return found
+
+
+def met(kind: Kind, own: Ratios) -> bool | None:
+    """Whether a class reaches what is asked of it; None where its peer was not measured."""
+    over = own.over.get(kind.peer, {})
+    if not over:
+        return None
+    reached = statistics.median(over.values()) >= kind.median and min(over.values()) >= kind.worst
+    return reached and not own.failed and len(over) == own.points
+
+
+def met_cudnn(own: Ratios) -> bool | None:
+    over = own.over.get(peers.CUDNN, {})
+    return statistics.median(over.values()) >= OF_CUDNN if over else None
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """Torch's time over ours: a line for each class and pass, a dot for each point, the median a
+    bar.
+    """
+    from .lab import style
+
+    found = ratios(rows)
+    shown = (peers.FLASH, peers.FLEX, peers.CUDNN)
+    every = [x for own in found.values() for s in shown for x in own.over.get(s, {}).values()]
+    if not every:
+        return None
+    figure, ((ax,),) = style.new(1, 1, 0.8 + 0.55 * len(found))
+    ax.set_xscale("log")
+    ax.axvline(1.0, color="#555555", lw=1.0)
+    for line, ((name, _), own) in enumerate(found.items()):
+        kind = KINDS[name]
+        ax.plot(
+            [kind.worst] * 2, [line - 0.4, line + 0.4], color="#B22222", lw=1.2, ls=":",
+            label="asked of the worst point",
+        )  # fmt: skip
+        for series in shown:
+            values = sorted(own.over.get(series, {}).values())
+            if not values:
+                continue
+            y = line + (0.2 if series == peers.CUDNN else -0.2)
+            looks: dict[str, Any] = {"color": style.COLOURS[series]}
+            ax.plot(
+                values, [y] * len(values), ls="", marker=style.MARKERS[series], alpha=0.6,
+                label=LABELS[series], **looks,
+            )  # fmt: skip
+            middle = statistics.median(values)
+            ax.plot([middle] * 2, [y - 0.17, y + 0.17], lw=3.0, **looks)
+    labels = [f"{KINDS[name].title}, {PASSES[pass_]}" for name, pass_ in found]
+    ax.set_yticks(range(len(found)), labels)
+    ax.set_ylim(len(found) - 0.5, -0.5)
+    low, high = min(0.7, *every), max(1.4, *every)
+    ax.set_xlim(low / 1.05, high * 1.05)
+    ax.set_xticks([x for x in (0.5, 0.7, 0.9, 1, 1.2, 1.5, 2, 3, 4, 6) if low <= x <= high])
+    style.plain_ticks(ax.xaxis)
+    ax.set_xlabel("torch's time over ours by auto: to the right of 1 ours is faster")
+    handles = style.handles(ax)
+    figure.legend(handles.values(), handles, loc="outside upper center", ncols=4)
+    return figure
+
+
+def table(rows: Sequence[Row]) -> Table | None:
+    """A line for each class and pass: points, the median and the worst ratio to its peer, what is
+    asked, and the same over cuDNN.
+    """
+    found = ratios(rows)
+    lines = []
+    for (name, pass_), own in found.items():
+        kind = KINDS[name]
+        over = own.over.get(kind.peer, {})
+        asked = f"{kind.median:g} / {kind.worst:g}"
+        failed = f", {own.failed} failed" if own.failed else ""
+        last = min(over, key=lambda place: over[place]) if over else None
+        cells = [kind.title, PASSES[pass_], f"{own.points}{failed}", LABELS[kind.peer]]
+        cells += [_pair(over), asked, _said(met(kind, own))]
+        cells += [_where(last) if last else tables.MISSING]
+        cells += [_pair(own.over.get(peers.CUDNN, {})), _said(met_cudnn(own))]
+        cells += [_pair(own.over.get(MMA, {}))]
+        lines.append(cells)
+    if not lines:
+        return None
+    header = ["class", "pass", "points", "over", "median / worst", "asked", "met", "worst at"]
+    header += [f"over {LABELS[peers.CUDNN]}", f"median {OF_CUDNN:g}", "over ours by mma"]
+    caption = (
+        "Times of torch's kernels over those of ours as auto takes them, fp16, on Hopper by wgmma "
+        "where its kernels have the option: above 1 ours is faster. Windows, "
+        "softcap, ALiBi, bias and packed sequences of skewed lengths are held against "
+        "flex_attention, which is compiled for each; its time is without that."
+    )
+    return Table(caption, tables.markdown(header, lines))
+
+
+def _pair(over: Mapping[Place, float]) -> str:
+    if not over:
+        return tables.MISSING
+    return f"{statistics.median(over.values()):.2f} / {min(over.values()):.2f}"
+
+
+def _said(reached: bool | None) -> str:
+    return tables.MISSING if reached is None else tables.yes_no(reached)
+
+
+def _where(place: Place) -> str:
+    """A point in words: its name in the class, sizes, mask."""
+    text, _, _, _, Nq, Nk, d, causal = place
+    what = text.partition(": ")[2]
+    sizes = f"N={Nq}" if Nq == Nk else f"{Nq} x {Nk}"
+    named = [x for x in (sizes, f"d={d}") if x != what]
+    return ", ".join([what, *named, *(["causal"] if causal else [])])

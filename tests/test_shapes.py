@@ -1,0 +1,224 @@
+"""Shapes beyond the papers': what is measured, how it is checked, drawn and tabulated."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from experiments import shapes
+from experiments.lab import breadth, calls, peers, timing
+from experiments.lab.options import Bench, Options
+from experiments.lab.series import plan, row_fields
+from experiments.lab.workloads import Inputs
+from fa_numba import bounds, reference
+from fa_numba.problem import Problem
+
+# Torch's times over ours.
+RATIOS = {peers.FLASH: 1.5, peers.CUDNN: 0.95, peers.FLEX: 1.2, shapes.MMA: 2.0}
+
+
+def synthetic(missing=(), slow=()):
+    """Ours take a millisecond; at the points in `slow` twice as much."""
+    rows = []
+    for point in shapes.points(Options()):
+        peer = shapes.KINDS[point.kind].peer
+        theirs = (peer,) if peer == peers.FLEX else (peers.FLASH, peers.CUDNN)
+        for pass_ in point.passes:
+            for series in (breadth.AUTO, shapes.MMA, *theirs):
+                if series in missing:
+                    continue
+                ms = RATIOS.get(series, 2.0 if point.place in slow else 1.0)
+                timed = timing.Timing(ms, ms, ms, 10, 0.0)
+                common = {"machine": "some-gpu", "experiment": shapes.NAME, "series": series}
+                common |= {"pass_": pass_, **row_fields(point.problem)}
+                rows.append(calls.time_row(timed, "", f"{point.place}; wgmma", **common))
+    return rows
+
+
+def cells(table):
+    header, _, *lines = table.body.splitlines()
+    names = [cell.strip() for cell in header.strip("|").split("|")]
+    for line in lines:
+        yield dict(zip(names, (c.strip() for c in line.strip("|").split("|")), strict=True))
+
+
+def test_nothing_measured_is_nothing_drawn():
+    assert shapes.draw([]) is None and shapes.table([]) is None
+    ours = [row for row in synthetic() if row.series == breadth.AUTO]
+    assert shapes.draw(ours) is None
+    for line in cells(shapes.table(ours)):
+        assert line["median / worst"] == line["met"] == line["worst at"] == "-"
+
+
+def test_every_class_has_its_points_and_can_be_planned():
+    every = shapes.points(Options())
+    assert len({(p.place, p.problem) for p in every}) == len(every)
+    assert {p.kind for p in every} == set(shapes.KINDS)
+    assert {p.kind for p in shapes.points(Options(quick=True))} == set(shapes.KINDS)
+    problems = {kind: [p.problem for p in every if p.kind == kind] for kind in shapes.KINDS}
+    assert {p.group for p in problems["shared"]} == {2, 4, 8}
+    assert {p.head_dim for p in problems["dims"]} == {32, 40, 80, 96, 112, 160, 192, 256}
+    signs = {np.sign(p.diagonal) for p in problems["lengths"]}
+    assert signs == {-1, 0, 1} and min(p.seqlen_k for p in problems["lengths"]) < 128
+    assert {p.left for p in problems["options"]} == {None, 128, 512, 1024, 4096}
+    assert sum(shapes.SKEWED) == 16384
+    assert all(p.batch * p.heads_q < 132 for p in problems["few"])
+    assert {p.seqlen_q for p in problems["short"]} == {64, 128, 256, 512}
+    assert {(p.head_dim, p.causal) for p in problems["short"]} == {
+        (d, causal) for d in (64, 128) for causal in (False, True)
+    }
+    assert all(p.problem.head_dim == 64 for p in shapes.points(Options(head_dims=(64,))))
+    with bounds.DEVICES["H200"].planning():
+        for point in every:
+            for pass_ in point.passes:
+                for series in shapes.at(point, pass_):
+                    for call in shapes._planned(series, pass_, point.problem):
+                        plan(call.series, call.problem, **call.options)
+        splits = [
+            plan(breadth.AUTO, p, **breadth.plan_options("fwd", p)).kv_splits
+            for p in problems["few"]
+        ]
+    assert max(splits) > 3
+
+
+def test_the_table_says_what_is_met():
+    lines = list(cells(shapes.table(synthetic())))
+    assert len(lines) == 12
+    for line in lines:
+        flexed = line["over"] == "torch flex_attention"
+        assert flexed == (line["class"] == "options")
+        assert line["median / worst"] == ("1.20 / 1.20" if flexed else "1.50 / 1.50")
+        assert line["met"] == "yes" and line["over ours by mma"] == "2.00 / 2.00"
+        assert line["over torch cuDNN"] == ("-" if flexed else "0.95 / 0.95")
+        assert line["median 0.9"] == ("-" if flexed else "yes")
+    assert {(line["class"], line["asked"]) for line in lines} == {
+        (kind.title, f"1 / {kind.worst:g}") for kind in shapes.KINDS.values()
+    }
+
+
+def test_one_slow_point_and_one_that_failed_are_not_met():
+    slow = synthetic(slow=("dims: d=80", "options: window 128"))
+    lines = {(line["class"], line["pass"]): line for line in cells(shapes.table(slow))}
+    for pass_ in ("forward", "backward"):
+        line = lines["head dimensions", pass_]
+        assert line["median / worst"] == "1.50 / 0.75" and line["met"] == "no"
+        assert line["worst at"].startswith("d=80, N=")
+    assert lines["options", "forward"]["worst at"] == "window 128, N=16384, d=128"
+    assert lines["options", "backward"]["met"] == "yes"
+    rows = synthetic()
+    at = next(n for n, row in enumerate(rows) if row.series == breadth.AUTO)
+    rows[at] = replace(rows[at], value=None, note=f"{rows[at].note}; failed: why")
+    line = next(cells(shapes.table(rows)))
+    assert line["points"] == "6, 1 failed" and line["met"] == "no"
+    assert line["median / worst"] == "1.50 / 1.50"
+    # A peer that could not run at one point leaves it open whether that is met: it is not.
+    rows = synthetic()
+    at = next(n for n, row in enumerate(rows) if row.series == peers.FLASH)
+    del rows[at]
+    assert next(cells(shapes.table(rows)))["met"] == "no"
+
+
+def test_torch_missing_is_said():
+    theirs = (peers.FLASH, peers.CUDNN, peers.FLEX)
+    for line in cells(shapes.table(synthetic(missing=theirs))):
+        assert line["met"] == line["median 0.9"] == "-" and line["over ours by mma"] != "-"
+    assert shapes.draw(synthetic(missing=theirs)) is None
+
+
+def test_the_figure_has_a_line_a_class_and_pass():
+    (ax,) = shapes.draw(synthetic()).axes
+    labels = [text.get_text() for text in ax.get_yticklabels()]
+    assert len(labels) == 12 and labels[0] == "shared K/V heads, forward"
+    dots = [line for line in ax.lines if line.get_linestyle() == "None"]
+    assert len(dots) == 22  # two peers, but for options one
+    low, high = ax.get_xlim()
+    for line in dots:
+        assert all(low < x < high for x in line.get_xdata())
+
+
+# --- the checks -------------------------------------------------------------------------------
+
+SMALL = [
+    Problem(1, 4, 2, 70, 70, 16, dtype="float16", causal=True),
+    Problem(2, 2, 2, 40, 90, 16, dtype="float16"),
+    Problem(1, 2, 2, 90, 70, 16, dtype="float16", window=(9, 0)),
+    Problem(1, 2, 1, 64, 64, 16, dtype="float16", causal=True, softcap=5.0),
+    Problem(1, 2, 2, 50, 80, 16, dtype="float16", causal=True, alibi=True),
+    Problem(1, 2, 2, 65, 80, 16, dtype="float16", bias=(1, 2, 65, 80)),
+    Problem(
+        3, 2, 1, 60, 60, 16, dtype="float16", causal=True, packed=True,
+        q_lens=(60, 3, 40), kv_lens=(60, 3, 40),
+    ),
+]  # fmt: skip
+
+
+def ids(problem):
+    return ", ".join(problem.options) or "plain"
+
+
+@pytest.mark.parametrize("problem", SMALL, ids=ids)
+def test_rows_of_a_result_with_options_are_checked(problem):
+    arrays = Inputs()(problem)
+    options = {"causal": problem.causal, **breadth.given(problem)}
+    right = reference.attention(*arrays, **options)
+    gate = breadth.RowsGate(problem, *arrays)
+    assert gate(right.astype(np.float16)) < 1e-3
+    wrong = right.copy()
+    wrong[..., -1] *= 1.1
+    for check in (gate, gate.peer):
+        with pytest.raises(timing.WrongResult, match="O: error"):
+            check(wrong)
+
+
+@pytest.mark.parametrize("problem", [p for p in SMALL if not p.packed and not p.bias], ids=ids)
+def test_gradients_are_checked_on_a_shorter_problem(problem):
+    arrays = Inputs(gradient=True)(problem)
+    options = {"causal": problem.causal, **breadth.given(problem)}
+    right = reference.attention_backward(arrays[3], *arrays[:3], **options)
+    gate = breadth.GradientsGate(problem, *arrays)
+    assert gate([x.astype(np.float16) for x in right]) < 2e-3
+    for n, name in enumerate(("dq", "dk", "dv")):
+        wrong = [x * (1.1 if at == n else 1) for at, x in enumerate(right)]
+        with pytest.raises(timing.WrongResult, match=f"{name}: error"):
+            gate(wrong)
+
+
+def test_a_shorter_problem_leaves_the_same_remainders():
+    for point in shapes.points(Options()):
+        if "bwd" not in point.passes:
+            continue
+        small = breadth.shorter(point.problem)
+        assert max(small.seqlen_q, small.seqlen_k) <= breadth.LONGEST
+        for name in ("seqlen_q", "seqlen_k"):
+            long, short = getattr(point.problem, name), getattr(small, name)
+            assert long == short or (long - short) % (breadth.LONGEST // 2) == 0
+        assert (small.group, small.head_dim) == (point.problem.group, point.problem.head_dim)
+        assert (small.heads_k, small.batch) == (1, 1)
+
+
+def test_a_run_of_small_points_on_the_emulator(monkeypatch):
+    """Ours alone: what is planned is what is checked and called, wrong results are not timed."""
+    found = [shapes.Point("shared", "two", SMALL[0]), shapes.Point("options", "cap", SMALL[3])]
+    found += [shapes.Point("options", "packed", SMALL[6], ("fwd",))]
+    monkeypatch.setattr(shapes, "points", lambda options: found)
+    monkeypatch.setattr(shapes.device, "release_memory", lambda: None)
+    to_gpu = {"on_device": lambda arrays, dtype="float32": tuple(x.astype(dtype) for x in arrays)}
+    for name, value in to_gpu.items():
+        monkeypatch.setattr(peers, name, value)
+
+    def timed(run, check, repeats, seconds):
+        error = check(run())
+        return timing.Timing(1.0, 1.0, 1.0, repeats, error)
+
+    monkeypatch.setattr(shapes, "time_call", timed)
+    rows = list(shapes.measure(Options(), Bench(machine="some-gpu")))
+    assert [(row.series, row.pass_) for row in rows] == [
+        *((breadth.AUTO, pass_) for _ in range(2) for pass_ in ("fwd", "bwd")),
+        (breadth.AUTO, "fwd"),
+    ]
+    assert [row.note for row in rows if row.failed] == []
+    assert {row.note for row in rows} == {f"{p.place}; mma" for p in found}
+    monkeypatch.setitem(breadth.__dict__, "ROUNDING", {"float16": -1.0})
+    wrong = list(shapes.measure(Options(), Bench(machine="some-gpu")))
+    assert all(row.failed and "against float64" in row.note for row in wrong)
+    assert len(wrong) == len(rows)
