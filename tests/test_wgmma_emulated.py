@@ -558,13 +558,15 @@ def test_a_fault_in_the_rows_of_heads_that_share_a_tile_is_found(change):
 
 
 OF_PAGES = [
-    ("block_table[b, n]", "block_table[0, n]"),
-    ("end_of(T, page, h, rows)", "end_of(T, page, 0, rows)"),
-    ("end_of(T, page, h, rows)", "end_of(T, page, h, uint32(page_size))"),
-    ("uint32(min(uint32(page_size), uint32(Nk - n * uint32(page_size))))", "uint32(page_size)"),
-    ("row % uint32(page_size) + uint32(WRAPS) - rows", "row % uint32(page_size)"),
+    ("block_table[b, uint32", "block_table[0, uint32"),
+    ("block_table[b, uint32(row", "block_table[b, uint32(row0"),
+    ("end_of(T, pages[n], h, rows)", "end_of(T, pages[0], h, rows)"),
+    ("end_of(T, pages[n], h, rows)", "end_of(T, pages[n], 0, rows)"),
+    ("end_of(T, pages[n], h, rows)", "end_of(T, pages[n], h, uint32(page_size))"),
+    ("uint32(min(uint32(page_size), uint32(first + Nk - row)))", "uint32(page_size)"),
+    ("first = uint32(first + uint32(WRAPS) - rows)", "first = uint32(first)"),
     ("if row < Nk:", "if True:"),
-    ("PANEL * (panel * Bc + r)", "PANEL * panel * Bc"),
+    ("PANEL * (panel * Bc + n * box)", "PANEL * panel * Bc"),
     ("uint32(WRAPS), which, first, PANEL * panel", "uint32(WRAPS), which, first, 0"),
 ]
 
