@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -14,7 +15,7 @@ from fa_numba.problem import Problem
 
 from .lab import calls, peers, precompile, tables
 from .lab.options import Bench, Options
-from .lab.series import row_fields
+from .lab.series import HOPPER, row_fields, unit
 from .lab.store import EMULATOR, Row
 from .lab.tables import Table
 from .lab.timing import Gate, attempt, time_call
@@ -36,7 +37,7 @@ PAGE_SIZES = (16, 64, 128, 256)
 COUNTED = {"fa2-simt": "float32", "fa2-mma": "float16", "fa2-wgmma": "float16"}
 LENGTHS = (300, 77)  # of the two sequences that are counted
 ROWS, COUNTED_DIM = 5, 64
-TIMED = "fa2-mma"
+TIMED = ("fa2-mma", HOPPER)
 CONTEXTS, QUICK_CONTEXTS = (1024, 4096, 16384, 65536), (1024,)
 HEAD_DIM, BATCH, HEADS, KEY_HEADS = 128, 4, 16, 4
 ONE_PIECE = "one piece"
@@ -85,15 +86,16 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     contexts = options.seqlens or (QUICK_CONTEXTS if options.quick else CONTEXTS)
     d = (options.head_dims or (HEAD_DIM,))[0]
     problems = [_step(N, d) for N in contexts]
-    ahead = [precompile.Call(TIMED, problem) for problem in problems]
+    timed = TIMED if device.compute_capability() == (9, 0) else TIMED[:1]
+    ahead = [precompile.Call(series, problem) for series in timed for problem in problems]
     for problem in problems:
         for page_size in PAGE_SIZES:
             paged, table = _paged_step(problem, page_size)
-            ahead.append(precompile.Call(TIMED, paged, {"block_table": table}))
+            ahead += [precompile.Call(series, paged, {"block_table": table}) for series in timed]
     precompile.compile_ahead(ahead, bench)
     inputs = Inputs()
     for problem in bench.each(problems, "timing"):
-        yield from _times(problem, inputs, bench.machine)
+        yield from _times(problem, timed, inputs, bench.machine)
 
 
 def _step(N: int, d: int) -> Problem:
@@ -115,15 +117,15 @@ def _counted(series: str, page_size: int) -> Iterator[Row]:
     """Of one small call on the emulator: elements of O and L that differ, bytes of the table over
     those of K and V.
     """
-    dtype, unit = COUNTED[series], series.split("-")[1]
+    dtype = COUNTED[series]
     B, N = len(LENGTHS), max(LENGTHS)
     problem = Problem(B, 4, 2, ROWS, N, COUNTED_DIM, dtype=dtype, kv_lens=LENGTHS)
     q, k, v = (x.astype(dtype) for x in Inputs()(problem))
     k_pages, v_pages, table = in_pages(k, v, page_size)
     with device.using("emulator"):
-        whole = fa_numba.plan(q.shape, k.shape, dtype=dtype, unit=unit, kv_lens=LENGTHS)
+        whole = fa_numba.plan(q.shape, k.shape, dtype=dtype, unit=unit(series), kv_lens=LENGTHS)
         tiles = fa_numba.Tiles(whole.tiles.Br, whole.tiles.Bc, stages=whole.tiles.stages)
-        given: dict[str, Any] = {"kv_lens": LENGTHS, "unit": unit, "tiles": tiles}
+        given: dict[str, Any] = {"kv_lens": LENGTHS, "unit": unit(series), "tiles": tiles}
         given |= {"return_lse": True, "kv_splits": 1}
         one = fa_numba.flash_attention_2(q, k, v, **given)
     with fa_numba.count_accesses() as counts:
@@ -142,14 +144,14 @@ def _counted(series: str, page_size: int) -> Iterator[Row]:
     yield Row(metric="table_share", unit="1", value=share, **common)
 
 
-def _times(problem: Problem, inputs: Inputs, machine: str) -> Iterator[Row]:
+def _times(problem: Problem, timed: Sequence[str], inputs: Inputs, machine: str) -> Iterator[Row]:
     q, k, v = host = inputs(problem)
     gate = Gate(problem, *host)
     lengths = np.full(problem.batch, problem.seqlen_k, np.int32)
-    for page_size in (0, *PAGE_SIZES):
+    for page_size, series in itertools.product((0, *PAGE_SIZES), timed):
 
-        def work(page_size: int = page_size) -> Any:
-            options: dict[str, Any] = {"unit": TIMED.split("-")[1]}
+        def work(page_size: int = page_size, series: str = series) -> Any:
+            options: dict[str, Any] = {"unit": unit(series)}
             arrays = host
             if page_size:
                 *pages, table = in_pages(k, v, page_size)
@@ -164,7 +166,7 @@ def _times(problem: Problem, inputs: Inputs, machine: str) -> Iterator[Row]:
             return time_call(run, gate)
 
         timing, failure = attempt(work)
-        fields = {"experiment": NAME, "series": TIMED, **row_fields(problem)}
+        fields = {"experiment": NAME, "series": series, **row_fields(problem)}
         yield calls.time_row(timing, failure, place(page_size), machine=machine, **fields)
         device.release_memory()
         peers.release()
@@ -173,18 +175,21 @@ def _times(problem: Problem, inputs: Inputs, machine: str) -> Iterator[Row]:
 # --- figure and table ------------------------------------------------------------------------
 
 
-def ratios(rows: Sequence[Row]) -> dict[int, dict[int, float]]:
-    """Page size -> context -> the time over pages over that of one piece."""
-    times: dict[int, dict[int, float]] = {}
+def ratios(rows: Sequence[Row]) -> dict[str, dict[int, dict[int, float]]]:
+    """Series -> page size -> context -> the time over pages over that of one piece."""
+    times: dict[str, dict[int, dict[int, float]]] = {}
     for row in rows:
         if row.metric == "time" and row.value is not None:
-            times.setdefault(page_size_of(row), {})[row.seqlen_k] = float(row.value)
-    whole = times.pop(0, {})
-    found = {
-        size: {N: t / whole[N] for N, t in sorted(by.items()) if N in whole}
-        for size, by in sorted(times.items())
-    }
-    return {size: by for size, by in found.items() if by}
+            of_size = times.setdefault(row.series, {}).setdefault(page_size_of(row), {})
+            of_size[row.seqlen_k] = float(row.value)
+    found: dict[str, dict[int, dict[int, float]]] = {}
+    for series in (s for s in TIMED if s in times):
+        whole = times[series].pop(0, {})
+        for size, by in sorted(times[series].items()):
+            over = {N: t / whole[N] for N, t in sorted(by.items()) if N in whole}
+            if over:
+                found.setdefault(series, {})[size] = over
+    return found
 
 
 def counted(rows: Sequence[Row], metric: str) -> dict[str, dict[int, float]]:
@@ -208,15 +213,19 @@ def draw(rows: Sequence[Row]) -> Any:
         return None
     figure, ((left, right),) = style.new(1, 2, 4.0)
     left.set_title("a decoding step over pages, over one piece")
-    for size, by in timed.items():
-        colour, marker = _LOOKS[size]
-        label = place(size)
-        left.plot([*by], [*by.values()], color=colour, marker=marker, label=label)
+    for series, by_size in timed.items():
+        for size, by in by_size.items():
+            colour, marker = _LOOKS[size]
+            looks = {"color": colour, "marker": marker, "ls": "--" if series == HOPPER else "-"}
+            label = f"{unit(series)}, {place(size)}"
+            left.plot([*by], [*by.values()], label=label, **looks)
     if timed:
         left.axhspan(1 - ALLOWED, 1 + ALLOWED, color="#888888", alpha=0.15, lw=0)
-        style.sizes(left, sorted({N for by in timed.values() for N in by}), "keys")
+        style.sizes(
+            left, sorted({N for x in timed.values() for by in x.values() for N in by}), "keys"
+        )
         left.set_ylabel("time over one piece's")
-        left.legend()
+        left.legend(ncols=len(timed))
     else:
         style.empty(left, "not measured here")
     right.set_title("bytes of the table over those of K and V")
@@ -237,14 +246,16 @@ def draw(rows: Sequence[Row]) -> Any:
 
 def _label(series: str) -> str:
     units = {"simt": "fp32, CUDA cores", "mma": "fp16, mma", "wgmma": "fp16, wgmma"}
-    return units[series.split("-")[1]]
+    return units[unit(series)]
 
 
 def table(rows: Sequence[Row]) -> Table | None:
     """A line for each page size: what differs, the table's share, times over one piece's."""
     differing, shares = counted(rows, "difference"), counted(rows, "table_share")
     timed = ratios(rows)
-    sizes = sorted({n for by in differing.values() for n in by} | set(timed))
+    sizes = sorted(
+        {n for by in differing.values() for n in by} | {n for x in timed.values() for n in x}
+    )
     if not sizes:
         return None
     lines = [
@@ -252,15 +263,14 @@ def table(rows: Sequence[Row]) -> Table | None:
             str(size),
             *(_cell(differing.get(s, {}), size, "{:.0f}") for s in COUNTED),
             *(_cell(shares.get(s, {}), size, "{:.2%}") for s in COUNTED),
-            _over(timed.get(size), median),
-            _over(timed.get(size), max),
+            *(_over(timed.get(s, {}).get(size), of) for s in TIMED for of in (median, max)),
         ]
         for size in sizes
     ]
-    units = [series.split("-")[1] for series in COUNTED]
-    header = ["rows a page", *(f"elements that differ, {unit}" for unit in units)]
-    header += [f"table's bytes, {unit}" for unit in units]
-    header += ["time over one piece's, median", "worst"]
+    header = ["rows a page", *(f"elements that differ, {unit(s)}" for s in COUNTED)]
+    header += [f"table's bytes, {unit(s)}" for s in COUNTED]
+    for series in TIMED:
+        header += [f"time over one piece's, {unit(series)}, median", "worst"]
     caption = (
         f"Counted: two sequences of {LENGTHS[0]} and {LENGTHS[1]} keys, {ROWS} rows of Q, "
         f"d={COUNTED_DIM}; elements of O and L whose bits differ from one piece, and the block "

@@ -23,11 +23,11 @@ def counted():
     ]
 
 
-def timed(machine="some-gpu"):
+def timed(machine="some-gpu", series=paged.TIMED[0]):
     """One piece takes a microsecond for 1024 keys, pages of n rows 1 + 1 / n of that."""
     rows = []
     for N in paged.CONTEXTS:
-        common = {"machine": machine, "experiment": paged.NAME, "series": paged.TIMED}
+        common = {"machine": machine, "experiment": paged.NAME, "series": series}
         common |= {"source": "measured", "metric": "time", "unit": "ms"}
         for size in (0, *paged.PAGE_SIZES):
             value = N / 1024 * (1 + (1 / size if size else 0))
@@ -60,7 +60,8 @@ def test_no_bit_differs_and_the_table_is_little():
 
 def test_ratios_are_over_one_piece_at_the_same_context():
     rows = timed()
-    found = paged.ratios(rows)
+    assert list(paged.ratios(rows + timed(series="fa2-wgmma"))) == ["fa2-mma", "fa2-wgmma"]
+    found = paged.ratios(rows)["fa2-mma"]
     assert list(found) == list(paged.PAGE_SIZES)
     assert found[16] == {N: pytest.approx(1 + 1 / 16) for N in paged.CONTEXTS}
     failed = [replace(r, value=None) if paged.page_size_of(r) == 0 else r for r in rows]
@@ -77,7 +78,7 @@ def test_the_figure_and_the_table_take_any_part_of_the_rows():
         assert ("not counted" in texts) == (rows[0].source == "measured")
         assert "| 16 |" in table.body
     body = paged.table(whole).body.splitlines()
-    assert body[2].split("|")[-3:-1] == [" 1.062 ", " 1.062 "]
+    assert body[2].split("|")[-5:-1] == [" 1.062 ", " 1.062 ", " - ", " - "]
     assert paged.draw([]) is None and paged.table([]) is None
 
 
@@ -98,6 +99,7 @@ def test_a_step_is_timed_over_one_piece_and_over_pages(monkeypatch):
     monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
     monkeypatch.setattr(paged, "PAGE_SIZES", (16, 64))
     monkeypatch.setattr(paged.precompile, "compile_ahead", lambda calls, bench: list(calls))
+    monkeypatch.setattr(fa_numba.device, "compute_capability", lambda: (8, 0))
     options = Options(seqlens=(80,), head_dims=(32,), quick=True)
     rows = list(paged.measure(options, Bench(machine="some-gpu", kept=counted()[:1])))
     rows = [row for row in rows if isinstance(row, Row)]
@@ -113,4 +115,4 @@ def test_the_page_shows_a_recording(tmp_path):
     recorder.add_all(timed(report.MACHINE))
     recorder.finish(complete=True)
     lines = [line for line in report.text("paged", store).splitlines() if line.startswith("| 64")]
-    assert lines == ["| 64 | - | - | - | - | - | - | 1.016 | 1.016 |"]
+    assert lines == ["| 64 | - | - | - | - | - | - | 1.016 | 1.016 | - | - |"]
