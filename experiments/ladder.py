@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import fa_numba
 from fa_numba.problem import Problem
 from fa_numba.tiling import MEASURES, WGMMA_MEASURES
 
-from .lab import bandwidth, ceilings, peers, tables, variants
+from .lab import bandwidth, ceilings, counters, peers, tables, variants
 from .lab.options import Bench, Options
 from .lab.series import plan, row_fields
 from .lab.store import Row
@@ -25,9 +25,10 @@ DESCRIPTION = (
     "prefetching, Q in registers, the scale in the exponent, wide stores, 32 rows a warp, two "
     "stages of K and V, measured tiles), and FA-1 with a tile's rows or its keys split over the "
     "warps; on Hopper wgmma and the copy engine in steps (tiles ahead, two consumers, turns, "
-    "overlap, persistent blocks, a counter). FA-2's setting at N=4096, fp16: time, instructions, "
-    "bank conflicts, sectors from L2, shares of the fastest products and exponentials, and torch's "
-    "FA-2 beside."
+    "overlap, persistent blocks, a counter, the next row tile's first product ahead, that row tile "
+    "taken late), with a causal mask too. FA-2's setting at N=4096, fp16: time, instructions, bank "
+    "conflicts, sectors from L2, shares of the fastest products and exponentials, and torch's FA-2 "
+    "beside."
 )
 NEEDS_GPU = True
 
@@ -39,7 +40,7 @@ PEER = "torch-fa2"
 @dataclass(frozen=True)
 class Step:
     """A rung: its series, what the figure calls it, and the gain that was predicted before the
-    first run, over the step before it.
+    first run, over the step before it; `causal` the same with a causal mask, where it is another.
 
     ``kept`` are the measures that its kernel has, with ``threads`` in a block of ``size``, rows and
     columns, and ``stages`` of K and V; None for all measures and the plan's tiles.
@@ -52,6 +53,7 @@ class Step:
     threads: int | None = None
     stages: int = 1
     size: tuple[int, int] = (128, 64)
+    causal: float | None = None
 
     @property
     def tiles(self) -> fa_numba.Tiles:
@@ -88,6 +90,10 @@ def _hopper(name: str, label: str, predicted: float | None, kept: int, rows: int
     return Step(f"{HOPPER}-{name}", label, predicted, _MEASURES[:kept], None, 2, (rows, 128))
 
 
+def _causal(step: Step, predicted: float) -> Step:
+    return replace(step, causal=predicted)
+
+
 # The same on Hopper's own instructions: a producer's thread starts the copies, so that whatever
 # comes after the first step has the next tiles on their way.
 HOPPER_LADDER = (
@@ -98,6 +104,8 @@ HOPPER_LADDER = (
     _hopper("overlap", "+ products during the softmax", 1.15, 2),
     _hopper("persistent", "+ persistent blocks", 1.05, 3),
     _hopper("counter", "+ row tiles from a counter", 1.0, 4),
+    _hopper("ahead", "+ next row tile's first product ahead", 1.03, 5),
+    _causal(_hopper("late", "+ row tiles taken late", 1.0, 6), 1.05),
     Step(HOPPER, "+ tiles of the plan", 1.02),
 )
 HOPPER_LABELS = {step.series: step.label for step in HOPPER_LADDER}
@@ -123,6 +131,12 @@ PROFILED = {
     "conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
     "wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
     "sectors": "l1tex__m_xbar2l1tex_read_sectors.sum",  # of 32 bytes, read from L2
+}
+# Percent of the call's cycles in which a multiprocessor has a block, and its tensor cores work;
+# where Nsight Compute has these counters.
+OCCUPIED = {
+    "busy": "sm__cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "tensor": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
 }
 
 
@@ -165,25 +179,32 @@ def hopper_configurations(problem: Problem) -> list[variants.Variant]:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """Times, checked first, those of torch, and the hardware counters."""
+    """Times, checked first, those of torch, and the hardware counters.
+
+    With a causal mask, Hopper's steps alone, where there are any.
+    """
     assert bench.machine is not None
+    hopper = fa_numba.device.compute_capability() == (9, 0)
     lengths = options.seqlens or ((QUICK_SEQLEN,) if options.quick else (SEQLEN,))
     head_dims = options.head_dims or (HEAD_DIMS[:1] if options.quick else HEAD_DIMS)
     problems = [
         fa2_setting(N, d, mask, "float16")
         for d in head_dims
-        for mask in options.causal or (False,)
+        for mask in options.causal or ((False, True) if hopper else (False,))
         for N in lengths
     ]
     if peers.available():
         yield from _peer(problems, bench)
     else:
         bench.say("  no torch with CUDA here: its kernel is not measured")
-    hopper = fa_numba.device.compute_capability() == (9, 0)
-    more = hopper_configurations if hopper else lambda problem: []
     yield from _limits(bench, hopper)
-    work = [(problem, configurations(problem) + more(problem)) for problem in problems]
-    yield from variants.measure(NAME, work, bench, PROFILED)
+    work = []
+    for problem in problems:
+        mine = [] if hopper and problem.causal else configurations(problem)
+        work.append((problem, mine + (hopper_configurations(problem) if hopper else [])))
+    known = counters.available_metrics() or set()
+    more = {metric: name for metric, name in OCCUPIED.items() if name.split(".")[0] in known}
+    yield from variants.measure(NAME, work, bench, PROFILED | more)
 
 
 def _peer(problems: Sequence[Problem], bench: Bench) -> Iterator[Row]:
@@ -242,56 +263,77 @@ def gains(rows: Sequence[Row]) -> dict[str, float]:
     """How many times faster each step is than the one before it, two stages than one, and FA-1's
     rows than its keys.
     """
-    times = {r.series: r.value for r in rows if r.metric == "time" and r.value is not None}
-    ladders = (LADDER, HOPPER_LADDER)
-    pairs = [(a.series, b.series) for x in ladders for a, b in zip(x, x[1:], strict=False)]
-    pairs += [(LADDER[-2].series, TWO_STAGES.series), ("fa1-mma-keys", "fa1-mma-rows")]
+    timed = [r for r in rows if r.metric == "time"]
+    times = {r.series: r.value for r in timed if r.value is not None}
+    pairs = [(LADDER[-2].series, TWO_STAGES.series), ("fa1-mma-keys", "fa1-mma-rows")]
+    for ladder in (LADDER, HOPPER_LADDER):
+        # Older recordings have fewer steps.
+        there = [step.series for step in ladder if step.series in {r.series for r in timed}]
+        pairs += zip(there, there[1:], strict=False)
     return {b: times[a] / times[b] for a, b in pairs if a in times and b in times}
 
 
-def predictions() -> dict[str, float]:
-    """Series -> the gain that was predicted before the first run."""
+def predictions(causal: bool = False) -> dict[str, float]:
+    """Series -> the gain that was predicted before the first run, without or with a mask."""
     steps = (*STEPS, *HOPPER_LADDER)
     found = {step.series: step.predicted for step in steps if step.predicted is not None}
+    if causal:
+        found |= {step.series: step.causal for step in steps if step.causal is not None}
     return found | {"fa1-mma-rows": PREDICTED_PARTITION}
 
 
-def _split(rows: Sequence[Row]) -> tuple[dict[Problem, list[Row]], dict[str, str]]:
-    """The rows of calls by problem, and the labels of all steps of ladders that were measured."""
-    calls = [r for r in rows if r.series not in LIMITS]
-    hopper = any(r.series in HOPPER_LABELS for r in calls)
-    return variants.problems_of(calls), LABELS | (HOPPER_LABELS if hopper else {})
+def _split(rows: Sequence[Row], causal: bool) -> tuple[dict[Problem, list[Row]], dict[str, str]]:
+    """The rows of calls by problem, with a causal mask or without, and the labels of what was
+    tried there.
+    """
+    calls = [r for r in rows if r.series not in LIMITS and r.causal == causal]
+    tried = {r.series for r in calls}
+    labels = {
+        series: label for series, label in (LABELS | HOPPER_LABELS).items() if series in tried
+    }
+    return variants.problems_of(calls), labels
 
 
 def draw(rows: Sequence[Row]) -> Any:
     """Bars of TFLOP/s with the gain over the step before; each problem has a panel."""
     from .lab import style
 
-    by_problem, labels = _split(rows)
-    problems = list(by_problem.items())
-    if not problems:
+    found = [part for part in (_split(rows, False), _split(rows, True)) if part[0]]
+    if not found:
         return None
-    height = 4.6 * len(labels) / len(LABELS)
-    figure, axes = style.new(1, len(problems), height, sharey="row")
-    for (problem, mine), ax in zip(problems, axes[0], strict=True):
-        speeds = {r.series: r.value for r in mine if r.metric == "speed" and r.value is not None}
-        found = gains(mine)
-        for at, series in enumerate(labels):
-            if series not in speeds:
-                ax.text(0, at, " no time", va="center", fontsize=9.5)
-                continue
-            looks = PEER if series == PEER else "-".join(series.split("-")[:2])
-            ax.barh(at, speeds[series], height=0.62, color=style.COLOURS[looks])
-            gain = f"  ×{found[series]:.2f}" if series in found else ""
-            ax.text(speeds[series], at, f" {speeds[series]:.0f}{gain}", va="center", fontsize=9.5)
-        ax.set_yticks(range(len(labels)), list(labels.values()))
-        ax.set_ylim(len(labels) - 0.4, -0.6)
-        ax.set_xlim(0, 1.3 * max(speeds.values(), default=1.0))
-        ax.grid(False, axis="y")
-        ax.set_xlabel("TFLOP/s; × is how many times faster a step is")
-        masked = ", causal" if problem.causal else ""
-        ax.set_title(f"forward, fp16, N={problem.seqlen_q}, d={problem.head_dim}{masked}")
+    bars = [len(labels) for _, labels in found]
+    wide = max(len(problems) for problems, _ in found)
+    height, ratios = 0.8 * len(bars) + 0.26 * sum(bars), {"height_ratios": bars}
+    figure, axes = style.new(len(found), wide, height, sharey="row", gridspec_kw=ratios)
+    for (problems, labels), panels in zip(found, axes, strict=True):
+        for ax in panels[len(problems) :]:
+            ax.set_axis_off()
+        for (problem, mine), ax in zip(problems.items(), panels, strict=False):
+            _bars(ax, problem, mine, labels)
     return figure
+
+
+def _bars(ax: Any, problem: Problem, rows: Sequence[Row], labels: Mapping[str, str]) -> None:
+    """One problem's panel."""
+    from .lab import style
+
+    speeds = {r.series: r.value for r in rows if r.metric == "speed" and r.value is not None}
+    found = gains(rows)
+    for at, series in enumerate(labels):
+        if series not in speeds:
+            ax.text(0, at, " no time", va="center", fontsize=9.5)
+            continue
+        looks = PEER if series == PEER else "-".join(series.split("-")[:2])
+        ax.barh(at, speeds[series], height=0.62, color=style.COLOURS[looks])
+        gain = f"  ×{found[series]:.2f}" if series in found else ""
+        ax.text(speeds[series], at, f" {speeds[series]:.0f}{gain}", va="center", fontsize=9.5)
+    ax.set_yticks(range(len(labels)), list(labels.values()))
+    ax.set_ylim(len(labels) - 0.4, -0.6)
+    ax.set_xlim(0, 1.3 * max(speeds.values(), default=1.0))
+    ax.grid(False, axis="y")
+    ax.set_xlabel("TFLOP/s, × gain over the step before")
+    masked = ", causal" if problem.causal else ""
+    ax.set_title(f"forward, fp16, N={problem.seqlen_q}, d={problem.head_dim}{masked}")
 
 
 _MEASURED: dict[str, Callable[[float], str]] = {
@@ -300,22 +342,37 @@ _MEASURED: dict[str, Callable[[float], str]] = {
     "wavefronts": lambda v: f"{v / 1e9:.2f}",
     "conflicts": lambda v: f"{v / 1e9:.3f}",
     "sectors": lambda v: f"{v * 32 / 1e9:.2f}",
+    **dict.fromkeys(OCCUPIED, lambda v: f"{v:.0f}%"),
 }
+_HEADER = (
+    *("TFLOP/s", "warp instructions, 10^9", "shared-memory wavefronts, 10^9"),
+    *("bank conflicts, 10^9", "read from L2, GB", "cycles with a block", "with tensor cores"),
+)
 
 
 def table(rows: Sequence[Row]) -> Table | None:
     """The speed of every step, its gain, what was predicted of it, and what was counted."""
-    predicted = predictions()
+    return _table(rows, False, "")
+
+
+def masked(rows: Sequence[Row]) -> Table | None:
+    """The same of Hopper's steps with a causal mask."""
+    return _table(rows, True, " with a causal mask")
+
+
+def _table(rows: Sequence[Row], causal: bool, setting: str) -> Table | None:
+    predicted = predictions(causal)
     lines = []
-    problems, labels = _split(rows)
+    problems, labels = _split(rows, causal)
+    metrics = {r.metric for r in rows if r.value is not None} | (set(_MEASURED) - set(OCCUPIED))
+    columns = {metric: shown for metric, shown in _MEASURED.items() if metric in metrics}
     limits = {name: label for name, label in LIMITS.items() if shares(rows, 1.0, 1).get(name)}
     for problem, mine in problems.items():
         found = {(r.series, r.metric): r for r in mine if r.source == "measured"}
         gained = gains(mine)
         for series, label in labels.items():
             speed, *counted = (
-                tables.cell(found.get((series, metric)), shown)
-                for metric, shown in _MEASURED.items()
+                tables.cell(found.get((series, metric)), shown) for metric, shown in columns.items()
             )
             at = found.get((series, "speed"))
             block = f"{at.Br} x {at.Bc}" if at is not None and at.Br else tables.MISSING
@@ -327,11 +384,16 @@ def table(rows: Sequence[Row]) -> Table | None:
             lines.append([*where, label, block, speed, *pair, *of, *counted])
     if not lines:
         return None
-    header = [*tables.PROBLEM, "step", "Br x Bc", "TFLOP/s", "gain", "predicted", *limits.values()]
-    header += ["warp instructions, 10^9", "shared-memory wavefronts, 10^9", "bank conflicts, 10^9"]
-    header += ["read from L2, GB"]
+    names = dict(zip(_MEASURED, _HEADER, strict=True))
+    speed, *counted = (names[metric] for metric in columns)
+    header = [*tables.PROBLEM, "step", "Br x Bc", speed, "gain", "predicted", *limits.values()]
+    header += counted
     caption = (
-        "Forward, fp16, 16k tokens, hidden dimension 2048. A gain is over the step before; of two "
-        "stages it is over one, of FA-1's rows over its keys at the same block sizes."
+        f"Forward{setting}, fp16, 16k tokens, hidden dimension 2048. A gain is over the step "
+        "before; of two stages it is over one, of FA-1's rows over its keys at the same block "
+        "sizes."
     )
     return Table(caption, tables.markdown(header, lines))
+
+
+TABLES = {"ladder_causal": masked}

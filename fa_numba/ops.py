@@ -184,7 +184,8 @@ def flash_attention_2(
     if named with it, "prefetch" of tiles meanwhile others are computed with, "q_registers" for Q's
     fragments, "folded_scale" of the scores into the exponent, "wide_stores" of O. On ``unit``
     "wgmma" these are "turns" of the consumer warpgroups, "overlap" of products with a softmax,
-    "persistent" blocks and the "counter" that hands them row tiles.
+    "persistent" blocks, the "counter" that hands them row tiles, the next one's first product
+    begun "ahead", with the last of this, and its being taken "late".
 
     Returns O in q's shape, dtype, library and place; with ``return_lse`` (O, L), L the natural
     logarithm of the rows' sums of exponentials, float32 (B, Hq, Nq).

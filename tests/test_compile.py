@@ -294,7 +294,8 @@ WGMMA_CASES = [
     (128, 128, 128, ("causal", "shared heads")),
     (64, 128, 128, ("window", "softcap", "shared heads", "packed")),
     (128, 128, 128, ("alibi", "window", "softcap", "q_lens", "kv_lens")),
-    (128, 64, 128, ("turns", "overlap", "persistent", "counter")),  # left out
+    (128, 64, 128, ("turns", "overlap", "persistent", "counter", "ahead", "late")),  # left out
+    (64, 128, 128, ("causal", "ahead", "late")),
 ]
 
 

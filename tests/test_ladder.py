@@ -27,16 +27,17 @@ from fa_numba.tiling import MEASURES, WGMMA_MEASURES
 HOPPER = ladder.LABELS | ladder.HOPPER_LABELS
 
 
-def synthetic(machine="some-gpu", labels=ladder.LABELS):
+def synthetic(machine="some-gpu", labels=ladder.LABELS, causal=False):
     """Rows of every step; each is 1.25 times as fast as the one before."""
     rows = []
     for d in (64, 128):
-        problem = fa2_setting(4096, d, False, "float16")
+        problem = fa2_setting(4096, d, causal, "float16")
         for n, series in enumerate(labels):
             time = 8 * 0.8**n
             numbers = [("time", "ms", time), ("speed", "TFLOP/s", 100 / time)]
             if series != ladder.PEER:
                 numbers += [(name, "1", 1e9 * n) for name in ladder.PROFILED]
+                numbers += [("busy", "1", 40.0 + n)] if causal else []
             for metric, unit, value in numbers:
                 fields = {"metric": metric, "unit": unit, "value": value, "source": "measured"}
                 size = {} if series == ladder.PEER else {"Br": 128, "Bc": 64}
@@ -88,14 +89,15 @@ def test_the_steps_on_hopper_are_planned_as_they_say(d):
     found = {c.series: c for c in ladder.hopper_configurations(problem)}
     assert list(found) == list(ladder.HOPPER_LABELS)
     plans = {name: variants.plan(name, problem, **c.options) for name, c in found.items()}
-    first, *_, counter, last = ladder.HOPPER_LABELS
+    first, *_, counter, ahead, late, last = ladder.HOPPER_LABELS
     assert plans[first].tiles.stages == 1 and plans[first].ablated == tuple(WGMMA_MEASURES)
-    assert plans[counter].ablated == plans[last].ablated == ()
+    assert (plans[counter].ablated, plans[ahead].ablated) == (("ahead", "late"), ("late",))
+    assert plans[late].ablated == plans[last].ablated == ()
     tiles = problem.batch * problem.heads_q * 4096 // 128
     blocks = {name: plan.kernels[0].grid[0] for name, plan in plans.items()}
     assert blocks["fa2-wgmma-overlap"] == tiles > blocks["fa2-wgmma-persistent"]
     # At d=128 the plan's tiles are those of the step before.
-    assert found[last].same_as == (counter if d == 128 else None)
+    assert found[last].same_as == (late if d == 128 else None)
 
 
 @pytest.mark.parametrize("d", [64, 128])
@@ -149,6 +151,8 @@ def test_every_step_is_timed_and_counted_as_planned(monkeypatch):
     monkeypatch.setattr(fa_numba.device, "to_gpu", lambda array: array)
     monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
     monkeypatch.setattr(counters, "count_or_say", count_or_say)
+    known = {ladder.OCCUPIED["busy"].split(".")[0]}
+    monkeypatch.setattr(counters, "available_metrics", lambda: known)
     monkeypatch.setattr(peers, "available", lambda: True)
     monkeypatch.setattr(peers, "on_device", lambda arrays, dtype: arrays)
     monkeypatch.setattr(peers, "call", lambda *call: lambda out=None: None)
@@ -161,6 +165,12 @@ def test_every_step_is_timed_and_counted_as_planned(monkeypatch):
     timed = {row.series for row in rows if row.metric == "time" and not row.failed}
     assert timed == set(HOPPER)
     assert {row.series for row in rows if row.metric in ("speed", "rate")} >= set(ladder.LIMITS)
+    # A counter that Nsight Compute does not have here is not asked for.
+    metrics = {row.metric for row in rows}
+    assert "busy" in metrics and "tensor" not in metrics
+    # With a mask, Hopper's steps alone.
+    masked = {row.series for row in rows if row.causal and row.series not in ladder.LIMITS}
+    assert masked == {*ladder.HOPPER_LABELS, ladder.PEER}
     # The counted calls are those timed, each with its measures and its partition.
     assert len(cases) == len(calls)
     for case, call in zip(cases, calls, strict=True):
@@ -221,6 +231,30 @@ def test_the_table_has_shares_of_what_was_measured_beside():
 def test_the_figure_has_bars_of_hopper_where_they_were_measured():
     figure = ladder.draw(synthetic(labels=HOPPER))
     assert [len(ax.patches) for ax in figure.axes] == [len(HOPPER)] * 2
+    masked = synthetic(labels=ladder.HOPPER_LABELS, causal=True)
+    figure = ladder.draw(synthetic(labels=HOPPER) + masked)
+    steps = len(ladder.HOPPER_LABELS)
+    assert [len(ax.patches) for ax in figure.axes] == [len(HOPPER)] * 2 + [steps] * 2
+
+
+def test_steps_with_a_mask_have_a_table_of_their_own():
+    rows = synthetic(labels=ladder.HOPPER_LABELS, causal=True)
+    assert ladder.table(rows) is None and ladder.masked(synthetic()) is None
+    text = ladder.masked(rows + synthetic(labels=HOPPER)).body
+    header, _, *lines = ([c.strip() for c in x.strip("|").split("|")] for x in text.splitlines())
+    assert [line[3] for line in lines] == 2 * list(ladder.HOPPER_LABELS.values())
+    late = dict(zip(header, lines[len(ladder.HOPPER_LABELS) - 2], strict=True))
+    assert late["step"] == "+ row tiles taken late"
+    assert (late["gain"], late["predicted"], late["cycles with a block"]) == ("1.25", "1.05", "48%")
+    assert "with tensor cores" not in header
+
+
+def test_an_older_recording_has_fewer_steps():
+    """Its gains are over the step that was before."""
+    new = {f"{ladder.HOPPER}-{name}" for name in ("ahead", "late")}
+    rows = [r for r in synthetic(labels=HOPPER) if r.series not in new and r.head_dim == 64]
+    assert ladder.gains(rows)[ladder.HOPPER] == pytest.approx(1.25**3)
+    assert "taken late" not in ladder.table(rows).body
 
 
 def test_the_figure_has_a_bar_for_each_speed():

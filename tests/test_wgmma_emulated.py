@@ -167,12 +167,15 @@ def _attend(Nq=300, Nk=200, causal=True, blocks=1, rows=128, columns=32):
     return found, counts
 
 
-ALL = ("turns", "overlap", "persistent", "counter")
+ALL = ("turns", "overlap", "persistent", "counter", "ahead", "late")
 
 
 @pytest.mark.parametrize(
     "rows, stages, ablate",
-    [(64, 1, ALL), (64, 2, ()), (128, 2, ALL[1:]), (128, 1, ALL[2:]), (192, 2, ("counter",))],
+    [
+        *((64, 1, ALL), (64, 2, ()), (128, 2, ALL[1:]), (128, 1, ALL[2:]), (192, 2, ("counter",))),
+        (64, 1, ("ahead",)),
+    ],
 )
 def test_measures_left_out_change_no_result_and_no_access(rows, stages, ablate):
     q, k, v = half_inputs("float16", 1, 2, 1, 200, 100, 64)
@@ -180,6 +183,15 @@ def test_measures_left_out_change_no_result_and_no_access(rows, stages, ablate):
     result = check("emulator", "fa2", q, k, v, tiles=tiles, ablate=ablate, causal=True, **UNIT)
     whole = attend("emulator", "fa2", q, k, v, tiles=tiles, causal=True, **UNIT)
     assert np.array_equal(result.O, whole.O) and np.array_equal(result.L, whole.L)
+
+
+def test_a_row_tile_of_many_columns_may_be_taken_early():
+    """Eleven column tiles, of which eight are left when the next row tile is taken late."""
+    q, k, v = half_inputs("float16", 1, 2, 1, 140, 170, 64)
+    of = {"tiles": Tiles(64, 16, stages=2), **UNIT}
+    early = attend("emulator", "fa2", q, k, v, ablate="late", **of)
+    late = attend("emulator", "fa2", q, k, v, **of)
+    assert np.array_equal(early.O, late.O) and np.array_equal(early.L, late.L)
 
 
 def test_measures_are_planned():

@@ -25,9 +25,22 @@ _MOST_REGISTERS = 255
 # Registers of a consumer beside its parts of S, P and O.
 _OTHERS = 32
 # What FlashAttention-2's forward kernel can do without: turns of the consumer warpgroups, products
-# on their way during a softmax, blocks that stay for several row tiles, and a counter that hands
-# these out.
-WGMMA_MEASURES = dict.fromkeys(("turns", "overlap", "persistent", "counter"), ("fa2",))
+# on their way during a softmax, blocks that stay for several row tiles, a counter that hands these
+# out, the next one's first product begun ahead, with the last of this, and its being taken late.
+WGMMA_MEASURES = dict.fromkeys(
+    ("turns", "overlap", "persistent", "counter", "ahead", "late"), ("fa2",)
+)
+# Of four parts that three consumers have of registers to spare, what it takes to begin the next row
+# tile's first product ahead. The parts, and those in `_taken`, are by what the assembler spills.
+_SPARE, _AHEAD = 4, 2
+
+
+def _taken(features: Features) -> int:
+    """How many parts of three consumers' spare registers the options take."""
+    ends = 2 if features.kv_lens or (features.splits and features.q_lens) else 0
+    ends = 3 if features.packed else ends
+    more = _SPARE + 1 if features.alibi or features.page_size else 0
+    return ends + more + (3 if features.window else 0)
 
 
 @dataclass(frozen=True)
@@ -65,11 +78,18 @@ class WgmmaSpec(Spec):
     @property
     def begins_next(self) -> bool:
         """Whether the first product of a block's next row tile is on its way with the last one of
-        this: of one place of Q the next is not there yet, and some options of three consumers leave
-        no registers for it.
+        this: of one place of Q the next is not there yet, and options may leave three consumers no
+        registers for it.
         """
-        crowded = self.consumers == 3 and (self.features.window or self.features.packed)
-        return self.overlaps and self.q_stages > 1 and not crowded
+        crowded = self.consumers == 3 and _taken(self.features) + _AHEAD > _SPARE
+        return self.overlaps and self.q_stages > 1 and not crowded and "ahead" not in self.ablated
+
+    @property
+    def takes_late(self) -> bool:
+        """Whether a block takes its next row tile when few column tiles of this one are left; else
+        as soon as there is a place for its Q.
+        """
+        return "late" not in self.ablated
 
     @property
     def counts_tiles(self) -> bool:
@@ -252,10 +272,8 @@ def default_wgmma_tiles(
     few = seqlen_q <= GROUP_ROWS
     if head_dim <= 64 and not few:
         short = (seqlen_q <= 1024 and causal) or seqlen_q <= 128
-        ends = features.packed or features.kv_lens
-        ends = ends or (features.splits and features.q_lens)
         # Three consumers would spill, or leave too little to who looks up pages.
-        crowded = features.alibi or (features.window and ends) or features.page_size > 0
+        crowded = _taken(features) > _SPARE
         return Tiles(128 if short or crowded else 192, 128, stages=2)
     if few and PANEL < head_dim <= 2 * PANEL:
         return Tiles(64, 64, stages=2)

@@ -40,7 +40,8 @@ def make_forward(spec):
     NN = TOLD * Q_STAGES
     BARRIERS, BARRIER_0, TILE_0 = spec.barriers, spec.halves // 4, spec.first_index
     NEXT, FULL_N, FULL_Q, EMPTY_Q, FULL_K, FULL_V, EMPTY_K, EMPTY_V = spec.barrier_places
-    SOON, PAGES = LAST_TILES * Bc, pages_of_tile(spec)
+    SOON = LAST_TILES * Bc if spec.takes_late else 1 << 31  # beyond all columns: never
+    PAGES = pages_of_tile(spec)
 
     @device_function
     def seen(i0, b, h, split, Q, K, options):
