@@ -290,6 +290,23 @@ def test_auto_splits_where_multiprocessors_would_be_idle():
     assert splits_of(1, 6, 6, 2048, 16384) == 4 and splits_of(1, 6, 6, 2048, 512) == 1
 
 
+def test_auto_evens_out_the_rows_of_a_causal_mask():
+    def splits_of(heads, N, d=128, Nk=None, gpu=H200):
+        q, k = (1, heads, N, d), (1, heads, Nk or N, d)
+        return planned(q, k, gpu, causal=True).kv_splits
+
+    # 128 row tiles of 132 places: the last one takes twice an even share.
+    assert splits_of(1, 16384) == 2
+    # More row tiles than places, and still one that is longer than an even share.
+    assert splits_of(2, 16384, d=64) == 3
+    # Shares are even enough, with and without more columns than rows.
+    assert splits_of(8, 16384) == splits_of(64, 2048) == splits_of(132, 1024) == 1
+    assert splits_of(4, 1024, Nk=32768) >= 4
+    # Short columns are not worth it.
+    assert splits_of(4, 256) == splits_of(1, 512) == 1
+    assert splits_of(8, 16384, gpu=bounds.DEVICES["A100"]) == 1
+
+
 def test_few_rows_go_to_the_copy_engine_where_it_is_kept_busy():
     def chosen(heads, Nk, gpu=H200, Nq=1, **options):
         return planned((1, heads, Nq, 64), (1, heads, Nk, 64), gpu, **options).unit

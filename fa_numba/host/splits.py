@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+
 from fa_numba.checks import MAX_KV_SPLITS
 from fa_numba.host.requests import Request
 from fa_numba.integers import ceil_div
@@ -19,6 +21,8 @@ _BUSY_BYTES = 144 << 10
 _LEAST_TILES = 2
 # Column tiles whose time O, l and m of a split take, there and back.
 _TILES_OF_SUMS = 2
+# Rounds of splits that are tried where row tiles are of unequal length.
+_MOST_ROUNDS = 4
 
 
 def chosen_splits(request: Request, tiles: Tiles, spec: Spec, blocks: int) -> int:
@@ -26,11 +30,16 @@ def chosen_splits(request: Request, tiles: Tiles, spec: Spec, blocks: int) -> in
 
     One where ``blocks``, those of unsplit columns, already have all places on the GPU, and on the
     emulator, which has none. Else those whose longest block, times the rounds in which blocks find
-    a place, takes the least time; the fewest of these.
+    a place, takes the least time; the fewest of these. Under a causal mask the last row tiles are
+    longer than the others: see ``_causal_splits``.
     """
     if request.kv_splits != "auto":
         return int(request.kv_splits)
     places = request.multiprocessors * _side_by_side(request, tiles, spec)
+    p = request.problem
+    plain = p.left is None and not p.packed and not p.sparse
+    if places and p.right is not None and plain and p.seqlen_q > spec.head_rows:
+        return _causal_splits(request, tiles, spec.head_rows, blocks, places)
     if blocks >= places:
         return 1
     columns = ceil_div(_columns(request, tiles), tiles.Bc)
@@ -40,6 +49,31 @@ def chosen_splits(request: Request, tiles: Tiles, spec: Spec, blocks: int) -> in
         return ceil_div(blocks * splits, places) * longest
 
     most = max(1, min(columns // _LEAST_TILES, MAX_KV_SPLITS))
+    return min(range(1, most + 1), key=column_tiles)
+
+
+def _causal_splits(request: Request, tiles: Tiles, rows: int, blocks: int, places: int) -> int:
+    """The splits with which the last block ends first, the longest begun first; the fewest of
+    these. One where the longest row tile takes no longer than a place's even share of all.
+    """
+    p = request.problem
+    Tr = ceil_div(p.seqlen_q, rows)
+    ends = [min((i + 1) * rows, p.seqlen_q) - 1 for i in reversed(range(Tr))]
+    columns = [max(1, ceil_div(p.columns_end(end), tiles.Bc)) for end in ends]
+    heads = blocks // Tr
+    if columns[0] * places <= heads * sum(columns):
+        return 1
+
+    def column_tiles(splits: int) -> int:
+        free = [0] * places
+        more = _TILES_OF_SUMS if splits > 1 else 0
+        for each in columns:
+            for n in range(heads * splits):
+                piece = each // splits + (n % splits < each % splits) + more
+                heapq.heapreplace(free, free[0] + piece)
+        return max(free)
+
+    most = max(1, min(columns[0] // _LEAST_TILES, MAX_KV_SPLITS, _MOST_ROUNDS * places // blocks))
     return min(range(1, most + 1), key=column_tiles)
 
 
