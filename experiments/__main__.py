@@ -69,9 +69,12 @@ def _tiles(text: str) -> tuple[tuple[int, int], ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _count(text: str) -> int:
-    (value,) = _sizes("one number", 64)(text)
-    return value
+def _count(most: int) -> Callable[[str], int]:
+    def count(text: str) -> int:
+        (value,) = _sizes("one number", most)(text)
+        return value
+
+    return count
 
 
 def _folder(text: str) -> Path:
@@ -177,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
         default=tune.HEAD_DIMS,
         help=f"head dimensions to sweep (default: {','.join(map(str, tune.HEAD_DIMS))})",
     )
-    for option, known in (("--series", tune.SERIES), ("--passes", tuple(tune.BLOCKS))):
+    for option, known in (("--series", tune.SERIES), ("--passes", tune.PASSES)):
         tuning.add_argument(
             option,
             nargs="+",
@@ -187,10 +190,16 @@ def _parser() -> argparse.ArgumentParser:
         )
     tuning.add_argument(
         "--jobs",
-        type=_count,
+        type=_count(64),
         metavar="N",
         help="processes that compile side by side (default: the cores, "
         f"{precompile.MOST_JOBS} at most)",
+    )
+    tuning.add_argument(
+        "--seconds",
+        type=_count(86400),
+        metavar="S",
+        help="begin no candidate after so many seconds (default: until all are timed)",
     )
     text = "write the tables of paper_repro.md anew from the recordings in figures/data"
     commands.add_parser("report", help=text, description=text)
@@ -275,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if args.command == "tune":
         wanted = tune.candidates(args.head_dims, args.series, args.passes)
-        return Runner(Options(), arguments, console).tune(wanted, args.jobs)
+        return Runner(Options(), arguments, console).tune(wanted, args.jobs, args.seconds)
 
     chosen = names() if args.command == "all" else list(dict.fromkeys(args.names))
     unknown = [name for name in chosen if name not in names()]

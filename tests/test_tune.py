@@ -2,7 +2,7 @@
 
 import csv
 import itertools
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -15,9 +15,9 @@ from experiments.lab import runner, timing, tune
 from experiments.lab.options import Bench, Options
 from experiments.lab.store import Store
 from experiments.lab.workloads import fa2_setting
-from fa_numba import Tiles
+from fa_numba import Tiles, bounds
 from fa_numba.host import planning
-from fa_numba.tiling import select_mma_spec, tuned
+from fa_numba.tiling import select_mma_spec, select_wgmma_spec, tuned
 from fa_numba.tiling.tuned import tuned_tiles
 
 LIMIT = 227 * 1024
@@ -108,6 +108,23 @@ def test_the_call_runs_with_them(table):
     assert planned.tiles == Tiles(16, 32, 32)
 
 
+def test_hoppers_unit_takes_them_for_long_sequences(table):
+    def tiles(d, N, **options):
+        with bounds.DEVICES["H200"].planning():
+            shape = (1, 64, N, d)
+            plan = fa_numba.plan(shape, shape, dtype="float16", unit="wgmma", **options)
+        return plan.tiles
+
+    rule = tiles(72, 2048)
+    table("9.0,wgmma,fa2,fwd,80,192,96,512,2")
+    assert tiles(80, 2048) == tiles(72, 1025, causal=True) == Tiles(192, 96, 512, 2) != rule
+    # Short ones, other head dimensions, options, and what does not fit.
+    assert tiles(80, 1024) == tiles(80, 2048, window=(9, 0)) == rule
+    assert tiles(81, 2048) == tiles(96, 2048) == rule
+    table("9.0,wgmma,fa2,fwd,80,192,256,512,2")
+    assert tiles(80, 2048) == rule
+
+
 def test_plans_take_the_tuned_stages(table):
     table("9.0,mma,fa2,fwd,64,64,32,64,2")
     assert chosen(64) == Tiles(64, 32, 64, stages=2)
@@ -127,14 +144,15 @@ def test_the_tables_own_lines_are_tiles_of_a_gpu():
         lines = list(csv.DictReader(file))
     assert len({tuple(line.values())[:5] for line in lines}) == len(lines)
     for line in lines:
-        assert line["unit"] == "mma"
+        assert line["unit"] in ("mma", "wgmma")
         assert line["algorithm"] in ("fa1", "fa2") and line["pass"] in ("fwd", "bwd")
         d = int(line["head_dim"])
         Br, Bc, threads, stages = (int(line[n]) for n in ("Br", "Bc", "threads", "stages"))
         assert d % 16 == 0
         assert stages == 1 or (line["algorithm"], line["pass"]) == ("fa2", "fwd")
         if line["pass"] == "fwd":
-            assert select_mma_spec(Tiles(Br, Bc, None, stages), d, LIMIT).threads == threads
+            select = select_mma_spec if line["unit"] == "mma" else select_wgmma_spec
+            assert select(Tiles(Br, Bc, None, stages), d, LIMIT).threads == threads
 
 
 def test_tuned_tiles_are_asked_of_the_kernels_specialisation(table):
@@ -174,9 +192,14 @@ def swept(wrong=(), more=()):
         patch.setattr(tune, "time_call", time_call)
         patch.setattr(tune.peers, "available", lambda: False)
         patch.setattr(fa_numba.device, "to_gpu", lambda array: array)
-        for name, value in (("SEQLENS", (32,)), ("CHECKED_SEQLEN", 32), ("THREADS", (32, 64))):
+        for name, value in (
+            ("SEQLENS", {"mma": (32,), "wgmma": (32,)}),
+            ("CHECKED_SEQLEN", 32),
+            ("THREADS", (32, 64)),
+        ):
             patch.setattr(tune, name, value)
-        patch.setattr(tune, "BLOCKS", {"fwd": ((16, 32), (16, 32)), "bwd": ((16,), (16,))})
+        blocks = {("mma", "fwd"): ((16, 32), (16, 32)), ("mma", "bwd"): ((16,), (16,))}
+        patch.setattr(tune, "BLOCKS", blocks)
         patch.setattr(tune, "fa2_setting", tune.one_head)
         for cached in (tune._large, tune._small, tune._gate):
             cached.cache_clear()
@@ -202,17 +225,20 @@ def test_the_sweep_times_what_can_be_planned():
     }
     assert all(0 < r.value < 1e-3 for r in rows if r.metric == "error")
     found = tune.best(rows)
-    assert found["fa1", "fwd", 16][0] == found["fa2", "fwd", 16][0] == Tiles(32, 32, 32)
+    assert found["fa1-mma", "fwd", 16][0] == found["fa2-mma", "fwd", 16][0] == Tiles(32, 32, 32)
     speed = {r.causal: r.value for r in rows if r.metric == "speed" and (r.Br, r.Bc) == (32, 32)}
     # 3 ms at 64 threads come after 1 ms at 32: what is fastest counts.
-    assert found["fa2", "fwd", 16][1] == pytest.approx(3 * (speed[False] * speed[True]) ** 0.5)
+    assert found["fa2-mma", "fwd", 16][1] == pytest.approx(3 * (speed[False] * speed[True]) ** 0.5)
 
 
 def test_stages_are_told_apart():
     two = Tiles(32, 32, 32, stages=2)
     _, rows = swept(more=((two, 0.5),))
     found = tune.best(rows)
-    assert (found["fa1", "fwd", 16][0], found["fa2", "fwd", 16][0]) == (Tiles(32, 32, 32), two)
+    assert (found["fa1-mma", "fwd", 16][0], found["fa2-mma", "fwd", 16][0]) == (
+        Tiles(32, 32, 32),
+        two,
+    )
     places = {r.place for r in rows if r.series == "fa2-mma" and r.pass_ == "fwd"}
     assert {"threads=32", "threads=32 stages=2"} < places
 
@@ -222,9 +248,9 @@ def test_tiles_with_wrong_results_are_out():
     _, rows = swept(wrong=(fast,))
     notes = {r.note for r in rows if r.failed and (r.Br, r.Bc, r.place) == (32, 32, "threads=32")}
     assert notes and all("against float64" in note for note in notes)
-    assert tune.best(rows)["fa2", "fwd", 16][0] == Tiles(32, 16, 32)
+    assert tune.best(rows)["fa2-mma", "fwd", 16][0] == Tiles(32, 16, 32)
     one_mask = [r for r in rows if r.causal or (r.Br, r.Bc) != (32, 16)]
-    assert tune.best(one_mask)["fa2", "fwd", 16][0] not in (fast, Tiles(32, 16, 32))
+    assert tune.best(one_mask)["fa2-mma", "fwd", 16][0] not in (fast, Tiles(32, 16, 32))
 
 
 def test_every_length_counts():
@@ -235,25 +261,45 @@ def test_every_length_counts():
     for row in longer:
         if (row.Br, row.Bc) == (slow.Br, slow.Bc):
             longer[longer.index(row)] = replace(row, value=100.0)
-    assert tune.best(rows)["fa2", "fwd", 16][0] == fast
-    assert tune.best(rows + longer)["fa2", "fwd", 16][0] == slow
+    assert tune.best(rows)["fa2-mma", "fwd", 16][0] == fast
+    assert tune.best(rows + longer)["fa2-mma", "fwd", 16][0] == slow
     missing = [r for r in longer if (r.Br, r.Bc, r.causal) != (slow.Br, slow.Bc, True)]
-    assert tune.best(rows + missing)["fa2", "fwd", 16][0] == fast
+    assert tune.best(rows + missing)["fa2-mma", "fwd", 16][0] == fast
 
 
 def test_the_table_is_updated_line_by_line(table):
     table("8.0,mma,fa2,fwd,64,64,64,64,1", "9.0,mma,fa2,fwd,64,64,64,64,1")
     found = {
-        ("fa2", "fwd", 128): (Tiles(64, 32, 64, 2), 1.0),
-        ("fa2", "fwd", 64): (Tiles(32, 32, 32), 1),
+        ("fa2-mma", "fwd", 128): (Tiles(64, 32, 64, 2), 1.0),
+        ("fa2-mma", "fwd", 64): (Tiles(32, 32, 32), 1),
+        ("fa2-wgmma", "fwd", 80): (Tiles(192, 96, 512, 2), 1),
     }
     assert tune.update(found, "9.0", table.path)
     assert table.path.read_text().splitlines()[1:] == [
         "8.0,mma,fa2,fwd,64,64,64,64,1",
         "9.0,mma,fa2,fwd,64,32,32,32,1",
         "9.0,mma,fa2,fwd,128,64,32,64,2",
+        "9.0,wgmma,fa2,fwd,80,192,96,512,2",
     ]
     assert not tune.update(found, "9.0", table.path)
+
+
+def test_a_sweep_that_is_cut_short_leaves_what_it_did_not_end(monkeypatch):
+    """Of two head dimensions the time is over within the second."""
+    first = [replace(c, head_dim=d) for d in (16, 32) for c in swept()[0]]
+    clock, said = iter(range(1000)), []
+    monkeypatch.setattr(tune.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(tune, "compile_ahead", lambda *_: None)
+    monkeypatch.setattr(tune, "_time", lambda candidate: (None, "failed: no GPU"))
+    monkeypatch.setitem(tune.SEQLENS, "mma", (32,))
+    bench = Bench(machine="some-gpu", say=said.append)
+    # A look at the clock for each candidate, and for each head dimension and the beginning one.
+    rows = list(tune.measure(first, bench, 1, len(first) // 2 + 4))
+    assert len(rows) == len(first) // 2 + 1
+    assert len(said) == 1 and "the time is over" in said[0]
+    assert {key[-1] for key in tune.complete(rows, first)} == {16}
+    clock = iter(range(1000))
+    assert len(list(tune.measure(first, bench, 1))) == len(first) and len(said) == 1
 
 
 # --- the command ------------------------------------------------------------------------------
@@ -275,7 +321,7 @@ def test_the_command_stores_rows_and_the_table(monkeypatch, tmp_path, table):
     assert len(Store(tmp_path).read("tune", "some-gpu")) == len(rows)
     ((found, capability),) = updated
     assert capability == "9.0" and found == tune.best(rows)
-    assert "fa2 fwd d=16: Br=32, Bc=32, threads=32: " in console.export_text()
+    assert "fa2-mma fwd d=16: Br=32, Bc=32, threads=32: " in console.export_text()
 
 
 def test_the_command_line_of_the_sweep(monkeypatch, capsys):
@@ -283,14 +329,26 @@ def test_the_command_line_of_the_sweep(monkeypatch, capsys):
     stand_in = SimpleNamespace(tune=lambda *given: calls.append(given) or 0)
     monkeypatch.setattr(command, "Runner", lambda *_: stand_in)
     part = ["--head-dims", "64", "--series", "fa2-mma", "--passes", "bwd", "--jobs", "2"]
+    part += ["--seconds", "90"]
     assert command.main(["tune"]) == command.main(["tune", *part]) == 0
-    (everything, _), (some, _) = calls
-    assert everything == tune.candidates() and [jobs for _, jobs in calls] == [None, 2]
+    (everything, *_), (some, *_) = calls
+    assert everything == tune.candidates()
+    assert [how for _, *how in calls] == [[None, None], [2, 90]]
     kinds = [(c.series, c.pass_, c.head_dim) for c in everything]
-    assert set(kinds) == set(itertools.product(tune.SERIES, tune.BLOCKS, tune.HEAD_DIMS))
+    swept = set(itertools.product(tune.SERIES, tune.PASSES, tune.HEAD_DIMS))
+    # Hopper's backward kernels have one size of tiles.
+    assert set(kinds) == {kind for kind in swept if kind[:2] != ("fa2-wgmma", "bwd")}
+    hopper = [c for c in everything if (c.series, c.head_dim) == ("fa2-wgmma", 80)]
+    assert {(192, 96, 512, 2), (128, 128, 384, 2)} < {astuple(c.tiles) for c in hopper}
     wanted = zip(kinds, everything, strict=True)
     assert some == [c for kind, c in wanted if kind == ("fa2-mma", "bwd", 64)]
-    for bad in (["--jobs", "0"], ["--head-dims", "300"], ["--series", "x"], ["--passes", "both"]):
+    for bad in (
+        ["--jobs", "0"],
+        ["--seconds", "0"],
+        ["--head-dims", "300"],
+        ["--series", "x"],
+        ["--passes", "both"],
+    ):
         with pytest.raises(SystemExit):
             command.main(["tune", *bad])
     assert len(calls) == 2

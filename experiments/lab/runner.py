@@ -256,8 +256,12 @@ class Runner:
                 f"{journal.path}: measure again, or take them with --replace"
             )
 
-    def tune(self, wanted: Sequence[sweep.Candidate], jobs: int | None) -> int:
-        """Time the wanted tiles on this machine's GPU, store the fastest; gives an exit status."""
+    def tune(
+        self, wanted: Sequence[sweep.Candidate], jobs: int | None, seconds: float | None = None
+    ) -> int:
+        """Time the wanted tiles on this machine's GPU, for about so many seconds if any are given;
+        store the fastest; gives an exit status.
+        """
         report = self.reports.setdefault(sweep.NAME, Report())
         if self.machine is None or self.gpu is None:
             self.console.print("[red]tune needs a CUDA GPU, and this machine has none[/]")
@@ -267,7 +271,7 @@ class Runner:
             self._record(
                 sweep.NAME,
                 sweep.SWEPT,
-                lambda bench: sweep.measure(wanted, bench, jobs),
+                lambda bench: sweep.measure(wanted, bench, jobs, seconds),
                 about=self._provenance.for_machine,
             )
         # What was measured before a failure counts too.
@@ -279,7 +283,7 @@ class Runner:
         self, wanted: Sequence[sweep.Candidate], machine: str, capability: str
     ) -> None:
         rows = self.store.read(sweep.NAME, machine)
-        swept = {(c.series, c.pass_, c.head_dim) for c in wanted}
+        swept = sweep.complete(rows, wanted)
         found = sweep.best([r for r in rows if (r.series, r.pass_, r.head_dim) in swept])
         for (name, pass_, d), (tiles, speed) in sorted(found.items()):
             text = f"Br={tiles.Br}, Bc={tiles.Bc}, {sweep.note(tiles)}: {speed:.0f} TFLOP/s"

@@ -1,5 +1,5 @@
-"""Block sizes, warps and stages of the tensor-core kernels: a sweep on this GPU, and the table that
-plans read.
+"""Block sizes, warps and stages of the tensor-core kernels, forward and backward: a sweep on this
+GPU, and the table that plans read.
 
 `figures/data/tune/<machine>.csv` has every time, `fa_numba/tiling/tuned.csv` the fastest tiles of
 each compute capability, unit, algorithm, pass and head dimension.
@@ -13,6 +13,7 @@ import io
 import itertools
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import cache, lru_cache
@@ -26,11 +27,12 @@ from fa_numba import reference
 from fa_numba.problem import Problem
 from fa_numba.tiling import STAGES
 from fa_numba.tiling.tuned import COLUMNS, KEY, TABLE
+from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS
 
 from . import peers
 from .options import Bench
 from .precompile import Call, compile_ahead
-from .series import algorithm, plan, row_fields, unit
+from .series import HOPPER, algorithm, plan, row_fields, unit
 from .store import Row, write_if_changed
 from .timing import Gate, GradientGate, Timing, attempt, time_call, timing_rows
 from .workloads import Inputs, fa2_setting, one_head
@@ -39,23 +41,32 @@ NAME = "tune"
 # A row's threads and stages stand in its note.
 SWEPT = ("Br", "Bc", "note")
 DTYPE, CHECKED_SEQLEN = "float16", 512
-# Few blocks of a short sequence, and many of a long one.
-SEQLENS = (512, 4096)
-HEAD_DIMS = (64, 128, 32, 96, 192, 256)
-UNIT = "mma"
-SERIES = ("fa1-mma", "fa2-mma")
-# Of each pass: rows of Q, rows of K and V. Smaller ones lose everywhere.
-BLOCKS = {"fwd": ((64, 128, 256), (32, 64, 128, 256)), "bwd": ((32, 64, 128), (32, 64, 128, 256))}
+# Few blocks of a short sequence, and many of a long one; of short ones Hopper's have a rule.
+SEQLENS = {"mma": (512, 4096), "wgmma": (2048, 8192)}
+# As many fragments of 16 columns as a head dimension can have, the usual ones first.
+HEAD_DIMS = (64, 128, 32, 96, 192, 256, 80, 112, 160, 48)
+SERIES = ("fa1-mma", "fa2-mma", HOPPER)
+PASSES = ("fwd", "bwd")
+# By unit and pass: rows of Q, rows of K and V. Smaller ones lose everywhere. Of Hopper's backward
+# kernels a head dimension has one size.
+BLOCKS = {
+    ("mma", "fwd"): ((64, 128, 256), (32, 64, 128, 256)),
+    ("mma", "bwd"): ((32, 64, 128), (32, 64, 128, 256)),
+    ("wgmma", "fwd"): ((128, 192), (48, 64, 80, 96, 112, 128, 144, 160, 192, 256)),
+}
 THREADS = (64, 128, 256)
 # Of K and V, where a kernel has a choice.
-STAGES_OF = {("fa2-mma", "fwd"): STAGES}
+STAGES_OF = {("fa2-mma", "fwd"): STAGES, (HOPPER, "fwd"): (2,)}
 # Of timing for each candidate and length: 20 calls where they take less.
 SECONDS = 0.1
 
 
+Key = tuple[str, str, int]  # series, pass, head dimension
+
+
 @dataclass(frozen=True)
 class Candidate:
-    """One call to be timed, at each of SEQLENS."""
+    """One call to be timed, at each of its unit's SEQLENS."""
 
     series: str
     pass_: str
@@ -65,7 +76,13 @@ class Candidate:
 
     @property
     def problems(self) -> list[Problem]:
-        return [fa2_setting(N, self.head_dim, self.causal, DTYPE) for N in SEQLENS]
+        lengths = SEQLENS[unit(self.series)]
+        return [fa2_setting(N, self.head_dim, self.causal, DTYPE) for N in lengths]
+
+    @property
+    def swept(self) -> Key:
+        """What its tiles are chosen for."""
+        return self.series, self.pass_, self.head_dim
 
     @property
     def calls(self) -> list[Call]:
@@ -76,7 +93,7 @@ class Candidate:
 def candidates(
     head_dims: Sequence[int] = HEAD_DIMS,
     series: Sequence[str] = SERIES,
-    passes: Sequence[str] = tuple(BLOCKS),
+    passes: Sequence[str] = PASSES,
 ) -> list[Candidate]:
     """The calls to time: all tiles that can be planned here, those with the same inputs together.
 
@@ -84,15 +101,25 @@ def candidates(
     """
     found = []
     head_dims = tuple(dict.fromkeys(-(-d // 16) * 16 for d in head_dims))
-    for d, causal, name, pass_ in itertools.product(head_dims, (False, True), series, passes):
-        stages = STAGES_OF.get((name, pass_), (1,))
-        for sizes in itertools.product(*BLOCKS[pass_], THREADS, stages):
+    for d, name, pass_ in itertools.product(head_dims, series, passes):
+        for sizes, causal in itertools.product(_sizes(name, pass_), (False, True)):
             candidate = Candidate(name, pass_, d, causal, fa_numba.Tiles(*sizes))
             with contextlib.suppress(ValueError):
                 for call in candidate.calls:
                     plan(call.series, call.problem, **call.options)
                 found.append(candidate)
     return found
+
+
+def _sizes(name: str, pass_: str) -> Iterator[tuple[int, int, int, int]]:
+    """Br, Bc, threads and stages to try."""
+    on = unit(name)
+    if (on, pass_) not in BLOCKS:
+        return
+    stages = STAGES_OF.get((name, pass_), (1,))
+    for Br, Bc in itertools.product(*BLOCKS[on, pass_]):
+        threads = (GROUP * (1 + Br // GROUP_ROWS),) if on == "wgmma" else THREADS
+        yield from itertools.product((Br,), (Bc,), threads, stages)
 
 
 def note(tiles: fa_numba.Tiles) -> str:
@@ -175,9 +202,10 @@ def _gate(problem: Problem, pass_: str) -> Gate | GradientGate:
 @lru_cache(maxsize=1)
 def _large(head_dim: int) -> tuple[Any, ...]:
     """q, k, v, dout, O and L at the largest size; O and L are made up, no time depends on them."""
-    problem = fa2_setting(max(SEQLENS), head_dim, False, DTYPE)
+    longest = max(N for lengths in SEQLENS.values() for N in lengths)
+    problem = fa2_setting(longest, head_dim, False, DTYPE)
     host = _inputs()(problem)
-    lse = np.full(problem.lse_shape, math.log(max(SEQLENS)), np.float32)
+    lse = np.full(problem.lse_shape, math.log(longest), np.float32)
     return (*_on_device(*host), *_on_device(host[0]), *peers.on_device((lse,)))
 
 
@@ -187,14 +215,30 @@ def _shaped(problem: Problem, arrays: Sequence[Any]) -> tuple[Any, ...]:
     return (*(x.reshape(problem.q_shape) for x in rows), lse.reshape(problem.lse_shape))
 
 
-def measure(wanted: Sequence[Candidate], bench: Bench, jobs: int | None = None) -> Iterator[Row]:
-    """Rows of every candidate.
+def measure(
+    wanted: Sequence[Candidate],
+    bench: Bench,
+    jobs: int | None = None,
+    seconds: float | None = None,
+) -> Iterator[Row]:
+    """Rows of every candidate, or with `seconds` of those that are begun within that time: one
+    head dimension after the other is compiled and timed.
 
     `jobs` processes compile all kernels first: nothing may run beside the timing.
     """
-    compile_ahead((call for candidate in wanted for call in candidate.calls), bench, jobs)
-    for candidate in bench.track(wanted, "timing"):
-        yield from _rows(candidate, *_time(candidate), bench.machine)
+    end = math.inf if seconds is None else time.monotonic() + seconds
+    parts = [wanted]
+    if seconds is not None:
+        dims = dict.fromkeys(c.head_dim for c in wanted)
+        parts = [[c for c in wanted if c.head_dim == d] for d in dims]
+    for part in parts:
+        if time.monotonic() < end:
+            compile_ahead((call for candidate in part for call in candidate.calls), bench, jobs)
+        for candidate in bench.track(part, "timing"):
+            if time.monotonic() < end:
+                yield from _rows(candidate, *_time(candidate), bench.machine)
+    if time.monotonic() >= end:
+        bench.say("  the time is over: a head dimension that was not done keeps its tiles")
 
 
 def _rows(
@@ -234,7 +278,15 @@ def _rows_of(
 
 # --- the table ---------------------------------------------------------------------------------
 
-Key = tuple[str, str, int]  # algorithm, pass, head dimension
+
+def complete(rows: Iterable[Row], wanted: Sequence[Candidate]) -> set[Key]:
+    """Those of what is wanted whose candidates all have rows."""
+    there = {(r.series, r.pass_, r.head_dim, r.causal, r.Br, r.Bc, r.place) for r in rows}
+    return {c.swept for c in wanted} - {
+        c.swept
+        for c in wanted
+        if (*c.swept, c.causal, c.tiles.Br, c.tiles.Bc, note(c.tiles)) not in there
+    }
 
 
 def best(rows: Iterable[Row]) -> dict[Key, tuple[fa_numba.Tiles, float]]:
@@ -247,7 +299,7 @@ def best(rows: Iterable[Row]) -> dict[Key, tuple[fa_numba.Tiles, float]]:
         if row.metric != "speed" or row.value is None:
             continue
         tiles = _tiles(row)
-        key = (algorithm(row.series), row.pass_, row.head_dim)
+        key = (row.series, row.pass_, row.head_dim)
         speeds.setdefault(key, {}).setdefault(tiles, {})[row.causal, row.seqlen_q] = row.value
     found = {}
     for key, of_tiles in speeds.items():
@@ -270,7 +322,7 @@ def update(
     with open(path, newline="") as file:
         lines = {tuple(line[: len(KEY)]): list(line) for line in list(csv.reader(file))[1:]}
     for (name, pass_, head_dim), (tiles, _) in found.items():
-        line = [capability, UNIT, name, pass_, str(head_dim)]
+        line = [capability, unit(name), algorithm(name), pass_, str(head_dim)]
         lines[tuple(line)] = [*line, *map(str, astuple(tiles))]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

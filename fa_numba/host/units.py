@@ -45,7 +45,7 @@ from fa_numba.tiling import (
     wgmma_sweep_tiles,
 )
 from fa_numba.tiling.tuned import tuned_tiles
-from fa_numba.tiling.wgmma import GROUP_ROWS
+from fa_numba.tiling.wgmma import GROUP_ROWS, SHORT
 from fa_numba.tiling.wgmma_backward import LARGEST_ATOMIC
 
 
@@ -262,6 +262,7 @@ class Wgmma(Unit):
     dtypes = Mma.dtypes
     capability = newest = (9, 0)
     kernels = wgmma
+    tuned = True
     copies_boxes = True
     measures = WGMMA_MEASURES
     staged = frozenset({("fa2", "fwd")})
@@ -317,7 +318,10 @@ class Wgmma(Unit):
             heads = p.group if heads_share_tiles(request) else 1
             facts |= {"tile_heads": heads, "ablated": request.ablated}
             sizes = (p.seqlen_q * heads, p.head_dim)
-            tiles = request.tiles or default_wgmma_tiles(*sizes, p.causal, request.features)
+            rule = functools.partial(default_wgmma_tiles, *sizes, p.causal, request.features)
+            fits = {"head_dim": p.head_dim, "shared_limit": request.shared_limit}
+            chosen = functools.partial(select, **fits)
+            tiles = self.chosen_tiles(request, chosen, rule, plain=p.seqlen_q > SHORT)
         spec = select(tiles, p.head_dim, request.shared_limit, **facts)
         return replace(tiles, threads=spec.threads), spec
 

@@ -13,6 +13,7 @@ from fa_numba.tiling.tiles import Tiles
 GROUP = 128  # threads of a warpgroup
 GROUP_ROWS = 64  # rows of S that a warpgroup takes
 PANEL = 64  # columns of 16-bit elements in 128 bytes
+SHORT = 1024  # rows up to which other tiles are the fastest than of long sequences
 TOLD = 4  # words that tell of a row tile: its number, first row, head and batch entry
 # By the number of consumers: registers of a thread that produces, and of one that consumes.
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
@@ -271,7 +272,7 @@ def default_wgmma_tiles(
     """
     few = seqlen_q <= GROUP_ROWS
     if head_dim <= 64 and not few:
-        short = (seqlen_q <= 1024 and causal) or seqlen_q <= 128
+        short = (seqlen_q <= SHORT and causal) or seqlen_q <= 128
         # Three consumers would spill, or leave too little to who looks up pages.
         crowded = _taken(features) > _SPARE
         return Tiles(128 if short or crowded else 192, 128, stages=2)
