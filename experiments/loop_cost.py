@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from fa_numba import io_model
+import fa_numba
+from fa_numba import Tiles
 from fa_numba.problem import Problem
 
 from .lab import tables, variants
+from .lab.loop_steps import (
+    BACKWARD,
+    COUNTED_ONLY,
+    STEPS,
+    beside_products,
+    by_step,
+    factors,
+    series_of,
+    step_of,
+)
 from .lab.options import Bench, Options
 from .lab.series import plan, query_splits, row_fields, unit
 from .lab.speeds import DTYPES, PASSES
@@ -22,10 +35,11 @@ NAME = "loop_cost"
 TITLE = "from FA-1 to FA-2 in single steps (FA-2 paper, section 3)"
 DESCRIPTION = (
     "What lies between FA-1 and FA-2, a step at a time, FA-2's setting at N=4096, forward and "
-    "backward, fp32 and fp16: warps over Q, O unnormalised, one logsumexp, Q outer with one block "
-    "a head, the grid over the sequence, FA-2's tiles, causal skipping; and FA-1 with query "
-    "splits, for the orders at an equal grid. Time, accesses, operations beside matrix products, "
-    "and with Nsight Compute instructions, how often one is issued, and L2 and DRAM bytes."
+    "backward, fp32 and fp16, on Hopper by wgmma too: warps over Q, O unnormalised, one "
+    "logsumexp, Q outer with one block a head, the grid over the sequence, FA-2's tiles, causal "
+    "skipping; and FA-1 with query splits, for the orders at an equal grid. Time, accesses, "
+    "operations beside matrix products, and with Nsight Compute instructions, how often one is "
+    "issued, and L2 and DRAM bytes."
 )
 NEEDS_GPU = True
 PROTOCOL = (
@@ -35,21 +49,8 @@ PROTOCOL = (
 
 SEQLEN, QUICK_SEQLEN = 4096, 512
 UNITS = {"simt": "float32", "mma": "float16"}
-# The steps in their order, by what follows a series' "fa1-simt" or "fa2-mma".
-STEPS = {
-    "fa1-keys": "FA-1, a block a head, its warps share K and V",
-    "fa1": "FA-1, a block a head (the paper's grid)",
-    "fa1-unnormalised": "O not normalised between passes",
-    "fa1-splits": "FA-1, query splits (more blocks a head)",
-    "fa2-statistics": "Q outer, l and m stored",
-    "fa2-one-block": "Q outer, a block a head, one logsumexp",
-    "fa2-fa1-tiles": "Q outer, grid over the sequence (FA-2)",
-    "fa2": "FA-2 at its own tiles",
-}
-# In the backward pass K and V are outside in both orders, and FA-2's grid is over them.
-BACKWARD = STEPS | {"fa2-fa1-tiles": "FA-2, grid over K/V, FA-1's tiles"}
-# Of these there is no kernel, and so no time: what the step changes is in the closed forms.
-COUNTED_ONLY = ("fa1-unnormalised", "fa2-statistics")
+# Where there is such a GPU: in 16 bits too, with a figure and a table of its own.
+HOPPER = "wgmma"
 # Our metric -> ncu's; all are sums, so that calls of several kernels have them.
 PROFILED = {
     # warp instructions executed
@@ -61,35 +62,32 @@ PROFILED = {
 }
 
 
-def series_of(step: str, unit: str) -> str:
-    """A step's series: "fa1-splits" on "mma" is "fa1-mma-splits"."""
-    algorithm, _, variant = step.partition("-")
-    return "-".join(part for part in (algorithm, unit, variant) if part)
-
-
-def step_of(series: str) -> str:
-    algorithm, _, *variant = series.split("-")
-    return "-".join((algorithm, *variant))
-
-
 def configurations(
-    problem: Problem, multiprocessors: int, passes: str = "fwd"
+    problem: Problem, multiprocessors: int, passes: str = "fwd", on: str | None = None
 ) -> list[variants.Variant]:
-    """The steps of a pass that there are kernels for; a copy follows its original.
+    """The steps of a pass that there are kernels for on a unit; a copy follows its original.
 
-    FA-2 is given FA-1's tiles, threads included, until the last step.
+    FA-2 is given FA-1's tiles, threads included, until the last step. On Hopper, where its
+    registers hold fewer columns, FA-1 is given FA-2's after a first step with its own.
     """
-    on = next(unit for unit, dtype in UNITS.items() if dtype == problem.dtype)
+    on = on or next(unit for unit, dtype in UNITS.items() if dtype == problem.dtype)
     fa1, fa2, at_fa1 = (series_of(step, on) for step in ("fa1", "fa2", "fa2-fa1-tiles"))
     k_outer, q_outer = (plan(series, problem, passes=passes).tiles for series in (fa1, fa2))
-    found = [variants.Variant(fa1, passes=passes)]
+    found: list[variants.Variant] = []
+    own: dict[str, Any] = {}
     if passes == "fwd" and on == "mma":
         keys = variants.Variant(series_of("fa1-keys", on), {"warp_partition": "keys"})
-        found.insert(0, keys)
-    splits = query_splits(problem, multiprocessors, fa1, passes)
-    _, refused = attempt(plan, fa1, problem, passes=passes, query_splits=max(2, splits))
+        found.append(keys)
+    if passes == "fwd" and on == HOPPER:
+        found.append(variants.Variant(series_of("fa1-own", on)))
+        own, k_outer = {"tiles": Tiles(q_outer.Br, q_outer.Bc, q_outer.threads)}, q_outer
+    found.append(variants.Variant(fa1, own, passes=passes))
+    splits = query_splits(problem, multiprocessors, fa1, passes, own.get("tiles"))
+    split = {**own, "query_splits": max(2, splits)}
+    _, refused = attempt(plan, fa1, problem, passes=passes, **split)
     if not refused:
-        found.append(variants.splits_of(fa1, splits, passes))
+        step = variants.splits_of(fa1, splits, passes)
+        found.append(replace(step, options=own | step.options if splits > 1 else {}))
     at = {"tiles": k_outer}
     if passes == "fwd":
         one_block = series_of("fa2-one-block", on)
@@ -108,13 +106,21 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     assert bench.machine is not None and bench.describe is not None
     problems = Sizes.of(options, (SEQLEN,), (QUICK_SEQLEN,)).problems(UNITS.values())
     multiprocessors = bench.describe["multiprocessors"]
+    hopper = fa_numba.device.compute_capability() == (9, 0)
     for passes in ("fwd", "bwd"):
-        work = [(p, configurations(p, multiprocessors, passes)) for p in problems]
+        steps = {}
+        for p in problems:
+            more = (HOPPER,) if hopper and p.dtype == "float16" else ()
+            for on in (None, *more):
+                steps[p, on] = configurations(p, multiprocessors, passes, on)
+        work = [
+            (p, [s for at, mine in steps.items() if at[0] == p for s in mine]) for p in problems
+        ]
         yield from variants.measure(
             NAME, work, bench, PROFILED, seconds=SECONDS, counted=lambda p: not p.causal
         )
-        for problem, steps in work:
-            yield from _closed_forms(problem, steps, passes, bench.machine)
+        for (problem, _), mine in steps.items():
+            yield from _closed_forms(problem, mine, passes, bench.machine)
 
 
 def _closed_forms(
@@ -123,8 +129,8 @@ def _closed_forms(
     """Operations beside the matrix products of each step, and what no kernel shows."""
     on = unit(steps[0].series)
     plans = {step_of(s.series): plan(s.series, problem, **s.planned) for s in steps if s.options}
-    for step in ("fa1", "fa2"):
-        plans[step] = plan(series_of(step, on), problem, passes=passes)
+    for step in ("fa1-own", "fa1", "fa2"):
+        plans.setdefault(step, plan(series_of(step, on), problem, passes=passes))
     plans.setdefault("fa2-fa1-tiles", plans["fa2"])
     plans.setdefault("fa1-splits", plans["fa1"])
     if passes == "fwd":
@@ -153,74 +159,6 @@ def _closed_forms(
             yield Row(metric="traffic", unit="bytes", value=moved, **common)
 
 
-def beside_products(step: str, problem: Problem, tiles: Any, passes: str = "fwd") -> int:
-    """Operations on elements of S and O that are no matrix products, as a step has them.
-
-    In each visited tile, whole: forward 5 Br Bc for scaling, row maxima, differences, exponentials
-    and row sums, and Br d for each time that O is multiplied: by l, e^(m_old - m_new) and 1 / l in
-    FA-1 (Algorithm 1 line 12), by the second alone where O stays unnormalised, which 1 / l ends
-    once (FA-2 line 12). Backward 6 Br Bc for P and dS, and 2 Br d for D = rowsum(dO o O), which
-    FA-1 has in every tile (Algorithm 4 line 19) and FA-2 once (Algorithm 2 line 4).
-    """
-    algorithm = step.split("-")[0]
-    rows = problem.batch * problem.heads_q * problem.seqlen_q
-    visited = io_model.tiles_visited(algorithm, problem, tiles, passes=passes)
-    often = algorithm == "fa1" and step != "fa1-unnormalised"
-    if passes == "bwd":
-        on_scores, on_output, once = 6, 2 * often, 2 * (not often)
-    else:
-        on_scores, on_output, once = 5, 3 if often else 1, int(not often)
-    Br, Bc, d = tiles.Br, tiles.Bc, problem.head_dim
-    return visited * (on_scores * Br * Bc + on_output * Br * d) + once * rows * d
-
-
-Steps = Mapping[tuple[str, str, str], float]
-
-
-def by_step(rows: Iterable[Row]) -> Steps:
-    """(step, source, metric) -> value of the rows of one problem and pass."""
-    return {(step_of(at[0]), *at[1:]): value for at, value in variants.values(rows).items()}
-
-
-def factors(found: Steps) -> dict[str, float | None]:
-    """How many times faster each step is, and what the change of loop order is made of.
-
-    `total`, from FA-1 to FA-2, is `order_one_block` x `grid` x `tiles`, or `splits` x `order` x
-    `tiles`: the order is changed at a block a head, or at an equal grid. `warps` is before both.
-    A kernel runs for instructions / (issue x schedulers) of its multiprocessors' active cycles, so
-    that `order` = `instructions` x `waiting` x `rest`; `rest` is what idle multiprocessors and the
-    clock leave over. None where a number is missing.
-    """
-
-    def number(step: str, metric: str) -> float | None:
-        stored = found.get((step, "measured", metric))
-        if metric != "issue" or stored is not None:
-            return stored
-        issuing, active = number(step, "issuing"), number(step, "active")
-        return issuing / active if issuing and active else None
-
-    def ratio(metric: str, over: str, under: str) -> float | None:
-        above, below = number(over, metric), number(under, metric)
-        return above / below if above and below else None
-
-    order = ratio("time", "fa1-splits", "fa2-fa1-tiles")
-    instructions = ratio("instructions", "fa1-splits", "fa2-fa1-tiles")
-    waiting = ratio("issue", "fa2-fa1-tiles", "fa1-splits")
-    rest = order / (instructions * waiting) if order and instructions and waiting else None
-    return {
-        "total": ratio("time", "fa1", "fa2"),
-        "warps": ratio("time", "fa1-keys", "fa1"),
-        "order_one_block": ratio("time", "fa1", "fa2-one-block"),
-        "grid": ratio("time", "fa2-one-block", "fa2-fa1-tiles"),
-        "splits": ratio("time", "fa1", "fa1-splits"),
-        "order": order,
-        "instructions": instructions,
-        "waiting": waiting,
-        "rest": rest,
-        "tiles": ratio("time", "fa2-fa1-tiles", "fa2"),
-    }
-
-
 def gigabytes(number: float) -> str:
     """Bytes in GB with three digits or so, such as 13.0 or 0.53."""
     return f"{number / 1e9:.{1 if number >= 1e10 else 2}f}"
@@ -229,9 +167,9 @@ def gigabytes(number: float) -> str:
 Problems = dict[tuple[str, Problem], list[Row]]
 
 
-def problems_of(rows: Iterable[Row]) -> Problems:
-    """(pass, problem) -> its rows, forward first."""
-    rows = list(rows)
+def problems_of(rows: Iterable[Row], units: Sequence[str] = tuple(UNITS)) -> Problems:
+    """(pass, problem) -> its rows on the units, forward first."""
+    rows = [row for row in rows if unit(row.series) in units]
     return {
         (passes, problem): mine
         for passes in ("fwd", "bwd")
@@ -244,14 +182,14 @@ def _plain(found: Problems) -> Problems:
     return {at: mine for at, mine in found.items() if not at[1].causal} or found
 
 
-def draw(rows: Sequence[Row]) -> Any:
+def draw(rows: Sequence[Row], units: Sequence[str] = tuple(UNITS)) -> Any:
     """Time of each step and DRAM bytes: a row of panels a pass and unit, a column a head dimension.
 
     Without a mask, where that is stored.
     """
     from .lab import style
 
-    found = _plain(problems_of(r for r in rows if r.metric != "beside_products"))
+    found = _plain(problems_of((r for r in rows if r.metric != "beside_products"), units))
     if not found:
         return None
     across = list(dict.fromkeys((passes, p.dtype, p.seqlen_q, p.causal) for passes, p in found))
@@ -266,7 +204,8 @@ def draw(rows: Sequence[Row]) -> Any:
     for at, panels in zip(across, axes, strict=True):
         passes, dtype, N, causal = at
         for d, ax in zip(head_dims, panels, strict=True):
-            what = f"{PASSES[passes]}, {DTYPES[dtype]}, N={N}, d={d}{', causal' if causal else ''}"
+            what = f"{PASSES[passes]}, {_named(dtype, units)}, N={N}, d={d}"
+            what += ", causal" if causal else ""
             ax.set_title(what)
             mine = [
                 row
@@ -280,6 +219,10 @@ def draw(rows: Sequence[Row]) -> Any:
     for ax in axes[-1]:
         ax.set_xlabel("ms")
     return figure
+
+
+def _named(dtype: str, units: Sequence[str]) -> str:
+    return DTYPES[dtype] + (", wgmma" if HOPPER in units else "")
 
 
 def _shown(found: Problems, at: tuple) -> list[str]:
@@ -336,6 +279,8 @@ def _said(step: str, gains: Mapping[str, float | None], tiles: Mapping[str, str]
         "fa2-fa1-tiles": {"grid": "grid", "order": "loop order, equal grid"},
         "fa2": {"tiles": "tiles"},
     }
+    if gains["retiled"] is not None:  # FA-1 takes FA-2's tiles
+        over |= {"fa1": {"retiled": "tiles"}, "fa2": {}}
     known = [
         f"{name} ×{gain:.2f}"
         for key, name in over.get(step, {}).items()
@@ -365,9 +310,9 @@ _GAINS = {
 }
 
 
-def table(rows: Sequence[Row]) -> Table | None:
+def table(rows: Sequence[Row], units: Sequence[str] = tuple(UNITS)) -> Table | None:
     """The factor of every step from FA-1 to FA-2, and what was measured of each at one problem."""
-    every = problems_of(rows)
+    every = problems_of(rows, units)
     if not every:
         return None
     gains = []
@@ -375,21 +320,27 @@ def table(rows: Sequence[Row]) -> Table | None:
         found = factors(by_step(mine))
         skipping = _causal_skipping(every, passes, problem)
         cells = [tables.number(found, name, ".2f") for name in _GAINS]
-        where = [passes, DTYPES[problem.dtype], str(problem.head_dim), str(problem.seqlen_q)]
+        where = [passes, _named(problem.dtype, units), str(problem.head_dim), str(problem.seqlen_q)]
         gains.append([*where, *cells, *skipping])
     header = ["pass", "dtype", "d", "N", *_GAINS.values()]
     header += ["causal skipping, FA-1", "causal skipping, FA-2"]
     first = tables.markdown(header, gains)
     (passes, problem), mine = _example(every)
     masked = ", causal" if problem.causal else ""
-    what = f"{PASSES[passes]}, {DTYPES[problem.dtype]}, N={problem.seqlen_q}, d={problem.head_dim}"
+    dtype = _named(problem.dtype, units)
+    what = f"{PASSES[passes]}, {dtype}, N={problem.seqlen_q}, d={problem.head_dim}"
     caption = (
         "How many times faster each step is, without a mask: FA-1 / FA-2 = loop order (a block a "
         "head) x grid of Q outer x tiles = grid of K/V outer x loop order (equal grid) x tiles; "
         "the order at an equal grid = its instructions x its waiting x its rest; causal skipping "
         "is the time without a mask over that with one. 16k tokens, hidden dimension 2048, "
-        f"{runs(rows)}."
+        f"{runs(row for mine in every.values() for row in mine)}."
     )
+    if HOPPER in units:
+        caption = (
+            f"![From FA-1 to FA-2 by wgmma](figures/loop_cost_hopper.png)\n\n{caption} Forward FA-1 "
+            "takes FA-2's tiles, which is the factor of tiles; the whole is from its own."
+        )
     return Table(caption, f"{first}\nWhat is known of each step, {what}{masked}:\n\n{_steps(mine)}")
 
 
@@ -437,3 +388,8 @@ def _steps(rows: Sequence[Row]) -> str:
     names = (name for name, _ in _MEASURED.values())
     header = ["step", "tiles", *names, *_TRAFFIC.values(), "beside matrix products, GFLOP"]
     return tables.markdown(header, lines)
+
+
+# The steps by Hopper's own instructions.
+FIGURES = {"loop_cost_hopper": functools.partial(draw, units=(HOPPER,))}
+TABLES = {"loop_cost_hopper": functools.partial(table, units=(HOPPER,))}

@@ -136,18 +136,20 @@ def test_each_step_runs_as_it_says(monkeypatch):
         ("fa1", "mma", 4, "rows"),
         ("fa2", "mma", 1, "rows"),
         ("fa2", "mma", 1, "rows"),
+        ("fa1", "wgmma", 1, "rows"),
+        ("fa1", "wgmma", 1, "rows"),
+        ("fa1", "wgmma", 3, "rows"),
+        ("fa2", "wgmma", 1, "rows"),
     ]
     # FA-2 with a block a head: a call a row tile, at FA-1's tiles; its counters are the first's.
-    by_tile = [c for c in stub.calls if c["rows"] == 128]
+    by_tile = [c for c in stub.calls if c["rows"] == 128 and c["unit"] != "wgmma"]
     assert [c["unit"] for c in by_tile] == ["simt"] * 4 + ["mma"] * 4
-    assert [c.rows for c in stub.cases if c.rows] == [128, 128]
-    found = loop_cost.by_step(
-        r for r in rows if (r.pass_, r.dtype, r.causal) == ("fwd", "float16", False)
-    )
+    assert [c.rows for c in stub.cases if c.rows] == [128, 128, 192]
+    found = loop_cost.by_step(r for r in rows if (r.pass_, series.unit(r.series)) == ("fwd", "mma"))
     assert found["fa2-one-block", "measured", "instructions"] == 4
     assert found["fa2-fa1-tiles", "measured", "instructions"] == 1
     # FA-1's tiles, threads and all, until the last step.
-    half = [r for r in rows if (r.pass_, r.dtype) == ("fwd", "float16")]
+    half = [r for r in rows if (r.pass_, series.unit(r.series)) == ("fwd", "mma")]
     tiles = {loop_cost.step_of(r.series): (r.Br, r.Bc) for r in half}
     assert tiles["fa1-splits"] == tiles["fa2-one-block"] == tiles["fa2-fa1-tiles"] == tiles["fa1"]
     (fa1,) = {
@@ -161,8 +163,9 @@ def test_the_backward_steps(monkeypatch):
     backward = [c for c in stub.calls if c["passes"] == "bwd" and c["unit"] == "mma"]
     assert [c["algorithm"] for c in backward] == ["fa1", "fa1", "fa2", "fa2"]
     assert [c.get("query_splits", 1) > 1 for c in backward] == [False, True, False, False]
-    steps = {loop_cost.step_of(r.series) for r in rows if (r.pass_, r.dtype) == ("bwd", "float16")}
-    assert steps == {"fa1", "fa1-splits", "fa2-fa1-tiles", "fa2"}
+    for on in ("mma", "wgmma"):
+        of = [r.series for r in rows if (r.pass_, series.unit(r.series)) == ("bwd", on)]
+        assert {*map(loop_cost.step_of, of)} == {"fa1", "fa1-splits", "fa2-fa1-tiles", "fa2"}
     assert all(r.causal for r in rows) and not stub.cases  # counters are read without a mask
 
 
@@ -184,6 +187,37 @@ def test_a_step_that_changes_nothing_is_not_run_twice(monkeypatch):
     )
     assert [r.value for r in mine] == [r.value for r in other] and mine
     assert {r.note for r in mine} == {"the same tiles: the run of fa2-simt"}
+
+
+def on_hopper(rows, passes="fwd"):
+    return [r for r in rows if (r.pass_, series.unit(r.series)) == (passes, "wgmma")]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_on_hopper_the_order_is_compared_at_fa2s_tiles(monkeypatch, head_dim):
+    """FA-1 begins at its own, of more columns than FA-2's registers hold."""
+    rows, stub = measured(monkeypatch, head_dim=head_dim)
+    tiles = {loop_cost.step_of(r.series): (r.Br, r.Bc) for r in on_hopper(rows)}
+    assert tiles.pop("fa1-own") == (128, 256)
+    assert set(tiles.values()) == {(192 if head_dim == 64 else 128, 128)}
+    assert {"fa1", "fa1-splits", "fa2-one-block", "fa2-fa1-tiles", "fa2"} < set(tiles)
+    # Q outer with a block a head: a call a row tile, with FA-2's stages.
+    first = [c for c in stub.calls if c["unit"] == "wgmma" and c["rows"] in (128, 192)]
+    assert {(c["algorithm"], c["tiles"].stages) for c in first} == {("fa2", 2)}
+    (counted,) = [c for c in stub.cases if c.unit == "wgmma" and c.rows]
+    assert (counted.Br, counted.rows, counted.stages) == (counted.rows, counted.rows, 2)
+    # Of FA-2's two runs one is measured.
+    mine, other = ([r.value for r in on_hopper(rows) if r.series == f"fa2-wgmma{x}"
+                    and r.source != MODEL] for x in ("", "-fa1-tiles"))  # fmt: skip
+    assert mine == other != []
+
+
+def test_without_hopper_its_steps_are_not_measured(monkeypatch):
+    monkeypatch.setattr(fa_numba.device, "compute_capability", lambda: (8, 9))
+    rows, stub = measured(monkeypatch)
+    assert rows and not on_hopper(rows) + on_hopper(rows, "bwd")
+    assert loop_cost.TABLES["loop_cost_hopper"](rows) is None
+    assert loop_cost.FIGURES["loop_cost_hopper"](rows) is None
 
 
 def test_steps_are_timed_without_counters_too(monkeypatch):
@@ -226,7 +260,7 @@ def test_operations_beside_the_products():
 
 def test_what_no_kernel_shows_is_counted(monkeypatch):
     rows, _ = measured(monkeypatch)
-    found = loop_cost.by_step(r for r in rows if (r.pass_, r.dtype) == ("fwd", "float16"))
+    found = loop_cost.by_step(r for r in rows if (r.pass_, series.unit(r.series)) == ("fwd", "mma"))
     problem = fa2_setting(512, 64, False, "float16")
     fa1 = io_model.fa1(problem, series.plan("fa1-mma", problem).tiles).bytes
     assert found["fa1-unnormalised", "model", "traffic"] == fa1
@@ -252,6 +286,30 @@ def test_the_table_of_steps(tmp_path):
     times = {line[0]: line[2] for line in cells if len(line) == 9}
     assert [times[loop_cost.STEPS[step]] for step in TIMES] == [f"{t:.2f}" for t in TIMES.values()]
     assert "medians of 7 to 20 runs" in text
+
+
+def test_hoppers_steps_have_a_table_and_a_figure_of_their_own():
+    """Of made-up times: FA-1 from its own tiles to FA-2's, then as the others."""
+    rows = synthetic()
+    times = {"fa1-own": 36.0, "fa1": 40.0, "fa1-splits": 20.0, "fa2-one-block": 32.0}
+    times |= {"fa2-fa1-tiles": 16.0, "fa2": 16.0}
+    problem = fa2_setting(4096, 64, False, "float16")
+    for step, time in times.items():
+        fields = {"series": loop_cost.series_of(step, "wgmma"), "metric": "time", "unit": "ms"}
+        rows.append(gpu_row("loop_cost", problem, value=time, n=20, **fields))
+    found = loop_cost.factors(loop_cost.by_step(on_hopper(rows)))
+    assert (found["total"], found["tiles"], found["order"]) == (2.25, 0.9, 1.25)
+    for way in (("splits", "order"), ("order_one_block", "grid")):
+        assert found["total"] == pytest.approx(math.prod(found[name] for name in (*way, "tiles")))
+    text = loop_cost.TABLES["loop_cost_hopper"](rows).body
+    assert "| fwd | fp16, wgmma | 64 | 4096 | 2.25 | - | 1.25 | 2.00 | 2.00 | 1.25 |" in text
+    assert "wgmma" not in loop_cost.table(rows).body
+    assert loop_cost.table(rows) == loop_cost.table(synthetic())
+    figure = loop_cost.FIGURES["loop_cost_hopper"](rows)
+    assert [ax.get_title() for ax in figure.axes] == ["forward, fp16, wgmma, N=4096, d=64"]
+    said = [text.get_text() for text in figure.axes[0].texts]
+    assert any("64 x 64; tiles ×0.90" in text for text in said)
+    assert loop_cost.FIGURES["loop_cost_hopper"](synthetic()) is None
 
 
 def test_the_figure_names_each_gain():

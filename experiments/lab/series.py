@@ -140,7 +140,7 @@ def row_tiles(series: str, problem: Problem, q: Any, k: Any, v: Any, **options: 
     `options` have the tiles. Causal row tiles are given the keys that they see, no more: aligned to
     the bottom right, their mask is then that of the whole.
     """
-    options |= _common(series, problem)
+    options = _whole_columns(series, options | _common(series, problem))
     Br, Nq = options["tiles"].Br, problem.seqlen_q
     tiles = []
     for first in range(0, Nq, Br):

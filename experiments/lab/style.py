@@ -61,6 +61,8 @@ COLOURS["fa2-mma-splits"], MARKERS["fa2-mma-splits"] = "#8BC34A", "<"
 COLOURS["fa2-wgmma-splits"], MARKERS["fa2-wgmma-splits"] = "#CE93D8", "p"
 COLOURS["fa1-wgmma"], MARKERS["fa1-wgmma"] = "#1A237E", "H"
 COLOURS["fa1-wgmma-splits"], MARKERS["fa1-wgmma-splits"] = "#5C6BC0", "8"
+COLOURS |= {"fa1-wgmma-own": "#0D1140", "fa2-wgmma-one-block": "#E1BEE7"}
+COLOURS["fa2-wgmma-fa1-tiles"] = "#AB6BC4"
 WIDTH = 10.0  # inches; a README shows it about 800 pixels wide
 RC: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
