@@ -22,6 +22,8 @@ except ImportError:  # pragma: no cover
 
 # Processes that compile at a time; each has its own context on the GPU.
 MOST_JOBS = 8
+# Tiles that flex_attention's kernel has on their way where a bias is read.
+BIAS_STAGES = 2
 
 
 def call(problem: Problem, q: Any, k: Any, v: Any, **given: Any) -> Callable[..., Any]:
@@ -44,6 +46,9 @@ def call(problem: Problem, q: Any, k: Any, v: Any, **given: Any) -> Callable[...
         options["block_mask"] = create_block_mask(visible, None, None, *sizes, device="cuda")
     options["score_mod"] = _score_mod(problem, **given)
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    if problem.bias is not None:
+        # As many tiles of a bias as torch prefetches by default take more memory than a block has.
+        options["kernel_options"] = {"num_stages": BIAS_STAGES}
 
     def run(out: Any = None) -> Any:
         result = compiled(q, k, v, **options)
