@@ -2,28 +2,19 @@
 
 import gc
 import threading
+from types import SimpleNamespace
 
 import pytest
 from compare_ptx import without_names
 from numba import cuda
-from numba.cuda import lowering
-from numba.cuda.core import analysis, inline_closurecall, ir, postproc, ssa
-from numba.types import BaseFunction
+from numba.cuda.compiler import run_frontend
+from numba.cuda.core import analysis
 from offline import CAPABILITY
 from test_compile import backward_kernel_of, kernel_of, standard_mma_kernel_of
 
 from fa_numba.device import array_type
-from fa_numba.device.front_end import live_variables, without_repeats
-
-REPLACED = (
-    (inline_closurecall.InlineWorker, "run_untyped_passes"),
-    (postproc.PostProcessor, "run"),
-    (analysis, "compute_live_map"),
-    (ssa, "_run_ssa"),
-    (BaseFunction, "get_call_type"),
-    (lowering.Lower, "_find_singly_assigned_variable"),
-    (ir.Inst, "_rec_list_vars"),
-)
+from fa_numba.device.front_end import WAYS, without_repeats
+from fa_numba.device.front_end.variables import live_variables, unread_left_out
 
 
 def ptx(kernel):
@@ -57,14 +48,59 @@ def test_the_same_code_comes_out(kernel):
     assert shorter == ptx(kernel())
 
 
-def test_each_part_is_used_and_is_numbas_again_afterwards():
-    before = [getattr(where, name) for where, name in REPLACED]
+def test_each_part_is_numbas_again_afterwards():
+    before = [vars(where).get(name) for where, name, _ in WAYS]
     with pytest.raises(KeyError, match="inside"), without_repeats():
-        assert all(getattr(w, n) is not b for (w, n), b in zip(REPLACED, before, strict=True))
-        assert "__deepcopy__" in vars(ir.Block) and not gc.isenabled()
+        meanwhile = [vars(where)[name] for where, name, _ in WAYS]
+        assert all(new is not old for new, old in zip(meanwhile, before, strict=True))
+        assert not gc.isenabled()
         raise KeyError("inside")
-    assert [getattr(where, name) for where, name in REPLACED] == before
-    assert "__deepcopy__" not in vars(ir.Block) and gc.isenabled()
+    assert [vars(where).get(name) for where, name, _ in WAYS] == before
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way[1])
+def test_each_part_is_used(way):
+    """A name that Numba no longer asks for would be a way to nowhere."""
+    where, name, _ = way
+    asked = []
+    with without_repeats():
+        shorter = vars(where)[name]
+
+        def noting(*args, **kws):
+            asked.append(name)
+            return shorter(*args, **kws)
+
+        setattr(where, name, noting)
+        ptx(backward_kernel_of("row sums", "sm_90a", 64, True, True))
+    assert asked
+
+
+def test_what_nobody_reads_goes_before_types_are_looked_for():
+    """What has an effect stays, and so does what this needs."""
+
+    def kernel(X, n):
+        unread = n
+        _ = unread, cuda.grid
+        i = cuda.grid(1)
+        if i < n:
+            X[i] = 2
+
+    code = run_frontend(kernel)
+
+    def statements():
+        return [str(each) for block in code.blocks.values() for each in block.body]
+
+    before = statements()
+    unread_left_out(lambda self, state: True)(None, SimpleNamespace(func_ir=code))
+    gone = [each for each in before if each not in statements()]
+    assert sorted(line.split(" = ")[0].split(".")[0] for line in gone if line[0] != "$") == [
+        *("_", "unread")
+    ]
+    assert any("build_tuple" in line for line in gone)
+    assert not any("call" in line or "setitem" in line for line in gone)
+    read = {v.name for b in code.blocks.values() for s in b.body for v in s.list_vars()}
+    assert {"X", "i", "n"} <= read
 
 
 def test_the_variables_alive_are_those_that_numba_finds(monkeypatch):

@@ -1,0 +1,60 @@
+"""From Numba's representation to LLVM's: what has no part in the code is not made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from numba.cuda import cgutils
+from numba.cuda.core import config, ir
+from numba.cuda.core.imputils import builtin_registry
+from numba.cuda.debuginfo import DummyDIBuilder
+
+
+def refreshed_after_changes(refresh: Callable) -> Callable:
+    """Numba reads all registries whenever a function has no code yet, a few hundred times."""
+    known: dict[int, int] = {}
+
+    def refresh_changed(self: Any) -> None:
+        table = id(self._registries)  # which contexts of one compiler share
+        if known.get(table) != _registered(self):
+            refresh(self)
+            known[table] = _registered(self)
+
+    return refresh_changed
+
+
+def _registered(context: Any) -> int:
+    """How many definitions the registries of a context and of its types have."""
+    registries = {*context._registries, *context.typing_context._registries, builtin_registry}
+    return sum(
+        len(found) for each in registries for found in vars(each).values() if type(found) is list
+    )
+
+
+def without_debug_sizes(alloca: Callable) -> Callable:
+    """The size of a variable is for a debugger's eyes."""
+
+    def alloca_lltype(self: Any, name: str, lltype: Any, datamodel: Any = None) -> Any:
+        if isinstance(self.debuginfo, DummyDIBuilder):
+            return cgutils.alloca_once(self.builder, lltype, name=name, zfill=False)
+        return alloca(self, name, lltype, datamodel)
+
+    return alloca_lltype
+
+
+def without_ends_of_values(lower: Callable) -> Callable:
+    """The end of a variable that has no place in memory, and no references to count, is no code."""
+
+    def lower_inst(self: Any, inst: Any) -> Any:
+        ends = type(inst) is ir.Del and inst.value in self._blk_local_varmap
+        if ends and not self.context.enable_nrt and not self._disable_sroa_like_opt:
+            return None
+        return lower(self, inst)
+
+    return lower_inst
+
+
+def text_of(value: object) -> str:
+    """A statement as text is for those who look for faults in Numba: NUMBA_DEBUG_JIT."""
+    return "" if isinstance(value, ir.Stmt) and not config.DEBUG_JIT else str(value)
