@@ -308,13 +308,18 @@ def test_auto_evens_out_the_rows_of_a_causal_mask():
 
 
 def test_few_rows_go_to_the_copy_engine_where_it_is_kept_busy():
-    def chosen(heads, Nk, gpu=H200, Nq=1, **options):
-        return planned((1, heads, Nq, 64), (1, heads, Nk, 64), gpu, **options).unit
+    def chosen(heads, Nk, gpu=H200, Nq=1, group=1, d=128, **options):
+        q, k = (1, heads * group, Nq, d), (1, heads, Nk, d)
+        return planned(q, k, gpu, **options).unit
 
-    assert chosen(132, 1024) == "wgmma" and chosen(132, 4096, Nq=64, causal=True) == "wgmma"
-    # Fewer heads than multiprocessors, short columns, another GPU
-    assert chosen(131, 1024) == chosen(132, 1023) == "mma"
-    assert chosen(132, 1024, bounds.DEVICES["RTX 4090"]) == "mma"
+    assert chosen(99, 2048) == chosen(396, 2048, group=8) == "wgmma"
+    # Much fewer row tiles than multiprocessors, or several each
+    assert chosen(98, 2048) == chosen(397, 2048, group=8) == "mma"
+    assert chosen(397, 2048, d=64) == "wgmma"
+    # Heads that share a tile: of short columns, or more rows than mma's lowest tile
+    assert chosen(8, 1024, group=4) == chosen(8, 2048, Nq=5, group=4) == "wgmma"
+    assert chosen(8, 2048, Nq=4, group=4) == chosen(8, 2048, Nq=17) == "mma"
+    assert chosen(99, 2048, bounds.DEVICES["RTX 4090"]) == "mma"
     # Pages, whatever their number
     paged = planned((2, 4, 1, 64), (9, 4, 16, 64), block_table=(2, 3))
     assert (paged.unit, paged.tiles.Br) == ("wgmma", 64)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from fa_numba.host.requests import Request
-from fa_numba.tiling.wgmma import GROUP_ROWS
+from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
 
-# Keys of a head that its multiprocessor is busy with for a while.
+# Rows of the lowest tile of ``mma``.
+LOW = 16
+# Keys that a multiprocessor is busy with for a while.
 LONG_KEYS = 1024
 
 
@@ -19,15 +21,22 @@ def heads_share_tiles(request: Request) -> bool:
     return p.group > 1 and few and not (request.features.q_lens or request.features.alibi)
 
 
-def reads_keys(request: Request) -> bool:
-    """Whether few rows of Q take as long as K and V take to come, and Hopper's copy engine brings
-    them faster than threads do: out of pages, or where each multiprocessor has a head of its own
-    for a while.
+def suits_few_rows(request: Request) -> bool:
+    """Whether Hopper's unit is the faster one for rows that do not fill a tile, which take as long
+    as K and V take to come: as measured on an H200 (`experiments run decode`).
+
+    Its copy engine brings pages faster than threads do, and keeps a multiprocessor's share of
+    memory busy with one block. With much fewer row tiles than multiprocessors, or several each, the
+    low tiles of ``mma`` are as fast or faster, but for more rows than those have.
     """
-    p = request.problem
-    heads = p.batch * p.heads_q
-    alone = p.seqlen_k >= LONG_KEYS and heads >= request.multiprocessors
-    return p.page_size is not None or alone
+    p, shared = request.problem, heads_share_tiles(request)
+    if p.page_size is not None:
+        return True
+    if p.seqlen_q * p.group > LOW or p.seqlen_k <= LONG_KEYS:
+        return shared
+    tiles = p.batch * (p.heads_k if shared else p.heads_q)
+    fill = 4 * tiles >= 3 * request.multiprocessors
+    return fill and (p.head_dim <= PANEL or tiles <= 3 * request.multiprocessors)
 
 
 def heads_in_tiles(request: Request) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fa_numba import device
 from fa_numba.dtypes import DTYPES
-from fa_numba.host.few_rows import heads_in_tiles, heads_share_tiles, reads_keys
+from fa_numba.host.few_rows import heads_in_tiles, heads_share_tiles, suits_few_rows
 from fa_numba.host.requests import Request
 from fa_numba.kernels import mma, simt, wgmma
 from fa_numba.options import PLAIN, Features
@@ -303,7 +303,7 @@ class Wgmma(Unit):
         """
         fills = request.problem.seqlen_q > GROUP_ROWS
         if request.passes == "fwd":
-            fills = fills or heads_share_tiles(request) or reads_keys(request)
+            fills = fills or suits_few_rows(request)
         plain = request.tiles is None and not request.ablated and request.query_splits == 1
         plain = plain and request.warp_partition == "rows" and request.algorithm == "fa2"
         return fills and plain and device.planned_for_gpu()
