@@ -211,24 +211,22 @@ def draw(rows: Sequence[Row]) -> Any:
     timed, shares = ratios(rows), counted(rows, "table_share")
     if not timed and not shares:
         return None
-    figure, ((left, right),) = style.new(1, 2, 4.0)
-    left.set_title("a decoding step over pages, over one piece")
-    for series, by_size in timed.items():
+    figure, ((*over, right),) = style.new(1, 1 + len(TIMED), 3.6, sharey=False)
+    for series, left in zip(TIMED, over, strict=True):
+        left.set_title(f"over one piece, {unit(series)}")
+        by_size = timed.get(series)
+        if not by_size:
+            style.empty(left, "not measured here")
+            continue
         for size, by in by_size.items():
             colour, marker = _LOOKS[size]
-            looks = {"color": colour, "marker": marker, "ls": "--" if series == HOPPER else "-"}
-            label = f"{unit(series)}, {place(size)}"
-            left.plot([*by], [*by.values()], label=label, **looks)
-    if timed:
+            left.plot([*by], [*by.values()], color=colour, marker=marker, label=place(size))
         left.axhspan(1 - ALLOWED, 1 + ALLOWED, color="#888888", alpha=0.15, lw=0)
-        style.sizes(
-            left, sorted({N for x in timed.values() for by in x.values() for N in by}), "keys"
-        )
-        left.set_ylabel("time over one piece's")
-        left.legend(ncols=len(timed))
-    else:
-        style.empty(left, "not measured here")
-    right.set_title("bytes of the table over those of K and V")
+        style.sizes(left, sorted({N for by in by_size.values() for N in by}), "keys")
+        left.set_ylim(0, 1.6)
+        left.set_ylabel("time of a decoding step")
+        left.legend(loc="lower right")
+    right.set_title("the table's over K's and V's bytes")
     for series, by in shares.items():
         sizes, values = zip(*sorted(by.items()), strict=True)
         looks = {"color": style.COLOURS[series], "marker": style.MARKERS[series]}

@@ -62,7 +62,9 @@ def test_the_table_has_shares_and_the_best_of_torch():
     table = decode.table(synthetic())
     assert "4.00 TB/s" in table.caption
     header, _, *lines = table.body.splitlines()
-    assert len(lines) == len(decode.problems(Options()))
+    assert len(lines) == len(decode.SHOWN) <= 10
+    large = [p for p in decode.problems(Options()) if decode.cache_bytes(p) >= decode.LARGE_BYTES]
+    assert f"Of all {len(large)} problems" in table.caption and "1.17 to 1.17" in table.caption
     for line in lines:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         assert cells[-3:] == ["8", "0.88", "1.17"]
