@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fa_numba
-from fa_numba import Tiles, io_model
+from fa_numba import Tiles, bounds, io_model
 from fa_numba import device as devices
 from fa_numba.device import DeviceArray, Kernel, array_type
 from fa_numba.dtypes import DTYPES
@@ -320,3 +320,73 @@ def test_a_plan_without_its_mask_prints_no_counts():
     plan = fa_numba.plan((1, 1, 32, 8), (1, 1, 32, 8), block_mask=mask, tiles=Tiles(16, 16))
     assert "depend on the block mask" in str(replace(plan, block_mask=None))
     assert "sparse=True" in str(plan) and "FLOPs" in str(plan)
+
+
+# --- the tiles of shapes beyond the papers' --------------------------------------------------
+
+
+def on_h200(Nq, d, Nk=None, *, heads=128, batch=1, passes="fwd", **options):
+    """Unit, Br and Bc of the plan on an H200."""
+    with bounds.DEVICES["H200"].planning():
+        shapes = (batch, heads, Nq, d), (batch, heads, Nk or Nq, d)
+        planned = fa_numba.plan(*shapes, dtype="float16", passes=passes, **options)
+    return planned.unit, planned.tiles.Br, planned.tiles.Bc
+
+
+def test_three_consumers_where_their_tiles_end_first():
+    long = {d: on_h200(4096, d) for d in (32, 64, 80, 96, 112, 128, 160, 192, 256)}
+    assert {d for d, (_, Br, _) in long.items() if Br == 192} == {32, 64, 80, 96, 112}
+    assert {Bc for d, (_, _, Bc) in long.items() if 64 < d <= 112} == {96}
+    assert {unit for unit, _, _ in long.values()} == {"wgmma"}
+    # 256 rows are two tiles of either, 300 two of 192 or three of 128.
+    assert on_h200(256, 64)[1:] == (128, 128) and on_h200(300, 64)[1:] == (192, 128)
+    # All at once by 128 of 132 multiprocessors, or by 88.
+    assert on_h200(4096, 64, heads=4)[1] == 128
+    # Masks, and options that take their registers or are slower with three.
+    assert on_h200(4096, 64, causal=True)[1] == 192 and on_h200(1024, 64, causal=True)[1] == 128
+    assert on_h200(4096, 80, causal=True)[1:] == (128, 128)
+    for option in ({"window": (4096, 0)}, {"softcap": 9.0}, {"alibi_slopes": (128,)}):
+        assert on_h200(4096, 64, **option) == ("wgmma", 128, 128)
+    assert on_h200(4096, 80, softcap=9.0) == ("wgmma", 128, 128)
+
+
+def test_a_tile_has_no_more_columns_than_there_are_keys():
+    assert [on_h200(4096, 64, Nk)[2] for Nk in (1, 64, 65, 77, 100, 120, 200)] == [
+        *(64, 64, 80, 80, 112, 128, 128),
+    ]
+    # Fewer columns leave registers for three consumers.
+    assert on_h200(4096, 128, 77)[1:] == (192, 80) and on_h200(4096, 128, 100)[1:] == (128, 112)
+    assert on_h200(4096, 256, 70)[2] == 80 and on_h200(4096, 256, 60)[2] == 64
+
+
+@pytest.mark.parametrize("passes", ["fwd", "bwd"])
+def test_one_masked_tile_goes_to_smaller_ones(passes):
+    def unit(N, d, Nk=None, causal=True):
+        return on_h200(N, d, Nk, passes=passes, causal=causal)[0]
+
+    assert unit(128, 64) == unit(70, 32) == unit(64, 128) == "mma"
+    assert {unit(129, 64), unit(128, 80), unit(128, 64, causal=False)} == {"wgmma"}
+    assert unit(100, 64, 4096) == "wgmma"  # one of many tiles
+
+
+def test_short_backward_passes_take_small_tiles():
+    assert on_h200(64, 128, passes="bwd") == ("mma", 32, 64)
+    assert on_h200(128, 128, passes="bwd", unit="mma", alibi_slopes=(128,)) == ("mma", 32, 64)
+    assert on_h200(129, 128, passes="bwd", unit="mma", alibi_slopes=(128,)) == ("mma", 64, 128)
+
+
+def test_a_bias_takes_tiles_without_spills():
+    with bounds.DEVICES["H200"].planning():
+        found = {
+            d: fa_numba.plan(
+                (1, 2, 999, d), (1, 2, 999, d), dtype="float16", bias=(1, 2, 999, 999)
+            ).tiles
+            for d in (64, 128)
+        }
+    assert found == {64: Tiles(64, 64, 128), 128: Tiles(128, 64, 256)}
+
+
+@pytest.mark.parametrize("option", [{}, {"kv_lens": (50,)}, {"softcap": 9.0}, {"window": (9, 0)}])
+def test_hoppers_default_tiles_fit_at_every_size(option):
+    for d, Nq, Nk in itertools.product(range(1, 257, 5), (100, 300, 4096), (50, 77, 100, 4096)):
+        assert on_h200(Nq, d, Nk, heads=2, unit="wgmma", **option)[0] == "wgmma"

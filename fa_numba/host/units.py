@@ -45,7 +45,7 @@ from fa_numba.tiling import (
     wgmma_sweep_tiles,
 )
 from fa_numba.tiling.tuned import tuned_tiles
-from fa_numba.tiling.wgmma import GROUP_ROWS, SHORT
+from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL, SHORT
 from fa_numba.tiling.wgmma_backward import LARGEST_ATOMIC
 
 
@@ -299,9 +299,12 @@ class Wgmma(Unit):
     def suits(self, request: Request) -> bool:
         """On a GPU, for calls that choose nothing of another unit's, and rows that fill a tile, or
         few that long K and V are brought for: the emulator runs the smaller blocks of ``mma``
-        faster. FlashAttention-1 is taken by name alone.
+        faster. Of one tile half of which a causal mask hides smaller ones are left out too.
+        FlashAttention-1 is taken by name alone.
         """
-        fills = request.problem.seqlen_q > GROUP_ROWS
+        p = request.problem
+        one_tile = max(p.seqlen_q, p.seqlen_k) <= 2 * GROUP_ROWS and p.head_dim <= PANEL
+        fills = p.seqlen_q > GROUP_ROWS and not (p.causal and one_tile)
         if request.passes == "fwd":
             fills = fills or suits_few_rows(request)
         plain = request.tiles is None and not request.ablated and request.query_splits == 1
@@ -318,7 +321,15 @@ class Wgmma(Unit):
             heads = p.group if heads_share_tiles(request) else 1
             facts |= {"tile_heads": heads, "ablated": request.ablated}
             sizes = (p.seqlen_q * heads, p.head_dim)
-            rule = functools.partial(default_wgmma_tiles, *sizes, p.causal, request.features)
+            rule = functools.partial(
+                default_wgmma_tiles,
+                *sizes,
+                p.causal,
+                request.features,
+                seqlen_k=p.seqlen_k,
+                heads=p.heads_q // heads * p.batch,
+                places=0 if p.packed else request.multiprocessors,
+            )
             fits = {"head_dim": p.head_dim, "shared_limit": request.shared_limit}
             chosen = functools.partial(select, **fits)
             tiles = self.chosen_tiles(request, chosen, rule, plain=p.seqlen_q > SHORT)

@@ -96,10 +96,10 @@ def default_mma_tiles(
         Bc = 256 if d <= 64 and not crowded else 128
     elif algorithm == "fa1" and d > 192 and not splits_keys:
         Bc = 32 if crowded else 48
-    elif algorithm == "fa2" and d == 128 and features.bias:
-        Bc = 32
     least = 32 if splits_keys else 16
     most = 128 if not splits_keys else 32 if d <= 64 else 16
+    low = algorithm == "fa2" and d <= 64 and features.bias  # what is read of a bias fills registers
+    most = min(most, 64) if low else most
     Br, Bc = _needed(most, seqlen_q), _needed(Bc, seqlen_k, least)
     older = shared_limit < 200 * 1024  # than compute capability 9.0
     narrow = algorithm == "fa1" or 64 < d < 128
@@ -111,7 +111,7 @@ def default_mma_tiles(
     )
     found = _shrunk_mma(Br, Bc, select, 16, least)
     narrow &= found.Br % 128 == 0 or features.splits
-    return replace(found, threads=2 * found.Br) if narrow else found
+    return replace(found, threads=2 * found.Br) if narrow or low else found
 
 
 def default_mma_standard_tiles(
@@ -132,8 +132,8 @@ def default_mma_backward_tiles(
     seqlen_q: int, seqlen_k: int, head_dim: int, shared_limit: int, **facts: Any
 ) -> Tiles:
     """Block sizes of the backward kernels on tensor cores: 32 x 128, 64 x 128 where two warps share
-    their columns, and 32 x 64 beyond d = 128 or where that takes too much memory; halved until
-    memory and registers hold them.
+    their columns, and 32 x 64 beyond d = 128, where that takes too much memory or sequences are no
+    longer than two such tiles; halved until memory and registers hold them.
 
     FlashAttention-1, which also reads O and dQ, spills registers with these: it takes 64 x 64 in
     place of 64 x 128, and 16 columns a warp.
@@ -145,7 +145,8 @@ def default_mma_backward_tiles(
     select = functools.partial(
         select_mma_backward_spec, head_dim=head_dim, shared_limit=shared_limit, **facts
     )
-    if (Br, Bc) == (64, 128) and not is_valid(Tiles(Br, Bc), select):
+    few = max(seqlen_q, seqlen_k) <= 128
+    if (Br, Bc) == (64, 128) and (few or not is_valid(Tiles(Br, Bc), select)):
         Br, Bc = 32, 64
     row_warps = row_warps_of(head_dim)
     smallest = 16 * row_warps

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from fa_numba.integers import ceil_div
+from fa_numba.integers import ceil_div, round_up
 from fa_numba.options import PLAIN, Features
+from fa_numba.problem import MAX_SEQLEN
 from fa_numba.tiling.spec import Spec
 from fa_numba.tiling.tiles import Tiles
 
@@ -25,6 +26,9 @@ _REGISTERS_WITH_PAGES = {1: (56, 256), 2: (56, 224), 3: (32, 160)}
 _MOST_REGISTERS = 255
 # Registers of a consumer beside its parts of S, P and O.
 _OTHERS = 32
+_LEAST_COLUMNS = 64  # of a tile, however few keys there are
+# What a tile of three consumers takes over one of two: up to a panel or of few columns, and wider.
+_THREE, _THREE_WIDE = 1.29, 1.43
 # What FlashAttention-2's forward kernel can do without: turns of the consumer warpgroups, products
 # on their way during a softmax, blocks that stay for several row tiles, a counter that hands these
 # out, the next one's first product begun ahead, with the last of this, and its being taken late.
@@ -263,20 +267,42 @@ def select_wgmma_spec(tiles: Tiles, head_dim: int, shared_limit: int, **facts: o
 
 
 def default_wgmma_tiles(
-    seqlen_q: int, head_dim: int, causal: bool, features: Features = PLAIN
+    seqlen_q: int,
+    head_dim: int,
+    causal: bool,
+    features: Features = PLAIN,
+    *,
+    seqlen_k: int = MAX_SEQLEN,
+    heads: int = 1,
+    places: int = 0,
 ) -> Tiles:
     """Block sizes of the kernels on Hopper's tensor cores, the fastest of those measured: three
-    consumers where registers allow it and rows are many, and as many columns as memory holds.
-    ``seqlen_q`` are the rows of all heads that share a tile; few are left to one consumer, since
-    then the columns' way from memory counts.
+    consumers where registers allow it and their tiles end first, and as many columns as memory
+    holds, or all there are. ``seqlen_q`` are the rows of all heads that share a tile, ``heads`` how
+    many such there are with all batch entries, ``places`` the multiprocessors, 0 where they are not
+    known. Few rows are left to one consumer, since then the columns' way from memory counts.
     """
-    few = seqlen_q <= GROUP_ROWS
-    if head_dim <= 64 and not few:
-        short = (seqlen_q <= SHORT and causal) or seqlen_q <= 128
-        # Three consumers would spill, or leave too little to who looks up pages.
-        crowded = _taken(features) > _SPARE
-        return Tiles(128 if short or crowded else 192, 128, stages=2)
-    if few and PANEL < head_dim <= 2 * PANEL:
-        return Tiles(64, 64, stages=2)
-    Bc = 128 if head_dim <= 128 else 96 if head_dim <= 192 else 80
-    return Tiles(64 if few else 128, Bc, stages=2)
+    Bc = 128 if head_dim <= 128 else 112 if head_dim <= 192 and not features.crowds else 96
+    Bc = 80 if head_dim > 192 else Bc
+    if seqlen_q <= GROUP_ROWS:
+        return Tiles(GROUP_ROWS, 64 if PANEL < head_dim <= 2 * PANEL else min(Bc, 128), stages=2)
+    if not features.page_size:
+        Bc = min(Bc, max(_LEAST_COLUMNS, round_up(seqlen_k, 16)))
+    three = Tiles(3 * GROUP_ROWS, Bc if head_dim <= PANEL else min(Bc, 96), stages=2)
+    two = Tiles(2 * GROUP_ROWS, Bc, stages=2)
+    if not _hold_three(three, head_dim, features) or (features.crowds and head_dim > PANEL):
+        return two
+    if causal:
+        return three if head_dim <= PANEL and seqlen_q > SHORT else two
+    # Rounds in which the tiles find a place, times what one takes over one of two consumers.
+    takes = _THREE if head_dim <= PANEL or Bc < 128 else _THREE_WIDE
+    tiles = (ceil_div(seqlen_q, x.Br) * heads for x in (three, two))
+    rounds_three, rounds_two = (ceil_div(n, places) if places else n for n in tiles)
+    return three if takes * rounds_three <= rounds_two else two
+
+
+def _hold_three(tiles: Tiles, head_dim: int, features: Features) -> bool:
+    """Whether three consumers' registers hold the tiles; with a window or a cap they are slower."""
+    spec = WgmmaSpec(head_dim, tiles.Br, tiles.Bc, 4, tiles.Br // 2)
+    slower = features.window or features.softcap
+    return spec.fits_registers and not slower and _taken(features) <= _SPARE
