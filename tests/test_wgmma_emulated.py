@@ -580,6 +580,8 @@ OF_PAGES = [
     ("if row < Nk:", "if True:"),
     ("PANEL * (panel * Bc + n * box)", "PANEL * panel * Bc"),
     ("uint32(WRAPS), which, first, PANEL * panel", "uint32(WRAPS), which, first, 0"),
+    ("thread == uint32(keys) or thread == uint32(values)", "thread == uint32(keys)"),
+    ("return cuda.threadIdx.x == own", "return True"),
 ]
 
 

@@ -41,9 +41,8 @@ def fa2(
         loads   Q: S N_q d    K, V, bias as above    A: S N_q' d    l, m: S N_q' each
         stores  A: S N_q' d    l, m: S N_q' each    O: N_q' d    L: N_q'
 
-    With pages the block table is read beside (`paging.table_reads`), for K and for V or once for
-    both: of a block `threads` threads load, and of `key_pieces`, one number each time that pages
-    are looked up, so many neighbouring ones share a row. Where
+    With pages the block table is read beside, for K and for V (`paging.table_reads`): of a block
+    `threads` threads load, and `key_pieces` neighbouring ones share a row of K, and of V. Where
     the lengths are on the device, the numbers are of sequences as long as the table has pages for.
     """
     d, head = problem.head_dim, whole_sums(problem, tiles, problem.heads_q)

@@ -46,10 +46,8 @@ class Spec(ABC):
         return self.Br // self.tile_heads
 
     @property
-    def key_pieces(self) -> tuple[int, ...]:
-        """For each time that a tile's pages are looked up, how many neighbouring threads share a
-        row: while K is loaded, and V; or once for both.
-        """
+    def key_pieces(self) -> tuple[int, int]:
+        """How many neighbouring threads share a row of K, and of V, while they load a tile."""
         raise NotImplementedError
 
     @property

@@ -138,8 +138,13 @@ class WgmmaSpec(Spec):
         return (_REGISTERS_WITH_ENDS if ends else REGISTERS)[self.consumers]
 
     @property
-    def key_pieces(self) -> tuple[int, ...]:
-        return (1,)
+    def key_pieces(self) -> tuple[int, int]:
+        return 1, 1
+
+    @property
+    def column_producers(self) -> int:
+        """Threads that bring K and V: of pages, which are many boxes, one each."""
+        return 2 if self.features.page_size else 1
 
     @property
     def loading_threads(self) -> int:

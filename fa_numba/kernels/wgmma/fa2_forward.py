@@ -3,7 +3,8 @@ cores, as FlashAttention-3 arranges it (arXiv 2407.08608, Algorithms 1 and 2).
 
 A block stays on its multiprocessor and takes one row tile Qi after the other (line 3), as a counter
 gives them out. Its producers run ahead: the next tiles are on their way while these are multiplied.
-One brings Qi and tells which row tile that is, so that nobody else divides for it; one Kj and Vj.
+One brings Qi and tells which row tile that is, so that nobody else divides for it; one Kj and Vj,
+or, of pages, one Kj and one Vj.
 A consumer warpgroup has 64 rows of Qi and all columns. While it computes the softmax of one column
 tile, its products with the one before, and the other warpgroups' products, keep the tensor cores
 busy; while it writes Oi, the first product of the next row tile. S, P, O, m and l stay in
@@ -81,6 +82,7 @@ def make_forward(spec):
     @device_function
     def produce_columns(sK, sV, sN, bars, Q, K, V, tiles, group, options):
         pages = cuda.local.array(PAGES, uint32)
+        brings_keys, brings_values = p.brings_keys(), p.brings_values()
         stage, parity = uint32(0), uint32(1)
         q_stage, q_parity = uint32(0), uint32(0)
         wait_mbarrier(bars, uint32(FULL_N + q_stage), q_parity)
@@ -89,7 +91,7 @@ def make_forward(spec):
             arrive_mbarrier(bars, uint32(EMPTY_Q + q_stage))
             hk = h // uint32(group) if GROUPED else h
             Nq, Nk, j0, j_end = seen(i0, b, h, split, Q, K, options)
-            is_long = uint32(j0 + SOON) < j_end
+            is_long = brings_keys and uint32(j0 + SOON) < j_end
             while j0 < j_end:
                 if is_long and uint32(j0 + SOON) >= j_end:
                     arrive_mbarrier(bars, NEXT)
@@ -97,10 +99,12 @@ def make_forward(spec):
                 # Alg. 1 line 7: load Kj, Vj
                 at = uint32(stage * NK)
                 p.look_up(pages, b, j0, Nk, options)
-                wait_mbarrier(bars, uint32(EMPTY_K + stage), parity)
-                p.load_keys(sK, at, K, b, hk, j0, Nk, pages, options, bars, FULL_K + stage)
-                wait_mbarrier(bars, uint32(EMPTY_V + stage), parity)
-                p.load_keys(sV, at, V, b, hk, j0, Nk, pages, options, bars, FULL_V + stage)
+                if brings_keys:
+                    wait_mbarrier(bars, uint32(EMPTY_K + stage), parity)
+                    p.load_keys(sK, at, K, b, hk, j0, Nk, pages, options, bars, FULL_K + stage)
+                if brings_values:
+                    wait_mbarrier(bars, uint32(EMPTY_V + stage), parity)
+                    p.load_keys(sV, at, V, b, hk, j0, Nk, pages, options, bars, FULL_V + stage)
                 stage, parity = p.next_stage(stage, parity)
                 j0 = uint32(j0 + Bc)
             q_stage, q_parity = p.next_q_stage(q_stage, q_parity)
@@ -242,7 +246,7 @@ def make_forward(spec):
             give_registers(FEW)
             if cuda.threadIdx.x == 0:
                 produce_rows(sQ, sN, bars, Q, K, taken, tiles, options)
-            elif cuda.threadIdx.x == 32:
+            elif p.produces_columns():
                 produce_columns(sK, sV, sN, bars, Q, K, V, tiles, group, options)
         else:
             take_registers(MANY)

@@ -9,9 +9,10 @@ from fa_numba.intrinsics.mbarrier import arrive_mbarrier, fence_mbarrier_init, i
 @cache
 def make_begin_barriers(spec):
     """``begin_barriers(bars)``: one arrival fills a place. Every consumer warp empties one of K or
-    V, every consumer warpgroup one of Q, and the producer of K and V, which is told of it.
+    V, every consumer warpgroup one of Q, and who brings K and V, which is told of it.
     """
     STAGES, Q_STAGES, groups = spec.stages, spec.q_stages, spec.consumers
+    told = groups + spec.column_producers
     next_row, full_n, full_q, empty_q, full_k, full_v, empty_k, empty_v = spec.barrier_places
 
     @device_function
@@ -21,7 +22,7 @@ def make_begin_barriers(spec):
             for s in range(Q_STAGES):
                 init_mbarrier(bars, full_n + s, 1)
                 init_mbarrier(bars, full_q + s, 1)
-                init_mbarrier(bars, empty_q + s, groups + 1)
+                init_mbarrier(bars, empty_q + s, told)
             for s in range(STAGES):
                 init_mbarrier(bars, full_k + s, 1)
                 init_mbarrier(bars, full_v + s, 1)

@@ -6,12 +6,15 @@ Where sequences end within an array, or heads share a tile, the array's map has 
 
 from functools import cache
 
-from fa_numba.device import WRAPS, device_function, uint32
+from fa_numba.device import WRAPS, cuda, device_function, uint32
 from fa_numba.intrinsics.bulk_copy import load_box, load_box_5d
 from fa_numba.intrinsics.mbarrier import expect_bytes
 from fa_numba.parts.heads import make_key_end, make_query_end
 from fa_numba.parts.pages import common_rows, pages_of_tile
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
+
+# By how many there are: the threads that bring K, and V.
+COLUMN_PRODUCERS = {1: (32, 32), 2: (32, 64)}
 
 
 @cache
@@ -150,6 +153,41 @@ def make_look_up(spec):
                     pages[n] = uint32(options.block_table[b, uint32(row // uint32(page_size))])
 
     return look_up
+
+
+@cache
+def make_produces_columns(spec):
+    """``produces_columns()``: whether this thread brings K and V, or one of them."""
+    keys, values = COLUMN_PRODUCERS[spec.column_producers]
+
+    @device_function
+    def produces_columns():
+        thread = uint32(cuda.threadIdx.x)
+        return thread == uint32(keys) or thread == uint32(values)
+
+    return produces_columns
+
+
+@cache
+def make_brings_keys(spec):
+    """``brings_keys()``: whether it brings K."""
+    return _brings(*COLUMN_PRODUCERS[spec.column_producers])
+
+
+@cache
+def make_brings_values(spec):
+    """``brings_values()``: the same of V."""
+    return _brings(*reversed(COLUMN_PRODUCERS[spec.column_producers]))
+
+
+def _brings(own, other):
+    @device_function
+    def brings():
+        if own == other:
+            return True
+        return cuda.threadIdx.x == own
+
+    return brings
 
 
 @device_function
