@@ -356,6 +356,7 @@ def test_a_tile_has_no_more_columns_than_there_are_keys():
     ]
     # Fewer columns leave registers for three consumers.
     assert on_h200(4096, 128, 77)[1:] == (192, 80) and on_h200(4096, 128, 100)[1:] == (128, 112)
+    assert on_h200(4096, 80, 100)[1:] == (192, 112) and on_h200(4096, 96, 100)[1:] == (128, 112)
     assert on_h200(4096, 256, 70)[2] == 80 and on_h200(4096, 256, 60)[2] == 64
 
 

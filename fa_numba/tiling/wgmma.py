@@ -293,8 +293,10 @@ def default_wgmma_tiles(
         return Tiles(GROUP_ROWS, 64 if PANEL < head_dim <= 2 * PANEL else min(Bc, 128), stages=2)
     if not features.page_size:
         Bc = min(Bc, max(_LEAST_COLUMNS, round_up(seqlen_k, 16)))
-    three = Tiles(3 * GROUP_ROWS, Bc if head_dim <= PANEL else min(Bc, 96), stages=2)
     two = Tiles(2 * GROUP_ROWS, Bc, stages=2)
+    three = Tiles(3 * GROUP_ROWS, Bc, stages=2)
+    if Bc == 128 and head_dim > PANEL:
+        three = replace(three, Bc=96)
     if not _hold_three(three, head_dim, features) or (features.crowds and head_dim > PANEL):
         return two
     if causal:
