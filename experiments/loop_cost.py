@@ -338,8 +338,8 @@ def table(rows: Sequence[Row], units: Sequence[str] = tuple(UNITS)) -> Table | N
     )
     if HOPPER in units:
         caption = (
-            f"![From FA-1 to FA-2 by wgmma](figures/loop_cost_hopper.png)\n\n{caption} Forward FA-1 "
-            "takes FA-2's tiles, which is the factor of tiles; the whole is from its own."
+            f"![From FA-1 to FA-2 by wgmma](figures/loop_cost_hopper.png)\n\n{caption} Forward "
+            "FA-1 takes FA-2's tiles, which is the factor of tiles; the whole is from its own."
         )
     return Table(caption, f"{first}\nWhat is known of each step, {what}{masked}:\n\n{_steps(mine)}")
 

@@ -218,6 +218,17 @@ def test_peers_far_from_their_last_recording_refuse_the_run(bench):
     assert not bench.report.error
 
 
+def test_with_replace_from_the_start_nothing_is_refused(bench):
+    """What the command's --replace gives the run, on a machine whose peers are slower today."""
+    bench()
+    bench.peer, bench.value = 2.0 * 1.35, 1.3
+    given = command._options(command._parser().parse_args(["run", "host_cost", "--replace"]))
+    assert bench(replace=given.replace) == [32, 64, 128, "counters"]
+    assert not bench.report.error and "stays as it was" not in bench.text
+    assert {row.value / row.seqlen_q for row in bench.rows} == {2.7, 1.3}
+    assert len(bench.store.runs(NAME, GPU)) == 1 and not list(bench.partial.iterdir())
+
+
 def test_refused_rows_are_measured_again_otherwise(bench):
     bench()
     bench.peer = 0.5
