@@ -315,7 +315,7 @@ def draw(rows: Sequence[Row]) -> Any:
             f"fp16, N={problem.seqlen_q}, d={problem.head_dim}, batch x heads = {heads}{masked}"
         )
         panels[name].grid(False, axis="x")
-    counts.annotate(panels["GB"], rows, 0.42)
+    counts.annotate(panels["GB"], rows, 0.55)
     return figure
 
 

@@ -181,7 +181,7 @@ def draw(rows: Sequence[Row]) -> Any:
             scaling.draw(ax, ours, tuple(scaling.KINDS), style)
             if ax is left:
                 _bounds(ax, found, style)
-                counts.annotate(ax, mine, 0.8)
+                counts.annotate(ax, mine, 0.98)
             drawn |= set(ours)
             _axes(ax, found, d, style)
     own = scaling.handles(drawn, style)

@@ -163,10 +163,9 @@ def flash_attention_2(
     ``__cuda_array_interface__`` or DLPack are taken as they are; all on one device. Host arrays are
     copied to the GPU and back, and run on the emulator where there is no GPU. ``unit`` is "simt"
     for CUDA cores (float32), "mma" for tensor cores (float16, bfloat16; sums in float32), "wgmma"
-    for those of a Hopper GPU by their own instruction (the same dtypes; both orders
-    forward, FlashAttention-2 backward, without bias, dropout or blocks) or "auto" for what takes
-    the dtype: "wgmma" on such a GPU where FlashAttention-2 forward can and nobody chose tiles, else
-    one of the others. The emulator runs all.
+    for those of a Hopper GPU by their own instruction (the same dtypes; both orders, without bias,
+    dropout or blocks) or "auto" for what takes the dtype: "wgmma" on such a GPU where
+    FlashAttention-2 can and nobody chose tiles, else one of the others. The emulator runs all.
 
     ``options`` change the result: scale, masks, biases, lengths, dropout. A row that sees no column
     gives output 0 and logsumexp -inf. ``tiles`` sets block sizes, threads and stages. ``out`` takes
@@ -176,8 +175,8 @@ def flash_attention_2(
     ``kv_splits`` thread blocks share the columns of a row tile (Flash-Decoding: the third loop
     order, columns in parallel too): each leaves O, l and m of its share in a workspace, and a
     second kernel merges them, in one order. It is for calls whose row tiles are fewer than the
-    multiprocessors, as when few rows of q meet a long k; "auto" takes 1 for all others, and on the
-    emulator.
+    multiprocessors, as when few rows of q meet a long k, or unequal under a causal mask; "auto"
+    takes 1 for all others, and on the emulator.
 
     ``ablate`` names measures of the tensor-core kernel to do without, which show what each gains
     and change no access: "swizzle" of rows in shared memory, which then have "padding", that too

@@ -203,6 +203,23 @@ def test_what_dram_moves_is_said_with_the_rows_numbers():
     assert verdicts.result.traffic(rows[:3]) is None
 
 
+def test_what_the_page_says_of_query_splits_backward():
+    """They never cost FA-1 time, and gain it less with a causal mask than without."""
+    rows = [r for r in Store(FIGURES).read("speed_fp16", report.MACHINE) if r.metric == "speed"]
+    speed = {
+        (r.series, r.head_dim, r.causal, r.seqlen_q): r.value for r in rows if r.pass_ == "bwd"
+    }
+    gains = {
+        (unit, d, causal, N): value / speed[f"fa1-{unit}", d, causal, N]
+        for unit in ("mma", "wgmma")
+        for (series, d, causal, N), value in speed.items()
+        if series == f"fa1-{unit}-splits" and value
+    }
+    split = [at for at, gain in gains.items() if gain > 1.1 and at[2]]
+    assert split and min(gains.values()) > 0.95
+    assert all(gains[at] < gains[*at[:2], False, at[3]] for at in split)
+
+
 def test_what_the_page_says_of_hoppers_unit():
     """Forward ahead of cuDNN and the published FA-3 at most sizes from N=2k on, nowhere more than
     4 % behind; below an eighth behind cuDNN at most. Backward ahead of FA-2 and as near to cuDNN.

@@ -85,7 +85,7 @@ def draw(rows: Sequence[Row], paper: Sequence[Row], head_dim: int, counted: Sequ
         title, make, of, beside = panel
         ax.set_title(title)
         make(ax, of, beside, style)
-    counts.annotate(axes[0][0], counted, 0.88)
+    counts.annotate(axes[0][0], counted, 0.97)
     shown = style.handles(axes)
     if shown:
         title = f"the other block size {FIXED}; full marks fp32, hollow ones fp16"
@@ -207,6 +207,7 @@ def _moved(ax: Any, rows: Sequence[Row], _: Sequence[Row], style: Any) -> None:
 def _registers(ax: Any, rows: Sequence[Row], _: Sequence[Row], style: Any) -> None:
     """Warps that a multiprocessor holds; registers of a thread, and bytes spilled, as numbers."""
     drawn: set[int] = set()
+    said: dict[tuple[int, float], list[str]] = {}
     for like in GOVERNING:
         for dtype in BYTES:
             mine = [r for r in rows if r.dtype == dtype]
@@ -217,8 +218,15 @@ def _registers(ax: Any, rows: Sequence[Row], _: Sequence[Row], style: Any) -> No
             _line(ax, found, like, dtype, style, label=None)
             for size, warps in found.items():
                 text = f"{registers[size]:g}" + (f" + {spills[size]:g} B" if spills[size] else "")
-                ax.annotate(text, (size, warps), (0, 5), textcoords="offset points", fontsize=7.5)
+                said.setdefault((size, warps), []).append(text)
+    for at, texts in said.items():  # what lies at one place, one above the other
+        text = "\n".join(dict.fromkeys(texts))
+        last = at[0] == max(drawn)
+        way = {"textcoords": "offset points", "ha": "right" if last else "center"}
+        ax.annotate(text, at, (0, 5), fontsize=7.5, **way)
     _finish(ax, drawn, "warps a multiprocessor holds", style)
+    if said:  # room for the highest number
+        ax.set_ylim(top=1.12 * max(warps for _, warps in said))
 
 
 def _speeds(

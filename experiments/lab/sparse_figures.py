@@ -77,7 +77,7 @@ def draw(
         model = [r for r in mine if r.source == "model"]
         _times(left, times, style)
         _deviations(right, times, model, style)
-    counts.annotate(axes[0][0], counted, 0.04)
+    counts.annotate(axes[0][0], counted, 0.98, "left")
     shown = style.handles(axes)
     if shown:
         shown["without a mask (large, hollow)"] = Line2D([], [], **_UNMASKED)

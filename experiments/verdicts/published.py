@@ -150,7 +150,7 @@ def decoding(data: Evidence) -> Finding:
         f"{grows(printed['Flash-Decoding']):.1f}"
     )
     slows = grows(ours) > 2
-    reason = "FA-2's loss redone; there is no kernel here that splits the keys"
+    reason = "FA-2's loss redone, with each row tile's keys in one block, on a newer GPU"
     return Finding(number, TREND if slows else REFUTED, reason if slows else "")
 
 

@@ -48,7 +48,7 @@ _WITHOUT_L2 = """\
 No bandwidth of L2 is published for the {name}: it is left out of the time, and the table says how
 much L2 would have to deliver in it."""
 _HOPPER = """\
-The {name}'s peak on tensor cores takes wgmma; these kernels are of mma.sync, which stays below."""
+The {name}'s peak on tensor cores takes wgmma; kernels that multiply by mma.sync stay below it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
