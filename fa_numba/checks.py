@@ -244,10 +244,15 @@ def check_table(table: np.ndarray, kv_lens: Any, pages: int, page_size: int) -> 
     wrong = used & ((table < 0) | (table >= pages))
     if wrong.any():
         b, n = (int(i) for i in np.argwhere(wrong)[0])
-        raise ValueError(
-            f"block_table holds {table[b, n]} at [{b}, {n}]: allowed is 0 to {pages - 1}, the "
-            f"pages of k, where a sequence of {lengths[b]} keys has its rows"
-        )
+        where = f"k, where a sequence of {lengths[b]} keys has its rows"
+        raise ValueError(_no_page(table, b, n, pages, where))
+
+
+def _no_page(table: np.ndarray, b: int, n: int, pages: int, where: str) -> str:
+    return (
+        f"block_table holds {table[b, n]} at [{b}, {n}]: allowed is 0 to {pages - 1}, the pages of "
+        f"{where}"
+    )
 
 
 def check_appended(
@@ -269,10 +274,8 @@ def check_appended(
         for n in range(begin[b] // page_size, -(-end[b] // page_size)):
             page = int(table[b, n])
             if not 0 <= page < pages:
-                raise ValueError(
-                    f"block_table holds {page} at [{b}, {n}]: allowed is 0 to {pages - 1}, the "
-                    "pages of k_pages, where rows are appended"
-                )
+                where = "k_pages, where rows are appended"
+                raise ValueError(_no_page(table, b, n, pages, where))
             if owners.setdefault(page, b) != b:
                 raise ValueError(
                     f"block_table holds {page} at [{b}, {n}], a page that batch entry "

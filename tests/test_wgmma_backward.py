@@ -19,7 +19,7 @@ from fa_numba.host import planning
 from fa_numba.kernels import wgmma
 from fa_numba.kernels.wgmma import fa2_backward_wide
 from fa_numba.parts import wgmma as parts
-from fa_numba.parts.wgmma import backward, sweep, wide
+from fa_numba.parts.wgmma import backward, products, sweep, wide
 from fa_numba.tiling import WgmmaSweepSpec
 
 UNIT = {"unit": "wgmma"}
@@ -181,7 +181,7 @@ def _right(**options):
 
 
 MODULES = {"kernel": wgmma.fa2_backward, "backward": backward, "sweep": sweep}
-MODULES |= {"wide kernel": fa2_backward_wide, "wide": wide}
+MODULES |= {"wide kernel": fa2_backward_wide, "wide": wide, "products": products}
 SOURCES = {name: inspect.getsource(module) for name, module in MODULES.items()}
 
 
@@ -199,7 +199,8 @@ def _outcome(changed, needle, replacement, which=0, **options):
         found = ("sweep",) if isinstance(spec, WgmmaSweepSpec) else ("backward",)
         if getattr(spec, "wide", False):
             found = ("wide", *found)
-        return parts.Parts(spec, (*(own[name] for name in found), *parts._MODULES))
+        others = (module for module in parts._MODULES if module is not products)
+        return parts.Parts(spec, (*(own[name] for name in found), own["products"], *others))
 
     kernel.parts = own["wide kernel"].parts = parts_of
     kernel.make_wide_backward = own["wide kernel"].make_wide_backward
@@ -214,7 +215,7 @@ def _outcome(changed, needle, replacement, which=0, **options):
 
 def test_the_machinery_leaves_a_kernel_as_it_is():
     for changed in SOURCES:
-        wide, deterministic = changed.startswith("wide"), changed == "sweep"
+        wide, deterministic = changed.startswith("wide"), changed in ("sweep", "products")
         assert _outcome(changed, "\n", "\n", wide=wide, deterministic=deterministic) is None
 
 
@@ -328,11 +329,11 @@ DETERMINISTIC = {
         "stage, parity = next_stage, next_parity", {"RegisterHazard"},
     ),
     "dQ is not waited for": (
-        "kernel", "p.wait_dq(rdQ)\n            p.empty", "p.empty",
+        "kernel", "p.wait_output(rdQ, True)\n            p.empty", "p.empty",
         {"RegisterHazard", "SharedHazard"},
     ),
     "two products may be on their way": (
-        "sweep", "wait_products(rdQ, RQ, 1)", "wait_products(rdQ, RQ, 2)",
+        "products", "wait_products(rO, RO, 1)", "wait_products(rO, RO, 2)",
         {"RegisterHazard", "SharedHazard"},
     ),
     "barriers that nobody sees": (

@@ -96,7 +96,7 @@ def _right():
 
 SOURCES = {
     name: inspect.getsource(module)
-    for name, module in (("kernel", wgmma.fa1_backward), ("passes", passes))
+    for name, module in (("kernel", wgmma.fa1_backward), ("passes", passes), ("backward", backward))
 }
 
 
@@ -105,8 +105,10 @@ def _outcome(changed, needle, replacement, which=0):
     texts = dict(SOURCES)
     texts[changed] = planted(texts[changed], needle, replacement, which)
     kernel = _built("kernel", texts["kernel"])
-    own = passes if changed == "kernel" else _built("passes", texts["passes"])
-    kernel.parts = lambda spec: parts.Parts(spec, (own, backward, *parts._MODULES))
+    own = {"passes": passes, "backward": backward}
+    if changed != "kernel":
+        own[changed] = _built(changed, texts[changed])
+    kernel.parts = lambda spec: parts.Parts(spec, (*own.values(), *parts._MODULES))
     try:
         with mock.patch.object(wgmma, "fa1_backward", kernel):
             found = _gradients()
@@ -160,7 +162,9 @@ MUTANTS = {
     "dQ is not read": (
         "passes", "if initialises or j0 > uint32(0):", "if initialises:", {"values"}
     ),
-    "dQ begins anew in each pass": ("passes", "Bc, 1, STEPS, 1)", "Bc, 1, STEPS, 0)", {"values"}),
+    "dQ begins anew in each pass": (
+        "backward", "Bc, 1, STEPS, ADDS)", "Bc, 1, STEPS, 0)", {"values"}
+    ),
     "dQ is read where nothing is": (
         "passes", "if initialises or j0 > uint32(0):", "if True:", {"UninitialisedRead", "values"}
     ),
@@ -170,7 +174,7 @@ MUTANTS = {
     ),
     "dQ without the scale": ("passes", "factor * rdQ[2 * e],", "rdQ[2 * e],", {"values"}),
     "the other's part of dQ": (
-        "passes", "rows, columns = columns, rows", "pass", {"values", "OutOfBounds"}
+        "backward", "rows, columns = columns, rows", "pass", {"values", "OutOfBounds"}
     ),
     "the other's rows of dQ": ("passes", "row + GROUP_ROWS * w", "row", {"values", "GlobalHazard"}),
     "D of the other place": (

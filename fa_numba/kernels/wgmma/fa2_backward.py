@@ -272,7 +272,7 @@ def make_query_gradients(spec):
                 next_stage = stage  # Sij once more, for nothing
             # Alg. 2 line 10 of the next j: Sij = scale Qi KjT
             p.begin_scores(rS, sQ, own, sK, uint32(next_stage * NK))
-            p.wait_dq(rdQ)
+            p.wait_output(rdQ, True)
             p.empty(bars, uint32(EMPTY_K + stage))
             p.wait_scores(rS, False)
             stage, parity = next_stage, next_parity

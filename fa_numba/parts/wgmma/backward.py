@@ -290,9 +290,11 @@ def make_meet_all(spec):
 @cache
 def make_begin_dq(spec):
     """``begin_dq(rdQ, sdS, at, sK, w)``: this consumer's 64 x 64 part of dQ = dS K: its rows, or
-    its columns. Both operands' rows run across the sum, which is over all columns of S.
+    its columns, in FlashAttention-1 added to what it is. Both operands' rows run across the sum,
+    which is over all columns of S.
     """
     Bc, STEPS, by_rows = spec.Bc, spec.Bc // STEP, spec.Br > GROUP_ROWS
+    ADDS = int(spec.row_tiles == 3)
     multiply = MULTIPLY[DTYPES[spec.dtype].matrix]
 
     @device_function
@@ -300,7 +302,7 @@ def make_begin_dq(spec):
         rows, columns = uint32(0), uint32(PANEL * Bc * w)
         if by_rows:
             rows, columns = columns, rows
-        multiply(rdQ, PANEL, sdS, uint32(at + rows), Bc, 1, sK, columns, Bc, 1, STEPS, 0)
+        multiply(rdQ, PANEL, sdS, uint32(at + rows), Bc, 1, sK, columns, Bc, 1, STEPS, ADDS)
 
     return begin_dq
 

@@ -10,7 +10,6 @@ from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, anew
 from fa_numba.intrinsics.matrix import CONVERSIONS
 from fa_numba.intrinsics.mbarrier import arrive_mbarrier, fence_mbarrier_init, init_mbarrier
 from fa_numba.intrinsics.shared import load8
-from fa_numba.intrinsics.warpgroup import MULTIPLY, STEP
 from fa_numba.parts.mma.pairs import (
     make_add_two,
     make_read_floats,
@@ -168,22 +167,6 @@ def make_row_dots(spec):
 
 # A part of dQ is always the same thread's: it reads what it has written itself in the pass before,
 # which needs no fence and no barrier.
-
-
-@cache
-def make_begin_dq(spec):
-    """``begin_dq(rdQ, sdS, at, sK, w)``: dQ += dS K, this consumer's part as in FA-2."""
-    Bc, STEPS, by_rows = spec.Bc, spec.Bc // STEP, spec.Br > GROUP_ROWS
-    multiply = MULTIPLY[DTYPES[spec.dtype].matrix]
-
-    @device_function
-    def begin_dq(rdQ, sdS, at, sK, w):
-        rows, columns = uint32(0), uint32(PANEL * Bc * w)
-        if by_rows:
-            rows, columns = columns, rows
-        multiply(rdQ, PANEL, sdS, uint32(at + rows), Bc, 1, sK, columns, Bc, 1, STEPS, 1)
-
-    return begin_dq
 
 
 @cache

@@ -9,7 +9,6 @@ from fa_numba.dtypes import DTYPES
 from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, exp2
 from fa_numba.intrinsics.matrix import CONVERSIONS
 from fa_numba.intrinsics.mbarrier import fence_mbarrier_init, init_mbarrier
-from fa_numba.intrinsics.warpgroup import wait_products
 from fa_numba.parts import softmax
 from fa_numba.parts.wgmma.backward import make_cap_slope
 
@@ -47,18 +46,6 @@ def make_row_tile(spec):
         return (cuda.gridDim.x - 1 - cuda.blockIdx.x) * Br
 
     return row_tile
-
-
-@cache
-def make_wait_dq(spec):
-    """``wait_dq(rdQ)``: dQ is there, and all but the last product have ended."""
-    RQ = spec.TM * spec.DN * 4
-
-    @device_function
-    def wait_dq(rdQ):
-        wait_products(rdQ, RQ, 1)
-
-    return wait_dq
 
 
 @cache
