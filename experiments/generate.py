@@ -1,0 +1,364 @@
+"""Text by a small language model through a cache of keys and values in pages, and without one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import cache
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+import fa_numba
+from fa_numba import device
+from fa_numba.problem import Problem
+
+from .char_model import ALPHABET
+from .char_model import generate as lines_of
+from .lab import peers, precompile, small_model, tables
+from .lab.generation import Cache, steps, whole
+from .lab.options import Bench, Options
+from .lab.series import LABELS, row_fields, unit
+from .lab.store import EMULATOR, MODEL, Row
+from .lab.tables import Table
+from .lab.timing import WrongResult, attempt
+from .lab.workloads import SEED
+
+NAME = "generate"
+TITLE = "text through a cache of keys and values, and without one"
+DESCRIPTION = (
+    "A small language model, trained in NumPy, continues lines character by character, always by "
+    "the likeliest: with keys and values in pages, which each step adds a row to and reads, and "
+    "with the whole text computed anew for each character. The same text; what attention accesses "
+    "for a character, counted and in closed form, and the time of one where there is a GPU."
+)
+NEEDS_GPU = False
+# With a cache or without one, and the text, stand in a row's note.
+SWEPT = ("note",)
+
+SIZES = small_model.Sizes(len(ALPHABET), heads=2, head_dim=32, layers=2)
+CHARACTERS, STEPS, BATCH, CONTEXT = 2**16, 150, 16, 48
+PAGE_SIZE, PROMPT = 16, 8
+SEQUENCES, LENGTH, SPLITS = 2, 48, 2
+COUNTED = {"fa2-simt": "float32", "fa2-mma": "float16"}
+# Of the closed form, and of what is timed.
+LENGTHS = tuple(2**n for n in range(5, 13))
+TIMED = {"fa2-simt": "float32", "fa2-mma": "float16"}
+TIMED_SEQUENCES, TIMED_LENGTHS, QUICK_LENGTHS = 32, (64, 256, 1024, 4096), (64, 128)
+# Characters whose time is taken, the last ones before each length.
+WINDOW = 16
+CACHE, WHOLE, TEXT = "with a cache", "without one", "text"
+PROTOCOL = (
+    f"time a character: {TIMED_SEQUENCES} sequences at once, the median of {WINDOW} characters of "
+    "which each is waited for; matrix products by torch in fp32, attention in the dtype"
+)
+
+
+@cache
+def model() -> tuple[dict[str, np.ndarray], np.ndarray, float]:
+    """The weights after STEPS steps, the text as numbers, and the loss of the last batch."""
+    text = np.array([ALPHABET.index(character) for character in lines_of(CHARACTERS)], np.int64)
+    for loss, trained in small_model.train(SIZES, text, STEPS, BATCH, CONTEXT, SEED):  # noqa: B007
+        pass
+    return trained, text, loss
+
+
+def words(characters: Any) -> str:
+    """Numbers as text in one line."""
+    return "".join(ALPHABET[int(n)] for n in characters).replace("\n", " ")
+
+
+def prompts(text: np.ndarray, sequences: int, length: int) -> np.ndarray:
+    """(sequences, length), of which the first PROMPT are from the text, at equal distances."""
+    characters = np.zeros((sequences, length), np.int64)
+    starts = np.linspace(0, len(text) - PROMPT, sequences).astype(int)
+    characters[:, :PROMPT] = text[starts[:, None] + np.arange(PROMPT)]
+    return characters
+
+
+# --- counted, and in closed form ---------------------------------------------------------------
+
+
+def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """Texts and accesses on the emulator and by the model; times where there is a GPU."""
+    yield from bench.counted([(series,) for series in COUNTED], "generating", _counted)
+    for series, dtype in COUNTED.items():
+        for n in sorted({*LENGTHS, *range(PROMPT + 1, LENGTH)}):
+            yield from _modelled(series, dtype, n)
+    if bench.machine is None:
+        return
+    if not peers.available():
+        bench.say("  no torch with CUDA here: a character's time is not measured")
+        return
+    lengths = options.seqlens or (QUICK_LENGTHS if options.quick else TIMED_LENGTHS)
+    precompile.compile_ahead(_calls(lengths), bench)
+    for series in bench.each(list(TIMED), "timing"):
+        yield from _timed(series, lengths, bench.machine)
+
+
+def _row(
+    series: str, dtype: str, place: str, sequences: int, keys: int, note: str = "", **values: Any
+) -> Row:
+    """A number of the character behind `keys` others."""
+    rows = 1 if place == CACHE else keys
+    H, d = SIZES.heads, SIZES.head_dim
+    problem = Problem(sequences, H, H, rows, keys, d, dtype=dtype, causal=True)
+    fields = {**row_fields(problem), "note": note or place}
+    return Row(experiment=NAME, series=series, **fields, **values)
+
+
+def _differing(differing: int, n: int, text: str) -> dict[str, Any]:
+    """The columns of a row that says of how many characters some differ without a cache."""
+    found = {"metric": "difference", "unit": "characters", "value": differing, "n": n}
+    return {**found, "note": f"{TEXT}; {text}"}
+
+
+def _counted(series: str) -> Iterator[Row]:
+    """The texts with a cache and without one, which must be the same, and bytes a character.
+
+    Raises WrongResult where they differ.
+    """
+    dtype = COUNTED[series]
+    where: dict[str, Any] = {"machine": EMULATOR, "source": "counted"}
+    w, text, _ = model()
+    options: dict[str, Any] = {"unit": unit(series), "alibi_slopes": SIZES.slopes}
+
+    def put(x: np.ndarray, dtype: str) -> np.ndarray:
+        return x.astype(dtype)
+
+    sizes = (SEQUENCES, LENGTH, PAGE_SIZE)
+    kept = Cache.of(SIZES, *sizes, put, dtype, kv_splits=SPLITS, **options)
+    of: dict[str, tuple[small_model.Attend, bool]] = {
+        CACHE: (kept.attend, True),
+        WHOLE: (whole(np.zeros(0, dtype), kv_splits=1, **options), False),
+    }
+    found, rows = {}, []
+    for place, (attend, cached) in of.items():
+        found[place] = prompts(text, SEQUENCES, LENGTH)
+        each = steps(w, SIZES, found[place], attend, first=PROMPT, cached=cached)
+        for n in range(PROMPT, LENGTH):
+            with device.using("emulator"), fa_numba.count_accesses() as counts:
+                next(each)
+            moved = sum(counts.load_bytes.values()) + sum(counts.store_bytes.values())
+            values = {**where, "metric": "traffic", "unit": "bytes", "value": moved / SEQUENCES}
+            if n > PROMPT:  # the first step takes the prompt
+                rows.append(_row(series, dtype, place, SEQUENCES, n, **values))
+    differing = int((found[CACHE] != found[WHOLE]).sum())
+    if differing:
+        raise WrongResult(f"{differing} of {found[CACHE].size} characters differ without a cache")
+    yield from rows
+    text_row = _differing(differing, SEQUENCES * (LENGTH - PROMPT), words(found[CACHE][0]))
+    yield _row(series, dtype, CACHE, SEQUENCES, LENGTH, **where, **text_row)
+
+
+def _modelled(series: str, dtype: str, n: int) -> Iterator[Row]:
+    """Bytes of the character after n, by the accesses of the plans on the emulator."""
+    H, d, bytes_ = SIZES.heads, SIZES.head_dim, np.dtype(dtype).itemsize
+    table = (SEQUENCES, -(-max(n, LENGTH) // PAGE_SIZE))
+    pages = (table[0] * table[1], H, PAGE_SIZE, d)
+    common: dict[str, Any] = {"algorithm": "fa2", "dtype": dtype, "unit": unit(series)}
+    common |= {"causal": True, "alibi_slopes": (H,)}
+    row, square = (SEQUENCES, H, 1, d), (SEQUENCES, H, n, d)
+    own: dict[str, Any] = {"block_table": table, "kv_lens": (n,) * SEQUENCES, "kv_splits": SPLITS}
+    with device.using("emulator"):
+        step = fa_numba.plan(row, pages, **common, **own)
+        again = fa_numba.plan(square, square, **common, kv_splits=1)
+    appended = 4 * SEQUENCES * H * d * bytes_  # K and V, loaded and stored
+    moved = {CACHE: step.accesses.bytes + appended, WHOLE: again.accesses.bytes}
+    for place, total in moved.items():
+        values: dict[str, Any] = {"machine": MODEL, "source": "model", "metric": "traffic"}
+        values |= {"unit": "bytes", "value": SIZES.layers * total / SEQUENCES}
+        yield _row(series, dtype, place, SEQUENCES, n, **values)
+
+
+# --- timed -------------------------------------------------------------------------------------
+
+
+def _calls(lengths: Sequence[int]) -> Iterator[precompile.Call]:
+    """The calls of attention that are timed, at the lengths where their tiles may be others."""
+    H, d = SIZES.heads, SIZES.head_dim
+    table = (TIMED_SEQUENCES, -(-max(lengths) // PAGE_SIZE))
+    pages = (table[0] * table[1], H, PAGE_SIZE, d)
+    own: dict[str, Any] = {"alibi_slopes": (H,), "kv_splits": "auto"}
+    for series, dtype in TIMED.items():
+        for rows in (PROMPT, 1):
+            q = (TIMED_SEQUENCES, H, rows, d)
+            paged = Problem.from_shapes(q, pages, dtype=dtype, causal=True, block_table=table)
+            yield precompile.Call(series, paged, own | {"block_table": table})
+        for n in lengths:
+            problem = Problem(TIMED_SEQUENCES, H, H, n, n, d, dtype=dtype, causal=True)
+            yield precompile.Call(series, problem, own)
+
+
+def _timed(series: str, lengths: Sequence[int], machine: str) -> Iterator[Row]:
+    """Milliseconds a character of all sequences; the text is held against the whole computed once.
+
+    What greedy steps without a cache would give is the likeliest character behind each part of the
+    text, and a causal model computes all of these at a time.
+    """
+    dtype = TIMED[series]
+    taken, failure = attempt(_generated, series, dtype, sorted(lengths))
+    common: dict[str, Any] = {"machine": machine, "source": "measured"}
+    a_time: dict[str, Any] = {**common, "metric": "time", "unit": "ms"}
+    if taken is None:
+        note = f"{CACHE}; {failure}"
+        values = {**a_time, "value": None, "note": note}
+        yield _row(series, dtype, CACHE, TIMED_SEQUENCES, lengths[0], **values)
+        return
+    times, differing, text = taken
+    for (place, n), found in times.items():
+        low, high = np.percentile(found, (20, 80))
+        values = {**a_time, "value": median(found), "p20": float(low), "p80": float(high)}
+        yield _row(series, dtype, place, TIMED_SEQUENCES, n, n=len(found), **values)
+    values = common | _differing(differing, TIMED_SEQUENCES * (max(lengths) - PROMPT), text)
+    yield _row(series, dtype, CACHE, TIMED_SEQUENCES, max(lengths), **values)
+
+
+def _generated(
+    series: str, dtype: str, lengths: Sequence[int]
+) -> tuple[dict[tuple[str, int], list[float]], int, str]:
+    """Times by place and length, characters that differ, and the first sequence's beginning."""
+    trained, text, _ = model()
+    put = _to_device
+
+    w = {name: put(x, "float32") for name, x in trained.items()}
+    options = {"unit": unit(series), "alibi_slopes": put(SIZES.slopes, "float32")}
+    characters = put(prompts(text, TIMED_SEQUENCES, lengths[-1]), "int64")
+    sizes = (TIMED_SEQUENCES, lengths[-1], PAGE_SIZE)
+    kept = Cache.of(SIZES, *sizes, put, dtype, **options)
+    anew = whole(kept.pages[0][0], **options)
+    times: dict[tuple[str, int], list[float]] = {}
+    windows = {n: length for length in lengths for n in range(length - WINDOW + 1, length + 1)}
+    each = steps(w, SIZES, characters, kept.attend, first=PROMPT, cached=True)
+    for n in range(PROMPT + 1, lengths[-1] + 1):
+        spent = _seconds(each)
+        if n in windows:
+            times.setdefault((CACHE, windows[n]), []).append(1e3 * spent)
+    for length in lengths:
+        for _ in range(2):  # the second time nothing is planned or compiled
+            again = characters[:, :length] + 0
+            last = steps(w, SIZES, again, anew, first=length - WINDOW, cached=False)
+            times[WHOLE, length] = [1e3 * _seconds(last) for _ in range(WINDOW)]
+    logits = small_model.logits(w, SIZES, characters[:, :-1], anew)
+    wanted = logits[:, PROMPT - 1 :].argmax(-1)
+    differing = int((wanted != characters[:, PROMPT:]).sum())
+    return times, differing, words(characters[0, :LENGTH])
+
+
+def _to_device(x: np.ndarray, dtype: str) -> Any:
+    return peers.on_device((x,), dtype)[0]
+
+
+def _seconds(each: Iterator[int]) -> float:
+    device.synchronize()
+    start = time.perf_counter()
+    next(each)
+    device.synchronize()
+    return time.perf_counter() - start
+
+
+# --- figure and table --------------------------------------------------------------------------
+
+
+def by_length(
+    rows: Sequence[Row], metric: str, source: str
+) -> dict[tuple[str, str], dict[int, float]]:
+    """(series, with a cache or without) -> characters before -> the number."""
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    for row in rows:
+        if (row.metric, row.source) == (metric, source) and row.value is not None:
+            found.setdefault((row.series, row.place), {})[row.seqlen_k] = float(row.value)
+    return {key: dict(sorted(by.items())) for key, by in found.items()}
+
+
+_LOOKS = {CACHE: ("#0072B2", "o"), WHOLE: ("#D55E00", "s")}
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """Bytes that attention accesses for a character, and its time, over the characters before."""
+    from .lab import style
+
+    modelled = by_length(rows, "traffic", "model")
+    counted, timed = by_length(rows, "traffic", "counted"), by_length(rows, "time", "measured")
+    if not modelled and not counted and not timed:
+        return None
+    figure, ((left, right),) = style.new(1, 2, 4.0)
+    series = "fa2-simt"
+    left.set_title(f"attention's accesses for a character, {COUNTED[series]}")
+    for place, (colour, marker) in _LOOKS.items():
+        by, marks = modelled.get((series, place), {}), counted.get((series, place), {})
+        if by:
+            left.plot([*by], [*by.values()], color=colour, label=f"{place}: closed form")
+        if marks:
+            looks = {"color": colour, "marker": marker, "ls": "", "ms": 4}
+            left.plot([*marks], [*marks.values()], label=f"{place}: counted", **looks)
+    if modelled or counted:
+        left.set_yscale("log")
+        left.set_ylabel("bytes")
+        style.sizes(left, (8, 16, *LENGTHS), "characters before")
+        left.legend()
+    else:
+        style.empty(left, "not counted")
+    right.set_title(f"time a character, {TIMED_SEQUENCES} sequences at once")
+    for (series, place), by in sorted(timed.items()):
+        colour, marker = _LOOKS[place]
+        looks = {"color": colour, "marker": marker, "ls": "-" if series == "fa2-simt" else "--"}
+        right.plot([*by], [*by.values()], label=f"{place}, {TIMED[series]}", **looks)
+    if timed:
+        right.set_yscale("log")
+        right.set_ylabel("ms")
+        style.sizes(right, sorted({n for by in timed.values() for n in by}), "characters before")
+        right.legend()
+    else:
+        style.empty(right, "not measured here")
+    return figure
+
+
+def table(rows: Sequence[Row]) -> Table | None:
+    """A line for each length: bytes a character of each series, and times where there are any."""
+    modelled = by_length(rows, "traffic", "model")
+    timed = by_length(rows, "time", "measured")
+    lengths = [n for n in LENGTHS if any(n in by for by in (*modelled.values(), *timed.values()))]
+    texts = [row for row in rows if row.metric == "difference" and row.value is not None]
+    if not lengths:
+        return None
+    columns = [(modelled, s, place, "{:,.0f}") for s in COUNTED for place in (CACHE, WHOLE)]
+    columns += [(timed, s, place, "{:.3g}") for s in TIMED for place in (CACHE, WHOLE)]
+    lines = [
+        [str(n), *(_cell(by.get((s, place), {}), n, form) for by, s, place, form in columns)]
+        for n in lengths
+    ]
+    header = ["characters before"]
+    header += [f"bytes, {unit(s)}, {place}" for s in COUNTED for place in (CACHE, WHOLE)]
+    header += [f"ms, {unit(s)}, {place}" for s in TIMED for place in (CACHE, WHOLE)]
+    caption = (
+        f"{SIZES.layers} layers, {SIZES.heads} heads of {SIZES.head_dim}, {PAGE_SIZE} rows a page; "
+        "bytes that attention loads and stores for a character of one sequence, in closed form. "
+        f"Time: {PROTOCOL}.{_equal(rows)}"
+    )
+    for row in texts:
+        where = "emulator" if row.source == "counted" else "GPU"
+        caption += f" {LABELS[row.series]} on {unit(row.series)}, {where}: {row.value} of {row.n} "
+        caption += "characters differ without a cache."
+    if texts:
+        caption += f" The text begins `{texts[0].note.partition('; ')[2]}`."
+    return Table(caption, tables.markdown(header, lines))
+
+
+def _equal(rows: Sequence[Row]) -> str:
+    """How many of the counted numbers are the closed form's."""
+    modelled, counted = (by_length(rows, "traffic", source) for source in ("model", "counted"))
+    pairs = [
+        (value, modelled.get(key, {}).get(n))
+        for key, by in counted.items()
+        for n, value in by.items()
+    ]
+    if not pairs:
+        return ""
+    same = sum(value == other for value, other in pairs)
+    return f" Counted by running the kernels: {same} of {len(pairs)} numbers equal the closed form."
+
+
+def _cell(by: dict[int, float], n: int, form: str) -> str:
+    return form.format(by[n]) if n in by else tables.MISSING
