@@ -17,7 +17,7 @@ from experiments.lab import (
     variants,
     workloads,
 )
-from experiments.lab.options import Bench, Options
+from experiments.lab.options import FIGURES, Bench, Options
 from experiments.lab.series import row_fields
 from experiments.lab.store import Recorder, Row, Store
 from experiments.lab.workloads import fa2_setting
@@ -226,6 +226,14 @@ def test_the_table_has_shares_of_what_was_measured_beside():
     for share, value in zip(shares, wanted, strict=True):
         assert share.endswith("%") and float(share[:-1]) == pytest.approx(100 * value, abs=0.6)
     assert ladder.draw(rows + limits()) and len(lines) == 2 + 2 * len(HOPPER)
+
+
+def test_what_the_page_says_of_tiles_ahead_on_hopper():
+    """With one consumer warpgroup they gain nothing."""
+    rows = [r for r in Store(FIGURES).read("ladder", report.MACHINE) if r.series in HOPPER]
+    found = [ladder.gains(mine) for mine in variants.problems_of(rows).values()]
+    gained = [gains["fa2-wgmma-one"] for gains in found if "fa2-wgmma-one" in gains]
+    assert gained and all(0.9 < gain < 1.1 for gain in gained)
 
 
 def test_the_figure_has_bars_of_hopper_where_they_were_measured():

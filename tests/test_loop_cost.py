@@ -241,6 +241,17 @@ def test_row_tiles_make_the_whole(causal):
     assert counts.loads == planned.accesses.loads
 
 
+def test_row_tiles_have_the_papers_grid(monkeypatch):
+    """On a GPU "auto" would split the columns of one row tile of few heads."""
+    asked = []
+    monkeypatch.setattr(fa_numba, "attention", lambda *x, **own: asked.append(own["kv_splits"]))
+    monkeypatch.setattr(fa_numba.device, "planned_for_gpu", lambda: True)
+    problem = one_head(80, 16)
+    q, k, v = Inputs()(problem)
+    series.row_tiles("fa2-simt", problem, q, k, v, tiles=fa_numba.Tiles(32, 16))(q)
+    assert asked == [1, 1, 1]
+
+
 def test_operations_beside_the_products():
     """By tile: what Algorithm 1's lines 9 to 12 do, and FA-2's; all of them once by hand."""
     problem, tiles = one_head(64, 16), fa_numba.Tiles(32, 16)

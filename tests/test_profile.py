@@ -235,6 +235,23 @@ def test_the_profiled_range_holds_the_call_alone(monkeypatch, passes):
     assert kernels == last - first and first > 0
 
 
+@pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
+def test_what_is_counted_has_the_papers_grid(monkeypatch, algorithm):
+    """As the calls that are timed: "auto" might split the columns of few or causal row tiles."""
+    asked = []
+
+    def attention(*arrays, **options):
+        asked.append(options.get("kv_splits", "auto"))
+
+    monkeypatch.setattr(fa_numba, "attention", attention)
+    for name in ("to_gpu", "synchronize", "profile_start", "profile_stop"):
+        monkeypatch.setattr(device, name, lambda *array: array[0] if array else None)
+    case = counters.Case.of(algorithm, one_head(16, 16, True, "float16"))
+    with device.using("emulator"):
+        counter_target.run(case, counter_target.Arrays())
+    assert asked == [1 if algorithm == "fa2" else "auto"] * 2
+
+
 def test_cases_of_one_problem_share_their_arrays(monkeypatch):
     moved = []
     monkeypatch.setattr(device, "to_gpu", lambda array: moved.append(array.dtype) or array)
