@@ -360,6 +360,20 @@ def test_a_tile_has_no_more_columns_than_there_are_keys():
     assert on_h200(4096, 256, 70)[2] == 80 and on_h200(4096, 256, 60)[2] == 64
 
 
+def test_packed_sequences_take_tiles_for_most_of_their_rows():
+    def rows(*lens, **options):
+        ends = np.cumsum([0, *lens])
+        shape, packed = (sum(lens), 32, 64), {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+        with bounds.DEVICES["H200"].planning():
+            return fa_numba.plan(shape, shape, dtype="float16", **packed, **options).tiles.Br
+
+    assert rows(*[128] * 128) == rows(*[256] * 64) == rows(300, *[128] * 99) == 128
+    assert rows(*[4096] * 4) == rows(8192, *[128] * 64) == rows(*[128] * 64, 8192) == 192
+    assert rows(2048, *[128] * 64, causal=True) == 128
+    assert rows(8192, *[128] * 64, causal=True) == 192
+    assert rows(64, 64) == rows(1, 0, 64) == 64 and rows(1, 1, 70) == 128
+
+
 @pytest.mark.parametrize("passes", ["fwd", "bwd"])
 def test_one_masked_tile_goes_to_smaller_ones(passes):
     def unit(N, d, Nk=None, causal=True):

@@ -328,7 +328,8 @@ class Wgmma(Unit):
                 request.features,
                 seqlen_k=p.seqlen_k,
                 heads=p.heads_q // heads * p.batch,
-                places=0 if p.packed else request.multiprocessors,
+                places=request.multiprocessors,
+                lens=p.q_lens if p.packed else None,
             )
             fits = {"head_dim": p.head_dim, "shared_limit": request.shared_limit}
             chosen = functools.partial(select, **fits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -280,12 +281,14 @@ def default_wgmma_tiles(
     seqlen_k: int = MAX_SEQLEN,
     heads: int = 1,
     places: int = 0,
+    lens: Sequence[int] | None = None,
 ) -> Tiles:
     """Block sizes of the kernels on Hopper's tensor cores, the fastest of those measured: three
     consumers where registers allow it and their tiles end first, and as many columns as memory
     holds, or all there are. ``seqlen_q`` are the rows of all heads that share a tile, ``heads`` how
     many such there are with all batch entries, ``places`` the multiprocessors, 0 where they are not
-    known. Few rows are left to one consumer, since then the columns' way from memory counts.
+    known, ``lens`` the rows of packed sequences, of which ``seqlen_q`` is the largest. Few rows are
+    left to one consumer, since then the columns' way from memory counts.
     """
     Bc = 128 if head_dim <= 128 else 112 if head_dim <= 192 and not features.crowds else 96
     Bc = 80 if head_dim > 192 else Bc
@@ -300,12 +303,18 @@ def default_wgmma_tiles(
     if not _hold_three(three, head_dim, features) or (features.crowds and head_dim > PANEL):
         return two
     if causal:
-        return three if head_dim <= PANEL and seqlen_q > SHORT else two
+        rows = sum(n * n for n in lens) // max(1, sum(lens)) if lens else seqlen_q
+        return three if head_dim <= PANEL and rows > SHORT else two
     # Rounds in which the tiles find a place, times what one takes over one of two consumers.
     takes = _THREE if head_dim <= PANEL or Bc < 128 else _THREE_WIDE
-    tiles = (ceil_div(seqlen_q, x.Br) * heads for x in (three, two))
-    rounds_three, rounds_two = (ceil_div(n, places) if places else n for n in tiles)
-    return three if takes * rounds_three <= rounds_two else two
+
+    def rounds(Br: int) -> int:
+        if lens:  # a tile takes as long as its sequence is
+            return sum(ceil_div(n, Br) * n for n in lens)
+        tiles = ceil_div(seqlen_q, Br) * heads
+        return ceil_div(tiles, places) if places else tiles
+
+    return three if takes * rounds(three.Br) <= rounds(two.Br) else two
 
 
 def _hold_three(tiles: Tiles, head_dim: int, features: Features) -> bool:
