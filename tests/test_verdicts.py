@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from experiments import claims as measured
-from experiments import verdicts
+from experiments import decode, paged, verdicts
 from experiments.lab import registry, report
 from experiments.lab.options import FIGURES
 from experiments.lab.published import lookup
 from experiments.lab.series import row_fields
 from experiments.lab.store import EMULATOR, MODEL, Row, Store
 from experiments.lab.workloads import one_head
-from experiments.verdicts import accesses, claims, published
+from experiments.verdicts import accesses, claims, kv_cache, published
 from experiments.verdicts.evidence import (
     NOT_MEASURED,
     REFUTED,
@@ -27,6 +27,7 @@ from experiments.verdicts.evidence import (
     question_table,
     span,
 )
+from fa_numba.problem import Problem
 
 QUESTIONS = (*claims.CLAIMS, *published.ITEMS)
 IDS = [f"{q.name}: {q.claim}"[:60] for q in QUESTIONS]
@@ -176,6 +177,60 @@ def test_two_to_four_times_faster():
     assert verdict((3.0, 3.0)) == REPRODUCED
     assert verdict((1.0, 3.0)) == TREND
     assert verdict((10.0, 3.0)) == REFUTED
+
+
+def decoded(read=4.0, series=("fa2-mma-splits", "torch-fa2"), **microseconds):
+    """Times of ours and torch's by MiB of K and V, of one sequence and a row of Q."""
+    rows = [row(decode.READ, read, experiment=decode.NAME, metric="bandwidth", unit="TB/s")]
+    for name, both in microseconds.items():
+        keys = int(name.removeprefix("MiB")) * 2**20 // (4 * 8 * 128)
+        problem = Problem(1, 32, 8, 1, keys, 128, dtype="float16")
+        rows += [
+            row(s, us / 1e3, experiment=decode.NAME, problem=problem)
+            for s, us in zip(series, both, strict=True)
+        ]
+    return kv_cache.decoding(Evidence(rows))
+
+
+def test_decoding_is_a_read_where_it_takes_a_reads_time():
+    """At 4 TB/s 64 MiB take 16.8 us, 1024 MiB 268 us."""
+    found = decoded(MiB64=(17.0, 17.0), MiB1024=(280.0, 300.0))
+    assert found.verdict == REPRODUCED
+    assert "0.99 where they are 64 MiB and at 0.96 where they are 1,024 MiB" in found.number
+    assert "torch's best time over ours 1.00 to 1.07" in found.number
+    assert decoded(MiB64=(34.0, 17.0), MiB1024=(280.0, 300.0)).verdict == TREND
+    assert decoded(MiB64=(34.0, 17.0), MiB1024=(560.0, 300.0)).verdict == REFUTED
+    assert decoded(MiB32=(1.0, 1.0), MiB64=(34.0, 17.0)).verdict == REFUTED
+    with pytest.raises(MissingRows, match="64 MiB or more"):
+        decoded(MiB32=(8.0, 8.0))
+    with pytest.raises(MissingRows, match="64 MiB or more"):
+        decoded(series=("torch-cudnn", "torch-fa2"), MiB64=(8.0, 8.0))
+
+
+def test_decoding_says_what_more_rows_take():
+    B, N = decode.ROWS_AT
+    rows = [row(decode.READ, 4.0, experiment=decode.NAME, metric="bandwidth", unit="TB/s")]
+    for n, ms in ((1, 0.07), (16, 0.14)):
+        problem = Problem(B, 32, 8, n, N, 128, dtype="float16")
+        rows.append(row("fa2-mma", ms, experiment=decode.NAME, problem=problem))
+    assert "16 rows of Q take 2.00 times" in kv_cache.decoding(Evidence(rows)).number
+
+
+def test_pages_are_judged_by_bits_and_say_their_time():
+    rows = recorded(measured.NAME) + [r for r in recorded(paged.NAME) if r.source == "counted"]
+    timed = []
+    for series, over in (("fa2-mma", 1.25), ("fa2-wgmma", 1.02)):
+        for size, ms in ((0, 1.0), (16, over)):
+            problem = paged._step(1024, 128)
+            note = paged.place(size)
+            timed.append(row(series, ms, experiment=paged.NAME, problem=problem, note=note))
+    plain, found = kv_cache.over_pages(Evidence(rows)), kv_cache.over_pages(Evidence(rows + timed))
+    assert plain.verdict == found.verdict == REPRODUCED and "one piece's" not in plain.number
+    assert "on mma takes 1.25 times one piece's; a decoding step on wgmma takes 1.02" in (
+        found.number
+    )
+    other = [replace(r, value=1) if r.metric == "difference" else r for r in rows]
+    assert kv_cache.over_pages(Evidence(other)).verdict == REFUTED
 
 
 def test_the_result_has_each_ratio_of_its_rows():

@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 
 from experiments import claims as measured
-from experiments import crossover, memory_hierarchy, runtime_memory
-from experiments import paged as over_pages
+from experiments import crossover, decode, memory_hierarchy, paged, runtime_memory
 from experiments.lab.series import LABELS
 from experiments.lab.store import EMULATOR
 
-from . import accesses
+from . import accesses, kv_cache
 from .evidence import (
     REFUTED,
     REPRODUCED,
@@ -272,51 +271,6 @@ def block_sizes(data: Evidence) -> Finding:
     return Finding(number, REPRODUCED if falls else REFUTED)
 
 
-def decoding(data: Evidence) -> Finding:
-    copy = data.value(measured.NAME, series="torch-copy", metric="bandwidth")
-    shares = {
-        row.heads_q: row.number / copy
-        for row in data.rows(measured.NAME, series="fa2-mma", metric="bandwidth", batch=1)
-        if row.heads_q == row.heads_k
-    }
-    few, many = min(shares), max(shares)
-    number = (
-        f"FA-2 with one query reads K and V at {shares[many]:.2f} of the bandwidth of a copy with "
-        f"{many} heads, at {shares[few]:.3f} with {few}"
-    )
-    if shares[many] < 0.5:
-        return Finding(number, REFUTED)
-    reason = "with few heads there are too few thread blocks: this kernel does not split the keys"
-    return Finding(number, REPRODUCED if shares[few] > 0.5 else TREND, reason)
-
-
-def paged(data: Evidence) -> Finding:
-    words, holds = [], True
-    for series in ("fa1-simt", "fa2-simt", "fa2-mma"):
-        errors = {
-            row.note: row.number
-            for row in data.rows(measured.NAME, series=series, metric="error", dtype=(
-                "float16" if "mma" in series else "float32"), seqlen_q=measured.PAGE)
-        }  # fmt: skip
-        pages = errors[f"{measured.PAGES} pages"]
-        holds &= pages <= 1.1 * errors["whole"]
-        words.append(
-            f"{LABELS[series]}, {series.split('-')[1]}: {pages:.1e} against {errors['whole']:.1e}"
-        )
-    number = (
-        f"error of {measured.PAGES} pages merged by L, in any order, against the whole: "
-        f"{'; '.join(words)}"
-    )
-    differing = data.rows(over_pages.NAME, source="counted", metric="difference")
-    several = sum(row.number for row in differing)
-    number += (
-        f"; over a block table's pages {several:.0f} elements of O and L differ from one piece"
-    )
-    holds &= not several
-    reason = "" if not holds else "page by page, and in kernels that read a block table"
-    return Finding(number, REPRODUCED if holds else REFUTED, reason)
-
-
 def long_context(data: Evidence) -> Finding:
     memory = {
         series: data.value(measured.NAME, series=series, metric="memory", seqlen_q=measured.LONG)
@@ -399,10 +353,11 @@ CLAIMS = (
     Question("C20", "larger blocks reduce accesses until registers and shared memory run out",
              "any", "H200, N=1024, d=64, fp32", ("block_size",), block_sizes),
     Question("C21", "decode at long context is a K/V-cache read", "any",
-             "H200, one query, 16k keys, d=128, fp16", OWN, decoding),
+             "H200, one row of Q, 1k to 128k keys, batch 1 to 64, fp16", (decode.NAME,),
+             kv_cache.decoding),
     Question("C22", "tiling composes with a paged cache: same result page by page", "any",
              "emulator, 2 heads, 5 pages of 32 keys, d=64; pages of 16 to 256",
-             (*OWN, over_pages.NAME), paged),
+             (*OWN, paged.NAME), kv_cache.over_pages),
     Question("C23", "tiles processed = ceil(n/tq) ceil(n/tk)", "any", ON_EMULATOR, OWN,
              accesses.tiles_processed),
     Question("C24", "128K context: some 30 GB of scores, next to nothing for flash", "one head, "
