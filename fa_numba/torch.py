@@ -12,6 +12,9 @@ from fa_numba.host import placement
 from fa_numba.host.arrays import MASKS, added_mask, on_host, operand
 from fa_numba.host.planning import check_algorithm
 from fa_numba.options import AttentionOptions, check_names, documents_options
+from fa_numba.ring import call as ring_call
+from fa_numba.ring import passes as ring_passes
+from fa_numba.ring.schedule import rows_of
 from fa_numba.tiling import Tiles
 
 try:
@@ -26,7 +29,7 @@ except ModuleNotFoundError as error:
         name="torch",
     ) from error
 
-__all__ = ["attention"]
+__all__ = ["attention", "ring_attention", "ring_join", "ring_split"]
 
 # Read to the host once, and kept for the backward pass as they were.
 _ON_HOST = ("q_lens", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", "block_mask")
@@ -233,3 +236,134 @@ class _Attention(torch.autograd.Function):
         needed = zip(found, ctx.needs_input_grad, strict=False)
         gradients = tuple(gradient if need else None for gradient, need in needed)
         return gradients + nothing[len(gradients) :]
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: Any = None,
+    travels: str = "kv",
+    causal: bool = False,
+    scale: float | None = None,
+    softcap: float | None = None,
+    layout: str | None = None,
+    algorithm: str = "fa2",
+    return_lse: bool = False,
+    deterministic: bool | None = False,
+    tiles: Tiles | None = None,
+    backward_tiles: Tiles | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention over a sequence that the ranks of ``group`` share, differentiable in q, k and v.
+
+    Called by all ranks at once, each with its part: q (B, Hq, Nq, d), k and v (B, Hk, Nk, d), of
+    equal shapes on all ranks, float32, float16 or bfloat16; with ``layout="bnhd"`` (B, N, H, d).
+    Without a mask a part is the rank's share of neighbouring rows. With ``causal`` (Nq = Nk, even)
+    the sequence is cut into 2P chunks for P ranks and rank r holds chunk r and then chunk
+    2P - 1 - r, so that all ranks have equal work: ``ring_split`` gives that part and ``ring_join``
+    makes a sequence of all parts.
+
+    ``group``: a group of torch.distributed, the default one for None: of NCCL for tensors on GPUs,
+        one for each rank, of gloo for those of the host.
+    ``travels``: "kv" sends K and V round the ring while Q, O and L stay (ring attention, arXiv
+        2310.01889), and dK and dV after them in the backward pass. "q" sends Q round, O and L
+        after it, while K and V stay; in the backward pass Q, dO, O and L, and dQ after them. "q"
+        sends less where K and V are more than what goes with Q: ``fa_numba.io_model.ring`` has the
+        bytes.
+    ``scale``, ``softcap``, ``layout``, ``algorithm``, ``return_lse``, ``deterministic``, ``tiles``,
+        ``backward_tiles``: as for ``attention``. There are no other options.
+
+    While a part is computed with, the next is on its way, on a stream of torch.distributed's own.
+    The parts' results become one by their logsumexp, in float32 and in a fixed order: equal calls
+    give equal bits where those of ``attention`` do. A part's own result is rounded to q's dtype.
+    Everything that a rank sends, it sends to the next one of the group.
+
+    Returns O of this rank's rows, in q's shape and dtype; with ``return_lse`` (O, L), L float32
+    (B, Hq, Nq), through which no gradient flows.
+
+    Raises ValueError or TypeError, on every rank and before anything is sent, where a rank has a
+    wrong argument, or another shape or option than the others, which the message names. Raises
+    RuntimeError where a rank has failed or does not come within the group's timeout; on GPUs NCCL
+    ends the process of a rank that has waited so long.
+
+    >>> import torch, torch.distributed as dist, fa_numba.torch
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> q = torch.ones(1, 2, 8, 4)
+    >>> o = fa_numba.torch.ring_attention(q, q, q, causal=True)
+    >>> bool((o == fa_numba.torch.attention(q, q, q, causal=True)).all())
+    True
+    >>> dist.destroy_process_group()
+    """
+    wanted = torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in (q, k, v)
+    )
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled() and algorithm == "fa2"
+    return_lse = as_flag("return_lse", return_lse)
+    ring = ring_call.prepared(
+        q, k, v, group, travels, causal, layout, deterministic, tiles, backward_tiles, wanted,
+        scale=scale, softcap=softcap, algorithm=algorithm,
+    )  # fmt: skip
+    if wanted:
+        out, lse = _RingAttention.apply(q, k, v, ring)
+    else:
+        out, lse = ring_passes.forward(ring, q, k, v)
+    return (out, lse) if return_lse else out
+
+
+class _RingAttention(torch.autograd.Function):
+    """(O, L) of this rank's rows; ``ring`` is the call."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, ring):
+        out, lse = ring_passes.forward(ring, q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        ctx.ring = ring
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, _dlse):
+        if dout is None:
+            return (None,) * 4
+        found = ring_passes.backward(ctx.ring, dout, *ctx.saved_tensors)
+        needed = zip(found, ctx.needs_input_grad, strict=False)
+        return *(gradient if need else None for gradient, need in needed), None
+
+
+def ring_split(
+    x: torch.Tensor, rank: int, ranks: int, *, causal: bool = False, dim: int = -2
+) -> torch.Tensor:
+    """The part of a whole sequence that a rank holds in ``ring_attention``.
+
+    ``x``: any tensor whose axis ``dim`` is the sequence, of a multiple of ``ranks`` rows, with
+    ``causal`` of 2 ``ranks``. Returns the rank's rows: neighbours, or with ``causal`` chunk
+    ``rank`` and chunk 2 ``ranks`` - 1 - ``rank`` of 2 ``ranks``, in this order (zigzag).
+    Raises ValueError for other sizes and ranks.
+
+    >>> import torch, fa_numba.torch
+    >>> fa_numba.torch.ring_split(torch.arange(8), 0, 2, causal=True, dim=0)
+    tensor([0, 1, 6, 7])
+    """
+    held = rows_of(rank, ranks, x.shape[dim], as_flag("causal", causal))
+    return torch.cat([x.narrow(dim, begin, end - begin) for begin, end in held], dim)
+
+
+def ring_join(parts: Any, *, causal: bool = False, dim: int = -2) -> torch.Tensor:
+    """The whole sequence of all ranks' parts, in the order of the ranks: undoes ``ring_split``.
+
+    >>> import torch, fa_numba.torch
+    >>> fa_numba.torch.ring_join([torch.tensor([0, 3]), torch.tensor([1, 2])], causal=True, dim=0)
+    tensor([0, 1, 2, 3])
+    """
+    parts, pieces = list(parts), []
+    size = sum(x.shape[dim] for x in parts)
+    for rank, x in enumerate(parts):
+        at = 0
+        for begin, end in rows_of(rank, len(parts), size, as_flag("causal", causal)):
+            pieces.append((begin, x.narrow(dim, at, end - begin)))
+            at += end - begin
+    return torch.cat([x for _, x in sorted(pieces, key=lambda each: each[0])], dim)

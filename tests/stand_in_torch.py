@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -26,7 +27,10 @@ class Dtype:
 
 DTYPES = {
     name: Dtype(name)
-    for name in ("float32", "float64", "float16", "bfloat16", "bool", "int16", "int32", "int64")
+    for name in (
+        *("float32", "float64", "float16", "bfloat16"),
+        *("bool", "uint8", "int16", "int32", "int64"),
+    )
 }
 
 
@@ -85,7 +89,29 @@ class Tensor:
         return self._like(np.where(where.values, self.values.dtype.type(value), self.values))
 
     def float(self):
-        return self._like(self.values.astype(np.float32))
+        return self.to(DTYPES["float32"])
+
+    def to(self, dtype):
+        """Itself where it has the dtype, as torch's; not from or to bfloat16's bits."""
+        assert "bfloat16" not in (dtype.name, self.dtype.name)
+        return self if dtype is self.dtype else self._like(self.values.astype(dtype.host))
+
+    def narrow(self, dim, start, length):
+        at = (slice(None),) * dim + (slice(start, start + length),)
+        assert 0 <= start and start + length <= self.shape[dim]
+        return Tensor.of(self.values[at], self.dtype.name)
+
+    def contiguous(self):
+        return self if self.values.flags.c_contiguous else self.clone()
+
+    def clone(self):
+        return Tensor.of(self.values.copy(), self.dtype.name)
+
+    def numel(self):
+        return self.values.size
+
+    def tolist(self):
+        return self.values.tolist()
 
     def _like(self, values):
         if self.is_cuda:
@@ -160,7 +186,7 @@ class Torch(ModuleType):
 
     def __init__(self, gpu):
         super().__init__("torch")
-        self.gpu, self.current, self.grad, self.made = gpu, {0: 5}, True, 0
+        self.gpu, self.current, self.made, self.own = gpu, {0: 5}, 0, threading.local()
         self.applied, self.entered, self.deterministic, self.drawn = (
             0,
             [],
@@ -178,6 +204,15 @@ class Torch(ModuleType):
         self.autograd.Function = Function
         self.autograd.function = ModuleType("torch.autograd.function")
         self.autograd.function.once_differentiable = lambda function: function
+
+    @property
+    def grad(self):
+        """Whether gradients are wanted, in this thread."""
+        return getattr(self.own, "grad", True)
+
+    @grad.setter
+    def grad(self, value):
+        self.own.grad = value
 
     @property
     def stream(self):
@@ -222,11 +257,14 @@ class Torch(ModuleType):
         values = np.full(shape, np.nan if dtype.name[:5] == "float" else 0, dtype.host)
         return self._at(values, dtype, device)
 
+    def tensor(self, values, dtype, device):
+        return self._at(np.array(values, dtype.host), dtype, device)
+
     def zeros(self, shape, dtype, device):
         return self._at(np.zeros(shape, dtype.host), dtype, device)
 
     def _at(self, values, dtype, device):
-        if device.type == "cuda":
+        if getattr(device, "type", device) == "cuda":
             values = aligned(values.shape, values.dtype, values, gpu=device.index)
         return Tensor.of(values, dtype.name)
 

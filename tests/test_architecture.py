@@ -22,6 +22,7 @@ FLOORS = (
     ("host",),
     ("ops", "kv_cache", "bounds"),
     ("fa_numba",),
+    ("ring",),
     ("torch", "commands"),
     ("__main__",),
     ("experiments",),
@@ -33,7 +34,7 @@ MODEL_ROOMS = {"io_model", "dtypes", "integers", "problem"}
 KERNEL_ROOMS = ("kernels", "parts", "intrinsics")
 # What experiments take of the library.
 PUBLIC = {"fa_numba", "algorithms", "bounds", "commands", "device", "emulator", "io_model"}
-PUBLIC |= {"problem", "reference", "tiling", "torch"}
+PUBLIC |= {"problem", "reference", "ring", "tiling", "torch"}
 # A bandwidth is measured by kernels of its own, of the widest accesses.
 PUBLIC |= {"intrinsics"}
 # The rooms that name numba.cuda; the others take it from device.

@@ -97,7 +97,7 @@ def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any)
         aligned = aligned and (copied or all(x.aligned for x in inputs))
         kernel = make_append(d, k_pages.dtype, page_size, aligned, counts is not None)
         grid = (blocks(N, d, k_pages.dtype, aligned), new[heads], batch)
-        _check_grid(grid)
+        check_grid("k_new", grid, THREADS)
         handle = placement.stream_handle(stream, k_pages)
         values: dict[str, Any] = {
             "block_table": table,
@@ -106,7 +106,7 @@ def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any)
         }
 
         def run(found: list, made: list, stream: Any) -> None:
-            matrices = [_heads(x, heads) for x in found[: len(inputs)]]
+            matrices = [x if heads == 1 else heads_first(x) for x in found[: len(inputs)]]
             named = dict(zip(arrays, found[len(inputs) :], strict=True))
             for name, value in values.items():
                 if name not in named and (name != "new_lens" or counts is not None):
@@ -126,18 +126,20 @@ def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any)
 _UNCOUNTED = (*UNIFORM, "new_lens", "block_table")
 
 
-def _heads(array: Any, heads: int) -> Any:
-    return array if heads == 1 else device.permuted(array, (0, 2, 1, 3))
+def heads_first(array: Any) -> Any:
+    """A launch argument (B, N, H, d) as (B, H, N, d)."""
+    return device.permuted(array, (0, 2, 1, 3))
 
 
-def _check_grid(grid: tuple[int, int, int]) -> None:
-    for name, size in (("heads of k_new", grid[1]), ("batch", grid[2])):
+def check_grid(of: str, grid: tuple[int, int, int], threads: int) -> None:
+    """Raise ValueError for more blocks than a grid takes, or the emulator, over ``of``'s rows."""
+    for name, size in ((f"heads of {of}", grid[1]), ("batch", grid[2])):
         if size > 65535:
             raise ValueError(f"{name} is {size}: allowed is at most 65535, a grid's limit")
-    steps = placement.STEPS_PER_THREAD * grid[0] * grid[1] * grid[2] * THREADS
+    steps = placement.STEPS_PER_THREAD * grid[0] * grid[1] * grid[2] * threads
     if not device.on_gpu() and steps > placement.EMULATOR_STEPS:
         raise ValueError(
-            f"k_new takes {grid} blocks of {THREADS} threads, about {steps:.2g} steps: the "
+            f"{of} takes {grid} blocks of {threads} threads, about {steps:.2g} steps: the "
             f"emulator takes at most {placement.EMULATOR_STEPS:.2g}, and it runs here because "
             f"{device.why_no_gpu() or 'it was asked for'}"
         )

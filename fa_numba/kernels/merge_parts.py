@@ -1,0 +1,207 @@
+"""Two parts of one result, of columns apart, made one: where the parts of a sequence meet.
+
+Attention of the same rows of Q over two sets of columns leaves O_x, L_x and O_y, L_y, each divided
+by its own sum, L its logarithm. Over both sets (arXiv 2205.14135, Algorithm 1, lines 11 and 12,
+with the logsumexp in the place of m and l):
+
+    m = max(L_x, L_y)
+    l = e^(L_x - m) + e^(L_y - m)
+    O = (e^(L_x - m) O_x + e^(L_y - m) O_y) / l
+    L = m + log l
+
+in float32. A row that has seen no column has L = -inf and counts for nothing. Gradients are sums
+over sets of columns, or of rows, without a weight: ``make_add``.
+
+X takes the result in its own place and dtype, either may be of 16 bits or float32. A thread takes
+eight neighbours of a row, or one where rows do not start at 16-byte addresses.
+
+Accesses, elements per head:  loads 2 N d + 2 N d / w, stores N d + N, of w elements a thread; of
+gradients loads 2 N d, stores N d.
+"""
+
+from functools import cache
+
+from numba import types
+
+from fa_numba.device import Kernel, array_type, cuda, device_function, float32, uint32
+from fa_numba.dtypes import DTYPES
+from fa_numba.integers import ceil_div
+from fa_numba.intrinsics.arithmetic import LN2, LOG2E, NEG_INF, exp2, log2, maximum
+from fa_numba.intrinsics.global_memory import read4, read8, write4, write8
+from fa_numba.parts.mma.chunks import conversions
+
+THREADS = 128
+WIDE = 8
+
+
+@cache
+def make_merge(head_dim, x_dtype, y_dtype, aligned):
+    """The kernel for O and L; launched over (``blocks``, H, B) blocks."""
+    width = width_of(head_dim, aligned)
+    pieces, add = head_dim // width, _add_weighted(x_dtype, y_dtype, width)
+
+    def merge_parts(X, LX, Y, LY, L):
+        b, h = uint32(cuda.blockIdx.z), uint32(cuda.blockIdx.y)
+        piece = uint32(cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
+        row = uint32(piece // uint32(pieces))
+        col = uint32(uint32(piece % uint32(pieces)) * width)
+        if row < uint32(X.shape[2]):
+            L_x, L_y = LX[b, h, row], LY[b, h, row]
+            # m = max(L_x, L_y)
+            m = maximum(L_x, L_y)
+            shift = m
+            if m == NEG_INF:  # -inf - -inf would be NaN
+                shift = float32(0.0)
+            # l = e^(L_x - m) + e^(L_y - m)
+            f_x, f_y = exp2(LOG2E * (L_x - shift)), exp2(LOG2E * (L_y - shift))
+            l = f_x + f_y
+            factor = float32(0.0)
+            if l != float32(0.0):
+                factor = float32(1.0) / l
+            add(X[b, h], Y[b, h], row, col, factor * f_x, factor * f_y)
+            if col == uint32(0):
+                # L = m + log l
+                L[b, h, row] = m + LN2 * log2(l)
+
+    matrices = _matrix(x_dtype), _matrix(y_dtype)
+    arguments = (matrices[0], array_type(3), matrices[1], array_type(3), array_type(3))
+    return Kernel(merge_parts, arguments, THREADS, 0)
+
+
+@cache
+def make_add(head_dim, x_dtype, y_dtype, aligned):
+    """The kernel for gradients, X += Y; launched over (``blocks``, H, B) blocks."""
+    width = width_of(head_dim, aligned)
+    pieces, add = head_dim // width, _add_weighted(x_dtype, y_dtype, width)
+
+    def add_parts(X, Y):
+        b, h = uint32(cuda.blockIdx.z), uint32(cuda.blockIdx.y)
+        piece = uint32(cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
+        row = uint32(piece // uint32(pieces))
+        col = uint32(uint32(piece % uint32(pieces)) * width)
+        if row < uint32(X.shape[2]):
+            add(X[b, h], Y[b, h], row, col, float32(1.0), float32(1.0))
+
+    return Kernel(add_parts, (_matrix(x_dtype), _matrix(y_dtype)), THREADS, 0)
+
+
+def width_of(head_dim, aligned):
+    """Elements that a thread takes."""
+    return WIDE if aligned and head_dim % WIDE == 0 else 1
+
+
+def blocks(rows, head_dim, aligned):
+    """Thread blocks for so many rows of a head."""
+    return ceil_div(rows * (head_dim // width_of(head_dim, aligned)), THREADS)
+
+
+def _matrix(dtype):
+    return array_type(4, types.uint16 if DTYPES[dtype].matrix else types.float32)
+
+
+def _add_weighted(x_dtype, y_dtype, width):
+    """``add(X, Y, row, col, f, g)``: X = f X + g Y in ``width`` neighbours."""
+    if width == 1:
+        read_x, read_y, write = _read_one(x_dtype), _read_one(y_dtype), _write_one(x_dtype)
+
+        @device_function
+        def add_one(X, Y, row, col, f, g):
+            write(X, row, col, f * read_x(X, row, col) + g * read_y(Y, row, col))
+
+        return add_one
+    read_x, read_y, write = _read_wide(x_dtype), _read_wide(y_dtype), _write_wide(x_dtype)
+
+    @device_function
+    def add_wide(X, Y, row, col, f, g):
+        x, y = read_x(X, row, col), read_y(Y, row, col)
+        write(
+            X,
+            row,
+            col,
+            f * x[0] + g * y[0],
+            f * x[1] + g * y[1],
+            f * x[2] + g * y[2],
+            f * x[3] + g * y[3],
+            f * x[4] + g * y[4],
+            f * x[5] + g * y[5],
+            f * x[6] + g * y[6],
+            f * x[7] + g * y[7],
+        )
+
+    return add_wide
+
+
+@cache
+def _read_one(dtype):
+    if not DTYPES[dtype].matrix:
+
+        @device_function
+        def read_float(X, row, col):
+            return X[row, col]
+
+        return read_float
+    _, unpack = conversions(dtype)
+
+    @device_function
+    def read_half(X, row, col):
+        return unpack(uint32(X[row, col]))[0]
+
+    return read_half
+
+
+@cache
+def _write_one(dtype):
+    if not DTYPES[dtype].matrix:
+
+        @device_function
+        def write_float(X, row, col, x):
+            X[row, col] = x
+
+        return write_float
+    pack, _ = conversions(dtype)
+
+    @device_function
+    def write_half(X, row, col, x):
+        X[row, col] = pack(x, float32(0.0)) & uint32(0xFFFF)
+
+    return write_half
+
+
+@cache
+def _read_wide(dtype):
+    if not DTYPES[dtype].matrix:
+
+        @device_function
+        def read_floats(X, row, col):
+            a, b = read4(X, row, col), read4(X, row, uint32(col + 4))
+            return a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3]
+
+        return read_floats
+    _, unpack = conversions(dtype)
+
+    @device_function
+    def read_halves(X, row, col):
+        w = read8(X, row, col)
+        a, b, c, d = unpack(w[0]), unpack(w[1]), unpack(w[2]), unpack(w[3])
+        return a[0], a[1], b[0], b[1], c[0], c[1], d[0], d[1]
+
+    return read_halves
+
+
+@cache
+def _write_wide(dtype):
+    if not DTYPES[dtype].matrix:
+
+        @device_function
+        def write_floats(X, row, col, x0, x1, x2, x3, x4, x5, x6, x7):
+            write4(X, row, col, x0, x1, x2, x3)
+            write4(X, row, uint32(col + 4), x4, x5, x6, x7)
+
+        return write_floats
+    pack, _ = conversions(dtype)
+
+    @device_function
+    def write_halves(X, row, col, x0, x1, x2, x3, x4, x5, x6, x7):
+        write8(X, row, col, pack(x0, x1), pack(x2, x3), pack(x4, x5), pack(x6, x7), True)
+
+    return write_halves

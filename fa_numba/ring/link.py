@@ -1,0 +1,119 @@
+"""What a rank sends to the next and receives from the one before, over torch.distributed."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class LinkBytes:
+    """Bytes that a rank has sent and received."""
+
+    sent: int = 0
+    received: int = 0
+
+
+_counted: ContextVar[LinkBytes | None] = ContextVar("fa_numba_link_bytes", default=None)
+
+
+@contextlib.contextmanager
+def count_link() -> Iterator[LinkBytes]:
+    """Count the bytes of the tensors that this rank gives to send and to receive inside.
+
+    Yields a ``LinkBytes``. What ranks agree on before a call, some dozens of bytes, is not counted.
+    A backward pass counts with its forward pass, whenever it runs.
+    """
+    counted = LinkBytes()
+    token = _counted.set(counted)
+    try:
+        yield counted
+    finally:
+        _counted.reset(token)
+
+
+def counter() -> LinkBytes | None:
+    """The counter of the code around, if there is one."""
+    return _counted.get()
+
+
+class Exchange:
+    """A message on its way out and one on its way in; ``wait`` gives the second."""
+
+    def __init__(self, link: Link, works: Sequence[Any], sent: tuple, received: tuple):
+        self.link, self.works, self.sent, self.received = link, works, sent, received
+
+    def wait(self) -> tuple[Any, ...]:
+        """What came in. On a GPU the current stream waits, on a CPU the caller.
+
+        Raises RuntimeError where it did not come within the group's timeout.
+        """
+        try:
+            for each in self.works:
+                each.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.link.rank} of {self.link.ranks}: the exchange with ranks "
+                f"{self.link.before} and {self.link.after} of the ring did not come to an end; one "
+                f"of them has failed or is late ({error})"
+            ) from error
+        # Kept until here: memory that is read or written meanwhile belongs to nobody else.
+        self.sent, self.works = (), ()
+        return self.received
+
+
+class Link:
+    """The ring of a group, seen from this rank; ``counted`` takes the bytes, if given."""
+
+    def __init__(self, group: Any, counted: LinkBytes | None = None):
+        dist = sys.modules["torch"].distributed
+        self.group, self.counted = group, counted
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.after = (self.rank + 1) % self.ranks
+        self.before = (self.rank - 1) % self.ranks
+
+    def exchange(self, sent: Sequence[Any], received: Sequence[Any]) -> Exchange:
+        """Send contiguous tensors to the next rank and receive others from the one before.
+
+        On a GPU what the current stream has begun is done first; what it gets after this call runs
+        meanwhile, and is begun after the copy: a kernel that takes every multiprocessor would
+        leave it none.
+        """
+        torch = sys.modules["torch"]
+        dist = torch.distributed
+        after, before = (_global(dist, self.group, n) for n in (self.after, self.before))
+        operations = [dist.P2POp(dist.isend, x, after, self.group) for x in sent]
+        operations += [dist.P2POp(dist.irecv, x, before, self.group) for x in received]
+        if self.counted is not None:
+            self.counted.sent += sum(x.numel() * x.element_size() for x in sent)
+            self.counted.received += sum(x.numel() * x.element_size() for x in received)
+        if not sent[0].is_cuda:
+            return Exchange(self, _begun(dist, operations), tuple(sent), tuple(received))
+        current, side = torch.cuda.current_stream(), _side_stream(torch, sent[0].device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            works = _begun(dist, operations)
+        current.wait_stream(side)
+        return Exchange(self, works, tuple(sent), tuple(received))
+
+
+def _begun(dist: Any, operations: list) -> Sequence[Any]:
+    return dist.batch_isend_irecv(operations)
+
+
+def _global(dist: Any, group: Any, rank: int) -> int:
+    return rank if group is None else dist.get_global_rank(group, rank)
+
+
+_side: dict[Any, Any] = {}
+
+
+def _side_stream(torch: Any, device: Any) -> Any:
+    """The stream on which exchanges are asked for, one a GPU."""
+    if device not in _side:
+        _side[device] = torch.cuda.Stream(device)
+    return _side[device]

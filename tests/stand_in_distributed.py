@@ -1,0 +1,130 @@
+"""The part of torch.distributed that fa_numba asks for: ranks are threads, of which one runs at a
+time, messages go through queues in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from contextvars import copy_context
+from types import SimpleNamespace
+
+import numpy as np
+
+
+class Waiting(RuntimeError):
+    """What torch raises where nobody comes within the group's timeout."""
+
+
+class Distributed:
+    """``torch.distributed`` for ``ranks`` threads, made by ``run``.
+
+    ``sent`` has (rank, to, bytes) of every ``isend``, ``asked`` how often ranks agreed on the host.
+    """
+
+    def __init__(self, ranks, timeout=5.0, backend="gloo"):
+        self.ranks, self.timeout, self.backend = ranks, timeout, backend
+        self.own, self.sent, self.asked = threading.local(), [], 0
+        self.turn = threading.Condition()
+        self.messages, self.gathered = {}, {}
+        self.group = SimpleNamespace(WORLD="world")
+
+    def is_available(self):
+        return True
+
+    def is_initialized(self):
+        return hasattr(self.own, "rank")
+
+    def get_rank(self, group=None):
+        return self.own.rank
+
+    def get_world_size(self, group=None):
+        return self.ranks
+
+    def get_backend(self, group=None):
+        return self.backend
+
+    def P2POp(self, operation, tensor, peer, group):
+        return operation, tensor, peer
+
+    def isend(self, tensor, to):
+        assert tensor.values.flags.c_contiguous and to != self.own.rank
+        self.sent.append((self.own.rank, to, tensor.values.nbytes))
+        box = self.messages.setdefault((self.own.rank, to), [])
+        box.append((tensor.values, tensor.values.copy()))
+        self.turn.notify_all()
+        return lambda: None
+
+    def irecv(self, tensor, source):
+        assert tensor.values.flags.c_contiguous and source != self.own.rank
+        box, rank = self.messages.setdefault((source, self.own.rank), []), self.own.rank
+        at = self.own.received.setdefault(source, 0)
+        self.own.received[source] += 1
+
+        def wait():
+            self._until(lambda: len(box) > at, f"rank {rank} waits for {source}")
+            memory, values = box[at]
+            assert values.shape == tensor.values.shape and values.dtype == tensor.values.dtype
+            assert np.array_equal(memory, values, equal_nan=True), "changed while it was sent"
+            tensor.values[...] = values
+
+        return wait
+
+    def batch_isend_irecv(self, operations):
+        return [SimpleNamespace(wait=how(x, peer)) for how, x, peer in operations]
+
+    def all_gather(self, every, own, group=None):
+        for x, values in zip(every, self._gather(own.values.copy()), strict=True):
+            x.values[...] = values
+
+    def all_gather_object(self, every, own, group=None):
+        every[:] = self._gather(copy.deepcopy(own))
+
+    def _gather(self, own):
+        self.asked += 1
+        turn = self.own.gathered
+        self.own.gathered += 1
+        found = self.gathered.setdefault(turn, {})
+        found[self.own.rank] = own
+        self.turn.notify_all()
+        self._until(lambda: len(found) == self.ranks, f"rank {self.own.rank} waits for all")
+        return [found[n] for n in range(self.ranks)]
+
+    def _until(self, done, what):
+        if not self.turn.wait_for(done, self.timeout):
+            raise Waiting(f"timed out after {self.timeout} s: {what}")
+
+    def run(self, work):
+        """``work(rank)`` in every rank: what each has returned, or the exception it raised."""
+        results = [None] * self.ranks
+
+        def rank_thread(rank):
+            with self.turn:
+                self.own.rank, self.own.received, self.own.gathered = rank, {}, 0
+                try:
+                    results[rank] = work(rank)
+                except Exception as error:
+                    results[rank] = error
+
+        contexts = [copy_context() for _ in results]
+        threads = [
+            threading.Thread(target=context.run, args=(rank_thread, rank), daemon=True)
+            for rank, context in enumerate(contexts)
+        ]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(120)
+            assert not each.is_alive(), "a rank hangs"
+        return results
+
+
+@contextlib.contextmanager
+def ranks_of(torch, ranks, **facts):
+    """``torch.distributed`` of the stand-in for torch inside; yields it."""
+    torch.distributed = Distributed(ranks, **facts)
+    try:
+        yield torch.distributed
+    finally:
+        del torch.distributed

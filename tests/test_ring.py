@@ -1,0 +1,422 @@
+"""A sequence over several ranks: who computes what, what is sent, and that the results are those of
+one device.
+
+torch and torch.distributed are stand-ins, whose ranks are threads; ``test_ring_gloo`` runs
+processes over the real ones, where they are installed.
+"""
+
+import itertools
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+from stand_in_device import no_gpu_but_its_driver
+from stand_in_distributed import ranks_of
+from stand_in_torch import Tensor, fa_numba_torch, no_torch_but_its_names
+
+import fa_numba
+from fa_numba import device as devices
+from fa_numba import io_model, reference, ring
+from fa_numba.host import merging
+from fa_numba.problem import Problem
+from fa_numba.ring.schedule import LAST, span, travelled, work_at
+
+# --- who computes what -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("travels", ring.TRAVELS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_the_steps_of_all_ranks_are_the_whole_attention(ranks, travels, causal):
+    """Every visible pair of row and column once, and no other; equal work for all ranks."""
+    size = 4 * ranks
+    seen, works = np.zeros((size, size), int), np.zeros(ranks, int)
+    places = [
+        np.concatenate([np.arange(*held) for held in ring.rows_of(r, ranks, size, causal)])
+        for r in range(ranks)
+    ]
+    for rank, step in itertools.product(range(ranks), range(ranks)):
+        owner = ring.owner_at(rank, step, ranks)
+        q_rank, k_rank = (owner, rank) if travels == "q" else (rank, owner)
+        rows, columns, masked = work_at(rank, step, ranks, travels, causal)
+        first, length = span(rows, 4)
+        i = places[q_rank][first : first + length]
+        first, length = span(columns, 4)
+        j = places[k_rank][first : first + length]
+        visible = np.tri(len(i), len(j), len(j) - len(i), dtype=int)
+        visible = visible if masked else np.ones_like(visible)
+        seen[np.ix_(i, j)] += visible
+        works[rank] += visible.sum()
+    assert (seen == (np.tri(size, dtype=int) if causal else 1)).all()
+    assert len(set(works)) == 1
+
+
+@pytest.mark.parametrize("travels", ring.TRAVELS)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
+def test_a_message_has_the_rows_that_were_computed(ranks, travels):
+    """Those of the rank that sends it, which has all that the ranks before had."""
+    for owner in range(ranks):
+        before = set()
+        for step in range(1, ranks):
+            rank = (owner + step) % ranks
+            work = work_at(rank, step, ranks, travels, True)
+            half = work.rows if travels == "q" else work.columns
+            assert half == travelled(rank, step, ranks, travels, True)
+            rows = set(range(*np.cumsum(span(half, 8))))
+            assert before <= rows
+            before = rows
+            assert travelled(rank, step, ranks, travels, False) == "all"
+    assert travelled(ranks - 1, 1, ranks, "q", True) == LAST
+
+
+def test_rows_are_split_among_ranks():
+    for ranks, causal in itertools.product((1, 2, 5), (False, True)):
+        held = [ring.rows_of(r, ranks, 20 * ranks, causal) for r in range(ranks)]
+        covered = sorted(itertools.chain(*held))
+        assert [b for b, _ in covered[1:]] == [e for _, e in covered[:-1]]
+        assert (covered[0][0], covered[-1][1]) == (0, 20 * ranks)
+    with pytest.raises(ValueError, match="has 6 rows for 2 ranks: allowed is a multiple of 4, two"):
+        ring.rows_of(0, 2, 6, True)
+    with pytest.raises(ValueError, match="has 7 rows for 2 ranks: allowed is a multiple of 2$"):
+        ring.rows_of(0, 2, 7, False)
+    with pytest.raises(ValueError, match="rank is 2: allowed is 0 to 1"):
+        ring.rows_of(2, 2, 8, False)
+
+
+# --- two parts made one ----------------------------------------------------------------------
+
+MERGED = [
+    # head dimension, dtype of x, of y, layout, elements a thread
+    (16, "float32", "float32", "bhnd", 8),
+    (16, "float16", "float16", "bhnd", 8),
+    (24, "float32", "float16", "bnhd", 8),
+    (20, "float16", "float32", "bhnd", 1),
+    (3, "float32", "float32", "bnhd", 1),
+]
+
+
+def merged_inputs(d, x_dtype, y_dtype, layout):
+    """x, its L, y, its L; rows that only one part sees, and that none sees."""
+    rng, (B, H, N) = np.random.default_rng(d), (2, 3, 45)
+    order = (0, 2, 1, 3) if layout == "bnhd" else (0, 1, 2, 3)
+    x, y = (rng.standard_normal((B, H, N, d)).astype(t) for t in (x_dtype, y_dtype))
+    x_lse, y_lse = (rng.uniform(-30, 30, (B, H, N)).astype(np.float32) for _ in range(2))
+    x_lse[0, 1, :2], y_lse[0, 1, 1:3] = -np.inf, -np.inf
+    x[0, 1, :2], y[0, 1, 1:3] = 0, 0
+    return x.transpose(order), x_lse, y.transpose(order), y_lse
+
+
+def merged_truth(x, x_lse, y, y_lse, layout):
+    """In float64, by the sums themselves."""
+    weights = np.exp([x_lse.astype(np.float64), y_lse.astype(np.float64)])
+    whole = weights.sum(0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        f, g = np.where(whole == 0, 0, weights / whole)
+        order = (0, 2, 1) if layout == "bnhd" else (0, 1, 2)
+        f, g = (z.transpose(order)[..., None] for z in (f, g))
+        return f * x + g * y, np.log(whole)
+
+
+@pytest.mark.parametrize("case", MERGED, ids=lambda c: "-".join(map(str, c[:-1])))
+def test_merged_parts_are_those_of_float64(case):
+    d, x_dtype, _, layout, width = case
+    x, x_lse, y, y_lse = merged_inputs(*case[:-1])
+    want, want_lse = merged_truth(x, x_lse, y, y_lse, layout)
+    added = x.astype(np.float64) + y
+    out, lse = x.copy(), np.full_like(x_lse, np.nan)
+    with fa_numba.count_accesses() as counts:
+        merging.merge(out, x_lse, y, y_lse, lse, layout)
+    rounding = 2.0**-11 if x_dtype == "float16" else 2.0**-22
+    # Weights are exponentials of differences, exact to a few roundings of L.
+    bound = rounding * np.abs(want) + 2.0**-19 * np.maximum(np.abs(x), np.abs(y))
+    assert (np.abs(out - want) <= bound).all()
+    np.testing.assert_allclose(lse, want_lse, rtol=2.0**-22, atol=2.0**-22)
+    n, rows = x.size, x_lse.size
+    loads = {"X": n, "Y": n, "LX": n // width, "LY": n // width}
+    assert (dict(counts.loads), dict(counts.stores)) == (loads, {"X": n, "L": rows})
+    out = x.copy()
+    with fa_numba.count_accesses() as counts:
+        merging.add(out, y, layout)
+    assert (np.abs(out - added) <= rounding * np.abs(added) + 2.0**-25).all()
+    assert (dict(counts.loads), dict(counts.stores)) == ({"X": n, "Y": n}, {"X": n})
+
+
+def test_a_part_without_columns_changes_nothing():
+    """Not one bit of O and L."""
+    x, x_lse, y, y_lse = merged_inputs(16, "float16", "float16", "bhnd")
+    y_lse[...], y[...] = -np.inf, 0
+    out, lse = x.copy(), np.empty_like(x_lse)
+    merging.merge(out, x_lse, y, y_lse, lse)
+    assert out.tobytes() == x.tobytes() and lse.tobytes() == x_lse.tobytes()
+
+
+def test_halves_of_rows_are_merged_in_place():
+    """A view of the last rows, as a causal step has them; the first keep their bits."""
+    x, x_lse, y, y_lse = merged_inputs(16, "float32", "float16", "bhnd")
+    want, _ = merged_truth(x, x_lse, y, y_lse, "bhnd")
+    out, lse = x.copy(), x_lse.copy()
+    views = out[:, :, 20:], x_lse[:, :, 20:], y[:, :, 20:], y_lse[:, :, 20:], lse[:, :, 20:]
+    merging.merge(*views)
+    assert out[:, :, :20].tobytes() == x[:, :, :20].tobytes()
+    np.testing.assert_allclose(out[:, :, 20:], want[:, :, 20:], atol=1e-4)
+
+
+def test_parts_that_do_not_fit_are_refused():
+    x, x_lse, y, y_lse = merged_inputs(16, "float32", "float32", "bhnd")
+    for change, says in (
+        ({2: y[:, :, :9]}, "^y has shape"),
+        ({3: y_lse[:, :, :9]}, "^y_lse has shape"),
+        ({2: x}, "^x shares memory with y"),
+        ({4: x_lse}, "^lse shares memory with x_lse"),
+    ):
+        given = [x, x_lse, y, y_lse, np.empty_like(x_lse)]
+        for n, value in change.items():
+            given[n] = value
+        with pytest.raises(ValueError, match=says):
+            merging.merge(*given)
+
+
+# --- the passes, over ranks ------------------------------------------------------------------
+
+
+@pytest.fixture
+def torch():
+    with (
+        no_gpu_but_its_driver() as gpu,
+        no_torch_but_its_names(gpu) as found,
+        devices.using("emulator"),
+    ):
+        yield found
+
+
+def pieces(x, rank, ranks, causal, axis):
+    held = ring.rows_of(rank, ranks, x.shape[axis], causal)
+    return np.concatenate([x.take(range(*each), axis) for each in held], axis)
+
+
+def relative(found, want):
+    """Error as a share of the whole, by the root of the squares."""
+    return np.linalg.norm(found.astype(np.float64) - want) / np.linalg.norm(want)
+
+
+RING = [
+    # ranks, what travels, causal, dtype, layout, options
+    (2, "kv", False, "float32", None, {}),
+    (2, "kv", True, "float16", None, {"softcap": 2.0}),
+    (2, "q", False, "float16", "bnhd", {}),
+    (2, "q", True, "float32", "bnhd", {"scale": 0.5, "algorithm": "fa1"}),
+    (3, "kv", True, "float16", "bnhd", {"deterministic": True}),
+    (3, "q", True, "float16", None, {}),
+    (4, "kv", False, "float16", None, {}),
+    (4, "kv", True, "float32", None, {}),
+    (4, "q", False, "float32", None, {}),
+    (4, "q", True, "float16", None, {}),
+    (1, "kv", True, "float32", None, {}),
+]
+
+
+@pytest.mark.parametrize("case", RING, ids=lambda c: "-".join(map(str, c[:5])))
+def test_both_passes_are_those_of_one_device(torch, case):
+    """Outputs and gradients within the error of one device; bytes sent are the model's."""
+    ranks, travels, causal, dtype, layout, options = case
+    ft, axis = fa_numba_torch(), 1 if layout else 2
+    rng, Nq = np.random.default_rng(7), 6
+    Nk = Nq if causal else 5
+    sizes = {"q": (2, Nq), "k": (1, Nk), "v": (1, Nk), "dout": (2, Nq)}
+    whole = {
+        name: rng.standard_normal((1, heads, ranks * n, 8)).astype(dtype)
+        for name, (heads, n) in sizes.items()
+    }
+    plain = {name: x for name, x in options.items() if name in ("scale", "softcap")}
+    true = [x.astype(np.float64) for x in whole.values()]
+    O, L = reference.attention(*true[:3], causal=causal, return_lse=True, **plain)
+    gradients = reference.attention_backward(true[3], *true[:3], causal=causal, **plain)
+    one = fa_numba.attention(*list(whole.values())[:3], causal=causal, return_lse=True, **plain)
+    given = (whole["dout"], *list(whole.values())[:3], *one)
+    one = (*one, *fa_numba.attention_backward(*given, causal=causal, **plain))
+
+    def part(x, rank):
+        x = x.swapaxes(1, 2) if layout and x.ndim == 4 else x
+        return pieces(x, rank, ranks, causal, 2 if x.ndim == 3 else axis)
+
+    def work(rank):
+        mine = {n: Tensor.of(part(x, rank), requires_grad=n != "dout") for n, x in whole.items()}
+        dout = mine.pop("dout")
+        with ring.count_link() as forward:
+            out, lse = ft.ring_attention(
+                *mine.values(), travels=travels, causal=causal, layout=layout, return_lse=True,
+                **options,
+            )  # fmt: skip
+        passed = (forward.sent, forward.received)
+        out.backward(dout)
+        both = (forward.sent - passed[0], forward.received - passed[1])
+        return [x.values for x in (out, lse, *(x.grad for x in mine.values()))], passed, both
+
+    with ranks_of(torch, ranks) as distributed:
+        found = distributed.run(work)
+    problem = Problem(1, 2, 1, Nq, Nk, 8, dtype=dtype, causal=causal)
+    sent = dict.fromkeys(range(ranks), 0)
+    for rank, to, nbytes in distributed.sent:
+        assert to == (rank + 1) % ranks
+        sent[rank] += nbytes
+    rounding = 2.0**-11 if dtype == "float16" else 2.0**-23
+    for rank, result in enumerate(found):
+        if isinstance(result, Exception):
+            raise result
+        values, *counted = result
+        for got, single, want in zip(values, one, (O, L, *gradients), strict=True):
+            mine = part(want, rank)
+            assert got.dtype == single.dtype and got.shape == mine.shape
+            assert relative(got, mine) <= 2 * relative(single, want) + 2 * rounding
+        traffic = [
+            io_model.ring(problem, ranks, rank, travels=travels, passes=each)
+            for each in ("fwd", "bwd")
+        ]
+        assert counted == [(each.sent, each.received) for each in traffic]
+        assert sent[rank] == sum(each.sent for each in traffic)
+
+
+def test_a_call_without_gradients_sends_the_forward_pass_alone(torch):
+    ft = fa_numba_torch()
+    x = np.ones((1, 1, 4, 8), np.float32)
+
+    def work(rank):
+        torch.grad = False
+        out = ft.ring_attention(*(Tensor.of(x, requires_grad=True) for _ in "qkv"))
+        assert out.node is None
+        return out.values
+
+    with ranks_of(torch, 2) as distributed:
+        found = distributed.run(work)
+    assert all(np.array_equal(each, x) for each in found)
+    assert [nbytes for _, _, nbytes in distributed.sent] == 4 * [x.nbytes]
+
+
+def call_of(rank, changes, ft, **common):
+    """A call that ``changes[rank]`` has its own arguments of."""
+    given = {name: Tensor.of(np.ones((1, 1, 4, 8), np.float32)) for name in "qkv"}
+    given |= common | changes.get(rank, {})
+    return ft.ring_attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+
+
+SHORT = Tensor.of(np.ones((1, 1, 3, 8), np.float32))
+DIFFERENT = [
+    ({1: {"q": SHORT}}, r"q is '\(1, 1, 4, 8\) torch.float32' on rank 0 and 2, '\(1, 1, 3, 8\)"),
+    ({2: {"travels": "q"}}, "travels is 'kv' on rank 0 and 1, 'q' on rank 2: allowed is one for"),
+    ({0: {"scale": 0.5}}, "scale is 0.5 on rank 0, None on rank 1 and 2"),
+    ({0: {"causal": True}}, "causal is True on rank 0, False on rank 1 and 2"),
+    ({1: {"travels": "v"}}, "refused: rank 1: ValueError: travels is 'v': allowed is 'kv' or 'q'"),
+    ({1: {"v": SHORT}}, "refused: rank 1: ValueError: v has shape"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "says"), DIFFERENT, ids=str)
+def test_ranks_that_disagree_are_told_before_anything_is_sent(torch, changes, says):
+    import re
+
+    ft = fa_numba_torch()
+    with ranks_of(torch, 3) as distributed:
+        found = distributed.run(lambda rank: call_of(rank, changes, ft))
+    assert not distributed.sent
+    for error in found:
+        assert isinstance(error, ValueError) and re.search(says, str(error)), error
+
+
+REFUSED = [
+    ({"q": np.ones((1, 1, 4, 8), np.float32)}, TypeError, "q is a NumPy array|q is "),
+    ({"travels": "k"}, ValueError, "travels is 'k': allowed is 'kv' or 'q'"),
+    ({"causal": 2}, TypeError, "causal is 2"),
+    ({"k": SHORT, "v": SHORT, "causal": True}, ValueError, "q has 4 rows and k 3 with causal"),
+    (
+        {"q": SHORT, "k": SHORT, "v": SHORT, "causal": True},
+        ValueError,
+        "q has 3 rows with causal over 2 ranks: allowed is an even",
+    ),
+    ({"algorithm": "fa3"}, ValueError, "algorithm is 'fa3'"),
+    ({"deterministic": True, "algorithm": "fa1"}, ValueError, "only fa2 has a choice"),
+    ({"softcap": -1.0}, ValueError, "softcap is -1"),
+    ({"backward_tiles": 3}, TypeError, "backward_tiles is 3"),
+    ({"k": Tensor.of(np.ones((1, 1, 4, 8), np.float16))}, TypeError, "k has dtype torch.float16"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "says"), REFUSED, ids=str)
+def test_bad_arguments_are_refused_on_every_rank(torch, changes, error, says):
+    ft = fa_numba_torch()
+    with ranks_of(torch, 2) as distributed:
+        found = distributed.run(lambda rank: call_of(rank, {0: changes, 1: changes}, ft))
+    assert not distributed.sent
+    for each in found:
+        with pytest.raises(error, match=says):
+            raise each
+
+
+def test_without_a_process_group_nothing_is_begun(torch):
+    with ranks_of(torch, 2), pytest.raises(ValueError, match="has no process group"):
+        call_of(0, {}, fa_numba_torch())
+
+
+def test_a_group_of_gpus_takes_no_tensors_of_the_host(torch):
+    with ranks_of(torch, 1, backend="nccl") as distributed, ExitStack() as stack:
+        # Ranks agree over gloo.
+        distributed.get_process_group_ranks = lambda group: [0]
+        distributed.new_group = lambda ranks, **facts: "beside"
+        stack.callback(fa_numba.ring.agreement._hosts.clear)
+        (error,) = distributed.run(lambda rank: call_of(rank, {}, fa_numba_torch()))
+    assert "q is on" in str(error) and "allowed are tensors on cuda" in str(error)
+
+
+def test_a_rank_that_does_not_come_ends_in_an_error(torch):
+    """In the call, and in the backward pass."""
+    ft = fa_numba_torch()
+
+    def never(rank):
+        return None if rank == 1 else call_of(rank, {}, ft)
+
+    with ranks_of(torch, 2, timeout=0.2) as distributed:
+        error, _ = distributed.run(never)
+    assert isinstance(error, RuntimeError)
+    assert "rank 0 of 2: not all ranks of the group have come to this call" in str(error)
+
+    def no_backward(rank):
+        q = Tensor.of(np.ones((1, 1, 4, 8), np.float32), requires_grad=True)
+        out = call_of(rank, {rank: {"q": q}}, ft)
+        if rank == 0:
+            out.backward(Tensor.of(np.ones((1, 1, 4, 8), np.float32)))
+
+    with ranks_of(torch, 2, timeout=0.2) as distributed:
+        error, _ = distributed.run(no_backward)
+    assert isinstance(error, RuntimeError)
+    assert "rank 0 of 2: the exchange with ranks 1 and 1 of the ring did not" in str(error)
+
+
+# --- the model -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("passes", ["fwd", "bwd"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_break_even_is_where_both_send_the_same(dtype, passes):
+    for ranks in (2, 3, 16):
+        ratio = io_model.ring_break_even(ranks, dtype=dtype, head_dim=64, passes=passes)
+        for Nk, more in ((int(10000 * ratio) - 1, "q"), (int(10000 * ratio) + 1, "kv")):
+            p = Problem(1, 1, 1, 10000, Nk, 64, dtype=dtype)
+            sent = {
+                t: io_model.ring(p, ranks, 0, travels=t, passes=passes).sent for t in ("kv", "q")
+            }
+            assert max(sent, key=sent.get) == more
+
+
+def test_the_model_refuses_what_is_no_ring():
+    p = Problem(1, 1, 1, 4, 4, 8)
+    for change, says in (
+        ({"ranks": 0}, "ranks is 0"),
+        ({"rank": 2}, "rank is 2: allowed is 0 to 1"),
+        ({"travels": "o"}, "travels is 'o'"),
+        ({"passes": "both"}, "passes is 'both'"),
+        ({"problem": Problem(1, 1, 1, 3, 3, 8, causal=True)}, "3 rows and 3 columns with causal"),
+    ):
+        given = {"problem": p, "ranks": 2} | change
+        with pytest.raises(ValueError, match=says):
+            io_model.ring(**given)
+    with pytest.raises(ValueError, match="ranks is 1: allowed is 2"):
+        io_model.ring_break_even(1)

@@ -1,0 +1,101 @@
+"""A sequence over processes, by torch.distributed as it is: gloo, and the emulator in each."""
+
+import datetime
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+if not dist.is_available():
+    pytest.skip("torch has no distributed", allow_module_level=True)
+
+
+def entered(rank, ranks, store, timeout=120.0):
+    """This process as a rank of a group; gives ``fa_numba.torch``."""
+    import fa_numba.torch
+
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=timeout)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=limit
+    )
+    return fa_numba.torch
+
+
+def spawned(work, ranks, *arguments):
+    """``work(rank, ranks, *arguments)`` in as many processes; one's failure is ours."""
+    from torch import multiprocessing
+
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), before])
+    try:
+        multiprocessing.spawn(work, (ranks, *arguments), nprocs=ranks)
+    finally:
+        os.environ["PYTHONPATH"] = before
+
+
+def both_passes(rank, ranks, store):
+    import fa_numba
+    from fa_numba.ring import count_link
+
+    ft = entered(rank, ranks, store)
+    cases = itertools.product(("kv", "q"), (False, True), ("float32", "bfloat16"))
+    for travels, causal, dtype in cases:
+        torch.manual_seed(3)
+        Nq, Nk = (4, 4) if causal else (3, 5)
+        shapes = [(1, 2, ranks * Nq, 8), *2 * [(1, 1, ranks * Nk, 8)], (1, 2, ranks * Nq, 8)]
+        whole = [torch.randn(shape).to(getattr(torch, dtype)) for shape in shapes]
+
+        def mine(x, causal=causal):
+            return ft.ring_split(x, rank, ranks, causal=causal)
+
+        q, k, v = (mine(x).requires_grad_() for x in whole[:3])
+        with count_link() as moved:
+            out, lse = ft.ring_attention(q, k, v, travels=travels, causal=causal, return_lse=True)
+            out.backward(mine(whole[3]))
+        one = [x.clone().requires_grad_() for x in whole[:3]]
+        want, want_lse = ft.attention(*one, causal=causal, return_lse=True)
+        want.backward(whole[3])
+        rounding = 2.0**-7 if dtype == "bfloat16" else 2.0**-20
+        pairs = [(out, want), *zip((q.grad, k.grad, v.grad), (x.grad for x in one), strict=True)]
+        for got, right in pairs:
+            right = mine(right.detach())
+            assert (got - right).norm() <= 2 * rounding * right.norm()
+        right = ft.ring_split(want_lse, rank, ranks, causal=causal, dim=2)
+        assert (lse - right).abs().max() <= 1e-5
+        part = fa_numba.problem.Problem(1, 2, 1, Nq, Nk, 8, dtype=dtype, causal=causal)
+        model = [
+            fa_numba.io_model.ring(part, ranks, rank, travels=travels, passes=each)
+            for each in ("fwd", "bwd")
+        ]
+        assert moved.sent == sum(x.sent for x in model)
+        assert moved.received == sum(x.received for x in model)
+        parts = [torch.empty_like(out) for _ in range(ranks)]
+        dist.all_gather(parts, out.detach())
+        joined = ft.ring_join(parts, causal=causal)
+        assert (joined - want).norm() <= 2 * rounding * want.norm()
+    x = torch.ones(1, 1, 4 + 2 * (rank == 1), 8)
+    with pytest.raises(ValueError, match="q is .* on rank 0.*on rank 1.*: allowed is one for all"):
+        ft.ring_attention(x, x, x, causal=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_both_passes_are_those_of_one_process(ranks, tmp_path):
+    spawned(both_passes, ranks, str(tmp_path / "store"))
+
+
+def one_is_late(rank, ranks, store):
+    ft = entered(rank, ranks, store, timeout=3.0)
+    if rank == 0:
+        x = torch.ones(1, 1, 4, 8)
+        with pytest.raises(RuntimeError, match="rank 0 of 2: not all ranks of the group have come"):
+            ft.ring_attention(x, x, x)
+
+
+def test_a_rank_that_ends_is_an_error_on_the_others(tmp_path):
+    spawned(one_is_late, 2, str(tmp_path / "store"))
