@@ -54,7 +54,8 @@ class AttentionOptions(TypedDict, total=False):
     ``check_table``: bool, True reads a table and lengths on a GPU back to check them too; the call
         waits for that.
     ``cu_seqlens_q``, ``cu_seqlens_k``: integers (B + 1,), cumulative lengths of sequences that lie
-        one after the other: q is (total, Hq, d), k and v (total, Hk, d), lse (Hq, total).
+        one after the other: q is (total, Hq, d), k and v (total, Hk, d), lse (Hq, total). With a
+        ``block_table`` k and v are pages and ``cu_seqlens_q`` stands alone, beside ``kv_lens``.
     ``block_mask``: bool (ceil(Nq / Br), ceil(Nk / Bc)), or that with leading axes that broadcast to
         (B, Hq), for the block sizes of ``tiles``, which must be given: False blocks are neither
         loaded nor computed (block-sparse FlashAttention; standard attention computes and hides).
@@ -263,7 +264,7 @@ FEATURES: dict[str, Feature] = {
         lambda p: p.q_lens is not None and not p.packed, {"q_lens": _lengths("q_lens")}
     ),
     "kv_lens": Feature(
-        lambda p: (p.kv_lens is not None or p.pages is not None) and not p.packed,
+        lambda p: p.pages is not None or (p.kv_lens is not None and not p.packed),
         {"kv_lens": _lengths("kv_lens")},
     ),
     "page_size": Feature(
@@ -367,7 +368,10 @@ class Features:
     def passed(self) -> dict[str, KernelField]:
         """What these features pass to a kernel, by name."""
         on = (f.name for f in fields(self) if getattr(self, f.name))
-        return {name: passed for flag in on for name, passed in FEATURES[flag].passes.items()}
+        found = {name: passed for flag in on for name, passed in FEATURES[flag].passes.items()}
+        if self.page_size:  # whose rows the block table finds
+            found.pop("k_starts", None)
+        return found
 
     @property
     def argument_type(self):

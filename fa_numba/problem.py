@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, overload
 
@@ -174,10 +174,8 @@ class Problem:
                 "allowed is 'bhnd' or None"
             )
         if packed and block_table is not None:
-            raise ValueError(
-                "block_table is given with cu_seqlens_q: allowed is q (batch, heads, seqlen, "
-                "head_dim) with q_lens and kv_lens"
-            )
+            lens = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+            return cls._of_packed_on_pages(q_shape, k_shape, v_shape, block_table, lens, options)
         axes = PACKED_AXES if packed else LAYOUTS[layout]
         q, k = as_sizes("q", q_shape, axes), as_sizes("k", k_shape, axes)
         heads, seqlen = axes.index("heads"), axes.index("seqlen")
@@ -224,6 +222,30 @@ class Problem:
         longest: dict[str, Any] = {"seqlen_q": max(q_lens), "seqlen_k": max(kv_lens)}
         return cls(batch=len(q_lens), **longest, **sizes, **options)
 
+    @classmethod
+    def _of_packed_on_pages(
+        cls,
+        q_shape: Sequence[int],
+        k_shape: Sequence[int],
+        v_shape: Sequence[int] | None,
+        block_table: Any,
+        lens: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> Problem:
+        """Queries packed, K and V in pages: as of sequences that are padded to the longest one."""
+        if lens["cu_seqlens_k"] is not None:
+            raise ValueError(
+                "cu_seqlens_k is given with a block_table: allowed is kv_lens, the keys that each "
+                "sequence has in its pages"
+            )
+        if options.get("q_lens") is not None:
+            raise ValueError("q_lens is given with cu_seqlens_q: allowed is one of the two")
+        total, heads, head_dim = as_sizes("q", q_shape, PACKED_AXES)
+        q_lens = packed_lengths("cu_seqlens_q", lens["cu_seqlens_q"], "q", total)
+        padded = (len(q_lens), heads, max(q_lens), head_dim)
+        found = cls.from_shapes(padded, k_shape, v_shape, block_table=block_table, **options)
+        return replace(found, q_lens=q_lens, packed=True)
+
     @property
     def options(self) -> dict[str, Any]:
         """The fields that differ from those of plain attention, by name; sizes, dtype and scale
@@ -266,11 +288,11 @@ class Problem:
     @property
     def k_shape(self) -> tuple[int, ...]:
         """Shape of K and V, or of their pages."""
-        if self.packed:
-            return sum(self.kv_lens or ()), self.heads_k, self.head_dim
         if self.pages is not None and self.page_size is not None:
             shape = self._in_layout(self.heads_k, self.page_size)
             return self.pages, *shape[1:]
+        if self.packed:
+            return sum(self.kv_lens or ()), self.heads_k, self.head_dim
         return self._in_layout(self.heads_k, self.seqlen_k)
 
     def _in_layout(self, heads: int, seqlen: int) -> tuple[int, ...]:

@@ -209,6 +209,9 @@ PAGED = [
     ("wgmma", "float16", 64, 4096, 48, ("window", "softcap")),
     ("wgmma", "bfloat16", 256, 1024, 48, ()),
     ("wgmma", "float16", 128, 1, 64, ()),
+    ("mma", "float16", 128, 512, 16, ("causal", "packed")),
+    ("simt", "float32", 64, 512, 48, ("causal", "packed")),
+    ("wgmma", "float16", 128, 512, 16, ("causal", "packed")),
 ]
 
 
@@ -216,10 +219,13 @@ PAGED = [
 def test_a_kernel_over_pages_compiles_within_its_budgets(case):
     unit, dtype, d, Nq, page_size, names = case
     values = {"causal": True, "window": (64, 0), "softcap": 9.0}
-    options = {name: values[name] for name in names}
+    options = {name: values[name] for name in names if name != "packed"}
     pages = {"block_table": (2, 4096 // page_size), "dtype": dtype, "unit": unit}
+    q = (2, 8, Nq, d)
+    if "packed" in names:
+        q, options["cu_seqlens_q"] = (2 * Nq, 8, d), [0, Nq, 2 * Nq]
     with fa_numba.device.planning_for((9, 0), SHARED["sm_90a"]):
-        plan = fa_numba.plan((2, 8, Nq, d), (999, 2, page_size, d), **pages, **options)
+        plan = fa_numba.plan(q, (999, 2, page_size, d), **pages, **options)
     for kernel in plan.launched:
         ptx = ptx_within_budgets(kernel, "sm_90a")
         assert kernel.name != "fa2_forward" or unit == "wgmma" or "shfl.sync.idx" in ptx

@@ -1424,7 +1424,8 @@ def length_mutants(add):
     # The flash kernels have no rows but a sequence's.
     add(
         lengths,
-        ("not packed", "if packed:", "if False:"),
+        ("rows not packed", "if packed:", "if False:"),
+        ("columns not packed", "if packed_keys:", "if False:"),
         ("all rows", "options.q_starts[b + 1] - options.q_starts[b]", "rows"),
         ("all columns", "options.k_starts[b + 1] - options.k_starts[b]", "columns"),
         by=ANY,

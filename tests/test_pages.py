@@ -56,7 +56,9 @@ def pages_and_piece(dtype, sizes, lens, page_size, tiles, **options):
 
 
 CAUSAL_SPLITS = {"causal": True, "kv_splits": 2}
-WGMMA_WINDOW = {"unit": "wgmma", "window": (20, 3)}
+WGMMA, WINDOW = {"unit": "wgmma"}, {"window": (20, 3)}
+WGMMA_WINDOW = {**WGMMA, **WINDOW}
+HOPPERS = Tiles(64, 64, stages=2)
 CASES = [
     # dtype, (B, Hq, Hk, Nq, Nk, d), lengths, page size, tiles, options
     ("float16", (3, 4, 2, 5, 101, 64), (0, 37, 101), 16, Tiles(16, 32), {}),
@@ -93,6 +95,49 @@ def test_pages_give_the_bits_of_one_piece(case):
     for b, n in enumerate(case[2]):
         if n == 0:
             assert (O[b] == 0).all() and (L[b] == -np.inf).all()
+
+
+PACKED = [
+    # dtype, (B, Hq, Hk, most rows, most keys, d), rows and keys of each, page size, tiles, options
+    ("float16", (4, 4, 2, 9, 101, 64), (3, 0, 9, 1), (0, 37, 101, 64), 16, Tiles(16, 32), {}),
+    ("float16", (3, 2, 2, 40, 70, 80), (40, 1, 17), (70, 33, 64), 48, Tiles(32, 64), CAUSAL_SPLITS),
+    ("float32", (3, 4, 1, 9, 70, 64), (9, 1, 5), (9, 70, 0), 32, Tiles(8, 16), WINDOW),
+    ("float32", (2, 4, 2, 5, 90, 20), (1, 5), (90, 64), 64, Tiles(8, 32), {"kv_splits": 3}),
+    ("float16", (3, 4, 1, 70, 90, 64), (70, 1, 0), (90, 77, 5), 16, HOPPERS, WGMMA_WINDOW),
+    ("float16", (2, 2, 2, 3, 90, 128), (3, 1), (90, 50), 16, HOPPERS, {**CAUSAL_SPLITS, **WGMMA}),
+]
+
+
+@pytest.mark.parametrize("case", PACKED, ids=lambda c: f"{c[0]}-d{c[1][5]}-page{c[4]}")
+def test_packed_queries_over_pages_give_the_bits_of_packed_keys(case):
+    """A batch of prompts and decoding steps together, with what an element's place decides."""
+    dtype, sizes, rows, lens, page_size, tiles, options = case
+    q, k, v = inputs(dtype, *sizes)
+    k_pages, v_pages, table = cache_of(k, v, lens, page_size)
+    options = {"tiles": tiles, "return_lse": True, "softcap": 3.0, **options}
+    options["cu_seqlens_q"] = np.cumsum([0, *rows])
+    if "unit" not in options:
+        options |= {"dropout_p": 0.2, "seed": 3}
+    alibi = {"alibi_slopes": np.linspace(0.1, 0.5, sizes[0] * sizes[1], dtype=np.float32)}
+    alibi["alibi_slopes"] = alibi["alibi_slopes"].reshape(sizes[:2])
+
+    def packed(x, lengths):
+        return np.concatenate([x[b, :, :n].swapaxes(0, 1) for b, n in enumerate(lengths)])
+
+    q, whole = packed(q, rows), (packed(k, lens), packed(v, lens))
+    want = fa_numba.flash_attention_2(
+        q, *whole, cu_seqlens_k=np.cumsum([0, *lens]), **options, **alibi
+    )
+    options |= {"kv_lens": lens, "block_table": table}
+    with fa_numba.count_accesses() as counts:
+        found = fa_numba.flash_attention_2(q, k_pages, v_pages, **options, **alibi)
+    for a, b in zip(found, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert not np.isnan(np.asarray(a, np.float32)).any()
+    options |= {"block_table": table.shape, "alibi_slopes": sizes[:2]}
+    plan = fa_numba.plan(q.shape, k_pages.shape, dtype=dtype, **options)
+    assert_counts(counts, plan)
+    assert plan.problem.k_shape == k_pages.shape and plan.problem.q_shape == q.shape
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -171,7 +216,15 @@ BAD = {
     "pages of 272 rows": ({"page_size": 272}, r"k has pages of 272 rows"),
     "fa1": ({"algorithm": "fa1"}, r"block_table is given with algorithm 'fa1': allowed is 'fa2'"),
     "standard": ({"algorithm": "standard"}, r"block_table is given with algorithm 'standard'"),
-    "packed": ({"cu_seqlens_q": [0, 1, 2]}, r"block_table is given with cu_seqlens_q"),
+    "packed of four axes": ({"cu_seqlens_q": [0, 1, 2]}, r"q has shape \(2, 2, 4, 32\)"),
+    "packed keys": (
+        {"cu_seqlens_q": [0, 1, 2], "cu_seqlens_k": [0, 50, 83]},
+        r"cu_seqlens_k is given with a block_table: allowed is kv_lens",
+    ),
+    "packed with q_lens": (
+        {"cu_seqlens_q": [0, 1, 2], "q_lens": [1, 1]},
+        r"q_lens is given with cu_seqlens_q: allowed is one of the two",
+    ),
     "fa1 on wgmma": ({"algorithm": "fa1", "unit": "wgmma"}, r"block_table is given with algorithm"),
     "tiles": (
         {"tiles": Tiles(16, 40)},

@@ -191,20 +191,25 @@ def test_a_call_without_gradients_keeps_nothing(gpu, attention, torch, name):
     assert not torch.applied
 
 
-def test_attention_over_pages_reads_no_integers_back(gpu, attention, torch):
-    """Table and lengths stay on the GPU; a gradient, which there is none of, is refused."""
-    q, pages = tensor((B, Hq, 1, d)), [tensor((6, Hk, 16, d), gradient=False) for _ in range(2)]
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_attention_over_pages_reads_no_integers_back(gpu, attention, torch, packed):
+    """Table and lengths stay on the GPU; a gradient, which there is none of, is refused. The starts
+    of packed queries are the host's.
+    """
+    q = tensor((B + 2, Hq, d) if packed else (B, Hq, 1, d))
+    pages = [tensor((6, Hk, 16, d), gradient=False) for _ in range(2)]
+    starts = {"cu_seqlens_q": np.array([0, *range(3, B + 3)])} if packed else {}
     integers = {"block_table": Tensor.of(aligned((B, 3), np.int32))}
     integers["kv_lens"] = Tensor.of(aligned((B,), np.int32))
     with pytest.raises(ValueError, match="^q requires a gradient and attention over pages"):
-        attention(q, *pages, **integers)
+        attention(q, *pages, **integers, **starts)
     assert not gpu.log
     torch.grad = False
     tensors = {"q": q, "k": pages[0], "v": pages[1], **integers}
-    out = attention(q, *pages, **integers)
+    out = attention(q, *pages, **integers, **starts)
     found, _ = gpu.steps(tensors | {"out": out})
     gpu.log.clear()
-    out = fa_numba.attention(q, *pages, **integers)
+    out = fa_numba.attention(q, *pages, **integers, **starts)
     assert found == gpu.steps(tensors | {"out": out})[0] and found
     assert not any("host" in str(step[0]) for step in found)
 

@@ -90,6 +90,6 @@ def _heads(problem: Problem, array: Any) -> Any:
     """
     if problem.layout == "bnhd" and len(array.shape) == 4:
         return device.permuted(array, (0, 2, 1, 3))
-    if not problem.packed:
+    if not problem.packed or len(array.shape) == 4:  # pages of K and V
         return array
     return device.transposed(array, (1, 0, 2) if len(array.shape) == 3 else (0, 1))

@@ -95,6 +95,8 @@ def _merge(request: Request, heads: int, splits: int) -> Launch:
     """The second kernel of ``kv_splits``."""
     p = request.problem
     features = replace(PLAIN, packed=request.features.packed)
+    if features.packed:  # whose starts of K it is not given where that is in pages
+        features = replace(features, page_size=request.features.page_size)
     row_warps = 1 if splits <= merge_splits.FEW_SPLITS else merge_splits.WARPS
     facts = merge_splits.MergeFacts(
         features, p.head_dim, p.dtype, request.aligned, heads, row_warps

@@ -58,7 +58,7 @@ def make_query_end(spec):
 @cache
 def make_key_end(spec):
     """``key_end(b, Nk, options)``: the same of keys."""
-    packed = spec.features.packed
+    packed = spec.features.packed and not spec.features.page_size
 
     @device_function
     def key_end(b, Nk, options):
@@ -121,6 +121,7 @@ def make_lengths(spec):
     """``lengths(rows, columns, b, options)``: Nq and Nk, of rows and columns the valid ones."""
     features = spec.features
     packed, q_lens, kv_lens = features.packed, features.q_lens, features.kv_lens
+    packed_keys = packed and not features.page_size
 
     @device_function
     def lengths(rows, columns, b, options):
@@ -128,6 +129,7 @@ def make_lengths(spec):
         Nk = uint32(columns)
         if packed:
             Nq = uint32(options.q_starts[b + 1] - options.q_starts[b])
+        if packed_keys:
             Nk = uint32(options.k_starts[b + 1] - options.k_starts[b])
         if q_lens:
             Nq = uint32(options.q_lens[b])
