@@ -260,6 +260,9 @@ class Torch(ModuleType):
     def tensor(self, values, dtype, device):
         return self._at(np.array(values, dtype.host), dtype, device)
 
+    def cat(self, tensors, axis):
+        return Tensor.of(np.concatenate([x.values for x in tensors], axis))
+
     def zeros(self, shape, dtype, device):
         return self._at(np.zeros(shape, dtype.host), dtype, device)
 

@@ -5,7 +5,7 @@
     tiles_visited                               how many tiles of S they compute
     theta_standard, theta_flash, saha_ye        the published bounds, every constant set to 1
     standard_paper, fa1_paper, fa1_paper_gb     how the papers themselves count accesses
-    ring, ring_break_even                       bytes between devices that share a sequence, exact
+    ring, ring_messages, ring_break_even        bytes between devices that share a sequence, exact
     flops, workspace                            FLOPs as published, bytes beside inputs and outputs
 
 Exact counts, bounds and the papers' own counts are three kinds of numbers, not to be mixed. The
@@ -63,7 +63,7 @@ from fa_numba.io_model.published import (
     theta_flash,
     theta_standard,
 )
-from fa_numba.io_model.ring import LinkTraffic, ring, ring_break_even
+from fa_numba.io_model.ring import LinkTraffic, ring, ring_break_even, ring_messages
 from fa_numba.io_model.visits import starts_in_first_pass, tiles_visited
 from fa_numba.io_model.work import ALGORITHMS, PASSES, flops, workspace
 
@@ -83,6 +83,7 @@ __all__ = [
     "flops",
     "ring",
     "ring_break_even",
+    "ring_messages",
     "saha_ye",
     "softmax",
     "standard",

@@ -59,43 +59,37 @@ def ring(
     return LinkTraffic(*(_sent(problem, ranks, r, travels, passes) for r in (rank, before)))
 
 
-def _sent(problem: Problem, ranks: int, rank: int, travels: str, passes: str) -> int:
-    size, rows = _elements(problem, travels), problem.batch * problem.heads_q * problem.seqlen_q
-    width = DTYPES[problem.dtype].bytes
-    operands, results, sums = _kinds(travels, passes)
-    total = (ranks - 1) * (operands * size * width + _operand_sums(travels, passes) * rows * 4)
-    if not results or ranks == 1:
-        return total
-    # Steps after which all rows are sent, in halves of them.
-    halves = [2] * (ranks - 1)
-    if problem.causal:
-        halves = [1] * rank + [2] * (ranks - 1 - rank)
-    first, *others = halves
-    elements = results * size
-    total += first * elements * width // 2 + sum(others) * elements * _SUM_BYTES // 2
-    return total + sum(halves) * sums * rows * _SUM_BYTES // 2
+def ring_messages(
+    problem: Problem, *, travels: str = "kv", passes: str = "fwd"
+) -> tuple[int, int, int]:
+    """Bytes of one message of each kind, as the table of ``ring`` has them without a mask: what
+    travels, the first message of its results, and a later one.
 
-
-def _kinds(travels: str, passes: str) -> tuple[int, int, int]:
-    """Matrices that travel, matrices of results that follow, sums a row with these."""
+    >>> from fa_numba.problem import Problem
+    >>> ring_messages(Problem(1, 1, 1, 64, 64, 32, dtype="float16"), passes="bwd")
+    (8192, 8192, 16384)
+    """
+    _check(problem, 1, travels, passes)
+    rows = problem.batch * problem.heads_q * problem.seqlen_q
+    n_k = problem.batch * problem.heads_k * problem.seqlen_k * problem.head_dim
+    size = n_k if travels == "kv" else rows * problem.head_dim
+    e, sums = DTYPES[problem.dtype].bytes, rows * _SUM_BYTES
     if travels == "kv":
-        return (2, 0, 0) if passes == "fwd" else (2, 2, 0)
-    return (1, 1, 1) if passes == "fwd" else (3, 1, 0)
+        results = 0 if passes == "fwd" else 2 * size
+        return 2 * size * e, results * e, results * _SUM_BYTES
+    if passes == "fwd":
+        return size * e, size * e + sums, size * _SUM_BYTES + sums
+    return 3 * size * e + sums, size * e, size * _SUM_BYTES
 
 
-def _operand_sums(travels: str, passes: str) -> int:
-    """Sums a row with what travels: L, in the backward pass of Q."""
-    return int(travels == "q" and passes == "bwd")
-
-
-def _elements(problem: Problem, travels: str) -> int:
-    """Of one of the matrices that travel."""
-    heads, rows = (
-        (problem.heads_k, problem.seqlen_k)
-        if travels == "kv"
-        else (problem.heads_q, problem.seqlen_q)
-    )
-    return problem.batch * heads * rows * problem.head_dim
+def _sent(problem: Problem, ranks: int, rank: int, travels: str, passes: str) -> int:
+    operands, first, later = ring_messages(problem, travels=travels, passes=passes)
+    halves = rank if problem.causal else 0  # messages of half the rows, the first ones
+    total = (ranks - 1) * operands
+    for n in range(ranks - 1):
+        results = first if n == 0 else later
+        total += results // 2 if n < halves else results
+    return total
 
 
 def ring_break_even(

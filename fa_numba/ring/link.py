@@ -18,6 +18,9 @@ class LinkBytes:
     received: int = 0
 
 
+# Fills that a copy between GPUs has ahead of the next kernel.
+LEAD = 8
+
 _counted: ContextVar[LinkBytes | None] = ContextVar("fa_numba_link_bytes", default=None)
 
 
@@ -73,6 +76,7 @@ class Link:
         dist = sys.modules["torch"].distributed
         self.group, self.counted = group, counted
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.lead: Any = None
         self.after = (self.rank + 1) % self.ranks
         self.before = (self.rank - 1) % self.ranks
 
@@ -80,8 +84,9 @@ class Link:
         """Send contiguous tensors to the next rank and receive others from the one before.
 
         On a GPU what the current stream has begun is done first; what it gets after this call runs
-        meanwhile, and is begun after the copy: a kernel that takes every multiprocessor would
-        leave it none.
+        meanwhile, and begins after the copy has: a kernel that takes every multiprocessor until its
+        end would leave it none. Nothing tells that the copy has begun, so a few fills of one
+        element, some microseconds each, are waited for beside it.
         """
         torch = sys.modules["torch"]
         dist = torch.distributed
@@ -94,9 +99,13 @@ class Link:
         if not sent[0].is_cuda:
             return Exchange(self, _begun(dist, operations), tuple(sent), tuple(received))
         current, side = torch.cuda.current_stream(), _side_stream(torch, sent[0].device)
+        if self.lead is None:
+            self.lead = torch.empty(1, device=sent[0].device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
             works = _begun(dist, operations)
+            for _ in range(LEAD):
+                self.lead.zero_()
         current.wait_stream(side)
         return Exchange(self, works, tuple(sent), tuple(received))
 

@@ -8,6 +8,7 @@ the second is added to the first in its own dtype, which rounds as often.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +40,27 @@ class Part:
     def widened(self) -> Part:
         """The same in float32, to take sums."""
         return replace(self, tensors=tuple(x.float() for x in self.tensors))
+
+    def shape_of(self, x: Any, half: str, axis: int) -> tuple[int, ...]:
+        """The shape of ``x``, one of these, if it had that half of the rows."""
+        rows = x.shape[axis] * (1 if self.half == ALL else 2)
+        return (*x.shape[:axis], span(half, rows)[1], *x.shape[axis + 1 :])
+
+    def nothing(self) -> Part:
+        """Zeros of all rows in float32, to take sums of gradients."""
+        torch = sys.modules["torch"]
+        made = (
+            torch.zeros(self.shape_of(x, ALL, self.axis), dtype=torch.float32, device=x.device)
+            for x in self.tensors
+        )
+        return replace(self, tensors=tuple(made), half=ALL)
+
+    def beside(self, other: Part) -> Part:
+        """These heads and then those of ``other``, of the same rows."""
+        cat = sys.modules["torch"].cat
+        pairs = zip(self.tensors, other.tensors, strict=True)
+        lse = None if self.lse is None else cat([self.lse, other.lse], 1)
+        return replace(self, tensors=tuple(cat(x, 3 - self.axis) for x in pairs), lse=lse)
 
     def rounded(self, dtype: Any) -> Part:
         """The same in ``dtype``."""

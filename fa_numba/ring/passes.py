@@ -2,8 +2,8 @@
 
 A step's results are of two kinds: those of what stays, which are summed where they are, and those
 of what travels, which follow it a step behind and come home after the last. Of these the owner's
-own part, of step 0, waits at home: the message begins at the next rank, and has a rank's part more
-at each. With K and V on their way O and dQ stay, dK and dV follow; with Q the other way round.
+own part waits at home: the message begins at the next rank, and has a rank's part more at each.
+With K and V on their way O and dQ stay, dK and dV follow; with Q the other way round.
 """
 
 from __future__ import annotations
@@ -16,11 +16,25 @@ from typing import Any
 import fa_numba
 from fa_numba.ring.link import Exchange, Link
 from fa_numba.ring.parts import Part, half_of, joined
-from fa_numba.ring.schedule import travelled, work_at
+from fa_numba.ring.schedule import Work, travelled, work_at
 
-# Of a step: what travels as it is at hand, half of rows, half of columns, causal or not; returns
-# the part of what stays and the part of what travels, None for a kind without results.
-Step = Callable[[Sequence[Any], str, str, bool], tuple[Part | None, Part | None]]
+# Of a step: what travels as it is at hand, what is computed of it, which heads (None for all);
+# returns the part of what stays and the part of what travels, None for a kind without results.
+Step = Callable[[Sequence[Any], Work, "Heads | None"], tuple[Part | None, Part | None]]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """``count`` K/V heads from ``first`` on, of ``of``, and the query heads that share them."""
+
+    first: int
+    count: int
+    of: int
+
+    def among(self, x: Any, axis: int) -> Any:
+        """A view of these heads of a tensor that has them, or the query heads, along an axis."""
+        group = x.shape[axis] // self.of
+        return x.narrow(axis, self.first * group, self.count * group)
 
 
 @dataclass(frozen=True)
@@ -42,22 +56,27 @@ class Ring:
         """That of the rows in q, k and v."""
         return 1 if self.layout == "bnhd" else 2
 
+    def cut(self, tensors: Sequence[Any], half: str, heads: Heads | None) -> list[Any]:
+        """Views of a half of the rows, and of some heads."""
+        rows = [half_of(x, half, self.axis) for x in tensors]
+        return rows if heads is None else [heads.among(x, 3 - self.axis) for x in rows]
+
 
 def forward(ring: Ring, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     """(O, L) of this rank's rows."""
     queries = ring.travels == "q"
 
-    def step(held: Sequence[Any], rows: str, columns: str, causal: bool) -> tuple:
+    def step(held: Sequence[Any], work: Work, heads: Heads | None) -> tuple:
         (q_at, k_at, v_at) = (*held, k, v) if queries else (q, *held)
-        q_at = half_of(q_at, rows, ring.axis)
-        k_at, v_at = (half_of(x, columns, ring.axis) for x in (k_at, v_at))
+        (q_at,) = ring.cut([q_at], work.rows, heads)
+        k_at, v_at = ring.cut([k_at, v_at], work.columns, heads)
         out, lse = fa_numba.attention(
-            q_at, k_at, v_at, causal=causal, return_lse=True, **ring.options, **ring.ahead
+            q_at, k_at, v_at, causal=work.causal, return_lse=True, **ring.options, **ring.ahead
         )
-        part = Part((out,), lse, rows, ring.layout)
+        part = Part((out,), lse, work.rows, ring.layout)
         return (None, part) if queries else (part, None)
 
-    staying, travelling = _around(ring, (q,) if queries else (k, v), step, q.dtype)
+    staying, travelling = _around(ring, (q,) if queries else (k, v), step, k, queries)
     found = travelling if queries else staying
     assert found is not None
     return found.tensors[0], found.lse
@@ -73,59 +92,92 @@ def backward(
     """
     queries = ring.travels == "q"
 
-    def step(held: Sequence[Any], rows: str, columns: str, causal: bool) -> tuple:
+    def step(held: Sequence[Any], work: Work, heads: Heads | None) -> tuple:
         q_at, dout_at, out_at, lse_at = held if queries else (q, dout, out, lse)
         k_at, v_at = (k, v) if queries else held
-        q_at, dout_at, out_at = (half_of(x, rows, ring.axis) for x in (q_at, dout_at, out_at))
-        k_at, v_at = (half_of(x, columns, ring.axis) for x in (k_at, v_at))
+        q_at, dout_at, out_at = ring.cut([q_at, dout_at, out_at], work.rows, heads)
+        k_at, v_at = ring.cut([k_at, v_at], work.columns, heads)
+        lse_at = half_of(lse_at, work.rows, 2)
         dq, dk, dv = fa_numba.attention_backward(
-            dout_at, q_at, k_at, v_at, out_at, half_of(lse_at, rows, 2),
-            causal=causal, **ring.options, **ring.backward,
+            dout_at, q_at, k_at, v_at, out_at, lse_at if heads is None else heads.among(lse_at, 1),
+            causal=work.causal, **ring.options, **ring.backward,
         )  # fmt: skip
-        of_q = Part((dq,), None, rows, ring.layout)
-        of_kv = Part((dk, dv), None, columns, ring.layout)
+        of_q = Part((dq,), None, work.rows, ring.layout)
+        of_kv = Part((dk, dv), None, work.columns, ring.layout)
         return (of_kv, of_q) if queries else (of_q, of_kv)
 
     operands = (q, dout, out, lse) if queries else (k, v)
-    staying, travelling = _around(ring, operands, step, q.dtype)
+    staying, travelling = _around(ring, operands, step, k, True)
     assert staying is not None and travelling is not None
     of_q, of_kv = (travelling, staying) if queries else (staying, travelling)
     return of_q.tensors[0], *of_kv.tensors
 
 
 def _around(
-    ring: Ring, operands: Sequence[Any], step: Step, dtype: Any
+    ring: Ring, operands: Sequence[Any], step: Step, k: Any, results_travel: bool
 ) -> tuple[Part | None, Part | None]:
-    """Every step: the results of what stays here and of this rank's own travelling part."""
-    link = ring.link
-    ranks = link.ranks
-    held: Sequence[Any] = [x.contiguous() for x in operands]
+    """Every step: the results of what stays here and of this rank's own travelling part.
+
+    Where results travel, the rank's own part is computed by heads, some in the first step and the
+    others in the last: while the last results are on their way there is something left to do.
+    """
+    link, dtype = ring.link, k.dtype
+    own: Sequence[Any] = [x.contiguous() for x in operands]
+    held, mine = own, work_at(link.rank, 0, link.ranks, ring.travels, ring.causal)
+    now, later = None, None
+    if results_travel and link.ranks > 1:
+        now, later = _shares(k.shape[3 - ring.axis])
     coming: Exchange | None = None  # what travels, for the next step
     sums: Exchange | None = None  # results of what travels, of the step before
-    staying = home = None
-    for n in range(ranks):
+    ours = theirs = others = None
+    for n in range(link.ranks):
         if coming is not None:
             held = coming.wait()
-        if n < ranks - 1:
+        if n < link.ranks - 1:
             coming = link.exchange(held, [_empty(x, x.shape, x.dtype) for x in held])
-        ours, theirs = step(held, *work_at(link.rank, n, ranks, ring.travels, ring.causal))
         if n == 0:
-            # More than one sum is to come: in float32.
-            staying = ours if ours is None or ranks <= 2 else ours.widened()
-            home = theirs
+            ours, theirs = step(own, mine, now)
+            if ours is not None and later is None and link.ranks > 2:
+                ours = ours.widened()  # more than one sum is to come
             continue
-        if ours is not None and staying is not None:
-            staying = joined(staying, ours)
-        if theirs is not None and home is not None:
+        stays, goes = step(held, work_at(link.rank, n, link.ranks, ring.travels, ring.causal), None)
+        if ours is not None and stays is not None:
+            if later is None:
+                ours = joined(ours, stays)
+            else:
+                others = _with(others, stays, link.ranks)
+        if goes is not None:
             if sums is not None:
-                theirs = joined(theirs.widened(), _arrived(sums, ring, home, n - 1))
-            sums = link.exchange(theirs.message, _room(ring, home, n).message)
-    if sums is not None and home is not None:
-        home = joined(home, _arrived(sums, ring, home, ranks - 1))
+                goes = joined(goes.widened(), _arrived(sums, ring, goes, n - 1))
+            sums = link.exchange(goes.message, _room(ring, goes, n, dtype).message)
+    if later is not None:
+        ours, theirs = (
+            x if x is None or y is None else x.beside(y)
+            for x, y in zip((ours, theirs), step(own, mine, later), strict=True)
+        )
+    if ours is not None and others is not None:
+        # The own part has all rows: of two parts it takes the other one.
+        ours = joined(ours, others) if link.ranks == 2 else joined(others, ours)
+    if theirs is not None and sums is not None:
+        theirs = joined(theirs, _arrived(sums, ring, theirs, link.ranks - 1))
     return (
-        None if staying is None else staying.rounded(dtype),
-        None if home is None else home.rounded(dtype),
+        None if ours is None else ours.rounded(dtype),
+        None if theirs is None else theirs.rounded(dtype),
     )
+
+
+def _shares(heads: int) -> tuple[Heads | None, Heads | None]:
+    """The K/V heads of the first step and of the last one; all and none of a single head."""
+    if heads == 1:
+        return None, None
+    return Heads(0, heads // 2, heads), Heads(heads // 2, heads - heads // 2, heads)
+
+
+def _with(others: Part | None, part: Part, ranks: int) -> Part:
+    """The parts of the steps after the first, in float32 where there are several."""
+    if ranks == 2:
+        return part
+    return joined(part.nothing() if others is None else others, part)
 
 
 def _empty(like: Any, shape: Sequence[int], dtype: Any) -> Any:
@@ -133,26 +185,24 @@ def _empty(like: Any, shape: Sequence[int], dtype: Any) -> Any:
     return torch.empty(tuple(shape), dtype=dtype, device=like.device)
 
 
-def _room(ring: Ring, home: Part, step: int) -> Part:
-    """Memory for what the rank before sends after ``step``, of a part like the one at home: as its
-    kernel left it after step 1, then a sum in float32.
+def _room(ring: Ring, like: Part, step: int, dtype: Any) -> Part:
+    """Memory for what the rank before sends after ``step``, of a result like this one: in
+    ``dtype``, as its kernel left it, after step 1, then a sum in float32.
     """
     link = ring.link
     half = travelled(link.before, step, link.ranks, ring.travels, ring.causal)
     torch = sys.modules["torch"]
-    tensors = []
-    for x in home.tensors:
-        rows = half_of(x, half, home.axis)
-        tensors.append(_empty(x, rows.shape, x.dtype if step == 1 else torch.float32))
-    lse = home.lse
+    kind = dtype if step == 1 else torch.float32
+    tensors = [_empty(x, like.shape_of(x, half, like.axis), kind) for x in like.tensors]
+    lse = like.lse
     if lse is not None:
-        lse = _empty(lse, half_of(lse, half, 2).shape, lse.dtype)
-    return Part(tuple(tensors), lse, half, home.layout)
+        lse = _empty(lse, like.shape_of(lse, half, 2), lse.dtype)
+    return Part(tuple(tensors), lse, half, like.layout)
 
 
-def _arrived(sums: Exchange, ring: Ring, home: Part, step: int) -> Part:
+def _arrived(sums: Exchange, ring: Ring, like: Part, step: int) -> Part:
     """What the rank before has sent after ``step``."""
     came = sums.wait()
     half = travelled(ring.link.before, step, ring.link.ranks, ring.travels, ring.causal)
-    lse = None if home.lse is None else came[-1]
-    return Part(tuple(came[: len(home.tensors)]), lse, half, home.layout)
+    lse = None if like.lse is None else came[-1]
+    return Part(tuple(came[: len(like.tensors)]), lse, half, like.layout)
