@@ -132,7 +132,7 @@ PROFILED = {
     "wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
     "sectors": "l1tex__m_xbar2l1tex_read_sectors.sum",  # of 32 bytes, read from L2
 }
-# Percent of the call's cycles in which a multiprocessor has a block, and its tensor cores work;
+# Share of the call's cycles in which a multiprocessor has a block, and its tensor cores work;
 # where Nsight Compute has these counters.
 OCCUPIED = {
     "busy": "sm__cycles_active.avg.pct_of_peak_sustained_elapsed",
@@ -342,7 +342,7 @@ _MEASURED: dict[str, Callable[[float], str]] = {
     "wavefronts": lambda v: f"{v / 1e9:.2f}",
     "conflicts": lambda v: f"{v / 1e9:.3f}",
     "sectors": lambda v: f"{v * 32 / 1e9:.2f}",
-    **dict.fromkeys(OCCUPIED, lambda v: f"{v:.0f}%"),
+    **dict.fromkeys(OCCUPIED, lambda v: f"{v:.0%}"),
 }
 _HEADER = (
     *("TFLOP/s", "warp instructions, 10^9", "shared-memory wavefronts, 10^9"),

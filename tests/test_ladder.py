@@ -37,7 +37,7 @@ def synthetic(machine="some-gpu", labels=ladder.LABELS, causal=False):
             numbers = [("time", "ms", time), ("speed", "TFLOP/s", 100 / time)]
             if series != ladder.PEER:
                 numbers += [(name, "1", 1e9 * n) for name in ladder.PROFILED]
-                numbers += [("busy", "1", 40.0 + n)] if causal else []
+                numbers += [("busy", "1", 0.4 + n / 100)] if causal else []
             for metric, unit, value in numbers:
                 fields = {"metric": metric, "unit": unit, "value": value, "source": "measured"}
                 size = {} if series == ladder.PEER else {"Br": 128, "Bc": 64}

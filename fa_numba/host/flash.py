@@ -166,7 +166,10 @@ def _fa2_backward(request: Request) -> Steps:
     unit, p = UNITS[request.unit], request.problem
     tiles, spec = unit.backward(request)
     kernels, atomic = unit.kernels.fa2_backward, unit.adds_dq(request)
-    over_columns = (ceil_div(p.seqlen_k, tiles.Bc), p.heads_k, p.batch)
+    Tc, chunk = ceil_div(p.seqlen_k, tiles.Bc), getattr(spec, "chunk_tiles", 0)
+    over_columns = (Tc, p.heads_k, p.batch)
+    if chunk:
+        over_columns = (chunk * p.heads_k, p.batch, ceil_div(Tc, chunk))
     how: dict[str, Any] = {"dbias": request.return_dbias}
     workspace = [Buffer("D", request.row_shape)]
     sums = "dQ" if request.dtype.sums_in_place else "A"

@@ -12,6 +12,8 @@ from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL, WgmmaSpec, within_re
 CONSUMERS = 2
 COLUMNS = CONSUMERS * GROUP_ROWS  # of a tile of S
 STAGES = 2  # row tiles in shared memory
+# Columns of a head whose tiles go side by side, where a causal mask leaves columns unequal work.
+SIDE_BY_SIDE = 2048
 LARGEST_ATOMIC = 128  # the largest head dimension of a kernel that makes dQ too
 # Of a thread that produces, and of one that consumes; and where FlashAttention-1's consumers mask
 # rows of up to a panel whose heads share no K and V, and its producers do with fewer.
@@ -31,7 +33,9 @@ class WgmmaBackwardSpec(Spec):
     shared memory, and each consumer makes 64 x 64 elements of dQ.
 
     ``row_tiles`` counts the matrices with a row tile in shared memory: Q, dO and, for
-    FlashAttention-1, O. ``splits_queries``: several blocks add to one dK and dV.
+    FlashAttention-1, O. ``splits_queries``: several blocks add to one dK and dV. ``chunk_tiles``,
+    where it is not 0: so many column tiles of each head go before the next ones
+    (parts/wgmma/schedule.py).
     """
 
     dtype: str = "float16"
@@ -39,6 +43,7 @@ class WgmmaBackwardSpec(Spec):
     vector_adds: bool = True
     row_tiles: int = 2
     splits_queries: bool = False
+    chunk_tiles: int = 0
 
     @property
     def wide(self) -> bool:

@@ -29,16 +29,15 @@ def make_producers(spec):
     """``produce``, by a thread: Kj and Vj, and row tiles; ``produce_values``, by two warps: their L
     and D.
     """
-    p, Br, Bc, NQ = parts(spec), spec.Br, spec.Bc, spec.tile_halves[0]
+    p, Br, NQ = parts(spec), spec.Br, spec.tile_halves[0]
     FULL_KV, FULL_Q, FULL_DO, EMPTY = spec.barrier_places
 
     @device_function
     def produce(sK, sV, sQ, sdO, bars, Q, K, V, dO, group, options):
-        b, hk = p.key_head()
+        j0, hk, b = p.column_tile()
         h, heads = p.query_heads(hk, group)
         h_end = uint32(h + heads)
         Nq, Nk = p.lengths(Q.shape[2], K.shape[2], b, options)
-        j0 = uint32(cuda.blockIdx.x * Bc)
         i_first, i_end = p.row_range(j0, uint32(0), Nq, Nq, Nk, options)
         # Alg. 2 line 6: load Kj, Vj
         p.load_column_tiles(sK, sV, K, V, b, hk, j0, bars, uint32(FULL_KV))
@@ -54,11 +53,10 @@ def make_producers(spec):
 
     @device_function
     def produce_values(sL, bars, Q, K, L, D, group, options):
-        b, hk = p.key_head()
+        j0, hk, b = p.column_tile()
         h, heads = p.query_heads(hk, group)
         h_end = uint32(h + heads)
         Nq, Nk = p.lengths(Q.shape[2], K.shape[2], b, options)
-        j0 = uint32(cuda.blockIdx.x * Bc)
         i_first, i_end = p.row_range(j0, uint32(0), Nq, Nq, Nk, options)
         stage, parity, i0 = uint32(0), uint32(1), i_first
         while i0 < i_end and h < h_end:
@@ -78,7 +76,7 @@ def make_backward(spec, atomic=True):
     produce, produce_values = make_producers(spec)
     if spec.wide:
         return make_wide_backward(spec, produce, produce_values)
-    p, Br, Bc, (NQ, NK, NS) = parts(spec), spec.Br, spec.Bc, spec.tile_halves
+    p, Br, (NQ, NK, NS) = parts(spec), spec.Br, spec.tile_halves
     RS, RP, RQ = spec.TM * spec.TN, spec.p_registers, spec.query_registers
     RK, EARLY, (FEW, MANY) = spec.column_registers, spec.rounds_early, spec.registers
     AT_Q, AT_DO, AT_DS, AT_DQ, AT_L, BARRIER_0 = spec.places
@@ -96,11 +94,10 @@ def make_backward(spec, atomic=True):
         rdK = cuda.local.array(RK, float32)
         rdV = cuda.local.array(RK, float32)
         w, tx, ty = p.place()
-        b, hk = p.key_head()
+        j0, hk, b = p.column_tile()
         h, heads = p.query_heads(hk, group)
         h_end = uint32(h + heads)
         Nq, Nk = p.lengths(Q.shape[2], K.shape[2], b, options)
-        j0 = uint32(cuda.blockIdx.x * Bc)  # those with most rows, the first ones, go first
         i_first, i_end = p.row_range(j0, uint32(0), Nq, Nq, Nk, options)
         column0 = uint32(j0 + 64 * w)
         own = uint32(64 * 64 * w)

@@ -23,7 +23,7 @@ def make_wide_backward(spec, produce, produce_values):
     """The kernel for ``spec`` and its producers, those of ``fa2_backward.make_producers``; launched
     over (Tc, Hk, B) blocks.
     """
-    p, Bc, (NQ, NK, NS) = parts(spec), spec.Bc, spec.tile_halves
+    p, (NQ, NK, NS) = parts(spec), spec.tile_halves
     RS, RP, RK = spec.TM * spec.TN, spec.p_registers, spec.column_registers
     AT_Q, AT_DO, AT_S, AT_L, BARRIER_0 = spec.places
     NQS, NSS, NL, BARRIERS = 2 * NQ, 2 * NS, 4 * spec.Br, spec.barriers
@@ -36,11 +36,10 @@ def make_wide_backward(spec, produce, produce_values):
         rP = cuda.local.array(RP, uint32)
         rdV = cuda.local.array(RK, float32)
         w, tx, ty = p.place()
-        b, hk = p.key_head()
+        j0, hk, b = p.column_tile()
         h, heads = p.query_heads(hk, group)
         h_end = uint32(h + heads)
         Nq, Nk = p.lengths(Q.shape[2], K.shape[2], b, options)
-        j0 = uint32(cuda.blockIdx.x * Bc)
         i_first, i_end = p.row_range(j0, uint32(0), Nq, Nq, Nk, options)
         # Alg. 2 line 7: dVj = 0, on chip
         p.start_column(rdV)
@@ -88,11 +87,10 @@ def make_wide_backward(spec, produce, produce_values):
         rdS = cuda.local.array(RP, uint32)
         rdK = cuda.local.array(RK, float32)
         w, tx, ty = p.place()
-        b, hk = p.key_head()
+        j0, hk, b = p.column_tile()
         h, heads = p.query_heads(hk, group)
         h_end = uint32(h + heads)
         Nq, Nk = p.lengths(Q.shape[2], K.shape[2], b, options)
-        j0 = uint32(cuda.blockIdx.x * Bc)
         i_first, i_end = p.row_range(j0, uint32(0), Nq, Nq, Nk, options)
         # Alg. 2 line 7: dKj = 0, on chip
         p.start_column(rdK)

@@ -24,7 +24,7 @@ from fa_numba.intrinsics.mbarrier import (
 )
 from fa_numba.intrinsics.shared import load4, store2
 from fa_numba.intrinsics.warpgroup import MULTIPLY, STEP, wait_products
-from fa_numba.parts import softmax
+from fa_numba.parts import softmax, visits
 from fa_numba.parts.wgmma import products, stages, stores, tile_load
 from fa_numba.parts.wgmma.turns import make_meet
 from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL
@@ -65,6 +65,23 @@ def make_begin_barriers(spec):
 def make_next_stage(spec):
     """``next_stage(stage, parity)``, as in the forward pass."""
     return stages.next_of(STAGES)
+
+
+@cache
+def make_row_range(spec):
+    """``row_range``; none of a tile that the last chunk of column tiles has beyond the others'."""
+    row_range = visits.make_row_range(spec)
+    if not spec.chunk_tiles:
+        return row_range
+
+    @device_function
+    def row_range_in_chunk(col0, rows_begin, rows_end, Nq, Nk, options):
+        i_first, i_end = row_range(col0, rows_begin, rows_end, Nq, Nk, options)
+        if col0 >= Nk:
+            i_end = i_first
+        return i_first, i_end
+
+    return row_range_in_chunk
 
 
 @cache

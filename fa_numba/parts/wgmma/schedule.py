@@ -171,3 +171,24 @@ def make_next_tile(spec):
         return uint32(n + uint32(cuda.gridDim.x))
 
     return next_tile
+
+
+@cache
+def make_column_tile(spec):
+    """``column_tile()``: a backward block's first column, K/V head and batch entry, of a grid (Tc,
+    Hk, B), in chunks of C tiles (C Hk, B, ceil(Tc / C)).
+
+    A causal mask leaves the first columns most rows. In chunks those of all heads go before the
+    next ones, so that the last blocks to start are short; the tiles of a chunk read Q and dO
+    together. C is a power of two: places are found anew from the block's, in no register.
+    """
+    Bc, C = spec.Bc, spec.chunk_tiles
+
+    @device_function
+    def column_tile():
+        x, y, z = uint32(cuda.blockIdx.x), uint32(cuda.blockIdx.y), uint32(cuda.blockIdx.z)
+        if C:
+            return uint32(uint32(z * C + x % C) * Bc), uint32(x // C), y
+        return uint32(x * Bc), y, z
+
+    return column_tile
