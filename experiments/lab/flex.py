@@ -117,7 +117,8 @@ def compiling(make: Callable[[Any], Callable], items: Sequence[Any]) -> Iterator
         yield
         return
     jobs = min(MOST_JOBS, len(items), os.cpu_count() or 1)
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, spawn, initializer=_compile_alone) as pool:
         futures = [pool.submit(_run_once, make, item) for item in items]
         try:
             yield
@@ -126,6 +127,11 @@ def compiling(make: Callable[[Any], Callable], items: Sequence[Any]) -> Iterator
             raise
         for future in futures:
             future.exception()
+
+
+def _compile_alone() -> None:
+    """Have torch compile in this process, which is one of many, and in no others of its own."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 
 def _run_once(make: Callable[[Any], Callable], item: Any) -> None:
