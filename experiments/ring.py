@@ -1,0 +1,390 @@
+"""A sequence over several GPUs: which operand travels is the loop order of a cluster."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fa_numba import device, io_model
+
+from .lab import peers, precompile, ring_ranks, tables
+from .lab.options import Bench, Options
+from .lab.ring_model import Measured
+from .lab.ring_ranks import CP_CUDNN, CP_FLASH, KV, LINK, MERGE, ONE, OURS, SERIES, ULYSSES, Q, Task
+from .lab.ring_rows import (
+    HEAD_DIM,
+    by_key,
+    efficiency,
+    gains,
+    measured,
+    place,
+    predicted,
+    ranks_of,
+    sent_bytes,
+    whole,
+)
+from .lab.series import HOPPER, row_fields
+from .lab.store import MODEL, Row
+from .lab.tables import Table
+
+NAME = "ring"
+TITLE = "a sequence over several GPUs: K and V travel, or Q"
+DESCRIPTION = (
+    "Attention of sequences of 8k to 1M rows over all GPUs of this host, fp16, 16 heads, d=128: "
+    "K and V round the ring (FA-2's order), Q with its results round it (FA-1's), beside one GPU, "
+    "torch's context parallelism and Ulysses' all-to-all over the same kernels; bytes between the "
+    "GPUs in closed form, and a model of the time over as many as 1,024."
+)
+NEEDS_GPU = False
+SWEPT = ("note",)
+PROTOCOL = (
+    "one process a GPU, all begin together; the time of the slowest rank; bytes are those given "
+    "to send; memory is a rank's peak with its inputs; inputs are normal, drawn on the GPU; every "
+    f"kind of call is checked against float64 at N={ring_ranks.CHECKED} first; 20 repeats to "
+    "N=16k, 2 from N=256k on, 1 at N=1M"
+)
+
+SEQLENS = tuple(2**n for n in range(13, 21))  # 8k to 1M
+SHORTEST = 4096  # of one GPU alone: a rank's part of the shortest
+PASSES = ("fwd", "fwd+bwd")
+# The longest that a series is timed at, by pass; others would take minutes, or no memory is left.
+LONGEST = {"fwd": 2**18, "fwd+bwd": 2**17}
+ALONE = 2**20  # of K and V on their way, forward
+MODEL_RANKS = (2, 4, 8, 16, 64, 256, 1024)
+MODEL_SEQLEN, SHORTER = 2**26, 2**22
+# One direction of one GPU's link, bytes a second: 400 Gb/s, NDR InfiniBand.
+INFINIBAND = 50e9
+LABELS = {
+    ONE: "one GPU",
+    KV: "K, V travel (Q outer)",
+    Q: "Q, O, L travel (K/V outer)",
+    ULYSSES: "all-to-all (Ulysses)",
+    CP_FLASH: "torch's ring, FA-2",
+    CP_CUDNN: "torch's ring, cuDNN",
+}
+COLOURS = {
+    ONE: "#8C8C8C", KV: "#7A1FA2", Q: "#0072B2", ULYSSES: "#009E73", CP_FLASH: "#000000",
+    CP_CUDNN: "#E69F00",
+}  # fmt: skip
+MARKERS = {ONE: ".", KV: "h", Q: "o", ULYSSES: "^", CP_FLASH: "v", CP_CUDNN: "X"}
+# What speeds are asked to be over one GPU's at least: (pass, causal, length).
+WANTED = {
+    ("fwd", False, 2**15): 1.9, ("fwd", False, 2**17): 1.96,
+    ("fwd", True, 2**15): 1.85, ("fwd", True, 2**17): 1.92,
+    ("fwd+bwd", False, 2**15): 1.85, ("fwd+bwd", False, 2**17): 1.92,
+    ("fwd+bwd", True, 2**15): 1.85, ("fwd+bwd", True, 2**17): 1.92,
+}  # fmt: skip
+
+
+# --- rows ------------------------------------------------------------------------------------
+
+
+def tasks(options: Options) -> list[Task]:
+    """What is timed, the link first."""
+    if options.quick:
+        lengths: Sequence[int] = SEQLENS[:1]
+    else:
+        lengths = options.seqlens or SEQLENS
+    d = (options.head_dims or (HEAD_DIM,))[0]
+    found = [Task(LINK, 0, d, False, "fwd", 20), Task(MERGE, 2**17, d, False, "fwd", 20)]
+    alone = sorted(
+        {*lengths, *(N // 2 for N in lengths), SHORTEST} if not options.quick else lengths
+    )
+    for causal, pass_ in itertools.product(options.causal or (False, True), PASSES):
+        for series, N in itertools.product(SERIES, alone):
+            last = series == KV and pass_ == "fwd" and N <= ALONE
+            if (series == ONE or N in lengths) and (N <= LONGEST[pass_] or last):
+                found.append(Task(series, N, d, causal, pass_, repeats(N)))
+    return found
+
+
+def repeats(N: int) -> int:
+    """Calls that are timed: fewer where they take long."""
+    if N >= 2**20:
+        return 1
+    return max(2, min(20, 2**18 // N))
+
+
+def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """Bytes of every number of ranks in closed form; times over the GPUs of this host."""
+    yield list(_modelled(options))
+    if bench.machine is None:
+        return
+    ranks = _gpus()
+    if ranks < 2:
+        bench.say("  one GPU, or no torch with NCCL: times over several are not measured")
+        return
+    asked = [task for task in tasks(options) if task.seqlen % (2 * ranks) == 0]
+    precompile.compile_ahead(_planned(asked, ranks), bench)
+    bench.say(f"  {len(asked)} calls over {ranks} GPUs")
+    yield [
+        row
+        for found in ring_ranks.run(asked, ranks)
+        for row in _rows(asked[found.index], found, ranks, bench.machine)
+    ]
+
+
+def _gpus() -> int:
+    """The GPUs of this host that torch can use together."""
+    if not peers.available() or not peers.torch.distributed.is_nccl_available():
+        return 0
+    return peers.torch.cuda.device_count()
+
+
+def _planned(asked: Sequence[Task], ranks: int) -> Iterator[precompile.Call]:
+    """The kernels of the calls: those of whole problems, and of parts with and without a mask."""
+    series = HOPPER if device.compute_capability() == (9, 0) else "fa2-mma"
+    for task in asked:
+        if task.series != ONE:
+            continue
+        problem = whole(task.seqlen, task.causal, task.head_dim)
+        yield from precompile.calls(series, problem, task.pass_)
+        if task.causal:
+            half = replace(problem, causal=False, seqlen_k=problem.seqlen_k // 2)
+            yield from precompile.calls(series, half, task.pass_)
+
+
+def _rows(task: Task, found: ring_ranks.Found, ranks: int, machine: str) -> Iterator[Row]:
+    problem = whole(max(1, task.seqlen), task.causal, task.head_dim)
+    common: dict[str, Any] = {"machine": machine, "experiment": NAME, "series": task.series}
+    common |= {"source": "measured", "pass_": task.pass_, **row_fields(problem)}
+    note = f"{place(ranks)}; {found.failure}" if found.failure else place(ranks)
+    common["note"] = note
+    if not found.samples:
+        yield Row(metric="time", unit="ms", value=None, **common)
+        return
+    p20, median, p80 = map(float, np.percentile(found.samples, [20, 50, 80]))
+    spread: dict[str, Any] = {"p20": p20, "p80": p80, "n": len(found.samples)}
+    yield Row(metric="time", unit="ms", value=median, **spread, **common)
+    if task.series in SERIES:
+        yield Row(metric="memory", unit="MiB", value=found.memory, **common)
+    if task.series in OURS:
+        yield Row(metric="sent", unit="bytes", value=found.sent, **common)
+
+
+def _modelled(options: Options) -> Iterator[Row]:
+    d = (options.head_dims or (HEAD_DIM,))[0]
+    choices = itertools.product(options.causal or (False, True), PASSES, MODEL_RANKS, OURS)
+    for causal, pass_, ranks, series in choices:
+        problem = whole(MODEL_SEQLEN, causal, d)
+        yield Row(
+            machine=MODEL,
+            experiment=NAME,
+            series=series,
+            source="model",
+            metric="sent",
+            unit="bytes",
+            pass_=pass_,
+            value=sent_bytes(problem, ranks, series, pass_),
+            note=place(ranks),
+            **row_fields(problem),
+        )
+
+
+# --- figure and table ------------------------------------------------------------------------
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """Speed over one GPU's by length, both masks and passes; below bytes on the link and, where
+    the link was measured, the model's efficiency by ranks.
+    """
+    from .lab import style
+
+    if not rows:
+        return None
+    figure, axes = style.new(2, 3, 7.2)
+    gained, machine = gains(rows), measured(rows)
+    ranks = max((ranks_of(row) for row in rows if row.series in OURS and row.source == "measured"),
+                default=0)  # fmt: skip
+    panels = (("fwd", False), ("fwd", True), ("fwd+bwd", True))
+    for ax, (pass_, causal) in zip(axes[0], panels, strict=True):
+        ax.set_title(f"{pass_}, {'causal' if causal else 'not causal'}")
+        here = {k: x for k, x in gained.items() if k[1:3] == (pass_, causal)}
+        if not here:
+            style.empty(ax, "not measured")
+            continue
+        for series in SERIES[1:]:
+            points = sorted((k[3], x) for k, x in here.items() if k[0] == series)
+            if points:
+                looks = {"color": COLOURS[series], "marker": MARKERS[series]}
+                ax.plot(*zip(*points, strict=True), label=LABELS[series], **looks)
+        ax.axhline(ranks, color="#555555", lw=0.9, ls=":")
+        style.sizes(ax, sorted({k[3] for k in here}), "N")
+        ax.set_ylim(0, 1.15 * ranks)
+        ax.set_ylabel(f"gain of {ranks} GPUs over one")
+    _draw_bytes(axes[1][0], rows)
+    for ax, pass_ in zip(axes[1][1:], PASSES, strict=True):
+        _draw_model(ax, machine, pass_)
+    handles = style.handles(axes[0])
+    figure.legend(handles.values(), handles, loc="outside upper center", ncols=3)
+    return figure
+
+
+def _draw_bytes(ax: Any, rows: Sequence[Row]) -> None:
+    """Bytes that a rank sends, by ranks, of the modelled length."""
+    from .lab import style
+
+    ax.set_title(f"a rank sends, N={MODEL_SEQLEN >> 20}M")
+    drawn = False
+    for series, pass_ in itertools.product(OURS, PASSES):
+        points = sorted(
+            (ranks_of(row), row.number)
+            for row in rows
+            if (row.metric, row.source, row.series) == ("sent", "model", series)
+            and (row.pass_, row.causal) == (pass_, False)
+        )
+        if points:
+            drawn, ls = True, "-" if pass_ == "fwd" else "--"
+            ax.plot(
+                *zip(*points, strict=True), color=COLOURS[series], ls=ls, marker=MARKERS[series]
+            )
+    if not drawn:
+        style.empty(ax, "not modelled")
+        return
+    style.sizes(ax, MODEL_RANKS, "GPUs; solid fwd, dashed both")
+    ax.set_yscale("log")
+    style.byte_axis(ax.yaxis)
+
+
+def _draw_model(ax: Any, machine: Measured | None, pass_: str) -> None:
+    """The model's efficiency over the GPUs, by either link."""
+    from .lab import style
+
+    ax.set_title(f"model, {pass_}, causal")
+    if machine is None:
+        style.empty(ax, "no link measured")
+        return
+    slow = replace(machine, link=INFINIBAND / 1e3)
+    lines = (
+        (MODEL_SEQLEN, machine, "-", f"N={MODEL_SEQLEN >> 20}M, either link"),
+        (MODEL_SEQLEN, slow, "-", ""),
+        (SHORTER, machine, "--", f"N={SHORTER >> 20}M, the link measured"),
+        (SHORTER, slow, ":", f"N={SHORTER >> 20}M, InfiniBand"),
+    )
+    for series, (N, at, ls, _) in itertools.product(OURS, lines):
+        found = [(P, efficiency(at, N, P, series, True, pass_)) for P in MODEL_RANKS]
+        points = [(P, x) for P, x in found if x is not None]
+        if points:
+            ax.plot(*zip(*points, strict=True), color=COLOURS[series], ls=ls)
+    for *_, ls, label in lines:
+        if label:
+            ax.plot([], [], color="#555555", ls=ls, label=label)
+    ax.legend(loc="lower left")
+    style.sizes(ax, MODEL_RANKS, "GPUs")
+    ax.set_ylim(0, 1.05)
+    ax.set_ylabel("efficiency")
+
+
+def table(rows: Sequence[Row]) -> Table | None:
+    """A line for each call of all ranks: times, gains over one GPU, what the model says, bytes."""
+    times, gained = by_key(rows, "time"), gains(rows)
+    model, sent, memory = predicted(rows), by_key(rows, "sent"), by_key(rows, "memory")
+    series = [s for s in SERIES if any(k[0] == s for k in times)]
+    places = sorted({k[1:] for k in times if k[0] in OURS}, key=lambda p: (p[0], p[1], p[2]))
+    if not places:
+        return None
+    lines = []
+    for at in places:
+        pass_, causal, N = at
+        cells = [f"{times[s, *at]:.4g}" if (s, *at) in times else tables.MISSING for s in series]
+        over = [f"{gained[s, *at]:.2f}" if (s, *at) in gained else tables.MISSING for s in OURS]
+        wanted = f"{WANTED[at]:.2f}" if at in WANTED else tables.MISSING
+        right = [
+            f"{model[s, *at] / times[s, *at]:.3f}" if (s, *at) in model else tables.MISSING
+            for s in OURS
+        ]
+        moved = [f"{sent[s, *at] / 1e6:.0f}" if (s, *at) in sent else tables.MISSING for s in OURS]
+        peak = f"{memory[KV, *at]:.0f}" if (KV, *at) in memory else tables.MISSING
+        name = f"{N >> 20}M" if N >= 2**20 else f"{N >> 10}k"
+        lines.append(
+            [pass_, tables.yes_no(causal), name, *cells, *over, wanted, *right, *moved, peak]
+        )
+    machine = measured(rows)
+    ranks = max(ranks_of(row) for row in rows if row.series in OURS and row.source == "measured")
+    header = ["pass", "causal", "N", *(f"{LABELS[s]}, ms" for s in series)]
+    header += ["K, V: gain over one GPU", "Q: gain", "K, V asked for"]
+    header += ["K, V: model / time", "Q: model / time"]
+    header += ["K, V: MB sent", "Q: MB sent", "K, V: MiB a GPU"]
+    link = f"; the link gives {machine.link / 1e6:.0f} GB/s a direction" if machine else ""
+    equal, number = _equal_bytes(rows)
+    caption = (
+        f"Over {ranks} GPUs, fp16, {ring_ranks.HEADS} heads, d={HEAD_DIM}{link}. Milliseconds of "
+        "the slowest rank; bytes of the rank that sends most, counted where they are given to "
+        f"send, {equal} of {number} equal to the closed form; memory with the inputs."
+    )
+    return Table(caption, tables.markdown(header, lines))
+
+
+def _equal_bytes(rows: Sequence[Row]) -> tuple[int, int]:
+    """(how many measured numbers of bytes the closed form has, how many there are)."""
+    found = [row for row in rows if (row.metric, row.source) == ("sent", "measured")]
+    equal = sum(
+        row.value
+        == sent_bytes(
+            whole(row.seqlen_q, row.causal, row.head_dim), ranks_of(row), row.series, row.pass_
+        )
+        for row in found
+    )
+    return equal, len(found)
+
+
+def _model_lines(rows: Sequence[Row]) -> list[list[str]]:
+    machine = measured(rows)
+    if machine is None:
+        return []
+    lines = []
+    for ranks, causal in itertools.product(MODEL_RANKS, (False, True)):
+        cells = []
+        for at, series, pass_ in itertools.product(
+            (machine, replace(machine, link=INFINIBAND / 1e3)), OURS, PASSES
+        ):
+            share = efficiency(at, MODEL_SEQLEN, ranks, series, causal, pass_)
+            cells.append(tables.MISSING if share is None else f"{share:.3f}")
+        lines.append([str(ranks), tables.yes_no(causal), *cells])
+    return lines
+
+
+def break_even_table(rows: Sequence[Row]) -> Table | None:
+    """From which ratio of keys to queries Q sends less; with a link, the model's efficiencies."""
+    if not rows:
+        return None
+    by_ranks = [
+        [
+            str(ranks),
+            *(
+                f"{io_model.ring_break_even(ranks, head_dim=HEAD_DIM, passes=each):.3f}"
+                for each in ("fwd", "bwd")
+            ),
+        ]
+        for ranks in MODEL_RANKS
+    ]
+    header = ["GPUs", "fwd, Hk Nk / (Hq Nq)", "bwd"]
+    caption = (
+        "Ratio of keys to queries, heads counted, above which Q on its way sends fewer bytes than "
+        "K and V, not causal, 16 bits; in closed form."
+    )
+    return Table(caption, tables.markdown(header, by_ranks))
+
+
+def model_table(rows: Sequence[Row]) -> Table | None:
+    """The model's efficiency at the modelled length."""
+    lines = _model_lines(rows)
+    if not lines:
+        return None
+    names = [
+        f"{link}, {LABELS[series]}, {pass_}"
+        for link, series, pass_ in itertools.product(("measured link", "InfiniBand"), OURS, PASSES)
+    ]
+    caption = (
+        f"A model, not measured: N={MODEL_SEQLEN >> 20}M, the share of the time in which calls are "
+        "computed, from the speed of one GPU at the longest length measured and either link's "
+        f"bandwidth, {INFINIBAND / 1e9:.0f} GB/s for InfiniBand."
+    )
+    return Table(caption, tables.markdown(["GPUs", "causal", *names], lines))
+
+
+TABLES = {"ring_bytes": break_even_table, "ring_model": model_table}

@@ -1,0 +1,232 @@
+"""The experiment on rings: what is timed, the model, rows, figure and tables."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from experiments import ring
+from experiments.lab import peers, ring_model, ring_ranks, ring_rows
+from experiments.lab.options import Bench, Options
+from experiments.lab.ring_ranks import KV, LINK, MERGE, ONE, OURS, SERIES, Found, Q
+from experiments.lab.store import MODEL
+from fa_numba import io_model
+from fa_numba.problem import Problem
+
+LINK_SPEED, MERGE_SPEED = 300e6, 3e9  # bytes a millisecond
+FACTOR = {"fwd": 1.0, "fwd+bwd": 4.0}
+
+
+def alone(pass_, causal, N):
+    """A GPU that takes a millisecond for 4096 rows."""
+    return FACTOR[pass_] * (N / 4096) ** 2 * (0.5 if causal else 1.0)
+
+
+def found(task, ranks):
+    """Samples of a task: of a ring just what the model says, of others twice a fair share."""
+    N, pass_, causal = task.seqlen, task.pass_, task.causal
+    sent = 0
+    if task.series == LINK:
+        time = ring_ranks.LINK_BYTES / LINK_SPEED
+    elif task.series == MERGE:
+        time = 6 * ring_ranks.HEADS * N // ranks * task.head_dim / MERGE_SPEED
+    elif task.series == ONE:
+        time = alone(pass_, causal, N)
+    else:
+        time = 2 * alone(pass_, causal, N) / ranks
+    if task.series in OURS:
+        sent = ring.sent_bytes(ring.whole(N, causal), ranks, task.series, pass_)
+        passes = ("fwd", "bwd") if pass_ == "fwd+bwd" else ("fwd",)
+        travels = task.series.removeprefix("ring-")
+        modelled = ring_model.milliseconds(machine(), ring.whole(N, causal), ranks, travels, passes)
+        time = modelled if modelled is not None else time
+    return [time, 0.9 * time, 1.2 * time], sent
+
+
+def machine(times=None):
+    known = {
+        (p, c, 2**n): alone(p, c, 2**n)
+        for p, c, n in product(FACTOR, (False, True), range(12, 19))
+        if 2**n <= ring.LONGEST[p]
+    }
+    return ring_model.Measured(times or known, LINK_SPEED, MERGE_SPEED)
+
+
+def synthetic(ranks=2, options=None, failing=()):
+    rows = list(ring._modelled(Options()))
+    for n, task in enumerate(ring.tasks(options or Options())):
+        samples, sent = found(task, ranks)
+        each = Found(n, samples, sent, 100.0)
+        if task.series in failing:
+            each = Found(n, [], failure="failed: out of memory")
+        rows += ring._rows(task, each, ranks, "some-gpu")
+    return rows
+
+
+# --- the model of the time -------------------------------------------------------------------
+
+
+def test_without_a_link_to_wait_for_ranks_share_the_time():
+    free = replace(machine(), link=float("inf"), merging=float("inf"))
+    for ranks, causal, travels in product((1, 2, 4), (False, True), ("kv", "q")):
+        problem = ring.whole(2**16, causal)
+        time = ring_model.milliseconds(free, problem, ranks, travels, ("fwd", "bwd"))
+        assert time == pytest.approx(alone("fwd+bwd", causal, 2**16) / ranks)
+
+
+def test_a_slow_link_is_what_takes_the_time():
+    """Each message is waited for: as many as the closed form has bytes of."""
+    slow = replace(machine(), link=1.0, merging=float("inf"))
+    for ranks, travels, passes in product((2, 3, 4), ("kv", "q"), ("fwd", "bwd")):
+        problem = ring.whole(4096 * ranks, False)
+        part = replace(problem, seqlen_q=4096, seqlen_k=4096)
+        time = ring_model.milliseconds(slow, problem, ranks, travels, (passes,))
+        nbytes = io_model.ring(part, ranks, travels=travels, passes=passes).sent
+        assert nbytes <= time <= nbytes + 5 * ranks
+
+
+def test_times_beyond_the_longest_measured_are_in_proportion():
+    one = machine({("fwd", False, 4096): 1.0, ("fwd", False, 8192): 3.9})
+    assert one.call("fwd", False, 8192) == 3.9
+    assert one.call("fwd", False, 2**15) == 3.9 * 16
+    assert one.call("fwd", False, 2048) is None and one.call("fwd", False, 6000) is None
+    assert one.call("bwd", False, 4096) is None and one.call("fwd", True, 4096) is None
+
+
+def test_merging_accesses_what_the_kernel_does():
+    """Two of 16 bits read and one written between two ranks, else a sum in float32."""
+    part = Problem(1, 2, 2, 8, 8, 4, dtype="float16")
+    n = 2 * 8 * 4
+    assert ring_model._merge_bytes(part, 2, "fwd") == 6 * n
+    assert ring_model._merge_bytes(part, 3, "fwd") == 10 * n
+    assert ring_model._merge_bytes(part, 3, "bwd") == 30 * n
+    assert ring_model._merge_bytes(replace(part, causal=True), 2, "fwd") == 3 * n
+
+
+# --- what is timed ---------------------------------------------------------------------------
+
+
+def test_every_series_is_timed_where_it_is_short_enough():
+    tasks = ring.tasks(Options())
+    assert len(set(tasks)) == len(tasks)
+    assert [task.series for task in tasks[:2]] == [LINK, MERGE]
+    longest = {
+        series: max(t.seqlen for t in tasks if t.series == series and t.pass_ == "fwd")
+        for series in SERIES
+    }
+    assert longest.pop(KV) == 2**20 and set(longest.values()) == {2**18}
+    assert {t.seqlen for t in tasks if t.series == ONE} == {2**n for n in range(12, 19)}
+    assert all(t.seqlen <= 2**17 for t in tasks if t.pass_ == "fwd+bwd")
+    few = ring.tasks(Options(seqlens=(2**14,), causal=(True,), head_dims=(64,)))
+    assert {(t.seqlen, t.causal, t.head_dim) for t in few if t.series == Q} == {(2**14, True, 64)}
+    quick = ring.tasks(Options(quick=True))
+    assert {t.seqlen for t in quick if t.series in SERIES} == {ring.SEQLENS[0]}
+    assert [ring.repeats(2**n) for n in (13, 15, 18, 20)] == [20, 8, 2, 1]
+
+
+def test_without_a_gpu_bytes_are_modelled_alone():
+    (rows,) = ring.measure(Options(), Bench(machine=None))
+    assert {row.machine for row in rows} == {MODEL}
+    by = {(r.series, r.pass_, r.causal, r.place): r.value for r in rows}
+    part = replace(ring.whole(ring.MODEL_SEQLEN, False), seqlen_q=2**22, seqlen_k=2**22)
+    assert by[KV, "fwd", False, "16 ranks"] == io_model.ring(part, 16).sent
+
+
+def test_with_one_gpu_it_says_what_is_missing(monkeypatch):
+    said = []
+    monkeypatch.setattr(ring, "_gpus", lambda: 1)
+    (rows,) = ring.measure(Options(quick=True), Bench(machine="some-gpu", say=said.append))
+    assert {row.machine for row in rows} == {MODEL}
+    assert said == ["  one GPU, or no torch with NCCL: times over several are not measured"]
+    monkeypatch.undo()
+    monkeypatch.setattr(peers, "torch", None)
+    assert ring._gpus() == 0
+
+
+def test_every_task_gives_its_rows(monkeypatch):
+    """Those that a length does not divide among the ranks are left out."""
+    ran = []
+
+    def run(tasks, ranks):
+        ran.extend(tasks)
+        assert ranks == 3
+        for n, task in enumerate(tasks):
+            failed = task.series == Q
+            samples = [] if failed else [3.0, 1.0, 2.0]
+            yield Found(n, samples, 7, 5.0, "failed: too slow" if failed else "")
+
+    monkeypatch.setattr(ring, "_gpus", lambda: 3)
+    monkeypatch.setattr(ring.ring_ranks, "run", run)
+    monkeypatch.setattr(ring.precompile, "compile_ahead", lambda calls, bench: list(calls))
+    monkeypatch.setattr(ring.device, "compute_capability", lambda: (9, 0))
+    options = Options(seqlens=(6144, 8192), causal=(True,))
+    bench = Bench(machine="some-gpu", say=lambda text: None)
+    _, rows = ring.measure(options, bench)
+    assert {task.seqlen for task in ran if task.series == KV} == {6144}
+    mine = [row for row in rows if row.series == KV and row.pass_ == "fwd"]
+    assert [(r.metric, r.value, r.place) for r in mine] == [
+        ("time", 2.0, "3 ranks"),
+        ("memory", 5.0, "3 ranks"),
+        ("sent", 7, "3 ranks"),
+    ]
+    assert (mine[0].n, mine[0].seqlen_q, mine[0].causal) == (3, 6144, True)
+    failed = [row for row in rows if row.series == Q]
+    assert {(r.value, r.note) for r in failed} == {(None, "3 ranks; failed: too slow")}
+
+
+# --- what rows say ---------------------------------------------------------------------------
+
+
+def test_the_model_gives_back_what_it_was_measured_with():
+    rows = synthetic()
+    one = ring.measured(rows)
+    assert one.link == pytest.approx(LINK_SPEED)
+    assert one.merging == pytest.approx(MERGE_SPEED, rel=1e-3)
+    times, said = ring.by_key(rows, "time"), ring.predicted(rows)
+    assert len(said) == len([k for k in times if k[0] in OURS])
+    for key, time in said.items():
+        assert time == pytest.approx(times[key], rel=1e-3)
+    gains = ring.gains(rows)
+    assert gains["ulysses", "fwd", True, 2**14] == pytest.approx(1.0)
+    assert 1.9 < gains[KV, "fwd", False, 2**17] < 2.0
+    assert ring_rows.measured([row for row in rows if row.series != LINK]) is None
+
+
+def test_efficiency_falls_with_the_ranks_that_share_a_sequence():
+    shares = [ring.efficiency(machine(), 2**22, P, KV, True, "fwd") for P in (2, 64, 256, 1024)]
+    assert shares == sorted(shares, reverse=True) and 0.9 < shares[0] <= 1 and shares[-1] > 0
+    slow = replace(machine(), link=ring.INFINIBAND / 1e3)
+    assert ring.efficiency(slow, 2**22, 1024, KV, True, "fwd") < shares[-1]
+    assert ring.efficiency(machine(), 2**11, 2, KV, True, "fwd") is None
+
+
+def test_the_figure_takes_any_part_of_the_rows():
+    whole = synthetic()
+    modelled = [row for row in whole if row.machine == MODEL]
+    for rows, unmeasured in ((whole, 0), (modelled, 3), (synthetic(failing=SERIES), 3)):
+        figure = ring.draw(rows)
+        texts = [text.get_text() for ax in figure.axes for text in ax.texts]
+        assert texts.count("not measured") == unmeasured
+        assert texts.count("no link measured") == (2 if rows is modelled else 0)
+    assert ring.draw([]) is None
+
+
+def test_tables_have_a_line_for_each_call():
+    rows = synthetic()
+    body = [line.strip("|").split("|") for line in ring.table(rows).body.splitlines()]
+    cells = [[cell.strip() for cell in line] for line in body]
+    head, lines = cells[0], cells[2:]
+    assert len(lines) == 2 * 8 + 2 * 5
+    (line,) = (x for x in lines if x[:3] == ["fwd", "no", "32k"])
+    by = dict(zip(head, line, strict=True))
+    assert by["K, V asked for"] == "1.90" and float(by["K, V: gain over one GPU"]) > 1.9
+    assert by["K, V: model / time"] == "1.000" and by["K, V: MiB a GPU"] == "100"
+    assert by["K, V: MB sent"] == str(round(4 * 16 * 2**14 * 128 / 1e6))
+    (line,) = (x for x in lines if x[:3] == ["fwd", "no", "1M"])
+    assert dict(zip(head, line, strict=True))["one GPU, ms"] == "-"
+    assert "48 of 48 equal to the closed form" in ring.table(rows).caption
+    modelled = [row for row in rows if row.machine == MODEL]
+    assert ring.table(modelled) is None and ring.model_table(modelled) is None
+    assert "| 1024 | 1.507 | 0.836 |" in ring.break_even_table(modelled).body
+    assert len(ring.model_table(rows).body.splitlines()) == 2 + 2 * len(ring.MODEL_RANKS)
+    assert ring.break_even_table([]) is None
