@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import test_ring_experiment
 import test_training
 from matplotlib.figure import Figure
 from mma_helpers import every_dtype, numpy_dtype
@@ -90,6 +91,8 @@ def made_up(name):
         rows = own.synthetic()
     elif name == "char_model":
         rows = test_training.synthetic()
+    elif name == "ring":
+        rows = test_ring_experiment.synthetic()
     elif name == "io_vs_seqlen":
         tiles = SimpleNamespace(Br=64, Bc=64)
         for place, source in ((MODEL, "model"), (EMULATOR, "counted")):
