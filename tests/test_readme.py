@@ -13,6 +13,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import time_compile
 
 import fa_numba
 from experiments import __main__ as experiments
@@ -78,6 +79,20 @@ def test_the_emulators_times_are_those_of_the_file():
         before, after = row["before"], row["after"]
         ratio = f"{float(before) / float(after):.0f}" if before else ""
         assert f"| {row['call']} | {before} | {after} | {ratio} |\n" in page
+
+
+def test_the_times_of_a_first_call_are_those_of_the_file():
+    lines = time_compile.table(ROOT / "tests" / "data" / "compile_time.csv")
+    assert "\n".join(lines) + "\n" in (ROOT / "CONTRIBUTING.md").read_text()
+    cells = {line.split(" | ")[0][2:]: line.rstrip(" |").split(" | ")[1:] for line in lines[2:]}
+    seconds = {
+        stage: [float(cell) for cell in cells[words]]
+        for stage, words in time_compile.STAGES.items()
+    }
+    parts = [seconds[stage] for stage in time_compile.MEASURED if stage != "import"]
+    for whole, *stages in zip(seconds["compile"], *parts, strict=True):
+        assert whole == pytest.approx(sum(stages), abs=0.05)
+        assert 1.5 <= whole < 4.5  # README's two to four
 
 
 @pytest.mark.parametrize("Nq, Nk", [(20, 12), (12, 20), (16, 16)])

@@ -31,7 +31,10 @@ STAGES = {
     "LTO-IR": "NVVM reads it and writes LTO-IR",
     "optimiser": "NVVM's optimiser and PTX, in nvJitLink",
     "ptxas": "PTX to machine code",
+    "compile": "a first call's compiling in all",
+    "compile before": "the same at the base",
 }
+MEASURED = tuple(stage for stage in STAGES if not stage.startswith("compile"))
 
 TIMED = r"""
 import json, sys, time
@@ -119,6 +122,26 @@ def compiling(took: dict[str, float]) -> float:
     return sum(seconds for stage, seconds in took.items() if stage != "import")
 
 
+def table(path: Path) -> list[str]:
+    """The file's rows as a table: a line for each stage, a column for each kernel."""
+    with open(path) as file:
+        rows = list(csv.DictReader(file))
+    of = {(row["kernel"], row["stage"]): row["seconds"] for row in rows}
+    kernels = list(dict.fromkeys(kernel for kernel, _ in of))
+    stages = [stage for stage in of_stages() if (kernels[0], stage) in of]
+    lines = [f"| CPU seconds | {' | '.join(kernels)} |", f"|---|{'---:|' * len(kernels)}"]
+    for stage in stages:
+        cells = " | ".join(of[kernel, stage] for kernel in kernels)
+        lines.append(f"| {STAGES.get(stage, stage)} | {cells} |")
+    return lines
+
+
+def of_stages() -> list[str]:
+    """The stages of a file in the order of its table."""
+    first, *others = STAGES
+    return [*others, first]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base", help="a revision to compare with")
@@ -140,7 +163,7 @@ def main() -> None:
                         before.append(compiling(stages(base, kernel)))
                 best = min(runs, key=compiling)
                 found.append((kernel, best, min(before, default=None)))
-                each = ", ".join(f"{stage} {best[stage]:.2f}" for stage in STAGES)
+                each = ", ".join(f"{stage} {best[stage]:.2f}" for stage in MEASURED)
                 was = f", before {min(before):.2f}" if before else ""
                 print(f"{kernel}: {compiling(best):.2f}{was} ({each})", flush=True)
         finally:
@@ -151,10 +174,11 @@ def main() -> None:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(["kernel", "stage", "seconds"])
             for kernel, took, was in found:
-                writer.writerows((kernel, stage, f"{took[stage]:.2f}") for stage in STAGES)
+                writer.writerows((kernel, stage, f"{took[stage]:.2f}") for stage in MEASURED)
                 writer.writerow((kernel, "compile", f"{compiling(took):.2f}"))
                 if was is not None:
                     writer.writerow((kernel, "compile before", f"{was:.2f}"))
+        print(*table(Path(options.out)), sep="\n")
 
 
 if __name__ == "__main__":

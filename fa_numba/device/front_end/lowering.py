@@ -13,23 +13,23 @@ from numba.cuda.debuginfo import DummyDIBuilder
 
 def refreshed_after_changes(refresh: Callable) -> Callable:
     """Numba reads all registries whenever a function has no code yet, a few hundred times."""
-    known: dict[int, int] = {}
+    known: dict[int, tuple[list[list], int]] = {}
 
     def refresh_changed(self: Any) -> None:
         table = id(self._registries)  # which contexts of one compiler share
-        if known.get(table) != _registered(self):
+        found, size = known.get(table, ([], -1))
+        if sum(map(len, found)) != size:
             refresh(self)
-            known[table] = _registered(self)
+            found = _definitions(self)
+            known[table] = found, sum(map(len, found))
 
     return refresh_changed
 
 
-def _registered(context: Any) -> int:
-    """How many definitions the registries of a context and of its types have."""
+def _definitions(context: Any) -> list[list]:
+    """What the registries of a context and of its types hold, and go on to hold."""
     registries = {*context._registries, *context.typing_context._registries, builtin_registry}
-    return sum(
-        len(found) for each in registries for found in vars(each).values() if type(found) is list
-    )
+    return [found for each in registries for found in vars(each).values() if type(found) is list]
 
 
 def without_debug_sizes(alloca: Callable) -> Callable:
