@@ -299,7 +299,7 @@ def ring_attention(
         isinstance(x, torch.Tensor) and x.requires_grad for x in (q, k, v)
     )
     if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled() and algorithm == "fa2"
+        deterministic = algorithm == "fa2" and torch.are_deterministic_algorithms_enabled()
     return_lse = as_flag("return_lse", return_lse)
     ring = ring_call.prepared(
         q, k, v, group, travels, causal, layout, deterministic, tiles, backward_tiles, wanted,
@@ -317,21 +317,21 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, ring):
-        out, lse = ring_passes.forward(ring, q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.mark_non_differentiable(lse)
+        O, L = ring_passes.forward(ring, q, k, v)
+        ctx.save_for_backward(q, k, v, O, L)
+        ctx.mark_non_differentiable(L)
         ctx.set_materialize_grads(False)
         ctx.ring = ring
-        return out, lse
+        return O, L
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout, _dlse):
-        if dout is None:
+    def backward(ctx, dO, _dL):
+        if dO is None:
             return (None,) * 4
-        found = ring_passes.backward(ctx.ring, dout, *ctx.saved_tensors)
-        needed = zip(found, ctx.needs_input_grad, strict=False)
-        return *(gradient if need else None for gradient, need in needed), None
+        found = ring_passes.backward(ctx.ring, dO, *ctx.saved_tensors)
+        wanted = ctx.needs_input_grad[:3]
+        return *(x if wants else None for x, wants in zip(found, wanted, strict=True)), None
 
 
 def ring_split(
