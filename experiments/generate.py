@@ -40,7 +40,7 @@ SWEPT = ("note",)
 SIZES = small_model.Sizes(len(ALPHABET), heads=2, head_dim=32, layers=2)
 CHARACTERS, STEPS, BATCH, CONTEXT = 2**16, 150, 16, 48
 PAGE_SIZE, PROMPT = 16, 8
-SEQUENCES, LENGTH, SPLITS = 2, 48, 2
+SEQUENCES, LENGTH, SPLITS = 2, 36, 2
 COUNTED = {"fa2-simt": "float32", "fa2-mma": "float16"}
 # Of the closed form, and of what is timed.
 LENGTHS = tuple(2**n for n in range(5, 13))
