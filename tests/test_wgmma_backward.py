@@ -15,12 +15,12 @@ from test_wgmma_emulated import _built
 
 import fa_numba
 from fa_numba import bounds, emulator
-from fa_numba.host import planning, units
+from fa_numba.host import planning
 from fa_numba.kernels import wgmma
 from fa_numba.kernels.wgmma import fa2_backward_wide
 from fa_numba.parts import wgmma as parts
 from fa_numba.parts.wgmma import backward, products, sweep, wide
-from fa_numba.tiling import WgmmaSweepSpec
+from fa_numba.tiling import WgmmaSweepSpec, wgmma_backward
 
 UNIT = {"unit": "wgmma"}
 CASES = [
@@ -175,30 +175,31 @@ def test_gradients_do_not_depend_on_the_order():
     assert np.allclose(first[0].astype("f4"), second[0].astype("f4"), rtol=2e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("Hq, Nk, d, side_by_side", [(2, 600, 64, 256), (3, 300, 192, 128)])
-def test_column_tiles_in_chunks(monkeypatch, Hq, Nk, d, side_by_side):
-    """Of two tiles, the last chunk with one: the same gradients, counted alike."""
-    problem = {"dtype": "float16", "causal": True, **UNIT}
-    q, k = (2, Hq, 150, d), (2, 1 if Hq == 3 else 2, Nk, d)
+@pytest.mark.parametrize("heads, Nk, d, few", [((2, 2), 600, 64, 8), ((3, 1), 300, 192, 1)])
+def test_column_tiles_in_chunks(monkeypatch, heads, Nk, d, few):
+    """The same gradients, counted alike: one tile of each head after the other, or two, the last
+    chunk with one.
+    """
+    Hq, Hk = heads
+    monkeypatch.setattr(wgmma_backward, "FEW_HEADS", few)
+    monkeypatch.setattr(wgmma_backward, "SIDE_BY_SIDE", 128)
     uncached = getattr(planning.planned, "__wrapped__", planning.planned)
     monkeypatch.setattr(planning, "planned", uncached)
-    Tc, *heads = fa_numba.plan(q, k, passes="bwd", **problem).kernels[1].grid
-    assert (Tc % 2, heads) == (1, [k[1], 2])
-    monkeypatch.setattr(units, "SIDE_BY_SIDE", side_by_side)
-    grid = fa_numba.plan(q, k, passes="bwd", **problem).kernels[1].grid
-    assert grid == (2 * k[1], 2, Tc // 2 + 1)
-    inputs = half_gradients("float16", 2, Hq, k[1], 150, Nk, d)
+    shapes = (2, Hq, 150, d), (2, Hk, Nk, d)
+    plan = fa_numba.plan(*shapes, dtype="float16", passes="bwd", causal=True, **UNIT)
+    assert plan.kernels[1].grid == ((Hk, 2, 5) if few == 8 else (2 * Hk, 2, 3))
+    inputs = half_gradients("float16", 2, Hq, Hk, 150, Nk, d)
     check_gradients("emulator", "fa2", *inputs, **UNIT, causal=True)
 
 
-def test_columns_of_one_work_are_in_no_chunks():
-    def grid(N, **options):
+def test_columns_of_unequal_work_are_in_chunks():
+    def grid(heads, N, **options):
         with bounds.DEVICES["H200"].planning():
-            plan = fa_numba.plan(*[(1, 4, N, 64)] * 2, dtype="float16", passes="bwd", **options)
+            plan = fa_numba.plan(*[(2, heads, N, 64)] * 2, dtype="float16", passes="bwd", **options)
         return plan.kernels[1].grid
 
-    assert grid(2049, causal=True) == (64, 1, 2)
-    assert grid(2048, causal=True) == (16, 4, 1) and grid(4096) == (32, 4, 1)
+    assert grid(4, 500, causal=True) == (4, 2, 4) and grid(4, 500) == (4, 4, 2)
+    assert grid(5, 2049, causal=True) == (80, 2, 2) and grid(5, 2048, causal=True) == (16, 5, 2)
 
 
 @cache

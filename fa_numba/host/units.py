@@ -46,7 +46,7 @@ from fa_numba.tiling import (
 )
 from fa_numba.tiling.tuned import tuned_tiles
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL, SHORT
-from fa_numba.tiling.wgmma_backward import LARGEST_ATOMIC, SIDE_BY_SIDE
+from fa_numba.tiling.wgmma_backward import LARGEST_ATOMIC, chunk_tiles
 
 
 class Unit(ABC):
@@ -349,8 +349,8 @@ class Wgmma(Unit):
         tiles = request.tiles or default_wgmma_backward_tiles(p.head_dim, facts["atomic"])
         facts["row_tiles"] = 3 if request.algorithm == "fa1" else 2
         facts["splits_queries"] = request.query_splits > 1
-        if p.causal and request.algorithm == "fa2" and p.seqlen_k > SIDE_BY_SIDE:
-            facts["chunk_tiles"] = SIDE_BY_SIDE // tiles.Bc
+        if p.causal and request.algorithm == "fa2":
+            facts["chunk_tiles"] = chunk_tiles(p.seqlen_k, p.batch * p.heads_k, tiles.Bc)
         spec = select_wgmma_backward_spec(tiles, p.head_dim, request.shared_limit, **facts)
         return replace(tiles, threads=spec.threads), spec
 

@@ -12,8 +12,9 @@ from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL, WgmmaSpec, within_re
 CONSUMERS = 2
 COLUMNS = CONSUMERS * GROUP_ROWS  # of a tile of S
 STAGES = 2  # row tiles in shared memory
-# Columns of a head whose tiles go side by side, where a causal mask leaves columns unequal work.
-SIDE_BY_SIDE = 2048
+# Where a causal mask leaves columns unequal work: columns of a head whose tiles go side by side, and
+# how many heads of K and V all do.
+SIDE_BY_SIDE, FEW_HEADS = 2048, 8
 LARGEST_ATOMIC = 128  # the largest head dimension of a kernel that makes dQ too
 # Of a thread that produces, and of one that consumes; and where FlashAttention-1's consumers mask
 # rows of up to a panel whose heads share no K and V, and its producers do with fewer.
@@ -262,6 +263,15 @@ class _SharedRows(WgmmaSpec):
     @property
     def consumer_rows(self) -> int:
         return 0
+
+
+def chunk_tiles(columns: int, heads: int, Bc: int) -> int:
+    """``chunk_tiles`` of a causal call with so many columns and, over the batch, K/V heads: one of
+    a few heads, whose long tiles all begin at once; of many as many as read Q and dO together.
+    """
+    if heads <= FEW_HEADS:
+        return 1
+    return SIDE_BY_SIDE // Bc if columns > SIDE_BY_SIDE else 0
 
 
 def default_wgmma_backward_tiles(head_dim: int, atomic: bool = True) -> Tiles:

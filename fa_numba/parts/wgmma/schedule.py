@@ -180,7 +180,7 @@ def make_column_tile(spec):
 
     A causal mask leaves the first columns most rows. In chunks those of all heads go before the
     next ones, so that the last blocks to start are short; the tiles of a chunk read Q and dO
-    together. C is a power of two: places are found anew from the block's, in no register.
+    together. C is a power of two: places are found from the block's, in no register.
     """
     Bc, C = spec.Bc, spec.chunk_tiles
 
