@@ -12,8 +12,8 @@ from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL, WgmmaSpec, within_re
 CONSUMERS = 2
 COLUMNS = CONSUMERS * GROUP_ROWS  # of a tile of S
 STAGES = 2  # row tiles in shared memory
-# Where a causal mask leaves columns unequal work: columns of a head whose tiles go side by side, and
-# how many heads of K and V all do.
+# Where a causal mask leaves columns unequal work: columns of a head whose tiles go side by side,
+# and how many heads of K and V all do.
 SIDE_BY_SIDE, FEW_HEADS = 2048, 8
 LARGEST_ATOMIC = 128  # the largest head dimension of a kernel that makes dQ too
 # Of a thread that produces, and of one that consumes; and where FlashAttention-1's consumers mask
