@@ -29,6 +29,7 @@ class Distributed:
         self.turn = threading.Condition()
         self.messages, self.gathered = {}, {}
         self.group = SimpleNamespace(WORLD="world")
+        self.ReduceOp = SimpleNamespace(MAX=lambda every: np.max(every, axis=0))
 
     def is_available(self):
         return True
@@ -74,9 +75,8 @@ class Distributed:
     def batch_isend_irecv(self, operations):
         return [SimpleNamespace(wait=how(x, peer)) for how, x, peer in operations]
 
-    def all_gather(self, every, own, group=None):
-        for x, values in zip(every, self._gather(own.values.copy()), strict=True):
-            x.values[...] = values
+    def all_reduce(self, own, op, group=None):
+        own.values[...] = op(self._gather(own.values.copy()))
 
     def all_gather_object(self, every, own, group=None):
         every[:] = self._gather(copy.deepcopy(own))

@@ -14,7 +14,7 @@ import fa_numba
 from fa_numba.device import Kernel, array_type, float32, planning_for
 from fa_numba.integers import ceil_div
 from fa_numba.intrinsics.barriers import arrive_named, sync_named
-from fa_numba.kernels import mma, wgmma
+from fa_numba.kernels import merge_parts, mma, wgmma
 from fa_numba.kernels.simt import (
     fa1_backward,
     fa1_forward,
@@ -237,6 +237,24 @@ def test_the_kernel_that_appends_compiles_within_its_budgets(case):
     dtype = "float16" if halves else "float32"
     ptx = ptx_within_budgets(make_append(64, dtype, 48, aligned, True), "sm_90a")
     assert ("st.global.v4" in ptx) == aligned
+
+
+@pytest.mark.parametrize(
+    "case",
+    slow_but(
+        [("float16", "float16", True)],
+        [
+            ("float16", "float16", True),
+            ("float32", "bfloat16", True),
+            ("float16", "float32", False),
+        ],
+    ),
+)
+def test_the_kernels_that_make_one_of_two_parts_compile_within_their_budgets(case):
+    """Sixteen bytes of 16-bit elements at a time where rows are aligned."""
+    for make in (merge_parts.make_merge, merge_parts.make_add):
+        ptx = ptx_within_budgets(make(128, *case), "sm_90a")
+        assert ("ld.global.v4" in ptx) == ("st.global.v4" in ptx) == case[-1]
 
 
 SPLIT_CASES = [

@@ -5,8 +5,14 @@ torch and torch.distributed are stand-ins, whose ranks are threads; ``test_ring_
 processes over the real ones, where they are installed.
 """
 
+import inspect
 import itertools
+import linecache
+import re
+import sys
+import types
 from contextlib import ExitStack
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,8 +23,11 @@ from stand_in_torch import Tensor, fa_numba_torch, no_torch_but_its_names
 import fa_numba
 from fa_numba import device as devices
 from fa_numba import io_model, reference, ring
+from fa_numba.emulator import EmulatorError
 from fa_numba.host import merging
+from fa_numba.kernels import merge_parts
 from fa_numba.problem import Problem
+from fa_numba.ring import passes
 from fa_numba.ring.schedule import LAST, span, travelled, work_at
 
 # --- who computes what -----------------------------------------------------------------------
@@ -254,7 +263,7 @@ def test_both_passes_are_those_of_one_device(torch, case):
         both = (forward.sent - passed[0], forward.received - passed[1])
         return [x.values for x in (out, lse, *(x.grad for x in mine.values()))], passed, both
 
-    with ranks_of(torch, ranks) as distributed:
+    with ranks_of(torch, ranks, timeout=2.0) as distributed:
         found = distributed.run(work)
     problem = Problem(1, 2 * Hk, Hk, Nq, Nk, 8, dtype=dtype, causal=causal)
     sent = dict.fromkeys(range(ranks), 0)
@@ -314,8 +323,6 @@ DIFFERENT = [
 
 @pytest.mark.parametrize(("changes", "says"), DIFFERENT, ids=str)
 def test_ranks_that_disagree_are_told_before_anything_is_sent(torch, changes, says):
-    import re
-
     ft = fa_numba_torch()
     with ranks_of(torch, 3) as distributed:
         found = distributed.run(lambda rank: call_of(rank, changes, ft))
@@ -390,6 +397,84 @@ def test_a_rank_that_does_not_come_ends_in_an_error(torch):
         error, _ = distributed.run(no_backward)
     assert isinstance(error, RuntimeError)
     assert "rank 0 of 2: the exchange with ranks 1 and 1 of the ring did not" in str(error)
+
+
+# --- planted faults --------------------------------------------------------------------------
+
+KERNEL_FAULTS = [
+    ("m = maximum(L_x, L_y)", "m = L_x"),
+    ("if m == NEG_INF:", "if False:"),
+    ("exp2(LOG2E * (L_y - shift))", "float32(1.0)"),
+    ("factor = float32(1.0) / l", "factor = float32(1.0)"),
+    ("L[b, h, row] = m + LN2 * log2(l)", "L[b, h, row] = m + log2(l)"),
+    ("factor * f_x, factor * f_y", "factor * f_y, factor * f_x"),
+    ("uint32(X.shape[2]):\n            L_x,", "uint32(X.shape[2] - 1):\n            L_x,"),
+    ("f * x[7] + g * y[7]", "f * x[7] + g * y[6]"),
+    ("pack(x, float32(0.0)) & uint32(0xFFFF)", "pack(float32(0.0), x) & uint32(0xFFFF)"),
+]
+PASS_FAULTS = [
+    (passes, "half_of(lse_at, work.rows, 2)", "half_of(lse_at, 'all', 2)"),
+    (passes, "heads // 2, heads - heads // 2, heads", "0, heads - heads // 2, heads"),
+    (passes, "step(own, mine, later)", "step(own, mine, now)"),
+    (passes, "sums = link.exchange(goes", "_ = link.exchange(goes"),
+    (passes, "if step == 1 else torch.float32", "if step >= 1 else torch.float32"),
+    (passes, "step(own, mine, now)", "step(own, mine._replace(causal=False), now)"),
+    (passes, "_arrived(sums, ring, theirs, link.ranks - 1)", "theirs"),
+]
+
+
+def of_source(module, needle="", replacement=""):
+    """The module anew, with the needle replaced."""
+    text = inspect.getsource(module)
+    if needle:
+        assert text.count(needle) == 1, f"{needle!r} stands {text.count(needle)} times"
+        text = text.replace(needle, replacement)
+    file = f"<{module.__name__} {needle} {replacement}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    fresh = types.ModuleType(f"{module.__name__}_mutant")
+    sys.modules[fresh.__name__] = fresh  # dataclasses look there
+    exec(compile(text, file, "exec"), vars(fresh))
+    return fresh
+
+
+def kernel_finds(needle="", replacement=""):
+    """Whether the cases of the kernel notice what is planted."""
+    mutant = of_source(merge_parts, needle, replacement)
+    with (
+        mock.patch.object(merging, "make_merge", mutant.make_merge),
+        mock.patch.object(merging, "make_add", mutant.make_add),
+    ):
+        try:
+            for case in MERGED:
+                test_merged_parts_are_those_of_float64(case)
+        except (AssertionError, EmulatorError):
+            return True
+    return False
+
+
+def test_faults_of_the_kernel_are_noticed():
+    assert not kernel_finds()
+    for fault in KERNEL_FAULTS:
+        assert kernel_finds(*fault), fault
+
+
+def passes_find(torch, module, needle="", replacement=""):
+    mutant = of_source(module, needle, replacement)
+    originals = {name: getattr(passes, name) for name in ("forward", "backward")}
+    with ExitStack() as stack:
+        for name in originals:
+            stack.enter_context(mock.patch.object(passes, name, getattr(mutant, name)))
+        try:
+            for case in (RING[1], RING[5]):
+                test_both_passes_are_those_of_one_device(torch, case)
+        except (AssertionError, RuntimeError, ValueError, TypeError, IndexError):
+            return True
+    return False
+
+
+def test_faults_of_the_passes_are_noticed(torch):
+    for fault in PASS_FAULTS:
+        assert passes_find(torch, *fault), fault
 
 
 # --- the model -------------------------------------------------------------------------------

@@ -106,7 +106,11 @@ class _Bench:
 
     def found(self, index: int, task: Task) -> Found:
         """Check the task's kind of call once, then time it; every rank comes to the same end."""
-        with self._within(task.series, task.causal):
+        within, failure = attempt(self._within, task.series, task.causal)
+        failure = self._shared(failure)
+        if failure:
+            return Found(index, [], failure=failure)
+        with within:
             failure = self._checked(task) if task.series in SERIES else ""
             if failure:
                 return Found(index, [], failure=failure)
@@ -203,7 +207,7 @@ class _Bench:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         if self.mesh is None:
-            self.mesh = init_device_mesh("cuda", (self.ranks,))
+            self.mesh = init_device_mesh(self.device.type, (self.ranks,))
         theirs._cp_options.enable_load_balance = causal
         # The parts are split already; it asks for a tensor to split.
         some = self.torch.zeros(1, 1, 256 * self.ranks, 1, device=self.device)
