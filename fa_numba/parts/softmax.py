@@ -69,13 +69,16 @@ def _make_scale_and_mask(spec, unit, hides_blocks):
                 rS[e] = options.softcap * math.tanh(rS[e])
         if alibi:
             slope = unit * options.slopes[b, h]
+            # Columns count from this thread's first, so that they are constants, and rows from
+            # there: one number becomes a float for a row. Columns past the end are hidden below.
+            first = int32(int32(col0 + column_of(tx, 0)) - diagonal)
             for i in range(TM):
                 row = uint32(row0 + row_of(ty, i))
-                for j in range(TN):
-                    col = uint32(col0 + column_of(tx, j))
-                    if row < Nq and col < Nk:
-                        keys = int32(_distance(int32(row), int32(col), diagonal))
-                        rS[i * EI + j * EJ] -= slope * float32(keys)
+                if row < Nq:
+                    key = float32(int32(int32(row) - first))
+                    for j in range(TN):
+                        col = float32(int32(column_of(uint32(0), j)))
+                        rS[i * EI + j * EJ] -= slope * _distance(key, col, float32(0.0))
         if bias:
             Bh = options.bias[b, h]
             for i in range(TM):
