@@ -2,12 +2,13 @@
 
 A step is over when its call is done and when the parts that are on the link meanwhile have come:
 
-    T = sum over the steps s of max(call_s + merge_s, bytes on the link / bandwidth) + what is left
+    T = sum over the steps s of max(call_s + merge_s, bytes on the link / bandwidth)
 
-During step s the link has what travels, for step s + 1, and the results of step s - 1; what is left
-are the results of the last step and their sum. The first step is causal where there is a mask, the
-others have half of the pairs. Calls take what one GPU took for the rank's length; a rank sends and
-receives at once. No latency, no other traffic, no wait for a slower rank.
+During step s the link has what travels, for step s + 1, and the results of step s - 1. Where
+results travel, half of the first step's heads are computed at the end, while the last results come
+home. The first step is causal where there is a mask, the others have half of the pairs. Calls take
+what one GPU took for the rank's length; a rank sends and receives at once. No latency, no other
+traffic, no wait for a slower rank.
 """
 
 from __future__ import annotations
@@ -76,14 +77,17 @@ def _pass(measured: Measured, part: Problem, ranks: int, travels: str, passes: s
     others = whole / 2 if part.causal else whole
     operands, one, more = io_model.ring_messages(part, travels=travels, passes=passes)
     merge = _merge_bytes(part, ranks, passes) / measured.merging
-    total = 0.0
-    for step in range(ranks):
+    if ranks == 1:
+        return first
+    # Where results travel, half of the first step's call is left for the end.
+    last = first / 2 if one else 0.0
+    total = max(first - last, operands / measured.link)
+    for step in range(1, ranks):
         on_link = operands if step < ranks - 1 else 0
         on_link += (one if step == 2 else more) if step >= 2 else 0
-        call = first if step == 0 else others + merge
-        total += max(call, on_link / measured.link)
+        total += max(others + merge, on_link / measured.link)
     left = one if ranks == 2 else more
-    return total + (left / measured.link if ranks > 1 else 0.0)
+    return total + max(last, left / measured.link)
 
 
 def _merge_bytes(part: Problem, ranks: int, passes: str) -> int:
