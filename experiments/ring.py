@@ -121,11 +121,8 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     asked = [task for task in tasks(options) if task.seqlen % (2 * ranks) == 0]
     precompile.compile_ahead(_planned(asked, ranks), bench)
     bench.say(f"  {len(asked)} calls over {ranks} GPUs")
-    yield [
-        row
-        for found in ring_ranks.run(asked, ranks)
-        for row in _rows(asked[found.index], found, ranks, bench.machine)
-    ]
+    for found in ring_ranks.run(asked, ranks):
+        yield list(_rows(asked[found.index], found, ranks, bench.machine))
 
 
 def _gpus() -> int:

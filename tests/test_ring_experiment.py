@@ -1,7 +1,13 @@
 """The experiment on rings: what is timed, the model, rows, figure and tables."""
 
-from dataclasses import replace
+import gc
+import itertools
+import json
+import sys
+from dataclasses import asdict, replace
 from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -161,7 +167,9 @@ def test_every_task_gives_its_rows(monkeypatch):
     monkeypatch.setattr(ring.device, "compute_capability", lambda: (9, 0))
     options = Options(seqlens=(6144, 8192), causal=(True,))
     bench = Bench(machine="some-gpu", say=lambda text: None)
-    _, rows = ring.measure(options, bench)
+    _, *found = ring.measure(options, bench)
+    rows = [row for of_task in found for row in of_task]
+    assert len(found) == len(ran)
     assert {task.seqlen for task in ran if task.series == KV} == {6144}
     mine = [row for row in rows if row.series == KV and row.pass_ == "fwd"]
     assert [(r.metric, r.value, r.place) for r in mine] == [
@@ -172,6 +180,40 @@ def test_every_task_gives_its_rows(monkeypatch):
     assert (mine[0].n, mine[0].seqlen_q, mine[0].causal) == (3, 6144, True)
     failed = [row for row in rows if row.series == Q]
     assert {(r.value, r.note) for r in failed} == {(None, "3 ranks; failed: too slow")}
+
+
+@pytest.mark.parametrize("asked", [1, 3])
+def test_rows_come_while_ranks_run_and_who_stops_ends_them(monkeypatch, asked):
+    """The ranks give two of three tasks, then one fails; or whoever asks has enough of one."""
+    killed, looks = [], iter([False, False, RuntimeError("rank 1 is gone")])
+
+    class Begun:
+        processes = [SimpleNamespace(kill=lambda: killed.append(1)) for _ in range(2)]
+
+        def join(self, timeout):
+            look = next(looks)
+            if isinstance(look, Exception):
+                raise look
+            with open(self.results, "a") as file:
+                n = len(self.results.read_text().splitlines())
+                file.write(json.dumps(asdict(Found(n, [1.0]))) + "\n")
+            return look
+
+    begun = Begun()
+
+    def spawn(work, arguments, nprocs, join, daemon):
+        begun.results = Path(arguments[-1])
+        return begun
+
+    spawning = SimpleNamespace(multiprocessing=SimpleNamespace(spawn=spawn))
+    monkeypatch.setitem(sys.modules, "torch", spawning)
+    found = list(itertools.islice(ring_ranks.run([None] * 3, 2), asked))
+    assert [f.index for f in found] == [*range(asked)]
+    assert [f.failure for f in found[:2]] == [""] * len(found[:2])
+    if asked == 3:
+        assert found[2].failure == "failed: RuntimeError: rank 1 is gone"
+    gc.collect()
+    assert len(killed) == 2
 
 
 # --- what rows say ---------------------------------------------------------------------------

@@ -23,6 +23,8 @@ HEADS, CHECKED = 16, 1024
 LINK, MERGE = "link", "merge"
 LINK_BYTES = 2**29
 _BACKENDS = {CP_FLASH: "FLASH_ATTENTION", CP_CUDNN: "CUDNN_ATTENTION"}
+# Seconds between two looks at what was found.
+POLL = 0.5
 # A collective that waits so long has lost a rank.
 TIMEOUT = datetime.timedelta(seconds=120)
 
@@ -53,23 +55,39 @@ class Found:
 
 
 def run(tasks: Sequence[Task], ranks: int) -> Iterator[Found]:
-    """Time the tasks over so many processes of this host, on a GPU each."""
+    """Time the tasks over so many processes of this host, on a GPU each: what was found of each as
+    it comes. Who stops asking ends the processes.
+    """
     from torch import multiprocessing
 
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "found"
-        results.touch()
-        failure = ""
-        _, failure = attempt(
-            multiprocessing.spawn, _rank, (ranks, f"{folder}/store", list(tasks), str(results)),
-            nprocs=ranks,
-        )  # fmt: skip
-        done = [Found(**json.loads(line)) for line in results.read_text().splitlines()]
-    yield from done
-    seen = {each.index for each in done}
-    for n in range(len(tasks)):
-        if n not in seen:
-            yield Found(n, [], failure=failure or "failed: no rank has said why")
+        arguments = ranks, f"{folder}/store", list(tasks), str(results)
+        begun, failure = attempt(
+            multiprocessing.spawn, _rank, arguments, nprocs=ranks, join=False, daemon=True
+        )
+        seen = 0
+        try:
+            ended = begun is None
+            while not ended:
+                ended, failure = attempt(begun.join, POLL)
+                for found in _lines(results)[seen:]:
+                    seen += 1
+                    yield found
+                ended = ended or bool(failure)
+        finally:
+            for process in begun.processes if begun is not None else ():
+                process.kill()
+    for n in range(seen, len(tasks)):
+        yield Found(n, [], failure=failure or "failed: no rank has said why")
+
+
+def _lines(results: Path) -> list[Found]:
+    """What the first rank has written; a line that is not whole yet is left for later."""
+    if not results.exists():
+        return []
+    whole = results.read_text().rpartition("\n")[0]
+    return [Found(**json.loads(line)) for line in whole.splitlines()]
 
 
 def _rank(rank: int, ranks: int, store: str, tasks: Sequence[Task], results: str) -> None:
