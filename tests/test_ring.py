@@ -5,6 +5,8 @@ torch and torch.distributed are stand-ins, whose ranks are threads; ``test_ring_
 processes over the real ones, where they are installed.
 """
 
+import doctest
+import importlib
 import inspect
 import itertools
 import linecache
@@ -491,6 +493,13 @@ def test_break_even_is_where_both_send_the_same(dtype, passes):
                 t: io_model.ring(p, ranks, 0, travels=t, passes=passes).sent for t in ("kv", "q")
             }
             assert max(sent, key=sent.get) == more
+
+
+@pytest.mark.parametrize("name", ["fa_numba.io_model.ring", "fa_numba.ring.schedule"])
+def test_examples_say_what_comes_back(name):
+    importlib.import_module(name)
+    found = doctest.testmod(sys.modules[name])
+    assert found.attempted and not found.failed
 
 
 def test_the_model_refuses_what_is_no_ring():
