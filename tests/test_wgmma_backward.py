@@ -200,6 +200,9 @@ def test_columns_of_unequal_work_are_in_chunks():
 
     assert grid(4, 500, causal=True) == (4, 2, 4) and grid(4, 500) == (4, 4, 2)
     assert grid(5, 2049, causal=True) == (80, 2, 2) and grid(5, 2048, causal=True) == (16, 5, 2)
+    most = 65535 * 128  # columns of a grid whose last axis has one tile a place
+    assert grid(1, most, causal=True) == (1, 2, 65535)
+    assert grid(1, most + 1, causal=True) == (2, 2, 32768)
 
 
 @cache

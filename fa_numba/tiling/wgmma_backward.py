@@ -15,6 +15,7 @@ STAGES = 2  # row tiles in shared memory
 # Where a causal mask leaves columns unequal work: columns of a head whose tiles go side by side,
 # and how many heads of K and V all do.
 SIDE_BY_SIDE, FEW_HEADS = 2048, 8
+MOST_CHUNKS = 65535  # blocks along the last axis of a grid
 LARGEST_ATOMIC = 128  # the largest head dimension of a kernel that makes dQ too
 # Of a thread that produces, and of one that consumes; and where FlashAttention-1's consumers mask
 # rows of up to a panel whose heads share no K and V, and its producers do with fewer.
@@ -268,10 +269,14 @@ class _SharedRows(WgmmaSpec):
 def chunk_tiles(columns: int, heads: int, Bc: int) -> int:
     """``chunk_tiles`` of a causal call with so many columns and, over the batch, K/V heads: one of
     a few heads, whose long tiles all begin at once; of many as many as read Q and dO together.
+    Twice as many, until the grid's last axis has no more chunks than it takes.
     """
-    if heads <= FEW_HEADS:
-        return 1
-    return SIDE_BY_SIDE // Bc if columns > SIDE_BY_SIDE else 0
+    if heads > FEW_HEADS and columns <= SIDE_BY_SIDE:
+        return 0
+    found = 1 if heads <= FEW_HEADS else SIDE_BY_SIDE // Bc
+    while found * Bc * MOST_CHUNKS < columns:
+        found *= 2
+    return found
 
 
 def default_wgmma_backward_tiles(head_dim: int, atomic: bool = True) -> Tiles:

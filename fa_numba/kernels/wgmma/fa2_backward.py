@@ -72,7 +72,9 @@ def make_producers(spec):
 
 @cache
 def make_backward(spec, atomic=True):
-    """The kernel, over (Tc, Hk, B) blocks; without ``atomic`` dQ is ``make_query_gradients``'s."""
+    """The kernel, over the blocks of ``make_column_tile``; without ``atomic`` dQ is
+    ``make_query_gradients``'s.
+    """
     produce, produce_values = make_producers(spec)
     if spec.wide:
         return make_wide_backward(spec, produce, produce_values)

@@ -21,7 +21,7 @@ from fa_numba.parts.wgmma import parts
 @cache
 def make_wide_backward(spec, produce, produce_values):
     """The kernel for ``spec`` and its producers, those of ``fa2_backward.make_producers``; launched
-    over (Tc, Hk, B) blocks.
+    over the blocks of ``make_column_tile``.
     """
     p, (NQ, NK, NS) = parts(spec), spec.tile_halves
     RS, RP, RK = spec.TM * spec.TN, spec.p_registers, spec.column_registers
