@@ -300,10 +300,9 @@ def ring_attention(
     )
     if deterministic is None:
         deterministic = algorithm == "fa2" and torch.are_deterministic_algorithms_enabled()
-    return_lse = as_flag("return_lse", return_lse)
     ring = ring_call.prepared(
         q, k, v, group, travels, causal, layout, deterministic, tiles, backward_tiles, wanted,
-        scale=scale, softcap=softcap, algorithm=algorithm,
+        return_lse, scale=scale, softcap=softcap, algorithm=algorithm,
     )  # fmt: skip
     if wanted:
         out, lse = _RingAttention.apply(q, k, v, ring)

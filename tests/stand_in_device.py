@@ -425,9 +425,26 @@ class Cupy(ModuleType):
 
 
 @contextlib.contextmanager
+def imported_as(found):
+    """``import`` finds these modules by their names inside.
+
+    Not ``mock.patch.dict``, which forgets at the end what else has been imported meanwhile: parts
+    of Numba that it loads at the first call register their types twice then, and fail.
+    """
+    before = {name: sys.modules[name] for name in found if name in sys.modules}
+    sys.modules.update(found)
+    try:
+        yield
+    finally:
+        for name in found:
+            sys.modules.pop(name, None)
+        sys.modules.update(before)
+
+
+@contextlib.contextmanager
 def no_cupy_but_its_names(gpu):
     """Everything inside takes ``CupyArray`` for CuPy's; yields the ``Cupy``."""
-    with mock.patch.dict(sys.modules, cupy=Cupy(gpu)):
+    with imported_as({"cupy": Cupy(gpu)}):
         yield sys.modules["cupy"]
 
 
@@ -451,7 +468,7 @@ def no_jax_but_its_names():
     jax = ModuleType("jax")
     jax.Array, jax.core = JaxArray, SimpleNamespace(Tracer=type(None))
     jax.numpy = SimpleNamespace(asarray=lambda array: JaxArray(array.values))
-    with mock.patch.dict(sys.modules, jax=jax):
+    with imported_as({"jax": jax}):
         yield jax
 
 

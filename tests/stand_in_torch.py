@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import numpy as np
-from stand_in_device import aligned, owner_of
+from stand_in_device import aligned, imported_as, owner_of
 
 import fa_numba
 
@@ -281,7 +281,7 @@ def no_torch_but_its_names(gpu):
     """Everything inside takes ``Tensor`` for torch's; yields the ``Torch``."""
     torch = Torch(gpu)
     parts = {x.__name__: x for x in (torch.autograd, torch.autograd.function)}
-    with mock.patch.dict(sys.modules, torch=torch, **parts):
+    with imported_as({"torch": torch} | parts):
         yield torch
 
 

@@ -320,6 +320,7 @@ DIFFERENT = [
     ({0: {"causal": True}}, "causal is True on rank 0, False on rank 1 and 2"),
     ({1: {"travels": "v"}}, "refused: rank 1: ValueError: travels is 'v': allowed is 'kv' or 'q'"),
     ({1: {"v": SHORT}}, "refused: rank 1: ValueError: v has shape"),
+    ({1: {"return_lse": 3}}, "refused: rank 1: TypeError: return_lse is 3"),
 ]  # fmt: skip
 
 
@@ -346,6 +347,8 @@ REFUSED = [
     ({"algorithm": "fa3"}, ValueError, "algorithm is 'fa3'"),
     ({"deterministic": True, "algorithm": "fa1"}, ValueError, "only fa2 has a choice"),
     ({"softcap": -1.0}, ValueError, "softcap is -1"),
+    ({"scale": [1.0]}, TypeError, r"scale is \[1.0\]"),
+    ({"tiles": [3]}, TypeError, r"tiles is \[3\]"),
     ({"backward_tiles": 3}, TypeError, "backward_tiles is 3"),
     ({"k": Tensor.of(np.ones((1, 1, 4, 8), np.float16))}, TypeError, "k has dtype torch.float16"),
 ]
@@ -365,6 +368,15 @@ def test_bad_arguments_are_refused_on_every_rank(torch, changes, error, says):
 def test_without_a_process_group_nothing_is_begun(torch):
     with ranks_of(torch, 2), pytest.raises(ValueError, match="has no process group"):
         call_of(0, {}, fa_numba_torch())
+
+
+def test_a_group_without_this_process_is_refused(torch):
+    with ranks_of(torch, 2) as distributed:
+        distributed.get_rank = lambda group=None: -1  # as torch says it
+        found = distributed.run(lambda rank: call_of(rank, {}, fa_numba_torch()))
+    assert not distributed.asked
+    for error in found:
+        assert isinstance(error, ValueError) and "group does not have this process" in str(error)
 
 
 def test_a_group_of_gpus_takes_no_tensors_of_the_host(torch):

@@ -31,6 +31,7 @@ def prepared(
     tiles: Any,
     backward_tiles: Any,
     differentiable: bool,
+    return_lse: Any,
     **options: Any,
 ) -> Ring:
     """The ring of a call, on every rank or on none.
@@ -43,8 +44,11 @@ def prepared(
             "group is None and torch.distributed has no process group: allowed is a call after "
             "torch.distributed.init_process_group, in every process of the group"
         )
+    if dist.get_rank(group) < 0:
+        raise ValueError("group does not have this process: allowed is a group that it belongs to")
     ring, failure = None, None
     try:
+        as_flag("return_lse", return_lse)
         ring = _checked(
             q, k, v, group, travels, causal, layout, deterministic, tiles, backward_tiles,
             differentiable, options,
@@ -73,7 +77,7 @@ def _checked(
     for name, x in {"q": q, "k": k, "v": v}.items():
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is {kind_of(x)}: allowed is a torch tensor")
-    if travels not in TRAVELS:
+    if not isinstance(travels, str) or travels not in TRAVELS:
         raise ValueError(f"travels is {travels!r}: allowed is {' or '.join(map(repr, TRAVELS))}")
     causal, layout = as_flag("causal", causal), as_layout(layout)
     check_algorithm(options["algorithm"])
@@ -101,9 +105,9 @@ def _checked(
             )
     options = {name: x for name, x in options.items() if x is not None}
     backward = _backward_options(options["algorithm"], deterministic, tiles, backward_tiles)
-    asked = (causal, layout, differentiable, tuple(options.items()), tiles, *backward.items())
+    asked = repr((causal, layout, differentiable, options, tiles, backward))
     _check_plans(
-        (*map(tuple, (q.shape, k.shape)), str(q.dtype), str(q.device), *asked),
+        (*map(tuple, (q.shape, k.shape)), str(q.dtype), str(q.device), asked),
         q,
         k,
         {"causal": causal, "layout": layout, **options},
