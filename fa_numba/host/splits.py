@@ -58,11 +58,14 @@ def _causal_splits(request: Request, tiles: Tiles, rows: int, blocks: int, place
     """
     p = request.problem
     Tr = ceil_div(p.seqlen_q, rows)
-    ends = [min((i + 1) * rows, p.seqlen_q) - 1 for i in reversed(range(Tr))]
-    columns = [max(1, ceil_div(p.columns_end(end), tiles.Bc)) for end in ends]
-    heads = blocks // Tr
-    if columns[0] * places <= heads * sum(columns):
-        return 1
+    heads, total = blocks // Tr, 0
+    columns: list[int] = []
+    for i in reversed(range(Tr)):
+        end = min((i + 1) * rows, p.seqlen_q) - 1
+        columns.append(max(1, ceil_div(p.columns_end(end), tiles.Bc)))
+        total += columns[-1]
+        if columns[0] * places <= heads * total:  # of many row tiles the first few say so
+            return 1
 
     def column_tiles(splits: int) -> int:
         free = [0] * places
