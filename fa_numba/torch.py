@@ -354,12 +354,17 @@ def ring_split(
 def ring_join(parts: Any, *, causal: bool = False, dim: int = -2) -> torch.Tensor:
     """The whole sequence of all ranks' parts, in the order of the ranks: undoes ``ring_split``.
 
+    Raises ValueError for no parts, and for parts of unequal lengths along ``dim``.
+
     >>> import torch, fa_numba.torch
     >>> fa_numba.torch.ring_join([torch.tensor([0, 3]), torch.tensor([1, 2])], causal=True, dim=0)
     tensor([0, 1, 2, 3])
     """
     parts, pieces = list(parts), []
-    size = sum(x.shape[dim] for x in parts)
+    sizes = [x.shape[dim] for x in parts]
+    if len(set(sizes)) != 1:
+        raise ValueError(f"parts have {sizes} rows: allowed is one length, of one part or more")
+    size = sum(sizes)
     for rank, x in enumerate(parts):
         at = 0
         for begin, end in rows_of(rank, len(parts), size, as_flag("causal", causal)):

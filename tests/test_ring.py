@@ -370,6 +370,14 @@ def test_without_a_process_group_nothing_is_begun(torch):
         call_of(0, {}, fa_numba_torch())
 
 
+def test_parts_of_unequal_lengths_are_not_joined(torch):
+    parts = [Tensor.of(np.ones(n, np.float32)) for n in (2, 4)]
+    with pytest.raises(ValueError, match=r"parts have \[2, 4\] rows: allowed is one length"):
+        fa_numba_torch().ring_join(parts, dim=0)
+    with pytest.raises(ValueError, match=r"parts have \[\] rows"):
+        fa_numba_torch().ring_join([], dim=0)
+
+
 def test_a_group_without_this_process_is_refused(torch):
     with ranks_of(torch, 2) as distributed:
         distributed.get_rank = lambda group=None: -1  # as torch says it
