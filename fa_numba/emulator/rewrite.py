@@ -1,6 +1,7 @@
 """A kernel's source rewritten so that one run of it stands for all lanes that agree.
 
-One visitor for all of Python's statements and expressions that kernels have, hence this long.
+One visitor for all of Python's statements that kernels have; `expressions.py` has that of what they
+compute.
 
 In the rewritten function a value is a Python number where all lanes have the same, and a NumPy
 array over the lanes where they may not. What Python decides by one value, `if`, `while`, `and`, a
@@ -19,18 +20,15 @@ import linecache
 from types import CodeType
 from typing import Any
 
+from .expressions import Expressions
 from .source_lines import block_at, definition, definition_among, moved
 from .syntax import (
-    BITWISE,
     BLOCKS,
-    OPERATORS,
-    TRUTHS,
     assign,
     assigned_within,
     call,
     class_is,
     context,
-    is_pure,
     is_same,
     jumps,
     method,
@@ -97,17 +95,13 @@ class _Unsupported(Exception):
     pass
 
 
-class _Function(ast.NodeTransformer):
+class _Function(Expressions):
     """Rewrites one function."""
 
     def __init__(self, node: ast.FunctionDef) -> None:
+        super().__init__(node)
         self.node = node
         self.depth = 0
-        self.count = 0
-        self.truths: set[str] = set()  # variables that may hold truth values
-        for each in ast.walk(node):
-            if isinstance(each, ast.Assign) and self.may_be_truth(each.value):
-                self.truths |= {x.id for x in each.targets if isinstance(x, ast.Name)}
         body = node.body
         last = body[-1]
         self.returns_early = returns(body[:-1] if isinstance(last, ast.Return) else body)
@@ -141,12 +135,6 @@ class _Function(ast.NodeTransformer):
     def at(self, place: ast.AST, node: ast.AST) -> ast.AST:
         """`node` on the line of `place`, if it has none; what is in it follows in the end."""
         return node if hasattr(node, "lineno") else ast.copy_location(node, place)
-
-    def temporary(self, kind: str) -> str:
-        self.count += 1
-        return f"{kind}{self.count}"
-
-    # ---- statements
 
     def block(self, statements: list[ast.stmt]) -> list[ast.stmt]:
         """Rewritten statements; those after one that lanes may leave by are guarded."""
@@ -379,100 +367,3 @@ class _Function(ast.NodeTransformer):
             when(runtime("kernel"), [ast.Expr(method(runtime("C"), "leave"))]),
             set_mask(runtime("nobody")),
         ]
-
-    # ---- expressions
-
-    def operation(self, left: ast.expr, op: ast.operator, right: ast.expr) -> ast.expr:
-        name = OPERATORS.get(type(op))
-        if not isinstance(op, BITWISE):
-            left, right = self.number(left), self.number(right)
-        sure = isinstance(right, ast.Constant) and bool(right.value)
-        if name is None or (sure and not isinstance(op, ast.Pow)):
-            return ast.BinOp(left, op, right)
-        return call(name, left, right)
-
-    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
-        return self.operation(self.visit(node.left), node.op, self.visit(node.right))
-
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
-        value = self.visit(node.operand)
-        if isinstance(node.op, ast.Not):
-            return call("negation", value)
-        return ast.UnaryOp(node.op, self.number(value))
-
-    def number(self, value: ast.expr) -> ast.expr:
-        """An operand of arithmetic, which truth values are 0 or 1 to."""
-        return call("number", value) if self.may_be_truth(value) else value
-
-    def may_be_truth(self, value: ast.AST | None) -> bool:
-        if isinstance(value, ast.Name):
-            return value.id in self.truths
-        if isinstance(value, ast.IfExp):
-            return self.may_be_truth(value.body) or self.may_be_truth(value.orelse)
-        if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
-            return value.func.id in TRUTHS
-        return (
-            isinstance(value, (ast.Compare, ast.BoolOp))
-            or (isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.Not))
-            or (
-                isinstance(value, ast.BinOp)
-                and isinstance(value.op, BITWISE)
-                and self.may_be_truth(value.left)
-                and self.may_be_truth(value.right)
-            )
-        )
-
-    def visit_Compare(self, node: ast.Compare) -> ast.expr:
-        if len(node.ops) > 1:
-            pairs: list[ast.expr] = []
-            left = node.left
-            for op, right in zip(node.ops, node.comparators, strict=True):
-                pairs.append(ast.Compare(left, [op], [right]))
-                left = copy.deepcopy(right)
-            return self.visit(ast.BoolOp(ast.And(), pairs))
-        left, right = self.visit(node.left), self.visit(node.comparators[0])
-        (op,) = node.ops
-        if isinstance(op, ast.In):
-            return call("contained", left, right)
-        if isinstance(op, ast.NotIn):
-            return call("negation", call("contained", left, right))
-        if isinstance(op, (ast.Eq, ast.NotEq)) and ast.Tuple in (type(left), type(right)):
-            equal = call("equal", left, right)
-            return equal if isinstance(op, ast.Eq) else call("negation", equal)
-        return ast.Compare(left, [op], [right])
-
-    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
-        conjunction = isinstance(node.op, ast.And)
-        made = self.visit(node.values[0])
-        for value in node.values[1:]:
-            pure, right = is_pure(value), self.visit(value)
-            name = self.temporary("x")
-            first = ast.NamedExpr(runtime(name, True), made)
-            plain = ast.BoolOp(node.op, [runtime(name), right])
-            if pure:
-                lanes: ast.expr = call("both" if conjunction else "any", runtime(name), right)
-            else:
-                open_, shut = ("only", "both") if conjunction else ("unless", "any")
-                lanes = ast.IfExp(
-                    method(runtime("C"), open_, runtime(name)),
-                    method(runtime("C"), f"then_{shut}", runtime(name), right),
-                    method(runtime("C"), "then_none", runtime(name)),
-                )
-            made = ast.IfExp(class_is(first, "array", True), plain, lanes)
-        return made
-
-    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
-        pure = is_pure(node.body) and is_pure(node.orelse)
-        name = self.temporary("x")
-        test = ast.NamedExpr(runtime(name, True), self.visit(node.test))
-        body, otherwise = self.visit(node.body), self.visit(node.orelse)
-        plain = ast.IfExp(runtime(name), body, otherwise)
-        if pure:
-            lanes = call("where", runtime(name), body, otherwise)
-        else:
-            one = ast.IfExp(method(runtime("C"), "only", runtime(name)), body, runtime("undefined"))
-            other = ast.IfExp(
-                method(runtime("C"), "others", runtime(name)), otherwise, runtime("undefined")
-            )
-            lanes = method(runtime("C"), "chosen", runtime(name), one, other)
-        return ast.IfExp(class_is(test, "array", True), plain, lanes)
