@@ -1,6 +1,7 @@
 """What stands in for parts of Numba's front end gives what they give, and goes away again."""
 
 import gc
+import itertools
 import threading
 from types import SimpleNamespace
 
@@ -8,13 +9,17 @@ import pytest
 from compare_ptx import without_names
 from numba import cuda
 from numba.cuda.compiler import run_frontend
-from numba.cuda.core import analysis
+from numba.cuda.core import analysis, ir_utils
 from offline import CAPABILITY
 from test_compile import backward_kernel_of, kernel_of, standard_mma_kernel_of
 
 from fa_numba.device import array_type
 from fa_numba.device.front_end import WAYS, without_repeats
-from fa_numba.device.front_end.variables import live_variables, unread_left_out
+from fa_numba.device.front_end.variables import (
+    live_variables,
+    unread_left_out,
+    values_where_assigned_once,
+)
 
 
 def ptx(kernel):
@@ -76,6 +81,17 @@ def test_each_part_is_used(way):
     assert asked
 
 
+def test_labels_grow_alike_with_each_kernel():
+    """Names have them, and the assembler ends names: they may not double."""
+    labels = []
+    with without_repeats():
+        for _ in range(4):
+            ptx(backward_kernel_of("row sums", "sm_90a", 64, True, True))
+            labels.append(ir_utils.next_label())
+    _, *steps = (after - before for before, after in itertools.pairwise(labels))
+    assert steps[0] == steps[1] < 10000
+
+
 def test_what_nobody_reads_goes_before_types_are_looked_for():
     """What has an effect stays, and so does what this needs."""
 
@@ -101,6 +117,32 @@ def test_what_nobody_reads_goes_before_types_are_looked_for():
     assert not any("call" in line or "setitem" in line for line in gone)
     read = {v.name for b in code.blocks.values() for s in b.body for v in s.list_vars()}
     assert {"X", "i", "n"} <= read
+
+
+def test_a_variable_is_a_value_where_its_one_assignment_came_before():
+    """In all ways through the function, and when code is made of its blocks."""
+
+    def kernel(X, n):
+        i = cuda.grid(1)
+        k = 0
+        while k < n:
+            if k == i:
+                late = X[k]
+            k += 1
+        X[i] = late + i
+
+    code = run_frontend(kernel)
+
+    def values(blocks):
+        lower = SimpleNamespace(func_ir=code, blocks=blocks)
+        values_where_assigned_once(None)(lower)
+        return {"i", "k", "late", "n"} & lower._singly_assigned_vars
+
+    assert values(code.blocks) == {"i", "n"}  # late perhaps never comes before
+    assert values(dict(reversed(code.blocks.items()))) == set()
+    begin = code.blocks[min(code.blocks)].body
+    begin[-1:-1] = [each for each in begin if str(each).startswith("i = ")]
+    assert values(code.blocks) == {"n"}  # i is assigned twice
 
 
 def test_the_variables_alive_are_those_that_numba_finds(monkeypatch):

@@ -7,10 +7,10 @@ some functions of ``numba.cuda`` while a kernel is compiled. The code that comes
 ``tests/test_front_end.py`` compares it, and ``make ptx`` that of every kernel.
 
 ``inlining``: a device function is translated and its blocks joined once, and copied, renamed and
-numbered in one walk at each of its calls.
+numbered in one walk at each of its calls; its variables get short names.
 ``variables``: which are alive is computed with a bit for a variable, and where somebody asks; one
 that is assigned several times is renamed in the blocks that name it; those that nobody reads go
-before types are looked for.
+before types are looked for; one that is assigned once is a value, with no place in memory.
 ``inference``: the type of a call or of a value is looked up once; a constraint is looked at again
 where the type of a variable that it names has changed.
 ``lowering``: registries are read where they have grown; no code is asked for where a value ends,
@@ -61,7 +61,7 @@ WAYS = (
     (ir.Inst, "_rec_list_vars", variables.variables_by_type),
     (ir.Assign, "list_vars", variables.of_an_assignment),
     (ir_utils, "compat_list_vars_stmt", variables.of_a_statement),
-    (numbas_lowering.Lower, "_find_singly_assigned_variable", variables.singly_assigned),
+    (numbas_lowering.Lower, "_find_singly_assigned_variable", variables.values_where_assigned_once),
     (BaseFunction, "get_call_type", inference.call_types_kept),
     (target.CUDATypingContext, "resolve_value_type", inference.types_of_values_kept),
     (typeinfer.ConstraintNetwork, "propagate", inference.propagated_where_changed),

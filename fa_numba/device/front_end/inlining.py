@@ -17,6 +17,8 @@ from numba.cuda.core import inline_closurecall, ir, ir_utils
 _NODES = (ir.Inst, ir.Arg, ir.Const, ir.Global, ir.FreeVar)
 # Of a node: where it stands, which is no node.
 _PLACES = ("loc", "scope")
+# Characters of names that Numba makes, and what stands for them in a variable of the caller.
+_LEGAL = str.maketrans("$.", "__")
 # What the pass for closures and comprehensions looks for, all of which begins with one of these.
 _CLOSURES = ("make_function", "build_list")
 
@@ -32,7 +34,7 @@ def translated_once(translate: Callable) -> Callable:
             code = translate(self, function)
             if self.validator is not None:
                 self.validator(code)
-            code.blocks = ir_utils.simplify_CFG(code.blocks)
+            code.blocks = _numbered(ir_utils.simplify_CFG(code.blocks))
             kept[function] = code
         again = copy.copy(kept[function])
         again.func_id = again.func_id.derive()  # a number of its own, which names its variables
@@ -60,11 +62,11 @@ def inlined_in_one_walk(inline: Callable) -> Callable:
         first = max(labels.next(), *caller_ir.blocks) + 1
         labels.update(max(callee_ir.blocks) + first)
 
-        name = callee_ir.func_id.unique_name
         variables = {}
         for variable in _scope_of(callee_ir.blocks).localvars._con.values():
             if variable.name not in callee_freevars:
-                new = inline_closurecall._created_inlined_var_name(name, variable.name)
+                # Numba's names have all functions in them through which a variable came.
+                new = f"{variable.name.translate(_LEGAL)}_{first}"
                 variables[variable.name] = scope.redefine(new, loc=variable.loc)
         given = inline_closurecall._get_callee_args(
             call.value, callee_ir.func_id.func, call.loc, caller_ir
@@ -107,13 +109,27 @@ def _renamed(
     for statement in new.body:
         if isinstance(statement, ir.assign_types) and isinstance(statement.value, ir.arg_types):
             statement.value = given[statement.value.index]
-    last = new.body[-1]
-    if isinstance(last, ir.jump_types):
-        last.target += first
-    elif isinstance(last, ir.branch_types):
-        last.truebr += first
-        last.falsebr += first
+    _led(new, lambda label: label + first)
     return new
+
+
+def _numbered(blocks: dict[int, ir.Block]) -> dict[int, ir.Block]:
+    """Labels from 0 on, in their order: those of a callee are above all that were given before, so
+    that they would double with each call that is kept.
+    """
+    numbers = {label: n for n, label in enumerate(sorted(blocks))}
+    for block in blocks.values():
+        _led(block, numbers.__getitem__)
+    return {numbers[label]: block for label, block in blocks.items()}
+
+
+def _led(block: ir.Block, label_of: Callable[[int], int]) -> None:
+    """Give the block's last statement other labels to go on at."""
+    last = block.body[-1]
+    if isinstance(last, ir.jump_types):
+        last.target = label_of(last.target)
+    elif isinstance(last, ir.branch_types):
+        last.truebr, last.falsebr = label_of(last.truebr), label_of(last.falsebr)
 
 
 def _node_copied(value: Any, variables: dict[str, ir.Var]) -> Any:

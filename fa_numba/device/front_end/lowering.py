@@ -44,11 +44,11 @@ def without_debug_sizes(alloca: Callable) -> Callable:
 
 
 def without_ends_of_values(lower: Callable) -> Callable:
-    """The end of a variable that has no place in memory, and no references to count, is no code."""
+    """The end of a variable whose references nobody counts is no code."""
 
     def lower_inst(self: Any, inst: Any) -> Any:
-        ends = type(inst) is ir.Del and inst.value in self._blk_local_varmap
-        if ends and not self.context.enable_nrt and not self._disable_sroa_like_opt:
+        counted = self.context.enable_nrt or self._disable_sroa_like_opt
+        if type(inst) is ir.Del and not counted:
             return None
         return lower(self, inst)
 

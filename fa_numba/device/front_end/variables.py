@@ -147,8 +147,11 @@ def renamed_where_named(run: Callable) -> Callable:
     return run_ssa
 
 
-def singly_assigned(_: Callable) -> Callable:
-    """Numba goes through a variable's block for each variable."""
+def values_where_assigned_once(_: Callable) -> Callable:
+    """A variable that is assigned once is that value wherever the assignment comes before, in all
+    ways through the function; the others have a place in memory. Numba makes values only of those
+    that one block assigns and uses, and goes through the block for each.
+    """
 
     def find(self: Any) -> None:
         blocks = self.func_ir.blocks
@@ -156,14 +159,23 @@ def singly_assigned(_: Callable) -> Callable:
         self._singly_assigned_vars = set()
         if self.func_ir.func_id.is_generator:
             return
-        assigned = Counter(
-            statement.target.name
-            for block in blocks.values()
-            for statement in block.find_insts(ir.assign_types)
-        )
+        assigned = Counter[str]()
+        home = {}
+        for label, block in blocks.items():
+            for statement in block.find_insts(ir.assign_types):
+                name = statement.target.name
+                assigned[name] += 1
+                home[name] = label
         once = {name for name, times in assigned.items() if times == 1}
-        used = analysis.compute_use_defs(blocks).usemap.values()
-        self._singly_assigned_vars = once.difference(analysis.must_use_alloca(blocks), *used)
+        once -= analysis.must_use_alloca(blocks)
+        before = analysis.compute_cfg_from_blocks(blocks).dominators()
+        turn = {label: n for n, label in enumerate(self.blocks)}  # in which code is made of them
+        for label, names in analysis.compute_use_defs(blocks).usemap.items():
+            for name in once & names:
+                at = home[name]
+                if at not in before.get(label, ()) or turn[at] >= turn[label]:
+                    once.remove(name)
+        self._singly_assigned_vars = once
 
     return find
 
