@@ -283,9 +283,11 @@ def ring_attention(
     (B, Hq, Nq), through which no gradient flows.
 
     Raises ValueError or TypeError, on every rank and before anything is sent, where a rank has a
-    wrong argument, or another shape or option than the others, which the message names. Raises
-    RuntimeError where a rank has failed or does not come within the group's timeout; on GPUs NCCL
-    ends the process of a rank that has waited so long.
+    wrong argument, or another shape or option than the others, which the message names, or fails
+    otherwise while they are checked. The ranks ask each other in every call, over gloo, and from
+    the second call of a kind on compute some of their own part meanwhile. Raises RuntimeError where
+    a rank has failed or does not come within the group's timeout; on GPUs NCCL ends the process of
+    a rank that has waited so long.
 
     >>> import torch, torch.distributed as dist, fa_numba.torch
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -300,23 +302,23 @@ def ring_attention(
     )
     if deterministic is None:
         deterministic = algorithm == "fa2" and torch.are_deterministic_algorithms_enabled()
-    ring = ring_call.prepared(
+    ring, agreement = ring_call.prepared(
         q, k, v, group, travels, causal, layout, deterministic, tiles, backward_tiles, wanted,
         return_lse, scale=scale, softcap=softcap, algorithm=algorithm,
     )  # fmt: skip
     if wanted:
-        out, lse = _RingAttention.apply(q, k, v, ring)
+        out, lse = _RingAttention.apply(q, k, v, ring, agreement)
     else:
-        out, lse = ring_passes.forward(ring, q, k, v)
+        out, lse = ring_passes.forward(ring, q, k, v, agreement)
     return (out, lse) if return_lse else out
 
 
 class _RingAttention(torch.autograd.Function):
-    """(O, L) of this rank's rows; ``ring`` is the call."""
+    """(O, L) of this rank's rows; ``ring`` is the call, ``agreement`` of its ranks."""
 
     @staticmethod
-    def forward(ctx, q, k, v, ring):
-        O, L = ring_passes.forward(ring, q, k, v)
+    def forward(ctx, q, k, v, ring, agreement):
+        O, L = ring_passes.forward(ring, q, k, v, agreement)
         ctx.save_for_backward(q, k, v, O, L)
         ctx.mark_non_differentiable(L)
         ctx.set_materialize_grads(False)
@@ -327,10 +329,10 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dO, _dL):
         if dO is None:
-            return (None,) * 4
+            return (None,) * 5
         found = ring_passes.backward(ctx.ring, dO, *ctx.saved_tensors)
         wanted = ctx.needs_input_grad[:3]
-        return *(x if wants else None for x, wants in zip(found, wanted, strict=True)), None
+        return *(x if wants else None for x, wants in zip(found, wanted, strict=True)), None, None
 
 
 def ring_split(

@@ -28,7 +28,7 @@ class Distributed:
         self.own, self.sent, self.asked = threading.local(), [], 0
         self.turn = threading.Condition()
         self.messages, self.gathered = {}, {}
-        self.group = SimpleNamespace(WORLD="world")
+        self.group = SimpleNamespace(WORLD=object())
         self.ReduceOp = SimpleNamespace(MAX=lambda every: np.max(every, axis=0))
 
     def is_available(self):
@@ -75,21 +75,30 @@ class Distributed:
     def batch_isend_irecv(self, operations):
         return [SimpleNamespace(wait=how(x, peer)) for how, x, peer in operations]
 
-    def all_reduce(self, own, op, group=None):
-        own.values[...] = op(self._gather(own.values.copy()))
+    def all_reduce(self, own, op, group=None, async_op=False):
+        def wait():
+            own.values[...] = op(everyone())
+
+        everyone = self._asked(own.values.copy())
+        return SimpleNamespace(wait=wait) if async_op else wait()
 
     def all_gather_object(self, every, own, group=None):
-        every[:] = self._gather(copy.deepcopy(own))
+        every[:] = self._asked(copy.deepcopy(own))()
 
-    def _gather(self, own):
+    def _asked(self, own):
+        """Says ``own``; gives a function that waits for what all say."""
         self.asked += 1
-        turn = self.own.gathered
+        turn, rank = self.own.gathered, self.own.rank
         self.own.gathered += 1
         found = self.gathered.setdefault(turn, {})
-        found[self.own.rank] = own
+        found[rank] = own
         self.turn.notify_all()
-        self._until(lambda: len(found) == self.ranks, f"rank {self.own.rank} waits for all")
-        return [found[n] for n in range(self.ranks)]
+
+        def everyone():
+            self._until(lambda: len(found) == self.ranks, f"rank {rank} waits for all")
+            return [found[n] for n in range(self.ranks)]
+
+        return everyone
 
     def _until(self, done, what):
         if not self.turn.wait_for(done, self.timeout):

@@ -105,7 +105,7 @@ class Tensor:
         return self if self.values.flags.c_contiguous else self.clone()
 
     def clone(self):
-        return Tensor.of(self.values.copy(), self.dtype.name)
+        return self._like(self.values.copy())
 
     def numel(self):
         return self.values.size
@@ -261,7 +261,7 @@ class Torch(ModuleType):
         return self._at(np.array(values, dtype.host), dtype, device)
 
     def cat(self, tensors, axis):
-        return Tensor.of(np.concatenate([x.values for x in tensors], axis))
+        return tensors[0]._like(np.concatenate([x.values for x in tensors], axis))
 
     def zeros(self, shape, dtype, device):
         return self._at(np.zeros(shape, dtype.host), dtype, device)

@@ -7,6 +7,7 @@ from test_pages import cache_of, inputs
 
 import fa_numba
 from fa_numba import Tiles
+from fa_numba.host import append
 
 
 @pytest.fixture
@@ -216,3 +217,10 @@ def test_integers_on_a_gpu_have_a_dtype_and_a_shape(gpu):
         given = {n: on_gpu(x) for n, x in (given | {name: wrong}).items()}
         with pytest.raises((TypeError, ValueError), match=message):
             fa_numba.flash_attention_2(on_gpu(q), *pages, **given)
+
+
+def test_threads_that_32_bits_do_not_count_are_refused(monkeypatch):
+    monkeypatch.setattr(append.device, "on_gpu", lambda: True)
+    append.check_grid("k_new", (2**24, 1, 1), 256)
+    with pytest.raises(ValueError, match="k_new has 4294967552 pieces of rows a head: allowed are"):
+        append.check_grid("k_new", (2**24 + 1, 1, 1), 256)

@@ -29,6 +29,7 @@ from fa_numba.emulator import EmulatorError
 from fa_numba.host import merging
 from fa_numba.kernels import merge_parts
 from fa_numba.problem import Problem
+from fa_numba.ring import call as ring_call
 from fa_numba.ring import passes
 from fa_numba.ring.schedule import LAST, span, travelled, work_at
 
@@ -334,6 +335,49 @@ def test_ranks_that_disagree_are_told_before_anything_is_sent(torch, changes, sa
         assert isinstance(error, ValueError) and re.search(says, str(error)), error
 
 
+def test_known_calls_that_differ_are_told_before_anything_is_sent(torch):
+    """Each of the two is known to all ranks, and asked about once more; equal calls are too, and
+    have equal bits.
+    """
+    ft = fa_numba_torch()
+    shape = (1, 3, 4, 8)
+    x = Tensor.of(np.linspace(-1, 1, np.prod(shape), dtype=np.float32).reshape(shape))
+
+    def work(rank):
+        first = [ft.ring_attention(x, x, x, causal=causal).values for causal in (False, True)]
+        again = [ft.ring_attention(x, x, x, causal=causal).values for causal in (False, True)]
+        assert [y.tobytes() for y in first] == [y.tobytes() for y in again]
+        ft.ring_attention(x, x, x, causal=rank == 1)
+
+    with ranks_of(torch, 2, timeout=2.0) as distributed:
+        found = distributed.run(work)
+    for error in found:
+        assert isinstance(error, ValueError), error
+        assert "causal is False on rank 0, True on rank 1" in str(error)
+    assert len(distributed.sent) == 2 * 2 * 2 * 2  # ranks, K and V, calls, twice
+    assert distributed.asked == 2 * (4 + 2)  # the last time each also says what it means
+
+
+def test_any_failure_of_a_rank_is_told_to_the_others(torch):
+    """Not of arguments alone."""
+    ft, check = fa_numba_torch(), ring_call._check_plans
+
+    def fails_on_one(*arguments):
+        if torch.distributed.get_rank() == 1:
+            raise KeyError("what nobody thought of")
+        check(*arguments)
+
+    with (
+        ranks_of(torch, 3) as distributed,
+        mock.patch.object(ring_call, "_check_plans", fails_on_one),
+    ):
+        found = distributed.run(lambda rank: call_of(rank, {}, ft))
+    assert not distributed.sent
+    for error in found:
+        assert isinstance(error, ValueError), error
+        assert "refused: rank 1: KeyError: 'what nobody thought of'" in str(error)
+
+
 REFUSED = [
     ({"q": np.ones((1, 1, 4, 8), np.float32)}, TypeError, "q is a NumPy array|q is "),
     ({"travels": "k"}, ValueError, "travels is 'k': allowed is 'kv' or 'q'"),
@@ -436,11 +480,12 @@ KERNEL_FAULTS = [
 ]
 PASS_FAULTS = [
     (passes, "half_of(lse_at, work.rows, 2)", "half_of(lse_at, 'all', 2)"),
-    (passes, "heads // 2, heads - heads // 2, heads", "0, heads - heads // 2, heads"),
-    (passes, "step(own, mine, later)", "step(own, mine, now)"),
+    (passes, "Heads(begin, count, heads)", "Heads(0, count, heads)"),
+    (passes, "of_own(later, (ours", "of_own(now, (ours"),
     (passes, "sums = link.exchange(goes", "_ = link.exchange(goes"),
     (passes, "if step == 1 else torch.float32", "if step >= 1 else torch.float32"),
-    (passes, "step(own, mine, now)", "step(own, mine._replace(causal=False), now)"),
+    (passes, "step(own, mine, heads)", "step(own, mine._replace(causal=False), heads)"),
+    (passes, "        agreement.wait()", "        pass"),
     (passes, "_arrived(sums, ring, theirs, link.ranks - 1)", "theirs"),
 ]
 
@@ -489,6 +534,7 @@ def passes_find(torch, module, needle="", replacement=""):
         try:
             for case in (RING[1], RING[5]):
                 test_both_passes_are_those_of_one_device(torch, case)
+            test_known_calls_that_differ_are_told_before_anything_is_sent(torch)
         except (AssertionError, RuntimeError, ValueError, TypeError, IndexError):
             return True
     return False

@@ -132,7 +132,14 @@ def heads_first(array: Any) -> Any:
 
 
 def check_grid(of: str, grid: tuple[int, int, int], threads: int) -> None:
-    """Raise ValueError for more blocks than a grid takes, or the emulator, over ``of``'s rows."""
+    """Raise ValueError for more blocks than a grid takes, or the emulator, over ``of``'s rows, and
+    for more threads a head than 32 bits count.
+    """
+    if grid[0] * threads > 2**32:
+        raise ValueError(
+            f"{of} has {grid[0] * threads} pieces of rows a head: allowed are at most 2^32; take "
+            "fewer rows, or rows that start at 16-byte addresses, whose pieces are larger"
+        )
     for name, size in ((f"heads of {of}", grid[1]), ("batch", grid[2])):
         if size > 65535:
             raise ValueError(f"{name} is {size}: allowed is at most 65535, a grid's limit")

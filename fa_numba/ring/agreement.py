@@ -8,37 +8,71 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def agree(group: Any, call: Mapping[str, Any], failure: Exception | None) -> None:
-    """Raise on every rank unless all have made the same ``call``, none with a ``failure``.
+class Meant:
+    """What a rank means by a call, or why it refuses it, and 62 bits that stand for that."""
 
-    The ranks compare a digest of 62 bits on the host, over gloo, so that no GPU waits: its largest
-    value is its smallest where all have the same. Only where they differ are they asked what they
-    mean. ValueError names what differs, on which ranks; where all fail alike each raises its own
-    failure. RuntimeError where a rank does not come within the group's timeout.
+    def __init__(self, call: Mapping[str, Any], failure: Exception | None = None):
+        self.failure = failure
+        self.said = {"error": f"{type(failure).__name__}: {failure}"} if failure else dict(call)
+        digest = hashlib.sha256(repr(sorted(self.said.items())).encode()).digest()
+        self.word = int.from_bytes(digest[:8], "big") >> 2
+
+
+class Agreement:
+    """The question whether all ranks mean the same, asked of them in every call.
+
+    The ranks compare their words on the host, over gloo, so that no GPU waits: the largest is the
+    smallest where all have the same. The question is asked at once and answered by ``wait``, so
+    that a rank can compute meanwhile what needs no other. Only where words differ are the ranks
+    asked what they mean. No rank relies on an earlier call: one that makes a call known to all
+    still notices that another makes a second, known one.
     """
-    torch = sys.modules["torch"]
-    dist = torch.distributed
-    said = dict(call) if failure is None else {"error": f"{type(failure).__name__}: {failure}"}
-    digest = hashlib.sha256(repr(sorted(said.items())).encode()).digest()
-    word = int.from_bytes(digest[:8], "big") >> 2
-    ranks = dist.get_world_size(group)
-    most = torch.tensor([word, -word], dtype=torch.int64, device="cpu")
-    try:
-        beside = _on_host(dist, group)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=beside)
-        alike = most.tolist() == [word, -word]
-        if not alike:
-            means: list[Any] = [None] * ranks
-            dist.all_gather_object(means, said, group=beside)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"rank {dist.get_rank(group)} of {ranks}: not all ranks of the group have come to this "
-            f"call of ring_attention; one of them has failed or is late ({error})"
-        ) from error
-    if not alike:
-        raise ValueError(_difference(means))
-    if failure is not None:
-        raise failure
+
+    def __init__(self, group: Any, meant: Meant):
+        torch = sys.modules["torch"]
+        dist = torch.distributed
+        self.group, self.meant, self.answered = group, meant, False
+        self.most = torch.tensor([meant.word, -meant.word], dtype=torch.int64, device="cpu")
+        try:
+            self.beside = _on_host(dist, group)
+            self.asked = dist.all_reduce(
+                self.most, op=dist.ReduceOp.MAX, group=self.beside, async_op=True
+            )
+        except RuntimeError as error:
+            raise self._late(error) from error
+
+    def wait(self) -> None:
+        """Raise on every rank unless all mean the same call and none refuses it.
+
+        ValueError names what differs, on which ranks; where all fail alike each raises its own
+        failure. RuntimeError where a rank does not come within the group's timeout.
+        """
+        if self.answered:
+            return
+        dist = sys.modules["torch"].distributed
+        word, said = self.meant.word, self.meant.said
+        try:
+            self.asked.wait()
+            if self.most.tolist() == [word, -word]:
+                if self.meant.failure is not None:
+                    raise self.meant.failure
+                self.answered = True
+                return
+            means: list[Any] = [None] * dist.get_world_size(self.group)
+            dist.all_gather_object(means, said, group=self.beside)
+        except RuntimeError as error:
+            if error is self.meant.failure:
+                raise
+            raise self._late(error) from error
+        raise ValueError(_difference(means)) from self.meant.failure
+
+    def _late(self, error: RuntimeError) -> RuntimeError:
+        dist = sys.modules["torch"].distributed
+        return RuntimeError(
+            f"rank {dist.get_rank(self.group)} of {dist.get_world_size(self.group)}: not all ranks "
+            "of the group have come to this call of ring_attention; one of them has failed or is "
+            f"late ({error})"
+        )
 
 
 def _difference(means: list[Mapping[str, Any]]) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import fa_numba
 from fa_numba import device
@@ -12,7 +13,7 @@ from fa_numba.host import placement
 from fa_numba.host.arrays import operand
 from fa_numba.host.launch_cache import KEPT
 from fa_numba.host.planning import check_algorithm
-from fa_numba.ring.agreement import agree
+from fa_numba.ring.agreement import Agreement, Meant
 from fa_numba.ring.link import Link, counter
 from fa_numba.ring.passes import Ring
 from fa_numba.ring.schedule import TRAVELS
@@ -33,10 +34,12 @@ def prepared(
     differentiable: bool,
     return_lse: Any,
     **options: Any,
-) -> Ring:
-    """The ring of a call, on every rank or on none.
+) -> tuple[Ring, Agreement]:
+    """The ring of a call, and what the other ranks have to say of it: nothing is to be sent before
+    it is waited for.
 
-    Raises on all ranks what any of them refuses; see ``agree``.
+    Raises on all ranks what any of them refuses, here or by ``Agreement.wait``. A call like an
+    earlier one is not checked again, and only that one waits here.
     """
     dist = sys.modules["torch"].distributed
     if not dist.is_available() or not dist.is_initialized():
@@ -46,33 +49,67 @@ def prepared(
         )
     if dist.get_rank(group) < 0:
         raise ValueError("group does not have this process: allowed is a group that it belongs to")
-    ring, failure = None, None
+    asked = (travels, causal, layout, deterministic, tiles, backward_tiles, differentiable)
+    own = (group if group is not None else dist.group.WORLD, return_lse, *asked, *options.values())
+    key: Any = None
+    known: Known | None = None
+    ring: Ring | None = None
+    try:
+        key = (*map(_facts, (q, k, v)), own, *map(type, own))
+        known = _known.get(key)  # a TypeError where an argument has no hash
+        if known is not None and not device.on_gpu():
+            # The emulator's limits are set by whoever runs it.
+            _check_plans(known.ring, q, k, differentiable)
+    except Exception:
+        known, key = None, None
+    if known is not None:
+        agreement = Agreement(group, known.meant)
+        return replace(known.ring, link=Link(group, counter())), agreement
     try:
         as_flag("return_lse", return_lse)
         ring = _checked(
-            q, k, v, group, travels, causal, layout, deterministic, tiles, backward_tiles,
-            differentiable, options,
-        )  # fmt: skip
-    except (TypeError, ValueError) as error:
-        failure = error
-    call = {
-        "q": _seen(q), "k": _seen(k), "v": _seen(v), "travels": travels, "causal": causal,
-        "layout": layout, "deterministic": deterministic, "tiles": tiles,
-        "backward_tiles": backward_tiles, "gradients": differentiable, **options,
-    }  # fmt: skip
-    agree(group, call, failure)
+            q, k, v, group, travels, causal, layout, deterministic, tiles, backward_tiles, options
+        )
+        _check_plans(ring, q, k, differentiable)
+        meant = Meant({
+            "q": _seen(q), "k": _seen(k), "v": _seen(v), "travels": travels, "causal": causal,
+            "layout": layout, "deterministic": deterministic, "tiles": tiles,
+            "backward_tiles": backward_tiles, "gradients": differentiable, **options,
+        })  # fmt: skip
+    except Exception as error:  # of any kind: the other ranks wait to be told
+        meant = Meant({}, error)
+    agreement = Agreement(group, meant)
+    agreement.wait()
     assert ring is not None
-    return ring
+    if key is not None:
+        if len(_known) >= KEPT:
+            _known.clear()
+        _known[key] = Known(ring, meant)
+    return ring, agreement
+
+
+class Known(NamedTuple):
+    """A kind of call that was checked, and that all ranks have made once."""
+
+    ring: Ring
+    meant: Meant
+
+
+_known: dict[Any, Known] = {}
+
+
+def _facts(x: Any) -> tuple:
+    """All of an operand that checks look at."""
+    return type(x), x.shape, x.dtype, x.device.type, x.device.index
 
 
 def _seen(x: Any) -> str:
-    return f"{tuple(x.shape)} {x.dtype}" if hasattr(x, "shape") else kind_of(x)
+    return f"{tuple(x.shape)} {x.dtype}"
 
 
 def _checked(
-    q, k, v, group, travels, causal, layout, deterministic, tiles, backward_tiles,
-    differentiable, options,
-) -> Ring:  # fmt: skip
+    q, k, v, group, travels, causal, layout, deterministic, tiles, backward_tiles, options
+) -> Ring:
     torch = sys.modules["torch"]
     for name, x in {"q": q, "k": k, "v": v}.items():
         if not isinstance(x, torch.Tensor):
@@ -105,38 +142,19 @@ def _checked(
             )
     options = {name: x for name, x in options.items() if x is not None}
     backward = _backward_options(options["algorithm"], deterministic, tiles, backward_tiles)
-    asked = repr((causal, layout, differentiable, options, tiles, backward))
-    _check_plans(
-        (*map(tuple, (q.shape, k.shape)), str(q.dtype), str(q.device), asked),
-        q,
-        k,
-        {"causal": causal, "layout": layout, **options},
-        {"tiles": tiles},
-        backward if differentiable else None,
-    )
     options |= {"layout": layout}
     return Ring(link, travels, causal, layout, options, {"tiles": tiles}, backward)
 
 
-_planned: set[tuple] = set()  # calls whose plans were checked
-
-
-def _check_plans(
-    key: tuple, q: Any, k: Any, options: dict, ahead: dict, backward: dict | None
-) -> None:
-    """Raise as the rank's own part by itself would, of a kind of call that was not checked yet."""
-    if key in _planned:
-        return
+def _check_plans(ring: Ring, q: Any, k: Any, differentiable: bool) -> None:
+    """Raise as the rank's own part by itself would."""
     first = operand("q", q.detach())
+    common = {"dtype": first.dtype, "causal": ring.causal, **ring.options}
     with placement.placed(first):
-        for passes, own in (("fwd", ahead), ("bwd", backward)):
-            if own is not None:
-                asked = {"dtype": first.dtype, **options, **own}
-                placement.check_size(fa_numba.plan(q.shape, k.shape, passes=passes, **asked))
-    if len(_planned) >= KEPT:
-        _planned.clear()
-    if device.on_gpu():  # the emulator's limits are set by whoever runs it
-        _planned.add(key)
+        for passes, own in (("fwd", ring.ahead), ("bwd", ring.backward)):
+            if passes == "fwd" or differentiable:
+                plan = fa_numba.plan(q.shape, k.shape, passes=passes, **common, **own)
+                placement.check_size(plan)
 
 
 def _backward_options(algorithm: str, deterministic: Any, tiles: Any, own: Any) -> dict[str, Any]:

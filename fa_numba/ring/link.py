@@ -76,7 +76,6 @@ class Link:
         dist = sys.modules["torch"].distributed
         self.group, self.counted = group, counted
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.lead: Any = None
         self.after = (self.rank + 1) % self.ranks
         self.before = (self.rank - 1) % self.ranks
 
@@ -98,14 +97,13 @@ class Link:
             self.counted.received += sum(x.numel() * x.element_size() for x in received)
         if not sent[0].is_cuda:
             return Exchange(self, _begun(dist, operations), tuple(sent), tuple(received))
-        current, side = torch.cuda.current_stream(), _side_stream(torch, sent[0].device)
-        if self.lead is None:
-            self.lead = torch.empty(1, device=sent[0].device)
+        device = sent[0].device
+        current, (side, lead) = torch.cuda.current_stream(device), _side_of(torch, device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
             works = _begun(dist, operations)
             for _ in range(LEAD):
-                self.lead.zero_()
+                lead.zero_()
         current.wait_stream(side)
         return Exchange(self, works, tuple(sent), tuple(received))
 
@@ -118,11 +116,11 @@ def _global(dist: Any, group: Any, rank: int) -> int:
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
-_side: dict[Any, Any] = {}
+_side: dict[Any, tuple[Any, Any]] = {}
 
 
-def _side_stream(torch: Any, device: Any) -> Any:
-    """The stream on which exchanges are asked for, one a GPU."""
+def _side_of(torch: Any, device: Any) -> tuple[Any, Any]:
+    """The stream on which exchanges are asked for and the element to fill there, one a GPU."""
     if device not in _side:
-        _side[device] = torch.cuda.Stream(device)
+        _side[device] = torch.cuda.Stream(device), torch.empty(1, device=device)
     return _side[device]

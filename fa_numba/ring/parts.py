@@ -56,11 +56,17 @@ class Part:
         return replace(self, tensors=tuple(made), half=ALL)
 
     def beside(self, other: Part) -> Part:
-        """These heads and then those of ``other``, of the same rows."""
+        """These heads and then those of ``other``, of the same rows; tensors that both have were
+        made for the heads of both.
+        """
         cat = sys.modules["torch"].cat
         pairs = zip(self.tensors, other.tensors, strict=True)
         lse = None if self.lse is None else cat([self.lse, other.lse], 1)
-        return replace(self, tensors=tuple(cat(x, 3 - self.axis) for x in pairs), lse=lse)
+        return replace(
+            self,
+            tensors=tuple(x[0] if x[0] is x[1] else cat(x, 3 - self.axis) for x in pairs),
+            lse=lse,
+        )
 
     def rounded(self, dtype: Any) -> Part:
         """The same in ``dtype``."""

@@ -8,12 +8,14 @@ With K and V on their way O and dQ stay, dK and dV follow; with Q the other way 
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import fa_numba
+from fa_numba.ring.agreement import Agreement
 from fa_numba.ring.link import Exchange, Link
 from fa_numba.ring.parts import Part, half_of, joined
 from fa_numba.ring.schedule import Work, travelled, work_at
@@ -21,6 +23,10 @@ from fa_numba.ring.schedule import Work, travelled, work_at
 # Of a step: what travels as it is at hand, what is computed of it, which heads (None for all);
 # returns the part of what stays and the part of what travels, None for a kind without results.
 Step = Callable[[Sequence[Any], Work, "Heads | None"], tuple[Part | None, Part | None]]
+
+# Operations, of multiplications and additions, that take a GPU about as long as its host asks the
+# others whether they mean the same call; a part of LONG times as many has nothing to gain there.
+EARLY, LONG = 2**38, 16
 
 
 @dataclass(frozen=True)
@@ -62,21 +68,33 @@ class Ring:
         return rows if heads is None else [heads.among(x, 3 - self.axis) for x in rows]
 
 
-def forward(ring: Ring, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-    """(O, L) of this rank's rows."""
+def forward(
+    ring: Ring, q: Any, k: Any, v: Any, agreement: Agreement | None = None
+) -> tuple[Any, Any]:
+    """(O, L) of this rank's rows. What ``agreement`` still has to say is waited for before anything
+    is sent.
+    """
     queries = ring.travels == "q"
+    whole: Any = None  # O of all heads, where steps are of some
 
     def step(held: Sequence[Any], work: Work, heads: Heads | None) -> tuple:
         (q_at, k_at, v_at) = (*held, k, v) if queries else (q, *held)
         (q_at,) = ring.cut([q_at], work.rows, heads)
         k_at, v_at = ring.cut([k_at, v_at], work.columns, heads)
+        nonlocal whole
+        out = None
+        if heads is not None:
+            whole = _empty(q, q.shape, q.dtype) if whole is None else whole
+            out = heads.among(whole, 3 - ring.axis)
         out, lse = fa_numba.attention(
-            q_at, k_at, v_at, causal=work.causal, return_lse=True, **ring.options, **ring.ahead
-        )
+            q_at, k_at, v_at, causal=work.causal, return_lse=True, out=out, **ring.options,
+            **ring.ahead,
+        )  # fmt: skip
+        out = out if heads is None else whole
         part = Part((out,), lse, work.rows, ring.layout)
         return (None, part) if queries else (part, None)
 
-    staying, travelling = _around(ring, (q,) if queries else (k, v), step, k, queries)
+    staying, travelling = _around(ring, (q,) if queries else (k, v), step, q, k, queries, agreement)
     found = travelling if queries else staying
     assert found is not None
     return found.tensors[0], found.lse
@@ -107,26 +125,41 @@ def backward(
         return (of_kv, of_q) if queries else (of_q, of_kv)
 
     operands = (q, dout, out, lse) if queries else (k, v)
-    staying, travelling = _around(ring, operands, step, k, True)
+    staying, travelling = _around(ring, operands, step, q, k, True)
     assert staying is not None and travelling is not None
     of_q, of_kv = (travelling, staying) if queries else (staying, travelling)
     return of_q.tensors[0], *of_kv.tensors
 
 
 def _around(
-    ring: Ring, operands: Sequence[Any], step: Step, k: Any, results_travel: bool
+    ring: Ring,
+    operands: Sequence[Any],
+    step: Step,
+    q: Any,
+    k: Any,
+    results_travel: bool,
+    agreement: Agreement | None = None,
 ) -> tuple[Part | None, Part | None]:
     """Every step: the results of what stays here and of this rank's own travelling part.
 
-    Where results travel, the rank's own part is computed by heads, some in the first step and the
-    others in the last: while the last results are on their way there is something left to do.
+    The rank's own part is computed by heads: some before it is known that all ranks mean the same,
+    so that its GPU does not wait for that, some after; and where results travel some at the end,
+    so that there is something left to do while the last are on their way.
     """
     link, dtype = ring.link, k.dtype
     own: Sequence[Any] = [x.contiguous() for x in operands]
     held, mine = own, work_at(link.rank, 0, link.ranks, ring.travels, ring.causal)
-    now, later = None, None
-    if results_travel and link.ranks > 1:
-        now, later = _shares(k.shape[3 - ring.axis])
+    early, now, later = _shares(ring, q, k, mine, agreement is not None, results_travel)
+
+    def of_own(shares: list[Heads | None], found: tuple | None) -> tuple | None:
+        for heads in shares:
+            more = step(own, mine, heads)
+            found = more if found is None else tuple(map(_beside, found, more))
+        return found
+
+    begun = of_own(early, None)
+    if agreement is not None:
+        agreement.wait()
     coming: Exchange | None = None  # what travels, for the next step
     sums: Exchange | None = None  # results of what travels, of the step before
     ours = theirs = others = None
@@ -136,13 +169,13 @@ def _around(
         if n < link.ranks - 1:
             coming = link.exchange(held, [_empty(x, x.shape, x.dtype) for x in held])
         if n == 0:
-            ours, theirs = step(own, mine, now)
-            if ours is not None and later is None and link.ranks > 2:
+            ours, theirs = of_own(now, begun) or (None, None)
+            if ours is not None and not later and link.ranks > 2:
                 ours = ours.widened()  # more than one sum is to come
             continue
         stays, goes = step(held, work_at(link.rank, n, link.ranks, ring.travels, ring.causal), None)
         if ours is not None and stays is not None:
-            if later is None:
+            if not later:
                 ours = joined(ours, stays)
             else:
                 others = _with(others, stays, link.ranks)
@@ -150,11 +183,7 @@ def _around(
             if sums is not None:
                 goes = joined(goes.widened(), _arrived(sums, ring, goes, n - 1))
             sums = link.exchange(goes.message, _room(ring, goes, n, dtype).message)
-    if later is not None:
-        ours, theirs = (
-            x if x is None or y is None else x.beside(y)
-            for x, y in zip((ours, theirs), step(own, mine, later), strict=True)
-        )
+    ours, theirs = of_own(later, (ours, theirs)) or (None, None)
     if ours is not None and others is not None:
         # The own part has all rows: of two parts it takes the other one.
         ours = joined(ours, others) if link.ranks == 2 else joined(others, ours)
@@ -166,11 +195,33 @@ def _around(
     )
 
 
-def _shares(heads: int) -> tuple[Heads | None, Heads | None]:
-    """The K/V heads of the first step and of the last one; all and none of a single head."""
-    if heads == 1:
-        return None, None
-    return Heads(0, heads // 2, heads), Heads(heads // 2, heads - heads // 2, heads)
+def _shares(
+    ring: Ring, q: Any, k: Any, work: Work, early: bool, last: bool
+) -> list[list[Heads | None]]:
+    """The K/V heads of a rank's own part that are computed before it is known that all ranks mean
+    the same, after that, and behind the last results; None stands for all heads.
+
+    They follow from the call alone, so that equal calls have equal bits.
+    """
+    heads = k.shape[3 - ring.axis]
+    if ring.link.ranks == 1 or heads == 1:
+        return [[], [None], []]
+    operations = 4 * q.numel() * k.shape[ring.axis] // (2 if work.causal else 1)
+    first = 0
+    if early and 0 < operations < LONG * EARLY:
+        first = min(-(-heads * EARLY // operations), heads // (3 if last else 2))
+    behind = (heads - first + 1) // 2 if last else 0
+    ends = itertools.pairwise((0, first, heads - behind, heads))
+    found = [(begin, end - begin) for begin, end in ends]
+    return [
+        [None if count == heads else Heads(begin, count, heads)] if count else []
+        for begin, count in found
+    ]
+
+
+def _beside(part: Part | None, more: Part | None) -> Part | None:
+    """The heads of both."""
+    return part if part is None or more is None else part.beside(more)
 
 
 def _with(others: Part | None, part: Part, ranks: int) -> Part:
