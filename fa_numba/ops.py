@@ -163,9 +163,10 @@ def flash_attention_2(
     ``__cuda_array_interface__`` or DLPack are taken as they are; all on one device. Host arrays are
     copied to the GPU and back, and run on the emulator where there is no GPU. ``unit`` is "simt"
     for CUDA cores (float32), "mma" for tensor cores (float16, bfloat16; sums in float32), "wgmma"
-    for those of a Hopper GPU by their own instruction (the same dtypes; both orders, without bias,
-    dropout or blocks) or "auto" for what takes the dtype: "wgmma" on such a GPU where
-    FlashAttention-2 can and nobody chose tiles, else one of the others. The emulator runs all.
+    for those of a Hopper GPU by their own instruction (the same dtypes; both orders, without
+    dropout or blocks, a bias in FlashAttention-2's forward pass alone) or "auto" for what takes the
+    dtype: "wgmma" on such a GPU where FlashAttention-2 can and nobody chose tiles, else one of the
+    others. The emulator runs all.
 
     ``options`` change the result: scale, masks, biases, lengths, dropout. A row that sees no column
     gives output 0 and logsumexp -inf. ``tiles`` sets block sizes, threads and stages. ``out`` takes

@@ -320,6 +320,13 @@ WGMMA_CASES = [
     (128, 128, 128, ("alibi", "window", "softcap", "q_lens", "kv_lens")),
     (128, 64, 128, ("turns", "overlap", "persistent", "counter", "ahead", "late")),  # left out
     (64, 128, 128, ("causal", "ahead", "late")),
+    (64, 128, 128, ("bias",)),
+    (64, 128, 112, ("causal", "bias")),
+    (128, 128, 96, ("causal", "bias")),
+    (64, 128, 96, ("bias", "window", "softcap", "q_lens", "packed")),
+    (128, 128, 64, ("bias", "alibi", "window", "softcap", "q_lens", "kv_lens")),
+    (192, 128, 64, ("causal", "bias")),
+    (256, 128, 48, ("bias",)),
     # Of shapes beyond the papers': three consumers of wider heads, few keys
     (96, 192, 96, ()),
     (112, 192, 96, ("splits",)),
@@ -352,6 +359,37 @@ def test_a_kernel_of_hoppers_unit_compiles_within_its_budgets(case, dtype):
         assert instruction in ptx, instruction
     # Four tensor maps lie among the parameters themselves.
     assert ptx.count(".param .align 64 .b8") == 4
+
+
+SHARING = [
+    # head_dim, Br, Bc, stages, option; blocks a multiprocessor
+    ((64, 64, 96, 2, "causal"), 3),
+    ((64, 64, 64, 3, "window"), 3),
+    ((64, 64, 112, 2, "causal"), 2),
+    ((128, 64, 64, 1, "causal"), 2),
+    ((64, 64, 192, 1, "causal"), 2),
+    ((64, 64, 208, 1, "causal"), 1),
+    ((256, 64, 32, 1, "causal"), 1),
+    ((64, 128, 128, 4, "causal"), 1),
+]
+
+
+def sharing(case):
+    d, Br, Bc, stages, option = case
+    facts = {"features": Features(**{option: True}), "positive_scale": True, "grouped": False}
+    tiles = Tiles(Br, Bc, stages=stages)
+    return select_wgmma_spec(tiles, d, SHARED["sm_90a"], shares=True, **facts)
+
+
+@pytest.mark.parametrize("case, blocks", SHARING)
+def test_blocks_share_a_multiprocessor_where_instructions_have_their_registers(case, blocks):
+    assert sharing(case).blocks == blocks
+
+
+@pytest.mark.parametrize("case", slow_but([SHARING[2][0]], [case for case, _ in SHARING]))
+def test_kernels_that_share_a_multiprocessor_compile_within_their_budgets(case):
+    spec = sharing(case)
+    hoppers_ptx_within_budgets(wgmma.fa2_forward.make_forward(spec), spec)
 
 
 WGMMA_FA1_CASES = [
@@ -745,6 +783,7 @@ MMA_CASES = [
         for option in (None, "causal")
     ),
     *(("fa2", arch, d, "float16", "bias") for arch in ("sm_80", "sm_89") for d in (64, 128)),
+    ("fa1", "sm_80", 128, "float16", "bias"),
     *((name, "sm_90a", 64, "float16", "unaligned") for name in MMA),
     *(
         (name, "sm_90a", 64, "float16", option)

@@ -30,6 +30,7 @@ from fa_numba.intrinsics.async_copy import (
 )
 from fa_numba.intrinsics.barriers import arrive_named, sync_named
 from fa_numba.intrinsics.global_memory import (
+    lies_in_pairs,
     read2,
     read4,
     read8,
@@ -263,6 +264,31 @@ def test_pairs_are_counted_and_checked():
         for arrays in ((array, np.zeros_like(x)), (x, array)):
             with pytest.raises(error):
                 emulator.launch(_pair_kernel, 1, 32, arrays)
+
+
+def _in_pairs_kernel(X, Y):
+    Y[0] = 1.0 if lies_in_pairs(X) else 0.0
+
+
+@pytest.mark.parametrize(
+    ("view", "pairs"),
+    [
+        (lambda x: x, True),
+        (lambda x: x[1:, :, ::3, :5], True),
+        (lambda x: x[..., 2:], True),
+        (lambda x: x[..., 1:], False),
+        (lambda x: x[..., ::2], False),
+        (lambda x: x.swapaxes(2, 3), False),
+        (lambda x: np.broadcast_to(x[:, :, :1], x.shape), True),
+        (lambda x: np.broadcast_to(x[..., :1], x.shape), False),
+        *((lambda x, n=n: np.ascontiguousarray(x[..., :n]), n % 2 == 0) for n in (5, 6)),
+        (lambda x: np.ascontiguousarray(x[..., :1]), False),
+    ],
+)
+def test_lies_in_pairs(view, pairs):
+    found = np.full(1, -1, np.float32)
+    emulator.launch(_in_pairs_kernel, 1, 1, (view(np.zeros((2, 3, 6, 8), np.float32)), found))
+    assert found[0] == pairs
 
 
 # --- asynchronous copies ---------------------------------------------------------------------

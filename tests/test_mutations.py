@@ -67,7 +67,7 @@ KERNELS |= MMA | MMA_BACKWARD | MMA_STANDARD
 # package of all of them.
 PARTS = {"masks": masks}
 for _package, _names in (
-    ("", "layout heads dropout softmax pages visits prefetch rows splits gradients namespace"),
+    ("", "layout heads dropout bias softmax pages visits prefetch rows splits gradients namespace"),
     ("simt", "swizzle threads tile_load products stores state"),
     (
         "mma",
@@ -1640,6 +1640,7 @@ def first_pass_mutants(add):
 def score_mutants(add):
     """Faults of what is done to scores: cap, slopes, bias."""
     mask = "softmax._make_scale_and_mask"
+    added = "bias.make_add_bias"
     text = inspect.getsource(softmax._make_scale_and_mask)
     steps = text[text.index("        if softcap:") : text.index("        last = uint32(")]
     alibi, bias = steps.index("        if alibi:"), steps.index("        if bias:")
@@ -1658,7 +1659,13 @@ def score_mutants(add):
         ("slopes without distance", distance, "slope"),
         ("distance from another diagonal", first, first.replace("diagonal", "int32(0)")),
         ("no bias", "if bias:", "if False:"),
-        ("bias subtracted", "+= unit", "-= unit"),
+        by=WRONG,
+        to=EVERY,
+        cases="scores",
+    )
+    add(
+        added,
+        ("bias subtracted", "+= unit * Bh", "-= unit * Bh"),
         ("bias of another head", "options.bias[b, h]", "options.bias[b, 0]"),
         ("bias of another entry", "options.bias[b, h]", "options.bias[0, h]"),
         ("bias transposed", "Bh[row, col]", "Bh[col % Nq, row]"),
@@ -1666,19 +1673,35 @@ def score_mutants(add):
         to=EVERY,
         cases="scores",
     )
-    add(
-        mask,
-        ("slopes in natural units", "unit * options.slopes", "options.slopes"),
-        ("bias in natural units", "unit * Bh", "Bh"),
-        to=(*FLASH, *FLASH_BACKWARD),
-        cases="scores",
-    )
+    slopes = ("slopes in natural units", "unit * options.slopes", "options.slopes")
+    natural = ("bias in natural units", "unit * Bh", "Bh")
+    for place, row in ((mask, slopes), (added, natural)):
+        add(place, row, to=(*FLASH, *FLASH_BACKWARD), cases="scores")
     units = ("units of log2", "ONE, hides_blocks=True", "LOG2E, hides_blocks=True")
     all_tiles = "softmax.make_scale_and_mask_all"
     add(all_tiles, units, to=("standard", "standard_backward"), cases="scores")
+    add(
+        "bias.make_read_bias",
+        ("not read", "if reads and ", "if False and "),
+        ("bias of another head", "options.bias[b, h]", "options.bias[b, 0]"),
+        ("bias of another entry", "options.bias[b, h]", "options.bias[0, h]"),
+        ("a pair the other way round", "= pair[1]", "= pair[0]"),
+        ("bias of another row", "row_of(ty, i)", "row_of(ty, 0)"),
+        by=ANY,
+        to=MMA,
+        cases="scores",
+    )
+    add(
+        "bias._whole",
+        ("rows past the end", "row < Nq and ", ""),
+        ("columns past the end", "col < Nk and ", ""),
+        by=EDGE,
+        to=MMA,
+        cases="scores",
+    )
     guard = "                    if row < Nq and col < Nk:\n                        "
     add(
-        mask,
+        added,
         ("no row bound of a bias", f"{guard}rS", f"{guard}rS".replace("row < Nq and ", "")),
         ("no column bound of a bias", f"{guard}rS", f"{guard}rS".replace(" and col < Nk", "")),
         by="OutOfBounds",
@@ -2080,7 +2103,7 @@ def mma_kernel_mutants(add):
             add(name, (f"another head's {head[9]}", head, other), **how)
         none = ("nothing dropped", " p.drop(rS, i0, j0, b, h, options, ty, tx)", " pass")
         add(name, none, cases="dropout")
-        scaled = "scale_and_mask(rS, scale,"
+        scaled = "scale_bias_and_mask(rS, rB, scale,"
         other = ("another scale", scaled, scaled.replace("scale,", "float32(0.3),"))
         add(name, other, cases="softcap")
         kept = "p.load_fragments(rQ, sQ, warp_row)"
@@ -3258,10 +3281,10 @@ def corner_mutants(add):
     add(drop, row, **flash, cases="dropout")
     # What the forward kernels on tensor cores share with the others, and what is theirs alone
     tensor = {"by": ANY, "to": (*MMA, "mma_standard")}
-    for option in ("slopes", "bias"):
+    for option, adds in (("slopes", mask), ("bias", "bias.make_add_bias")):
         head = (f"{option} of another head", f"{option}[b, h]", f"{option}[b, 0]")
         entry = (f"{option} of another entry", f"{option}[b, h]", f"{option}[0, h]")
-        add(mask, head, entry, **tensor, cases="scores")
+        add(adds, head, entry, **tensor, cases="scores")
     place = "(uint32(b) << uint32(16)) + uint32(h)"
     add("dropout._words", ("one entry", place, "uint32(h)"), **tensor, cases="dropout")
     start = ("from the other's start", "options.k_starts[b] :", "options.q_starts[b] :")

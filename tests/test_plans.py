@@ -214,6 +214,7 @@ def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
         {"passes": "bwd", "deterministic": True},
         {"passes": "bwd", "options": {"softcap": 2.0}, "sizes": (1, 2, 2, 200, 200, 256)},
         *({"options": options} for options in ({"causal": True}, {"kv_lens": (100,)})),
+        {"options": {"bias": (1, 2, 200, 200)}},
         {"sizes": (1, 8, 2, 1, 200, 64)},  # the heads of a group fill one
     ):
         assert chosen((9, 0), **facts) == "wgmma", facts
@@ -221,10 +222,14 @@ def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
     assert units.unit_of("auto", asked()).name == "mma"  # on the emulator
     for facts in (
         {"options": {"dropout_p": 0.1}},
-        {"options": {"bias": (1, 2, 200, 200)}},
+        {"options": {"bias": (1, 2, 200, 200)}, "passes": "bwd"},
+        {"options": {"bias": (1, 2, 200, 201)}, "sizes": (1, 2, 2, 200, 201, 64)},  # not in pairs
+        {"options": {"bias": (1, 2, 200, 1)}},
+        {"options": {"bias": (1, 2, 200, 200)}, "sizes": (1, 2, 2, 200, 200, 136)},
         # Rows that fill no tile: no group of heads, one of three, or of other lengths.
         *({"sizes": sizes} for sizes in ((1, 8, 8, 16, 500, 64), (1, 6, 2, 16, 500, 64))),
         {"sizes": (1, 8, 2, 16, 500, 64), "options": {"q_lens": (5,)}},
+        {"sizes": (1, 8, 2, 16, 500, 64), "options": {"bias": (1, 8, 1, 1)}},
         {"tiles": Tiles(128, 64)},
         {"aligned": False},
         {"algorithm": "fa1"},
@@ -238,7 +243,7 @@ def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
     ("facts", "lacking"),
     [
         ({"options": {"dropout_p": 0.1}}, "lack the option dropout"),
-        ({"options": {"bias": (1, 2, 200, 200)}}, "lack the option bias"),
+        ({"algorithm": "fa1", "options": {"bias": (1, 2, 200, 200)}}, "lack the option bias"),
         ({"algorithm": "fa1", "options": {"kv_lens": (100,)}}, "lack the option kv_lens"),
         ({"algorithm": "standard", "passes": "bwd"}, "lack the backward pass of standard"),
         ({"algorithm": "standard"}, "lack the forward pass of standard"),
@@ -343,7 +348,8 @@ def test_three_consumers_where_their_tiles_end_first():
     # All at once by 128 of 132 multiprocessors, or by 88.
     assert on_h200(4096, 64, heads=4)[1] == 128
     # Masks, and options that take their registers or are slower with three.
-    assert on_h200(4096, 64, causal=True)[1] == 192 and on_h200(1024, 64, causal=True)[1] == 128
+    assert on_h200(4096, 64, causal=True)[1] == 192 and on_h200(1025, 64, causal=True)[1] == 192
+    assert on_h200(4096, 128, causal=True)[1] == on_h200(1024, 128, causal=True)[1] == 128
     assert on_h200(4096, 80, causal=True)[1:] == (128, 128)
     for option in ({"window": (4096, 0)}, {"softcap": 9.0}, {"alibi_slopes": (128,)}):
         assert on_h200(4096, 64, **option) == ("wgmma", 128, 128)
@@ -374,13 +380,66 @@ def test_packed_sequences_take_tiles_for_most_of_their_rows():
     assert rows(64, 64) == rows(1, 0, 64) == 64 and rows(1, 1, 70) == 128
 
 
-@pytest.mark.parametrize("passes", ["fwd", "bwd"])
-def test_one_masked_tile_goes_to_smaller_ones(passes):
-    def unit(N, d, Nk=None, causal=True):
-        return on_h200(N, d, Nk, passes=passes, causal=causal)[0]
+def forward_spec(Nq, Nk, d=64, group=1, **options):
+    """Of the kernel that a forward call runs on an H200; its grid."""
+    with bounds.DEVICES["H200"].planning():
+        shapes = (4, 32, Nq, d), (4, 32 // group, Nk, d)
+        planned = fa_numba.plan(*shapes, dtype="float16", **options)
+    assert planned.unit == "wgmma"
+    return planned.tiles, planned.kernels[0]
+
+
+@pytest.mark.parametrize(
+    "sizes, options, tiles, blocks",
+    [
+        # One tile of columns: Q, K and V of the next row tiles are on their way.
+        ((128, 128), {}, (128, 128, 4), 1),
+        ((4096, 77), {}, (128, 80, 4), 1),
+        ((4096, 77, 40), {}, (128, 80, 4), 1),
+        ((256, 256), {}, (128, 128, 2), 1),
+        # Few columns a row: three blocks a multiprocessor.
+        ((128, 128), {"causal": True}, (64, 64, 3), 3),
+        ((512, 512, 64, 4), {"causal": True}, (64, 64, 3), 3),
+        ((513, 513), {"causal": True}, (64, 96, 2), 3),
+        ((1024, 1024, 32), {"causal": True}, (64, 96, 2), 3),
+        ((512, 1025), {"causal": True}, (128, 128, 2), 1),
+        ((9000, 9000), {"window": (128, 0)}, (64, 64, 3), 3),
+        ((9000, 9000), {"window": (128, 127)}, (64, 64, 3), 3),
+        ((9000, 9000), {"window": (128, 128)}, (128, 128, 2), 1),
+        # Not measured.
+        ((512, 512), {"causal": True, "softcap": 9.0}, (128, 128, 2), 1),
+        ((512, 512, 128), {"causal": True}, (128, 128, 2), 1),
+    ],
+)
+def test_short_row_tiles_have_more_places(sizes, options, tiles, blocks):
+    found, kernel = forward_spec(*sizes, **options)
+    assert (found.Br, found.Bc, found.stages) == tiles
+    assert kernel.grid == (min(132 * blocks, 128 * -(-sizes[0] // found.Br)), 1, 1)
+
+
+def test_low_tiles_share_a_multiprocessor_as_far_as_they_fit():
+    def blocks(tiles, d=64, **options):
+        options |= {"tiles": tiles, "unit": "wgmma"}
+        return forward_spec(9000, 9000, d, **options)[1].grid[0] / 132
+
+    assert blocks(Tiles(64, 64)) == blocks(Tiles(64, 64, stages=3)) == 3
+    assert blocks(Tiles(64, 96, stages=2)) == 3 > blocks(Tiles(64, 128, stages=2)) == 2
+    assert blocks(Tiles(64, 96, stages=2), window=(128, 0)) == 2  # whose registers three lack
+    assert blocks(Tiles(64, 64, stages=2), 128) == 2 > blocks(Tiles(64, 64, stages=2), 256) == 1
+    assert blocks(Tiles(64, 64, stages=2), softcap=9.0) == blocks(Tiles(128, 64, stages=2)) == 1
+
+
+@pytest.mark.parametrize(
+    "passes, options", [("fwd", {"softcap": 9.0}), ("bwd", {"causal": True}), ("bwd", {})]
+)
+def test_one_tile_goes_to_smaller_ones(passes, options):
+    """But for those of which more are on their way."""
+
+    def unit(N, d, Nk=None):
+        return on_h200(N, d, Nk, passes=passes, **options)[0]
 
     assert unit(128, 64) == unit(70, 32) == unit(64, 128) == "mma"
-    assert {unit(129, 64), unit(128, 80), unit(128, 64, causal=False)} == {"wgmma"}
+    assert {unit(129, 64), unit(128, 80)} == {"wgmma"}
     assert unit(100, 64, 4096) == "wgmma"  # one of many tiles
 
 
@@ -391,17 +450,26 @@ def test_short_backward_passes_take_small_tiles():
 
 
 def test_a_bias_takes_tiles_without_spills():
-    with bounds.DEVICES["H200"].planning():
-        found = {
-            d: fa_numba.plan(
-                (1, 2, 999, d), (1, 2, 999, d), dtype="float16", bias=(1, 2, 999, 999)
-            ).tiles
-            for d in (64, 128)
-        }
-    assert found == {64: Tiles(64, 64, 128), 128: Tiles(128, 64, 256)}
+    def tiles(d, **options):
+        return on_h200(1000, d, bias=(1, 1, 1000, 1000), **options)
+
+    for d, columns, masked, fewer in (
+        *((64, 128, 112, 96), (128, 96, 96, 64)),
+        *((192, 64, 64, 48), (256, 48, 32, 32)),
+    ):
+        named = {"unit": "wgmma" if d > 128 else "auto"}
+        assert tiles(d, **named) == ("wgmma", 128, columns)
+        assert tiles(d, causal=True, **named) == ("wgmma", 128, masked)
+        for more in ({"softcap": 9.0}, {"window": (99, 0)}, {"kv_lens": (500,)}):
+            assert tiles(d, **more, **named) == ("wgmma", 128, fewer)
+    assert tiles(64, unit="mma") == ("mma", 64, 64)
+    assert tiles(128, unit="mma") == ("mma", 128, 64)
 
 
-@pytest.mark.parametrize("option", [{}, {"kv_lens": (50,)}, {"softcap": 9.0}, {"window": (9, 0)}])
+@pytest.mark.parametrize(
+    "option",
+    [{}, {"kv_lens": (50,)}, {"softcap": 9.0}, {"window": (9, 0)}, {"bias": (1, 1, 1, 1)}],
+)
 def test_hoppers_default_tiles_fit_at_every_size(option):
     for d, Nq, Nk in itertools.product(range(1, 257, 5), (100, 300, 4096), (50, 77, 100, 4096)):
         assert on_h200(Nq, d, Nk, heads=2, unit="wgmma", **option)[0] == "wgmma"

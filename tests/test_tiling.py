@@ -42,8 +42,8 @@ KB = 1024
         ((np.float32(4), 8), TypeError, ["Br", "an int", "4.0"]),
         ((4, 8, 32, True), TypeError, ["stages", "int", "True"]),
         ((4, 8, 32, None), TypeError, ["stages", "int", "None"]),
-        ((4, 8, 32, 0), ValueError, ["stages", "1 or 2", "0"]),
-        ((4, 8, 32, 3), ValueError, ["stages", "1 or 2", "3"]),
+        ((4, 8, 32, 0), ValueError, ["stages", "1 to 4", "0"]),
+        ((4, 8, 32, 5), ValueError, ["stages", "1 to 4", "5"]),
     ],
 )
 def test_bad_tiles_are_refused(arguments, error, says):

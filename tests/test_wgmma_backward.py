@@ -175,31 +175,35 @@ def test_gradients_do_not_depend_on_the_order():
     assert np.allclose(first[0].astype("f4"), second[0].astype("f4"), rtol=2e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("heads, Nk, d, few", [((2, 2), 600, 64, 8), ((3, 1), 300, 192, 1)])
-def test_column_tiles_in_chunks(monkeypatch, heads, Nk, d, few):
+@pytest.mark.parametrize("d, few, chunk", [(64, 8, 1), (192, 0, 2)])
+def test_column_tiles_in_chunks(monkeypatch, d, few, chunk):
     """The same gradients, counted alike: one tile of each head after the other, or two, the last
     chunk with one.
     """
-    Hq, Hk = heads
+    Nq, Nk = 70, 300
     monkeypatch.setattr(wgmma_backward, "FEW_HEADS", few)
-    monkeypatch.setattr(wgmma_backward, "SIDE_BY_SIDE", 128)
+    monkeypatch.setattr(wgmma_backward, "MORE_SIDE_BY_SIDE", 128)
     uncached = getattr(planning.planned, "__wrapped__", planning.planned)
     monkeypatch.setattr(planning, "planned", uncached)
-    shapes = (2, Hq, 150, d), (2, Hk, Nk, d)
+    shapes = (1, 4, Nq, d), (1, 2, Nk, d)
     plan = fa_numba.plan(*shapes, dtype="float16", passes="bwd", causal=True, **UNIT)
-    assert plan.kernels[1].grid == ((Hk, 2, 5) if few == 8 else (2 * Hk, 2, 3))
-    inputs = half_gradients("float16", 2, Hq, Hk, 150, Nk, d)
+    assert plan.kernels[1].grid == (2 * chunk, 1, 3)
+    inputs = half_gradients("float16", 1, 4, 2, Nq, Nk, d)
     check_gradients("emulator", "fa2", *inputs, **UNIT, causal=True)
 
 
 def test_columns_of_unequal_work_are_in_chunks():
-    def grid(heads, N, **options):
+    def grid(heads, N, d=64, **options):
         with bounds.DEVICES["H200"].planning():
-            plan = fa_numba.plan(*[(2, heads, N, 64)] * 2, dtype="float16", passes="bwd", **options)
+            plan = fa_numba.plan(*[(2, heads, N, d)] * 2, dtype="float16", passes="bwd", **options)
         return plan.kernels[1].grid
 
     assert grid(4, 500, causal=True) == (4, 2, 4) and grid(4, 500) == (4, 4, 2)
-    assert grid(5, 2049, causal=True) == (80, 2, 2) and grid(5, 2048, causal=True) == (16, 5, 2)
+    assert grid(5, 513, causal=True) == (20, 2, 2) and grid(5, 512, causal=True) == (4, 5, 2)
+    assert grid(5, 4096, causal=True) == (20, 2, 8) and grid(5, 4097, causal=True) == (80, 2, 3)
+    assert grid(5, 4097, 128, causal=True) == (20, 2, 9)
+    assert grid(5, 2048, 192, causal=True) == (32, 5, 2)
+    assert grid(5, 2049, 192, causal=True) == (160, 2, 2)
     most = 65535 * 128  # columns of a grid whose last axis has one tile a place
     assert grid(1, most, causal=True) == (1, 2, 65535)
     assert grid(1, most + 1, causal=True) == (2, 2, 32768)

@@ -11,6 +11,7 @@ from functools import cache
 from importlib import import_module
 from unittest import mock
 
+import mma_helpers
 import numpy as np
 import pytest
 from helpers import _filled, one_of_twelve, planted
@@ -36,6 +37,8 @@ CASES = [
     (1, 1, 1, 129, 97, 40, Tiles(128, 32, stages=1), {"softcap": 2.0}),
     (1, 1, 1, 65, 100, 256, Tiles(128, 80, stages=2), {}),
     (2, 4, 2, 40, 90, 64, Tiles(128, 64, stages=2), {"alibi_slopes": SLOPES, "causal": True}),
+    (1, 4, 2, 140, 140, 64, Tiles(64, 64, stages=3), {"causal": True}),
+    (2, 3, 3, 70, 60, 64, Tiles(128, 64, stages=4), {}),
 ]
 
 
@@ -43,6 +46,42 @@ CASES = [
 def test_results_and_counts(B, Hq, Hk, Nq, Nk, d, tiles, options):
     q, k, v = half_inputs("float16", B, Hq, Hk, Nq, Nk, d)
     check("emulator", "fa2", q, k, v, tiles=tiles, **UNIT, **options)
+
+
+BIASES = [
+    # B, Hq, Hk, Nq, Nk, d, of the bias: its shape and its layout, options
+    (1, 1, 1, 70, 100, 64, (70, 100), "padded", {"causal": True}),
+    (2, 2, 1, 40, 77, 64, (1, 2, 40, 77), "odd", {}),
+    (1, 2, 1, 70, 100, 128, (1, 2, 1, 100), "padded", {"softcap": 2.0}),
+    (2, 1, 1, 66, 100, 64, (2, 1, 66, 100), "columns", {"kv_lens": [51, 100]}),
+    (1, 2, 1, 1, 130, 64, (1, 2, 1, 1), "padded", {}),  # heads that share no tile
+    (1, 2, 1, 70, 200, 64, (1, 2, 70, 200), "transposed", {"window": (60, 9), "kv_splits": 2}),
+]
+
+
+@pytest.mark.parametrize("B, Hq, Hk, Nq, Nk, d, shape, layout, options", BIASES)
+def test_biases(B, Hq, Hk, Nq, Nk, d, shape, layout, options, monkeypatch):
+    """Read in pairs where they lie so, of whole tiles; else each by itself."""
+    q, k, v = half_inputs("float16", B, Hq, Hk, Nq, Nk, d)
+    options = {"tiles": Tiles(128, 32, stages=2), **UNIT, **options}
+    bias = np.random.default_rng(Nk).standard_normal(shape).astype(np.float32)
+    laid = mma_helpers.memories
+    monkeypatch.setattr(mma_helpers, "memories", lambda place, _, given: laid(place, layout, given))
+    check("emulator", "fa2", q, k, v, bias=bias, **options)
+
+
+def test_a_bias_is_read_ahead_where_it_lies_in_pairs():
+    """By a line of its own, before the scores are there; else where it is added to them."""
+    q, k, v = half_inputs("float16", 1, 1, 1, 64, 96, 64)
+    places = []
+    for more in (2, 1):
+        bias = np.zeros((64, 96 + more), np.float32)[:, :96]
+        with fa_numba.device.using("emulator"), emulator.trace() as accesses:
+            fa_numba.flash_attention_2(q, k, v, bias=bias, tiles=Tiles(64, 32, stages=2), **UNIT)
+        read = [a for a in accesses if a.array == "bias"]
+        assert sum(a.elements for a in read) == 64 * 96
+        places.append({a.place for a in read})
+    assert places[0].isdisjoint(places[1])
 
 
 @pytest.mark.parametrize("dtype, layout", [(BFLOAT16, "padded"), ("float16", "transposed")])
@@ -183,6 +222,18 @@ def test_measures_left_out_change_no_result_and_no_access(rows, stages, ablate):
     result = check("emulator", "fa2", q, k, v, tiles=tiles, ablate=ablate, causal=True, **UNIT)
     whole = attend("emulator", "fa2", q, k, v, tiles=tiles, causal=True, **UNIT)
     assert np.array_equal(result.O, whole.O) and np.array_equal(result.L, whole.L)
+
+
+@pytest.mark.parametrize("rows, stages, heads, Nq", [(64, 3, 4, 400), (128, 4, 2, 400)])
+def test_places_are_taken_again(rows, stages, heads, Nq):
+    """Blocks that one multiprocessor has take more row tiles than there are places of Q."""
+    q, k, v = half_inputs("float16", 1, heads, 1, Nq, 70, 64)
+    uncached = getattr(planning.planned, "__wrapped__", planning.planned)
+    with (
+        mock.patch.object(planning, "planned", uncached),
+        mock.patch.object(fa_numba.device, "multiprocessors", lambda: 1),
+    ):
+        check("emulator", "fa2", q, k, v, tiles=Tiles(rows, 64, stages=stages), **UNIT)
 
 
 def test_a_row_tile_of_many_columns_may_be_taken_early():

@@ -81,6 +81,11 @@ class GlobalArray:
     def __len__(self) -> int:
         return self.shape[0]
 
+    @property
+    def first_byte(self) -> Any:
+        """Where the first element is in the memory that the array is a part of."""
+        return self.start + self._offset * self.itemsize
+
     def __getitem__(self, index: Any) -> Any:
         if index.__class__ is not tuple:
             index = (index,)

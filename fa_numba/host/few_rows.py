@@ -14,11 +14,12 @@ LONG_KEYS = 1024
 def heads_share_tiles(request: Request) -> bool:
     """Whether the query heads of a K/V head lie in the rows of one tile on Hopper's tensor cores:
     where a head has less than a warpgroup's rows, and these are whole rows of all. The map of the
-    queries has no axis left for lengths then, unless they are packed, and slopes differ by head.
+    queries has no axis left for lengths then, unless they are packed, and slopes and a bias differ
+    by head.
     """
-    p = request.problem
+    p, features = request.problem, request.features
     few = p.seqlen_q <= GROUP_ROWS and GROUP_ROWS % p.group == 0
-    return p.group > 1 and few and not (request.features.q_lens or request.features.alibi)
+    return p.group > 1 and few and not (features.q_lens or features.alibi or features.bias)
 
 
 def suits_few_rows(request: Request) -> bool:

@@ -123,7 +123,7 @@ def _forward_blocks(request: Request, spec: Any, splits: int) -> int:
     if p.packed:
         tiles = p.q_shape[0] // spec.head_rows + p.batch
     tiles *= p.heads_q // spec.tile_heads * splits
-    return min(device.multiprocessors(), tiles) if spec.persistent else tiles
+    return min(device.multiprocessors() * spec.blocks, tiles) if spec.persistent else tiles
 
 
 def backward(request: Request) -> Steps:

@@ -209,7 +209,12 @@ def _check_pages(problem: Problem, algorithm: str, tiles: Tiles | None) -> None:
 
 def _check_stages(tiles: Tiles, request: Request) -> None:
     pair = (request.algorithm, request.passes)
-    if tiles.stages != 1 and pair not in UNITS[request.unit].staged:
+    most = UNITS[request.unit].staged.get(pair, 1)
+    if 1 < most < tiles.stages:
+        raise ValueError(
+            f"tiles: stages={tiles.stages} on unit {request.unit!r}: allowed is 1 to {most}"
+        )
+    if tiles.stages > most:
         raise ValueError(
             f"tiles: stages={tiles.stages} with algorithm {pair[0]!r}, pass {pair[1]!r} on unit "
             f"{request.unit!r}: only {having(lambda u: u.staged, passes=True)} has a choice, "

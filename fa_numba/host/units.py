@@ -19,6 +19,7 @@ from fa_numba.options import PLAIN, Features
 from fa_numba.problem import MAX_HEAD_DIM
 from fa_numba.tiling import (
     MEASURES,
+    MOST_STAGES,
     WGMMA_MEASURES,
     MmaSpec,
     MmaSweepSpec,
@@ -45,7 +46,7 @@ from fa_numba.tiling import (
     wgmma_sweep_tiles,
 )
 from fa_numba.tiling.tuned import tuned_tiles
-from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL, SHORT
+from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL, SHORT, takes_places
 from fa_numba.tiling.wgmma_backward import LARGEST_ATOMIC, chunk_tiles
 
 
@@ -73,7 +74,7 @@ class Unit(ABC):
     kernels: ModuleType
     tuned = False
     copies_boxes = False
-    staged: frozenset[tuple[str, str]] = frozenset()
+    staged: Mapping[tuple[str, str], int] = {}
     splits_queries: frozenset[tuple[str, str]] = frozenset()
     splits_keys: frozenset[tuple[str, str]] = frozenset()
     splits_columns: frozenset[tuple[str, str]] = frozenset()
@@ -188,7 +189,7 @@ class Mma(Unit):
     capability = (8, 0)
     kernels = mma
     tuned = True
-    staged = frozenset({("fa2", "fwd")})
+    staged: Mapping[tuple[str, str], int] = {("fa2", "fwd"): 2}
     splits_columns = frozenset({("fa2", "fwd")})
     splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
     splits_keys = frozenset({("fa1", "fwd")})
@@ -265,14 +266,14 @@ class Wgmma(Unit):
     tuned = True
     copies_boxes = True
     measures = WGMMA_MEASURES
-    staged = frozenset({("fa2", "fwd")})
+    staged: Mapping[tuple[str, str], int] = {("fa2", "fwd"): MOST_STAGES}
     splits_columns = frozenset({("fa2", "fwd")})
     splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
     # What kernels are compiled for beside plain attention, and where some end at a head dimension.
     features: Mapping[tuple[str, str], tuple[str, ...]] = {
         ("fa1", "fwd"): ("causal", "window", "softcap", "q_lens"),
         ("fa2", "fwd"): (
-            *("causal", "window", "softcap", "alibi", "q_lens", "kv_lens", "page_size"),
+            *("causal", "window", "softcap", "bias", "alibi", "q_lens", "kv_lens", "page_size"),
             *("packed", "splits"),
         ),
         ("fa1", "bwd"): ("causal", "window"),
@@ -299,13 +300,18 @@ class Wgmma(Unit):
     def suits(self, request: Request) -> bool:
         """On a GPU, for calls that choose nothing of another unit's, and rows that fill a tile, or
         few that long K and V are brought for: the emulator runs the smaller blocks of ``mma``
-        faster. Of one tile half of which a causal mask hides smaller ones are left out too.
-        FlashAttention-1 is taken by name alone.
+        faster. Small heads of one tile are left out, but for the calls whose tiles have more places
+        in memory; so are a bias whose rows cannot be read in pairs, and one with wide heads, pages
+        or few rows, which was not measured. FlashAttention-1 is taken by name alone.
         """
-        p = request.problem
+        p, forward = request.problem, request.passes == "fwd"
         one_tile = max(p.seqlen_q, p.seqlen_k) <= 2 * GROUP_ROWS and p.head_dim <= PANEL
-        fills = p.seqlen_q > GROUP_ROWS and not (p.causal and one_tile)
-        if request.passes == "fwd":
+        left_out = one_tile and not (forward and takes_places(request.features))
+        fills = p.seqlen_q > GROUP_ROWS and not left_out
+        if p.bias is not None:
+            measured = p.head_dim <= 2 * PANEL and p.page_size is None
+            fills = fills and measured and p.bias[-1] % 2 == 0
+        elif forward:
             fills = fills or suits_few_rows(request)
         plain = request.tiles is None and not request.ablated and request.query_splits == 1
         plain = plain and request.warp_partition == "rows" and request.algorithm == "fa2"
@@ -330,7 +336,9 @@ class Wgmma(Unit):
                 heads=p.heads_q // heads * p.batch,
                 places=request.multiprocessors,
                 lens=p.q_lens if p.packed else None,
+                window=0 if p.left is None or p.right is None else p.left + p.right + 1,
             )
+            facts["shares"] = p.seqlen_q > GROUP_ROWS and takes_places(request.features)
             fits = {"head_dim": p.head_dim, "shared_limit": request.shared_limit}
             chosen = functools.partial(select, **fits)
             tiles = self.chosen_tiles(request, chosen, rule, plain=p.seqlen_q > SHORT)
@@ -350,7 +358,8 @@ class Wgmma(Unit):
         facts["row_tiles"] = 3 if request.algorithm == "fa1" else 2
         facts["splits_queries"] = request.query_splits > 1
         if p.causal and request.algorithm == "fa2":
-            facts["chunk_tiles"] = chunk_tiles(p.seqlen_k, p.batch * p.heads_k, tiles.Bc)
+            heads = p.batch * p.heads_k
+            facts["chunk_tiles"] = chunk_tiles(p.seqlen_k, heads, tiles.Bc, p.head_dim)
         spec = select_wgmma_backward_spec(tiles, p.head_dim, request.shared_limit, **facts)
         return replace(tiles, threads=spec.threads), spec
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 from numba.cuda.extending import intrinsic
 
 from fa_numba import emulator
@@ -151,6 +151,32 @@ def read_pair(typingctx, array, row, col, reads):
         return context.make_tuple(builder, FLOAT2_TUPLE, lanes)
 
     return FLOAT2_TUPLE(array, row, col, reads), codegen
+
+
+def _lies_in_pairs(array):
+    step = array.itemsize
+    even = (stride % (2 * step) == 0 for stride in array.strides[:-1])
+    return array.strides[-1] == step and all(even) and array.first_byte % (2 * step) == 0
+
+
+@emulated_by(_lies_in_pairs)
+@intrinsic
+def lies_in_pairs(typingctx, array):
+    """Whether columns 2 n and 2 n + 1 of a 4-D float32 array are neighbours at 8-byte addresses."""
+    if not is_float32_array(array, 4):
+        return None
+
+    def codegen(context, builder, signature, args):
+        view = context.make_array(signature.args[0])(context, builder, args[0])
+        *others, last = cgutils.unpack_tuple(builder, view.strides)
+        together = builder.ptrtoint(view.data, last.type)
+        for stride in others:
+            together = builder.or_(together, stride)
+        odd = builder.and_(together, last.type(7))
+        even = builder.icmp_unsigned("==", odd, last.type(0))
+        return builder.and_(even, builder.icmp_unsigned("==", last, last.type(4)))
+
+    return types.boolean(array), codegen
 
 
 def _write_pair(array, row, col, x0, x1, writes):

@@ -9,6 +9,7 @@ from functools import cache
 from fa_numba import masks
 from fa_numba.device import cuda, device_function, float32, int32, uint32
 from fa_numba.intrinsics.arithmetic import LN2, LOG2E, NEG_INF, ONE, exp2, log2, maximum
+from fa_numba.parts.bias import make_add_bias
 from fa_numba.parts.layout import make_column, make_row, make_warp_column
 from fa_numba.problem import UNBOUNDED
 
@@ -37,7 +38,7 @@ def make_scale_and_mask(spec):
     or the matrix to -inf. With a cap, ``scale`` is that of its argument and ``options.softcap`` is
     in the unit of the scores.
     """
-    return _make_scale_and_mask(spec, LOG2E, hides_blocks=False)
+    return _without_bias_read(_make_scale_and_mask(spec, LOG2E, hides_blocks=False))
 
 
 @cache
@@ -45,10 +46,26 @@ def make_scale_and_mask_all(spec):
     """The same in natural units, for a kernel that visits every tile: those that the block mask
     leaves out are hidden here.
     """
-    return _make_scale_and_mask(spec, ONE, hides_blocks=True)
+    return _without_bias_read(_make_scale_and_mask(spec, ONE, hides_blocks=True))
 
 
-def _make_scale_and_mask(spec, unit, hides_blocks):
+@cache
+def make_scale_bias_and_mask(spec):
+    """``scale_bias_and_mask(rS, rB, scale, ...)``: the first, with the bias that ``read_bias`` has
+    left in rB.
+    """
+    return _make_scale_and_mask(spec, LOG2E, hides_blocks=False, ahead=True)
+
+
+def _without_bias_read(scale_and_mask):
+    @device_function
+    def without(rS, scale, row0, col0, Nq, Nk, b, h, options, ty, tx):
+        scale_and_mask(rS, rS, scale, row0, col0, Nq, Nk, b, h, options, ty, tx)
+
+    return without
+
+
+def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
     TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
     Br, Bc, features = spec.head_rows, spec.Bc, spec.features
     causal, window, q_lens = features.causal, features.window, features.q_lens
@@ -56,9 +73,10 @@ def _make_scale_and_mask(spec, unit, hides_blocks):
     row_of, column_of, warp_column = make_row(spec), make_column(spec), make_warp_column(spec)
     scales, COLUMNS = not spec.folds_scale, spec.warp_columns or spec.Bc
     hides_blocks = hides_blocks and features.sparse
+    add_bias = make_add_bias(spec, unit, ahead)
 
     @device_function
-    def scale_and_mask(rS, scale, row0, col0, Nq, Nk, b, h, options, ty, tx):
+    def scale_and_mask(rS, rB, scale, row0, col0, Nq, Nk, b, h, options, ty, tx):
         diagonal = int32(int32(Nk) - int32(Nq))
         col0 = uint32(col0 + warp_column())
         if scales:
@@ -80,13 +98,7 @@ def _make_scale_and_mask(spec, unit, hides_blocks):
                         col = float32(int32(column_of(uint32(0), j)))
                         rS[i * EI + j * EJ] -= slope * _distance(key, col, float32(0.0))
         if bias:
-            Bh = options.bias[b, h]
-            for i in range(TM):
-                row = uint32(row0 + row_of(ty, i))
-                for j in range(TN):
-                    col = uint32(col0 + column_of(tx, j))
-                    if row < Nq and col < Nk:
-                        rS[i * EI + j * EJ] += unit * Bh[row, col]
+            add_bias(rS, rB, row0, col0, Nq, Nk, b, h, options, ty, tx)
         last = uint32(col0 + (COLUMNS - 1))
         inside = last < Nk
         if causal:

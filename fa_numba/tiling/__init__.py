@@ -27,7 +27,7 @@ from fa_numba.tiling.mma_backward import (
 )
 from fa_numba.tiling.simt import SimtBackwardSpec, SimtSpec, select_spec, splits
 from fa_numba.tiling.spec import MAX_THREADS, Spec
-from fa_numba.tiling.tiles import STAGES, Tiles, is_valid
+from fa_numba.tiling.tiles import MOST_STAGES, Tiles, is_valid
 from fa_numba.tiling.wgmma import (
     WGMMA_MEASURES,
     WgmmaSpec,
@@ -47,7 +47,7 @@ from fa_numba.tiling.wgmma_fa1 import WgmmaFa1Spec, default_wgmma_fa1_tiles, sel
 __all__ = [
     "MAX_THREADS",
     "MEASURES",
-    "STAGES",
+    "MOST_STAGES",
     "MmaBackwardSpec",
     "MmaSpec",
     "MmaSweepSpec",

@@ -122,6 +122,12 @@ class MmaSpec(Spec):
         return self.TM * (4 * self.DN + self.TN)
 
     @property
+    def reads_bias(self) -> bool:
+        """But beside the widest S and O, where registers would spill."""
+        scores = self.TM * self.TN
+        return super().reads_bias and (scores <= 32 or self.accumulators + scores <= 160)
+
+    @property
     def keeps_q(self) -> bool:
         """Whether Q's fragments stay in registers: where S, O and they leave room for the rest."""
         fit = self.columns <= 128 and self.accumulators + 2 * self.TM * self.DN <= 160

@@ -111,6 +111,18 @@ class Spec(ABC):
         return False
 
     @property
+    def reads_bias(self) -> bool:
+        """Whether a bias can be in registers before its scores are: a thread's columns come in
+        pairs.
+        """
+        return self.features.bias and self.column_width % 2 == 0
+
+    @property
+    def bias_registers(self) -> int:
+        """Registers for that; 1 where there is none, since an array of registers has one."""
+        return self.TM * self.TN if self.reads_bias else 1
+
+    @property
     def cap_registers(self) -> int:
         """Registers for the slopes of a cap on the scores, kept from S to dS; 1 where there is no
         cap, since an array of registers has at least one.

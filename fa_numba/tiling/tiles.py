@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-STAGES = (1, 2)
+MOST_STAGES = 4
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,10 @@ class Tiles:
     ``Br`` rows of Q and ``Bc`` rows of K and V make one tile of S. ``threads`` is the number of
     threads in a block; None takes the split with the fewest shared-memory reads. ``stages`` is how
     many tiles of K and of V are in shared memory; FlashAttention-2's forward kernel on tensor cores
-    takes 2 too, and has then the next ones on their way all the time.
+    takes 2 too, and has then the next ones on their way all the time; on Hopper's up to 4, and has
+    as many of Q.
 
-    Raises ValueError when Br is no positive multiple of 4, Bc none of 8, or stages is not 1 or 2;
+    Raises ValueError when Br is no positive multiple of 4, Bc none of 8, or stages not 1 to 4;
     TypeError for what is no integer, of Python or NumPy. A call says which threads its kernels
     have.
     """
@@ -39,8 +40,8 @@ class Tiles:
                 raise ValueError(
                     f"tiles: {name} is {value}: allowed is a positive multiple of {step}"
                 )
-        if self.stages not in STAGES:
-            raise ValueError(f"tiles: stages is {self.stages}: allowed is 1 or 2")
+        if not 1 <= self.stages <= MOST_STAGES:
+            raise ValueError(f"tiles: stages is {self.stages}: allowed is 1 to {MOST_STAGES}")
 
     def _as_int(self, name: str, allowed: str) -> None:
         """Make a NumPy integer an int; raise TypeError for what is none."""

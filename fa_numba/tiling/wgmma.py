@@ -10,7 +10,7 @@ from fa_numba.integers import ceil_div, round_up
 from fa_numba.options import PLAIN, Features
 from fa_numba.problem import MAX_SEQLEN
 from fa_numba.tiling.spec import Spec
-from fa_numba.tiling.tiles import Tiles
+from fa_numba.tiling.tiles import MOST_STAGES, Tiles
 
 GROUP = 128  # threads of a warpgroup
 GROUP_ROWS = 64  # rows of S that a warpgroup takes
@@ -25,9 +25,23 @@ _REGISTERS_WITH_ENDS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
 _REGISTERS_WITH_PAGES = {1: (56, 256), 2: (56, 224), 3: (32, 160)}
 # The most that an instruction names.
 _MOST_REGISTERS = 255
-# Registers of a consumer beside its parts of S, P and O.
-_OTHERS = 32
+# Registers of a consumer beside its parts of S, P and O; the same where blocks share them.
+_OTHERS, _OTHERS_SHARED = 32, 20
+# And what a window takes more there, by what the assembler spills.
+_WINDOW = 16
+# Beside what an instruction adds to, of the registers that a thread begins with: the assembler
+# refuses others, whatever a consumer takes later.
+_BESIDE_SUMS = 30
+# Of one multiprocessor: registers, and bytes of shared memory, of which each block takes some more.
+_POOL, _MEMORY, _RESERVED = 65536, 228 * 1024, 1024
+MOST_BLOCKS = 3  # of low tiles side by side on a multiprocessor
 _LEAST_COLUMNS = 64  # of a tile, however few keys there are
+# Rows, and columns of a window, up to which small heads' row tiles are too short for one block to
+# have the next one's Q, K and V in time.
+_SHORTER, _NARROW = 512, 256
+# Columns of a tile where a bias is read, up to a head dimension: alone, with a causal mask and with
+# other options that hold registers, as the assembler spills none.
+_BIAS_COLUMNS = {64: (128, 112, 96), 128: (96, 96, 64), 192: (64, 64, 48), 256: (48, 32, 32)}
 # What a tile of three consumers takes over one of two: up to a panel or of few columns, and wider.
 _THREE, _THREE_WIDE = 1.29, 1.43
 # What FlashAttention-2's forward kernel can do without: turns of the consumer warpgroups, products
@@ -57,13 +71,14 @@ class WgmmaSpec(Spec):
     Thread (ty, tx) of a consumer is place tx of 4 in row ty of 64 (intrinsics/warpgroup.py).
     ``stages`` is how many tiles of K and of V are in shared memory, ``q_stages`` of Q.
     ``positive_scale``: the scale of the scores is above 0. ``ablated`` are those of WGMMA_MEASURES
-    that are left out.
+    that are left out. ``blocks`` share a multiprocessor.
     """
 
     dtype: str = "float16"
     positive_scale: bool = False
     stages: int = 2
     q_stages: int = 2
+    blocks: int = 1
     ablated: tuple[str, ...] = ()
 
     @property
@@ -131,8 +146,18 @@ class WgmmaSpec(Spec):
         return GROUP * (1 + self.consumers)
 
     @property
+    def registers_at_first(self) -> int:
+        """Of each thread of blocks that share a multiprocessor, before some give to others."""
+        return _POOL // (self.blocks * self.threads) // 8 * 8
+
+    @property
     def registers(self) -> tuple[int, int]:
         """Of a thread that produces, and of one that consumes."""
+        if self.blocks > 1:
+            few = REGISTERS[2][0]
+            given = self.registers_at_first * self.threads - few * GROUP
+            consuming = given // (GROUP * self.consumers) // 8 * 8
+            return few, min(REGISTERS[2][1], consuming)
         ends = self.query_ends or self.key_ends
         if self.features.page_size:
             return _REGISTERS_WITH_PAGES[self.consumers]
@@ -212,15 +237,22 @@ class WgmmaSpec(Spec):
 
     @property
     def accumulators(self) -> int:
-        return self.TM * (self.TN + 4 * self.DN) + self.p_registers
+        own = self.TM * (self.TN + 4 * self.DN) + self.p_registers
+        return own + (self.bias_registers if self.reads_bias else 0)
 
     @property
     def fits_registers(self) -> bool:
-        return self.accumulators <= min(self.registers[1], _MOST_REGISTERS) - _OTHERS
+        others = _OTHERS
+        if self.blocks > 1:
+            others = _OTHERS_SHARED + (_WINDOW if self.features.window else 0)
+            sums = self.TM * max(self.TN, 4 * self.DN)  # of S or of O
+            if sums + _BESIDE_SUMS > self.registers_at_first:
+                return False
+        return self.accumulators <= min(self.registers[1], _MOST_REGISTERS) - others
 
     @property
     def min_blocks(self) -> int:
-        return 1
+        return self.blocks
 
 
 _Specialised = TypeVar("_Specialised", bound=WgmmaSpec)
@@ -254,13 +286,23 @@ def within_registers(
     return spec
 
 
-def select_wgmma_spec(tiles: Tiles, head_dim: int, shared_limit: int, **facts: object) -> WgmmaSpec:
+def select_wgmma_spec(
+    tiles: Tiles, head_dim: int, shared_limit: int, *, shares: bool = False, **facts: object
+) -> WgmmaSpec:
     """The specialisation on Hopper's tensor cores for ``tiles``, with the fields ``facts`` beside
-    the sizes; ``shared_limit`` in bytes a block. Two tiles of Q are in memory where they fit.
+    the sizes; ``shared_limit`` in bytes a block. Two tiles of Q are in memory where they fit, more
+    where there are more of K and V. With ``shares`` as many blocks of one consumer share a
+    multiprocessor as fit.
 
     Raises ValueError as ``within_registers`` does, and for what does not fit memory.
     """
-    spec = within_registers(WgmmaSpec, tiles, head_dim, stages=tiles.stages, **facts)
+    places = {"stages": tiles.stages, "q_stages": max(2, tiles.stages)}
+    spec = within_registers(WgmmaSpec, tiles, head_dim, **places, **facts)
+    if shares and spec.consumers == 1:
+        for blocks in range(MOST_BLOCKS, 1, -1):
+            several = replace(spec, blocks=blocks)
+            if several.fits_registers and blocks * (spec.shared_bytes + _RESERVED) <= _MEMORY:
+                return several
     if spec.shared_bytes > shared_limit:
         spec = replace(spec, q_stages=1)
     if spec.shared_bytes > shared_limit:
@@ -282,20 +324,35 @@ def default_wgmma_tiles(
     heads: int = 1,
     places: int = 0,
     lens: Sequence[int] | None = None,
+    window: int = 0,
 ) -> Tiles:
     """Block sizes of the kernels on Hopper's tensor cores, the fastest of those measured: three
     consumers where registers allow it and their tiles end first, and as many columns as memory
     holds, or all there are. ``seqlen_q`` are the rows of all heads that share a tile, ``heads`` how
     many such there are with all batch entries, ``places`` the multiprocessors, 0 where they are not
-    known, ``lens`` the rows of packed sequences, of which ``seqlen_q`` is the largest. Few rows are
-    left to one consumer, since then the columns' way from memory counts.
+    known, ``lens`` the rows of packed sequences, of which ``seqlen_q`` is the largest, ``window``
+    the columns that a row sees. Few rows are left to one consumer, since then the columns' way from
+    memory counts.
     """
     Bc = 128 if head_dim <= 128 else 112 if head_dim <= 192 and not features.crowds else 96
     Bc = 80 if head_dim > 192 else Bc
+    if features.bias:  # whose tile is in registers too
+        others = replace(features, bias=False, causal=False) != PLAIN
+        columns = next(found for d, found in _BIAS_COLUMNS.items() if head_dim <= d)
+        Bc = columns[2 if others else 1 if causal else 0]
     if seqlen_q <= GROUP_ROWS:
         return Tiles(GROUP_ROWS, 64 if PANEL < head_dim <= 2 * PANEL else min(Bc, 128), stages=2)
     if not features.page_size:
         Bc = min(Bc, max(_LEAST_COLUMNS, round_up(seqlen_k, 16)))
+    if head_dim <= PANEL and takes_places(features):
+        if features.window or causal:
+            longest = max(seqlen_q, seqlen_k)
+            if 0 < window <= _NARROW or (causal and longest <= _SHORTER):
+                return Tiles(GROUP_ROWS, _LEAST_COLUMNS, stages=3)
+            if longest <= SHORT and not features.window:
+                return Tiles(GROUP_ROWS, 96, stages=2)
+        elif seqlen_k <= 128:
+            return Tiles(2 * GROUP_ROWS, Bc, stages=MOST_STAGES)
     two = Tiles(2 * GROUP_ROWS, Bc, stages=2)
     three = Tiles(3 * GROUP_ROWS, Bc, stages=2)
     if Bc == 128 and head_dim > PANEL:
@@ -317,8 +374,13 @@ def default_wgmma_tiles(
     return three if takes * rounds(three.Br) <= rounds(two.Br) else two
 
 
+def takes_places(features: Features) -> bool:
+    """Whether more places of Q, K and V, or more blocks, were measured beside these options."""
+    return replace(features, causal=False, window=False) == PLAIN
+
+
 def _hold_three(tiles: Tiles, head_dim: int, features: Features) -> bool:
     """Whether three consumers' registers hold the tiles; with a window or a cap they are slower."""
     spec = WgmmaSpec(head_dim, tiles.Br, tiles.Bc, 4, tiles.Br // 2)
-    slower = features.window or features.softcap
+    slower = features.window or features.softcap or features.bias
     return spec.fits_registers and not slower and _taken(features) <= _SPARE

@@ -12,9 +12,11 @@ from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL, WgmmaSpec, within_re
 CONSUMERS = 2
 COLUMNS = CONSUMERS * GROUP_ROWS  # of a tile of S
 STAGES = 2  # row tiles in shared memory
-# Where a causal mask leaves columns unequal work: columns of a head whose tiles go side by side,
-# and how many heads of K and V all do.
-SIDE_BY_SIDE, FEW_HEADS = 2048, 8
+# Where a causal mask leaves columns unequal work: columns of a head whose tiles go side by side;
+# more of them in small heads of many columns, whose Q and dO would be read from memory by each
+# chunk; and how many heads of K and V are few, whose tiles all do.
+SIDE_BY_SIDE, FEW_HEADS = 512, 8
+MORE_SIDE_BY_SIDE, SMALL_HEAD, MANY_COLUMNS = 2048, 64, 4096
 MOST_CHUNKS = 65535  # blocks along the last axis of a grid
 LARGEST_ATOMIC = 128  # the largest head dimension of a kernel that makes dQ too
 # Of a thread that produces, and of one that consumes; and where FlashAttention-1's consumers mask
@@ -266,14 +268,16 @@ class _SharedRows(WgmmaSpec):
         return 0
 
 
-def chunk_tiles(columns: int, heads: int, Bc: int) -> int:
+def chunk_tiles(columns: int, heads: int, Bc: int, head_dim: int) -> int:
     """``chunk_tiles`` of a causal call with so many columns and, over the batch, K/V heads: one of
     a few heads, whose long tiles all begin at once; of many as many as read Q and dO together.
     Twice as many, until the grid's last axis has no more chunks than it takes.
     """
-    if heads > FEW_HEADS and columns <= SIDE_BY_SIDE:
+    small = head_dim <= SMALL_HEAD and columns > MANY_COLUMNS
+    together = MORE_SIDE_BY_SIDE if small or head_dim > LARGEST_ATOMIC else SIDE_BY_SIDE
+    if heads > FEW_HEADS and columns <= together:
         return 0
-    found = 1 if heads <= FEW_HEADS else SIDE_BY_SIDE // Bc
+    found = 1 if heads <= FEW_HEADS else together // Bc
     while found * Bc * MOST_CHUNKS < columns:
         found *= 2
     return found

@@ -22,6 +22,7 @@ def make_forward(spec):
     p, Bc, ROWS, (NQ, NK, NV) = parts(spec), spec.Bc, spec.warp_rows, spec.tile_halves
     TM, RS, RO, RQ = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4, spec.q_registers
     AT_K, AT_V, AT_O, NO = NQ, NQ + NK, (NQ + NK + NV) // 2, spec.exchange_floats
+    RB = spec.bias_registers
 
     def fa1_forward(Q, K, V, O, A, L, l, m, scale, group, split_rows, options):
         sQ = half_tile(0, NQ)
@@ -30,6 +31,7 @@ def make_forward(spec):
         sO = shared_tile(AT_O, NO)
         rQ = cuda.local.array(RQ, uint32)
         rS = cuda.local.array(RS, float32)
+        rB = cuda.local.array(RB, float32)
         rO = cuda.local.array(RO, float32)
         rm = cuda.local.array(TM, float32)
         rl = cuda.local.array(TM, float32)
@@ -66,12 +68,13 @@ def make_forward(spec):
                 wait_async()
                 cuda.syncthreads()  # Qi is there
                 p.load_fragments(rQ, sQ, warp_row)
+                p.read_bias(rB, i0, j0, Nq, Nk, b, h, options, ty, tx)
                 # Alg. 1 line 8: load Oi, li, mi
                 p.read_state(rO, rl, rm, Ah, lh, mh, j0, i0, i_stop, ty, tx)
                 # FA-1 line 9, FA-2 line 8: Sij = scale Qi KjT
                 p.scores(rS, rQ, sQ, sK, warp_row, p.warp_column())
                 p.scale_rows(rO, rl)  # Alg. 1 line 12: diag(li) Oi, before line 11 replaces li
-                p.scale_and_mask(rS, scale, i0, j0, Nq, Nk, b, h, options, ty, tx)
+                p.scale_bias_and_mask(rS, rB, scale, i0, j0, Nq, Nk, b, h, options, ty, tx)
                 cuda.syncthreads()  # nobody reads sQ any more
                 # FA-1 line 8, FA-2 line 7 of the next tile: load it, in flight meanwhile
                 i_next = p.load_next_q(sQ, Qh, i0, i_end, i_stop, j0, b, h, options)

@@ -25,11 +25,13 @@ def make_forward(spec):
     p, ROWS, NQ, STAGES = parts(spec), spec.warp_rows, spec.tile_halves[0], spec.stages
     SPLITS, axes = spec.features.splits, 4 if spec.tile_heads == 1 else 5
     TM, RS, RO, RQ = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4, spec.q_registers
+    RB = spec.bias_registers
 
     def fa2_forward(Q, K, V, O, L, scale, group, options):
         sQ = half_tile(0, NQ)
         rQ = cuda.local.array(RQ, uint32)
         rS = cuda.local.array(RS, float32)
+        rB = cuda.local.array(RB, float32)
         rO = cuda.local.array(RO, float32)
         rm = cuda.local.array(TM, float32)
         rl = cuda.local.array(TM, float32)
@@ -61,6 +63,7 @@ def make_forward(spec):
 
         # FA-1 line 5, FA-2 line 6: for each column tile j that is seen
         while j0 < j_end:
+            p.read_bias(rB, i0, j0, Nq, Nk, b, h, options, ty, tx)
             wait_async()
             cuda.syncthreads()  # Kj is there, or Kj and Vj; nobody reads what is loaded next
             # Alg. 1 line 7: load Vj, in flight during line 8; with two stages Kj+1 and Vj+1
@@ -70,7 +73,7 @@ def make_forward(spec):
             commit_async()
             # FA-1 line 9, FA-2 line 8: Sij = scale Qi KjT
             p.scores(rS, rQ, sQ, sK, warp_row, p.warp_column())
-            p.scale_and_mask(rS, scale, i0, j0, Nq, Nk, b, h, options, ty, tx)
+            p.scale_bias_and_mask(rS, rB, scale, i0, j0, Nq, Nk, b, h, options, ty, tx)
             if STAGES == 1:
                 wait_async()
                 cuda.syncthreads()  # Vj is there; nobody reads sK any more

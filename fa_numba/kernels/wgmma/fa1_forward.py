@@ -26,7 +26,7 @@ def make_forward(spec):
     p, Br, Bc, GROUPS = parts(spec), spec.Br, spec.Bc, spec.consumers
     STAGES, Q_STAGES, (NQ, NK), NO = spec.stages, spec.q_stages, spec.tile_halves, spec.tile_floats
     TM, RS, RO, RP = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4, spec.p_registers
-    FEW, MANY = spec.registers
+    (FEW, MANY), RB = spec.registers, spec.bias_registers
     NQS, NKS, V0 = Q_STAGES * NQ, STAGES * NK, Q_STAGES * NQ + STAGES * NK
     NOS, AT_O, BARRIERS, BARRIER_0 = (
         Q_STAGES * NO,
@@ -90,6 +90,7 @@ def make_forward(spec):
     @device_function
     def consume(sQ, sK, sV, sO, bars, Q, K, O, A, L, l, m, scale, group, split_rows, options):
         rS = cuda.local.array(RS, float32)
+        rB = cuda.local.array(RB, float32)
         rP = cuda.local.array(RP, uint32)
         rO = cuda.local.array(RO, float32)
         rm = cuda.local.array(TM, float32)
@@ -130,12 +131,13 @@ def make_forward(spec):
                 p.begin_scores(rS, sQ, uint32(at_Q + 64 * 64 * w), sK, uint32(stage * NK))
                 # Alg. 1 line 8: load li, mi
                 p.read_state(rl, rm, lh, mh, j0, row0, i_stop, ty, tx)
+                p.read_bias(rB, row0, j0, Nq, Nk, b, h, options, ty, tx)
                 p.wait_scores(rS, False)
                 if more:
                     p.empty(bars, uint32(EMPTY_Q + place))
                 if i_next >= i_end:
                     p.empty(bars, uint32(EMPTY_K + stage))
-                p.scale_and_mask(rS, scale, row0, j0, Nq, Nk, b, h, options, ty, tx)
+                p.scale_bias_and_mask(rS, rB, scale, row0, j0, Nq, Nk, b, h, options, ty, tx)
                 # FA-1 lines 10, 11, FA-2 line 9: m, l, and P in units of the new m
                 p.softmax_to_p(rP, rS, scale, rm, rl, rf)
                 # Alg. 1 lines 8, 12: load Oi; diag(li) e^(m_old - m_new) Oi

@@ -30,10 +30,11 @@ LAST_TILES = 8
 
 @cache
 def make_forward(spec):
-    """The kernel for ``spec``; launched over as many blocks as there are multiprocessors."""
+    """The kernel for ``spec``; launched over as many blocks as all multiprocessors hold."""
     p, Bc, ROWS, GROUPED = parts(spec), spec.Bc, spec.head_rows, spec.by_group
     STAGES, Q_STAGES, (NQ, NK) = spec.stages, spec.q_stages, spec.tile_halves
     TM, RS, RO, RP = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4, spec.p_registers
+    RB = spec.bias_registers
     (FEW, MANY), OVERLAPS, AHEAD = spec.registers, spec.overlaps, spec.begins_next
     WQ = PANEL * 64  # elements of a warpgroup's rows in a panel
     GROUP_ROWS, SPLITS = 64 // spec.tile_heads, spec.features.splits  # rows of a head
@@ -130,6 +131,7 @@ def make_forward(spec):
     @device_function
     def consume(sQ, sK, sV, sN, bars, Q, K, O, L, tiles, scale, options):
         rS = cuda.local.array(RS, float32)
+        rB = cuda.local.array(RB, float32)
         rP = cuda.local.array(RP, uint32)
         rO = cuda.local.array(RO, float32)
         rm = cuda.local.array(TM, float32)
@@ -153,9 +155,10 @@ def make_forward(spec):
                 p.end_turn(w)
                 while True:
                     row0 = uint32(i0 + GROUP_ROWS * w)
+                    p.read_bias(rB, row0, j0, Nq, Nk, b, h, options, ty, tx)
                     p.wait_scores(rS, False)
                     p.empty(bars, uint32(EMPTY_K + stage))
-                    p.scale_and_mask(rS, scale, row0, j0, Nq, Nk, b, h, options, ty, tx)
+                    p.scale_bias_and_mask(rS, rB, scale, row0, j0, Nq, Nk, b, h, options, ty, tx)
                     # FA-2 line 9: m, l, and P in units of the new m
                     p.online_softmax_of_lanes(rS, scale, rm, rl, rf)
                     p.round_p(rP, rS)
@@ -180,9 +183,12 @@ def make_forward(spec):
                             wait_mbarrier(bars, uint32(FULL_V + stage), parity)
                             p.begin_output(rO, rP, sV, uint32(stage * NK))
                         p.end_turn(w)
+                        p.read_bias(rB, row0, j0, Nq, Nk, b, h, options, ty, tx)
                         p.wait_scores(rS, OVERLAPS)
                         p.empty(bars, uint32(EMPTY_K + after))
-                        p.scale_and_mask(rS, scale, row0, j0, Nq, Nk, b, h, options, ty, tx)
+                        p.scale_bias_and_mask(
+                            rS, rB, scale, row0, j0, Nq, Nk, b, h, options, ty, tx
+                        )
                         # FA-2 line 9: m, l, and P in units of the new m
                         p.online_softmax_of_lanes(rS, scale, rm, rl, rf)
                         p.wait_output(rO, False)

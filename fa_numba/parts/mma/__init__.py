@@ -3,7 +3,7 @@
 from functools import cache
 from types import ModuleType
 
-from fa_numba.parts import dropout, gradients, heads, layout, rows, softmax, splits, visits
+from fa_numba.parts import bias, dropout, gradients, heads, layout, rows, softmax, splits, visits
 from fa_numba.parts.mma import (
     backward,
     combine,
@@ -20,7 +20,7 @@ from fa_numba.parts.namespace import Parts
 from fa_numba.tiling import MmaBackwardSpec
 
 _MODULES = (
-    *(layout, heads, visits, tile_load, fragments, products, softmax, dropout),
+    *(layout, heads, visits, tile_load, fragments, products, softmax, bias, dropout),
     *(rows, splits, stores, pairs, combine, state, dq, gradients),
 )
 

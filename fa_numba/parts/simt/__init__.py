@@ -2,12 +2,12 @@
 
 from functools import cache
 
-from fa_numba.parts import dropout, gradients, heads, rows, softmax, splits, visits
+from fa_numba.parts import bias, dropout, gradients, heads, rows, softmax, splits, visits
 from fa_numba.parts.namespace import Parts
 from fa_numba.parts.simt import products, state, stores, threads, tile_load
 
 _MODULES = (
-    *(threads, heads, visits, tile_load, products, softmax, dropout),
+    *(threads, heads, visits, tile_load, products, softmax, bias, dropout),
     *(rows, splits, stores, state, gradients),
 )
 

@@ -3,7 +3,7 @@
 from functools import cache
 from types import ModuleType
 
-from fa_numba.parts import gradients, heads, layout, rows, softmax, splits, visits
+from fa_numba.parts import bias, gradients, heads, layout, rows, softmax, splits, visits
 from fa_numba.parts.namespace import Parts
 from fa_numba.parts.wgmma import (
     backward,
@@ -22,7 +22,7 @@ from fa_numba.tiling import WgmmaBackwardSpec, WgmmaFa1Spec, WgmmaSweepSpec
 
 _MODULES = (
     *(products, schedule, stages, stores, tile_load, turns),
-    *(layout, heads, visits, softmax, rows, splits, gradients),
+    *(layout, heads, visits, softmax, bias, rows, splits, gradients),
 )
 
 
