@@ -15,7 +15,7 @@ from experiments.lab import runner, timing, tune
 from experiments.lab.options import Bench, Options
 from experiments.lab.store import Store
 from experiments.lab.workloads import fa2_setting
-from fa_numba import Tiles, bounds
+from fa_numba import Tiles, bounds, reference
 from fa_numba.host import planning
 from fa_numba.tiling import select_mma_spec, select_wgmma_spec, tuned
 from fa_numba.tiling.tuned import tuned_tiles
@@ -165,17 +165,29 @@ def test_tuned_tiles_are_asked_of_the_kernels_specialisation(table):
 # --- the sweep --------------------------------------------------------------------------------
 
 
+RUNS = {"fwd": Tiles(32, 32, 32), "bwd": Tiles(16, 16, 32)}
+
+
 @cache
 def swept(wrong=(), more=()):
     """What is swept and its rows on the emulator, with made-up times, `more` of (tiles, ms) beside
-    them; results of `wrong` tiles are off.
+    them; results of `wrong` tiles are off. Kernels of one size run, the others' results are those
+    of the reference.
     """
-    right = fa_numba.attention
+    kernels = fa_numba.attention, fa_numba.attention_backward
     times = {Tiles(16, 16, 32): 4.0, Tiles(32, 16, 32): 2.0, Tiles(32, 32, 32): 1.0, **dict(more)}
 
-    def attention(q, k, v, *, tiles, **options):
-        off = 1.1 if tiles in wrong else 1
-        return (right(q, k, v, tiles=tiles, **options) * off).astype(q.dtype)
+    def attention(q, k, v, *, tiles, causal, out, **how):
+        if tiles == RUNS["fwd"]:
+            found = kernels[0](q, k, v, tiles=tiles, causal=causal, out=out, **how)
+        else:
+            found = reference.attention(q, k, v, causal=causal)
+        return (found * (1.1 if tiles in wrong else 1)).astype(q.dtype)
+
+    def attention_backward(*arrays, tiles, causal, **how):
+        if tiles == RUNS["bwd"]:
+            return kernels[1](*arrays, tiles=tiles, causal=causal, **how)
+        return reference.attention_backward(*arrays[:4], causal=causal)
 
     def time_call(run, check, seconds):
         run()
@@ -189,6 +201,7 @@ def swept(wrong=(), more=()):
 
     with pytest.MonkeyPatch.context() as patch, fa_numba.device.using("emulator"):
         patch.setattr(fa_numba, "attention", attention)
+        patch.setattr(fa_numba, "attention_backward", attention_backward)
         patch.setattr(tune, "time_call", time_call)
         patch.setattr(tune.peers, "available", lambda: False)
         patch.setattr(fa_numba.device, "to_gpu", lambda array: array)
