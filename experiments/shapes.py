@@ -225,6 +225,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     with flex.compiling(_flex_call, flexed):
         precompile.compile_ahead(ahead, bench)
     inputs = Inputs(gradient=True)
+    inputs.draw_for([point.problem for point in every])
     checks = breadth.Checks(inputs)
     for point in bench.each(every, "timing"):
         arrays = peers.on_device(inputs(point.problem), point.problem.dtype)
@@ -235,11 +236,14 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
 
 
 def _planned(series: str, pass_: str, problem: Problem) -> Iterator[precompile.Call]:
-    """The calls whose kernels are needed: a backward pass also needs a forward one."""
-    if pass_ == "bwd":
-        yield precompile.Call(series, problem, breadth.plan_options("bwd", problem))
-    forward = breadth.plan_options("fwd", problem)
-    yield precompile.Call(series, problem, forward | {"return_lse": pass_ == "bwd"})
+    """The calls whose kernels are needed: a backward pass also needs a forward one, and both of a
+    shorter problem for its check.
+    """
+    for each in [problem] if pass_ == "fwd" else [problem, breadth.shorter(problem)]:
+        if pass_ == "bwd":
+            yield precompile.Call(series, each, breadth.plan_options("bwd", each))
+        forward = breadth.plan_options("fwd", each)
+        yield precompile.Call(series, each, forward | {"return_lse": pass_ == "bwd"})
 
 
 def _flex_call(item: tuple[Problem, str]) -> Any:

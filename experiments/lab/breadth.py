@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -45,7 +46,8 @@ def given(problem: Problem, shapes: bool = False) -> dict[str, Any]:
     return found
 
 
-def _bias(shape: Sequence[int]) -> np.ndarray:
+@functools.lru_cache(1)
+def _bias(shape: tuple[int, ...]) -> np.ndarray:
     return np.random.default_rng(SEED).standard_normal(shape, dtype=np.float32)
 
 

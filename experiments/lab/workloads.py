@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,19 +99,29 @@ class Inputs:
     def __call__(self, problem: Problem) -> tuple[np.ndarray, ...]:
         every = (problem.q_shape, problem.k_shape, problem.k_shape, problem.q_shape)
         shapes = every[: self._streams]
-        sizes = [int(np.prod(shape)) for shape in shapes]
+        sizes = [math.prod(shape) for shape in shapes]
         drawn = self._drawn.get(problem.dtype, ())
         if not drawn or drawn[0].size < max(sizes):
-            streams = np.random.SeedSequence(SEED).spawn(self._streams)
-            drawn = tuple(
-                held(
-                    np.random.default_rng(stream).standard_normal(max(sizes), dtype=np.float32),
-                    problem.dtype,
-                )
-                for stream in streams
-            )
-            self._drawn[problem.dtype] = drawn
+            drawn = self._draw(max(sizes), problem.dtype)
         return tuple(
             stream[:size].reshape(shape)
             for stream, size, shape in zip(drawn, sizes, shapes, strict=True)
         )
+
+    def draw_for(self, problems: Sequence[Problem]) -> None:
+        """Draw what the largest of them takes, so that no longer streams are drawn later."""
+        most: dict[str, int] = {}
+        for p in problems:
+            size = max(math.prod(p.q_shape), math.prod(p.k_shape))
+            most[p.dtype] = max(size, most.get(p.dtype, 0))
+        for dtype, size in most.items():
+            self._draw(size, dtype)
+
+    def _draw(self, size: int, dtype: str) -> tuple[np.ndarray, ...]:
+        def stream(seed: np.random.SeedSequence) -> np.ndarray:
+            return held(np.random.default_rng(seed).standard_normal(size, np.float32), dtype)
+
+        with ThreadPoolExecutor() as pool:  # NumPy draws and rounds without Python's lock
+            seeds = np.random.SeedSequence(SEED).spawn(self._streams)
+            self._drawn[dtype] = tuple(pool.map(stream, seeds))
+        return self._drawn[dtype]
