@@ -1020,6 +1020,10 @@ REFUSED = {
         ),
         ValueError, ["tiles: stages=2", "'fa2'", "'bwd'", "only the forward pass", "is 1"],
     ),
+    "more stages than this unit has": (
+        lambda: fa_numba.flash_attention_2(Q, K, K, tiles=Tiles(16, 16, stages=3)),
+        ValueError, ["tiles: stages=3 on unit 'mma'", "1 to 2, up to 4 on unit 'wgmma'"],
+    ),
     "stages without prefetching": (
         lambda: fa_numba.flash_attention_2(
             Q, K, K, tiles=Tiles(16, 16, stages=2), ablate=("swizzle", "prefetch")

@@ -211,8 +211,10 @@ def _check_stages(tiles: Tiles, request: Request) -> None:
     pair = (request.algorithm, request.passes)
     most = UNITS[request.unit].staged.get(pair, 1)
     if 1 < most < tiles.stages:
+        others = {n: u.staged.get(pair, 1) for n, u in UNITS.items() if n != request.unit}
+        more = "".join(f", up to {m} on unit {n!r}" for n, m in others.items() if m > most)
         raise ValueError(
-            f"tiles: stages={tiles.stages} on unit {request.unit!r}: allowed is 1 to {most}"
+            f"tiles: stages={tiles.stages} on unit {request.unit!r}: allowed is 1 to {most}{more}"
         )
     if tiles.stages > most:
         raise ValueError(

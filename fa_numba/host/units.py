@@ -300,9 +300,10 @@ class Wgmma(Unit):
     def suits(self, request: Request) -> bool:
         """On a GPU, for calls that choose nothing of another unit's, and rows that fill a tile, or
         few that long K and V are brought for: the emulator runs the smaller blocks of ``mma``
-        faster. Small heads of one tile are left out, but for the calls whose tiles have more places
-        in memory; so are a bias whose rows cannot be read in pairs, and one with wide heads, pages
-        or few rows, which was not measured. FlashAttention-1 is taken by name alone.
+        faster. Small heads of one tile are left out, but for forward calls of which the next tiles
+        are on their way (``takes_places``); so are a bias whose rows cannot be read in pairs, and
+        one with wide heads, pages or few rows, which was not measured. FlashAttention-1 is taken by
+        name alone.
         """
         p, forward = request.problem, request.passes == "fwd"
         one_tile = max(p.seqlen_q, p.seqlen_k) <= 2 * GROUP_ROWS and p.head_dim <= PANEL
