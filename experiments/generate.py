@@ -295,7 +295,7 @@ def draw(rows: Sequence[Row]) -> Any:
             left.plot([*marks], [*marks.values()], label=f"{place}: counted", **looks)
     if modelled or counted:
         left.set_yscale("log")
-        left.set_ylabel("bytes")
+        style.byte_axis(left.yaxis)
         style.sizes(left, (8, 16, *LENGTHS), "characters before")
         left.legend()
     else:
@@ -308,6 +308,9 @@ def draw(rows: Sequence[Row]) -> Any:
     if timed:
         right.set_yscale("log")
         right.set_ylabel("ms")
+        low, high = right.get_ylim()
+        right.set_yticks([x for x in (0.2, 0.5, 1, 2, 5, 10, 20, 50) if low <= x <= high])
+        style.plain_ticks(right.yaxis)
         style.sizes(right, sorted({n for by in timed.values() for n in by}), "characters before")
         right.legend()
     else:
