@@ -64,6 +64,15 @@ def as_kv_splits(value: Any) -> int | str:
     return splits
 
 
+def as_group_splits(value: Any) -> int | str:
+    """`value` as an int >= 1, or "auto"; else a TypeError or ValueError."""
+    if isinstance(value, str):
+        if value == "auto":
+            return value
+        raise ValueError(f"group_splits is {value!r}: allowed is an integer >= 1, or 'auto'")
+    return as_size("group_splits", value, axis=False)
+
+
 def as_flag(name: str, value: Any) -> bool:
     """`value` as a bool, of Python or NumPy; else a TypeError that calls it `name`."""
     if not isinstance(value, (bool, np.bool_)):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Unpack
 
-from fa_numba.checks import as_flag, as_kv_splits
+from fa_numba.checks import as_flag, as_group_splits, as_kv_splits
 from fa_numba.dtypes import DTYPES
 from fa_numba.host import planning
 from fa_numba.host.binding import Binding
@@ -35,13 +35,14 @@ def plan(
     return_dbias: bool = False,
     unit: str = "auto",
     kv_splits: int | str = "auto",
+    group_splits: int | str = 1,
     **options: Unpack[AttentionOptions],
 ) -> Plan:
     """What a call with these arguments runs on the current device, without running it.
 
     Shapes are (B, Hq, Nq, d) and (B, Hk, Nk, d); ``passes`` is "fwd" or "bwd". ``options`` as
     ``AttentionOptions`` has them; for a bias, slopes and an ``attn_mask`` their shapes are enough.
-    ``kv_splits`` of the plan is what "auto" has chosen.
+    ``kv_splits`` and ``group_splits`` of the plan are what "auto" has chosen.
     Raises as the call itself would.
 
     >>> import fa_numba
@@ -65,12 +66,14 @@ def plan(
             raise ValueError(f"ablate is {ablate!r}: only passes='fwd' has it")
         if as_kv_splits(kv_splits) != "auto":
             raise ValueError(f"kv_splits is {kv_splits!r}: only passes='fwd' has it")
-        backward = (deterministic, return_dbias, unit, query_splits)
+        backward = (deterministic, return_dbias, unit, query_splits, group_splits)
         plan = planning.backward(problem, algorithm, tiles, True, *backward)
     else:
         for name, value in (("deterministic", deterministic), ("return_dbias", return_dbias)):
             if value:
                 raise ValueError(f"{name} is {value!r}: only passes='bwd' has it")
+        if as_group_splits(group_splits) != 1:
+            raise ValueError(f"group_splits is {group_splits!r}: only passes='bwd' has it")
         how = (return_lse, query_splits, unit, warp_partition, ablate, kv_splits)
         # How often a block table is read depends on the copies' width.
         aligned = problem.pages is None or problem.head_dim % DTYPES[problem.dtype].chunk == 0
@@ -318,6 +321,7 @@ def flash_attention_2_backward(
     return_dbias=False,
     deterministic=False,
     unit="auto",
+    group_splits=1,
     **options: Unpack[AttentionOptions],
 ):
     """Gradients of attention, a grid over K/V blocks (arXiv 2307.08691, Algorithm 2).
@@ -330,6 +334,12 @@ def flash_attention_2_backward(
     sweep instead, which computes S and dP once more and costs 2 Nq d + 2 Tr Nk d loads and Nq d
     stores. The workspace is one float a row; in 16 bits also dQ in float32, d rounded up to a
     multiple of 2, but for ``deterministic``.
+
+    ``group_splits`` thread blocks share a column tile of a K/V head, each with as many of its query
+    heads: a divisor of Hq / Hk, on ``unit`` "wgmma" up to d = 128. Each loads K and V, and leaves
+    Nk d elements of dk and of dv in a float32 workspace, which are summed in one order. It is for
+    calls with few K/V heads, whose column tiles leave multiprocessors idle. "auto" estimates which
+    number ends first, 1 for all others and on the emulator; it is not the default until it is timed.
 
     Returns (dq, dk, dv), in the shapes of q, k and v, and in q's dtype, library and place; with
     ``return_dbias`` also dbias, float32 in the shape of the bias, summed by atomic adds over the
@@ -345,7 +355,8 @@ def flash_attention_2_backward(
     32.0
     """
     given = (dout, q, k, v, out, lse)
-    return differentiate("fa2", given, options, tiles, stream, unit, return_dbias, deterministic)
+    how = {"deterministic": deterministic, "group_splits": group_splits}
+    return differentiate("fa2", given, options, tiles, stream, unit, return_dbias, **how)
 
 
 @documents_options
@@ -361,6 +372,7 @@ def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
     ``return_dbias``: bool, False: whether the gradient of ``bias``, or of an ``attn_mask`` of
         numbers, is returned too.
     ``deterministic``: bool, of "fa2" alone: whether dq is summed in one order.
+    ``group_splits``: of "fa2" alone, on ``unit`` "wgmma".
     ``query_splits``: of "fa1" alone.
     ``tiles``, ``unit``, ``stream``: as for ``attention``.
 

@@ -126,10 +126,12 @@ def differentiate(
     return_dbias,
     deterministic=False,
     query_splits=1,
+    group_splits=1,
 ) -> Any:
     """The gradients of (dout, q, k, v, out, lse) with the arguments of the public functions."""
     options = _with_numeric_mask(options, stream)
-    facts = ("bwd", algorithm, tiles, unit, return_dbias, deterministic, query_splits)
+    how = (deterministic, query_splits, group_splits)
+    facts = ("bwd", algorithm, tiles, unit, return_dbias, *how)
     dout, q, k, v, out, lse = given
     inputs = (q, k, v, out, dout, lse)
     call = launch_cache.describe_call(facts, inputs, options)
@@ -140,7 +142,7 @@ def differentiate(
 
 
 def _first_differentiate(facts, given, options, stream, call: Call | None) -> list:
-    _, algorithm, tiles, unit, return_dbias, deterministic, query_splits = facts
+    _, algorithm, tiles, unit, return_dbias, deterministic, *splits = facts
     return_dbias = as_flag("return_dbias", return_dbias)
     deterministic = as_flag("deterministic", deterministic)
     names = ("q", "k", "v", "out", "dout", "lse")
@@ -155,7 +157,7 @@ def _first_differentiate(facts, given, options, stream, call: Call | None) -> li
     check_shape(lse, problem.lse_shape)
     with placement.placed(q):
         aligned = _aligned(problem, inputs[:-1])
-        how = (deterministic, return_dbias, unit, query_splits)
+        how = (deterministic, return_dbias, unit, *splits)
         plan = planning.backward(problem, algorithm, tiles, aligned, *how)
         given = dict(zip(("Q", "K", "V", "O", "dO", "L"), inputs, strict=True))
         return _run(plan, arguments, tiles, given, stream, call)

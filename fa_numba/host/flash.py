@@ -10,7 +10,7 @@ from fa_numba import device, io_model
 from fa_numba.host.binding import LOG2E
 from fa_numba.host.plans import Argument, Boxes, Buffer, Grouped, Launch, Steps, Untouched
 from fa_numba.host.requests import Request
-from fa_numba.host.splits import chosen_splits
+from fa_numba.host.splits import chosen_group_splits, chosen_splits
 from fa_numba.host.units import UNITS
 from fa_numba.integers import ceil_div, round_up
 from fa_numba.kernels import merge_splits
@@ -165,18 +165,24 @@ def _fa2_backward(request: Request) -> Steps:
     """
     unit, p = UNITS[request.unit], request.problem
     tiles, spec = unit.backward(request)
+    splits = chosen_group_splits(request, tiles, spec)
+    if splits > 1:
+        spec = replace(spec, splits_group=True, grouped=p.group > splits)  # type: ignore[call-arg]
     kernels, atomic = unit.kernels.fa2_backward, unit.adds_dq(request)
     Tc, chunk = ceil_div(p.seqlen_k, tiles.Bc), getattr(spec, "chunk_tiles", 0)
-    over_columns = (Tc, p.heads_k, p.batch)
+    over_columns = (Tc, p.heads_k * splits, p.batch)
     if chunk:
-        over_columns = (chunk * p.heads_k, p.batch, ceil_div(Tc, chunk))
-    how: dict[str, Any] = {"dbias": request.return_dbias}
+        over_columns = (chunk * p.heads_k * splits, p.batch, ceil_div(Tc, chunk))
+    how: dict[str, Any] = {"dbias": request.return_dbias, "group_splits": splits}
     workspace = [Buffer("D", request.row_shape)]
     sums = "dQ" if request.dtype.sums_in_place else "A"
     sum_of_dq: dict[str, Argument] = {} if atomic else {sums: Untouched(request.q_shape)}
     facts = (p.head_dim, *unit.row_facts(request))
     row_sums = kernels.make_row_sums(*facts, atomic, request.lengths)
-    bound = {"scale_log2": "score_scale", **_boxes(request, tiles), **sum_of_dq}
+    bound = {"scale_log2": "score_scale", **_boxes(request, tiles, splits == 1), **sum_of_dq}
+    parts = {"dK": "parts of dK", "dV": "parts of dV"} if splits > 1 else {}
+    if splits > 1:
+        bound |= parts | {"group": p.group // splits}
     launches = [
         Launch.of(row_sums, _by_rows(request, kernels.WARPS), **sum_of_dq),
         Launch.of(kernels.make_backward(spec, atomic), over_columns, **bound),
@@ -191,13 +197,18 @@ def _fa2_backward(request: Request) -> Steps:
     elif sums == "A":
         workspace.append(_sum("A", request.q_shape))
         launches.append(_rounding(request, "A", "dQ", "scale"))
+    batch, heads, *rows = request.k_shape
+    for out, name in parts.items():
+        workspace.append(_sum(name, (batch, heads * splits, *rows)))
+        launches.append(_rounding(request, name, out, 1.0, keys=True, splits=splits))
     count = functools.partial(io_model.fa2_backward, p, tiles, **how)
-    return Steps(tiles, tuple(launches), tuple(workspace), count, score_unit=LOG2E)
+    own = (tuple(launches), tuple(workspace), count)
+    return Steps(tiles, *own, score_unit=LOG2E, group_splits=splits)
 
 
 def _boxes(request: Request, tiles: Tiles, columns: bool = True) -> dict[str, Argument]:
     """What a backward kernel takes by boxes: nothing; or all matrices, but FA-1's dQ; dK and dV if
-    ``columns``.
+    ``columns``, not their parts or sums.
     """
     if not UNITS[request.unit].copies_boxes:
         return {}
@@ -221,11 +232,16 @@ def _sum(name: str, shape: tuple[int, ...], zeroed: bool = False) -> Buffer:
     return Buffer(name, (*shape[:-1], round_up(shape[-1], 2)), zeroed=zeroed)
 
 
-def _rounding(request: Request, A: str, out: str, scale: Argument, keys: bool = False) -> Launch:
-    """``out`` = ``scale`` A, rounded; of the rows of K with ``keys``, else of Q."""
+def _rounding(
+    request: Request, A: str, out: str, scale: Argument, keys: bool = False, splits: int = 1
+) -> Launch:
+    """``out`` = ``scale`` A, rounded; of the rows of K with ``keys``, else of Q. A is a sum of so
+    many ``splits``.
+    """
     unit, p = UNITS[request.unit], request.problem
     kernels, facts = unit.kernels.fa2_backward, (p.head_dim, *unit.row_facts(request))
-    kernel = kernels.make_round_rows(*facts, request.lengths, keys=keys)
+    own = {"splits": splits} if splits > 1 else {}
+    kernel = kernels.make_round_rows(*facts, request.lengths, keys=keys, **own)
     return Launch.of(kernel, _by_rows(request, kernels.WARPS, keys), A=A, dQ=out, scale=scale)
 
 

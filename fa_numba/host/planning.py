@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from fa_numba import device
-from fa_numba.checks import as_kv_splits
+from fa_numba.checks import as_group_splits, as_kv_splits
 from fa_numba.host import flash, standard
 from fa_numba.host.plans import Buffer, Plan
 from fa_numba.host.requests import Request
+from fa_numba.host.splits import check_group_splits
 from fa_numba.host.units import UNITS, having, unit_of
 from fa_numba.io_model import ALGORITHMS
 from fa_numba.problem import Problem, as_size
@@ -86,6 +87,7 @@ def backward(
     return_dbias: bool,
     unit: Any = "auto",
     query_splits: Any = 1,
+    group_splits: Any = 1,
 ) -> Plan:
     """The plan of the backward pass of ``algorithm``, as ``forward``."""
     _check(problem, algorithm, tiles)
@@ -97,6 +99,8 @@ def backward(
     query_splits = as_size("query_splits", query_splits, axis=False)
     limits = (device.shared_bytes_limit(), device.compute_capability())
     how: dict[str, Any] = {"deterministic": deterministic, "return_dbias": return_dbias}
+    how["group_splits"] = as_group_splits(group_splits)
+    how["multiprocessors"] = device.multiprocessors() if device.planned_for_gpu() else 0
     request = Request(algorithm, "bwd", "", problem, tiles, aligned, *limits, query_splits, **how)
     unit = unit_of(unit, request).name
     if deterministic and algorithm != "fa2":
@@ -116,7 +120,9 @@ def backward(
             f"query_splits is {query_splits} in the backward pass of {algorithm} on {unit}: only "
             f"{owners} splits its queries"
         )
-    return planned(replace(request, unit=unit))
+    request = replace(request, unit=unit)
+    check_group_splits(request)
+    return planned(request)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -138,6 +144,7 @@ def planned(request: Request) -> Plan:
         ablated=request.ablated,
         split_rows=steps.split_rows,
         kv_splits=steps.kv_splits,
+        group_splits=steps.group_splits,
         score_unit=steps.score_unit,
         count=steps.count,
         request=request,

@@ -83,7 +83,7 @@ class Grouped:
 
 # The name of an array or of a number of the call, a number itself, no array, one by boxes or one by
 # groups of heads.
-Argument = str | float | Untouched | Boxes | Grouped
+Argument = str | int | float | Untouched | Boxes | Grouped
 
 
 @dataclass(frozen=True)
@@ -134,10 +134,10 @@ class Plan:
 
     ``launches`` are in their order, over the inputs, ``outputs`` and ``workspace``. A thread block
     takes ``split_rows`` rows of Q where FlashAttention-1's share a head; ``kv_splits`` blocks share
-    the columns of a row tile of FlashAttention-2's. Scores are multiplied by
-    ``score_unit`` beside the scale: log2(e) where exponentials are powers of 2. ``warp_partition``
-    is what the warps of a block share of a tile: its "rows" or the "keys"; ``ablated`` names the
-    measures that the kernel does without.
+    the columns of a row tile of FlashAttention-2's, backward ``group_splits`` a column tile. Scores
+    are multiplied by ``score_unit`` beside the scale: log2(e) where exponentials are powers of 2.
+    ``warp_partition`` is what the warps of a block share of a tile: its "rows" or the "keys";
+    ``ablated`` names the measures that the kernel does without.
 
     ``accesses`` are exact loads and stores of global memory in elements by array, ``flops`` follows
     FlashAttention-2's convention, ``workspace_bytes`` is memory beside inputs and outputs. With a
@@ -157,6 +157,7 @@ class Plan:
     ablated: tuple[str, ...] = ()
     split_rows: int = 0
     kv_splits: int = 1
+    group_splits: int = 1
     score_unit: float = 1.0
     block_mask: np.ndarray | None = field(default=None, compare=False, repr=False)
     count: Callable[..., io_model.Accesses] = field(default=None, compare=False, repr=False)  # type: ignore[assignment]
@@ -209,6 +210,7 @@ class Steps:
     split_rows: int = 0
     score_unit: float = 1.0
     kv_splits: int = 1
+    group_splits: int = 1
 
 
 _PASSES = {"fwd": "forward", "bwd": "backward"}
@@ -225,6 +227,8 @@ def _table(plan: Plan) -> list[str]:
     ]
     if plan.kv_splits > 1:
         lines.append(f"kv_splits  {plan.kv_splits} blocks share the columns of a row tile")
+    if plan.group_splits > 1:
+        lines.append(f"group_splits  {plan.group_splits} blocks share a column tile of a K/V head")
     heads = ("kernels", "grid", "threads", "shared bytes")
     rows = [(k.name, f"{k.grid}", f"{k.threads}", f"{k.shared_bytes:,}") for k in plan.kernels]
     lines += _columns([heads, *rows])

@@ -37,6 +37,7 @@ class Request:
     return_dbias: bool = False
     kv_splits: int | str = 1
     multiprocessors: int = 0
+    group_splits: int | str = 1
 
     @functools.cached_property
     def features(self) -> Features:

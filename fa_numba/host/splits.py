@@ -1,14 +1,19 @@
-"""How many thread blocks share the columns of a row tile of FlashAttention-2's forward pass."""
+"""How many thread blocks share the columns of a row tile of FlashAttention-2's forward pass, or a
+column tile of its backward pass.
+"""
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
+from typing import Any
 
 from fa_numba.checks import MAX_KV_SPLITS
 from fa_numba.host.requests import Request
 from fa_numba.integers import ceil_div
 from fa_numba.tiling import Tiles
 from fa_numba.tiling.spec import Spec
+from fa_numba.tiling.wgmma_backward import LARGEST_ATOMIC
 
 # Row tiles this high are computed for longer than their K and V take to come.
 HIGH = 64
@@ -23,6 +28,16 @@ _LEAST_TILES = 2
 _TILES_OF_SUMS = 2
 # Rounds of splits that are tried where row tiles are of unequal length.
 _MOST_ROUNDS = 4
+
+# Backward, in visits of a row tile, each some 3 microseconds of a multiprocessor, 10 Br Bc d FLOPs.
+# Estimates, none of them timed. Rounds of blocks that are tried:
+_MOST_SHARES = 8
+# until a block's first product, and after its last;
+_VISITS_OF_BLOCK = 2
+# head dimensions whose float32 parts of dK and dV take a block one visit to store;
+_DIMENSIONS_A_VISIT = 64
+# until the two kernels that add up the parts run, and the bytes that they move in a visit.
+_VISITS_OF_SUMS, _BYTES_A_VISIT = 1, 9e6
 
 
 def chosen_splits(request: Request, tiles: Tiles, spec: Spec, blocks: int) -> int:
@@ -98,3 +113,85 @@ def _columns(request: Request, tiles: Tiles) -> int:
     if p.left is None or p.right is None:
         return p.seqlen_k
     return min(p.seqlen_k, p.left + p.right + tiles.Br)
+
+
+# --- the backward pass -------------------------------------------------------------------------
+
+
+def check_group_splits(request: Request) -> None:
+    """Raise ValueError where a column tile's query heads cannot be split as the request asks."""
+    p, splits = request.problem, request.group_splits
+    if splits in ("auto", 1):
+        return
+    if not _can_split_group(request):
+        raise ValueError(
+            f"group_splits is {splits} with algorithm {request.algorithm!r} and a head dimension "
+            f"of {p.head_dim} on unit {request.unit!r}: only fa2 on unit 'wgmma' splits the query "
+            f"heads of a K/V head, up to head dimension {LARGEST_ATOMIC}, allowed is 1 or 'auto'"
+        )
+    if p.group % int(splits):
+        raise ValueError(
+            f"group_splits is {splits} with {p.heads_q} query heads and {p.heads_k} of K and V: "
+            f"allowed is {', '.join(map(str, _divisors(p.group)))}, a divisor of {p.group}, or "
+            "'auto'"
+        )
+
+
+def chosen_group_splits(request: Request, tiles: Tiles, spec: Any) -> int:
+    """The blocks that share a column tile of a K/V head: those that a request asks for, or for
+    "auto" the number with which the parts of dK and dV are summed first; the fewest of these.
+
+    Blocks go to multiprocessors in their order, one each, as these become free; under a causal mask
+    the first column tiles take longest. Several blocks each load Kj and Vj, and store their parts
+    in float32, which two more kernels add up. One where there are many rounds of blocks, and on the
+    emulator.
+    """
+    if request.group_splits != "auto":
+        return int(request.group_splits)
+    p, places = request.problem, request.multiprocessors
+    if not _can_split_group(request) or not places:
+        return 1
+    heads, Tc = p.heads_k * p.batch, ceil_div(p.seqlen_k, tiles.Bc)
+    visits = [_row_tiles(request, tiles, j) for j in range(Tc)]
+    elements = 2 * p.seqlen_k * heads * p.head_dim
+
+    def end(splits: int) -> float:
+        free, each = [0.0] * places, p.group // splits
+        more, sums = 0.0, 0.0
+        if splits > 1:
+            more = p.head_dim / _DIMENSIONS_A_VISIT
+            sums = _VISITS_OF_SUMS + elements * (4 * splits + 2) / _BYTES_A_VISIT
+        for j in _in_launch_order(Tc, heads * splits, spec.chunk_tiles):
+            heapq.heapreplace(free, free[0] + each * visits[j] + _VISITS_OF_BLOCK + more)
+        return max(free) + sums
+
+    most = max(1, _MOST_SHARES * places // (heads * Tc))
+    return min((n for n in _divisors(p.group) if n <= most), key=end)
+
+
+def _can_split_group(request: Request) -> bool:
+    """Whether there is a kernel whose blocks share the query heads of a K/V head."""
+    kernel = (request.algorithm, request.passes, request.unit)
+    return kernel == ("fa2", "bwd", "wgmma") and request.problem.head_dim <= LARGEST_ATOMIC
+
+
+def _divisors(n: int) -> list[int]:
+    return [m for m in range(1, n + 1) if n % m == 0]
+
+
+def _row_tiles(request: Request, tiles: Tiles, j: int) -> int:
+    """The row tiles that column tile j visits, of each query head."""
+    p = request.problem
+    diagonal, first, end = p.seqlen_k - p.seqlen_q, 0, p.seqlen_q
+    if p.right is not None:
+        first = max(0, j * tiles.Bc - diagonal - p.right) // tiles.Br * tiles.Br
+    if p.left is not None:
+        end = min(end, max(0, (j + 1) * tiles.Bc - diagonal + p.left))
+    return max(0, ceil_div(end - first, tiles.Br))
+
+
+def _in_launch_order(Tc: int, shares: int, chunk: int) -> Iterator[int]:
+    """The column tile of each block, one after the other (parts/wgmma/schedule.make_column_tile)."""
+    for begin in range(0, Tc, chunk or Tc):
+        for _ in range(shares):
+            yield from range(begin, min(begin + (chunk or Tc), Tc))

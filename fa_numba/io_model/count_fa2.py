@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fa_numba.dtypes import DTYPES
 from fa_numba.io_model.accesses import Accesses, add_up, check_dbias, count
 from fa_numba.io_model.paging import table_reads
 from fa_numba.io_model.visits import columns_visited, visit_sums, whole_sums
-from fa_numba.problem import BlockSizes, Problem
+from fa_numba.problem import BlockSizes, Problem, as_size
 
 
 class _Block(NamedTuple):
@@ -77,6 +78,7 @@ def fa2_backward(
     sweep_tiles: BlockSizes | None = None,
     block_mask: Any = None,
     dbias: bool = False,
+    group_splits: int = 1,
 ) -> Accesses:
     """Accesses of FA-2's Algorithm 2: D first, then a grid over K/V blocks.
 
@@ -94,8 +96,14 @@ def fa2_backward(
     a grid over Q blocks (of `sweep_tiles`, or the same) makes dQ. Per head it
         loads  Q, dO: N_q d each, L, D: N_q each, K, V: sum c_j d each, bias: sum r_i c_j
         stores dQ: N_q' d
+
+    With `group_splits` S above 1 so many blocks share the query heads of a K/V head. Each loads K
+    and V and stores its parts of dK and dV, which are float32 and are then added up. Per K/V head:
+        loads  K, V: S N_k d each    A: 2 S N_k' d
+        stores  dK, dV: S N_k' d each    dQ: 2 N_k' d (its parameters' names, for parts and sums)
     """
     check_dbias(problem, dbias)
+    splits = as_size("group_splits", group_splits, axis=False)
     d, head = problem.head_dim, whole_sums(problem, tiles, problem.heads_q)
     shared = whole_sums(problem, tiles, problem.heads_k)
     visits = visit_sums(problem, tiles, block_mask)
@@ -114,12 +122,12 @@ def fa2_backward(
             "dO": visits.rows * d,
             "L": visits.rows,
             "D": visits.rows,
-            "K": shared.columns * d,
-            "V": shared.columns * d,
+            "K": splits * shared.columns * d,
+            "V": splits * shared.columns * d,
             "bias": visits.pairs if problem.bias else 0,
         }
         | adds,
-        {"dK": shared.all_columns * d, "dV": shared.all_columns * d} | adds,
+        dict.fromkeys(("dK", "dV"), splits * shared.all_columns * d) | adds,
     )
     parts = [row_sums, over_columns]
     if deterministic:
@@ -137,4 +145,8 @@ def fa2_backward(
     elif kept == "A":
         rounded = head.all_rows * d
         parts.append(count(problem, {"A": rounded}, {"dQ": rounded}))
-    return add_up(problem, parts)
+    if splits == 1:
+        return add_up(problem, parts)
+    summed = 2 * shared.all_columns * d
+    parts.append(count(problem, {"A": splits * summed}, {"dQ": summed}))
+    return replace(add_up(problem, parts), sums=("dK", "dV"))

@@ -63,6 +63,7 @@ def workspace(
     deterministic: bool = False,
     query_splits: int = 1,
     kv_splits: int = 1,
+    group_splits: int = 1,
 ) -> int:
     """Bytes of global memory beside inputs and outputs, `passes` "fwd" or "bwd".
 
@@ -76,7 +77,8 @@ def workspace(
                                                        of dK and dV, as A, of their rows
         fa2         L, 4 R, unless `return_lse`        D, 4 R; in 16 bits A, unless `deterministic`
 
-    With `kv_splits` above 1 fa2 has forward, for each of them, O as A, l and m, 8 R, beside.
+    With `kv_splits` above 1 fa2 has forward, for each of them, O as A, l and m, 8 R, beside; with
+    `group_splits` above 1 backward, for each of them, parts of dK and dV, as A, of their rows.
     A, the float32 sum of O or dQ, has 4 R d bytes, d rounded up to a multiple of 2.
     """
     check_name("algorithm", algorithm, ALGORITHMS)
@@ -89,9 +91,12 @@ def workspace(
     rows = math.prod(problem.lse_shape)
     kept = 0 if DTYPES[problem.dtype].sums_in_place else round_up(problem.head_dim, 2)
     if passes == "bwd":
+        keys = math.prod(problem.k_shape[:-1])
         if algorithm == "fa2":
-            return ELEMENT_BYTES * rows * (1 if deterministic else 1 + kept)
-        keys = math.prod(problem.k_shape[:-1]) if query_splits > 1 else 0
+            of_queries = rows * (1 if deterministic else 1 + kept)
+            of_parts = 2 * group_splits * keys * kept if group_splits > 1 else 0
+            return ELEMENT_BYTES * (of_queries + of_parts)
+        keys = keys if query_splits > 1 else 0
         return ELEMENT_BYTES * (rows + 2 * keys) * kept
     if algorithm == "fa1":
         return ELEMENT_BYTES * rows * (2 + kept)

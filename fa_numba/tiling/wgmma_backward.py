@@ -37,8 +37,9 @@ class WgmmaBackwardSpec(Spec):
     shared memory, and each consumer makes 64 x 64 elements of dQ.
 
     ``row_tiles`` counts the matrices with a row tile in shared memory: Q, dO and, for
-    FlashAttention-1, O. ``splits_queries``: several blocks add to one dK and dV. ``chunk_tiles``,
-    where it is not 0: so many column tiles of each head go before the next ones
+    FlashAttention-1, O. ``splits_queries``: several blocks add to one dK and dV;
+    ``splits_group``: several take query heads of one K/V head each, and leave parts of dK and dV.
+    ``chunk_tiles``, where it is not 0: so many column tiles of each head go before the next ones
     (parts/wgmma/schedule.py).
     """
 
@@ -47,6 +48,7 @@ class WgmmaBackwardSpec(Spec):
     vector_adds: bool = True
     row_tiles: int = 2
     splits_queries: bool = False
+    splits_group: bool = False
     chunk_tiles: int = 0
 
     @property

@@ -176,10 +176,11 @@ def make_row_sums(head_dim, dtype, aligned, clear, features):
 
 
 @cache
-def make_round_rows(head_dim, dtype, aligned, features, keys=False):
+def make_round_rows(head_dim, dtype, aligned, features, keys=False, splits=1):
     """dQ = scale A, rounded to 16 bits. Over (Nq / 4, Hq, B) blocks; a warp takes a row.
 
-    With ``keys`` the same for dK or dV, over (Nk / 4, Hk, B) blocks.
+    With ``keys`` the same for dK or dV, over (Nk / 4, Hk, B) blocks; A may be their sum of so many
+    ``splits``, neighbours along the axis of heads, which are added up in their order.
     """
     p = parts(RowFacts(features, head_dim, dtype, aligned))
     rows_of = p.key_rows if keys else p.query_rows
@@ -188,13 +189,18 @@ def make_round_rows(head_dim, dtype, aligned, features, keys=False):
         h = uint32(cuda.blockIdx.y)
         b = uint32(cuda.blockIdx.z)
         row = uint32(cuda.blockIdx.x * WARPS + cuda.threadIdx.x // 32)
-        Ah, dQh = rows_of(A, b, h, options), rows_of(dQ, b, h, options)
+        Ah, dQh = rows_of(A, b, uint32(h * splits), options), rows_of(dQ, b, h, options)
         col = uint32(2 * (uint32(cuda.threadIdx.x) % uint32(32)))
         if row < uint32(Ah.shape[0]):
             while col < uint32(head_dim):
                 low, high = Ah[row, col], float32(0.0)
                 if uint32(col + 1) < uint32(head_dim):
                     high = Ah[row, uint32(col + 1)]
+                if splits > 1:
+                    for n in range(1, splits):
+                        part = rows_of(A, b, uint32(h * splits + n), options)
+                        more = p.read_floats(part, row, col, col < uint32(head_dim))
+                        low, high = low + more[0], high + more[1]
                 p.write_two(dQh, row, col, scale * low, scale * high)
                 col = uint32(col + 64)
 

@@ -6,7 +6,8 @@ once, and row tiles with their L and D to two places in turn. A consumer warpgro
 S and all rows of the tile: it keeps its dK and dV in registers, and P is recomputed from L alone.
 Only dS passes through shared memory, for dQ. dQ is summed in float32 (``A``) by the copy engine's
 atomic adds, in no fixed order, then rounded; or by a second sweep with Q outer, in one order.
-Shared memory and accesses: at the end.
+Several blocks can share a column tile, each with its own query heads of the K/V head
+(``group_splits``). Shared memory and accesses: at the end.
 """
 
 from functools import cache
@@ -40,7 +41,8 @@ def make_producers(spec):
         Nq, Nk = p.lengths(Q.shape[2], K.shape[2], b, options)
         i_first, i_end = p.row_range(j0, uint32(0), Nq, Nq, Nk, options)
         # Alg. 2 line 6: load Kj, Vj
-        p.load_column_tiles(sK, sV, K, V, b, hk, j0, bars, uint32(FULL_KV))
+        shared = p.shared_head(hk, h, Q.shape[1], K.shape[1])
+        p.load_column_tiles(sK, sV, K, V, b, shared, j0, bars, uint32(FULL_KV))
         stage, parity, i0 = uint32(0), uint32(1), i_first
         while i0 < i_end and h < h_end:
             # Alg. 2 line 9: load Qi, dOi
@@ -184,7 +186,8 @@ def make_backward(spec, atomic=True):
 
     tiles, rows = tiled_type(4), array_type(3)
     sums = tiles if atomic else array_type(4)
-    arrays = [*[tiles] * 4, rows, rows, sums, tiles, tiles]
+    columns = array_type(4) if spec.splits_group else tiles
+    arrays = [*[tiles] * 4, rows, rows, sums, columns, columns]
     scalars = (types.float32, types.float32, types.int32)
     arguments = (*arrays, *scalars, spec.features.argument_type)
     return Kernel(fa2_backward, arguments, spec.threads, spec.shared_bytes, spec.min_blocks)
@@ -303,5 +306,7 @@ def make_query_gradients(spec):
 __doc__ += """
 Shared memory, 16-bit elements, d rounded up to 64:  2 Bc d + 4 Br d + 2 Br Bc + 8 Br, 32768
     bytes for dQ, and the barriers; in bytes:  198712 (d=64, 128 x 128), 197688 (d=128, 64 x 128)
-Accesses: those of the kernel on ``mma``, Q and dO by boxes.
+Accesses: those of the kernel on ``mma``, Q and dO by boxes. Of S blocks that share a column tile
+    each loads Kj and Vj, and stores its parts of dKj and dVj in float32; ``round_rows`` adds them up
+    in one order: S Nk d loads and Nk d stores of dK, and of dV.
 """

@@ -25,6 +25,7 @@ from fa_numba.intrinsics.mbarrier import (
 from fa_numba.intrinsics.shared import load4, store2
 from fa_numba.intrinsics.warpgroup import MULTIPLY, STEP, wait_products
 from fa_numba.parts import softmax, visits
+from fa_numba.parts.mma.pairs import make_write_floats
 from fa_numba.parts.wgmma import products, stages, stores, tile_load
 from fa_numba.parts.wgmma.turns import make_meet
 from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL
@@ -396,5 +397,30 @@ def make_add_dq(spec):
 
 @cache
 def make_write_tile(spec):
-    """``write_tile(rdK, sK, at, dK, w, row0, b, h, ty, tx)``: this consumer's rows of dK or dV."""
+    """``write_tile(rdK, sK, at, dK, w, row0, b, h, tx, ty)``: this consumer's rows of dK or dV; or,
+    where blocks share a head, those of this block's float32 part of them.
+    """
+    if spec.splits_group:
+        return _make_write_part(spec)
     return stores.make_write_tile(spec.transposed)
+
+
+def _make_write_part(spec):
+    """``write_part(rdK, sK, at, A, w, row0, b, h, tx, ty)``: A = this thread's part of dK, from
+    registers; a place of its own for each share h.
+    """
+    TM, DN4, STEP_, write_floats = spec.TN, 4 * spec.DN, spec.column_step, make_write_floats(spec)
+
+    @device_function
+    def write_part(rdK, sK, at, A, w, row0, b, h, tx, ty):
+        if tx == uint32(0) and ty == uint32(0):
+            wait_boxes_read()  # those of dQ, before the thread ends
+        Ah = A[b, h]
+        for i in range(TM):
+            row = uint32(row0 + tx + STEP_ * i)
+            inside = row < uint32(Ah.shape[0])
+            for n in range(DN4 // 2):
+                e = i * DN4 + 2 * n
+                write_floats(Ah, row, uint32(8 * n + 2 * ty), inside, rdK[e], rdK[e + 1])
+
+    return write_part

@@ -176,7 +176,8 @@ def make_next_tile(spec):
 @cache
 def make_column_tile(spec):
     """``column_tile()``: a backward block's first column, K/V head and batch entry, of a grid (Tc,
-    Hk, B), in chunks of C tiles (C Hk, B, ceil(Tc / C)).
+    Hk, B), in chunks of C tiles (C Hk, B, ceil(Tc / C)). Where S blocks share the query heads of a
+    K/V head these are Hk S shares: see ``shared_head``.
 
     A causal mask leaves the first columns most rows. In chunks those of all heads go before the
     next ones, so that the last blocks to start are short; the tiles of a chunk read Q and dO
@@ -192,3 +193,19 @@ def make_column_tile(spec):
         return uint32(x * Bc), y, z
 
     return column_tile
+
+
+@cache
+def make_shared_head(spec):
+    """``shared_head(share, h, heads_q, heads_k)``: the K/V head of a block's share of query heads,
+    the first of them h. A head's shares are neighbours; without them a share is its head.
+    """
+    splits = spec.splits_group
+
+    @device_function
+    def shared_head(share, h, heads_q, heads_k):
+        if splits:
+            return uint32(h // uint32(uint32(heads_q) // uint32(heads_k)))
+        return share
+
+    return shared_head
