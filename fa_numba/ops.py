@@ -339,7 +339,7 @@ def flash_attention_2_backward(
     heads: a divisor of Hq / Hk, on ``unit`` "wgmma" up to d = 128. Each loads K and V, and leaves
     Nk d elements of dk and of dv in a float32 workspace, which are summed in one order. It is for
     calls with few K/V heads, whose column tiles leave multiprocessors idle. "auto" estimates which
-    number ends first, 1 for all others and on the emulator; it is not the default until it is timed.
+    number ends first, 1 for all others and on the emulator; 1 is the default until that is timed.
 
     Returns (dq, dk, dv), in the shapes of q, k and v, and in q's dtype, library and place; with
     ``return_dbias`` also dbias, float32 in the shape of the bias, summed by atomic adds over the

@@ -191,7 +191,7 @@ def _row_tiles(request: Request, tiles: Tiles, j: int) -> int:
 
 
 def _in_launch_order(Tc: int, shares: int, chunk: int) -> Iterator[int]:
-    """The column tile of each block, one after the other (parts/wgmma/schedule.make_column_tile)."""
+    """The column tile of each block in turn, as ``column_tile`` of parts/wgmma/schedule.py."""
     for begin in range(0, Tc, chunk or Tc):
         for _ in range(shares):
             yield from range(begin, min(begin + (chunk or Tc), Tc))

@@ -307,6 +307,6 @@ __doc__ += """
 Shared memory, 16-bit elements, d rounded up to 64:  2 Bc d + 4 Br d + 2 Br Bc + 8 Br, 32768
     bytes for dQ, and the barriers; in bytes:  198712 (d=64, 128 x 128), 197688 (d=128, 64 x 128)
 Accesses: those of the kernel on ``mma``, Q and dO by boxes. Of S blocks that share a column tile
-    each loads Kj and Vj, and stores its parts of dKj and dVj in float32; ``round_rows`` adds them up
-    in one order: S Nk d loads and Nk d stores of dK, and of dV.
+    each loads Kj and Vj, and stores its parts of dKj and dVj in float32; ``round_rows`` adds these
+    up in one order: S Nk d loads and Nk d stores of dK, and of dV.
 """

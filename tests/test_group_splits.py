@@ -1,0 +1,168 @@
+"""Blocks that share a column tile backward (`group_splits`): gradients, counts, what is refused,
+which number is chosen, and planted faults.
+"""
+
+import inspect
+from functools import cache
+from unittest import mock
+
+import numpy as np
+import pytest
+from helpers import one_of_twelve, planted
+from test_mma_backward import check_gradients, half_gradients, saved_halves
+from test_wgmma_emulated import _built
+
+import fa_numba
+from fa_numba import bounds, emulator, io_model
+from fa_numba import device as devices
+from fa_numba.host import planning
+from fa_numba.kernels import wgmma
+from fa_numba.kernels.mma import fa2_backward as rounding
+from fa_numba.parts import wgmma as parts
+from fa_numba.parts.wgmma import backward, schedule
+
+UNIT = {"unit": "wgmma"}
+H200 = bounds.DEVICES["H200"]
+# Two query heads a block, or one; test_wgmma_backward has one more.
+CASES = [
+    ("fa2", (1, 4, 1, 37, 67, 64), {"group_splits": 2}),
+    ("fa2-deterministic", (1, 4, 2, 61, 133, 40), {"group_splits": 2, "causal": True}),
+]
+
+
+@pytest.mark.parametrize("way, sizes, options", CASES)
+def test_gradients_and_counts(way, sizes, options):
+    check_gradients("emulator", way, *half_gradients("float16", *sizes), **UNIT, **options)
+
+
+def planned(group_splits, Hq=8, Hk=2, N=4096, d=128, B=2, gpu=H200, **options):
+    facts = {"dtype": "float16", "passes": "bwd", "group_splits": group_splits, **options}
+    with gpu.planning() if gpu else devices.using("emulator"):
+        return fa_numba.plan((B, Hq, N, d), (B, Hk, N, d), **facts)
+
+
+def test_the_plan_shows_its_grid_kernels_workspace_and_accesses():
+    plain, split = planned(1, N=500), planned(2, N=500)
+    names = [k.name for k in plain.kernels]
+    assert [k.name for k in split.kernels] == [*names, "round_rows", "round_rows"]
+    assert (plain.kernels[1].grid, split.kernels[1].grid) == ((4, 2, 2), (4, 4, 2))
+    assert split.kernels[-1].grid == (125, 2, 2)
+    assert "group_splits  2 blocks share a column tile" in str(split)
+    assert "group_splits" not in str(plain)
+    shape = (2, 4, 500, 128)
+    assert [x.shape for x in split.workspace if x.name.startswith("parts")] == [shape, shape]
+    for plan, splits in ((plain, 1), (split, 2)):
+        want = io_model.workspace("fa2", plan.problem, passes="bwd", group_splits=splits)
+        assert plan.workspace_bytes == want
+        assert plan.launches[1].arguments["group"] == ("group" if splits == 1 else 2)
+    keys = 2 * 2 * 500 * 128
+    (a, b), (c, e) = ((p.accesses.loads, p.accesses.stores) for p in (plain, split))
+    assert (c["K"] - a["K"], c["A"] - a["A"], e["dK"] - b["dK"]) == (keys, 4 * keys, keys)
+    assert e["dQ"] - b["dQ"] == 2 * keys
+    # K, V and the results in 16 bits, the parts in 32.
+    assert split.accesses.bytes - plain.accesses.bytes == (2 * 2 + 4 * 4 + 2 * 2 * 4) * keys
+
+
+@pytest.mark.parametrize(
+    "splits, options, error, says",
+    [
+        (0, {}, ValueError, "group_splits is 0: allowed is an integer >= 1"),
+        (True, {}, TypeError, "group_splits is True"),
+        ("all", {}, ValueError, "group_splits is 'all': allowed is an integer >= 1, or 'auto'"),
+        (3, {}, ValueError, "8 query heads and 2 of K and V: allowed is 1, 2, 4, a divisor of 4"),
+        (2, {"unit": "mma"}, ValueError, "of 128 on unit 'mma': only fa2 on unit 'wgmma'"),
+        (2, {"d": 136}, ValueError, "head dimension of 136 .* up to head dimension 128, allowed"),
+        (2, {"algorithm": "fa1", **UNIT}, ValueError, "algorithm 'fa1'"),
+        (2, {"algorithm": "standard"}, ValueError, "algorithm 'standard'"),
+        (2, {"passes": "fwd"}, ValueError, "group_splits is 2: only passes='bwd' has it"),
+    ],
+)
+def test_splits_that_cannot_be(splits, options, error, says):
+    with pytest.raises(error, match=says):
+        planned(splits, **options)
+
+
+def test_calls_refuse_what_plans_do():
+    given = [*half_gradients("float16", 1, 2, 1, 3, 5, 64)]
+    given += [given[1], np.zeros((1, 2, 3), np.float32)]
+    for splits, unit in ((3, "wgmma"), (2, "mma"), (0, "wgmma")):
+        with pytest.raises(ValueError, match=f"group_splits is {splits}"):
+            fa_numba.attention_backward(*given, group_splits=splits, unit=unit)
+    with pytest.raises(TypeError, match="group_splits is no option here .flash_attention_2_backw"):
+        fa_numba.attention_backward(*given, algorithm="fa1", group_splits=2)
+
+
+def test_auto_takes_the_number_that_ends_first():
+    def chosen(*of, **options):
+        return planned("auto", *of, **options).group_splits
+
+    # 128 column tiles of 132 places: as long as each other, or the first twice as long as most.
+    for d in (64, 128):
+        assert chosen(d=d) == 1 and chosen(d=d, causal=True) == 2
+    # 32 tiles of one head, and 8 times as many once every query head has blocks of its own.
+    assert chosen(8, 1, B=1) == 4 and chosen(8, 1, 16384, B=1) == 1
+    assert chosen(32, 1, 512, B=1) == 32 and chosen(6, 2, 512, B=1) == 3
+    # Enough blocks; a window as long for each tile; nothing to share.
+    assert chosen(32, 8, B=8, causal=True) == chosen(window=(256, 0)) == chosen(8, 8, B=1) == 1
+    assert chosen(d=136, causal=True) == chosen(causal=True, unit="mma") == 1
+    assert chosen(gpu=None, causal=True, **UNIT) == chosen(causal=True, algorithm="fa1") == 1
+
+
+# --- planted faults --------------------------------------------------------------------------
+
+FAULTS = [
+    (rounding, "range(1, splits)", "range(1, 1)"),
+    (rounding, "uint32(h * splits + n)", "uint32(h + n)"),
+    (rounding, "range(1, splits)", "range(1, splits - 1)"),
+    (rounding, "A, b, uint32(h * splits), options", "A, b, h, options"),
+    (schedule, "h // uint32(uint32(heads_q) // uint32(heads_k))", "share"),
+    (backward, "wait_boxes_read()  # those of dQ, before the thread ends", "pass"),
+    (backward, "        Ah = A[b, h]\n        for i", "        Ah = A[b, 0]\n        for i"),
+    (backward, "inside = row < uint32(Ah.shape[0])", "inside = row < uint32(64)"),
+]
+
+
+@cache
+def _unsplit():
+    """Arguments of a call, and its results where nobody shares a head."""
+    inputs = half_gradients("float16", 1, 4, 2, 9, 65, 64)
+    given = (*inputs, *saved_halves("fa2", *inputs[1:]))
+    return given, fa_numba.flash_attention_2_backward(*given, **UNIT)
+
+
+def _outcome(changed, needle, replacement):
+    """What finds the fault: the name of an error, or "values"; None if nothing does."""
+    sources = {m: inspect.getsource(m) for m in (wgmma.fa2_backward, rounding, backward, schedule)}
+    sources[changed] = planted(sources[changed], needle, replacement)
+    kernel, sums, own, order = (_built("group_splits", text) for text in sources.values())
+    others = (order if m is schedule else m for m in parts._MODULES)
+    modules = (own, *others)
+    kernel.parts = lambda spec: parts.Parts(spec, modules)
+    kernel.make_round_rows = sums.make_round_rows
+    given, right = _unsplit()
+    uncached = getattr(planning.planned, "__wrapped__", planning.planned)
+    planting = mock.patch.object(wgmma, "fa2_backward", kernel)
+    with mock.patch.object(planning, "planned", uncached), planting:
+        try:
+            found = fa_numba.flash_attention_2_backward(*given, **UNIT, group_splits=2)
+        except emulator.EmulatorError as error:
+            return type(error).__name__
+    pairs = zip(found, right, strict=True)
+    near = all(np.allclose(a, b, rtol=4e-3, atol=1e-3) for a, b in pairs)
+    return None if near else "values"
+
+
+def test_every_planted_fault_has_its_place():
+    for module, *change in FAULTS:
+        source = inspect.getsource(module)
+        assert planted(source, *change) != source
+
+
+@pytest.mark.slow
+def test_the_machinery_leaves_kernels_as_they_are():
+    assert _outcome(rounding, "\n", "\n") is None
+
+
+@pytest.mark.parametrize("fault", one_of_twelve(FAULTS, lambda fault: fault[2]))
+def test_a_planted_fault_is_found(fault):
+    assert _outcome(*fault) is not None
