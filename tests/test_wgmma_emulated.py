@@ -93,6 +93,7 @@ def test_dtypes_and_strides(dtype, layout):
 
 LENGTHS = [
     # q_lens, kv_lens, d, options
+    (None, [0, 0], 64, {"causal": True}),  # no block has a column
     (None, [130, 0], 64, {}),
     ([0, 70, 1], None, 64, {"causal": True}),
     ([70, 150], [200, 5], 128, {"window": (30, 5), "softcap": 3.0}),

@@ -65,7 +65,7 @@ def schedule(seed: int) -> Iterator[None]:
 class Launch(Products):
     """A launch that runs: its blocks, and the groups of each in turn."""
 
-    __slots__ = ("arrays", "partition", "_random", "_turns", "_whole", "_used", "_unused")
+    __slots__ = ("arrays", "partition", "_random", "_turns", "_whole")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -76,8 +76,6 @@ class Launch(Products):
         self._random = None if seed is None else np.random.default_rng(seed)
         self._turns = np.zeros(self.threads, np.int64)  # and in this block alone
         self._whole: dict[int, Group] = {}  # all lanes of so many blocks
-        self._used: set[int] = set()  # named barriers that have opened in some block
-        self._unused: dict[int, EmulatorError] = {}  # those that one ended with, and its error
 
     def run(self, function: Callable[..., None], args: Sequence[Any]) -> bool:
         """All blocks, several at once where they may; whether they might have been."""
@@ -95,8 +93,6 @@ class Launch(Products):
                 self._run_block(function, args, numbers[done])
             done += count
             self.progress.blocks_done(count)
-        for number in self._unused.keys() - self._used:
-            raise self._unused[number]
         return together
 
     def _run_together(
@@ -172,14 +168,6 @@ class Launch(Products):
             for g in groups:
                 g.run = greenlet(partial(self._run_group, g, function, args))
             self._take_turns()
-        self._used.update(self._opened)
-        for number, named in list(self._named_barriers.items()):
-            # Who takes turns leaves one that nobody takes, here or in a block that has none.
-            if not named.synced:
-                self._unused.setdefault(number, self._stalled())
-                del self._named_barriers[number]
-        if self._named_barriers:
-            raise self._stalled()
         self.left_over()
 
     def _take_turns(self) -> None:

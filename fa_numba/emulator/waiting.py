@@ -268,7 +268,8 @@ class Waiting(Context):
 
         All lanes of a warp come together. The barrier opens, and is as new, when warps of as many
         threads have: what they did before then happened before what the waiting ones do next.
-        Arriving orders nothing for the warp that arrives, not even among its lanes.
+        Arriving orders nothing for the warp that arrives, not even among its lanes. A barrier that
+        nobody waits at need not open: who takes turns leaves one at the end.
 
         Raises BarrierMisuse where lanes of a warp or warps at a barrier disagree, where a warp that
         arrived comes again before the barrier has opened, and where nothing orders its coming after
@@ -384,12 +385,8 @@ class Waiting(Context):
     # ---- who waits for whom
 
     def _stalled(self) -> EmulatorError:
-        """The error for a block in which nothing runs: who waits for whom, and where.
-
-        Also for one that ends with a named barrier that some came to and that never opened.
-        """
+        """The error for a block in which nothing runs: who waits for whom, and where."""
         kind: type[EmulatorError] = BarrierDivergence
-        site: Site | None = None
         groups = self._groups
         in_warp = [g for g in groups if g.state == AT_WARP]
         at_barrier = [g for g in groups if g.state == AT_BARRIER]
@@ -404,19 +401,15 @@ class Waiting(Context):
         elif at_barrier:
             g = at_barrier[0]
             text = f"{g.operation} is not reached by all threads of the block"
-        elif in_warp:
+        else:
             g, kind = in_warp[0], Deadlock
             text = f"lanes wait for one another in {g.operation} with different masks"
-        else:
-            barrier, named = next(iter(self._named_barriers.items()))
-            g = next(g for g in groups if named.arrived[0] in g.warps)
-            site, text = named.site, self._missing(barrier)
         lanes = np.flatnonzero(~g.exited)
         return kind(
             f"{text}: {self._waiters()}",
             block=self.block,
             thread=self.place_of(int(g.tids[lanes[0] if lanes.size else 0])),
-            line=self.line_of(site or g.site),
+            line=self.line_of(g.site),
         )
 
     def _deserted(self, group: Group) -> bool:
