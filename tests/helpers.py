@@ -329,8 +329,10 @@ def product_squares(A, B, cuts, total=None, steps=0):
         squares += part**2
         for n in range(first + 1, last):
             term = A[:, n, None] * B[n]
-            part = part + term
-            squares += term**2 + part**2
+            part += term
+            term *= term
+            squares += term
+            squares += np.multiply(part, part, out=term)
         squares += steps * part**2
         if total is not None:
             part = part + total
@@ -383,8 +385,8 @@ class Scores:
             self.of_P = self.of_P + (TANH * self.Sc) ** 2
 
 
-def roundings(q, k, v, *, tiles=None, **options):
-    """How far float32 takes O and L from the exact ones, as Frobenius norms.
+def roundings(q, k, v, *, tiles=None, only_L=False, **options):
+    """How far float32 takes O and L from the exact ones, as Frobenius norms; of O 0 if `only_L`.
 
     Follows the kernels step by step. Each rounding counts once, as the most it can be, U times its
     result; roundings are independent, so that their squares add up, each times the square of the
@@ -402,6 +404,8 @@ def roundings(q, k, v, *, tiles=None, **options):
     problem = call.problem
     if not counted(problem):
         return 0.0, 0.0
+    if only_L:
+        v = v[..., :0]
     sizes = problem.seqlen_q, problem.seqlen_k, problem.head_dim
     Bc = (tiles or default_tiles("fa1", *sizes, devices.EMULATED_SHARED_BYTES)).Bc
     of_O = of_L = 0.0
@@ -461,17 +465,18 @@ def _size(a):
     return float(np.linalg.norm(np.where(np.isfinite(a), a, 0.0)))
 
 
-def truth(q, k, v, **options):
+def truth(q, k, v, *, only_L=False, **options):
     """O and L in float64, and how far a float32 result may be from each, as Frobenius norms.
 
     Twice the error of the unfused float32 computation, or `roundings` where that is more (in a few
     rows of few columns the unfused one may happen to err little), plus one rounding of the result;
-    of L, whose values cancel to near 0, a rounding is that of a number no smaller than 1.
+    of L, whose values cancel to near 0, a rounding is that of a number no smaller than 1. With
+    `only_L` the bound of O is that of the unfused computation alone.
     """
     with np.errstate(all="ignore"):
         O, L = reference.attention(q, k, v, return_lse=True, **options)
         O32, L32 = reference.unfused(q, k, v, return_lse=True, **options)
-        of_O, of_L = roundings(q, k, v, **options)
+        of_O, of_L = roundings(q, k, v, only_L=only_L, **options)
     return SimpleNamespace(
         O=O,
         L=L,
