@@ -35,8 +35,8 @@ every_example = True
 
 
 def examples(count):
-    """Hypothesis' settings for so many examples, half of them where slow tests are left out."""
-    return settings(max_examples=count if every_example else -(-count // 2))
+    """Hypothesis' settings for so many examples, a third of them where slow tests are left out."""
+    return settings(max_examples=count if every_example else max(2, -(-count // 3)))
 
 
 def pytest_report_header():

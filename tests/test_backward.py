@@ -25,7 +25,7 @@ from helpers import (
     assert_within,
     to_numpy,
 )
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fa_numba
@@ -110,8 +110,9 @@ def splitting(monkeypatch, query_splits):
     return "fa1-split"
 
 
+@pytest.mark.in_turn("causal")
 @either_mask
-@pytest.mark.parametrize("Nq, Nk", [(29, 37), (37, 13)])
+@pytest.mark.parametrize("Nq, Nk", [(37, 13), (29, 37)])
 def test_query_splits_change_sums_of_dk_and_dv_alone(device, monkeypatch, causal, Nq, Nk):
     inputs = random_gradients(1, 4, 2, Nq, Nk, 8)
     options = {"causal": causal, "tiles": SMALL}
@@ -352,7 +353,7 @@ problems = st.builds(
     seed=st.integers(0, 2**32 - 1),
 )
 tile_sizes = st.sampled_from([Tiles(4, 16), Tiles(8, 16), Tiles(16, 16), Tiles(8, 32)])
-three = settings(max_examples=3)
+three = examples(3)
 
 
 def exact_inputs(heads, Nq, Nk, d, seed):

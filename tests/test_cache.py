@@ -31,6 +31,7 @@ def model(algorithm, problem, capacity, places=3, **options):
     return lru.dram_bytes(algorithm, problem, TILES, lru.THREADS_AT_ONCE, device, **options)
 
 
+@pytest.mark.in_turn("dtype")
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("lengths", [(100, 100), (96, 200), (200, 96), (31, 47)])

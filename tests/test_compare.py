@@ -113,6 +113,7 @@ def test_fp32_has_splits_in_the_backward_pass_too():
 # --- counted and modelled --------------------------------------------------------------------
 
 
+@pytest.mark.in_turn("dtype")
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("causal", [False, True])

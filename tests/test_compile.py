@@ -226,6 +226,7 @@ def test_a_kernel_over_pages_compiles_within_its_budgets(case):
         q, options["cu_seqlens_q"] = (2 * Nq, 8, d), [0, Nq, 2 * Nq]
     with fa_numba.device.planning_for((9, 0), SHARED["sm_90a"]):
         plan = fa_numba.plan(q, (999, 2, page_size, d), **pages, **options)
+    assert Nq != 1 or plan.launched[-1].name == "merge_splits"
     for kernel in plan.launched:
         ptx = ptx_within_budgets(kernel, "sm_90a")
         assert kernel.name != "fa2_forward" or unit == "wgmma" or "shfl.sync.idx" in ptx
@@ -273,8 +274,12 @@ SPLIT_CASES = [
 ]
 
 
+# Over pages, above, a kernel of splits is quick: here what makes one of them, of few and many.
+@pytest.mark.parametrize(
+    "merge_alone", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["merge", "all"]
+)
 @pytest.mark.parametrize("case", slow_but(SPLIT_CASES[:1], SPLIT_CASES))
-def test_splits_of_the_columns_and_their_merge_spill_nothing(case):
+def test_splits_of_the_columns_and_their_merge_spill_nothing(case, merge_alone):
     unit, arch, d, heads, options = case
     dtype = "float32" if unit == "simt" else "float16"
     arguments = {"window": {"window": (300, 7)}, "causal": {"causal": True}}
@@ -290,7 +295,7 @@ def test_splits_of_the_columns_and_their_merge_spill_nothing(case):
             how = {"dtype": dtype, "unit": unit, "kv_splits": kv_splits}
             plan = fa_numba.plan(*shapes, **how, **given)
         forward, merge = plan.launched
-        for kernel in (forward, merge) if kv_splits == 3 else (merge,):
+        for kernel in (merge,) if merge_alone or kv_splits == 20 else (forward, merge):
             ptx, log = compiled(kernel, arch)
             assert ".f64" not in ptx and ".local" not in ptx
             assert spills_of(log) == ["0"] * 3, log

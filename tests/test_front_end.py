@@ -68,15 +68,18 @@ def test_each_part_is_numbas_again_afterwards():
 def asked():
     """The ways that are asked for while one kernel is compiled."""
     found = set()
+
+    def noting(way, shorter):
+        def call(*args, **kws):
+            found.add(way)
+            return shorter(*args, **kws)
+
+        return call
+
     with without_repeats():
         for way in WAYS:
             where, name, _ = way
-
-            def noting(*args, _way=way, _shorter=vars(where)[name], **kws):
-                found.add(_way)
-                return _shorter(*args, **kws)
-
-            setattr(where, name, noting)
+            setattr(where, name, noting(way, vars(where)[name]))
         ptx(backward_kernel_of("row sums", "sm_90a", 64, True, True))
     return found
 

@@ -15,6 +15,7 @@ from backward_helpers import (
     saved,
 )
 from backward_helpers import WAYS as SINGLE_WAYS
+from conftest import examples
 from helpers import (
     EPS,
     _distance,
@@ -370,6 +371,7 @@ def test_options_in_bfloat16(way, name):
     check_gradients("emulator", way, *inputs, tiles=SMALL, **OPTIONS[name])
 
 
+@pytest.mark.in_turn("way")
 @pytest.mark.parametrize("way", ["fa1", "fa2-deterministic"])
 @pytest.mark.parametrize("name", ["most", "causal dropout"])
 def test_options_where_two_warps_share_their_columns(way, name):
@@ -495,7 +497,7 @@ lengths = st.integers(1, 40)
 
 
 @every_flash
-@settings(max_examples=4)
+@examples(4)
 @given(lengths, lengths, st.booleans(), st.integers(0, 2**16))
 def test_tile_sizes_do_not_change_the_gradients(way, Nq, Nk, causal, seed):
     inputs = half_gradients("float16", 1, 2, 1, Nq, Nk, 8)
@@ -508,7 +510,7 @@ def test_tile_sizes_do_not_change_the_gradients(way, Nq, Nk, causal, seed):
 
 
 @every_way
-@settings(max_examples=6, phases=[Phase.explicit, Phase.generate])
+@settings(examples(6), phases=[Phase.explicit, Phase.generate])
 @given(any_call(), st.sampled_from(["float16", *(["bfloat16"] if ml_dtypes else [])]))
 def test_any_problem(way, call, dtype):
     sizes, options = call
@@ -517,6 +519,7 @@ def test_any_problem(way, call, dtype):
     check_gradients("emulator", way, *half_gradients(dtype, *sizes), **options)
 
 
+@pytest.mark.in_turn("options")
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.3}], ids=["plain", "dropout"])
 @pytest.mark.parametrize("resident", [True, False])
 @pytest.mark.parametrize("warps", [1, 4])

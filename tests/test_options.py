@@ -342,6 +342,7 @@ def _each_sequence():
     return alone_, together, cumulative(*zip(*SEQUENCES, strict=True))
 
 
+@pytest.mark.in_turn("forward", share=2)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @every_forward
 def test_packed_sequences_are_those_alone(forward, causal):
