@@ -341,17 +341,18 @@ def test_the_command_line_of_the_sweep(monkeypatch, capsys):
     calls = []
     stand_in = SimpleNamespace(tune=lambda *given: calls.append(given) or 0)
     monkeypatch.setattr(command, "Runner", lambda *_: stand_in)
-    # Of everything once: Hopper's tiles of all head dimensions take seconds.
-    everything = tune.candidates()
-    of_part = tune.candidates
-    monkeypatch.setattr(
-        tune, "candidates", lambda *part: of_part(*part) if any(part) else everything
-    )
+    # Those of everything are made once: it takes seconds.
+    of = cache(tune.candidates)
+
+    def candidates(head_dims=tune.HEAD_DIMS, series=tune.SERIES, passes=tune.PASSES):
+        return of(*map(tuple, (head_dims, series, passes)))
+
+    monkeypatch.setattr(tune, "candidates", candidates)
     part = ["--head-dims", "64", "--series", "fa2-mma", "--passes", "bwd", "--jobs", "2"]
     part += ["--seconds", "90"]
     assert command.main(["tune"]) == command.main(["tune", *part]) == 0
-    (taken, *_), (some, *_) = calls
-    assert taken is everything
+    (everything, *_), (some, *_) = calls
+    assert everything == tune.candidates()
     assert [how for _, *how in calls] == [[None, None], [2, 90]]
     kinds = [(c.series, c.pass_, c.head_dim) for c in everything]
     swept = set(itertools.product(tune.SERIES, tune.PASSES, tune.HEAD_DIMS))
