@@ -1,0 +1,149 @@
+"""Random calls held against float64: python tests/random_calls.py [--device gpu] [--seconds S]
+
+A kind of call (pass, algorithm, unit, dtype, head dimension, options, tiles) follows from the seed
+and its number, and is called at several lengths, so that a kernel compiled once is used often. The
+calls are those of the tests: between guard bands, counts equal to the closed form on the emulator,
+results within the bounds that float64 and the unfused computation give. What fails is printed with
+its number; `--only NUMBER` makes it again. Exits with 1 where one failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import helpers
+import mma_helpers
+import numpy as np
+import test_mma_backward as mma_backward
+from backward_helpers import WAYS, check_gradients
+from helpers import ALGORITHMS
+from options_helpers import DRAWS, inputs
+
+import fa_numba
+from fa_numba import Tiles
+from fa_numba.device import gpu_available
+
+UNITS = ("simt", "mma", "wgmma")
+HEAD_DIMS = (8, 24, 32, 40, 64, 64, 72, 80, 96, 128, 128, 136, 192, 256)
+LENGTHS = (1, 2, 5, 16, 17, 63, 64, 65, 100, 128, 129, 150, 192, 200, 257)
+LONG = (300, 512, 777, 1025)  # on a GPU
+ROWS, COLUMNS = (16, 32, 64, 128, 192), (16, 32, 48, 64, 80, 96, 112, 128, 160)
+# Block masks have tiles of their own.
+OPTIONS = tuple(name for name in DRAWS if name != "block_mask")
+
+
+REFUSED, WRONG = "refused", "wrong"  # what no plan can be made of, and what float64 says is wrong
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is compiled: everything of a call but its lengths, batch and values."""
+
+    passes: str
+    way: str
+    dtype: str
+    head_dim: int
+    group: int
+    options: tuple[str, ...]
+    chosen: dict[str, Any]
+
+    def drawn(self, rng: np.random.Generator, shape: tuple[int, ...]) -> dict[str, Any]:
+        """The options of a call of this shape (B, Hq, Hk, Nq, Nk, d)."""
+        given = dict(self.chosen)
+        for name in self.options:
+            given |= DRAWS[name](rng, shape, given.get("tiles", Tiles(64, 64)))
+        return given
+
+
+def kind_of(seed: int, number: int) -> Kind:
+    rng = np.random.default_rng([seed, number])
+
+    def one(values: Sequence) -> Any:
+        return values[rng.integers(len(values))]
+
+    unit = one((*UNITS, "wgmma", "auto"))
+    passes, group = one(("fwd", "bwd")), one((1, 1, 2, 4))
+    way = one(("fa2", "fa2", *(WAYS if passes == "bwd" else ALGORITHMS)))
+    chosen: dict[str, Any] = {} if unit == "auto" else {"unit": unit}
+    if rng.random() < 0.5:
+        stages = one((1, 2, 3, 4)) if (way, passes, unit) == ("fa2", "fwd", "wgmma") else 1
+        chosen["tiles"] = Tiles(one(ROWS), one(COLUMNS), stages=stages)
+    if way == "fa1":
+        chosen["query_splits"] = one((1, 1, 2))
+    elif way == "fa2" and passes == "fwd":
+        chosen["kv_splits"] = one(("auto", "auto", 2, 3))
+    elif unit == "wgmma" and passes == "bwd" and way != "standard":
+        chosen["group_splits"] = one((1, group))
+    options = {name for name in OPTIONS if rng.random() < 0.2}
+    if "packed" in options:
+        options.discard("lengths")
+    dtype = "float32" if unit == "simt" else "float16"
+    return Kind(passes, way, dtype, one(HEAD_DIMS), group, tuple(sorted(options)), chosen)
+
+
+def call(kind: Kind, seed: list[int], device: str) -> str:
+    """One call of a kind; the unit that it ran on. Raises AssertionError where it is wrong."""
+    rng = np.random.default_rng(seed)
+    lengths = (*LENGTHS, *LONG) if device == "gpu" else LENGTHS
+    Nq, Nk = rng.choice(lengths, 2).tolist()
+    heads, batch = rng.integers(1, 3, 2).tolist()
+    shape = (batch, kind.group * heads, heads, Nq, Nk, kind.head_dim)
+    arrays, options = inputs(shape, kind.drawn(rng, shape))
+    arrays = [x.astype(kind.dtype) for x in arrays]
+    algorithm, own = WAYS[kind.way] if kind.passes == "bwd" else (kind.way, {})
+    told = {"dtype": kind.dtype, "passes": kind.passes, "algorithm": algorithm, **own}
+    try:
+        planned = fa_numba.plan(arrays[1].shape, arrays[2].shape, **told, **options)
+    except ValueError:
+        return REFUSED
+    single = kind.dtype == "float32"
+    if kind.passes == "bwd":
+        (check_gradients if single else mma_backward.check_gradients)(
+            device, kind.way, *arrays, **options
+        )
+    else:
+        (helpers if single else mma_helpers).check(device, algorithm, *arrays[1:], **options)
+    return planned.unit
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--device", choices=("emulator", "gpu"))
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--each", type=int, default=4, help="calls of a kind")
+    parser.add_argument("--first", type=int, default=0, help="the first kind's number")
+    parser.add_argument("--only", type=int, help="the one kind's number")
+    given = parser.parse_args(arguments)
+    device = given.device or ("gpu" if gpu_available() else "emulator")
+    end = time.monotonic() + given.seconds
+    numbers = itertools.count(given.first) if given.only is None else [given.only]
+    found: Counter[str] = Counter()
+    kinds = 0
+    for number in numbers:
+        kind = kind_of(given.seed, number)
+        kinds += 1
+        for n in range(given.each):
+            try:
+                found[call(kind, [given.seed, number, n], device)] += 1
+            except Exception as error:
+                found[WRONG] += 1
+                text = f"{type(error).__name__}: {error}".splitlines()[0]
+                print(f"--seed {given.seed} --only {number}, call {n}: {kind}: {text}", flush=True)
+        if time.monotonic() > end:
+            break
+    units = ", ".join(f"{found[u]} on {u}" for u in UNITS if found[u])
+    calls = found.total() - found[REFUSED]
+    print(f"{device}: {calls} calls of {kinds} kinds ({units}), {found[WRONG]} wrong")
+    return int(found[WRONG] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
