@@ -246,6 +246,9 @@ def ring_attention(
     group: Any = None,
     travels: str = "kv",
     causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    q_lens: Any = None,
+    kv_lens: Any = None,
     scale: float | None = None,
     softcap: float | None = None,
     layout: str | None = None,
@@ -271,13 +274,26 @@ def ring_attention(
         after it, while K and V stay; in the backward pass Q, dO, O and L, and dQ after them. "q"
         sends less where K and V are more than what goes with Q: ``fa_numba.io_model.ring`` has the
         bytes.
+    ``window``, ``q_lens``, ``kv_lens``: as for ``attention``, of the whole sequence and the same on
+        all ranks: (left, right) columns about the bottom right diagonal, and the valid rows of each
+        batch entry, at most those of all ranks together. They go with ``causal``, whose diagonal is
+        then that of the lengths. Chunks that do not see each other are not computed with, and only
+        what a later rank sees travels, past ranks that see none of it. Without ``causal`` the
+        window (left, 0) hides the same where Nq = Nk, and sends less: a part's columns go no
+        further than the ranks just after it. Neighbouring batch entries of equal lengths are one
+        call of a kernel, others one each.
     ``scale``, ``softcap``, ``layout``, ``algorithm``, ``return_lse``, ``deterministic``, ``tiles``,
         ``backward_tiles``: as for ``attention``. There are no other options.
 
     While a part is computed with, the next is on its way, on a stream of torch.distributed's own.
     The parts' results become one by their logsumexp, in float32 and in a fixed order: equal calls
     give equal bits where those of ``attention`` do. A part's own result is rounded to q's dtype.
-    Everything that a rank sends, it sends to the next one of the group.
+    Everything that a rank sends, it sends to the next one of the group, or, with a window or
+    lengths, to the next that sees it and at last to its owner.
+
+    The backward pass sends too, so all ranks have to come to it: a rank whose loss does not use O
+    is never asked for its gradient, and leaves the others waiting until the group's timeout. Adding
+    ``0 * O.sum()`` to that loss is enough.
 
     Returns O of this rank's rows, in q's shape and dtype; with ``return_lse`` (O, L), L float32
     (B, Hq, Nq), through which no gradient flows.
@@ -285,9 +301,9 @@ def ring_attention(
     Raises ValueError or TypeError, on every rank and before anything is sent, where a rank has a
     wrong argument, or another shape or option than the others, which the message names, or fails
     otherwise while they are checked. The ranks ask each other in every call, over gloo, and from
-    the second call of a kind on compute some of their own part meanwhile. Raises RuntimeError where
-    a rank has failed or does not come within the group's timeout; on GPUs NCCL ends the process of
-    a rank that has waited so long.
+    the second call of a kind on compute some of their own part meanwhile, unless there is a window
+    or a length. Raises RuntimeError where a rank has failed or does not come within the group's
+    timeout; on GPUs NCCL ends the process of a rank that has waited so long.
 
     >>> import torch, torch.distributed as dist, fa_numba.torch
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -304,7 +320,8 @@ def ring_attention(
         deterministic = algorithm == "fa2" and torch.are_deterministic_algorithms_enabled()
     ring, agreement = ring_call.prepared(
         q, k, v, group, travels, causal, layout, deterministic, tiles, backward_tiles, wanted,
-        return_lse, scale=scale, softcap=softcap, algorithm=algorithm,
+        return_lse, window=window, q_lens=q_lens, kv_lens=kv_lens, scale=scale, softcap=softcap,
+        algorithm=algorithm,
     )  # fmt: skip
     if wanted:
         out, lse = _RingAttention.apply(q, k, v, ring, agreement)

@@ -266,6 +266,9 @@ class Torch(ModuleType):
     def zeros(self, shape, dtype, device):
         return self._at(np.zeros(shape, dtype.host), dtype, device)
 
+    def full(self, shape, value, dtype, device):
+        return self._at(np.full(shape, value, dtype.host), dtype, device)
+
     def _at(self, values, dtype, device):
         if getattr(device, "type", device) == "cuda":
             values = aligned(values.shape, values.dtype, values, gpu=device.index)

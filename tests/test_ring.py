@@ -207,7 +207,11 @@ def pieces(x, rank, ranks, causal, axis):
 
 
 def relative(found, want):
-    """Error as a share of the whole, by the root of the squares."""
+    """Error as a share of the whole, by the root of the squares; L is -inf in the same places."""
+    assert np.array_equal(np.isneginf(found), np.isneginf(want))
+    if not np.any(want):
+        return np.abs(found).max()
+    found, want = (np.where(np.isneginf(x), 0, x) for x in (found, want))
     return np.linalg.norm(found.astype(np.float64) - want) / np.linalg.norm(want)
 
 
@@ -224,6 +228,13 @@ RING = [
     (4, "q", False, "float32", None, {}),
     (4, "q", True, "float16", None, {}),
     (1, "kv", True, "float32", None, {}),
+    (4, "kv", False, "float16", None, {"window": (7, 0)}),
+    (4, "q", False, "float32", "bnhd", {"window": (2, 5), "softcap": 2.0}),
+    (4, "q", True, "float16", None, {"window": (4, -1)}),
+    (2, "kv", True, "float32", None, {"q_lens": (12, 12, 7), "kv_lens": (9, 9, 11)}),
+    (4, "kv", False, "float32", None, {"kv_lens": (17, 20, 0)}),
+    (4, "kv", True, "float16", "bnhd", {"window": (5, -1), "kv_lens": (24, 21)}),
+    (3, "q", False, "float16", None, {"q_lens": (1, 18)}),
 ]
 
 
@@ -234,14 +245,16 @@ def test_both_passes_are_those_of_one_device(torch, case):
     ft, axis = fa_numba_torch(), 1 if layout else 2
     rng, Nq = np.random.default_rng(7), 6
     Nk = Nq if causal else 5
+    batch = max(map(len, (options.get("q_lens", [0]), options.get("kv_lens", [0]))))
     # A single K/V head is computed at once, of more some in the last step.
     Hk = {"float32": 1, "float16": 2 + (ranks == 2)}[dtype]
     sizes = {"q": (2 * Hk, Nq), "k": (Hk, Nk), "v": (Hk, Nk), "dout": (2 * Hk, Nq)}
     whole = {
-        name: rng.standard_normal((1, heads, ranks * n, 8)).astype(dtype)
+        name: rng.standard_normal((batch, heads, ranks * n, 8)).astype(dtype)
         for name, (heads, n) in sizes.items()
     }
-    plain = {name: x for name, x in options.items() if name in ("scale", "softcap")}
+    lens = {name: x for name, x in options.items() if name in ("q_lens", "kv_lens")}
+    plain = lens | {x: options[x] for x in ("scale", "softcap", "window") if x in options}
     true = [x.astype(np.float64) for x in whole.values()]
     O, L = reference.attention(*true[:3], causal=causal, return_lse=True, **plain)
     gradients = reference.attention_backward(true[3], *true[:3], causal=causal, **plain)
@@ -268,10 +281,11 @@ def test_both_passes_are_those_of_one_device(torch, case):
 
     with ranks_of(torch, ranks, timeout=2.0) as distributed:
         found = distributed.run(work)
-    problem = Problem(1, 2 * Hk, Hk, Nq, Nk, 8, dtype=dtype, causal=causal)
+    window = options.get("window")
+    problem = Problem(batch, 2 * Hk, Hk, Nq, Nk, 8, dtype=dtype, causal=causal, window=window)
     sent = dict.fromkeys(range(ranks), 0)
     for rank, to, nbytes in distributed.sent:
-        assert to == (rank + 1) % ranks
+        assert lens or window or to == (rank + 1) % ranks
         sent[rank] += nbytes
     rounding = 2.0**-11 if dtype == "float16" else 2.0**-23
     for rank, result in enumerate(found):
@@ -283,7 +297,7 @@ def test_both_passes_are_those_of_one_device(torch, case):
             assert got.dtype == single.dtype and got.shape == mine.shape
             assert relative(got, mine) <= 2 * relative(single, want) + 2 * rounding
         traffic = [
-            io_model.ring(problem, ranks, rank, travels=travels, passes=each)
+            io_model.ring(problem, ranks, rank, travels=travels, passes=each, **lens)
             for each in ("fwd", "bwd")
         ]
         assert counted == [(each.sent, each.received) for each in traffic]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from fa_numba.checks import as_lengths
 from fa_numba.dtypes import DTYPES
 from fa_numba.io_model.work import PASSES
 from fa_numba.problem import Problem
@@ -21,12 +24,20 @@ class LinkTraffic:
 
 
 def ring(
-    problem: Problem, ranks: int, rank: int = 0, *, travels: str = "kv", passes: str = "fwd"
+    problem: Problem,
+    ranks: int,
+    rank: int = 0,
+    *,
+    travels: str = "kv",
+    passes: str = "fwd",
+    q_lens: Sequence[int] | None = None,
+    kv_lens: Sequence[int] | None = None,
 ) -> LinkTraffic:
     """Bytes on the link of one rank in a call of ``fa_numba.torch.ring_attention``.
 
     ``problem`` is one rank's part: seqlen_q rows and seqlen_k columns; ``causal`` stands for the
-    zigzag split. ``passes`` is "fwd" or "bwd".
+    zigzag split, ``window`` is that of the whole sequence. ``q_lens`` and ``kv_lens`` are the
+    whole's too, one a batch entry. ``passes`` is "fwd" or "bwd".
 
     With e bytes an element, n_q = B H_q N_q d, n_k = B H_k N_k d, R = B H_q N_q rows, a message has
 
@@ -42,8 +53,20 @@ def ring(
     rank that they have passed by then has seen the others. What a rank receives the one before has
     sent.
 
+    With a window or lengths a message has some of the rows, to begin with those from the first to
+    the last that any later stop sees, of results those that any earlier one saw; w = e while one
+    call has seen them, 4 after it. A pair of chunks, rows a to b and columns c to d (ends not
+    included) with diagonal D = columns - rows in all, sees and is seen in the rows
+
+        max(a, c - D - right) to min(b, d - D + left)
+
+    and the columns max(c, a + D - left) to min(d, b + D + right). Steps at which nobody sees
+    anything are passed over: with (left, 0), left at most N_k = N_q, there is one message of left
+    columns from each rank but the last, and one of their results.
+
     Source: the schedule of ring attention (Liu, Zaharia and Abbeel, arXiv 2310.01889, section 3)
-    for K and V; this package's own for Q. Raises ValueError for another pass, rank or operand.
+    for K and V; this package's own for Q. Raises ValueError for another pass, rank or operand, and
+    for other lengths.
 
     >>> from fa_numba.problem import Problem
     >>> p = Problem(1, 16, 16, 16384, 16384, 128, dtype="float16")
@@ -51,10 +74,22 @@ def ring(
     True
     >>> ring(p, 8).sent, ring(p, 8, travels="q").sent
     (939524096, 1349517312)
+    >>> back = Problem(1, 16, 16, 16384, 16384, 128, dtype="float16", window=(4096, 0))
+    >>> ring(back, 8).sent == 2 * 2 * 16 * 4096 * 128
+    True
     """
     _check(problem, ranks, travels, passes)
     if not 0 <= rank < ranks:
         raise ValueError(f"rank is {rank}: allowed is 0 to {ranks - 1}")
+    whole = ranks * problem.seqlen_q, ranks * problem.seqlen_k
+    lens = [
+        (n,) * problem.batch if x is None else as_lengths(name, x, problem.batch, n)
+        for name, x, n in zip(("q_lens", "kv_lens"), (q_lens, kv_lens), whole, strict=True)
+    ]
+    sides = problem.left, None if problem.causal else problem.right
+    if sides != (None, None) or any({*x} != {n} for x, n in zip(lens, whole, strict=True)):
+        seen = _seen(problem, ranks, travels, list(zip(*lens, strict=True)))
+        return _of_seen(problem, seen, rank, travels, passes)
     before = (rank - 1) % ranks
     return LinkTraffic(*(_sent(problem, ranks, r, travels, passes) for r in (rank, before)))
 
@@ -92,6 +127,67 @@ def _sent(problem: Problem, ranks: int, rank: int, travels: str, passes: str) ->
     return total
 
 
+Span = tuple[int, int]
+
+
+def _seen(
+    problem: Problem, ranks: int, travels: str, lens: list[tuple[int, int]]
+) -> list[list[list[Span]]]:
+    """By step and owner, for each call the travelling rows of the owner's part that it sees."""
+    left, right = (2**40 if x is None else x for x in (problem.left, problem.right))
+    halves = 2 if problem.causal and ranks > 1 else 1
+
+    def chunks(rank: int, size: int) -> list[tuple[int, int]]:
+        """Where a rank's chunks begin: in the whole sequence, in its part."""
+        held = (rank, 2 * ranks - 1 - rank) if halves == 2 else (rank,)
+        return [(n * size // halves, i * size // halves) for i, n in enumerate(held)]
+
+    def pairs(step: int, owner: int) -> list[Span]:
+        there = (owner + step) % ranks
+        q_rank, k_rank = (owner, there) if travels == "q" else (there, owner)
+        found = []
+        for (Nq, Nk), _ in itertools.groupby(lens):
+            for (a, i), (c, j) in itertools.product(
+                chunks(q_rank, problem.seqlen_q), chunks(k_rank, problem.seqlen_k)
+            ):
+                b = min(Nq, a + problem.seqlen_q // halves)
+                d = min(Nk, c + problem.seqlen_k // halves)
+                D = Nk - Nq
+                rows = max(a, c - D - right), min(b, d - D + left)
+                columns = max(c, a + D - left), min(d, b + D + right)
+                if a < b and c < d and rows[0] < rows[1] and columns[0] < columns[1]:
+                    (begin, end), shift = (rows, i - a) if travels == "q" else (columns, j - c)
+                    found.append((begin + shift, end + shift))
+        return found
+
+    return [[pairs(step, owner) for owner in range(ranks)] for step in range(ranks)]
+
+
+def _of_seen(
+    problem: Problem, seen: list[list[list[Span]]], rank: int, travels: str, passes: str
+) -> LinkTraffic:
+    ranks, rows = len(seen), problem.seqlen_q if travels == "q" else problem.seqlen_k
+    messages = ring_messages(replace(problem, window=(-1, -1)), travels=travels, passes=passes)
+    operands, first, later = (x // rows for x in messages)
+    stops = [step for step in range(ranks) if step == 0 or any(seen[step])]
+
+    def bytes_of(owner: int, steps: list[int], each: int | None) -> int:
+        calls = [span for step in steps for span in seen[step][owner]]
+        if not calls:
+            return 0
+        if each is None:
+            each = first if len(calls) == 1 else later
+        return each * (max(end for _, end in calls) - min(begin for begin, _ in calls))
+
+    sent = received = 0
+    for n, (step, after) in enumerate(zip(stops, [*stops[1:], ranks], strict=True)):
+        for owner, goes in (((rank - step) % ranks, True), ((rank - after) % ranks, False)):
+            moved = bytes_of(owner, stops[n + 1 :], operands)
+            moved += bytes_of(owner, stops[1 : n + 1], None)
+            sent, received = (sent + moved, received) if goes else (sent, received + moved)
+    return LinkTraffic(sent, received)
+
+
 def ring_break_even(
     ranks: int, *, dtype: str = "float16", head_dim: int = 128, passes: str = "fwd"
 ) -> float:
@@ -126,6 +222,11 @@ def _check(problem: Problem, ranks: int, travels: str, passes: str) -> None:
         raise ValueError(f"travels is {travels!r}: allowed is {' or '.join(map(repr, TRAVELS))}")
     if passes not in PASSES:
         raise ValueError(f"passes is {passes!r}: allowed is one of {', '.join(PASSES)}")
+    if problem.q_lens is not None or problem.kv_lens is not None:
+        raise ValueError(
+            f"problem has q_lens {problem.q_lens} and kv_lens {problem.kv_lens}, of one rank's "
+            "part: allowed are None, and those of the whole sequence as arguments"
+        )
     if problem.causal and (
         problem.seqlen_q != problem.seqlen_k or (ranks > 1 and problem.seqlen_q % 2)
     ):

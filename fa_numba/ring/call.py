@@ -8,16 +8,27 @@ from typing import Any, NamedTuple
 
 import fa_numba
 from fa_numba import device
-from fa_numba.checks import as_flag, as_layout, kind_of
+from fa_numba.checks import (
+    LAYOUTS,
+    as_flag,
+    as_layout,
+    as_lengths,
+    as_sizes,
+    as_window,
+    kind_of,
+)
 from fa_numba.host import placement
-from fa_numba.host.arrays import operand
+from fa_numba.host.arrays import on_host, operand
 from fa_numba.host.launch_cache import KEPT
 from fa_numba.host.planning import check_algorithm
 from fa_numba.ring.agreement import Agreement, Meant
 from fa_numba.ring.link import Link, counter
 from fa_numba.ring.passes import Ring
 from fa_numba.ring.schedule import TRAVELS
+from fa_numba.ring.visible import Mask, mask_of
 from fa_numba.tiling import Tiles
+
+LENGTHS = ("q_lens", "kv_lens")
 
 
 def prepared(
@@ -50,11 +61,13 @@ def prepared(
     if dist.get_rank(group) < 0:
         raise ValueError("group does not have this process: allowed is a group that it belongs to")
     asked = (travels, causal, layout, deterministic, tiles, backward_tiles, differentiable)
-    own = (group if group is not None else dist.group.WORLD, return_lse, *asked, *options.values())
     key: Any = None
     known: Known | None = None
     ring: Ring | None = None
     try:
+        options = _read(options)
+        whole = group if group is not None else dist.group.WORLD
+        own = (whole, return_lse, *asked, *options.values())
         key = (*map(_facts, (q, k, v)), own, *map(type, own))
         known = _known.get(key)  # a TypeError where an argument has no hash
         if known is not None and not device.on_gpu():
@@ -67,6 +80,7 @@ def prepared(
         return replace(known.ring, link=Link(group, counter())), agreement
     try:
         as_flag("return_lse", return_lse)
+        options = _read(options)
         ring = _checked(
             q, k, v, group, travels, causal, layout, deterministic, tiles, backward_tiles, options
         )
@@ -81,6 +95,8 @@ def prepared(
     agreement = Agreement(group, meant)
     agreement.wait()
     assert ring is not None
+    if ring.mask is not None:
+        ring.link.met(q)
     if key is not None:
         if len(_known) >= KEPT:
             _known.clear()
@@ -105,6 +121,17 @@ def _facts(x: Any) -> tuple:
 
 def _seen(x: Any) -> str:
     return f"{tuple(x.shape)} {x.dtype}"
+
+
+def _read(options: dict[str, Any]) -> dict[str, Any]:
+    """With the window and the lengths as tuples, which all ranks can compare."""
+    found = options | {"window": as_window(options["window"])}
+    for name in LENGTHS:
+        if found[name] is not None:
+            lengths = on_host(name, found[name])
+            readable = lengths.ndim == 1 and lengths.dtype.kind in "iu"
+            found[name] = tuple(lengths.tolist()) if readable else lengths
+    return found
 
 
 def _checked(
@@ -140,16 +167,38 @@ def _checked(
                 f"q has {rows} rows with causal over {link.ranks} ranks: allowed is an even "
                 "number, two chunks of a zigzag part"
             )
-    options = {name: x for name, x in options.items() if x is not None}
+    mask = _mask_of(q, k, causal, layout, link.ranks, options)
+    hides = ("window", *LENGTHS)
+    options = {n: x for n, x in options.items() if x is not None and n not in hides}
     backward = _backward_options(options["algorithm"], deterministic, tiles, backward_tiles)
     options |= {"layout": layout}
-    return Ring(link, travels, causal, layout, options, {"tiles": tiles}, backward)
+    return Ring(link, travels, causal, layout, options, {"tiles": tiles}, backward, mask)
+
+
+def _mask_of(
+    q: Any, k: Any, causal: bool, layout: str, ranks: int, options: dict[str, Any]
+) -> Mask | None:
+    """What the options hide of the whole sequence; raises for lengths that it does not have."""
+    given = {name: options[name] for name in ("window", *LENGTHS)}
+    if given == {"window": (-1, -1), "q_lens": None, "kv_lens": None}:
+        return None
+    axes, (q_sizes, k_sizes) = LAYOUTS[layout], (tuple(q.shape), tuple(k.shape))
+    batch, seqlen = as_sizes("q", q_sizes, axes)[0], axes.index("seqlen")
+    as_sizes("k", k_sizes, axes)
+    rows, columns = (ranks * sizes[seqlen] for sizes in (q_sizes, k_sizes))
+    for name, longest in zip(LENGTHS, (rows, columns), strict=True):
+        if given[name] is not None:
+            as_lengths(name, given[name], batch, longest, "the rows of all ranks")
+    return mask_of(**given, causal=causal, batch=batch, rows=rows, columns=columns)
 
 
 def _check_plans(ring: Ring, q: Any, k: Any, differentiable: bool) -> None:
     """Raise as the rank's own part by itself would."""
-    first = operand("q", q.detach())
+    first, mask = operand("q", q.detach()), ring.mask
     common = {"dtype": first.dtype, "causal": ring.causal, **ring.options}
+    if mask is not None:
+        sides = mask.left, None if ring.causal else mask.right
+        common["window"] = tuple(-1 if side is None else side for side in sides)
     with placement.placed(first):
         for passes, own in (("fwd", ring.ahead), ("bwd", ring.backward)):
             if passes == "fwd" or differentiable:

@@ -47,8 +47,11 @@ def counter() -> LinkBytes | None:
 class Exchange:
     """A message on its way out and one on its way in; ``wait`` gives the second."""
 
-    def __init__(self, link: Link, works: Sequence[Any], sent: tuple, received: tuple):
-        self.link, self.works, self.sent, self.received = link, works, sent, received
+    def __init__(
+        self, link: Link, hop: int, works: Sequence[Any], sent: tuple = (), received: tuple = ()
+    ):
+        self.link, self.hop = link, hop
+        self.works, self.sent, self.received = works, sent, received
 
     def wait(self) -> tuple[Any, ...]:
         """What came in. On a GPU the current stream waits, on a CPU the caller.
@@ -61,8 +64,8 @@ class Exchange:
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.link.rank} of {self.link.ranks}: the exchange with ranks "
-                f"{self.link.before} and {self.link.after} of the ring did not come to an end; one "
-                f"of them has failed or is late ({error})"
+                f"{self.link.at(-self.hop)} and {self.link.at(self.hop)} of the ring did not come "
+                f"to an end; one of them has failed or is late ({error})"
             ) from error
         # Kept until here: memory that is read or written meanwhile belongs to nobody else.
         self.sent, self.works = (), ()
@@ -76,11 +79,15 @@ class Link:
         dist = sys.modules["torch"].distributed
         self.group, self.counted = group, counted
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.after = (self.rank + 1) % self.ranks
-        self.before = (self.rank - 1) % self.ranks
+        self.before = self.at(-1)
 
-    def exchange(self, sent: Sequence[Any], received: Sequence[Any]) -> Exchange:
-        """Send contiguous tensors to the next rank and receive others from the one before.
+    def at(self, hop: int) -> int:
+        """The rank so many places further in the ring."""
+        return (self.rank + hop) % self.ranks
+
+    def exchange(self, sent: Sequence[Any], received: Sequence[Any], hop: int = 1) -> Exchange:
+        """Send contiguous tensors ``hop`` ranks on, to the next rank, and receive others from as
+        many before; either may be none.
 
         On a GPU what the current stream has begun is done first; what it gets after this call runs
         meanwhile, and begins after the copy has: a kernel that takes every multiprocessor until its
@@ -89,15 +96,19 @@ class Link:
         """
         torch = sys.modules["torch"]
         dist = torch.distributed
-        after, before = (_global(dist, self.group, n) for n in (self.after, self.before))
+        if not sent and not received:
+            return Exchange(self, hop, ())
+        after, before = (_global(dist, self.group, self.at(n)) for n in (hop, -hop))
         operations = [dist.P2POp(dist.isend, x, after, self.group) for x in sent]
         operations += [dist.P2POp(dist.irecv, x, before, self.group) for x in received]
         if self.counted is not None:
             self.counted.sent += sum(x.numel() * x.element_size() for x in sent)
             self.counted.received += sum(x.numel() * x.element_size() for x in received)
-        if not sent[0].is_cuda:
-            return Exchange(self, _begun(dist, operations), tuple(sent), tuple(received))
-        device = sent[0].device
+        given = tuple(sent), tuple(received)
+        any_of_them = (*sent, *received)[0]
+        if not any_of_them.is_cuda:
+            return Exchange(self, hop, _begun(dist, operations), *given)
+        device = any_of_them.device
         current, (side, lead) = torch.cuda.current_stream(device), _side_of(torch, device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
@@ -105,7 +116,18 @@ class Link:
             for _ in range(LEAD):
                 lead.zero_()
         current.wait_stream(side)
-        return Exchange(self, works, tuple(sent), tuple(received))
+        return Exchange(self, hop, works, *given)
+
+    def met(self, like: Any) -> None:
+        """Bring all ranks of a group of NCCL together once: its first messages must have all of
+        them, and here some may have none.
+        """
+        torch = sys.modules["torch"]
+        dist = torch.distributed
+        key = self.group if self.group is not None else dist.group.WORLD
+        if like.is_cuda and self.ranks > 1 and key not in _met:
+            dist.all_reduce(torch.zeros((1,), dtype=torch.float32, device=like.device), group=key)
+            _met.add(key)
 
 
 def _begun(dist: Any, operations: list) -> Sequence[Any]:
@@ -116,6 +138,7 @@ def _global(dist: Any, group: Any, rank: int) -> int:
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
+_met: set[Any] = set()
 _side: dict[Any, tuple[Any, Any]] = {}
 
 

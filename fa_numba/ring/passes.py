@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import fa_numba
+from fa_numba.ring import masked
 from fa_numba.ring.agreement import Agreement
 from fa_numba.ring.link import Exchange, Link
 from fa_numba.ring.parts import Part, half_of, joined
 from fa_numba.ring.schedule import Work, travelled, work_at
+from fa_numba.ring.visible import Mask
 
 # Of a step: what travels as it is at hand, what is computed of it, which heads (None for all);
 # returns the part of what stays and the part of what travels, None for a kind without results.
@@ -46,7 +48,7 @@ class Heads:
 @dataclass(frozen=True)
 class Ring:
     """A call: ``options`` are of every step, ``ahead`` those of forward steps alone, ``backward``
-    of backward steps.
+    of backward steps. With a ``mask``, of a window or lengths, ``masked`` has the passes.
     """
 
     link: Link
@@ -56,6 +58,7 @@ class Ring:
     options: dict[str, Any]
     ahead: dict[str, Any]
     backward: dict[str, Any]
+    mask: Mask | None = None
 
     @property
     def axis(self) -> int:
@@ -74,6 +77,8 @@ def forward(
     """(O, L) of this rank's rows. What ``agreement`` still has to say is waited for before anything
     is sent.
     """
+    if ring.mask is not None:
+        return masked.forward(ring, q, k, v, agreement)
     queries = ring.travels == "q"
     whole: Any = None  # O of all heads, where steps are of some
 
@@ -108,6 +113,8 @@ def backward(
     ``out`` and ``lse`` are those of the whole rows: P = exp(S - L) and D = rowsum(dO o O) of any
     columns need no more.
     """
+    if ring.mask is not None:
+        return masked.backward(ring, dout, q, k, v, out, lse)
     queries = ring.travels == "q"
 
     def step(held: Sequence[Any], work: Work, heads: Heads | None) -> tuple:
