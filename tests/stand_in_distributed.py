@@ -27,7 +27,7 @@ class Distributed:
         self.ranks, self.timeout, self.backend = ranks, timeout, backend
         self.own, self.sent, self.asked = threading.local(), [], 0
         self.turn = threading.Condition()
-        self.messages, self.gathered = {}, {}
+        self.messages, self.gathered, self.failed = {}, {}, False
         self.group = SimpleNamespace(WORLD=object())
         self.ReduceOp = SimpleNamespace(MAX=lambda every: np.max(every, axis=0))
 
@@ -101,7 +101,9 @@ class Distributed:
         return everyone
 
     def _until(self, done, what):
-        if not self.turn.wait_for(done, self.timeout):
+        # A rank that has failed sends nothing more: the time would only pass.
+        self.turn.wait_for(lambda: done() or self.failed, self.timeout)
+        if not done():
             raise Waiting(f"timed out after {self.timeout} s: {what}")
 
     def run(self, work):
@@ -114,7 +116,8 @@ class Distributed:
                 try:
                     results[rank] = work(rank)
                 except Exception as error:
-                    results[rank] = error
+                    results[rank], self.failed = error, True
+                    self.turn.notify_all()
 
         contexts = [copy_context() for _ in results]
         threads = [

@@ -18,6 +18,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from helpers import one_of_twelve
 from stand_in_device import no_gpu_but_its_driver
 from stand_in_distributed import ranks_of
 from stand_in_torch import Tensor, fa_numba_torch, no_torch_but_its_names
@@ -30,7 +31,7 @@ from fa_numba.host import merging
 from fa_numba.kernels import merge_parts
 from fa_numba.problem import Problem
 from fa_numba.ring import call as ring_call
-from fa_numba.ring import passes
+from fa_numba.ring import masked, passes, visible
 from fa_numba.ring.schedule import LAST, span, travelled, work_at
 
 # --- who computes what -----------------------------------------------------------------------
@@ -93,6 +94,106 @@ def test_rows_are_split_among_ranks():
         ring.rows_of(0, 2, 7, False)
     with pytest.raises(ValueError, match="rank is 2: allowed is 0 to 1"):
         ring.rows_of(2, 2, 8, False)
+
+
+WINDOWS = [
+    # ranks, rows and columns of a part, causal
+    (1, 4, 4, True),
+    (2, 2, 4, False),
+    (3, 3, 2, False),
+    (3, 2, 2, True),
+    (4, 2, 2, True),
+]
+
+
+def wrong_steps(module, ranks, Nq, Nk, causal):
+    """Masks of the sequence of which the calls of all ranks are not the whole."""
+    N, M = ranks * Nq, ranks * Nk
+    sides = [-1, 0, 2, N]
+    lens = [(N, M), (N - 1, M), (N // 2, M), (N, M // 2 + 1), (N, 0), (1, 1)]
+    i, j = np.arange(N)[:, None], np.arange(M)
+    places = [
+        [np.concatenate([np.arange(*x) for x in ring.rows_of(r, ranks, n, causal)]) for n in (N, M)]
+        for r in range(ranks)
+    ]
+    for left, right, (rows, columns), travels in itertools.product(
+        sides, [-1] if causal else sides, lens, ring.TRAVELS
+    ):
+        hidden = {"window": (left, right), "q_lens": (rows,), "kv_lens": (columns,)}
+        problem = Problem(1, 1, 1, N, M, 8, causal=causal, **hidden)
+        begin, end = problem.columns_begin(i), problem.columns_end(i)
+        want = ((j >= begin) & (j < end)).astype(int)
+        mask = module.mask_of(**hidden, causal=causal, batch=1, rows=N, columns=M)
+        if mask is None:
+            continue
+        course, seen = module.Course(mask, ranks, Nq, Nk, causal, travels), np.zeros_like(want)
+        for rank, (n, step) in itertools.product(range(ranks), enumerate(course.stops)):
+            owner = course.at(rank, n)
+            assert owner == ring.owner_at(rank, step, ranks)
+            q_rank, k_rank = (owner, rank) if travels == "q" else (rank, owner)
+            for piece in course.pieces(owner, step):
+                moving = piece.rows if travels == "q" else piece.columns
+                on_the_way = [course.operands(owner, m + 1) for m in range(n)]
+                on_the_way += [course.results(owner, m) for m in range(n, len(course.stops)) if n]
+                assert all(b <= moving[0] and moving[1] <= e for b, e in on_the_way)
+                rows_at = places[q_rank][0][slice(*piece.rows)]
+                columns_at = places[k_rank][1][slice(*piece.columns)]
+                sizes = len(rows_at), len(columns_at)
+                own = Problem(1, 1, 1, *sizes, 8, causal=piece.causal, window=piece.window)
+                at, k = np.arange(sizes[0])[:, None], np.arange(sizes[1])
+                visible = (k >= own.columns_begin(at)) & (k < own.columns_end(at))
+                assert visible.any(0).all() and visible.any(1).all()
+                seen[np.ix_(rows_at, columns_at)] += visible
+        if not np.array_equal(seen, want):
+            yield left, right, rows, columns, travels
+
+
+@pytest.mark.parametrize("case", WINDOWS, ids=str)
+def test_a_window_is_that_of_the_whole_sequence(case):
+    """Every visible pair once, by a call of its own window; nothing is computed in vain."""
+    assert not list(wrong_steps(visible, *case))
+
+
+VISIBLE_FAULTS = [
+    # the case that notices it, what is planted
+    (1, "further = d - b - diagonal", "further = d - b"),
+    (2, "left >= b - 1 + diagonal - c", "left >= b - 2 + diagonal - c"),
+    (2, "right >= d - 1 - a - diagonal", "right >= d - 2 - a - diagonal"),
+    (2, "d - diagonal + left)", "d - diagonal + left - 1)"),
+    (2, "min(d, b + diagonal + right)", "d"),
+    (2, "min(end, entries.rows)", "end"),
+    (3, "columns[0] - j * width", "columns[0]"),
+    (2, "self._moving(owner, stop, len(self.stops))", "self._moving(owner, stop, stop + 1)"),
+]
+
+
+@pytest.mark.parametrize("fault", VISIBLE_FAULTS, ids=lambda fault: fault[1])
+def test_faults_of_windows_are_noticed(fault):
+    case, *what = fault
+    try:
+        noticed = any(wrong_steps(of_source(visible, *what), *WINDOWS[case]))
+    except (AssertionError, ValueError):  # a call without columns, one that is refused
+        noticed = True
+    assert noticed
+
+
+def test_what_nobody_needs_does_not_travel():
+    """Stops at the ranks that see each other, and the rows that they see."""
+
+    def course(ranks, causal, window, travels="kv", size=8):
+        whole = {"batch": 1, "rows": ranks * size, "columns": ranks * size}
+        mask = visible.mask_of(window, None, None, causal=causal, **whole)
+        return visible.Course(mask, ranks, size, size, causal, travels)
+
+    back = course(8, False, (3, 0))
+    assert back.stops == (0, 1) and course(8, False, (9, 0)).stops == (0, 1, 2)
+    assert [back.hop(0), back.hop(1)] == [1, 7]
+    assert back.operands(3, 1) == (5, 8) and back.operands(7, 1) == (0, 0)
+    queries = course(8, False, (3, 0), "q")
+    assert queries.stops == (0, 7) and queries.operands(3, 1) == queries.results(3, 1) == (0, 3)
+    both = course(8, False, (3, 8))
+    assert both.stops == (0, 1, 7)
+    assert course(4, True, (2, -1)).stops == (0, 1, 3)
 
 
 # --- two parts made one ----------------------------------------------------------------------
@@ -224,17 +325,17 @@ RING = [
     (3, "kv", True, "float16", "bnhd", {"deterministic": True}),
     (3, "q", True, "float16", None, {}),
     (4, "kv", False, "float16", None, {}),
-    (4, "kv", True, "float32", None, {}),
-    (4, "q", False, "float32", None, {}),
-    (4, "q", True, "float16", None, {}),
+    (3, "q", False, "float32", None, {}),
     (1, "kv", True, "float32", None, {}),
     (4, "kv", False, "float16", None, {"window": (7, 0)}),
     (4, "q", False, "float32", "bnhd", {"window": (2, 5), "softcap": 2.0}),
     (4, "q", True, "float16", None, {"window": (4, -1)}),
-    (2, "kv", True, "float32", None, {"q_lens": (12, 12, 7), "kv_lens": (9, 9, 11)}),
-    (4, "kv", False, "float32", None, {"kv_lens": (17, 20, 0)}),
-    (4, "kv", True, "float16", "bnhd", {"window": (5, -1), "kv_lens": (24, 21)}),
-    (3, "q", False, "float16", None, {"q_lens": (1, 18)}),
+    (4, "kv", False, "float16", None, {"kv_lens": (8, 0)}),
+    (
+        *(2, "kv", True, "float16", "bnhd"),
+        {"window": (5, -1), "q_lens": (12, 7), "kv_lens": (9, 11)},
+    ),
+    (2, "q", False, "float16", None, {"q_lens": [1, 12, 12]}),
 ]
 
 
@@ -245,9 +346,10 @@ def test_both_passes_are_those_of_one_device(torch, case):
     ft, axis = fa_numba_torch(), 1 if layout else 2
     rng, Nq = np.random.default_rng(7), 6
     Nk = Nq if causal else 5
+    masked = any(name in options for name in ("window", "q_lens", "kv_lens"))
     batch = max(map(len, (options.get("q_lens", [0]), options.get("kv_lens", [0]))))
     # A single K/V head is computed at once, of more some in the last step.
-    Hk = {"float32": 1, "float16": 2 + (ranks == 2)}[dtype]
+    Hk = 2 + (ranks == 2) if dtype == "float16" and not masked else 1
     sizes = {"q": (2 * Hk, Nq), "k": (Hk, Nk), "v": (Hk, Nk), "dout": (2 * Hk, Nq)}
     whole = {
         name: rng.standard_normal((batch, heads, ranks * n, 8)).astype(dtype)
@@ -285,7 +387,7 @@ def test_both_passes_are_those_of_one_device(torch, case):
     problem = Problem(batch, 2 * Hk, Hk, Nq, Nk, 8, dtype=dtype, causal=causal, window=window)
     sent = dict.fromkeys(range(ranks), 0)
     for rank, to, nbytes in distributed.sent:
-        assert lens or window or to == (rank + 1) % ranks
+        assert masked or to == (rank + 1) % ranks
         sent[rank] += nbytes
     rounding = 2.0**-11 if dtype == "float16" else 2.0**-23
     for rank, result in enumerate(found):
@@ -333,6 +435,8 @@ DIFFERENT = [
     ({2: {"travels": "q"}}, "travels is 'kv' on rank 0 and 1, 'q' on rank 2: allowed is one for"),
     ({0: {"scale": 0.5}}, "scale is 0.5 on rank 0, None on rank 1 and 2"),
     ({0: {"causal": True}}, "causal is True on rank 0, False on rank 1 and 2"),
+    ({2: {"window": [2, 0]}}, r"window is \(-1, -1\) on rank 0 and 1, \(2, 0\) on rank 2: allowed"),
+    ({1: {"kv_lens": [5]}}, r"kv_lens is None on rank 0 and 2, \(5,\) on rank 1: allowed is one"),
     ({1: {"travels": "v"}}, "refused: rank 1: ValueError: travels is 'v': allowed is 'kv' or 'q'"),
     ({1: {"v": SHORT}}, "refused: rank 1: ValueError: v has shape"),
     ({1: {"return_lse": 3}}, "refused: rank 1: TypeError: return_lse is 3"),
@@ -372,6 +476,26 @@ def test_known_calls_that_differ_are_told_before_anything_is_sent(torch):
     assert distributed.asked == 2 * (4 + 2)  # the last time each also says what it means
 
 
+def test_lengths_are_those_of_the_call(torch):
+    """Though a call of equal shapes is known, and the array the same."""
+    ft, x = fa_numba_torch(), np.arange(32, dtype=np.float32).reshape(1, 1, 4, 8)
+
+    def work(rank):
+        lengths, found = np.array([8]), []
+        for found_at, window in ((8, None), (1, None), (1, (2, 0)), (8, (0, 0))):
+            lengths[0] = found_at
+            given = (Tensor.of(x + 1000 * rank) for _ in range(3))
+            found.append(ft.ring_attention(*given, scale=0.0, kv_lens=lengths, window=window))
+        return [out.values[0, 0, :, 0].tolist() for out in found]
+
+    with ranks_of(torch, 2) as distributed:
+        first, second = distributed.run(work)
+    assert first[:2] == [[512.0] * 4, [0.0] * 4] == second[:2]
+    # Columns end at 1, rows at 8: the last row's diagonal is column 0.
+    assert second[2] == [0.0] * 4 and first[2] == [0.0] * 4
+    assert first[3] + second[3] == [0.0, 8.0, 16.0, 24.0, 1000.0, 1008.0, 1016.0, 1024.0]
+
+
 def test_any_failure_of_a_rank_is_told_to_the_others(torch):
     """Not of arguments alone."""
     ft, check = fa_numba_torch(), ring_call._check_plans
@@ -406,6 +530,10 @@ REFUSED = [
     ({"deterministic": True, "algorithm": "fa1"}, ValueError, "only fa2 has a choice"),
     ({"softcap": -1.0}, ValueError, "softcap is -1"),
     ({"scale": [1.0]}, TypeError, r"scale is \[1.0\]"),
+    ({"window": (1, -3)}, ValueError, r"window is \(1, -3\): allowed is \(left, right\)"),
+    ({"kv_lens": [9]}, ValueError, "kv_lens holds 9: allowed is 0 to 8, the rows of all ranks"),
+    ({"q_lens": [1.0]}, TypeError, "q_lens has dtype float64: allowed are integers"),
+    ({"q_lens": [1, 1]}, ValueError, r"q_lens has shape \(2,\): allowed is \(1,\), one a batch"),
     ({"tiles": [3]}, TypeError, r"tiles is \[3\]"),
     ({"backward_tiles": 3}, TypeError, "backward_tiles is 3"),
     ({"k": Tensor.of(np.ones((1, 1, 4, 8), np.float16))}, TypeError, "k has dtype torch.float16"),
@@ -492,16 +620,24 @@ KERNEL_FAULTS = [
     ("f * x[7] + g * y[7]", "f * x[7] + g * y[6]"),
     ("pack(x, float32(0.0)) & uint32(0xFFFF)", "pack(float32(0.0), x) & uint32(0xFFFF)"),
 ]
+BIT16, ODD, WINDOW, LENGTHS, KNOWN = RING[1], RING[5], RING[9], RING[13], None
 PASS_FAULTS = [
-    (passes, "half_of(lse_at, work.rows, 2)", "half_of(lse_at, 'all', 2)"),
-    (passes, "Heads(begin, count, heads)", "Heads(0, count, heads)"),
-    (passes, "of_own(later, (ours", "of_own(now, (ours"),
-    (passes, "sums = link.exchange(goes", "_ = link.exchange(goes"),
-    (passes, "if step == 1 else torch.float32", "if step >= 1 else torch.float32"),
-    (passes, "step(own, mine, heads)", "step(own, mine._replace(causal=False), heads)"),
-    (passes, "        agreement.wait()", "        pass"),
-    (passes, "_arrived(sums, ring, theirs, link.ranks - 1)", "theirs"),
-]
+    # the case that notices it, module, what is planted
+    (ODD, passes, "half_of(lse_at, work.rows, 2)", "half_of(lse_at, 'all', 2)"),
+    (BIT16, passes, "Heads(begin, count, heads)", "Heads(0, count, heads)"),
+    (BIT16, passes, "of_own(later, (ours", "of_own(now, (ours"),
+    (BIT16, passes, "sums = link.exchange(goes", "_ = link.exchange(goes"),
+    (ODD, passes, "if step == 1 else torch.float32", "if step >= 1 else torch.float32"),
+    (BIT16, passes, "step(own, mine, heads)", "step(own, mine._replace(causal=False), heads)"),
+    (KNOWN, passes, "        agreement.wait()", "        pass"),
+    (BIT16, passes, "_arrived(sums, ring, theirs, link.ranks - 1)", "theirs"),
+    (WINDOW, masked, "course.operands(owner, n)[0]", "0"),
+    (LENGTHS, masked, "_rows(ring, x, still, 0, piece.entries)", "_rows(ring, x, still, 0)"),
+    (WINDOW, masked, "_take(theirs, sums", "_take(ours, sums"),
+    (WINDOW, masked, "window=piece.window, return_lse", "return_lse"),
+    (WINDOW, masked, "lse_at, causal=piece.causal, window=piece.window", "lse_at"),
+    (WINDOW, masked, "and calls == 1", ""),
+]  # fmt: skip
 
 
 def of_source(module, needle="", replacement=""):
@@ -539,24 +675,26 @@ def test_faults_of_the_kernel_are_noticed():
         assert kernel_finds(*fault), fault
 
 
-def passes_find(torch, module, needle="", replacement=""):
-    mutant = of_source(module, needle, replacement)
-    originals = {name: getattr(passes, name) for name in ("forward", "backward")}
+def passes_find(torch, case, module, *fault):
+    mutant = of_source(module, *fault)
+    names = {passes: ("forward", "backward"), masked: ("masked",)}[module]
     with ExitStack() as stack:
-        for name in originals:
-            stack.enter_context(mock.patch.object(passes, name, getattr(mutant, name)))
+        for name in names:
+            planted = mutant if module is masked else getattr(mutant, name)
+            stack.enter_context(mock.patch.object(passes, name, planted))
         try:
-            for case in (RING[1], RING[5]):
+            if case is KNOWN:
+                test_known_calls_that_differ_are_told_before_anything_is_sent(torch)
+            else:
                 test_both_passes_are_those_of_one_device(torch, case)
-            test_known_calls_that_differ_are_told_before_anything_is_sent(torch)
         except (AssertionError, RuntimeError, ValueError, TypeError, IndexError):
             return True
     return False
 
 
-def test_faults_of_the_passes_are_noticed(torch):
-    for fault in PASS_FAULTS:
-        assert passes_find(torch, *fault), fault
+@pytest.mark.parametrize("fault", one_of_twelve(PASS_FAULTS, lambda fault: fault[2].strip()))
+def test_faults_of_the_passes_are_noticed(torch, fault):
+    assert passes_find(torch, *fault)
 
 
 # --- the model -------------------------------------------------------------------------------
@@ -590,6 +728,11 @@ def test_the_model_refuses_what_is_no_ring():
         ({"travels": "o"}, "travels is 'o'"),
         ({"passes": "both"}, "passes is 'both'"),
         ({"problem": Problem(1, 1, 1, 3, 3, 8, causal=True)}, "3 rows and 3 columns with causal"),
+        (
+            {"problem": Problem(1, 1, 1, 4, 4, 8, kv_lens=(3,))},
+            "problem has q_lens None and kv_len",
+        ),
+        ({"kv_lens": [9]}, "kv_lens holds 9: allowed is 0 to 8"),
     ):
         given = {"problem": p, "ranks": 2} | change
         with pytest.raises(ValueError, match=says):
