@@ -532,7 +532,7 @@ REFUSED = [
     ({"scale": [1.0]}, TypeError, r"scale is \[1.0\]"),
     ({"window": (1, -3)}, ValueError, r"window is \(1, -3\): allowed is \(left, right\)"),
     ({"kv_lens": [9]}, ValueError, "kv_lens holds 9: allowed is 0 to 8, the rows of all ranks"),
-    ({"q_lens": [1.0]}, TypeError, "q_lens has dtype float64: allowed are integers"),
+    ({"q_lens": [1.0, 2.0]}, TypeError, "q_lens has dtype float64: allowed are integers"),
     ({"q_lens": [1, 1]}, ValueError, r"q_lens has shape \(2,\): allowed is \(1,\), one a batch"),
     ({"tiles": [3]}, TypeError, r"tiles is \[3\]"),
     ({"backward_tiles": 3}, TypeError, "backward_tiles is 3"),

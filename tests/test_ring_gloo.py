@@ -43,8 +43,13 @@ def both_passes(rank, ranks, store):
 
     ft = entered(rank, ranks, store)
     dtypes = ("float32", "bfloat16") if ranks == 2 else ("float32",)
-    cases = itertools.product(("kv", "q"), (False, True), dtypes)
-    for travels, causal, dtype in cases:
+    plain = itertools.product(("kv", "q"), (False, True), dtypes, [{}])
+    lens = {"kv_lens": torch.tensor([4 * ranks - 1])}
+    hidden = [
+        ("kv", False, "float32", {"window": (4, 1)}),
+        ("q", True, "float32", {"window": (3, -1), **lens}),
+    ]
+    for travels, causal, dtype, options in (*plain, *hidden):
         torch.manual_seed(3)
         Nq, Nk = (4, 4) if causal else (3, 5)
         shapes = [(1, 2, ranks * Nq, 8), *2 * [(1, 1, ranks * Nk, 8)], (1, 2, ranks * Nq, 8)]
@@ -55,10 +60,12 @@ def both_passes(rank, ranks, store):
 
         q, k, v = (mine(x).requires_grad_() for x in whole[:3])
         with count_link() as moved:
-            out, lse = ft.ring_attention(q, k, v, travels=travels, causal=causal, return_lse=True)
+            out, lse = ft.ring_attention(
+                q, k, v, travels=travels, causal=causal, return_lse=True, **options
+            )
             out.backward(mine(whole[3]))
         one = [x.clone().requires_grad_() for x in whole[:3]]
-        want, want_lse = ft.attention(*one, causal=causal, return_lse=True)
+        want, want_lse = ft.attention(*one, causal=causal, return_lse=True, **options)
         want.backward(whole[3])
         rounding = 2.0**-7 if dtype == "bfloat16" else 2.0**-20
         pairs = [(out, want), *zip((q.grad, k.grad, v.grad), (x.grad for x in one), strict=True)]
@@ -66,10 +73,12 @@ def both_passes(rank, ranks, store):
             right = mine(right.detach())
             assert (got - right).norm() <= 2 * rounding * right.norm()
         right = ft.ring_split(want_lse, rank, ranks, causal=causal, dim=2)
-        assert (lse - right).abs().max() <= 1e-5
-        part = fa_numba.problem.Problem(1, 2, 1, Nq, Nk, 8, dtype=dtype, causal=causal)
+        assert torch.allclose(lse, right, rtol=0, atol=1e-5)
+        given = {"dtype": dtype, "causal": causal, "window": options.get("window")}
+        part = fa_numba.problem.Problem(1, 2, 1, Nq, Nk, 8, **given)
+        lengths = {name: x.tolist() for name, x in options.items() if name == "kv_lens"}
         model = [
-            fa_numba.io_model.ring(part, ranks, rank, travels=travels, passes=each)
+            fa_numba.io_model.ring(part, ranks, rank, travels=travels, passes=each, **lengths)
             for each in ("fwd", "bwd")
         ]
         assert moved.sent == sum(x.sent for x in model)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from fa_numba.checks import as_lengths
 from fa_numba.dtypes import DTYPES
 from fa_numba.io_model.work import PASSES
 from fa_numba.problem import Problem
@@ -53,16 +53,17 @@ def ring(
     rank that they have passed by then has seen the others. What a rank receives the one before has
     sent.
 
-    With a window or lengths a message has some of the rows, to begin with those from the first to
-    the last that any later stop sees, of results those that any earlier one saw; w = e while one
-    call has seen them, 4 after it. A pair of chunks, rows a to b and columns c to d (ends not
-    included) with diagonal D = columns - rows in all, sees and is seen in the rows
+    With a window or lengths steps at which nobody sees anything are passed over, and a message has
+    some of the rows: of what travels those from the first to the last that a later stop sees, of
+    results those that an earlier one has seen; w = e where one call has made them, 4 where several
+    have. Of a chunk of rows a to b and one of columns c to d, valid ones, ends not included, with
+    the diagonal D = columns - rows of the whole sequence, these see and are seen:
 
-        max(a, c - D - right) to min(b, d - D + left)
+        rows     max(a, c - D - right) to min(b, d - D + left)
+        columns  max(c, a + D - left) to min(d, b + D + right)
 
-    and the columns max(c, a + D - left) to min(d, b + D + right). Steps at which nobody sees
-    anything are passed over: with (left, 0), left at most N_k = N_q, there is one message of left
-    columns from each rank but the last, and one of their results.
+    So with the window (left, 0), left at most N_k = N_q, K and V travel once, by every rank but the
+    last, left columns of them, and their gradients once, home.
 
     Source: the schedule of ring attention (Liu, Zaharia and Abbeel, arXiv 2310.01889, section 3)
     for K and V; this package's own for Q. Raises ValueError for another pass, rank or operand, and
@@ -81,15 +82,14 @@ def ring(
     _check(problem, ranks, travels, passes)
     if not 0 <= rank < ranks:
         raise ValueError(f"rank is {rank}: allowed is 0 to {ranks - 1}")
-    whole = ranks * problem.seqlen_q, ranks * problem.seqlen_k
-    lens = [
-        (n,) * problem.batch if x is None else as_lengths(name, x, problem.batch, n)
-        for name, x, n in zip(("q_lens", "kv_lens"), (q_lens, kv_lens), whole, strict=True)
-    ]
     sides = problem.left, None if problem.causal else problem.right
-    if sides != (None, None) or any({*x} != {n} for x, n in zip(lens, whole, strict=True)):
-        seen = _seen(problem, ranks, travels, list(zip(*lens, strict=True)))
-        return _of_seen(problem, seen, rank, travels, passes)
+    if sides != (None, None) or q_lens is not None or kv_lens is not None:
+        changed: dict[str, Any] = {"window": (-1, -1), "q_lens": q_lens, "kv_lens": kv_lens}
+        changed |= {"seqlen_q": ranks * problem.seqlen_q, "seqlen_k": ranks * problem.seqlen_k}
+        whole = replace(problem, **changed)
+        lens = [whole.lengths(entry) for entry in range(problem.batch)]
+        if sides != (None, None) or {*lens} != {(whole.seqlen_q, whole.seqlen_k)}:
+            return _of_seen(problem, _seen(problem, ranks, travels, lens), rank, travels, passes)
     before = (rank - 1) % ranks
     return LinkTraffic(*(_sent(problem, ranks, r, travels, passes) for r in (rank, before)))
 
@@ -167,8 +167,8 @@ def _of_seen(
     problem: Problem, seen: list[list[list[Span]]], rank: int, travels: str, passes: str
 ) -> LinkTraffic:
     ranks, rows = len(seen), problem.seqlen_q if travels == "q" else problem.seqlen_k
-    messages = ring_messages(replace(problem, window=(-1, -1)), travels=travels, passes=passes)
-    operands, first, later = (x // rows for x in messages)
+    messages = ring_messages(problem, travels=travels, passes=passes)
+    operands, first, later = (x // rows for x in messages)  # of one row
     stops = [step for step in range(ranks) if step == 0 or any(seen[step])]
 
     def bytes_of(owner: int, steps: list[int], each: int | None) -> int:

@@ -124,7 +124,9 @@ def _seen(x: Any) -> str:
 
 
 def _read(options: dict[str, Any]) -> dict[str, Any]:
-    """With the window and the lengths as tuples, which all ranks can compare."""
+    """With the window and the lengths as tuples, which have a hash and which ranks can compare;
+    what are no lengths stays an array, for their check.
+    """
     found = options | {"window": as_window(options["window"])}
     for name in LENGTHS:
         if found[name] is not None:
@@ -180,7 +182,7 @@ def _mask_of(
 ) -> Mask | None:
     """What the options hide of the whole sequence; raises for lengths that it does not have."""
     given = {name: options[name] for name in ("window", *LENGTHS)}
-    if given == {"window": (-1, -1), "q_lens": None, "kv_lens": None}:
+    if given["window"] == (-1, -1) and all(given[name] is None for name in LENGTHS):
         return None
     axes, (q_sizes, k_sizes) = LAYOUTS[layout], (tuple(q.shape), tuple(k.shape))
     batch, seqlen = as_sizes("q", q_sizes, axes)[0], axes.index("seqlen")

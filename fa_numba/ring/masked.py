@@ -15,7 +15,7 @@ import fa_numba
 from fa_numba.host import merging
 from fa_numba.ring.agreement import Agreement
 from fa_numba.ring.link import Exchange
-from fa_numba.ring.visible import Course, Piece, Span
+from fa_numba.ring.visible import Piece, Span, course_of
 
 if TYPE_CHECKING:
     from fa_numba.ring.passes import Ring
@@ -153,7 +153,7 @@ def _around(
     """What all stops find of this rank's rows and of its columns."""
     link, (rows, columns) = ring.link, (x[0].shape[ring.axis] for x in (of_q, of_kv))
     assert ring.mask is not None
-    course = Course(ring.mask, link.ranks, rows, columns, ring.causal, ring.travels)
+    course = course_of(ring.mask, link.ranks, rows, columns, ring.causal, ring.travels)
     last = len(course.stops) - 1
 
     def turned(of_rows: T, of_columns: T) -> tuple[T, T]:

@@ -106,7 +106,7 @@ def visible(
     return (a, b), (c, d), False, (before, after)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Course:
     """Where what travels stops, who computes what there, and what is on the way.
 
@@ -157,6 +157,9 @@ class Course:
         for step in self.stops[begin:end]:
             for piece in self.pieces(owner, step):
                 yield piece.rows if self.travels == "q" else piece.columns
+
+
+course_of = lru_cache(maxsize=64)(Course)
 
 
 def _around(spans: Iterator[Span]) -> Span:
