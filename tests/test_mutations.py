@@ -345,6 +345,8 @@ MMA_CASES = {
     "16 rows": (Case((1, 2, 1, 35, 37, 8), Tiles(32, 16, 64), CAUSAL, 2),),
     "Q shared": (Case((1, 1, 1, 33, 20, 136), Tiles(64, 16, 64)),),
     "odd": (Case((2, 4, 2, 18, 19, 5), Tiles(16, 16), layout="odd"),),
+    # Where rows are of several lengths each head has tiles of its own.
+    "heads": (Case((1, 4, 2, 18, 19, 5), Tiles(16, 16), {"q_lens": [17]}),),
     "low": (Case((1, 1, 1, 18, 35, 8), Tiles(16, 16), low=True),),
     "blind": (Case((1, 1, 1, 50, 21, 8), Tiles(16, 16), CAUSAL),),
     "window": (Case((1, 1, 1, 50, 55, 8), Tiles(16, 16), window(9, 3), 2),),
@@ -2099,7 +2101,7 @@ def mma_kernel_mutants(add):
         add(name, fewer, by=ANY)
         for head in ("key_rows(K, b, hk,", "key_rows(V, b, hk,"):
             other = head.replace("hk", "h % uint32(group)")
-            how = {"by": ANY, "cases": "odd"}
+            how = {"by": ANY, "cases": "heads"}
             add(name, (f"another head's {head[9]}", head, other), **how)
         none = ("nothing dropped", " p.drop(rS, i0, j0, b, h, options, ty, tx)", " pass")
         add(name, none, cases="dropout")
