@@ -28,7 +28,8 @@ from options_helpers import DRAWS, inputs
 
 import fa_numba
 from fa_numba import Tiles
-from fa_numba.device import gpu_available
+from fa_numba import device as devices
+from fa_numba.host import placement
 
 UNITS = ("simt", "mma", "wgmma")
 HEAD_DIMS = (8, 24, 32, 40, 64, 64, 72, 80, 96, 128, 128, 136, 192, 256)
@@ -39,7 +40,8 @@ ROWS, COLUMNS = (16, 32, 64, 128, 192), (16, 32, 48, 64, 80, 96, 112, 128, 160)
 OPTIONS = tuple(name for name in DRAWS if name != "block_mask")
 
 
-REFUSED, WRONG = "refused", "wrong"  # what no plan can be made of, and what float64 says is wrong
+# What no plan can be made of or the emulator finds too large, and what float64 says is wrong.
+REFUSED, WRONG = "refused", "wrong"
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,9 @@ def call(kind: Kind, seed: list[int], device: str) -> str:
     algorithm, own = WAYS[kind.way] if kind.passes == "bwd" else (kind.way, {})
     told = {"dtype": kind.dtype, "passes": kind.passes, "algorithm": algorithm, **own}
     try:
-        planned = fa_numba.plan(arrays[1].shape, arrays[2].shape, **told, **options)
+        with devices.using(device):
+            planned = fa_numba.plan(arrays[1].shape, arrays[2].shape, **told, **options)
+            placement.check_size(planned)
     except ValueError:
         return REFUSED
     single = kind.dtype == "float32"
@@ -122,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="the first kind's number")
     parser.add_argument("--only", type=int, help="the one kind's number")
     given = parser.parse_args(arguments)
-    device = given.device or ("gpu" if gpu_available() else "emulator")
+    device = given.device or ("gpu" if devices.gpu_available() else "emulator")
     end = time.monotonic() + given.seconds
     numbers = itertools.count(given.first) if given.only is None else [given.only]
     found: Counter[str] = Counter()
