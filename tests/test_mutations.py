@@ -345,8 +345,10 @@ MMA_CASES = {
     "16 rows": (Case((1, 2, 1, 35, 37, 8), Tiles(32, 16, 64), CAUSAL, 2),),
     "Q shared": (Case((1, 1, 1, 33, 20, 136), Tiles(64, 16, 64)),),
     "odd": (Case((2, 4, 2, 18, 19, 5), Tiles(16, 16), layout="odd"),),
-    # Where rows are of several lengths each head has tiles of its own.
-    "heads": (Case((1, 4, 2, 18, 19, 5), Tiles(16, 16), {"q_lens": [17]}),),
+    # Where heads have slopes each has tiles of its own.
+    "heads": (
+        Case((1, 4, 2, 18, 19, 5), Tiles(16, 16), {"alibi_slopes": np.full(4, 0.1, np.float32)}),
+    ),
     "low": (Case((1, 1, 1, 18, 35, 8), Tiles(16, 16), low=True),),
     "blind": (Case((1, 1, 1, 50, 21, 8), Tiles(16, 16), CAUSAL),),
     "window": (Case((1, 1, 1, 50, 55, 8), Tiles(16, 16), window(9, 3), 2),),
