@@ -1245,15 +1245,16 @@ def on_the_emulator(monkeypatch, study=None, lengths=(8, 24)):
         return [2.0] * repeats
 
     def once(run):
-        """The results of calls with the same arrays and options are those of the first of them."""
+        """Calls with the same numbers and options give what the first of them gave."""
         found = {}
 
         def call(*arrays, out=None, **options):
-            key = (*map(id, arrays), out is None, *sorted(options.items(), key=str))
+            values = (x.tobytes() for x in arrays)
+            key = (*values, out is None, *sorted(options.items(), key=str))
             if key not in found:
                 given = {} if out is None else {"out": out}
-                found[key] = run(*arrays, **given, **options), arrays
-            return found[key][0]
+                found[key] = run(*arrays, **given, **options)
+            return found[key]
 
         return call
 
