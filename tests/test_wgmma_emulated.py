@@ -414,7 +414,8 @@ def _outcome(changed, needle, replacement, which, rows=128, run=""):
 
 
 def test_the_machinery_leaves_a_kernel_as_it_is():
-    for changed in ("kernel", *PARTS):
+    """Which is built anew with each part."""
+    for changed in PARTS:
         assert _outcome(changed, "\n", "\n", 0, run="short") is None
 
 

@@ -119,7 +119,8 @@ def _outcome(changed, needle, replacement, which=0):
 
 
 def test_the_machinery_leaves_a_kernel_as_it_is():
-    for changed in SOURCES:
+    """Which is built anew with each part."""
+    for changed in SOURCES.keys() - {"kernel"}:
         assert _outcome(changed, "\n", "\n") is None
 
 
