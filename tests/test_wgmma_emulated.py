@@ -387,7 +387,7 @@ RUNS = {
     "pages": _attend_pages,
     "": lambda rows: _attend(rows=rows)[0],
     "short": lambda rows: _attend(Nq=140, Nk=70, rows=rows)[0],
-    "long": lambda rows: _attend(Nq=220, Nk=480, rows=64, columns=16)[0],
+    "long": lambda rows: _attend(Nk=320, rows=128, columns=16)[0],
     "packed": _attend_packed,
     "shared heads": lambda rows: _attend_shared(rows, False),
     "shared heads, packed": lambda rows: _attend_shared(rows, True),
