@@ -50,6 +50,20 @@ def synthetic():
     return rows
 
 
+def synthetic_on_hopper():
+    """The times of its steps."""
+    times = {"fa1-own": 36.0, "fa1": 40.0, "fa1-splits": 20.0, "fa2-one-block": 32.0}
+    times |= {"fa2-fa1-tiles": 16.0, "fa2": 16.0}
+    problem = fa2_setting(4096, 64, False, "float16")
+    common = {"metric": "time", "unit": "ms", "n": 20}
+    return [
+        gpu_row(
+            "loop_cost", problem, series=loop_cost.series_of(step, "wgmma"), value=time, **common
+        )
+        for step, time in times.items()
+    ]
+
+
 def plain(rows, dtype="float16"):
     """The steps of the forward problem without a mask."""
     return loop_cost.by_step(r for r in rows if r.dtype == dtype and not r.causal)
@@ -301,13 +315,7 @@ def test_the_table_of_steps(tmp_path):
 
 def test_hoppers_steps_have_a_table_and_a_figure_of_their_own():
     """Of made-up times: FA-1 from its own tiles to FA-2's, then as the others."""
-    rows = synthetic()
-    times = {"fa1-own": 36.0, "fa1": 40.0, "fa1-splits": 20.0, "fa2-one-block": 32.0}
-    times |= {"fa2-fa1-tiles": 16.0, "fa2": 16.0}
-    problem = fa2_setting(4096, 64, False, "float16")
-    for step, time in times.items():
-        fields = {"series": loop_cost.series_of(step, "wgmma"), "metric": "time", "unit": "ms"}
-        rows.append(gpu_row("loop_cost", problem, value=time, n=20, **fields))
+    rows = [*synthetic(), *synthetic_on_hopper()]
     found = loop_cost.factors(loop_cost.by_step(on_hopper(rows)))
     assert (found["total"], found["tiles"], found["order"]) == (2.25, 0.9, 1.25)
     for way in (("splits", "order"), ("order_one_block", "grid")):
