@@ -275,7 +275,8 @@ def _timed(
         if planned is not None:
             columns |= {"Br": planned.tiles.Br, "Bc": planned.tiles.Bc}
             said += f"; {planned.unit}"
-            said += f", {planned.kv_splits} splits" if planned.kv_splits > 1 else ""
+            splits = planned.kv_splits * planned.group_splits  # a pass has one of them
+            said += f", {splits} splits" if splits > 1 else ""
 
     def work() -> Any:
         check = checks(series, pass_, problem)

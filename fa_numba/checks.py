@@ -45,32 +45,28 @@ def as_size(name: str, value: Any, axis: bool = True) -> int:
 
 
 MAX_KV_SPLITS = 256  # warps of eight read l and m of all splits of a row at once
+_MOST_SPLITS = {"kv_splits": MAX_KV_SPLITS}
 
 
-def as_kv_splits(value: Any) -> int | str:
-    """`value` as an int from 1 to MAX_KV_SPLITS, or "auto"; else a TypeError or ValueError."""
+def as_splits(name: str, value: Any) -> int | str:
+    """`value` as an int >= 1, at most MAX_KV_SPLITS of "kv_splits", or "auto"; else a TypeError or
+    ValueError that calls it `name`.
+    """
     if isinstance(value, str) and value == "auto":
         return value
-    allowed = f"allowed is an integer from 1 to {MAX_KV_SPLITS}, or 'auto'"
+    most = _MOST_SPLITS.get(name)
+    within = f"from 1 to {most}" if most else ">= 1"
+    allowed = f"allowed is an integer {within}, or 'auto'"
     try:
         if isinstance(value, (bool, np.bool_)):
             raise TypeError
         splits = operator.index(value)
     except TypeError:
         wrong = ValueError if isinstance(value, str) else TypeError
-        raise wrong(f"kv_splits is {value!r}: {allowed}") from None
-    if not 1 <= splits <= MAX_KV_SPLITS:
-        raise ValueError(f"kv_splits is {splits}: {allowed}")
+        raise wrong(f"{name} is {value!r}: {allowed}") from None
+    if splits < 1 or (most and splits > most):
+        raise ValueError(f"{name} is {splits}: {allowed}")
     return splits
-
-
-def as_group_splits(value: Any) -> int | str:
-    """`value` as an int >= 1, or "auto"; else a TypeError or ValueError."""
-    if isinstance(value, str):
-        if value == "auto":
-            return value
-        raise ValueError(f"group_splits is {value!r}: allowed is an integer >= 1, or 'auto'")
-    return as_size("group_splits", value, axis=False)
 
 
 def as_flag(name: str, value: Any) -> bool:

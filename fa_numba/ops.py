@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Unpack
 
-from fa_numba.checks import as_flag, as_group_splits, as_kv_splits
+from fa_numba.checks import as_flag, as_splits
 from fa_numba.dtypes import DTYPES
 from fa_numba.host import planning
 from fa_numba.host.binding import Binding
@@ -35,7 +35,7 @@ def plan(
     return_dbias: bool = False,
     unit: str = "auto",
     kv_splits: int | str = "auto",
-    group_splits: int | str = 1,
+    group_splits: int | str = "auto",
     **options: Unpack[AttentionOptions],
 ) -> Plan:
     """What a call with these arguments runs on the current device, without running it.
@@ -64,7 +64,7 @@ def plan(
             raise ValueError(f"warp_partition is {warp_partition!r}: only passes='fwd' has it")
         if ablate != ():
             raise ValueError(f"ablate is {ablate!r}: only passes='fwd' has it")
-        if as_kv_splits(kv_splits) != "auto":
+        if as_splits("kv_splits", kv_splits) != "auto":
             raise ValueError(f"kv_splits is {kv_splits!r}: only passes='fwd' has it")
         backward = (deterministic, return_dbias, unit, query_splits, group_splits)
         plan = planning.backward(problem, algorithm, tiles, True, *backward)
@@ -72,7 +72,7 @@ def plan(
         for name, value in (("deterministic", deterministic), ("return_dbias", return_dbias)):
             if value:
                 raise ValueError(f"{name} is {value!r}: only passes='bwd' has it")
-        if as_group_splits(group_splits) != 1:
+        if as_splits("group_splits", group_splits) != "auto":
             raise ValueError(f"group_splits is {group_splits!r}: only passes='bwd' has it")
         how = (return_lse, query_splits, unit, warp_partition, ablate, kv_splits)
         # How often a block table is read depends on the copies' width.
@@ -321,7 +321,7 @@ def flash_attention_2_backward(
     return_dbias=False,
     deterministic=False,
     unit="auto",
-    group_splits=1,
+    group_splits="auto",
     **options: Unpack[AttentionOptions],
 ):
     """Gradients of attention, a grid over K/V blocks (arXiv 2307.08691, Algorithm 2).
@@ -338,8 +338,9 @@ def flash_attention_2_backward(
     ``group_splits`` thread blocks share a column tile of a K/V head, each with as many of its query
     heads: a divisor of Hq / Hk, on ``unit`` "wgmma" up to d = 128. Each loads K and V, and leaves
     Nk d elements of dk and of dv in a float32 workspace, which are summed in one order. It is for
-    calls with few K/V heads, whose column tiles leave multiprocessors idle. "auto" estimates which
-    number ends first, 1 for all others and on the emulator; 1 is the default until that is timed.
+    calls with few K/V heads, whose column tiles leave multiprocessors idle, or under a causal mask
+    end at different times. "auto", the default, estimates which number ends first: 1 for all other
+    calls and on the emulator.
 
     Returns (dq, dk, dv), in the shapes of q, k and v, and in q's dtype, library and place; with
     ``return_dbias`` also dbias, float32 in the shape of the bias, summed by atomic adds over the
@@ -372,7 +373,7 @@ def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
     ``return_dbias``: bool, False: whether the gradient of ``bias``, or of an ``attn_mask`` of
         numbers, is returned too.
     ``deterministic``: bool, of "fa2" alone: whether dq is summed in one order.
-    ``group_splits``: of "fa2" alone, on ``unit`` "wgmma".
+    ``group_splits``: of "fa2" alone; more than 1 on ``unit`` "wgmma".
     ``query_splits``: of "fa1" alone.
     ``tiles``, ``unit``, ``stream``: as for ``attention``.
 

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import numpy as np
 
 import fa_numba
-from fa_numba.checks import as_flag, kind_of
+from fa_numba.checks import as_flag, as_splits, kind_of
 from fa_numba.host import placement
 from fa_numba.host.arrays import MASKS, added_mask, on_host, operand
 from fa_numba.host.planning import check_algorithm
@@ -47,6 +47,7 @@ def attention(
     tiles: Tiles | None = None,
     backward_tiles: Tiles | None = None,
     kv_splits: int | str = "auto",
+    group_splits: int | str = "auto",
     **options: Unpack[AttentionOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``fa_numba.attention`` of torch tensors, differentiable in q, k, v and ``bias``.
@@ -62,8 +63,8 @@ def attention(
     default CPU generator, which torch.manual_seed sets; the backward pass drops the same elements.
     ``tiles`` are the forward pass's block sizes, threads and stages, ``backward_tiles`` the
     backward pass's, which are those of ``tiles`` unless given; its kernels have no choice of
-    stages. With a ``block_mask`` both have its blocks. ``kv_splits`` is the forward pass's, of
-    "fa2" alone.
+    stages. With a ``block_mask`` both have its blocks. ``kv_splits`` is the forward pass's,
+    ``group_splits`` the backward pass's, both of "fa2" alone.
 
     ``deterministic`` is about the backward pass of "fa2" alone: True sums dq in a fixed order, as
     the other algorithms always do, None asks torch.are_deterministic_algorithms_enabled(). The
@@ -109,6 +110,7 @@ def attention(
             f"deterministic is True with algorithm {algorithm!r}: only fa2 has a choice, the "
             "others' sums always have one order"
         )
+    group_splits = as_splits("group_splits", group_splits)
     wanted = torch.is_grad_enabled()
     if wanted and slopes is not None and slopes.requires_grad:
         raise ValueError(
@@ -131,7 +133,8 @@ def attention(
     differentiable = wanted and any(x is not None and x.requires_grad for x in (q, k, v, bias))
     backward = {}
     if differentiable:
-        backward = _check_backward(q, k, bias, slopes, deterministic, given, backward_tiles)
+        own = (deterministic, group_splits, backward_tiles)
+        backward = _check_backward(q, k, bias, slopes, given, *own)
     if given.get("seed") is None:
         # Drawn only where it is used: a call without dropout leaves the generator alone.
         given["seed"] = _drawn_seed() if given.get("dropout_p") else 0
@@ -161,8 +164,9 @@ def _check_backward(
     k: torch.Tensor,
     bias: Any,
     slopes: Any,
-    deterministic: Any,
     given: dict,
+    deterministic: Any,
+    group_splits: int | str,
     tiles: Tiles | None,
 ) -> dict[str, Any]:
     """What the backward pass takes beside the forward's options; raises as that pass would."""
@@ -171,6 +175,8 @@ def _check_backward(
     if strict:
         deterministic = torch.are_deterministic_algorithms_enabled()
     own: dict[str, Any] = {"deterministic": deterministic} if algorithm == "fa2" else {}
+    if group_splits != "auto":
+        own["group_splits"] = group_splits
     if tiles is not None:
         own["tiles"] = tiles
     elif isinstance(given["tiles"], Tiles):

@@ -82,7 +82,7 @@ def kind_of(seed: int, number: int) -> Kind:
     elif way == "fa2" and passes == "fwd":
         chosen["kv_splits"] = one(("auto", "auto", 2, 3))
     elif unit == "wgmma" and passes == "bwd" and way != "standard":
-        chosen["group_splits"] = one((1, group))
+        chosen["group_splits"] = one((1, group, "auto"))
     options = {name for name in OPTIONS if rng.random() < 0.2}
     if "packed" in options:
         options.discard("lengths")

@@ -325,6 +325,20 @@ def test_the_plan_of_the_readmes_result_says_what_was_measured(capsys):
     assert split["kernels"][0]["grid"] == [4, 32, 1] and split["expected"]["bound"] == "DRAM"
 
 
+def test_the_plan_says_how_many_blocks_share_a_tile(capsys):
+    size = ("--seqlen=4096", "--head-dim=64", "--heads=8", "--device=H200", "--algorithm=fa2")
+    shared = (*size, "--heads-k=2", "--backward", "--causal")
+    for arguments, row in (
+        ((*size, "--kv-splits=3"), ["blocks a row tile", "3"]),
+        ((*shared, "--batch=2"), ["blocks a column tile", "2"]),
+        ((*shared, "--group-splits=4"), ["blocks a column tile", "4"]),
+    ):
+        text = output(capsys, "plan", *arguments)
+        assert row in [re.split(r"  +", line.strip()) for line in text.splitlines()]
+    for arguments in ((*size, "--kv-splits=1"), (*shared, "--group-splits=1")):
+        assert "blocks a" not in output(capsys, "plan", *arguments)
+
+
 def test_a_t4_is_told_the_truth(capsys):
     text = output(capsys, "plan", *SIZE, "--device", "t4")
     said = " ".join(text.split())
@@ -387,6 +401,8 @@ def test_what_one_algorithm_cannot_the_others_are_shown_without(capsys):
         ([*SIZE, "--tiles", "512x512"], "leaves no split over warps"),
         ([*SIZE, "--unit", "simt"], "unit is 'simt' with dtype float16: simt takes float32"),
         ([*SIZE, "--dtype", "float64"], "invalid choice: 'float64'"),
+        ([*SIZE, "--kv-splits=0"], "argument --kv-splits: kv_splits is 0: allowed is an integer"),
+        ([*SIZE, "--group-splits=x"], "argument --group-splits: group_splits is 'x': allowed"),
         ([*SIZE, "--batch", "65536"], "argument --batch: 65536 is outside: allowed is 1 to 65535"),
     ],
 )

@@ -105,6 +105,10 @@ def test_auto_takes_the_number_that_ends_first():
     # Enough blocks; a window as long for each tile; nothing to share.
     assert chosen(32, 8, B=8, causal=True) == chosen(window=(256, 0)) == chosen(8, 8, B=1) == 1
     assert chosen(d=136, causal=True) == chosen(causal=True, unit="mma") == 1
+    half = {"dtype": "float16", "passes": "bwd", "causal": True}
+    with H200.planning():
+        by_default = fa_numba.plan((2, 8, 4096, 64), (2, 2, 4096, 64), **half)
+    assert by_default.group_splits == 2
     assert chosen(gpu=None, causal=True, **UNIT) == chosen(causal=True, algorithm="fa1") == 1
 
 

@@ -302,6 +302,9 @@ def test_auto_evens_out_the_rows_of_a_causal_mask():
     # Shares are even enough, with and without more columns than rows.
     assert splits_of(8, 16384) == splits_of(64, 2048) == splits_of(132, 1024) == 1
     assert splits_of(4, 1024, Nk=32768) >= 4
+    # The sums of many short rows take longer than their columns; those of few heads do not.
+    assert splits_of(8, 1024, d=64) == splits_of(4, 512, d=64) == splits_of(8, 2048) == 1
+    assert splits_of(1, 1024) > 2 and splits_of(4, 2048, d=64) > 2
     # Short columns are not worth it.
     assert splits_of(4, 256) == splits_of(1, 512) == 1
     assert splits_of(8, 16384, gpu=bounds.DEVICES["A100"]) == 1

@@ -341,7 +341,7 @@ def on_h200(Nq, d, Nk=None, *, heads=128, batch=1, passes="fwd", **options):
 def test_three_consumers_where_their_tiles_end_first():
     long = {d: on_h200(4096, d) for d in (32, 64, 80, 96, 112, 128, 160, 192, 256)}
     assert {d for d, (_, Br, _) in long.items() if Br == 192} == {32, 64, 80, 96, 112}
-    assert {Bc for d, (_, _, Bc) in long.items() if 64 < d <= 112} == {96}
+    assert [long[d][2] for d in (80, 96, 112)] == [112, 96, 96]
     assert {unit for unit, _, _ in long.values()} == {"wgmma"}
     # 256 rows are two tiles of either, 300 two of 192 or three of 128.
     assert on_h200(256, 64)[1:] == (128, 128) and on_h200(300, 64)[1:] == (192, 128)
@@ -350,7 +350,10 @@ def test_three_consumers_where_their_tiles_end_first():
     # Masks, and options that take their registers or are slower with three.
     assert on_h200(4096, 64, causal=True)[1] == 192 and on_h200(1025, 64, causal=True)[1] == 192
     assert on_h200(4096, 128, causal=True)[1] == on_h200(1024, 128, causal=True)[1] == 128
-    assert on_h200(4096, 80, causal=True)[1:] == (128, 128)
+    assert on_h200(4096, 80, causal=True)[1:] == (192, 112)
+    assert on_h200(2048, 80, causal=True)[1:] == on_h200(4096, 96, causal=True)[1:] == (128, 128)
+    # 128 of 132 at once: the last row tile is what the call takes.
+    assert [on_h200(2048, 64, heads=n, causal=True)[1] for n in (8, 9)] == [128, 192]
     for option in ({"window": (4096, 0)}, {"softcap": 9.0}, {"alibi_slopes": (128,)}):
         assert on_h200(4096, 64, **option) == ("wgmma", 128, 128)
     assert on_h200(4096, 80, softcap=9.0) == ("wgmma", 128, 128)

@@ -267,6 +267,9 @@ def test_what_has_no_gradient_is_refused_before_the_forward_pass(gpu, attention,
         ({"tiles": Tiles(128, 256)}, "^tiles: Br=128, Bc=256"),
         ({"backward_tiles": Tiles(128, 256)}, "^backward_tiles: Br=128, Bc=256"),
         ({"backward_tiles": Tiles(16, 16, stages=2)}, "^backward_tiles: stages=2"),
+        ({"group_splits": 2}, "^group_splits is 2 with algorithm 'fa2'"),
+        ({"group_splits": 2, "algorithm": "fa1"}, "^group_splits is 2 with algorithm 'fa1'"),
+        ({"group_splits": 0}, "^group_splits is 0: allowed is an integer >= 1"),
     ):
         with pytest.raises(ValueError, match=says):
             attention(**leaves(shapes), **options)

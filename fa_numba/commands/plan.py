@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -11,7 +12,7 @@ from typing import Any
 import fa_numba
 from fa_numba import bounds, device
 from fa_numba.bounds import Device, Expected
-from fa_numba.checks import as_kv_splits
+from fa_numba.checks import as_splits
 from fa_numba.commands.arguments import MAX_SEQLEN, WIDTH, as_json, tiles, whole
 from fa_numba.commands.text import columns, count, in_bytes, mebibytes, seconds
 from fa_numba.dtypes import DTYPES
@@ -79,10 +80,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument(
         "--kv-splits",
-        type=_kv_splits,
+        type=functools.partial(_splits, "kv_splits"),
         default="auto",
         metavar="S",
         help="thread blocks that share the columns of a row tile of FA-2 (default auto)",
+    )
+    how.add_argument(
+        "--group-splits",
+        type=functools.partial(_splits, "group_splits"),
+        default="auto",
+        metavar="S",
+        help="thread blocks that share a column tile of FA-2's backward pass (default auto)",
     )
     where = parser.add_argument_group("where")
     where.add_argument(
@@ -99,9 +107,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead, in single units")
 
 
-def _kv_splits(text: str) -> int | str:
+def _splits(name: str, text: str) -> int | str:
     try:
-        return as_kv_splits(int(text) if text.lstrip("-").isdigit() else text)
+        return as_splits(name, int(text) if text.lstrip("-").isdigit() else text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -164,8 +172,9 @@ def _planned(name: str, args: argparse.Namespace, gpu: Device) -> Plan:
     options |= {"unit": args.unit, "passes": "bwd" if args.backward else "fwd"}
     if name == "fa1":
         options["query_splits"] = args.query_splits
-    if name == "fa2" and not args.backward:
-        options["kv_splits"] = args.kv_splits
+    if name == "fa2":
+        splits = "group_splits" if args.backward else "kv_splits"
+        options[splits] = getattr(args, splits)
     with gpu.planning() if gpu.runs else device.using("emulator"):
         k_shape = (args.batch, heads_k, seqlen_k, args.head_dim)
         return fa_numba.plan(q_shape, k_shape, algorithm=name, **options)
@@ -193,6 +202,7 @@ def _dictionary(
             "unit": plan.unit,
             "tiles": asdict(plan.tiles),
             "kv_splits": plan.kv_splits,
+            "group_splits": plan.group_splits,
             "kernels": kernels,
             "workspace_bytes": plan.workspace_bytes,
             "loads": plan.accesses.loads,
@@ -243,8 +253,10 @@ def _text(
     plans = list(found.values())
     rows: list[tuple[str, ...]] = [("", *(titles[name] for name in found))]
     rows += [(what, *map(cell, plans)) for what, cell in _OF_PLANS]
-    if any(plan.kv_splits > 1 for plan in plans):
-        rows.insert(3, ("blocks a row tile", *(str(plan.kv_splits) for plan in plans)))
+    for splits, tile in (("kv_splits", "row"), ("group_splits", "column")):
+        if any(getattr(plan, splits) > 1 for plan in plans):
+            cells = (str(getattr(plan, splits)) for plan in plans)
+            rows.insert(3, (f"blocks a {tile} tile", *cells))
     known = [e for e in expected.values() if e is not None]
     if known:
         rows += [(what, *map(cell, known)) for what, cell in _OF_EXPECTED]

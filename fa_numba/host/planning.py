@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fa_numba import device
-from fa_numba.checks import as_group_splits, as_kv_splits
+from fa_numba.checks import as_splits
 from fa_numba.host import flash, standard
 from fa_numba.host.plans import Buffer, Plan
 from fa_numba.host.requests import Request
@@ -44,7 +44,7 @@ def forward(
     _check(problem, algorithm, tiles)
     _check_pages(problem, algorithm, tiles)
     query_splits = as_size("query_splits", query_splits, axis=False)
-    kv_splits = as_kv_splits(kv_splits)
+    kv_splits = as_splits("kv_splits", kv_splits)
     _check_partition(warp_partition)
     names = tuple(ablate) if isinstance(ablate, (tuple, list)) else (ablate,)
     request = Request(
@@ -99,7 +99,7 @@ def backward(
     query_splits = as_size("query_splits", query_splits, axis=False)
     limits = (device.shared_bytes_limit(), device.compute_capability())
     how: dict[str, Any] = {"deterministic": deterministic, "return_dbias": return_dbias}
-    how["group_splits"] = as_group_splits(group_splits)
+    how["group_splits"] = as_splits("group_splits", group_splits)
     how["multiprocessors"] = device.multiprocessors() if device.planned_for_gpu() else 0
     request = Request(algorithm, "bwd", "", problem, tiles, aligned, *limits, query_splits, **how)
     unit = unit_of(unit, request).name

@@ -24,13 +24,20 @@ _MOST_SIDE_BY_SIDE = 8
 _BUSY_BYTES = 144 << 10
 # Column tiles of a split at least: fewer do not pay for O of a split and the second kernel.
 _LEAST_TILES = 2
-# Column tiles whose time O, l and m of a split take, there and back.
+# Of few rows: column tiles whose time O, l and m of a split take, there and back.
 _TILES_OF_SUMS = 2
+# Of rows that fill their tiles, as measured on an H200: products of an element of S with a head
+# dimension that a multiprocessor makes in a microsecond, by unit; how many of these its exponential
+# takes as long as; microseconds until the second kernel runs; bytes of sums that move in one.
+_PRODUCTS = {"wgmma": 2.6e6, "mma": 1.5e6, "simt": 0.17e6}
+_EXPONENTIAL = 112
+_UNTIL_MERGED, _MERGED_BYTES = 3.5, 3e6
 # Rounds of splits that are tried where row tiles are of unequal length.
 _MOST_ROUNDS = 4
 
-# Backward, in visits of a row tile, each some 3 microseconds of a multiprocessor, 10 Br Bc d FLOPs.
-# Estimates, none of them timed. Rounds of blocks that are tried:
+# Backward, in visits of a row tile, each some 3 microseconds of a multiprocessor, 10 Br Bc d FLOPs;
+# with these the fastest number is chosen at 61 of 68 shapes timed on an H200. Rounds of blocks that
+# are tried:
 _MOST_SHARES = 8
 # until a block's first product, and after its last;
 _VISITS_OF_BLOCK = 2
@@ -54,24 +61,24 @@ def chosen_splits(request: Request, tiles: Tiles, spec: Spec, blocks: int) -> in
     p = request.problem
     plain = p.left is None and not p.packed and not p.sparse
     if places and p.right is not None and plain and p.seqlen_q > spec.head_rows:
-        return _causal_splits(request, tiles, spec.head_rows, blocks, places)
+        return _causal_splits(request, tiles, spec, blocks, places)
     if blocks >= places:
         return 1
     columns = ceil_div(_columns(request, tiles), tiles.Bc)
 
-    def column_tiles(splits: int) -> int:
-        longest = ceil_div(columns, splits) + (_TILES_OF_SUMS if splits > 1 else 0)
-        return ceil_div(blocks * splits, places) * longest
+    def column_tiles(splits: int) -> float:
+        each, merged = _of_sums(request, tiles, spec, splits)
+        return ceil_div(blocks * splits, places) * (ceil_div(columns, splits) + each) + merged
 
     most = max(1, min(columns // _LEAST_TILES, MAX_KV_SPLITS))
     return min(range(1, most + 1), key=column_tiles)
 
 
-def _causal_splits(request: Request, tiles: Tiles, rows: int, blocks: int, places: int) -> int:
+def _causal_splits(request: Request, tiles: Tiles, spec: Spec, blocks: int, places: int) -> int:
     """The splits with which the last block ends first, the longest begun first; the fewest of
     these. One where the longest row tile takes no longer than a place's even share of all.
     """
-    p = request.problem
+    p, rows = request.problem, spec.head_rows
     Tr = ceil_div(p.seqlen_q, rows)
     heads, total = blocks // Tr, 0
     columns: list[int] = []
@@ -82,17 +89,29 @@ def _causal_splits(request: Request, tiles: Tiles, rows: int, blocks: int, place
         if columns[0] * places <= heads * total:  # of many row tiles the first few say so
             return 1
 
-    def column_tiles(splits: int) -> int:
+    def column_tiles(splits: int) -> float:
         free = [0] * places
-        more = _TILES_OF_SUMS if splits > 1 else 0
+        more, merged = _of_sums(request, tiles, spec, splits)
         for each in columns:
             for n in range(heads * splits):
                 piece = each // splits + (n % splits < each % splits) + more
                 heapq.heapreplace(free, free[0] + piece)
-        return max(free)
+        return max(free) + merged
 
     most = max(1, min(columns[0] // _LEAST_TILES, MAX_KV_SPLITS, _MOST_ROUNDS * places // blocks))
     return min(range(1, most + 1), key=column_tiles)
+
+
+def _of_sums(request: Request, tiles: Tiles, spec: Spec, splits: int) -> tuple[int, float]:
+    """Column tiles whose time O, l and m of the splits take: of each block, and of the call."""
+    p = request.problem
+    if splits == 1:
+        return 0, 0.0
+    if tiles.Br < HIGH or p.seqlen_q * spec.tile_heads <= HIGH:
+        return _TILES_OF_SUMS, 0.0
+    there_and_back = 2 * 4 * splits * p.batch * p.heads_q * p.seqlen_q * p.head_dim
+    tile = tiles.Br * tiles.Bc * (p.head_dim + _EXPONENTIAL) / _PRODUCTS[request.unit]
+    return 0, (_UNTIL_MERGED + there_and_back / _MERGED_BYTES) / tile
 
 
 def _side_by_side(request: Request, tiles: Tiles, spec: Spec) -> int:

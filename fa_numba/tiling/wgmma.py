@@ -36,6 +36,9 @@ _BESIDE_SUMS = 30
 _POOL, _MEMORY, _RESERVED = 65536, 228 * 1024, 1024
 MOST_BLOCKS = 3  # of low tiles side by side on a multiprocessor
 _LEAST_COLUMNS = 64  # of a tile, however few keys there are
+# Head dimensions whose three consumers hold 112 columns, and under a causal mask end first where
+# there are so many rows; both as `python -m experiments tune --series fa2-wgmma` found.
+_SMALL, _LONG = 80, 2048
 # Rows, and columns of a window, up to which small heads' row tiles are too short for one block to
 # have the next one's Q, K and V in time.
 _SHORTER, _NARROW = 512, 256
@@ -356,12 +359,16 @@ def default_wgmma_tiles(
     two = Tiles(2 * GROUP_ROWS, Bc, stages=2)
     three = Tiles(3 * GROUP_ROWS, Bc, stages=2)
     if Bc == 128 and head_dim > PANEL:
-        three = replace(three, Bc=96)
+        plain = head_dim <= _SMALL and replace(features, causal=False) == PLAIN
+        three = replace(three, Bc=112 if plain else 96)
     if not _hold_three(three, head_dim, features) or (features.crowds and head_dim > PANEL):
         return two
     if causal:
+        # Where all of two consumers have a place, the longest is what the call takes.
+        if head_dim > _SMALL or ceil_div(seqlen_q, two.Br) * heads <= places:
+            return two
         rows = sum(n * n for n in lens) // max(1, sum(lens)) if lens else seqlen_q
-        return three if head_dim <= PANEL and rows > SHORT else two
+        return three if rows > (SHORT if head_dim <= PANEL else _LONG) else two
     # Rounds in which the tiles find a place, times what one takes over one of two consumers.
     takes = _THREE if head_dim <= PANEL or Bc < 128 else _THREE_WIDE
 
