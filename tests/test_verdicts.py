@@ -300,7 +300,7 @@ def test_what_the_page_says_of_query_splits_backward():
 
 def test_what_the_page_says_of_hoppers_unit():
     """Forward ahead of cuDNN and the published FA-3 at most sizes from N=2k on, nowhere more than
-    4 % behind; below an eighth behind cuDNN at most. Backward ahead of FA-2 and as near to cuDNN.
+    4 % behind; below that 5 % behind cuDNN at most. Backward ahead of FA-2, 15 % behind cuDNN.
     """
     rows = [r for r in Store(FIGURES).read("speed_fp16", report.MACHINE) if r.metric == "speed"]
     speed = {(r.series, r.pass_, r.head_dim, r.causal, r.seqlen_q): r.value for r in rows}
@@ -310,10 +310,10 @@ def test_what_the_page_says_of_hoppers_unit():
     for (pass_, d, causal, N), value in own.items():
         cudnn = value / speed["torch-cudnn", pass_, d, causal, N]
         if pass_ == "bwd":
-            assert value > speed["torch-fa2", pass_, d, causal, N] and cudnn > 0.875
+            assert value > speed["torch-fa2", pass_, d, causal, N] and cudnn > 0.85
         elif pass_ == "fwd" and d in (64, 128):
             (near if N >= 2048 else far).append(cudnn)
-    assert min(near) > 0.96 and np.median(near) > 1 and 0.875 < min(far) < np.median(far) < 1
+    assert min(near) > 0.96 and np.median(near) > 1 and 0.95 < min(far) < np.median(far) < 1
     fa3 = lookup(paper="fa3", item="Fig. 5", method="FA-3", metric="speed")
     ratios = [
         own["fwd", int(x["head_dim"]), x["causal"] == "true", int(x["seqlen"])] / float(x["value"])
