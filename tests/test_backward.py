@@ -692,7 +692,7 @@ def test_the_three_functions_share_one_signature():
     assert first.pop("query_splits").default == 1
     second = dict(inspect.signature(fa_numba.flash_attention_2_backward).parameters)
     assert second.pop("deterministic").default is False
-    assert second.pop("group_splits").default == 1
+    assert second.pop("group_splits").default == "auto"
     assert first == second == want
 
 

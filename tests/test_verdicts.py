@@ -8,7 +8,7 @@ import pytest
 
 from experiments import claims as measured
 from experiments import decode, paged, verdicts
-from experiments.lab import registry, report
+from experiments.lab import registry, report, ring_rows
 from experiments.lab.options import FIGURES
 from experiments.lab.published import lookup
 from experiments.lab.series import row_fields
@@ -296,6 +296,21 @@ def test_what_the_page_says_of_query_splits_backward():
     split = [at for at, gain in gains.items() if gain > 1.1 and at[2]]
     assert split and min(gains.values()) > 0.95
     assert all(gains[at] < gains[*at[:2], False, at[3]] for at in split)
+
+
+def test_what_the_page_says_of_the_rings_model():
+    """Near from N=32k to 512k; short calls wait for the host, and the longest is slower."""
+    rows = Store(FIGURES).read("ring", report.MACHINE)
+    times = ring_rows.by_key(rows, "time")
+    near, short = [], []
+    for key, predicted in ring_rows.predicted(rows).items():
+        series, pass_, causal, N = key
+        if N <= 2**19:
+            (near if N >= 2**15 else short).append(predicted / times[key])
+    assert len(near) == 34 and max(abs(r - 1) for r in near) <= 0.07
+    assert np.median(short) < 0.75
+    longest = "ring-kv", "fwd", False, 2**20
+    assert f"{ring_rows.predicted(rows)[longest] / times[longest]:.2f}" == "0.88"
 
 
 def test_what_the_page_says_of_hoppers_unit():
