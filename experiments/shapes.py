@@ -141,19 +141,18 @@ SKEWED = (8192, 3071, 1500, 1024, 777, 512, 399, 300, 250, 129, 128, 64, 33, 5)
 
 def _options() -> Iterator[Point]:
     for d, left in ((128, 128), (128, 1024), (128, 4096), (64, 128), (64, 512)):
-        passes = ("fwd", "bwd") if (d, left) == (128, 1024) else ("fwd",)
         problem = _of(1, HIDDEN // d, 16384, d, window=(left, 0))
-        yield Point("options", f"window {left}", problem, passes)
+        yield Point("options", f"window {left}", problem)
     capped = _of(2, 16, 4096, 128, causal=True, softcap=20.0)
     yield Point("options", "softcap", capped)
-    yield Point("options", "ALiBi", _of(2, 32, 4096, 64, causal=True, alibi=True), ("fwd",))
+    yield Point("options", "ALiBi", _of(2, 32, 4096, 64, causal=True, alibi=True))
     for d in (64, 128):
         added = _of(2, HIDDEN // d, 2048, d, bias=(1, HIDDEN // d, 2048, 2048))
-        yield Point("options", "bias", added, ("fwd",))
+        yield Point("options", "bias", added)
     for d, causal in ((128, True), (64, False)):
         lens: dict[str, Any] = {"q_lens": SKEWED, "kv_lens": SKEWED, "packed": True}
         packed = _of(len(SKEWED), HIDDEN // d, max(SKEWED), d, causal=causal, **lens)
-        yield Point("options", "packed, skewed lengths", packed, ("fwd",))
+        yield Point("options", "packed, skewed lengths", packed)
 
 
 def _few() -> Iterator[Point]:

@@ -465,6 +465,10 @@ WGMMA_BACKWARD_CASES = [
     (40, ("causal",)),
     (64, ("window", "softcap")),
     (128, ("window", "softcap")),
+    (64, ("causal", "alibi")),
+    (64, ("window", "alibi"), True),
+    (48, ("alibi",)),
+    (128, ("alibi",)),
     (128, ("causal",), True),
     (64, (), True),
     (64, ("window", "softcap"), True),
@@ -477,6 +481,7 @@ def test_a_backward_kernel_of_hoppers_unit_compiles_within_its_budgets(case, dty
     d, options, *shares = case
     facts = {"features": Features(**dict.fromkeys(options, True)), "dtype": dtype}
     facts |= {"splits_group": bool(shares)}
+    facts |= {"chunk_tiles": 4} if options == ("causal", "alibi") else {}  # as ``chunk_tiles`` says
     tiles = default_wgmma_backward_tiles(d)
     spec = select_wgmma_backward_spec(tiles, d, SHARED["sm_90a"], **facts)
     kernel = wgmma.fa2_backward.make_backward(spec)
@@ -494,7 +499,7 @@ WGMMA_DETERMINISTIC_CASES = [
     *(
         (d, options)
         for d in (64, 128, 160, 192, 256)
-        for options in ((), ("causal",), ("window", "softcap"))
+        for options in ((), ("causal",), ("window", "softcap"), ("causal", "alibi"))
     ),
 ]
 

@@ -100,11 +100,11 @@ def test_one_slow_point_and_one_that_failed_are_not_met():
     slow = synthetic(slow=("dims: d=80", "options: window 128"))
     lines = {(line["class"], line["pass"]): line for line in cells(shapes.table(slow))}
     for pass_ in ("forward", "backward"):
+        assert lines["options", pass_]["worst at"] == "window 128, N=16384, d=128"
+        assert lines["lengths", pass_]["met"] == "yes"
         line = lines["head dimensions", pass_]
         assert line["median / worst"] == "1.50 / 0.75" and line["met"] == "no"
         assert line["worst at"].startswith("d=80, N=")
-    assert lines["options", "forward"]["worst at"] == "window 128, N=16384, d=128"
-    assert lines["options", "backward"]["met"] == "yes"
     rows = synthetic()
     at = next(n for n, row in enumerate(rows) if row.series == breadth.AUTO)
     rows[at] = replace(rows[at], value=None, note=f"{rows[at].note}; failed: why")
@@ -170,11 +170,11 @@ def test_rows_of_a_result_with_options_are_checked(problem):
             check(wrong)
 
 
-@pytest.mark.parametrize("problem", [p for p in SMALL if not p.packed and not p.bias], ids=ids)
+@pytest.mark.parametrize("problem", SMALL, ids=ids)
 def test_gradients_are_checked_on_a_shorter_problem(problem):
     arrays = Inputs(gradient=True)(problem)
     options = {"causal": problem.causal, **breadth.given(problem)}
-    right = reference.attention_backward(arrays[3], *arrays[:3], **options)
+    right = reference.attention_backward(arrays[3], *arrays[:3], **options)[:3]
     gate = breadth.GradientsGate(problem, *arrays)
     assert gate([x.astype(np.float16) for x in right]) < 2e-3
     for n, name in enumerate(("dq", "dk", "dv")):
@@ -189,17 +189,21 @@ def test_a_shorter_problem_leaves_the_same_remainders():
             continue
         small = breadth.shorter(point.problem)
         assert max(small.seqlen_q, small.seqlen_k) <= breadth.LONGEST
+        assert (small.group, small.head_dim) == (point.problem.group, point.problem.head_dim)
+        if small.packed:
+            assert small.q_lens == small.kv_lens == (250, 129, 128, 64, 33, 5)
+            continue
         for name in ("seqlen_q", "seqlen_k"):
             long, short = getattr(point.problem, name), getattr(small, name)
             assert long == short or (long - short) % (breadth.LONGEST // 2) == 0
-        assert (small.group, small.head_dim) == (point.problem.group, point.problem.head_dim)
         assert (small.heads_k, small.batch) == (1, 1)
 
 
 def test_a_run_of_small_points_on_the_emulator(monkeypatch):
     """Ours alone: what is planned is what is checked and called, wrong results are not timed."""
     found = [shapes.Point("shared", "two", SMALL[0]), shapes.Point("options", "cap", SMALL[3])]
-    found += [shapes.Point("options", "packed", SMALL[6], ("fwd",))]
+    found += [shapes.Point("options", "bias", SMALL[5], ("fwd",))]
+    found += [shapes.Point("options", "packed", SMALL[6], ("bwd",))]
     monkeypatch.setattr(shapes, "points", lambda options: found)
     monkeypatch.setattr(shapes.device, "release_memory", lambda: None)
     to_gpu = {"on_device": lambda arrays, dtype="float32": tuple(x.astype(dtype) for x in arrays)}
@@ -215,6 +219,7 @@ def test_a_run_of_small_points_on_the_emulator(monkeypatch):
     assert [(row.series, row.pass_) for row in rows] == [
         *((breadth.AUTO, pass_) for _ in range(2) for pass_ in ("fwd", "bwd")),
         (breadth.AUTO, "fwd"),
+        (breadth.AUTO, "bwd"),
     ]
     assert [row.note for row in rows if row.failed] == []
     assert {row.note for row in rows} == {f"{p.place}; mma" for p in found}

@@ -33,6 +33,7 @@ CASES = [
     (1, 1, 1, 300, 300, 64, {"window": (40, 8)}),
     (1, 1, 1, 150, 150, 80, {"window": (40, -1)}),
     (1, 1, 1, 70, 60, 40, {}),
+    (1, 2, 1, 77, 130, 64, {"causal": True, "alibi_slopes": np.float32([0.7, -0.2])}),
 ]
 
 
@@ -130,6 +131,21 @@ def test_tiles_that_cannot_be_are_refused_by_name():
         fa_numba.plan((1, 1, 300, 136), (1, 1, 300, 136), **(facts | {"algorithm": "fa1"}))
     with pytest.raises(ValueError, match="Br=64, Bc=128 .* backward: allowed is Br=64, Bc=64"):
         fa_numba.plan((1, 1, 300, 136), (1, 1, 300, 136), tiles=fa_numba.Tiles(64, 128), **facts)
+    # What registers, or a cap's derivative, leave no room for goes to mma by "auto".
+    for d, options in ((64, {}), (128, {"causal": True, "softcap": 2.0})):
+        slopes = {"alibi_slopes": (1,), **options}
+        with pytest.raises(ValueError, match=f"with a cap or without a mask at .* of {d}"):
+            fa_numba.plan((1, 1, 300, d), (1, 1, 300, d), **slopes, **facts)
+        assert auto_unit(d, **slopes) == "mma"
+    assert auto_unit(128, alibi_slopes=(1,)) == auto_unit(48, alibi_slopes=(1,)) == "wgmma"
+    assert auto_unit(64, alibi_slopes=(1,), causal=True) == "wgmma"
+
+
+def auto_unit(d, **options):
+    """What "auto" takes on an H200, backward."""
+    with bounds.DEVICES["H200"].planning():
+        shape = (1, 1, 300, d)
+        return fa_numba.plan(shape, shape, passes="bwd", dtype="float16", **options).unit
 
 
 # --- planted faults --------------------------------------------------------------------------

@@ -111,13 +111,27 @@ class Checks:
 
 def shorter(problem: Problem) -> Problem:
     """One K/V head of one batch entry, lengths of at most LONGEST that leave the same remainder of
-    half of that; a window of at most WIDEST columns to the left.
+    half of that; a window of at most WIDEST columns to the left. Of packed sequences those of at
+    most half of LONGEST rows.
     """
     half = LONGEST // 2
+    if problem.packed:
+        return _shorter_packed(problem, half)
     Nq, Nk = (N if N <= LONGEST else half + N % half for N in (problem.seqlen_q, problem.seqlen_k))
     left, right = problem.window
     sizes: dict[str, Any] = {"batch": 1, "heads_q": problem.group, "heads_k": 1}
+    if problem.bias is not None:
+        whole = (1, problem.group, Nq, Nk)
+        sizes["bias"] = tuple(min(pair) for pair in zip(problem.bias, whole, strict=True))
     return replace(problem, **sizes, seqlen_q=Nq, seqlen_k=Nk, window=(min(left, WIDEST), right))
+
+
+def _shorter_packed(problem: Problem, longest: int) -> Problem:
+    pairs = zip(problem.q_lens or (), problem.kv_lens or (), strict=True)
+    q_lens, kv_lens = zip(*(pair for pair in pairs if max(pair) <= longest), strict=True)
+    lens: dict[str, Any] = {"q_lens": q_lens, "kv_lens": kv_lens, "batch": len(q_lens)}
+    lens |= {"heads_q": problem.group, "heads_k": 1}
+    return replace(problem, **lens, seqlen_q=max(q_lens), seqlen_k=max(kv_lens))
 
 
 class RowsGate:

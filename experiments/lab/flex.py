@@ -33,12 +33,28 @@ def call(problem: Problem, q: Any, k: Any, v: Any, **given: Any) -> Callable[...
     arrays on the GPU. Packed sequences are one long one here, whose mask tells them apart; q, k and
     v are then copied to the layout that flex_attention has, before any run.
     """
+    run = _compiled(problem, *_laid_out(problem, q, k, v), **given)
+    return lambda out=None: _as_given(problem, run())
+
+
+def _laid_out(problem: Problem, *arrays: Any) -> tuple[Any, ...]:
+    """The arrays as flex_attention has them: packed ones copied to (1, heads, total, d)."""
+    if not problem.packed:
+        return arrays
+    return tuple(x.transpose(0, 1)[None].contiguous() for x in arrays)
+
+
+def _as_given(problem: Problem, x: Any) -> Any:
+    """Back again, without a copy."""
+    return x[0].transpose(0, 1) if problem.packed else x
+
+
+def _compiled(problem: Problem, q: Any, k: Any, v: Any, **given: Any) -> Callable[[], Any]:
+    """A function that gives O of arrays that are laid out."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     # Else a new mask would be one of many of one compiled function, of which torch keeps a few.
     torch._dynamo.reset()
-    if problem.packed:
-        q, k, v = (x.transpose(0, 1)[None].contiguous() for x in (q, k, v))
     options: dict[str, Any] = {"scale": problem.scale, "enable_gqa": problem.group > 1}
     visible = _mask_mod(problem, **given)
     if visible is not None:
@@ -50,11 +66,7 @@ def call(problem: Problem, q: Any, k: Any, v: Any, **given: Any) -> Callable[...
         # As many tiles of a bias as torch prefetches by default take more memory than a block has.
         options["kernel_options"] = {"num_stages": BIAS_STAGES}
 
-    def run(out: Any = None) -> Any:
-        result = compiled(q, k, v, **options)
-        return result[0].transpose(0, 1) if problem.packed else result
-
-    return run
+    return lambda: compiled(q, k, v, **options)
 
 
 def gradients(problem: Problem, pass_: str, *arrays: Any, **given: Any) -> Callable[..., Any]:
@@ -62,15 +74,17 @@ def gradients(problem: Problem, pass_: str, *arrays: Any, **given: Any) -> Calla
     import torch._functorch.config as functorch
 
     functorch.donated_buffer = False  # a backward pass runs more than once here
-    *inputs, dout = (x.detach() for x in arrays)
+    *inputs, dout = _laid_out(problem, *(x.detach() for x in arrays))
     leaves = tuple(x.requires_grad_() for x in inputs)
-    forward = call(problem, *leaves, **given)
+    forward = _compiled(problem, *leaves, **given)
     kept = forward() if pass_ == "bwd" else None
 
     def run(out: Any = None) -> Any:
         if kept is not None:
-            return torch.autograd.grad(kept, leaves, dout, retain_graph=True)
-        return torch.autograd.grad(forward(), leaves, dout)
+            found = torch.autograd.grad(kept, leaves, dout, retain_graph=True)
+        else:
+            found = torch.autograd.grad(forward(), leaves, dout)
+        return tuple(_as_given(problem, x) for x in found)
 
     return run
 

@@ -47,7 +47,7 @@ from fa_numba.tiling import (
 )
 from fa_numba.tiling.tuned import tuned_tiles
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL, SHORT, takes_places
-from fa_numba.tiling.wgmma_backward import LARGEST_ATOMIC, chunk_tiles
+from fa_numba.tiling.wgmma_backward import LARGEST_ATOMIC, chunk_tiles, takes_slopes
 
 
 class Unit(ABC):
@@ -277,7 +277,7 @@ class Wgmma(Unit):
             *("packed", "splits"),
         ),
         ("fa1", "bwd"): ("causal", "window"),
-        ("fa2", "bwd"): ("causal", "window", "softcap"),
+        ("fa2", "bwd"): ("causal", "window", "softcap", "alibi"),
     }
     largest: Mapping[tuple[str, str], int] = {("fa1", "bwd"): 128}
 
@@ -293,6 +293,8 @@ class Wgmma(Unit):
         d, largest = request.problem.head_dim, self.largest.get(pair, MAX_HEAD_DIM)
         if d > largest:
             return f"a head dimension of {d}, which is above {largest}"
+        if request.passes == "bwd" and not takes_slopes(d, request.features):
+            return f"alibi_slopes with a cap or without a mask at a head dimension of {d}"
         if not request.aligned:
             return "arrays whose rows do not start at 16-byte addresses"
         return ""
@@ -359,8 +361,8 @@ class Wgmma(Unit):
         facts["row_tiles"] = 3 if request.algorithm == "fa1" else 2
         facts["splits_queries"] = request.query_splits > 1
         if p.causal and request.algorithm == "fa2":
-            heads = p.batch * p.heads_k
-            facts["chunk_tiles"] = chunk_tiles(p.seqlen_k, heads, tiles.Bc, p.head_dim)
+            columns = (p.seqlen_k, p.batch * p.heads_k)
+            facts["chunk_tiles"] = chunk_tiles(*columns, tiles.Bc, p.head_dim, p.alibi)
         spec = select_wgmma_backward_spec(tiles, p.head_dim, request.shared_limit, **facts)
         return replace(tiles, threads=spec.threads), spec
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fa_numba.integers import ceil_div
+from fa_numba.options import Features
 from fa_numba.tiling.spec import Spec
 from fa_numba.tiling.tiles import Tiles
 from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL, WgmmaSpec, within_registers
@@ -22,7 +23,9 @@ LARGEST_ATOMIC = 128  # the largest head dimension of a kernel that makes dQ too
 # Of a thread that produces, and of one that consumes; and where FlashAttention-1's consumers mask
 # rows of up to a panel whose heads share no K and V, and its producers do with fewer.
 REGISTERS, MORE_REGISTERS = (40, 232), (24, 240)
-CAP_REGISTERS = (56, 224)  # with a cap, at up to a panel: producers would spill
+CAP_REGISTERS = (56, 224)  # with a cap or slopes, at up to a panel: producers would spill
+# Up to which head dimension consumers can spare what slopes take without that.
+SLOPES_BESIDE = 48
 # Registers of a consumer beside its parts of the tiles.
 _OTHERS = 32
 
@@ -69,7 +72,8 @@ class WgmmaBackwardSpec(Spec):
         """Of a thread that produces, and of one that consumes."""
         masks = self.features.causal or self.features.window
         small = self.row_tiles == 3 and self.panels == 1 and not self.grouped
-        if self.features.softcap and self.panels == 1:
+        slopes = self.features.alibi and self.head_dim > SLOPES_BESIDE
+        if (self.features.softcap or slopes) and self.panels == 1:
             return CAP_REGISTERS
         return MORE_REGISTERS if small and masks else REGISTERS
 
@@ -270,19 +274,31 @@ class _SharedRows(WgmmaSpec):
         return 0
 
 
-def chunk_tiles(columns: int, heads: int, Bc: int, head_dim: int) -> int:
+def chunk_tiles(columns: int, heads: int, Bc: int, head_dim: int, slopes: bool = False) -> int:
     """``chunk_tiles`` of a causal call with so many columns and, over the batch, K/V heads: one of
     a few heads, whose long tiles all begin at once; of many as many as read Q and dO together.
-    Twice as many, until the grid's last axis has no more chunks than it takes.
+    Twice as many, until the grid's last axis has no more chunks than it takes. With ``slopes`` one
+    chunk is one too: the assembler spills 8 bytes of the kernel without.
     """
     small = head_dim <= SMALL_HEAD and columns > MANY_COLUMNS
     together = MORE_SIDE_BY_SIDE if small or head_dim > LARGEST_ATOMIC else SIDE_BY_SIDE
-    if heads > FEW_HEADS and columns <= together:
+    if heads > FEW_HEADS and columns <= together and not slopes:
         return 0
     found = 1 if heads <= FEW_HEADS else together // Bc
     while found * Bc * MOST_CHUNKS < columns:
         found *= 2
     return found
+
+
+def takes_slopes(head_dim: int, features: Features) -> bool:
+    """Whether a kernel takes slopes, if there are any: not beside a cap, whose own slope is made of
+    the scores as they come from it; and near a panel only where a mask bounds the columns, by what
+    the assembler spills.
+    """
+    if not features.alibi:
+        return True
+    masks = features.causal or features.window
+    return not features.softcap and (masks or not SLOPES_BESIDE < head_dim <= PANEL)
 
 
 def default_wgmma_backward_tiles(head_dim: int, atomic: bool = True) -> Tiles:
