@@ -302,13 +302,15 @@ def test_what_the_page_says_of_the_rings_model():
     """Near from N=32k to 512k; short calls wait for the host, and the longest is slower."""
     rows = Store(FIGURES).read("ring", report.MACHINE)
     times = ring_rows.by_key(rows, "time")
-    near, short = [], []
+    near, short = [], []  # how far off
     for key, predicted in ring_rows.predicted(rows).items():
         series, pass_, causal, N = key
         if N <= 2**19:
-            (near if N >= 2**15 else short).append(predicted / times[key])
-    assert len(near) == 30 and max(abs(r - 1) for r in near) <= 0.07
-    assert np.median(short) < 0.75
+            (near if N >= 2**15 else short).append(abs(predicted / times[key] - 1))
+    within = sum(off <= 0.05 for off in near)
+    page = (FIGURES.parent / "paper_repro.md").read_text().replace("\n", " ")
+    said = f"it is within 5 % at {within} of {len(near)} calls, and {max(near) * 100:.0f} % off at"
+    assert said in page and np.median(short) > 0.25
     longest = "ring-kv", "fwd", False, 2**20
     assert f"{ring_rows.predicted(rows)[longest] / times[longest]:.2f}" == "0.88"
 
