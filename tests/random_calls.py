@@ -87,6 +87,8 @@ def kind_of(seed: int, number: int) -> Kind:
     if "packed" in options:
         options.discard("lengths")
     dtype = "float32" if unit == "simt" else "float16"
+    if "bias" in options and (passes, unit) == ("bwd", "wgmma"):
+        chosen["return_dbias"] = False  # mma's
     return Kind(passes, way, dtype, one(HEAD_DIMS), group, tuple(sorted(options)), chosen)
 
 

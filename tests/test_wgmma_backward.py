@@ -23,6 +23,10 @@ from fa_numba.parts.wgmma import backward, products, sweep, wide
 from fa_numba.tiling import WgmmaSweepSpec, wgmma_backward
 
 UNIT = {"unit": "wgmma"}
+BIAS = {
+    "bias": np.random.default_rng(3).standard_normal((1, 2, 150, 150), dtype=np.float32),
+    "return_dbias": False,
+}
 CASES = [
     # B, Hq, Hk, Nq, Nk, d, options
     (1, 1, 1, 1, 1, 64, {}),
@@ -34,6 +38,8 @@ CASES = [
     (1, 1, 1, 150, 150, 80, {"window": (40, -1)}),
     (1, 1, 1, 70, 60, 40, {}),
     (1, 2, 1, 77, 130, 64, {"causal": True, "alibi_slopes": np.float32([0.7, -0.2])}),
+    (1, 2, 1, 150, 150, 128, {"causal": True, **BIAS}),
+    (1, 2, 2, 150, 150, 40, BIAS),
 ]
 
 
@@ -134,11 +140,22 @@ def test_tiles_that_cannot_be_are_refused_by_name():
     # What registers, or a cap's derivative, leave no room for goes to mma by "auto".
     for d, options in ((64, {}), (128, {"causal": True, "softcap": 2.0})):
         slopes = {"alibi_slopes": (1,), **options}
-        with pytest.raises(ValueError, match=f"with a cap or without a mask at .* of {d}"):
+        with pytest.raises(ValueError, match="alibi (beside softcap|without a mask at .* of 64)"):
             fa_numba.plan((1, 1, 300, d), (1, 1, 300, d), **slopes, **facts)
         assert auto_unit(d, **slopes) == "mma"
     assert auto_unit(128, alibi_slopes=(1,)) == auto_unit(48, alibi_slopes=(1,)) == "wgmma"
     assert auto_unit(64, alibi_slopes=(1,), causal=True) == "wgmma"
+    # A bias by name alone, until it is timed; its gradient, and with slopes, on mma.
+    with pytest.raises(ValueError, match="lack the option bias at a head dimension of 64"):
+        fa_numba.plan((1, 1, 300, 64), (1, 1, 300, 64), bias=(1, 300), **facts)
+    for more, said in (
+        ({"return_dbias": True}, "lack the option dbias"),
+        ({"alibi_slopes": (1,)}, "lack the option alibi beside bias"),
+        ({"softcap": 2.0}, "lack the option bias beside softcap"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            fa_numba.plan((1, 1, 300, 80), (1, 1, 300, 80), bias=(1, 300), **more, **facts)
+    assert auto_unit(128, bias=(1, 300)) == "mma"
 
 
 def auto_unit(d, **options):

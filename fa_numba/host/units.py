@@ -47,7 +47,7 @@ from fa_numba.tiling import (
 )
 from fa_numba.tiling.tuned import tuned_tiles
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL, SHORT, takes_places
-from fa_numba.tiling.wgmma_backward import LARGEST_ATOMIC, chunk_tiles, takes_slopes
+from fa_numba.tiling.wgmma_backward import LARGEST_ATOMIC, chunk_tiles, lacks_together
 
 
 class Unit(ABC):
@@ -277,7 +277,7 @@ class Wgmma(Unit):
             *("packed", "splits"),
         ),
         ("fa1", "bwd"): ("causal", "window"),
-        ("fa2", "bwd"): ("causal", "window", "softcap", "alibi"),
+        ("fa2", "bwd"): ("causal", "window", "softcap", "alibi", "bias"),
     }
     largest: Mapping[tuple[str, str], int] = {("fa1", "bwd"): 128}
 
@@ -293,26 +293,24 @@ class Wgmma(Unit):
         d, largest = request.problem.head_dim, self.largest.get(pair, MAX_HEAD_DIM)
         if d > largest:
             return f"a head dimension of {d}, which is above {largest}"
-        if request.passes == "bwd" and not takes_slopes(d, request.features):
-            return f"alibi_slopes with a cap or without a mask at a head dimension of {d}"
         if not request.aligned:
             return "arrays whose rows do not start at 16-byte addresses"
-        return ""
+        return lacks_together(d, request.features) if request.passes == "bwd" else ""
 
     def suits(self, request: Request) -> bool:
         """On a GPU, for calls that choose nothing of another unit's, and rows that fill a tile, or
         few that long K and V are brought for: the emulator runs the smaller blocks of ``mma``
         faster. Small heads of one tile are left out, but for forward calls of which the next tiles
         are on their way (``takes_places``); so are a bias whose rows cannot be read in pairs, and
-        one with wide heads, pages or few rows, which was not measured. FlashAttention-1 is taken by
-        name alone.
+        one with wide heads, pages or few rows, or backward, which was not measured.
+        FlashAttention-1 is taken by name alone.
         """
         p, forward = request.problem, request.passes == "fwd"
         one_tile = max(p.seqlen_q, p.seqlen_k) <= 2 * GROUP_ROWS and p.head_dim <= PANEL
         left_out = one_tile and not (forward and takes_places(request.features))
         fills = p.seqlen_q > GROUP_ROWS and not left_out
         if p.bias is not None:
-            measured = p.head_dim <= 2 * PANEL and p.page_size is None
+            measured = forward and p.head_dim <= 2 * PANEL and p.page_size is None
             fills = fills and measured and p.bias[-1] % 2 == 0
         elif forward:
             fills = fills or suits_few_rows(request)

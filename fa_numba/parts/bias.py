@@ -43,12 +43,16 @@ def make_add_bias(spec, unit, ahead):
     TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
     row_of, column_of = make_row(spec), make_column(spec)
     ahead, whole = ahead and spec.reads_bias, _whole(spec)
+    add_inside = _make_add_inside(spec, unit)
+    by_tiles, Br, Bc = spec.adds_whole_bias, spec.Br, spec.Bc
 
     @device_function
     def add_bias(rS, rB, row0, col0, Nq, Nk, b, h, options, ty, tx):
         if ahead and whole(row0, col0, Nq, Nk, options, ty, tx):
             for e in range(TM * TN):
                 rS[e] += unit * rB[e]
+        elif by_tiles and uint32(row0 + Br) <= Nq and uint32(col0 + Bc) <= Nk:
+            add_inside(rS, row0, col0, b, h, options, ty, tx)
         else:
             Bh = options.bias[b, h]
             for i in range(TM):
@@ -59,6 +63,22 @@ def make_add_bias(spec, unit, ahead):
                         rS[i * EI + j * EJ] += unit * Bh[row, col]
 
     return add_bias
+
+
+def _make_add_inside(spec, unit):
+    """The same of a tile that is inside the matrix."""
+    TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
+    row_of, column_of = make_row(spec), make_column(spec)
+
+    @device_function
+    def add_inside(rS, row0, col0, b, h, options, ty, tx):
+        Bh = options.bias[b, h]
+        for i in range(TM):
+            row = uint32(row0 + row_of(ty, i))
+            for j in range(TN):
+                rS[i * EI + j * EJ] += unit * Bh[row, uint32(col0 + column_of(tx, j))]
+
+    return add_inside
 
 
 @cache

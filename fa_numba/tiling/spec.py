@@ -118,6 +118,11 @@ class Spec(ABC):
         return self.features.bias and self.column_width % 2 == 0
 
     @property
+    def adds_whole_bias(self) -> bool:
+        """Whether a bias is added without a look at each element's place, where all are inside."""
+        return False
+
+    @property
     def bias_registers(self) -> int:
         """Registers for that; 1 where there is none, since an array of registers has one."""
         return self.TM * self.TN if self.reads_bias else 1

@@ -120,6 +120,10 @@ class WgmmaBackwardSpec(Spec):
         return self.TN * 4 * self.DN
 
     @property
+    def adds_whole_bias(self) -> bool:
+        return self.features.bias
+
+    @property
     def query_registers(self) -> int:
         """Registers of a thread's part of dQ."""
         return PANEL * GROUP_ROWS // GROUP
@@ -138,7 +142,7 @@ class WgmmaBackwardSpec(Spec):
     def rounds_early(self) -> bool:
         """Whether registers hold P in 16 bits beside P and dP: dV's product begins before dS."""
         plain = self.row_tiles == 2 and not self.features.softcap  # P waits for the cap's slope
-        return plain and self.accumulators <= 216
+        return plain and not self.features.bias and self.accumulators <= 216
 
     @property
     def part(self) -> WgmmaBackwardSpec:
@@ -290,15 +294,20 @@ def chunk_tiles(columns: int, heads: int, Bc: int, head_dim: int, slopes: bool =
     return found
 
 
-def takes_slopes(head_dim: int, features: Features) -> bool:
-    """Whether a kernel takes slopes, if there are any: not beside a cap, whose own slope is made of
-    the scores as they come from it; and near a panel only where a mask bounds the columns, by what
-    the assembler spills.
+def lacks_together(head_dim: int, features: Features) -> str:
+    """What a kernel does not add to the scores, in words; empty for nothing. With a cap it makes
+    dS of the scores as they come from the cap; what else it leaves out would spill.
     """
-    if not features.alibi:
-        return True
+    added = [name for name in ("alibi", "bias") if getattr(features, name)]
+    if added and features.softcap:
+        return f"the option {added[0]} beside softcap"
+    if len(added) == 2:
+        return "the option alibi beside bias"
     masks = features.causal or features.window
-    return not features.softcap and (masks or not SLOPES_BESIDE < head_dim <= PANEL)
+    if SLOPES_BESIDE < head_dim <= PANEL and (features.bias or (features.alibi and not masks)):
+        without = "" if features.bias else " without a mask"
+        return f"the option {added[0]}{without} at a head dimension of {head_dim}"
+    return ""
 
 
 def default_wgmma_backward_tiles(head_dim: int, atomic: bool = True) -> Tiles:
