@@ -11,6 +11,7 @@ import pytest
 from helpers import one_of_twelve, planted
 from mma_helpers import BFLOAT16, every_dtype, no_bfloat16
 from test_mma_backward import check_gradients, differentiate, half_gradients, saved_halves
+from test_plans import on_h200
 from test_wgmma_emulated import _built
 
 import fa_numba
@@ -137,7 +138,13 @@ def test_tiles_that_cannot_be_are_refused_by_name():
         fa_numba.plan((1, 1, 300, 136), (1, 1, 300, 136), **(facts | {"algorithm": "fa1"}))
     with pytest.raises(ValueError, match="Br=64, Bc=128 .* backward: allowed is Br=64, Bc=64"):
         fa_numba.plan((1, 1, 300, 136), (1, 1, 300, 136), tiles=fa_numba.Tiles(64, 128), **facts)
-    # What registers, or a cap's derivative, leave no room for goes to mma by "auto".
+
+
+def test_what_else_is_added_to_the_scores_goes_to_mma_where_there_is_no_room():
+    def auto_unit(d, **options):
+        return on_h200(300, d, heads=1, passes="bwd", **options)[0]
+
+    facts = {"algorithm": "fa2", "passes": "bwd", "dtype": "float16", **UNIT}
     for d, options in ((64, {}), (128, {"causal": True, "softcap": 2.0})):
         slopes = {"alibi_slopes": (1,), **options}
         with pytest.raises(ValueError, match="alibi (beside softcap|without a mask at .* of 64)"):
@@ -156,13 +163,6 @@ def test_tiles_that_cannot_be_are_refused_by_name():
         with pytest.raises(ValueError, match=said):
             fa_numba.plan((1, 1, 300, 80), (1, 1, 300, 80), bias=(1, 300), **more, **facts)
     assert auto_unit(128, bias=(1, 300)) == "mma"
-
-
-def auto_unit(d, **options):
-    """What "auto" takes on an H200, backward."""
-    with bounds.DEVICES["H200"].planning():
-        shape = (1, 1, 300, d)
-        return fa_numba.plan(shape, shape, passes="bwd", dtype="float16", **options).unit
 
 
 # --- planted faults --------------------------------------------------------------------------

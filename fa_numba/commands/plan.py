@@ -78,20 +78,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="thread blocks that share a head of FA-1 (default 1, the paper's)",
     )
-    how.add_argument(
-        "--kv-splits",
-        type=functools.partial(_splits, "kv_splits"),
-        default="auto",
-        metavar="S",
-        help="thread blocks that share the columns of a row tile of FA-2 (default auto)",
-    )
-    how.add_argument(
-        "--group-splits",
-        type=functools.partial(_splits, "group_splits"),
-        default="auto",
-        metavar="S",
-        help="thread blocks that share a column tile of FA-2's backward pass (default auto)",
-    )
+    for splits, what in (
+        ("kv_splits", "the columns of a row tile of FA-2"),
+        ("group_splits", "a column tile of FA-2's backward pass"),
+    ):
+        how.add_argument(
+            f"--{splits.replace('_', '-')}",
+            type=functools.partial(_splits, splits),
+            default="auto",
+            metavar="S",
+            help=f"thread blocks that share {what} (default auto)",
+        )
     where = parser.add_argument_group("where")
     where.add_argument(
         "--device",

@@ -35,9 +35,8 @@ _UNTIL_MERGED, _MERGED_BYTES = 3.5, 3e6
 # Rounds of splits that are tried where row tiles are of unequal length.
 _MOST_ROUNDS = 4
 
-# Backward, in visits of a row tile, each some 3 microseconds of a multiprocessor, 10 Br Bc d FLOPs;
-# with these the fastest number is chosen at 61 of 68 shapes timed on an H200. Rounds of blocks that
-# are tried:
+# Backward, in visits of a row tile, each some 3 microseconds of a multiprocessor, 10 Br Bc d FLOPs.
+# Estimates, whose choices were then timed on an H200. Rounds of blocks that are tried:
 _MOST_SHARES = 8
 # until a block's first product, and after its last;
 _VISITS_OF_BLOCK = 2

@@ -359,8 +359,9 @@ class Wgmma(Unit):
         facts["row_tiles"] = 3 if request.algorithm == "fa1" else 2
         facts["splits_queries"] = request.query_splits > 1
         if p.causal and request.algorithm == "fa2":
-            columns = (p.seqlen_k, p.batch * p.heads_k)
-            facts["chunk_tiles"] = chunk_tiles(*columns, tiles.Bc, p.head_dim, p.alibi)
+            heads = p.batch * p.heads_k
+            sizes = (p.seqlen_k, heads, tiles.Bc, p.head_dim)
+            facts["chunk_tiles"] = chunk_tiles(*sizes, slopes=p.alibi)
         spec = select_wgmma_backward_spec(tiles, p.head_dim, request.shared_limit, **facts)
         return replace(tiles, threads=spec.threads), spec
 

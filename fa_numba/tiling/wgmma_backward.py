@@ -24,8 +24,8 @@ LARGEST_ATOMIC = 128  # the largest head dimension of a kernel that makes dQ too
 # rows of up to a panel whose heads share no K and V, and its producers do with fewer.
 REGISTERS, MORE_REGISTERS = (40, 232), (24, 240)
 CAP_REGISTERS = (56, 224)  # with a cap or slopes, at up to a panel: producers would spill
-# Up to which head dimension consumers can spare what slopes take without that.
-SLOPES_BESIDE = 48
+# Up to which head dimension consumers can spare what slopes or a bias take without that.
+ADDED_BESIDE = 48
 # Registers of a consumer beside its parts of the tiles.
 _OTHERS = 32
 
@@ -72,7 +72,7 @@ class WgmmaBackwardSpec(Spec):
         """Of a thread that produces, and of one that consumes."""
         masks = self.features.causal or self.features.window
         small = self.row_tiles == 3 and self.panels == 1 and not self.grouped
-        slopes = self.features.alibi and self.head_dim > SLOPES_BESIDE
+        slopes = self.features.alibi and self.head_dim > ADDED_BESIDE
         if (self.features.softcap or slopes) and self.panels == 1:
             return CAP_REGISTERS
         return MORE_REGISTERS if small and masks else REGISTERS
@@ -304,7 +304,7 @@ def lacks_together(head_dim: int, features: Features) -> str:
     if len(added) == 2:
         return "the option alibi beside bias"
     masks = features.causal or features.window
-    if SLOPES_BESIDE < head_dim <= PANEL and (features.bias or (features.alibi and not masks)):
+    if added and ADDED_BESIDE < head_dim <= PANEL and (features.bias or not masks):
         without = "" if features.bias else " without a mask"
         return f"the option {added[0]}{without} at a head dimension of {head_dim}"
     return ""
