@@ -219,14 +219,14 @@ def test_backward_twins_on_hoppers_unit():
         *("own_rows", "rows_of_pass", "visits", "initialise_dq", "read_dq", "write_dq"),
         *("sees_more", "q_is_empty", "key_head"),
     }
-    assert set(used[1]) - set(used[0]) == {"column_tile", "row_range", "add_dq"}
+    assert set(used[1]) - set(used[0]) == {"column_tile", "row_range", "scale_and_bias", "add_dq"}
     taken = [steps(m, "consume", "more") for m in WGMMA_BACKWARD_TWINS]
     assert in_common(*taken) == in_common(*taken[::-1]) and len(in_common(*taken)) >= 17
     own = [
         [s.partition("(")[0] for s in a if s not in b and s.startswith("p.")]
         for a, b in (taken, taken[::-1])
     ]
-    assert own == [["p.read_dq", "p.write_dq"], ["p.add_dq"]]
+    assert own == [["p.read_dq", "p.write_dq"], ["p.scale_and_bias", "p.add_dq"]]
     # Every line of each algorithm's inner loop, and what stands around it.
     for module, algorithm, lines in (
         (wgmma.fa1_backward, 4, set(range(5, 25)) - {14, 15, 18, 23}),

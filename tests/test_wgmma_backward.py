@@ -40,7 +40,7 @@ CASES = [
     (1, 1, 1, 70, 60, 40, {}),
     (1, 2, 1, 77, 130, 64, {"causal": True, "alibi_slopes": np.float32([0.7, -0.2])}),
     (1, 2, 1, 150, 150, 128, {"causal": True, **BIAS}),
-    (1, 2, 2, 150, 150, 40, BIAS),
+    (1, 2, 2, 150, 150, 64, BIAS),
 ]
 
 
@@ -152,9 +152,7 @@ def test_what_else_is_added_to_the_scores_goes_to_mma_where_there_is_no_room():
         assert auto_unit(d, **slopes) == "mma"
     assert auto_unit(128, alibi_slopes=(1,)) == auto_unit(48, alibi_slopes=(1,)) == "wgmma"
     assert auto_unit(64, alibi_slopes=(1,), causal=True) == "wgmma"
-    # A bias by name alone, until it is timed; its gradient, and with slopes, on mma.
-    with pytest.raises(ValueError, match="lack the option bias at a head dimension of 64"):
-        fa_numba.plan((1, 1, 300, 64), (1, 1, 300, 64), bias=(1, 300), **facts)
+    # A bias's gradient, and one with slopes or a cap, on mma.
     for more, said in (
         ({"return_dbias": True}, "lack the option dbias"),
         ({"alibi_slopes": (1,)}, "lack the option alibi beside bias"),
@@ -162,7 +160,7 @@ def test_what_else_is_added_to_the_scores_goes_to_mma_where_there_is_no_room():
     ):
         with pytest.raises(ValueError, match=said):
             fa_numba.plan((1, 1, 300, 80), (1, 1, 300, 80), bias=(1, 300), **more, **facts)
-    assert auto_unit(128, bias=(1, 300)) == "mma"
+    assert auto_unit(128, bias=(1, 300)) == auto_unit(64, bias=(1, 300)) == "wgmma"
 
 
 # --- planted faults --------------------------------------------------------------------------

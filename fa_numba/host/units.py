@@ -301,16 +301,16 @@ class Wgmma(Unit):
         """On a GPU, for calls that choose nothing of another unit's, and rows that fill a tile, or
         few that long K and V are brought for: the emulator runs the smaller blocks of ``mma``
         faster. Small heads of one tile are left out, but for forward calls of which the next tiles
-        are on their way (``takes_places``); so are a bias whose rows cannot be read in pairs, and
-        one with wide heads, pages or few rows, or backward, which was not measured.
+        are on their way (``takes_places``); so are, forward, a bias whose rows cannot be read in
+        pairs, and one with wide heads, pages or few rows, which was not measured.
         FlashAttention-1 is taken by name alone.
         """
         p, forward = request.problem, request.passes == "fwd"
         one_tile = max(p.seqlen_q, p.seqlen_k) <= 2 * GROUP_ROWS and p.head_dim <= PANEL
         left_out = one_tile and not (forward and takes_places(request.features))
         fills = p.seqlen_q > GROUP_ROWS and not left_out
-        if p.bias is not None:
-            measured = forward and p.head_dim <= 2 * PANEL and p.page_size is None
+        if forward and p.bias is not None:
+            measured = p.head_dim <= 2 * PANEL and p.page_size is None
             fills = fills and measured and p.bias[-1] % 2 == 0
         elif forward:
             fills = fills or suits_few_rows(request)

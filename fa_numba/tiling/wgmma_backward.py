@@ -150,6 +150,19 @@ class WgmmaBackwardSpec(Spec):
         return replace(self, Bc=GROUP_ROWS)
 
     @property
+    def bias_first(self) -> bool:
+        """Whether the bias is added before dP's product begins, in registers that dP takes."""
+        return self.features.bias and ADDED_BESIDE < self.head_dim <= PANEL
+
+    @property
+    def masked_part(self) -> WgmmaBackwardSpec:
+        """The same for what is left to do of S where the bias went first: scaled, it is masked."""
+        if not self.bias_first:
+            return self.part
+        features = replace(self.features, bias=False)
+        return replace(self.part, features=features, positive_scale=True)
+
+    @property
     def transposed(self) -> WgmmaSpec:
         """For the forward pass's products Q KT and P V, to make ST = K QT, dPT = V dOT, dV = PT dO
         and dK = dST Q: rows are columns of S.
@@ -304,9 +317,8 @@ def lacks_together(head_dim: int, features: Features) -> str:
     if len(added) == 2:
         return "the option alibi beside bias"
     masks = features.causal or features.window
-    if added and ADDED_BESIDE < head_dim <= PANEL and (features.bias or not masks):
-        without = "" if features.bias else " without a mask"
-        return f"the option {added[0]}{without} at a head dimension of {head_dim}"
+    if features.alibi and ADDED_BESIDE < head_dim <= PANEL and not masks:
+        return f"the option alibi without a mask at a head dimension of {head_dim}"
     return ""
 
 

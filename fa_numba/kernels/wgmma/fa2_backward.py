@@ -117,6 +117,7 @@ def make_backward(spec, atomic=True):
         # Alg. 2 line 8: for each row tile i that sees column tile j, of each query head
         while more:
             at, at_L, at_dS = uint32(stage * NQ), uint32(stage * (2 * Br)), uint32(stage * NS)
+            p.scale_and_bias(rS, scale_log2, i0, column0, Nq, Nk, b, h, options, ty, tx)
             # Alg. 2 line 13: dPij = dOi VjT, on its way with Sij = scale Qi KjT of line 10
             wait_mbarrier(bars, uint32(FULL_DO + stage), parity)
             p.begin_scores(rdP, sV, own, sdO, at)

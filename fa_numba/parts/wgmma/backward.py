@@ -25,6 +25,7 @@ from fa_numba.intrinsics.mbarrier import (
 from fa_numba.intrinsics.shared import load4, store2
 from fa_numba.intrinsics.warpgroup import MULTIPLY, STEP, wait_products
 from fa_numba.parts import softmax, visits
+from fa_numba.parts.bias import make_add_bias
 from fa_numba.parts.mma.pairs import make_write_floats
 from fa_numba.parts.wgmma import products, stages, stores, tile_load
 from fa_numba.parts.wgmma.turns import make_meet
@@ -175,9 +176,29 @@ def make_begin_columns(spec):
 
 
 @cache
+def make_scale_and_bias(spec):
+    """``scale_and_bias(rS, scale, row0, col0, Nq, Nk, b, h, options, ty, tx)``: what of
+    ``scale_and_mask`` goes before dP's product: nothing; or the bias, where its loads and dP would
+    need more registers than there are.
+    """
+    part, bias_first = spec.part, spec.bias_first
+    add_bias = make_add_bias(part, LOG2E, False)
+    RS = spec.TM * spec.TN
+
+    @device_function
+    def scale_and_bias(rS, scale, row0, col0, Nq, Nk, b, h, options, ty, tx):
+        if bias_first:
+            for e in range(RS):
+                rS[e] *= scale
+            add_bias(rS, rS, row0, col0, Nq, Nk, b, h, options, ty, tx)
+
+    return scale_and_bias
+
+
+@cache
 def make_scale_and_mask(spec):
     """``scale_and_mask``, of this consumer's columns from ``col0`` on."""
-    return softmax.make_scale_and_mask(spec.part)
+    return softmax.make_scale_and_mask(spec.masked_part)
 
 
 @cache
