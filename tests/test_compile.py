@@ -476,6 +476,14 @@ WGMMA_BACKWARD_CASES = [
     (128, ("causal",), True),
     (64, (), True),
     (64, ("window", "softcap"), True),
+    (64, ("bias",)),
+    (64, ("packed",)),
+    (64, ("causal", "packed"), True),
+    (64, ("causal", "q_lens", "kv_lens")),
+    (128, ("packed",)),
+    (128, ("window", "q_lens")),
+    (128, ("alibi", "q_lens")),
+    (48, ("bias", "packed")),
 ]
 
 
@@ -505,6 +513,8 @@ WGMMA_DETERMINISTIC_CASES = [
         for d in (64, 128, 160, 192, 256)
         for options in ((), ("causal",), ("window", "softcap"), ("causal", "alibi"))
     ),
+    (128, ("causal", "packed")),
+    (256, ("window", "q_lens", "kv_lens")),
 ]
 
 
@@ -532,6 +542,8 @@ WGMMA_SWEEP_CASES = [
     ),
     (96, ()),
     (160, ("causal",)),
+    (128, ("packed",)),
+    (256, ("causal", "q_lens", "kv_lens")),
 ]
 
 

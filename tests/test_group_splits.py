@@ -121,7 +121,7 @@ FAULTS = [
     (rounding, "A, b, uint32(h * splits), options", "A, b, h, options"),
     (schedule, "h // uint32(uint32(heads_q) // uint32(heads_k))", "share"),
     (backward, "wait_boxes_read()  # those of dQ, before the thread ends", "pass"),
-    (backward, "        Ah = A[b, h]\n        for i", "        Ah = A[b, 0]\n        for i"),
+    (backward, "key_rows(A, b, h, options)", "key_rows(A, b, 0, options)"),
     (backward, "inside = row < uint32(Ah.shape[0])", "inside = row < uint32(64)"),
 ]
 

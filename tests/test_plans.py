@@ -214,6 +214,7 @@ def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
         {"passes": "bwd", "deterministic": True},
         {"passes": "bwd", "options": {"softcap": 2.0}, "sizes": (1, 2, 2, 200, 200, 256)},
         *({"options": options} for options in ({"causal": True}, {"kv_lens": (100,)})),
+        {"passes": "bwd", "options": {"kv_lens": (100,)}},
         *({"options": {"bias": (1, 2, 200, 200)}, "passes": passes} for passes in ("fwd", "bwd")),
         {"sizes": (1, 8, 2, 1, 200, 64)},  # the heads of a group fill one
     ):
@@ -250,7 +251,7 @@ def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
             {"algorithm": "fa1", "passes": "bwd", "options": {"softcap": 2.0}},
             "lack the option softcap",
         ),
-        ({"passes": "bwd", "options": {"kv_lens": (100,)}}, "lack the option kv_lens"),
+        ({"passes": "bwd", "options": {"dropout_p": 0.1}}, "lack the option dropout"),
         ({"aligned": False}, "lack arrays whose rows do not start at 16-byte addresses"),
         ({"capability": (10, 0)}, "capability 10.0: wgmma needs 9.0 and no other"),
         ({"dtype": "float32"}, "dtype float32: wgmma takes float16 or bfloat16"),

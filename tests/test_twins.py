@@ -217,9 +217,10 @@ def test_backward_twins_on_hoppers_unit():
     # One goes over the columns and carries dQ through memory; the other adds to it.
     assert set(used[0]) - set(used[1]) == {
         *("own_rows", "rows_of_pass", "visits", "initialise_dq", "read_dq", "write_dq"),
-        *("sees_more", "q_is_empty", "key_head"),
+        *("sees_more", "q_is_empty", "key_head", "lengths"),
     }
-    assert set(used[1]) - set(used[0]) == {"column_tile", "row_range", "scale_and_bias", "add_dq"}
+    told = {"told_tile", "told_lengths"}
+    assert set(used[1]) - set(used[0]) == {*told, "row_range", "scale_and_bias", "add_dq"}
     taken = [steps(m, "consume", "more") for m in WGMMA_BACKWARD_TWINS]
     assert in_common(*taken) == in_common(*taken[::-1]) and len(in_common(*taken)) >= 17
     own = [

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from helpers import one_of_twelve, planted
 from mma_helpers import BFLOAT16, every_dtype, no_bfloat16
+from options_helpers import cumulative
 from test_mma_backward import check_gradients, differentiate, half_gradients, saved_halves
 from test_plans import on_h200
 from test_wgmma_emulated import _built
@@ -20,7 +21,7 @@ from fa_numba.host import planning
 from fa_numba.kernels import wgmma
 from fa_numba.kernels.wgmma import fa2_backward_wide
 from fa_numba.parts import wgmma as parts
-from fa_numba.parts.wgmma import backward, products, sweep, wide
+from fa_numba.parts.wgmma import backward, products, sweep, told, wide
 from fa_numba.tiling import WgmmaSweepSpec, wgmma_backward
 
 UNIT = {"unit": "wgmma"}
@@ -66,6 +67,77 @@ WAYS = [
 def test_a_second_sweep_and_a_cap(way, dtype, B, Hq, Hk, Nq, Nk, d, options):
     inputs = half_gradients(dtype, B, Hq, Hk, Nq, Nk, d)
     check_gradients("emulator", way, *inputs, **UNIT, **options)
+
+
+LENGTHS = [
+    # way, Hq, Hk, q_lens, kv_lens, d, options
+    ("fa2", 1, 1, [70, 0, 150], [90, 30, 0], 64, {}),
+    ("fa2", 2, 1, [70, 140], None, 128, {"causal": True, "group_splits": 2}),
+    ("fa2-deterministic", 1, 1, None, [150, 20], 72, {"window": (30, 9), "softcap": 2.0}),
+    ("fa2", 1, 1, [130], [33], 192, {"causal": True}),
+]
+
+
+@pytest.mark.parametrize("way, Hq, Hk, q_lens, kv_lens, d, options", LENGTHS)
+def test_lengths(way, Hq, Hk, q_lens, kv_lens, d, options):
+    """Padding is NaN, and reaches no gradient."""
+    B, given = len(q_lens or kv_lens), {"q_lens": q_lens, "kv_lens": kv_lens, **options}
+    inputs = half_gradients("float16", B, Hq, Hk, 150, 150, d)
+    given = {name: value for name, value in given.items() if value is not None}
+    saved = saved_halves(way, *inputs[1:], **given)
+    dout, q, k, v = (x.copy() for x in inputs)
+    for arrays, lens in (((dout, q, *saved), q_lens), ((k, v), kv_lens)):
+        for b, n in enumerate(lens or ()):
+            for array in arrays:
+                array[b, :, n:] = np.nan
+    found = differentiate("emulator", way, dout, q, k, v, saved_values=saved, **UNIT, **given)
+    right = check_gradients("emulator", way, *inputs, **UNIT, **given)
+    for a, b in zip(found, right, strict=True):
+        assert (a == b).all()
+
+
+def _packed_gradients(q_lens, kv_lens, Hq, Hk, d):
+    """dout, q, k and v of sequences one after the other, and where they begin."""
+    dout, q, _, _ = half_gradients("float16", 1, Hq, Hk, sum(q_lens), 1, d)
+    _, _, k, v = half_gradients("float16", 1, Hq, Hk, 1, sum(kv_lens), d)
+    arrays = [np.ascontiguousarray(x[0].swapaxes(0, 1)) for x in (dout, q, k, v)]
+    return arrays, cumulative(q_lens, kv_lens)
+
+
+SEQUENCES = [
+    # way, Hq, Hk, q_lens, kv_lens, d, options
+    ("fa2", 1, 1, [130, 0, 5, 70], [70, 64, 0, 140], 64, {"causal": True}),
+    ("fa2", 2, 1, [40, 0, 80], [30, 33, 150], 128, {"causal": True, "group_splits": 2}),
+    ("fa2-deterministic", 2, 1, [1, 1, 130], [3, 0, 150], 72, {"window": (40, 8)}),
+    ("fa2", 1, 1, [77, 40], [33, 100], 136, {"softcap": 2.0}),
+]
+
+
+@pytest.mark.parametrize("way, Hq, Hk, q_lens, kv_lens, d, options", SEQUENCES)
+def test_packed_sequences(way, Hq, Hk, q_lens, kv_lens, d, options):
+    inputs, starts = _packed_gradients(q_lens, kv_lens, Hq, Hk, d)
+    check_gradients("emulator", way, *inputs, **starts, **UNIT, **options)
+
+
+@pytest.mark.parametrize("d, options", [(64, {}), (64, {"deterministic": True}), (136, {})])
+def test_packed_sequences_are_those_alone_whatever_lies_beside_them(d, options):
+    """NaN in the sequences around it reaches none of a sequence's gradients."""
+    inputs, starts = _packed_gradients([40, 70, 90], [90, 75, 50], 1, 1, d)
+    row, column = (slice(*starts[f"cu_seqlens_{x}"][1:3]) for x in "qk")
+    places = (row, row, column, column)
+    dout, q, k, v = (x[place].swapaxes(0, 1)[None] for x, place in zip(inputs, places, strict=True))
+    own = dout, q, k, v, *saved_halves("fa2", q, k, v, causal=True)
+    beside = [np.full_like(x, np.nan) for x in (*inputs, inputs[1])]
+    for array, alone, place in zip(beside, own[:5], (*places, row), strict=True):
+        array[place] = alone[0].swapaxes(0, 1)
+    L = np.full((1, 200), np.nan, np.float32)
+    L[:, row] = own[5][0]
+    facts = {"causal": True, **options, **UNIT}
+    with fa_numba.device.using("emulator"):
+        found = fa_numba.flash_attention_2_backward(*beside, L, **starts, **facts)
+        right = fa_numba.flash_attention_2_backward(*own, **facts)
+    for a, b, place in zip(found, right, (row, column, column), strict=True):
+        assert np.array_equal(a[place].swapaxes(0, 1)[None], b)
 
 
 # Beyond 128 dimensions a second sweep makes dQ in any case.
@@ -152,6 +224,13 @@ def test_what_else_is_added_to_the_scores_goes_to_mma_where_there_is_no_room():
         assert auto_unit(d, **slopes) == "mma"
     assert auto_unit(128, alibi_slopes=(1,)) == auto_unit(48, alibi_slopes=(1,)) == "wgmma"
     assert auto_unit(64, alibi_slopes=(1,), causal=True) == "wgmma"
+    lens = {"q_lens": (200,)}
+    for name in ("window", "softcap"):
+        crowded = {**lens, name: {"window": (9, 9), "softcap": 2.0}[name]}
+        with pytest.raises(ValueError, match=f"q_lens beside {name} at a head dimension of 56"):
+            fa_numba.plan((1, 1, 300, 56), (1, 1, 300, 56), **crowded, **facts)
+        assert auto_unit(56, **crowded) == "mma" != auto_unit(72, **crowded)
+    assert auto_unit(64, **lens) == auto_unit(64, causal=True, **lens) == "wgmma"
     # A bias's gradient, and one with slopes or a cap, on mma.
     for more, said in (
         ({"return_dbias": True}, "lack the option dbias"),
@@ -184,6 +263,13 @@ def _wide_rows():
     return _saved(190, 128, 136)
 
 
+@cache
+def _sequences():
+    """Sequences one after the other, with one and two row tiles, and where they begin."""
+    (dout, q, k, v), starts = _packed_gradients([40, 0, 150, 20], [70, 30, 140, 0], 2, 1, 64)
+    return (dout, q, k, v, *saved_halves("fa2", q, k, v, causal=True, **starts)), starts
+
+
 def _saved(Nq, Nk, d=64):
     dout, q, k, v = half_gradients("float16", 1, 1, 1, Nq, Nk, d)
     return dout, q, k, v, *saved_halves("fa2", q, k, v, causal=True)
@@ -194,6 +280,9 @@ def _gradients(**options):
     with mock.patch.object(planning, "planned", uncached):
         inputs = _more_columns() if options.get("deterministic") else _inputs()
         inputs = _wide_rows() if options.pop("wide", False) else inputs
+        if options.pop("packed", False):
+            inputs, starts = _sequences()
+            options |= starts
         return fa_numba.flash_attention_2_backward(*inputs, causal=True, **options, **UNIT)
 
 
@@ -246,7 +335,7 @@ def _right(**options):
 
 
 MODULES = {"kernel": wgmma.fa2_backward, "backward": backward, "sweep": sweep}
-MODULES |= {"wide kernel": fa2_backward_wide, "wide": wide, "products": products}
+MODULES |= {"wide kernel": fa2_backward_wide, "wide": wide, "products": products, "told": told}
 SOURCES = {name: inspect.getsource(module) for name, module in MODULES.items()}
 
 
@@ -264,8 +353,9 @@ def _outcome(changed, needle, replacement, which=0, **options):
         found = ("sweep",) if isinstance(spec, WgmmaSweepSpec) else ("backward",)
         if getattr(spec, "wide", False):
             found = ("wide", *found)
-        others = (module for module in parts._MODULES if module is not products)
-        return parts.Parts(spec, (*(own[name] for name in found), own["products"], *others))
+        others = (module for module in parts._MODULES if module not in (products, told))
+        found = (*found, "products", "told")
+        return parts.Parts(spec, (*(own[name] for name in found), *others))
 
     kernel.parts = own["wide kernel"].parts = parts_of
     kernel.make_wide_backward = own["wide kernel"].make_wide_backward
@@ -340,7 +430,10 @@ MUTANTS = {
 
 
 def test_every_planted_fault_has_its_place():
-    for changed, needle, replacement, _ in (MUTANTS | DETERMINISTIC | OF_WIDE).values():
+    for changed, needle, replacement, _ in (
+        *(MUTANTS | DETERMINISTIC | OF_WIDE).values(),
+        *((*fault, "") for fault in OF_SEQUENCES),
+    ):
         assert planted(SOURCES[changed], needle, replacement) != SOURCES[changed]
 
 
@@ -404,7 +497,7 @@ DETERMINISTIC = {
     "barriers that nobody sees": (
         "sweep", "            fence_mbarrier_init()\n", "", {"MissingFence"}
     ),
-    "D is L in the sweep": ("kernel", "rD, D[b, h]", "rD, L[b, h]", {"values"}),
+    "D is L in the sweep": ("kernel", "rD, p.query_rows(D", "rD, p.query_rows(L", {"values"}),
     "the other's rows": ("kernel", "i0 + 64 * w)", "i0 + 64 * (1 - w))", {"values"}),
     "dQ without the scale": ("kernel", "rdQ[e] *= scale", "pass", {"values"}),
 }  # fmt: skip
@@ -486,6 +579,30 @@ OF_WIDE = {
 def test_a_fault_planted_in_the_kernel_of_wide_heads_is_found(name):
     *change, wanted = OF_WIDE[name]
     assert _outcome(*change, wide=True) in wanted
+
+
+OF_SEQUENCES = [
+    ("told", "j0, b = sequence_tile(", "_, b = sequence_tile("),
+    ("told", "b, Nq, Nk\n", "b, Nk, Nq\n"),
+    ("told", "sN[4], sN[5] = query_end(b, Nq, options)", "sN[4], sN[5] = uint32(Q.shape[2])"),
+    ("told", "key_end(b, Nk, options)\n", "uint32(K.shape[2])\n"),
+    ("told", "place_of(V, b, h, col0, Nk, sN)", "place_of(V, b, h, col0, uint32(Nk + 1), sN)"),
+    ("told", "spec.query_ends, told_query_end", "spec.query_ends, told_key_end"),
+    ("backward", "place_of(A, b, h, row, Nq, sN)", "place_of(A, b, h, row, uint32(Nq + 1), sN)"),
+    ("backward", "packed, told_key_end", "packed, told_query_end"),
+    ("kernel", "p.tell_tile(sN, Q, K, options)\n", "pass\n"),
+    ("kernel", "query_rows(D, b, h, options)\n", "query_rows(D, uint32(0), h, options)\n"),
+    ("sweep", "blockIdx.x), options)", "blockIdx.x - 1), options)"),
+    ("sweep", "spec.Bc, spec.key_ends", "spec.Bc, False"),
+    ("kernel", "query_rows(D, b, h, options),", "query_rows(D, uint32(0), h, options),"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", one_of_twelve(OF_SEQUENCES, title=lambda fault: fault[1]))
+def test_a_fault_planted_in_the_places_of_sequences_is_found(fault):
+    swept = fault[0] == "sweep" or fault[1].endswith(",")
+    found = _outcome(*fault, packed=True, deterministic=swept)
+    assert found in {"values", "OutOfBounds", "GlobalHazard", "UninitialisedRead"} | STALLS | EARLY
 
 
 CAPPED = [

@@ -588,13 +588,12 @@ def test_a_planted_fault_is_found(name):
 
 
 OF_SEQUENCES = [
-    ("tile_load", "uint32(row0 + uint32(WRAPS) - N)", "row0", 0),
-    ("tile_load", "query_end(b, Nq, options)", "Nq", 0),
-    ("tile_load", "key_end(b, Nk, options)", "Nk", 0),
+    ("tile_load", "uint32(row + uint32(WRAPS) - N)", "row", 0),
+    ("tile_load", "h, sequence_end(b, N, options))", "h, N)", 0),
+    ("tile_load", "spec.key_ends, make_key_end(spec)", "spec.key_ends, make_query_end(spec)", 0),
     ("tile_load", "h * uint32(of_head) + ", "", 0),
     ("tile_load", "uint32(first + r * step)", "first", 0),
-    ("stores", "uint32(row0 + uint32(WRAPS) - Nq)", "row0", 0),
-    ("stores", "query_end(b, Nq, options))", "Nq)", 0),
+    ("stores", "make_place_of(ends, sequence_end)", "make_place_of(False, sequence_end)", 0),
     ("stores", "            rows_end = Nq\n", "            pass\n", 0),
     ("schedule", "+ sequences)", ")", 0),
     ("schedule", "+ middle)", ")", 0),

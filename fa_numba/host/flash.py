@@ -16,6 +16,7 @@ from fa_numba.integers import ceil_div, round_up
 from fa_numba.kernels import merge_splits
 from fa_numba.options import PLAIN, SPLIT_SUMS
 from fa_numba.parts.pages import common_rows
+from fa_numba.problem import Problem
 from fa_numba.tiling import Tiles
 from fa_numba.tiling.wgmma import GROUP_ROWS
 
@@ -121,7 +122,7 @@ def _forward_blocks(request: Request, spec: Any, splits: int) -> int:
     p = request.problem
     tiles = ceil_div(p.seqlen_q, spec.head_rows) * p.batch
     if p.packed:
-        tiles = p.q_shape[0] // spec.head_rows + p.batch
+        tiles = _tiles_of_all(p.q_shape[0], spec.head_rows, p)
     tiles *= p.heads_q // spec.tile_heads * splits
     return min(device.multiprocessors() * spec.blocks, tiles) if spec.persistent else tiles
 
@@ -144,7 +145,10 @@ def _fa1_backward(request: Request) -> Steps:
     if not request.dtype.sums_in_place:  # dQ between the passes
         workspace = (_sum("A", request.q_shape),)
     in_place = splits == 1 or request.dtype.sums_in_place
-    bound: dict[str, Argument] = {"scale_log2": "score_scale", **_boxes(request, tiles, in_place)}
+    bound: dict[str, Argument] = {
+        "scale_log2": "score_scale",
+        **_boxes(request, tiles, spec, in_place),
+    }
     if in_place:
         launches: tuple[Launch, ...] = (Launch.of(kernel, grid, **bound),)
     else:
@@ -169,17 +173,21 @@ def _fa2_backward(request: Request) -> Steps:
     if splits > 1:
         spec = replace(spec, splits_group=True, grouped=p.group > splits)  # type: ignore[call-arg]
     kernels, atomic = unit.kernels.fa2_backward, unit.adds_dq(request)
-    Tc, chunk = ceil_div(p.seqlen_k, tiles.Bc), getattr(spec, "chunk_tiles", 0)
-    over_columns = (Tc, p.heads_k * splits, p.batch)
+    Tc, batch = ceil_div(p.seqlen_k, tiles.Bc), p.batch
+    if p.packed and unit.copies_boxes:
+        Tc, batch = _tiles_of_all(p.k_shape[0], tiles.Bc, p), 1
+    chunk = getattr(spec, "chunk_tiles", 0)
+    over_columns = (Tc, p.heads_k * splits, batch)
     if chunk:
-        over_columns = (chunk * p.heads_k * splits, p.batch, ceil_div(Tc, chunk))
+        over_columns = (chunk * p.heads_k * splits, batch, ceil_div(Tc, chunk))
     how: dict[str, Any] = {"dbias": request.return_dbias, "group_splits": splits}
     workspace = [Buffer("D", request.row_shape)]
     sums = "dQ" if request.dtype.sums_in_place else "A"
     sum_of_dq: dict[str, Argument] = {} if atomic else {sums: Untouched(request.q_shape)}
     facts = (p.head_dim, *unit.row_facts(request))
-    row_sums = kernels.make_row_sums(*facts, atomic, request.lengths)
-    bound = {"scale_log2": "score_scale", **_boxes(request, tiles, splits == 1), **sum_of_dq}
+    row_sums = kernels.make_row_sums(*facts, atomic, request.lengths_of_rows)
+    boxes = _boxes(request, tiles, spec, splits == 1)
+    bound = {"scale_log2": "score_scale", **boxes, **sum_of_dq}
     parts = {"dK": "parts of dK", "dV": "parts of dV"} if splits > 1 else {}
     if splits > 1:
         bound |= parts | {"group": p.group // splits}
@@ -190,8 +198,12 @@ def _fa2_backward(request: Request) -> Steps:
     if not atomic:
         sweep, sweep_spec = unit.sweep(request, tiles, spec)
         over_rows = (ceil_div(p.seqlen_q, sweep.Br), p.heads_q, p.batch)
+        by_boxes: dict[str, Argument] = {}
+        if unit.copies_boxes:
+            by_boxes = _sweep_boxes(sweep, sweep_spec)
+            if p.packed:
+                over_rows = (_tiles_of_all(p.q_shape[0], sweep.Br, p), p.heads_q, 1)
         kernel = kernels.make_query_gradients(sweep_spec)
-        by_boxes = _sweep_boxes(sweep) if unit.copies_boxes else {}
         launches.append(Launch.of(kernel, over_rows, scale_log2="score_scale", **by_boxes))
         how |= {"deterministic": True, "sweep_tiles": sweep}
     elif sums == "A":
@@ -206,25 +218,39 @@ def _fa2_backward(request: Request) -> Steps:
     return Steps(tiles, *own, score_unit=LOG2E, group_splits=splits)
 
 
-def _boxes(request: Request, tiles: Tiles, columns: bool = True) -> dict[str, Argument]:
+def _tiles_of_all(rows: int, rows_of_tile: int, problem: Problem) -> int:
+    """The tiles of a head of packed sequences with so many rows in all, some of them empty
+    (parts/wgmma/schedule).
+    """
+    return rows // rows_of_tile + problem.batch
+
+
+def _boxes(request: Request, tiles: Tiles, spec: Any, columns: bool = True) -> dict[str, Argument]:
     """What a backward kernel takes by boxes: nothing; or all matrices, but FA-1's dQ; dK and dV if
     ``columns``, not their parts or sums.
     """
     if not UNITS[request.unit].copies_boxes:
         return {}
-    rows = {"Q": tiles.Br, "dO": tiles.Br, "K": tiles.Bc, "V": tiles.Bc}
+    found = {name: Boxes(name, tiles.Br, ends=spec.query_ends) for name in ("Q", "dO")}
+    found |= {name: Boxes(name, tiles.Bc, ends=spec.key_ends) for name in "KV"}
     if columns:
-        rows |= {"dK": GROUP_ROWS, "dV": GROUP_ROWS}
+        packed = request.problem.packed
+        found |= {name: Boxes(name, GROUP_ROWS, ends=packed) for name in ("dK", "dV")}
     if request.algorithm == "fa1":
-        return {name: Boxes(name, n) for name, n in (rows | {"O": tiles.Br}).items()}
-    sums: dict[str, Argument] = {"A": Boxes("A", GROUP_ROWS, "float32")}
-    return sums | {name: Boxes(name, n) for name, n in rows.items()}
+        return {**found, "O": Boxes("O", tiles.Br)}
+    return {**found, "A": Boxes("A", GROUP_ROWS, "float32", ends=spec.query_ends)}
 
 
-def _sweep_boxes(tiles: Tiles) -> dict[str, Argument]:
+def _sweep_boxes(tiles: Tiles, spec: Any) -> dict[str, Argument]:
     """What the second sweep takes by boxes."""
-    rows = {"Q": GROUP_ROWS, "dO": GROUP_ROWS, "K": tiles.Bc, "V": tiles.Bc, "dQ": GROUP_ROWS}
-    return {name: Boxes(name, n) for name, n in rows.items()}
+    Q = Boxes("Q", GROUP_ROWS, ends=spec.query_ends)
+    keys = {name: Boxes(name, tiles.Bc, ends=spec.key_ends) for name in "KV"}
+    return {
+        **keys,
+        "Q": Q,
+        "dO": replace(Q, name="dO"),
+        "dQ": replace(Q, name="dQ", ends=spec.features.packed),
+    }
 
 
 def _sum(name: str, shape: tuple[int, ...], zeroed: bool = False) -> Buffer:
@@ -241,12 +267,11 @@ def _rounding(
     unit, p = UNITS[request.unit], request.problem
     kernels, facts = unit.kernels.fa2_backward, (p.head_dim, *unit.row_facts(request))
     own = {"splits": splits} if splits > 1 else {}
-    kernel = kernels.make_round_rows(*facts, request.lengths, keys=keys, **own)
+    kernel = kernels.make_round_rows(*facts, request.lengths_of_rows, keys=keys, **own)
     return Launch.of(kernel, _by_rows(request, kernels.WARPS, keys), A=A, dQ=out, scale=scale)
 
 
 def _by_rows(request: Request, warps: int, keys: bool = False) -> tuple[int, int, int]:
     """The grid of a kernel with a warp for each row of Q, or of K."""
-    p = request.problem
-    rows, heads = (p.seqlen_k, p.heads_k) if keys else (p.seqlen_q, p.heads_q)
-    return ceil_div(rows, warps), heads, p.batch
+    batch, heads, rows, _ = request.k_shape if keys else request.q_shape
+    return ceil_div(rows, warps), heads, batch

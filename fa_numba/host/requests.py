@@ -54,6 +54,13 @@ class Request:
         return replace(PLAIN, q_lens=own.q_lens, kv_lens=own.kv_lens, packed=own.packed)
 
     @property
+    def lengths_of_rows(self) -> Features:
+        """The same of a kernel that takes each row by itself: those of packed sequences are one
+        long one's.
+        """
+        return replace(self.lengths, packed=False)
+
+    @property
     def dtype(self) -> DType:
         return DTYPES[self.problem.dtype]
 

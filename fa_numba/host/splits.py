@@ -11,6 +11,7 @@ from typing import Any
 from fa_numba.checks import MAX_KV_SPLITS
 from fa_numba.host.requests import Request
 from fa_numba.integers import ceil_div
+from fa_numba.problem import Problem
 from fa_numba.tiling import Tiles
 from fa_numba.tiling.spec import Spec
 from fa_numba.tiling.wgmma_backward import LARGEST_ATOMIC
@@ -169,9 +170,17 @@ def chosen_group_splits(request: Request, tiles: Tiles, spec: Any) -> int:
     p, places = request.problem, request.multiprocessors
     if not _can_split_group(request) or not places:
         return 1
-    heads, Tc = p.heads_k * p.batch, ceil_div(p.seqlen_k, tiles.Bc)
-    visits = [_row_tiles(request, tiles, j) for j in range(Tc)]
-    elements = 2 * p.seqlen_k * heads * p.head_dim
+    heads, sequences = p.heads_k * p.batch, [(p.seqlen_q, p.seqlen_k)]
+    if p.packed:  # a head's blocks take one after the other
+        heads, sequences = p.heads_k, [p.lengths(b) for b in range(p.batch)]
+    visits = [
+        _row_tiles(p, tiles, Nq, Nk, j)
+        for Nq, Nk in sequences
+        for j in range(ceil_div(Nk, tiles.Bc))
+    ]
+    if not visits:
+        return 1
+    Tc, elements = len(visits), 2 * sum(Nk for _, Nk in sequences) * heads * p.head_dim
 
     def end(splits: int) -> float:
         free, each = [0.0] * places, p.group // splits
@@ -197,10 +206,9 @@ def _divisors(n: int) -> list[int]:
     return [m for m in range(1, n + 1) if n % m == 0]
 
 
-def _row_tiles(request: Request, tiles: Tiles, j: int) -> int:
-    """The row tiles that column tile j visits, of each query head."""
-    p = request.problem
-    diagonal, first, end = p.seqlen_k - p.seqlen_q, 0, p.seqlen_q
+def _row_tiles(p: Problem, tiles: Tiles, Nq: int, Nk: int, j: int) -> int:
+    """The row tiles that column tile j of a sequence visits, of each query head."""
+    diagonal, first, end = Nk - Nq, 0, Nq
     if p.right is not None:
         first = max(0, j * tiles.Bc - diagonal - p.right) // tiles.Br * tiles.Br
     if p.left is not None:

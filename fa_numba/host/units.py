@@ -253,6 +253,9 @@ class Mma(Unit):
         return request.problem.dtype, request.aligned
 
 
+_ADDED, _LENGTHS = ("softcap", "bias", "alibi"), ("q_lens", "kv_lens", "packed")
+
+
 class Wgmma(Unit):
     """Hopper's tensor cores by ``wgmma`` and bulk copies, in 16 bits: compute capability 9.0 alone.
 
@@ -272,12 +275,9 @@ class Wgmma(Unit):
     # What kernels are compiled for beside plain attention, and where some end at a head dimension.
     features: Mapping[tuple[str, str], tuple[str, ...]] = {
         ("fa1", "fwd"): ("causal", "window", "softcap", "q_lens"),
-        ("fa2", "fwd"): (
-            *("causal", "window", "softcap", "bias", "alibi", "q_lens", "kv_lens", "page_size"),
-            *("packed", "splits"),
-        ),
+        ("fa2", "fwd"): ("causal", "window", *_ADDED, *_LENGTHS, "page_size", "splits"),
         ("fa1", "bwd"): ("causal", "window"),
-        ("fa2", "bwd"): ("causal", "window", "softcap", "alibi", "bias"),
+        ("fa2", "bwd"): ("causal", "window", *_ADDED, *_LENGTHS),
     }
     largest: Mapping[tuple[str, str], int] = {("fa1", "bwd"): 128}
 
@@ -359,8 +359,8 @@ class Wgmma(Unit):
         facts["row_tiles"] = 3 if request.algorithm == "fa1" else 2
         facts["splits_queries"] = request.query_splits > 1
         if p.causal and request.algorithm == "fa2":
-            heads = p.batch * p.heads_k
-            sizes = (p.seqlen_k, heads, tiles.Bc, p.head_dim)
+            columns, entries = (p.k_shape[0], 1) if p.packed else (p.seqlen_k, p.batch)
+            sizes = (columns, entries * p.heads_k, tiles.Bc, p.head_dim)
             facts["chunk_tiles"] = chunk_tiles(*sizes, slopes=p.alibi)
         spec = select_wgmma_backward_spec(tiles, p.head_dim, request.shared_limit, **facts)
         return replace(tiles, threads=spec.threads), spec

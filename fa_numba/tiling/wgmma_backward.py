@@ -13,6 +13,7 @@ from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL, WgmmaSpec, within_re
 CONSUMERS = 2
 COLUMNS = CONSUMERS * GROUP_ROWS  # of a tile of S
 STAGES = 2  # row tiles in shared memory
+TOLD = 6  # words that tell of a column tile
 # Where a causal mask leaves columns unequal work: columns of a head whose tiles go side by side;
 # more of them in small heads of many columns, whose Q and dO would be read from memory by each
 # chunk; and how many heads of K and V are few, whose tiles all do.
@@ -58,6 +59,16 @@ class WgmmaBackwardSpec(Spec):
     def wide(self) -> bool:
         """Whether the consumers share columns, and make dV and dK (``WgmmaWideBackwardSpec``)."""
         return False
+
+    @property
+    def query_ends(self) -> bool:
+        """Whether sequences end within Q, dO and the sum of dQ."""
+        return self.features.packed or self.features.q_lens
+
+    @property
+    def key_ends(self) -> bool:
+        """The same of K and V."""
+        return self.features.packed or self.features.kv_lens
 
     @property
     def consumers(self) -> int:
@@ -141,8 +152,11 @@ class WgmmaBackwardSpec(Spec):
     @property
     def rounds_early(self) -> bool:
         """Whether registers hold P in 16 bits beside P and dP: dV's product begins before dS."""
-        plain = self.row_tiles == 2 and not self.features.softcap  # P waits for the cap's slope
-        return plain and not self.features.bias and self.accumulators <= 216
+        features = self.features
+        plain = self.row_tiles == 2 and not features.softcap  # P waits for the cap's slope
+        plain = plain and not features.bias
+        ends = features.packed or (features.q_lens and (features.window or features.alibi))
+        return plain and not ends and self.accumulators <= 216
 
     @property
     def part(self) -> WgmmaBackwardSpec:
@@ -213,8 +227,15 @@ class WgmmaBackwardSpec(Spec):
         return 1 + 3 * STAGES + (1 + 2 * STAGES if self.row_tiles == 3 else 0)
 
     @property
+    def told(self) -> tuple[int, int]:
+        """Behind the barriers, in words: where those begin that tell of the column tile, and how
+        many there are: none where all of a batch has the arrays' lengths.
+        """
+        return 2 * (self.places[-1] + self.barriers), TOLD if self.features.lengths else 0
+
+    @property
     def shared_bytes(self) -> int:
-        return 8 * (self.places[-1] + self.barriers)
+        return 4 * sum(self.told)
 
     @property
     def accumulators(self) -> int:
@@ -316,8 +337,17 @@ def lacks_together(head_dim: int, features: Features) -> str:
         return f"the option {added[0]} beside softcap"
     if len(added) == 2:
         return "the option alibi beside bias"
-    masks = features.causal or features.window
-    if features.alibi and ADDED_BESIDE < head_dim <= PANEL and not masks:
+    if features.bias and features.packed and 2 * PANEL < head_dim <= 3 * PANEL:
+        return f"the option packed beside bias at a head dimension of {head_dim}"
+    if head_dim > PANEL:
+        return ""
+    crowded = head_dim > ADDED_BESIDE
+    crowd = ("window", "softcap", "alibi", *(("bias",) if crowded else ()))
+    beside = [name for name in crowd if getattr(features, name)]
+    ends = [name for name in ("q_lens", "kv_lens", "packed") if getattr(features, name)]
+    if beside and ends:
+        return f"the option {ends[0]} beside {beside[0]} at a head dimension of {head_dim}"
+    if crowded and features.alibi and not (features.causal or features.window):
         return f"the option alibi without a mask at a head dimension of {head_dim}"
     return ""
 

@@ -13,7 +13,7 @@ from numba import types
 
 from fa_numba.device import Kernel, array_type, cuda, device_function, float32, tiled_type, uint32
 from fa_numba.intrinsics.mbarrier import mbarrier_tile, wait_mbarrier
-from fa_numba.intrinsics.shared import half_tile, shared_tile
+from fa_numba.intrinsics.shared import half_tile, index_tile, shared_tile
 from fa_numba.intrinsics.warpgroup import give_registers, take_registers
 from fa_numba.parts.wgmma import parts
 
@@ -28,18 +28,18 @@ def make_wide_backward(spec, produce, produce_values):
     AT_Q, AT_DO, AT_S, AT_L, BARRIER_0 = spec.places
     NQS, NSS, NL, BARRIERS = 2 * NQ, 2 * NS, 4 * spec.Br, spec.barriers
     (FULL_KV, FULL_Q, FULL_DO, EMPTY), FULL_S = spec.barrier_places, spec.barrier_of_scores
-    BR2, (FEW, MANY) = 2 * spec.Br, spec.registers
+    BR2, (FEW, MANY), (TOLD_0, TOLD) = 2 * spec.Br, spec.registers, spec.told
 
     @device_function
-    def consume_values(sK, sQ, sdO, sS, sL, bars, Q, K, dV, scale_log2, group, options):
+    def consume_values(sK, sQ, sdO, sS, sL, sN, bars, Q, K, dV, scale_log2, group, options):
         rS = cuda.local.array(RS, float32)
         rP = cuda.local.array(RP, uint32)
         rdV = cuda.local.array(RK, float32)
         w, tx, ty = p.place()
-        j0, hk, b = p.column_tile()
+        j0, hk, b = p.told_tile(sN)
         h, heads = p.query_heads(hk, group)
         h_end = uint32(h + heads)
-        Nq, Nk = p.lengths(Q.shape[2], K.shape[2], b, options)
+        Nq, Nk = p.told_lengths(sN, Q.shape[2], K.shape[2])
         i_first, i_end = p.row_range(j0, uint32(0), Nq, Nq, Nk, options)
         # Alg. 2 line 7: dVj = 0, on chip
         p.start_column(rdV)
@@ -78,19 +78,19 @@ def make_wide_backward(spec, produce, produce_values):
 
         # Alg. 2 line 18: write dVj, by way of Kj
         p.meet(w)  # no warp reads Kj any more
-        p.write_tile(rdV, sK, uint32(0), dV, w, j0, b, hk, tx, ty)
+        p.write_tile(rdV, sK, uint32(0), dV, w, j0, Nk, b, hk, sN, options, tx, ty)
 
     @device_function
-    def consume_keys(sV, sQ, sdO, sS, sL, bars, Q, K, dK, scale, scale_log2, group, options):
+    def consume_keys(sV, sQ, sdO, sS, sL, sN, bars, Q, K, dK, scale, scale_log2, group, options):
         rS = cuda.local.array(RS, float32)
         rdP = cuda.local.array(RS, float32)
         rdS = cuda.local.array(RP, uint32)
         rdK = cuda.local.array(RK, float32)
         w, tx, ty = p.place()
-        j0, hk, b = p.column_tile()
+        j0, hk, b = p.told_tile(sN)
         h, heads = p.query_heads(hk, group)
         h_end = uint32(h + heads)
-        Nq, Nk = p.lengths(Q.shape[2], K.shape[2], b, options)
+        Nq, Nk = p.told_lengths(sN, Q.shape[2], K.shape[2])
         i_first, i_end = p.row_range(j0, uint32(0), Nq, Nq, Nk, options)
         # Alg. 2 line 7: dKj = 0, on chip
         p.start_column(rdK)
@@ -131,30 +131,35 @@ def make_wide_backward(spec, produce, produce_values):
         # Alg. 2 line 18: write dKj, by way of Vj
         p.meet(w)  # no warp reads Vj any more
         p.scale_columns(rdK, scale)
-        p.write_tile(rdK, sV, uint32(0), dK, w, j0, b, hk, tx, ty)
+        p.write_tile(rdK, sV, uint32(0), dK, w, j0, Nk, b, hk, sN, options, tx, ty)
 
     def fa2_backward(Q, K, V, dO, L, D, A, dK, dV, scale, scale_log2, group, options):
         sK, sV = half_tile(0, NK), half_tile(NK, NK)
         sQ, sdO = half_tile(AT_Q, NQS), half_tile(AT_DO, NQS)
         sS, sL = shared_tile(AT_S, NSS), shared_tile(AT_L, NL)
-        bars = mbarrier_tile(BARRIER_0, BARRIERS)
+        bars, sN = mbarrier_tile(BARRIER_0, BARRIERS), index_tile(TOLD_0, TOLD)
         p.begin_barriers(bars)
+        p.tell_tile(sN, Q, K, options)
         cuda.syncthreads()
         if cuda.threadIdx.x < 128:
             give_registers(FEW)
             if cuda.threadIdx.x == 0:
-                produce(sK, sV, sQ, sdO, bars, Q, K, V, dO, group, options)
+                produce(sK, sV, sQ, sdO, sN, bars, Q, K, V, dO, group, options)
             elif 32 <= cuda.threadIdx.x < 96:
-                produce_values(sL, bars, Q, K, L, D, group, options)
+                produce_values(sL, sN, bars, Q, K, L, D, group, options)
         else:
             take_registers(MANY)
             if cuda.threadIdx.x < 256:
-                consume_values(sK, sQ, sdO, sS, sL, bars, Q, K, dV, scale_log2, group, options)
+                consume_values(sK, sQ, sdO, sS, sL, sN, bars, Q, K, dV, scale_log2, group, options)
             else:
-                consume_keys(sV, sQ, sdO, sS, sL, bars, Q, K, dK, scale, scale_log2, group, options)
+                consume_keys(
+                    sV, sQ, sdO, sS, sL, sN, bars, Q, K, dK, scale, scale_log2, group, options
+                )
 
-    tiles, rows = tiled_type(4), array_type(3)
-    arrays = [*[tiles] * 4, rows, rows, array_type(4), tiles, tiles]
+    queries, keys = tiled_type(4, spec.query_ends), tiled_type(4, spec.key_ends)
+    rows = array_type(3)
+    columns = tiled_type(4, spec.features.packed)
+    arrays = [queries, keys, keys, queries, rows, rows, array_type(4), columns, columns]
     scalars = (types.float32, types.float32, types.int32)
     arguments = (*arrays, *scalars, spec.features.argument_type)
     return Kernel(fa2_backward, arguments, spec.threads, spec.shared_bytes, spec.min_blocks)

@@ -15,13 +15,14 @@ from fa_numba.parts.wgmma import (
     stores,
     sweep,
     tile_load,
+    told,
     turns,
     wide,
 )
 from fa_numba.tiling import WgmmaBackwardSpec, WgmmaFa1Spec, WgmmaSweepSpec
 
 _MODULES = (
-    *(products, schedule, stages, stores, tile_load, turns),
+    *(products, schedule, stages, stores, tile_load, told, turns),
     *(layout, heads, visits, softmax, bias, rows, splits, gradients),
 )
 

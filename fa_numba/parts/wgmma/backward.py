@@ -12,13 +12,11 @@ from fa_numba.intrinsics.bulk_copy import (
     add_box,
     commit_boxes,
     fence_async_proxy,
-    load_box,
     wait_boxes_read,
 )
 from fa_numba.intrinsics.matrix import CONVERSIONS
 from fa_numba.intrinsics.mbarrier import (
     arrive_mbarrier,
-    expect_bytes,
     fence_mbarrier_init,
     init_mbarrier,
 )
@@ -26,8 +24,10 @@ from fa_numba.intrinsics.shared import load4, store2
 from fa_numba.intrinsics.warpgroup import MULTIPLY, STEP, wait_products
 from fa_numba.parts import softmax, visits
 from fa_numba.parts.bias import make_add_bias
+from fa_numba.parts.heads import make_key_rows
 from fa_numba.parts.mma.pairs import make_write_floats
 from fa_numba.parts.wgmma import products, stages, stores, tile_load
+from fa_numba.parts.wgmma.told import told_key_end, told_query_end
 from fa_numba.parts.wgmma.turns import make_meet
 from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL
 from fa_numba.tiling.wgmma_backward import STAGES
@@ -101,28 +101,6 @@ def make_next_visit(spec):
         return h_next, i_next
 
     return next_visit
-
-
-@cache
-def make_load_column_tiles(spec):
-    """``load_column_tiles(sK, sV, K, V, b, h, col0, bars, barrier)``: Kj and Vj."""
-    Bc, panels = spec.Bc, spec.panels
-    size = 4 * PANEL * panels * Bc
-
-    @device_function
-    def load_column_tiles(sK, sV, K, V, b, h, col0, bars, barrier):
-        expect_bytes(bars, barrier, size)
-        for n in range(panels):
-            load_box(sK, uint32(PANEL * Bc * n), K, b, h, col0, PANEL * n, bars, barrier)
-            load_box(sV, uint32(PANEL * Bc * n), V, b, h, col0, PANEL * n, bars, barrier)
-
-    return load_column_tiles
-
-
-@cache
-def make_load_rows(spec):
-    """``load_rows(sT, at, T, b, h, row0, bars, barrier)``: Qi or dOi."""
-    return tile_load.load_of(spec.Br, spec.Br, spec.panels)
 
 
 @device_function
@@ -377,14 +355,16 @@ def make_wait_columns(spec):
 
 @cache
 def make_add_dq(spec):
-    """``add_dq(rdQ, sdQ, A, b, h, row0, w, tx, ty)``: A += this consumer's part of dQ, by the copy
-    engine, which takes it from this consumer's part of sdQ: two boxes of 32 columns.
+    """``add_dq(rdQ, sdQ, A, b, h, row0, Nq, sN, w, tx, ty)``: A += this consumer's part of dQ,
+    by the copy engine, which takes it from this consumer's part of sdQ: two boxes of 32 columns.
+    Nothing beyond the Nq rows of a sequence.
     """
     by_rows, meet = spec.Br > GROUP_ROWS, make_meet(spec)
+    place_of = tile_load.make_place_of(spec.query_ends, told_query_end)
     BOX = GROUP_ROWS * FLOATS
 
     @device_function
-    def add_dq(rdQ, sdQ, A, b, h, row0, w, tx, ty):
+    def add_dq(rdQ, sdQ, A, b, h, row0, Nq, sN, w, tx, ty):
         if tx == uint32(0) and ty == uint32(0):
             wait_boxes_read()
         meet(w)  # the last part has been read
@@ -409,8 +389,9 @@ def make_add_dq(spec):
             row, col = row0, uint32(PANEL * w)
             if by_rows:
                 row, col = uint32(row0 + GROUP_ROWS * w), uint32(0)
-            add_box(A, b, h, row, col, sdQ, own)
-            add_box(A, b, h, row, uint32(col + FLOATS), sdQ, uint32(own + BOX))
+            outer, which, first = place_of(A, b, h, row, Nq, sN)
+            add_box(A, outer, which, first, col, sdQ, own)
+            add_box(A, outer, which, first, uint32(col + FLOATS), sdQ, uint32(own + BOX))
             commit_boxes()
 
     return add_dq
@@ -418,25 +399,33 @@ def make_add_dq(spec):
 
 @cache
 def make_write_tile(spec):
-    """``write_tile(rdK, sK, at, dK, w, row0, b, h, tx, ty)``: this consumer's rows of dK or dV; or,
-    where blocks share a head, those of this block's float32 part of them.
+    """``write_tile(rdK, sK, at, dK, w, row0, Nk, b, h, sN, options, tx, ty)``: this consumer's rows
+    of dK or dV, nothing beyond the Nk of a packed sequence; or, where blocks share a head, those of
+    this block's float32 part of them.
     """
     if spec.splits_group:
         return _make_write_part(spec)
-    return stores.make_write_tile(spec.transposed)
+    write = stores.write_to_end(spec.transposed, spec.features.packed, told_key_end)
+
+    @device_function
+    def write_tile(rdK, sK, at, dK, w, row0, Nk, b, h, sN, options, tx, ty):
+        write(rdK, sK, at, dK, w, row0, Nk, b, h, sN, tx, ty)
+
+    return write_tile
 
 
 def _make_write_part(spec):
-    """``write_part(rdK, sK, at, A, w, row0, b, h, tx, ty)``: A = this thread's part of dK, from
-    registers; a place of its own for each share h.
+    """``write_part(rdK, sK, at, A, w, row0, Nk, b, h, sN, options, tx, ty)``: A = this thread's
+    part of dK, from registers; a place of its own for each share h.
     """
     TM, DN4, STEP_, write_floats = spec.TN, 4 * spec.DN, spec.column_step, make_write_floats(spec)
+    key_rows = make_key_rows(spec)
 
     @device_function
-    def write_part(rdK, sK, at, A, w, row0, b, h, tx, ty):
+    def write_part(rdK, sK, at, A, w, row0, Nk, b, h, sN, options, tx, ty):
         if tx == uint32(0) and ty == uint32(0):
             wait_boxes_read()  # those of dQ, before the thread ends
-        Ah = A[b, h]
+        Ah = key_rows(A, b, h, options)
         for i in range(TM):
             row = uint32(row0 + tx + STEP_ * i)
             inside = row < uint32(Ah.shape[0])

@@ -16,7 +16,7 @@ from fa_numba.parts.mma.pairs import (
     make_write_floats,
     make_write_two,
 )
-from fa_numba.parts.wgmma import backward, stores
+from fa_numba.parts.wgmma import backward, stores, tile_load, told
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
 from fa_numba.tiling.wgmma_backward import STAGES
 
@@ -110,6 +110,24 @@ def make_visits(spec):
         return i0 < i_end and (not grouped or h < h_end)
 
     return visits
+
+
+@cache
+def make_load_column_tiles(spec):
+    """``load_column_tiles(sK, sV, K, V, b, h, col0, bars, barrier)``: FA-2's, of whole arrays."""
+    load = told.make_load_column_tiles(spec)
+
+    @device_function
+    def load_column_tiles(sK, sV, K, V, b, h, col0, bars, barrier):
+        load(sK, sV, K, V, b, h, col0, uint32(0), bars, bars, barrier)
+
+    return load_column_tiles
+
+
+@cache
+def make_load_rows(spec):
+    """``load_rows(sT, at, T, b, h, row0, bars, barrier)``: Qi, dOi or Oi."""
+    return tile_load.load_of(spec.Br, spec.Br, spec.panels)
 
 
 @cache

@@ -65,21 +65,29 @@ def _make_head_tiles(spec):
     return head_tiles
 
 
-def _make_sequence_tile(spec):
-    """``sequence_tile(i, options)``: the first row, and the sequence, of a head's row tile i."""
-    rows_of_tile = spec.head_rows
+@cache
+def sequence_tile_of(rows_of_tile, keys=False):
+    """``sequence_tile(i, options)``: the first row, and the sequence, of a head's tile i of so many
+    rows of Q, or with ``keys`` of K.
+    """
+
+    @device_function
+    def starts_of(options):
+        if keys:
+            return options.k_starts
+        return options.q_starts
 
     @device_function
     def sequence_tile(i, options):
-        b, after = uint32(0), uint32(options.q_starts.shape[0] - 1)
+        b, after = uint32(0), uint32(starts_of(options).shape[0] - 1)
         while uint32(after - b) > uint32(1):
             middle = uint32(uint32(after + b) // uint32(2))
-            begin = uint32(uint32(options.q_starts[middle]) // uint32(rows_of_tile) + middle)
+            begin = uint32(uint32(starts_of(options)[middle]) // uint32(rows_of_tile) + middle)
             if begin <= i:
                 b = middle
             else:
                 after = middle
-        begin = uint32(uint32(options.q_starts[b]) // uint32(rows_of_tile) + b)
+        begin = uint32(uint32(starts_of(options)[b]) // uint32(rows_of_tile) + b)
         return uint32(uint32(i - begin) * rows_of_tile), b
 
     return sequence_tile
@@ -95,7 +103,7 @@ def make_row_tile(spec):
     """
     rows_of_tile, of_tile, pair_bytes = spec.head_rows, spec.tile_heads, 4 * spec.head_dim
     head_tiles, packed = _make_head_tiles(spec), spec.features.packed
-    sequence_tile, page_size = _make_sequence_tile(spec), spec.features.page_size
+    sequence_tile, page_size = sequence_tile_of(rows_of_tile), spec.features.page_size
 
     @device_function
     def row_tile(n, q_shape, k_shape, options):

@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from fa_numba.device import WRAPS, device_function, uint32
+from fa_numba.device import device_function, uint32
 from fa_numba.dtypes import DTYPES
 from fa_numba.intrinsics.bulk_copy import (
     commit_boxes,
@@ -17,7 +17,7 @@ from fa_numba.parts.heads import make_query_end, make_query_rows
 from fa_numba.parts.mma.stores import make_write_fragments
 from fa_numba.parts.rows import make_write_values
 from fa_numba.parts.splits import writes_split
-from fa_numba.parts.wgmma.tile_load import end_of
+from fa_numba.parts.wgmma.tile_load import make_place_of
 from fa_numba.parts.wgmma.turns import make_meet
 from fa_numba.tiling.wgmma import PANEL
 
@@ -46,26 +46,29 @@ def make_write_queries(spec):
     """``write_queries(rO, sQ, at, O, w, row0, Nq, b, h, options, ty, tx)``: the same of a sequence
     of Nq rows, nothing beyond them. Where heads share a tile h counts groups of them.
     """
-    packed, members = spec.features.packed, spec.tile_heads > 1
-    if not packed and not members:
+    return write_to_end(spec, spec.features.packed, make_query_end(spec), spec.tile_heads > 1)
+
+
+def write_to_end(spec, ends, sequence_end, members=False):
+    """``write(rO, sQ, at, O, w, row0, N, b, h, options, ty, tx)``: ``write_tile`` of a sequence of
+    N rows; if ``ends`` nothing beyond them, with ``members`` of several heads.
+    """
+    if not ends and not members:
         write_tile = make_write_tile(spec)
 
         @device_function
-        def write_all(rO, sQ, at, O, w, row0, Nq, b, h, options, ty, tx):
+        def write_all(rO, sQ, at, O, w, row0, N, b, h, options, ty, tx):
             write_tile(rO, sQ, at, O, w, row0, b, h, ty, tx)
 
         return write_all
     Br, panels, round_rows = spec.Br, spec.panels, _make_round_rows(spec)
-    query_end = make_query_end(spec)
+    place_of = make_place_of(ends, sequence_end)
 
     @device_function
-    def write_queries(rO, sQ, at, O, w, row0, Nq, b, h, options, ty, tx):
+    def write(rO, sQ, at, O, w, row0, N, b, h, options, ty, tx):
         own = round_rows(rO, sQ, at, w, ty, tx)
         if ty == uint32(0) and tx == uint32(0):
-            outer, which, row = b, h, row0
-            if packed:
-                outer, which = uint32(WRAPS), end_of(O, b, h, query_end(b, Nq, options))
-                row = uint32(row0 + uint32(WRAPS) - Nq)
+            outer, which, row = place_of(O, b, h, row0, N, options)
             for n in range(panels):
                 place = uint32(own + PANEL * Br * n)
                 if members:
@@ -75,7 +78,7 @@ def make_write_queries(spec):
             commit_boxes()
             wait_boxes_read()
 
-    return write_queries
+    return write
 
 
 def _make_round_rows(spec):

@@ -4,13 +4,16 @@ stay, and of S and dP, rows in registers as in the forward pass, comes dS, an op
 
 from functools import cache
 
-from fa_numba.device import cuda, device_function, float32
+from fa_numba.device import cuda, device_function, float32, uint32
 from fa_numba.dtypes import DTYPES
 from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, exp2
 from fa_numba.intrinsics.matrix import CONVERSIONS
 from fa_numba.intrinsics.mbarrier import fence_mbarrier_init, init_mbarrier
 from fa_numba.parts import softmax
+from fa_numba.parts.heads import make_key_end
 from fa_numba.parts.wgmma.backward import make_cap_slope
+from fa_numba.parts.wgmma.schedule import sequence_tile_of
+from fa_numba.parts.wgmma.tile_load import load_to_end
 
 
 @cache
@@ -38,14 +41,26 @@ def make_begin_barriers(spec):
 
 @cache
 def make_row_tile(spec):
-    """``row_tile()``: the first row of this block's; those with most columns go first."""
-    Br = spec.Br
+    """``row_tile(b, options)``: the first row of this block's, and its batch entry, which is b but
+    for packed sequences; those with most columns go first.
+    """
+    Br, packed, sequence_tile = spec.Br, spec.features.packed, sequence_tile_of(spec.Br)
 
     @device_function
-    def row_tile():
-        return (cuda.gridDim.x - 1 - cuda.blockIdx.x) * Br
+    def row_tile(b, options):
+        if packed:
+            return sequence_tile(uint32(cuda.gridDim.x - 1 - cuda.blockIdx.x), options)
+        return uint32((cuda.gridDim.x - 1 - cuda.blockIdx.x) * Br), b
 
     return row_tile
+
+
+@cache
+def make_load_columns(spec):
+    """``load_columns(sT, at, T, b, h, row0, Nk, options, bars, barrier)``: Kj or Vj of a sequence
+    of Nk columns, zeros beyond them.
+    """
+    return load_to_end(spec, spec.Bc, spec.Bc, spec.key_ends, make_key_end(spec))
 
 
 @cache

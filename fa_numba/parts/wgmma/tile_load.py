@@ -18,12 +18,6 @@ COLUMN_PRODUCERS = {1: (32, 32), 2: (32, 64)}
 
 
 @cache
-def make_load_q(spec):
-    """``load_q(sQ, at, Q, b, h, row0, bars, barrier)``: Qi, by boxes of a warpgroup's rows."""
-    return load_of(spec.Br, GROUP_ROWS, spec.panels)
-
-
-@cache
 def make_load_columns(spec):
     """``load_columns(sT, at, T, b, h, row0, bars, barrier)``: Kj or Vj."""
     return load_of(spec.Bc, spec.Bc, spec.panels)
@@ -50,14 +44,8 @@ def make_load_queries(spec):
     """``load_queries(sQ, at, Q, b, h, row0, Nq, options, bars, barrier)``: Qi of a sequence of Nq
     rows, zeros beyond them. Where heads share a tile h counts groups of them.
     """
-    load = _load_to_end(spec, spec.Br, GROUP_ROWS, spec.query_ends, spec.tile_heads)
-    query_end = make_query_end(spec)
-
-    @device_function
-    def load_queries(sQ, at, Q, b, h, row0, Nq, options, bars, barrier):
-        load(sQ, at, Q, b, query_end(b, Nq, options), h, row0, Nq, bars, barrier)
-
-    return load_queries
+    ends, end = spec.query_ends, make_query_end(spec)
+    return load_to_end(spec, spec.Br, GROUP_ROWS, ends, end, spec.tile_heads)
 
 
 @cache
@@ -68,38 +56,34 @@ def make_load_keys(spec):
     """
     if spec.features.page_size:
         return _load_of_pages(spec)
-    load = _load_to_end(spec, spec.Bc, spec.Bc, spec.key_ends, 1)
-    key_end = make_key_end(spec)
+    load = load_to_end(spec, spec.Bc, spec.Bc, spec.key_ends, make_key_end(spec))
 
     @device_function
     def load_keys(sT, at, T, b, h, row0, Nk, pages, options, bars, barrier):
-        load(sT, at, T, b, key_end(b, Nk, options), h, row0, Nk, bars, barrier)
+        load(sT, at, T, b, h, row0, Nk, options, bars, barrier)
 
     return load_keys
 
 
-def _load_to_end(spec, rows, box, ends, heads):
-    """The load of a tile of a sequence of N rows that ends at ``end``, in one of the layouts of
-    ``TiledArray``.
+def load_to_end(spec, rows, box, ends, sequence_end, heads=1):
+    """``load(sT, at, T, b, h, row0, N, options, bars, barrier)``: a tile of a sequence of N rows,
+    in one of the layouts of ``TiledArray``, zeros beyond them.
     """
-    panels = spec.panels
+    panels, place_of = spec.panels, make_place_of(ends, sequence_end)
     if not ends and heads == 1:
         plain = load_of(rows, box, panels)
 
         @device_function
-        def load_all(sT, at, T, b, end, h, row0, N, bars, barrier):
+        def load_all(sT, at, T, b, h, row0, N, options, bars, barrier):
             plain(sT, at, T, b, h, row0, bars, barrier)
 
         return load_all
     size, step, members = 2 * PANEL * panels * rows, box // heads, heads > 1
 
     @device_function
-    def load(sT, at, T, b, end, h, row0, N, bars, barrier):
+    def load(sT, at, T, b, h, row0, N, options, bars, barrier):
         expect_bytes(bars, barrier, size)
-        outer, which, first = b, h, row0
-        if ends:
-            outer, which = uint32(WRAPS), end_of(T, b, h, end)
-            first = uint32(row0 + uint32(WRAPS) - N)
+        outer, which, first = place_of(T, b, h, row0, N, options)
         for n in range(panels):
             for r in range(rows // box):
                 place, row = uint32(at + PANEL * (n * rows + r * box)), uint32(first + r * step)
@@ -188,6 +172,22 @@ def _brings(own, other):
         return cuda.threadIdx.x == own
 
     return brings
+
+
+@cache
+def make_place_of(ends, sequence_end):
+    """``place_of(T, b, h, row, N, options)``: the outer places of a row on T's map; if sequences
+    end within T, of one of N rows that ends at ``sequence_end(b, N, options)``.
+    """
+
+    @device_function
+    def place_of(T, b, h, row, N, options):
+        if ends:
+            outer, which = uint32(WRAPS), end_of(T, b, h, sequence_end(b, N, options))
+            return outer, which, uint32(row + uint32(WRAPS) - N)
+        return b, h, row
+
+    return place_of
 
 
 @device_function

@@ -1,0 +1,109 @@
+"""Which column tile a block of the backward pass takes, told by way of shared memory where batch
+entries have lengths of their own, and the loads of tiles of such an entry.
+"""
+
+from functools import cache
+
+from fa_numba.device import cuda, device_function, uint32
+from fa_numba.intrinsics.bulk_copy import load_box
+from fa_numba.intrinsics.mbarrier import expect_bytes
+from fa_numba.parts.heads import make_key_end, make_lengths, make_query_end
+from fa_numba.parts.wgmma.schedule import make_column_tile, sequence_tile_of
+from fa_numba.parts.wgmma.tile_load import load_to_end, make_place_of
+from fa_numba.tiling.wgmma import PANEL
+
+
+@cache
+def make_tell_tile(spec):
+    """``tell_tile(sN, Q, K, options)``: where batch entries have lengths of their own the first
+    thread tells the others of the block's column tile: where it begins, of which entry it is, Nq
+    and Nk, and where these end in the arrays. Nobody else looks for the sequence, and no register
+    keeps what can be read again. A grid of packed sequences has the tiles of all of them, some
+    empty (``sequence_tile``).
+    """
+    features, column_tile, lengths = spec.features, make_column_tile(spec), make_lengths(spec)
+    query_end, key_end = make_query_end(spec), make_key_end(spec)
+    packed, varies, Bc = features.packed, features.lengths, spec.Bc
+    sequence_tile = sequence_tile_of(Bc, keys=True)
+
+    @device_function
+    def tell_tile(sN, Q, K, options):
+        if varies and cuda.threadIdx.x == 0:
+            j0, _, b = column_tile()
+            if packed:
+                j0, b = sequence_tile(uint32(j0 // uint32(Bc)), options)
+            Nq, Nk = lengths(Q.shape[2], K.shape[2], b, options)
+            sN[0], sN[1], sN[2], sN[3] = j0, b, Nq, Nk
+            sN[4], sN[5] = query_end(b, Nq, options), key_end(b, Nk, options)
+
+    return tell_tile
+
+
+@cache
+def make_told_tile(spec):
+    """``told_tile(sN)``: this block's first column, its K/V head and batch entry."""
+    column_tile, packed = make_column_tile(spec), spec.features.packed
+
+    @device_function
+    def told_tile(sN):
+        j0, hk, b = column_tile()
+        if packed:
+            j0, b = sN[0], sN[1]
+        return j0, hk, b
+
+    return told_tile
+
+
+@cache
+def make_told_lengths(spec):
+    """``told_lengths(sN, rows, columns)``: Nq and Nk, of arrays with so many rows and columns."""
+    varies = spec.features.lengths
+
+    @device_function
+    def told_lengths(sN, rows, columns):
+        if varies:
+            return sN[2], sN[3]
+        return uint32(rows), uint32(columns)
+
+    return told_lengths
+
+
+@device_function
+def told_query_end(b, Nq, sN):
+    """Where the Nq rows of entry b end in an array of queries."""
+    return sN[4]
+
+
+@device_function
+def told_key_end(b, Nk, sN):
+    """The same of keys."""
+    return sN[5]
+
+
+@cache
+def make_load_column_tiles(spec):
+    """``load_column_tiles(sK, sV, K, V, b, h, col0, Nk, sN, bars, barrier)``: Kj and Vj of a
+    sequence of Nk columns, zeros beyond them.
+    """
+    Bc, panels = spec.Bc, spec.panels
+    size = 4 * PANEL * panels * Bc
+    place_of = make_place_of(spec.key_ends, told_key_end)
+
+    @device_function
+    def load_column_tiles(sK, sV, K, V, b, h, col0, Nk, sN, bars, barrier):
+        expect_bytes(bars, barrier, size)
+        b_k, h_k, col_k = place_of(K, b, h, col0, Nk, sN)
+        b_v, h_v, col_v = place_of(V, b, h, col0, Nk, sN)
+        for n in range(panels):
+            load_box(sK, uint32(PANEL * Bc * n), K, b_k, h_k, col_k, PANEL * n, bars, barrier)
+            load_box(sV, uint32(PANEL * Bc * n), V, b_v, h_v, col_v, PANEL * n, bars, barrier)
+
+    return load_column_tiles
+
+
+@cache
+def make_load_rows(spec):
+    """``load_rows(sT, at, T, b, h, row0, Nq, sN, bars, barrier)``: Qi or dOi of a sequence of Nq
+    rows, zeros beyond them.
+    """
+    return load_to_end(spec, spec.Br, spec.Br, spec.query_ends, told_query_end)
