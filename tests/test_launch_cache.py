@@ -355,14 +355,31 @@ def test_no_more_are_kept_than_a_number(gpu, kept, monkeypatch):
 def test_what_is_read_on_the_host_is_read_by_each_call(gpu, kept):
     q, k, v = inputs()
     there = [on_gpu(x) for x in (q, k, v)]
-    lengths, mask = np.array([9, 4]), np.array([[True]])
+    mask, options = np.array([[True]]), {"tiles": Tiles(16, 16)}
     for _ in range(2):
-        for options in ({"kv_lens": lengths}, {"block_mask": mask, "tiles": Tiles(16, 16)}):
-            found = fa_numba.flash_attention_2(*there, **options)
-            assert_same(found, emulated(fa_numba.flash_attention_2, q, k, v, **options))
-        lengths[:] = [2, 7]
+        found = fa_numba.flash_attention_2(*there, block_mask=mask, **options)
+        want = emulated(fa_numba.flash_attention_2, q, k, v, block_mask=mask, **options)
+        assert_same(found, want)
         mask[:] = ~mask
     assert not kept
+
+
+@pytest.mark.parametrize("kind", ["list", "array", "tensor"])
+def test_lengths_are_kept_by_their_values(gpu, torch, kept, kind):
+    q, k, v = inputs()
+    there, lengths = [on_gpu(x) for x in (q, k, v)], np.array([9, 4], np.int32)
+    remote = on_gpu(lengths)
+    given = {"list": lengths.tolist, "array": lambda: lengths}
+    given["tensor"] = lambda: Tensor.of(remote.values)
+    for values_, calls in (([9, 4], 1), ([2, 7], 2), ([9, 4], 2)):
+        lengths[:] = remote.values[:] = values_
+        found = fa_numba.flash_attention_2(*there, kv_lens=given[kind]())
+        assert_same(found, emulated(fa_numba.flash_attention_2, q, k, v, kv_lens=values_))
+        assert len(kept) == calls
+    for refused in ([True, True], np.array([9.0, 4.0]), np.array([[9, 4]]), [[9], [4]]):
+        with pytest.raises((TypeError, ValueError), match="kv_lens"):
+            fa_numba.flash_attention_2(*there, kv_lens=refused)
+    assert len(kept) == 2
 
 
 def test_a_nested_tuple_does_not_show_its_types(gpu, kept):

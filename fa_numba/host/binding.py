@@ -20,7 +20,7 @@ from fa_numba.tiling import Tiles
 LOG2E = math.log2(math.e)
 
 _SEEDS = ("seed_low", "seed_high", "offset")
-_LENGTHS = ("q_lens", "kv_lens", "cu_seqlens_q", "cu_seqlens_k")
+LENGTHS = ("q_lens", "kv_lens", "cu_seqlens_q", "cu_seqlens_k")
 # Options that are arrays on the call's device, always in float32, and what kernels know them by.
 ARRAYS = {"bias": "bias", "attn_mask": "bias", "alibi_slopes": "alibi_slopes"}
 # Integer arrays that are used where they lie on a GPU, and else go there by value.
@@ -74,7 +74,7 @@ class Binding:
         seed = as_word("seed", given.pop("seed", 0), 64)
         offset = as_word("offset", given.pop("offset", 0), 32)
         table, checked = paging(given, facts, arrays, shapes)
-        for name in _LENGTHS:
+        for name in LENGTHS:
             if name in given:
                 facts[name] = on_host(name, given.pop(name))
         facts |= given

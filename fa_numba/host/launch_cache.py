@@ -4,14 +4,15 @@ The first call of a kind checks its arguments, plans, and records its launches. 
 under a key of all that these depend on: what was asked for, and of each array the library, GPU,
 dtype, shape, strides and alignment. A later call with an equal key skips all that and replays the
 record with its own addresses. Only calls that succeeded are kept, so what is refused once is
-refused again. Never kept, and so checked and planned each time, are calls with host arrays, JAX
-arrays, block masks or arrays of lengths, whose values the checks have to read; lengths beside a
-block table on the GPU are not read.
+refused again. Lengths are part of the key by their values, read back from a GPU by each call, but
+for those beside a block table there. Never kept, and so checked and planned each time, are calls
+with host arrays, JAX arrays or block masks.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ import numpy as np
 from fa_numba import device
 from fa_numba.device.launch_record import DeviceArray, LaunchRecord, Word
 from fa_numba.host import placement
-from fa_numba.host.arrays import HOST, Operand, address_and_kind, operand, pointer_of
-from fa_numba.host.binding import ARRAYS, PAGING, seed_words
+from fa_numba.host.arrays import HOST, Operand, address_and_kind, on_host, operand, pointer_of
+from fa_numba.host.binding import ARRAYS, LENGTHS, PAGING, seed_words
 from fa_numba.host.overlap import extent
 
 KEPT = 1024  # calls; then the oldest goes
@@ -113,8 +114,25 @@ def describe_call(
         elif kind is tuple and name != "block_mask":
             key += (name, *map(type, value), value)
         elif name not in named:
-            return None
+            content = _content(name, value) if name in LENGTHS else None
+            if content is None:
+                return None
+            key += (name, *content)
     return Call(tuple(key), pointers, seed_words(seed, offset))
+
+
+def _content(name: str, value: Any) -> tuple | None:
+    """All that a call depends on of lengths; None for those that only the checks can judge."""
+    kind, torch = type(value), sys.modules.get("torch")
+    if kind is list:
+        return (list, *map(type, value), tuple(value))
+    is_tensor = torch is not None and kind is torch.Tensor and value.layout is torch.strided
+    if not is_tensor and kind is not np.ndarray:
+        return None
+    array = on_host(name, value)
+    if array.dtype.kind not in "iu":
+        return None
+    return kind, array.dtype.str, array.shape, array.tobytes()
 
 
 def replay(call: Call | None, out: Any, stream: Any) -> list[Any] | None:

@@ -170,6 +170,8 @@ def chosen_group_splits(request: Request, tiles: Tiles, spec: Any) -> int:
     p, places = request.problem, request.multiprocessors
     if not _can_split_group(request) or not places:
         return 1
+    if p.group == 1:
+        return 1
     heads, sequences = p.heads_k * p.batch, [(p.seqlen_q, p.seqlen_k)]
     if p.packed:  # a head's blocks take one after the other
         heads, sequences = p.heads_k, [p.lengths(b) for b in range(p.batch)]
