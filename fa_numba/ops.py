@@ -336,11 +336,12 @@ def flash_attention_2_backward(
     multiple of 2, but for ``deterministic``.
 
     ``group_splits`` thread blocks share a column tile of a K/V head, each with as many of its query
-    heads: a divisor of Hq / Hk, on ``unit`` "wgmma" up to d = 128. Each loads K and V, and leaves
-    Nk d elements of dk and of dv in a float32 workspace, which are summed in one order. It is for
-    calls with few K/V heads, whose column tiles leave multiprocessors idle, or under a causal mask
-    end at different times. "auto", the default, estimates which number ends first: 1 for all other
-    calls and on the emulator.
+    heads, or with as many rows of one: a divisor of Hq / Hk, or a multiple without a softcap,
+    slopes or a bias, on ``unit`` "wgmma" up to d = 128. Each loads K and V, and leaves Nk d
+    elements of dk and of dv in a float32 workspace, which are summed in one order. It is for calls
+    with few K/V heads or keys, whose column tiles leave multiprocessors idle, or under a causal
+    mask end at different times. "auto", the default, estimates which number ends first: 1 for all
+    other calls and on the emulator.
 
     Returns (dq, dk, dv), in the shapes of q, k and v, and in q's dtype, library and place; with
     ``return_dbias`` also dbias, float32 in the shape of the bias, summed by atomic adds over the

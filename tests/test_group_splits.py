@@ -19,14 +19,16 @@ from fa_numba.host import planning
 from fa_numba.kernels import wgmma
 from fa_numba.kernels.mma import fa2_backward as rounding
 from fa_numba.parts import wgmma as parts
-from fa_numba.parts.wgmma import backward, schedule
+from fa_numba.parts.wgmma import backward, schedule, told
 
 UNIT = {"unit": "wgmma"}
 H200 = bounds.DEVICES["H200"]
-# Two query heads a block, or one; test_wgmma_backward has one more.
+# Two query heads a block, or one; a half or a third of one's rows.
 CASES = [
     ("fa2", (1, 4, 1, 37, 67, 64), {"group_splits": 2}),
     ("fa2-deterministic", (1, 4, 2, 61, 133, 40), {"group_splits": 2, "causal": True}),
+    ("fa2", (1, 2, 1, 300, 133, 64), {"group_splits": 4, "causal": True}),
+    ("fa2", (2, 1, 1, 150, 67, 128), {"group_splits": 3, "q_lens": [150, 70]}),
 ]
 
 
@@ -70,6 +72,8 @@ def test_the_plan_shows_its_grid_kernels_workspace_and_accesses():
         (True, {}, TypeError, "group_splits is True"),
         ("all", {}, ValueError, "group_splits is 'all': allowed is an integer >= 1, or 'auto'"),
         (3, {}, ValueError, "8 query heads and 2 of K and V: allowed is 1, 2, 4, a divisor of 4"),
+        (8, {"softcap": 2.0}, ValueError, "group_splits is 8 with 4 .* allowed is at most 4"),
+        (40000, {}, ValueError, "40000 with 2 heads of K and V: allowed are 65535 shares"),
         (2, {"unit": "mma"}, ValueError, "of 128 on unit 'mma': only fa2 on unit 'wgmma'"),
         (2, {"d": 136}, ValueError, "head dimension of 136 .* up to head dimension 128, allowed"),
         (2, {"algorithm": "fa1", **UNIT}, ValueError, "algorithm 'fa1'"),
@@ -101,7 +105,11 @@ def test_auto_takes_the_number_that_ends_first():
         assert chosen(d=d) == 1 and chosen(d=d, causal=True) == 2
     # 32 tiles of one head, and 8 times as many once every query head has blocks of its own.
     assert chosen(8, 1, B=1) == 4 and chosen(8, 1, 16384, B=1) == 1
-    assert chosen(32, 1, 512, B=1) == 32 and chosen(6, 2, 512, B=1) == 3
+    assert chosen(32, 1, 512, B=1) == 32 and chosen(6, 2, 512, B=1) == 12
+    # Blocks with a part of a head's rows.
+    assert chosen(1, 1, 8192, B=1) == 2 and chosen(1, 1, 8192, B=1, causal=True) == 4
+    assert chosen(4, 4, B=1, causal=True) == 2 and chosen(1, 1, 32768, B=1) == 1
+    assert chosen(1, 1, B=1, softcap=2.0) == 1 < chosen(1, 1, B=1)
     # Enough blocks; a window as long for each tile; nothing to share.
     assert chosen(32, 8, B=8, causal=True) == chosen(window=(256, 0)) == chosen(8, 8, B=1) == 1
     assert chosen(d=136, causal=True) == chosen(causal=True, unit="mma") == 1
@@ -124,23 +132,31 @@ FAULTS = [
     (backward, "key_rows(A, b, h, options)", "key_rows(A, b, 0, options)"),
     (backward, "inside = row < uint32(Ah.shape[0])", "inside = row < uint32(64)"),
 ]
+OF_ROWS = [
+    (told, "until = uint32(uint32(uint32(part + 1)", "until = uint32(uint32(uint32(part)"),
+    (told, "uint32(i_first + before * Br), own_end", "i_first, own_end"),
+    (told, "share % uint32(shares)", "uint32(0)"),
+    (told, "uint32(share // uint32(group)), i_first", "uint32(share), i_first"),
+    (told, "return i0 < sN[8]", "return i0 < sN[2]"),
+]
 
 
 @cache
 def _unsplit():
     """Arguments of a call, and its results where nobody shares a head."""
-    inputs = half_gradients("float16", 1, 4, 2, 9, 65, 64)
+    inputs = half_gradients("float16", 1, 4, 2, 260, 65, 64)
     given = (*inputs, *saved_halves("fa2", *inputs[1:]))
     return given, fa_numba.flash_attention_2_backward(*given, **UNIT)
 
 
-def _outcome(changed, needle, replacement):
+def _outcome(changed, needle, replacement, splits=2):
     """What finds the fault: the name of an error, or "values"; None if nothing does."""
-    sources = {m: inspect.getsource(m) for m in (wgmma.fa2_backward, rounding, backward, schedule)}
+    changeable = (wgmma.fa2_backward, rounding, backward, schedule, told)
+    sources = {m: inspect.getsource(m) for m in changeable}
     sources[changed] = planted(sources[changed], needle, replacement)
-    kernel, sums, own, order = (_built("group_splits", text) for text in sources.values())
-    others = (order if m is schedule else m for m in parts._MODULES)
-    modules = (own, *others)
+    kernel, sums, own, *others = (_built("group_splits", text) for text in sources.values())
+    built = dict(zip((schedule, told), others, strict=True))
+    modules = (own, *(built.get(m, m) for m in parts._MODULES))
     kernel.parts = lambda spec: parts.Parts(spec, modules)
     kernel.make_round_rows = sums.make_round_rows
     given, right = _unsplit()
@@ -148,7 +164,7 @@ def _outcome(changed, needle, replacement):
     planting = mock.patch.object(wgmma, "fa2_backward", kernel)
     with mock.patch.object(planning, "planned", uncached), planting:
         try:
-            found = fa_numba.flash_attention_2_backward(*given, **UNIT, group_splits=2)
+            found = fa_numba.flash_attention_2_backward(*given, **UNIT, group_splits=splits)
         except emulator.EmulatorError as error:
             return type(error).__name__
     pairs = zip(found, right, strict=True)
@@ -157,7 +173,7 @@ def _outcome(changed, needle, replacement):
 
 
 def test_every_planted_fault_has_its_place():
-    for module, *change in FAULTS:
+    for module, *change in FAULTS + OF_ROWS:
         source = inspect.getsource(module)
         assert planted(source, *change) != source
 
@@ -170,3 +186,8 @@ def test_the_machinery_leaves_kernels_as_they_are():
 @pytest.mark.parametrize("fault", one_of_twelve(FAULTS, lambda fault: fault[2]))
 def test_a_planted_fault_is_found(fault):
     assert _outcome(*fault) is not None
+
+
+@pytest.mark.parametrize("fault", one_of_twelve(OF_ROWS, lambda fault: fault[2]))
+def test_a_fault_planted_where_rows_are_split_is_found(fault):
+    assert _outcome(*fault, splits=4) is not None

@@ -590,7 +590,7 @@ OF_SEQUENCES = [
     ("told", "spec.query_ends, told_query_end", "spec.query_ends, told_key_end"),
     ("backward", "place_of(A, b, h, row, Nq, sN)", "place_of(A, b, h, row, uint32(Nq + 1), sN)"),
     ("backward", "packed, told_key_end", "packed, told_query_end"),
-    ("kernel", "p.tell_tile(sN, Q, K, options)\n", "pass\n"),
+    ("kernel", "p.tell_tile(sN, Q, K, group, options)\n", "pass\n"),
     ("kernel", "query_rows(D, b, h, options)\n", "query_rows(D, uint32(0), h, options)\n"),
     ("sweep", "blockIdx.x), options)", "blockIdx.x - 1), options)"),
     ("sweep", "spec.Bc, spec.key_ends", "spec.Bc, False"),

@@ -171,7 +171,8 @@ def _fa2_backward(request: Request) -> Steps:
     tiles, spec = unit.backward(request)
     splits = chosen_group_splits(request, tiles, spec)
     if splits > 1:
-        spec = replace(spec, splits_group=True, grouped=p.group > splits)  # type: ignore[call-arg]
+        shares: dict[str, Any] = {"grouped": p.group > splits, "splits_rows": p.group < splits}
+        spec = replace(spec, splits_group=True, **shares)  # type: ignore[call-arg]
     kernels, atomic = unit.kernels.fa2_backward, unit.adds_dq(request)
     Tc, batch = ceil_div(p.seqlen_k, tiles.Bc), p.batch
     if p.packed and unit.copies_boxes:
@@ -190,7 +191,8 @@ def _fa2_backward(request: Request) -> Steps:
     bound = {"scale_log2": "score_scale", **boxes, **sum_of_dq}
     parts = {"dK": "parts of dK", "dV": "parts of dV"} if splits > 1 else {}
     if splits > 1:
-        bound |= parts | {"group": p.group // splits}
+        # Heads of a share, or shares of a head.
+        bound |= parts | {"group": max(p.group // splits, splits // p.group)}
     launches = [
         Launch.of(row_sums, _by_rows(request, kernels.WARPS), **sum_of_dq),
         Launch.of(kernels.make_backward(spec, atomic), over_columns, **bound),

@@ -36,6 +36,10 @@ _UNTIL_MERGED, _MERGED_BYTES = 3.5, 3e6
 # Rounds of splits that are tried where row tiles are of unequal length.
 _MOST_ROUNDS = 4
 
+# Blocks along the second axis of a grid.
+MAX_SHARES = 65535
+# Blocks that share the rows of a query head, as "auto" tries them.
+_ROW_SPLITS = (2, 3, 4, 6, 8, 12, 16)
 # Backward, in visits of a row tile, each some 3 microseconds of a multiprocessor, 10 Br Bc d FLOPs.
 # Estimates, whose choices were then timed on an H200. Rounds of blocks that are tried:
 _MOST_SHARES = 8
@@ -148,11 +152,21 @@ def check_group_splits(request: Request) -> None:
             f"of {p.head_dim} on unit {request.unit!r}: only fa2 on unit 'wgmma' splits the query "
             f"heads of a K/V head, up to head dimension {LARGEST_ATOMIC}, allowed is 1 or 'auto'"
         )
-    if p.group % int(splits):
+    if p.group % int(splits) and int(splits) % p.group:
         raise ValueError(
             f"group_splits is {splits} with {p.heads_q} query heads and {p.heads_k} of K and V: "
-            f"allowed is {', '.join(map(str, _divisors(p.group)))}, a divisor of {p.group}, or "
-            "'auto'"
+            f"allowed is {', '.join(map(str, _divisors(p.group)))}, a divisor of {p.group}, a "
+            "multiple of it, or 'auto'"
+        )
+    if int(splits) > p.group and not _can_split_rows(request):
+        raise ValueError(
+            f"group_splits is {splits} with {p.group} query heads a K/V head and a softcap, slopes "
+            f"or a bias, beside which rows are not split: allowed is at most {p.group}, or 'auto'"
+        )
+    if p.heads_k * int(splits) > MAX_SHARES:
+        raise ValueError(
+            f"group_splits is {splits} with {p.heads_k} heads of K and V: allowed are {MAX_SHARES} "
+            "shares of all heads, a grid's limit"
         )
 
 
@@ -161,47 +175,55 @@ def chosen_group_splits(request: Request, tiles: Tiles, spec: Any) -> int:
     "auto" the number with which the parts of dK and dV are summed first; the fewest of these.
 
     Blocks go to multiprocessors in their order, one each, as these become free; under a causal mask
-    the first column tiles take longest. Several blocks each load Kj and Vj, and store their parts
-    in float32, which two more kernels add up. One where there are many rounds of blocks, and on the
-    emulator.
+    the first column tiles take longest. Several blocks have query heads each, or the rows of one;
+    each loads Kj and Vj, and stores its parts in float32, which two more kernels add up. One where
+    there are many rounds of blocks, and on the emulator.
     """
     if request.group_splits != "auto":
         return int(request.group_splits)
     p, places = request.problem, request.multiprocessors
-    if not _can_split_group(request) or not places:
-        return 1
-    if p.group == 1:
-        return 1
     heads, sequences = p.heads_k * p.batch, [(p.seqlen_q, p.seqlen_k)]
     if p.packed:  # a head's blocks take one after the other
         heads, sequences = p.heads_k, [p.lengths(b) for b in range(p.batch)]
+    Tc = sum(ceil_div(Nk, tiles.Bc) for _, Nk in sequences)
+    if not _can_split_group(request) or not places or not Tc:
+        return 1
+    most = max(1, _MOST_SHARES * places // (heads * Tc))
+    tried = [n for n in _divisors(p.group) if n <= most]
+    if _can_split_rows(request):
+        tried += [p.group * m for m in _ROW_SPLITS if p.group * m <= most]
+    if len(tried) == 1:
+        return tried[0]
     visits = [
         _row_tiles(p, tiles, Nq, Nk, j)
         for Nq, Nk in sequences
         for j in range(ceil_div(Nk, tiles.Bc))
     ]
-    if not visits:
-        return 1
-    Tc, elements = len(visits), 2 * sum(Nk for _, Nk in sequences) * heads * p.head_dim
+    elements = 2 * sum(Nk for _, Nk in sequences) * heads * p.head_dim
 
     def end(splits: int) -> float:
-        free, each = [0.0] * places, p.group // splits
+        free, of_head = [0.0] * places, max(1, splits // p.group)
+        each = [max(1, p.group // splits) * ceil_div(n, of_head) for n in visits]
         more, sums = 0.0, 0.0
         if splits > 1:
             more = p.head_dim / _DIMENSIONS_A_VISIT
             sums = _VISITS_OF_SUMS + elements * (4 * splits + 2) / _BYTES_A_VISIT
         for j in _in_launch_order(Tc, heads * splits, spec.chunk_tiles):
-            heapq.heapreplace(free, free[0] + each * visits[j] + _VISITS_OF_BLOCK + more)
+            heapq.heapreplace(free, free[0] + each[j] + _VISITS_OF_BLOCK + more)
         return max(free) + sums
 
-    most = max(1, _MOST_SHARES * places // (heads * Tc))
-    return min((n for n in _divisors(p.group) if n <= most), key=end)
+    return min(tried, key=end)
 
 
 def _can_split_group(request: Request) -> bool:
     """Whether there is a kernel whose blocks share the query heads of a K/V head."""
     kernel = (request.algorithm, request.passes, request.unit)
     return kernel == ("fa2", "bwd", "wgmma") and request.problem.head_dim <= LARGEST_ATOMIC
+
+
+def _can_split_rows(request: Request) -> bool:
+    """Whether blocks can share a query head's rows, too; they would spill what changes scores."""
+    return not request.features.changes_scores
 
 
 def _divisors(n: int) -> list[int]:

@@ -97,7 +97,7 @@ def fa2_backward(
         loads  Q, dO: N_q d each, L, D: N_q each, K, V: sum c_j d each, bias: sum r_i c_j
         stores dQ: N_q' d
 
-    With `group_splits` S above 1 so many blocks share the query heads of a K/V head. Each loads K
+    With `group_splits` S above 1 so many blocks share the query rows of a K/V head. Each loads K
     and V and stores its parts of dK and dV, which are float32 and are then added up. Per K/V head:
         loads  K, V: S N_k d each    A: 2 S N_k' d
         stores  dK, dV: S N_k' d each    dQ: 2 N_k' d (its parameters' names, for parts and sums)

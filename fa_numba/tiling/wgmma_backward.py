@@ -13,7 +13,7 @@ from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL, WgmmaSpec, within_re
 CONSUMERS = 2
 COLUMNS = CONSUMERS * GROUP_ROWS  # of a tile of S
 STAGES = 2  # row tiles in shared memory
-TOLD = 6  # words that tell of a column tile
+TOLD = 9  # words that tell of a column tile
 # Where a causal mask leaves columns unequal work: columns of a head whose tiles go side by side;
 # more of them in small heads of many columns, whose Q and dO would be read from memory by each
 # chunk; and how many heads of K and V are few, whose tiles all do.
@@ -42,7 +42,8 @@ class WgmmaBackwardSpec(Spec):
 
     ``row_tiles`` counts the matrices with a row tile in shared memory: Q, dO and, for
     FlashAttention-1, O. ``splits_queries``: several blocks add to one dK and dV;
-    ``splits_group``: several take query heads of one K/V head each, and leave parts of dK and dV.
+    ``splits_group``: several take query heads of one K/V head each, and leave parts of dK and dV;
+    with ``splits_rows`` one head's rows each.
     ``chunk_tiles``, where it is not 0: so many column tiles of each head go before the next ones
     (parts/wgmma/schedule.py).
     """
@@ -53,6 +54,7 @@ class WgmmaBackwardSpec(Spec):
     row_tiles: int = 2
     splits_queries: bool = False
     splits_group: bool = False
+    splits_rows: bool = False
     chunk_tiles: int = 0
 
     @property
@@ -229,9 +231,10 @@ class WgmmaBackwardSpec(Spec):
     @property
     def told(self) -> tuple[int, int]:
         """Behind the barriers, in words: where those begin that tell of the column tile, and how
-        many there are: none where all of a batch has the arrays' lengths.
+        many there are: none where all of a batch has the arrays' lengths, and no rows are split.
         """
-        return 2 * (self.places[-1] + self.barriers), TOLD if self.features.lengths else 0
+        words = TOLD if self.features.lengths or self.splits_rows else 0
+        return 2 * (self.places[-1] + self.barriers), words
 
     @property
     def shared_bytes(self) -> int:

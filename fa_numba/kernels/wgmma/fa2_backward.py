@@ -6,9 +6,9 @@ once, and row tiles with their L and D to two places in turn. A consumer warpgro
 S and all rows of the tile: it keeps its dK and dV in registers, and P is recomputed from L alone.
 Only dS passes through shared memory, for dQ. dQ is summed in float32 (``A``) by the copy engine's
 atomic adds, in no fixed order, then rounded; or by a second sweep with Q outer, in one order.
-Several blocks can share a column tile, each with its own query heads of the K/V head
-(``group_splits``). Where batch entries have lengths of their own, one thread tells the others of
-the block's column tile. Shared memory and accesses: at the end.
+Several blocks can share a column tile, each with its own query heads of the K/V head, or rows of
+one (``group_splits``). Where it takes more than a block's place to find these, or batch entries
+have lengths of their own, one thread tells the others. Shared memory and accesses: at the end.
 """
 
 from functools import cache
@@ -37,10 +37,10 @@ def make_producers(spec):
     @device_function
     def produce(sK, sV, sQ, sdO, sN, bars, Q, K, V, dO, group, options):
         j0, hk, b = p.told_tile(sN)
-        h, heads = p.query_heads(hk, group)
+        h, heads = p.told_heads(sN, hk, group)
         h_end = uint32(h + heads)
         Nq, Nk = p.told_lengths(sN, Q.shape[2], K.shape[2])
-        i_first, i_end = p.row_range(j0, uint32(0), Nq, Nq, Nk, options)
+        i_first, i_end = p.told_rows(sN, j0, Nq, Nk, options)
         # Alg. 2 line 6: load Kj, Vj
         shared = p.shared_head(hk, h, Q.shape[1], K.shape[1])
         p.load_column_tiles(sK, sV, K, V, b, shared, j0, Nk, sN, bars, uint32(FULL_KV))
@@ -57,10 +57,10 @@ def make_producers(spec):
     @device_function
     def produce_values(sL, sN, bars, Q, K, L, D, group, options):
         j0, hk, b = p.told_tile(sN)
-        h, heads = p.query_heads(hk, group)
+        h, heads = p.told_heads(sN, hk, group)
         h_end = uint32(h + heads)
         Nq, Nk = p.told_lengths(sN, Q.shape[2], K.shape[2])
-        i_first, i_end = p.row_range(j0, uint32(0), Nq, Nq, Nk, options)
+        i_first, i_end = p.told_rows(sN, j0, Nq, Nk, options)
         stage, parity, i0 = uint32(0), uint32(1), i_first
         while i0 < i_end and h < h_end:
             # Alg. 2 line 9: load Li, Di
@@ -102,10 +102,10 @@ def make_backward(spec, atomic=True):
         rdV = cuda.local.array(RK, float32)
         w, tx, ty = p.place()
         j0, hk, b = p.told_tile(sN)
-        h, heads = p.query_heads(hk, group)
+        h, heads = p.told_heads(sN, hk, group)
         h_end = uint32(h + heads)
         Nq, Nk = p.told_lengths(sN, Q.shape[2], K.shape[2])
-        i_first, i_end = p.row_range(j0, uint32(0), Nq, Nq, Nk, options)
+        i_first, i_end = p.told_rows(sN, j0, Nq, Nk, options)
         column0 = uint32(j0 + 64 * w)
         own = uint32(64 * 64 * w)
         # Alg. 2 line 7: dKj = 0, dVj = 0, on chip
@@ -149,7 +149,7 @@ def make_backward(spec, atomic=True):
             p.wait_columns(rdK, rdV, atomic)
             h_next, i_next = p.next_visit(h, i0, i_first, i_end)
             next_stage, next_parity = p.next_stage(stage, parity)
-            more = h_next < h_end
+            more = p.takes_more(sN, h_next, h_end, i_next)
             if more:
                 p.empty(bars, uint32(EMPTY + stage))
                 wait_mbarrier(bars, uint32(FULL_Q + next_stage), next_parity)
@@ -159,7 +159,7 @@ def make_backward(spec, atomic=True):
             p.begin_scores(rS, sK, own, sQ, uint32(next_stage * NQ))
             if atomic:
                 p.wait_dq(rdQ)
-                p.add_dq(rdQ, sdQ, A, b, h, i0, Nq, sN, w, tx, ty)
+                p.add_dq(rdQ, sdQ, A, b, p.told_head(sN, h), i0, Nq, sN, w, tx, ty)
             p.wait_scores(rS, False)
             stage, parity, h, i0 = next_stage, next_parity, h_next, i_next
 
@@ -175,7 +175,7 @@ def make_backward(spec, atomic=True):
         sdQ, sL = shared_tile(AT_DQ, NDQ), shared_tile(AT_L, NL)
         bars, sN = mbarrier_tile(BARRIER_0, BARRIERS), index_tile(TOLD_0, TOLD)
         p.begin_barriers(bars)
-        p.tell_tile(sN, Q, K, options)
+        p.tell_tile(sN, Q, K, group, options)
         cuda.syncthreads()
         if cuda.threadIdx.x < 128:
             give_registers(FEW)
@@ -316,7 +316,7 @@ def make_query_gradients(spec):
 __doc__ += """
 Shared memory, 16-bit elements, d rounded up to 64:  2 Bc d + 4 Br d + 2 Br Bc + 8 Br, 32768
     bytes for dQ, and the barriers; in bytes:  198712 (d=64, 128 x 128), 197688 (d=128, 64 x 128);
-    with lengths 24 more
+    with lengths, or rows split, 36 more
 Accesses: those of the kernel on ``mma``, Q and dO by boxes. Of S blocks that share a column tile
     each loads Kj and Vj, and stores its parts of dKj and dVj in float32; ``round_rows`` adds these
     up in one order: S Nk d loads and Nk d stores of dK, and of dV.

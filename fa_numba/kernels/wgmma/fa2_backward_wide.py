@@ -139,7 +139,7 @@ def make_wide_backward(spec, produce, produce_values):
         sS, sL = shared_tile(AT_S, NSS), shared_tile(AT_L, NL)
         bars, sN = mbarrier_tile(BARRIER_0, BARRIERS), index_tile(TOLD_0, TOLD)
         p.begin_barriers(bars)
-        p.tell_tile(sN, Q, K, options)
+        p.tell_tile(sN, Q, K, group, options)
         cuda.syncthreads()
         if cuda.threadIdx.x < 128:
             give_registers(FEW)

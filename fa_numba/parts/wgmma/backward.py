@@ -22,7 +22,7 @@ from fa_numba.intrinsics.mbarrier import (
 )
 from fa_numba.intrinsics.shared import load4, store2
 from fa_numba.intrinsics.warpgroup import MULTIPLY, STEP, wait_products
-from fa_numba.parts import softmax, visits
+from fa_numba.parts import softmax
 from fa_numba.parts.bias import make_add_bias
 from fa_numba.parts.heads import make_key_rows
 from fa_numba.parts.mma.pairs import make_write_floats
@@ -70,33 +70,16 @@ def make_next_stage(spec):
 
 
 @cache
-def make_row_range(spec):
-    """``row_range``; none of a tile that the last chunk of column tiles has beyond the others'."""
-    row_range = visits.make_row_range(spec)
-    if not spec.chunk_tiles:
-        return row_range
-
-    @device_function
-    def row_range_in_chunk(col0, rows_begin, rows_end, Nq, Nk, options):
-        i_first, i_end = row_range(col0, rows_begin, rows_end, Nq, Nk, options)
-        if col0 >= Nk:
-            i_end = i_first
-        return i_first, i_end
-
-    return row_range_in_chunk
-
-
-@cache
 def make_next_visit(spec):
     """``next_visit(h, i0, i_first, i_end)``: the head and row tile after this one; the next query
     head's first behind the last of a head.
     """
-    Br = spec.Br
+    Br, single = spec.Br, spec.splits_rows
 
     @device_function
     def next_visit(h, i0, i_first, i_end):
         h_next, i_next = h, uint32(i0 + Br)
-        if i_next >= i_end:
+        if not single and i_next >= i_end:
             h_next, i_next = uint32(h + 1), i_first
         return h_next, i_next
 

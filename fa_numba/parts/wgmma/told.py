@@ -7,36 +7,141 @@ from functools import cache
 from fa_numba.device import cuda, device_function, uint32
 from fa_numba.intrinsics.bulk_copy import load_box
 from fa_numba.intrinsics.mbarrier import expect_bytes
-from fa_numba.parts.heads import make_key_end, make_lengths, make_query_end
+from fa_numba.parts import visits
+from fa_numba.parts.heads import make_key_end, make_lengths, make_query_end, make_query_heads
 from fa_numba.parts.wgmma.schedule import make_column_tile, sequence_tile_of
 from fa_numba.parts.wgmma.tile_load import load_to_end, make_place_of
 from fa_numba.tiling.wgmma import PANEL
 
 
 @cache
+def make_row_range(spec):
+    """``row_range``; none of a tile that the last chunk of column tiles has beyond the others'."""
+    row_range = visits.make_row_range(spec)
+    if not spec.chunk_tiles:
+        return row_range
+
+    @device_function
+    def row_range_in_chunk(col0, rows_begin, rows_end, Nq, Nk, options):
+        i_first, i_end = row_range(col0, rows_begin, rows_end, Nq, Nk, options)
+        if col0 >= Nk:
+            i_end = i_first
+        return i_first, i_end
+
+    return row_range_in_chunk
+
+
+@cache
 def make_tell_tile(spec):
-    """``tell_tile(sN, Q, K, options)``: where batch entries have lengths of their own the first
-    thread tells the others of the block's column tile: where it begins, of which entry it is, Nq
-    and Nk, and where these end in the arrays. Nobody else looks for the sequence, and no register
-    keeps what can be read again. A grid of packed sequences has the tiles of all of them, some
-    empty (``sequence_tile``).
+    """``tell_tile(sN, Q, K, group, options)``: where batch entries have lengths of their own, or
+    blocks split rows, the first thread tells the others of the block's column tile: where it
+    begins, of which entry it is, Nq and Nk, and where these end in the arrays; and of its query
+    head and rows. Nobody else looks for them, and no register keeps what can be read again. A grid
+    of packed sequences has the tiles of all of them, some empty (``sequence_tile``).
     """
     features, column_tile, lengths = spec.features, make_column_tile(spec), make_lengths(spec)
     query_end, key_end = make_query_end(spec), make_key_end(spec)
-    packed, varies, Bc = features.packed, features.lengths, spec.Bc
+    packed, splits_rows, Bc = features.packed, spec.splits_rows, spec.Bc
+    row_range, own_rows, tells = make_row_range(spec), _make_own_rows(spec), spec.told[1] > 0
     sequence_tile = sequence_tile_of(Bc, keys=True)
 
     @device_function
-    def tell_tile(sN, Q, K, options):
-        if varies and cuda.threadIdx.x == 0:
-            j0, _, b = column_tile()
+    def tell_tile(sN, Q, K, group, options):
+        if tells and cuda.threadIdx.x == 0:
+            j0, share, b = column_tile()
             if packed:
                 j0, b = sequence_tile(uint32(j0 // uint32(Bc)), options)
             Nq, Nk = lengths(Q.shape[2], K.shape[2], b, options)
             sN[0], sN[1], sN[2], sN[3] = j0, b, Nq, Nk
             sN[4], sN[5] = query_end(b, Nq, options), key_end(b, Nk, options)
+            if splits_rows:
+                i_first, i_end = row_range(j0, uint32(0), Nq, Nq, Nk, options)
+                i_first, i_end = own_rows(i_first, i_end, share, group)
+                sN[6], sN[7], sN[8] = uint32(share // uint32(group)), i_first, i_end
 
     return tell_tile
+
+
+def _make_own_rows(spec):
+    """``own_rows(i_first, i_end, share, shares)``: of so many shares of rows one, with as many row
+    tiles as the others.
+    """
+    Br = spec.Br
+
+    @device_function
+    def own_rows(i_first, i_end, share, shares):
+        tiles, part = uint32(0), uint32(share % uint32(shares))
+        if i_first < i_end:
+            tiles = uint32(uint32(i_end - i_first + (Br - 1)) // uint32(Br))
+        before = uint32(uint32(part * tiles) // uint32(shares))
+        until = uint32(uint32(uint32(part + 1) * tiles) // uint32(shares))
+        own_end = uint32(min(i_end, uint32(i_first + until * Br)))
+        return uint32(i_first + before * Br), own_end
+
+    return own_rows
+
+
+@cache
+def make_told_heads(spec):
+    """``told_heads(sN, share, group)``: this block's first query head, and how many it has."""
+    if not spec.splits_rows:
+        query_heads = make_query_heads(spec)
+
+        @device_function
+        def heads_of_share(sN, share, group):
+            return query_heads(share, group)
+
+        return heads_of_share
+
+    @device_function
+    def told_heads(sN, share, group):
+        return sN[6], uint32(1)
+
+    return told_heads
+
+
+@cache
+def make_told_head(spec):
+    """``told_head(sN, h)``: the query head h; read again where this block has one."""
+    splits = spec.splits_rows
+
+    @device_function
+    def told_head(sN, h):
+        if splits:
+            return sN[6]
+        return h
+
+    return told_head
+
+
+@cache
+def make_told_rows(spec):
+    """``told_rows(sN, col0, Nq, Nk, options)``: ``row_range`` of this block."""
+    row_range, splits = make_row_range(spec), spec.splits_rows
+
+    @device_function
+    def told_rows(sN, col0, Nq, Nk, options):
+        if splits:
+            return sN[7], sN[8]
+        return row_range(col0, uint32(0), Nq, Nq, Nk, options)
+
+    return told_rows
+
+
+@cache
+def make_takes_more(spec):
+    """``takes_more(sN, h, h_end, i0)``: whether this block visits row tile i0 of head h, behind
+    another.
+    """
+    splits = spec.splits_rows
+
+    @device_function
+    def takes_more(sN, h, h_end, i0):
+        if splits:
+            return i0 < sN[8]
+        return h < h_end
+
+    return takes_more
 
 
 @cache
