@@ -484,6 +484,9 @@ WGMMA_BACKWARD_CASES = [
     (128, ("window", "q_lens")),
     (128, ("alibi", "q_lens")),
     (48, ("bias", "packed")),
+    (64, ("causal", "packed"), True, True),
+    (128, ("causal",), True, True),
+    (64, ("window",), True, True),
 ]
 
 
@@ -492,7 +495,7 @@ WGMMA_BACKWARD_CASES = [
 def test_a_backward_kernel_of_hoppers_unit_compiles_within_its_budgets(case, dtype):
     d, options, *shares = case
     facts = {"features": Features(**dict.fromkeys(options, True)), "dtype": dtype}
-    facts |= {"splits_group": bool(shares)}
+    facts |= {"splits_group": bool(shares), "splits_rows": len(shares) > 1}
     facts |= {"chunk_tiles": 4} if options == ("causal", "alibi") else {}  # as ``chunk_tiles`` says
     tiles = default_wgmma_backward_tiles(d)
     spec = select_wgmma_backward_spec(tiles, d, SHARED["sm_90a"], **facts)
