@@ -126,14 +126,15 @@ FAULTS = [
     (rounding, "range(1, splits)", "range(1, 1)"),
     (rounding, "uint32(h * splits + n)", "uint32(h + n)"),
     (rounding, "range(1, splits)", "range(1, splits - 1)"),
-    (rounding, "A, b, uint32(h * splits), options", "A, b, h, options"),
+    (rounding, "A[b, uint32(h * splits)]", "A[b, h]"),
     (schedule, "h // uint32(uint32(heads_q) // uint32(heads_k))", "share"),
     (backward, "wait_boxes_read()  # those of dQ, before the thread ends", "pass"),
     (backward, "key_rows(A, b, h, options)", "key_rows(A, b, 0, options)"),
     (backward, "inside = row < uint32(Ah.shape[0])", "inside = row < uint32(64)"),
 ]
 OF_ROWS = [
-    (told, "until = uint32(uint32(uint32(part + 1)", "until = uint32(uint32(uint32(part)"),
+    (told, "if part < left:", "if False:"),
+    (told, "uint32(min(part, left))", "left"),
     (told, "uint32(i_first + before * Br), own_end", "i_first, own_end"),
     (told, "share % uint32(shares)", "uint32(0)"),
     (told, "uint32(share // uint32(group)), i_first", "uint32(share), i_first"),

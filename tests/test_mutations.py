@@ -2750,8 +2750,6 @@ def mma_backward_mutants(add):
     add(rounds, ("64 columns", "uint32(col + 64)", "uint32(head_dim)"), **how, cases="wide")
     bound = ("no column bound", "if uint32(col + 1) < uint32(head_dim):", "if True:")
     add(rounds, bound, **how, cases="odd")
-    keys = ("queries for keys", "if keys else", "if False else")
-    add(rounds, keys, **every, to=("mma_fa1_backward",), cases="packed")
 
 
 def gradient_fragment_mutants(add):

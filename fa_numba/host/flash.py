@@ -269,7 +269,7 @@ def _rounding(
     unit, p = UNITS[request.unit], request.problem
     kernels, facts = unit.kernels.fa2_backward, (p.head_dim, *unit.row_facts(request))
     own = {"splits": splits} if splits > 1 else {}
-    kernel = kernels.make_round_rows(*facts, request.lengths_of_rows, keys=keys, **own)
+    kernel = kernels.make_round_rows(*facts, **own)
     return Launch.of(kernel, _by_rows(request, kernels.WARPS, keys), A=A, dQ=out, scale=scale)
 
 

@@ -12,6 +12,7 @@ from numba import types
 from fa_numba.device import Kernel, array_type, cuda, float32, uint32
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
 from fa_numba.intrinsics.shared import half_tile
+from fa_numba.options import PLAIN
 from fa_numba.parts.mma import parts
 from fa_numba.parts.namespace import RowFacts
 from fa_numba.parts.softmax import FULL_WARP
@@ -176,20 +177,19 @@ def make_row_sums(head_dim, dtype, aligned, clear, features):
 
 
 @cache
-def make_round_rows(head_dim, dtype, aligned, features, keys=False, splits=1):
-    """dQ = scale A, rounded to 16 bits. Over (Nq / 4, Hq, B) blocks; a warp takes a row.
+def make_round_rows(head_dim, dtype, aligned, splits=1):
+    """dQ = scale A in 16 bits, or dK, or dV. Over (N / 4, H, B) blocks; a warp takes a row.
 
-    With ``keys`` the same for dK or dV, over (Nk / 4, Hk, B) blocks; A may be their sum of so many
-    ``splits``, neighbours along the axis of heads, which are added up in their order.
+    A may be in so many ``splits``, neighbours along the axis of heads, which are added up in their
+    order.
     """
-    p = parts(RowFacts(features, head_dim, dtype, aligned))
-    rows_of = p.key_rows if keys else p.query_rows
+    p = parts(RowFacts(PLAIN, head_dim, dtype, aligned))
 
     def round_rows(A, dQ, scale, options):
         h = uint32(cuda.blockIdx.y)
         b = uint32(cuda.blockIdx.z)
         row = uint32(cuda.blockIdx.x * WARPS + cuda.threadIdx.x // 32)
-        Ah, dQh = rows_of(A, b, uint32(h * splits), options), rows_of(dQ, b, h, options)
+        Ah, dQh = A[b, uint32(h * splits)], dQ[b, h]
         col = uint32(2 * (uint32(cuda.threadIdx.x) % uint32(32)))
         if row < uint32(Ah.shape[0]):
             while col < uint32(head_dim):
@@ -198,14 +198,14 @@ def make_round_rows(head_dim, dtype, aligned, features, keys=False, splits=1):
                     high = Ah[row, uint32(col + 1)]
                 if splits > 1:
                     for n in range(1, splits):
-                        part = rows_of(A, b, uint32(h * splits + n), options)
+                        part = A[b, uint32(h * splits + n)]
                         more = p.read_floats(part, row, col, col < uint32(head_dim))
                         low, high = low + more[0], high + more[1]
                 p.write_two(dQh, row, col, scale * low, scale * high)
                 col = uint32(col + 64)
 
     arrays = (array_type(4), array_type(4, types.uint16))
-    arguments = (*arrays, types.float32, features.argument_type)
+    arguments = (*arrays, types.float32, PLAIN.argument_type)
     return Kernel(round_rows, arguments, 32 * WARPS, 0)
 
 

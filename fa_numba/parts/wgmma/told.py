@@ -1,5 +1,5 @@
-"""Which column tile a block of the backward pass takes, told by way of shared memory where batch
-entries have lengths of their own, and the loads of tiles of such an entry.
+"""Which column tile and rows a block of the backward pass takes, told by way of shared memory where
+batch entries have lengths of their own or blocks split rows, and the loads of tiles of an entry.
 """
 
 from functools import cache
@@ -64,7 +64,7 @@ def make_tell_tile(spec):
 
 def _make_own_rows(spec):
     """``own_rows(i_first, i_end, share, shares)``: of so many shares of rows one, with as many row
-    tiles as the others.
+    tiles as the others; what is left over goes to the first of them.
     """
     Br = spec.Br
 
@@ -73,9 +73,12 @@ def _make_own_rows(spec):
         tiles, part = uint32(0), uint32(share % uint32(shares))
         if i_first < i_end:
             tiles = uint32(uint32(i_end - i_first + (Br - 1)) // uint32(Br))
-        before = uint32(uint32(part * tiles) // uint32(shares))
-        until = uint32(uint32(uint32(part + 1) * tiles) // uint32(shares))
-        own_end = uint32(min(i_end, uint32(i_first + until * Br)))
+        each, left = uint32(tiles // uint32(shares)), uint32(tiles % uint32(shares))
+        before = uint32(part * each + uint32(min(part, left)))
+        own = each
+        if part < left:
+            own = uint32(each + 1)
+        own_end = uint32(min(i_end, uint32(i_first + uint32(before + own) * Br)))
         return uint32(i_first + before * Br), own_end
 
     return own_rows
