@@ -155,9 +155,9 @@ def _outcome(changed, needle, replacement, splits=2):
     changeable = (wgmma.fa2_backward, rounding, backward, schedule, told)
     sources = {m: inspect.getsource(m) for m in changeable}
     sources[changed] = planted(sources[changed], needle, replacement)
-    kernel, sums, own, *others = (_built("group_splits", text) for text in sources.values())
-    built = dict(zip((schedule, told), others, strict=True))
-    modules = (own, *(built.get(m, m) for m in parts._MODULES))
+    kernel, sums, own, order, tells = (_built("group_splits", text) for text in sources.values())
+    others = (order if m is schedule else m for m in parts._MODULES)
+    modules = (tells, own, *others)
     kernel.parts = lambda spec: parts.Parts(spec, modules)
     kernel.make_round_rows = sums.make_round_rows
     given, right = _unsplit()

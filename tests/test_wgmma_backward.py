@@ -350,12 +350,11 @@ def _outcome(changed, needle, replacement, which=0, **options):
     kernel = own["kernel"]
 
     def parts_of(spec):
-        found = ("sweep",) if isinstance(spec, WgmmaSweepSpec) else ("backward",)
+        found = ("sweep",) if isinstance(spec, WgmmaSweepSpec) else ("told", "backward")
         if getattr(spec, "wide", False):
             found = ("wide", *found)
-        others = (module for module in parts._MODULES if module not in (products, told))
-        found = (*found, "products", "told")
-        return parts.Parts(spec, (*(own[name] for name in found), *others))
+        others = (module for module in parts._MODULES if module is not products)
+        return parts.Parts(spec, (*(own[name] for name in found), own["products"], *others))
 
     kernel.parts = own["wide kernel"].parts = parts_of
     kernel.make_wide_backward = own["wide kernel"].make_wide_backward

@@ -118,6 +118,16 @@ class Spec(ABC):
         return self.features.bias and self.column_width % 2 == 0
 
     @property
+    def query_ends(self) -> bool:
+        """Whether sequences end within the arrays of queries."""
+        return self.features.packed or self.features.q_lens
+
+    @property
+    def key_ends(self) -> bool:
+        """The same of K and V."""
+        return self.features.packed or self.features.kv_lens
+
+    @property
     def adds_whole_bias(self) -> bool:
         """Whether a bias is added without a look at each element's place, where all are inside."""
         return False

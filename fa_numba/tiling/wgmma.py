@@ -126,16 +126,6 @@ class WgmmaSpec(Spec):
         return self.grouped and self.tile_heads == 1
 
     @property
-    def query_ends(self) -> bool:
-        """Whether sequences end within the arrays of queries."""
-        return self.features.packed or self.features.q_lens
-
-    @property
-    def key_ends(self) -> bool:
-        """The same of K and V."""
-        return self.features.packed or self.features.kv_lens
-
-    @property
     def consumers(self) -> int:
         return self.Br // GROUP_ROWS
 

@@ -63,16 +63,6 @@ class WgmmaBackwardSpec(Spec):
         return False
 
     @property
-    def query_ends(self) -> bool:
-        """Whether sequences end within Q, dO and the sum of dQ."""
-        return self.features.packed or self.features.q_lens
-
-    @property
-    def key_ends(self) -> bool:
-        """The same of K and V."""
-        return self.features.packed or self.features.kv_lens
-
-    @property
     def consumers(self) -> int:
         return CONSUMERS
 

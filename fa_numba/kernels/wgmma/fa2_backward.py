@@ -37,10 +37,10 @@ def make_producers(spec):
     @device_function
     def produce(sK, sV, sQ, sdO, sN, bars, Q, K, V, dO, group, options):
         j0, hk, b = p.told_tile(sN)
-        h, heads = p.told_heads(sN, hk, group)
+        h, heads = p.query_heads(sN, hk, group)
         h_end = uint32(h + heads)
-        Nq, Nk = p.told_lengths(sN, Q.shape[2], K.shape[2])
-        i_first, i_end = p.told_rows(sN, j0, Nq, Nk, options)
+        Nq, Nk = p.lengths(sN, Q.shape[2], K.shape[2])
+        i_first, i_end = p.row_range(sN, j0, Nq, Nk, options)
         # Alg. 2 line 6: load Kj, Vj
         shared = p.shared_head(hk, h, Q.shape[1], K.shape[1])
         p.load_column_tiles(sK, sV, K, V, b, shared, j0, Nk, sN, bars, uint32(FULL_KV))
@@ -57,10 +57,10 @@ def make_producers(spec):
     @device_function
     def produce_values(sL, sN, bars, Q, K, L, D, group, options):
         j0, hk, b = p.told_tile(sN)
-        h, heads = p.told_heads(sN, hk, group)
+        h, heads = p.query_heads(sN, hk, group)
         h_end = uint32(h + heads)
-        Nq, Nk = p.told_lengths(sN, Q.shape[2], K.shape[2])
-        i_first, i_end = p.told_rows(sN, j0, Nq, Nk, options)
+        Nq, Nk = p.lengths(sN, Q.shape[2], K.shape[2])
+        i_first, i_end = p.row_range(sN, j0, Nq, Nk, options)
         stage, parity, i0 = uint32(0), uint32(1), i_first
         while i0 < i_end and h < h_end:
             # Alg. 2 line 9: load Li, Di
@@ -102,10 +102,10 @@ def make_backward(spec, atomic=True):
         rdV = cuda.local.array(RK, float32)
         w, tx, ty = p.place()
         j0, hk, b = p.told_tile(sN)
-        h, heads = p.told_heads(sN, hk, group)
+        h, heads = p.query_heads(sN, hk, group)
         h_end = uint32(h + heads)
-        Nq, Nk = p.told_lengths(sN, Q.shape[2], K.shape[2])
-        i_first, i_end = p.told_rows(sN, j0, Nq, Nk, options)
+        Nq, Nk = p.lengths(sN, Q.shape[2], K.shape[2])
+        i_first, i_end = p.row_range(sN, j0, Nq, Nk, options)
         column0 = uint32(j0 + 64 * w)
         own = uint32(64 * 64 * w)
         # Alg. 2 line 7: dKj = 0, dVj = 0, on chip
@@ -120,7 +120,7 @@ def make_backward(spec, atomic=True):
         # Alg. 2 line 8: for each row tile i that sees column tile j, of each query head
         while more:
             at, at_L, at_dS = uint32(stage * NQ), uint32(stage * (2 * Br)), uint32(stage * NS)
-            Nq, Nk = p.told_lengths(sN, Q.shape[2], K.shape[2])
+            Nq, Nk = p.lengths(sN, Q.shape[2], K.shape[2])
             p.scale_and_bias(rS, scale_log2, i0, column0, Nq, Nk, b, h, options, ty, tx)
             # Alg. 2 line 13: dPij = dOi VjT, on its way with Sij = scale Qi KjT of line 10
             wait_mbarrier(bars, uint32(FULL_DO + stage), parity)

@@ -37,10 +37,10 @@ def make_wide_backward(spec, produce, produce_values):
         rdV = cuda.local.array(RK, float32)
         w, tx, ty = p.place()
         j0, hk, b = p.told_tile(sN)
-        h, heads = p.query_heads(hk, group)
+        h, heads = p.query_heads(sN, hk, group)
         h_end = uint32(h + heads)
-        Nq, Nk = p.told_lengths(sN, Q.shape[2], K.shape[2])
-        i_first, i_end = p.row_range(j0, uint32(0), Nq, Nq, Nk, options)
+        Nq, Nk = p.lengths(sN, Q.shape[2], K.shape[2])
+        i_first, i_end = p.row_range(sN, j0, Nq, Nk, options)
         # Alg. 2 line 7: dVj = 0, on chip
         p.start_column(rdV)
         stage, parity, i0 = uint32(0), uint32(0), i_first
@@ -88,10 +88,10 @@ def make_wide_backward(spec, produce, produce_values):
         rdK = cuda.local.array(RK, float32)
         w, tx, ty = p.place()
         j0, hk, b = p.told_tile(sN)
-        h, heads = p.query_heads(hk, group)
+        h, heads = p.query_heads(sN, hk, group)
         h_end = uint32(h + heads)
-        Nq, Nk = p.told_lengths(sN, Q.shape[2], K.shape[2])
-        i_first, i_end = p.row_range(j0, uint32(0), Nq, Nq, Nk, options)
+        Nq, Nk = p.lengths(sN, Q.shape[2], K.shape[2])
+        i_first, i_end = p.row_range(sN, j0, Nq, Nk, options)
         # Alg. 2 line 7: dKj = 0, on chip
         p.start_column(rdK)
         stage, parity, i0 = uint32(0), uint32(0), i_first

@@ -7,16 +7,16 @@ from functools import cache
 from fa_numba.device import cuda, device_function, uint32
 from fa_numba.intrinsics.bulk_copy import load_box
 from fa_numba.intrinsics.mbarrier import expect_bytes
-from fa_numba.parts import visits
-from fa_numba.parts.heads import make_key_end, make_lengths, make_query_end, make_query_heads
+from fa_numba.parts import heads, visits
+from fa_numba.parts.heads import make_key_end, make_query_end
 from fa_numba.parts.wgmma.schedule import make_column_tile, sequence_tile_of
 from fa_numba.parts.wgmma.tile_load import load_to_end, make_place_of
 from fa_numba.tiling.wgmma import PANEL
 
 
 @cache
-def make_row_range(spec):
-    """``row_range``; none of a tile that the last chunk of column tiles has beyond the others'."""
+def _make_range_in_chunk(spec):
+    """That of ``visits``; no row of a tile that the last chunk has beyond the others' columns."""
     row_range = visits.make_row_range(spec)
     if not spec.chunk_tiles:
         return row_range
@@ -39,10 +39,10 @@ def make_tell_tile(spec):
     head and rows. Nobody else looks for them, and no register keeps what can be read again. A grid
     of packed sequences has the tiles of all of them, some empty (``sequence_tile``).
     """
-    features, column_tile, lengths = spec.features, make_column_tile(spec), make_lengths(spec)
+    features, column_tile, lengths = spec.features, make_column_tile(spec), heads.make_lengths(spec)
     query_end, key_end = make_query_end(spec), make_key_end(spec)
     packed, splits_rows, Bc = features.packed, spec.splits_rows, spec.Bc
-    row_range, own_rows, tells = make_row_range(spec), _make_own_rows(spec), spec.told[1] > 0
+    row_range, own_rows, tells = _make_range_in_chunk(spec), _make_own_rows(spec), spec.told[1] > 0
     sequence_tile = sequence_tile_of(Bc, keys=True)
 
     @device_function
@@ -85,22 +85,22 @@ def _make_own_rows(spec):
 
 
 @cache
-def make_told_heads(spec):
-    """``told_heads(sN, share, group)``: this block's first query head, and how many it has."""
+def make_query_heads(spec):
+    """``query_heads(sN, share, group)``: this block's first query head, and how many it has."""
     if not spec.splits_rows:
-        query_heads = make_query_heads(spec)
+        of_grid = heads.make_query_heads(spec)
 
         @device_function
         def heads_of_share(sN, share, group):
-            return query_heads(share, group)
+            return of_grid(share, group)
 
         return heads_of_share
 
     @device_function
-    def told_heads(sN, share, group):
+    def query_heads(sN, share, group):
         return sN[6], uint32(1)
 
-    return told_heads
+    return query_heads
 
 
 @cache
@@ -118,17 +118,17 @@ def make_told_head(spec):
 
 
 @cache
-def make_told_rows(spec):
-    """``told_rows(sN, col0, Nq, Nk, options)``: ``row_range`` of this block."""
-    row_range, splits = make_row_range(spec), spec.splits_rows
+def make_row_range(spec):
+    """``row_range(sN, col0, Nq, Nk, options)``: the rows of this block that see a column tile."""
+    of_tile, splits = _make_range_in_chunk(spec), spec.splits_rows
 
     @device_function
-    def told_rows(sN, col0, Nq, Nk, options):
+    def row_range(sN, col0, Nq, Nk, options):
         if splits:
             return sN[7], sN[8]
-        return row_range(col0, uint32(0), Nq, Nq, Nk, options)
+        return of_tile(col0, uint32(0), Nq, Nq, Nk, options)
 
-    return told_rows
+    return row_range
 
 
 @cache
@@ -163,17 +163,17 @@ def make_told_tile(spec):
 
 
 @cache
-def make_told_lengths(spec):
-    """``told_lengths(sN, rows, columns)``: Nq and Nk, of arrays with so many rows and columns."""
+def make_lengths(spec):
+    """``lengths(sN, rows, columns)``: Nq and Nk, of arrays with so many rows and columns."""
     varies = spec.features.lengths
 
     @device_function
-    def told_lengths(sN, rows, columns):
+    def lengths(sN, rows, columns):
         if varies:
             return sN[2], sN[3]
         return uint32(rows), uint32(columns)
 
-    return told_lengths
+    return lengths
 
 
 @device_function
