@@ -29,8 +29,8 @@ from helpers import (
 import fa_numba
 from fa_numba import device as devices
 from fa_numba import reference
+from fa_numba.choices.tiles import default_backward_tiles
 from fa_numba.scores import add_bias_gradient, checked_call
-from fa_numba.tiling import default_backward_tiles
 
 # Every way to a gradient: (algorithm, what its function takes beside).
 WAYS = {

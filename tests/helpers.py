@@ -17,10 +17,10 @@ from numba.extending import overload
 import fa_numba
 from fa_numba import device as devices
 from fa_numba import reference
+from fa_numba.choices.tiles import default_tiles
 from fa_numba.masks import distance
 from fa_numba.options import AttentionOptions
 from fa_numba.scores import checked_call
-from fa_numba.tiling import default_tiles
 
 ALGORITHMS = ("standard", "fa1", "fa2")
 # What changes the result; of the rest `tiles` does so with a block mask.

@@ -19,6 +19,7 @@ FLOORS = (
     ("reference",),
     ("parts",),
     ("kernels",),
+    ("choices",),
     ("host",),
     ("ops", "kv_cache", "bounds"),
     ("fa_numba",),
@@ -33,7 +34,16 @@ APART = ("algorithms", "scores", "reference", "io_model")
 MODEL_ROOMS = {"io_model", "dtypes", "integers", "problem"}
 KERNEL_ROOMS = ("kernels", "parts", "intrinsics")
 # What experiments take of the library.
-PUBLIC = {"fa_numba", "algorithms", "bounds", "commands", "device", "emulator", "io_model"}
+PUBLIC = {
+    "fa_numba",
+    "algorithms",
+    "bounds",
+    "choices",
+    "commands",
+    "device",
+    "emulator",
+    "io_model",
+}
 PUBLIC |= {"problem", "reference", "ring", "tiling", "torch"}
 # A bandwidth is measured by kernels of its own, of the widest accesses.
 PUBLIC |= {"intrinsics"}
@@ -167,7 +177,7 @@ def test_numba_cuda_has_one_door():
     assert naming == CUDA
 
 
-@pytest.mark.parametrize("folder", ["emulator", "device", "intrinsics", "host"])
+@pytest.mark.parametrize("folder", ["emulator", "device", "intrinsics", "choices", "host"])
 def test_files_of_a_room_import_in_one_direction(folder):
     inside = [(m, n) for m, n in edges(with_types=False) if room(m) == room(n) == folder]
     package = f"fa_numba.{folder}"

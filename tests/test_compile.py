@@ -11,6 +11,16 @@ from numba.core.errors import TypingError
 from offline import CAPABILITY, compiled
 
 import fa_numba
+from fa_numba.choices.tiles import (
+    default_backward_tiles,
+    default_mma_backward_tiles,
+    default_mma_standard_tiles,
+    default_mma_tiles,
+    default_tiles,
+    default_wgmma_fa1_tiles,
+    sweep_tiles,
+)
+from fa_numba.choices.tuned import tuned_tiles
 from fa_numba.device import Kernel, array_type, float32, planning_for
 from fa_numba.integers import ceil_div
 from fa_numba.intrinsics.barriers import arrive_named, sync_named
@@ -32,13 +42,7 @@ from fa_numba.tiling import (
     SimtSpec,
     StandardSpec,
     Tiles,
-    default_backward_tiles,
-    default_mma_backward_tiles,
-    default_mma_standard_tiles,
-    default_mma_tiles,
-    default_tiles,
     default_wgmma_backward_tiles,
-    default_wgmma_fa1_tiles,
     select_mma_backward_spec,
     select_mma_spec,
     select_spec,
@@ -47,9 +51,7 @@ from fa_numba.tiling import (
     select_wgmma_spec,
     select_wgmma_sweep_spec,
     splits,
-    sweep_tiles,
 )
-from fa_numba.tiling.tuned import tuned_tiles
 
 REGISTERS = 64 * 1024  # of a multiprocessor, sm_80 and sm_90 alike
 # bytes a block may have

@@ -25,6 +25,7 @@ from stand_in_device import (
 )
 from stand_in_torch import SOURCE, fa_numba_torch, no_torch_but_its_names
 
+from fa_numba.choices import units
 from fa_numba.device import kernel, kernel_cache, launch_record, launching, select
 from fa_numba.host import (
     arrays,
@@ -35,7 +36,6 @@ from fa_numba.host import (
     overlap,
     placement,
     planning,
-    units,
 )
 
 # --- the machinery ---------------------------------------------------------------------------

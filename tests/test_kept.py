@@ -159,7 +159,7 @@ def test_the_sources_are_what_counts_come_from():
     assert {
         "fa_numba/kernels/simt/fa1_forward.py", "fa_numba/parts/softmax.py",
         "fa_numba/intrinsics/shared.py", "fa_numba/emulator/run.py", "fa_numba/host/planning.py",
-        "fa_numba/tiling/tuned.csv", "experiments.lab.series", "experiments.lab.workloads",
+        "fa_numba/choices/tuned.csv", "experiments.lab.series", "experiments.lab.workloads",
         "experiments.io_vs_seqlen",
     } <= set(found)  # fmt: skip
     assert not {"fa_numba/torch.py", "experiments.lab.style", "experiments.profile"} & set(found)
@@ -171,7 +171,7 @@ def test_the_sources_of_what_a_gpu_measures():
     """The peers and what Nsight Compute runs, but no emulator and nothing that draws."""
     found = set(kept.sources(ladder, counts=False))
     lab = {f"experiments.lab.{n}" for n in ("variants", "peers", "timing", "counter_target")}
-    assert lab | {"fa_numba/torch.py", "fa_numba/tiling/tuned.csv", "experiments.ladder"} <= found
+    assert lab | {"fa_numba/torch.py", "fa_numba/choices/tuned.csv", "experiments.ladder"} <= found
     assert not {name for name in found if name.startswith("fa_numba/emulator/")}
     other = {f"experiments.lab.{n}" for n in ("style", "tables", "store", "options", "speeds")}
     assert not found & (other | {"experiments.loop_cost"})

@@ -33,16 +33,10 @@ from mma_helpers import (
 import fa_numba
 from fa_numba import Tiles, reference
 from fa_numba import device as devices
+from fa_numba.choices.tiles import default_mma_standard_tiles, default_mma_tiles
 from fa_numba.host import planning, standard
 from fa_numba.options import Features
-from fa_numba.tiling import (
-    MEASURES,
-    MmaSpec,
-    StandardSpec,
-    default_mma_standard_tiles,
-    default_mma_tiles,
-    select_mma_spec,
-)
+from fa_numba.tiling import MEASURES, MmaSpec, StandardSpec, select_mma_spec
 
 either_mask = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 SMALL = Tiles(16, 16)

@@ -44,10 +44,11 @@ from test_mma import OPTIONS, any_call, either_mask
 import fa_numba
 from fa_numba import Tiles, reference
 from fa_numba import device as devices
+from fa_numba.choices.tiles import default_mma_backward_tiles
 from fa_numba.host import planning, standard
 from fa_numba.integers import ceil_div
 from fa_numba.scores import add_bias_gradient, checked_call
-from fa_numba.tiling import default_mma_backward_tiles, select_mma_backward_spec
+from fa_numba.tiling import select_mma_backward_spec
 
 WAYS = {**SINGLE_WAYS, "fa1-split": ("fa1", {"query_splits": 3})}
 # What atomic adds on a GPU sum in no fixed order.

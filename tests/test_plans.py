@@ -10,12 +10,13 @@ import pytest
 import fa_numba
 from fa_numba import Tiles, bounds, io_model
 from fa_numba import device as devices
+from fa_numba.choices import units
+from fa_numba.choices.requests import Request
 from fa_numba.device import DeviceArray, Kernel, array_type
 from fa_numba.dtypes import DTYPES
 from fa_numba.emulator import EmulatorError
-from fa_numba.host import execution, units
+from fa_numba.host import execution
 from fa_numba.host.plans import Buffer, Grouped, Launch, Untouched, parameters
-from fa_numba.host.requests import Request
 from fa_numba.problem import Problem
 
 DTYPE_NAMES = tuple(DTYPES)

@@ -9,7 +9,8 @@ from backward_helpers import random_gradients
 
 import fa_numba
 from fa_numba import Tiles
-from fa_numba.host import planning, units
+from fa_numba.choices import units
+from fa_numba.host import planning
 from fa_numba.tiling import SimtBackwardSpec, SimtSpec, select_spec, splits
 from fa_numba.tiling.simt import SharedRows
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fa_numba import Tiles
+from fa_numba.choices.tiles import default_tiles, paper_rule
 from fa_numba.integers import ceil_div, power_of_two, round_up
 from fa_numba.options import Features
 from fa_numba.tiling import (
@@ -13,8 +14,6 @@ from fa_numba.tiling import (
     MmaBackwardSpec,
     SimtBackwardSpec,
     SimtSpec,
-    default_tiles,
-    paper_rule,
     select_mma_spec,
     select_spec,
     splits,

@@ -16,9 +16,10 @@ from experiments.lab.options import Bench, Options
 from experiments.lab.store import Store
 from experiments.lab.workloads import fa2_setting
 from fa_numba import Tiles, bounds, reference
+from fa_numba.choices import tuned
+from fa_numba.choices.tuned import tuned_tiles
 from fa_numba.host import planning
-from fa_numba.tiling import select_mma_spec, select_wgmma_spec, tuned
-from fa_numba.tiling.tuned import tuned_tiles
+from fa_numba.tiling import select_mma_spec, select_wgmma_spec
 
 LIMIT = 227 * 1024
 

@@ -15,10 +15,11 @@ from test_wgmma_emulated import EARLY, STALLS, _built
 
 import fa_numba
 from fa_numba import Tiles, emulator
+from fa_numba.choices.tiles import default_wgmma_fa1_tiles
 from fa_numba.host import planning
 from fa_numba.kernels import wgmma
 from fa_numba.parts.wgmma import state
-from fa_numba.tiling import default_wgmma_fa1_tiles, select_wgmma_fa1_spec
+from fa_numba.tiling import select_wgmma_fa1_spec
 
 UNIT = {"unit": "wgmma"}
 CASES = [

@@ -10,8 +10,8 @@ from typing import Any
 
 import fa_numba
 from fa_numba import device, io_model
+from fa_numba.choices.tiles import default_tiles, paper_rule
 from fa_numba.problem import Problem
-from fa_numba.tiling import default_tiles, paper_rule
 
 from . import counters, counts, precompile, tables
 from .options import Bench

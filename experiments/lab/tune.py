@@ -1,7 +1,7 @@
 """Block sizes, warps and stages of the tensor-core kernels, forward and backward: a sweep on this
 GPU, and the table that plans read.
 
-`figures/data/tune/<machine>.csv` has every time, `fa_numba/tiling/tuned.csv` the fastest tiles of
+`figures/data/tune/<machine>.csv` has every time, `fa_numba/choices/tuned.csv` the fastest tiles of
 each compute capability, unit, algorithm, pass and head dimension.
 """
 
@@ -24,8 +24,8 @@ import numpy as np
 
 import fa_numba
 from fa_numba import reference
+from fa_numba.choices.tuned import COLUMNS, KEY, TABLE
 from fa_numba.problem import Problem
-from fa_numba.tiling.tuned import COLUMNS, KEY, TABLE
 from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS
 
 from . import peers

@@ -13,11 +13,11 @@ import fa_numba
 from fa_numba import bounds, device
 from fa_numba.bounds import Device, Expected
 from fa_numba.checks import as_splits
+from fa_numba.choices.units import UNITS
 from fa_numba.commands.arguments import MAX_SEQLEN, WIDTH, as_json, tiles, whole
 from fa_numba.commands.text import columns, count, in_bytes, mebibytes, seconds
 from fa_numba.dtypes import DTYPES
 from fa_numba.host.plans import Plan
-from fa_numba.host.units import UNITS
 from fa_numba.io_model import ALGORITHMS
 from fa_numba.problem import MAX_HEAD_DIM
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from fa_numba import device, io_model
+from fa_numba.choices.requests import Request
+from fa_numba.choices.splits import chosen_group_splits, chosen_splits
+from fa_numba.choices.units import UNITS
 from fa_numba.host.binding import LOG2E
 from fa_numba.host.plans import Argument, Boxes, Buffer, Grouped, Launch, Steps, Untouched
-from fa_numba.host.requests import Request
-from fa_numba.host.splits import chosen_group_splits, chosen_splits
-from fa_numba.host.units import UNITS
 from fa_numba.integers import ceil_div, round_up
 from fa_numba.kernels import merge_splits
 from fa_numba.options import PLAIN, SPLIT_SUMS

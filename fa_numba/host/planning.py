@@ -11,11 +11,11 @@ import numpy as np
 
 from fa_numba import device
 from fa_numba.checks import as_splits
+from fa_numba.choices.requests import Request
+from fa_numba.choices.splits import check_group_splits
+from fa_numba.choices.units import UNITS, having, unit_of
 from fa_numba.host import flash, standard
 from fa_numba.host.plans import Buffer, Plan
-from fa_numba.host.requests import Request
-from fa_numba.host.splits import check_group_splits
-from fa_numba.host.units import UNITS, having, unit_of
 from fa_numba.io_model import ALGORITHMS
 from fa_numba.problem import Problem, as_size
 from fa_numba.tiling import Tiles

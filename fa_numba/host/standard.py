@@ -6,10 +6,10 @@ import functools
 from dataclasses import replace
 
 from fa_numba import io_model
+from fa_numba.choices.requests import Request
+from fa_numba.choices.units import UNITS
 from fa_numba.dtypes import DType
 from fa_numba.host.plans import Buffer, Launch, Steps, Untouched
-from fa_numba.host.requests import Request
-from fa_numba.host.units import UNITS
 from fa_numba.integers import ceil_div, power_of_two, round_up
 
 

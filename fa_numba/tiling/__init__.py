@@ -1,18 +1,9 @@
 """Block sizes, and how the threads of a block share a tile.
 
 ``tiles`` is what a caller chooses, ``spec`` what every kernel is compiled for, ``simt``, ``mma``
-and ``wgmma`` each unit's own, ``defaults`` and ``tuned`` what is taken where nobody chose.
+and ``wgmma`` each unit's own. What is taken where nobody chose says ``fa_numba.choices``.
 """
 
-from fa_numba.tiling.defaults import (
-    default_backward_tiles,
-    default_mma_backward_tiles,
-    default_mma_standard_tiles,
-    default_mma_tiles,
-    default_tiles,
-    paper_rule,
-    sweep_tiles,
-)
 from fa_numba.tiling.mma import (
     MEASURES,
     MmaSpec,
@@ -31,7 +22,6 @@ from fa_numba.tiling.tiles import MOST_STAGES, Tiles, is_valid
 from fa_numba.tiling.wgmma import (
     WGMMA_MEASURES,
     WgmmaSpec,
-    default_wgmma_tiles,
     select_wgmma_spec,
 )
 from fa_numba.tiling.wgmma_backward import (
@@ -42,7 +32,7 @@ from fa_numba.tiling.wgmma_backward import (
     select_wgmma_sweep_spec,
     wgmma_sweep_tiles,
 )
-from fa_numba.tiling.wgmma_fa1 import WgmmaFa1Spec, default_wgmma_fa1_tiles, select_wgmma_fa1_spec
+from fa_numba.tiling.wgmma_fa1 import WgmmaFa1Spec, select_wgmma_fa1_spec
 
 __all__ = [
     "MAX_THREADS",
@@ -62,16 +52,8 @@ __all__ = [
     "WGMMA_MEASURES",
     "WgmmaSpec",
     "WgmmaSweepSpec",
-    "default_backward_tiles",
-    "default_mma_backward_tiles",
-    "default_mma_standard_tiles",
-    "default_mma_tiles",
-    "default_tiles",
     "default_wgmma_backward_tiles",
-    "default_wgmma_fa1_tiles",
-    "default_wgmma_tiles",
     "is_valid",
-    "paper_rule",
     "select_mma_backward_spec",
     "select_mma_spec",
     "select_spec",
@@ -80,6 +62,5 @@ __all__ = [
     "select_wgmma_spec",
     "select_wgmma_sweep_spec",
     "splits",
-    "sweep_tiles",
     "wgmma_sweep_tiles",
 ]

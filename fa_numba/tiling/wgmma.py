@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from fa_numba.integers import ceil_div, round_up
-from fa_numba.options import PLAIN, Features
-from fa_numba.problem import MAX_SEQLEN
+from fa_numba.integers import ceil_div
+from fa_numba.options import Features
 from fa_numba.tiling.spec import Spec
-from fa_numba.tiling.tiles import MOST_STAGES, Tiles
+from fa_numba.tiling.tiles import Tiles
 
 GROUP = 128  # threads of a warpgroup
 GROUP_ROWS = 64  # rows of S that a warpgroup takes
 PANEL = 64  # columns of 16-bit elements in 128 bytes
-SHORT = 1024  # rows up to which other tiles are the fastest than of long sequences
 TOLD = 4  # words that tell of a row tile: its number, first row, head and batch entry
 # By the number of consumers: registers of a thread that produces, and of one that consumes.
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
@@ -35,18 +32,6 @@ _BESIDE_SUMS = 30
 # Of one multiprocessor: registers, and bytes of shared memory, of which each block takes some more.
 _POOL, _MEMORY, _RESERVED = 65536, 228 * 1024, 1024
 MOST_BLOCKS = 3  # of low tiles side by side on a multiprocessor
-_LEAST_COLUMNS = 64  # of a tile, however few keys there are
-# Head dimensions whose three consumers hold 112 columns, and under a causal mask end first where
-# there are so many rows; both as `python -m experiments tune --series fa2-wgmma` found.
-_SMALL, _LONG = 80, 2048
-# Rows, and columns of a window, up to which small heads' row tiles are too short for one block to
-# have the next one's Q, K and V in time.
-_SHORTER, _NARROW = 512, 256
-# Columns of a tile where a bias is read, up to a head dimension: alone, with a causal mask and with
-# other options that hold registers, as the assembler spills none.
-_BIAS_COLUMNS = {64: (128, 112, 96), 128: (96, 96, 64), 192: (64, 64, 48), 256: (48, 32, 32)}
-# What a tile of three consumers takes over one of two: up to a panel or of few columns, and wider.
-_THREE, _THREE_WIDE = 1.29, 1.43
 # What FlashAttention-2's forward kernel can do without: turns of the consumer warpgroups, products
 # on their way during a softmax, blocks that stay for several row tiles, a counter that hands these
 # out, the next one's first product begun ahead, with the last of this, and its being taken late.
@@ -54,15 +39,15 @@ WGMMA_MEASURES = dict.fromkeys(
     ("turns", "overlap", "persistent", "counter", "ahead", "late"), ("fa2",)
 )
 # Of four parts that three consumers have of registers to spare, what it takes to begin the next row
-# tile's first product ahead. The parts, and those in `_taken`, are by what the assembler spills.
-_SPARE, _AHEAD = 4, 2
+# tile's first product ahead. Parts, as those of `spare_taken`, are by what the assembler spills.
+SPARE, _AHEAD = 4, 2
 
 
-def _taken(features: Features) -> int:
+def spare_taken(features: Features) -> int:
     """How many parts of three consumers' spare registers the options take."""
     ends = 2 if features.kv_lens or (features.splits and features.q_lens) else 0
     ends = 3 if features.packed else ends
-    more = _SPARE + 1 if features.alibi or features.page_size else 0
+    more = SPARE + 1 if features.alibi or features.page_size else 0
     return ends + more + (3 if features.window else 0)
 
 
@@ -105,7 +90,7 @@ class WgmmaSpec(Spec):
         this: of one place of Q the next is not there yet, and options may leave three consumers no
         registers for it.
         """
-        crowded = self.consumers == 3 and _taken(self.features) + _AHEAD > _SPARE
+        crowded = self.consumers == 3 and spare_taken(self.features) + _AHEAD > SPARE
         return self.overlaps and self.q_stages > 1 and not crowded and "ahead" not in self.ablated
 
     @property
@@ -305,79 +290,3 @@ def select_wgmma_spec(
             "block"
         )
     return spec
-
-
-def default_wgmma_tiles(
-    seqlen_q: int,
-    head_dim: int,
-    causal: bool,
-    features: Features = PLAIN,
-    *,
-    seqlen_k: int = MAX_SEQLEN,
-    heads: int = 1,
-    places: int = 0,
-    lens: Sequence[int] | None = None,
-    window: int = 0,
-) -> Tiles:
-    """Block sizes of the kernels on Hopper's tensor cores, the fastest of those measured: three
-    consumers where registers allow it and their tiles end first, and as many columns as memory
-    holds, or all there are. ``seqlen_q`` are the rows of all heads that share a tile, ``heads`` how
-    many such there are with all batch entries, ``places`` the multiprocessors, 0 where they are not
-    known, ``lens`` the rows of packed sequences, of which ``seqlen_q`` is the largest, ``window``
-    the columns that a row sees. Few rows are left to one consumer, since then the columns' way from
-    memory counts.
-    """
-    Bc = 128 if head_dim <= 128 else 112 if head_dim <= 192 and not features.crowds else 96
-    Bc = 80 if head_dim > 192 else Bc
-    if features.bias:  # whose tile is in registers too
-        others = replace(features, bias=False, causal=False) != PLAIN
-        columns = next(found for d, found in _BIAS_COLUMNS.items() if head_dim <= d)
-        Bc = columns[2 if others else 1 if causal else 0]
-    if seqlen_q <= GROUP_ROWS:
-        return Tiles(GROUP_ROWS, 64 if PANEL < head_dim <= 2 * PANEL else min(Bc, 128), stages=2)
-    if not features.page_size:
-        Bc = min(Bc, max(_LEAST_COLUMNS, round_up(seqlen_k, 16)))
-    if head_dim <= PANEL and takes_places(features):
-        if features.window or causal:
-            longest = max(seqlen_q, seqlen_k)
-            if 0 < window <= _NARROW or (causal and longest <= _SHORTER):
-                return Tiles(GROUP_ROWS, _LEAST_COLUMNS, stages=3)
-            if longest <= SHORT and not features.window:
-                return Tiles(GROUP_ROWS, 96, stages=2)
-        elif seqlen_k <= 128:
-            return Tiles(2 * GROUP_ROWS, Bc, stages=MOST_STAGES)
-    two = Tiles(2 * GROUP_ROWS, Bc, stages=2)
-    three = Tiles(3 * GROUP_ROWS, Bc, stages=2)
-    if Bc == 128 and head_dim > PANEL:
-        plain = head_dim <= _SMALL and replace(features, causal=False) == PLAIN
-        three = replace(three, Bc=112 if plain else 96)
-    if not _hold_three(three, head_dim, features) or (features.crowds and head_dim > PANEL):
-        return two
-    if causal:
-        # Where all of two consumers have a place, the longest is what the call takes.
-        if head_dim > _SMALL or ceil_div(seqlen_q, two.Br) * heads <= places:
-            return two
-        rows = sum(n * n for n in lens) // max(1, sum(lens)) if lens else seqlen_q
-        return three if rows > (SHORT if head_dim <= PANEL else _LONG) else two
-    # Rounds in which the tiles find a place, times what one takes over one of two consumers.
-    takes = _THREE if head_dim <= PANEL or Bc < 128 else _THREE_WIDE
-
-    def rounds(Br: int) -> int:
-        if lens:  # a tile takes as long as its sequence is
-            return sum(ceil_div(n, Br) * n for n in lens)
-        tiles = ceil_div(seqlen_q, Br) * heads
-        return ceil_div(tiles, places) if places else tiles
-
-    return three if takes * rounds(three.Br) <= rounds(two.Br) else two
-
-
-def takes_places(features: Features) -> bool:
-    """Whether more places of Q, K and V, or more blocks, were measured beside these options."""
-    return replace(features, causal=False, window=False) == PLAIN
-
-
-def _hold_three(tiles: Tiles, head_dim: int, features: Features) -> bool:
-    """Whether three consumers' registers hold the tiles; with a window or a cap they are slower."""
-    spec = WgmmaSpec(head_dim, tiles.Br, tiles.Bc, 4, tiles.Br // 2)
-    slower = features.window or features.softcap or features.bias
-    return spec.fits_registers and not slower and _taken(features) <= _SPARE

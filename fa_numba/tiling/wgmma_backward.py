@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fa_numba.integers import ceil_div
-from fa_numba.options import Features
 from fa_numba.tiling.spec import Spec
 from fa_numba.tiling.tiles import Tiles
 from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL, WgmmaSpec, within_registers
@@ -14,12 +13,6 @@ CONSUMERS = 2
 COLUMNS = CONSUMERS * GROUP_ROWS  # of a tile of S
 STAGES = 2  # row tiles in shared memory
 TOLD = 9  # words that tell of a column tile
-# Where a causal mask leaves columns unequal work: columns of a head whose tiles go side by side;
-# more of them in small heads of many columns, whose Q and dO would be read from memory by each
-# chunk; and how many heads of K and V are few, whose tiles all do.
-SIDE_BY_SIDE, FEW_HEADS = 512, 8
-MORE_SIDE_BY_SIDE, SMALL_HEAD, MANY_COLUMNS = 2048, 64, 4096
-MOST_CHUNKS = 65535  # blocks along the last axis of a grid
 LARGEST_ATOMIC = 128  # the largest head dimension of a kernel that makes dQ too
 # Of a thread that produces, and of one that consumes; and where FlashAttention-1's consumers mask
 # rows of up to a panel whose heads share no K and V, and its producers do with fewer.
@@ -303,46 +296,6 @@ class _SharedRows(WgmmaSpec):
     @property
     def consumer_rows(self) -> int:
         return 0
-
-
-def chunk_tiles(columns: int, heads: int, Bc: int, head_dim: int, slopes: bool = False) -> int:
-    """``chunk_tiles`` of a causal call with so many columns and, over the batch, K/V heads: one of
-    a few heads, whose long tiles all begin at once; of many as many as read Q and dO together.
-    Twice as many, until the grid's last axis has no more chunks than it takes. With ``slopes`` one
-    chunk is one too: the assembler spills 8 bytes of the kernel without.
-    """
-    small = head_dim <= SMALL_HEAD and columns > MANY_COLUMNS
-    together = MORE_SIDE_BY_SIDE if small or head_dim > LARGEST_ATOMIC else SIDE_BY_SIDE
-    if heads > FEW_HEADS and columns <= together and not slopes:
-        return 0
-    found = 1 if heads <= FEW_HEADS else together // Bc
-    while found * Bc * MOST_CHUNKS < columns:
-        found *= 2
-    return found
-
-
-def lacks_together(head_dim: int, features: Features) -> str:
-    """What a kernel does not add to the scores, in words; empty for nothing. With a cap it makes
-    dS of the scores as they come from the cap; what else it leaves out would spill.
-    """
-    added = [name for name in ("alibi", "bias") if getattr(features, name)]
-    if added and features.softcap:
-        return f"the option {added[0]} beside softcap"
-    if len(added) == 2:
-        return "the option alibi beside bias"
-    if features.bias and features.packed and 2 * PANEL < head_dim <= 3 * PANEL:
-        return f"the option packed beside bias at a head dimension of {head_dim}"
-    if head_dim > PANEL:
-        return ""
-    crowded = head_dim > ADDED_BESIDE
-    crowd = ("window", "softcap", "alibi", *(("bias",) if crowded else ()))
-    beside = [name for name in crowd if getattr(features, name)]
-    ends = [name for name in ("q_lens", "kv_lens", "packed") if getattr(features, name)]
-    if beside and ends:
-        return f"the option {ends[0]} beside {beside[0]} at a head dimension of {head_dim}"
-    if crowded and features.alibi and not (features.causal or features.window):
-        return f"the option alibi without a mask at a head dimension of {head_dim}"
-    return ""
 
 
 def default_wgmma_backward_tiles(head_dim: int, atomic: bool = True) -> Tiles:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fa_numba.integers import ceil_div
-from fa_numba.options import PLAIN, Features
 from fa_numba.tiling.tiles import Tiles
 from fa_numba.tiling.wgmma import WgmmaSpec, within_registers
 
@@ -98,13 +97,3 @@ def select_wgmma_fa1_spec(
         f"tiles: Br={tiles.Br}, Bc={tiles.Bc} at head_dim={head_dim} needs {spec.shared_bytes} "
         f"bytes of shared memory, the device has {shared_limit} a block"
     )
-
-
-def default_wgmma_fa1_tiles(head_dim: int, features: Features) -> Tiles:
-    """Block sizes of FlashAttention-1's forward kernel on Hopper's tensor cores: as many columns as
-    memory holds, since O passes through global memory once for each column tile.
-    """
-    if head_dim <= 128:
-        plain = replace(features, causal=False) == PLAIN
-        return Tiles(128, 256 if plain else 128)  # other options take more registers
-    return Tiles(64, 192 if head_dim <= 192 else 128)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fa_numba.host.requests import Request
+from fa_numba.choices.requests import Request
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
 
 # Rows of the lowest tile of ``mma``.

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fa_numba.checks import MAX_KV_SPLITS
-from fa_numba.host.requests import Request
+from fa_numba.choices.requests import Request
 from fa_numba.integers import ceil_div
 from fa_numba.problem import Problem
 from fa_numba.tiling import Tiles

@@ -12,11 +12,26 @@ from typing import Any
 
 from fa_numba import device
 from fa_numba.dtypes import DTYPES
-from fa_numba.host.few_rows import heads_in_tiles, heads_share_tiles, suits_few_rows
-from fa_numba.host.requests import Request
+from fa_numba.choices.few_rows import heads_in_tiles, heads_share_tiles, suits_few_rows
+from fa_numba.choices.requests import Request
 from fa_numba.kernels import mma, simt, wgmma
 from fa_numba.options import PLAIN, Features
 from fa_numba.problem import MAX_HEAD_DIM
+from fa_numba.choices.tiles import (
+    SHORT,
+    chunk_tiles,
+    default_backward_tiles,
+    default_mma_backward_tiles,
+    default_mma_standard_tiles,
+    default_mma_tiles,
+    default_tiles,
+    default_wgmma_fa1_tiles,
+    default_wgmma_tiles,
+    lacks_together,
+    sweep_tiles,
+    takes_places,
+)
+from fa_numba.choices.tuned import tuned_tiles
 from fa_numba.tiling import (
     MEASURES,
     MOST_STAGES,
@@ -27,14 +42,7 @@ from fa_numba.tiling import (
     Spec,
     StandardSpec,
     Tiles,
-    default_backward_tiles,
-    default_mma_backward_tiles,
-    default_mma_standard_tiles,
-    default_mma_tiles,
-    default_tiles,
     default_wgmma_backward_tiles,
-    default_wgmma_fa1_tiles,
-    default_wgmma_tiles,
     select_mma_backward_spec,
     select_mma_spec,
     select_spec,
@@ -42,12 +50,10 @@ from fa_numba.tiling import (
     select_wgmma_fa1_spec,
     select_wgmma_spec,
     select_wgmma_sweep_spec,
-    sweep_tiles,
     wgmma_sweep_tiles,
 )
-from fa_numba.tiling.tuned import tuned_tiles
-from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL, SHORT, takes_places
-from fa_numba.tiling.wgmma_backward import LARGEST_ATOMIC, chunk_tiles, lacks_together
+from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
+from fa_numba.tiling.wgmma_backward import LARGEST_ATOMIC
 
 
 class Unit(ABC):

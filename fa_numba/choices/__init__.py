@@ -1,0 +1,1 @@
+"""What "auto" decides: the unit, its tiles, and how many blocks share what."""
