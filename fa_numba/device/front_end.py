@@ -1,0 +1,271 @@
+"""Numba's front end without the work that it does again and again.
+
+A kernel here is one function with some hundred calls of device functions, all of them inlined, and
+some thousand statements. A few of Numba's functions take time that grows with the square of that,
+or do again at each call what one call has done: most of the seconds that a large kernel took to
+compile. ``without_repeats`` puts shorter ones in the place of six while a kernel is compiled. The
+machine code that comes out is the same: ``tests/test_front_end.py`` compares PTX, and ``make ptx``
+that of every kernel.
+
+Nor is garbage collected meanwhile: nearly all that is made lives until the kernel is compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from numba.cuda.core import analysis, inline_closurecall, ir, ir_utils, postproc, ssa, transforms
+from numba.cuda.core.compiler_lock import global_compiler_lock
+from numba.types import BaseFunction
+
+# Nodes of Numba's intermediate representation that a pass may change, so that a copy has its own.
+_NODES = (ir.Inst, ir.Arg, ir.Const, ir.Global, ir.FreeVar)
+# Attributes of a node that say where it stands, and are shared.
+_SHARED = ("loc", "scope")
+# Characters of names that Numba makes, and what stands for them in a variable of the caller.
+_LEGAL = str.maketrans("$.", "__")
+
+
+@contextlib.contextmanager
+def without_repeats() -> Iterator[None]:
+    """Compile inside with the shorter functions; other threads wait with their compiling."""
+    with global_compiler_lock, contextlib.ExitStack() as stack:
+        for owner, name, shorter in REPLACED:
+            stack.enter_context(_replaced(owner, name, shorter))
+        if gc.isenabled():
+            gc.disable()
+            stack.callback(gc.enable)
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, shorter: Callable[[Callable], Callable]) -> Iterator[None]:
+    """``shorter`` of the function that ``owner`` has under ``name`` stands there inside."""
+    before = getattr(owner, name)
+    setattr(owner, name, shorter(before))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _translated_once(translate: Callable) -> Callable:
+    """A device function is translated from bytecode, checked and its blocks joined at the first of
+    its calls. ``_inlined_in_one_walk`` copies what is given here.
+    """
+    known: dict[Any, Any] = {}
+
+    def run_untyped_passes(self: Any, function: Any, enable_ssa: bool = False) -> Any:
+        if enable_ssa:
+            return translate(self, function, enable_ssa)
+        if function not in known:
+            code = translate(self, function)
+            if self.validator is not None:
+                self.validator(code)
+            # Its labels are above all that were given before, and those of its copies above its
+            # own: unless they begin at 0 again, labels double with each function.
+            code.blocks = ir_utils.flatten_labels(ir_utils.simplify_CFG(code.blocks))
+            known[function] = code
+        again = copy.copy(known[function])
+        again.func_id = again.func_id.derive()  # a number of its own, which names its variables
+        return again
+
+    return run_untyped_passes
+
+
+def _inlined_in_one_walk(inline: Callable) -> Callable:
+    """At a call the statements are copied and renamed in one walk; Numba copies them twice and
+    walks them five times. A name gets a number; Numba's has all functions in it through which the
+    variable came, so that the assembler, which cuts long names, may find two alike.
+    """
+
+    def inline_ir(
+        self: Any,
+        caller_ir: Any,
+        block: ir.Block,
+        i: int,
+        callee_ir: Any,
+        callee_freevars: Any,
+        arg_typs: Any = None,
+    ) -> tuple:
+        if self._permit_update_type_and_call_maps:
+            return inline(self, caller_ir, block, i, callee_ir, callee_freevars, arg_typs)
+        scope, call = block.scope, block.body[i]
+        labels = ir_utils._the_max_label
+        first = max(labels.next(), *caller_ir.blocks) + 1
+        labels.update(max(callee_ir.blocks) + first)
+
+        (callee_scope,) = {each.scope for each in callee_ir.blocks.values()}
+        variables = {
+            variable.name: scope.redefine(
+                f"{variable.name.translate(_LEGAL)}_{first}", loc=variable.loc
+            )
+            for variable in callee_scope.localvars._con.values()
+            if variable.name not in callee_freevars
+        }
+        copies = {}
+        for label in ir_utils.find_topo_order(callee_ir.blocks):
+            copies[label] = ir.Block(scope, callee_ir.blocks[label].loc)
+            copies[label].body = _copied(callee_ir.blocks[label].body, variables)
+        blocks = ir_utils.add_offset_to_labels(copies, first)
+        given = inline_closurecall._get_callee_args(
+            call.value, callee_ir.func_id.func, call.loc, caller_ir
+        )
+        inline_closurecall._replace_args_with(blocks, given)
+
+        after = ir.Block(scope, block.loc)
+        after.body = block.body[i + 1 :]
+        label_after = ir_utils.next_label()
+        caller_ir.blocks[label_after] = after
+        block.body = [*block.body[:i], ir.Jump(min(blocks), call.loc)]
+        inline_closurecall._replace_returns(blocks, call.target, label_after)
+
+        defined = caller_ir._definitions.get(call.target.name, [])
+        if call.value in defined:
+            defined.remove(call.value)
+        for new_block in blocks.values():
+            inline_closurecall._add_definitions(caller_ir, new_block)
+        caller_ir.blocks.update(blocks)
+        return callee_ir, blocks, variables, [(label_after, after), *blocks.items()]
+
+    return inline_ir
+
+
+def _copied(value: Any, variables: dict[str, ir.Var]) -> Any:
+    """A statement or expression, or a list of them, with its own parts and with ``variables`` in
+    the place of those of their names; constants are shared.
+    """
+    kind = type(value)
+    if kind is ir.Var:
+        return variables.get(value.name, value)
+    if kind in (list, tuple):
+        return kind([_copied(item, variables) for item in value])
+    if not isinstance(value, _NODES):
+        return value
+    new = object.__new__(kind)
+    parts = vars(new)
+    for name, part in vars(value).items():
+        if name == "_kws":
+            parts[name] = {key: _copied(item, variables) for key, item in part.items()}
+        else:
+            parts[name] = part if name in _SHARED else _copied(part, variables)
+    return new
+
+
+def _lifetimes_when_asked_for(run: Callable) -> Callable:
+    """Only the ends of variables, before code is made, and generators need to know what is alive;
+    Numba computes it behind each pass.
+    """
+
+    def without_lifetimes(
+        self: Any, emit_dels: bool = False, extend_lifetimes: bool = False
+    ) -> None:
+        code = self.func_ir
+        if emit_dels or code.is_generator:
+            run(self, emit_dels, extend_lifetimes)
+            return
+        code.blocks = transforms.canonicalize_cfg(code.blocks)
+        code.variable_lifetime = postproc.VariableLifetime(code.blocks)  # computes when read
+        code.generator_info = None
+
+    return without_lifetimes
+
+
+def _live_variables(cfg: Any, blocks: dict, uses: dict, defines: dict) -> dict[Any, set[str]]:
+    """Names of the variables that are alive at the entry of each block: of those that it uses, and
+    of those alive behind it that it does not define. A set is an integer with a bit for each name.
+
+    Takes what Numba's ``compute_live_map`` takes, and gives the same: ``uses`` and ``defines`` have
+    the names by block, ``cfg`` the edges.
+    """
+    bits: dict[str, int] = {}
+
+    def word(names: Iterable[str]) -> int:
+        return sum(1 << bits.setdefault(name, len(bits)) for name in names)
+
+    alive = {label: word(uses[label]) for label in defines}
+    defined = {label: word(defines[label]) for label in defines}
+    known = {label: alive[label] | defined[label] for label in defines}
+    before = {label: [other for other, _ in cfg.predecessors(label)] for label in defines}
+
+    def settle(step: Callable[[Any], bool], labels: list) -> None:
+        while any([step(label) for label in labels]):
+            pass
+
+    def meet(label: Any) -> bool:
+        """A name is known behind every block that uses or defines it."""
+        was = known[label]
+        for other in before[label]:
+            known[label] |= known[other]
+        return known[label] != was
+
+    def live(label: Any) -> bool:
+        changed = False
+        for other in before[label]:
+            more = alive[other] | alive[label] & known[other] & ~defined[other]
+            changed |= more != alive[other]
+            alive[other] = more
+        return changed
+
+    settle(meet, sorted(defines))
+    settle(live, sorted(defines, reverse=True))
+    names = list(bits)
+    return {
+        label: {names[n] for n, bit in enumerate(bin(alive[label])[:1:-1]) if bit == "1"}
+        for label in blocks
+    }
+
+
+def _renamed_where_named(run: Callable) -> Callable:
+    """A variable that is assigned several times is renamed in the blocks that name it; Numba visits
+    all statements twice for each.
+    """
+
+    def run_ssa(blocks: dict) -> dict:
+        naming = defaultdict(set)
+        for label, block in blocks.items():
+            for statement in block.body:
+                for variable in statement.list_vars():
+                    naming[variable.name].add(label)
+
+        def rewriting(rewrite: Callable) -> Callable:
+            def run_block_rewrite(blocks: dict, states: dict, handler: Any) -> dict:
+                here = naming[states["varname"]]
+                some = {label: block for label, block in blocks.items() if label in here}
+                return blocks | rewrite(some, states, handler)
+
+            return run_block_rewrite
+
+        with _replaced(ssa, "_run_block_rewrite", rewriting):
+            return run(blocks)
+
+    return run_ssa
+
+
+def _call_types_kept(find: Callable) -> Callable:
+    """Inference asks for the type of a call in each of its rounds, and lowering once more."""
+    known: dict[Any, Any] = {}
+
+    def get_call_type(self: Any, context: Any, args: Any, kws: Any) -> Any:
+        key = self, context, tuple(args), tuple(dict(kws).items())
+        if known.get(key) is None:
+            known[key] = find(self, context, args, kws)
+        return known[key]
+
+    return get_call_type
+
+
+# (whose, name, what stands there meanwhile of what stood there before)
+REPLACED = (
+    (inline_closurecall.InlineWorker, "run_untyped_passes", _translated_once),
+    (inline_closurecall.InlineWorker, "inline_ir", _inlined_in_one_walk),
+    (postproc.PostProcessor, "run", _lifetimes_when_asked_for),
+    (analysis, "compute_live_map", lambda _: _live_variables),
+    (ssa, "_run_ssa", _renamed_where_named),
+    (BaseFunction, "get_call_type", _call_types_kept),
+)
