@@ -31,8 +31,7 @@ from fa_numba.host import merging
 from fa_numba.kernels import merge_parts
 from fa_numba.problem import Problem
 from fa_numba.ring import call as ring_call
-from fa_numba.ring import masked, passes, visible
-from fa_numba.ring.schedule import LAST, span, travelled, work_at
+from fa_numba.ring import parts, passes, visible
 
 # --- who computes what -----------------------------------------------------------------------
 
@@ -48,18 +47,19 @@ def test_the_steps_of_all_ranks_are_the_whole_attention(ranks, travels, causal):
         np.concatenate([np.arange(*held) for held in ring.rows_of(r, ranks, size, causal)])
         for r in range(ranks)
     ]
+    course = visible.Course(None, ranks, 1, 4, 4, causal, travels)
+    assert course.stops == tuple(range(ranks))
     for rank, step in itertools.product(range(ranks), range(ranks)):
-        owner = ring.owner_at(rank, step, ranks)
+        owner = course.at(rank, step)
+        assert owner == ring.owner_at(rank, step, ranks)
         q_rank, k_rank = (owner, rank) if travels == "q" else (rank, owner)
-        rows, columns, masked = work_at(rank, step, ranks, travels, causal)
-        first, length = span(rows, 4)
-        i = places[q_rank][first : first + length]
-        first, length = span(columns, 4)
-        j = places[k_rank][first : first + length]
-        visible = np.tri(len(i), len(j), len(j) - len(i), dtype=int)
-        visible = visible if masked else np.ones_like(visible)
-        seen[np.ix_(i, j)] += visible
-        works[rank] += visible.sum()
+        (piece,) = course.pieces(owner, step)
+        i = places[q_rank][slice(*piece.rows)]
+        j = places[k_rank][slice(*piece.columns)]
+        sees = np.tri(len(i), len(j), len(j) - len(i), dtype=int)
+        sees = sees if piece.causal else np.ones_like(sees)
+        seen[np.ix_(i, j)] += sees
+        works[rank] += sees.sum()
     assert (seen == (np.tri(size, dtype=int) if causal else 1)).all()
     assert len(set(works)) == 1
 
@@ -67,19 +67,20 @@ def test_the_steps_of_all_ranks_are_the_whole_attention(ranks, travels, causal):
 @pytest.mark.parametrize("travels", ring.TRAVELS)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 def test_a_message_has_the_rows_that_were_computed(ranks, travels):
-    """Those of the rank that sends it, which has all that the ranks before had."""
+    """Those of the rank that sends it, which has all that the ranks before had; without a mask all
+    of them. What travels does so as a whole.
+    """
+    causal, plain = (visible.Course(None, ranks, 1, 8, 8, x, travels) for x in (True, False))
     for owner in range(ranks):
         before = set()
         for step in range(1, ranks):
-            rank = (owner + step) % ranks
-            work = work_at(rank, step, ranks, travels, True)
-            half = work.rows if travels == "q" else work.columns
-            assert half == travelled(rank, step, ranks, travels, True)
-            rows = set(range(*np.cumsum(span(half, 8))))
-            assert before <= rows
-            before = rows
-            assert travelled(rank, step, ranks, travels, False) == "all"
-    assert travelled(ranks - 1, 1, ranks, "q", True) == LAST
+            (piece,) = causal.pieces(owner, step)
+            moving = piece.rows if travels == "q" else piece.columns
+            assert causal.results(owner, step) == moving and causal.calls(owner, step) == step
+            assert before <= set(range(*moving))
+            before = set(range(*moving))
+            assert plain.results(owner, step) == causal.operands(owner, step) == (0, 8)
+    assert causal.results(ranks - 2, 1) == ((4, 8) if travels == "q" else (0, 4))
 
 
 def test_rows_are_split_among_ranks():
@@ -126,7 +127,7 @@ def wrong_steps(module, ranks, Nq, Nk, causal):
         mask = module.mask_of(**hidden, causal=causal, batch=1, rows=N, columns=M)
         if mask is None:
             continue
-        course, seen = module.Course(mask, ranks, Nq, Nk, causal, travels), np.zeros_like(want)
+        course, seen = module.Course(mask, ranks, 1, Nq, Nk, causal, travels), np.zeros_like(want)
         for rank, (n, step) in itertools.product(range(ranks), enumerate(course.stops)):
             owner = course.at(rank, n)
             assert owner == ring.owner_at(rank, step, ranks)
@@ -183,7 +184,7 @@ def test_what_nobody_needs_does_not_travel():
     def course(ranks, causal, window, travels="kv", size=8):
         whole = {"batch": 1, "rows": ranks * size, "columns": ranks * size}
         mask = visible.mask_of(window, None, None, causal=causal, **whole)
-        return visible.Course(mask, ranks, size, size, causal, travels)
+        return visible.Course(mask, ranks, 1, size, size, causal, travels)
 
     back = course(8, False, (3, 0))
     assert back.stops == (0, 1) and course(8, False, (9, 0)).stops == (0, 1, 2)
@@ -623,20 +624,22 @@ KERNEL_FAULTS = [
 BIT16, ODD, WINDOW, LENGTHS, KNOWN = RING[1], RING[5], RING[9], RING[13], None
 PASS_FAULTS = [
     # the case that notices it, module, what is planted
-    (ODD, passes, "half_of(lse_at, work.rows, 2)", "half_of(lse_at, 'all', 2)"),
+    (BIT16, passes, "piece.entries, heads) for x in held", "piece.entries) for x in held"),
     (BIT16, passes, "Heads(begin, count, heads)", "Heads(0, count, heads)"),
-    (BIT16, passes, "of_own(later, (ours", "of_own(now, (ours"),
-    (BIT16, passes, "sums = link.exchange(goes", "_ = link.exchange(goes"),
-    (ODD, passes, "if step == 1 else torch.float32", "if step >= 1 else torch.float32"),
-    (BIT16, passes, "step(own, mine, heads)", "step(own, mine._replace(causal=False), heads)"),
+    (BIT16, passes, "compute_own(later, True)", "compute_own(now, True)"),
+    (BIT16, passes, "        sums = link.exchange(", "        _ = link.exchange("),
+    (ODD, passes, "course.calls(owner, n) > 1)", "course.calls(owner, n) > 2)"),
+    (ODD, passes, "course.calls(arrives, n) > 1", "True"),
+    (BIT16, visible, "*spans, halves.causal", "*spans, False"),
     (KNOWN, passes, "        agreement.wait()", "        pass"),
-    (BIT16, passes, "_arrived(sums, ring, theirs, link.ranks - 1)", "theirs"),
-    (WINDOW, masked, "course.operands(owner, n)[0]", "0"),
-    (LENGTHS, masked, "_rows(ring, x, still, 0, piece.entries)", "_rows(ring, x, still, 0)"),
-    (WINDOW, masked, "_take(theirs, sums", "_take(ours, sums"),
-    (WINDOW, masked, "window=piece.window, return_lse", "return_lse"),
-    (WINDOW, masked, "lse_at, causal=piece.causal, window=piece.window", "lse_at"),
-    (WINDOW, masked, "and calls == 1", ""),
+    (BIT16, passes, "_take(theirs, sums, come_home)", "pass"),
+    (BIT16, passes, "        ours.take(*each)", "        pass"),
+    (WINDOW, passes, "course.operands(owner, n)[0]", "0"),
+    (LENGTHS, passes, "ring.rows(x, still, 0, piece.entries, heads)", "ring.rows(x, still, 0)"),
+    (WINDOW, passes, "_take(theirs, sums", "_take(ours, sums"),
+    (WINDOW, passes, "window=piece.window, return_lse", "return_lse"),
+    (WINDOW, passes, "lse_at, causal=piece.causal, window=piece.window", "lse_at"),
+    (WINDOW, parts, 'nothing = -float("inf")', "nothing = 0.0"),
 ]  # fmt: skip
 
 
@@ -677,11 +680,10 @@ def test_faults_of_the_kernel_are_noticed():
 
 def passes_find(torch, case, module, *fault):
     mutant = of_source(module, *fault)
-    names = {passes: ("forward", "backward"), masked: ("masked",)}[module]
+    names = {passes: ("forward", "backward"), parts: ("Sum", "Kind"), visible: ("course_of",)}
     with ExitStack() as stack:
-        for name in names:
-            planted = mutant if module is masked else getattr(mutant, name)
-            stack.enter_context(mock.patch.object(passes, name, planted))
+        for name in names[module]:
+            stack.enter_context(mock.patch.object(passes, name, getattr(mutant, name)))
         try:
             if case is KNOWN:
                 test_known_calls_that_differ_are_told_before_anything_is_sent(torch)

@@ -171,12 +171,14 @@ class _Bench:
         return lambda: link.exchange((sent,), (received,)).wait()
 
     def _merge(self, arrays: Sequence[Any]) -> Callable[[], Any]:
-        from fa_numba.ring.parts import Part, joined
+        from fa_numba.ring.parts import Kind, Part, Sum
 
-        x, y = arrays[:2]
-        lse = self.torch.zeros(x.shape[:3], device=self.device)
-        parts = [Part((z,), lse, "all", "bhnd") for z in (x, y)]
-        return lambda: joined(*parts)
+        rows = 0, arrays[0].shape[2]
+        lse = self.torch.zeros(arrays[0].shape[:3], device=self.device)
+        x, y = (Part([z], lse.clone()) for z in arrays[:2])
+        into = Sum(Kind("bhnd", x.tensors, lse=True), rows, wide=False)
+        into.take(x, rows)
+        return lambda: into.take(y, rows)
 
     def _attention(
         self, series: str, causal: bool, pass_: str, arrays: Sequence[Any]

@@ -8,10 +8,10 @@ travels goes on to the next rank.
                    where it lies (ring attention, arXiv 2310.01889)
     travels="q"    Q goes round and O, L follow it, K and V stay: FlashAttention-1's order
 
-``schedule`` says who computes what at which step and what is sent, in plain Python; ``parts`` makes
+``schedule`` says which rank holds and computes what, in plain Python; ``visible`` who sees what
+where the sequence has a window or lengths, and from that where what travels stops; ``parts`` makes
 one result of several; ``link`` sends and receives over torch.distributed; ``passes`` are the
-forward and the backward pass, ``masked`` those of a sequence with a window or lengths, of which
-``visible`` says who sees what; ``agreement`` asks first whether all ranks mean the same call.
+forward and the backward pass; ``agreement`` asks first whether all ranks mean the same call.
 ``fa_numba.torch.ring_attention`` is the public function, ``fa_numba.io_model.ring`` has the bytes
 in closed form.
 

@@ -9,85 +9,117 @@ the second is added to the first in its own dtype, which rounds as often.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from fa_numba.host import merging
-from fa_numba.ring.schedule import ALL, span
+from fa_numba.ring.visible import Span
 
 
-@dataclass(frozen=True)
-class Part:
-    """Gradients, or O with its L: ``tensors`` of ``half`` of some rank's rows, ``lse`` or None.
+class Part(NamedTuple):
+    """Gradients, or O with its L; no tensors where a pass has nothing of a kind."""
 
-    ``axis`` is that of the rows in ``tensors``; in ``lse`` it is the last.
-    """
-
-    tensors: tuple[Any, ...]
-    lse: Any
-    half: str
-    layout: str
+    tensors: Sequence[Any] = ()
+    lse: Any = None
 
     @property
-    def axis(self) -> int:
-        return 1 if self.layout == "bnhd" else 2
-
-    @property
-    def message(self) -> tuple[Any, ...]:
+    def message(self) -> list[Any]:
         """What is sent of it."""
-        return self.tensors if self.lse is None else (*self.tensors, self.lse)
+        return [*self.tensors] if self.lse is None else [*self.tensors, self.lse]
 
-    def widened(self) -> Part:
-        """The same in float32, to take sums."""
-        return replace(self, tensors=tuple(x.float() for x in self.tensors))
-
-    def shape_of(self, x: Any, half: str, axis: int) -> tuple[int, ...]:
-        """The shape of ``x``, one of these, if it had that half of the rows."""
-        rows = x.shape[axis] * (1 if self.half == ALL else 2)
-        return (*x.shape[:axis], span(half, rows)[1], *x.shape[axis + 1 :])
-
-    def nothing(self) -> Part:
-        """Zeros of all rows in float32, to take sums of gradients."""
-        torch = sys.modules["torch"]
-        made = (
-            torch.zeros(self.shape_of(x, ALL, self.axis), dtype=torch.float32, device=x.device)
-            for x in self.tensors
-        )
-        return replace(self, tensors=tuple(made), half=ALL)
-
-    def beside(self, other: Part) -> Part:
-        """These heads and then those of ``other``, of the same rows; tensors that both have were
-        made for the heads of both.
+    def beside(self, other: Part, axis: int) -> Part:
+        """These heads and then those of ``other``, of the same rows, along ``axis`` of the tensors;
+        tensors that both have were made for the heads of both.
         """
         cat = sys.modules["torch"].cat
         pairs = zip(self.tensors, other.tensors, strict=True)
-        lse = None if self.lse is None else cat([self.lse, other.lse], 1)
-        return replace(
-            self,
-            tensors=tuple(x[0] if x[0] is x[1] else cat(x, 3 - self.axis) for x in pairs),
-            lse=lse,
+        tensors = [x if x is y else cat([x, y], axis) for x, y in pairs]
+        return Part(tensors, None if self.lse is None else cat([self.lse, other.lse], 1))
+
+
+class Kind:
+    """Parts with tensors like these of a rank, with rows along ``axis``, and with L or without.
+
+    ``layout`` is that of q: 3 - ``axis`` is the axis of heads, and L is (batch, heads, rows).
+    """
+
+    def __init__(self, layout: str, like: Sequence[Any], lse: bool = False):
+        self.axis, self.layout = 1 if layout == "bnhd" else 2, layout
+        self.like, self.lse = like, lse
+
+    def dtype(self, wide: bool) -> Any:
+        """float32 for sums, q's for what a kernel leaves."""
+        return sys.modules["torch"].float32 if wide else self.like[0].dtype
+
+    def part(self, span: Span, wide: bool, empty: bool = False) -> Part:
+        """A part of rows that see nothing: 0 and, of L, -inf; or if ``empty`` memory for one."""
+        if not self.like:
+            return Part()
+        torch, (begin, end), x = sys.modules["torch"], span, self.like[0]
+        tensors = [
+            (torch.empty if empty else torch.zeros)(
+                with_rows(x, self.axis, end - begin), dtype=self.dtype(wide), device=x.device
+            )
+            for x in self.like
+        ]
+        if not self.lse:
+            return Part(tensors)
+        shape, facts = (x.shape[0], x.shape[3 - self.axis], end - begin), {"device": x.device}
+        facts["dtype"] = torch.float32
+        nothing = -float("inf")
+        return Part(
+            tensors, torch.empty(shape, **facts) if empty else torch.full(shape, nothing, **facts)
         )
 
-    def rounded(self, dtype: Any) -> Part:
-        """The same in ``dtype``."""
-        return replace(self, tensors=tuple(x.to(dtype) for x in self.tensors))
+
+class Sum:
+    """The sum of parts of the rows ``span``, which are added in the order in which they come.
+
+    In float32 if ``wide``, else in q's dtype, rounded with each part.
+    """
+
+    def __init__(self, kind: Kind, span: Span, wide: bool):
+        self.kind, self.span, self.wide = kind, span, wide
+        self.found: Part | None = None
+
+    def take(self, more: Part, rows: Span, entries: Span | None = None) -> None:
+        """Add a part of these rows and batch entries, None for all; its memory may be kept."""
+        kind, begin = self.kind, self.span[0]
+        if not kind.like or rows[0] == rows[1]:
+            return
+        every = 0, kind.like[0].shape[0]
+        entries = every if entries is None else entries
+        if self.found is None and (entries, rows) == (every, self.span):
+            self.found = self._to(more, self.wide)
+            return
+        self.found = into = self.whole()
+        mine = [cut(x, entries, rows, begin, kind.axis) for x in into.tensors]
+        if not kind.lse:
+            for x, y in zip(mine, more.tensors, strict=True):
+                merging.add(x, y, kind.layout)
+            return
+        lse = cut(into.lse, entries, rows, begin, 2)
+        # The kernel's threads of a row all read its L: the old one is elsewhere.
+        merging.merge(mine[0], lse.clone(), more.tensors[0], more.lse, lse, kind.layout)
+
+    def whole(self) -> Part:
+        """What was added so far."""
+        return self.kind.part(self.span, self.wide) if self.found is None else self.found
+
+    def rounded(self) -> Part:
+        """The same in q's dtype."""
+        return self._to(self.whole(), False)
+
+    def _to(self, part: Part, wide: bool) -> Part:
+        return part._replace(tensors=[x.to(self.kind.dtype(wide)) for x in part.tensors])
 
 
-def half_of(x: Any, half: str, axis: int) -> Any:
-    """A view of that half of the rows of ``x``."""
-    return x if half == ALL else x.narrow(axis, *span(half, x.shape[axis]))
+def cut(x: Any, entries: Span, rows: Span, begin: int, axis: int) -> Any:
+    """A view of these batch entries and rows of a tensor whose first row is ``begin``."""
+    some = x.narrow(0, entries[0], entries[1] - entries[0])
+    return some.narrow(axis, rows[0] - begin, rows[1] - rows[0])
 
 
-def joined(into: Part, part: Part) -> Part:
-    """Both, in the memory of ``into``, which has all rows that ``part`` has."""
-    half = ALL if into.half == part.half else part.half
-    rows = [half_of(x, half, into.axis) for x in into.tensors]
-    if into.lse is None:
-        for x, y in zip(rows, part.tensors, strict=True):
-            merging.add(x, y, into.layout)
-        return into
-    lse = into.lse.clone()
-    # The kernel's threads of a row all read its L: the new one goes elsewhere.
-    x_lse, new = half_of(into.lse, half, 2), half_of(lse, half, 2)
-    merging.merge(rows[0], x_lse, part.tensors[0], part.lse, new, into.layout)
-    return replace(into, lse=lse)
+def with_rows(x: Any, axis: int, rows: int) -> tuple[int, ...]:
+    """The shape of a tensor with so many rows along ``axis``."""
+    return (*x.shape[:axis], rows, *x.shape[axis + 1 :])

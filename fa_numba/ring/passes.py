@@ -1,8 +1,9 @@
 """The forward and the backward pass of a rank.
 
-A step's results are of two kinds: those of what stays, which are summed where they are, and those
-of what travels, which follow it a step behind and come home after the last. Of these the owner's
-own part waits at home: the message begins at the next rank, and has a rank's part more at each.
+What travels stops at ranks that compute something with it (``visible.Course``). The results of a
+stop are of two kinds: those of what stays, which are summed where they are, and those of what
+travels, which follow it a stop behind and come home after the last. Of these the owner's own part
+waits at home: the message begins at the first rank after it, and has a rank's part more at each.
 With K and V on their way O and dQ stay, dK and dV follow; with Q the other way round.
 """
 
@@ -12,19 +13,15 @@ import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import fa_numba
-from fa_numba.ring import masked
 from fa_numba.ring.agreement import Agreement
 from fa_numba.ring.link import Exchange, Link
-from fa_numba.ring.parts import Part, half_of, joined
-from fa_numba.ring.schedule import Work, travelled, work_at
-from fa_numba.ring.visible import Mask
+from fa_numba.ring.parts import Kind, Part, Sum, cut, with_rows
+from fa_numba.ring.visible import Course, Mask, Piece, Span, course_of
 
-# Of a step: what travels as it is at hand, what is computed of it, which heads (None for all);
-# returns the part of what stays and the part of what travels, None for a kind without results.
-Step = Callable[[Sequence[Any], Work, "Heads | None"], tuple[Part | None, Part | None]]
+T = TypeVar("T")
 
 # Operations, of multiplications and additions, that take a GPU about as long as its host asks the
 # others whether they mean the same call; a part of LONG times as many has nothing to gain there.
@@ -45,10 +42,15 @@ class Heads:
         return x.narrow(axis, self.first * group, self.count * group)
 
 
+# What a call finds of its rows and of its columns, given some K/V heads (None for all), the cut q
+# with what goes with it, and the cut k and v.
+Call = Callable[[Piece, Heads | None, Sequence[Any], Sequence[Any]], tuple[Part, Part]]
+
+
 @dataclass(frozen=True)
 class Ring:
     """A call: ``options`` are of every step, ``ahead`` those of forward steps alone, ``backward``
-    of backward steps. With a ``mask``, of a window or lengths, ``masked`` has the passes.
+    of backward steps; ``mask`` is a window or lengths of the whole sequence.
     """
 
     link: Link
@@ -65,10 +67,37 @@ class Ring:
         """That of the rows in q, k and v."""
         return 1 if self.layout == "bnhd" else 2
 
-    def cut(self, tensors: Sequence[Any], half: str, heads: Heads | None) -> list[Any]:
-        """Views of a half of the rows, and of some heads."""
-        rows = [half_of(x, half, self.axis) for x in tensors]
-        return rows if heads is None else [heads.among(x, 3 - self.axis) for x in rows]
+    def course(self, q: Any, k: Any) -> Course:
+        """The course of what travels in a call with such q and k."""
+        rows, columns = (x.shape[self.axis] for x in (q, k))
+        return course_of(
+            self.mask, self.link.ranks, q.shape[0], rows, columns, self.causal, self.travels
+        )
+
+    def turned(self, of_rows: T, of_columns: T) -> tuple[T, T]:
+        """Of what travels and of what stays; back again as well."""
+        return (of_rows, of_columns) if self.travels == "q" else (of_columns, of_rows)
+
+    def rows(
+        self,
+        x: Any,
+        rows: Span,
+        begin: int,
+        entries: Span | None = None,
+        heads: Heads | None = None,
+    ) -> Any:
+        """A view of these rows of an operand whose first one is ``begin``."""
+        x = cut(x, (0, x.shape[0]) if entries is None else entries, rows, begin, self._axis(x))
+        return x if heads is None else heads.among(x, 3 - self._axis(x))
+
+    def room(self, like: Any, span: Span) -> Any:
+        """Memory for these rows of an operand."""
+        shape = with_rows(like, self._axis(like), span[1] - span[0])
+        return sys.modules["torch"].empty(shape, dtype=like.dtype, device=like.device)
+
+    def _axis(self, x: Any) -> int:
+        """That of the rows in an operand: L, (batch, heads, rows), has them last."""
+        return self.axis if len(x.shape) == 4 else 2
 
 
 def forward(
@@ -77,31 +106,23 @@ def forward(
     """(O, L) of this rank's rows. What ``agreement`` still has to say is waited for before anything
     is sent.
     """
-    if ring.mask is not None:
-        return masked.forward(ring, q, k, v, agreement)
-    queries = ring.travels == "q"
-    whole: Any = None  # O of all heads, where steps are of some
+    whole: Any = None  # O of all heads, where calls are of some
 
-    def step(held: Sequence[Any], work: Work, heads: Heads | None) -> tuple:
-        (q_at, k_at, v_at) = (*held, k, v) if queries else (q, *held)
-        (q_at,) = ring.cut([q_at], work.rows, heads)
-        k_at, v_at = ring.cut([k_at, v_at], work.columns, heads)
+    def call(piece: Piece, heads: Heads | None, of_q: Sequence, of_kv: Sequence) -> tuple:
         nonlocal whole
+        (q_at,), (k_at, v_at) = of_q, of_kv
         out = None
         if heads is not None:
-            whole = _empty(q, q.shape, q.dtype) if whole is None else whole
+            whole = ring.room(q, (0, q.shape[ring.axis])) if whole is None else whole
             out = heads.among(whole, 3 - ring.axis)
         out, lse = fa_numba.attention(
-            q_at, k_at, v_at, causal=work.causal, return_lse=True, out=out, **ring.options,
-            **ring.ahead,
+            q_at, k_at, v_at, causal=piece.causal, window=piece.window, return_lse=True, out=out,
+            **ring.options, **ring.ahead,
         )  # fmt: skip
-        out = out if heads is None else whole
-        part = Part((out,), lse, work.rows, ring.layout)
-        return (None, part) if queries else (part, None)
+        return Part([out if heads is None else whole], lse), Part()
 
-    staying, travelling = _around(ring, (q,) if queries else (k, v), step, q, k, queries, agreement)
-    found = travelling if queries else staying
-    assert found is not None
+    kinds = Kind(ring.layout, (q,), lse=True), Kind(ring.layout, ())
+    found, _ = _around(ring, (q,), (k, v), call, kinds, agreement)
     return found.tensors[0], found.lse
 
 
@@ -113,107 +134,137 @@ def backward(
     ``out`` and ``lse`` are those of the whole rows: P = exp(S - L) and D = rowsum(dO o O) of any
     columns need no more.
     """
-    if ring.mask is not None:
-        return masked.backward(ring, dout, q, k, v, out, lse)
-    queries = ring.travels == "q"
 
-    def step(held: Sequence[Any], work: Work, heads: Heads | None) -> tuple:
-        q_at, dout_at, out_at, lse_at = held if queries else (q, dout, out, lse)
-        k_at, v_at = (k, v) if queries else held
-        q_at, dout_at, out_at = ring.cut([q_at, dout_at, out_at], work.rows, heads)
-        k_at, v_at = ring.cut([k_at, v_at], work.columns, heads)
-        lse_at = half_of(lse_at, work.rows, 2)
+    def call(piece: Piece, heads: Heads | None, of_q: Sequence, of_kv: Sequence) -> tuple:
+        (q_at, dout_at, out_at, lse_at), (k_at, v_at) = of_q, of_kv
         dq, dk, dv = fa_numba.attention_backward(
-            dout_at, q_at, k_at, v_at, out_at, lse_at if heads is None else heads.among(lse_at, 1),
-            causal=work.causal, **ring.options, **ring.backward,
+            dout_at, q_at, k_at, v_at, out_at, lse_at, causal=piece.causal, window=piece.window,
+            **ring.options, **ring.backward,
         )  # fmt: skip
-        of_q = Part((dq,), None, work.rows, ring.layout)
-        of_kv = Part((dk, dv), None, work.columns, ring.layout)
-        return (of_kv, of_q) if queries else (of_q, of_kv)
+        return Part([dq]), Part([dk, dv])
 
-    operands = (q, dout, out, lse) if queries else (k, v)
-    staying, travelling = _around(ring, operands, step, q, k, True)
-    assert staying is not None and travelling is not None
-    of_q, of_kv = (travelling, staying) if queries else (staying, travelling)
-    return of_q.tensors[0], *of_kv.tensors
+    kinds = Kind(ring.layout, (q,)), Kind(ring.layout, (k, v))
+    of_rows, of_columns = _around(ring, (q, dout, out, lse), (k, v), call, kinds)
+    return of_rows.tensors[0], *of_columns.tensors
 
 
 def _around(
     ring: Ring,
-    operands: Sequence[Any],
-    step: Step,
-    q: Any,
-    k: Any,
-    results_travel: bool,
+    of_q: Sequence[Any],
+    of_kv: Sequence[Any],
+    call: Call,
+    kinds: tuple[Kind, Kind],
     agreement: Agreement | None = None,
-) -> tuple[Part | None, Part | None]:
-    """Every step: the results of what stays here and of this rank's own travelling part.
+) -> tuple[Part, Part]:
+    """What all stops find of this rank's rows and of its columns, which ``kinds`` describe.
 
-    The rank's own part is computed by heads: some before it is known that all ranks mean the same,
-    so that its GPU does not wait for that, some after; and where results travel some at the end,
-    so that there is something left to do while the last are on their way.
+    Without a mask the rank's own part is computed by heads: some before it is known that all ranks
+    mean the same, so that its GPU does not wait for that, some after; and where results travel some
+    at the end, so that there is something left to do while the last are on their way.
     """
-    link, dtype = ring.link, k.dtype
-    own: Sequence[Any] = [x.contiguous() for x in operands]
-    held, mine = own, work_at(link.rank, 0, link.ranks, ring.travels, ring.causal)
-    early, now, later = _shares(ring, q, k, mine, agreement is not None, results_travel)
+    link, turned, course = ring.link, ring.turned, ring.course(of_q[0], of_kv[0])
+    last, rank = len(course.stops) - 1, link.rank
+    travelling, staying = turned(of_q, of_kv)
+    follows, remains = turned(*kinds)
+    moving_rows, still_rows = turned(course.rows, course.columns)
+    pieces = [course.pieces(course.at(rank, n), step) for n, step in enumerate(course.stops)]
+    come_home = course.results(rank, last)
+    ours = Sum(remains, (0, still_rows), sum(map(len, pieces)) > 2)
+    theirs = Sum(follows, (0, moving_rows), len(pieces[0]) + any(come_home) > 2)
+    early, now, later = _shares(ring, of_q[0], of_kv[0], agreement is not None, bool(follows.like))
+    own: dict[Piece, tuple[Part, Part]] = {}
 
-    def of_own(shares: list[Heads | None], found: tuple | None) -> tuple | None:
-        for heads in shares:
-            more = step(own, mine, heads)
-            found = more if found is None else tuple(map(_beside, found, more))
-        return found
+    def computed(
+        piece: Piece, held: Sequence[Any], begin: int, heads: Heads | None = None
+    ) -> tuple[Part, Part]:
+        """Of what travels, of which ``held`` is here from its row ``begin`` on, and what stays."""
+        moving, still = turned(piece.rows, piece.columns)
+        there = [ring.rows(x, moving, begin, piece.entries, heads) for x in held]
+        here = [ring.rows(x, still, 0, piece.entries, heads) for x in staying]
+        return turned(*call(piece, heads, *turned(there, here)))
 
-    begun = of_own(early, None)
+    def compute_own(shares: list[Heads | None], done: bool) -> None:
+        """Some heads of the rank's own part, which is added if ``done``."""
+        for piece in pieces[0]:
+            for heads in shares:
+                more = computed(piece, travelling, 0, heads)
+                before = own.pop(piece, None)
+                if before is not None:
+                    axis = 3 - ring.axis
+                    more = before[0].beside(more[0], axis), before[1].beside(more[1], axis)
+                own[piece] = more
+            if done:
+                moving, still = turned(piece.rows, piece.columns)
+                of_moving, of_still = own.pop(piece)
+                theirs.take(of_moving, moving, piece.entries)
+                ours.take(of_still, still, piece.entries)
+
+    compute_own(early, False)
     if agreement is not None:
         agreement.wait()
-    coming: Exchange | None = None  # what travels, for the next step
-    sums: Exchange | None = None  # results of what travels, of the step before
-    ours = theirs = others = None
-    for n in range(link.ranks):
+    held, begin = travelling, 0  # what travels as it is here, and its first row
+    coming: Exchange | None = None  # the same for the next stop
+    sums: Exchange | None = None  # results of what travels, of the stop before
+    behind: list[tuple[Part, Span, Span]] = []  # what is added when the own part is there
+    for n in range(last + 1):
+        owner, arrives = course.at(rank, n), course.at(rank, n + 1)
         if coming is not None:
-            held = coming.wait()
-        if n < link.ranks - 1:
-            coming = link.exchange(held, [_empty(x, x.shape, x.dtype) for x in held])
+            held, begin = coming.wait(), course.operands(owner, n)[0]
+        if n < last:
+            goes, comes = course.operands(owner, n + 1), course.operands(arrives, n + 1)
+            coming = link.exchange(
+                [ring.rows(x, goes, begin).contiguous() for x in held] if any(goes) else [],
+                [ring.room(x, comes) for x in travelling] if any(comes) else [],
+                course.hop(n),
+            )
         if n == 0:
-            ours, theirs = of_own(now, begun) or (None, None)
-            if ours is not None and not later and link.ranks > 2:
-                ours = ours.widened()  # more than one sum is to come
+            compute_own(now, not later)
             continue
-        stays, goes = step(held, work_at(link.rank, n, link.ranks, ring.travels, ring.causal), None)
-        if ours is not None and stays is not None:
-            if not later:
-                ours = joined(ours, stays)
+        goes, comes = course.results(owner, n), course.results(arrives, n)
+        into = Sum(follows, goes, course.calls(owner, n) > 1)
+        for piece in pieces[n]:
+            moving, still = turned(piece.rows, piece.columns)
+            of_moving, of_still = computed(piece, held, begin)
+            into.take(of_moving, moving, piece.entries)
+            if later and last == 1:
+                behind.append((of_still, still, piece.entries))
             else:
-                others = _with(others, stays, link.ranks)
-        if goes is not None:
-            if sums is not None:
-                goes = joined(goes.widened(), _arrived(sums, ring, goes, n - 1))
-            sums = link.exchange(goes.message, _room(ring, goes, n, dtype).message)
-    ours, theirs = of_own(later, (ours, theirs)) or (None, None)
-    if ours is not None and others is not None:
-        # The own part has all rows: of two parts it takes the other one.
-        ours = joined(ours, others) if link.ranks == 2 else joined(others, ours)
-    if theirs is not None and sums is not None:
-        theirs = joined(theirs, _arrived(sums, ring, theirs, link.ranks - 1))
-    return (
-        None if ours is None else ours.rounded(dtype),
-        None if theirs is None else theirs.rounded(dtype),
-    )
+                ours.take(of_still, still, piece.entries)
+        if sums is not None:
+            _take(into, sums, course.results(owner, n - 1))
+        sums = link.exchange(
+            into.whole().message if any(goes) else [],
+            follows.part(comes, course.calls(arrives, n) > 1, empty=True).message
+            if any(comes)
+            else [],
+            course.hop(n),
+        )
+    if later:
+        compute_own(later, True)
+    for each in behind:  # of two parts the own one, of all rows, takes the other
+        ours.take(*each)
+    if sums is not None:
+        _take(theirs, sums, come_home)
+    return turned(theirs.rounded(), ours.rounded())
 
 
-def _shares(
-    ring: Ring, q: Any, k: Any, work: Work, early: bool, last: bool
-) -> list[list[Heads | None]]:
+def _take(into: Sum, sums: Exchange, rows: Span) -> None:
+    """Wait for the results that a rank before has sent, of these rows, and add them."""
+    came = sums.wait()
+    if came:
+        into.take(Part(came[:-1], came[-1]) if into.kind.lse else Part(came), rows)
+
+
+def _shares(ring: Ring, q: Any, k: Any, early: bool, last: bool) -> list[list[Heads | None]]:
     """The K/V heads of a rank's own part that are computed before it is known that all ranks mean
     the same, after that, and behind the last results; None stands for all heads.
 
     They follow from the call alone, so that equal calls have equal bits.
     """
     heads = k.shape[3 - ring.axis]
-    if ring.link.ranks == 1 or heads == 1:
+    if ring.link.ranks == 1 or heads == 1 or ring.mask is not None:
         return [[], [None], []]
-    operations = 4 * q.numel() * k.shape[ring.axis] // (2 if work.causal else 1)
+    operations = 4 * q.numel() * k.shape[ring.axis] // (2 if ring.causal else 1)
     first = 0
     if early and 0 < operations < LONG * EARLY:
         first = min(-(-heads * EARLY // operations), heads // (3 if last else 2))
@@ -224,43 +275,3 @@ def _shares(
         [None if count == heads else Heads(begin, count, heads)] if count else []
         for begin, count in found
     ]
-
-
-def _beside(part: Part | None, more: Part | None) -> Part | None:
-    """The heads of both."""
-    return part if part is None or more is None else part.beside(more)
-
-
-def _with(others: Part | None, part: Part, ranks: int) -> Part:
-    """The parts of the steps after the first, in float32 where there are several."""
-    if ranks == 2:
-        return part
-    return joined(part.nothing() if others is None else others, part)
-
-
-def _empty(like: Any, shape: Sequence[int], dtype: Any) -> Any:
-    torch = sys.modules["torch"]
-    return torch.empty(tuple(shape), dtype=dtype, device=like.device)
-
-
-def _room(ring: Ring, like: Part, step: int, dtype: Any) -> Part:
-    """Memory for what the rank before sends after ``step``, of a result like this one: in
-    ``dtype``, as its kernel left it, after step 1, then a sum in float32.
-    """
-    link = ring.link
-    half = travelled(link.before, step, link.ranks, ring.travels, ring.causal)
-    torch = sys.modules["torch"]
-    kind = dtype if step == 1 else torch.float32
-    tensors = [_empty(x, like.shape_of(x, half, like.axis), kind) for x in like.tensors]
-    lse = like.lse
-    if lse is not None:
-        lse = _empty(lse, like.shape_of(lse, half, 2), lse.dtype)
-    return Part(tuple(tensors), lse, half, like.layout)
-
-
-def _arrived(sums: Exchange, ring: Ring, like: Part, step: int) -> Part:
-    """What the rank before has sent after ``step``."""
-    came = sums.wait()
-    half = travelled(ring.link.before, step, ring.link.ranks, ring.travels, ring.causal)
-    lse = None if like.lse is None else came[-1]
-    return Part(tuple(came[: len(like.tensors)]), lse, half, like.layout)

@@ -42,29 +42,11 @@ def work(q_rank: int, k_rank: int, causal: bool) -> Work:
     return Work(LAST, ALL, False)
 
 
-def work_at(rank: int, step: int, ranks: int, travels: str, causal: bool) -> Work:
-    """What ``rank`` computes at ``step``."""
-    owner = owner_at(rank, step, ranks)
-    return work(owner, rank, causal) if travels == "q" else work(rank, owner, causal)
-
-
-def travelled(rank: int, step: int, ranks: int, travels: str, causal: bool) -> str:
-    """Which half of the travelling part's own results the message has that ``rank`` sends after
-    ``step``: what the ranks from its owner's next on to this one have computed of it.
-
-    The first half of K and V until they come past the last rank, to those before their owner; the
-    last half of Q likewise.
-    """
-    if not causal or owner_at(rank, step, ranks) > rank:
-        return ALL
-    return LAST if travels == "q" else FIRST
-
-
 def span(half: str, size: int) -> tuple[int, int]:
-    """(start, length) of a half of ``size`` rows."""
+    """(begin, end) of a half of ``size`` rows."""
     if half == ALL:
         return 0, size
-    return (0 if half == FIRST else size // 2), size // 2
+    return (0, size // 2) if half == FIRST else (size // 2, size)
 
 
 def rows_of(rank: int, ranks: int, size: int, causal: bool) -> list[tuple[int, int]]:

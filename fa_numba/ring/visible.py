@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from fa_numba.ring.schedule import owner_at, rows_of
+from fa_numba.ring.schedule import owner_at, rows_of, span, work
 
 Span = tuple[int, int]  # begin and end
 
@@ -111,11 +111,12 @@ class Course:
     """Where what travels stops, who computes what there, and what is on the way.
 
     ``rows`` and ``columns`` are those of one rank's part; ``travels`` and ``causal`` as for
-    ``ring_attention``.
+    ``ring_attention``. Without a ``mask`` it stops at every rank, and travels as a whole.
     """
 
-    mask: Mask
+    mask: Mask | None
     ranks: int
+    batch: int
     rows: int
     columns: int
     causal: bool
@@ -134,6 +135,8 @@ class Course:
         """The rows of what travels of ``owner`` that are on the way to the stop of this number:
         what this and later ones compute with, (0, 0) for nothing.
         """
+        if self.mask is None:
+            return 0, self.rows if self.travels == "q" else self.columns
         return _around(self._moving(owner, stop, len(self.stops)))
 
     def results(self, owner: int, stop: int) -> Span:
@@ -171,7 +174,7 @@ def _around(spans: Iterator[Span]) -> Span:
 @lru_cache(maxsize=64)
 def _stops(course: Course) -> tuple[int, ...]:
     ranks = range(course.ranks)
-    return (0, *(s for s in ranks[1:] if any(_pieces(course, owner, s) for owner in ranks)))
+    return (0, *(s for s in ranks[1:] if any(course.pieces(owner, s) for owner in ranks)))
 
 
 @lru_cache(maxsize=4096)
@@ -179,6 +182,10 @@ def _pieces(course: Course, owner: int, step: int) -> tuple[Piece, ...]:
     other = (owner + step) % course.ranks
     q_rank, k_rank = (owner, other) if course.travels == "q" else (other, owner)
     found, mask, ranks = [], course.mask, course.ranks
+    if mask is None:
+        halves = work(q_rank, k_rank, course.causal)
+        spans = span(halves.rows, course.rows), span(halves.columns, course.columns)
+        return (Piece((0, course.batch), *spans, halves.causal, (-1, -1)),)
     for entries in mask.entries:
         first = 0  # of the chunk, in the rank's part
         for begin, end in rows_of(q_rank, ranks, ranks * course.rows, course.causal):
