@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Unpack
 
-from fa_numba.checks import as_flag, as_splits
+from fa_numba.choices.requests import check_algorithm, choices_of
 from fa_numba.dtypes import DTYPES
 from fa_numba.host import planning
 from fa_numba.host.binding import Binding
-from fa_numba.host.calls import attend, differentiate
-from fa_numba.host.planning import check_algorithm
+from fa_numba.host.calls import attend
 from fa_numba.host.plans import Plan
 from fa_numba.host.softmax import softmax as softmax_of_vectors
 from fa_numba.options import AttentionOptions, documents_options
@@ -50,34 +49,13 @@ def plan(
     >>> p.kernels[0].name, p.kernels[0].grid
     ('fa2_forward', (8, 2, 1))
     """
-    return_lse = as_flag("return_lse", return_lse)
-    deterministic = as_flag("deterministic", deterministic)
-    return_dbias = as_flag("return_dbias", return_dbias)
+    how = (query_splits, warp_partition, ablate, kv_splits, deterministic, return_dbias)
+    choices = choices_of(algorithm, passes, tiles, unit, return_lse, *how, group_splits)
     arguments = Binding.of(options, shapes=True)
     problem = arguments.problem(q_shape, k_shape, dtype=dtype)
-    if passes not in planning.PASSES:
-        raise ValueError(f"passes is {passes!r}: allowed is one of {', '.join(planning.PASSES)}")
-    if passes == "bwd":
-        if return_lse:
-            raise ValueError(f"return_lse is {return_lse!r}: only passes='fwd' has it")
-        if warp_partition != "rows":
-            raise ValueError(f"warp_partition is {warp_partition!r}: only passes='fwd' has it")
-        if ablate != ():
-            raise ValueError(f"ablate is {ablate!r}: only passes='fwd' has it")
-        if as_splits("kv_splits", kv_splits) != "auto":
-            raise ValueError(f"kv_splits is {kv_splits!r}: only passes='fwd' has it")
-        backward = (deterministic, return_dbias, unit, query_splits, group_splits)
-        plan = planning.backward(problem, algorithm, tiles, True, *backward)
-    else:
-        for name, value in (("deterministic", deterministic), ("return_dbias", return_dbias)):
-            if value:
-                raise ValueError(f"{name} is {value!r}: only passes='bwd' has it")
-        if as_splits("group_splits", group_splits) != "auto":
-            raise ValueError(f"group_splits is {group_splits!r}: only passes='bwd' has it")
-        how = (return_lse, query_splits, unit, warp_partition, ablate, kv_splits)
-        # How often a block table is read depends on the copies' width.
-        aligned = problem.pages is None or problem.head_dim % DTYPES[problem.dtype].chunk == 0
-        plan = planning.forward(problem, algorithm, tiles, aligned, *how)
+    # How often a block table is read depends on the copies' width.
+    aligned = problem.pages is None or problem.head_dim % DTYPES[problem.dtype].chunk == 0
+    plan = planning.plan_of(problem, choices, aligned)
     arguments.check_mask(problem, tiles, plan.tiles)
     return replace(plan, block_mask=arguments.block_mask)
 
@@ -105,7 +83,8 @@ def standard_attention(
     >>> fa_numba.standard_attention(q, k, v, scale=0.0)[0, 0].round(3).tolist()
     [[0.5, 0.5], [0.5, 0.5]]
     """
-    return attend("standard", (q, k, v), options, tiles, return_lse, out, stream, unit)
+    choices = choices_of("standard", "fwd", tiles, unit, return_lse)
+    return attend(choices, (q, k, v), options, stream, out)
 
 
 @documents_options
@@ -140,7 +119,8 @@ def flash_attention_1(
     True
     """
     how = (query_splits, warp_partition, ablate)
-    return attend("fa1", (q, k, v), options, tiles, return_lse, out, stream, unit, *how)
+    choices = choices_of("fa1", "fwd", tiles, unit, return_lse, *how)
+    return attend(choices, (q, k, v), options, stream, out)
 
 
 @documents_options
@@ -205,8 +185,9 @@ def flash_attention_2(
     >>> fa_numba.flash_attention_2(q, q, v, window=(0, 0))[0, 0, :, 0].tolist()
     [0.0, 4.0, 8.0]
     """
-    how = {"ablate": ablate, "kv_splits": kv_splits}
-    return attend("fa2", (q, k, v), options, tiles, return_lse, out, stream, unit, **how)
+    how = (1, "rows", ablate, kv_splits)
+    choices = choices_of("fa2", "fwd", tiles, unit, return_lse, *how)
+    return attend(choices, (q, k, v), options, stream, out)
 
 
 @documents_options
@@ -274,8 +255,8 @@ def standard_attention_backward(
     and read back; ``out`` and ``lse`` are checked but not needed. The workspace is two Nq x Nk
     matrices a head, in q's dtype.
     """
-    given = (dout, q, k, v, out, lse)
-    return differentiate("standard", given, options, tiles, stream, unit, return_dbias)
+    choices = choices_of("standard", "bwd", tiles, unit, return_dbias=return_dbias)
+    return attend(choices, (q, k, v, out, dout, lse), options, stream)
 
 
 @documents_options
@@ -302,9 +283,9 @@ def flash_attention_1_backward(
     to dk and dv in no fixed order: Nk d loads and stores of either a split, and in 16 bits both in
     float32 as workspace.
     """
-    given = (dout, q, k, v, out, lse)
-    how = {"query_splits": query_splits}
-    return differentiate("fa1", given, options, tiles, stream, unit, return_dbias, **how)
+    how = {"query_splits": query_splits, "return_dbias": return_dbias}
+    choices = choices_of("fa1", "bwd", tiles, unit, **how)
+    return attend(choices, (q, k, v, out, dout, lse), options, stream)
 
 
 @documents_options
@@ -356,9 +337,9 @@ def flash_attention_2_backward(
     >>> dv.sum().round(3).item()
     32.0
     """
-    given = (dout, q, k, v, out, lse)
-    how = {"deterministic": deterministic, "group_splits": group_splits}
-    return differentiate("fa2", given, options, tiles, stream, unit, return_dbias, **how)
+    how = (False, 1, "rows", (), "auto", deterministic, return_dbias, group_splits)
+    choices = choices_of("fa2", "bwd", tiles, unit, *how)
+    return attend(choices, (q, k, v, out, dout, lse), options, stream)
 
 
 @documents_options

@@ -8,9 +8,9 @@ import numpy as np
 
 import fa_numba
 from fa_numba.checks import as_flag, as_splits, kind_of
+from fa_numba.choices.requests import check_algorithm
 from fa_numba.host import placement
 from fa_numba.host.arrays import MASKS, added_mask, on_host, operand
-from fa_numba.host.planning import check_algorithm
 from fa_numba.options import AttentionOptions, check_names, documents_options
 from fa_numba.ring import call as ring_call
 from fa_numba.ring import passes as ring_passes

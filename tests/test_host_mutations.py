@@ -25,7 +25,7 @@ from stand_in_device import (
 )
 from stand_in_torch import SOURCE, fa_numba_torch, no_torch_but_its_names
 
-from fa_numba.choices import units
+from fa_numba.choices import requests, units
 from fa_numba.device import kernel, kernel_cache, launch_record, launching, select
 from fa_numba.host import (
     arrays,
@@ -266,9 +266,6 @@ def key_mutants(add):
         KEPT["torch"])
     add(launch_cache, "a key without slopes", every,
         "for array in (*arrays, *map(options.get, named[:2]), out):", KEPT["torch"])
-    add(launch_cache, "a key without the types of flags",
-        "key: list[Any] = [facts, *map(type, facts)]", "key: list[Any] = [facts]",
-        TYPES["return_lse"])
     add(launch_cache, "a key without the types of numbers", "key += (name, kind, value)",
         "key += (name, value)", TYPES["scale"])
     add(launch_cache, "a key without the types in tuples",
@@ -338,12 +335,13 @@ def memory_mutants(add):
         "device.synchronize()\n        return jax", "return jax", JAX)
     add(arrays, "read-only is forgotten", "not read_only,", "True,", READ_ONLY)
     add(arrays, "read-only is forgotten in DLPack", "not view.readonly,", "True,", READ_ONLY)
-    add(calls, "the alignment of out is not looked at", "[*inputs, target] if target else inputs",
-        "inputs", ONE_FORWARD)
-    add(calls, "the alignment of O and dO is not looked at", "inputs[:-1]", "inputs[:3]",
+    add(calls, "the alignment of out is not looked at", "matrices = [*matrices, target]", "pass",
+        ONE_FORWARD)
+    aligned = "_aligned(problem, matrices)"
+    add(calls, "the alignment of O and dO is not looked at", aligned,
+        "_aligned(problem, matrices[:3])", ONE_BACKWARD)
+    add(calls, "the alignment of L counts", aligned, "_aligned(problem, [*matrices, *rows])",
         ONE_BACKWARD)
-    add(calls, "the alignment of L counts", "_aligned(problem, inputs[:-1])",
-        "_aligned(problem, inputs)", ONE_BACKWARD)
     add(calls, "head dimensions of any size are aligned",
         "problem.head_dim % DTYPES[problem.dtype].chunk == 0 and (", "(", CHUNKS)
     add(overlap, "negative strides cover nothing", "first, last = sum(min(0, n) for n in reach),",
@@ -392,9 +390,9 @@ def device_mutants(add):
         WAITS)
     add(units, "adds of two on every GPU", "request.capability >= (9, 0)", "True", VECTOR)
     add(units, "adds of two on no GPU", "request.capability >= (9, 0)", "False", VECTOR)
-    add(planning, "a plan kept across its vector adds",
-        "limits = (device.shared_bytes_limit(), device.compute_capability())",
-        "limits = (device.shared_bytes_limit(), (9, 0))", VECTOR)
+    add(requests, "a plan kept across its vector adds",
+        "device.shared_bytes_limit(), device.compute_capability(), places",
+        "device.shared_bytes_limit(), (9, 0), places", VECTOR)
     add(kernel_cache, "a kernel kept across its vector adds", "return _function(value._defn, seen)",
         'return "an instruction"', VECTOR)
     add(kernel_cache, "a kernel kept across capabilities", "settings, capability, bounds",

@@ -15,6 +15,7 @@ from experiments.lab import precompile
 from experiments.lab.options import Bench
 from experiments.lab.precompile import Call
 from experiments.lab.workloads import one_head
+from fa_numba.choices.requests import Choices
 from fa_numba.device import device_function, kernel_cache
 from fa_numba.host import planning
 from fa_numba.kernels.mma import fa2_forward
@@ -202,9 +203,10 @@ def test_every_kernel_has_a_key():
         for dtype in ("float32", "bfloat16"):
             for algorithm in ("standard", "fa1", "fa2"):
                 at = replace(problem, dtype=dtype)
-                found = [planning.forward(at, algorithm, None, True, True, 1)]
+                choices = [Choices(algorithm, return_lse=True)]
                 for exact in (False, algorithm == "fa2"):
-                    found.append(planning.backward(at, algorithm, None, True, exact, False))
+                    choices.append(Choices(algorithm, "bwd", deterministic=exact))
+                found = [planning.plan_of(at, each) for each in choices]
                 for kernel in (kernel for plan in found for kernel in plan.launched):
                     assert len(kernel_cache.key_of(kernel, (9, 0))) == 64
 

@@ -11,7 +11,7 @@ import fa_numba
 from fa_numba import Tiles, bounds, io_model
 from fa_numba import device as devices
 from fa_numba.choices import units
-from fa_numba.choices.requests import Request
+from fa_numba.choices.requests import Choices, Request
 from fa_numba.device import DeviceArray, Kernel, array_type
 from fa_numba.dtypes import DTYPES
 from fa_numba.emulator import EmulatorError
@@ -168,14 +168,16 @@ def test_what_is_untouched_lies_in_an_array_of_the_call():
 
 
 def asked(dtype="float16", capability=(9, 0), algorithm="fa2", passes="fwd", **facts):
-    """A request of 1 x 2 heads, 200 rows of 64, or of other sizes: (B, Hq, Hk, Nq, Nk, d)."""
-    options = facts.pop("options", {})
+    """A request to a GPU of 132 multiprocessors, or of other ``places``, of 1 x 2 heads, 200 rows
+    of 64, or of other sizes: (B, Hq, Hk, Nq, Nk, d).
+    """
+    options, places = facts.pop("options", {}), facts.pop("places", 132)
     B, Hq, Hk, Nq, Nk, d = facts.pop("sizes", (1, 2, 2, 200, 200, 64))
     problem = Problem.from_shapes((B, Hq, Nq, d), (B, Hk, Nk, d), dtype=dtype, **options)
     limit = devices.EMULATED_SHARED_BYTES
-    facts = {"tiles": None, "aligned": True} | facts
-    tiles, aligned = facts.pop("tiles"), facts.pop("aligned")
-    return Request(algorithm, passes, "", problem, tiles, aligned, limit, capability, **facts)
+    aligned, unit = facts.pop("aligned", True), facts.pop("unit", "auto")
+    choices = Choices(algorithm, passes, unit=unit, **facts)
+    return Request(choices, problem, aligned, limit, capability, places)
 
 
 def test_auto_takes_the_last_unit_that_can(monkeypatch):
@@ -184,30 +186,30 @@ def test_auto_takes_the_last_unit_that_can(monkeypatch):
 
     newer = Newer()
     monkeypatch.setattr(units, "UNITS", {**units.UNITS, "newer": newer})
-    of = units.unit_of
-    assert of("auto", asked()) is newer and of("newer", asked()) is newer
-    assert of("auto", asked(capability=(8, 9))).name == of("auto", asked("bfloat16")).name == "mma"
-    assert of("auto", asked("float32")).name == "simt"
+
+    def of(*dtype, **facts):
+        return units.unit_of(asked(*dtype, places=0, **facts))[0]
+
+    assert of() is newer and of(unit="newer") is newer
+    assert of(capability=(8, 9)).name == of("bfloat16").name == "mma"
+    assert of("float32").name == "simt"
     with pytest.raises(ValueError, match="'newer' on a GPU of compute capability 8.9: .* 9.0"):
-        of("newer", asked(capability=(8, 9)))
+        of(unit="newer", capability=(8, 9))
     with pytest.raises(ValueError, match="'newer' with dtype float32: newer takes float16"):
-        of("newer", asked("float32"))
+        of("float32", unit="newer")
     with pytest.raises(ValueError, match="unit is 'new': allowed is one of auto, simt, mma"):
-        of("new", asked("float32"))
+        of("float32", unit="new")
 
 
 def test_every_dtype_has_a_unit():
     for name, dtype in DTYPES.items():
-        unit = units.unit_of("auto", asked(name, (8, 0)))
+        unit, _ = units.unit_of(asked(name, (8, 0)))
         assert name in unit.dtypes and unit.name == ("mma" if dtype.matrix else "simt")
 
 
 def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
-    limit = devices.EMULATED_SHARED_BYTES
-
     def chosen(capability, **facts):
-        with devices.planning_for(capability, limit):
-            return units.unit_of("auto", asked(capability=capability, **facts)).name
+        return units.unit_of(asked(capability=capability, **facts))[0].name
 
     for facts in (
         {},
@@ -221,7 +223,7 @@ def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
     ):
         assert chosen((9, 0), **facts) == "wgmma", facts
     assert {chosen(other) for other in ((8, 0), (8, 9), (10, 0), (12, 0))} == {"mma"}
-    assert units.unit_of("auto", asked()).name == "mma"  # on the emulator
+    assert chosen((9, 0), places=0) == "mma"  # on the emulator
     for facts in (
         {"options": {"dropout_p": 0.1}},
         {"options": {"bias": (1, 2, 200, 201)}, "sizes": (1, 2, 2, 200, 201, 64)},  # not in pairs
@@ -234,7 +236,7 @@ def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
         {"tiles": Tiles(128, 64)},
         {"aligned": False},
         {"algorithm": "fa1"},
-        {"ablated": ("prefetch",)},
+        {"ablate": ("prefetch",)},
         {"warp_partition": "keys"},
     ):
         assert chosen((9, 0), **facts) == "mma", facts
@@ -260,7 +262,7 @@ def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
 )
 def test_what_hoppers_unit_lacks_is_said(facts, lacking):
     with pytest.raises(ValueError, match=lacking):
-        units.unit_of("wgmma", asked(**facts))
+        units.unit_of(asked(unit="wgmma", **facts))
 
 
 def test_a_unit_has_all_kernels():

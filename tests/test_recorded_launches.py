@@ -29,6 +29,7 @@ from stand_in_torch import Tensor, no_torch_but_its_names
 
 import fa_numba
 from fa_numba import Tiles
+from fa_numba.choices.requests import Choices
 from fa_numba.device import kernel_cache
 from fa_numba.host import binding, launch_cache, overlap, planning
 from fa_numba.host.arrays import operand
@@ -447,8 +448,8 @@ def plan_of(call, aligned):
     facts = {"bias": x["bias"].shape, "alibi": True, "dtype": x["q"].dtype}
     problem = Problem.from_shapes(x["q"].shape, x["k"].shape, x["k"].shape, **facts)
     if call.backward:
-        return planning.backward(problem, "fa2", None, aligned, False, True)
-    return planning.forward(problem, "fa2", None, aligned, True, 1)
+        return planning.plan_of(problem, Choices("fa2", "bwd", return_dbias=True), aligned)
+    return planning.plan_of(problem, Choices("fa2", return_lse=True), aligned)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -473,7 +474,7 @@ def test_a_head_dimension_of_no_whole_chunks_is_unaligned(gpu):
     q = Array(aligned((2, 2, 5, 8), values=0.0)[..., :6])
     k = Array(aligned((2, 2, 9, 8), values=0.0)[..., :6])
     problem = Problem.from_shapes(q.shape, k.shape, k.shape, dtype="float32")
-    plans = [planning.forward(problem, "fa2", None, x, False, 1) for x in (False, True)]
+    plans = [planning.plan_of(problem, Choices("fa2"), x) for x in (False, True)]
     fa_numba.flash_attention_2(q, k, k)
     assert tuple(gpu.launched) == plans[0].launched != plans[1].launched
 

@@ -17,6 +17,7 @@ from experiments.lab.store import Store
 from experiments.lab.workloads import fa2_setting
 from fa_numba import Tiles, bounds, reference
 from fa_numba.choices import tuned
+from fa_numba.choices.requests import Choices
 from fa_numba.choices.tuned import tuned_tiles
 from fa_numba.host import planning
 from fa_numba.tiling import select_mma_spec, select_wgmma_spec
@@ -90,9 +91,9 @@ def test_plans_fall_back_to_the_rule(table, monkeypatch):
     assert chosen(64, 64, 255) != Tiles(64, 256, 128)
     assert chosen(64, 63, 256) != Tiles(64, 256, 128)
     # Rows that do not start at 16 bytes.
-    problem, how = fa2_setting(256, 64, dtype="float16"), (False, 1)
+    problem = fa2_setting(256, 64, dtype="float16")
     for aligned in (True, False):
-        tiles = planning.forward(problem, "fa2", None, aligned, *how).tiles
+        tiles = planning.plan_of(problem, Choices("fa2"), aligned).tiles
         assert (tiles == Tiles(64, 256, 128)) == aligned
     # Memory that does not hold them.
     assert with_limit(memory) == Tiles(64, 256, 128)

@@ -1,49 +1,149 @@
-"""What a plan is asked for: all that it depends on, in one value."""
+"""What a caller chose, and what a plan is asked for: all that it depends on, in one value."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
+from fa_numba import device
+from fa_numba.checks import as_flag, as_splits
 from fa_numba.dtypes import DTYPES, DType
+from fa_numba.io_model import ALGORITHMS
 from fa_numba.options import PLAIN, Features
-from fa_numba.problem import Problem
+from fa_numba.problem import Problem, as_size
 from fa_numba.tiling import Tiles
+
+PASSES = ("fwd", "bwd")
+PARTITIONS = ("rows", "keys")
+# What one pass alone has a choice of.
+_OF_PASS = {
+    "return_lse": "fwd",
+    "warp_partition": "fwd",
+    "ablate": "fwd",
+    "kv_splits": "fwd",
+    "deterministic": "bwd",
+    "return_dbias": "bwd",
+    "group_splits": "bwd",
+}
+
+
+def check_algorithm(algorithm: Any) -> None:
+    """Raise ValueError for what is no algorithm."""
+    _check_name("algorithm", algorithm, ALGORITHMS)
+
+
+def _check_name(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name} is {value!r}: allowed is one of {', '.join(allowed)}")
+
+
+@dataclass(frozen=True)
+class Choices:
+    """How a call is to be computed: its arguments beside arrays, options, ``out`` and ``stream``,
+    as the public functions document them. A call's launches are kept by it, plans are asked for
+    with it.
+
+    Raises TypeError or ValueError for a value that no call has, and for one that ``passes`` ("fwd"
+    or "bwd") has no choice of; what a unit has no choice of is found when a plan is made.
+    """
+
+    algorithm: str
+    passes: str = "fwd"
+    tiles: Tiles | None = None
+    unit: str = "auto"
+    return_lse: bool = False
+    query_splits: int = 1
+    warp_partition: str = "rows"
+    ablate: tuple[str, ...] = ()
+    kv_splits: int | str = "auto"
+    deterministic: bool = False
+    return_dbias: bool = False
+    group_splits: int | str = "auto"
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        checked: dict[str, Any] = {}
+        for name in ("return_lse", "deterministic", "return_dbias"):
+            checked[name] = as_flag(name, getattr(self, name))
+        _check_name("passes", self.passes, PASSES)
+        check_algorithm(self.algorithm)
+        if self.tiles is not None and not isinstance(self.tiles, Tiles):
+            raise TypeError(f"tiles is {self.tiles!r}: allowed is a Tiles(Br=..., Bc=...) or None")
+        checked["query_splits"] = as_size("query_splits", self.query_splits, axis=False)
+        for name in ("kv_splits", "group_splits"):
+            checked[name] = as_splits(name, getattr(self, name))
+        _check_name("warp_partition", self.warp_partition, PARTITIONS)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        for own in (f for f in fields(self) if f.name in _OF_PASS):
+            value, only = getattr(self, own.name), _OF_PASS[own.name]
+            if only != self.passes and value != own.default:
+                raise ValueError(f"{own.name} is {value!r}: only passes={only!r} has it")
+        compared = tuple(getattr(self, own.name) for own in fields(self) if own.compare)
+        with contextlib.suppress(TypeError):  # a unit or measures that are refused with a plan
+            object.__setattr__(self, "_hash", hash(compared))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _checked(*given: Any, **named: Any) -> Choices:
+    return Choices(*given, **named)
+
+
+def choices_of(*given: Any, **named: Any) -> Choices:
+    """The ``Choices`` of these arguments, one object for equal ones: they are checked once. Raises
+    as it does.
+    """
+    try:
+        return _checked(*given, **named)
+    except TypeError:  # wrong, or without a hash
+        return Choices(*given, **named)
 
 
 @dataclass(frozen=True)
 class Request:
-    """A pass of an algorithm on a unit, checked.
+    """A pass of an algorithm over a problem, as a caller chose it, on a device.
 
-    ``tiles`` are the caller's, or None. ``aligned``: every row of the inputs and outputs starts at
-    a 16-byte address and is contiguous. ``shared_limit`` (bytes of shared memory a block) and
-    ``capability`` are the device's. The rest is as the public functions take it, and
-    ``multiprocessors`` is how many there are to keep busy, 0 on the emulator.
+    ``aligned``: every row of the inputs and outputs starts at a 16-byte address and is contiguous.
+    ``shared_limit`` (bytes of shared memory a block) and ``capability`` are the device's,
+    ``multiprocessors`` is how many there are to keep busy, 0 on the emulator. ``unit`` is the name
+    of what computes, empty as long as it is not decided; measures to do without are in its order
+    then.
     """
 
-    algorithm: str
-    passes: str
-    unit: str
+    choices: Choices
     problem: Problem
-    tiles: Tiles | None
     aligned: bool
     shared_limit: int
     capability: tuple[int, int]
-    query_splits: int = 1
-    return_lse: bool = False
-    warp_partition: str = "rows"
-    ablated: tuple[str, ...] = ()
-    deterministic: bool = False
-    return_dbias: bool = False
-    kv_splits: int | str = 1
-    multiprocessors: int = 0
-    group_splits: int | str = 1
+    multiprocessors: int
+    unit: str = ""
+
+    @classmethod
+    def here(cls, choices: Choices, problem: Problem, aligned: bool) -> Request:
+        """The request to the current device, or the one that plans are made for."""
+        places = device.multiprocessors() if device.planned_for_gpu() else 0
+        limits = device.shared_bytes_limit(), device.compute_capability(), places
+        return cls(choices, problem, aligned, *limits)
+
+    def chosen(self, **changed: Any) -> Request:
+        """The request with other choices, of these names."""
+        return replace(self, choices=replace(self.choices, **changed))
+
+    @property
+    def kernel(self) -> tuple[str, str]:
+        """(algorithm, pass)."""
+        return self.choices.algorithm, self.choices.passes
 
     @functools.cached_property
     def features(self) -> Features:
         """The options that its kernels are compiled for."""
-        splits = self.kv_splits not in ("auto", 1)
-        return Features.of(self.problem, dbias=self.return_dbias, splits=splits)
+        splits = self.choices.kv_splits not in ("auto", 1)
+        return Features.of(self.problem, dbias=self.choices.return_dbias, splits=splits)
 
     @property
     def lengths(self) -> Features:
@@ -55,8 +155,8 @@ class Request:
 
     @property
     def lengths_of_rows(self) -> Features:
-        """The same of a kernel that takes each row by itself: those of packed sequences are one
-        long one's.
+        """The options of a kernel that takes each row by itself: its lengths, but packed sequences
+        are one long one.
         """
         return replace(self.lengths, packed=False)
 

@@ -4,12 +4,14 @@ column tile of its backward pass.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from fa_numba.checks import MAX_KV_SPLITS
+from fa_numba.choices.facts import measured
+from fa_numba.choices.makespan import makespan
 from fa_numba.choices.requests import Request
+from fa_numba.choices.tiles import Chosen
 from fa_numba.integers import ceil_div
 from fa_numba.problem import Problem
 from fa_numba.tiling import Tiles
@@ -18,104 +20,87 @@ from fa_numba.tiling.wgmma_backward import LARGEST_ATOMIC
 
 # Row tiles this high are computed for longer than their K and V take to come.
 HIGH = 64
-# Blocks that a multiprocessor's registers leave side by side where tiles are lower.
-_MOST_SIDE_BY_SIDE = 8
-# Shared memory of the blocks side by side whose loads keep memory busy: with more blocks a call
-# reads no faster, and has more sums to merge.
-_BUSY_BYTES = 144 << 10
-# Column tiles of a split at least: fewer do not pay for O of a split and the second kernel.
-_LEAST_TILES = 2
-# Of few rows: column tiles whose time O, l and m of a split take, there and back.
-_TILES_OF_SUMS = 2
-# Of rows that fill their tiles, as measured on an H200: products of an element of S with a head
-# dimension that a multiprocessor makes in a microsecond, by unit; how many of these its exponential
-# takes as long as; microseconds until the second kernel runs; bytes of sums that move in one.
-_PRODUCTS = {"wgmma": 2.6e6, "mma": 1.5e6, "simt": 0.17e6}
-_EXPONENTIAL = 112
-_UNTIL_MERGED, _MERGED_BYTES = 3.5, 3e6
-# Rounds of splits that are tried where row tiles are of unequal length.
-_MOST_ROUNDS = 4
-
-# Blocks along the second axis of a grid.
-MAX_SHARES = 65535
+# Rounds of splits that are tried where row tiles are of unequal length, and of shares backward.
+_MOST_ROUNDS, _MOST_SHARES = 4, 8
 # Blocks that share the rows of a query head, as "auto" tries them.
 _ROW_SPLITS = (2, 3, 4, 6, 8, 12, 16)
-# Backward, in visits of a row tile, each some 3 microseconds of a multiprocessor, 10 Br Bc d FLOPs.
-# Estimates, whose choices were then timed on an H200. Rounds of blocks that are tried:
-_MOST_SHARES = 8
-# until a block's first product, and after its last;
-_VISITS_OF_BLOCK = 2
-# head dimensions whose float32 parts of dK and dV take a block one visit to store;
-_DIMENSIONS_A_VISIT = 64
-# until the two kernels that add up the parts run, and the bytes that they move in a visit.
-_VISITS_OF_SUMS, _BYTES_A_VISIT = 1, 9e6
+# Blocks along the second axis of a grid.
+MAX_SHARES = 65535
 
 
-def chosen_splits(request: Request, tiles: Tiles, spec: Spec, blocks: int) -> int:
-    """The splits that a request asks for, or for "auto" those that keep the GPU busy.
+def _fewest(tried: Sequence[int], ends: Callable[[int], float], unit: str, whose: str) -> Chosen:
+    """The number that ends first, the least of these."""
+    times = {n: ends(n) for n in tried}
+    best = min(times, key=times.__getitem__)
+    if len(times) == 1:
+        return Chosen(best, f"{whose}: no other number can be")
+    other = min((n for n in times if n != best), key=times.__getitem__)
+    why = f"{whose} end after {times[best]:g} {unit}, {other} after {times[other]:g}"
+    return Chosen(best, f"{why}; {len(times)} numbers were tried")
+
+
+def chosen_splits(request: Request, tiles: Tiles, spec: Spec, blocks: int) -> Chosen:
+    """The splits of the columns that a request asks for, or for "auto" those that keep the GPU
+    busy.
 
     One where ``blocks``, those of unsplit columns, already have all places on the GPU, and on the
-    emulator, which has none. Else those whose longest block, times the rounds in which blocks find
-    a place, takes the least time; the fewest of these. Under a causal mask the last row tiles are
-    longer than the others: see ``_causal_splits``.
+    emulator, which has none. Else those with which the last block ends first, by ``makespan`` in
+    visits of a column tile. Under a causal mask the last row tiles are longer than the others, and
+    one where the longest takes no longer than a place's even share of all.
     """
-    if request.kv_splits != "auto":
-        return int(request.kv_splits)
-    places = request.multiprocessors * _side_by_side(request, tiles, spec)
-    p = request.problem
-    plain = p.left is None and not p.packed and not p.sparse
-    if places and p.right is not None and plain and p.seqlen_q > spec.head_rows:
-        return _causal_splits(request, tiles, spec, blocks, places)
-    if blocks >= places:
-        return 1
-    columns = ceil_div(_columns(request, tiles), tiles.Bc)
-
-    def column_tiles(splits: int) -> float:
-        each, merged = _of_sums(request, tiles, spec, splits)
-        return ceil_div(blocks * splits, places) * (ceil_div(columns, splits) + each) + merged
-
-    most = max(1, min(columns // _LEAST_TILES, MAX_KV_SPLITS))
-    return min(range(1, most + 1), key=column_tiles)
-
-
-def _causal_splits(request: Request, tiles: Tiles, spec: Spec, blocks: int, places: int) -> int:
-    """The splits with which the last block ends first, the longest begun first; the fewest of
-    these. One where the longest row tile takes no longer than a place's even share of all.
-    """
+    if request.choices.kv_splits != "auto":
+        return Chosen(int(request.choices.kv_splits), "chosen by the caller")
     p, rows = request.problem, spec.head_rows
-    Tr = ceil_div(p.seqlen_q, rows)
-    heads, total = blocks // Tr, 0
-    columns: list[int] = []
-    for i in reversed(range(Tr)):
-        end = min((i + 1) * rows, p.seqlen_q) - 1
-        columns.append(max(1, ceil_div(p.columns_end(end), tiles.Bc)))
-        total += columns[-1]
-        if columns[0] * places <= heads * total:  # of many row tiles the first few say so
-            return 1
+    places = request.multiprocessors * _side_by_side(request, tiles, spec)
+    if not places:
+        return Chosen(1, "the emulator has no multiprocessors to keep busy")
+    unequal = p.right is not None and p.left is None and not p.packed and not p.sparse
+    if unequal and p.seqlen_q > rows:
+        Tr = ceil_div(p.seqlen_q, rows)
+        heads, total, most = blocks // Tr, 0, _MOST_ROUNDS * places // blocks
+        columns: list[int] = []
+        for i in reversed(range(Tr)):  # the longest begins first
+            end = min((i + 1) * rows, p.seqlen_q) - 1
+            columns.append(max(1, ceil_div(p.columns_end(end), tiles.Bc)))
+            total += columns[-1]
+            if columns[0] * places <= heads * total:  # of many row tiles the first few say so
+                return Chosen(1, "the longest row tile takes no longer than an even share of all")
+    elif blocks >= places:
+        return Chosen(1, f"{blocks} row tiles have all {places} places")
+    else:
+        heads, most = blocks, MAX_KV_SPLITS
+        columns = [ceil_div(_columns(request, tiles), tiles.Bc)]
 
-    def column_tiles(splits: int) -> float:
-        free = [0] * places
-        more, merged = _of_sums(request, tiles, spec, splits)
-        for each in columns:
-            for n in range(heads * splits):
-                piece = each // splits + (n % splits < each % splits) + more
-                heapq.heapreplace(free, free[0] + piece)
-        return max(free) + merged
+    def ends(splits: int) -> float:
+        each, merged = _of_sums(request, tiles, spec, splits)
+        pieces: Iterable[tuple[int, float]] = (
+            (1, n // splits + (share % splits < n % splits) + each)
+            for n in columns
+            for share in range(heads * splits)
+        )
+        if len(columns) == 1:
+            pieces = [(heads * splits, ceil_div(columns[0], splits) + each)]
+        return makespan(pieces, places) + merged
 
-    most = max(1, min(columns[0] // _LEAST_TILES, MAX_KV_SPLITS, _MOST_ROUNDS * places // blocks))
-    return min(range(1, most + 1), key=column_tiles)
+    least = int(measured("column tiles of a split at least"))
+    most = max(1, min(columns[0] // least, MAX_KV_SPLITS, most))
+    whose = f"splits of {blocks} row tiles over {places} places"
+    return _fewest(range(1, most + 1), ends, "visits of a column tile", whose)
 
 
-def _of_sums(request: Request, tiles: Tiles, spec: Spec, splits: int) -> tuple[int, float]:
-    """Column tiles whose time O, l and m of the splits take: of each block, and of the call."""
+def _of_sums(request: Request, tiles: Tiles, spec: Spec, splits: int) -> tuple[float, float]:
+    """Visits of a column tile that O, l and m of splits take: of each block, and of the call."""
     p = request.problem
     if splits == 1:
         return 0, 0.0
     if tiles.Br < HIGH or p.seqlen_q * spec.tile_heads <= HIGH:
-        return _TILES_OF_SUMS, 0.0
+        return measured("column tiles whose time the sums of a split take, few rows"), 0.0
     there_and_back = 2 * 4 * splits * p.batch * p.heads_q * p.seqlen_q * p.head_dim
-    tile = tiles.Br * tiles.Bc * (p.head_dim + _EXPONENTIAL) / _PRODUCTS[request.unit]
-    return 0, (_UNTIL_MERGED + there_and_back / _MERGED_BYTES) / tile
+    exponential = measured("products that take as long as an exponential")
+    rate = measured("products of an element of S with a head dimension a microsecond", request.unit)
+    tile = tiles.Br * tiles.Bc * (p.head_dim + exponential) / rate
+    moved = there_and_back / measured("bytes of sums that move in a microsecond")
+    return 0, (measured("microseconds until splits are merged") + moved) / tile
 
 
 def _side_by_side(request: Request, tiles: Tiles, spec: Spec) -> int:
@@ -126,8 +111,9 @@ def _side_by_side(request: Request, tiles: Tiles, spec: Spec) -> int:
     """
     if tiles.Br >= HIGH:
         return 1
-    busy = ceil_div(_BUSY_BYTES, spec.shared_bytes)
-    return max(1, min(_MOST_SIDE_BY_SIDE, busy, request.shared_limit // spec.shared_bytes))
+    wanted = int(measured("bytes of shared memory whose loads keep memory busy"))
+    busy, fit = ceil_div(wanted, spec.shared_bytes), request.shared_limit // spec.shared_bytes
+    return max(1, min(int(measured("blocks side by side at most")), busy, fit))
 
 
 def _columns(request: Request, tiles: Tiles) -> int:
@@ -143,14 +129,15 @@ def _columns(request: Request, tiles: Tiles) -> int:
 
 def check_group_splits(request: Request) -> None:
     """Raise ValueError where a column tile's query heads cannot be split as the request asks."""
-    p, splits = request.problem, request.group_splits
+    p, splits = request.problem, request.choices.group_splits
     if splits in ("auto", 1):
         return
     if not _can_split_group(request):
         raise ValueError(
-            f"group_splits is {splits} with algorithm {request.algorithm!r} and a head dimension "
-            f"of {p.head_dim} on unit {request.unit!r}: only fa2 on unit 'wgmma' splits the query "
-            f"heads of a K/V head, up to head dimension {LARGEST_ATOMIC}, allowed is 1 or 'auto'"
+            f"group_splits is {splits} with algorithm {request.choices.algorithm!r} and a head "
+            f"dimension of {p.head_dim} on unit {request.unit!r}: only fa2 on unit 'wgmma' splits "
+            f"the query heads of a K/V head, up to head dimension {LARGEST_ATOMIC}, allowed is 1 "
+            "or 'auto'"
         )
     if p.group % int(splits) and int(splits) % p.group:
         raise ValueError(
@@ -170,59 +157,65 @@ def check_group_splits(request: Request) -> None:
         )
 
 
-def chosen_group_splits(request: Request, tiles: Tiles, spec: Any) -> int:
+def chosen_group_splits(request: Request, tiles: Tiles, spec: Any) -> Chosen:
     """The blocks that share a column tile of a K/V head: those that a request asks for, or for
-    "auto" the number with which the parts of dK and dV are summed first; the fewest of these.
+    "auto" the number with which the parts of dK and dV are summed first, by ``makespan`` in visits
+    of a row tile, each some 3 microseconds of a multiprocessor, 10 Br Bc d FLOPs.
 
-    Blocks go to multiprocessors in their order, one each, as these become free; under a causal mask
-    the first column tiles take longest. Several blocks have query heads each, or the rows of one;
-    each loads Kj and Vj, and stores its parts in float32, which two more kernels add up. One where
-    there are many rounds of blocks, and on the emulator.
+    Blocks go to multiprocessors in their order; under a causal mask the first column tiles take
+    longest. Several blocks have query heads each, or the rows of one; each loads Kj and Vj, and
+    stores its parts in float32, which two more kernels add up. One where there are many rounds of
+    blocks, and on the emulator.
     """
-    if request.group_splits != "auto":
-        return int(request.group_splits)
+    if request.choices.group_splits != "auto":
+        return Chosen(int(request.choices.group_splits), "chosen by the caller")
     p, places = request.problem, request.multiprocessors
     heads, sequences = p.heads_k * p.batch, [(p.seqlen_q, p.seqlen_k)]
     if p.packed:  # a head's blocks take one after the other
         heads, sequences = p.heads_k, [p.lengths(b) for b in range(p.batch)]
     Tc = sum(ceil_div(Nk, tiles.Bc) for _, Nk in sequences)
-    if not _can_split_group(request) or not places or not Tc:
-        return 1
+    if not _can_split_group(request):
+        return Chosen(1, "no kernel of this unit splits a column tile")
+    if not places or not Tc:
+        return Chosen(1, "no multiprocessors to keep busy, or no columns")
     most = max(1, _MOST_SHARES * places // (heads * Tc))
     tried = [n for n in _divisors(p.group) if n <= most]
     if _can_split_rows(request):
         tried += [p.group * m for m in _ROW_SPLITS if p.group * m <= most]
+    whose = f"shares of {heads * Tc} column tiles over {places} multiprocessors"
     if len(tried) == 1:
-        return tried[0]
+        return Chosen(tried[0], f"{whose}: no other number can be")
     visits = [
         _row_tiles(p, tiles, Nq, Nk, j)
         for Nq, Nk in sequences
         for j in range(ceil_div(Nk, tiles.Bc))
     ]
     elements = 2 * sum(Nk for _, Nk in sequences) * heads * p.head_dim
+    begun = measured("visits of a row tile until a block's first product and after its last")
+    stored = measured("head dimensions whose parts of dK and dV are stored in a visit")
+    until = measured("visits until the parts of dK and dV are summed")
+    moved = measured("bytes of parts of dK and dV that move in a visit")
 
-    def end(splits: int) -> float:
-        free, of_head = [0.0] * places, max(1, splits // p.group)
+    def ends(splits: int) -> float:
+        of_head, more, sums = max(1, splits // p.group), 0.0, 0.0
         each = [max(1, p.group // splits) * ceil_div(n, of_head) for n in visits]
-        more, sums = 0.0, 0.0
         if splits > 1:
-            more = p.head_dim / _DIMENSIONS_A_VISIT
-            sums = _VISITS_OF_SUMS + elements * (4 * splits + 2) / _BYTES_A_VISIT
-        for j in _in_launch_order(Tc, heads * splits, spec.chunk_tiles):
-            heapq.heapreplace(free, free[0] + each[j] + _VISITS_OF_BLOCK + more)
-        return max(free) + sums
+            more = p.head_dim / stored
+            sums = until + elements * (4 * splits + 2) / moved
+        order = _in_launch_order(Tc, heads * splits, spec.chunk_tiles)
+        return makespan(((1, each[j] + begun + more) for j in order), places) + sums
 
-    return min(tried, key=end)
+    return _fewest(tried, ends, "visits of a row tile", whose)
 
 
 def _can_split_group(request: Request) -> bool:
     """Whether there is a kernel whose blocks share the query heads of a K/V head."""
-    kernel = (request.algorithm, request.passes, request.unit)
-    return kernel == ("fa2", "bwd", "wgmma") and request.problem.head_dim <= LARGEST_ATOMIC
+    split = (*request.kernel, request.unit) == ("fa2", "bwd", "wgmma")
+    return split and request.problem.head_dim <= LARGEST_ATOMIC
 
 
 def _can_split_rows(request: Request) -> bool:
-    """Whether blocks can share a query head's rows, too; they would spill what changes scores."""
+    """Whether blocks can share a query head's rows too: kernels that change scores would spill."""
     return not request.features.changes_scores
 
 

@@ -1,24 +1,27 @@
-"""Block sizes that nobody chose: the papers' rule, and what this project takes by unit and pass."""
+"""Block sizes that nobody chose: the papers' rule, and what this project takes by unit and pass.
+
+The sizes are rows of ``tiles.csv``; what is here makes them fit memory, registers and sequences,
+and picks between those that were measured.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from fa_numba.choices.facts import Size, measured, size, sizes, spills
+from fa_numba.choices.requests import Request
 from fa_numba.integers import ceil_div, power_of_two, round_up
 from fa_numba.options import PLAIN, Features
-from fa_numba.problem import MAX_SEQLEN
-from fa_numba.tiling.mma import (
-    StandardSpec,
-    select_mma_spec,
-)
+from fa_numba.tiling.mma import StandardSpec, select_mma_spec
 from fa_numba.tiling.mma_backward import MmaSweepSpec, row_warps_of, select_mma_backward_spec
 from fa_numba.tiling.simt import SimtBackwardSpec, SimtSpec, splits
-from fa_numba.tiling.tiles import MOST_STAGES, Tiles, is_valid
+from fa_numba.tiling.tiles import Tiles, is_valid
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL, SPARE, WgmmaSpec, spare_taken
-from fa_numba.tiling.wgmma_backward import ADDED_BESIDE, LARGEST_ATOMIC
+from fa_numba.tiling.wgmma_backward import LARGEST_ATOMIC
 
 
 def paper_rule(M: int, head_dim: int) -> tuple[int, int]:
@@ -87,23 +90,15 @@ def default_mma_tiles(
     features: Features = PLAIN,
     splits_keys: bool = False,
 ) -> Tiles:
-    """Block sizes of the tensor-core kernels: 128 x 64, halved until memory and registers fit.
-
-    FlashAttention-1 takes as many columns as registers hold: every pass over them moves O. Where 32
-    rows a warp would spill registers, or an option's own values make them, it takes 16 or Bc less.
-    Where the warps split the keys each has all of Br, and its part of O: 32 x 256, then less.
+    """Block sizes of the forward kernels on tensor cores, halved until memory and registers hold
+    them. Where 32 rows a warp would spill, or an option's own values make them, a warp takes 16.
     """
     d, crowded = round_up(head_dim, 16), features.crowds
-    Bc = 64
-    if algorithm == "fa1" and d <= 128:
-        Bc = 256 if d <= 64 and not crowded else 128
-    elif algorithm == "fa1" and d > 192 and not splits_keys:
-        Bc = 32 if crowded else 48
+    kinds = (*(["keys options"] if crowded else []), "keys") if splits_keys else ()
+    kinds = kinds or (*(["bias"] if features.bias else []), *(["options"] if crowded else []))
+    row = size("mma", algorithm, "fwd", head_dim, *kinds)
     least = 32 if splits_keys else 16
-    most = 128 if not splits_keys else 32 if d <= 64 else 16
-    low = algorithm == "fa2" and d <= 64 and features.bias  # what is read of a bias fills registers
-    most = min(most, 64) if low else most
-    Br, Bc = _needed(most, seqlen_q), _needed(Bc, seqlen_k, least)
+    Br, Bc = _needed(row.Br, seqlen_q), _needed(row.Bc, seqlen_k, least)
     older = shared_limit < 200 * 1024  # than compute capability 9.0
     narrow = algorithm == "fa1" or 64 < d < 128
     narrow |= (d == 64 and features.packed) or (
@@ -114,16 +109,17 @@ def default_mma_tiles(
     )
     found = _shrunk_mma(Br, Bc, select, 16, least)
     narrow &= found.Br % 128 == 0 or features.splits
-    return replace(found, threads=2 * found.Br) if narrow or low else found
+    return replace(found, threads=2 * found.Br) if narrow or row.beside == "bias" else found
 
 
 def default_mma_standard_tiles(
     seqlen_q: int, seqlen_k: int, head_dim: int, shared_limit: int, passes: str = "fwd"
 ) -> Tiles:
-    """Block sizes of standard attention on tensor cores: 128 x 64; in the backward pass ("bwd"),
-    where each column tile reads all of Q and dO, 128 x 128 with 16 rows a warp.
+    """Block sizes of standard attention on tensor cores, halved until memory and registers hold
+    them; of 128 x 128 a warp takes 16 rows.
     """
-    Br, Bc = _needed(128, seqlen_q), _needed(64 if passes == "fwd" else 128, seqlen_k)
+    row = size("mma", "standard", passes, head_dim)
+    Br, Bc = _needed(row.Br, seqlen_q), _needed(row.Bc, seqlen_k)
     select = functools.partial(
         select_mma_spec, head_dim=head_dim, shared_limit=shared_limit, kind=StandardSpec
     )
@@ -134,17 +130,13 @@ def default_mma_standard_tiles(
 def default_mma_backward_tiles(
     seqlen_q: int, seqlen_k: int, head_dim: int, shared_limit: int, **facts: Any
 ) -> Tiles:
-    """Block sizes of the backward kernels on tensor cores: 32 x 128, 64 x 128 where two warps share
-    their columns, and 32 x 64 beyond d = 128, where that takes too much memory or sequences are no
-    longer than two such tiles; halved until memory and registers hold them.
-
-    FlashAttention-1, which also reads O and dQ, spills registers with these: it takes 64 x 64 in
-    place of 64 x 128, and 16 columns a warp.
+    """Block sizes of the backward kernels on tensor cores, halved until memory and registers hold
+    them: 32 x 64 in place of 64 x 128 where that takes too much memory, or sequences are no longer
+    than two such tiles. FlashAttention-1, which also reads O and dQ, takes 16 columns a warp.
     """
     first = facts.get("row_tiles") == 3
-    Br, Bc = (32, 128) if head_dim <= 64 else (64, 128) if head_dim <= 128 else (32, 64)
-    if first and 64 < head_dim <= 128:
-        Bc = 64
+    row = size("mma", "fa1" if first else "fa2", "bwd", head_dim)
+    Br, Bc = row.Br, row.Bc
     select = functools.partial(
         select_mma_backward_spec, head_dim=head_dim, shared_limit=shared_limit, **facts
     )
@@ -159,13 +151,14 @@ def default_mma_backward_tiles(
 
 
 def sweep_tiles(head_dim: int, shared_limit: int) -> Tiles:
-    """Block sizes of the deterministic backward pass's second sweep on tensor cores: 64 x 64,
-    halved until they fit.
+    """Block sizes of the deterministic backward pass's second sweep on tensor cores, halved until
+    they fit.
     """
+    row = size("mma", "fa2", "sweep", head_dim)
     select = functools.partial(
         select_mma_spec, head_dim=head_dim, shared_limit=shared_limit, kind=MmaSweepSpec
     )
-    return _shrunk_mma(64, 64, select)
+    return _shrunk_mma(row.Br, row.Bc, select)
 
 
 def _shrunk_mma(
@@ -187,83 +180,105 @@ def _shrunk_mma(
 
 # --- Hopper's tensor cores ---------------------------------------------------------------------
 
-SHORT = 1024  # rows up to which other tiles are the fastest than of long sequences
+_FORWARD = ("wgmma", "fa2", "fwd")
 _LEAST_COLUMNS = 64  # of a tile, however few keys there are
-# Head dimensions whose three consumers hold 112 columns, and under a causal mask end first where
-# there are so many rows; both as `python -m experiments tune --series fa2-wgmma` found.
-_SMALL, _LONG = 80, 2048
-# Rows, and columns of a window, up to which small heads' row tiles are too short for one block to
-# have the next one's Q, K and V in time.
-_SHORTER, _NARROW = 512, 256
-# Columns of a tile where a bias is read, up to a head dimension: alone, with a causal mask and with
-# other options that hold registers, as the assembler spills none.
-_BIAS_COLUMNS = {64: (128, 112, 96), 128: (96, 96, 64), 192: (64, 64, 48), 256: (48, 32, 32)}
-# What a tile of three consumers takes over one of two: up to a panel or of few columns, and wider.
-_THREE, _THREE_WIDE = 1.29, 1.43
 
 
-def default_wgmma_tiles(
-    seqlen_q: int,
-    head_dim: int,
-    causal: bool,
-    features: Features = PLAIN,
-    *,
-    seqlen_k: int = MAX_SEQLEN,
-    heads: int = 1,
-    places: int = 0,
-    lens: Sequence[int] | None = None,
-    window: int = 0,
-) -> Tiles:
-    """Block sizes of the kernels on Hopper's tensor cores, the fastest of those measured: three
-    consumers where registers allow it and their tiles end first, and as many columns as memory
-    holds, or all there are. ``seqlen_q`` are the rows of all heads that share a tile, ``heads`` how
-    many such there are with all batch entries, ``places`` the multiprocessors, 0 where they are not
-    known, ``lens`` the rows of packed sequences, of which ``seqlen_q`` is the largest, ``window``
-    the columns that a row sees. Few rows are left to one consumer, since then the columns' way from
-    memory counts.
+class Chosen(NamedTuple):
+    """Something that nobody chose, and why it is what it is."""
+
+    value: Any
+    why: str
+
+
+def hopper_tiles(request: Request, heads: int) -> Chosen:
+    """The ``Tiles`` of FlashAttention-2's forward kernel on Hopper's tensor cores, the fastest of
+    those measured, where the rows of so many query ``heads`` share a tile: three consumers where
+    registers allow it and their tiles end first; as many columns as memory holds, or all there are.
     """
-    Bc = 128 if head_dim <= 128 else 112 if head_dim <= 192 and not features.crowds else 96
-    Bc = 80 if head_dim > 192 else Bc
+    p, features, d = request.problem, request.features, request.problem.head_dim
+    rows = p.seqlen_q * heads
+    window = 0 if p.left is None or p.right is None else p.left + p.right + 1
+    kind = "options" if features.crowds else ""
     if features.bias:  # whose tile is in registers too
         others = replace(features, bias=False, causal=False) != PLAIN
-        columns = next(found for d, found in _BIAS_COLUMNS.items() if head_dim <= d)
-        Bc = columns[2 if others else 1 if causal else 0]
-    if seqlen_q <= GROUP_ROWS:
-        return Tiles(GROUP_ROWS, 64 if PANEL < head_dim <= 2 * PANEL else min(Bc, 128), stages=2)
+        kind = "bias options" if others else "bias causal" if p.causal else "bias"
+    wide = size(*_FORWARD, d, kind)
+    if rows <= GROUP_ROWS:  # a consumer's: the columns' way from memory counts
+        few = size(*_FORWARD, d, "few rows") if PANEL < d <= 2 * PANEL else wide
+        return Chosen(Tiles(GROUP_ROWS, few.Bc, stages=2), f"{rows} rows fill one consumer: {few}")
+    Bc = wide.Bc
     if not features.page_size:
-        Bc = min(Bc, max(_LEAST_COLUMNS, round_up(seqlen_k, 16)))
-    if head_dim <= PANEL and takes_places(features):
-        if features.window or causal:
-            longest = max(seqlen_q, seqlen_k)
-            if 0 < window <= _NARROW or (causal and longest <= _SHORTER):
-                return Tiles(GROUP_ROWS, _LEAST_COLUMNS, stages=3)
-            if longest <= SHORT and not features.window:
-                return Tiles(GROUP_ROWS, 96, stages=2)
-        elif seqlen_k <= 128:
-            return Tiles(2 * GROUP_ROWS, Bc, stages=MOST_STAGES)
+        Bc = min(Bc, max(_LEAST_COLUMNS, round_up(p.seqlen_k, 16)))
+    short = _short(request, rows, window)
+    if short is not None:
+        return Chosen(Tiles(short.Br, short.Bc or Bc, stages=short.stages), f"short: {short}")
     two = Tiles(2 * GROUP_ROWS, Bc, stages=2)
-    three = Tiles(3 * GROUP_ROWS, Bc, stages=2)
-    if Bc == 128 and head_dim > PANEL:
-        plain = head_dim <= _SMALL and replace(features, causal=False) == PLAIN
-        three = replace(three, Bc=112 if plain else 96)
-    if not _hold_three(three, head_dim, features) or (features.crowds and head_dim > PANEL):
-        return two
-    if causal:
-        # Where all of two consumers have a place, the longest is what the call takes.
-        if head_dim > _SMALL or ceil_div(seqlen_q, two.Br) * heads <= places:
-            return two
-        rows = sum(n * n for n in lens) // max(1, sum(lens)) if lens else seqlen_q
-        return three if rows > (SHORT if head_dim <= PANEL else _LONG) else two
-    # Rounds in which the tiles find a place, times what one takes over one of two consumers.
-    takes = _THREE if head_dim <= PANEL or Bc < 128 else _THREE_WIDE
+    kinds = ["three consumers splits"] if features.splits and d > PANEL else []
+    most = size(*_FORWARD, d, *kinds, "three consumers")
+    three = Tiles(most.Br, most.Bc if Bc == 128 else Bc, stages=2)
+    crowded = features.crowds and d > PANEL
+    if crowded or not _hold_three(three, d, features):
+        return Chosen(two, f"two consumers, three lack registers or are slower: {wide}")
+    tiles, why = two, "two consumers"
+    if not p.causal:
+        ends = _rounds(request, rows, heads, three.Br), _rounds(request, rows, heads, two.Br)
+        each = measured(_TIME_OF_THREE, "narrow" if d <= PANEL or Bc < 128 else "wide")
+        if each * ends[0] <= ends[1]:
+            tiles, why = three, "three consumers"
+        why += f": {ends[0]} rounds of {each:g} by three, {ends[1]} by two"
+    # Where all of two consumers have a place, the longest is what the call takes.
+    elif _row_tiles(request, rows, heads, two.Br) <= request.multiprocessors:
+        why += ": the row tiles all have a place, and the longest is what the call takes"
+    else:
+        lens = p.q_lens if p.packed and p.q_lens else (rows,)
+        longest = sum(n * n for n in lens) // max(1, sum(lens))  # where most rows are
+        least = _causal_rows_of_three(d)
+        if longest > least:
+            tiles, why = three, "three consumers"
+        why += f": {longest} causal rows, three end first from {least} on"
+    return Chosen(tiles, f"{why}: {most if tiles == three else wide}")
 
-    def rounds(Br: int) -> int:
-        if lens:  # a tile takes as long as its sequence is
-            return sum(ceil_div(n, Br) * n for n in lens)
-        tiles = ceil_div(seqlen_q, Br) * heads
-        return ceil_div(tiles, places) if places else tiles
 
-    return three if takes * rounds(three.Br) <= rounds(two.Br) else two
+_TIME_OF_THREE = "time of a tile of three consumers over one of two"
+
+
+def _causal_rows_of_three(head_dim: int) -> float:
+    what = "causal rows from which three consumers end first"
+    return next((measured(what, d) for d in (PANEL, 80) if head_dim <= d), math.inf)
+
+
+def _short(request: Request, rows: int, window: int) -> Size | None:
+    """The row of a call whose row tiles are too short for one block to have the next one's Q, K and
+    V in time: several blocks share a multiprocessor, or more tiles are on their way.
+    """
+    p, features = request.problem, request.features
+    if not takes_places(features):
+        return None
+    longest = max(rows, p.seqlen_k) if p.causal else 0
+    measures = {
+        "short window": window,
+        "short causal": longest,
+        "short causal alone": 0 if features.window else longest,
+        "short": 0 if features.window or p.causal else p.seqlen_k,
+    }
+    found = (x for x in sizes(*_FORWARD) if x.most and p.head_dim <= x.head_dim)
+    return next((x for x in found if 0 < measures[x.beside] <= x.most), None)
+
+
+def _row_tiles(request: Request, rows: int, heads: int, Br: int) -> int:
+    return ceil_div(rows, Br) * (request.problem.heads_q // heads * request.problem.batch)
+
+
+def _rounds(request: Request, rows: int, heads: int, Br: int) -> int:
+    """Rounds in which row tiles find a place; of packed sequences the rows that go over their
+    columns, since a tile takes as long as its sequence is.
+    """
+    p = request.problem
+    if p.packed and p.q_lens:
+        return sum(ceil_div(n, Br) * n for n in p.q_lens)
+    tiles = _row_tiles(request, rows, heads, Br)
+    return ceil_div(tiles, request.multiprocessors or 1)
 
 
 def takes_places(features: Features) -> bool:
@@ -282,55 +297,63 @@ def default_wgmma_fa1_tiles(head_dim: int, features: Features) -> Tiles:
     """Block sizes of FlashAttention-1's forward kernel on Hopper's tensor cores: as many columns as
     memory holds, since O passes through global memory once for each column tile.
     """
-    if head_dim <= 128:
-        plain = replace(features, causal=False) == PLAIN
-        return Tiles(128, 256 if plain else 128)  # other options take more registers
-    return Tiles(64, 192 if head_dim <= 192 else 128)
+    plain = replace(features, causal=False) == PLAIN
+    row = size("wgmma", "fa1", "fwd", head_dim, *([] if plain else ["options"]))
+    return Tiles(row.Br, row.Bc)
 
 
-# Where a causal mask leaves columns unequal work: columns of a head whose tiles go side by side;
-# more of them in small heads of many columns, whose Q and dO would be read from memory by each
-# chunk; and how many heads of K and V are few, whose tiles all do.
-SIDE_BY_SIDE, FEW_HEADS = 512, 8
-MORE_SIDE_BY_SIDE, SMALL_HEAD, MANY_COLUMNS = 2048, 64, 4096
 MOST_CHUNKS = 65535  # blocks along the last axis of a grid
+_SMALL_HEAD = 64  # whose Q and dO of many columns each chunk would read from memory
 
 
-def chunk_tiles(columns: int, heads: int, Bc: int, head_dim: int, slopes: bool = False) -> int:
-    """``chunk_tiles`` of a causal call with so many columns and, over the batch, K/V heads: one of
-    a few heads, whose long tiles all begin at once; of many as many as read Q and dO together.
-    Twice as many, until the grid's last axis has no more chunks than it takes. With ``slopes`` one
-    chunk is one too: the assembler spills 8 bytes of the kernel without.
+def chunk_tiles(request: Request, Bc: int) -> int:
+    """How many column tiles of each head go before the next ones in a causal backward pass on
+    Hopper's tensor cores: 0 for those of one head after the other; all of a few K/V heads, whose
+    long tiles begin at once; of many heads as many as read Q and dO together. Twice as many, until
+    the grid's last axis has no more chunks than it takes.
     """
-    small = head_dim <= SMALL_HEAD and columns > MANY_COLUMNS
-    together = MORE_SIDE_BY_SIDE if small or head_dim > LARGEST_ATOMIC else SIDE_BY_SIDE
-    if heads > FEW_HEADS and columns <= together and not slopes:
+    p = request.problem
+    columns, entries = (p.k_shape[0], 1) if p.packed else (p.seqlen_k, p.batch)
+    few = entries * p.heads_k <= measured("heads of K and V that are few")
+    small = p.head_dim <= _SMALL_HEAD and columns > measured("columns that are many in small heads")
+    many = "many" if small or p.head_dim > LARGEST_ATOMIC else ""
+    together = int(measured("columns of a head whose causal tiles go side by side", many))
+    spilling = ("alibi", "one chunk") in _spilling(p.head_dim, request.features)
+    if not few and columns <= together and not spilling:
         return 0
-    found = 1 if heads <= FEW_HEADS else together // Bc
+    found = 1 if few else together // Bc
     while found * Bc * MOST_CHUNKS < columns:
         found *= 2
     return found
 
 
+def _spilling(head_dim: int, features: Features) -> list[tuple[str, str]]:
+    """Options that are on, and beside what the backward kernels on Hopper's tensor cores spill
+    with them.
+    """
+    return [
+        (x.option, x.beside)
+        for x in spills("wgmma", "fa2", "bwd")
+        if x.first <= head_dim <= x.last and getattr(features, x.option)
+    ]
+
+
 def lacks_together(head_dim: int, features: Features) -> str:
-    """What a kernel does not add to the scores, in words; empty for nothing. With a cap it makes
-    dS of the scores as they come from the cap; what else it leaves out would spill.
+    """Options that the backward kernels on Hopper's tensor cores do not have together, in words;
+    empty for none. With a cap dS is made of the scores as they come from the cap, before slopes or
+    a bias; the others spill.
     """
     added = [name for name in ("alibi", "bias") if getattr(features, name)]
     if added and features.softcap:
         return f"the option {added[0]} beside softcap"
     if len(added) == 2:
         return "the option alibi beside bias"
-    if features.bias and features.packed and 2 * PANEL < head_dim <= 3 * PANEL:
-        return f"the option packed beside bias at a head dimension of {head_dim}"
-    if head_dim > PANEL:
-        return ""
-    crowded = head_dim > ADDED_BESIDE
-    crowd = ("window", "softcap", "alibi", *(("bias",) if crowded else ()))
-    beside = [name for name in crowd if getattr(features, name)]
-    ends = [name for name in ("q_lens", "kv_lens", "packed") if getattr(features, name)]
-    if beside and ends:
-        return f"the option {ends[0]} beside {beside[0]} at a head dimension of {head_dim}"
-    if crowded and features.alibi and not (features.causal or features.window):
-        return f"the option alibi without a mask at a head dimension of {head_dim}"
+    at = f"at a head dimension of {head_dim}"
+    for option, beside in _spilling(head_dim, features):
+        lengths = ("q_lens", "kv_lens", "packed") if beside == "lengths" else (beside,)
+        on = [name for name in lengths if getattr(features, name, False)]
+        if on:
+            return f"the option {on[0]} beside {option} {at}"
+        if beside == "no mask" and not features.right:
+            return f"the option {option} without a mask {at}"
     return ""

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from fa_numba import device
-from fa_numba.dtypes import DTYPES
-from fa_numba.choices.few_rows import heads_in_tiles, heads_share_tiles, suits_few_rows
+from fa_numba.choices.facts import measured
 from fa_numba.choices.requests import Request
-from fa_numba.kernels import mma, simt, wgmma
-from fa_numba.options import PLAIN, Features
-from fa_numba.problem import MAX_HEAD_DIM
 from fa_numba.choices.tiles import (
-    SHORT,
+    Chosen,
     chunk_tiles,
     default_backward_tiles,
     default_mma_backward_tiles,
@@ -26,12 +22,16 @@ from fa_numba.choices.tiles import (
     default_mma_tiles,
     default_tiles,
     default_wgmma_fa1_tiles,
-    default_wgmma_tiles,
+    hopper_tiles,
     lacks_together,
     sweep_tiles,
     takes_places,
 )
 from fa_numba.choices.tuned import tuned_tiles
+from fa_numba.dtypes import DTYPES
+from fa_numba.kernels import mma, simt, wgmma
+from fa_numba.options import PLAIN, Features
+from fa_numba.problem import MAX_HEAD_DIM
 from fa_numba.tiling import (
     MEASURES,
     MOST_STAGES,
@@ -55,6 +55,19 @@ from fa_numba.tiling import (
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
 from fa_numba.tiling.wgmma_backward import LARGEST_ATOMIC
 
+# Rows of the lowest tile of ``mma``.
+LOW = 16
+
+
+class Shape(NamedTuple):
+    """How a block is shaped: its tiles, with their threads, the specialisation of the main kernel,
+    and why these tiles.
+    """
+
+    tiles: Tiles
+    spec: Any
+    why: str
+
 
 class Unit(ABC):
     """A unit of the GPU that computes the products, and its kernels.
@@ -68,8 +81,7 @@ class Unit(ABC):
     many share a row tile, ``splits_keys`` what the warps share; ``measures`` names what its kernels
     can do without, and the algorithms.
 
-    The methods give the tiles of a request, with their threads, and the specialisation of its main
-    kernel; they raise ValueError for tiles that cannot be.
+    The methods that give a ``Shape`` raise ValueError for tiles that cannot be.
     """
 
     name: str
@@ -90,36 +102,36 @@ class Unit(ABC):
         """What this unit cannot do of a request, in words; an empty string if it can do all."""
         return ""
 
-    def suits(self, request: Request) -> bool:
-        """Whether "auto" takes it for a request that it can compute."""
-        return True
+    def unsuited(self, request: Request) -> str:
+        """Why "auto" leaves a request that it can compute to another; empty if it does not."""
+        return ""
 
     @abstractmethod
-    def forward(self, request: Request) -> tuple[Tiles, Spec]:
+    def forward(self, request: Request) -> Shape:
         """FlashAttention's forward kernel."""
 
     @abstractmethod
-    def backward(self, request: Request) -> tuple[Tiles, Spec]:
+    def backward(self, request: Request) -> Shape:
         """FlashAttention's backward kernel."""
 
     def adds_dq(self, request: Request) -> bool:
         """Whether the blocks of FlashAttention-2's backward pass add to one dQ, in no fixed order;
         else a second sweep makes it.
         """
-        return not request.deterministic
+        return not request.choices.deterministic
 
     @abstractmethod
     def sweep(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
         """The second sweep of a deterministic backward pass, whose first has ``tiles``."""
 
     @abstractmethod
-    def standard(self, request: Request) -> tuple[Tiles, Spec]:
+    def standard(self, request: Request) -> Shape:
         """Standard attention's forward kernels."""
 
     @abstractmethod
-    def standard_backward(self, request: Request) -> tuple[Tiles, Spec, Spec]:
-        """Standard attention's backward pass: tiles and specialisation of the kernels that the
-        forward pass has too, and the specialisation of the one for PT dO and dST Q.
+    def standard_backward(self, request: Request) -> tuple[Shape, Spec]:
+        """Standard attention's backward pass: the shape of the kernels that the forward pass has
+        too, and the specialisation of the one for PT dO and dST Q.
         """
 
     @abstractmethod
@@ -129,21 +141,27 @@ class Unit(ABC):
         """
 
     def chosen_tiles(
-        self, request: Request, select: Callable, default: Callable[[], Tiles], plain: bool = True
-    ) -> Tiles:
-        """The caller's tiles, those that measured fastest, or ``default()``.
+        self, request: Request, select: Callable, rule: Callable[[], Any], plain: bool = True
+    ) -> Chosen:
+        """The caller's tiles, those that measured fastest, or those of the ``rule``.
 
         Measurements are of ``plain`` calls without options: others need more registers.
         """
-        if request.tiles is not None:
-            return request.tiles
+        if request.choices.tiles is not None:
+            return Chosen(request.choices.tiles, "chosen by the caller")
         others = replace(request.features, causal=False, splits=False)
-        plain = plain and request.aligned and others == PLAIN
-        if not self.tuned or not plain:
-            return default()
-        p, key = request.problem, (self.name, request.algorithm, request.passes)
-        sizes = (p.seqlen_q, p.seqlen_k, p.head_dim)
-        return tuned_tiles(request.capability, *key, *sizes, select) or default()
+        if self.tuned and plain and request.aligned and others == PLAIN:
+            p, key = request.problem, (self.name, *request.kernel)
+            sizes = (p.seqlen_q, p.seqlen_k, p.head_dim)
+            found = tuned_tiles(request.capability, *key, *sizes, select)
+            if found is not None:
+                at = ".".join(map(str, request.capability))
+                return Chosen(found, f"the fastest of those timed on {at} (tuned.csv)")
+        found = rule()
+        if isinstance(found, Chosen):
+            return found
+        text = inspect.getdoc(getattr(rule, "func", rule)) or ""
+        return Chosen(found, " ".join(text.partition("\n\n")[0].split()))
 
 
 class Simt(Unit):
@@ -156,35 +174,38 @@ class Simt(Unit):
     splits_columns = frozenset({("fa2", "fwd")})
     splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
 
-    def forward(self, request: Request) -> tuple[Tiles, Spec]:
-        return_lse = request.return_lse and request.algorithm == "fa1"
-        return self._selected(request, default_tiles, request.algorithm, return_lse=return_lse)
+    def forward(self, request: Request) -> Shape:
+        algorithm = request.choices.algorithm
+        return_lse = request.choices.return_lse and algorithm == "fa1"
+        rule = functools.partial(default_tiles, algorithm)
+        return self._selected(request, rule, return_lse=return_lse)
 
     standard = forward
 
-    def backward(self, request: Request) -> tuple[Tiles, Spec]:
-        facts = {"kind": SimtBackwardSpec, "splits_queries": request.query_splits > 1}
+    def backward(self, request: Request) -> Shape:
+        facts = {"kind": SimtBackwardSpec, "splits_queries": request.choices.query_splits > 1}
         return self._selected(request, default_backward_tiles, **facts)
 
     def sweep(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
         return tiles, replace(spec, features=replace(spec.features, dbias=False))
 
-    def standard_backward(self, request: Request) -> tuple[Tiles, Spec, Spec]:
-        tiles, across = self.backward(request)
+    def standard_backward(self, request: Request) -> tuple[Shape, Spec]:
+        tiles, across, why = self.backward(request)
         size = Tiles(tiles.Br, tiles.Bc)  # the forward kernels have a thread count of their own
         facts: dict[str, Any] = {"features": request.features, "aligned": request.aligned}
         spec = select_spec(size, request.problem.head_dim, request.shared_limit, **facts)
-        return tiles, spec, across
+        return Shape(tiles, spec, why), across
 
     def row_facts(self, request: Request) -> tuple:
         return ()
 
-    def _selected(self, request: Request, rule: Callable, *of: str, **facts: Any) -> Any:
+    def _selected(self, request: Request, rule: Callable, **facts: Any) -> Shape:
         p, limit = request.problem, request.shared_limit
-        tiles = request.tiles or rule(*of, p.seqlen_q, p.seqlen_k, p.head_dim, limit)
+        sized = functools.partial(rule, p.seqlen_q, p.seqlen_k, p.head_dim, limit)
+        tiles, why = self.chosen_tiles(request, select_spec, sized)
         facts |= {"features": request.features, "aligned": request.aligned}
         spec = select_spec(tiles, p.head_dim, limit, grouped=p.group > 1, **facts)
-        return replace(tiles, threads=spec.threads), spec
+        return Shape(replace(tiles, threads=spec.threads), spec, why)
 
 
 class Mma(Unit):
@@ -201,38 +222,37 @@ class Mma(Unit):
     splits_keys = frozenset({("fa1", "fwd")})
     measures = MEASURES
 
-    def forward(self, request: Request) -> tuple[Tiles, Spec]:
-        p, features = request.problem, request.features
-        splits_keys = request.warp_partition == "keys"
-        select = _select(request, MmaSpec)
+    def forward(self, request: Request) -> Shape:
+        p, choices = request.problem, request.choices
+        keys, select = choices.warp_partition == "keys", _select(request, MmaSpec)
         heads = heads_in_tiles(request)
         sizes = (p.seqlen_q * heads, p.seqlen_k, p.head_dim, request.shared_limit)
         rule = functools.partial(
-            default_mma_tiles, request.algorithm, *sizes, features, splits_keys
+            default_mma_tiles, choices.algorithm, *sizes, request.features, keys
         )
-        tiles = self.chosen_tiles(request, select, rule, plain=not splits_keys and heads == 1)
-        if heads > 1 and request.tiles is None:  # registers for two indices a row
+        tiles, why = self.chosen_tiles(request, select, rule, plain=not keys and heads == 1)
+        if heads > 1 and choices.tiles is None:  # registers for two indices a row
             tiles = replace(tiles, threads=2 * tiles.Br)
         heads = math.gcd(heads, tiles.Br)
-        facts = {"splits_keys": splits_keys, "ablated": request.ablated, **_flash_facts(request)}
-        facts["return_lse"] = request.return_lse and request.algorithm == "fa1"
+        facts = {"splits_keys": keys, "ablated": choices.ablate, **_flash_facts(request)}
+        facts["return_lse"] = choices.return_lse and choices.algorithm == "fa1"
         facts |= {"tile_heads": heads, "grouped": p.group > heads}
         spec = select(tiles, **facts)
-        return replace(tiles, threads=spec.threads), spec
+        return Shape(replace(tiles, threads=spec.threads), spec, why)
 
-    def backward(self, request: Request) -> tuple[Tiles, Spec]:
-        p = request.problem
-        row_tiles = 3 if request.algorithm == "fa1" else 2
+    def backward(self, request: Request) -> Shape:
+        p, choices = request.problem, request.choices
+        row_tiles = 3 if choices.algorithm == "fa1" else 2
         sizes: dict[str, Any] = {"head_dim": p.head_dim, "shared_limit": request.shared_limit}
         select: Callable = functools.partial(select_mma_backward_spec, **sizes, row_tiles=row_tiles)
         rule = functools.partial(
             default_mma_backward_tiles, p.seqlen_q, p.seqlen_k, **sizes, row_tiles=row_tiles
         )
-        tiles = self.chosen_tiles(request, select, rule)
-        facts = {"splits_queries": request.query_splits > 1}
+        tiles, why = self.chosen_tiles(request, select, rule)
+        facts = {"splits_queries": choices.query_splits > 1}
         facts |= {"vector_adds": request.capability >= (9, 0)}
         spec = select(tiles, **facts, **_flash_facts(request))
-        return replace(tiles, threads=spec.threads), spec
+        return Shape(replace(tiles, threads=spec.threads), spec, why)
 
     def sweep(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
         p, limit = request.problem, request.shared_limit
@@ -241,19 +261,19 @@ class Mma(Unit):
         facts = _flash_facts(request) | {"features": replace(request.features, dbias=False)}
         return tiles, _select(request, MmaSweepSpec)(tiles, **facts)
 
-    def standard(self, request: Request) -> tuple[Tiles, Spec]:
+    def standard(self, request: Request) -> Shape:
         p = request.problem
         sizes = (p.seqlen_q, p.seqlen_k, p.head_dim, request.shared_limit)
         select = _select(request, StandardSpec)
-        rule = functools.partial(default_mma_standard_tiles, *sizes, request.passes)
-        tiles = self.chosen_tiles(request, select, rule)
+        rule = functools.partial(default_mma_standard_tiles, *sizes, request.choices.passes)
+        tiles, why = self.chosen_tiles(request, select, rule)
         spec = select(tiles, **_facts(request))
-        return replace(tiles, threads=spec.threads), spec
+        return Shape(replace(tiles, threads=spec.threads), spec, why)
 
-    def standard_backward(self, request: Request) -> tuple[Tiles, Spec, Spec]:
-        tiles, spec = self.standard(request)
-        across = Tiles(tiles.Bc, tiles.Br)  # the rows of PT are the columns of P
-        return tiles, spec, _select(request, StandardSpec)(across, **_facts(request))
+    def standard_backward(self, request: Request) -> tuple[Shape, Spec]:
+        shape = self.standard(request)
+        across = Tiles(shape.tiles.Bc, shape.tiles.Br)  # the rows of PT are the columns of P
+        return shape, _select(request, StandardSpec)(across, **_facts(request))
 
     def row_facts(self, request: Request) -> tuple:
         return request.problem.dtype, request.aligned
@@ -288,10 +308,9 @@ class Wgmma(Unit):
     largest: Mapping[tuple[str, str], int] = {("fa1", "bwd"): 128}
 
     def lacks(self, request: Request) -> str:
-        pair = (request.algorithm, request.passes)
+        pair = algorithm, passes = request.kernel
         if pair not in self.features:
-            direction = "forward" if request.passes == "fwd" else "backward"
-            return f"the {direction} pass of {request.algorithm}"
+            return f"the {'forward' if passes == 'fwd' else 'backward'} pass of {algorithm}"
         on = (f.name for f in fields(Features) if getattr(request.features, f.name))
         lacking = [name for name in on if name not in self.features[pair]]
         if lacking:
@@ -301,56 +320,49 @@ class Wgmma(Unit):
             return f"a head dimension of {d}, which is above {largest}"
         if not request.aligned:
             return "arrays whose rows do not start at 16-byte addresses"
-        return lacks_together(d, request.features) if request.passes == "bwd" else ""
+        return lacks_together(d, request.features) if passes == "bwd" else ""
 
-    def suits(self, request: Request) -> bool:
-        """On a GPU, for calls that choose nothing of another unit's, and rows that fill a tile, or
-        few that long K and V are brought for: the emulator runs the smaller blocks of ``mma``
-        faster. Small heads of one tile are left out, but for forward calls of which the next tiles
-        are on their way (``takes_places``); so are, forward, a bias whose rows cannot be read in
-        pairs, and one with wide heads, pages or few rows, which was not measured.
-        FlashAttention-1 is taken by name alone.
-        """
-        p, forward = request.problem, request.passes == "fwd"
+    def unsuited(self, request: Request) -> str:
+        p, choices = request.problem, request.choices
+        if choices.tiles or choices.ablate or choices.query_splits != 1:
+            return "tiles, measures to do without or query_splits were chosen, which units share"
+        if choices.warp_partition != "rows" or choices.algorithm != "fa2":
+            return "it is taken by name alone but for fa2, whose warps share rows"
+        if not request.multiprocessors:
+            return "the emulator runs mma's smaller blocks faster"
         one_tile = max(p.seqlen_q, p.seqlen_k) <= 2 * GROUP_ROWS and p.head_dim <= PANEL
-        left_out = one_tile and not (forward and takes_places(request.features))
-        fills = p.seqlen_q > GROUP_ROWS and not left_out
-        if forward and p.bias is not None:
-            measured = p.head_dim <= 2 * PANEL and p.page_size is None
-            fills = fills and measured and p.bias[-1] % 2 == 0
-        elif forward:
-            fills = fills or suits_few_rows(request)
-        plain = request.tiles is None and not request.ablated and request.query_splits == 1
-        plain = plain and request.warp_partition == "rows" and request.algorithm == "fa2"
-        return fills and plain and device.planned_for_gpu()
+        if choices.passes == "bwd":
+            few = "one tile of a small head" if one_tile else ""
+            return "rows that do not fill a tile" if p.seqlen_q <= GROUP_ROWS else few
+        few = "rows that do not fill a tile" if p.seqlen_q <= GROUP_ROWS else ""
+        # Of small heads the next row tiles are on their way, beside options that were measured.
+        if not few and one_tile and not takes_places(request.features):
+            few = "one tile of a small head, with options"
+        if p.bias is None:
+            return few if few and not suits_few_rows(request) else ""
+        if p.head_dim > 2 * PANEL or p.page_size is not None:
+            return "a bias with a wide head or pages, which was not measured"
+        return few or ("rows of a bias that cannot be read in pairs" if p.bias[-1] % 2 else "")
 
-    def forward(self, request: Request) -> tuple[Tiles, Spec]:
-        p, facts = request.problem, self._facts(request)
+    def forward(self, request: Request) -> Shape:
+        p, choices, facts = request.problem, request.choices, self._facts(request)
         select: Callable[..., Spec] = select_wgmma_spec
-        if request.algorithm == "fa1":
-            tiles = request.tiles or default_wgmma_fa1_tiles(p.head_dim, request.features)
-            select, facts = select_wgmma_fa1_spec, facts | {"return_lse": request.return_lse}
+        fits = {"head_dim": p.head_dim, "shared_limit": request.shared_limit}
+        if choices.algorithm == "fa1":
+            select, facts = select_wgmma_fa1_spec, facts | {"return_lse": choices.return_lse}
+            rule: Callable = functools.partial(
+                default_wgmma_fa1_tiles, p.head_dim, request.features
+            )
+            long = False
         else:
             heads = p.group if heads_share_tiles(request) else 1
-            facts |= {"tile_heads": heads, "ablated": request.ablated}
-            sizes = (p.seqlen_q * heads, p.head_dim)
-            rule = functools.partial(
-                default_wgmma_tiles,
-                *sizes,
-                p.causal,
-                request.features,
-                seqlen_k=p.seqlen_k,
-                heads=p.heads_q // heads * p.batch,
-                places=request.multiprocessors,
-                lens=p.q_lens if p.packed else None,
-                window=0 if p.left is None or p.right is None else p.left + p.right + 1,
-            )
+            facts |= {"tile_heads": heads, "ablated": choices.ablate}
             facts["shares"] = p.seqlen_q > GROUP_ROWS and takes_places(request.features)
-            fits = {"head_dim": p.head_dim, "shared_limit": request.shared_limit}
-            chosen = functools.partial(select, **fits)
-            tiles = self.chosen_tiles(request, chosen, rule, plain=p.seqlen_q > SHORT)
-        spec = select(tiles, p.head_dim, request.shared_limit, **facts)
-        return replace(tiles, threads=spec.threads), spec
+            rule = functools.partial(hopper_tiles, request, heads)
+            long = p.seqlen_q > measured("rows from which the tuned tiles are the fastest")
+        tiles, why = self.chosen_tiles(request, functools.partial(select, **fits), rule, plain=long)
+        spec = select(tiles, **fits, **facts)
+        return Shape(replace(tiles, threads=spec.threads), spec, why)
 
     @staticmethod
     def _facts(request: Request) -> dict[str, Any]:
@@ -358,18 +370,18 @@ class Wgmma(Unit):
         facts: dict[str, Any] = {"features": request.features, "dtype": p.dtype}
         return facts | {"positive_scale": p.scale > 0.0, "grouped": p.group > 1}
 
-    def backward(self, request: Request) -> tuple[Tiles, Spec]:
-        p, facts = request.problem, self._facts(request)
-        facts["atomic"] = self.adds_dq(request) or request.algorithm == "fa1"
-        tiles = request.tiles or default_wgmma_backward_tiles(p.head_dim, facts["atomic"])
-        facts["row_tiles"] = 3 if request.algorithm == "fa1" else 2
-        facts["splits_queries"] = request.query_splits > 1
-        if p.causal and request.algorithm == "fa2":
-            columns, entries = (p.k_shape[0], 1) if p.packed else (p.seqlen_k, p.batch)
-            sizes = (columns, entries * p.heads_k, tiles.Bc, p.head_dim)
-            facts["chunk_tiles"] = chunk_tiles(*sizes, slopes=p.alibi)
+    def backward(self, request: Request) -> Shape:
+        p, choices, facts = request.problem, request.choices, self._facts(request)
+        first = choices.algorithm == "fa1"
+        facts["atomic"] = self.adds_dq(request) or first
+        tiles = choices.tiles or default_wgmma_backward_tiles(p.head_dim, facts["atomic"])
+        facts["row_tiles"] = 3 if first else 2
+        facts["splits_queries"] = choices.query_splits > 1
+        if p.causal and not first:
+            facts["chunk_tiles"] = chunk_tiles(request, tiles.Bc)
         spec = select_wgmma_backward_spec(tiles, p.head_dim, request.shared_limit, **facts)
-        return replace(tiles, threads=spec.threads), spec
+        why = "the one size that its kernels have at a head dimension"
+        return Shape(replace(tiles, threads=spec.threads), spec, why)
 
     def adds_dq(self, request: Request) -> bool:
         return super().adds_dq(request) and request.problem.head_dim <= LARGEST_ATOMIC
@@ -379,14 +391,57 @@ class Wgmma(Unit):
         spec = select_wgmma_sweep_spec(d, stages=2, **self._facts(request))
         return replace(wgmma_sweep_tiles(d), threads=spec.threads), spec
 
-    def standard(self, request: Request) -> tuple[Tiles, Spec]:
+    def standard(self, request: Request) -> Shape:
         raise NotImplementedError(self.lacks(request))
 
-    def standard_backward(self, request: Request) -> tuple[Tiles, Spec, Spec]:
+    def standard_backward(self, request: Request) -> tuple[Shape, Spec]:
         raise NotImplementedError(self.lacks(request))
 
     def row_facts(self, request: Request) -> tuple:
         return request.problem.dtype, request.aligned
+
+
+def heads_share_tiles(request: Request) -> bool:
+    """Whether the query heads of a K/V head lie in the rows of one tile on Hopper's tensor cores:
+    where a head has less than a warpgroup's rows, and these are whole rows of all. The map of the
+    queries has no axis left for lengths then, unless they are packed, and slopes and a bias differ
+    by head.
+    """
+    p, features = request.problem, request.features
+    few = p.seqlen_q <= GROUP_ROWS and GROUP_ROWS % p.group == 0
+    return p.group > 1 and few and not (features.q_lens or features.alibi or features.bias)
+
+
+def suits_few_rows(request: Request) -> bool:
+    """Whether Hopper's unit is the faster one for rows that do not fill a tile, which take as long
+    as K and V take to come.
+
+    Its copy engine brings pages faster than threads do, and keeps a multiprocessor's share of
+    memory busy with one block. With much fewer row tiles than multiprocessors, or several each, the
+    low tiles of ``mma`` are as fast or faster, but for more rows than those have.
+    """
+    p, shared = request.problem, heads_share_tiles(request)
+    if p.page_size is not None:
+        return True
+    long = p.seqlen_k > measured("keys that a multiprocessor is busy with for a while")
+    if p.seqlen_q * p.group > LOW or not long:
+        return shared
+    each = p.batch * (p.heads_k if shared else p.heads_q) / request.multiprocessors
+    least = measured("row tiles a multiprocessor from which few rows keep the copy engine busy")
+    most = measured("row tiles a multiprocessor up to which they do, of wide heads")
+    return each >= least and (p.head_dim <= PANEL or each <= most)
+
+
+def heads_in_tiles(request: Request) -> int:
+    """How many query heads of a K/V head lie in the rows of one tile of FlashAttention-2's forward
+    kernel on tensor cores, a power of two: more than one where a head has few rows, and no option
+    has values of its own for each head, or each row of it.
+    """
+    p, features = request.problem, request.features
+    by_head = features.bias or features.alibi or features.dropout or features.sparse
+    if request.choices.algorithm != "fa2" or p.seqlen_q > GROUP_ROWS or by_head:
+        return 1
+    return min(p.group & -p.group, GROUP_ROWS)
 
 
 def _select(request: Request, kind: type[MmaSpec]) -> Callable[..., Any]:
@@ -412,13 +467,14 @@ def _flash_facts(request: Request) -> dict[str, Any]:
 UNITS: dict[str, Unit] = {unit.name: unit for unit in (Simt(), Mma(), Wgmma())}
 
 
-def unit_of(name: Any, request: Request) -> Unit:
-    """The unit called ``name``, or for "auto" the last that can compute the request, and suits it.
+def unit_of(request: Request) -> tuple[Unit, str]:
+    """The unit that a request names, or for "auto" the last that can compute it, and suits it; and
+    why it is that one.
 
     Raises ValueError for another name, a dtype that the unit does not take, a device without it, or
     a request that it lacks something of.
     """
-    allowed = ("auto", *UNITS)
+    name, allowed = request.choices.unit, ("auto", *UNITS)
     if not isinstance(name, str) or name not in allowed:
         raise ValueError(f"unit is {name!r}: allowed is one of {', '.join(allowed)}")
     dtype, capability = request.problem.dtype, request.capability
@@ -427,19 +483,24 @@ def unit_of(name: Any, request: Request) -> Unit:
     if not taking:
         takes = "; ".join(f"{unit.name} takes {' or '.join(unit.dtypes)}" for unit in found)
         raise ValueError(f"unit is {name!r} with dtype {dtype}: {takes}")
+    least, here = (".".join(map(str, x)) for x in (taking[0].capability, capability))
+    left: list[str] = []
     for unit in reversed(taking):
-        if unit.capability <= capability <= (unit.newest or capability):
-            lacking = unit.lacks(request)
-            if name == "auto" and (lacking or not unit.suits(request)):
-                continue
-            if lacking:
-                raise ValueError(f"unit is {name!r}: its kernels lack {lacking}")
-            return unit
-    unit = taking[0]
-    least, here = (".".join(map(str, x)) for x in (unit.capability, capability))
-    exactly = " and no other" if unit.newest else ""
+        if not unit.capability <= capability <= (unit.newest or capability):
+            left.append(f"not {unit.name}: compute capability {here} does not have it")
+            continue
+        lacking = unit.lacks(request)
+        if lacking and name != "auto":
+            raise ValueError(f"unit is {name!r}: its kernels lack {lacking}")
+        lacking = f"its kernels lack {lacking}" if lacking else ""
+        unsuited = lacking or (unit.unsuited(request) if name == "auto" else "")
+        if not unsuited:
+            last = f"the last that takes {dtype} and suits the call"
+            return unit, "; ".join(("chosen by the caller" if name != "auto" else last, *left))
+        left.append(f"not {unit.name}: {unsuited}")
+    exactly = " and no other" if taking[0].newest else ""
     raise ValueError(
-        f"unit is {name!r} on a GPU of compute capability {here}: {unit.name} needs {least}"
+        f"unit is {name!r} on a GPU of compute capability {here}: {taking[0].name} needs {least}"
         f"{exactly}"
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fa_numba import device
-from fa_numba.checks import as_flag
+from fa_numba.choices.requests import Choices
 from fa_numba.dtypes import DTYPES
 from fa_numba.host import launch_cache, placement, planning
 from fa_numba.host.arrays import (
@@ -22,33 +22,25 @@ from fa_numba.host.arrays import (
 from fa_numba.host.binding import Binding
 from fa_numba.host.execution import execute
 from fa_numba.host.launch_cache import Call
-from fa_numba.host.plans import Plan
 from fa_numba.problem import Problem
 
+# The arrays that a pass takes, in their order, as callers and as kernels name them.
+_NAMES = {
+    "fwd": {"q": "Q", "k": "K", "v": "V"},
+    "bwd": {"q": "Q", "k": "K", "v": "V", "out": "O", "dout": "dO", "lse": "L"},
+}
 
-def attend(
-    algorithm,
-    qkv,
-    options,
-    tiles,
-    return_lse,
-    out,
-    stream,
-    unit,
-    query_splits=1,
-    warp_partition="rows",
-    ablate=(),
-    kv_splits="auto",
-) -> Any:
-    """O, or (O, L), of ``qkv`` with the arguments of the public functions."""
+
+def attend(choices: Choices, arrays: tuple, options: Any, stream: Any, out: Any = None) -> Any:
+    """O, or with ``return_lse`` (O, L), of (q, k, v); or the gradients of (q, k, v, out, dout,
+    lse); with the other arguments of the public functions.
+    """
     options = _with_numeric_mask(options, stream)
-    how = (query_splits, warp_partition, ablate, kv_splits)
-    facts = ("fwd", algorithm, tiles, return_lse, unit, *how)
-    call = launch_cache.describe_call(facts, qkv, options, out)
+    call = launch_cache.describe_call(choices, arrays, options, out)
     results = launch_cache.replay(call, out, stream)
     if results is None:
-        results = _first_attend(facts, qkv, options, out, stream, call)
-    return tuple(results) if return_lse else results[0]
+        results = _first_attend(choices, arrays, options, stream, out, call)
+    return results[0] if choices.passes == "fwd" and not choices.return_lse else tuple(results)
 
 
 def _with_numeric_mask(options: Any, stream: Any) -> Any:
@@ -60,52 +52,47 @@ def _with_numeric_mask(options: Any, stream: Any) -> Any:
         return options | {"attn_mask": added_mask(mask)}
 
 
-def _first_attend(facts, qkv, options, out, stream, call: Call | None) -> list:
-    _, algorithm, tiles, return_lse, unit, query_splits, *others = facts
-    return_lse = as_flag("return_lse", return_lse)
-    inputs = [operand(*x) for x in zip("qkv", qkv, strict=True)]
+def _first_attend(
+    choices: Choices, given: tuple, options: Any, stream: Any, out: Any, call: Call | None
+) -> list:
+    names = _NAMES[choices.passes]
+    dtypes = {"lse": {"allowed": SUMS}}
+    inputs = [operand(n, x, **dtypes.get(n, {})) for n, x in zip(names, given, strict=True)]
     arguments = Binding.of(options)
-    check_together(inputs, list(arguments.arrays.values()))
-    problem = arguments.problem(*(x.shape for x in inputs), dtype=inputs[0].dtype)
+    matrices, rows = inputs[:5], inputs[5:]
+    check_together(matrices, [*rows, *arguments.arrays.values()])
+    q, k, v, *others = matrices
+    problem = arguments.problem(q.shape, k.shape, v.shape, dtype=q.dtype)
+    for x in others:
+        check_shape(x, problem.q_shape)
+    for x in rows:
+        check_shape(x, problem.lse_shape)
     target = None
     if out is not None:
         target = operand("out", out, (problem.dtype,))
-        check_together([inputs[0], target])
+        check_together([q, target])
         check_out(target, problem.q_shape, [*inputs, *arguments.arrays.values()])
-    with placement.placed(inputs[0]):
-        aligned = _aligned(problem, [*inputs, target] if target else inputs)
-        how = (return_lse, query_splits, unit, *others)
-        plan = planning.forward(problem, algorithm, tiles, aligned, *how)
-        named = dict(zip("QKV", inputs, strict=True))
-        return _run(plan, arguments, tiles, named, stream, call, target)
+        matrices = [*matrices, target]
+    with placement.placed(q):
+        plan = planning.plan_of(problem, choices, _aligned(problem, matrices))
+        arguments.check_mask(problem, choices.tiles, plan.tiles)
+        handle = placement.stream_handle(stream, q)
+        placement.check_size(plan)
+        outputs: list = []
+        for output in plan.outputs:
+            # The gradient of a bias has the bias's own axes.
+            bias = arguments.arrays["bias"].shape if output.name == "dbias" else None
+            taken = target if output.name == "O" else None
+            outputs.append((bias or output.shape, output.dtype, taken))
 
+        def run(given: list, made: list, stream: Any) -> None:
+            arrays = dict(zip(names.values(), given, strict=False))
+            arrays |= arguments.named(given[len(inputs) :])
+            arrays |= {output.name: x for output, x in zip(plan.outputs, made, strict=True)}
+            execute(plan, arguments, arrays, stream)
 
-def _run(
-    plan: Plan,
-    arguments: Binding,
-    tiles: Any,
-    inputs: dict[str, Operand],
-    stream: Any,
-    call: Call | None,
-    target: Operand | None = None,
-) -> list:
-    """The results of ``plan`` with these inputs, by the kernels' names; ``target`` takes O."""
-    arguments.check_mask(plan.problem, tiles, plan.tiles)
-    handle = placement.stream_handle(stream, inputs["Q"])
-    placement.check_size(plan)
-    outputs: list = []
-    for output in plan.outputs:
-        # The gradient of a bias has the bias's own axes.
-        shape = arguments.arrays["bias"].shape if output.name == "dbias" else output.shape
-        outputs.append((shape, output.dtype, target if output.name == "O" else None))
-
-    def run(given: list, made: list, stream: Any) -> None:
-        arrays = dict(zip(inputs, given, strict=False)) | arguments.named(given[len(inputs) :])
-        arrays |= {output.name: x for output, x in zip(plan.outputs, made, strict=True)}
-        execute(plan, arguments, arrays, stream)
-
-    given = [*inputs.values(), *arguments.arrays.values()]
-    return launch_cache.run_and_keep(run, given, arguments.seeds, outputs, handle, call)
+        operands = [*inputs, *arguments.arrays.values()]
+        return launch_cache.run_and_keep(run, operands, arguments.seeds, outputs, handle, call)
 
 
 def _aligned(problem: Problem, operands: Sequence[Operand]) -> bool:
@@ -114,50 +101,3 @@ def _aligned(problem: Problem, operands: Sequence[Operand]) -> bool:
     return problem.head_dim % DTYPES[problem.dtype].chunk == 0 and (
         copies or all(x.aligned for x in operands)
     )
-
-
-def differentiate(
-    algorithm,
-    given,
-    options,
-    tiles,
-    stream,
-    unit,
-    return_dbias,
-    deterministic=False,
-    query_splits=1,
-    group_splits=1,
-) -> Any:
-    """The gradients of (dout, q, k, v, out, lse) with the arguments of the public functions."""
-    options = _with_numeric_mask(options, stream)
-    how = (deterministic, query_splits, group_splits)
-    facts = ("bwd", algorithm, tiles, unit, return_dbias, *how)
-    dout, q, k, v, out, lse = given
-    inputs = (q, k, v, out, dout, lse)
-    call = launch_cache.describe_call(facts, inputs, options)
-    results = launch_cache.replay(call, None, stream)
-    if results is None:
-        results = _first_differentiate(facts, inputs, options, stream, call)
-    return tuple(results)
-
-
-def _first_differentiate(facts, given, options, stream, call: Call | None) -> list:
-    _, algorithm, tiles, unit, return_dbias, deterministic, *splits = facts
-    return_dbias = as_flag("return_dbias", return_dbias)
-    deterministic = as_flag("deterministic", deterministic)
-    names = ("q", "k", "v", "out", "dout", "lse")
-    dtypes = {"lse": {"allowed": SUMS}}
-    inputs = [operand(n, x, **dtypes.get(n, {})) for n, x in zip(names, given, strict=True)]
-    q, k, v, out, dout, lse = inputs
-    arguments = Binding.of(options)
-    check_together([q, k, v, dout, out], [lse, *arguments.arrays.values()])
-    problem = arguments.problem(q.shape, k.shape, v.shape, dtype=q.dtype)
-    check_shape(dout, problem.q_shape)
-    check_shape(out, problem.q_shape)
-    check_shape(lse, problem.lse_shape)
-    with placement.placed(q):
-        aligned = _aligned(problem, inputs[:-1])
-        how = (deterministic, return_dbias, unit, *splits)
-        plan = planning.backward(problem, algorithm, tiles, aligned, *how)
-        given = dict(zip(("Q", "K", "V", "O", "dO", "L"), inputs, strict=True))
-        return _run(plan, arguments, tiles, given, stream, call)

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from fa_numba import device, io_model
+from fa_numba.choices import decisions
+from fa_numba.choices.decisions import Decision
 from fa_numba.choices.requests import Request
-from fa_numba.choices.splits import chosen_group_splits, chosen_splits
 from fa_numba.choices.units import UNITS
 from fa_numba.host.binding import LOG2E
 from fa_numba.host.plans import Argument, Boxes, Buffer, Grouped, Launch, Steps, Untouched
@@ -23,26 +24,19 @@ from fa_numba.tiling.wgmma import GROUP_ROWS
 
 def forward(request: Request) -> Steps:
     """Algorithm 1 of either paper: one kernel; and one that merges splits of the columns."""
-    unit, p = UNITS[request.unit], request.problem
-    tiles, spec = unit.forward(request)
+    decided, p, return_lse = decisions.forward(request), request.problem, request.choices.return_lse
+    unit, tiles, spec, splits = decided.unit, decided.tiles, decided.spec, decided.splits
     Tr = ceil_div(p.seqlen_q, spec.head_rows)
-    if request.algorithm == "fa2":
-        groups = p.heads_q // spec.tile_heads
-        splits = 1
-        if ("fa2", "fwd") in unit.splits_columns:
-            splits = chosen_splits(request, tiles, spec, Tr * groups * p.batch)
-        if request.kv_splits == "auto" and splits > 1:
-            tiles, spec = unit.forward(replace(request, kv_splits=splits))
-            Tr, groups = ceil_div(p.seqlen_q, spec.head_rows), p.heads_q // spec.tile_heads
+    if request.choices.algorithm == "fa2":
         kernel = unit.kernels.fa2_forward.make_forward(spec)
         # The kernel always writes L: the backward pass needs it, and it costs one float a row.
-        own: tuple[Buffer, ...] = () if request.return_lse else (Buffer("L", request.row_shape),)
+        own: tuple[Buffer, ...] = () if return_lse else (Buffer("L", request.row_shape),)
         if unit.copies_boxes:
             bound: dict[str, Argument] = _forward_boxes(spec)
             grid = (_forward_blocks(request, spec, splits), 1, 1)
             own += (Buffer("taken", (1,), "int32", zeroed=True),)
         else:
-            bound, grid = {}, (Tr * splits, groups, p.batch)
+            bound, grid = {}, (Tr * splits, p.heads_q // spec.tile_heads, p.batch)
             if spec.tile_heads > 1:
                 bound = {name: Grouped(name, spec.tile_heads) for name in "QOL"}
         merge: tuple[Launch, ...] = ()
@@ -56,24 +50,24 @@ def forward(request: Request) -> Steps:
         if p.pages is not None:
             how |= {"threads": spec.loading_threads, "key_pieces": spec.key_pieces}
         count = functools.partial(io_model.fa2, p, tiles, **how)
-        return Steps(tiles, launches, own, count, score_unit=LOG2E, kv_splits=splits)
+        return Steps(decided, launches, own, count, score_unit=LOG2E, kv_splits=splits)
     kernel = unit.kernels.fa1_forward.make_forward(spec)
-    split_rows = ceil_div(Tr, request.query_splits) * tiles.Br
+    split_rows = ceil_div(Tr, request.choices.query_splits) * tiles.Br
     grid = (ceil_div(p.seqlen_q, split_rows), p.heads_q, p.batch)
     workspace: tuple[Buffer, ...] = (Buffer("l", request.row_shape), Buffer("m", request.row_shape))
     if not request.dtype.sums_in_place:  # O between the passes
         workspace += (_sum("A", request.q_shape),)
-    L: Argument = "L" if request.return_lse else Untouched(request.row_shape)
+    L: Argument = "L" if return_lse else Untouched(request.row_shape)
     by_boxes: dict[str, Argument] = {}
     if unit.copies_boxes:
         rows = {"Q": GROUP_ROWS, "K": tiles.Bc, "V": tiles.Bc, "O": GROUP_ROWS}
         by_boxes = {name: Boxes(name, n) for name, n in rows.items()}
         by_boxes["A"] = Boxes("A", GROUP_ROWS, "float32")
     launches = (Launch.of(kernel, grid, L=L, scale="score_scale", **by_boxes),)
-    how = {"query_splits": request.query_splits, "return_lse": request.return_lse}
+    how = {"query_splits": request.choices.query_splits, "return_lse": return_lse}
     how["whole_tiles"] = unit.copies_boxes
     count = functools.partial(io_model.fa1, p, tiles, **how)
-    return Steps(tiles, launches, workspace, count, split_rows, LOG2E)
+    return Steps(decided, launches, workspace, count, split_rows, LOG2E)
 
 
 def _split_sums(request: Request, heads: int, splits: int) -> tuple[Buffer, ...]:
@@ -129,15 +123,16 @@ def _forward_blocks(request: Request, spec: Any, splits: int) -> int:
 
 def backward(request: Request) -> Steps:
     """Algorithm 4 of the first paper, Algorithm 2 of the second."""
-    return _fa1_backward(request) if request.algorithm == "fa1" else _fa2_backward(request)
+    first = request.choices.algorithm == "fa1"
+    return (_fa1_backward if first else _fa2_backward)(request, decisions.backward(request))
 
 
-def _fa1_backward(request: Request) -> Steps:
+def _fa1_backward(request: Request, decided: Decision) -> Steps:
     """One kernel; where blocks share dK and dV and these are in 16 bits, they are summed beside and
     rounded at the end.
     """
-    unit, p, splits = UNITS[request.unit], request.problem, request.query_splits
-    tiles, spec = unit.backward(request)
+    unit, p, splits = decided.unit, request.problem, request.choices.query_splits
+    tiles, spec = decided.tiles, decided.spec
     split_rows = ceil_div(ceil_div(p.seqlen_q, tiles.Br), splits) * tiles.Br
     grid = (ceil_div(p.seqlen_q, split_rows), p.heads_k, p.batch)
     kernel = unit.kernels.fa1_backward.make_backward(spec)
@@ -158,21 +153,17 @@ def _fa1_backward(request: Request) -> Steps:
             Launch.of(kernel, grid, **(bound | sums)),
             *(_rounding(request, A, out, 1.0, keys=True) for out, A in sums.items()),
         )
-    how: dict[str, Any] = {"dbias": request.return_dbias, "query_splits": splits}
+    how: dict[str, Any] = {"dbias": request.choices.return_dbias, "query_splits": splits}
     count = functools.partial(io_model.fa1_backward, p, tiles, **how)
-    return Steps(tiles, launches, workspace, count, split_rows, LOG2E)
+    return Steps(decided, launches, workspace, count, split_rows, LOG2E)
 
 
-def _fa2_backward(request: Request) -> Steps:
+def _fa2_backward(request: Request, decided: Decision) -> Steps:
     """D = rowsum(dO o O), the grid over K/V blocks, and what makes dQ of it: nothing, where blocks
     add to it in place; a rounding of their sum; or a second sweep in a fixed order.
     """
-    unit, p = UNITS[request.unit], request.problem
-    tiles, spec = unit.backward(request)
-    splits = chosen_group_splits(request, tiles, spec)
-    if splits > 1:
-        shares: dict[str, Any] = {"grouped": p.group > splits, "splits_rows": p.group < splits}
-        spec = replace(spec, splits_group=True, **shares)  # type: ignore[call-arg]
+    unit, tiles, spec, splits = decided.unit, decided.tiles, decided.spec, decided.splits
+    p = request.problem
     kernels, atomic = unit.kernels.fa2_backward, unit.adds_dq(request)
     Tc, batch = ceil_div(p.seqlen_k, tiles.Bc), p.batch
     if p.packed and unit.copies_boxes:
@@ -181,7 +172,7 @@ def _fa2_backward(request: Request) -> Steps:
     over_columns = (Tc, p.heads_k * splits, batch)
     if chunk:
         over_columns = (chunk * p.heads_k * splits, batch, ceil_div(Tc, chunk))
-    how: dict[str, Any] = {"dbias": request.return_dbias, "group_splits": splits}
+    how: dict[str, Any] = {"dbias": request.choices.return_dbias, "group_splits": splits}
     workspace = [Buffer("D", request.row_shape)]
     sums = "dQ" if request.dtype.sums_in_place else "A"
     sum_of_dq: dict[str, Argument] = {} if atomic else {sums: Untouched(request.q_shape)}
@@ -217,7 +208,7 @@ def _fa2_backward(request: Request) -> Steps:
         launches.append(_rounding(request, name, out, 1.0, keys=True, splits=splits))
     count = functools.partial(io_model.fa2_backward, p, tiles, **how)
     own = (tuple(launches), tuple(workspace), count)
-    return Steps(tiles, *own, score_unit=LOG2E, group_splits=splits)
+    return Steps(decided, *own, score_unit=LOG2E, group_splits=splits)
 
 
 def _tiles_of_all(rows: int, rows_of_tile: int, problem: Problem) -> int:
@@ -238,7 +229,7 @@ def _boxes(request: Request, tiles: Tiles, spec: Any, columns: bool = True) -> d
     if columns:
         packed = request.problem.packed
         found |= {name: Boxes(name, GROUP_ROWS, ends=packed) for name in ("dK", "dV")}
-    if request.algorithm == "fa1":
+    if request.choices.algorithm == "fa1":
         return {**found, "O": Boxes("O", tiles.Br)}
     return {**found, "A": Boxes("A", GROUP_ROWS, "float32", ends=spec.query_ends)}
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -79,15 +79,16 @@ _keeping = threading.Lock()
 
 
 def describe_call(
-    facts: tuple, arrays: Sequence[Any], options: Mapping[str, Any], out: Any = None
+    choices: Hashable, arrays: Sequence[Any], options: Mapping[str, Any], out: Any = None
 ) -> Call | None:
     """The key and addresses of a call, found cheaply; None for a call that is never kept.
 
-    ``facts`` are its arguments beside arrays and options. Nothing is checked here.
+    ``choices`` are its arguments beside arrays, options and ``out``, checked. Nothing is checked
+    here.
     """
     if not device.on_gpu():
         return None
-    key: list[Any] = [facts, *map(type, facts)]  # with types, since True equals 1
+    key: list[Any] = [choices]
     pointers = []
     paged = options.get("block_table") is not None
     if paged and options.get("check_table"):

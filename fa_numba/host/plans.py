@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fa_numba import device, io_model
+from fa_numba.choices.decisions import Decision
 from fa_numba.device import Kernel
 from fa_numba.dtypes import DTYPES
 from fa_numba.problem import Problem
@@ -142,7 +143,8 @@ class Plan:
     ``accesses`` are exact loads and stores of global memory in elements by array, ``flops`` follows
     FlashAttention-2's convention, ``workspace_bytes`` is memory beside inputs and outputs. With a
     block mask accesses and FLOPs need it as ``block_mask``. ``launched`` are the functions behind
-    ``kernels``.
+    ``kernels``. ``why`` has the reasons of "unit", "tiles" and, where there is a choice, of
+    "kv_splits" or "group_splits".
     """
 
     algorithm: str
@@ -162,6 +164,7 @@ class Plan:
     block_mask: np.ndarray | None = field(default=None, compare=False, repr=False)
     count: Callable[..., io_model.Accesses] = field(default=None, compare=False, repr=False)  # type: ignore[assignment]
     request: Any = field(default=None, compare=False, repr=False)
+    why: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @functools.cached_property
     def kernels(self) -> tuple[KernelPlan, ...]:
@@ -203,7 +206,7 @@ class Plan:
 class Steps:
     """What an algorithm says of a plan: its own launches, workspace and accesses."""
 
-    tiles: Tiles
+    decided: Decision
     launches: tuple[Launch, ...]
     workspace: tuple[Buffer, ...]
     count: Callable[..., io_model.Accesses]

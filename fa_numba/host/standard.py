@@ -6,6 +6,7 @@ import functools
 from dataclasses import replace
 
 from fa_numba import io_model
+from fa_numba.choices.decisions import Decision
 from fa_numba.choices.requests import Request
 from fa_numba.choices.units import UNITS
 from fa_numba.dtypes import DType
@@ -16,7 +17,8 @@ from fa_numba.integers import ceil_div, power_of_two, round_up
 def forward(request: Request) -> Steps:
     """Algorithm 0: S = Q KT, P = softmax(S) in its place, O = P V."""
     unit, p, dtype = UNITS[request.unit], request.problem, request.dtype
-    tiles, spec = unit.standard(request)
+    tiles, spec, why = unit.standard(request)
+    return_lse = request.choices.return_lse
     features, kernels = request.features, unit.kernels.standard
     lengths = request.lengths
     scores = replace(spec, features=replace(features, dropout=False))
@@ -25,13 +27,13 @@ def forward(request: Request) -> Steps:
     warps = row_warps(p.seqlen_k, dtype, kernels.MAX_WARPS)
     row_tiles = (ceil_div(p.seqlen_q, tiles.Br), p.heads_q, p.batch)
     rows = (p.seqlen_q, p.heads_q, p.batch)
-    L = "L" if request.return_lse else Untouched(request.row_shape)
+    L = "L" if return_lse else Untouched(request.row_shape)
     of_dtype = unit.row_facts(request)[:1]
-    over_rows = kernels.make_standard_softmax(row, warps, request.return_lse, softmax, *of_dtype)
+    over_rows = kernels.make_standard_softmax(row, warps, return_lse, softmax, *of_dtype)
     output = kernels.make_standard_output(replace(spec, features=lengths))
-    how = {"return_lse": request.return_lse, "row_resident": row > 0}
+    how = {"return_lse": return_lse, "row_resident": row > 0}
     return Steps(
-        tiles,
+        Decision(unit, tiles, spec, why={"tiles": why}),
         launches=(
             Launch.of(kernels.make_standard_scores(scores), row_tiles, scale="score_scale"),
             Launch.of(over_rows, rows, P="S", L=L),
@@ -45,7 +47,7 @@ def forward(request: Request) -> Steps:
 def backward(request: Request) -> Steps:
     """Algorithm 3: P once more, dP = dO VT, dS in its place, then the three gradients."""
     unit, p, dtype = UNITS[request.unit], request.problem, request.dtype
-    tiles, spec, across = unit.standard_backward(request)
+    (tiles, spec, why), across = unit.standard_backward(request)
     shared, own = unit.kernels.standard, unit.kernels.standard_backward
     features = request.features
     lengths = request.lengths
@@ -82,9 +84,9 @@ def backward(request: Request) -> Steps:
         Launch.of(transposed, column_tiles, P="dP", dO="Q", dV="dK"),
     ]
     how = {"row_resident": pair > 0, "forward_resident": row > 0}
-    how["dbias"] = request.return_dbias
+    how["dbias"] = request.choices.return_dbias
     return Steps(
-        tiles,
+        Decision(unit, tiles, spec, why={"tiles": why}),
         launches=tuple(launches),
         workspace=(_matrix("P", request), _matrix("dP", request)),
         count=functools.partial(io_model.standard_backward, p, tiles, **how),

@@ -17,10 +17,10 @@ from fa_numba.checks import (
     as_window,
     kind_of,
 )
+from fa_numba.choices.requests import check_algorithm
 from fa_numba.host import placement
 from fa_numba.host.arrays import on_host, operand
 from fa_numba.host.launch_cache import KEPT
-from fa_numba.host.planning import check_algorithm
 from fa_numba.ring.agreement import Agreement, Meant
 from fa_numba.ring.link import Link, counter
 from fa_numba.ring.passes import Ring

@@ -1,0 +1,53 @@
+"""A request decided: its unit, the shape of its blocks, how many of them share what, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fa_numba.choices.requests import Request
+from fa_numba.choices.splits import chosen_group_splits, chosen_splits
+from fa_numba.choices.units import UNITS, Unit
+from fa_numba.integers import ceil_div
+from fa_numba.tiling import Tiles
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a pass runs on: the ``unit``, the ``tiles`` and the ``spec`` of its main kernel, and how
+    many blocks share a row tile or, backward, a column tile. ``why`` says of each what it is for.
+    """
+
+    unit: Unit
+    tiles: Tiles
+    spec: Any
+    splits: int = 1
+    why: Mapping[str, str] = field(default_factory=dict)
+
+
+def forward(request: Request) -> Decision:
+    """The forward pass of FlashAttention-1 or -2."""
+    unit, p = UNITS[request.unit], request.problem
+    shape = unit.forward(request)
+    if request.kernel not in unit.splits_columns:
+        return Decision(unit, shape.tiles, shape.spec, why={"tiles": shape.why})
+    tiles, spec, why = shape
+    blocks = ceil_div(p.seqlen_q, spec.head_rows) * (p.heads_q // spec.tile_heads) * p.batch
+    splits, why_splits = chosen_splits(request, tiles, spec, blocks)
+    if request.choices.kv_splits == "auto" and splits > 1:
+        tiles, spec, why = unit.forward(request.chosen(kv_splits=splits))
+    return Decision(unit, tiles, spec, splits, {"tiles": why, "kv_splits": why_splits})
+
+
+def backward(request: Request) -> Decision:
+    """The backward pass of FlashAttention-1 or -2."""
+    unit, p = UNITS[request.unit], request.problem
+    tiles, spec, why = unit.backward(request)
+    if request.choices.algorithm == "fa1":
+        return Decision(unit, tiles, spec, why={"tiles": why})
+    splits, why_splits = chosen_group_splits(request, tiles, spec)
+    if splits > 1:
+        shares: dict[str, Any] = {"grouped": p.group > splits, "splits_rows": p.group < splits}
+        spec = replace(spec, splits_group=True, **shares)
+    return Decision(unit, tiles, spec, splits, {"tiles": why, "group_splits": why_splits})

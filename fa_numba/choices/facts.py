@@ -1,0 +1,101 @@
+"""What was measured, as data: block sizes, times and limits, and what the assembler spills.
+
+``tiles.csv`` has the block sizes of a kernel up to a head dimension, alone and beside options;
+``measured.csv`` what rules compare; ``spills.csv`` the bytes that kernels spill, as ``python -m
+experiments spills`` compiles them. A row says where it is from: on which GPU which command, or the
+commit whose message has the times.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+_HERE = Path(__file__).parent
+
+
+def _rows(name: str) -> list[dict[str, str]]:
+    with open(_HERE / name, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _of_kernel(name: str, unit: str, algorithm: str, of: str) -> list[dict[str, str]]:
+    return [
+        x for x in _rows(name) if (x["unit"], x["algorithm"], x["pass"]) == (unit, algorithm, of)
+    ]
+
+
+class Size(NamedTuple):
+    """Block sizes up to ``head_dim``, beside what ``beside`` says, and where they are from. ``Bc``
+    is 0 where it is as in other calls; ``most`` is the longest that a short call is, 0 for all.
+    """
+
+    beside: str
+    head_dim: int
+    most: int
+    Br: int
+    Bc: int
+    stages: int
+    source: str
+
+    def __str__(self) -> str:
+        beside = f", {self.beside}" if self.beside else ""
+        columns = f" x {self.Bc}" if self.Bc else " rows"
+        return f"{self.Br}{columns} up to d={self.head_dim}{beside} ({self.source})"
+
+
+_NUMBERS = Size._fields[1:-1]
+
+
+@functools.cache
+def sizes(unit: str, algorithm: str, of: str) -> tuple[Size, ...]:
+    """The rows of a unit's kernel; ``of`` is "fwd", "bwd" or "sweep"."""
+    return tuple(
+        Size(x["beside"], *(int(x[n] or 0) for n in _NUMBERS), x["source"])  # type: ignore[call-arg, arg-type]
+        for x in _of_kernel("tiles.csv", unit, algorithm, of)
+    )
+
+
+def size(unit: str, algorithm: str, of: str, head_dim: int, *beside: str) -> Size:
+    """The row of a call of any length beside the first of these that has one, or nothing."""
+    found = [x for x in sizes(unit, algorithm, of) if head_dim <= x.head_dim and not x.most]
+    return next(x for what in (*beside, "") for x in found if x.beside == what)
+
+
+@functools.cache
+def _measured() -> dict[tuple[str, str], float]:
+    return {(x["what"], x["setting"]): float(x["value"]) for x in _rows("measured.csv")}
+
+
+def measured(what: str, setting: object = "") -> float:
+    """The value in ``measured.csv``."""
+    return _measured()[what, str(setting)]
+
+
+@functools.cache
+def _spilled() -> tuple[tuple[int, str, str], ...]:
+    found = (x for x in _rows("spills.csv") if int(x["bytes"]))
+    return tuple((int(x["head_dim"]), x["option"], x["beside"]) for x in found)
+
+
+class Spill(NamedTuple):
+    """A kernel with ``option`` spills ``beside`` another, or without one, from one head dimension
+    to another.
+    """
+
+    option: str
+    beside: str
+    first: int
+    last: int
+
+
+@functools.cache
+def spills(unit: str, algorithm: str, of: str) -> tuple[Spill, ...]:
+    """What spills of a unit's kernels; ``of`` is "fwd" or "bwd"."""
+    return tuple(
+        Spill(x["option"], x["beside"], int(x["first"]), int(x["last"]))
+        for x in _of_kernel("spills.csv", unit, algorithm, of)
+        if int(x["bytes"])
+    )
