@@ -325,9 +325,9 @@ def ring_attention(
     if deterministic is None:
         deterministic = algorithm == "fa2" and torch.are_deterministic_algorithms_enabled()
     ring, agreement = ring_call.prepared(
-        q, k, v, group, travels, causal, layout, deterministic, tiles, backward_tiles, wanted,
-        return_lse, window=window, q_lens=q_lens, kv_lens=kv_lens, scale=scale, softcap=softcap,
-        algorithm=algorithm,
+        q, k, v, group, wanted, return_lse, travels=travels, causal=causal, layout=layout,
+        deterministic=deterministic, tiles=tiles, backward_tiles=backward_tiles, window=window,
+        q_lens=q_lens, kv_lens=kv_lens, scale=scale, softcap=softcap, algorithm=algorithm,
     )  # fmt: skip
     if wanted:
         out, lse = _RingAttention.apply(q, k, v, ring, agreement)

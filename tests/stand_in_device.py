@@ -473,7 +473,7 @@ def no_jax_but_its_names():
 
 
 def _forget_what_is_known_of_gpus():
-    for known in (select.capability_of, select._shared_bytes_limit, binding._on_gpu):
+    for known in (select.limits_of, binding._on_gpu):
         known.cache_clear()
 
 
@@ -499,9 +499,6 @@ def no_gpu_but_its_driver(*capabilities):
             patch(devices.Kernel, "_compiled", _Compiled(), create=True),
         ):
             stack.enter_context(change)
-        for ordinal in range(len(gpu.capabilities)):
-            select._shared_bytes_limit(ordinal)
-        gpu.entered.clear()
         yield gpu
     _current.pop()
     _forget_what_is_known_of_gpus()

@@ -162,8 +162,8 @@ VISIBLE_FAULTS = [
     (2, "right >= d - 1 - a - diagonal", "right >= d - 2 - a - diagonal"),
     (2, "d - diagonal + left)", "d - diagonal + left - 1)"),
     (2, "min(d, b + diagonal + right)", "d"),
-    (2, "min(end, entries.rows)", "end"),
-    (3, "columns[0] - j * width", "columns[0]"),
+    (2, "min(rows[1], entries.rows)", "rows[1]"),
+    (3, "chunk[0] - n * (chunk[1] - chunk[0])", "chunk[0]"),
     (2, "self._moving(owner, stop, len(self.stops))", "self._moving(owner, stop, stop + 1)"),
 ]
 

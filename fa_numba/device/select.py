@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 from cuda.bindings import driver
 from numba import cuda
@@ -62,8 +62,18 @@ def using(device: str) -> Iterator[None]:
         _forced.reset(token)
 
 
-_planned: ContextVar[tuple[tuple[int, int], int, int] | None]
-_planned = ContextVar("fa_numba_planned_device", default=None)
+class Limits(NamedTuple):
+    """What a GPU is to plans: its compute capability, bytes of shared memory that a block can have,
+    and how many multiprocessors.
+    """
+
+    capability: tuple[int, int]
+    shared_bytes: int
+    multiprocessors: int
+
+
+_EMULATED = Limits((9, 0), EMULATED_SHARED_BYTES, 132)  # an H100 or H200
+_planned: ContextVar[Limits | None] = ContextVar("fa_numba_planned_device", default=None)
 
 
 @contextlib.contextmanager
@@ -74,38 +84,42 @@ def planning_for(
     block and so many multiprocessors, which need not be here. It is for plans alone: calls run
     where they always do.
     """
-    token = _planned.set((capability, shared_bytes, multiprocessors))
+    token = _planned.set(Limits(capability, shared_bytes, multiprocessors))
     try:
         yield
     finally:
         _planned.reset(token)
 
 
-def shared_bytes_limit() -> int:
-    """Bytes of shared memory one block can have on the current device."""
+@functools.cache
+def limits_of(ordinal: int) -> Limits:
+    """Those of GPU ``ordinal``."""
+    gpu = cuda.gpus[ordinal]
+    major, minor = gpu.compute_capability
+    shared_bytes = int(gpu.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+    return Limits((int(major), int(minor)), shared_bytes, int(gpu.MULTIPROCESSOR_COUNT))
+
+
+def _current() -> Limits:
     planned = _planned.get()
     if planned is not None:
-        return planned[1]
-    return _shared_bytes_limit(cuda.get_current_device().id) if on_gpu() else EMULATED_SHARED_BYTES
+        return planned
+    return limits_of(current_ordinal()) if on_gpu() else _EMULATED
 
 
-@functools.cache
-def _shared_bytes_limit(ordinal: int) -> int:
-    with cuda.gpus[ordinal]:
-        return int(cuda.get_current_device().MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+def shared_bytes_limit() -> int:
+    """Bytes of shared memory one block can have on the current device."""
+    return _current().shared_bytes
 
 
 def multiprocessors() -> int:
     """How many the current GPU has; elsewhere 132, an H100's or H200's."""
-    planned = _planned.get()
-    if planned is not None:
-        return planned[2]
-    return _multiprocessors(cuda.get_current_device().id) if on_gpu() else 132
+    return _current().multiprocessors
 
 
-@functools.cache
-def _multiprocessors(ordinal: int) -> int:
-    return int(cuda.gpus[ordinal].MULTIPROCESSOR_COUNT)
+def compute_capability() -> tuple[int, int]:
+    """The current GPU's, as (major, minor); on the emulator (9, 0), of an H100 or H200."""
+    return _current().capability
 
 
 def planned_for_gpu() -> bool:
@@ -113,19 +127,9 @@ def planned_for_gpu() -> bool:
     return on_gpu() or _planned.get() is not None
 
 
-def compute_capability() -> tuple[int, int]:
-    """The current GPU's, as (major, minor); on the emulator (9, 0), of an H100 or H200."""
-    planned = _planned.get()
-    if planned is not None:
-        return planned[0]
-    return capability_of(cuda.get_current_device().id) if on_gpu() else (9, 0)
-
-
-@functools.cache
 def capability_of(ordinal: int) -> tuple[int, int]:
     """The compute capability of GPU ``ordinal``."""
-    major, minor = cuda.gpus[ordinal].compute_capability
-    return int(major), int(minor)
+    return limits_of(ordinal).capability
 
 
 def current_ordinal() -> int:

@@ -42,34 +42,3 @@ from .rebind import rebind
 from .run import launch, schedule
 from .shared_memory import SharedArray
 from .trace import TileAccess, trace
-
-__all__ = [
-    "Access",
-    "BarrierDivergence",
-    "BarrierMisuse",
-    "BoxLayout",
-    "Boxed",
-    "Context",
-    "Counts",
-    "Deadlock",
-    "EmulatorError",
-    "GlobalArray",
-    "GlobalHazard",
-    "LocalArray",
-    "Misaligned",
-    "MissingFence",
-    "OutOfBounds",
-    "ReadOnlyStore",
-    "RegisterHazard",
-    "SharedArray",
-    "SharedHazard",
-    "TileAccess",
-    "Traffic",
-    "UninitialisedRead",
-    "WRAPS",
-    "current",
-    "launch",
-    "rebind",
-    "schedule",
-    "trace",
-]

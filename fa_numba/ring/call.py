@@ -32,22 +32,10 @@ LENGTHS = ("q_lens", "kv_lens")
 
 
 def prepared(
-    q: Any,
-    k: Any,
-    v: Any,
-    group: Any,
-    travels: Any,
-    causal: Any,
-    layout: Any,
-    deterministic: Any,
-    tiles: Any,
-    backward_tiles: Any,
-    differentiable: bool,
-    return_lse: Any,
-    **options: Any,
+    q: Any, k: Any, v: Any, group: Any, differentiable: bool, return_lse: Any, **options: Any
 ) -> tuple[Ring, Agreement]:
     """The ring of a call, and what the other ranks have to say of it: nothing is to be sent before
-    it is waited for.
+    it is waited for. ``options`` are all other arguments of ``ring_attention``.
 
     Raises on all ranks what any of them refuses, here or by ``Agreement.wait``. A call like an
     earlier one is not checked again, and only that one waits here.
@@ -60,14 +48,13 @@ def prepared(
         )
     if dist.get_rank(group) < 0:
         raise ValueError("group does not have this process: allowed is a group that it belongs to")
-    asked = (travels, causal, layout, deterministic, tiles, backward_tiles, differentiable)
     key: Any = None
     known: Known | None = None
     ring: Ring | None = None
     try:
         options = _read(options)
         whole = group if group is not None else dist.group.WORLD
-        own = (whole, return_lse, *asked, *options.values())
+        own = (whole, return_lse, differentiable, *options.values())
         key = (*map(_facts, (q, k, v)), own, *map(type, own))
         known = _known.get(key)  # a TypeError where an argument has no hash
         if known is not None and not device.on_gpu():
@@ -81,15 +68,12 @@ def prepared(
     try:
         as_flag("return_lse", return_lse)
         options = _read(options)
-        ring = _checked(
-            q, k, v, group, travels, causal, layout, deterministic, tiles, backward_tiles, options
-        )
+        ring = _checked(q, k, v, group, **options)
         _check_plans(ring, q, k, differentiable)
-        meant = Meant({
-            "q": _seen(q), "k": _seen(k), "v": _seen(v), "travels": travels, "causal": causal,
-            "layout": layout, "deterministic": deterministic, "tiles": tiles,
-            "backward_tiles": backward_tiles, "gradients": differentiable, **options,
-        })  # fmt: skip
+        parts = {
+            name: f"{tuple(x.shape)} {x.dtype}" for name, x in {"q": q, "k": k, "v": v}.items()
+        }
+        meant = Meant(parts | options | {"gradients": differentiable})
     except Exception as error:  # of any kind: the other ranks wait to be told
         meant = Meant({}, error)
     agreement = Agreement(group, meant)
@@ -119,10 +103,6 @@ def _facts(x: Any) -> tuple:
     return type(x), x.shape, x.dtype, x.device.type, x.device.index
 
 
-def _seen(x: Any) -> str:
-    return f"{tuple(x.shape)} {x.dtype}"
-
-
 def _read(options: dict[str, Any]) -> dict[str, Any]:
     """With the window and the lengths as tuples, which have a hash and which ranks can compare;
     what are no lengths stays an array, for their check.
@@ -137,7 +117,7 @@ def _read(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked(
-    q, k, v, group, travels, causal, layout, deterministic, tiles, backward_tiles, options
+    q, k, v, group, *, travels, causal, layout, deterministic, tiles, backward_tiles, **options
 ) -> Ring:
     torch = sys.modules["torch"]
     for name, x in {"q": q, "k": k, "v": v}.items():
@@ -171,8 +151,8 @@ def _checked(
             )
     mask = _mask_of(q, k, causal, layout, link.ranks, options)
     hides = ("window", *LENGTHS)
-    options = {n: x for n, x in options.items() if x is not None and n not in hides}
     backward = _backward_options(options["algorithm"], deterministic, tiles, backward_tiles)
+    options = {n: x for n, x in options.items() if x is not None and n not in hides}
     options |= {"layout": layout}
     return Ring(link, travels, causal, layout, options, {"tiles": tiles}, backward, mask)
 

@@ -11,6 +11,7 @@ What travels skips the ranks at which no rank computes anything: from stop to st
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -181,35 +182,27 @@ def _stops(course: Course) -> tuple[int, ...]:
 def _pieces(course: Course, owner: int, step: int) -> tuple[Piece, ...]:
     other = (owner + step) % course.ranks
     q_rank, k_rank = (owner, other) if course.travels == "q" else (other, owner)
-    found, mask, ranks = [], course.mask, course.ranks
+    found, mask = [], course.mask
     if mask is None:
         halves = work(q_rank, k_rank, course.causal)
         spans = span(halves.rows, course.rows), span(halves.columns, course.columns)
         return (Piece((0, course.batch), *spans, halves.causal, (-1, -1)),)
     for entries in mask.entries:
-        first = 0  # of the chunk, in the rank's part
-        for begin, end in rows_of(q_rank, ranks, ranks * course.rows, course.causal):
-            rows = begin, min(end, entries.rows)
-            for j, columns in enumerate(
-                rows_of(k_rank, ranks, ranks * course.columns, course.causal)
-            ):
-                width = columns[1] - columns[0]
-                seen = visible(
-                    rows,
-                    (columns[0], min(columns[1], entries.columns)),
-                    entries.columns - entries.rows,
-                    mask.left,
-                    mask.right,
-                )
-                if seen is not None:
-                    i, k = begin - first, columns[0] - j * width
-                    found.append(
-                        Piece(
-                            entries[:2],
-                            (seen[0][0] - i, seen[0][1] - i),
-                            (seen[1][0] - k, seen[1][1] - k),
-                            *seen[2:],
-                        )
-                    )
-            first += end - begin
+        diagonal = entries.columns - entries.rows
+        for (rows, i), (columns, j) in itertools.product(
+            _chunks(course, q_rank, course.rows), _chunks(course, k_rank, course.columns)
+        ):
+            rows = rows[0], min(rows[1], entries.rows)
+            columns = columns[0], min(columns[1], entries.columns)
+            seen = visible(rows, columns, diagonal, mask.left, mask.right)
+            if seen is not None:
+                (a, b), (c, d), causal, window = seen
+                own = (a - i, b - i), (c - j, d - j)
+                found.append(Piece(entries[:2], *own, causal, window))
     return tuple(found)
+
+
+def _chunks(course: Course, rank: int, size: int) -> list[tuple[Span, int]]:
+    """The chunks of the sequence that a rank holds, and how much further there than in its part."""
+    held = rows_of(rank, course.ranks, course.ranks * size, course.causal)
+    return [(chunk, chunk[0] - n * (chunk[1] - chunk[0])) for n, chunk in enumerate(held)]
