@@ -401,8 +401,8 @@ def device_mutants(add):
         "device = 0", LOADED)
     add(kernel, "a kernel compiled for GPU 0", "select.capability_of(device)",
         "select.capability_of(0)", LOADED)
-    add(select, "the capability of GPU 0", "cuda.gpus[ordinal].compute_capability",
-        "cuda.gpus[0].compute_capability", LOADED)
+    add(select, "the capability of GPU 0", "gpu = cuda.gpus[ordinal]", "gpu = cuda.gpus[0]",
+        LOADED)
     add(launch_record, "arrays of the workspace in rows", "round_up(array.nbytes, _ALIGNMENT)",
         "array.nbytes", ORDER)
     add(launch_record, "all workspace is at its start", "word.value = values[slot] + offset",
