@@ -1,36 +1,27 @@
-"""Verdicts on published figures and claims follow from the rows."""
+"""Verdicts on published figures and claims follow from the rows, by one rule."""
 
+import csv
+import math
 from dataclasses import replace
 from functools import cache
+from itertools import count, product
 
 import numpy as np
 import pytest
 
-from experiments import claims as measured
-from experiments import decode, paged, shapes, verdicts
+from experiments import io_vs_sram, shapes, verdicts
 from experiments.lab import registry, report, ring_rows
 from experiments.lab.options import FIGURES
 from experiments.lab.published import lookup
 from experiments.lab.series import row_fields
 from experiments.lab.store import EMULATOR, MODEL, Row, Store
 from experiments.lab.workloads import one_head
-from experiments.verdicts import accesses, claims, kv_cache, published
-from experiments.verdicts.evidence import (
-    NOT_MEASURED,
-    REFUTED,
-    REPRODUCED,
-    TREND,
-    Evidence,
-    Finding,
-    MissingRows,
-    Question,
-    question_table,
-    span,
-)
-from fa_numba.problem import Problem
+from experiments.verdicts import QUESTIONS, claims, published, questions, rule
+from experiments.verdicts.evidence import Evidence, MissingRows, Quantity, rows
+from experiments.verdicts.questions import Question
+from experiments.verdicts.rule import NOT_MEASURED, REFUTED, REPRODUCED, TREND, Bounds, Point
 
-QUESTIONS = (*claims.CLAIMS, *published.ITEMS)
-IDS = [f"{q.name}: {q.claim}"[:60] for q in QUESTIONS]
+IDS = [q.key for q in QUESTIONS]
 
 
 @cache
@@ -53,31 +44,297 @@ def row(series="fa2-simt", value=2.0, **fields):
     return Row(series=series, value=value, **{**common, **fields})
 
 
-def test_every_question_names_experiments_that_there_are():
+# --- the rule -------------------------------------------------------------------------------------
+
+
+def points(ours, theirs, label="a"):
+    return [
+        Point(label, (n,), float(a), b) for n, (a, b) in enumerate(zip(ours, theirs, strict=True))
+    ]
+
+
+@pytest.mark.parametrize(("kind", "factor"), rule.FACTORS.items())
+def test_reproduced_is_within_the_factor_at_all_points(kind, factor):
+    for off in (0.999 * factor, 1.001 / factor):
+        assert rule.judge(kind, "words", points([4, 8 * off], [4, 8])).verdict == REPRODUCED
+    for off in (1.001 * factor, 0.999 / factor):
+        judged = rule.judge(kind, "words", points([4, 8 * off], [4, 8]))
+        assert judged.verdict == REFUTED and judged.within == [True, False]
+
+
+def test_a_trend_is_the_order_of_nine_in_ten_places():
+    def verdict(kind, wrong, ours=3.0):
+        a = points([0.5 if n < wrong else ours for n in range(10)], [1.5] * 10)
+        return rule.judge(kind, "order", a).verdict
+
+    assert [verdict("ratio", wrong) for wrong in (0, 1, 2)] == [TREND, TREND, REFUTED]
+    assert verdict("ratio", 0, ours=1.0) == REFUTED
+    # A single count has nothing to be in order with, but what stands beside it.
+    assert verdict("count", 0) == REFUTED
+    one, other = points([3], [1]), points([7, 9], [2, 2], "b")
+    assert rule.judge("count", "order", one, other[:1]).verdict == TREND
+    assert rule.judge("count", "order", points([8], [1]), other[:1]).verdict == REFUTED
+    # A place that lacks a series says nothing; of two that are published alike none is the larger.
+    assert rule.judge("count", "order", [*one, *other]).agreeing == [True]
+    same = [*points([3], [1]), *points([1], [1], "b"), *points([9], [4], "c")]
+    assert rule.judge("count", "order", same).verdict == TREND
+
+
+def test_a_trend_is_the_shape_from_one_point_to_the_next():
+    def verdict(ours, theirs):
+        return rule.judge("curve", "shape", points(ours, theirs)).verdict
+
+    assert verdict([1, 9, 5], [1, 2, 1]) == TREND
+    assert verdict([1, 9, 10], [1, 2, 1]) == REFUTED
+    assert verdict([9, 9.1, 5], [1, 0.99, 0.5]) == TREND  # both level at first
+    assert verdict([9, 9.3, 5], [1, 0.99, 0.5]) == REFUTED
+    a, b = points([1, 9], [1, 2]), points([9, 1], [1, 2], "b")
+    assert rule.judge("curve", "shape", [*a, *b]).agreeing == [True, False]
+    with pytest.raises(TypeError, match="a: bounds have no shape"):
+        verdict([1, 2], [1, Bounds(0, 1)])
+
+
+def test_words_are_true_of_all_points_or_of_nine_in_ten():
+    for wrong, verdict in ((0, REPRODUCED), (1, TREND), (2, REFUTED)):
+        ours = [7.0 if n < wrong else 2.0 for n in range(10)]
+        assert rule.judge("ratio", "words", points(ours, [Bounds(2, 4)] * 10)).verdict == verdict
+    assert rule.judge("ratio", "words", points([1.99], [Bounds(2, 4)])).verdict == REFUTED
+    assert rule.judge("count", "words", points([0, 0], [0, 0])).verdict == REPRODUCED
+    assert rule.judge("count", "words", points([0, 0.1], [0, 0])).verdict == REFUTED
+    assert [str(Bounds(*b)) for b in ((0, 1), (2, math.inf), (2, 4), (0, math.inf))] == [
+        "1 or less", "2 or more", "2 to 4", "any"]  # fmt: skip
+
+
+def test_the_page_says_the_rule_that_is_used():
+    for factor in set(rule.FACTORS.values()):
+        assert f"{factor:g}" in rule.TEXT
+    assert rule.MOST == 0.9 and rule.LEVEL == 1.02 and "nine of ten" in rule.TEXT
+    assert "2 %" in rule.TEXT and all(f"*{trend}*" in rule.TEXT for trend in rule.TRENDS)
+    assert "an H100" in rule.TEXT and all("H100" in q.there for q in QUESTIONS if q.kind == "speed")
+
+
+# --- made-up rows lead every question to each answer ----------------------------------------------
+
+
+# What a made-up row has in a column that a question varies: values that grow.
+GROWING = {
+    "seqlen_q": [64 << n for n in range(12)],
+    "seqlen_k": [16384 << n for n in range(12)],
+    "head_dim": [16 << n for n in range(5)],
+    "Br": [16 << n for n in range(12)],
+    "Bc": [16 << n for n in range(12)],
+    "pass_": ["fwd", "bwd"],
+    "place": [f"pages of {16 << n} rows" for n in range(12)],
+}
+FIRST = {"causal": False, "pass_": "fwd", "dtype": "float16", "head_dim": 64, "batch": 64,
+         "heads_q": 32, "heads_k": 32, "series": "fa2-mma", "place": "normal"}  # fmt: skip
+NOTED = {
+    io_vs_sram.memory: lambda M: f"M={M}",
+    published.share: lambda share: "no mask" if share == 100 else f"{share} % of blocks",
+}
+
+
+class MadeUp:
+    """Rows made up so that quantities have the numbers that are wanted of them."""
+
+    def __init__(self):
+        self.rows = {}
+
+    def now(self, quantity):
+        try:
+            return quantity.find(Evidence(self.rows.values()))
+        except MissingRows:
+            return {}
+
+    def places(self, quantity):
+        """Places that it may have: the last of what it varies grows."""
+        if quantity.how == "rows":
+            return self._of_rows(*quantity.parts[1:3])
+        of, by = quantity.parts
+        places = self.places(of)
+        match quantity.how:
+            case "power" | "most":
+                return list(dict.fromkeys(place[:-1] for place in places))
+            case "where":
+                return [place for place in places if by(*place)]
+            case "over":
+                return places[:-1] if by == -1 else places[1:]
+            case "steps":
+                return places[1:]
+        return places
+
+    @staticmethod
+    def _of_rows(by, fields):
+        parts = []
+        for n, part in enumerate(by):
+            known = fields.get(part) if isinstance(part, str) else None
+            if isinstance(known, tuple):
+                parts.append(known if len(known) < 4 or n == len(by) - 1 else known[:1])
+            elif known is None and n == len(by) - 1:
+                parts.append(GROWING.get(part, [256 << n for n in range(12)]))
+            else:
+                parts.append((FIRST[part] if known is None else known,))
+        return list(product(*parts))
+
+    def give(self, quantity, wanted):
+        """Have it these numbers, as far as other quantities leave that open."""
+        match quantity.how:
+            case "rows":
+                for place, value in wanted.items():
+                    self._row(quantity, place, value)
+            case "-":
+                self.give(quantity.parts[1], dict.fromkeys(wanted, 1.0))
+                self.give(quantity.parts[0], {place: v + 1 for place, v in wanted.items()})
+            case "only":
+                self.give(quantity.parts[1], dict.fromkeys(wanted, 1.0))
+                self.give(quantity.parts[0], wanted)
+            case "/":
+                self._quotient(*quantity.parts, wanted)
+            case _:
+                self.give(quantity.parts[0], self._curve(quantity, wanted))
+
+    def _row(self, leaf, place, value):
+        experiment, varied, fields, number = leaf.parts
+        fields = {name: want[0] if isinstance(want, tuple) else want
+                  for name, want in fields.items()}  # fmt: skip
+        for by, part in zip(varied, place, strict=True):
+            fields |= {"place": NOTED[by](part)} if by in NOTED else {by: part}
+        if "place" in fields:
+            fields["note"] = fields.pop("place")
+        common = {name: x for name, x in FIRST.items() if name != "place"}
+        common |= {"seqlen_q": 1024, "seqlen_k": fields.get("seqlen_q", 1024)} | fields
+        common["experiment"] = experiment
+        key = tuple(sorted((k, str(v)) for k, v in common.items()))
+        base = self.rows.get(key) or row(**{"value": 1.0, **common})
+        at_0, at_1 = (number(replace(base, value=x)) for x in (0.0, 1.0))
+        if number is claims.area:
+            base = replace(base, Br=round(value), Bc=1)
+        elif at_0 != at_1:
+            base = replace(base, value=(value - at_0) / (at_1 - at_0))
+        elif number is claims.length:
+            base = replace(base, seqlen_q=round(value))
+        self.rows[key] = base
+
+    def _have(self, quantity, places):
+        """Some number at these places."""
+        if quantity.how == "rows":
+            places = {place if quantity.parts[1] else () for place in places}
+            for place in places - set(self.now(quantity)):
+                self._row(quantity, place, 1000.0)
+        else:
+            for part in quantity.parts:
+                self._have(part, places)
+
+    def _quotient(self, one, other, wanted):
+        fixed = one.how == "rows" and one.parts[3] is claims.flops
+        if fixed or (wanted.keys() <= self.now(one).keys() and not self.now(other)):
+            self._have(one, wanted)
+            have = self.now(one)
+            self.give(other, {place: have[place] / (v or 1e-9) for place, v in wanted.items()})
+        else:
+            self._have(other, wanted)
+            have = self.now(other)
+            have = dict.fromkeys(wanted, have[()]) if set(have) == {()} else have
+            self.give(one, {place: value * have[place] for place, value in wanted.items()})
+
+    def _curve(self, quantity, wanted):
+        """The numbers of a series of which those wanted are made."""
+        of, by = quantity.parts
+        if quantity.how == "where":
+            return wanted
+        if quantity.how == "power":
+            start, end = (self.places(of)[n] for n in (0, -1))
+            (value,) = wanted.values()
+            return {start: 1.0, end: (end[-1] / start[-1]) ** value}
+        if quantity.how == "most":
+            return {next(p for p in self.places(of) if p[:-1] == place): value
+                    for place, value in wanted.items()}  # fmt: skip
+        curve, series = {}, {}
+        for place, value in sorted(wanted.items()):
+            series.setdefault(place[:-1], []).append((place[-1], value))
+        for start, parts in series.items():
+            edge = (100 if by == -1 else parts[0][0] // 2 if isinstance(parts[0][0], int) else "a",)
+            curve[start + edge] = total = 1.0
+            for part, value in parts:
+                total = value * total if quantity.how == "steps" else value
+                curve[(*start, part)] = total
+        return curve
+
+
+def inside(said):
+    """The published number, or one that its bounds allow."""
+    if not isinstance(said, Bounds):
+        return said
+    if said.high == math.inf:
+        return 2 * said.low or 1.0
+    return said.high / 2 if said.low == 0 else math.sqrt(said.low * said.high)
+
+
+# Number, and which of the points it is of -> another number; in turn until each answer was given.
+CHANGES = (
+    lambda value, n: value,
+    lambda value, n: value * (50 if n == 0 else 1) + (n == 0),
+    lambda value, n: value * (0.02 if n == 0 else 1),
+    lambda value, n: 1.5 * value + 0.3,
+    lambda value, n: 2.5 * value,
+    lambda value, n: value / 3,
+    lambda value, n: 1 + (value - 1) / 3,
+    lambda value, n: value * abs(value) ** 0.3,
+    lambda value, n: value * (50 if n % 2 else 0.02) + 2 * (n % 2),
+    lambda value, n: 1.0 if value > 1 else 40.0,
+    lambda value, n: -value,
+    lambda value, n: 60.0 / (abs(value) + 1) ** 2,
+)
+
+
+def made_up(question, change):
+    """Rows that give each pair of the question its published number, changed."""
+    rows = MadeUp()
+    n = count()
+    for pairs, changed in ((question.beside, CHANGES[0]), (question.pairs, change)):
+        for quantity, said in pairs.values():
+            places = rows.places(quantity)
+            if isinstance(said, Quantity):
+                theirs = said.find(Evidence([]))
+                theirs = theirs if set(theirs) != {()} else dict.fromkeys(places, theirs[()])
+            else:
+                theirs = {p: said(*p) if callable(said) else said for p in places}
+            rows.give(quantity, {p: changed(inside(x), next(n)) for p, x in theirs.items()})
+    return Evidence(rows.rows.values())
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=IDS)
+def test_made_up_rows_lead_to_each_of_the_three_answers(question):
+    found = {question.finding(made_up(question, change)).verdict for change in CHANGES}
+    assert found == {REPRODUCED, TREND, REFUTED}
+    assert question.finding(made_up(question, CHANGES[0])).verdict == REPRODUCED
+
+
+# --- questions ------------------------------------------------------------------------------------
+
+
+def test_every_question_has_words_and_quantities():
+    """A line of the file and a pair, of one experiment at least that there is."""
+    with open(questions.WORDS, newline="") as file:
+        keys = [line["key"] for line in csv.DictReader(file)]
+    assert keys == IDS and set(keys) == published.PAIRS.keys() | claims.PAIRS.keys()
     assert {name for q in QUESTIONS for name in q.experiments} <= set(registry.names())
-    names = [(q.name, q.claim) for q in QUESTIONS]
-    assert len(names) == len(set(names))
-    numbers = [int(q.name.removeprefix("C")) for q in claims.CLAIMS]
-    assert numbers == sorted(set(numbers))
+    assert all(q.experiments and q.kind in rule.FACTORS and q.trend in rule.TRENDS
+               for q in QUESTIONS)  # fmt: skip
+    assert {q.before for q in QUESTIONS} <= {REPRODUCED, TREND, REFUTED, ""}
+    numbers = {int(q.key[1:].split(",")[0]) for q in claims.QUESTIONS}
+    assert numbers == set(range(1, 31)) and claims.BESIDE.keys() <= claims.PAIRS.keys()
 
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=IDS)
 def test_a_question_is_open_without_rows_and_follows_them_with(question):
-    assert question.finding(Evidence([])) == Finding("", NOT_MEASURED)
+    found = question.finding(Evidence([]))
+    assert (found.number, found.verdict) == ("", NOT_MEASURED) and "no rows" in found.reason
     rows = stored(question)
     found = question.finding(Evidence(rows))
     if found.verdict == NOT_MEASURED:
         pytest.skip("not recorded")
     assert found.verdict in (REPRODUCED, TREND, REFUTED) and found.number
-    rng = np.random.default_rng(1)
-    others = (
-        [
-            r if r.failed else replace(r, value=type(r.value)(r.number * rng.integers(2, 9)))
-            for r in rows
-        ]
-        for _ in range(3)
-    )
-    assert any(question.finding(Evidence(other)) != found for other in others)
 
 
 def test_rows_are_found_by_their_fields():
@@ -85,175 +342,85 @@ def test_rows_are_found_by_their_fields():
     evidence = Evidence(rows)
     assert evidence.value("some", series="fa2-simt", metric="time") == 1.0
     assert evidence.rows("some", series=("fa1-simt", "fa2-simt"), metric="time") == rows[:2]
-    assert list(evidence.ratios("some", "fa1-simt", "fa2-simt", metric="time").values()) == [3.0]
     with pytest.raises(MissingRows, match="some: no rows with .*speed"):
         evidence.rows("some", metric="speed")
-    apart = Evidence([row(), row("fa1-simt", problem=one_head(65, 16))])
-    with pytest.raises(MissingRows, match="no pairs of fa1-simt and fa2-simt"):
-        apart.ratios("some", "fa1-simt", "fa2-simt")
     with pytest.raises(LookupError, match="2 rows"):
         evidence.value("some", metric="time")
     with pytest.raises(MissingRows):
         evidence.rows("another")
 
 
+def test_quantities_are_made_place_by_place():
+    lengths = {64: 2.0, 128: 4.0, 256: 16.0}
+    evidence = Evidence([
+        *(row("a", ms, problem=one_head(N, 16)) for N, ms in lengths.items()),
+        *(row("b", 2.0, problem=one_head(N, 16)) for N in (128, 256)), row("c", 8.0, note="x; y"),
+    ])  # fmt: skip
+    a, b = (rows("some", "seqlen_q", series=name) for name in "ab")
+    every = rows("some", series="a")
+
+    def found(quantity):
+        return quantity.find(evidence)
+
+    assert found(a / b) == {(128,): 2.0, (256,): 8.0} and found(a - b) == {
+        (128,): 2.0,
+        (256,): 14.0,
+    }
+    assert found(a.only(b)) == {(128,): 4.0, (256,): 16.0}
+    assert found(every) == {(): 22.0} and found(a / every)[64,] == 2 / 22
+    assert found(a.over(0)) == {(128,): 2.0, (256,): 8.0}
+    assert found(a.over(-1)) == {(64,): 0.125, (128,): 0.25}
+    assert found(a.steps()) == {(128,): 2.0, (256,): 4.0} and found(a.most()) == {(): 16.0}
+    assert found(a.power()) == {(): 1.5} and found(a.where(lambda N: N > 64)) == found(a.only(b))
+    assert found(rows("some", "place", series="c")) == {("x",): 8.0}
+    assert found(rows("some", series="c", metric="y", none=0.0)) == {(): 0.0}
+    for missing in (rows("some", series="d", none=0.0), rows("some", series="d"), rows("other")):
+        with pytest.raises(MissingRows):
+            found(missing)
+    assert (a / b).experiments == a.steps().experiments == ("some",)
+
+
 def test_a_span_is_its_ends():
-    assert span([2.0, 1.5, 1.75]) == "1.50 to 2.00"
-    assert span([1.0, 1.001]) == "1.00"
-    assert span([41.2, 3.0], ".0f") == "3 to 41"
+    assert rule.span([2.0, 1.5, 1.75]) == "1.50 to 2.00"
+    assert rule.span([1.0, 1.001]) == "1.00"
+    assert rule.span([41.2, 3.0], ".0f") == "3 to 41"
 
 
-def test_the_table_says_verdict_command_and_data():
-    def decide(evidence):
-        return Finding(f"{evidence.value('speed', metric='time'):g} ms", TREND, "a newer GPU")
+def asked(**more):
+    common = {"key": "C0", "name": "C0", "words": "it is fast", "source": "there", "there": "A100",
+              "here": "H200", "kind": "ratio", "trend": "words", "form": "g", "before": REFUTED,
+              "why": {TREND: "a newer GPU"}}  # fmt: skip
+    return Question(**common | more)
 
-    questions = [Question("C0", "it is fast", "there", "here", ("speed",), decide)]
-    make = question_table(questions, "claim")
-    table = make([row(experiment="speed", value=7.0)])
+
+def test_the_table_says_number_verdict_command_and_data():
+    lengths = rows("speed", "seqlen_q", metric="time")
+    one = asked(pairs={"ms": (lengths, 7.0)})
+    make = questions.table([one], "claim")
+    recorded = [row(experiment="speed", value=7.0 if n else 9.0, problem=one_head(64 + n, 16))
+                for n in range(10)]  # fmt: skip
+    table = make(recorded)
     assert make.experiments == ("speed",) and not make.cites
     assert table.caption == "1 trend only, of 1."
     assert table.body.splitlines()[2] == (
-        "| C0 | it is fast | there | here | 7 ms | **trend only**: a newer GPU | "
-        "`python -m experiments run speed` | [speed](figures/data/speed) |"
+        "| C0 | it is fast | there | A100 | H200 | ratio, words | ms 7 to 9 (said 7); true at 9 of "
+        "10 | **trend only**: a newer GPU | `python -m experiments run speed` | "
+        "[speed](figures/data/speed) |"
     )
     other = [row(experiment="speed", metric="speed")]
     assert make(other).caption == "1 not measured, of 1." and make([]) is None
+    changed = questions.changed([one, asked(pairs=one.pairs, before=TREND), asked(
+        pairs=one.pairs, before="")])(recorded).body  # fmt: skip
+    assert [line.split(" | ")[2:4] for line in changed.splitlines()[2:]] == [
+        ["refuted", "trend only"], ["not asked", "trend only"]]  # fmt: skip
 
 
-# --- single verdicts, on rows made up or counted ------------------------------------------------
-
-
-def counted(arrays, series, metric, note="", causal=False):
-    problem = one_head(accesses.N, accesses.D, causal)
-    return [
-        row(series, n, experiment=measured.NAME, source="counted", metric=metric, unit="elements",
-            note=name + note, problem=problem)
-        for name, n in arrays.items()
-    ]  # fmt: skip
-
-
-def o_rows(reads, writes):
-    X = accesses.N * accesses.D
-    rows = counted({"O": reads * X, "Q": X}, "fa1-simt", "loads")
-    rows += counted({"O": writes * X}, "fa1-simt", "stores")
-    rows += counted({"Q": X}, "fa2-simt", "loads") + counted({"O": X}, "fa2-simt", "stores")
-    return Evidence(rows)
-
-
-def test_o_goes_through_memory_in_every_pass_or_the_claim_falls():
-    assert accesses.o_in_every_pass(o_rows(3, 4)).verdict == REPRODUCED
-    assert accesses.o_in_every_pass(o_rows(2, 4)).verdict == REFUTED
-    assert accesses.o_in_every_pass(o_rows(3, 1)).verdict == REFUTED
-
-
-def test_dropout_that_touches_memory_refutes_its_claim():
-    plain = {"Q": 10, "K": 20}
-    for dropped, verdict in ((plain, REPRODUCED), ({**plain, "mask": 0}, REFUTED),
-                             ({"Q": 10, "K": 21}, REFUTED)):  # fmt: skip
-        rows = []
-        for series in ("fa1-simt", "fa2-simt"):
-            for kind in ("loads", "stores"):
-                rows += counted(plain, series, kind)
-                rows += counted(dropped, series, kind, ", dropout")
-        assert accesses.dropout(Evidence(rows)).verdict == verdict
-
-
-def speeds(**series):
-    rows = []
-    for name, (forward, both) in series.items():
-        for pass_, speed in (("fwd", forward), ("fwd+bwd", both)):
-            problem = one_head(4096, 64)
-            rows.append(row(name.replace("_", "-"), speed, experiment="speed_fp16", metric="speed",
-                            unit="TFLOP/s", pass_=pass_, problem=problem))  # fmt: skip
-    return Evidence(rows)
-
-
-def test_two_to_four_times_faster():
-    def verdict(unfused):
-        return claims.faster(
-            speeds(fa2_mma=(9.0, 9.0), standard_mma=(3.0, 3.0), torch_unfused=unfused)
-        ).verdict
-
-    assert verdict((3.0, 3.0)) == REPRODUCED
-    assert verdict((1.0, 3.0)) == TREND
-    assert verdict((10.0, 3.0)) == REFUTED
-
-
-def decoded(read=4.0, series=("fa2-mma-splits", "torch-fa2"), **microseconds):
-    """Times of ours and torch's by MiB of K and V, of one sequence and a row of Q."""
-    rows = [row(decode.READ, read, experiment=decode.NAME, metric="bandwidth", unit="TB/s")]
-    for name, both in microseconds.items():
-        keys = int(name.removeprefix("MiB")) * 2**20 // (4 * 8 * 128)
-        problem = Problem(1, 32, 8, 1, keys, 128, dtype="float16")
-        rows += [
-            row(s, us / 1e3, experiment=decode.NAME, problem=problem)
-            for s, us in zip(series, both, strict=True)
-        ]
-    return kv_cache.decoding(Evidence(rows))
-
-
-def test_decoding_is_a_read_where_it_takes_a_reads_time():
-    """At 4 TB/s 64 MiB take 16.8 us, 1024 MiB 268 us."""
-    found = decoded(MiB64=(17.0, 17.0), MiB1024=(280.0, 300.0))
-    assert found.verdict == REPRODUCED
-    assert "0.99 where they are 64 MiB and at 0.96 where they are 1,024 MiB" in found.number
-    assert "torch's best time over ours 1.00 to 1.07" in found.number
-    assert decoded(MiB64=(34.0, 17.0), MiB1024=(280.0, 300.0)).verdict == TREND
-    assert decoded(MiB64=(34.0, 17.0), MiB1024=(560.0, 300.0)).verdict == REFUTED
-    assert decoded(MiB32=(1.0, 1.0), MiB64=(34.0, 17.0)).verdict == REFUTED
-    with pytest.raises(MissingRows, match="64 MiB or more"):
-        decoded(MiB32=(8.0, 8.0))
-    with pytest.raises(MissingRows, match="64 MiB or more"):
-        decoded(series=("torch-cudnn", "torch-fa2"), MiB64=(8.0, 8.0))
-
-
-def test_split_keys_take_the_same_time_at_every_length():
-    here = [(256, 256), (1, 131072)]
-
-    def verdict(whole, split):
-        rows = []
-        for experiment, series, heads, places, ms in (
-            ("claims", "fa2-mma", (16, 2), here[:2], (1.0, whole)),
-            ("decode", "fa2-mma-splits", (32, 4), ((64, 1024), (1, 65536)), (1.0, split)),
-        ):
-            for (batch, keys), time in zip(places, ms, strict=True):
-                problem = Problem(batch, *heads, 1, keys, 128, dtype="float16")
-                rows.append(row(series, time, experiment=experiment, problem=problem))
-        return published.decoding(Evidence(rows))
-
-    found = verdict(9.0, 1.1)
-    assert found.verdict == REPRODUCED and "9.0 times as long" in found.number
-    assert "(published 11.8)" in found.number and "(published 0.83)" in found.number
-    assert verdict(1.1, 1.1).verdict == verdict(9.0, 1.3).verdict == REFUTED
-    here.insert(0, (128, 512))
-    with pytest.raises(MissingRows, match="FlashAttention at batch and N"):
-        verdict(9.0, 1.1)
-
-
-def test_decoding_says_what_more_rows_take():
-    B, N = decode.ROWS_AT
-    rows = [row(decode.READ, 4.0, experiment=decode.NAME, metric="bandwidth", unit="TB/s")]
-    for n, ms in ((1, 0.07), (16, 0.14)):
-        problem = Problem(B, 32, 8, n, N, 128, dtype="float16")
-        rows.append(row("fa2-mma", ms, experiment=decode.NAME, problem=problem))
-    assert "16 rows of Q take 2.00 times" in kv_cache.decoding(Evidence(rows)).number
-
-
-def test_pages_are_judged_by_bits_and_say_their_time():
-    rows = recorded(measured.NAME) + [r for r in recorded(paged.NAME) if r.source == "counted"]
-    timed = []
-    for series, over in (("fa2-mma", 1.25), ("fa2-wgmma", 1.02)):
-        for size, ms in ((0, 1.0), (16, over)):
-            problem = paged._step(1024, 128)
-            note = paged.place(size)
-            timed.append(row(series, ms, experiment=paged.NAME, problem=problem, note=note))
-    plain, found = kv_cache.over_pages(Evidence(rows)), kv_cache.over_pages(Evidence(rows + timed))
-    assert plain.verdict == found.verdict == REPRODUCED and "one piece's" not in plain.number
-    assert "on mma takes 1.25 times one piece's; a decoding step on wgmma takes 1.02" in (
-        found.number
-    )
-    other = [replace(r, value=1) if r.metric == "difference" else r for r in rows]
-    assert kv_cache.over_pages(Evidence(other)).verdict == REFUTED
+def test_every_changed_verdict_is_on_the_page():
+    evidence = Evidence([r for name in registry.names() for r in recorded(name)])
+    changed = [q for q in QUESTIONS if q.finding(evidence).verdict != q.before]
+    text = report.text("changed", Store(FIGURES))
+    assert len(changed) > 20 and len(text.splitlines()) == len(changed) + 4
+    assert text.startswith(f"{len(changed)} of {len(QUESTIONS)} questions have another verdict")
 
 
 def test_the_result_has_each_ratio_of_its_rows():

@@ -1,25 +1,28 @@
 """What the stored rows say of the papers' figures and of claims about them.
 
-    evidence.py     rows by what is asked of them; a question, a finding, a verdict, their tables
-    published.py    one question for each published figure or table; fa1.py: those of FA-1's paper
-    claims.py       claims C1 to C25; accesses.py: those that counts decide
-    result.py       the main result, in sentences whose numbers are the rows'
-
-A verdict is decided by a rule in code, so that it follows from the data and changes with it.
+- rule.py: the one rule: kinds, factors, trends; from points to a verdict
+- evidence.py: rows by what is asked of them, and quantities made of them
+- questions.py: a question as data, its row on the page; questions.csv: the words of each
+- published.py, claims.py: our quantity and the published one of each question
+- result.py: the main result, in sentences whose numbers are the rows'
 """
 
 from __future__ import annotations
 
 from experiments.lab.tables import Make
 
-from . import claims, published, result
+from . import claims, published, questions, result
+
+QUESTIONS = (*published.QUESTIONS, *claims.QUESTIONS)
 
 
 def tables() -> dict[str, Make]:
     """Tables of the page by name: they take rows of many experiments."""
     return {
+        "rule": questions.RULE,
         "published": published.TABLE,
         "claims": claims.TABLE,
+        "changed": questions.changed(QUESTIONS),
         "result": result.TEXT,
         "traffic": result.TRAFFIC,
     }

@@ -1,16 +1,17 @@
-"""Rows by what is asked of them, and how a question, its finding and its verdict are written."""
+"""Stored rows by what is asked of them, and quantities: numbers by place, made from such rows."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+from experiments.lab import published
 from experiments.lab.store import Row
-from experiments.lab.tables import Across, Table, markdown
 
-REPRODUCED, TREND, REFUTED = "reproduced", "trend only", "refuted"
-NOT_MEASURED = "not measured"
+from .rule import Place
 
 
 class MissingRows(LookupError):
@@ -28,7 +29,7 @@ class Evidence:
     def rows(self, experiment: str, **fields: Any) -> list[Row]:
         """The rows with these fields that have a value. Raises MissingRows if there are none.
 
-        A field's value may be a tuple of those allowed.
+        A field's value may be a tuple of those allowed; `place` is one.
         """
         found = [
             row
@@ -50,105 +51,144 @@ class Evidence:
             raise LookupError(f"{experiment}: {len(found)} rows with {fields}")
         return found[0].number
 
-    def ratios(self, experiment: str, over: str, under: str, **fields: Any) -> dict[Row, float]:
-        """Of two series' rows that differ in nothing else: row of `over` -> over / under."""
-
-        def place(row: Row) -> tuple[Any, ...]:
-            sizes = (row.batch, row.heads_q, row.heads_k, row.seqlen_q, row.seqlen_k, row.head_dim)
-            return (row.source, row.pass_, row.dtype, row.causal, *sizes, row.metric)
-
-        below = {place(row): row.number for row in self.rows(experiment, series=under, **fields)}
-        found = {
-            row: row.number / below[place(row)]
-            for row in self.rows(experiment, series=over, **fields)
-            if place(row) in below
-        }
-        if not found:
-            raise MissingRows(f"{experiment}: no pairs of {over} and {under} with {fields}")
-        return found
-
-
-def doubling(found: Mapping[int, float]) -> list[float]:
-    """From each length to the next: by what the value grows, over what the length grows."""
-    lengths = sorted(found)
-    return [found[b] / found[a] / (b / a) for a, b in zip(lengths, lengths[1:], strict=False)]
-
 
 def _fits(value: Any, wanted: Any) -> bool:
     return value in wanted if isinstance(wanted, tuple) else bool(value == wanted)
 
 
-def span(values: Iterable[float], form: str = ".2f") -> str:
-    """The least and the largest: "1.09 to 1.38", or one number where they look the same."""
-    found = list(values)
-    return " to ".join(dict.fromkeys(format(value, form) for value in (min(found), max(found))))
+Numbers = Mapping[Place, float]
+Curve = list[tuple[Place, float]]  # by the last part of its places
+BOTH: dict[str, Callable[[float, float], float]] = {
+    "/": lambda a, b: a / b,
+    "-": lambda a, b: a - b,
+    "only": lambda a, _: a,
+}
+ALONG: dict[str, Callable[[Curve, Any], Numbers]] = {
+    "where": lambda c, holds: {p: v for p, v in c if holds(*p)},
+    "over": lambda c, at: {p: v / c[at][1] for p, v in c if p != c[at][0]},
+    "steps": lambda c, _: {b[0]: b[1] / a[1] for a, b in pairwise(c)},
+    "power": lambda c, _: {
+        c[0][0][:-1]: math.log(c[-1][1] / c[0][1]) / math.log(c[-1][0][-1] / c[0][0][-1])
+    },
+    "most": lambda c, _: {c[0][0][:-1]: max(value for _, value in c)},
+}
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What the rows say: our number in words, the verdict, and why it differs where it does."""
-
-    number: str
-    verdict: str
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class Question:
-    """A published figure or a claim. `decide` gives the finding, or raises MissingRows.
-
-    `there` is the setting that it is published for, `here` ours; `experiments` are those whose rows
-    decide it.
+class Quantity:
+    """Numbers by place, of rows of these experiments. `how` it is made of its `parts`: "rows",
+    "paper", or as BOTH or ALONG have it. `find` raises MissingRows.
     """
 
-    name: str
-    claim: str
-    there: str
-    here: str
-    experiments: tuple[str, ...]
-    decide: Callable[[Evidence], Finding]
+    how: str
+    parts: tuple[Any, ...]
+    find: Callable[[Evidence], Numbers]
+    experiments: tuple[str, ...] = ()
 
-    def finding(self, evidence: Evidence) -> Finding:
+    def __truediv__(self, other: Quantity) -> Quantity:
+        return self._with("/", other)
+
+    def __sub__(self, other: Quantity) -> Quantity:
+        return self._with("-", other)
+
+    def only(self, other: Quantity) -> Quantity:
+        """At the places that another quantity has."""
+        return self._with("only", other)
+
+    def _with(self, how: str, other: Quantity) -> Quantity:
+        """Place by place, where both have one; a number without a place stands beside all."""
+
+        def find(data: Evidence) -> Numbers:
+            mine, theirs = self.find(data), other.find(data)
+            theirs = dict.fromkeys(mine, theirs[()]) if set(theirs) == {()} else theirs
+            return {p: BOTH[how](value, theirs[p]) for p, value in mine.items() if p in theirs}
+
+        experiments = tuple(dict.fromkeys((*self.experiments, *other.experiments)))
+        return Quantity(how, (self, other), find, experiments)
+
+    def where(self, holds: Callable[..., bool]) -> Quantity:
+        """At the places, given part by part, of which it holds."""
+        return self._along("where", holds)
+
+    def over(self, at: int) -> Quantity:
+        """Over the first (0) or the last (-1) number of its series, which is left out."""
+        return self._along("over", at)
+
+    def steps(self) -> Quantity:
+        """From each number of a series to the next: how many times as much."""
+        return self._along("steps")
+
+    def power(self) -> Quantity:
+        """Of the last part of its places: the power with which a series grows from end to end."""
+        return self._along("power")
+
+    def most(self) -> Quantity:
+        """The largest number of each series."""
+        return self._along("most")
+
+    def _along(self, how: str, by: Any = None) -> Quantity:
+        """Each series over the last part of its places, made anew."""
+
+        def find(data: Evidence) -> Numbers:
+            curves: dict[Place, Curve] = {}
+            for place, value in sorted(self.find(data).items()):
+                curves.setdefault(place[:-1], []).append((place, value))
+            made = (ALONG[how](curve, by) for curve in curves.values())
+            return {place: value for each in made for place, value in each.items()}
+
+        return Quantity(how, (self, by), find, self.experiments)
+
+
+By = str | Callable[[Any], Any]
+
+
+def number(row: Row) -> float:
+    return row.number
+
+
+def rows(experiment: str, *by: By, value: Callable[[Row], float] = number,
+         fold: Callable[[Sequence[float]], float] = sum, none: float | None = None,
+         **fields: Any) -> Quantity:  # fmt: skip
+    """Of rows with these `fields`, columns or `place`, by columns or functions of a row: the sum,
+    or another `fold`, of `value`. With `none` rows that are not there make that number, if others
+    of their series are.
+    """
+
+    def find(data: Evidence) -> Numbers:
+        groups: dict[Place, list[float]] = {}
         try:
-            return self.decide(evidence)
+            found = data.rows(experiment, **fields)
         except MissingRows:
-            return Finding("", NOT_MEASURED)
+            if none is None:
+                raise
+            data.rows(experiment, series=fields["series"])
+            return {(): none}
+        for row in found:
+            place = tuple(part(row) if callable(part) else getattr(row, part) for part in by)
+            groups.setdefault(place, []).append(value(row))
+        return {place: fold(values) for place, values in groups.items()}
 
-    @property
-    def command(self) -> str:
-        return f"`python -m experiments run {' '.join(self.experiments)}`"
-
-    @property
-    def data(self) -> str:
-        return ", ".join(f"[{name}](figures/data/{name})" for name in self.experiments)
-
-
-def question_table(questions: Sequence[Question], first: str) -> Across:
-    """The table of these questions, a row each; `first` is the heading of the first column."""
-    header = [first, "published or claimed", "setting there", "setting here", "ours"]
-    header += ["verdict", "command", "data"]
-
-    def make(rows: Sequence[Row]) -> Table | None:
-        if not rows:
-            return None
-        evidence = Evidence(rows)
-        findings = [q.finding(evidence) for q in questions]
-        lines = []
-        for q, found in zip(questions, findings, strict=True):
-            verdict = f"**{found.verdict}**" + (f": {found.reason}" if found.reason else "")
-            lines.append(
-                [q.name, q.claim, q.there, q.here, found.number, verdict, q.command, q.data]
-            )
-        body = markdown(header, lines).replace("---:", "---")
-        return Table(tally(findings), body)
-
-    names = dict.fromkeys(name for q in questions for name in q.experiments)
-    return Across(make, tuple(names), cites=False)
+    return Quantity("rows", (experiment, by, fields, value), find, (experiment,))
 
 
-def tally(findings: Iterable[Finding]) -> str:
-    """How many there are of each verdict."""
-    verdicts = [found.verdict for found in findings]
-    known = (REPRODUCED, TREND, REFUTED, NOT_MEASURED)
-    shown = [f"{verdicts.count(name)} {name}" for name in known if name in verdicts]
-    return f"{', '.join(shown)}, of {len(verdicts)}."
+_PUBLISHED = {"seqlen_q": "seqlen", "seqlen_k": "seqlen", "Bc": "block_c", "pass_": "pass"}
+
+
+def paper(*by: By, **wanted: Any) -> Quantity:
+    """Published numbers, summed, of the lines with these columns, by columns of the store."""
+
+    def cell(line: Mapping[str, str], part: By) -> Any:
+        if callable(part):
+            return part(line)
+        text = line[_PUBLISHED.get(part, part)]
+        return {"true": True, "false": False}.get(text, int(text) if text.isdigit() else text)
+
+    def find(_: Evidence) -> Numbers:
+        found: dict[Place, float] = {}
+        for line in published.lookup():
+            if all(_fits(line[name], want) for name, want in wanted.items()):
+                place = tuple(cell(line, part) for part in by)
+                found[place] = found.get(place, 0.0) + float(line["value"])
+        return found
+
+    return Quantity("paper", (by, wanted), find)

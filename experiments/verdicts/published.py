@@ -1,286 +1,269 @@
-"""One question for each published figure or table."""
+"""Of each published figure or table: our quantity and the published one."""
 
 from __future__ import annotations
 
-import contextlib
-import statistics
+import re
+from functools import partial
+from typing import Any
 
-from experiments import numerics
-from experiments.lab import published
-from experiments.lab.series import HOPPER
-from experiments.lab.store import EMULATOR
-from experiments.lab.workloads import SEQLENS
+from experiments import io_vs_head_dim, io_vs_sram, numerics, runtime_memory
+from experiments.lab import unfused_steps
+from experiments.lab.store import Row
 
-from . import accesses, claims
-from . import fa1 as of_fa1
-from .evidence import (
-    REFUTED,
-    REPRODUCED,
-    TREND,
-    Evidence,
-    Finding,
-    MissingRows,
-    Question,
-    question_table,
-    span,
-)
+from .evidence import Quantity, paper, rows
+from .questions import Pair, Pairs, declared, table
+from .rule import Bounds
 
-FA1 = "[FA-1](https://arxiv.org/abs/2205.14135)"
-FA2 = "[FA-2](https://arxiv.org/abs/2307.08691)"
-FA3 = "[FA-3](https://arxiv.org/abs/2407.08608)"
-FA2_THERE = "A100, 16k tokens, hidden 2048, fp16"
-HERE = "the same on an H200"
-# Times as long, up to which a time counts as the same over lengths.
-FLAT = 1.2
+TIMES = {"metric": "time", "source": "measured"}
+
+# --- FA-1 ----------------------------------------------------------------------------------------
+
+DRAM = {"series": "read-global", "place": "4096 MiB"}
 
 
-def fa2_speed(pass_: str, item: str) -> Question:
-    """FA-2 Figs. 4 to 6: the order of the three, and by how much FA-2 leads."""
-
-    def decide(data: Evidence) -> Finding:
-        return _order(data, pass_, item)
-
-    words = {"fwd+bwd": "fwd + bwd", "fwd": "forward", "bwd": "backward"}[pass_]
-    there = FA2_THERE.replace("A100", "H100") if item == "Fig. 7" else FA2_THERE
-    return Question(f"{FA2} {item}", f"speed, {words}: FA-2 ahead of FA-1 ahead of standard",
-                    there, HERE, ("speed_fp16",), decide)  # fmt: skip
+def memory(metric: str, **of: str) -> Quantity:
+    return rows("memory_hierarchy", metric=metric, **of)
 
 
-# How far from the published speeds ours may be where the GPU is nearly the papers'.
-NEAR = 0.15
+MEMORIES = {
+    "times faster": memory("bandwidth", series="read-shared") / memory("bandwidth", **DRAM),
+    "times smaller": memory("capacity", series="read-global")
+    / memory("capacity", series="read-shared"),
+}
+of_fa1 = partial(paper, paper="fa1")
+memory_there = partial(of_fa1, item="Fig. 1 left")
 
 
-def _speeds(
-    data: Evidence, series: str, pass_: str, head_dim: int, causal: bool
-) -> dict[int, float]:
-    """Length -> TFLOP/s in fp16."""
-    rows = data.rows(
-        "speed_fp16", series=series, metric="speed", pass_=pass_, head_dim=head_dim, causal=causal
+def layer(series: str, value: Any = lambda row: row.number, **fields: Any) -> Quantity:
+    return rows("gpt2_table", series=series, dtype="float16", causal=False, seqlen_q=1024,
+                place="", value=value, **fields)  # fmt: skip
+
+
+def step(series: str, *names: str) -> Quantity:
+    """Time of steps of attention, one after the other, or of the fused kernel."""
+    return rows("gpt2_table", metric="time", dtype="float16", causal=True, series=series,
+                place=names)  # fmt: skip
+
+
+def standard_over_fa1(metric: str, **fields: Any) -> Pair:
+    """Of Fig. 2 left; standard is torch's where it is timed."""
+    ours = partial(layer, metric=metric, **fields)
+    theirs = partial(of_fa1, item="Fig. 2 left")
+    name, series = {
+        "traffic": ("hbm_accesses", "standard-mma"),
+        "time": ("runtime", "torch-unfused"),
+    }[metric]
+    return (
+        ours(series) / ours("fa1-mma"),
+        theirs(method="Standard", metric=name) / theirs(method="FlashAttention", metric=name),
     )
-    return {row.seqlen_q: row.number for row in rows}
 
 
-def _order(data: Evidence, pass_: str, item: str) -> Finding:
-    over_fa1, over_theirs, unfused, kept, calibration = [], [], [], [], []
-    for d in (64, 128):
-        for causal in (False, True):
-            theirs = of_fa1.numbers(
-                paper="fa2",
-                item=item,
-                method="FlashAttention-2",
-                head_dim=str(d),
-                causal=str(causal).lower(),
-            )
-            ours = {
-                name: _speeds(data, name, pass_, d, causal)
-                for name in ("fa1-mma", "fa1-mma-splits", "fa2-mma", "torch-unfused", "torch-fa2")
-            }
-            for N in SEQLENS:
-                if any(N not in found for found in ours.values()):
-                    continue
-                fa1 = max(ours["fa1-mma"][N], ours["fa1-mma-splits"][N])
-                over_fa1.append(ours["fa2-mma"][N] / fa1)
-                unfused.append(ours["fa2-mma"][N] / ours["torch-unfused"][N])
-                kept.append(ours["fa2-mma"][N] > fa1 > ours["torch-unfused"][N])
-                if N in theirs:
-                    over_theirs.append(ours["fa2-mma"][N] / theirs[N])
-                    calibration.append(ours["torch-fa2"][N] / theirs[N])
-    number = (
-        f"published order at {sum(kept)} of {len(kept)} sizes; FA-2 over FA-1 {span(over_fa1)}, "
-        f"over torch's unfused {span(unfused, '.1f')}; our FA-2 over the published "
-        f"{span(over_theirs)}, torch's FA-2 here over it {span(calibration)}"
+def training(series: str, name: str, metric: str, *by: str, **fields: Any) -> Quantity:
+    return rows("runtime_memory", *by, "seqlen_q", series=series, place=name, metric=metric,
+                source="measured", value=runtime_memory.shown, **fields)  # fmt: skip
+
+
+def of_tables(name: str, method: str, metric: str, *by: str) -> Quantity:
+    metric = runtime_memory.UNITS[metric]
+    return of_fa1(*by, "seqlen_q", method=method, metric=metric, **runtime_memory.SETTINGS[name][0])
+
+
+def slower(name: str) -> Pairs:
+    """Tables 9 to 20: standard over FlashAttention."""
+    how = name, "time", "pass_"
+    theirs = [of_tables(name, method, "time", "pass_") for method in runtime_memory.METHODS]
+    ours = training("torch-unfused", *how) / training("fa1-mma", *how)
+    return {"torch's unfused / FA-1": (ours, theirs[0] / theirs[1])}
+
+
+def over_bc(series: str, dtype: str, **fields: Any) -> Quantity:
+    return rows("block_size", "Bc", series=series, dtype=dtype, head_dim=64, seqlen_q=1024, Br=64,
+                batch=64, heads_q=16, Bc=(64, 128, 256, 512), **fields)  # fmt: skip
+
+
+def share(of: Any) -> int:
+    """Percent of blocks that are not zero."""
+    found = re.search(r"\d+", of.place if isinstance(of, Row) else of["metric"])
+    return int(found[0]) if found else 100
+
+
+def over_memory(series: str) -> Quantity:
+    return rows("io_vs_sram", io_vs_sram.memory, series=series, source="model", unit="elements",
+                seqlen_q=io_vs_sram.SEQLEN, causal=False, head_dim=io_vs_sram.HEAD_DIM)  # fmt: skip
+
+
+def optimal(M: int) -> Bounds:
+    """Square blocks over FA-1: Theorem 3.1."""
+    return Bounds(0, 1) if M < io_vs_sram.HEAD_DIM**2 else Bounds(1, float("inf"))
+
+
+LINE_1 = "fa1-simt-rule"  # K/V outer with the tiles of Algorithm 1's line 1
+MODEL = {"source": "model", "unit": "elements", "causal": False}
+EXPONENTS: Pairs = {
+    "N": (rows("io_vs_seqlen", "seqlen_q", series="fa1-simt", head_dim=64,
+               seqlen_q=(32768, 65536), **MODEL).power(), 2.0),
+    "d": (rows("io_vs_head_dim", "head_dim", series=LINE_1, seqlen_q=io_vs_head_dim.SEQLEN,
+               **MODEL).power(), 2.0),
+    "M": (over_memory(LINE_1).where(lambda M: M >= io_vs_sram.HEAD_DIM**2).power(), -1.0),
+}  # fmt: skip
+NO_MASK = (*(f"{share} % of blocks" for share in range(10, 100, 10)), "no mask")
+STEPS = ("Matmul QK^T", "Mask", "Softmax", "Dropout", "Matmul PV")
+UNFUSED = step(unfused_steps.THEIRS, *unfused_steps.STEPS)
+FIGURE_1 = partial(of_fa1, item="Fig. 1 right")
+PAIRS: dict[str, Pairs] = {
+    "fa1-fig1-left": {
+        "times faster": (
+            MEMORIES["times faster"],
+            memory_there(method="SRAM", metric="bandwidth")
+            / memory_there(method="HBM", metric="bandwidth"),
+        ),
+        "times smaller": (
+            MEMORIES["times smaller"],
+            memory_there(method="HBM", metric="capacity")
+            / memory_there(method="SRAM", metric="capacity"),
+        ),
+    },
+    "fa1-fig1-right": {
+        f"torch's steps / {label}": (
+            UNFUSED / step(series, unfused_steps.FUSED),
+            FIGURE_1(method=STEPS) / FIGURE_1(method="FlashAttention fused"),
+        )
+        for label, series in (("FA-1", "fa1-mma"), ("FA-2", "fa2-mma"))
+    },
+    "fa1-fig2-left-accesses": {
+        "standard / FA-1": standard_over_fa1("traffic", source="model", pass_=("fwd", "bwd"))
+    },
+    "fa1-fig2-left-runtime": {
+        "torch's unfused / FA-1": standard_over_fa1("time", pass_="fwd+bwd")
+    },
+    "fa1-fig2-middle-accesses": {
+        "GB at 2 bytes": (
+            over_bc("fa1-simt", "float32", source="model", unit="elements",
+                    value=lambda row: 2e-9 * row.number),
+            of_fa1("Bc", item="Fig. 2 middle", metric="hbm_accesses"),
+        )
+    },
+    "fa1-fig2-middle-runtime": {
+        "FA-1": (
+            over_bc("fa1-mma", "float16", **TIMES).over(0),
+            of_fa1("Bc", item="Fig. 2 middle", metric="runtime").over(0),
+        )
+    },
+    "fa1-fig2-right": {
+        "FA-1, over no mask": (
+            rows("block_sparse", share, series="fa1-mma", pass_="fwd+bwd", dtype="float16",
+                 seqlen_q=4096, causal=False, place=NO_MASK, **TIMES).over(-1),
+            of_fa1(share, item="Fig. 2 right").over(-1),
+        )
+    },
+    "fa1-fig3-plain": slower(runtime_memory.PLAIN),
+    "fa1-fig3-dropout": slower(runtime_memory.DROPPED),
+    "fa1-fig3-mask": slower(runtime_memory.MASKED),
+    "fa1-fig3-both": slower(runtime_memory.BOTH),
+    "fa1-table21": {
+        label: (training(series, "plain", "memory", pass_="fwd+bwd"),
+                of_tables("plain", method, "memory"))
+        for label, series, method in (
+            ("MiB: FA-1", "fa1-mma", "FlashAttention"),
+            ("torch's unfused", "torch-unfused", "PyTorch Attention"),
+        )
+    },
+    "fa1-theorems": EXPONENTS,
+    "saha-ye": {
+        "square blocks / FA-1 at each M": (
+            over_memory(io_vs_sram.BLOCKED) / over_memory(LINE_1), optimal,
+        )
+    },
+}  # fmt: skip
+
+# --- FA-2 and FA-3 -------------------------------------------------------------------------------
+
+AT = ("head_dim", "causal", "seqlen_q")
+
+
+def speed(series: str | tuple[str, ...], pass_: str) -> Quantity:
+    return rows("speed_fp16", *AT, series=series, pass_=pass_, fold=max, metric="speed")
+
+
+def lead(ours: str, of: str, item: str, method: str, pass_: str, peers: Any) -> Pairs:
+    """Our speed and the paper's method's, over those of its peers."""
+    bars = partial(paper, *AT, paper=of, item=item)
+    return {
+        f"over {peer}": (speed(ours, pass_) / speed(series, pass_),
+                         bars(method=method) / bars(method=peer))
+        for peer, series in peers.items()
+    }  # fmt: skip
+
+
+FA1_OF_FA2 = {"FlashAttention": ("fa1-mma", "fa1-mma-splits"), "PyTorch": "torch-unfused"}
+PEERS = {"FA-2": "torch-fa2", "cuDNN": "torch-cudnn", "Standard": "torch-unfused"}
+for item, pass_ in (("4", "fwd+bwd"), ("5", "fwd"), ("6", "bwd"), ("7", "fwd+bwd")):
+    PAIRS[f"fa2-fig{item}"] = lead(
+        "fa2-mma", "fa2", f"Fig. {item}", "FlashAttention-2", pass_, FA1_OF_FA2
     )
-    reason = "a newer GPU"
-    if item == "Fig. 7":
-        off = [r for r in over_theirs if not 1 - NEAR <= r <= 1 + NEAR]
-        if all(kept) and not off:
-            return Finding(number, REPRODUCED)
-        reason = f"{len(off)} of {len(over_theirs)} speeds are more than {NEAR:.0%} off"
-    leads = sum(kept) >= 0.75 * len(kept)
-    return Finding(number, TREND if leads else REFUTED, reason)
-
-
-def softmax_accesses(data: Evidence) -> Finding:
-    names = ("naive", "safe", "online")
-    printed = {
-        line["method"]: float(line["value"])
-        for line in published.lookup(paper="online-softmax", item="text")
-        if line["method"] in names
+PAIRS["fa2-fig7-speed"] = {
+    "FA-2": (
+        speed("fa2-mma", "fwd+bwd"),
+        paper(*AT, paper="fa2", item="Fig. 7", method="FlashAttention-2"),
+    )
+}
+for item, pass_, words in (("5", "fwd", (1.5, 2.0)), ("6", "bwd", (1.5, 1.75))):
+    ours, figure = speed("fa2-wgmma", pass_), f"Fig. {item}"
+    PAIRS[f"fa3-fig{item}-speed"] = {
+        "wgmma": (ours, paper(*AT, paper="fa3", item=figure, method="FA-3"))
     }
-    ours = {name: accesses.per_element(data, f"softmax-{name}") for name in names}
-    number = ", ".join(f"{name} {ours[name]:g} (published {printed[name]:g})" for name in names)
-    return Finding(number, REPRODUCED if ours == printed else REFUTED)
-
-
-def outliers(data: Evidence) -> Finding:
-    """FA-3 Table 3: RMSE of standard attention over FA-2's, fp16, inputs with outliers."""
-    found = {}
-    for series in ("standard-mma", "fa2-mma", "torch-unfused", "torch-fa2"):
-        rows = data.rows("numerics", series=series, metric="rmse", dtype="float16", causal=False)
-        mine = [row for row in rows if row.place == "outliers" and row.machine != EMULATOR]
-        if not mine:
-            raise MissingRows("numerics: outliers on a GPU")
-        found[series] = max(mine, key=lambda row: row.seqlen_q).number
-    ours = found["standard-mma"] / found["fa2-mma"]
-    torchs = found["torch-unfused"] / found["torch-fa2"]
-    printed = numerics.paper_ratio()
-    number = f"standard over FA-2: ours {ours:.2f}, torch's {torchs:.2f}, published {printed:.2f}"
-    near = all(abs(ratio / printed - 1) < 0.25 for ratio in (ours, torchs))
-    more = "S and P in fp16 cost more here than the paper's baseline lost"
-    if near:
-        return Finding(number, REPRODUCED)
-    return Finding(number, TREND, more) if min(ours, torchs) > 1 else Finding(number, REFUTED)
-
-
-def decoding(data: Evidence) -> Finding:
-    """Flash-Decoding's micro-benchmark: time from many short caches to one long one of as many keys
-    in all, with each row tile's keys in one block and with these split.
-    """
-    printed = {
-        method: {
-            (int(line["batch"]), int(line["seqlen"])): float(line["value"])
-            for line in published.lookup(paper="flash-decoding", item="micro-benchmark")
-            if line["method"].startswith(method)
-        }
-        for method in ("FlashAttention", "Flash-Decoding")
+    PAIRS[f"fa3-fig{item}"] = lead("fa2-wgmma", "fa3", figure, "FA-3", pass_, PEERS)
+    PAIRS[f"fa3-words-{pass_}"] = {
+        "wgmma / FA-2": (ours / speed("torch-fa2", pass_), Bounds(*words))
     }
-    times = {
-        "FlashAttention": _by_place(data, "claims", "fa2-mma", 16, 2),
-        "Flash-Decoding": _by_place(data, "decode", "fa2-mma-splits", 32, 4),
-    }
-    ends = {
-        "FlashAttention": ((256, 256), (1, 131072)),
-        "Flash-Decoding": ((64, 1024), (1, 65536)),
-    }
-    grows = {}
-    for method, (many, one) in ends.items():
-        if not {many, one} <= times[method].keys():
-            raise MissingRows(f"decoding: {method} at batch and N of {many} and {one}")
-        both = times[method], printed[method]
-        grows[method] = [found[one] / found[many] for found in both]
-    (whole, whole_there), (split, split_there) = grows.values()
-    number = (
-        "with each row tile's keys in one block our FA-2 takes "
-        f"{whole:.1f} times as long at batch 1, N=128k as at batch 256, N=256 (published "
-        f"{whole_there:.1f}); with the keys split, 32 heads on 4, at batch 1, N=64k {split:.2f} "
-        f"times as long as at batch 64, N=1k (published {split_there:.2f})"
-    )
-    if whole < FLAT or split > FLAT:
-        return Finding(number, REFUTED)
-    return Finding(number, REPRODUCED, "a newer GPU has more to lose where few blocks run")
+
+# --- decoding, softmax ---------------------------------------------------------------------------
 
 
-def _by_place(
-    data: Evidence, experiment: str, series: str, heads_q: int, heads_k: int
-) -> dict[tuple[int, int], float]:
-    """(batch, N) -> time."""
-    rows = data.rows(experiment, series=series, metric="time", heads_q=heads_q, heads_k=heads_k)
-    return {(row.batch, row.seqlen_k): row.number for row in rows}
+def rmse(over: str, under: str) -> Pair:
+    ours = partial(rows, "numerics", metric="rmse", dtype="float16", source="measured",
+                   causal=False, place="outliers", seqlen_q=max(numerics.SEQLENS))  # fmt: skip
+    theirs = partial(paper, paper="fa3", item="Table 3")
+    return (ours(series=over) / ours(series=under),
+            theirs(method="Standard") / theirs(method="FlashAttention-2"))  # fmt: skip
 
 
-# Of FA-3's figures, the kernels that torch has too.
-PEERS = {"FA-2": "torch-fa2", "cuDNN": "torch-cudnn"}
+def decoding(experiment: str, series: str, method: str) -> Pair:
+    """Time of one query of 16 heads on 2, over the length."""
+    ours = rows(experiment, "seqlen_k", series=series, heads_q=16, heads_k=2, head_dim=128,
+                seqlen_q=1, dtype="float16", **TIMES)  # fmt: skip
+    theirs = paper("seqlen_k", paper="flash-decoding", item="micro-benchmark", method=method)
+    return ours.over(0), theirs.over(0)
 
 
-def _hopper(data: Evidence, pass_: str, item: str) -> Finding:
-    found: dict[str, list[float]] = {method: [] for method in PEERS}
-    ahead: list[float] = []
-    level: list[float] = []
-    gains: list[tuple[float, float]] = []
-    for d in (64, 128):
-        for causal in (False, True):
-
-            def published_here(
-                method: str, series: str, d: int = d, causal: bool = causal
-            ) -> dict[int, tuple[float, float]]:
-                """N -> (ours, theirs) at the lengths of both; nothing where the paper has no
-                bars.
-                """
-                theirs = of_fa1.numbers(
-                    paper="fa3",
-                    item=item,
-                    method=method,
-                    head_dim=str(d),
-                    causal=str(causal).lower(),
-                )
-                ours = _speeds(data, series, pass_, d, causal) if theirs else {}
-                return {N: (ours[N], theirs[N]) for N in theirs if N in ours}
-
-            peers = {method: published_here(method, series) for method, series in PEERS.items()}
-            for method, pairs in peers.items():
-                found[method] += [here / there for here, there in pairs.values()]
-            ahead += [there / here for here, there in published_here("FA-3", "fa2-mma").values()]
-            with contextlib.suppress(MissingRows):  # a pass that this unit does not have
-                for N, (here, there) in published_here("FA-3", HOPPER).items():
-                    level.append(here / there)
-                    if N in peers["FA-2"]:
-                        gains.append((here / peers["FA-2"][N][0], there / peers["FA-2"][N][1]))
-    words = "; ".join(
-        f"torch's {method} over the published {method} {span(ratios)}"
-        for method, ratios in found.items()
-    )
-    number = f"{words}; the published FA-3 over our FA-2 on mma.sync {span(ahead)}"
-    near = all(0.8 <= ratio <= 1.25 for ratio in sum(found.values(), []))
-    if not gains:
-        reason = "the peers; no kernel of this pass here has FA-3's instructions, wgmma and TMA"
-        return Finding(number, TREND if near else REFUTED, reason if near else "")
-    ours, theirs = (list(each) for each in zip(*gains, strict=True))
-    number += (
-        f"; our FA-2 on wgmma over torch's FA-2 {span(ours)} (the published FA-3 over the "
-        f"published FA-2 {span(theirs)}), over the published FA-3 {span(level)}"
-    )
-    alike = near and 0.8 <= statistics.median(ours) / statistics.median(theirs) <= 1.25
-    reason = "" if alike else "the gain over FA-2 is another"
-    return Finding(number, REPRODUCED if alike else TREND, reason)
+def softmax(name: str) -> Quantity:
+    """Accesses an element."""
+    return rows("online_softmax", "seqlen_q", series=f"softmax-{name}", source="counted",
+                metric=("loads", "stores"),
+                value=lambda row: row.number / (row.batch * row.seqlen_q))  # fmt: skip
 
 
-def fa3_speed(pass_: str, item: str) -> Question:
-    """FA-3 Figs. 5 and 6: its peers here and there, and how far FA-3 is ahead of our FA-2."""
-    words = {"fwd": "forward", "bwd": "backward"}[pass_]
-    return Question(f"{FA3} {item}", f"speed, {words}: FA-3 1.5 to 2 times FA-2",
-                    "H100, 16k tokens, hidden 2048, fp16", "H200, d=64 and 128", ("speed_fp16",),
-                    lambda data: _hopper(data, pass_, item))  # fmt: skip
+def softmax_over_online(series: str) -> Quantity:
+    times = partial(rows, "online_softmax", "batch", "seqlen_q", **TIMES)
+    return times(series=series) / times(series="softmax-online")
 
 
-GPT2 = "A100, N=1024, d=64, 16 heads, batch 64"
-ITEMS = (
-    Question(f"{FA1} Fig. 1 left", "bandwidth and size of SRAM and HBM", "A100", "H200",
-             ("memory_hierarchy",), claims.hierarchy),
-    Question(f"{FA1} Fig. 1 right", "time of each step of attention", "A100, GPT-2 (not said which "
-             "layer)", f"H200, {GPT2[6:]}, fp16, causal, dropout", ("gpt2_table",), of_fa1.steps),
-    Question(f"{FA1} Fig. 2 left", "GFLOPs, HBM accesses, runtime", f"{GPT2}, fwd+bwd",
-             "the same on an H200, fp16", ("gpt2_table",), of_fa1.layer),
-    Question(f"{FA1} Fig. 3 left, Tables 9 to 20", "runtime, with and without dropout and padding",
-             "A100, batch 16, 8 heads, d=64, fp16", "the same on an H200, N=1k to 8k",
-             ("runtime_memory",), of_fa1.runtimes),
-    Question(f"{FA1} Fig. 3 right, Table 21", "memory of a training step", "the same", "the same, "
-             "inputs included as there", ("runtime_memory",), of_fa1.memory),
-    Question(f"{FA1} Theorems 2 and 5", "accesses N² d² / M", "any", "closed form that the counts "
-             "equal, forward", ("io_vs_seqlen", "io_vs_head_dim", "io_vs_sram"), accesses.theorem),
-    Question("[Saha and Ye](https://arxiv.org/abs/2402.07443), Theorem 3.1",
-             "FlashAttention is optimal from M = d² on", "any", "closed forms, d=64",
-             ("io_vs_sram",), of_fa1.regimes),
-    Question(f"{FA1} Fig. 2 middle", "HBM accesses over B_c", "A100, N=1024, d=64, 16 heads, "
-             "batch 64, forward", "the same, counted", ("block_size",), of_fa1.block_accesses),
-    Question(f"{FA1} Fig. 2 middle", "runtime over B_c", "the same", "the same on an H200, fp32",
-             ("block_size",), of_fa1.block_runtime),
-    Question(f"{FA1} Fig. 2 right", "runtime over the share of non-zero blocks",
-             "A100, N=4096, fwd+bwd", "H200, the same, batch 8, 16 heads, d=64, fp32",
-             ("block_sparse",), of_fa1.sparse),
-    fa2_speed("fwd+bwd", "Fig. 4"),
-    fa2_speed("fwd", "Fig. 5"),
-    fa2_speed("bwd", "Fig. 6"),
-    fa2_speed("fwd+bwd", "Fig. 7"),
-    fa3_speed("fwd", "Fig. 5"),
-    fa3_speed("bwd", "Fig. 6"),
-    Question(f"{FA3} Table 3", "RMSE in fp16 with outliers: standard over FA-2", "H100",
-             "H200, 4 heads, N=16k, d=64", ("numerics",), outliers),
-    Question("[Flash-Decoding](https://pytorch.org/blog/flash-decoding/)",
-             "decoding: FA-2 slows with N, split keys do not",
-             "A100, fp16, one query, 16 heads on 2",
-             "the same on an H200", ("claims", "decode"), decoding),
-    Question("[Online softmax](https://arxiv.org/abs/1805.02867), section 3",
-             "memory accesses an element", "any", "emulator, 10 vectors of 256 to 4096",
-             ("online_softmax",), softmax_accesses),
-)  # fmt: skip
-TABLE = question_table(ITEMS, "figure or table")
+ACCESSES = partial(paper, paper="online-softmax", item="text")
+SOFTMAXES: Pairs = {
+    name: (softmax(name), ACCESSES(method=name)) for name in ("naive", "safe", "online")
+}
+PAIRS |= {
+    "fa3-table3": {
+        "ours": rmse("standard-mma", "fa2-mma"), "torch's": rmse("torch-unfused", "torch-fa2"),
+    },
+    "decoding-whole": {"FA-2": decoding("claims", "fa2-mma", "FlashAttention v2.0.9")},
+    "decoding-split": {
+        "FA-2, columns split": decoding("decode", "fa2-mma-splits", "Flash-Decoding")
+    },
+    "softmax-accesses": SOFTMAXES,
+    "softmax-speed": {"the most": (softmax_over_online("softmax-safe").most().most(),
+                                   paper(paper="online-softmax", item="abstract"))},
+}  # fmt: skip
+QUESTIONS = declared(PAIRS, {})
+TABLE = table(QUESTIONS, "figure or table")

@@ -9,7 +9,8 @@ from experiments.lab import variants
 from experiments.lab.store import Row
 from experiments.lab.tables import Across, Table
 
-from .evidence import Evidence, MissingRows, span
+from .evidence import Evidence, MissingRows
+from .rule import span
 
 WORDS = {
     "simt": "fp32 on CUDA cores",

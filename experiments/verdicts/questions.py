@@ -1,0 +1,178 @@
+"""Questions as data: `questions.csv` has the words, kind and trend of each, and Python the pairs of
+quantities. Each has a row on the page.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from experiments.lab.tables import Across, Table, markdown
+
+from . import rule
+from .evidence import Evidence, MissingRows, Quantity
+from .rule import NOT_MEASURED, REFUTED, TREND, Point, Published
+
+# Ours, and the published quantity; or what a claim says: the same of every place, or by its parts.
+Pair = tuple[Quantity, Quantity | Published | Callable[..., Published]]
+Pairs = Mapping[str, Pair]
+LINKS = {
+    "FA-1": "https://arxiv.org/abs/2205.14135",
+    "FA-2": "https://arxiv.org/abs/2307.08691",
+    "FA-3": "https://arxiv.org/abs/2407.08608",
+    "Saha and Ye": "https://arxiv.org/abs/2402.07443",
+    "Flash-Decoding": "https://pytorch.org/blog/flash-decoding/",
+    "Online softmax": "https://arxiv.org/abs/1805.02867",
+}
+WORDS = Path(__file__).with_name("questions.csv")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the rows say: our numbers beside the published ones in words, the verdict, and why."""
+
+    number: str
+    verdict: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A published figure or a claim. `source` is the place of the words or how a number was read,
+    `there` the setting there, `here` ours; `kind` and `trend` are those of `rule.judge`, `beside`
+    counts in the order alone; `before` is the verdict of before there was one rule.
+    """
+
+    key: str
+    name: str
+    words: str
+    source: str
+    there: str
+    here: str
+    kind: str
+    trend: str
+    form: str
+    before: str
+    why: Mapping[str, str]
+    pairs: Pairs
+    beside: Pairs = field(default_factory=dict)
+
+    @property
+    def experiments(self) -> tuple[str, ...]:
+        every = [ours for ours, _ in (*self.pairs.values(), *self.beside.values())]
+        return tuple(dict.fromkeys(name for each in every for name in each.experiments))
+
+    def finding(self, evidence: Evidence) -> Finding:
+        """Open where rows of one of the pairs are missing."""
+        try:
+            points, beside = points_of(self.pairs, evidence), points_of(self.beside, evidence)
+        except MissingRows as missing:
+            return Finding("", NOT_MEASURED, str(missing).partition(" with ")[0])
+        judged = rule.judge(self.kind, self.trend, points, beside)
+        words = [self._words(label, points) for label in self.pairs]
+        if len(points) > len(self.pairs):
+            said = "true" if self.trend == "words" else "within the factor"
+            words.append(f"{said} at {sum(judged.within)} of {len(points)}")
+            if self.trend != "words":
+                words.append(f"{self.trend} at {sum(judged.agreeing)} of {len(judged.agreeing)}")
+        return Finding("; ".join(words), judged.verdict, self.why.get(judged.verdict, ""))
+
+    def _words(self, label: str, points: Sequence[Point]) -> str:
+        mine = [point for point in points if point.label == label]
+        bounds = dict.fromkeys(
+            str(p.published) for p in mine if isinstance(p.published, rule.Bounds)
+        )
+        numbers = [p.published for p in mine if not isinstance(p.published, rule.Bounds)]
+        said = [rule.span(numbers, self.form)] if numbers else []
+        times = [p.times for p in mine if p.times is not None]
+        more = f", {rule.span(times)} times" if len(times) > 1 and len(set(numbers)) > 1 else ""
+        ours = rule.span([point.ours for point in mine], self.form)
+        return f"{label} {ours} (said {'; '.join([*said, *bounds])}{more})"
+
+
+def points_of(pairs: Pairs, evidence: Evidence) -> list[Point]:
+    """Raises MissingRows where a pair has no place in common."""
+    points = []
+    for label, (quantity, said) in pairs.items():
+        ours = quantity.find(evidence)
+        if isinstance(said, Quantity):
+            theirs: Mapping[rule.Place, Published] = said.find(evidence)
+            theirs = dict.fromkeys(ours, theirs[()]) if set(theirs) == {()} else theirs
+        else:
+            theirs = {place: said(*place) if callable(said) else said for place in ours}
+        both = sorted(place for place in ours if place in theirs)
+        if not both:
+            raise MissingRows(f"{' '.join(quantity.experiments)}: {label}")
+        points += [Point(label, place, ours[place], theirs[place]) for place in both]
+    return points
+
+
+def declared(pairs: Mapping[str, Pairs], beside: Mapping[str, Pairs]) -> tuple[Question, ...]:
+    """The questions of the file that these are the `pairs` of by key, in its order."""
+    with open(WORDS, newline="") as file:
+        lines = [line for line in csv.DictReader(file) if line["key"] in pairs]
+    return tuple(
+        Question(
+            **{name: line[name] for name in ("key", "words", "there", "here", "kind", "trend")},
+            **{name: line[name] for name in ("form", "before")},
+            name=_linked(line["name"]),
+            source=_linked(line["source"]),
+            why={TREND: line["why trend only"], REFUTED: line["why refuted"]},
+            pairs=pairs[line["key"]],
+            beside=beside.get(line["key"], {}),
+        )
+        for line in lines
+    )
+
+
+def _linked(text: str) -> str:
+    """The text with a link at the first mention of a paper."""
+    return re.sub(rf"\b({'|'.join(LINKS)})\b", lambda m: f"[{m[0]}]({LINKS[m[0]]})", text)
+
+
+def table(questions: Sequence[Question], first: str) -> Across:
+    """The table of these questions, a row each; `first` is the heading of the first column."""
+    header = [first, "quantity or words", "source", "setting there", "setting here", "kind", "ours"]
+    header += ["verdict", "command", "data"]
+
+    def make(evidence: Evidence) -> Table:
+        lines, verdicts = [], []
+        for q in questions:
+            found = q.finding(evidence)
+            verdicts.append(found.verdict)
+            verdict = f"**{found.verdict}**" + (f": {found.reason}" if found.reason else "")
+            data = ", ".join(f"[{name}](figures/data/{name})" for name in q.experiments)
+            command = f"`python -m experiments run {' '.join(q.experiments)}`"
+            cells = [q.name, q.words, q.source, q.there, q.here, f"{q.kind}, {q.trend}"]
+            lines.append([*cells, found.number, verdict, command, data])
+        return Table(rule.tally(verdicts), markdown(header, lines).replace("---:", "---"))
+
+    return _across(questions, make)
+
+
+def changed(questions: Sequence[Question]) -> Across:
+    """The verdicts that the rule changed, before and after."""
+    header = ["figure or claim", "quantity or words", "before", "after", "what decides"]
+
+    def make(evidence: Evidence) -> Table:
+        found = [(q, q.finding(evidence)) for q in questions]
+        lines = [
+            [q.name, q.words, q.before or "not asked", after.verdict, after.number or after.reason]
+            for q, after in found
+            if q.before != after.verdict
+        ]
+        caption = f"{len(lines)} of {len(found)} questions have another verdict than before."
+        return Table(caption, markdown(header, lines).replace("---:", "---"))
+
+    return _across(questions, make)
+
+
+def _across(questions: Sequence[Question], make: Callable[[Evidence], Table]) -> Across:
+    names = tuple(dict.fromkeys(name for q in questions for name in q.experiments))
+    return Across(lambda rows: make(Evidence(rows)) if rows else None, names, cites=False)
+
+
+RULE = Across(lambda rows: Table(rule.TEXT, "") if rows else None, ("loop_order",), cites=False)

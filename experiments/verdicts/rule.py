@@ -1,0 +1,155 @@
+"""The rule by which every verdict follows from numbers; `TEXT` is how the page says it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from typing import Any
+
+REPRODUCED, TREND, REFUTED = "reproduced", "trend only", "refuted"
+NOT_MEASURED = "not measured"
+# How many times as much or as little as published the same quantity may be, by its kind.
+FACTORS = {"count": 1.02, "ratio": 1.15, "curve": 1.15, "speed": 1.15}
+MOST = 0.9  # of all points, how many have to agree for a trend
+LEVEL = FACTORS["count"]  # neighbours of a curve that differ by less are level
+TRENDS = ("order", "shape", "words")
+
+TEXT = (
+    "**Reproduced**: the same quantity, in the paper's precision, pass and setting, is at every "
+    "point within a factor that was set for its kind: 1.02 for a *count*, 1.15 for a *ratio*, for "
+    "a *curve* over its first or last point, and for a *speed*, which is compared only with those "
+    "of an H100. **Trend only**: it is not, but at nine of ten points it has the paper's *order* "
+    "(which of a point's numbers is the larger, a ratio also against 1) or *shape* (whether the "
+    "next point lies higher, lower or within 2 %). What words say of every point (*words*) is "
+    "reproduced where it is true of all, a trend where it is of nine of ten. **Refuted**: else. "
+    "Ranges and bounds are taken as they stand, without a factor. A claim about FlashAttention is "
+    "about both loop orders; where these differ each has its row. Of N below ten points nine of "
+    "ten are all."
+)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What words allow: from `low` to `high`, both inclusive."""
+
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        if self.high == math.inf:
+            return f"{self.low:.3g} or more" if self.low else "any"
+        return f"{self.high:.3g} or less" if self.low == 0 else f"{self.low:.4g} to {self.high:.4g}"
+
+
+Published = float | Bounds
+Place = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Point:
+    """Our number and the published one of one series at one place."""
+
+    label: str
+    place: Place
+    ours: float
+    published: Published
+
+    @property
+    def times(self) -> float | None:
+        """Ours over the published number; None where that is 0 or bounds."""
+        if isinstance(self.published, Bounds) or self.published == 0:
+            return None
+        return self.ours / self.published
+
+    def within(self, factor: float) -> bool:
+        """Whether ours is the published number up to the factor, or lies in its bounds."""
+        if isinstance(self.published, Bounds):
+            return self.published.low <= self.ours <= self.published.high
+        if self.times is None:
+            return self.ours == self.published
+        return 1 / factor <= self.times * (1 + 1e-9) and self.times <= factor * (1 + 1e-9)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The verdict; of each point whether it is within the factor, and what a trend asks."""
+
+    verdict: str
+    within: Sequence[bool]
+    agreeing: Sequence[bool]
+
+
+def judge(
+    kind: str, trend: str, points: Sequence[Point], beside: Sequence[Point] = ()
+) -> Judgement:
+    """The verdict on points of a `kind`, one of FACTORS.
+
+    `trend`, one of TRENDS, says what is asked where they are not all within the factor: the order
+    of all series of a place, `beside` among them; the shape of each series over the last part of
+    its places; or the words at each point.
+    """
+    within = [point.within(FACTORS[kind]) for point in points]
+    if trend == "order":
+        agreeing = _in_order([*points, *beside], one=kind == "ratio")
+    else:
+        agreeing = _in_shape(points) if trend == "shape" else within
+    enough = bool(agreeing) and sum(agreeing) >= MOST * len(agreeing)
+    verdict = REPRODUCED if all(within) else TREND if enough else REFUTED
+    return Judgement(verdict, within, agreeing)
+
+
+def _in_order(points: Iterable[Point], one: bool) -> list[bool]:
+    """By place that has every series: whether any two of its numbers are as the published ones."""
+    places: dict[Place, list[tuple[float, Published]]] = {}
+    for point in points:
+        places.setdefault(point.place, []).append((point.ours, point.published))
+    most = max(map(len, places.values()), default=0)
+    found = []
+    for numbers in places.values():
+        pairs = list(combinations([*numbers, *([(1.0, 1.0)] if one else [])], 2))
+        orders = [(_sign(a[0], b[0]), _order(a[1], b[1])) for a, b in pairs]
+        if len(numbers) == most and any(theirs for _, theirs in orders):
+            found.append(all(ours == theirs for ours, theirs in orders if theirs))
+    return found
+
+
+def _sign(a: float, b: float) -> int:
+    return (a > b) - (a < b)
+
+
+def _order(a: Published, b: Published) -> int:
+    """1 where a is the larger, -1 where b is, 0 where that is not said."""
+    a, b = (x if isinstance(x, Bounds) else Bounds(x, x) for x in (a, b))
+    return (a.low >= b.high) - (a.high <= b.low)
+
+
+def _in_shape(points: Iterable[Point]) -> list[bool]:
+    """From each point of a series to the next: whether both go up, down or stay level."""
+    curves: dict[Place, list[Point]] = {}
+    for point in points:
+        curves.setdefault((point.label, *point.place[:-1]), []).append(point)
+    found = []
+    for curve in curves.values():
+        for a, b in pairwise(sorted(curve, key=lambda point: point.place[-1])):
+            if isinstance(a.published, Bounds) or isinstance(b.published, Bounds):
+                raise TypeError(f"{a.label}: bounds have no shape")
+            ours, theirs = b.ours / a.ours, b.published / a.published
+            level = all(1 / LEVEL < step < LEVEL for step in (ours, theirs))
+            found.append(level or _sign(ours, 1) == _sign(theirs, 1))
+    return found
+
+
+def tally(verdicts: Iterable[str]) -> str:
+    """How many there are of each verdict."""
+    found = list(verdicts)
+    known = (REPRODUCED, TREND, REFUTED, NOT_MEASURED)
+    shown = [f"{found.count(name)} {name}" for name in known if name in found]
+    return f"{', '.join(shown)}, of {len(found)}."
+
+
+def span(values: Iterable[float], form: str = ".2f") -> str:
+    """The least and the largest: "1.09 to 1.38", or one number where they look the same."""
+    found = list(values)
+    return " to ".join(dict.fromkeys(format(value, form) for value in (min(found), max(found))))
