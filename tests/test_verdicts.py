@@ -2,6 +2,7 @@
 
 import csv
 import math
+import re
 from dataclasses import replace
 from functools import cache
 from itertools import count, product
@@ -425,10 +426,12 @@ def test_every_changed_verdict_is_on_the_page():
 
 def test_the_result_has_each_ratio_of_its_rows():
     text = report.text("result", Store(FIGURES))
-    for word in ("Accesses", "L2", "DRAM", "Time at an equal grid", "Time on the paper's grid"):
+    for word in ("Accesses", "L2", "DRAM", "Time at an equal grid", "Time on the paper's grid",
+                 "Each at its own tiles"):  # fmt: skip
         assert f"**{word}**" in text
     assert "figures/data/loop_order/nvidia-h200.csv" in text
-    assert verdicts.result.sentences([]) is None
+    assert re.search(r"counted at \d+ of the \d+ problems, (none|\d+) of them causal", text)
+    assert verdicts.result.TEXT([]) is None
 
 
 def test_what_dram_moves_is_said_with_the_rows_numbers():
@@ -441,11 +444,11 @@ def test_what_dram_moves_is_said_with_the_rows_numbers():
             ("standard-simt", "dram", 2e5), ("fa2-simt", "dram", 2.0 * 4 * 64 * d * 4),
         )
     ]  # fmt: skip
-    body = verdicts.result.traffic(rows).body
+    body = verdicts.result.TRAFFIC(rows).body
     assert "DRAM moves 0.50 of what the kernel accesses" in body
     assert "DRAM moves 2.00 times Q, K, V and O once" in body
     assert "accesses 2.00 times the bytes of standard attention, and DRAM moves 2.50" in body
-    assert verdicts.result.traffic(rows[:3]) is None
+    assert verdicts.result.TRAFFIC(rows[:3]) is None
 
 
 def test_what_the_page_says_of_query_splits_backward():

@@ -110,8 +110,8 @@ def wide_over_narrow(**how: Any) -> Quantity:
 def over_blocks(series: str, **fields: Any) -> Quantity:
     """Over the columns of FA-1's blocks or the rows of FA-2's, the other being 64, that ran."""
     fixed, varied = ("Br", "Bc") if series.startswith("fa1") else ("Bc", "Br")
-    of = partial(rows, "block_size", "head_dim", varied, series=series, seqlen_q=1024, fold=max,
-                 **{fixed: 64})  # fmt: skip
+    given: dict[str, Any] = {fixed: 64, "seqlen_q": 1024}
+    of = partial(rows, "block_size", "head_dim", varied, series=series, fold=max, **given)
     return of(**fields).only(of(**TIMES))
 
 

@@ -14,14 +14,14 @@ from .evidence import Quantity, paper, rows
 from .questions import Pair, Pairs, declared, table
 from .rule import Bounds
 
-TIMES = {"metric": "time", "source": "measured"}
+TIMES: dict[str, Any] = {"metric": "time", "source": "measured"}
 
 # --- FA-1 ----------------------------------------------------------------------------------------
 
-DRAM = {"series": "read-global", "place": "4096 MiB"}
+DRAM: dict[str, Any] = {"series": "read-global", "place": "4096 MiB"}
 
 
-def memory(metric: str, **of: str) -> Quantity:
+def memory(metric: str, **of: Any) -> Quantity:
     return rows("memory_hierarchy", metric=metric, **of)
 
 
@@ -34,9 +34,9 @@ of_fa1 = partial(paper, paper="fa1")
 memory_there = partial(of_fa1, item="Fig. 1 left")
 
 
-def layer(series: str, value: Any = lambda row: row.number, **fields: Any) -> Quantity:
+def layer(series: str, **fields: Any) -> Quantity:
     return rows("gpt2_table", series=series, dtype="float16", causal=False, seqlen_q=1024,
-                place="", value=value, **fields)  # fmt: skip
+                place="", **fields)  # fmt: skip
 
 
 def step(series: str, *names: str) -> Quantity:
@@ -47,14 +47,13 @@ def step(series: str, *names: str) -> Quantity:
 
 def standard_over_fa1(metric: str, **fields: Any) -> Pair:
     """Of Fig. 2 left; standard is torch's where it is timed."""
-    ours = partial(layer, metric=metric, **fields)
     theirs = partial(of_fa1, item="Fig. 2 left")
     name, series = {
         "traffic": ("hbm_accesses", "standard-mma"),
         "time": ("runtime", "torch-unfused"),
     }[metric]
     return (
-        ours(series) / ours("fa1-mma"),
+        layer(series, metric=metric, **fields) / layer("fa1-mma", metric=metric, **fields),
         theirs(method="Standard", metric=name) / theirs(method="FlashAttention", metric=name),
     )
 
@@ -99,7 +98,7 @@ def optimal(M: int) -> Bounds:
 
 
 LINE_1 = "fa1-simt-rule"  # K/V outer with the tiles of Algorithm 1's line 1
-MODEL = {"source": "model", "unit": "elements", "causal": False}
+MODEL: dict[str, Any] = {"source": "model", "unit": "elements", "causal": False}
 EXPONENTS: Pairs = {
     "N": (rows("io_vs_seqlen", "seqlen_q", series="fa1-simt", head_dim=64,
                seqlen_q=(32768, 65536), **MODEL).power(), 2.0),

@@ -118,7 +118,7 @@ def declared(pairs: Mapping[str, Pairs], beside: Mapping[str, Pairs]) -> tuple[Q
         Question(
             **{name: line[name] for name in ("key", "words", "there", "here", "kind", "trend")},
             **{name: line[name] for name in ("form", "before")},
-            name=_linked(line["name"]),
+            name=line["name"] if line["name"] == line["key"] else _linked(line["name"]),
             source=_linked(line["source"]),
             why={TREND: line["why trend only"], REFUTED: line["why refuted"]},
             pairs=pairs[line["key"]],

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from experiments import loop_order
-from experiments.lab import variants
 from experiments.lab.store import Row
 from experiments.lab.tables import Across, Table
 
-from .evidence import Evidence, MissingRows
+from .evidence import Evidence, MissingRows, Quantity, rows
 from .rule import span
 
 WORDS = {
@@ -17,88 +17,119 @@ WORDS = {
     "mma": "fp16 on tensor cores",
     "wgmma": "fp16 on Hopper's tensor cores (wgmma)",
 }
+AT = ("batch", "heads_q", "head_dim", "causal", "seqlen_q")
 
 
-def sentences(rows: Sequence[Row]) -> Table | None:
-    """What the K/V-outer order costs over the Q-outer order at the same tiles."""
-    found: dict[str, dict[str, list[float]]] = {}
-    moved: list[float] = []
-    for problem, mine in variants.problems_of(rows).items():
-        if not loop_order.in_setting(problem):
-            continue
-        of = variants.values(mine)
-        for series in {row.series for row in mine}:
-            pair = [of.get((series, source, "traffic")) for source in ("l2", "model")]
-            moved += [pair[0] / pair[1]] if pair[0] and pair[1] else []
-        for unit in loop_order.units_of(problem.dtype):
-            for name, ratio in loop_order.ratios(mine, unit).items():
-                found.setdefault(unit, {}).setdefault(name, []).append(ratio)
-    if not moved or not {"simt", "mma"} <= set(found):  # wgmma is not everywhere
-        return None
+def in_setting(batch: int, heads: int, d: int, causal: bool, N: int) -> bool:
+    return batch * N == 16384 and heads * d == 2048
 
-    def each(name: str, form: str = ".2f") -> str:
-        return ", ".join(
-            f"{span(found[unit][name], form)} in {words}"
-            for unit, words in WORDS.items()
-            if name in found.get(unit, {})
-        )
 
+def equal_tiles(series: str, source: str) -> Quantity:
+    metric = "time" if source == "measured" else "traffic"
+    found = rows("loop_order", *AT, series=series, source=source, metric=metric)
+    return found.where(in_setting)
+
+
+def own_tiles(series: str) -> Quantity:
+    experiment = "speed" if "simt" in series else "speed_fp16"
+    return rows(experiment, *AT, series=series, metric="time", pass_="fwd", head_dim=(64, 128))
+
+
+def sentences(found: Evidence) -> str:
+    """What the K/V-outer order costs over the Q-outer order."""
+
+    def each(ratio: Callable[..., Quantity], form: str = ".2f") -> str:
+        """Of the units that are there; Hopper's is not everywhere."""
+        words = []
+        for unit, name in WORDS.items():
+            try:
+                numbers = ratio(*loop_order.series_of(unit)).find(found).values()
+                words.append(f"{span(numbers, form)} in {name}")
+            except MissingRows:
+                if unit != "wgmma":
+                    raise
+        return ", ".join(words)
+
+    def moved(source: str) -> Callable[..., Quantity]:
+        return lambda _, split, two: equal_tiles(split, source) / equal_tiles(two, source)
+
+    def took(at: int) -> Callable[..., Quantity]:
+        return lambda *of: equal_tiles(of[at], "measured") / equal_tiles(of[2], "measured")
+
+    def took_own(at: int) -> Callable[..., Quantity]:
+        return lambda *of: own_tiles(of[at]) / own_tiles(of[2].removesuffix("-fa1-tiles"))
+
+    def of_accesses() -> str:
+        run = {row.series for row in found.rows("loop_order", source="l2")}
+        pairs = (equal_tiles(series, "l2") / equal_tiles(series, "model") for series in run)
+        return span((x for pair in pairs for x in pair.find(found).values()), ".3f")
+
+    counted = equal_tiles("fa1-simt-splits", "dram").find(found)
+    timed = equal_tiles("fa1-simt-splits", "measured").find(found)
+    masked = sum(place[3] for place in counted)
     lines = [
-        f"**Accesses**, times the bytes: {each('model')}.",
-        f"**L2**, times the bytes: {each('l2')}. It moves {span(moved, '.3f')} of what the kernels "
-        "access.",
-        f"**DRAM**, times the bytes: {each('dram', '.0f')}. O, l and m of all rows, written in "
-        "every pass, do not stay in L2; what Q outer reads again does.",
-        f"**Time at an equal grid**, times as long: {each('splits')}.",
-        f"**Time on the paper's grid**, one thread block a head: {each('grid', '.1f')}; the fewer "
+        f"**Accesses**, times the bytes: {each(moved('model'))}.",
+        f"**L2**, times the bytes: {each(moved('l2'))}. It moves "
+        f"{of_accesses()} of what the kernels access.",
+        f"**DRAM**, times the bytes: {each(moved('dram'), '.0f')}. O, l and m of all rows, written "
+        "in every pass, do not stay in L2; what Q outer reads again does.",
+        f"**Time at an equal grid**, times as long: {each(took(1))}.",
+        f"**Time on the paper's grid**, one thread block a head: {each(took(0), '.1f')}; the fewer "
         "heads, the longer.",
+        "**Each at its own tiles**, the fastest of each order, times as long with query splits: "
+        f"{each(took_own(1))}; on the paper's grid: {each(took_own(0), '.1f')}.",
     ]
-    head = (
-        "K/V outer (FlashAttention-1's order) over Q outer (FlashAttention-2's) at the same unit, "
-        "tiles and work, forward, with and without a causal mask, N=512 to 16k:"
-    )
-    return Table(head, "".join(f"{n}. {line}\n" for n, line in enumerate(lines, 1)))
+    return (
+        "K/V outer (FlashAttention-1's order) over Q outer (FlashAttention-2's) on the same unit, "
+        "forward, with and without a causal mask, N=512 to 16k. Lines 1 to 5 are at equal tiles "
+        "and work: FA-1's tiles, on wgmma FA-2's, at which FA-1 is slower than at its own "
+        f"(line 6). Bytes of L2 and DRAM are counted at {len(counted)} of the {len(timed)} "
+        f"problems, {masked or 'none'} of them causal.\n\n"
+    ) + "".join(f"{n}. {line}\n" for n, line in enumerate(lines, 1))
 
 
-def traffic(rows: Sequence[Row]) -> Table | None:
+def traffic(found: Evidence) -> str:
     """What DRAM moves of the accesses of both orders, over the sequence length."""
-    data, name = Evidence(rows), "io_vs_seqlen"
-    dram = {"source": "dram", "metric": "traffic"}
-    try:
-        model = {"source": "model", "metric": "traffic", "unit": "bytes"}
 
-        def share(series: str) -> list[float]:
-            accessed = {
-                (r.seqlen_q, r.head_dim): r.number for r in data.rows(name, series=series, **model)
-            }
-            moved = data.rows(name, series=series, **dram)
-            return [r.number / accessed[r.seqlen_q, r.head_dim] for r in moved]
+    def of(series: str, source: str, **fields: Any) -> Quantity:
+        return rows("io_vs_seqlen", "head_dim", "seqlen_q", series=series, source=source,
+                    metric="traffic", unit="bytes", **fields)  # fmt: skip
 
-        once = [
-            r.number / (4 * r.batch * r.heads_q * r.seqlen_q * r.head_dim * 4)
-            for r in data.rows(name, series="fa2-simt", **dram)
-        ]
-        longest = max(r.seqlen_q for r in data.rows(name, series="fa1-simt", **dram))
-        at = {"head_dim": 128, "seqlen_q": longest}
-        wide = [
-            data.value(name, series="fa1-simt", **of, **at)
-            / data.value(name, series="standard-simt", **of, **at)
-            for of in (model, dram)
-        ]
-    except MissingRows:
-        return None
-    lines = [
-        f"K/V outer: DRAM moves {span(share('fa1-simt'))} of what the kernel accesses: O, l and m "
-        "of all rows do not fit into L2 together, but for the shortest.",
-        f"Q outer: DRAM moves {span(once)} times Q, K, V and O once, whatever N: K and V of a "
-        "head, which every row tile reads again, stay in L2.",
-        f"At d=128 and N={longest} K/V outer accesses {wide[0]:.2f} times the bytes of standard "
-        f"attention, and DRAM moves {wide[1]:.2f} times: registers hold few columns of it in fp32.",
+    def over(one: Quantity, other: Quantity) -> str:
+        return span((one / other).find(found).values())
+
+    once = rows("io_vs_seqlen", "head_dim", "seqlen_q", series="fa2-simt", source="dram",
+                value=lambda r: 16 * r.batch * r.heads_q * r.seqlen_q * r.head_dim)  # fmt: skip
+    longest = max(N for _, N in of("fa1-simt", "dram").find(found))
+    at = {"head_dim": 128, "seqlen_q": longest}
+    wide = [
+        over(of("fa1-simt", source, **at), of("standard-simt", source))
+        for source in ("model", "dram")
     ]
-    return Table(
-        "What the figure shows, in fp32 without a mask.", "".join(f"- {x}\n" for x in lines)
-    )
+    share = over(of("fa1-simt", "dram"), of("fa1-simt", "model"))
+    lines = [
+        f"K/V outer: DRAM moves {share} of what the kernel accesses: O, l and m of all rows do not "
+        "fit into L2 together, but for the shortest.",
+        f"Q outer: DRAM moves {over(of('fa2-simt', 'dram'), once)} times Q, K, V and O once, "
+        "whatever N: K and V of a head, which every row tile reads again, stay in L2.",
+        f"At d=128 and N={longest} K/V outer accesses {wide[0]} times the bytes of standard "
+        f"attention, and DRAM moves {wide[1]} times: registers hold few columns of it in fp32.",
+    ]
+    head = "What the figure shows, in fp32 without a mask.\n\n"
+    return head + "".join(f"- {line}\n" for line in lines)
 
 
-TEXT = Across(sentences, (loop_order.NAME,))
-TRAFFIC = Across(traffic, ("io_vs_seqlen",))
+def _text(say: Callable[[Evidence], str], *experiments: str) -> Across:
+    """A caption, and lines; none where rows are missing."""
+
+    def make(found: Sequence[Row]) -> Table | None:
+        try:
+            return Table(*say(Evidence(found)).split("\n\n"))
+        except MissingRows:
+            return None
+
+    return Across(make, experiments)
+
+
+TEXT = _text(sentences, "loop_order", "speed", "speed_fp16")
+TRAFFIC = _text(traffic, "io_vs_seqlen")
