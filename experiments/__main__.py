@@ -1,4 +1,4 @@
-"""The command line, python -m experiments: list, run, draw, all, compare, report, tune."""
+"""The command line, python -m experiments: list, run, draw, all, compare, report, origins, tune."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ except ModuleNotFoundError as error:
 
 from fa_numba import Tiles
 
-from .lab import compare_command, precompile, report, review, schedule, tune
+from .lab import compare_command, origins, precompile, report, review, schedule, tune
 from .lab.drawing import Drawing, side_by_side
 from .lab.drawn import Drawn
 from .lab.options import FIGURES, FILTERED, QUICK, REPOSITORY, Options
 from .lab.registry import load, names, needs_torch, takes_tiles
 from .lab.runner import Runner
+from .lab.store import Store
 
 MAX_SEQLEN = 1 << 20
 MAX_HEAD_DIM = 256
@@ -203,6 +204,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     text = "write the tables of paper_repro.md anew from the recordings in figures/data"
     commands.add_parser("report", help=text, description=text)
+    text = (
+        "list the recordings whose commit is not in this history, or whose tree may have differed"
+    )
+    commands.add_parser("origins", help=text, description=text)
     return parser
 
 
@@ -235,6 +240,14 @@ def _report(console: Console) -> int:
         return 1
     console.print(f"{report.PAGE.name}: {', '.join(changed) if changed else 'nothing'} changed")
     return 0
+
+
+def _origins(console: Console) -> int:
+    """1 where a commit is lost: such a recording is to be made again."""
+    found = list(origins.unknown(Store(FIGURES), origins.history()))
+    for line, _ in found:
+        console.print(line, soft_wrap=True, highlight=False)
+    return int(any(lost for _, lost in found))
 
 
 def _run_what_changed(
@@ -279,6 +292,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if args.command == "report":
         return _report(console)
+    if args.command == "origins":
+        return _origins(console)
     if args.command == "compare":
         return compare_command.run(args, parser, arguments)
 

@@ -417,4 +417,20 @@ def settings_table(rows: Sequence[Row], seqlen: int = 4096) -> Table | None:
     return Table(caption, tables.markdown(header, lines))
 
 
-TABLES = {"runtime_settings": settings_table}
+def slow_table(rows: Sequence[Row]) -> Table | None:
+    """Speed of our FA-2 where it is behind torch: with dropout, and short calls with lengths."""
+    lines = []
+    for name, peer in ((DROPPED, peers.FLASH), (BOTH, peers.UNFUSED)):
+        for pass_ in PASSES:
+            ours, theirs = (curve(rows, s, "time", pass_, name) for s in ("fa2-mma", peer))
+            cells = [_ratio(theirs, ours, N) for N in SEQLENS[:6]]
+            if set(cells) != {tables.MISSING}:
+                lines.append([name, pass_, LABELS[peer], *cells])
+    if not lines:
+        return None
+    header = ["setting", "pass", "over", *(f"N={N}" for N in SEQLENS[:6])]
+    caption = "Speed of our FA-2 on mma.sync over torch's kernel, fp16, batch 16, 8 heads, d=64."
+    return Table(caption, tables.markdown(header, lines))
+
+
+TABLES = {"runtime_settings": settings_table, "runtime_slow": slow_table}

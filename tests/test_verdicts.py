@@ -468,6 +468,40 @@ def test_what_the_page_says_of_query_splits_backward():
     assert all(gains[at] < gains[*at[:2], False, at[3]] for at in split)
 
 
+def test_what_readme_says_of_what_is_slow():
+    """Dropout over torch's FA-2, and short calls with lengths that are lists."""
+    rows = recorded("runtime_memory")
+
+    def time(series, pass_, place):
+        return {
+            r.seqlen_q: r.value
+            for r in rows
+            if (r.series, r.metric, r.pass_, r.place) == (series, "time", pass_, place) and r.value
+        }
+
+    ratios = [
+        theirs / time("fa2-mma", pass_, "dropout")[N]
+        for pass_ in ("fwd", "bwd", "fwd+bwd")
+        for N, theirs in time("torch-fa2", pass_, "dropout").items()
+    ]
+    call = "fwd+bwd", "dropout, padding mask"
+    short = [time("fa2-mma", *call)[N] / time("torch-unfused", *call)[N] for N in (128, 256, 512)]
+    readme = " ".join((FIGURES.parent / "README.md").read_text().split())
+    assert f"has {rule.span(ratios)} of the speed of torch's FA-2" in readme
+    first, second, third = (f"{x:.1f}" for x in short)
+    assert f"took {first}, {second} and {third} times as long as torch's unfused" in readme
+
+
+def test_what_the_page_says_of_training():
+    """Kernels, torch's too, are further from each other than one is from itself over seeds."""
+    body = report.tables(report.PAGE.read_text())["char_model"]
+    cells = [line.split(" | ") for line in body.splitlines() if line.startswith("| ")][2:]
+    spreads = [float(line[3]) for line in cells]
+    distances = [float(line[4].rstrip(" |")) for line in cells if "-" != line[4].rstrip(" |")]
+    assert len(distances) == 2 and min(distances) > max(spreads)
+    assert max(distances) < 1.1 * min(distances)
+
+
 def test_what_the_page_says_of_the_rings_model():
     """Near from N=32k to 512k; short calls wait for the host, and the longest is slower."""
     rows = Store(FIGURES).read("ring", report.MACHINE)

@@ -186,6 +186,22 @@ def when_and_where(runs: Sequence[Mapping[str, Any]], name: str) -> str:
     return f"{name}, {when(runs)}"
 
 
+def clocks(run: Mapping[str, Any]) -> str:
+    """What was seen of the GPU's clocks while the run measured."""
+    found = run.get("clocks")
+    if not found:
+        return "clocks were not sampled"
+    if not found["busy"]:
+        return "no sample of the clocks, one a second, found the GPU busy"
+    low, middle, high = (f"{x:.0f}" for x in found["SM clock, MHz"])
+    span = low if low == high else f"{low} to {high} MHz, in the median {middle}"
+    held = ", ".join(f"{name} in {n} of them" for name, n in found["held by"].items())
+    return (
+        f"SM clock {span} MHz in {found['busy']} samples of the busy GPU"
+        f"{f', held down by the {held}' if held else ''}"
+    )
+
+
 def l2_counter(runs: Sequence[Mapping[str, Any]], rows: Iterable[Row]) -> str:
     """What counted the rows' bytes between L1 and L2; empty where no row has them."""
     names = {

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from . import registry
 from .options import FIGURES, REPOSITORY
-from .provenance import device_name, l2_counter, of_rows, when_and_where
+from .provenance import clocks, device_name, l2_counter, of_rows, when_and_where
 from .store import EMULATOR, MODEL, Row, Store
-from .tables import Across, Make
+from .tables import Across, Make, fewer_runs
 
 PAGE = REPOSITORY / "paper_repro.md"
 # The GPU of the page's numbers: whatever else is recorded, the page stays as it is.
@@ -29,6 +30,12 @@ _BLOCK = re.compile(
 )
 # A column of bytes of L2; "sectors from L2" is a counter by its own name.
 _L2 = re.compile(r"(?<!from )(?<!to )\bL2\b")
+
+# A table of times or speeds.
+_TIMED = re.compile(
+    r"\b(ms|us)\b|T(FLOP|B)/s|[Tt]imes? (of|over|at|a|than)\b|[Mm]icroseconds|[Ff]astest|"
+    r"Speed (of|in)\b"
+)
 
 
 def known() -> dict[str, tuple[Make, tuple[str, ...]]]:
@@ -68,7 +75,22 @@ def text(name: str, store: Store) -> str:
         return f"{table.caption}\n\n{table.body}"
     l2 = _L2.search(table.body) is not None
     sources = [source for each in experiments for source in _source(store, each, l2)]
-    return f"{table.caption} {'; '.join(sources)}\n\n{table.body}"
+    how = _how_timed(store, experiments) if _TIMED.search(table.caption + table.body) else ""
+    return f"{table.caption} {'; '.join(sources)}\n\n{table.body}{how}"
+
+
+def _how_timed(store: Store, experiments: Sequence[str]) -> str:
+    """At which clocks, and what is of few runs, of each experiment that timed something."""
+    said = []
+    for name in experiments:
+        rows = [row for row in store.read(name, MACHINE) if row.n is not None]
+        runs = of_rows(store.runs(name, MACHINE), rows)
+        words = [clocks(run) for run in runs] + [each for each in (fewer_runs(rows),) if each]
+        if runs:
+            sentence = f"{'; '.join(words)}."
+            several = len(experiments) > 1
+            said.append(f"{name}: {sentence}" if several else sentence[0].upper() + sentence[1:])
+    return f"\n{' '.join(said)}\n" if said else ""
 
 
 def _source(store: Store, experiment: str, l2: bool) -> list[str]:

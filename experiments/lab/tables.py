@@ -97,3 +97,22 @@ def runs(rows: Iterable[Row]) -> str:
         return ""
     few, many = counts[0], counts[-1]
     return f"medians of {many if few == many else f'{few} to {many}'} runs"
+
+
+def fewer_runs(rows: Iterable[Row], least: int = 5) -> str:
+    """Which timed numbers are of less runs than `least`; empty where none is."""
+    timed = [row for row in rows if row.n is not None and not row.failed and row.metric == "time"]
+    few = [row for row in timed if (row.n or least) < least]
+    if not few:
+        return ""
+
+    def span(values: Iterable[int | None]) -> str:
+        found = sorted({value or 0 for value in values})
+        return " to ".join(dict.fromkeys(str(value) for value in (found[0], found[-1])))
+
+    runs = span(row.n for row in few)
+    names = ", ".join(sorted({row.series for row in few}))
+    return (
+        f"{len(few)} of {len(timed)} times are of {runs} run{'s' if runs != '1' else ''}: "
+        f"N={span(row.seqlen_q for row in few)}, {names}"
+    )

@@ -1,0 +1,116 @@
+"""What is said of how a recording was made: its commit, clocks, and how many runs."""
+
+import json
+import subprocess
+
+import pytest
+
+from experiments import __main__ as command
+from experiments.lab import origins, provenance, report, tables
+from experiments.lab.options import FIGURES
+from experiments.lab.series import row_fields
+from experiments.lab.store import MODEL, Row, Store, dump
+from experiments.lab.workloads import one_head
+
+CLOCKS = {"SM clock, MHz": [1095.0, 1620.0, 1980.0], "busy": 102, "held by": {"power cap": 94}}
+
+
+def time(n, N=64, **fields):
+    common = {"machine": report.MACHINE, "experiment": "speed", "source": "measured"}
+    common |= {"metric": "time", "unit": "ms", "value": 1.0, **row_fields(one_head(N, 64))}
+    return Row(n=n, **{"series": "fa2-simt"} | common | fields)
+
+
+def recorded(folder, runs, rows):
+    store = Store(folder)
+    path = store.path("speed", report.MACHINE)
+    path.parent.mkdir(parents=True)
+    path.write_text(dump(rows))
+    path.with_suffix(".json").write_text(json.dumps({"runs": runs}))
+    return store
+
+
+def test_recordings_of_lost_commits_are_listed(tmp_path):
+    runs = [
+        {"id": "a", "commit": "abcdef1", "dirty": False},
+        {"id": "b", "commit": "abcdef1", "dirty": None},
+        {"id": "c", "commit": "1234567", "dirty": None},
+        {"id": "d"},
+    ]
+    store = recorded(tmp_path, runs, [time(20)])
+    assert list(origins.unknown(store, {"abcdef1" + 33 * "0"})) == [
+        ("speed/nvidia-h200.csv, abcdef1: whether the tree was dirty is not known", False),
+        ("speed/nvidia-h200.csv, 1234567: in no history", True),
+        ("speed/nvidia-h200.csv, no commit: in no history", True),
+    ]
+
+
+def test_the_command_lists_them_and_fails_for_a_lost_commit(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(command, "FIGURES", tmp_path)
+    recorded(tmp_path, [{"commit": "abcdef1", "dirty": None}], [time(20)])
+    monkeypatch.setattr(origins, "history", lambda: {"abcdef1"})
+    assert command.main(["origins"]) == 0 and "is not known" in capsys.readouterr().out
+    monkeypatch.setattr(origins, "history", set)
+    assert command.main(["origins"]) == 1 and "in no history" in capsys.readouterr().out
+
+
+def test_history_has_the_commit_that_is_checked_out():
+    try:
+        head = subprocess.run(
+            ("git", "rev-parse", "HEAD"), capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no git")
+    assert head.stdout.strip() in origins.history()
+
+
+def test_clocks_are_said_in_words():
+    assert provenance.clocks({"clocks": CLOCKS}) == (
+        "SM clock 1095 to 1980 MHz, in the median 1620 MHz in 102 samples of the busy GPU, held "
+        "down by the power cap in 94 of them"
+    )
+    steady = {"SM clock, MHz": [1980.0] * 3, "busy": 2, "held by": {}}
+    assert provenance.clocks({"clocks": steady}) == "SM clock 1980 MHz in 2 samples of the busy GPU"
+    assert "no sample" in provenance.clocks({"clocks": CLOCKS | {"busy": 0}})
+    assert provenance.clocks({}) == "clocks were not sampled"
+
+
+def test_rows_of_few_runs_are_named():
+    rows = [time(20), time(1, 128), time(4, 256, series="fa1-simt"), time(None)]
+    assert (
+        tables.fewer_runs(rows)
+        == "2 of 3 times are of 1 to 4 runs: N=128 to 256, fa1-simt, fa2-simt"
+    )
+    assert tables.fewer_runs([time(1)]) == "1 of 1 times are of 1 run: N=64, fa2-simt"
+    assert tables.fewer_runs([time(5), time(1, metric="memory"), time(1, value=None)]) == ""
+
+
+def test_tables_of_times_say_clocks_and_few_runs_and_others_do_not():
+    store = Store(FIGURES)
+    page = report.tables(report.PAGE.read_text())
+    said = {name for name, body in page.items() if "the busy GPU" in body or "o sample" in body}
+    assert said >= {
+        *("result", "loop_order", "loop_cost", "loop_cost_hopper", "speed", "speed_backward"),
+        *(
+            "speed_fp16",
+            "speed_bf16",
+            "hopper",
+            "fa2_figures",
+            "ladder",
+            "shapes",
+            "ring",
+            "decode",
+        ),
+        *("paged", "crossover", "runtime_memory", "runtime_settings", "runtime_slow", "host_cost"),
+        *("block_size", "block_sparse", "gpt2_table", "memory_hierarchy", "online_softmax"),
+    }
+    others = "rule published claims changed traffic io_vs_seqlen numerics timeline cache memory"
+    assert not said & {*others.split(), "errors", "ring_model"}
+    for name in ("ring", "runtime_memory"):
+        assert "times are of 1 to" in page[name]
+        few = [r for r in store.read(name, report.MACHINE) if r.n is not None and r.n < 5]
+        assert (
+            f"{len([r for r in few if r.metric == 'time' and r.value is not None])} of"
+            in page[name]
+        )
+    assert all(row.n is None for row in store.read("cache", MODEL))
