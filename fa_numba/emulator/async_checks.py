@@ -14,18 +14,7 @@ from __future__ import annotations
 
 from numba.extending import register_jitable
 
-from .checks import (
-    ATOMIC,
-    IN_FLIGHT,
-    LOAD,
-    MANY,
-    NOBODY,
-    READING,
-    SEVERAL,
-    UNWRITTEN,
-    WARP,
-    compiled,
-)
+from .checks import IN_FLIGHT, NOBODY, READING, SEVERAL, UNWRITTEN, WARP, compiled, owned
 
 
 @register_jitable
@@ -57,11 +46,6 @@ def _is_fenced(stamp, fences, warps):
 @compiled
 def before(stamp, known, warps):
     return _before(stamp, known, warps)
-
-
-@compiled
-def is_fenced(stamp, fences, warps):
-    return _is_fenced(stamp, fences, warps)
 
 
 @compiled
@@ -143,17 +127,7 @@ def box_access(kind, rows, width, itemsize, address, block, writers, readers, at
         before = last
     if writers.size:
         for k in range(rows.size):
-            for p in range(rows[k], rows[k] + width):
-                if writers[p] != 0 and writers[p] != block:
-                    return k
-                if kind != ATOMIC and atomics[p] != 0 and atomics[p] != block:
-                    return k
-                if kind != LOAD and readers[p] != 0 and readers[p] != block:
-                    return k
-                if kind == LOAD:
-                    readers[p] = block if readers[p] == 0 or readers[p] == block else MANY
-                elif kind == ATOMIC:
-                    atomics[p] = block if atomics[p] == 0 or atomics[p] == block else MANY
-                else:
-                    writers[p] = block
+            stop = rows[k] + width
+            if not owned(kind, rows[k], stop, block, False, writers, readers, atomics):
+                return k
     return -1

@@ -9,6 +9,7 @@ global memory by who comes after that.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -26,6 +27,7 @@ from .errors import (
     UninitialisedRead,
 )
 from .global_memory import GlobalArray
+from .groups import Site
 from .mbarriers import Mbarrier, Mbarriers, MbarrierTile
 from .shared_memory import SharedArray, SharedBuffer
 
@@ -45,14 +47,15 @@ def box_places(rows: int, itemsize: int) -> np.ndarray:
     return swizzled(byte) // itemsize
 
 
+@dataclass(slots=True, eq=False)
 class BoxLoad:
     """A box on its way to shared memory; `stamp` is when its mbarrier's phase ended."""
 
-    __slots__ = ("buffer", "first", "places", "values", "stamp")
-
-    def __init__(self, dst: SharedArray, first: int, places: np.ndarray, values: np.ndarray):
-        self.buffer, self.first, self.places, self.values = dst.buffer, first, places, values
-        self.stamp = 0
+    buffer: SharedBuffer
+    first: int
+    places: np.ndarray
+    values: np.ndarray
+    stamp: int = 0
 
     def land(self) -> None:
         buffer = self.buffer
@@ -61,16 +64,17 @@ class BoxLoad:
         )
 
 
+@dataclass(slots=True, eq=False)
 class Lent:
     """Elements of shared memory that are read until somebody has waited for it.
 
     `row` of `buffer.reads` says so.
     """
 
-    __slots__ = ("buffer", "row", "first", "places")
-
-    def __init__(self, buffer: SharedBuffer, row: int, first: int, places: np.ndarray) -> None:
-        self.buffer, self.row, self.first, self.places = buffer, row, first, places
+    buffer: SharedBuffer
+    row: int
+    first: int
+    places: np.ndarray
 
     def mark(self, stamp: int) -> None:
         buffer = self.buffer
@@ -79,20 +83,20 @@ class Lent:
         )
 
 
+@dataclass(slots=True, eq=False)
 class BoxStore:
     """A box on its way to global memory, in group `number` of a thread's."""
 
-    __slots__ = (
-        *("lent", "array", "at", "values", "tid", "number", "read", "element", "line", "adds"),
-    )
-
-    def __init__(
-        self, lent: Lent, array: GlobalArray, at: np.ndarray, values: np.ndarray, tid: int,
-        number: int, element: str, line: str, adds: bool,
-    ) -> None:  # fmt: skip
-        self.lent, self.array, self.at, self.values = lent, array, at, values
-        self.tid, self.number, self.read = tid, number, False
-        self.element, self.line, self.adds = element, line, adds
+    lent: Lent
+    array: GlobalArray
+    at: np.ndarray
+    values: np.ndarray
+    tid: int
+    number: int
+    element: str
+    site: Site
+    adds: bool
+    read: bool = False
 
 
 class Boxes(Mbarriers):
@@ -210,7 +214,7 @@ class Boxes(Mbarriers):
         )  # fmt: skip
         if bad >= 0:
             raise self.untouchable(dst, int(first + places[bad]), known, "overwrites")
-        barrier.flying.append(BoxLoad(dst, first, places, values))
+        barrier.flying.append(BoxLoad(buffer, first, places, values))
 
     def store_box(
         self, dst: BoxedArray, place: tuple[Any, ...], src: SharedArray, index: Any,
@@ -238,8 +242,7 @@ class Boxes(Mbarriers):
             lent = self.lend(src, self.warps + self.warpgroups, first, taken, tids, values)
             element = src._element(first)
             number = self._groups_of_boxes.get(tid, 0)
-            line = self.line_of(self.site())
-            box = BoxStore(lent, dst.array, to, values, tid, number, element, line, adds)
+            box = BoxStore(lent, dst.array, to, values, tid, number, element, self.site(), adds)
             self._stores.append(box)
 
     def _stamps(self, array: GlobalArray) -> np.ndarray:
@@ -329,14 +332,11 @@ class Boxes(Mbarriers):
         tids = set(self.group.tids[self.active()].tolist())
         for box in [b for b in self._stores if b.tid in tids]:
             if not box.read:
-                raise SharedHazard(
-                    f"the thread exits while a box from {box.element} on may still be read, which "
-                    "it has not waited for",
-                    block=self.block,
-                    thread=self.place_of(box.tid),
-                    array=box.array.name,
-                    line=box.line,
+                text = (
+                    f"the thread exits while a box from {box.element} on may still be read, which"
                 )
+                text = f"{text} it has not waited for"
+                raise self.fault_at(SharedHazard, text, box.tid, box.site, box.array.name)
             self._write_box(box)
             self._stores.remove(box)
 
@@ -345,13 +345,9 @@ class Boxes(Mbarriers):
         for barrier in self._mbarriers.values():
             for copy in (*barrier.arrived, *barrier.flying):
                 p = int(copy.first + copy.places[0])
-                site = self.sites[copy.buffer.sites[0, p]]
-                raise SharedHazard(
-                    f"the block ends with a box on its way that {barrier.name} counts",
-                    block=self.block,
-                    thread=self.place_of(int(copy.buffer.copiers[0, p])),
-                    line=self.line_of(site),
-                )
+                tid, site = copy.buffer.copiers[0, p], self.sites[copy.buffer.sites[0, p]]
+                text = f"the block ends with a box on its way that {barrier.name} counts"
+                raise self.fault_at(SharedHazard, text, int(tid), site)
 
 
 def _index_of(array: GlobalArray, place: int) -> list[int]:
@@ -366,6 +362,3 @@ def _index_of(array: GlobalArray, place: int) -> list[int]:
 def _signed(value: int) -> int:
     """As the 32 bits that the instruction takes."""
     return (value + HALF_WAY) % (2 * HALF_WAY) - HALF_WAY
-
-
-__all__ = ["Boxes", "Lent", "swizzled"]

@@ -226,6 +226,25 @@ def outside(index, extent, mask):
     return -1
 
 
+@register_jitable
+def owned(kind, start, stop, block, several, writers, readers, atomics):
+    """Note that a block touches elements from `start` to `stop`; whether it may touch all."""
+    for p in range(start, stop):
+        if writers[p] != 0 and writers[p] != block:
+            return False
+        if kind != ATOMIC and atomics[p] != 0 and (several or atomics[p] != block):
+            return False
+        if kind != LOAD and readers[p] != 0 and readers[p] != block:
+            return False
+        if kind == LOAD:
+            readers[p] = block if readers[p] == 0 or readers[p] == block else MANY
+        elif kind == STORE:
+            writers[p] = block
+        else:
+            atomics[p] = block if atomics[p] == 0 or atomics[p] == block else MANY
+    return True
+
+
 @compiled
 def global_access(
     kind, e, width, valid, itemsize, address, beside, mask, tids, first, several, writers, readers,
@@ -264,22 +283,9 @@ def global_access(
             stats[SECTORS] += found
     if writers.size:
         for k in range(count):
-            if not mask[k]:
-                continue
-            block = first + (tids[k] >> SHIFT)
-            for p in range(e[k], e[k] + valid[k]):
-                if writers[p] != 0 and writers[p] != block:
-                    return k
-                if kind != ATOMIC and atomics[p] != 0 and (several or atomics[p] != block):
-                    return k
-                if kind != LOAD and readers[p] != 0 and readers[p] != block:
-                    return k
-                if kind == LOAD:
-                    readers[p] = block if readers[p] == 0 or readers[p] == block else MANY
-                elif kind == STORE:
-                    writers[p] = block
-                else:
-                    atomics[p] = block if atomics[p] == 0 or atomics[p] == block else MANY
+            block, stop = first + (tids[k] >> SHIFT), e[k] + valid[k]
+            if mask[k] and not owned(kind, e[k], stop, block, several, writers, readers, atomics):
+                return k
     return -1
 
 

@@ -129,13 +129,14 @@ class Context(Active):
     ) -> EmulatorError:
         """An error of `kind` at the current line, in the first lane or another, to be raised."""
         lane = self.first_lane() if lane is None else lane
-        return kind(
-            text,
-            block=self.block,
-            thread=self.place_of(int(self.group.tids[lane])),
-            array=array,
-            line=self.line_of(self.site()),
-        )
+        return self.fault_at(kind, text, int(self.group.tids[lane]), self.site(), array)
+
+    def fault_at(
+        self, kind: type[EmulatorError], text: str, tid: int, site: Site, array: str | None = None
+    ) -> EmulatorError:
+        """The same of a thread, at the line of an instruction."""
+        place = {"block": self.block, "thread": self.place_of(tid)}
+        return kind(text, **place, array=array, line=self.line_of(site))
 
     def outside(self, name: str, shape: tuple[int, ...], index: Any, lane: int) -> EmulatorError:
         """The error for an index past an array's shape, to be raised by the caller."""
@@ -377,6 +378,3 @@ def current() -> Any:
     if not running.contexts:
         raise RuntimeError("no kernel is running on the emulator")
     return running.contexts[-1]
-
-
-__all__ = ["Context", "current", "running"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import numpy as np
 
@@ -44,12 +45,7 @@ class Traffic:
     conflicts: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            self.requests + other.requests,
-            self.sectors + other.sectors,
-            self.wavefronts + other.wavefronts,
-            self.conflicts + other.conflicts,
-        )
+        return Traffic(*map(operator.add, astuple(self), astuple(other)))
 
 
 @dataclass
@@ -72,11 +68,8 @@ class Counts:
 
     def merge(self, other: Counts) -> Counts:
         """Add `other` to this one, in place; returns self."""
-        self.loads.update(other.loads)
-        self.stores.update(other.stores)
-        self.load_bytes.update(other.load_bytes)
-        self.store_bytes.update(other.store_bytes)
-        self.instructions.update(other.instructions)
+        for name in ("loads", "stores", "load_bytes", "store_bytes", "instructions"):
+            getattr(self, name).update(getattr(other, name))
         for access, traffic in other.traffic.items():
             self.traffic[access] = self.traffic.get(access, Traffic()) + traffic
         return self

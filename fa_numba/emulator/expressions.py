@@ -5,16 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 
-from .syntax import (
-    BITWISE,
-    OPERATORS,
-    TRUTHS,
-    call,
-    class_is,
-    is_pure,
-    method,
-    runtime,
-)
+from .syntax import BITWISE, OPERATORS, TRUTHS, call, class_is, is_pure, method, runtime
 
 
 class Expressions(ast.NodeTransformer):
@@ -92,6 +83,7 @@ class Expressions(ast.NodeTransformer):
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
         conjunction = isinstance(node.op, ast.And)
+        joined = "both" if conjunction else "any"
         made = self.visit(node.values[0])
         for value in node.values[1:]:
             pure, right = is_pure(value), self.visit(value)
@@ -99,12 +91,11 @@ class Expressions(ast.NodeTransformer):
             first = ast.NamedExpr(runtime(name, True), made)
             plain = ast.BoolOp(node.op, [runtime(name), right])
             if pure:
-                lanes: ast.expr = call("both" if conjunction else "any", runtime(name), right)
+                lanes: ast.expr = call(joined, runtime(name), right)
             else:
-                open_, shut = ("only", "both") if conjunction else ("unless", "any")
                 lanes = ast.IfExp(
-                    method(runtime("C"), open_, runtime(name)),
-                    method(runtime("C"), f"then_{shut}", runtime(name), right),
+                    method(runtime("C"), "only" if conjunction else "unless", runtime(name)),
+                    method(runtime("C"), "then", runtime(joined), runtime(name), right),
                     method(runtime("C"), "then_none", runtime(name)),
                 )
             made = ast.IfExp(class_is(first, "array", True), plain, lanes)

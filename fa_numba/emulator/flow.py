@@ -7,12 +7,12 @@ loop or function that they left ends. A rewritten function calls what stands her
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from .lanes import Mask, any_, array, both, either, merge, nobody, truth, undefined, without
+from .lanes import Mask, array, either, merge, nobody, truth, undefined
 
 
 class Split:
@@ -137,13 +137,10 @@ class Flow:
             self.mask = here
         return bool(count)
 
-    def then_both(self, condition: np.ndarray, value: Any) -> Any:
+    def then(self, joined: Callable[..., Any], condition: np.ndarray, value: Any) -> Any:
+        """The condition and the other side `joined`, for all lanes again."""
         self.mask = self._outer.pop()
-        return both(condition, value)
-
-    def then_any(self, condition: np.ndarray, value: Any) -> Any:
-        self.mask = self._outer.pop()
-        return any_(condition, value)
+        return joined(condition, value)
 
     def then_none(self, condition: np.ndarray) -> Any:
         """Nobody had use for the other side."""
@@ -155,6 +152,3 @@ class Flow:
         if one is undefined or other is undefined:
             return other if one is undefined else one
         return merge(truth(condition), other, one)
-
-
-__all__ = ["Flow", "Jump", "Split", "without"]

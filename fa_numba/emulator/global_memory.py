@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -103,8 +104,6 @@ class GlobalArray:
     def __setitem__(self, index: Any, value: Any) -> None:
         if index.__class__ is not tuple:
             index = (index,)
-        if len(index) != self.ndim:
-            raise TypeError(f"{self.name} has {self.ndim} dimensions, stored to with {index!r}")
         places = self._access(STORE, self._at(index), 1, 1, index)
         self._put(places, (value,))
 
@@ -162,7 +161,7 @@ class GlobalArray:
         """
         ctx, n = self.ctx, len(values)
         if not ctx.several:
-            self.atomic(index, _plus, *values, n=n)
+            self.atomic(index, operator.add, *values, n=n)
             return
         if self.dtype != np.float32 or not self._memory.flags.writeable:
             raise OneByOne
@@ -240,11 +239,12 @@ class GlobalArray:
 
     # ---- places
 
-    def _at(self, index: tuple[Any, ...]) -> Any:
+    def _at(self, index: tuple[Any, ...], whole: bool = True) -> Any:
+        """Where an element is, or the first one of a part with an index of its first axes."""
         e = self._offset
-        if len(index) != self.ndim:
+        if len(index) > self.ndim or (whole and len(index) < self.ndim):
             raise TypeError(f"{self.name} has {self.ndim} dimensions, indexed with {index!r}")
-        for i, n, step in zip(index, self.shape, self._steps, strict=True):
+        for i, n, step in zip(index, self.shape, self._steps, strict=False):
             lane = self.ctx.first_outside(i, n)
             if lane >= 0:
                 raise self._outside(index, lane)
@@ -320,8 +320,6 @@ class GlobalArray:
     def _vector(self, index: Any, n: int, valid: Any) -> Any:
         if index.__class__ is not tuple:
             index = (index,)
-        if len(index) != self.ndim:
-            raise TypeError(f"{self.name} has {self.ndim} dimensions, indexed with {index!r}")
         e = self._at(index)
         ctx = self.ctx
         lane = ctx.first_outside(index[-1] + (valid - 1), self.shape[-1])
@@ -341,15 +339,7 @@ class GlobalArray:
     # ---- views
 
     def _view(self, index: tuple[Any, ...]) -> GlobalArray:
-        rank = len(index)
-        if rank > self.ndim:
-            raise TypeError(f"{self.name} has {self.ndim} dimensions, indexed with {index!r}")
-        e = self._offset
-        for i, n, step in zip(index, self.shape, self._steps, strict=False):
-            lane = self.ctx.first_outside(i, n)
-            if lane >= 0:
-                raise self._outside(index, lane)
-            e = e + i * step
+        e, rank = self._at(index, whole=False), len(index)
         return self._part(self.shape[rank:], self.strides[rank:], self._steps[rank:], e)
 
     def _slice(self, rows: slice) -> GlobalArray:
@@ -384,10 +374,6 @@ class GlobalArray:
 
     def _outside(self, index: tuple[Any, ...], lane: int) -> EmulatorError:
         return self.ctx.outside(self.name, self.shape, index, lane)
-
-
-def _plus(old: Any, value: Any) -> Any:
-    return old + value
 
 
 def _owner(values: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ run.py. Which warps and lanes a group has does not change while a block runs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -125,24 +126,19 @@ class Group:
         return flat if self.whole else flat[self.slot]
 
 
+@dataclass(slots=True, eq=False)
 class Copy:
     """An asynchronous copy of every lane in `pending`, in its group of copies `number`."""
 
-    __slots__ = ("dst", "e", "n", "read", "pending", "number")
-
-    def __init__(
-        self,
-        dst: Any,
-        e: np.ndarray,
-        n: int,
-        read: Callable[[np.ndarray], np.ndarray],
-        pending: np.ndarray,
-        number: np.ndarray,
-    ) -> None:
-        self.dst, self.e, self.n, self.read = dst, e, n, read
-        self.pending, self.number = pending, number
+    dst: Any
+    e: np.ndarray
+    n: int
+    read: Callable[[np.ndarray], np.ndarray]
+    pending: np.ndarray
+    number: np.ndarray
 
 
+@dataclass(slots=True, eq=False)
 class NamedBarrier:
     """A named barrier of `threads` threads from its first arrival until it opens.
 
@@ -150,25 +146,21 @@ class NamedBarrier:
     threads of those that came knew beyond that (mbarriers.py).
     """
 
-    __slots__ = ("threads", "site", "arrived", "synced", "waiting", "seen", "opened", "known")
+    threads: int
+    site: Site
+    seen: np.ndarray
+    arrived: list[int] = field(default_factory=list)
+    synced: list[int] = field(default_factory=list)  # those of them that wait
+    waiting: list[Group] = field(default_factory=list)
+    opened: bool = False
+    known: np.ndarray | None = None
 
-    def __init__(self, threads: int, site: Site, seen: np.ndarray) -> None:
-        self.threads, self.site, self.seen = threads, site, seen
-        self.arrived: list[int] = []
-        self.synced: list[int] = []  # those of them that wait
-        self.waiting: list[Group] = []
-        self.opened = False
-        self.known: np.ndarray | None = None
 
-
+@dataclass(slots=True, eq=False)
 class Meeting:
     """Lanes of a warp, in several groups, that come to one collective."""
 
-    __slots__ = ("mask", "lanes", "values", "groups", "results")
-
-    def __init__(self, mask: int) -> None:
-        self.mask = mask
-        self.lanes = np.zeros(WARP, bool)
-        self.values: list[np.ndarray] = []
-        self.groups: list[Group] = []
-        self.results: Any = None
+    lanes: np.ndarray = field(default_factory=lambda: np.zeros(WARP, bool))
+    values: list[np.ndarray] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    results: Any = None

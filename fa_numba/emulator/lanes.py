@@ -7,6 +7,7 @@ int64, uint64 (of `uint64` alone) or bool. Arrays are never changed once made.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -142,31 +143,25 @@ def each_pair(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return of_lanes
 
 
-def minimum(*values: Any) -> Any:
-    """Python's min of numbers: the first of those that no other is less than."""
-    if len(values) == 1:
-        values = tuple(values[0])
-    best = values[0]
-    for value in values[1:]:
-        less = value < best
-        if less.__class__ is array:
-            best = np.where(less, value, best)
-        elif less:
-            best = value
-    return best
+def _extreme(beyond: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """Python's min or max of numbers: the first of those that no other is beyond."""
+
+    def of_lanes(*values: Any) -> Any:
+        if len(values) == 1:
+            values = tuple(values[0])
+        best = values[0]
+        for value in values[1:]:
+            further = beyond(value, best)
+            if further.__class__ is array:
+                best = np.where(further, value, best)
+            elif further:
+                best = value
+        return best
+
+    return of_lanes
 
 
-def maximum(*values: Any) -> Any:
-    if len(values) == 1:
-        values = tuple(values[0])
-    best = values[0]
-    for value in values[1:]:
-        more = value > best
-        if more.__class__ is array:
-            best = np.where(more, value, best)
-        elif more:
-            best = value
-    return best
+minimum, maximum = _extreme(operator.lt), _extreme(operator.gt)
 
 
 def to_int(value: Any) -> Any:
@@ -194,10 +189,6 @@ def to_round(value: Any, *digits: Any) -> Any:
     return (each_pair if digits else each)(round)(value, *digits)
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, np.generic))
-
-
 def divides(operation: Callable[[Any, Any], Any], name: str) -> Callable[..., Any]:
     """An operation that Python refuses for a divisor of 0."""
 
@@ -213,9 +204,9 @@ def divides(operation: Callable[[Any, Any], Any], name: str) -> Callable[..., An
     return of_lanes
 
 
-divide = divides(lambda a, b: a / b, "division by zero")
-floor_divide = divides(lambda a, b: a // b, "integer division or modulo by zero")
-modulo = divides(lambda a, b: a % b, "integer modulo by zero")
+divide = divides(operator.truediv, "division by zero")
+floor_divide = divides(operator.floordiv, "integer division or modulo by zero")
+modulo = divides(operator.mod, "integer modulo by zero")
 
 
 def power(a: Any, b: Any) -> Any:

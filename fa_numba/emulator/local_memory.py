@@ -30,19 +30,9 @@ class LocalArray:
     """
 
     __slots__ = (
-        "shape",
-        "dtype",
-        "data",
-        "single",
-        "convert",
-        "ctx",
-        "site",
-        "partial",
-        "waiting",
-        "waiting_for",
-        "summed",
-        "flying",
-    )
+        "shape", "dtype", "data", "single", "convert", "ctx", "site", "partial", "waiting",
+        "waiting_for", "summed", "flying",
+    )  # fmt: skip
 
     def __init__(
         self, ctx: Context, site: tuple[int, int], shape: tuple[int, ...], dtype: np.dtype

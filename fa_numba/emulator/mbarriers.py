@@ -8,7 +8,7 @@ import numpy as np
 
 from .checks import SEVERAL, STAMP
 from .errors import BarrierMisuse, Deadlock, EmulatorError, MissingFence
-from .groups import AT_MBARRIER, READY, WARP, Group, Parting, Site
+from .groups import AT_MBARRIER, READY, WARP, Group, Parting
 from .knowledge import ALWAYS, Knowledge, warps_of
 from .shared_memory import SharedArray
 
@@ -284,10 +284,5 @@ class Mbarriers(Knowledge):
             return super()._stalled()
         text = "; ".join(dict.fromkeys(str(g.value) for g in waiting))
         g = waiting[0]
-        site: Site = g.site
-        return Deadlock(
-            f"{text}: {self._waiters()}",
-            block=self.block,
-            thread=self.place_of(int(g.tids[np.flatnonzero(~g.exited)[0]])),
-            line=self.line_of(site),
-        )
+        tid = int(g.tids[np.argmin(g.exited)])
+        return self.fault_at(Deadlock, f"{text}: {self._waiters()}", tid, g.site)

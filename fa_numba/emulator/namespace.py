@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numba
 import numpy as np
@@ -13,10 +15,7 @@ import numpy as np
 from .conversions import wrapped
 from .errors import UninitialisedRead
 from .groups import FULL, WARP
-from .lanes import each, each_pair, to_bool, to_float
-
-if TYPE_CHECKING:
-    from .context import Context
+from .lanes import each, each_pair, to_bool, to_float, to_int
 
 # float32(x) is a plain float: arithmetic is double between stores.
 CASTS: dict[str, Callable[[Any], Any]] = {
@@ -28,27 +27,10 @@ def float32(value: Any) -> Any:
     return value if value.__class__ is float else to_float(value)
 
 
-def float64(value: Any) -> Any:
-    return to_float(value)
-
-
-def float16(value: Any) -> Any:
-    return to_float(value)
-
-
-def boolean(value: Any) -> Any:
-    return to_bool(value)
-
-
+CASTS |= {"float32": float32, "float64": partial(to_float)}
+CASTS |= {"float16": partial(to_float), "bool": partial(to_bool)}
 _DTYPES: dict[Any, np.dtype] = {cast: np.dtype(name) for name, cast in CASTS.items()}
-CASTS |= {"float32": float32, "float64": float64, "float16": float16, "bool": boolean}
-_DTYPES |= {
-    float32: np.dtype("float32"),
-    float: np.dtype("float32"),
-    float64: np.dtype("float64"),
-    float16: np.dtype("float16"),
-    boolean: np.dtype("bool"),
-}
+_DTYPES[float] = np.dtype("float32")
 
 
 def element_type(dtype: Any) -> np.dtype:
@@ -68,24 +50,9 @@ class Dim3:
         self.x, self.y, self.z = x, y, z
 
 
-class SharedSpace:
-    """`cuda.shared`"""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-
-    def array(self, shape: Any, dtype: Any, alignment: int | None = None) -> Any:
-        return self._context.static_array(shape, dtype)
-
-
-class LocalSpace:
-    """`cuda.local`"""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-
-    def array(self, shape: Any, dtype: Any, alignment: int | None = None) -> Any:
-        return self._context.local_array(shape, dtype)
+def _space(make: Callable[[Any, Any], Any]) -> SimpleNamespace:
+    """`cuda.shared` or `cuda.local`"""
+    return SimpleNamespace(array=lambda shape, dtype, alignment=None: make(shape, dtype))
 
 
 class Atomics:
@@ -121,18 +88,18 @@ class Atomics:
         return old
 
 
-def fmax(a: Any, b: Any) -> Any:
-    """The larger; of a number and a NaN the number, as on the GPU."""
-    if a.__class__ is np.ndarray or b.__class__ is np.ndarray:
-        return np.where((a != a) | (b > a), b, a)
-    return b if a != a or b > a else a
+def _extreme(beyond: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The larger or the smaller; of a number and a NaN the number, as on the GPU."""
+
+    def of_lanes(a: Any, b: Any) -> Any:
+        if a.__class__ is np.ndarray or b.__class__ is np.ndarray:
+            return np.where((a != a) | beyond(b, a), b, a)
+        return b if a != a or beyond(b, a) else a
+
+    return of_lanes
 
 
-def fmin(a: Any, b: Any) -> Any:
-    """The smaller; of a number and a NaN the number, as on the GPU."""
-    if a.__class__ is np.ndarray or b.__class__ is np.ndarray:
-        return np.where((a != a) | (b < a), b, a)
-    return b if a != a or b < a else a
+fmax, fmin = _extreme(operator.gt), _extreme(operator.lt)
 
 
 def fma(a: Any, b: Any, c: Any) -> Any:
@@ -252,7 +219,7 @@ class Namespace:
         self.threadIdx, self.blockIdx = Dim3(0, 0, 0), Dim3(0, 0, 0)
         self.blockDim, self.gridDim = Dim3(*context.block_shape), Dim3(*context.grid)
         self.laneid: Any = 0
-        self.shared, self.local = SharedSpace(context), LocalSpace(context)
+        self.shared, self.local = _space(context.static_array), _space(context.local_array)
         self.atomic, self.libdevice = Atomics(context), LIBDEVICE
 
     def grid(self, ndim: int) -> Any:
@@ -294,7 +261,7 @@ class Namespace:
     # ---- warp collectives; they do not order memory
 
     def shfl_sync(self, mask: int, value: Any, src_lane: Any) -> Any:
-        return self._shuffle("shfl_sync", mask, value, to_integer(src_lane) % WARP)
+        return self._shuffle("shfl_sync", mask, value, to_int(src_lane) % WARP)
 
     def shfl_xor_sync(self, mask: int, value: Any, lane_mask: Any) -> Any:
         context = self._context
@@ -303,16 +270,16 @@ class Namespace:
             context.instruction("shuffle")  # nobody waits, and every lane is there
             context._stale = 0
             return value[context.group.crossed(lane_mask)]
-        return self._shuffle("shfl_xor_sync", mask, value, self.laneid ^ to_integer(lane_mask))
+        return self._shuffle("shfl_xor_sync", mask, value, self.laneid ^ to_int(lane_mask))
 
     def shfl_up_sync(self, mask: int, value: Any, delta: Any) -> Any:
         lane = self.laneid
-        source = lane - to_integer(delta)
+        source = lane - to_int(delta)
         return self._shuffle("shfl_up_sync", mask, value, np.where(source >= 0, source, lane))
 
     def shfl_down_sync(self, mask: int, value: Any, delta: Any) -> Any:
         lane = self.laneid
-        source = lane + to_integer(delta)
+        source = lane + to_int(delta)
         return self._shuffle("shfl_down_sync", mask, value, np.where(source < WARP, source, lane))
 
     def _shuffle(self, operation: str, mask: int, value: Any, source: Any) -> Any:
@@ -372,21 +339,3 @@ class Namespace:
         group = self._context.group
         bits = group.in_warps(group.alive(), False) * (1 << np.arange(WARP, dtype=np.int64))
         return group.of_warps(np.repeat(bits.sum(1)[:, None], WARP, 1))
-
-    # ---- integers
-
-    @staticmethod
-    def popc(value: Any) -> Any:
-        if value.__class__ is np.ndarray:
-            return np.bitwise_count(value.astype(np.uint64)).astype(np.int64)
-        return (value & (1 << 64) - 1).bit_count()
-
-    @staticmethod
-    def selp(condition: Any, a: Any, b: Any) -> Any:
-        if condition.__class__ is np.ndarray:
-            return np.where(condition, a, b)
-        return a if condition else b
-
-
-def to_integer(value: Any) -> Any:
-    return value.astype(np.int64) if value.__class__ is np.ndarray else int(value)

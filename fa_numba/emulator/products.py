@@ -6,6 +6,7 @@ own. What touches them before `wait_products` is a hazard.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -62,18 +63,19 @@ def _summed(C: np.ndarray, A: np.ndarray, B: np.ndarray) -> np.ndarray:
     return C
 
 
+@dataclass(slots=True, eq=False)
 class Product:
     """A product on its way: its warpgroup, the lanes of it, what it reads and writes, and where."""
 
-    __slots__ = ("warpgroup", "lanes", "C", "A", "lent", "site", "ctx", "registers", "ended")
-
-    def __init__(
-        self, ctx: Products, warpgroup: int, lanes: np.ndarray, C: LocalArray,
-        A: LocalArray | None, lent: list[Lent], site: Site, registers: int,
-    ) -> None:  # fmt: skip
-        self.ctx, self.warpgroup, self.lanes = ctx, warpgroup, lanes
-        self.C, self.A, self.lent, self.site, self.registers = C, A, lent, site, registers
-        self.ended = False  # but C was not waited for
+    ctx: Products
+    warpgroup: int
+    lanes: np.ndarray
+    C: LocalArray
+    A: LocalArray | None
+    lent: list[Lent]
+    site: Site
+    registers: int
+    ended: bool = False  # but C was not waited for
 
     def require_free(self, array: LocalArray, writes: bool) -> None:
         """Raise if lanes that take part may not touch a register now."""
@@ -300,11 +302,5 @@ class Products(Boxes):
         super()._exit()
         for number in np.unique(self.group.tids[self.active()] // WARPGROUP).tolist():
             for product in self._products.get(number, []):
-                text = "the thread exits with a product on its way"
-                raise RegisterHazard(
-                    text,
-                    block=self.block,
-                    thread=self.place_of(number * WARPGROUP),
-                    array=product.C.name,
-                    line=self.line_of(product.site),
-                )
+                text, tid = "the thread exits with a product on its way", number * WARPGROUP
+                raise self.fault_at(RegisterHazard, text, tid, product.site, product.C.name)

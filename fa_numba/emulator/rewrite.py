@@ -95,6 +95,13 @@ class _Unsupported(Exception):
     pass
 
 
+def _refused(what: str) -> Any:
+    def visit(self: Any, node: ast.AST) -> ast.AST:
+        raise _Unsupported(what)
+
+    return visit
+
+
 class _Function(Expressions):
     """Rewrites one function."""
 
@@ -176,23 +183,13 @@ class _Function(Expressions):
         self.depth -= 1
         return made
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        raise _Unsupported("a function within")
+    visit_FunctionDef = _refused("a function within")
+    visit_Try, visit_With = _refused("a try statement"), _refused("a with statement")
+    visit_NamedExpr = _refused("an assignment within an expression")
+    visit_Yield = _refused("a generator")
 
     def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
         return node
-
-    def visit_Try(self, node: ast.Try) -> ast.AST:
-        raise _Unsupported("a try statement")
-
-    def visit_With(self, node: ast.With) -> ast.AST:
-        raise _Unsupported("a with statement")
-
-    def visit_NamedExpr(self, node: ast.NamedExpr) -> ast.AST:
-        raise _Unsupported("an assignment within an expression")
-
-    def visit_Yield(self, node: ast.Yield) -> ast.AST:
-        raise _Unsupported("a generator")
 
     def visit_Assign(self, node: ast.Assign) -> list[ast.stmt]:
         value = self.visit(node.value)

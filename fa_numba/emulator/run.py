@@ -233,14 +233,9 @@ class Launch(Products):
                     raise OneByOne
                 lane = int(lanes[0])
                 p = copy.dst.first + int(copy.e[lane])
-                site = self.sites[copy.dst.buffer.sites[0, p]]
-                raise SharedHazard(
-                    f"the thread exits with a copy into {copy.dst._element(p)} in flight",
-                    block=self.block,
-                    thread=self.place_of(int(self.group.tids[lane])),
-                    array=copy.dst.name,
-                    line=self.line_of(site),
-                )
+                site, tid = self.sites[copy.dst.buffer.sites[0, p]], int(self.group.tids[lane])
+                text = f"the thread exits with a copy into {copy.dst._element(p)} in flight"
+                raise self.fault_at(SharedHazard, text, tid, site, copy.dst.name)
         super()._exit()
 
     def _place(self, error: Exception) -> None:

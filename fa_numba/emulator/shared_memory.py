@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import checks
-from .checks import IN_FLIGHT, NOBODY, READING, SEVERAL, STAMP, UNWRITTEN
+from .checks import IN_FLIGHT, READING, SEVERAL, UNWRITTEN
 from .conversions import converter
 from .errors import EmulatorError, Misaligned, SharedHazard, UninitialisedRead
-from .groups import WARP, Copy, OneByOne
+from .groups import Copy, OneByOne
 
 if TYPE_CHECKING:
     from .context import Context
@@ -426,6 +426,3 @@ class SharedArrays:
                 found[key] = (part, lanes if known is None else lanes | known[1])
         parts = list(found.values())
         return parts[0][0] if len(parts) == 1 else SharedArrays(ctx, parts)
-
-
-__all__ = ["NOBODY", "SEVERAL", "STAMP", "WARP", "SharedArray", "SharedBuffer"]

@@ -206,7 +206,7 @@ class Waiting(Context):
                 found.append(None)
                 continue
             key = (operation, mask, site, warp)
-            meeting = self._meetings.setdefault(key, Meeting(mask))
+            meeting = self._meetings.setdefault(key, Meeting())
             if not meeting.values:
                 meeting.values = [np.zeros(WARP, a.dtype) for a in arrays]
             meeting.lanes |= here[n]
@@ -404,13 +404,8 @@ class Waiting(Context):
         else:
             g, kind = in_warp[0], Deadlock
             text = f"lanes wait for one another in {g.operation} with different masks"
-        lanes = np.flatnonzero(~g.exited)
-        return kind(
-            f"{text}: {self._waiters()}",
-            block=self.block,
-            thread=self.place_of(int(g.tids[lanes[0] if lanes.size else 0])),
-            line=self.line_of(g.site),
-        )
+        tid = int(g.tids[np.argmin(g.exited)])  # the first that has not returned
+        return self.fault_at(kind, f"{text}: {self._waiters()}", tid, g.site)
 
     def _deserted(self, group: Group) -> bool:
         """Whether a lane that `group` waits for in a warp collective is somewhere else."""
