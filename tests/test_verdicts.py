@@ -341,12 +341,9 @@ def test_a_question_is_open_without_rows_and_follows_them_with(question):
 def test_rows_are_found_by_their_fields():
     rows = [row(value=1.0), row("fa1-simt", 3.0), row(value=None, metric="speed"), row(metric="x")]
     evidence = Evidence(rows)
-    assert evidence.value("some", series="fa2-simt", metric="time") == 1.0
     assert evidence.rows("some", series=("fa1-simt", "fa2-simt"), metric="time") == rows[:2]
     with pytest.raises(MissingRows, match="some: no rows with .*speed"):
         evidence.rows("some", metric="speed")
-    with pytest.raises(LookupError, match="2 rows"):
-        evidence.value("some", metric="time")
     with pytest.raises(MissingRows):
         evidence.rows("another")
 
@@ -390,7 +387,7 @@ def test_a_span_is_its_ends():
 def asked(**more):
     common = {"key": "C0", "name": "C0", "words": "it is fast", "source": "there", "there": "A100",
               "here": "H200", "kind": "ratio", "trend": "words", "form": "g", "before": REFUTED,
-              "why": {TREND: "a newer GPU"}}  # fmt: skip
+              "why_trend": "a newer GPU", "why_refuted": "", "beside": {}}  # fmt: skip
     return Question(**common | more)
 
 

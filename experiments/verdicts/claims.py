@@ -13,19 +13,9 @@ from fa_numba import io_model
 from fa_numba.problem import Problem
 
 from .evidence import Quantity, rows
-from .published import (
-    AT,
-    DRAM,
-    EXPONENTS,
-    MEMORIES,
-    MODEL,
-    SOFTMAXES,
-    TIMES,
-    memory,
-    softmax_over_online,
-    speed,
-    training,
-)
+from .published import AT, DRAM, EXPONENTS, MEMORIES, MODEL, SOFTMAXES, TIMES
+
+from .published import memory, softmax_over_online, speed, training  # isort: skip
 from .questions import Pair, Pairs, declared, table
 from .rule import Bounds
 

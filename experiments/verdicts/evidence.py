@@ -41,16 +41,6 @@ class Evidence:
             raise MissingRows(f"{experiment}: no rows with {fields}")
         return found
 
-    def value(self, experiment: str, **fields: Any) -> float:
-        """The value of the one row with these fields.
-
-        Raises MissingRows without one, LookupError for several values.
-        """
-        found = self.rows(experiment, **fields)
-        if len({row.value for row in found}) > 1:
-            raise LookupError(f"{experiment}: {len(found)} rows with {fields}")
-        return found[0].number
-
 
 def _fits(value: Any, wanted: Any) -> bool:
     return value in wanted if isinstance(wanted, tuple) else bool(value == wanted)

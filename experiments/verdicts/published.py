@@ -45,19 +45,6 @@ def step(series: str, *names: str) -> Quantity:
                 place=names)  # fmt: skip
 
 
-def standard_over_fa1(metric: str, **fields: Any) -> Pair:
-    """Of Fig. 2 left; standard is torch's where it is timed."""
-    theirs = partial(of_fa1, item="Fig. 2 left")
-    name, series = {
-        "traffic": ("hbm_accesses", "standard-mma"),
-        "time": ("runtime", "torch-unfused"),
-    }[metric]
-    return (
-        layer(series, metric=metric, **fields) / layer("fa1-mma", metric=metric, **fields),
-        theirs(method="Standard", metric=name) / theirs(method="FlashAttention", metric=name),
-    )
-
-
 def training(series: str, name: str, metric: str, *by: str, **fields: Any) -> Quantity:
     return rows("runtime_memory", *by, "seqlen_q", series=series, place=name, metric=metric,
                 source="measured", value=runtime_memory.shown, **fields)  # fmt: skip
@@ -92,11 +79,6 @@ def over_memory(series: str) -> Quantity:
                 seqlen_q=io_vs_sram.SEQLEN, causal=False, head_dim=io_vs_sram.HEAD_DIM)  # fmt: skip
 
 
-def optimal(M: int) -> Bounds:
-    """Square blocks over FA-1: Theorem 3.1."""
-    return Bounds(0, 1) if M < io_vs_sram.HEAD_DIM**2 else Bounds(1, float("inf"))
-
-
 LINE_1 = "fa1-simt-rule"  # K/V outer with the tiles of Algorithm 1's line 1
 MODEL: dict[str, Any] = {"source": "model", "unit": "elements", "causal": False}
 EXPONENTS: Pairs = {
@@ -109,6 +91,8 @@ EXPONENTS: Pairs = {
 NO_MASK = (*(f"{share} % of blocks" for share in range(10, 100, 10)), "no mask")
 STEPS = ("Matmul QK^T", "Mask", "Softmax", "Dropout", "Matmul PV")
 UNFUSED = step(unfused_steps.THEIRS, *unfused_steps.STEPS)
+FIGURE_2 = partial(of_fa1, item="Fig. 2 left")
+accessed = partial(layer, source="model", metric="traffic", pass_=("fwd", "bwd"))
 FIGURE_1 = partial(of_fa1, item="Fig. 1 right")
 PAIRS: dict[str, Pairs] = {
     "fa1-fig1-left": {
@@ -130,12 +114,15 @@ PAIRS: dict[str, Pairs] = {
         )
         for label, series in (("FA-1", "fa1-mma"), ("FA-2", "fa2-mma"))
     },
-    "fa1-fig2-left-accesses": {
-        "standard / FA-1": standard_over_fa1("traffic", source="model", pass_=("fwd", "bwd"))
-    },
-    "fa1-fig2-left-runtime": {
-        "torch's unfused / FA-1": standard_over_fa1("time", pass_="fwd+bwd")
-    },
+    "fa1-fig2-left-accesses": {"standard / FA-1": (
+        accessed("standard-mma") / accessed("fa1-mma"),
+        FIGURE_2(method="Standard", metric="hbm_accesses")
+        / FIGURE_2(method="FlashAttention", metric="hbm_accesses"))},
+    "fa1-fig2-left-runtime": {"torch's unfused / FA-1": (
+        layer("torch-unfused", metric="time", pass_="fwd+bwd")
+        / layer("fa1-mma", metric="time", pass_="fwd+bwd"),
+        FIGURE_2(method="Standard", metric="runtime")
+        / FIGURE_2(method="FlashAttention", metric="runtime"))},
     "fa1-fig2-middle-accesses": {
         "GB at 2 bytes": (
             over_bc("fa1-simt", "float32", source="model", unit="elements",
@@ -171,7 +158,8 @@ PAIRS: dict[str, Pairs] = {
     "fa1-theorems": EXPONENTS,
     "saha-ye": {
         "square blocks / FA-1 at each M": (
-            over_memory(io_vs_sram.BLOCKED) / over_memory(LINE_1), optimal,
+            over_memory(io_vs_sram.BLOCKED) / over_memory(LINE_1),
+            lambda M: Bounds(0, 1) if M < io_vs_sram.HEAD_DIM**2 else Bounds(1, float("inf")),
         )
     },
 }  # fmt: skip

@@ -5,9 +5,8 @@ quantities. Each has a row on the page.
 from __future__ import annotations
 
 import csv
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.lab.tables import Across, Table, markdown
@@ -19,14 +18,6 @@ from .rule import NOT_MEASURED, REFUTED, TREND, Point, Published
 # Ours, and the published quantity; or what a claim says: the same of every place, or by its parts.
 Pair = tuple[Quantity, Quantity | Published | Callable[..., Published]]
 Pairs = Mapping[str, Pair]
-LINKS = {
-    "FA-1": "https://arxiv.org/abs/2205.14135",
-    "FA-2": "https://arxiv.org/abs/2307.08691",
-    "FA-3": "https://arxiv.org/abs/2407.08608",
-    "Saha and Ye": "https://arxiv.org/abs/2402.07443",
-    "Flash-Decoding": "https://pytorch.org/blog/flash-decoding/",
-    "Online softmax": "https://arxiv.org/abs/1805.02867",
-}
 WORDS = Path(__file__).with_name("questions.csv")
 
 
@@ -56,9 +47,10 @@ class Question:
     trend: str
     form: str
     before: str
-    why: Mapping[str, str]
+    why_trend: str
+    why_refuted: str
     pairs: Pairs
-    beside: Pairs = field(default_factory=dict)
+    beside: Pairs
 
     @property
     def experiments(self) -> tuple[str, ...]:
@@ -78,7 +70,8 @@ class Question:
             words.append(f"{said} at {sum(judged.within)} of {len(points)}")
             if self.trend != "words":
                 words.append(f"{self.trend} at {sum(judged.agreeing)} of {len(judged.agreeing)}")
-        return Finding("; ".join(words), judged.verdict, self.why.get(judged.verdict, ""))
+        why = {TREND: self.why_trend, REFUTED: self.why_refuted}.get(judged.verdict, "")
+        return Finding("; ".join(words), judged.verdict, why)
 
     def _words(self, label: str, points: Sequence[Point]) -> str:
         mine = [point for point in points if point.label == label]
@@ -115,22 +108,9 @@ def declared(pairs: Mapping[str, Pairs], beside: Mapping[str, Pairs]) -> tuple[Q
     with open(WORDS, newline="") as file:
         lines = [line for line in csv.DictReader(file) if line["key"] in pairs]
     return tuple(
-        Question(
-            **{name: line[name] for name in ("key", "words", "there", "here", "kind", "trend")},
-            **{name: line[name] for name in ("form", "before")},
-            name=line["name"] if line["name"] == line["key"] else _linked(line["name"]),
-            source=_linked(line["source"]),
-            why={TREND: line["why trend only"], REFUTED: line["why refuted"]},
-            pairs=pairs[line["key"]],
-            beside=beside.get(line["key"], {}),
-        )
+        Question(pairs=pairs[line["key"]], beside=beside.get(line["key"], {}), **line)
         for line in lines
     )
-
-
-def _linked(text: str) -> str:
-    """The text with a link at the first mention of a paper."""
-    return re.sub(rf"\b({'|'.join(LINKS)})\b", lambda m: f"[{m[0]}]({LINKS[m[0]]})", text)
 
 
 def table(questions: Sequence[Question], first: str) -> Across:
