@@ -1,6 +1,6 @@
 # make figures   measure what this machine can measure and draw every figure
-# make test      the tests: each kernel compiled for one architecture, one of twelve mutants
-# make test-all  every kernel for every architecture it is made for, with every option; all mutants
+# make test      the tests: each kernel compiled for one architecture, a sample of the planted faults
+# make test-all  every kernel for every architecture it is made for, with every option; all faults
 # make lint      ruff and mypy
 # make sanitize  compute-sanitizer over the kernels in every layout and with every option; needs a GPU
 # make ptx       BASE=revision: whether every kernel has the PTX that it had there

@@ -1,25 +1,12 @@
-"""Blocks that share a column tile backward (`group_splits`): gradients, counts, what is refused,
-which number is chosen, and planted faults.
-"""
-
-import inspect
-from functools import cache
-from unittest import mock
+"""Blocks that share a column tile backward (`group_splits`): gradients, counts, choice."""
 
 import numpy as np
 import pytest
-from helpers import one_of_twelve, planted
-from test_mma_backward import check_gradients, half_gradients, saved_halves
-from test_wgmma_emulated import _built
+from test_mma_backward import check_gradients, half_gradients
 
 import fa_numba
-from fa_numba import bounds, emulator, io_model
+from fa_numba import bounds, io_model
 from fa_numba import device as devices
-from fa_numba.host import planning
-from fa_numba.kernels import wgmma
-from fa_numba.kernels.mma import fa2_backward as rounding
-from fa_numba.parts import wgmma as parts
-from fa_numba.parts.wgmma import backward, schedule, told
 
 UNIT = {"unit": "wgmma"}
 H200 = bounds.DEVICES["H200"]
@@ -118,77 +105,3 @@ def test_auto_takes_the_number_that_ends_first():
         by_default = fa_numba.plan((2, 8, 4096, 64), (2, 2, 4096, 64), **half)
     assert by_default.group_splits == 2
     assert chosen(gpu=None, causal=True, **UNIT) == chosen(causal=True, algorithm="fa1") == 1
-
-
-# --- planted faults --------------------------------------------------------------------------
-
-FAULTS = [
-    (rounding, "range(1, splits)", "range(1, 1)"),
-    (rounding, "uint32(h * splits + n)", "uint32(h + n)"),
-    (rounding, "range(1, splits)", "range(1, splits - 1)"),
-    (rounding, "A[b, uint32(h * splits)]", "A[b, h]"),
-    (schedule, "h // uint32(uint32(heads_q) // uint32(heads_k))", "share"),
-    (backward, "wait_boxes_read()  # those of dQ, before the thread ends", "pass"),
-    (backward, "key_rows(A, b, h, options)", "key_rows(A, b, 0, options)"),
-    (backward, "inside = row < uint32(Ah.shape[0])", "inside = row < uint32(64)"),
-]
-OF_ROWS = [
-    (told, "if part < left:", "if False:"),
-    (told, "uint32(min(part, left))", "left"),
-    (told, "uint32(i_first + before * Br), own_end", "i_first, own_end"),
-    (told, "share % uint32(shares)", "uint32(0)"),
-    (told, "uint32(share // uint32(group)), i_first", "uint32(share), i_first"),
-    (told, "return i0 < sN[8]", "return i0 < sN[2]"),
-]
-
-
-@cache
-def _unsplit():
-    """Arguments of a call, and its results where nobody shares a head."""
-    inputs = half_gradients("float16", 1, 4, 2, 260, 65, 64)
-    given = (*inputs, *saved_halves("fa2", *inputs[1:]))
-    return given, fa_numba.flash_attention_2_backward(*given, **UNIT)
-
-
-def _outcome(changed, needle, replacement, splits=2):
-    """What finds the fault: the name of an error, or "values"; None if nothing does."""
-    changeable = (wgmma.fa2_backward, rounding, backward, schedule, told)
-    sources = {m: inspect.getsource(m) for m in changeable}
-    sources[changed] = planted(sources[changed], needle, replacement)
-    kernel, sums, own, order, tells = (_built("group_splits", text) for text in sources.values())
-    others = (order if m is schedule else m for m in parts._MODULES)
-    modules = (tells, own, *others)
-    kernel.parts = lambda spec: parts.Parts(spec, modules)
-    kernel.make_round_rows = sums.make_round_rows
-    given, right = _unsplit()
-    uncached = getattr(planning.planned, "__wrapped__", planning.planned)
-    planting = mock.patch.object(wgmma, "fa2_backward", kernel)
-    with mock.patch.object(planning, "planned", uncached), planting:
-        try:
-            found = fa_numba.flash_attention_2_backward(*given, **UNIT, group_splits=splits)
-        except emulator.EmulatorError as error:
-            return type(error).__name__
-    pairs = zip(found, right, strict=True)
-    near = all(np.allclose(a, b, rtol=4e-3, atol=1e-3) for a, b in pairs)
-    return None if near else "values"
-
-
-def test_every_planted_fault_has_its_place():
-    for module, *change in FAULTS + OF_ROWS:
-        source = inspect.getsource(module)
-        assert planted(source, *change) != source
-
-
-@pytest.mark.slow
-def test_the_machinery_leaves_kernels_as_they_are():
-    assert _outcome(rounding, "\n", "\n") is None
-
-
-@pytest.mark.parametrize("fault", one_of_twelve(FAULTS, lambda fault: fault[2]))
-def test_a_planted_fault_is_found(fault):
-    assert _outcome(*fault) is not None
-
-
-@pytest.mark.parametrize("fault", one_of_twelve(OF_ROWS, lambda fault: fault[2]))
-def test_a_fault_planted_where_rows_are_split_is_found(fault):
-    assert _outcome(*fault, splits=4) is not None

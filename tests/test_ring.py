@@ -236,7 +236,6 @@ def test_merged_parts_are_those_of_float64(case):
     d, x_dtype, _, layout, width = case
     x, x_lse, y, y_lse = merged_inputs(*case[:-1])
     want, want_lse = merged_truth(x, x_lse, y, y_lse, layout)
-    added = x.astype(np.float64) + y
     out, lse = x.copy(), np.full_like(x_lse, np.nan)
     with fa_numba.count_accesses() as counts:
         merging.merge(out, x_lse, y, y_lse, lse, layout)
@@ -248,9 +247,15 @@ def test_merged_parts_are_those_of_float64(case):
     n, rows = x.size, x_lse.size
     loads = {"X": n, "Y": n, "LX": n // width, "LY": n // width}
     assert (dict(counts.loads), dict(counts.stores)) == (loads, {"X": n, "L": rows})
-    out = x.copy()
+
+
+@pytest.mark.parametrize("case", MERGED, ids=lambda c: "-".join(map(str, c[:-1])))
+def test_added_parts_are_those_of_float64(case):
+    x, _, y, _ = merged_inputs(*case[:-1])
+    added, n, out = x.astype(np.float64) + y, x.size, x.copy()
     with fa_numba.count_accesses() as counts:
-        merging.add(out, y, layout)
+        merging.add(out, y, case[3])
+    rounding = 2.0**-11 if case[1] == "float16" else 2.0**-22
     assert (np.abs(out - added) <= rounding * np.abs(added) + 2.0**-25).all()
     assert (dict(counts.loads), dict(counts.stores)) == ({"X": n, "Y": n}, {"X": n})
 

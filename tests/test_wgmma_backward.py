@@ -1,28 +1,18 @@
-"""The backward kernels on Hopper's tensor cores as the emulator runs them: gradients, counts, and
-that faults planted in their source are found.
-"""
+"""The backward kernels on Hopper's tensor cores as the emulator runs them: gradients and counts."""
 
-import inspect
 from functools import cache
-from unittest import mock
 
 import numpy as np
 import pytest
-from helpers import one_of_twelve, planted
 from mma_helpers import BFLOAT16, every_dtype, no_bfloat16
 from options_helpers import cumulative
 from test_mma_backward import check_gradients, differentiate, half_gradients, saved_halves
 from test_plans import on_h200
-from test_wgmma_emulated import _built
 
 import fa_numba
 from fa_numba import bounds, emulator
 from fa_numba.host import planning
-from fa_numba.kernels import wgmma
-from fa_numba.kernels.wgmma import fa2_backward_wide
-from fa_numba.parts import wgmma as parts
-from fa_numba.parts.wgmma import backward, products, sweep, told, wide
-from fa_numba.tiling import WgmmaSweepSpec, wgmma_backward
+from fa_numba.tiling import wgmma_backward
 
 UNIT = {"unit": "wgmma"}
 BIAS = {
@@ -174,7 +164,7 @@ def test_one_order_of_sums_whatever_the_schedule():
         second = _gradients(deterministic=True)
     for a, b in zip(first, second, strict=True):
         assert (a == b).all()
-    other = fa_numba.flash_attention_2_backward(*_more_columns(), causal=True, **UNIT)
+    other = fa_numba.flash_attention_2_backward(*_saved(200, 300), causal=True, **UNIT)
     assert np.allclose(first[0].astype("f4"), other[0].astype("f4"), rtol=2e-3, atol=1e-4)
 
 
@@ -242,48 +232,17 @@ def test_what_else_is_added_to_the_scores_goes_to_mma_where_there_is_no_room():
     assert auto_unit(128, bias=(1, 300)) == auto_unit(64, bias=(1, 300)) == "wgmma"
 
 
-# --- planted faults --------------------------------------------------------------------------
-
-
 @cache
-def _inputs():
-    """Three row tiles and two column tiles, and what the forward pass has left."""
-    return _saved(300, 200)
-
-
-@cache
-def _more_columns():
-    """Two row tiles and three column tiles."""
-    return _saved(200, 300)
-
-
-@cache
-def _wide_rows():
-    """Three row tiles and two column tiles of a wide head."""
-    return _saved(190, 128, 136)
-
-
-@cache
-def _sequences():
-    """Sequences one after the other, with one and two row tiles, and where they begin."""
-    (dout, q, k, v), starts = _packed_gradients([40, 0, 150, 20], [70, 30, 140, 0], 2, 1, 64)
-    return (dout, q, k, v, *saved_halves("fa2", q, k, v, causal=True, **starts)), starts
-
-
-def _saved(Nq, Nk, d=64):
-    dout, q, k, v = half_gradients("float16", 1, 1, 1, Nq, Nk, d)
+def _saved(Nq, Nk):
+    """Inputs of a backward pass: what the forward pass has left behind them."""
+    dout, q, k, v = half_gradients("float16", 1, 1, 1, Nq, Nk, 64)
     return dout, q, k, v, *saved_halves("fa2", q, k, v, causal=True)
 
 
 def _gradients(**options):
-    uncached = getattr(planning.planned, "__wrapped__", planning.planned)
-    with mock.patch.object(planning, "planned", uncached):
-        inputs = _more_columns() if options.get("deterministic") else _inputs()
-        inputs = _wide_rows() if options.pop("wide", False) else inputs
-        if options.pop("packed", False):
-            inputs, starts = _sequences()
-            options |= starts
-        return fa_numba.flash_attention_2_backward(*inputs, causal=True, **options, **UNIT)
+    """Of three row tiles and two column tiles, or the other way round where a second sweep is."""
+    inputs = _saved(200, 300) if options.get("deterministic") else _saved(300, 200)
+    return fa_numba.flash_attention_2_backward(*inputs, causal=True, **options, **UNIT)
 
 
 def test_gradients_do_not_depend_on_the_order():
@@ -327,291 +286,3 @@ def test_columns_of_unequal_work_are_in_chunks():
     most = 65535 * 128  # columns of a grid whose last axis has one tile a place
     assert grid(1, most, causal=True) == (1, 2, 65535)
     assert grid(1, most + 1, causal=True) == (2, 2, 32768)
-
-
-@cache
-def _right(**options):
-    return _gradients(**options)
-
-
-MODULES = {"kernel": wgmma.fa2_backward, "backward": backward, "sweep": sweep}
-MODULES |= {"wide kernel": fa2_backward_wide, "wide": wide, "products": products, "told": told}
-SOURCES = {name: inspect.getsource(module) for name, module in MODULES.items()}
-
-
-def _outcome(changed, needle, replacement, which=0, **options):
-    """What finds the fault: the name of an error, or "values"; None if nothing does."""
-    own = dict(MODULES)
-    for name in {"kernel", "wide kernel", changed}:
-        text = SOURCES[name]
-        own[name] = _built(
-            name, planted(text, needle, replacement, which) if name == changed else text
-        )
-    kernel = own["kernel"]
-
-    def parts_of(spec):
-        found = ("sweep",) if isinstance(spec, WgmmaSweepSpec) else ("told", "backward")
-        if getattr(spec, "wide", False):
-            found = ("wide", *found)
-        others = (module for module in parts._MODULES if module is not products)
-        return parts.Parts(spec, (*(own[name] for name in found), own["products"], *others))
-
-    kernel.parts = own["wide kernel"].parts = parts_of
-    kernel.make_wide_backward = own["wide kernel"].make_wide_backward
-    try:
-        with mock.patch.object(wgmma, "fa2_backward", kernel):
-            found = _gradients(**options)
-    except emulator.EmulatorError as error:
-        return type(error).__name__
-    same = all(np.array_equal(a, b) for a, b in zip(found, _right(**options), strict=True))
-    return None if same else "values"
-
-
-def test_the_machinery_leaves_a_kernel_as_it_is():
-    for changed in SOURCES:
-        wide, deterministic = changed.startswith("wide"), changed in ("sweep", "products")
-        assert _outcome(changed, "\n", "\n", wide=wide, deterministic=deterministic) is None
-
-
-STALLS = {"Deadlock", "BarrierDivergence"}
-EARLY = {"SharedHazard", "BarrierMisuse", "UninitialisedRead"}
-
-MUTANTS = {
-    "K and V are not waited for": (
-        "kernel", "wait_mbarrier(bars, uint32(FULL_KV), uint32(0))", "pass", EARLY
-    ),
-    "the first Q is not waited for": (
-        "kernel", "wait_mbarrier(bars, uint32(FULL_Q + stage), parity)", "pass", EARLY
-    ),
-    "the next Q is not waited for": (
-        "kernel", "wait_mbarrier(bars, uint32(FULL_Q + next_stage), next_parity)", "pass", EARLY
-    ),
-    "dO is not waited for": (
-        "kernel", "wait_mbarrier(bars, uint32(FULL_DO + stage), parity)", "pass", EARLY
-    ),
-    "Q is filled before it is empty": (
-        "kernel", "wait_mbarrier(bars, uint32(EMPTY + stage), parity)", "pass", EARLY
-    ),
-    "nothing is emptied": ("kernel", "p.empty(bars, uint32(EMPTY + stage))", "pass", STALLS),
-    "L is not counted": ("backward", "1 + VALUE_THREADS", "1", {"BarrierMisuse", *EARLY}),
-    "dP is read at once": ("kernel", "p.wait_scores(rdP, EARLY)", "pass", {"RegisterHazard"}),
-    "dP may still be on its way": (
-        "kernel", "p.wait_scores(rdP, EARLY)", "p.wait_scores(rdP, True)", {"RegisterHazard"}
-    ),
-    "S is read at once": (
-        "kernel", "w, tx, ty)\n            p.wait_scores(rS, False)", "w, tx, ty)",
-        {"RegisterHazard"},
-    ),
-    "dQ is read at once": ("kernel", "p.wait_dq(rdQ)", "pass", {"RegisterHazard"}),
-    "dK and dV are on their way": (
-        "kernel", "p.wait_columns(rdK, rdV, atomic)", "pass", {"RegisterHazard", "SharedHazard"}
-    ),
-    "dS is not waited for": (
-        "kernel", "p.meet_all()  # dSij is there", "pass", {"SharedHazard", "MissingFence", *EARLY}
-    ),
-    "one place of dS": ("kernel", "uint32(stage * NS)", "uint32(0 * NS)", {"SharedHazard"}),
-    "no fence after dS": ("backward", "        fence_async_proxy()\n", "", {"MissingFence"}),
-    "dK over K that others read": (
-        "kernel", "p.meet_all()  # nobody reads Kj and Vj any more", "pass", {"SharedHazard"}
-    ),
-    "dS is not swizzled": ("backward", " + 8 * (tx % 8)", "", {"values"}),
-    "L's places": ("backward", "r % 8 // 2 * 4", "r % 8 // 2 * 2", {"values", *EARLY}),
-    "D is L": ("backward", "uint32(uint32(at + Br)", "uint32(uint32(at)", {"values"}),
-    "the other's part of dQ": (
-        "backward", "rows, columns = columns, rows", "pass", {"values", "OutOfBounds"}
-    ),
-    "the other's columns are masked": ("kernel", "j0 + 64 * w", "j0 + 64 * (1 - w)", {"values"}),
-    "dK without the scale": ("kernel", "p.scale_columns(rdK, scale)", "pass", {"values"}),
-    "the last row tile is left out": (
-        "backward", "i_next >= i_end", "uint32(i_next + Br) >= i_end", {"values"}
-    ),
-}  # fmt: skip
-
-
-def test_every_planted_fault_has_its_place():
-    for changed, needle, replacement, _ in (
-        *(MUTANTS | DETERMINISTIC | OF_WIDE).values(),
-        *((*fault, "") for fault in OF_SEQUENCES),
-    ):
-        assert planted(SOURCES[changed], needle, replacement) != SOURCES[changed]
-
-
-@pytest.mark.parametrize("name", one_of_twelve(MUTANTS))
-def test_a_planted_fault_is_found(name):
-    *change, wanted = MUTANTS[name]
-    assert _outcome(*change) in wanted
-
-
-# Of calls whose dQ a second sweep makes.
-DETERMINISTIC = {
-    "L and D are read by all lanes": (
-        "kernel", "cuda.syncwarp()  # all lanes have read Li and Di", "pass", {"SharedHazard"}
-    ),
-    "dK and dV are on their way without dQ": (
-        "kernel", "p.wait_columns(rdK, rdV, atomic)", "p.wait_columns(rdK, rdV, True)",
-        {"RegisterHazard", "SharedHazard"},
-    ),
-    "Qi is not waited for": (
-        "kernel", "wait_mbarrier(bars, uint32(FULL_Q), uint32(0))", "pass", EARLY
-    ),
-    "dOi is not waited for": (
-        "kernel", "wait_mbarrier(bars, uint32(FULL_DO), uint32(0))", "pass", EARLY
-    ),
-    "the first K is not waited for": (
-        "kernel", "wait_mbarrier(bars, uint32(FULL_K + stage), parity)", "pass", EARLY
-    ),
-    "the next K is not waited for": (
-        "kernel", "wait_mbarrier(bars, uint32(FULL_K + next_stage), next_parity)", "pass", EARLY
-    ),
-    "the next K has the wrong phase": (
-        "kernel", "FULL_K + next_stage), next_parity", "FULL_K + next_stage), parity",
-        {*EARLY, *STALLS},
-    ),
-    "V is not waited for": (
-        "kernel", "wait_mbarrier(bars, uint32(FULL_V + stage), parity)", "pass", EARLY
-    ),
-    "K is filled before it is empty": (
-        "kernel", "wait_mbarrier(bars, uint32(EMPTY_K + stage), parity)", "pass", EARLY
-    ),
-    "V is filled before it is empty": (
-        "kernel", "wait_mbarrier(bars, uint32(EMPTY_V + stage), parity)", "pass", EARLY
-    ),
-    "no K is emptied": ("kernel", "p.empty(bars, uint32(EMPTY_K + stage))", "pass", STALLS),
-    "no V is emptied": ("kernel", "p.empty(bars, uint32(EMPTY_V + stage))", "pass", STALLS),
-    "dP of the sweep is read at once": (
-        "kernel", "p.wait_scores(rdP, False)", "pass", {"RegisterHazard"}
-    ),
-    "S of the sweep is read at once": (
-        "kernel", "p.wait_scores(rS, False)\n            stage, parity = next_stage, next_parity",
-        "stage, parity = next_stage, next_parity", {"RegisterHazard"},
-    ),
-    "dQ is not waited for": (
-        "kernel", "p.wait_output(rdQ, True)\n            p.empty", "p.empty",
-        {"RegisterHazard", "SharedHazard"},
-    ),
-    "two products may be on their way": (
-        "products", "wait_products(rO, RO, 1)", "wait_products(rO, RO, 2)",
-        {"RegisterHazard", "SharedHazard"},
-    ),
-    "barriers that nobody sees": (
-        "sweep", "            fence_mbarrier_init()\n", "", {"MissingFence"}
-    ),
-    "D is L in the sweep": ("kernel", "rD, p.query_rows(D", "rD, p.query_rows(L", {"values"}),
-    "the other's rows": ("kernel", "i0 + 64 * w)", "i0 + 64 * (1 - w))", {"values"}),
-    "dQ without the scale": ("kernel", "rdQ[e] *= scale", "pass", {"values"}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", one_of_twelve(DETERMINISTIC))
-def test_a_fault_planted_in_the_second_sweep_is_found(name):
-    *change, wanted = DETERMINISTIC[name]
-    assert _outcome(*change, deterministic=True) in wanted
-
-
-# Of heads of more than 128 dimensions.
-OF_WIDE = {
-    "S is not waited for": (
-        "wide kernel", "wait_mbarrier(bars, uint32(FULL_S + stage), parity)", "pass", EARLY
-    ),
-    "S has the wrong phase": (
-        "wide kernel", "FULL_S + stage), parity)", "FULL_S + stage), uint32(parity ^ 1))",
-        {*EARLY, *STALLS},
-    ),
-    "nobody says that S is there": ("wide", "        arrive_mbarrier(bars, barrier)\n", "", STALLS),
-    "half of the threads say it": (
-        "wide", "init_mbarrier(bars, full_s + s, GROUP)", "init_mbarrier(bars, full_s + s, 64)",
-        {"BarrierMisuse", *EARLY, *STALLS},
-    ),
-    "another register's part of S": (
-        "wide", "rS[e + n] = four[n]", "rS[e + n] = four[3 - n]", {"values"}
-    ),
-    "one place of S": ("wide kernel", "uint32(stage * NS)", "uint32(0 * NS)", {"SharedHazard"}),
-    "K and V are not waited for": (
-        "wide kernel", "wait_mbarrier(bars, uint32(FULL_KV), uint32(0))", "pass", EARLY
-    ),
-    "the next Q is not waited for": (
-        "wide kernel", "wait_mbarrier(bars, uint32(FULL_Q + next_stage), next_parity)", "pass",
-        EARLY,
-    ),
-    "the next dO is not waited for": (
-        "wide kernel", "wait_mbarrier(bars, uint32(FULL_DO + next_stage), next_parity)", "pass",
-        EARLY,
-    ),
-    "dO is not waited for": (
-        "wide kernel",
-        "wait_mbarrier(bars, uint32(FULL_DO + stage), parity)\n            p.begin_columns",
-        "p.begin_columns", EARLY,
-    ),
-    "dV is on its way": (
-        "wide kernel", "p.wait_column(rdV)", "pass", {"RegisterHazard", "SharedHazard"}
-    ),
-    "dK is on its way": (
-        "wide kernel", "p.wait_column(rdK)", "pass", {"RegisterHazard", "SharedHazard"}
-    ),
-    "a product more may be on its way": (
-        "wide", "wait_products(rT, RK, 1)", "wait_products(rT, RK, 2)",
-        {"RegisterHazard", "SharedHazard"},
-    ),
-    "S is read at once": (
-        "wide kernel", "p.wait_scores(rS, False)\n            stage, parity", "stage, parity",
-        {"RegisterHazard"},
-    ),
-    "dP is read at once": (
-        "wide kernel", "p.wait_scores(rdP, False)\n            stage, parity", "stage, parity",
-        {"RegisterHazard"},
-    ),
-    "L is read by all lanes": (
-        "wide kernel", "cuda.syncwarp()  # all lanes have read Li\n", "pass\n", {"SharedHazard"}
-    ),
-    "S is read by all lanes": (
-        "wide kernel", "cuda.syncwarp()  # all lanes have read Li, Di and Sij", "pass",
-        {"SharedHazard"},
-    ),
-    "one consumer empties nothing": (
-        "wide kernel", "p.empty(bars, uint32(EMPTY + stage))", "pass", STALLS
-    ),
-    "dK without the scale": ("wide kernel", "p.scale_columns(rdK, scale)", "pass", {"values"}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", one_of_twelve(OF_WIDE))
-def test_a_fault_planted_in_the_kernel_of_wide_heads_is_found(name):
-    *change, wanted = OF_WIDE[name]
-    assert _outcome(*change, wide=True) in wanted
-
-
-OF_SEQUENCES = [
-    ("told", "j0, b = sequence_tile(", "_, b = sequence_tile("),
-    ("told", "b, Nq, Nk\n", "b, Nk, Nq\n"),
-    ("told", "sN[4], sN[5] = query_end(b, Nq, options)", "sN[4], sN[5] = uint32(Q.shape[2])"),
-    ("told", "key_end(b, Nk, options)\n", "uint32(K.shape[2])\n"),
-    ("told", "place_of(V, b, h, col0, Nk, sN)", "place_of(V, b, h, col0, uint32(Nk + 1), sN)"),
-    ("told", "spec.query_ends, told_query_end", "spec.query_ends, told_key_end"),
-    ("backward", "place_of(A, b, h, row, Nq, sN)", "place_of(A, b, h, row, uint32(Nq + 1), sN)"),
-    ("backward", "packed, told_key_end", "packed, told_query_end"),
-    ("kernel", "p.tell_tile(sN, Q, K, group, options)\n", "pass\n"),
-    ("kernel", "query_rows(D, b, h, options)\n", "query_rows(D, uint32(0), h, options)\n"),
-    ("sweep", "blockIdx.x), options)", "blockIdx.x - 1), options)"),
-    ("sweep", "spec.Bc, spec.key_ends", "spec.Bc, False"),
-    ("kernel", "query_rows(D, b, h, options),", "query_rows(D, uint32(0), h, options),"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", one_of_twelve(OF_SEQUENCES, title=lambda fault: fault[1]))
-def test_a_fault_planted_in_the_places_of_sequences_is_found(fault):
-    swept = fault[0] == "sweep" or fault[1].endswith(",")
-    found = _outcome(*fault, packed=True, deterministic=swept)
-    assert found in {"values", "OutOfBounds", "GlobalHazard", "UninitialisedRead"} | STALLS | EARLY
-
-
-CAPPED = [
-    ("backward", "float32(1.0) - t * t", "float32(1.0)"),
-    ("backward", "exp2(p0 - shifts[n])", "exp2(p0 - shifts[n + 1])"),
-    ("sweep", "cap_slope(g1, inverse)", "cap_slope(g0, inverse)"),
-]
-
-
-@pytest.mark.parametrize("fault", one_of_twelve(CAPPED, title=lambda fault: fault[1]))
-def test_a_fault_planted_where_a_cap_is_differentiated_is_found(fault):
-    options = {"softcap": 2.0, "deterministic": fault[0] == "sweep"}
-    assert _outcome(*fault, **options) == "values"

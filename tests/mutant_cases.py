@@ -1,0 +1,634 @@
+"""What notices faults planted in kernels, parts and emulations: small calls on the emulator, held
+against float64 and the closed form of the accesses.
+
+Each has tiles enough that every loop repeats and every edge is ragged. Beside them stand tests of
+other files that are about a kernel of their own.
+"""
+
+import inspect
+import itertools
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cache, partial
+from unittest import mock
+
+import mma_helpers
+import numpy as np
+import pytest
+import test_append_kv
+import test_group_splits
+import test_kv_splits
+import test_mma_backward as on_mma
+import test_pages
+import test_ring
+import test_softmax
+import test_wgmma_backward as backward_on_hopper
+import test_wgmma_emulated as on_hopper
+import test_wgmma_fa1 as fa1_on_hopper
+import test_wgmma_fa1_backward as fa1_backward_on_hopper
+from backward_helpers import WAYS, differentiate, random_gradients, saved, true_gradients
+from helpers import ALGORITHMS, assert_within, attend, changing, truth
+
+from fa_numba import Tiles
+from fa_numba.host import planning
+from fa_numba.host import standard as planned_standard
+from fa_numba.integers import ceil_div
+
+FLOAT16 = mma_helpers.ROUNDING["float16"]
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A problem (B, Hq, Hk, Nq, Nk, d) and how to run it; packed, Nq and Nk are totals of B = 1."""
+
+    shape: tuple[int, ...]
+    tiles: Tiles
+    options: Mapping = field(default_factory=dict)
+    query_splits: int = 1
+    layout: str = "padded"
+    low: bool = False  # scores far below 0
+    peaked: bool = True  # the last columns weigh most
+    resident: bool = True  # rows of S in shared memory
+    few: "Case | None" = None  # the same in fewer passes, which must err as much
+    page_size: int = 0  # K and V in pages of so many rows, of `kv_lens` rows each
+
+
+CAUSAL = {"causal": True}
+CASES = {}
+BACKWARD_CASES = {}
+
+# Three tiles each way, two warps or more a block, the last tile of each axis ragged.
+CASES["plain"] = (Case((1, 2, 1, 21, 23, 8), Tiles(8, 8, 64)),)
+CASES["causal"] = (
+    Case((1, 1, 1, 37, 11, 4), Tiles(8, 8, 32), CAUSAL),  # whole row tiles that see no column
+    Case((1, 1, 1, 24, 24, 4), Tiles(8, 8, 64), CAUSAL),  # the diagonal meets corners of tiles
+    Case((1, 1, 1, 23, 24, 4), Tiles(8, 8, 64), CAUSAL, 3),  # and passes one column beyond them
+    Case((1, 2, 1, 21, 19, 8), Tiles(8, 8, 64), CAUSAL),  # rows 0 and 1 see no column
+    Case((1, 2, 1, 17, 39, 6), Tiles(8, 16, 64), CAUSAL, 2),
+)
+CASES["odd"] = (Case((2, 4, 2, 6, 35, 5), Tiles(4, 16, 32), layout="odd"),)
+CASES["long"] = (Case((1, 1, 1, 5, 200, 4), Tiles(8, 64, 64), low=True),)  # two warps for a row
+# Every tile is swizzled, two rows of Q are read at once.
+CASES["swizzled"] = (Case((1, 1, 1, 37, 40, 32), Tiles(32, 32, 32)),)
+BACKWARD_CASES["swizzled"] = CASES["swizzled"]
+# Threads with several fours of the head dimension.
+CASES["wide"] = (
+    Case((1, 2, 1, 21, 23, 40), Tiles(16, 16, 32), CAUSAL, 2),
+    Case((1, 1, 1, 13, 19, 132), Tiles(8, 16, 64)),
+)
+BACKWARD_CASES["wide"] = (Case((1, 2, 1, 21, 37, 40), Tiles(16, 16, 32), CAUSAL, 2),)
+BACKWARD_CASES["splits"] = (
+    Case((1, 1, 1, 29, 39, 8), Tiles(8, 16, 64), CAUSAL, 2),
+    Case((1, 2, 1, 21, 37, 4), Tiles(8, 16), {"window": (9, 3)}, 3),
+)
+# Tiles of columns are 16 or more, so that a group of four belongs to each thread.
+BACKWARD_CASES["plain"] = (Case((1, 1, 1, 21, 39, 8), Tiles(8, 16, 64)),)
+BACKWARD_CASES["causal"] = (
+    Case((1, 1, 1, 29, 19, 4), Tiles(8, 16, 64), CAUSAL),  # whole row tiles that see no column
+    Case((1, 1, 1, 40, 40, 4), Tiles(8, 16, 32), CAUSAL),  # the diagonal meets corners of tiles
+    Case((1, 1, 1, 23, 40, 4), Tiles(8, 16, 32), CAUSAL),  # and passes one column beyond them
+    Case((1, 2, 1, 27, 25, 8), Tiles(8, 16, 64), CAUSAL),  # rows 0 and 1 see no column
+)
+BACKWARD_CASES["odd"] = (Case((1, 4, 2, 6, 20, 5), Tiles(4, 16, 32), layout="odd"),)
+BACKWARD_CASES["long"] = (Case((1, 1, 1, 5, 200, 4), Tiles(8, 64, 64)),)
+
+# --- the options -----------------------------------------------------------------------------
+
+_random = np.random.default_rng(5)
+
+
+def normal(*shape):
+    return _random.standard_normal(shape, dtype=np.float32)
+
+
+def blocks(*shape):
+    """A block mask that hides neighbours, a whole row and a whole column of blocks."""
+    mask = _random.random(shape) < 0.6
+    mask[..., 0, 1:3] = False
+    mask[..., 1, :] = False
+    mask[..., 3] = False
+    mask[..., -1, -1] = True
+    return mask
+
+
+def window(*sides, **options):
+    return {"window": sides, **options}
+
+
+# The sides meet corners of tiles, pass one column beyond them, and one before them; rows that see
+# no column, columns that no row sees.
+CASES["window"] = (
+    Case((1, 1, 1, 21, 37, 4), Tiles(8, 8), window(8, 8), 2),
+    Case((1, 1, 1, 21, 37, 4), Tiles(8, 8), window(9, 9), 3),
+    Case((1, 2, 1, 21, 37, 4), Tiles(8, 8), window(14, 6), 3),
+    Case((1, 1, 1, 29, 13, 4), Tiles(8, 8), window(4, 3)),
+    Case((1, 1, 1, 21, 21, 4), Tiles(8, 8), window(5, -1, causal=True)),
+    Case((1, 1, 1, 13, 21, 4), Tiles(8, 8), window(-1, 2)),
+    Case((1, 1, 1, 13, 21, 4), Tiles(8, 8), window(2, -1)),
+)
+BACKWARD_CASES["window"] = (
+    Case((1, 2, 1, 21, 37, 4), Tiles(8, 16), window(0, 8)),
+    Case((1, 1, 1, 21, 37, 4), Tiles(8, 16), window(1, 9)),
+    Case((1, 1, 1, 29, 13, 4), Tiles(8, 16), window(4, 3)),
+    Case((1, 1, 1, 21, 21, 4), Tiles(8, 16), window(5, -1, causal=True)),
+)
+# Rows or columns that end within a tile, with one, one before it, or are none.
+ENDS = [15, 8, 5, 0]
+CASES["q_lens"] = (Case((4, 1, 1, 20, 12, 4), Tiles(8, 8), {"q_lens": ENDS}),)
+CASES["kv_lens"] = (Case((4, 1, 1, 5, 20, 4), Tiles(8, 8), {"kv_lens": ENDS}),)
+CASES["lengths"] = (
+    Case(
+        (3, 1, 1, 20, 21, 4),
+        Tiles(8, 8),
+        {"q_lens": [20, 9, 0], "kv_lens": [11, 21, 5], **CAUSAL},
+        2,
+    ),
+)
+BACKWARD_CASES["q_lens"] = (Case((4, 1, 1, 20, 12, 4), Tiles(8, 16), {"q_lens": ENDS}),)
+BACKWARD_CASES["kv_lens"] = (Case((4, 1, 1, 5, 36, 4), Tiles(8, 16), {"kv_lens": [21, 16, 5, 0]}),)
+BACKWARD_CASES["lengths"] = (
+    Case(
+        (3, 1, 1, 20, 21, 4), Tiles(8, 16), {"q_lens": [20, 9, 0], "kv_lens": [11, 21, 5], **CAUSAL}
+    ),
+)
+# One sequence without keys and one without queries.
+STARTS = {"cu_seqlens_q": [0, 5, 14, 14, 18], "cu_seqlens_k": [0, 0, 20, 23, 30]}
+CASES["packed"] = (
+    Case((1, 2, 1, 18, 30, 4), Tiles(8, 8), STARTS),
+    Case((1, 1, 1, 18, 30, 4), Tiles(8, 8), STARTS | CAUSAL),
+)
+BACKWARD_CASES["packed"] = (
+    Case((1, 2, 1, 18, 30, 4), Tiles(8, 16), STARTS),
+    Case((1, 1, 1, 18, 30, 4), Tiles(8, 16), STARTS | CAUSAL),
+)
+# The last tile of rows would see columns past the last block, and so would columns see rows.
+CASES["sparse"] = (
+    Case((1, 2, 1, 13, 40, 4), Tiles(4, 8), {"block_mask": blocks(2, 4, 5)}),
+    Case((1, 1, 1, 13, 40, 4), Tiles(4, 8), {"block_mask": blocks(4, 5), **CAUSAL}, 2),
+    Case((1, 1, 1, 13, 40, 4), Tiles(4, 8), {"block_mask": blocks(4, 5), "window": (30, 20)}),
+)
+BACKWARD_CASES["sparse"] = (
+    Case((1, 2, 1, 13, 64, 4), Tiles(4, 16), {"block_mask": blocks(2, 4, 4)}),
+    Case((1, 1, 1, 13, 64, 4), Tiles(4, 16), {"block_mask": blocks(4, 4), **CAUSAL}),
+    Case((1, 1, 1, 13, 64, 4), Tiles(4, 16), {"block_mask": blocks(4, 4), "window": (50, 40)}),
+)
+CASES["scores"] = (
+    Case(
+        (2, 2, 1, 13, 19, 4),
+        Tiles(8, 8),
+        {"softcap": 1.5, "bias": normal(2, 2, 13, 19), "alibi_slopes": normal(2, 2)},
+    ),
+    Case((1, 1, 1, 9, 12, 4), Tiles(8, 8), {"bias": normal(12), **CAUSAL}),
+)
+BACKWARD_CASES["scores"] = (
+    Case(
+        (2, 2, 1, 13, 19, 4),
+        Tiles(8, 16),
+        {"softcap": 1.5, "bias": normal(2, 2, 13, 19), "alibi_slopes": normal(2, 2)},
+    ),
+    Case((1, 2, 1, 9, 19, 4), Tiles(8, 16), {"bias": normal(1, 2, 1, 19), "q_lens": [6]}),
+    # Of the rows past the last one P would be infinite.
+    Case((1, 1, 1, 9, 19, 4), Tiles(8, 16), {"alibi_slopes": np.float32([-30])}),
+)
+# Of two heads, each in a block of its own
+BACKWARD_CASES["shared bias"] = (
+    Case((1, 2, 2, 13, 19, 4), Tiles(8, 16), {"bias": normal(13, 19)}),
+)
+CASES["slopes"] = (Case((1, 1, 1, 13, 19, 4), Tiles(8, 8), {"alibi_slopes": np.float32([0.5])}),)
+BACKWARD_CASES["slopes"] = (
+    Case((1, 1, 1, 13, 19, 4), Tiles(8, 16), {"alibi_slopes": np.float32([0.5])}),
+)
+# The random word of the first element is the threshold itself.
+DROPOUT = {"dropout_p": 2491829706 / 2**32, "seed": 0x123456789ABCDEF0, "offset": 0xFEDCBABC}
+CASES["dropout"] = (Case((2, 2, 1, 3, 70, 4), Tiles(4, 16), DROPOUT),)
+BACKWARD_CASES["dropout"] = (
+    Case((2, 2, 1, 3, 70, 4), Tiles(4, 16), DROPOUT),
+    Case((1, 1, 1, 5, 35, 4), Tiles(8, 16), DROPOUT, resident=False),
+)
+# One draw for four elements, in one part of the columns or two; two parts of a thread's rows.
+CASES["draws"] = (
+    Case((1, 1, 1, 3, 70, 4), Tiles(4, 64), DROPOUT),
+    Case((1, 1, 1, 3, 130, 4), Tiles(4, 128), DROPOUT),
+    Case((1, 1, 1, 8, 100, 4), Tiles(8, 264), DROPOUT),
+)
+BACKWARD_CASES["draws"] = (Case((1, 1, 1, 3, 70, 4), Tiles(4, 64), DROPOUT),)
+
+
+def passes(shape, tiles, masked=False):
+    """Many passes over this shape, and as few as these tiles take; ``masked``, by a block mask."""
+
+    def case(tiles, few=None):
+        blocks = ceil_div(shape[3], tiles.Br), ceil_div(shape[4], tiles.Bc)
+        options = {"block_mask": np.ones(blocks, bool)} if masked else {}
+        return Case(shape, tiles, options, peaked=False, few=few)
+
+    return case(Tiles(16, 16), case(tiles))
+
+
+# Two warps of 32 or of 16 rows, head dimensions of several fragments; FA-1's keys split.
+MMA_CASES = {
+    "plain": (Case((1, 1, 1, 70, 75, 24), Tiles(64, 32, 64)),),
+    "16 rows": (Case((1, 2, 1, 35, 37, 8), Tiles(32, 16, 64), CAUSAL, 2),),
+    "Q shared": (Case((1, 1, 1, 33, 20, 136), Tiles(64, 16, 64)),),
+    "odd": (Case((2, 4, 2, 18, 19, 5), Tiles(16, 16), layout="odd"),),
+    # Where heads have slopes each has tiles of its own.
+    "heads": (
+        Case((1, 4, 2, 18, 19, 5), Tiles(16, 16), {"alibi_slopes": np.full(4, 0.1, np.float32)}),
+    ),
+    "low": (Case((1, 1, 1, 18, 35, 8), Tiles(16, 16), low=True),),
+    "blind": (Case((1, 1, 1, 50, 21, 8), Tiles(16, 16), CAUSAL),),
+    "window": (Case((1, 1, 1, 50, 55, 8), Tiles(16, 16), window(9, 3), 2),),
+    "kv_lens": (Case((2, 1, 1, 5, 20, 8), Tiles(16, 16), {"kv_lens": [17, 0]}),),
+    "dropout": (Case((1, 2, 1, 20, 70, 8), Tiles(16, 64), DROPOUT),),
+    "softcap": (Case((1, 1, 1, 20, 35, 8), Tiles(16, 16), {"softcap": 1.5}),),
+    # Rows enough to tell half a rounding of 16 bits in scale; passes enough to tell sums in 16 bits
+    "slopes": (Case((1, 1, 1, 13, 19, 8), Tiles(16, 16), {"alibi_slopes": np.float32([0.5])}),),
+    "rows": (Case((1, 2, 2, 64, 64, 16), Tiles(32, 32), peaked=False),),
+    "passes": (passes((1, 1, 1, 16, 256, 16), Tiles(16, 256)),),
+}
+MMA_STAGES = {
+    "stages": (
+        Case((1, 1, 1, 70, 140, 24), Tiles(64, 32, 64, stages=2)),
+        Case((1, 1, 1, 50, 55, 8), Tiles(16, 16, stages=2), window(9, 3)),
+        Case((2, 1, 1, 5, 40, 8), Tiles(16, 16, stages=2), {"kv_lens": [33, 0]}),
+    ),
+    # Turns of which some share a page and some rows are past the tile; rows of odd lengths.
+    "pages": (
+        Case((2, 2, 1, 5, 70, 64), Tiles(16, 64), {"kv_lens": [70, 17]}, page_size=48),
+        Case((2, 2, 2, 5, 130, 80), Tiles(32, 80, 64), {"kv_lens": [130, 0]}, page_size=80),
+        Case((1, 2, 1, 5, 40, 33), Tiles(16, 16), {"kv_lens": [39]}, page_size=16),
+    ),
+}
+SIMT_PAGES = {
+    "pages": (
+        Case((2, 2, 1, 5, 70, 20), Tiles(8, 32, 64), {"kv_lens": [70, 17]}, page_size=16),
+        Case((2, 2, 2, 5, 60, 32), Tiles(8, 32, 64), {"kv_lens": [60, 0]}, page_size=48),
+        Case((1, 2, 1, 5, 40, 3), Tiles(8, 16, 32), {"kv_lens": [39]}, page_size=16),
+    )
+}
+KEYS = {"warp_partition": "keys"}
+MMA_KEYS = {
+    "keys": (
+        Case((1, 1, 1, 40, 75, 24), Tiles(32, 32), KEYS, 2),
+        Case((1, 1, 1, 20, 70, 8), Tiles(16, 64), {**KEYS, **CAUSAL}),
+    ),
+    "low keys": (Case((1, 1, 1, 18, 70, 8), Tiles(16, 32), KEYS, low=True),),
+    "blind keys": (Case((1, 1, 1, 50, 35, 8), Tiles(16, 32), {**KEYS, **CAUSAL}),),
+    "dropped keys": (
+        Case((1, 1, 1, 20, 70, 8), Tiles(16, 32), {**KEYS, **DROPOUT}),
+        Case((1, 1, 1, 20, 150, 8), Tiles(16, 128, 64), {**KEYS, **DROPOUT}),
+    ),
+}
+# Backward, with query splits and without. A warp has all rows of S, or beyond d = 64 half of them.
+MMA_BACKWARD_CASES = {
+    "plain": (Case((1, 1, 1, 21, 43, 40), Tiles(16, 32, 64)),),  # two warps share a row of dQ
+    "one warp": (Case((1, 1, 1, 53, 20, 24), Tiles(48, 32)),),
+    "two fragments": (Case((1, 1, 1, 18, 67, 24), Tiles(32, 64)),),  # a warp has 16 rows of dQ
+    "wide": (Case((1, 1, 1, 33, 20, 72), Tiles(32, 32)),),
+    "causal": (
+        Case((1, 1, 1, 35, 37, 8), Tiles(16, 16), CAUSAL),
+        Case((1, 1, 1, 50, 21, 8), Tiles(16, 16), CAUSAL),  # whole row tiles that see no column
+    ),
+    "odd": (Case((1, 4, 2, 18, 11, 5), Tiles(16, 16), layout="odd"),),
+    "window": (Case((1, 2, 1, 36, 40, 8), Tiles(16, 16), window(9, 3)),),
+    "q_lens": (Case((2, 1, 1, 36, 20, 8), Tiles(16, 16), {"q_lens": [21, 0]}),),
+    "kv_lens": (Case((2, 1, 1, 20, 36, 8), Tiles(16, 16), {"kv_lens": [21, 0]}),),
+    "packed": (Case((1, 1, 1, 18, 30, 8), Tiles(16, 16), STARTS),),
+    "sparse": (Case((1, 1, 1, 50, 64, 8), Tiles(16, 16), {"block_mask": blocks(4, 4)}),),
+    "dropout": (Case((1, 1, 1, 20, 70, 8), Tiles(16, 64), DROPOUT),),
+    "wide dropout": (Case((1, 1, 1, 17, 20, 72), Tiles(32, 32, 128), DROPOUT),),
+    "scores": (
+        Case((1, 1, 1, 20, 35, 8), Tiles(16, 16), {"softcap": 1.5, "bias": normal(1, 1, 20, 35)}),
+    ),
+    "slopes": (Case((1, 1, 1, 13, 19, 8), Tiles(16, 16), {"alibi_slopes": np.float32([0.5])}),),
+    "shared bias": (Case((1, 2, 2, 20, 35, 5), Tiles(16, 16), {"bias": normal(20, 35)}),),
+    "rows": (
+        Case((1, 2, 2, 64, 64, 16), Tiles(32, 32), {"bias": normal(1, 2, 64, 64)}, peaked=False),
+    ),
+    "column passes": (passes((1, 1, 1, 16, 256, 16), Tiles(16, 256)),),
+    "row passes": (passes((1, 1, 1, 256, 16, 16), Tiles(128, 16)),),
+    # A sweep takes tiles of its own unless they are those of a block mask.
+    "sweep": (passes((1, 1, 1, 16, 256, 16), Tiles(16, 128), masked=True),),
+}
+# Sides that hide one element of a tile's corner, or show one; masks of two batch entries; rows of
+# several tiles that are dropped. Drawn last, so that the cases above stay what they are.
+CASES["sparse"] += (Case((2, 1, 1, 13, 40, 4), Tiles(4, 8), {"block_mask": blocks(2, 1, 4, 5)}),)
+BACKWARD_CASES["sparse"] += (
+    Case((2, 1, 1, 13, 64, 4), Tiles(4, 16), {"block_mask": blocks(2, 1, 4, 4)}),
+)
+_sparse = (Case((2, 1, 1, 50, 64, 8), Tiles(16, 16), {"block_mask": blocks(2, 1, 4, 4)}),)
+MMA_CASES["sparse"] = _sparse
+MMA_BACKWARD_CASES["sparse"] += _sparse
+CASES["dropout"] += (Case((1, 1, 1, 11, 35, 4), Tiles(4, 16), DROPOUT),)
+BACKWARD_CASES["dropout"] += (Case((1, 1, 1, 11, 35, 4), Tiles(4, 16), DROPOUT),)
+BACKWARD_CASES["window"] += (Case((1, 1, 1, 21, 37, 4), Tiles(8, 16), window(22, 8)),)
+_corners = tuple(
+    Case((1, 1, 1, 50, 52, 8), Tiles(16, 16), window(*sides)) for sides in ((16, 20), (19, 3))
+)
+MMA_CASES["window"] += _corners
+MMA_BACKWARD_CASES["window"] += _corners
+MMA_CASES["q_lens"] = (Case((3, 1, 1, 36, 20, 8), Tiles(16, 16), {"q_lens": [21, 0, 9]}, 2),)
+MMA_CASES["packed"] = (Case((1, 2, 1, 18, 30, 8), Tiles(16, 16), STARTS),)
+MMA_CASES["scores"] = (
+    Case(
+        (2, 2, 1, 20, 35, 8),
+        Tiles(16, 16),
+        {"softcap": 1.5, "bias": normal(2, 2, 20, 35), "alibi_slopes": normal(2, 2)},
+    ),
+)
+MMA_CASES["dropout"] += (Case((2, 1, 1, 20, 35, 8), Tiles(16, 16), DROPOUT),)
+MMA_STAGES["stages"] += (Case((2, 1, 1, 50, 64, 8), Tiles(16, 16, stages=2), _sparse[0].options),)
+
+
+# Standard attention: several tiles and steps, a head for each block, two warps for a row of S.
+_long = {
+    "long": (Case((1, 1, 1, 5, 300, 8), Tiles(16, 64)),),
+    "longest": (Case((1, 1, 1, 2, 2100, 8), Tiles(16, 128)),),  # two chunks of a thread
+    "from memory": (
+        Case((1, 1, 1, 5, 300, 8), Tiles(16, 64), resident=False),
+        Case((1, 1, 1, 5, 35, 8), Tiles(16, 16), DROPOUT, resident=False),
+    ),
+}
+MMA_STANDARD_CASES = {
+    "plain": (
+        Case((1, 1, 1, 70, 75, 24), Tiles(64, 32, 64)),
+        Case((1, 2, 2, 20, 150, 8), Tiles(32, 64)),
+    ),
+    **{
+        name: MMA_CASES[name]
+        for name in ("odd", "blind", "window", "q_lens", "kv_lens", "packed", "sparse", "dropout")
+        + ("softcap", "scores", "slopes", "rows", "passes")
+    },
+    **_long,
+}
+MMA_STANDARD_BACKWARD_CASES = {
+    "plain": (
+        Case((1, 1, 1, 21, 43, 40), Tiles(16, 32)),
+        Case((1, 1, 1, 150, 20, 8), Tiles(32, 64)),
+        Case((1, 2, 1, 15, 40, 8), Tiles(16, 64)),  # a warp may end a head before the other
+    ),
+    **{
+        name: MMA_BACKWARD_CASES[name]
+        for name in ("odd", "q_lens", "kv_lens", "packed", "sparse", "dropout")
+        + ("scores", "slopes", "shared bias", "rows", "row passes")
+    },
+    **_long,
+}
+
+
+@cache
+def inputs(case):
+    """dout, q, k and v."""
+    dout, q, k, v = random_gradients(*case.shape)
+    if case.peaked:
+        k[:, :, -3:] *= 3  # the maximum still grows in the last tile
+    if case.low:
+        q, k = np.abs(q) + 1, k - 60
+    if "cu_seqlens_q" in case.options:
+        dout, q, k, v = (x[0].swapaxes(0, 1).copy() for x in (dout, q, k, v))
+    return dout, q, k, v
+
+
+def options_of(case):
+    return {"tiles": case.tiles, "layout": case.layout, **case.options}
+
+
+@cache
+def wanted(case):
+    return truth(*inputs(case)[1:], tiles=case.tiles, **case.options)
+
+
+@cache
+def half_inputs(case):
+    return tuple(x.astype(np.float16) for x in inputs(case)[1:])
+
+
+@cache
+def wanted_halves(case, algorithm):
+    options = changing(options_of(case))
+    return mma_helpers.truth(*half_inputs(case), algorithm=algorithm, **options)
+
+
+def run_mma(algorithm, case):
+    """`run` on tensor cores, in float16."""
+    if case.page_size:
+        return run_paged("float16", case)
+    splits = {"query_splits": case.query_splits} if algorithm == "fa1" else {}
+    given = {**options_of(case), **splits, "out_layout": case.layout}
+    result = mma_helpers.attend("emulator", algorithm, *half_inputs(case), **given)
+    want = wanted_halves(case, algorithm)
+    assert_within("O", result.O.astype(np.float64), want.O, want.O_bound, *want.scale)
+    assert_within("L", result.L, want.L, want.L_bound)
+    if case.few:
+        given |= options_of(case.few)
+        few = mma_helpers.attend("emulator", algorithm, *half_inputs(case), **given)
+        mma_helpers.assert_no_growth("O", few.O, result.O, want.O)
+
+
+def run(algorithm, case):
+    """Raise what the checks of a forward call raise, an AssertionError if it is wrong."""
+    if case.page_size:
+        return run_paged("float32", case)
+    splits = {"query_splits": case.query_splits} if algorithm == "fa1" else {}
+    given = {**options_of(case), **splits, "out_layout": case.layout}
+    result, want = attend("emulator", algorithm, *inputs(case)[1:], **given), wanted(case)
+    assert_within("O", result.O, want.O, want.O_bound)
+    assert_within("L", result.L, want.L, want.L_bound)
+
+
+def run_paged(dtype, case):
+    """The bits over pages are those over K and V in one piece."""
+    options = dict(case.options)
+    lens = options.pop("kv_lens")
+    found = test_pages.pages_and_piece(
+        dtype, case.shape, lens, case.page_size, case.tiles, **options
+    )
+    for paged, whole in zip(*found, strict=True):
+        np.testing.assert_array_equal(paged, whole)
+
+
+@cache
+def wanted_gradients(case):
+    """out and lse of a forward pass, and the gradients."""
+    given, options = inputs(case), {"tiles": case.tiles, **case.options}
+    values = saved(*given[1:], **options)
+    asks = "bias" in options
+    return values, true_gradients(*given, saved_values=values, return_dbias=asks, **options)
+
+
+def run_backward(way, case):
+    """One way to the gradients of an algorithm."""
+    values, want = wanted_gradients(case)
+    split = {"fa1-split": ("fa1", {"query_splits": case.query_splits})}
+    with mock.patch.dict(WAYS, split):
+        how = {"saved_values": values, **options_of(case)}
+        found = differentiate("emulator", way, *inputs(case), **how)
+    for name, gradient in zip(want.bounds, found, strict=False):
+        assert_within(name, gradient, getattr(want, name), want.bounds[name])
+
+
+@cache
+def wanted_half_gradients(case, algorithm):
+    """dout, q, k and v, out and lse of a forward pass, the gradients and their bounds."""
+    given, options = [x.astype(np.float16) for x in inputs(case)], options_of(case)
+    values = on_mma.saved_halves(algorithm, *given[1:], **options)
+    facts = {"dbias": "bias" in options, "saved_values": values, **options}
+    return given, values, on_mma.expected(algorithm, *given, **facts)
+
+
+def run_mma_backward(way, case):
+    """`run_backward` on tensor cores, in float16."""
+    given, values, (exact, bounds) = wanted_half_gradients(case, on_mma.WAYS[way][0])
+    facts = {"saved_values": values, **options_of(case)}
+    found = on_mma.differentiate("emulator", way, *given, **facts)
+    of = zip((*on_mma.NAMES, "dbias"), found, exact, bounds, strict=False)
+    for name, gradient, want, bound in of:
+        assert_within(name, gradient.astype(np.float64), want, bound, FLOAT16)
+    if case.few:
+        facts |= options_of(case.few)
+        few = on_mma.differentiate("emulator", way, *given, **facts)
+        for name, a, b, want in zip(on_mma.NAMES, few, found, exact, strict=False):
+            mma_helpers.assert_no_growth(name, a, b, want)
+
+
+# --- runs ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A call that raises an AssertionError or another error where something is wrong."""
+
+    unit: str
+    title: str
+    call: Callable
+
+    def __call__(self):
+        self.call()
+
+
+def _run(unit, runs, algorithm, title, case):
+    def call():
+        found = planned_standard.row_elements if case.resident else lambda *_, **__: 0
+        uncached = getattr(planning.planned, "__wrapped__", planning.planned)
+        with (
+            mock.patch.object(planned_standard, "row_elements", found),
+            mock.patch.object(planning, "planned", uncached),
+        ):
+            runs(algorithm, case)
+
+    return Run(unit, f"{runs.__name__.removeprefix('run_')}-{algorithm}-{title}", call)
+
+
+def fixtures(stack):
+    """What tests ask for by name, made on the stack."""
+    return {
+        "device": lambda: "emulator",
+        "monkeypatch": lambda: stack.enter_context(pytest.MonkeyPatch.context()),
+    }
+
+
+def runs_of(unit, *tests, fixtures=fixtures):
+    """Every case of these tests that needs no more than `fixtures`, by default."""
+    for test in tests:
+        marks = getattr(test, "pytestmark", ())
+        tables = []
+        for mark in marks:
+            if mark.name == "parametrize":
+                columns = [x.strip() for x in mark.args[0].split(",")]
+                tables.append([_row(columns, each) for each in mark.args[1]])
+        for n, rows in enumerate(itertools.product(*tables)):
+            given = {name: value for row in rows if row for name, value in row.items()}
+            if None not in rows and ("'unit': '" not in f"{given}" or f"'{unit}'" in f"{given}"):
+                yield Run(unit, f"{test.__name__}-{n}", partial(_tested, test, given, fixtures))
+
+
+def _row(columns, values):
+    """A row of a table of parameters by name; None if it is to be skipped."""
+    if hasattr(values, "marks"):
+        if any(mark.name == "skipif" and mark.args[0] for mark in values.marks):
+            return None
+        values = values.values
+        values = values[0] if len(columns) == 1 else values
+    return dict(zip(columns, [values] if len(columns) == 1 else values, strict=True))
+
+
+def _tested(test, given, fixtures):
+    with ExitStack() as stack:
+        made = fixtures(stack)
+        asked = inspect.signature(test).parameters.keys() - given.keys()
+        test(**given, **{name: made[name]() for name in asked})
+
+
+@cache
+def own_runs():
+    """Those of the cases above."""
+    found = []
+    for unit, run_of, algorithms, groups in (
+        ("simt", run, ALGORITHMS, CASES),
+        ("simt", run, ["fa2"], SIMT_PAGES),
+        ("simt", run_backward, [*WAYS, "fa1-split"], BACKWARD_CASES),
+        ("mma", run_mma, ["fa1", "fa2"], MMA_CASES),
+        ("mma", run_mma, ["fa1"], MMA_KEYS),
+        ("mma", run_mma, ["fa2"], MMA_STAGES),
+        ("mma", run_mma, ["standard"], MMA_STANDARD_CASES),
+        ("mma", run_mma_backward, on_mma.FLASH, MMA_BACKWARD_CASES),
+        ("mma", run_mma_backward, ["standard"], MMA_STANDARD_BACKWARD_CASES),
+    ):
+        for algorithm, group in itertools.product(algorithms, groups):
+            for n, case in enumerate(groups[group]):
+                if algorithm != "fa1-split" or unit != "simt" or case.query_splits > 1:
+                    found.append(_run(unit, run_of, algorithm, f"{group}-{n}", case))
+    return tuple(found)
+
+
+@cache
+def runs():
+    """These, and of tests of other files those that are about a kernel of their own."""
+    found = [*own_runs()]
+    found += runs_of(
+        "simt",
+        test_softmax.test_values_are_those_of_float64,
+        test_softmax.test_large_values_do_not_overflow,
+        test_softmax.test_what_is_not_finite,
+        test_softmax.test_any_strides_and_an_output_of_ones_own,
+        test_append_kv.test_rows_appended_are_those_of_the_whole_cache,
+        test_append_kv.test_rows_are_appended_in_the_other_layout,
+        test_kv_splits.test_splits_against_float64,
+        test_kv_splits.test_packed_splits,
+        test_ring.test_merged_parts_are_those_of_float64,
+        test_ring.test_added_parts_are_those_of_float64,
+        test_ring.test_a_part_without_columns_changes_nothing,
+    )
+    found += runs_of(
+        "mma",
+        test_kv_splits.test_heads_that_share_a_tile,
+        test_kv_splits.test_small_calls,
+        test_pages.test_packed_queries_over_pages_give_the_bits_of_packed_keys,
+    )
+    found += runs_of(
+        "wgmma",
+        on_hopper.test_results_and_counts,
+        on_hopper.test_biases,
+        on_hopper.test_lengths,
+        on_hopper.test_packed_sequences,
+        on_hopper.test_heads_that_share_a_tile,
+        on_hopper.test_heads_of_packed_sequences_that_share_a_tile,
+        on_hopper.test_places_are_taken_again,
+        on_hopper.test_measures_left_out_change_no_result_and_no_access,
+        on_hopper.test_a_row_tile_of_many_columns_may_be_taken_early,
+        test_kv_splits.test_splits_on_hoppers_unit,
+        test_kv_splits.test_small_calls,
+        fa1_on_hopper.test_results_and_counts,
+        backward_on_hopper.test_gradients_and_counts,
+        backward_on_hopper.test_a_second_sweep_and_a_cap,
+        backward_on_hopper.test_lengths,
+        backward_on_hopper.test_packed_sequences,
+        backward_on_hopper.test_head_dimensions_above_128,
+        test_pages.test_pages_give_the_bits_of_one_piece,
+        test_pages.test_packed_queries_over_pages_give_the_bits_of_packed_keys,
+        test_group_splits.test_gradients_and_counts,
+        fa1_backward_on_hopper.test_gradients_and_counts,
+        fa1_backward_on_hopper.test_blocks_that_share_a_head,
+    )
+    return tuple(found)

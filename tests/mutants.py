@@ -1,0 +1,488 @@
+"""Faults planted by rule: syntax trees of the package's functions, each with one thing changed.
+
+A site is a place in a function where one of `RULES` applies; its mutant is the module's text with
+that place changed. `planted` gives the module's functions the mutant's code, wherever they were
+imported, and empties the caches that hold what they made. Nothing here names a module, a part or a
+kernel: functions are found by walking packages, and which case runs which of them by `reached`.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import importlib
+import inspect
+import itertools
+import linecache
+import math
+import pkgutil
+import signal
+import sys
+import types
+import zlib
+from collections import defaultdict
+from dataclasses import dataclass, field
+from unittest import mock
+
+from fa_numba import emulator
+
+# --- the rules -------------------------------------------------------------------------------
+
+NEIGHBOUR = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+OTHER = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.LShift: ast.RShift,
+    ast.RShift: ast.LShift, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.BitXor: ast.BitOr,
+}  # fmt: skip
+# Those of ``not`` or the neighbour of an equality alone are the same.
+OPPOSITE = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn)
+
+
+def drop(node):
+    """Drop a call that stands alone."""
+    if called(node):
+        yield node, ast.Pass()
+
+
+def compare(node):
+    """Exchange a comparison with its neighbour."""
+    if isinstance(node, ast.Compare):
+        for n, op in enumerate(node.ops):
+            ops = [*node.ops[:n], NEIGHBOUR[type(op)](), *node.ops[n + 1 :]]
+            yield node, ast.Compare(node.left, ops, node.comparators)
+
+
+def operate(node):
+    """Exchange an arithmetic operator."""
+    if isinstance(node, ast.BinOp) and type(node.op) in OTHER:
+        yield node, ast.BinOp(node.left, OTHER[type(node.op)](), node.right)
+    elif isinstance(node, ast.AugAssign) and type(node.op) in OTHER:
+        yield node, ast.AugAssign(node.target, OTHER[type(node.op)](), node.value)
+
+
+def negate(node):
+    """Negate an ``if``."""
+    if isinstance(node, (ast.If, ast.IfExp)):
+        test = node.test
+        if not (isinstance(test, ast.Compare) and isinstance(test.ops[0], OPPOSITE)):
+            yield test, ast.UnaryOp(ast.Not(), test)
+
+
+RULES = (drop, compare, operate, negate)
+
+
+def called(node, *names):
+    """Whether a statement is a call, of one of these where any are given, that stands alone."""
+    if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+        return False
+    return not names or ast.unparse(node.value.func).rpartition(".")[2] in names
+
+
+# --- sites -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place in a function and what would stand there.
+
+    ``tests`` are the conditions that it stands under within its function, each with the outcome
+    that leads there; ``key`` is the function's, as `key_of` gives it.
+    """
+
+    module: str
+    function: str
+    rule: str
+    text: str
+    new: str
+    occurrence: int
+    span: tuple[int, int] = field(repr=False, compare=False)
+    key: tuple = field(repr=False, compare=False)
+    tests: tuple = field(default=(), repr=False, compare=False)
+
+    @property
+    def name(self):
+        """Where it is and what is changed, without line numbers."""
+        place = f"{self.module.partition('.')[2]}:{self.function}"
+        again = f" #{self.occurrence}" if self.occurrence else ""
+        return f"{place} {self.rule} {self.text}{again}"
+
+    @property
+    def number(self):
+        """Of no order, and the same in every process."""
+        return zlib.crc32(self.name.encode())
+
+
+def key_of(code):
+    return code.co_filename, code.co_qualname, code.co_firstlineno
+
+
+@functools.cache
+def source(name):
+    return inspect.getsource(importlib.import_module(name))
+
+
+@functools.cache
+def _nodes(name):
+    """(node, function, key, tests) of all that is in a module's functions, as in `Site`."""
+    file = importlib.import_module(name).__file__
+    found = []
+
+    def visit(node, function, key, tests):
+        if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr)):
+            return
+        if key:
+            found.append((node, function, key, tests))
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            inside = isinstance(node, ast.FunctionDef)
+            function = f"{function}.{node.name}" if function else node.name
+            if inside:
+                outer = f"{key[1]}.<locals>." if key else function.removesuffix(node.name)
+                first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+                key = (file, f"{outer}{node.name}", first)
+            for each in node.body:
+                visit(each, function, key, () if inside else tests)
+        elif isinstance(node, (ast.If, ast.IfExp)):
+            visit(node.test, function, key, tests)
+            for branch, outcome in ((node.body, True), (node.orelse, False)):
+                for each in branch if isinstance(branch, list) else [branch]:
+                    visit(each, function, key, (*tests, (node.test, outcome)))
+        else:
+            for each in ast.iter_child_nodes(node):
+                visit(each, function, key, tests)
+
+    visit(ast.parse(source(name)), "", (), ())
+    return found
+
+
+@functools.cache
+def sites_of(name, rules=RULES):
+    """All sites of a module's functions."""
+    text = source(name)
+    starts = [0, *itertools.accumulate(len(line.encode()) for line in text.splitlines(True))]
+    seen: dict[tuple, int] = defaultdict(int)
+    found = []
+
+    def place(line, column):
+        return len(text.encode()[: starts[line - 1] + column].decode())
+
+    for node, function, key, tests in _nodes(name):
+        for rule in rules:
+            for old, new in rule(node):
+                what = (name, function, rule.__name__, ast.unparse(old))
+                span = (
+                    place(old.lineno, old.col_offset),
+                    place(old.end_lineno, old.end_col_offset),
+                )
+                several = new.body if isinstance(new, ast.Module) else [new]
+                written = "; ".join(map(ast.unparse, several))
+                if isinstance(new, ast.expr):
+                    written = f"({written})"
+                found.append(Site(*what, written, seen[what], span, key, tests))
+                seen[what] += 1
+    return tuple(found)
+
+
+@functools.cache
+def _names(name):
+    """What a module's functions take by name: (name, tests) by key."""
+    found = defaultdict(dict)
+    for node, _, key, tests in _nodes(name):
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            taken = node.id if isinstance(node, ast.Name) else node.attr
+            found[key][taken, tuple((id(test), outcome) for test, outcome in tests)] = tests
+    return {key: [(taken, tests) for (taken, _), tests in of.items()] for key, of in found.items()}
+
+
+def modules_of(*packages):
+    """Names of these modules and of all in them."""
+    for package in map(importlib.import_module, packages):
+        yield package.__name__
+        inside = pkgutil.walk_packages(getattr(package, "__path__", ()), f"{package.__name__}.")
+        yield from (each.name for each in inside)
+
+
+# --- functions -------------------------------------------------------------------------------
+
+
+def _behind(value):
+    """What a value of the package holds or wraps."""
+    for name in ("__wrapped__", "py_func", "emulation", "_defn", "__func__", "fget", "func"):
+        inner = vars(value).get(name) if hasattr(value, "__dict__") else None
+        yield inner if inner is not None else getattr(value, name, None)
+    if isinstance(value, types.FunctionType):
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):
+                yield cell.cell_contents
+    elif isinstance(value, type):
+        yield from vars(value).values()
+    elif isinstance(value, (tuple, list)):
+        yield from value
+    elif isinstance(value, dict):
+        yield from value.values()
+
+
+def _all_behind(module):
+    """All that a module's names lead to, as far as it is of the package."""
+    seen, left = set(), list(vars(module).values())
+    while left:
+        value = left.pop()
+        owner = getattr(value, "__module__", None)
+        ours = isinstance(owner, str) and owner.startswith(f"{module.__name__.split('.')[0]}.")
+        if id(value) in seen or isinstance(value, types.ModuleType):
+            continue
+        if not (ours or isinstance(value, (tuple, list, dict, property))):
+            continue
+        seen.add(id(value))
+        yield value
+        left += [x for x in _behind(value) if x is not None]
+
+
+@functools.cache
+def functions_of(name):
+    """The functions of a module that live as long as it, by `key_of` their code."""
+    found = defaultdict(list)
+    module = importlib.import_module(name)
+    for value in _all_behind(module):
+        if isinstance(value, types.FunctionType) and value.__module__ == name:
+            found[key_of(value.__code__)].append(value)
+    return dict(found)
+
+
+@functools.cache
+def caches():
+    """Whatever keeps results of the package's functions; the emulator's and the device's may."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fa_numba.") and not name.startswith(
+            ("fa_numba.emulator", "fa_numba.device")
+        ):
+            for value in _all_behind(module):
+                if hasattr(value, "cache_clear"):
+                    found[id(value)] = value
+    return list(found.values())
+
+
+def clear_caches():
+    for each in caches():
+        each.cache_clear()
+
+
+def _codes(code):
+    """All code within, by qualified name and first line."""
+    found = {}
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            found[inner.co_qualname, inner.co_firstlineno] = inner
+            found |= _codes(inner)
+    return found
+
+
+_numbers = itertools.count()
+
+
+@contextlib.contextmanager
+def planted(*sites):
+    """Everything inside runs with these sites of one module changed, what they are in made anew."""
+    (name,) = {site.module for site in sites}
+    text = source(name)
+    pieces, end = [], 0
+    for site in sorted(sites, key=lambda site: site.span):
+        old = text[slice(*site.span)]
+        # The lines below keep their numbers, by which code is found.
+        lines = "\\\n" * (old.count("\n") - site.new.count("\n"))
+        pieces += [text[end : site.span[0]], site.new, " " if lines else "", lines]
+        end = site.span[1]
+    with _of_text(name, "".join((*pieces, text[end:]))):
+        yield
+
+
+@contextlib.contextmanager
+def _of_text(name, text):
+    file = f"<mutant {next(_numbers)} of {name}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    codes = _codes(compile(text, file, "exec"))
+    before = []
+    for (_, *place), functions in functions_of(name).items():
+        code = codes.get(tuple(place))
+        for function in functions if code else ():
+            old = function.__code__
+            if _differ(old, code) and old.co_freevars == code.co_freevars:
+                before.append((function, old))
+                function.__code__ = code
+    clear_caches()
+    try:
+        assert before, f"no function of {name} has changed"
+        yield
+    finally:
+        for function, old in before:
+            function.__code__ = old
+        clear_caches()
+        del linecache.cache[file]
+        rewritten = emulator.rewrite._rewritten
+        for key in [k for k, (code, *_) in rewritten.items() if code.co_filename == file]:
+            del rewritten[key]
+
+
+def _differ(a, b):
+    """Whether two functions do something else, wherever their lines stand."""
+    if (a.co_code, a.co_names, a.co_varnames, a.co_freevars, len(a.co_consts)) != (
+        b.co_code, b.co_names, b.co_varnames, b.co_freevars, len(b.co_consts)
+    ):  # fmt: skip
+        return True
+    pairs = zip(a.co_consts, b.co_consts, strict=True)
+    return any(
+        _differ(x, y) if isinstance(x, types.CodeType) else repr(x) != repr(y) for x, y in pairs
+    )
+
+
+# --- which case runs what ----------------------------------------------------------------------
+
+
+class Calls(set):
+    """The code of the package's functions that are called while this is entered."""
+
+    def _profile(self, frame, event, _):
+        if event == "call" and frame.f_globals.get("__name__", "").startswith("fa_numba."):
+            self.add(frame.f_code)
+
+    def __enter__(self):
+        self.before = sys.getprofile()
+        sys.setprofile(self._profile)
+
+    def __exit__(self, *_):
+        sys.setprofile(self.before)
+
+
+class Reached(defaultdict):
+    """What a run executes, and how many threads its launches have in all."""
+
+    threads = 0
+
+
+def reached(run):
+    """The functions that a run executes, by `key_of` their code: the names that each takes.
+
+    Kernels do not run: of each, all functions are found that it and they call. What ends a run
+    before its first launch is left out, and what fails since nothing was computed.
+    """
+    kernels, calls, found = [], Calls(), Reached(list)
+
+    def launch(function, grid, block, *args, **options):
+        kernels.append(function)
+        found.threads += math.prod(grid) * math.prod(
+            block if isinstance(block, tuple) else (block,)
+        )
+        return emulator.Counts()
+
+    clear_caches()
+    with calls, mock.patch.object(emulator, "launch", launch), contextlib.suppress(Exception):
+        run()
+    for function, names in functions_from(kernels, calls):
+        found[key_of(function.__code__)].append(names)
+    for code in calls:
+        found[key_of(code)].append({})
+    return found
+
+
+def functions_from(left, calls):
+    """Functions of the package and those that they call, with their globals and closure."""
+    seen = set()
+    while left:
+        value = left.pop()
+        if isinstance(value, types.FunctionType) and value.__module__.startswith("fa_numba."):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            names = dict(value.__globals__)
+            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+                with contextlib.suppress(ValueError):
+                    names[name] = cell.cell_contents
+            yield value, names
+            if value.__module__.startswith("fa_numba.emulator"):
+                continue
+            of_module = _names(value.__module__).get(key_of(value.__code__), ())
+            asked = {name for name, tests in of_module if _may(tests, names)}
+            taken = [names[name] for name in asked if name in names]
+            left += taken
+            left += [(x, asked) for x in taken if isinstance(x, types.ModuleType)]
+        elif isinstance(value, tuple):
+            module, names = (*value, None, None)[:2]
+            if isinstance(module, types.ModuleType) and isinstance(names, set):
+                if module.__name__.startswith("fa_numba"):
+                    with calls:
+                        inside = [getattr(module, name, None) for name in names]
+                    left += inside
+                    left += [(x, names) for x in inside if isinstance(x, types.ModuleType)]
+            else:
+                left += value
+        if not isinstance(value, (types.ModuleType, int)):
+            inner = (getattr(value, name, None) for name in ("emulation", "py_func"))
+            left += [x for x in inner if x is not None]
+
+
+_compiled: dict[int, tuple] = {}
+
+
+def _may(tests, names):
+    """Whether these conditions can hold, as far as names from outside the function tell."""
+    for test, outcome in tests:
+        if id(test) not in _compiled:
+            asked = [x.id for x in ast.walk(test) if isinstance(x, ast.Name)]
+            calls = any(isinstance(x, (ast.Call, ast.NamedExpr)) for x in ast.walk(test))
+            code = None if calls else compile(ast.Expression(test), "<test>", "eval")
+            _compiled[id(test)] = test, code, asked
+        _, code, asked = _compiled[id(test)]
+        if code is None or any(isinstance(names.get(x), types.ModuleType) for x in asked):
+            continue  # of the thread, say
+        try:
+            if bool(eval(code, {}, names)) != outcome:
+                return False
+        except Exception:
+            continue
+    return True
+
+
+def reaches(site, record):
+    """Whether a run with this record executes the site, as far as can be told without it."""
+    return any(_may(site.tests, names) for names in record.get(site.key, ()))
+
+
+# --- what notices a mutant ---------------------------------------------------------------------
+
+
+class TookTooLong(BaseException):
+    """Not an Exception, which the emulator would take for one block's."""
+
+
+@contextlib.contextmanager
+def at_most(seconds):
+    """Raise `TookTooLong` inside after so many seconds of this process's own time."""
+
+    def stop(*_):
+        raise TookTooLong
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds, 1)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def noticed(run, seconds=8):
+    """How a run fails: "counts", "values" or the name of an error; None if it passes."""
+    try:
+        with at_most(seconds):
+            run()
+    except AssertionError as error:
+        return "counts" if str(error).startswith("counts") else "values"
+    except TookTooLong:
+        return "TookTooLong"
+    except Exception as error:
+        return type(error).__name__
+    return None

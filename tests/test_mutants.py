@@ -1,0 +1,273 @@
+"""Faults planted by rule in kernels, parts and emulations: a call notices each, or it is none.
+
+`survivors.csv` has those that nothing notices, each with the reason why it is no fault. By default
+a sample is tried; `python tests/test_mutants.py NAME ...` tries those whose name has one of these.
+"""
+
+import ast
+import contextlib
+import csv
+import functools
+import importlib
+import re
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from unittest import mock
+
+import mutant_cases
+import mutants
+import numpy as np
+import pytest
+
+SURVIVORS = Path(__file__).parent / "data" / "survivors.csv"
+SAMPLE = {"simt": 24, "mma": 16, "wgmma": 12}  # sites of each unit, by default
+UNITS = tuple(SAMPLE)
+PARTS = 48  # of all
+PACKAGES = ("fa_numba.kernels", "fa_numba.parts", "fa_numba.intrinsics")
+
+
+@functools.cache
+def survivors():
+    with SURVIVORS.open() as file:
+        return {
+            (row["module"], row["function"], row["rule"], row["text"], int(row["occurrence"]))
+            for row in csv.DictReader(file)
+        }
+
+
+def named(site):
+    return site.module, site.function, site.rule, site.text, site.occurrence
+
+
+@functools.cache
+def sites():
+    """All that a call on the emulator can reach; of intrinsics these are their emulations."""
+    found = (site for name in mutants.modules_of(*PACKAGES) for site in mutants.sites_of(name))
+    return [site for site in found if _emulated(site)]
+
+
+def _emulated(site):
+    if not site.module.startswith("fa_numba.intrinsics"):
+        return True
+    return site.key in _emulations()
+
+
+@functools.cache
+def _emulations():
+    found = set()
+    for name in mutants.modules_of("fa_numba.intrinsics"):
+        for functions in mutants.functions_of(name).values():
+            kernels = [x.emulation for x in functions if hasattr(x, "emulation")]
+            found |= {
+                mutants.key_of(f.__code__)
+                for f, _ in mutants.functions_from(kernels, mutants.Calls())
+            }
+    return found
+
+
+def units_of(site):
+    """All units, what runs fastest first, but that which the module is of before."""
+    return sorted(UNITS, key=lambda unit: unit not in site.module.split("."))
+
+
+@functools.cache
+def records(unit):
+    found = [(run, mutants.reached(run)) for run in mutant_cases.runs() if run.unit == unit]
+    return sorted(found, key=lambda each: each[1].threads)
+
+
+_noticed: Counter = Counter()  # by function and run: what has noticed one looks first
+
+
+def reaching(site):
+    """The runs that execute a site: of its own unit, if there are any, else of the others."""
+    for unit in units_of(site):
+        found = [run for run, record in records(unit) if mutants.reaches(site, record)]
+        yield from sorted(found, key=lambda run: -_noticed[site.key, run.title])
+        if found and unit in site.module.split("."):
+            return
+
+
+def tried(site):
+    """(how, by which run, after how many) a mutant is noticed; how is None if it is not."""
+    count = 0
+    with contextlib.ExitStack() as stack:
+        for run in reaching(site):
+            if not count:
+                stack.enter_context(mutants.planted(site))
+            count += 1
+            how = mutants.noticed(run)
+            if how is not None:
+                _noticed[site.key, run.title] += 1
+                return how, run.title, count
+    return None, "", count
+
+
+def all_noticed(chosen):
+    chosen = [site for site in chosen if named(site) not in survivors()]
+    unnoticed = [site.name for site in chosen if tried(site)[0] is None]
+    assert not unnoticed, "\n".join(("nothing notices", *unnoticed))
+
+
+# --- what the diagnosis is --------------------------------------------------------------------
+
+EARLY = {"SharedHazard", "BarrierMisuse", "UninitialisedRead", "GlobalHazard"}
+ON_ITS_WAY = {"RegisterHazard", "SharedHazard"}
+STALLS = {"Deadlock", "BarrierDivergence"}
+# A call that is dropped, and what says so.
+MISSING = {
+    "syncthreads": EARLY,
+    "syncwarp": {"SharedHazard"},
+    "commit_async": {"SharedHazard"},
+    "wait_async": {"SharedHazard"},
+    "init_mbarrier": {"BarrierMisuse"},
+    "wait_mbarrier": EARLY,
+    "arrive_mbarrier": STALLS,
+    "expect_bytes": STALLS,
+    "sync_named": EARLY,
+    "arrive_named": STALLS,
+    "fence_mbarrier_init": {"MissingFence"},
+    "fence_async_proxy": {"MissingFence"},
+    "commit_boxes": EARLY,
+    "wait_boxes_read": EARLY,
+    "wait_products": ON_ITS_WAY,
+    "give_registers": {"Deadlock"},
+    "add_global": {"counts"},
+}
+
+
+def another_phase(node):
+    """Wait for the phase before or after the one that is meant."""
+    if mutants.called(node, "wait_mbarrier"):
+        *others, phase = node.value.args
+        phase = ast.parse(f"uint32(({ast.unparse(phase)}) ^ 1)", mode="eval").body
+        yield node, ast.Expr(ast.Call(node.value.func, [*others, phase], []))
+
+
+def not_atomic(node):
+    """A read, an add and a write where several blocks of a launch add to one element."""
+    if mutants.called(node, "add_global"):
+        array, *place, value = map(ast.unparse, node.value.args)
+        yield node, ast.parse(f"{array}[{', '.join(place)}] += {value}").body[0]
+
+
+def more_bytes(node):
+    """Announce more bytes than come."""
+    if mutants.called(node, "expect_bytes"):
+        *others, size = node.value.args
+        size = ast.BinOp(size, ast.Add(), ast.Constant(8))
+        yield node, ast.Expr(ast.Call(node.value.func, [*others, size], []))
+
+
+def more_registers(node):
+    """Keep more registers than the launch leaves to the others."""
+    if mutants.called(node, "give_registers"):
+        more = ast.BinOp(node.value.args[0], ast.Add(), ast.Constant(8))
+        yield node, ast.Expr(ast.Call(node.value.func, [more], []))
+
+
+def half_sums(node):
+    """Round sums to 16 bits within the loop that adds to them, before more is added."""
+    if isinstance(node, ast.While):
+        for each in node.body:
+            if mutants.called(each) and each.value.args:
+                first, name = map(ast.unparse, (each.value.args[0], each.value.func))
+                later = not re.search("start|write|scale_columns", name)
+                if first in ("rO", "rdQ", "rdK", "rdV") and later:
+                    yield each, ast.parse(f"{ast.unparse(each)}; rounded_to_16_bits({first})")
+
+
+def rounded_to_16_bits(array):
+    with np.errstate(over="ignore"):
+        for e in range(array.size):
+            array[e] = np.float64(np.float16(array[e]))
+
+
+rounded_to_16_bits.emulation = rounded_to_16_bits  # as an intrinsic has it
+OTHERS = {
+    another_phase: EARLY | STALLS,
+    not_atomic: {"GlobalHazard"},
+    more_bytes: STALLS,
+    more_registers: {"Deadlock"},
+    half_sums: {"values"},
+}
+
+
+@functools.cache
+def diagnosed():
+    """(site, what says so, whether it is in the sample): the first two of each kind are."""
+    found = []
+    rules = {(mutants.drop, name): wanted for name, wanted in MISSING.items()}
+    rules |= {(rule, ""): wanted for rule, wanted in OTHERS.items()}
+    modules = list(mutants.modules_of("fa_numba.kernels", "fa_numba.parts"))
+    for (rule, name), wanted in rules.items():
+        sites = [site for module in modules for site in mutants.sites_of(module, (rule,))]
+        if rule is half_sums:
+            sites = [site for site in sites if "mma" in site.module.split(".")]
+        sites = [site for site in sites if re.search(rf"\b{name}\(", site.text)]
+        sites = sorted({site for site in sites if named(site) not in survivors()}, key=by_number)
+        assert sites, f"no {rule.__name__} {name}"
+        found += [(site, wanted, n < 2) for n, site in enumerate(sites)]
+    return found
+
+
+def by_number(site):
+    return site.number
+
+
+def all_diagnosed(chosen):
+    wrong = []
+    for site, wanted in chosen:
+        module = importlib.import_module(site.module)
+        with mock.patch.object(module, "rounded_to_16_bits", rounded_to_16_bits, create=True):
+            how, run, _ = tried(site)
+        if how not in wanted:
+            wrong.append(f"{how} in {run}, not {' or '.join(wanted)}: {site.name}")
+    assert not wrong, "\n".join(wrong)
+
+
+# --- the tests -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", mutant_cases.own_runs(), ids=lambda run: f"{run.unit}-{run.title}")
+def test_the_source_as_it_is_passes(run):
+    run()
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_sample_is_noticed(unit):
+    """And a few by what they are; each unit in one process, which finds out what runs what."""
+    of_unit = (site for site in sites() if units_of(site)[0] == unit)
+    all_noticed(sorted(of_unit, key=by_number)[: SAMPLE[unit]])
+    of_unit = [(site, wanted) for site, wanted, first in diagnosed() if first]
+    all_diagnosed([(site, wanted) for site, wanted in of_unit if units_of(site)[0] == unit])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_all_are_noticed(part):
+    all_noticed(sites()[part::PARTS])
+    all_diagnosed([(site, wanted) for site, wanted, _ in diagnosed()[part::PARTS]])
+
+
+def test_a_survivor_is_a_site_and_has_a_reason():
+    with SURVIVORS.open() as file:
+        assert all(row["reason"] for row in csv.DictReader(file))
+    others = mutants.modules_of(*PACKAGES)
+    found = {named(site) for name in others for site in mutants.sites_of(name, tuple(OTHERS))}
+    assert survivors() <= {named(site) for site in sites()} | found
+
+
+def main(asked):
+    for site in sites():
+        if any(text in site.name for text in asked):
+            begin = time.process_time()
+            how, run, count = tried(site)
+            took = time.process_time() - begin
+            print(f"{how}\t{took:.2f}\t{count}\t{run}\t{site.name}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
