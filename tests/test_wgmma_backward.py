@@ -11,8 +11,8 @@ from test_plans import on_h200
 
 import fa_numba
 from fa_numba import bounds, emulator
+from fa_numba.choices import tiles as rules
 from fa_numba.host import planning
-from fa_numba.tiling import wgmma_backward
 
 UNIT = {"unit": "wgmma"}
 BIAS = {
@@ -260,8 +260,9 @@ def test_column_tiles_in_chunks(monkeypatch, d, few, chunk):
     chunk with one.
     """
     Nq, Nk = 70, 300
-    monkeypatch.setattr(wgmma_backward, "FEW_HEADS", few)
-    monkeypatch.setattr(wgmma_backward, "MORE_SIDE_BY_SIDE", 128)
+    known, facts = rules.measured, {"heads of K and V that are few": few}
+    facts["columns of a head whose causal tiles go side by side"] = 128
+    monkeypatch.setattr(rules, "measured", lambda fact, *of: facts.get(fact, known(fact, *of)))
     uncached = getattr(planning.planned, "__wrapped__", planning.planned)
     monkeypatch.setattr(planning, "planned", uncached)
     shapes = (1, 4, Nq, d), (1, 2, Nk, d)
