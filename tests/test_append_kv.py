@@ -7,7 +7,8 @@ from test_pages import cache_of, inputs
 
 import fa_numba
 from fa_numba import Tiles
-from fa_numba.host import append
+from fa_numba.host import append, placement
+from fa_numba.host.plans import Launch, LaunchPlan
 
 
 @pytest.fixture
@@ -220,7 +221,12 @@ def test_integers_on_a_gpu_have_a_dtype_and_a_shape(gpu):
 
 
 def test_threads_that_32_bits_do_not_count_are_refused(monkeypatch):
-    monkeypatch.setattr(append.device, "on_gpu", lambda: True)
-    append.check_grid("k_new", (2**24, 1, 1), 256)
-    with pytest.raises(ValueError, match="k_new has 4294967552 pieces of rows a head: allowed are"):
-        append.check_grid("k_new", (2**24 + 1, 1, 1), 256)
+    monkeypatch.setattr(placement.device, "on_gpu", lambda: True)
+
+    def plan(blocks):
+        kernel = append.plan_of("float16", (1, 1, 1, 8), 16, True, False).launched[0]
+        return LaunchPlan(launches=(Launch(kernel, (blocks, 1, 1), {}),))
+
+    placement.check_grid(plan(2**25), "k_new")
+    with pytest.raises(ValueError, match="k_new has 4294967424 pieces of rows a head: allowed are"):
+        placement.check_grid(plan(2**25 + 1), "k_new")

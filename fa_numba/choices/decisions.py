@@ -23,7 +23,7 @@ class Decision:
     tiles: Tiles
     spec: Any
     splits: int = 1
-    why: Mapping[str, str] = field(default_factory=dict)
+    why: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
 
 def forward(request: Request) -> Decision:

@@ -1,4 +1,4 @@
-"""Keys and values appended to the pages of a cache: checks, launch."""
+"""Keys and values appended to the pages of a cache: checks, plan."""
 
 from __future__ import annotations
 
@@ -32,19 +32,37 @@ from fa_numba.host.arrays import (
     operand,
 )
 from fa_numba.host.binding import PAGING, paging, sent
-from fa_numba.kernels.simt.append import THREADS, blocks, make_append
+from fa_numba.host.calls import launched
+from fa_numba.host.execution import execute, heads_first
+from fa_numba.host.plans import Launch, LaunchPlan
+from fa_numba.kernels.simt.append import blocks, make_append
 from fa_numba.options import UNIFORM
 
 NAMES = ("k_pages", "v_pages", "k_new", "v_new")
+_INTEGERS = ("block_table", "kv_lens", "new_lens")
 
 
 def append(
     pages: tuple[Any, Any], new: tuple[Any, Any], options: dict[str, Any], stream: Any
 ) -> None:
     """Write ``new`` rows to ``pages``, with the arguments of the public function."""
-    call = launch_cache.describe_call(("append",), (*pages, *new), options)
+    call = launch_cache.describe_call("append", (*pages, *new), options)
     if launch_cache.replay(call, None, stream) is None:
         _first_append((*pages, *new), options, stream, call)
+
+
+def plan_of(dtype: str, sizes: tuple[int, ...], page_size: int, aligned: bool, ragged: bool):
+    """The plan for new rows of these sizes, (B, Hk, N, d); ``aligned`` and ``ragged`` as the kernel
+    has them.
+    """
+    batch, heads, N, d = sizes
+    kernel = make_append(d, dtype, page_size, aligned, ragged)
+    bound = dict(zip(("K", "V", "newK", "newV"), NAMES, strict=True))
+    # Where all have all rows nobody reads how many.
+    bound |= {} if ragged else {"new_lens": "kv_lens"}
+    launch = Launch.of(kernel, (blocks(N, d, dtype, aligned), heads, batch), **bound)
+    uncounted = (*UNIFORM, "new_lens", "block_table")
+    return LaunchPlan(launches=(launch,), updated=NAMES[:2], uncounted=uncounted)
 
 
 def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any) -> None:
@@ -71,11 +89,12 @@ def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any)
     shape = as_table_shape(facts["block_table"], batch)
     counts = options["new_lens"]
     host_counts: Any = (N,) * batch
-    if counts is not None and lies_on_gpu(counts):
-        arrays["new_lens"] = operand("new_lens", counts, INTEGERS)
-        host_counts = on_host("new_lens", counts) if options["check_table"] else None
-    elif counts is not None:
-        host_counts = on_host("new_lens", counts)
+    if counts is not None:
+        on_gpu = lies_on_gpu(counts)
+        if on_gpu:
+            arrays["new_lens"] = operand("new_lens", counts, INTEGERS)
+        read = not on_gpu or options["check_table"]
+        host_counts = on_host("new_lens", counts) if read else None
     if host_counts is not None:
         host_counts = as_lengths("new_lens", host_counts, batch, N, "the rows of k_new")
     lens = None
@@ -95,66 +114,17 @@ def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any)
         copied = device.on_gpu() and k_pages.place == HOST
         aligned = d % DTYPES[k_pages.dtype].chunk == 0
         aligned = aligned and (copied or all(x.aligned for x in inputs))
-        kernel = make_append(d, k_pages.dtype, page_size, aligned, counts is not None)
-        grid = (blocks(N, d, k_pages.dtype, aligned), new[heads], batch)
-        check_grid("k_new", grid, THREADS)
-        handle = placement.stream_handle(stream, k_pages)
-        values: dict[str, Any] = {
-            "block_table": table,
-            "kv_lens": None if lens is None else np.array(lens, np.int32),
-            "new_lens": None if host_counts is None else np.array(host_counts, np.int32),
-        }
+        of_new = (batch, new[heads], N, d)
+        plan = plan_of(k_pages.dtype, of_new, page_size, aligned, counts is not None)
+        placement.check_grid(plan, "k_new")
+        values = dict(zip(_INTEGERS, (table, lens, host_counts), strict=True))
 
-        def run(found: list, made: list, stream: Any) -> None:
-            matrices = [x if heads == 1 else heads_first(x) for x in found[: len(inputs)]]
-            named = dict(zip(arrays, found[len(inputs) :], strict=True))
+        def run(found: dict[str, Any], stream: Any) -> None:
+            if heads != 1:
+                found |= {name: heads_first(found[name]) for name in NAMES}
             for name, value in values.items():
-                if name not in named and (name != "new_lens" or counts is not None):
-                    named[name] = sent(value)
-            # Where all have all rows nobody reads how many.
-            named.setdefault("new_lens", named["kv_lens"])
-            device.launch(
-                kernel, grid, (*matrices, *(named[n] for n in values)), stream, _UNCOUNTED
-            )
+                if name not in found and value is not None:
+                    found[name] = sent(np.asarray(value, np.int32))
+            execute(plan, found, stream)
 
-        if copied:
-            _through_gpu(inputs, run, handle)
-        else:
-            launch_cache.run_and_keep(run, [*inputs, *arrays.values()], (), [], handle, call)
-
-
-_UNCOUNTED = (*UNIFORM, "new_lens", "block_table")
-
-
-def heads_first(array: Any) -> Any:
-    """A launch argument (B, N, H, d) as (B, H, N, d)."""
-    return device.permuted(array, (0, 2, 1, 3))
-
-
-def check_grid(of: str, grid: tuple[int, int, int], threads: int) -> None:
-    """Raise ValueError for more blocks than a grid takes, or the emulator, over ``of``'s rows, and
-    for more threads a head than 32 bits count.
-    """
-    if grid[0] * threads > 2**32:
-        raise ValueError(
-            f"{of} has {grid[0] * threads} pieces of rows a head: allowed are at most 2^32; take "
-            "fewer rows, or rows that start at 16-byte addresses, whose pieces are larger"
-        )
-    for name, size in ((f"heads of {of}", grid[1]), ("batch", grid[2])):
-        if size > 65535:
-            raise ValueError(f"{name} is {size}: allowed is at most 65535, a grid's limit")
-    steps = placement.STEPS_PER_THREAD * grid[0] * grid[1] * grid[2] * threads
-    if not device.on_gpu() and steps > placement.EMULATOR_STEPS:
-        raise ValueError(
-            f"{of} takes {grid} blocks of {threads} threads, about {steps:.2g} steps: the "
-            f"emulator takes at most {placement.EMULATOR_STEPS:.2g}, and it runs here because "
-            f"{device.why_no_gpu() or 'it was asked for'}"
-        )
-
-
-def _through_gpu(inputs: list[Operand], run: Any, handle: int) -> None:
-    """Arrays of the host go to the GPU, and the pages back."""
-    copies = [device.to_gpu(x.argument(), handle) for x in inputs]
-    run([device.argument(x) for x in copies], [], handle)
-    for copy, pages in zip(copies[:2], inputs[:2], strict=True):
-        device.to_host(copy, pages.argument(), handle)
+        launched(plan, {x.name: x for x in inputs} | arrays, stream, call, run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,13 +111,9 @@ class Binding:
         check_block_mask(self.block_mask, problem, tiles)
 
     @property
-    def seeds(self) -> tuple[int, int, int]:
-        """The words that dropout draws from."""
-        return seed_words(self.seed, self.offset)
-
-    def named(self, given: Sequence[Any]) -> dict[str, Any]:
-        """Launch arguments by name from those of ``arrays`` and ``seeds``, in this order."""
-        return dict(zip((*self.arrays, *_SEEDS), given, strict=True))
+    def seeds(self) -> dict[str, int]:
+        """The words that dropout draws from, by the kernels' names."""
+        return dict(zip(_SEEDS, seed_words(self.seed, self.offset), strict=True))
 
     def values(self, problem: Problem, given: Mapping[str, Any], unit: float) -> dict[str, Any]:
         """What kernels are passed for the options that are on, by name; ``options.Bound`` has the

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fa_numba import device
 from fa_numba.choices.requests import Choices
 from fa_numba.dtypes import DTYPES
-from fa_numba.host import launch_cache, placement, planning
+from fa_numba.host import execution, launch_cache, placement, planning
 from fa_numba.host.arrays import (
     HOST,
     SUMS,
@@ -20,8 +20,8 @@ from fa_numba.host.arrays import (
     operand,
 )
 from fa_numba.host.binding import Binding
-from fa_numba.host.execution import execute
 from fa_numba.host.launch_cache import Call
+from fa_numba.host.plans import LaunchPlan
 from fa_numba.problem import Problem
 
 # The arrays that a pass takes, in their order, as callers and as kernels name them.
@@ -76,23 +76,45 @@ def _first_attend(
     with placement.placed(q):
         plan = planning.plan_of(problem, choices, _aligned(problem, matrices))
         arguments.check_mask(problem, choices.tiles, plan.tiles)
-        handle = placement.stream_handle(stream, q)
         placement.check_size(plan)
-        outputs: list = []
-        for output in plan.outputs:
-            # The gradient of a bias has the bias's own axes.
-            bias = arguments.arrays["bias"].shape if output.name == "dbias" else None
-            taken = target if output.name == "O" else None
-            outputs.append((bias or output.shape, output.dtype, taken))
+        named = dict(zip(names.values(), inputs, strict=True)) | arguments.arrays
 
-        def run(given: list, made: list, stream: Any) -> None:
-            arrays = dict(zip(names.values(), given, strict=False))
-            arrays |= arguments.named(given[len(inputs) :])
-            arrays |= {output.name: x for output, x in zip(plan.outputs, made, strict=True)}
-            execute(plan, arguments, arrays, stream)
+        def run(arrays: dict[str, Any], stream: Any) -> None:
+            execution.attend(plan, arguments, arrays, stream)
 
-        operands = [*inputs, *arguments.arrays.values()]
-        return launch_cache.run_and_keep(run, operands, arguments.seeds, outputs, handle, call)
+        return launched(plan, named, stream, call, run, target, arguments.seeds)
+
+
+def launched(
+    plan: LaunchPlan,
+    inputs: Mapping[str, Operand],
+    stream: Any,
+    call: Call | None,
+    run: Callable[[dict[str, Any], Any], None],
+    target: Operand | None = None,
+    words: Mapping[str, int] | None = None,
+) -> list:
+    """The results of a plan of this device by ``inputs``, which have the names that its launches
+    take; its first output goes to ``target`` if that is given.
+
+    ``run(arrays, stream)`` makes the launches, or has them recorded, with all launch arguments by
+    name: the inputs, ``words``, and the outputs.
+    """
+    handle = placement.stream_handle(stream, next(iter(inputs.values())))
+    words = words or {}
+    outputs: list = []
+    for n, output in enumerate(plan.outputs):
+        # The gradient of a bias has the bias's own axes.
+        shape = inputs["bias"].shape if output.name == "dbias" else output.shape
+        outputs.append((shape, output.dtype, None if n else target))
+
+    def make(given: list, made: list, stream: Any) -> None:
+        arrays = dict(zip((*inputs, *words), given, strict=True))
+        run(arrays | dict(zip((x.name for x in plan.outputs), made, strict=True)), stream)
+
+    updated = [n for n, name in enumerate(inputs) if name in plan.updated]
+    operands, values = list(inputs.values()), list(words.values())
+    return launch_cache.run_and_keep(make, operands, values, outputs, handle, call, updated)
 
 
 def _aligned(problem: Problem, operands: Sequence[Operand]) -> bool:

@@ -12,26 +12,28 @@ from fa_numba import device
 from fa_numba.device import DeviceArray
 from fa_numba.dtypes import DTYPES
 from fa_numba.host.binding import Binding, pack, score_scale
-from fa_numba.host.plans import Argument, Boxes, Buffer, Grouped, Plan, Untouched
-from fa_numba.options import SPLIT_SUMS, UNIFORM
+from fa_numba.host.plans import (
+    Argument,
+    Boxes,
+    Buffer,
+    Grouped,
+    LaunchPlan,
+    Plan,
+    Untouched,
+    takes_options,
+)
+from fa_numba.options import SPLIT_SUMS
 from fa_numba.problem import Problem
 
-# Arrays of a call that kernels take one by one; all others reach them in ``options``.
+# Arrays of attention that kernels take one by one; all others reach them in ``options``.
 TENSORS = ("Q", "K", "V", "O", "dO", "L", "dQ", "dK", "dV")
-# Beside uniform arrays, what hands out work.
-_UNCOUNTED = (*UNIFORM, "taken")
 
 
-def execute(plan: Plan, arguments: Binding, arrays: Mapping[str, Any], stream: Any) -> None:
-    """Make the plan's launches on ``stream``, or have them recorded by it.
-
-    ``arrays`` are launch arguments by name: inputs and outputs as the caller has them, the arrays
-    among the options, and the words of the seed.
+def attend(plan: Plan, arguments: Binding, arrays: Mapping[str, Any], stream: Any) -> None:
+    """Make the launches of attention as ``execute`` does; ``arrays`` has the options' arrays and
+    the words of the seed too, and ``arguments`` the other options.
     """
     problem = plan.problem
-    for output in plan.outputs:
-        if output.zeroed:
-            device.clear(arrays[output.name], stream)
     found: dict[str, Any] = {
         "scale": problem.scale,
         "score_scale": score_scale(problem, plan.score_unit),  # what scores are multiplied by first
@@ -39,22 +41,45 @@ def execute(plan: Plan, arguments: Binding, arrays: Mapping[str, Any], stream: A
         "split_rows": plan.split_rows,
     }
     found |= {name: _heads(problem, arrays[name]) for name in TENSORS if name in arrays}
-    with device.scratch(stream) as allocate:
-        for buffer in plan.workspace:
-            found[buffer.name] = _allocated(buffer, allocate, stream)
+
+    def options(workspace: Mapping[str, Any]) -> dict[str, Any]:
         given = dict(arrays)
         if plan.kv_splits > 1:
-            given |= {"kv_splits": plan.kv_splits} | {name: found[name] for name in SPLIT_SUMS}
-        values = arguments.values(problem, given, plan.score_unit)
+            given |= {"kv_splits": plan.kv_splits} | {name: workspace[name] for name in SPLIT_SUMS}
+        return arguments.values(problem, given, plan.score_unit)
+
+    execute(plan, {**arrays, **found}, stream, options)
+
+
+def execute(
+    plan: LaunchPlan,
+    arrays: Mapping[str, Any],
+    stream: Any,
+    options: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+) -> None:
+    """Make the plan's launches on ``stream``, or have them recorded by it.
+
+    ``arrays`` are launch arguments by the names that the launches take: arrays as the kernels see
+    them, and numbers. ``options`` gives the last argument's fields, of these and the workspace.
+    """
+    for output in plan.outputs:
+        if output.zeroed:
+            device.clear(arrays[output.name], stream)
+    with device.scratch(stream) as allocate:
+        found = dict(arrays)
+        for buffer in plan.workspace:
+            found[buffer.name] = _allocated(buffer, allocate, stream)
+        values = options(found) if options else {}
         for launch in plan.launches:
-            taken = [_resolved(x, found, problem) for x in launch.arguments.values()]
-            options = pack(launch.kernel, values)
-            device.launch(launch.kernel, launch.grid, (*taken, options), stream, _UNCOUNTED)
+            taken = [_resolved(x, found, plan) for x in launch.arguments.values()]
+            if takes_options(launch.kernel):
+                taken.append(pack(launch.kernel, values))
+            device.launch(launch.kernel, launch.grid, tuple(taken), stream, plan.uncounted)
 
 
-def _resolved(argument: Argument, found: Mapping[str, Any], problem: Problem) -> Any:
+def _resolved(argument: Argument, found: Mapping[str, Any], plan: LaunchPlan) -> Any:
     if isinstance(argument, Boxes):
-        x, dtype = argument, argument.dtype or problem.dtype
+        x, dtype = argument, argument.dtype or plan.problem.dtype  # type: ignore[attr-defined]
         return device.TiledArray(found[x.name], x.rows, dtype, x.heads, x.ends)
     if isinstance(argument, Grouped):
         return device.grouped(found[argument.name], argument.heads)
@@ -84,12 +109,17 @@ def _allocated(buffer: Buffer, allocate: Callable, stream: Any) -> Any:
     return array[..., : buffer.shape[-1]]
 
 
+def heads_first(array: Any) -> Any:
+    """A launch argument (B, N, H, d) as (B, H, N, d)."""
+    return device.permuted(array, (0, 2, 1, 3))
+
+
 def _heads(problem: Problem, array: Any) -> Any:
     """An array of a call as the kernels take it: (batch, heads, seqlen, ...) in any layout, (1,
     heads, total, ...) when packed.
     """
-    if problem.layout == "bnhd" and len(array.shape) == 4:
-        return device.permuted(array, (0, 2, 1, 3))
+    if len(array.shape) == 4 and problem.layout == "bnhd":
+        return heads_first(array)
     if not problem.packed or len(array.shape) == 4:  # pages of K and V
         return array
     return device.transposed(array, (1, 0, 2) if len(array.shape) == 3 else (0, 1))

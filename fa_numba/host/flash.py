@@ -11,8 +11,7 @@ from fa_numba.choices import decisions
 from fa_numba.choices.decisions import Decision
 from fa_numba.choices.requests import Request
 from fa_numba.choices.units import UNITS
-from fa_numba.host.binding import LOG2E
-from fa_numba.host.plans import Argument, Boxes, Buffer, Grouped, Launch, Steps, Untouched
+from fa_numba.host.plans import Argument, Boxes, Buffer, Grouped, Launch, Plan, Untouched
 from fa_numba.integers import ceil_div, round_up
 from fa_numba.kernels import merge_splits
 from fa_numba.options import PLAIN, SPLIT_SUMS
@@ -22,7 +21,7 @@ from fa_numba.tiling import Tiles
 from fa_numba.tiling.wgmma import GROUP_ROWS
 
 
-def forward(request: Request) -> Steps:
+def forward(request: Request) -> Plan:
     """Algorithm 1 of either paper: one kernel; and one that merges splits of the columns."""
     decided, p, return_lse = decisions.forward(request), request.problem, request.choices.return_lse
     unit, tiles, spec, splits = decided.unit, decided.tiles, decided.spec, decided.splits
@@ -50,7 +49,7 @@ def forward(request: Request) -> Steps:
         if p.pages is not None:
             how |= {"threads": spec.loading_threads, "key_pieces": spec.key_pieces}
         count = functools.partial(io_model.fa2, p, tiles, **how)
-        return Steps(decided, launches, own, count, score_unit=LOG2E, kv_splits=splits)
+        return Plan.of(request, decided, launches, own, count)
     kernel = unit.kernels.fa1_forward.make_forward(spec)
     split_rows = ceil_div(Tr, request.choices.query_splits) * tiles.Br
     grid = (ceil_div(p.seqlen_q, split_rows), p.heads_q, p.batch)
@@ -67,7 +66,7 @@ def forward(request: Request) -> Steps:
     how = {"query_splits": request.choices.query_splits, "return_lse": return_lse}
     how["whole_tiles"] = unit.copies_boxes
     count = functools.partial(io_model.fa1, p, tiles, **how)
-    return Steps(decided, launches, workspace, count, split_rows, LOG2E)
+    return Plan.of(request, decided, launches, workspace, count, split_rows)
 
 
 def _split_sums(request: Request, heads: int, splits: int) -> tuple[Buffer, ...]:
@@ -121,13 +120,13 @@ def _forward_blocks(request: Request, spec: Any, splits: int) -> int:
     return min(device.multiprocessors() * spec.blocks, tiles) if spec.persistent else tiles
 
 
-def backward(request: Request) -> Steps:
+def backward(request: Request) -> Plan:
     """Algorithm 4 of the first paper, Algorithm 2 of the second."""
     first = request.choices.algorithm == "fa1"
     return (_fa1_backward if first else _fa2_backward)(request, decisions.backward(request))
 
 
-def _fa1_backward(request: Request, decided: Decision) -> Steps:
+def _fa1_backward(request: Request, decided: Decision) -> Plan:
     """One kernel; where blocks share dK and dV and these are in 16 bits, they are summed beside and
     rounded at the end.
     """
@@ -155,10 +154,10 @@ def _fa1_backward(request: Request, decided: Decision) -> Steps:
         )
     how: dict[str, Any] = {"dbias": request.choices.return_dbias, "query_splits": splits}
     count = functools.partial(io_model.fa1_backward, p, tiles, **how)
-    return Steps(decided, launches, workspace, count, split_rows, LOG2E)
+    return Plan.of(request, decided, launches, workspace, count, split_rows)
 
 
-def _fa2_backward(request: Request, decided: Decision) -> Steps:
+def _fa2_backward(request: Request, decided: Decision) -> Plan:
     """D = rowsum(dO o O), the grid over K/V blocks, and what makes dQ of it: nothing, where blocks
     add to it in place; a rounding of their sum; or a second sweep in a fixed order.
     """
@@ -207,8 +206,7 @@ def _fa2_backward(request: Request, decided: Decision) -> Steps:
         workspace.append(_sum(name, (batch, heads * splits, *rows)))
         launches.append(_rounding(request, name, out, 1.0, keys=True, splits=splits))
     count = functools.partial(io_model.fa2_backward, p, tiles, **how)
-    own = (tuple(launches), tuple(workspace), count)
-    return Steps(decided, *own, score_unit=LOG2E, group_splits=splits)
+    return Plan.of(request, decided, launches, workspace, count)
 
 
 def _tiles_of_all(rows: int, rows_of_tile: int, problem: Problem) -> int:

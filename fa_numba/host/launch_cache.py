@@ -164,13 +164,15 @@ def run_and_keep(
     outputs: Sequence[tuple[tuple[int, ...], str, Operand | None]],
     handle: int,
     call: Call | None,
+    updated: Sequence[int] = (),
 ) -> list[Any]:
     """The results of a call that was checked and planned, whose launches ``execute`` makes.
 
     ``execute([*inputs, *seeds], outputs, stream)`` gets launch arguments. Each of ``outputs`` is a
     shape, a dtype and the operand that takes the result, or None for a new array of the inputs'
     library. On a GPU the launches are recorded, made on the stream ``handle``, and kept for calls
-    like ``call`` unless that is None; host arrays are copied to the GPU and back.
+    like ``call`` unless that is None; host arrays are copied to the GPU, and the results and the
+    inputs of the numbers ``updated``, which are written in their own place, back.
     """
     library = inputs[0]
     results = [
@@ -197,7 +199,8 @@ def run_and_keep(
     values = [*(x.pointer for x in (*given, *taken)), *seeds]
     device.replay(recording, values, handle, device.current_ordinal())
     if host:
-        for array, result in zip(made, results, strict=True):
+        back = [*zip(made, results, strict=True), *((sent[n], inputs[n]) for n in updated)]
+        for array, result in back:
             device.to_host(array, result.argument(), handle)
     elif call is not None:
         new = [(shape, dtype) for shape, dtype, target in outputs if target is None]

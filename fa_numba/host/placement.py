@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from fa_numba import device, io_model
 from fa_numba.host.arrays import HOST, Operand
-from fa_numba.host.plans import Plan
+from fa_numba.host.plans import LaunchPlan, Plan
 from fa_numba.integers import round_up
 
 # The emulator's limit for one call, in multiply-adds of its tiles, padding included: it does about
@@ -55,14 +55,43 @@ def check_size(plan: Plan) -> None:
     steps = tiles_visited * tiles.Br * tiles.Bc * 2 * columns
     if plan.passes == "bwd":
         steps = steps * 5 // 2
+    check_steps(
+        plan,
+        f"q has shape {p.q_shape} and k {p.k_shape}",
+        steps,
+        ". Take a smaller problem, a machine with a GPU, fa_numba.reference for the values or "
+        "fa_numba.plan for the accesses",
+    )
+
+
+def check_steps(plan: LaunchPlan, of: str, steps: int = 0, instead: str = "") -> None:
+    """Raise ValueError, which begins with ``of``, for launches that would take the emulator
+    minutes: so many ``steps`` beside what every thread takes.
+    """
     steps += sum(STEPS_PER_THREAD * math.prod(k.grid) * k.threads for k in plan.kernels)
-    if steps > EMULATOR_STEPS:
+    if steps > EMULATOR_STEPS and not device.on_gpu():
         raise ValueError(
-            f"q has shape {p.q_shape} and k {p.k_shape}, about {steps:.2g} steps: the emulator "
-            f"takes at most {EMULATOR_STEPS:.2g}, half a minute, and it runs here because "
-            f"{device.why_no_gpu() or 'it was asked for'}. Take a smaller problem, a machine with "
-            "a GPU, fa_numba.reference for the values or fa_numba.plan for the accesses"
+            f"{of}, about {steps:.2g} steps: the emulator takes at most {EMULATOR_STEPS:.2g}, half "
+            f"a minute, and it runs here because {device.why_no_gpu() or 'it was asked for'}"
+            f"{instead}"
         )
+
+
+def check_grid(plan: LaunchPlan, of: str) -> None:
+    """Raise ValueError for more blocks than a grid takes, or the emulator, over the rows of the
+    array ``of``, and for more threads a head than 32 bits count.
+    """
+    (kernel,) = plan.kernels
+    pieces = kernel.grid[0] * kernel.threads
+    if pieces > 2**32:
+        raise ValueError(
+            f"{of} has {pieces} pieces of rows a head: allowed are at most 2^32; take fewer rows, "
+            "or rows that start at 16-byte addresses, whose pieces are larger"
+        )
+    for name, size in ((f"heads of {of}", kernel.grid[1]), ("batch", kernel.grid[2])):
+        if size > 65535:
+            raise ValueError(f"{name} is {size}: allowed is at most 65535, a grid's limit")
+    check_steps(plan, f"{of} takes {kernel.grid} blocks of {kernel.threads} threads")
 
 
 def made_on(stream: Any, array: Any):

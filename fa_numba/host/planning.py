@@ -12,7 +12,7 @@ from fa_numba.choices.requests import Choices, Request
 from fa_numba.choices.splits import check_group_splits
 from fa_numba.choices.units import UNITS, Unit, having, unit_of
 from fa_numba.host import flash, standard
-from fa_numba.host.plans import Buffer, Plan
+from fa_numba.host.plans import Plan
 from fa_numba.problem import Problem
 from fa_numba.tiling import Tiles
 
@@ -30,49 +30,16 @@ def plan_of(problem: Problem, choices: Choices, aligned: bool = True) -> Plan:
 def planned(request: Request) -> Plan:
     """The plan of a request whose unit is not yet decided; raises as ``plan_of``."""
     _check_problem(request)
-    unit, why = unit_of(request)
-    asked, request = request, replace(request, unit=unit.name)
+    unit, _ = unit_of(request)
+    request = replace(request, unit=unit.name)
     if request.choices.passes == "fwd":
         request = request.chosen(ablate=_check_forward(request, unit))
     else:
         _check_backward(request, unit)
     algorithm = standard if request.choices.algorithm == "standard" else flash
-    steps = (algorithm.forward if request.choices.passes == "fwd" else algorithm.backward)(request)
-    tiles = steps.decided.tiles
-    _check_stages(tiles, request)
-    return Plan(
-        *request.kernel,
-        request.unit,
-        request.problem,
-        tiles,
-        launches=steps.launches,
-        workspace=steps.workspace,
-        outputs=_outputs(request),
-        warp_partition=request.choices.warp_partition,
-        ablated=request.choices.ablate,
-        split_rows=steps.split_rows,
-        kv_splits=steps.kv_splits,
-        group_splits=steps.group_splits,
-        score_unit=steps.score_unit,
-        count=steps.count,
-        request=asked,
-        why={"unit": why, **steps.decided.why},
-    )
-
-
-def _outputs(request: Request) -> tuple[Buffer, ...]:
-    """The results of a call in their order, in the caller's shapes."""
-    p, choices = request.problem, request.choices
-    if choices.passes == "fwd":
-        O, L = Buffer("O", p.q_shape, p.dtype), Buffer("L", p.lse_shape)
-        return (O, L) if choices.return_lse else (O,)
-    # What blocks add to in place begins at 0.
-    added = choices.query_splits > 1 and request.dtype.sums_in_place
-    gradients: tuple[Buffer, ...] = (Buffer("dQ", p.q_shape, p.dtype),)
-    gradients += tuple(Buffer(name, p.k_shape, p.dtype, zeroed=added) for name in ("dK", "dV"))
-    if p.bias is None or not choices.return_dbias:
-        return gradients
-    return (*gradients, Buffer("dbias", p.bias, zeroed=True))  # a sum of atomic adds
+    plan = (algorithm.forward if request.choices.passes == "fwd" else algorithm.backward)(request)
+    _check_stages(plan.tiles, request)
+    return plan
 
 
 # --- pickle ------------------------------------------------------------------------------------

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from fa_numba import device, io_model
 from fa_numba.choices.decisions import Decision
+from fa_numba.choices.requests import Request
+from fa_numba.choices.units import unit_of
 from fa_numba.device import Kernel
 from fa_numba.dtypes import DTYPES
+from fa_numba.host.binding import LOG2E
+from fa_numba.options import UNIFORM
 from fa_numba.problem import Problem
 from fa_numba.tiling import Tiles
 
@@ -113,10 +116,15 @@ class Launch:
         return cls(kernel, grid, {name: bound.get(name, name) for name in names})
 
 
+def takes_options(kernel: Kernel) -> bool:
+    """Whether a kernel's last parameter is ``options``, the arguments of options by name."""
+    return hasattr(kernel.argument_types[-1], "instance_class")
+
+
 def parameters(kernel: Kernel) -> tuple[str, ...]:
-    """The names of a kernel's parameters, but for the last, its options."""
+    """The names of a kernel's parameters, but for ``options``."""
     code = kernel.function.__code__
-    return code.co_varnames[: code.co_argcount - 1]
+    return code.co_varnames[: code.co_argcount - takes_options(kernel)]
 
 
 @dataclass(frozen=True)
@@ -129,42 +137,18 @@ class KernelPlan:
     shared_bytes: int
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a call runs; ``print`` shows it as a table.
-
-    ``launches`` are in their order, over the inputs, ``outputs`` and ``workspace``. A thread block
-    takes ``split_rows`` rows of Q where FlashAttention-1's share a head; ``kv_splits`` blocks share
-    the columns of a row tile of FlashAttention-2's, backward ``group_splits`` a column tile. Scores
-    are multiplied by ``score_unit`` beside the scale: log2(e) where exponentials are powers of 2.
-    ``warp_partition`` is what the warps of a block share of a tile: its "rows" or the "keys";
-    ``ablated`` names the measures that the kernel does without.
-
-    ``accesses`` are exact loads and stores of global memory in elements by array, ``flops`` follows
-    FlashAttention-2's convention, ``workspace_bytes`` is memory beside inputs and outputs. With a
-    block mask accesses and FLOPs need it as ``block_mask``. ``launched`` are the functions behind
-    ``kernels``. ``why`` has the reasons of "unit", "tiles" and, where there is a choice, of
-    "kv_splits" or "group_splits".
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan:
+    """The ``launches`` of a call in their order, over its inputs, ``outputs`` and ``workspace`` by
+    name. Inputs that are ``updated`` are written in their own place; reads of those ``uncounted``,
+    by all threads of a block together, are no part of the emulator's counts.
     """
 
-    algorithm: str
-    passes: str
-    unit: str
-    problem: Problem
-    tiles: Tiles
     launches: tuple[Launch, ...] = field(repr=False, hash=False)
-    workspace: tuple[Buffer, ...]
-    outputs: tuple[Buffer, ...]
-    warp_partition: str = "rows"
-    ablated: tuple[str, ...] = ()
-    split_rows: int = 0
-    kv_splits: int = 1
-    group_splits: int = 1
-    score_unit: float = 1.0
-    block_mask: np.ndarray | None = field(default=None, compare=False, repr=False)
-    count: Callable[..., io_model.Accesses] = field(default=None, compare=False, repr=False)  # type: ignore[assignment]
-    request: Any = field(default=None, compare=False, repr=False)
-    why: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    workspace: tuple[Buffer, ...] = ()
+    outputs: tuple[Buffer, ...] = ()
+    updated: tuple[str, ...] = ()
+    uncounted: tuple[str, ...] = (*UNIFORM, "taken")
 
     @functools.cached_property
     def kernels(self) -> tuple[KernelPlan, ...]:
@@ -190,6 +174,107 @@ class Plan:
             for kernel in self.launched:
                 kernel.compiled()
 
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(LaunchPlan):
+    """What a call of attention runs; ``print`` shows it as a table.
+
+    A thread block takes ``split_rows`` rows of Q where FlashAttention-1's share a head;
+    ``kv_splits`` blocks share the columns of a row tile of FlashAttention-2's, backward
+    ``group_splits`` a column tile. Scores are multiplied by ``score_unit`` beside the scale:
+    log2(e) where exponentials are powers of 2. ``warp_partition`` is what the warps of a block
+    share of a tile: its "rows" or the "keys"; ``ablated`` names the measures that the kernel does
+    without.
+
+    ``accesses`` are exact loads and stores of global memory in elements by array, ``flops`` follows
+    FlashAttention-2's convention, ``workspace_bytes`` is memory beside inputs and outputs. With a
+    block mask accesses and FLOPs need it as ``block_mask``. ``launched`` are the functions behind
+    ``kernels``. ``why`` has the reasons of "unit", "tiles" and, where there is a choice, of
+    "kv_splits" or "group_splits".
+    """
+
+    request: Request
+    decided: Decision
+    count: Callable[..., io_model.Accesses] = field(compare=False, repr=False)
+    split_rows: int = 0
+    block_mask: np.ndarray | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        decided: Decision,
+        launches: Sequence[Launch],
+        workspace: Sequence[Buffer],
+        count: Callable[..., io_model.Accesses],
+        split_rows: int = 0,
+    ) -> Plan:
+        """Of the algorithm's own parts, with the outputs of the pass in the caller's shapes."""
+        p, choices = request.problem, request.choices
+        if choices.passes == "fwd":
+            O, L = Buffer("O", p.q_shape, p.dtype), Buffer("L", p.lse_shape)
+            outputs = [O, L] if choices.return_lse else [O]
+        else:
+            # What blocks add to in place begins at 0.
+            added = choices.query_splits > 1 and request.dtype.sums_in_place
+            outputs = [Buffer("dQ", p.q_shape, p.dtype)]
+            outputs += [Buffer(name, p.k_shape, p.dtype, zeroed=added) for name in ("dK", "dV")]
+            if p.bias is not None and choices.return_dbias:  # a sum of atomic adds
+                outputs.append(Buffer("dbias", p.bias, zeroed=True))
+        return cls(
+            request=request,
+            decided=decided,
+            launches=tuple(launches),
+            workspace=tuple(workspace),
+            outputs=tuple(outputs),
+            count=count,
+            split_rows=split_rows,
+        )
+
+    @property
+    def score_unit(self) -> float:
+        return 1.0 if self.algorithm == "standard" else LOG2E
+
+    @property
+    def algorithm(self) -> str:
+        return self.request.choices.algorithm
+
+    @property
+    def passes(self) -> str:
+        return self.request.choices.passes
+
+    @property
+    def unit(self) -> str:
+        return self.decided.unit.name
+
+    @property
+    def problem(self) -> Problem:
+        return self.request.problem
+
+    @property
+    def tiles(self) -> Tiles:
+        return self.decided.tiles
+
+    @property
+    def warp_partition(self) -> str:
+        return self.request.choices.warp_partition
+
+    @property
+    def ablated(self) -> tuple[str, ...]:
+        return self.request.choices.ablate
+
+    @property
+    def kv_splits(self) -> int:
+        return self.decided.splits if self.passes == "fwd" else 1
+
+    @property
+    def group_splits(self) -> int:
+        return self.decided.splits if self.passes == "bwd" else 1
+
+    @property
+    def why(self) -> Mapping[str, str]:
+        return {"unit": unit_of(self.request)[1], **self.decided.why}
+
     @functools.cached_property
     def accesses(self) -> io_model.Accesses:
         return self.count(block_mask=self.block_mask)
@@ -200,20 +285,6 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join(_table(self))
-
-
-@dataclass(frozen=True)
-class Steps:
-    """What an algorithm says of a plan: its own launches, workspace and accesses."""
-
-    decided: Decision
-    launches: tuple[Launch, ...]
-    workspace: tuple[Buffer, ...]
-    count: Callable[..., io_model.Accesses]
-    split_rows: int = 0
-    score_unit: float = 1.0
-    kv_splits: int = 1
-    group_splits: int = 1
 
 
 _PASSES = {"fwd": "forward", "bwd": "backward"}

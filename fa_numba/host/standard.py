@@ -10,11 +10,11 @@ from fa_numba.choices.decisions import Decision
 from fa_numba.choices.requests import Request
 from fa_numba.choices.units import UNITS
 from fa_numba.dtypes import DType
-from fa_numba.host.plans import Buffer, Launch, Steps, Untouched
+from fa_numba.host.plans import Buffer, Launch, Plan, Untouched
 from fa_numba.integers import ceil_div, power_of_two, round_up
 
 
-def forward(request: Request) -> Steps:
+def forward(request: Request) -> Plan:
     """Algorithm 0: S = Q KT, P = softmax(S) in its place, O = P V."""
     unit, p, dtype = UNITS[request.unit], request.problem, request.dtype
     tiles, spec, why = unit.standard(request)
@@ -32,19 +32,17 @@ def forward(request: Request) -> Steps:
     over_rows = kernels.make_standard_softmax(row, warps, return_lse, softmax, *of_dtype)
     output = kernels.make_standard_output(replace(spec, features=lengths))
     how = {"return_lse": return_lse, "row_resident": row > 0}
-    return Steps(
-        Decision(unit, tiles, spec, why={"tiles": why}),
-        launches=(
-            Launch.of(kernels.make_standard_scores(scores), row_tiles, scale="score_scale"),
-            Launch.of(over_rows, rows, P="S", L=L),
-            Launch.of(output, row_tiles, P="S"),
-        ),
-        workspace=(_matrix("S", request),),
-        count=functools.partial(io_model.standard, p, tiles, **how),
+    launches = (
+        Launch.of(kernels.make_standard_scores(scores), row_tiles, scale="score_scale"),
+        Launch.of(over_rows, rows, P="S", L=L),
+        Launch.of(output, row_tiles, P="S"),
     )
+    count = functools.partial(io_model.standard, p, tiles, **how)
+    decided = Decision(unit, tiles, spec, why={"tiles": why})
+    return Plan.of(request, decided, launches, [_matrix("S", request)], count)
 
 
-def backward(request: Request) -> Steps:
+def backward(request: Request) -> Plan:
     """Algorithm 3: P once more, dP = dO VT, dS in its place, then the three gradients."""
     unit, p, dtype = UNITS[request.unit], request.problem, request.dtype
     (tiles, spec, why), across = unit.standard_backward(request)
@@ -85,12 +83,10 @@ def backward(request: Request) -> Steps:
     ]
     how = {"row_resident": pair > 0, "forward_resident": row > 0}
     how["dbias"] = request.choices.return_dbias
-    return Steps(
-        Decision(unit, tiles, spec, why={"tiles": why}),
-        launches=tuple(launches),
-        workspace=(_matrix("P", request), _matrix("dP", request)),
-        count=functools.partial(io_model.standard_backward, p, tiles, **how),
-    )
+    count = functools.partial(io_model.standard_backward, p, tiles, **how)
+    decided = Decision(unit, tiles, spec, why={"tiles": why})
+    matrices = [_matrix(name, request) for name in ("P", "dP")]
+    return Plan.of(request, decided, launches, matrices, count)
 
 
 def _matrix(name: str, request: Request) -> Buffer:
