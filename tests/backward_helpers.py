@@ -29,7 +29,7 @@ from helpers import (
 import fa_numba
 from fa_numba import device as devices
 from fa_numba import reference
-from fa_numba.choices.tiles import default_backward_tiles
+from fa_numba.choices.tiles import simt_tiles
 from fa_numba.scores import add_bias_gradient, checked_call
 
 # Every way to a gradient: (algorithm, what its function takes beside).
@@ -149,7 +149,7 @@ def gradient_roundings(dout, q, k, v, out, lse, *, tiles=None, return_dbias=Fals
         return [0.0] * (3 + return_dbias)
     if tiles is None:
         sizes = problem.seqlen_q, problem.seqlen_k, d
-        tiles = default_backward_tiles(*sizes, devices.EMULATED_SHARED_BYTES)
+        tiles = simt_tiles("fa2", "bwd", *sizes, devices.EMULATED_SHARED_BYTES).value
     O, L = reference.attention(q, k, v, return_lse=True, tiles=tiles, **options)
     finite = np.isfinite(L)
     off_O, off_L = (out - O) / U, (np.where(finite, lse, 0.0) - np.where(finite, L, 0.0)) / U

@@ -17,7 +17,7 @@ from numba.extending import overload
 import fa_numba
 from fa_numba import device as devices
 from fa_numba import reference
-from fa_numba.choices.tiles import default_tiles
+from fa_numba.choices.tiles import simt_tiles
 from fa_numba.masks import distance
 from fa_numba.options import AttentionOptions
 from fa_numba.scores import checked_call
@@ -407,7 +407,7 @@ def roundings(q, k, v, *, tiles=None, only_L=False, **options):
     if only_L:
         v = v[..., :0]
     sizes = problem.seqlen_q, problem.seqlen_k, problem.head_dim
-    Bc = (tiles or default_tiles("fa1", *sizes, devices.EMULATED_SHARED_BYTES)).Bc
+    Bc = (tiles or simt_tiles("fa1", "fwd", *sizes, devices.EMULATED_SHARED_BYTES).value).Bc
     of_O = of_L = 0.0
     for head in call.heads():
         V, cuts = v[head.k], range(0, head.Nk, Bc)

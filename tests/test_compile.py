@@ -11,15 +11,7 @@ from numba.core.errors import TypingError
 from offline import CAPABILITY, compiled
 
 import fa_numba
-from fa_numba.choices.tiles import (
-    default_backward_tiles,
-    default_mma_backward_tiles,
-    default_mma_standard_tiles,
-    default_mma_tiles,
-    default_tiles,
-    default_wgmma_fa1_tiles,
-    sweep_tiles,
-)
+from fa_numba.choices.tiles import hopper_fa1_tiles, mma_tiles, simt_tiles
 from fa_numba.choices.tuned import tuned_tiles
 from fa_numba.device import Kernel, array_type, float32, planning_for
 from fa_numba.integers import ceil_div
@@ -61,7 +53,7 @@ SHARED = {"sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90a": 227 * 1024}
 def kernel_of(name, arch, d, causal, aligned, return_lse=True):
     """The kernel that the default tiles give for long sequences."""
     algorithm = "standard" if name not in ("fa1", "fa2") else name
-    tiles = default_tiles(algorithm, 4096, 4096, d, SHARED[arch])
+    tiles = simt_tiles(algorithm, "fwd", 4096, 4096, d, SHARED[arch]).value
     facts = {"features": Features(causal=causal), "aligned": aligned, "grouped": False}
     if name == "fa1":
         facts["return_lse"] = return_lse
@@ -85,7 +77,7 @@ def backward_kernel_of(name, arch, d, causal, aligned):
         return fa2_backward.make_row_sums(d, True, PLAIN)
     if name == "dS":
         return standard_backward.make_standard_score_gradients(4096, standard.MAX_WARPS, PLAIN)
-    tiles = default_backward_tiles(4096, 4096, d, SHARED[arch])
+    tiles = simt_tiles("fa2", "bwd", 4096, 4096, d, SHARED[arch]).value
     facts = {"features": Features(causal=causal), "aligned": aligned, "grouped": False}
     facts["splits_queries"] = name == "fa1 splits"
     spec = select_spec(tiles, d, SHARED[arch], SimtBackwardSpec, **facts)
@@ -422,7 +414,7 @@ WGMMA_FA1_CASES = [
 def test_fa1_on_hoppers_unit_compiles_within_its_budgets(case, dtype):
     d, tiles, options = case
     facts = {"features": Features(**dict.fromkeys(options, True)), "dtype": dtype}
-    tiles = default_wgmma_fa1_tiles(d, facts["features"]) if tiles is None else Tiles(*tiles)
+    tiles = hopper_fa1_tiles(d, facts["features"]).value if tiles is None else Tiles(*tiles)
     spec = select_wgmma_fa1_spec(tiles, d, SHARED["sm_90a"], return_lse=True, **facts)
     kernel = wgmma.fa1_forward.make_forward(spec)
     ptx = hoppers_ptx_within_budgets(kernel, spec)
@@ -444,7 +436,7 @@ def test_the_docstrings_shared_memory_is_that_of_fa1_on_hoppers_unit():
     documented = re.findall(r"(\d+) \(d=(\d+),\s+(\d+) x (\d+)\)", wgmma.fa1_forward.__doc__)
     assert [int(d) for _, d, *_ in documented] == [64, 128, 192, 256]
     for size, d, Br, Bc in (map(int, found) for found in documented):
-        tiles = default_wgmma_fa1_tiles(d, PLAIN)
+        tiles = hopper_fa1_tiles(d, PLAIN).value
         assert (tiles.Br, tiles.Bc) == (Br, Bc)
         assert select_wgmma_fa1_spec(tiles, d, SHARED["sm_90a"]).shared_bytes == size
     most = max(Bc for Bc in range(16, 256, 16) if _fits_two_consumers(Bc))
@@ -679,7 +671,7 @@ def test_a_kernel_with_an_option_compiles_within_its_budgets(algorithm, d, optio
     sizes = 4096, 4096, d, SHARED["sm_90a"]
     for make, tiles, kind in zip(
         FLASH[algorithm],
-        (default_tiles(algorithm, *sizes), default_backward_tiles(*sizes)),
+        [simt_tiles(algorithm, of, *sizes).value for of in ("fwd", "bwd")],
         (SimtSpec, SimtBackwardSpec),
         strict=True,
     ):
@@ -769,7 +761,7 @@ def test_the_default_plan_is_what_is_compiled_here():
 MMA = {"fa1": mma.fa1_forward, "fa2": mma.fa2_forward}
 
 
-def mma_tiles(algorithm, passes, arch, d, option, specialised, default):
+def planned_mma_tiles(algorithm, passes, arch, d, option, specialised, default):
     """As a plan takes them: those that were measured on ``arch``, plain aligned calls alone."""
     if arch == "sm_90a" and option in (None, "causal", "splits"):
         sizes = (4096, 4096, d)
@@ -785,10 +777,10 @@ def mma_spec_of(name, arch, d, dtype="float16", option=None):
     splits_keys, two_stages = name == "fa1 keys", name == "fa2 stages"
     name = name.partition(" ")[0]
     features = Features(**{option: True}) if option not in (None, "unaligned") else PLAIN
-    tiles = default_mma_tiles(name, 4096, 4096, d, SHARED[arch], features, splits_keys)
+    tiles = mma_tiles(name, "fwd", 4096, 4096, d, SHARED[arch], features, splits_keys).value
     if not splits_keys:
         fits = functools.partial(select_mma_spec, head_dim=d, shared_limit=SHARED[arch])
-        tiles = mma_tiles(name, "fwd", arch, d, option, fits, tiles)
+        tiles = planned_mma_tiles(name, "fwd", arch, d, option, fits, tiles)
     if two_stages:
         tiles = Tiles(128, 64, 128, stages=2)
     facts = {"features": features, "aligned": option != "unaligned", "dtype": dtype}
@@ -945,7 +937,7 @@ def standard_mma_kernel_of(name, arch, d, dtype, option):
     """
     features = Features(**{option: True}) if option not in (None, "unaligned") else PLAIN
     passes = "bwd" if name.startswith("bwd") else "fwd"
-    tiles = default_mma_standard_tiles(4096, 4096, d, SHARED[arch], passes)
+    tiles = mma_tiles("standard", passes, 4096, 4096, d, SHARED[arch]).value
     facts = {"features": features, "aligned": option != "unaligned", "dtype": dtype}
     spec = select_mma_spec(tiles, d, SHARED[arch], StandardSpec, **facts)
     row = 0 if name.endswith("twice") else 4096
@@ -1048,14 +1040,16 @@ def mma_backward_kernel_of(name, arch, d, dtype, option):
     facts = {"features": features, "aligned": option != "unaligned", "dtype": dtype}
     facts |= {"positive_scale": True, "grouped": False}
     if name == "fa2 dQ":
-        spec = select_mma_spec(sweep_tiles(d, SHARED[arch]), d, SHARED[arch], MmaSweepSpec, **facts)
+        tiles = mma_tiles("fa2", "sweep", 4096, 4096, d, SHARED[arch]).value
+        spec = select_mma_spec(tiles, d, SHARED[arch], MmaSweepSpec, **facts)
         return mma.fa2_backward.make_query_gradients(spec)
     row_tiles = 3 if name == "fa1" else 2
-    tiles = default_mma_backward_tiles(4096, 4096, d, SHARED[arch], row_tiles=row_tiles)
+    algorithm = "fa1" if name == "fa1" else "fa2"
+    tiles = mma_tiles(algorithm, "bwd", 4096, 4096, d, SHARED[arch]).value
     fits = functools.partial(
         select_mma_backward_spec, head_dim=d, shared_limit=SHARED[arch], row_tiles=row_tiles
     )
-    tiles = mma_tiles(name.partition(" ")[0], "bwd", arch, d, option, fits, tiles)
+    tiles = planned_mma_tiles(name.partition(" ")[0], "bwd", arch, d, option, fits, tiles)
     facts |= {"row_tiles": row_tiles, "splits_queries": option == "splits"}
     facts["vector_adds"] = CAPABILITY[arch] >= (9, 0)
     spec = select_mma_backward_spec(tiles, d, SHARED[arch], **facts)

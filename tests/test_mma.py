@@ -33,7 +33,7 @@ from mma_helpers import (
 import fa_numba
 from fa_numba import Tiles, reference
 from fa_numba import device as devices
-from fa_numba.choices.tiles import default_mma_standard_tiles, default_mma_tiles
+from fa_numba.choices.tiles import mma_tiles
 from fa_numba.host import planning, standard
 from fa_numba.options import Features
 from fa_numba.tiling import MEASURES, MmaSpec, StandardSpec, select_mma_spec
@@ -924,10 +924,10 @@ def test_the_default_tiles_fit(algorithm, d, limit, passes):
     calls += [(f, True) for f in (plain, *others) if algorithm == "fa1"]
     for N, (features, keys) in itertools.product((1, 17, 64, 4096), calls):
         if algorithm == "standard":
-            tiles = default_mma_standard_tiles(N, N, d, limit, passes)
+            tiles = mma_tiles("standard", passes, N, N, d, limit).value
             spec = select_mma_spec(tiles, d, limit, StandardSpec)
         else:
-            tiles = default_mma_tiles(algorithm, N, N, d, limit, features, keys)
+            tiles = mma_tiles(algorithm, "fwd", N, N, d, limit, features, keys).value
             spec = select_mma_spec(tiles, d, limit, features=features, splits_keys=keys)
         assert spec.shared_bytes <= limit and spec.fits_registers
         assert tiles.Br <= max(16, 2 * N) and tiles.Bc <= max(32 if keys else 16, 2 * N)

@@ -44,7 +44,7 @@ from test_mma import OPTIONS, any_call, either_mask
 import fa_numba
 from fa_numba import Tiles, reference
 from fa_numba import device as devices
-from fa_numba.choices.tiles import default_mma_backward_tiles
+from fa_numba.choices.tiles import mma_tiles
 from fa_numba.host import planning, standard
 from fa_numba.integers import ceil_div
 from fa_numba.scores import add_bias_gradient, checked_call
@@ -572,7 +572,8 @@ def test_the_default_tiles_fit(limit, row_tiles):
     for d, N in itertools.product(range(8, 257, 8), (1, 17, 64, 4096)):
         if d > 192 and row_tiles == 3 and limit < 2**17:
             continue  # not even the smallest do
-        tiles = default_mma_backward_tiles(N, N, d, limit, row_tiles=row_tiles)
+        algorithm = "fa1" if row_tiles == 3 else "fa2"
+        tiles = mma_tiles(algorithm, "bwd", N, N, d, limit).value
         spec = select_mma_backward_spec(tiles, d, limit, row_tiles=row_tiles)
         assert spec.shared_bytes <= limit and spec.fits_registers
         assert tiles.Br <= max(32, 2 * N) and tiles.Bc <= max(16, 2 * N)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fa_numba import Tiles
-from fa_numba.choices.tiles import default_tiles, paper_rule
+from fa_numba.choices.tiles import paper_rule, simt_tiles
 from fa_numba.integers import ceil_div, power_of_two, round_up
 from fa_numba.options import Features
 from fa_numba.tiling import (
@@ -160,7 +160,7 @@ def test_the_default_fits_every_device_and_head_dimension(algorithm, limit):
     # Kernels take d in steps of 4: one of each four, at another limit the next one.
     for d in range(1 + LIMITS.index(limit) % 4, 257, 4):
         for Nq, Nk in (shapes[d // 4 % 4], (4096, 4096)):
-            tiles = default_tiles(algorithm, Nq, Nk, d, limit)
+            tiles = simt_tiles(algorithm, "fwd", Nq, Nk, d, limit).value
             spec = select_spec(tiles, d, limit)
             assert spec.shared_bytes <= limit
             assert (spec.Br, spec.Bc) == (tiles.Br, tiles.Bc)
@@ -168,11 +168,11 @@ def test_the_default_fits_every_device_and_head_dimension(algorithm, limit):
 
 def test_the_default_follows_the_papers_where_memory_allows():
     for d in (32, 64, 128):
-        tiles = default_tiles("fa2", 4096, 4096, d, 227 * KB)
+        tiles = simt_tiles("fa2", "fwd", 4096, 4096, d, 227 * KB).value
         assert {tiles.Br, tiles.Bc} <= {64, 128}
-    assert default_tiles("fa1", 4096, 4096, 64, 227 * KB).Bc == 128
+    assert simt_tiles("fa1", "fwd", 4096, 4096, 64, 227 * KB).value.Bc == 128
     for N in (1, 15, 16, 33, 100):
-        tiles = default_tiles("fa2", N, N, 64, 227 * KB)
+        tiles = simt_tiles("fa2", "fwd", N, N, 64, 227 * KB).value
         assert max(tiles.Br, tiles.Bc) <= max(16, 2 * N)
 
 

@@ -7,7 +7,7 @@ from mma_helpers import BFLOAT16, check, half_inputs
 
 import fa_numba
 from fa_numba import Tiles, emulator
-from fa_numba.choices.tiles import default_wgmma_fa1_tiles
+from fa_numba.choices.tiles import hopper_fa1_tiles
 from fa_numba.host import planning
 from fa_numba.tiling import select_wgmma_fa1_spec
 
@@ -80,7 +80,7 @@ def test_o_passes_through_memory_in_every_pass():
 def test_tiles():
     for d in (40, 64, 96, 128, 192, 256):
         for features in (fa_numba.options.PLAIN, fa_numba.options.Features(window=True)):
-            tiles = default_wgmma_fa1_tiles(d, features)
+            tiles = hopper_fa1_tiles(d, features).value
             spec = select_wgmma_fa1_spec(tiles, d, 227 << 10, features=features)
             assert spec.Br % 64 == 0 and spec.threads == 128 * (1 + spec.consumers)
             launched = 65536 // spec.threads // 8 * 8

@@ -10,7 +10,7 @@ from typing import Any
 
 import fa_numba
 from fa_numba import device, io_model
-from fa_numba.choices.tiles import default_tiles, paper_rule
+from fa_numba.choices.tiles import paper_rule, simt_tiles
 from fa_numba.problem import Problem
 
 from . import counters, counts, precompile, tables
@@ -75,7 +75,7 @@ def ruled(series: str, problem: Problem, M: int, note: str = "") -> Setting:
 def for_memory(series: str, problem: Problem, M: int, note: str = "") -> Setting:
     """Block sizes that the planner takes where a block has M floats of shared memory."""
     sizes = (problem.seqlen_q, problem.seqlen_k, problem.head_dim)
-    tiles = default_tiles(algorithm(series), *sizes, M * FLOAT)
+    tiles = simt_tiles(algorithm(series), "fwd", *sizes, M * FLOAT).value
     return Setting(series, problem, tiles.Br, tiles.Bc, note)
 
 

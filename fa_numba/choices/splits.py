@@ -35,8 +35,8 @@ def _fewest(tried: Sequence[int], ends: Callable[[int], float], unit: str, whose
     if len(times) == 1:
         return Chosen(best, f"{whose}: no other number can be")
     other = min((n for n in times if n != best), key=times.__getitem__)
-    why = f"{whose} end after {times[best]:g} {unit}, {other} after {times[other]:g}"
-    return Chosen(best, f"{why}; {len(times)} numbers were tried")
+    why = f"{whose}: {best} end after {times[best]:.4g} {unit}, {other} after {times[other]:.4g}"
+    return Chosen(best, f"{why}, of {len(times)} numbers tried")
 
 
 def chosen_splits(request: Request, tiles: Tiles, spec: Spec, blocks: int) -> Chosen:

@@ -16,7 +16,7 @@ from fa_numba.choices.facts import Size, measured, size, sizes, spills
 from fa_numba.choices.requests import Request
 from fa_numba.integers import ceil_div, power_of_two, round_up
 from fa_numba.options import PLAIN, Features
-from fa_numba.tiling.mma import StandardSpec, select_mma_spec
+from fa_numba.tiling.mma import MmaSpec, StandardSpec, select_mma_spec
 from fa_numba.tiling.mma_backward import MmaSweepSpec, row_warps_of, select_mma_backward_spec
 from fa_numba.tiling.simt import SimtBackwardSpec, SimtSpec, splits
 from fa_numba.tiling.tiles import Tiles, is_valid
@@ -35,134 +35,101 @@ def _needed(size: int, seqlen: int, least: int = 16) -> int:
     return min(size, max(least, power_of_two(seqlen)))
 
 
-# --- CUDA cores --------------------------------------------------------------------------------
+class Chosen(NamedTuple):
+    """Something that nobody chose, and why it is what it is."""
+
+    value: Any
+    why: str
 
 
-def default_tiles(
-    algorithm: str, seqlen_q: int, seqlen_k: int, head_dim: int, shared_limit: int
-) -> Tiles:
-    """Block sizes of ``algorithm``'s forward kernels on CUDA cores, with ``shared_limit`` bytes of
-    shared memory a block.
+def simt_tiles(
+    algorithm: str, of: str, seqlen_q: int, seqlen_k: int, head_dim: int, shared_limit: int
+) -> Chosen:
+    """The ``Tiles`` of an algorithm's kernels on CUDA cores, ``of`` "fwd" or "bwd", with
+    ``shared_limit`` bytes of shared memory a block.
 
-    FlashAttention-1 takes Bc from its line 1 (ceil(M / 4d), as a power of two up to 128); the
-    Q-outer kernels and the inner block take FlashAttention-2's choice from {64, 128} (section 3.3).
-    Both are halved, the larger first, until shared memory and registers hold them, and no block is
-    larger than the sequence needs.
+    FlashAttention-1 takes Bc forward from its line 1 (ceil(M / 4d), as a power of two up to 128);
+    the others are rows of the table. Both sizes are halved, the larger first, until shared memory
+    and registers hold them, and no block is larger than the sequence needs.
     """
-    Bc = 64
-    if algorithm == "fa1":
+    backward = of == "bwd"
+    row = size("simt", "fa2", of, head_dim)
+    Bc, why = row.Bc, str(row)
+    if algorithm == "fa1" and not backward:
         wanted = paper_rule(shared_limit // 4, head_dim)[1]
         Bc = min(128, power_of_two(wanted + 1) // 2)  # rounded down
-    Br, Bc = _needed(128, seqlen_q), _needed(Bc, seqlen_k)
-    return _shrunk(Br, Bc, head_dim, shared_limit, SimtSpec)
-
-
-def default_backward_tiles(seqlen_q: int, seqlen_k: int, head_dim: int, shared_limit: int) -> Tiles:
-    """Block sizes of the backward kernels on CUDA cores: 64 x 64, halved until memory and registers
-    hold them.
-    """
-    Br, Bc = _needed(64, seqlen_q), _needed(64, seqlen_k)
-    return _shrunk(Br, Bc, head_dim, shared_limit, SimtBackwardSpec)
-
-
-def _shrunk(Br: int, Bc: int, head_dim: int, shared_limit: int, kind: type[SimtSpec]) -> Tiles:
-    """The first tiles that fit, the larger block halved first."""
+        why = f"{row.Br} x {Bc} by arXiv 2205.14135, Algorithm 1, line 1"
+    Br, Bc = _needed(row.Br, seqlen_q), _needed(Bc, seqlen_k)
     while (Br, Bc) != (4, 8):
-        found = splits(Br, Bc, head_dim, kind)
+        found = splits(Br, Bc, head_dim, SimtBackwardSpec if backward else SimtSpec)
         if found and found[0].shared_bytes <= shared_limit:
-            return Tiles(Br, Bc)
+            break
         if Br >= Bc and Br > 4:
             Br //= 2
         else:
             Bc //= 2
-    return Tiles(Br, Bc)
+    return _fitted(Tiles(Br, Bc), why)
 
 
-# --- tensor cores ------------------------------------------------------------------------------
-
-
-def default_mma_tiles(
+def mma_tiles(
     algorithm: str,
+    of: str,
     seqlen_q: int,
     seqlen_k: int,
     head_dim: int,
     shared_limit: int,
     features: Features = PLAIN,
-    splits_keys: bool = False,
-) -> Tiles:
-    """Block sizes of the forward kernels on tensor cores, halved until memory and registers hold
-    them. Where 32 rows a warp would spill, or an option's own values make them, a warp takes 16.
+    keys: bool = False,
+) -> Chosen:
+    """The ``Tiles`` of an algorithm's kernels on tensor cores, ``of`` "fwd", "bwd" or "sweep": a
+    row of the table, halved until memory and registers hold it. With ``keys`` the warps of a block
+    share columns.
+
+    Where 32 rows a warp would spill registers, or an option's own values make them, it takes 16.
     """
     d, crowded = round_up(head_dim, 16), features.crowds
-    kinds = (*(["keys options"] if crowded else []), "keys") if splits_keys else ()
-    kinds = kinds or (*(["bias"] if features.bias else []), *(["options"] if crowded else []))
-    row = size("mma", algorithm, "fwd", head_dim, *kinds)
-    least = 32 if splits_keys else 16
-    Br, Bc = _needed(row.Br, seqlen_q), _needed(row.Bc, seqlen_k, least)
-    older = shared_limit < 200 * 1024  # than compute capability 9.0
-    narrow = algorithm == "fa1" or 64 < d < 128
-    narrow |= (d == 64 and features.packed) or (
-        d == 128 and (crowded or (older and (features.causal or features.splits)))
-    )
-    select = functools.partial(
-        select_mma_spec, head_dim=head_dim, shared_limit=shared_limit, splits_keys=splits_keys
-    )
-    found = _shrunk_mma(Br, Bc, select, 16, least)
-    narrow &= found.Br % 128 == 0 or features.splits
-    return replace(found, threads=2 * found.Br) if narrow or row.beside == "bias" else found
+    kinds = ("bias", "options") if features.bias else ("options",) if crowded else ()
+    if keys:
+        kinds = ("keys options", "keys") if crowded else ("keys",)
+    row = size("mma", algorithm, of, head_dim, *kinds)
+    Br, Bc, least_rows, least_columns = row.Br, row.Bc, 16, 32 if keys else 16
+    sizes: dict[str, Any] = {"head_dim": head_dim, "shared_limit": shared_limit}
+    gradients = of == "bwd" and algorithm != "standard"
+    if gradients:
+        sizes["row_tiles"] = 3 if algorithm == "fa1" else 2
+        select: Callable = functools.partial(select_mma_backward_spec, **sizes)
+        few = max(seqlen_q, seqlen_k) <= 128  # no more than two such tiles
+        if (Br, Bc) == (64, 128) and (few or not is_valid(Tiles(Br, Bc), select)):
+            Br, Bc = 32, 64
+        least_rows = 16 * row_warps_of(head_dim)
+    elif algorithm == "standard":
+        select = functools.partial(select_mma_spec, kind=StandardSpec, **sizes)
+    else:
+        kind = MmaSweepSpec if of == "sweep" else MmaSpec
+        select = functools.partial(select_mma_spec, kind=kind, splits_keys=keys, **sizes)
+    Br, Bc = _needed(Br, seqlen_q, least_rows), _needed(Bc, seqlen_k, least_columns)
+    found = _shrunk(Br, Bc, select, least_rows, least_columns)
+    threads = None
+    if gradients and algorithm == "fa1":  # which reads O and dQ too: 16 columns a warp
+        threads = 2 * least_rows // 16 * found.Bc
+    elif algorithm == "standard":
+        threads = 2 * found.Br if found.Br == found.Bc == 128 else None
+    elif of == "fwd":
+        older = shared_limit < 200 * 1024  # than compute capability 9.0
+        narrow = algorithm == "fa1" or 64 < d < 128 or (d == 64 and features.packed)
+        narrow |= d == 128 and (crowded or (older and (features.causal or features.splits)))
+        narrow &= found.Br % 128 == 0 or features.splits
+        threads = 2 * found.Br if narrow or row.beside == "bias" else None
+    return _fitted(replace(found, threads=threads), str(row))
 
 
-def default_mma_standard_tiles(
-    seqlen_q: int, seqlen_k: int, head_dim: int, shared_limit: int, passes: str = "fwd"
-) -> Tiles:
-    """Block sizes of standard attention on tensor cores, halved until memory and registers hold
-    them; of 128 x 128 a warp takes 16 rows.
-    """
-    row = size("mma", "standard", passes, head_dim)
-    Br, Bc = _needed(row.Br, seqlen_q), _needed(row.Bc, seqlen_k)
-    select = functools.partial(
-        select_mma_spec, head_dim=head_dim, shared_limit=shared_limit, kind=StandardSpec
-    )
-    found = _shrunk_mma(Br, Bc, select)
-    return Tiles(found.Br, found.Bc, 2 * found.Br) if found.Br == found.Bc == 128 else found
+def _fitted(tiles: Tiles, why: str) -> Chosen:
+    fits = why.startswith(f"{tiles.Br} x {tiles.Bc} ")
+    return Chosen(tiles, why if fits else f"{why}; {tiles.Br} x {tiles.Bc} fit, or are enough")
 
 
-def default_mma_backward_tiles(
-    seqlen_q: int, seqlen_k: int, head_dim: int, shared_limit: int, **facts: Any
-) -> Tiles:
-    """Block sizes of the backward kernels on tensor cores, halved until memory and registers hold
-    them: 32 x 64 in place of 64 x 128 where that takes too much memory, or sequences are no longer
-    than two such tiles. FlashAttention-1, which also reads O and dQ, takes 16 columns a warp.
-    """
-    first = facts.get("row_tiles") == 3
-    row = size("mma", "fa1" if first else "fa2", "bwd", head_dim)
-    Br, Bc = row.Br, row.Bc
-    select = functools.partial(
-        select_mma_backward_spec, head_dim=head_dim, shared_limit=shared_limit, **facts
-    )
-    few = max(seqlen_q, seqlen_k) <= 128
-    if (Br, Bc) == (64, 128) and (few or not is_valid(Tiles(Br, Bc), select)):
-        Br, Bc = 32, 64
-    row_warps = row_warps_of(head_dim)
-    smallest = 16 * row_warps
-    Br, Bc = _needed(Br, seqlen_q, smallest), _needed(Bc, seqlen_k)
-    found = _shrunk_mma(Br, Bc, select, smallest)
-    return Tiles(found.Br, found.Bc, 2 * row_warps * found.Bc) if first else found
-
-
-def sweep_tiles(head_dim: int, shared_limit: int) -> Tiles:
-    """Block sizes of the deterministic backward pass's second sweep on tensor cores, halved until
-    they fit.
-    """
-    row = size("mma", "fa2", "sweep", head_dim)
-    select = functools.partial(
-        select_mma_spec, head_dim=head_dim, shared_limit=shared_limit, kind=MmaSweepSpec
-    )
-    return _shrunk_mma(row.Br, row.Bc, select)
-
-
-def _shrunk_mma(
-    Br: int, Bc: int, select: Callable[[Tiles], Any], least_rows: int = 16, least_columns: int = 16
+def _shrunk(
+    Br: int, Bc: int, select: Callable[[Tiles], Any], least_rows: int, least_columns: int
 ) -> Tiles:
     """The first tiles from Br x Bc down that ``select`` has a specialisation for.
 
@@ -182,13 +149,6 @@ def _shrunk_mma(
 
 _FORWARD = ("wgmma", "fa2", "fwd")
 _LEAST_COLUMNS = 64  # of a tile, however few keys there are
-
-
-class Chosen(NamedTuple):
-    """Something that nobody chose, and why it is what it is."""
-
-    value: Any
-    why: str
 
 
 def hopper_tiles(request: Request, heads: int) -> Chosen:
@@ -293,13 +253,11 @@ def _hold_three(tiles: Tiles, head_dim: int, features: Features) -> bool:
     return spec.fits_registers and not slower and spare_taken(features) <= SPARE
 
 
-def default_wgmma_fa1_tiles(head_dim: int, features: Features) -> Tiles:
-    """Block sizes of FlashAttention-1's forward kernel on Hopper's tensor cores: as many columns as
-    memory holds, since O passes through global memory once for each column tile.
-    """
+def hopper_fa1_tiles(head_dim: int, features: Features) -> Chosen:
+    """The ``Tiles`` of FlashAttention-1's forward kernel on Hopper's tensor cores."""
     plain = replace(features, causal=False) == PLAIN
     row = size("wgmma", "fa1", "fwd", head_dim, *([] if plain else ["options"]))
-    return Tiles(row.Br, row.Bc)
+    return Chosen(Tiles(row.Br, row.Bc), str(row))
 
 
 MOST_CHUNKS = 65535  # blocks along the last axis of a grid

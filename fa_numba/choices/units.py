@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -16,22 +15,18 @@ from fa_numba.choices.requests import Request
 from fa_numba.choices.tiles import (
     Chosen,
     chunk_tiles,
-    default_backward_tiles,
-    default_mma_backward_tiles,
-    default_mma_standard_tiles,
-    default_mma_tiles,
-    default_tiles,
-    default_wgmma_fa1_tiles,
+    hopper_fa1_tiles,
     hopper_tiles,
     lacks_together,
-    sweep_tiles,
+    mma_tiles,
+    simt_tiles,
     takes_places,
 )
 from fa_numba.choices.tuned import tuned_tiles
 from fa_numba.dtypes import DTYPES
 from fa_numba.kernels import mma, simt, wgmma
 from fa_numba.options import PLAIN, Features
-from fa_numba.problem import MAX_HEAD_DIM
+from fa_numba.problem import MAX_HEAD_DIM, MAX_SEQLEN
 from fa_numba.tiling import (
     MEASURES,
     MOST_STAGES,
@@ -141,7 +136,7 @@ class Unit(ABC):
         """
 
     def chosen_tiles(
-        self, request: Request, select: Callable, rule: Callable[[], Any], plain: bool = True
+        self, request: Request, select: Callable, rule: Callable[[], Chosen], plain: bool = True
     ) -> Chosen:
         """The caller's tiles, those that measured fastest, or those of the ``rule``.
 
@@ -157,11 +152,7 @@ class Unit(ABC):
             if found is not None:
                 at = ".".join(map(str, request.capability))
                 return Chosen(found, f"the fastest of those timed on {at} (tuned.csv)")
-        found = rule()
-        if isinstance(found, Chosen):
-            return found
-        text = inspect.getdoc(getattr(rule, "func", rule)) or ""
-        return Chosen(found, " ".join(text.partition("\n\n")[0].split()))
+        return rule()
 
 
 class Simt(Unit):
@@ -177,14 +168,13 @@ class Simt(Unit):
     def forward(self, request: Request) -> Shape:
         algorithm = request.choices.algorithm
         return_lse = request.choices.return_lse and algorithm == "fa1"
-        rule = functools.partial(default_tiles, algorithm)
-        return self._selected(request, rule, return_lse=return_lse)
+        return self._selected(request, return_lse=return_lse)
 
     standard = forward
 
     def backward(self, request: Request) -> Shape:
         facts = {"kind": SimtBackwardSpec, "splits_queries": request.choices.query_splits > 1}
-        return self._selected(request, default_backward_tiles, **facts)
+        return self._selected(request, **facts)
 
     def sweep(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
         return tiles, replace(spec, features=replace(spec.features, dbias=False))
@@ -199,10 +189,11 @@ class Simt(Unit):
     def row_facts(self, request: Request) -> tuple:
         return ()
 
-    def _selected(self, request: Request, rule: Callable, **facts: Any) -> Shape:
+    def _selected(self, request: Request, **facts: Any) -> Shape:
         p, limit = request.problem, request.shared_limit
-        sized = functools.partial(rule, p.seqlen_q, p.seqlen_k, p.head_dim, limit)
-        tiles, why = self.chosen_tiles(request, select_spec, sized)
+        sizes = (p.seqlen_q, p.seqlen_k, p.head_dim, limit)
+        rule = functools.partial(simt_tiles, *request.kernel, *sizes)
+        tiles, why = self.chosen_tiles(request, select_spec, rule)
         facts |= {"features": request.features, "aligned": request.aligned}
         spec = select_spec(tiles, p.head_dim, limit, grouped=p.group > 1, **facts)
         return Shape(replace(tiles, threads=spec.threads), spec, why)
@@ -227,9 +218,7 @@ class Mma(Unit):
         keys, select = choices.warp_partition == "keys", _select(request, MmaSpec)
         heads = heads_in_tiles(request)
         sizes = (p.seqlen_q * heads, p.seqlen_k, p.head_dim, request.shared_limit)
-        rule = functools.partial(
-            default_mma_tiles, choices.algorithm, *sizes, request.features, keys
-        )
+        rule = functools.partial(mma_tiles, *request.kernel, *sizes, request.features, keys)
         tiles, why = self.chosen_tiles(request, select, rule, plain=not keys and heads == 1)
         if heads > 1 and choices.tiles is None:  # registers for two indices a row
             tiles = replace(tiles, threads=2 * tiles.Br)
@@ -243,11 +232,11 @@ class Mma(Unit):
     def backward(self, request: Request) -> Shape:
         p, choices = request.problem, request.choices
         row_tiles = 3 if choices.algorithm == "fa1" else 2
-        sizes: dict[str, Any] = {"head_dim": p.head_dim, "shared_limit": request.shared_limit}
-        select: Callable = functools.partial(select_mma_backward_spec, **sizes, row_tiles=row_tiles)
-        rule = functools.partial(
-            default_mma_backward_tiles, p.seqlen_q, p.seqlen_k, **sizes, row_tiles=row_tiles
+        sizes = (p.head_dim, request.shared_limit)
+        select: Callable = functools.partial(
+            select_mma_backward_spec, head_dim=sizes[0], shared_limit=sizes[1], row_tiles=row_tiles
         )
+        rule = functools.partial(mma_tiles, *request.kernel, p.seqlen_q, p.seqlen_k, *sizes)
         tiles, why = self.chosen_tiles(request, select, rule)
         facts = {"splits_queries": choices.query_splits > 1}
         facts |= {"vector_adds": request.capability >= (9, 0)}
@@ -255,9 +244,11 @@ class Mma(Unit):
         return Shape(replace(tiles, threads=spec.threads), spec, why)
 
     def sweep(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
-        p, limit = request.problem, request.shared_limit
-        # The blocks of a mask are those of the tiles.
-        tiles = replace(tiles, threads=None) if p.sparse else sweep_tiles(p.head_dim, limit)
+        if request.problem.sparse:  # the blocks of a mask are those of the tiles
+            tiles = replace(tiles, threads=None)
+        else:
+            sizes = (MAX_SEQLEN, MAX_SEQLEN, request.problem.head_dim, request.shared_limit)
+            tiles = mma_tiles("fa2", "sweep", *sizes).value
         facts = _flash_facts(request) | {"features": replace(request.features, dbias=False)}
         return tiles, _select(request, MmaSweepSpec)(tiles, **facts)
 
@@ -265,7 +256,7 @@ class Mma(Unit):
         p = request.problem
         sizes = (p.seqlen_q, p.seqlen_k, p.head_dim, request.shared_limit)
         select = _select(request, StandardSpec)
-        rule = functools.partial(default_mma_standard_tiles, *sizes, request.choices.passes)
+        rule = functools.partial(mma_tiles, *request.kernel, *sizes)
         tiles, why = self.chosen_tiles(request, select, rule)
         spec = select(tiles, **_facts(request))
         return Shape(replace(tiles, threads=spec.threads), spec, why)
@@ -350,9 +341,7 @@ class Wgmma(Unit):
         fits = {"head_dim": p.head_dim, "shared_limit": request.shared_limit}
         if choices.algorithm == "fa1":
             select, facts = select_wgmma_fa1_spec, facts | {"return_lse": choices.return_lse}
-            rule: Callable = functools.partial(
-                default_wgmma_fa1_tiles, p.head_dim, request.features
-            )
+            rule: Callable = functools.partial(hopper_fa1_tiles, p.head_dim, request.features)
             long = False
         else:
             heads = p.group if heads_share_tiles(request) else 1

@@ -101,6 +101,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compile the kernels for their registers: seconds each, no GPU needed",
     )
+    parser.add_argument(
+        "--why", action="store_true", help="say why this unit, these tiles, so many splits"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead, in single units")
 
 
@@ -137,7 +140,8 @@ def run(args: argparse.Namespace) -> str:
     }
     if args.json:
         return as_json(_dictionary(gpu, said, found, expected, refused))
-    return "\n".join(_text(gpu, said, found, expected, refused))
+    lines = _text(gpu, said, found, expected, refused)
+    return "\n".join(lines + (_reasons(found) if args.why else []))
 
 
 def _where(chosen: Device | None) -> tuple[Device, str]:
@@ -200,6 +204,7 @@ def _dictionary(
             "tiles": asdict(plan.tiles),
             "kv_splits": plan.kv_splits,
             "group_splits": plan.group_splits,
+            "why": plan.why,
             "kernels": kernels,
             "workspace_bytes": plan.workspace_bytes,
             "loads": plan.accesses.loads,
@@ -265,6 +270,16 @@ def _text(
         lines += textwrap.wrap(f"{titles[name]}: {why}", WIDTH)
     if known:
         lines += ["", *_notes(gpu, plans)]
+    return lines
+
+
+def _reasons(found: dict[str, Plan]) -> list[str]:
+    """Why each plan is as it is, in lines that fit a terminal."""
+    lines = [""]
+    for name, plan in found.items():
+        lines.append(f"why, {TITLES[name]}")
+        for text in str(plan.why).splitlines():
+            lines += textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent=16 * " ")
     return lines
 
 

@@ -175,6 +175,13 @@ class LaunchPlan:
                 kernel.compiled()
 
 
+class Reasons(dict[str, str]):
+    """Why something was chosen, by its name; ``print`` shows a line of each."""
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name.ljust(12)}  {why}" for name, why in self.items())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan(LaunchPlan):
     """What a call of attention runs; ``print`` shows it as a table.
@@ -193,11 +200,21 @@ class Plan(LaunchPlan):
     "kv_splits" or "group_splits".
     """
 
-    request: Request
-    decided: Decision
-    count: Callable[..., io_model.Accesses] = field(compare=False, repr=False)
-    split_rows: int = 0
+    algorithm: str
+    passes: str
+    unit: str
+    problem: Problem
+    tiles: Tiles
+    warp_partition: str
+    ablated: tuple[str, ...]
+    split_rows: int
+    kv_splits: int
+    group_splits: int
+    score_unit: float
     block_mask: np.ndarray | None = field(default=None, compare=False, repr=False)
+    count: Callable[..., io_model.Accesses] = field(compare=False, repr=False)
+    request: Request = field(compare=False, repr=False)
+    decided: Decision = field(compare=False, repr=False)
 
     @classmethod
     def of(
@@ -211,7 +228,8 @@ class Plan(LaunchPlan):
     ) -> Plan:
         """Of the algorithm's own parts, with the outputs of the pass in the caller's shapes."""
         p, choices = request.problem, request.choices
-        if choices.passes == "fwd":
+        forward = choices.passes == "fwd"
+        if forward:
             O, L = Buffer("O", p.q_shape, p.dtype), Buffer("L", p.lse_shape)
             outputs = [O, L] if choices.return_lse else [O]
         else:
@@ -222,58 +240,28 @@ class Plan(LaunchPlan):
             if p.bias is not None and choices.return_dbias:  # a sum of atomic adds
                 outputs.append(Buffer("dbias", p.bias, zeroed=True))
         return cls(
-            request=request,
-            decided=decided,
+            algorithm=choices.algorithm,
+            passes=choices.passes,
+            unit=request.unit,
+            problem=p,
+            tiles=decided.tiles,
+            warp_partition=choices.warp_partition,
+            ablated=choices.ablate,
+            split_rows=split_rows,
+            kv_splits=decided.splits if forward else 1,
+            group_splits=1 if forward else decided.splits,
+            score_unit=1.0 if choices.algorithm == "standard" else LOG2E,
             launches=tuple(launches),
             workspace=tuple(workspace),
             outputs=tuple(outputs),
             count=count,
-            split_rows=split_rows,
+            request=request,
+            decided=decided,
         )
 
     @property
-    def score_unit(self) -> float:
-        return 1.0 if self.algorithm == "standard" else LOG2E
-
-    @property
-    def algorithm(self) -> str:
-        return self.request.choices.algorithm
-
-    @property
-    def passes(self) -> str:
-        return self.request.choices.passes
-
-    @property
-    def unit(self) -> str:
-        return self.decided.unit.name
-
-    @property
-    def problem(self) -> Problem:
-        return self.request.problem
-
-    @property
-    def tiles(self) -> Tiles:
-        return self.decided.tiles
-
-    @property
-    def warp_partition(self) -> str:
-        return self.request.choices.warp_partition
-
-    @property
-    def ablated(self) -> tuple[str, ...]:
-        return self.request.choices.ablate
-
-    @property
-    def kv_splits(self) -> int:
-        return self.decided.splits if self.passes == "fwd" else 1
-
-    @property
-    def group_splits(self) -> int:
-        return self.decided.splits if self.passes == "bwd" else 1
-
-    @property
-    def why(self) -> Mapping[str, str]:
-        return {"unit": unit_of(self.request)[1], **self.decided.why}
+    def why(self) -> Reasons:
+        return Reasons({"unit": unit_of(self.request)[1], **self.decided.why})
 
     @functools.cached_property
     def accesses(self) -> io_model.Accesses:
