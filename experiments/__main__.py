@@ -1,4 +1,6 @@
-"""The command line, python -m experiments: list, run, draw, all, compare, report, origins, tune."""
+"""The command line, python -m experiments: list, run, draw, all, compare, report, origins, spills,
+tune.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ except ModuleNotFoundError as error:
 
 from fa_numba import Tiles
 
-from .lab import compare_command, origins, precompile, report, review, schedule, tune
+from .lab import compare_command, origins, precompile, report, review, schedule, spills, tune
 from .lab.drawing import Drawing, side_by_side
 from .lab.drawn import Drawn
 from .lab.options import FIGURES, FILTERED, QUICK, REPOSITORY, Options
@@ -202,6 +204,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="begin no candidate after so many seconds (default: until all are timed)",
     )
+    text = "compile, without a GPU, what options make spill, and store the bytes that plans read"
+    commands.add_parser("spills", help=text, description=text)
     text = "write the tables of paper_repro.md anew from the recordings in figures/data"
     commands.add_parser("report", help=text, description=text)
     text = (
@@ -297,6 +301,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.command == "compare":
         return compare_command.run(args, parser, arguments)
 
+    if args.command == "spills":
+        changed = spills.write(console.print)
+        console.print(f"{spills.SPILLS.name}: {'changed' if changed else 'nothing changed'}")
+        return 0
     if args.command == "tune":
         wanted = tune.candidates(args.head_dims, args.series, args.passes)
         return Runner(Options(), arguments, console).tune(wanted, args.jobs, args.seconds)

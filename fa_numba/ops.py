@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Unpack
 
 from fa_numba.choices.requests import check_algorithm, choices_of
+from fa_numba.choices.units import documents_units
 from fa_numba.dtypes import DTYPES
 from fa_numba.host import planning
 from fa_numba.host.binding import Binding
@@ -75,7 +76,7 @@ def standard_attention(
 ):
     """softmax(scale q kT) v with the N x N matrices in global memory (the papers' Algorithm 0).
 
-    Arguments, result and errors as ``flash_attention_2``; the workspace is Nq x Nk elements of q's
+    Arguments, result and errors as ``attention``; the workspace is Nq x Nk elements of q's
     dtype a head, in which S and P are rounded.
 
     >>> import numpy as np, fa_numba
@@ -105,12 +106,12 @@ def flash_attention_1(
 ):
     """Attention in FlashAttention-1's loop order, K/V outer (arXiv 2205.14135, Algorithm 1).
 
-    Arguments, result and errors as ``flash_attention_2``. ``query_splits`` thread blocks share a
-    head, each with its own rows of q; 1 is the paper's grid of one block per (batch, head).
-    ``warp_partition`` is what the warps of a block share, on tensor cores: "rows" of q, or the
-    "keys" as in the code released with the paper, whose warps then add up their parts of O
-    through shared memory (arXiv 2307.08691, section 3.3, "split-K"). There is no ``kv_splits``
-    here: O passes from one column tile to the next, through global memory.
+    Arguments, result and errors as ``attention``. ``query_splits`` thread blocks share a head, each
+    with its own rows of q; 1 is the paper's grid of one block per (batch, head). ``warp_partition``
+    is what the warps of a block share, on tensor cores: "rows" of q, or the "keys" as in the code
+    released with the paper, whose warps then add up their parts of O through shared memory (arXiv
+    2307.08691, section 3.3, "split-K"). There is no ``kv_splits`` here: O passes from one column
+    tile to the next, through global memory.
 
     >>> import numpy as np, fa_numba
     >>> q = np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 1, 16, 4)
@@ -140,21 +141,9 @@ def flash_attention_2(
 ):
     """Attention in FlashAttention-2's loop order, Q outer (arXiv 2307.08691, Algorithm 1).
 
-    q is (B, Hq, Nq, d), k and v (B, Hk, Nk, d), of one dtype, any strides; Hk divides Hq and query
-    head h reads K/V head h // (Hq / Hk); 1 <= d <= 256, the same for v. With ``layout="bnhd"`` they
-    are (B, Nq, Hq, d) and (B, Nk, Hk, d). NumPy arrays, torch tensors, JAX arrays and arrays with
-    ``__cuda_array_interface__`` or DLPack are taken as they are; all on one device. Host arrays are
-    copied to the GPU and back, and run on the emulator where there is no GPU. ``unit`` is "simt"
-    for CUDA cores (float32), "mma" for tensor cores (float16, bfloat16; sums in float32), "wgmma"
-    for those of a Hopper GPU by their own instruction (the same dtypes; both orders, without
-    dropout or blocks, a bias in FlashAttention-2's forward pass alone) or "auto" for what takes the
-    dtype: "wgmma" on such a GPU where FlashAttention-2 can and nobody chose tiles, else one of the
-    others. The emulator runs all.
-
+    The arrays q, k and v, ``tiles``, ``unit``, ``out`` and ``stream`` are as for ``attention``;
     ``options`` change the result: scale, masks, biases, lengths, dropout. A row that sees no column
-    gives output 0 and logsumexp -inf. ``tiles`` sets block sizes, threads and stages. ``out`` takes
-    the result, in q's shape. ``stream`` is a CUDA stream (torch, CuPy, Numba or an address); None
-    takes the current stream of q's library.
+    gives output 0 and logsumexp -inf.
 
     ``kv_splits`` thread blocks share the columns of a row tile (Flash-Decoding: the third loop
     order, columns in parallel too): each leaves O, l and m of its share in a workspace, and a
@@ -170,12 +159,8 @@ def flash_attention_2(
     "persistent" blocks, the "counter" that hands them row tiles, the next one's first product
     begun "ahead", with the last of this, and its being taken "late".
 
-    Returns O in q's shape, dtype, library and place; with ``return_lse`` (O, L), L the natural
-    logarithm of the rows' sums of exponentials, float32 (B, Hq, Nq).
-
-    Raises ValueError or TypeError, before anything runs, for an argument that is not as above:
-    the message names it, its value and what is allowed. Also a ValueError for tiles that do not
-    fit the device's shared memory, and for a problem too large for the emulator.
+    Returns O, (B, Hq, Nq, d) as q, or with ``return_lse`` (O, L), L float32 (B, Hq, Nq).
+    Raises ValueError or TypeError, before anything runs, as ``attention`` does.
 
     >>> import numpy as np, fa_numba
     >>> q = np.zeros((1, 1, 3, 4), np.float32)
@@ -191,6 +176,7 @@ def flash_attention_2(
 
 
 @documents_options
+@documents_units
 def attention(q, k, v, *, algorithm="fa2", **options):
     """Attention, softmax(scale q kT) v, by one of three algorithms; the results differ by rounding.
 
@@ -199,13 +185,15 @@ def attention(q, k, v, *, algorithm="fa2", **options):
         global memory).
     ``q``: (B, Hq, Nq, d); ``k``, ``v``: (B, Hk, Nk, d), of one dtype (float32, float16, bfloat16),
         on one device, any strides; Hk divides Hq, 1 <= d <= 256. NumPy arrays, torch tensors, JAX
-        arrays, and arrays with ``__cuda_array_interface__`` or DLPack.
+        arrays, and arrays with ``__cuda_array_interface__`` or DLPack, taken as they are. Host
+        arrays are copied to a GPU and back, and run on the emulator where there is none. With
+        ``layout="bnhd"`` they are (B, Nq, Hq, d) and (B, Nk, Hk, d).
     ``return_lse``: bool, False: whether L is returned beside O.
     ``out``: an array like q that takes O; None for a new one.
     ``tiles``: a ``fa_numba.Tiles`` with block sizes, threads and stages; None for what suits.
-    ``unit``: "auto" by the dtype and GPU, "simt" for CUDA cores (float32), "mma" for tensor cores
-        (float16, bfloat16) or "wgmma" for a Hopper GPU's own instruction: both orders forward,
-        FlashAttention-2 backward.
+    ``unit``: "auto" for the last of these that can compute the call and suits it, as
+        ``fa_numba.plan(...).why`` says, or by name; the emulator runs all:
+        {units}
     ``stream``: a CUDA stream of torch, CuPy or Numba or its address; None for the current one of
         q's library.
     ``query_splits`` and ``warp_partition`` of "fa1", ``kv_splits`` of "fa2", ``ablate`` of both:

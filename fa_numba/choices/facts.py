@@ -8,8 +8,11 @@ commit whose message has the times.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import functools
+from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,21 +84,40 @@ def _spilled() -> tuple[tuple[int, str, str], ...]:
 
 
 class Spill(NamedTuple):
-    """A kernel with ``option`` spills ``beside`` another, or without one, from one head dimension
-    to another.
+    """Bytes that a kernel with ``option`` spills ``beside`` another, or without one, from one head
+    dimension to another.
     """
 
     option: str
     beside: str
     first: int
     last: int
+    bytes: int
+
+
+SPILLS = _HERE / "spills.csv"
+_allowed: ContextVar[bool] = ContextVar("fa_numba_spills", default=False)
+
+
+@contextlib.contextmanager
+def spills_allowed() -> Iterator[None]:
+    """Plan inside what spills too, as who looks for its bytes does."""
+    token = _allowed.set(True)
+    try:
+        yield
+    finally:
+        _allowed.reset(token)
 
 
 @functools.cache
+def _spills(unit: str, algorithm: str, of: str) -> tuple[Spill, ...]:
+    rows = _of_kernel("spills.csv", unit, algorithm, of)
+    return tuple(
+        Spill(x["option"], x["beside"], *(int(x[n]) for n in ("first", "last", "bytes")))
+        for x in rows
+    )
+
+
 def spills(unit: str, algorithm: str, of: str) -> tuple[Spill, ...]:
     """What spills of a unit's kernels; ``of`` is "fwd" or "bwd"."""
-    return tuple(
-        Spill(x["option"], x["beside"], int(x["first"]), int(x["last"]))
-        for x in _of_kernel("spills.csv", unit, algorithm, of)
-        if int(x["bytes"])
-    )
+    return () if _allowed.get() else tuple(x for x in _spills(unit, algorithm, of) if x.bytes)

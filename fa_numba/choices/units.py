@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+import re
+import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
@@ -92,6 +94,11 @@ class Unit(ABC):
     splits_keys: frozenset[tuple[str, str]] = frozenset()
     splits_columns: frozenset[tuple[str, str]] = frozenset()
     measures: Mapping[str, tuple[str, ...]] = {}
+
+    @property
+    def about(self) -> str:
+        """What it is and takes, in words."""
+        return f'"{self.name}", {self.title}, {" or ".join(self.dtypes)}'
 
     def lacks(self, request: Request) -> str:
         """What this unit cannot do of a request, in words; an empty string if it can do all."""
@@ -270,6 +277,10 @@ class Mma(Unit):
         return request.problem.dtype, request.aligned
 
 
+# What callers call a feature, and a pass.
+_OPTIONS = {"alibi": "alibi_slopes", "packed": "cu_seqlens", "page_size": "block_table"}
+_OPTIONS["splits"] = "kv_splits"
+_PASSES = {"fwd": "forward", "bwd": "backward"}
 _ADDED, _LENGTHS = ("softcap", "bias", "alibi"), ("q_lens", "kv_lens", "packed")
 
 
@@ -298,10 +309,21 @@ class Wgmma(Unit):
     }
     largest: Mapping[tuple[str, str], int] = {("fa1", "bwd"): 128}
 
+    @property
+    def about(self) -> str:
+        major, minor = self.capability
+        kernels = []
+        for (algorithm, passes), names in self.features.items():
+            to = self.largest.get((algorithm, passes), MAX_HEAD_DIM)
+            options = ", ".join(_OPTIONS.get(name, name) for name in names)
+            kernels.append(f"{algorithm} {_PASSES[passes]}, d to {to}: {options}")
+        only = f"on compute capability {major}.{minor} alone, with these options"
+        return f"{super().about}, {only} ({'; '.join(kernels)})"
+
     def lacks(self, request: Request) -> str:
         pair = algorithm, passes = request.kernel
         if pair not in self.features:
-            return f"the {'forward' if passes == 'fwd' else 'backward'} pass of {algorithm}"
+            return f"the {_PASSES[passes]} pass of {algorithm}"
         on = (f.name for f in fields(Features) if getattr(request.features, f.name))
         lacking = [name for name in on if name not in self.features[pair]]
         if lacking:
@@ -503,3 +525,13 @@ def having(choices: Callable[[Unit], Iterable[tuple[str, str]]], passes: bool = 
         for algorithm, pass_ in sorted(choices(unit))
     )
     return " or ".join(dict.fromkeys(f"{who} on {where}" for who, where in pairs))
+
+
+def documents_units(function: Callable) -> Callable:
+    """Put what units there are, and what each takes, in the place of {units} in the docstring."""
+    text = f"{'; '.join(unit.about for unit in UNITS.values())}."
+    given = function.__doc__ or ""
+    indent = re.search(r"( *)\{units\}", given)[1]  # type: ignore[index]
+    lines = textwrap.fill(text, 100, initial_indent=indent, subsequent_indent=indent)
+    function.__doc__ = given.replace(f"{indent}{{units}}", lines)
+    return function

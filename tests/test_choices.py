@@ -1,0 +1,255 @@
+"""What "auto" decides: plans as they were, their reasons, a call's choices, what was measured.
+
+`python tests/test_choices.py` writes data/plans.csv anew, the plans of its calls.
+"""
+
+import ast
+import csv
+import heapq
+import inspect
+import io
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fa_numba
+from experiments.lab import spills
+from fa_numba import Tiles, bounds
+from fa_numba import device as devices
+from fa_numba.choices import facts, requests, splits, tiles, units
+from fa_numba.choices.makespan import makespan
+from fa_numba.choices.requests import Choices, choices_of
+from fa_numba.host import planning
+
+PLANS = Path(__file__).with_name("data") / "plans.csv"
+CALL = ("gpu", "q", "k", "options")
+
+
+# --- plans as they were -----------------------------------------------------------------------
+
+
+def stored():
+    with open(PLANS, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def plan_of(row):
+    gpu = row["gpu"]
+    where = bounds.DEVICES[gpu].planning() if gpu else devices.using("emulator")
+    with where:
+        return fa_numba.plan(
+            json.loads(row["q"]), json.loads(row["k"]), **_options(json.loads(row["options"]))
+        )
+
+
+def _options(given):
+    """JSON has lists where a call has tuples."""
+    return {n: tuple(x) if n in ("window", "bias", "alibi_slopes") else x for n, x in given.items()}
+
+
+def outcome(plan):
+    """What a row says of a plan."""
+    t = plan.tiles
+    kernels = (f"{k.name} {'x'.join(map(str, k.grid))}x{k.threads}" for k in plan.kernels)
+    return {
+        "unit": plan.unit,
+        "tiles": f"{t.Br}x{t.Bc}x{t.threads}x{t.stages}",
+        "splits": str(max(plan.kv_splits, plan.group_splits)),
+        "workspace": str(plan.workspace_bytes),
+        "kernels": "; ".join(kernels),
+    }
+
+
+@pytest.mark.parametrize("row", stored(), ids=lambda row: f"{row['gpu']} {row['options']}")
+def test_plans_are_as_they_were(row):
+    assert outcome(plan_of(row)) == {n: x for n, x in row.items() if n not in CALL}
+
+
+def test_the_stored_plans_are_of_every_kind():
+    rows = stored()
+    assert {row["gpu"] for row in rows} == {"", "A100", "H200", "RTX 4090"}
+    assert {row["unit"] for row in rows} == set(units.UNITS)
+    assert sum(row["splits"] != "1" for row in rows) >= 10
+    kinds = {row["kernels"].split(" ")[0] for row in rows}
+    assert {"fa1_forward", "fa2_forward", "standard_scores"} < kinds
+
+
+# --- reasons ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", stored(), ids=lambda row: f"{row['gpu']} {row['options']}")
+def test_every_decision_has_a_reason(row):
+    plan = plan_of(row)
+    names = ["unit", "tiles"]
+    if plan.algorithm == "fa2":
+        names.append("kv_splits" if plan.passes == "fwd" else "group_splits")
+    assert list(plan.why) == names and all(plan.why.values())
+    lines = str(plan.why).splitlines()
+    assert [line.split()[0] for line in lines] == names
+    newer = [name for name in units.UNITS if list(units.UNITS).index(name) > _number(plan.unit)]
+    named = json.loads(row["options"]).get("unit")
+    # Whatever takes the dtype and comes before it is said to be left, and why.
+    takes = [n for n in newer if plan.problem.dtype in units.UNITS[n].dtypes and not named]
+    assert [n for n in newer if f"not {n}: " in plan.why["unit"]] == takes
+
+
+def _number(unit):
+    return list(units.UNITS).index(unit)
+
+
+def test_what_a_caller_chose_is_said_to_be():
+    with bounds.DEVICES["H200"].planning():
+        how = {"tiles": Tiles(128, 64), "unit": "mma", "kv_splits": 3}
+        why = fa_numba.plan((1, 8, 512, 64), (1, 8, 512, 64), dtype="float16", **how).why
+    assert set(why.values()) == {"chosen by the caller"}
+
+
+def test_reasons_have_the_numbers_that_decided():
+    def why(q, k, **options):
+        with bounds.DEVICES["H200"].planning():
+            return fa_numba.plan(q, k, dtype="float16", **options).why
+
+    long = (4, 32, 4096, 64)
+    wide = (1, 64, 4096, 64)
+    assert "11 rounds of 1.29 by three, 16 by two" in why(wide, wide)["tiles"]
+    assert why(long, long)["kv_splits"].endswith("row tiles have all 132 places")
+    assert "(tuned.csv)" in why(long, long, algorithm="fa1")["tiles"]
+    assert "lack the option dropout" in why(long, long, dropout_p=0.1)["unit"]
+    few = why((1, 8, 1, 128), (1, 1, 32768, 128), unit="mma")["kv_splits"]
+    assert "splits of 1 row tiles over" in few and "end after" in few
+
+
+# --- a call's choices -------------------------------------------------------------------------
+
+
+def test_equal_choices_are_one_object():
+    one = choices_of("fa2", "fwd", Tiles(64, 64), "mma", True)
+    assert choices_of("fa2", "fwd", Tiles(64, 64), "mma", True) is one
+    assert hash(one) == hash(Choices("fa2", tiles=Tiles(64, 64), unit="mma", return_lse=True))
+    # 1 equals True, and is none.
+    with pytest.raises(TypeError, match="return_lse is 1: allowed is True or False"):
+        choices_of("fa2", "fwd", Tiles(64, 64), "mma", 1)
+    assert choices_of("fa1", query_splits=np.int64(3)) == Choices("fa1", query_splits=3)
+    assert choices_of("fa2", ablate=["swizzle"]).ablate == ["swizzle"]  # has no hash
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"algorithm": "fa3"}, "algorithm is 'fa3': allowed is one of"),
+        ({"passes": "both"}, "passes is 'both': allowed is one of fwd, bwd"),
+        ({"tiles": (64, 64)}, r"tiles is \(64, 64\): allowed is a Tiles"),
+        ({"query_splits": 0}, "query_splits is 0: allowed is an integer >= 1"),
+        ({"kv_splits": 257}, "kv_splits is 257: allowed is an integer from 1 to 256, or 'auto'"),
+        ({"warp_partition": "columns"}, "warp_partition is 'columns': allowed is one of rows"),
+        ({"deterministic": 1}, "deterministic is 1: allowed is True or False"),
+        ({"group_splits": 2}, "group_splits is 2: only passes='bwd' has it"),
+        ({"passes": "bwd", "return_lse": True}, "return_lse is True: only passes='fwd' has it"),
+        ({"passes": "bwd", "ablate": ["late"]}, r"ablate is \['late'\]: only passes='fwd' has it"),
+    ],
+)
+def test_choices_that_no_call_has(given, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        Choices(**{"algorithm": "fa2"} | given)
+
+
+# --- schedules --------------------------------------------------------------------------------
+
+
+def test_the_last_block_ends():
+    assert makespan([(132, 3)], 132) == 3 and makespan([(133, 3)], 132) == 6
+    assert makespan([(1, 5), (4, 1)], 2) == 5  # the short ones go to the other place
+    assert makespan([(4, 1), (1, 5)], 2) == 7  # a long one that begins last
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        places = int(rng.integers(1, 9))
+        blocks = [(int(n), int(t)) for n, t in rng.integers(1, 30, (rng.integers(1, 6), 2))]
+        free = [0] * places
+        for count, each in blocks:
+            for _ in range(count):
+                heapq.heapreplace(free, free[0] + each)
+        assert makespan(blocks, places) == max(free)
+
+
+# --- what was measured ------------------------------------------------------------------------
+
+
+def test_every_fact_is_read_and_says_where_it_is_from():
+    text = "".join(inspect.getsource(room) for room in (requests, splits, tiles, units))
+    said = {x.value for x in ast.walk(ast.parse(text.replace("from __future__", "from __past__")))
+            if isinstance(x, ast.Constant) and isinstance(x.value, str)}  # fmt: skip
+    for row in facts._rows("measured.csv"):
+        assert row["what"] in said, f"{row['what']} is read by nobody"
+        assert row["source"] and facts.measured(row["what"], row["setting"]) > 0
+    with pytest.raises(KeyError):
+        facts.measured("what nobody measured")
+
+
+def test_every_size_is_one_of_its_unit_and_says_where_it_is_from():
+    rows = facts._rows("tiles.csv")
+    assert {row["unit"] for row in rows} == set(units.UNITS)
+    for row in rows:
+        assert row["source"] and Tiles(
+            int(row["Br"]), int(row["Bc"] or 64), None, int(row["stages"])
+        )
+    for unit, algorithm, of in {(r["unit"], r["algorithm"], r["pass"]) for r in rows}:
+        for d in (1, 64, 65, 128, 192, 256):
+            plain = facts.size(unit, algorithm, of, d)
+            assert plain.beside == "" and plain.head_dim >= d
+            assert facts.size(unit, algorithm, of, d, "no such option") == plain
+            assert f"{plain.Br} x {plain.Bc} up to d={plain.head_dim}" in str(plain)
+
+
+def test_what_spills_is_left_out_and_can_be_looked_for():
+    planning.planned.cache_clear()
+    shape = (1, 4, 256, 64)
+    how = {"dtype": "float16", "passes": "bwd", "unit": "wgmma", "window": (9, 9), "q_lens": [200]}
+    with bounds.DEVICES["H200"].planning():
+        with facts.spills_allowed():
+            assert fa_numba.plan(shape, shape, **how).unit == "wgmma"
+        planning.planned.cache_clear()
+        with pytest.raises(ValueError, match="lack the option q_lens beside window at a head dim"):
+            fa_numba.plan(shape, shape, **how)
+        # One chunk of column tiles of slopes spills: the kernel has chunks.
+        call = {"causal": True, "alibi_slopes": (16,), **dict(list(how.items())[:3])}
+        grid = fa_numba.plan((1, 16, 512, 64), (1, 16, 512, 64), **call).kernels[1].grid
+        assert grid[2] == 1 and grid[0] == 4 * 16
+
+
+def test_the_command_compiles_what_its_rows_are_about(tmp_path, monkeypatch):
+    seen, path = [], tmp_path / "spills.csv"
+    path.write_text(spills.SPILLS.read_text())
+
+    def assembled(kernel, capability):
+        seen.append(kernel.name)
+        return "", "0 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads"
+
+    monkeypatch.setattr(spills.device, "assembled", assembled)
+    planning.planned.cache_clear()
+    said = []
+    assert spills.write(said.append, path) and not spills.write(said.append, path)
+    planning.planned.cache_clear()
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["bytes"] for row in rows} == {"12"} and len(said) == 2 * len(rows)
+    assert "fa2_backward" in seen
+    lengths = list(itertools.chain.from_iterable(map(spills.calls, rows[:1])))
+    assert (48, ("window", "q_lens")) in lengths and (64, ("window", "packed")) in lengths
+
+
+def main():
+    """Write the table anew: its calls, and what their plans are now."""
+    rows = [{n: row[n] for n in CALL} | outcome(plan_of(row)) for row in stored()]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    PLANS.write_text(text.getvalue())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
