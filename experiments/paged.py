@@ -201,7 +201,7 @@ def counted(rows: Sequence[Row], metric: str) -> dict[str, dict[int, float]]:
     return found
 
 
-_LOOKS = {16: ("#D55E00", "o"), 64: ("#0072B2", "s"), 128: ("#009E73", "^"), 256: ("#7A1FA2", "D")}
+_LOOKS = {16: ("#D55E00", "o"), 64: ("#0072B2", "s"), 128: ("#009E73", "^"), 256: ("#000000", "D")}
 
 
 def draw(rows: Sequence[Row]) -> Any:

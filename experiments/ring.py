@@ -68,7 +68,7 @@ LABELS = {
     CP_CUDNN: "torch's ring, cuDNN",
 }
 COLOURS = {
-    ONE: "#8C8C8C", KV: "#7A1FA2", Q: "#0072B2", ULYSSES: "#009E73", CP_FLASH: "#000000",
+    ONE: "#BABABA", KV: "#009E73", Q: "#0072B2", ULYSSES: "#CC79A7", CP_FLASH: "#000000",
     CP_CUDNN: "#E69F00",
 }  # fmt: skip
 MARKERS = {ONE: ".", KV: "h", Q: "o", ULYSSES: "^", CP_FLASH: "v", CP_CUDNN: "X"}

@@ -311,17 +311,22 @@ def curve(rows: Sequence[Row], series: str, metric: str, pass_: str, name: str) 
     return dict(sorted({r.seqlen_q: shown(r) for r in mine}.items()))
 
 
+# What is drawn: the two that the paper compares, there and here, and FA-2.
+_DRAWN = (peers.UNFUSED, "fa1-mma", "fa2-mma")
+_LIKE = {"PyTorch Attention": peers.UNFUSED, "FlashAttention": "fa1-mma"}
+
+
 def draw(rows: Sequence[Row]) -> Any:
-    """Time and memory over N; published ones hollow."""
+    """Time and memory over N: published ones hollow and dotted, closed forms as lines alone."""
     from .lab import style
 
     rows = [r for r in rows if r.head_dim == HEAD_DIM and not r.causal] or list(rows)
     if not rows:
         return None
-    figure, axes = style.new(2, 2, 8.6)
+    figure, axes = style.new(2, 2, 8.2)
     lengths = sorted({r.seqlen_q for r in rows})
     for (title, metric, pass_, name, item), ax in zip(PANELS, axes.flat, strict=True):
-        for method, like in METHODS.items():
+        for method, like in _LIKE.items():
             points = paper(metric, pass_, name, method)
             ax.plot(
                 list(points),
@@ -331,20 +336,20 @@ def draw(rows: Sequence[Row]) -> Any:
                 mfc="white",
                 ls=":",
                 lw=1.1,
-                label=f"{'standard' if 'PyTorch' in method else 'FA-1'}, published, A100",
+                label=f"{'PyTorch' if 'PyTorch' in method else 'FA-1'}, published, A100",
             )
-        for series in (*THEIRS, *OURS):
+        measured = {r.series for r in rows if r.metric == metric and r.source == "measured"}
+        for series in _DRAWN:
             points = curve(rows, series, metric, pass_, name)
             if points:
                 ax.plot(
                     list(points),
                     list(points.values()),
                     color=style.COLOURS[series],
-                    marker=style.MARKERS[series],
+                    marker=style.MARKERS[series] if series in measured else None,
                     ms=4.5,
                     lw=1.4,
-                    ls="--" if calls.theirs(series) else "-",
-                    label=LABELS[series],
+                    label=LABELS[series] + ("" if series in measured else ", closed form"),
                 )
         ax.set_title(f"{title} ({item})", fontsize=11)
         style.sizes(ax, sorted({*lengths, *SEQLENS}), "sequence length N")
@@ -352,10 +357,19 @@ def draw(rows: Sequence[Row]) -> Any:
         style.plain_ticks(ax.yaxis)
         ax.set_ylabel("ms" if metric == "time" else "MiB, inputs with the rest")
     handles = style.handles(axes)
-    title = f"fp16, batch {BATCH}, {HEADS} heads, d={rows[0].head_dim}; hollow: published"
-    figure.legend(
-        handles.values(), handles, loc="outside upper center", ncols=4, title=title, fontsize=9.5
+    ends = max(curve(rows, peers.UNFUSED, "memory", "fwd+bwd", PLAIN), default=None)
+    message = "Time grows with N², the fused kernels' memory with N"
+    if ends is not None and ends < max(lengths):
+        message += f"; PyTorch's unfused attention trains to N={style.short(ends)}"
+    title = (
+        f"{message}\n"
+        f"FA-1 Fig. 3: fp16, batch {BATCH}, {HEADS} heads, d={rows[0].head_dim}; dotted, hollow: "
+        "published"
     )
+    legend = figure.legend(
+        handles.values(), handles, loc="outside upper center", ncols=3, title=title
+    )
+    legend.get_title().set_multialignment("center")
     return figure
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .lab import peers, speed_figures, speeds, tables
+from .lab.options import FIGURES as RECORDED
 from .lab.options import Bench, Options
+from .lab.report import MACHINE
 from .lab.series import HALF, LABELS
-from .lab.store import Row
+from .lab.store import Row, Store
 from .lab.tables import Across, Table
 
 NAME = "speed_bf16"
@@ -37,9 +40,36 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     yield from speeds.measure(STUDY, options, bench)
 
 
-def draw(rows: Sequence[Row]) -> Any:
-    """TFLOP/s over N: a row of panels for each pass and head dimension, a column for each mask."""
-    return speed_figures.draw(STUDY, rows)
+def draw(rows: Sequence[Row], half: Sequence[Row] | None = None) -> Any:
+    """Speed in bf16 over that in fp16, a dot a problem: a row for each series, a panel a pass.
+
+    fp16's are the page's unless given.
+    """
+    from .lab import style
+
+    half = Store(RECORDED).read("speed_fp16", MACHINE) if half is None else half
+    found = ratios([*rows, *half])
+    if not found:
+        return None
+    shown = [series for series in reversed(STUDY.series) if series in found]
+    passes = [p for p in STUDY.passes if any(p in of for of in found.values())]
+    figure, (axes,) = style.new(1, len(passes), 1.6 + 0.36 * len(shown), sharey=True, sharex=True)
+    for pass_, ax in zip(passes, axes, strict=True):
+        for at, series in enumerate(shown):
+            mine = found[series].get(pass_, [])
+            colour = style.COLOURS[series]
+            ax.plot(mine, [at] * len(mine), "o", color=colour, ms=5, alpha=0.6)
+        ax.axvline(1, color="#555555", lw=1, zorder=1)
+        ax.set_title(speeds.PASSES[pass_])
+        ax.set_xlabel("bf16 / fp16")
+    axes[0].set_yticks(range(len(shown)), [LABELS[series] for series in shown])
+    every = [x for of in found.values() for of_pass in of.values() for x in of_pass]
+    figure.suptitle(
+        f"bf16 is as fast as fp16: {min(every):.2f} to {max(every):.2f} times, in the median "
+        f"{statistics.median(every):.2f}",
+        fontsize=11,
+    )
+    return figure
 
 
 def table(rows: Sequence[Row]) -> Table | None:
@@ -51,27 +81,33 @@ def table(rows: Sequence[Row]) -> Table | None:
 NEAR = 0.03
 
 
-def over_fp16(rows: Sequence[Row]) -> Table | None:
-    """Speed in bf16 over that in fp16 at the same points: smallest, median and largest ratio."""
+def ratios(rows: Sequence[Row]) -> dict[str, dict[str, list[float]]]:
+    """Series -> pass -> speed in bf16 over that in fp16 at the same points."""
     speed: dict[str, dict[tuple, float]] = {"bfloat16": {}, "float16": {}}
     for r in rows:
         if r.metric == "speed" and r.value is not None and r.dtype in speed:
             speed[r.dtype][r.series, r.pass_, tables.sizes(r), r.batch] = r.value
-    ratios: dict[str, dict[str, list[float]]] = {}
+    found: dict[str, dict[str, list[float]]] = {}
     for at, value in speed["bfloat16"].items():
         series, pass_ = at[:2]
         if series in STUDY.series and at in speed["float16"]:
-            of_series = ratios.setdefault(series, {})
+            of_series = found.setdefault(series, {})
             of_series.setdefault(pass_, []).append(value / speed["float16"][at])
-    if not ratios:
+    return found
+
+
+def over_fp16(rows: Sequence[Row]) -> Table | None:
+    """Speed in bf16 over that in fp16: smallest, median and largest ratio."""
+    over = ratios(rows)
+    if not over:
         return None
     lines = []
-    for series in (s for s in STUDY.series if s in ratios):
-        found = ratios[series]
+    for series in (s for s in STUDY.series if s in over):
+        found = over[series]
         every = [x for of_pass in found.values() for x in of_pass]
         cells = [tables.spread(found.get(p, ())) for p in STUDY.passes]
         lines.append([LABELS[series], *cells, *_judged(every)])
-    ours = [x for series in STUDY.ours for of in ratios.get(series, {}).values() for x in of]
+    ours = [x for series in STUDY.ours for of in over.get(series, {}).values() for x in of]
     near, slower = _judged(ours)
     caption = (
         "Speed in bf16 over speed in fp16 at the same length, head dimension and mask: the "
@@ -82,10 +118,10 @@ def over_fp16(rows: Sequence[Row]) -> Table | None:
     return Table(caption, tables.markdown(header, lines))
 
 
-def _judged(ratios: Sequence[float]) -> tuple[str, str]:
+def _judged(over: Sequence[float]) -> tuple[str, str]:
     """How many ratios are within NEAR of one, and how many below."""
-    near = sum(abs(ratio - 1) <= NEAR for ratio in ratios)
-    return f"{near} of {len(ratios)}", str(sum(ratio < 1 - NEAR for ratio in ratios))
+    near = sum(abs(ratio - 1) <= NEAR for ratio in over)
+    return f"{near} of {len(over)}", str(sum(ratio < 1 - NEAR for ratio in over))
 
 
 TABLES = {"bf16_over_fp16": Across(over_fp16, ("speed_fp16", NAME))}

@@ -39,9 +39,24 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     yield from speeds.measure(STUDY, options, bench)
 
 
+# Standard attention, both orders, FA-1 at the faster of its grids, and torch's kernels.
+DRAWN = ("standard-mma", MMA_SPLITS, "fa2-mma", HOPPER, peers.FLASH, peers.CUDNN)
+
+
 def draw(rows: Sequence[Row]) -> Any:
-    """TFLOP/s over N: a row of panels for each pass and head dimension, a column for each mask."""
-    return speed_figures.draw(STUDY, rows)
+    """TFLOP/s of the forward pass over N; the other passes and masks are in tables."""
+    speed = {
+        (r.series, r.seqlen_q, r.head_dim): r.number
+        for r in rows
+        if r.metric == "speed" and not (r.failed or r.causal) and r.pass_ == "fwd"
+    }
+    over = [
+        value / speed[MMA_SPLITS, *at]
+        for (series, *at), value in speed.items()
+        if series == "fa2-mma" and (MMA_SPLITS, *at) in speed and at[1] in HEAD_DIMS
+    ]
+    by = f" by {min(over):.1f} to {max(over):.1f} times" if over else ""
+    return speed_figures.forward(rows, DRAWN, f"Q outer (FA-2) beats K/V outer (FA-1){by}")
 
 
 # Published figures in this setting and dtype, each by the name of its file.

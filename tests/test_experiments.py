@@ -1381,23 +1381,26 @@ def test_published_curves_are_those_of_the_papers_figures():
     assert speed_figures.published_speeds((), "fwd", 64, False) == {}
 
 
-def test_the_half_precision_figure_has_the_published_curves():
-    rows = synthetic("speed_fp16")
-    figure = speed_fp16.draw(rows)
-    assert titles(figure) == [f"{p}, d=64, not causal" for p in speeds.PASSES.values()]
+def test_the_half_precision_figure_is_the_forward_pass():
+    figure = speed_fp16.draw(synthetic("speed_fp16"))
+    assert titles(figure) == ["d=64"]
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels[: len(speed_fp16.STUDY.series)] == [
-        LABELS[series] for series in speed_fp16.STUDY.series
-    ]
-    assert labels[len(speed_fp16.STUDY.series) :] == [
-        *("FA-1, published, A100", "FA-2, published, A100"),
-        *("FA-1, published, H100", "FA-2, published, H100"),
-    ]
-    lines = [line for line in figure.axes[2].lines if line.get_label() == "FA-2, published, H100"]
-    assert list(lines[0].get_xdata()) == [512, 16384]
-    assert "published" not in str(
-        [t.get_text() for t in speed.draw(synthetic("speed")).legends[0].get_texts()]
-    )
+    assert labels == [LABELS[series] for series in speed_fp16.DRAWN]
+    order = speed_fp16.STUDY.series.index
+    ratio = (order("fa2-mma") + 5) / (order(MMA_SPLITS) + 5)
+    message = figure.legends[0].get_title().get_text()
+    assert message.startswith(f"Q outer (FA-2) beats K/V outer (FA-1) by {ratio:.1f} to ")
+
+
+def test_the_bf16_figure_is_of_ratios():
+    rows = synthetic("speed_bf16")
+    half = [replace(r, dtype="float16", value=r.value and 2 * r.value) for r in rows]
+    figure = speed_bf16.draw(rows, half)
+    assert titles(figure) == list(speeds.PASSES.values())
+    names = [text.get_text() for text in figure.axes[0].get_yticklabels()]
+    assert names == [LABELS[series] for series in reversed(speed_bf16.STUDY.series)]
+    dots = [x for ax in figure.axes for line in ax.lines[:-1] for x in line.get_xdata()]
+    assert set(dots) == {0.5} and speed_bf16.draw(rows, []) is None
 
 
 def test_the_papers_figures_are_drawn_as_the_papers_draw_them():
@@ -1419,7 +1422,7 @@ def test_the_papers_figures_are_drawn_as_the_papers_draw_them():
     for label, bar in bars.items():
         hollow = {patch.get_facecolor() == white for patch in bar}
         assert hollow == {"published" in label}, label
-    for theirs, ours in (("FlashAttention-2, published", "FA-2, ours"),
+    for theirs, ours in (("FlashAttention-2, published", "torch FA-2, here"),
                          ("cuDNN, published", "cuDNN by torch, here")):  # fmt: skip
         assert bars[theirs][0].get_edgecolor() == bars[ours][0].get_facecolor()
     # The number of each bar is on it, those of FA-3 at d=64 as published.
@@ -1429,18 +1432,24 @@ def test_the_papers_figures_are_drawn_as_the_papers_draw_them():
     numbers = {text.get_text().strip() for text in ax.texts}
     assert bars["FlashAttention-3, published"][0].get_height() == float(line["value"])
     assert f"{float(line['value']):.0f}" in numbers and len(ax.texts) == 2 * len(bars)
-    assert any(x.get_label() == "torch matmul of the same run: 700" for x in ax.lines)
+    assert "is the fastest here at 4 of 4 sizes" in figure.legends[0].get_title().get_text()
     # Of FA-1 the faster grid; nothing of another pass or of no row.
+    (other, *_) = speed_fp16.FIGURES["fa2_fig5"](rows).axes
+    bars = {c.get_label(): c for c in other.containers}
     splits = speed_fp16.STUDY.series.index(MMA_SPLITS) + 5.0
     assert {patch.get_height() for patch in bars["FA-1, ours, the faster grid"]} == {splits}
     assert speed_fp16.FIGURES["fa2_fig6"]([r for r in rows if r.pass_ == "fwd"]) is None
     assert speed_fp16.FIGURES["fa2_fig4"]([peak]) is None
 
 
-def test_every_published_speed_has_its_bar():
+def test_a_published_speed_stands_before_ours():
+    """Six bars: each published method that there is a kernel of here, and the kernel."""
     for paper, item in speed_fp16.PAPERS.values():
         methods = {line["method"] for line in published.lookup(paper=paper, item=item)}
-        assert methods and methods <= {bar.method for bar in paper_bars.BARS[paper]}
+        bars = paper_bars.BARS[paper]
+        assert len(bars) == 6 and {bar.method for bar in bars[::2]} <= methods
+        assert all(a.method and b.series and a.like == b.like
+                   for a, b in zip(bars[::2], bars[1::2], strict=True))  # fmt: skip
 
 
 def test_long_calls_are_repeated_less(monkeypatch):

@@ -306,7 +306,7 @@ def test_the_figure_has_the_published_curves():
     figure = runtime_memory.draw(synthetic())
     for ax, panel in zip(figure.axes, runtime_memory.PANELS, strict=True):
         hollow = [line for line in ax.lines if line.get_markerfacecolor() == "white"]
-        assert len(hollow) == 2 and len(ax.lines) == 2 + 8
+        assert len(hollow) == 2 and len(ax.lines) == 2 + 3
         assert panel[-1] in ax.get_title()
     memory = figure.axes[3]
     marks = {line.get_label(): line for line in memory.lines}
@@ -314,7 +314,11 @@ def test_the_figure_has_the_published_curves():
     (N, value), *_ = marks["FA-2 (Q outer)"].get_xydata().tolist()
     assert (N, value) == (128, 128 + runtime_memory.input_bytes(setting(128), "fwd+bwd") / 2**20)
     model = list(runtime_memory.measure(Options(), Bench()))
-    assert [len(ax.lines) for ax in runtime_memory.draw(model).axes] == [2, 2, 2, 5]
+    drawn = runtime_memory.draw(model).axes
+    assert [len(ax.lines) for ax in drawn] == [2, 2, 2, 4]
+    # A closed form is a line without marks, and says so.
+    forms = [line for line in drawn[3].lines if "closed form" in line.get_label()]
+    assert len(forms) == 2 and {line.get_marker() for line in forms} == {"None"}
     assert runtime_memory.draw([]) is None
 
 

@@ -10,11 +10,7 @@ from .series import LABELS
 from .speeds import DTYPES, PASSES, UNSPLIT, Study
 from .store import Row
 from .tables import Table
-
-# The published curves that are drawn, in the colour of our series, and a line a GPU.
-PUBLISHED_METHODS = {"FlashAttention-2": "FA-2", "FlashAttention": "FA-1"}
-PUBLISHED_GPUS = {"A100": ":", "H100": "-."}
-_LIKE = {"FlashAttention-2": "fa2-mma", "FlashAttention": "fa1-mma"}
+from .workloads import HEAD_DIMS
 
 
 def draw(study: Study, rows: Sequence[Row]) -> Any:
@@ -38,7 +34,6 @@ def draw(study: Study, rows: Sequence[Row]) -> Any:
         for mask, ax in zip(masks, panels, strict=True):
             mine = [r for r in rows if (r.pass_, r.head_dim, r.causal) == (pass_, d, mask)]
             _curves(ax, mine, shown)
-            _published(ax, study, pass_, d, mask, {r.seqlen_q for r in mine})
             if peak is not None:
                 name = f"torch matmul of the same run: {peak:.0f}"
                 ax.axhline(peak, color="#555555", ls=(0, (6, 3)), lw=1.2, zorder=1, label=name)
@@ -80,6 +75,40 @@ def _curves(ax: Any, rows: Sequence[Row], shown: Sequence[str]) -> None:
         )
 
 
+def forward(rows: Sequence[Row], shown: Sequence[str], message: str) -> Any:
+    """TFLOP/s of the forward pass over N without a mask: a panel for d=64 and one for 128, or for
+    what there is, of the series that are `shown`. None without rows of them.
+    """
+    from . import style
+
+    mine = [r for r in rows if r.metric == "speed" and r.series in shown and r.pass_ == "fwd"]
+    mine = [r for r in mine if not r.causal] or mine
+    if not mine:
+        return None
+    head_dims = [d for d in sorted({r.head_dim for r in mine}) if d in HEAD_DIMS] or [
+        mine[0].head_dim
+    ]
+    figure, (axes,) = style.new(1, len(head_dims), 4.4, sharey=True)
+    for d, ax in zip(head_dims, axes, strict=True):
+        here = [r for r in mine if r.head_dim == d]
+        _curves(ax, here, [series for series in shown if series in {r.series for r in here}])
+        style.sizes(ax, sorted({r.seqlen_q for r in here}), "sequence length N")
+        ax.set_title(f"d={d}{', causal' if here[0].causal else ''}")
+    axes[0].set_ylabel("TFLOP/s")
+    axes[0].set_ylim(bottom=0)  # of all, once all are drawn
+    found = style.handles(axes)
+    legend = figure.legend(
+        found.values(),
+        found,
+        loc="outside upper center",
+        ncols=3,
+        title=f"{message}\nforward, {DTYPES[mine[0].dtype]}, 16k tokens in all, hidden dimension "
+        "2048",
+    )
+    legend.get_title().set_multialignment("center")
+    return figure
+
+
 def published_speeds(
     figures: Sequence[str], pass_: str, head_dim: int, causal: bool
 ) -> dict[tuple[str, str], dict[int, float]]:
@@ -92,29 +121,6 @@ def published_speeds(
             curve = found.setdefault((line["method"], gpu), {})
             curve[int(line["seqlen"])] = float(line["value"])
     return found
-
-
-def _published(ax: Any, study: Study, pass_: str, d: int, mask: bool, lengths: set[int]) -> None:
-    """What the paper shows of the same pass: hollow marks in the colour of our algorithm."""
-    from . import style
-
-    curves = published_speeds(study.figures, pass_, d, mask)
-    for (method, gpu), line in curves.items():
-        if method not in PUBLISHED_METHODS:
-            continue
-        points = sorted((N, value) for N, value in line.items() if N in lengths)
-        ax.plot(
-            [N for N, _ in points],
-            [value for _, value in points],
-            color=style.COLOURS[_LIKE[method]],
-            ls=PUBLISHED_GPUS[gpu],
-            lw=1.1,
-            marker=style.MARKERS[_LIKE[method]],
-            mfc="white",
-            markersize=4.5,
-            zorder=2,
-            label=f"{PUBLISHED_METHODS[method]}, published, {gpu}",
-        )
 
 
 def _legend(figure: Any, axes: Any, rows: Sequence[Row], study: Study) -> None:

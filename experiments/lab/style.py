@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from .store import write_if_changed
 
-# Colours of the Okabe-Ito set, told apart by people with any colour vision.
+# Mostly the Okabe-Ito set: those of a panel are told apart by people with any colour vision.
 COLOURS = {
     "standard-simt": "#D55E00",
     "fa1-simt": "#0072B2",
@@ -24,14 +24,13 @@ COLOURS = {
     "fa2-simt": "#009E73",
     "fa2-simt-fa1-tiles": "#66C5AB",
     "fa2-simt-one-block": "#A9DECF",
-    "fa2-simt-deterministic": "#00563F",
+    "fa2-simt-deterministic": "#003B2B",
     "torch-efficient": "#8B5A2B",
     "torch-fa2": "#000000",
     "torch-cudnn": "#E69F00",
-    "torch-math": "#C4B000",
-    "torch-unfused": "#8C8C8C",
+    "torch-unfused": "#BABABA",
     "torch-flex": "#0072B2",
-    "fa2-auto": "#7A1FA2",
+    "fa2-auto": "#6000E6",
     "published": "#CC79A7",
     "model": "#666666",
     # Published alone: no kernel of these is run here.
@@ -48,7 +47,6 @@ MARKERS = {
     "torch-efficient": "v",
     "torch-fa2": "v",
     "torch-cudnn": "X",
-    "torch-math": "*",
     "torch-unfused": "P",
     "torch-flex": "D",
     "fa2-auto": "h",
@@ -56,14 +54,15 @@ MARKERS = {
 # The same algorithm on tensor cores looks the same.
 for _looks in (COLOURS, MARKERS):
     _looks |= {name.replace("-simt", "-mma"): look for name, look in _looks.items()}
-COLOURS["fa2-wgmma"], MARKERS["fa2-wgmma"] = "#7A1FA2", "h"
+COLOURS["fa2-wgmma"], MARKERS["fa2-wgmma"] = "#6000E6", "h"
 COLOURS["fa2-mma-splits"], MARKERS["fa2-mma-splits"] = "#8BC34A", "<"
 COLOURS["fa2-wgmma-splits"], MARKERS["fa2-wgmma-splits"] = "#CE93D8", "p"
-COLOURS["fa1-wgmma"], MARKERS["fa1-wgmma"] = "#1A237E", "H"
-COLOURS["fa1-wgmma-splits"], MARKERS["fa1-wgmma-splits"] = "#5C6BC0", "8"
+COLOURS["fa1-wgmma"], MARKERS["fa1-wgmma"] = "#330080", "H"
+COLOURS["fa1-wgmma-splits"], MARKERS["fa1-wgmma-splits"] = "#A48CFF", "8"
 COLOURS |= {"fa1-wgmma-own": "#0D1140", "fa2-wgmma-one-block": "#E1BEE7"}
 COLOURS["fa2-wgmma-fa1-tiles"] = "#AB6BC4"
 WIDTH = 10.0  # inches; a README shows it about 800 pixels wide
+PAD = 0.06  # inches about what is drawn: no ink at the border
 RC: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 11,
@@ -183,7 +182,7 @@ def save(figure: Figure, stem: Path, footnote: str) -> list[Path]:
         room = (0.16 * lines + 0.06) / figure.get_figheight()
         engine = figure.get_layout_engine()
         if isinstance(engine, ConstrainedLayoutEngine):
-            engine.set(rect=(0, room, 1, 1 - room))
+            engine.set(rect=(0, room, 1, 1 - room), w_pad=PAD, h_pad=PAD)
         figure.text(
             0.008,
             0.05 / figure.get_figheight(),

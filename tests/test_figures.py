@@ -1,0 +1,83 @@
+"""What is stored can be read: nothing lies on the border, colours of a panel are apart."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+matplotlib = pytest.importorskip("matplotlib")
+from matplotlib import colors, image  # noqa: E402
+
+from experiments.lab import registry, report  # noqa: E402
+from experiments.lab.options import FIGURES  # noqa: E402
+from experiments.lab.store import EMULATOR, MODEL, Store  # noqa: E402
+
+BORDER = 4  # pixels
+# Of CIELAB's distance, as people without the cones for green see it: 2 is just noticed.
+APART = 12
+# Machado, Oliveira and Fernandes 2009, deuteranopia, on linear RGB.
+DEUTERANOPIA = np.array(
+    [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]]
+)
+XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+
+def lab(rgb):
+    """CIELAB of a colour, seen without the cones for green."""
+    c = np.asarray(colors.to_rgb(rgb))
+    linear = np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4)
+    xyz = XYZ @ np.clip(DEUTERANOPIA @ linear, 0, 1) / (XYZ @ np.ones(3))
+    f = np.where(xyz > 216 / 24389, np.cbrt(xyz), (24389 / 27 * xyz + 16) / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+def apart(a, b):
+    return float(np.linalg.norm(lab(a) - lab(b)))
+
+
+def test_colours_that_look_alike_are_found():
+    assert apart("#E69F00", "#C4B000") < 5 < APART < apart("#0072B2", "#E69F00")
+    assert apart("#808080", "#808080") == 0
+
+
+@pytest.mark.parametrize("path", sorted(FIGURES.glob("*.png")), ids=lambda path: path.stem)
+def test_no_ink_lies_on_the_border(path):
+    pixels = image.imread(path)[..., :3]
+    inked = (pixels < 0.98).any(axis=-1)
+    inked[BORDER:-BORDER, BORDER:-BORDER] = False
+    assert not inked.any()
+
+
+def drawn():
+    for name in registry.names():
+        module = registry.load(name)
+        yield name, module.draw
+        yield from getattr(module, "FIGURES", {}).items()
+
+
+def rows_of(name):
+    owner = next(
+        e for e in registry.names() if name in (e, *getattr(registry.load(e), "FIGURES", ()))
+    )
+    store = Store(FIGURES)
+    return [r for machine in (MODEL, EMULATOR, report.MACHINE) for r in store.read(owner, machine)]
+
+
+def colour(handle):
+    """Of a line, a bar or bars; None for anything else."""
+    for name in ("get_color", "get_facecolor"):
+        if hasattr(handle, name):
+            found = np.ravel(getattr(handle, name)()) if name == "get_facecolor" else None
+            return colors.to_hex(handle.get_color() if found is None else found[:3])
+    patches = getattr(handle, "patches", ())
+    return colors.to_hex(patches[0].get_edgecolor()) if patches else None
+
+
+@pytest.mark.parametrize(("name", "draw"), list(drawn()), ids=lambda x: x if isinstance(x, str) else "")
+def test_colours_of_a_panel_are_apart(name, draw):
+    figure = draw(rows_of(name))
+    for ax in figure.axes if figure else ():
+        handles = ax.get_legend_handles_labels()[0]
+        found = {c for c in map(colour, handles) if c not in (None, "#ffffff")}
+        close = [(a, b) for a, b in combinations(sorted(found), 2) if apart(a, b) < APART]
+        assert not close, ax.get_title()
