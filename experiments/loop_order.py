@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -155,7 +154,8 @@ def _every(rows: Sequence[Row]) -> dict[Place, dict[str, float]]:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """The result in two panels over N: bytes and time, FA-1 over FA-2, without a mask.
+    """The result in two panels over N: DRAM bytes and time at an equal grid, FA-1 over FA-2,
+    without a mask.
 
     Titles say what the data do. With a mask where nothing else is stored; `detail` where no problem
     is of FA-2's setting.
@@ -166,31 +166,30 @@ def draw(rows: Sequence[Row]) -> Any:
     found = {place: values for place, values in every.items() if not place[1].causal} or every
     if not found:
         return detail(rows)
-    figure, ((left, right),) = style.new(1, 2, 4.9)
-    _hero(left, found, {"dram": "DRAM", "l2": "L2", "model": "accesses"}, style)
-    grids = {"grid": "the paper's grid:\none block a head", "splits": "equal grid"}
-    _hero(right, found, grids, style)
-    dram, splits, grid = (_between(found, name) for name in ("dram", "splits", "grid"))
+    figure, ((left, right),) = style.new(1, 2, 4.6)
+    _hero(left, found, "dram", style)
+    _hero(right, found, "splits", style)
+    dram, splits = (_between(found, name) for name in ("dram", "splits"))
     left.set_title(f"moves {dram} times the DRAM bytes" if dram else "bytes")
-    right.set_title(
-        f"takes {splits} times as long at an equal grid,\n{grid} times on the paper's"
-        if splits and grid
-        else "time"
-    )
-    left.set_ylabel("bytes, FA-1 / FA-2")
+    right.set_title(f"takes {splits} times as long" if splits else "time")
+    left.set_ylabel("DRAM bytes, FA-1 / FA-2")
     right.set_ylabel("time, FA-1 / FA-2")
     shown = style.handles(left) or style.handles(right)
     masked = ", causal" if next(iter(found))[1].causal else ""
-    title = f"K/V outer (FA-1) over Q outer (FA-2) at the same tiles and work, forward{masked}"
-    figure.legend(
+    title = (
+        "At equal tiles, grid and work the K/V-outer order (FA-1) costs more than Q outer (FA-2)"
+        f"\nforward{masked}, 16k tokens, hidden dimension 2048"
+    )
+    legend = figure.legend(
         shown.values(),
         shown,
         loc="outside upper center",
         ncols=3,
         title=title,
-        title_fontsize=12.5,
+        title_fontsize=12,
         columnspacing=1.2,
     )
+    legend.get_title().set_multialignment("center")
     return figure
 
 
@@ -203,67 +202,29 @@ def _between(found: Mapping[Place, Mapping[str, float]], name: str) -> str:
     return " to ".join(dict.fromkeys(format(value, form) for value in (min(values), max(values))))
 
 
-# Of a quantity: colour of which series, line, width. The bytes are what FA-1's order moves.
-_QUANTITIES = {
-    "dram": ("fa1-simt", "-", 2.4),
-    "l2": ("fa1-simt", ":", 1.6),
-    "model": ("fa1-simt", "--", 1.2),
-    "grid": ("fa1-simt", "-", 2.0),
-    "splits": ("fa1-simt-splits", "-", 2.4),
-}
-_MARKERS = {64: "o", 128: "s"}
+# A unit in the colour of its FA-1; a head dimension's mark and line.
+_UNITS = {"simt": "fa1-simt", "mma": "fa1-simt-splits", "wgmma": "fa1-wgmma"}
+_LOOKS = {64: ("o", "-"), 128: ("s", "--")}
 
 
-def _hero(
-    ax: Any,
-    found: Mapping[Place, Mapping[str, float]],
-    names: Mapping[str, str],
-    style: Any,
-) -> None:
-    """Curves over N, a mark a unit and head dimension; at their ends what they are, and between
-    which ratios.
-    """
-    sizes = sorted({p.seqlen_q for _, p in found})
-    fills = {"mma": "white", "wgmma": style.COLOURS["fa2-wgmma"]}
-    places = sorted({(list(UNITS).index(unit), -p.head_dim, unit) for unit, p in found})
-    ends = {}
-    for name, label in names.items():
-        like, ls, width = _QUANTITIES[name]
-        last = []
-        for _, minus_d, unit in places:
-            d = -minus_d
-            points = sorted(
-                (p.seqlen_q, values[name])
-                for (where, p), values in found.items()
-                if (where, p.head_dim) == (unit, d) and name in values
-            )
-            if not points:
-                continue
-            look = {"color": style.COLOURS[like], "mfc": fills.get(unit)}
-            look |= {"marker": _MARKERS.get(d, "D"), "markersize": 6, "ls": ls, "lw": width}
-            ax.plot(*zip(*points, strict=True), **look)
-            last.append(points[-1][1])
-            look |= {"ls": "", "color": "#444444"}
-            ax.plot([], [], label=f"{UNIT_NAMES[unit]}, d={d}", **look)
-        if last:
-            span = " to ".join(
-                dict.fromkeys(f"{x:{'.0f' if x >= 20 else '.3g'}}" for x in (min(last), max(last)))
-            )
-            middle = math.sqrt(min(last) * max(last))
-            ends[name] = (middle, f"{label}\n{span}x", style.COLOURS[like])
+def _hero(ax: Any, found: Mapping[Place, Mapping[str, float]], name: str, style: Any) -> None:
+    """A ratio over N, a curve for each unit and head dimension."""
+    places = sorted({(list(UNITS).index(unit), p.head_dim, unit) for unit, p in found})
+    for _, d, unit in places:
+        points = sorted(
+            (p.seqlen_q, values[name])
+            for (where, p), values in found.items()
+            if (where, p.head_dim) == (unit, d) and name in values
+        )
+        marker, ls = _LOOKS.get(d, ("D", ":"))
+        look = {"color": style.COLOURS[_UNITS[unit]], "marker": marker, "ls": ls}
+        if points:
+            ax.plot(*zip(*points, strict=True), label=f"{UNIT_NAMES[unit]}, d={d}", **look)
     ax.axhline(1, color="#555555", lw=0.8, zorder=1)
-    ax.set_yscale("log", base=2)
-    style.plain_ticks(ax.yaxis)
-    style.sizes(ax, sizes, "sequence length N")
-    ax.set_xlim(right=max(sizes) * 4.2)
-    lowest = 0.0
-    for middle, text, colour in sorted(ends.values()):
-        at = max(middle, lowest)
-        place = {"va": "center", "fontsize": 9.5, "weight": "bold"}
-        ax.text(max(sizes) * 1.25, at, text, color=colour, **place)
-        lowest = at * 2.1 if "dram" in names else at * 1.5
-    low, high = ax.get_ylim()
-    ax.set_ylim(low / 1.1, max(high, lowest / 1.2))
+    if name == "dram":
+        ax.set_yscale("log", base=2)
+        style.plain_ticks(ax.yaxis)
+    style.sizes(ax, sorted({p.seqlen_q for _, p in found}), "sequence length N")
 
 
 # What a panel shows of `ratios`: colour of, marker, line, label.

@@ -73,7 +73,9 @@ def colour(handle):
     return colors.to_hex(patches[0].get_edgecolor()) if patches else None
 
 
-@pytest.mark.parametrize(("name", "draw"), list(drawn()), ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    ("name", "draw"), list(drawn()), ids=lambda x: x if isinstance(x, str) else ""
+)
 def test_colours_of_a_panel_are_apart(name, draw):
     figure = draw(rows_of(name))
     for ax in figure.axes if figure else ():
