@@ -1,6 +1,6 @@
 """The papers' algorithms in NumPy, step by step: the text to read beside the kernels.
 
-    function           algorithm                                 kernel, in kernels/simt and /mma
+    function           algorithm                                 kernel
     standard_forward   FlashAttention, Algorithm 0               standard.py
     fa1_forward        FlashAttention, Algorithm 1               fa1_forward.py
     fa2_forward        FlashAttention-2, Algorithm 1             fa2_forward.py
@@ -8,6 +8,7 @@
     fa1_backward       FlashAttention, Algorithm 4               fa1_backward.py
     fa2_backward       FlashAttention-2, Algorithm 2             fa2_backward.py
 
+The kernels are in kernels/simt, mma and wgmma, the last without those of standard attention.
 FlashAttention: https://arxiv.org/abs/2205.14135, FlashAttention-2: https://arxiv.org/abs/2307.08691
 
 How to read it

@@ -14,6 +14,7 @@ are made again, ``tensor_map`` arrays for the copy engine, ``memory`` arrays and
 """
 
 from numba import cuda, float32, int32, int64, types, uint32, uint64
+from numba.cuda import profile_start, profile_stop
 
 from fa_numba.device.assembling import assembled, registers_of
 from fa_numba.device.function import device_function
@@ -61,4 +62,4 @@ from fa_numba.device.select import (
     why_no_gpu,
 )
 from fa_numba.device.tensor_map import WRAPS, TiledArray, tiled_type
-from fa_numba.device.timing import profile_start, profile_stop, time_ms
+from fa_numba.device.timing import time_ms

@@ -158,7 +158,7 @@ def _is_namespace(value: Any) -> bool:
 
 
 def _attributes(namespace: ModuleType, names: set[str], seen: dict[FunctionType, str]) -> Any:
-    """Those of a namespace's values whose names a function has in its code."""
+    """The values of a namespace whose names a function has in its code."""
     found = ((name, getattr(namespace, name)) for name in sorted(names) if hasattr(namespace, name))
     return "namespace", [(name, _value(value, seen)) for name, value in found]
 

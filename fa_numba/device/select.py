@@ -93,7 +93,7 @@ def planning_for(
 
 @functools.cache
 def limits_of(ordinal: int) -> Limits:
-    """Those of GPU ``ordinal``."""
+    """The limits of GPU ``ordinal``, asked for once."""
     gpu = cuda.gpus[ordinal]
     major, minor = gpu.compute_capability
     shared_bytes = int(gpu.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)

@@ -1,4 +1,4 @@
-"""How long work on the GPU takes, and the range that a profiler records."""
+"""How long work on the GPU takes."""
 
 from __future__ import annotations
 
@@ -40,13 +40,3 @@ def time_ms(
         stop.synchronize()
         times.append(float(cuda.event_elapsed_time(start, stop)))
     return times
-
-
-def profile_start() -> None:
-    """Open the range that a profiler started with ``--profile-from-start off`` records."""
-    cuda.profile_start()
-
-
-def profile_stop() -> None:
-    """Close the range opened by ``profile_start``."""
-    cuda.profile_stop()

@@ -100,7 +100,7 @@ class Active(Flow):
         return first.item()
 
     def uniform_in_block(self, value: Any) -> Any:
-        """The same of the lanes of a block; an array where blocks have different ones."""
+        """A value that the lanes of a block must share; an array where blocks have others."""
         if value.__class__ is not np.ndarray or not self.several:
             return self.uniform(value)
         blocks, lanes = self.group.blocks, self.active_lanes()

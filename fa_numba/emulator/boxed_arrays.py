@@ -61,7 +61,7 @@ class Boxed:
 
 
 class BoxedArray:
-    """The same as a kernel sees it."""
+    """An array of which a kernel takes boxes, as the kernel sees it."""
 
     __slots__ = ("array", "layout", "rows", "columns", "shape", "steps")
 

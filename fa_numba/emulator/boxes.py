@@ -360,5 +360,5 @@ def _index_of(array: GlobalArray, place: int) -> list[int]:
 
 
 def _signed(value: int) -> int:
-    """As the 32 bits that the instruction takes."""
+    """A coordinate as the 32-bit signed integer that the instruction takes."""
     return (value + HALF_WAY) % (2 * HALF_WAY) - HALF_WAY

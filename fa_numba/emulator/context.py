@@ -95,7 +95,7 @@ class Context(Active):
         return 0, 0
 
     def numbered_site(self) -> int:
-        """The same as an index into `sites`."""
+        """The index into `sites` of this instruction."""
         site = self.site()
         number = self._numbered.get(site)
         if number is None:
@@ -134,7 +134,7 @@ class Context(Active):
     def fault_at(
         self, kind: type[EmulatorError], text: str, tid: int, site: Site, array: str | None = None
     ) -> EmulatorError:
-        """The same of a thread, at the line of an instruction."""
+        """An error of `kind` of a thread, at the line of an instruction, to be raised."""
         place = {"block": self.block, "thread": self.place_of(tid)}
         return kind(text, **place, array=array, line=self.line_of(site))
 
@@ -245,7 +245,7 @@ class Context(Active):
         return tile
 
     def _shared_tiles(self, offset: np.ndarray, length: int, dtype: Any) -> SharedArrays:
-        """The same at another offset in each of the blocks that run at once."""
+        """`shared_tile` at another offset in each of the blocks that run at once."""
         taken = np.unique(offset[self.active()]).tolist()
         return SharedArrays(
             self, [(self.shared_tile(one, length, dtype), offset == one) for one in taken]
@@ -257,7 +257,7 @@ class Context(Active):
         return self._pool[key]
 
     def begin_blocks(self, first: int, count: int) -> None:
-        """As `count` new blocks, from number `first` on, find shared memory and clocks."""
+        """Shared memory and clocks as `count` new blocks, from number `first` on, find them."""
         self.block_number, self.several = first, count > 1
         self.block = self.block_of(first)
         warps = count * PITCH // WARP
@@ -301,7 +301,7 @@ class Context(Active):
         self.instruction_of(self.mask, kind, times)
 
     def instruction_of(self, mask: Mask, kind: str, times: int) -> None:
-        """The same of those with a lane of a mask."""
+        """Count an instruction of every warp with a lane of a mask."""
         if self._warps_active[0] is not mask or mask is None:
             warps = self.group.warps.size if mask is None else warps_of(self.group.tids[mask])
             self._warps_active = (mask, warps)

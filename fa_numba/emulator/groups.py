@@ -74,7 +74,7 @@ class Group:
         self.begin()
 
     def begin(self) -> None:
-        """As at the beginning of a block."""
+        """What the lanes have done is forgotten, as at the beginning of a block."""
         self.exited = np.zeros(self.count, bool)
         self.some_exited = False
         self.state = READY

@@ -131,7 +131,7 @@ def each(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def each_pair(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """The same of two numbers."""
+    """A function of two numbers for all lanes, exactly as Python computes it."""
 
     def of_lanes(x: Any, y: Any) -> Any:
         if x.__class__ is array or y.__class__ is array:

@@ -272,8 +272,8 @@ class Mbarriers(Knowledge):
             self._learn(barrier.ended)
 
     def _stalled(self) -> EmulatorError:
-        """As `Waiting` has it. Lanes of a group that wait alone first wait with all others of it;
-        where nothing runs then, they part from these.
+        """The error for a block in which nothing runs. Lanes of a group that wait alone first wait
+        with all others of it; where nothing runs then, they part from these.
         """
         waiting = [g for g in self._groups if g.state == AT_MBARRIER]
         for g in waiting:

@@ -113,7 +113,7 @@ def _divide(a: float, b: float) -> float:
 
 
 def divide(a: Any, b: Any) -> Any:
-    """As on the GPU, which gives inf and NaN where Python raises."""
+    """a / b, as the GPU divides: inf or NaN where Python raises."""
     if a.__class__ is np.ndarray or b.__class__ is np.ndarray:
         return np.divide(a, b)
     return _divide(a, b)

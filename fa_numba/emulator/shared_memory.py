@@ -59,7 +59,7 @@ class SharedBuffer:
         self.sites = np.zeros(shape, np.int64)
 
     def clear(self, blocks: int) -> None:
-        """As new blocks find it; stamps of blocks before are older than any of their own."""
+        """Nothing is written, for new blocks; stamps of others are older than any of their own."""
         self.written[:blocks] = UNWRITTEN
         self.atomics.clear()
 

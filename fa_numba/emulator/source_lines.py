@@ -88,7 +88,7 @@ def definition_among(lines: list[str], name: str, first: int) -> ast.FunctionDef
 
 
 def moved(code: CodeType, file: str, lines: int) -> CodeType:
-    """The same code as of another file, `lines` further down."""
+    """Code with the places in another file, `lines` further down, for its own."""
     constants = (moved(c, file, lines) if isinstance(c, CodeType) else c for c in code.co_consts)
     return code.replace(
         co_filename=file,

@@ -13,6 +13,7 @@ FLOAT4_TUPLE = types.containers.UniTuple(types.float32, 4)
 WORDS = types.containers.UniTuple(types.uint32, 4)
 SHARED = 3
 GLOBAL = 1
+_LETTERS = {"i32": "r", "float": "f", "i64": "l"}  # of registers, in constraints; pointers' is l
 
 
 def emulated_by(emulation):
@@ -54,7 +55,7 @@ def shared_pointer(context, builder, array_ty, array, index, index_ty):
 
 
 def shared_address(context, builder, array_ty, array, index, index_ty):
-    """The same as the 32-bit address that PTX takes, whose sums may wrap."""
+    """The address of element ``index`` of a 1-D shared array: 32 bits, whose sums may wrap."""
     data = context.make_array(array_ty)(context, builder, array).data
     base = builder.ptrtoint(builder.addrspacecast(data, data.type.pointee.as_pointer(SHARED)), I32)
     place = to_i32(context, builder, index, index_ty)
@@ -82,14 +83,33 @@ def global_pointer(context, builder, array_ty, array, *places, contiguous=False)
     return builder.addrspacecast(generic, element.as_pointer(GLOBAL))
 
 
+def ptx(
+    builder, text, args=(), gives=None, *, out="=", tied=0, memory=True, stays=True, meets=False
+):
+    """Inline PTX, whose operands $0, $1, ... are what it gives and then ``args``.
+
+    ``gives`` is None, a type of LLVM's or a list of them, for a list of values; ``out`` is how they
+    are written, "=&" where that is before ``args`` are read. The last ``tied`` of ``args`` are in
+    the registers of as many results. Nothing that touches ``memory`` moves past it; it is made as
+    often as it stands there if it ``stays``, and ``meets`` says that threads come to it together.
+    """
+    several = isinstance(gives, list)
+    types_given = gives if several else [gives] * (gives is not None)
+    result = ir.LiteralStructType(gives) if several else gives or ir.VoidType()
+    letters = [_LETTERS.get(str(x.type), "l") for x in args[: len(args) - tied]]
+    constraints = [out + _LETTERS[str(ty)] for ty in types_given] + letters
+    constraints += [*map(str, range(tied)), *["~{memory}"] * memory]
+    code = ir.FunctionType(result, [x.type for x in args])
+    asm = ir.InlineAsm(code, text, ",".join(constraints), side_effect=stays)
+    made = builder.call(asm, args, attrs=("convergent",) if meets else ())
+    return [builder.extract_value(made, n) for n in range(len(gives))] if several else made
+
+
 def statement(instruction):
     """The code of an instruction without operands that orders memory."""
 
     def codegen(context, builder, signature, args):
-        asm = ir.InlineAsm(
-            ir.FunctionType(ir.VoidType(), []), instruction, "~{memory}", side_effect=True
-        )
-        builder.call(asm, [])
+        ptx(builder, instruction)
 
     return codegen
 
@@ -99,16 +119,64 @@ def guarded(instructions, condition):
     return f"{{.reg .pred p; setp.ne.u32 p, {condition}, 0; {instructions}}}"
 
 
-def unpack4(context, builder, vector, tuple_type=FLOAT4_TUPLE):
-    lanes = [builder.extract_element(vector, I32(n)) for n in range(4)]
-    return context.make_tuple(builder, tuple_type, lanes)
+def _pointer(context, builder, array_ty, space, args, places):
+    """Pointer to the element of a shared or global array at ``places``, which ``args`` begin with
+    after the array.
+    """
+    if space == SHARED:
+        return shared_pointer(context, builder, array_ty, args[0], args[1], places[0])
+    pairs = [x for pair in zip(args[1:], places, strict=False) for x in pair]
+    return global_pointer(context, builder, array_ty, args[0], *pairs, contiguous=True)
 
 
-def pack4(builder, lanes, vector_type=FLOAT4):
-    vector = ir.Constant(vector_type, ir.Undefined)
-    for n, lane in enumerate(lanes):
-        vector = builder.insert_element(vector, lane, I32(n))
-    return vector
+def _fits(array, places, space, element):
+    integers = space == GLOBAL or all(isinstance(ty, types.Integer) for ty in places)
+    return integers and _is_array(array, len(places), element)
+
+
+def vector_load(array, *places, space, element, vector, gives):
+    """The signature and code of a load of ``vector``, a type of LLVM's, from ``places`` on of an
+    array of ``element`` in shared or global memory, as ``gives``: a tuple, or one number.
+    """
+    if not _fits(array, places, space, element):
+        return None
+
+    def codegen(context, builder, signature, args):
+        pointer = builder.bitcast(
+            _pointer(context, builder, array, space, args, places), vector.as_pointer(space)
+        )
+        found = builder.load(pointer, align=_bytes(vector))
+        if not isinstance(gives, types.containers.UniTuple):
+            return found
+        lanes = [builder.extract_element(found, I32(n)) for n in range(gives.count)]
+        return context.make_tuple(builder, gives, lanes)
+
+    return gives(array, *places), codegen
+
+
+def vector_store(array, *places, space, element, vector, values):
+    """The signature and code of a store of ``vector`` from ``places`` on, as of ``vector_load``;
+    ``values`` are the types of its elements, or of one number.
+    """
+    if not _fits(array, places, space, element):
+        return None
+
+    def codegen(context, builder, signature, args):
+        pointer = _pointer(context, builder, array, space, args, places)
+        found = args[1 + len(places)]
+        if len(values) > 1:
+            found = ir.Constant(vector, ir.Undefined)
+            for n, lane in enumerate(args[1 + len(places) :]):
+                found = builder.insert_element(found, lane, I32(n))
+        builder.store(
+            found, builder.bitcast(pointer, vector.as_pointer(space)), align=_bytes(vector)
+        )
+
+    return types.void(array, *places, *values), codegen
+
+
+def _bytes(vector):
+    return 4 * getattr(vector, "count", 1)
 
 
 def words_of(halves):

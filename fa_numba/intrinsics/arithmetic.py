@@ -3,13 +3,12 @@
 import math
 
 import numpy as np
-from llvmlite import ir
 from numba import config, njit
 from numba.core import types
 from numba.cuda.extending import intrinsic
 
 from fa_numba import emulator
-from fa_numba.intrinsics._build import F32, I32, emulated_by
+from fa_numba.intrinsics._build import F32, I32, emulated_by, ptx
 
 NEG_INF = types.float32(-math.inf)
 ONE = types.float32(1.0)
@@ -23,8 +22,7 @@ def _unary(instruction):
             return None
 
         def codegen(context, builder, signature, args):
-            asm = ir.InlineAsm(ir.FunctionType(F32, [F32]), f"{instruction} $0, $1;", "=f,f")
-            return builder.call(asm, args)
+            return ptx(builder, f"{instruction} $0, $1;", args, F32, memory=False, stays=False)
 
         return types.float32(types.float32), codegen
 
@@ -94,8 +92,7 @@ def maximum(typingctx, x, y):
         return None
 
     def codegen(context, builder, signature, args):
-        asm = ir.InlineAsm(ir.FunctionType(F32, [F32, F32]), "max.f32 $0, $1, $2;", "=f,f,f")
-        return builder.call(asm, args)
+        return ptx(builder, "max.f32 $0, $1, $2;", args, F32, memory=False, stays=False)
 
     return types.float32(types.float32, types.float32), codegen
 
@@ -114,7 +111,6 @@ def anew(typingctx, x):
         return None
 
     def codegen(context, builder, signature, args):
-        asm = ir.InlineAsm(ir.FunctionType(I32, [I32]), "mov.b32 $0, $1;", "=r,r", side_effect=True)
-        return builder.call(asm, args)
+        return ptx(builder, "mov.b32 $0, $1;", args, I32, memory=False)
 
     return types.uint32(types.uint32), codegen

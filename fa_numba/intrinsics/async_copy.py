@@ -4,7 +4,6 @@ The copying thread commits its copies to a group and waits for groups; other thr
 after that wait and a barrier.
 """
 
-from llvmlite import ir
 from numba.core import types
 from numba.cuda.extending import intrinsic
 
@@ -15,6 +14,7 @@ from fa_numba.intrinsics._build import (
     global_pointer,
     is_float32_array,
     is_half_array,
+    ptx,
     shared_address,
     statement,
 )
@@ -37,13 +37,7 @@ def _copy(width, element_bytes=4):
             source = global_pointer(context, builder, src, args[2], *pairs, contiguous=vector)
             # Bytes to read; the rest of the destination is filled with zeros.
             read = builder.mul(args[-1], I32(element_bytes))
-            asm = ir.InlineAsm(
-                ir.FunctionType(ir.VoidType(), [target.type, source.type, I32]),
-                instruction,
-                "r,l,r,~{memory}",
-                side_effect=True,
-            )
-            builder.call(asm, [target, source, read])
+            ptx(builder, instruction, [target, source, read])
 
         return types.void(dst, index, src, *places, count), codegen
 
@@ -72,7 +66,10 @@ def copy4_async(typingctx, dst, index, src, row, col, count):
 @emulated_by(_copy1_async)
 @intrinsic
 def copy1_async(typingctx, dst, index, src, row, col, count):
-    """As ``copy4_async`` for one element (``count`` 0 or 1), any alignment and strides."""
+    """Start copying src[row, col] to dst[index], or a zero where ``count`` (int32) is 0 and not 1.
+
+    float32 arrays as of ``copy4_async``, of any alignment and strides.
+    """
     return _copy(1)(typingctx, dst, index, src, row, col, count=count)
 
 
@@ -83,7 +80,9 @@ def _copy8_async(dst, index, src, row, col, count):
 @emulated_by(_copy8_async)
 @intrinsic
 def copy8_async(typingctx, dst, index, src, row, col, count):
-    """As ``copy4_async`` for eight 16-bit elements; ``count`` (int32) is 0..8."""
+    """Start copying src[row, col : col + count] to dst[index], zeros up to index + 8: 16-bit floats
+    as uint16, 16-byte aligned; ``count`` (int32) is 0..8.
+    """
     return _copy(8, 2)(typingctx, dst, index, src, row, col, count=count)
 
 
@@ -94,7 +93,7 @@ def _copy8_of_head_async(dst, index, src, row, head, col, count):
 @emulated_by(_copy8_of_head_async)
 @intrinsic
 def copy8_of_head_async(typingctx, dst, index, src, row, head, col, count):
-    """As ``copy8_async`` from a 3-D global array."""
+    """``copy8_async`` from src[row, head, col : col + count] of a 3-D global array."""
     return _copy(8, 2)(typingctx, dst, index, src, row, head, col, count=count)
 
 
@@ -105,7 +104,7 @@ def _copy_value_async(dst, index, src, row, count):
 @emulated_by(_copy_value_async)
 @intrinsic
 def copy_value_async(typingctx, dst, index, src, row, count):
-    """As ``copy1_async`` from a 1-D global array."""
+    """``copy1_async`` from src[row] of a 1-D global array."""
     return _copy(1)(typingctx, dst, index, src, row, count=count)
 
 

@@ -16,7 +16,7 @@ from numba.core.errors import TypingError
 from numba.cuda.extending import intrinsic
 
 from fa_numba import emulator
-from fa_numba.intrinsics._build import I32, emulated_by
+from fa_numba.intrinsics._build import emulated_by, ptx
 
 _ALLOWED = {"barrier": range(1, 16), "threads": range(32, 1025, 32)}
 
@@ -49,13 +49,7 @@ def _barrier(instruction, barrier, threads):
             else:
                 places.append(f"${len(values)}")
                 values.append(value)
-        asm = ir.InlineAsm(
-            ir.FunctionType(ir.VoidType(), [I32] * len(values)),
-            f"{instruction} {', '.join(places)};",
-            ",".join(["r"] * len(values) + ["~{memory}"]),
-            side_effect=True,
-        )
-        builder.call(asm, values, attrs=("convergent",))
+        ptx(builder, f"{instruction} {', '.join(places)};", values, meets=True)
 
     return types.void(barrier, threads), codegen
 

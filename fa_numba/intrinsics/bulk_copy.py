@@ -5,7 +5,7 @@ from numba.core import cgutils, types
 from numba.cuda.extending import intrinsic
 
 from fa_numba import emulator
-from fa_numba.intrinsics._build import I32, emulated_by, shared_address, statement, to_i32
+from fa_numba.intrinsics._build import emulated_by, ptx, shared_address, statement, to_i32
 
 _I64 = ir.IntType(64)
 
@@ -25,14 +25,11 @@ def _load(axes):
         address = _map_address(context, builder, src, args[2])
         coordinates = _inwards(context, builder, args[3 : 3 + axes], places)
         bar = shared_address(context, builder, barriers, args[-2], args[-1], barrier)
-        asm = ir.InlineAsm(
-            ir.FunctionType(ir.VoidType(), [I32, _I64, *[I32] * axes, I32]),
+        text = (
             f"cp.async.bulk.tensor.{axes}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-            f" [$0], [$1, {{{names}}}], [${2 + axes}];",
-            ",".join(("r", "l", *["r"] * (axes + 1), "~{memory}")),
-            side_effect=True,
+            f" [$0], [$1, {{{names}}}], [${2 + axes}];"
         )
-        builder.call(asm, [target, address, *coordinates, bar])
+        ptx(builder, text, [target, address, *coordinates, bar])
 
     return codegen
 
@@ -46,14 +43,8 @@ def _store(axes, verb="cp.async.bulk.tensor", does="tile"):
         address = _map_address(context, builder, dst, args[0])
         coordinates = _inwards(context, builder, args[1 : 1 + axes], places)
         source = shared_address(context, builder, src, args[-2], args[-1], index)
-        asm = ir.InlineAsm(
-            ir.FunctionType(ir.VoidType(), [_I64, *[I32] * (axes + 1)]),
-            f"{verb}.{axes}d.global.shared::cta.{does}.bulk_group "
-            f"[$0, {{{names}}}], [${1 + axes}];",
-            ",".join(("l", *["r"] * (axes + 1), "~{memory}")),
-            side_effect=True,
-        )
-        builder.call(asm, [address, *coordinates, source])
+        text = f"{verb}.{axes}d.global.shared::cta.{does}.bulk_group"
+        ptx(builder, f"{text} [$0, {{{names}}}], [${1 + axes}];", [address, *coordinates, source])
 
     return codegen
 
@@ -83,7 +74,7 @@ def _load_box_5d(dst, index, src, a, b, c, d, e, barriers, barrier):
 @emulated_by(_load_box_5d)
 @intrinsic
 def load_box_5d(typingctx, dst, index, src, a, b, c, d, e, barriers, barrier):
-    """The same at (a, b, c, d, e), for a map with an axis more (``TiledArray``)."""
+    """``load_box`` of the box at (a, b, c, d, e) of a map with five axes (``TiledArray``)."""
     return types.void(dst, index, src, a, b, c, d, e, barriers, barrier), _load(5)
 
 
@@ -120,7 +111,7 @@ def _store_box_5d(dst, a, b, c, d, e, src, index):
 @emulated_by(_store_box_5d)
 @intrinsic
 def store_box_5d(typingctx, dst, a, b, c, d, e, src, index):
-    """The same at (a, b, c, d, e), for a map with an axis more (``TiledArray``)."""
+    """``store_box`` to the box at (a, b, c, d, e) of a map with five axes (``TiledArray``)."""
     return types.void(dst, a, b, c, d, e, src, index), _store(5)
 
 

@@ -1,7 +1,6 @@
 """Vector accesses to global memory, for rows of a 2-D array with a contiguous last axis."""
 
 import numpy as np
-from llvmlite import ir
 from numba.core import cgutils, types
 from numba.cuda.extending import intrinsic
 
@@ -21,10 +20,14 @@ from fa_numba.intrinsics._build import (
     halves_of,
     is_float32_array,
     is_half_array,
-    pack4,
-    unpack4,
+    ptx,
+    vector_load,
+    vector_store,
     words_of,
 )
+
+_FLOATS = {"space": GLOBAL, "element": types.float32}
+_HALVES = {"space": GLOBAL, "element": types.uint16}  # bits of 16-bit floats
 
 
 def _pointer(context, builder, array, args, row, col):
@@ -44,15 +47,7 @@ def _read4(array, row, col):
 @intrinsic
 def read4(typingctx, array, row, col):
     """Elements (row, col .. col + 3), 16-byte aligned, as a tuple: ``ld.global.v4.f32``."""
-    if not is_float32_array(array, 2):
-        return None
-
-    def codegen(context, builder, signature, args):
-        pointer = _pointer(context, builder, array, args, row, col)
-        vector = builder.load(builder.bitcast(pointer, FLOAT4.as_pointer(GLOBAL)), align=16)
-        return unpack4(context, builder, vector)
-
-    return FLOAT4_TUPLE(array, row, col), codegen
+    return vector_load(array, row, col, **_FLOATS, vector=FLOAT4, gives=FLOAT4_TUPLE)
 
 
 def _write4(array, row, col, x0, x1, x2, x3):
@@ -63,15 +58,7 @@ def _write4(array, row, col, x0, x1, x2, x3):
 @intrinsic
 def write4(typingctx, array, row, col, x0, x1, x2, x3):
     """Store four floats at (row, col .. col + 3), 16-byte aligned: ``st.global.v4.f32``."""
-    if not is_float32_array(array, 2):
-        return None
-
-    def codegen(context, builder, signature, args):
-        pointer = _pointer(context, builder, array, args, row, col)
-        target = builder.bitcast(pointer, FLOAT4.as_pointer(GLOBAL))
-        builder.store(pack4(builder, args[3:]), target, align=16)
-
-    return types.void(array, row, col, x0, x1, x2, x3), codegen
+    return vector_store(array, row, col, **_FLOATS, vector=FLOAT4, values=(x0, x1, x2, x3))
 
 
 def _read2(array, row, col):
@@ -85,14 +72,7 @@ def read2(typingctx, array, row, col):
     """Two 16-bit elements (row, col), (row, col + 1), 4-byte aligned, packed in a uint32:
     ``ld.global.u32``.
     """
-    if not is_half_array(array, 2):
-        return None
-
-    def codegen(context, builder, signature, args):
-        pointer = _pointer(context, builder, array, args, row, col)
-        return builder.load(builder.bitcast(pointer, I32.as_pointer(GLOBAL)), align=4)
-
-    return types.uint32(array, row, col), codegen
+    return vector_load(array, row, col, **_HALVES, vector=I32, gives=types.uint32)
 
 
 def _write2(array, row, col, pair):
@@ -105,14 +85,9 @@ def write2(typingctx, array, row, col, pair):
     """Store two 16-bit elements, packed in a uint32, at (row, col), (row, col + 1); 4-byte aligned:
     ``st.global.u32``.
     """
-    if not is_half_array(array, 2) or pair != types.uint32:
+    if pair != types.uint32:
         return None
-
-    def codegen(context, builder, signature, args):
-        pointer = _pointer(context, builder, array, args, row, col)
-        builder.store(args[3], builder.bitcast(pointer, I32.as_pointer(GLOBAL)), align=4)
-
-    return types.void(array, row, col, pair), codegen
+    return vector_store(array, row, col, **_HALVES, vector=I32, values=(pair,))
 
 
 def _read_pair(array, row, col, reads):
@@ -135,19 +110,10 @@ def read_pair(typingctx, array, row, col, reads):
 
     def codegen(context, builder, signature, args):
         pointer = _pointer(context, builder, array, args, row, col)
-        two = ir.LiteralStructType([F32] * 2)
-        asm = ir.InlineAsm(
-            ir.FunctionType(two, [pointer.type, I32]),
-            guarded(
-                "mov.f32 $0, 0f00000000; mov.f32 $1, 0f00000000; "
-                "@p ld.global.v2.f32 {$0, $1}, [$2];",
-                "$3",
-            ),
-            "=&f,=&f,l,r,~{memory}",
-            side_effect=True,
-        )
-        found = builder.call(asm, [pointer, builder.zext(args[3], I32)])
-        lanes = [builder.extract_value(found, n) for n in range(2)]
+        zeros = "mov.f32 $0, 0f00000000; mov.f32 $1, 0f00000000;"
+        text = guarded(f"{zeros} @p ld.global.v2.f32 {{$0, $1}}, [$2];", "$3")
+        given = pointer, builder.zext(args[3], I32)
+        lanes = ptx(builder, text, given, [F32] * 2, out="=&")
         return context.make_tuple(builder, FLOAT2_TUPLE, lanes)
 
     return FLOAT2_TUPLE(array, row, col, reads), codegen
@@ -194,13 +160,8 @@ def write_pair(typingctx, array, row, col, x0, x1, writes):
 
     def codegen(context, builder, signature, args):
         pointer = _pointer(context, builder, array, args, row, col)
-        asm = ir.InlineAsm(
-            ir.FunctionType(ir.VoidType(), [pointer.type, F32, F32, I32]),
-            guarded("@p st.global.v2.f32 [$0], {$1, $2};", "$3"),
-            "l,f,f,r,~{memory}",
-            side_effect=True,
-        )
-        builder.call(asm, [pointer, args[3], args[4], builder.zext(args[5], I32)])
+        text = guarded("@p st.global.v2.f32 [$0], {$1, $2};", "$3")
+        ptx(builder, text, [pointer, args[3], args[4], builder.zext(args[5], I32)])
 
     return types.void(array, row, col, x0, x1, writes), codegen
 
@@ -215,15 +176,7 @@ def read8(typingctx, array, row, col):
     """Eight 16-bit elements from (row, col) on, 16-byte aligned, as four uint32, pairs with the
     lower index in the lower half: ``ld.global.v4.u32``.
     """
-    if not is_half_array(array, 2):
-        return None
-
-    def codegen(context, builder, signature, args):
-        pointer = _pointer(context, builder, array, args, row, col)
-        vector = builder.load(builder.bitcast(pointer, INT4.as_pointer(GLOBAL)), align=16)
-        return unpack4(context, builder, vector, WORDS)
-
-    return WORDS(array, row, col), codegen
+    return vector_load(array, row, col, **_HALVES, vector=INT4, gives=WORDS)
 
 
 def _write8(array, row, col, w0, w1, w2, w3, writes):
@@ -244,12 +197,7 @@ def write8(typingctx, array, row, col, w0, w1, w2, w3, writes):
 
     def codegen(context, builder, signature, args):
         pointer = _pointer(context, builder, array, args, row, col)
-        asm = ir.InlineAsm(
-            ir.FunctionType(ir.VoidType(), [pointer.type, *[I32] * 5]),
-            guarded("@p st.global.v4.b32 [$0], {$1, $2, $3, $4};", "$5"),
-            "l,r,r,r,r,r,~{memory}",
-            side_effect=True,
-        )
-        builder.call(asm, [pointer, *args[3:7], builder.zext(args[7], I32)])
+        text = guarded("@p st.global.v4.b32 [$0], {$1, $2, $3, $4};", "$5")
+        ptx(builder, text, [pointer, *args[3:7], builder.zext(args[7], I32)])
 
     return types.void(array, row, col, *words, writes), codegen

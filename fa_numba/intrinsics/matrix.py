@@ -13,7 +13,6 @@ lower index in its lower half. Fragments (PTX ISA, "Matrix fragments for mma.m16
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba.core import types
 from numba.cuda.extending import intrinsic
 
@@ -25,6 +24,7 @@ from fa_numba.intrinsics._build import (
     WORDS,
     emulated_by,
     is_half_array,
+    ptx,
     shared_address,
 )
 from fa_numba.intrinsics._fragments import dealt, operands, sums
@@ -64,15 +64,7 @@ def _ldmatrix(suffix):
 
         def codegen(context, builder, signature, args):
             address = shared_address(context, builder, array, args[0], args[1], index)
-            four = ir.LiteralStructType([I32] * 4)
-            asm = ir.InlineAsm(
-                ir.FunctionType(four, [I32]),
-                instruction,
-                "=r,=r,=r,=r,r,~{memory}",
-                side_effect=True,
-            )
-            found = builder.call(asm, [address])
-            words = [builder.extract_value(found, n) for n in range(4)]
+            words = ptx(builder, instruction, [address], [I32] * 4)
             return context.make_tuple(builder, WORDS, words)
 
         return WORDS(array, index), codegen
@@ -94,7 +86,7 @@ def ldmatrix(typingctx, array, index):
 @emulated_by(_load_tiles(True))
 @intrinsic
 def ldmatrix_transposed(typingctx, array, index):
-    """The same with every tile transposed: the lane gets its elements [2t .. 2t+1, g]."""
+    """``ldmatrix`` with every tile transposed: the lane gets its elements [2t .. 2t+1, g]."""
     return _ldmatrix(".trans")(typingctx, array, index)
 
 
@@ -170,15 +162,11 @@ def _mma(kind):
             places = [
                 builder.gep(data, [builder.add(start, I32(n))]) for start in starts for n in (0, 1)
             ]
-            four = ir.LiteralStructType([F32] * 4)
-            asm = ir.InlineAsm(
-                ir.FunctionType(four, [I32] * 6 + [F32] * 4),
-                instruction,
-                "=f,=f,=f,=f,r,r,r,r,r,r,0,1,2,3",
-            )
-            made = builder.call(asm, [*args[3:], *map(builder.load, places)])
-            for n, place in enumerate(places):
-                builder.store(builder.extract_value(made, n), place)
+            given = [*args[3:], *map(builder.load, places)]
+            pure = {"memory": False, "stays": False}
+            made = ptx(builder, instruction, given, [F32] * 4, tied=4, **pure)
+            for value, place in zip(made, places, strict=True):
+                builder.store(value, place)
 
         return types.void(rC, low, high, *words), codegen
 
@@ -199,7 +187,7 @@ def mma_f16(typingctx, rC, low, high, a0, a1, a2, a3, b0, b1):
 @emulated_by(_multiply(NUMBERS["bf16"]))
 @intrinsic
 def mma_bf16(typingctx, rC, low, high, a0, a1, a2, a3, b0, b1):
-    """The same with A and B bfloat16."""
+    """``mma_f16`` with A and B bfloat16."""
     return _mma("bf16")(typingctx, rC, low, high, a0, a1, a2, a3, b0, b1)
 
 
@@ -209,10 +197,8 @@ def _pack(kind):
             return None
 
         def codegen(context, builder, signature, args):
-            asm = ir.InlineAsm(
-                ir.FunctionType(I32, [F32, F32]), f"cvt.rn.{kind}x2.f32 $0, $2, $1;", "=r,f,f"
-            )
-            return builder.call(asm, args)
+            text = f"cvt.rn.{kind}x2.f32 $0, $2, $1;"
+            return ptx(builder, text, args, I32, memory=False, stays=False)
 
         return types.uint32(low, high), codegen
 
@@ -260,11 +246,7 @@ def _unpack(kind):
             return None
 
         def codegen(context, builder, signature, args):
-            asm = ir.InlineAsm(
-                ir.FunctionType(ir.LiteralStructType([F32, F32]), [I32]), _UNPACK[kind], "=f,=f,r"
-            )
-            found = builder.call(asm, args)
-            pair = [builder.extract_value(found, n) for n in range(2)]
+            pair = ptx(builder, _UNPACK[kind], args, [F32, F32], memory=False, stays=False)
             return context.make_tuple(builder, FLOAT2_TUPLE, pair)
 
         return FLOAT2_TUPLE(word), codegen

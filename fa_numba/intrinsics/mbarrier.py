@@ -10,7 +10,7 @@ from numba.core import types
 from numba.cuda.extending import intrinsic
 
 from fa_numba import emulator
-from fa_numba.intrinsics._build import I32, emulated_by, shared_address, statement, to_i32
+from fa_numba.intrinsics._build import emulated_by, ptx, shared_address, statement, to_i32
 from fa_numba.intrinsics.shared import _tile
 
 
@@ -34,13 +34,7 @@ def _statement(instruction):
             given = [
                 to_i32(context, builder, x, ty) for x, ty in zip(args[2:], values, strict=True)
             ]
-            asm = ir.InlineAsm(
-                ir.FunctionType(ir.VoidType(), [I32] * (1 + len(given))),
-                instruction,
-                ",".join(["r"] * (1 + len(given)) + ["~{memory}"]),
-                side_effect=True,
-            )
-            builder.call(asm, [address, *given])
+            ptx(builder, instruction, [address, *given])
 
         return types.void(barriers, index, *values), codegen
 

@@ -1,18 +1,16 @@
 """Atomic additions to global memory that return nothing: ``red`` (PTX ISA, "red")."""
 
-from llvmlite import ir
 from numba.core import types
 from numba.cuda.extending import intrinsic
 
 from fa_numba import emulator
 from fa_numba.intrinsics._build import (
-    F32,
-    GLOBAL,
     I32,
     emulated_by,
     global_pointer,
     guarded,
     is_float32_array,
+    ptx,
 )
 
 
@@ -32,13 +30,7 @@ def add_global(typingctx, array, row, col, value):
 
     def codegen(context, builder, signature, args):
         pointer = global_pointer(context, builder, array, args[0], args[1], row, args[2], col)
-        asm = ir.InlineAsm(
-            ir.FunctionType(ir.VoidType(), [F32.as_pointer(GLOBAL), F32]),
-            "red.global.add.f32 [$0], $1;",
-            "l,f,~{memory}",
-            side_effect=True,
-        )
-        builder.call(asm, [pointer, args[3]])
+        ptx(builder, "red.global.add.f32 [$0], $1;", [pointer, args[3]])
 
     return types.void(array, row, col, value), codegen
 
@@ -59,13 +51,7 @@ def _add_two(instruction):
         def codegen(context, builder, signature, args):
             place = (args[1], row, args[2], col)
             pointer = global_pointer(context, builder, array, args[0], *place, contiguous=True)
-            asm = ir.InlineAsm(
-                ir.FunctionType(ir.VoidType(), [pointer.type, F32, F32, I32]),
-                code,
-                "l,f,f,r,~{memory}",
-                side_effect=True,
-            )
-            builder.call(asm, [pointer, args[3], args[4], builder.zext(args[5], I32)])
+            ptx(builder, code, [pointer, args[3], args[4], builder.zext(args[5], I32)])
 
         return types.void(array, row, col, x0, x1, adds), codegen
 
@@ -93,6 +79,8 @@ def _add_two_at_once(array, index, x0, x1):
 @emulated_by(_add_pair_vector)
 @intrinsic
 def add_pair_vector(typingctx, array, row, col, x0, x1, adds):
-    """The same, 8-byte aligned, in one ``red.global.add.v2.f32`` (PTX ISA 8.1, sm_90 and later)."""
+    """x0 and x1 added, atomically each, to the 8-byte aligned array[row, col] and the next, if
+    ``adds``, by one ``red.global.add.v2.f32`` (PTX ISA 8.1, sm_90 and later).
+    """
     one = "@p red.global.add.v2.f32 [$0], {$1, $2};"
     return _add_two(one)(typingctx, array, row, col, x0, x1, adds)

@@ -20,15 +20,16 @@ from fa_numba.intrinsics._build import (
     WORDS,
     emulated_by,
     is_float32_array,
-    is_half_array,
-    pack4,
     shared_pointer,
     to_i32,
-    unpack4,
+    vector_load,
+    vector_store,
     words_of,
 )
 
 _SYMBOL = "fa_numba_dynamic_shared"
+_FLOATS = {"space": SHARED, "element": types.float32}
+_HALVES = {"space": SHARED, "element": types.uint16}  # bits of 16-bit floats
 
 
 def _tile(element, ir_type, offset, length):
@@ -89,7 +90,9 @@ def _half_tile(offset, length):
 @emulated_by(_half_tile)
 @intrinsic
 def half_tile(typingctx, offset, length):
-    """The same of 16-bit floats, as their bits in uint16; ``offset`` is a multiple of 8."""
+    """A 1-D array of ``length`` 16-bit floats, as their bits in uint16, at element ``offset``, a
+    multiple of 8, of dynamic shared memory.
+    """
     return _tile(types.uint16, ir.IntType(16), offset, length)
 
 
@@ -100,7 +103,7 @@ def _index_tile(offset, length):
 @emulated_by(_index_tile)
 @intrinsic
 def index_tile(typingctx, offset, length):
-    """The same of uint32."""
+    """A 1-D uint32 array of ``length`` elements at element ``offset`` of dynamic shared memory."""
     return _tile(types.uint32, I32, offset, length)
 
 
@@ -115,15 +118,7 @@ def load4(typingctx, array, index):
 
     ``index`` must be a multiple of 4 (PTX ISA, "ld": natural alignment).
     """
-    if not is_float32_array(array, 1) or not isinstance(index, types.Integer):
-        return None
-
-    def codegen(context, builder, signature, args):
-        pointer = shared_pointer(context, builder, array, args[0], args[1], index)
-        vector = builder.load(builder.bitcast(pointer, FLOAT4.as_pointer(SHARED)), align=16)
-        return unpack4(context, builder, vector)
-
-    return FLOAT4_TUPLE(array, index), codegen
+    return vector_load(array, index, **_FLOATS, vector=FLOAT4, gives=FLOAT4_TUPLE)
 
 
 def _load_pair(array, index):
@@ -137,16 +132,7 @@ def load_pair(typingctx, array, index):
 
     ``index`` must be a multiple of 2.
     """
-    if not is_float32_array(array, 1) or not isinstance(index, types.Integer):
-        return None
-
-    def codegen(context, builder, signature, args):
-        pointer = shared_pointer(context, builder, array, args[0], args[1], index)
-        vector = builder.load(builder.bitcast(pointer, FLOAT2.as_pointer(SHARED)), align=8)
-        lanes = [builder.extract_element(vector, I32(n)) for n in range(2)]
-        return context.make_tuple(builder, FLOAT2_TUPLE, lanes)
-
-    return FLOAT2_TUPLE(array, index), codegen
+    return vector_load(array, index, **_FLOATS, vector=FLOAT2, gives=FLOAT2_TUPLE)
 
 
 def _store_pair(array, index, x0, x1):
@@ -157,17 +143,7 @@ def _store_pair(array, index, x0, x1):
 @intrinsic
 def store_pair(typingctx, array, index, x0, x1):
     """Store two floats at index, index + 1 of a 1-D shared array: ``st.shared.v2.f32``."""
-    if not is_float32_array(array, 1) or not isinstance(index, types.Integer):
-        return None
-
-    def codegen(context, builder, signature, args):
-        pointer = shared_pointer(context, builder, array, args[0], args[1], index)
-        vector = ir.Constant(FLOAT2, ir.Undefined)
-        for n in range(2):
-            vector = builder.insert_element(vector, args[2 + n], I32(n))
-        builder.store(vector, builder.bitcast(pointer, FLOAT2.as_pointer(SHARED)), align=8)
-
-    return types.void(array, index, x0, x1), codegen
+    return vector_store(array, index, **_FLOATS, vector=FLOAT2, values=(x0, x1))
 
 
 def _load4_at_byte(array, offset):
@@ -189,7 +165,8 @@ def load4_at_byte(typingctx, array, offset):
         first = shared_pointer(context, builder, array, args[0], I32(0), types.int32)
         pointer = builder.gep(builder.bitcast(first, ir.IntType(8).as_pointer(SHARED)), [args[1]])
         vector = builder.load(builder.bitcast(pointer, FLOAT4.as_pointer(SHARED)), align=16)
-        return unpack4(context, builder, vector)
+        lanes = [builder.extract_element(vector, I32(n)) for n in range(4)]
+        return context.make_tuple(builder, FLOAT4_TUPLE, lanes)
 
     return FLOAT4_TUPLE(array, offset), codegen
 
@@ -204,15 +181,7 @@ def load8(typingctx, array, index):
     """Elements index .. index + 7 of a 1-D shared 16-bit array as four uint32, pairs with the lower
     index in the lower half: ``ld.shared.v4.u32``. ``index`` must be a multiple of 8.
     """
-    if not is_half_array(array, 1) or not isinstance(index, types.Integer):
-        return None
-
-    def codegen(context, builder, signature, args):
-        pointer = shared_pointer(context, builder, array, args[0], args[1], index)
-        vector = builder.load(builder.bitcast(pointer, INT4.as_pointer(SHARED)), align=16)
-        return unpack4(context, builder, vector, WORDS)
-
-    return WORDS(array, index), codegen
+    return vector_load(array, index, **_HALVES, vector=INT4, gives=WORDS)
 
 
 def _store4(array, index, x0, x1, x2, x3):
@@ -223,15 +192,7 @@ def _store4(array, index, x0, x1, x2, x3):
 @intrinsic
 def store4(typingctx, array, index, x0, x1, x2, x3):
     """Store four floats at index .. index + 3 of a 1-D shared array: ``st.shared.v4.f32``."""
-    if not is_float32_array(array, 1) or not isinstance(index, types.Integer):
-        return None
-
-    def codegen(context, builder, signature, args):
-        pointer = shared_pointer(context, builder, array, args[0], args[1], index)
-        target = builder.bitcast(pointer, FLOAT4.as_pointer(SHARED))
-        builder.store(pack4(builder, args[2:]), target, align=16)
-
-    return types.void(array, index, x0, x1, x2, x3), codegen
+    return vector_store(array, index, **_FLOATS, vector=FLOAT4, values=(x0, x1, x2, x3))
 
 
 def _load2(array, index):
@@ -246,14 +207,7 @@ def load2(typingctx, array, index):
 
     ``array`` is a 1-D shared uint16 array, ``index`` a multiple of 2.
     """
-    if not is_half_array(array, 1) or not isinstance(index, types.Integer):
-        return None
-
-    def codegen(context, builder, signature, args):
-        pointer = shared_pointer(context, builder, array, args[0], args[1], index)
-        return builder.load(builder.bitcast(pointer, I32.as_pointer(SHARED)), align=4)
-
-    return types.uint32(array, index), codegen
+    return vector_load(array, index, **_HALVES, vector=I32, gives=types.uint32)
 
 
 def _store2(array, index, pair):
@@ -267,11 +221,6 @@ def store2(typingctx, array, index, pair):
 
     ``array`` is a 1-D shared uint16 array, ``index`` a multiple of 2.
     """
-    if not is_half_array(array, 1) or pair != types.uint32:
+    if pair != types.uint32:
         return None
-
-    def codegen(context, builder, signature, args):
-        pointer = shared_pointer(context, builder, array, args[0], args[1], index)
-        builder.store(args[2], builder.bitcast(pointer, I32.as_pointer(SHARED)), align=4)
-
-    return types.void(array, index, pair), codegen
+    return vector_store(array, index, **_HALVES, vector=I32, values=(pair,))

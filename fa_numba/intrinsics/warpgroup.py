@@ -22,7 +22,7 @@ from numba.core import types
 from numba.cuda.extending import intrinsic
 
 from fa_numba import emulator
-from fa_numba.intrinsics._build import F32, I32, emulated_by, is_half_array, shared_address
+from fa_numba.intrinsics._build import F32, I32, emulated_by, is_half_array, ptx, shared_address
 from fa_numba.intrinsics.matrix import NUMBERS
 
 I64 = ir.IntType(64)
@@ -65,27 +65,22 @@ def _listed(first: int, count: int) -> str:
     return "{" + ", ".join(f"${first + e}" for e in range(count)) + "}"
 
 
-def _call(context, builder, rC, C, n, adds, inputs, operands, text):
+def _call(context, builder, rC, C, n, adds, inputs, text):
     """The instructions of a product: ``text(first)`` gives them for inputs from ``$first`` on."""
     data = context.make_array(rC)(context, builder, C).data
     places = [builder.gep(data, [I32(place)]) for place in _places(n)]
     M = len(places)
     old = [builder.load(place) for place in places] if adds else []
-    constraints = ["=f"] * M + operands + [str(e) for e in range(M)] * bool(adds) + ["~{memory}"]
-    asm = ir.InlineAsm(
-        ir.FunctionType(
-            ir.LiteralStructType([F32] * M), [*(x.type for x in inputs), *[F32] * len(old)]
-        ),
-        " ".join(
-            ["{ .reg .b64 a, b; wgmma.fence.sync.aligned;", *text(M)]
-            + ["wgmma.commit_group.sync.aligned; }"]
-        ),
-        ",".join(constraints),
-        side_effect=True,
-    )
-    made = builder.call(asm, [*inputs, *old], attrs=("convergent",))
-    for e, place in enumerate(places):
-        builder.store(builder.extract_value(made, e), place)
+    begin, end = "{ .reg .b64 a, b; wgmma.fence.sync.aligned;", "wgmma.commit_group.sync.aligned; }"
+    code = " ".join([begin, *text(M), end])
+    _replaced(builder, code, places, [*inputs, *old], len(old))
+
+
+def _replaced(builder, code, places, given, tied):
+    """What PTX that the warpgroup comes to together gives, to the elements at ``places``."""
+    made = ptx(builder, code, given, [F32] * len(places), tied=tied, meets=True)
+    for value, place in zip(made, places, strict=True):
+        builder.store(value, place)
 
 
 def _instruction(kind: str, n: int, a: str, across: Sequence[int], adds: bool) -> str:
@@ -114,7 +109,7 @@ def _of_shared(kind):
                 _descriptor(builder, A, RA * ROW_BYTES),
                 _descriptor(builder, B, RB * ROW_BYTES),
             ]
-            _call(context, builder, rC, args[0], N, more, inputs, ["l", "l"], text)
+            _call(context, builder, rC, args[0], N, more, inputs, text)
 
         given = (rC, n, sA, a, rows_a, across_a, sB, b, rows_b, across_b, steps, adds)
         return types.void(*given), codegen
@@ -155,7 +150,7 @@ def multiply_f16(typingctx, rC, n, sA, a, rows_a, across_a, sB, b, rows_b, acros
 @emulated_by(_emulation("bf16"))
 @intrinsic
 def multiply_bf16(typingctx, rC, n, sA, a, rows_a, across_a, sB, b, rows_b, across_b, steps, adds):
-    """The same with A and B bfloat16."""
+    """``multiply_f16`` with A and B bfloat16."""
     given = (rC, n, sA, a, rows_a, across_a, sB, b, rows_b, across_b, steps, adds)
     return _of_shared("bf16")(typingctx, *given)
 
@@ -180,8 +175,7 @@ def _of_registers(kind):
             words = [builder.load(builder.gep(data, [I32(place)])) for place in order]
             B = shared_address(context, builder, sB, args[3], args[4], b)
             inputs = [*words, _descriptor(builder, B, RB * ROW_BYTES)]
-            operands = ["r"] * len(words) + ["l"]
-            _call(context, builder, rC, args[0], N, more, inputs, operands, text)
+            _call(context, builder, rC, args[0], N, more, inputs, text)
 
         return types.void(rC, n, rA, sB, b, rows_b, across_b, steps, adds), codegen
 
@@ -200,7 +194,7 @@ def multiply_registers_f16(typingctx, rC, n, rA, sB, b, rows_b, across_b, steps,
 @emulated_by(_emulation_of_registers("bf16"))
 @intrinsic
 def multiply_registers_bf16(typingctx, rC, n, rA, sB, b, rows_b, across_b, steps, adds):
-    """The same with A and B bfloat16."""
+    """``multiply_registers_f16`` with A and B bfloat16, as ``pack_bf16`` makes them."""
     return _of_registers("bf16")(typingctx, rC, n, rA, sB, b, rows_b, across_b, steps, adds)
 
 
@@ -222,16 +216,9 @@ def wait_products(typingctx, rC, count, pending):
     def codegen(context, builder, signature, args):
         data = context.make_array(rC)(context, builder, args[0]).data
         places = [builder.gep(data, [I32(e)]) for e in range(found[0])]
-        asm = ir.InlineAsm(
-            ir.FunctionType(ir.LiteralStructType([F32] * found[0]), [F32] * found[0]),
-            f"wgmma.wait_group.sync.aligned {found[1]};",
-            # The registers go through it, so that nobody reads them before.
-            ",".join(["=f"] * found[0] + [str(e) for e in range(found[0])] + ["~{memory}"]),
-            side_effect=True,
-        )
-        made = builder.call(asm, [builder.load(place) for place in places], attrs=("convergent",))
-        for e, place in enumerate(places):
-            builder.store(builder.extract_value(made, e), place)
+        # The registers go through it, so that nobody reads them before.
+        code, given = f"wgmma.wait_group.sync.aligned {found[1]};", map(builder.load, places)
+        _replaced(builder, code, places, list(given), len(places))
 
     return types.void(rC, count, pending), codegen
 
@@ -243,13 +230,7 @@ def _registers(verb):
             return None
 
         def codegen(context, builder, signature, args):
-            asm = ir.InlineAsm(
-                ir.FunctionType(ir.VoidType(), []),
-                f"setmaxnreg.{verb}.sync.aligned.u32 {found[0]};",
-                "~{memory}",
-                side_effect=True,
-            )
-            builder.call(asm, [], attrs=("convergent",))
+            ptx(builder, f"setmaxnreg.{verb}.sync.aligned.u32 {found[0]};", meets=True)
 
         return types.void(count), codegen
 

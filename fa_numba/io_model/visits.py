@@ -131,7 +131,7 @@ class RowTiles(NamedTuple):
     with_0: np.ndarray  # whether column tile 0 is one of them
 
     def all_with_0(self, columns: int) -> RowTiles:
-        """The same, but every row tile visits column tile 0 too, which has so many columns."""
+        """These visits, and column tile 0, which has so many columns, by every row tile too."""
         new = ~self.with_0
         return RowTiles(self.rows, self.seen + new, self.columns + columns * new, self.with_0 | new)
 

@@ -189,7 +189,7 @@ def _check_plans(ring: Ring, q: Any, k: Any, differentiable: bool) -> None:
 
 
 def _backward_options(algorithm: str, deterministic: Any, tiles: Any, own: Any) -> dict[str, Any]:
-    """Those of backward steps alone; raises for what they do not have."""
+    """The options of backward steps alone; raises for what these do not have."""
     if own is not None and not isinstance(own, Tiles):
         raise TypeError(f"backward_tiles is {own!r}: allowed is a Tiles(Br=..., Bc=...) or None")
     deterministic = as_flag("deterministic", deterministic)

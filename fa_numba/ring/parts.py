@@ -107,7 +107,7 @@ class Sum:
         return self.kind.part(self.span, self.wide) if self.found is None else self.found
 
     def rounded(self) -> Part:
-        """The same in q's dtype."""
+        """What was added, rounded to q's dtype."""
         return self._to(self.whole(), False)
 
     def _to(self, part: Part, wide: bool) -> Part:
