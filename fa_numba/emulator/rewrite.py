@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import ast
 import copy
-import linecache
 from types import CodeType
 from typing import Any
 
 from .expressions import Expressions
-from .source_lines import block_at, definition, definition_among, moved
+from .source_lines import definition
 from .syntax import (
     BLOCKS,
     assign,
@@ -41,8 +40,6 @@ from .syntax import (
 )
 
 _rewritten: dict[int, tuple[CodeType, CodeType, frozenset[str]]] = {}
-# By the text of a function, with its first line: changed copies of a module share what is alike.
-_of_text: dict[str, tuple[CodeType, frozenset[str], int]] = {}
 
 
 def rewritten(code: CodeType) -> tuple[CodeType, frozenset[str]]:
@@ -58,15 +55,8 @@ def rewritten(code: CodeType) -> tuple[CodeType, frozenset[str]]:
 
 
 def _rewrite(code: CodeType) -> tuple[CodeType, frozenset[str]]:
-    lines = linecache.getlines(code.co_filename)
-    name, first = code.co_name, code.co_firstlineno
-    place = f"{name}, {code.co_filename}:{first}"
-    block = block_at(lines, first) if first <= len(lines) else ""
-    known = _of_text.get(block)
-    if known is not None:
-        return moved(known[0], code.co_filename, first - known[2]), known[1]
-    itself = definition(block, name, first) if block else None
-    found = itself or (definition_among(lines, name, first) if lines else None)
+    name, place = code.co_name, f"{code.co_name}, {code.co_filename}:{code.co_firstlineno}"
+    found = definition(code)
     if found is None:
         raise ValueError(f"the source of {place} is not at hand: the emulator runs from source")
     try:
@@ -77,10 +67,7 @@ def _rewrite(code: CodeType) -> tuple[CodeType, frozenset[str]]:
     ast.fix_missing_locations(module)
     whole = compile(module, code.co_filename, "exec", dont_inherit=True)
     (function,) = [c for c in whole.co_consts if isinstance(c, CodeType) and c.co_name == name]
-    made = function, frozenset(_names(function))
-    if itself is not None:
-        _of_text[block] = (*made, first)
-    return made
+    return function, frozenset(_names(function))
 
 
 def _names(code: CodeType) -> set[str]:

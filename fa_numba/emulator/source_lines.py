@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dis
+import inspect
 import linecache
 import os
 from functools import cache
@@ -48,50 +49,16 @@ def assigned_name(code: CodeType, instruction: int) -> str | None:
     return None
 
 
-def block_at(lines: list[str], first: int) -> str:
-    """The lines of the function that begins at line `first`, by their indentation."""
-    taken: list[str] = []
-    indent, inside = _indent(lines[first - 1]), False
-    for line in lines[first - 1 :]:
-        text = line.strip()
-        if inside and text and text[0] not in "#)" and _indent(line) <= indent:
-            break
-        inside = inside or text.startswith("def ")
-        taken.append(line)
-    return "".join(taken)
-
-
-def _indent(line: str) -> int:
-    return len(line) - len(line.lstrip())
-
-
-def definition(block: str, name: str, first: int) -> ast.FunctionDef | None:
-    """The function of these lines; None if they are not it and all of it."""
+def definition(code: CodeType) -> ast.FunctionDef | None:
+    """The tree of the function that has this code; None if its source is not at hand."""
+    first = code.co_firstlineno  # of the first decorator
+    lines = linecache.getlines(code.co_filename)[first - 1 :]
+    block = "".join(inspect.getblock(lines)) if lines else ""
     try:
         tree = ast.parse("if 1:\n" + block if block[:1].isspace() else "\n" + block)
     except SyntaxError:
         return None
     ast.increment_lineno(tree, first - 2)
-    body = tree.body[0].body if isinstance(tree.body[0], ast.If) else tree.body
-    whole = len(body) == 1 and isinstance(body[0], ast.FunctionDef) and body[0].name == name
-    return body[0] if whole else None  # type: ignore[return-value]
-
-
-def definition_among(lines: list[str], name: str, first: int) -> ast.FunctionDef | None:
-    """The function of a file by its name and first line, that of the first decorator."""
-    for node in ast.walk(ast.parse("".join(lines))):
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            begins = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            if begins == first:
-                return node
-    return None
-
-
-def moved(code: CodeType, file: str, lines: int) -> CodeType:
-    """Code with the places in another file, `lines` further down, for its own."""
-    constants = (moved(c, file, lines) if isinstance(c, CodeType) else c for c in code.co_consts)
-    return code.replace(
-        co_filename=file,
-        co_firstlineno=code.co_firstlineno + lines,
-        co_consts=tuple(constants),
-    )
+    body = tree.body[0].body if tree.body and isinstance(tree.body[0], ast.If) else tree.body
+    found = body[0] if body else None
+    return found if isinstance(found, ast.FunctionDef) and found.name == code.co_name else None
