@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Unpack
+from typing import Any, Unpack
 
 from fa_numba.choices.requests import check_algorithm, choices_of
 from fa_numba.choices.units import documents_units
@@ -50,8 +50,10 @@ def plan(
     >>> p.kernels[0].name, p.kernels[0].grid
     ('fa2_forward', (8, 2, 1))
     """
-    how = (query_splits, warp_partition, ablate, kv_splits, deterministic, return_dbias)
-    choices = choices_of(algorithm, passes, tiles, unit, return_lse, *how, group_splits)
+    how: dict[str, Any] = {"return_lse": return_lse, "ablate": ablate, "kv_splits": kv_splits}
+    how |= {"query_splits": query_splits, "warp_partition": warp_partition}
+    how |= {"deterministic": deterministic, "return_dbias": return_dbias}
+    choices = choices_of(algorithm, passes, tiles, unit, group_splits=group_splits, **how)
     arguments = Binding.of(options, shapes=True)
     problem = arguments.problem(q_shape, k_shape, dtype=dtype)
     # How often a block table is read depends on the copies' width.
@@ -119,8 +121,8 @@ def flash_attention_1(
     >>> bool(abs(a - b).max() < 1e-6)
     True
     """
-    how = (query_splits, warp_partition, ablate)
-    choices = choices_of("fa1", "fwd", tiles, unit, return_lse, *how)
+    how = {"query_splits": query_splits, "warp_partition": warp_partition}
+    choices = choices_of("fa1", "fwd", tiles, unit, return_lse, ablate, **how)
     return attend(choices, (q, k, v), options, stream, out)
 
 
@@ -170,8 +172,7 @@ def flash_attention_2(
     >>> fa_numba.flash_attention_2(q, q, v, window=(0, 0))[0, 0, :, 0].tolist()
     [0.0, 4.0, 8.0]
     """
-    how = (1, "rows", ablate, kv_splits)
-    choices = choices_of("fa2", "fwd", tiles, unit, return_lse, *how)
+    choices = choices_of("fa2", "fwd", tiles, unit, return_lse, ablate, kv_splits)
     return attend(choices, (q, k, v), options, stream, out)
 
 
@@ -325,8 +326,15 @@ def flash_attention_2_backward(
     >>> dv.sum().round(3).item()
     32.0
     """
-    how = (False, 1, "rows", (), "auto", deterministic, return_dbias, group_splits)
-    choices = choices_of("fa2", "bwd", tiles, unit, *how)
+    choices = choices_of(
+        "fa2",
+        "bwd",
+        tiles,
+        unit,
+        deterministic=deterministic,
+        return_dbias=return_dbias,
+        group_splits=group_splits,
+    )
     return attend(choices, (q, k, v, out, dout, lse), options, stream)
 
 

@@ -333,8 +333,10 @@ def memory_mutants(add):
     add(arrays, "a JAX array is read before it is ready", "array.block_until_ready()", "pass", JAX)
     add(arrays, "a JAX array is made before it is computed",
         "device.synchronize()\n        return jax", "return jax", JAX)
-    add(arrays, "read-only is forgotten", "not read_only,", "True,", READ_ONLY)
-    add(arrays, "read-only is forgotten in DLPack", "not view.readonly,", "True,", READ_ONLY)
+    add(arrays, "read-only is forgotten", "writable = _name(dtype), tuple(strides), not read_only",
+        "writable = _name(dtype), tuple(strides), True", READ_ONLY)
+    add(arrays, "read-only is forgotten in DLPack", "view.device_id, not view.readonly",
+        "view.device_id, True", READ_ONLY)
     add(calls, "the alignment of out is not looked at", "matrices = [*matrices, target]", "pass",
         ONE_FORWARD)
     aligned = "_aligned(problem, matrices)"
@@ -383,7 +385,7 @@ def device_mutants(add):
         "    order = driver.CUstream(0)", STREAM)
     add(arrays, "memory of interfaces is GPU 0's", "place = device.ordinal_of(pointer)",
         "place = 0", PLACE["interface"])
-    add(arrays, "memory of DLPack is GPU 0's", "view.device_id,", "0,", PLACE["dlpack"])
+    add(arrays, "memory of DLPack is GPU 0's", "= view.device_id,", "= 0,", PLACE["dlpack"])
     add(arrays, "DLPack arrays are not waited for", "stream_ptr=1", "stream_ptr=-1",
         PLACE["dlpack"])
     add(arrays, "interfaces are not waited for", 'device.synchronize(interface["stream"])', "pass",

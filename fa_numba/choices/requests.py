@@ -54,10 +54,10 @@ class Choices:
     tiles: Tiles | None = None
     unit: str = "auto"
     return_lse: bool = False
-    query_splits: int = 1
-    warp_partition: str = "rows"
     ablate: tuple[str, ...] = ()
     kv_splits: int | str = "auto"
+    query_splits: int = 1
+    warp_partition: str = "rows"
     deterministic: bool = False
     return_dbias: bool = False
     group_splits: int | str = "auto"

@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from fa_numba import tiling
 from fa_numba.choices.facts import measured
 from fa_numba.choices.requests import Request
 from fa_numba.choices.tiles import (
@@ -29,26 +30,7 @@ from fa_numba.dtypes import DTYPES
 from fa_numba.kernels import mma, simt, wgmma
 from fa_numba.options import PLAIN, Features
 from fa_numba.problem import MAX_HEAD_DIM, MAX_SEQLEN
-from fa_numba.tiling import (
-    MEASURES,
-    MOST_STAGES,
-    WGMMA_MEASURES,
-    MmaSpec,
-    MmaSweepSpec,
-    SimtBackwardSpec,
-    Spec,
-    StandardSpec,
-    Tiles,
-    default_wgmma_backward_tiles,
-    select_mma_backward_spec,
-    select_mma_spec,
-    select_spec,
-    select_wgmma_backward_spec,
-    select_wgmma_fa1_spec,
-    select_wgmma_spec,
-    select_wgmma_sweep_spec,
-    wgmma_sweep_tiles,
-)
+from fa_numba.tiling import Spec, Tiles
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
 from fa_numba.tiling.wgmma_backward import LARGEST_ATOMIC
 
@@ -126,21 +108,21 @@ class Unit(ABC):
     def sweep(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
         """The second sweep of a deterministic backward pass, whose first has ``tiles``."""
 
-    @abstractmethod
     def standard(self, request: Request) -> Shape:
         """Standard attention's forward kernels."""
+        raise NotImplementedError(self.lacks(request))
 
-    @abstractmethod
     def standard_backward(self, request: Request) -> tuple[Shape, Spec]:
         """Standard attention's backward pass: the shape of the kernels that the forward pass has
         too, and the specialisation of the one for PT dO and dST Q.
         """
+        raise NotImplementedError(self.lacks(request))
 
-    @abstractmethod
     def row_facts(self, request: Request) -> tuple:
         """What the factories of kernels that take whole rows (D = rowsum(dO o O), roundings,
-        softmax) are given of the unit: nothing, or the dtype and whether rows are aligned.
+        softmax) are given of the unit: the dtype and whether rows are aligned, or nothing.
         """
+        return request.problem.dtype, request.aligned
 
     def chosen_tiles(
         self, request: Request, select: Callable, rule: Callable[[], Chosen], plain: bool = True
@@ -161,6 +143,30 @@ class Unit(ABC):
                 return Chosen(found, f"the fastest of those timed on {at} (tuned.csv)")
         return rule()
 
+    def shaped(
+        self, request: Request, select: Callable, rule: Callable[[], Chosen], facts: dict[str, Any]
+    ) -> Shape:
+        """The shape of the chosen tiles, whose specialisation ``select`` makes with ``facts``."""
+        return _shape(*self.chosen_tiles(request, select, rule), select, facts)
+
+
+def _shape(tiles: Tiles, why: str, select: Callable, facts: dict[str, Any]) -> Shape:
+    spec = select(tiles, **facts)
+    return Shape(replace(tiles, threads=spec.threads), spec, why)
+
+
+def _by_table(rule: Callable, request: Request, heads: int = 1, *more: Any) -> Callable:
+    """A unit's rule for a request whose tiles have the rows of so many query heads."""
+    p = request.problem
+    sizes = (p.seqlen_q * heads, p.seqlen_k, p.head_dim, request.shared_limit)
+    return functools.partial(rule, *request.kernel, *sizes, *more)
+
+
+def _selecting(select: Callable, request: Request, **facts: Any) -> Callable:
+    """``select`` for the request's head dimension and device."""
+    sizes = {"head_dim": request.problem.head_dim, "shared_limit": request.shared_limit}
+    return functools.partial(select, **sizes, **facts)
+
 
 class Simt(Unit):
     """CUDA cores, in float32; every GPU has them."""
@@ -173,15 +179,16 @@ class Simt(Unit):
     splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
 
     def forward(self, request: Request) -> Shape:
-        algorithm = request.choices.algorithm
-        return_lse = request.choices.return_lse and algorithm == "fa1"
-        return self._selected(request, return_lse=return_lse)
+        choices = request.choices
+        return_lse = choices.return_lse and choices.algorithm == "fa1"
+        return self._shaped(request, {"return_lse": return_lse})
 
     standard = forward
 
     def backward(self, request: Request) -> Shape:
-        facts = {"kind": SimtBackwardSpec, "splits_queries": request.choices.query_splits > 1}
-        return self._selected(request, **facts)
+        splits = request.choices.query_splits > 1
+        facts = {"kind": tiling.SimtBackwardSpec, "splits_queries": splits}
+        return self._shaped(request, facts)
 
     def sweep(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
         return tiles, replace(spec, features=replace(spec.features, dbias=False))
@@ -189,21 +196,17 @@ class Simt(Unit):
     def standard_backward(self, request: Request) -> tuple[Shape, Spec]:
         tiles, across, why = self.backward(request)
         size = Tiles(tiles.Br, tiles.Bc)  # the forward kernels have a thread count of their own
-        facts: dict[str, Any] = {"features": request.features, "aligned": request.aligned}
-        spec = select_spec(size, request.problem.head_dim, request.shared_limit, **facts)
-        return Shape(tiles, spec, why), across
+        own = {"features": request.features, "aligned": request.aligned}
+        return Shape(tiles, _selecting(tiling.select_spec, request, **own)(size), why), across
 
     def row_facts(self, request: Request) -> tuple:
         return ()
 
-    def _selected(self, request: Request, **facts: Any) -> Shape:
-        p, limit = request.problem, request.shared_limit
-        sizes = (p.seqlen_q, p.seqlen_k, p.head_dim, limit)
-        rule = functools.partial(simt_tiles, *request.kernel, *sizes)
-        tiles, why = self.chosen_tiles(request, select_spec, rule)
+    def _shaped(self, request: Request, facts: dict[str, Any]) -> Shape:
         facts |= {"features": request.features, "aligned": request.aligned}
-        spec = select_spec(tiles, p.head_dim, limit, grouped=p.group > 1, **facts)
-        return Shape(replace(tiles, threads=spec.threads), spec, why)
+        facts["grouped"] = request.problem.group > 1
+        select = _selecting(tiling.select_spec, request)
+        return self.shaped(request, select, _by_table(simt_tiles, request), facts)
 
 
 class Mma(Unit):
@@ -218,37 +221,27 @@ class Mma(Unit):
     splits_columns = frozenset({("fa2", "fwd")})
     splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
     splits_keys = frozenset({("fa1", "fwd")})
-    measures = MEASURES
+    measures = tiling.MEASURES
 
     def forward(self, request: Request) -> Shape:
-        p, choices = request.problem, request.choices
-        keys, select = choices.warp_partition == "keys", _select(request, MmaSpec)
+        choices, group = request.choices, request.problem.group
+        keys, select = choices.warp_partition == "keys", _select(request, tiling.MmaSpec)
         heads = heads_in_tiles(request)
-        sizes = (p.seqlen_q * heads, p.seqlen_k, p.head_dim, request.shared_limit)
-        rule = functools.partial(mma_tiles, *request.kernel, *sizes, request.features, keys)
+        rule = _by_table(mma_tiles, request, heads, request.features, keys)
         tiles, why = self.chosen_tiles(request, select, rule, plain=not keys and heads == 1)
         if heads > 1 and choices.tiles is None:  # registers for two indices a row
             tiles = replace(tiles, threads=2 * tiles.Br)
         heads = math.gcd(heads, tiles.Br)
         facts = {"splits_keys": keys, "ablated": choices.ablate, **_flash_facts(request)}
         facts["return_lse"] = choices.return_lse and choices.algorithm == "fa1"
-        facts |= {"tile_heads": heads, "grouped": p.group > heads}
-        spec = select(tiles, **facts)
-        return Shape(replace(tiles, threads=spec.threads), spec, why)
+        return _shape(tiles, why, select, facts | {"tile_heads": heads, "grouped": group > heads})
 
     def backward(self, request: Request) -> Shape:
-        p, choices = request.problem, request.choices
-        row_tiles = 3 if choices.algorithm == "fa1" else 2
-        sizes = (p.head_dim, request.shared_limit)
-        select: Callable = functools.partial(
-            select_mma_backward_spec, head_dim=sizes[0], shared_limit=sizes[1], row_tiles=row_tiles
-        )
-        rule = functools.partial(mma_tiles, *request.kernel, p.seqlen_q, p.seqlen_k, *sizes)
-        tiles, why = self.chosen_tiles(request, select, rule)
-        facts = {"splits_queries": choices.query_splits > 1}
-        facts |= {"vector_adds": request.capability >= (9, 0)}
-        spec = select(tiles, **facts, **_flash_facts(request))
-        return Shape(replace(tiles, threads=spec.threads), spec, why)
+        row_tiles = 3 if request.choices.algorithm == "fa1" else 2
+        select = _selecting(tiling.select_mma_backward_spec, request, row_tiles=row_tiles)
+        facts = {"splits_queries": request.choices.query_splits > 1, **_flash_facts(request)}
+        facts["vector_adds"] = request.capability >= (9, 0)
+        return self.shaped(request, select, _by_table(mma_tiles, request), facts)
 
     def sweep(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
         if request.problem.sparse:  # the blocks of a mask are those of the tiles
@@ -257,24 +250,16 @@ class Mma(Unit):
             sizes = (MAX_SEQLEN, MAX_SEQLEN, request.problem.head_dim, request.shared_limit)
             tiles = mma_tiles("fa2", "sweep", *sizes).value
         facts = _flash_facts(request) | {"features": replace(request.features, dbias=False)}
-        return tiles, _select(request, MmaSweepSpec)(tiles, **facts)
+        return tiles, _select(request, tiling.MmaSweepSpec)(tiles, **facts)
 
     def standard(self, request: Request) -> Shape:
-        p = request.problem
-        sizes = (p.seqlen_q, p.seqlen_k, p.head_dim, request.shared_limit)
-        select = _select(request, StandardSpec)
-        rule = functools.partial(mma_tiles, *request.kernel, *sizes)
-        tiles, why = self.chosen_tiles(request, select, rule)
-        spec = select(tiles, **_facts(request))
-        return Shape(replace(tiles, threads=spec.threads), spec, why)
+        select = _select(request, tiling.StandardSpec)
+        return self.shaped(request, select, _by_table(mma_tiles, request), _facts(request))
 
     def standard_backward(self, request: Request) -> tuple[Shape, Spec]:
         shape = self.standard(request)
         across = Tiles(shape.tiles.Bc, shape.tiles.Br)  # the rows of PT are the columns of P
-        return shape, _select(request, StandardSpec)(across, **_facts(request))
-
-    def row_facts(self, request: Request) -> tuple:
-        return request.problem.dtype, request.aligned
+        return shape, _select(request, tiling.StandardSpec)(across, **_facts(request))
 
 
 # What callers call a feature, and a pass.
@@ -296,8 +281,8 @@ class Wgmma(Unit):
     kernels = wgmma
     tuned = True
     copies_boxes = True
-    measures = WGMMA_MEASURES
-    staged: Mapping[tuple[str, str], int] = {("fa2", "fwd"): MOST_STAGES}
+    measures = tiling.WGMMA_MEASURES
+    staged: Mapping[tuple[str, str], int] = {("fa2", "fwd"): tiling.MOST_STAGES}
     splits_columns = frozenset({("fa2", "fwd")})
     splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
     # What kernels are compiled for beside plain attention, and where some end at a head dimension.
@@ -359,21 +344,18 @@ class Wgmma(Unit):
 
     def forward(self, request: Request) -> Shape:
         p, choices, facts = request.problem, request.choices, self._facts(request)
-        select: Callable[..., Spec] = select_wgmma_spec
-        fits = {"head_dim": p.head_dim, "shared_limit": request.shared_limit}
         if choices.algorithm == "fa1":
-            select, facts = select_wgmma_fa1_spec, facts | {"return_lse": choices.return_lse}
-            rule: Callable = functools.partial(hopper_fa1_tiles, p.head_dim, request.features)
-            long = False
-        else:
-            heads = p.group if heads_share_tiles(request) else 1
-            facts |= {"tile_heads": heads, "ablated": choices.ablate}
-            facts["shares"] = p.seqlen_q > GROUP_ROWS and takes_places(request.features)
-            rule = functools.partial(hopper_tiles, request, heads)
-            long = p.seqlen_q > measured("rows from which the tuned tiles are the fastest")
-        tiles, why = self.chosen_tiles(request, functools.partial(select, **fits), rule, plain=long)
-        spec = select(tiles, **fits, **facts)
-        return Shape(replace(tiles, threads=spec.threads), spec, why)
+            select = _selecting(tiling.select_wgmma_fa1_spec, request)
+            rule = functools.partial(hopper_fa1_tiles, p.head_dim, request.features)
+            own = {"return_lse": choices.return_lse}
+            return _shape(*self.chosen_tiles(request, select, rule, False), select, facts | own)
+        heads = p.group if heads_share_tiles(request) else 1
+        facts |= {"tile_heads": heads, "ablated": choices.ablate}
+        facts["shares"] = p.seqlen_q > GROUP_ROWS and takes_places(request.features)
+        select = _selecting(tiling.select_wgmma_spec, request)
+        rule = functools.partial(hopper_tiles, request, heads)
+        long = p.seqlen_q > measured("rows from which the tuned tiles are the fastest")
+        return _shape(*self.chosen_tiles(request, select, rule, plain=long), select, facts)
 
     @staticmethod
     def _facts(request: Request) -> dict[str, Any]:
@@ -385,12 +367,12 @@ class Wgmma(Unit):
         p, choices, facts = request.problem, request.choices, self._facts(request)
         first = choices.algorithm == "fa1"
         facts["atomic"] = self.adds_dq(request) or first
-        tiles = choices.tiles or default_wgmma_backward_tiles(p.head_dim, facts["atomic"])
+        tiles = choices.tiles or tiling.default_wgmma_backward_tiles(p.head_dim, facts["atomic"])
         facts["row_tiles"] = 3 if first else 2
         facts["splits_queries"] = choices.query_splits > 1
         if p.causal and not first:
             facts["chunk_tiles"] = chunk_tiles(request, tiles.Bc)
-        spec = select_wgmma_backward_spec(tiles, p.head_dim, request.shared_limit, **facts)
+        spec = tiling.select_wgmma_backward_spec(tiles, p.head_dim, request.shared_limit, **facts)
         why = "the one size that its kernels have at a head dimension"
         return Shape(replace(tiles, threads=spec.threads), spec, why)
 
@@ -399,17 +381,8 @@ class Wgmma(Unit):
 
     def sweep(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
         d = request.problem.head_dim
-        spec = select_wgmma_sweep_spec(d, stages=2, **self._facts(request))
-        return replace(wgmma_sweep_tiles(d), threads=spec.threads), spec
-
-    def standard(self, request: Request) -> Shape:
-        raise NotImplementedError(self.lacks(request))
-
-    def standard_backward(self, request: Request) -> tuple[Shape, Spec]:
-        raise NotImplementedError(self.lacks(request))
-
-    def row_facts(self, request: Request) -> tuple:
-        return request.problem.dtype, request.aligned
+        spec = tiling.select_wgmma_sweep_spec(d, stages=2, **self._facts(request))
+        return replace(tiling.wgmma_sweep_tiles(d), threads=spec.threads), spec
 
 
 def heads_share_tiles(request: Request) -> bool:
@@ -455,12 +428,8 @@ def heads_in_tiles(request: Request) -> int:
     return min(p.group & -p.group, GROUP_ROWS)
 
 
-def _select(request: Request, kind: type[MmaSpec]) -> Callable[..., Any]:
-    sizes: dict[str, Any] = {
-        "head_dim": request.problem.head_dim,
-        "shared_limit": request.shared_limit,
-    }
-    return functools.partial(select_mma_spec, kind=kind, **sizes)
+def _select(request: Request, kind: type[tiling.MmaSpec]) -> Callable[..., Any]:
+    return _selecting(tiling.select_mma_spec, request, kind=kind)
 
 
 def _facts(request: Request) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import functools
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import fa_numba
 from fa_numba import bounds, device
@@ -138,10 +138,20 @@ def run(args: argparse.Namespace) -> str:
         name: bounds.expected(plan, gpu, compiling=args.registers) if gpu.runs else None
         for name, plan in found.items()
     }
+    answer = _Answer(gpu, said, found, expected, refused)
     if args.json:
-        return as_json(_dictionary(gpu, said, found, expected, refused))
-    lines = _text(gpu, said, found, expected, refused)
-    return "\n".join(lines + (_reasons(found) if args.why else []))
+        return as_json(_dictionary(answer))
+    return "\n".join(_text(answer) + (_reasons(found) if args.why else []))
+
+
+class _Answer(NamedTuple):
+    """Plans and refusals by algorithm, what bounds each plan on ``gpu``, and what is said of it."""
+
+    gpu: Device
+    said: str
+    found: dict[str, Plan]
+    expected: dict[str, Expected | None]
+    refused: dict[str, str]
 
 
 def _where(chosen: Device | None) -> tuple[Device, str]:
@@ -184,14 +194,9 @@ def _planned(name: str, args: argparse.Namespace, gpu: Device) -> Plan:
 # --- output ------------------------------------------------------------------------------------
 
 
-def _dictionary(
-    gpu: Device,
-    said: str,
-    found: dict[str, Plan],
-    expected: dict[str, Expected | None],
-    refused: dict[str, str],
-) -> dict[str, Any]:
+def _dictionary(answer: _Answer) -> dict[str, Any]:
     """Bytes, elements, FLOPs and seconds."""
+    gpu, said, found, expected, refused = answer
     plans = {}
     for name, plan in found.items():
         e = expected[name]
@@ -235,13 +240,8 @@ def _dictionary(
     }
 
 
-def _text(
-    gpu: Device,
-    said: str,
-    found: dict[str, Plan],
-    expected: dict[str, Expected | None],
-    refused: dict[str, str],
-) -> list[str]:
+def _text(answer: _Answer) -> list[str]:
+    gpu, said, found, expected, refused = answer
     plan = next(iter(found.values()))
     p = plan.problem
     pass_ = "backward" if plan.passes == "bwd" else "forward"

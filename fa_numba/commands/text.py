@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from fa_numba.host.plans import columns as columns
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -35,15 +35,3 @@ def mebibytes(x: float) -> str:
     if x < 1 << 20:
         return f"{x / 2**10:.3g} KiB"
     return f"{x / 2**20:.3g} MiB" if x < 1000 << 20 else f"{x / 2**20:,.0f} MiB"
-
-
-def columns(rows: Sequence[tuple[str, ...]], left: Collection[int] = (0,)) -> list[str]:
-    """Lines of a table: the columns numbered in `left` to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if n in left else cell.rjust(width)
-            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

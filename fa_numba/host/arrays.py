@@ -70,19 +70,16 @@ class Operand:
 
 
 def _from_numpy(name: str, array: np.ndarray, library: str, owner: Any, empty: Callable) -> Operand:
+    dtype, pointer, writable = _name(array.dtype), array.ctypes.data, array.flags.writeable
+    shape, strides = array.shape, array.strides
     return Operand(
-        name,
-        library,
-        HOST,
-        array.dtype.name if array.dtype.isnative else array.dtype.str,
-        array.shape,
-        array.strides,
-        array.ctypes.data,
-        array,
-        owner,
-        empty,
-        array.flags.writeable,
+        name, library, HOST, dtype, shape, strides, pointer, array, owner, empty, writable
     )
+
+
+def _name(dtype: np.dtype) -> str:
+    """A name that is among those allowed where the bytes have this machine's order."""
+    return dtype.name if dtype.isnative else dtype.str
 
 
 def _check_dtype(name: str, dtype: str, allowed: Sequence[str]) -> None:
@@ -163,19 +160,8 @@ def _from_interface(name: str, array: Any) -> Operand:
     elif interface.get("stream"):
         # What still writes the array on another stream; CuPy's is the one that we launch on.
         device.synchronize(interface["stream"])
-    return Operand(
-        name,
-        library,
-        place,
-        dtype.name if dtype.isnative else dtype.str,
-        shape,
-        tuple(strides),
-        pointer,
-        None,
-        array,
-        empty,
-        not read_only,
-    )
+    dtype, steps, writable = _name(dtype), tuple(strides), not read_only
+    return Operand(name, library, place, dtype, shape, steps, pointer, None, array, empty, writable)
 
 
 def _from_dlpack(name: str, array: Any) -> Operand:
@@ -194,18 +180,10 @@ def _from_dlpack(name: str, array: Any) -> Operand:
     strides = view.strides
     if strides is None:
         strides = tuple(int(n) for n in np.cumprod((1, *shape[:0:-1]), dtype=np.int64)[::-1])
+    dtype, steps = np.dtype(view.dtype).name, tuple(itemsize * n for n in strides)
+    place, writable, empty = view.device_id, not view.readonly, device.empty
     return Operand(
-        name,
-        "dlpack",
-        view.device_id,
-        np.dtype(view.dtype).name,
-        shape,
-        tuple(itemsize * n for n in strides),
-        view.ptr,
-        None,
-        array,
-        device.empty,
-        not view.readonly,
+        name, "dlpack", place, dtype, shape, steps, view.ptr, None, array, empty, writable
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -291,9 +291,9 @@ def _table(plan: Plan) -> list[str]:
         lines.append(f"kv_splits  {plan.kv_splits} blocks share the columns of a row tile")
     if plan.group_splits > 1:
         lines.append(f"group_splits  {plan.group_splits} blocks share a column tile of a K/V head")
-    heads = ("kernels", "grid", "threads", "shared bytes")
+    heads = ("kernels  ", "grid", "threads", "shared bytes")
     rows = [(k.name, f"{k.grid}", f"{k.threads}", f"{k.shared_bytes:,}") for k in plan.kernels]
-    lines += _columns([heads, *rows])
+    lines += columns([heads, *rows])
     buffers = ", ".join(f"{x.name} {x.dtype} {x.shape}" for x in plan.workspace) or "nothing"
     lines.append(f"workspace  {plan.workspace_bytes:,} bytes: {buffers}")
     if p.sparse and plan.block_mask is None:
@@ -302,17 +302,17 @@ def _table(plan: Plan) -> list[str]:
     names = dict.fromkeys((*loads, *stores))
     counts = [(n, f"{loads.get(n, 0):,}", f"{stores.get(n, 0):,}") for n in names]
     total = ("all", f"{plan.accesses.total_loads:,}", f"{plan.accesses.total_stores:,}")
-    lines += _columns([("accesses", "loads", "stores"), *counts, total])
+    lines += columns([("accesses ", "loads", "stores"), *counts, total])
     return [*lines, f"FLOPs      {plan.flops:,}"]
 
 
-def _columns(rows: list[tuple[str, ...]]) -> list[str]:
-    """Lines of a table: the first column to the left, numbers to the right."""
+def columns(rows: Sequence[tuple[str, ...]], left: Collection[int] = (0,)) -> list[str]:
+    """Lines of a table: the columns numbered in ``left`` to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
-            text.ljust(max(width, 9)) if n == 0 else text.rjust(width)
-            for n, (text, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if n in left else cell.rjust(width)
+            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]
