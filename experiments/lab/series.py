@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 
 import fa_numba
 from fa_numba import device
+from fa_numba.choices import makespan as schedule
 from fa_numba.problem import Problem
 
 from . import peers
@@ -207,11 +207,9 @@ def makespan(
     A multiprocessor runs one block at a time. The hardware hands out blocks in order, splits first,
     then heads, to the multiprocessor that is free first.
     """
-    free = [0.0] * multiprocessors
     costs = block_costs(problem, Br, Bc, splits, adds and splits > 1)
-    for cost in costs * (problem.batch * problem.heads_q):
-        heapq.heapreplace(free, free[0] + cost)
-    return max(free)
+    blocks = [(1, cost) for cost in costs] * (problem.batch * problem.heads_q)
+    return schedule.makespan(blocks, multiprocessors)
 
 
 def block_costs(problem: Problem, Br: int, Bc: int, splits: int, adds: bool = False) -> list[float]:
