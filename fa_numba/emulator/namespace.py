@@ -325,12 +325,14 @@ class Namespace:
         predicate: Any,
         count: Callable[[np.ndarray, np.ndarray], Any],
     ) -> Any:
-        def resolve(values: list[np.ndarray], present: np.ndarray, _: int) -> np.ndarray:
+        def resolve(
+            values: list[np.ndarray], present: np.ndarray, _: int
+        ) -> tuple[np.ndarray, ...]:
             result = count((values[0] != 0) & present, present)
-            return np.repeat(result[:, None], WARP, 1)
+            return (np.repeat(result[:, None], WARP, 1),)
 
         self._context.instruction("shuffle")
-        found = self._context.collective(operation, mask, (predicate,), resolve)
+        (found,) = self._context.collective(operation, mask, (predicate,), resolve)
         first = found[self._context.first_lane()]
         return first.item() if (found == first).all() else found
 

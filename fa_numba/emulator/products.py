@@ -278,7 +278,7 @@ class Products(Boxes):
         if count % 8 or not 24 <= count <= 256:
             raise ValueError(f"count = {count}, allowed: multiples of 8 from 24 to 256")
         self.alone()
-        self.collective(operation, 0xFFFFFFFF, (), lambda values, present, mask: None)
+        self.collective(operation, 0xFFFFFFFF, (), lambda values, present, mask: ())
         for warp in warps_of(self.group.tids[self.active()]).tolist():
             self._registers[warp] = count
 

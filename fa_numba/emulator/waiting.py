@@ -7,7 +7,7 @@ some of a group's lanes would wait for others of it, the block begins again with
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ MAX_YIELDS = 1000  # rounds in which every group only yields before that counts 
 SPINS = 64  # rounds in which some lanes only yield before they part from the others
 
 BITS = 1 << np.arange(WARP, dtype=np.int64)
-Resolve = Callable[[list[np.ndarray], np.ndarray, int], Any]
+Resolve = Callable[[list[np.ndarray], np.ndarray, int], tuple[np.ndarray, ...]]
 
 
 class Waiting(Context):
@@ -102,17 +102,18 @@ class Waiting(Context):
         operation = self._groups[0].operation
         result: Any = None
         if operation != "syncthreads":
-            values = np.concatenate(
-                [np.broadcast_to(g.value, g.count) for g in self._groups]
-            ).astype(bool)
-            if operation == "syncthreads_count":
-                result = int(np.count_nonzero(values))
-            elif operation == "syncthreads_and":
-                result = int(values.all())
-            else:
-                result = int(values.any())
+            true = (np.count_nonzero(np.broadcast_to(g.value, g.count)) for g in self._groups)
+            result = self._outcome(operation, sum(true))
         for g in self._groups:
             g.state, g.value = READY, result
+
+    def _outcome(self, operation: str, count: Any) -> Any:
+        """What a barrier gives the threads of a block, of so many of which the predicate is true;
+        or those of several blocks, by arrays.
+        """
+        if operation == "syncthreads_count":
+            return count
+        return 1 * (count == self.threads if operation == "syncthreads_and" else count > 0)
 
     def _tick(self, warps: Any) -> None:
         self.clock += 1
@@ -146,19 +147,15 @@ class Waiting(Context):
         if operation == "syncthreads":
             return None
         count = self.by_block(self.active() & (np.asarray(value) != 0))
-        if operation == "syncthreads_and":
-            count = (count == self.threads).astype(np.int64)
-        elif operation == "syncthreads_or":
-            count = (count > 0).astype(np.int64)
-        return alike(count[self.group.blocks])
+        return alike(self._outcome(operation, count)[self.group.blocks])
 
     def collective(
         self, operation: str, mask: Any, values: tuple[Any, ...], resolve: Resolve
-    ) -> Any:
+    ) -> tuple[np.ndarray, ...]:
         """Wait for the lanes in `mask`; returns what `resolve` gives.
 
         `resolve(values, present, mask)` takes arrays (warps, 32), of which lanes that are not
-        `present` hold nothing, and gives one such array or a tuple of them, or None.
+        `present` hold nothing, and gives a tuple of such arrays, which may be empty.
         """
         group = self.group
         mask = self.uniform(mask) & FULL
@@ -197,7 +194,7 @@ class Waiting(Context):
     def _meet(
         self, operation: str, mask: int, arrays: list[np.ndarray], here: np.ndarray,
         wanted: np.ndarray, resolve: Resolve,
-    ) -> Any:  # fmt: skip
+    ) -> tuple[np.ndarray, ...]:  # fmt: skip
         """A collective whose lanes are in several groups."""
         group, site = self.group, self.site()
         found: list[Meeting | None] = []
@@ -217,9 +214,8 @@ class Waiting(Context):
             if not (wanted[n] & ~meeting.lanes).any():
                 del self._meetings[key]
                 self._as_warps = np.array([warp])
-                meeting.results = (
-                    resolve([v[None] for v in meeting.values], meeting.lanes[None], mask),
-                )
+                values = [v[None] for v in meeting.values]
+                meeting.results = resolve(values, meeting.lanes[None], mask)
                 self._stale = 0
                 for other in meeting.groups:
                     if other is not group and other.state == AT_WARP:
@@ -227,31 +223,21 @@ class Waiting(Context):
                         self._ready.append(other)
         while any(m is not None and m.results is None for m in found):
             self._wait(AT_WARP, site, operation, mask)
-        rows = [None if m is None else m.results[0] for m in found]
-        first = next((row for row in rows if row is not None), None)
-        if first is None:
-            return None
-        several = isinstance(first, tuple)
-        made = []
-        for k in range(len(first) if several else 1):
-            taken = [None if row is None else (row[k] if several else row)[0] for row in rows]
-            blank = np.zeros_like(next(t for t in taken if t is not None))
-            made.append(np.stack([blank if t is None else t for t in taken]))
-        return self._to_lanes(tuple(made) if several else made[0])
+        first = next(m.results for m in found if m is not None)
+        return self._to_lanes(
+            np.stack([np.zeros_like(one[0]) if m is None else m.results[k][0] for m in found])
+            for k, one in enumerate(first)
+        )
 
-    def _to_lanes(self, results: Any) -> Any:
-        if results is None:
-            return None
-        if isinstance(results, tuple):
-            return tuple(map(self.group.of_warps, results))
-        return self.group.of_warps(results)
+    def _to_lanes(self, results: Iterable[np.ndarray]) -> tuple[np.ndarray, ...]:
+        return tuple(map(self.group.of_warps, results))
 
     def sync_warp(self, mask: Any) -> None:
         """`syncwarp`: orders the memory of the warp when all its lanes take part."""
         self.instruction("barrier")
         group = self.group
 
-        def order(values: list[np.ndarray], present: np.ndarray, mask: int) -> None:
+        def order(values: list[np.ndarray], present: np.ndarray, mask: int) -> tuple[()]:
             warps = self._as_warps
             every = self._lanes_of(warps)
             warps = warps[present.any(axis=1) & ~(every & ~present).any(axis=1)]
@@ -259,6 +245,7 @@ class Waiting(Context):
                 self._tick(warps)
                 self.seen[warps, warps % (PITCH // WARP)] = self.starts[warps]
                 self.synced(warps)
+            return ()
 
         self._as_warps = group.warps
         self.collective("syncwarp", mask, (), order)
@@ -286,7 +273,7 @@ class Waiting(Context):
                 raise Parting(self.active())
         named: dict[int, NamedBarrier] = {}
 
-        def arrive(values: list[np.ndarray], present: np.ndarray, mask: int) -> None:
+        def arrive(values: list[np.ndarray], present: np.ndarray, mask: int) -> tuple[()]:
             for n, warp in enumerate(self._as_warps.tolist()):
                 if not present[n].any():
                     continue
@@ -296,10 +283,10 @@ class Waiting(Context):
                     raise self.fault(BarrierMisuse, text)
                 ((number, count),) = operands
                 named[warp] = self._arrive(warp, number, count, waits)
+            return ()
 
         self._as_warps = group.warps
-        met = self.collective(operation, FULL, (barrier, threads), arrive)
-        assert met is None
+        self.collective(operation, FULL, (barrier, threads), arrive)
         if waits:
             self._wait_named(operation, barrier, named)
 
