@@ -88,13 +88,10 @@ def _difference(means: list[Mapping[str, Any]]) -> str:
         for n, said in enumerate(means):
             values.setdefault(repr(said[name]), []).append(n)
         if len(values) > 1:
-            each = ", ".join(f"{value} on rank {_ranks(at)}" for value, at in values.items())
+            where = {value: " and ".join(map(str, ranks)) for value, ranks in values.items()}
+            each = ", ".join(f"{value} on rank {ranks}" for value, ranks in where.items())
             found.append(f"{name} is {each}")
     return f"{'; '.join(found)}: allowed is one for all ranks of the group"
-
-
-def _ranks(found: list[int]) -> str:
-    return " and ".join(map(str, found))
 
 
 _hosts: dict[Any, Any] = {}

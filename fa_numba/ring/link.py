@@ -44,14 +44,15 @@ def counter() -> LinkBytes | None:
     return _counted.get()
 
 
+@dataclass
 class Exchange:
     """A message on its way out and one on its way in; ``wait`` gives the second."""
 
-    def __init__(
-        self, link: Link, hop: int, works: Sequence[Any], sent: tuple = (), received: tuple = ()
-    ):
-        self.link, self.hop = link, hop
-        self.works, self.sent, self.received = works, sent, received
+    link: Link
+    hop: int
+    works: Sequence[Any]
+    sent: tuple[Any, ...] = ()
+    received: tuple[Any, ...] = ()
 
     def wait(self) -> tuple[Any, ...]:
         """What came in. On a GPU the current stream waits, on a CPU the caller.
@@ -98,7 +99,9 @@ class Link:
         dist = torch.distributed
         if not sent and not received:
             return Exchange(self, hop, ())
-        after, before = (_global(dist, self.group, self.at(n)) for n in (hop, -hop))
+        after, before = (self.at(n) for n in (hop, -hop))
+        if self.group is not None:
+            after, before = (dist.get_global_rank(self.group, rank) for rank in (after, before))
         operations = [dist.P2POp(dist.isend, x, after, self.group) for x in sent]
         operations += [dist.P2POp(dist.irecv, x, before, self.group) for x in received]
         if self.counted is not None:
@@ -107,12 +110,12 @@ class Link:
         given = tuple(sent), tuple(received)
         any_of_them = (*sent, *received)[0]
         if not any_of_them.is_cuda:
-            return Exchange(self, hop, _begun(dist, operations), *given)
+            return Exchange(self, hop, dist.batch_isend_irecv(operations), *given)
         device = any_of_them.device
         current, (side, lead) = torch.cuda.current_stream(device), _side_of(torch, device)
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            works = _begun(dist, operations)
+            works = dist.batch_isend_irecv(operations)
             for _ in range(LEAD):
                 lead.zero_()
         current.wait_stream(side)
@@ -128,14 +131,6 @@ class Link:
         if like.is_cuda and self.ranks > 1 and key not in _met:
             dist.all_reduce(torch.zeros((1,), dtype=torch.float32, device=like.device), group=key)
             _met.add(key)
-
-
-def _begun(dist: Any, operations: list) -> Sequence[Any]:
-    return dist.batch_isend_irecv(operations)
-
-
-def _global(dist: Any, group: Any, rank: int) -> int:
-    return rank if group is None else dist.get_global_rank(group, rank)
 
 
 _met: set[Any] = set()
