@@ -225,14 +225,32 @@ def draw(rows: Sequence[Row]) -> Any:
     for ax in axes[-1]:
         style.sizes(ax, powers or sorted(lengths), "sequence length N")
     handles = style.handles(axes)
+    ahead = [
+        value > 1
+        for curves in timed.values()
+        for series, gain in curves.items()
+        if series.startswith("fa2")
+        for value in gain.values()
+    ]
+    low, high = (style.short(N) for N in CLAIMED)
+    message = f"FA-2 is ahead of standard attention at {sum(ahead)} of {len(ahead)} points"
     title = (
-        "above 1 FlashAttention wins; dotted line N = 2d, band: where the gain is claimed to open"
+        f"{message if ahead else 'bytes of standard attention over those of FlashAttention'}\n"
+        f"band: where the gain is claimed to open, N={low} to {high}; dotted: N = 2d; hollow: few "
+        "heads"
     )
-    figure.legend(handles.values(), handles, loc="outside upper center", ncols=3, title=title)
+    legend = figure.legend(
+        handles.values(), handles, loc="outside upper center", ncols=2, title=title
+    )
+    legend.get_title().set_multialignment("center")
     return figure
 
 
-_LABELS = {"fa1": "FA-1", "fa2": "FA-2", "torch": "torch, unfused / fused"}
+_NAMES = {
+    **{f"fa{n}-{unit}": f"standard / FA-{n}" for n in (1, 2) for unit in ("simt", "mma")},
+    peers.FLASH: "torch, unfused / FA-2",
+    peers.EFFICIENT: "torch, unfused / efficient (fp32)",
+}
 
 
 def _panel(ax: Any, case: Case, timed: Curves, moved: Curves, style: Any) -> set[int]:
@@ -251,12 +269,12 @@ def _panel(ax: Any, case: Case, timed: Curves, moved: Curves, style: Any) -> set
             mfc="white" if few else None,
             ls="--" if few else "-",
             lw=1.2 if few else 1.8,
-            label=f"{_LABELS[series.split('-')[0]]}, {heads} heads in all{masked}",
+            label=f"{_NAMES[series]}, {heads} heads{masked}",
         )
-    for series, gain in {} if few else moved.items():
+    for series, gain in {} if few or timed else moved.items():  # bytes where no time is
         lengths |= set(gain)
         looks = {"color": style.COLOURS[series], "ls": ":", "lw": 1.2}
-        label = f"{_LABELS[series.split('-')[0]]}, bytes accessed, model{masked}"
+        label = f"{_NAMES[series]}, bytes accessed, model{masked}"
         ax.plot(list(gain), list(gain.values()), label=label, **looks)
     return lengths
 

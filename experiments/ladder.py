@@ -310,6 +310,7 @@ def draw(rows: Sequence[Row]) -> Any:
             ax.set_axis_off()
         for (problem, mine), ax in zip(problems.items(), panels, strict=False):
             _bars(ax, problem, mine, labels)
+    figure.suptitle("What each measure gains: TFLOP/s, step by step, × over the step before")
     return figure
 
 

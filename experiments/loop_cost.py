@@ -218,6 +218,7 @@ def draw(rows: Sequence[Row], units: Sequence[str] = tuple(UNITS)) -> Any:
         panels[0].set_yticks(range(len(shown[at])), [_wrapped(names[s]) for s in shown[at]])
     for ax in axes[-1]:
         ax.set_xlabel("ms")
+    figure.suptitle("From FA-1 to FA-2, one step at a time: warps, grid, loop order, tiles")
     return figure
 
 

@@ -281,6 +281,10 @@ def _is_usual(row: Row) -> bool:
 _KINDS = {NORMAL: "normal inputs", OUTLIERS: "inputs with outliers"}
 
 
+# Of torch's kernels the fused one: the others lie on it or on our standard attention.
+_DRAWN = {"float32": peers.EFFICIENT, "float16": peers.FLASH, "bfloat16": peers.FLASH}
+
+
 def draw(rows: Sequence[Row]) -> Any:
     """The relative error over N: a row of panels for each kind of input, a column for each dtype.
 
@@ -290,41 +294,53 @@ def draw(rows: Sequence[Row]) -> Any:
 
     on_gpu, emulated = curves(rows, False), curves(rows, True)
     keys = [key for key in {**on_gpu, **emulated} if key[3] == "error"]
-    keys = [key for key in keys if key[2] in (*OURS[key[0]], *THEIRS[key[0]])]
+    keys = [key for key in keys if key[2] in (*OURS[key[0]], _DRAWN[key[0]])]
     dtypes = [dtype for dtype in OURS if any(key[0] == dtype for key in keys)]
     if not dtypes:
         return None
+    lengths = {N for key in keys for found in (on_gpu, emulated) for N in found.get(key, ())}
     figure, axes = style.new(2, len(dtypes), 7.0, sharex=True, sharey="col")
     for kind, across in zip((NORMAL, OUTLIERS), axes, strict=True):
         for dtype, ax in zip(dtypes, across, strict=True):
-            lengths = _panel(ax, dtype, kind, on_gpu, emulated, style)
+            _panel(ax, dtype, kind, on_gpu, emulated, style)
             ax.axhline(ROUNDING[dtype], color="#555555", lw=0.9, ls=":", label="one rounding")
             if dtype == "float32":
                 ax.axhline(1e-5, color="#CC79A7", lw=1.2, ls="--", label="claimed, fp32")
             ax.set_yscale("log")
             ax.set_title(f"{DTYPES[dtype]}, {_KINDS[kind]}")
-            style.sizes(ax, sorted(lengths)[::2] if len(lengths) > 6 else sorted(lengths), "N")
-            ax.set_xlim(right=max(lengths, default=128) * 1.25)
+            style.sizes(ax, sorted(lengths), "N", 2 if len(lengths) > 6 else 1)
         across[0].set_ylabel("error, relative to float64")
     handles = style.handles(axes)
+    halves = [
+        value / on_gpu[dtype, kind, "fa2-mma", "error"][N]
+        for dtype in ("float16", "bfloat16")
+        for kind in (NORMAL, OUTLIERS)
+        for N, value in on_gpu.get((dtype, kind, "standard-mma", "error"), {}).items()
+        if N in on_gpu.get((dtype, kind, "fa2-mma", "error"), {})
+    ]
     title = "relative error of O (norms); full marks: GPU, hollow: emulator"
-    figure.legend(handles.values(), handles, loc="outside upper center", ncols=4, title=title)
+    if halves:
+        title = (
+            f"In 16 bits standard attention errs {min(halves):.1f} to {max(halves):.1f} times as "
+            f"much as the fused kernels\n{title}"
+        )
+    legend = figure.legend(
+        handles.values(), handles, loc="outside upper center", ncols=4, title=title
+    )
+    legend.get_title().set_multialignment("center")
     return figure
 
 
-def _panel(ax: Any, dtype: str, kind: str, on_gpu: Found, emulated: Found, style: Any) -> set[int]:
-    lengths: set[int] = set()
-    for series in (*THEIRS[dtype], *OURS[dtype]):
+def _panel(ax: Any, dtype: str, kind: str, on_gpu: Found, emulated: Found, style: Any) -> None:
+    for series in (_DRAWN[dtype], *OURS[dtype]):
         looks: dict[str, Any] = {"color": style.COLOURS[series], "marker": style.MARKERS[series]}
         looks |= {"ms": 5, "ls": "--" if calls.theirs(series) else "-"}
         for found, hollow in ((on_gpu, False), (emulated, True)):
             line = found.get((dtype, kind, series, "error"))
             if line:
-                lengths |= set(line)
                 more = {"mfc": "white", "lw": 0.8} if hollow else {"lw": 1.5}
                 label = LABELS[series] if not hollow or not on_gpu else None
                 ax.plot(list(line), list(line.values()), label=label, **looks, **more)
-    return lengths
 
 
 def paper_ratio() -> float:

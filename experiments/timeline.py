@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -119,7 +120,8 @@ def _trace(
 GROUPS = (("Q",), ("K",), ("V",), ("O",), ("l", "m", "L"))
 BLOCKS = {
     "fa1": "One thread block takes the whole head, one j after the other.",
-    "fa2": "Each row tile i is a thread block: on a GPU they run side by side.",
+    "fa2": "Each row tile i is a thread block; on a GPU they run side by side.\n"
+    "The last comes first: under a causal mask it has most columns.",
 }
 READING = "One head, forward, fp32, CUDA cores. Time goes down: a move is as high as it has bytes."
 # What moves has the strong colours, what sits on the chip the light ones.
@@ -267,9 +269,14 @@ def _outer_loop(ax: Any, trace: Trace, width: float) -> None:
 
 def _fate_of_o(trace: Trace) -> str:
     """In words what the colours say, and what a block is."""
-    read, written = (len(trace.select(("O",), kind)) for kind in ("load", "store"))
-    fate = f"read {read} times and written {written} times" if read else f"written {written} times"
-    return f"Tiles of O are {fate}{'' if read else ', and never read'}.\n{BLOCKS[trace.algorithm]}"
+    read, written = (trace.select(("O",), kind) for kind in ("load", "store"))
+    times = Counter(move.first for move in written).values()
+    each = " to ".join(
+        dict.fromkeys(str(n) for n in (min(times, default=0), max(times, default=0)))
+    )
+    fate = f"written {'once' if each == '1' else f'{each} times'}, "
+    fate += f"and read {len(read)} times in all" if read else "and never read"
+    return f"Each tile of O is {fate}.\n{BLOCKS[trace.algorithm]}"
 
 
 def animate(rows: Sequence[Row], note: str) -> bytes | None:

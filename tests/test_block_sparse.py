@@ -319,7 +319,7 @@ def test_the_figure_has_a_row_of_panels_a_pass():
     assert {"FA-1 (K/V outer), fp32", "FA-2 (Q outer), fp16"} <= set(labels)
     # The paper has no forward pass alone, and no other length.
     lines = [len([x for x in ax.lines if len(x.get_xdata())]) for ax in figure.axes]
-    assert lines == [10, 8, 8, 7]
+    assert lines == [10, 6, 8, 5]
     assert block_sparse.deviations({None: 1.0, 10: 0.13, 50: 0.5}) == {
         10: pytest.approx(0.03), 50: 0,
     }  # fmt: skip

@@ -174,8 +174,8 @@ def test_the_figure():
         for dtype in ("fp16", "fp32")
         for name in ("forward", "forward + backward")
     ]
-    # Three of many heads, three of few, two of the model; the two lines of reference.
-    assert [len(ax.lines) for ax in figure.axes] == [10] * 4
+    # Three of many heads, three of few; the two lines of reference.
+    assert [len(ax.lines) for ax in figure.axes] == [8] * 4
     assert [len(ax.lines) for ax in crossover.draw(model()).axes] == [4] * 4
     only = [row for row in synthetic() if row.head_dim == 128]
     assert [ax.get_title() for ax in crossover.draw(only).axes][0] == "forward, fp16, d=128"

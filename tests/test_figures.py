@@ -83,3 +83,20 @@ def test_colours_of_a_panel_are_apart(name, draw):
         found = {c for c in map(colour, handles) if c not in (None, "#ffffff")}
         close = [(a, b) for a, b in combinations(sorted(found), 2) if apart(a, b) < APART]
         assert not close, ax.get_title()
+
+
+@pytest.mark.parametrize(
+    ("name", "draw"), list(drawn()), ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_marks_lie_within_the_axes(name, draw):
+    figure = draw(rows_of(name))
+    for ax in figure.axes if figure else ():
+        low, high = np.sort(np.array([ax.get_xlim(), ax.get_ylim()]), axis=1).T
+        for line in ax.lines:
+            if (
+                line.get_marker() not in ("None", "", " ", None)
+                and line.get_transform() == ax.transData
+            ):
+                at = np.array(line.get_xydata(), dtype=float)
+                at = at[np.isfinite(at).all(axis=1)]
+                assert ((low <= at) & (at <= high)).all(), (ax.get_title(), line.get_label())

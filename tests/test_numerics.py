@@ -246,8 +246,12 @@ def test_the_figure():
         for dtype in ("fp32", "fp16", "bf16")
     ]
     # Lines of a GPU, those of the emulator, a rounding, and in fp32 what is claimed.
-    counts = [5 + 3 + 2, 7 + 3 + 1, 7 + 3 + 1]
+    counts = [4 + 3 + 2, 4 + 3 + 1, 4 + 3 + 1]
     assert [len(ax.lines) for ax in figure.axes] == counts * 2
+    # No point lies outside the axes.
+    for ax in figure.axes:
+        low, high = ax.get_xlim()
+        assert all(low < x < high for line in ax.lines[:-2] for x in line.get_xdata() if x > 1)
     alone = [row for row in synthetic() if row.machine == EMULATOR]
     half = [row for row in alone if row.dtype == "float16"]
     assert [ax.get_title() for ax in numerics.draw(half).axes] == [

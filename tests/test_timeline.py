@@ -141,8 +141,9 @@ def test_the_figure_has_a_box_for_every_move_as_high_as_its_bytes(traced):
             np.testing.assert_allclose(drawn.get(shade, []), want)
         assert len(drawn[timeline.SHARED]) == sum(h.array in "QKV" for h in trace.held)
         said = " ".join(text.get_text() for text in ax.texts)
-        stored = len(trace.select(("O",), "store"))
-        assert f"written {stored} times" in said
+        stored = trace.select(("O",), "store")
+        most = max(sum(move.first == other.first for other in stored) for move in stored)
+        assert ("written once" if most == 1 else f"{most} times, ") in said
         assert ("never read" in said) == (not trace.select(("O",), "load"))
         assert moves.size(trace.bytes) in ax.get_title()
 
@@ -151,8 +152,10 @@ def test_fa1_is_shown_to_read_o_again_and_fa2_is_not():
     """Three column tiles: two of three passes read O, all three write it; FA-2 writes it once."""
     rows = [r for part in timeline.measure(options(24, 4, 8, 8, False), Bench()) for r in part]
     left, right = timeline.draw(rows).axes
-    assert "read 6 times and written 9 times" in " ".join(text.get_text() for text in left.texts)
-    assert "written 3 times, and never read" in " ".join(text.get_text() for text in right.texts)
+    assert "written 3 times, and read 6 times in all" in " ".join(
+        text.get_text() for text in left.texts
+    )
+    assert "written once, and never read" in " ".join(text.get_text() for text in right.texts)
     assert timeline.AGAIN in boxes(left) and timeline.AGAIN not in boxes(right)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from . import counts, tables
@@ -85,31 +84,28 @@ def draw(rows: Sequence[Row], paper: Sequence[Row], head_dim: int, counted: Sequ
         title, make, of, beside = panel
         ax.set_title(title)
         make(ax, of, beside, style)
-    counts.annotate(axes[0][0], counted, 0.97)
     shown = style.handles(axes)
     if shown:
-        title = f"the other block size {FIXED}; full marks fp32, hollow ones fp16"
-        figure.legend(
-            shown.values(), shown.keys(), loc="outside upper center", ncols=2, title=title
+        title = (
+            "Larger blocks make fewer accesses; time follows until something else bounds it\n"
+            f"the other block size {FIXED}; full marks fp32, hollow ones fp16"
         )
+        checked = counts.said(counted)
+        title += f"; accesses\n{checked}" if checked else ""
+        legend = figure.legend(
+            shown.values(), shown.keys(), loc="outside upper center", ncols=3, title=title
+        )
+        legend.get_title().set_multialignment("center")
     return figure
 
 
 def _panels(rows: Sequence[Row], paper: Sequence[Row], d: int, what: str) -> list[Panel]:
-    """The panels of one length and mask: the first two, and those that there are rows for."""
+    """The two panels of one length and mask."""
     of_d = [r for r in rows if r.head_dim == d]
     found: list[Panel] = [
         (f"accesses (model), {what}", _accesses, rows, paper),
         (f"runtime, {what}, d={d}", _runtime, of_d, paper),
     ]
-    if any(r.source in ("l2", "dram") and not r.failed for r in of_d):
-        found.append((f"L2 and DRAM bytes, {what}, d={d}", _moved, of_d, []))
-    if any(r.metric == "resident_warps" for r in of_d):
-        found.append((f"registers (+ spilled), {what}, d={d}", _registers, of_d, []))
-    speeds = [r for r in rows if r.metric == "speed" and not r.failed]
-    if len({r.head_dim for r in speeds}) > 1:
-        for like in GOVERNING:
-            found.append((f"{like[3]}, {what}", partial(_speeds, like=like), speeds, []))
     return found
 
 
@@ -185,60 +181,3 @@ def _runtime(ax: Any, rows: Sequence[Row], paper: Sequence[Row], style: Any) -> 
     if theirs:
         _published(ax, theirs, style)
     _finish(ax, drawn | set(theirs), "ms", style)
-    absent = sorted({max(r.Br or 0, r.Bc or 0) for r in rows if r.failed and r.metric == "time"})
-    if absent:
-        text = f"not run at {', '.join(map(str, absent))}: reasons in the data file"
-        ax.annotate(text, (0.98, 0.95), xycoords="axes fraction", ha="right", fontsize=9)
-
-
-def _moved(ax: Any, rows: Sequence[Row], _: Sequence[Row], style: Any) -> None:
-    """Bytes of L2, full lines, and of DRAM, dashed, of the governing sweeps."""
-    drawn: set[int] = set()
-    for source, ls in (("l2", "-"), ("dram", "--")):
-        for like in GOVERNING:
-            for dtype in BYTES:
-                mine = [r for r in rows if (r.source, r.dtype) == (source, dtype)]
-                if found := points(mine, like[0], like[1], "traffic"):
-                    drawn |= set(found)
-                    _line(ax, in_units(found, mine[0]), like, dtype, style, ls=ls, label=None)
-    _finish(ax, drawn, "in N d a head; DRAM dashed", style, log=True)
-
-
-def _registers(ax: Any, rows: Sequence[Row], _: Sequence[Row], style: Any) -> None:
-    """Warps that a multiprocessor holds; registers of a thread, and bytes spilled, as numbers."""
-    drawn: set[int] = set()
-    said: dict[tuple[int, float], list[str]] = {}
-    for like in GOVERNING:
-        for dtype in BYTES:
-            mine = [r for r in rows if r.dtype == dtype]
-            found = points(mine, like[0], like[1], "resident_warps")
-            spills = points(mine, like[0], like[1], "local_memory")
-            registers = points(mine, like[0], like[1], "registers")
-            drawn |= set(found)
-            _line(ax, found, like, dtype, style, label=None)
-            for size, warps in found.items():
-                text = f"{registers[size]:g}" + (f" + {spills[size]:g} B" if spills[size] else "")
-                said.setdefault((size, warps), []).append(text)
-    for at, texts in said.items():  # what lies at one place, one above the other
-        text = "\n".join(dict.fromkeys(texts))
-        last = at[0] == max(drawn)
-        way = {"textcoords": "offset points", "ha": "right" if last else "center"}
-        ax.annotate(text, at, (0, 5), fontsize=7.5, **way)
-    _finish(ax, drawn, "warps a multiprocessor holds", style)
-    if said:  # room for the highest number
-        ax.set_ylim(top=1.12 * max(warps for _, warps in said))
-
-
-def _speeds(
-    ax: Any, rows: Sequence[Row], _: Sequence[Row], style: Any, like: tuple[str, str, str, str]
-) -> None:
-    """TFLOP/s of one sweep for every head dimension."""
-    drawn: set[int] = set()
-    for dtype, d in sorted({(r.dtype, r.head_dim) for r in rows}):
-        mine = [r for r in rows if (r.dtype, r.head_dim) == (dtype, d)]
-        if found := points(mine, *like[:2], "speed"):
-            drawn |= set(found)
-            _line(ax, found, like, dtype, style, label=None, alpha=0.4 + 0.15 * (d // 64))
-            last = list(found.items())[-1]
-            ax.annotate(f"d={d}", last, (5, -3), textcoords="offset points", fontsize=8)
-    _finish(ax, drawn, "TFLOP/s", style, log=True)

@@ -44,19 +44,26 @@ def equal(rows: Sequence[Row]) -> tuple[int, int]:
     return sum(model.get(what(row)) == row.value for row in counted), len(counted)
 
 
-def annotate(ax: Any, rows: Sequence[Row], height: float, side: str = "right") -> None:
-    """Write on a panel, below a height from 0 to 1, how many counted numbers equal the model's."""
+def said(rows: Sequence[Row]) -> str:
+    """How many counted numbers equal the model's; empty where none was counted."""
     found, counted = equal(rows)
     if not counted:
-        return
+        return ""
     sizes = sorted({(r.seqlen_q, r.head_dim) for r in rows if r.source == "counted"})
     where = "; ".join(f"N={N}, d={d}" for N, d in sizes)
-    ax.annotate(
-        f"counted on the emulator\nat {where}:\n{found} of {counted} numbers equal the model",
-        (0.98 if side == "right" else 0.02, height),
-        xycoords="axes fraction",
-        ha=side,
-        va="top",
-        fontsize=8.5,
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0},
-    )
+    return f"counted on the emulator at {where}: {found} of {counted} numbers equal the model"
+
+
+def annotate(ax: Any, rows: Sequence[Row], height: float, side: str = "right") -> None:
+    """Write on a panel, below a height from 0 to 1, how many counted numbers equal the model's."""
+    text = said(rows).replace(" at ", "\nat ").replace(": ", ":\n")
+    if text:
+        ax.annotate(
+            text,
+            (0.98 if side == "right" else 0.02, height),
+            xycoords="axes fraction",
+            ha=side,
+            va="top",
+            fontsize=8.5,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0},
+        )

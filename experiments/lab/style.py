@@ -11,6 +11,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from .store import write_if_changed
@@ -113,10 +114,11 @@ def handles(axes: Any) -> dict[str, Any]:
     return found
 
 
-def sizes(ax: Any, values: Sequence[int], name: str) -> None:
-    """A log2 x axis with a tick at every size, 1024 as 1k."""
+def sizes(ax: Any, values: Sequence[int], name: str, every: int = 1) -> None:
+    """A log2 x axis over all sizes with a tick at every so many of them, 1024 as 1k."""
+    ticks = list(values)[::every]
     ax.set_xscale("log", base=2)
-    ax.set_xticks(list(values), [short(value) for value in values])
+    ax.set_xticks(ticks, [short(value) for value in ticks])
     ax.xaxis.set_minor_locator(NullLocator())
     if values:
         ax.set_xlim(min(values) / 1.2, max(values) * 1.2)
@@ -177,6 +179,9 @@ def save(figure: Figure, stem: Path, footnote: str) -> list[Path]:
     Raises StoreError where they cannot be written.
     """
     _show_single_points(figure)
+    if not any("L2" in text.get_text() for text in figure.findobj(Text)):
+        lines = footnote.splitlines()
+        footnote = "\n".join(line for line in lines if not line.startswith("L2 is "))
     with matplotlib.rc_context(RC):
         lines = footnote.count("\n") + 1
         room = (0.16 * lines + 0.06) / figure.get_figheight()
