@@ -30,12 +30,16 @@ def kind_of(value: Any) -> str:
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
+def _integer(value: Any) -> int:
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError
+    return operator.index(value)
+
+
 def as_size(name: str, value: Any, axis: bool = True) -> int:
     """`value` as an int >= 1; else a TypeError or ValueError that calls it `name`."""
     try:
-        if isinstance(value, (bool, np.bool_)):
-            raise TypeError
-        size = operator.index(value)
+        size = _integer(value)
     except TypeError:
         raise TypeError(f"{name} is {value!r}: allowed is an integer >= 1") from None
     if size < 1:
@@ -58,9 +62,7 @@ def as_splits(name: str, value: Any) -> int | str:
     within = f"from 1 to {most}" if most else ">= 1"
     allowed = f"allowed is an integer {within}, or 'auto'"
     try:
-        if isinstance(value, (bool, np.bool_)):
-            raise TypeError
-        splits = operator.index(value)
+        splits = _integer(value)
     except TypeError:
         wrong = ValueError if isinstance(value, str) else TypeError
         raise wrong(f"{name} is {value!r}: {allowed}") from None
@@ -86,7 +88,9 @@ def as_shape(name: str, value: Any) -> tuple[int, ...]:
         raise TypeError(f"{name} is {value!r}: allowed is an array, or its shape") from None
 
 
-def _as_float(value: Any) -> float:
+def _real(name: str, value: Any, allowed: str) -> float:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is {value!r}: allowed is {allowed}")
     try:
         return float(value)
     except OverflowError:  # an integer beyond float64
@@ -96,11 +100,9 @@ def _as_float(value: Any) -> float:
 def as_scale(value: Any, head_dim: int) -> float:
     if value is None:
         return 1.0 / math.sqrt(head_dim)
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
-        raise TypeError(f"scale is {value!r}: allowed is a finite real number, or None")
+    scale = _real("scale", value, "a finite real number, or None")
     # The kernels multiply by scale log2(e), in float32.
     largest = float(np.finfo(np.float32).max) / math.log2(math.e)
-    scale = _as_float(value)
     if not abs(scale) <= largest:  # negated, so that NaN is refused
         raise ValueError(
             f"scale is {value!r}: allowed is a finite number, at most {largest:.3g} in magnitude "
@@ -157,10 +159,9 @@ def as_window(value: Any) -> tuple[int, int]:
         return -1, -1
     allowed = "allowed is (left, right), each a number of keys, -1 or None for no bound"
     try:
-        unordered = isinstance(value, (str, set, frozenset, dict))
-        if unordered or any(isinstance(n, (bool, np.bool_)) for n in value):
+        if isinstance(value, (str, set, frozenset, dict)):
             raise TypeError
-        sides = tuple(-1 if n is None else operator.index(n) for n in value)
+        sides = tuple(-1 if n is None else _integer(n) for n in value)
     except TypeError:
         raise TypeError(f"window is {value!r}: {allowed}") from None
     if len(sides) != 2 or min(sides) < -1:
@@ -181,26 +182,23 @@ def as_layout(value: Any) -> str:
 def as_softcap(value: Any) -> float | None:
     if value is None:
         return None
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
-        raise TypeError(
-            f"softcap is {value!r}: allowed is a positive number, or None or 0 for none"
-        )
-    if value == 0:
+    softcap = _real("softcap", value, "a positive number, or None or 0 for none")
+    if softcap == 0:
         return None
     # Within these bounds scale / softcap and softcap log2(e) are float32.
-    if not 1e-30 <= _as_float(value) <= 1e30:
+    if not 1e-30 <= softcap <= 1e30:
         raise ValueError(f"softcap is {value!r}: allowed is 1e-30 to 1e30, or None or 0 for none")
-    return float(value)
+    return softcap
 
 
 def as_dropout(value: Any) -> float:
     if value is None:
         return 0.0
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
-        raise TypeError(f"dropout_p is {value!r}: allowed is a number from 0 to below 1")
-    if not 0.0 <= _as_float(value) < 1.0:
-        raise ValueError(f"dropout_p is {value!r}: allowed is a number from 0 to below 1")
-    return float(value)
+    allowed = "a number from 0 to below 1"
+    probability = _real("dropout_p", value, allowed)
+    if not 0.0 <= probability < 1.0:
+        raise ValueError(f"dropout_p is {value!r}: allowed is {allowed}")
+    return probability
 
 
 def as_lengths(
