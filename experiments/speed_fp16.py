@@ -51,9 +51,9 @@ def draw(rows: Sequence[Row]) -> Any:
         if r.metric == "speed" and not (r.failed or r.causal) and r.pass_ == "fwd"
     }
     over = [
-        value / speed[MMA_SPLITS, *at]
-        for (series, *at), value in speed.items()
-        if series == "fa2-mma" and (MMA_SPLITS, *at) in speed and at[1] in HEAD_DIMS
+        value / speed[MMA_SPLITS, N, d]
+        for (series, N, d), value in speed.items()
+        if series == "fa2-mma" and (MMA_SPLITS, N, d) in speed and d in HEAD_DIMS
     ]
     by = f" by {min(over):.1f} to {max(over):.1f} times" if over else ""
     return speed_figures.forward(rows, DRAWN, f"Q outer (FA-2) beats K/V outer (FA-1){by}")

@@ -78,10 +78,9 @@ def draw(paper: str, item: str, rows: Sequence[Row]) -> Any:
         curves = {bar: _curve(bar, theirs, here) for bar in BARS[paper]}
         _groups(ax, {bar: curve for bar, curve in curves.items() if curve}, style)
         ours = {bar: curve for bar, curve in curves.items() if bar.series}
-        fastest += [
-            max(ours, key=lambda bar, N=N: ours[bar].get(N, 0.0)).label
-            for N in sorted(set().union(*ours.values()))
-        ]
+        for N in sorted(set().union(*ours.values())):
+            _, winner = max((curve.get(N, 0.0), bar.label) for bar, curve in ours.items())
+            fastest.append(winner)
         ax.set_title(f"d={d}, {'causal' if causal else 'not causal'}")
         ax.set_ylabel("TFLOP/s")
     gpu = lines[0]["hardware"].split("-")[0]

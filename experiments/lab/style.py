@@ -180,8 +180,8 @@ def save(figure: Figure, stem: Path, footnote: str) -> list[Path]:
     """
     _show_single_points(figure)
     if not any("L2" in text.get_text() for text in figure.findobj(Text)):
-        lines = footnote.splitlines()
-        footnote = "\n".join(line for line in lines if not line.startswith("L2 is "))
+        said = footnote.splitlines()
+        footnote = "\n".join(line for line in said if not line.startswith("L2 is "))
     with matplotlib.rc_context(RC):
         lines = footnote.count("\n") + 1
         room = (0.16 * lines + 0.06) / figure.get_figheight()
