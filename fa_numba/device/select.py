@@ -161,20 +161,13 @@ def limits() -> dict[str, int]:
     """What a multiprocessor of the current GPU holds at a time: bytes of shared memory, registers,
     threads and blocks.
     """
-    kinds = driver.CUdevice_attribute
-    wanted = {
-        "shared_bytes": kinds.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR,
-        "registers": kinds.CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_MULTIPROCESSOR,
-        "threads": kinds.CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR,
-        "blocks": kinds.CU_DEVICE_ATTRIBUTE_MAX_BLOCKS_PER_MULTIPROCESSOR,
+    gpu = cuda.get_current_device()
+    return {
+        "shared_bytes": int(gpu.MAX_SHARED_MEMORY_PER_MULTIPROCESSOR),
+        "registers": int(gpu.MAX_REGISTERS_PER_MULTIPROCESSOR),
+        "threads": int(gpu.MAX_THREADS_PER_MULTIPROCESSOR),
+        "blocks": int(gpu.MAX_BLOCKS_PER_MULTIPROCESSOR),
     }
-    found = {}
-    for name, kind in wanted.items():
-        error, value = driver.cuDeviceGetAttribute(kind, driver.CUdevice(current_ordinal()))
-        if error != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"asking for the {name} of a multiprocessor: {error.name}")
-        found[name] = int(value)
-    return found
 
 
 def describe() -> dict[str, Any]:
