@@ -7,8 +7,8 @@ from test_pages import cache_of, inputs
 
 import fa_numba
 from fa_numba import Tiles
-from fa_numba.host import append, placement
-from fa_numba.host.plans import Launch, LaunchPlan
+from fa_numba.host import append, merging, placement
+from fa_numba.host.plans import Launch, LaunchPlan, parameters
 
 
 @pytest.fixture
@@ -172,6 +172,43 @@ def test_a_kept_call_takes_the_table_and_lengths_that_are_there_then(gpu, kept):
         O = fa_numba.flash_attention_2(given, *pages, block_table=table, kv_lens=lens, **how)
         np.testing.assert_array_equal(O.values, want[n])
     assert len(kept) == 1
+
+
+def test_host_arrays_go_to_the_gpu_and_what_is_written_comes_back(gpu, kept):
+    whole, pages, added, before = begun("float16", (2, 2, 2, 1, 50, 32), (50, 33), (3, 3), 16)
+    stays = [x.copy() for x in added]
+    assert fa_numba.append_kv(*pages, *added, whole[2], before) is None
+    for found, want in zip((*pages, *added), (*whole[:2], *stays), strict=True):
+        assert found.tobytes() == want.tobytes()
+    x, y = (np.full((1, 2, 5, 8), n, np.float32) for n in (1.0, 2.0))
+    x_lse, y_lse, lse = (np.zeros((1, 2, 5), np.float32) for _ in range(3))
+    merging.merge(x, x_lse, y, y_lse, lse)
+    np.testing.assert_allclose(x, 1.5, rtol=1e-6)
+    np.testing.assert_allclose(lse, np.log(2.0), rtol=1e-6)
+    merging.add(x, y)
+    np.testing.assert_allclose(x, 3.5, rtol=1e-6)
+    assert (y == 2.0).all() and not x_lse.any() and not kept
+
+
+def test_what_is_no_attention_is_a_plan_too():
+    plans = (
+        append.plan_of("float16", (2, 3, 40, 64), 16, True, False),
+        merging.plan_of((2, 3, 40, 64), ("float32", "float16"), True, True),
+        merging.plan_of((2, 3, 40, 64), ("float16", "float16"), False, False),
+    )
+    said = [(k.name, k.grid) for plan in plans for k in plan.kernels]
+    assert said == [
+        ("append_kv", (3, 3, 2)),  # 40 rows of 8 pieces, 128 threads
+        ("merge_parts", (3, 3, 2)),
+        ("add_parts", (20, 3, 2)),
+    ]
+    for plan in plans:
+        (launch,) = plan.launches
+        assert tuple(launch.arguments) == parameters(launch.kernel)
+        assert set(plan.updated) & set(launch.arguments.values())
+        assert plan.workspace_bytes == 0 and plan.outputs == ()
+    # Nobody reads how many rows are new where all sequences have all of them.
+    assert plans[0].launches[0].arguments["new_lens"] == "kv_lens"
 
 
 def test_a_kept_append_writes_where_the_table_says_then(gpu, kept):
