@@ -197,7 +197,7 @@ def without(monkeypatch, *ablated):
     """Have plans take kernels on CUDA cores without these."""
     planning.planned.cache_clear()
     select = functools.partial(select_spec, ablated=ablated)
-    monkeypatch.setattr(units, "select_spec", select)
+    monkeypatch.setattr(units.tiling, "select_spec", select)
 
 
 @pytest.mark.parametrize("algorithm", ("fa1", "fa2"))
