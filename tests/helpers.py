@@ -11,7 +11,6 @@ from unittest import mock
 
 import numba.np.arrayobj  # noqa: F401  Numba reads np.empty once: before `running` replaces it
 import numpy as np
-import pytest
 from numba.extending import overload
 
 import fa_numba
@@ -27,28 +26,6 @@ ALGORITHMS = ("standard", "fa1", "fa2")
 # ``layout`` is a test's own word here, for strides; that of the arrays' axes has its own tests.
 CHANGING = (*(name for name in AttentionOptions.__annotations__ if name != "layout"), "tiles")
 EPS = float(np.finfo(np.float32).eps)
-
-# --- planted faults ---------------------------------------------------------------------------
-
-
-def one_of_twelve(faults, title=str):
-    """Parameters of a test of planted faults: one of twelve, the rest is `slow`.
-
-    A planted fault says whether the cases would find one like it. The faults themselves are found
-    by the source as it is, under all of the cases.
-    """
-    return [
-        pytest.param(fault, id=title(fault), marks=pytest.mark.slow if n % 12 else ())
-        for n, fault in enumerate(faults)
-    ]
-
-
-def planted(source, needle, replacement, which=0):
-    """The source with its `which`-th needle replaced."""
-    pieces = source.split(needle)
-    assert len(pieces) > which + 1, f"{needle!r} stands {len(pieces) - 1} times in the source"
-    return needle.join(pieces[: which + 1]) + replacement + needle.join(pieces[which + 1 :])
-
 
 # --- inputs ----------------------------------------------------------------------------------
 

@@ -8,9 +8,11 @@ other files that are about a kernel of their own.
 import inspect
 import itertools
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest import mock
 
 import mma_helpers
@@ -18,11 +20,16 @@ import numpy as np
 import pytest
 import test_append_kv
 import test_group_splits
+import test_inputs
 import test_kv_splits
+import test_launch_cache
 import test_mma_backward as on_mma
 import test_pages
+import test_plans
+import test_recorded_launches
 import test_ring
 import test_softmax
+import test_torch_stand_in
 import test_wgmma_backward as backward_on_hopper
 import test_wgmma_emulated as on_hopper
 import test_wgmma_fa1 as fa1_on_hopper
@@ -502,6 +509,7 @@ class Run:
     unit: str
     title: str
     call: Callable
+    quick: bool = True
 
     def __call__(self):
         self.call()
@@ -520,44 +528,63 @@ def _run(unit, runs, algorithm, title, case):
     return Run(unit, f"{runs.__name__.removeprefix('run_')}-{algorithm}-{title}", call)
 
 
-def fixtures(stack):
-    """What tests ask for by name, made on the stack."""
-    return {
-        "device": lambda: "emulator",
-        "monkeypatch": lambda: stack.enter_context(pytest.MonkeyPatch.context()),
-    }
-
-
-def runs_of(unit, *tests, fixtures=fixtures):
-    """Every case of these tests that needs no more than `fixtures`, by default."""
-    for test in tests:
+def runs_of(unit, *tests, quick=True):
+    """Every case of these tests, or of all tests of a file, that is one of this unit by default."""
+    for test in itertools.chain.from_iterable(map(_tests, tests)):
         marks = getattr(test, "pytestmark", ())
         tables = []
         for mark in marks:
             if mark.name == "parametrize":
-                columns = [x.strip() for x in mark.args[0].split(",")]
+                columns = mark.args[0]
+                if isinstance(columns, str):
+                    columns = [x.strip() for x in columns.split(",")]
                 tables.append([_row(columns, each) for each in mark.args[1]])
         for n, rows in enumerate(itertools.product(*tables)):
             given = {name: value for row in rows if row for name, value in row.items()}
             if None not in rows and ("'unit': '" not in f"{given}" or f"'{unit}'" in f"{given}"):
-                yield Run(unit, f"{test.__name__}-{n}", partial(_tested, test, given, fixtures))
+                yield Run(unit, f"{test.__name__}-{n}", partial(_tested, test, given), quick)
+
+
+def _tests(test):
+    if not inspect.ismodule(test):
+        return [test]
+    found = [x for name, x in vars(test).items() if name.startswith("test_")]
+    found = [x for x in found if inspect.isfunction(x) and not hasattr(x, "hypothesis")]
+    left_out = {"gpu", "slow", "skipif", "skip"}
+    return [x for x in found if left_out.isdisjoint(m.name for m in getattr(x, "pytestmark", ()))]
 
 
 def _row(columns, values):
     """A row of a table of parameters by name; None if it is to be skipped."""
     if hasattr(values, "marks"):
-        if any(mark.name == "skipif" and mark.args[0] for mark in values.marks):
+        if any(mark.name == "slow" or mark.args and mark.args[0] for mark in values.marks):
             return None
         values = values.values
         values = values[0] if len(columns) == 1 else values
     return dict(zip(columns, [values] if len(columns) == 1 else values, strict=True))
 
 
-def _tested(test, given, fixtures):
+def _tested(test, given):
+    module, found = inspect.getmodule(test), {"device": "emulator", **given}
     with ExitStack() as stack:
-        made = fixtures(stack)
-        asked = inspect.signature(test).parameters.keys() - given.keys()
-        test(**given, **{name: made[name]() for name in asked})
+
+        def made(name):
+            if name == "monkeypatch":
+                found.setdefault(name, stack.enter_context(pytest.MonkeyPatch.context()))
+            if name == "tmp_path":
+                found.setdefault(name, Path(stack.enter_context(TemporaryDirectory())))
+            if name not in found:
+                fixture = getattr(module, name).__wrapped__
+                value = fixture(*map(made, inspect.signature(fixture).parameters))
+                if inspect.isgenerator(value):
+                    value = stack.enter_context(contextmanager(lambda: value)())
+                found[name] = value
+            return found[name]
+
+        for name, fixture in vars(module).items():
+            if getattr(getattr(fixture, "_fixture_function_marker", None), "autouse", False):
+                made(name)
+        test(**{name: made(name) for name in inspect.signature(test).parameters})
 
 
 @cache
@@ -580,6 +607,28 @@ def own_runs():
                 if algorithm != "fa1-split" or unit != "simt" or case.query_splits > 1:
                     found.append(_run(unit, run_of, algorithm, f"{group}-{n}", case))
     return tuple(found)
+
+
+@cache
+def host_runs():
+    """Tests of the host's code and of the ring's, those that run no kernel first."""
+    passes = test_ring.test_both_passes_are_those_of_one_device
+    merged = (
+        test_ring.test_merged_parts_are_those_of_float64,
+        test_ring.test_added_parts_are_those_of_float64,
+        test_ring.test_parts_that_do_not_fit_are_refused,
+    )
+    others = (test_launch_cache, test_append_kv, test_softmax, test_plans, test_inputs, *merged)
+    plain = (replace(x, unit="host", quick=False) for x in own_runs() if "-plain-0" in x.title)
+    return (
+        *runs_of("host", test_recorded_launches),
+        *runs_of("torch", test_torch_stand_in),
+        *runs_of("ring", test_ring.test_a_window_is_that_of_the_whole_sequence),
+        *plain,
+        *runs_of("host", *others, quick=False),
+        *runs_of("torch", passes, quick=False),
+        *runs_of("ring", test_ring, quick=False),
+    )
 
 
 @cache

@@ -9,21 +9,28 @@ kernel: functions are found by walking packages, and which case runs which of th
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
+import faulthandler
 import functools
-import importlib
-import inspect
+import importlib.util
 import itertools
+import json
 import linecache
 import math
+import os
 import pkgutil
 import signal
 import sys
+import threading
 import types
 import zlib
 from collections import defaultdict
 from dataclasses import dataclass, field
+from pathlib import Path
 from unittest import mock
+
+import pytest
 
 from fa_numba import emulator
 
@@ -70,6 +77,21 @@ def negate(node):
         test = node.test
         if not (isinstance(test, ast.Compare) and isinstance(test.ops[0], OPPOSITE)):
             yield test, ast.UnaryOp(ast.Not(), test)
+
+
+def forget(node):
+    """Leave out an element of a tuple, a condition of several, an argument by its name."""
+    if isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Load) and len(node.elts) > 2:
+        for n in range(len(node.elts)):
+            yield node, ast.Tuple([*node.elts[:n], *node.elts[n + 1 :]], node.ctx)
+    elif isinstance(node, ast.BoolOp):
+        for n in range(len(node.values)):
+            left = [*node.values[:n], *node.values[n + 1 :]]
+            yield node, left[0] if len(left) == 1 else ast.BoolOp(node.op, left)
+    elif isinstance(node, ast.Call):
+        for n in range(len(node.keywords)):
+            left = [*node.keywords[:n], *node.keywords[n + 1 :]]
+            yield node, ast.Call(node.func, node.args, left)
 
 
 RULES = (drop, compare, operate, negate)
@@ -121,15 +143,20 @@ def key_of(code):
 
 
 @functools.cache
+def file_of(name):
+    """A module's, which need not be one that can be imported."""
+    return importlib.util.find_spec(name).origin
+
+
+@functools.cache
 def source(name):
-    return inspect.getsource(importlib.import_module(name))
+    return Path(file_of(name)).read_text()
 
 
 @functools.cache
 def _nodes(name):
     """(node, function, key, tests) of all that is in a module's functions, as in `Site`."""
-    file = importlib.import_module(name).__file__
-    found = []
+    file, found = file_of(name), []
 
     def visit(node, function, key, tests):
         if isinstance(node, (ast.Raise, ast.Assert, ast.JoinedStr)):
@@ -141,8 +168,7 @@ def _nodes(name):
             function = f"{function}.{node.name}" if function else node.name
             if inside:
                 outer = f"{key[1]}.<locals>." if key else function.removesuffix(node.name)
-                first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-                key = (file, f"{outer}{node.name}", first)
+                key = (file, f"{outer}{node.name}", _first_line(node))
             for each in node.body:
                 visit(each, function, key, () if inside else tests)
         elif isinstance(node, (ast.If, ast.IfExp)):
@@ -199,10 +225,10 @@ def _names(name):
 
 def modules_of(*packages):
     """Names of these modules and of all in them."""
-    for package in map(importlib.import_module, packages):
-        yield package.__name__
-        inside = pkgutil.walk_packages(getattr(package, "__path__", ()), f"{package.__name__}.")
-        yield from (each.name for each in inside)
+    for package in packages:
+        yield package
+        places = importlib.util.find_spec(package).submodule_search_locations
+        yield from (each.name for each in pkgutil.walk_packages(places or (), f"{package}."))
 
 
 # --- functions -------------------------------------------------------------------------------
@@ -284,26 +310,24 @@ def _codes(code):
 _numbers = itertools.count()
 
 
-@contextlib.contextmanager
-def planted(*sites):
-    """Everything inside runs with these sites of one module changed, what they are in made anew."""
-    (name,) = {site.module for site in sites}
-    text = source(name)
-    pieces, end = [], 0
-    for site in sorted(sites, key=lambda site: site.span):
-        old = text[slice(*site.span)]
-        # The lines below keep their numbers, by which code is found.
-        lines = "\\\n" * (old.count("\n") - site.new.count("\n"))
-        pieces += [text[end : site.span[0]], site.new, " " if lines else "", lines]
-        end = site.span[1]
-    with _of_text(name, "".join((*pieces, text[end:]))):
-        yield
+def changed(site):
+    """The text of a module with this site changed."""
+    text, (begin, end) = source(site.module), site.span
+    # The lines below keep their numbers, by which code is found.
+    lines = text[begin:end].count("\n") - site.new.count("\n")
+    return "".join((text[:begin], site.new, " " * (lines > 0), "\\\n" * lines, text[end:]))
+
+
+def planted(site):
+    """A context where this site is changed, and what it is in made anew."""
+    return _of_text(site.module, changed(site))
 
 
 @contextlib.contextmanager
 def _of_text(name, text):
     file = f"<mutant {next(_numbers)} of {name}>"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    if isinstance(text, str):  # no tree, which the emulator has no use for
+        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     codes = _codes(compile(text, file, "exec"))
     before = []
     for (_, *place), functions in functions_of(name).items():
@@ -315,13 +339,13 @@ def _of_text(name, text):
                 function.__code__ = code
     clear_caches()
     try:
-        assert before, f"no function of {name} has changed"
+        assert before or not isinstance(text, str), f"no function of {name} has changed"
         yield
     finally:
         for function, old in before:
             function.__code__ = old
         clear_caches()
-        del linecache.cache[file]
+        linecache.cache.pop(file, None)
         rewritten = emulator.rewrite._rewritten
         for key in [k for k, (code, *_) in rewritten.items() if code.co_filename == file]:
             del rewritten[key]
@@ -345,16 +369,18 @@ def _differ(a, b):
 class Calls(set):
     """The code of the package's functions that are called while this is entered."""
 
-    def _profile(self, frame, event, _):
-        if event == "call" and frame.f_globals.get("__name__", "").startswith("fa_numba."):
+    def _trace(self, frame, *_):
+        if frame.f_globals.get("__name__", "").startswith("fa_numba."):
             self.add(frame.f_code)
 
     def __enter__(self):
-        self.before = sys.getprofile()
-        sys.setprofile(self._profile)
+        self.before = sys.gettrace()
+        sys.settrace(self._trace)
+        threading.settrace(self._trace)  # of those that begin now
 
     def __exit__(self, *_):
-        sys.setprofile(self.before)
+        sys.settrace(self.before)
+        threading.settrace(self.before)
 
 
 class Reached(defaultdict):
@@ -386,6 +412,45 @@ def reached(run):
     for code in calls:
         found[key_of(code)].append({})
     return found
+
+
+def executed(runs, names):
+    """As `reached`, for each of these runs of the host's code, which are made; of these modules."""
+    keys: set[tuple] = set()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(builtins, "executed", keys.add, create=True))
+        for name in names:
+            if name in sys.modules:
+                stack.enter_context(_of_text(name, telling(name)))
+        for run in runs:
+            keys.clear()
+            noticed(run)
+            yield run, {key: [{}] for key in keys}
+
+
+def telling(name):
+    """A module's tree whose functions say when they are called."""
+    tree, file = ast.parse(source(name)), file_of(name)
+
+    def visit(node, outer):
+        for each in ast.iter_child_nodes(node):
+            if not isinstance(each, (ast.FunctionDef, ast.ClassDef)):
+                visit(each, outer)
+                continue
+            visit(
+                each, f"{outer}{each.name}" + (".", ".<locals>.")[isinstance(each, ast.FunctionDef)]
+            )
+            if isinstance(each, ast.FunctionDef):
+                key = ast.Constant((file, f"{outer}{each.name}", _first_line(each)))
+                tell = ast.Expr(ast.Call(ast.Name("executed", ast.Load()), [key], []))
+                each.body.insert(0, ast.copy_location(tell, each.body[0]))
+
+    visit(tree, "")
+    return ast.fix_missing_locations(tree)
+
+
+def _first_line(function):
+    return min([function.lineno, *(each.lineno for each in function.decorator_list)])
 
 
 def functions_from(left, calls):
@@ -479,10 +544,29 @@ def noticed(run, seconds=8):
     try:
         with at_most(seconds):
             run()
-    except AssertionError as error:
+    except (AssertionError, pytest.fail.Exception) as error:
         return "counts" if str(error).startswith("counts") else "values"
     except TookTooLong:
         return "TookTooLong"
+    except pytest.skip.Exception:
+        return None
     except Exception as error:
         return type(error).__name__
     return None
+
+
+def apart(function, *args):
+    """What a function gives in a process of its own, as JSON takes it, or that it crashed."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            faulthandler.disable()
+            os.write(write, json.dumps(function(*args)).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read) as file:
+        said = file.read()
+    os.waitpid(child, 0)
+    return json.loads(said) if said else ["Crash", "", 0]

@@ -289,13 +289,12 @@ def no_torch_but_its_names(gpu):
 
 
 SOURCE = Path(fa_numba.__file__).parent / "torch.py"
+TEXT = SOURCE.read_text()
 
 
-def fa_numba_torch(text=None):
-    """``fa_numba.torch``, or what has this text, of the torch that is imported now, apart from any
-    other's.
-    """
+def fa_numba_torch():
+    """``fa_numba.torch`` of the torch that is imported now, apart from any other's."""
     module = ModuleType("fa_numba.torch_of_a_stand_in")
-    exec(compile(text or SOURCE.read_text(), str(SOURCE), "exec"), vars(module))
+    exec(compile(TEXT, str(SOURCE), "exec"), vars(module))
     assert module.torch is _torch() and module.fa_numba is fa_numba
     return module

@@ -5,10 +5,10 @@ a sample is tried; `python tests/test_mutants.py NAME ...` tries those whose nam
 """
 
 import ast
-import contextlib
 import csv
 import functools
 import importlib
+import itertools
 import re
 import sys
 import time
@@ -20,12 +20,15 @@ import mutant_cases
 import mutants
 import numpy as np
 import pytest
+import stand_in_torch
 
 SURVIVORS = Path(__file__).parent / "data" / "survivors.csv"
-SAMPLE = {"simt": 24, "mma": 16, "wgmma": 12}  # sites of each unit, by default
-UNITS = tuple(SAMPLE)
+UNITS = {"simt": 24, "mma": 16, "wgmma": 12}  # and of how many sites by default
+HOST = {"host": 8, "ring": 4, "torch": 6}
 PARTS = 48  # of all
 PACKAGES = ("fa_numba.kernels", "fa_numba.parts", "fa_numba.intrinsics")
+TORCH = "fa_numba.torch"  # imported by a stand-in for torch
+ON_HOST = ("fa_numba.host", "fa_numba.ring", TORCH)
 
 
 @functools.cache
@@ -43,9 +46,12 @@ def named(site):
 
 @functools.cache
 def sites():
-    """All that a call on the emulator can reach; of intrinsics these are their emulations."""
+    """All that a call can reach; of intrinsics these are their emulations."""
     found = (site for name in mutants.modules_of(*PACKAGES) for site in mutants.sites_of(name))
-    return [site for site in found if _emulated(site)]
+    found = [site for site in found if _emulated(site)]
+    rules = (*mutants.RULES, mutants.forget)
+    on_host = (mutants.sites_of(name, rules) for name in mutants.modules_of(*ON_HOST))
+    return [*found, *itertools.chain.from_iterable(on_host)]
 
 
 def _emulated(site):
@@ -68,12 +74,20 @@ def _emulations():
 
 
 def units_of(site):
-    """All units, what runs fastest first, but that which the module is of before."""
-    return sorted(UNITS, key=lambda unit: unit not in site.module.split("."))
+    """All units, what runs fastest first, but that which the module is of before; of the host's
+    code that alone.
+    """
+    words = site.module.split(".")
+    return [x for x in HOST if x in words] or sorted(UNITS, key=lambda unit: unit not in words)
 
 
 @functools.cache
-def records(unit):
+def records(unit, quick=True):
+    """The runs of a unit with what they execute; of the host's code those that are quick or not."""
+    if unit in HOST:
+        runs = (x for x in mutant_cases.host_runs() if x.unit == unit and x.quick == quick)
+        with mock.patch.object(stand_in_torch, "TEXT", mutants.telling(TORCH)):
+            return list(mutants.executed(runs, list(mutants.modules_of(*ON_HOST))))
     found = [(run, mutants.reached(run)) for run in mutant_cases.runs() if run.unit == unit]
     return sorted(found, key=lambda each: each[1].threads)
 
@@ -82,27 +96,46 @@ _noticed: Counter = Counter()  # by function and run: what has noticed one looks
 
 
 def reaching(site):
-    """The runs that execute a site: of its own unit, if there are any, else of the others."""
-    for unit in units_of(site):
-        found = [run for run, record in records(unit) if mutants.reaches(site, record)]
-        yield from sorted(found, key=lambda run: -_noticed[site.key, run.title])
-        if found and unit in site.module.split("."):
+    """Lists of runs that execute a site: of its own unit, if there are any, else of the others; of
+    the host's code those that are quick, then the others.
+    """
+    units, words = units_of(site), site.module.split(".")
+    for unit, quick in itertools.product(units, (True, False) if units[0] in HOST else (True,)):
+        found = [run for run, record in records(unit, quick) if mutants.reaches(site, record)]
+        yield sorted(found, key=lambda run: -_noticed[site.key, run.title])
+        if found and unit in UNITS and unit in words:
             return
 
 
+def planted(site):
+    if site.module == TORCH:
+        return mock.patch.object(stand_in_torch, "TEXT", mutants.changed(site))
+    return mutants.planted(site)
+
+
 def tried(site):
-    """(how, by which run, after how many) a mutant is noticed; how is None if it is not."""
-    count = 0
-    with contextlib.ExitStack() as stack:
-        for run in reaching(site):
-            if not count:
-                stack.enter_context(mutants.planted(site))
-            count += 1
-            how = mutants.noticed(run)
-            if how is not None:
-                _noticed[site.key, run.title] += 1
-                return how, run.title, count
+    """(how, by which run, after how many) a mutant is noticed; how is None if it is not.
+
+    One of the host's may write anywhere, so that it has a process of its own.
+    """
+    count, on_host = 0, units_of(site)[0] in HOST
+    for runs in reaching(site):
+        how, run, more = mutants.apart(_tried, site, runs) if on_host else _tried(site, runs)
+        count += more
+        if how is not None:
+            _noticed[site.key, run] += 1
+            return how, run, count
     return None, "", count
+
+
+def _tried(site, runs):
+    if runs:
+        with planted(site):
+            for count, run in enumerate(runs, 1):
+                how = mutants.noticed(run)
+                if how is not None:
+                    return how, run.title, count
+    return None, "", len(runs)
 
 
 def all_noticed(chosen):
@@ -236,11 +269,14 @@ def test_the_source_as_it_is_passes(run):
     run()
 
 
-@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("unit", UNITS | HOST)
 def test_a_sample_is_noticed(unit):
     """And a few by what they are; each unit in one process, which finds out what runs what."""
     of_unit = (site for site in sites() if units_of(site)[0] == unit)
-    all_noticed(sorted(of_unit, key=by_number)[: SAMPLE[unit]])
+    if unit in HOST:  # what is executed by runs that are quick
+        known = {key for _, record in records(unit) for key in record}
+        of_unit = (site for site in of_unit if site.key in known)
+    all_noticed(sorted(of_unit, key=by_number)[: (UNITS | HOST)[unit]])
     of_unit = [(site, wanted) for site, wanted, first in diagnosed() if first]
     all_diagnosed([(site, wanted) for site, wanted in of_unit if units_of(site)[0] == unit])
 
