@@ -11,6 +11,7 @@ from backward_helpers import random_gradients
 import fa_numba
 from fa_numba import device as devices
 from fa_numba import reference
+from fa_numba.host.arrays import on_host
 from fa_numba.options import FEATURES, NAMES, Features
 
 B, Hq, Hk, Nq, Nk, d = 2, 2, 1, 5, 11, 4
@@ -300,3 +301,14 @@ def test_jax_arrays_that_are_refused():
         fa_numba.flash_attention_2(q, q, q, out=jnp.zeros((1, 1, 4, 4)))
     with pytest.raises(TypeError, match="q has dtype int32: allowed is float32 or float16"):
         fa_numba.flash_attention_2(*3 * [jnp.ones((1, 1, 4, 4), int)])
+
+
+def test_small_arrays_come_by_dlpack_too():
+    class Lengths:
+        def __init__(self, *values):
+            self.__dlpack__ = np.array(values).__dlpack__
+            self.__dlpack_device__ = lambda: (1, 0)
+
+    assert on_host("kv_lens", Lengths(3, 4)).tolist() == [3, 4]
+    with pytest.raises(TypeError, match="kv_lens is .*: allowed are arrays and sequences"):
+        on_host("kv_lens", object())
