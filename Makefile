@@ -1,4 +1,4 @@
-# make figures   measure what this machine can measure and draw every figure
+# make figures   measure what this machine can measure, draw every figure, write every table
 # make test      the tests: each kernel compiled for one architecture, a sample of the planted faults
 # make test-all  every kernel for every architecture it is made for, with every option; all faults
 # make lint      ruff and mypy
@@ -32,6 +32,7 @@ SOURCES := fa_numba experiments tests .ci/install.py
 
 figures: $(VENV)/.run-$(WHEELS)
 	@$(RUN) -m experiments all
+	@$(RUN) -m experiments report
 
 test: $(VENV)/.dev-$(WHEELS)
 	@$(RUN) -m pytest -q -n $(JOBS) $(TESTS)

@@ -206,7 +206,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     text = "compile, without a GPU, what options make spill, and store the bytes that plans read"
     commands.add_parser("spills", help=text, description=text)
-    text = "write the tables of paper_repro.md anew from the recordings in figures/data"
+    text = "write the tables of paper_repro.md and figures/tables anew from figures/data"
     commands.add_parser("report", help=text, description=text)
     text = (
         "list the recordings whose commit is not in this history, or whose tree may have differed"
@@ -240,9 +240,9 @@ def _report(console: Console) -> int:
         changed = report.update()
     except (OSError, ValueError) as error:  # a file, a marker, or stored rows: it says which
         what = escape(str(error))
-        console.print(f"[red]{report.PAGE.name} is as it was: {what}[/]", soft_wrap=True)
+        console.print(f"[red]the tables are as they were: {what}[/]", soft_wrap=True)
         return 1
-    console.print(f"{report.PAGE.name}: {', '.join(changed) if changed else 'nothing'} changed")
+    console.print(f"tables: {', '.join(changed) if changed else 'nothing'} changed")
     return 0
 
 

@@ -72,13 +72,6 @@ COLOURS = {
     CP_CUDNN: "#E69F00",
 }  # fmt: skip
 MARKERS = {ONE: ".", KV: "h", Q: "o", ULYSSES: "^", CP_FLASH: "v", CP_CUDNN: "X"}
-# What speeds are asked to be over one GPU's at least: (pass, causal, length).
-WANTED = {
-    ("fwd", False, 2**15): 1.9, ("fwd", False, 2**17): 1.96,
-    ("fwd", True, 2**15): 1.85, ("fwd", True, 2**17): 1.92,
-    ("fwd+bwd", False, 2**15): 1.85, ("fwd+bwd", False, 2**17): 1.92,
-    ("fwd+bwd", True, 2**15): 1.85, ("fwd+bwd", True, 2**17): 1.92,
-}  # fmt: skip
 
 
 # --- rows ------------------------------------------------------------------------------------
@@ -296,7 +289,6 @@ def table(rows: Sequence[Row]) -> Table | None:
         pass_, causal, N = at
         cells = [f"{times[s, *at]:.4g}" if (s, *at) in times else tables.MISSING for s in series]
         over = [f"{gained[s, *at]:.2f}" if (s, *at) in gained else tables.MISSING for s in OURS]
-        wanted = f"{WANTED[at]:.2f}" if at in WANTED else tables.MISSING
         right = [
             f"{model[s, *at] / times[s, *at]:.3f}" if (s, *at) in model else tables.MISSING
             for s in OURS
@@ -304,13 +296,11 @@ def table(rows: Sequence[Row]) -> Table | None:
         moved = [f"{sent[s, *at] / 1e6:.0f}" if (s, *at) in sent else tables.MISSING for s in OURS]
         peak = f"{memory[KV, *at]:.0f}" if (KV, *at) in memory else tables.MISSING
         name = f"{N >> 20}M" if N >= 2**20 else f"{N >> 10}k"
-        lines.append(
-            [pass_, tables.yes_no(causal), name, *cells, *over, wanted, *right, *moved, peak]
-        )
+        lines.append([pass_, tables.yes_no(causal), name, *cells, *over, *right, *moved, peak])
     machine = measured(rows)
     ranks = max(ranks_of(row) for row in rows if row.series in OURS and row.source == "measured")
     header = ["pass", "causal", "N", *(f"{LABELS[s]}, ms" for s in series)]
-    header += ["K, V: gain over one GPU", "Q: gain", "K, V asked for"]
+    header += ["K, V: gain over one GPU", "Q: gain"]
     header += ["K, V: model / time", "Q: model / time"]
     header += ["K, V: MB sent", "Q: MB sent", "K, V: MiB a GPU"]
     link = f"; the link gives {machine.link / 1e6:.0f} GB/s a direction" if machine else ""

@@ -46,24 +46,18 @@ PROTOCOL = (
 )
 MMA = "fa2-mma"
 SERIES = (AUTO, MMA, peers.FLASH, peers.CUDNN, peers.FLEX)
-# What a kernel of Hopper's own has to reach of cuDNN, in the median.
-OF_CUDNN = 0.9
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A class of shapes: its name, the kernel of torch's that it is held against, and what is asked
-    of torch's time over ours, in the median and at the worst point.
-    """
+    """A class of shapes: its name, and the kernel of torch's that it is held against."""
 
     title: str
     peer: str = peers.FLASH
-    median: float = 1.0
-    worst: float = 0.9
 
 
 KINDS = {
-    "shared": Kind("shared K/V heads", worst=0.95),
+    "shared": Kind("shared K/V heads"),
     "dims": Kind("head dimensions"),
     "lengths": Kind("lengths"),
     "options": Kind("options", peer=peers.FLEX),
@@ -326,20 +320,6 @@ def ratios(rows: Sequence[Row]) -> dict[tuple[str, str], Ratios]:
     return found
 
 
-def met(kind: Kind, own: Ratios) -> bool | None:
-    """Whether a class reaches what is asked of it; None where its peer was not measured."""
-    over = own.over.get(kind.peer, {})
-    if not over:
-        return None
-    reached = statistics.median(over.values()) >= kind.median and min(over.values()) >= kind.worst
-    return reached and not own.failed and len(over) == own.points
-
-
-def met_cudnn(own: Ratios) -> bool | None:
-    over = own.over.get(peers.CUDNN, {})
-    return statistics.median(over.values()) >= OF_CUDNN if over else None
-
-
 def draw(rows: Sequence[Row]) -> Any:
     """Torch's time over ours: a line for each class and pass, a dot for each point, the median a
     bar.
@@ -354,12 +334,7 @@ def draw(rows: Sequence[Row]) -> Any:
     figure, ((ax,),) = style.new(1, 1, 0.8 + 0.55 * len(found))
     ax.set_xscale("log")
     ax.axvline(1.0, color="#555555", lw=1.0)
-    for line, ((name, _), own) in enumerate(found.items()):
-        kind = KINDS[name]
-        ax.plot(
-            [kind.worst] * 2, [line - 0.4, line + 0.4], color="#B22222", lw=1.2, ls=":",
-            label="asked of the worst point",
-        )  # fmt: skip
+    for line, own in enumerate(found.values()):
         for series in shown:
             values = sorted(own.over.get(series, {}).values())
             if not values:
@@ -386,27 +361,24 @@ def draw(rows: Sequence[Row]) -> Any:
 
 
 def table(rows: Sequence[Row]) -> Table | None:
-    """A line for each class and pass: points, the median and the worst ratio to its peer, what is
-    asked, and the same over cuDNN.
+    """A line for each class and pass: points, the median and the worst ratio to its peer and to
+    cuDNN.
     """
     found = ratios(rows)
     lines = []
     for (name, pass_), own in found.items():
         kind = KINDS[name]
         over = own.over.get(kind.peer, {})
-        asked = f"{kind.median:g} / {kind.worst:g}"
         failed = f", {own.failed} failed" if own.failed else ""
         last = min(over, key=lambda place: over[place]) if over else None
         cells = [kind.title, PASSES[pass_], f"{own.points}{failed}", LABELS[kind.peer]]
-        cells += [_pair(over), asked, _said(met(kind, own))]
-        cells += [_where(last) if last else tables.MISSING]
-        cells += [_pair(own.over.get(peers.CUDNN, {})), _said(met_cudnn(own))]
-        cells += [_pair(own.over.get(MMA, {}))]
+        cells += [_pair(over), _where(last) if last else tables.MISSING]
+        cells += [_pair(own.over.get(series, {})) for series in (peers.CUDNN, MMA)]
         lines.append(cells)
     if not lines:
         return None
-    header = ["class", "pass", "points", "over", "median / worst", "asked", "met", "worst at"]
-    header += [f"over {LABELS[peers.CUDNN]}", f"median {OF_CUDNN:g}", "over ours by mma"]
+    header = ["class", "pass", "points", "over", "median / worst", "worst at"]
+    header += [f"over {LABELS[peers.CUDNN]}", "over ours by mma"]
     caption = (
         "Times of torch's kernels over those of ours as auto takes them, fp16, on Hopper by wgmma "
         "where its kernels have the option: above 1 ours is faster. Windows, "
@@ -420,10 +392,6 @@ def _pair(over: Mapping[Place, float]) -> str:
     if not over:
         return tables.MISSING
     return f"{statistics.median(over.values()):.2f} / {min(over.values()):.2f}"
-
-
-def _said(reached: bool | None) -> str:
-    return tables.MISSING if reached is None else tables.yes_no(reached)
 
 
 def _where(place: Place) -> str:

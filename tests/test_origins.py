@@ -87,7 +87,7 @@ def test_rows_of_few_runs_are_named():
 
 def test_tables_of_times_say_clocks_and_few_runs_and_others_do_not():
     store = Store(FIGURES)
-    page = report.tables(report.PAGE.read_text())
+    page = report.everywhere()
     said = {name for name, body in page.items() if "the busy GPU" in body or "o sample" in body}
     assert said >= {
         *("result", "loop_order", "loop_cost", "loop_cost_hopper", "speed", "speed_backward"),

@@ -26,6 +26,9 @@ from fa_numba.bounds import DEVICES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "paper_repro.md")
+PAGES += tuple(str(path.relative_to(ROOT)) for path in sorted(report.TABLES.glob("*.md")))
+# How long a page may be, in characters: who wants more follows its links.
+LONGEST = {"paper_repro.md": 45_000}
 RESULT = ROOT / "figures" / "data" / "loop_order" / "nvidia-h200.csv"
 # README's rows, by series, and what their columns are: source and metric.
 ROWS = {
@@ -52,9 +55,29 @@ def inputs(Nq, Nk):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files(page):
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / page).read_text())
-    local = [link for link in links if not link.startswith("https://")]
-    assert [link for link in local if not (ROOT / link).exists()] == []
+    text = (ROOT / page).read_text()
+    links = re.findall(r"\]\(([^)]+)\)", text) + re.findall(r"^\[[^]]+\]: (\S+)$", text, re.M)
+    for link in links:
+        if not link.startswith("https://"):
+            name, _, heading = link.partition("#")
+            path = (ROOT / page).parent / name if name else ROOT / page
+            assert path.exists(), link
+            titles = [re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")
+                      for line in path.read_text().splitlines()
+                      if line.startswith("#")] if heading else []  # fmt: skip
+            assert not heading or heading in titles, link
+
+
+def test_words_in_brackets_of_the_long_page_lead_somewhere():
+    text = re.sub(r"`[^`]*`", "", (ROOT / "paper_repro.md").read_text())
+    defined = set(re.findall(r"^\[([^]]+)\]: ", text, re.M))
+    words = set(re.findall(r"(?<![]!])\[([^]]+)\](?![(:])", text))
+    assert words - defined == set() and set(registry.names()) <= words
+
+
+@pytest.mark.parametrize("page", LONGEST)
+def test_pages_are_short_enough_to_be_read(page):
+    assert len((ROOT / page).read_text()) <= LONGEST[page]
 
 
 @pytest.mark.parametrize("series", ROWS)

@@ -261,7 +261,7 @@ def test_tables_have_a_line_for_each_call():
     assert len(lines) == 2 * 4 + 2 * 3
     (line,) = (x for x in lines if x[:3] == ["fwd", "no", "32k"])
     by = dict(zip(head, line, strict=True))
-    assert by["K, V asked for"] == "1.90" and float(by["K, V: gain over one GPU"]) > 1.9
+    assert float(by["K, V: gain over one GPU"]) > 1.9
     assert by["K, V: model / time"] == "1.000" and by["K, V: MiB a GPU"] == "100"
     assert by["K, V: MB sent"] == str(round(4 * 16 * 2**14 * 128 / 1e6))
     (line,) = (x for x in lines if x[:3] == ["fwd", "no", "1M"])

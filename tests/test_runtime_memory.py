@@ -81,7 +81,7 @@ def test_the_page_says_what_the_papers_gain_comes_with():
         masked = name in (MASKED, BOTH)
         gains[masked] += [standard[N] / flash[N] for N in standard if N >= 1024]
     with_mask, without = (f"{min(gains[m]):.2f} to {max(gains[m]):.2f}" for m in (True, False))
-    page = report.PAGE.read_text().replace("\n", " ")
+    page = (report.TABLES / "runtime_memory.md").read_text().replace("\n", " ")
     assert f"it is {with_mask} with a mask and {without} without one" in page
 
 

@@ -351,6 +351,34 @@ def test_a_failed_configuration_is_in_the_table(tmp_path):
     assert "| failed |" in report.text("speed", store)
 
 
+def test_a_table_without_a_place_gets_a_page(tmp_path, monkeypatch):
+    """Beside others of its experiment, or with its figure on a new one; twice is refused."""
+    page, folder = tmp_path / "page.md", tmp_path / "figures" / "tables"
+    folder.mkdir(parents=True)
+    others = [name for name in report.known() if name not in ("speed", "memory", "paged")]
+    page.write_text("".join(f"<!-- table: {n} -->\n<!-- end: {n} -->\n" for n in others))
+    (folder / "speed.md").write_text(f"# By hand\n\n{PAGE}")
+    monkeypatch.setattr(report, "PAGE", page)
+    monkeypatch.setattr(report, "TABLES", folder)
+    store = Store(tmp_path / "none")
+    assert set(report.update(None, store)) == set(report.known())
+    assert (folder / "speed.md").read_text().startswith("# By hand\n\nText before.\n")
+    assert (
+        "](../paged.png)\n\n<!-- table: paged -->\nno recording yet\n"
+        in (folder / "paged.md").read_text()
+    )
+    assert report.check(None, store) == [] and set(report.everywhere()) == set(report.known())
+    page.write_text(page.read_text() + PAGE)
+    with pytest.raises(ValueError, match="table 'speed' stands on speed.md and on another page"):
+        report.update(None, store)
+
+
+def test_links_in_a_table_lead_from_its_page():
+    made = (report.TABLES / "loop_order.md").read_text()
+    assert "](../loop_order_detail.png)" in report.tables(made)["loop_order"]
+    assert "](figures/loop_order_detail.png)" in report.text("loop_order", Store(FIGURES))
+
+
 def test_the_page_is_of_one_machine(tmp_path):
     store, page = Store(tmp_path), tmp_path / "page.md"
     page.write_text(PAGE)
@@ -516,7 +544,12 @@ def test_broken_markers_are_refused(tmp_path, page, message):
 
 
 def test_the_pages_tables_are_those_of_the_data():
-    """And every table of every experiment stands on it."""
-    assert set(report.known()) == set(report.tables(report.PAGE.read_text()))
+    """And every table stands on one of them, once, an experiment's on its own."""
+    placed = report.everywhere()
+    assert set(report.known()) == set(placed) and not report.begun(placed)
+    for name in registry.names():
+        page = report.TABLES / f"{name}.md"
+        assert set(registry.tables(name)) == set(report.tables(page.read_text()))
+        assert "![" in page.read_text()
     stale = report.check()
     assert not stale, f"python -m experiments report would change: {', '.join(stale)}"

@@ -45,7 +45,7 @@ def _output(*command: str) -> str | None:
 
 
 def commit() -> tuple[str | None, bool | None]:
-    """The commit, and whether the code differed from it: figures and tables do not count as code.
+    """The commit, and whether the code differed from it: figures and pages do not count as code.
 
     The environment's COMMIT_VARIABLE comes first, for a copy of the tree that has another history.
     Whether the code differed is None there, and both are None without git.
@@ -54,9 +54,7 @@ def commit() -> tuple[str | None, bool | None]:
     head = named or _output("git", "rev-parse", "--verify", "HEAD")
     if named or head is None:
         return head, None
-    changed = _output(
-        "git", "status", "--porcelain", "--", ".", ":!figures", ":!README.md", ":!paper_repro.md"
-    )
+    changed = _output("git", "status", "--porcelain", "--", ".", ":!figures", ":!*.md")
     return head, None if changed is None else bool(changed)
 
 

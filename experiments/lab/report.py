@@ -1,17 +1,18 @@
-"""The page paper_repro.md: every experiment's tables, made from stored rows, between markers.
+"""The page paper_repro.md and those of figures/tables, whose tables are made from stored rows.
 
     <!-- table: NAME -->
     ...
     <!-- end: NAME -->
 
-What stands between two markers is replaced; all other text is written by hand.
+What stands between two markers is replaced; all other text is written by hand. An experiment whose
+tables stand nowhere yet gets a page figures/tables/<experiment>.md.
 """
 
 from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from . import registry
@@ -21,7 +22,8 @@ from .store import EMULATOR, MODEL, Row, Store
 from .tables import Across, Make, fewer_runs
 
 PAGE = REPOSITORY / "paper_repro.md"
-# The GPU of the page's numbers: whatever else is recorded, the page stays as it is.
+TABLES = FIGURES / "tables"
+# The GPU of the pages' numbers: whatever else is recorded, they stay as they are.
 MACHINE = "nvidia-h200"
 NO_RECORDING = "no recording yet"
 _BLOCK = re.compile(
@@ -68,7 +70,8 @@ def text(name: str, store: Store) -> str:
     for experiment in experiments:
         for machine in (MODEL, EMULATOR, MACHINE):
             rows += store.read(experiment, machine)
-    table = make(rows)
+    timed = isinstance(make, Across) and make.timed
+    table = make(rows, _seconds(store, experiments)) if timed else make(rows)
     if table is None:
         return f"{NO_RECORDING}\n"
     if isinstance(make, Across) and not make.cites:
@@ -77,6 +80,16 @@ def text(name: str, store: Store) -> str:
     sources = [source for each in experiments for source in _source(store, each, l2)]
     how = _how_timed(store, experiments) if _TIMED.search(table.caption + table.body) else ""
     return f"{table.caption} {'; '.join(sources)}\n\n{table.body}{how}"
+
+
+def _seconds(store: Store, experiments: Sequence[str]) -> dict[str, float]:
+    """How long the recording of each took, where its runs say so."""
+    found = {}
+    for name in experiments:
+        runs = of_rows(store.runs(name, MACHINE), store.read(name, MACHINE))
+        if runs and all("seconds" in run for run in runs):
+            found[name] = sum(run["seconds"] for run in runs)
+    return found
 
 
 def _how_timed(store: Store, experiments: Sequence[str]) -> str:
@@ -110,11 +123,17 @@ def _source(store: Store, experiment: str, l2: bool) -> list[str]:
     return []
 
 
-def render(page: str, store: Store) -> str:
-    """The page with every marked table made anew. Raises ValueError for an unknown table."""
+def render(page: str, store: Store, path: Path = PAGE) -> str:
+    """The page with every marked table made anew, links as they lead from where the page stands.
+
+    Raises ValueError for an unknown table.
+    """
 
     def table(found: re.Match[str]) -> str:
-        return f"{found['start']}{text(found['name'], store)}{found['end']}"
+        made = text(found["name"], store)
+        if path.parent == TABLES:
+            made = made.replace("](figures/", "](../")
+        return f"{found['start']}{made}{found['end']}"
 
     return _BLOCK.sub(table, page)
 
@@ -128,16 +147,61 @@ def tables(page: str) -> dict[str, str]:
     return found
 
 
-def check(path: Path = PAGE, store: Store | None = None) -> list[str]:
-    """Names of the tables on the page that differ from what the stored rows give."""
-    page = path.read_text()
-    now, new = tables(page), tables(render(page, store or Store(FIGURES)))
-    return [name for name in now if now[name] != new[name]]
+def pages() -> list[Path]:
+    return [PAGE, *sorted(TABLES.glob("*.md"))]
 
 
-def update(path: Path = PAGE, store: Store | None = None) -> list[str]:
-    """Write the tables anew; gives the names of those that changed."""
-    stale = check(path, store)
-    if stale:
-        path.write_text(render(path.read_text(), store or Store(FIGURES)))
-    return stale
+def everywhere() -> dict[str, str]:
+    """Name -> text of the tables of all pages. Raises ValueError for one that stands twice."""
+    found: dict[str, str] = {}
+    for path in pages():
+        for name, body in tables(path.read_text()).items():
+            if name in found:
+                raise ValueError(f"table {name!r} stands on {path.name} and on another page")
+            found[name] = body
+    return found
+
+
+def begun(placed: Collection[str]) -> dict[Path, str]:
+    """A page for each experiment of whose tables some are not placed, its markers empty."""
+    found = {}
+    for experiment in registry.names():
+        new = [name for name in registry.tables(experiment) if name not in placed]
+        if new:
+            path, title = TABLES / f"{experiment}.md", registry.load(experiment).TITLE
+            page = (
+                path.read_text()
+                if path.exists()
+                else (f"# {title}\n\n![{title}](../{experiment}.png)\n")
+            )
+            marked = (f"\n<!-- table: {name} -->\n<!-- end: {name} -->\n" for name in new)
+            found[path] = page + "".join(marked)
+    return found
+
+
+def check(path: Path | None = None, store: Store | None = None) -> list[str]:
+    """Names of the tables of a page, or of all, that differ from what the stored rows give."""
+    return [name for names, _ in _stale(path, store).values() for name in names]
+
+
+def update(path: Path | None = None, store: Store | None = None) -> list[str]:
+    """Write the tables of a page, or of all, anew; gives the names of those that changed."""
+    stale = _stale(path, store)
+    for each, (_, page) in stale.items():
+        each.parent.mkdir(exist_ok=True)
+        each.write_text(page)
+    return [name for names, _ in stale.values() for name in names]
+
+
+def _stale(path: Path | None, store: Store | None) -> dict[Path, tuple[list[str], str]]:
+    """Of each page that differs its tables that do, and what it should be."""
+    old = {path: path.read_text()} if path else {each: each.read_text() for each in pages()}
+    if path is None:
+        old |= begun(everywhere())
+    store, found = store or Store(FIGURES), {}
+    for each, page in old.items():
+        now, made = tables(page), render(page, store, each)
+        names = [name for name, body in tables(made).items() if now[name] != body]
+        if names:
+            found[each] = names, made
+    return found

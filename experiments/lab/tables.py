@@ -1,4 +1,4 @@
-"""What the tables of paper_repro.md have in common: captions, Markdown, how a cell is written."""
+"""What the tables of the pages have in common: captions, Markdown, how a cell is written."""
 
 from __future__ import annotations
 
@@ -26,22 +26,24 @@ class Table:
 
 
 # From an experiment's stored rows; None where they hold nothing of the table.
-Make = Callable[[Sequence[Row]], Table | None]
+Make = Callable[..., Table | None]
 
 
 @dataclass(frozen=True)
 class Across:
     """A table over several experiments: `make` is given the rows of all of `experiments`.
 
-    `cites` is False where the table's own cells say which data they are from.
+    `cites` is False where the table's own cells say which data they are from; with `timed` it takes
+    how many seconds each experiment's recording took, too.
     """
 
-    make: Make
+    make: Callable[..., Table | None]
     experiments: tuple[str, ...]
     cites: bool = True
+    timed: bool = False
 
-    def __call__(self, rows: Sequence[Row]) -> Table | None:
-        return self.make(rows)
+    def __call__(self, rows: Sequence[Row], *seconds: Mapping[str, float]) -> Table | None:
+        return self.make(rows, *seconds)
 
 
 def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

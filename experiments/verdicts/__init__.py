@@ -4,6 +4,7 @@
 - evidence.py: rows by what is asked of them, and quantities made of them
 - questions.py: a question as data, its row on the page; questions.csv: the words of each
 - published.py, claims.py: our quantity and the published one of each question
+- artefact.py: the main claims as a form, for who checks them
 - result.py: the main result, in sentences whose numbers are the rows'
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from experiments.lab.tables import Make
 
-from . import claims, published, questions, result
+from . import artefact, claims, published, questions, result
 
 QUESTIONS = (*published.QUESTIONS, *claims.QUESTIONS)
 
@@ -19,10 +20,12 @@ QUESTIONS = (*published.QUESTIONS, *claims.QUESTIONS)
 def tables() -> dict[str, Make]:
     """Tables of the page by name: they take rows of many experiments."""
     return {
+        "artefact": artefact.TABLE,
         "rule": questions.RULE,
         "published": published.TABLE,
         "claims": claims.TABLE,
         "changed": questions.changed(QUESTIONS),
+        "links": questions.links(QUESTIONS),
         "result": result.TEXT,
         "traffic": result.TRAFFIC,
     }

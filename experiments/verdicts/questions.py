@@ -5,10 +5,12 @@ quantities. Each has a row on the page.
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments.lab import registry
 from experiments.lab.tables import Across, Table, markdown
 
 from . import rule
@@ -114,23 +116,37 @@ def declared(pairs: Mapping[str, Pairs], beside: Mapping[str, Pairs]) -> tuple[Q
 
 
 def table(questions: Sequence[Question], first: str) -> Across:
-    """The table of these questions, a row each; `first` is the heading of the first column."""
-    header = [first, "quantity or words", "source", "setting there", "setting here", "kind", "ours"]
-    header += ["verdict", "command", "data"]
+    """The table of these questions, a row each; `first` is the heading of the first column. It
+    has the words of links alone; `links` has where they lead.
+    """
+    header = [first, "quantity or words", "source", "there", "here", "kind", "ours", "verdict"]
 
     def make(evidence: Evidence) -> Table:
         lines, verdicts = [], []
         for q in questions:
             found = q.finding(evidence)
             verdicts.append(found.verdict)
-            verdict = f"**{found.verdict}**" + (f": {found.reason}" if found.reason else "")
-            data = ", ".join(f"[{name}](figures/data/{name})" for name in q.experiments)
-            command = f"`python -m experiments run {' '.join(q.experiments)}`"
-            cells = [q.name, q.words, q.source, q.there, q.here, f"{q.kind}, {q.trend}"]
-            lines.append([*cells, found.number, verdict, command, data])
-        return Table(rule.tally(verdicts), markdown(header, lines).replace("---:", "---"))
+            was = f" (was: {q.before or 'none'})" if q.before != found.verdict else ""
+            verdict = f"**{found.verdict}**{was}" + (f": {found.reason}" if found.reason else "")
+            data = ", ".join(f"[{name}]" for name in q.experiments)
+            cells = [LINK.sub(r"[\1]", words) for words in (q.name, q.words, q.source)]
+            cells += [q.there, q.here, f"{q.kind}, {q.trend}"]
+            lines.append([*cells, found.number, verdict, data])
+        body = markdown([*header, "experiment"], lines).replace("---:", "---")
+        return Table(rule.tally(verdicts), body)
 
     return _across(questions, make)
+
+
+LINK = re.compile(r"\[([^]]+)\]\(([^)]+)\)")
+
+
+def links(questions: Sequence[Question]) -> Across:
+    """Where the words in brackets of `table` and of the page lead: a line for each."""
+    said = dict(pair for q in questions for pair in LINK.findall(f"{q.name} {q.source}"))
+    said |= {name: f"figures/tables/{name}.md" for name in registry.names()}
+    body = "".join(f"[{words}]: {target}\n" for words, target in said.items())
+    return _across(questions, lambda _: Table("", body))
 
 
 def changed(questions: Sequence[Question]) -> Across:
@@ -140,7 +156,7 @@ def changed(questions: Sequence[Question]) -> Across:
     def make(evidence: Evidence) -> Table:
         found = [(q, q.finding(evidence)) for q in questions]
         lines = [
-            [q.name, q.words, q.before or "not asked", after.verdict, after.number or after.reason]
+            [q.name, q.words, q.before or "none", after.verdict, after.number or after.reason]
             for q, after in found
             if q.before != after.verdict
         ]

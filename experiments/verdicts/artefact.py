@@ -1,0 +1,132 @@
+"""The form for who checks the main claims: command, time, expected value, allowed variation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from experiments import loop_order
+from experiments.lab.store import Row
+from experiments.lab.tables import MISSING, Across, Table, markdown
+
+from .evidence import Evidence, MissingRows, Numbers, Quantity, rows
+from .result import equal_tiles, own_tiles
+from .rule import FACTORS, span
+
+GPU = "GPU"
+PROFILER = "GPU, Nsight Compute"
+TORCH = "GPU, torch"
+UNITS = ("simt", "mma", "wgmma")
+COUNTED = ("io_vs_seqlen", "io_vs_head_dim", "io_vs_sram")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A claim, what it needs, its numbers in words, and how far another run may be from them."""
+
+    claim: str
+    needs: str
+    experiments: tuple[str, ...]
+    expected: Callable[[Evidence], str]
+    allowed: str
+
+
+def _over_units(ratio: Callable[[str, str, str], Quantity]) -> Callable[[Evidence], Numbers]:
+    """A ratio of the two orders at every problem of every unit."""
+
+    def find(found: Evidence) -> Numbers:
+        of = {unit: ratio(*loop_order.series_of(unit)).find(found) for unit in UNITS}
+        return {(unit, *at): value for unit, each in of.items() for at, value in each.items()}
+
+    return find
+
+
+def _span(find: Callable[[Evidence], Numbers], form: str = ".2f") -> Callable[[Evidence], str]:
+    return lambda found: f"{span(find(found).values(), form)} times"
+
+
+def _equal(found: Evidence) -> str:
+    """How many counted numbers the closed form has."""
+    by = ("series", "head_dim", "seqlen_q", "Br", "Bc", "metric", "place")
+    equal = number = 0
+    for name in COUNTED:
+        counted = rows(name, *by, source="counted").find(found)
+        model = rows(name, *by, source="model").find(found)
+        number += len(counted)
+        equal += sum(model.get(at) == value for at, value in counted.items())
+    return f"{equal} of {number} numbers"
+
+
+def _speed(series: str) -> Callable[[Evidence], str]:
+    found = rows("speed_fp16", "head_dim", "causal", "seqlen_q", series=series, metric="speed",
+                 pass_="fwd", head_dim=(64, 128))  # fmt: skip
+    return lambda evidence: f"{span(found.find(evidence).values(), '.0f')} TFLOP/s"
+
+
+def _percent(kind: str) -> str:
+    return f"{(FACTORS[kind] - 1) * 100:.0f} %"
+
+
+RATIO = f"{_percent('ratio')} on an H100 or H200; above 1 elsewhere"
+SPEED = f"{_percent('speed')} on an H100 or H200"
+LINES = (
+    Line("accesses counted on the emulator equal the closed form", "CPU", COUNTED, _equal, "none"),
+    Line(
+        "L2 moves what the kernels access", PROFILER, ("loop_order",),
+        _span(_over_units(lambda _, a, b: equal_tiles(a, "l2") / equal_tiles(a, "model")), ".3f"),
+        f"{_percent('count')} on an H200",
+    ),
+    Line(
+        "DRAM bytes, K/V outer over Q outer, equal tiles", PROFILER, ("loop_order",),
+        _span(_over_units(lambda _, a, b: equal_tiles(a, "dram") / equal_tiles(b, "dram")), ".0f"),
+        f"{_percent('ratio')} on an H200; above 1 elsewhere",
+    ),
+    Line(
+        "time, K/V outer over Q outer, equal tiles and grid", GPU, ("loop_order",),
+        _span(_over_units(
+            lambda _, a, b: equal_tiles(a, "measured") / equal_tiles(b, "measured")
+        )), RATIO,
+    ),
+    Line(
+        "the same on the paper's grid", GPU, ("loop_order",),
+        _span(_over_units(
+            lambda one, _, b: equal_tiles(one, "measured") / equal_tiles(b, "measured")
+        ), ".1f"), RATIO,
+    ),
+    Line(
+        "the same with query splits, each at its own tiles", GPU, ("speed", "speed_fp16"),
+        _span(_over_units(
+            lambda _, a, b: own_tiles(a) / own_tiles(b.removesuffix("-fa1-tiles"))
+        )), RATIO,
+    ),
+    Line("speed of FA-2 on mma.sync, forward, fp16", TORCH, ("speed_fp16",), _speed("fa2-mma"),
+         SPEED),
+    Line("speed of FA-2 on wgmma, forward, fp16", TORCH, ("speed_fp16",), _speed("fa2-wgmma"),
+         SPEED),
+)  # fmt: skip
+
+
+def _table(found: Sequence[Row], seconds: Mapping[str, float]) -> Table | None:
+    evidence, lines = Evidence(found), []
+    for line in LINES:
+        try:
+            expected = line.expected(evidence)
+        except MissingRows:
+            continue
+        took = [seconds[name] for name in line.experiments if name in seconds]
+        minutes = f"{sum(took) / 60:.1f}" if len(took) == len(line.experiments) else MISSING
+        command = f"`run {' '.join(line.experiments)}`"
+        lines.append([line.claim, command, line.needs, minutes, expected, line.allowed])
+    if not lines:
+        return None
+    header = ["claim", "command", "needs", "minutes", "expected", "allowed variation"]
+    caption = (
+        "A command is `python -m experiments` and what stands there; minutes are those of the "
+        "recording, all that the command measures included. Figures and tables change with it, and "
+        "`git diff` shows by how much."
+    )
+    return Table(caption, markdown(header, lines).replace("---:", "---"))
+
+
+NAMES = tuple(dict.fromkeys(name for line in LINES for name in line.experiments))
+TABLE = Across(_table, NAMES, cites=False, timed=True)
