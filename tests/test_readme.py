@@ -25,10 +25,12 @@ from fa_numba import device as devices
 from fa_numba.bounds import DEVICES
 
 ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("fa_numba", "fa_numba/kernels", "fa_numba/emulator", "experiments", "tests")
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "paper_repro.md")
+PAGES += tuple(f"{room}/README.md" for room in ROOMS)
 PAGES += tuple(str(path.relative_to(ROOT)) for path in sorted(report.TABLES.glob("*.md")))
 # How long a page may be, in characters: who wants more follows its links.
-LONGEST = {"paper_repro.md": 45_000}
+LONGEST = {"README.md": 14_000, "paper_repro.md": 45_000}
 RESULT = ROOT / "figures" / "data" / "loop_order" / "nvidia-h200.csv"
 # README's rows, by series, and what their columns are: source and metric.
 ROWS = {
@@ -37,6 +39,18 @@ ROWS = {
     "fa2-mma-fa1-tiles": "FA-2, Q outer, one block a row tile",
 }
 COLUMNS = (("measured", "time"), ("model", "traffic"), ("l2", "traffic"), ("dram", "traffic"))
+SPEEDS = ROOT / "figures" / "data" / "speed_fp16" / "nvidia-h200.csv"
+KERNELS = {
+    "standard-mma": "standard attention | mma.sync",
+    "fa1-mma": "FA-1, its paper's grid | mma.sync",
+    "fa1-mma-splits": "FA-1, query splits | mma.sync",
+    "fa2-mma": "FA-2 | mma.sync",
+    "fa1-wgmma-splits": "FA-1, query splits | wgmma",
+    "fa2-wgmma": "FA-2 | wgmma",
+    "torch-unfused": "torch's unfused attention | -",
+    "torch-fa2": "torch's FlashAttention-2 | -",
+    "torch-cudnn": "cuDNN, by torch | -",
+}
 SETTING = {
     "pass": "fwd",
     "dtype": "float16",
@@ -93,10 +107,31 @@ def test_readmes_result_is_the_recorded_one(series):
     assert f"| {ROWS[series]} | {' | '.join(values)} |\n" in (ROOT / "README.md").read_text()
 
 
+@pytest.mark.parametrize("series", KERNELS)
+def test_readmes_speeds_are_the_recorded_ones(series):
+    with open(SPEEDS) as file:
+        rows = [r for r in csv.DictReader(file) if SETTING.items() <= r.items()]
+    value = {r["metric"]: float(r["value"]) for r in rows if r["series"] == series}
+    cells = f"{value['time']:.1f} ms | {value['speed']:.0f} | {value['memory']:.0f} MiB"
+    assert f"| {KERNELS[series]} | {cells} |\n" in (ROOT / "README.md").read_text()
+
+
+def test_readmes_finding_is_the_forms():
+    """The first paragraph has the ratios of DRAM bytes and of time that the page's form expects."""
+    finding = " ".join((ROOT / "README.md").read_text().partition("\n## ")[0].split())
+    form = report.text("artefact", Store(report.FIGURES))
+    for claim, words in (
+        ("DRAM bytes", "moves {} the bytes of DRAM"),
+        ("time, K/V", "takes {} as"),
+    ):
+        (line,) = (line for line in form.splitlines() if line.startswith(f"| {claim}"))
+        assert words.format(line.split(" | ")[4]) in finding
+
+
 def test_the_emulators_times_are_those_of_the_file():
     with open(ROOT / "tests" / "data" / "emulator_speed.csv") as file:
         rows = list(csv.DictReader(file))
-    page = (ROOT / "CONTRIBUTING.md").read_text()
+    page = (ROOT / "fa_numba" / "emulator" / "README.md").read_text()
     assert len(rows) > 5
     for row in rows:
         before, after = row["before"], row["after"]
@@ -115,7 +150,7 @@ def test_the_times_of_a_first_call_are_those_of_the_file():
     parts = [seconds[stage] for stage in time_compile.MEASURED if stage != "import"]
     for whole, *stages in zip(seconds["compile"], *parts, strict=True):
         assert whole == pytest.approx(sum(stages), abs=0.05)
-        assert 1.0 <= whole < 3.5  # README's one to three
+        assert 1.0 <= whole < 3.5  # the one to three of fa_numba/README.md
 
 
 @pytest.mark.parametrize("Nq, Nk", [(20, 12), (12, 20), (16, 16)])
@@ -183,8 +218,11 @@ SHOWN = re.compile(
 )
 
 
-def shown_again(folder):
-    """README with what its commands print, where no GPU is, in place of what it says they print.
+SHOWING = (ROOT / "fa_numba" / "README.md", ROOT / "experiments" / "README.md")
+
+
+def shown_again(page, folder):
+    """A page with what its commands print, where no GPU is, in place of what it says they print.
 
     What they write goes to the folder.
     """
@@ -201,24 +239,26 @@ def shown_again(folder):
         mock.patch.object(compare, "gpu_here", lambda: stand_in),
         mock.patch.object(devices, "why_no_gpu", lambda: "no CUDA GPU or driver was found"),
     ):
-        return SHOWN.sub(printed, (ROOT / "README.md").read_text())
+        return SHOWN.sub(printed, page.read_text())
 
 
-def test_readme_shows_what_the_commands_print(tmp_path, monkeypatch):
+def test_pages_show_what_the_commands_print(tmp_path, monkeypatch):
     """`python tests/test_readme.py` writes what they print now."""
     monkeypatch.setattr(compare_command, "REPOSITORY", tmp_path)
-    page = (ROOT / "README.md").read_text()
-    shown = {(block["package"], block["arguments"].split()[0]) for block in SHOWN.finditer(page)}
+    blocks = [block for page in SHOWING for block in SHOWN.finditer(page.read_text())]
+    shown = {(block["package"], block["arguments"].split()[0]) for block in blocks}
     wanted = {("fa_numba", module.NAME) for module in command.COMMANDS}
     assert shown == wanted | {("experiments", compare.NAME)}
-    assert shown_again(tmp_path) == page
+    for page in SHOWING:
+        assert shown_again(page, tmp_path) == page.read_text()
     assert {path.name for path in tmp_path.iterdir()} == {
         f"compare.{kind}" for kind in ("png", "svg", "json")
     }
 
 
 def test_the_table_for_other_libraries_names_what_there_is():
-    page = (ROOT / "README.md").read_text().partition("## Coming from another library")[2]
+    page = (ROOT / "fa_numba" / "README.md").read_text()
+    page = page.partition("## Coming from another library")[2].partition("\n## ")[0]
     rows = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
     names = {n for row in rows for n in re.findall(r"`(\w+)(?:=[^`]*)?`", row)}
     functions = (fa_numba.flash_attention_2_backward, fa_numba.flash_attention_1)
@@ -229,4 +269,5 @@ def test_the_table_for_other_libraries_names_what_there_is():
 
 
 if __name__ == "__main__":
-    (ROOT / "README.md").write_text(shown_again(FILTERED))
+    for each in SHOWING:
+        each.write_text(shown_again(each, FILTERED))

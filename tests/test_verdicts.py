@@ -487,7 +487,8 @@ def test_what_readme_says_of_what_is_slow():
     ]
     call = "fwd+bwd", "dropout, padding mask"
     short = [time("fa2-mma", *call)[N] / time("torch-unfused", *call)[N] for N in (128, 256, 512)]
-    readme = " ".join((FIGURES.parent / "README.md").read_text().split())
+    readme = (FIGURES.parent / "fa_numba" / "README.md").read_text()
+    readme = " ".join(readme.split())
     assert f"has {rule.span(ratios)} of the speed of torch's FA-2" in readme
     first, second, third = (f"{x:.1f}" for x in short)
     assert f"took {first}, {second} and {third} times as long as torch's unfused" in readme
