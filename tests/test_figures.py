@@ -52,13 +52,11 @@ def drawn():
     for name in registry.names():
         module = registry.load(name)
         yield name, module.draw
-        yield from getattr(module, "FIGURES", {}).items()
+        yield from registry.figures(module).items()
 
 
 def rows_of(name):
-    owner = next(
-        e for e in registry.names() if name in (e, *getattr(registry.load(e), "FIGURES", ()))
-    )
+    owner = next(e for e in registry.names() if name in (e, *registry.figures(registry.load(e))))
     store = Store(FIGURES)
     return [r for machine in (MODEL, EMULATOR, report.MACHINE) for r in store.read(owner, machine)]
 

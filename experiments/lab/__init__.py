@@ -27,5 +27,6 @@ paper_bars                  a paper's speed figure as the paper draws it, ours b
 block_figures, sparse_figures   curves over the block size, and over the share of blocks
 resources   registers, spills and warps of compiled kernels
 style       one look for every figure
+thumbs      the small figures of README
 tables, report              tables, and the pages that show them
 """

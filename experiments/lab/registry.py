@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast
 
 import experiments
 
+from . import thumbs
 from .options import Bench, Options
 from .store import Row
 from .tables import Make
@@ -60,8 +61,9 @@ def needs_torch(experiment: Experiment) -> bool:
 
 
 def figures(experiment: Experiment) -> Mapping[str, Draw]:
-    """The experiment's figures beside the one under its own name."""
-    return getattr(experiment, "FIGURES", {})
+    """The experiment's figures beside the one under its own name, a small one for README too."""
+    name = getattr(experiment, "__name__", "").rpartition(".")[2]
+    return {**getattr(experiment, "FIGURES", {}), **thumbs.figures(name)}
 
 
 def takes_tiles(experiment: Experiment) -> bool:

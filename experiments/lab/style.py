@@ -92,10 +92,12 @@ def use() -> None:
     matplotlib.rcParams.update(RC)
 
 
-def new(rows: int, columns: int, height: float, **options: Any) -> tuple[Figure, Any]:
+def new(
+    rows: int, columns: int, height: float, width: float = WIDTH, **options: Any
+) -> tuple[Figure, Any]:
     """A figure and its grid of axes (always two-dimensional)."""
     use()
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
@@ -174,7 +176,8 @@ def _show_single_points(figure: Figure) -> None:
 
 
 def save(figure: Figure, stem: Path, footnote: str) -> list[Path]:
-    """Write stem.svg and stem.png with the footnote; gives the files that changed.
+    """Write stem.svg and stem.png with the footnote; gives the files that changed. A small figure
+    has no place for it: a link to the large one has.
 
     Raises StoreError where they cannot be written.
     """
@@ -182,8 +185,10 @@ def save(figure: Figure, stem: Path, footnote: str) -> list[Path]:
     if not any("L2" in text.get_text() for text in figure.findobj(Text)):
         said = footnote.splitlines()
         footnote = "\n".join(line for line in said if not line.startswith("L2 is "))
+    if figure.get_figwidth() < WIDTH:
+        footnote = ""
     with matplotlib.rc_context(RC):
-        lines = footnote.count("\n") + 1
+        lines = footnote.count("\n") + bool(footnote)
         room = (0.16 * lines + 0.06) / figure.get_figheight()
         engine = figure.get_layout_engine()
         if isinstance(engine, ConstrainedLayoutEngine):
