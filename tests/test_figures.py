@@ -8,7 +8,7 @@ import pytest
 matplotlib = pytest.importorskip("matplotlib")
 from matplotlib import colors, image  # noqa: E402
 
-from experiments.lab import registry, report  # noqa: E402
+from experiments.lab import registry, report, thumbs  # noqa: E402
 from experiments.lab.options import FIGURES  # noqa: E402
 from experiments.lab.store import EMULATOR, MODEL, Store  # noqa: E402
 
@@ -46,6 +46,27 @@ def test_no_ink_lies_on_the_border(path):
     inked = (pixels < 0.98).any(axis=-1)
     inked[BORDER:-BORDER, BORDER:-BORDER] = False
     assert not inked.any()
+
+
+def test_small_figures_show_what_their_titles_say():
+    def last(name, series):
+        """How many times the first value the last is."""
+        points = thumbs.THUMBS[name].points(rows_of(name), series)
+        assert len(points) > 4 and len({x for x, _ in points}) == len(points)
+        return points[-1][1] / points[0][1]
+
+    dram = {series: last("io_vs_seqlen", series) for series in thumbs.ORDERS}
+    assert dram["fa2-simt"] < 1.2 < 20 < min(dram["fa1-simt"], dram["standard-simt"])
+    assert last("loop_order", "fa2-mma-fa1-tiles") < last("loop_order", "fa1-mma")
+    assert last("numerics", "fa2-mma") < 1.1 < 2 < last("numerics", "standard-mma")
+    assert last("decode", "fa2-mma") < 1.5 < 3 < last("decode", "fa2-mma-splits")
+    # Lengths doubled six and nine times.
+    assert last("runtime_memory", "torch-unfused") > 2 ** (1.8 * 6)
+    assert 0.9 < last("runtime_memory", "fa2-mma") / 2**9 < 1.1
+    for name in registry.names():
+        made = thumbs.figures(name)
+        assert set(made) == ({f"{name}_small"} if name in thumbs.THUMBS else set())
+        assert all(draw([]) is None for draw in made.values())
 
 
 def drawn():
