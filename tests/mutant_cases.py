@@ -79,6 +79,15 @@ CASES["long"] = (Case((1, 1, 1, 5, 200, 4), Tiles(8, 64, 64), low=True),)  # two
 # Every tile is swizzled, two rows of Q are read at once.
 CASES["swizzled"] = (Case((1, 1, 1, 37, 40, 32), Tiles(32, 32, 32)),)
 BACKWARD_CASES["swizzled"] = CASES["swizzled"]
+# Tiles without a ragged edge, behind which nothing may be visited.
+CASES["whole"] = (
+    Case((1, 2, 1, 16, 32, 8), Tiles(8, 16), CAUSAL, 2),
+    Case((2, 1, 1, 16, 16, 8), Tiles(8, 8), {"q_lens": [16, 8], "kv_lens": [16, 8]}),
+)
+BACKWARD_CASES["whole"] = (
+    Case((1, 2, 1, 16, 32, 8), Tiles(8, 16), CAUSAL, 2),
+    Case((2, 1, 1, 16, 32, 8), Tiles(8, 16), {"q_lens": [16, 8], "kv_lens": [16, 32]}),
+)
 # Threads with several fours of the head dimension.
 CASES["wide"] = (
     Case((1, 2, 1, 21, 23, 40), Tiles(16, 16, 32), CAUSAL, 2),
@@ -345,6 +354,10 @@ MMA_CASES["scores"] = (
     ),
 )
 MMA_CASES["dropout"] += (Case((2, 1, 1, 20, 35, 8), Tiles(16, 16), DROPOUT),)
+MMA_CASES["whole"] = MMA_BACKWARD_CASES["whole"] = (
+    Case((1, 2, 1, 32, 48, 16), Tiles(16, 16), CAUSAL, 2),
+    Case((2, 1, 1, 32, 32, 16), Tiles(16, 16), {"q_lens": [32, 16], "kv_lens": [32, 16]}),
+)
 MMA_STAGES["stages"] += (Case((2, 1, 1, 50, 64, 8), Tiles(16, 16, stages=2), _sparse[0].options),)
 
 

@@ -32,6 +32,7 @@ CASES = [
     (1, 2, 1, 77, 130, 64, {"causal": True, "alibi_slopes": np.float32([0.7, -0.2])}),
     (1, 2, 1, 150, 150, 128, {"causal": True, **BIAS}),
     (1, 2, 2, 150, 150, 64, BIAS),
+    (1, 2, 1, 128, 256, 64, {"causal": True}),  # no ragged edge
 ]
 
 
@@ -134,6 +135,7 @@ def test_packed_sequences_are_those_alone_whatever_lies_beside_them(d, options):
 WIDE = [
     ("fa2", "float16", 1, 1, 1, 1, 1, 256, {}),
     ("fa2", "float16", 1, 1, 1, 70, 200, 192, {}),
+    ("fa2", "float16", 1, 2, 1, 128, 128, 192, {}),
     ("fa2", "float16", 1, 2, 1, 130, 90, 256, {"causal": True}),
     ("fa2-deterministic", "float16", 1, 1, 1, 150, 77, 136, {"causal": True, "softcap": 1.5}),
     pytest.param(

@@ -28,6 +28,7 @@ CASES = [
     (2, 4, 2, 40, 90, 64, Tiles(128, 64, stages=2), {"alibi_slopes": SLOPES, "causal": True}),
     (1, 4, 2, 140, 140, 64, Tiles(64, 64, stages=3), {"causal": True}),
     (2, 3, 3, 70, 60, 64, Tiles(128, 64, stages=4), {}),
+    (1, 2, 1, 128, 192, 64, Tiles(64, 64, stages=2), {"causal": True}),  # no ragged edge
 ]
 
 
