@@ -358,6 +358,10 @@ MMA_CASES["whole"] = MMA_BACKWARD_CASES["whole"] = (
     Case((1, 2, 1, 32, 48, 16), Tiles(16, 16), CAUSAL, 2),
     Case((2, 1, 1, 32, 32, 16), Tiles(16, 16), {"q_lens": [32, 16], "kv_lens": [32, 16]}),
 )
+MMA_STAGES["not ahead"] = (
+    Case((1, 1, 1, 40, 75, 24), Tiles(32, 32), {"ablate": ("prefetch",)}),
+    Case((1, 4, 1, 3, 75, 24), Tiles(16, 32), {"ablate": ("prefetch",)}),
+)
 MMA_STAGES["stages"] += (Case((2, 1, 1, 50, 64, 8), Tiles(16, 16, stages=2), _sparse[0].options),)
 
 
@@ -679,6 +683,7 @@ def runs():
         on_hopper.test_places_are_taken_again,
         on_hopper.test_measures_left_out_change_no_result_and_no_access,
         on_hopper.test_a_row_tile_of_many_columns_may_be_taken_early,
+        on_hopper.test_row_tiles_of_many_columns_are_asked_for_one_by_one,
         test_kv_splits.test_splits_on_hoppers_unit,
         test_kv_splits.test_small_calls,
         fa1_on_hopper.test_results_and_counts,

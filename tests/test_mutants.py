@@ -221,7 +221,7 @@ def rounded_to_16_bits(array):
 rounded_to_16_bits.emulation = rounded_to_16_bits  # as an intrinsic has it
 OTHERS = {
     another_phase: EARLY | STALLS,
-    not_atomic: {"GlobalHazard"},
+    not_atomic: {"GlobalHazard", "values"},
     more_bytes: STALLS,
     more_registers: {"Deadlock"},
     half_sums: {"values"},
@@ -230,7 +230,7 @@ OTHERS = {
 
 @functools.cache
 def diagnosed():
-    """(site, what says so, whether it is in the sample): the first two of each kind are."""
+    """(site, what says so, whether it is in the sample): the first three of each kind are."""
     found = []
     rules = {(mutants.drop, name): wanted for name, wanted in MISSING.items()}
     rules |= {(rule, ""): wanted for rule, wanted in OTHERS.items()}
@@ -242,7 +242,7 @@ def diagnosed():
         sites = [site for site in sites if re.search(rf"\b{name}\(", site.text)]
         sites = sorted({site for site in sites if named(site) not in survivors()}, key=by_number)
         assert sites, f"no {rule.__name__} {name}"
-        found += [(site, wanted, n < 2) for n, site in enumerate(sites)]
+        found += [(site, wanted, n < 3) for n, site in enumerate(sites)]
     return found
 
 
@@ -284,7 +284,9 @@ def test_a_sample_is_noticed(unit):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_all_are_noticed(part):
-    all_noticed(sites()[part::PARTS])
+    """In kernels, parts and emulations; of the host's code the sample alone has been looked at."""
+    chosen = [site for site in sites() if units_of(site)[0] in UNITS]
+    all_noticed(chosen[part::PARTS])
     all_diagnosed([(site, wanted) for site, wanted, _ in diagnosed()[part::PARTS]])
 
 

@@ -234,6 +234,17 @@ def test_places_are_taken_again(rows, stages, heads, Nq):
         check("emulator", "fa2", q, k, v, tiles=Tiles(rows, 64, stages=stages), **UNIT)
 
 
+def test_row_tiles_of_many_columns_are_asked_for_one_by_one():
+    """One block has three of them; the next one is asked for as the last columns are loaded."""
+    q, k, v = half_inputs("float16", 1, 1, 1, 300, 320, 64)
+    uncached = getattr(planning.planned, "__wrapped__", planning.planned)
+    with (
+        mock.patch.object(planning, "planned", uncached),
+        mock.patch.object(fa_numba.device, "multiprocessors", lambda: 1),
+    ):
+        check("emulator", "fa2", q, k, v, tiles=Tiles(128, 16, stages=2), **CAUSAL)
+
+
 def test_a_row_tile_of_many_columns_may_be_taken_early():
     """Eleven column tiles, of which eight are left when the next row tile is taken late."""
     q, k, v = half_inputs("float16", 1, 2, 1, 140, 170, 64)
