@@ -132,8 +132,8 @@ def test_imports_go_down():
     "module, text",
     [
         ("fa_numba.reference", "from fa_numba.kernels.simt import fa1_forward"),
-        ("fa_numba.parts.rows", "def f():\n    from ..kernels import simt"),
-        ("fa_numba.io_model", "from .parts.rows import make_read_rows"),
+        ("fa_numba.parts.grid", "def f():\n    from ..kernels import simt"),
+        ("fa_numba.io_model", "from .parts.grid import make_query_rows"),
         ("fa_numba.device.memory", "import fa_numba.host.arrays"),
         ("fa_numba.host.plans", "if TYPE_CHECKING:\n    from fa_numba import ops"),
         ("fa_numba.ops", "import experiments.speed"),

@@ -3,6 +3,7 @@
 The GPUs are stand-ins that take down and run nothing, so that each call takes a millisecond.
 """
 
+import inspect
 import itertools
 import sys
 from dataclasses import dataclass, replace
@@ -601,13 +602,12 @@ def reached(function):
         if function in seen:
             continue
         seen.add(function)
-        names = kernel_cache._names(function.__code__)
-        values = [cell.cell_contents for cell in function.__closure__ or ()]
-        values += [function.__globals__[n] for n in names & function.__globals__.keys()]
-        for value in values:
+        named = inspect.getclosurevars(function)
+        taken = kernel_cache._attributes_taken(function.__code__)
+        for name, value in (named.nonlocals | named.globals).items():
             inside = [value]
-            if kernel_cache._is_namespace(value):
-                inside = [getattr(value, n) for n in names if hasattr(value, n)]
+            if name in taken and kernel_cache._is_namespace(value):
+                inside = [getattr(value, attribute) for attribute in taken[name]]
             for x in inside:
                 if isinstance(x, kernel_cache._Intrinsic):
                     found.add(x)

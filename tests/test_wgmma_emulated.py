@@ -222,8 +222,11 @@ def _whole(rows, stages):
     return attend("emulator", "fa2", q, k, v, tiles=Tiles(rows, 32, stages=stages), **CAUSAL)
 
 
-@pytest.mark.parametrize("rows, stages, heads, Nq", [(64, 3, 4, 400), (128, 4, 2, 400)])
-def test_places_are_taken_again(rows, stages, heads, Nq):
+@pytest.mark.parametrize(
+    "rows, stages, heads, Nq, ablate",
+    [(64, 3, 4, 400, ()), (128, 4, 2, 400, ()), (64, 2, 1, 200, ("ahead",))],
+)
+def test_places_are_taken_again(rows, stages, heads, Nq, ablate):
     """Blocks that one multiprocessor has take more row tiles than there are places of Q."""
     q, k, v = half_inputs("float16", 1, heads, 1, Nq, 70, 64)
     uncached = getattr(planning.planned, "__wrapped__", planning.planned)
@@ -231,7 +234,8 @@ def test_places_are_taken_again(rows, stages, heads, Nq):
         mock.patch.object(planning, "planned", uncached),
         mock.patch.object(fa_numba.device, "multiprocessors", lambda: 1),
     ):
-        check("emulator", "fa2", q, k, v, tiles=Tiles(rows, 64, stages=stages), **UNIT)
+        tiles = Tiles(rows, 64, stages=stages)
+        check("emulator", "fa2", q, k, v, tiles=tiles, ablate=ablate, **UNIT)
 
 
 def test_row_tiles_of_many_columns_are_asked_for_one_by_one():

@@ -96,7 +96,7 @@ def mma_tiles(
     sizes: dict[str, Any] = {"head_dim": head_dim, "shared_limit": shared_limit}
     gradients = of == "bwd" and algorithm != "standard"
     if gradients:
-        sizes["row_tiles"] = 3 if algorithm == "fa1" else 2
+        sizes["algorithm"] = algorithm
         select: Callable = functools.partial(select_mma_backward_spec, **sizes)
         few = max(seqlen_q, seqlen_k) <= 128  # no more than two such tiles
         if (Br, Bc) == (64, 128) and (few or not is_valid(Tiles(Br, Bc), select)):

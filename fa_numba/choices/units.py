@@ -237,8 +237,8 @@ class Mma(Unit):
         return _shape(tiles, why, select, facts | {"tile_heads": heads, "grouped": group > heads})
 
     def backward(self, request: Request) -> Shape:
-        row_tiles = 3 if request.choices.algorithm == "fa1" else 2
-        select = _selecting(tiling.select_mma_backward_spec, request, row_tiles=row_tiles)
+        algorithm = request.choices.algorithm
+        select = _selecting(tiling.select_mma_backward_spec, request, algorithm=algorithm)
         facts = {"splits_queries": request.choices.query_splits > 1, **_flash_facts(request)}
         facts["vector_adds"] = request.capability >= (9, 0)
         return self.shaped(request, select, _by_table(mma_tiles, request), facts)
@@ -368,7 +368,7 @@ class Wgmma(Unit):
         first = choices.algorithm == "fa1"
         facts["atomic"] = self.adds_dq(request) or first
         tiles = choices.tiles or tiling.default_wgmma_backward_tiles(p.head_dim, facts["atomic"])
-        facts["row_tiles"] = 3 if first else 2
+        facts["algorithm"] = request.choices.algorithm
         facts["splits_queries"] = choices.query_splits > 1
         if p.causal and not first:
             facts["chunk_tiles"] = chunk_tiles(request, tiles.Bc)

@@ -13,12 +13,13 @@ are made again, ``tensor_map`` arrays for the copy engine, ``memory`` arrays and
 ``timing`` events.
 """
 
-from numba import cuda, float32, int32, int64, types, uint32, uint64
+from numba import float32, int32, int64, types, uint32, uint64
 from numba.cuda import profile_start, profile_stop
 
 from fa_numba.device.assembling import assembled, registers_of
+from fa_numba.device.door import cuda
 from fa_numba.device.function import device_function
-from fa_numba.device.kernel import Kernel, array_type
+from fa_numba.device.kernel import Kernel
 from fa_numba.device.launch_record import DeviceArray, LaunchRecord
 from fa_numba.device.launching import (
     broadcast,
@@ -61,5 +62,6 @@ from fa_numba.device.select import (
     using,
     why_no_gpu,
 )
+from fa_numba.device.signature import arguments, array_type, half_type
 from fa_numba.device.tensor_map import WRAPS, TiledArray, tiled_type
 from fa_numba.device.timing import time_ms

@@ -13,11 +13,6 @@ from fa_numba.device.front_end import without_repeats
 from fa_numba.device.launch_record import checked
 
 
-def array_type(ndim: int, element=types.float32):
-    """Numba's type of an array of ``element`` with ``ndim`` axes and any strides."""
-    return types.Array(element, ndim, "A")
-
-
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """A kernel and what its launch needs.

@@ -9,8 +9,10 @@ variable ``FA_NUMBA_CACHE`` names; where that is empty nothing is kept.
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import hashlib
+import itertools
 import os
 import sys
 from importlib import metadata
@@ -129,11 +131,11 @@ def _function(function: FunctionType, seen: dict[FunctionType, str]) -> str:
     if function.__module__.split(".")[0] != PACKAGE.name:
         raise _Unknown(function)  # its globals are not in the package's sources
     if function not in seen:
-        names = _names(function.__code__)
+        taken, free = _attributes_taken(function.__code__), function.__code__.co_freevars
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
         values = [
-            _attributes(value, names, seen) if _is_namespace(value) else _value(value, seen)
-            for value in cells
+            _attributes(value, taken[name], seen) if _is_namespace(value) else _value(value, seen)
+            for name, value in zip(free, cells, strict=True)
         ]
         defaults = _value(function.__defaults__, seen)
         text = repr((function.__qualname__, _code(function.__code__), defaults, values))
@@ -146,10 +148,17 @@ def _code(code: CodeType) -> tuple:
     return code.co_code, consts, code.co_names
 
 
-def _names(code: CodeType) -> set[str]:
-    """Names of globals and attributes in a function's code and in those inside it."""
-    inner = (c for c in code.co_consts if isinstance(c, CodeType))
-    return set(code.co_names).union(*map(_names, inner))
+def _attributes_taken(code: CodeType) -> dict[str, set[str]]:
+    """The attributes that a function takes of each name that it closes over."""
+    taken: dict[str, set[str]] = {name: set() for name in code.co_freevars}
+    for value, attribute in itertools.pairwise(dis.get_instructions(code)):
+        if value.argval in taken and attribute.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            taken[value.argval].add(attribute.argval)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            for name, attributes in _attributes_taken(inner).items():
+                taken.setdefault(name, set()).update(attributes)
+    return taken
 
 
 def _is_namespace(value: Any) -> bool:
@@ -158,8 +167,8 @@ def _is_namespace(value: Any) -> bool:
 
 
 def _attributes(namespace: ModuleType, names: set[str], seen: dict[FunctionType, str]) -> Any:
-    """The values of a namespace whose names a function has in its code."""
-    found = ((name, getattr(namespace, name)) for name in sorted(names) if hasattr(namespace, name))
+    """The values that a function takes of a namespace."""
+    found = [(name, getattr(namespace, name)) for name in sorted(names)]
     return "namespace", [(name, _value(value, seen)) for name, value in found]
 
 

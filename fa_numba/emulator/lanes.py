@@ -57,8 +57,9 @@ def merge(mask: Mask, old: Any, new: Any) -> Any:
     """`new` for the lanes of `mask`, `old` for the others."""
     if old is new or old is undefined or old is None or mask is None:
         return new
-    if new.__class__ is tuple and old.__class__ is tuple and len(old) == len(new):
-        return tuple(merge(mask, a, b) for a, b in zip(old, new, strict=True))
+    if isinstance(new, tuple) and new.__class__ is old.__class__ and len(old) == len(new):
+        merged_fields = [merge(mask, a, b) for a, b in zip(old, new, strict=True)]
+        return tuple(merged_fields) if new.__class__ is tuple else new.__class__(*merged_fields)
     merged = getattr(new, "merged", None)
     if merged is not None:
         return merged(mask, old)

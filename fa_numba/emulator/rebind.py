@@ -104,6 +104,8 @@ class Rebinder:
         if id(value) in self._known:
             return self._known[id(value)]
         if isinstance(value, ModuleType):
+            if value == cuda:  # as kernels know it
+                return self._known[id(cuda)]
             ours = value.__name__.split(".")[0] == "fa_numba"
             return _Module(value, self) if ours else value
         if isinstance(value, np.generic):

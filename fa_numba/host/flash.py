@@ -176,7 +176,7 @@ def _fa2_backward(request: Request, decided: Decision) -> Plan:
     sums = "dQ" if request.dtype.sums_in_place else "A"
     sum_of_dq: dict[str, Argument] = {} if atomic else {sums: Untouched(request.q_shape)}
     facts = (p.head_dim, *unit.row_facts(request))
-    row_sums = kernels.make_row_sums(*facts, atomic, request.lengths_of_rows)
+    row_sums = unit.kernels.rows.make_row_sums(*facts, atomic, request.lengths_of_rows)
     boxes = _boxes(request, tiles, spec, splits == 1)
     bound = {"scale_log2": "score_scale", **boxes, **sum_of_dq}
     parts = {"dK": "parts of dK", "dV": "parts of dV"} if splits > 1 else {}
@@ -184,7 +184,7 @@ def _fa2_backward(request: Request, decided: Decision) -> Plan:
         # Heads of a share, or shares of a head.
         bound |= parts | {"group": max(p.group // splits, splits // p.group)}
     launches = [
-        Launch.of(row_sums, _by_rows(request, kernels.WARPS), **sum_of_dq),
+        Launch.of(row_sums, _by_rows(request, unit.kernels.rows.WARPS), **sum_of_dq),
         Launch.of(kernels.make_backward(spec, atomic), over_columns, **bound),
     ]
     if not atomic:
@@ -256,7 +256,7 @@ def _rounding(
     many ``splits``.
     """
     unit, p = UNITS[request.unit], request.problem
-    kernels, facts = unit.kernels.fa2_backward, (p.head_dim, *unit.row_facts(request))
+    kernels, facts = unit.kernels.rows, (p.head_dim, *unit.row_facts(request))
     own = {"splits": splits} if splits > 1 else {}
     kernel = kernels.make_round_rows(*facts, **own)
     return Launch.of(kernel, _by_rows(request, kernels.WARPS, keys), A=A, dQ=out, scale=scale)

@@ -23,7 +23,8 @@ from functools import cache
 
 from numba import types
 
-from fa_numba.device import Kernel, array_type, cuda, device_function, float32, uint32
+from fa_numba.device import cuda, device_function, float32, uint32
+from fa_numba.device.signature import array_type
 from fa_numba.dtypes import DTYPES
 from fa_numba.integers import ceil_div
 from fa_numba.intrinsics.arithmetic import LN2, LOG2E, NEG_INF, exp2, log2, maximum
@@ -40,6 +41,10 @@ def make_merge(head_dim, x_dtype, y_dtype, aligned):
     width = width_of(head_dim, aligned)
     pieces, add = head_dim // width, _add_weighted(x_dtype, y_dtype, width)
 
+    matrices = _matrix(x_dtype), _matrix(y_dtype)
+    arguments = (matrices[0], array_type(3), matrices[1], array_type(3), array_type(3))
+
+    @cuda.jit(arguments, THREADS, 0)
     def merge_parts(X, LX, Y, LY, L):
         b, h = uint32(cuda.blockIdx.z), uint32(cuda.blockIdx.y)
         piece = uint32(cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
@@ -63,9 +68,7 @@ def make_merge(head_dim, x_dtype, y_dtype, aligned):
                 # L = m + log l
                 L[b, h, row] = m + LN2 * log2(l)
 
-    matrices = _matrix(x_dtype), _matrix(y_dtype)
-    arguments = (matrices[0], array_type(3), matrices[1], array_type(3), array_type(3))
-    return Kernel(merge_parts, arguments, THREADS, 0)
+    return merge_parts
 
 
 @cache
@@ -74,6 +77,7 @@ def make_add(head_dim, x_dtype, y_dtype, aligned):
     width = width_of(head_dim, aligned)
     pieces, add = head_dim // width, _add_weighted(x_dtype, y_dtype, width)
 
+    @cuda.jit((_matrix(x_dtype), _matrix(y_dtype)), THREADS, 0)
     def add_parts(X, Y):
         b, h = uint32(cuda.blockIdx.z), uint32(cuda.blockIdx.y)
         piece = uint32(cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
@@ -82,7 +86,7 @@ def make_add(head_dim, x_dtype, y_dtype, aligned):
         if row < uint32(X.shape[2]):
             add(X[b, h], Y[b, h], row, col, float32(1.0), float32(1.0))
 
-    return Kernel(add_parts, (_matrix(x_dtype), _matrix(y_dtype)), THREADS, 0)
+    return add_parts
 
 
 def width_of(head_dim, aligned):
@@ -114,10 +118,7 @@ def _add_weighted(x_dtype, y_dtype, width):
     @device_function
     def add_wide(X, Y, row, col, f, g):
         x, y = read_x(X, row, col), read_y(Y, row, col)
-        write(
-            X,
-            row,
-            col,
+        sums = (
             f * x[0] + g * y[0],
             f * x[1] + g * y[1],
             f * x[2] + g * y[2],
@@ -127,6 +128,7 @@ def _add_weighted(x_dtype, y_dtype, width):
             f * x[6] + g * y[6],
             f * x[7] + g * y[7],
         )
+        write(X, row, col, sums)
 
     return add_wide
 
@@ -193,15 +195,16 @@ def _write_wide(dtype):
     if not DTYPES[dtype].matrix:
 
         @device_function
-        def write_floats(X, row, col, x0, x1, x2, x3, x4, x5, x6, x7):
-            write4(X, row, col, x0, x1, x2, x3)
-            write4(X, row, uint32(col + 4), x4, x5, x6, x7)
+        def write_floats(X, row, col, x):
+            write4(X, row, col, x[0], x[1], x[2], x[3])
+            write4(X, row, uint32(col + 4), x[4], x[5], x[6], x[7])
 
         return write_floats
     pack, _ = conversions(dtype)
 
     @device_function
-    def write_halves(X, row, col, x0, x1, x2, x3, x4, x5, x6, x7):
-        write8(X, row, col, pack(x0, x1), pack(x2, x3), pack(x4, x5), pack(x6, x7), True)
+    def write_halves(X, row, col, x):
+        w0, w1 = pack(x[0], x[1]), pack(x[2], x[3])
+        write8(X, row, col, w0, w1, pack(x[4], x[5]), pack(x[6], x[7]), True)
 
     return write_halves

@@ -22,14 +22,17 @@ from typing import NamedTuple
 
 from numba import types
 
-from fa_numba.device import Kernel, array_type, cuda, float32, int64, uint32
+from fa_numba.device import cuda, float32, int64, uint32
+from fa_numba.device.signature import array_type
 from fa_numba.dtypes import DTYPES
 from fa_numba.integers import ceil_div
 from fa_numba.intrinsics.arithmetic import LN2, NEG_INF, exp2, log2, maximum
 from fa_numba.intrinsics.shared import shared_tile
 from fa_numba.options import Features
-from fa_numba.parts import mma, simt
+from fa_numba.parts import bind, mma, simt
+from fa_numba.parts import grid as grid_parts
 from fa_numba.parts.mma.pairs import make_read_floats
+from fa_numba.parts.records import Head
 from fa_numba.parts.softmax import FULL_WARP
 
 WARPS = 8
@@ -51,32 +54,40 @@ class MergeFacts(NamedTuple):
 @cache
 def make_merge(facts):
     """The kernel for ``facts``; launched over (rows / (8 / row_warps), Hq, B) blocks."""
-    own = mma if DTYPES[facts.dtype].matrix else simt
-    p, d, W, heads = own.parts(facts), facts.head_dim, facts.row_warps, facts.tile_heads
+    grid, pairs = bind(
+        facts, grid_parts, mma.pairs if DTYPES[facts.dtype].matrix else simt.epilogue
+    )
+    d, W, heads = facts.head_dim, facts.row_warps, facts.tile_heads
     PAIRS = ceil_div(d, 64)  # that a lane has of a row
     RO, TOGETHER, ROWS = 2 * PAIRS, max(1, 8 // PAIRS), WARPS // W
     RA, VALUES, NS = RO * TOGETHER, W * 64 * PAIRS, W * (64 * PAIRS + 2)
     read_floats = make_read_floats(facts)
 
+    out = array_type(4, types.uint16 if DTYPES[facts.dtype].matrix else types.float32)
+    sums = (array_type(5), array_type(4), array_type(4))
+    arguments = (*sums, out, array_type(3), facts.features.argument_type)
+
+    @cuda.jit(arguments, 32 * WARPS, 4 * NS)
     def merge_splits(A, l, m, O, L, options):
         sO = shared_tile(0, NS)
-        rO = cuda.local.array(RO, float32)
-        rA = cuda.local.array(RA, float32)
+        rO, rA = cuda.local.array(RO, float32), cuda.local.array(RA, float32)
         lane = uint32(uint32(cuda.threadIdx.x) % uint32(32))
         warp = uint32(uint32(cuda.threadIdx.x) // uint32(32))
         first = uint32(warp % uint32(W))  # this warp's splits: every W-th from here
         row = uint32(cuda.blockIdx.x * ROWS + warp // uint32(W))
         h, b = uint32(cuda.blockIdx.y), uint32(cuda.blockIdx.z)
-        Oh, Lh = p.query_rows(O, b, h, options), p.query_rows(L, b, h, options)
+        head = Head(b, h, h, uint32(0), uint32(0), options)
+        Oh, Lh = grid.query_rows(O, head), grid.query_rows(L, head)
         there = row < uint32(Oh.shape[0])
         group, place = uint32(h // uint32(heads)), uint32(row * heads + h % uint32(heads))
         splits = uint32(A.shape[0])
+        shared = Head(b, group, group, uint32(0), uint32(0), options)
 
         # m_s and l_s, of a split a lane
         split, m_s, l_s = uint32(first + W * lane), NEG_INF, float32(0.0)
         if there and split < splits:
-            m_s = p.rows_of_split(m, split, b, group, options)[place]
-            l_s = p.rows_of_split(l, split, b, group, options)[place]
+            m_s = grid.rows_of_split(m, split, shared)[place]
+            l_s = grid.rows_of_split(l, split, shared)[place]
         # m = max_s m_s
         m_new = m_s
         step = 16
@@ -101,7 +112,7 @@ def make_merge(facts):
             for u in range(TOGETHER):
                 split = uint32(first + W * (n + u))
                 inside = there and split < splits
-                As = p.rows_of_split(A, min(split, uint32(splits - 1)), b, group, options)
+                As = grid.rows_of_split(A, min(split, uint32(splits - 1)), shared)
                 for c in range(PAIRS):
                     e = 2 * (u * PAIRS + c)
                     pair = read_floats(As, int64(place), int64(2 * lane) + 64 * c, inside)
@@ -145,13 +156,10 @@ def make_merge(facts):
             if l_new != float32(0.0):
                 factor = float32(1.0) / l_new
             for c in range(PAIRS):
-                p.write_two(
+                pairs.write_two(
                     Oh, row, uint32(2 * lane + 64 * c), factor * rO[2 * c], factor * rO[2 * c + 1]
                 )
             if lane == uint32(0):
                 Lh[row] = LN2 * (m_new + log2(l_new))
 
-    out = array_type(4, types.uint16 if DTYPES[facts.dtype].matrix else types.float32)
-    sums = (array_type(5), array_type(4), array_type(4))
-    arguments = (*sums, out, array_type(3), facts.features.argument_type)
-    return Kernel(merge_splits, arguments, 32 * WARPS, 4 * NS)
+    return merge_splits

@@ -1,33 +1,30 @@
 """The bias of a tile of scores in registers, read while the tile's product is still computed."""
 
-from functools import cache
-
-from fa_numba.device import device_function, uint32
+from fa_numba.device import uint32
 from fa_numba.intrinsics.global_memory import lies_in_pairs, read_pair
-from fa_numba.parts.layout import make_column, make_row, make_warp_column
+from fa_numba.parts.layout import make_column, make_row, make_warp_tile
+from fa_numba.parts.namespace import part
 
 
-@cache
+@part
 def make_read_bias(spec):
-    """``read_bias(rB, row0, col0, Nq, Nk, b, h, options, ty, tx)``: this thread's part of the bias
-    of a tile, if there is one.
+    """``read_bias(rB, tile)``: this thread's part of the bias of a tile, if there is one.
 
     Only a part within the matrix, of neighbours that lie in pairs: ``make_add_bias`` reads others
     itself.
     """
     TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
-    row_of, column_of, warp_column = make_row(spec), make_column(spec), make_warp_column(spec)
+    row_of, column_of, warp_tile = make_row(spec), make_column(spec), make_warp_tile(spec)
     reads, whole = spec.reads_bias, _whole(spec)
 
-    @device_function
-    def read_bias(rB, row0, col0, Nq, Nk, b, h, options, ty, tx):
-        col0 = uint32(col0 + warp_column())
-        if reads and whole(row0, col0, Nq, Nk, options, ty, tx):
-            Bh = options.bias[b, h]
+    def read_bias(rB, tile):
+        own = warp_tile(tile)
+        if reads and whole(own):
+            thread, Bh = tile.thread, tile.head.options.bias[tile.head.b, tile.head.h]
             for i in range(TM):
-                row = uint32(row0 + row_of(ty, i))
+                row = uint32(tile.i0 + row_of(thread.ty, i))
                 for j in range(0, TN, 2):
-                    col = uint32(col0 + column_of(tx, j))
+                    col = uint32(own.j0 + column_of(thread.tx, j))
                     pair = read_pair(Bh, row, col, True)
                     rB[i * EI + j * EJ] = pair[0]
                     rB[i * EI + (j + 1) * EJ] = pair[1]
@@ -35,10 +32,10 @@ def make_read_bias(spec):
     return read_bias
 
 
-@cache
+@part
 def make_add_bias(spec, unit, ahead):
-    """``add_bias(rS, rB, row0, col0, Nq, Nk, b, h, options, ty, tx)``: ``unit`` times the bias to
-    the scores; that in rB, if it was read ``ahead``.
+    """``add_bias(rS, rB, tile)``: ``unit`` times the bias to the scores; that in rB, if it was read
+    ``ahead``.
     """
     TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
     row_of, column_of = make_row(spec), make_column(spec)
@@ -46,49 +43,53 @@ def make_add_bias(spec, unit, ahead):
     add_inside = _make_add_inside(spec, unit)
     by_tiles, Br, Bc = spec.adds_whole_bias, spec.Br, spec.Bc
 
-    @device_function
-    def add_bias(rS, rB, row0, col0, Nq, Nk, b, h, options, ty, tx):
-        if ahead and whole(row0, col0, Nq, Nk, options, ty, tx):
+    def add_bias(rS, rB, tile):
+        head, options, thread = tile.head, tile.head.options, tile.thread
+        if ahead and whole(tile):
             for e in range(TM * TN):
                 rS[e] += unit * rB[e]
-        elif by_tiles and uint32(row0 + Br) <= Nq and uint32(col0 + Bc) <= Nk:
-            add_inside(rS, row0, col0, b, h, options, ty, tx)
+        elif by_tiles and uint32(tile.i0 + Br) <= head.Nq and uint32(tile.j0 + Bc) <= head.Nk:
+            add_inside(rS, tile)
         else:
-            Bh = options.bias[b, h]
+            Bh = options.bias[head.b, head.h]
             for i in range(TM):
-                row = uint32(row0 + row_of(ty, i))
+                row = uint32(tile.i0 + row_of(thread.ty, i))
                 for j in range(TN):
-                    col = uint32(col0 + column_of(tx, j))
-                    if row < Nq and col < Nk:
+                    col = uint32(tile.j0 + column_of(thread.tx, j))
+                    if row < head.Nq and col < head.Nk:
                         rS[i * EI + j * EJ] += unit * Bh[row, col]
 
     return add_bias
 
 
+@part
 def _make_add_inside(spec, unit):
     """The same of a tile that is inside the matrix."""
     TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
     row_of, column_of = make_row(spec), make_column(spec)
 
-    @device_function
-    def add_inside(rS, row0, col0, b, h, options, ty, tx):
-        Bh = options.bias[b, h]
+    def add_inside(rS, tile):
+        head, options, thread = tile.head, tile.head.options, tile.thread
+        Bh = options.bias[head.b, head.h]
         for i in range(TM):
-            row = uint32(row0 + row_of(ty, i))
+            row = uint32(tile.i0 + row_of(thread.ty, i))
             for j in range(TN):
-                rS[i * EI + j * EJ] += unit * Bh[row, uint32(col0 + column_of(tx, j))]
+                rS[i * EI + j * EJ] += unit * Bh[row, uint32(tile.j0 + column_of(thread.tx, j))]
 
     return add_inside
 
 
-@cache
+@part
 def _whole(spec):
     """Whether all of a thread's part of a tile is in the matrix, in pairs that are read at once."""
     TM, TN, row_of, column_of = spec.TM, spec.TN, make_row(spec), make_column(spec)
 
-    @device_function
-    def whole(row0, col0, Nq, Nk, options, ty, tx):
-        row, col = uint32(row0 + row_of(ty, TM - 1)), uint32(col0 + column_of(tx, TN - 1))
-        return row < Nq and col < Nk and lies_in_pairs(options.bias)
+    def whole(tile):
+        head, options, thread = tile.head, tile.head.options, tile.thread
+        row, col = (
+            uint32(tile.i0 + row_of(thread.ty, TM - 1)),
+            uint32(tile.j0 + column_of(thread.tx, TN - 1)),
+        )
+        return row < head.Nq and col < head.Nk and lies_in_pairs(options.bias)
 
     return whole

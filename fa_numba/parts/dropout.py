@@ -9,25 +9,27 @@ from functools import cache
 from fa_numba import masks
 from fa_numba.device import device_function, float32, uint32, uint64
 from fa_numba.parts.layout import make_column, make_row, make_warp_column
+from fa_numba.parts.namespace import part
 
 WORD_COLUMNS, COUNTER_COLUMNS = masks.WORD_COLUMNS, masks.COUNTER_COLUMNS
+
 
 _philox = device_function(masks.make_philox(uint32, uint64))
 
 
 @device_function
-def _words(counter, row, b, h, options):
+def _words(counter, row, head):
     """The four random words of 64 columns' share ``counter`` of a row."""
-    head = uint32((uint32(b) << uint32(16)) + uint32(h))
-    key0, key1 = uint32(options.seed_low), uint32(options.seed_high)
-    return _philox(counter, row, head, uint32(options.offset), key0, key1)
+    place = uint32((uint32(head.b) << uint32(16)) + uint32(head.h))
+    key0, key1 = uint32(head.options.seed_low), uint32(head.options.seed_high)
+    return _philox(counter, row, place, uint32(head.options.offset), key0, key1)
 
 
 @device_function
-def keeps(row, col, b, h, options):
+def keeps(row, col, head):
     """Whether dropout keeps this element."""
     share = uint32(col // uint32(COUNTER_COLUMNS)) * uint32(WORD_COLUMNS)
-    w = _words(uint32(share + col % uint32(WORD_COLUMNS)), row, b, h, options)
+    w = _words(uint32(share + col % uint32(WORD_COLUMNS)), row, head)
     n = uint32(col // uint32(WORD_COLUMNS)) % uint32(4)
     word = w[0]
     if n == uint32(1):
@@ -36,7 +38,7 @@ def keeps(row, col, b, h, options):
         word = w[2]
     if n == uint32(3):
         word = w[3]
-    return word >= uint32(options.threshold)
+    return word >= uint32(head.options.threshold)
 
 
 @device_function
@@ -44,9 +46,9 @@ def _bit(dropped, n):
     return uint64(dropped) << uint64(n)
 
 
-@cache
+@part
 def make_drop(spec):
-    """``drop(rP, row0, col0, b, h, options, ty, tx)``: the dropped elements of P change sign.
+    """``drop(rP, tile)``: the dropped elements of P change sign.
 
     The draws are collected as bits first: a loop over them need not be unrolled, as one over
     registers must.
@@ -64,23 +66,23 @@ def make_drop(spec):
     COLS = min(TN, 64 // ALIKE * ALIKE)
     ROWS = max(n for n in (1, 2, 4, 8) if TM % n == 0 and n * COLS <= 64)
 
-    @device_function
-    def drop(rP, row0, col0, b, h, options, ty, tx):
+    def drop(rP, tile):
+        head, options, thread = tile.head, tile.head.options, tile.thread
         if dropout:
             threshold = uint32(options.threshold)
-            col0 = uint32(col0 + warp_column())
+            col0 = uint32(tile.j0 + warp_column())
             for i0 in range(0, TM, ROWS):
                 for j0 in range(0, TN, COLS):
                     bits = uint64(0)
                     for i in range(ROWS):
-                        row = uint32(row0 + row_of(ty, i0 + i))
+                        row = uint32(tile.i0 + row_of(thread.ty, i0 + i))
                         if shared:
                             for j in range(j0, min(j0 + COLS, TN), ALIKE):
                                 share = uint32(col0 // uint32(COUNTER_COLUMNS) + j // ALIKE)
                                 for s in range(SHARES):
-                                    place = column_of(tx, s)
+                                    place = column_of(thread.tx, s)
                                     counter = uint32(share * uint32(WORD_COLUMNS) + place)
-                                    w = _words(counter, row, b, h, options)
+                                    w = _words(counter, row, head)
                                     n = i * COLS + j - j0 + s
                                     bits |= _bit(w[0] < threshold, n)
                                     bits |= _bit(w[1] < threshold, n + SHARES)
@@ -88,7 +90,7 @@ def make_drop(spec):
                                     bits |= _bit(w[3] < threshold, n + 3 * SHARES)
                         else:
                             for j in range(j0, min(j0 + COLS, TN)):
-                                kept = keeps(row, uint32(col0 + column_of(tx, j)), b, h, options)
+                                kept = keeps(row, uint32(col0 + column_of(thread.tx, j)), head)
                                 bits |= _bit(not kept, i * COLS + j - j0)
                     for i in range(ROWS):
                         for j in range(j0, min(j0 + COLS, TN)):
@@ -105,11 +107,10 @@ def make_kept(spec):
     return kept_if(spec.features.dropout)
 
 
-@cache
+@part
 def kept_if(dropout):
     """The same; without ``dropout`` an element weighs what it is."""
 
-    @device_function
     def kept(p, options):
         if dropout:
             p = float32(0.0) if p < float32(0.0) else p * options.inverse_keep

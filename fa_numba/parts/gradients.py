@@ -1,41 +1,24 @@
 """From dP to dS, element by element: softmax, cap on the scores, bias; dK and dV in registers."""
 
-import math
-from functools import cache
-
-from fa_numba.device import device_function, float32, uint32
+from fa_numba.device import float32, uint32
 from fa_numba.intrinsics.reduction import add_global
 from fa_numba.parts.layout import make_column, make_row
+from fa_numba.parts.namespace import part
 
 
-@cache
-def make_cap_slopes(spec):
-    """``cap_slopes(rG, rS, scale, options)``: rG = 1 - tanh(scale S)^2, where there is a cap."""
-    RS, softcap = spec.TM * spec.TN, spec.features.softcap
+@part
+def make_of_scores(spec):
+    """``of_scores(rdP, rP, rD, rG, tile)``.
 
-    @device_function
-    def cap_slopes(rG, rS, scale, options):
-        if softcap:
-            for e in range(RS):
-                t = math.tanh(scale * rS[e])
-                rG[e] = float32(1.0) - t * t
-
-    return cap_slopes
-
-
-@cache
-def make_score_gradients(spec):
-    """``score_gradients(rdP, rP, rD, rG, row0, col0, Nq, Nk, b, h, options, ty, tx)``.
-
-    dS = P o (dP - D), in place of dP: added to dbias where asked for, and times the cap's slope.
-    P as ``drop`` has marked it.
+    dS = P o (dP - D), in place of dP: added to dbias where asked for, and times the cap's slope. P
+    as ``drop`` has marked it.
     """
     TM, TN, (EI, EJ), features = spec.TM, spec.TN, spec.element_steps, spec.features
     row_of, column_of = make_row(spec), make_column(spec)
     dropout, dbias, softcap = features.dropout, features.dbias, features.softcap
 
-    @device_function
-    def score_gradients(rdP, rP, rD, rG, row0, col0, Nq, Nk, b, h, options, ty, tx):
+    def of_scores(rdP, rP, rD, rG, tile):
+        head, options, thread = tile.head, tile.head.options, tile.thread
         for i in range(TM):
             for j in range(TN):
                 e = i * EI + j * EJ
@@ -46,26 +29,25 @@ def make_score_gradients(spec):
                     p = abs(p)
                 rdP[e] = p * (rdP[e] - rD[i])
         if dbias:
-            dBh = options.dbias[b, h]
+            dBh = options.dbias[head.b, head.h]
             for i in range(TM):
-                row = uint32(row0 + row_of(ty, i))
+                row = uint32(tile.i0 + row_of(thread.ty, i))
                 for j in range(TN):
-                    col = uint32(col0 + column_of(tx, j))
-                    if row < Nq and col < Nk:
+                    col = uint32(tile.j0 + column_of(thread.tx, j))
+                    if row < head.Nq and col < head.Nk:
                         add_global(dBh, row, col, rdP[i * EI + j * EJ])
         if softcap:
             for e in range(TM * TN):
                 rdP[e] *= rG[e]
 
-    return score_gradients
+    return of_scores
 
 
-@cache
+@part
 def make_start_columns(spec):
     """``start_columns(rdK, rdV)``: dK = 0, dV = 0."""
     RK = spec.column_registers
 
-    @device_function
     def start_columns(rdK, rdV):
         for e in range(RK):
             rdK[e] = float32(0.0)
@@ -74,12 +56,11 @@ def make_start_columns(spec):
     return start_columns
 
 
-@cache
+@part
 def make_scale_columns(spec):
     """``scale_columns(rT, factor)``: factor T."""
     RK = spec.column_registers
 
-    @device_function
     def scale_columns(rT, factor):
         for e in range(RK):
             rT[e] *= factor

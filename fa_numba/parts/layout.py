@@ -8,7 +8,9 @@ counts from there.
 
 from functools import cache
 
-from fa_numba.device import cuda, device_function, uint32
+from fa_numba.device import cuda, uint32
+from fa_numba.parts.namespace import part
+from fa_numba.parts.records import Tile
 
 
 @cache
@@ -25,13 +27,12 @@ def make_column(spec):
     return _make_place(spec.column_width, spec.column_step)
 
 
-@cache
+@part
 def _make_place(width, step, heads=1):
     """``width`` neighbours each, ``step`` from the first of them to the next; as rows of one of
     ``heads``.
     """
 
-    @device_function
     def place(thread, n):
         if heads > 1:
             return uint32(uint32(thread * width + n // width * step + n % width) // uint32(heads))
@@ -40,12 +41,11 @@ def _make_place(width, step, heads=1):
     return place
 
 
-@cache
+@part
 def make_warp_column(spec):
     """``warp_column()``: the first of this warp's columns of a tile of S; 0 where it has all."""
     step = spec.warp_columns
 
-    @device_function
     def warp_column():
         if step == 0:
             return uint32(0)
@@ -54,12 +54,22 @@ def make_warp_column(spec):
     return warp_column
 
 
-@cache
+@part
+def make_warp_tile(spec):
+    """``warp_tile(tile)``: this warp's columns of a tile."""
+    warp_column = make_warp_column(spec)
+
+    def warp_tile(tile):
+        return Tile(tile.i0, uint32(tile.j0 + warp_column()), tile.head, tile.thread)
+
+    return warp_tile
+
+
+@part
 def make_owns(spec):
     """``owns(i)``: whether this warp is the one to read and write O, l and m of its rows i."""
     shared, warps = spec.warp_columns > 0, spec.threads // 32
 
-    @device_function
     def owns(i):
         return not shared or uint32(cuda.threadIdx.x) // uint32(32) == uint32(i % warps)
 

@@ -1,9 +1,28 @@
 """The device functions of a kernel under one name: ``p = parts(spec)``, then ``p.scores(...)``."""
 
-from types import ModuleType
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import cache, wraps
+from inspect import signature
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
 
+from fa_numba.device import device_function
+from fa_numba.device.function import DeviceFunction
 from fa_numba.options import Features
+
+
+def part(factory: Callable[..., Any]) -> Any:
+    """A factory of one device function, made once for the same facts: what it returns is inlined in
+    kernels.
+    """
+
+    @cache
+    @wraps(factory)
+    def make(*facts: Any, **named: Any) -> Any:
+        made = factory(*facts, **named)
+        return device_function(made) if isinstance(made, FunctionType) else made
+
+    return make
 
 
 class RowFacts(NamedTuple):
@@ -16,23 +35,42 @@ class RowFacts(NamedTuple):
 
 
 class Parts(ModuleType):
-    """``p.NAME`` is ``make_NAME(spec)`` of the first of these modules that has it.
+    """``load.q`` is ``make_q(spec)`` of the module that ``load`` was bound to, or ``q`` of it.
 
     Numba reads attributes of a module while it compiles, and of nothing else that is as short: the
     calls compile to what calls of closure variables do. Integers that shape arrays lose that they
     are constants here, so kernels close over those themselves.
     """
 
-    def __init__(self, spec, modules):
+    def __init__(self, spec: Any, module: ModuleType) -> None:
         super().__init__("fa_numba.parts.namespace")
-        self._spec, self._modules = spec, modules
+        self._spec, self._module = spec, module
 
-    def __getattr__(self, name):
-        for module in self._modules:
-            make = getattr(module, f"make_{name}", None)
-            if make is not None:
-                part = make(self._spec)
-                setattr(self, name, part)
-                return part
-        places = ", ".join(module.__name__ for module in self._modules)
-        raise AttributeError(f"no make_{name} in {places}")
+    def __getattr__(self, name: str) -> Any:
+        make = getattr(self._module, f"make_{name}", None)
+        if make is not None and _takes_a_spec_alone(make):
+            part = make(self._spec)
+        else:
+            part = getattr(self._module, name, None)
+        if not isinstance(part, DeviceFunction):
+            raise AttributeError(f"no make_{name} in {self._module.__name__}")
+        setattr(self, name, part)
+        return part
+
+
+@cache
+def _takes_a_spec_alone(make: Callable[..., Any]) -> bool:
+    required = [p for p in signature(make).parameters.values() if p.default is p.empty]
+    return len(required) == 1
+
+
+@cache
+def _bound(spec: Any, module: ModuleType) -> Parts:
+    return Parts(spec, module)
+
+
+def bind(spec: Any, *modules: ModuleType) -> tuple[Parts, ...]:
+    """The parts of each of ``modules`` for ``spec``, an idea each: ``load, scores = bind(spec,
+    simt.load, simt.scores)``, then ``load.q(...)``.
+    """
+    return tuple(_bound(spec, module) for module in modules)

@@ -5,10 +5,10 @@ come in runs of ``common_rows`` or more. A warp looks a page up once for all of 
 and, where its next turns stay in the run, for these.
 """
 
-from functools import cache
 from math import gcd
 
-from fa_numba.device import cuda, device_function, int32, uint32
+from fa_numba.device import cuda, int32, uint32
+from fa_numba.parts.namespace import part
 from fa_numba.parts.softmax import FULL_WARP
 
 
@@ -33,13 +33,12 @@ def turns_in_a_page(page_size, rows, threads, width):
     return common // down if rest == 0 and common % down == 0 else 1
 
 
-@cache
+@part
 def make_page_of(page_size):
     """``page_of(table, row, reads, first)``: the page of a sequence's ``row``, read from its row of
     the table by lane ``first`` of the warp, if that one ``reads``, for all lanes that name it.
     """
 
-    @device_function
     def page_of(table, row, reads, first):
         page = int32(0)
         if reads and uint32(cuda.threadIdx.x) % uint32(32) == uint32(first):

@@ -2,19 +2,20 @@
 FA-1's passes, the next column tile of an FA-2 block.
 """
 
-from fa_numba.device import device_function, uint32
+from fa_numba.device import uint32
+from fa_numba.parts.namespace import part
 from fa_numba.parts.visits import make_next_column, make_next_row
 
 
+@part
 def next_row_tile(spec, load_q):
-    """``load_next_q(sQ, Q, i0, i_end, rows_end, j0, b, h, options)``: the row tile that comes after
-    the one at i0, by ``load_q``; gives where it starts, at or past i_end if there is none.
+    """``load_next_q(sQ, Q, i0, i_end, rows_end, j0, head)``: the row tile that comes after the one
+    at i0, by ``load_q``; gives where it starts, at or past i_end if there is none.
     """
     Br, next_row = spec.Br, make_next_row(spec)
 
-    @device_function
-    def load_next_q(sQ, Q, i0, i_end, rows_end, j0, b, h, options):
-        i_next = next_row(uint32(i0 + Br), i_end, j0, b, h, options)
+    def load_next_q(sQ, Q, i0, i_end, rows_end, j0, head):
+        i_next = next_row(uint32(i0 + Br), i_end, j0, head)
         if i_next < i_end:
             load_q(sQ, Q, i_next, rows_end)
         return i_next
@@ -22,13 +23,13 @@ def next_row_tile(spec, load_q):
     return load_next_q
 
 
+@part
 def next_column_tile(spec, load_k):
-    """``load_next_k(sK, K, j0, j_end, rows_end, i0, b, h, options)``: along the columns."""
+    """``load_next_k(sK, K, j0, j_end, rows_end, i0, head)``: along the columns."""
     Bc, next_column = spec.Bc, make_next_column(spec)
 
-    @device_function
-    def load_next_k(sK, K, j0, j_end, rows_end, i0, b, h, options):
-        j_next = next_column(uint32(j0 + Bc), j_end, i0, b, h, options)
+    def load_next_k(sK, K, j0, j_end, rows_end, i0, head):
+        j_next = next_column(uint32(j0 + Bc), j_end, i0, head)
         if j_next < j_end:
             load_k(sK, K, j_next, rows_end)
         return j_next

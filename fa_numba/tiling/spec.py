@@ -41,6 +41,13 @@ class Spec(ABC):
         return self.tx_count * self.ty_count
 
     @property
+    def launch(self) -> tuple[int, int, int]:
+        """What a kernel says of its launch: threads and bytes of shared memory a block, and blocks
+        that a multiprocessor should have registers for.
+        """
+        return self.threads, self.shared_bytes, self.min_blocks
+
+    @property
     def head_rows(self) -> int:
         """Rows of one head in a tile."""
         return self.Br // self.tile_heads

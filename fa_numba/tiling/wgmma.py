@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from fa_numba.integers import ceil_div
 from fa_numba.options import Features
@@ -13,7 +13,7 @@ from fa_numba.tiling.tiles import Tiles
 GROUP = 128  # threads of a warpgroup
 GROUP_ROWS = 64  # rows of S that a warpgroup takes
 PANEL = 64  # columns of 16-bit elements in 128 bytes
-TOLD = 4  # words that tell of a row tile: its number, first row, head and batch entry
+WORK_WORDS = 4  # of a work tile: its number, first row, head and batch entry
 # By the number of consumers: registers of a thread that produces, and of one that consumes.
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 # The same where a producer also finds where sequences end.
@@ -41,6 +41,34 @@ WGMMA_MEASURES = dict.fromkeys(
 # Of four parts that three consumers have of registers to spare, what it takes to begin the next row
 # tile's first product ahead. Parts, as those of `spare_taken`, are by what the assembler spills.
 SPARE, _AHEAD = 4, 2
+
+
+class Pipeline(NamedTuple):
+    """Slots of tiles in shared memory that are filled and emptied in turn: the first barrier of a
+    full slot, of an empty one, how many slots there are, and of how many warpgroups each has parts
+    with barriers of their own.
+    """
+
+    full: int
+    empty: int
+    slots: int
+    groups: int = 1
+
+
+# Of barriers that are initialised together: slots, and the first barrier and arrivals of each.
+Arrivals: TypeAlias = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+
+
+class ForwardPipelines(NamedTuple):
+    """Of FlashAttention-2's forward kernel: when to take the next work tile, that tile, its Q, and
+    K and V.
+    """
+
+    late: Pipeline
+    work: Pipeline
+    q: Pipeline
+    k: Pipeline
+    v: Pipeline
 
 
 def spare_taken(features: Features) -> int:
@@ -165,6 +193,16 @@ class WgmmaSpec(Spec):
         return self.panels * PANEL * self.Br, self.panels * PANEL * self.Bc
 
     @property
+    def tile_registers(self) -> tuple[int, int, int]:
+        """Registers of a thread's parts of S, of O, and, in words of two 16 bits, of P."""
+        return self.TM * self.TN, self.TM * self.DN * 4, self.p_registers
+
+    @property
+    def group_rows(self) -> int:
+        """Rows of one head that a consumer takes."""
+        return GROUP_ROWS // self.tile_heads
+
+    @property
     def halves(self) -> int:
         """16-bit elements of all tiles."""
         rows, columns = self.tile_halves
@@ -175,13 +213,29 @@ class WgmmaSpec(Spec):
         return 1 + 3 * self.q_stages + 4 * self.stages
 
     @property
-    def barrier_places(self) -> tuple[int, ...]:
-        """The barrier at which the next row tile is taken; the first one of a row tile that is told
-        of, of a full place of Q, of an empty one, of full ones of K and of V, of empty ones.
+    def pipelines(self) -> ForwardPipelines:
+        """Work tiles share their slots with Q."""
+        q, kv, stages = self.q_stages, 1 + 3 * self.q_stages, self.stages
+        return ForwardPipelines(
+            Pipeline(0, 0, 1),
+            Pipeline(1, 1 + 2 * q, q),
+            Pipeline(1 + q, 1 + 2 * q, q),
+            Pipeline(kv, kv + 2 * stages, stages),
+            Pipeline(kv + stages, kv + 3 * stages, stages),
+        )
+
+    @property
+    def arrivals(self) -> Arrivals:
+        """Every consumer warpgroup empties a slot of Q, and who loads K and V, which reads the work
+        tile; every consumer warp one of K or V.
         """
-        q, kv = self.q_stages, 1 + 3 * self.q_stages
-        of_columns = (kv + n * self.stages for n in range(4))
-        return 0, 1, 1 + q, 1 + 2 * q, *of_columns
+        late, work, q, k, v = self.pipelines
+        readers, warps = self.consumers + self.column_producers, 4 * self.consumers
+        return (
+            (1, ((late.full, 1),)),
+            (q.slots, ((work.full, 1), (q.full, 1), (q.empty, readers))),
+            (k.slots, ((k.full, 1), (v.full, 1), (k.empty, warps), (v.empty, warps))),
+        )
 
     @property
     def first_index(self) -> int:
@@ -190,7 +244,7 @@ class WgmmaSpec(Spec):
 
     @property
     def shared_bytes(self) -> int:
-        return 4 * (self.first_index + TOLD * self.q_stages)
+        return 4 * (self.first_index + WORK_WORDS * self.q_stages)
 
     @property
     def p_registers(self) -> int:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from fa_numba.integers import ceil_div
 from fa_numba.tiling.spec import Spec
 from fa_numba.tiling.tiles import Tiles
-from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL, WgmmaSpec, within_registers
+from fa_numba.tiling.wgmma import (
+    GROUP,
+    GROUP_ROWS,
+    PANEL,
+    Arrivals,
+    Pipeline,
+    WgmmaSpec,
+    within_registers,
+)
 
 CONSUMERS = 2
 COLUMNS = CONSUMERS * GROUP_ROWS  # of a tile of S
 STAGES = 2  # row tiles in shared memory
+WARP = 32
 TOLD = 9  # words that tell of a column tile
 LARGEST_ATOMIC = 128  # the largest head dimension of a kernel that makes dQ too
 # Of a thread that produces, and of one that consumes; and where FlashAttention-1's consumers mask
@@ -24,6 +34,34 @@ ADDED_BESIDE = 48
 _OTHERS = 32
 
 
+class BackwardPipelines(NamedTuple):
+    """Of a backward kernel: K and V; Q with L, and, in FlashAttention-2, D; dO; O; and D."""
+
+    kv: Pipeline
+    q: Pipeline
+    do: Pipeline
+    o: Pipeline
+    d: Pipeline
+
+
+class WidePipelines(NamedTuple):
+    """Of the backward kernel beyond d = 128: K and V; Q with L and D; dO; and S."""
+
+    kv: Pipeline
+    q: Pipeline
+    do: Pipeline
+    s: Pipeline
+
+
+class DqPipelines(NamedTuple):
+    """Of the kernel that makes dQ alone: Q, dO, K and V."""
+
+    q: Pipeline
+    do: Pipeline
+    k: Pipeline
+    v: Pipeline
+
+
 @dataclass(frozen=True)
 class WgmmaBackwardSpec(Spec):
     """A backward kernel on Hopper's tensor cores: a warpgroup that produces, and two that take 64
@@ -33,8 +71,7 @@ class WgmmaBackwardSpec(Spec):
     column tx of the tile, and has of it all of that place's rows. dQ needs all columns: dST is in
     shared memory, and each consumer makes 64 x 64 elements of dQ.
 
-    ``row_tiles`` counts the matrices with a row tile in shared memory: Q, dO and, for
-    FlashAttention-1, O. ``splits_queries``: several blocks add to one dK and dV;
+    ``splits_queries``: several blocks add to one dK and dV;
     ``splits_group``: several take query heads of one K/V head each, and leave parts of dK and dV;
     with ``splits_rows`` one head's rows each.
     ``chunk_tiles``, where it is not 0: so many column tiles of each head go before the next ones
@@ -44,11 +81,16 @@ class WgmmaBackwardSpec(Spec):
     dtype: str = "float16"
     positive_scale: bool = False
     vector_adds: bool = True
-    row_tiles: int = 2
+    algorithm: str = "fa2"
     splits_queries: bool = False
     splits_group: bool = False
     splits_rows: bool = False
     chunk_tiles: int = 0
+
+    @property
+    def row_tiles(self) -> int:
+        """Matrices with a row tile in shared memory: Q, dO and, for FlashAttention-1, O."""
+        return 3 if self.algorithm == "fa1" else 2
 
     @property
     def wide(self) -> bool:
@@ -67,7 +109,7 @@ class WgmmaBackwardSpec(Spec):
     def registers(self) -> tuple[int, int]:
         """Of a thread that produces, and of one that consumes."""
         masks = self.features.causal or self.features.window
-        small = self.row_tiles == 3 and self.panels == 1 and not self.grouped
+        small = self.algorithm == "fa1" and self.panels == 1 and not self.grouped
         slopes = self.features.alibi and self.head_dim > ADDED_BESIDE
         if (self.features.softcap or slopes) and self.panels == 1:
             return CAP_REGISTERS
@@ -127,7 +169,7 @@ class WgmmaBackwardSpec(Spec):
     @property
     def query_floats(self) -> int:
         """Elements of a tile of dQ in shared memory, where FlashAttention-1's never is."""
-        return 0 if self.row_tiles == 3 else CONSUMERS * GROUP_ROWS * PANEL
+        return 0 if self.algorithm == "fa1" else CONSUMERS * GROUP_ROWS * PANEL
 
     @property
     def p_registers(self) -> int:
@@ -138,10 +180,17 @@ class WgmmaBackwardSpec(Spec):
     def rounds_early(self) -> bool:
         """Whether registers hold P in 16 bits beside P and dP: dV's product begins before dS."""
         features = self.features
-        plain = self.row_tiles == 2 and not features.softcap  # P waits for the cap's slope
+        plain = self.algorithm == "fa2" and not features.softcap  # P waits for the cap's slope
         plain = plain and not features.bias
         ends = features.packed or (features.q_lens and (features.window or features.alibi))
         return plain and not ends and self.accumulators <= 216
+
+    @property
+    def tile_registers(self) -> tuple[int, int, int, int]:
+        """Registers of a thread's parts of S, or dP; in words of two 16 bits, of P, or dS; of dQ;
+        and of dK, or dV.
+        """
+        return self.TM * self.TN, self.p_registers, self.query_registers, self.column_registers
 
     @property
     def part(self) -> WgmmaBackwardSpec:
@@ -193,23 +242,36 @@ class WgmmaBackwardSpec(Spec):
         return self.places[1] + STAGES * self.tile_halves[0]
 
     @property
-    def barrier_places(self) -> tuple[int, ...]:
-        """The barrier of K and V; the first of a full place of Q, of dO, and of an empty one of
-        both.
+    def pipelines(self) -> BackwardPipelines:
+        """Row tiles share the barriers of an empty slot. FlashAttention-1's have O and D too, and
+        their K and V are loaded again in every pass.
         """
-        return 0, 1, 1 + STAGES, 1 + 2 * STAGES
+        empty, more = 1 + 2 * STAGES, 1 + 3 * STAGES
+        return BackwardPipelines(
+            Pipeline(0, more + 2 * STAGES, 1),
+            Pipeline(1, empty, STAGES),
+            Pipeline(1 + STAGES, empty, STAGES),
+            Pipeline(more, empty, STAGES),
+            Pipeline(more + STAGES, empty, STAGES),
+        )
 
     @property
-    def barrier_places_with_o(self) -> tuple[int, ...]:
-        """Behind these, with O: the first of a full place of O, of a full one of D, and of the
-        empty one of K and V.
+    def arrivals(self) -> Arrivals:
+        """A slot of Q is full when its L is there too, and its D, which two warps load, or, of
+        FlashAttention-1, L, which one does, as two make D of dO and O. Every consumer warp empties
+        one of Q, dO and O, every consumer that of K and V.
         """
-        first = 1 + 3 * STAGES
-        return first, first + STAGES, first + 2 * STAGES
+        kv, q, do, o, d = self.pipelines
+        empty = (q.empty, 4 * CONSUMERS)
+        if self.algorithm == "fa2":
+            of_rows: tuple[tuple[int, int], ...] = ((q.full, 1 + 2 * WARP), (do.full, 1), empty)
+            return (1, ((kv.full, 1),)), (STAGES, of_rows)
+        of_rows = ((q.full, 1 + WARP), (do.full, 1), (o.full, 1), (d.full, 2 * WARP), empty)
+        return (1, ((kv.full, 1), (kv.empty, CONSUMERS))), (STAGES, of_rows)
 
     @property
     def barriers(self) -> int:
-        return 1 + 3 * STAGES + (1 + 2 * STAGES if self.row_tiles == 3 else 0)
+        return 1 + 3 * STAGES + (1 + 2 * STAGES if self.algorithm == "fa1" else 0)
 
     @property
     def told(self) -> tuple[int, int]:
@@ -272,9 +334,17 @@ class WgmmaWideBackwardSpec(WgmmaBackwardSpec):
         return at_q, at_q + STAGES * rows, at_s, at_l, (at_l + 2 * STAGES * self.Br) // 2
 
     @property
-    def barrier_of_scores(self) -> int:
-        """The first barrier of a full place of S."""
-        return 1 + 3 * STAGES
+    def pipelines(self) -> WidePipelines:  # type: ignore[override]
+        """A slot of S is empty when that of Q is."""
+        kv, q, do, _, _ = super().pipelines
+        return WidePipelines(kv, q, do, Pipeline(1 + 3 * STAGES, q.empty, STAGES))
+
+    @property
+    def arrivals(self) -> Arrivals:
+        """A slot of S is full when each thread has stored its part."""
+        kv, q, do, s = self.pipelines
+        of_rows = ((q.full, 1 + 2 * WARP), (do.full, 1), (q.empty, 4 * CONSUMERS))
+        return (STAGES, ((s.full, GROUP),)), (1, ((kv.full, 1),)), (STAGES, of_rows)
 
     @property
     def barriers(self) -> int:
@@ -356,11 +426,19 @@ class WgmmaSweepSpec(WgmmaSpec):
         return 2 + 4 * self.stages
 
     @property
-    def barrier_places(self) -> tuple[int, ...]:
-        """The barriers of Q and of dO; the first of a full place of K, of V, of an empty one of K,
-        of V.
-        """
-        return 0, 1, *(2 + n * self.stages for n in range(4))
+    def pipelines(self) -> DqPipelines:  # type: ignore[override]
+        """Q and dO are loaded once."""
+        stages = self.stages
+        k = Pipeline(2, 2 + 2 * stages, stages)
+        v = Pipeline(2 + stages, 2 + 3 * stages, stages)
+        return DqPipelines(Pipeline(0, 0, 1), Pipeline(1, 1, 1), k, v)
+
+    @property
+    def arrivals(self) -> Arrivals:
+        """Every consumer warp empties a slot of K or V."""
+        (q, do, k, v), warps = self.pipelines, 4 * self.consumers
+        of_columns = ((k.full, 1), (v.full, 1), (k.empty, warps), (v.empty, warps))
+        return (1, ((q.full, 1), (do.full, 1))), (k.slots, of_columns)
 
     @property
     def shared_bytes(self) -> int:

@@ -5,10 +5,11 @@ cores.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from fa_numba.integers import ceil_div
 from fa_numba.tiling.tiles import Tiles
-from fa_numba.tiling.wgmma import WgmmaSpec, within_registers
+from fa_numba.tiling.wgmma import Arrivals, Pipeline, WgmmaSpec, within_registers
 
 FLOAT_PANEL = 32  # columns of float32 in 128 bytes
 # By the number of consumers: registers of a thread that produces, and of one that consumes.
@@ -19,6 +20,16 @@ _LARGE, _REGISTERS_OF_LARGE = 96, (24, 240)
 _OTHERS, _OTHERS_OF_S = 32, 96
 # Places of K and V, and of Q and O: the first that shared memory has is taken.
 _PLACES = ((2, 2), (1, 2), (2, 1), (1, 1))
+
+
+class Fa1Pipelines(NamedTuple):
+    """Of FlashAttention-1's forward kernel: row tiles of Q and of O, passes over them, K and V."""
+
+    q: Pipeline
+    o: Pipeline
+    written: Pipeline
+    k: Pipeline
+    v: Pipeline
 
 
 @dataclass(frozen=True)
@@ -49,16 +60,34 @@ class WgmmaFa1Spec(WgmmaSpec):
 
     @property
     def barriers(self) -> int:
-        return self.barrier_places[-1] + self.stages
+        return self.pipelines.v.empty + self.stages
 
     @property
-    def barrier_places(self) -> tuple[int, ...]:
-        """The first barrier of a full place of Q, an empty one of Q, full of O, empty of O, one
-        for each consumer; of a consumer's written pass; full of K and of V, empty of K and of V.
+    def pipelines(self) -> Fa1Pipelines:  # type: ignore[override]
+        """Each consumer has barriers of its own, for its rows of Q and O and its written pass."""
+        stages, groups = self.stages, self.consumers
+        rows = self.q_stages * groups
+        kv = 4 * rows + groups
+        return Fa1Pipelines(
+            Pipeline(0, rows, self.q_stages, groups),
+            Pipeline(2 * rows, 3 * rows, self.q_stages, groups),
+            Pipeline(4 * rows, 4 * rows, 1, groups),
+            Pipeline(kv, kv + 2 * stages, stages),
+            Pipeline(kv + stages, kv + 3 * stages, stages),
+        )
+
+    @property
+    def arrivals(self) -> Arrivals:
+        """All warps of a consumer empty its part of a slot of Q, its first thread that of one of O;
+        every consumer warp one of K or V.
         """
-        rows = self.q_stages * self.consumers
-        kv = 4 * rows + self.consumers
-        return *(n * rows for n in range(5)), *(kv + n * self.stages for n in range(4))
+        q, o, written, k, v = self.pipelines
+        warps = 4 * self.consumers
+        return (
+            (q.slots * q.groups, ((q.full, 1), (q.empty, 4), (o.full, 1), (o.empty, 1))),
+            (written.groups, ((written.full, 1),)),
+            (k.slots, ((k.full, 1), (v.full, 1), (k.empty, warps), (v.empty, warps))),
+        )
 
     @property
     def first_barrier(self) -> int:

@@ -3,6 +3,7 @@ from fa_numba.kernels.mma import (
     fa1_forward,
     fa2_backward,
     fa2_forward,
+    rows,
     standard,
     standard_backward,
 )
@@ -12,6 +13,7 @@ __all__ = [
     "fa1_forward",
     "fa2_backward",
     "fa2_forward",
+    "rows",
     "standard",
     "standard_backward",
 ]

@@ -7,153 +7,137 @@ and m in one), D in every pass, and dQ passes through global memory in every pas
 
 from functools import cache
 
-from numba import types
-
-from fa_numba.device import Kernel, array_type, cuda, float32, uint32
+from fa_numba.device import cuda, float32, uint32
+from fa_numba.device.signature import arguments, array_type, half_type
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
-from fa_numba.intrinsics.shared import half_tile, shared_tile
-from fa_numba.parts.mma import parts
-from fa_numba.parts.mma.backward import places
+from fa_numba.parts import bind, mma
+from fa_numba.parts.records import Tile
 
 
 @cache
 def make_backward(spec):
     """The kernel for ``spec``; launched over (query splits, Hk, B) blocks."""
-    p, Br, Bc, (_, NK, NS) = parts(spec), spec.Br, spec.Bc, spec.tile_halves
+    grid, visits, load = bind(spec, mma.grid, mma.visits, mma.load)
+    row_tiles, products, scores = bind(spec, mma.row_tiles, mma.products, mma.scores)
+    softmax, gradients = bind(spec, mma.softmax, mma.gradients)
+    (transposed,) = bind(spec.scores, mma.products)  # ST = K QT, dPT = V dOT
+    Br, Bc, EARLY = spec.Br, spec.Bc, spec.row_warps > 1
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, 8 * spec.query_fragments * spec.query_chunks
     RG, RF, RK = spec.cap_registers, spec.scores.q_registers, spec.column_registers
-    U, ROWS, COLUMNS, WIDTH = spec.warp_parts
-    AT_V, AT_DS, AT_P = NK, 2 * NK, 2 * NK + (U - 1) * NS
-    AT_D, EARLY = places(spec)[1] + 2 * Br, U > 1
 
+    halves, floats = half_type(4), array_type(4)
+    columns_type = floats if spec.splits_queries else halves
+    arrays = [*[halves] * 5, array_type(3), floats, halves, columns_type, columns_type]
+
+    @cuda.jit(arguments(arrays, 2, 2, spec.features.argument_type), *spec.launch)
     def fa1_backward(
         Q, K, V, O, dO, L, A, dQ, dK, dV, scale, scale_log2, group, split_rows, options
     ):
-        sK = half_tile(0, NK)
-        sV = half_tile(AT_V, NK)
-        sdS = half_tile(AT_DS, NS)
-        sP = half_tile(AT_P, NS)
-        sD = shared_tile(AT_D, Br)
-        rK = cuda.local.array(RF, uint32)
-        rV = cuda.local.array(RF, uint32)
-        rS = cuda.local.array(RS, float32)
-        rdP = cuda.local.array(RS, float32)
-        rG = cuda.local.array(RG, float32)
-        rdQ = cuda.local.array(RQ, float32)
-        rdK = cuda.local.array(RK, float32)
-        rdV = cuda.local.array(RK, float32)
-        rL = cuda.local.array(TM, float32)
-        rD = cuda.local.array(TM, float32)
-        warp, lane = uint32(cuda.threadIdx.x) // uint32(32), uint32(cuda.threadIdx.x) % uint32(32)
-        warp_row = uint32(warp % uint32(U) * ROWS)
-        warp_column = uint32(warp // uint32(U) * COLUMNS)
-        warp_chunk = uint32(warp % uint32(U) * WIDTH)  # of dK and dV
-        ty = uint32(warp_row // uint32(2) + lane % uint32(4))
-        tx = uint32(warp_column + lane // uint32(4))
-        b, hk = p.key_head()
-        Kh, Vh = p.key_rows(K, b, hk, options), p.key_rows(V, b, hk, options)
-        dKh, dVh = p.key_rows(dK, b, hk, options), p.key_rows(dV, b, hk, options)
-        h_first, heads = p.query_heads(hk, group)
-        columns, rows = uint32(Kh.shape[0]), uint32(p.query_rows(Q, b, h_first, options).shape[0])
-        Nq, Nk = p.lengths(rows, columns, b, options)
+        sK, sV, sdS, sP, sD = row_tiles.backward_shared_memory()
+        rK, rV = cuda.local.array(RF, uint32), cuda.local.array(RF, uint32)
+        rS, rdP = cuda.local.array(RS, float32), cuda.local.array(RS, float32)
+        rG, rdQ = cuda.local.array(RG, float32), cuda.local.array(RQ, float32)
+        rdK, rdV = cuda.local.array(RK, float32), cuda.local.array(RK, float32)
+        rL, rD = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
+        warp, thread = gradients.warp_and_thread()
+        first, heads = grid.heads_of_group(Q, K, group, options)
+        Kh, Vh = grid.key_rows(K, first), grid.key_rows(V, first)
+        dKh, dVh = grid.key_rows(dK, first), grid.key_rows(dV, first)
+        columns, rows = uint32(Kh.shape[0]), uint32(grid.query_rows(Q, first).shape[0])
 
         # Alg. 4 line 5: dQ = 0
         i_begin = uint32(cuda.blockIdx.x * split_rows)
         i_last = uint32(min(rows, uint32(i_begin + split_rows)))
-        i_stop = uint32(min(i_last, Nq))
-        p.initialise_dq(rdQ, A, dQ, scale, b, h_first, heads, i_begin, i_last, options)
+        i_stop = uint32(min(i_last, first.Nq))
+        gradients.initialise_dq(rdQ, A, dQ, scale, first, heads, i_begin, i_last)
 
         # Row tiles are loaded to two stages in turn
         stage = uint32(0)
         # FA-1 line 6, FA-2 line 5: for each column tile j
-        j0, j_end = uint32(0), p.passes(columns)
+        j0, j_end = uint32(0), visits.backward_passes(columns)
         while j0 < j_end:
-            i_first, i_end = p.rows_of_pass(j0, i_begin, i_stop, Nq, Nk, options)
+            i_first, i_end = visits.rows_of_pass(j0, i_begin, i_stop, first)
             cuda.syncthreads()  # nobody reads sK and sV any more, nor row tiles
             # FA-1 line 7, FA-2 line 6: load Kj, Vj
-            p.load_columns(sK, Kh, j0, Nk)
-            p.load_columns(sV, Vh, j0, Nk)
+            load.columns(sK, Kh, j0, first.Nk)
+            load.columns(sV, Vh, j0, first.Nk)
             commit_async()
             # FA-1 line 8, FA-2 line 7: dKj = 0, dVj = 0, on chip
-            p.start_columns(rdK, rdV)
+            gradients.start_columns(rdK, rdV)
             wait_async()
             cuda.syncthreads()  # Kj and Vj are there
-            p.load_fragments(rK, sK, warp_column)
-            p.load_fragments(rV, sV, warp_column)
+            transposed.load_fragments(rK, sK, warp.column)
+            transposed.load_fragments(rV, sV, warp.column)
             # The query heads that share this K/V head
             g = uint32(0)
             while g < heads:
-                h = uint32(h_first + g)
-                Qh, Oh = p.query_rows(Q, b, h, options), p.query_rows(O, b, h, options)
-                dOh, Lh = p.query_rows(dO, b, h, options), p.query_rows(L, b, h, options)
-                Ah, dQh = p.query_rows(A, b, h, options), p.query_rows(dQ, b, h, options)
-                i0 = p.next_row(i_first, i_end, j0, b, h, options)
+                head = grid.head_after(first, g)
+                Qh, Oh = grid.query_rows(Q, head), grid.query_rows(O, head)
+                dOh, Lh = grid.query_rows(dO, head), grid.query_rows(L, head)
+                Ah, dQh = grid.query_rows(A, head), grid.query_rows(dQ, head)
+                i0 = visits.next_row(i_first, i_end, j0, head)
                 if i0 < i_end:
-                    p.load_row_tile_with_o(stage, Qh, dOh, Oh, Lh, i0, i_stop)
+                    row_tiles.load_with_o(stage, Qh, dOh, Oh, Lh, i0, i_stop)
                 commit_async()
                 # FA-1 line 9, FA-2 line 8: for each row tile i that sees column tile j
                 while i0 < i_end:
-                    sQ, sdO, sO, sL = p.row_tile_with_o(stage)
+                    sQ, sdO, sO, sL = row_tiles.at_with_o(stage)
                     stage = uint32(stage ^ uint32(1))
                     wait_async()
                     cuda.syncthreads()  # row tile i is there; nobody reads the last one, sP nor sdS
+                    tile = Tile(i0, j0, head, thread)
                     # FA-1 line 10, FA-2 line 9 of the next i: load row tile i+1, in flight
                     if EARLY:  # a warp with all rows of S would spill registers
-                        i_next = p.load_next_with_o(
-                            stage, Qh, dOh, Oh, Lh, i0, i_end, i_stop, j0, b, h, options
-                        )
+                        i_next = visits.next_row(uint32(i0 + Br), i_end, j0, head)
+                        if i_next < i_end:
+                            row_tiles.load_with_o(stage, Qh, dOh, Oh, Lh, i_next, i_stop)
                         commit_async()
                     # Alg. 4 line 19: Di = rowsum(dOi o Oi), in every pass
-                    p.row_dots(sD, sdO, sO)
+                    gradients.row_dots(sD, sdO, sO)
                     # FA-1 lines 11, 12, FA-2 line 10: Sij = scale Qi KjT
-                    p.scores(rS, rK, sK, sQ, warp_column, warp_row)
-                    p.cap_slopes(rG, rS, scale_log2, options)
-                    p.scale_and_mask(rS, scale_log2, i0, j0, Nq, Nk, b, h, options, ty, tx)
+                    transposed.scores(rS, rK, sK, sQ, warp.column, warp.row)
+                    scores.cap_slopes(rG, rS, scale_log2, options)
+                    scores.scale_and_mask(rS, scale_log2, tile)
                     # FA-1 line 13, FA-2 line 11: Pij = exp(Sij - Li)
-                    p.take_values(rL, sL, ty)
-                    p.softmax_from_lse(rS, scale_log2, rL)
+                    row_tiles.take(rL, sL, thread)
+                    softmax.from_lse(rS, scale_log2, rL)
                     # FA-1 lines 14, 15: Pij without what is dropped
-                    p.drop(rS, i0, j0, b, h, options, ty, tx)
-                    p.store_p(sP, rS, options, ty, tx)
+                    softmax.drop(rS, tile)
+                    products.store_p(sP, rS, options, thread)
                     # FA-1 line 17, FA-2 line 13: dPij = dOi VjT
-                    p.scores(rdP, rV, sV, sdO, warp_column, warp_row)
+                    transposed.scores(rdP, rV, sV, sdO, warp.column, warp.row)
                     cuda.syncthreads()  # Di is there
                     # FA-1 lines 18, 20, FA-2 line 14: dSij = Pij o (dPij - Di)
-                    p.take_values(rD, sD, ty)
-                    p.score_gradients(rdP, rS, rD, rG, i0, j0, Nq, Nk, b, h, options, ty, tx)
-                    p.store_ds(sdS, rdP, options, ty, tx)
+                    row_tiles.take(rD, sD, thread)
+                    gradients.of_scores(rdP, rS, rD, rG, tile)
+                    products.store_ds(sdS, rdP, options, thread)
                     # ... or in flight during lines 16, 22 and 21
                     if not EARLY:
-                        i_next = p.load_next_with_o(
-                            stage, Qh, dOh, Oh, Lh, i0, i_end, i_stop, j0, b, h, options
-                        )
+                        i_next = visits.next_row(uint32(i0 + Br), i_end, j0, head)
+                        if i_next < i_end:
+                            row_tiles.load_with_o(stage, Qh, dOh, Oh, Lh, i_next, i_stop)
                         commit_async()
                     cuda.syncthreads()  # Pij and dSij are there
                     # FA-1 line 16, FA-2 line 12: dVj += PijT dOi
-                    p.add_dv_product(rdV, rS, sP, sdO, warp_column, warp_chunk, options)
+                    products.add_dv(rdV, rS, sP, sdO, warp.column, warp.chunk, options)
                     # FA-1 line 22, FA-2 line 16: dKj += dSijT Qi
-                    p.add_dk_product(rdK, rdP, sdS, sQ, warp_column, warp_chunk, options)
+                    products.add_dk(rdK, rdP, sdS, sQ, warp.column, warp.chunk, options)
                     # FA-1 line 21, FA-2 line 15: dQi += scale dSij Kj, through global memory
-                    p.read_dq(rdQ, Ah, j0, i0, i_stop)
-                    p.add_dq_product(rdQ, sdS, sK)
-                    more = p.sees_more(i0, j0, Nq, Nk, b, h, options)
-                    p.write_dq(rdQ, Ah, dQh, scale, more, i0, i_stop)
+                    gradients.read_dq(rdQ, Ah, j0, i0, i_stop)
+                    products.dq(rdQ, sdS, sK)
+                    more = visits.sees_more(i0, j0, head)
+                    gradients.write_dq(rdQ, Ah, dQh, scale, more, i0, i_stop)
                     i0 = i_next
                 g = uint32(g + 1)
 
             # FA-1 line 24, FA-2 line 18: write dKj, dVj
-            p.scale_columns(rdK, scale)
-            t = uint32(warp_chunk // uint32(2) + lane % uint32(4))
-            p.write_columns(rdK, dKh, j0, columns, tx, t)
-            p.write_columns(rdV, dVh, j0, columns, tx, t)
+            gradients.scale_columns(rdK, scale)
+            own = gradients.column_thread(warp, thread)
+            gradients.write_columns(rdK, dKh, j0, columns, own)
+            gradients.write_columns(rdV, dVh, j0, columns, own)
             j0 = uint32(j0 + Bc)
 
-    halves, floats = array_type(4, types.uint16), array_type(4)
-    columns_type = floats if spec.splits_queries else halves
-    arrays = [*[halves] * 5, array_type(3), floats, halves, columns_type, columns_type]
-    scalars = (types.float32, types.float32, types.int32, types.int32)
-    arguments = (*arrays, *scalars, spec.features.argument_type)
-    return Kernel(fa1_backward, arguments, spec.threads, spec.shared_bytes, spec.min_blocks)
+    return fa1_backward
 
 
 __doc__ += """

@@ -7,206 +7,115 @@ rounded; or by a second sweep with Q outer, in one order. Warps, memory, accesse
 
 from functools import cache
 
-from numba import types
-
-from fa_numba.device import Kernel, array_type, cuda, float32, uint32
+from fa_numba.device import cuda, float32, uint32
+from fa_numba.device.signature import arguments, array_type, half_type
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
-from fa_numba.intrinsics.shared import half_tile
-from fa_numba.options import PLAIN
-from fa_numba.parts.mma import parts
-from fa_numba.parts.namespace import RowFacts
-from fa_numba.parts.softmax import FULL_WARP
+from fa_numba.parts import bind, mma
+from fa_numba.parts.records import Tile
 
 
 @cache
 def make_backward(spec, atomic=True):
     """The kernel, over (Tc, Hk, B) blocks; without ``atomic`` dQ is ``make_query_gradients``'s."""
-    p, Bc, (_, NK, NS) = parts(spec), spec.Bc, spec.tile_halves
+    grid, visits, load = bind(spec, mma.grid, mma.visits, mma.load)
+    row_tiles, products, scores = bind(spec, mma.row_tiles, mma.products, mma.scores)
+    softmax, gradients = bind(spec, mma.softmax, mma.gradients)
+    (transposed,) = bind(spec.scores, mma.products)  # ST = K QT, dPT = V dOT
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, 8 * spec.query_fragments * spec.query_chunks
     RG, RF, RK = spec.cap_registers, spec.scores.q_registers, spec.column_registers
-    U, ROWS, COLUMNS, WIDTH = spec.warp_parts
-    AT_V, AT_DS, AT_P = NK, 2 * NK, 2 * NK + (U - 1) * NS
+    Br, Bc = spec.Br, spec.Bc
 
+    halves, rows = half_type(4), array_type(3)
+    arrays = [*[halves] * 4, rows, rows, array_type(4), halves, halves]
+
+    @cuda.jit(arguments(arrays, 2, 1, spec.features.argument_type), *spec.launch)
     def fa2_backward(Q, K, V, dO, L, D, A, dK, dV, scale, scale_log2, group, options):
-        sK = half_tile(0, NK)
-        sV = half_tile(AT_V, NK)
-        sdS = half_tile(AT_DS, NS)
-        sP = half_tile(AT_P, NS)
-        rK = cuda.local.array(RF, uint32)
-        rV = cuda.local.array(RF, uint32)
-        rS = cuda.local.array(RS, float32)
-        rdP = cuda.local.array(RS, float32)
-        rG = cuda.local.array(RG, float32)
-        rdQ = cuda.local.array(RQ, float32)
-        rdK = cuda.local.array(RK, float32)
-        rdV = cuda.local.array(RK, float32)
-        rL = cuda.local.array(TM, float32)
-        rD = cuda.local.array(TM, float32)
-        warp, lane = uint32(cuda.threadIdx.x) // uint32(32), uint32(cuda.threadIdx.x) % uint32(32)
-        warp_row = uint32(warp % uint32(U) * ROWS)
-        warp_column = uint32(warp // uint32(U) * COLUMNS)
-        warp_chunk = uint32(warp % uint32(U) * WIDTH)  # of dK and dV
-        ty = uint32(warp_row // uint32(2) + lane % uint32(4))
-        tx = uint32(warp_column + lane // uint32(4))
-        b, hk = p.key_head()
-        Kh, Vh = p.key_rows(K, b, hk, options), p.key_rows(V, b, hk, options)
-        dKh, dVh = p.key_rows(dK, b, hk, options), p.key_rows(dV, b, hk, options)
-        h_first, heads = p.query_heads(hk, group)
-        columns, rows = uint32(Kh.shape[0]), uint32(p.query_rows(Q, b, h_first, options).shape[0])
-        Nq, Nk = p.lengths(rows, columns, b, options)
+        sK, sV, sdS, sP, _ = row_tiles.backward_shared_memory()
+        rK, rV = cuda.local.array(RF, uint32), cuda.local.array(RF, uint32)
+        rS, rdP = cuda.local.array(RS, float32), cuda.local.array(RS, float32)
+        rG, rdQ = cuda.local.array(RG, float32), cuda.local.array(RQ, float32)
+        rdK, rdV = cuda.local.array(RK, float32), cuda.local.array(RK, float32)
+        rL, rD = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
+        warp, thread = gradients.warp_and_thread()
+        first, heads = grid.heads_of_group(Q, K, group, options)
+        Kh, Vh = grid.key_rows(K, first), grid.key_rows(V, first)
+        dKh, dVh = grid.key_rows(dK, first), grid.key_rows(dV, first)
+        columns = uint32(Kh.shape[0])
 
         # Row tiles are loaded to two stages in turn
         stage = uint32(0)
         # FA-1 line 6, FA-2 line 5: for each column tile j
         j0 = uint32(cuda.blockIdx.x * Bc)  # those with most rows, the first ones, go first
-        i_first, i_end = p.row_range(j0, uint32(0), Nq, Nq, Nk, options)
+        i_first, i_end = visits.row_range(j0, uint32(0), first.Nq, first)
         # FA-1 line 7, FA-2 line 6: load Kj, Vj
-        p.load_columns(sK, Kh, j0, Nk)
-        p.load_columns(sV, Vh, j0, Nk)
+        load.columns(sK, Kh, j0, first.Nk)
+        load.columns(sV, Vh, j0, first.Nk)
         commit_async()
         # FA-1 line 8, FA-2 line 7: dKj = 0, dVj = 0, on chip
-        p.start_columns(rdK, rdV)
+        gradients.start_columns(rdK, rdV)
         wait_async()
         cuda.syncthreads()  # Kj and Vj are there
-        p.load_fragments(rK, sK, warp_column)
-        p.load_fragments(rV, sV, warp_column)
+        transposed.load_fragments(rK, sK, warp.column)
+        transposed.load_fragments(rV, sV, warp.column)
         # The query heads that share this K/V head
         g = uint32(0)
         while g < heads:
-            h = uint32(h_first + g)
-            Qh, dOh = p.query_rows(Q, b, h, options), p.query_rows(dO, b, h, options)
-            Lh, Dh = p.query_rows(L, b, h, options), p.query_rows(D, b, h, options)
-            Ah = p.query_rows(A, b, h, options)
-            i0 = p.next_row(i_first, i_end, j0, b, h, options)
+            head = grid.head_after(first, g)
+            Qh, dOh = grid.query_rows(Q, head), grid.query_rows(dO, head)
+            Lh, Dh = grid.query_rows(L, head), grid.query_rows(D, head)
+            Ah = grid.query_rows(A, head)
+            i0 = visits.next_row(i_first, i_end, j0, head)
             if i0 < i_end:
-                p.load_row_tile(stage, Qh, dOh, Lh, Dh, i0, Nq)
+                row_tiles.load(stage, Qh, dOh, Lh, Dh, i0, head.Nq)
             commit_async()
             # FA-1 line 9, FA-2 line 8: for each row tile i that sees column tile j
             while i0 < i_end:
-                sQ, sdO, sL, sD = p.row_tile(stage)
+                sQ, sdO, sL, sD = row_tiles.at(stage)
                 stage = uint32(stage ^ uint32(1))
                 wait_async()
                 cuda.syncthreads()  # row tile i is there; nobody reads the last one, sP nor sdS
+                tile = Tile(i0, j0, head, thread)
                 # FA-1 line 10, FA-2 line 9 of the next i: load row tile i+1, in flight
-                i_next = p.load_next_rows(stage, Qh, dOh, Lh, Dh, i0, i_end, Nq, j0, b, h, options)
+                i_next = visits.next_row(uint32(i0 + Br), i_end, j0, head)
+                if i_next < i_end:
+                    row_tiles.load(stage, Qh, dOh, Lh, Dh, i_next, head.Nq)
                 commit_async()
                 # FA-1 lines 11, 12, FA-2 line 10: Sij = scale Qi KjT
-                p.scores(rS, rK, sK, sQ, warp_column, warp_row)
-                p.cap_slopes(rG, rS, scale_log2, options)
-                p.scale_and_mask(rS, scale_log2, i0, j0, Nq, Nk, b, h, options, ty, tx)
+                transposed.scores(rS, rK, sK, sQ, warp.column, warp.row)
+                scores.cap_slopes(rG, rS, scale_log2, options)
+                scores.scale_and_mask(rS, scale_log2, tile)
                 # FA-1 line 13, FA-2 line 11: Pij = exp(Sij - Li)
-                p.take_values(rL, sL, ty)
-                p.softmax_from_lse(rS, scale_log2, rL)
+                row_tiles.take(rL, sL, thread)
+                softmax.from_lse(rS, scale_log2, rL)
                 # FA-1 lines 14, 15: Pij without what is dropped
-                p.drop(rS, i0, j0, b, h, options, ty, tx)
-                p.store_p(sP, rS, options, ty, tx)
+                softmax.drop(rS, tile)
+                products.store_p(sP, rS, options, thread)
                 # FA-1 line 17, FA-2 line 13: dPij = dOi VjT
-                p.scores(rdP, rV, sV, sdO, warp_column, warp_row)
+                transposed.scores(rdP, rV, sV, sdO, warp.column, warp.row)
                 # FA-1 lines 18, 20, FA-2 line 14: dSij = Pij o (dPij - Di)
-                p.take_values(rD, sD, ty)
-                p.score_gradients(rdP, rS, rD, rG, i0, j0, Nq, Nk, b, h, options, ty, tx)
-                p.store_ds(sdS, rdP, options, ty, tx)
+                row_tiles.take(rD, sD, thread)
+                gradients.of_scores(rdP, rS, rD, rG, tile)
+                products.store_ds(sdS, rdP, options, thread)
                 cuda.syncthreads()  # Pij and dSij are there
                 # FA-1 line 16, FA-2 line 12: dVj += PijT dOi
-                p.add_dv_product(rdV, rS, sP, sdO, warp_column, warp_chunk, options)
+                products.add_dv(rdV, rS, sP, sdO, warp.column, warp.chunk, options)
                 # FA-1 line 22, FA-2 line 16: dKj += dSijT Qi
-                p.add_dk_product(rdK, rdP, sdS, sQ, warp_column, warp_chunk, options)
+                products.add_dk(rdK, rdP, sdS, sQ, warp.column, warp.chunk, options)
                 # FA-1 line 21, FA-2 line 15: dQi += scale dSij Kj, through global memory
                 if atomic:
-                    p.start_dq(rdQ)
-                    p.add_dq_product(rdQ, sdS, sK)
-                    p.add_dq(rdQ, Ah, i0, Nq)
+                    gradients.start_dq(rdQ)
+                    products.dq(rdQ, sdS, sK)
+                    gradients.add_dq(rdQ, Ah, i0, head.Nq)
                 i0 = i_next
             g = uint32(g + 1)
 
         # FA-1 line 24, FA-2 line 18: write dKj, dVj
-        p.scale_columns(rdK, scale)
-        t = uint32(warp_chunk // uint32(2) + lane % uint32(4))
-        p.write_columns(rdK, dKh, j0, columns, tx, t)
-        p.write_columns(rdV, dVh, j0, columns, tx, t)
+        gradients.scale_columns(rdK, scale)
+        own = gradients.column_thread(warp, thread)
+        gradients.write_columns(rdK, dKh, j0, columns, own)
+        gradients.write_columns(rdV, dVh, j0, columns, own)
 
-    halves, rows = array_type(4, types.uint16), array_type(3)
-    arrays = [*[halves] * 4, rows, rows, array_type(4), halves, halves]
-    scalars = (types.float32, types.float32, types.int32)
-    arguments = (*arrays, *scalars, spec.features.argument_type)
-    return Kernel(fa2_backward, arguments, spec.threads, spec.shared_bytes, spec.min_blocks)
-
-
-WARPS = 4
-
-
-@cache
-def make_row_sums(head_dim, dtype, aligned, clear, features):
-    """Alg. 2 line 4: D = rowsum(dO o O); line 3 if ``clear``: A = 0. Over (Nq / 4, Hq, B) blocks.
-
-    A warp takes a row.
-    """
-    p = parts(RowFacts(features, head_dim, dtype, aligned))
-
-    def row_sums(O, dO, D, A, options):
-        h = uint32(cuda.blockIdx.y)
-        b = uint32(cuda.blockIdx.z)
-        lane = uint32(cuda.threadIdx.x) % uint32(32)
-        row = uint32(cuda.blockIdx.x * WARPS + cuda.threadIdx.x // 32)
-        Oh, dOh = p.query_rows(O, b, h, options), p.query_rows(dO, b, h, options)
-        Dh, Ah = p.query_rows(D, b, h, options), p.query_rows(A, b, h, options)
-        rows = uint32(Oh.shape[0])
-        Nq, _ = p.lengths(rows, 0, b, options)
-        dot = float32(0.0)
-        col = uint32(2 * lane)
-        if row < Nq:
-            while col < uint32(head_dim):
-                o, g = p.read_two(Oh, row, col), p.read_two(dOh, row, col)
-                dot += o[0] * g[0] + o[1] * g[1]
-                col = uint32(col + 64)
-        if clear and row < rows:
-            col = lane
-            while col < uint32(head_dim):
-                Ah[row, col] = float32(0.0)
-                col = uint32(col + 32)
-        step = 16
-        while step > 0:
-            dot += cuda.shfl_xor_sync(FULL_WARP, dot, step)
-            step //= 2
-        if lane == uint32(0) and row < Nq:
-            Dh[row] = dot
-
-    halves = array_type(4, types.uint16)
-    arguments = (halves, halves, array_type(3), array_type(4), features.argument_type)
-    return Kernel(row_sums, arguments, 32 * WARPS, 0)
-
-
-@cache
-def make_round_rows(head_dim, dtype, aligned, splits=1):
-    """dQ = scale A in 16 bits, or dK, or dV. Over (N / 4, H, B) blocks; a warp takes a row.
-
-    A may be in so many ``splits``, neighbours along the axis of heads, which are added up in their
-    order.
-    """
-    p = parts(RowFacts(PLAIN, head_dim, dtype, aligned))
-
-    def round_rows(A, dQ, scale, options):
-        h = uint32(cuda.blockIdx.y)
-        b = uint32(cuda.blockIdx.z)
-        row = uint32(cuda.blockIdx.x * WARPS + cuda.threadIdx.x // 32)
-        Ah, dQh = A[b, uint32(h * splits)], dQ[b, h]
-        col = uint32(2 * (uint32(cuda.threadIdx.x) % uint32(32)))
-        if row < uint32(Ah.shape[0]):
-            while col < uint32(head_dim):
-                low, high = Ah[row, col], float32(0.0)
-                if uint32(col + 1) < uint32(head_dim):
-                    high = Ah[row, uint32(col + 1)]
-                if splits > 1:
-                    for n in range(1, splits):
-                        part = A[b, uint32(h * splits + n)]
-                        more = p.read_floats(part, row, col, col < uint32(head_dim))
-                        low, high = low + more[0], high + more[1]
-                p.write_two(dQh, row, col, scale * low, scale * high)
-                col = uint32(col + 64)
-
-    arrays = (array_type(4), array_type(4, types.uint16))
-    arguments = (*arrays, types.float32, PLAIN.argument_type)
-    return Kernel(round_rows, arguments, 32 * WARPS, 0)
+    return fa2_backward
 
 
 @cache
@@ -216,75 +125,68 @@ def make_query_gradients(spec):
     S, P, dP and dS are computed once more, and every dQi is summed in one order and written once.
     ``spec`` is that of a forward kernel: a warp takes rows of S, and dS is an operand as it is.
     """
-    p, Br, Bc = parts(spec), spec.Br, spec.Bc
+    grid, visits, load = bind(spec, mma.grid, mma.visits, mma.load)
+    products, scores, softmax = bind(spec, mma.products, mma.scores, mma.softmax)
+    values, gradients, epilogue = bind(spec, mma.values, mma.gradients, mma.epilogue)
+    Br, Bc = spec.Br, spec.Bc
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4
-    RF, RG, ROWS = spec.q_registers, spec.cap_registers, spec.warp_rows
+    RF, RG = spec.q_registers, spec.cap_registers
     NQ, NK, _ = spec.tile_halves
-    AT_DO, AT_K, AT_V = NQ, 2 * NQ, 2 * NQ + NK
 
+    halves, rows = half_type(4), array_type(3)
+    arrays = [*[halves] * 4, rows, rows, halves]
+    types_ = arguments(arrays, 2, 1, spec.features.argument_type)
+
+    @cuda.jit(types_, spec.threads, 4 * (NQ + NK), spec.min_blocks)
     def fa2_backward_dq(Q, K, V, dO, L, D, dQ, scale, scale_log2, group, options):
-        sQ = half_tile(0, NQ)
-        sdO = half_tile(AT_DO, NQ)
-        sK = half_tile(AT_K, NK)
-        sV = half_tile(AT_V, NK)
-        rQ = cuda.local.array(RF, uint32)
-        rdO = cuda.local.array(RF, uint32)
-        rS = cuda.local.array(RS, float32)
-        rdP = cuda.local.array(RS, float32)
-        rG = cuda.local.array(RG, float32)
-        rdQ = cuda.local.array(RQ, float32)
-        rL = cuda.local.array(TM, float32)
-        rD = cuda.local.array(TM, float32)
-        tx = uint32(cuda.threadIdx.x) % uint32(4)
-        warp_row = uint32(uint32(cuda.threadIdx.x) // uint32(32) * ROWS)
-        ty = uint32(warp_row + uint32(cuda.threadIdx.x) % uint32(32) // uint32(4))
-        b, h, hk = p.heads(group)
-        Qh, dOh = p.query_rows(Q, b, h, options), p.query_rows(dO, b, h, options)
-        Kh, Vh = p.key_rows(K, b, hk, options), p.key_rows(V, b, hk, options)
-        Lh, Dh = p.query_rows(L, b, h, options), p.query_rows(D, b, h, options)
-        dQh = p.query_rows(dQ, b, h, options)
+        sQ, sdO, sK, sV = load.dq_shared_memory()
+        rQ, rdO = cuda.local.array(RF, uint32), cuda.local.array(RF, uint32)
+        rS, rdP = cuda.local.array(RS, float32), cuda.local.array(RS, float32)
+        rG, rdQ = cuda.local.array(RG, float32), cuda.local.array(RQ, float32)
+        rL, rD = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
+        warp_row, thread = grid.thread()
+        head = grid.head(Q, K, group, options)
+        Qh, dOh = grid.query_rows(Q, head), grid.query_rows(dO, head)
+        Kh, Vh = grid.key_rows(K, head), grid.key_rows(V, head)
+        Lh, Dh = grid.query_rows(L, head), grid.query_rows(D, head)
+        dQh = grid.query_rows(dQ, head)
         rows = uint32(Qh.shape[0])
-        Nq, Nk = p.lengths(rows, Kh.shape[0], b, options)
         i0 = uint32((cuda.gridDim.x - 1 - cuda.blockIdx.x) * Br)
-        j0, j_end = p.visited_columns(i0, Nq, Nk, b, h, options)
+        j0, j_end = visits.columns_seen(i0, head)
 
-        p.load_rows(sQ, Qh, i0, Nq)
-        p.load_rows(sdO, dOh, i0, Nq)
+        load.rows(sQ, Qh, i0, head.Nq)
+        load.rows(sdO, dOh, i0, head.Nq)
         commit_async()
-        p.read_values(rL, Lh, i0, Nq, ty, tx)
-        p.read_values(rD, Dh, i0, Nq, ty, tx)
+        values.read(rL, Lh, i0, head.Nq, thread)
+        values.read(rD, Dh, i0, head.Nq, thread)
         for e in range(RQ):
             rdQ[e] = float32(0.0)
         wait_async()
         cuda.syncthreads()  # Qi and dOi are there
-        p.load_fragments(rQ, sQ, warp_row)
-        p.load_fragments(rdO, sdO, warp_row)
+        products.load_fragments(rQ, sQ, warp_row)
+        products.load_fragments(rdO, sdO, warp_row)
         while j0 < j_end:
             cuda.syncthreads()  # nobody reads sK and sV any more
-            p.load_columns(sK, Kh, j0, Nk)
-            p.load_columns(sV, Vh, j0, Nk)
+            load.columns(sK, Kh, j0, head.Nk)
+            load.columns(sV, Vh, j0, head.Nk)
             commit_async()
             wait_async()
             cuda.syncthreads()  # Kj and Vj are there
-            p.scores(rS, rQ, sQ, sK, warp_row, uint32(0))
-            p.cap_slopes(rG, rS, scale_log2, options)
-            p.scale_and_mask(rS, scale_log2, i0, j0, Nq, Nk, b, h, options, ty, tx)
-            p.softmax_from_lse(rS, scale_log2, rL)
-            p.drop(rS, i0, j0, b, h, options, ty, tx)
-            p.scores(rdP, rdO, sdO, sV, warp_row, uint32(0))
-            p.score_gradients(rdP, rS, rD, rG, i0, j0, Nq, Nk, b, h, options, ty, tx)
-            p.add_ds_product(rdQ, rdP, sK, options)
-            j0 = p.next_column(uint32(j0 + Bc), j_end, i0, b, h, options)
+            tile = Tile(i0, j0, head, thread)
+            products.scores(rS, rQ, sQ, sK, warp_row, uint32(0))
+            scores.cap_slopes(rG, rS, scale_log2, options)
+            scores.scale_and_mask(rS, scale_log2, tile)
+            softmax.from_lse(rS, scale_log2, rL)
+            softmax.drop(rS, tile)
+            products.scores(rdP, rdO, sdO, sV, warp_row, uint32(0))
+            gradients.of_scores(rdP, rS, rD, rG, tile)
+            products.add_ds(rdQ, rdP, sK, options)
+            j0 = visits.next_column(uint32(j0 + Bc), j_end, i0, head)
         for e in range(RQ):
             rdQ[e] *= scale
-        p.write_rows(rdQ, dQh, i0, rows, ty, tx)
+        epilogue.write_rows(rdQ, dQh, i0, rows, thread)
 
-    halves, values = array_type(4, types.uint16), array_type(3)
-    arrays = [*[halves] * 4, values, values, halves]
-    scalars = (types.float32, types.float32, types.int32)
-    arguments = (*arrays, *scalars, spec.features.argument_type)
-    shared_bytes = 4 * (NQ + NK)
-    return Kernel(fa2_backward_dq, arguments, spec.threads, shared_bytes, spec.min_blocks)
+    return fa2_backward_dq
 
 
 __doc__ += """

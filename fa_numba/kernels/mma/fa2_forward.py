@@ -9,12 +9,12 @@ m is kept in units of log2. Stages, shared memory and accesses: below the kernel
 
 from functools import cache
 
-from numba import types
-
-from fa_numba.device import Kernel, array_type, cuda, float32, uint32
+from fa_numba.device import cuda, float32, uint32
+from fa_numba.device.signature import arguments, array_type, half_type
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
 from fa_numba.intrinsics.shared import half_tile
-from fa_numba.parts.mma import parts
+from fa_numba.parts import bind, mma
+from fa_numba.parts.records import Tile
 
 
 @cache
@@ -22,87 +22,84 @@ def make_forward(spec):
     """The kernel for ``spec``; launched over (Tr, Hq, B) blocks, with splits over (Tr splits, Hq,
     B). Where heads share a tile Hq counts groups of them.
     """
-    p, ROWS, NQ, STAGES = parts(spec), spec.warp_rows, spec.tile_halves[0], spec.stages
+    grid, visits, load = bind(spec, mma.grid, mma.visits, mma.load)
+    products, scores, softmax = bind(spec, mma.products, mma.scores, mma.softmax)
+    values, epilogue = bind(spec, mma.values, mma.epilogue)
+    NQ, STAGES = spec.tile_halves[0], spec.stages
     SPLITS, axes = spec.features.splits, 4 if spec.tile_heads == 1 else 5
     TM, RS, RO, RQ = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4, spec.q_registers
     RB = spec.bias_registers
 
+    queries, halves = half_type(axes), half_type(4)
+    arrays = (queries, halves, halves, queries, array_type(axes - 1))
+
+    @cuda.jit(arguments(arrays, 1, 1, spec.features.argument_type), *spec.launch)
     def fa2_forward(Q, K, V, O, L, scale, group, options):
         sQ = half_tile(0, NQ)
-        rQ = cuda.local.array(RQ, uint32)
-        rS = cuda.local.array(RS, float32)
-        rB = cuda.local.array(RB, float32)
-        rO = cuda.local.array(RO, float32)
-        rm = cuda.local.array(TM, float32)
-        rl = cuda.local.array(TM, float32)
+        rQ, rS = cuda.local.array(RQ, uint32), cuda.local.array(RS, float32)
+        rB, rO = cuda.local.array(RB, float32), cuda.local.array(RO, float32)
+        rm, rl = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
         rf = cuda.local.array(TM, float32)
-        tx = uint32(cuda.threadIdx.x) % uint32(4)
-        warp_row = uint32(uint32(cuda.threadIdx.x) // uint32(32) * ROWS)
-        ty = uint32(warp_row + uint32(cuda.threadIdx.x) % uint32(32) // uint32(4))
-        b, h, hk = p.heads(group)
-        Qh, Oh = p.query_rows(Q, b, h, options), p.query_rows(O, b, h, options)
-        Kh, Vh = p.key_rows(K, b, hk, options), p.key_rows(V, b, hk, options)
-        Lh = p.query_rows(L, b, h, options)
+        warp_row, thread = grid.thread()
+        head = grid.head(Q, K, group, options)
+        Qh, Oh = grid.query_rows(Q, head), grid.query_rows(O, head)
+        Kh, Vh = grid.key_rows(K, head), grid.key_rows(V, head)
+        Lh = grid.query_rows(L, head)
         rows = uint32(Qh.shape[0])
-        Nq, Nk = p.lengths(rows, K.shape[2], b, options)
 
-        i0, split = p.tile_and_split(options)  # Alg. 1 line 3: row tile i
-        j0, j_end = p.visited_columns(i0, Nq, Nk, b, h, options)
-        j0, j_end = p.share_of_columns(j0, j_end, split, i0, b, h, options)
+        i0, split = grid.row_tile(options)  # Alg. 1 line 3: row tile i
+        j0, j_end = visits.columns_seen(i0, head)
+        j0, j_end = visits.share_of_columns(j0, j_end, split, i0, head)
 
         # Alg. 1 line 4: load Qi (and the first Kj, ahead of line 7)
-        p.load_q(sQ, Qh, i0, Nq)
+        load.q(sQ, Qh, i0, head.Nq)
         stage = uint32(0)
-        p.load_first_columns(Kh, Vh, j0, j_end, Nk)
+        load.first_columns(Kh, Vh, j0, j_end, head.Nk)
         commit_async()
         # FA-1 line 2, FA-2 line 5: O = 0, l = 0, m = -inf
-        p.start(rO, rl, rm)
+        softmax.start(rO, rl, rm)
         wait_async()
         cuda.syncthreads()  # Qi is there
-        p.load_fragments(rQ, sQ, warp_row)
+        products.load_fragments(rQ, sQ, warp_row)
 
         # FA-1 line 5, FA-2 line 6: for each column tile j that is seen
         while j0 < j_end:
-            p.read_bias(rB, i0, j0, Nq, Nk, b, h, options, ty, tx)
+            tile = Tile(i0, j0, head, thread)
+            scores.read_bias(rB, tile)
             wait_async()
             cuda.syncthreads()  # Kj is there, or Kj and Vj; nobody reads what is loaded next
             # Alg. 1 line 7: load Vj, in flight during line 8; with two stages Kj+1 and Vj+1
-            sK, sV, stage, j_next = p.load_columns_early(
-                stage, Kh, Vh, j0, j_end, Nk, i0, b, h, options
-            )
+            sK, sV, stage, j_next = load.columns_early(stage, Kh, Vh, j0, j_end, head.Nk, i0, head)
             commit_async()
             # FA-1 line 9, FA-2 line 8: Sij = scale Qi KjT
-            p.scores(rS, rQ, sQ, sK, warp_row, p.warp_column())
-            p.scale_bias_and_mask(rS, rB, scale, i0, j0, Nq, Nk, b, h, options, ty, tx)
+            products.scores(rS, rQ, sQ, sK, warp_row, products.warp_column())
+            scores.scale_bias_and_mask(rS, rB, scale, tile)
             if STAGES == 1:
                 wait_async()
                 cuda.syncthreads()  # Vj is there; nobody reads sK any more
                 # FA-1 line 8, FA-2 line 7 of the next tile: load it, in flight meanwhile
-                j_next = p.load_next_k(sK, Kh, j0, j_end, Nk, i0, b, h, options)
+                j_next = load.next_k(sK, Kh, j0, j_end, head.Nk, i0, head)
                 commit_async()
             # FA-1 lines 10, 11, FA-2 line 9: m, l, and P in units of the new m
-            p.online_softmax_of_lanes(rS, scale, rm, rl, rf)
-            p.drop(rS, i0, j0, b, h, options, ty, tx)
+            softmax.online_of_lanes(rS, scale, rm, rl, rf)
+            softmax.drop(rS, tile)
             # FA-1 line 12, FA-2 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj
-            p.rescale_rows(rO, rf)
-            p.add_product(rO, rS, sV, options)
+            softmax.rescale_rows(rO, rf)
+            products.add_output(rO, rS, sV, options)
             j0 = j_next
 
-        p.sum_lanes(rl)  # Alg. 1 line 9: l of whole rows, whose columns lie with four lanes
+        softmax.sum_lanes(rl)  # Alg. 1 line 9: l of whole rows, whose columns lie with four lanes
         if SPLITS:  # merge_splits takes O, l and m of this block's columns
-            p.write_split(rO, rl, rm, split, i0, rows, b, h, options, ty, tx)
+            epilogue.write_split(rO, rl, rm, split, i0, rows, head, thread)
         else:
             # FA-1 lines 12, 13, FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
-            p.normalise_rows(rO, rl)
-            p.write_tile(rO, sQ, Oh, warp_row, i0, rows, ty, tx)
+            softmax.normalise_rows(rO, rl)
+            epilogue.write_tile(rO, sQ, Oh, warp_row, i0, rows, thread)
             # FA-2 lines 13, 15: L = m + log l
-            p.logsumexp(rl, rm, rl)
-            p.write_values(rl, Lh, i0, rows, ty, tx)
+            softmax.logsumexp(rl, rm, rl)
+            epilogue.write_values(rl, Lh, i0, rows, thread)
 
-    queries, halves = array_type(axes, types.uint16), array_type(4, types.uint16)
-    arrays = (queries, halves, halves, queries, array_type(axes - 1))
-    arguments = (*arrays, types.float32, types.int32, spec.features.argument_type)
-    return Kernel(fa2_forward, arguments, spec.threads, spec.shared_bytes, spec.min_blocks)
+    return fa2_forward
 
 
 __doc__ += """

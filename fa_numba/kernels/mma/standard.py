@@ -19,14 +19,16 @@ from functools import cache
 
 from numba import types
 
-from fa_numba.device import Kernel, array_type, cuda, float32, uint32
+from fa_numba.device import cuda, float32, uint32
+from fa_numba.device.signature import array_type, half_type
 from fa_numba.intrinsics.arithmetic import LN2, NEG_INF, log2, maximum
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
 from fa_numba.intrinsics.shared import half_tile, shared_tile
+from fa_numba.parts import bind, mma
 from fa_numba.parts.dropout import keeps
-from fa_numba.parts.mma import parts
 from fa_numba.parts.mma.chunks import make_load_row, make_read_chunk, make_write_chunk
 from fa_numba.parts.namespace import RowFacts
+from fa_numba.parts.records import Tile
 from fa_numba.parts.softmax import FULL_WARP, exp_of_difference
 
 MAX_WARPS = 8
@@ -38,61 +40,60 @@ def make_standard_scores(spec, slopes=False):
 
     With ``slopes`` S is multiplied by the slopes of the cap on the scores instead.
     """
-    p, Br, Bc = parts(spec), spec.Br, spec.Bc
-    RS, RQ, ROWS = spec.TM * spec.TN, spec.q_registers, spec.warp_rows
+    grid, load, products = bind(spec, mma.grid, mma.load, mma.products)
+    scores, epilogue = bind(spec, mma.scores, mma.epilogue)
+    Br, Bc = spec.Br, spec.Bc
+    RS, RQ = spec.TM * spec.TN, spec.q_registers
     shortened = spec.features.lengths
     NQ, NK, NS = spec.tile_halves
     AT_K, AT_S = NQ, NQ + NK
 
+    halves = half_type(4)
+    scalars = (types.float32, types.int32)
+    arguments = (*[halves] * 3, *scalars, spec.features.argument_type)
+    shared_bytes, min_blocks = 2 * (NQ + NK + NS), spec.min_blocks_of_scores
+
+    @cuda.jit(arguments, spec.threads, shared_bytes, min_blocks)
     def standard_scores(Q, K, S, scale, group, options):
         sQ = half_tile(0, NQ)
         sK = half_tile(AT_K, NK)
         sS = half_tile(AT_S, NS)
-        rQ = cuda.local.array(RQ, uint32)
-        rS = cuda.local.array(RS, float32)
-        tx = uint32(cuda.threadIdx.x) % uint32(4)
-        warp_row = uint32(uint32(cuda.threadIdx.x) // uint32(32) * ROWS)
-        ty = uint32(warp_row + uint32(cuda.threadIdx.x) % uint32(32) // uint32(4))
-        h = uint32(cuda.blockIdx.y)
-        b = uint32(cuda.blockIdx.z)
-        Qh, Kh = p.query_rows(Q, b, h, options), p.key_rows(K, b, h // uint32(group), options)
-        Sh = S[b, h]
-        Nq, Nk = p.lengths(Qh.shape[0], Kh.shape[0], b, options)
+        rQ, rS = cuda.local.array(RQ, uint32), cuda.local.array(RS, float32)
+        warp_row, thread = grid.thread()
+        head = grid.head(Q, K, group, options)
+        Qh, Kh, Sh = grid.query_rows(Q, head), grid.key_rows(K, head), S[head.b, head.h]
         i0 = uint32(cuda.blockIdx.x * Br)
-        j_end = Nk
-        if shortened and i0 >= Nq:
+        j_end = head.Nk
+        if shortened and i0 >= head.Nq:
             j_end = uint32(0)
 
-        p.load_q(sQ, Qh, i0, Nq)
-        p.load_k(sK, Kh, 0, j_end)
+        load.q(sQ, Qh, i0, head.Nq)
+        load.k(sK, Kh, 0, j_end)
         commit_async()
         wait_async()
         cuda.syncthreads()  # Qi is there
-        p.load_fragments(rQ, sQ, warp_row)
+        products.load_fragments(rQ, sQ, warp_row)
         j0 = uint32(0)
         while j0 < j_end:
             wait_async()
             cuda.syncthreads()  # Kj is there; nobody reads sS any more
-            p.scores(rS, rQ, sQ, sK, warp_row, uint32(0))
+            tile = Tile(i0, j0, head, thread)
+            products.scores(rS, rQ, sQ, sK, warp_row, uint32(0))
             cuda.syncthreads()  # nobody reads sK any more
-            p.load_k(sK, Kh, uint32(j0 + Bc), Nk)
+            load.k(sK, Kh, uint32(j0 + Bc), head.Nk)
             commit_async()
             if slopes:
-                p.cap_slopes(rS, rS, scale, options)
-                p.times_scores(rS, Sh, i0, Nq, j0, Nk, ty, tx)
+                scores.cap_slopes(rS, rS, scale, options)
+                epilogue.times_scores(rS, Sh, i0, head.Nq, j0, head.Nk, thread)
             else:
-                p.scale_and_mask_all(rS, scale, i0, j0, Nq, Nk, b, h, options, ty, tx)
-            p.store_scores(sS, rS, ty, tx)
+                scores.scale_and_mask_all(rS, scale, tile)
+            epilogue.store_scores(sS, rS, thread)
             cuda.syncwarp()  # this warp's rows of Sij are there
-            p.write_scores(sS, Sh, warp_row, i0, Nq, j0, Nk)
+            epilogue.write_scores(sS, Sh, warp_row, i0, head.Nq, j0, head.Nk)
             j0 = uint32(j0 + Bc)
         wait_async()
 
-    halves = array_type(4, types.uint16)
-    scalars = (types.float32, types.int32)
-    arguments = (*[halves] * 3, *scalars, spec.features.argument_type)
-    shared_bytes, min_blocks = 2 * (NQ + NK + NS), spec.min_blocks_of_scores
-    return Kernel(standard_scores, arguments, spec.threads, shared_bytes, min_blocks)
+    return standard_scores
 
 
 @cache
@@ -108,22 +109,26 @@ def make_standard_softmax(row_halves, warps, return_lse, features, dtype):
     WARPS, threads = warps, 32 * warps
     AT_M, AT_L = NR // 2, NR // 2 + WARPS
     shortened, dropout = features.lengths, features.dropout
-    p = parts(RowFacts(features, dtype=dtype))
+    facts = RowFacts(features, dtype=dtype)
+    (grid,) = bind(facts, mma.grid)
     load_row = make_load_row(threads, resident)
     read_chunk = make_read_chunk(dtype, resident)
     write_chunk = make_write_chunk(dtype)
 
+    halves = half_type(4)
+    arguments = (halves, halves, array_type(3), features.argument_type)
+    shared_bytes = 2 * NR + 8 * WARPS
+
+    @cuda.jit(arguments, threads, shared_bytes)
     def standard_softmax(S, P, L, options):
         sRow = half_tile(0, NR)
         sm = shared_tile(AT_M, WARPS)
         sl = shared_tile(AT_L, WARPS)
         r = cuda.local.array(8, float32)
-        h = uint32(cuda.blockIdx.y)
-        b = uint32(cuda.blockIdx.z)
-        row = uint32(cuda.blockIdx.x)
+        head = grid.query_head(S.shape[2], S.shape[3], options)
+        b, h, Nk, row = head.b, head.h, head.Nk, uint32(cuda.blockIdx.x)
         Sh, Ph = S[b, h], P[b, h]
-        Nq, Nk = p.lengths(S.shape[2], S.shape[3], b, options)
-        if shortened and row >= Nq:
+        if shortened and row >= head.Nq:
             Nk = uint32(0)
         thread = uint32(cuda.threadIdx.x)
 
@@ -176,54 +181,52 @@ def make_standard_softmax(row_halves, warps, return_lse, features, dtype):
             for e in range(8):
                 pij = exp_of_difference(r[e], m) * inverse
                 if dropout:
-                    kept = keeps(row, uint32(col + e), b, h, options)
+                    kept = keeps(row, uint32(col + e), head)
                     pij = pij * options.inverse_keep if kept else float32(0.0)
                 r[e] = pij
             write_chunk(r, Ph, row, col, Nk)
             col = uint32(col + 8 * threads)
         if return_lse:
-            Lh = p.query_rows(L, b, h, options)
+            Lh = grid.query_rows(L, head)
             if thread == uint32(0) and row < uint32(Lh.shape[0]):
                 Lh[row] = m + LN2 * log2(l)
 
-    halves = array_type(4, types.uint16)
-    arguments = (halves, halves, array_type(3), features.argument_type)
-    shared_bytes = 2 * NR + 8 * WARPS
-    return Kernel(standard_softmax, arguments, threads, shared_bytes)
+    return standard_softmax
 
 
 @cache
 def make_standard_output(spec):
     """O = P V (line 3); launched over (Tr, Hq, B) blocks."""
-    p, Br, STEP = parts(spec), spec.Br, spec.step
-    RO, ROWS = spec.TM * spec.DN * 4, spec.warp_rows
+    grid, load, products = bind(spec, mma.grid, mma.load, mma.products)
+    (epilogue,) = bind(spec, mma.epilogue)
+    Br, STEP = spec.Br, spec.step
+    RO = spec.TM * spec.DN * 4
     NP, NV = spec.stage_halves
     TWO_P, TWO_V, AT_V = 2 * NP, 2 * NV, 2 * NP
 
     shortened = spec.features.lengths
 
+    arguments = (*[half_type(4)] * 3, types.int32, spec.features.argument_type)
+    shared_bytes, min_blocks = 4 * (NP + NV), spec.min_blocks_of_output
+
+    @cuda.jit(arguments, spec.threads, shared_bytes, min_blocks)
     def standard_output(P, V, O, group, options):
         sP = half_tile(0, TWO_P)
         sV = half_tile(AT_V, TWO_V)
         rO = cuda.local.array(RO, float32)
-        tx = uint32(cuda.threadIdx.x) % uint32(4)
-        warp_row = uint32(uint32(cuda.threadIdx.x) // uint32(32) * ROWS)
-        ty = uint32(warp_row + uint32(cuda.threadIdx.x) % uint32(32) // uint32(4))
-        h = uint32(cuda.blockIdx.y)
-        b = uint32(cuda.blockIdx.z)
-        Ph, Oh = P[b, h], p.query_rows(O, b, h, options)
-        Vh = p.key_rows(V, b, h // uint32(group), options)
+        warp_row, thread = grid.thread()
+        head = grid.head(O, V, group, options)
+        Ph, Vh, Oh = P[head.b, head.h], grid.key_rows(V, head), grid.query_rows(O, head)
         rows = uint32(Oh.shape[0])
-        Nq, Nk = p.lengths(rows, Vh.shape[0], b, options)
         i0 = uint32(cuda.blockIdx.x * Br)
-        j_end = Nk
-        if shortened and i0 >= Nq:
+        j_end = head.Nk
+        if shortened and i0 >= head.Nq:
             j_end = uint32(0)
 
         for e in range(RO):
             rO[e] = float32(0.0)
-        p.load_p(sP, 0, Ph, i0, Nq, 0, j_end)
-        p.load_step(sV, 0, Vh, 0, j_end)
+        load.p(sP, 0, Ph, i0, head.Nq, 0, j_end)
+        load.step(sV, 0, Vh, 0, j_end)
         commit_async()
         stage = uint32(0)
         j0 = uint32(0)
@@ -232,15 +235,13 @@ def make_standard_output(spec):
             cuda.syncthreads()  # Pij and Vj are there; nobody reads the other stage any more
             j_next = uint32(j0 + STEP)
             other = uint32(1 - stage)
-            p.load_p(sP, uint32(other * NP), Ph, i0, Nq, j_next, j_end)
-            p.load_step(sV, uint32(other * NV), Vh, j_next, j_end)
+            load.p(sP, uint32(other * NP), Ph, i0, head.Nq, j_next, j_end)
+            load.step(sV, uint32(other * NV), Vh, j_next, j_end)
             commit_async()
-            p.add_stage_product(rO, sP, uint32(stage * NP), sV, uint32(stage * NV), warp_row, 0)
+            products.add_stage(rO, sP, uint32(stage * NP), sV, uint32(stage * NV), warp_row, 0)
             stage = other
             j0 = j_next
         wait_async()
-        p.write_rows(rO, Oh, i0, rows, ty, tx)
+        epilogue.write_rows(rO, Oh, i0, rows, thread)
 
-    arguments = (*[array_type(4, types.uint16)] * 3, types.int32, spec.features.argument_type)
-    shared_bytes, min_blocks = 4 * (NP + NV), spec.min_blocks_of_output
-    return Kernel(standard_output, arguments, spec.threads, shared_bytes, min_blocks)
+    return standard_output

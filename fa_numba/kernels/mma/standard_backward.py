@@ -15,12 +15,13 @@ from functools import cache
 
 from numba import types
 
-from fa_numba.device import Kernel, array_type, cuda, float32, uint32
+from fa_numba.device import cuda, float32, uint32
+from fa_numba.device.signature import half_type
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
 from fa_numba.intrinsics.reduction import add_global
 from fa_numba.intrinsics.shared import half_tile, shared_tile
+from fa_numba.parts import bind, mma
 from fa_numba.parts.dropout import keeps
-from fa_numba.parts.mma import parts
 from fa_numba.parts.mma.chunks import make_load_row, make_read_chunk, make_write_chunk
 from fa_numba.parts.namespace import RowFacts
 from fa_numba.parts.softmax import FULL_WARP
@@ -32,40 +33,41 @@ def make_standard_transposed_output(spec):
 
     ``spec`` is that of the transposed tile: its rows are the columns of P.
     """
-    p, Bc, STEP = parts(spec), spec.Br, spec.step
-    RK, ROWS = spec.TM * spec.DN * 4, spec.warp_rows
+    grid, load, products = bind(spec, mma.grid, mma.load, mma.products)
+    (epilogue,) = bind(spec, mma.epilogue)
+    Bc, STEP = spec.Br, spec.step
+    RK = spec.TM * spec.DN * 4
     NP, NQ = spec.transposed_halves
     TWO_P, TWO_Q, AT_Q = 2 * NP, 2 * NQ, 2 * NP
 
     shortened = spec.features.lengths
 
+    arguments = (*[half_type(4)] * 3, types.int32, spec.features.argument_type)
+    shared_bytes, min_blocks = 4 * (NP + NQ), spec.min_blocks_of_output
+
+    @cuda.jit(arguments, spec.threads, shared_bytes, min_blocks)
     def standard_transposed_output(P, dO, dV, group, options):
         sP = half_tile(0, TWO_P)
         sdO = half_tile(AT_Q, TWO_Q)
         rdV = cuda.local.array(RK, float32)
-        tx = uint32(cuda.threadIdx.x) % uint32(4)
-        warp_row = uint32(uint32(cuda.threadIdx.x) // uint32(32) * ROWS)
-        ty = uint32(warp_row + uint32(cuda.threadIdx.x) % uint32(32) // uint32(4))
-        hk = uint32(cuda.blockIdx.y)
-        b = uint32(cuda.blockIdx.z)
-        dVh = p.key_rows(dV, b, hk, options)
+        warp_row, thread = grid.thread()
+        first, heads = grid.heads_of_group(dO, dV, group, options)
+        dVh = grid.key_rows(dV, first)
         columns = uint32(dVh.shape[0])
-        h = uint32(hk * group)
-        h_end = uint32(h + group)
-        rows = p.query_rows(dO, b, h, options).shape[0]
-        Nq, Nk = p.lengths(rows, columns, b, options)
         j0 = uint32(cuda.blockIdx.x * Bc)
-        i_end = Nq
-        if shortened and j0 >= Nk:
+        i_end = first.Nq
+        if shortened and j0 >= first.Nk:
             i_end = uint32(0)
 
         for e in range(RK):
             rdV[e] = float32(0.0)
-        while h < h_end:
-            Ph, dOh = P[b, h], p.query_rows(dO, b, h, options)
+        g = uint32(0)
+        while g < heads:
+            head = grid.head_after(first, g)
+            Ph, dOh = P[head.b, head.h], grid.query_rows(dO, head)
             cuda.syncthreads()  # nobody reads the head before any more
-            p.load_p_transposed(sP, 0, Ph, 0, i_end, j0, Nk)
-            p.load_step(sdO, 0, dOh, 0, i_end)
+            load.p_transposed(sP, 0, Ph, 0, i_end, j0, first.Nk)
+            load.step(sdO, 0, dOh, 0, i_end)
             commit_async()
             stage = uint32(0)
             i0 = uint32(0)
@@ -74,20 +76,18 @@ def make_standard_transposed_output(spec):
                 cuda.syncthreads()  # Pij and dOi are there; nobody reads the other stage any more
                 i_next = uint32(i0 + STEP)
                 other = uint32(1 - stage)
-                p.load_p_transposed(sP, uint32(other * NP), Ph, i_next, i_end, j0, Nk)
-                p.load_step(sdO, uint32(other * NQ), dOh, i_next, i_end)
+                load.p_transposed(sP, uint32(other * NP), Ph, i_next, i_end, j0, first.Nk)
+                load.step(sdO, uint32(other * NQ), dOh, i_next, i_end)
                 commit_async()
                 at_p, at_q = uint32(stage * NP), uint32(stage * NQ)
-                p.add_stage_transposed_product(rdV, sP, at_p, sdO, at_q, warp_row, 0)
+                products.add_stage_transposed(rdV, sP, at_p, sdO, at_q, warp_row, 0)
                 stage = other
                 i0 = i_next
             wait_async()
-            h = uint32(h + 1)
-        p.write_rows(rdV, dVh, j0, columns, ty, tx)
+            g = uint32(g + 1)
+        epilogue.write_rows(rdV, dVh, j0, columns, thread)
 
-    arguments = (*[array_type(4, types.uint16)] * 3, types.int32, spec.features.argument_type)
-    shared_bytes, min_blocks = 4 * (NP + NQ), spec.min_blocks_of_output
-    return Kernel(standard_transposed_output, arguments, spec.threads, shared_bytes, min_blocks)
+    return standard_transposed_output
 
 
 @cache
@@ -104,23 +104,24 @@ def make_standard_score_gradients(row_halves, warps, features, dtype):
     WARPS, threads = warps, 32 * warps
     AT_DP, AT_D = NR, NR
     shortened, dropout, dbias = features.lengths, features.dropout, features.dbias
-    p = parts(RowFacts(features, dtype=dtype))
+    facts = RowFacts(features, dtype=dtype)
+    grid, softmax = bind(facts, mma.grid, mma.softmax)
     load_row = make_load_row(threads, resident)
     read_chunk = make_read_chunk(dtype, resident)
     write_chunk = make_write_chunk(dtype)
 
+    arguments = (*[half_type(4)] * 3, types.float32, features.argument_type)
+
+    @cuda.jit(arguments, threads, 4 * (NR + WARPS))
     def standard_score_gradients(P, dP, dS, scale, options):
         sP = half_tile(0, NR)
         sdP = half_tile(AT_DP, NR)
         sD = shared_tile(AT_D, WARPS)
-        rP = cuda.local.array(8, float32)
-        rG = cuda.local.array(8, float32)
-        h = uint32(cuda.blockIdx.y)
-        b = uint32(cuda.blockIdx.z)
-        row = uint32(cuda.blockIdx.x)
+        rP, rG = cuda.local.array(8, float32), cuda.local.array(8, float32)
+        head = grid.query_head(P.shape[2], P.shape[3], options)
+        b, h, Nk, row = head.b, head.h, head.Nk, uint32(cuda.blockIdx.x)
         Ph, dPh, dSh = P[b, h], dP[b, h], dS[b, h]
-        Nq, Nk = p.lengths(P.shape[2], P.shape[3], b, options)
-        if shortened and row >= Nq:
+        if shortened and row >= head.Nq:
             Nk = uint32(0)
         thread = uint32(cuda.threadIdx.x)
 
@@ -137,7 +138,7 @@ def make_standard_score_gradients(row_halves, warps, features, dtype):
                 g = rG[e]
                 if dropout:
                     g = g * options.inverse_keep
-                    if not keeps(row, uint32(col + e), b, h, options):
+                    if not keeps(row, uint32(col + e), head):
                         g = float32(0.0)
                 dot += rP[e] * g
             col = uint32(col + 8 * threads)
@@ -161,18 +162,17 @@ def make_standard_score_gradients(row_halves, warps, features, dtype):
                 g = rG[e]
                 if dropout:
                     g = g * options.inverse_keep
-                    if not keeps(row, uint32(col + e), b, h, options):
+                    if not keeps(row, uint32(col + e), head):
                         pij = -pij
                         g = float32(0.0)
                 ds = abs(pij) * (g - D)
                 if dbias and uint32(col + e) < Nk:
                     add_global(options.dbias[b, h], row, uint32(col + e), ds)
                 rG[e] = scale * ds
-                rP[e] = p.kept(pij, options)
+                rP[e] = softmax.kept(pij, options)
             write_chunk(rG, dSh, row, col, Nk)
             if dropout:
                 write_chunk(rP, Ph, row, col, Nk)
             col = uint32(col + 8 * threads)
 
-    arguments = (*[array_type(4, types.uint16)] * 3, types.float32, features.argument_type)
-    return Kernel(standard_score_gradients, arguments, threads, 4 * (NR + WARPS))
+    return standard_score_gradients

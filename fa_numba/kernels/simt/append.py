@@ -10,7 +10,8 @@ from functools import cache
 
 from numba import types
 
-from fa_numba.device import Kernel, array_type, cuda, device_function, uint32
+from fa_numba.device import cuda, device_function, uint32
+from fa_numba.device.signature import array_type
 from fa_numba.dtypes import DTYPES
 from fa_numba.intrinsics.global_memory import read4, read8, write4, write8
 
@@ -37,6 +38,11 @@ def make_append(head_dim, dtype, page_size, aligned, ragged):
             x = read4(source, i, col)
             write4(to, row, col, x[0], x[1], x[2], x[3])
 
+    matrix = array_type(4, types.uint16 if halves else types.float32)
+    lengths = array_type(1, types.int32)
+    arguments = (*[matrix] * 4, array_type(2, types.int32), lengths, lengths)
+
+    @cuda.jit(arguments, THREADS, 0)
     def append_kv(K, V, newK, newV, block_table, kv_lens, new_lens):
         b, h = uint32(cuda.blockIdx.z), uint32(cuda.blockIdx.y)
         piece = uint32(cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
@@ -52,10 +58,7 @@ def make_append(head_dim, dtype, page_size, aligned, ragged):
             copy(K[page, h], row, newK[b, h], i, col)
             copy(V[page, h], row, newV[b, h], i, col)
 
-    matrix = array_type(4, types.uint16 if halves else types.float32)
-    lengths = array_type(1, types.int32)
-    arguments = (*[matrix] * 4, array_type(2, types.int32), lengths, lengths)
-    return Kernel(append_kv, arguments, THREADS, 0)
+    return append_kv
 
 
 def blocks(rows, head_dim, dtype, aligned):

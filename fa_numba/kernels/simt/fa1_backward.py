@@ -8,121 +8,114 @@ the kernel.
 
 from functools import cache
 
-from numba import types
-
-from fa_numba.device import Kernel, array_type, cuda, float32, uint32
+from fa_numba.device import cuda, float32, uint32
+from fa_numba.device.signature import arguments, array_type
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
-from fa_numba.intrinsics.shared import shared_tile
-from fa_numba.parts.simt import parts
+from fa_numba.parts import bind, simt
+from fa_numba.parts.records import Tile
 
 
 @cache
 def make_backward(spec):
     """The kernel for ``spec``; launched over (query splits, Hk, B) blocks."""
-    p, Bc = parts(spec), spec.Bc
+    grid, visits, load = bind(spec, simt.grid, simt.visits, simt.load)
+    products, scores, softmax = bind(spec, simt.products, simt.scores, simt.softmax)
+    values, gradients, epilogue = bind(spec, simt.values, simt.gradients, simt.epilogue)
+    Br, Bc = spec.Br, spec.Bc
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4
     RK, RG = spec.column_registers, spec.cap_registers
-    NQ, NK, NP = spec.tile_floats
-    AT_DO, AT_K, AT_V, AT_P, AT_DS = NQ, 2 * NQ, 2 * NQ + NK, 2 * NQ + 2 * NK, 2 * NQ + 2 * NK + NP
 
+    arrays = [*[array_type(4)] * 5, array_type(3), *[array_type(4)] * 3]
+
+    @cuda.jit(arguments(arrays, 2, 2, spec.features.argument_type), *spec.launch)
     def fa1_backward(Q, K, V, O, dO, L, dQ, dK, dV, scale, scale_log2, group, split_rows, options):
-        sQ = shared_tile(0, NQ)
-        sdO = shared_tile(AT_DO, NQ)
-        sK = shared_tile(AT_K, NK)
-        sV = shared_tile(AT_V, NK)
-        sP = shared_tile(AT_P, NP)
-        sdS = shared_tile(AT_DS, NP)
-        rS = cuda.local.array(RS, float32)
-        rdP = cuda.local.array(RS, float32)
-        rG = cuda.local.array(RG, float32)
-        rdQ = cuda.local.array(RQ, float32)
-        rdK = cuda.local.array(RK, float32)
-        rdV = cuda.local.array(RK, float32)
-        rL = cuda.local.array(TM, float32)
-        rD = cuda.local.array(TM, float32)
-        tx, ty = p.thread()
-        b, hk = p.key_head()
-        Kh, Vh = p.key_rows(K, b, hk, options), p.key_rows(V, b, hk, options)
-        dKh, dVh = p.key_rows(dK, b, hk, options), p.key_rows(dV, b, hk, options)
+        sQ, sdO, sK, sV, sP, sdS = load.backward_shared_memory()
+        rS, rdP = cuda.local.array(RS, float32), cuda.local.array(RS, float32)
+        rG, rdQ = cuda.local.array(RG, float32), cuda.local.array(RQ, float32)
+        rdK, rdV = cuda.local.array(RK, float32), cuda.local.array(RK, float32)
+        rL, rD = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
+        thread = grid.thread()
+        first, heads = grid.heads_of_group(Q, K, group, options)
+        Kh, Vh = grid.key_rows(K, first), grid.key_rows(V, first)
+        dKh, dVh = grid.key_rows(dK, first), grid.key_rows(dV, first)
         columns = uint32(Kh.shape[0])
-        h_first, heads = p.query_heads(hk, group)
-        rows = uint32(p.query_rows(Q, b, h_first, options).shape[0])
-        Nq, Nk = p.lengths(rows, columns, b, options)
+        rows = uint32(grid.query_rows(Q, first).shape[0])
 
         # Alg. 4 line 5: dQ = 0, of this block's rows, whole tiles
         i_begin = uint32(cuda.blockIdx.x * split_rows)
         i_last = uint32(min(rows, uint32(i_begin + split_rows)))
-        p.initialise_dq(rdQ, dQ, b, h_first, heads, i_begin, i_last, options, ty, tx)
+        gradients.initialise_dq(rdQ, dQ, first, heads, i_begin, i_last, thread)
 
         # FA-1 line 6, FA-2 line 5: for each column tile j
-        j0, j_end = uint32(0), p.passes(columns)
+        j0, j_end = uint32(0), visits.backward_passes(columns)
         while j0 < j_end:
-            i_first, i_end = p.rows_of_pass(j0, i_begin, min(i_last, Nq), Nq, Nk, options)
+            i_first, i_end = visits.rows_of_pass(j0, i_begin, min(i_last, first.Nq), first)
             cuda.syncthreads()  # nobody reads sK and sV any more
             # FA-1 line 7, FA-2 line 6: load Kj, Vj
-            p.load_columns(sK, Kh, j0, Nk)
-            p.load_columns(sV, Vh, j0, Nk)
+            load.columns(sK, Kh, j0, first.Nk)
+            load.columns(sV, Vh, j0, first.Nk)
             # FA-1 line 8, FA-2 line 7: dKj = 0, dVj = 0, on chip
-            p.start_columns(rdK, rdV)
+            gradients.start_columns(rdK, rdV)
             # The query heads that share this K/V head
             g = uint32(0)
             while g < heads:
-                h = uint32(h_first + g)
-                Qh, Oh = p.query_rows(Q, b, h, options), p.query_rows(O, b, h, options)
-                dOh, Lh = p.query_rows(dO, b, h, options), p.query_rows(L, b, h, options)
-                dQh = p.query_rows(dQ, b, h, options)
-                i0 = p.next_row(i_first, i_end, j0, b, h, options)
+                head = grid.head_after(first, g)
+                Qh, Oh = grid.query_rows(Q, head), grid.query_rows(O, head)
+                dOh, Lh = grid.query_rows(dO, head), grid.query_rows(L, head)
+                dQh = grid.query_rows(dQ, head)
+                i0 = visits.next_row(i_first, i_end, j0, head)
                 if i0 < i_end:
-                    p.load_rows(sQ, Qh, i0, Nq)
-                    p.load_rows(sdO, dOh, i0, Nq)
+                    load.rows(sQ, Qh, i0, head.Nq)
+                    load.rows(sdO, dOh, i0, head.Nq)
                 commit_async()
                 # FA-1 line 9, FA-2 line 8: for each row tile i that sees column tile j
                 while i0 < i_end:
                     wait_async()
                     cuda.syncthreads()  # Qi and dOi are there; nobody reads sdS any more
+                    tile = Tile(i0, j0, head, thread)
                     # Alg. 4 lines 10, 19: li and mi as Li; Di = rowsum(dOi o Oi), in every pass
-                    p.read_values(rL, Lh, i0, Nq, ty, tx)
-                    p.row_dots(rD, sdO, Oh, i0, Nq, ty, tx)
+                    values.read(rL, Lh, i0, head.Nq, thread)
+                    gradients.row_dots(rD, sdO, Oh, i0, head.Nq, thread)
                     # FA-1 lines 11, 12, FA-2 line 10: Sij = scale Qi KjT
-                    p.scores(rS, sQ, sK, ty, tx)
-                    p.cap_slopes(rG, rS, scale_log2, options)
-                    p.scale_and_mask(rS, scale_log2, i0, j0, Nq, Nk, b, h, options, ty, tx)
+                    products.scores(rS, sQ, sK, thread)
+                    scores.cap_slopes(rG, rS, scale_log2, options)
+                    scores.scale_and_mask(rS, scale_log2, tile)
                     # FA-1 line 13, FA-2 line 11: Pij = exp(Sij - Li)
-                    p.softmax_from_lse(rS, scale_log2, rL)
+                    softmax.from_lse(rS, scale_log2, rL)
                     # FA-1 lines 14, 15: Pij without what is dropped
-                    p.drop(rS, i0, j0, b, h, options, ty, tx)
-                    p.store_p(sP, rS, options, ty, tx)
+                    softmax.drop(rS, tile)
+                    products.store_p(sP, rS, options, thread)
                     # FA-1 line 17, FA-2 line 13: dPij = dOi VjT
-                    p.scores(rdP, sdO, sV, ty, tx)
+                    products.scores(rdP, sdO, sV, thread)
                     # FA-1 lines 18, 20, FA-2 line 14: dSij = Pij o (dPij - Di)
-                    p.score_gradients(rdP, rS, rD, rG, i0, j0, Nq, Nk, b, h, options, ty, tx)
-                    p.store_ds(sdS, rdP, ty, tx)
+                    gradients.of_scores(rdP, rS, rD, rG, tile)
+                    products.store_ds(sdS, rdP, thread)
                     cuda.syncthreads()  # Pij and dSij are there
                     # FA-1 line 16, FA-2 line 12: dVj += PijT dOi
-                    p.add_transposed_product(rdV, sP, sdO, ty, tx)
+                    products.add_transposed(rdV, sP, sdO, thread)
                     # FA-1 line 22, FA-2 line 16: dKj += dSijT Qi
-                    p.add_transposed_product(rdK, sdS, sQ, ty, tx)
+                    products.add_transposed(rdK, sdS, sQ, thread)
                     cuda.syncthreads()  # nobody reads sQ and sdO any more
                     # FA-1 line 10, FA-2 line 9 of the next i: load Qi+1, dOi+1, in flight meanwhile
-                    i_next = p.load_next_rows(sQ, sdO, Qh, dOh, i0, i_end, Nq, j0, b, h, options)
+                    i_next = visits.next_row(uint32(i0 + Br), i_end, j0, head)
+                    if i_next < i_end:
+                        load.rows(sQ, Qh, i_next, head.Nq)
+                        load.rows(sdO, dOh, i_next, head.Nq)
                     commit_async()
                     # FA-1 line 21, FA-2 line 15: dQi += scale dSij Kj, through global memory
-                    p.product(rdQ, sdS, sK, ty, tx)
-                    p.update_rows(rdQ, dQh, scale, j0 > uint32(0), i0, Nq, ty, tx)
+                    products.output(rdQ, sdS, sK, thread)
+                    gradients.update_rows(rdQ, dQh, scale, j0 > uint32(0), i0, head.Nq, thread)
                     i0 = i_next
                 g = uint32(g + 1)
             wait_async()
 
             # FA-1 line 24, FA-2 line 18: write dKj, dVj
-            p.scale_columns(rdK, scale)
-            p.write_columns(rdK, dKh, j0, columns, ty, tx)
-            p.write_columns(rdV, dVh, j0, columns, ty, tx)
+            gradients.scale_columns(rdK, scale)
+            epilogue.write_columns(rdK, dKh, j0, columns, thread)
+            epilogue.write_columns(rdV, dVh, j0, columns, thread)
             j0 = uint32(j0 + Bc)
 
-    arrays = [*[array_type(4)] * 5, array_type(3), *[array_type(4)] * 3]
-    scalars = (types.float32, types.float32, types.int32, types.int32)
-    arguments = (*arrays, *scalars, spec.features.argument_type)
-    return Kernel(fa1_backward, arguments, spec.threads, spec.shared_bytes, spec.min_blocks)
+    return fa1_backward
 
 
 __doc__ += """

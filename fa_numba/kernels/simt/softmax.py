@@ -18,7 +18,8 @@ NaN, and so does inf, but for the naive one. That one, which subtracts no m, tak
 
 from functools import cache
 
-from fa_numba.device import Kernel, array_type, cuda, device_function, float32, uint32
+from fa_numba.device import Kernel, cuda, device_function, float32, uint32
+from fa_numba.device.signature import array_type
 from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, exp2, maximum
 from fa_numba.intrinsics.shared import shared_tile
 from fa_numba.parts.softmax import FULL_WARP, exp_of_difference

@@ -13,13 +13,15 @@ from functools import cache
 
 from numba import types
 
-from fa_numba.device import Kernel, array_type, cuda, float32, uint32
+from fa_numba.device import cuda, float32, uint32
+from fa_numba.device.signature import array_type
 from fa_numba.intrinsics.arithmetic import LN2, NEG_INF, log2, maximum
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
 from fa_numba.intrinsics.shared import shared_tile
+from fa_numba.parts import bind, simt
 from fa_numba.parts.dropout import keeps
 from fa_numba.parts.namespace import RowFacts
-from fa_numba.parts.simt import parts
+from fa_numba.parts.records import Tile
 from fa_numba.parts.softmax import FULL_WARP, exp_of_difference
 
 MAX_WARPS = 8
@@ -31,47 +33,52 @@ def make_standard_scores(spec, slopes=False):
 
     With ``slopes`` S is multiplied by the slopes of the cap on the scores instead.
     """
-    p, Br, Bc, TX, TY = parts(spec), spec.Br, spec.Bc, spec.tx_count, spec.ty_count
+    grid, load, products = bind(spec, simt.grid, simt.load, simt.products)
+    (scores,) = bind(spec, simt.scores)
+    Br, Bc, TX, TY = spec.Br, spec.Bc, spec.tx_count, spec.ty_count
     TM, TN, RS = spec.TM, spec.TN, spec.TM * spec.TN
     shortened = spec.features.lengths
     NQ, NK, _, _ = spec.tile_floats
     AT_K = NQ
 
+    scalars = (types.float32, types.int32)
+    arguments = (*[array_type(4)] * 3, *scalars, spec.features.argument_type)
+    shared_bytes = 4 * (NQ + NK)
+
+    @cuda.jit(arguments, spec.threads, shared_bytes)
     def standard_scores(Q, K, S, scale, group, options):
         sQ = shared_tile(0, NQ)
         sK = shared_tile(AT_K, NK)
         rS = cuda.local.array(RS, float32)
-        tx, ty = p.thread()
-        h = uint32(cuda.blockIdx.y)
-        b = uint32(cuda.blockIdx.z)
-        Qh, Kh = p.query_rows(Q, b, h, options), p.key_rows(K, b, h // uint32(group), options)
-        Sh = S[b, h]
-        Nq, Nk = p.lengths(Qh.shape[0], Kh.shape[0], b, options)
+        thread = grid.thread()
+        head = grid.head(Q, K, group, options)
+        Qh, Kh, Sh = grid.query_rows(Q, head), grid.key_rows(K, head), S[head.b, head.h]
         i0 = uint32(cuda.blockIdx.x * Br)
-        j_end = Nk
-        if shortened and i0 >= Nq:
+        j_end = head.Nk
+        if shortened and i0 >= head.Nq:
             j_end = uint32(0)
 
-        p.load_q(sQ, Qh, i0, Nq)
-        p.load_k(sK, Kh, 0, j_end)
+        load.q(sQ, Qh, i0, head.Nq)
+        load.k(sK, Kh, 0, j_end)
         commit_async()
         j0 = uint32(0)
         while j0 < j_end:
             wait_async()
             cuda.syncthreads()  # Kj is there
-            p.scores(rS, sQ, sK, ty, tx)
+            tile = Tile(i0, j0, head, thread)
+            products.scores(rS, sQ, sK, thread)
             cuda.syncthreads()  # nobody reads sK any more
-            p.load_k(sK, Kh, uint32(j0 + Bc), Nk)
+            load.k(sK, Kh, uint32(j0 + Bc), head.Nk)
             commit_async()
             if slopes:
-                p.cap_slopes(rS, rS, scale, options)
+                scores.cap_slopes(rS, rS, scale, options)
             else:
-                p.scale_and_mask_all(rS, scale, i0, j0, Nq, Nk, b, h, options, ty, tx)
+                scores.scale_and_mask_all(rS, scale, tile)
             for i in range(TM):
-                row = uint32(i0 + ty + i * TY)
+                row = uint32(i0 + thread.ty + i * TY)
                 for j in range(TN):
-                    col = uint32(j0 + tx + j * TX)
-                    if row < Nq and col < Nk:
+                    col = uint32(j0 + thread.tx + j * TX)
+                    if row < head.Nq and col < head.Nk:
                         s = rS[i * TN + j]
                         if slopes:
                             s *= Sh[row, col]
@@ -79,10 +86,7 @@ def make_standard_scores(spec, slopes=False):
             j0 = uint32(j0 + Bc)
         wait_async()
 
-    scalars = (types.float32, types.int32)
-    arguments = (*[array_type(4)] * 3, *scalars, spec.features.argument_type)
-    shared_bytes = 4 * (NQ + NK)
-    return Kernel(standard_scores, arguments, spec.threads, shared_bytes)
+    return standard_scores
 
 
 @cache
@@ -98,18 +102,21 @@ def make_standard_softmax(row_floats, warps, return_lse, features):
     WARPS, threads = warps, 32 * warps
     AT_M, AT_L = NR, NR + WARPS
     shortened, dropout = features.lengths, features.dropout
-    p = parts(RowFacts(features))
+    facts = RowFacts(features)
+    (grid,) = bind(facts, simt.grid)
 
+    arguments = (array_type(4), array_type(4), array_type(3), features.argument_type)
+    shared_bytes = 4 * (NR + 2 * WARPS)
+
+    @cuda.jit(arguments, threads, shared_bytes)
     def standard_softmax(S, P, L, options):
         sRow = shared_tile(0, NR)
         sm = shared_tile(AT_M, WARPS)
         sl = shared_tile(AT_L, WARPS)
-        h = uint32(cuda.blockIdx.y)
-        b = uint32(cuda.blockIdx.z)
-        row = uint32(cuda.blockIdx.x)
+        head = grid.query_head(S.shape[2], S.shape[3], options)
+        b, h, Nk, row = head.b, head.h, head.Nk, uint32(cuda.blockIdx.x)
         Si, Pi = S[b, h, row], P[b, h, row]
-        Nq, Nk = p.lengths(S.shape[2], S.shape[3], b, options)
-        if shortened and row >= Nq:
+        if shortened and row >= head.Nq:
             Nk = uint32(0)
         thread = uint32(cuda.threadIdx.x)
 
@@ -152,45 +159,45 @@ def make_standard_softmax(row_floats, warps, return_lse, features):
             s = sRow[col] if resident else Si[col]
             pij = exp_of_difference(s, m) * inverse
             if dropout:
-                pij = pij * options.inverse_keep if keeps(row, col, b, h, options) else float32(0.0)
+                pij = pij * options.inverse_keep if keeps(row, col, head) else float32(0.0)
             Pi[col] = pij
             col = uint32(col + threads)
         if return_lse:
-            Lh = p.query_rows(L, b, h, options)
+            Lh = grid.query_rows(L, head)
             if thread == uint32(0) and row < uint32(Lh.shape[0]):
                 Lh[row] = m + LN2 * log2(l)
 
-    arguments = (array_type(4), array_type(4), array_type(3), features.argument_type)
-    shared_bytes = 4 * (NR + 2 * WARPS)
-    return Kernel(standard_softmax, arguments, threads, shared_bytes)
+    return standard_softmax
 
 
 @cache
 def make_standard_output(spec):
     """O = P V (line 3); launched over (Tr, Hq, B) blocks."""
-    p, Br, Bc = parts(spec), spec.Br, spec.Bc
+    grid, load, products = bind(spec, simt.grid, simt.load, simt.products)
+    (epilogue,) = bind(spec, simt.epilogue)
+    Br, Bc = spec.Br, spec.Bc
     TM, RO = spec.TM, spec.TM * spec.DN * 4
     _, _, NV, NP = spec.tile_floats
     AT_P = NV
 
     shortened = spec.features.lengths
 
+    arguments = (*[array_type(4)] * 3, types.int32, spec.features.argument_type)
+    shared_bytes = 4 * (NV + NP)
+
+    @cuda.jit(arguments, spec.threads, shared_bytes)
     def standard_output(P, V, O, group, options):
         sV = shared_tile(0, NV)
         sP = shared_tile(AT_P, NP)
-        rO = cuda.local.array(RO, float32)
-        rT = cuda.local.array(RO, float32)
+        rO, rT = cuda.local.array(RO, float32), cuda.local.array(RO, float32)
         rf = cuda.local.array(TM, float32)
-        tx, ty = p.thread()
-        h = uint32(cuda.blockIdx.y)
-        b = uint32(cuda.blockIdx.z)
-        Ph, Oh = P[b, h], p.query_rows(O, b, h, options)
-        Vh = p.key_rows(V, b, h // uint32(group), options)
+        thread = grid.thread()
+        head = grid.head(O, V, group, options)
+        Ph, Vh, Oh = P[head.b, head.h], grid.key_rows(V, head), grid.query_rows(O, head)
         rows = uint32(Oh.shape[0])
-        Nq, Nk = p.lengths(rows, Vh.shape[0], b, options)
         i0 = uint32(cuda.blockIdx.x * Br)
-        j_end = Nk
-        if shortened and i0 >= Nq:
+        j_end = head.Nk
+        if shortened and i0 >= head.Nq:
             j_end = uint32(0)
 
         for e in range(RO):
@@ -200,16 +207,14 @@ def make_standard_output(spec):
         j0 = uint32(0)
         while j0 < j_end:
             cuda.syncthreads()  # nobody reads sP and sV any more
-            p.load_p(sP, Ph, i0, Nq, j0, Nk)
-            p.load_v(sV, Vh, j0, Nk)
+            load.p(sP, Ph, i0, head.Nq, j0, head.Nk)
+            load.v(sV, Vh, j0, head.Nk)
             commit_async()
             wait_async()
             cuda.syncthreads()  # Pij and Vj are there
-            p.product(rT, sP, sV, ty, tx)
-            p.scale_and_add(rO, rf, rT)
+            products.output(rT, sP, sV, thread)
+            products.scale_and_add(rO, rf, rT)
             j0 = uint32(j0 + Bc)
-        p.write_rows(rO, Oh, i0, rows, ty, tx)
+        epilogue.write_rows(rO, Oh, i0, rows, thread)
 
-    arguments = (*[array_type(4)] * 3, types.int32, spec.features.argument_type)
-    shared_bytes = 4 * (NV + NP)
-    return Kernel(standard_output, arguments, spec.threads, shared_bytes)
+    return standard_output

@@ -14,63 +14,65 @@ from functools import cache
 
 from numba import types
 
-from fa_numba.device import Kernel, array_type, cuda, float32, uint32
+from fa_numba.device import cuda, float32, uint32
+from fa_numba.device.signature import array_type
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
 from fa_numba.intrinsics.reduction import add_global
 from fa_numba.intrinsics.shared import shared_tile
+from fa_numba.parts import bind, simt
 from fa_numba.parts.dropout import keeps
 from fa_numba.parts.namespace import RowFacts
-from fa_numba.parts.simt import parts
 from fa_numba.parts.softmax import FULL_WARP
 
 
 @cache
 def make_standard_transposed_output(spec):
     """dV = PT dO, or dK = dST Q, summed over the heads of a group; over (Tc, Hk, B) blocks."""
-    p, Br, Bc = parts(spec), spec.Br, spec.Bc
+    grid, load, products = bind(spec, simt.grid, simt.load, simt.products)
+    (epilogue,) = bind(spec, simt.epilogue)
+    Br, Bc = spec.Br, spec.Bc
     RK = spec.CM * spec.DN * 4
     NQ, _, NP = spec.tile_floats
     AT_P = NQ
 
     shortened = spec.features.lengths
 
+    arguments = (*[array_type(4)] * 3, types.int32, spec.features.argument_type)
+
+    @cuda.jit(arguments, spec.threads, 4 * (NQ + NP))
     def standard_transposed_output(P, dO, dV, group, options):
         sdO = shared_tile(0, NQ)
         sP = shared_tile(AT_P, NP)
         rdV = cuda.local.array(RK, float32)
-        tx, ty = p.thread()
-        hk = uint32(cuda.blockIdx.y)
-        b = uint32(cuda.blockIdx.z)
-        dVh = p.key_rows(dV, b, hk, options)
+        thread = grid.thread()
+        first, heads = grid.heads_of_group(dO, dV, group, options)
+        dVh = grid.key_rows(dV, first)
         columns = uint32(dVh.shape[0])
-        h = uint32(hk * group)
-        h_end = uint32(h + group)
-        rows = p.query_rows(dO, b, h, options).shape[0]
-        Nq, Nk = p.lengths(rows, columns, b, options)
         j0 = uint32(cuda.blockIdx.x * Bc)
-        i_end = Nq
-        if shortened and j0 >= Nk:
+        i_end = first.Nq
+        if shortened and j0 >= first.Nk:
             i_end = uint32(0)
 
         for e in range(RK):
             rdV[e] = float32(0.0)
-        while h < h_end:
-            Ph, dOh = P[b, h], p.query_rows(dO, b, h, options)
+        g = uint32(0)
+        while g < heads:
+            head = grid.head_after(first, g)
+            Ph, dOh = P[head.b, head.h], grid.query_rows(dO, head)
             i0 = uint32(0)
             while i0 < i_end:
                 cuda.syncthreads()  # nobody reads sP and sdO any more
-                p.load_p(sP, Ph, i0, Nq, j0, Nk)
-                p.load_rows(sdO, dOh, i0, Nq)
+                load.p(sP, Ph, i0, first.Nq, j0, first.Nk)
+                load.rows(sdO, dOh, i0, first.Nq)
                 commit_async()
                 wait_async()
                 cuda.syncthreads()  # Pij and dOi are there
-                p.add_transposed_product(rdV, sP, sdO, ty, tx)
+                products.add_transposed(rdV, sP, sdO, thread)
                 i0 = uint32(i0 + Br)
-            h = uint32(h + 1)
-        p.write_columns(rdV, dVh, j0, columns, ty, tx)
+            g = uint32(g + 1)
+        epilogue.write_columns(rdV, dVh, j0, columns, thread)
 
-    arguments = (*[array_type(4)] * 3, types.int32, spec.features.argument_type)
-    return Kernel(standard_transposed_output, arguments, spec.threads, 4 * (NQ + NP))
+    return standard_transposed_output
 
 
 @cache
@@ -87,18 +89,20 @@ def make_standard_score_gradients(row_floats, warps, features):
     WARPS, threads = warps, 32 * warps
     AT_DP, AT_D = NR, 2 * NR
     shortened, dropout, dbias = features.lengths, features.dropout, features.dbias
-    p = parts(RowFacts(features))
+    facts = RowFacts(features)
+    grid, softmax = bind(facts, simt.grid, simt.softmax)
 
+    arguments = (*[array_type(4)] * 3, types.float32, features.argument_type)
+
+    @cuda.jit(arguments, threads, 4 * (2 * NR + WARPS))
     def standard_score_gradients(P, dP, dS, scale, options):
         sP = shared_tile(0, NR)
         sdP = shared_tile(AT_DP, NR)
         sD = shared_tile(AT_D, WARPS)
-        h = uint32(cuda.blockIdx.y)
-        b = uint32(cuda.blockIdx.z)
-        row = uint32(cuda.blockIdx.x)
+        head = grid.query_head(P.shape[2], P.shape[3], options)
+        b, h, Nk, row = head.b, head.h, head.Nk, uint32(cuda.blockIdx.x)
         Pi, dPi, dSi = P[b, h, row], dP[b, h, row], dS[b, h, row]
-        Nq, Nk = p.lengths(P.shape[2], P.shape[3], b, options)
-        if shortened and row >= Nq:
+        if shortened and row >= head.Nq:
             Nk = uint32(0)
         thread = uint32(cuda.threadIdx.x)
 
@@ -109,7 +113,7 @@ def make_standard_score_gradients(row_floats, warps, features):
             g = dPi[col]
             if dropout:
                 g = g * options.inverse_keep
-                if not keeps(row, col, b, h, options):
+                if not keeps(row, col, head):
                     pij = -pij
                     g = float32(0.0)
             if resident:
@@ -134,7 +138,7 @@ def make_standard_score_gradients(row_floats, warps, features):
             g = sdP[col] if resident else dPi[col]
             if dropout and not resident:
                 g = g * options.inverse_keep
-                if not keeps(row, col, b, h, options):
+                if not keeps(row, col, head):
                     pij = -pij
                     g = float32(0.0)
             ds = abs(pij) * (g - D)
@@ -142,8 +146,7 @@ def make_standard_score_gradients(row_floats, warps, features):
                 add_global(options.dbias[b, h], row, col, ds)
             dSi[col] = scale * ds
             if dropout:
-                Pi[col] = p.kept(pij, options)
+                Pi[col] = softmax.kept(pij, options)
             col = uint32(col + threads)
 
-    arguments = (*[array_type(4)] * 3, types.float32, features.argument_type)
-    return Kernel(standard_score_gradients, arguments, threads, 4 * (2 * NR + WARPS))
+    return standard_score_gradients

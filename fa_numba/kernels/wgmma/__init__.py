@@ -5,6 +5,7 @@ memory. The others consume: each multiplies 64 rows. They meet at barriers in sh
 for each place of a tile: one says that it is full, the other that it is empty again.
 """
 
+from fa_numba.kernels.mma import rows
 from fa_numba.kernels.wgmma import fa1_backward, fa1_forward, fa2_backward, fa2_forward
 
-__all__ = ["fa1_backward", "fa1_forward", "fa2_backward", "fa2_forward"]
+__all__ = ["fa1_backward", "fa1_forward", "fa2_backward", "fa2_forward", "rows"]

@@ -1,11 +1,11 @@
 """FlashAttention-2, backward: K/V grid, Q inner (arXiv 2307.08691, Algorithm 2), on Hopper's tensor
 cores.
 
-One thread block takes one column tile: the outer loop is the grid. Its producer brings Kj and Vj
-once, and row tiles with their L and D to two places in turn. A consumer warpgroup has 64 columns of
+One thread block takes one column tile: the outer loop is the grid. Its producer loads Kj and Vj
+once, and row tiles with their L and D to two slots in turn. A consumer warpgroup has 64 columns of
 S and all rows of the tile: it keeps its dK and dV in registers, and P is recomputed from L alone.
 Only dS passes through shared memory, for dQ. dQ is summed in float32 (``A``) by the copy engine's
-atomic adds, in no fixed order, then rounded; or by a second sweep with Q outer, in one order.
+atomic adds, in no fixed order, then rounded; or by a kernel of its own, with Q outer, in one order.
 Several blocks can share a column tile, each with its own query heads of the K/V head, or rows of
 one (``group_splits``). Where it takes more than a block's place to find these, or batch entries
 have lengths of their own, one thread tells the others. Shared memory and accesses: at the end.
@@ -13,17 +13,12 @@ have lengths of their own, one thread tells the others. Shared memory and access
 
 from functools import cache
 
-from numba import types
-
-from fa_numba.device import Kernel, array_type, cuda, device_function, float32, tiled_type, uint32
-from fa_numba.intrinsics.mbarrier import mbarrier_tile, wait_mbarrier
-from fa_numba.intrinsics.shared import half_tile, index_tile, shared_tile
+from fa_numba.device import cuda, device_function, float32, uint32
+from fa_numba.device.signature import arguments, array_type, tiled_type
 from fa_numba.intrinsics.warpgroup import give_registers, take_registers
-from fa_numba.kernels.mma.fa2_backward import WARPS, make_round_rows, make_row_sums
 from fa_numba.kernels.wgmma.fa2_backward_wide import make_wide_backward
-from fa_numba.parts.wgmma import parts
-
-__all__ = ["WARPS", "make_backward", "make_query_gradients", "make_round_rows", "make_row_sums"]
+from fa_numba.parts import bind, wgmma
+from fa_numba.parts.records import Gradients, QueryRows, Slot, Tile
 
 
 @cache
@@ -31,293 +26,274 @@ def make_producers(spec):
     """``produce``, by a thread: Kj and Vj, and row tiles; ``produce_values``, by two warps: their L
     and D.
     """
-    p, Br, NQ = parts(spec), spec.Br, spec.tile_halves[0]
-    FULL_KV, FULL_Q, FULL_DO, EMPTY = spec.barrier_places
+    grid, key_tiles, gradients = bind(spec, wgmma.grid, wgmma.key_tiles, wgmma.gradients)
+    (q_pipeline,) = bind(spec.pipelines.q, wgmma.pipeline)
 
     @device_function
-    def produce(sK, sV, sQ, sdO, sN, bars, Q, K, V, dO, group, options):
-        j0, hk, b = p.told_tile(sN)
-        h, heads = p.query_heads(sN, hk, group)
-        h_end = uint32(h + heads)
-        Nq, Nk = p.lengths(sN, Q.shape[2], K.shape[2])
-        i_first, i_end = p.row_range(sN, j0, Nq, Nk, options)
+    def produce(shared, Q, K, V, dO, group, options):
+        j0, head, h_end, i_first, i_end = key_tiles.key_tile(shared.words, Q, K, group, options)
         # Alg. 2 line 6: load Kj, Vj
-        shared = p.shared_head(hk, h, Q.shape[1], K.shape[1])
-        p.load_column_tiles(sK, sV, K, V, b, shared, j0, Nk, sN, bars, uint32(FULL_KV))
-        stage, parity, i0 = uint32(0), uint32(1), i_first
+        gradients.load_columns(shared, K, V, j0, key_tiles.shared_key_head(head, Q, K))
+        stage, phase, h, i0 = uint32(0), uint32(1), head.h, i_first
         while i0 < i_end and h < h_end:
             # Alg. 2 line 9: load Qi, dOi
-            wait_mbarrier(bars, uint32(EMPTY + stage), parity)
-            at = uint32(stage * NQ)
-            p.load_rows(sQ, at, Q, b, h, i0, Nq, sN, bars, uint32(FULL_Q + stage))
-            p.load_rows(sdO, at, dO, b, h, i0, Nq, sN, bars, uint32(FULL_DO + stage))
-            stage, parity = p.next_stage(stage, parity)
-            h, i0 = p.next_visit(h, i0, i_first, i_end)
+            slot, member = Slot(stage, phase), key_tiles.at_head(head, h)
+            q_pipeline.acquire(shared.bars, slot)
+            gradients.load_q(shared, Q, i0, member, slot)
+            gradients.load_do(shared, dO, i0, member, slot)
+            stage, phase = q_pipeline.next(slot)
+            h, i0 = key_tiles.next_visit(h, i0, i_first, i_end)
 
     @device_function
-    def produce_values(sL, sN, bars, Q, K, L, D, group, options):
-        j0, hk, b = p.told_tile(sN)
-        h, heads = p.query_heads(sN, hk, group)
-        h_end = uint32(h + heads)
-        Nq, Nk = p.lengths(sN, Q.shape[2], K.shape[2])
-        i_first, i_end = p.row_range(sN, j0, Nq, Nk, options)
-        stage, parity, i0 = uint32(0), uint32(1), i_first
+    def produce_values(shared, Q, K, L, D, group, options):
+        j0, head, h_end, i_first, i_end = key_tiles.key_tile(shared.words, Q, K, group, options)
+        stage, phase, h, i0 = uint32(0), uint32(1), head.h, i_first
         while i0 < i_end and h < h_end:
             # Alg. 2 line 9: load Li, Di
-            wait_mbarrier(bars, uint32(EMPTY + stage), parity)
-            at, full = uint32(stage * (2 * Br)), uint32(FULL_Q + stage)
-            Lh, Dh = p.query_rows(L, b, h, options), p.query_rows(D, b, h, options)
-            p.load_values(sL, at, Lh, Dh, i0, Nq, bars, full)
-            stage, parity = p.next_stage(stage, parity)
-            h, i0 = p.next_visit(h, i0, i_first, i_end)
+            slot, member = Slot(stage, phase), key_tiles.at_head(head, h)
+            q_pipeline.acquire(shared.bars, slot)
+            Lh, Dh = grid.query_rows(L, member), grid.query_rows(D, member)
+            gradients.load_values(shared, Lh, Dh, i0, head.Nq, slot)
+            stage, phase = q_pipeline.next(slot)
+            h, i0 = key_tiles.next_visit(h, i0, i_first, i_end)
 
     return produce, produce_values
 
 
 @cache
 def make_backward(spec, atomic=True):
-    """The kernel, over the blocks of ``make_column_tile``; without ``atomic`` dQ is
+    """The kernel, over the blocks of ``key_tiles``; without ``atomic`` dQ is
     ``make_query_gradients``'s.
     """
     produce, produce_values = make_producers(spec)
     if spec.wide:
         return make_wide_backward(spec, produce, produce_values)
-    p, Br, (NQ, NK, NS) = parts(spec), spec.Br, spec.tile_halves
-    RS, RP, RQ = spec.TM * spec.TN, spec.p_registers, spec.query_registers
-    RK, EARLY, (FEW, MANY) = spec.column_registers, spec.rounds_early, spec.registers
-    AT_Q, AT_DO, AT_DS, AT_DQ, AT_L, BARRIER_0 = spec.places
-    NQS, NSS, NDQ, NL, BARRIERS = 2 * NQ, 2 * NS, spec.query_floats, 4 * Br, spec.barriers
-    TOLD_0, TOLD = spec.told
-    FULL_KV, FULL_Q, FULL_DO, EMPTY = spec.barrier_places
+    grid, key_tiles, gradients = bind(spec, wgmma.grid, wgmma.key_tiles, wgmma.gradients)
+    pipeline, pingpong = bind(spec, wgmma.pipeline, wgmma.pingpong)
+    (transposed,) = bind(spec.transposed, wgmma.products)  # ST = K QT, dPT = V dOT
+    (scores,) = bind(spec.masked_part, wgmma.scores)
+    kv_pipeline, q_pipeline, do_pipeline, *_ = wgmma.pipelines(spec)
+    RS, RP, RQ, RK = spec.tile_registers
+    EARLY, (FEW, MANY) = spec.rounds_early, spec.registers
 
     @device_function
-    def consume(sK, sV, sQ, sdO, sdS, sdQ, sL, sN, bars, Q, K, A, dK, dV, scale, scale_log2,
-                group, options):  # fmt: skip
-        rS = cuda.local.array(RS, float32)
-        rdP = cuda.local.array(RS, float32)
-        rP = cuda.local.array(RP, uint32)
-        rdS = cuda.local.array(RP, uint32)
-        rdQ = cuda.local.array(RQ, float32)
-        rdK = cuda.local.array(RK, float32)
+    def consume(shared, Q, K, results, scale, scale_log2, group, options):
+        rS, rdP = cuda.local.array(RS, float32), cuda.local.array(RS, float32)
+        rP, rdS = cuda.local.array(RP, uint32), cuda.local.array(RP, uint32)
+        rdQ, rdK = cuda.local.array(RQ, float32), cuda.local.array(RK, float32)
         rdV = cuda.local.array(RK, float32)
-        w, tx, ty = p.place()
-        j0, hk, b = p.told_tile(sN)
-        h, heads = p.query_heads(sN, hk, group)
-        h_end = uint32(h + heads)
-        Nq, Nk = p.lengths(sN, Q.shape[2], K.shape[2])
-        i_first, i_end = p.row_range(sN, j0, Nq, Nk, options)
-        column0 = uint32(j0 + 64 * w)
-        own = uint32(64 * 64 * w)
+        sK, sV, sQ, sdO, sdS, sdQ, sL, words, bars = shared
+        thread = grid.transposed_thread()
+        j0, head, h_end, i_first, i_end = key_tiles.key_tile(words, Q, K, group, options)
+        column0 = uint32(j0 + 64 * thread.w)
+        own = uint32(64 * 64 * thread.w)  # this consumer's rows of Kj and Vj
         # Alg. 2 line 7: dKj = 0, dVj = 0, on chip
-        p.start_columns(rdK, rdV)
-        stage, parity, i0 = uint32(0), uint32(0), i_first
+        gradients.start_columns(rdK, rdV)
+        stage, phase, h, i0 = uint32(0), uint32(0), head.h, i_first
         more = i0 < i_end and h < h_end
-        wait_mbarrier(bars, uint32(FULL_KV), uint32(0))
+        kv_pipeline.wait(bars, Slot(uint32(0), uint32(0)))
         if more:
-            wait_mbarrier(bars, uint32(FULL_Q + stage), parity)
-            p.begin_scores(rS, sK, own, sQ, uint32(stage * NQ))
-            p.wait_scores(rS, False)
+            q_pipeline.wait(bars, Slot(stage, phase))
+            transposed.multiply(rS, sK, own, sQ, gradients.places(stage).rows)
+            transposed.wait_scores(rS, False)
         # Alg. 2 line 8: for each row tile i that sees column tile j, of each query head
         while more:
-            at, at_L, at_dS = uint32(stage * NQ), uint32(stage * (2 * Br)), uint32(stage * NS)
-            Nq, Nk = p.lengths(sN, Q.shape[2], K.shape[2])
-            p.scale_and_bias(rS, scale_log2, i0, column0, Nq, Nk, b, h, options, ty, tx)
+            slot, at = Slot(stage, phase), gradients.places(stage)
+            member = key_tiles.told_head(head, h, Q, K)
+            tile = Tile(i0, column0, member, thread)
+            gradients.scale_and_bias(rS, scale_log2, tile)
             # Alg. 2 line 13: dPij = dOi VjT, on its way with Sij = scale Qi KjT of line 10
-            wait_mbarrier(bars, uint32(FULL_DO + stage), parity)
-            p.begin_scores(rdP, sV, own, sdO, at)
-            p.scale_and_mask(rS, scale_log2, i0, column0, Nq, Nk, b, h, options, ty, tx)
+            do_pipeline.wait(bars, slot)
+            transposed.multiply(rdP, sV, own, sdO, at.rows)
+            scores.scale_and_mask(rS, scale_log2, tile)
             # Alg. 2 line 11: Pij = exp(Sij - Li)
-            p.softmax_from_lse(rS, scale_log2, sL, at_L, ty)
+            gradients.p_of_columns(rS, scale_log2, sL, at.values, thread)
             # Alg. 2 line 12: dVj += PijT dOi
             if EARLY:
-                p.round_p(rP, rS)
-                p.begin_columns(rdV, rP, sdO, at)
+                transposed.round_p(rP, rS)
+                transposed.add_product(rdV, rP, sdO, at.rows)
             # Alg. 2 line 14: dSij = Pij o (dPij - Di)
-            p.wait_scores(rdP, EARLY)
-            p.score_gradients(rdS, rP, rdP, rS, sL, at_L, options, ty)
+            transposed.wait_scores(rdP, EARLY)
+            gradients.ds_of_columns(rdS, rP, rdP, rS, sL, at.values, options, thread)
             if not EARLY:
-                p.begin_columns(rdV, rP, sdO, at)
+                transposed.add_product(rdV, rP, sdO, at.rows)
             # Alg. 2 line 16: dKj += dSijT Qi
-            p.begin_columns(rdK, rdS, sQ, at)
+            transposed.add_product(rdK, rdS, sQ, at.rows)
             # Alg. 2 line 15: dQi += scale dSij Kj, through global memory
             if atomic:
-                p.store_ds(sdS, at_dS, rdS, w, ty, tx)
-                p.meet_all()  # dSij is there
-                p.begin_dq(rdQ, sdS, at_dS, sK, w)
+                gradients.store_ds(sdS, at.scores, rdS, thread)
+                pingpong.sync_consumers()  # dSij is there
+                gradients.begin_dq(rdQ, sdS, at.scores, sK, thread.w)
             else:
                 cuda.syncwarp()  # all lanes have read Li and Di
-            p.wait_columns(rdK, rdV, atomic)
-            h_next, i_next = p.next_visit(h, i0, i_first, i_end)
-            next_stage, next_parity = p.next_stage(stage, parity)
-            more = p.takes_more(sN, h_next, h_end, i_next)
+            gradients.wait_columns(rdK, rdV, atomic)
+            h_next, i_next = key_tiles.next_visit(h, i0, i_first, i_end)
+            after = q_pipeline.next(slot)
+            next_stage, next_phase = after
+            more = key_tiles.takes_more(words, h_next, h_end, i_next)
             if more:
-                p.empty(bars, uint32(EMPTY + stage))
-                wait_mbarrier(bars, uint32(FULL_Q + next_stage), next_parity)
+                q_pipeline.release(bars, slot)
+                q_pipeline.wait(bars, after)
             else:
                 next_stage = stage  # Sij once more, for nothing
             # Alg. 2 line 10 of the next i: Sij = scale Qi KjT
-            p.begin_scores(rS, sK, own, sQ, uint32(next_stage * NQ))
+            transposed.multiply(rS, sK, own, sQ, gradients.places(next_stage).rows)
             if atomic:
-                p.wait_dq(rdQ)
-                p.add_dq(rdQ, sdQ, A, b, p.told_head(sN, h), i0, Nq, sN, w, tx, ty)
-            p.wait_scores(rS, False)
-            stage, parity, h, i0 = next_stage, next_parity, h_next, i_next
+                gradients.wait_dq(rdQ)
+                member = key_tiles.at_head(member, key_tiles.told_h(words, h))
+                gradients.add_dq(rdQ, sdQ, results.dQ, i0, member, thread)
+            transposed.wait_scores(rS, False)
+            stage, phase, h, i0 = next_stage, next_phase, h_next, i_next
 
         # Alg. 2 line 18: write dKj, dVj
-        p.meet_all()  # nobody reads Kj and Vj any more
-        p.scale_columns(rdK, scale)
-        p.write_tile(rdK, sK, uint32(0), dK, w, column0, Nk, b, hk, sN, options, tx, ty)
-        p.write_tile(rdV, sV, uint32(0), dV, w, column0, Nk, b, hk, sN, options, tx, ty)
-
-    def fa2_backward(Q, K, V, dO, L, D, A, dK, dV, scale, scale_log2, group, options):
-        sK, sV = half_tile(0, NK), half_tile(NK, NK)
-        sQ, sdO, sdS = half_tile(AT_Q, NQS), half_tile(AT_DO, NQS), half_tile(AT_DS, NSS)
-        sdQ, sL = shared_tile(AT_DQ, NDQ), shared_tile(AT_L, NL)
-        bars, sN = mbarrier_tile(BARRIER_0, BARRIERS), index_tile(TOLD_0, TOLD)
-        p.begin_barriers(bars)
-        p.tell_tile(sN, Q, K, group, options)
-        cuda.syncthreads()
-        if cuda.threadIdx.x < 128:
-            give_registers(FEW)
-            if cuda.threadIdx.x == 0:
-                produce(sK, sV, sQ, sdO, sN, bars, Q, K, V, dO, group, options)
-            elif 32 <= cuda.threadIdx.x < 96:
-                produce_values(sL, sN, bars, Q, K, L, D, group, options)
-        else:
-            take_registers(MANY)
-            # fmt: off
-            consume(sK, sV, sQ, sdO, sdS, sdQ, sL, sN, bars, Q, K, A, dK, dV, scale, scale_log2,
-                    group, options)
-            # fmt: on
+        pingpong.sync_consumers()  # nobody reads Kj and Vj any more
+        gradients.scale_columns(rdK, scale)
+        head = key_tiles.told_head(head, head.h, Q, K)
+        gradients.write_columns(rdK, sK, results.dK, column0, head, thread)
+        gradients.write_columns(rdV, sV, results.dV, column0, head, thread)
 
     queries, keys = tiled_type(4, spec.query_ends), tiled_type(4, spec.key_ends)
     rows = array_type(3)
     sums = queries if atomic else array_type(4)
     columns = array_type(4) if spec.splits_group else tiled_type(4, spec.features.packed)
     arrays = [queries, keys, keys, queries, rows, rows, sums, columns, columns]
-    scalars = (types.float32, types.float32, types.int32)
-    arguments = (*arrays, *scalars, spec.features.argument_type)
-    return Kernel(fa2_backward, arguments, spec.threads, spec.shared_bytes, spec.min_blocks)
 
-
-@cache
-def make_query_gradients(spec):
-    """dQ without atomic adds: a second sweep, Q outer; launched over (Tr, Hq, B) blocks, Tr the row
-    tiles of all packed sequences.
-
-    S, P, dP and dS are computed once more, and every dQi is summed in one order and written once.
-    The producer brings Qi and dOi once, and column tiles to two places in turn. A consumer
-    warpgroup has 64 rows of S and all columns; dS is an operand as it is.
-    """
-    p, Br, Bc, (NQ, NK) = parts(spec), spec.Br, spec.Bc, spec.tile_halves
-    TM, RS, RP, RQ = spec.TM, spec.TM * spec.TN, spec.p_registers, spec.TM * spec.DN * 4
-    NKS, AT_K, AT_V = spec.stages * NK, 2 * NQ, 2 * NQ + spec.stages * NK
-    BARRIERS, BARRIER_0, (FEW, MANY) = spec.barriers, spec.halves // 4, spec.registers
-    FULL_Q, FULL_DO, FULL_K, FULL_V, EMPTY_K, EMPTY_V = spec.barrier_places
-
-    @device_function
-    def produce(sQ, sdO, sK, sV, bars, Q, K, V, dO, group, options):
-        b, h, hk = p.heads(group)
-        i0, b = p.row_tile(b, options)
-        Nq, Nk = p.lengths(Q.shape[2], K.shape[2], b, options)
-        j0, j_end = p.column_range(i0, uint32(i0 + Br), Nq, Nk, options)
-        p.load_queries(sQ, uint32(0), Q, b, h, i0, Nq, options, bars, uint32(FULL_Q))
-        p.load_queries(sdO, uint32(0), dO, b, h, i0, Nq, options, bars, uint32(FULL_DO))
-        stage, parity = uint32(0), uint32(1)
-        while j0 < j_end:
-            at = uint32(stage * NK)
-            wait_mbarrier(bars, uint32(EMPTY_K + stage), parity)
-            p.load_columns(sK, at, K, b, hk, j0, Nk, options, bars, uint32(FULL_K + stage))
-            wait_mbarrier(bars, uint32(EMPTY_V + stage), parity)
-            p.load_columns(sV, at, V, b, hk, j0, Nk, options, bars, uint32(FULL_V + stage))
-            stage, parity = p.next_stage(stage, parity)
-            j0 = uint32(j0 + Bc)
-
-    @device_function
-    def consume(sQ, sdO, sK, sV, bars, Q, K, L, D, dQ, scale, scale_log2, group, options):
-        rS = cuda.local.array(RS, float32)
-        rdP = cuda.local.array(RS, float32)
-        rdS = cuda.local.array(RP, uint32)
-        rdQ = cuda.local.array(RQ, float32)
-        rL = cuda.local.array(TM, float32)
-        rD = cuda.local.array(TM, float32)
-        w, ty, tx = p.place()
-        b, h, hk = p.heads(group)
-        i0, b = p.row_tile(b, options)
-        Nq, Nk = p.lengths(Q.shape[2], K.shape[2], b, options)
-        j0, j_end = p.column_range(i0, uint32(i0 + Br), Nq, Nk, options)
-        row0, own = uint32(i0 + 64 * w), uint32(64 * 64 * w)
-        more = j0 < j_end
-        p.read_values(rL, p.query_rows(L, b, h, options), row0, Nq, ty, tx)
-        p.read_values(rD, p.query_rows(D, b, h, options), row0, Nq, ty, tx)
-        for e in range(RQ):
-            rdQ[e] = float32(0.0)
-        stage, parity = uint32(0), uint32(0)
-        wait_mbarrier(bars, uint32(FULL_Q), uint32(0))
-        wait_mbarrier(bars, uint32(FULL_DO), uint32(0))
-        if more:
-            wait_mbarrier(bars, uint32(FULL_K + stage), parity)
-            p.begin_scores(rS, sQ, own, sK, uint32(stage * NK))
-            p.wait_scores(rS, False)
-        while more:
-            at = uint32(stage * NK)
-            # Alg. 2 line 13: dPij = dOi VjT, on its way with Sij
-            wait_mbarrier(bars, uint32(FULL_V + stage), parity)
-            p.begin_scores(rdP, sdO, own, sV, at)
-            p.scale_and_mask(rS, scale_log2, row0, j0, Nq, Nk, b, h, options, ty, tx)
-            # Alg. 2 line 11: Pij = exp(Sij - Li)
-            p.softmax_from_lse(rS, scale_log2, rL)
-            p.wait_scores(rdP, False)
-            p.empty(bars, uint32(EMPTY_V + stage))
-            # Alg. 2 line 14: dSij = Pij o (dPij - Di)
-            p.score_gradients(rdS, rdP, rS, rL, rD, options)
-            # Alg. 2 line 15: dQi += scale dSij Kj, on its way with the next S
-            p.begin_output(rdQ, rdS, sK, at)
-            next_stage, next_parity = p.next_stage(stage, parity)
-            j0 = uint32(j0 + Bc)
-            more = j0 < j_end
-            if more:
-                wait_mbarrier(bars, uint32(FULL_K + next_stage), next_parity)
-            else:
-                next_stage = stage  # Sij once more, for nothing
-            # Alg. 2 line 10 of the next j: Sij = scale Qi KjT
-            p.begin_scores(rS, sQ, own, sK, uint32(next_stage * NK))
-            p.wait_output(rdQ, True)
-            p.empty(bars, uint32(EMPTY_K + stage))
-            p.wait_scores(rS, False)
-            stage, parity = next_stage, next_parity
-        for e in range(RQ):
-            rdQ[e] *= scale
-        p.meet(w)  # no warp reads Qi any more
-        p.write_queries(rdQ, sQ, uint32(0), dQ, w, row0, Nq, b, h, options, ty, tx)
-
-    def fa2_backward_dq(Q, K, V, dO, L, D, dQ, scale, scale_log2, group, options):
-        sQ, sdO = half_tile(0, NQ), half_tile(NQ, NQ)
-        sK, sV = half_tile(AT_K, NKS), half_tile(AT_V, NKS)
-        bars = mbarrier_tile(BARRIER_0, BARRIERS)
-        p.begin_barriers(bars)
+    @cuda.jit(arguments(arrays, 2, 1, spec.features.argument_type), *spec.launch)
+    def fa2_backward(Q, K, V, dO, L, D, A, dK, dV, scale, scale_log2, group, options):
+        shared = gradients.backward_shared_memory()
+        pipeline.begin(shared.bars)
+        key_tiles.tell_key_tile(shared.words, Q, K, group, options)
         cuda.syncthreads()
         if cuda.threadIdx.x < 128:
             give_registers(FEW)
             if cuda.threadIdx.x == 0:
-                produce(sQ, sdO, sK, sV, bars, Q, K, V, dO, group, options)
+                produce(shared, Q, K, V, dO, group, options)
+            elif 32 <= cuda.threadIdx.x < 96:
+                produce_values(shared, Q, K, L, D, group, options)
         else:
             take_registers(MANY)
-            consume(sQ, sdO, sK, sV, bars, Q, K, L, D, dQ, scale, scale_log2, group, options)
+            results = Gradients(A, dK, dV)
+            consume(shared, Q, K, results, scale, scale_log2, group, options)
+
+    return fa2_backward
+
+
+@cache
+def make_query_gradients(spec):
+    """dQ without atomic adds: a kernel of its own, Q outer; launched over (Tr, Hq, B) blocks, Tr
+    the row tiles of all packed sequences.
+
+    S, P, dP and dS are computed once more, and every dQi is summed in one order and written once.
+    The producer loads Qi and dOi once, and column tiles to slots in turn. A consumer warpgroup has
+    64 rows of S and all columns; dS is an operand as it is.
+    """
+    grid, visits, load = bind(spec, wgmma.grid, wgmma.visits, wgmma.load)
+    pipeline, pingpong, products = bind(spec, wgmma.pipeline, wgmma.pingpong, wgmma.products)
+    scores, values, dq_kernel = bind(spec, wgmma.scores, wgmma.values, wgmma.dq_kernel)
+    (epilogue,) = bind(spec, wgmma.epilogue)
+    q_pipeline, do_pipeline, k_pipeline, v_pipeline = wgmma.pipelines(spec)
+    RS, RQ, RP = spec.tile_registers
+    TM, Br, Bc, (FEW, MANY) = spec.TM, spec.Br, spec.Bc, spec.registers
+
+    @device_function
+    def produce(shared, Q, K, V, dO, group, options):
+        pages = cuda.local.array(1, uint32)  # of K and V in one piece: none
+        i0, head = dq_kernel.dq_row_tile(Q, K, group, options)
+        j0, j_end = visits.column_range(i0, uint32(i0 + Br), head)
+        bars, once = shared.bars, Slot(uint32(0), uint32(0))
+        load.q(shared.sQ, Q, i0, head, bars, once)
+        dq_kernel.load_do_once(shared.sdO, dO, i0, head, bars, once)
+        stage, phase = uint32(0), uint32(1)
+        while j0 < j_end:
+            kv = Slot(stage, phase)
+            k_pipeline.acquire(bars, kv)
+            load.k(shared.sK, K, j0, head, pages, bars, kv)
+            v_pipeline.acquire(bars, kv)
+            load.v(shared.sV, V, j0, head, pages, bars, kv)
+            stage, phase = k_pipeline.next(kv)
+            j0 = uint32(j0 + Bc)
+
+    @device_function
+    def consume(shared, Q, K, rows, scale, scale_log2, group, options):
+        rS, rdP = cuda.local.array(RS, float32), cuda.local.array(RS, float32)
+        rdS, rdQ = cuda.local.array(RP, uint32), cuda.local.array(RQ, float32)
+        rL, rD = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
+        sQ, sdO, sK, sV, bars = shared
+        thread = grid.thread()
+        w = thread.w
+        i0, head = dq_kernel.dq_row_tile(Q, K, group, options)
+        j0, j_end = visits.column_range(i0, uint32(i0 + Br), head)
+        row0 = uint32(i0 + 64 * w)
+        more = j0 < j_end
+        values.read(rL, grid.query_rows(rows.L, head), row0, head.Nq, thread)
+        values.read(rD, grid.query_rows(rows.D, head), row0, head.Nq, thread)
+        for e in range(RQ):
+            rdQ[e] = float32(0.0)
+        stage, phase, once = uint32(0), uint32(0), Slot(uint32(0), uint32(0))
+        q_pipeline.wait(bars, once)
+        do_pipeline.wait(bars, once)
+        if more:
+            k_pipeline.wait(bars, Slot(stage, phase))
+            products.begin_scores(rS, sQ, uint32(0), w, sK, stage)
+            products.wait_scores(rS, False)
+        while more:
+            kv, tile = Slot(stage, phase), Tile(row0, j0, head, thread)
+            # Alg. 2 line 13: dPij = dOi VjT, on its way with Sij
+            v_pipeline.wait(bars, kv)
+            products.begin_scores(rdP, sdO, uint32(0), w, sV, stage)
+            scores.scale_and_mask(rS, scale_log2, tile)
+            # Alg. 2 line 11: Pij = exp(Sij - Li)
+            dq_kernel.p_of_rows(rS, scale_log2, rL)
+            products.wait_scores(rdP, False)
+            v_pipeline.release(bars, kv)
+            # Alg. 2 line 14: dSij = Pij o (dPij - Di)
+            dq_kernel.ds_of_rows(rdS, rdP, rS, rL, rD, options)
+            # Alg. 2 line 15: dQi += scale dSij Kj, on its way with the next S
+            products.begin_output(rdQ, rdS, sK, stage)
+            after = k_pipeline.next(kv)
+            next_stage, next_phase = after
+            j0 = uint32(j0 + Bc)
+            more = j0 < j_end
+            if more:
+                k_pipeline.wait(bars, after)
+            else:
+                next_stage = stage  # Sij once more, for nothing
+            # Alg. 2 line 10 of the next j: Sij = scale Qi KjT
+            products.begin_scores(rS, sQ, uint32(0), w, sK, next_stage)
+            products.wait_output(rdQ, True)
+            k_pipeline.release(bars, kv)
+            products.wait_scores(rS, False)
+            stage, phase = next_stage, next_phase
+        for e in range(RQ):
+            rdQ[e] *= scale
+        pingpong.sync_group(w)  # no warp reads Qi any more
+        epilogue.write_queries(rdQ, sQ, once, rows.dQ, row0, head, thread)
 
     queries, keys = tiled_type(4, spec.query_ends), tiled_type(4, spec.key_ends)
     rows = array_type(3)
     arrays = [queries, keys, keys, queries, rows, rows, tiled_type(4, spec.features.packed)]
-    scalars = (types.float32, types.float32, types.int32)
-    arguments = (*arrays, *scalars, spec.features.argument_type)
-    return Kernel(fa2_backward_dq, arguments, spec.threads, spec.shared_bytes, spec.min_blocks)
+
+    @cuda.jit(arguments(arrays, 2, 1, spec.features.argument_type), *spec.launch)
+    def fa2_backward_dq(Q, K, V, dO, L, D, dQ, scale, scale_log2, group, options):
+        shared = dq_kernel.dq_shared_memory()
+        pipeline.begin(shared.bars)
+        cuda.syncthreads()
+        if cuda.threadIdx.x < 128:
+            give_registers(FEW)
+            if cuda.threadIdx.x == 0:
+                produce(shared, Q, K, V, dO, group, options)
+        else:
+            take_registers(MANY)
+            consume(shared, Q, K, QueryRows(L, D, dQ), scale, scale_log2, group, options)
+
+    return fa2_backward_dq
 
 
 __doc__ += """
 Shared memory, 16-bit elements, d rounded up to 64:  2 Bc d + 4 Br d + 2 Br Bc + 8 Br, 32768
     bytes for dQ, and the barriers; in bytes:  198712 (d=64, 128 x 128), 197688 (d=128, 64 x 128);
     with lengths, or rows split, 36 more
-Accesses: those of the kernel on ``mma``, Q and dO by boxes. Of S blocks that share a column tile
+Accesses: those of the kernel on ``mma``, Q and dO by TMA. Of S blocks that share a column tile
     each loads Kj and Vj, and stores its parts of dKj and dVj in float32; ``round_rows`` adds these
     up in one order: S Nk d loads and Nk d stores of dK, and of dV.
 """

@@ -5,7 +5,6 @@ turns, and each thread touches its own chunks alone.
 """
 
 from dataclasses import dataclass
-from functools import cache
 from math import gcd
 
 from fa_numba.device import cuda, device_function, float32, int32, uint32
@@ -15,6 +14,7 @@ from fa_numba.intrinsics.async_copy import copy8_async
 from fa_numba.intrinsics.global_memory import read8, write8
 from fa_numba.intrinsics.matrix import CONVERSIONS
 from fa_numba.intrinsics.shared import load8
+from fa_numba.parts.namespace import part
 
 
 def conversions(dtype):
@@ -27,9 +27,9 @@ class ChunkMap:
     """Which chunks of a tile each thread copies: ``rows`` rows of ``chunks`` chunks, ``threads``
     threads.
 
-    In one turn the threads cover ``width`` neighbouring chunks of ``down`` rows, a chunk each.
-    The width divides both counts, so that all chunks of a thread lie at constants from its first:
-    the n-th is ``n // along * down`` rows below and ``n % along * right`` elements to the right.
+    In one turn the threads cover ``width`` neighbouring chunks of ``down`` rows, a chunk each. The
+    width divides both counts, so that all chunks of a thread lie at constants from its first: the
+    n-th is ``n // along * down`` rows below and ``n % along * right`` elements to the right.
     """
 
     rows: int
@@ -66,12 +66,11 @@ class ChunkMap:
         return self.rows % self.down == 0
 
 
-@cache
+@part
 def make_first_chunk(chunks):
     """``first_chunk(thread)``: (row, column) of a thread's first chunk in the tile."""
     width = chunks.width
 
-    @device_function
     def first_chunk(thread):
         thread = uint32(thread)
         return uint32(thread // uint32(width)), uint32(uint32(thread % uint32(width)) * 8)
@@ -79,23 +78,21 @@ def make_first_chunk(chunks):
     return first_chunk
 
 
-@cache
+@part
 def make_turn(chunks):
     """``turn(n)``: rows below and elements to the right of a thread's first chunk, of its n-th."""
     along, down, right = chunks.along, chunks.down, chunks.right
 
-    @device_function
     def turn(n):
         return n // along * down, n % along * right
 
     return turn
 
 
-@cache
+@part
 def make_load_row(threads, resident):
     """``load_row(sRow, T, row, cols_end)``: this thread's chunks of a row, where ``resident``."""
 
-    @device_function
     def load_row(sRow, T, row, cols_end):
         if resident:
             col = uint32(8 * cuda.threadIdx.x)
@@ -107,7 +104,7 @@ def make_load_row(threads, resident):
     return load_row
 
 
-@cache
+@part
 def make_read_chunk(dtype, resident):
     """``read_chunk(r, sRow, T, row, col, cols_end)``: a chunk, 0 beyond the row's end, as float32.
 
@@ -122,7 +119,6 @@ def make_read_chunk(dtype, resident):
             r[2 * n] = pair[0]
             r[2 * n + 1] = pair[1]
 
-    @device_function
     def read_chunk(r, sRow, T, row, col, cols_end):
         if resident:
             spread(r, load8(sRow, col))
@@ -137,12 +133,11 @@ def make_read_chunk(dtype, resident):
     return read_chunk
 
 
-@cache
+@part
 def make_write_chunk(dtype):
     """``write_chunk(r, T, row, col, cols_end)``: a chunk of float32, rounded."""
     pack, _ = conversions(dtype)
 
-    @device_function
     def write_chunk(r, T, row, col, cols_end):
         if uint32(col + 7) < cols_end:
             w0, w1 = pack(r[0], r[1]), pack(r[2], r[3])

@@ -6,25 +6,22 @@ Registers of S and O run along rows, as on CUDA cores: element i TN + j of S is 
 column j of the thread's, so that rows 2 r and 2 r + 1 share the fragments of r.
 """
 
-from functools import cache
-
-from fa_numba.device import cuda, device_function, uint32
-from fa_numba.intrinsics.matrix import ldmatrix
-from fa_numba.parts.mma.swizzle import make_exchange, make_further
+from fa_numba.device import cuda, uint32
+from fa_numba.parts.mma.swizzle import make_exchange
+from fa_numba.parts.namespace import part
 
 
-@cache
+@part
 def make_place(rows, carries=False):
     """``place(rows_first, col0)``: the place of this lane's row among the four 8 x 8 tiles that one
     ``ldmatrix`` reads, from column ``col0`` of a tile with these ``rows`` on.
 
     Lane 8 t + r points at row r of tile t. With ``rows_first`` tiles 0 and 1 are above each other,
-    and 2 and 3 to the right of them; without, 0 and 1 beside each other, 2 and 3 below.
-    ``carries`` as ``make_further`` says.
+    and 2 and 3 to the right of them; without, 0 and 1 beside each other, 2 and 3 below. ``carries``
+    as ``make_further`` says.
     """
     pitch, exchange = rows.pitch, make_exchange(rows)
 
-    @device_function
     def place(rows_first, col0):
         lane = uint32(cuda.threadIdx.x) % uint32(32)
         second = uint32((lane // uint32(8)) % uint32(2))
@@ -37,37 +34,3 @@ def make_place(rows, carries=False):
         return at if carries else uint32(at ^ exchange(row))
 
     return place
-
-
-@cache
-def make_load_fragment(spec):
-    """``load_fragment(rQ, sQ, at, r, k)``: rows 16 r, columns 16 k on of Q from ``at``."""
-    K, further = spec.DN, make_further(spec.rows)
-
-    @device_function
-    def load_fragment(rQ, sQ, at, r, k):
-        a = ldmatrix(sQ, further(at, 16 * r, 16 * k))
-        e = 4 * (r * K + k)
-        rQ[e] = a[0]
-        rQ[e + 1] = a[1]
-        rQ[e + 2] = a[2]
-        rQ[e + 3] = a[3]
-
-    return load_fragment
-
-
-@cache
-def make_load_fragments(spec):
-    """``load_fragments(rQ, sQ, row0)``: Q's fragments to registers, where they stay there."""
-    R, K, pitch, keeps = spec.TM // 2, spec.DN, spec.rows.pitch, spec.keeps_q
-    place, load_fragment = make_place(spec.rows), make_load_fragment(spec)
-
-    @device_function
-    def load_fragments(rQ, sQ, row0):
-        if keeps:
-            at = uint32(row0 * pitch + place(True, 0))
-            for r in range(R):
-                for k in range(K):
-                    load_fragment(rQ, sQ, at, r, k)
-
-    return load_fragments

@@ -3,21 +3,19 @@
 Of 16-bit arrays they are rounded; of float32 sums (``A``) rows start at 8-byte addresses.
 """
 
-from functools import cache
-
-from fa_numba.device import device_function, float32, uint32
+from fa_numba.device import float32, uint32
 from fa_numba.intrinsics.global_memory import read2, read_pair, write2, write_pair
 from fa_numba.intrinsics.reduction import add_global, add_pair, add_pair_vector
 from fa_numba.parts.mma.chunks import conversions
+from fa_numba.parts.namespace import part
 
 
-@cache
+@part
 def make_read_two(spec):
     """``read_two(T, row, col)``: two neighbours of a row in float32, 0 past its end."""
     d, aligned = spec.head_dim, spec.aligned
     _, unpack = conversions(spec.dtype)
 
-    @device_function
     def read_two(T, row, col):
         if aligned:
             return unpack(read2(T, row, col))
@@ -29,7 +27,7 @@ def make_read_two(spec):
     return read_two
 
 
-@cache
+@part
 def make_write_two(spec, cols_end=None):
     """``write_two(T, row, col, low, high)``: two neighbours of a row, rounded.
 
@@ -38,7 +36,6 @@ def make_write_two(spec, cols_end=None):
     d, aligned = spec.head_dim if cols_end is None else cols_end, spec.aligned
     pack, _ = conversions(spec.dtype)
 
-    @device_function
     def write_two(T, row, col, low, high):
         pair = pack(low, high)
         if aligned:
@@ -53,14 +50,13 @@ def make_write_two(spec, cols_end=None):
     return write_two
 
 
-@cache
+@part
 def make_read_floats(spec):
-    """``read_floats(A, row, col, inside)``: two neighbours of a float32 row, zeros past its end
-    and where not ``inside``. Rows start at 8-byte addresses; nothing past the end is touched.
+    """``read_floats(A, row, col, inside)``: two neighbours of a float32 row, zeros past its end and
+    where not ``inside``. Rows start at 8-byte addresses; nothing past the end is touched.
     """
     head_dim, odd = spec.head_dim, spec.head_dim % 2 == 1
 
-    @device_function
     def read_floats(A, row, col, inside):
         pair = read_pair(A, row, col, inside and col + 1 < head_dim)
         if odd and inside and col + 1 == head_dim:
@@ -70,12 +66,11 @@ def make_read_floats(spec):
     return read_floats
 
 
-@cache
+@part
 def make_write_floats(spec):
     """``write_floats(A, row, col, inside, low, high)``: the same to memory."""
     head_dim, odd = spec.head_dim, spec.head_dim % 2 == 1
 
-    @device_function
     def write_floats(A, row, col, inside, low, high):
         write_pair(A, row, col, low, high, inside and col + 1 < head_dim)
         if odd and inside and col + 1 == head_dim:
@@ -84,13 +79,12 @@ def make_write_floats(spec):
     return write_floats
 
 
-@cache
+@part
 def make_add_two(spec):
     """``add_two(T, row, col, inside, low, high)``: atomic adds to two neighbours of a row."""
     head_dim, odd = spec.head_dim, spec.head_dim % 2 == 1
     add = add_pair_vector if spec.vector_adds else add_pair
 
-    @device_function
     def add_two(T, row, col, inside, low, high):
         add(T, row, col, low, high, inside and col + 1 < head_dim)
         if odd and inside and col + 1 == head_dim:

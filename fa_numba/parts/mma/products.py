@@ -2,14 +2,17 @@
 
 from functools import cache
 
-from fa_numba.device import cuda, device_function, float32, uint32
+from fa_numba.device import cuda, float32, int64, uint32
 from fa_numba.dtypes import DTYPES
 from fa_numba.intrinsics.matrix import MMA, ldmatrix, ldmatrix_transposed
+from fa_numba.intrinsics.shared import store2
 from fa_numba.parts.dropout import kept_if
-from fa_numba.parts.layout import make_warp_column
+from fa_numba.parts.layout import make_column, make_row
+from fa_numba.parts.layout import make_warp_column as make_warp_column
 from fa_numba.parts.mma.chunks import conversions
-from fa_numba.parts.mma.fragments import make_load_fragment, make_place
+from fa_numba.parts.mma.fragments import make_place
 from fa_numba.parts.mma.swizzle import make_further
+from fa_numba.parts.namespace import part
 from fa_numba.tiling.mma_rows import CHUNK
 
 
@@ -19,7 +22,7 @@ def instructions(dtype):
     return MMA[DTYPES[dtype].matrix], pack
 
 
-@cache
+@part
 def make_scores(spec):
     """``scores(rS, rQ, sQ, sK, row0, col0)``: rS = Qi KjT for this warp's rows from ``row0`` and
     columns from ``col0`` on.
@@ -33,7 +36,6 @@ def make_scores(spec):
     place, further = make_place(spec.rows), make_further(spec.rows)
     load_fragment = make_load_fragment(spec)
 
-    @device_function
     def scores(rS, rQ, sQ, sK, row0, col0):
         at_q = uint32(row0 * pitch + place(True, 0))
         at_k = uint32(col0 * pitch + place(False, 0))
@@ -56,20 +58,20 @@ def make_scores(spec):
 
 
 @cache
-def make_add_product(spec):
-    """``add_product(rO, rP, sV, options)``: rO += Pij Vj, P as ``drop`` has marked it, rounded to
-    16 bits as it goes in.
+def make_add_output(spec):
+    """``add_output(rO, rP, sV, options)``: rO += Pij Vj, P as ``drop`` has marked it, rounded to 16
+    bits as it goes in.
     """
     return add_fragment_product(spec, spec.features.dropout)
 
 
 @cache
-def make_add_ds_product(spec):
-    """``add_ds_product(rdQ, rdS, sK, options)``: the same of dS, which has no marks."""
+def make_add_ds(spec):
+    """``add_ds(rdQ, rdS, sK, options)``: the same of dS, which has no marks."""
     return add_fragment_product(spec, False)
 
 
-@cache
+@part
 def add_fragment_product(spec, drops):
     """Either of them; ``drops`` is for a P with marks."""
     R, TN, DN, pitch = spec.TM // 2, spec.TN, spec.DN, spec.rows.pitch
@@ -79,7 +81,6 @@ def add_fragment_product(spec, drops):
     warp_column = make_warp_column(spec)
     kept = kept_if(drops)
 
-    @device_function
     def add_product(rO, rP, sV, options):
         rA = cuda.local.array(RA, uint32)
         at = uint32(warp_column() * pitch + place(True, 0))
@@ -100,7 +101,7 @@ def add_fragment_product(spec, drops):
     return add_product
 
 
-@cache
+@part
 def _make_add_shared_product(R, DN, K, rows_p, rows, dtype, transposed, carries=False):
     """rO += A B of 16 R rows, 16 DN columns from ``col0`` on and a sum over 16 K, A from sP and B
     from sV, which start at their places there.
@@ -114,7 +115,6 @@ def _make_add_shared_product(R, DN, K, rows_p, rows, dtype, transposed, carries=
     place_p, further_p = make_place(rows_p), make_further(rows_p)
     place, further = make_place(rows, carries), make_further(rows, carries)
 
-    @device_function
     def add_shared_product(rO, sP, at_p, sV, at_v, row0, col0):
         rA = cuda.local.array(RA, uint32)
         if transposed:
@@ -145,8 +145,8 @@ def _make_add_shared_product(R, DN, K, rows_p, rows, dtype, transposed, carries=
 
 
 @cache
-def make_add_stage_product(spec):
-    """``add_stage_product(rO, sP, at_p, sV, at_v, row0, col0)``: rO += P V of this warp's rows from
+def make_add_stage(spec):
+    """``add_stage(rO, sP, at_p, sV, at_v, row0, col0)``: rO += P V of this warp's rows from
     ``row0`` and V's columns from ``col0`` on, in shared memory from ``at_p`` and ``at_v`` on.
     """
     sizes = spec.TM // 2, spec.DN, spec.step // 16
@@ -154,16 +154,16 @@ def make_add_stage_product(spec):
 
 
 @cache
-def make_add_stage_transposed_product(spec):
+def make_add_stage_transposed(spec):
     """The same of PT dO: ``row0`` and the rows of rO are columns of P."""
     sizes = spec.TM // 2, spec.DN, spec.step // 16
     return _make_add_shared_product(*sizes, spec.rows_t, spec.rows, spec.dtype, True)
 
 
 @cache
-def make_add_dv_product(spec):
-    """``add_dv_product(rdV, rP, sP, sdO, row0, col0, options)``: rdV += PT dO for this warp's rows
-    of PT from ``row0`` and columns of dO from ``col0`` on; P as ``drop`` has marked it.
+def make_add_dv(spec):
+    """``add_dv(rdV, rP, sP, sdO, row0, col0, options)``: rdV += PT dO for this warp's rows of PT
+    from ``row0`` and columns of dO from ``col0`` on; P as ``drop`` has marked it.
 
     PT is the warp's own registers where it has all of those rows, else from shared memory.
     """
@@ -171,11 +171,12 @@ def make_add_dv_product(spec):
 
 
 @cache
-def make_add_dk_product(spec):
-    """``add_dk_product(rdK, rdS, sdS, sQ, row0, col0, options)``: the same of dST Q."""
+def make_add_dk(spec):
+    """``add_dk(rdK, rdS, sdS, sQ, row0, col0, options)``: the same of dST Q."""
     return _make_add_transposed_product(spec, False)
 
 
+@part
 def _make_add_transposed_product(spec, drops):
     sizes = spec.TN // 2, spec.gradients.DN, spec.Br // 16
     from_registers = add_fragment_product(spec.gradients, drops)
@@ -183,7 +184,6 @@ def _make_add_transposed_product(spec, drops):
     how = spec.rows_ds, spec.rows, spec.dtype, False, WIDTH // CHUNK % spec.rows.group != 0
     from_shared = _make_add_shared_product(*sizes, *how)
 
-    @device_function
     def add(rdV, rP, sP, sT, row0, col0, options):
         if own:
             from_registers(rdV, rP, sT, options)
@@ -193,9 +193,9 @@ def _make_add_transposed_product(spec, drops):
     return add
 
 
-@cache
-def make_add_dq_product(spec):
-    """``add_dq_product(rdQ, sdS, sK)``: this warp's part of dQ += dSij Kj, dST in shared memory."""
+@part
+def make_dq(spec):
+    """``dq(rdQ, sdS, sK)``: this warp's part of dQ += dSij Kj, dST in shared memory."""
     R, C, ALONG, DN = spec.query_fragments, spec.query_chunks, spec.chunk_warps, spec.DN
     K, RA = spec.Bc // 16, 4 * spec.query_fragments
     mma, _ = instructions(spec.dtype)
@@ -203,8 +203,7 @@ def make_add_dq_product(spec):
     place, further = make_place(spec.rows, carries), make_further(spec.rows, carries)
     place_ds, further_ds = make_place(spec.rows_ds), make_further(spec.rows_ds)
 
-    @device_function
-    def add_dq_product(rdQ, sdS, sK):
+    def dq(rdQ, sdS, sK):
         rA = cuda.local.array(RA, uint32)
         warp = uint32(cuda.threadIdx.x) // uint32(32)
         chunk = uint32(warp % uint32(ALONG))
@@ -229,4 +228,70 @@ def make_add_dq_product(spec):
                         high += 4
                         mma(rdQ, low, high, rA[e], rA[e + 1], rA[e + 2], rA[e + 3], b[2], b[3])
 
-    return add_dq_product
+    return dq
+
+
+@part
+def make_load_fragment(spec):
+    """``load_fragment(rQ, sQ, at, r, k)``: rows 16 r, columns 16 k on of Q from ``at``."""
+    K, further = spec.DN, make_further(spec.rows)
+
+    def load_fragment(rQ, sQ, at, r, k):
+        a = ldmatrix(sQ, further(at, 16 * r, 16 * k))
+        e = 4 * (r * K + k)
+        rQ[e] = a[0]
+        rQ[e + 1] = a[1]
+        rQ[e + 2] = a[2]
+        rQ[e + 3] = a[3]
+
+    return load_fragment
+
+
+@part
+def make_load_fragments(spec):
+    """``load_fragments(rQ, sQ, row0)``: Q's fragments to registers, where they stay there."""
+    R, K, pitch, keeps = spec.TM // 2, spec.DN, spec.rows.pitch, spec.keeps_q
+    place, load_fragment = make_place(spec.rows), make_load_fragment(spec)
+
+    def load_fragments(rQ, sQ, row0):
+        if keeps:
+            at = uint32(row0 * pitch + place(True, 0))
+            for r in range(R):
+                for k in range(K):
+                    load_fragment(rQ, sQ, at, r, k)
+
+    return load_fragments
+
+
+@cache
+def make_store_p(spec):
+    """``store_p(sP, rP, options, thread)``: PT, rounded, to shared memory, a row for a column of S;
+    P as ``drop`` has marked it. Nothing where a warp's registers hold all that it needs of PT.
+    """
+    return _make_store(spec, spec.features.dropout, spec.row_warps > 1)
+
+
+@cache
+def make_store_ds(spec):
+    """``store_ds(sdS, rdS, options, thread)``: the same of dST."""
+    return _make_store(spec, False, True)
+
+
+@part
+def _make_store(spec, drops, wanted):
+    TM, TN, pitch = spec.TM, spec.TN, spec.rows_ds.pitch
+    row_of, column_of = make_row(spec), make_column(spec)
+    kept = kept_if(drops)
+    pack, _ = conversions(spec.dtype)
+
+    def store(sT, rT, options, thread):
+        if wanted:
+            first = uint32(column_of(thread.tx, 0) * pitch + row_of(thread.ty, 0))
+            for j in range(TN):
+                for i in range(0, TM, 2):
+                    e = j * TM + i
+                    further = uint32(column_of(uint32(0), j) * pitch + row_of(uint32(0), i))
+                    at = int64(first) + int64(further)
+                    store2(sT, at, pack(kept(rT[e], options), kept(rT[e + 1], options)))
+
+    return store

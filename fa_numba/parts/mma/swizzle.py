@@ -6,25 +6,23 @@ reads matrices in rows that differ by multiples of 8, which are flipped alike, s
 places are the first one with constant bits flipped, and a constant further.
 """
 
-from functools import cache
-
-from fa_numba.device import cuda, device_function, int64, uint32
+from fa_numba.device import cuda, int64, uint32
+from fa_numba.parts.namespace import part
 from fa_numba.tiling.mma_rows import CHUNK
 
 
-@cache
+@part
 def make_exchange(rows):
     """``exchange(row)``: the bits of a row's columns that are flipped."""
     TURN, group = rows.turn_rows, rows.group
 
-    @device_function
     def exchange(row):
         return uint32(uint32(row) // uint32(TURN) % uint32(group) * uint32(CHUNK))
 
     return exchange
 
 
-@cache
+@part
 def make_further(rows, carries=False):
     """``further(place, down, right)``: the place ``down`` rows and ``right`` elements further, both
     constants and multiples of 8, as an index whose constant part is the instruction's offset.
@@ -34,7 +32,6 @@ def make_further(rows, carries=False):
     """
     pitch, bits, exchange = rows.pitch, rows.exchanged, make_exchange(rows)
 
-    @device_function
     def further(place, down, right):
         within = right & bits
         if carries:
@@ -46,7 +43,7 @@ def make_further(rows, carries=False):
     return further
 
 
-@cache
+@part
 def make_first_place(rows, chunks):
     """``first_place(thread, r, c)``: where a thread of the map ``chunks`` finds its first chunk, in
     row r. Threads take places in order: the chunk that lies there begins at c ^ exchange(r), in
@@ -55,7 +52,6 @@ def make_first_place(rows, chunks):
     pitch, whole = rows.pitch, rows.pitch == chunks.right == CHUNK * rows.group
     assert chunks.width % rows.group == 0, "what is exchanged is of one turn"
 
-    @device_function
     def first_place(thread, r, c):
         if whole:  # a turn's rows, of a group each, are threads in a row: saves a register
             return uint32(uint32(thread) * uint32(CHUNK))

@@ -1,23 +1,23 @@
 """The two matrix products of attention on register tiles, operands in shared memory.
 
-Thread (ty, tx) owns rows ty + i TY and, of S, columns tx + j TX: neighbouring threads read
+Thread (thread) owns rows ty + i TY and, of S, columns tx + j TX: neighbouring threads read
 neighbouring rows, which the swizzle of each tile puts in different banks. A thread's rows of one
 tile all have one swizzle, since TX and TY are multiples of what it repeats after.
 """
 
-from functools import cache
-
-from fa_numba.device import cuda, device_function, float32, int64, uint32
+from fa_numba.device import cuda, float32, int64, uint32
 from fa_numba.intrinsics.shared import load4_at_byte
+from fa_numba.parts.dropout import make_kept
+from fa_numba.parts.namespace import part
 from fa_numba.parts.simt.swizzle import flip_of
 
 # Columns of Q and K that one running sum takes: beyond that its rounding shows in the gradients.
 LONGEST_SUM = 128
 
 
-@cache
+@part
 def make_scores(spec):
-    """``scores(rS, sQ, sK, ty, tx)``: rS = Qi KjT, contraction over the head dimension."""
+    """``scores(rS, sQ, sK, thread)``: rS = Qi KjT, contraction over the head dimension."""
     RS = spec.TM * spec.TN
     if spec.d4 <= LONGEST_SUM:
         return _make_partial_scores(spec, 0, spec.d4)
@@ -25,17 +25,17 @@ def make_scores(spec):
     lower = _make_partial_scores(spec, 0, middle)
     upper = _make_partial_scores(spec, middle, spec.d4)
 
-    @device_function
-    def scores(rS, sQ, sK, ty, tx):
+    def scores(rS, sQ, sK, thread):
         rH = cuda.local.array(RS, float32)
-        lower(rH, sQ, sK, ty, tx)
-        upper(rS, sQ, sK, ty, tx)
+        lower(rH, sQ, sK, thread)
+        upper(rS, sQ, sK, thread)
         for e in range(RS):
             rS[e] += rH[e]
 
     return scores
 
 
+@part
 def _make_partial_scores(spec, first, last):
     """The same over columns ``first`` to ``last`` of Q and K."""
     TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.ty_count
@@ -43,13 +43,12 @@ def _make_partial_scores(spec, first, last):
     bytes_k, flip_k = 4 * spec.rows_k.pitch, flip_of(spec.rows_k)
     RK, FIRST, STEPS = 4 * TN, 4 * first, (last - first) // 4
 
-    @device_function
-    def partial_scores(rS, sQ, sK, ty, tx):
+    def partial_scores(rS, sQ, sK, thread):
         rK = cuda.local.array(RK, float32)
         for e in range(TM * TN):
             rS[e] = float32(0.0)
-        q_row, q_flip = int64(uint32(ty * bytes_q)), flip_q(ty)
-        k_row, k_flip = int64(uint32(tx * bytes_k)), flip_k(tx)
+        q_row, q_flip = int64(uint32(thread.ty * bytes_q)), flip_q(thread.ty)
+        k_row, k_flip = int64(uint32(thread.tx * bytes_k)), flip_k(thread.tx)
         column, left = int64(FIRST), uint32(STEPS)
         while left > uint32(0):
             at_q, at_k = q_row + (column ^ q_flip), k_row + (column ^ k_flip)
@@ -73,9 +72,9 @@ def _make_partial_scores(spec, first, last):
     return partial_scores
 
 
-@cache
-def make_product(spec):
-    """``product(rT, sP, sV, ty, tx)``: rT = Pij Vj, contraction over the tile's columns.
+@part
+def make_output(spec):
+    """``output(rT, sP, sV, thread)``: rT = Pij Vj, contraction over the tile's columns.
 
     A sum of its own for each tile: one running sum over all columns would lose accuracy as N grows.
     """
@@ -84,12 +83,15 @@ def make_product(spec):
     bytes_v, flip_v = 4 * spec.rows_v.pitch, flip_of(spec.rows_v)
     RP, STEPS = 4 * TM, spec.Bc // 4
 
-    @device_function
-    def product(rT, sP, sV, ty, tx):
+    def output(rT, sP, sV, thread):
         rP = cuda.local.array(RP, float32)
         for e in range(TM * DN * 4):
             rT[e] = float32(0.0)
-        p_row, p_flip, v_column = int64(uint32(ty * bytes_p)), flip_p(ty), int64(uint32(16 * tx))
+        p_row, p_flip, v_column = (
+            int64(uint32(thread.ty * bytes_p)),
+            flip_p(thread.ty),
+            int64(uint32(16 * thread.tx)),
+        )
         k, left = int64(0), uint32(STEPS)
         while left > uint32(0):
             at_p, v_row = p_row + (4 * k ^ p_flip), k * bytes_v
@@ -113,12 +115,12 @@ def make_product(spec):
             k += 4
             left = uint32(left - uint32(1))
 
-    return product
+    return output
 
 
-@cache
-def make_add_transposed_product(spec):
-    """``add_transposed_product(rdV, sP, sB, ty, tx)``: rdV += PT B, contraction over the rows.
+@part
+def make_add_transposed(spec):
+    """``add_transposed(rdV, sP, sB, thread)``: rdV += PT B, contraction over the rows.
 
     Each tile has a sum of its own, as in ``products.make_product``.
     """
@@ -127,13 +129,12 @@ def make_add_transposed_product(spec):
     bytes_b, flip_b = 4 * spec.rows_q.pitch, flip_of(spec.rows_q)
     RP, RT, STEPS = 16 * CG, 16 * CG * DN, spec.Br // 4
 
-    @device_function
-    def add_transposed_product(rdV, sP, sB, ty, tx):
+    def add_transposed(rdV, sP, sB, thread):
         rP = cuda.local.array(RP, float32)
         rT = cuda.local.array(RT, float32)
         for e in range(RT):
             rT[e] = float32(0.0)
-        p_column, b_column = int64(uint32(16 * ty)), int64(uint32(16 * tx))
+        p_column, b_column = int64(uint32(16 * thread.ty)), int64(uint32(16 * thread.tx))
         p_row, b_row, left = int64(0), int64(0), uint32(STEPS)
         while left > uint32(0):  # four rows: the swizzles of both tiles repeat after them
             for n in range(4):
@@ -161,4 +162,50 @@ def make_add_transposed_product(spec):
         for e in range(RT):
             rdV[e] += rT[e]
 
-    return add_transposed_product
+    return add_transposed
+
+
+@part
+def make_scale_and_add(spec):
+    """``scale_and_add(rO, rf, rT)``: diag(f) O + T."""
+    TM, DN4 = spec.TM, 4 * spec.DN
+
+    def scale_and_add(rO, rf, rT):
+        for i in range(TM):
+            for c in range(DN4):
+                e = i * DN4 + c
+                rO[e] = rf[i] * rO[e] + rT[e]
+
+    return scale_and_add
+
+
+@part
+def make_store_p(spec):
+    """``store_p(sP, rS, options, thread)``: P, without what is dropped, to shared memory."""
+    TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.ty_count
+    pitch, flip, kept = spec.rows_p.pitch, flip_of(spec.rows_p), make_kept(spec)
+
+    def store_p(sP, rS, options, thread):
+        row, flipped = int64(uint32(thread.ty * pitch + thread.tx)), flip(thread.ty) // 4
+        for j in range(TN):
+            at = row + (j * TX ^ flipped)
+            for i in range(TM):
+                sP[at + i * TY * pitch] = kept(rS[i * TN + j], options)
+
+    return store_p
+
+
+@part
+def make_store_ds(spec):
+    """``store_ds(sdS, rdS, thread)``: dS from registers to shared memory."""
+    TM, TN, TX, TY = spec.TM, spec.TN, spec.tx_count, spec.ty_count
+    pitch, flip = spec.rows_p.pitch, flip_of(spec.rows_p)
+
+    def store_ds(sdS, rdS, thread):
+        row, flipped = int64(uint32(thread.ty * pitch + thread.tx)), flip(thread.ty) // 4
+        for j in range(TN):
+            at = row + (j * TX ^ flipped)
+            for i in range(TM):
+                sdS[at + i * TY * pitch] = rdS[i * TN + j]
+
+    return store_ds

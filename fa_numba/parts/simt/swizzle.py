@@ -1,16 +1,14 @@
 """Where a column of a row lies in a tile of shared memory: ``tiling.simt.SharedRows``."""
 
-from functools import cache
+from fa_numba.device import int64, uint32
+from fa_numba.parts.namespace import part
 
-from fa_numba.device import device_function, int64, uint32
 
-
-@cache
+@part
 def flip_of(rows):
     """``flip(r)``: what the columns of row r, in bytes, are exclusive-ored with; int64."""
     BYTES, STEP, WAYS = 4 * rows.unit, rows.step, rows.ways
 
-    @device_function
     def flip(r):
         if WAYS == 1:
             return int64(0)

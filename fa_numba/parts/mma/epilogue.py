@@ -5,22 +5,23 @@ from functools import cache
 from fa_numba.device import cuda, device_function, int32, int64, uint32
 from fa_numba.intrinsics.global_memory import write8
 from fa_numba.intrinsics.shared import load8, store2
-from fa_numba.parts.dropout import kept_if
-from fa_numba.parts.layout import make_column, make_owns, make_row
+from fa_numba.parts.layout import make_column, make_owns
 from fa_numba.parts.mma.chunks import ChunkMap, conversions, make_first_chunk, make_turn
 from fa_numba.parts.mma.pairs import make_read_floats, make_write_floats, make_write_two
 from fa_numba.parts.mma.swizzle import make_exchange, make_first_place, make_further
-from fa_numba.parts.splits import writes_split
+from fa_numba.parts.namespace import part
+from fa_numba.parts.split_epilogue import writes_split
+from fa_numba.parts.values import make_write
 from fa_numba.tiling.mma_rows import CHUNK
 
 
 @cache
 def make_write_rows(spec):
-    """``write_rows(rO, O, row0, rows_end, ty, tx)``: this thread's part of an O tile, rounded."""
+    """``write_rows(rO, O, row0, rows_end, thread)``: this thread's part of an O tile, rounded."""
     return write_halves(spec)
 
 
-@cache
+@part
 def write_halves(spec, cols_end=None):
     """The same.
 
@@ -29,51 +30,90 @@ def write_halves(spec, cols_end=None):
     TM, DN4, STEP = spec.TM, 4 * spec.DN, spec.row_step
     write_two, owns = make_write_two(spec, cols_end), make_owns(spec)
 
-    @device_function
-    def write_rows(rO, O, row0, rows_end, ty, tx):
+    def write_rows(rO, O, row0, rows_end, thread):
         for i in range(TM):
-            row = uint32(row0 + ty + i * STEP)
+            row = uint32(row0 + thread.ty + i * STEP)
             if row < rows_end and owns(i):
                 for n in range(DN4 // 2):
                     e = i * DN4 + 2 * n
-                    write_two(O, row, uint32(8 * n + 2 * tx), rO[e], rO[e + 1])
+                    write_two(O, row, uint32(8 * n + 2 * thread.tx), rO[e], rO[e + 1])
 
     return write_rows
 
 
-@cache
+@part
 def make_write_tile(spec):
-    """``write_tile(rO, sO, O, warp_row, row0, rows_end, ty, tx)``: this warp's rows of an O tile,
+    """``write_tile(rO, sO, O, warp_row, row0, rows_end, thread)``: this warp's rows of an O tile,
     rounded, by way of the same rows of sO; unaligned ones element by element.
     """
+    if spec.tile_heads > 1:
+        return _write_tile_of_heads(spec)
     d, wide = spec.head_dim, spec.stores_wide
     store_rows = _make_store_rows(spec.TM, spec.rows, spec.row_step, spec.dtype)
     write_whole = _make_write_whole(8 * spec.TM, spec.rows, False)
     write_rows = make_write_rows(spec)
 
-    @device_function
-    def write_tile(rO, sO, O, warp_row, row0, rows_end, ty, tx):
+    def write_tile(rO, sO, O, warp_row, row0, rows_end, thread):
         if wide:
             cuda.syncwarp()  # nobody reads these rows any more
-            store_rows(sO, rO, ty, tx)
+            store_rows(sO, rO, thread)
             cuda.syncwarp()  # this warp's rows are there
             write_whole(sO, O, warp_row, row0, rows_end, uint32(0), uint32(d))
         else:
-            write_rows(rO, O, row0, rows_end, ty, tx)
+            write_rows(rO, O, row0, rows_end, thread)
 
     return write_tile
 
 
-@cache
+@part
+def _write_tile_of_heads(spec):
+    """``write_tile(rO, sO, O, warp_row, i0, rows_end, thread)``: this thread's part of O."""
+    TM, DN4, STEP, heads = spec.TM, 4 * spec.DN, spec.row_step, spec.tile_heads
+    write_two = make_write_two(spec)
+
+    def write_tile(rO, sO, O, warp_row, i0, rows_end, thread):
+        for i in range(TM):
+            place = uint32(thread.ty + i * STEP)
+            row = uint32(i0 + place // uint32(heads))
+            if row < rows_end:
+                Oi, head = O[row], uint32(place % uint32(heads))
+                for n in range(DN4 // 2):
+                    e = i * DN4 + 2 * n
+                    write_two(Oi, head, uint32(8 * n + 2 * thread.tx), rO[e], rO[e + 1])
+
+    return write_tile
+
+
+@part
+def make_write_values(spec):
+    """``write_values(rv, V, i0, rows_end, thread)``: one value a row, written by one lane."""
+    return make_write(spec) if spec.tile_heads == 1 else _write_values_of_heads(spec)
+
+
+@part
+def _write_values_of_heads(spec):
+    """``write_values(rv, V, i0, rows_end, thread)``: one value a row, written by one lane."""
+    TM, STEP, heads = spec.TM, spec.row_step, spec.tile_heads
+
+    def write_values(rv, V, i0, rows_end, thread):
+        for i in range(TM):
+            place = uint32(thread.ty + i * STEP)
+            row = uint32(i0 + place // uint32(heads))
+            if thread.tx == uint32(0) and row < rows_end:
+                V[row, uint32(place % uint32(heads))] = rv[i]
+
+    return write_values
+
+
+@part
 def _make_store_rows(TM, rows, STEP, dtype):
     """A thread's part of a tile's ``rows``, rounded, to shared memory."""
     pack, _ = conversions(dtype)
     columns, pitch = rows.columns, rows.pitch
     exchange, further = make_exchange(rows), make_further(rows)
 
-    @device_function
-    def store_rows(sT, rT, ty, tx):
-        first = uint32(uint32(ty * pitch + 2 * tx) ^ exchange(ty % 8))
+    def store_rows(sT, rT, thread):
+        first = uint32(uint32(thread.ty * pitch + 2 * thread.tx) ^ exchange(thread.ty % 8))
         for i in range(TM):
             for n in range(columns // 8):
                 e = i * (columns // 4) + 2 * n
@@ -82,7 +122,7 @@ def _make_store_rows(TM, rows, STEP, dtype):
     return store_rows
 
 
-@cache
+@part
 def _make_write_whole(count, rows, uneven):
     """A warp's ``count`` tile ``rows`` to T; neighbouring lanes write neighbouring 16 bytes.
 
@@ -99,7 +139,6 @@ def _make_write_whole(count, rows, uneven):
     def lane():
         return uint32(cuda.laneid)
 
-    @device_function
     def write_whole(sT, T, warp_row, row0, rows_end, col0, cols_end):
         rW = cuda.local.array(RW, uint32)
         for n in range(copies):
@@ -130,23 +169,22 @@ def _make_write_whole(count, rows, uneven):
 
 @cache
 def make_store_scores(spec):
-    """``store_scores(sS, rS, ty, tx)``: this thread's part of a tile of S, rounded."""
+    """``store_scores(sS, rS, thread)``: this thread's part of a tile of S, rounded."""
     return _make_store_rows(spec.TM, spec.rows_s, spec.row_step, spec.dtype)
 
 
-@cache
+@part
 def make_times_scores(spec):
-    """``times_scores(rS, S, row0, rows_end, col0, cols_end, ty, tx)``: rS times a tile of S."""
+    """``times_scores(rS, S, row0, rows_end, col0, cols_end, thread)``: rS times a tile of S."""
     TM, TN, STEP = spec.TM, spec.TN, spec.row_step
     _, unpack = conversions(spec.dtype)
     column = make_column(spec)
 
-    @device_function
-    def times_scores(rS, S, row0, rows_end, col0, cols_end, ty, tx):
+    def times_scores(rS, S, row0, rows_end, col0, cols_end, thread):
         for i in range(TM):
-            row = uint32(row0 + ty + i * STEP)
+            row = uint32(row0 + thread.ty + i * STEP)
             for j in range(TN):
-                col = uint32(col0 + column(tx, j))
+                col = uint32(col0 + column(thread.tx, j))
                 if row < rows_end and col < cols_end:
                     rS[i * TN + j] *= unpack(uint32(S[row, col]))[0]
 
@@ -159,45 +197,43 @@ def make_write_scores(spec):
     return _make_write_whole(8 * spec.TM, spec.rows_s, True)
 
 
-@cache
+@part
 def make_read_fragments(spec):
-    """``read_fragments(rO, A, row0, rows_end, ty, tx)``: its part of a float32 tile, or zeros.
+    """``read_fragments(rO, A, row0, rows_end, thread)``: its part of a float32 tile, or zeros.
 
     Zeros too in another warp's rows.
     """
     TM, DN4, STEP = spec.TM, 4 * spec.DN, spec.row_step
     owns, read_floats = make_owns(spec), make_read_floats(spec)
 
-    @device_function
-    def read_fragments(rO, A, row0, rows_end, ty, tx):
-        first = uint32(row0 + ty)
+    def read_fragments(rO, A, row0, rows_end, thread):
+        first = uint32(row0 + thread.ty)
         left = int32(int32(rows_end) - int32(first))
         for i in range(TM):
             row, mine = int64(first) + i * STEP, left > i * STEP and owns(i)
             for n in range(0, DN4, 2):
                 e = i * DN4 + n
-                pair = read_floats(A, row, int64(2 * tx) + 4 * n, mine)
+                pair = read_floats(A, row, int64(2 * thread.tx) + 4 * n, mine)
                 rO[e] = pair[0]
                 rO[e + 1] = pair[1]
 
     return read_fragments
 
 
-@cache
+@part
 def make_write_fragments(spec):
-    """``write_fragments(rO, A, row0, rows_end, ty, tx)``: its part of a float32 tile to memory."""
+    """``write_fragments(rO, A, row0, rows_end, thread)``: its part of a float32 tile to memory."""
     TM, DN4, STEP = spec.TM, 4 * spec.DN, spec.row_step
     owns, write_floats = make_owns(spec), make_write_floats(spec)
 
-    @device_function
-    def write_fragments(rO, A, row0, rows_end, ty, tx):
-        first = uint32(row0 + ty)
+    def write_fragments(rO, A, row0, rows_end, thread):
+        first = uint32(row0 + thread.ty)
         left = int32(int32(rows_end) - int32(first))
         for i in range(TM):
             row, mine = int64(first) + i * STEP, left > i * STEP and owns(i)
             for n in range(0, DN4, 2):
                 e = i * DN4 + n
-                write_floats(A, row, int64(2 * tx) + 4 * n, mine, rO[e], rO[e + 1])
+                write_floats(A, row, int64(2 * thread.tx) + 4 * n, mine, rO[e], rO[e + 1])
 
     return write_fragments
 
@@ -206,37 +242,3 @@ def make_write_fragments(spec):
 def make_write_split(spec):
     """``write_split``: see ``splits.writes_split``."""
     return writes_split(spec, make_write_fragments(spec))
-
-
-@cache
-def make_store_p(spec):
-    """``store_p(sP, rP, options, ty, tx)``: PT, rounded, to shared memory, a row for a column of S;
-    P as ``drop`` has marked it. Nothing where a warp's registers hold all that it needs of PT.
-    """
-    return _make_store(spec, spec.features.dropout, spec.row_warps > 1)
-
-
-@cache
-def make_store_ds(spec):
-    """``store_ds(sdS, rdS, options, ty, tx)``: the same of dST."""
-    return _make_store(spec, False, True)
-
-
-def _make_store(spec, drops, wanted):
-    TM, TN, pitch = spec.TM, spec.TN, spec.rows_ds.pitch
-    row_of, column_of = make_row(spec), make_column(spec)
-    kept = kept_if(drops)
-    pack, _ = conversions(spec.dtype)
-
-    @device_function
-    def store(sT, rT, options, ty, tx):
-        if wanted:
-            first = uint32(column_of(tx, 0) * pitch + row_of(ty, 0))
-            for j in range(TN):
-                for i in range(0, TM, 2):
-                    e = j * TM + i
-                    further = uint32(column_of(uint32(0), j) * pitch + row_of(uint32(0), i))
-                    at = int64(first) + int64(further)
-                    store2(sT, at, pack(kept(rT[e], options), kept(rT[e + 1], options)))
-
-    return store

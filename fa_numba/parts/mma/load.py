@@ -10,16 +10,17 @@ from fa_numba.intrinsics.async_copy import (
     copy_value_async,
     wait_async,
 )
-from fa_numba.intrinsics.shared import half_tile
-from fa_numba.parts.layout import make_row
+from fa_numba.intrinsics.shared import half_tile, shared_tile
 from fa_numba.parts.mma.chunks import ChunkMap, make_first_chunk, make_turn
 from fa_numba.parts.mma.swizzle import make_exchange, make_first_place
+from fa_numba.parts.namespace import part
 from fa_numba.parts.pages import make_page_of, turns_in_a_page
 from fa_numba.parts.prefetch import next_column_tile, next_row_tile
 from fa_numba.parts.visits import make_next_column
 from fa_numba.tiling.mma_rows import CHUNK
 
 
+@part
 def _make_load_halves(rows, spec, page_size=0):
     """``load_halves(sT, T, row0, rows_end)`` starts copying a tile of the head's T to sT.
 
@@ -27,10 +28,9 @@ def _make_load_halves(rows, spec, page_size=0):
     Unaligned rows are copied one element after the other, there at the next barrier. With pages T
     is what ``heads.key_rows`` gives of them.
     """
-    load = make_load_half_tile(rows, spec.rows, spec.threads, spec.aligned, page_size)
+    load = make_half_tile(rows, spec.rows, spec.threads, spec.aligned, page_size)
     prefetches, d = spec.prefetches, spec.head_dim
 
-    @device_function
     def load_halves(sT, T, row0, rows_end):
         load(sT, 0, T, row0, rows_end, 0, d)
         if not prefetches:
@@ -41,28 +41,82 @@ def _make_load_halves(rows, spec, page_size=0):
 
 
 @cache
-def make_load_rows(spec):
-    """``load_rows(sT, T, row0, rows_end)``: a row tile of Q, dO or O."""
+def make_rows(spec):
+    """``rows(sT, T, row0, rows_end)``: a row tile of Q, dO or O."""
     return _make_load_halves(spec.Br, spec)
 
 
 @cache
-def make_load_columns(spec):
-    """``load_columns(sT, T, row0, rows_end)``: a column tile of K or V."""
+def make_columns(spec):
+    """``columns(sT, T, row0, rows_end)``: a column tile of K or V."""
     return _make_load_halves(spec.Bc, spec, spec.features.page_size)
 
 
-# By the names that they have on CUDA cores, where the tiles differ.
-make_load_q, make_load_k, make_load_v = make_load_rows, make_load_columns, make_load_columns
+# As on CUDA cores, where tiles of K and V differ.
+make_k = make_v = make_columns
 
 
-@cache
+@part
+def make_q(spec):
+    """``q(sQ, Q, i0, rows_end)``: a row tile of Q; where query heads of a K/V head share it, of a
+    (rows, heads, d) Q, row r of head n at n + r heads.
+    """
+    return make_rows(spec) if spec.tile_heads == 1 else _q_of_heads(spec)
+
+
+@part
+def _q_of_heads(spec):
+    """``q(sQ, Q, i0, rows_end)`` of a (rows, heads, d) Q: from row i0 of each head on."""
+    heads, prefetches, d = spec.tile_heads, spec.prefetches, spec.head_dim
+    load = make_half_tile(spec.Br, spec.rows, spec.threads, spec.aligned, heads=heads)
+
+    def q(sQ, Q, i0, rows_end):
+        load(sQ, 0, Q, uint32(i0 * heads), uint32(rows_end * heads), 0, d)
+        if not prefetches:
+            commit_async()
+            wait_async()
+
+    return q
+
+
+@part
+def make_shared_memory(spec):
+    """``shared_memory()``: where Qi, Kj and Vj lie in shared memory, and, behind them, what warps
+    that split the keys exchange.
+    """
+    (NQ, NK, NV), NO = spec.tile_halves, spec.exchange_floats
+    AT_K, AT_V, AT_O = NQ, NQ + NK, (NQ + NK + NV) // 2
+
+    def shared_memory():
+        sQ = half_tile(0, NQ)
+        sK = half_tile(AT_K, NK)
+        sV = half_tile(AT_V, NV)
+        return sQ, sK, sV, shared_tile(AT_O, NO)
+
+    return shared_memory
+
+
+@part
+def make_dq_shared_memory(spec):
+    """``dq_shared_memory()``: where Qi, dOi, Kj and Vj lie, where dQ is made alone."""
+    NQ, NK, _ = spec.tile_halves
+    AT_DO, AT_K, AT_V = NQ, 2 * NQ, 2 * NQ + NK
+
+    def dq_shared_memory():
+        sQ = half_tile(0, NQ)
+        sdO = half_tile(AT_DO, NQ)
+        sK = half_tile(AT_K, NK)
+        return sQ, sdO, sK, half_tile(AT_V, NK)
+
+    return dq_shared_memory
+
+
+@part
 def make_column_tiles(spec):
     """``column_tiles(stage)``: sK and sV of a stage, behind sQ."""
     NQ, NK, NV = spec.tile_halves
     AT_K, AT_V = NQ, NQ + spec.stages * NK
 
-    @device_function
     def column_tiles(stage):
         sK = half_tile(uint32(AT_K + stage * NK), NK)
         return sK, half_tile(uint32(AT_V + stage * NV), NV)
@@ -70,42 +124,40 @@ def make_column_tiles(spec):
     return column_tiles
 
 
-@cache
-def make_load_first_columns(spec):
-    """``load_first_columns(K, V, j0, j_end, rows_end)``: the first K tile and, with two stages, the
+@part
+def make_first_columns(spec):
+    """``first_columns(K, V, j0, j_end, rows_end)``: the first K tile and, with two stages, the
     first V tile, if there is one.
     """
-    column_tiles, load_k, load_v = make_column_tiles(spec), make_load_k(spec), make_load_v(spec)
+    column_tiles, load_k, load_v = make_column_tiles(spec), make_k(spec), make_v(spec)
     both = spec.stages == 2
 
-    @device_function
-    def load_first_columns(K, V, j0, j_end, rows_end):
+    def first_columns(K, V, j0, j_end, rows_end):
         sK, sV = column_tiles(uint32(0))
         if j0 < j_end:
             load_k(sK, K, j0, rows_end)
             if both:
                 load_v(sV, V, j0, rows_end)
 
-    return load_first_columns
+    return first_columns
 
 
-@cache
-def make_load_columns_early(spec):
-    """``load_columns_early(stage, K, V, j0, j_end, rows_end, i0, b, h, options)``: what is on its
-    way while column tile j0 is multiplied with Q.
+@part
+def make_columns_early(spec):
+    """``columns_early(stage, K, V, j0, j_end, rows_end, i0, head)``: what is on its way while
+    column tile j0 is multiplied with Q.
 
     With one stage that is its V. With two it is K and V of the next tile, to the other stage. Gives
     sK and sV of the tile at j0, the stage of the next one and, with two stages, where that starts.
     """
-    column_tiles, load_k, load_v = make_column_tiles(spec), make_load_k(spec), make_load_v(spec)
+    column_tiles, load_k, load_v = make_column_tiles(spec), make_k(spec), make_v(spec)
     Bc, next_column, both = spec.Bc, make_next_column(spec), spec.stages == 2
 
-    @device_function
-    def load_columns_early(stage, K, V, j0, j_end, rows_end, i0, b, h, options):
+    def columns_early(stage, K, V, j0, j_end, rows_end, i0, head):
         sK, sV = column_tiles(stage)
         j_next = j0
         if both:
-            j_next = next_column(uint32(j0 + Bc), j_end, i0, b, h, options)
+            j_next = next_column(uint32(j0 + Bc), j_end, i0, head)
             stage = uint32(stage ^ uint32(1))
             if j_next < j_end:
                 sK_next, sV_next = column_tiles(stage)
@@ -115,26 +167,26 @@ def make_load_columns_early(spec):
             load_v(sV, V, j0, rows_end)
         return sK, sV, stage, j_next
 
-    return load_columns_early
+    return columns_early
 
 
 @cache
-def make_load_next_q(spec):
-    """``load_next_q``: see ``prefetch.next_row_tile``."""
-    return next_row_tile(spec, make_load_q(spec))
+def make_next_q(spec):
+    """``next_q``: see ``prefetch.next_row_tile``."""
+    return next_row_tile(spec, make_q(spec))
 
 
 @cache
-def make_load_next_k(spec):
-    """``load_next_k``: see ``prefetch.next_column_tile``."""
-    return next_column_tile(spec, make_load_k(spec))
+def make_next_k(spec):
+    """``next_k``: see ``prefetch.next_column_tile``."""
+    return next_column_tile(spec, make_k(spec))
 
 
-@cache
-def make_load_half_tile(count, rows, threads, aligned, page_size=0, heads=1):
-    """``load_half_tile(sT, place, T, row0, rows_end, col0, cols_end)``: the same from column
-    ``col0`` on, ``count`` of the tile ``rows``, to a tile that starts at element ``place`` of sT.
-    With ``heads`` T is (rows, heads, columns), and its rows count those of all heads.
+@part
+def make_half_tile(count, rows, threads, aligned, page_size=0, heads=1):
+    """``half_tile(sT, place, T, row0, rows_end, col0, cols_end)``: the same from column ``col0``
+    on, ``count`` of the tile ``rows``, to a tile that starts at element ``place`` of sT. With
+    ``heads`` T is (rows, heads, columns), and its rows count those of all heads.
     """
     chunks = ChunkMap(count, rows.columns // CHUNK, threads)
     copies, whole = chunks.turns, chunks.whole
@@ -145,8 +197,7 @@ def make_load_half_tile(count, rows, threads, aligned, page_size=0, heads=1):
         return _make_load_paged_tile(count, rows, threads, aligned, page_size)
     copy, element = _accesses(heads)
 
-    @device_function
-    def load_half_tile(sT, place, T, row0, rows_end, col0, cols_end):
+    def half_tile(sT, place, T, row0, rows_end, col0, cols_end):
         for n in range(copies):
             down, right = turn(n)
             r, c = first_chunk(cuda.threadIdx.x)
@@ -168,10 +219,10 @@ def make_load_half_tile(count, rows, threads, aligned, page_size=0, heads=1):
                             half = uint32(element(T, row, uint32(col + e)))
                         sT[uint32(at + e)] = half
 
-    return load_half_tile
+    return half_tile
 
 
-@cache
+@part
 def _make_load_paged_tile(count, rows, threads, aligned, page_size):
     """The same of pages: T is all of them, the head, and the sequence's row of the block table."""
     chunks = ChunkMap(count, rows.columns // CHUNK, threads)
@@ -182,7 +233,6 @@ def _make_load_paged_tile(count, rows, threads, aligned, page_size):
     # A warp has the chunks of 16 rows or less, of one page: its first lane reads for all.
     shared = turns_in_a_page(page_size, count, threads, chunks.width) * chunks.along
 
-    @device_function
     def load_paged_tile(sT, place, T, row0, rows_end, col0, cols_end):
         pages, h, table = T
         page = row_of_page = uint32(0)
@@ -238,56 +288,41 @@ def _accesses(heads):
 
 
 @cache
-def make_load_p(spec):
-    """``load_p(sP, place, P, row0, rows_end, col0, cols_end)``: ``spec.step`` columns of a row tile
-    of P, of standard attention.
+def make_p(spec):
+    """``p(sP, place, P, row0, rows_end, col0, cols_end)``: ``spec.step`` columns of a row tile of
+    P, of standard attention.
     """
-    return make_load_half_tile(spec.Br, spec.rows_p, spec.threads, True)
+    return make_half_tile(spec.Br, spec.rows_p, spec.threads, True)
 
 
 @cache
-def make_load_p_transposed(spec):
+def make_p_transposed(spec):
     """The same of ``spec.step`` rows, where the rows of ``spec`` are columns of P."""
-    return make_load_half_tile(spec.step, spec.rows_t, spec.threads, True)
+    return make_half_tile(spec.step, spec.rows_t, spec.threads, True)
 
 
-@cache
-def make_load_step(spec):
-    """``load_step(sT, place, T, row0, rows_end)``: ``spec.step`` rows of V, K, dO or Q."""
-    load = make_load_half_tile(spec.step, spec.rows, spec.threads, spec.aligned)
+@part
+def make_step(spec):
+    """``step(sT, place, T, row0, rows_end)``: ``spec.step`` rows of V, K, dO or Q."""
+    load = make_half_tile(spec.step, spec.rows, spec.threads, spec.aligned)
     d = spec.head_dim
 
-    @device_function
-    def load_step(sT, place, T, row0, rows_end):
+    def step(sT, place, T, row0, rows_end):
         load(sT, place, T, row0, rows_end, 0, d)
 
-    return load_step
+    return step
 
 
-@cache
-def make_load_values(spec):
-    """``load_values(sT, T, row0, rows_end)`` starts copying one float a row; 0 past the end."""
+@part
+def make_values(spec):
+    """``values(sT, T, row0, rows_end)`` starts copying one float a row; 0 past the end."""
     Br, threads = spec.Br, spec.threads
 
-    @device_function
-    def load_values(sT, T, row0, rows_end):
+    def values(sT, T, row0, rows_end):
         for first in range(0, Br, threads):
             n = uint32(cuda.threadIdx.x + first)
             row = uint32(row0 + n)
             if n < uint32(Br):
                 copy_value_async(sT, n, T, row, int32(row < uint32(rows_end)))
 
-    return load_values
-
-
-@cache
-def make_take_values(spec):
-    """``take_values(rv, sT, ty)``: of these floats the ones of a thread's rows."""
-    TM, row_of = spec.TM, make_row(spec)
-
-    @device_function
-    def take_values(rv, sT, ty):
-        for i in range(TM):
-            rv[i] = sT[row_of(ty, i)]
-
-    return take_values
+    return values

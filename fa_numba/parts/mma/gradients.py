@@ -1,18 +1,27 @@
-"""dQ of a row tile, whose fragments the warps share: in registers and in memory."""
+"""Backward on tensor cores: S and dP stand transposed in registers, a warp has its own columns of
+dK and dV, and the warps share dQ of a row tile.
+"""
 
 from functools import cache
 
 from fa_numba.device import cuda, device_function, float32, int32, int64, uint32
-from fa_numba.parts.heads import make_query_rows
+from fa_numba.intrinsics.shared import load2
+from fa_numba.parts.gradients import *  # noqa: F403
+from fa_numba.parts.grid import head_after, make_query_rows
+from fa_numba.parts.mma.chunks import conversions
+from fa_numba.parts.mma.epilogue import write_halves
 from fa_numba.parts.mma.pairs import (
     make_add_two,
     make_read_floats,
     make_write_floats,
     make_write_two,
 )
+from fa_numba.parts.namespace import part
+from fa_numba.parts.records import Thread, Warp
+from fa_numba.parts.softmax import FULL_WARP
 
 
-@cache
+@part
 def make_query_place(spec):
     """``place(row0, rows_end)``: row and column of this thread's first element of dQ, in the whole
     matrix, and the rows from there to the end.
@@ -21,15 +30,14 @@ def make_query_place(spec):
     """
     R, ALONG = spec.query_fragments, spec.chunk_warps
 
-    @device_function
-    def place(row0, rows_end):
+    def query_place(row0, rows_end):
         warp = uint32(cuda.threadIdx.x) // uint32(32)
         lane = uint32(cuda.threadIdx.x) % uint32(32)
         row = uint32(row0 + warp // uint32(ALONG) * (16 * R) + lane // uint32(4))
         col = uint32(warp % uint32(ALONG) * 16 + lane % uint32(4) * 2)
         return int64(row), int64(col), int32(int32(rows_end) - int32(row))
 
-    return place
+    return query_place
 
 
 def _query_pairs(spec):
@@ -43,12 +51,11 @@ def _query_pairs(spec):
     )
 
 
-@cache
+@part
 def make_start_dq(spec):
     """``start_dq(rdQ)``: dQ = 0."""
     RQ = 8 * spec.query_fragments * spec.query_chunks
 
-    @device_function
     def start_dq(rdQ):
         for e in range(RQ):
             rdQ[e] = float32(0.0)
@@ -56,13 +63,12 @@ def make_start_dq(spec):
     return start_dq
 
 
-@cache
+@part
 def make_add_dq(spec):
     """``add_dq(rdQ, A, row0, rows_end)``: A += this warp's part of dQ, by atomic adds."""
     pairs, place = _query_pairs(spec), make_query_place(spec)
     add_two = make_add_two(spec)
 
-    @device_function
     def add_dq(rdQ, A, row0, rows_end):
         row, col, left = place(row0, rows_end)
         for e in range(len(pairs)):
@@ -72,7 +78,7 @@ def make_add_dq(spec):
     return add_dq
 
 
-@cache
+@part
 def make_read_dq(spec):
     """``read_dq(rdQ, A, j0, row0, rows_end)``: this warp's part of dQ so far, zeros past the end.
 
@@ -83,7 +89,6 @@ def make_read_dq(spec):
     pairs, place = _query_pairs(spec), make_query_place(spec)
     read_floats = make_read_floats(spec)
 
-    @device_function
     def read_dq(rdQ, A, j0, row0, rows_end):
         seen = uint32(0)
         if initialises or j0 > uint32(0):
@@ -98,14 +103,13 @@ def make_read_dq(spec):
     return read_dq
 
 
-@cache
+@part
 def make_write_dq(spec):
     """``write_dq(rdQ, A, dQ, scale, more, row0, rows_end)``: this warp's part of dQ: to A, if there
     is more to come, else scale times it to dQ, rounded.
     """
     write_sums, write_rounded = _make_write_sums(spec), _make_write_rounded(spec)
 
-    @device_function
     def write_dq(rdQ, A, dQ, scale, more, row0, rows_end):
         if more:
             write_sums(rdQ, A, row0, rows_end)
@@ -115,23 +119,22 @@ def make_write_dq(spec):
     return write_dq
 
 
-@cache
+@part
 def make_initialise_dq(spec):
-    """``initialise_dq(rdQ, A, dQ, scale, b, h_first, heads, row0, rows_end, options)``: dQ = 0 of
-    these heads and rows, unless the first pass does it, which then takes all rows.
+    """``initialise_dq(rdQ, A, dQ, scale, first, heads, row0, rows_end)``: dQ = 0 of these heads and
+    rows, unless the first pass does it, which then takes all rows.
     """
     Br, initialises, start_dq = spec.Br, spec.features.initialises, make_start_dq(spec)
     query_rows = make_query_rows(spec)
     write_sums, write_rounded = _make_write_sums(spec), _make_write_rounded(spec)
 
-    @device_function
-    def initialise_dq(rdQ, A, dQ, scale, b, h_first, heads, row0, rows_end, options):
+    def initialise_dq(rdQ, A, dQ, scale, first, heads, row0, rows_end):
         if initialises:
             start_dq(rdQ)
             g = uint32(0)
             while g < heads:
-                h = uint32(h_first + g)
-                Ah, dQh = query_rows(A, b, h, options), query_rows(dQ, b, h, options)
+                head = head_after(first, g)
+                Ah, dQh = query_rows(A, head), query_rows(dQ, head)
                 i0 = row0
                 while i0 < rows_end:
                     write_sums(rdQ, Ah, i0, rows_end)
@@ -142,12 +145,12 @@ def make_initialise_dq(spec):
     return initialise_dq
 
 
+@part
 def _make_write_sums(spec):
     """``write_sums(rdQ, A, row0, rows_end)``: this warp's part of dQ to memory, in float32."""
     pairs, place = _query_pairs(spec), make_query_place(spec)
     write_floats = make_write_floats(spec)
 
-    @device_function
     def write_sums(rdQ, A, row0, rows_end):
         row, col, left = place(row0, rows_end)
         for e in range(len(pairs)):
@@ -157,11 +160,11 @@ def _make_write_sums(spec):
     return write_sums
 
 
+@part
 def _make_write_rounded(spec):
     """``write_rounded(rdQ, dQ, factor, row0, rows_end)``: factor times the same, rounded."""
     pairs, place, write_two = _query_pairs(spec), make_query_place(spec), make_write_two(spec)
 
-    @device_function
     def write_rounded(rdQ, dQ, factor, row0, rows_end):
         row, col, left = place(row0, rows_end)
         for e in range(len(pairs)):
@@ -171,3 +174,88 @@ def _make_write_rounded(spec):
                 write_two(dQ, row + down, uint32(col + along), low, high)
 
     return write_rounded
+
+
+@part
+def make_warp_and_thread(spec):
+    """``warp_and_thread()``: which rows and columns of S this warp takes, and which columns of dK
+    and dV; and this thread's part of ST.
+    """
+    U, ROWS, COLUMNS, WIDTH = spec.warp_parts
+
+    def warp_and_thread():
+        warp, lane = uint32(cuda.threadIdx.x) // uint32(32), uint32(cuda.threadIdx.x) % uint32(32)
+        warp_row = uint32(warp % uint32(U) * ROWS)
+        warp_column = uint32(warp // uint32(U) * COLUMNS)
+        chunk = uint32(warp % uint32(U) * WIDTH)
+        ty = uint32(warp_row // uint32(2) + lane % uint32(4))
+        tx = uint32(warp_column + lane // uint32(4))
+        return Warp(warp_row, warp_column, chunk), Thread(ty, tx)
+
+    return warp_and_thread
+
+
+@device_function
+def column_thread(warp, thread):
+    """A thread's part of dK and dV: the rows that are its columns of S."""
+    lane = uint32(cuda.threadIdx.x) % uint32(32)
+    return Thread(thread.tx, uint32(warp.chunk // uint32(2) + lane % uint32(4)))
+
+
+@part
+def make_row_dots(spec):
+    """``row_dots(sD, sdO, sO)``: D = rowsum(dO o O), there at the next barrier; a warp a row.
+
+    The columns of a row may stand in any order, which is one for both.
+    """
+    Br, pitch, columns, warps = spec.Br, spec.rows.pitch, spec.columns, spec.warps
+    _, unpack = conversions(spec.dtype)
+
+    def row_dots(sD, sdO, sO):
+        lane = uint32(cuda.threadIdx.x) % uint32(32)
+        row = uint32(cuda.threadIdx.x) // uint32(32)
+        while row < uint32(Br):
+            dot = float32(0.0)
+            for first in range(0, columns, 64):
+                col = uint32(first + 2 * lane)
+                if col < uint32(columns):
+                    at = uint32(row * pitch + col)
+                    o, g = unpack(load2(sO, at)), unpack(load2(sdO, at))
+                    dot += o[0] * g[0] + o[1] * g[1]
+            step = 16
+            while step > 0:
+                dot += cuda.shfl_xor_sync(FULL_WARP, dot, step)
+                step //= 2
+            if lane == uint32(0):
+                sD[row] = dot
+            row = uint32(row + warps)
+
+    return row_dots
+
+
+@cache
+def make_write_columns(spec):
+    """``write_columns(rT, T, row0, rows_end, tx, t)``: this thread's dK or dV to memory, rounded;
+    or, where blocks share it, added to its float32 sum atomically.
+    """
+    if spec.splits_queries:
+        return _make_add_columns(spec)
+    return write_halves(spec.gradients, spec.head_dim)
+
+
+@part
+def _make_add_columns(spec):
+    """``add_columns(rdK, A, row0, rows_end, thread)``: A += this warp's part of dK."""
+    TM, DN4, STEP = spec.TN, 4 * spec.gradients.DN, spec.row_step
+    add_two = make_add_two(spec)
+
+    def add_columns(rdK, A, row0, rows_end, thread):
+        first = uint32(row0 + thread.ty)
+        left = int32(int32(rows_end) - int32(first))
+        for i in range(TM):
+            row, inside = int64(first) + i * STEP, left > i * STEP
+            for n in range(DN4 // 2):
+                e = i * DN4 + 2 * n
+                add_two(A, row, int64(2 * thread.tx) + 8 * n, inside, rdK[e], rdK[e + 1])
+
+    return add_columns

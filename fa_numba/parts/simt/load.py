@@ -2,21 +2,22 @@
 
 from functools import cache
 
-from fa_numba.device import cuda, device_function, int32, uint32
+from fa_numba.device import cuda, int32, uint32
 from fa_numba.intrinsics.async_copy import copy1_async, copy4_async
+from fa_numba.intrinsics.shared import shared_tile
+from fa_numba.parts.namespace import part
 from fa_numba.parts.pages import common_rows, make_page_of, turns_in_a_page
 from fa_numba.parts.prefetch import next_column_tile, next_row_tile
 from fa_numba.parts.simt.swizzle import flip_of
-from fa_numba.parts.visits import make_next_row
 
 
-@cache
-def make_load_tile(rows, columns, places, threads, aligned):
-    """``load_tile(sT, T, row0, rows_end, col0, cols_end)`` starts copying a tile of T to sT.
+@part
+def make_tile(rows, columns, places, threads, aligned):
+    """``tile(sT, T, row0, rows_end, col0, cols_end)`` starts copying a tile of T to sT.
 
     The tile is ``rows`` x ``columns`` from (row0, col0), which lie in sT as ``places`` says.
-    Elements at or past ``rows_end`` or ``cols_end`` become 0 and are not read.
-    ``aligned`` uses 16-byte copies: rows of T start at 16-byte addresses.
+    Elements at or past ``rows_end`` or ``cols_end`` become 0 and are not read. ``aligned`` uses
+    16-byte copies: rows of T start at 16-byte addresses.
     """
     width = 4 if aligned else 1
     chunks = columns // width
@@ -26,8 +27,7 @@ def make_load_tile(rows, columns, places, threads, aligned):
     copy_async = copy4_async if aligned else copy1_async
     pitch, flip = places.pitch, flip_of(places)
 
-    @device_function
-    def load_tile(sT, T, row0, rows_end, col0, cols_end):
+    def tile(sT, T, row0, rows_end, col0, cols_end):
         for n in range(per_thread):
             copy = uint32(cuda.threadIdx.x + n * threads)
             r = uint32(copy // uint32(chunks))
@@ -40,77 +40,109 @@ def make_load_tile(rows, columns, places, threads, aligned):
                     count = int32(min(int32(width), int32(cols_end - col)))
                 copy_async(sT, uint32(r * pitch + (c ^ flip(r) // 4)), T, row, col, count)
 
-    return load_tile
+    return tile
+
+
+@part
+def make_shared_memory(spec):
+    """``shared_memory()``: where Qi, Kj, Vj and Pij lie in shared memory."""
+    NQ, NK, NV, NP = spec.tile_floats
+    AT_K, AT_V, AT_P = NQ, NQ + NK, NQ + NK + NV
+
+    def shared_memory():
+        sQ = shared_tile(0, NQ)
+        sK = shared_tile(AT_K, NK)
+        sV = shared_tile(AT_V, NV)
+        sP = shared_tile(AT_P, NP)
+        return sQ, sK, sV, sP
+
+    return shared_memory
+
+
+@part
+def make_dq_shared_memory(spec):
+    """``dq_shared_memory()``: where Qi, dOi, Kj, Vj and dSij lie, where dQ is made alone."""
+    NQ, NK, NP = spec.tile_floats
+    AT_DO, AT_K, AT_V, AT_DS = NQ, 2 * NQ, 2 * NQ + NK, 2 * NQ + 2 * NK
+
+    def dq_shared_memory():
+        sQ = shared_tile(0, NQ)
+        sdO = shared_tile(AT_DO, NQ)
+        sK = shared_tile(AT_K, NK)
+        sV = shared_tile(AT_V, NK)
+        return sQ, sdO, sK, sV, shared_tile(AT_DS, NP)
+
+    return dq_shared_memory
+
+
+@part
+def make_backward_shared_memory(spec):
+    """``backward_shared_memory()``: where Qi, dOi, Kj, Vj, Pij and dSij lie in shared memory."""
+    NQ, NK, NP = spec.tile_floats
+    AT_DO, AT_K, AT_V, AT_P, AT_DS = NQ, 2 * NQ, 2 * NQ + NK, 2 * NQ + 2 * NK, 2 * NQ + 2 * NK + NP
+
+    def backward_shared_memory():
+        sQ = shared_tile(0, NQ)
+        sdO = shared_tile(AT_DO, NQ)
+        sK = shared_tile(AT_K, NK)
+        sV = shared_tile(AT_V, NK)
+        sP = shared_tile(AT_P, NP)
+        sdS = shared_tile(AT_DS, NP)
+        return sQ, sdO, sK, sV, sP, sdS
+
+    return backward_shared_memory
 
 
 @cache
-def make_load_q(spec):
-    """``load_q(sQ, Q, row0, rows_end)``: a row tile of the head's Q, as wide as the head."""
+def make_q(spec):
+    """``q(sQ, Q, row0, rows_end)``: a row tile of the head's Q, as wide as the head."""
     return _make_load_whole(spec, spec.Br, spec.d4, spec.rows_q)
 
 
 @cache
-def make_load_k(spec):
-    """``load_k(sK, K, row0, rows_end)``: the same of a column tile of K."""
+def make_k(spec):
+    """``k(sK, K, row0, rows_end)``: the same of a column tile of K."""
     return _make_load_keys(spec, spec.d4, spec.rows_k)
 
 
 @cache
-def make_load_v(spec):
-    """``load_v(sV, V, row0, rows_end)``: of V, zeros as far as the threads of a row reach."""
+def make_v(spec):
+    """``v(sV, V, row0, rows_end)``: of V, zeros as far as the threads of a row reach."""
     return _make_load_keys(spec, spec.columns, spec.rows_v)
 
 
 @cache
-def make_load_next_q(spec):
-    """``load_next_q``: see ``prefetch.next_row_tile``."""
-    return next_row_tile(spec, make_load_q(spec))
+def make_next_q(spec):
+    """``next_q``: see ``prefetch.next_row_tile``."""
+    return next_row_tile(spec, make_q(spec))
 
 
 @cache
-def make_load_next_k(spec):
-    """``load_next_k``: see ``prefetch.next_column_tile``."""
-    return next_column_tile(spec, make_load_k(spec))
+def make_next_k(spec):
+    """``next_k``: see ``prefetch.next_column_tile``."""
+    return next_column_tile(spec, make_k(spec))
 
 
 @cache
-def make_load_rows(spec):
-    """``load_rows(sT, T, row0, rows_end)``: in the backward pass, of Q or dO."""
+def make_rows(spec):
+    """``rows(sT, T, row0, rows_end)``: in the backward pass, of Q or dO."""
     return _make_load_whole(spec, spec.Br, spec.columns, spec.rows_q)
 
 
 @cache
-def make_load_next_rows(spec):
-    """``load_next_rows(sQ, sdO, Q, dO, i0, i_end, rows_end, j0, b, h, options)``: Q and dO of the
-    row tile that comes after the one at i0; gives where it starts, as ``load_next_q``.
-    """
-    Br, load_rows, next_row = spec.Br, make_load_rows(spec), make_next_row(spec)
-
-    @device_function
-    def load_next_rows(sQ, sdO, Q, dO, i0, i_end, rows_end, j0, b, h, options):
-        i_next = next_row(uint32(i0 + Br), i_end, j0, b, h, options)
-        if i_next < i_end:
-            load_rows(sQ, Q, i_next, rows_end)
-            load_rows(sdO, dO, i_next, rows_end)
-        return i_next
-
-    return load_next_rows
-
-
-@cache
-def make_load_columns(spec):
-    """``load_columns(sT, T, row0, rows_end)``: in the backward pass, of K or V."""
+def make_columns(spec):
+    """``columns(sT, T, row0, rows_end)``: in the backward pass, of K or V."""
     return _make_load_whole(spec, spec.Bc, spec.columns, spec.rows_k)
 
 
 @cache
-def make_load_p(spec):
-    """``load_p(sP, P, row0, rows_end, col0, cols_end)``: a tile of P from global memory."""
-    return make_load_tile(spec.Br, spec.Bc, spec.rows_p, spec.threads, spec.aligned)
+def make_p(spec):
+    """``p(sP, P, row0, rows_end, col0, cols_end)``: a tile of P from global memory."""
+    return make_tile(spec.Br, spec.Bc, spec.rows_p, spec.threads, spec.aligned)
 
 
-@cache
-def make_load_paged_tile(rows, columns, places, threads, aligned, page_size):
+@part
+def make_paged_tile(rows, columns, places, threads, aligned, page_size):
     """``load_tile`` of K or V in pages, as ``heads.key_rows`` gives them."""
     width = 4 if aligned else 1
     chunks = columns // width
@@ -121,8 +153,7 @@ def make_load_paged_tile(rows, columns, places, threads, aligned, page_size):
     page_of, common = make_page_of(page_size), common_rows(page_size, rows)
     shared = turns_in_a_page(page_size, rows, threads, chunks)
 
-    @device_function
-    def load_paged_tile(sT, T, row0, rows_end, col0, cols_end):
+    def paged_tile(sT, T, row0, rows_end, col0, cols_end):
         pages, h, table = T
         page = uint32(0)
         for n in range(per_thread):
@@ -144,28 +175,28 @@ def make_load_paged_tile(rows, columns, places, threads, aligned, page_size):
                 at = uint32(r * pitch + (c ^ flip(r) // 4))
                 copy_async(sT, at, pages[page, h], uint32(row % uint32(page_size)), col, count)
 
-    return load_paged_tile
+    return paged_tile
 
 
+@part
 def _make_load_keys(spec, columns, places):
     page_size, d = spec.features.page_size, spec.head_dim
     if not page_size:
         return _make_load_whole(spec, spec.Bc, columns, places)
     how = (spec.threads, spec.aligned, page_size)
-    load_tile = make_load_paged_tile(spec.Bc, columns, places, *how)
+    load_tile = make_paged_tile(spec.Bc, columns, places, *how)
 
-    @device_function
     def load_whole(sT, T, row0, rows_end):
         load_tile(sT, T, row0, rows_end, 0, d)
 
     return load_whole
 
 
+@part
 def _make_load_whole(spec, rows, columns, places):
-    load_tile = make_load_tile(rows, columns, places, spec.threads, spec.aligned)
+    load_tile = make_tile(rows, columns, places, spec.threads, spec.aligned)
     d = spec.head_dim
 
-    @device_function
     def load_whole(sT, T, row0, rows_end):
         load_tile(sT, T, row0, rows_end, 0, d)
 

@@ -1,17 +1,17 @@
 """O, l and m of a row where the warps of a block split the keys (arXiv 2307.08691, section 3.3)."""
 
-from functools import cache
-
 from fa_numba.device import cuda, device_function, float32, uint32
 from fa_numba.intrinsics.arithmetic import NEG_INF, exp2, maximum
 from fa_numba.intrinsics.shared import load4, store4
 from fa_numba.parts.layout import make_owns
-from fa_numba.parts.rows import make_scale_rows
+from fa_numba.parts.namespace import part
+from fa_numba.parts.softmax import *  # noqa: F403
+from fa_numba.parts.softmax import make_scale_rows
 
 
-@cache
+@part
 def make_combine(spec):
-    """``combine(rO, rm, rl, sO, ty, tx)``: O, l and m of all columns, of those that each warp has.
+    """``combine(rO, rm, rl, sO, thread)``: O, l and m of all columns, of those that each warp has.
 
     A warp gives away the rows that it does not own, and adds to its own what the others have of
     them: O = sum f O and l = sum f l with f = exp(m - m_new), m_new = max m. Nothing where a warp
@@ -32,8 +32,7 @@ def make_combine(spec):
         """The same of the row's m, and l behind it."""
         return uint32(VALUES + 2 * (n * Br + ty + i * STEP))
 
-    @device_function
-    def combine(rO, rm, rl, sO, ty, tx):
+    def combine(rO, rm, rl, sO, thread):
         if splits:
             rs = cuda.local.array(TM, float32)
             rf = cuda.local.array(TM, float32)
@@ -42,11 +41,11 @@ def make_combine(spec):
                 # Counted from the warp after the owner
                 n = uint32(uint32(warp + (W - 1 - i % W)) % uint32(W))
                 if not owns(i):
-                    at, values = part_at(n, i), values_at(n, i, ty)
+                    at, values = part_at(n, i), values_at(n, i, thread.ty)
                     for c in range(0, DN4, 4):
                         e = i * DN4 + c
                         store4(sO, uint32(at + 32 * c), rO[e], rO[e + 1], rO[e + 2], rO[e + 3])
-                    if tx == uint32(0):
+                    if thread.tx == uint32(0):
                         sO[values] = rm[i]
                         sO[uint32(values + 1)] = rl[i]
             cuda.syncthreads()  # the other warps' parts are there
@@ -54,7 +53,7 @@ def make_combine(spec):
                 m_new = rm[i]
                 if owns(i):
                     for n in range(W - 1):
-                        m_new = maximum(m_new, sO[values_at(n, i, ty)])
+                        m_new = maximum(m_new, sO[values_at(n, i, thread.ty)])
                 rs[i] = m_new
                 if m_new == NEG_INF:  # -inf - -inf would be NaN
                     rs[i] = float32(0.0)
@@ -65,7 +64,7 @@ def make_combine(spec):
             for n in range(W - 1):
                 for i in range(TM):
                     if owns(i):
-                        at, values = part_at(n, i), values_at(n, i, ty)
+                        at, values = part_at(n, i), values_at(n, i, thread.ty)
                         f = exp2(sO[values] - rs[i])
                         rl[i] += f * sO[uint32(values + 1)]
                         for c in range(0, DN4, 4):

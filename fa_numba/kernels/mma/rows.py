@@ -1,0 +1,92 @@
+"""Rows of 16-bit arrays, a warp a row: D = rowsum(dO o O); and float32 sums, rounded."""
+
+from functools import cache
+
+from numba import types
+
+from fa_numba.device import cuda, float32, uint32
+from fa_numba.device.signature import array_type, half_type
+from fa_numba.options import PLAIN
+from fa_numba.parts import bind, mma
+from fa_numba.parts.namespace import RowFacts
+from fa_numba.parts.softmax import FULL_WARP
+
+WARPS = 4
+
+
+@cache
+def make_row_sums(head_dim, dtype, aligned, clear, features):
+    """Alg. 2 line 4: D = rowsum(dO o O); line 3 if ``clear``: A = 0. Over (Nq / 4, Hq, B) blocks.
+
+    A warp takes a row.
+    """
+    facts = RowFacts(features, head_dim, dtype, aligned)
+    grid, pairs = bind(facts, mma.grid, mma.pairs)
+
+    halves = half_type(4)
+    arguments = (halves, halves, array_type(3), array_type(4), features.argument_type)
+
+    @cuda.jit(arguments, 32 * WARPS, 0)
+    def row_sums(O, dO, D, A, options):
+        head = grid.query_head(O.shape[2], 0, options)
+        lane = uint32(cuda.threadIdx.x) % uint32(32)
+        row = uint32(cuda.blockIdx.x * WARPS + cuda.threadIdx.x // 32)
+        Oh, dOh = grid.query_rows(O, head), grid.query_rows(dO, head)
+        Dh, Ah = grid.query_rows(D, head), grid.query_rows(A, head)
+        rows = uint32(Oh.shape[0])
+        dot = float32(0.0)
+        col = uint32(2 * lane)
+        if row < head.Nq:
+            while col < uint32(head_dim):
+                o, g = pairs.read_two(Oh, row, col), pairs.read_two(dOh, row, col)
+                dot += o[0] * g[0] + o[1] * g[1]
+                col = uint32(col + 64)
+        if clear and row < rows:
+            col = lane
+            while col < uint32(head_dim):
+                Ah[row, col] = float32(0.0)
+                col = uint32(col + 32)
+        step = 16
+        while step > 0:
+            dot += cuda.shfl_xor_sync(FULL_WARP, dot, step)
+            step //= 2
+        if lane == uint32(0) and row < head.Nq:
+            Dh[row] = dot
+
+    return row_sums
+
+
+@cache
+def make_round_rows(head_dim, dtype, aligned, splits=1):
+    """dQ = scale A in 16 bits, or dK, or dV. Over (N / 4, H, B) blocks; a warp takes a row.
+
+    A may be in so many ``splits``, neighbours along the axis of heads, which are added up in their
+    order.
+    """
+    facts = RowFacts(PLAIN, head_dim, dtype, aligned)
+    (pairs,) = bind(facts, mma.pairs)
+
+    arrays = (array_type(4), half_type(4))
+    arguments = (*arrays, types.float32, PLAIN.argument_type)
+
+    @cuda.jit(arguments, 32 * WARPS, 0)
+    def round_rows(A, dQ, scale, options):
+        h = uint32(cuda.blockIdx.y)
+        b = uint32(cuda.blockIdx.z)
+        row = uint32(cuda.blockIdx.x * WARPS + cuda.threadIdx.x // 32)
+        Ah, dQh = A[b, uint32(h * splits)], dQ[b, h]
+        col = uint32(2 * (uint32(cuda.threadIdx.x) % uint32(32)))
+        if row < uint32(Ah.shape[0]):
+            while col < uint32(head_dim):
+                low, high = Ah[row, col], float32(0.0)
+                if uint32(col + 1) < uint32(head_dim):
+                    high = Ah[row, uint32(col + 1)]
+                if splits > 1:
+                    for n in range(1, splits):
+                        part = A[b, uint32(h * splits + n)]
+                        more = pairs.read_floats(part, row, col, col < uint32(head_dim))
+                        low, high = low + more[0], high + more[1]
+                pairs.write_two(dQh, row, col, scale * low, scale * high)
+                col = uint32(col + 64)
+
+    return round_rows

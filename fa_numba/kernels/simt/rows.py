@@ -1,0 +1,53 @@
+"""Rows of float32 arrays, a warp a row: D = rowsum(dO o O)."""
+
+from functools import cache
+
+from fa_numba.device import cuda, float32, uint32
+from fa_numba.device.signature import array_type
+from fa_numba.parts import bind, simt
+from fa_numba.parts.namespace import RowFacts
+from fa_numba.parts.softmax import FULL_WARP
+
+WARPS = 4
+
+
+@cache
+def make_row_sums(head_dim, clear, features):
+    """Alg. 2 line 4: D = rowsum(dO o O); line 3 if ``clear``: dQ = 0. Over (Nq / 4, Hq, B) blocks.
+
+    A warp takes a row.
+    """
+    facts = RowFacts(features)
+    (grid,) = bind(facts, simt.grid)
+
+    arrays = (array_type(4), array_type(4), array_type(3), array_type(4))
+    arguments = (*arrays, features.argument_type)
+
+    @cuda.jit(arguments, 32 * WARPS, 0)
+    def row_sums(O, dO, D, dQ, options):
+        head = grid.query_head(O.shape[2], 0, options)
+        lane = uint32(cuda.threadIdx.x) % uint32(32)
+        row = uint32(cuda.blockIdx.x * WARPS + cuda.threadIdx.x // 32)
+        Oh, dOh = grid.query_rows(O, head), grid.query_rows(dO, head)
+        Dh, dQh = grid.query_rows(D, head), grid.query_rows(dQ, head)
+        rows = uint32(Oh.shape[0])
+        dot = float32(0.0)
+        col = lane
+        if row < head.Nq:
+            Oi, dOi = Oh[row], dOh[row]
+            while col < uint32(head_dim):
+                dot += Oi[col] * dOi[col]
+                col = uint32(col + 32)
+        if clear and row < rows:
+            col = lane
+            while col < uint32(head_dim):
+                dQh[row, col] = float32(0.0)
+                col = uint32(col + 32)
+        step = 16
+        while step > 0:
+            dot += cuda.shfl_xor_sync(FULL_WARP, dot, step)
+            step //= 2
+        if lane == uint32(0) and row < head.Nq:
+            Dh[row] = dot
+
+    return row_sums

@@ -1,0 +1,74 @@
+"""What FlashAttention-1 passes through global memory: O, l and m of a row tile.
+
+O is in float32 there (``A``), until a row tile's last pass rounds it to O.
+"""
+
+from fa_numba.device import uint32
+from fa_numba.parts.fa1_state import *  # noqa: F403
+from fa_numba.parts.mma.epilogue import make_read_fragments, make_write_fragments, make_write_rows
+from fa_numba.parts.namespace import part
+from fa_numba.parts.softmax import make_start
+from fa_numba.parts.values import make_read, make_read_maxima, make_write
+
+
+@part
+def make_initialise(spec):
+    """``initialise(rO, rl, rm, state, row0, rows_end, thread)``: O = 0, l = 0, m = -inf of these
+    rows, unless the first pass does it, which then takes all of them.
+    """
+    Br, start, initialises = spec.Br, make_start(spec), spec.features.initialises
+    write_rows, write_fragments = make_write_rows(spec), make_write_fragments(spec)
+    write_values = make_write(spec)
+
+    def initialise(rO, rl, rm, state, row0, rows_end, thread):
+        if initialises:
+            i0 = row0
+            while i0 < rows_end:
+                start(rO, rl, rm)
+                write_rows(rO, state.O, i0, rows_end, thread)
+                write_fragments(rO, state.A, i0, rows_end, thread)
+                write_values(rl, state.l, i0, rows_end, thread)
+                write_values(rm, state.m, i0, rows_end, thread)
+                i0 = uint32(i0 + Br)
+
+    return initialise
+
+
+@part
+def make_read_state(spec):
+    """``read_state(rO, rl, rm, state, tile, rows_end)``: O, l and m of a row tile.
+
+    The pass over column 0 knows them, and reads nothing, unless the kernel has initialised them.
+    """
+    initialises, read_fragments = spec.features.initialises, make_read_fragments(spec)
+    read_values, read_maxima = make_read(spec), make_read_maxima(spec)
+
+    def read_state(rO, rl, rm, state, tile, rows_end):
+        seen = rows_end  # rows whose O, l and m some pass has written
+        if not initialises and tile.j0 == uint32(0):
+            seen = uint32(0)
+        read_fragments(rO, state.A, tile.i0, seen, tile.thread)
+        read_values(rl, state.l, tile.i0, seen, tile.thread)
+        read_maxima(rm, state.m, tile.i0, seen, tile.thread)
+
+    return read_state
+
+
+@part
+def make_write_state(spec):
+    """``write_state(rO, rl, rm, state, more, tile, rows_end)``: O, l and m of a row tile to memory,
+    O to A if there is ``more`` to come.
+    """
+    write_rows, write_fragments = make_write_rows(spec), make_write_fragments(spec)
+    write_values = make_write(spec)
+
+    def write_state(rO, rl, rm, state, more, tile, rows_end):
+        i0, thread = tile.i0, tile.thread
+        if more:
+            write_fragments(rO, state.A, i0, rows_end, thread)
+        else:
+            write_rows(rO, state.O, i0, rows_end, thread)
+        write_values(rl, state.l, i0, rows_end, thread)
+        write_values(rm, state.m, i0, rows_end, thread)
+
+    return write_state

@@ -1,0 +1,20 @@
+"""Where a thread is in its block, on tensor cores."""
+
+from fa_numba.device import cuda, uint32
+from fa_numba.parts.grid import *  # noqa: F403
+from fa_numba.parts.namespace import part
+from fa_numba.parts.records import Thread
+
+
+@part
+def make_thread(spec):
+    """``thread()``: the first row that this warp takes of a tile, and this thread's part of it."""
+    ROWS = spec.warp_rows
+
+    def thread():
+        tx = uint32(cuda.threadIdx.x) % uint32(4)
+        warp_row = uint32(uint32(cuda.threadIdx.x) // uint32(32) * ROWS)
+        ty = uint32(warp_row + uint32(cuda.threadIdx.x) % uint32(32) // uint32(4))
+        return warp_row, Thread(ty, tx)
+
+    return thread

@@ -1,0 +1,224 @@
+"""What belongs together in a kernel, under one name: records of numbers, which cost no register."""
+
+from typing import Any, NamedTuple
+
+
+class Thread(NamedTuple):
+    """Where a thread's part of a tile begins: its first row and column, as ``layout`` counts."""
+
+    ty: Any
+    tx: Any
+
+
+class GroupThread(NamedTuple):
+    """``Thread`` of warpgroup w."""
+
+    ty: Any
+    tx: Any
+    w: Any
+
+
+class Warp(NamedTuple):
+    """Which rows and columns of S a warp takes backward, and which columns of dK and dV."""
+
+    row: Any
+    column: Any
+    chunk: Any
+
+
+class Head(NamedTuple):
+    """A query head h of batch entry b, with its K/V head hk, Nq valid rows and Nk valid columns;
+    and the call's options.
+    """
+
+    b: Any
+    h: Any
+    hk: Any
+    Nq: Any
+    Nk: Any
+    options: Any
+
+
+class Tile(NamedTuple):
+    """The tile of a head's S from row i0 and column j0 on, and the thread that has a part of it."""
+
+    i0: Any
+    j0: Any
+    head: Head
+    thread: Thread
+
+
+class Slot(NamedTuple):
+    """A slot of a pipeline, and the parity of the phase of its barriers that is waited for."""
+
+    stage: Any
+    phase: Any
+
+
+class WorkTile(NamedTuple):
+    """What a block that stays on its multiprocessor takes next: the row tile from row i0 on of head
+    h and batch entry b, and of its columns a share, ``split``.
+    """
+
+    i0: Any
+    h: Any
+    b: Any
+    split: Any
+
+
+class Schedule(NamedTuple):
+    """What tells a block its work tiles: words in shared memory, a few for each slot of Q; how many
+    there are in all; and the counter of those taken, in global memory.
+    """
+
+    words: Any
+    tiles: Any
+    taken: Any
+
+
+class Shared(NamedTuple):
+    """A forward kernel's tiles in shared memory, and the barriers of its pipelines."""
+
+    sQ: Any
+    sK: Any
+    sV: Any
+    bars: Any
+
+
+class SharedWithO(NamedTuple):
+    """``Shared`` and the tiles of O in float32, which FlashAttention-1 carries."""
+
+    sQ: Any
+    sK: Any
+    sV: Any
+    sO: Any
+    bars: Any
+
+
+class Out(NamedTuple):
+    """Where a forward kernel's results go, and how many rows of queries the arrays have."""
+
+    O: Any
+    L: Any
+    rows: Any
+
+
+class State(NamedTuple):
+    """What FlashAttention-1 passes through global memory: O, in float32 (A) until the last pass
+    rounds it, and a head's l and m.
+    """
+
+    O: Any
+    A: Any
+    l: Any
+    m: Any
+
+
+class Box(NamedTuple):
+    """Where a TMA tile begins on an array's map: its two outer axes, and the row."""
+
+    outer: Any
+    inner: Any
+    row: Any
+
+
+class ToldHead(NamedTuple):
+    """``Head`` of a block of FlashAttention-2's backward kernel on Hopper, and the words that tell
+    it of its key tile.
+    """
+
+    b: Any
+    h: Any
+    hk: Any
+    Nq: Any
+    Nk: Any
+    options: Any
+    words: Any
+
+
+class KeyTile(NamedTuple):
+    """A block's column tile backward, from column j0 on, with its first query head, one past its
+    last, and its rows of each: the first, and one past the last.
+    """
+
+    j0: Any
+    head: Any
+    h_end: Any
+    i_first: Any
+    i_end: Any
+
+
+class BackwardShared(NamedTuple):
+    """A backward kernel's tiles in shared memory, L and D, what tells of the key tile, and the
+    barriers of its pipelines. Which of sdQ, sO and sS there is depends on the kernel.
+    """
+
+    sK: Any
+    sV: Any
+    sQ: Any
+    sdO: Any
+    sdS: Any
+    sdQ: Any
+    sL: Any
+    words: Any
+    bars: Any
+
+
+class Gradients(NamedTuple):
+    """Where a backward kernel's results go."""
+
+    dQ: Any
+    dK: Any
+    dV: Any
+
+
+class SlotPlaces(NamedTuple):
+    """Where a slot's row tiles, its L and D, and its dS (or S) begin in shared memory."""
+
+    rows: Any
+    values: Any
+    scores: Any
+
+
+class DqShared(NamedTuple):
+    """The tiles in shared memory of the kernel that makes dQ alone, and its barriers."""
+
+    sQ: Any
+    sdO: Any
+    sK: Any
+    sV: Any
+    bars: Any
+
+
+class QueryRows(NamedTuple):
+    """What that kernel has of a row of queries in global memory beside Q and dO."""
+
+    L: Any
+    D: Any
+    dQ: Any
+
+
+class WideShared(NamedTuple):
+    """``BackwardShared`` of the kernel beyond d = 128, with S in float32 and no dS and dQ."""
+
+    sK: Any
+    sV: Any
+    sQ: Any
+    sdO: Any
+    sS: Any
+    sL: Any
+    words: Any
+    bars: Any
+
+
+class Fa1BackwardShared(NamedTuple):
+    """``BackwardShared`` of FlashAttention-1, which loads O too and keeps no dQ there."""
+
+    sK: Any
+    sV: Any
+    sQ: Any
+    sdO: Any
+    sdS: Any
+    sO: Any
+    sL: Any
+    bars: Any

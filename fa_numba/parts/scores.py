@@ -1,0 +1,153 @@
+"""Scores of a tile in registers, from the product Q KT on: scaled, capped, biased and masked.
+
+Scaled by scale log2(e), so that every exponential is an exp2.
+"""
+
+import math
+from functools import cache
+
+from fa_numba import masks
+from fa_numba.device import device_function, float32, int32, uint32
+from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, ONE
+from fa_numba.parts.bias import make_add_bias
+from fa_numba.parts.bias import make_read_bias as make_read_bias
+from fa_numba.parts.layout import make_column, make_row, make_warp_tile
+from fa_numba.parts.namespace import part
+from fa_numba.problem import UNBOUNDED
+
+
+@part
+def make_cap_slopes(spec):
+    """``cap_slopes(rG, rS, scale, options)``: rG = 1 - tanh(scale S)^2, where there is a cap."""
+    RS, softcap = spec.TM * spec.TN, spec.features.softcap
+
+    def cap_slopes(rG, rS, scale, options):
+        if softcap:
+            for e in range(RS):
+                t = math.tanh(scale * rS[e])
+                rG[e] = float32(1.0) - t * t
+
+    return cap_slopes
+
+
+_visible_causal = device_function(masks.visible_causal)
+
+
+_visible_window = device_function(masks.visible_window)
+
+
+_distance = device_function(masks.distance)
+
+
+@cache
+def make_scale_and_mask(spec):
+    """``scale_and_mask(rS, scale, tile)``: scores in units of log2.
+
+    Multiplies them by ``scale``, caps them, adds slopes and bias, and sets those outside the mask
+    or the matrix to -inf. With a cap, ``scale`` is that of its argument and ``options.softcap`` is
+    in the unit of the scores.
+    """
+    return _without_bias_read(_make_scale_and_mask(spec, LOG2E, hides_blocks=False))
+
+
+@cache
+def make_scale_and_mask_all(spec):
+    """The same in natural units, for a kernel that visits every tile: those that the block mask
+    leaves out are hidden here.
+    """
+    return _without_bias_read(_make_scale_and_mask(spec, ONE, hides_blocks=True))
+
+
+@cache
+def make_scale_bias_and_mask(spec):
+    """``scale_bias_and_mask(rS, rB, scale, ...)``: the first, with the bias that ``read_bias`` has
+    left in rB.
+    """
+    return _make_scale_and_mask(spec, LOG2E, hides_blocks=False, ahead=True)
+
+
+@part
+def _without_bias_read(scale_and_mask):
+    def without(rS, scale, tile):
+        scale_and_mask(rS, rS, scale, tile)
+
+    return without
+
+
+@part
+def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
+    TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
+    Br, Bc, features = spec.head_rows, spec.Bc, spec.features
+    causal, window, q_lens = features.causal, features.window, features.q_lens
+    softcap, alibi, bias = features.softcap, features.alibi, features.bias
+    row_of, column_of, warp_tile = make_row(spec), make_column(spec), make_warp_tile(spec)
+    scales, COLUMNS = not spec.folds_scale, spec.warp_columns or spec.Bc
+    hides_blocks = hides_blocks and features.sparse
+    add_bias = make_add_bias(spec, unit, ahead)
+
+    def scale_and_mask(rS, rB, scale, tile):
+        head, options, thread = tile.head, tile.head.options, tile.thread
+        diagonal = int32(int32(head.Nk) - int32(head.Nq))
+        own = warp_tile(tile)
+        row0, col0 = tile.i0, own.j0
+        if scales:
+            for e in range(TM * TN):
+                rS[e] *= scale
+        if softcap:
+            for e in range(TM * TN):
+                rS[e] = options.softcap * math.tanh(rS[e])
+        if alibi:
+            slope = unit * options.slopes[head.b, head.h]
+            # Columns count from this thread's first, so that they are constants, and rows from
+            # there: one number becomes a float for a row. Columns past the end are hidden below.
+            first = int32(int32(col0 + column_of(thread.tx, 0)) - diagonal)
+            for i in range(TM):
+                row = uint32(row0 + row_of(thread.ty, i))
+                if row < head.Nq:
+                    key = float32(int32(int32(row) - first))
+                    for j in range(TN):
+                        col = float32(int32(column_of(uint32(0), j)))
+                        rS[i * EI + j * EJ] -= slope * _distance(key, col, float32(0.0))
+        if bias:
+            add_bias(rS, rB, own)
+        last = uint32(col0 + (COLUMNS - 1))
+        inside = last < head.Nk
+        if causal:
+            along = int32(int32(last) - int32(row0))  # in 32 bits: a sum of two would take 64
+            inside = inside and _visible_causal(int32(0), along, diagonal)
+        if window:
+            left, right = options.window_left, options.window_right
+            lowest = int32(row0 + (Br - 1))
+            inside = inside and _visible_window(
+                int32(row0), int32(last), diagonal, UNBOUNDED, right
+            )
+            inside = inside and _visible_window(lowest, int32(col0), diagonal, left, UNBOUNDED)
+        if q_lens:
+            inside = inside and uint32(row0 + Br) <= head.Nq
+        if hides_blocks:
+            block = options.block_mask[head.b, head.h, row0 // uint32(Br), col0 // uint32(Bc)]
+            inside = inside and block != 0
+        if not inside:
+            # Columns count from this thread's first, so that they are constants, and rows from the
+            # one whose diagonal column that is.
+            first = int32(col0 + column_of(thread.tx, 0))
+            top = int32(first - diagonal)
+            for i in range(TM):
+                row = int32(int32(row0 + row_of(thread.ty, i)) - top)
+                for j in range(TN):
+                    col = int32(column_of(uint32(0), j))
+                    if causal:  # hides the matrix's end too: the last row sees column Nk - 1
+                        visible = _visible_causal(row, col, 0)
+                    else:
+                        visible = col < int32(int32(head.Nk) - first)
+                    if window:
+                        seen = _visible_window(row, col, 0, left, right)
+                        visible = visible and seen
+                    if q_lens:
+                        visible = visible and uint32(row0 + row_of(thread.ty, i)) < head.Nq
+                    if hides_blocks:
+                        visible = visible and block != 0
+                    if not visible:
+                        rS[i * EI + j * EJ] = NEG_INF
+
+    return scale_and_mask

@@ -1,0 +1,105 @@
+"""Backward on CUDA cores: D of a row tile, and dQ between registers and global memory."""
+
+from fa_numba.device import cuda, float32, int64, uint32
+from fa_numba.intrinsics.reduction import add_global
+from fa_numba.intrinsics.shared import load4_at_byte
+from fa_numba.parts.gradients import *  # noqa: F403
+from fa_numba.parts.grid import head_after, make_query_rows
+from fa_numba.parts.namespace import part
+from fa_numba.parts.simt.epilogue import make_read_rows, make_write_rows
+from fa_numba.parts.simt.swizzle import flip_of
+from fa_numba.parts.softmax import FULL_WARP
+
+
+@part
+def make_initialise_dq(spec):
+    """``initialise_dq(rdQ, dQ, first, heads, row0, rows_end, thread)``: dQ = 0 of these heads and
+    rows, unless the first pass does it, which then takes all rows.
+    """
+    Br, RQ, initialises = spec.Br, spec.TM * spec.DN * 4, spec.features.initialises
+    query_rows, write_rows = make_query_rows(spec), make_write_rows(spec)
+
+    def initialise_dq(rdQ, dQ, first, heads, row0, rows_end, thread):
+        if initialises:
+            for e in range(RQ):
+                rdQ[e] = float32(0.0)
+            g = uint32(0)
+            while g < heads:
+                dQh = query_rows(dQ, head_after(first, g))
+                i0 = row0
+                while i0 < rows_end:
+                    write_rows(rdQ, dQh, i0, rows_end, thread)
+                    i0 = uint32(i0 + Br)
+                g = uint32(g + 1)
+
+    return initialise_dq
+
+
+@part
+def make_add_rows(spec):
+    """``add_rows(rT, T, factor, row0, rows_end, thread)``: T += factor rT by atomic adds."""
+    TM, DN, TX, TY, d = spec.TM, spec.DN, spec.tx_count, spec.ty_count, spec.head_dim
+
+    def add_rows(rT, T, factor, row0, rows_end, thread):
+        for i in range(TM):
+            row = uint32(row0 + thread.ty + i * TY)
+            for c in range(DN):
+                for n in range(4):
+                    col = uint32(4 * (thread.tx + c * TX) + n)
+                    if row < rows_end and col < uint32(d):
+                        add_global(T, row, col, factor * rT[4 * (i * DN + c) + n])
+
+    return add_rows
+
+
+@part
+def make_update_rows(spec):
+    """``update_rows(rT, T, factor, seen, row0, rows_end, thread)``: T = factor rT + T, in memory.
+
+    Where T was not ``seen`` before it counts as 0 and is not read, unless the kernel starts it.
+    """
+    TM, DN4, initialises = spec.TM, 4 * spec.DN, spec.features.initialises
+    RT = TM * DN4
+    read_rows = make_read_rows(spec)
+    write_rows = make_write_rows(spec)
+
+    def update_rows(rT, T, factor, seen, row0, rows_end, thread):
+        old = cuda.local.array(RT, float32)
+        read_end = uint32(0)
+        if initialises or seen:
+            read_end = rows_end
+        read_rows(old, T, row0, read_end, thread)
+        for e in range(RT):
+            rT[e] = factor * rT[e] + old[e]
+        write_rows(rT, T, row0, rows_end, thread)
+
+    return update_rows
+
+
+@part
+def make_row_dots(spec):
+    """``row_dots(rD, sdO, O, row0, rows_end, thread)``: D = rowsum(dO o O), dO in shared memory."""
+    TM, DN, TX, TY = spec.TM, spec.DN, spec.tx_count, spec.ty_count
+    row_bytes, flip = 4 * spec.rows_q.pitch, flip_of(spec.rows_q)
+    RO = TM * DN * 4
+    read_rows = make_read_rows(spec)
+
+    def row_dots(rD, sdO, O, row0, rows_end, thread):
+        rO = cuda.local.array(RO, float32)
+        read_rows(rO, O, row0, rows_end, thread)
+        at = int64(uint32(thread.ty * row_bytes)) + (
+            int64(uint32(16 * thread.tx)) ^ flip(thread.ty)
+        )
+        for i in range(TM):
+            dot = float32(0.0)
+            for c in range(DN):
+                g = load4_at_byte(sdO, at + i * TY * row_bytes + 16 * c * TX)
+                e = 4 * (i * DN + c)
+                dot += g[0] * rO[e] + g[1] * rO[e + 1] + g[2] * rO[e + 2] + g[3] * rO[e + 3]
+            lane = TX // 2
+            while lane > 0:
+                dot += cuda.shfl_xor_sync(FULL_WARP, dot, lane)
+                lane //= 2
+            rD[i] = dot
+
+    return row_dots

@@ -1,0 +1,105 @@
+"""The kernel that makes dQ alone, on Hopper's tensor cores: Qi and dOi stay, and of S and dP, rows
+in registers as in the forward pass, comes dS, an operand.
+"""
+
+from fa_numba.device import cuda, float32, uint32
+from fa_numba.dtypes import DTYPES
+from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, exp2
+from fa_numba.intrinsics.matrix import CONVERSIONS
+from fa_numba.intrinsics.mbarrier import mbarrier_tile
+from fa_numba.intrinsics.shared import half_tile
+from fa_numba.parts import softmax
+from fa_numba.parts.grid import make_lengths
+from fa_numba.parts.namespace import part
+from fa_numba.parts.records import DqShared, Head
+from fa_numba.parts.wgmma.gradients import cap_slope
+from fa_numba.parts.wgmma.load import make_tile_of_queries
+from fa_numba.parts.wgmma.scheduler import sequence_tile_of
+from fa_numba.tiling.wgmma import GROUP_ROWS
+
+
+@part
+def make_dq_shared_memory(spec):
+    """``dq_shared_memory()``: Qi, dOi, slots of K and V, and the barriers."""
+    NQ, NK = spec.tile_halves
+    NKS, AT_K, AT_V = spec.stages * NK, 2 * NQ, 2 * NQ + spec.stages * NK
+    AT_BARRIERS, BARRIERS = spec.halves // 4, spec.barriers
+
+    def dq_shared_memory():
+        sQ, sdO = half_tile(0, NQ), half_tile(NQ, NQ)
+        sK, sV = half_tile(AT_K, NKS), half_tile(AT_V, NKS)
+        return DqShared(sQ, sdO, sK, sV, mbarrier_tile(AT_BARRIERS, BARRIERS))
+
+    return dq_shared_memory
+
+
+@part
+def make_dq_row_tile(spec):
+    """``dq_row_tile(Q, K, group, options)``: the first row of this block's row tile, and its head;
+    those with most columns go first.
+    """
+    Br, packed, sequence_tile = spec.Br, spec.features.packed, sequence_tile_of(spec.Br)
+    grouped, lengths = spec.grouped, make_lengths(spec)
+
+    def dq_row_tile(Q, K, group, options):
+        h, b = uint32(cuda.blockIdx.y), uint32(cuda.blockIdx.z)
+        hk = h // uint32(group) if grouped else h
+        if packed:
+            i0, b = sequence_tile(uint32(cuda.gridDim.x - 1 - cuda.blockIdx.x), options)
+        else:
+            i0 = uint32((cuda.gridDim.x - 1 - cuda.blockIdx.x) * Br)
+        Nq, Nk = lengths(Q.shape[2], K.shape[2], b, options)
+        return i0, Head(b, h, hk, Nq, Nk, options)
+
+    return dq_row_tile
+
+
+@part
+def make_load_do_once(spec):
+    """``load_do_once(sdO, dO, i0, head, bars, slot)``: dOi, zeros beyond the sequence."""
+    NQ, full = spec.tile_halves[0], spec.pipelines.do.full
+    load = make_tile_of_queries(spec, GROUP_ROWS)
+
+    def load_do_once(sdO, dO, i0, head, bars, slot):
+        load(sdO, uint32(slot.stage * NQ), dO, i0, head, bars, full + slot.stage)
+
+    return load_do_once
+
+
+@part
+def make_p_of_rows(spec):
+    """``p_of_rows(rS, scale, rL)``: S to P = exp(S - L); with a cap nothing: ``of_scores`` does it
+    then.
+    """
+    if not spec.features.softcap:
+        return softmax.make_from_lse(spec)
+
+    def p_of_rows(rS, scale, rL):
+        pass
+
+    return p_of_rows
+
+
+@part
+def make_ds_of_rows(spec):
+    """``ds_of_rows(rdS, rdP, rS, rL, rD, options)``: dS = P o (dP - D) in 16 bits, of P in rS; with
+    a cap of S, which its slope is made of.
+    """
+    TM, TN, softcap = spec.TM, spec.TN, spec.features.softcap
+    pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
+
+    def ds_of_rows(rdS, rdP, rS, rL, rD, options):
+        if softcap:
+            inverse = float32(1.0) / options.softcap
+        for i in range(TM):
+            if softcap:
+                shift = float32(0.0) if rL[i] == NEG_INF else LOG2E * rL[i]
+            for j in range(0, TN, 2):
+                e = i * TN + j
+                g0, g1 = rS[e], rS[e + 1]
+                if softcap:
+                    g0 = exp2(g0 - shift) * cap_slope(g0, inverse)
+                    g1 = exp2(g1 - shift) * cap_slope(g1, inverse)
+                rdS[e // 2] = pack(g0 * (rdP[e] - rD[i]), g1 * (rdP[e + 1] - rD[i]))
+
+    return ds_of_rows

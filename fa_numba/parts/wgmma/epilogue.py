@@ -1,0 +1,131 @@
+"""The epilogue: O, or a gradient, from registers to global memory, by way of where Q was."""
+
+from fa_numba.device import uint32
+from fa_numba.dtypes import DTYPES
+from fa_numba.intrinsics.bulk_copy import (
+    commit_boxes,
+    fence_async_proxy,
+    store_box,
+    store_box_5d,
+    wait_boxes_read,
+)
+from fa_numba.intrinsics.matrix import CONVERSIONS
+from fa_numba.intrinsics.shared import store2
+from fa_numba.parts.grid import make_query_rows
+from fa_numba.parts.mma.epilogue import make_write_fragments
+from fa_numba.parts.namespace import part
+from fa_numba.parts.records import Head
+from fa_numba.parts.split_epilogue import writes_split
+from fa_numba.parts.values import make_write
+from fa_numba.parts.wgmma.load import make_query_box
+from fa_numba.parts.wgmma.pingpong import make_sync_group
+from fa_numba.tiling.wgmma import PANEL
+
+
+@part
+def make_write_queries(spec):
+    """``write_queries(rO, sQ, slot, O, row0, head, thread)``: a warpgroup's rows of O, rounded, by
+    way of its own rows of a slot of Q; nothing beyond the sequence. Its first thread waits until
+    they have been read.
+    """
+    NQ, write = (
+        spec.tile_halves[0],
+        make_write_tile(spec, make_query_box(spec, spec.features.packed)),
+    )
+
+    def write_queries(rO, sQ, slot, O, row0, head, thread):
+        write(rO, sQ, uint32(slot.stage * NQ), O, row0, head, thread)
+
+    return write_queries
+
+
+@part
+def make_write_tile(spec, find):
+    """``write_tile(rO, sQ, at, O, row0, head, thread)``: a warpgroup's rows, rounded, to where
+    ``find`` finds them, by way of its own rows of sQ.
+    """
+    Br, panels, members = spec.Br, spec.panels, spec.tile_heads > 1
+    round_rows = _make_round_rows(spec)
+
+    def write_tile(rO, sQ, at, O, row0, head, thread):
+        own = round_rows(rO, sQ, at, thread)
+        if thread.ty == uint32(0) and thread.tx == uint32(0):
+            box = find(O, row0, head)
+            for n in range(panels):
+                place = uint32(own + PANEL * Br * n)
+                if members:
+                    store_box_5d(O, box.outer, box.inner, box.row, 0, PANEL * n, sQ, place)
+                else:
+                    store_box(O, box.outer, box.inner, box.row, PANEL * n, sQ, place)
+            commit_boxes()
+            wait_boxes_read()
+
+    return write_tile
+
+
+@part
+def _make_round_rows(spec):
+    """``round_rows(rO, sQ, at, thread)``: a warpgroup's rows of O in 16 bits, in its own rows of
+    sQ, whose place it gives; there for the copy engine.
+    """
+    TM, DN4, Br, STEP = spec.TM, 4 * spec.DN, spec.Br, spec.row_step
+    sync_group, ROWS = make_sync_group(spec), spec.consumer_rows
+    pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
+
+    def round_rows(rO, sQ, at, thread):
+        own = uint32(at + PANEL * ROWS * thread.w)
+        exchange = uint32(8 * (thread.ty % 8))  # the copy engine's swizzle
+        for i in range(TM):
+            row = uint32(own + PANEL * (thread.ty + STEP * i) + 2 * thread.tx)
+            for n in range(DN4 // 2):
+                chunk = uint32(uint32(8 * (n % 8)) ^ exchange)
+                place = uint32(row + chunk + PANEL * Br * (n // 8))
+                store2(sQ, place, pack(rO[i * DN4 + 2 * n], rO[i * DN4 + 2 * n + 1]))
+        fence_async_proxy()
+        sync_group(thread.w)
+        return own
+
+    return round_rows
+
+
+@part
+def make_write_split(spec):
+    """``write_split``: see ``split_epilogue.writes_split``; the rows are of one warpgroup."""
+    return writes_split(spec, make_write_fragments(spec))
+
+
+@part
+def make_rows_of(spec):
+    """``rows_of(rows, head)``: the rows that a sequence has in arrays of so many rows of queries,
+    padding among them.
+    """
+    packed = spec.features.packed
+
+    def rows_of(rows, head):
+        if packed:
+            return head.Nq
+        return uint32(rows)
+
+    return rows_of
+
+
+@part
+def make_write_logsumexps(spec):
+    """``write_logsumexps(rl, out, row0, head, thread)``: one value a row of L."""
+    TM, STEP, heads, rows_of = spec.TM, spec.row_step, spec.tile_heads, make_rows_of(spec)
+    write_values, query_rows = make_write(spec), make_query_rows(spec)
+
+    def write_logsumexps(rl, out, row0, head, thread):
+        rows_end = rows_of(out.rows, head)
+        if heads == 1:
+            write_values(rl, query_rows(out.L, head), row0, rows_end, thread)
+        else:
+            for i in range(TM):
+                place = uint32(thread.ty + STEP * i)
+                row = uint32(row0 + place // uint32(heads))
+                if thread.tx == uint32(0) and row < rows_end:
+                    h = uint32(uint32(head.h * heads) + place % uint32(heads))
+                    member = Head(head.b, h, head.hk, head.Nq, head.Nk, head.options)
+                    query_rows(out.L, member)[row] = rl[i]
+
+    return write_logsumexps

@@ -1,0 +1,353 @@
+"""FlashAttention-1 backward on Hopper's tensor cores: O comes with the row tiles, D is made in
+every pass, and dQ passes through global memory in every pass.
+"""
+
+from fa_numba.device import cuda, float32, int32, int64, uint32
+from fa_numba.dtypes import DTYPES
+from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, anew
+from fa_numba.intrinsics.bulk_copy import load_box
+from fa_numba.intrinsics.matrix import CONVERSIONS
+from fa_numba.intrinsics.mbarrier import arrive_mbarrier, expect_bytes, mbarrier_tile
+from fa_numba.intrinsics.shared import half_tile, load8, shared_tile
+from fa_numba.parts.mma.pairs import (
+    make_add_two,
+    make_read_floats,
+    make_write_floats,
+    make_write_two,
+)
+from fa_numba.parts.namespace import part
+from fa_numba.parts.records import Fa1BackwardShared, GroupThread
+from fa_numba.parts.wgmma.epilogue import make_write_tile
+from fa_numba.parts.wgmma.gradients import value_place
+from fa_numba.parts.wgmma.load import make_key_box, make_tile, whole_box
+from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
+
+WARP = 32
+DOT_THREADS = 64  # that make D
+CHUNK = 8  # 16-bit elements in 16 bytes
+
+
+@part
+def make_fa1_backward_shared_memory(spec):
+    """``fa1_backward_shared_memory()``: Kj and Vj, slots of Q, dO and O, dS, L and D, and the
+    barriers.
+    """
+    NQ, NK, NS = spec.tile_halves
+    AT_Q, AT_DO, AT_DS, _, AT_L, AT_BARRIERS = spec.places
+    NQS, NSS, NL, BARRIERS, AT_O = 2 * NQ, 2 * NS, 4 * spec.Br, spec.barriers, spec.place_of_o
+
+    def fa1_backward_shared_memory():
+        sK, sV = half_tile(0, NK), half_tile(NK, NK)
+        sQ, sdO, sdS = half_tile(AT_Q, NQS), half_tile(AT_DO, NQS), half_tile(AT_DS, NSS)
+        sO = half_tile(AT_O, NQS)
+        sL, bars = shared_tile(AT_L, NL), mbarrier_tile(AT_BARRIERS, BARRIERS)
+        return Fa1BackwardShared(sK, sV, sQ, sdO, sdS, sO, sL, bars)
+
+    return fa1_backward_shared_memory
+
+
+# --- row tiles -------------------------------------------------------------------------------
+
+
+@part
+def make_rows_of_query_split(spec):
+    """``rows_of_query_split(split_rows, rows)``: this block's first row of Q, and one past its
+    last.
+    """
+    splits = spec.splits_queries
+
+    def rows_of_query_split(split_rows, rows):
+        first, end = uint32(0), rows
+        if splits:
+            first = uint32(cuda.blockIdx.x * split_rows)
+            end = uint32(min(rows, uint32(first + split_rows)))
+        return first, end
+
+    return rows_of_query_split
+
+
+@part
+def make_next_of_pass(spec):
+    """``next_of_pass(h, i0, i_first, i_end)``: the head and row tile after this one; of a single
+    query head h and i_first are not asked for, and take no registers.
+    """
+    Br, grouped = spec.Br, spec.grouped
+
+    def next_of_pass(h, i0, i_first, i_end):
+        h_next, i_next = h, uint32(i0 + Br)
+        if grouped and i_next >= i_end:
+            h_next, i_next = uint32(h + 1), i_first
+        return h_next, i_next
+
+    return next_of_pass
+
+
+@part
+def make_tiles_of_rows(spec):
+    """``tiles_of_rows(i_first, i_end)``: how many there are from the first row of one on."""
+    Br = spec.Br
+
+    def tiles_of_rows(i_first, i_end):
+        count = uint32(0)
+        if i_first < i_end:
+            count = uint32((i_end - i_first + (Br - 1)) // Br)
+        return count
+
+    return tiles_of_rows
+
+
+@part
+def make_is_visit(spec):
+    """``is_visit(h, h_end, i0, i_end)``: whether there is a row tile at i0 of head h."""
+    grouped = spec.grouped
+
+    def is_visit(h, h_end, i0, i_end):
+        return i0 < i_end and (not grouped or h < h_end)
+
+    return is_visit
+
+
+@part
+def make_fa1_load_columns(spec):
+    """``fa1_load_columns(shared, K, V, j0, head)``: Kj and Vj, zeros beyond the arrays."""
+    Bc, panels, barrier = spec.Bc, spec.panels, spec.pipelines.kv.full
+    size = 4 * PANEL * spec.panels * spec.Bc
+
+    def fa1_load_columns(shared, K, V, j0, head):
+        b, hk, bars = head.b, head.hk, shared.bars
+        expect_bytes(bars, uint32(barrier), size)
+        for n in range(panels):
+            at, col = uint32(PANEL * Bc * n), PANEL * n
+            load_box(shared.sK, at, K, b, hk, j0, col, bars, uint32(barrier))
+            load_box(shared.sV, at, V, b, hk, j0, col, bars, uint32(barrier))
+
+    return fa1_load_columns
+
+
+@part
+def make_load_rows(spec):
+    """``load_rows(shared, Q, dO, O, i0, head, slot)``: Qi, dOi and Oi to a slot."""
+    load, NQ = make_tile(spec.Br, spec.Br, spec.panels, whole_box), spec.tile_halves[0]
+    _, q, do, o, _ = spec.pipelines
+    full_q, full_do, full_o = q.full, do.full, o.full
+
+    def load_rows(shared, Q, dO, O, i0, head, slot):
+        bars, stage, at = shared.bars, slot.stage, uint32(slot.stage * NQ)
+        load(shared.sQ, at, Q, i0, head, bars, uint32(full_q + stage))
+        load(shared.sdO, at, dO, i0, head, bars, uint32(full_do + stage))
+        load(shared.sO, at, O, i0, head, bars, uint32(full_o + stage))
+
+    return load_rows
+
+
+@part
+def make_load_lse(spec):
+    """``load_lse(shared, L, i0, rows_end, slot)``: a warp loads L, in units of log2; 0 past the
+    end, and of rows that see no column.
+    """
+    Br, place_of, full = spec.Br, value_place, spec.pipelines.q.full
+
+    def load_lse(shared, L, i0, rows_end, slot):
+        at = uint32(slot.stage * (2 * Br))
+        r = uint32(uint32(cuda.threadIdx.x) % WARP)
+        place = uint32(at + place_of(r))
+        for n in range(Br // WARP):
+            row = uint32(i0 + r + WARP * n)
+            shift = float32(0.0)
+            if row < rows_end:
+                shift = LOG2E * L[row]
+            if shift == NEG_INF:
+                shift = float32(0.0)
+            shared.sL[uint32(place + WARP * n)] = shift
+        arrive_mbarrier(shared.bars, uint32(full + slot.stage))
+
+    return load_lse
+
+
+@part
+def make_row_dots(spec):
+    """``row_dots(shared, stage, columns)``: D = rowsum(dO o O), by two warps; a thread takes a row,
+    in chunks of 16 bytes. They have few registers: that the ends are no constants leaves the loops
+    loops.
+    """
+    Br, NQ, place_of, full = spec.Br, spec.tile_halves[0], value_place, spec.pipelines.d.full
+    _, unpack = CONVERSIONS[DTYPES[spec.dtype].matrix]
+
+    def row_dots(shared, stage, columns):
+        at_rows, at = uint32(stage * NQ), uint32(stage * (2 * Br) + Br)
+        r, rows = uint32(uint32(cuda.threadIdx.x) - WARP), anew(uint32(Br))
+        while r < rows:
+            dot, col = float32(0.0), uint32(0)
+            while col < columns:
+                chunk = uint32(uint32(col % PANEL) ^ uint32(CHUNK * (r % 8)))
+                place = uint32(at_rows + PANEL * (r + Br * (col // PANEL)) + chunk)
+                os, gs = load8(shared.sO, place), load8(shared.sdO, place)
+                for e in range(4):
+                    o, g = unpack(os[e]), unpack(gs[e])
+                    dot += o[0] * g[0] + o[1] * g[1]
+                col = uint32(col + CHUNK)
+            shared.sL[uint32(at + place_of(r))] = dot
+            r = uint32(r + DOT_THREADS)
+        arrive_mbarrier(shared.bars, uint32(full + stage))
+
+    return row_dots
+
+
+# --- dQ --------------------------------------------------------------------------------------
+
+# A part of dQ is always the same thread's: it reads what it has written itself in the pass before,
+# which needs no fence and no barrier. Pairs of it stand so many rows and columns from its first.
+PAIRS = tuple((8 * i, 8 * n) for i in range(2) for n in range(PANEL // 8))
+
+
+@part
+def make_query_place(spec):
+    """``query_place(row0, rows_end, thread)``: row and column of this thread's first element of dQ,
+    and the rows from there to the end. Its pair e stands PAIRS[e] rows and columns further.
+    """
+    by_rows = spec.Br > GROUP_ROWS
+
+    def query_place(row0, rows_end, thread):
+        row, col = uint32(row0 + thread.tx), uint32(2 * thread.ty)
+        if by_rows:
+            row = uint32(row + GROUP_ROWS * thread.w)
+        else:
+            col = uint32(col + PANEL * thread.w)
+        return int64(row), int64(col), int32(int32(rows_end) - int32(row))
+
+    return query_place
+
+
+@part
+def make_read_dq(spec):
+    """``read_dq(rdQ, A, j0, row0, rows_end, head, thread)``: this thread's part of dQ so far, zeros
+    past the end.
+
+    The pass over column 0 knows that it is 0, and reads nothing, unless the kernel has written
+    that.
+    """
+    initialises, pairs = spec.features.initialises, PAIRS
+    place, read_floats = make_query_place(spec), make_read_floats(spec)
+
+    def read_dq(rdQ, A, j0, row0, rows_end, head, thread):
+        seen = uint32(0)
+        if initialises or j0 > uint32(0):
+            seen = rows_end
+        Ah = A[head.b, head.h]
+        row, col, left = place(row0, seen, thread)
+        for e in range(len(pairs)):
+            down, along = pairs[e]
+            pair = read_floats(Ah, row + down, col + along, left > down)
+            rdQ[2 * e] = pair[0]
+            rdQ[2 * e + 1] = pair[1]
+
+    return read_dq
+
+
+@part
+def make_write_dq(spec):
+    """``write_dq(rdQ, sums, scale, more, row0, rows_end, head, thread)``: this thread's part of dQ:
+    to A, if there is more to come, else scale times it to dQ, rounded; ``sums`` are both.
+    """
+    write_sums, write_rounded = _make_write_sums(spec), _make_write_rounded(spec)
+
+    def write_dq(rdQ, sums, scale, more, row0, rows_end, head, thread):
+        A, dQ = sums
+        if more:
+            write_sums(rdQ, A[head.b, head.h], row0, rows_end, thread)
+        else:
+            write_rounded(rdQ, dQ[head.b, head.h], scale, row0, rows_end, thread)
+
+    return write_dq
+
+
+@part
+def make_initialise_dq(spec):
+    """``initialise_dq(rdQ, sums, scale, first, h_end, row0, rows_end, thread)``: dQ = 0 of the
+    query heads from ``first`` on and these rows, unless the first pass does it, which then takes
+    all rows.
+    """
+    Br, RQ, initialises = spec.Br, spec.query_registers, spec.features.initialises
+    write_sums, write_rounded = _make_write_sums(spec), _make_write_rounded(spec)
+
+    def initialise_dq(rdQ, sums, scale, first, h_end, row0, rows_end, thread):
+        A, dQ = sums
+        if initialises:
+            for e in range(RQ):
+                rdQ[e] = float32(0.0)
+            b, h = first.b, first.h
+            while h < h_end:
+                i0 = row0
+                while i0 < rows_end:
+                    write_sums(rdQ, A[b, h], i0, rows_end, thread)
+                    write_rounded(rdQ, dQ[b, h], scale, i0, rows_end, thread)
+                    i0 = uint32(i0 + Br)
+                h = uint32(h + 1)
+
+    return initialise_dq
+
+
+@part
+def _make_write_sums(spec):
+    """``write_sums(rdQ, A, row0, rows_end, thread)``: this thread's part of dQ, in float32."""
+    pairs, place, write_floats = PAIRS, make_query_place(spec), make_write_floats(spec)
+
+    def write_sums(rdQ, A, row0, rows_end, thread):
+        row, col, left = place(row0, rows_end, thread)
+        for e in range(len(pairs)):
+            down, along = pairs[e]
+            write_floats(A, row + down, col + along, left > down, rdQ[2 * e], rdQ[2 * e + 1])
+
+    return write_sums
+
+
+@part
+def _make_write_rounded(spec):
+    """``write_rounded(rdQ, dQ, factor, row0, rows_end, thread)``: factor times it, rounded."""
+    pairs, place, write_two = PAIRS, make_query_place(spec), make_write_two(spec)
+
+    def write_rounded(rdQ, dQ, factor, row0, rows_end, thread):
+        row, col, left = place(row0, rows_end, thread)
+        for e in range(len(pairs)):
+            down, along = pairs[e]
+            if left > down:
+                low, high = factor * rdQ[2 * e], factor * rdQ[2 * e + 1]
+                write_two(dQ, row + down, uint32(col + along), low, high)
+
+    return write_rounded
+
+
+# --- dK and dV -------------------------------------------------------------------------------
+
+
+@part
+def make_fa1_write_columns(spec):
+    """``fa1_write_columns(rdK, sK, dK, row0, head, thread)``: this consumer's rows of dK or dV; or,
+    where blocks share them, added to their float32 sum atomically.
+    """
+    if spec.splits_queries:
+        return _make_add_columns(spec)
+    write = make_write_tile(spec.transposed, make_key_box(spec, False))
+
+    def fa1_write_columns(rdK, sK, dK, row0, head, thread):
+        own = GroupThread(thread.tx, thread.ty, thread.w)
+        write(rdK, sK, uint32(0), dK, row0, head, own)
+
+    return fa1_write_columns
+
+
+@part
+def _make_add_columns(spec):
+    """``add_columns(rdK, sK, A, row0, head, thread)``: A += this thread's part of dK."""
+    TM, DN4, STEP_, add_two = spec.TN, 4 * spec.DN, spec.column_step, make_add_two(spec)
+
+    def add_columns(rdK, sK, A, row0, head, thread):
+        Ah = A[head.b, head.hk]
+        for i in range(TM):
+            row = uint32(row0 + thread.tx + STEP_ * i)
+            for n in range(DN4 // 2):
+                e = i * DN4 + 2 * n
+                inside = row < uint32(Ah.shape[0])
+                add_two(Ah, row, uint32(8 * n + 2 * thread.ty), inside, rdK[e], rdK[e + 1])
+
+    return add_columns

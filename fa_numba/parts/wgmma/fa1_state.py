@@ -1,0 +1,317 @@
+"""What FlashAttention-1 passes through global memory on Hopper's tensor cores: O, l and m.
+
+O is in float32 there (``A``), until a row tile's last pass rounds it to O. It comes and goes by
+TMA tiles, by way of a slot in shared memory. A row's l and m are read and written by one thread,
+the same in every pass.
+"""
+
+from fa_numba.device import cuda, float32, uint32
+from fa_numba.dtypes import DTYPES
+from fa_numba.intrinsics.arithmetic import NEG_INF, exp2, maximum
+from fa_numba.intrinsics.bulk_copy import (
+    commit_boxes,
+    fence_async_proxy,
+    load_box,
+    store_box,
+    wait_boxes,
+    wait_boxes_read,
+)
+from fa_numba.intrinsics.matrix import CONVERSIONS
+from fa_numba.intrinsics.mbarrier import arrive_mbarrier, expect_bytes, mbarrier_tile, wait_mbarrier
+from fa_numba.intrinsics.shared import half_tile, load_pair, shared_tile, store_pair
+from fa_numba.parts.fa1_state import *  # noqa: F403
+from fa_numba.parts.namespace import part
+from fa_numba.parts.records import SharedWithO
+from fa_numba.parts.softmax import FULL_WARP, make_start
+from fa_numba.parts.values import make_read, make_read_maxima, make_write
+from fa_numba.parts.wgmma.epilogue import make_write_tile
+from fa_numba.parts.wgmma.load import whole_box
+from fa_numba.parts.wgmma.pingpong import make_sync_group
+from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
+from fa_numba.tiling.wgmma_fa1 import FLOAT_PANEL
+
+
+@part
+def make_fa1_shared_memory(spec):
+    """``fa1_shared_memory()``: slots of Q, of K and of V, of O in float32, and the barriers."""
+    NQ, NK = spec.tile_halves
+    NQS, NKS, NOS = spec.q_stages * NQ, spec.stages * NK, spec.q_stages * spec.tile_floats
+    AT_V, AT_O, AT_BARRIERS = NQS + NKS, spec.halves // 2, spec.first_barrier
+    BARRIERS = spec.barriers
+
+    def fa1_shared_memory():
+        sQ, sK, sV = half_tile(0, NQS), half_tile(NQS, NKS), half_tile(AT_V, NKS)
+        return SharedWithO(sQ, sK, sV, shared_tile(AT_O, NOS), mbarrier_tile(AT_BARRIERS, BARRIERS))
+
+    return fa1_shared_memory
+
+
+@part
+def make_load_own_q(spec):
+    """``load_own_q(sQ, Q, row0, head, bars, slot, w)``: the rows of Qi that consumer w takes, from
+    ``row0`` on, to its part of a slot.
+    """
+    facts = spec.pipelines.q
+    return _make_load(spec.Br, spec.panels, PANEL, spec.tile_halves[0], facts)
+
+
+@part
+def make_load_own_o(spec):
+    """``load_own_o(sO, A, row0, head, bars, slot, w)``: the same rows of Oi in float32."""
+    facts = spec.pipelines.o
+    return _make_load(spec.Br, spec.float_panels, FLOAT_PANEL, spec.tile_floats, facts)
+
+
+@part
+def _make_load(Br, panels, width, tile, facts):
+    """64 rows of a ``tile`` of so many elements, by ``panels`` boxes of 128 bytes, ``width``
+    columns each.
+    """
+    size, full, groups = 128 * GROUP_ROWS * panels, facts.full, facts.groups
+
+    def load(sT, T, row0, head, bars, slot, w):
+        barrier = uint32(full + uint32(slot.stage * groups + w))
+        own = uint32(uint32(slot.stage * tile) + width * GROUP_ROWS * w)
+        expect_bytes(bars, barrier, size)
+        for n in range(panels):
+            place = uint32(own + width * Br * n)
+            load_box(sT, place, T, head.b, head.h, row0, width * n, bars, barrier)
+
+    return load
+
+
+@part
+def make_has_state(spec):
+    """``has_state(j0)``: whether O, l and m are in global memory when the pass over column ``j0``
+    begins. The pass over column 0 knows them, unless the kernel has initialised them.
+    """
+    initialises = spec.features.initialises
+
+    def has_state(j0):
+        return initialises or j0 != uint32(0)
+
+    return has_state
+
+
+@part
+def make_read_statistics(spec):
+    """``read_statistics(rl, rm, state, tile, rows_end)``: l and m of a row tile."""
+    has_state = make_has_state(spec)
+    read_values, read_maxima = make_read(spec), make_read_maxima(spec)
+
+    def read_statistics(rl, rm, state, tile, rows_end):
+        seen = rows_end  # rows whose l and m some pass has written
+        if not has_state(tile.j0):
+            seen = uint32(0)
+        read_values(rl, state.l, tile.i0, seen, tile.thread)
+        read_maxima(rm, state.m, tile.i0, seen, tile.thread)
+
+    return read_statistics
+
+
+@part
+def make_softmax_to_p(spec):
+    """``softmax_to_p(rP, rS, scale, rm, rl, rf)``: ``online_softmax`` with P in 16 bits, and in rf
+    what O is multiplied by, l exp(m - m_new).
+
+    All maxima come first: then a few columns of all rows at a time leave S for P, from the last on,
+    where ptxas finds a place for all of P.
+    """
+    TM, TN, TX, folds = spec.TM, spec.TN, spec.tx_count, spec.folds_scale
+    pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
+
+    def softmax_to_p(rP, rS, scale, rm, rl, rf):
+        rshift = cuda.local.array(TM, float32)
+        for i in range(TM):
+            m_new = rm[i]
+            if folds:
+                m_new = NEG_INF
+            for j in range(TN):
+                m_new = maximum(m_new, rS[i * TN + j])
+            if folds:
+                m_new = maximum(rm[i], m_new * scale)
+            lane = TX // 2
+            while lane > 0:
+                m_new = maximum(m_new, cuda.shfl_xor_sync(FULL_WARP, m_new, lane))
+                lane //= 2
+            rshift[i] = m_new
+            if m_new == NEG_INF:  # -inf - -inf would be NaN
+                rshift[i] = float32(0.0)
+            rf[i] = rl[i] * exp2(rm[i] - rshift[i])
+            rl[i] = float32(0.0)
+            rm[i] = m_new
+        for j in range(0, TN, 2):
+            for i in range(TM):
+                e = i * TN + (TN - 2 - j)
+                s0, s1 = rS[e], rS[e + 1]
+                if folds:
+                    s0, s1 = s0 * scale, s1 * scale
+                p0, p1 = exp2(s0 - rshift[i]), exp2(s1 - rshift[i])
+                rl[i] += p0 + p1
+                rP[e // 2] = pack(p0, p1)
+        for i in range(TM):
+            lane = TX // 2
+            while lane > 0:
+                rl[i] += cuda.shfl_xor_sync(FULL_WARP, rl[i], lane)
+                lane //= 2
+            rl[i] += rf[i]
+
+    return softmax_to_p
+
+
+@part
+def make_take_output(spec):
+    """``take_output(rO, rf, sO, slot, tile)``: diag(f) O of this consumer's rows of a slot of O;
+    zeros in the pass that knows O.
+    """
+    TM, DN4, STEP, NO = spec.TM, 4 * spec.DN, spec.row_step, spec.tile_floats
+    has_state, first_place, further = make_has_state(spec), _make_first_place(spec), _further(spec)
+
+    def take_output(rO, rf, sO, slot, tile):
+        if has_state(tile.j0):
+            first = first_place(uint32(slot.stage * NO), tile.thread)
+            for i in range(TM):
+                for n in range(DN4 // 2):
+                    pair = load_pair(sO, further(first, i * STEP, n))
+                    rO[i * DN4 + 2 * n] = pair[0] * rf[i]
+                    rO[i * DN4 + 2 * n + 1] = pair[1] * rf[i]
+        else:
+            for e in range(TM * DN4):
+                rO[e] = float32(0.0)
+
+    return take_output
+
+
+@part
+def _make_first_place(spec):
+    """``first_place(at, thread)``: where a thread's first two columns of its first row of a tile of
+    O lie, in the copy engine's swizzle.
+    """
+
+    def first_place(at, thread):
+        row = uint32(at + FLOAT_PANEL * (GROUP_ROWS * thread.w + thread.ty))
+        return uint32(row + uint32(uint32(2 * thread.tx) ^ uint32(4 * (thread.ty % 8))))
+
+    return first_place
+
+
+@part
+def _further(spec):
+    """The place ``down`` rows, a multiple of 8, and 8 n columns further."""
+    Br = spec.Br
+
+    def further(first, down, n):
+        return uint32(uint32(first ^ uint32(8 * (n % 4))) + FLOAT_PANEL * (down + Br * (n // 4)))
+
+    return further
+
+
+@part
+def _make_write_sums(spec):
+    """``write_sums(rO, sO, at, A, row0, head, thread)``: a consumer's rows of O to A, by way of its
+    own rows of sO. Its first thread waits until they have been read.
+    """
+    TM, DN4, Br, STEP = spec.TM, 4 * spec.DN, spec.Br, spec.row_step
+    panels, sync_group = spec.float_panels, make_sync_group(spec)
+    first_place, further = _make_first_place(spec), _further(spec)
+
+    def write_sums(rO, sO, at, A, row0, head, thread):
+        first = first_place(at, thread)
+        for i in range(TM):
+            for n in range(DN4 // 2):
+                e = i * DN4 + 2 * n
+                store_pair(sO, further(first, i * STEP, n), rO[e], rO[e + 1])
+        fence_async_proxy()
+        sync_group(thread.w)
+        if thread.ty == uint32(0) and thread.tx == uint32(0):
+            own = uint32(at + FLOAT_PANEL * GROUP_ROWS * thread.w)
+            for n in range(panels):
+                place = uint32(own + FLOAT_PANEL * Br * n)
+                store_box(A, head.b, head.h, row0, FLOAT_PANEL * n, sO, place)
+            commit_boxes()
+            wait_boxes_read()
+
+    return write_sums
+
+
+@part
+def make_initialise(spec):
+    """``initialise(rO, rl, rm, shared, state, tile, rows_end)``: O = 0, l = 0, m = -inf of this
+    consumer's rows from those of the tile on, unless the first pass does it, which then takes all.
+    """
+    Br, start, initialises = spec.Br, make_start(spec), spec.features.initialises
+    write_tile, write_sums = make_write_tile(spec, whole_box), _make_write_sums(spec)
+    write_values = make_write(spec)
+
+    def initialise(rO, rl, rm, shared, state, tile, rows_end):
+        head, thread = tile.head, tile.thread
+        if initialises:
+            i0 = tile.i0
+            while i0 < rows_end:
+                start(rO, rl, rm)
+                write_tile(rO, shared.sQ, uint32(0), state.O, i0, head, thread)
+                write_sums(rO, shared.sO, uint32(0), state.A, i0, head, thread)
+                write_values(rl, state.l, i0, rows_end, thread)
+                write_values(rm, state.m, i0, rows_end, thread)
+                i0 = uint32(i0 + Br)
+
+    return initialise
+
+
+@part
+def make_wait_initialised(spec):
+    """``wait_initialised(bars, w)``: until consumer w needs the slots for that no more."""
+    initialises, written = spec.features.initialises, spec.pipelines.written.full
+
+    def wait_initialised(bars, w):
+        if initialises:
+            wait_mbarrier(bars, uint32(written + w), uint32(0))
+
+    return wait_initialised
+
+
+@part
+def make_write_o(spec):
+    """``write_o(rO, shared, slot, state, more, tile)``: O of a row tile to memory, by way of a slot
+    of O, to A, if there is ``more`` to come, else rounded by way of one of Q.
+    """
+    (NQ, _), NO = spec.tile_halves, spec.tile_floats
+    write_tile, write_sums = make_write_tile(spec, whole_box), _make_write_sums(spec)
+
+    def write_o(rO, shared, slot, state, more, tile):
+        head, thread = tile.head, tile.thread
+        if more:
+            at = uint32(slot.stage * NO)
+            write_sums(rO, shared.sO, at, state.A, tile.i0, head, thread)
+        else:
+            at = uint32(slot.stage * NQ)
+            write_tile(rO, shared.sQ, at, state.O, tile.i0, head, thread)
+
+    return write_o
+
+
+@part
+def make_write_statistics(spec):
+    """``write_statistics(rl, rm, state, tile, rows_end)``: l and m of a row tile to memory."""
+    write_values = make_write(spec)
+
+    def write_statistics(rl, rm, state, tile, rows_end):
+        write_values(rl, state.l, tile.i0, rows_end, tile.thread)
+        write_values(rm, state.m, tile.i0, rows_end, tile.thread)
+
+    return write_statistics
+
+
+@part
+def make_end_pass(spec):
+    """``end_pass(bars, thread)``: what this consumer has written is in global memory; its boxes of
+    A may be loaded again.
+    """
+    written = spec.pipelines.written.full
+
+    def end_pass(bars, thread):
+        if thread.ty == uint32(0) and thread.tx == uint32(0):
+            wait_boxes()
+            arrive_mbarrier(bars, uint32(written + thread.w))
+
+    return end_pass

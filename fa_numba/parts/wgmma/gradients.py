@@ -1,0 +1,403 @@
+"""Backward on Hopper's tensor cores: S and dP stand transposed in registers, row tiles come to two
+slots in turn, and their L and D with them.
+"""
+
+from fa_numba.device import cuda, device_function, float32, uint32
+from fa_numba.dtypes import DTYPES
+from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, anew, exp2, maximum
+from fa_numba.intrinsics.bulk_copy import (
+    add_box,
+    commit_boxes,
+    fence_async_proxy,
+    load_box,
+    wait_boxes_read,
+)
+from fa_numba.intrinsics.matrix import CONVERSIONS
+from fa_numba.intrinsics.mbarrier import arrive_mbarrier, expect_bytes, mbarrier_tile
+from fa_numba.intrinsics.shared import half_tile, index_tile, load4, shared_tile, store2
+from fa_numba.intrinsics.warpgroup import MULTIPLY, STEP, wait_products
+from fa_numba.parts.bias import make_add_bias
+from fa_numba.parts.gradients import make_scale_columns as make_scale_columns
+from fa_numba.parts.gradients import make_start_columns as make_start_columns
+from fa_numba.parts.grid import make_key_rows
+from fa_numba.parts.mma.pairs import make_write_floats
+from fa_numba.parts.namespace import part
+from fa_numba.parts.records import BackwardShared, GroupThread, SlotPlaces
+from fa_numba.parts.wgmma.epilogue import make_write_tile
+from fa_numba.parts.wgmma.key_tiles import make_told_key_box, make_told_query_box
+from fa_numba.parts.wgmma.load import make_tile
+from fa_numba.parts.wgmma.pingpong import make_sync_group
+from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL
+
+WARP = 32
+FLOATS = 32  # of a box's row
+VALUE_THREADS = 64  # that load L and D
+
+
+@part
+def make_backward_shared_memory(spec):
+    """``backward_shared_memory()``: Kj and Vj, slots of Q and dO, dS, dQ, L and D, what tells of
+    the key tile, and the barriers.
+    """
+    NQ, NK, NS = spec.tile_halves
+    AT_Q, AT_DO, AT_DS, AT_DQ, AT_L, AT_BARRIERS = spec.places
+    NQS, NSS, NDQ, NL, BARRIERS = 2 * NQ, 2 * NS, spec.query_floats, 4 * spec.Br, spec.barriers
+    AT_WORDS, WORDS = spec.told
+
+    def backward_shared_memory():
+        sK, sV = half_tile(0, NK), half_tile(NK, NK)
+        sQ, sdO, sdS = half_tile(AT_Q, NQS), half_tile(AT_DO, NQS), half_tile(AT_DS, NSS)
+        sdQ, sL = shared_tile(AT_DQ, NDQ), shared_tile(AT_L, NL)
+        bars, words = mbarrier_tile(AT_BARRIERS, BARRIERS), index_tile(AT_WORDS, WORDS)
+        return BackwardShared(sK, sV, sQ, sdO, sdS, sdQ, sL, words, bars)
+
+    return backward_shared_memory
+
+
+@part
+def make_places(spec):
+    """``places(stage)``: where a slot's row tiles, L and D, and dS begin."""
+    (NQ, _, NS), values = spec.tile_halves, 2 * spec.Br
+
+    def places(stage):
+        return SlotPlaces(uint32(stage * NQ), uint32(stage * values), uint32(stage * NS))
+
+    return places
+
+
+# --- row tiles -------------------------------------------------------------------------------
+
+
+@part
+def make_load_columns(spec):
+    """``load_columns(shared, K, V, j0, head)``: Kj and Vj, zeros beyond the sequence."""
+    Bc, panels, barrier = spec.Bc, spec.panels, spec.pipelines.kv.full
+    size, find = 4 * PANEL * spec.panels * spec.Bc, make_told_key_box(spec, spec.key_ends)
+
+    def load_columns(shared, K, V, j0, head):
+        bars = shared.bars
+        expect_bytes(bars, uint32(barrier), size)
+        k, v = find(K, j0, head), find(V, j0, head)
+        for n in range(panels):
+            at, col = uint32(PANEL * Bc * n), PANEL * n
+            load_box(shared.sK, at, K, k.outer, k.inner, k.row, col, bars, uint32(barrier))
+            load_box(shared.sV, at, V, v.outer, v.inner, v.row, col, bars, uint32(barrier))
+
+    return load_columns
+
+
+@part
+def make_load_q(spec):
+    """``load_q(shared, Q, i0, head, slot)``: Qi to a slot, zeros beyond the sequence."""
+    load, NQ, full = _make_load_rows(spec), spec.tile_halves[0], spec.pipelines.q.full
+
+    def load_q(shared, Q, i0, head, slot):
+        at, barrier = uint32(slot.stage * NQ), uint32(full + slot.stage)
+        load(shared.sQ, at, Q, i0, head, shared.bars, barrier)
+
+    return load_q
+
+
+@part
+def make_load_do(spec):
+    """``load_do(shared, dO, i0, head, slot)``: dOi to a slot, zeros beyond the sequence."""
+    load, NQ, full = _make_load_rows(spec), spec.tile_halves[0], spec.pipelines.do.full
+
+    def load_do(shared, dO, i0, head, slot):
+        at, barrier = uint32(slot.stage * NQ), uint32(full + slot.stage)
+        load(shared.sdO, at, dO, i0, head, shared.bars, barrier)
+
+    return load_do
+
+
+@part
+def _make_load_rows(spec):
+    return make_tile(spec.Br, spec.Br, spec.panels, make_told_query_box(spec))
+
+
+@device_function
+def value_place(r):
+    """Where the L and D of row r lie: of 16 rows those four that a thread has lie side by side, 2
+    ty, the next, and 8 further.
+    """
+    return uint32(r // 16 * 16 + r % 8 // 2 * 4 + r % 16 // 8 * 2 + r % 2)
+
+
+@part
+def make_load_values(spec):
+    """``load_values(shared, L, D, i0, rows_end, slot)``: two warps load L, in units of log2, and D
+    behind it. Rows past the end have 0, and so have those that see no column.
+    """
+    Br, place_of, full = spec.Br, value_place, spec.pipelines.q.full
+
+    def load_values(shared, L, D, i0, rows_end, slot):
+        sL, at, barrier = shared.sL, uint32(slot.stage * (2 * Br)), uint32(full + slot.stage)
+        r = uint32(uint32(cuda.threadIdx.x) - WARP)
+        place = uint32(at + place_of(r))
+        for n in range(Br // VALUE_THREADS):
+            row = uint32(i0 + r + VALUE_THREADS * n)
+            shift, d = float32(0.0), float32(0.0)
+            if row < rows_end:
+                shift, d = LOG2E * L[row], D[row]
+            if shift == NEG_INF:
+                shift = float32(0.0)
+            sL[uint32(place + VALUE_THREADS * n)] = shift
+            sL[uint32(place + (Br + VALUE_THREADS * n))] = d
+        arrive_mbarrier(shared.bars, barrier)
+
+    return load_values
+
+
+# --- S, P and dS -----------------------------------------------------------------------------
+
+
+@part
+def make_scale_and_bias(spec):
+    """``scale_and_bias(rS, scale, tile)``: what of ``scale_and_mask`` goes before dP's product:
+    nothing; or the bias, where its loads and dP would need more registers than there are.
+    """
+    part, bias_first = spec.part, spec.bias_first
+    add_bias = make_add_bias(part, LOG2E, False)
+    RS = spec.TM * spec.TN
+
+    def scale_and_bias(rS, scale, tile):
+        if bias_first:
+            for e in range(RS):
+                rS[e] *= scale
+            add_bias(rS, rS, tile)
+
+    return scale_and_bias
+
+
+@part
+def make_p_of_columns(spec):
+    """``p_of_columns(rS, scale, sL, at, thread)``: ST to PT = exp(ST - L), with a cap nothing:
+    ``of_scores`` does it then.
+    """
+    if not spec.features.softcap:
+        return make_probabilities(spec)
+
+    def p_of_columns(rS, scale, sL, at, thread):
+        pass
+
+    return p_of_columns
+
+
+@part
+def make_probabilities(spec):
+    """``probabilities(rS, scale, sL, at, thread)``: ST to PT = exp(ST - L), with a cap too."""
+    TM, TN, folds = spec.TM, spec.TN, spec.folds_scale
+
+    def probabilities(rS, scale, sL, at, thread):
+        for m in range(TM // 4):
+            shifts = load4(sL, uint32(at + 16 * m + 4 * thread.ty))
+            for n in range(4):
+                for j in range(TN):
+                    s = rS[j * TM + 4 * m + n]
+                    if folds:
+                        s = s * scale
+                    rS[j * TM + 4 * m + n] = exp2(s - shifts[n])
+
+    return probabilities
+
+
+@part
+def make_ds_of_columns(spec):
+    """``ds_of_columns(rdS, rP, rdP, rS, sL, at, options, thread)``: dST = PT o (dPT - D) in 16
+    bits, of PT in rS; and PT in 16 bits, unless it was rounded early. D lies behind L.
+
+    With a cap, of ST in rS, which its slope is made of, and PT here. By few rows at a time: what
+    was rounded leaves its registers to others.
+    """
+    TM, TN, Br, late, softcap = (
+        spec.TM,
+        spec.TN,
+        spec.Br,
+        not spec.rounds_early,
+        spec.features.softcap,
+    )
+    pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
+
+    def ds_of_columns(rdS, rP, rdP, rS, sL, at, options, thread):
+        if softcap:
+            inverse = float32(1.0) / options.softcap
+        for m in range(TM // 4):
+            dots = load4(sL, uint32(uint32(at + Br) + 16 * m + 4 * thread.ty))
+            if softcap:
+                shifts = load4(sL, uint32(at + 16 * m + 4 * thread.ty))
+            for j in range(TN):
+                for n in range(0, 4, 2):
+                    e = j * TM + 4 * m + n
+                    p0, p1 = rS[e], rS[e + 1]
+                    g0, g1 = p0, p1
+                    if softcap:
+                        p0, p1 = exp2(p0 - shifts[n]), exp2(p1 - shifts[n + 1])
+                        g0, g1 = p0 * cap_slope(g0, inverse), p1 * cap_slope(g1, inverse)
+                    rdS[e // 2] = pack(g0 * (rdP[e] - dots[n]), g1 * (rdP[e + 1] - dots[n + 1]))
+                    if late:
+                        rP[e // 2] = pack(p0, p1)
+
+    return ds_of_columns
+
+
+@device_function
+def cap_slope(s, inverse):
+    """The derivative 1 - tanh^2 of the cap where it gave the score s; 0 where s is masked.
+    ``inverse`` is that of the cap.
+    """
+    t = maximum(s * inverse, float32(-1.0))
+    return float32(1.0) - t * t
+
+
+@part
+def make_store_ds(spec):
+    """``store_ds(sdS, at, rdS, thread)``: dST in 16 bits, for all consumers; a row for a column of
+    S, in panels of 64 rows of S, as the copy engine would swizzle it.
+    """
+    TM, TN, Bc = spec.TM, spec.TN, spec.Bc
+
+    def store_ds(sdS, at, rdS, thread):
+        first = uint32(
+            at + PANEL * (GROUP_ROWS * thread.w + thread.tx) + 8 * (thread.tx % 8) + 2 * thread.ty
+        )
+        for j in range(TN):
+            for n in range(TM // 2):
+                place = uint32(
+                    uint32(first + PANEL * (8 * j + Bc * (n // 8))) ^ uint32(8 * (n % 8))
+                )
+                store2(sdS, place, rdS[j * (TM // 2) + n])
+        fence_async_proxy()
+
+    return store_ds
+
+
+# --- dQ, dK and dV ---------------------------------------------------------------------------
+
+
+@part
+def make_begin_dq(spec):
+    """``begin_dq(rdQ, sdS, at, sK, w)``: this consumer's 64 x 64 part of dQ = dS K: its rows, or
+    its columns, in FlashAttention-1 added to what it is. Both operands' rows run across the sum,
+    which is over all columns of S.
+    """
+    Bc, STEPS, by_rows = spec.Bc, spec.Bc // STEP, spec.Br > GROUP_ROWS
+    ADDS = int(spec.algorithm == "fa1")
+    multiply = MULTIPLY[DTYPES[spec.dtype].matrix]
+
+    def begin_dq(rdQ, sdS, at, sK, w):
+        rows, columns = uint32(0), uint32(PANEL * Bc * w)
+        if by_rows:
+            rows, columns = columns, rows
+        multiply(rdQ, PANEL, sdS, uint32(at + rows), Bc, 1, sK, columns, Bc, 1, STEPS, ADDS)
+
+    return begin_dq
+
+
+@part
+def make_wait_dq(spec):
+    """``wait_dq(rdQ)``: dQ is there, and all but the last product have ended."""
+    RQ = spec.query_registers
+
+    def wait_dq(rdQ):
+        wait_products(rdQ, RQ, 1)
+
+    return wait_dq
+
+
+@part
+def make_wait_columns(spec):
+    """``wait_columns(rdK, rdV, more)``: both are there; with ``more`` dQ may be on its way."""
+    RK = spec.column_registers
+
+    def wait_columns(rdK, rdV, more):
+        if more:
+            wait_products(rdK, RK, 1)
+            wait_products(rdV, RK, 1)
+        else:
+            wait_products(rdK, RK, 0)
+            wait_products(rdV, RK, 0)
+
+    return wait_columns
+
+
+@part
+def make_add_dq(spec):
+    """``add_dq(rdQ, sdQ, A, row0, head, thread)``: A += this consumer's part of dQ, by the copy
+    engine, which takes it from this consumer's part of sdQ: two boxes of 32 columns. Nothing beyond
+    the rows of the sequence.
+    """
+    by_rows, sync_group = spec.Br > GROUP_ROWS, make_sync_group(spec)
+    find, BOX = make_told_query_box(spec), GROUP_ROWS * FLOATS
+
+    def add_dq(rdQ, sdQ, A, row0, head, thread):
+        w, tx, ty = thread.w, thread.tx, thread.ty
+        if tx == uint32(0) and ty == uint32(0):
+            wait_boxes_read()
+        sync_group(w)  # the last part has been read
+        # Anew: no registers are kept for the places all through the loop.
+        own_thread = anew(uint32(uint32(cuda.threadIdx.x) - GROUP))
+        quad = uint32(own_thread // 4)
+        row, col = uint32(quad % 32 // 8 * 16 + quad % 8), uint32(own_thread % 4)
+        own = uint32(2 * BOX * uint32(own_thread // GROUP))
+        chunk = uint32(uint32(col // 2) ^ uint32(row % 8))
+        first = uint32(own + FLOATS * row + 4 * chunk + 2 * (col % 2))
+        for i in range(2):
+            for n in range(PANEL // 8):
+                e = i * (PANEL // 4) + 2 * n
+                place = uint32(
+                    uint32(first + FLOATS * 8 * i + BOX * (n // 4)) ^ uint32(8 * (n % 4))
+                )
+                sdQ[place] = rdQ[e]
+                sdQ[uint32(place + 1)] = rdQ[e + 1]
+        fence_async_proxy()
+        sync_group(w)
+        if tx == uint32(0) and ty == uint32(0):
+            row, col = row0, uint32(PANEL * w)
+            if by_rows:
+                row, col = uint32(row0 + GROUP_ROWS * w), uint32(0)
+            box = find(A, row, head)
+            add_box(A, box.outer, box.inner, box.row, col, sdQ, own)
+            further = uint32(col + FLOATS)
+            add_box(A, box.outer, box.inner, box.row, further, sdQ, uint32(own + BOX))
+            commit_boxes()
+
+    return add_dq
+
+
+@part
+def make_write_columns(spec):
+    """``write_columns(rdK, sK, dK, row0, head, thread)``: this consumer's rows of dK or dV, nothing
+    beyond a packed sequence's; or, where blocks share a head, this block's float32 part of them.
+    """
+    if spec.splits_group:
+        return _make_write_part(spec)
+    write = make_write_tile(spec.transposed, make_told_key_box(spec, spec.features.packed))
+
+    def write_columns(rdK, sK, dK, row0, head, thread):
+        own = GroupThread(thread.tx, thread.ty, thread.w)
+        write(rdK, sK, uint32(0), dK, row0, head, own)
+
+    return write_columns
+
+
+@part
+def _make_write_part(spec):
+    """``write_part(rdK, sK, A, row0, head, thread)``: A = this thread's part of dK, from registers;
+    a place of its own for each share, which is the head's hk.
+    """
+    TM, DN4, STEP_, write_floats = spec.TN, 4 * spec.DN, spec.column_step, make_write_floats(spec)
+    key_rows = make_key_rows(spec)
+
+    def write_part(rdK, sK, A, row0, head, thread):
+        if thread.tx == uint32(0) and thread.ty == uint32(0):
+            wait_boxes_read()  # those of dQ, before the thread ends
+        Ah = key_rows(A, head)
+        for i in range(TM):
+            row = uint32(row0 + thread.tx + STEP_ * i)
+            inside = row < uint32(Ah.shape[0])
+            for n in range(DN4 // 2):
+                e = i * DN4 + 2 * n
+                col = uint32(8 * n + 2 * thread.ty)
+                write_floats(Ah, row, col, inside, rdK[e], rdK[e + 1])
+
+    return write_part

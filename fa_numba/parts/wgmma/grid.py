@@ -1,0 +1,34 @@
+"""Where a thread is in its block, on Hopper's tensor cores."""
+
+from fa_numba.device import cuda, uint32
+from fa_numba.parts.grid import *  # noqa: F403
+from fa_numba.parts.namespace import part
+from fa_numba.parts.records import GroupThread
+from fa_numba.tiling.wgmma import GROUP
+
+
+@part
+def make_thread(spec):
+    """``thread()``: a consumer's warpgroup, and where in its 64 rows this thread's part begins."""
+
+    def thread():
+        own = uint32(uint32(cuda.threadIdx.x) - GROUP)
+        within = uint32(own % uint32(GROUP))
+        lane = uint32(own % uint32(32))
+        ty = uint32(within // uint32(32) * 16 + lane // uint32(4))
+        w = uint32(own // uint32(GROUP))
+        return GroupThread(ty, uint32(lane % uint32(4)), w)
+
+    return thread
+
+
+@part
+def make_transposed_thread(spec):
+    """``transposed_thread()``: the same of ST: where in 64 columns of S, and in their rows."""
+    thread = make_thread(spec)
+
+    def transposed_thread():
+        own = thread()
+        return GroupThread(own.tx, own.ty, own.w)
+
+    return transposed_thread

@@ -1,0 +1,235 @@
+"""Tiles from global to shared memory: TMA tiles, a box for each 64 columns, zeros beyond the array.
+
+Where sequences end within an array, or heads share a tile, the array's map has other axes
+(``TiledArray``). Of K and V in pages a box has rows of one page.
+"""
+
+from fa_numba.device import WRAPS, cuda, device_function, uint32
+from fa_numba.intrinsics.bulk_copy import load_box, load_box_5d
+from fa_numba.intrinsics.mbarrier import expect_bytes, mbarrier_tile
+from fa_numba.intrinsics.shared import half_tile
+from fa_numba.parts.grid import make_key_end, make_query_end
+from fa_numba.parts.namespace import part
+from fa_numba.parts.pages import common_rows, pages_of_tile
+from fa_numba.parts.records import Box, Shared
+from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
+
+# By how many there are: the threads that load K, and V.
+COLUMN_PRODUCERS = {1: (32, 32), 2: (32, 64)}
+
+
+@part
+def make_shared_memory(spec):
+    """``shared_memory()``: slots of Q, of K and of V, and the barriers behind them."""
+    NQ, NK = spec.tile_halves
+    NQS, NKS, BARRIERS = spec.q_stages * NQ, spec.stages * NK, spec.barriers
+    AT_V, AT_BARRIERS = NQS + NKS, spec.halves // 4
+
+    def shared_memory():
+        sQ, sK, sV = half_tile(0, NQS), half_tile(NQS, NKS), half_tile(AT_V, NKS)
+        return Shared(sQ, sK, sV, mbarrier_tile(AT_BARRIERS, BARRIERS))
+
+    return shared_memory
+
+
+@part
+def make_q(spec):
+    """``q(sQ, Q, i0, head, bars, slot)``: Qi to a slot, zeros beyond the sequence."""
+    NQ, full = spec.tile_halves[0], spec.pipelines.q.full
+    load = make_tile_of_queries(spec, GROUP_ROWS)
+
+    def q(sQ, Q, i0, head, bars, slot):
+        load(sQ, uint32(slot.stage * NQ), Q, i0, head, bars, full + slot.stage)
+
+    return q
+
+
+@part
+def make_k(spec):
+    """``k(sK, K, j0, head, pages, bars, slot)``: Kj to a slot, zeros beyond the sequence: P is 0
+    there, and 0 times what follows in memory need not be. ``pages`` is what ``look_up`` has found.
+    """
+    return _make_columns(spec, spec.pipelines.k.full)
+
+
+@part
+def make_v(spec):
+    """``v(sV, V, j0, head, pages, bars, slot)``: Vj to a slot, as Kj."""
+    return _make_columns(spec, spec.pipelines.v.full)
+
+
+@part
+def _make_columns(spec, full):
+    NK, paged = spec.tile_halves[1], spec.features.page_size > 0
+    load = _make_pages(spec) if paged else make_tile_of_keys(spec)
+
+    def columns(sT, T, j0, head, pages, bars, slot):
+        at, barrier = uint32(slot.stage * NK), full + slot.stage
+        if paged:
+            load(sT, at, T, j0, head, pages, bars, barrier)
+        else:
+            load(sT, at, T, j0, head, bars, barrier)
+
+    return columns
+
+
+@part
+def make_tile_of_queries(spec, box):
+    """``load(sT, at, T, row0, head, bars, barrier)``: a row tile, by boxes of so many rows."""
+    find = make_query_box(spec)
+    return make_tile(spec.Br, box, spec.panels, find, spec.tile_heads)
+
+
+@part
+def make_tile_of_keys(spec):
+    """``load(sT, at, T, row0, head, bars, barrier)``: a column tile, of K or V."""
+    return make_tile(spec.Bc, spec.Bc, spec.panels, make_key_box(spec))
+
+
+@part
+def make_tile(rows, box, panels, find, heads=1):
+    """The load of a tile with these ``rows``, by boxes of ``box`` rows that ``find`` finds; with
+    ``heads`` of several heads.
+    """
+    size, step, members = 2 * PANEL * panels * rows, box // heads, heads > 1
+
+    def tile(sT, at, T, row0, head, bars, barrier):
+        expect_bytes(bars, barrier, size)
+        first = find(T, row0, head)
+        for n in range(panels):
+            for r in range(rows // box):
+                place = uint32(at + PANEL * (n * rows + r * box))
+                row = uint32(first.row + r * step)
+                if members:
+                    load_box_5d(
+                        sT, place, T, first.outer, first.inner, row, 0, PANEL * n, bars, barrier
+                    )
+                else:
+                    load_box(sT, place, T, first.outer, first.inner, row, PANEL * n, bars, barrier)
+
+    return tile
+
+
+@part
+def _make_pages(spec):
+    """``load(sT, at, T, row0, head, pages, bars, barrier)`` where a table has the pages: a page's
+    rows end where the sequence does, or with the page, and a box without valid rows is outside of
+    the map.
+    """
+    page_size, Bc, panels = spec.features.page_size, spec.Bc, spec.panels
+    size, box = 2 * PANEL * panels * Bc, common_rows(page_size, Bc)
+
+    def load(sT, at, T, row0, head, pages, bars, barrier):
+        expect_bytes(bars, barrier, size)
+        for n in range(Bc // box):
+            row = uint32(row0 + n * box)
+            first, rows = uint32(row % uint32(page_size)), uint32(0)
+            if row < head.Nk:
+                rows = uint32(min(uint32(page_size), uint32(first + head.Nk - row)))
+            inner = end_of(T, pages[n], head.hk, rows)
+            first = uint32(first + uint32(WRAPS) - rows)
+            for panel in range(panels):
+                place = uint32(at + PANEL * (panel * Bc + n * box))
+                load_box(sT, place, T, uint32(WRAPS), inner, first, PANEL * panel, bars, barrier)
+
+    return load
+
+
+@part
+def make_look_up(spec):
+    """``look_up(pages, j0, head)``: the pages that Kj and Vj have rows of, 0 past the sequence.
+
+    Asked for before a slot is empty, so that nobody waits for the table.
+    """
+    page_size, PAGES = spec.features.page_size, pages_of_tile(spec)
+    rows = spec.Bc // PAGES
+
+    def look_up(pages, j0, head):
+        if page_size:
+            for n in range(PAGES):
+                row = uint32(j0 + n * rows)
+                pages[n] = uint32(0)
+                if row < head.Nk:
+                    page = uint32(row // uint32(page_size))
+                    pages[n] = uint32(head.options.block_table[head.b, page])
+
+    return look_up
+
+
+@part
+def make_produces_columns(spec):
+    """``produces_columns()``: whether this thread loads K and V, or one of them."""
+    keys, values = COLUMN_PRODUCERS[spec.column_producers]
+
+    def produces_columns():
+        thread = uint32(cuda.threadIdx.x)
+        return thread == uint32(keys) or thread == uint32(values)
+
+    return produces_columns
+
+
+@part
+def make_produces_k(spec):
+    """``produces_k()``: whether it loads K."""
+    return _make_produces(*COLUMN_PRODUCERS[spec.column_producers])
+
+
+@part
+def make_produces_v(spec):
+    """``produces_v()``: whether it loads V."""
+    return _make_produces(*reversed(COLUMN_PRODUCERS[spec.column_producers]))
+
+
+@part
+def _make_produces(own, other):
+    def produces():
+        if own == other:
+            return True
+        return cuda.threadIdx.x == own
+
+    return produces
+
+
+@part
+def make_query_box(spec, ends=None):
+    """``query_box(T, row, head)``: where a row of a head's queries is on T's map; ``ends``: whether
+    sequences end within T.
+    """
+    ends = spec.query_ends if ends is None else ends
+    end = make_query_end(spec)
+
+    def query_box(T, row, head):
+        if ends:
+            inner = end_of(T, head.b, head.h, end(head))
+            return Box(uint32(WRAPS), inner, uint32(row + uint32(WRAPS) - head.Nq))
+        return Box(head.b, head.h, row)
+
+    return query_box
+
+
+@part
+def make_key_box(spec, ends=None):
+    """``key_box(T, row, head)``: where a row of a head's keys is on T's map; ``ends`` as above."""
+    ends = spec.key_ends if ends is None else ends
+    end = make_key_end(spec)
+
+    def key_box(T, row, head):
+        if ends:
+            inner = end_of(T, head.b, head.hk, end(head))
+            return Box(uint32(WRAPS), inner, uint32(row + uint32(WRAPS) - head.Nk))
+        return Box(head.b, head.hk, row)
+
+    return key_box
+
+
+@device_function
+def whole_box(T, row, head):
+    """Where a row of a head is on the map of an array in which no sequence ends."""
+    return Box(head.b, head.h, row)
+
+
+@device_function
+def end_of(T, b, h, end):
+    """The place on the axis of ends of T's map (``TiledArray``)."""
+    of_batch, of_head, of_row = T.steps
+    return uint32(b * uint32(of_batch) + h * uint32(of_head) + end * uint32(of_row))

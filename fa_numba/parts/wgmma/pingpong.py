@@ -1,0 +1,94 @@
+"""Consumer warpgroups in ping-pong: one begins its products while the others compute a softmax."""
+
+from enum import IntEnum
+
+from fa_numba.device import uint32
+from fa_numba.intrinsics.barriers import arrive_named, sync_named
+from fa_numba.parts.namespace import part
+from fa_numba.tiling.wgmma import GROUP
+
+
+class NamedBarrier(IntEnum):
+    """A warpgroup's turn, the threads of a warpgroup, and those of all consumers."""
+
+    TURN_0, TURN_1, TURN_2 = 1, 2, 3
+    GROUP_0, GROUP_1, GROUP_2 = 4, 5, 6
+    CONSUMERS = 7
+
+
+TURN_0, TURN_1, TURN_2, GROUP_0, GROUP_1, GROUP_2, CONSUMERS = map(int, NamedBarrier)
+
+
+@part
+def make_first_turn(spec):
+    """``first_turn(w)``: warpgroup 0 has the first turn, then 1, ..."""
+    groups, threads, turns = spec.consumers, GROUP * spec.consumers, spec.takes_turns
+
+    def first_turn(w):
+        # Constant barriers: one in a register takes all sixteen.
+        if turns and w > uint32(0):
+            arrive_named(TURN_0, threads)
+        if turns and groups == 3 and w == uint32(2):
+            arrive_named(TURN_1, threads)
+
+    return first_turn
+
+
+@part
+def make_take_turn(spec):
+    """``take_turn(w)``: until all others have begun their products."""
+    groups, threads, turns = spec.consumers, GROUP * spec.consumers, spec.takes_turns
+
+    def take_turn(w):
+        if turns:
+            if w == uint32(0):
+                sync_named(TURN_0, threads)
+            elif w == uint32(1):
+                sync_named(TURN_1, threads)
+            elif groups == 3:
+                sync_named(TURN_2, threads)
+
+    return take_turn
+
+
+@part
+def make_give_turn(spec):
+    """``give_turn(w)``: this warpgroup's products have begun."""
+    groups, threads, turns = spec.consumers, GROUP * spec.consumers, spec.takes_turns
+
+    def give_turn(w):
+        if turns and w != uint32(0):
+            arrive_named(TURN_0, threads)
+        if turns and w != uint32(1):
+            arrive_named(TURN_1, threads)
+        if turns and groups == 3 and w != uint32(2):
+            arrive_named(TURN_2, threads)
+
+    return give_turn
+
+
+@part
+def make_sync_group(spec):
+    """``sync_group(w)``: the threads of warpgroup w wait for each other."""
+    groups = spec.consumers
+
+    def sync_group(w):
+        if w == uint32(0):
+            sync_named(GROUP_0, GROUP)
+        elif groups > 1 and w == uint32(1):
+            sync_named(GROUP_1, GROUP)
+        elif groups == 3:
+            sync_named(GROUP_2, GROUP)
+
+    return sync_group
+
+
+@part
+def make_sync_consumers(spec):
+    """``sync_consumers()``: all consumers wait for each other."""
+    threads = GROUP * spec.consumers
+
+    def sync_consumers():
+        sync_named(CONSUMERS, threads)
+
+    return sync_consumers

@@ -1,0 +1,86 @@
+"""Backward beyond d = 128 on Hopper's tensor cores: one consumer makes S, P and dV, the other dP,
+dS and dK, and S passes between them through shared memory.
+"""
+
+from fa_numba.device import cuda, float32, uint32
+from fa_numba.intrinsics.mbarrier import arrive_mbarrier, mbarrier_tile
+from fa_numba.intrinsics.shared import half_tile, index_tile, load4, shared_tile, store4
+from fa_numba.intrinsics.warpgroup import wait_products
+from fa_numba.parts.namespace import part
+from fa_numba.parts.records import WideShared
+from fa_numba.tiling.wgmma import GROUP
+
+
+@part
+def make_wide_shared_memory(spec):
+    """``wide_shared_memory()``: Kj and Vj, slots of Q, dO and S, L and D, what tells of the key
+    tile, and the barriers.
+    """
+    NQ, NK, NS = spec.tile_halves
+    AT_Q, AT_DO, AT_S, AT_L, AT_BARRIERS = spec.places
+    NQS, NSS, NL, BARRIERS = 2 * NQ, 2 * NS, 4 * spec.Br, spec.barriers
+    AT_WORDS, WORDS = spec.told
+
+    def wide_shared_memory():
+        sK, sV = half_tile(0, NK), half_tile(NK, NK)
+        sQ, sdO = half_tile(AT_Q, NQS), half_tile(AT_DO, NQS)
+        sS, sL = shared_tile(AT_S, NSS), shared_tile(AT_L, NL)
+        bars, words = mbarrier_tile(AT_BARRIERS, BARRIERS), index_tile(AT_WORDS, WORDS)
+        return WideShared(sK, sV, sQ, sdO, sS, sL, words, bars)
+
+    return wide_shared_memory
+
+
+@part
+def make_start_column(spec):
+    """``start_column(rT)``: dK = 0, or dV = 0."""
+    RK = spec.column_registers
+
+    def start_column(rT):
+        for e in range(RK):
+            rT[e] = float32(0.0)
+
+    return start_column
+
+
+@part
+def make_wait_column(spec):
+    """``wait_column(rT)``: dK, or dV, is there; one product more may be on its way."""
+    RK = spec.column_registers
+
+    def wait_column(rT):
+        wait_products(rT, RK, 1)
+
+    return wait_column
+
+
+@part
+def make_give_scores(spec):
+    """``give_scores(shared, at, stage, rS)``: this thread's part of ST, for the one that has the
+    same part in the other consumer.
+    """
+    RS, full = spec.TM * spec.TN, spec.pipelines.s.full
+
+    def give_scores(shared, at, stage, rS):
+        thread = uint32(uint32(cuda.threadIdx.x) % uint32(GROUP))
+        for e in range(0, RS, 4):
+            place = uint32(at + 4 * thread + GROUP * e)
+            store4(shared.sS, place, rS[e], rS[e + 1], rS[e + 2], rS[e + 3])
+        arrive_mbarrier(shared.bars, uint32(full + stage))
+
+    return give_scores
+
+
+@part
+def make_take_scores(spec):
+    """``take_scores(rS, sS, at)``: what ``give_scores`` gave."""
+    RS = spec.TM * spec.TN
+
+    def take_scores(rS, sS, at):
+        thread = uint32(uint32(cuda.threadIdx.x) % uint32(GROUP))
+        for e in range(0, RS, 4):
+            four = load4(sS, uint32(at + 4 * thread + GROUP * e))
+            for n in range(4):
+                rS[e + n] = four[n]
+
+    return take_scores
