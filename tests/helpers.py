@@ -196,7 +196,12 @@ _empty = np.empty
 @overload(_filled)
 def _filled_in_compiled_code(shape, dtype=float):
     """What the emulator's compiled checks find under the name of `np.empty` meanwhile."""
-    return lambda shape, dtype=float: _empty(shape, dtype)
+
+    def empty(shape, dtype=float):
+        return _empty(shape, dtype)
+
+    empty.__module__ = np.__name__  # what is kept on disk is loaded where there are no tests too
+    return empty
 
 
 def _filled_on_gpu(shape, dtype="float32"):
