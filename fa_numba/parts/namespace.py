@@ -1,4 +1,4 @@
-"""The device functions of a kernel under one name: ``p = parts(spec)``, then ``p.scores(...)``."""
+"""Parts, the device functions that kernels share, and how a kernel names those of a module."""
 
 from collections.abc import Callable
 from functools import cache, wraps

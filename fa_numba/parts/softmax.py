@@ -109,7 +109,7 @@ def make_online(spec):
 
 @cache
 def make_online_of_lanes(spec):
-    """The same, but l is of this thread's own columns, for ``sum_lanes`` to add up in the end."""
+    """``online``, but l is of this thread's own columns, for ``sum_lanes`` to add up in the end."""
     return _make_online(spec, whole_rows=False)
 
 
