@@ -4,7 +4,7 @@ dK and dV, and the warps share dQ of a row tile.
 
 from functools import cache
 
-from fa_numba.device import cuda, device_function, float32, int32, int64, uint32
+from fa_numba.device import cuda, float32, int32, int64, uint32
 from fa_numba.intrinsics.shared import load2
 from fa_numba.parts.gradients import *  # noqa: F403
 from fa_numba.parts.grid import head_after, make_query_rows
@@ -179,7 +179,7 @@ def _make_write_rounded(spec):
 @part
 def make_warp_and_thread(spec):
     """``warp_and_thread()``: which rows and columns of S this warp takes, and which columns of dK
-    and dV; and this thread's part of ST.
+    and dV; this thread's part of ST; and its part of dK and dV, whose rows are its columns of S.
     """
     U, ROWS, COLUMNS, WIDTH = spec.warp_parts
 
@@ -190,16 +190,10 @@ def make_warp_and_thread(spec):
         chunk = uint32(warp % uint32(U) * WIDTH)
         ty = uint32(warp_row // uint32(2) + lane % uint32(4))
         tx = uint32(warp_column + lane // uint32(4))
-        return Warp(warp_row, warp_column, chunk), Thread(ty, tx)
+        own = Thread(tx, uint32(chunk // uint32(2) + lane % uint32(4)))
+        return Warp(warp_row, warp_column, chunk), Thread(ty, tx), own
 
     return warp_and_thread
-
-
-@device_function
-def column_thread(warp, thread):
-    """A thread's part of dK and dV: the rows that are its columns of S."""
-    lane = uint32(cuda.threadIdx.x) % uint32(32)
-    return Thread(thread.tx, uint32(warp.chunk // uint32(2) + lane % uint32(4)))
 
 
 @part
