@@ -4,7 +4,7 @@ dK and dV, and the warps share dQ of a row tile.
 
 from functools import cache
 
-from fa_numba.device import cuda, float32, int32, int64, uint32
+from fa_numba.device import cuda, device_function, float32, int32, int64, uint32
 from fa_numba.intrinsics.shared import load2
 from fa_numba.parts.gradients import *  # noqa: F403
 from fa_numba.parts.grid import head_after, make_query_rows
@@ -194,6 +194,15 @@ def make_warp_and_thread(spec):
         return Warp(warp_row, warp_column, chunk), Thread(ty, tx), own
 
     return warp_and_thread
+
+
+@device_function
+def column_thread(warp, thread):
+    """The third of ``warp_and_thread``, found anew: in FA-1's longer loop it costs less than to
+    keep it.
+    """
+    lane = uint32(cuda.threadIdx.x) % uint32(32)
+    return Thread(thread.tx, uint32(warp.chunk // uint32(2) + lane % uint32(4)))
 
 
 @part
