@@ -1,0 +1,226 @@
+"""Each intrinsic's PTX, interpreted, against its emulation: a machine without a GPU notices when
+they part. ``FAULTS`` are planted in the text, and each is noticed.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from llvmlite import ir
+from numba.core import types
+from ptx_machine import F32, I32, Machine, floats
+
+from fa_numba import emulator
+from fa_numba.intrinsics import arithmetic, async_copy, global_memory, matrix, reduction, shared
+
+F, U, B = types.float32, types.uint32, types.boolean
+I16 = ir.IntType(16)
+SOURCE, TARGET, PITCH = 4096, 65536, 512  # bytes; a row of a global array
+
+
+class Memory:
+    """An array of the emulation: elements of ``size`` bytes from ``start`` on, of all lanes."""
+
+    def __init__(self, memory, start, size, axes):
+        kind = np.float32 if size == 4 else np.uint16
+        self.flat, self.axes = memory[start:].view(kind), axes
+        self.pitch = PITCH // size
+
+    def place(self, index):
+        index = index if isinstance(index, tuple) else (index,)
+        return sum(x * self.pitch ** (len(index) - 1 - n) for n, x in enumerate(index))
+
+    def load(self, index, width, pairs=True):
+        found = [self.flat[self.place(index) + n] for n in range(width)]
+        return tuple(x if x.dtype.kind == "f" else x.astype(np.int64) for x in found)
+
+    def store(self, index, values):
+        for n, value in enumerate(values):
+            self.flat[self.place(index) + n] = value
+
+    def add(self, index, *values):
+        for n, value in enumerate(values):
+            np.add.at(self.flat, self.place(index) + n, value)
+
+
+class Local(dict):
+    put = dict.__setitem__
+
+
+def under(where, call, *args):
+    """``call`` of all lanes; where it stores or adds, of those that ``where`` says."""
+    if call.__name__ == "load":
+        return call(*args)
+    keep = [i for i in range(32) if where[i]]
+
+    def of(x):
+        if isinstance(x, tuple):
+            return tuple(map(of, x))
+        return x[keep] if isinstance(x, np.ndarray) else x
+
+    return call(*map(of, args))
+
+
+def async_copy_(dst, index, src, place, width, count):
+    for lane in range(32):
+        at = src.place(tuple(p[lane] for p in place))
+        some = np.arange(width) < count[lane]
+        dst.flat[index[lane] : index[lane] + width] = np.where(some, src.flat[at : at + width], 0)
+
+
+STAND_IN = SimpleNamespace(
+    instruction=lambda *_: None, whole_warps=lambda: True, under=under, async_copy=async_copy_
+)
+
+
+def compare(module, name, given, change, monkeypatch):
+    """The intrinsic's code on the machine and its emulation on the same memory and operands."""
+    monkeypatch.setattr(emulator, "current", lambda: STAND_IN)
+    rng = np.random.default_rng(7)
+    machine = Machine(change=change)
+    halves = rng.standard_normal(1 << 17).astype(np.float16).view(np.uint8)
+    floating = rng.standard_normal(1 << 16).astype(np.float32).view(np.uint8)
+    machine.memory[:] = floating if given.startswith("f|") else halves
+    memory = machine.memory.copy()
+    kinds, values, operands, local = [], [], [], None
+    row = np.arange(32)
+    for letter in given.rpartition("|")[2]:
+        x, ty = None, I32
+        if letter in "FHSs":  # global arrays of two axes, and shared ones, of float32 or 16 bits
+            axes, size = (2, 1)[letter in "Ss"], 4 if letter in "FS" else 2
+            kind, element = (types.float32, F32) if size == 4 else (types.uint16, I16)
+            start = TARGET if letter in "Ss" else SOURCE
+            kinds.append(types.Array(kind, axes, "A" if axes == 2 else "C"))
+            values.append(machine.array(start, element, (PITCH, size)[2 - axes :]))
+            operands.append(Memory(memory, start, size, axes))
+            continue
+        if letter == "C":
+            local = Local({n: rng.standard_normal(32).astype(np.float32) for n in range(4)})
+            at = 200000 + 64 * row
+            for n, x in local.items():
+                machine.write(at + 4 * n, x)
+            kinds.append(types.Array(types.float32, 1, "C"))
+            values.append(machine.array(at, F32, (4,)))
+            operands.append(local)
+            continue
+        if letter in "02":
+            x, kind = int(letter), types.int32
+        elif letter == "x":
+            x, kind, ty = rng.standard_normal(32).astype(np.float32) + 2, types.float32, F32
+        elif letter == "w":
+            pair = rng.standard_normal((32, 2)).astype(np.float16)
+            x, kind = pair.view(np.uint32)[:, 0].astype(np.int64), types.uint32
+        elif letter == "b":
+            x, kind, ty = row % 3 == 0, types.boolean, ir.IntType(1)
+        elif letter == "r":
+            x, kind = row, types.uint32
+        elif letter in "ci":  # a column, and an index of shared memory: multiples of eight
+            x, kind = row * 7 % 32 * 8 * (1 if letter == "i" else 0) + 8, types.uint32
+        elif letter == "B":  # bytes
+            x, kind, ty = row * 7 % 32 * 16, types.int64, ir.IntType(64)
+        else:  # elements to copy
+            x, kind = row % (int(letter) if letter.isdigit() else 2), types.int32
+        kinds.append(kind)
+        values.append(machine.value(x, ty))
+        operands.append(x)
+    intrinsic = getattr(module, name)
+    signature, code = intrinsic._defn(None, *kinds)
+    made = code(machine, machine, signature, values)
+    expected = intrinsic.emulation(*operands)
+    if change:
+        assert machine.changed, "the fault is in no text"
+    if local is not None:
+        made = [Machine.read(machine, 200000 + 64 * row + 4 * n) for n in range(4)]
+        made, expected = list(map(floats, made)), [local[n] for n in range(4)]
+        machine.memory[200000:204096] = memory[200000:204096] = 0
+    elif made is not None:
+        made = [part.x for part in made.parts or [made]]
+        expected = expected if isinstance(expected, (tuple, list)) else [expected]
+    for got, wanted in zip(made or [], expected or [], strict=True):
+        wanted = np.asarray(wanted)
+        if wanted.dtype.kind == "f":
+            got = got if got.dtype.kind == "f" else floats(got)
+            np.testing.assert_allclose(got, wanted, rtol=2e-6, atol=2e-6)
+        else:
+            assert np.array_equal(got, wanted)
+    assert np.array_equal(machine.memory, memory)
+
+
+# name: module and operands (the letters of ``compare``; "f|": memory of float32)
+CASES = {
+    "exp2": (arithmetic, "x"),
+    "log2": (arithmetic, "x"),
+    "maximum": (arithmetic, "xx"),
+    "anew": (arithmetic, "w"),
+    "pack_f16": (matrix, "xx"),
+    "pack_bf16": (matrix, "xx"),
+    "unpack_f16": (matrix, "w"),
+    "unpack_bf16": (matrix, "w"),
+    "ldmatrix": (matrix, "si"),
+    "ldmatrix_transposed": (matrix, "si"),
+    "mma_f16": (matrix, "C02wwwwww"),
+    "mma_bf16": (matrix, "C02wwwwww"),
+    "read_pair": (global_memory, "f|Frcb"),
+    "write_pair": (global_memory, "f|Frcxxb"),
+    "write8": (global_memory, "Hrcwwwwb"),
+    "read4": (global_memory, "f|Frc"),
+    "write4": (global_memory, "f|Frcxxxx"),
+    "read2": (global_memory, "Hrc"),
+    "write2": (global_memory, "Hrcw"),
+    "read8": (global_memory, "Hrc"),
+    "add_global": (reduction, "f|Frcx"),
+    "add_pair": (reduction, "f|Frcxxb"),
+    "add_pair_vector": (reduction, "f|Frcxxb"),
+    "load4": (shared, "f|Si"),
+    "load_pair": (shared, "f|Si"),
+    "store_pair": (shared, "f|Sixx"),
+    "load4_at_byte": (shared, "f|SB"),
+    "load8": (shared, "si"),
+    "store4": (shared, "f|Sixxxx"),
+    "load2": (shared, "si"),
+    "store2": (shared, "siw"),
+    "copy4_async": (async_copy, "f|SiFrc5"),
+    "copy1_async": (async_copy, "f|SiFrcn"),
+    "copy8_async": (async_copy, "siHrc9"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_text_and_emulation_agree(name, monkeypatch):
+    module, given = CASES[name]
+    compare(module, name, given, None, monkeypatch)
+
+
+FAULTS = [
+    ("exp2", "ex2", "lg2"),
+    ("log2", "lg2", "ex2"),
+    ("maximum", "$1, $2", "$1, $1"),
+    ("pack_f16", "$2, $1", "$1, $2"),
+    ("pack_bf16", "$2, $1", "$1, $2"),
+    ("unpack_f16", "{l, h}", "{h, l}"),
+    ("unpack_bf16", "0xffff0000", "0x0000ffff"),
+    ("ldmatrix", "$0,$1,$2,$3", "$0,$2,$1,$3"),
+    ("ldmatrix", "x4.", "x4.trans."),
+    ("ldmatrix_transposed", ".trans", ""),
+    ("mma_f16", "$4,$5,$6,$7", "$4,$6,$5,$7"),
+    ("mma_f16", "$8,$9", "$9,$8"),
+    ("mma_bf16", "bf16", "f16"),
+    ("read_pair", "@p", "@!p"),
+    ("read_pair", "{$0, $1}", "{$1, $0}"),
+    ("write_pair", "@p", "@!p"),
+    ("write8", "setp.ne", "setp.eq"),
+    ("write8", "$1, $2", "$2, $1"),
+    ("add_pair", "+4", "+8"),
+    ("add_pair_vector", "@p", "@!p"),
+    ("copy4_async", "16, $2", "16, 16"),
+    ("copy1_async", "4, $2", "4, 4"),
+    ("copy8_async", "16, $2", "16, 16"),
+]
+
+
+@pytest.mark.parametrize("name, old, new", FAULTS)
+def test_another_text_is_noticed(name, old, new, monkeypatch):
+    module, given = CASES[name]
+    with pytest.raises((AssertionError, NotImplementedError)) as caught:
+        compare(module, name, given, (old, new), monkeypatch)
+    assert "the fault is in no text" not in str(caught.value)
