@@ -39,7 +39,7 @@ def make_backward(spec):
         rG, rdQ = cuda.local.array(RG, float32), cuda.local.array(RQ, float32)
         rdK, rdV = cuda.local.array(RK, float32), cuda.local.array(RK, float32)
         rL, rD = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
-        warp, thread, _ = gradients.warp_and_thread()
+        warp, thread = gradients.warp_and_thread()
         first, heads = grid.heads_of_group(Q, K, group, options)
         Kh, Vh = grid.key_rows(K, first), grid.key_rows(V, first)
         dKh, dVh = grid.key_rows(dK, first), grid.key_rows(dV, first)

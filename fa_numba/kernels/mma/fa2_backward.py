@@ -36,7 +36,7 @@ def make_backward(spec, atomic=True):
         rG, rdQ = cuda.local.array(RG, float32), cuda.local.array(RQ, float32)
         rdK, rdV = cuda.local.array(RK, float32), cuda.local.array(RK, float32)
         rL, rD = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
-        warp, thread, own = gradients.warp_and_thread()
+        warp, thread = gradients.warp_and_thread()
         first, heads = grid.heads_of_group(Q, K, group, options)
         Kh, Vh = grid.key_rows(K, first), grid.key_rows(V, first)
         dKh, dVh = grid.key_rows(dK, first), grid.key_rows(dV, first)
@@ -111,6 +111,7 @@ def make_backward(spec, atomic=True):
 
         # FA-1 line 24, FA-2 line 18: write dKj, dVj
         gradients.scale_columns(rdK, scale)
+        own = gradients.column_thread(warp, thread)
         gradients.write_columns(rdK, dKh, j0, columns, own)
         gradients.write_columns(rdV, dVh, j0, columns, own)
 

@@ -179,7 +179,7 @@ def _make_write_rounded(spec):
 @part
 def make_warp_and_thread(spec):
     """``warp_and_thread()``: which rows and columns of S this warp takes, and which columns of dK
-    and dV; this thread's part of ST; and its part of dK and dV, whose rows are its columns of S.
+    and dV; and this thread's part of ST.
     """
     U, ROWS, COLUMNS, WIDTH = spec.warp_parts
 
@@ -190,19 +190,15 @@ def make_warp_and_thread(spec):
         chunk = uint32(warp % uint32(U) * WIDTH)
         ty = uint32(warp_row // uint32(2) + lane % uint32(4))
         tx = uint32(warp_column + lane // uint32(4))
-        own = Thread(tx, uint32(chunk // uint32(2) + lane % uint32(4)))
-        return Warp(warp_row, warp_column, chunk), Thread(ty, tx), own
+        return Warp(warp_row, warp_column, chunk, lane), Thread(ty, tx)
 
     return warp_and_thread
 
 
 @device_function
 def column_thread(warp, thread):
-    """The third of ``warp_and_thread``, found anew: in FA-1's longer loop it costs less than to
-    keep it.
-    """
-    lane = uint32(cuda.threadIdx.x) % uint32(32)
-    return Thread(thread.tx, uint32(warp.chunk // uint32(2) + lane % uint32(4)))
+    """A thread's part of dK and dV: the rows that are its columns of S."""
+    return Thread(thread.tx, uint32(warp.chunk // uint32(2) + warp.lane % uint32(4)))
 
 
 @part
