@@ -19,14 +19,11 @@ class GroupThread(NamedTuple):
 
 
 class Warp(NamedTuple):
-    """Which rows and columns of S a warp takes backward, and which columns of dK and dV; and which
-    of its lanes a thread is.
-    """
+    """Which rows and columns of S a warp takes backward, and which columns of dK and dV."""
 
     row: Any
     column: Any
     chunk: Any
-    lane: Any
 
 
 class Head(NamedTuple):

@@ -190,7 +190,7 @@ def make_warp_and_thread(spec):
         chunk = uint32(warp % uint32(U) * WIDTH)
         ty = uint32(warp_row // uint32(2) + lane % uint32(4))
         tx = uint32(warp_column + lane // uint32(4))
-        return Warp(warp_row, warp_column, chunk, lane), Thread(ty, tx)
+        return Warp(warp_row, warp_column, chunk), Thread(ty, tx)
 
     return warp_and_thread
 
@@ -198,7 +198,8 @@ def make_warp_and_thread(spec):
 @device_function
 def column_thread(warp, thread):
     """A thread's part of dK and dV: the rows that are its columns of S."""
-    return Thread(thread.tx, uint32(warp.chunk // uint32(2) + warp.lane % uint32(4)))
+    lane = uint32(cuda.threadIdx.x) % uint32(32)
+    return Thread(thread.tx, uint32(warp.chunk // uint32(2) + lane % uint32(4)))
 
 
 @part
