@@ -12,6 +12,10 @@ from numba.core import types
 I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 SIZES = {"float": 4, "i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8}
 
+# Instructions that touch registers alone, and those that a compiler may not put on two paths.
+OF_REGISTERS = ("", "ex2", "lg2", "max", "mov", "setp", "shl", "and", "add", "cvt", "mma")
+OF_WARPS = ("bar", "setmaxnreg", "wgmma")
+
 
 class Value:
     def __init__(self, ty, x, parts=None):
@@ -32,6 +36,8 @@ class Machine:
 
     def value(self, x, ty=I32):
         x = x.constant if isinstance(x, ir.Constant) else getattr(x, "x", x)
+        if isinstance(x, int) and x >= 1 << 63:
+            x -= 1 << 64
         return Value(ty, np.broadcast_to(np.asarray(x), (self.lanes,)))
 
     def array(self, address, element, strides):
@@ -42,7 +48,15 @@ class Machine:
         return SimpleNamespace(data=data, strides=places)
 
     def make_array(self, ty):
-        return lambda context, builder, value: value
+        made = SimpleNamespace()
+        made._getvalue = lambda: made
+        return lambda context, builder, value=made: value
+
+    def populate_array(self, array, **fields):
+        vars(array).update(fields)
+
+    def get_constant(self, ty, x):
+        return self.value(x, I64)
 
     def make_tuple(self, builder, ty, values):
         return Value(ty, None, list(values))
@@ -50,12 +64,12 @@ class Machine:
     def cast(self, builder, value, old, new):
         return self.value(value, I64 if new == types.int64 else I32)
 
-    def addrspacecast(self, value, ty):
+    def addrspacecast(self, value, ty, name=""):
         return self.value(value, ty)
 
     bitcast = ptrtoint = zext = addrspacecast
 
-    def gep(self, pointer, places):
+    def gep(self, pointer, places, inbounds=False):
         step = self.value(places[-1]).x * SIZES[str(pointer.type.pointee)]
         return Value(pointer.type, pointer.x + step)
 
@@ -74,6 +88,10 @@ class Machine:
     def lshr(self, a, b):
         return Value(a.type, self.value(a).x >> self.value(b).x)
 
+    def icmp_unsigned(self, sign, a, b):
+        assert sign == "=="
+        return Value(ir.IntType(1), self.value(a).x == self.value(b).x)
+
     def extract_value(self, value, n):
         return value.parts[n]
 
@@ -81,9 +99,12 @@ class Machine:
         return value.parts[n.constant]
 
     def insert_element(self, vector, value, n):
-        parts = list(getattr(vector, "parts", None) or [None] * vector.type.count)
-        parts[n.constant] = value
-        return Value(vector.type, None, parts)
+        return self.insert_value(vector, value, n.constant)
+
+    def insert_value(self, several, value, n):
+        parts = list(getattr(several, "parts", None) or [None] * several.type.count)
+        parts[n] = value
+        return Value(several.type, None, parts)
 
     def load(self, pointer, align=None):
         ty = pointer.type.pointee
@@ -101,8 +122,10 @@ class Machine:
         if self.change:
             text = text.replace(*self.change)
             self.changed |= text != asm.asm
-        constraints = [c for c in asm.constraint.split(",") if c[0] != "~"]
+        constraints = [c for c in asm.constraint.split(",") if c and c[0] != "~"]
         outs = sum(c[0] == "=" for c in constraints)
+        self.orders = "~{memory}" in asm.constraint and asm.side_effect
+        self.meets = "convergent" in attrs
         self.registers = {}
         for n, (constraint, arg) in enumerate(zip(constraints[outs:], args, strict=True)):
             place = int(constraint) if constraint.isdigit() else outs + n
@@ -138,12 +161,17 @@ class Machine:
                 where = self.registers[guard[2]] ^ (guard[1] == "!")
                 line = line[guard.end() :]
             name, _, rest = line.partition(" ")
+            first = name.split(".")[0]
+            assert first in OF_REGISTERS or self.orders, f"{name} may be moved or left out"
+            assert first not in OF_WARPS or self.meets, f"{name} may be parted from its warp"
             if name != ".reg":
                 given = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", rest)
                 self.step(name, given, where)
 
     def get(self, name):
         found = self.registers.get(name)
+        number = name.lstrip("-")[0].isdigit()
+        assert number or found is not None, f"{name} is read, nobody has written it"
         return self.value(int(name, 0)).x if found is None else found
 
     def put(self, name, value):

@@ -1,11 +1,7 @@
 """Each intrinsic against NumPy: its emulation, and on a GPU the instruction itself."""
 
-import ast
 import math
-import re
-from pathlib import Path
 
-import mutants
 import numpy as np
 import pytest
 from numba import types
@@ -1279,39 +1275,3 @@ def test_named_barriers_check_what_they_are_given(barrier, threads, message, wai
 def test_named_barriers_within_their_limits(barrier, threads):
     emulator.launch(_meet, 1, 64, (ramp(1), barrier, threads, False))
     emulator.launch(_meet, 1, 64, (ramp(1), barrier, threads, True))
-
-
-# --- the text ----------------------------------------------------------------------------------
-
-INSTRUCTIONS = Path(__file__).parent / "data" / "instructions.txt"
-
-
-def instruction_texts():
-    """All pieces of inline PTX in the intrinsics' source, as Python writes them, in order."""
-    found = []
-    for name in mutants.modules_of("fa_numba.intrinsics"):
-        nodes = list(ast.walk(ast.parse(mutants.source(name))))
-        of_others = [x.value for x in nodes if isinstance(x, (ast.Expr, ast.FormattedValue))]
-        of_others += [x for node in nodes if isinstance(node, ast.JoinedStr) for x in node.values]
-        for node in nodes:
-            is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
-            if (is_text or isinstance(node, ast.JoinedStr)) and node not in of_others:
-                text = ast.unparse(node)
-                if re.search(r"[a-z]\w*\.[a-z{]|\$\{?\w|~\{|=", text):
-                    found.append(text)
-    return sorted(found)
-
-
-def test_instructions_are_those_that_were_compared_with_their_emulations():
-    """The emulator runs no text of an instruction, and so notices no change of one. Each stands in
-    a file a second time: who changes it there has compared it with its emulation and the PTX ISA.
-    """
-    assert instruction_texts() == INSTRUCTIONS.read_text().splitlines()
-
-
-@pytest.mark.parametrize("change", [(".sync", ""), ("$1", "$2"), (".x4", ".x2"), ("0;", "1;")])
-def test_another_text_of_an_instruction_is_noticed(change, monkeypatch):
-    source = mutants.source
-    monkeypatch.setattr(mutants, "source", lambda name: source(name).replace(*change, 1))
-    with pytest.raises(AssertionError):
-        test_instructions_are_those_that_were_compared_with_their_emulations()

@@ -8,27 +8,46 @@ import numpy as np
 import pytest
 from llvmlite import ir
 from numba.core import types
-from ptx_machine import F32, I32, Machine, floats
+from ptx_machine import F32, I32, I64, Machine, floats
 
 from fa_numba import emulator
-from fa_numba.intrinsics import arithmetic, async_copy, global_memory, matrix, reduction, shared
+from fa_numba.intrinsics import (
+    arithmetic,
+    async_copy,
+    global_memory,
+    matrix,
+    mbarrier,
+    reduction,
+    shared,
+)
 
 F, U, B = types.float32, types.uint32, types.boolean
 I16 = ir.IntType(16)
 SOURCE, TARGET, PITCH = 4096, 65536, 512  # bytes; a row of a global array
 
 
-class Memory:
-    """An array of the emulation: elements of ``size`` bytes from ``start`` on, of all lanes."""
+# Where an array begins, its element's and its axes' bytes: shared ones, of float32 and of 16 bits,
+# and global ones.
+ARRAYS = {
+    "S": (TARGET, 4, (4,)),
+    "s": (TARGET, 2, (2,)),
+    "F": (SOURCE, 4, (PITCH, 4)),
+    "H": (SOURCE, 2, (PITCH, 2)),
+    "T": (SOURCE, 2, (3 * PITCH, PITCH, 2)),
+    "G": (SOURCE, 4, (PITCH,)),
+}
 
-    def __init__(self, memory, start, size, axes):
+
+class Memory:
+    """An array of the emulation, of all lanes: ``size`` bytes an element, from ``start`` on."""
+
+    def __init__(self, memory, start, size, strides):
         kind = np.float32 if size == 4 else np.uint16
-        self.flat, self.axes = memory[start:].view(kind), axes
-        self.pitch = PITCH // size
+        self.flat, self.strides = memory[start:].view(kind), [s // size for s in strides]
 
     def place(self, index):
         index = index if isinstance(index, tuple) else (index,)
-        return sum(x * self.pitch ** (len(index) - 1 - n) for n, x in enumerate(index))
+        return sum(x * stride for x, stride in zip(index, self.strides, strict=True))
 
     def load(self, index, width, pairs=True):
         found = [self.flat[self.place(index) + n] for n in range(width)]
@@ -86,13 +105,12 @@ def compare(module, name, given, change, monkeypatch):
     row = np.arange(32)
     for letter in given.rpartition("|")[2]:
         x, ty = None, I32
-        if letter in "FHSs":  # global arrays of two axes, and shared ones, of float32 or 16 bits
-            axes, size = (2, 1)[letter in "Ss"], 4 if letter in "FS" else 2
+        if letter in ARRAYS:
+            start, size, strides = ARRAYS[letter]
             kind, element = (types.float32, F32) if size == 4 else (types.uint16, I16)
-            start = TARGET if letter in "Ss" else SOURCE
-            kinds.append(types.Array(kind, axes, "A" if axes == 2 else "C"))
-            values.append(machine.array(start, element, (PITCH, size)[2 - axes :]))
-            operands.append(Memory(memory, start, size, axes))
+            kinds.append(types.Array(kind, len(strides), "C" if strides == (size,) else "A"))
+            values.append(machine.array(start, element, strides))
+            operands.append(Memory(memory, start, size, strides))
             continue
         if letter == "C":
             local = Local({n: rng.standard_normal(32).astype(np.float32) for n in range(4)})
@@ -112,8 +130,8 @@ def compare(module, name, given, change, monkeypatch):
             x, kind = pair.view(np.uint32)[:, 0].astype(np.int64), types.uint32
         elif letter == "b":
             x, kind, ty = row % 3 == 0, types.boolean, ir.IntType(1)
-        elif letter == "r":
-            x, kind = row, types.uint32
+        elif letter in "rh":  # a row, and a head
+            x, kind = row if letter == "r" else row % 3, types.uint32
         elif letter in "ci":  # a column, and an index of shared memory: multiples of eight
             x, kind = row * 7 % 32 * 8 * (1 if letter == "i" else 0) + 8, types.uint32
         elif letter == "B":  # bytes
@@ -182,6 +200,8 @@ CASES = {
     "copy4_async": (async_copy, "f|SiFrc5"),
     "copy1_async": (async_copy, "f|SiFrcn"),
     "copy8_async": (async_copy, "siHrc9"),
+    "copy8_of_head_async": (async_copy, "siTrhc9"),
+    "copy_value_async": (async_copy, "f|SiGrn"),
 }
 
 
@@ -215,6 +235,8 @@ FAULTS = [
     ("copy4_async", "16, $2", "16, 16"),
     ("copy1_async", "4, $2", "4, 4"),
     ("copy8_async", "16, $2", "16, 16"),
+    ("copy8_of_head_async", "[$1]", "[$0]"),
+    ("copy_value_async", "4, $2", "4, 4"),
 ]
 
 
@@ -224,3 +246,52 @@ def test_another_text_is_noticed(name, old, new, monkeypatch):
     with pytest.raises((AssertionError, NotImplementedError)) as caught:
         compare(module, name, given, (old, new), monkeypatch)
     assert "the fault is in no text" not in str(caught.value)
+
+
+# --- arrays: no PTX, but addresses ------------------------------------------------------------
+
+
+def tile_of(offset, length, dtype="uint64"):
+    size = np.dtype(dtype).itemsize
+    return offset * size, length, size
+
+
+TILES = {
+    "shared_tile": shared,
+    "half_tile": shared,
+    "index_tile": shared,
+    "mbarrier_tile": mbarrier,
+}
+
+
+def compare_tile(name, offset, known, monkeypatch):
+    calls = SimpleNamespace(shared_tile=tile_of, mbarrier_tile=tile_of)
+    monkeypatch.setattr(emulator, "current", lambda: calls)
+    machine, intrinsic = Machine(lanes=1), getattr(TILES[name], name)
+    bytes_ = machine.value(0, ir.IntType(8).as_pointer(3))
+    machine.module = SimpleNamespace(globals={shared._SYMBOL: bytes_})
+    kinds = types.literal(offset) if known else types.int32, types.literal(40)
+    signature, code = intrinsic._defn(None, *kinds)
+    made = code(machine, machine, signature, (machine.value(offset), None))
+    got = [made.data, *made.shape.parts, *made.strides.parts]
+    assert tuple(int(value.x[0]) for value in got) == intrinsic.emulation(offset, 40)
+    assert made.itemsize.x == signature.return_type.dtype.bitwidth // 8 == int(got[-1].x[0])
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("name", TILES)
+def test_a_tile_begins_where_its_emulation_says(name, known, monkeypatch):
+    compare_tile(name, 16, known, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "strides", [(64, 32, 8, 4), (64, 32, 12, 4), (4, 32, 8, 4), (64, 32, 8, 8)]
+)
+@pytest.mark.parametrize("first", [0, 4, 16])
+def test_lies_in_pairs_is_its_emulation(strides, first):
+    intrinsic, machine = global_memory.lies_in_pairs, Machine(lanes=1)
+    signature, code = intrinsic._defn(None, types.Array(F, 4, "A"))
+    array = machine.array(machine.value(1024 + first, I64), F32, strides)
+    made = code(machine, machine, signature, [array])
+    seen = SimpleNamespace(itemsize=4, strides=strides, first_byte=first)
+    assert bool(made.x[0]) == intrinsic.emulation(seen)

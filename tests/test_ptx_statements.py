@@ -185,3 +185,16 @@ def test_another_meaning_is_noticed(name, old, new, monkeypatch):
     with pytest.raises((AssertionError, NotImplementedError, TypeError)) as caught:
         compare(name, (old, new), monkeypatch)
     assert "the fault is in no text" not in str(caught.value)
+
+
+ORDERED = [(name, lost) for name in ("load_box", "wait_mbarrier") for lost in ("memory", "stays")]
+ORDERED += [("sync_named", "meets"), ("give_registers", "meets"), ("give_registers", "memory")]
+
+
+@pytest.mark.parametrize("name, lost", ORDERED)
+def test_an_instruction_that_may_move_is_noticed(name, lost, monkeypatch):
+    module = CASES[name][0]
+    ptx = module.ptx
+    monkeypatch.setattr(module, "ptx", lambda *args, **rest: ptx(*args, **rest | {lost: False}))
+    with pytest.raises(AssertionError, match="may be"):
+        compare(name, None, monkeypatch)

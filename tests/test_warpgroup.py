@@ -107,7 +107,7 @@ def assert_product(found, A, B, before=0.0):
 # --- products --------------------------------------------------------------------------------
 
 
-def _make_product(n, steps, kind="f16", across=(0, 0), rows=(64, 0), adds=0, registers=False):
+def make_product(n, steps, kind="f16", across=(0, 0), rows=(64, 0), adds=0, registers=False):
     """C = A B of each warpgroup, which has its own A; a register file a thread comes back."""
     multiply, of_registers = MULTIPLY[kind], MULTIPLY_REGISTERS[kind]
     rows_a, rows_b = rows
@@ -156,7 +156,7 @@ def test_a_product_of_shared_memory(kind, across, n, steps, adds):
     memory[0] = np.concatenate([memory[0], np.zeros(size - memory[0].size, np.uint16)])
     before = np.random.default_rng(2).standard_normal((n // 2, 128)).astype(np.float32)
     C = before.copy()
-    kernel = _make_product(n, steps, kind, across, rows, adds)
+    kernel = make_product(n, steps, kind, across, rows, adds)
     counts = launch(kernel, 128, *memory, np.zeros((1, 1), np.uint32), C)
     assert_product(matrix_of(C, n), A, B, matrix_of(before, n) if adds else 0.0)
     assert counts.instructions["wgmma"] == steps and "mma" not in counts.instructions
@@ -178,7 +178,7 @@ def test_a_product_with_a_in_registers(kind, across, n, steps, adds):
             words[e, t] = int(a[row, col]) | int(a[row, col + 1]) << 16
     before = np.random.default_rng(2).standard_normal((n // 2, 128)).astype(np.float32)
     C = before.copy()
-    kernel = _make_product(n, steps, kind, (0, across), (64, rows), adds, registers=True)
+    kernel = make_product(n, steps, kind, (0, across), (64, rows), adds, registers=True)
     memory = panels(b.T if across else b, rows)
     launch(kernel, 128, np.zeros(512, np.uint16), memory, words, C)
     assert_product(matrix_of(C, n), A, B, matrix_of(before, n) if adds else 0.0)
@@ -189,7 +189,7 @@ def test_warpgroups_multiply_side_by_side():
     b, B = random(32, 64, seed=1)
     memory = np.concatenate([panels(a[:64], 64), panels(a[64:], 64)])
     C = np.zeros((16, 256), np.float32)
-    kernel = _make_product(32, 4, rows=(64, 32))
+    kernel = make_product(32, 4, rows=(64, 32))
     for seed in (None, 0, 1):
         C[:] = 0
         if seed is None:
@@ -233,7 +233,7 @@ def test_infinities_and_nan():
     a[3, 5], A[3, 5], a[7, 0], A[7, 0] = 0x7C00, np.inf, 0x7E00, np.nan
     C = np.zeros((4, 128), np.float32)
     arrays = panels(a, 64), panels(b, 8), np.zeros((1, 1), np.uint32), C
-    launch(_make_product(8, 1, rows=(64, 8)), 128, *arrays)
+    launch(make_product(8, 1, rows=(64, 8)), 128, *arrays)
     found = matrix_of(C, 8)
     assert np.isinf(found[3]).all() and np.isnan(found[7]).all()
     rest = [r for r in range(ROWS) if r not in (3, 7)]
