@@ -13,7 +13,7 @@ I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 SIZES = {"float": 4, "i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8}
 
 # Instructions that touch registers alone, and those that a compiler may not put on two paths.
-OF_REGISTERS = ("", "ex2", "lg2", "max", "mov", "setp", "shl", "and", "add", "cvt", "mma")
+OF_REGISTERS = ("", "ex2", "lg2", "max", "min", "mov", "setp", "shl", "and", "add", "cvt", "mma")
 OF_WARPS = ("bar", "setmaxnreg", "wgmma")
 
 
@@ -184,8 +184,8 @@ class Machine:
     def step(self, name, given, where):
         first, *rest = name.split(".")
         several = [re.findall(r"[^{}\s,]+", text) for text in given]
-        if first in ("ex2", "lg2", "max"):
-            function = {"ex2": np.exp2, "lg2": np.log2, "max": np.fmax}[first]
+        if first in ("ex2", "lg2", "max", "min"):
+            function = {"ex2": np.exp2, "lg2": np.log2, "max": np.fmax, "min": np.fmin}[first]
             with np.errstate(all="ignore"):
                 made = function(*(floats(self.get(x)) for x in given[1:]))
                 tiny = first == "ex2" and "ftz" in rest
@@ -277,9 +277,10 @@ def floats(x):
 
 
 def to_half(x, kind):
-    if kind == "f16":
-        return floats(x).astype(np.float16).view(np.uint16).astype(np.int64)
-    return x + 0x7FFF + (x >> 16 & 1) >> 16
+    with np.errstate(over="ignore"):
+        half = floats(x).astype(np.float16).view(np.uint16).astype(np.int64)
+    half = half if kind == "f16" else x + 0x7FFF + (x >> 16 & 1) >> 16
+    return np.where(np.isnan(floats(x)), 0x7FFF, half)
 
 
 def from_half(x, kind):
