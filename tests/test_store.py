@@ -1,7 +1,9 @@
 """The data store and the tables made from it."""
 
+import io
 import json
 import re
+import resource
 from dataclasses import replace
 
 import pytest
@@ -263,6 +265,39 @@ def test_rows_go_to_their_machines_file(tmp_path):
     assert store.machines("speed") == ["model", report.MACHINE]
     assert [r.source for r in store.read("speed", "model")] == ["model"]
     assert not list(tmp_path.rglob(".*.csv.*")), "a temporary file was left behind"
+
+
+def test_pages_that_cannot_all_be_written_are_as_they_were(tmp_path, monkeypatch):
+    """The second of two is larger than a file may be here, as on a full disk."""
+    pages = [tmp_path / "small.md", tmp_path / "large.md"]
+    texts = [PAGE, "by hand " * (1 << 10) + PAGE.replace("speed", "memory")]
+    for path, text in zip(pages, texts, strict=True):
+        path.write_text(text)
+    monkeypatch.setattr(report, "pages", lambda: pages)
+    monkeypatch.setattr(report, "begun", lambda placed: {})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))
+    try:
+        with pytest.raises(StoreError, match=f"{pages[1]}: File too large"):
+            report.update(None, Store(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.read_text() for path in pages] == texts
+    assert sorted(tmp_path.iterdir()) == sorted(pages)
+    assert report.update(None, Store(tmp_path)) == ["speed", "memory"]
+
+
+def test_pages_are_utf8_in_any_locale(tmp_path, monkeypatch):
+    monkeypatch.setattr(io, "text_encoding", lambda encoding, *_: encoding or "ascii")
+    page = tmp_path / "page.md"
+    page.write_text(f"d² = 4096\n{PAGE}", "utf-8")
+    with pytest.raises(UnicodeDecodeError):  # as without a name
+        page.read_text()
+    store = Store(tmp_path)
+    record(store, [row(value=1.0, note="10⁹", metric="speed", unit="TFLOP/s")])
+    assert store.read("speed", report.MACHINE)[0].note == "10⁹"
+    assert report.update(page, store) == ["speed"]
+    assert page.read_text("utf-8").startswith("d² = 4096\n")
 
 
 def test_json_is_sorted_text(tmp_path):

@@ -39,7 +39,7 @@ class Sampling:
     """Samples once a second between `with` and its end; `summary` is of the samples so far."""
 
     def __enter__(self) -> Sampling:
-        self._file = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed by __exit__
+        self._file = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115  closed by __exit__
         self._process: subprocess.Popen | None = None
         fields = next((f for f in map(_fields, REASONS) if _query(f) is not None), None)
         if fields is not None:

@@ -122,7 +122,7 @@ def main() -> None:
     args = vars(parser.parse_args())
     cases_file, kernels_file = args.pop("cases"), args.pop("kernels")
     if cases_file:
-        cases = [Case(**case) for case in json.loads(cases_file.read_text())]
+        cases = [Case(**case) for case in json.loads(cases_file.read_text("utf-8"))]
     else:
         try:
             cases = [Case(**args)]
@@ -134,7 +134,7 @@ def main() -> None:
         launched, failure = attempt(run, case, arrays)
         kernels.append(failure or launched)
     if kernels_file:
-        kernels_file.write_text(json.dumps(kernels))
+        kernels_file.write_text(json.dumps(kernels), "utf-8")
 
 
 if __name__ == "__main__":

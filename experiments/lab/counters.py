@@ -303,16 +303,16 @@ def _run(
         raise CountersError("ncu is not on the PATH")
     with tempfile.TemporaryDirectory() as folder:
         wanted, done = Path(folder) / "cases.json", Path(folder) / "kernels.json"
-        wanted.write_text(json.dumps([asdict(case) for case in cases]))
+        wanted.write_text(json.dumps([asdict(case) for case in cases]), "utf-8")
         log = Path(folder) / "ncu.csv"
         command = (*COMMAND, *options, f"--metrics={','.join(metrics)}", "--log-file", str(log))
         target = (sys.executable, "-m", "experiments.lab.counter_target")
         files = ("--cases", str(wanted), "--kernels", str(done))
         status, said = _with_children((*command, *target, *files))
-        table = log.read_text() if log.exists() else ""
+        table = log.read_text("utf-8") if log.exists() else ""
         if status or not done.exists():
             raise CountersError(f"ncu ended with {status}: {_tail(table + said)}")
-        return table, json.loads(done.read_text())
+        return table, json.loads(done.read_text("utf-8"))
 
 
 def _with_children(command: Sequence[str]) -> tuple[int, str]:

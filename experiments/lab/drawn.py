@@ -31,7 +31,7 @@ class Drawn:
         self._sources: str | None = None
         self._known: dict[str, str] = {}
         with suppress(OSError, ValueError):
-            known = json.loads(self._path.read_text())
+            known = json.loads(self._path.read_text("utf-8"))
             self._known = known if isinstance(known, dict) else {}
 
     def stands(self, name: str) -> bool:

@@ -91,7 +91,7 @@ class Journal:
             self.path.unlink(missing_ok=True)
 
     def _append(self, **entry: Any) -> None:
-        with naming(self.path), self.path.open("a") as file:
+        with naming(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry, default=lambda number: number.item()) + "\n")
 
     def _take_over(self) -> bool:
@@ -134,7 +134,7 @@ def _of(path: Path, of: Any) -> list[dict[str, Any]] | None:
     """The file's lines, up to one that is cut off, if they are of the same run; else None."""
     entries = []
     with naming(path):
-        for line in path.read_text().splitlines() if path.exists() else ():
+        for line in path.read_text("utf-8").splitlines() if path.exists() else ():
             try:
                 entries.append(json.loads(line))
             except ValueError:

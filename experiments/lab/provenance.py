@@ -91,7 +91,7 @@ def _ncu() -> str | None:
 @functools.cache
 def _host() -> dict[str, Any]:
     try:
-        with open("/proc/cpuinfo") as file:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
             name = re.search(r"^model name\s*: (.*)$", file.read(), re.MULTILINE)
     except OSError:
         name = None

@@ -10,7 +10,7 @@ from .options import FIGURES
 
 @cache
 def _lines() -> tuple[dict[str, str], ...]:
-    with open(FIGURES / "data" / "published.csv", newline="") as file:
+    with open(FIGURES / "data" / "published.csv", newline="", encoding="utf-8") as file:
         return tuple(csv.DictReader(file))
 
 

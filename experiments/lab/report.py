@@ -18,7 +18,7 @@ from pathlib import Path
 from . import registry
 from .options import FIGURES, REPOSITORY
 from .provenance import clocks, device_name, l2_counter, of_rows, when_and_where
-from .store import EMULATOR, MODEL, Row, Store
+from .store import EMULATOR, MODEL, Row, Store, replace_files
 from .tables import Across, Make, fewer_runs
 
 PAGE = REPOSITORY / "paper_repro.md"
@@ -155,7 +155,7 @@ def everywhere() -> dict[str, str]:
     """Name -> text of the tables of all pages. Raises ValueError for one that stands twice."""
     found: dict[str, str] = {}
     for path in pages():
-        for name, body in tables(path.read_text()).items():
+        for name, body in tables(path.read_text("utf-8")).items():
             if name in found:
                 raise ValueError(f"table {name!r} stands on {path.name} and on another page")
             found[name] = body
@@ -170,7 +170,7 @@ def begun(placed: Collection[str]) -> dict[Path, str]:
         if new:
             path, title = TABLES / f"{experiment}.md", registry.load(experiment).TITLE
             page = (
-                path.read_text()
+                path.read_text("utf-8")
                 if path.exists()
                 else (f"# {title}\n\n![{title}](../{experiment}.png)\n")
             )
@@ -187,15 +187,13 @@ def check(path: Path | None = None, store: Store | None = None) -> list[str]:
 def update(path: Path | None = None, store: Store | None = None) -> list[str]:
     """Write the tables of a page, or of all, anew; gives the names of those that changed."""
     stale = _stale(path, store)
-    for each, (_, page) in stale.items():
-        each.parent.mkdir(exist_ok=True)
-        each.write_text(page)
+    replace_files({each: page for each, (_, page) in stale.items()})
     return [name for names, _ in stale.values() for name in names]
 
 
 def _stale(path: Path | None, store: Store | None) -> dict[Path, tuple[list[str], str]]:
     """Of each page that differs its tables that do, and what it should be."""
-    old = {path: path.read_text()} if path else {each: each.read_text() for each in pages()}
+    old = {each: each.read_text("utf-8") for each in ([path] if path else pages())}
     if path is None:
         old |= begun(everywhere())
     store, found = store or Store(FIGURES), {}

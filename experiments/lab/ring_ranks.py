@@ -86,7 +86,7 @@ def _lines(results: Path) -> list[Found]:
     """What the first rank has written; a line that is not whole yet is left for later."""
     if not results.exists():
         return []
-    whole = results.read_text().rpartition("\n")[0]
+    whole = results.read_text("utf-8").rpartition("\n")[0]
     return [Found(**json.loads(line)) for line in whole.splitlines()]
 
 
@@ -105,7 +105,7 @@ def _rank(rank: int, ranks: int, store: str, tasks: Sequence[Task], results: str
     for index, task in enumerate(tasks):
         found = bench.found(index, task)
         if rank == 0:
-            with open(results, "a") as file:
+            with open(results, "a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(found)) + "\n")
     dist.destroy_process_group()
 

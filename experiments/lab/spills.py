@@ -67,7 +67,7 @@ def spilled(d: int, options: tuple[str, ...]) -> int:
 
 def write(say: Callable[[str], None], path: Path = SPILLS) -> bool:
     """Compile what the table's rows are about and put their bytes there; True if it changed."""
-    with open(path, newline="") as file:
+    with open(path, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     for row in rows:
         row["bytes"] = str(max(spilled(*call) for call in calls(row)))

@@ -183,26 +183,39 @@ def naming(path: Path) -> Iterator[None]:
         raise StoreError(f"{path}: {error}") from error
 
 
-def write_if_changed(path: Path, content: str | bytes) -> bool:
-    """Replace the file in one step unless it holds just that; gives whether it changed.
+def replace_files(contents: Mapping[Path, str | bytes]) -> list[Path]:
+    """Replace each file in one step unless it holds just that, text as UTF-8; gives those changed.
 
-    Folders are made. Raises StoreError where a folder or the file cannot be written.
+    All are on the disk, beside those that they replace, before the first is replaced: where one
+    cannot be written, each is as it was. Folders are made. Raises StoreError where a folder or a
+    file cannot be written.
     """
-    data = content.encode() if isinstance(content, str) else content
-    with naming(path):
-        if path.exists() and path.read_bytes() == data:
-            return False
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            os.chmod(name, 0o644)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
-    return True
+    beside: dict[Path, str] = {}
+    try:
+        for path, content in contents.items():
+            data = content.encode("utf-8") if isinstance(content, str) else content
+            with naming(path):
+                if path.exists() and path.read_bytes() == data:
+                    continue
+                path.parent.mkdir(parents=True, exist_ok=True)
+                handle, beside[path] = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+                with os.fdopen(handle, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(handle)
+                os.chmod(beside[path], 0o644)
+        for path, name in beside.items():
+            with naming(path):
+                os.replace(name, path)
+    finally:
+        for name in beside.values():
+            Path(name).unlink(missing_ok=True)
+    return list(beside)
+
+
+def write_if_changed(path: Path, content: str | bytes) -> bool:
+    """`replace_files` of one; gives whether it changed."""
+    return bool(replace_files({path: content}))
 
 
 class Store:
@@ -229,13 +242,13 @@ class Store:
         """The stored rows, none without a file. Raises StoreError, with path and line."""
         path = self.path(experiment, machine)
         with naming(path):
-            return parse(path.read_text(), machine) if path.exists() else []
+            return parse(path.read_text("utf-8"), machine) if path.exists() else []
 
     def provenance(self, experiment: str, machine: str) -> dict[str, Any]:
         """The JSON beside the rows; empty when there is none. Raises StoreError."""
         path = self.path(experiment, machine, ".json")
         with naming(path):
-            return json.loads(path.read_text()) if path.exists() else {}
+            return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
     def runs(self, experiment: str, machine: str) -> list[dict[str, Any]]:
         """The runs that the stored rows are of, the last one first. Raises StoreError."""

@@ -318,7 +318,7 @@ def update(
     found: dict[Key, tuple[fa_numba.Tiles, float]], capability: str, path: Path = TABLE
 ) -> bool:
     """Put the tiles that were found into the table; True if it changed. Its other lines stay."""
-    with open(path, newline="") as file:
+    with open(path, newline="", encoding="utf-8") as file:
         lines = {tuple(line[: len(KEY)]): list(line) for line in list(csv.reader(file))[1:]}
     for (name, pass_, head_dim), (tiles, _) in found.items():
         line = [capability, unit(name), algorithm(name), pass_, str(head_dim)]

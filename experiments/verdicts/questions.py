@@ -107,7 +107,7 @@ def points_of(pairs: Pairs, evidence: Evidence) -> list[Point]:
 
 def declared(pairs: Mapping[str, Pairs], beside: Mapping[str, Pairs]) -> tuple[Question, ...]:
     """The questions of the file that these are the `pairs` of by key, in its order."""
-    with open(WORDS, newline="") as file:
+    with open(WORDS, newline="", encoding="utf-8") as file:
         lines = [line for line in csv.DictReader(file) if line["key"] in pairs]
     return tuple(
         Question(pairs=pairs[line["key"]], beside=beside.get(line["key"], {}), **line)

@@ -53,7 +53,7 @@ class Device:
 
 
 def _read() -> dict[str, Device]:
-    with open(TABLE, newline="") as file:
+    with open(TABLE, newline="", encoding="utf-8") as file:
         return {row["name"]: _device(row) for row in csv.DictReader(file)}
 
 

@@ -20,7 +20,7 @@ _HERE = Path(__file__).parent
 
 
 def _rows(name: str) -> list[dict[str, str]]:
-    with open(_HERE / name, newline="") as file:
+    with open(_HERE / name, newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 

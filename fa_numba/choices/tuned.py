@@ -18,7 +18,7 @@ COLUMNS = (*KEY, "Br", "Bc", "threads", "stages")
 
 @functools.cache
 def _table(path: Path) -> dict[tuple[str, ...], Tiles]:
-    with open(path, newline="") as file:
+    with open(path, newline="", encoding="utf-8") as file:
         lines = list(csv.reader(file))
     if tuple(lines[0]) != COLUMNS:
         raise ValueError(f"{path}: columns are {lines[0]}: expected {list(COLUMNS)}")
