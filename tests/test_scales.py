@@ -1,0 +1,65 @@
+"""A scale of 0 or below: every unit, order and pass, beneath masks.
+
+A kernel for scales above 0 takes the largest score before it is scaled, and scales in the exponent.
+Given another scale it makes +inf or NaN of the -inf of a masked score.
+"""
+
+import backward_helpers
+import helpers
+import mma_helpers
+import pytest
+import test_mma_backward
+
+import fa_numba
+from fa_numba.device import kernel_cache
+
+# Rows of Q and of K: ragged tiles, and with a causal mask rows that see no column.
+UNITS = {"simt": (11, 9), "mma": (37, 35), "wgmma": (77, 70)}
+every_unit = pytest.mark.parametrize("unit", UNITS)
+every_mask = pytest.mark.parametrize("mask", [{"causal": True}, {"window": (4, 3)}], ids=str)
+SCALES = (0.3, -0.3, 0)  # the first makes kernels that the next two must not take
+
+
+@pytest.mark.in_turn("mask")
+@every_unit
+@every_mask
+@pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
+def test_forward(unit, mask, algorithm):
+    shape, check = (1, 1, 1, *UNITS[unit], 64), helpers.check
+    inputs = helpers.random_inputs(*shape)
+    if unit != "simt":
+        inputs, check = mma_helpers.half_inputs("float16", *shape), mma_helpers.check
+    for scale in SCALES:
+        check("emulator", algorithm, *inputs, scale=scale, unit=unit, **mask)
+
+
+@pytest.mark.in_turn("mask")
+@every_unit
+@every_mask
+@pytest.mark.parametrize("way", ["fa1", "fa2", "fa2-deterministic"])
+def test_backward(unit, mask, way):
+    shape, check = (1, 1, 1, *UNITS[unit], 64), backward_helpers.check_gradients
+    inputs = backward_helpers.random_gradients(*shape)
+    if unit != "simt":
+        inputs = test_mma_backward.half_gradients("float16", *shape)
+        check = test_mma_backward.check_gradients
+    for scale in SCALES:
+        dq, dk, _ = check("emulator", way, *inputs, scale=scale, unit=unit, **mask)
+        assert scale or not (dq.any() or dk.any())
+
+
+@pytest.mark.parametrize("unit", ["mma", "wgmma"])
+@pytest.mark.parametrize("passes", ["fwd", "bwd"])
+@pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
+def test_kernels_of_either_sign_are_kept_apart(unit, passes, algorithm):
+    """In the process and on disk, whichever was made first."""
+
+    def kernels(scale):
+        facts = {"dtype": "float16", "unit": unit, "passes": passes, "causal": True}
+        shape = (1, 1, 128, 64)
+        plan = fa_numba.plan(shape, shape, algorithm=algorithm, scale=scale, **facts)
+        (main,) = (kernel for kernel in plan.launched if kernel.name.startswith(algorithm))
+        return main, kernel_cache.key_of(main, (9, 0))
+
+    above, zero, below = map(kernels, (0.3, 0, -0.3))
+    assert zero == below and above[0] is not zero[0] and above[1] != zero[1]
