@@ -81,6 +81,8 @@ def _count(most: int) -> Callable[[str], int]:
 
 
 def _folder(text: str) -> Path:
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} names no folder")
     path = Path(text).resolve()
     for place in (path, *path.parents):
         if place.exists():
@@ -216,7 +218,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _options(args: argparse.Namespace) -> Options:
-    """The choices of the command line. Without --out only a complete run goes to figures/."""
+    """The choices of the command line. Only a complete run goes to figures/.
+
+    Raises ValueError for another with that as --out.
+    """
     options = Options(
         quick=args.quick,
         seqlens=args.seqlens,
@@ -227,6 +232,11 @@ def _options(args: argparse.Namespace) -> Options:
         replace=args.replace,
     )
     usual = FIGURES if options.complete else QUICK if options.quick else FILTERED
+    if args.out == FIGURES != usual:
+        raise ValueError(
+            f"argument --out: {FIGURES} has complete runs alone: allowed are other folders; "
+            f"without --out it is {usual.relative_to(REPOSITORY)}"
+        )
     return replace(options, out=args.out or usual)
 
 
@@ -323,7 +333,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(
                 f"--tiles is nothing that {', '.join(other)} takes, only {', '.join(taking)}"
             )
-    options = _options(args)
+    try:
+        options = _options(args)
+    except ValueError as error:
+        parser.error(str(error))
     if args.out is None and options.chosen and not options.quick:
         console.print(
             f"{options.chosen} only: figures and data go to {FILTERED.relative_to(REPOSITORY)}",

@@ -202,6 +202,11 @@ def test_help_explains(arguments, capsys):
         (["run", "speed", "--head-dims", "-1"], "-1 is outside 1 to 256"),
         (["run", "speed", "--causal", "maybe"], "invalid choice: 'maybe'"),
         (["run", "speed", "--out", str(Path(__file__) / "x")], "is a file, not a folder"),
+        (["run", "speed", "--out", ""], "'' names no folder"),
+        (["compare", "--seqlen=8", "--head-dim=8", "--out", " "], "' ' names no folder"),
+        (["run", "speed", "--quick", "--out", f"{FIGURES}/../figures"], "has complete runs alone"),
+        (["all", "--head-dims", "64", "--out", str(FIGURES)], "it is figures/filtered"),
+        (["draw", "speed", "--seqlens", "512", "--out", str(FIGURES)], "has complete runs alone"),
         (["run"], "the following arguments are required: NAME"),
         ([], "the following arguments are required: COMMAND"),
         (["walk"], "invalid choice: 'walk'"),
@@ -251,7 +256,7 @@ def test_quick_runs_stay_away_from_the_recordings(monkeypatch):
         (["--head-dims", "64,128"], FIGURES / "filtered"),
         (["--causal", "both"], FIGURES / "filtered"),
         (["--quick", "--seqlens", "512"], FIGURES / "quick"),
-        (["--seqlens", "512", "--out", str(FIGURES)], FIGURES),
+        (["--quick", "--out", str(FIGURES / "quick" / "mine")], FIGURES / "quick" / "mine"),
     ],
 )
 @pytest.mark.parametrize("command_", [["run", "speed"], ["draw", "speed"], ["all"]])
