@@ -47,9 +47,8 @@ SAMPLED = 128  # rows of a head that are computed in float64
 PROTOCOL = (
     f"{HEADS} heads, results held against float64 of the same rounded inputs on {SAMPLED} rows "
     "of each head, spread evenly; softmaxes of vectors in fp32; shares of equal elements are of "
-    "whole results; the emulator's numbers are double between stores, so that its errors are a "
-    "little small and its bits are not compared, and without a GPU the softmaxes are computed in "
-    "NumPy, step by step in float32"
+    "whole results; the emulator's exponentials are not a GPU's, and its bits are not "
+    "compared; without a GPU the softmaxes are computed in NumPy, step by step in float32"
 )
 OURS = {
     "float32": ("standard-simt", "fa1-simt", "fa2-simt"),
@@ -173,7 +172,7 @@ def _rows_of(item: Item, machine: str) -> Iterator[Row]:
             continue
         found[series] = out
         values = errors(out)
-        # Between stores the emulator's numbers are double: what bits it gives is no GPU's.
+        # A GPU has other exponentials, and makes one operation of a product and a sum.
         bits = machine != EMULATOR or series == ONLINE
         if bits and ordinary in found and ordinary != series:
             values["identical"] = float(np.mean(out == found[ordinary]))
@@ -234,8 +233,7 @@ def _softmaxes(problem: Problem, kind: str, machine: str) -> Iterator[Made]:
 
 def stepwise(x: np.ndarray, online: bool) -> np.ndarray:
     """Softmax of the rows of x by Algorithm 2 or 3 of arXiv 1805.02867, one element after the
-    other, each operation rounded to float32: what the emulator, whose numbers are double between
-    stores, does not show.
+    other, each operation rounded to float32.
     """
 
     def e(difference: np.ndarray) -> np.ndarray:

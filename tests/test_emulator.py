@@ -122,8 +122,10 @@ def test_matmul_is_right_and_counted():
     start = time.perf_counter()
     counts = launch(matmul, (4, 4), (TILE, TILE), (A, B, C))
     print(f"64x64 matmul: {time.perf_counter() - start:.2f} s")
-    expected = (A.astype(np.float64) @ B).astype(np.float32)
-    np.testing.assert_allclose(C, expected, rtol=1e-6, atol=1e-6)
+    expected = np.zeros_like(C)
+    for k in range(64):  # products and sums of a scalar are rounded
+        expected += A[:, k, None] * B[k]
+    np.testing.assert_array_equal(C, expected)
     assert counts.loads == {"A": 4 * 64 * 64, "B": 4 * 64 * 64}
     assert counts.stores == {"C": 64 * 64}
     assert counts.load_bytes == {"A": 4 * 4 * 64 * 64, "B": 4 * 4 * 64 * 64}
@@ -1588,6 +1590,49 @@ def test_stores_round_to_single_precision():
     x, out = np.array([0.1, 1e300]), zeros(4, 2)
     launch(kernel, 1, 1, (x, out), shared_bytes=16)
     assert out.tolist() == [[0, 0], *[[float(np.float32(0.1)), math.inf]] * 3]
+
+
+@pytest.mark.parametrize("lanes_agree", [True, False])
+def test_scalars_have_their_type_and_its_rounding(lanes_agree):
+    def kernel(x, out):
+        t = cuda.threadIdx.x
+        at = 0 if lanes_agree else t
+        total, wide = float32(1.0), 1.0
+        for _ in range(4096):
+            total += x[0, at]
+            wide += x[0, at]
+        out[t, 0] = total
+        out[t, 1] = wide
+        out[t, 2] = x[1, at] * x[1, at] * float32(1e-30)
+        out[t, 3] = x[1, at] * x[1, at] * 1e-30  # of no type: double
+        out[t, 4] = x[1, at] * 1e30 * 1e-30
+        out[t, 5] = cuda.fma(x[2, at], x[2, at], -float32(1.0))
+        out[t, 6] = math.exp(x[0, at]) - float32(1.0)
+
+    small, large, near = 2.0**-26, np.float32(1e30), np.float32(1 + 2.0**-12)
+    x, out = np.empty((3, 32), np.float32), np.zeros((32, 7))
+    x[:] = np.array([[small], [large], [near]])
+    launch(kernel, 1, 32, (x, out))
+    exact = np.float64(near) ** 2 - 1
+    wanted = [1, 1 + 4096 * small, math.inf, math.inf, large, np.float32(exact), 0]
+    np.testing.assert_allclose(out, [wanted] * 32, rtol=1e-15)
+
+
+def test_a_factor_that_is_added_at_once_is_not_rounded():
+    """On a GPU it is one instruction, an fma."""
+
+    def kernel(x, out):
+        t = cuda.threadIdx.x
+        r, s = cuda.local.array(1, float32), cuda.shared.array(32, float32)
+        r[0] = s[t] = out[t] = -float32(1.0)
+        r[0] += x[t] * x[t]
+        s[t] += x[t] * x[t]
+        out[t] += x[t] * x[t]
+        out[t] = out[t] if out[t] == r[0] == s[t] else float32(0.0)
+
+    x, out = np.full(32, 1 + 2.0**-12, np.float32), np.zeros(32, np.float32)
+    launch(kernel, 1, 32, (x, out))
+    assert (out == np.float32(np.float64(x[0]) ** 2 - 1)).all()
 
 
 def test_casts_wrap_around():

@@ -213,6 +213,13 @@ def half_sums(node):
                     yield each, ast.parse(f"{ast.unparse(each)}; rounded_to_16_bits({first})")
 
 
+def far_and_back(node):
+    """Take a row's D to large numbers and back, of which a double loses nothing."""
+    if isinstance(node, ast.Assign) and ast.unparse(node).startswith("rD[i] ="):
+        place, value = ast.unparse(node.targets[0]), ast.unparse(node.value)
+        yield node, ast.parse(f"{place} = {value} + float32(65536.0) - float32(65536.0)").body[0]
+
+
 def rounded_to_16_bits(array):
     with np.errstate(over="ignore"):
         for e in range(array.size):
@@ -226,6 +233,7 @@ OTHERS = {
     more_bytes: STALLS,
     more_registers: {"Deadlock"},
     half_sums: {"values"},
+    far_and_back: {"values"},
 }
 
 
@@ -240,7 +248,7 @@ def diagnosed():
         sites = [site for module in modules for site in mutants.sites_of(module, (rule,))]
         if rule is half_sums:
             sites = [site for site in sites if "mma" in site.module.split(".")]
-        sites = [site for site in sites if re.search(rf"\b{name}\(", site.text)]
+        sites = [site for site in sites if not name or re.search(rf"\b{name}\(", site.text)]
         sites = sorted({site for site in sites if named(site) not in survivors()}, key=by_number)
         assert sites, f"no {rule.__name__} {name}"
         found += [(site, wanted, n < 3) for n, site in enumerate(sites)]

@@ -114,7 +114,7 @@ def _rounded(ty: Any, value: Any) -> Any:
         return type(value)(*map(_rounded, ty.types, value))
     if isinstance(value, TiledArray):
         return emulator.Boxed(value.array, value.rows, value.layout)
-    return float(np.float32(value)) if ty == types.float32 else value
+    return np.float32(value) if ty == types.float32 else value
 
 
 def clear(array: Any, stream: int | LaunchRecord = 0) -> None:

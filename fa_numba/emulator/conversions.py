@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -37,15 +36,15 @@ def wrapped(bits: int, signed: bool) -> Callable[[Any], Any]:
     return cast
 
 
-def _half(value: Any) -> Any:
-    with np.errstate(over="ignore"):
+def rounding(to: type[np.floating]) -> Callable[[Any], Any]:
+    """The cast to a type of floats."""
+
+    def cast(value: Any) -> Any:
         if value.__class__ is np.ndarray:
-            return value.astype(np.float16).astype(np.float64)
-        return float(np.float16(value))
+            return value.astype(to, copy=False)
+        return value if value.__class__ is to else to(value)
 
-
-def _double(value: Any) -> Any:
-    return value.astype(np.float64) if value.__class__ is np.ndarray else float(value)
+    return cast
 
 
 def _boolean(value: Any) -> Any:
@@ -56,18 +55,6 @@ def converter(dtype: np.dtype) -> Callable[[Any], Any]:
     """The conversion that a store to an array of `dtype` makes; TypeError where there is none."""
     if dtype.kind in "iu":
         return wrapped(dtype.itemsize * 8, dtype.kind == "i")
-    if dtype == np.float16:
-        return _half
-    if dtype == np.float32:
-        cell = array("f", [0.0])
-
-        def single(value: Any) -> Any:
-            if value.__class__ is np.ndarray:
-                return value.astype(np.float32).astype(np.float64)
-            cell[0] = value
-            return cell[0]
-
-        return single
     if dtype.kind in "fb":
-        return _double if dtype.kind == "f" else _boolean
+        return rounding(dtype.type) if dtype.kind == "f" else _boolean
     raise TypeError(f"arrays of dtype {dtype} are not emulated")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 
-from .syntax import BITWISE, OPERATORS, TRUTHS, call, class_is, is_pure, method, runtime
+from .syntax import BITWISE, OPERATORS, PURE, TRUTHS, call, class_is, is_pure, method, runtime
 
 
 class Expressions(ast.NodeTransformer):
@@ -13,6 +13,7 @@ class Expressions(ast.NodeTransformer):
 
     def __init__(self, function: ast.FunctionDef) -> None:
         self.count = 0
+        self.doubles: dict[str, ast.Constant] = {}  # what stands for a float of no type
         self.truths: set[str] = set()  # variables that may hold truth values
         for each in ast.walk(function):
             if isinstance(each, ast.Assign) and self.may_be_truth(each.value):
@@ -30,6 +31,20 @@ class Expressions(ast.NodeTransformer):
         if name is None or (sure and not isinstance(op, ast.Pow)):
             return ast.BinOp(left, op, right)
         return call(name, left, right)
+
+    def visit_Constant(self, node: ast.Constant) -> ast.expr:
+        if not isinstance(node.value, float):
+            return node
+        name = next((n for n, c in self.doubles.items() if repr(c.value) == repr(node.value)), "")
+        name = name or self.temporary("f")
+        self.doubles[name] = node
+        return runtime(name)
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        cast = isinstance(node.func, ast.Name) and node.func.id in PURE
+        if cast and len(node.args) == 1 and isinstance(node.args[0], ast.Constant):
+            return node
+        return self.generic_visit(node)  # type: ignore[return-value]
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         return self.operation(self.visit(node.left), node.op, self.visit(node.right))

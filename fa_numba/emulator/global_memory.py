@@ -210,10 +210,10 @@ class GlobalArray:
 
     def _values(self, places: np.ndarray, e: Any) -> Any:
         if e.__class__ is not np.ndarray:  # one place for all lanes
-            return self._memory[e].item()
+            return self._memory[e] if self._convert is None else self._memory[e].item()
         found = self._memory[places]
         if self._convert is None:
-            return found.astype(np.float64)
+            return found
         return found if found.dtype in (np.uint64, np.bool_) else found.astype(np.int64)
 
     def _put(self, places: np.ndarray, values: Sequence[Any]) -> None:

@@ -1,7 +1,8 @@
 """Values of many lanes: what Python's operators cannot decide or compute for an array of them.
 
-A value is a Python number where all lanes agree, else an array with an element a lane: float64,
-int64, uint64 (of `uint64` alone) or bool. Arrays are never changed once made.
+A value is one number where all lanes agree, else an array with an element a lane: of a float's own
+type, int64, uint64 (of `uint64` alone) or bool. Arrays are never changed once made. NumPy's rules
+of types are Numba's, but for Python's integers: these take the type of floats beside them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Undefined:
 undefined = Undefined()
 nobody = np.zeros(0, bool)  # the mask in which no lane is left, known by its identity
 array = np.ndarray
+FLOATS = (float, np.floating)
 MAX_INT64 = (1 << 63) - 1
 
 
@@ -69,7 +71,7 @@ def merge(mask: Mask, old: Any, new: Any) -> Any:
         if new.__class__ is int and old.__class__ is int and max(new, old) > MAX_INT64:
             return np.where(mask, np.uint64(new), np.uint64(old))
         return np.where(mask, new, old)
-    if new.__class__ is float and not new:  # zeros have signs
+    if not new and isinstance(new, FLOATS):  # zeros have signs
         return np.where(mask, new, old)
     return new
 
@@ -114,31 +116,42 @@ def equal(a: Any, b: Any) -> Any:
     return found
 
 
-def rounded(values: np.ndarray) -> np.ndarray:
-    """To the nearest float32, as float64."""
-    return values.astype(np.float32).astype(np.float64)
+def typed(made: Any, *given: Any) -> Any:
+    """What was computed of floats in double precision, rounded to their type."""
+    types = [x.dtype for x in given if hasattr(x, "dtype") and x.dtype.kind == "f"]
+    if not types or np.asarray(made).dtype.kind != "f":
+        return made
+    return np.asarray(made).astype(np.result_type(*types))[()]
+
+
+def fma(a: Any, b: Any, c: Any) -> Any:
+    """a b + c, of floats rounded once."""
+    if any(getattr(x, "dtype", None) == np.float32 for x in (a, b, c)):
+        return typed(np.multiply(a, b, dtype=np.float64) + c, a, b, c)
+    return a * b + c
 
 
 def each(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A function of one number for all lanes, exactly as Python computes it."""
+    """A function of one number for all lanes: Python's, rounded to the number's type."""
 
     def of_lanes(x: Any) -> Any:
         if x.__class__ is array:
-            return np.array([function(v) for v in x.tolist()])
-        return function(x)
+            return typed(np.array([function(v) for v in x.tolist()]), x)
+        return typed(function(x), x)
 
     of_lanes.__name__ = of_lanes.__qualname__ = getattr(function, "__name__", "function")
     return of_lanes
 
 
 def each_pair(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """A function of two numbers for all lanes, exactly as Python computes it."""
+    """A function of two numbers for all lanes: Python's, rounded to their type."""
 
     def of_lanes(x: Any, y: Any) -> Any:
         if x.__class__ is array or y.__class__ is array:
             xs, ys = np.broadcast_arrays(x, y)
-            return np.array([function(a, b) for a, b in zip(xs.tolist(), ys.tolist(), strict=True)])
-        return function(x, y)
+            made = [function(a, b) for a, b in zip(xs.tolist(), ys.tolist(), strict=True)]
+            return typed(np.array(made), x, y)
+        return typed(function(x, y), x, y)
 
     of_lanes.__name__ = of_lanes.__qualname__ = function.__name__
     return of_lanes
@@ -172,7 +185,7 @@ def to_int(value: Any) -> Any:
 def to_float(value: Any) -> Any:
     if value.__class__ is array:
         return value if value.dtype == np.float64 else value.astype(np.float64)
-    return float(value)
+    return np.float64(value)
 
 
 def number(value: Any) -> Any:
@@ -198,7 +211,7 @@ def divides(operation: Callable[[Any, Any], Any], name: str) -> Callable[..., An
             zero = b == 0
             if zero.any():
                 context.refuse_zero(zero, name)
-        elif a.__class__ is array and b == 0:
+        elif b == 0 and (a.__class__ is array or isinstance(a + b, np.generic)):
             context.refuse_zero(None, name)
         return operation(a, b)
 
@@ -217,4 +230,4 @@ def power(a: Any, b: Any) -> Any:
 
 
 def _is_real(value: Any) -> bool:
-    return isinstance(value, float) or getattr(value, "dtype", None) == np.float64
+    return isinstance(value, float) or getattr(value, "dtype", np.dtype(int)).kind == "f"

@@ -10,7 +10,7 @@ import numpy as np
 from . import checks
 from .conversions import converter
 from .errors import EmulatorError, UninitialisedRead
-from .lanes import Mask, nobody, rounded
+from .lanes import Mask, fma, nobody
 
 if TYPE_CHECKING:
     from .context import Context
@@ -79,11 +79,7 @@ class LocalArray:
         return self._get(index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        if value.__class__ is np.ndarray:
-            value = rounded(value) if self.single else self.convert(value)
-        else:
-            value = self.convert(value)
-        self.put(index, value)
+        self.put(index, self.convert(value))
 
     def put(self, index: Any, value: Any) -> None:
         """Store what is of the array's dtype already."""
@@ -137,7 +133,7 @@ class LocalArray:
                 return
         self.ctx.instruction("fma", len(terms) // 3)
         for n in range(0, len(terms), 3):
-            self[terms[n]] = self[terms[n]] + terms[n + 1] * terms[n + 2]
+            self[terms[n]] = fma(terms[n + 1], terms[n + 2], self[terms[n]])
 
     def _may_sum(self, places: tuple[Any, ...]) -> bool:
         """Whether these are elements that have values; then they are kept as such."""
@@ -177,7 +173,7 @@ class LocalArray:
         self.waiting = ([], [], [])
         count = self.ctx.group.count
         places = {e: n for n, e in enumerate(dict.fromkeys(elements))}
-        sums = np.empty((len(places), count))
+        sums = np.empty((len(places), count), np.float32)
         for e, n in places.items():
             sums[n] = self.data[e]
         both = left + right
@@ -245,7 +241,7 @@ class LocalArray:
             if value is None or written is not None:
                 self._require(written, index, here)
             found = value if found is None else np.where(here, value, found)
-        return np.zeros(group.count) if found is None else found
+        return np.zeros(group.count, self.dtype) if found is None else found
 
     def _require(self, written: np.ndarray | None, index: Any, here: Any = True) -> None:
         active = self.ctx.active() & here

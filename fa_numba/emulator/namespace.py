@@ -12,23 +12,17 @@ from typing import Any
 import numba
 import numpy as np
 
-from .conversions import wrapped
+from .conversions import rounding, wrapped
 from .errors import UninitialisedRead
 from .groups import FULL, WARP
-from .lanes import each, each_pair, to_bool, to_float, to_int
+from .lanes import each, each_pair, fma, to_bool, to_float, to_int, typed
 
-# float32(x) is a plain float: arithmetic is double between stores.
 CASTS: dict[str, Callable[[Any], Any]] = {
     f"{sign}int{bits}": wrapped(bits, not sign) for sign in ("", "u") for bits in (8, 16, 32, 64)
 }
 
-
-def float32(value: Any) -> Any:
-    return value if value.__class__ is float else to_float(value)
-
-
-CASTS |= {"float32": float32, "float64": partial(to_float)}
-CASTS |= {"float16": partial(to_float), "bool": partial(to_bool)}
+CASTS |= {f"float{8 * to().itemsize}": rounding(to) for to in (np.float16, np.float32, np.float64)}
+CASTS["bool"] = partial(to_bool)
 _DTYPES: dict[Any, np.dtype] = {cast: np.dtype(name) for name, cast in CASTS.items()}
 _DTYPES[float] = np.dtype("float32")
 
@@ -102,10 +96,6 @@ def _extreme(beyond: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 fmax, fmin = _extreme(operator.gt), _extreme(operator.lt)
 
 
-def fma(a: Any, b: Any, c: Any) -> Any:
-    return a * b + c
-
-
 def _divide(a: float, b: float) -> float:
     if b == 0.0:
         return math.nan if a == 0.0 or a != a else math.copysign(math.inf, a) * math.copysign(1, b)
@@ -167,7 +157,7 @@ def reciprocal(x: Any) -> Any:
 
 
 def absolute(x: Any) -> Any:
-    return to_float(abs(x))
+    return typed(to_float(abs(x)), x)
 
 
 _ONE = ("tanh", "erf", "sin", "cos", "tan", "sinh", "cosh", "atan", "floor", "ceil", "trunc")
@@ -179,8 +169,8 @@ def _either(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def of_lanes(*args: Any) -> Any:
         if len(args) == 1 and args[0].__class__ is np.ndarray:
-            return np.array([function(x) for x in args[0].tolist()])
-        return function(*args)
+            return typed(np.array([function(x) for x in args[0].tolist()]), args[0])
+        return typed(function(*args), *args)
 
     return of_lanes
 

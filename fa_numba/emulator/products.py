@@ -192,7 +192,7 @@ class Products(Boxes):
             registers = A[0] if len(A) == 1 else None
             begun.append(Product(self, number, here, rC, registers, lent, site, n // 2))
             self._instructions["wgmma"] = self._instructions.get("wgmma", 0) + steps
-        for e, values in enumerate(old.astype(np.float64)):
+        for e, values in enumerate(old):
             rC.put(e, values)
         rC.flying = flying
         for product in begun:

@@ -39,7 +39,7 @@ def _multiply_add(target: Any, *terms: Any) -> None:
         target.multiply_add(terms)
         return
     for n in range(0, len(terms), 3):
-        target[terms[n]] = target[terms[n]] + terms[n + 1] * terms[n + 2]
+        target[terms[n]] = lanes.fma(terms[n + 1], terms[n + 2], target[terms[n]])
 
 
 class Rebinder:
@@ -66,7 +66,7 @@ class Rebinder:
             "divide": partial(lanes.divide, context),
             "floor_divide": partial(lanes.floor_divide, context),
             "modulo": partial(lanes.modulo, context), "power": lanes.power,
-            "multiply_add": _multiply_add,
+            "multiply_add": _multiply_add, "double": np.float64,
         }  # fmt: skip
         self._runtime = {PREFIX + name: value for name, value in names.items()}
 
@@ -100,7 +100,7 @@ class Rebinder:
     def value(self, value: Any) -> Any:
         """What stands for `value`, a global or closure variable of a kernel."""
         if value.__class__ in _PLAIN:
-            return value
+            return np.float64(value) if value.__class__ is float else value
         if id(value) in self._known:
             return self._known[id(value)]
         if isinstance(value, ModuleType):
@@ -109,7 +109,7 @@ class Rebinder:
             ours = value.__name__.split(".")[0] == "fa_numba"
             return _Module(value, self) if ours else value
         if isinstance(value, np.generic):
-            return value.item()
+            return value if isinstance(value, np.floating) else value.item()
         if isinstance(value, numba.types.Type):
             cast = CASTS.get(str(value))
             return value if cast is None else cast

@@ -115,6 +115,8 @@ class _Function(Expressions):
             end.append(set_mask(runtime("entry")))
             end.append(ast.Return(runtime("result")))
         body = self.block(node.body)
+        for name, constant in self.doubles.items():
+            start.append(assign(runtime(name, True), call("double", constant)))
         for line in (*start, *end):
             self.at(node.body[0], line)
         for each in ast.walk(node.args):

@@ -279,8 +279,8 @@ def launch(
     py_func : a kernel, jitted or plain, whose source can be read.
     grid, block : extents, one to three integers.
     args : NumPy arrays, any strides and any real dtype, become `GlobalArray`s named after the
-        kernel's parameters and are written in place, `Boxed` ones `BoxedArray`s; NumPy scalars
-        become Python numbers; so do the fields of a named tuple, under their own names; anything
+        kernel's parameters and are written in place, `Boxed` ones `BoxedArray`s; NumPy integers
+        become Python's; so do the fields of a named tuple, under their own names; anything
         else passes through.
     shared_bytes : dynamic shared memory.
     uncounted : names of arrays that the counts leave out.
@@ -291,8 +291,8 @@ def launch(
     ValueError, TypeError : bad extents or arguments.
     Errors of Python in the kernel's code pass, with a note that names block, thread and line.
 
-    Arithmetic between stores is that of Python floats, in double precision; stores round. After
-    five seconds a terminal is told how many blocks are done.
+    Floats have their type and its rounding, between stores too; but `x[i] += a * b` is rounded
+    once. After five seconds a terminal is told how many blocks are done.
     """
     function = getattr(py_func, "py_func", py_func)
     extent, shape = _extent("grid", grid), _extent("block", block)
@@ -308,8 +308,10 @@ def launch(
     arrays = context.arrays
 
     def passed(name: str, value: Any) -> Any:
-        if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
-            return value.item()
+        if isinstance(value, np.ndarray) and value.ndim == 0:
+            value = value[()]
+        if isinstance(value, np.generic):
+            return value if isinstance(value, np.floating) else value.item()
         if isinstance(value, Boxed):
             return BoxedArray(passed(name, value.array), value.layout)
         if isinstance(value, np.ndarray):
@@ -317,7 +319,7 @@ def launch(
             return arrays[-1]
         if hasattr(value, "_fields"):
             return type(value)(*map(passed, value._fields, value))
-        return value
+        return np.float64(value) if value.__class__ is float else value
 
     values = [passed(name, value) for name, value in zip(names, args, strict=True)]
     if prod(extent) > 1:

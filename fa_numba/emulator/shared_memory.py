@@ -34,7 +34,9 @@ NO_ATOMICS: tuple[int, int, dict[int, int]] = (-1, 0, {})
 
 
 def bits_of(values: np.ndarray) -> np.ndarray:
-    """Values as integers of 64 bits: the compiled loops, which only move them, know one type."""
+    """Values as integers: the compiled loops, which only move them, know few types."""
+    if values.dtype.kind == "f":
+        return values.view(f"i{values.itemsize}")
     return values.view(np.int64) if values.itemsize == 8 else values.astype(np.int64)
 
 
@@ -47,7 +49,7 @@ class SharedBuffer:
 
     def __init__(self, blocks: int, length: int, warps: int, dtype: np.dtype) -> None:
         shape = (blocks, length)
-        self.data = np.zeros(shape, np.float64 if dtype.kind == "f" else np.int64)
+        self.data = np.zeros(shape, dtype if dtype.kind == "f" else np.int64)
         self.bits = bits_of(self.data)
         self.written = np.full(shape, UNWRITTEN)
         self.reads = np.zeros((blocks, warps, length), np.int64)
@@ -100,7 +102,10 @@ class SharedArray:
         e = self._flat(index)
         if e.__class__ is not np.ndarray:
             out = self._read(self.ctx.group.full(int(e)), 1)
-            return out[0] if self.ctx.several else self.buffer.data[0, self.first + e].item()
+            if self.ctx.several:
+                return out[0]
+            value = self.buffer.data[0, self.first + e]
+            return value if self.dtype.kind == "f" else value.item()
         return self._read(e, 1)[0]
 
     def __setitem__(self, index: Any, value: Any) -> None:

@@ -3,7 +3,6 @@
 Arrays are over all lanes of whole warps; lane l of a warp has group l // 4 and place l % 4.
 """
 
-import numpy as np
 from numba import njit
 
 WARP = 32
@@ -33,7 +32,7 @@ def sums(C, product, made):
         w, g, t = k // WARP, k % WARP // 4, k % 4 * 2
         for n in range(4):
             p = product[w, g + 8 * (n // 2), t + n % 2]
-            made[n, k] = np.float32(np.float32(C[n, k]) + p)
+            made[n, k] = C[n, k] + p
 
 
 @compiled

@@ -32,7 +32,7 @@ def _unary(instruction):
 @njit(cache=True)
 def _powers(base, exponents):
     """The C library's `pow`, as Python's: with a base that is no constant it stays that."""
-    made = np.zeros(exponents.size)
+    made = np.zeros_like(exponents)
     for k in range(exponents.size):
         made[k] = base ** exponents[k]
     return made
@@ -45,13 +45,13 @@ def _exp2(x):
         inside = np.where(low | high, 0.0, x)
         # Python's power: NumPy's own differs in the last place, and so does Intel's library.
         if config.USING_SVML:
-            powers = np.array([2.0**each for each in inside.tolist()])
+            powers = np.array([2.0**each for each in inside.tolist()], x.dtype)
         else:
             powers = _powers(2.0, inside)
         return np.where(low, 0.0, np.where(high, math.inf, powers))
     if x >= 128.0:
         return math.inf
-    return 0.0 if x < -126.0 else 2.0**x  # ftz: no denormals
+    return np.float32(0.0 if x < -126.0 else 2.0 ** float(x))  # ftz: no denormals
 
 
 @emulated_by(_exp2)
@@ -63,9 +63,9 @@ def exp2(typingctx, x):
 
 def _log2(x):
     if isinstance(x, np.ndarray):
-        return np.array([math.log2(n) if n > 0.0 else _log2(n) for n in x.tolist()])
+        return np.array([math.log2(n) if n > 0.0 else _log2(n) for n in x.tolist()], x.dtype)
     if x > 0.0:
-        return math.log2(x)
+        return np.float32(math.log2(x))
     return -math.inf if x == 0.0 else math.nan
 
 

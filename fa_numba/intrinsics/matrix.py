@@ -113,10 +113,9 @@ def _multiply(numbers):
         warps = lanes // _WARP
         A, B = np.empty((warps, 16, 16), np.float32), np.empty((warps, 16, 8), np.float32)
         operands(numbers, *words, A, B)
-        C = np.empty((4, lanes))
+        C, made = np.empty((2, 4, lanes), np.float32)
         for row, value in zip(C, c, strict=True):
             row[:] = value
-        made = np.empty((4, lanes))
         sums(C, A @ B, made)
         return made
 
@@ -209,7 +208,7 @@ def _packed(to_bits):
     def emulation(low, high):
         many = isinstance(low, np.ndarray) or isinstance(high, np.ndarray)
         with np.errstate(over="ignore"):
-            pair = [to_bits(np.asarray(x, np.float64).astype(np.float32)) for x in (low, high)]
+            pair = [to_bits(np.asarray(x, np.float32)) for x in (low, high)]
         word = pair[0] | pair[1] << 16
         return word if many else int(word)
 
@@ -264,10 +263,10 @@ _UNPACK = {
 def _unpacked(to_float):
     def emulation(word):
         words = np.atleast_1d(np.asarray(word)).astype(np.uint32)
-        low, high = to_float(words[:, None]).astype(np.float64).T
+        low, high = to_float(words[:, None]).T
         if isinstance(word, np.ndarray):
             return low, high
-        return low.item(), high.item()
+        return low[0], high[0]
 
     return emulation
 
