@@ -5,6 +5,7 @@ stands in writes each step to a log: memory taken, filled, copied and freed, and
 kernel, grid, stream and words. What a driver would refuse or a GPU fall over is an error here too:
 a stream, a kernel or memory of another GPU. The parameters of a launch are read back by Numba's
 ABI, and the emulator runs the kernel on them: a wrong word is a wrong result or a wrong access.
+So are tensor maps, which a launch brings: the emulator copies the boxes that they say.
 With ``runs`` False no kernel runs, and a call takes a millisecond.
 """
 
@@ -28,7 +29,7 @@ from numba import types
 
 from fa_numba import device as devices
 from fa_numba import emulator
-from fa_numba.device import kernel, launch_record, memory, select
+from fa_numba.device import kernel, launch_record, memory, select, tensor_map
 from fa_numba.host import binding, launch_cache
 
 RESULT = launch_record.driver.CUresult
@@ -156,6 +157,72 @@ class Dlpack:
         return new(ctypes.addressof(self.tensor), b"dltensor_versioned", None)
 
 
+# --- tensor maps -----------------------------------------------------------------------------
+
+driver = launch_record.driver
+_ENUMS = ("DataType", "Interleave", "Swizzle", "FloatOOBfill")
+_TYPE, _INTERLEAVE, _SWIZZLE, _FILL = (getattr(driver, f"CUtensorMap{name}") for name in _ENUMS)
+# What the kernels see of an element, and the bits of the NaN that may be around.
+ELEMENTS = {
+    _TYPE.CU_TENSOR_MAP_DATA_TYPE_FLOAT32: (np.float32, np.nan),
+    _TYPE.CU_TENSOR_MAP_DATA_TYPE_FLOAT16: (np.uint16, 0x7FFF),
+    _TYPE.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16: (np.uint16, 0x7FFF),
+}
+# Bytes of a row within which chunks change places.
+SPANS = {
+    _SWIZZLE.CU_TENSOR_MAP_SWIZZLE_NONE: 16,
+    _SWIZZLE.CU_TENSOR_MAP_SWIZZLE_32B: 32,
+    _SWIZZLE.CU_TENSOR_MAP_SWIZZLE_64B: 64,
+    _SWIZZLE.CU_TENSOR_MAP_SWIZZLE_128B: 128,
+}
+
+
+class TensorMap(ctypes.Structure):
+    """What a map says, in its 128 bytes; axes from the innermost on, as the driver takes them."""
+
+    _fields_ = (
+        ("address", ctypes.c_uint64), ("shape", 5 * ctypes.c_uint64),
+        ("strides", 4 * ctypes.c_uint64), ("box", 5 * ctypes.c_uint16), ("dtype", ctypes.c_uint16),
+        ("rank", ctypes.c_uint8), ("swizzle", ctypes.c_uint8), ("fill", ctypes.c_uint8),
+    )  # fmt: skip
+
+    def facts(self):
+        """All but the address."""
+        axes = zip(self.shape, self.box, (0, *self.strides), strict=True)
+        own = (_TYPE(self.dtype).name, _SWIZZLE(self.swizzle).name, _FILL(self.fill).name)
+        return own, tuple(itertools.islice(axes, self.rank))
+
+    def argument(self, shape, steps):
+        """The array of this ``shape`` that a kernel takes by the map, whose ends are ``steps`` from
+        one another if there are any.
+        """
+        element, nan = ELEMENTS[_TYPE(self.dtype)]
+        itemsize = np.dtype(element).itemsize
+        places, box = (tuple(x[: self.rank])[::-1] for x in (self.shape, self.box))
+        strides = (*self.strides[: self.rank - 1][::-1], itemsize)
+        layout = emulator.BoxLayout(
+            places, strides, box, steps, SPANS[_SWIZZLE(self.swizzle)], nan if self.fill else 0
+        )
+        outer = [n * strides[1] for n in steps[:2]] or list(strides[:2])
+        if self.rank == 5:  # heads side by side in a box
+            outer[1] = strides[3]
+        values = _seen(self.address, shape, (*outer, strides[2], itemsize), np.dtype(element))
+        return emulator.Boxed(values, math.prod(box[:-1]), layout)
+
+
+def _seen(pointer, shape, strides, dtype):
+    """The memory at an address as an array, which must be the current GPU's."""
+    interface = {
+        "data": (pointer, False), "shape": shape, "strides": strides, "typestr": dtype.str,
+        "version": 3,
+    }  # fmt: skip
+    array = np.asarray(SimpleNamespace(__array_interface__=interface))
+    if array.size:
+        first, end = np.lib.array_utils.byte_bounds(array)
+        assert owner_of(first, end - 1) == _driver().ordinal, "memory of no or another GPU"
+    return array
+
+
 # --- the driver ------------------------------------------------------------------------------
 
 _current: list[Gpu] = []
@@ -269,6 +336,12 @@ class Gpu:
         """The next kernel argument from the addresses of its words."""
         if isinstance(ty, types.NamedTuple):
             return ty.instance_class(*(self.argument(t, places) for t in ty.types))
+        if isinstance(ty, tensor_map.TiledType):
+            found = TensorMap.from_buffer_copy(ctypes.string_at(next(places), tensor_map.MAP_BYTES))
+            self.words += (Address(found.address), found.facts())
+            counts = (ty.ndim, ty.ndim - 1 if ty.ends else 0)
+            of = [tuple(self.word(places, ctypes.c_int64) for _ in range(n)) for n in counts]
+            return found.argument(*of)
         if not isinstance(ty, types.Array):
             return self.word(
                 places, {types.float32: ctypes.c_float, types.int32: ctypes.c_int32}[ty]
@@ -278,16 +351,40 @@ class Gpu:
         meminfo, parent, size, itemsize, pointer = words[:5]
         shape, strides = tuple(words[5 : 5 + ty.ndim]), tuple(words[5 + ty.ndim :])
         assert meminfo == parent == 0 and size == math.prod(shape)
-        interface = {
-            "data": (pointer, False), "shape": shape, "strides": strides,
-            "typestr": np.dtype(ty.dtype.name).str, "version": 3,
-        }  # fmt: skip
-        array = np.asarray(SimpleNamespace(__array_interface__=interface))
-        assert array.itemsize == itemsize
-        if size:
-            first, end = np.lib.array_utils.byte_bounds(array)
-            assert owner_of(first, end - 1) == self.ordinal, "memory of no or another GPU"
-        return array
+        dtype = np.dtype(ty.dtype.name)
+        assert dtype.itemsize == itemsize
+        return _seen(pointer, shape, strides, dtype)
+
+    def cuTensorMapEncodeTiled(
+        self, dtype, rank, address, shape, strides, box, steps, interleave, swizzle, promotion, fill
+    ):
+        """Refuses what the driver's manual does, and elements that are stepped over."""
+        shape, strides, box, steps = ([int(n) for n in x] for x in (shape, strides, box, steps))
+        itemsize = np.dtype(ELEMENTS[dtype][0]).itemsize
+        lengths = [len(shape), len(strides) + 1, len(box), len(steps)]
+        if not (
+            3 <= rank <= 5 and lengths == [rank] * 4 and address % 16 == 0
+            and interleave == _INTERLEAVE.CU_TENSOR_MAP_INTERLEAVE_NONE and set(steps) == {1}
+            and all(0 < n <= 2**32 for n in shape) and all(0 < n <= 256 for n in box)
+            and all(n % 16 == 0 and 0 <= n < 2**40 for n in strides)
+            and box[0] * itemsize % 16 == 0
+            and (SPANS[swizzle] == 16 or box[0] * itemsize <= SPANS[swizzle])
+        ):  # fmt: skip
+            return RESULT.CUDA_ERROR_INVALID_VALUE, None
+        made = driver.CUtensorMap()
+        written = TensorMap.from_address(int(made.getPtr()))
+        facts = {"address": address, "dtype": dtype, "rank": rank, "swizzle": swizzle, "fill": fill}
+        for name, value in facts.items():
+            setattr(written, name, int(value))
+        for name, values in (("shape", shape), ("strides", strides), ("box", box)):
+            getattr(written, name)[: len(values)] = values
+        return SUCCESS, made
+
+    def cuTensorMapReplaceAddress(self, tensor_map, address):
+        if address % 16:
+            return (RESULT.CUDA_ERROR_INVALID_VALUE,)
+        TensorMap.from_address(int(tensor_map.getPtr())).address = address
+        return (SUCCESS,)
 
     def cuMemsetD8Async(self, pointer, value, size, stream):
         if not self.knows(int(stream)):

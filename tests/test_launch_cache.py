@@ -183,6 +183,51 @@ def test_packed_sequences(gpu):
     assert_replayed(gpu, fa_numba.attention, cases, {"return_lse": True})
 
 
+# What Hopper's copy engine takes by maps: (algorithm, shapes of q and of k, options)
+BNHD = {"layout": "bnhd", "causal": True}  # rows further apart than heads
+PACKED = {"cu_seqlens_q": (0, 3, 20), "cu_seqlens_k": (0, 9, 30)}
+BOXED = {
+    "rows of one head": ("fa2", (1, 9, 2, 8), (1, 20, 2, 8), BNHD),
+    "rows of several heads": ("fa2", (1, 4, 5, 8), (1, 2, 20, 8), {}),
+    "rows from the end on": ("fa2", (2, 1, 9, 8), (2, 1, 20, 8), {"kv_lens": (20, 13)}),
+    "sequences": ("fa2", (20, 1, 8), (30, 1, 8), PACKED),
+    "sums": ("fa1", (1, 9, 2, 8), (1, 140, 2, 8), BNHD),
+}
+
+
+def half_case(q_shape, k_shape, options, backward=False):
+    """A call of random values in 16 bits, as ``assert_replayed`` takes it."""
+    random = np.random.default_rng(0)
+    shapes = (q_shape, k_shape, k_shape, q_shape)
+    q, k, v, dout = (random.standard_normal(shape).astype(np.float16) for shape in shapes)
+    if not backward:
+        return (q, k, v), options
+    saved = emulated(fa_numba.attention, q, k, v, return_lse=True, **options)
+    return (dout, q, k, v, *saved), options
+
+
+@pytest.mark.parametrize("name", BOXED)
+def test_forward_by_tensor_maps(gpu, name):
+    """The emulator copies what the maps say: one that is wrong gives another result, or none."""
+    algorithm, *call = BOXED[name]
+    own = {"algorithm": algorithm, "unit": "wgmma", "return_lse": True}
+    own |= {"tiles": Tiles(64, 128)} if algorithm == "fa1" else {}
+    assert_replayed(gpu, fa_numba.attention, [half_case(*call)], own)
+
+
+@pytest.mark.parametrize(
+    "name, own",
+    [
+        ("rows of one head", {"deterministic": True}), ("rows from the end on", {}),
+        ("sequences", {"deterministic": True}), ("sequences", {}), ("sums", {}),
+    ],
+)  # fmt: skip
+def test_backward_by_tensor_maps(gpu, name, own):
+    algorithm, *call = BOXED[name]
+    own = {"algorithm": algorithm, "unit": "wgmma", **own}
+    assert_replayed(gpu, fa_numba.attention_backward, [half_case(*call, backward=True)], own)
+
+
 def test_one_array_for_all_and_then_three(gpu, kept):
     """An address does not tell which array of the call it is."""
     one, (q, k, v) = inputs(1, (1, 2, 2, 9, 9, 4))[0], inputs(2, (1, 2, 2, 9, 9, 4))

@@ -284,11 +284,11 @@ def test_a_syncwarp_spreads_what_one_lane_knows():
 # --- boxes to shared memory ------------------------------------------------------------------
 
 
-def unswizzled(tile, rows):
-    """What lies at the places of a box: chunk c of row r at c ^ r % 8."""
+def unswizzled(tile, rows, chunks=8):
+    """What lies at the places of a box: chunk c of row r at c ^ r % 8, of eight chunks."""
     columns = np.arange(COLUMNS)
     return np.stack(
-        [tile[64 * r + ((columns // 8 ^ r % 8) * 8 + columns % 8)] for r in range(rows)]
+        [tile[64 * r + ((columns // 8 ^ r % chunks) * 8 + columns % 8)] for r in range(rows)]
     )
 
 
@@ -354,6 +354,16 @@ def test_a_box_comes_swizzled_with_zeros_around(rows, place):
         inside = np.count_nonzero(wanted)  # no element of x is 0
         assert counts.loads["X"] == inside and counts.load_bytes["X"] == 2 * inside
         assert counts.instructions["tma"] == 1
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_a_map_with_another_swizzle_and_something_else_around(chunks):
+    x, y = bits(1, 1, 20, 64), np.zeros(32 * COLUMNS, np.uint16)
+    boxed = Boxed(x, 32)
+    boxed.layout = boxed.layout._replace(swizzle=16 * chunks, fill=0x7FFF)
+    launch(_make_load(32, (0, 0, 0, 0)), 64, boxed, y)
+    found = unswizzled(y, 32, chunks)
+    assert (found[:20] == x[0, 0]).all() and (found[20:] == 0x7FFF).all()
 
 
 def test_what_a_box_costs():

@@ -238,11 +238,11 @@ def changes(plain, library):
     return found
 
 
-def check_kept_calls(gpu, kept, plain, library):
-    """Every call asks what it asks as a first one, whatever was kept before; a second one with
-    other arrays that are alike asks the same without a plan, and what is refused is not kept.
+def check_kept_calls(gpu, kept, cases, library):
+    """Each of ``cases`` asks what it asks as a first call, whatever was kept before; a second one
+    with other arrays that are alike asks the same without a plan, and what is refused is not kept.
     """
-    cases, wanted = changes(plain, library), {}
+    wanted = {}
     for name, call in cases.items():
         wanted[name] = as_first(gpu, call, call.made(library))
         assert asked(gpu, call, call.made(library)) == wanted[name], name
@@ -260,7 +260,7 @@ def check_kept_calls(gpu, kept, plain, library):
 @pytest.mark.parametrize("library", ["interface", "torch"])
 @pytest.mark.parametrize("plain", [FORWARD, BACKWARD], ids=["forward", "backward"])
 def test_a_kept_call_asks_what_a_first_one_does(gpu, torch, kept, plain, library):
-    refused = check_kept_calls(gpu, kept, plain, library)
+    refused = check_kept_calls(gpu, kept, changes(plain, library), library)
     want = {f"{n} {how}" for n in plain.arrays for how in ("on another GPU", "of another dtype")}
     if "out" in plain.arrays and not plain.backward and library == "interface":
         want.add("out is read-only")
@@ -268,6 +268,40 @@ def test_a_kept_call_asks_what_a_first_one_does(gpu, torch, kept, plain, library
     for name in plain.arrays.keys() - {"q"}:
         says = f"{name} is in GPU 1, q in GPU 0: allowed is one device for all"
         assert refused[f"{name} on another GPU"] == (ValueError, says, 0)
+
+
+def on_hopper(backward=False, **options):
+    """A call whose matrices kernels take by tensor maps."""
+    names = ("q", "k", "v", "out", *(("dout", "lse") if backward else ()))
+    call = call_of(*names, backward=backward, unit="wgmma", **options)
+    return call.changed(call.arrays.keys() - {"lse"}, dtype="float16")
+
+
+def maps_of(gpu):
+    """The dtype, swizzle and fill of the maps of the last launch, in the order of its arguments."""
+    return [word[0] for word in gpu.launches[-1][3] if isinstance(word, tuple)]
+
+
+@pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_kept_call_has_the_tensor_maps_of_a_first_one(gpu, kept, algorithm, backward):
+    plain = on_hopper(backward, algorithm=algorithm)
+    cases = {"plain": plain, "causal": plain.having(causal=True), "scale": plain.having(scale=0.5)}
+    for name in plain.arrays.keys() - {"lse"}:
+        for layout in ("heads last", "far rows"):
+            cases[f"{name}: {layout}"] = plain.changed(name, layout=layout)
+    assert not check_kept_calls(gpu, kept, cases, "interface")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_maps_say_the_dtypes_of_arrays(gpu, torch, dtype):
+    """And that boxes are swizzled as products read them, with zeros around the array."""
+    call = on_hopper(algorithm="fa1").changed("q k v out", dtype=dtype)
+    for _ in range(2):
+        call.run(call.made("torch"))
+        how = "CU_TENSOR_MAP_SWIZZLE_128B", "CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE"
+        names = [*["FLOAT16" if dtype == "float16" else "BFLOAT16"] * 4, "FLOAT32"]
+        assert maps_of(gpu) == [(f"CU_TENSOR_MAP_DATA_TYPE_{name}", *how) for name in names]
 
 
 def test_seeds_and_offsets_are_no_part_of_a_kept_call(gpu, kept):
@@ -845,7 +879,7 @@ def test_tensors_in_host_memory_go_by_the_default_stream(gpu, torch, dtype):
     """torch has no stream for them; results are in host memory too."""
     host = {"bfloat16": "uint16"}.get(dtype, dtype)
     arrays = [Tensor.of(np.ones(SHAPES[n], host), dtype) for n in "qkv"]
-    unit = "simt" if dtype == "float32" else "mma"  # no map of an array, which needs a driver
+    unit = "simt" if dtype == "float32" else "mma"  # whose arrays are no boxes
     results = fa_numba.flash_attention_2(*arrays, return_lse=True, unit=unit)
     assert [x.device.type for x in results] == ["cpu", "cpu"]
     assert [str(x.dtype) for x in results] == [f"torch.{dtype}", "torch.float32"]

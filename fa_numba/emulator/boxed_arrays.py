@@ -24,13 +24,16 @@ ADDRESSES = 1 << 64
 
 class BoxLayout(NamedTuple):
     """The axes of an array's map, from the outermost on: how many places each has, the bytes from
-    one to the next, and how many of them a box has; and what a kernel is told of them.
+    one to the next, and how many of them a box has; and what a kernel is told of them. Chunks of a
+    row change places within ``swizzle`` bytes; ``fill`` stands for what the array has not.
     """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
     steps: tuple[int, ...] = ()
+    swizzle: int = ROW_BYTES
+    fill: float = 0
 
 
 class Boxed:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from . import async_checks
-from .boxed_arrays import ROW_BYTES, BoxedArray
+from .boxed_arrays import CHUNK, ROW_BYTES, BoxedArray
 from .checks import ATOMIC, IN_FLIGHT, LOAD, READING, STORE, UNWRITTEN
 from .errors import (
     EmulatorError,
@@ -35,16 +35,18 @@ REPEAT = 1024  # bytes: it begins anew at multiples of these
 HALF_WAY = 1 << 31
 
 
-def swizzled(byte: Any) -> Any:
-    """Where the byte at an address lies: chunk c of the 128 bytes of row r at c ^ r % 8."""
-    return byte ^ (byte >> 7 & 7) << 4
+def swizzled(byte: Any, span: int = ROW_BYTES) -> Any:
+    """Where the byte at an address lies: chunk c of row r, 128 bytes, at c ^ r % n, of a span of n
+    chunks; with n = 1 nothing moves.
+    """
+    return byte ^ (byte >> 7 & span // CHUNK - 1) << 4
 
 
 @lru_cache(maxsize=64)
-def box_places(rows: int, itemsize: int) -> np.ndarray:
+def box_places(rows: int, itemsize: int, swizzle: int) -> np.ndarray:
     """The elements of a box's rows from its first element on, (rows, columns)."""
     byte = np.arange(rows * ROW_BYTES, dtype=np.int64).reshape(rows, -1)[:, ::itemsize]
-    return swizzled(byte) // itemsize
+    return swizzled(byte, swizzle) // itemsize
 
 
 @dataclass(slots=True, eq=False)
@@ -172,7 +174,7 @@ class Boxes(Mbarriers):
             text = f"{array._element(first)} lies at byte {first * array.itemsize}"
             text = f"{text}: a box needs a multiple of {REPEAT}"
             raise self.fault(Misaligned, text, array.name, lane)
-        return first, box_places(boxed.rows, array.itemsize)
+        return first, box_places(boxed.rows, array.itemsize, boxed.layout.swizzle)
 
     def _of_lane(self, lane: int, *values: Any) -> list[int]:
         return [int(self.of_lane(value, lane)) for value in values]
@@ -192,7 +194,7 @@ class Boxes(Mbarriers):
             self.usable(barrier, np.array([lane]), by_copies=True)
             self.in_phase(barrier, tid, "this thread starts a copy that is counted by")
             first, places = self._box(src, dst, at, lane)
-            values = np.zeros(places.shape, dst.buffer.data.dtype)
+            values = np.full(places.shape, src.layout.fill, dst.buffer.data.dtype)
             rows, columns, found = src.access(self, LOAD, where, lane)
             if found.size:
                 self._behind_stores(src, found.reshape(-1), lane, "reads")
