@@ -343,9 +343,8 @@ class Gpu:
             of = [tuple(self.word(places, ctypes.c_int64) for _ in range(n)) for n in counts]
             return found.argument(*of)
         if not isinstance(ty, types.Array):
-            return self.word(
-                places, {types.float32: ctypes.c_float, types.int32: ctypes.c_int32}[ty]
-            )
+            as_word = {types.float32: (ctypes.c_float, np.float32), types.int32: (ctypes.c_int32,)}
+            return self.word(places, *as_word[ty])
         kinds = (*4 * [None], Address, *2 * ty.ndim * [None])
         words = [self.word(places, ctypes.c_int64, of) for of in kinds]
         meminfo, parent, size, itemsize, pointer = words[:5]
