@@ -58,7 +58,7 @@ from experiments.lab.series import (
     query_splits,
     row_fields,
 )
-from experiments.lab.store import EMULATOR, MODEL, Row, Store
+from experiments.lab.store import EMULATOR, MODEL, Row, Store, StoreError
 from experiments.lab.workloads import Inputs, fa2_setting, one_head
 from fa_numba import io_model, reference
 from fa_numba.problem import Problem
@@ -150,7 +150,7 @@ def made_up(name):
 def store_synthetic(name, folder, machine="some-gpu"):
     from experiments.lab.store import Recorder
 
-    about = {"commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
+    about = {"id": "r1", "commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
     swept = getattr(registry.load(name), "SWEPT", ())
     recorder = Recorder(Store(folder), name, lambda machine: about, swept)
     recorder.add_all(synthetic(name, machine))
@@ -639,6 +639,36 @@ def test_damaged_files_and_mistakes_are_named_and_the_others_are_drawn(
     said_last = said[said.rindex("not drawn: ") :]
     assert all(name in said_last for name in (*broken, "speed_backward"))
     assert "loop_cost" not in said_last and (tmp_path / "loop_cost.svg").exists()
+
+
+@pytest.mark.parametrize(
+    ("suffix", "change", "says"),
+    [
+        (".csv", lambda text: text + text.splitlines()[-1] + "\n", "it is of the same as line "),
+        (".csv", lambda text: text.replace(",", ";"), "columns are experiment;series;"),
+        (".json", lambda text: None, "it does not describe run 'r1'"),
+        (".json", lambda text: "{}", "it does not describe run 'r1'"),
+        (".json", lambda text: "[]", "it is a list: expected an object"),
+        (".json", lambda text: '{"runs": null}', "runs is null: expected a list of objects"),
+        (".json", lambda text: '{"runs": ["r1"]}', 'runs is ["r1"]: expected a list of objects'),
+    ],
+)
+def test_nothing_is_drawn_of_a_damaged_recording(
+    tmp_path, monkeypatch, capsys, suffix, change, says
+):
+    """A line for the figure and one for the page; both are as they were."""
+    monkeypatch.setenv("COLUMNS", "300")
+    store_synthetic("speed", tmp_path, report.MACHINE)
+    path, figure = Store(tmp_path).path("speed", report.MACHINE, suffix), tmp_path / "speed.svg"
+    changed = change(path.read_text())
+    path.unlink() if changed is None else path.write_text(changed)
+    figure.write_text("as it was")
+    assert command.main(["draw", "speed", "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert f"speed: {path}: " in said and says in said and len(said.splitlines()) == 2
+    assert figure.read_text() == "as it was"
+    with pytest.raises(StoreError, match=re.escape(says)):
+        report.text("speed", Store(tmp_path))
 
 
 def test_a_folder_that_cannot_be_made_is_named_and_nothing_else_stops(

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 import resource
 from dataclasses import replace
@@ -326,7 +327,11 @@ def test_what_is_in_the_way_is_named(tmp_path):
         (",false,", ",perhaps,", "line 2: causal is 'perhaps': allowed is true or false"),
         (",4096,", ",,", "line 2: seqlen_q is '': allowed is an integer"),
         (",4096,", ",4096.5,", "line 2: seqlen_q is '4096.5': allowed is an integer"),
+        (",4096,", ",-1,", "line 2: seqlen_q is '-1': allowed is an integer of at least 0"),
         (",12.5,", ",fast,", "line 2: value is 'fast': allowed is a number"),
+        (",12.5,", ",-5,", "line 2: time is -5: allowed is a finite number of at least 0"),
+        (",12.5,", ",nan,", "line 2: time is nan: allowed is a finite number of at least 0"),
+        (",13.25,", ",inf,", "line 2: time is inf: allowed is a finite number of at least 0"),
         (",measured,", ",", "line 2: it has 21 columns: expected 22"),
     ],
 )
@@ -338,6 +343,36 @@ def test_a_damaged_line_is_named(tmp_path, old, new, says):
     path.write_text(path.read_text().replace(old, new, 1))
     with pytest.raises(StoreError, match=re.escape(f"{path}: {says}")):
         store.read("speed", report.MACHINE)
+
+
+def test_what_no_measurement_gives_is_kept_as_a_failure(tmp_path):
+    """What is written can be read; a difference may be below 0."""
+    store = Store(tmp_path)
+    record(store, [row(value=math.nan, note="here"), row(metric="loss_difference", value=-1.0)])
+    below, failed = sorted(store.read("speed", report.MACHINE), key=lambda r: r.metric)
+    assert below.value == -1 and (failed.value, failed.p20, failed.p80) == (None, None, None)
+    why = "time is nan: allowed is a finite number of at least 0"
+    assert failed.note == f"here; failed: {why}"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda text: text[: text.rindex("\n", 0, 999)], "no line of fa2, Fig. 4"),
+        (lambda text: text[:-40], r"line \d+: it has \d+ columns: expected 17"),
+        (lambda text: text.replace(",0.36,", ",nan,"), "line 2: value is nan: allowed is a number"),
+        (lambda text: text.replace(",0.36,", ",fast,"), "could not convert string to float"),
+        (lambda text: text.replace(",", ";"), "columns are paper;item;.*: expected paper, item, "),
+        (lambda text: "", "columns are : expected paper, item, "),
+    ],
+)
+def test_damaged_published_figures_are_named(tmp_path, monkeypatch, change, says):
+    path = tmp_path / "published.csv"
+    path.write_text(change(published.FILE.read_text("utf-8")))
+    monkeypatch.setattr(published, "FILE", path)
+    monkeypatch.setattr(published, "_lines", published._lines.__wrapped__)
+    with pytest.raises(StoreError, match=f"{path}: .*{says}"):
+        published.lookup(paper="fa2", item="Fig. 4", metric="speed")
 
 
 @pytest.mark.parametrize("experiment", registry.names())

@@ -3,21 +3,43 @@
 from __future__ import annotations
 
 import csv
+import math
 from functools import cache
 
 from .options import FIGURES
+from .store import StoreError, naming
+
+COLUMNS = (
+    *("paper", "item", "hardware", "method", "pass", "dropout", "mask", "causal", "batch", "heads"),
+    *("head_dim", "seqlen", "block_c", "metric", "unit", "value", "reading"),
+)
+FILE = FIGURES / "data" / "published.csv"
 
 
 @cache
 def _lines() -> tuple[dict[str, str], ...]:
-    with open(FIGURES / "data" / "published.csv", newline="", encoding="utf-8") as file:
-        return tuple(csv.DictReader(file))
+    with naming(FILE), open(FILE, newline="", encoding="utf-8") as file:
+        lines = csv.reader(file)
+        if tuple(header := next(lines, [])) != COLUMNS:
+            raise ValueError(f"columns are {', '.join(header)}: expected {', '.join(COLUMNS)}")
+        found = []
+        for line in lines:
+            where, count = f"line {lines.line_num}", len(line)
+            if count != len(COLUMNS):
+                raise ValueError(f"{where}: it has {count} columns: expected {len(COLUMNS)}")
+            found.append(dict(zip(COLUMNS, line, strict=True)))
+            if not math.isfinite(float(found[-1]["value"])):
+                raise ValueError(f"{where}: value is {found[-1]['value']}: allowed is a number")
+        return tuple(found)
 
 
 def lookup(**wanted: str) -> list[dict[str, str]]:
     """The lines of the file, in its order, whose columns have just the `wanted` text.
 
-    Columns: paper, item, hardware, method, pass, dropout, mask, causal, batch, heads, head_dim,
-    seqlen, block_c, metric, unit, value, reading.
+    Raises StoreError where the file is damaged, or has nothing of the paper or of its item.
     """
-    return [line for line in _lines() if all(line[name] == w for name, w in wanted.items())]
+    found = [line for line in _lines() if all(line[name] == w for name, w in wanted.items())]
+    of = {name: wanted[name] for name in ("paper", "item") if name in wanted}
+    if not found and (of == wanted or not lookup(**of)):
+        raise StoreError(f"{FILE}: it has no line of {', '.join(of.values()) or 'anything'}")
+    return found

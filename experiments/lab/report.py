@@ -69,7 +69,7 @@ def text(name: str, store: Store) -> str:
     rows: list[Row] = []
     for experiment in experiments:
         for machine in (MODEL, EMULATOR, MACHINE):
-            rows += store.read(experiment, machine)
+            rows += store.recorded(experiment, machine)[0]
     timed = isinstance(make, Across) and make.timed
     table = make(rows, _seconds(store, experiments)) if timed else make(rows)
     if table is None:
@@ -86,7 +86,7 @@ def _seconds(store: Store, experiments: Sequence[str]) -> dict[str, float]:
     """How long the recording of each took, where its runs say so."""
     found = {}
     for name in experiments:
-        runs = of_rows(store.runs(name, MACHINE), store.read(name, MACHINE))
+        runs = store.recorded(name, MACHINE)[1]
         if runs and all("seconds" in run for run in runs):
             found[name] = sum(run["seconds"] for run in runs)
     return found
@@ -114,8 +114,7 @@ def _source(store: Store, experiment: str, l2: bool) -> list[str]:
     counted = EMULATOR, "Counted on the emulator"
     for machine, name in ((MACHINE, MACHINE), counted, (MODEL, "closed forms")):
         if machine in stored:
-            rows = store.read(experiment, machine)
-            runs = of_rows(store.runs(experiment, machine), rows)
+            rows, runs = store.recorded(experiment, machine)
             said = when_and_where(runs, device_name(runs, name))
             by = l2_counter(runs, rows) if l2 else ""
             file = f"figures/data/{experiment}/{machine}.csv"

@@ -368,7 +368,8 @@ class Runner:
         places: dict[str, Store] = {}
         for store in (Store(FIGURES), self.store):
             places.update(dict.fromkeys(store.machines(name), store))
-        runs = {machine: places[machine].runs(name, machine) for machine in places}
+        found = {machine: places[machine].recorded(name, machine) for machine in places}
+        runs = {machine: found[machine][1] for machine in found}
         gpus = [machine for machine in places if machine not in _NOT_GPUS]
 
         def preferred(machine: str) -> tuple[bool, bool, str, str]:
@@ -378,7 +379,7 @@ class Runner:
 
         gpus.sort(key=preferred)
         chosen = [machine for machine in places if machine in _NOT_GPUS] + gpus[-1:]
-        rows = [row for machine in chosen for row in places[machine].read(name, machine)]
+        rows = [row for machine in chosen for row in found[machine][0]]
         return rows, {machine: runs[machine] for machine in chosen}
 
     def summary(self, chosen: Iterable[str]) -> Table:

@@ -11,6 +11,7 @@ import contextlib
 import csv
 import io
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -129,14 +130,28 @@ def _field(name: str, text: str) -> Any:
         if name == "causal":
             return {"true": True, "false": False}[text]
         if name in _INTS:
-            allowed = "an integer"
-            return int(text) if text or name in _NEEDED else None
+            allowed = "an integer of at least 0"
+            found = int(text) if text or name in _NEEDED else 0
+            if found < 0:
+                raise ValueError
+            return found if text else None
         if name in _NUMBERS:
             allowed = "a number"
             return _number(text) if text else None
     except (KeyError, ValueError):
         raise ValueError(f"{name.rstrip('_')} is {text!r}: allowed is {allowed}") from None
     return text
+
+
+def _impossible(row: Row) -> str:
+    """What of the row no measurement or count gives; empty for nothing."""
+    least, allowed = 0.0, "a finite number of at least 0"
+    if row.metric.endswith("difference"):
+        least, allowed = -math.inf, "a finite number"
+    for n in (row.value, row.p20, row.p80):
+        if n is not None and not (math.isfinite(n) and n >= least):
+            return f"{row.metric} is {n}: allowed is {allowed}"
+    return ""
 
 
 def dump(rows: Iterable[Row], *, runs: bool = True) -> str:
@@ -154,19 +169,26 @@ def parse(text: str, machine: str) -> list[Row]:
     """The rows of CSV text.
 
     The last column, their runs, may be missing. Raises ValueError, which names the line, when the
-    columns or a value are not ours.
+    columns or a value are not ours, or two lines are of the same thing.
     """
     lines = csv.reader(io.StringIO(text))
     header = tuple(next(lines, ()))
     if header not in (COLUMNS, COLUMNS[:-1]):
         raise ValueError(f"columns are {', '.join(header)}: expected {', '.join(COLUMNS)}")
-    rows = []
+    rows: list[Row] = []
+    before: dict[tuple[Any, ...], int] = {}
     for line in lines:
         try:
             if len(line) != len(header):
                 raise ValueError(f"it has {len(line)} columns: expected {len(header)}")
             named = zip(_FIELDS[: len(header)], line, strict=True)
-            rows.append(Row(machine=machine, **{name: _field(name, cell) for name, cell in named}))
+            row = Row(machine=machine, **{name: _field(name, cell) for name, cell in named})
+            if why := _impossible(row):
+                raise ValueError(why)
+            first = before.setdefault((row.key, row.place), lines.line_num)
+            if first != lines.line_num:
+                raise ValueError(f"it is of the same as line {first}: expected one line")
+            rows.append(row)
         except ValueError as error:
             raise ValueError(f"line {lines.line_num}: {error}") from error
     return rows
@@ -248,18 +270,39 @@ class Store:
         """The JSON beside the rows; empty when there is none. Raises StoreError."""
         path = self.path(experiment, machine, ".json")
         with naming(path):
-            return json.loads(path.read_text("utf-8")) if path.exists() else {}
+            found = json.loads(path.read_text("utf-8")) if path.exists() else {}
+            if not isinstance(found, dict):
+                raise ValueError(f"it is a {type(found).__name__}: expected an object")
+            return found
 
     def runs(self, experiment: str, machine: str) -> list[dict[str, Any]]:
-        """The runs that the stored rows are of, the last one first. Raises StoreError."""
-        return runs_of(self.provenance(experiment, machine))
+        """The runs that the JSON lists, the last one first. Raises StoreError."""
+        with naming(self.path(experiment, machine, ".json")):
+            return runs_of(self.provenance(experiment, machine))
+
+    def recorded(self, experiment: str, machine: str) -> tuple[list[Row], list[dict[str, Any]]]:
+        """The stored rows and the runs that they are of.
+
+        Raises StoreError, also where the JSON does not describe one of these.
+        """
+        rows = self.read(experiment, machine)
+        known = {run.get("id", ""): run for run in self.runs(experiment, machine)}
+        named = {row.run for row in rows}
+        for name in named - set(known):
+            path = self.path(experiment, machine, ".json")
+            raise StoreError(f"{path}: it does not describe run {name!r} of {machine}.csv")
+        return rows, [run for name, run in known.items() if name in named]
 
 
 def runs_of(about: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The runs that a recording's JSON lists; one from before it did is of one run without id."""
-    if "runs" in about:
-        return list(about["runs"])
-    return [{name: value for name, value in about.items() if name != "counted"}] if about else []
+    """The runs that a recording's JSON lists; one from before it did is of one run without id.
+
+    Raises ValueError for what is no list of runs.
+    """
+    runs = about.get("runs", [{name: about[name] for name in about if name != "counted"}])
+    if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
+        raise ValueError(f"runs is {json.dumps(runs)[:40]}: expected a list of objects")
+    return [run for run in runs if run]
 
 
 @dataclass
@@ -277,7 +320,8 @@ class Recorder:
     A row replaces the stored row of the same key, and with it goes what older runs stored of the
     same series, source and problem: at once where a row of other tiles or a failure contradicts
     it, else when `finish` ends the run. Other rows stay, unless `finish(complete=True)` says that
-    the run measured all there is: then no older row is left.
+    the run measured all there is: then no older row is left. What no measurement gives, such as
+    NaN, is kept as a failure.
 
     With a `journal` rows are kept there, and the recording is as it was until a complete end.
 
@@ -336,6 +380,9 @@ class Recorder:
         if machine not in self._rows:
             self._begin(machine)
         row = row if row.run else replace(row, run=self._run[machine])
+        if why := _impossible(row):
+            note = "; ".join(part for part in (row.place, f"failed: {why}") if part)
+            row = replace(row, value=None, p20=None, p80=None, note=note)
         self._rows[machine][self._key_of(row)] = row
         self._fresh[machine].add(self._key_of(row))
         setting = self._setting_of(row)
