@@ -10,12 +10,13 @@ is. The files: ``select`` which device and its limits, ``function`` what kernels
 and ``kernel_cache`` compiled code, ``front_end`` how it is compiled in less time, ``assembling``
 what the assembler says of it, ``launching`` launches and counts, ``launch_record`` launches that
 are made again, ``tensor_map`` arrays for the copy engine, ``memory`` arrays and workspace,
-``timing`` events.
+``timing`` events, ``beside_numpy`` a name that numba-cuda misses.
 """
 
 from numba import float32, int32, int64, types, uint32, uint64
 from numba.cuda import profile_start, profile_stop
 
+import fa_numba.device.beside_numpy
 from fa_numba.device.assembling import assembled, registers_of
 from fa_numba.device.door import cuda
 from fa_numba.device.function import device_function
