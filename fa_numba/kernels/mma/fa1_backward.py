@@ -2,7 +2,7 @@
 
 One thread block takes one (batch, K/V head): both loops run inside it. P is recomputed from L (l
 and m in one), D in every pass, and dQ passes through global memory in every pass: in float32
-(``A``) until the last one rounds it. Query splits, shared memory, accesses: below the kernel.
+(``A``) until the last one rounds it. Query splits, shared memory, accesses: at the end.
 """
 
 from functools import cache
@@ -21,13 +21,11 @@ def make_backward(spec):
     row_tiles, products, scores = bind(spec, mma.row_tiles, mma.products, mma.scores)
     softmax, gradients = bind(spec, mma.softmax, mma.gradients)
     (transposed,) = bind(spec.scores, mma.products)  # ST = K QT, dPT = V dOT
-    Br, Bc, EARLY = spec.Br, spec.Bc, spec.row_warps > 1
+    Br, Bc, halves, floats = spec.Br, spec.Bc, half_type(4), array_type(4)
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, 8 * spec.query_fragments * spec.query_chunks
     RG, RF, RK = spec.cap_registers, spec.scores.q_registers, spec.column_registers
-
-    halves, floats = half_type(4), array_type(4)
-    columns_type = floats if spec.splits_queries else halves
-    arrays = [*[halves] * 5, array_type(3), floats, halves, columns_type, columns_type]
+    EARLY, keys = spec.row_warps > 1, floats if spec.splits_queries else halves
+    arrays = [*[halves] * 5, array_type(3), floats, halves, keys, keys]
 
     @cuda.jit(arguments(arrays, 2, 2, spec.features.argument_type), *spec.launch)
     def fa1_backward(
@@ -44,7 +42,6 @@ def make_backward(spec):
         Kh, Vh = grid.key_rows(K, first), grid.key_rows(V, first)
         dKh, dVh = grid.key_rows(dK, first), grid.key_rows(dV, first)
         columns, rows = uint32(Kh.shape[0]), uint32(grid.query_rows(Q, first).shape[0])
-
         # Alg. 4 line 5: dQ = 0
         i_begin = uint32(cuda.blockIdx.x * split_rows)
         i_last = uint32(min(rows, uint32(i_begin + split_rows)))

@@ -3,7 +3,7 @@
 One thread block takes one (batch, head): both loops run inside it. O, l and m pass through global
 memory in every pass over K/V, and O is normalised each time: in float32 (``A``) until a row tile's
 last pass rounds it to O, as the released code did. ``query_splits`` as on CUDA cores.
-m is kept in units of log2. Warps, shared memory and accesses: below the kernel.
+Units of m, warps, shared memory and accesses: at the end.
 """
 
 from functools import cache
@@ -21,11 +21,8 @@ def make_forward(spec):
     grid, visits, load = bind(spec, mma.grid, mma.visits, mma.load)
     products, scores, softmax = bind(spec, mma.products, mma.scores, mma.softmax)
     (fa1_state,) = bind(spec, mma.fa1_state)
-    Bc = spec.Bc
     TM, RS, RO, RQ = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4, spec.q_registers
-    RB = spec.bias_registers
-
-    halves = half_type(4)
+    Bc, RB, halves = spec.Bc, spec.bias_registers, half_type(4)
     arrays = [*[halves] * 4, array_type(4), *[array_type(3)] * 3]
 
     @cuda.jit(arguments(arrays, 1, 2, spec.features.argument_type), *spec.launch)
@@ -71,9 +68,8 @@ def make_forward(spec):
                 fa1_state.read_state(rO, rl, rm, state, tile, i_stop)
                 # FA-1 line 9, FA-2 line 8: Sij = scale Qi KjT
                 products.scores(rS, rQ, sQ, sK, warp_row, products.warp_column())
-                softmax.scale_rows(
-                    rO, rl
-                )  # Alg. 1 line 12: diag(li) Oi, before line 11 replaces li
+                # Alg. 1 line 12: diag(li) Oi, before line 11 replaces li
+                softmax.scale_rows(rO, rl)
                 scores.scale_bias_and_mask(rS, rB, scale, tile)
                 cuda.syncthreads()  # nobody reads sQ any more
                 # FA-1 line 8, FA-2 line 7 of the next tile: load it, in flight meanwhile
@@ -99,6 +95,7 @@ def make_forward(spec):
 
 
 __doc__ += """
+m is kept in units of log2.
 ``warp_partition``: a warp takes 32 or 16 rows of a tile and all columns; or, with "keys", all rows
 and its share of the columns, as in the released code ("split-K", arXiv 2307.08691, section 3.3).
 Each warp then has an O, l and m of its own, all of which meet in shared memory: once, after the

@@ -23,9 +23,7 @@ def make_backward(spec, atomic=True):
     (transposed,) = bind(spec.scores, mma.products)  # ST = K QT, dPT = V dOT
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, 8 * spec.query_fragments * spec.query_chunks
     RG, RF, RK = spec.cap_registers, spec.scores.q_registers, spec.column_registers
-    Br, Bc = spec.Br, spec.Bc
-
-    halves, rows = half_type(4), array_type(3)
+    Br, Bc, halves, rows = spec.Br, spec.Bc, half_type(4), array_type(3)
     arrays = [*[halves] * 4, rows, rows, array_type(4), halves, halves]
 
     @cuda.jit(arguments(arrays, 2, 1, spec.features.argument_type), *spec.launch)

@@ -3,8 +3,7 @@
 One thread block takes one row tile Qi: the outer loop (line 3) is the grid, the tiles with most
 columns first: a shorter tail. A warp takes 32 or 16 of its rows and all columns, so that only its
 own lanes share a row. S, P, O, m and l stay in registers; O is normalised once, and one logsumexp
-leaves.
-m is kept in units of log2. Stages, shared memory and accesses: below the kernel.
+leaves. Units of m, stages, shared memory and accesses: at the end.
 """
 
 from functools import cache
@@ -28,9 +27,7 @@ def make_forward(spec):
     NQ, STAGES = spec.tile_halves[0], spec.stages
     SPLITS, axes = spec.features.splits, 4 if spec.tile_heads == 1 else 5
     TM, RS, RO, RQ = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4, spec.q_registers
-    RB = spec.bias_registers
-
-    queries, halves = half_type(axes), half_type(4)
+    RB, queries, halves = spec.bias_registers, half_type(axes), half_type(4)
     arrays = (queries, halves, halves, queries, array_type(axes - 1))
 
     @cuda.jit(arguments(arrays, 1, 1, spec.features.argument_type), *spec.launch)
@@ -42,11 +39,9 @@ def make_forward(spec):
         rf = cuda.local.array(TM, float32)
         warp_row, thread = grid.thread()
         head = grid.head(Q, K, group, options)
-        Qh, Oh = grid.query_rows(Q, head), grid.query_rows(O, head)
+        Qh, Oh, Lh = grid.query_rows(Q, head), grid.query_rows(O, head), grid.query_rows(L, head)
         Kh, Vh = grid.key_rows(K, head), grid.key_rows(V, head)
-        Lh = grid.query_rows(L, head)
         rows = uint32(Qh.shape[0])
-
         i0, split = grid.row_tile(options)  # Alg. 1 line 3: row tile i
         j0, j_end = visits.columns_seen(i0, head)
         j0, j_end = visits.share_of_columns(j0, j_end, split, i0, head)
@@ -103,7 +98,7 @@ def make_forward(spec):
 
 
 __doc__ += """
-With one stage of K and V, Vj is on its way during Sij = Qi KjT, and Kj+1 during the softmax and
+m is kept in units of log2. With one stage of K and V, Vj is on its way during Sij = Qi KjT, and Kj+1 during the softmax and
 Pij Vj. With two, Kj+1 and Vj+1 are on their way during all of it: one barrier less, more memory.
 
 Shared memory, 16-bit elements:  (Br + 2 stages Bc) d

@@ -31,12 +31,6 @@ def make_forward(spec):
     GROUPS, PAGES = spec.consumers, pages_of_tile(spec)
 
     @device_function
-    def own_rows(Q, K, group, split_rows, options):
-        head = grid.head(Q, K, group, options)
-        i_first, i_last = visits.own_rows(split_rows, uint32(Q.shape[2]))
-        return head, i_first, i_last
-
-    @device_function
     def produce_columns(shared, head, i_first, i_last, K, V):
         pages = cuda.local.array(PAGES, uint32)  # of K and V in one piece: none
         bars, stage, phase = shared.bars, uint32(0), uint32(1)
@@ -148,6 +142,12 @@ def make_forward(spec):
             j0 = uint32(j0 + Bc)
         # FA-2 lines 13, 15: L = m + log l
         fa1_state.write_logsumexp(rl, rm, L, state, own_first, i_last, head, thread)
+
+    @device_function
+    def own_rows(Q, K, group, split_rows, options):
+        head = grid.head(Q, K, group, options)
+        i_first, i_last = visits.own_rows(split_rows, uint32(Q.shape[2]))
+        return head, i_first, i_last
 
     arrays = [*[tiled_type(4)] * 5, *[array_type(3)] * 3]
 
