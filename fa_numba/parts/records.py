@@ -67,7 +67,7 @@ class WorkTile(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """What tells a block its work tiles: words in shared memory, a few for each slot of Q; how many
+    """A block's work tiles: words in shared memory, a few for each slot of Q; how many
     there are in all; and the counter of those taken, in global memory.
     """
 
@@ -122,9 +122,9 @@ class Box(NamedTuple):
     row: Any
 
 
-class ToldHead(NamedTuple):
-    """``Head`` of a block of FlashAttention-2's backward kernel on Hopper, and the words that tell
-    it of its key tile.
+class KeyTileHead(NamedTuple):
+    """``Head`` of a block of FlashAttention-2's backward kernel on Hopper, and the words of
+    its key tile in shared memory.
     """
 
     b: Any
@@ -149,7 +149,7 @@ class KeyTile(NamedTuple):
 
 
 class BackwardShared(NamedTuple):
-    """A backward kernel's tiles in shared memory, L and D, what tells of the key tile, and the
+    """A backward kernel's tiles in shared memory, L and D, the words of its key tile, and the
     barriers of its pipelines. Which of sdQ, sO and sS there is depends on the kernel.
     """
 

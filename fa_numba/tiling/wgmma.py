@@ -239,7 +239,7 @@ class WgmmaSpec(Spec):
 
     @property
     def first_index(self) -> int:
-        """Words before those that tell of row tiles, behind tiles and barriers."""
+        """Words before those of work tiles, behind tiles and barriers."""
         return self.halves // 2 + 2 * self.barriers
 
     @property

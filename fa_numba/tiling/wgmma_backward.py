@@ -22,7 +22,7 @@ CONSUMERS = 2
 COLUMNS = CONSUMERS * GROUP_ROWS  # of a tile of S
 STAGES = 2  # row tiles in shared memory
 WARP = 32
-TOLD = 9  # words that tell of a column tile
+KEY_TILE_WORDS = 9  # of a column tile that one thread finds for its block
 LARGEST_ATOMIC = 128  # the largest head dimension of a kernel that makes dQ too
 # Of a thread that produces, and of one that consumes; and where FlashAttention-1's consumers mask
 # rows of up to a panel whose heads share no K and V, and its producers do with fewer.
@@ -274,16 +274,16 @@ class WgmmaBackwardSpec(Spec):
         return 1 + 3 * STAGES + (1 + 2 * STAGES if self.algorithm == "fa1" else 0)
 
     @property
-    def told(self) -> tuple[int, int]:
-        """Behind the barriers, in words: where those begin that tell of the column tile, and how
+    def key_tile_words(self) -> tuple[int, int]:
+        """Behind the barriers, in words: where the column tile's begin, and how
         many there are: none where all of a batch has the arrays' lengths, and no rows are split.
         """
-        words = TOLD if self.features.lengths or self.splits_rows else 0
+        words = KEY_TILE_WORDS if self.features.lengths or self.splits_rows else 0
         return 2 * (self.places[-1] + self.barriers), words
 
     @property
     def shared_bytes(self) -> int:
-        return 4 * sum(self.told)
+        return 4 * sum(self.key_tile_words)
 
     @property
     def accumulators(self) -> int:

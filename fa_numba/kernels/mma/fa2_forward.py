@@ -98,8 +98,9 @@ def make_forward(spec):
 
 
 __doc__ += """
-m is kept in units of log2. With one stage of K and V, Vj is on its way during Sij = Qi KjT, and Kj+1 during the softmax and
-Pij Vj. With two, Kj+1 and Vj+1 are on their way during all of it: one barrier less, more memory.
+m is kept in units of log2. With one stage of K and V, Vj is on its way during Sij = Qi KjT, and
+Kj+1 during the softmax and Pij Vj. With two, Kj+1 and Vj+1 are on their way during all of it: one
+barrier less, more memory.
 
 Shared memory, 16-bit elements:  (Br + 2 stages Bc) d
     in bytes at the default tiles:  49152 (d=64, 128 x 128), 65536 (d=128, 128 x 64), 98304

@@ -31,6 +31,33 @@ def make_forward(spec):
     GROUPS, PAGES = spec.consumers, pages_of_tile(spec)
 
     @device_function
+    def produce_rows(shared, head, i_first, i_last, w, Q, A):
+        bars, stage, phase, written_phase = shared.bars, uint32(0), uint32(1), uint32(0)
+        j0, j_end = visits.column_passes(i_first, i_last, head)
+        i_stop = uint32(min(i_last, head.Nq))
+        fa1_state.wait_initialised(bars, w)
+        while j0 < j_end:
+            i0, i_end = visits.rows_seen(j0, i_first, i_stop, head)
+            visited = i0 < i_end
+            while i0 < i_end:
+                slot = Slot(stage, phase)
+                # Alg. 1 line 8: load Qi, Oi
+                row0, own = uint32(i0 + 64 * w), q_pipeline.own(slot, w)
+                q_pipeline.acquire(bars, own)
+                fa1_state.load_own_q(shared.sQ, Q, row0, head, bars, slot, w)
+                o_pipeline.acquire(bars, own)
+                written.wait(bars, Slot(w, written_phase))
+                if fa1_state.has_state(j0):
+                    fa1_state.load_own_o(shared.sO, A, row0, head, bars, slot, w)
+                else:
+                    o_pipeline.commit(bars, own)
+                stage, phase = q_pipeline.next(slot)
+                i0 = uint32(i0 + Br)
+            if visited:
+                written_phase = uint32(written_phase ^ 1)
+            j0 = uint32(j0 + Bc)
+
+    @device_function
     def produce_columns(shared, head, i_first, i_last, K, V):
         pages = cuda.local.array(PAGES, uint32)  # of K and V in one piece: none
         bars, stage, phase = shared.bars, uint32(0), uint32(1)
@@ -46,33 +73,6 @@ def make_forward(spec):
                 v_pipeline.acquire(bars, kv)
                 load.v(shared.sV, V, j0, head, pages, bars, kv)
                 stage, phase = k_pipeline.next(kv)
-            j0 = uint32(j0 + Bc)
-
-    @device_function
-    def produce_rows(shared, head, i_first, i_last, w, Q, A):
-        bars, stage, phase, written_phase = shared.bars, uint32(0), uint32(1), uint32(0)
-        j0, j_end = visits.column_passes(i_first, i_last, head)
-        i_stop = uint32(min(i_last, head.Nq))
-        fa1_state.wait_initialised(bars, w)
-        while j0 < j_end:
-            i0, i_end = visits.rows_seen(j0, i_first, i_stop, head)
-            visited = i0 < i_end
-            while i0 < i_end:
-                # Alg. 1 line 8: load Qi, Oi
-                slot = Slot(stage, phase)
-                row0, own = uint32(i0 + 64 * w), q_pipeline.own(slot, w)
-                q_pipeline.acquire(bars, own)
-                fa1_state.load_own_q(shared.sQ, Q, row0, head, bars, slot, w)
-                o_pipeline.acquire(bars, own)
-                written.wait(bars, Slot(w, written_phase))
-                if fa1_state.has_state(j0):
-                    fa1_state.load_own_o(shared.sO, A, row0, head, bars, slot, w)
-                else:
-                    o_pipeline.commit(bars, own)
-                stage, phase = q_pipeline.next(slot)
-                i0 = uint32(i0 + Br)
-            if visited:
-                written_phase = uint32(written_phase ^ 1)
             j0 = uint32(j0 + Bc)
 
     @device_function
@@ -99,9 +99,11 @@ def make_forward(spec):
             visited = i0 < i_end
             # Alg. 1 line 7: for each row tile i that sees column tile j; the first pass takes all
             while i0 < i_end:
-                kv, slot = Slot(stage, phase), Slot(q_stage, q_phase)
-                tile = Tile(uint32(i0 + 64 * w), j0, head, thread)
-                i_next, own = uint32(i0 + Br), q_pipeline.own(slot, w)
+                kv = Slot(stage, phase)
+                slot = Slot(q_stage, q_phase)
+                row0, i_next = uint32(i0 + 64 * w), uint32(i0 + Br)
+                tile = Tile(row0, j0, head, thread)
+                own = q_pipeline.own(slot, w)
                 more = visits.sees_more(i0, j0, head)
                 # FA-1 line 9, FA-2 line 8: Sij = scale Qi KjT
                 k_pipeline.wait(bars, kv)

@@ -8,7 +8,7 @@ Only dS passes through shared memory, for dQ. dQ is summed in float32 (``A``) by
 atomic adds, in no fixed order, then rounded; or by a kernel of its own, with Q outer, in one order.
 Several blocks can share a column tile, each with its own query heads of the K/V head, or rows of
 one (``group_splits``). Where it takes more than a block's place to find these, or batch entries
-have lengths of their own, one thread tells the others. Shared memory and accesses: at the end.
+have lengths of their own, one thread finds them for all. Shared memory and accesses: at the end.
 """
 
 from functools import cache
@@ -99,7 +99,7 @@ def make_backward(spec, atomic=True):
         # Alg. 2 line 8: for each row tile i that sees column tile j, of each query head
         while more:
             slot, at = Slot(stage, phase), gradients.places(stage)
-            member = key_tiles.told_head(head, h, Q, K)
+            member = key_tiles.read_head(head, h, Q, K)
             tile = Tile(i0, column0, member, thread)
             gradients.scale_and_bias(rS, scale_log2, tile)
             # Alg. 2 line 13: dPij = dOi VjT, on its way with Sij = scale Qi KjT of line 10
@@ -140,7 +140,7 @@ def make_backward(spec, atomic=True):
             transposed.multiply(rS, sK, own, sQ, gradients.places(next_stage).rows)
             if atomic:
                 gradients.wait_dq(rdQ)
-                member = key_tiles.at_head(member, key_tiles.told_h(words, h))
+                member = key_tiles.at_head(member, key_tiles.read_h(words, h))
                 gradients.add_dq(rdQ, sdQ, results.dQ, i0, member, thread)
             transposed.wait_scores(rS, False)
             stage, phase, h, i0 = next_stage, next_phase, h_next, i_next
@@ -148,7 +148,7 @@ def make_backward(spec, atomic=True):
         # Alg. 2 line 18: write dKj, dVj
         pingpong.sync_consumers()  # nobody reads Kj and Vj any more
         gradients.scale_columns(rdK, scale)
-        head = key_tiles.told_head(head, head.h, Q, K)
+        head = key_tiles.read_head(head, head.h, Q, K)
         gradients.write_columns(rdK, sK, results.dK, column0, head, thread)
         gradients.write_columns(rdV, sV, results.dV, column0, head, thread)
 
@@ -162,7 +162,7 @@ def make_backward(spec, atomic=True):
     def fa2_backward(Q, K, V, dO, L, D, A, dK, dV, scale, scale_log2, group, options):
         shared = gradients.backward_shared_memory()
         pipeline.begin(shared.bars)
-        key_tiles.tell_key_tile(shared.words, Q, K, group, options)
+        key_tiles.write_key_tile(shared.words, Q, K, group, options)
         cuda.syncthreads()
         if cuda.threadIdx.x < 128:
             give_registers(FEW)

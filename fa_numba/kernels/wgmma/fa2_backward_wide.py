@@ -135,7 +135,7 @@ def make_wide_backward(spec, produce, produce_values):
     def fa2_backward(Q, K, V, dO, L, D, A, dK, dV, scale, scale_log2, group, options):
         shared = wide.wide_shared_memory()
         pipeline.begin(shared.bars)
-        key_tiles.tell_key_tile(shared.words, Q, K, group, options)
+        key_tiles.write_key_tile(shared.words, Q, K, group, options)
         cuda.syncthreads()
         if cuda.threadIdx.x < 128:
             give_registers(FEW)

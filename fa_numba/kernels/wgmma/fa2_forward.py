@@ -43,7 +43,7 @@ def make_forward(spec):
             more = scheduler.begin(schedule, slot, n)
             if more:
                 work = scheduler.work_tile(n, Q, K, options)  # Alg. 1 line 3: row tile i
-                scheduler.tell_work(schedule, slot, work)
+                scheduler.write_work_tile(schedule, slot, work)
                 work_pipeline.commit(bars, slot)
                 Nq, Nk, j0, j_end = scheduler.columns_of(work, Q, K, options)
                 # Alg. 1 line 4: load Qi
@@ -67,7 +67,7 @@ def make_forward(spec):
         work_pipeline.wait(bars, Slot(q_stage, q_phase))
         while scheduler.is_valid(schedule, q_stage):
             q = Slot(q_stage, q_phase)
-            work = scheduler.told_work(schedule, q_stage)
+            work = scheduler.read_work_tile(schedule, q_stage)
             work_pipeline.release_alone(bars, q)
             hk = scheduler.key_head_of(work, group)
             Nq, Nk, j0, j_end = scheduler.columns_of(work, Q, K, options)
@@ -101,7 +101,7 @@ def make_forward(spec):
             rows = epilogue.rows_of(out.rows, head)
             epilogue.write_split(rO, rl, rm, split, row0, rows, head, thread)
         else:
-            # FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
+            # FA-1 lines 12, 13, FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
             softmax.normalise_rows(rO, rl)
             epilogue.write_queries(rO, shared.sQ, q, out.O, row0, head, thread)
             q_pipeline.release_by(shared.bars, q, thread)
@@ -115,65 +115,67 @@ def make_forward(spec):
         rP, rO = cuda.local.array(RP, uint32), cuda.local.array(RO, float32)
         rm, rl = cuda.local.array(TM, float32), cuda.local.array(TM, float32)
         rf = cuda.local.array(TM, float32)
-        sQ, sK, sV, bars = shared
-        thread = grid.thread()
+        bars, thread = shared.bars, grid.thread()
         w = thread.w
         stage, phase, q_stage, q_phase = uint32(0), uint32(0), uint32(0), uint32(0)
         pingpong.first_turn(w)
         q_pipeline.wait(bars, Slot(q_stage, q_phase))
         while scheduler.is_valid(schedule, q_stage):
-            i0, h, b, split = scheduler.told_work(schedule, q_stage)  # Alg. 1 line 3: row tile i
+            i0, h, b, split = scheduler.read_work_tile(
+                schedule, q_stage
+            )  # Alg. 1 line 3: row tile i
             work = WorkTile(i0, h, b, split)
             Nq, Nk, j0, j_end = scheduler.columns_of(work, Q, K, options)
-            # FA-2 line 5: O = 0, l = 0, m = -inf
+            # FA-1 line 2, FA-2 line 5: O = 0, l = 0, m = -inf
             softmax.start(rO, rl, rm)
             if j0 < j_end:
-                # FA-2 line 8 of the first tile: Sij = scale Qi KjT
+                # FA-1 line 9, FA-2 line 8: Sij = scale Qi KjT, of the first column tile
                 kv = Slot(stage, phase)
                 k_pipeline.wait(bars, kv)
                 pingpong.take_turn(w)
-                products.begin_scores(rS, sQ, q_stage, w, sK, stage)
+                products.begin_scores(rS, shared.sQ, q_stage, w, shared.sK, stage)
                 pingpong.give_turn(w)
                 while True:
-                    row0, head = uint32(i0 + ROWS * w), Head(b, h, h, Nq, Nk, options)
+                    row0 = uint32(i0 + ROWS * w)
+                    head = Head(b, h, h, Nq, Nk, options)
                     tile = Tile(row0, j0, head, thread)
                     scores.read_bias(rB, tile)
                     products.wait_scores(rS, False)
                     k_pipeline.release(bars, Slot(stage, phase))
                     scores.scale_bias_and_mask(rS, rB, scale, tile)
-                    # FA-2 line 9: m, l, and P in units of the new m
+                    # FA-1 lines 10, 11, FA-2 line 9: m, l, and P in units of the new m
                     softmax.online_of_lanes(rS, scale, rm, rl, rf)
                     products.round_p(rP, rS)
                     j0 = uint32(j0 + Bc)
-                    # FA-2 line 6: for each column tile j that is seen, after the first
+                    # FA-1 line 5, FA-2 line 6: for each column tile j that is seen, after the first
                     while j0 < j_end:
                         kv = Slot(stage, phase)
                         after = k_pipeline.next(kv)
-                        # FA-2 line 8: Sij = scale Qi KjT, on its way with Pij-1 Vj-1 of line 10
-                        if OVERLAPS:
+                        # FA-1 line 9, FA-2 line 8: Sij = scale Qi KjT
+                        if OVERLAPS:  # on its way with Pij-1 Vj-1 of line 10
                             k_pipeline.wait(bars, after)
                             pingpong.take_turn(w)
                         else:  # Pij-1 Vj-1 before, by itself
                             v_pipeline.wait(bars, kv)
                             pingpong.take_turn(w)
-                            products.begin_output(rO, rP, sV, stage)
+                            products.begin_output(rO, rP, shared.sV, stage)
                             products.wait_output(rO, False)
                             k_pipeline.wait(bars, after)
-                        products.begin_scores(rS, sQ, q_stage, w, sK, after.stage)
+                        products.begin_scores(rS, shared.sQ, q_stage, w, shared.sK, after.stage)
                         if OVERLAPS:
                             v_pipeline.wait(bars, kv)
-                            products.begin_output(rO, rP, sV, stage)
+                            products.begin_output(rO, rP, shared.sV, stage)
                         pingpong.give_turn(w)
                         tile = Tile(row0, j0, head, thread)
                         scores.read_bias(rB, tile)
                         products.wait_scores(rS, OVERLAPS)
                         k_pipeline.release(bars, after)
                         scores.scale_bias_and_mask(rS, rB, scale, tile)
-                        # FA-2 line 9: m, l, and P in units of the new m
+                        # FA-1 lines 10, 11, FA-2 line 9: m, l, and P in units of the new m
                         softmax.online_of_lanes(rS, scale, rm, rl, rf)
                         products.wait_output(rO, False)
                         v_pipeline.release(bars, kv)
-                        # FA-2 line 10: O = diag(e^(m_old - m_new)) O, before Pij Vj
+                        # FA-1 line 12, FA-2 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj
                         softmax.scale_rows(rO, rf)
                         products.round_p(rP, rS)
                         stage, phase = after
@@ -188,7 +190,7 @@ def make_forward(spec):
                     q_pipeline.wait(bars, q_after)
                     more = scheduler.is_valid(schedule, q_after.stage)
                     if more:
-                        following = scheduler.told_work(schedule, q_after.stage)
+                        following = scheduler.read_work_tile(schedule, q_after.stage)
                         _, _, begin, end = scheduler.columns_of(following, Q, K, options)
                         more = begin < end
                     if not more:
@@ -197,8 +199,8 @@ def make_forward(spec):
                     # of the next work tile
                     k_pipeline.wait(bars, after)
                     pingpong.take_turn(w)
-                    products.begin_output(rO, rP, sV, stage)
-                    products.begin_scores(rS, sQ, q_after.stage, w, sK, after.stage)
+                    products.begin_output(rO, rP, shared.sV, stage)
+                    products.begin_scores(rS, shared.sQ, q_after.stage, w, shared.sK, after.stage)
                     pingpong.give_turn(w)
                     # FA-2 line 9: l of whole rows, whose columns lie with four lanes
                     softmax.sum_lanes(rl)
@@ -208,11 +210,11 @@ def make_forward(spec):
                     write_out(rO, rl, rm, shared, q, out, split, done)
                     stage, phase = after
                     q_stage, q_phase = q_after
-                    i0, h, b, split = scheduler.told_work(schedule, q_stage)
+                    i0, h, b, split = scheduler.read_work_tile(schedule, q_stage)
                     work = WorkTile(i0, h, b, split)
                     Nq, Nk, j0, j_end = scheduler.columns_of(work, Q, K, options)
                     softmax.start(rO, rl, rm)
-                products.begin_output(rO, rP, sV, stage)
+                products.begin_output(rO, rP, shared.sV, stage)
                 softmax.sum_lanes(rl)
                 products.wait_output(rO, False)
                 v_pipeline.release(bars, Slot(stage, phase))

@@ -24,7 +24,7 @@ from fa_numba.parts.mma.pairs import make_write_floats
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import BackwardShared, GroupThread, SlotPlaces
 from fa_numba.parts.wgmma.epilogue import make_write_tile
-from fa_numba.parts.wgmma.key_tiles import make_told_key_box, make_told_query_box
+from fa_numba.parts.wgmma.key_tiles import make_read_key_box, make_read_query_box
 from fa_numba.parts.wgmma.load import make_tile
 from fa_numba.parts.wgmma.pingpong import make_sync_group
 from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL
@@ -36,13 +36,13 @@ VALUE_THREADS = 64  # that load L and D
 
 @part
 def make_backward_shared_memory(spec):
-    """``backward_shared_memory()``: Kj and Vj, slots of Q and dO, dS, dQ, L and D, what tells of
+    """``backward_shared_memory()``: Kj and Vj, slots of Q and dO, dS, dQ, L and D, the words of
     the key tile, and the barriers.
     """
     NQ, NK, NS = spec.tile_halves
     AT_Q, AT_DO, AT_DS, AT_DQ, AT_L, AT_BARRIERS = spec.places
     NQS, NSS, NDQ, NL, BARRIERS = 2 * NQ, 2 * NS, spec.query_floats, 4 * spec.Br, spec.barriers
-    AT_WORDS, WORDS = spec.told
+    AT_WORDS, WORDS = spec.key_tile_words
 
     def backward_shared_memory():
         sK, sV = half_tile(0, NK), half_tile(NK, NK)
@@ -72,7 +72,7 @@ def make_places(spec):
 def make_load_columns(spec):
     """``load_columns(shared, K, V, j0, head)``: Kj and Vj, zeros beyond the sequence."""
     Bc, panels, barrier = spec.Bc, spec.panels, spec.pipelines.kv.full
-    size, find = 4 * PANEL * spec.panels * spec.Bc, make_told_key_box(spec, spec.key_ends)
+    size, find = 4 * PANEL * spec.panels * spec.Bc, make_read_key_box(spec, spec.key_ends)
 
     def load_columns(shared, K, V, j0, head):
         bars = shared.bars
@@ -112,7 +112,7 @@ def make_load_do(spec):
 
 @part
 def _make_load_rows(spec):
-    return make_tile(spec.Br, spec.Br, spec.panels, make_told_query_box(spec))
+    return make_tile(spec.Br, spec.Br, spec.panels, make_read_query_box(spec))
 
 
 @device_function
@@ -327,7 +327,7 @@ def make_add_dq(spec):
     the rows of the sequence.
     """
     by_rows, sync_group = spec.Br > GROUP_ROWS, make_sync_group(spec)
-    find, BOX = make_told_query_box(spec), GROUP_ROWS * FLOATS
+    find, BOX = make_read_query_box(spec), GROUP_ROWS * FLOATS
 
     def add_dq(rdQ, sdQ, A, row0, head, thread):
         w, tx, ty = thread.w, thread.tx, thread.ty
@@ -371,7 +371,7 @@ def make_write_columns(spec):
     """
     if spec.splits_group:
         return _make_write_part(spec)
-    write = make_write_tile(spec.transposed, make_told_key_box(spec, spec.features.packed))
+    write = make_write_tile(spec.transposed, make_read_key_box(spec, spec.features.packed))
 
     def write_columns(rdK, sK, dK, row0, head, thread):
         own = GroupThread(thread.tx, thread.ty, thread.w)

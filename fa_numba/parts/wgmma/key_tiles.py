@@ -1,7 +1,7 @@
 """Key tiles: which column tile, and which rows of queries, a block of the backward pass takes.
 
 Where batch entries have lengths of their own, or blocks split rows, the first thread finds these
-and tells the others by words in shared memory: nobody else looks for them, and no register keeps
+and writes them to words in shared memory: nobody else looks for them, and no register keeps
 what can be read again. The words: where the column tile begins, of which entry it is, Nq and Nk,
 and where these end in the arrays; and the block's query head and rows.
 """
@@ -9,7 +9,7 @@ and where these end in the arrays; and the block's query head and rows.
 from fa_numba.device import WRAPS, cuda, device_function, uint32
 from fa_numba.parts.grid import make_key_end, make_lengths, make_query_end
 from fa_numba.parts.namespace import part
-from fa_numba.parts.records import Box, Head, KeyTile, ToldHead
+from fa_numba.parts.records import Box, Head, KeyTile, KeyTileHead
 from fa_numba.parts.visits import make_row_range
 from fa_numba.parts.wgmma.load import end_of
 from fa_numba.parts.wgmma.scheduler import sequence_tile_of
@@ -63,24 +63,25 @@ def make_shared_key_head(spec):
         hk = head.hk
         if splits:
             hk = uint32(head.h // uint32(uint32(Q.shape[1]) // uint32(K.shape[1])))
-        return ToldHead(head.b, head.h, hk, head.Nq, head.Nk, head.options, head.words)
+        return KeyTileHead(head.b, head.h, hk, head.Nq, head.Nk, head.options, head.words)
 
     return shared_key_head
 
 
 @part
-def make_tell_key_tile(spec):
-    """``tell_key_tile(words, Q, K, group, options)``: the first thread tells the others. A grid of
-    packed sequences has the tiles of all of them, some empty (``scheduler.sequence_tile_of``).
+def make_write_key_tile(spec):
+    """``write_key_tile(words, Q, K, group, options)``: the first thread writes the words. A
+    grid of packed sequences has the tiles of all of them, some empty
+    (``scheduler.sequence_tile_of``).
     """
     features, column_tile, lengths = spec.features, _make_column_tile(spec), make_lengths(spec)
     query_end, key_end = make_query_end(spec), make_key_end(spec)
     packed, splits_rows, Bc = features.packed, spec.splits_rows, spec.Bc
-    row_range, own_rows, tells = _make_range_in_chunk(spec), _make_own_rows(spec), spec.told[1] > 0
-    sequence_tile = sequence_tile_of(Bc, keys=True)
+    row_range, own_rows = _make_range_in_chunk(spec), _make_own_rows(spec)
+    sequence_tile, (_, WORDS) = sequence_tile_of(Bc, keys=True), spec.key_tile_words
 
-    def tell_key_tile(words, Q, K, group, options):
-        if tells and cuda.threadIdx.x == 0:
+    def write_key_tile(words, Q, K, group, options):
+        if WORDS and cuda.threadIdx.x == 0:
             j0, share, b = column_tile()
             if packed:
                 j0, b = sequence_tile(uint32(j0 // uint32(Bc)), options)
@@ -93,7 +94,7 @@ def make_tell_key_tile(spec):
                 i_first, i_end = own_rows(i_first, i_end, share, group)
                 words[6], words[7], words[8] = uint32(share // uint32(group)), i_first, i_end
 
-    return tell_key_tile
+    return write_key_tile
 
 
 @part
@@ -124,7 +125,7 @@ def make_key_tile(spec):
     one past its last, and its rows.
     """
     column_tile, heads_of = _make_column_tile(spec), _make_query_heads(spec)
-    lengths, row_range = _make_told_lengths(spec), _make_told_rows(spec)
+    lengths, row_range = _make_read_lengths(spec), _make_read_row_range(spec)
     packed = spec.features.packed
 
     def key_tile(words, Q, K, group, options):
@@ -134,7 +135,7 @@ def make_key_tile(spec):
         h, heads = heads_of(words, hk, group)
         h_end = uint32(h + heads)
         Nq, Nk = lengths(words, Q, K)
-        head = ToldHead(b, h, hk, Nq, Nk, options, words)
+        head = KeyTileHead(b, h, hk, Nq, Nk, options, words)
         i_first, i_end = row_range(words, j0, head)
         return KeyTile(j0, head, h_end, i_first, i_end)
 
@@ -157,54 +158,54 @@ def _make_query_heads(spec):
 
 
 @part
-def _make_told_lengths(spec):
-    """``told_lengths(words, Q, K)``: Nq and Nk, read again."""
+def _make_read_lengths(spec):
+    """``read_lengths(words, Q, K)``: Nq and Nk, read again."""
     varies = spec.features.lengths
 
-    def told_lengths(words, Q, K):
+    def read_lengths(words, Q, K):
         if varies:
             return words[2], words[3]
         return uint32(Q.shape[2]), uint32(K.shape[2])
 
-    return told_lengths
+    return read_lengths
 
 
 @part
-def make_told_head(spec):
-    """``told_head(head, h, Q, K)``: query head h of the same K/V head, its lengths read again."""
-    lengths = _make_told_lengths(spec)
+def make_read_head(spec):
+    """``read_head(head, h, Q, K)``: query head h of the same K/V head, its lengths read again."""
+    lengths = _make_read_lengths(spec)
 
-    def told_head(head, h, Q, K):
+    def read_head(head, h, Q, K):
         Nq, Nk = lengths(head.words, Q, K)
-        return ToldHead(head.b, h, head.hk, Nq, Nk, head.options, head.words)
+        return KeyTileHead(head.b, h, head.hk, Nq, Nk, head.options, head.words)
 
-    return told_head
+    return read_head
 
 
 @part
-def make_told_h(spec):
-    """``told_h(words, h)``: the query head h; read again where this block has one."""
+def make_read_h(spec):
+    """``read_h(words, h)``: the query head h; read again where this block has one."""
     splits = spec.splits_rows
 
-    def told_h(words, h):
+    def read_h(words, h):
         if splits:
             return words[6]
         return h
 
-    return told_h
+    return read_h
 
 
 @part
-def _make_told_rows(spec):
-    """``told_rows(words, col0, head)``: the rows of this block that see a column tile."""
+def _make_read_row_range(spec):
+    """``read_row_range(words, col0, head)``: the rows of this block that see a column tile."""
     of_tile, splits = _make_range_in_chunk(spec), spec.splits_rows
 
-    def told_rows(words, col0, head):
+    def read_row_range(words, col0, head):
         if splits:
             return words[7], words[8]
         return of_tile(col0, uint32(0), head.Nq, head)
 
-    return told_rows
+    return read_row_range
 
 
 @part
@@ -239,33 +240,33 @@ def make_next_visit(spec):
 
 
 @part
-def make_told_query_box(spec):
-    """``told_query_box(T, row, head)``: ``load.query_box``, the sequence's end read again."""
+def make_read_query_box(spec):
+    """``read_query_box(T, row, head)``: ``load.query_box``, the sequence's end read again."""
     ends = spec.query_ends
 
-    def told_query_box(T, row, head):
+    def read_query_box(T, row, head):
         if ends:
             inner = end_of(T, head.b, head.h, head.words[4])
             return Box(uint32(WRAPS), inner, uint32(row + uint32(WRAPS) - head.Nq))
         return Box(head.b, head.h, row)
 
-    return told_query_box
+    return read_query_box
 
 
 @part
-def make_told_key_box(spec, ends):
-    """``told_key_box(T, row, head)``: ``load.key_box``, the sequence's end read again."""
+def make_read_key_box(spec, ends):
+    """``read_key_box(T, row, head)``: ``load.key_box``, the sequence's end read again."""
 
-    def told_key_box(T, row, head):
+    def read_key_box(T, row, head):
         if ends:
             inner = end_of(T, head.b, head.hk, head.words[5])
             return Box(uint32(WRAPS), inner, uint32(row + uint32(WRAPS) - head.Nk))
         return Box(head.b, head.hk, row)
 
-    return told_key_box
+    return read_key_box
 
 
 @device_function
 def at_head(head, h):
     """The head h of the same K/V head."""
-    return ToldHead(head.b, h, head.hk, head.Nq, head.Nk, head.options, head.words)
+    return KeyTileHead(head.b, h, head.hk, head.Nq, head.Nk, head.options, head.words)

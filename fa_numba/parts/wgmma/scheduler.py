@@ -21,8 +21,8 @@ LAST_TILES = 8
 
 @part
 def make_schedule(spec):
-    """``schedule(Q, taken, options)``: where a block's work tiles are told, how many there are, and
-    the counter of those taken beside each block's first.
+    """``schedule(Q, taken, options)``: where a block's work tiles are written, how many there are,
+    and the counter of those taken beside each block's first.
     """
     first, words, row_tiles = spec.first_index, WORK_WORDS * spec.q_stages, _make_row_tiles(spec)
 
@@ -40,7 +40,7 @@ def is_valid(schedule, stage):
 
 @device_function
 def begin(schedule, slot, n):
-    """Whether work tile number n exists: so the slot's readers are told."""
+    """Whether work tile number n exists: the slot's readers see the number."""
     schedule.words[WORK_WORDS * slot.stage] = n
     return n < schedule.tiles
 
@@ -59,13 +59,13 @@ def make_work_tile(spec):
 
 
 @part
-def make_tell_work(spec):
-    """``tell_work(schedule, slot, work)``: the work tile to the slot's readers, behind its
-    number.
+def make_write_work_tile(spec):
+    """``write_work_tile(schedule, slot, work)``: the work tile, for the slot's readers, behind
+    its number.
     """
     splits = spec.features.splits
 
-    def tell_work(schedule, slot, work):
+    def write_work_tile(schedule, slot, work):
         words, at = schedule.words, uint32(WORK_WORDS * slot.stage)
         words[uint32(at + 1)] = work.i0
         words[uint32(at + 2)] = work.h
@@ -74,15 +74,15 @@ def make_tell_work(spec):
         else:
             words[uint32(at + 3)] = work.b
 
-    return tell_work
+    return write_work_tile
 
 
 @part
-def make_told_work(spec):
-    """``told_work(schedule, stage)``: the work tile that the slot's readers were told."""
+def make_read_work_tile(spec):
+    """``read_work_tile(schedule, stage)``: the slot's work tile."""
     splits, entries = spec.features.splits, 2**ENTRY_BITS - 1
 
-    def told_work(schedule, stage):
+    def read_work_tile(schedule, stage):
         words, at = schedule.words, uint32(WORK_WORDS * stage)
         i0, h, b = words[uint32(at + 1)], words[uint32(at + 2)], words[uint32(at + 3)]
         if splits:
@@ -90,7 +90,7 @@ def make_told_work(spec):
             return WorkTile(i0, h, entry, uint32(b >> uint32(ENTRY_BITS)))
         return WorkTile(i0, h, b, uint32(0))
 
-    return told_work
+    return read_work_tile
 
 
 @part

@@ -13,13 +13,13 @@ from fa_numba.tiling.wgmma import GROUP
 
 @part
 def make_wide_shared_memory(spec):
-    """``wide_shared_memory()``: Kj and Vj, slots of Q, dO and S, L and D, what tells of the key
+    """``wide_shared_memory()``: Kj and Vj, slots of Q, dO and S, L and D, the words of the key
     tile, and the barriers.
     """
     NQ, NK, NS = spec.tile_halves
     AT_Q, AT_DO, AT_S, AT_L, AT_BARRIERS = spec.places
     NQS, NSS, NL, BARRIERS = 2 * NQ, 2 * NS, 4 * spec.Br, spec.barriers
-    AT_WORDS, WORDS = spec.told
+    AT_WORDS, WORDS = spec.key_tile_words
 
     def wide_shared_memory():
         sK, sV = half_tile(0, NK), half_tile(NK, NK)
