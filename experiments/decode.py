@@ -23,9 +23,9 @@ NAME = "decode"
 TITLE = "decoding: few rows of Q on a long cache"
 DESCRIPTION = (
     "Time of one forward call, fp16, of 1 to 16 rows of Q on caches of 1k to 128k keys, batch 1 to "
-    "64, one to eight query heads for each K/V head, d=64 and 128: one block a row tile, columns "
-    "split over blocks, and torch's kernels; K and V once over the time, beside what a kernel that "
-    "only reads reaches."
+    "64, one to eight query heads for each K/V head, d=64 and 128, and Flash-Decoding's 16 heads "
+    "on 2: one block a row tile, columns split over blocks, and torch's kernels; K and V once over "
+    "the time, beside what a kernel that only reads reaches."
 )
 NEEDS_GPU = True
 REPEATS, SECONDS = 20, 0.1
@@ -36,6 +36,9 @@ PROTOCOL = (
 )
 
 HEADS = 32
+# Flash-Decoding's micro-benchmark: 16 query heads on 2, and (batch, keys).
+PUBLISHED_HEADS, PUBLISHED_GROUP = 16, 8
+PUBLISHED = tuple((max(1, 65536 >> n), 1 << n) for n in range(8, 18))
 GROUPS = (1, 4, 8)
 TOKENS = 65536  # batch times keys
 # (batch, keys): so many tokens, then one sequence, shorter and longer.
@@ -50,18 +53,24 @@ READ, READ_BYTES = "read", 2**32
 LARGE_BYTES = 64 * 2**20
 
 
-def _problem(batch: int, group: int, rows: int, keys: int, d: int = 128) -> Problem:
-    return Problem(batch, HEADS, HEADS // group, rows, keys, d, dtype="float16")
+def _problem(
+    batch: int, group: int, rows: int, keys: int, d: int = 128, heads: int = HEADS
+) -> Problem:
+    return Problem(batch, heads, heads // group, rows, keys, d, dtype="float16")
 
 
 def problems(options: Options) -> list[Problem]:
-    """What is measured: caches of equal size, one sequence, more rows of Q, and d=64."""
+    """What is measured: caches of equal size, one sequence, more rows of Q, d=64, and
+    Flash-Decoding's own.
+    """
     if options.quick:
         return [_problem(2, group, 1, 2048) for group in (1, 8)]
     found = [_problem(B, group, 1, N) for group in GROUPS for B, N in CACHES]
     found += [_problem(1, group, 1, N) for group in GROUPS for N in ALONE]
     found += [_problem(ROWS_AT[0], 4, rows, ROWS_AT[1]) for rows in ROWS]
     found += [_problem(B, 4, 1, N, 64) for B, N in CACHES]
+    heads = PUBLISHED_HEADS
+    found += [_problem(B, PUBLISHED_GROUP, 1, N, heads=heads) for B, N in PUBLISHED]
     if options.seqlens:
         found = [p for p in found if p.seqlen_k in options.seqlens]
     if options.head_dims:
@@ -202,7 +211,7 @@ def draw(rows: Sequence[Row]) -> Any:
         (f"batch x keys = {TOKENS // 1024}k", lambda p: p[0] * p[4] == TOKENS),
         ("one sequence", lambda p: p[0] == 1),
     )
-    mine = {p: x for p, x in found.items() if p[3] == 1 and p[5] == 128}
+    mine = {p: x for p, x in found.items() if p[1] == HEADS and p[3] == 1 and p[5] == 128}
     groups = sorted({p[1] // p[2] for p in mine})
     if not groups:
         return None
@@ -262,7 +271,7 @@ def table(rows: Sequence[Row]) -> Table | None:
         best, theirs = min(known, default=None), _best_of_torch(found)
         if best and theirs and moved >= LARGE_BYTES:
             gains.append(theirs / best)
-        if (batch, heads_q // heads_k, Nq, Nk, d) not in SHOWN:
+        if heads_q != HEADS or (batch, heads_q // heads_k, Nq, Nk, d) not in SHOWN:
             continue
         cells = [tables.cell(found.get(s), lambda t: f"{1e3 * t:.0f}") for s in series]
         share = f"{moved / best / 1e9 / read:.2f}" if best and read else tables.MISSING

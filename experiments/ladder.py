@@ -108,6 +108,11 @@ HOPPER_LADDER = (
     _causal(_hopper("late", "+ row tiles taken late", 1.0, 6), 1.05),
     Step(HOPPER, "+ tiles of the plan", 1.02),
 )
+# FA-3's ablation (arXiv 2407.08608, Table 2): its problem, and all measures but one.
+ABLATED = Problem(4, 16, 16, 8448, 8448, 128, dtype="float16")
+NO_OVERLAP = f"{HOPPER}-no-overlap"
+ABLATIONS = {NO_OVERLAP: "all measures but products during the softmax", HOPPER: "all measures"}
+PREDICTED_OVERLAP = 1.14
 HOPPER_LABELS = {step.series: step.label for step in HOPPER_LADDER}
 # What bounds a kernel, as measured beside: the fastest products, torch's and those of wgmma whose
 # operands stay in shared memory, and exponentials.
@@ -202,6 +207,9 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     for problem in problems:
         mine = [] if hopper and problem.causal else configurations(problem)
         work.append((problem, mine + (hopper_configurations(problem) if hopper else [])))
+    if hopper and not (options.quick or options.seqlens or options.head_dims or options.causal):
+        left_out = variants.Variant(NO_OVERLAP, {"ablate": ("overlap",)})
+        work.append((ABLATED, [left_out, variants.Variant(HOPPER)]))
     known = counters.available_metrics() or set()
     more = {metric: name for metric, name in OCCUPIED.items() if name.split(".")[0] in known}
     yield from variants.measure(NAME, work, bench, PROFILED | more)
@@ -287,6 +295,7 @@ def _split(rows: Sequence[Row], causal: bool) -> tuple[dict[Problem, list[Row]],
     tried there.
     """
     calls = [r for r in rows if r.series not in LIMITS and r.causal == causal]
+    calls = [r for r in calls if r.seqlen_q != ABLATED.seqlen_q]
     tried = {r.series for r in calls}
     labels = {
         series: label for series, label in (LABELS | HOPPER_LABELS).items() if series in tried
@@ -397,4 +406,27 @@ def _table(rows: Sequence[Row], causal: bool, setting: str) -> Table | None:
     return Table(caption, tables.markdown(header, lines))
 
 
-TABLES = {"ladder_causal": masked}
+def ablation(rows: Sequence[Row]) -> Table | None:
+    """FA-3's ablation of products during the softmax, at its size."""
+    speeds = {
+        r.series: r.value
+        for r in rows
+        if r.seqlen_q == ABLATED.seqlen_q and r.metric == "speed" and r.value is not None
+    }
+    if set(speeds) != set(ABLATIONS):
+        return None
+    gain = {HOPPER: f"{speeds[HOPPER] / speeds[NO_OVERLAP]:.2f}"}
+    predicted = {HOPPER: f"{PREDICTED_OVERLAP:.2f}"}
+    lines = [
+        [label, f"{speeds[name]:.1f}", *(x.get(name, tables.MISSING) for x in (gain, predicted))]
+        for name, label in ABLATIONS.items()
+    ]
+    p = ABLATED
+    caption = (
+        f"Forward, fp16, batch {p.batch}, {p.heads_q} heads, N={p.seqlen_q}, d={p.head_dim}: the "
+        "problem of FA-3's Table 2."
+    )
+    return Table(caption, tables.markdown(["wgmma", "TFLOP/s", "gain", "predicted"], lines))
+
+
+TABLES = {"ladder_causal": masked, "ladder_ablation": ablation}

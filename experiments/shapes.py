@@ -24,17 +24,19 @@ from .lab.speeds import PASSES
 from .lab.store import Row
 from .lab.tables import Table
 from .lab.timing import FEWEST, attempt, time_call
-from .lab.workloads import HIDDEN, TOKENS, Inputs
+from .lab.workloads import HIDDEN, SEED, TOKENS, Inputs
 
 NAME = "shapes"
 TITLE = "shapes beyond the papers' grid, beside torch's kernels"
 DESCRIPTION = (
     "Time of forward and backward calls, fp16, as a user makes them: K/V heads that are shared, "
     "head dimensions of 32 to 256, lengths that divide nothing, windows, caps, slopes, a bias and "
-    "packed sequences, few heads, and N=64 to 512; over torch's FlashAttention-2, its cuDNN "
-    "kernel, or flex_attention where torch's others lack the option."
+    "packed sequences, few heads, N=64 to 512, and dropout; over torch's FlashAttention-2, its "
+    "cuDNN kernel, flex_attention where torch's others lack the option, or its unfused steps "
+    "where a padding mask and dropout meet."
 )
 NEEDS_GPU = True
+DROPOUT, PADDING = 0.1, 20
 SWEPT = ("note",)
 REPEATS, SECONDS = 12, 0.06
 PROTOCOL = (
@@ -42,10 +44,11 @@ PROTOCOL = (
     "tiles or splits named; flex_attention is compiled for each problem, before it is timed; "
     f"gradients are checked on a problem of at most N={breadth.LONGEST} that leaves the same "
     f"remainder of {breadth.LONGEST // 2}, with one K/V head and windows of at most "
-    f"{breadth.WIDEST}"
+    f"{breadth.WIDEST}; a result with dropout is to deviate as its chance says; padded are up to "
+    f"{PADDING} rows and columns a sequence"
 )
 MMA = "fa2-mma"
-SERIES = (AUTO, MMA, peers.FLASH, peers.CUDNN, peers.FLEX)
+SERIES = (AUTO, MMA, peers.FLASH, peers.CUDNN, peers.FLEX, peers.UNFUSED)
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ KINDS = {
     "options": Kind("options", peer=peers.FLEX),
     "few": Kind("few heads, long N"),
     "short": Kind("N=64 to 512"),
+    "dropout": Kind("dropout"),
+    "padded": Kind("dropout and padding", peer=peers.UNFUSED),
 }
 
 
@@ -75,6 +80,17 @@ class Point:
     problem: Problem
     passes: tuple[str, ...] = ("fwd", "bwd")
     beside_mma: bool = True
+
+    def given(self, problem: Problem) -> dict[str, Any]:
+        """The options of our calls that a problem has not: dropout, and lengths of a padding."""
+        if self.kind not in ("dropout", "padded"):
+            return {}
+        options: dict[str, Any] = {"dropout_p": DROPOUT, "seed": SEED}
+        if self.kind == "padded":
+            N, rng = problem.seqlen_q, np.random.default_rng([SEED, problem.seqlen_q])
+            lengths = tuple(rng.integers(N - PADDING, N + 1, problem.batch).tolist())
+            options |= {"q_lens": lengths, "kv_lens": lengths}
+        return options
 
     @property
     def place(self) -> str:
@@ -169,9 +185,19 @@ def _short() -> Iterator[Point]:
         yield Point("short", f"N={N}", _wide(N, d, causal=n % 4 in (0, 3)))
 
 
+def _dropout() -> Iterator[Point]:
+    for n, (N, d) in enumerate(itertools.product((512, 1024, 4096, 16384), (64, 128))):
+        yield Point("dropout", f"p={DROPOUT}", _wide(N, d, causal=n % 4 in (0, 3)))
+
+
+def _padded() -> Iterator[Point]:
+    for n, (N, d) in enumerate(itertools.product((128, 256, 512, 1024), (64, 128))):
+        yield Point("padded", f"p={DROPOUT}", _wide(N, d, causal=n % 4 in (0, 3)))
+
+
 def points(options: Options) -> list[Point]:
     """What is measured; of a quick run the first of every class."""
-    makes = (_shared, _dims, _lengths, _options, _few, _short)
+    makes = (_shared, _dims, _lengths, _options, _few, _short, _dropout, _padded)
     found = [list(make()) for make in makes]
     every = [point for kind in found for point in (kind[:1] if options.quick else kind)]
     if options.seqlens:
@@ -186,12 +212,12 @@ def points(options: Options) -> list[Point]:
 def at(point: Point, pass_: str) -> list[str]:
     """The series that are measured at a point: mma's kernels where auto takes others."""
     found = [AUTO]
-    planned, _ = attempt(plan, AUTO, point.problem, **breadth.plan_options(pass_, point.problem))
+    planned, _ = attempt(plan, AUTO, point.problem, **_plan_options(pass_, point))
     if point.beside_mma and planned is not None and planned.unit != "mma":
         found.append(MMA)
     if peers.available():
         peer = KINDS[point.kind].peer
-        found += [peer] if peer == peers.FLEX else [peers.FLASH, peers.CUDNN]
+        found += [peers.FLASH, peers.CUDNN] if peer == peers.FLASH else [peer]
     return found
 
 
@@ -207,7 +233,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
         for pass_ in point.passes
         for series in at(point, pass_)
         if not calls.theirs(series)
-        for call in _planned(series, pass_, point.problem)
+        for call in _planned(series, pass_, point)
     )
     flexed = [
         (point.problem, pass_)
@@ -219,7 +245,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
         precompile.compile_ahead(ahead, bench)
     inputs = Inputs(gradient=True)
     inputs.draw_for([point.problem for point in every])
-    checks = breadth.Checks(inputs)
+    checks = Checks(inputs)
     for point in bench.each(every, "timing"):
         arrays = peers.on_device(inputs(point.problem), point.problem.dtype)
         for pass_, series in ((p, s) for p in point.passes for s in at(point, p)):
@@ -228,14 +254,20 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
             peers.release()
 
 
-def _planned(series: str, pass_: str, problem: Problem) -> Iterator[precompile.Call]:
+def _plan_options(pass_: str, point: Point, problem: Problem | None = None) -> dict[str, Any]:
+    problem = problem or point.problem
+    return breadth.plan_options(pass_, problem) | point.given(problem)
+
+
+def _planned(series: str, pass_: str, point: Point) -> Iterator[precompile.Call]:
     """The calls whose kernels are needed: a backward pass also needs a forward one, and both of a
     shorter problem for its check.
     """
+    problem = point.problem
     for each in [problem] if pass_ == "fwd" else [problem, breadth.shorter(problem)]:
         if pass_ == "bwd":
-            yield precompile.Call(series, each, breadth.plan_options("bwd", each))
-        forward = breadth.plan_options("fwd", each)
+            yield precompile.Call(series, each, _plan_options("bwd", point, each))
+        forward = _plan_options("fwd", point, each)
         yield precompile.Call(series, each, forward | {"return_lse": pass_ == "bwd"})
 
 
@@ -251,12 +283,36 @@ def _flex_call(item: tuple[Problem, str]) -> Any:
     return lambda: [run()() for run in runs]
 
 
+class Checks(breadth.Checks):
+    """``breadth.Checks``, and of calls with dropout those of ``calls.OptionsGate``."""
+
+    _dropped: tuple[Point, calls.OptionsGate] | None = None
+
+    def of(self, series: str, pass_: str, point: Point) -> calls.Check:
+        """The check of a point's result. Raises WrongResult at once as ``Checks`` does."""
+        problem = point.problem
+        given = point.given(problem)
+        if not given:
+            return self(series, pass_, problem)
+        if pass_ == "fwd":
+            if self._dropped is None or self._dropped[0] != point:
+                host = self._inputs(problem)[:3]
+                self._dropped = point, calls.OptionsGate(problem, *host, **given)
+            gate = self._dropped[1]
+            return gate.peer if calls.theirs(series) else gate
+        small = breadth.shorter(problem)
+        if (series, point.kind, small) not in self._passed:
+            calls.check_once(series, small, self._inputs(small), point.given(small))
+            self._passed.add((series, point.kind, small))
+        return lambda result: float("nan")
+
+
 def _timed(
     series: str,
     pass_: str,
     point: Point,
     arrays: Sequence[Any],
-    checks: breadth.Checks,
+    checks: Checks,
     machine: str,
 ) -> Row:
     problem = point.problem
@@ -264,7 +320,7 @@ def _timed(
     columns |= {"pass_": pass_, **row_fields(problem)}
     said = point.place
     if not calls.theirs(series):
-        planned, _ = attempt(plan, series, problem, **breadth.plan_options(pass_, problem))
+        planned, _ = attempt(plan, series, problem, **_plan_options(pass_, point))
         if planned is not None:
             columns |= {"Br": planned.tiles.Br, "Bc": planned.tiles.Bc}
             said += f"; {planned.unit}"
@@ -272,8 +328,12 @@ def _timed(
             said += f", {splits} splits" if splits > 1 else ""
 
     def work() -> Any:
-        check = checks(series, pass_, problem)
-        run = breadth.make(series, pass_, problem, arrays)
+        check = checks.of(series, pass_, point)
+        own = point.given(problem)
+        if own and pass_ == "fwd":
+            own |= {"kv_splits": "auto"}
+        make = calls.make if own else breadth.make
+        run = make(series, pass_, problem, arrays, **own)
         return time_call(run, check, REPEATS, SECONDS)
 
     timing, failure = attempt(work)
@@ -327,7 +387,7 @@ def draw(rows: Sequence[Row]) -> Any:
     from .lab import style
 
     found = ratios(rows)
-    shown = (peers.FLASH, peers.FLEX, peers.CUDNN)
+    shown = (peers.FLASH, peers.FLEX, peers.UNFUSED, peers.CUDNN)
     every = [x for own in found.values() for s in shown for x in own.over.get(s, {}).values()]
     if not every:
         return None
@@ -383,7 +443,9 @@ def table(rows: Sequence[Row]) -> Table | None:
         "Times of torch's kernels over those of ours as auto takes them, fp16, on Hopper by wgmma "
         "where its kernels have the option: above 1 ours is faster. Windows, "
         "softcap, ALiBi, bias and packed sequences of skewed lengths are held against "
-        "flex_attention, which is compiled for each; its time is without that."
+        "flex_attention, which is compiled for each; its time is without that. Dropout is "
+        f"{DROPOUT:g}; padded sequences lack up to {PADDING} rows, which torch's unfused steps "
+        "hide by a mask."
     )
     return Table(caption, tables.markdown(header, lines))
 

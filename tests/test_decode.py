@@ -44,6 +44,11 @@ def test_nothing_measured_is_nothing_drawn():
 def test_the_grid_is_the_benchmarks():
     every = decode.problems(Options())
     assert len(set(every)) == len(every)
+    published = [p for p in every if p.heads_q != decode.HEADS]
+    assert [(p.batch, p.heads_q, p.heads_k, p.seqlen_k) for p in published] == [
+        (max(1, 2**16 // N), 16, 2, N) for N in (2**n for n in range(8, 18))
+    ]
+    every = [p for p in every if p not in published]
     assert {p.batch for p in every} == {1, 4, 16, 64}
     assert {p.seqlen_k for p in every} == {1024, 4096, 16384, 65536, 131072}
     assert {p.group for p in every} == {1, 4, 8} and {p.head_dim for p in every} == {64, 128}

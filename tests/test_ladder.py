@@ -21,7 +21,7 @@ from experiments.lab.options import FIGURES, Bench, Options
 from experiments.lab.series import row_fields
 from experiments.lab.store import Recorder, Row, Store
 from experiments.lab.workloads import fa2_setting
-from fa_numba import emulator
+from fa_numba import bounds, emulator
 from fa_numba.tiling import MEASURES, WGMMA_MEASURES
 
 HOPPER = ladder.LABELS | ladder.HOPPER_LABELS
@@ -291,3 +291,20 @@ def test_the_kernels_of_the_ceilings_compute_what_is_checked(make):
     found[3] *= 1.001
     with pytest.raises(timing.WrongResult, match="thread 3 has"):
         ceilings.check(found, wanted)
+
+
+def test_the_ablation_of_the_third_paper():
+    """All measures but one at the paper's size, in a table of its own."""
+    fields = {"machine": "m", "experiment": "ladder", "source": "measured", "metric": "speed"}
+    fields |= {"unit": "TFLOP/s", **row_fields(ladder.ABLATED)}
+    rows = [
+        Row(series=name, value=speed, **fields)
+        for name, speed in zip(ladder.ABLATIONS, (500.0, 600.0), strict=True)
+    ]
+    first, second = ladder.ablation(rows).body.splitlines()[2:]
+    assert "| 500.0 | - | - |" in first and "| 600.0 | 1.20 | 1.14 |" in second
+    assert ladder.ablation(rows[:1]) is None and ladder.table(rows) is None
+    assert ladder.draw(rows) is None
+    with bounds.DEVICES["H200"].planning():
+        left_out = ladder.plan(ladder.HOPPER, ladder.ABLATED, ablate=("overlap",))
+        assert left_out.tiles == ladder.plan(ladder.HOPPER, ladder.ABLATED).tiles

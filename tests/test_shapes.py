@@ -8,13 +8,14 @@ import pytest
 from experiments import shapes
 from experiments.lab import breadth, calls, peers, timing
 from experiments.lab.options import Bench, Options
-from experiments.lab.series import plan, row_fields
+from experiments.lab.series import LABELS, plan, row_fields
 from experiments.lab.workloads import Inputs
 from fa_numba import bounds, reference
 from fa_numba.problem import Problem
 
 # Torch's times over ours.
 RATIOS = {peers.FLASH: 1.5, peers.CUDNN: 0.95, peers.FLEX: 1.2, shapes.MMA: 2.0}
+RATIOS[peers.UNFUSED] = 1.2
 
 
 def synthetic(missing=(), slow=()):
@@ -22,7 +23,7 @@ def synthetic(missing=(), slow=()):
     rows = []
     for point in shapes.points(Options()):
         peer = shapes.KINDS[point.kind].peer
-        theirs = (peer,) if peer == peers.FLEX else (peers.FLASH, peers.CUDNN)
+        theirs = (peers.FLASH, peers.CUDNN) if peer == peers.FLASH else (peer,)
         for pass_ in point.passes:
             for series in (breadth.AUTO, shapes.MMA, *theirs):
                 if series in missing:
@@ -72,7 +73,7 @@ def test_every_class_has_its_points_and_can_be_planned():
         for point in every:
             for pass_ in point.passes:
                 for series in shapes.at(point, pass_):
-                    for call in shapes._planned(series, pass_, point.problem):
+                    for call in shapes._planned(series, pass_, point):
                         plan(call.series, call.problem, **call.options)
         splits = [
             plan(breadth.AUTO, p, **breadth.plan_options("fwd", p)).kv_splits
@@ -83,13 +84,14 @@ def test_every_class_has_its_points_and_can_be_planned():
 
 def test_the_table_has_the_median_and_the_worst():
     lines = list(cells(shapes.table(synthetic())))
-    assert len(lines) == 12
+    assert len(lines) == 16
+    others = {"options": "torch flex_attention", "dropout and padding": LABELS[peers.UNFUSED]}
     for line in lines:
-        flexed = line["over"] == "torch flex_attention"
-        assert flexed == (line["class"] == "options")
-        assert line["median / worst"] == ("1.20 / 1.20" if flexed else "1.50 / 1.50")
+        other = line["class"] in others
+        assert line["over"] == others.get(line["class"], "torch FA-2")
+        assert line["median / worst"] == ("1.20 / 1.20" if other else "1.50 / 1.50")
         assert line["over ours by mma"] == "2.00 / 2.00"
-        assert line["over torch cuDNN"] == ("-" if flexed else "0.95 / 0.95")
+        assert line["over torch cuDNN"] == ("-" if other else "0.95 / 0.95")
     assert {line["class"] for line in lines} == {kind.title for kind in shapes.KINDS.values()}
 
 
@@ -117,7 +119,7 @@ def test_one_slow_point_and_one_that_failed_are_seen():
 
 
 def test_torch_missing_is_said():
-    theirs = (peers.FLASH, peers.CUDNN, peers.FLEX)
+    theirs = (peers.FLASH, peers.CUDNN, peers.FLEX, peers.UNFUSED)
     for line in cells(shapes.table(synthetic(missing=theirs))):
         assert line["median / worst"] == line["over torch cuDNN"] == "-" != line["over ours by mma"]
     assert shapes.draw(synthetic(missing=theirs)) is None
@@ -126,9 +128,9 @@ def test_torch_missing_is_said():
 def test_the_figure_has_a_line_a_class_and_pass():
     (ax,) = shapes.draw(synthetic()).axes
     labels = [text.get_text() for text in ax.get_yticklabels()]
-    assert len(labels) == 12 and labels[0] == "shared K/V heads, forward"
+    assert len(labels) == 16 and labels[0] == "shared K/V heads, forward"
     dots = [line for line in ax.lines if line.get_linestyle() == "None"]
-    assert len(dots) == 22  # two peers, but for options one
+    assert len(dots) == 28  # two peers, but for options and for padding one
     low, high = ax.get_xlim()
     for line in dots:
         assert all(low < x < high for x in line.get_xdata())
@@ -202,6 +204,8 @@ def test_a_run_of_small_points_on_the_emulator(monkeypatch):
     found = [shapes.Point("shared", "two", SMALL[0]), shapes.Point("options", "cap", SMALL[3])]
     found += [shapes.Point("options", "bias", SMALL[5], ("fwd",))]
     found += [shapes.Point("options", "packed", SMALL[6], ("bwd",))]
+    long = Problem(1, 1, 1, 144, 144, 16, dtype="float16")
+    found += [shapes.Point("dropout", "p", long), shapes.Point("padded", "p", long)]
     monkeypatch.setattr(shapes, "points", lambda options: found)
     monkeypatch.setattr(shapes.device, "release_memory", lambda: None)
     to_gpu = {"on_device": lambda arrays, dtype="float32": tuple(x.astype(dtype) for x in arrays)}
@@ -218,10 +222,13 @@ def test_a_run_of_small_points_on_the_emulator(monkeypatch):
         *((breadth.AUTO, pass_) for _ in range(2) for pass_ in ("fwd", "bwd")),
         (breadth.AUTO, "fwd"),
         (breadth.AUTO, "bwd"),
+        *((breadth.AUTO, pass_) for _ in range(2) for pass_ in ("fwd", "bwd")),
     ]
     assert [row.note for row in rows if row.failed] == []
     assert {row.note for row in rows} == {f"{p.place}; mma" for p in found}
-    monkeypatch.setitem(breadth.__dict__, "ROUNDING", {"float16": -1.0})
+    for room in (breadth, calls):
+        monkeypatch.setattr(room, "ROUNDING", {"float16": -1.0})
+    monkeypatch.setattr(calls, "DEVIATION_BOUND", -1.0)
     wrong = list(shapes.measure(Options(), Bench(machine="some-gpu")))
-    assert all(row.failed and "against float64" in row.note for row in wrong)
+    assert all(row.failed and "float64" in row.note for row in wrong)
     assert len(wrong) == len(rows)
