@@ -18,6 +18,7 @@ from experiments.lab.precompile import Call
 from experiments.lab.workloads import one_head
 from fa_numba.choices.requests import Choices
 from fa_numba.device import device_function, kernel_cache
+from fa_numba.emulator import compiling
 from fa_numba.host import planning
 from fa_numba.kernels.mma import fa2_forward
 from fa_numba.options import Features
@@ -354,3 +355,41 @@ def test_kernels_compiled_in_processes_are_found(place):
     precompile.compile_ahead(wanted, Bench(), jobs=3)
     assert precompile.missing_kernels(wanted) == []
     fa_numba.plan((1, 1, 64, 64), (1, 1, 64, 64), dtype="float16").compile()
+
+
+# --- loops for the CPU ------------------------------------------------------------------------
+
+
+def doubled(x):
+    return 2 * x
+
+
+@pytest.mark.parametrize("chosen", [None, "", "kept", "file/none"])
+def test_loops_for_the_cpu_follow_the_same_variable(chosen, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "numba"))
+    monkeypatch.delenv(kernel_cache.VARIABLE, raising=False)
+    if chosen is not None:
+        monkeypatch.setenv(kernel_cache.VARIABLE, chosen and str(tmp_path / chosen))
+    assert compiling.compiled()(doubled)(21) == 42
+    found = {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*.nbi")}
+    assert found == {None: {"numba"}, "kept": {"kept"}}.get(chosen, set())
+    assert str(tmp_path / "numba") == numba.config.CACHE_DIR
+
+
+def test_who_can_write_nowhere_compiles_without_keeping(tmp_path):
+    (tmp_path / "file").touch()
+    nowhere = str(tmp_path / "file" / "none")
+    environment = {**os.environ, "HOME": nowhere, "XDG_CACHE_HOME": nowhere}
+    environment.pop(kernel_cache.VARIABLE, None)
+    # As if the package's folder could not be written either.
+    environment["NUMBA_CACHE_LOCATOR_CLASSES"] = "UserWideCacheLocator"
+    text = """
+import numpy as np, fa_numba, experiments.lab.lru
+from fa_numba.emulator import checks
+print(checks.outside(np.arange(3), 2, np.ones(3, bool)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, env=environment
+    )
+    assert (done.stdout, done.stderr) == ("2\n", "")

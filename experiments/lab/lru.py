@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numba.extending import register_jitable
 
 from fa_numba import io_model
+from fa_numba.emulator import compiling
 from fa_numba.problem import Problem
 
 # Threads that a multiprocessor runs of these kernels: 8 warps, by their recorded occupancy.
@@ -33,7 +33,7 @@ Q, O, A, STATISTICS, LSE, KV = range(6)
 LOAD, STORE, UPDATE = range(3)  # an update is a load and a store
 
 # Kept on disk; what it calls is compiled into it.
-compiled = njit(cache=True)
+compiled = compiling.compiled()
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from numba.core import types
 from numba.cuda.extending import _Intrinsic
 
 from fa_numba.device.function import DeviceFunction
+from fa_numba.emulator.compiling import VARIABLE
 
-VARIABLE = "FA_NUMBA_CACHE"
 # Of all files together; those that were read longest ago go first.
 MAX_BYTES = 1 << 30
 PACKAGE = Path(__file__).parent.parent

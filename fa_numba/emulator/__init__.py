@@ -13,10 +13,10 @@ operators cannot; `rebind.py` gives it the emulator's names, which are in `names
 takes blocks and groups of lanes in turn, or several blocks at once by `batches.py`, and
 `waiting.py` says where they wait; `context.py` is what a kernel calls: its arrays and copies.
 `shared_memory.py`, `local_memory.py` and `global_memory.py` check each access, by the loops of
-`checks.py`. What Hopper's GPUs do beside their threads: `mbarriers.py`, and by `knowledge.py` what
-who has waited knows; `boxes.py`, the copy engine's copies, and `products.py`, those of warpgroups,
-by the loops of `async_checks.py`. `trace.py` notes which tile moves when, `progress.py` says how
-far a long launch is.
+`checks.py`, which `compiling.py` compiles. What Hopper's GPUs do beside their threads:
+`mbarriers.py`, and by `knowledge.py` what who has waited knows; `boxes.py`, the copy engine's
+copies, and `products.py`, those of warpgroups, by the loops of `async_checks.py`. `trace.py` notes
+which tile moves when, `progress.py` says how far a long launch is.
 """
 
 from .boxed_arrays import WRAPS, Boxed, BoxLayout

@@ -14,8 +14,9 @@ memory have a row for each of these blocks, and so have `base`, and, for every w
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numba.extending import register_jitable
+
+from . import compiling
 
 WARP = 32
 PITCH, SHIFT = 1024, 10  # from block to block of those that run at once; its logarithm
@@ -35,7 +36,7 @@ MANY = -1
 
 # Kept on disk; what they call is compiled into them, so that one process never reads what another
 # is about to write.
-compiled = njit(cache=True, error_model="numpy")
+compiled = compiling.compiled(error_model="numpy")
 
 
 @register_jitable

@@ -3,11 +3,11 @@
 Arrays are over all lanes of whole warps; lane l of a warp has group l // 4 and place l % 4.
 """
 
-from numba import njit
+from fa_numba.emulator import compiling
 
 WARP = 32
 
-compiled = njit(cache=True)
+compiled = compiling.compiled()
 
 
 @compiled

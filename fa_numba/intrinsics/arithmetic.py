@@ -3,11 +3,12 @@
 import math
 
 import numpy as np
-from numba import config, njit
+from numba import config
 from numba.core import types
 from numba.cuda.extending import intrinsic
 
 from fa_numba import emulator
+from fa_numba.emulator.compiling import compiled
 from fa_numba.intrinsics._build import F32, I32, emulated_by, ptx
 
 NEG_INF = types.float32(-math.inf)
@@ -29,7 +30,7 @@ def _unary(instruction):
     return build
 
 
-@njit(cache=True)
+@compiled()
 def _powers(base, exponents):
     """The C library's `pow`, as Python's: with a base that is no constant it stays that."""
     made = np.zeros_like(exponents)

@@ -1,0 +1,39 @@
+"""Loops compiled for the CPU, once on a machine where a place to keep them can be written.
+
+Numba keeps them beside their module, or in the user's cache directory; where the environment
+variable ``FA_NUMBA_CACHE`` is set, in the directory that it names alone, and where it is empty,
+nowhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from numba import config, njit
+
+VARIABLE = "FA_NUMBA_CACHE"
+
+
+def compiled(**options: Any) -> Callable[[Callable], Any]:
+    """``numba.njit(cache=True, **options)``, which compiles too where nothing can be kept."""
+
+    def decorate(function: Callable) -> Any:
+        dispatcher = njit(**options)(function)
+        chosen = os.environ.get(VARIABLE)
+        before = config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES
+        if chosen:
+            config.CACHE_DIR = str(Path(chosen).absolute() / "cpu")
+            config.CACHE_LOCATOR_CLASSES = "UserProvidedCacheLocator"
+        try:
+            if chosen != "":
+                dispatcher.enable_caching()
+        except RuntimeError:  # no place that can be written
+            pass
+        finally:
+            config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES = before
+        return dispatcher
+
+    return decorate
