@@ -29,7 +29,7 @@ from experiments.lab import (
     schedule,
     store,
 )
-from experiments.lab.options import FIGURES, Bench, Options
+from experiments.lab.options import FIGURES, REPOSITORY, Bench, Options
 from experiments.lab.series import row_fields
 from experiments.lab.store import EMULATOR, MODEL, Row, Store, StoreError
 from experiments.lab.workloads import one_head
@@ -156,6 +156,60 @@ def test_a_broken_run_leaves_the_recording(bench):
     bench.stop, bench.error, bench.value = 64, RuntimeError("broken"), 3.0
     bench()
     assert bench.report.error == "RuntimeError: broken" and bench.rows == before
+
+
+@pytest.mark.parametrize("part", [None, (32,)], ids=["complete", "part"])
+def test_two_runs_at_once_lose_no_row(bench, part):
+    """The second is refused, whichever it is; it leaves the first its rows and its lock."""
+    second = []
+
+    def meanwhile():
+        for options in ({"seqlens": part}, {}):
+            other = runner.Runner(
+                Options(out=bench.store.root, **options), [], Console(file=io.StringIO())
+            )
+            other.machine = GPU
+            other.measure(NAME)
+            second.append(other.reports[NAME].error)
+        yield timed(256, 1.0)
+
+    bench.beside = meanwhile()
+    bench(seqlens=part)
+    lock = bench.partial / f"{NAME}.lock"
+    why = f"{lock}: another run measures this here: wait for it, or give another --out"
+    assert second == [why, why] and bench.report.error == ""
+    assert [row.seqlen_q for row in bench.rows if row.series == "fa2-simt"] == [32, 64, 128, 256]
+    assert not lock.exists()
+    bench.beside = []
+    bench(seqlens=part)
+    assert bench.report.error == ""
+
+
+def test_a_killed_run_holds_no_lock(tmp_path):
+    text = (
+        "import os, pathlib, sys; from experiments.lab.store import Store; "
+        "held = Store(pathlib.Path(sys.argv[1])).alone('a'); held.__enter__(); "
+        "os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", text, tmp_path], cwd=REPOSITORY)
+    assert done.returncode == -signal.SIGKILL and (tmp_path / "partial" / "a.lock").exists()
+    with Store(tmp_path).alone("a"), pytest.raises(StoreError), Store(tmp_path).alone("a"):
+        pass
+
+
+def test_a_lock_that_its_run_has_just_left_is_taken_anew(tmp_path, monkeypatch):
+    path, flock = tmp_path / "partial" / "a.lock", store.fcntl.flock
+
+    def late(*arguments):
+        flock(*arguments)
+        monkeypatch.setattr(store.fcntl, "flock", flock)
+        path.unlink()
+
+    monkeypatch.setattr(store.fcntl, "flock", late)
+    with Store(tmp_path).alone("a"):
+        assert path.exists()
+        with pytest.raises(StoreError, match="another run"), Store(tmp_path).alone("a"):
+            pass
 
 
 def test_loops_of_one_label_are_told_apart(tmp_path):

@@ -72,18 +72,19 @@ class Runner:
                 return
             self.store.make(name)  # minutes of measuring would be for nothing
             self.console.print(f"[bold]{name}[/]: {module.TITLE}")
-            files, before = kept.sources(module, counts=True), None
-            if self.options.complete and not self.options.recount:
-                before = kept.stored(self.store, name, files)
-            report.kept = len(before or ())
-            self._record(
-                name,
-                registry.swept(module),
-                lambda bench: module.measure(self.options, replace(bench, kept=before or ())),
-                about=self.about(name, module),
-                of=self.described(name, module) if self.options.complete else None,
-            )
-            self._keep(name, report, files)
+            with self.store.alone(name):
+                files, before = kept.sources(module, counts=True), None
+                if self.options.complete and not self.options.recount:
+                    before = kept.stored(self.store, name, files)
+                report.kept = len(before or ())
+                self._record(
+                    name,
+                    registry.swept(module),
+                    lambda bench: module.measure(self.options, replace(bench, kept=before or ())),
+                    about=self.about(name, module),
+                    of=self.described(name, module) if self.options.complete else None,
+                )
+                self._keep(name, report, files)
 
     def about(self, name: str, module: Experiment) -> About:
         """What describes a run of the experiment by the machine whose rows it is of."""
@@ -267,7 +268,7 @@ class Runner:
             self.console.print("[red]tune needs a CUDA GPU, and this machine has none[/]")
             return 1
         self.console.print(f"[bold]{sweep.NAME}[/]: {len(wanted)} candidates")
-        with self._reporting(sweep.NAME, report):
+        with self._reporting(sweep.NAME, report), self.store.alone(sweep.NAME):
             self._record(
                 sweep.NAME,
                 sweep.SWEPT,

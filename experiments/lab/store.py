@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import fcntl
 import io
 import json
 import math
@@ -255,6 +256,30 @@ class Store:
         with naming(folder):
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
+
+    @contextlib.contextmanager
+    def alone(self, experiment: str) -> Iterator[None]:
+        """Keep other runs from the experiment's rows here: they would write over each other's.
+
+        Raises StoreError where one is at it. The lock goes with the process, however that ends.
+        """
+        path = self.root / "partial" / f"{experiment}.lock"
+        with contextlib.ExitStack() as stack:
+            with naming(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                while True:
+                    file = stack.enter_context(path.open("a", encoding="utf-8"))
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except BlockingIOError:
+                        raise ValueError(
+                            "another run measures this here: wait for it, or give another --out"
+                        ) from None
+                    with contextlib.suppress(FileNotFoundError):  # that run has just ended
+                        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                            break
+            stack.callback(path.unlink, missing_ok=True)
+            yield
 
     def machines(self, experiment: str) -> list[str]:
         """Machines with stored rows of the experiment: GPUs, `emulator` and `model`."""
