@@ -15,7 +15,8 @@ from .kept import EXPERIMENTS, PACKAGE
 from .options import FIGURES
 from .store import StoreError, write_if_changed
 
-_KINDS = (".svg", ".png", ".gif")
+_KINDS = (".svg", ".png", ".gif", ".html")
+_SOURCES = ("*.py", "*.csv", "*.html", "*.css", "*.js")
 _LIBRARIES = ("matplotlib", "numpy", "pillow", "fonttools")
 
 
@@ -53,12 +54,14 @@ class Drawn:
                 with suppress(metadata.PackageNotFoundError):
                     parts.append(f"{library} {metadata.version(library)}")
             folders = (PACKAGE, EXPERIMENTS)
-            files = [p for f in folders for kind in ("*.py", "*.csv") for p in f.rglob(kind)]
+            files = [p for f in folders for kind in _SOURCES for p in f.rglob(kind)]
             self._sources = "\n".join(parts) + _digest(files)
         files = [path for path in (FIGURES / "data").glob("*") if path.is_file()]
+        module = registry.load(name)
         for folder in {FIGURES, self._folder}:
-            files += [path for path in (folder / "data" / name).rglob("*") if path.is_file()]
-        for figure in (name, *registry.figures(registry.load(name))):
+            for read in (name, *registry.reads(module)):
+                files += [path for path in (folder / "data" / read).rglob("*") if path.is_file()]
+        for figure in (name, *registry.figures(module)):
             files += [self._folder / f"{figure}{kind}" for kind in _KINDS]
         return hashlib.sha256((self._sources + _digest(files)).encode()).hexdigest()
 

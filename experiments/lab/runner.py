@@ -337,6 +337,10 @@ class Runner:
         if film is not None:
             changed |= write_if_changed(stem.with_suffix(".gif"), film)
             kinds = ".svg, .png and .gif"
+        page = module.page(rows, note) if hasattr(module, "page") else None
+        if page is not None:
+            changed |= write_if_changed(stem.with_suffix(".html"), page)
+            kinds = ".svg, .png and .html"
         self._say_drawn(stem, kinds, changed)
         for other, draw in registry.figures(module).items():
             further = draw(rows)

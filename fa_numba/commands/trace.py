@@ -68,7 +68,8 @@ class Block:
     written: dict[str, Any]
 
 
-def _examples() -> dict[str, Rows]:
+def examples() -> dict[str, Rows]:
+    """The worked examples by their number."""
     K = [[1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 1, 1], [0, 0, 1, 0]]
     K += [[2, 1, 1, 1], [0, 1, 0, 1], [1, 1, 1, 0], [0, 0, 0, 1]]
     V = [[2, 1, 0, 3], [1, 0, 1, 2], [0, 2, 1, 1], [3, 1, 0, 0]]
@@ -93,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is traced").add_mutually_exclusive_group()
     what.add_argument(
         "--example",
-        choices=sorted(_examples()),
+        choices=sorted(examples()),
         default="1",
         help="a worked example: 1 in four dimensions (default), 2 with scores 3 1 2 4 | 5 1 3 1, "
         "3 the merged softmax of 1 2 | 3 4",
@@ -200,7 +201,7 @@ def _rows(args: argparse.Namespace) -> Rows:
         Q, K, V = np.random.default_rng(seed).standard_normal((3, args.seqlen, d))
         rows = Rows(f"standard normal rows, seed {seed}", Q, K, V, _DEFAULT_BLOCK, None)
     else:
-        rows = _examples()[args.example]
+        rows = examples()[args.example]
     return rows if args.block is None else rows._replace(block=args.block)
 
 

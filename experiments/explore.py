@@ -1,0 +1,240 @@
+"""A page to play with: both orders tile by tile, the softmax, tiles and traffic, by this code."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import fa_numba
+from fa_numba import device, emulator
+from fa_numba.problem import Problem
+
+from .lab import tables
+from .lab.moves import Move, Trace
+from .lab.options import Bench, Options
+from .lab.series import LABELS, plan, row_fields, unit
+from .lab.store import EMULATOR, MODEL, Row
+from .lab.tables import Table
+from .lab.workloads import Inputs
+
+NAME = "explore"
+TITLE = "both orders tile by tile, as a page to play with"
+DESCRIPTION = (
+    "The page explore.html: both orders step by step as the emulator traces them, the online "
+    "softmax, a tile estimator, traffic and plans on four GPUs, and the recorded curves; "
+    "python -m experiments explore serves it for sizes of your own."
+)
+NEEDS_GPU = False
+TAKES_TILES = True
+SWEPT = ("Br", "Bc", "note")
+# Besides its own rows the page shows these recordings.
+READS = ("speed_fp16", "io_vs_seqlen", "loop_order")
+
+_WORD = re.compile(r"(?P<kind>[<>])(?P<array>[QKVOlmL])(?P<tile>\d+)(:(?P<bytes>\d+))?")
+UNITS = {"simt": "float32", "mma": "float16"}
+SEQLENS, HEAD_DIMS, BLOCKS, WINDOWS = (64, 128), (16, 32), (16, 32), (0, 24)
+
+
+def traced(N: int, d: int, Br: int, Bc: int, window: int) -> bool:
+    """Whether the page without a server has the trace: those that take the emulator long it has
+    not."""
+    if N == SEQLENS[0]:
+        return window == 0 or d == HEAD_DIMS[0]
+    return window == 0 and d == HEAD_DIMS[0] and (Br, Bc) != (BLOCKS[0], BLOCKS[0])
+
+
+def problem_of(N: int, d: int, causal: bool, window: int, on: str) -> Problem:
+    """One head; `window` columns to either side are seen, all with 0."""
+    sides = (window, window) if window else (-1, -1)
+    return Problem(1, 1, 1, N, N, d, dtype=UNITS[on], causal=causal, window=sides)
+
+
+def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """Of each trace of the page a row, with the closed form's bytes beside it."""
+    quick = options.quick
+    work = [
+        (f"{algorithm}-{on}", problem_of(N, d, causal, window, on), fa_numba.Tiles(Br, Bc))
+        for on in UNITS
+        for N in options.seqlens or SEQLENS[: 1 if quick else None]
+        for d in options.head_dims or HEAD_DIMS[: 1 if quick else None]
+        for Br, Bc in options.tiles or itertools.product(BLOCKS, BLOCKS)
+        for causal in options.causal or (False, True)
+        for window in WINDOWS
+        if not (options.complete or quick) or traced(N, d, Br, Bc, window)
+        for algorithm in ("fa1", "fa2")
+    ]
+    for series, problem, tiles in work:
+        closed = planned(series, problem, tiles).accesses.bytes
+        yield _row(series, problem, tiles, closed, machine=MODEL, source="model")
+    inputs = Inputs()
+    yield from bench.counted(work, "tracing on the emulator", partial(_traced, inputs=inputs))
+
+
+def _row(
+    series: str, problem: Problem, tiles: fa_numba.Tiles, moved: int, said: str = "", **of: Any
+) -> Row:
+    fields = {"experiment": NAME, "series": series, "Br": tiles.Br, "Bc": tiles.Bc, **of}
+    fields |= row_fields(problem) | {"metric": "traffic", "unit": "bytes", "value": moved}
+    return Row(note=f"window {max(problem.window[0], 0)}; {said}", **fields)
+
+
+def _traced(
+    series: str, problem: Problem, tiles: fa_numba.Tiles, inputs: Inputs
+) -> Iterator[list[Row]]:
+    found = trace(series, problem, tiles, inputs(problem))
+    yield [
+        _row(series, problem, tiles, found.bytes, pack(found), machine=EMULATOR, source="counted")
+    ]
+
+
+def planned(series: str, problem: Problem, tiles: fa_numba.Tiles) -> fa_numba.Plan:
+    """The plan on the emulator. Raises ValueError for tiles that no kernel has."""
+    with device.using("emulator"):
+        return plan(series, problem, tiles=tiles, window=problem.window)
+
+
+def trace(
+    series: str,
+    problem: Problem,
+    tiles: fa_numba.Tiles,
+    inputs: Sequence[np.ndarray],
+    found: list[Any] | None = None,
+) -> Trace:
+    """What a call on the emulator moves; the list `found` fills while it runs."""
+    dtype = np.float32 if problem.dtype == "float32" else np.float16
+    with device.using("emulator"), emulator.trace() as accesses:
+        if found is not None:
+            found.append(accesses)
+        fa_numba.attention(
+            *(x.astype(dtype) for x in inputs),
+            algorithm=series.split("-")[0],
+            unit=unit(series),
+            tiles=tiles,
+            causal=problem.causal,
+            window=problem.window,
+        )
+    moves, clock = [], 0
+    for access in sorted(accesses, key=lambda access: (access.block[::-1], access.step)):
+        # In 16 bits O's sums pass through memory in an array of float32, A: it is O's tile.
+        array = "O" if access.array == "A" else access.array
+        block, moved = access.block[0], access.bytes
+        moves.append(Move(array, access.kind, *access.rows, block, moved, clock, ""))
+        clock += access.bytes
+    return Trace(
+        series, problem.seqlen_q, problem.head_dim, problem.causal, tiles.Br, tiles.Bc, tuple(moves)
+    )
+
+
+def pack(found: Trace) -> str:
+    """The moves in words: "<Q0:1024" loads 1024 bytes of Q's tile 0, ">" stores, "|" is the next
+    block; bytes are said where they differ from the array's last.
+    """
+    words, block, last = [], 0, dict[str, int]()
+    for move in found.moves:
+        if move.block != block:
+            words.append("|")
+            block = move.block
+        word = f"{'<' if move.kind == 'load' else '>'}{move.array}{found.tile(move)}"
+        words.append(word if last.get(move.array) == move.bytes else f"{word}:{move.bytes}")
+        last[move.array] = move.bytes
+    return " ".join(words)
+
+
+def unpack(row: Row) -> Trace:
+    """The trace of a stored row. Raises ValueError for a note that is none."""
+    if row.Br is None or row.Bc is None:
+        raise ValueError(f"the row of {row.series} has no tiles: expected a trace")
+    moves: list[Move] = []
+    clock, block, last = 0, 0, dict[str, int]()
+    for word in row.note.partition("; ")[2].split():
+        if word == "|":
+            block += 1
+            continue
+        said = _WORD.fullmatch(word)
+        if said is None or not (said["bytes"] or said["array"] in last):
+            raise ValueError(f"note is {row.note!r}: {word!r} is no move")
+        array, tile = said["array"], int(said["tile"])
+        last[array] = int(said["bytes"] or last[array])
+        rows = row.Br if array in "QOlmL" else row.Bc
+        ends = tile * rows, min((tile + 1) * rows, row.seqlen_q)
+        kind = "load" if said["kind"] == "<" else "store"
+        moves.append(Move(array, kind, *ends, block, last[array], clock, ""))
+        clock += last[array]
+    return Trace(row.series, row.seqlen_q, row.head_dim, row.causal, row.Br, row.Bc, tuple(moves))
+
+
+def setting(row: Row) -> tuple[Any, ...]:
+    """What both orders have in common: the page's state."""
+    window = int(row.place.removeprefix("window "))
+    return (
+        row.seqlen_q,
+        row.head_dim,
+        row.Br,
+        row.Bc,
+        "yes" if row.causal else "no",
+        window,
+        unit(row.series),
+    )
+
+
+def _counted(rows: Iterable[Row], source: str = "counted") -> dict[tuple[Any, ...], dict[str, Row]]:
+    """Rows by setting and algorithm."""
+    found: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        if row.source == source and not row.failed:
+            found.setdefault(setting(row), {})[row.series.split("-")[0]] = row
+    return found
+
+
+def page(rows: Sequence[Row], note: str) -> str | None:
+    """The page as an HTML file that needs nothing else; None without traces."""
+    from .lab import explore_page
+
+    found = {
+        key: {name: unpack(row) for name, row in both.items()}
+        for key, both in _counted(rows).items()
+    }
+    return explore_page.static(found, note) if found else None
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """A picture of what the page shows: both orders at a moment, and their bytes."""
+    from .lab import explore_picture
+
+    found = _counted(rows)
+    return explore_picture.draw([unpack(r) for r in _pictured(found).values()]) if found else None
+
+
+def _pictured(found: Mapping[tuple[Any, ...], dict[str, Row]]) -> dict[str, Row]:
+    """Most tiles, without a mask."""
+    plain = {key: both for key, both in found.items() if key[4:6] == ("no", 0)} or found
+    return plain[max(plain, key=lambda key: (key[0] ** 2 // (key[2] * key[3]), -key[1], key))]
+
+
+def table(rows: Sequence[Row]) -> Table | None:
+    """Of each trace the bytes, beside the closed form's."""
+    model = _counted(rows, "model")
+    lines = []
+    for key, both in sorted(_counted(rows).items()):
+        N, d, Br, Bc, causal, window, on = key
+        cells = [on, str(N), str(d), f"{Br} x {Bc}", causal, str(window or "-")]
+        for name in ("fa1", "fa2"):
+            row, form = both.get(name), model.get(key, {}).get(name)
+            counted = "-" if row is None else str(int(row.number))
+            cells += [counted, "-" if form is None else str(int(form.number))]
+        lines.append(cells)
+    if not lines:
+        return None
+    header = ["unit", "N", "d", "tiles", "causal", "window"]
+    header += [
+        f"{LABELS[f'{n}-simt']}, {what}" for n in ("fa1", "fa2") for what in ("bytes", "form")
+    ]
+    return Table(
+        "One head, forward: bytes as traced, and by the closed form.",
+        tables.markdown(header, lines),
+    )

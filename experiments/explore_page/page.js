@@ -1,0 +1,445 @@
+"use strict";
+// Looks answers up, or asks the server for them; draws; steps. No number is computed here.
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const PANELS = DATA.panels;
+const CALM = matchMedia("(prefers-reduced-motion: reduce)").matches;
+const state = {};
+const shown = {};  // panel: its elements
+const answers = {};  // panel: what it shows now
+
+const owner = name => PANELS[name].shares || name;
+const one = (kind, attributes = {}, ...inside) => fill(document.createElement(kind), attributes, inside);
+const svg = (kind, attributes = {}, ...inside) =>
+  fill(document.createElementNS("http://www.w3.org/2000/svg", kind), attributes, inside);
+function fill(element, attributes, inside) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else element.setAttribute(name, value);
+  }
+  element.append(...inside);
+  return element;
+}
+
+// --- how numbers are written ---
+
+function text(value) {
+  if (value === null || value === undefined) return "–";
+  if (Array.isArray(value)) return value.map(short).join(" ");
+  if (typeof value !== "number") return String(value);
+  return Number.isInteger(value) ? value.toLocaleString("en-US") : String(value);
+}
+const short = x => (typeof x === "number" ? String(Number(x.toPrecision(4))) : x);
+function size(bytes) {
+  for (const [unit, of] of [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]])
+    if (bytes >= of) return `${Number((bytes / of).toPrecision(3))} ${unit}`;
+  return `${bytes} B`;
+}
+
+// --- answers ---
+
+function lookup(name, chosen) {
+  const { axes, table } = PANELS[owner(name)];
+  const names = Object.keys(axes), found = {};
+  const places = names.map(axis => axes[axis].values.findIndex(v => String(v) === chosen[axis]));
+  for (const [key, [over, values, at]] of Object.entries(table)) {
+    const place = over.reduce((sum, n) => sum * axes[names[n]].values.length + places[n], 0);
+    const value = values[at ? at[place] : place];
+    if (value !== undefined && !(key.endsWith("refused") && value === "")) found[key] = value;
+  }
+  return found.refused ? { refused: found.refused } : found;
+}
+const asks = name => DATA.live && PANELS[name].live;
+const query = name => new URLSearchParams(state[owner(name)]).toString();
+
+async function answer(name, checking, progress) {
+  if (!asks(name)) return lookup(name, state[owner(name)]);
+  const asked = shown[name].asked = new AbortController();
+  const path = `api/${owner(name)}?${query(name)}${checking ? "&check=1" : ""}`;
+  const reply = await fetch(path, { signal: asked.signal });
+  const reader = reply.body.getReader(), decoder = new TextDecoder();
+  let rest = "", last = {};
+  for (;;) {
+    const { done, value } = await reader.read();
+    rest += done ? "" : decoder.decode(value, { stream: true });
+    const lines = rest.split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      last = JSON.parse(line);
+      if (progress && "progress" in last) progress(last.progress);
+    }
+    if (done) return last;
+  }
+}
+
+// --- inputs and the address ---
+
+function start() {
+  for (const [name, panel] of Object.entries(PANELS)) {
+    if (panel.shares) continue;
+    state[name] = {};
+    for (const [axis, { first }] of Object.entries(panel.axes)) state[name][axis] = String(first);
+  }
+}
+
+function fromAddress() {
+  for (const [key, value] of new URLSearchParams(location.hash.slice(1))) {
+    const [name, axis] = key.split(".");
+    const known = PANELS[name] && !PANELS[name].shares && PANELS[name].axes[axis];
+    if (!known) continue;
+    const listed = known.values.some(v => String(v) === value);
+    const free = asks(name) && (known.text || known.least !== null);
+    if (listed || free || (known.text && DATA.live) || (axis === "example" && value === "own" && DATA.live))
+      state[name][axis] = value;
+  }
+}
+
+function toAddress(name) {
+  const parts = Object.entries(state[owner(name)]).map(([axis, value]) => [`${owner(name)}.${axis}`, value]);
+  history.replaceState(null, "", "#" + new URLSearchParams(parts));
+}
+
+function input(name, axis) {
+  const { label, values, words, least, most, text: free } = PANELS[name].axes[axis];
+  const id = `${name}-${axis}`;
+  const now = () => state[owner(name)][axis];
+  const set = value => {
+    state[owner(name)][axis] = String(value);
+    toAddress(name);
+    for (const other of Object.keys(PANELS)) if (owner(other) === owner(name)) update(other);
+  };
+  const choice = value => words[value] || String(value);
+  if (free) {
+    if (!DATA.live) return null;
+    const box = one("input", { type: "text", id, maxlength: 400, onchange: e => {
+      state[owner(name)].example = "own";
+      set(e.target.value);
+    } });
+    shown[name].sync.push(() => { box.value = now(); });
+    return one("label", { class: "wide", for: id }, label, box);
+  }
+  if (asks(name) && least !== null) {
+    const box = one("input", { type: "number", id, min: least, max: most, step: 1, onchange: e => set(e.target.value) });
+    const slide = one("input", {
+      type: "range", min: least, max: Math.min(most, 2 * values[values.length - 1] || 64), "aria-label": label,
+      oninput: e => set(e.target.value),
+    });
+    shown[name].sync.push(() => { box.value = now(); slide.value = now(); });
+    return one("label", { for: id }, label, box, slide);
+  }
+  if (values.length > 2 && values.every(v => typeof v === "number")) {
+    const out = one("output", { for: id });
+    const slide = one("input", {
+      type: "range", id, min: 0, max: values.length - 1, oninput: e => set(values[e.target.value]),
+    });
+    shown[name].sync.push(() => {
+      const at = values.findIndex(v => String(v) === now());
+      slide.value = at;
+      slide.setAttribute("aria-valuetext", choice(values[at]));
+      out.textContent = text(values[at]);
+    });
+    return one("label", { for: id }, one("span", {}, `${label}: `, out), slide);
+  }
+  const every = axis === "example" && DATA.live ? [...values, "own"] : values;
+  const box = one("select", { id, onchange: e => set(e.target.value) },
+    ...every.map(v => one("option", { value: v }, choice(v))));
+  shown[name].sync.push(() => { box.value = now(); });
+  return one("label", { for: id }, label, box);
+}
+
+// --- what every panel has ---
+
+function build(name) {
+  const panel = PANELS[name];
+  const parts = shown[name] = { sync: [], view: one("div", { class: "view" }), table: one("div", { class: "scroll" }) };
+  parts.said = one("p", { class: "said", "aria-live": "polite" });
+  const inputs = Object.keys(panel.axes).map(axis => input(name, axis)).filter(Boolean);
+  if (name === "orders" && DATA.live) {
+    parts.run = one("button", { type: "button", onclick: () => draw(name) }, "Run on the emulator");
+    inputs.push(parts.run);
+  }
+  document.querySelector("nav").append(one("a", { href: `#${name}`, onclick: e => {
+    e.preventDefault();
+    const head = document.getElementById(`${name}-title`);
+    head.scrollIntoView();
+    head.focus();
+  } }, panel.title));
+  document.querySelector("main").append(one("section", { id: name, "aria-labelledby": `${name}-title` },
+    one("h2", { id: `${name}-title`, tabindex: -1 }, panel.title),
+    one("p", { class: "question" }, panel.question), one("p", { class: "sentence" }, panel.sentence),
+    one("form", { class: "inputs", onsubmit: e => e.preventDefault() }, ...inputs),
+    parts.said, parts.view, parts.table, one("p", { class: "note" }, panel.note)));
+}
+
+async function update(name) {
+  shown[name].sync.forEach(sync => sync());
+  if (shown[name].run && answers[name]) {  // a run takes long: only whether it can is asked
+    const checked = await answer(name, true).catch(failed);
+    shown[name].run.disabled = Boolean(checked && checked.refused);
+    if (checked) say(name, checked.refused || "press Run: the page still shows the run before", Boolean(checked.refused));
+    return;
+  }
+  await draw(name);
+}
+
+const failed = error => error.name === "AbortError" ? null : { refused: `no answer: ${error.message}` };
+function say(name, words, bad = false) {
+  shown[name].said.textContent = words;
+  shown[name].said.classList.toggle("bad", bad);
+}
+
+async function draw(name) {
+  if (shown[name].asked) shown[name].asked.abort();
+  const parts = shown[name];
+  let now;
+  if (asks(name)) {
+    const bar = one("progress", { max: 1, value: 0, "aria-label": "emulating" });
+    if (name === "orders") parts.said.replaceChildren("emulating ", bar);
+    now = await answer(name, false, done => { bar.value = done; }).catch(failed);
+  } else now = lookup(name, state[owner(name)]);
+  if (!now) return;
+  if (parts.stop) parts.stop();
+  answers[name] = now;
+  say(name, now.refused || "", Boolean(now.refused));
+  parts.view.replaceChildren();
+  parts.table.replaceChildren();
+  if (now.refused) return;
+  (VIEWS[name] || (() => {}))(parts, now, name);
+  if (PANELS[name].rows.length) parts.table.append(numbers(name, now));
+}
+
+function numbers(name, now) {
+  const { columns, rows, title } = PANELS[name];
+  const body = rows.map(([key, label], n) => one("tr", {}, one("th", { scope: "row" }, label),
+    ...columns.flatMap(([column]) => {
+      const refused = now[`${column}.refused`];
+      if (refused) return n ? [] : [one("td", { class: "words bad", rowspan: rows.length, "data-key": `${column}.refused` }, refused)];
+      const words = key.startsWith("why") ? "words" : "";
+      return [one("td", { class: words, "data-key": `${column}.${key}` }, text(now[`${column}.${key}`]))];
+    })));
+  return one("table", { "aria-label": title },
+    one("thead", {}, one("tr", {}, one("td"), ...columns.map(([, label]) => one("th", { scope: "col" }, label)))),
+    one("tbody", {}, ...body));
+}
+
+// Steps from 0 to `last`: buttons, a slider, keys; `show` draws one and gives the words for it.
+function transport(parts, name, last, show) {
+  let at = 0, timer = null;
+  const slide = one("input", { type: "range", min: 0, max: last, value: 0, "aria-label": "step", oninput: e => go(Number(e.target.value)) });
+  const play = one("button", { type: "button", onclick: () => (timer ? stop() : run()) }, "Play");
+  function go(to) {
+    at = Math.max(0, Math.min(last, to));
+    slide.value = at;
+    const words = show(at);
+    slide.setAttribute("aria-valuetext", `step ${at + 1} of ${last + 1}`);
+    say(name, `Step ${at + 1} of ${last + 1}. ${words}`);
+    if (at === last) stop();
+  }
+  function run() {
+    if (at === last) go(0);
+    play.textContent = "Pause";
+    timer = setInterval(() => go(at + 1), CALM ? 1500 : last > 60 ? 140 : 500);
+  }
+  function stop() {
+    clearInterval(timer);
+    timer = null;
+    play.textContent = "Play";
+  }
+  parts.stop = stop;
+  const button = (label, move) => one("button", { type: "button", onclick: () => { stop(); go(move()); } }, label);
+  const bar = one("div", { class: "transport", role: "group", "aria-label": "steps" },
+    button("First", () => 0), button("Back", () => at - 1), play, button("Step", () => at + 1),
+    button("Last", () => last), slide);
+  bar.addEventListener("keydown", e => {
+    if (e.target === slide) return;
+    const move = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: last }[e.key];
+    if (move === undefined) return;
+    e.preventDefault();
+    stop();
+    go(move);
+  });
+  return { bar, go };
+}
+
+// --- the panels ---
+
+const KINDS = [["load", "loads Q, K, V"], ["again", "loads O, l, m again"], ["store", "stores"],
+  ["shared", "in shared memory"], ["registers", "in registers"], ["seen", "tile of S done"], ["now", "tile of S now"]];
+const ON_CHIP = "OlmL";
+
+function side(name, now) {
+  const { Tr, Tc } = now, wide = name === "fa1" ? ["O", "l", "m"] : ["O", "L"];
+  const S = 190, x0 = 74, y0 = 92, tiles = {};
+  const picture = svg("svg", { viewBox: "0 0 400 300", role: "img", "aria-label": "tiles of the matrices" });
+  const tile = (key, x, y, w, h) => {
+    tiles[key] = svg("rect", { x, y, width: w, height: h, class: "tile" });
+    picture.append(tiles[key]);
+  };
+  const label = (x, y, words, kind = "") => picture.append(svg("text", { x, y, "text-anchor": "middle", class: kind }, words));
+  const h = S / Tr, w = S / Tc;
+  for (let i = 0; i < Tr; i++) tile(`Q${i}`, 20, y0 + i * h, 42, h);
+  for (let j = 0; j < Tc; j++) { tile(`K${j}`, x0 + j * w, 18, w, 28); tile(`V${j}`, x0 + j * w, 52, w, 28); }
+  for (let i = 0; i < Tr; i++) for (let j = 0; j < Tc; j++) tile(`S${i},${j}`, x0 + j * w, y0 + i * h, w, h);
+  const places = { O: [276, 42], l: [330, 14], m: [352, 14], L: [330, 14] };
+  for (const array of wide) for (let i = 0; i < Tr; i++) tile(`${array}${i}`, places[array][0], y0 + i * h, places[array][1], h);
+  label(41, y0 - 6, "Q");
+  label(x0 - 10, 37, "K");
+  label(x0 - 10, 71, "V");
+  label(x0 + S / 2, y0 + S + 14, "S, by tiles (never in memory)", "quiet");
+  for (const array of wide) label(places[array][0] + places[array][1] / 2, y0 - 6, array);
+  const visited = now[`${name}.steps`].map(step => step.split("|")[2]);
+  const every = new Set(visited);
+  for (const key of Object.keys(tiles)) if (key[0] === "S" && !every.has(key.slice(1))) tiles[key].classList.add("never");
+  const lines = DATA.algorithms[name].map(([words, of]) => [one("span", {}, words || " "), of]);
+  const listing = one("pre", { tabindex: 0, "aria-label": "the algorithm" }, ...lines.map(([line]) => line));
+  const total = one("strong", { "data-key": `${name}.now` }), block = one("span");
+  const head = one("h3", {}, PANELS.orders.columns.find(([key]) => key === name)[1], ": ", total, " bytes ", block);
+  let lit = [];
+  const show = at => {
+    const steps = now[`${name}.steps`], done = at >= steps.length;
+    const [moves, held, visit, of, number] = done ? ["", "", "", "", ""] : steps[at].split("|");
+    for (const key of lit) tiles[key].classList.remove("load", "again", "store", "shared", "registers", "now");
+    lit = [];
+    const mark = (key, kind) => {
+      if (!tiles[key]) return;
+      tiles[key].classList.add(kind);
+      lit.push(key);
+    };
+    for (const key of held.split(" ").filter(Boolean)) mark(key, ON_CHIP.includes(key[0]) ? "registers" : "shared");
+    for (const move of moves.split(" ").filter(Boolean)) {
+      const key = move.slice(1);
+      mark(key, move[0] === ">" ? "store" : ON_CHIP.includes(key[0]) ? "again" : "load");
+    }
+    const before = new Set(visited.slice(0, at));
+    for (const key of every) if (key) tiles[`S${key}`].classList.toggle("seen", before.has(key) && key !== visit);
+    if (visit) mark(`S${visit}`, "now");
+    const current = of.split(",").map(Number);
+    for (const [line, numbers] of lines) line.classList.toggle("lit", !done && numbers.some(n => current.includes(n)));
+    const first = listing.querySelector(".lit");
+    if (first) listing.scrollTop = first.offsetTop - listing.offsetTop - listing.clientHeight / 3;
+    const moved = now[`${name}.bytes`][Math.min(at, steps.length - 1)];
+    total.textContent = text(moved);
+    block.textContent = done ? "(at its end)" : `(thread block ${number})`;
+    const words = moves.split(" ").filter(Boolean).map(m => (m[0] === ">" ? "stores " : "loads ") + m.slice(1)).join(", ");
+    return `${name === "fa1" ? "FA-1" : "FA-2"} ${words || "has ended"}, ${text(moved)} bytes so far.`;
+  };
+  return { element: one("div", {}, head, picture, listing), show };
+}
+
+// Both clocks are bytes: the next step is of whichever begins its next move first.
+function together(a, b) {
+  const found = [[0, 0]];
+  let [i, j] = [0, 0];
+  while (i < a.length || j < b.length) {
+    const next = Math.min(i < a.length ? a[i] : Infinity, j < b.length ? b[j] : Infinity);
+    if (a[i] === next) i++;
+    if (b[j] === next) j++;
+    found.push([i, j]);
+  }
+  return found;
+}
+
+const VIEWS = {
+  orders(parts, now, name) {
+    const sides = ["fa1", "fa2"].map(each => side(each, now));
+    const at = together(now["fa1.bytes"], now["fa2.bytes"]);
+    const { bar, go } = transport(parts, name, at.length - 1, n => sides.map((s, k) => s.show(at[n][k])).join(" "));
+    const legend = one("div", { class: "legend" }, ...KINDS.map(([kind, words]) =>
+      one("span", {}, one("i", { style: `background: var(--${{ load: "input", store: "written" }[kind] || kind})` }), words)));
+    parts.view.append(bar, legend, one("div", { class: "sides" }, ...sides.map(s => s.element)));
+    go(0);
+  },
+
+  softmax(parts, now, name) {
+    const fields = [["m", "m"], ["l", "l"], ["factor", "factor"], ["P", "P"], ["O", "O"]];
+    const last = now["fa1.steps"].length - 1;
+    const scores = now["fa2.steps"].flatMap((step, j) => step.S.map(x => one("span", { "data-tile": j }, short(x))));
+    const bodies = { fa1: one("tbody"), fa2: one("tbody") };
+    const table = (key, title, means) => one("div", {}, one("h3", {}, title), one("p", { class: "note" }, means),
+      one("div", { class: "scroll" }, one("table", { "aria-label": title }, one("thead", {}, one("tr", {},
+        one("th", { scope: "col" }, "tile"), ...fields.map(([, head]) => one("th", { scope: "col" }, head)),
+        one("th", { scope: "col" }, "numbers of O, l, m moved"))), bodies[key])));
+    const { bar, go } = transport(parts, name, last, at => {
+      scores.forEach(box => {
+        const tile = Number(box.dataset.tile);
+        box.className = tile === at ? "now" : tile < at ? "seen" : "";
+      });
+      for (const key of ["fa1", "fa2"]) bodies[key].replaceChildren(...now[`${key}.steps`].slice(0, at + 1).map((step, j) =>
+        one("tr", {}, one("th", { scope: "row" }, `${j}: keys ${step.keys[0]}–${step.keys[1] - 1}`),
+          ...fields.map(([field]) => one("td", { "data-key": `${key}.steps.${j}.${field}` }, text([].concat(step[field])))),
+          one("td", { "data-key": `${key}.steps.${j}.moved` }, text(step.moved)))));
+      const { m, l, factor } = now["fa2.steps"][at];
+      return `m = ${short(m)}, l = ${short(l)}, factor = ${short(factor)}.`;
+    });
+    parts.view.append(one("p", {}, `${now.title}; ${now.keys} keys in tiles of ${now.block}`),
+      bar, one("div", { class: "scores", "aria-label": "scores" }, ...scores),
+      one("div", { class: "sides" }, table("fa1", "K/V outer: O divided by l in every pass", "O is what attention over the keys so far gives."),
+        table("fa2", "Q outer: O divided once", `At the end O / l = ${text(now["fa2.O"])}`)));
+    go(0);
+  },
+
+  tiles(parts, now) {
+    parts.view.append(one("p", {}, "The grid has ", one("strong", { "data-key": "all" }, text(now.all)), " tiles for ",
+      one("strong", { "data-key": "scores" }, text(now.scores)), " scores; the papers count ",
+      one("strong", { "data-key": "flops" }, text(now.flops)), " useful FLOPs."));
+  },
+
+  traffic(parts, now) {
+    const kinds = [["bytes", "accessed"], ["dram", "DRAM"], ["naive", "formula"]];
+    const algorithms = PANELS.traffic.columns.filter(([key]) => !now[`${key}.refused`]);
+    const most = Math.max(...algorithms.flatMap(([key]) => kinds.map(([kind]) => now[`${key}.${kind}`] || 0)));
+    parts.view.append(one("div", { class: "bars", "aria-hidden": "true" }, ...algorithms.flatMap(([key, label]) => [
+      one("b", {}, label), ...kinds.filter(([kind]) => now[`${key}.${kind}`] !== null).flatMap(([kind, words]) => {
+        const value = now[`${key}.${kind}`];
+        const width = `width: ${(78 * value) / most}%; --shade: ${DATA.colours[key]}`;
+        return [one("span", {}, words), one("div", { class: `bar ${kind}` }, one("i", { style: width }), size(value))];
+      })])));
+    const says = what => algorithms.map(([key, label]) => {
+      const times = now[`${key}.half_${what}`];
+      return times === 1 ? `does not move ${label}` : `moves ${label} to ${short(times)} times`;
+    }).join(", ");
+    parts.view.append(one("p", {}, `Half of Br ${says("Br")}. Half of Bc ${says("Bc")}. Q, K, V and O once: `,
+      one("strong", { "data-key": "naive.once" }, text(now["naive.once"])), " bytes."));
+  },
+
+  measured(parts, now) {
+    const points = now.lines.flatMap(line => line.points), W = 640, H = 330, left = 56, low = 290;
+    const xs = [...new Set(points.map(([x]) => x))].sort((a, b) => a - b);
+    const logs = now.unit !== "TFLOP/s", ys = points.map(([, y]) => y);
+    const top = Math.max(...ys) * 1.08, base = logs ? Math.min(...ys) / 1.3 : 0;
+    const X = x => left + ((W - left - 16) * xs.indexOf(x)) / Math.max(1, xs.length - 1);
+    const part = y => (logs ? Math.log(y / base) / Math.log(top / base) : y / top);
+    const Y = y => low - (low - 20) * part(y);
+    const picture = svg("svg", { viewBox: `0 0 ${W} ${H}`, class: "chart", role: "img", "aria-label": `${now.title}; the table below has its numbers` });
+    for (let n = 0; n <= 4; n++) {
+      const y = logs ? base * (top / base) ** (n / 4) : (top * n) / 4;
+      picture.append(svg("line", { x1: left, x2: W - 16, y1: Y(y), y2: Y(y), stroke: "#ddd" }),
+        svg("text", { x: left - 6, y: Y(y) + 4, "text-anchor": "end", class: "quiet" }, Number(y.toPrecision(2))));
+    }
+    for (const x of xs) picture.append(svg("text", { x: X(x), y: low + 16, "text-anchor": "middle", class: "quiet" }, x));
+    picture.append(svg("text", { x: left, y: 12, class: "quiet" }, now.unit), svg("text", { x: W / 2, y: H - 4, "text-anchor": "middle" }, "N"));
+    for (const line of now.lines) {
+      picture.append(svg("polyline", { points: line.points.map(([x, y]) => `${X(x)},${Y(y)}`).join(" "), fill: "none", stroke: line.colour, "stroke-width": 2 }));
+      for (const [x, y] of line.points)
+        picture.append(svg("circle", { cx: X(x), cy: Y(y), r: 4, fill: line.colour, stroke: "#fff" },
+          svg("title", {}, `${line.label}, N = ${x}: ${y} ${now.unit}`)));
+    }
+    const body = now.lines.map(line => one("tr", {},
+      one("th", { scope: "row" }, one("span", { class: "dot", style: `background: ${line.colour}` }), line.label),
+      ...xs.map(x => {
+        const point = line.points.find(([at]) => at === x);
+        return one("td", { "data-key": `${line.series}.${x}` }, text(point && point[1]));
+      })));
+    parts.view.append(one("p", {}, `${now.title}, ${now.unit}`), picture, one("div", { class: "scroll" },
+      one("table", { "aria-label": now.title }, one("thead", {}, one("tr", {}, one("th", {}, "N"), ...xs.map(x => one("th", { scope: "col" }, text(x))))),
+        one("tbody", {}, ...body))), one("p", { class: "source" }, `From: ${now.source}. ${now.verdict && `Verdict: ${now.verdict}.`}`));
+  },
+};
+
+start();
+fromAddress();
+Object.keys(PANELS).forEach(build);
+const ready = Promise.all(Object.keys(PANELS).map(update)).then(() => { document.body.dataset.ready = "yes"; });
+addEventListener("hashchange", () => {
+  fromAddress();
+  Object.keys(PANELS).forEach(update);
+});

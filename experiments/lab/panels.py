@@ -1,0 +1,148 @@
+"""Panels of the page: inputs, a function of them, and all its answers as one small table."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+Value = int | str
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An input: the `values` that the page has answers for. One with bounds takes any whole number
+    between them where the page is served, or with `text` any text; another one its values alone.
+    The page begins with `first`, or the first of the values.
+    """
+
+    label: str
+    values: Sequence[Value]
+    least: int | None = None
+    most: int | None = None
+    words: Mapping[Value, str] = field(default_factory=dict)
+    text: bool = False
+    first: Value | None = None
+
+    def parse(self, name: str, given: str) -> Value:
+        """The value of a text. Raises ValueError, which names the input and what is allowed."""
+        if self.text:
+            return given
+        if self.least is None or self.most is None:
+            for value in self.values:
+                if str(value) == given:
+                    return value
+            raise ValueError(f"{name} is {given!r}: allowed is {', '.join(map(str, self.values))}")
+        allowed = f"allowed is a whole number from {self.least} to {self.most}"
+        if not (given.isascii() and given.isdigit() and len(given) < 12):
+            raise ValueError(f"{name} is {given!r}: {allowed}")
+        if not self.least <= int(given) <= self.most:
+            raise ValueError(f"{name} is {int(given)}: {allowed}")
+        return int(given)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A panel: a `question`, the `sentence` that answers it, inputs, and what `answer` gives of
+    them, by key. A table shows `rows`, (key, label), over `columns`, (prefix, label); a key of a
+    column is "prefix.key". `refuses` are the values that have no answer, with ValueError.
+    """
+
+    name: str
+    title: str
+    question: str
+    sentence: str
+    axes: Mapping[str, Axis]
+    answer: Callable[..., Answer]
+    columns: Sequence[tuple[str, str]] = ()
+    rows: Sequence[tuple[str, str]] = ()
+    note: str = ""
+    live: bool = True
+
+    def parse(self, given: Mapping[str, str]) -> dict[str, Value]:
+        """A state of a request. Raises ValueError for a wrong, unknown or missing input."""
+        unknown = [name for name in given if name not in self.axes]
+        missing = [name for name in self.axes if name not in given]
+        for said, names in (("unknown", unknown), ("missing", missing)):
+            if names:
+                raise ValueError(f"{said}: {', '.join(names)}; inputs are {', '.join(self.axes)}")
+        return {name: axis.parse(name, given[name]) for name, axis in self.axes.items()}
+
+    def at(self, **state: Value) -> Answer:
+        """The answer in plain JSON; what is refused says why under "refused"."""
+        try:
+            return {key: plain(value) for key, value in self.answer(**state).items()}
+        except ValueError as error:
+            return {"refused": str(error)}
+
+    def described(self) -> dict[str, Any]:
+        """What the page draws the panel from, without its answers."""
+        axes = {
+            name: {
+                "label": axis.label,
+                "values": list(axis.values),
+                "words": {str(value): words for value, words in axis.words.items()},
+                "least": axis.least,
+                "most": axis.most,
+                "text": axis.text,
+                "first": axis.values[0] if axis.first is None else axis.first,
+            }
+            for name, axis in self.axes.items()
+        }
+        words = {"title": self.title, "question": self.question, "sentence": self.sentence}
+        shown = {"columns": self.columns, "rows": self.rows, "note": self.note, "live": self.live}
+        return {"axes": axes, **words, **shown}
+
+    def baked(self) -> dict[str, Any]:
+        """Every answer: key -> the axes that it depends on, its different values, and which of them
+        stands where, the last axis fastest.
+
+        A key that an answer lacks is as in another answer; what is read of an answer that refuses
+        is "refused" alone.
+        """
+        sizes = [len(axis.values) for axis in self.axes.values()]
+        states = itertools.product(*(axis.values for axis in self.axes.values()))
+        answers = [self.at(**dict(zip(self.axes, state, strict=True))) for state in states]
+        refusing = sorted({key for a in answers for key in a if key.endswith("refused")})
+        keys = dict.fromkeys(key for answer in answers for key in answer)
+        found = {}
+        for key in keys:
+            default = {key: ""} if key in refusing else {}
+            texts = [json.dumps({**default, **a}[key]) if key in a or default else None
+                     for a in answers]  # fmt: skip
+            pool = {text: n for n, text in enumerate(dict.fromkeys(t for t in texts if t))}
+            codes = np.array([-1 if text is None else pool[text] for text in texts]).reshape(sizes)
+            over: list[int] = []
+            for axis in reversed(range(len(sizes))):
+                most = codes.max(axis=axis, keepdims=True)
+                if ((codes == most) | (codes < 0)).all():
+                    codes = most.squeeze(axis)
+                else:
+                    over.insert(0, axis)
+            values = [json.loads(text) for text in pool]
+            at = codes.ravel().tolist()
+            found[key] = [over, values] if at == list(range(len(values))) else [over, values, at]
+        return found
+
+
+def plain(value: Any) -> Any:
+    """What JSON has: a float to six digits, one that is not finite as "inf", "-inf" or "nan"."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, (np.floating, float)):
+        value = float(value)
+        if not math.isfinite(value):
+            return str(value)
+        rounded = float(f"{value:.6g}")
+        return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
+    return value.item() if isinstance(value, np.integer) else value

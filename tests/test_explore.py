@@ -1,0 +1,244 @@
+"""The page explore.html: its numbers are the package's, each is where the page looks for it."""
+
+import functools
+import json
+import random
+import re
+from dataclasses import replace
+
+import pytest
+
+from experiments import explore
+from experiments.lab import drawn, explore_page, explore_panels, provenance, style
+from experiments.lab.options import FIGURES, Bench, Options
+from experiments.lab.panels import Axis, Panel
+from experiments.lab.store import EMULATOR, MODEL, Store
+from fa_numba import Tiles, io_model
+
+PAGE = FIGURES / "explore.html"
+LARGEST = 600_000  # bytes
+
+
+@functools.cache
+def recorded():
+    store = Store(FIGURES)
+    return [row for machine in (MODEL, EMULATOR) for row in store.read(explore.NAME, machine)]
+
+
+@functools.cache
+def synthetic():
+    """A few traces of both orders, with their closed forms."""
+    options = Options(seqlens=(64,), head_dims=(16,), causal=(False,), tiles=((16, 32),))
+    found = []
+    for each in explore.measure(options, Bench()):
+        found += each if isinstance(each, list) else [each]
+    return found
+
+
+@functools.cache
+def page_data():
+    text = PAGE.read_text()
+    return json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+@functools.cache
+def panels():
+    rows = [row for row in recorded() if row.source == "counted"]
+    return {panel.name: panel for panel in explore_page.panels(explore_page.stored(traces(rows)))}
+
+
+def traces(rows):
+    return {
+        state: {name: explore.unpack(row) for name, row in both.items()}
+        for state, both in explore._counted(rows).items()
+    }
+
+
+def looked_up(table, panel, state):
+    """As page.js does."""
+    found = {}
+    for key, (over, values, *at) in table.items():
+        place = 0
+        for n in over:
+            name = list(panel.axes)[n]
+            place = place * len(panel.axes[name].values) + panel.axes[name].values.index(
+                state[name]
+            )
+        where = at[0][place] if at else place
+        if where >= 0 and not (key.endswith("refused") and values[where] == ""):
+            found[key] = values[where]
+    return {"refused": found["refused"]} if "refused" in found else found
+
+
+def drawn_states(panel, count, seed=0):
+    draw = random.Random(seed)
+    return [
+        {name: draw.choice(axis.values) for name, axis in panel.axes.items()} for _ in range(count)
+    ]
+
+
+# --- the file --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_page_is_what_the_sources_give(whole, monkeypatch):
+    """But for the tables of the package alone, of which a test below draws states."""
+    if not whole:
+        monkeypatch.setattr(
+            explore_page, "_baked", lambda name: page_data()["panels"][name]["table"]
+        )
+    store = Store(FIGURES)
+    runs = {machine: store.runs(explore.NAME, machine) for machine in (MODEL, EMULATOR)}
+    note = provenance.footnote(runs, recorded())
+    assert explore.page(recorded(), note) == PAGE.read_text(), "make figures writes it anew"
+
+
+def test_the_page_is_small_and_needs_nothing_else():
+    text = PAGE.read_text()
+    assert PAGE.stat().st_size <= LARGEST
+    assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text)
+    outside = re.findall(
+        r'(?:src|href)="([^"#]*)', re.sub(r"<noscript>.*?</noscript>", "", text, flags=re.DOTALL)
+    )
+    assert set(outside) <= {"data:,"}
+    for figure in re.findall(r'img src="([^"]+)"', text):
+        assert (FIGURES / figure).exists()
+
+
+def test_the_script_has_no_formula():
+    script = (explore_page.FOLDER / "page.js").read_text()
+    assert not re.findall(r"Math\.(?:exp|ceil|sqrt|pow)", script)
+
+
+@pytest.mark.parametrize("name", ["orders", "softmax", "tiles", "traffic", "measured"])
+def test_what_the_page_looks_up_is_the_answer(name):
+    panel, table = panels()[name], page_data()["panels"][name]["table"]
+    refused = 0
+    for state in drawn_states(panel, 40):
+        answer = panel.at(**state)
+        refused += any(key.endswith("refused") for key in answer)
+        found = looked_up(table, panel, state)
+        if "refused" in answer:
+            assert found == answer
+        # A column that refuses has its reason alone; the page shows nothing else of it.
+        for key, value in answer.items():
+            assert found[key] == value, (key, state)
+    assert refused < 40
+    assert name not in ("orders", "traffic") or refused
+
+
+def test_a_table_keeps_what_differs_and_drops_what_does_not():
+    axes = {"a": Axis("a", (1, 2)), "b": Axis("b", (1, 2, 3))}
+
+    def answer(a, b):
+        if (a, b) == (2, 3):
+            raise ValueError("too much")
+        return {"a": a, "both": 10 * a + b, "none": None if b == 2 else 5, "fixed": "x"}
+
+    panel = Panel("p", "", "", "", axes, answer)
+    table = panel.baked()
+    assert [table[key][0] for key in ("a", "both", "none", "fixed", "refused")] == [
+        [0], [0, 1], [1], [], [0, 1],
+    ]  # fmt: skip
+    for a in (1, 2):
+        for b in (1, 2, 3):
+            assert looked_up(table, panel, {"a": a, "b": b}) == panel.at(a=a, b=b)
+
+
+# --- traces ----------------------------------------------------------------------------------
+
+
+def test_traces_move_what_the_closed_form_says():
+    model = explore._counted(recorded(), "model")
+    counted = explore._counted(recorded())
+    assert len(counted) > 50 and set(model) == set(counted)
+    for state, both in counted.items():
+        for name, row in both.items():
+            assert row.value == model[state][name].value == explore.unpack(row).bytes
+
+
+def test_a_packed_trace_is_the_trace():
+    (row,) = (
+        row for row in synthetic()
+        if (row.source, row.series, row.place) == ("counted", "fa1-simt", "window 24")
+    )  # fmt: skip
+    problem = explore.problem_of(64, 16, False, 24, "simt")
+    inputs = explore.Inputs()(problem)
+    found = explore.trace("fa1-simt", problem, Tiles(16, 32), inputs)
+    assert explore.pack(found) == row.note.partition("; ")[2]
+    assert explore.unpack(row) == found
+    with pytest.raises(ValueError, match="'Q0' is no move"):
+        explore.unpack(replace(row, note="window 24; Q0"))
+    ragged = explore.problem_of(50, 16, True, 0, "mma")
+    found = explore.trace("fa2-mma", ragged, Tiles(32, 16), explore.Inputs()(ragged))
+    said = replace(
+        row,
+        series="fa2-mma",
+        causal=True,
+        Br=32,
+        Bc=16,
+        seqlen_q=50,
+        note=f"; {explore.pack(found)}",
+    )
+    assert explore.unpack(said) == found
+
+
+@pytest.mark.parametrize("window", explore.WINDOWS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_steps_visit_the_tiles_that_the_model_has(causal, window):
+    state = (64, 16, 16, 16, "yes" if causal else "no", window, "simt")
+    for name, trace in traces(recorded())[state].items():
+        found = explore_panels.steps(trace)
+        visits = {step.split("|")[2] for step in found["steps"]} - {""}
+        problem = explore.problem_of(64, 16, causal, window, "simt")
+        assert len(visits) == io_model.tiles_visited(name, problem, Tiles(16, 16))
+        assert found["bytes"] == sorted(found["bytes"]) and found["bytes"][-1] == trace.bytes
+
+
+def test_o_goes_back_and_forth_in_one_order_and_stays_in_the_other():
+    both = traces(recorded())[128, 16, 32, 32, "no", 0, "simt"]
+    said = {
+        name: [step.split("|") for step in explore_panels.steps(t)["steps"]]
+        for name, t in both.items()
+    }
+    written = {name: [s for s in steps if ">O" in s[0]] for name, steps in said.items()}
+    assert len(written["fa1"]) == 16 and len(written["fa2"]) == 4
+    assert all(s[3] == "9,10,11,12,13" for s in written["fa1"])
+    assert {s[4] for s in said["fa1"]} == {"0"} and {s[4] for s in said["fa2"]} == set("0123")
+    # While K and V go by, O of a row tile is in registers, of FA-1 nothing between two passes.
+    begun = [s for s in said["fa2"] if "<K" in s[0] and not s[2].endswith(",0") and s[2]]
+    assert begun and all(re.search(r"\bO\d", s[1]) for s in begun)
+
+
+def test_every_lit_line_is_in_the_text():
+    for name, trace in traces(recorded())[64, 16, 16, 16, "no", 24, "simt"].items():
+        text = explore_panels.text_of(name)
+        known = {n for _, lines in text for n in lines}
+        said = explore_panels.steps(trace)["steps"]
+        lit = {int(n) for step in said for n in step.split("|")[3].split(",")}
+        assert lit <= known and not any("watch" in line for line, _ in text)
+
+
+# --- the picture, the file and what they come from -----------------------------------------------
+
+
+def test_colours_are_those_of_the_figures():
+    assert page_data()["colours"] == {
+        n: style.COLOURS[f"{n}-simt"] for n in ("standard", "fa1", "fa2")
+    }
+
+
+@pytest.mark.parametrize(
+    "path", ["experiments/explore_page/page.js", "data/speed_fp16/some-gpu.csv"]
+)
+def test_a_change_draws_the_page_again(path, tmp_path, monkeypatch):
+    for name in ("PACKAGE", "EXPERIMENTS"):
+        monkeypatch.setattr(drawn, name, tmp_path / "experiments")
+    monkeypatch.setattr(drawn, "FIGURES", tmp_path)
+    changed = tmp_path / path
+    changed.parent.mkdir(parents=True)
+    changed.write_text("one")
+    drawn.Drawn(tmp_path).keep([explore.NAME])
+    assert drawn.Drawn(tmp_path).stands(explore.NAME)
+    changed.write_text("two")
+    assert not drawn.Drawn(tmp_path).stands(explore.NAME)
