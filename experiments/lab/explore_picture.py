@@ -42,7 +42,9 @@ def draw(traces: Sequence[Trace]) -> Any:
     for trace, ax in zip(traces, axes, strict=True):
         _side(ax, trace, clock)
     handles = [Patch(color=shade, label=label) for shade, label in LEGEND.items()]
-    figure.legend(handles=handles, loc="outside upper center", ncols=7, columnspacing=1.2, handlelength=1.2)
+    figure.legend(
+        handles=handles, loc="outside upper center", ncols=7, columnspacing=1.2, handlelength=1.2
+    )
     return figure
 
 
