@@ -28,6 +28,9 @@ IGNORED = {
     *("disable-pip-version-check", "no-input", "no-color", "progress-bar", "quiet", "verbose"),
     *("retries", "require-virtualenv", "root-user-action", "no-warn-script-location", "no-compile"),
 }
+FAILED = """\
+Not installed; why, stands above. Packages come from where pip takes them (pip config list):
+PIP_INDEX_URL names a mirror; without a network, PIP_NO_INDEX=1 PIP_FIND_LINKS=<folder>."""
 PLACES = ("global", "install", ":env:")  # the last one that has a setting decides
 
 
@@ -83,8 +86,9 @@ def by_pip(python: Path, packages: list[str]) -> bool:
     pip = [python, "-m", "pip"]
     has_pip = subprocess.run([*pip, "--version"], capture_output=True).returncode == 0
     if not has_pip and not run([python, "-m", "ensurepip"]):
+        print(f"{sys.executable} has no pip: on Debian, apt install python3-venv", file=sys.stderr)
         return False
-    options = ["--disable-pip-version-check", "--quiet", "--no-compile"]
+    options = ["--disable-pip-version-check", "--quiet", "--no-compile", "--retries", "1"]
     return run([*pip, "install", *options, *packages])
 
 
@@ -92,7 +96,10 @@ def main() -> int:
     environment, extras = sys.argv[1:]
     python = (ROOT / environment / "bin" / "python").absolute()
     packages = ["-e", f".[{extras}]"]
-    return 0 if by_uv(python, packages) or by_pip(python, packages) else 1
+    if by_uv(python, packages) or by_pip(python, packages):
+        return 0
+    print(FAILED, file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

@@ -93,10 +93,13 @@ def test_pip_installs_what_uv_does_not(monkeypatch, tmp_path, fails):
         assert last[:4] == [str(python), "-m", "pip", "install"]
 
 
-def test_an_environment_where_nothing_can_be_installed_is_an_error(monkeypatch, tmp_path):
+def test_an_environment_where_nothing_can_be_installed_is_an_error(monkeypatch, tmp_path, capsys):
     class Failed:
         returncode, stdout = 1, ""
 
     monkeypatch.setattr(install.subprocess, "run", lambda *_, **__: Failed)
     monkeypatch.setattr(install.sys, "argv", ["install.py", str(tmp_path), "cu13"])
     assert install.main() == 1
+    said = capsys.readouterr().err
+    assert "has no pip: on Debian, apt install python3-venv" in said  # nor could it be had
+    assert "PIP_INDEX_URL names a mirror; without a network, PIP_NO_INDEX=1" in said

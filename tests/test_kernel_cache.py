@@ -48,6 +48,23 @@ def test_a_cubin_comes_back(place):
 
 
 @pytest.mark.parametrize(
+    "damage",
+    [lambda kept: kept[:-1], lambda kept: kept[:-1] + b"\xff", lambda kept: b"", lambda kept: b"x"],
+    ids=["cut", "other", "empty", "short"],
+)
+def test_what_is_damaged_is_compiled_anew(place, damage):
+    kernel = fa2_forward.make_forward(SPEC)
+    kernel_cache.write(kernel, (9, 0), b"cubin", "entry")
+    for path in [path for path in place.rglob("*") if path.is_file()]:
+        whole = path.read_bytes()
+        if whole:
+            path.write_bytes(damage(whole))
+            assert kernel_cache.read(kernel, (9, 0)) is None
+            kernel_cache.write(kernel, (9, 0), b"cubin", "entry")
+            assert kernel_cache.read(kernel, (9, 0)) == (b"cubin", "entry")
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"head_dim": 48},

@@ -35,6 +35,7 @@ _COMPILERS = (
     *("numba", "numba-cuda", "llvmlite", "cuda-core"),
     *("nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12"),
 )
+_DIGEST_BYTES = hashlib.sha256().digest_size
 _VALUES = (bool, int, float, str, bytes, type(None), np.generic, types.Type)
 
 
@@ -43,14 +44,16 @@ class _Unknown(Exception):
 
 
 def read(kernel: Any, capability: tuple[int, int]) -> tuple[bytes, str] | None:
-    """The kernel's cubin and the name of its entry, if they are kept."""
+    """The kernel's cubin and the name of its entry, if they are kept and whole."""
     store, key = _place(kernel, capability)
     if store is None:
         return None
     with contextlib.suppress(OSError):
-        cubin, name = store.get(key), store.get(key + b" name")
-        if cubin and name:
-            return cubin, name.decode()
+        cubin, about = store.get(key), store.get(key + b" name")
+        if cubin and about:
+            name = about[_DIGEST_BYTES:]
+            if about == _digest(cubin, name) + name:  # neither is damaged
+                return cubin, name.decode()
     return None
 
 
@@ -59,7 +62,12 @@ def write(kernel: Any, capability: tuple[int, int], cubin: bytes, name: str) -> 
     store, key = _place(kernel, capability)
     if store is not None:
         with contextlib.suppress(OSError):
-            store[key], store[key + b" name"] = cubin, name.encode()
+            entry = name.encode()
+            store[key], store[key + b" name"] = cubin, _digest(cubin, entry) + entry
+
+
+def _digest(cubin: bytes, name: bytes) -> bytes:
+    return hashlib.sha256(cubin + b"\0" + name).digest()
 
 
 def directory() -> Path | None:
