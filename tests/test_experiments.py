@@ -130,7 +130,7 @@ def made_up(name):
         found = {machine: store.read(name, machine) for machine in store.machines(name)}
         (recorded,) = [m for m in found if m not in (MODEL, EMULATOR)][:1] or [None]
         rows = [
-            replace(row, machine="some-gpu" if row.machine == recorded else row.machine)
+            replace(row, machine="some-gpu" if row.machine == recorded else row.machine, run="")
             for machine in found
             if machine in (MODEL, EMULATOR, recorded)
             for row in found[machine]
@@ -432,17 +432,23 @@ TABLES = {"sum": sum_}
 """
 
 
+(WALK,) = re.findall(
+    r"```python\n(.*?)```", (REPOSITORY / "CONTRIBUTING.md").read_text("utf-8"), re.DOTALL
+)
+
+
 @pytest.fixture
-def another(tmp_path, monkeypatch):
+def another(request, tmp_path, monkeypatch):
     """An experiment's file in a folder of its own; the package knows that folder, no more."""
+    name, text = getattr(request, "param", ("another", ANOTHER))
     folder = tmp_path / "another"
     folder.mkdir()
-    (folder / "another.py").write_text(ANOTHER)
+    (folder / f"{name}.py").write_text(text)
     monkeypatch.setattr(experiments, "__path__", [*experiments.__path__, str(folder)])
-    yield "another"
-    sys.modules.pop("experiments.another", None)
-    if hasattr(experiments, "another"):
-        del experiments.another
+    yield name
+    sys.modules.pop(f"experiments.{name}", None)
+    if hasattr(experiments, name):
+        delattr(experiments, name)
 
 
 def test_an_experiment_is_its_module_and_the_page(another, tmp_path, capsys, monkeypatch):
@@ -466,6 +472,20 @@ def test_an_experiment_is_its_module_and_the_page(another, tmp_path, capsys, mon
     assert "| 3 | 9 |\n" in page.read_text() and "| 13 |\n" in page.read_text()
     assert re.search(r"Squares. closed forms, .*; figures/data/another/model.csv", page.read_text())
     assert report.check(page, store) == [] and "another" in report.known()
+
+
+@pytest.mark.parametrize("another", [("head_dim", WALK)], indirect=True, ids=["head_dim"])
+def test_the_experiment_of_the_walk_is_taken_up(another, tmp_path, monkeypatch):
+    """Run as CONTRIBUTING.md has it, it passes what is asked of every recorded experiment."""
+    out, drawn = tmp_path / "out", tmp_path / "drawn"
+    assert command.main(["run", another, "--out", str(out)]) == 0
+    rows, (run_,) = Store(out).recorded(another, MODEL)
+    assert len(rows) == 8 and all(row.value > 0 and row.run == run_["id"] for row in rows)
+    assert "| 32 | FA-2 (Q outer) |" in report.text(another, Store(out))
+    assert len(registry.load(another).draw(rows).axes[0].lines) == 2
+    monkeypatch.setattr(sys.modules[__name__], "FIGURES", out)
+    test_figures_of_a_part_of_the_data_can_be_drawn(another)
+    test_figures_say_where_their_numbers_come_from(another, drawn, monkeypatch)
 
 
 def test_what_an_experiment_says_of_its_protocol_is_kept(another):

@@ -6,9 +6,7 @@ import inspect
 import io
 import re
 import shlex
-import sys
 from pathlib import Path
-from types import ModuleType
 from unittest import mock
 
 import numpy as np
@@ -18,8 +16,8 @@ import time_compile
 import fa_numba
 from experiments import __main__ as experiments
 from experiments.lab import compare, compare_command, registry, report
-from experiments.lab.options import FILTERED, Bench, Options
-from experiments.lab.store import Recorder, Store
+from experiments.lab.options import FILTERED
+from experiments.lab.store import Store
 from fa_numba import __main__ as command
 from fa_numba import device as devices
 from fa_numba.bounds import DEVICES
@@ -191,25 +189,6 @@ def test_an_infinite_value_is_as_the_limits_say(name):
     o = fa_numba.attention(q, k, v, algorithm=name, causal=True)[0, 0]
     assert np.isinf(o[12:, 3]).all() and np.isnan(o[:12, 3]).all()
     assert np.isfinite(np.delete(o, 3, axis=1)).all()
-
-
-def test_the_experiment_of_the_walk_runs(monkeypatch, tmp_path):
-    page = (ROOT / "CONTRIBUTING.md").read_text()
-    (text,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    module = ModuleType("experiments.head_dim")
-    exec(text, module.__dict__)
-    monkeypatch.setitem(sys.modules, "experiments.head_dim", module)
-    monkeypatch.setattr(registry, "names", lambda: ["head_dim"])
-    experiment = registry.load("head_dim")
-    store = Store(tmp_path)
-    recorder = Recorder(store, "head_dim", lambda machine: {})
-    for row in experiment.measure(Options(head_dims=(16, 32)), Bench()):
-        recorder.add(row)
-    recorder.finish(complete=True)
-    rows = store.read("head_dim", "model")
-    assert len(rows) == 4 and all(row.value > 0 for row in rows)
-    assert len(experiment.draw(rows).axes[0].lines) == 2
-    assert "| 32 | FA-2 (Q outer) |" in report.text("head_dim", store)
 
 
 COMMANDS = {"fa_numba": command.main, "experiments": experiments.main}

@@ -324,10 +324,11 @@ def runs_of(about: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     Raises ValueError for what is no list of runs.
     """
-    runs = about.get("runs", [{name: about[name] for name in about if name != "counted"}])
+    one = {name: value for name, value in about.items() if name != "counted"}
+    runs = about.get("runs", [one] if about else [])
     if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
         raise ValueError(f"runs is {json.dumps(runs)[:40]}: expected a list of objects")
-    return [run for run in runs if run]
+    return list(runs)
 
 
 @dataclass
