@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from stand_in_device import no_calls_kept, no_gpu_but_its_driver, on_gpu
+from stand_in_device import Array, no_calls_kept, no_gpu_but_its_driver, on_gpu
 from test_pages import cache_of, inputs
 
 import fa_numba
@@ -144,6 +144,11 @@ def test_pages_that_cannot_be_written_are_refused():
     pages = np.zeros((2, 1, 16, 8), np.float32)
     with pytest.raises(ValueError, match="v_pages shares memory with k_new"):
         fa_numba.append_kv(pages.copy(), pages, pages[:1, :, :1], new, *rest)
+    with pytest.raises(ValueError, match="v_pages shares memory with k_pages: allowed is memory"):
+        fa_numba.append_kv(pages, pages, new, new, *rest)
+    with pytest.raises(ValueError, match="v_pages shares memory with k_pages"):
+        fa_numba.append_kv(pages[:1], pages[:1, :, ::-1], new, new, *rest)
+    assert not pages.any()
 
 
 # --- integers on a GPU -------------------------------------------------------------------------
@@ -222,6 +227,21 @@ def test_a_kept_append_writes_where_the_table_says_then(gpu, kept):
         assert (side.values[3, 0, 15] == x).all() and (side.values[1, 0, 0] == x).all()
         assert side.values.sum() == 16 * x
     assert len(kept) == 1
+
+
+def test_a_kept_append_is_checked_where_its_arrays_may_share_memory(gpu, kept):
+    new = [on_gpu(np.full((1, 1, 1, 8), x, np.float32)) for x in (1.0, 2.0)]
+    rest = on_gpu(np.array([[3, 1]], np.int32)), on_gpu(np.array([15], np.int32))
+    calls = []
+    for _ in range(2):  # K's and V's pages in turn: the second call is a replay
+        pages = on_gpu(np.zeros((4, 2, 1, 16, 8), np.float32)).values
+        sides = [Array(pages[:, n]) for n in (0, 1)]
+        fa_numba.append_kv(*sides, *new, *rest)
+        assert [pages[3, n, 0, 15].mean() for n in (0, 1)] == [1.0, 2.0]
+        calls += kept.values()
+    assert len(calls) == 2 and calls[0] is calls[1]
+    with pytest.raises(ValueError, match="v_pages shares memory with k_pages"):
+        fa_numba.append_kv(sides[0], sides[0], *new, *rest)
 
 
 def test_integers_on_a_gpu_are_read_when_they_are_to_be_checked(gpu, kept):

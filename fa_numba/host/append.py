@@ -75,8 +75,8 @@ def _first_append(given: tuple, options: dict[str, Any], stream: Any, call: Any)
         check_same(axis, "k_new", new, "k_pages", sizes, axes)
     check_shape(v_pages, k_pages.shape)
     check_shape(v_new, k_new.shape)
-    for x in (k_pages, v_pages):
-        check_written(x, [k_new, v_new])
+    check_written(k_pages, [k_new, v_new])
+    check_written(v_pages, [k_new, v_new, k_pages])
     page_size = as_page_size(sizes[rows], sizes)
     batch, N, d = new[0], new[rows], new[-1]
 

@@ -49,7 +49,8 @@ class KeptCall:
 
     ``makers`` make new arrays for the results, but for one that goes to ``out``; ``context`` is the
     driver's. ``extents`` are the bytes that each array of ``Call.pointers`` covers, from its
-    address: begin and end.
+    address: begin and end. ``written`` are the numbers of those that are written, and ``checked``
+    the addresses at which none of these shared memory with another.
     """
 
     recording: LaunchRecord
@@ -58,6 +59,8 @@ class KeptCall:
     context: int
     makers: tuple[Callable[[], Any], ...]
     extents: tuple[tuple[int, int], ...]
+    written: tuple[int, ...]
+    checked: tuple[int, ...]
 
     def run(self, call: Call, out: Any, handle: int) -> list[Any]:
         """Make the launches for ``call`` on the stream ``handle`` of the current GPU, ``place``."""
@@ -68,10 +71,19 @@ class KeptCall:
         return made if out is None else [out, *made]
 
     def may_overlap(self, pointers: Sequence[int]) -> bool:
-        """Whether the last of ``pointers``, that of ``out``, may share memory with another."""
-        pairs = zip(pointers, self.extents, strict=True)
-        *others, (first, end) = [(p + begin, p + last) for p, (begin, last) in pairs]
-        return any(first < last and begin < end for begin, last in others)
+        """Whether one that is written may share memory with another of ``pointers``.
+
+        Two as far apart as when they were checked do not, such as K's and V's pages in turn.
+        """
+        spans = [
+            (p + begin, p + end) for p, (begin, end) in zip(pointers, self.extents, strict=True)
+        ]
+        moved = [now - then for now, then in zip(pointers, self.checked, strict=True)]
+        return any(
+            spans[n][0] < end and begin < spans[n][1] and moved[n] != moved[m]
+            for n in self.written
+            for m, (begin, end) in enumerate(spans)
+        )
 
 
 _kept: dict[tuple, KeptCall] = {}
@@ -139,8 +151,8 @@ def _content(name: str, value: Any) -> tuple | None:
 def replay(call: Call | None, out: Any, stream: Any) -> list[Any] | None:
     """The results of ``call`` by the launches of an equal one that was kept.
 
-    None where there is no such one, or where ``out`` may share memory with an input. Raises as
-    ``placement.stream_handle`` does.
+    None where there is no such one, or where what it writes may share memory with another array.
+    Raises as ``placement.stream_handle`` does.
     """
     if call is None:
         return None
@@ -148,7 +160,7 @@ def replay(call: Call | None, out: Any, stream: Any) -> list[Any] | None:
         found = _kept.get(call.key)
     except TypeError:  # an argument without a hash
         return None
-    if found is None or (out is not None and found.may_overlap(call.pointers)):
+    if found is None or (found.written and found.may_overlap(call.pointers)):
         return None
     handle = placement.stream_handle(stream, found)
     if device.current_context() == found.context:
@@ -212,6 +224,8 @@ def run_and_keep(
             device.current_context(),
             tuple(functools.partial(library.empty, *x) for x in new),
             tuple(map(extent, (*inputs, *targets))),
+            (*updated, *range(len(inputs), len(inputs) + len(targets))),
+            tuple(call.pointers),
         )
         _keep(call.key, kept)
     return finished()
