@@ -1,8 +1,10 @@
 """Keys and values appended to the pages of a cache; tables and lengths that stay on a GPU."""
 
+import itertools
+
 import numpy as np
 import pytest
-from stand_in_device import Array, no_calls_kept, no_gpu_but_its_driver, on_gpu
+from stand_in_device import Array, aligned, no_calls_kept, no_gpu_but_its_driver, on_gpu
 from test_pages import cache_of, inputs
 
 import fa_numba
@@ -79,6 +81,18 @@ def test_appending_and_attending_step_by_step_is_one_causal_call():
         O = fa_numba.flash_attention_2(q[:, :, new], *pages, **options, **tiles)
         np.testing.assert_array_equal(O, want[:, :, new])
     assert np.isnan(pages[:, 2].astype(np.float32)).all()
+
+
+def test_more_rows_than_16_bits_count():
+    """New ones, and those of the sequence behind them."""
+    new, begin = 2**16 + 24, 40
+    k = np.arange(1, new + 1, dtype=np.float32).reshape(1, 1, new, 1)
+    k_pages, v_pages = np.zeros((2, 258, 1, 256, 1), np.float32)
+    table = np.arange(258)[None, ::-1]
+    fa_numba.append_kv(k_pages, v_pages, k, -k, table, [begin])
+    rows = k_pages[table[0]].reshape(-1)
+    assert (rows[begin : begin + new] == k.reshape(-1)).all()
+    assert np.count_nonzero(rows) == new and (v_pages == -k_pages).all()
 
 
 def test_rows_are_appended_in_the_other_layout():
@@ -216,6 +230,29 @@ def test_what_is_no_attention_is_a_plan_too():
     assert plans[0].launches[0].arguments["new_lens"] == "kv_lens"
 
 
+def apart(x):
+    """The same rows, each 8 bytes longer."""
+    wide = aligned((*x.shape[:-1], x.shape[-1] + 8 // x.itemsize), x.dtype)[..., : x.shape[-1]]
+    wide[...] = x
+    return Array(wide)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_one_array_askew_is_enough_for_the_other_kernel(gpu, kept, dtype):
+    """Whichever it is, in calls that are kept behind one whose rows start at 16-byte addresses."""
+    whole, pages, added, before = begun(dtype, (2, 2, 2, 1, 20, 16), (20, 18), (3, 1), 16)
+    integers = {"block_table": whole[2], "kv_lens": before, "new_lens": (3, 1)}
+    integers = {name: on_gpu(np.array(x, np.int32)) for name, x in integers.items()}
+    moved = [lambda x: Array(aligned(x.shape, x.dtype, x, offset=8)), apart]
+    cases = [(on_gpu, 0), *itertools.product(moved, range(4))]
+    for make, place in 2 * cases:
+        given = [(make if n == place else on_gpu)(x) for n, x in enumerate((*pages, *added))]
+        fa_numba.append_kv(*given, **integers)
+        for found, want in zip(given, whole[:2], strict=False):
+            assert found.values.tobytes() == want.tobytes()
+    assert len(kept) == len(cases)
+
+
 def test_a_kept_append_writes_where_the_table_says_then(gpu, kept):
     pages = [on_gpu(np.zeros((4, 1, 16, 8), np.float32)) for _ in range(2)]
     new = [on_gpu(np.full((1, 1, 1, 8), x, np.float32)) for x in (1.0, 2.0)]
@@ -245,17 +282,21 @@ def test_a_kept_append_is_checked_where_its_arrays_may_share_memory(gpu, kept):
 
 
 def test_integers_on_a_gpu_are_read_when_they_are_to_be_checked(gpu, kept):
+    """By each call: one that was right is no promise of the next."""
     q, k, v = inputs("float16", 1, 2, 2, 1, 40, 32)
     k_pages, v_pages, table = cache_of(k, v, (40,), 16, unused=0)
     pages, q = [on_gpu(x) for x in (k_pages, v_pages)], on_gpu(q)
-    table[0, 1] = 5
-    integers = {"block_table": on_gpu(table), "kv_lens": on_gpu(np.array([40], np.int32))}
-    with pytest.raises(ValueError, match=r"block_table holds 5 at \[0, 1\]: allowed is 0 to 2"):
-        fa_numba.flash_attention_2(q, *pages, **integers, check_table=True)
     new = [on_gpu(np.ones((1, 2, 1, 32), np.float16))] * 2
-    integers["kv_lens"] = on_gpu(np.array([64], np.int32))
+    integers = {"block_table": on_gpu(table), "kv_lens": on_gpu(np.array([40], np.int32))}
+    integers["check_table"] = True
+    fa_numba.flash_attention_2(q, *pages, **integers)
+    fa_numba.append_kv(*pages, *new, **integers)
+    integers["block_table"].values[0, 1] = 5
+    with pytest.raises(ValueError, match=r"block_table holds 5 at \[0, 1\]: allowed is 0 to 2"):
+        fa_numba.flash_attention_2(q, *pages, **integers)
+    integers["kv_lens"].values[0] = 64
     with pytest.raises(ValueError, match=r"kv_lens holds 64 with 1 new rows"):
-        fa_numba.append_kv(*pages, *new, **integers, check_table=True)
+        fa_numba.append_kv(*pages, *new, **integers)
     assert not kept
 
 

@@ -106,12 +106,24 @@ def test_what_a_split_does_not_see_may_be_nan():
         O = fa_numba.flash_attention_2(q, k, v, kv_lens=[40], kv_splits=4, tiles=Tiles(4, 16))
         want = fa_numba.flash_attention_2(q, k[:, :, :40], v[:, :, :40], tiles=Tiles(4, 16))
     assert np.isfinite(O).all() and abs(O - want).max() < 1e-6
-    # A row that sees no column of a tile that others see: its part there is NaN, and left out.
-    v[:, :, 40:] = 1
-    v[:, :, 63] = np.nan
-    with running("emulator"):
-        O = fa_numba.flash_attention_2(q, k, v, causal=True, kv_splits=4, tiles=Tiles(4, 8))
-    assert np.isnan(O[0, 0, 3]).all()
+
+
+@pytest.mark.parametrize("dtype, kv_splits", [("float16", 2), ("float32", 9)])  # a warp a row, 8
+def test_a_split_of_which_a_row_sees_nothing_counts_for_nothing(dtype, kv_splits):
+    """Its l is 0, and its O NaN where other rows of the tile see a V that is."""
+    column = 16 * (kv_splits - 1)  # the first of the last split, which row column + 8 sees
+    q, k, v = made(dtype, 1, 1, 1, column + 24, column + 16, 8)
+    how = {"kv_splits": kv_splits, "causal": True, "tiles": Tiles(16, 16), "return_lse": True}
+    found = []
+    for value in (np.nan, 0):
+        v[:, :, column + 7] = value
+        with running("emulator"):
+            found.append(fa_numba.flash_attention_2(q, k, v, **how))
+    (O, L), (want, same) = found
+    np.testing.assert_array_equal(O[:, :, : column + 8], want[:, :, : column + 8])
+    np.testing.assert_array_equal(L, same)
+    assert np.isnan(O[:, :, column + 8 :]).all() and not np.isnan(want).any()
+    assert not O[:, :, :8].any() and (L[:, :, :8] == -np.inf).all()  # these see no split at all
 
 
 @dtypes

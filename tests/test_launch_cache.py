@@ -17,6 +17,7 @@ from stand_in_device import (
     no_calls_kept,
     no_gpu_but_its_driver,
     on_gpu,
+    owner_of,
 )
 from stand_in_torch import Parameter, Subclass, Tensor, no_torch_but_its_names
 
@@ -24,7 +25,7 @@ import fa_numba
 from fa_numba import Tiles
 from fa_numba import device as devices
 from fa_numba.device import launch_record
-from fa_numba.host import launch_cache
+from fa_numba.host import binding, launch_cache
 
 SIZES = (2, 2, 1, 5, 9, 4)  # B, Hq, Hk, Nq, Nk, d
 
@@ -558,6 +559,24 @@ def test_what_is_kept_holds_no_array(gpu, torch, kept):
         gc.collect()
         assert [x() for x in seen] == [None] * 6
     assert len(kept) == 2
+
+
+def test_what_is_kept_holds_the_lengths_that_it_was_recorded_with(gpu, kept):
+    """Also when other calls have taken their place among those that are on the GPU; not longer."""
+    q, k, v = inputs()
+    there = [on_gpu(x) for x in (q, k, v)]
+    (want,) = emulated(fa_numba.flash_attention_2, q, k, v, q_lens=(5, 2), kv_lens=(9, 4))
+    for _ in range(2):
+        found = fa_numba.flash_attention_2(*there, q_lens=(5, 2), kv_lens=(9, 4))
+        np.testing.assert_array_equal(found.values, want)
+        lengths = [gpu.given[-1][name].ctypes.data for name in ("q_lens", "kv_lens")]
+        binding._on_gpu.cache_clear()
+        gpu.held.clear()
+        gc.collect()
+        assert list(map(owner_of, lengths)) == [0, 0]
+    kept.clear()
+    gc.collect()
+    assert list(map(owner_of, lengths)) == [None, None]
 
 
 def test_threads_take_turns(gpu, kept):

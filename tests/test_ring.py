@@ -15,7 +15,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from stand_in_device import no_gpu_but_its_driver
+from stand_in_device import aligned, no_gpu_but_its_driver
 from stand_in_distributed import ranks_of
 from stand_in_torch import Tensor, fa_numba_torch, no_torch_but_its_names
 
@@ -451,6 +451,27 @@ def test_known_calls_that_differ_are_told_before_anything_is_sent(torch):
         assert "causal is False on rank 0, True on rank 1" in str(error)
     assert len(distributed.sent) == 2 * 2 * 2 * 2  # ranks, K and V, calls, twice
     assert distributed.asked == 2 * (4 + 2)  # the last time each also says what it means
+
+
+def test_a_call_that_is_like_a_known_one_is_checked_itself(torch):
+    """All but the shape, the dtype or the device of an operand is as before."""
+    ft, ones = fa_numba_torch(), np.ones((1, 1, 4, 8), np.float32)
+    changes = {
+        "k has dtype torch.float16": {"k": Tensor.of(ones.astype(np.float16))},
+        "v has shape": {"v": SHORT},
+        "k is on namespace": {"k": Tensor.of(aligned(ones.shape, values=ones))},
+        "q is on namespace": {n: Tensor.of(aligned(ones.shape, values=ones)) for n in "qkv"},
+    }
+
+    def work(rank):
+        call_of(rank, {}, ft)
+        for says, change in changes.items():
+            with pytest.raises((TypeError, ValueError), match=says):
+                call_of(rank, {rank: change}, ft)
+        return len(torch.distributed.sent)
+
+    with ranks_of(torch, 2) as distributed:
+        assert distributed.run(work) == [4, 4]  # the first call's K and V
 
 
 def test_lengths_are_those_of_the_call(torch):
