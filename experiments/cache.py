@@ -204,18 +204,41 @@ def draw(rows: Sequence[Row]) -> Any:
         right.set_title(f"{title}: any L2")
         _over_seqlen(left, mine, known, style)
         _over_size(right, mine, known, style)
-    handles = style.handles(axes)
-    figure.legend(handles.values(), handles, loc="outside upper center", ncols=3)
+    handles = [
+        *(style.key(name, color=_look(fa, style)["color"]) for fa, name in _NAMES.items()),
+        style.key("accessed", **_ACCESSED),
+        style.key("LRU model; right: long N"),
+        style.key("right: short N", ls="--"),
+        style.key("measured, H200", **_MARK),
+        style.key("measured, short N", **_MARK_SHORT),
+    ]
+    style.legend(figure, handles, _message(found, known), ncols=4)
     return figure
 
 
+_NAMES = {"fa1": "FA-1 (K/V outer)", "fa2": "FA-2 (Q outer)"}
+_ACCESSED: dict[str, Any] = {"ls": ":", "lw": 1.2}
+_MARK: dict[str, Any] = {"ls": "", "marker": "o", "ms": 7}
+_MARK_SHORT = _MARK | {"marker": "D", "mfc": "white", "mew": 1.6}
+
+
+def _message(found: dict[Key, dict[str, float]], known: dict[Key, float]) -> str:
+    near = [abs(error) <= NEAR for error in _errors(found, known).values()]
+    said = "An LRU cache of L2's size moves the DRAM bytes that were measured"
+    return f"{said}, within {NEAR:.0%} in {sum(near)} of {len(near)} calls" if near else said
+
+
+def _errors(found: dict[Key, dict[str, float]], known: dict[Key, float]) -> dict[Key, float]:
+    """Call -> how far the model is from what an H200 moved."""
+    return {
+        at: places["H200"] / known[at] - 1
+        for at, places in found.items()
+        if at in known and "H200" in places
+    }
+
+
 def _look(series: str, style: Any) -> dict[str, Any]:
-    base = series.removesuffix("-fa1-tiles").removesuffix("-splits")
-    return {"color": style.COLOURS[base]}
-
-
-def _label(series: str) -> str:
-    return "FA-1 (K/V outer)" if series.startswith("fa1") else "FA-2 (Q outer)"
+    return {"color": style.COLOURS[f"{algorithm(series)}-simt"]}
 
 
 def _over_seqlen(
@@ -225,20 +248,15 @@ def _over_seqlen(
     for series in dict.fromkeys(k[0] for k in found):
         look, calls = _look(series, style), sorted((k for k in found if k[0] == series), key=_N)
         model = [(k[3], found[k]["H200"]) for k in calls if "H200" in found[k]]
-        ax.plot(*_xy(model), label=f"{_label(series)}, LRU model", **look)
+        ax.plot(*_xy(model), **look)
         marks = [(k[3], known[k]) for k in calls if k in known]
-        ax.plot(*_xy(marks), ls="", marker="o", ms=7, label=_mark(series), **look)
+        ax.plot(*_xy(marks), **_MARK, **look)
         accessed = [(k[3], found[k]["no L2"]) for k in calls if "no L2" in found[k]]
-        label = f"{_label(series)}, accessed"
-        ax.plot(*_xy(accessed), ls=":", lw=1.2, label=label, **look)
+        ax.plot(*_xy(accessed), **_ACCESSED, **look)
     style.sizes(ax, lengths, "sequence length N")
     ax.set_yscale("log")
     style.byte_axis(ax.yaxis)
     ax.set_ylabel("DRAM bytes of a call")
-
-
-def _mark(series: str) -> str:
-    return f"{_label(series)}, measured on an H200"
 
 
 def _N(call: Key) -> int:
@@ -252,16 +270,16 @@ def _over_size(
     if not swept:
         style.empty(ax, "no sizes")
         return
-    lengths = sorted({k[3] for k in swept})
+    longest = max(k[3] for k in swept)
     for at, sizes in swept.items():
-        look = _look(at[0], style)
+        look, is_long = _look(at[0], style), at[3] == longest
         x, y = list(sizes), [sizes[size] / found[at]["0 MiB"] for size in sizes]
-        ax.plot(x, y, ls="-" if at[3] == lengths[-1] else "--", lw=1.5, **look)
-        ax.annotate(f"N={at[3]}", (x[-1], y[-1]), (3, -3), fontsize=8.5, color=look["color"],
+        ax.plot(x, y, ls="-" if is_long else "--", **look)
+        ax.annotate(f"N={style.short(at[3])}", (x[-1], y[-1]), (3, -3), fontsize=9, **look,
                     textcoords="offset points")  # fmt: skip
         if at in known:
             share = known[at] / found[at]["0 MiB"]
-            ax.plot([H200.l2_bytes / MIB], [share], marker="o", ms=7, ls="", **look)
+            ax.plot([H200.l2_bytes / MIB], [share], **(_MARK if is_long else _MARK_SHORT), **look)
     for gpu in (H200, *OTHERS[:2]):
         size = gpu.l2_bytes / MIB
         ax.axvline(size, color="#999999", lw=0.8, zorder=1)
@@ -336,11 +354,7 @@ def _gb(value: float | None) -> str:
 
 def _verdict(found: dict[Key, dict[str, float]], known: dict[Key, float]) -> str:
     """How near the model comes to all that was measured, and at what size it would be right."""
-    errors = {
-        at: places["H200"] / known[at] - 1
-        for at, places in found.items()
-        if at in known and "H200" in places
-    }
+    errors = _errors(found, known)
     if not errors:
         return "No call of these tiles was measured."
     near = [at for at, error in errors.items() if abs(error) <= NEAR]
@@ -348,8 +362,8 @@ def _verdict(found: dict[Key, dict[str, float]], known: dict[Key, float]) -> str
     for at, error in sorted(errors.items(), key=lambda item: item[1])[:3]:
         if abs(error) <= NEAR:
             continue
-        text += f" {_label(at[0])}, {DTYPE_NAMES[at[1]].split(',')[0]}, d={at[4]}, N={at[3]}: "
-        text += f"{error:+.0%}"
+        dtype = DTYPE_NAMES[at[1]].split(",")[0]
+        text += f" {_NAMES[algorithm(at[0])]}, {dtype}, d={at[4]}, N={at[3]}: {error:+.0%}"
         between = fitting_size(sizes_of(found[at]), known[at])
         text += f", right for an L2 of {between[0]} to {between[1]} MiB." if between else "."
     return text

@@ -317,7 +317,8 @@ def draw(rows: Sequence[Row]) -> Any:
             x = at + 0.27 * (n - 1)
             ax.bar(x, row.number, 0.25, color=style.COLOURS[name], alpha=alpha)
             text = f"{label}\n{row.number / 1e9:.3g}"
-            ax.annotate(text, (x, row.number), ha="center", va="bottom", fontsize=9)
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}
+            ax.annotate(text, (x, row.number), ha="center", va="bottom", fontsize=9, bbox=box)
     for at, name in enumerate(shown):
         if name in CLAIMED_GB and layer.seqlen_q == LAYER.seqlen_q:
             claimed = CLAIMED_GB[name][-1]

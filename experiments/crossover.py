@@ -58,6 +58,7 @@ OVER = {
 }
 # Where the claim has the gain open.
 CLAIMED = (1024, 2048)
+FEW = 64  # heads: fewer leave a large GPU idle
 
 
 def series_of(dtype: str) -> tuple[str, ...]:
@@ -196,6 +197,8 @@ def in_words(gain: Mapping[int, float] | None) -> str:
 
 def draw(rows: Sequence[Row]) -> Any:
     """Standard over flash over N: a row of panels for each dtype, a column for each pass."""
+    from matplotlib.patches import Patch
+
     from .lab import style
 
     timed, moved = gains(rows), gains(rows, "model")
@@ -215,16 +218,15 @@ def draw(rows: Sequence[Row]) -> Any:
             for case in sorted(mine, key=lambda case: (-case[2], case[3])):
                 lengths |= _panel(ax, case, timed.get(case, {}), moved.get(case, {}), style)
             ax.axhline(1, color="#555555", lw=0.9, zorder=1)
-            ax.axvline(2 * d, color="#555555", lw=0.9, ls=":", zorder=1)
-            ax.axvspan(*CLAIMED, color="#F3EBD8", zorder=0)
+            ax.axvline(2 * d, zorder=1, **_TWO_D)
+            ax.axvspan(*CLAIMED, color=BAND, zorder=0)
             ax.set_yscale("log", base=2)
             style.plain_ticks(ax.yaxis)
             ax.set_title(f"{PASSES[pass_]}, {DTYPES[dtype]}, d={d}")
-        across[0].set_ylabel("standard / FlashAttention")
+        across[0].set_ylabel("times as fast" if timed else "times as many bytes")
     powers = [N for N in sorted(lengths) if N & (N - 1) == 0]
     for ax in axes[-1]:
         style.sizes(ax, powers or sorted(lengths), "sequence length N")
-    handles = style.handles(axes)
     ahead = [
         value > 1
         for curves in timed.values()
@@ -234,49 +236,46 @@ def draw(rows: Sequence[Row]) -> Any:
     ]
     low, high = (style.short(N) for N in CLAIMED)
     message = f"FA-2 is ahead of standard attention at {sum(ahead)} of {len(ahead)} points"
-    title = (
-        f"{message if ahead else 'bytes of standard attention over those of FlashAttention'}\n"
-        f"band: where the gain is claimed to open, N={low} to {high}; dotted: N = 2d; hollow: few "
-        "heads"
-    )
-    legend = figure.legend(
-        handles.values(), handles, loc="outside upper center", ncols=2, title=title
-    )
-    legend.get_title().set_multialignment("center")
+    if not ahead:
+        message = "Bytes of standard attention over those of FlashAttention, model"
+    handles = [
+        *style.handles(axes).values(),
+        *(style.key(label.format(heads=heads), **look)
+          for heads in sorted({case[2] for case in every if timed}, reverse=True)
+          for label, look in [("{heads} heads", _look(heads))]),
+        Patch(color=BAND, label=f"claimed: gains open at {low} to {high}"),
+        style.key("N = 2d", **_TWO_D),
+    ]  # fmt: skip
+    style.legend(figure, handles, message)
     return figure
 
 
+BAND = "#F3EBD8"
+_TWO_D: dict[str, Any] = {"color": "#555555", "lw": 0.9, "ls": ":"}
 _NAMES = {
-    **{f"fa{n}-{unit}": f"standard / FA-{n}" for n in (1, 2) for unit in ("simt", "mma")},
-    peers.FLASH: "torch, unfused / FA-2",
-    peers.EFFICIENT: "torch, unfused / efficient (fp32)",
+    **{f"fa{n}-{unit}": f"FA-{n} over standard" for n in (1, 2) for unit in ("simt", "mma")},
+    peers.FLASH: "torch: FA-2 over unfused (fp16)",
+    peers.EFFICIENT: "torch: efficient over unfused (fp32)",
 }
 
 
+def _look(heads: int) -> dict[str, Any]:
+    """Full lines for many heads, dashed and hollow for few."""
+    if heads < FEW:
+        return {"ls": "--", "lw": 1.2, "marker": "o", "ms": 5, "mfc": "white"}
+    return {"ls": "-", "lw": 1.8, "marker": "o", "ms": 5}
+
+
 def _panel(ax: Any, case: Case, timed: Curves, moved: Curves, style: Any) -> set[int]:
-    """The lines of a case, full for 128 heads and hollow for fewer; gives the lengths drawn."""
-    lengths: set[int] = set()
+    """The lines of a case, one name for both numbers of heads; gives the lengths drawn."""
     heads, masked = case[2], ", causal" if case[3] else ""
-    few = heads < 64
-    for series, gain in timed.items():
-        lengths |= set(gain)
-        ax.plot(
-            list(gain),
-            list(gain.values()),
-            color=style.COLOURS[series],
-            marker=style.MARKERS[series],
-            ms=4.5,
-            mfc="white" if few else None,
-            ls="--" if few else "-",
-            lw=1.2 if few else 1.8,
-            label=f"{_NAMES[series]}, {heads} heads{masked}",
-        )
-    for series, gain in {} if few or timed else moved.items():  # bytes where no time is
-        lengths |= set(gain)
-        looks = {"color": style.COLOURS[series], "ls": ":", "lw": 1.2}
-        label = f"{_NAMES[series]}, bytes accessed, model{masked}"
-        ax.plot(list(gain), list(gain.values()), label=label, **looks)
-    return lengths
+    # Bytes are drawn where no time is.
+    curves = timed or ({} if heads < FEW else moved)
+    for series, gain in curves.items():
+        looks = _look(heads) | {"marker": style.MARKERS[series]} if timed else {"ls": "-"}
+        label = f"{_NAMES[series]}{masked}"
+        ax.plot(*zip(*gain.items(), strict=True), color=style.COLOURS[series], label=label, **looks)
+    return {N for gain in curves.values() for N in gain}
 
 
 def table(rows: Sequence[Row]) -> Table | None:

@@ -172,104 +172,129 @@ def _hardware(cases: Sequence[Problem], bench: Bench) -> Iterator[Row]:
             yield Row(source=source, value=value, note=note, **common)
 
 
+# What is drawn of a source, one look each; bounds have another, without marks.
+LOOKS = {
+    "model": {},
+    "counted": {"ls": ""},
+    "l2": {"ls": "", "marker": "x"},
+    "dram": {"ls": "--", "mfc": "white"},
+}
+SOURCES = {
+    "model": "closed form",
+    "counted": "counted on the emulator",
+    "l2": "L2, measured",
+    "dram": "DRAM, measured",
+}
+_BOUND = {"ls": ":", "lw": 1.4}
+
+
 def draw(rows: Sequence[Row]) -> Any:
     """Accesses of one head, bytes of a call on a GPU: a row of panels for each d and mask."""
-    from matplotlib.lines import Line2D
-
     from .lab import style
 
     rows = [row for row in rows if not row.failed]
     panels = sorted({(row.causal, row.head_dim) for row in rows})
     if not panels:
         return None
-    figure, axes = style.new(len(panels), 2, 0.7 + 3.6 * len(panels))
+    figure, axes = style.new(len(panels), 2, 0.9 + 3.4 * len(panels))
     for (left, right), (mask, d) in zip(axes, panels, strict=True):
         mine = [row for row in rows if (row.causal, row.head_dim) == (mask, d)]
         masked = ", causal" if mask else ""
-        of_a_head = [row for row in mine if row.unit == "elements"]
-        on_gpu = [row for row in mine if row.metric == "traffic"]
         left.set_title(f"accesses of one head, fp32, d={d}{masked}")
         right.set_title(f"bytes moved, 16k tokens, hidden 2048, d={d}{masked}")
-        if of_a_head:
-            _draw_accesses(left, of_a_head, style)
-        else:
-            style.empty(left, "no counts")
-        if on_gpu:
-            _draw_bytes(right, on_gpu, style)
-        else:
-            style.empty(right, "no hardware counters\nrecorded yet")
-
-    def line(label: str, **options: Any) -> Line2D:
-        return Line2D([], [], label=label, **{"color": "#444444", **options})
-
+        _accesses(left, [row for row in mine if row.unit == "elements"], style)
+        _bytes(right, [row for row in mine if row.metric == "traffic"], style)
     notes = {row.series: row.note for row in rows}
-    bounds = [
-        (style.COLOURS[like], label.format(M=notes[series]))
-        for series, (like, label) in BOUND_STYLES.items()
-        if series in notes
-    ]
     drawn = {row.series for row in rows}
-    kinds = {
-        "model": line("model"),
-        "counted": line("counted on the emulator", ls="", marker="o"),
-        "l2": line("L2 traffic, measured", ls=":", marker="o"),
-        "dram": line("DRAM traffic, measured", ls="--", lw=1.2, marker="o", mfc="white"),
-    }
-    # The bounds are rows of the model too, but dashed lines of their own.
+    # The bounds are rows of the model too, but dotted lines of their own.
     sources = {row.source for row in rows if row.series in SERIES}
+    colours = {s: style.COLOURS[s] for s in SERIES if s in drawn}
     handles = [
-        *(line(LABELS[s], color=style.COLOURS[s], lw=WIDTHS[s]) for s in SERIES if s in drawn),
-        *(handle for source, handle in kinds.items() if source in sources),
-        *(line(label, color=colour, ls="--", lw=1.2) for colour, label in bounds),
+        *(style.key(LABELS[s], color=colour, lw=WIDTHS[s]) for s, colour in colours.items()),
+        *(
+            style.key(SOURCES[source], **{"marker": "o", "lw": 1.4, **look} if look else {})
+            for source, look in LOOKS.items()
+            if source in sources
+        ),
+        *(
+            style.key(label.format(M=notes[series]), color=style.COLOURS[like], **_BOUND)
+            for series, (like, label) in BOUND_STYLES.items()
+            if series in notes
+        ),
     ]
-    figure.legend(handles=handles, loc="outside upper center", ncols=3)
+    style.legend(figure, handles, _message(rows, style))
     return figure
 
 
-def _draw_accesses(ax: Any, rows: Sequence[Row], style: Any) -> None:
+def _message(rows: Sequence[Row], style: Any) -> str:
+    """How many times DRAM's bytes grow from the shortest to the longest length, without a mask."""
+    grown: dict[str, list[float]] = {}
     for series in SERIES:
-        for source, options in (
-            ("model", {}),
-            ("counted", {"ls": "", "marker": style.MARKERS[series]}),
-        ):
-            points = _per_head(
-                r for r in rows if (r.series, r.source) == (series, source) and r.unit == "elements"
-            )
-            ax.plot(*_xy(points), color=style.COLOURS[series], **_under(series), **options)
+        for d in {row.head_dim for row in rows}:
+            points = _bytes_over_n(rows, series, "dram", d)
+            if len(points) > 1:
+                shortest, longest = points[0], points[-1]
+                grown.setdefault(series, []).append(longest[1] / shortest[1])
+    if "fa2-simt" not in grown or len(grown) < 2:
+        return "Accesses grow with N² in both orders"
+    others = tables.between([x for s, found in grown.items() if s != "fa2-simt" for x in found])
+    own = tables.between(grown["fa2-simt"])
+    lengths = f"from N={style.short(shortest[0])} to {style.short(longest[0])}"
+    return (
+        "A head's accesses grow with N² in both orders; FA-2's DRAM bytes hardly grow:\n"
+        f"{lengths} {own} times in a call of as many tokens, the others' {others} times"
+    )
+
+
+def _accesses(ax: Any, rows: Sequence[Row], style: Any) -> None:
+    if not rows:
+        style.empty(ax, "no counts")
+        return
+    for series in SERIES:
+        for source in ("model", "counted"):
+            points = _per_head(r for r in rows if (r.series, r.source) == (series, source))
+            ax.plot(*_xy(points), **_look(series, source, style))
     for series, (like, _) in BOUND_STYLES.items():
         points = _per_head(r for r in rows if r.series == series)
-        ax.plot(*_xy(points), color=style.COLOURS[like], ls="--", lw=1.2)
-    lengths = sorted({row.seqlen_q for row in rows if row.unit == "elements"})
+        ax.plot(*_xy(points), color=style.COLOURS[like], **_BOUND)
+    lengths = sorted({row.seqlen_q for row in rows})
     style.sizes(ax, lengths[::2] if len(lengths) > 7 else lengths, "sequence length N")
-    ax.set_xlim(right=max(lengths, default=1) * 1.2)
+    ax.set_xlim(right=max(lengths) * 1.2)
     ax.set_yscale("log")
     ax.set_ylabel("loads + stores (elements)")
 
 
-def _draw_bytes(ax: Any, rows: Sequence[Row], style: Any) -> None:
+def _bytes(ax: Any, rows: Sequence[Row], style: Any) -> None:
+    if not rows:
+        style.empty(ax, "no hardware counters\nrecorded yet")
+        return
     for series in SERIES:
-        colour = style.COLOURS[series]
-        marker = {"marker": style.MARKERS[series]}
-        for source, options in (
-            ("model", _under(series)),
-            ("l2", {"ls": ":", **_under(series), **marker}),
-            ("dram", {**_under(series), "ls": "--", "lw": 1.2, "mfc": "white", **marker}),
-        ):
-            points = sorted(
-                (row.seqlen_q, row.number)
-                for row in rows
-                if (row.series, row.source, row.metric) == (series, source, "traffic")
-            )
-            ax.plot(*_xy(points), color=colour, **options)
+        for source in ("model", "l2", "dram"):
+            points = _bytes_over_n(rows, series, source)
+            ax.plot(*_xy(points), **_look(series, source, style))
     style.sizes(ax, sorted({row.seqlen_q for row in rows}), "sequence length N")
     ax.set_yscale("log")
     style.byte_axis(ax.yaxis)
     ax.set_ylabel("bytes of one forward call")
 
 
-def _under(series: str) -> dict[str, float]:
-    """Look of a line: FA-1's lies beneath the others and is broader, so that it is never hidden."""
-    return {"lw": WIDTHS[series], "ms": 2.2 * WIDTHS[series] + 2.2, "zorder": ORDER[series]}
+def _bytes_over_n(
+    rows: Sequence[Row], series: str, source: str, d: int | None = None
+) -> list[tuple[int, float]]:
+    return sorted(
+        (row.seqlen_q, row.number)
+        for row in rows
+        if (row.series, row.source, row.metric) == (series, source, "traffic")
+        and (d is None or (row.head_dim, row.causal) == (d, False))
+    )
+
+
+def _look(series: str, source: str, style: Any) -> dict[str, Any]:
+    """FA-1's line lies beneath the others and is broader, so that it is never hidden."""
+    look = {"color": style.COLOURS[series], "zorder": ORDER[series], "lw": WIDTHS[series]}
+    if source != "model":
+        look |= {"marker": style.MARKERS[series], "ms": 1.6 * WIDTHS[series] + 3, "lw": 1.4}
+    return look | LOOKS[source]
 
 
 def _per_head(rows: Any) -> list[tuple[int, float]]:

@@ -319,8 +319,21 @@ def draw(rows: Sequence[Row]) -> Any:
             ax.set_axis_off()
         for (problem, mine), ax in zip(problems.items(), panels, strict=False):
             _bars(ax, problem, mine, labels)
-    figure.suptitle("What each measure gains: TFLOP/s, step by step, × over the step before")
+    figure.suptitle(_message(*found[0]))
     return figure
+
+
+def _message(problems: Mapping[Problem, list[Row]], labels: Mapping[str, str]) -> str:
+    """The largest gain of each unit's steps, of the first problem."""
+    problem, rows = next(iter(problems.items()))
+    found, largest = gains(rows), []
+    for ladder in (LADDER, HOPPER_LADDER):
+        steps = [s.series for s in ladder if s.series in found and s.series in labels]
+        if steps:
+            step = max(steps, key=lambda series: found[series])
+            largest.append(f"{labels[step].removeprefix('+ ')} ×{found[step]:.2f}")
+    said = ", ".join(largest)
+    return f"Largest gains at d={problem.head_dim}: {said}" if said else "TFLOP/s of each step"
 
 
 def _bars(ax: Any, problem: Problem, rows: Sequence[Row], labels: Mapping[str, str]) -> None:
@@ -336,10 +349,11 @@ def _bars(ax: Any, problem: Problem, rows: Sequence[Row], labels: Mapping[str, s
         looks = PEER if series == PEER else "-".join(series.split("-")[:2])
         ax.barh(at, speeds[series], height=0.62, color=style.COLOURS[looks])
         gain = f"  ×{found[series]:.2f}" if series in found else ""
+        gain += " over one stage" if gain and series == TWO_STAGES.series else ""
         ax.text(speeds[series], at, f" {speeds[series]:.0f}{gain}", va="center", fontsize=9.5)
     ax.set_yticks(range(len(labels)), list(labels.values()))
     ax.set_ylim(len(labels) - 0.4, -0.6)
-    ax.set_xlim(0, 1.3 * max(speeds.values(), default=1.0))
+    ax.set_xlim(0, 1.36 * max(speeds.values(), default=1.0))
     ax.grid(False, axis="y")
     ax.set_xlabel("TFLOP/s, × gain over the step before")
     masked = ", causal" if problem.causal else ""

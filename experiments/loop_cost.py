@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -182,8 +181,28 @@ def _plain(found: Problems) -> Problems:
     return {at: mine for at, mine in found.items() if not at[1].causal} or found
 
 
+# The waterfall: step -> what the change from the one before is called.
+WATERFALL = {
+    "fa1-own": "",
+    "fa1": "tiles: FA-2's",
+    "fa1-splits": "grid: query splits",
+    "fa2-fa1-tiles": "loop order: Q outer",
+    "fa2": "tiles: its own",
+}
+# Of `factors`: a step's name in the figure, the step whose colour it has, its mark.
+FACTORS = {
+    "warps": ("warps over Q", "fa1", "s"),
+    "retiled": ("tiles: FA-2's for FA-1", "fa1-own", "P"),
+    "splits": ("grid: query splits", "fa1-splits", "D"),
+    "order": ("loop order, equal grid", "fa2-fa1-tiles", "o"),
+    "order_one_block": ("loop order, a block a head", "fa2-one-block", "^"),
+    "tiles": ("tiles: FA-2's own", "fa2", ">"),
+}
+
+
 def draw(rows: Sequence[Row], units: Sequence[str] = tuple(UNITS)) -> Any:
-    """Time of each step and DRAM bytes: a row of panels a pass and unit, a column a head dimension.
+    """One problem's time from FA-1 to FA-2 as a waterfall; below how many times faster each step
+    is in every problem.
 
     Without a mask, where that is stored.
     """
@@ -192,102 +211,93 @@ def draw(rows: Sequence[Row], units: Sequence[str] = tuple(UNITS)) -> Any:
     found = _plain(problems_of((r for r in rows if r.metric != "beside_products"), units))
     if not found:
         return None
-    across = list(dict.fromkeys((passes, p.dtype, p.seqlen_q, p.causal) for passes, p in found))
-    head_dims = sorted({p.head_dim for _, p in found})
-    shown = {at: _shown(found, at) for at in across}
-    heights = [len(steps) + 0.9 for steps in shown.values()]
-    figure, axes = style.new(
-        *(len(across), len(head_dims), 0.6 + 0.62 * sum(heights)),
-        sharey="row",
-        height_ratios=heights,
-    )
-    for at, panels in zip(across, axes, strict=True):
-        passes, dtype, N, causal = at
-        for d, ax in zip(head_dims, panels, strict=True):
-            what = f"{PASSES[passes]}, {_named(dtype, units)}, N={N}, d={d}"
-            what += ", causal" if causal else ""
-            ax.set_title(what)
-            mine = [
-                row
-                for (pass_, p), of in found.items()
-                if (pass_, p.dtype, p.seqlen_q, p.causal, p.head_dim) == (*at, d)
-                for row in of
-            ]
-            _bars(ax, mine, shown[at], style)
-        names = BACKWARD if passes == "bwd" else STEPS
-        panels[0].set_yticks(range(len(shown[at])), [_wrapped(names[s]) for s in shown[at]])
-    for ax in axes[-1]:
-        ax.set_xlabel("ms")
-    figure.suptitle("From FA-1 to FA-2, one step at a time: warps, grid, loop order, tiles")
+    heights = [2.8, 0.8 + 0.36 * len(found)]
+    figure, ((above,), (below,)) = style.new(2, 1, 1.0 + sum(heights), height_ratios=heights)
+    (passes, problem), mine = _example(found, largest=True)
+    above.set_title(f"{_said(passes, problem, units)}; DRAM bytes beside the times")
+    _waterfall(above, mine, style)
+    _gains(below, found, units, style)
+    style.legend(figure, list(style.handles(below).values()), _message(mine))
     return figure
+
+
+def _message(rows: Sequence[Row]) -> str:
+    gains = factors(by_step(rows))
+    parts = {"grid": "splits", "loop order": "order", "tiles": "tiles"}
+    known = [f"{name} ×{gain:.2f}" for name, key in parts.items() if (gain := gains[key])]
+    if gains["total"] is None or not known:
+        return "From FA-1 to FA-2, one step at a time"
+    return f"FA-2 is {gains['total']:.1f} times as fast as FA-1: {', '.join(known)}"
+
+
+def _said(passes: str, p: Problem, units: Sequence[str]) -> str:
+    masked = ", causal" if p.causal else ""
+    return f"{PASSES[passes]}, {_named(p.dtype, units)}, N={p.seqlen_q}, d={p.head_dim}{masked}"
 
 
 def _named(dtype: str, units: Sequence[str]) -> str:
     return DTYPES[dtype] + (", wgmma" if HOPPER in units else "")
 
 
-def _shown(found: Problems, at: tuple) -> list[str]:
-    """The steps with a time, or a failure, in this row of panels."""
-    steps = {
-        step_of(row.series)
-        for (passes, p), mine in found.items()
-        if (passes, p.dtype, p.seqlen_q, p.causal) == at
-        for row in mine
-        if row.metric == "time"
-    }
-    return [step for step in STEPS if step in steps]
-
-
-def _wrapped(text: str) -> str:
-    """On two lines, parted at the comma or bracket nearest to the middle."""
-    places = [m.start() for m in re.finditer(r"(?<=,) | (?=\()", text)]
-    if not places:
-        return text
-    at = min(places, key=lambda n: abs(n - len(text) / 2))
-    return f"{text[:at]}\n{text[at + 1 :]}"
-
-
-def _bars(ax: Any, rows: Sequence[Row], steps: Sequence[str], style: Any) -> None:
-    """A bar of time a step, over it how many times faster it is than which other."""
+def _waterfall(ax: Any, rows: Sequence[Row], style: Any) -> None:
+    """A bar for the first and the last step, between them what each change takes or adds."""
     found, failed = by_step(rows), {step_of(r.series) for r in rows if r.failed}
-    gains = factors(found)
     tiles = {step_of(r.series): f"{r.Br} x {r.Bc}" for r in rows if r.Br is not None}
     colours = {step_of(r.series): style.COLOURS.get(r.series) for r in rows}
-    times = {step: found.get((step, "measured", "time")) for step in steps}
-    longest = max((time for time in times.values() if time), default=1.0)
-    for at, step in enumerate(steps):
-        time = times[step]
-        if time is None:
-            ax.text(0, at, " failed" if step in failed else " no time", va="center", fontsize=9)
-            continue
-        ax.barh(at + 0.12, time, height=0.5, color=colours[step])
-        text = f" {time:.3g} ms"
-        if (moved := found.get((step, "dram", "traffic"))) is not None:
-            text += f", DRAM {gigabytes(moved)} GB"
-        ax.text(time, at + 0.12, text, va="center", fontsize=9)
-        ax.text(0, at - 0.16, f" {_said(step, gains, tiles)}", va="bottom", fontsize=8.5)
-    ax.set_ylim(len(steps) - 0.5, -0.6)
-    ax.set_xlim(0, longest * 1.7)
+    steps = [s for s in WATERFALL if (s, "measured", "time") in found]
+    if "fa1-own" in steps and "fa2-fa1-tiles" in steps:  # which are FA-2's own
+        steps.remove("fa2")
+    if not steps:
+        style.empty(ax, "failed" if failed else "no time")
+        return
+    lines: list[tuple[str, float, float, str, str]] = []  # name, left, width, text, step
+    before = None
+    for step in steps:
+        time = found[step, "measured", "time"]
+        moved = found.get((step, "dram", "traffic"))
+        text = f"{time:.3g} ms" + ("" if moved is None else f", {gigabytes(moved)} GB")
+        if before is None:
+            lines.append((f"FA-1, a block a head, {tiles.get(step)}", 0.0, time, text, step))
+        else:
+            left, width = min(before, time), abs(before - time)
+            lines.append((WATERFALL[step], left, width, f"×{before / time:.2f}, {text}", step))
+        before = time
+    if len(lines) > 1:
+        lines.append((f"FA-2, {tiles.get(steps[-1])}", 0.0, time, f"{time:.3g} ms", "fa2"))
+    longest = max(left + width for _, left, width, _, _ in lines)
+    for at, (_, left, width, text, step) in enumerate(lines):
+        ax.barh(at, width, left=left, height=0.62, color=colours[step])
+        ax.text(left + width, at, f"  {text}", va="center", fontsize=10)
+        if at:  # where the change begins is where the one before ended
+            edge = found[steps[at - 1], "measured", "time"]
+            ax.plot([edge, edge], [at - 1, at], color="#777777", lw=0.8, zorder=0)
+    ax.set_yticks(range(len(lines)), [name for name, *_ in lines])
+    ax.set_ylim(len(lines) - 0.4, -0.6)
+    ax.set_xlim(0, longest * 1.38)
+    ax.set_xlabel("ms")
     ax.grid(False, axis="y")
 
 
-def _said(step: str, gains: Mapping[str, float | None], tiles: Mapping[str, str]) -> str:
-    """A step's tiles and how many times faster it is, for those gains that are known."""
-    over = {
-        "fa1": {"warps": "warps over Q"},
-        "fa1-splits": {"splits": "grid"},
-        "fa2-one-block": {"order_one_block": "loop order, a block a head"},
-        "fa2-fa1-tiles": {"grid": "grid", "order": "loop order, equal grid"},
-        "fa2": {"tiles": "tiles"},
-    }
-    if gains["retiled"] is not None:  # FA-1 takes FA-2's tiles
-        over |= {"fa1": {"retiled": "tiles"}, "fa2": {}}
-    known = [
-        f"{name} ×{gain:.2f}"
-        for key, name in over.get(step, {}).items()
-        if (gain := gains[key]) is not None
-    ]
-    return "; ".join([tiles.get(step, ""), *known])
+def _gains(ax: Any, found: Problems, units: Sequence[str], style: Any) -> None:
+    """A mark for each step, how many times faster it is, a line for each problem."""
+    for key, (name, step, marker) in FACTORS.items():
+        points = [
+            (gain, at)
+            for at, mine in enumerate(found.values())
+            for gains in [factors(by_step(mine))]
+            if (gain := gains[key]) is not None and (key != "tiles" or gains["retiled"] is None)
+        ]
+        if points:
+            colour = style.COLOURS[series_of(step, HOPPER if HOPPER in units else "mma")]
+            ax.plot(*zip(*points, strict=True), ls="", marker=marker, ms=8, label=name,
+                    color=colour)  # fmt: skip
+    ax.axvline(1, color="#555555", lw=0.9, zorder=1)
+    ax.set_xscale("log", base=2)
+    style.plain_ticks(ax.xaxis)
+    ax.set_yticks(range(len(found)), [_said(*at, units) for at in found])
+    ax.set_ylim(len(found) - 0.5, -0.5)
+    ax.set_xlabel("times as fast as without it")
+    ax.set_title("each step in every problem")
 
 
 # What the tables show: metric -> its column and format; source of bytes, and factor, -> column.
@@ -363,12 +373,16 @@ def _causal_skipping(every: Problems, passes: str, problem: Problem) -> list[str
     ]
 
 
-def _example(every: Problems) -> tuple[tuple[str, Problem], list[Row]]:
-    """The problem whose steps are shown: forward, without a mask, 16 bits, where that is stored."""
-    return min(
-        every.items(),
-        key=lambda item: (item[0][0] != "fwd", item[0][1].causal, item[0][1].dtype != "float16"),
-    )
+def _example(every: Problems, largest: bool = False) -> tuple[tuple[str, Problem], list[Row]]:
+    """The problem whose steps are shown: forward, without a mask, 16 bits, where that is stored,
+    of the smallest head dimension or the largest.
+    """
+
+    def order(item: tuple[tuple[str, Problem], list[Row]]) -> tuple:
+        (passes, p), _ = item
+        return passes != "fwd", p.causal, p.dtype != "float16", p.head_dim * (-1) ** largest
+
+    return min(every.items(), key=order)
 
 
 def _steps(rows: Sequence[Row]) -> str:

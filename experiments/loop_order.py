@@ -169,7 +169,10 @@ def draw(rows: Sequence[Row]) -> Any:
     figure, ((left, right),) = style.new(1, 2, 4.6)
     _hero(left, found, "dram", style)
     _hero(right, found, "splits", style)
-    dram, splits = (_between(found, name) for name in ("dram", "splits"))
+    dram, splits = (
+        tables.between([ratio[name] for ratio in found.values() if name in ratio])
+        for name in ("dram", "splits")
+    )
     left.set_title(f"moves {dram} times the DRAM bytes" if dram else "bytes")
     right.set_title(f"takes {splits} times as long" if splits else "time")
     left.set_ylabel("DRAM bytes, FA-1 / FA-2")
@@ -180,26 +183,8 @@ def draw(rows: Sequence[Row]) -> Any:
         "At equal tiles, grid and work the K/V-outer order (FA-1) costs more than Q outer (FA-2)"
         f"\nforward{masked}, 16k tokens, hidden dimension 2048"
     )
-    legend = figure.legend(
-        shown.values(),
-        shown,
-        loc="outside upper center",
-        ncols=3,
-        title=title,
-        title_fontsize=12,
-        columnspacing=1.2,
-    )
-    legend.get_title().set_multialignment("center")
+    style.legend(figure, list(shown.values()), title)
     return figure
-
-
-def _between(found: Mapping[Place, Mapping[str, float]], name: str) -> str:
-    """The least and the largest of a ratio: "5 to 135", "1.1 to 1.4"; empty where there is none."""
-    values = [ratio[name] for ratio in found.values() if name in ratio]
-    if not values:
-        return ""
-    form = ".0f" if min(values) >= 4 else ".1f"
-    return " to ".join(dict.fromkeys(format(value, form) for value in (min(values), max(values))))
 
 
 # A unit in the colour of its FA-1; a head dimension's mark and line.

@@ -322,10 +322,7 @@ def draw(rows: Sequence[Row]) -> Any:
             f"In 16 bits standard attention errs {min(halves):.1f} to {max(halves):.1f} times as "
             f"much as the fused kernels\n{title}"
         )
-    legend = figure.legend(
-        handles.values(), handles, loc="outside upper center", ncols=4, title=title
-    )
-    legend.get_title().set_multialignment("center")
+    style.legend(figure, list(handles.values()), title, ncols=4)
     return figure
 
 

@@ -296,7 +296,7 @@ def draw(rows: Sequence[Row]) -> Any:
     title = "Online softmax makes one access of four less than the safe one"
     title += f", and takes {1 / max(gain):.2f} to {1 / min(gain):.2f} of its time" if gain else ""
     if handles:
-        figure.legend(handles.values(), handles, loc="outside upper center", ncols=5, title=title)
+        style.legend(figure, list(handles.values()), title, ncols=5)
     return figure
 
 

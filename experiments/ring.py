@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +11,13 @@ import numpy as np
 
 from fa_numba import device, io_model
 
-from .lab import peers, precompile, ring_ranks, tables
+from .lab import peers, precompile, ring_ranks, speeds, tables
 from .lab.options import Bench, Options
 from .lab.ring_model import Measured
 from .lab.ring_ranks import CP_CUDNN, CP_FLASH, KV, LINK, MERGE, ONE, OURS, SERIES, ULYSSES, Q, Task
 from .lab.ring_rows import (
     HEAD_DIM,
+    Key,
     by_key,
     efficiency,
     gains,
@@ -59,6 +60,7 @@ MODEL_SEQLEN, SHORTER = 2**26, 2**22
 SHOWN_RANKS = (16, 64, 256, 1024)
 # One direction of one GPU's link, bytes a second: 400 Gb/s, NDR InfiniBand.
 INFINIBAND = 50e9
+FILLS = 2**15  # rows from which on a part of them fills a GPU
 LABELS = {
     ONE: "one GPU",
     KV: "K, V travel (Q outer)",
@@ -187,13 +189,13 @@ def draw(rows: Sequence[Row]) -> Any:
 
     if not rows:
         return None
-    figure, axes = style.new(2, 3, 7.2)
+    figure, axes = style.new(2, 3, 7.4)
     gained, machine = gains(rows), measured(rows)
     ranks = max((ranks_of(row) for row in rows if row.series in OURS and row.source == "measured"),
                 default=0)  # fmt: skip
     panels = (("fwd", False), ("fwd", True), ("fwd+bwd", True))
     for ax, (pass_, causal) in zip(axes[0], panels, strict=True):
-        ax.set_title(f"{pass_}, {'causal' if causal else 'not causal'}")
+        ax.set_title(f"{speeds.PASSES[pass_]}, {'causal' if causal else 'not causal'}")
         here = {k: x for k, x in gained.items() if k[1:3] == (pass_, causal)}
         if not here:
             style.empty(ax, "not measured")
@@ -201,18 +203,34 @@ def draw(rows: Sequence[Row]) -> Any:
         for series in SERIES[1:]:
             points = sorted((k[3], x) for k, x in here.items() if k[0] == series)
             if points:
-                looks = {"color": COLOURS[series], "marker": MARKERS[series]}
-                ax.plot(*zip(*points, strict=True), label=LABELS[series], **looks)
+                ax.plot(*zip(*points, strict=True), label=LABELS[series], **_look(series))
         ax.axhline(ranks, color="#555555", lw=0.9, ls=":")
-        style.sizes(ax, sorted({k[3] for k in here}), "N")
+        lengths = sorted({k[3] for k in here})
+        style.sizes(ax, lengths, "N", 1 + len(lengths) // 6)
         ax.set_ylim(0, 1.15 * ranks)
-        ax.set_ylabel(f"gain of {ranks} GPUs over one")
+    axes[0][0].set_ylabel(f"gain of {ranks} GPUs over one")
     _draw_bytes(axes[1][0], rows)
     for ax, pass_ in zip(axes[1][1:], PASSES, strict=True):
         _draw_model(ax, machine, pass_)
-    handles = style.handles(axes[0])
-    figure.legend(handles.values(), handles, loc="outside upper center", ncols=3)
+    handles = list(style.handles(axes[0]).values())
+    style.legend(figure, handles, _message(gained, ranks, style))
     return figure
+
+
+def _look(series: str) -> dict[str, Any]:
+    return {"color": COLOURS[series], "marker": MARKERS[series]}
+
+
+def _message(gained: Mapping[Key, float], ranks: int, style: Any) -> str:
+    """What both orders of ours gain from the length on that fills the GPUs."""
+    long = {k: x for k, x in gained.items() if k[0] in OURS and k[3] >= FILLS}
+    if not long:
+        return "Which operand travels is the loop order of the GPUs together"
+    by = {s: tables.between([x for k, x in long.items() if k[0] == s]) for s in OURS}
+    return (
+        f"From N={style.short(FILLS)} on {ranks} GPUs gain {by[KV]} times with K and V on their "
+        f"way, {by[Q]} with Q"
+    )
 
 
 def _draw_bytes(ax: Any, rows: Sequence[Row]) -> None:
@@ -220,54 +238,51 @@ def _draw_bytes(ax: Any, rows: Sequence[Row]) -> None:
     from .lab import style
 
     ax.set_title(f"a rank sends, N={MODEL_SEQLEN >> 20}M")
-    drawn = False
-    for series, pass_ in itertools.product(OURS, PASSES):
-        points = sorted(
-            (ranks_of(row), row.number)
-            for row in rows
-            if (row.metric, row.source, row.series) == ("sent", "model", series)
-            and (row.pass_, row.causal) == (pass_, False)
-        )
-        if points:
-            drawn, ls = True, "-" if pass_ == "fwd" else "--"
-            ax.plot(
-                *zip(*points, strict=True), color=COLOURS[series], ls=ls, marker=MARKERS[series]
-            )
-    if not drawn:
+    found: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for row in rows:
+        if (row.metric, row.source, row.causal) == ("sent", "model", False):
+            found.setdefault((row.series, row.pass_), []).append((ranks_of(row), row.number))
+    if not found:
         style.empty(ax, "not modelled")
         return
-    style.sizes(ax, MODEL_RANKS, "GPUs; solid fwd, dashed both")
-    ax.set_yscale("log")
+    # Where both send as much, the larger marks of one are seen about the other's.
+    for (series, pass_), points in sorted(found.items(), reverse=True):
+        hollow = {"mfc": "white"} if pass_ == "fwd+bwd" else {}
+        ms = 9 if series == Q else 5
+        ax.plot(*zip(*sorted(points), strict=True), ms=ms, **_look(series), **hollow)
+    keys = [style.key("forward", marker="o"),
+            style.key("forward + backward", marker="o", mfc="white")]  # fmt: skip
+    ax.legend(handles=keys, loc="lower right")
+    style.sizes(ax, MODEL_RANKS, "GPUs")
+    ax.set_ylim(bottom=0)
     style.byte_axis(ax.yaxis)
 
 
 def _draw_model(ax: Any, machine: Measured | None, pass_: str) -> None:
-    """The model's efficiency over the GPUs, by either link."""
+    """The model's efficiency over the GPUs, by either link, at the shorter modelled length."""
     from .lab import style
 
-    ax.set_title(f"model, {pass_}, causal")
+    ax.set_title(f"model, N={SHORTER >> 20}M, causal, {pass_}")
     if machine is None:
         style.empty(ax, "no link measured")
         return
-    slow = replace(machine, link=INFINIBAND / 1e3)
-    lines = (
-        (MODEL_SEQLEN, machine, "-", f"N={MODEL_SEQLEN >> 20}M, either link"),
-        (MODEL_SEQLEN, slow, "-", ""),
-        (SHORTER, machine, "--", f"N={SHORTER >> 20}M, the link measured"),
-        (SHORTER, slow, ":", f"N={SHORTER >> 20}M, InfiniBand"),
-    )
-    for series, (N, at, ls, _) in itertools.product(OURS, lines):
-        found = [(P, efficiency(at, N, P, series, True, pass_)) for P in MODEL_RANKS]
+    links = {"the link measured": (machine, "-"), "InfiniBand": (_infiniband(machine), "--")}
+    # At the longer length nothing is seen below 1; its numbers are in the table.
+    for series, (at, ls) in itertools.product(reversed(OURS), links.values()):
+        found = [(P, efficiency(at, SHORTER, P, series, True, pass_)) for P in MODEL_RANKS]
         points = [(P, x) for P, x in found if x is not None]
         if points:
-            ax.plot(*zip(*points, strict=True), color=COLOURS[series], ls=ls)
-    for *_, ls, label in lines:
-        if label:
-            ax.plot([], [], color="#555555", ls=ls, label=label)
-    ax.legend(loc="lower left")
+            ms = 8 if series == Q else 5
+            ax.plot(*zip(*points, strict=True), ls=ls, ms=ms, **_look(series))
+    keys = [style.key(label, ls=ls) for label, (_, ls) in links.items()]
+    ax.legend(handles=keys, loc="lower left")
     style.sizes(ax, MODEL_RANKS, "GPUs")
     ax.set_ylim(0, 1.05)
-    ax.set_ylabel("efficiency")
+    ax.set_ylabel("share of time computed" if pass_ == "fwd" else "")
+
+
+def _infiniband(machine: Measured) -> Measured:
+    return replace(machine, link=INFINIBAND / 1e3)
 
 
 # Lengths that the page shows; all are in the data file.
@@ -333,9 +348,7 @@ def _model_lines(rows: Sequence[Row]) -> list[list[str]]:
     lines = []
     for N, ranks in itertools.product((SHORTER, MODEL_SEQLEN), SHOWN_RANKS):
         cells = []
-        for at, series, pass_ in itertools.product(
-            (machine, replace(machine, link=INFINIBAND / 1e3)), OURS, PASSES
-        ):
+        for at, series, pass_ in itertools.product((machine, _infiniband(machine)), OURS, PASSES):
             share = efficiency(at, N, ranks, series, True, pass_)
             cells.append(tables.MISSING if share is None else f"{share:.3f}")
         lines.append([f"{N >> 20}M", str(ranks), *cells])

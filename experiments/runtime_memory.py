@@ -366,10 +366,7 @@ def draw(rows: Sequence[Row]) -> Any:
         f"FA-1 Fig. 3: fp16, batch {BATCH}, {HEADS} heads, d={rows[0].head_dim}; dotted, hollow: "
         "published"
     )
-    legend = figure.legend(
-        handles.values(), handles, loc="outside upper center", ncols=3, title=title
-    )
-    legend.get_title().set_multialignment("center")
+    style.legend(figure, list(handles.values()), title)
     return figure
 
 

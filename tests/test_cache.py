@@ -155,6 +155,14 @@ def test_the_figure():
     rows = synthetic()
     figure = cache.draw(rows)
     assert len(figure.axes) == 4 and all(ax.lines for ax in figure.axes)
+    # A model of no error: all calls that were measured are near.
+    found, known = cache.predicted(rows), cache.measured(cache.recorded())
+    number = len(found.keys() & known.keys())
+    assert number > 4
+    right = {at: places | {"H200": known.get(at, 0)} for at, places in found.items()}
+    off = right | {min(known.keys() & found.keys()): {"H200": 1.0}}
+    for places, near in ((right, number), (off, number - 1)):
+        assert cache._message(places, known).endswith(f"within 5% in {near} of {number} calls")
     assert cache.draw([]) is None
     over = [row for row in rows if row.place == "H200"]
     assert any(ax.texts and "no sizes" in ax.texts[0].get_text() for ax in cache.draw(over).axes)

@@ -177,6 +177,15 @@ def test_the_figure():
     # Three of many heads, three of few; the two lines of reference.
     assert [len(ax.lines) for ax in figure.axes] == [8] * 4
     assert [len(ax.lines) for ax in crossover.draw(model()).axes] == [4] * 4
+    message = figure.legends[0].get_title().get_text()
+    ahead = [
+        gain > 1
+        for curves in crossover.gains(synthetic()).values()
+        for gain in {**curves.get("fa2-simt", {}), **curves.get("fa2-mma", {})}.values()
+    ]
+    assert message.endswith(f"ahead of standard attention at {sum(ahead)} of {len(ahead)} points")
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert len(set(names)) == len(names) == 8 and names[4:6] == ["128 heads", "8 heads"]
     only = [row for row in synthetic() if row.head_dim == 128]
     assert [ax.get_title() for ax in crossover.draw(only).axes][0] == "forward, fp16, d=128"
     assert crossover.draw([]) is None

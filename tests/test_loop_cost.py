@@ -325,22 +325,42 @@ def test_hoppers_steps_have_a_table_and_a_figure_of_their_own():
     assert "wgmma" not in loop_cost.table(rows).body
     assert loop_cost.table(rows) == loop_cost.table(synthetic())
     figure = loop_cost.FIGURES["loop_cost_hopper"](rows)
-    assert [ax.get_title() for ax in figure.axes] == ["forward, fp16, wgmma, N=4096, d=64"]
-    said = [text.get_text() for text in figure.axes[0].texts]
-    assert any("64 x 64; tiles ×0.90" in text for text in said)
+    assert figure.axes[0].get_title().startswith("forward, fp16, wgmma, N=4096, d=64; ")
+    assert said(figure.axes[0]) == [
+        "36 ms",
+        "×0.90, 40 ms",
+        "×2.00, 20 ms",
+        "×1.25, 16 ms",
+        "16 ms",
+    ]
     assert loop_cost.FIGURES["loop_cost_hopper"](synthetic()) is None
 
 
+def said(ax):
+    return [text.get_text().strip() for text in ax.texts]
+
+
 def test_the_figure_names_each_gain():
+    """The waterfall goes from FA-1's time to FA-2's, each bar from where the one before ended."""
     rows = synthetic()
     figure = loop_cost.draw(rows)
-    titles = [ax.get_title() for ax in figure.axes]
-    assert titles == ["forward, fp32, N=4096, d=64", "forward, fp16, N=4096, d=64"]
-    said = [text.get_text() for text in figure.axes[1].texts]
-    assert any("grid ×2.00; loop order, equal grid ×1.25" in text for text in said)
-    assert any("40 ms, DRAM 2.00 GB" in text for text in said)
+    above, below = figure.axes
+    assert above.get_title() == "forward, fp16, N=4096, d=64; DRAM bytes beside the times"
+    assert said(above) == [
+        *("40 ms, 2.00 GB", "×2.00, 20 ms, 2.00 GB", "×1.25, 16 ms, 2.00 GB"),
+        *("×1.33, 12 ms, 2.00 GB", "12 ms"),
+    ]
+    ends = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in above.patches]
+    assert ends == [(0, 40), (20, 40), (16, 20), (12, 16), (0, 12)]
+    assert figure.legends[0].get_title().get_text() == (
+        "FA-2 is 3.3 times as fast as FA-1: grid ×2.00, loop order ×1.25, tiles ×1.33"
+    )
+    names = [label.get_text() for label in below.get_yticklabels()]
+    assert names == ["forward, fp32, N=4096, d=64", "forward, fp16, N=4096, d=64"]
+    marks = {line.get_label(): list(line.get_xydata()[:, 0]) for line in below.lines[:-1]}
+    assert marks["loop order, equal grid"] == [1.25] * 2 and marks["warps over Q"] == [1.1]
     causal = loop_cost.draw([r for r in rows if r.causal])
-    assert causal.axes[0].get_title().endswith("d=64, causal")
+    assert "d=64, causal" in causal.axes[0].get_title()
     failed = [gpu_row("loop_cost", fa2_setting(4096, 64), series="fa1-simt", metric="time",
                       unit="ms", value=None, note="failed: why")]  # fmt: skip
-    assert " failed" in [text.get_text() for text in loop_cost.draw(failed).axes[0].texts]
+    assert said(loop_cost.draw(failed).axes[0]) == ["failed"]

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from experiments import ring
-from experiments.lab import peers, ring_model, ring_ranks, ring_rows
+from experiments.lab import peers, ring_model, ring_ranks, ring_rows, style
 from experiments.lab.options import Bench, Options
 from experiments.lab.ring_ranks import KV, LINK, MERGE, ONE, OURS, SERIES, Found, Q
 from experiments.lab.store import MODEL
@@ -250,6 +250,16 @@ def test_the_figure_takes_any_part_of_the_rows():
         texts = [text.get_text() for ax in figure.axes for text in ax.texts]
         assert texts.count("not measured") == unmeasured
         assert texts.count("no link measured") == (2 if rows is modelled else 0)
+    (top, *_, below) = ring.draw(whole).axes
+    assert [line.get_label() for line in top.lines][:-1] == [ring.LABELS[s] for s in SERIES[1:]]
+    # Both orders over either link, each line with its order's marks.
+    marks = [line.get_marker() for line in below.lines]
+    assert sorted(marks) == sorted([ring.MARKERS[KV], ring.MARKERS[Q]] * 2)
+    gained = {(KV, "fwd", False, 2**n): float(n - 13) for n in (14, 15, 16)}
+    gained[Q, "fwd", False, 2**15] = 1.5
+    assert ring._message(gained, 3, style) == (
+        "From N=32k on 3 GPUs gain 2.0 to 3.0 times with K and V on their way, 1.5 with Q"
+    )
     assert ring.draw([]) is None
 
 

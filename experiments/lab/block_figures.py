@@ -92,10 +92,7 @@ def draw(rows: Sequence[Row], paper: Sequence[Row], head_dim: int, counted: Sequ
         )
         checked = counts.said(counted)
         title += f"; accesses\n{checked}" if checked else ""
-        legend = figure.legend(
-            shown.values(), shown.keys(), loc="outside upper center", ncols=3, title=title
-        )
-        legend.get_title().set_multialignment("center")
+        style.legend(figure, list(shown.values()), title)
     return figure
 
 

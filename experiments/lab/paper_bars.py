@@ -88,15 +88,9 @@ def draw(paper: str, item: str, rows: Sequence[Row]) -> Any:
     shown = style.handles(axes)
     ((first, times),) = Counter(fastest).most_common(1)
     message = f"{first.partition(',')[0]} is the fastest here at {times} of {len(fastest)} sizes"
-    legend = figure.legend(
-        shown.values(),
-        shown,
-        loc="outside upper center",
-        ncols=3,
-        title=f"{message}\n{NAMES[paper]}, {item}: {PASSES[pass_]}, {dtype}, 16k tokens; hollow: "
-        f"published, {gpu}; filled: here",
-    )
-    legend.get_title().set_multialignment("center")
+    what = f"{NAMES[paper]}, {item}: {PASSES[pass_]}, {dtype}, 16k tokens"
+    title = f"{message}\n{what}; hollow: published, {gpu}; filled: here"
+    style.legend(figure, list(shown.values()), title)
     axes[-1, 0].set_xlabel("sequence length N")
     return figure
 

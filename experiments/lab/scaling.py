@@ -216,17 +216,14 @@ def draw(ax: Any, found: dict[tuple[str, str], Points], sources: Sequence[str], 
 
 def handles(found: Iterable[tuple[str, str]], style: Any) -> list[Any]:
     """A legend: the series, then the sources."""
-    from matplotlib.lines import Line2D
-
     there = list(found)
     lines = []
     for series, label in LABELS.items():
         if any(series == name for name, _ in there):
             base = series.removesuffix(RULE)
             look: dict[str, Any] = {"lw": 5, "alpha": 0.5} if series != base else {"lw": 1.8}
-            lines.append(Line2D([], [], color=style.COLOURS[base], label=label, **look))
+            lines.append(style.key(label, color=style.COLOURS[base], **look))
     for source, label in KINDS.items():
         if any(source == name for _, name in there):
-            look = {"lw": 1.8, **LOOKS[source]}
-            lines.append(Line2D([], [], color="#444444", label=label, **look))
+            lines.append(style.key(label, **{"lw": 1.8, **LOOKS[source]}))
     return lines

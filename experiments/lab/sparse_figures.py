@@ -54,8 +54,6 @@ def draw(
     None without rows. `paper` are published rows, drawn with those of their problem; `counted` has
     the emulator's counts and what they are compared with.
     """
-    from matplotlib.lines import Line2D
-
     from . import style
 
     panels = sorted(
@@ -79,14 +77,11 @@ def draw(
         _deviations(right, times, model, style)
     shown = style.handles(axes)
     if shown:
-        shown["without a mask (large, hollow)"] = Line2D([], [], **_UNMASKED)
+        shown[""] = style.key("without a mask (large, hollow)", **_UNMASKED)
         title = "Time falls with the share of non-zero blocks; in fp16 few blocks leave some idle"
         checked = counts.said([r for r in counted if r.source in ("counted", "model")])
         title += f"\naccesses {checked}" if checked else ""
-        legend = figure.legend(
-            shown.values(), shown.keys(), loc="outside upper center", ncols=3, title=title
-        )
-        legend.get_title().set_multialignment("center")
+        style.legend(figure, list(shown.values()), title)
     return figure
 
 

@@ -97,15 +97,8 @@ def forward(rows: Sequence[Row], shown: Sequence[str], message: str) -> Any:
     axes[0].set_ylabel("TFLOP/s")
     axes[0].set_ylim(bottom=0)  # of all, once all are drawn
     found = style.handles(axes)
-    legend = figure.legend(
-        found.values(),
-        found,
-        loc="outside upper center",
-        ncols=3,
-        title=f"{message}\nforward, {DTYPES[mine[0].dtype]}, 16k tokens in all, hidden dimension "
-        "2048",
-    )
-    legend.get_title().set_multialignment("center")
+    what = f"forward, {DTYPES[mine[0].dtype]}, 16k tokens in all, hidden dimension 2048"
+    style.legend(figure, list(found.values()), f"{message}\n{what}")
     return figure
 
 
@@ -143,10 +136,7 @@ def _legend(figure: Any, axes: Any, rows: Sequence[Row], study: Study) -> None:
     longest, drawn = study.fa1_longest, max(r.seqlen_q for r in rows)
     if longest is not None and drawn > longest and any(s.startswith("fa1") for s in used):
         title += f"; FA-1 to N={style.short(longest)} only"
-    legend = figure.legend(
-        [handles[label] for label in kept], kept, loc="outside upper center", ncols=3, title=title
-    )
-    legend.get_title().set_multialignment("center")
+    style.legend(figure, [handles[label] for label in kept], title)
 
 
 def table(

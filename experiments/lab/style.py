@@ -11,6 +11,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
@@ -107,6 +108,11 @@ def empty(ax: Any, text: str) -> None:
     ax.set_axis_off()
 
 
+def key(label: str, **look: Any) -> Line2D:
+    """A line of a legend that stands for a look: "dashed: backward"."""
+    return Line2D([], [], label=label, **{"color": "#444444", **look})
+
+
 def handles(axes: Any) -> dict[str, Any]:
     """Label -> the first handle of it on any of the axes, for a legend of the whole figure."""
     found: dict[str, Any] = {}
@@ -125,6 +131,19 @@ def sizes(ax: Any, values: Sequence[int], name: str, every: int = 1) -> None:
     if values:
         ax.set_xlim(min(values) / 1.2, max(values) * 1.2)
     ax.set_xlabel(name)
+
+
+def legend(figure: Figure, handles: Sequence[Any], title: str, ncols: int = 3) -> None:
+    """The figure's legend, below its message."""
+    found = figure.legend(
+        handles=handles,
+        loc="outside upper center",
+        ncols=ncols,
+        title=title,
+        title_fontsize=12,
+        columnspacing=1.4,
+    )
+    found.get_title().set_multialignment("center")
 
 
 def short(value: float) -> str:

@@ -80,6 +80,14 @@ def spread(ratios: Sequence[float]) -> str:
     return f"{min(ratios):.2f}, {statistics.median(ratios):.2f}, {max(ratios):.2f}"
 
 
+def between(values: Sequence[float]) -> str:
+    """The smallest and the largest: "5 to 135", "1.1 to 1.4"; empty where there are none."""
+    if not values:
+        return ""
+    form = ".0f" if min(values) >= 4 else ".1f"
+    return " to ".join(dict.fromkeys(format(value, form) for value in (min(values), max(values))))
+
+
 def yes_no(causal: bool) -> str:
     return "yes" if causal else "no"
 
