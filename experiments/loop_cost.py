@@ -195,7 +195,7 @@ FACTORS = {
     "retiled": ("tiles: FA-2's for FA-1", "fa1-own", "P"),
     "splits": ("grid: query splits", "fa1-splits", "D"),
     "order": ("loop order, equal grid", "fa2-fa1-tiles", "o"),
-    "order_one_block": ("loop order, a block a head", "fa2-one-block", "^"),
+    "order_one_block": ("loop order, a block a head (hollow)", "fa2-fa1-tiles", "^"),
     "tiles": ("tiles: FA-2's own", "fa2", ">"),
 }
 
@@ -289,8 +289,9 @@ def _gains(ax: Any, found: Problems, units: Sequence[str], style: Any) -> None:
         ]
         if points:
             colour = style.COLOURS[series_of(step, HOPPER if HOPPER in units else "mma")]
-            ax.plot(*zip(*points, strict=True), ls="", marker=marker, ms=8, label=name,
-                    color=colour)  # fmt: skip
+            hollow = {"mfc": "white", "mew": 1.6} if marker == "^" else {}
+            look = {"color": colour, "marker": marker, "ms": 8, "ls": "", **hollow}
+            ax.plot(*zip(*points, strict=True), label=name, **look)
     ax.axvline(1, color="#555555", lw=0.9, zorder=1)
     ax.set_xscale("log", base=2)
     style.plain_ticks(ax.xaxis)
