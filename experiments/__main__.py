@@ -1,5 +1,5 @@
-"""The command line, python -m experiments: list, run, draw, all, compare, report, origins, spills,
-tune.
+"""The command line, python -m experiments: list, run, draw, all, compare, explore, report, origins,
+spills, tune.
 """
 
 from __future__ import annotations
@@ -176,6 +176,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     every.add_argument("--full", action="store_true", help="measure on a GPU until all is done")
     compare_command.add(commands, _folder)
+    text = "serve figures/explore.html on this machine, for sizes of your own, until Ctrl-C"
+    serving = commands.add_parser("explore", help=text, description=text)
+    serving.add_argument(
+        "--port", type=_count(65535), metavar="P", default=0, help="default: a free one"
+    )
     text = "time the tensor-core kernels' tiles on this GPU and store the fastest"
     tuning = commands.add_parser("tune", help=text, description=text)
     tuning.add_argument(
@@ -310,6 +315,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _origins(console)
     if args.command == "compare":
         return compare_command.run(args, parser, arguments)
+    if args.command == "explore":
+        from .lab import explore_server  # which draws nothing, and needs the colours of what does
+
+        return explore_server.serve(args.port, console.print)
 
     if args.command == "spills":
         changed = spills.write(console.print)

@@ -127,6 +127,14 @@ def test_what_the_page_looks_up_is_the_answer(name):
     assert name not in ("orders", "traffic") or refused
 
 
+def test_online_softmax_stands_where_naive_overflows():
+    found = panels()["softmax"].at(example="large", block=0, scores="")
+    assert found["naive.nan"] > 0 == found["safe.nan"] == found["online.nan"]
+    assert found["fa1.O"] == found["fa2.O"] and abs(sum(found["fa2.O"]) - 1) < 1e-5
+    assert [step["m"] for step in found["fa1.steps"]] == [98, 98]
+    assert found["fa1.steps"][1]["P"][0] == 1 > found["fa2.steps"][1]["P"][0]  # over its own tile
+
+
 def test_a_table_keeps_what_differs_and_drops_what_does_not():
     axes = {"a": Axis("a", (1, 2)), "b": Axis("b", (1, 2, 3))}
 

@@ -87,9 +87,8 @@ function fromAddress() {
     const known = PANELS[name] && !PANELS[name].shares && PANELS[name].axes[axis];
     if (!known) continue;
     const listed = known.values.some(v => String(v) === value);
-    const free = asks(name) && (known.text || known.least !== null);
-    if (listed || free || (known.text && DATA.live) || (axis === "example" && value === "own" && DATA.live))
-      state[name][axis] = value;
+    const free = asks(name) && (known.text || known.least !== null || value in known.words);
+    if (listed || free) state[name][axis] = value;
   }
 }
 
@@ -108,14 +107,14 @@ function input(name, axis) {
     for (const other of Object.keys(PANELS)) if (owner(other) === owner(name)) update(other);
   };
   const choice = value => words[value] || String(value);
-  if (free) {
-    if (!DATA.live) return null;
+  if (free && !DATA.live && values.length < 2) return null;
+  if (free && DATA.live) {
     const box = one("input", { type: "text", id, maxlength: 400, onchange: e => {
-      state[owner(name)].example = "own";
+      if (PANELS[name].axes.example) state[name].example = "own";
       set(e.target.value);
     } });
     shown[name].sync.push(() => { box.value = now(); });
-    return one("label", { class: "wide", for: id }, label, box);
+    return one("label", { class: values.length < 2 ? "wide" : "", for: id }, label, box);
   }
   if (asks(name) && least !== null) {
     const box = one("input", { type: "number", id, min: least, max: most, step: 1, onchange: e => set(e.target.value) });
@@ -139,7 +138,7 @@ function input(name, axis) {
     });
     return one("label", { for: id }, one("span", {}, `${label}: `, out), slide);
   }
-  const every = axis === "example" && DATA.live ? [...values, "own"] : values;
+  const every = DATA.live ? [...new Set([...values.map(String), ...Object.keys(words)])] : values;
   const box = one("select", { id, onchange: e => set(e.target.value) },
     ...every.map(v => one("option", { value: v }, choice(v))));
   shown[name].sync.push(() => { box.value = now(); });

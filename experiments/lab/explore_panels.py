@@ -219,14 +219,17 @@ def orders_panel(traces: Callable[..., Mapping[str, Trace]], baked: Mapping[str,
 def examples() -> dict[str, worked.Rows]:
     """The worked examples of `python -m fa_numba trace`, and two more."""
     Q, K, V = np.random.default_rng(0).standard_normal((3, 32, 8))
-    large = np.array([[3.0], [1.0], [98.0], [4.0], [97.0], [1.0], [3.0], [1.0]])
-    one = np.ones((1, 1))
+    large = [3.0, 1.0, 98.0, 4.0, 97.0, 1.0, 3.0, 1.0]
     return worked.examples() | {
         "random": worked.Rows("32 keys, d = 8, standard normal", Q[:1], K, V, 8, None),
-        "large": worked.Rows(
-            "scores beyond what e^x has in float32", one, large, np.eye(8), 4, 1.0
-        ),
+        "large": _row_of(large, "scores beyond what e^x has in float32"),
     }
+
+
+def _row_of(scores: list[float], title: str) -> worked.Rows:
+    """The scores themselves; V is the unit matrix, so that O is their softmax."""
+    one, every = np.ones((1, len(scores))), np.eye(len(scores))
+    return worked.Rows(f"{title}; V = I", one, np.diag(scores), every, 4, 1.0)
 
 
 def softmax(example: str, block: int, scores: str) -> Answer:
@@ -281,11 +284,8 @@ def own_scores(text: str) -> worked.Rows:
             value = math.nan
         if not abs(value) <= 1e4:
             raise ValueError(f"scores has {part!r}: allowed are numbers from -10000 to 10000")
-        values.append([value])
-    K = np.array(values)
-    return worked.Rows(
-        "your scores; V is the unit matrix", np.ones((1, 1)), K, np.eye(len(K)), 4, 1.0
-    )
+        values.append(value)
+    return _row_of(values, "your scores")
 
 
 SOFTMAX = Panel(
@@ -387,7 +387,10 @@ def plans(
     """What each algorithm runs, its bytes and what bounds it."""
     sheet = bounds.DEVICES[gpu]
     shape = (1, heads, T, d)
-    chosen = None if tiles == "auto" else fa_numba.Tiles(*map(int, tiles.split("x")))
+    sizes = re.fullmatch(r"(\d{1,4}) ?x ?(\d{1,4})", tiles)
+    if sizes is None and tiles != "auto":
+        raise ValueError(f"tiles is {tiles!r}: allowed is auto, or Br x Bc such as 64x128")
+    chosen = fa_numba.Tiles(int(sizes[1]), int(sizes[2])) if sizes else None
     found: Answer = {"naive.once": 4 * heads * T * d * OPERAND[dtype]}
     for name, _ in ALGORITHMS:
         try:
@@ -456,7 +459,7 @@ PLAN_AXES = {
     "dtype": Axis("dtype", ("float16", "float32")),
     "passes": Axis("pass", ("fwd", "bwd"), words={"fwd": "forward", "bwd": "backward"}),
     "causal": Axis("causal", YES_NO),
-    "tiles": Axis("tiles Br x Bc", ("auto", "64x64")),
+    "tiles": Axis("tiles Br x Bc", ("auto", "64x64"), text=True),
 }
 
 TRAFFIC = Panel(

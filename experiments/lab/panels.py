@@ -18,8 +18,8 @@ Answer = dict[str, Any]
 @dataclass(frozen=True)
 class Axis:
     """An input: the `values` that the page has answers for. One with bounds takes any whole number
-    between them where the page is served, or with `text` any text; another one its values alone.
-    The page begins with `first`, or the first of the values.
+    between them where the page is served, or with `text` any text; another one its values and
+    what there are `words` for. The page begins with `first`, or the first of the values.
     """
 
     label: str
@@ -35,10 +35,10 @@ class Axis:
         if self.text:
             return given
         if self.least is None or self.most is None:
-            for value in self.values:
-                if str(value) == given:
-                    return value
-            raise ValueError(f"{name} is {given!r}: allowed is {', '.join(map(str, self.values))}")
+            known = {str(value): value for value in (*self.words, *self.values)}
+            if given not in known:
+                raise ValueError(f"{name} is {given!r}: allowed is {', '.join(known)}")
+            return known[given]
         allowed = f"allowed is a whole number from {self.least} to {self.most}"
         if not (given.isascii() and given.isdigit() and len(given) < 12):
             raise ValueError(f"{name} is {given!r}: {allowed}")

@@ -1,0 +1,150 @@
+"""The page's server: the package's answers, one machine alone, a clear line for what is wrong."""
+
+import http.client
+import json
+import random
+import socket
+import threading
+from urllib.parse import urlencode
+
+import pytest
+from test_explore import drawn_states, panels
+
+import fa_numba
+from experiments.lab import explore_server
+from fa_numba import bounds
+
+STATE = {"N": 64, "d": 16, "Br": 32, "Bc": 32, "causal": "yes", "window": 0, "unit": "mma"}
+TRAFFIC = {
+    "gpu": "A100", "T": 1000, "heads": 3, "d": 80, "dtype": "float16", "passes": "fwd",
+    "causal": "no", "tiles": "64x128",
+}  # fmt: skip
+SOFTMAX = {"example": "own", "block": 2, "scores": "3 1 2"}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with explore_server.Server() as found:
+        thread = threading.Thread(target=found.serve_forever)
+        thread.start()
+        yield found
+        found.shutdown()
+        thread.join()
+
+
+def get(server, path, host=None, method="GET"):
+    """(status, the last line of the answer, how many lines it has)."""
+    connection = http.client.HTTPConnection(*server.server_address, timeout=30)
+    connection.request(method, path, headers={"Host": host} if host else {})
+    reply = connection.getresponse()
+    lines = reply.read().decode().splitlines()
+    connection.close()
+    return reply.status, lines[-1] if lines else "", len(lines)
+
+
+def asked(server, name, state, **more):
+    status, line, _ = get(server, f"/api/{name}?{urlencode({**state, **more})}")
+    return status, json.loads(line)
+
+
+@pytest.mark.parametrize("name", ["softmax", "tiles", "traffic", "plan"])
+def test_answers_are_the_panels(server, name):
+    for state in drawn_states(panels()[name], 5):
+        assert asked(server, name, state) == (200, panels()[name].at(**state))
+
+
+def test_a_trace_is_run_and_is_the_recorded_one(server):
+    status, line, lines = get(server, f"/api/orders?{urlencode(STATE)}")
+    assert status == 200 and lines > 1
+    assert json.loads(line) == panels()["orders"].at(**STATE)
+    assert asked(server, "orders", {**STATE, "N": 50}, check=1) == (200, {})
+
+
+def test_any_size_is_answered(server):
+    found = asked(server, "traffic", TRAFFIC)[1]
+    shape = (1, 3, 1000, 80)
+    with bounds.DEVICES["A100"].planning():
+        plan = fa_numba.plan(shape, shape, dtype="float16", tiles=fa_numba.Tiles(64, 128))
+    assert found["fa2.tiles"] == "64 x 128" and found["fa2.bytes"] == plan.accesses.bytes
+    found = asked(server, "softmax", SOFTMAX)[1]
+    assert [step["m"] for step in found["fa2.steps"]] == [3, 3]
+
+
+REFUSED = [
+    ("/api/orders", {**STATE, "N": 0}, "N is 0: allowed is a whole number from 1 to 512"),
+    ("/api/orders", {**STATE, "N": "1e3"}, "N is '1e3'"),
+    ("/api/orders", {**STATE, "N": 512, "Br": 16, "Bc": 16}, "1024 tiles of S: allowed are 400"),
+    ("/api/orders", {**STATE, "N": 512, "d": 256, "Br": 128}, "multiply-adds on the emulator"),
+    ("/api/orders", {**STATE, "Br": 17}, "Br"),
+    ("/api/orders", {**STATE, "unit": "wgmma"}, "unit is 'wgmma': allowed is simt, mma"),
+    ("/api/orders", {**STATE, "colour": 1}, "unknown: colour"),
+    ("/api/orders", {"N": 64}, "missing: d, Br"),
+    ("/api/traffic", {**TRAFFIC, "gpu": "T4"}, "gpu is 'T4': allowed is A100, H100"),
+    ("/api/traffic", {**TRAFFIC, "tiles": "64"}, "tiles is '64': allowed is auto, or Br x Bc"),
+    ("/api/softmax", {**SOFTMAX, "scores": "3 x"}, "scores has 'x'"),
+    ("/api/softmax", {**SOFTMAX, "scores": "nan"}, "scores has 'nan'"),
+    ("/api/softmax", {**SOFTMAX, "scores": "1 " * 65}, "scores has 65 numbers"),
+    ("/api/softmax", {**SOFTMAX, "block": 4}, "block is 4: allowed is 1 to 3"),
+]
+
+
+@pytest.mark.parametrize(("path", "state", "message"), REFUSED)
+def test_bad_input_is_refused_with_what_is_allowed(server, path, state, message):
+    _, line, _ = get(server, f"{path}?{urlencode(state)}")
+    assert message in json.loads(line)["refused"]
+
+
+@pytest.mark.parametrize(
+    ("path", "host", "status", "message"),
+    [
+        ("/", "example.org", 403, "host 'example.org': allowed is 127.0.0.1 or localhost"),
+        ("/", "127.0.0.1.example.org:80", 403, "allowed is"),
+        ("/../setup.cfg", None, 404, "no '/../setup.cfg' here: there are /, /api/orders"),
+        ("/timeline.svg", None, 404, "here: there are"),
+        ("/api/measured?figure=dram", None, 404, "here: there are"),
+        ("/" + "x" * 3000, None, 414, "a path of 3001 characters: allowed are 2000"),
+        ("/api/tiles?n=1&n=2", None, 400, "an input is given twice"),
+    ],
+)
+def test_other_hosts_and_odd_paths_are_refused(server, path, host, status, message):
+    found, line, _ = get(server, path, host)
+    assert found == status and message in json.loads(line)["refused"]
+
+
+def test_it_listens_on_this_machine_alone(server):
+    assert server.server_address[0] == "127.0.0.1"
+    assert get(server, "/", "localhost:1")[0] == 200
+    assert get(server, "/timeline.gif", method="POST")[0] == 501
+
+
+def test_200_odd_requests_leave_it_up(server):
+    draw = random.Random(0)
+    for n in range(200):
+        text = bytes(draw.randrange(1, 256) for _ in range(draw.randrange(60)))
+        if n % 2:
+            path = f"/api/{draw.choice(sorted(server.panels))}?".encode()
+            text = b"GET " + path + text.replace(b"\n", b"").replace(b"\r", b"") + b" HTTP/1.1\r\n"
+            text += b"Host: localhost\r\n\r\n"
+        with socket.create_connection(server.server_address, timeout=5) as connection:
+            connection.sendall(text + b"\r\n\r\n")
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(65536):
+                pass
+    assert asked(server, "traffic", TRAFFIC)[0] == 200
+
+
+def test_a_port_that_is_taken_is_said(server):
+    said = []
+    port = server.server_address[1]
+    assert explore_server.serve(port, said.append) == 1
+    assert said == [f"port {port}: Address already in use; --port takes another"]
+
+
+def test_it_ends_when_interrupted(monkeypatch):
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    said = []
+    monkeypatch.setattr(explore_server.Server, "serve_forever", interrupted)
+    assert explore_server.serve(0, said.append) == 0
+    assert said[0].startswith("http://127.0.0.1:") and said[1] == "ended"
