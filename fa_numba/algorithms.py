@@ -51,6 +51,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from .checks import as_real
 from .masks import visible_causal
 from .problem import Problem, as_size
 
@@ -418,7 +419,7 @@ def _head(
     Q: ArrayLike, K: ArrayLike, V: ArrayLike, scale: float | None, causal: bool
 ) -> tuple[Array, Array, Array, float, int, int]:
     """Q, K and V in float64, the scale, Nq and Nk, or an error that names what is wrong."""
-    Q, K, V = (np.asarray(x, np.float64) for x in (Q, K, V))
+    Q, K, V = as_real("Q", Q), as_real("K", K), as_real("V", V)
     for name, x in zip("QKV", (Q, K, V), strict=True):
         if x.ndim != 2 or 0 in x.shape:
             raise ValueError(f"{name} has shape {x.shape}: allowed is (rows, d), both >= 1")
@@ -432,7 +433,7 @@ def _head(
 
 
 def _like(name: str, x: ArrayLike, shape: tuple[int, ...]) -> Array:
-    x = np.asarray(x, np.float64)
+    x = as_real(name, x)
     if x.shape != shape:
         raise ValueError(f"{name} has shape {x.shape}: allowed is {shape}")
     return x

@@ -30,6 +30,16 @@ def kind_of(value: Any) -> str:
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
+def as_real(name: str, value: Any, dtype: Any = np.float64) -> np.ndarray:
+    """`value` as an array of `dtype`; a TypeError that calls it `name` for what is no real number,
+    of which NumPy would drop a part.
+    """
+    array = np.asarray(value)
+    if array.dtype.kind in "cmMSU":
+        raise TypeError(f"{name} has dtype {array.dtype}: allowed are real numbers")
+    return np.asarray(array, dtype)
+
+
 def _integer(value: Any) -> int:
     if isinstance(value, (bool, np.bool_)):
         raise TypeError

@@ -47,6 +47,14 @@ class BlockSizes(Protocol):
     def Bc(self) -> int: ...
 
 
+def check_blocks(tiles: BlockSizes) -> None:
+    """Raise TypeError or ValueError unless both block sizes are integers >= 1."""
+    if not (hasattr(tiles, "Br") and hasattr(tiles, "Bc")):
+        raise TypeError(f"tiles is {tiles!r}: allowed is what has Br and Bc, such as a Tiles")
+    as_size("tiles.Br", tiles.Br, axis=False)
+    as_size("tiles.Bc", tiles.Bc, axis=False)
+
+
 @dataclass(frozen=True)
 class Problem:
     """One attention call: O = softmax(scale Q K^T, masked) V for every batch entry and head.

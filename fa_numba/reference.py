@@ -33,6 +33,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from scipy import special
 
 from .algorithms import divide_rows, exp_minus, logsumexp
+from .checks import as_real
 from .options import AttentionOptions
 from .problem import BlockSizes
 from .scores import Array, Call, Head, add_bias_gradient, checked_call
@@ -125,7 +126,7 @@ def _backward(
     sums over the query heads of a group, dbias over the axes that the bias broadcasts along.
     """
     problem = call.problem
-    dO = rounded(np.asarray(dout, call.dtype))
+    dO = rounded(as_real("dout", dout, call.dtype))
     if dO.shape != problem.q_shape:
         raise ValueError(f"dout has shape {dO.shape}: allowed is q's, {problem.q_shape}")
     dQ = np.zeros(problem.q_shape, call.dtype)
@@ -277,7 +278,7 @@ def _dbias_shape(return_dbias: bool, options: AttentionOptions) -> tuple[int, ..
 
 def _differences(out: ArrayLike, ref: ArrayLike) -> tuple[Array, Array, Array]:
     """out, ref and |out - ref| in float64; 0 where both are the same infinity or both NaN."""
-    out, ref = np.asarray(out, np.float64), np.asarray(ref, np.float64)
+    out, ref = as_real("out", out), as_real("ref", ref)
     if out.shape != ref.shape:
         raise ValueError(f"out has shape {out.shape}: allowed is the reference's, {ref.shape}")
     if out.size == 0:

@@ -15,16 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from . import dropout
+from .checks import as_real
 from .masks import distance, numeric_mask, visible_causal, visible_window
 from .options import as_word, check_names
-from .problem import UNBOUNDED, BlockSizes, Problem, as_size, check_block_mask
+from .problem import UNBOUNDED, BlockSizes, Problem, check_block_mask, check_blocks
 
 Array = NDArray[Any]
 
@@ -154,14 +154,14 @@ def checked_call(
         **options,
     )
     if attn_mask is not None:
-        bias = numeric_mask(np.asarray(attn_mask))
+        bias = numeric_mask(as_real("attn_mask", attn_mask, None))
     if bias is not None:
-        bias = np.broadcast_to(np.asarray(bias, dtype), problem.score_shape)
+        bias = np.broadcast_to(as_real("bias", bias, dtype), problem.score_shape)
     call = Call(
         problem,
         np.dtype(dtype),
         bias,
-        None if alibi_slopes is None else _slopes(problem, np.asarray(alibi_slopes, dtype)),
+        None if alibi_slopes is None else _slopes(problem, alibi_slopes, dtype),
         *_blocks(problem, block_mask, tiles),
         as_word("seed", 0 if seed is None else seed, 64),
         as_word("offset", 0 if offset is None else offset, 32),
@@ -171,11 +171,12 @@ def checked_call(
             f"q has batch {problem.batch} and heads {problem.heads_q}: allowed with dropout is at "
             f"most {dropout.MAX_HEADS} each"
         )
-    return call, np.asarray(q, dtype), np.asarray(k, dtype), np.asarray(v, dtype)
+    return call, as_real("q", q, dtype), as_real("k", k, dtype), as_real("v", v, dtype)
 
 
-def _slopes(problem: Problem, slopes: Array) -> Array:
+def _slopes(problem: Problem, alibi_slopes: ArrayLike, dtype: DTypeLike) -> Array:
     """The ALiBi slopes for every head."""
+    slopes = as_real("alibi_slopes", alibi_slopes, dtype)
     B, Hq = problem.batch, problem.heads_q
     if slopes.shape not in ((Hq,), (B, Hq)):
         raise ValueError(
@@ -192,9 +193,10 @@ def _blocks(
         return None, 1, 1
     if tiles is None:
         raise ValueError("block_mask is given without tiles: its blocks have their Br and Bc")
-    Br, Bc = as_size("tiles.Br", tiles.Br, axis=False), as_size("tiles.Bc", tiles.Bc, axis=False)
-    mask = check_block_mask(block_mask, problem, SimpleNamespace(Br=Br, Bc=Bc))
-    return np.broadcast_to(mask, (problem.batch, problem.heads_q, *mask.shape[2:])), Br, Bc
+    check_blocks(tiles)
+    mask = check_block_mask(block_mask, problem, tiles)
+    whole = np.broadcast_to(mask, (problem.batch, problem.heads_q, *mask.shape[2:]))
+    return whole, tiles.Br, tiles.Bc
 
 
 def add_bias_gradient(dbias: Array, head: Head, rows: slice, dS: Array) -> None:

@@ -469,6 +469,7 @@ def test_the_kernels_name_the_same_lines(forward):
         (dict(K=np.ones((0, 4))), ValueError, r"K has shape \(0, 4\)"),
         (dict(K=np.ones((3, 5))), ValueError, r"K has shape \(3, 5\): allowed is \(Nk, 4\)"),
         (dict(V=np.ones((7, 4))), ValueError, r"V has shape \(7, 4\): allowed is \(3, 4\)"),
+        (dict(V=np.ones((3, 4), complex)), TypeError, "V has dtype complex128: allowed are real"),
         (dict(scale=np.nan), ValueError, "scale is nan"),
         (dict(causal=1), TypeError, "causal is 1: allowed is True or False"),
     ],
@@ -486,6 +487,8 @@ def test_bad_shapes_are_named_backward():
     tiles = dict(Br=1, Bc=1)
     with pytest.raises(ValueError, match=r"dO has shape \(1, 4\): allowed is \(2, 4\)"):
         fa1_backward(Q, K, V, O, dO[:1], l, m, **tiles)
+    with pytest.raises(TypeError, match="dO has dtype complex64: allowed are real numbers"):
+        fa2_backward(Q, K, V, O, dO.astype(np.complex64), m, **tiles)
     with pytest.raises(ValueError, match=r"l has shape \(3,\): allowed is \(2,\)"):
         fa1_backward(Q, K, V, O, dO, np.ones(3), m, **tiles)
     with pytest.raises(ValueError, match=r"O has shape \(3, 4\): allowed is \(2, 4\)"):
@@ -497,4 +500,4 @@ def test_bad_shapes_are_named_backward():
 def test_the_text_imports_no_kernel():
     tree = ast.parse(inspect.getsource(algorithms))
     imported = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level}
-    assert imported == {"masks", "problem"}
+    assert imported == {"checks", "masks", "problem"}

@@ -504,3 +504,14 @@ def test_the_readmes_torch_example_runs():
     names = {"torch": torch, "fa_numba": fa_numba}
     exec(example, names)
     assert isinstance(names["out"], torch.Tensor) and names["out"].shape == (4, 32, 4096, 64)
+
+
+def test_accesses_are_counted_by_all_that_are_open():
+    q = np.ones((1, 1, 8, 4), np.float32)
+    with fa_numba.count_accesses() as both:
+        fa_numba.flash_attention_2(q, q, q)
+        with fa_numba.count_accesses() as inner:
+            fa_numba.flash_attention_2(q, q, q)
+    fa_numba.flash_attention_2(q, q, q)
+    assert (both.loads["Q"], inner.loads["Q"]) == (64, 32)
+    assert both.total(space="global").requests == 2 * inner.total(space="global").requests > 0

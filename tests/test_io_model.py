@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -944,3 +945,41 @@ def test_bad_arguments_are_named(call, says):
 def test_a_block_mask_that_is_not_bool_is_refused():
     with pytest.raises(TypeError, match="block_mask has dtype uint8: allowed is bool"):
         io.fa2(replace(square(4, 4), sparse=True), Tiles(2, 2), block_mask=np.ones((2, 2), "u1"))
+
+
+NUMBERS = {
+    "kv_splits": [io.fa2, partial(io.workspace, "fa2")],
+    "group_splits": [io.fa2_backward, partial(io.workspace, "fa2", passes="bwd")],
+    "query_splits": [io.fa1, io.fa1_backward, partial(io.workspace, "fa1", passes="bwd")],
+    "tile_heads": [io.fa2],
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_of_parts_is_an_integer_of_at_least_one(name):
+    for count in NUMBERS[name]:
+        tiles = () if isinstance(count, partial) else (Tiles(2, 2),)
+        for value in (-3, 0, 1.5, True, "auto"):
+            with pytest.raises((ValueError, TypeError), match=f"^{name} is {value!r}: allowed"):
+                count(square(4, 4), *tiles, **{name: value})
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize(
+    "tiles, says",
+    [
+        ((2, 2), r"tiles is \(2, 2\): allowed is what has Br and Bc"),
+        (None, "tiles is None: allowed is what has Br and Bc"),
+        (Tiles(0, 2), "tiles.Br is 0: allowed is an integer >= 1"),
+        (Tiles(2, -2), "tiles.Bc is -2: allowed is an integer >= 1"),
+        (Tiles(1.5, 2), "tiles.Br is 1.5: allowed is an integer >= 1"),
+    ],
+    ids=str,
+)
+def test_block_sizes_are_integers_of_at_least_one(tiles, says, sparse):
+    problem = replace(square(4, 4), sparse=sparse)
+    counts = [io.standard, io.standard_backward, io.fa1, io.fa1_backward, io.fa2, io.fa2_backward]
+    for count in (*counts, *(partial(io.tiles_visited, name) for name in io.ALGORITHMS)):
+        given = {"block_mask": np.ones((2, 2), bool)} if sparse else {}
+        with pytest.raises((ValueError, TypeError), match=says):
+            count(problem, tiles, **given)

@@ -793,6 +793,15 @@ def test_gradients_of_huge_logits(shape, causal):
         np.testing.assert_allclose(g, w, rtol=0, atol=bound)
 
 
+@pytest.mark.parametrize("compute", ALL_FOUR)
+def test_complex_numbers_are_refused(compute):
+    given = dict(dout=Q, q=Q, k=K, v=V) if "backward" in compute.__name__ else dict(q=Q, k=K, v=V)
+    for name, x in given.items():
+        wrong = given | {name: x.astype(np.complex64)}
+        with pytest.raises(TypeError, match=f"^{name} has dtype complex64: allowed are real"):
+            compute(**wrong)
+
+
 @pytest.mark.parametrize("compute", [attention_backward, unfused_backward])
 def test_shapes_of_gradients_are_checked(compute):
     with pytest.raises(ValueError, match=r"dout has shape \(1, 1, 1, 3\): allowed is q's, \(1, 1,"):
@@ -813,6 +822,9 @@ HIDING = dict(block_mask=np.ones((1, 3), bool), tiles=TILES)
         ({"dropout": 0.1}, TypeError, "dropout is no option"),
         ({"window": (1,)}, ValueError, r"window is \(1,\): allowed is \(left, right\)"),
         ({"softcap": -1.0}, ValueError, "softcap is -1.0"),
+        ({"bias": np.ones((1, 8), complex)}, TypeError, "bias has dtype complex128: allowed are"),
+        ({"attn_mask": np.ones((1, 8), complex)}, TypeError, "attn_mask has dtype complex128"),
+        ({"alibi_slopes": [1j]}, TypeError, "alibi_slopes has dtype complex128: allowed are real"),
         ({"bias": np.ones((2, 8))}, ValueError, r"bias has shape \(2, 8\): .* \(1, 1, 1, 8\)"),
         ({"alibi_slopes": np.ones(2)}, ValueError, r"has shape \(2,\): .* \(1,\) or \(1, 1\)"),
         ({"alibi_slopes": 1.0}, ValueError, r"alibi_slopes has shape \(\)"),
@@ -903,6 +915,8 @@ def test_worst_says_where():
 def test_comparing_different_shapes_is_refused(compare):
     with pytest.raises(ValueError, match=r"out has shape \(1, 3\): .* \(3,\)"):
         compare(np.ones((1, 3)), np.ones(3))
+    with pytest.raises(TypeError, match="ref has dtype complex128: allowed are real numbers"):
+        compare(np.ones(3), np.ones(3, complex))
     with pytest.raises(ValueError, match="empty axis"):
         compare(np.ones((0, 3)), np.ones((0, 3)))
 

@@ -18,7 +18,8 @@ from fa_numba.device.kernel import Kernel
 from fa_numba.device.launch_record import DeviceArray, LaunchRecord, checked
 from fa_numba.device.tensor_map import TiledArray
 
-_counts: ContextVar[emulator.Counts | None] = ContextVar("fa_numba_counts", default=None)
+# Those of every ``count_accesses`` that is open, one inside another.
+_counts: ContextVar[tuple[emulator.Counts, ...]] = ContextVar("fa_numba_counts", default=())
 
 
 @contextlib.contextmanager
@@ -26,7 +27,8 @@ def count_accesses() -> Iterator[emulator.Counts]:
     """Run everything inside on the emulator and count its accesses to global memory.
 
     Yields a ``Counts`` with dictionaries ``loads`` and ``stores`` (elements) and ``load_bytes``
-    and ``store_bytes``, keyed by the kernels' array names.
+    and ``store_bytes``, keyed by the kernels' array names. One inside another counts what runs in
+    it, the outer one what runs in both.
 
     >>> import numpy as np, fa_numba
     >>> q = np.ones((1, 1, 8, 4), np.float32)
@@ -36,7 +38,7 @@ def count_accesses() -> Iterator[emulator.Counts]:
     (32, 32)
     """
     counts = emulator.Counts()
-    token = _counts.set(counts)
+    token = _counts.set((*_counts.get(), counts))
     try:
         with select.using("emulator"):
             yield counts
@@ -70,8 +72,7 @@ def launch(
         shared_bytes=kernel.shared_bytes,
         uncounted=uncounted,
     )
-    total = _counts.get()
-    if total is not None:
+    for total in _counts.get():
         total.merge(counts)
 
 

@@ -46,6 +46,8 @@ def fa2(
     `threads` threads load, and `key_pieces` neighbouring ones share a row of K, and of V. Where
     the lengths are on the device, the numbers are of sequences as long as the table has pages for.
     """
+    kv_splits = as_size("kv_splits", kv_splits, axis=False)
+    tile_heads = as_size("tile_heads", tile_heads, axis=False)
     d, head = problem.head_dim, whole_sums(problem, tiles, problem.heads_q)
     block = _Block(tiles.Br // tile_heads, tiles.Bc)
     visits = visit_sums(problem, block, block_mask)

@@ -27,8 +27,8 @@ def standard(
     on. A row of S too long for shared memory (`row_resident` False) is loaded twice by the softmax.
     No mask skips a tile, the block mask neither.
     """
-    blocks_of(problem, block_mask, tiles)
     d, head = problem.head_dim, whole_sums(problem, tiles, problem.heads_q)
+    blocks_of(problem, block_mask, tiles)
     loads = {
         "Q": head.rows * d,
         "K": head.columns_by_row_tile * d,
@@ -74,9 +74,9 @@ def standard_backward(
     rows of P and dP that are too long together (`row_resident` False), twice for dS. No mask skips
     a tile, the block mask neither.
     """
-    blocks_of(problem, block_mask, tiles)
     check_dbias(problem, dbias)
     d, head = problem.head_dim, whole_sums(problem, tiles, problem.heads_q)
+    blocks_of(problem, block_mask, tiles)
     shared = whole_sums(problem, tiles, problem.heads_k)
     matrix = head.pairs
     reads, forward_reads = (1 if resident else 2 for resident in (row_resident, forward_resident))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fa_numba.integers import ceil_div
-from fa_numba.problem import BlockSizes, Problem, check_block_mask
+from fa_numba.problem import BlockSizes, Problem, check_block_mask, check_blocks
 
 ALGORITHMS = ("standard", "fa1", "fa2")
 PASSES = ("fwd", "bwd", "fwd+bwd")
@@ -43,6 +43,7 @@ class Whole(NamedTuple):
 
 def whole_sums(problem: Problem, tiles: BlockSizes, heads: int) -> Whole:
     """The sums over all batch entries and so many heads of each."""
+    check_blocks(tiles)
     # Python integers: a count may exceed 64 bits.
     total = [0] * len(Whole._fields)
     for entry, count in entries(problem):
@@ -95,6 +96,7 @@ def visit_sums(
     tile that one of them visits: what a block of FA-1's query splits loads of K and V. With `whole`
     a row tile has the rows that the arrays have, also those past `q_lens`.
     """
+    check_blocks(tiles)
     total = [0] * len(Visits._fields)
     for entry, mask, count in distinct_heads(problem, blocks_of(problem, block_mask, tiles)):
         of_head = _row_tiles(problem, tiles, entry, mask, run)
@@ -230,8 +232,9 @@ def tiles_visited(
     check_name("algorithm", algorithm, ALGORITHMS)
     check_name("passes", passes, PASSES[:2])
     if algorithm == "standard":
+        every = whole_sums(problem, tiles, problem.heads_q).tiles
         blocks_of(problem, block_mask, tiles)
-        return whole_sums(problem, tiles, problem.heads_q).tiles
+        return every
     takes_all = algorithm == "fa1" and starts_in_first_pass(problem)
     return visit_sums(problem, tiles, block_mask, takes_all=takes_all).tiles
 

@@ -9,7 +9,7 @@ from fa_numba.dtypes import CHUNK_BYTES, DTYPES
 from fa_numba.integers import round_up
 from fa_numba.io_model.accesses import ELEMENT_BYTES
 from fa_numba.io_model.visits import ALGORITHMS, PASSES, blocks_of, check_name, distinct_heads
-from fa_numba.problem import Problem
+from fa_numba.problem import Problem, as_size
 
 
 def flops(problem: Problem, passes: str = "fwd", *, block_mask: Any = None) -> int:
@@ -83,6 +83,9 @@ def workspace(
     """
     check_name("algorithm", algorithm, ALGORITHMS)
     check_name("passes", passes, PASSES[:2])
+    query_splits = as_size("query_splits", query_splits, axis=False)
+    kv_splits = as_size("kv_splits", kv_splits, axis=False)
+    group_splits = as_size("group_splits", group_splits, axis=False)
     if algorithm == "standard":
         *rows_of_scores, Nk = problem.score_shape
         matrices = 1 if passes == "fwd" else 2
