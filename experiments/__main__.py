@@ -19,13 +19,13 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"python -m experiments needs {error.name}: pip install -e '.[experiments]'")
 
-from fa_numba import Tiles
+from fa_numba import Tiles, device
 
 from .lab import compare_command, origins, precompile, report, review, schedule, spills, tune
 from .lab.drawing import Drawing, side_by_side
 from .lab.drawn import Drawn
-from .lab.options import FIGURES, FILTERED, QUICK, REPOSITORY, Options
-from .lab.registry import load, names, needs_torch, takes_tiles
+from .lab.options import CHOICES, FIGURES, FILTERED, QUICK, REPOSITORY, Options
+from .lab.registry import load, names, needs_torch, takes
 from .lab.runner import Runner
 from .lab.store import Store
 
@@ -335,13 +335,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"no experiment named {', '.join(map(_suggestion, unknown))}; known are: "
             f"{', '.join(names())}"
         )
-    if args.tiles:
-        taking = [name for name in names() if takes_tiles(load(name))]
+    gpu = args.command == "draw" or device.gpu_available()  # drawn is what any machine measured
+    for choice in CHOICES:
+        if getattr(args, choice) is None:
+            continue
+        taking = [name for name in names() if choice in takes(load(name), gpu)]
         other = [name for name in chosen if name not in taking]
-        if other:
-            parser.error(
-                f"--tiles is nothing that {', '.join(other)} takes, only {', '.join(taking)}"
-            )
+        chosen = [name for name in chosen if name in taking]
+        said = f"--{choice.replace('_', '-')} is nothing that {', '.join(other)} takes"
+        if any(choice in takes(load(name), True) for name in other):
+            said += " without a CUDA GPU"
+        if other and args.command == "all":
+            console.print(f"{said}: left out", soft_wrap=True, highlight=False)
+        elif other:
+            parser.error(f"{said}, only {', '.join(taking)}")
     try:
         options = _options(args)
     except ValueError as error:

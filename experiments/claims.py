@@ -33,6 +33,7 @@ DESCRIPTION = (
 NEEDS_GPU = False
 # A row's array, or what else it is of, stands in its note.
 SWEPT = ("note",)
+TAKES = ()
 PROTOCOL = (
     "decoding: bytes of K and V once over the median time, of 512 heads K and V are those of 32; "
     "float64 against all elements of O of the first and the last head; copy: bytes read and "
@@ -40,7 +41,7 @@ PROTOCOL = (
 )
 
 SIMT = ("standard-simt", "fa1-simt", "fa2-simt")
-COUNTED_SEQLEN, COUNTED_TILE = 128, 32
+COUNTED_SEQLEN, COUNTED_DIM, COUNTED_TILE = 128, 64, 32
 DROPOUT = 0.1
 # "fp16, T=8192, h=32, d=128", and what the document says of it, in GB.
 LAYER = Problem(1, 32, 32, 8192, 8192, 128, dtype="float16")
@@ -65,18 +66,13 @@ OPERATIONS = {
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     """Counts by array and merged pages on the emulator, then what needs a GPU."""
-    seqlen = (options.seqlens or (COUNTED_SEQLEN,))[0]
-    head_dim = (options.head_dims or (64,))[0]
-    problems = [
-        one_head(min(seqlen, COUNTED_SEQLEN), head_dim, mask)
-        for mask in options.causal or (False, True)
-    ]
+    problems = [one_head(COUNTED_SEQLEN, COUNTED_DIM, mask) for mask in (False, True)]
     cases = [(problem, series, 0.0) for problem in problems for series in SIMT]
     cases += [(problems[0], series, DROPOUT) for series in SIMT[1:]]
     for case in cases:
         yield from _model(*case)
     work: list[tuple[Any, ...]] = [(_count, *case) for case in cases]
-    work += [(_paged, series, head_dim) for series in ("fa1-simt", "fa2-simt", "fa2-mma")]
+    work += [(_paged, series, COUNTED_DIM) for series in ("fa1-simt", "fa2-simt", "fa2-mma")]
     yield from bench.counted(work, "counting on the emulator", lambda run, *case: run(*case))
     if bench.machine is None:
         return

@@ -30,7 +30,7 @@ DESCRIPTION = (
     "python -m experiments explore serves it for sizes of your own."
 )
 NEEDS_GPU = False
-TAKES_TILES = True
+TAKES = ("seqlens", "head_dims", "causal", "tiles")
 SWEPT = ("Br", "Bc", "note")
 # Besides its own rows the page shows these recordings.
 READS = ("speed_fp16", "io_vs_seqlen", "loop_order")

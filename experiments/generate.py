@@ -36,6 +36,7 @@ DESCRIPTION = (
 NEEDS_GPU = False
 # With a cache or without one, and the text, stand in a row's note.
 SWEPT = ("note",)
+TAKES, TAKES_ON_GPU = (), ("seqlens",)
 
 SIZES = small_model.Sizes(len(ALPHABET), heads=2, head_dim=32, layers=2)
 CHARACTERS, STEPS, BATCH, CONTEXT = 2**16, 150, 16, 48

@@ -32,6 +32,7 @@ DESCRIPTION = (
 NEEDS_GPU = False
 # A row's page size stands in its note.
 SWEPT = ("note",)
+TAKES, TAKES_ON_GPU = (), ("seqlens", "head_dims")
 
 PAGE_SIZES = (16, 64, 128, 256)
 COUNTED = {"fa2-simt": "float32", "fa2-mma": "float16", "fa2-wgmma": "float16"}
@@ -84,8 +85,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     if bench.machine is None:
         return
     contexts = options.seqlens or (QUICK_CONTEXTS if options.quick else CONTEXTS)
-    d = (options.head_dims or (HEAD_DIM,))[0]
-    problems = [_step(N, d) for N in contexts]
+    problems = [_step(N, d) for d in options.head_dims or (HEAD_DIM,) for N in contexts]
     timed = TIMED if device.compute_capability() == (9, 0) else TIMED[:1]
     ahead = [precompile.Call(series, problem) for series in timed for problem in problems]
     for problem in problems:

@@ -42,6 +42,7 @@ DESCRIPTION = (
 )
 NEEDS_GPU = False
 SWEPT = ("note",)
+TAKES, TAKES_ON_GPU = ("head_dims", "causal"), ("seqlens",)
 PROTOCOL = (
     "one process a GPU, all begin together; the time of the slowest rank; bytes are those given "
     "to send; memory is a rank's peak with its inputs; inputs are normal, drawn on the GPU; every "
@@ -85,12 +86,17 @@ def tasks(options: Options) -> list[Task]:
         lengths: Sequence[int] = SEQLENS[:1]
     else:
         lengths = options.seqlens or SEQLENS
-    d = (options.head_dims or (HEAD_DIM,))[0]
-    found = [Task(LINK, 0, d, False, "fwd", 20), Task(MERGE, 2**17, d, False, "fwd", 20)]
+    head_dims = options.head_dims or (HEAD_DIM,)
+    found = [
+        task
+        for d in head_dims
+        for task in (Task(LINK, 0, d, False, "fwd", 20), Task(MERGE, 2**17, d, False, "fwd", 20))
+    ]
     alone = sorted(
         {*lengths, *(N // 2 for N in lengths), SHORTEST} if not options.quick else lengths
     )
-    for causal, pass_ in itertools.product(options.causal or (False, True), PASSES):
+    kinds = itertools.product(head_dims, options.causal or (False, True), PASSES)
+    for d, causal, pass_ in kinds:
         for series, N in itertools.product(SERIES, alone):
             last = series == KV and pass_ == "fwd" and N <= ALONE
             if (series == ONE or N in lengths) and (N <= LONGEST[pass_] or last):
@@ -160,9 +166,10 @@ def _rows(task: Task, found: ring_ranks.Found, ranks: int, machine: str) -> Iter
 
 
 def _modelled(options: Options) -> Iterator[Row]:
-    d = (options.head_dims or (HEAD_DIM,))[0]
-    choices = itertools.product(options.causal or (False, True), PASSES, MODEL_RANKS, OURS)
-    for causal, pass_, ranks, series in choices:
+    choices = itertools.product(
+        options.head_dims or (HEAD_DIM,), options.causal or (False, True), PASSES, MODEL_RANKS, OURS
+    )
+    for d, causal, pass_, ranks, series in choices:
         problem = whole(MODEL_SEQLEN, causal, d)
         yield Row(
             machine=MODEL,

@@ -28,7 +28,7 @@ DESCRIPTION = (
     "and written again; traced on the emulator, for any length, head dimension and --tiles."
 )
 NEEDS_GPU = False
-TAKES_TILES = True
+TAKES = ("seqlens", "head_dims", "causal", "tiles")
 SWEPT = ("Br", "Bc", "note")
 
 SERIES = ("fa1-simt", "fa2-simt")

@@ -167,6 +167,9 @@ def run(*arguments, **environment):
     )
 
 
+NO_GPU = " without a CUDA GPU"
+
+
 # --- command line ----------------------------------------------------------------------------
 
 
@@ -203,6 +206,13 @@ def test_help_explains(arguments, capsys):
         (["run", "speed", "--causal", "maybe"], "invalid choice: 'maybe'"),
         (["run", "speed", "--out", str(Path(__file__) / "x")], "is a file, not a folder"),
         (["run", "speed", "--out", ""], "'' names no folder"),
+        (["run", "speed", "generate", "--seqlens", "37"], f"generate takes{NO_GPU}, only block_"),
+        (["run", "paged", "--seqlens", "37"], f"--seqlens is nothing that paged takes{NO_GPU}"),
+        (["run", "ring", "--seqlens", "37", "--causal=yes"], f"that ring takes{NO_GPU}, only "),
+        (["run", "paged", "--head-dims", "64"], f"--head-dims is nothing that paged takes{NO_GPU}"),
+        (["draw", "claims", "--seqlens", "128"], "--seqlens is nothing that claims takes, only "),
+        (["draw", "claims", "--causal", "yes"], "--causal is nothing that claims takes, only "),
+        (["draw", "speed", "--tiles", "64x64"], "--tiles is nothing that speed takes, only "),
         (["compare", "--seqlen=8", "--head-dim=8", "--out", " "], "' ' names no folder"),
         (["run", "speed", "--quick", "--out", f"{FIGURES}/../figures"], "has complete runs alone"),
         (["all", "--head-dims", "64", "--out", str(FIGURES)], "it is figures/filtered"),
@@ -214,6 +224,7 @@ def test_help_explains(arguments, capsys):
 )
 def test_bad_arguments_are_refused_before_anything_runs(arguments, message, capsys, monkeypatch):
     monkeypatch.setattr(command, "Runner", lambda *_: pytest.fail("something was run"))
+    monkeypatch.setattr(command.device, "gpu_available", lambda: False)
     with pytest.raises(SystemExit) as exit_:
         command.main(arguments)
     assert exit_.value.code == 2
@@ -280,6 +291,14 @@ def test_parts_of_experiments_stay_away_from_complete_ones(
     command.main([*command_, *arguments])
     assert [options.out for options in seen] == [folder]
     assert ("figures/filtered" in capsys.readouterr().out) == (folder.name == "filtered")
+
+
+def test_all_leaves_out_what_takes_no_such_choice(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(command, "names", lambda: ["generate", "loop_cost"])
+    assert no_gpu(monkeypatch, tmp_path, "all", "--seqlens", "37") == 0
+    said = capsys.readouterr().out
+    assert f"--seqlens is nothing that generate takes{NO_GPU}: left out" in said
+    assert "loop_cost" in said and not (tmp_path / "data").exists()
 
 
 def test_the_help_says_where_parts_go(capsys):
@@ -753,6 +772,7 @@ def test_options_choose_rows():
     rows = synthetic("speed")
     options = Options(seqlens=(512,), causal=(False,))
     assert {row.seqlen_q for row in rows if options.admits(row)} == {512}
+    assert options.admits(replace(rows[0], seqlen_q=1, seqlen_k=512))  # a decoding step
     assert not any(Options(causal=(True,)).admits(row) for row in rows)
     assert all(Options(seqlens=(7,)).admits(row) for row in block_size.published_rows())
 

@@ -394,8 +394,8 @@ def test_tiles_make_a_part_of_an_experiment():
     rows = recorded()
     assert all(chosen.admits(row) for row in rows)
     assert not any(Options(tiles=((32, 128),)).admits(row) for row in rows)
-    taking = [name for name in registry.names() if registry.takes_tiles(registry.load(name))]
-    assert taking == ["timeline"]
+    of = {name: registry.takes(registry.load(name), True) for name in registry.names()}
+    assert {name for name in of if "tiles" in of[name]} == {"explore", "timeline"}
 
 
 def test_the_emulator_is_what_is_traced(monkeypatch):

@@ -17,6 +17,9 @@ FIGURES = REPOSITORY / "figures"
 # Where runs and figures of fewer or other sizes go, so that FIGURES has complete ones alone.
 QUICK, FILTERED = FIGURES / "quick", FIGURES / "filtered"
 
+# Fields of `Options` by which a part of an experiment is asked for.
+CHOICES = ("seqlens", "head_dims", "causal", "tiles")
+
 MASKS = {False: "not causal", True: "causal"}
 
 T = TypeVar("T")
@@ -45,9 +48,7 @@ class Options:
     @property
     def complete(self) -> bool:
         """Whether a run with these options measures everything that an experiment has."""
-        return not self.quick and (
-            (self.seqlens, self.head_dims, self.causal, self.tiles) == (None, None, None, None)
-        )
+        return not self.quick and not any(getattr(self, name) for name in CHOICES)
 
     @property
     def chosen(self) -> str:
@@ -63,9 +64,9 @@ class Options:
         return "; ".join([*sizes, *([" and ".join(masks)] if masks else [])])
 
     def admits(self, row: Row) -> bool:
-        """Whether the row is among what was asked for."""
+        """Whether the row is among what was asked for: its rows of Q or of K for a length."""
         return row.source == PUBLISHED or (
-            (self.seqlens is None or row.seqlen_q in self.seqlens)
+            (self.seqlens is None or not {row.seqlen_q, row.seqlen_k}.isdisjoint(self.seqlens))
             and (self.head_dims is None or row.head_dim in self.head_dims)
             and (self.causal is None or row.causal in self.causal)
             and (self.tiles is None or (row.Br, row.Bc) in self.tiles)

@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 import experiments
 
 from . import thumbs
-from .options import Bench, Options
+from .options import CHOICES, Bench, Options
 from .store import Row
 from .tables import Make
 
@@ -30,7 +30,8 @@ class Experiment(Protocol):
     FIGURES         further figures: name of the file -> function of the rows, as `draw`
     TABLES          further tables: name -> function of the rows
     NEEDS_TORCH     True where torch with CUDA is needed to measure
-    TAKES_TILES     True where block sizes of the command line (`Options.tiles`) are taken
+    TAKES           which of `options.CHOICES` it takes; all but tiles without it
+    TAKES_ON_GPU    which more it takes for what a GPU measures
     SWEPT           columns of a row that the experiment varies, see `store.Recorder`
     PROTOCOL        a sentence on how it measures, kept with its rows
     """
@@ -72,8 +73,10 @@ def reads(experiment: Experiment) -> Sequence[str]:
     return tuple(getattr(experiment, "READS", ()))
 
 
-def takes_tiles(experiment: Experiment) -> bool:
-    return bool(getattr(experiment, "TAKES_TILES", False))
+def takes(experiment: Experiment, gpu: bool) -> set[str]:
+    """The choices of the command line that it takes, with a `gpu` or without."""
+    taken = set(getattr(experiment, "TAKES", set(CHOICES) - {"tiles"}))
+    return taken | set(getattr(experiment, "TAKES_ON_GPU", ()) if gpu else ())
 
 
 def swept(experiment: Experiment) -> Sequence[str]:

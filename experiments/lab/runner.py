@@ -358,7 +358,7 @@ class Runner:
         if not self.options.chosen:
             return ""
         found = Options(
-            seqlens=tuple(sorted({row.seqlen_q for row in stored})),
+            seqlens=tuple(sorted({N for row in stored for N in (row.seqlen_q, row.seqlen_k)})),
             head_dims=tuple(sorted({row.head_dim for row in stored})),
             causal=tuple(sorted({row.causal for row in stored})),
         )
