@@ -357,7 +357,7 @@ class Gpu:
     def cuTensorMapEncodeTiled(
         self, dtype, rank, address, shape, strides, box, steps, interleave, swizzle, promotion, fill
     ):
-        """Refuses what the driver's manual does, and elements that are stepped over."""
+        """Refuses what the manual does ("Tensor Map Object Management"), and other steps than 1."""
         shape, strides, box, steps = ([int(n) for n in x] for x in (shape, strides, box, steps))
         itemsize = np.dtype(ELEMENTS[dtype][0]).itemsize
         lengths = [len(shape), len(strides) + 1, len(box), len(steps)]

@@ -30,8 +30,9 @@ from stand_in_torch import Tensor, no_torch_but_its_names
 
 import fa_numba
 from fa_numba import Tiles
+from fa_numba import device as devices
 from fa_numba.choices.requests import Choices
-from fa_numba.device import kernel_cache
+from fa_numba.device import kernel_cache, launch_record
 from fa_numba.host import binding, launch_cache, overlap, planning
 from fa_numba.host.arrays import operand
 from fa_numba.intrinsics.reduction import add_pair, add_pair_vector
@@ -302,6 +303,49 @@ def test_maps_say_the_dtypes_of_arrays(gpu, torch, dtype):
         how = "CU_TENSOR_MAP_SWIZZLE_128B", "CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE"
         names = [*["FLOAT16" if dtype == "float16" else "BFLOAT16"] * 4, "FLOAT32"]
         assert maps_of(gpu) == [(f"CU_TENSOR_MAP_DATA_TYPE_{name}", *how) for name in names]
+
+
+# What a map is made of, columns first, and what the driver's manual allows.
+MAP = {"dtype": "FLOAT16", "address": 2**32, "shape": (64, 99, 3, 2), "box": (64, 16, 1, 1)}
+MAP |= {"strides": (128, 12800, 38400), "swizzle": "128B"}
+MAPS = [
+    ({}, True), ({"strides": (12800, 128, 38400)}, True), ({"address": 2**32 + 8}, False),
+    ({"strides": (136, 12800, 38400)}, False), ({"strides": (2**40, 128, 128)}, False),
+    ({"shape": (64, 2**32, 3, 2)}, True), ({"shape": (64, 2**32 + 1, 3, 2)}, False),
+    ({"shape": (64, 0, 3, 2)}, False), ({"box": (64, 256, 1, 1)}, True),
+    ({"box": (64, 257, 1, 1)}, False), ({"box": (64, 0, 1, 1)}, False),
+    ({"box": (72, 16, 1, 1)}, False), ({"box": (72, 16, 1, 1), "swizzle": "NONE"}, True),
+    ({"box": (4, 16, 1, 1)}, False), ({"swizzle": "64B"}, False), ({"dtype": "FLOAT32"}, False),
+]  # fmt: skip
+
+
+def map_is_made(change):
+    """Whether the driver makes a map that differs from ``MAP`` in this."""
+    driver, given = launch_record.driver, MAP | change
+    made, *_ = driver.cuTensorMapEncodeTiled(
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{given['dtype']}"),
+        4,
+        given["address"],
+        *([driver.cuuint64_t(n) for n in given[name]] for name in ("shape", "strides")),
+        *([driver.cuuint32_t(n) for n in sizes] for sizes in (given["box"], (1, 1, 1, 1))),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{given['swizzle']}"),
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    return made == driver.CUresult.CUDA_SUCCESS
+
+
+@pytest.mark.parametrize("change, allowed", MAPS, ids=str)
+def test_the_stand_in_makes_the_maps_that_a_driver_makes(gpu, change, allowed):
+    assert map_is_made(change) is allowed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("change, allowed", MAPS, ids=str)
+def test_gpu_driver_makes_these_maps(change, allowed):
+    devices.synchronize()  # which makes a context
+    assert map_is_made(change) is allowed
 
 
 def test_seeds_and_offsets_are_no_part_of_a_kept_call(gpu, kept):
