@@ -393,7 +393,7 @@ def test_what_one_algorithm_cannot_the_others_are_shown_without(capsys):
     "arguments, message",
     [
         ([], "the following arguments are required: --seqlen, --head-dim"),
-        ([*SIZE, "--device", "B200"], "'B200' is no known GPU: allowed is one of A100, H100, H200"),
+        ([*SIZE, "--device", "V100"], "'V100' is no known GPU: allowed is one of A100, H100, H200"),
         ([*SIZE, "--head-dim", "300"], "argument --head-dim: 300 is outside: allowed is 1 to 256"),
         ([*SIZE, "--heads-k", "3"], "k has heads 3 (shape (1, 3, 1000, 64)): allowed is a divisor"),
         ([*SIZE, "--tiles", "64"], "argument --tiles: '64' is no BRxBC: allowed is such as 64x128"),

@@ -6,7 +6,7 @@ memory; ``roofline`` the time that compute and memory take at least, and which t
 """
 
 from fa_numba.bounds.cache import Dram, dram
-from fa_numba.bounds.devices import DEVICES, Device, here, named
+from fa_numba.bounds.devices import DEVICES, Device, as_gpu, here, named
 from fa_numba.bounds.multiprocessor import Occupancy, occupancy
 from fa_numba.bounds.roofline import Expected, computed_flops, expected
 
@@ -16,6 +16,7 @@ __all__ = [
     "Dram",
     "Expected",
     "Occupancy",
+    "as_gpu",
     "computed_flops",
     "dram",
     "expected",

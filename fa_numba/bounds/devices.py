@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +47,7 @@ class Device:
         """FLOP/s of a unit: "mma" or "simt"."""
         return self.fp32 if unit == "simt" else self.fp16
 
-    def planning(self) -> AbstractContextManager[None]:
+    def planning(self) -> contextlib.AbstractContextManager[None]:
         """A context in which plans are made for this GPU, which need not be here."""
         return device.planning_for(self.capability, self.block_shared_bytes, self.multiprocessors)
 
@@ -94,6 +94,23 @@ def named(name: str) -> Device:
         if _key(name) in (_key(known.name), _key(known.driver_name)):
             return known
     raise ValueError(f"{name!r} is no known GPU: allowed is one of {', '.join(DEVICES)}")
+
+
+@contextlib.contextmanager
+def as_gpu(name: str) -> Iterator[None]:
+    """Calls inside run on the emulator as they would on the GPU of this name: what is chosen is
+    chosen for it, and what does not fit there is refused. Raises ValueError for one not known.
+
+    >>> import fa_numba
+    >>> shape, tiles = (1, 1, 64, 64), fa_numba.Tiles(128, 128)
+    >>> with as_gpu("RTX 3060"):
+    ...     fa_numba.plan(shape, shape, algorithm="fa2", tiles=tiles)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    ValueError: ... needs 163840 bytes of shared memory, the device has 101376 a block
+    """
+    with device.using("emulator"), named(name).planning():
+        yield
 
 
 def _key(name: str) -> str:

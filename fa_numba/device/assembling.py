@@ -4,42 +4,14 @@ from __future__ import annotations
 
 import re
 
-from numba import cuda
-
-from fa_numba.device import kernel_cache, select
-from fa_numba.device.front_end import without_repeats
+from fa_numba.device import kernel_cache, linking, select
 from fa_numba.device.kernel import Kernel
-
-# Instructions of an architecture alone, such as Hopper's, have a name of their own.
-_SUFFIXES = {(9, 0): "a"}
 
 
 def assembled(kernel: Kernel, capability: tuple[int, int]) -> tuple[str, str]:
     """(PTX, the assembler's log) of a kernel, linked as it is where it runs; it takes seconds."""
-    from cuda.core import Linker, LinkerOptions, ObjectCode
-
-    suffix = _SUFFIXES.get(capability, "")
-    with without_repeats():
-        ltoir, _ = cuda.compile(
-            kernel.function,
-            kernel.signature,
-            cc=(*capability, suffix) if suffix else capability,
-            device=False,
-            abi="numba",
-            output="ltoir",
-            launch_bounds=(kernel.threads, kernel.min_blocks),
-        )
-    arch = f"sm_{capability[0]}{capability[1]}{suffix}"
-
-    def link(kind: str, **options: object) -> tuple[bytes, str]:
-        linking = LinkerOptions(arch=arch, link_time_optimization=True, **options)
-        linker = Linker(ObjectCode.from_ltoir(ltoir), options=linking)
-        code = linker.link(kind)
-        return bytes(code.code), (linker.get_info_log() or "") + (linker.get_error_log() or "")
-
-    ptx, _ = link("ptx", ptx=True)
-    _, log = link("cubin", verbose=True, ptxas_options=["-v"])
-    return ptx.decode(errors="replace"), log
+    ptx, _, log = linking.ptx_and_cubin(kernel, capability)
+    return ptx, log
 
 
 def registers_of(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from cuda.bindings import driver
 from numba import cuda, types
 
-from fa_numba.device import kernel_cache, select
+from fa_numba.device import kernel_cache, linking, select
 from fa_numba.device.front_end import without_repeats
 from fa_numba.device.launch_record import checked
 
@@ -56,10 +56,14 @@ class Kernel:
         kept = kernel_cache.read(self, capability)
         if kept is not None:
             return kept
-        dispatcher = cuda.jit(launch_bounds=(self.threads, self.min_blocks))(self.function)
-        with without_repeats():
-            library = dispatcher.compile(self.argument_types)._codelibrary
-        cubin, name = bytes(library.get_cubin().code), library._entry_name
+        if linking.is_newer(capability):
+            ptx, cubin, _ = linking.ptx_and_cubin(self, capability)
+            name = linking.entry_of(ptx)
+        else:
+            dispatcher = cuda.jit(launch_bounds=(self.threads, self.min_blocks))(self.function)
+            with without_repeats():
+                library = dispatcher.compile(self.argument_types)._codelibrary
+            cubin, name = bytes(library.get_cubin().code), library._entry_name
         kernel_cache.write(self, capability, cubin, name)
         return cubin, name
 

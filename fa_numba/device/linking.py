@@ -1,0 +1,69 @@
+"""Machine code for a GPU that need not be here, by NVVM and nvJitLink.
+
+For GPUs newer than Hopper's NVVM has another optimiser, which does not unroll all loops over
+register tiles, so that these lie in local memory. Such a GPU gets PTX of compute capability 9.0.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from numba import cuda
+
+from fa_numba.device.front_end import without_repeats
+
+_HOPPER = (9, 0)
+# Instructions of an architecture alone, such as Hopper's, have a name of their own.
+_SUFFIXES = {_HOPPER: "a"}
+
+
+def is_newer(capability: tuple[int, int]) -> bool:
+    """Whether a GPU of this compute capability gets Hopper's PTX."""
+    return capability > _HOPPER
+
+
+def ptx_and_cubin(kernel: Any, capability: tuple[int, int]) -> tuple[str, bytes, str]:
+    """PTX of a kernel, its machine code, and the assembler's log; it takes seconds."""
+    from cuda.core import ObjectCode
+
+    newer = is_newer(capability)
+    made_for = _HOPPER if newer else capability
+    suffix = "" if newer else _SUFFIXES.get(capability, "")
+    with without_repeats():
+        ltoir, _ = cuda.compile(
+            kernel.function,
+            kernel.signature,
+            cc=(*made_for, suffix) if suffix else made_for,
+            device=False,
+            abi="numba",
+            output="ltoir",
+            launch_bounds=(kernel.threads, kernel.min_blocks),
+        )
+    code, optimised = ObjectCode.from_ltoir(ltoir), {"link_time_optimization": True}
+    ptx, _ = _linked(code, "ptx", _arch(made_for) + suffix, ptx=True, **optimised)
+    if newer:
+        code, optimised = ObjectCode.from_ptx(ptx), {}
+    told = {"verbose": True, "ptxas_options": ["-v"], **optimised}
+    cubin, log = _linked(code, "cubin", _arch(capability) + suffix, **told)
+    return ptx.decode(errors="replace"), cubin, log
+
+
+def entry_of(ptx: str) -> str:
+    """The name of the kernel in its PTX."""
+    found = re.search(r"\.entry\s+([\w$]+)", ptx)
+    if found is None:
+        raise RuntimeError(f"the PTX has no kernel: {ptx[:200]!r}")
+    return found[1]
+
+
+def _arch(capability: tuple[int, int]) -> str:
+    return f"sm_{capability[0]}{capability[1]}"
+
+
+def _linked(code: Any, kind: str, arch: str, **options: Any) -> tuple[bytes, str]:
+    from cuda.core import Linker, LinkerOptions
+
+    linker = Linker(code, options=LinkerOptions(arch=arch, **options))
+    made = bytes(linker.link(kind).code)
+    return made, (linker.get_info_log() or "") + (linker.get_error_log() or "")

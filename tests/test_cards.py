@@ -1,0 +1,61 @@
+"""What is chosen for each architecture compiles there within its limits, and spills nothing."""
+
+import pytest
+from offline import CAPABILITY, compiled
+from test_compile import registers, spills_of
+
+import fa_numba
+from fa_numba import bounds, device
+from fa_numba.device import kernel_cache
+from fa_numba.kernels.simt.rows import make_row_sums
+from fa_numba.options import Features
+
+# architecture -> a GPU with its limits
+CARDS = {
+    "sm_86": "RTX 3090",
+    "sm_89": "L4",
+    "sm_100": "B200",
+    "sm_103": "B200",
+    "sm_120": "RTX 5090",
+}
+QUICK = [
+    ("sm_86", "fa2", "fwd", "float32", 64),
+    ("sm_103", "fa2", "fwd", "float16", 64),
+    ("sm_120", "fa1", "fwd", "float16", 64),
+]
+ALL = [
+    (arch, algorithm, passes, dtype, d)
+    for arch in CARDS
+    for algorithm in ("fa1", "fa2")
+    for passes in ("fwd", "bwd")
+    for dtype in ("float32", "float16", "bfloat16")
+    for d in ((32, 64, 96, 128, 160, 192, 256) if dtype != "bfloat16" else (64, 128))
+]
+
+
+@pytest.mark.parametrize(
+    "arch, algorithm, passes, dtype, d",
+    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in ALL],
+)
+def test_a_default_plan_compiles_without_spills(arch, algorithm, passes, dtype, d):
+    card, shape = bounds.named(CARDS[arch]), (2, 8, 4096, d)
+    how = {"algorithm": algorithm, "passes": passes, "dtype": dtype}
+    with device.planning_for(CAPABILITY[arch], card.block_shared_bytes, card.multiprocessors):
+        for kernel in fa_numba.plan(shape, shape, **how).launched:
+            ptx, log = compiled(kernel, arch)
+            target = "sm_90" if CAPABILITY[arch] > (9, 0) else arch
+            assert f".target {target}\n" in ptx and ".f64" not in ptx and ".local" not in ptx
+            assert spills_of(log) == ["0"] * 3, (kernel.name, log)
+            assert kernel.shared_bytes <= card.block_shared_bytes
+            assert kernel.min_blocks * kernel.threads <= card.threads
+            assert registers(log) * kernel.threads * kernel.min_blocks <= card.registers
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (12, 0)])
+def test_what_runs_on_newer_gpus_is_their_code(capability, monkeypatch):
+    """An ELF file whose flags name the architecture, with the kernel under its name."""
+    monkeypatch.setenv(kernel_cache.VARIABLE, "")
+    kernel = make_row_sums(64, False, Features())
+    cubin, name = kernel.built(capability)
+    assert cubin[:4] == b"\x7fELF" and cubin[49] == 10 * capability[0] + capability[1]
+    assert "row_sums" in name and name.encode() + b"\0" in cubin
