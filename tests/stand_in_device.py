@@ -177,6 +177,10 @@ SPANS = {
 }
 
 
+class _MapMemory(driver.CUtensorMap):
+    """Of which can be told whether it still lives."""
+
+
 class TensorMap(ctypes.Structure):
     """What a map says, in its 128 bytes; axes from the innermost on, as the driver takes them."""
 
@@ -260,7 +264,7 @@ class Gpu:
         self.launched, self.given = [], []
         self.context, self.entered = CONTEXT, []
         self.streams = {}
-        self.live, self.held = {}, []
+        self.live, self.held, self.maps = {}, [], {}
         self.runs = True  # or only takes down what it is asked
 
     @property
@@ -337,7 +341,9 @@ class Gpu:
         if isinstance(ty, types.NamedTuple):
             return ty.instance_class(*(self.argument(t, places) for t in ty.types))
         if isinstance(ty, tensor_map.TiledType):
-            found = TensorMap.from_buffer_copy(ctypes.string_at(next(places), tensor_map.MAP_BYTES))
+            place = next(places)
+            assert self.maps[place]() is not None, "a tensor map that was freed"
+            found = TensorMap.from_buffer_copy(ctypes.string_at(place, tensor_map.MAP_BYTES))
             self.words += (Address(found.address), found.facts())
             counts = (ty.ndim, ty.ndim - 1 if ty.ends else 0)
             of = [tuple(self.word(places, ctypes.c_int64) for _ in range(n)) for n in counts]
@@ -370,7 +376,8 @@ class Gpu:
             and (SPANS[swizzle] == 16 or box[0] * itemsize <= SPANS[swizzle])
         ):  # fmt: skip
             return RESULT.CUDA_ERROR_INVALID_VALUE, None
-        made = driver.CUtensorMap()
+        made = _MapMemory()
+        self.maps[int(made.getPtr())] = weakref.ref(made)
         written = TensorMap.from_address(int(made.getPtr()))
         facts = {"address": address, "dtype": dtype, "rank": rank, "swizzle": swizzle, "fill": fill}
         for name, value in facts.items():

@@ -192,6 +192,7 @@ BOXED = {
     "rows of several heads": ("fa2", (1, 4, 5, 8), (1, 2, 20, 8), {}),
     "rows from the end on": ("fa2", (2, 1, 9, 8), (2, 1, 20, 8), {"kv_lens": (20, 13)}),
     "sequences": ("fa2", (20, 1, 8), (30, 1, 8), PACKED),
+    "pages": ("fa2", (1, 2, 5, 8), (3, 1, 16, 8), {"block_table": ((2, 0),), "kv_lens": (20,)}),
     "sums": ("fa1", (1, 9, 2, 8), (1, 140, 2, 8), BNHD),
 }
 

@@ -305,6 +305,13 @@ def test_maps_say_the_dtypes_of_arrays(gpu, torch, dtype):
         assert maps_of(gpu) == [(f"CU_TENSOR_MAP_DATA_TYPE_{name}", *how) for name in names]
 
 
+def test_a_launch_that_is_made_at_once_has_its_tensor_map_until_then(gpu):
+    kernel = devices.Kernel(lambda X: None, (devices.tiled_type(4),), 32, 0)
+    array = on_gpu(np.zeros((1, 1, 8, 64), np.float16))
+    devices.launch(kernel, (1,), (devices.TiledArray(devices.argument(array), 8, "float16"),))
+    assert gpu.launches[0][3][0] == address(array)
+
+
 # What a map is made of, columns first, and what the driver's manual allows.
 MAP = {"dtype": "FLOAT16", "address": 2**32, "shape": (64, 99, 3, 2), "box": (64, 16, 1, 1)}
 MAP |= {"strides": (128, 12800, 38400), "swizzle": "128B"}
