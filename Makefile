@@ -1,6 +1,7 @@
 # make figures   measure what this machine can measure, draw every figure, write every table
 # make test      the tests: each kernel compiled for one architecture, a sample of the planted faults
 # make test-all  every kernel for every architecture it is made for, with every option; all faults
+# make browser   the page explore.html in Chromium, where there is one
 # make lint      ruff and mypy
 # make sanitize  compute-sanitizer over the kernels in every layout and with every option; needs a GPU
 # make ptx       BASE=revision: whether every kernel has the PTX that it had there
@@ -27,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 SOURCES := fa_numba experiments tests .ci/install.py
 
-.PHONY: figures test test-all lint sanitize ptx clean
+.PHONY: figures test test-all browser lint sanitize ptx clean
 .DELETE_ON_ERROR:
 
 figures: $(VENV)/.run-$(WHEELS)
@@ -39,6 +40,9 @@ test: $(VENV)/.dev-$(WHEELS)
 
 test-all: $(VENV)/.dev-$(WHEELS)
 	@$(RUN) -m pytest -q -n $(JOBS) -m "slow or not slow" $(TESTS)
+
+browser: $(VENV)/.browser-$(WHEELS)
+	@$(RUN) -m pytest -q -rs -m browser tests/test_explore_browser.py
 
 lint: $(VENV)/.lint-$(WHEELS)
 	@$(RUN) -m ruff check $(SOURCES)
@@ -84,6 +88,10 @@ $(VENV)/.run-$(WHEELS): setup.cfg pyproject.toml | $(VENV)/bin/python
 $(VENV)/.dev-$(WHEELS): setup.cfg pyproject.toml | $(VENV)/bin/python
 	$(call install,experiments$(,)test)
 	@touch $(VENV)/.run-$(WHEELS)
+
+$(VENV)/.browser-$(WHEELS): setup.cfg pyproject.toml | $(VENV)/bin/python
+	$(call install,experiments$(,)test$(,)browser)
+	@touch $(VENV)/.run-$(WHEELS) $(VENV)/.dev-$(WHEELS)
 
 $(VENV)/.lint-$(WHEELS): setup.cfg pyproject.toml | $(VENV)/bin/python
 	$(call install,experiments$(,)test$(,)lint)

@@ -69,10 +69,13 @@ def pytest_collect_file():
 @pytest.hookimpl(tryfirst=True)  # before those marked slow are left out
 def pytest_collection_modifyitems(config, items):
     take_turns([item for item in items if item.get_closest_marker("in_turn")])
-    left_out = [item for item in items if item.get_closest_marker("gpu")]
-    if left_out and not gpu_available():
+    unwanted = [] if gpu_available() else ["gpu"]
+    unwanted += [] if "browser" in config.option.markexpr else ["browser"]
+    left_out = [item for item in items if any(map(item.get_closest_marker, unwanted))]
+    if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
 
 
 def take_turns(items):

@@ -72,6 +72,7 @@ def test_any_size_is_answered(server):
 
 REFUSED = [
     ("/api/orders", {**STATE, "N": 0}, "N is 0: allowed is a whole number from 1 to 512"),
+    ("/api/orders", {**STATE, "N": 513}, "N is 513: allowed is a whole number from 1 to 512"),
     ("/api/orders", {**STATE, "N": "1e3"}, "N is '1e3'"),
     ("/api/orders", {**STATE, "N": 512, "Br": 16, "Bc": 16}, "1024 tiles of S: allowed are 400"),
     ("/api/orders", {**STATE, "N": 512, "d": 256, "Br": 128}, "multiply-adds on the emulator"),

@@ -437,7 +437,10 @@ const VIEWS = {
 start();
 fromAddress();
 Object.keys(PANELS).forEach(build);
-const ready = Promise.all(Object.keys(PANELS).map(update)).then(() => { document.body.dataset.ready = "yes"; });
+Promise.all(Object.keys(PANELS).map(update)).then(() => {
+  performance.mark("ready");
+  document.body.dataset.ready = "yes";
+});
 addEventListener("hashchange", () => {
   fromAddress();
   Object.keys(PANELS).forEach(update);

@@ -1,0 +1,317 @@
+"""The page in a browser: its numbers, steps, keys, widths, themes, and that it asks for nothing."""
+
+import shutil
+import threading
+
+import pytest
+from test_explore import PAGE, drawn_states, panels
+
+pytestmark = pytest.mark.browser
+api = pytest.importorskip("playwright.sync_api", reason="pip install -e '.[browser]' brings it")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+if CHROMIUM is None:
+    pytest.skip("no Chromium on the path: apt-get install chromium", allow_module_level=True)
+
+# What the page shows of a panel: [key, text] of every number.
+SHOWN = """name => [...document.querySelectorAll(`#${name} [data-key]`)].map(
+    e => [e.dataset.key, e.textContent])"""
+# The milliseconds of a change of an input or a step, to the next frame.
+TIMED = """async ([selector, value]) => {
+    const input = document.querySelector(selector), before = performance.now();
+    input.value = value;
+    input.dispatchEvent(new Event(input.tagName === "SELECT" ? "change" : "input"));
+    await Promise.resolve();
+    document.body.offsetHeight;
+    return performance.now() - before;
+}"""
+NAMES = ["orders", "softmax", "tiles", "traffic", "plan", "measured"]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with api.sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def open_page(browser):
+    """Opens an address; in the end nothing was said on the console and no other was asked for."""
+    contexts, wrong = [], []
+
+    def opened(url="", **options):
+        live, url = bool(url), url or PAGE.as_uri()
+        context = browser.new_context(**options)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda m: refusal(live, m.text) or wrong.append(m.text))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", lambda r: live or r.url.startswith(url) or wrong.append(r.url))
+        page.goto(url)
+        page.wait_for_selector("body[data-ready]")
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert not wrong
+
+
+def refusal(live, text):
+    """Chromium notes an answer of 400, which is how the server refuses."""
+    return live and text.endswith("status of 400 (Bad Request)")
+
+
+def go_to(page, name, state):
+    """Show a state by its address, as a link does."""
+    owner = "traffic" if name == "plan" else name
+    parts = "&".join(f"{owner}.{axis}={value}" for axis, value in state.items())
+    page.evaluate("""async hash => {
+        location.hash = hash;
+        await new Promise(done => setTimeout(done, 30));
+    }""", parts)  # fmt: skip
+
+
+def same(text, value):
+    if isinstance(value, list):
+        texts = text.split(" ") if value else []
+        return len(texts) == len(value) and all(map(same_to_four, texts, value))
+    if value is None or isinstance(value, str):
+        return text == ("–" if value is None else value)
+    return float(text.replace(",", "")) == value
+
+
+def same_to_four(text, value):
+    return text == value if isinstance(value, str) else float(text) == float(f"{value:.4g}")
+
+
+def expected(name, answer, key):
+    """What the page has to show under a key of a panel's table or view."""
+    if name == "measured":
+        series, N = key.rsplit(".", 1)
+        (line,) = (line for line in answer["lines"] if line["series"] == series)
+        return dict(map(tuple, line["points"])).get(int(N))
+    if key.endswith(".now"):
+        return answer[key.replace(".now", ".bytes")][0]
+    head, _, rest = key.partition(".steps.")
+    if rest:
+        number, field = rest.split(".")
+        value = answer[f"{head}.steps"][int(number)][field]
+        return value if field == "moved" or isinstance(value, list) else [value]
+    return answer[key]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_number_is_pythons(name, open_page):
+    page, panel, numbers = open_page(), panels()[name], 0
+    for state in drawn_states(panel, 50):
+        go_to(page, name, state)
+        answer = panel.at(**state)
+        if "refused" in answer:
+            assert page.inner_text(f"#{name} .said") == answer["refused"]
+            assert page.evaluate(SHOWN, name) == []
+            continue
+        found = page.evaluate(SHOWN, name)
+        for key, text in found:
+            assert same(text, expected(name, answer, key)), (state, key, text)
+        numbers += len(found)
+        shown = {key for key, _ in found}
+        for prefix, _ in panel.columns:
+            refused = f"{prefix}.refused"
+            wanted = {refused} if refused in answer else {f"{prefix}.{k}" for k, _ in panel.rows}
+            assert wanted <= shown
+    assert numbers > 200
+
+
+@pytest.mark.parametrize("name", ["orders", "softmax"])
+def test_a_panel_steps_to_its_end(name, open_page):
+    page = open_page()
+    go_to(
+        page,
+        name,
+        drawn_states(panels()[name], 1)[0] | ({"window": 0, "d": 16} if name == "orders" else {}),
+    )
+    slider, last = (
+        f"#{name} .transport input",
+        int(page.get_attribute(f"#{name} .transport input", "max")),
+    )
+    for at in range(1, last + 1):
+        page.click(f"#{name} .transport button:has-text('Step')")
+        assert page.input_value(slider) == str(at)
+        assert f"Step {at + 1} of {last + 1}" in page.inner_text(f"#{name} .said")
+    if name == "orders":
+        for order in ("fa1", "fa2"):
+            assert page.inner_text(f"[data-key='{order}.now']") == page.inner_text(
+                f"[data-key='{order}.total']"
+            )
+        assert page.locator("#orders .tile.now").count() == 0
+    page.click(f"#{name} .transport button:has-text('First')")
+    page.click(f"#{name} .transport button:has-text('Play')")
+    page.wait_for_function("([s]) => Number(document.querySelector(s).value) > 0", arg=[slider])
+    page.click(f"#{name} .transport button:has-text('Pause')")
+
+
+def test_what_moves_is_marked(open_page):
+    page = open_page()
+    go_to(
+        page,
+        "orders",
+        {"N": 64, "d": 16, "Br": 32, "Bc": 32, "causal": "no", "window": 0, "unit": "simt"},
+    )
+    said = set()
+    while True:
+        fa1 = page.locator("#orders .sides > div").first
+        lit = fa1.locator("pre .lit").all_inner_texts()
+        text = page.inner_text("#orders .said").split(" FA-2 ")[0]
+        if "FA-1 has ended" in text:
+            break
+        kind = "store" if "stores O" in text else "again" if "loads O" in text else "load"
+        assert fa1.locator(f"rect.{kind}").count() == (1 if kind == "load" else 3), text
+        line = {"store": "lines 12, 13", "again": "line 8", "load": "load"}[kind]
+        assert any(line in each for each in lit), (text, lit)
+        said.add(kind)
+        page.click("#orders .transport button:has-text('Step')")
+    assert said == {"load", "again", "store"}
+
+
+def test_the_keyboard_alone_is_enough(open_page):
+    page = open_page()
+    names = set()
+    for _ in range(120):
+        page.keyboard.press("Tab")
+        found = page.evaluate("""() => {
+            const e = document.activeElement;
+            return [e.closest("section")?.id || "", e.id || e.textContent.slice(0, 9) || e.type];
+        }""")  # fmt: skip
+        if tuple(found) in names:
+            continue  # round again
+        names.add(tuple(found))
+        if found[1] == "orders-Br":
+            page.keyboard.press("ArrowDown")
+        if found[0] == "orders" and found[1] == "Step":
+            page.keyboard.press("Enter")
+            page.keyboard.press("ArrowRight")
+            page.keyboard.press("ArrowRight")
+            assert "Step 4 of" in page.inner_text("#orders .said")
+        if found[1] == "tiles-n":
+            page.keyboard.press("ArrowRight")
+    assert "orders.Br=32" in page.url or page.input_value("#orders-Br") == "32"
+    assert page.inner_text("#tiles output[for='tiles-n']") == "8,192"
+    for name in NAMES:
+        axes = [a for a in panels()[name].axes if not (name == "softmax" and a == "scores")]
+        assert {(name, f"{name}-{axis}") for axis in axes} <= names
+    assert {
+        (n, b) for n in ("orders", "softmax") for b in ("First", "Play", "Step", "Last")
+    } <= names
+
+
+def test_every_input_has_a_label_and_numbers_are_announced(open_page):
+    page = open_page()
+    bare = page.evaluate("""() => [...document.querySelectorAll("input, select")].filter(
+        e => !e.labels?.length && !e.getAttribute("aria-label")).map(e => e.outerHTML)""")
+    assert bare == []
+    assert page.locator(".said[aria-live=polite]").count() == len(NAMES)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1600])
+def test_nothing_overflows_and_the_theme_is_the_systems(width, scheme, open_page):
+    page = open_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    for name in NAMES:
+        go_to(page, name, drawn_states(panels()[name], 1, seed=3)[0])
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert paper == {"light": "rgb(255, 255, 255)", "dark": "rgb(22, 24, 27)"}[scheme]
+    outside = page.evaluate("""() => [...document.querySelectorAll("main *")].filter(e => {
+        const box = e.getBoundingClientRect();
+        return box.right > innerWidth + 1 && !e.closest(".scroll, pre, svg");
+    }).map(e => e.outerHTML.slice(0, 99))""")  # fmt: skip
+    assert outside == []
+
+
+def test_it_is_there_in_a_second_and_steps_at_once(open_page):
+    page = open_page()
+    ready = page.evaluate("performance.getEntriesByName('ready')[0].startTime")
+    assert ready < 1000, ready  # milliseconds
+    changes = {
+        "#orders .transport input": range(9), "#tiles-n": range(6), "#orders-Br": (16, 32),
+        "#traffic-gpu": ("A100", "H100", "RTX 4090"),
+    }  # fmt: skip
+    for selector, values in changes.items():
+        taken = sorted(page.evaluate(TIMED, [selector, str(value)]) for value in values)
+        assert taken[len(taken) // 2] < 50, (selector, taken)
+
+
+def test_without_a_script_it_says_so_and_shows_the_figures(browser):
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(PAGE.as_uri())
+    assert "Without JavaScript" in page.inner_text("noscript, main + p, body")
+    sizes = page.evaluate("[...document.images].map(image => image.naturalWidth)")
+    assert len(sizes) == 3 and min(sizes) > 100
+    context.close()
+
+
+# --- served ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def url():
+    from experiments.lab import explore_server
+
+    with explore_server.Server() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.url
+        server.shutdown()
+        thread.join()
+
+
+def until(page, selector, text):
+    """Wait until an element has a text."""
+    page.wait_for_function(
+        "([at, text]) => document.querySelector(at)?.textContent.includes(text)",
+        arg=[selector, text],
+    )
+
+
+def enter(page, selector, value):
+    page.fill(selector, value)
+    page.dispatch_event(selector, "change")
+
+
+def test_the_served_page_runs_sizes_of_the_readers_own(url, open_page):
+    page = open_page(url)
+    enter(page, "#tiles-n", "1000")
+    enter(page, "#tiles-Br", "96")
+    state = {"n": 1000, "d": 64, "Br": 96, "Bc": 64, "causal": "no", "window": 0}
+    answer = panels()["tiles"].at(**state)
+    until(page, "#tiles [data-key='fa1.bytes']", f"{answer['fa1.bytes']:,}")
+    assert all(same(text, answer[key]) for key, text in page.evaluate(SHOWN, "tiles"))
+    enter(page, "#softmax-scores", "2 7 1 8 2 8")
+    page.wait_for_selector("#softmax .scores span:nth-child(6)")
+    assert page.input_value("#softmax-example") == "own"
+    enter(page, "#orders-N", "50")
+    page.wait_for_function(
+        "() => document.querySelector('#orders .said').textContent.includes('press Run')"
+    )
+    page.click("#orders button:has-text('Run')")
+    page.wait_for_function("() => document.querySelectorAll('#orders .tile').length > 60")
+    assert page.inner_text("[data-key='fa1.total']") == page.inner_text("[data-key='fa1.model']")
+
+
+def test_the_served_page_says_what_is_refused_and_stays_up(url, open_page):
+    page = open_page(url)
+    for selector, value, message in (
+        ("#orders-N", "513", "N is 513: allowed is a whole number from 1 to 512"),
+        ("#tiles-n", "0", "n is 0: allowed is"),
+        ("#softmax-scores", "1 two", "scores has 'two'"),
+        ("#traffic-tiles", "wide", "tiles is 'wide': allowed is auto"),
+    ):
+        enter(page, selector, value)
+        name = selector[1:].split("-")[0]
+        until(page, f"#{name} .said.bad", message)
+    assert page.is_disabled("#orders button:has-text('Run')")
+    enter(page, "#tiles-n", "77")
+    page.wait_for_selector("#tiles [data-key='fa1.bytes']")
