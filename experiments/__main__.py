@@ -339,16 +339,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for choice in CHOICES:
         if getattr(args, choice) is None:
             continue
-        taking = [name for name in names() if choice in takes(load(name), gpu)]
-        other = [name for name in chosen if name not in taking]
-        chosen = [name for name in chosen if name in taking]
+        other = [name for name in chosen if choice not in takes(load(name), gpu)]
+        chosen = [name for name in chosen if name not in other]
         said = f"--{choice.replace('_', '-')} is nothing that {', '.join(other)} takes"
         if any(choice in takes(load(name), True) for name in other):
             said += " without a CUDA GPU"
         if other and args.command == "all":
             console.print(f"{said}: left out", soft_wrap=True, highlight=False)
         elif other:
-            parser.error(f"{said}, only {', '.join(taking)}")
+            taking = ", ".join(name for name in names() if choice in takes(load(name), gpu))
+            parser.error(f"{said}, only {taking}")
     try:
         options = _options(args)
     except ValueError as error:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from fa_numba import device
+from fa_numba import device, io_model
 from fa_numba.problem import Problem
 
 from .lab import lru, tables
 from .lab.options import FIGURES as RECORDED
-from .lab.options import Bench, Options
+from .lab.options import Bench, Options, Refused
 from .lab.report import MACHINE
 from .lab.series import LABELS, algorithm, plan, query_splits, row_fields, unit
 from .lab.store import MODEL, Row, Store
@@ -55,6 +55,8 @@ SHOWN = (
 # Where both orders' bytes were measured.
 RECORDINGS = ("io_vs_seqlen", "loop_order")
 NEAR = 0.05
+# Tiles of S, one or two million of which a processor goes through a second: ten minutes at most.
+MOST_VISITS = 2**29
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,11 @@ class Call:
     @property
     def planned(self) -> Any:
         return _planned(self.base, self.series, self.problem, self.splits)
+
+    @property
+    def visits(self) -> int:
+        """Tiles of S that the blocks go through, for one cache."""
+        return io_model.tiles_visited(algorithm(self.series), self.problem, self.planned.tiles)
 
     @property
     def splits(self) -> int:
@@ -106,7 +113,10 @@ def _planned(base: str, series: str, problem: Problem, splits: int) -> Any:
 
 
 def measure(options: Options, bench: Bench) -> Iterator[Row]:
-    """Rows of the model: for the H200 over N, for other GPUs, over the cache's size."""
+    """Rows of the model: for the H200 over N, for other GPUs, over the cache's size.
+
+    Raises Refused for what takes more than MOST_VISITS.
+    """
     head_dims, masks = options.head_dims or HEAD_DIMS, options.causal or (False,)
     lengths = options.seqlens or (SEQLENS[:2] if options.quick else SEQLENS)
     calls = [
@@ -117,12 +127,6 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
         for N in lengths
         for series in shown
     ]
-    for series, problem in bench.track(calls, "model of L2"):
-        for gpu in (H200, *OTHERS):
-            shown = (problem.dtype, problem.head_dim, problem.seqlen_q) in SHOWN
-            if gpu is H200 or shown or not options.complete or not gpu.l2_bytes:
-                call = Call(series, problem)
-                yield _row(call, gpu.name, call.dram(gpu))
     over = [
         (series, problem)
         for series, problem in calls
@@ -130,6 +134,19 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
         and (options.seqlens or options.quick or problem.seqlen_q in OVER_SIZE[problem.dtype])
     ]
     sizes = SIZES[:: 3 if options.quick else 1]
+    visits = (1 + len(OTHERS)) * sum(Call(*call).visits for call in calls)
+    visits += len(sizes) * sum(Call(*call).visits for call in over)
+    if visits > MOST_VISITS:
+        raise Refused(
+            f"the model goes through {visits:.2g} tiles of S: allowed are {MOST_VISITS:.2g}, about "
+            "ten minutes; take fewer or shorter --seqlens, or larger --head-dims"
+        )
+    for series, problem in bench.track(calls, "model of L2"):
+        for gpu in (H200, *OTHERS):
+            shown = (problem.dtype, problem.head_dim, problem.seqlen_q) in SHOWN
+            if gpu is H200 or shown or not options.complete or not gpu.l2_bytes:
+                call = Call(series, problem)
+                yield _row(call, gpu.name, call.dram(gpu))
     for series, problem in bench.track(over, "over the size of L2"):
         call = Call(series, problem)
         for size in sizes:

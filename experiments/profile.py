@@ -16,6 +16,7 @@ from .lab import counters, precompile, profiler, series, tables, variants
 from .lab.options import Bench, Options
 from .lab.store import EMULATOR, Row
 from .lab.tables import Table
+from .lab.timing import attempt
 from .lab.workloads import HEAD_DIMS, Inputs, one_head
 
 NAME = "profile"
@@ -68,8 +69,10 @@ class Run:
         return columns | {"Br": tiles.Br, "Bc": tiles.Bc} | series.row_fields(self.problem)
 
 
-def runs(seqlen: int, head_dim: int, causal: bool) -> list[Run]:
-    """Every kernel once, at the tiles that the emulated device has for it."""
+def runs(
+    seqlen: int, head_dim: int, causal: bool, say: Callable[[str], None] = lambda line: None
+) -> list[Run]:
+    """Every kernel once, at the tiles that the emulated device has for it; says what has none."""
     problems = {
         unit: one_head(seqlen, head_dim, causal, dtype)
         for unit, dtype in (("simt", "float32"), ("mma", "float16"))
@@ -83,7 +86,11 @@ def runs(seqlen: int, head_dim: int, causal: bool) -> list[Run]:
             if variant.same_as is None
         ]
         found += [Run(name, problems[series.unit(name)], "bwd") for name in BACKWARD]
-        return [_with_tiles(run) for run in found]
+        planned = [(run, *attempt(_with_tiles, run)) for run in found]
+    for run, _, why in planned:
+        if why:
+            say(f"  {run.series}, d={head_dim}, is left out; {why}")
+    return [with_tiles for _, with_tiles, why in planned if not why]
 
 
 def _with_tiles(run: Run) -> Run:
@@ -102,7 +109,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
         sizes = [size for size in sizes if _counted_size(*size)]
     if bench.machine is not None:
         yield from _hardware(sizes, bench)
-    work = [run for size in sizes for run in runs(*size)]
+    work = [run for size in sizes for run in runs(*size, bench.say)]
     if short:
         work = [run for run in work if _quick(run)]
     inputs = Inputs(gradient=True)

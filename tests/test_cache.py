@@ -8,7 +8,7 @@ import pytest
 
 from experiments import cache
 from experiments.lab import lru, report
-from experiments.lab.options import Bench, Options
+from experiments.lab.options import Bench, Options, Refused
 from experiments.lab.store import MODEL, Recorder, Row, Store
 from fa_numba import io_model
 from fa_numba.problem import Problem
@@ -44,6 +44,12 @@ def test_without_a_cache_it_is_the_closed_form(algorithm, splits, lengths, causa
     form = io_model.fa1 if algorithm == "fa1" else io_model.fa2
     want = form(problem, TILES, **own).bytes
     assert {model(algorithm, problem, 0, places, **own) for places in (1, 3, 50)} == {want}
+
+
+def test_what_would_take_an_hour_is_refused():
+    rows = cache.measure(Options(head_dims=(1,), seqlens=(16384,)), Bench())
+    with pytest.raises(Refused, match=r"3e\+09 tiles of S: allowed are 5.4e\+08, about ten"):
+        next(rows)
 
 
 @pytest.mark.parametrize("algorithm", ["fa1", "fa2"])

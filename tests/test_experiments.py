@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import re
@@ -20,6 +21,7 @@ import test_ring_experiment
 import test_training
 from matplotlib.figure import Figure
 from mma_helpers import every_dtype, numpy_dtype
+from rich.console import Console
 
 import experiments
 import fa_numba
@@ -49,7 +51,7 @@ from experiments.lab import (
     style,
     timing,
 )
-from experiments.lab.options import FIGURES, REPOSITORY, Bench, Options
+from experiments.lab.options import FIGURES, REPOSITORY, Bench, Options, Refused
 from experiments.lab.series import (
     LABELS,
     MMA_SPLITS,
@@ -348,8 +350,6 @@ def run_in_process(monkeypatch, tmp_path, measure):
         TITLE="a stand-in", NEEDS_GPU=False, measure=measure, draw=lambda rows: None
     )
     monkeypatch.setattr(runner, "load", lambda name: module)
-    from rich.console import Console
-
     return runner.Runner(Options(out=tmp_path), [], Console(quiet=True))
 
 
@@ -380,6 +380,18 @@ def test_a_broken_experiment_keeps_its_rows_and_is_reported(monkeypatch, tmp_pat
     running.measure("standing_in")
     assert len(Store(tmp_path).read("standing_in", MODEL)) == 1
     assert running.reports["standing_in"].error == "RuntimeError: broken"
+
+
+def test_an_experiment_that_refuses_is_a_line(monkeypatch, tmp_path):
+    def measure(options, bench):
+        raise Refused("too large")
+        yield
+
+    running = run_in_process(monkeypatch, tmp_path, measure)
+    running.console = Console(file=io.StringIO())
+    running.measure("standing_in")
+    assert running.console.file.getvalue().splitlines()[1:] == ["", "standing_in: too large"]
+    assert not [path for path in (tmp_path / "data").rglob("*") if path.is_file()]
 
 
 def test_no_gpu_is_said_and_nothing_is_measured(monkeypatch, tmp_path):

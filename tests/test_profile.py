@@ -155,6 +155,16 @@ def test_opcodes_are_added_up_by_class():
 # --- what is run -----------------------------------------------------------------------------
 
 
+def test_steps_that_do_not_fit_a_head_dimension_are_said():
+    """The ladder's tiles of 128 rows have not the threads for d=256; the other kernels run."""
+    said = []
+    found, every = ({r.series for r in profile.runs(32, d, True, said.append)} for d in (256, 64))
+    assert every - found == {"fa2-mma-32-rows", "fa2-mma-two-stages"} and found < every
+    assert [line.split(";")[0] for line in said] == [
+        f"  {name}, d=256, is left out" for name in sorted(every - found)
+    ]
+
+
 @pytest.mark.parametrize("d", [64, 128])
 def test_every_kernel_is_run_once_at_the_tiles_of_its_plan(d):
     found = profile.runs(256, d, True)
@@ -463,7 +473,7 @@ def test_a_complete_run_profiles_what_it_counts(monkeypatch):
         counted.append([run for (run,) in work])
         return ()
 
-    bench = SimpleNamespace(machine="some-gpu", counted=kept)
+    bench = SimpleNamespace(machine="some-gpu", counted=kept, say=None)
     list(profile.measure(Options(), bench))
     assert profiled == [[(256, 64, False)]]
     every = profile.runs(256, 64, False)

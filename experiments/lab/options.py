@@ -25,6 +25,10 @@ MASKS = {False: "not causal", True: "causal"}
 T = TypeVar("T")
 
 
+class Refused(Exception):
+    """Why something is not measured, or its rows may not replace a recording: said in a line."""
+
+
 @dataclass(frozen=True)
 class Options:
     """Choices from the command line; None where nothing was chosen.

@@ -20,16 +20,12 @@ from fa_numba import device
 from . import clocks, kept, peers, provenance, registry, review, schedule
 from . import tune as sweep
 from .journal import Journal
-from .options import FIGURES, Bench, Options
+from .options import FIGURES, Bench, Options, Refused
 from .registry import Experiment, load
 from .store import EMULATOR, MODEL, Outcome, Recorder, Row, Store, StoreError, write_if_changed
 
 _NOT_GPUS = (EMULATOR, MODEL)
 About = Callable[[str], dict[str, Any]]
-
-
-class Refused(Exception):
-    """Rows that may not replace a recording, and why."""
 
 
 @dataclass
