@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar, Unpack
 
 import numpy as np
 
@@ -19,7 +22,7 @@ from fa_numba.tiling import Tiles
 
 try:
     import torch
-    from torch.autograd.function import once_differentiable
+    from torch.autograd import forward_ad
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
@@ -33,8 +36,24 @@ __all__ = ["attention", "ring_attention", "ring_join", "ring_split"]
 
 # Read to the host once, and kept for the backward pass as they were.
 _ON_HOST = ("q_lens", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", "block_mask")
+_Function = TypeVar("_Function", bound=Callable)
 
 
+def _untraced(function: _Function) -> _Function:
+    """``function``, at a call of which torch.compile breaks its graph."""
+    disabled: list[Callable] = []
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # torch's compiler takes seconds to import: who does not compile does without.
+        if not disabled and "torch._dynamo" in sys.modules:
+            disabled.append(torch.compiler.disable(function))
+        return (disabled[0] if disabled else function)(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+@_untraced
 @documents_options
 def attention(
     q: torch.Tensor,
@@ -78,13 +97,15 @@ def attention(
     refused.
 
     Raises ValueError or TypeError, before anything runs, as ``fa_numba.attention`` and, where a
-    gradient is wanted, ``fa_numba.attention_backward`` do. Gradients of the gradients are refused,
-    in the backward pass, by a RuntimeError.
+    gradient is wanted, ``fa_numba.attention_backward`` do, for tensors with a tangent (forward
+    mode), and for those that torch.vmap and the transforms of torch.func hand on. Gradients of the
+    gradients are refused, as they are computed, by a RuntimeError. torch.compile leaves its graph
+    for the call.
 
     >>> import torch, fa_numba.torch
     >>> q, k, v = (torch.ones(1, 2, 8, 4, requires_grad=True) for _ in range(3))
     >>> fa_numba.torch.attention(q, k, v, causal=True).sum().backward()
-    >>> v.grad.sum().item()
+    >>> round(v.grad.sum().item(), 3)
     64.0
     """
     check_names(options)
@@ -95,6 +116,11 @@ def attention(
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor) and (x is not None or name in "qkv"):
             raise TypeError(f"{name} is {kind_of(x)}: allowed is a torch tensor")
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise ValueError(
+                f"{name} has a tangent, and attention has no forward-mode derivative: allowed is a "
+                "tensor without one, and gradients by the backward pass"
+            )
     check_algorithm(algorithm)
     if mask is not None:
         bias = _bias_of(mask, bias)
@@ -204,6 +230,24 @@ def _drawn_seed() -> int:
     return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
 
 
+class _Once(torch.autograd.Function):
+    """``gradients(*tensors)``, which have none themselves, whatever they are asked by: torch's
+    ``once_differentiable`` takes them for constants where the gradient of O requires none.
+    """
+
+    @staticmethod
+    def forward(ctx, gradients, *tensors):
+        ctx.set_materialize_grads(False)
+        return gradients(*tensors)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(
+            "attention computes no gradients of its gradients: allowed is a loss in which none of "
+            "these occurs"
+        )
+
+
 class _Attention(torch.autograd.Function):
     """(O, L) of q, k, v, bias and slopes; ``common`` is for both passes, ``ahead`` for forward,
     ``own`` for backward.
@@ -221,29 +265,23 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout, _dlse):
         nothing = (None,) * 8
         if dout is None:
             return nothing
-        q, k, v, bias, slopes, out, lse = ctx.saved_tensors
-        found = fa_numba.attention_backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            return_dbias=ctx.needs_input_grad[3],
-            bias=bias,
-            alibi_slopes=slopes,
-            **ctx.options,
-        )
+
+        def gradients(dout, q, k, v, bias, slopes, out, lse):
+            given = {"bias": bias, "alibi_slopes": slopes, **ctx.options}
+            given["return_dbias"] = ctx.needs_input_grad[3]
+            return fa_numba.attention_backward(dout, q, k, v, out, lse, **given)
+
+        found = _Once.apply(gradients, dout, *ctx.saved_tensors)
         needed = zip(found, ctx.needs_input_grad, strict=False)
         gradients = tuple(gradient if need else None for gradient, need in needed)
         return gradients + nothing[len(gradients) :]
 
 
+@_untraced
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -349,11 +387,11 @@ class _RingAttention(torch.autograd.Function):
         return O, L
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dO, _dL):
         if dO is None:
             return (None,) * 5
-        found = ring_passes.backward(ctx.ring, dO, *ctx.saved_tensors)
+        gradients = functools.partial(ring_passes.backward, ctx.ring)
+        found = _Once.apply(gradients, dO, *ctx.saved_tensors)
         wanted = ctx.needs_input_grad[:3]
         return *(x if wants else None for x, wants in zip(found, wanted, strict=True)), None, None
 

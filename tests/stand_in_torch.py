@@ -202,8 +202,10 @@ class Torch(ModuleType):
         )
         self.autograd = ModuleType("torch.autograd")
         self.autograd.Function = Function
-        self.autograd.function = ModuleType("torch.autograd.function")
-        self.autograd.function.once_differentiable = lambda function: function
+        self.autograd.forward_ad = SimpleNamespace(
+            unpack_dual=lambda x: SimpleNamespace(tangent=None)
+        )
+        self.compiler = SimpleNamespace(disable=lambda function: function)
 
     @property
     def grad(self):
@@ -283,8 +285,7 @@ def _torch():
 def no_torch_but_its_names(gpu):
     """Everything inside takes ``Tensor`` for torch's; yields the ``Torch``."""
     torch = Torch(gpu)
-    parts = {x.__name__: x for x in (torch.autograd, torch.autograd.function)}
-    with imported_as({"torch": torch} | parts):
+    with imported_as({"torch": torch, "torch.autograd": torch.autograd}):
         yield torch
 
 

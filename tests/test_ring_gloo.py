@@ -94,7 +94,7 @@ def both_passes(rank, ranks, store):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_both_passes_are_those_of_one_process(ranks, tmp_path):
     spawned(both_passes, ranks, str(tmp_path / "store"))
 
@@ -105,6 +105,7 @@ def one_is_late(rank, ranks, store):
         x = torch.ones(1, 1, 4, 8)
         with pytest.raises(RuntimeError, match="rank 0 of 2: not all ranks of the group have come"):
             ft.ring_attention(x, x, x)
+        dist.destroy_process_group()  # else its threads may end this process by an abort
 
 
 def test_a_rank_that_ends_is_an_error_on_the_others(tmp_path):

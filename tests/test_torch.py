@@ -310,11 +310,67 @@ def test_lse_has_no_gradient(place):
     assert lse.shape == (2, 4, 20)
 
 
-def test_a_second_derivative_is_refused(place):
+@pytest.mark.parametrize("loss", ["sum", "square"])
+def test_a_second_derivative_is_refused(place, loss):
+    """Also where the gradient of O is a constant, and where only a path to q is asked for."""
     q, k, v = (tensor(x, place) for x in inputs_of({})[:3])
-    (dq,) = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dq.sum().backward()
+    out = attention(q, k, v)
+    total = out.sum() if loss == "sum" else out.square().sum()
+    (dq,) = torch.autograd.grad(total, q, create_graph=True)
+    assert dq.requires_grad
+    with pytest.raises(RuntimeError, match="no gradients of its gradients: allowed is a loss"):
+        torch.autograd.grad((dq * q).sum(), q)
+
+
+def forward_mode(f, q):
+    with torch.autograd.forward_ad.dual_level():
+        return f(torch.autograd.forward_ad.make_dual(q, q))
+
+
+TRANSFORMS = {
+    "vmap": (lambda f, q: torch.vmap(f)(torch.stack([q, q])), TypeError, "q is a tensor without"),
+    "grad": (lambda f, q: torch.func.grad(lambda q: f(q).sum())(q), TypeError, "q is a tensor wi"),
+    "jacrev": (lambda f, q: torch.func.jacrev(f)(q), TypeError, "q is a tensor without memory, as"),
+    "jvp": (lambda f, q: torch.func.jvp(f, (q,), (q,)), ValueError, "q has a tangent, and attent"),
+    "forward mode": (forward_mode, ValueError, "q has a tangent, and attention has no forward-mo"),
+}
+
+
+@needs_torch
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_of_functions_are_refused(name):
+    transform, error, says = TRANSFORMS[name]
+    q = torch.ones(1, 1, 4, 4)
+    with pytest.raises(error, match=says):
+        transform(lambda x: attention(x, q, q), q)
+    with torch.no_grad(), pytest.raises(TypeError, match="q is a tensor without memory"):
+        torch.vmap(lambda x: fa_numba.attention(x, x, x))(torch.stack([q, q]))
+
+
+COMPILED = """
+import torch, fa_numba.torch
+x = torch.linspace(-1, 1, 16).reshape(1, 1, 4, 4).requires_grad_()
+def layer(x):
+    return 2 * fa_numba.torch.attention(3 * x, x, x, causal=True)
+fa_numba.torch.attention(x, x, x)
+made = []
+def backend(graph, inputs):
+    made.append(len(graph.graph.nodes))
+    return graph.forward
+compiled = torch.compile(layer, backend=backend)
+want = torch.autograd.grad(layer(x).square().sum(), x)
+for _ in range(3):
+    assert torch.equal(*want, *torch.autograd.grad(compiled(x).square().sum(), x))
+    print(len(made))
+"""
+
+
+@needs_torch
+@pytest.mark.slow
+def test_a_compiled_function_leaves_its_graph_for_the_call():
+    """3 x before it and 2 O after it are the two graphs; nothing of the call is traced."""
+    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True)
+    assert (done.stdout.split(), done.stderr) == (["2"] * 3, "")
 
 
 def test_inputs_changed_before_the_backward_pass_are_noticed(place):

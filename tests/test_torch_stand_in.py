@@ -344,6 +344,19 @@ def test_bad_arguments_are_refused(gpu, attention, changes, error, says, gradien
     assert not gpu.launches
 
 
+def test_a_tensor_without_memory_is_refused_also_where_a_call_like_it_was_kept(gpu, torch):
+    def raises():
+        raise RuntimeError("Cannot access data pointer of Tensor that doesn't have storage")
+
+    given = {name: tensor((1, 2, 4, 8), gradient=False) for name in "qkv"}
+    fa_numba.attention(**given)
+    before = len(gpu.launches)
+    given["k"].data_ptr = raises
+    with pytest.raises(TypeError, match="k is a tensor without memory, as torch.vmap and"):
+        fa_numba.attention(**given)
+    assert len(gpu.launches) == before > 0
+
+
 # --- dropout ---------------------------------------------------------------------------------
 
 

@@ -93,6 +93,17 @@ def _of_library(library: str, kind: str, array: Any) -> bool:
     return module is not None and isinstance(array, getattr(module, kind))
 
 
+def _read(name: str, tensor: Any, how: Callable[[Any], Any]) -> Any:
+    """``how(tensor)``, which looks at a torch tensor's memory."""
+    try:
+        return how(tensor)
+    except RuntimeError as error:
+        raise TypeError(
+            f"{name} is a tensor without memory, as torch.vmap and the transforms of torch.func "
+            "(grad, jvp) hand on: allowed are tensors with values, outside of these"
+        ) from error
+
+
 def _from_torch(name: str, tensor: Any, allowed: Sequence[str]) -> Operand:
     torch = sys.modules["torch"]
     if tensor.requires_grad and torch.is_grad_enabled():
@@ -116,14 +127,14 @@ def _from_torch(name: str, tensor: Any, allowed: Sequence[str]) -> Operand:
             f"the values themselves, such as {name}.resolve_neg()"
         )
     if where.type == "cpu":
-        host = tensor.detach()
-        host = host.view(torch.int16).numpy() if dtype == "bfloat16" else host.numpy()
+        seen_as = torch.int16 if dtype == "bfloat16" else tensor.dtype
+        host = _read(name, tensor, lambda x: x.detach().view(seen_as).numpy())
         return replace(_from_numpy(name, host, "torch", tensor, empty), dtype=dtype)
     if where.type != "cuda":
         raise TypeError(f"{name} is on {where}: allowed are CPU and CUDA tensors")
     strides = tuple(tensor.element_size() * n for n in tensor.stride())
     place = where.index
-    pointer = tensor.data_ptr()
+    pointer = _read(name, tensor, lambda x: x.data_ptr())
     return Operand(
         name, "torch", place, dtype, tuple(tensor.shape), strides, pointer, None, tensor, empty
     )
@@ -275,7 +286,10 @@ def address_and_kind(array: Any) -> tuple[int, tuple] | None:
             return None
         if array.requires_grad and torch.is_grad_enabled():
             return None
-        pointer = array.data_ptr()
+        try:
+            pointer = array.data_ptr()
+        except RuntimeError:  # said with the array's name by ``operand``
+            return None
         kinds = ("torch", array.get_device(), array.dtype)
         return pointer, (*kinds, array.shape, array.stride(), pointer % 16)
     if isinstance(array, np.ndarray) or _of_library("jax", "Array", array):
@@ -316,7 +330,7 @@ def on_host(name: str, array: Any) -> np.ndarray:
     Raises ValueError for rows of several lengths, TypeError for what is neither.
     """
     if _of_library("torch", "Tensor", array):
-        return array.detach().cpu().numpy()
+        return _read(name, array, lambda x: x.detach().cpu().numpy())
     if _of_library("jax", "Array", array):
         return np.asarray(array)
     if hasattr(array, "__cuda_array_interface__"):
