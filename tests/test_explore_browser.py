@@ -41,13 +41,14 @@ def open_page(browser):
     contexts, wrong = [], []
 
     def opened(url="", **options):
-        live, url = bool(url), url or PAGE.as_uri()
+        live, url = url.startswith("http"), url or PAGE.as_uri()
         context = browser.new_context(**options)
         contexts.append(context)
         page = context.new_page()
         page.on("console", lambda m: refusal(live, m.text) or wrong.append(m.text))
         page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("request", lambda r: live or r.url.startswith(url) or wrong.append(r.url))
+        own = url.partition("#")[0]
+        page.on("request", lambda r: r.url.startswith(own) or wrong.append(r.url))
         page.goto(url)
         page.wait_for_selector("body[data-ready]")
         return page
@@ -122,6 +123,21 @@ def test_every_number_is_pythons(name, open_page):
             wanted = {refused} if refused in answer else {f"{prefix}.{k}" for k, _ in panel.rows}
             assert wanted <= shown
     assert numbers > 200
+
+
+def test_a_link_holds_what_is_set(open_page):
+    page = open_page()
+    page.select_option("#orders-Br", "32")
+    for _ in range(5):
+        page.click("#orders .transport button:has-text('Step')")
+    shown, link = page.evaluate(SHOWN, "orders"), page.url
+    assert "orders.Br=32" in link and "orders.step=5" in link
+    other = open_page(link)
+    assert other.evaluate(SHOWN, "orders") == shown
+    page = open_page(PAGE.as_uri() + "#tiles.n=8192&tiles.Br=9&step=x&none.a=1")
+    assert page.inner_text("#tiles output[for='tiles-n']") == "8,192"
+    assert page.inner_text("#tiles output[for='tiles-Br']") == "128"  # there is no tile of 9 rows
+    assert abs(page.evaluate("document.getElementById('tiles').getBoundingClientRect().top")) < 2
 
 
 @pytest.mark.parametrize("name", ["orders", "softmax"])

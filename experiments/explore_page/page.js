@@ -5,6 +5,7 @@ const PANELS = DATA.panels;
 const CALM = matchMedia("(prefers-reduced-motion: reduce)").matches;
 const state = {};
 const shown = {};  // panel: its elements
+const steps = {};  // panel: the step that is shown
 const answers = {};  // panel: what it shows now
 
 const owner = name => PANELS[name].shares || name;
@@ -84,6 +85,7 @@ function start() {
 function fromAddress() {
   for (const [key, value] of new URLSearchParams(location.hash.slice(1))) {
     const [name, axis] = key.split(".");
+    if (axis === "step" && PANELS[name] && /^\d{1,6}$/.test(value)) steps[name] = Number(value);
     const known = PANELS[name] && !PANELS[name].shares && PANELS[name].axes[axis];
     if (!known) continue;
     const listed = known.values.some(v => String(v) === value);
@@ -94,6 +96,7 @@ function fromAddress() {
 
 function toAddress(name) {
   const parts = Object.entries(state[owner(name)]).map(([axis, value]) => [`${owner(name)}.${axis}`, value]);
+  if (steps[name]) parts.push([`${name}.step`, steps[name]]);
   history.replaceState(null, "", "#" + new URLSearchParams(parts));
 }
 
@@ -103,6 +106,7 @@ function input(name, axis) {
   const now = () => state[owner(name)][axis];
   const set = value => {
     state[owner(name)][axis] = String(value);
+    steps[name] = 0;
     toAddress(name);
     for (const other of Object.keys(PANELS)) if (owner(other) === owner(name)) update(other);
   };
@@ -231,6 +235,10 @@ function transport(parts, name, last, show) {
     const words = show(at);
     slide.setAttribute("aria-valuetext", `step ${at + 1} of ${last + 1}`);
     say(name, `Step ${at + 1} of ${last + 1}. ${words}`);
+    if (at !== (steps[name] || 0)) {
+      steps[name] = at;
+      if (!timer) toAddress(name);
+    }
     if (at === last) stop();
   }
   function run() {
@@ -239,7 +247,10 @@ function transport(parts, name, last, show) {
     timer = setInterval(() => go(at + 1), CALM ? 1500 : last > 60 ? 140 : 500);
   }
   function stop() {
-    clearInterval(timer);
+    if (timer) {
+      clearInterval(timer);
+      toAddress(name);
+    }
     timer = null;
     play.textContent = "Play";
   }
@@ -345,7 +356,7 @@ const VIEWS = {
     const legend = one("div", { class: "legend" }, ...KINDS.map(([kind, words]) =>
       one("span", {}, one("i", { style: `background: var(--${{ load: "input", store: "written" }[kind] || kind})` }), words)));
     parts.view.append(bar, legend, one("div", { class: "sides" }, ...sides.map(s => s.element)));
-    go(0);
+    go(steps[name] || 0);
   },
 
   softmax(parts, now, name) {
@@ -373,7 +384,7 @@ const VIEWS = {
       bar, one("div", { class: "scores", "aria-label": "scores" }, ...scores),
       one("div", { class: "sides" }, table("fa1", "K/V outer: O divided by l in every pass", "O is what attention over the keys so far gives."),
         table("fa2", "Q outer: O divided once", `At the end O / l = ${text(now["fa2.O"])}`)));
-    go(0);
+    go(steps[name] || 0);
   },
 
   tiles(parts, now) {
@@ -396,26 +407,28 @@ const VIEWS = {
       const times = now[`${key}.half_${what}`];
       return times === 1 ? `does not move ${label}` : `moves ${label} to ${short(times)} times`;
     }).join(", ");
-    parts.view.append(one("p", {}, `Half of Br ${says("Br")}. Half of Bc ${says("Bc")}. Q, K, V and O once: `,
-      one("strong", { "data-key": "naive.once" }, text(now["naive.once"])), " bytes."));
+    const beyond = algorithms.filter(([key]) => now[`${key}.served`] === "no").map(([, label]) => label);
+    parts.view.append(one("p", {}, `Of the bytes accessed, half of Br ${says("Br")}; half of Bc ${says("Bc")}. `,
+      `By the rule DRAM's bytes follow the tiles only where L2 does not hold what is gone over: here ${beyond.join(", ") || "nowhere"}. `,
+      "Q, K, V and O once: ", one("strong", { "data-key": "naive.once" }, text(now["naive.once"])), " bytes."));
   },
 
   measured(parts, now) {
-    const points = now.lines.flatMap(line => line.points), W = 640, H = 330, left = 56, low = 290;
+    const points = now.lines.flatMap(line => line.points), W = 640, H = 340, left = 62, right = 34, low = 290;
     const xs = [...new Set(points.map(([x]) => x))].sort((a, b) => a - b);
     const logs = now.unit !== "TFLOP/s", ys = points.map(([, y]) => y);
     const top = Math.max(...ys) * 1.08, base = logs ? Math.min(...ys) / 1.3 : 0;
-    const X = x => left + ((W - left - 16) * xs.indexOf(x)) / Math.max(1, xs.length - 1);
+    const X = x => left + ((W - left - right) * xs.indexOf(x)) / Math.max(1, xs.length - 1);
     const part = y => (logs ? Math.log(y / base) / Math.log(top / base) : y / top);
     const Y = y => low - (low - 20) * part(y);
     const picture = svg("svg", { viewBox: `0 0 ${W} ${H}`, class: "chart", role: "img", "aria-label": `${now.title}; the table below has its numbers` });
     for (let n = 0; n <= 4; n++) {
       const y = logs ? base * (top / base) ** (n / 4) : (top * n) / 4;
-      picture.append(svg("line", { x1: left, x2: W - 16, y1: Y(y), y2: Y(y), stroke: "#ddd" }),
+      picture.append(svg("line", { x1: left, x2: W - right, y1: Y(y), y2: Y(y), stroke: "#ddd" }),
         svg("text", { x: left - 6, y: Y(y) + 4, "text-anchor": "end", class: "quiet" }, Number(y.toPrecision(2))));
     }
-    for (const x of xs) picture.append(svg("text", { x: X(x), y: low + 16, "text-anchor": "middle", class: "quiet" }, x));
-    picture.append(svg("text", { x: left, y: 12, class: "quiet" }, now.unit), svg("text", { x: W / 2, y: H - 4, "text-anchor": "middle" }, "N"));
+    for (const x of xs) picture.append(svg("text", { x: X(x), y: low + 21, "text-anchor": "middle", class: "quiet" }, x));
+    picture.append(svg("text", { x: left, y: 15, class: "quiet" }, now.unit), svg("text", { x: W / 2, y: H - 4, "text-anchor": "middle" }, "N"));
     for (const line of now.lines) {
       picture.append(svg("polyline", { points: line.points.map(([x, y]) => `${X(x)},${Y(y)}`).join(" "), fill: "none", stroke: line.colour, "stroke-width": 2 }));
       for (const [x, y] of line.points)
@@ -439,6 +452,9 @@ fromAddress();
 Object.keys(PANELS).forEach(build);
 Promise.all(Object.keys(PANELS).map(update)).then(() => {
   performance.mark("ready");
+  const [first] = new URLSearchParams(location.hash.slice(1)).keys();
+  const linked = first && document.getElementById(first.split(".")[0]);
+  if (linked) linked.scrollIntoView();
   document.body.dataset.ready = "yes";
 });
 addEventListener("hashchange", () => {

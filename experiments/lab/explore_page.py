@@ -101,8 +101,8 @@ def measured() -> Panel:
         name="measured",
         title="Measured",
         question="What did a GPU do of all this?",
-        sentence="DRAM's bytes of Q outer grow with N alone, K/V outer pays for its passes; time "
-        "follows, and the grid counts as much.",
+        sentence="With as many tokens in all, Q outer's bytes of DRAM stay level whatever N, those "
+        "of K/V outer are many times as many; where heads are few its grid leaves a GPU idle too.",
         axes={
             "figure": Axis("curve", tuple(CURVES), words={k: v[0] for k, v in CURVES.items()}),
             "d": Axis("d", (64, 128)),

@@ -452,7 +452,12 @@ def _naive(plan: fa_numba.Plan) -> int | None:
 
 
 PLAN_AXES = {
-    "gpu": Axis("GPU", ("A100", "H100", "H200", "RTX 4090"), first=GPU),
+    "gpu": Axis(
+        "GPU",
+        ("A100", "H100", "H200", "RTX 4090"),
+        first=GPU,
+        words={name: name for name, gpu in bounds.DEVICES.items() if gpu.runs},
+    ),
     "T": Axis("T, sequence length", (512, 2048, 8192, 32768), 1, 1 << 20, first=8192),
     "heads": Axis("heads", (8, 64), 1, 4096),
     "d": Axis("d, head dimension", (64, 128), 1, 256),
