@@ -36,6 +36,7 @@ DESCRIPTION = (
     "on the same batches: the loss, and how far it is from torch's, beside its spread over seeds."
 )
 NEEDS_GPU = True
+MEASURES = ("host/", "torch.py")
 NEEDS_TORCH = True
 PROTOCOL = "nothing is timed: losses of training in fp32 without TF32"
 # A row's seed and step stand in its note.

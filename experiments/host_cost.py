@@ -29,6 +29,7 @@ DESCRIPTION = (
     "torch's scaled_dot_product_attention where torch is installed."
 )
 NEEDS_GPU = True
+MEASURES = ("host/", "ops.py", "torch.py")
 PROTOCOL = (
     "host clock around each of 1000 calls, outputs allocated in it, the GPU waited for every 100 "
     "calls outside of it; torch's backward is its autograd engine's"

@@ -41,6 +41,7 @@ DESCRIPTION = (
     "GPUs in closed form, and a model of the time over as many as 1,024."
 )
 NEEDS_GPU = False
+MEASURES = ("host/", "ring/", "torch.py")
 SWEPT = ("note",)
 TAKES, TAKES_ON_GPU = ("head_dims", "causal"), ("seqlens",)
 PROTOCOL = (

@@ -28,6 +28,7 @@ DESCRIPTION = (
     "beyond, and the published curves."
 )
 NEEDS_GPU = False
+MEASURES = ("host/",)
 # A row's setting stands in its note.
 SWEPT = ("note",)
 BATCH, HEADS, HEAD_DIM, DTYPE = 16, 8, 64, "float16"

@@ -1,5 +1,6 @@
 """Counts that are taken from the store while their sources are the same."""
 
+import ast
 import io
 import json
 from types import SimpleNamespace
@@ -7,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from experiments import block_sparse, io_vs_seqlen, ladder, profile, timeline
-from experiments.lab import kept, registry, runner
+from experiments import block_sparse, host_cost, io_vs_seqlen, ladder, profile, timeline
+from experiments.lab import kept, registry, runner, slices
 from experiments.lab.options import FIGURES, Bench, Options
 from experiments.lab.series import row_fields
 from experiments.lab.store import EMULATOR, MODEL, Row, Store
@@ -23,7 +24,7 @@ def counting(tmp_path, monkeypatch):
     """Runs a stand-in experiment with one source file and gives the lengths that were counted."""
     source, counted = tmp_path / "source.py", []
     source.write_text("n = 1\n")
-    monkeypatch.setattr(kept, "sources", lambda module, counts: {"source.py": source})
+    monkeypatch.setattr(kept, "sources", lambda module, counts: {"source": source.read_text()})
 
     def rows(N, source, machine, value):
         common = row_fields(one_head(N, 16, False)) | {"unit": "elements", "metric": "loads"}
@@ -144,14 +145,14 @@ def test_rows_of_a_broken_or_failed_run_are_not_taken(counting):
     assert counting() == []
 
 
-def test_the_digest_is_of_names_texts_and_rows(tmp_path):
-    def digest(name="a.py", text=b"x = 1\n", rows=()):
-        (tmp_path / "file").write_bytes(text)
-        return kept.digest({name: tmp_path / "file"}, rows)
-
+def test_the_digest_is_of_names_texts_and_rows():
     row = Store(FIGURES).read("io_vs_seqlen", EMULATOR)[0]
-    assert digest() == digest(text=b"x = 1\r\n")
-    assert len({digest(), digest(name="b.py"), digest(text=b"x = 2\n"), digest(rows=[row])}) == 4
+    digests = [
+        kept.digest(texts, rows)
+        for texts in ({"a.py": "x = 1"}, {"b.py": "x = 1"}, {"a.py": "x = 2"})
+        for rows in ((), (row,))
+    ]
+    assert len(set(digests)) == 6
 
 
 def test_the_sources_are_what_counts_come_from():
@@ -164,17 +165,140 @@ def test_the_sources_are_what_counts_come_from():
     } <= set(found)  # fmt: skip
     assert not {"fa_numba/torch.py", "experiments.lab.style", "experiments.profile"} & set(found)
     assert "experiments.ladder" in kept.sources(profile, counts=True)
-    assert all(path.is_file() for path in kept._NO_PART | kept._NO_PART_OF_COUNTS)
+    left_out = kept._NO_PART | kept._NO_PART_OF_COUNTS
+    assert all(kept._file(name) for name in left_out)
+    assert all((kept.PACKAGE / name).exists() for name in (*kept._NOT_COUNTED, *kept._ON_GPU))
 
 
 def test_the_sources_of_what_a_gpu_measures():
-    """The peers and what Nsight Compute runs, but no emulator and nothing that draws."""
+    """The peers and what Nsight Compute runs, what makes the kernels, but no emulator, nothing that
+    draws, and of the host's part of a call only what an experiment measures.
+    """
     found = set(kept.sources(ladder, counts=False))
     lab = {f"experiments.lab.{n}" for n in ("variants", "peers", "timing", "counter_target")}
-    assert lab | {"fa_numba/torch.py", "fa_numba/choices/tuned.csv", "experiments.ladder"} <= found
-    assert not {name for name in found if name.startswith("fa_numba/emulator/")}
+    package = {
+        f"fa_numba/{n}" for n in ("choices/tuned.csv", "parts/softmax.py", "device/kernel.py")
+    }
+    assert lab | package | {"experiments.ladder"} <= found
+    assert not {name for name in found if name.startswith(("fa_numba/emulator/", "fa_numba/host/"))}
     other = {f"experiments.lab.{n}" for n in ("style", "tables", "store", "options", "speeds")}
     assert not found & (other | {"experiments.loop_cost"})
+    assert "fa_numba/host/binding.py" in kept.sources(host_cost, counts=False)
+
+
+MODULES = {
+    "__init__": "",
+    "lab.__init__": "",
+    "one": """
+\"\"\"Words.\"\"\"
+from functools import cache
+from .lab import tables
+from .lab.two import helper, other
+from .lab import three
+
+SIZES = (1, 2)  # words
+LOOKS = {}
+LOOKS["a"] = 3
+
+def measure(options, bench):
+    # words
+    return helper(SIZES) + three.third * three.factor
+
+def draw(rows):
+    return tables.shown(rows) + other
+""",
+    "lab.two": """
+from .three import factor
+
+def helper(x):
+    \"\"\"Words.
+
+    More.\"\"\"
+    text = \"\"\"one
+
+two # no comment\"\"\"
+    return inner(x) * factor
+
+@cache
+def inner(x):
+    from .late import last
+    return last
+
+other = 1
+""",
+    "lab.three": "factor = 2\nthird = 3\nunused = 4\n",
+    "lab.late": "last = 1\n",
+    "lab.tables": "def shown(rows):\n    return rows\n",
+}
+
+
+@pytest.fixture
+def taken(tmp_path, monkeypatch):
+    """Gives the digest of `MODULES`, some pieces of their text replaced."""
+    monkeypatch.setattr(kept, "EXPERIMENTS", tmp_path / "experiments")
+    monkeypatch.setattr(kept, "PACKAGE", tmp_path / "fa_numba")
+
+    def digest(module="one", old="", new=""):
+        for name, text in MODULES.items():
+            path = kept.EXPERIMENTS.joinpath(*name.split(".")).with_suffix(".py")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            assert name != module or old in text
+            path.write_text(text.replace(old, new) if name == module else text)
+        slices.read.cache_clear()
+        return kept.digest(
+            kept.sources(SimpleNamespace(__name__="experiments.one"), counts=True), ()
+        )
+
+    return digest
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new", "changes"),
+    [
+        ("one", "Words.", "Other words.", False),
+        ("one", "  # words", "", False),
+        ("one", "    # words\n", "", False),
+        ("one", "SIZES = (1, 2)", "\n\nSIZES = (1, 2)", False),
+        ("one", "+ other", "+ 2 * other", False),
+        ("lab.two", "Words.", "Other words.", False),
+        ("lab.two", "other = 1", "other = 2", False),
+        ("lab.three", "unused = 4", "unused = 5", False),
+        ("lab.tables", "return rows", "return []", False),
+        ("one", "SIZES = (1, 2)", "SIZES = (1, 3)", True),
+        ("one", "= 3", "= 4", True),
+        ("one", "three.third *", "three.factor *", True),
+        ("lab.two", "import factor", "import third as factor", True),
+        ("one", "import helper, other", "import inner as helper, other", True),
+        ("lab.two", "@cache\n", "", True),
+        ("lab.two", "one\n\ntwo", "one\ntwo", True),
+        ("lab.two", "# no comment", "", True),
+        ("lab.two", "return last", "return last + 1", True),
+        ("lab.three", "factor = 2", "factor = 3", True),
+        ("lab.three", "third = 3", "third = 4", True),
+        ("lab.late", "last = 1", "last = 2", True),
+    ],
+)  # fmt: skip
+def test_only_what_measuring_reaches_changes_the_digest(taken, module, old, new, changes):
+    assert (taken() != taken(module, old, new)) == changes
+
+
+def test_texts_without_words_are_the_same_programs():
+    for path in sorted(kept.PACKAGE.rglob("*.py"))[::16]:
+        text = path.read_text()
+        said = slices.plain(text)
+        assert _tree(said) == _tree(text), path
+
+
+def _tree(text):
+    """The program as a tree, without docstrings."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+            node
+        ):
+            alone = len(node.body) == 1 and not isinstance(node, ast.Module)
+            node.body[:1] = ast.parse("...").body if alone else []
+    return ast.dump(tree)
 
 
 @pytest.mark.parametrize("name", registry.names())

@@ -48,7 +48,7 @@ def bench(tmp_path, monkeypatch):
     """Runs a stand-in experiment on a GPU that there is not; `measured` are the lengths timed."""
     source = tmp_path / "source.py"
     source.write_text("n = 1\n")
-    monkeypatch.setattr(kept, "sources", lambda module, counts: {"source.py": source})
+    monkeypatch.setattr(kept, "sources", lambda module, counts: {"source": source.read_text()})
     monkeypatch.setattr(runner, "FIGURES", tmp_path / "none")
 
     def measure(options, given):

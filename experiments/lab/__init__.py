@@ -19,7 +19,8 @@ tune        the sweep for the fastest tiles
 store, provenance           rows in CSV files, and where they come from
 journal     the rows of a complete run until it is whole
 review      whether new rows may replace a recording
-kept, schedule              what need not be counted or measured again; what to measure first
+kept, slices                what numbers come from, and what need not be counted again
+schedule    what to measure anew, and in which order
 clocks      clocks and power of the GPU while it is measured
 published   the papers' own numbers
 speeds, speed_figures       what the speed experiments have in common

@@ -7,10 +7,8 @@ has the digest of its sources too, by which `schedule` tells what changed.
 
 from __future__ import annotations
 
-import ast
 import functools
 import hashlib
-import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,119 +17,106 @@ from typing import Any
 
 import fa_numba
 
+from . import slices
 from .store import EMULATOR, Row, Store, dump, write_if_changed
 
 # What the JSON beside the rows calls the digest and the commit that it was counted at.
 ENTRY = "counted"
 PACKAGE, LAB = Path(fa_numba.__file__).parent, Path(__file__).parent
 EXPERIMENTS = LAB.parent
-# What experiments import and no number depends on; another file that is missing here is measured
-# anew for nothing.
+# Modules that no number depends on: how rows are asked for, kept and shown.
 _NO_PART = {
-    *(LAB / f"{name}.py" for name in ("__init__", "options", "published", "speed_figures")),
-    *(LAB / f"{name}.py" for name in ("store", "tables", "block_figures", "paper_bars")),
-    *(PACKAGE / name for name in ("algorithms.py", "__main__.py")),
-    *PACKAGE.glob("commands/*.py"),
-    *PACKAGE.glob("bounds/*.py"),
-    EXPERIMENTS / "__init__.py",
+    *(f"experiments.lab.{name}" for name in ("options", "store", "tables", "published", "style")),
+    "experiments",
+    "experiments.lab",
 }
 _NO_PART_OF_COUNTS = {
-    *(LAB / f"{name}.py" for name in ("counter_target", "peers", "precompile", "speeds", "tune")),
-    *(PACKAGE / name for name in ("torch.py", "reference.py")),
+    f"experiments.lab.{name}" for name in ("counter_target", "peers", "precompile", "speeds")
 }
+# The package's files that what the emulator counts does not come from.
+_NOT_COUNTED = ("algorithms.py", "__main__.py", "commands/", "bounds/", "torch.py", "reference.py")
+# Those that a GPU's times and bytes do come from: what makes the kernels' PTX, which of them is
+# launched, and how a launch is timed. The way of a call on the host has a part where an experiment
+# says so, see `registry.Experiment`.
+_ON_GPU = (
+    *("kernels/", "parts/", "intrinsics/", "tiling/", "choices/", "masks.py", "dropout.py"),
+    *("dtypes.py", "integers.py", "options.py"),
+    *("device/kernel.py", "device/front_end.py", "device/signature.py", "device/timing.py"),
+)
 # Run by others under Nsight Compute, not imported.
 _TARGET = "experiments.lab.counter_target"
-_EMULATOR_ROOM = "fa_numba/emulator/"
 
 
-def sources(module: Any, *, counts: bool) -> dict[str, Path]:
-    """Name -> file of what the experiment's numbers come from: `counts`, or what a GPU measures.
+def sources(module: Any, *, counts: bool) -> dict[str, str]:
+    """Name -> text of what the experiment's numbers come from: `counts`, or what a GPU measures.
 
-    These are fa_numba with its tables of block sizes, the experiment's module, and the files of the
-    lab and of other experiments that these import as modules. What a function imports when it is
-    called, as those that draw do, has no part.
+    These are files of fa_numba with its tables, and of the modules of experiments the statements
+    that `measure` reaches; not those that draw. Texts are without docstrings and comments.
     """
+    more = () if counts else tuple(getattr(module, "MEASURES", ()))
     found = {
-        name: path for name, path in _package() if counts or not name.startswith(_EMULATOR_ROOM)
+        f"fa_numba/{name}": _text(path, path.stat().st_mtime_ns)
+        for name, path in _package(PACKAGE)
+        if (not name.startswith(_NOT_COUNTED) if counts else name.startswith(_ON_GPU + more))
     }
-    todo = [getattr(module, "__name__", "")]
-    while todo:
-        name = todo.pop()
-        path = _file(name)
-        if path is None or name in found:
-            continue
-        found[name] = path
-        todo += [_TARGET] if name == "experiments.lab.counters" else []
-        todo += [other for other in _imports(name, path) if path not in _NO_PART]
-    left_out = _NO_PART | (_NO_PART_OF_COUNTS if counts else set())
-    return {name: path for name, path in found.items() if path not in left_out}
+    reached = slices.Slice(_file, _NO_PART | (_NO_PART_OF_COUNTS if counts else set()))
+    reached.take(getattr(module, "__name__", ""), "measure")
+    if "experiments.lab.counters" in reached.texts():
+        reached.take(_TARGET, None)
+    return found | reached.texts()
 
 
 @functools.cache
-def _package() -> tuple[tuple[str, Path], ...]:
-    files = (path for kind in ("*.py", "*.csv") for path in PACKAGE.rglob(kind))
-    return tuple((f"fa_numba/{path.relative_to(PACKAGE).as_posix()}", path) for path in files)
+def _package(folder: Path) -> tuple[tuple[str, Path], ...]:
+    files = (path for kind in ("*.py", "*.csv") for path in folder.rglob(kind))
+    return tuple((path.relative_to(folder).as_posix(), path) for path in files)
 
 
 def _file(name: str) -> Path | None:
     """The file of a module of experiments; None of any other, and of a name in a module."""
     top, *rest = name.split(".")
+    if top != "experiments" or not all(rest):
+        return None
     path = EXPERIMENTS.joinpath(*rest)
     found = (path.with_suffix(".py") if rest else path / "__init__.py", path / "__init__.py")
-    return next((each for each in found if top == "experiments" and each.is_file()), None)
+    return next((each for each in found if each.is_file()), None)
 
 
-@functools.cache
-def _imports(name: str, path: Path) -> list[str]:
-    """The full names that a file imports, not in functions; a module's and those of its content."""
-    package = name if path.stem == "__init__" else name.rpartition(".")[0]
-    found = []
-    for node in ast.parse(path.read_bytes()).body:
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = "." * node.level + (node.module or "")
-            base = importlib.util.resolve_name(base, package)
-            found += [base, *(f"{base}.{alias.name}" for alias in node.names)]
-    return found
-
-
-def digest(files: Mapping[str, Path], rows: Sequence[Row]) -> str:
-    """Of the files' names and text, whatever their line endings, and of the rows."""
+def digest(texts: Mapping[str, str], rows: Sequence[Row]) -> str:
+    """Of the texts and their names, and of the rows."""
     found = hashlib.sha256()
-    for name, path in sorted(files.items()):
-        found.update(name.encode() + b"\0" + _text(path, path.stat().st_mtime_ns) + b"\0")
+    for name, text in sorted(texts.items()):
+        found.update(f"{name}\0{text}\0".encode())
     found.update(dump(rows, runs=False).encode())
     return found.hexdigest()
 
 
 @functools.cache
-def _text(path: Path, written: int) -> bytes:
-    """The file's text, read again only when it was written again."""
-    return path.read_bytes().replace(b"\r\n", b"\n")
+def _text(path: Path, written: int) -> str:
+    """The file's text, read again only when it was written again; Python's without words."""
+    text = path.read_bytes().decode().replace("\r\n", "\n")
+    return slices.plain(text) if path.suffix == ".py" else text
 
 
-def stored(store: Store, experiment: str, files: Mapping[str, Path]) -> list[Row] | None:
+def stored(store: Store, experiment: str, texts: Mapping[str, str]) -> list[Row] | None:
     """The emulator's rows, if they were counted from these sources; None otherwise.
 
     Raises StoreError where the rows or the JSON beside them cannot be read.
     """
     rows = store.read(experiment, EMULATOR)
     entry = _entry(store.provenance(experiment, EMULATOR))
-    if rows and entry.get("digest") == digest(files, rows):
+    if rows and entry.get("digest") == digest(texts, rows):
         return [replace(row, run="") for row in rows]
     return None
 
 
-def keep(
-    store: Store, experiment: str, files: Mapping[str, Path], about: Mapping[str, Any]
-) -> None:
+def keep(store: Store, experiment: str, texts: Mapping[str, str], about: Mapping[str, Any]) -> None:
     """Write down that the stored rows, all of them, were counted from these sources.
 
     `about` is the run that counted them. The rest of the JSON stays: it is of the run that first
     had these numbers.
     """
-    now = digest(files, store.read(experiment, EMULATOR))
+    now = digest(texts, store.read(experiment, EMULATOR))
     recorded = store.provenance(experiment, EMULATOR)
     if _entry(recorded).get("digest") == now:
         return

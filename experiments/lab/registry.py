@@ -33,6 +33,7 @@ class Experiment(Protocol):
     TAKES           which of `options.CHOICES` it takes; all but tiles without it
     TAKES_ON_GPU    which more it takes for what a GPU measures
     SWEPT           columns of a row that the experiment varies, see `store.Recorder`
+    MEASURES        what it measures of fa_numba besides kernels, such as "host/"; `kept.sources`
     PROTOCOL        a sentence on how it measures, kept with its rows
     """
 

@@ -69,9 +69,9 @@ class Runner:
             self.store.make(name)  # minutes of measuring would be for nothing
             self.console.print(f"[bold]{name}[/]: {module.TITLE}")
             with self.store.alone(name):
-                files, before = kept.sources(module, counts=True), None
+                texts, before = kept.sources(module, counts=True), None
                 if self.options.complete and not self.options.recount:
-                    before = kept.stored(self.store, name, files)
+                    before = kept.stored(self.store, name, texts)
                 report.kept = len(before or ())
                 self._record(
                     name,
@@ -80,12 +80,12 @@ class Runner:
                     about=self.about(name, module),
                     of=self.described(name, module) if self.options.complete else None,
                 )
-                self._keep(name, report, files)
+                self._keep(name, report, texts)
 
     def about(self, name: str, module: Experiment) -> About:
         """What describes a run of the experiment by the machine whose rows it is of."""
-        files = kept.sources(module, counts=False) if self.machine else {}
-        sources = kept.digest(files, ())
+        texts = kept.sources(module, counts=False) if self.machine else {}
+        sources = kept.digest(texts, ())
         protocol = registry.protocol(name, module)
         return functools.partial(self._provenance.for_machine, own=protocol, sources=sources)
 
@@ -102,14 +102,14 @@ class Runner:
         """The last recording of the machine: in --out, or else the one that is with the project."""
         return self.store if machine in self.store.machines(name) else Store(FIGURES)
 
-    def _keep(self, name: str, report: Report, files: Mapping[str, Path]) -> None:
+    def _keep(self, name: str, report: Report, texts: Mapping[str, str]) -> None:
         """Write the digest of rows that this run counted, all that there are and none failed."""
         counted = report.outcomes.get(EMULATOR)
         if counted is None or report.kept or not self.options.complete:
             return
         whole = len(self.store.read(name, EMULATOR)) == counted.measured
         if whole and not counted.failed:
-            kept.keep(self.store, name, files, self._provenance.for_machine(EMULATOR))
+            kept.keep(self.store, name, texts, self._provenance.for_machine(EMULATOR))
 
     def lacking(self, name: str) -> bool:
         """Whether this machine cannot measure the experiment."""

@@ -1,0 +1,220 @@
+"""What a function's results come from: of each module the statements that it reaches.
+
+Docstrings and comments are left out of every text, so that words may change and results stand.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import io
+import tokenize
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# A name of a module: (module, name), or (module, None) for the module itself.
+Place = tuple[str, str | None]
+WHOLE = "*"
+
+
+def plain(text: str) -> str:
+    """Python's text without docstrings, comments and the lines that are empty then; where a
+    docstring is all there is, three dots stand for it.
+
+    Nothing of it is written anew: it does not depend on the version of Python.
+    """
+    return "".join(_plain_lines(text).values())
+
+
+def _plain_lines(text: str) -> dict[int, str]:
+    """The same by the lines' numbers."""
+    lines = io.StringIO(text).readlines()
+    gone: list[tuple[tuple[int, int], tuple[int, int], str]] = []
+    blank: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            gone.append((token.start, token.end, ""))
+        if token.type == tokenize.NL:
+            blank.add(token.start[0])
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and _is_text(first.value):
+                alone = len(node.body) == 1 and not isinstance(node, ast.Module)
+                gone.append((*_span(first, lines), "..." if alone else ""))
+                blank.update(range(first.lineno, (first.end_lineno or 0) + 1))
+    for (top, left), (bottom, right), instead in sorted(gone, reverse=True):
+        for n in range(top, bottom + 1):
+            line = lines[n - 1]
+            end = right if n == bottom else len(line.rstrip("\n"))
+            before = line[:left] + instead if n == top else ""
+            lines[n - 1] = before.rstrip(" ") + line[end:]
+    return {n: x for n, x in enumerate(lines, 1) if x.strip() or n not in blank}
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def _span(node: ast.Expr, lines: list[str]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Where it begins and ends, in characters: the tree counts bytes."""
+
+    def column(line: int, offset: int) -> int:
+        return len(lines[line - 1].encode()[:offset].decode())
+
+    first, last = node.lineno, node.end_lineno or node.lineno
+    return (first, column(first, node.col_offset)), (last, column(last, node.end_col_offset or 0))
+
+
+@dataclass(frozen=True)
+class _Statement:
+    """One of a module's outermost: what it defines, its text, what it may ask for."""
+
+    defines: frozenset[str]
+    text: str
+    uses: frozenset[tuple[str, str | None]]  # a name and, where one is asked for, its attribute
+    imports: Mapping[str, Place]  # within functions
+
+
+@dataclass
+class Module:
+    name: str
+    imports: dict[str, Place] = field(default_factory=dict)
+    statements: list[_Statement] = field(default_factory=list)
+
+
+@functools.cache
+def read(name: str, path: Path, written: int) -> Module:
+    """A module's statements; read again only when the file was written again."""
+    text = path.read_bytes().decode().replace("\r\n", "\n")
+    package = name if path.stem == "__init__" else name.rpartition(".")[0]
+    found, lines = Module(name), _plain_lines(text)
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found.imports |= _imported(node, package)
+            continue
+        decorators = getattr(node, "decorator_list", [])
+        first = min([node.lineno, *(d.lineno for d in decorators)])
+        within = {
+            alias: place
+            for each in ast.walk(node)
+            if isinstance(each, ast.Import | ast.ImportFrom)
+            for alias, place in _imported(each, package).items()
+        }
+        found.statements.append(
+            _Statement(
+                frozenset(_defined(node)),
+                "".join(lines.get(n, "") for n in range(first, (node.end_lineno or first) + 1)),
+                frozenset(_used(node)),
+                within,
+            )
+        )
+    return found
+
+
+def _imported(node: ast.Import | ast.ImportFrom, package: str) -> dict[str, Place]:
+    if isinstance(node, ast.Import):
+        return {(a.asname or a.name).split(".")[0]: (a.name, None) for a in node.names}
+    base = "." * node.level + (node.module or "")
+    base = importlib.util.resolve_name(base, package)
+    return {alias.asname or alias.name: (base, alias.name) for alias in node.names}
+
+
+def _defined(node: ast.stmt) -> Iterator[str]:
+    """The names that a statement gives a value; a change of one that has it defines none."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Assign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        names = [
+            each.elts if isinstance(each, ast.Tuple | ast.List) else [each] for each in targets
+        ]
+        flat = [name for some in names for name in some]
+        if all(isinstance(name, ast.Name) for name in flat):
+            yield from (name.id for name in flat if isinstance(name, ast.Name))
+
+
+def _used(node: ast.AST) -> Iterator[tuple[str, str | None]]:
+    """Names, with the attribute that is asked of them, or alone."""
+    for each in ast.iter_child_nodes(node):
+        if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name):
+            yield each.value.id, each.attr
+        elif isinstance(each, ast.Name):
+            yield each.id, None
+        else:
+            yield from _used(each)
+
+
+class Slice:
+    """All that some names of modules reach, within the modules that `find` has a file of.
+
+    Modules named in `without` have no part, whatever asks for them.
+    """
+
+    def __init__(self, find: Callable[[str], Path | None], without: Collection[str] = ()) -> None:
+        self._find, self._without = find, without
+        self._taken: dict[str, dict[int, str]] = {}
+        self._bound: dict[str, set[str]] = {}
+        self._seen: set[Place] = set()
+
+    def take(self, module: str, name: str | None) -> None:
+        """Add a name of a module, or the module with all that it has, and what these reach."""
+        todo: list[tuple[str, str]] = [(module, name or WHOLE)]
+        while todo:
+            place = todo.pop()
+            if place in self._seen or place[0] in self._without:
+                continue
+            self._seen.add(place)
+            todo += list(self._reached(*place))
+
+    def texts(self) -> dict[str, str]:
+        """Module -> the text of what was taken of it, and what its names are imported from."""
+        return {
+            name: "\n".join([*sorted(self._bound[name]), *(mine[n] for n in sorted(mine))])
+            for name, mine in self._taken.items()
+        }
+
+    def _reached(self, name: str, wanted: str) -> Iterator[tuple[str, str]]:
+        path = self._find(name)
+        if path is None:
+            return
+        inner = self._find(f"{name}.{wanted}")
+        if inner is not None:
+            yield f"{name}.{wanted}", WHOLE
+            return
+        module = read(name, path, path.stat().st_mtime_ns)
+        if wanted in module.imports:  # passed on
+            yield from self._followed(module, module.imports, wanted, None)
+            return
+        mine = self._taken.setdefault(name, {})
+        self._bound.setdefault(name, set())
+        own = frozenset[str]().union(*(each.defines for each in module.statements))
+        known = wanted in own
+        for n, each in enumerate(module.statements):
+            if n in mine or (known and each.defines and wanted not in each.defines):
+                continue
+            mine[n] = each.text
+            for used, attribute in each.uses:
+                if used in own:
+                    yield name, used
+                else:
+                    yield from self._followed(
+                        module, {**module.imports, **each.imports}, used, attribute
+                    )
+
+    def _followed(
+        self, module: Module, imports: Mapping[str, Place], used: str, attribute: str | None
+    ) -> Iterator[tuple[str, str]]:
+        """What a name that is imported stands for."""
+        if used not in imports:
+            return
+        base, name = imports[used]
+        self._bound.setdefault(module.name, set()).add(f"{used} = {base} {name or ''}")
+        self._taken.setdefault(module.name, {})
+        inner = base if name is None else f"{base}.{name}"
+        if self._find(inner) is not None:
+            yield inner, attribute or WHOLE
+        elif name is not None:
+            yield base, name
