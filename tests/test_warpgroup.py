@@ -282,6 +282,12 @@ def _hasty(out, wrong):
             sA[t] = 0
         if wrong != "wait":
             wait_products(rS, 8, 0)
+        if wrong == "own rows":
+            sA[1024 * (t // 32) + t % 32] = 0
+        if wrong == "other rows":
+            sA[1024 * (t // 32 ^ 1) + t % 32] = 0
+        if wrong == "write B":
+            sB[t] = 0
         for e in range(4):
             rP[e] = pack(rS[2 * e], rS[2 * e + 1])
         MULTIPLY_REGISTERS_F16(rO, 64, rP, sV, 0, 16, 1, 1, 1)
@@ -318,7 +324,9 @@ def _hasty(out, wrong):
         sA[t] = 0
 
 
-@pytest.mark.parametrize("right", ["", "in order", "twice", "read A", "read S", "after"])
+@pytest.mark.parametrize(
+    "right", ["", "in order", "twice", "read A", "read S", "own rows", "after"]
+)
 def test_what_may_be_touched(right):
     out = np.zeros(160, np.float32)
     launch(_hasty, 160, out, right)
@@ -342,6 +350,16 @@ def test_what_may_be_touched(right):
         ("wait", RegisterHazard, "rS is touched"),
         ("pending", RegisterHazard, "rS is touched"),
         ("another array", RegisterHazard, "waited for by wait_products of another array"),
+        (
+            "other rows",
+            SharedHazard,
+            "sA[1024], which the part of warp 1 in a product reads, no ba",
+        ),
+        (
+            "write B",
+            SharedHazard,
+            "sB[0], which a product of warpgroup 0 reads, no barrier between",
+        ),
         ("write words", RegisterHazard, "rP is touched, which a product reads"),
         ("exit", RegisterHazard, "the thread exits with a product on its way"),
         ("few", RegisterHazard, "count = 16 of 32 registers"),
@@ -352,7 +370,7 @@ def test_what_is_touched_too_early(wrong, error, message):
 
 
 def test_operands_that_are_filled_again():
-    """A producer fills a place again; each consumer warpgroup has to have read it before."""
+    """A producer fills a place again; each warp of the consumers has to have read it before."""
 
     def kernel(X, out, wrong):
         sX = half_tile(0, 4096)
@@ -361,7 +379,7 @@ def test_operands_that_are_filled_again():
         t = cuda.threadIdx.x
         if t == 0:
             init_mbarrier(bars, 0, 1)
-            init_mbarrier(bars, 1, 2 if wrong != "one" else 1)
+            init_mbarrier(bars, 1, {"": 8, "early": 8, "one": 4, "leaders": 2}[wrong])
             fence_mbarrier_init()
         cuda.syncthreads()
         for i in range(3):
@@ -372,10 +390,11 @@ def test_operands_that_are_filled_again():
             if t < 256:
                 wait_mbarrier(bars, 0, i % 2)
                 MULTIPLY_F16(rC, 8, sX, 0, 64, 0, sX, 0, 64, 0, 4, 0)
-                if wrong == "early" and t % 128 == 0:
+                if wrong == "early" and t % 32 == 0:
                     arrive_mbarrier(bars, 1)
                 wait_products(rC, 4, 0)
-                if wrong != "early" and t % 128 == 96 and (wrong != "one" or t < 128):
+                warp = wrong != "leaders" or t % 128 == 96
+                if wrong != "early" and t % 32 == 0 and warp and (wrong != "one" or t < 128):
                     arrive_mbarrier(bars, 1)
                 for e in range(4):
                     out[i, e, t] = rC[e]
@@ -387,7 +406,7 @@ def test_operands_that_are_filled_again():
         for first in (0, 128):
             found = matrix_of(out[i, :, first : first + 128], 8)
             assert_product(found, X[64 * i : 64 * i + 64], X[64 * i : 64 * i + 8])
-    for wrong in ("early", "one"):
+    for wrong in ("early", "one", "leaders"):
         error = caught(SharedHazard, kernel, 288, Boxed(x[None, None], 64), out, wrong)
         assert "sX[" in str(error) and "load_box(" in error.line
 

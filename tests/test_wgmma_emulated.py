@@ -223,10 +223,15 @@ def _whole(rows, stages):
 
 
 @pytest.mark.parametrize(
-    "rows, stages, heads, Nq, ablate",
-    [(64, 3, 4, 400, ()), (128, 4, 2, 400, ()), (64, 2, 1, 200, ("ahead",))],
+    "rows, stages, heads, Nq, options",
+    [
+        (64, 3, 4, 400, {}),
+        (128, 4, 2, 400, {}),
+        (64, 2, 1, 200, {"ablate": ("ahead",)}),
+        (64, 2, 1, 200, {"kv_splits": 2}),
+    ],
 )
-def test_places_are_taken_again(rows, stages, heads, Nq, ablate):
+def test_places_are_taken_again(rows, stages, heads, Nq, options):
     """Blocks that one multiprocessor has take more row tiles than there are places of Q."""
     q, k, v = half_inputs("float16", 1, heads, 1, Nq, 70, 64)
     uncached = getattr(planning.planned, "__wrapped__", planning.planned)
@@ -235,7 +240,7 @@ def test_places_are_taken_again(rows, stages, heads, Nq, ablate):
         mock.patch.object(fa_numba.device, "multiprocessors", lambda: 1),
     ):
         tiles = Tiles(rows, 64, stages=stages)
-        check("emulator", "fa2", q, k, v, tiles=tiles, ablate=ablate, **UNIT)
+        check("emulator", "fa2", q, k, v, tiles=tiles, **UNIT, **options)
 
 
 def test_row_tiles_of_many_columns_are_asked_for_one_by_one():

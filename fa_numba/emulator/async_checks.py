@@ -2,7 +2,7 @@
 
 As checks.py, for operations that touch many elements for one thread or for a warpgroup. `known`
 is what happened before the present of whoever asks: a stamp by thread, below which that thread's
-accesses did, and behind these one for each warpgroup's products and each mbarrier's copies.
+accesses did, and behind these one for each warp's parts of products and each mbarrier's copies.
 `fences` has for every thread the stamp below which what it wrote may be read by the copy engine
 and the tensor cores. Functions that check return -1, or the first of the places at which something
 is wrong.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from numba.extending import register_jitable
 
-from .checks import IN_FLIGHT, NOBODY, READING, SEVERAL, UNWRITTEN, WARP, compiled, owned
+from .checks import IN_FLIGHT, NOBODY, PRODUCT, READING, SEVERAL, UNWRITTEN, WARP, compiled, owned
 
 
 @register_jitable
@@ -25,6 +25,9 @@ def _before(stamp, known, warps):
         return False
     if code < SEVERAL:
         return stamp < known[code]
+    if code >= PRODUCT:
+        first = WARP * warps + code - PRODUCT - warps
+        return stamp < known[first : first + 4].min()
     other = code - SEVERAL
     if other >= warps:
         return stamp < known[WARP * warps + other - warps]
@@ -86,8 +89,26 @@ def land_box(data, written, first, places, values, stamp):
         written[0, p] = stamp
 
 
+@register_jitable
+def _give_back(reads, touched, row, parts, first, places, stamp):
+    each = places.size // parts
+    for part in range(parts):
+        mark = stamp if stamp == READING else stamp + part
+        for n in range(part * each, (part + 1) * each):
+            p = first + places[n]
+            reads[0, row, p] = touched[0, p] = mark
+
+
 @compiled
-def lend(data, written, reads, touched, row, first, places, known, fences, warps, base, values):
+def give_back(reads, touched, row, parts, first, places, stamp):
+    """The reading has ended; or is still going on, for the stamp `READING`."""
+    _give_back(reads, touched, row, parts, first, places, stamp)
+
+
+@compiled
+def lend(
+    data, written, reads, touched, row, parts, first, places, known, fences, warps, base, values
+):
     """Read the elements at `places`, which nobody may write before the reading has ended."""
     for n in range(places.size):
         p = first + places[n]
@@ -99,18 +120,8 @@ def lend(data, written, reads, touched, row, first, places, known, fences, warps
         if not _is_fenced(last, fences, warps):
             return n
         values[n] = data[0, p]
-    for n in range(places.size):
-        p = first + places[n]
-        reads[0, row, p] = touched[0, p] = READING
+    _give_back(reads, touched, row, parts, first, places, READING)
     return -1
-
-
-@compiled
-def give_back(reads, touched, row, first, places, stamp):
-    """The reading has ended; or is still going on, for the stamp `READING`."""
-    for n in range(places.size):
-        p = first + places[n]
-        reads[0, row, p] = touched[0, p] = stamp
 
 
 @compiled

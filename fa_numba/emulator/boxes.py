@@ -70,18 +70,21 @@ class BoxLoad:
 class Lent:
     """Elements of shared memory that are read until somebody has waited for it.
 
-    `row` of `buffer.reads` says so.
+    `row` of `buffer.reads` says so, and `code`, in a stamp, who reads: the first of so many, of
+    which each has its part of the elements.
     """
 
     buffer: SharedBuffer
     row: int
     first: int
     places: np.ndarray
+    code: int
+    parts: int
 
     def mark(self, stamp: int) -> None:
         buffer = self.buffer
         async_checks.give_back(
-            buffer.reads, buffer.touched, self.row, self.first, self.places, stamp
+            buffer.reads, buffer.touched, self.row, self.parts, self.first, self.places, stamp
         )
 
 
@@ -121,9 +124,14 @@ class Boxes(Mbarriers):
                 buffer.touched[:] = 0
                 buffer.reads[:] = 0
 
+    @property
+    def rows_of_boxes(self) -> int:
+        """Behind the rows of warps, and two of each warpgroup, for either operand of products."""
+        return self.warps + 2 * self.warpgroups
+
     def rows_for_marks(self, buffer: SharedBuffer) -> None:
-        """Give a buffer rows for what warpgroups' products, and boxes on their way, read."""
-        missing = self.warps + self.warpgroups + 1 - buffer.reads.shape[1]
+        """Give a buffer rows for what products read, and boxes on their way: the last one."""
+        missing = self.rows_of_boxes + 1 - buffer.reads.shape[1]
         if missing > 0:
             blocks, _, length = buffer.reads.shape
             more = np.zeros((blocks, missing, length), np.int64)
@@ -241,7 +249,7 @@ class Boxes(Mbarriers):
             tid = int(self.group.tids[lane])
             values = np.zeros(taken.size, src.buffer.data.dtype)
             tids = self.group.tids[lane : lane + 1]
-            lent = self.lend(src, self.warps + self.warpgroups, first, taken, tids, values)
+            lent = self.lend(src, self.rows_of_boxes, first, taken, tids, values)
             element = src._element(first)
             number = self._groups_of_boxes.get(tid, 0)
             box = BoxStore(lent, dst.array, to, values, tid, number, element, self.site(), adds)
@@ -279,18 +287,18 @@ class Boxes(Mbarriers):
 
     def lend(
         self, array: SharedArray, row: int, first: int, places: np.ndarray, tids: np.ndarray,
-        values: np.ndarray,
+        values: np.ndarray, code: int = 0, parts: int = 1,
     ) -> Lent:  # fmt: skip
         """Read elements asynchronously, for these threads."""
         buffer = array.buffer
         self.rows_for_marks(buffer)
         bad, known = self.checked(
             async_checks.lend, buffer.data, buffer.written, buffer.reads, buffer.touched, row,
-            first, places, tids=tids, last=(values,),
+            parts, first, places, tids=tids, last=(values,),
         )  # fmt: skip
         if bad >= 0:
             raise self.untouchable(array, int(first + places[bad]), known, "reads")
-        return Lent(buffer, row, first, places)
+        return Lent(buffer, row, first, places, code, parts)
 
     def commit_boxes(self) -> None:
         """Close each thread's group of boxes."""

@@ -23,6 +23,8 @@ PITCH, SHIFT = 1024, 10  # from block to block of those that run at once; its lo
 LOCAL = PITCH - 1
 STAMP = 2048
 SEVERAL = 1024
+# From here on, plus a column of `seen`: a product, of which each warp of four knows its own part.
+PRODUCT = SEVERAL + 512
 NOBODY = STAMP - 1
 # Above every stamp, so that one comparison finds them, and by nobody: no access comes before.
 READING = (1 << 59) + NOBODY  # asynchronously
@@ -47,6 +49,9 @@ def _ordered(stamp, tid, warp, seen):
         return True
     if code == NOBODY:
         return False
+    if code >= PRODUCT:
+        first = code - PRODUCT
+        return stamp < seen[warp, first : first + 4].min()
     other = code - SEVERAL if code >= SEVERAL else code >> 5
     return stamp < seen[warp, other]
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .active import Active
-from .checks import NOBODY, PITCH, SEVERAL, STAMP
+from .checks import NOBODY, PITCH, PRODUCT, SEVERAL, STAMP
 from .counts import Access, warps_of
 from .errors import EmulatorError, Index3, OutOfBounds
 from .global_memory import GlobalArray
@@ -176,7 +176,10 @@ class Context(Active):
             return True
         if code == NOBODY:  # UNWRITTEN and IN_FLIGHT
             return False
-        return bool(stamp < self.seen[self.group.warp_of[lane], _warp(code)])
+        known = self.seen[self.group.warp_of[lane]]
+        if code >= PRODUCT:
+            return bool((stamp < known[code - PRODUCT :][:4]).all())
+        return bool(stamp < known[_warp(code)])
 
     def joined(self, stamp: int, lane: int) -> int:
         """The stamp of accesses of a lane's warp with its own added."""

@@ -3,8 +3,8 @@
 A warp's row of `seen` says it of all its threads. Threads that come to an mbarrier come one by one,
 so each may know more: a row of `_heard`, made when it is first needed, has a stamp for each thread
 of the block, below which the accesses of that one happened before. Behind these, and in `seen`
-behind the warps, stand columns for what no thread does: the products of each warpgroup, and the
-copies that an mbarrier counts.
+behind the warps, stand columns for what no thread does: the parts that each warp has in products,
+and the copies that an mbarrier counts.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Knowledge(Waiting):
     def widen(self, more: int) -> None:
         """Make room for columns of the warpgroups and of `more` mbarriers."""
         base, starts, seen = self._clocks
-        missing = self.warps + self.warpgroups + self._columns + more - seen.shape[1]
+        columns = WARPGROUP * self.warpgroups + self._columns
+        missing = self.warps + columns + more - seen.shape[1]
         if missing <= 0:
             return
         missing += -missing % 16
@@ -108,7 +109,9 @@ class Knowledge(Waiting):
             return True
         if self._heard is None or stamp % STAMP == NOBODY:
             return False
-        return bool(before(stamp, self._heard[self.group.tids[lane]], self.warps))
+        tid = self.group.tids[lane]
+        known = np.maximum(self._by_thread(self.seen[tid // WARP]), self._heard[tid])
+        return bool(before(stamp, known, self.warps))
 
     def _column_known(self, tids: np.ndarray, column: int) -> np.ndarray:
         """Up to which stamp each thread knows a column."""

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from .checks import SEVERAL, STAMP
+from .checks import PRODUCT, SEVERAL, STAMP
 from .errors import BarrierMisuse, Deadlock, EmulatorError, MissingFence
 from .groups import AT_MBARRIER, READY, WARP, Group, Parting
-from .knowledge import ALWAYS, Knowledge, warps_of
+from .knowledge import ALWAYS, WARPGROUP, Knowledge, warps_of
 from .shared_memory import SharedArray
 
 MOST_ARRIVALS = MOST_BYTES = (1 << 20) - 1
@@ -75,11 +75,14 @@ class Mbarriers(Knowledge):
         self._mbarriers = {}
 
     def who(self, stamp: int) -> str:
-        column = stamp % STAMP - SEVERAL - self.warps
+        code = stamp % STAMP
+        column = code - SEVERAL - self.warps
         if column < 0:
             return super().who(stamp)
-        if column < self.warpgroups:
-            return f"a product of warpgroup {column}"
+        if code >= PRODUCT:
+            return f"a product of warpgroup {(code - PRODUCT - self.warps) // WARPGROUP}"
+        if column < WARPGROUP * self.warpgroups:
+            return f"the part of warp {column} in a product"
         owner = next(b for b in self._mbarriers.values() if b.column == column)
         return f"a bulk copy that {owner.name} counts"
 
@@ -121,7 +124,7 @@ class Mbarriers(Knowledge):
                 text = f"{name} was initialised before"
                 raise self.fault(BarrierMisuse, text, tile.array.name, lane)
             self.widen(1)
-            column = self.warpgroups + self._columns
+            column = WARPGROUP * self.warpgroups + self._columns
             self._columns += 1
             tid = int(self.group.tids[lane])
             made = Mbarrier(name, arrivals, column, self.stamp(lane), tid)

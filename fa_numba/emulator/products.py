@@ -1,7 +1,10 @@
 """Products of a warpgroup, `wgmma`: computed at once, but there only when they were waited for.
 
 Operands in shared memory are lent to a product, and so are the registers of A; those of C are its
-own. What touches them before `wait_products` is a hazard.
+own. What touches them before `wait_products` is a hazard. A warp's wait is that warp's own (PTX
+ISA, "wgmma.wait_group": for what the executing threads have committed): its part of the product has
+ended then, which reads its 16 rows of A and all of B. Of the other warps' parts it knows when they
+have met.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from .boxes import REPEAT, ROW_BYTES, Boxes, Lent, swizzled
-from .checks import READING, SEVERAL, STAMP
+from .checks import PRODUCT, READING, SEVERAL, STAMP
 from .errors import BarrierDivergence, Deadlock, EmulatorError, Misaligned, RegisterHazard
 from .groups import WARP, Site
 from .knowledge import warps_of
@@ -181,7 +184,7 @@ class Products(Boxes):
             if len(A) == 1:
                 left = self._of_registers(numbers, A[0], lanes, steps)
             else:
-                left = self._operand(numbers, number, lanes, A, ROWS, steps, lent)
+                left = self._operand(numbers, number, lanes, A, ROWS, steps, lent, left=1)
             # By thread half, chunk, pair and warp, row, place; as a matrix warp, half, row, ...
             C = old[:, lanes].reshape(2, n // 8, 2, 4, 8, 4).transpose(3, 0, 4, 1, 5, 2)
             C = _summed(C.reshape(ROWS, n), left, right)
@@ -203,7 +206,7 @@ class Products(Boxes):
 
     def _operand(
         self, numbers: np.ndarray, warpgroup: int, lanes: np.ndarray, operand: tuple[Any, ...],
-        rows: int, steps: int, lent: list[Lent],
+        rows: int, steps: int, lent: list[Lent], left: int = 0,
     ) -> np.ndarray:  # fmt: skip
         """(rows, 16 steps) from shared memory, in float32."""
         array, index, panel_rows, across = operand
@@ -223,9 +226,10 @@ class Products(Boxes):
             end = (low if low < array.first else high) - array.first
             raise self.outside(array.name, array.shape, end, int(lanes[0]))
         bits = np.empty(places.size, np.int64)
-        row = self.warps + warpgroup
-        flat = places.reshape(-1)
-        lent.append(self.lend(array, row, first, flat, self.group.tids[lanes], bits))
+        warps, row = WARPGROUP // WARP, self.warps + 2 * warpgroup + left
+        code = (SEVERAL if left else PRODUCT) + self.warps + warps * warpgroup
+        flat, tids = places.reshape(-1), self.group.tids[lanes]
+        lent.append(self.lend(array, row, first, flat, tids, bits, code, warps if left else 1))
         return numbers[bits].reshape(rows, -1)
 
     def _of_registers(
@@ -263,13 +267,13 @@ class Products(Boxes):
         product.ended = True
         if product.A is not None:
             product.A.arrive(product)
-        column = self.warps + product.warpgroup
+        first = product.warpgroup * WARPGROUP // WARP
         self.widen(0)
         self.clock += 2
         for lent in product.lent:
-            lent.mark((self.clock - 1) * STAMP + SEVERAL + column)
-        first = product.warpgroup * WARPGROUP // WARP
-        self.seen[first : first + WARPGROUP // WARP, column] = self.clock * STAMP
+            lent.mark((self.clock - 1) * STAMP + lent.code)
+        for warp in range(first, first + WARPGROUP // WARP):  # each knows of its own part
+            self.seen[warp, self.warps + warp] = self.clock * STAMP
 
     # ---- registers
 
