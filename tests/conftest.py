@@ -41,7 +41,7 @@ def examples(count):
 
 def pytest_report_header():
     if not gpu_available():
-        return "no CUDA GPU of compute capability 8.0 or later: tests marked gpu are left out"
+        return "no CUDA GPU of compute capability 7.5 or later: tests marked gpu are left out"
 
 
 def pytest_configure(config):

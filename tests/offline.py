@@ -17,7 +17,7 @@ from fa_numba.device import assembled, kernel_cache
 
 pytest.importorskip("cuda.core", reason="cuda-core is not installed")
 CAPABILITY = {"sm_80": (8, 0), "sm_86": (8, 6), "sm_89": (8, 9), "sm_90a": (9, 0, "a")}
-CAPABILITY |= {"sm_100": (10, 0), "sm_103": (10, 3), "sm_120": (12, 0)}
+CAPABILITY |= {"sm_75": (7, 5), "sm_100": (10, 0), "sm_103": (10, 3), "sm_120": (12, 0)}
 # Of a kernel's key; two that share a lock wait for each other, and nothing else.
 LOCKED = 2
 

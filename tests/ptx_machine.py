@@ -191,8 +191,12 @@ class Machine:
                 tiny = first == "ex2" and "ftz" in rest
                 made = np.where((made < 2.0**-126) & tiny, np.float32(0), made)
             self.put(given[0], bits(made))
-        elif name == "setp.ne.u32":
-            self.registers[given[0]] = self.get(given[1]) != self.get(given[2])
+        elif first == "setp":
+            compared = {"ne": np.not_equal, "eq": np.equal, "gt": np.greater}[rest[0]]
+            assert rest[1] in ("u32", "s32")
+            self.registers[given[0]] = compared(self.get(given[1]), self.get(given[2]))
+        elif name == "selp.b32":
+            self.put(given[0], np.where(self.get(given[3]), self.get(given[1]), self.get(given[2])))
         elif name == "mov.b32" and len(several[0]) == 2:
             word = self.get(given[1])
             self.registers.update(zip(several[0], (word & 0xFFFF, word >> 16), strict=True))
@@ -209,9 +213,9 @@ class Machine:
             # "For f16x2: d's upper half is of a, its lower half of b."
             high, low = (to_half(self.get(x), rest[1][:-2]) for x in given[1:])
             self.put(given[0], high << 16 | low)
-        elif first in ("ld", "st") and rest[0] == "global":
+        elif name.startswith(("ld.global", "st.global", "st.shared")):
             at, parts = self.address(given[first == "ld"]), several[first == "st"]
-            assert len(parts) == int(rest[1][1:])
+            assert len(parts) == (int(rest[1][1:]) if rest[1][0] == "v" else 1)
             for n, part in enumerate(parts):
                 if first == "st":
                     self.write(at + 4 * n, self.get(part), where)

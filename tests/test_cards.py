@@ -2,7 +2,7 @@
 
 import pytest
 from offline import CAPABILITY, compiled
-from test_compile import registers, spills_of
+from test_compile import plan_of, registers, spills_of
 
 import fa_numba
 from fa_numba import bounds, device
@@ -12,6 +12,7 @@ from fa_numba.options import Features
 
 # architecture -> a GPU with its limits
 CARDS = {
+    "sm_75": "T4",
     "sm_86": "RTX 3090",
     "sm_89": "L4",
     "sm_100": "B200",
@@ -19,6 +20,7 @@ CARDS = {
     "sm_120": "RTX 5090",
 }
 QUICK = [
+    ("sm_75", "fa2", "fwd", "float32", 64),
     ("sm_86", "fa2", "fwd", "float32", 64),
     ("sm_103", "fa2", "fwd", "float16", 64),
     ("sm_120", "fa1", "fwd", "float16", 64),
@@ -26,9 +28,10 @@ QUICK = [
 ALL = [
     (arch, algorithm, passes, dtype, d)
     for arch in CARDS
-    for algorithm in ("fa1", "fa2")
+    for algorithm in ("fa1", "fa2", "standard")
     for passes in ("fwd", "bwd")
     for dtype in ("float32", "float16", "bfloat16")
+    if arch != "sm_75" or dtype == "float32"
     for d in ((32, 64, 96, 128, 160, 192, 256) if dtype != "bfloat16" else (64, 128))
 ]
 
@@ -45,10 +48,31 @@ def test_a_default_plan_compiles_without_spills(arch, algorithm, passes, dtype, 
             ptx, log = compiled(kernel, arch)
             target = "sm_90" if CAPABILITY[arch] > (9, 0) else arch
             assert f".target {target}\n" in ptx and ".f64" not in ptx and ".local" not in ptx
+            assert arch != "sm_75" or "cp.async" not in ptx
             assert spills_of(log) == ["0"] * 3, (kernel.name, log)
             assert kernel.shared_bytes <= card.block_shared_bytes
             assert kernel.min_blocks * kernel.threads <= card.threads
             assert registers(log) * kernel.threads * kernel.min_blocks <= card.registers
+
+
+EVERY = ("causal", "window", "softcap", "dropout", "bias", "alibi", "packed", "kv_lens")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "algorithm, passes, option",
+    [
+        *((a, p, x) for a in ("fa1", "fa2", "standard") for p in ("fwd", "bwd") for x in EVERY),
+        *(("fa1", passes, "splits") for passes in ("fwd", "bwd")),
+        *(("fa2", "fwd", option) for option in ("kv_splits", "sparse")),
+        *(("fa2", "bwd", option) for option in ("deterministic", "dbias")),
+    ],
+)
+def test_every_option_compiles_without_cp_async(algorithm, passes, option):
+    for kernel in plan_of("sm_75", 64, option, algorithm=algorithm, passes=passes).launched:
+        ptx, log = compiled(kernel, "sm_75")
+        assert "cp.async" not in ptx and ".local" not in ptx
+        assert spills_of(log) == ["0"] * 3, (kernel.name, log)
 
 
 @pytest.mark.parametrize("capability", [(10, 0), (12, 0)])

@@ -23,7 +23,7 @@ from fa_numba.tiling import SimtBackwardSpec, splits
 
 REGISTERS = 64 * 1024  # of a multiprocessor, sm_80 and sm_90 alike
 # bytes a block may have
-SHARED = {"sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90a": 227 * 1024}
+SHARED = {"sm_75": 64 * 1024, "sm_80": 163 * 1024, "sm_89": 99 * 1024, "sm_90a": 227 * 1024}
 
 
 N = 4096

@@ -12,6 +12,7 @@ from ptx_machine import F32, I32, I64, Machine, floats, from_half
 
 from fa_numba import emulator
 from fa_numba.intrinsics import (
+    _build,
     arithmetic,
     async_copy,
     global_memory,
@@ -262,6 +263,44 @@ def test_another_text_is_noticed(name, old, new, monkeypatch):
     with pytest.raises((AssertionError, NotImplementedError)) as caught:
         compare(module, name, given, (old, new), monkeypatch)
     assert "the fault is in no text" not in str(caught.value)
+
+
+# --- copies before there was cp.async ---------------------------------------------------------
+
+THROUGH_REGISTERS = ("copy4_async", "copy1_async", "copy_value_async")
+REGISTER_FAULTS = [
+    ("copy4_async", "{x0, x1, x2, x3}, [$1]", "{x1, x0, x2, x3}, [$1]"),
+    ("copy4_async", "[$1+8]", "[$1+4]"),
+    ("copy4_async", "rest, 1", "rest, 2"),
+    ("copy4_async", "0, $2, p", "$2, 0, p"),
+    ("copy4_async", "mov.b32 x3, 0", "mov.b32 x3, 1"),
+    ("copy1_async", "setp.gt.s32 p, rest, 0", "setp.eq.s32 p, rest, 0"),
+    ("copy_value_async", "[$0]", "[$0+4]"),
+]
+
+
+def of_sm_75(monkeypatch):
+    flags = SimpleNamespace(compute_capability=(7, 5))
+    monkeypatch.setattr(_build.ConfigStack, "top_or_none", lambda: flags)
+
+
+@pytest.mark.parametrize("name", THROUGH_REGISTERS)
+def test_a_copy_through_registers_is_the_asynchronous_one(name, monkeypatch):
+    of_sm_75(monkeypatch)
+    test_text_and_emulation_agree(name, monkeypatch)
+
+
+@pytest.mark.parametrize("name, old, new", REGISTER_FAULTS)
+def test_another_copy_through_registers_is_noticed(name, old, new, monkeypatch):
+    of_sm_75(monkeypatch)
+    test_another_text_is_noticed(name, old, new, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["commit_async", "wait_async"])
+def test_before_cp_async_there_is_nothing_to_wait_for(name, monkeypatch):
+    of_sm_75(monkeypatch)
+    _, code = getattr(async_copy, name)._defn(None)
+    code(None, None, None, ())  # no builder is asked for an instruction
 
 
 # --- arrays: no PTX, but addresses ------------------------------------------------------------

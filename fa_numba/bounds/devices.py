@@ -38,11 +38,6 @@ class Device:
     source: str
     present: bool = False
 
-    @property
-    def runs(self) -> bool:
-        """Whether this package's kernels run on it."""
-        return self.capability >= device.MIN_COMPUTE_CAPABILITY
-
     def peak(self, unit: str) -> float | None:
         """FLOP/s of a unit: "mma" or "simt"."""
         return self.fp32 if unit == "simt" else self.fp16

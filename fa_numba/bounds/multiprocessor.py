@@ -8,7 +8,8 @@ from fa_numba.bounds.devices import Device
 from fa_numba.device import Kernel
 from fa_numba.integers import ceil_div, round_up
 
-RESERVED = 1024  # bytes of shared memory that the system takes of every block
+# Bytes of shared memory that the system takes of every block, from compute capability 8.0 on.
+RESERVED = 1024
 MOST_REGISTERS = 255  # of a thread
 # Registers are given to warps in pieces, and warps to four schedulers.
 _PIECE, _SCHEDULERS = 256, 4
@@ -36,8 +37,9 @@ def occupancy(device: Device, kernel: Kernel, registers: int | None = None) -> O
     A kernel that fits without knowing them fits at least once, and as often as it is compiled for.
     """
     threads = round_up(kernel.threads, 32)
+    reserved = RESERVED if device.capability >= (8, 0) else 0
     limits = {
-        "shared memory": device.shared_bytes // (kernel.shared_bytes + RESERVED),
+        "shared memory": device.shared_bytes // max(1, kernel.shared_bytes + reserved),
         "threads": device.threads // threads,
         "blocks": device.blocks,
     }

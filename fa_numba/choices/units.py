@@ -169,11 +169,13 @@ def _selecting(select: Callable, request: Request, **facts: Any) -> Callable:
 
 
 class Simt(Unit):
-    """CUDA cores, in float32; every GPU has them."""
+    """CUDA cores, in float32; every GPU has them. Before compute capability 8.0 tiles are copied
+    through registers.
+    """
 
     name, title = "simt", "CUDA cores"
     dtypes = tuple(name for name, dtype in DTYPES.items() if dtype.matrix is None)
-    capability = (8, 0)
+    capability = (7, 5)
     kernels = simt
     splits_columns = frozenset({("fa2", "fwd")})
     splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
@@ -479,9 +481,11 @@ def unit_of(request: Request) -> tuple[Unit, str]:
             return unit, "; ".join(("chosen by the caller" if name != "auto" else last, *left))
         left.append(f"not {unit.name}: {unsuited}")
     exactly = " and no other" if taking[0].newest else ""
+    old = capability < Mma.capability
+    there = f"; there is {Simt.name}, which takes {' or '.join(Simt.dtypes)}" if old else ""
     raise ValueError(
         f"unit is {name!r} on a GPU of compute capability {here}: {taking[0].name} needs {least}"
-        f"{exactly}"
+        f"{exactly}{there}"
     )
 
 

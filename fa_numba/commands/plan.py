@@ -48,8 +48,11 @@ Exponentials, waits and launches come on top. Data sheets: fa_numba/bounds/devic
 _WITHOUT_L2 = """\
 No bandwidth of L2 is published for the {name}: it is left out of the time, and the table says how
 much L2 would have to deliver in it."""
-_HOPPER = """\
-The {name}'s peak on tensor cores takes wgmma; kernels that multiply by mma.sync stay below it."""
+# Instructions that tensor cores' peak takes, by the first number of a compute capability.
+_AT_PEAK = {9: "wgmma", 10: "tcgen05"}
+_BELOW_PEAK = """\
+The {name}'s peak on tensor cores takes {instruction}; kernels that multiply by mma.sync stay \
+below it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -135,8 +138,7 @@ def run(args: argparse.Namespace) -> str:
     if not found:
         raise ValueError(next(iter(refused.values())))
     expected = {
-        name: bounds.expected(plan, gpu, compiling=args.registers) if gpu.runs else None
-        for name, plan in found.items()
+        name: bounds.expected(plan, gpu, compiling=args.registers) for name, plan in found.items()
     }
     answer = _Answer(gpu, said, found, expected, refused)
     if args.json:
@@ -150,21 +152,12 @@ class _Answer(NamedTuple):
     gpu: Device
     said: str
     found: dict[str, Plan]
-    expected: dict[str, Expected | None]
+    expected: dict[str, Expected]
     refused: dict[str, str]
 
 
 def _where(chosen: Device | None) -> tuple[Device, str]:
     """The GPU that is planned for, and what is to be said of it."""
-    if chosen is not None and not chosen.runs:
-        least = ".".join(map(str, device.MIN_COMPUTE_CAPABILITY))
-        major, minor = chosen.capability
-        return chosen, (
-            f"Nothing of this runs on a {chosen.name}: the kernels copy with cp.async, which "
-            f"needs compute\ncapability {least}, and a {chosen.name} has {major}.{minor}. There a "
-            "call goes to the emulator on the CPU, which takes\nsmall ones alone; what it would "
-            f"run, at {device.EMULATED_SHARED_BYTES // 1024} KiB of shared memory a block, is:"
-        )
     if chosen is not None:
         return chosen, ""
     found = bounds.here()
@@ -186,7 +179,7 @@ def _planned(name: str, args: argparse.Namespace, gpu: Device) -> Plan:
     if name == "fa2":
         splits = "group_splits" if args.backward else "kv_splits"
         options[splits] = getattr(args, splits)
-    with gpu.planning() if gpu.runs else device.using("emulator"):
+    with gpu.planning():
         k_shape = (args.batch, heads_k, seqlen_k, args.head_dim)
         return fa_numba.plan(q_shape, k_shape, algorithm=name, **options)
 
@@ -201,9 +194,8 @@ def _dictionary(answer: _Answer) -> dict[str, Any]:
     for name, plan in found.items():
         e = expected[name]
         kernels = [asdict(kernel) for kernel in plan.kernels]
-        if e is not None:
-            for kernel, registers, blocks in zip(kernels, e.registers, e.occupancies, strict=True):
-                kernel |= {"registers": registers, "blocks_a_multiprocessor": asdict(blocks)}
+        for kernel, registers, blocks in zip(kernels, e.registers, e.occupancies, strict=True):
+            kernel |= {"registers": registers, "blocks_a_multiprocessor": asdict(blocks)}
         plans[name] = {
             "unit": plan.unit,
             "tiles": asdict(plan.tiles),
@@ -217,9 +209,7 @@ def _dictionary(answer: _Answer) -> dict[str, Any]:
             "accessed_bytes": plan.accesses.bytes,
             "useful_flops": plan.flops,
             "computed_flops": bounds.computed_flops(plan),
-            "expected": None
-            if e is None
-            else {
+            "expected": {
                 "dram_bytes": e.dram.bytes,
                 "working_set_bytes": e.dram.again,
                 "held_by_half_of_l2": e.dram.served,
@@ -236,7 +226,7 @@ def _dictionary(answer: _Answer) -> dict[str, Any]:
         "note": said.replace("\n", " "),
         "plans": plans,
         "refused": refused,
-        "derivation": " ".join(_notes(gpu, list(found.values()))) if gpu.runs else None,
+        "derivation": " ".join(_notes(gpu, list(found.values()))),
     }
 
 
@@ -249,7 +239,7 @@ def _text(answer: _Answer) -> list[str]:
     lines = [
         f"q {p.q_shape}, k and v {p.k_shape}, {p.dtype}, {'causal, ' if p.causal else ''}{pass_}",
         *(said.splitlines() if said else ()),
-        *(_sheet(gpu) if gpu.runs else ()),
+        *_sheet(gpu),
         "",
     ]
     plans = list(found.values())
@@ -259,18 +249,15 @@ def _text(answer: _Answer) -> list[str]:
         if any(getattr(plan, splits) > 1 for plan in plans):
             cells = (str(getattr(plan, splits)) for plan in plans)
             rows.insert(3, (f"blocks a {tile} tile", *cells))
-    known = [e for e in expected.values() if e is not None]
-    if known:
-        rows += [(what, *map(cell, known)) for what, cell in _OF_EXPECTED]
+    known = list(expected.values())
+    rows += [(what, *map(cell, known)) for what, cell in _OF_EXPECTED]
     lines += columns(rows)
     lines += ["", *columns(_kernels(found, expected))]
-    if known and any(n is None for e in known for n in e.registers):
+    if any(n is None for e in known for n in e.registers):
         lines.append("registers: not compiled; --registers does it, in seconds a kernel")
     for name, why in refused.items():
         lines += textwrap.wrap(f"{titles[name]}: {why}", WIDTH)
-    if known:
-        lines += ["", *_notes(gpu, plans)]
-    return lines
+    return [*lines, "", *_notes(gpu, plans)]
 
 
 def _reasons(found: dict[str, Plan]) -> list[str]:
@@ -287,8 +274,9 @@ def _notes(gpu: Device, plans: Sequence[Plan]) -> list[str]:
     notes = [_HOW]
     if gpu.l2 is None:
         notes.append(_WITHOUT_L2.format(name=gpu.name))
-    if gpu.capability >= (9, 0) and any(plan.unit == "mma" for plan in plans):
-        notes.append(_HOPPER.format(name=gpu.name))
+    instruction = _AT_PEAK.get(gpu.capability[0])
+    if instruction and any(plan.unit == "mma" for plan in plans):
+        notes.append(_BELOW_PEAK.format(name=gpu.name, instruction=instruction))
     return "\n".join(notes).splitlines()
 
 
@@ -306,17 +294,15 @@ def _sheet(gpu: Device) -> list[str]:
     ]
 
 
-def _kernels(found: dict[str, Plan], expected: dict[str, Expected | None]) -> list[tuple[str, ...]]:
+def _kernels(found: dict[str, Plan], expected: dict[str, Expected]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
         ("kernel", "grid", "threads", "shared", "registers", "blocks/SM", "limit")
     ]
     for name, plan in found.items():
         e = expected[name]
         for n, kernel in enumerate(plan.kernels):
-            known = ("-", "-", "-")
-            if e is not None:
-                registers, blocks = e.registers[n], e.occupancies[n]
-                known = (str(registers or "-"), str(blocks), blocks.limit.split()[0])
+            registers, blocks = e.registers[n], e.occupancies[n]
+            known = (str(registers or "-"), str(blocks), blocks.limit.split()[0])
             shared = f"{kernel.shared_bytes / 1024:.1f} KiB"
             rows.append(
                 (kernel.name, "x".join(map(str, kernel.grid)), f"{kernel.threads}", shared, *known)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from cuda.bindings import driver
 from numba import cuda
 
-MIN_COMPUTE_CAPABILITY = (8, 0)
+MIN_COMPUTE_CAPABILITY = (7, 5)
 # Shared memory of one block where there is no GPU to ask: an H100's or H200's.
 EMULATED_SHARED_BYTES = 227 * 1024
 

@@ -2,6 +2,7 @@
 
 from llvmlite import ir
 from numba.core import cgutils, types
+from numba.core.targetconfig import ConfigStack
 
 I32 = ir.IntType(32)
 F32 = ir.FloatType()
@@ -105,13 +106,22 @@ def ptx(
     return [builder.extract_value(made, n) for n in range(len(gives))] if several else made
 
 
-def statement(instruction):
-    """The code of an instruction without operands that orders memory."""
+def statement(instruction, since=(0, 0)):
+    """The code of an instruction without operands that orders memory; none for GPUs before compute
+    capability ``since``.
+    """
 
     def codegen(context, builder, signature, args):
-        ptx(builder, instruction)
+        if compiles_for(since):
+            ptx(builder, instruction)
 
     return codegen
+
+
+def compiles_for(capability):
+    """Whether Numba compiles now for a GPU of this compute capability or a later one."""
+    flags = ConfigStack.top_or_none()
+    return flags is None or flags.compute_capability[:2] >= capability
 
 
 def guarded(instructions, condition):

@@ -1,7 +1,8 @@
 """Asynchronous copies from global to shared memory: ``cp.async`` (PTX ISA, sm_80 and later).
 
 The copying thread commits its copies to a group and waits for groups; other threads see the data
-after that wait and a barrier.
+after that wait and a barrier. For GPUs before compute capability 8.0 the copies of float32 are made
+at once, through registers; there commits and waits are nothing.
 """
 
 from numba.core import types
@@ -10,6 +11,7 @@ from numba.cuda.extending import intrinsic
 from fa_numba import emulator
 from fa_numba.intrinsics._build import (
     I32,
+    compiles_for,
     emulated_by,
     global_pointer,
     is_float32_array,
@@ -18,6 +20,28 @@ from fa_numba.intrinsics._build import (
     shared_address,
     statement,
 )
+
+_SINCE = (8, 0)
+
+
+def _through_registers(width):
+    """PTX that loads $2 of ``width`` words from $1, zeros in the place of others, to $0."""
+    names = [f"x{n}" for n in range(width)]
+    zeros = "".join(f"mov.b32 {name}, 0; " for name in names)
+    whole, vector = "", "b32"
+    if width > 1:
+        vector = f"v{width}.b32"
+        whole = f"setp.eq.s32 p, $2, {width}; @p ld.global.{vector} {{{', '.join(names)}}}, [$1]; "
+        whole += "selp.b32 rest, 0, $2, p; "
+    else:
+        whole = "mov.b32 rest, $2; "
+    parts = "".join(
+        f"setp.gt.s32 p, rest, {n}; @p ld.global.b32 {name}, [$1+{4 * n}]; "
+        for n, name in enumerate(names[: max(1, width - 1)])
+    )
+    stored = f"{{{', '.join(names)}}}" if width > 1 else names[0]
+    registers = f".reg .pred p; .reg .b32 rest, {', '.join(names)}; "
+    return f"{{{registers}{zeros}{whole}{parts}st.shared.{vector} [$0], {stored};}}"
 
 
 def _copy(width, element_bytes=4):
@@ -35,6 +59,9 @@ def _copy(width, element_bytes=4):
             pairs = [x for pair in zip(args[3:-1], places, strict=True) for x in pair]
             vector = width > 1
             source = global_pointer(context, builder, src, args[2], *pairs, contiguous=vector)
+            if element_bytes == 4 and not compiles_for(_SINCE):
+                ptx(builder, _through_registers(width), [target, source, args[-1]])
+                return
             # Bytes to read; the rest of the destination is filled with zeros.
             read = builder.mul(args[-1], I32(element_bytes))
             ptx(builder, instruction, [target, source, read])
@@ -116,7 +143,7 @@ def _commit_async():
 @intrinsic
 def commit_async(typingctx):
     """Close this thread's current group of copies: ``cp.async.commit_group``."""
-    return types.void(), statement("cp.async.commit_group;")
+    return types.void(), statement("cp.async.commit_group;", _SINCE)
 
 
 def _wait_async():
@@ -127,4 +154,4 @@ def _wait_async():
 @intrinsic
 def wait_async(typingctx):
     """Wait for all of this thread's groups: ``cp.async.wait_group 0``."""
-    return types.void(), statement("cp.async.wait_group 0;")
+    return types.void(), statement("cp.async.wait_group 0;", _SINCE)
