@@ -115,7 +115,7 @@ def test_what_the_page_looks_up_is_the_answer(name):
     panel, table = panels()[name], page_data()["panels"][name]["table"]
     refused = 0
     for state in drawn_states(panel, 40):
-        answer = panel.at(**state)
+        answer = panel.on_page(**state)
         refused += any(key.endswith("refused") for key in answer)
         found = looked_up(table, panel, state)
         if "refused" in answer:

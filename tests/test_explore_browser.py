@@ -108,7 +108,7 @@ def test_every_number_is_pythons(name, open_page):
     page, panel, numbers = open_page(), panels()[name], 0
     for state in drawn_states(panel, 50):
         go_to(page, name, state)
-        answer = panel.at(**state)
+        answer = panel.on_page(**state)
         if "refused" in answer:
             assert page.inner_text(f"#{name} .said") == answer["refused"]
             assert page.evaluate(SHOWN, name) == []

@@ -12,7 +12,7 @@ from typing import Any
 from . import explore_panels, provenance, report
 from .moves import Trace
 from .options import FIGURES
-from .panels import Answer, Axis, Panel, Value
+from .panels import NOT_HERE, Answer, Axis, Panel, Value
 from .series import BACKWARD_LABELS, LABELS
 from .store import MODEL, Row, Store
 from .style import COLOURS
@@ -137,10 +137,7 @@ def stored(found: Mapping[tuple[Any, ...], Mapping[str, Trace]]) -> Panel:
 
     def traces(*state: Value) -> Mapping[str, Trace]:
         if state not in found or len(found[state]) < 2:
-            raise ValueError(
-                "This trace is not on the page: `python -m experiments explore` runs it on the "
-                "emulator."
-            )
+            raise ValueError(NOT_HERE)
         return found[state]
 
     columns = dict(zip(STATE, zip(*found, strict=True), strict=True))

@@ -464,8 +464,14 @@ PLAN_AXES = {
     "dtype": Axis("dtype", ("float16", "float32")),
     "passes": Axis("pass", ("fwd", "bwd"), words={"fwd": "forward", "bwd": "backward"}),
     "causal": Axis("causal", YES_NO),
-    "tiles": Axis("tiles Br x Bc", ("auto", "64x64"), text=True),
+    "tiles": Axis("tiles Br x Bc", ("auto", "64x64", "128x64", "64x128"), text=True),
 }
+
+
+def _left_out(tiles: str, causal: str, **_: Any) -> bool:
+    """Tiles of the reader's own under a mask: a third of the page's size."""
+    return tiles != "auto" and causal == "yes"
+
 
 TRAFFIC = Panel(
     name="traffic",
@@ -493,6 +499,7 @@ TRAFFIC = Panel(
     note="Nothing here is measured: accesses are exact closed forms, DRAM a rule of thumb, times "
     "follow from data sheets. Formulas that articles repeat: standard 4 T d + 4 T² elements a "
     "head, FA-1 the paper's Fig. 2, FA-2 Q, K, V and O once; without a mask.",
+    left_out=_left_out,
 )
 
 PLAN = Panel(
@@ -519,4 +526,5 @@ PLAN = Panel(
         ("why_group_splits", "why so many blocks, backward"),
     ),
     note="The same inputs as above: the two panels go together.",
+    left_out=_left_out,
 )

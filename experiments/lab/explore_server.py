@@ -131,7 +131,7 @@ class Handler(BaseHTTPRequestHandler):
         elif name == "orders":
             self._emulate(state)
         else:
-            with _EMULATOR:
+            with _EMULATOR if name == "softmax" else contextlib.nullcontext():
                 answer = panel.at(**state)
             self._send(JSON_LINES, _line(answer))
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+NOT_HERE = "This is not on the page: `python -m experiments explore` answers it."
 Value = int | str
 Answer = dict[str, Any]
 
@@ -51,7 +52,7 @@ class Axis:
 class Panel:
     """A panel: a `question`, the `sentence` that answers it, inputs, and what `answer` gives of
     them, by key. A table shows `rows`, (key, label), over `columns`, (prefix, label); a key of a
-    column is "prefix.key". `refuses` are the values that have no answer, with ValueError.
+    column is "prefix.key". States that are `left_out` are answered where the page is served alone.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Panel:
     rows: Sequence[tuple[str, str]] = ()
     note: str = ""
     live: bool = True
+    left_out: Callable[..., bool] | None = None
 
     def parse(self, given: Mapping[str, str]) -> dict[str, Value]:
         """A state of a request. Raises ValueError for a wrong, unknown or missing input."""
@@ -80,6 +82,12 @@ class Panel:
             return {key: plain(value) for key, value in self.answer(**state).items()}
         except ValueError as error:
             return {"refused": str(error)}
+
+    def on_page(self, **state: Value) -> Answer:
+        """What the page without a server has."""
+        if self.left_out is not None and self.left_out(**state):
+            return {"refused": NOT_HERE}
+        return self.at(**state)
 
     def described(self) -> dict[str, Any]:
         """What the page draws the panel from, without its answers."""
@@ -108,7 +116,7 @@ class Panel:
         """
         sizes = [len(axis.values) for axis in self.axes.values()]
         states = itertools.product(*(axis.values for axis in self.axes.values()))
-        answers = [self.at(**dict(zip(self.axes, state, strict=True))) for state in states]
+        answers = [self.on_page(**dict(zip(self.axes, state, strict=True))) for state in states]
         refusing = sorted({key for a in answers for key in a if key.endswith("refused")})
         keys = dict.fromkeys(key for answer in answers for key in answer)
         found = {}
