@@ -321,7 +321,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return explore_server.serve(args.port, console.print)
 
     if args.command == "spills":
-        changed = spills.write(console.print)
+        try:
+            changed = spills.write(console.print)
+        except ImportError as error:
+            parser.error(str(error))
         console.print(f"{spills.SPILLS.name}: {'changed' if changed else 'nothing changed'}")
         return 0
     if args.command == "tune":

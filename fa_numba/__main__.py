@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         print(args.run(args))
-    except ValueError as error:  # what arguments say together
+    except (ValueError, ImportError) as error:  # what arguments say together, or need installed
         args.parser.error(str(error))
     except BrokenPipeError:  # of `| head`
         sys.stderr.close()

@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from cuda.pathfinder import DynamicLibNotFoundError
 
 import fa_numba
 from fa_numba import __main__ as command
@@ -14,6 +15,7 @@ from fa_numba import algorithms, bounds, reference
 from fa_numba import device as devices
 from fa_numba.bounds import DEVICES
 from fa_numba.commands.arguments import WIDTH
+from fa_numba.device import linking
 
 # The module: its name in the package is the function's.
 expectation = sys.modules["fa_numba.bounds.roofline"]
@@ -358,6 +360,17 @@ def test_without_a_gpu_it_says_for_which_one_it_plans(capsys, monkeypatch):
         output(capsys, "plan", *SIZE, "--device", "H200").split("H200: ")[1]
         == (text.split("H200: ")[1])
     )
+
+
+@pytest.mark.parametrize("why", [DynamicLibNotFoundError("No libnvrtc"), ImportError("No NVVM")])
+def test_registers_without_a_compiler_name_the_extra(why, capsys, monkeypatch):
+    def compile(*_, **__):
+        raise why
+
+    monkeypatch.setattr(linking.cuda, "compile", compile)
+    message = refused(capsys, "plan", *SIZE, "--device", "H200", "--registers")
+    said = "a kernel needs NVIDIA's compiler, which the extra cu13 brings, or cu12 for a driver"
+    assert said in message and message.endswith(f"pip install '.[cu13]' ({why})")
 
 
 def test_registers_are_compiled_for_when_asked(capsys, monkeypatch):

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from matplotlib.colors import to_hex
 
 import fa_numba
 from experiments import __main__ as command
+from experiments import lab
 from experiments.lab import compare, compare_command, compare_view, style
 from experiments.lab.store import EMULATOR
 from experiments.lab.timing import Timing
@@ -291,6 +293,19 @@ def test_bad_arguments_are_refused_and_nothing_is_written(
     assert stopped.value.code == 2 and printed.out == ""
     assert message in " ".join(printed.err.split())
     assert not (compare_command.REPOSITORY / "not-made").exists()
+
+
+def test_without_matplotlib_nothing_is_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "experiments.lab.style")
+    monkeypatch.delattr(lab, "style")
+    monkeypatch.setattr(compare, "measure", lambda *_: pytest.fail("measured"))
+    arguments = ["compare", "--seqlen", "16", "--head-dim", "16", "--out", str(tmp_path / "new")]
+    with pytest.raises(SystemExit):
+        command.main(arguments)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.endswith("compare needs matplotlib: pip install -e '.[experiments]'")
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):

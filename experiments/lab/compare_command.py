@@ -68,6 +68,10 @@ def setting_of(args: argparse.Namespace) -> compare.Setting:
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser, arguments: Sequence[str]) -> int:
     """Measure, print, draw; gives the exit status."""
+    try:
+        from . import style  # noqa: F401  measured and not drawn would be for nothing
+    except ModuleNotFoundError as error:
+        parser.error(f"compare needs {error.name}: pip install -e '.[experiments]'")
     gpu, machine = compare.gpu_here()
     try:
         setting = setting_of(args)

@@ -6,7 +6,9 @@ register tiles, so that these lie in local memory. Such a GPU gets PTX of comput
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from numba import cuda
@@ -24,13 +26,16 @@ def is_newer(capability: tuple[int, int]) -> bool:
 
 
 def ptx_and_cubin(kernel: Any, capability: tuple[int, int]) -> tuple[str, bytes, str]:
-    """PTX of a kernel, its machine code, and the assembler's log; it takes seconds."""
+    """PTX of a kernel, its machine code, and the assembler's log; it takes seconds.
+
+    Raises ImportError where NVIDIA's compiler is not installed.
+    """
     from cuda.core import ObjectCode
 
     newer = is_newer(capability)
     made_for = _HOPPER if newer else capability
     suffix = "" if newer else _SUFFIXES.get(capability, "")
-    with without_repeats():
+    with _naming_the_extra(), without_repeats():
         ltoir, _ = cuda.compile(
             kernel.function,
             kernel.signature,
@@ -47,6 +52,19 @@ def ptx_and_cubin(kernel: Any, capability: tuple[int, int]) -> tuple[str, bytes,
     told = {"verbose": True, "ptxas_options": ["-v"], **optimised}
     cubin, log = _linked(code, "cubin", _arch(capability) + suffix, **told)
     return ptx.decode(errors="replace"), cubin, log
+
+
+@contextlib.contextmanager
+def _naming_the_extra() -> Iterator[None]:
+    from cuda.pathfinder import DynamicLibNotFoundError
+
+    try:
+        yield
+    except (DynamicLibNotFoundError, ImportError) as error:
+        raise ImportError(
+            "compiling a kernel needs NVIDIA's compiler, which the extra cu13 brings, or cu12 for "
+            f"a driver of CUDA 12: pip install '.[cu13]' ({str(error).split(',')[0]})"
+        ) from error
 
 
 def entry_of(ptx: str) -> str:
