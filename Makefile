@@ -1,6 +1,7 @@
 # make figures   measure what this machine can measure, draw every figure, write every table
 # make test      the tests: each kernel compiled for one architecture, a sample of the planted faults
 # make test-all  every kernel for every architecture it is made for, with every option; all faults
+# make test-torch  with torch, its build for CPUs: gradients, rings of processes
 # make browser   the page explore.html in Chromium, where there is one
 # make lint      ruff and mypy
 # make sanitize  compute-sanitizer over the kernels in every layout and with every option; needs a GPU
@@ -28,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 SOURCES := fa_numba experiments tests .ci/install.py
 
-.PHONY: figures test test-all browser lint sanitize ptx clean
+.PHONY: figures test test-all test-torch browser lint sanitize ptx clean
 .DELETE_ON_ERROR:
 
 figures: $(VENV)/.run-$(WHEELS)
@@ -40,6 +41,9 @@ test: $(VENV)/.dev-$(WHEELS)
 
 test-all: $(VENV)/.dev-$(WHEELS)
 	@$(RUN) -m pytest -q -n $(JOBS) -m "slow or not slow" $(TESTS)
+
+test-torch: $(VENV)/.torch-$(WHEELS)
+	@$(RUN) -m pytest -q -n $(JOBS) -m "slow or not slow" -k "torch or gloo" $(TESTS)
 
 browser: $(VENV)/.browser-$(WHEELS)
 	@$(RUN) -m pytest -q -rs -m browser tests/test_explore_browser.py
@@ -88,6 +92,10 @@ $(VENV)/.run-$(WHEELS): setup.cfg pyproject.toml | $(VENV)/bin/python
 $(VENV)/.dev-$(WHEELS): setup.cfg pyproject.toml | $(VENV)/bin/python
 	$(call install,experiments$(,)test)
 	@touch $(VENV)/.run-$(WHEELS)
+
+$(VENV)/.torch-$(WHEELS): setup.cfg pyproject.toml | $(VENV)/bin/python
+	$(call install,experiments$(,)test$(,)test-torch)
+	@touch $(VENV)/.run-$(WHEELS) $(VENV)/.dev-$(WHEELS)
 
 $(VENV)/.browser-$(WHEELS): setup.cfg pyproject.toml | $(VENV)/bin/python
 	$(call install,experiments$(,)test$(,)browser)

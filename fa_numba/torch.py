@@ -231,14 +231,14 @@ def _drawn_seed() -> int:
 
 
 class _Once(torch.autograd.Function):
-    """``gradients(*tensors)``, which have none themselves, whatever they are asked by: torch's
-    ``once_differentiable`` takes them for constants where the gradient of O requires none.
+    """The gradients ``computed(*tensors)``, which have none themselves. Not by torch's
+    ``once_differentiable``: where O's own gradient requires none, it takes them for constants.
     """
 
     @staticmethod
-    def forward(ctx, gradients, *tensors):
+    def forward(ctx, computed, *tensors):
         ctx.set_materialize_grads(False)
-        return gradients(*tensors)
+        return computed(*tensors)
 
     @staticmethod
     def backward(ctx, *_):
@@ -270,12 +270,12 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             return nothing
 
-        def gradients(dout, q, k, v, bias, slopes, out, lse):
+        def computed(dout, q, k, v, bias, slopes, out, lse):
             given = {"bias": bias, "alibi_slopes": slopes, **ctx.options}
             given["return_dbias"] = ctx.needs_input_grad[3]
             return fa_numba.attention_backward(dout, q, k, v, out, lse, **given)
 
-        found = _Once.apply(gradients, dout, *ctx.saved_tensors)
+        found = _Once.apply(computed, dout, *ctx.saved_tensors)
         needed = zip(found, ctx.needs_input_grad, strict=False)
         gradients = tuple(gradient if need else None for gradient, need in needed)
         return gradients + nothing[len(gradients) :]
@@ -390,8 +390,8 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx, dO, _dL):
         if dO is None:
             return (None,) * 5
-        gradients = functools.partial(ring_passes.backward, ctx.ring)
-        found = _Once.apply(gradients, dO, *ctx.saved_tensors)
+        computed = functools.partial(ring_passes.backward, ctx.ring)
+        found = _Once.apply(computed, dO, *ctx.saved_tensors)
         wanted = ctx.needs_input_grad[:3]
         return *(x if wants else None for x, wants in zip(found, wanted, strict=True)), None, None
 

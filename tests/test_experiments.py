@@ -1648,9 +1648,9 @@ def test_the_table_and_figure_of_host_times(tmp_path):
 # --- Makefile --------------------------------------------------------------------------------
 
 
-def make(**environment):
+def make(*goals, **environment):
     return subprocess.run(
-        ["make", "-n", "figures"],
+        ["make", "-n", *(goals or ("figures",))],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
@@ -1670,6 +1670,17 @@ def test_make_takes_no_path_of_cuda_for_the_wheels():
         done = make(WHEELS=wheels)
         assert done.returncode != 0
         assert f'WHEELS is "{wheels}": allowed is cu12 or cu13' in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_the_build_of_torch_is_installed_by_its_own_goal_alone(tmp_path):
+    where = f"VENV={tmp_path}"
+    for goal in ("test", "test-all", "lint", "figures"):
+        assert "test-torch" not in make(goal, where).stdout
+    assert "experiments,test,test-torch" in make("test-torch", where).stdout
+    (line,) = re.findall("make (-o .*)", (REPOSITORY / ".ci" / "run").read_text())
+    done = make(*line.replace(".venv", str(tmp_path)).split(), where)
+    assert "-m pytest" in done.stdout and "install.py" not in done.stdout
 
 
 @pytest.mark.gpu
