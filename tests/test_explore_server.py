@@ -80,7 +80,7 @@ REFUSED = [
     ("/api/orders", {**STATE, "unit": "wgmma"}, "unit is 'wgmma': allowed is simt, mma"),
     ("/api/orders", {**STATE, "colour": 1}, "unknown: colour"),
     ("/api/orders", {"N": 64}, "missing: d, Br"),
-    ("/api/traffic", {**TRAFFIC, "gpu": "T4"}, "gpu is 'T4': allowed is A100, H100"),
+    ("/api/traffic", {**TRAFFIC, "gpu": "T5"}, "gpu is 'T5': allowed is"),
     ("/api/traffic", {**TRAFFIC, "tiles": "64"}, "tiles is '64': allowed is auto, or Br x Bc"),
     ("/api/softmax", {**SOFTMAX, "scores": "3 x"}, "scores has 'x'"),
     ("/api/softmax", {**SOFTMAX, "scores": "nan"}, "scores has 'nan'"),
