@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from statistics import median
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -16,11 +20,12 @@ from fa_numba.problem import Problem
 
 from .char_model import ALPHABET
 from .char_model import generate as lines_of
-from .lab import peers, precompile, small_model, tables
+from .lab import kept, peers, precompile, small_model, tables
 from .lab.generation import Cache, steps, whole
+from .lab.options import FIGURES as RECORDED
 from .lab.options import Bench, Options
 from .lab.series import LABELS, row_fields, unit
-from .lab.store import EMULATOR, MODEL, Row
+from .lab.store import EMULATOR, MODEL, Row, Store, write_if_changed
 from .lab.tables import Table
 from .lab.timing import WrongResult, attempt
 from .lab.workloads import SEED
@@ -56,13 +61,43 @@ PROTOCOL = (
 )
 
 
+# Beside the rows: sums of another processor round otherwise, and after STEPS steps the likeliest
+# character may be another. The file has the digest of what trained them.
+WEIGHTS = Store(RECORDED).path(NAME, "weights", ".npz")
+_SOURCES = "sources"
+
+
 @cache
-def model() -> tuple[dict[str, np.ndarray], np.ndarray, float]:
-    """The weights after STEPS steps, the text as numbers, and the loss of the last batch."""
-    text = np.array([ALPHABET.index(character) for character in lines_of(CHARACTERS)], np.int64)
-    for loss, trained in small_model.train(SIZES, text, STEPS, BATCH, CONTEXT, SEED):  # noqa: B007
+def learned() -> np.ndarray:
+    """The text that is learned, as numbers."""
+    return np.array([ALPHABET.index(character) for character in lines_of(CHARACTERS)], np.int64)
+
+
+def train() -> dict[str, np.ndarray]:
+    """The weights after STEPS steps."""
+    for _, trained in small_model.train(SIZES, learned(), STEPS, BATCH, CONTEXT, SEED):  # noqa: B007
         pass
-    return trained, text, loss
+    return trained
+
+
+@cache
+def model() -> dict[str, np.ndarray]:
+    """The weights that are stored, where the code that trained them is the same; or trained now."""
+    with suppress(OSError, ValueError, EOFError, BadZipFile), np.load(WEIGHTS) as stored:
+        found = dict(stored)
+        if str(found.pop(_SOURCES, "")) == kept.trained(__name__, "train"):
+            return found
+    return train()
+
+
+def keep(folder: Path) -> None:
+    """Write the weights to the data in the folder. Raises StoreError where that cannot be."""
+    content = io.BytesIO()
+    arrays: dict[str, Any] = {**model(), _SOURCES: np.array(kept.trained(__name__, "train"))}
+    np.savez(content, **arrays)
+    path = Store(folder).path(NAME, WEIGHTS.stem, WEIGHTS.suffix)
+    Store(folder).make(NAME)
+    write_if_changed(path, content.getvalue())
 
 
 def words(characters: Any) -> str:
@@ -83,6 +118,8 @@ def prompts(text: np.ndarray, sequences: int, length: int) -> np.ndarray:
 
 def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     """Texts and accesses on the emulator and by the model; times where there is a GPU."""
+    if options.complete:
+        keep(options.out)
     yield from bench.counted([(series,) for series in COUNTED], "generating", _counted)
     for series, dtype in COUNTED.items():
         for n in sorted({*LENGTHS, *range(PROMPT + 1, LENGTH)}):
@@ -122,16 +159,16 @@ def _counted(series: str) -> Iterator[Row]:
     """
     dtype = COUNTED[series]
     where: dict[str, Any] = {"machine": EMULATOR, "source": "counted"}
-    w, text, _ = model()
+    w, text = model(), learned()
     options: dict[str, Any] = {"unit": unit(series), "alibi_slopes": SIZES.slopes}
 
     def put(x: np.ndarray, dtype: str) -> np.ndarray:
         return x.astype(dtype)
 
     sizes = (SEQUENCES, LENGTH, PAGE_SIZE)
-    kept = Cache.of(SIZES, *sizes, put, dtype, kv_splits=SPLITS, **options)
+    pages = Cache.of(SIZES, *sizes, put, dtype, kv_splits=SPLITS, **options)
     of: dict[str, tuple[small_model.Attend, bool]] = {
-        CACHE: (kept.attend, True),
+        CACHE: (pages.attend, True),
         WHOLE: (whole(np.zeros(0, dtype), kv_splits=1, **options), False),
     }
     found, rows = {}, []
@@ -220,18 +257,18 @@ def _generated(
     series: str, dtype: str, lengths: Sequence[int]
 ) -> tuple[dict[tuple[str, int], list[float]], int, str]:
     """Times by place and length, characters that differ, and the first sequence's beginning."""
-    trained, text, _ = model()
+    trained, text = model(), learned()
     put = _to_device
 
     w = {name: put(x, "float32") for name, x in trained.items()}
     options = {"unit": unit(series), "alibi_slopes": put(SIZES.slopes, "float32")}
     characters = put(prompts(text, TIMED_SEQUENCES, lengths[-1]), "int64")
     sizes = (TIMED_SEQUENCES, lengths[-1], PAGE_SIZE)
-    kept = Cache.of(SIZES, *sizes, put, dtype, **options)
-    anew = whole(kept.pages[0][0], **options)
+    rows = Cache.of(SIZES, *sizes, put, dtype, **options)
+    anew = whole(rows.pages[0][0], **options)
     times: dict[tuple[str, int], list[float]] = {}
     windows = {n: length for length in lengths for n in range(length - WINDOW + 1, length + 1)}
-    each = steps(w, SIZES, characters, kept.attend, first=PROMPT, cached=True)
+    each = steps(w, SIZES, characters, rows.attend, first=PROMPT, cached=True)
     for n in range(PROMPT + 1, lengths[-1] + 1):
         spent = _seconds(each)
         if n in windows:

@@ -1,5 +1,7 @@
 """Text through a cache and without one: the model, its training, rows, figure and table."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -42,7 +44,8 @@ def small(monkeypatch):
     w = small_model.weights(sizes, np.random.default_rng(1))
     monkeypatch.setattr(generate, "SIZES", sizes)
     monkeypatch.setattr(generate, "LENGTH", 20)
-    monkeypatch.setattr(generate, "model", lambda: (w, text, 3.0))
+    monkeypatch.setattr(generate, "model", lambda: w)
+    monkeypatch.setattr(generate, "learned", lambda: text)
 
 
 # --- the model ---------------------------------------------------------------------------------
@@ -82,6 +85,53 @@ def test_the_loss_falls():
     text = np.tile(np.arange(SMALL.alphabet), 30)  # one follows the other
     losses = [loss for loss, _ in small_model.train(SMALL, text, 200, 4, 8, seed=0)]
     assert losses[0] > 1.4 and losses[-1] < 0.4
+
+
+@pytest.fixture
+def storing(tmp_path, monkeypatch):
+    """A folder for weights, which are 1 of the first training, 2 of the second."""
+    state = SimpleNamespace(trained=0, sources="some")
+
+    def train():
+        state.trained += 1
+        return {"head": np.full((2, 3), float(state.trained), np.float32)}
+
+    def first():
+        generate.model.cache_clear()
+        return generate.model()["head"][0, 0]
+
+    monkeypatch.setattr(generate, "train", train)
+    monkeypatch.setattr(generate, "WEIGHTS", tmp_path / "data/generate/weights.npz")
+    monkeypatch.setattr(generate.kept, "trained", lambda module, name: state.sources)
+    state.first = first
+    yield state
+    generate.model.cache_clear()
+
+
+def test_stored_weights_are_not_trained_again(storing, tmp_path):
+    assert storing.first() == 1
+    generate.keep(tmp_path)
+    content = generate.WEIGHTS.read_bytes()
+    assert storing.first() == storing.first() == 1
+    generate.keep(tmp_path)
+    assert generate.WEIGHTS.read_bytes() == content
+    storing.sources = "others"
+    assert storing.first() == 2
+    generate.keep(tmp_path)
+    assert storing.first() == 2
+    for number, damaged in ((3, content[:50]), (4, b""), (5, b"no archive")):
+        generate.WEIGHTS.write_bytes(damaged)
+        assert storing.first() == number
+
+
+def test_the_recorded_weights_are_what_this_code_trained(monkeypatch):
+    monkeypatch.setattr(generate, "train", lambda: pytest.fail("trained"))
+    generate.model.cache_clear()
+    like = small_model.weights(generate.SIZES, np.random.default_rng(0))
+    assert {name: x.shape for name, x in generate.model().items()} == {
+        name: x.shape for name, x in like.items()
+    }
+    assert generate.WEIGHTS.stat().st_size < 500_000
 
 
 # --- the same text -----------------------------------------------------------------------------

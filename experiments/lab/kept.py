@@ -66,6 +66,13 @@ def sources(module: Any, *, counts: bool) -> dict[str, str]:
     return found | reached.texts()
 
 
+def trained(module: str, name: str) -> str:
+    """The digest of what a function of an experiment reaches, for what it gives and is kept."""
+    reached = slices.Slice(_file, _NO_PART)
+    reached.take(module, name)
+    return digest(reached.texts(), ())
+
+
 @functools.cache
 def _package(folder: Path) -> tuple[tuple[str, Path], ...]:
     files = (path for kind in ("*.py", "*.csv") for path in folder.rglob(kind))
