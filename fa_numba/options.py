@@ -179,12 +179,14 @@ class KernelField:
 @dataclass(frozen=True)
 class Feature:
     """When a feature is on (or which one a kernel is compiled for), what it passes to a kernel by
-    name, and whether visible scores are then more than scale Q KT.
+    name, whether visible scores are then more than scale Q KT, and the name that it has as an
+    argument, where that is another one than the flag's.
     """
 
     on: Callable[[Problem], bool | int]
     passes: Mapping[str, KernelField] = field(default_factory=dict)
     changes_scores: bool = False
+    argument: str = ""
 
 
 def _given(name: str, ty: Any, shape: Callable[[Bound], tuple[int, ...]] | None = None):
@@ -253,12 +255,18 @@ FEATURES: dict[str, Feature] = {
             "l": _given("l", array_type(4)),
             "m": _given("m", array_type(4)),
         },
+        argument="kv_splits",
     ),
-    "dbias": Feature(lambda p: False, {"dbias": _given("dbias", array_type(4), _scores)}),
+    "dbias": Feature(
+        lambda p: False,
+        {"dbias": _given("dbias", array_type(4), _scores)},
+        argument="return_dbias",
+    ),
     "alibi": Feature(
         lambda p: p.alibi,
         {"slopes": _given("alibi_slopes", array_type(2), _heads)},
         changes_scores=True,
+        argument="alibi_slopes",
     ),
     "q_lens": Feature(
         lambda p: p.q_lens is not None and not p.packed, {"q_lens": _lengths("q_lens")}
@@ -270,9 +278,12 @@ FEATURES: dict[str, Feature] = {
     "page_size": Feature(
         lambda p: p.page_size or 0,
         {"block_table": KernelField(array_type(2, _int32), _block_table)},
+        argument="block_table",
     ),
     "packed": Feature(
-        lambda p: p.packed, {"q_starts": _starts("q_lens"), "k_starts": _starts("kv_lens")}
+        lambda p: p.packed,
+        {"q_starts": _starts("q_lens"), "k_starts": _starts("kv_lens")},
+        argument="cu_seqlens_q",
     ),
     "sparse": Feature(
         lambda p: p.sparse,
@@ -283,6 +294,7 @@ FEATURES: dict[str, Feature] = {
                 lambda call: (*_heads(call), *call.block_mask.shape[-2:]),  # type: ignore[union-attr]
             )
         },
+        argument="block_mask",
     ),
     "dropout": Feature(
         lambda p: p.dropout_p > 0.0,
@@ -297,8 +309,16 @@ FEATURES: dict[str, Feature] = {
             "seed_high": _given("seed_high", _int32),
             "offset": _given("offset", _int32),
         },
+        argument="dropout_p",
     ),
 }
+
+
+def argument_of(flag: str) -> str:
+    """What callers call a flag of ``Features``."""
+    return FEATURES[flag].argument or flag
+
+
 # What blocks that share a row tile leave of their columns: O not yet divided by l, l and m.
 SPLIT_SUMS = ("A", "l", "m")
 # Arrays whose elements all threads of a block read together, over and over: not part of the counts

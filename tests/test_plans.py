@@ -1,8 +1,10 @@
 """Plans: what their launches name, the workspace, units, pickled and printed."""
 
+import inspect
 import itertools
 import pickle
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from fa_numba.dtypes import DTYPES
 from fa_numba.emulator import EmulatorError
 from fa_numba.host import execution
 from fa_numba.host.plans import Buffer, Grouped, Launch, Untouched, parameters
+from fa_numba.options import FEATURES, PLAIN, AttentionOptions, Features, argument_of
 from fa_numba.problem import Problem
 
 DTYPE_NAMES = tuple(DTYPES)
@@ -263,6 +266,24 @@ def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
 def test_what_hoppers_unit_lacks_is_said(facts, lacking):
     with pytest.raises(ValueError, match=lacking):
         units.unit_of(asked(unit="wgmma", **facts))
+
+
+def test_what_hoppers_unit_was_not_compiled_with_is_refused_by_its_arguments_name():
+    taken = itertools.chain.from_iterable(
+        inspect.signature(f).parameters
+        for f in (fa_numba.flash_attention_2, fa_numba.flash_attention_2_backward)
+    )
+    names = {flag: argument_of(flag) for flag in FEATURES}
+    assert names.keys() == Features.__dataclass_fields__.keys()
+    assert set(names.values()) <= {*taken, *AttentionOptions.__annotations__}
+    hopper, refused = units.UNITS["wgmma"], set()
+    for pair, has in hopper.features.items():
+        assert set(has) <= names.keys()
+        for flag in names.keys() - has:
+            call = SimpleNamespace(kernel=pair, features=replace(PLAIN, **{flag: True}))
+            assert hopper.lacks(call) == f"the option {names[flag]}"
+            refused.add(flag)
+    assert {"dropout", "sparse", "dbias"} <= refused
 
 
 def test_a_unit_has_all_kernels():

@@ -225,8 +225,8 @@ def test_what_else_is_added_to_the_scores_goes_to_mma_where_there_is_no_room():
     assert auto_unit(64, **lens) == auto_unit(64, causal=True, **lens) == "wgmma"
     # A bias's gradient, and one with slopes or a cap, on mma.
     for more, said in (
-        ({"return_dbias": True}, "lack the option dbias"),
-        ({"alibi_slopes": (1,)}, "lack the option alibi beside bias"),
+        ({"return_dbias": True}, "lack the option return_dbias"),
+        ({"alibi_slopes": (1,)}, "lack the option alibi_slopes beside bias"),
         ({"softcap": 2.0}, "lack the option bias beside softcap"),
     ):
         with pytest.raises(ValueError, match=said):

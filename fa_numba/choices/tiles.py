@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from fa_numba.choices.facts import Size, measured, size, sizes, spills
 from fa_numba.choices.requests import Request
 from fa_numba.integers import ceil_div, power_of_two, round_up
-from fa_numba.options import PLAIN, Features
+from fa_numba.options import PLAIN, Features, argument_of
 from fa_numba.tiling.mma import MmaSpec, StandardSpec, select_mma_spec
 from fa_numba.tiling.mma_backward import MmaSweepSpec, row_warps_of, select_mma_backward_spec
 from fa_numba.tiling.simt import SimtBackwardSpec, SimtSpec, splits
@@ -303,15 +303,15 @@ def lacks_together(head_dim: int, features: Features) -> str:
     """
     added = [name for name in ("alibi", "bias") if getattr(features, name)]
     if added and features.softcap:
-        return f"the option {added[0]} beside softcap"
+        return f"the option {argument_of(added[0])} beside softcap"
     if len(added) == 2:
-        return "the option alibi beside bias"
+        return f"the option {argument_of(added[0])} beside bias"
     at = f"at a head dimension of {head_dim}"
     for option, beside in _spilling(head_dim, features):
         lengths = ("q_lens", "kv_lens", "packed") if beside == "lengths" else (beside,)
         on = [name for name in lengths if getattr(features, name, False)]
         if on:
-            return f"the option {on[0]} beside {option} {at}"
+            return f"the option {argument_of(on[0])} beside {argument_of(option)} {at}"
         if beside == "no mask" and not features.right:
-            return f"the option {option} without a mask {at}"
+            return f"the option {argument_of(option)} without a mask {at}"
     return ""

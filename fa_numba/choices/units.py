@@ -28,7 +28,7 @@ from fa_numba.choices.tiles import (
 from fa_numba.choices.tuned import tuned_tiles
 from fa_numba.dtypes import DTYPES
 from fa_numba.kernels import mma, simt, wgmma
-from fa_numba.options import PLAIN, Features
+from fa_numba.options import PLAIN, Features, argument_of
 from fa_numba.problem import MAX_HEAD_DIM, MAX_SEQLEN
 from fa_numba.tiling import Spec, Tiles
 from fa_numba.tiling.wgmma import GROUP_ROWS, PANEL
@@ -264,9 +264,6 @@ class Mma(Unit):
         return shape, _select(request, tiling.StandardSpec)(across, **_facts(request))
 
 
-# What callers call a feature, and a pass.
-_OPTIONS = {"alibi": "alibi_slopes", "packed": "cu_seqlens", "page_size": "block_table"}
-_OPTIONS["splits"] = "kv_splits"
 _PASSES = {"fwd": "forward", "bwd": "backward"}
 _ADDED, _LENGTHS = ("softcap", "bias", "alibi"), ("q_lens", "kv_lens", "packed")
 
@@ -302,7 +299,7 @@ class Wgmma(Unit):
         kernels = []
         for (algorithm, passes), names in self.features.items():
             to = self.largest.get((algorithm, passes), MAX_HEAD_DIM)
-            options = ", ".join(_OPTIONS.get(name, name) for name in names)
+            options = ", ".join(map(argument_of, names))
             kernels.append(f"{algorithm} {_PASSES[passes]}, d to {to}: {options}")
         only = f"on compute capability {major}.{minor} alone, with these options"
         return f"{super().about}, {only} ({'; '.join(kernels)})"
@@ -314,7 +311,7 @@ class Wgmma(Unit):
         on = (f.name for f in fields(Features) if getattr(request.features, f.name))
         lacking = [name for name in on if name not in self.features[pair]]
         if lacking:
-            return f"the option {lacking[0]}"
+            return f"the option {argument_of(lacking[0])}"
         d, largest = request.problem.head_dim, self.largest.get(pair, MAX_HEAD_DIM)
         if d > largest:
             return f"a head dimension of {d}, which is above {largest}"
