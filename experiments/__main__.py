@@ -6,11 +6,16 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # until all is imported, an interrupt ends it without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 try:
     from rich.console import Console
@@ -296,6 +301,17 @@ def _run_what_changed(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; gives the exit status."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set above
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return _command(arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _command(arguments: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     args = parser.parse_args(arguments)

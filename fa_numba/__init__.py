@@ -1,8 +1,14 @@
 """FlashAttention's two loop orders in Numba CUDA: to run, to count and to compare."""
 
 import configparser
+import signal
+import sys
 from importlib import metadata
 from pathlib import Path
+
+if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # python -m fa_numba is on its way: interrupted, it ends without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from fa_numba import algorithms, io_model, reference
 from fa_numba.device import count_accesses
@@ -50,7 +56,7 @@ __all__ = [
 def _version() -> str:
     """The version in setup.cfg of the source tree; of an installed package that of its metadata."""
     source = configparser.ConfigParser()
-    source.read(Path(__file__).parent.parent / "setup.cfg")
+    source.read(Path(__file__).parent.parent / "setup.cfg", encoding="utf-8")
     if source.get("metadata", "name", fallback="") == "fa_numba":
         return source["metadata"]["version"]
     return metadata.version("fa_numba")

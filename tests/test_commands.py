@@ -1,9 +1,12 @@
 """python -m fa_numba: what its commands print, and what they refuse."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -75,6 +78,19 @@ def test_it_runs_as_a_module():
         check=True,
     )
     assert "0.032   0.087   0.237   0.644" in done.stdout and done.stderr == ""
+
+
+@pytest.mark.parametrize("module", ["fa_numba", "fa_numba plan --help", "experiments list"])
+def test_an_interrupt_while_it_is_imported_shows_no_traceback(module, tmp_path):
+    """As NumPy is imported, which sends it here."""
+    (tmp_path / "numpy.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", *module.split()],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[1]}"},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 # --- trace -----------------------------------------------------------------------------------
@@ -413,6 +429,10 @@ def test_what_one_algorithm_cannot_the_others_are_shown_without(capsys):
         ([*SIZE, "--dtype", "float64"], "invalid choice: 'float64'"),
         ([*SIZE, "--kv-splits=0"], "argument --kv-splits: kv_splits is 0: allowed is an integer"),
         ([*SIZE, "--group-splits=x"], "argument --group-splits: group_splits is 'x': allowed"),
+        ([*SIZE, "--backward", "--kv-splits=4"], "4 is of the forward pass: allowed without --b"),
+        ([*SIZE, "--group-splits=4"], "4 is of the backward pass: allowed with --b"),
+        ([*SIZE, "--algorithm=fa1", "--kv-splits=4"], "argument --kv-splits: 4 is of fa2, not fa1"),
+        ([*SIZE, "--algorithm=fa2", "--query-splits=4"], "--query-splits: 4 is of fa1, not fa2"),
         ([*SIZE, "--batch", "65536"], "argument --batch: 65536 is outside: allowed is 1 to 65535"),
     ],
 )

@@ -394,6 +394,27 @@ def test_an_experiment_that_refuses_is_a_line(monkeypatch, tmp_path):
     assert not [path for path in (tmp_path / "data").rglob("*") if path.is_file()]
 
 
+def test_what_a_gpu_would_have_measured_is_said_to_be_left_out(monkeypatch, tmp_path):
+    said = []
+    for machine in (MODEL, "some-gpu"):
+        row = replace(synthetic("io_vs_seqlen")[0], machine=machine)
+        running = run_in_process(monkeypatch, tmp_path, lambda *_, row=row: [row])
+        running.machine, running.console = None, Console(file=io.StringIO())
+        for _ in "12":
+            running.measure("standing_in")
+        said.append(running.console.file.getvalue().count("no CUDA GPU here: what one measures"))
+    assert said == [0, 1]
+
+
+def test_an_interrupted_command_shows_no_traceback(monkeypatch, capsys):
+    def interrupted(console):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_report", interrupted)
+    assert command.main(["report"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_no_gpu_is_said_and_nothing_is_measured(monkeypatch, tmp_path):
     running = run_in_process(monkeypatch, tmp_path, lambda *_: pytest.fail("measured"))
     running.machine = None

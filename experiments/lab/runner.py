@@ -68,6 +68,8 @@ class Runner:
                 return
             self.store.make(name)  # minutes of measuring would be for nothing
             self.console.print(f"[bold]{name}[/]: {module.TITLE}")
+            if self.machine is None and self._on_gpus(name):
+                self.console.print("  no CUDA GPU here: what one measures is left out")
             with self.store.alone(name):
                 texts, before = kept.sources(module, counts=True), None
                 if self.options.complete and not self.options.recount:
@@ -81,6 +83,11 @@ class Runner:
                     of=self.described(name, module) if self.options.complete else None,
                 )
                 self._keep(name, report, texts)
+
+    def _on_gpus(self, name: str) -> bool:
+        """Whether there is a recording of some GPU."""
+        machines = {m for store in (Store(FIGURES), self.store) for m in store.machines(name)}
+        return bool(machines - {*_NOT_GPUS})
 
     def about(self, name: str, module: Experiment) -> About:
         """What describes a run of the experiment by the machine whose rows it is of."""

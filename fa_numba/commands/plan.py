@@ -35,6 +35,16 @@ _BACKWARD = TITLES | {"fa1": "FA-1, a block a head", "fa2": "FA-2, a grid over K
 # Whose limits the emulator has, where there is no GPU.
 _STAND_IN = "H200"
 _MOST_BATCH = 65535
+# The algorithm that takes them, and whether it is its backward pass; None for either.
+_SPLITS = {
+    "query_splits": ("fa1", None),
+    "kv_splits": ("fa2", False),
+    "group_splits": ("fa2", True),
+}
+_ALLOWED = {
+    False: "of the forward pass: allowed without",
+    True: "of the backward pass: allowed with",
+}
 
 _HOW = """\
 useful FLOPs: the papers' convention; computed: the products of all visited tiles, whole ones.
@@ -126,6 +136,7 @@ def _device(name: str) -> Device:
 
 def run(args: argparse.Namespace) -> str:
     """The command's output. Raises ValueError for a call that cannot be planned."""
+    _check_splits(args)
     gpu, said = _where(args.device)
     found: dict[str, Plan] = {}
     refused: dict[str, str] = {}
@@ -144,6 +155,18 @@ def run(args: argparse.Namespace) -> str:
     if args.json:
         return as_json(_dictionary(answer))
     return "\n".join(_text(answer) + (_reasons(found) if args.why else []))
+
+
+def _check_splits(args: argparse.Namespace) -> None:
+    """Raise ValueError for splits that nothing takes of what is asked for."""
+    for name, (algorithm, backward) in _SPLITS.items():
+        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+        if value == ("auto" if name != "query_splits" else 1):
+            continue
+        if args.algorithm not in ("all", algorithm):
+            raise ValueError(f"argument {flag}: {value} is of {algorithm}, not {args.algorithm}")
+        if backward is not None and args.backward != backward:
+            raise ValueError(f"argument {flag}: {value} is {_ALLOWED[backward]} --backward")
 
 
 class _Answer(NamedTuple):
