@@ -177,9 +177,10 @@ class Problem:
         options = {name: value for name, value in options.items() if value is not None}
         layout = as_layout(options.get("layout"))
         if packed and layout != "bhnd":
+            turned = ", for which pages can be k.transpose(0, 2, 1, 3)" if block_table else ""
             raise ValueError(
                 f"layout is {layout!r} with cu_seqlens_q: packed q is (total, heads, head_dim), "
-                "allowed is 'bhnd' or None"
+                f"allowed is 'bhnd' or None{turned}"
             )
         if packed and block_table is not None:
             lens = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}

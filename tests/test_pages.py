@@ -221,6 +221,10 @@ BAD = {
         {"cu_seqlens_q": [0, 1, 2], "cu_seqlens_k": [0, 50, 83]},
         r"cu_seqlens_k is given with a block_table: allowed is kv_lens",
     ),
+    "packed with the other layout": (
+        {"cu_seqlens_q": [0, 1, 2], "layout": "bnhd"},
+        r"layout is 'bnhd' with cu_seqlens_q: .* None, for which pages can be k\.transpose\(0, 2,",
+    ),
     "packed with q_lens": (
         {"cu_seqlens_q": [0, 1, 2], "q_lens": [1, 1]},
         r"q_lens is given with cu_seqlens_q: allowed is one of the two",

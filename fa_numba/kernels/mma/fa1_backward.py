@@ -148,6 +148,8 @@ Shared memory, 16-bit elements:  2 (3 Br + Bc) d + U Bc (Br + 8) + 8 Br
     (d=256, 32 x 64)
 Accesses, elements per head:  loads 2 Nk d + Tc (3 Nq d + Nq) + (Tc - 1) Nq d,
     stores 2 Nk d + Tc Nq d; with a causal mask only the row tiles that see column tile j. The
-    first pass knows line 5's dQ = 0 and does not read it. Each query split loads K and V and adds
-    to dK and dV, Nk d each, and rounding these takes 2 Nk d loads and as many stores.
+    first pass knows line 5's dQ = 0 and does not read it; it takes all row tiles. With a window,
+    q_lens or a block mask it is like the others, after 2 Nq d stores of line 5. Each query
+    split loads K and V and adds to dK and dV, Nk d each, and rounding these takes 2 Nk d loads and
+    as many stores.
 """

@@ -107,6 +107,8 @@ Shared memory, 16-bit elements:  (Br + 2 Bc) d
     With "keys" and W warps 4 (W - 1) Br (d + 2) bytes more.
 Accesses, elements per head:  loads 2 Nk d for each query split + Tc Nq d + (Tc - 1) (Nq d + 2 Nq),
     stores (Tc - 1) Nq d + Nq d + 2 Tc Nq; with a causal mask only the row tiles that see column
-    tile j. The first pass knows line 2's O = 0, l = 0, m = -inf and reads none of them. With L for
-    the caller 2 Nq loads and Nq stores more.
+    tile j. The first pass knows line 2's O = 0, l = 0, m = -inf and reads none of them; it takes
+    all row tiles, with Nq > Nk also those that see nothing. With a window, q_lens or a block mask
+    it is like the others, and line 2 is carried out before it, of A and of O: Nq (2 d + 2) stores.
+    With L for the caller 2 Nq loads and Nq stores more.
 """

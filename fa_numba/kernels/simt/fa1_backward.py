@@ -125,6 +125,7 @@ which are 0 before, by atomic adds, in no fixed order.
 Shared memory, floats:  2 (Br + Bc) d + 2 Br Bc, swizzled
 Accesses, elements per head:  loads 2 Nk d + Tc (3 Nq d + Nq) + (Tc - 1) Nq d,
     stores 2 Nk d + Tc Nq d; with a causal mask only the row tiles that see column tile j. The
-    first pass knows line 5's dQ = 0 and does not read it. Each query split loads K and V and adds
-    to dK and dV, Nk d each, an add a load and a store.
+    first pass knows line 5's dQ = 0 and does not read it; it takes all row tiles. With a window,
+    q_lens or a block mask it is like the others, after Nq d stores of line 5. Each query
+    split loads K and V and adds to dK and dV, Nk d each, an add a load and a store.
 """

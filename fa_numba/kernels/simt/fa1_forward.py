@@ -94,6 +94,8 @@ Shared memory, floats:  Br d + 2 Bc d + Br Bc, swizzled
     (d=256, 64 x 32); up to 255 registers, none spilled
 Accesses, elements per head:  loads 2 Nk d for each query split + Tc Nq d + (Tc - 1) (Nq d + 2 Nq),
     stores Tc (Nq d + 2 Nq); with a causal mask only the row tiles that see column tile j. The
-    first pass knows line 2's O = 0, l = 0, m = -inf and reads none of them. With L for the
-    caller 2 Nq loads and Nq stores more.
+    first pass knows line 2's O = 0, l = 0, m = -inf and reads none of them; it takes all row
+    tiles, with Nq > Nk also those that see nothing. With a window, q_lens or a block mask it is
+    like the others, and line 2 is carried out before it: Nq (d + 2) stores. With L for the caller
+    2 Nq loads and Nq stores more.
 """
