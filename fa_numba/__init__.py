@@ -1,10 +1,7 @@
 """FlashAttention's two loop orders in Numba CUDA: to run, to count and to compare."""
 
-import configparser
 import signal
 import sys
-from importlib import metadata
-from pathlib import Path
 
 if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     # python -m fa_numba is on its way: interrupted, it ends without a traceback
@@ -13,6 +10,7 @@ if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_
 from fa_numba import algorithms, io_model, reference
 from fa_numba.device import count_accesses
 from fa_numba.dropout import dropout_mask
+from fa_numba.environment import show_config, version
 from fa_numba.host.plans import Plan
 from fa_numba.kv_cache import append_kv
 from fa_numba.ops import (
@@ -47,19 +45,11 @@ __all__ = [
     "io_model",
     "plan",
     "reference",
+    "show_config",
     "softmax",
     "standard_attention",
     "standard_attention_backward",
 ]
 
 
-def _version() -> str:
-    """The version in setup.cfg of the source tree; of an installed package that of its metadata."""
-    source = configparser.ConfigParser()
-    source.read(Path(__file__).parent.parent / "setup.cfg", encoding="utf-8")
-    if source.get("metadata", "name", fallback="") == "fa_numba":
-        return source["metadata"]["version"]
-    return metadata.version("fa_numba")
-
-
-__version__ = _version()
+__version__ = version()

@@ -22,6 +22,7 @@ FLOORS = (
     ("choices",),
     ("host",),
     ("ops", "kv_cache", "bounds"),
+    ("environment",),
     ("fa_numba",),
     ("ring",),
     ("torch", "commands"),

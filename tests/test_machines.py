@@ -1,11 +1,19 @@
 """Readers' machines: other libraries, no home, a cache that cannot be used, other terminals."""
 
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+import fa_numba
+from fa_numba import bounds
+from fa_numba.device import kernel_cache
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -43,3 +51,44 @@ def test_a_command_says_the_same_on_every_machine(settings, tmp_path):
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "0.032   0.087   0.237   0.644" in done.stdout
+
+
+def test_show_config_says_what_a_report_needs(monkeypatch, capsys):
+    monkeypatch.setenv(kernel_cache.VARIABLE, "/dev/null/kept")
+    with bounds.as_gpu("T4"):
+        fa_numba.show_config()
+    said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert (
+        said["fa_numba"] == fa_numba.__version__ and f"numpy {np.__version__}" in said["packages"]
+    )
+    assert "simt" in said["units"] and "float16 none (unit is 'auto'" in said["units"]
+    assert said["device"].startswith("emulator, since ") and "nothing is kept" in said["cache"]
+    assert said["setting"] == "FA_NUMBA_CACHE=/dev/null/kept"
+
+
+@pytest.mark.slow
+def test_the_wheel_runs_from_another_folder(tmp_path):
+    """In an environment of its own, beside the packages that this one has."""
+    built, place = tmp_path / "built", tmp_path / "place"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    wheel = [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", built, "."]
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "fa_numba", source / "fa_numba")
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    subprocess.run(wheel, cwd=source, check=True)
+    (made,) = built.glob("fa_numba-*.whl")
+    venv.create(place)
+    here = place / "bin" / "python"
+    own = next((place / "lib").glob("python3*")) / "site-packages"
+    install = [*pip, "--python", here, "install", "-q", "--no-deps", "--no-index", made]
+    subprocess.run(install, check=True)
+    others = sysconfig.get_path("purelib")  # whose own .pth files count: numba-cuda has one
+    (own / "others.pth").write_text(f"import site; site.addsitedir({others!r})\n")
+    where = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    code = "import fa_numba; print(fa_numba.__file__); fa_numba.show_config()"
+    run = {"cwd": tmp_path, "env": where, "stdout": subprocess.PIPE, "text": True, "check": True}
+    said = subprocess.run([here, "-c", code], **run).stdout.splitlines()
+    assert Path(said[0]).is_relative_to(own) and said[1].split()[1] == fa_numba.__version__
+    plan = [here, "-m", "fa_numba", "plan", "--seqlen", "99", "--head-dim", "64", "--device", "L4"]
+    assert "tiles Br x Bc" in subprocess.run(plan, **run).stdout
