@@ -19,7 +19,7 @@ from fa_numba.bounds.roofline import PRODUCTS
 from fa_numba.commands import trace as worked
 from fa_numba.problem import Problem
 
-from .moves import LINES, Move, Trace
+from .moves import LINES, Trace, events
 from .panels import Answer, Axis, Panel
 
 ORDERS = (("fa1", "FA-1, K/V outer"), ("fa2", "FA-2, Q outer"))
@@ -64,49 +64,32 @@ def text_of(algorithm: str) -> list[tuple[str, list[int]]]:
     return found
 
 
-def _events(trace: Trace) -> list[list[Move]]:
-    """Moves that are shown as one: a tile of O with its l and m, or one tile."""
-    sums = ("O", "l", "m", "L")
-    found: list[list[Move]] = []
-    for move in trace.moves:
-        last = found[-1][-1] if found else None
-        key = (move.kind, move.first, move.block)
-        if last is not None and {move.array, last.array} <= set(sums) and key == (
-            last.kind, last.first, last.block
-        ):  # fmt: skip
-            found[-1].append(move)
-        else:
-            found.append([move])
-    return found
-
-
 def steps(trace: Trace) -> Answer:
     """What the page steps through: of each step "moves|on the chip|tile of S|lines|block", and the
     bytes so far.
 
     Where FA-1 fills O, l and m before its first pass, these stores are line 2.
     """
-    first = next((n for n, m in enumerate(trace.moves) if m.array == "K"), 0)
-    fills = trace.moves[:first] if trace.algorithm == "fa1" else ()
-    passes = replace(trace, moves=trace.moves[len(fills) :])
+    passes = _passes(trace)
+    fills = trace.moves[: -len(passes.moves)]
     known = LINES[trace.algorithm]
     said, clock = [], []
-    for event in _events(trace):
-        start, stop = event[0].start, event[-1].stop
+    for event in events(trace):
+        start, stop = event.start, event.stop
         held = [h for h in passes.held if h.start < stop and start < h.stop]
         visits = [v for v in passes.visits if v.start <= start < v.stop]
-        lines = {2} if event[0] in fills else {
-            line for m in event for line in (
+        lines = {2} if event.moves[0] in fills else {
+            line for m in event.moves for line in (
                 known[m.array, m.kind], *COMPUTED.get((trace.algorithm, m.array, m.kind), ())
             )
         }  # fmt: skip
-        moves = (f"{'<' if m.kind == 'load' else '>'}{m.array}{trace.tile(m)}" for m in event)
+        moves = (f"{'<' if m.kind == 'load' else '>'}{m.array}{trace.tile(m)}" for m in event.moves)
         parts = (
             " ".join(moves),
             " ".join(dict.fromkeys(f"{h.array}{h.tile}" for h in held)),
             f"{visits[-1].i},{visits[-1].j}" if visits else "",
             ",".join(map(str, sorted(lines))),
-            str(event[0].block),
+            str(event.moves[0].block),
         )
         said.append("|".join(parts))
         clock.append(stop)
@@ -129,15 +112,16 @@ def order(trace: Trace, plan: fa_numba.Plan, expected: bounds.Expected) -> Answe
         "inputs": moved("QKV", "load"),
         "again": moved("Olm", "load"),
         "written": moved("OlmL", "store"),
-        "visited": len({(v.i, v.j) for v in replace(trace, moves=_passes(trace)).visits}),
+        "visited": len({(v.i, v.j) for v in _passes(trace).visits}),
         "grid": " x ".join(map(str, plan.kernels[kernel].grid)),
         "at_once": min(blocks, holds),
     }
 
 
-def _passes(trace: Trace) -> tuple[Move, ...]:
-    first = next((n for n, m in enumerate(trace.moves) if m.array == "K"), 0)
-    return trace.moves[first:] if trace.algorithm == "fa1" else trace.moves
+def _passes(trace: Trace) -> Trace:
+    """Without what FA-1 stores before it loads the first Kj."""
+    first = next(n for n, m in enumerate(trace.moves) if m.array in "QK")
+    return replace(trace, moves=trace.moves[first:])
 
 
 def orders(

@@ -15,7 +15,7 @@ import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont  # matplotlib brings it
 
-from .moves import IN_REGISTERS, ROW_TILES, Move, Trace, size
+from .moves import IN_REGISTERS, ROW_TILES, Event, Move, Trace, events, size
 from .series import LABELS
 
 WIDTH, HEIGHT = 1120, 704
@@ -42,38 +42,6 @@ class Palette:
     registers: str
     series: dict[str, str]
     legend: dict[str, str]
-
-
-@dataclass(frozen=True)
-class Event:
-    """Moves that are shown as one: a tile of O with its l and m, or a single tile."""
-
-    moves: tuple[Move, ...]
-
-    @property
-    def start(self) -> int:
-        return self.moves[0].start
-
-    @property
-    def stop(self) -> int:
-        return self.moves[-1].stop
-
-
-def events(trace: Trace) -> list[Event]:
-    """The moves, those of O, l, m and L of one row tile together."""
-    found: list[list[Move]] = []
-    for move in trace.moves:
-        last = found[-1][-1] if found else None
-        together = (
-            last is not None
-            and {move.array, last.array} <= set(IN_REGISTERS)
-            and (move.kind, move.first, move.block) == (last.kind, last.first, last.block)
-        )
-        if together:
-            found[-1].append(move)
-        else:
-            found.append([move])
-    return [Event(tuple(moves)) for moves in found]
 
 
 def ticks(traces: Sequence[Trace], most: int = MOST_FRAMES) -> list[int]:

@@ -215,6 +215,38 @@ class Trace:
             yield Visit(i, self.tile(move), move.start, end)
 
 
+@dataclass(frozen=True)
+class Event:
+    """Moves that are shown as one: a tile of O with its l and m, or a single tile."""
+
+    moves: tuple[Move, ...]
+
+    @property
+    def start(self) -> int:
+        return self.moves[0].start
+
+    @property
+    def stop(self) -> int:
+        return self.moves[-1].stop
+
+
+def events(trace: Trace) -> list[Event]:
+    """The moves, those of O, l, m and L of one row tile together."""
+    found: list[list[Move]] = []
+    for move in trace.moves:
+        last = found[-1][-1] if found else None
+        together = (
+            last is not None
+            and {move.array, last.array} <= set(IN_REGISTERS)
+            and (move.kind, move.first, move.block) == (last.kind, last.first, last.block)
+        )
+        if together:
+            found[-1].append(move)
+        else:
+            found.append([move])
+    return [Event(tuple(moves)) for moves in found]
+
+
 def traces(rows: Iterable[Row]) -> list[Trace]:
     """The traced calls among stored rows, by problem and series.
 
