@@ -20,6 +20,7 @@ from .lab.options import Bench, Options
 from .lab.series import LABELS, plan, row_fields, unit
 from .lab.store import EMULATOR, MODEL, Row
 from .lab.tables import Table
+from .lab.timing import attempt
 from .lab.workloads import Inputs
 
 NAME = "explore"
@@ -37,6 +38,8 @@ READS = ("speed_fp16", "io_vs_seqlen", "loop_order")
 
 _WORD = re.compile(r"(?P<kind>[<>])(?P<array>[QKVOlmL])(?P<tile>\d+)(:(?P<bytes>\d+))?")
 UNITS = {"simt": "float32", "mma": "float16"}
+# Of a trace: tiles of S, more are too fine to see, and multiply-adds on the emulator.
+MOST_TILES, MOST_STEPS = 400, 2**26
 SEQLENS, HEAD_DIMS, BLOCKS, WINDOWS = (64, 128), (16, 32), (16, 32), (0, 24)
 
 
@@ -46,6 +49,21 @@ def traced(N: int, d: int, Br: int, Bc: int, window: int) -> bool:
     if N == SEQLENS[0]:
         return window == 0 or d == HEAD_DIMS[0]
     return window == 0 and d == HEAD_DIMS[0] and (Br, Bc) != (BLOCKS[0], BLOCKS[0])
+
+
+def check(N: int, d: int, Br: int, Bc: int) -> None:
+    """Raise ValueError for what would take the emulator long, or is too fine to see."""
+    tiles, taken = -(-N // Br) * -(-N // Bc), 2 * N * N * max(d, 32)
+    if tiles > MOST_TILES:
+        raise ValueError(
+            f"N={N} in tiles of {Br} x {Bc} has {tiles} tiles of S: allowed are {MOST_TILES}; take "
+            "larger tiles or a shorter N"
+        )
+    if taken > MOST_STEPS:
+        raise ValueError(
+            f"N={N} with d={d} takes {taken:,} multiply-adds on the emulator: allowed are "
+            f"{MOST_STEPS:,}; take a shorter N or a smaller d"
+        )
 
 
 def problem_of(N: int, d: int, causal: bool, window: int, on: str) -> Problem:
@@ -69,14 +87,21 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
         for algorithm in ("fa1", "fa2")
     ]
     for series, problem, tiles in work:
-        closed = planned(series, problem, tiles).accesses.bytes
-        yield _row(series, problem, tiles, closed, machine=MODEL, source="model")
+        closed, _ = attempt(planned, series, problem, tiles)
+        if closed is not None:  # else the trace fails too, and its row says why
+            moved = closed.accesses.bytes
+            yield _row(series, problem, tiles, moved, machine=MODEL, source="model")
     inputs = Inputs()
     yield from bench.counted(work, "tracing on the emulator", partial(_traced, inputs=inputs))
 
 
 def _row(
-    series: str, problem: Problem, tiles: fa_numba.Tiles, moved: int, said: str = "", **of: Any
+    series: str,
+    problem: Problem,
+    tiles: fa_numba.Tiles,
+    moved: int | None,
+    said: str = "",
+    **of: Any,
 ) -> Row:
     fields = {"experiment": NAME, "series": series, "Br": tiles.Br, "Bc": tiles.Bc, **of}
     fields |= row_fields(problem) | {"metric": "traffic", "unit": "bytes", "value": moved}
@@ -86,14 +111,14 @@ def _row(
 def _traced(
     series: str, problem: Problem, tiles: fa_numba.Tiles, inputs: Inputs
 ) -> Iterator[list[Row]]:
-    found = trace(series, problem, tiles, inputs(problem))
-    yield [
-        _row(series, problem, tiles, found.bytes, pack(found), machine=EMULATOR, source="counted")
-    ]
+    found, failure = attempt(lambda: trace(series, problem, tiles, inputs(problem)))
+    moved, said = (None, failure) if found is None else (found.bytes, pack(found))
+    yield [_row(series, problem, tiles, moved, said, machine=EMULATOR, source="counted")]
 
 
 def planned(series: str, problem: Problem, tiles: fa_numba.Tiles) -> fa_numba.Plan:
-    """The plan on the emulator. Raises ValueError for tiles that no kernel has."""
+    """The plan on the emulator. Raises ValueError for tiles that no kernel has, and as `check`."""
+    check(problem.seqlen_q, problem.head_dim, tiles.Br, tiles.Bc)
     with device.using("emulator"):
         return plan(series, problem, tiles=tiles, window=problem.window)
 
@@ -105,7 +130,11 @@ def trace(
     inputs: Sequence[np.ndarray],
     found: list[Any] | None = None,
 ) -> Trace:
-    """What a call on the emulator moves; the list `found` fills while it runs."""
+    """What a call on the emulator moves; the list `found` fills while it runs.
+
+    Raises ValueError as `planned` does.
+    """
+    planned(series, problem, tiles)
     dtype = np.float32 if problem.dtype == "float32" else np.float16
     with device.using("emulator"), emulator.trace() as accesses:
         if found is not None:

@@ -153,6 +153,13 @@ def test_a_table_keeps_what_differs_and_drops_what_does_not():
             assert looked_up(table, panel, {"a": a, "b": b}) == panel.at(a=a, b=b)
 
 
+def test_what_is_too_large_to_trace_is_a_row_that_says_so(tmp_path):
+    options = Options(seqlens=(2000,), head_dims=(16,), causal=(False,), tiles=((32, 16),))
+    rows = [r for each in explore.measure(options, Bench()) for r in each]
+    assert rows and all(row.failed and "tiles of S: allowed are 400" in row.note for row in rows)
+    assert explore.page(rows, "") is explore.draw(rows) is explore.table(rows) is None
+
+
 # --- traces ----------------------------------------------------------------------------------
 
 

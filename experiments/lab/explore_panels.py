@@ -28,7 +28,6 @@ YES_NO = ("no", "yes")
 GPU = "H200"  # where the grids of a trace are looked at
 # Lines that a move stands for beside its own: what is computed with the tile.
 COMPUTED = {("fa1", "O", "store"): (9, 10, 11, 12), ("fa2", "V", "load"): (8, 9, 10)}
-MOST_TILES, MOST_STEPS = 400, 2**26  # of a live trace: tiles of S, multiply-adds
 MOST_SCORES = 64
 OPERAND = {"float16": 2, "bfloat16": 2, "float32": 4}
 
@@ -143,21 +142,6 @@ def orders(
         one = order(trace, plan, bounds.expected(plan, gpu))
         found |= {f"{name}.{key}": value for key, value in one.items()}
     return found
-
-
-def check_trace(N: int, d: int, Br: int, Bc: int, **_: Any) -> None:
-    """Raise ValueError for what would take the emulator long, or is too fine to see."""
-    tiles, taken = -(-N // Br) * -(-N // Bc), 2 * N * N * max(d, 32)
-    if tiles > MOST_TILES:
-        raise ValueError(
-            f"N={N} in tiles of {Br} x {Bc} has {tiles} tiles of S: allowed are {MOST_TILES}; take "
-            "larger tiles or a shorter N"
-        )
-    if taken > MOST_STEPS:
-        raise ValueError(
-            f"N={N} with d={d} takes {taken:,} multiply-adds on the emulator: allowed are "
-            f"{MOST_STEPS:,}; take a shorter N or a smaller d"
-        )
 
 
 def orders_panel(traces: Callable[..., Mapping[str, Trace]], baked: Mapping[str, Any]) -> Panel:

@@ -42,7 +42,6 @@ class Run:
     def plan(self, *state: Any) -> dict[str, Callable[..., Trace]]:
         """What will run, by algorithm. Raises ValueError for what the emulator would not."""
         N, d, Br, Bc, causal, window, unit = state
-        explore_panels.check_trace(N, d, Br, Bc)
         problem = explore.problem_of(N, d, causal == "yes", window, unit)
         tiles, inputs = fa_numba.Tiles(Br, Bc), Inputs()
         found: dict[str, Callable[..., Trace]] = {}
