@@ -10,12 +10,14 @@ import importlib
 import itertools
 import re
 import sys
-from contextlib import ExitStack
+import weakref
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
-from stand_in_device import aligned, no_gpu_but_its_driver
+from stand_in_device import aligned, imported_as, no_gpu_but_its_driver
 from stand_in_distributed import ranks_of
 from stand_in_torch import Tensor, fa_numba_torch, no_torch_but_its_names
 
@@ -25,7 +27,7 @@ from fa_numba import io_model, reference, ring
 from fa_numba.host import merging
 from fa_numba.problem import Problem
 from fa_numba.ring import call as ring_call
-from fa_numba.ring import visible
+from fa_numba.ring import link, visible
 
 # --- who computes what -----------------------------------------------------------------------
 
@@ -647,3 +649,121 @@ def test_the_model_refuses_what_is_no_ring():
             io_model.ring(**given)
     with pytest.raises(ValueError, match="ranks is 1: allowed is 2"):
         io_model.ring_break_even(1)
+
+
+# --- exchanges on a GPU ----------------------------------------------------------------------
+
+
+class Stream:
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def wait_stream(self, other):
+        self.log.append((self.name, "waits for", other.name))
+
+
+class Remote:
+    """A tensor of a GPU, or of the host."""
+
+    def __init__(self, elements=8, is_cuda=True):
+        self.elements, self.is_cuda, self.device = elements, is_cuda, "cuda:0"
+
+    def numel(self):
+        return self.elements
+
+    def element_size(self):
+        return 2
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Rank 1 of three of a group of NCCL, global ranks 10 to 12; yields what its streams do."""
+    log, works = [], []
+    current, side = Stream("current", log), Stream("side", log)
+    on = [current]
+
+    @contextmanager
+    def on_stream(stream):
+        on.append(stream)
+        yield
+        on.pop()
+
+    def batch(operations):
+        log.append((on[-1].name, *operations))
+        works.append(mock.Mock())
+        return works[-1:]
+
+    distributed = SimpleNamespace(
+        get_rank=lambda group: 1, get_world_size=lambda group: 3,
+        group=SimpleNamespace(WORLD="all"),
+        get_global_rank=lambda group, rank: 10 + rank, isend="send", irecv="receive",
+        P2POp=lambda how, x, peer, group: (how, x.elements, peer, group), batch_isend_irecv=batch,
+        all_reduce=lambda x, group: log.append(("all meet", group)),
+    )  # fmt: skip
+    fake = SimpleNamespace(
+        distributed=distributed, float32="float32", zeros=lambda shape, dtype, device: device,
+        empty=lambda n, device: SimpleNamespace(zero_=lambda: log.append((on[-1].name, "fills"))),
+        cuda=SimpleNamespace(
+            current_stream=lambda device: on[-1], Stream=lambda device: side, stream=on_stream
+        ),
+    )  # fmt: skip
+    monkeypatch.setattr(link, "_side", {})
+    monkeypatch.setattr(link, "_met", set())
+    with imported_as({"torch": fake}):
+        yield SimpleNamespace(log=log, works=works, distributed=distributed)
+
+
+def test_an_exchange_is_after_what_was_begun_and_before_what_comes(gpus):
+    counted = link.LinkBytes()
+    exchange = link.Link("a group", counted).exchange([Remote(8)], [Remote(5), Remote(6)], hop=2)
+    messages = [("send", 8, 10, "a group"), ("receive", 5, 12, "a group")]
+    assert gpus.log == [
+        ("side", "waits for", "current"),  # the kernels that make what is sent
+        ("side", *messages, ("receive", 6, 12, "a group")),
+        *[("side", "fills")] * link.LEAD,
+        ("current", "waits for", "side"),  # so that the copy begins before the next kernel
+    ]
+    assert (counted.sent, counted.received) == (16, 22)
+    assert not gpus.works[0].wait.called
+    assert [x.elements for x in exchange.wait()] == [5, 6]
+    gpus.works[0].wait.assert_called_once_with()
+
+
+def test_memory_of_an_exchange_is_kept_until_it_was_waited_for(gpus):
+    sent, received = [Remote(), Remote()], [Remote()]
+    seen = [weakref.ref(x) for x in (*sent, *received)]
+    exchange = link.Link(None).exchange(sent, received)
+    del sent, received
+
+    def all_are_there():
+        assert None not in [x() for x in seen]
+
+    gpus.works[0].wait.side_effect = all_are_there
+    came = exchange.wait()
+    assert [x() for x in seen] == [None, None, *came]
+
+
+def test_all_ranks_of_nccl_meet_once_a_group(gpus):
+    for group in (None, "a group", None, "a group"):
+        link.Link(group).met(Remote())
+    assert gpus.log == [("all meet", "all"), ("all meet", "a group")]
+    link.Link("of gloo").met(Remote(is_cuda=False))
+    gpus.distributed.get_world_size = lambda group: 1
+    link.Link("alone").met(Remote())
+    assert len(gpus.log) == 2
+
+
+@pytest.mark.parametrize("window", [None, (3, 0)])
+def test_ranks_meet_where_some_may_have_no_message_at_first(torch, monkeypatch, window):
+    """After all have agreed, before anything is sent, and in the first call of a kind alone."""
+    ft, met = fa_numba_torch(), []
+    x = np.ones((1, 1, 4, 8), np.float32)
+    monkeypatch.setattr(link.Link, "met", lambda self, like: met.append(len(distributed.sent)))
+
+    def work(rank):
+        given = [Tensor.of(x) for _ in "qkv"]
+        return [ft.ring_attention(*given, window=window).values for _ in range(2)]
+
+    with ranks_of(torch, 2) as distributed:
+        assert all(np.allclose(each, x) for each in distributed.run(work))
+    assert met == ([] if window is None else [0, 0])
