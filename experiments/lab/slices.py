@@ -97,16 +97,17 @@ def read(name: str, path: Path, written: int) -> Module:
             continue
         decorators = getattr(node, "decorator_list", [])
         first = min([node.lineno, *(d.lineno for d in decorators)])
-        within = {
-            alias: place
-            for each in ast.walk(node)
-            if isinstance(each, ast.Import | ast.ImportFrom)
-            for alias, place in _imported(each, package).items()
-        }
+        inner = [x for x in ast.walk(node) if isinstance(x, ast.Import | ast.ImportFrom)]
+        within = {k: place for x in inner for k, place in _imported(x, package).items()}
+        gone = {n for x in inner for n in range(x.lineno, (x.end_lineno or x.lineno) + 1)}
         found.statements.append(
             _Statement(
                 frozenset(_defined(node)),
-                "".join(lines.get(n, "") for n in range(first, (node.end_lineno or first) + 1)),
+                "".join(
+                    lines.get(n, "")
+                    for n in range(first, (node.end_lineno or first) + 1)
+                    if n not in gone  # a name that is imported is bound, see `Slice.texts`
+                ),
                 frozenset(_used(node)),
                 within,
             )
@@ -147,6 +148,11 @@ def _used(node: ast.AST) -> Iterator[tuple[str, str | None]]:
             yield from _used(each)
 
 
+def short(module: str) -> str:
+    """A module's name wherever it stands: a file that is moved is the same."""
+    return module.rpartition(".")[2].lstrip("_")
+
+
 class Slice:
     """All that some names of modules reach, within the modules that `find` has a file of.
 
@@ -170,7 +176,10 @@ class Slice:
             todo += list(self._reached(*place))
 
     def texts(self) -> dict[str, str]:
-        """Module -> the text of what was taken of it, and what its names are imported from."""
+        """Module -> the text of what was taken of it, and what its names are imported from.
+
+        The text of a module that is moved stays the same.
+        """
         return {
             name: "\n".join([*sorted(self._bound[name]), *(mine[n] for n in sorted(mine))])
             for name, mine in self._taken.items()
@@ -211,10 +220,13 @@ class Slice:
         if used not in imports:
             return
         base, name = imports[used]
-        self._bound.setdefault(module.name, set()).add(f"{used} = {base} {name or ''}")
         self._taken.setdefault(module.name, {})
+        bound = self._bound.setdefault(module.name, set())
         inner = base if name is None else f"{base}.{name}"
         if self._find(inner) is not None:
+            bound.add(f"{used} = {short(inner)}")
             yield inner, attribute or WHOLE
-        elif name is not None:
+            return
+        bound.add(f"{used} = {base if self._find(base) is None else short(base)} {name or ''}")
+        if name is not None:
             yield base, name
