@@ -208,8 +208,8 @@ def serve(port: int, say: Callable[[str], Any]) -> int:
         say(f"port {port}: {error.strerror}; --port takes another")
         return 1
     with server:
-        say(f"{server.url} (this machine alone; Ctrl-C ends it)")
         try:
+            say(f"{server.url} (this machine alone; Ctrl-C ends it)")
             server.serve_forever()
         except KeyboardInterrupt:
             say("ended")
