@@ -1,11 +1,14 @@
-"""What pip was told decides what is installed, whether uv does it or pip."""
+"""What pip was told decides what is installed, whether uv does it or pip; what an sdist has."""
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / ".ci" / "install.py"
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / ".ci" / "install.py"
 spec = importlib.util.spec_from_file_location("install", SOURCE)
 install = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(install)
@@ -103,3 +106,22 @@ def test_an_environment_where_nothing_can_be_installed_is_an_error(monkeypatch, 
     said = capsys.readouterr().err
     assert "has no pip: on Debian, apt install python3-venv" in said  # nor could it be had
     assert "PIP_INDEX_URL names a mirror; without a network, PIP_NO_INDEX=1" in said
+
+
+def test_a_source_distribution_has_all_that_its_tests_take(tmp_path):
+    """Helpers, data, experiments, figures, pages: what is here and is not made by running."""
+    write = [sys.executable, "-c", "import setuptools; setuptools.setup()"]
+    told = ["-q", "egg_info", "--egg-base", str(tmp_path)]
+    done = subprocess.run([*write, *told], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (listed,) = tmp_path.glob("*/SOURCES.txt")
+    found = {line for line in listed.read_text().splitlines() if ".egg-info/" not in line}
+    made = {"__pycache__", "quick", "filtered", "partial"}
+    folders = ("fa_numba", "experiments", "figures", "tests", ".ci")
+    here = [x for folder in folders for x in (ROOT / folder).rglob("*") if x.is_file()]
+    here += [ROOT / name for name in ("Makefile", "setup.cfg", "pyproject.toml", "MANIFEST.in")]
+    here += ROOT.glob("*.md")
+    wanted = {str(x.relative_to(ROOT)) for x in here if not made & {*x.parts}}
+    assert {"tests/conftest.py", "tests/data/plans.csv", ".ci/install.py"} <= wanted
+    assert found >= wanted, sorted(wanted - found)
+    assert not [x for x in found if made & {*Path(x).parts}]

@@ -94,7 +94,10 @@ def both_passes(rank, ranks, store):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in (3, 4)]
+
+
+@pytest.mark.parametrize("ranks", [2, *SLOW])
 def test_both_passes_are_those_of_one_process(ranks, tmp_path):
     spawned(both_passes, ranks, str(tmp_path / "store"))
 
