@@ -288,8 +288,8 @@ def test_a_problem_too_large_for_the_emulator_is_refused(algorithm, launches):
     with pytest.raises(ValueError) as caught:
         FUNCTIONS[algorithm](q, q, q, out=out)
     message = str(caught.value)
-    for part in ("q has shape (1, 1, 4096, 64)", "k (1, 1, 4096, 64)", "steps",
-                 f"at most {placement.EMULATOR_STEPS:.2g}", "no CUDA GPU", "smaller problem",
+    for part in ("q has shape (1, 1, 4096, 64)", "k (1, 1, 4096, 64)", " s: the ",
+                 f"at most {placement.EMULATOR_SECONDS}, and", "no CUDA GPU", "smaller problem",
                  "fa_numba.reference", "fa_numba.plan"):  # fmt: skip
         assert part in message
     assert not launches and (out.view(np.uint32) == GUARD.view(np.uint32)).all()
@@ -297,14 +297,29 @@ def test_a_problem_too_large_for_the_emulator_is_refused(algorithm, launches):
     assert plan.flops == 4 * 4096 * 4096 * 64
 
 
+@pytest.mark.parametrize(
+    ("dtype", "algorithms", "taken", "refused"),
+    [("float32", ALGORITHMS, 2048, 4096), ("float16", ("fa1", "fa2"), 4096, 8192)],
+)
+def test_the_emulator_takes_what_the_limits_say(dtype, algorithms, taken, refused):
+    for algorithm in algorithms:
+        with devices.using("emulator"):
+            shapes = ((1, 1, N, 64) for N in (taken, refused))
+            plans = [fa_numba.plan(s, s, algorithm=algorithm, dtype=dtype) for s in shapes]
+            placement.check_size(plans[0])
+            with pytest.raises(ValueError, match="the emulator takes at most 30"):
+                placement.check_size(plans[1])
+
+
 def test_the_limit_of_the_emulator_is_work_padding_and_blocks_included(launches):
     tiles = Tiles(16, 16)  # 32 threads a block, 32 columns of O whatever d
     tile, block = 16 * 16 * 2 * 32, 32 * placement.STEPS_PER_THREAD
-    batch = placement.EMULATOR_STEPS // (tile + block)
+    steps = placement.EMULATOR_SECONDS * placement.STEPS_PER_SECOND["simt"]
+    batch = int(steps) // (tile + block)
     at, over = (np.zeros((n, 1, 1, 1), np.float32) for n in (batch, batch + 1))
     fa_numba.flash_attention_2(at, at, at, tiles=tiles)
     assert len(launches) == 1
-    with pytest.raises(ValueError, match="steps"):
+    with pytest.raises(ValueError, match="up to about 30 s: the emulator takes at most 30"):
         fa_numba.flash_attention_2(over, over, over, tiles=tiles)
     assert len(launches) == 1
 

@@ -32,7 +32,7 @@ sys.path.insert(0, "tests")
 import numpy as np, fa_numba
 from fa_numba.host import placement
 
-placement.EMULATOR_STEPS = 2**60
+placement.EMULATOR_SECONDS = 2**40
 rng, call = np.random.default_rng(0), sys.argv[1].split()
 if call == ["matmul"]:
     from test_emulator import TILE, matmul

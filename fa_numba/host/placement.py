@@ -15,10 +15,12 @@ from fa_numba.host.arrays import HOST, Operand
 from fa_numba.host.plans import LaunchPlan, Plan
 from fa_numba.integers import round_up
 
-# The emulator's limit for one call, in multiply-adds of its tiles, padding included: it does about
-# 2e7 a second. A thread counts as STEPS_PER_THREAD of them.
-EMULATOR_STEPS = 2**29
-STEPS_PER_THREAD = 1000
+# The emulator's limit for one call. Its steps are the multiply-adds of tiles, padding included, and
+# STEPS_PER_THREAD for each thread. One core of a Xeon of 2023 does so many a second of each unit's
+# calls at the least, options and backward passes among them, and five times as many at the most.
+EMULATOR_SECONDS = 30
+STEPS_PER_SECOND = {"simt": 4e7, "mma": 1e8, "wgmma": 1e8}
+STEPS_PER_THREAD = 100
 
 
 class Placed(Protocol):
@@ -69,11 +71,11 @@ def check_steps(plan: LaunchPlan, of: str, steps: int = 0, instead: str = "") ->
     minutes: so many ``steps`` beside what every thread takes.
     """
     steps += sum(STEPS_PER_THREAD * math.prod(k.grid) * k.threads for k in plan.kernels)
-    if steps > EMULATOR_STEPS and not device.on_gpu():
+    seconds = steps / STEPS_PER_SECOND[plan.unit if isinstance(plan, Plan) else "simt"]
+    if seconds > EMULATOR_SECONDS and not device.on_gpu():
         raise ValueError(
-            f"{of}, about {steps:.2g} steps: the emulator takes at most {EMULATOR_STEPS:.2g}, half "
-            f"a minute, and it runs here because {device.why_no_gpu() or 'it was asked for'}"
-            f"{instead}"
+            f"{of}, up to about {seconds:,.0f} s: the emulator takes at most {EMULATOR_SECONDS}, "
+            f"and it runs here because {device.why_no_gpu() or 'it was asked for'}{instead}"
         )
 
 
