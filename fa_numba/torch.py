@@ -13,7 +13,7 @@ import fa_numba
 from fa_numba.checks import as_flag, as_splits, kind_of
 from fa_numba.choices.requests import check_algorithm
 from fa_numba.host import placement
-from fa_numba.host.arrays import MASKS, added_mask, on_host, operand
+from fa_numba.host.arrays import MASKS, added_mask, check_tangent, on_host, operand
 from fa_numba.options import AttentionOptions, check_names, documents_options
 from fa_numba.ring import call as ring_call
 from fa_numba.ring import passes as ring_passes
@@ -22,7 +22,6 @@ from fa_numba.tiling import Tiles
 
 try:
     import torch
-    from torch.autograd import forward_ad
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
@@ -116,11 +115,8 @@ def attention(
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor) and (x is not None or name in "qkv"):
             raise TypeError(f"{name} is {kind_of(x)}: allowed is a torch tensor")
-        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
-            raise ValueError(
-                f"{name} has a tangent, and attention has no forward-mode derivative: allowed is a "
-                "tensor without one, and gradients by the backward pass"
-            )
+        if x is not None:
+            check_tangent(name, x)
     check_algorithm(algorithm)
     if mask is not None:
         bias = _bias_of(mask, bias)

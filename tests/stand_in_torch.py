@@ -38,6 +38,7 @@ class Tensor:
     """A tensor over ``values``, of the GPU that has their memory or of the CPU."""
 
     layout, requires_grad, negated, grad, node = "strided", False, False, None, None
+    tangent = None
 
     @classmethod
     def of(cls, values, dtype=None, **facts):
@@ -203,7 +204,7 @@ class Torch(ModuleType):
         self.autograd = ModuleType("torch.autograd")
         self.autograd.Function = Function
         self.autograd.forward_ad = SimpleNamespace(
-            unpack_dual=lambda x: SimpleNamespace(tangent=None)
+            unpack_dual=lambda x: SimpleNamespace(tangent=x.tangent)
         )
         self.compiler = SimpleNamespace(disable=lambda function: function)
 

@@ -456,13 +456,14 @@ def test_known_calls_that_differ_are_told_before_anything_is_sent(torch):
 
 
 def test_a_call_that_is_like_a_known_one_is_checked_itself(torch):
-    """All but the shape, the dtype or the device of an operand is as before."""
+    """All but the shape, the dtype, the device or the tangent of an operand is as before."""
     ft, ones = fa_numba_torch(), np.ones((1, 1, 4, 8), np.float32)
     changes = {
         "k has dtype torch.float16": {"k": Tensor.of(ones.astype(np.float16))},
         "v has shape": {"v": SHORT},
         "k is on namespace": {"k": Tensor.of(aligned(ones.shape, values=ones))},
         "q is on namespace": {n: Tensor.of(aligned(ones.shape, values=ones)) for n in "qkv"},
+        "v has a tangent, and": {"v": Tensor.of(ones, tangent=ones)},
     }
 
     def work(rank):

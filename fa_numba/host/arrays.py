@@ -104,6 +104,21 @@ def _read(name: str, tensor: Any, how: Callable[[Any], Any]) -> Any:
         ) from error
 
 
+def has_tangent(tensor: Any) -> bool:
+    """Whether a torch tensor is one of forward-mode differentiation."""
+    unpacked = sys.modules["torch"].autograd.forward_ad.unpack_dual(tensor)
+    return unpacked.tangent is not None
+
+
+def check_tangent(name: str, tensor: Any) -> None:
+    """Raise ValueError for a torch tensor with a tangent, which results would not have."""
+    if has_tangent(tensor):
+        raise ValueError(
+            f"{name} has a tangent, and attention has no forward-mode derivative: allowed is a "
+            "tensor without one, and gradients by the backward pass"
+        )
+
+
 def _from_torch(name: str, tensor: Any, allowed: Sequence[str]) -> Operand:
     torch = sys.modules["torch"]
     if tensor.requires_grad and torch.is_grad_enabled():

@@ -19,7 +19,7 @@ from fa_numba.checks import (
 )
 from fa_numba.choices.requests import check_algorithm
 from fa_numba.host import placement
-from fa_numba.host.arrays import on_host, operand
+from fa_numba.host.arrays import check_tangent, has_tangent, on_host, operand
 from fa_numba.host.launch_cache import KEPT
 from fa_numba.ring.agreement import Agreement, Meant
 from fa_numba.ring.link import Link, counter
@@ -100,7 +100,7 @@ _known: dict[Any, Known] = {}
 
 def _facts(x: Any) -> tuple:
     """All of an operand that checks look at."""
-    return type(x), x.shape, x.dtype, x.device.type, x.device.index
+    return type(x), x.shape, x.dtype, x.device.type, x.device.index, has_tangent(x)
 
 
 def _read(options: dict[str, Any]) -> dict[str, Any]:
@@ -123,6 +123,7 @@ def _checked(
     for name, x in {"q": q, "k": k, "v": v}.items():
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} is {kind_of(x)}: allowed is a torch tensor")
+        check_tangent(name, x)
     if not isinstance(travels, str) or travels not in TRAVELS:
         raise ValueError(f"travels is {travels!r}: allowed is {' or '.join(map(repr, TRAVELS))}")
     causal, layout = as_flag("causal", causal), as_layout(layout)
