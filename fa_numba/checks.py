@@ -208,7 +208,7 @@ def as_dropout(value: Any) -> float:
     probability = _real("dropout_p", value, allowed)
     if not 0.0 <= probability < 1.0:
         raise ValueError(f"dropout_p is {value!r}: allowed is {allowed}")
-    return probability
+    return min(round(probability * 2**16), 2**16 - 1) / 2**16  # what 16 random bits can be below
 
 
 def as_lengths(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .integers import ceil_div
-from .masks import COUNTER_COLUMNS, WORD_COLUMNS, make_philox
+from .masks import APART, DRAW_COLUMNS, DRAW_ROWS, make_philox
 from .options import as_word, drop_threshold
 from .problem import Problem, as_size
 
@@ -22,16 +22,19 @@ def kept(
 
     The arguments are not checked; see `dropout_mask`.
     """
-    groups = ceil_div(columns, COUNTER_COLUMNS)
-    counters = np.arange(groups * WORD_COLUMNS, dtype=np.uint32)[None, :]
-    each_row = np.arange(rows.start, rows.stop, rows.step, dtype=np.uint32)[:, None]
+    groups = ceil_div(columns, APART * DRAW_COLUMNS)
+    counters = np.arange(groups * APART, dtype=np.uint32)[None, :]
+    each = np.arange(rows.start, rows.stop, rows.step, dtype=np.uint32)[:, None]
+    draws = each // (APART * DRAW_ROWS) * APART + each % APART
     place, low, high = (np.uint32(n) for n in ((entry << 16) + head, seed % 2**32, seed >> 32))
     with np.errstate(over="ignore"):  # the key's sums wrap
-        words = _philox(counters, each_row, place, np.uint32(offset), low, high)
-    # Of 64 columns, each of the four words has 16 that lie together.
-    parts = [word.reshape(len(rows), groups, WORD_COLUMNS) for word in words]
-    found = np.stack(parts, axis=2).reshape(len(rows), groups * COUNTER_COLUMNS)
-    return found[:, :columns] >= np.uint32(drop_threshold(dropout_p))
+        words = _philox(counters, draws.astype(np.uint32), place, np.uint32(offset), low, high)
+    second = each // APART % DRAW_ROWS == 1
+    of_row = [np.where(second, words[n + 2], words[n]) for n in range(2)]
+    halves = [half for word in of_row for half in (word & 0xFFFF, word >> 16)]
+    parts = [half.reshape(len(rows), groups, APART) for half in halves]
+    found = np.stack(parts, axis=2).reshape(len(rows), groups * APART * DRAW_COLUMNS)
+    return found[:, :columns] >= drop_threshold(dropout_p)
 
 
 def dropout_mask(
@@ -46,17 +49,18 @@ def dropout_mask(
 ) -> np.ndarray:
     """The elements of P that attention with this dropout keeps: bool (B, Hq, Nq, Nk), True = kept.
 
-    An element is kept when its 32-bit word of Philox4x32-10 is at least dropout_p 2^32. The word
-    depends on seed, offset, batch entry, query head, row and column (see masks.py), not on the
-    sizes here: a smaller mask is a part of a larger one. Of packed sequences the batch entry is the
-    sequence's number, and rows and columns count from its start.
+    An element is kept when its 16 bits of Philox4x32-7 are at least dropout_p 2^16, with dropout_p
+    rounded to a multiple of 2^-16. The bits depend on seed, offset, batch entry, query head, row
+    and column (see masks.py), not on the sizes here: a smaller mask is a part of a larger one. Of
+    packed sequences the batch entry is the sequence's number, and rows and columns count from its
+    start.
 
     Raises TypeError or ValueError with the argument's name, its value and what is allowed: at most
     65536 batch entries and heads, dropout_p from 0 to below 1, seed below 2^64, offset below 2^32.
 
     >>> dropout_mask(1, 1, 2, 8, dropout_p=0.5, seed=7).astype(int)
-    array([[[[1, 0, 0, 0, 0, 0, 1, 0],
-             [0, 0, 1, 0, 1, 0, 1, 0]]]])
+    array([[[[0, 0, 0, 0, 1, 1, 1, 0],
+             [1, 0, 1, 1, 1, 1, 1, 1]]]])
     """
     sizes = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     B, H, Nq, Nk = (as_size(name, size) for name, size in sizes.items())

@@ -37,8 +37,9 @@ def numeric_mask(mask):
     return np.asarray(mask, np.float32)
 
 
-def make_philox(uint32, uint64):
-    """Philox4x32-10 (Salmon et al., SC 2011) with these casts, of Numba or NumPy.
+def make_philox(uint32, uint64, rounds=7):
+    """Philox4x32 (Salmon et al., SC 2011) with these casts, of Numba or NumPy. Of 7 rounds, the
+    fewest that pass BigCrush there.
 
     ``philox(c0, c1, c2, c3, k0, k1)`` gives four 32-bit words for a counter and a key.
     """
@@ -46,7 +47,7 @@ def make_philox(uint32, uint64):
     def philox(c0, c1, c2, c3, k0, k1):
         m0, m1, high = uint64(0xD2511F53), uint64(0xCD9E8D57), uint64(32)
         w0, w1 = uint32(0x9E3779B9), uint32(0xBB67AE85)
-        for _ in range(10):
+        for _ in range(rounds):
             p0 = uint64(c0) * m0
             p1 = uint64(c2) * m1
             c0 = uint32(uint32(p1 >> high) ^ c1 ^ k0)
@@ -60,7 +61,10 @@ def make_philox(uint32, uint64):
     return philox
 
 
-# Where the random word of an element is: word (col // 16) % 4 of the counter
-# ((col // 64) * 16 + col % 16, row, (batch << 16) + head, offset), keyed by the seed.
-WORD_COLUMNS = 16
-COUNTER_COLUMNS = 64
+# A draw has 16 bits for each of eight elements: of rows r and r + 8 of 16, of columns c, c + 8,
+# c + 16 and c + 24 of 32, which one thread has of a matrix instruction's results. They are the
+# halves, the lower first, of the words of the counter ((col // 32) * 8 + col % 8,
+# (row // 16) * 8 + row % 8, (batch << 16) + head, offset), keyed by the seed: those of row r, then
+# those of row r + 8.
+APART = 8  # rows, and columns, of a draw
+DRAW_ROWS, DRAW_COLUMNS = 2, 4

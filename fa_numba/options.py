@@ -59,8 +59,9 @@ class AttentionOptions(TypedDict, total=False):
     ``block_mask``: bool (ceil(Nq / Br), ceil(Nk / Bc)), or that with leading axes that broadcast to
         (B, Hq), for the block sizes of ``tiles``, which must be given: False blocks are neither
         loaded nor computed (block-sparse FlashAttention; standard attention computes and hides).
-    ``dropout_p``: float from 0 to below 1, the probability that an element of P becomes 0; the rest
-        are multiplied by 1 / (1 - dropout_p). 0 unless given.
+    ``dropout_p``: float from 0 to below 1, the probability that an element of P becomes 0,
+        rounded to a multiple of 2^-16; the rest are multiplied by 1 / (1 - dropout_p). 0 unless
+        given.
     ``seed``, ``offset``: ints from 0 to below 2**64 and 2**32: with them the element's (batch,
         head, row, column) decides alone, see ``dropout_mask``. 0 unless given.
     ``layout``: "bhnd" for q (B, Hq, Nq, d), k and v (B, Hk, Nk, d), unless given; "bnhd" for q
@@ -300,7 +301,7 @@ FEATURES: dict[str, Feature] = {
         lambda p: p.dropout_p > 0.0,
         {
             "threshold": KernelField(
-                _int32, lambda call: signed(drop_threshold(call.problem.dropout_p))
+                _int32, lambda call: signed(drop_threshold(call.problem.dropout_p) << 16)
             ),
             "inverse_keep": KernelField(
                 _float32, lambda call: 1.0 / (1.0 - call.problem.dropout_p)
@@ -423,5 +424,5 @@ def signed(word: int) -> int:
 
 
 def drop_threshold(dropout_p: float) -> int:
-    """Random words below it drop their element: ``dropout_p`` of 2**32."""
-    return min(round(dropout_p * 2**32), 2**32 - 1)
+    """16 random bits below it drop their element: ``dropout_p`` of 2**16."""
+    return round(dropout_p * 2**16)

@@ -39,6 +39,7 @@ def plain_loop(
     if block_mask is not None:
         block_mask = np.broadcast_to(block_mask, (B, Hq, *np.shape(block_mask)[-2:]))
     if dropout_p:
+        dropout_p = round(dropout_p * 2**16) / 2**16
         kept = dropout_mask(B, Hq, Nq, Nk, dropout_p=dropout_p, **draw)
 
     def score(b, h, i, j):

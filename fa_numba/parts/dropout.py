@@ -11,94 +11,133 @@ from fa_numba.device import device_function, float32, uint32, uint64
 from fa_numba.parts.layout import make_column, make_row, make_warp_column
 from fa_numba.parts.namespace import part
 
-WORD_COLUMNS, COUNTER_COLUMNS = masks.WORD_COLUMNS, masks.COUNTER_COLUMNS
-
+APART, DRAW_ROWS, DRAW_COLUMNS = masks.APART, masks.DRAW_ROWS, masks.DRAW_COLUMNS
+# Elements of a thread's tile up to which each draw has code of its own, by which FA-2's forward
+# pass takes 0.57 to 0.82 of the time on an H200. Beyond, registers would spill.
+UNROLLED = 64
 
 _philox = device_function(masks.make_philox(uint32, uint64))
 
 
 @device_function
-def _words(counter, row, head):
-    """The four random words of 64 columns' share ``counter`` of a row."""
+def _draw(row, col, head):
+    """The four random words that this element shares with seven others."""
+    across = uint32(uint32(col // uint32(APART * DRAW_COLUMNS)) * uint32(APART))
+    down = uint32(uint32(row // uint32(APART * DRAW_ROWS)) * uint32(APART))
+    across = uint32(across + col % uint32(APART))
+    down = uint32(down + row % uint32(APART))
     place = uint32((uint32(head.b) << uint32(16)) + uint32(head.h))
     key0, key1 = uint32(head.options.seed_low), uint32(head.options.seed_high)
-    return _philox(counter, row, place, uint32(head.options.offset), key0, key1)
+    return _philox(across, down, place, uint32(head.options.offset), key0, key1)
+
+
+@device_function
+def _lower(word):
+    """The lower half of a word in the place of its upper one."""
+    return uint32(word << uint32(16))
+
+
+@device_function
+def _keeps(words, row, col, threshold):
+    """Whether dropout keeps the element, one of the eight that the words are of."""
+    second = uint32(row // uint32(APART)) % uint32(DRAW_ROWS) != uint32(0)
+    n = uint32(col // uint32(APART)) % uint32(DRAW_COLUMNS)
+    first, last = words[0], words[1]
+    if second:
+        first, last = words[2], words[3]
+    word = last if n >= uint32(2) else first
+    return (word if n % uint32(2) != uint32(0) else _lower(word)) >= threshold
 
 
 @device_function
 def keeps(row, col, head):
     """Whether dropout keeps this element."""
-    share = uint32(col // uint32(COUNTER_COLUMNS)) * uint32(WORD_COLUMNS)
-    w = _words(uint32(share + col % uint32(WORD_COLUMNS)), row, head)
-    n = uint32(col // uint32(WORD_COLUMNS)) % uint32(4)
-    word = w[0]
-    if n == uint32(1):
-        word = w[1]
-    if n == uint32(2):
-        word = w[2]
-    if n == uint32(3):
-        word = w[3]
-    return word >= uint32(head.options.threshold)
+    return _keeps(_draw(row, col, head), row, col, uint32(head.options.threshold))
 
 
-@device_function
-def _bit(dropped, n):
-    return uint64(dropped) << uint64(n)
+@part
+def _make_dropped(rows, columns, column_step):
+    """``dropped(words, row, col, threshold)``: a bit for each element of a draw that a thread has,
+    row by row, 1 where it is dropped; the first is at (row, col).
+    """
+    # Bits of a place that say which of the draw's elements; those of the others are known.
+    ROW = APART * DRAW_ROWS - 1 - APART * (rows - 1)
+    COL = APART * DRAW_COLUMNS - 1 - column_step * (columns - 1)
+
+    def dropped(words, row, col, threshold):
+        bits, row, col = uint32(0), uint32(row & uint32(ROW)), uint32(col & uint32(COL))
+        for n in range(rows * columns):
+            r, c = uint32(row + n // columns * APART), uint32(col + n % columns * column_step)
+            lost = uint32(not _keeps(words, r, c, threshold))
+            bits = uint32(bits | uint32(lost << uint32(n)))
+        return bits
+
+    return dropped
+
+
+def _shared(spec):
+    """How many rows, and columns, of a draw a thread has in one of its sets of registers."""
+    RW, CW, step = spec.row_width, spec.column_width, spec.column_step
+    even = spec.tile_heads == 1 and spec.Br % (APART * DRAW_ROWS) == 0
+    rows = DRAW_ROWS if even and spec.row_step == APART and spec.TM % (2 * RW) == 0 else 1
+    columns = APART * DRAW_COLUMNS
+    while columns > step and spec.TN % (columns // step * CW):
+        columns //= 2
+    tiles = spec.Bc % (APART * DRAW_COLUMNS) == spec.warp_columns % (APART * DRAW_COLUMNS) == 0
+    return rows, max(1, columns // step) if tiles else 1
 
 
 @part
 def make_drop(spec):
-    """``drop(rP, tile)``: the dropped elements of P change sign.
-
-    The draws are collected as bits first: a loop over them need not be unrolled, as one over
-    registers must.
-    """
-    TM, TN, (EI, EJ) = spec.TM, spec.TN, spec.element_steps
-    row_of, column_of, warp_column = make_row(spec), make_column(spec), make_warp_column(spec)
-    dropout = spec.features.dropout
-    # One draw serves four elements where a thread's columns share counters.
-    across = spec.column_step // spec.column_width  # threads that share a row
-    COLUMNS = spec.warp_columns or spec.Bc
-    shared = COLUMNS % COUNTER_COLUMNS == 0 and TN * across == COLUMNS
-    SHARES = WORD_COLUMNS // across
-    ALIKE = 4 * SHARES
-    # Rows and columns of one word of bits
-    COLS = min(TN, 64 // ALIKE * ALIKE)
-    ROWS = max(n for n in (1, 2, 4, 8) if TM % n == 0 and n * COLS <= 64)
+    """``drop(rP, tile)``: the dropped elements of P change sign."""
+    dropout, begin = spec.features.dropout, _make_drop_from(spec, 0)
 
     def drop(rP, tile):
-        head, options, thread = tile.head, tile.head.options, tile.thread
         if dropout:
-            threshold = uint32(options.threshold)
-            col0 = uint32(tile.j0 + warp_column())
-            for i0 in range(0, TM, ROWS):
-                for j0 in range(0, TN, COLS):
-                    bits = uint64(0)
-                    for i in range(ROWS):
-                        row = uint32(tile.i0 + row_of(thread.ty, i0 + i))
-                        if shared:
-                            for j in range(j0, min(j0 + COLS, TN), ALIKE):
-                                share = uint32(col0 // uint32(COUNTER_COLUMNS) + j // ALIKE)
-                                for s in range(SHARES):
-                                    place = column_of(thread.tx, s)
-                                    counter = uint32(share * uint32(WORD_COLUMNS) + place)
-                                    w = _words(counter, row, head)
-                                    n = i * COLS + j - j0 + s
-                                    bits |= _bit(w[0] < threshold, n)
-                                    bits |= _bit(w[1] < threshold, n + SHARES)
-                                    bits |= _bit(w[2] < threshold, n + 2 * SHARES)
-                                    bits |= _bit(w[3] < threshold, n + 3 * SHARES)
-                        else:
-                            for j in range(j0, min(j0 + COLS, TN)):
-                                kept = keeps(row, uint32(col0 + column_of(thread.tx, j)), head)
-                                bits |= _bit(not kept, i * COLS + j - j0)
-                    for i in range(ROWS):
-                        for j in range(j0, min(j0 + COLS, TN)):
-                            if (bits >> uint64(i * COLS + j - j0)) & uint64(1) != uint64(0):
-                                e = (i0 + i) * EI + j * EJ
-                                rP[e] = -rP[e]
+            begin(rP, tile)
 
     return drop
+
+
+@part
+def _make_drop_from(spec, first):
+    """``drop_from(rP, tile)``: the elements of a thread's draws from number ``first`` on, some
+    draws at a time. Their bits are collected first: a loop over draws need not be unrolled, as one
+    over registers must.
+    """
+    (EI, EJ), RW, CW = spec.element_steps, spec.row_width, spec.column_width
+    row_of, column_of, warp_column = make_row(spec), make_column(spec), make_warp_column(spec)
+    DR, DC = _shared(spec)
+    ACROSS, COUNT = spec.TN // DC, spec.TM // DR * (spec.TN // DC)
+    dropped = _make_dropped(DR, DC, spec.column_step)
+    LAST = min(first + (1 if spec.TM * spec.TN <= UNROLLED else 8), COUNT)
+    rest = _make_drop_from(spec, LAST) if LAST < COUNT else _nothing
+
+    def drop_from(rP, tile):
+        threshold, thread = uint32(tile.head.options.threshold), tile.thread
+        col0, bits = uint32(tile.j0 + warp_column()), uint64(0)
+        for s in range(first, LAST):
+            r, c = s // ACROSS, s % ACROSS
+            i, j = r // RW * (RW * DR) + r % RW, c // CW * (CW * DC) + c % CW
+            row = uint32(tile.i0 + row_of(thread.ty, i))
+            col = uint32(col0 + column_of(thread.tx, j))
+            found = dropped(_draw(row, col, tile.head), row, col, threshold)
+            bits |= uint64(found) << uint64(8 * (s - first))
+        for s in range(first, LAST):
+            r, c = s // ACROSS, s % ACROSS
+            i, j = r // RW * (RW * DR) + r % RW, c // CW * (CW * DC) + c % CW
+            for n in range(DR * DC):
+                if (bits >> uint64(8 * (s - first) + n)) & uint64(1) != uint64(0):
+                    e = (i + n // DC * RW) * EI + (j + n % DC * CW) * EJ
+                    rP[e] = -rP[e]
+        rest(rP, tile)
+
+    return drop_from
+
+
+@device_function
+def _nothing(rP, tile):
+    pass
 
 
 @cache
