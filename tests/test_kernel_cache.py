@@ -394,6 +394,14 @@ def test_loops_for_the_cpu_follow_the_same_variable(chosen, monkeypatch, tmp_pat
     assert str(tmp_path / "numba") == numba.config.CACHE_DIR
 
 
+def test_a_place_that_goes_is_no_error(monkeypatch, tmp_path):
+    monkeypatch.setenv(kernel_cache.VARIABLE, str(tmp_path / "kept"))
+    function = compiling.compiled()(doubled)
+    (tmp_path / "kept").rename(tmp_path / "gone")
+    (tmp_path / "kept").touch()
+    assert function(21) == 42 and not [*tmp_path.rglob("*.nbi")]
+
+
 def test_who_can_write_nowhere_compiles_without_keeping(tmp_path):
     (tmp_path / "file").touch()
     nowhere = str(tmp_path / "file" / "none")

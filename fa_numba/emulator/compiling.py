@@ -7,14 +7,29 @@ nowhere.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from numba import config, njit
+from numba.core.caching import FunctionCache
 
 VARIABLE = "FA_NUMBA_CACHE"
+
+
+class _Cache(FunctionCache):
+    """Numba's, to which a full disk, or a place that is gone, is no error."""
+
+    def load_overload(self, signature: Any, target: Any) -> Any:
+        with contextlib.suppress(OSError):
+            return super().load_overload(signature, target)
+        return None
+
+    def save_overload(self, signature: Any, made: Any) -> None:
+        with contextlib.suppress(OSError):
+            super().save_overload(signature, made)
 
 
 def compiled(**options: Any) -> Callable[[Callable], Any]:
@@ -29,7 +44,7 @@ def compiled(**options: Any) -> Callable[[Callable], Any]:
             config.CACHE_LOCATOR_CLASSES = "UserProvidedCacheLocator"
         try:
             if chosen != "":
-                dispatcher.enable_caching()
+                dispatcher._cache = _Cache(function)
         except RuntimeError:  # no place that can be written
             pass
         finally:
