@@ -57,12 +57,13 @@ from experiments.lab.series import (
     MMA_SPLITS,
     block_costs,
     makespan,
+    plan,
     query_splits,
     row_fields,
 )
 from experiments.lab.store import EMULATOR, MODEL, Row, Store, StoreError
 from experiments.lab.workloads import Inputs, fa2_setting, one_head
-from fa_numba import io_model, reference
+from fa_numba import bounds, io_model, reference
 from fa_numba.problem import Problem
 
 NAMES = sorted(
@@ -392,6 +393,24 @@ def test_an_experiment_that_refuses_is_a_line(monkeypatch, tmp_path):
     running.measure("standing_in")
     assert running.console.file.getvalue().splitlines()[1:] == ["", "standing_in: too large"]
     assert not [path for path in (tmp_path / "data").rglob("*") if path.is_file()]
+
+
+def test_what_an_older_gpu_has_no_unit_for_is_left_out(monkeypatch, tmp_path):
+    """And is no error of `make figures` there."""
+
+    def measure(options, bench):
+        with bounds.as_gpu("T4"):
+            plan("fa2-mma", one_head(64, 64, dtype="float16"))
+        yield
+
+    running = run_in_process(monkeypatch, tmp_path, measure)
+    running.console = Console(file=io.StringIO())
+    running.measure("standing_in")
+    says = "unit is 'mma' on a GPU of compute capability 7.5: mma needs 8.0; there is simt, which "
+    said = running.console.file.getvalue()
+    assert f"standing_in: not measured here, {says}takes float32\n" in said
+    report = running.reports["standing_in"]
+    assert not report.error and report.not_measured.startswith(says)
 
 
 def test_what_a_gpu_would_have_measured_is_said_to_be_left_out(monkeypatch, tmp_path):

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fa_numba import device
+from fa_numba.choices.units import NoUnit
 
 from . import clocks, kept, peers, provenance, registry, review, schedule
 from . import tune as sweep
@@ -159,7 +160,8 @@ class Runner:
     def _reporting(self, name: str, report: Report) -> Iterator[None]:
         """What goes wrong is printed and put into the report, and the next experiment can go on.
 
-        A file or folder that is in the way is named in a line, and so is why rows are refused.
+        A file or folder that is in the way is named in a line, and so is why rows are refused, or
+        that this GPU has no unit for them, which is no fault.
         Anything else is a fault of the program and is printed with its traceback.
         """
         try:
@@ -168,6 +170,9 @@ class Runner:
             if report.error != str(error):
                 report.error = str(error)
                 self.console.print(f"[red]{name}: {escape(report.error)}[/]", soft_wrap=True)
+        except NoUnit as error:  # an older GPU, which measures the others
+            report.not_measured = str(error)
+            self.console.print(f"{name}: not measured here, {escape(str(error))}", soft_wrap=True)
         except Exception as error:
             report.error = f"{type(error).__name__}: {error}"
             self.console.print_exception()

@@ -446,6 +446,10 @@ def _flash_facts(request: Request) -> dict[str, Any]:
 UNITS: dict[str, Unit] = {unit.name: unit for unit in (Simt(), Mma(), Wgmma())}
 
 
+class NoUnit(ValueError):
+    """The device has no unit that computes a request."""
+
+
 def unit_of(request: Request) -> tuple[Unit, str]:
     """The unit that a request names, or for "auto" the last that can compute it, and suits it; and
     why it is that one.
@@ -480,7 +484,7 @@ def unit_of(request: Request) -> tuple[Unit, str]:
     exactly = " and no other" if taking[0].newest else ""
     old = capability < Mma.capability
     there = f"; there is {Simt.name}, which takes {' or '.join(Simt.dtypes)}" if old else ""
-    raise ValueError(
+    raise NoUnit(
         f"unit is {name!r} on a GPU of compute capability {here}: {taking[0].name} needs {least}"
         f"{exactly}{there}"
     )
