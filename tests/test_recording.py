@@ -299,7 +299,7 @@ def test_whole_rows_that_could_not_be_written_are_not_measured_again(bench, monk
         raise StoreError("no space left")
 
     with monkeypatch.context() as patched:
-        patched.setattr(store, "write_if_changed", full)
+        patched.setattr(store, "replace_files", full)
         bench()
     assert bench.report.error == "no space left" and not bench.rows
     assert bench() == [] and len(bench.rows) == 6 and not bench.report.error

@@ -489,12 +489,12 @@ class Recorder:
         if same and not outcome.changed and dump(rows, runs=False) == self._stored[machine]:
             return
         outcome.changed = True
-        write_if_changed(self.store.path(self.experiment, machine), dump(rows))
         known = {run.get("id", ""): run for run in reversed(self._earlier[machine])}
         known |= {} if self._journal is None else self._journal.runs.get(machine, {})
         known[self._run[machine]] = self._describe(machine)
         named = {row.run for row in rows}
         last_first = [run for name, run in reversed(known.items()) if name in named]
         about = {"machine": machine, "runs": last_first}
+        described = self.store.path(self.experiment, machine, ".json")
         text = json.dumps(about, indent=2, sort_keys=True) + "\n"
-        write_if_changed(self.store.path(self.experiment, machine, ".json"), text)
+        replace_files({described: text, self.store.path(self.experiment, machine): dump(rows)})
