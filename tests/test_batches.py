@@ -236,7 +236,9 @@ def test_a_trace_is_of_one_block_after_the_other():
 
 def tickets(count, out):
     b = cuda.blockIdx.x
-    out[b] = cuda.atomic.add(count, 0, 1) * 10 + b
+    ticket = cuda.atomic.add(count, 0, 1)
+    if cuda.threadIdx.x == 0:
+        out[b] = ticket * 10 + b
 
 
 def locks(lock, out):
@@ -383,7 +385,8 @@ def shared_atomics(x, out):
     cuda.syncthreads()
     cuda.atomic.add(s, 0, cuda.blockIdx.x)
     cuda.syncthreads()
-    out[cuda.blockIdx.x] = s[0]
+    if cuda.threadIdx.x == 0:
+        out[cuda.blockIdx.x] = s[0]
 
 
 def test_atomics_of_shared_memory():

@@ -1,5 +1,6 @@
 """The emulator: every detector on a planted fault and on its clean twin, every count by hand."""
 
+import contextlib
 import math
 import time
 
@@ -13,6 +14,7 @@ from fa_numba.emulator import (
     BarrierMisuse,
     Deadlock,
     EmulatorError,
+    GlobalHazard,
     Misaligned,
     OutOfBounds,
     ReadOnlyStore,
@@ -526,6 +528,114 @@ def test_hazards_between_named_barriers_equal_those_of_vector_clocks(programs):
                 program.append(("block", 0, 0))
         found.append(hazard(program, 32 * warps, elements))
     assert 0.2 < sum(found) / programs < 0.8
+
+
+# ---- global memory, between threads of a block
+
+
+def lost_updates(g, out, right):
+    t = cuda.threadIdx.x
+    if not right:
+        g[t // 2] += 1
+    elif t % 2 == 0:
+        g[t // 2] += 2
+
+
+def exchange(g, out, right):
+    t = cuda.threadIdx.x
+    g[t] = t
+    if right:
+        cuda.syncthreads()
+    out[t] = g[t ^ 32]
+
+
+def exchange_in_a_warp(g, out, right):
+    t = cuda.threadIdx.x
+    g[t] = t
+    if right:
+        cuda.syncwarp()
+    out[t] = g[t ^ 1]
+
+
+def written_while_read(g, out, right):
+    t = cuda.threadIdx.x
+    out[t] = g[t ^ 1]
+    if right:
+        cuda.syncwarp()
+    g[t] = t
+
+
+def written_after_all_read(g, out, right):
+    t = cuda.threadIdx.x
+    out[t] = g[5]
+    if right:
+        cuda.syncthreads()
+    if t == 5:
+        g[5] = 1
+
+
+def vectors(g, out, right):
+    t = cuda.threadIdx.x
+    store4_global(g, 4 * (t // 2 if not right else t), t)
+
+
+@intrinsic
+def store4_global(array, index, value):
+    array.store((index,), 4 * (value,))
+
+
+def several_write_the_same(g, out, right):
+    if cuda.threadIdx.x == 0 or not right:
+        g[0] = 3
+
+
+def atomics_and_a_write(g, out, right):
+    t = cuda.threadIdx.x
+    cuda.atomic.add(g, 0, 1)
+    cuda.atomic.add(g, t // 2, 1)
+    if t == 5 and not right:
+        g[1] = 0
+    cuda.atomic.add(g, t // 2, 1)
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize(
+    "kernel, says",
+    [
+        (lost_updates, "overwrites g[0], which several threads of warp 0 reads, no barrier betw"),
+        (exchange, "reads g[32], which thread (32, 0, 0) wrote, no barrier between"),
+        (exchange_in_a_warp, "reads g[1], which thread (1, 0, 0) wrote, no barrier between"),
+        (written_while_read, "overwrites g[0], which thread (1, 0, 0) reads, no barrier"),
+        (written_after_all_read, "overwrites g[5], which several threads of warp 1 reads"),
+        (vectors, "overwrites g[0], which thread (0, 0, 0) wrote"),
+        (several_write_the_same, "overwrites g[0], which thread (0, 0, 0) wrote"),
+        (atomics_and_a_write, "atomically updates g[1], which thread (5, 0, 0) wrote"),
+    ],
+)
+def test_races_in_global_memory_within_a_block(kernel, says, blocks):
+    def of_a_block(g, out, right):
+        b = cuda.blockIdx.x
+        kernel(g[b], out[b], right)
+
+    of_a_block.__module__ = kernel.__module__
+    for right in (True, False):
+        expected = contextlib.nullcontext() if right else pytest.raises(GlobalHazard)
+        with expected as info:
+            launch(of_a_block, blocks, 64, (zeros(blocks, 256), zeros(blocks, 64), right))
+    assert says in str(info.value) and "test_emulator.py:" in info.value.line
+
+
+def test_what_a_lock_orders_in_global_memory_is_not_judged():
+    def kernel(lock, g):
+        t = cuda.threadIdx.x
+        while cuda.atomic.cas(lock, 0, 0, 1) != 0:
+            pass
+        g[0] += t
+        cuda.atomic.exch(lock, 0, 0)
+
+    g = zeros(1)
+    launch(kernel, 1, 8, (zeros(1, dtype=np.int32), g))
+    assert g[0] == 28
 
 
 # ---- named barriers

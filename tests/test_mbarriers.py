@@ -732,6 +732,46 @@ def test_a_box_that_comes_before_it_is_there(wrong, message):
     assert message in str(found)
 
 
+@pytest.mark.parametrize("moves", ["load", "store"])
+@pytest.mark.parametrize("stores", ["inside", "outside", "before"])
+def test_a_box_of_what_a_thread_has_stored(moves, stores):
+    """fence_async_proxy is of shared memory, and a barrier no fence; a launch's end is one."""
+
+    def stored(P, row):
+        P[row, 5] = 1
+
+    def kernel(P, X, row):
+        sX = half_tile(0, 512)
+        bars = mbarrier_tile(BARRIERS, 1)
+        if cuda.threadIdx.x == 0:
+            init_mbarrier(bars, 0, 1)
+            fence_mbarrier_init()
+        if row >= 0:
+            stored(P, row)
+        for n in range(512):
+            sX[n] = 0
+        fence_async_proxy()
+        cuda.syncthreads()
+        if cuda.threadIdx.x == 0 and moves == "load":
+            expect_bytes(bars, 0, 1024)
+            load_box(sX, 0, X, 0, 0, 4, 0, bars, 0)
+            wait_mbarrier(bars, 0, 0)
+        elif cuda.threadIdx.x == 0:
+            store_box(X, 0, 0, 4, 0, sX, 0)
+            commit_boxes()
+            wait_boxes()
+
+    x = bits(1, 1, 20, 64)
+    if stores == "before":
+        launch(stored, 1, x[0, 0], 7)
+    if stores != "inside":
+        launch(kernel, 1, x[0, 0], Boxed(x, 8), 3 if stores == "outside" else -1)
+        return
+    found = caught(MissingFence, kernel, 1, x[0, 0], Boxed(x, 8), 7)
+    assert "[0, 0, 7, 5], which thread (0, 0, 0) wrote without a fence for global" in str(found)
+    assert f"{moves}_box(" in found.line
+
+
 def test_boxes_in_single_precision():
     def kernel(X, Y):
         sX = shared_tile(0, 8 * 32)

@@ -56,8 +56,7 @@ class Kept:
         self.owners = []
         if owners:
             for a in launch.arrays:
-                for of in (a.owners.writers, a.owners.readers, a.owners.atomics):
-                    self.owners.append((of, of.copy()))
+                self.owners += [(of, of.copy()) for of in a.owners.blocks]
 
     def restore(self) -> None:
         launch = self.launch

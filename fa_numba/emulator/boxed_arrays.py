@@ -9,8 +9,8 @@ import numpy as np
 
 from . import async_checks
 from .checks import ATOMIC, LOAD, STORE
-from .errors import EmulatorError, OutOfBounds
-from .global_memory import GlobalArray
+from .errors import EmulatorError, MissingFence, OutOfBounds
+from .global_memory import DOES, GlobalArray
 
 if TYPE_CHECKING:
     from .boxes import Boxes
@@ -126,16 +126,34 @@ class BoxedArray:
         named = {LOAD: "box load", STORE: "box store", ATOMIC: "box add"}[kind]
         owners = array.owners
         bad = async_checks.box_access(
-            kind, starts, width, array.itemsize, array.start, ctx.block_number, owners.writers,
-            owners.readers, owners.atomics, ctx.statistics(array.name, "global", named),
+            kind, starts, width, array.itemsize, array.start, ctx.block_number,
+            *owners.blocks, ctx.statistics(array.name, "global", named),
         )  # fmt: skip
         if bad >= 0:
             where = tuple(int(i[bad]) for i in self._index(starts))
             raise array._conflict(kind, lane, int(starts[bad]), width, where)
+        if owners.wrote.size:
+            self._require_fence(ctx, kind, starts, width, lane)
         if ctx.trace is not None:
             whole = np.full(height, width), np.ones(height, bool)
             ctx.trace.note(array, kind, self._index(starts), *whole)
         return rows, columns, starts[:, None] + np.arange(width)
+
+    def _require_fence(
+        self, ctx: Boxes, kind: int, starts: np.ndarray, width: int, lane: int
+    ) -> None:
+        """Raise where a thread has stored since the block began: no instruction here makes that
+        known to the copy engine, which the end of a launch does.
+        """
+        array, places = self.array, (starts[:, None] + np.arange(width)).reshape(-1)
+        stamps = array.owners.wrote[places]
+        stored = np.flatnonzero(stamps >= ctx.begun)
+        if stored.size:
+            first = int(stored[0])
+            (index,) = zip(*self._index(places[first : first + 1]), strict=True)
+            text = f"the engine {DOES[kind]} {array.name}[{', '.join(map(str, index))}], which "
+            text = f"{text}{ctx.who(int(stamps[first]))} wrote without a fence for global memory"
+            raise ctx.fault(MissingFence, text, array.name, lane)
 
     def _index(self, starts: np.ndarray) -> tuple[np.ndarray, ...]:
         """The (batch, head, row, column) of elements of the array."""

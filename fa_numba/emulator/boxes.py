@@ -17,7 +17,7 @@ import numpy as np
 
 from . import async_checks
 from .boxed_arrays import CHUNK, ROW_BYTES, BoxedArray
-from .checks import ATOMIC, IN_FLIGHT, LOAD, READING, STORE, UNWRITTEN
+from .checks import ATOMIC, IN_FLIGHT, LOAD, READING, STAMP, STORE, UNWRITTEN
 from .errors import (
     EmulatorError,
     GlobalHazard,
@@ -107,10 +107,11 @@ class BoxStore:
 class Boxes(Mbarriers):
     """A context with bulk copies."""
 
-    __slots__ = ("_stores", "_groups_of_boxes", "_stored")
+    __slots__ = ("begun", "_stores", "_groups_of_boxes", "_stored")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.begun = 0
         self._stores: list[BoxStore] = []
         self._groups_of_boxes: dict[int, int] = {}  # by thread, how many it has closed
         # Of arrays that boxes were stored to, when somebody had waited for each element's last.
@@ -119,6 +120,7 @@ class Boxes(Mbarriers):
     def begin_blocks(self, first: int, count: int) -> None:
         super().begin_blocks(first, count)
         self._stores, self._groups_of_boxes, self._stored = [], {}, {}
+        self.begun = (self.clock + 1) * STAMP  # the block's first stamp
         for buffer in self._pool.values():
             if buffer.reads.shape[1] > self.warps:  # marks that a block has left
                 buffer.touched[:] = 0

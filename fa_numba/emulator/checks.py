@@ -251,10 +251,28 @@ def owned(kind, start, stop, block, several, writers, readers, atomics):
     return True
 
 
+@register_jitable
+def _raced(kind, start, stop, me, t, w, wrote, read, seen, base):
+    """Note that a thread touches elements; whether another thread of its block may as well."""
+    for p in range(start, stop):
+        if wrote[p] >= base and not _ordered(wrote[p], t, w, seen):
+            return True
+        if kind != LOAD and read[p] >= base and not _ordered(read[p], t, w, seen):
+            return True
+        if kind == STORE:
+            wrote[p] = me
+        elif kind == LOAD:
+            # Of the last readers alone: threads of one warp, since it has met.
+            warp = me - t + SEVERAL + (t >> 5)
+            one = me - t <= read[p] < warp and read[p] != me and (read[p] & NOBODY) >> 5 == t >> 5
+            read[p] = warp if one or read[p] == warp else me
+    return False
+
+
 @compiled
 def global_access(
     kind, e, width, valid, itemsize, address, beside, mask, tids, first, several, writers, readers,
-    atomics, stats,
+    atomics, wrote, read, starts, seen, base, stats,
 ):  # fmt: skip
     """Count the sectors of an access to global memory and note which block it is of.
 
@@ -262,7 +280,8 @@ def global_access(
     A sector is fetched once for every other value of `beside`. Blocks are numbered from `first` on;
     where `several` run at once their atomic additions are made later. Returns the first lane that
     touches what another block has, one of them writing, unless atomically both, or what is still to
-    be added to.
+    be added to; or -2 less the first that may touch what another thread of its block does, one of
+    them writing.
     """
     sectors = np.empty(4 * WARP, np.int64)
     k, count = 0, e.size
@@ -292,6 +311,13 @@ def global_access(
             block, stop = first + (tids[k] >> SHIFT), e[k] + valid[k]
             if mask[k] and not owned(kind, e[k], stop, block, several, writers, readers, atomics):
                 return k
+    if wrote.size:
+        for k in range(count):
+            if mask[k]:
+                s, w, t = tids[k] >> SHIFT, tids[k] >> 5, tids[k] & LOCAL
+                stop, me = e[k] + valid[k], starts[w] + t
+                if _raced(kind, e[k], stop, me, t, w, wrote, read, seen, base[s]):
+                    return -2 - k
     return -1
 
 

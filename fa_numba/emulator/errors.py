@@ -36,8 +36,9 @@ class SharedHazard(EmulatorError):
 
 
 class GlobalHazard(EmulatorError):
-    """Two blocks touch an element of global memory, one of them writing, without atomics; or a box
-    is moved from or to where another one is still being stored.
+    """Two blocks touch an element of global memory, or two threads of a block with no barrier
+    between, one of them writing, without atomics; or a box is moved from or to where another one is
+    still being stored.
     """
 
 
@@ -46,7 +47,7 @@ class RegisterHazard(EmulatorError):
 
 
 class MissingFence(EmulatorError):
-    """What a thread wrote is read by another proxy, of copies and products, without a fence."""
+    """What a thread wrote is touched by another proxy, of copies and products, without a fence."""
 
 
 class UninitialisedRead(EmulatorError):

@@ -21,21 +21,29 @@ if TYPE_CHECKING:
     from .context import Context
 
 KINDS = ("load", "store", "atomic")
+DOES = ("reads", "overwrites", "atomically updates")
 
 
 class Owners:
-    """Which block wrote, read or atomically updated each element: its number from 1, or MANY."""
+    """Which block wrote, read or atomically updated each element: its number from 1, or MANY. And
+    the stamps of the threads that last wrote and read it.
+    """
 
-    __slots__ = ("writers", "readers", "atomics")
+    __slots__ = ("writers", "readers", "atomics", "wrote", "read")
 
-    def __init__(self, length: int) -> None:
-        self.writers, self.readers, self.atomics = np.zeros((3, length), np.int32)
+    def __init__(self, length: int, blocks: int = 1, writeable: bool = False) -> None:
+        self.writers, self.readers, self.atomics = np.zeros((3, length * (blocks > 1)), np.int32)
+        self.wrote, self.read = np.zeros((2, length * writeable), np.int64)
 
     def part(self, start: int, stop: int) -> Owners:
         part = object.__new__(Owners)
         for name in Owners.__slots__:
             setattr(part, name, getattr(self, name)[start:stop])
         return part
+
+    @property
+    def blocks(self) -> tuple[np.ndarray, ...]:
+        return self.writers, self.readers, self.atomics
 
 
 class GlobalArray:
@@ -279,25 +287,47 @@ class GlobalArray:
         named = KINDS[kind] if beside is None else "copy"
         if beside is None:
             beside = group.full(0)
+        owners = self.owners
         lane = checks.global_access(
             kind, places, n, lengths, self.itemsize, self.start, beside, active, group.tids,
-            ctx.block_number, ctx.several, self.owners.writers, self.owners.readers,
-            self.owners.atomics, ctx.statistics(self.name, "global", named),
+            ctx.block_number, ctx.several, *owners.blocks, owners.wrote, owners.read, ctx.starts,
+            ctx.seen, ctx.base, ctx.statistics(self.name, "global", named),
         )  # fmt: skip
-        if lane >= 0:
+        if lane != -1:
             if ctx.several:
                 raise OneByOne
-            raise self._conflict(kind, lane, int(places[lane]), int(lengths[lane]), index)
+            if lane >= 0:
+                raise self._conflict(kind, lane, int(places[lane]), int(lengths[lane]), index)
+            for k in np.flatnonzero(active[-2 - lane :]) - 2 - lane:
+                self._touch(kind, int(k), int(places[k]), int(lengths[k]), index)
         if ctx.trace is not None:
             ctx.trace.note(self, kind, index, lengths, active)
         return places
+
+    def _touch(self, kind: int, lane: int, e: int, n: int, index: tuple[Any, ...]) -> None:
+        """Raise if another thread of the block may touch elements as well, one of them writing."""
+        ctx, owners, base = self.ctx, self.owners, self.ctx.base[0]
+        for k, p in enumerate(range(e, e + n)):
+            for stamps, did in ((owners.wrote, "wrote"), (owners.read, "reads")):
+                last = int(stamps[p])
+                raced = last >= base and not ctx.ordered(last, lane)
+                if raced and (kind != LOAD or did == "wrote"):
+                    text = f"this thread {DOES[kind]} {self._element(index, lane, k)}, which "
+                    text = f"{text}{ctx.who(last)} {did}, no barrier between"
+                    raise ctx.fault(GlobalHazard, text, self.name, lane)
+            if kind != ATOMIC:
+                (owners.wrote if kind == STORE else owners.read)[p] = ctx.stamp(lane)
+
+    def _element(self, index: tuple[Any, ...], lane: int, k: int) -> str:
+        """The name of the k-th element of a lane's access."""
+        *place, last = self.ctx.of_lane(index, lane, whole=True)
+        return f"{self.name}[{', '.join(map(str, (*place, last + k)))}]"
 
     def _conflict(
         self, kind: int, lane: int, e: int, n: int, index: tuple[Any, ...]
     ) -> EmulatorError:
         """The error for an element that another block has touched too."""
         ctx, owners, mine = self.ctx, self.owners, self.ctx.block_number
-        does = ("reads", "overwrites", "atomically updates")[kind]
         for k in range(n):
             pairs = [(owners.writers, "wrote")]
             pairs += [(owners.atomics, "atomically updates")] if kind != ATOMIC else []
@@ -305,13 +335,11 @@ class GlobalArray:
             for owner, did in pairs:
                 other = int(owner[e + k])
                 if other not in (0, mine):
-                    place = list(ctx.of_lane(index, lane, whole=True))
-                    place[-1] += k
-                    element = f"{self.name}[{', '.join(map(str, place))}]"
+                    element = self._element(index, lane, k)
                     who = "several blocks" if other == MANY else f"block {ctx.block_of(other)}"
                     verb = did.replace("updates", "update").replace("reads", "read")
                     text = (
-                        f"this thread {does} {element}, which {who} "
+                        f"this thread {DOES[kind]} {element}, which {who} "
                         f"{verb if other == MANY else did}: nothing orders the blocks of a launch"
                     )
                     return ctx.fault(GlobalHazard, text, self.name, lane)
@@ -383,8 +411,8 @@ def _owner(values: np.ndarray) -> np.ndarray:
     return values
 
 
-def track_owners(arrays: Sequence[GlobalArray]) -> None:
-    """Give arrays their owners; those that share memory share them."""
+def track_owners(arrays: Sequence[GlobalArray], blocks: int) -> None:
+    """Give arrays of a launch their owners; those that share memory share them."""
     spans = sorted((a for a in arrays if a.span), key=lambda a: (a.itemsize, a.address))
     group: list[GlobalArray] = []
     end = 0
@@ -392,7 +420,8 @@ def track_owners(arrays: Sequence[GlobalArray]) -> None:
     def close() -> None:
         if group:
             first, size = group[0].address, group[0].itemsize
-            owners = Owners((end - first) // size)
+            writeable = any(a._memory.flags.writeable for a in group)
+            owners = Owners((end - first) // size, blocks, writeable)
             for a in group:
                 start = (a.address - first) // size
                 a.owners = owners.part(start, start + a.span)

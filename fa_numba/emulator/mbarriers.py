@@ -126,6 +126,8 @@ class Mbarriers(Knowledge):
             self.widen(1)
             column = WARPGROUP * self.warpgroups + self._columns
             self._columns += 1
+            if self.warps + column >= PRODUCT - SEVERAL:
+                raise self.fault(EmulatorError, f"{self._columns} mbarriers: not emulated")
             tid = int(self.group.tids[lane])
             made = Mbarrier(name, arrivals, column, self.stamp(lane), tid)
             made.past = np.zeros(self.warps * (WARP - 1) + self.seen.shape[1], np.int64)

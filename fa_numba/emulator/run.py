@@ -194,6 +194,11 @@ class Launch(Products):
         place = cuda.threadIdx
         place.x, place.y, place.z, cuda.laneid = group.x, group.y, group.z, group.laneid
 
+    def takes_locks(self) -> None:
+        """What orders the threads is not known: races in global memory are judged no more."""
+        for array in self.arrays:
+            array.owners.wrote = array.owners.read = array.owners.wrote[:0]
+
     def end(self) -> None:
         """Unwind the groups that an error left waiting."""
         for g in self._groups:
@@ -322,8 +327,7 @@ def launch(
         return np.float64(value) if value.__class__ is float else value
 
     values = [passed(name, value) for name, value in zip(names, args, strict=True)]
-    if prod(extent) > 1:
-        track_owners(arrays)
+    track_owners(arrays, prod(extent))
     rebound = rebinder.function(function, kernel=True)
     context._codes = rebinder.codes
     context.trace = started(context, function)
