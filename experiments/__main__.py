@@ -26,13 +26,16 @@ except ModuleNotFoundError as error:
 
 from fa_numba import Tiles, device
 
-from .lab import compare_command, origins, precompile, report, review, schedule, spills, tune
-from .lab.drawing import Drawing, side_by_side
-from .lab.drawn import Drawn
-from .lab.options import CHOICES, FIGURES, FILTERED, QUICK, REPOSITORY, Options
-from .lab.registry import load, names, needs_torch, takes
-from .lab.runner import Runner
-from .lab.store import Store
+from .beside import compare_command, spills
+from .lab.measure import precompile, tune
+from .lab.record import origins, review, schedule
+from .lab.record.drawing import Drawing, side_by_side
+from .lab.record.drawn import Drawn
+from .lab.record.options import CHOICES, FIGURES, FILTERED, QUICK, REPOSITORY, Options
+from .lab.record.registry import load, names, needs_torch, takes
+from .lab.record.runner import Runner
+from .lab.record.store import Store
+from .lab.show import report
 
 MAX_SEQLEN = 1 << 20
 MAX_HEAD_DIM = 256
@@ -332,7 +335,9 @@ def _command(arguments: Sequence[str] | None) -> int:
     if args.command == "compare":
         return compare_command.run(args, parser, arguments)
     if args.command == "explore":
-        from .lab import explore_server  # which draws nothing, and needs the colours of what does
+        from .beside import (
+            explore_server,  # which draws nothing, and needs the colours of what does
+        )
 
         return explore_server.serve(args.port, console.print)
 

@@ -10,14 +10,17 @@ import fa_numba
 from fa_numba import device, io_model
 from fa_numba.problem import Problem
 
-from .lab import block_figures, counts, published, resources, tables, variants
-from .lab.block_figures import FIXED, GOVERNING, in_units, points
-from .lab.options import Bench, Options
-from .lab.series import call, plan, row_fields
-from .lab.store import EMULATOR, MODEL, PUBLISHED, Row
-from .lab.tables import Table
-from .lab.timing import attempt
-from .lab.workloads import Inputs, one_head
+from .beside import block_figures, resources
+from .beside.block_figures import FIXED, GOVERNING, in_units, points
+from .lab.measure import counts, variants
+from .lab.measure.series import call, plan, row_fields
+from .lab.measure.timing import attempt
+from .lab.measure.workloads import Inputs, one_head
+from .lab.record import published
+from .lab.record.options import Bench, Options
+from .lab.record.store import EMULATOR, MODEL, PUBLISHED, Row
+from .lab.show import tables
+from .lab.show.tables import Table
 
 NAME = "block_size"
 TITLE = "accesses and runtime over the block size (FA-1 Fig. 2 middle)"

@@ -13,15 +13,18 @@ import fa_numba
 from fa_numba import device, io_model, reference
 from fa_numba.problem import Problem
 
-from .lab import counts, peers, precompile, published, sparse_figures, tables
-from .lab.options import Bench, Options
-from .lab.series import LABELS, call, gradients, row_fields
-from .lab.sparse_figures import NO_MASK, curve, deviations, place, relative
-from .lab.speeds import DTYPES
-from .lab.store import EMULATOR, MODEL, PUBLISHED, Row
-from .lab.tables import Table
-from .lab.timing import ROUNDING, WrongResult, attempt, rounds, time_call, to_host
-from .lab.workloads import SEED, Inputs, one_head
+from .beside import sparse_figures
+from .beside.sparse_figures import NO_MASK, curve, deviations, place, relative
+from .lab.measure import counts, peers, precompile
+from .lab.measure.series import LABELS, call, gradients, row_fields
+from .lab.measure.speeds import DTYPES
+from .lab.measure.timing import ROUNDING, WrongResult, attempt, rounds, time_call, to_host
+from .lab.measure.workloads import SEED, Inputs, one_head
+from .lab.record import published
+from .lab.record.options import Bench, Options
+from .lab.record.store import EMULATOR, MODEL, PUBLISHED, Row
+from .lab.show import tables
+from .lab.show.tables import Table
 
 NAME = "block_sparse"
 TITLE = "time over the share of non-zero blocks (FA-1 Fig. 2 right)"

@@ -10,14 +10,15 @@ from typing import Any
 from fa_numba import device, io_model
 from fa_numba.problem import Problem
 
-from .lab import lru, tables
-from .lab.options import FIGURES as RECORDED
-from .lab.options import Bench, Options, Refused
-from .lab.report import MACHINE
-from .lab.series import LABELS, algorithm, plan, query_splits, row_fields, unit
-from .lab.store import MODEL, Row, Store
-from .lab.tables import Across, Table
-from .lab.workloads import HEAD_DIMS, SEQLENS, fa2_setting
+from .beside import lru
+from .lab.measure.series import LABELS, algorithm, plan, query_splits, row_fields, unit
+from .lab.measure.workloads import HEAD_DIMS, SEQLENS, fa2_setting
+from .lab.record.options import FIGURES as RECORDED
+from .lab.record.options import Bench, Options, Refused
+from .lab.record.store import MODEL, Row, Store
+from .lab.show import tables
+from .lab.show.report import MACHINE
+from .lab.show.tables import Across, Table
 
 NAME = "cache"
 TITLE = "an LRU model of L2: DRAM bytes over N and over the cache's size"
@@ -206,7 +207,7 @@ def recorded() -> list[Row]:
 
 def draw(rows: Sequence[Row]) -> Any:
     """DRAM bytes over N and over the cache's size, a row of panels for each dtype."""
-    from .lab import style
+    from .lab.show import style
 
     found, known = predicted(rows), measured(recorded())
     dtypes = [dtype for dtype in SERIES if any(k[1] == dtype for k in found)]

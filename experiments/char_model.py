@@ -12,12 +12,12 @@ import numpy as np
 
 from fa_numba.problem import Problem
 
-from .lab.options import Bench, Options
-from .lab.series import LABELS, row_fields
-from .lab.store import Row
-from .lab.tables import MISSING, Table, markdown, sizes
-from .lab.timing import WrongResult, attempt
-from .lab.workloads import SEED
+from .lab.measure.series import LABELS, row_fields
+from .lab.measure.timing import WrongResult, attempt
+from .lab.measure.workloads import SEED
+from .lab.record.options import Bench, Options
+from .lab.record.store import Row
+from .lab.show.tables import MISSING, Table, markdown, sizes
 
 try:
     import torch
@@ -320,7 +320,7 @@ def summaries(rows: Sequence[Row]) -> dict[str, Summary]:
 
 def draw(rows: Sequence[Row]) -> Any:
     """The loss over the steps, and the difference to torch's; each problem has a row of panels."""
-    from .lab import style
+    from .lab.show import style
 
     rows = [row for row in rows if not row.failed]
     problems = sorted({(row.seqlen_q, row.head_dim) for row in rows})

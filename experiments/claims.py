@@ -15,13 +15,14 @@ import fa_numba
 from fa_numba import device, reference
 from fa_numba.problem import Problem
 
-from .lab import calls, peers, tables, variants
-from .lab.options import Bench, Options
-from .lab.series import LABELS, algorithm, call, plan, query_splits, row_fields, unit
-from .lab.store import EMULATOR, MODEL, Row
-from .lab.tables import Table
-from .lab.timing import SECONDS, Gate, attempt, time_call
-from .lab.workloads import SEED, Inputs, fa2_setting, one_head
+from .lab.measure import calls, peers, variants
+from .lab.measure.series import LABELS, algorithm, call, plan, query_splits, row_fields, unit
+from .lab.measure.timing import SECONDS, Gate, attempt, time_call
+from .lab.measure.workloads import SEED, Inputs, fa2_setting, one_head
+from .lab.record.options import Bench, Options
+from .lab.record.store import EMULATOR, MODEL, Row
+from .lab.show import tables
+from .lab.show.tables import Table
 
 NAME = "claims"
 TITLE = "claims about FlashAttention in the settings that they name"
@@ -296,7 +297,7 @@ def _layer_rows(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
 
 def draw(rows: Sequence[Row]) -> Any:
     """Bytes of the layer, a group of bars a kernel: accessed, L2, DRAM, and what is claimed."""
-    from .lab import style
+    from .lab.show import style
 
     found = _layer_rows(rows)
     shown = [name for name in MMA if (name, "model") in found]

@@ -8,14 +8,15 @@ from typing import Any
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from .lab import calls, peers, precompile, tables
-from .lab.options import Bench, Options
-from .lab.series import plan, row_fields
-from .lab.speeds import DTYPES, PASSES
-from .lab.store import MODEL, Row
-from .lab.tables import Table
-from .lab.timing import FEWEST, attempt, time_call
-from .lab.workloads import Inputs
+from .lab.measure import calls, peers, precompile
+from .lab.measure.series import plan, row_fields
+from .lab.measure.speeds import DTYPES, PASSES
+from .lab.measure.timing import FEWEST, attempt, time_call
+from .lab.measure.workloads import Inputs
+from .lab.record.options import Bench, Options
+from .lab.record.store import MODEL, Row
+from .lab.show import tables
+from .lab.show.tables import Table
 
 NAME = "crossover"
 TITLE = "from which length FlashAttention wins over standard attention"
@@ -199,7 +200,7 @@ def draw(rows: Sequence[Row]) -> Any:
     """Standard over flash over N: a row of panels for each dtype, a column for each pass."""
     from matplotlib.patches import Patch
 
-    from .lab import style
+    from .lab.show import style
 
     timed, moved = gains(rows), gains(rows, "model")
     every = {**moved, **timed}

@@ -11,13 +11,14 @@ from typing import Any
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from .lab import bandwidth, calls, peers, precompile, tables
-from .lab.options import Bench, Options
-from .lab.series import HOPPER, LABELS, call, plan, row_fields, unit
-from .lab.store import Row
-from .lab.tables import Table
-from .lab.timing import FEWEST, Gate, attempt, time_call
-from .lab.workloads import Inputs
+from .lab.measure import bandwidth, calls, peers, precompile
+from .lab.measure.series import HOPPER, LABELS, call, plan, row_fields, unit
+from .lab.measure.timing import FEWEST, Gate, attempt, time_call
+from .lab.measure.workloads import Inputs
+from .lab.record.options import Bench, Options
+from .lab.record.store import Row
+from .lab.show import tables
+from .lab.show.tables import Table
 
 NAME = "decode"
 TITLE = "decoding: few rows of Q on a long cache"
@@ -204,7 +205,7 @@ def draw(rows: Sequence[Row]) -> Any:
     """TB/s of K and V over the keys of a sequence: a column for each number of query heads that
     share them, caches of equal size above, one sequence below.
     """
-    from .lab import style
+    from .lab.show import style
 
     found, read = by_place(rows, "bandwidth"), read_bandwidth(rows)
     lines = (

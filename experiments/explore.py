@@ -14,14 +14,14 @@ import fa_numba
 from fa_numba import device, emulator
 from fa_numba.problem import Problem
 
-from .lab import tables
-from .lab.moves import Move, Trace
-from .lab.options import Bench, Options
-from .lab.series import LABELS, plan, row_fields, unit
-from .lab.store import EMULATOR, MODEL, Row
-from .lab.tables import Table
-from .lab.timing import attempt
-from .lab.workloads import Inputs
+from .lab.measure.moves import Move, Trace
+from .lab.measure.series import LABELS, plan, row_fields, unit
+from .lab.measure.timing import attempt
+from .lab.measure.workloads import Inputs
+from .lab.record.options import Bench, Options
+from .lab.record.store import EMULATOR, MODEL, Row
+from .lab.show import tables
+from .lab.show.tables import Table
 
 NAME = "explore"
 TITLE = "both orders tile by tile, as a page to play with"
@@ -222,7 +222,7 @@ def _counted(rows: Iterable[Row], source: str = "counted") -> dict[tuple[Any, ..
 
 def page(rows: Sequence[Row], note: str) -> str | None:
     """The page as an HTML file that needs nothing else; None without traces."""
-    from .lab import explore_page
+    from .beside import explore_page
 
     found = {
         key: {name: unpack(row) for name, row in both.items()}
@@ -233,7 +233,7 @@ def page(rows: Sequence[Row], note: str) -> str | None:
 
 def draw(rows: Sequence[Row]) -> Any:
     """A picture of what the page shows: both orders at a moment, and their bytes."""
-    from .lab import explore_picture
+    from .beside import explore_picture
 
     found = _counted(rows)
     return explore_picture.draw([unpack(r) for r in _pictured(found).values()]) if found else None

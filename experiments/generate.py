@@ -18,17 +18,20 @@ import fa_numba
 from fa_numba import device
 from fa_numba.problem import Problem
 
+from .beside import small_model
+from .beside.generation import Cache, steps, whole
 from .char_model import ALPHABET
 from .char_model import generate as lines_of
-from .lab import kept, peers, precompile, small_model, tables
-from .lab.generation import Cache, steps, whole
-from .lab.options import FIGURES as RECORDED
-from .lab.options import Bench, Options
-from .lab.series import LABELS, row_fields, unit
-from .lab.store import EMULATOR, MODEL, Row, Store, write_if_changed
-from .lab.tables import Table
-from .lab.timing import WrongResult, attempt
-from .lab.workloads import SEED
+from .lab.measure import peers, precompile
+from .lab.measure.series import LABELS, row_fields, unit
+from .lab.measure.timing import WrongResult, attempt
+from .lab.measure.workloads import SEED
+from .lab.record import kept
+from .lab.record.options import FIGURES as RECORDED
+from .lab.record.options import Bench, Options
+from .lab.record.store import EMULATOR, MODEL, Row, Store, write_if_changed
+from .lab.show import tables
+from .lab.show.tables import Table
 
 NAME = "generate"
 TITLE = "text through a cache of keys and values, and without one"
@@ -315,7 +318,7 @@ _LOOKS = {CACHE: ("#0072B2", "o"), WHOLE: ("#D55E00", "s")}
 
 def draw(rows: Sequence[Row]) -> Any:
     """Bytes that attention accesses for a character, and its time, over the characters before."""
-    from .lab import style
+    from .lab.show import style
 
     modelled = by_length(rows, "traffic", "model")
     counted, timed = by_length(rows, "traffic", "counted"), by_length(rows, "time", "measured")

@@ -1,6 +1,6 @@
 """Work, accesses and time of a layer of GPT-2's attention: FlashAttention-1 paper, Fig. 2 left.
 
-Its steps one by one, the paper's Fig. 1 right, are in `lab/unfused_steps.py`.
+Its steps one by one, the paper's Fig. 1 right, are in `beside/unfused_steps.py`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ import fa_numba
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from .lab import calls, counters, counts, peers, precompile, published, tables, unfused_steps
-from .lab.options import Bench, Options
-from .lab.series import algorithm, plan, row_fields
-from .lab.speeds import PASSES
-from .lab.store import EMULATOR, MODEL, Row
-from .lab.tables import Table
-from .lab.timing import attempt, time_call
-from .lab.workloads import Inputs, one_head
+from .beside import unfused_steps
+from .lab.measure import calls, counters, counts, peers, precompile
+from .lab.measure.series import algorithm, plan, row_fields
+from .lab.measure.speeds import PASSES
+from .lab.measure.timing import attempt, time_call
+from .lab.measure.workloads import Inputs, one_head
+from .lab.record import published
+from .lab.record.options import Bench, Options
+from .lab.record.store import EMULATOR, MODEL, Row
+from .lab.show import tables
+from .lab.show.tables import Table
 
 NAME = "gpt2_table"
 TITLE = "FLOPs, accesses and time of GPT-2's attention, step by step (FA-1 Figs. 1 and 2)"
@@ -294,7 +297,7 @@ _BARS = (("model", "model", 1.0, None), ("l2", "L2", 0.6, None), ("dram", "DRAM"
 
 def draw(rows: Sequence[Row]) -> Any:
     """The steps as stacked bars beside the fused kernels; bytes and time of a training step."""
-    from .lab import style
+    from .lab.show import style
 
     problem = _drawn(rows)
     if problem is None:

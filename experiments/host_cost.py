@@ -12,14 +12,15 @@ import numpy as np
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from .lab import peers, precompile, tables
-from .lab.options import Bench, Options
-from .lab.series import BACKWARD_LABELS, LABELS, call, gradients, row_fields
-from .lab.speeds import DTYPES, PASSES
-from .lab.store import Row
-from .lab.tables import Table
-from .lab.timing import Gate, GradientGate, attempt
-from .lab.workloads import Inputs, one_head
+from .lab.measure import peers, precompile
+from .lab.measure.series import BACKWARD_LABELS, LABELS, call, gradients, row_fields
+from .lab.measure.speeds import DTYPES, PASSES
+from .lab.measure.timing import Gate, GradientGate, attempt
+from .lab.measure.workloads import Inputs, one_head
+from .lab.record.options import Bench, Options
+from .lab.record.store import Row
+from .lab.show import tables
+from .lab.show.tables import Table
 
 NAME = "host_cost"
 TITLE = "microseconds of the host for each call"
@@ -145,7 +146,7 @@ def shown(rows: Sequence[Row]) -> list[Row]:
 
 def draw(rows: Sequence[Row]) -> Any:
     """Bars of microseconds; each problem and pass has a panel."""
-    from .lab import style
+    from .lab.show import style
 
     panels: dict[tuple, list[Row]] = {}
     for row in shown(rows):

@@ -9,12 +9,13 @@ from typing import Any
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from .lab import counts, scaling, tables
-from .lab.options import Bench, Options
-from .lab.scaling import FLOAT, PLANNED, RULED, Setting
-from .lab.store import Row
-from .lab.tables import Across, Table
-from .lab.workloads import Inputs, fa2_setting, one_head
+from .lab.measure import counts, scaling
+from .lab.measure.scaling import FLOAT, PLANNED, RULED, Setting
+from .lab.measure.workloads import Inputs, fa2_setting, one_head
+from .lab.record.options import Bench, Options
+from .lab.record.store import Row
+from .lab.show import tables
+from .lab.show.tables import Across, Table
 
 NAME = "io_vs_head_dim"
 TITLE = "accesses over the head dimension, exponents of N and d (FA-1 Theorem 2)"
@@ -105,7 +106,7 @@ def _over_d(rows: Sequence[Row], source: str) -> list[Row]:
 
 def draw(rows: Sequence[Row]) -> Any:
     """Elements moved for each score over d: closed form and counts, then L2 and DRAM."""
-    from .lab import style
+    from .lab.show import style
 
     rows = [row for row in rows if not row.failed]
     masks = sorted({row.causal for row in rows})

@@ -10,13 +10,14 @@ import fa_numba
 from fa_numba import device, io_model
 from fa_numba.problem import Problem
 
-from .lab import counters, precompile, tables
-from .lab.options import Bench, Options
-from .lab.series import LABELS, SERIES, call, plan, row_fields
-from .lab.store import EMULATOR, MODEL, Row
-from .lab.tables import Table
-from .lab.timing import attempt
-from .lab.workloads import HEAD_DIMS, SEQLENS, Inputs, fa2_setting, one_head
+from .lab.measure import counters, precompile
+from .lab.measure.series import LABELS, SERIES, call, plan, row_fields
+from .lab.measure.timing import attempt
+from .lab.measure.workloads import HEAD_DIMS, SEQLENS, Inputs, fa2_setting, one_head
+from .lab.record.options import Bench, Options
+from .lab.record.store import EMULATOR, MODEL, Row
+from .lab.show import tables
+from .lab.show.tables import Table
 
 NAME = "io_vs_seqlen"
 TITLE = "accesses over the sequence length: model, counts, bounds, L2 and DRAM"
@@ -190,7 +191,7 @@ _BOUND = {"ls": ":", "lw": 1.4}
 
 def draw(rows: Sequence[Row]) -> Any:
     """Accesses of one head, bytes of a call on a GPU: a row of panels for each d and mask."""
-    from .lab import style
+    from .lab.show import style
 
     rows = [row for row in rows if not row.failed]
     panels = sorted({(row.causal, row.head_dim) for row in rows})

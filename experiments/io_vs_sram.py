@@ -11,13 +11,14 @@ from typing import Any
 from fa_numba import io_model
 from fa_numba.problem import Problem
 
-from .lab import counts, scaling, tables
-from .lab.options import Bench, Options
-from .lab.scaling import FLOAT, PLANNED, RULE, RULED, STEPS, Setting
-from .lab.series import row_fields
-from .lab.store import MODEL, Row
-from .lab.tables import Table
-from .lab.workloads import Inputs, fa2_setting, one_head
+from .lab.measure import counts, scaling
+from .lab.measure.scaling import FLOAT, PLANNED, RULE, RULED, STEPS, Setting
+from .lab.measure.series import row_fields
+from .lab.measure.workloads import Inputs, fa2_setting, one_head
+from .lab.record.options import Bench, Options
+from .lab.record.store import MODEL, Row
+from .lab.show import tables
+from .lab.show.tables import Table
 
 NAME = "io_vs_sram"
 TITLE = "accesses over the on-chip memory, the regimes of M (FA-1 Theorem 2; Saha and Ye)"
@@ -154,7 +155,7 @@ def _large(rows: Sequence[Row]) -> list[Row]:
 
 def draw(rows: Sequence[Row]) -> Any:
     """Elements moved for each score over M: all M in closed form, and what was run."""
-    from .lab import style
+    from .lab.show import style
 
     rows = [row for row in rows if not row.failed]
     panels = sorted({(row.causal, row.head_dim) for row in rows})

@@ -10,13 +10,15 @@ import fa_numba
 from fa_numba.problem import Problem
 from fa_numba.tiling import MEASURES, WGMMA_MEASURES
 
-from .lab import bandwidth, ceilings, counters, peers, tables, variants
-from .lab.options import Bench, Options
-from .lab.series import plan, row_fields
-from .lab.store import Row
-from .lab.tables import Table
-from .lab.timing import REPEATS, Gate, attempt, time_call, timing_rows
-from .lab.workloads import HEAD_DIMS, Inputs, fa2_setting
+from .beside import ceilings
+from .lab.measure import bandwidth, counters, peers, variants
+from .lab.measure.series import plan, row_fields
+from .lab.measure.timing import REPEATS, Gate, attempt, time_call, timing_rows
+from .lab.measure.workloads import HEAD_DIMS, Inputs, fa2_setting
+from .lab.record.options import Bench, Options
+from .lab.record.store import Row
+from .lab.show import tables
+from .lab.show.tables import Table
 
 NAME = "ladder"
 TITLE = "what each measure of the tensor-core kernels gains"
@@ -305,7 +307,7 @@ def _split(rows: Sequence[Row], causal: bool) -> tuple[dict[Problem, list[Row]],
 
 def draw(rows: Sequence[Row]) -> Any:
     """Bars of TFLOP/s with the gain over the step before; each problem has a panel."""
-    from .lab import style
+    from .lab.show import style
 
     found = [part for part in (_split(rows, False), _split(rows, True)) if part[0]]
     if not found:
@@ -338,7 +340,7 @@ def _message(problems: Mapping[Problem, list[Row]], labels: Mapping[str, str]) -
 
 def _bars(ax: Any, problem: Problem, rows: Sequence[Row], labels: Mapping[str, str]) -> None:
     """One problem's panel."""
-    from .lab import style
+    from .lab.show import style
 
     speeds = {r.series: r.value for r in rows if r.metric == "speed" and r.value is not None}
     found = gains(rows)

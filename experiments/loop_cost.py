@@ -11,8 +11,7 @@ import fa_numba
 from fa_numba import Tiles
 from fa_numba.problem import Problem
 
-from .lab import tables, variants
-from .lab.loop_steps import (
+from .beside.loop_steps import (
     BACKWARD,
     COUNTED_ONLY,
     STEPS,
@@ -22,13 +21,15 @@ from .lab.loop_steps import (
     series_of,
     step_of,
 )
-from .lab.options import Bench, Options
-from .lab.series import plan, query_splits, row_fields, unit
-from .lab.speeds import DTYPES, PASSES
-from .lab.store import MODEL, Row
-from .lab.tables import Table
-from .lab.timing import SECONDS, attempt
-from .lab.workloads import Sizes, fa2_setting
+from .lab.measure import variants
+from .lab.measure.series import plan, query_splits, row_fields, unit
+from .lab.measure.speeds import DTYPES, PASSES
+from .lab.measure.timing import SECONDS, attempt
+from .lab.measure.workloads import Sizes, fa2_setting
+from .lab.record.options import Bench, Options
+from .lab.record.store import MODEL, Row
+from .lab.show import tables
+from .lab.show.tables import Table
 
 NAME = "loop_cost"
 TITLE = "from FA-1 to FA-2 in single steps (FA-2 paper, section 3)"
@@ -206,7 +207,7 @@ def draw(rows: Sequence[Row], units: Sequence[str] = tuple(UNITS)) -> Any:
 
     Without a mask, where that is stored.
     """
-    from .lab import style
+    from .lab.show import style
 
     found = _plain(problems_of((r for r in rows if r.metric != "beside_products"), units))
     if not found:

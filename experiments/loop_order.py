@@ -9,14 +9,15 @@ from typing import Any
 from fa_numba.problem import Problem
 from fa_numba.tiling import Tiles
 
-from .lab import tables, variants
-from .lab.options import Bench, Options
-from .lab.series import plan, query_splits
-from .lab.speeds import DTYPES
-from .lab.store import Row
-from .lab.tables import Table
-from .lab.timing import SECONDS, attempt
-from .lab.workloads import SEQLENS, Sizes, fa2_setting
+from .lab.measure import variants
+from .lab.measure.series import plan, query_splits
+from .lab.measure.speeds import DTYPES
+from .lab.measure.timing import SECONDS, attempt
+from .lab.measure.workloads import SEQLENS, Sizes, fa2_setting
+from .lab.record.options import Bench, Options
+from .lab.record.store import Row
+from .lab.show import tables
+from .lab.show.tables import Table
 
 NAME = "loop_order"
 TITLE = "both loop orders at equal unit, dtype, tiles and work"
@@ -160,7 +161,7 @@ def draw(rows: Sequence[Row]) -> Any:
     Titles say what the data do. With a mask where nothing else is stored; `detail` where no problem
     is of FA-2's setting.
     """
-    from .lab import style
+    from .lab.show import style
 
     every = {place: values for place, values in _every(rows).items() if in_setting(place[1])}
     found = {place: values for place, values in every.items() if not place[1].causal} or every
@@ -223,7 +224,7 @@ _LINES = {
 
 def detail(rows: Sequence[Row]) -> Any:
     """Ratios over N and over batch x heads: a row of panels for each unit, a column for each d."""
-    from .lab import style
+    from .lab.show import style
 
     found = _every(rows)
     if not found:

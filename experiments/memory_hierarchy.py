@@ -9,13 +9,15 @@ from typing import Any
 from fa_numba import device, io_model
 from fa_numba.problem import Problem
 
-from .lab import bandwidth, peers, published, tables, variants
-from .lab.options import Bench, Options
-from .lab.series import LABELS, query_splits, row_fields
-from .lab.store import Row
-from .lab.tables import Table
-from .lab.timing import SECONDS, attempt
-from .lab.workloads import Sizes
+from .lab.measure import bandwidth, peers, variants
+from .lab.measure.series import LABELS, query_splits, row_fields
+from .lab.measure.timing import SECONDS, attempt
+from .lab.measure.workloads import Sizes
+from .lab.record import published
+from .lab.record.options import Bench, Options
+from .lab.record.store import Row
+from .lab.show import tables
+from .lab.show.tables import Table
 
 NAME = "memory_hierarchy"
 TITLE = "bandwidth of every memory, and the roofline (FA-1 Fig. 1 left)"
@@ -200,7 +202,7 @@ def paper() -> dict[tuple[str, str], float]:
 
 def draw(rows: Sequence[Row]) -> Any:
     """Bandwidth over the footprint, and a roofline for each dtype."""
-    from .lab import style
+    from .lab.show import style
 
     found, over = points(rows), curve(rows)
     if not found and not over:

@@ -16,14 +16,16 @@ import fa_numba
 from fa_numba import device, reference
 from fa_numba.problem import Problem
 
-from .lab import calls, peers, precompile, published, tables
-from .lab.options import Bench, Options
-from .lab.series import LABELS, row_fields
-from .lab.speeds import DTYPES
-from .lab.store import EMULATOR, MODEL, Row
-from .lab.tables import Table
-from .lab.timing import ROUNDING, attempt, to_host
-from .lab.workloads import SEED, held
+from .lab.measure import calls, peers, precompile
+from .lab.measure.series import LABELS, row_fields
+from .lab.measure.speeds import DTYPES
+from .lab.measure.timing import ROUNDING, attempt, to_host
+from .lab.measure.workloads import SEED, held
+from .lab.record import published
+from .lab.record.options import Bench, Options
+from .lab.record.store import EMULATOR, MODEL, Row
+from .lab.show import tables
+from .lab.show.tables import Table
 
 NAME = "numerics"
 TITLE = "error against float64 and bitwise agreement, with and without outliers"
@@ -288,7 +290,7 @@ def draw(rows: Sequence[Row]) -> Any:
 
     Full marks are of a GPU, hollow ones of the emulator.
     """
-    from .lab import style
+    from .lab.show import style
 
     on_gpu, emulated = curves(rows, False), curves(rows, True)
     keys = [key for key in {**on_gpu, **emulated} if key[3] == "error"]

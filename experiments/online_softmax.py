@@ -12,14 +12,16 @@ import fa_numba
 from fa_numba import device, io_model, reference
 from fa_numba.problem import Problem
 
-from .lab import counts, peers, published, tables
-from .lab.options import Bench, Options
-from .lab.series import LABELS as ATTENTION_LABELS
-from .lab.series import call, plan, row_fields
-from .lab.store import EMULATOR, MODEL, Row
-from .lab.tables import Table
-from .lab.timing import PEER_BOUND, ROUNDING, WrongResult, attempt, time_call, to_host
-from .lab.workloads import SEED, Inputs, one_head
+from .lab.measure import counts, peers
+from .lab.measure.series import LABELS as ATTENTION_LABELS
+from .lab.measure.series import call, plan, row_fields
+from .lab.measure.timing import PEER_BOUND, ROUNDING, WrongResult, attempt, time_call, to_host
+from .lab.measure.workloads import SEED, Inputs, one_head
+from .lab.record import published
+from .lab.record.options import Bench, Options
+from .lab.record.store import EMULATOR, MODEL, Row
+from .lab.show import tables
+from .lab.show.tables import Table
 
 NAME = "online_softmax"
 TITLE = "naive, safe and online softmax; attention in two passes and in one (arXiv 1805.02867)"
@@ -272,7 +274,7 @@ def over_safe(found: Times, series: str, batch: int) -> dict[int, float]:
 
 def draw(rows: Sequence[Row]) -> Any:
     """Accesses an element, and elements per second over V at both batch sizes."""
-    from .lab import style
+    from .lab.show import style
 
     counted = an_element(rows, "counted") or an_element(rows, "model")
     found = times(rows)

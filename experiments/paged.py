@@ -13,13 +13,14 @@ import fa_numba
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from .lab import calls, peers, precompile, tables
-from .lab.options import Bench, Options
-from .lab.series import HOPPER, row_fields, unit
-from .lab.store import EMULATOR, Row
-from .lab.tables import Table
-from .lab.timing import Gate, attempt, time_call
-from .lab.workloads import SEED, Inputs
+from .lab.measure import calls, peers, precompile
+from .lab.measure.series import HOPPER, row_fields, unit
+from .lab.measure.timing import Gate, attempt, time_call
+from .lab.measure.workloads import SEED, Inputs
+from .lab.record.options import Bench, Options
+from .lab.record.store import EMULATOR, Row
+from .lab.show import tables
+from .lab.show.tables import Table
 
 NAME = "paged"
 TITLE = "a cache in pages beside keys and values in one piece"
@@ -206,7 +207,7 @@ _LOOKS = {16: ("#D55E00", "o"), 64: ("#0072B2", "s"), 128: ("#009E73", "^"), 256
 
 def draw(rows: Sequence[Row]) -> Any:
     """Time over that of one piece over the context, and the table's share of the bytes."""
-    from .lab import style
+    from .lab.show import style
 
     timed, shares = ratios(rows), counted(rows, "table_share")
     if not timed and not shares:

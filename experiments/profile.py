@@ -12,12 +12,14 @@ from fa_numba import device
 from fa_numba.problem import Problem
 
 from . import ladder
-from .lab import counters, precompile, profiler, series, tables, variants
-from .lab.options import Bench, Options
-from .lab.store import EMULATOR, Row
-from .lab.tables import Table
-from .lab.timing import attempt
-from .lab.workloads import HEAD_DIMS, Inputs, one_head
+from .beside import profiler
+from .lab.measure import counters, precompile, series, variants
+from .lab.measure.timing import attempt
+from .lab.measure.workloads import HEAD_DIMS, Inputs, one_head
+from .lab.record.options import Bench, Options
+from .lab.record.store import EMULATOR, Row
+from .lab.show import tables
+from .lab.show.tables import Table
 
 NAME = "profile"
 TITLE = "sectors, wavefronts, conflicts and instructions: the profiler's and the emulator's"
@@ -253,7 +255,7 @@ def draw(rows: Sequence[Row]) -> Any:
     """Measured over counted for every kernel of the smallest problem counted, a dot each; what is
     counted, on a log axis, where nothing was measured.
     """
-    from .lab import style
+    from .lab.show import style
 
     found = pairs(rows)
     if not found:

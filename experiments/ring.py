@@ -11,11 +11,22 @@ import numpy as np
 
 from fa_numba import device, io_model
 
-from .lab import peers, precompile, ring_ranks, speeds, tables
-from .lab.options import Bench, Options
-from .lab.ring_model import Measured
-from .lab.ring_ranks import CP_CUDNN, CP_FLASH, KV, LINK, MERGE, ONE, OURS, SERIES, ULYSSES, Q, Task
-from .lab.ring_rows import (
+from .beside import ring_ranks
+from .beside.ring_model import Measured
+from .beside.ring_ranks import (
+    CP_CUDNN,
+    CP_FLASH,
+    KV,
+    LINK,
+    MERGE,
+    ONE,
+    OURS,
+    SERIES,
+    ULYSSES,
+    Q,
+    Task,
+)
+from .beside.ring_rows import (
     HEAD_DIM,
     Key,
     by_key,
@@ -28,9 +39,12 @@ from .lab.ring_rows import (
     sent_bytes,
     whole,
 )
-from .lab.series import HOPPER, row_fields
-from .lab.store import MODEL, Row
-from .lab.tables import Table
+from .lab.measure import peers, precompile, speeds
+from .lab.measure.series import HOPPER, row_fields
+from .lab.record.options import Bench, Options
+from .lab.record.store import MODEL, Row
+from .lab.show import tables
+from .lab.show.tables import Table
 
 NAME = "ring"
 TITLE = "a sequence over several GPUs: K and V travel, or Q"
@@ -193,7 +207,7 @@ def draw(rows: Sequence[Row]) -> Any:
     """Speed over one GPU's by length, both masks and passes; below bytes on the link and, where
     the link was measured, the model's efficiency by ranks.
     """
-    from .lab import style
+    from .lab.show import style
 
     if not rows:
         return None
@@ -243,7 +257,7 @@ def _message(gained: Mapping[Key, float], ranks: int, style: Any) -> str:
 
 def _draw_bytes(ax: Any, rows: Sequence[Row]) -> None:
     """Bytes that a rank sends, by ranks, of the modelled length."""
-    from .lab import style
+    from .lab.show import style
 
     ax.set_title(f"a rank sends, N={MODEL_SEQLEN >> 20}M")
     found: dict[tuple[str, str], list[tuple[int, float]]] = {}
@@ -268,7 +282,7 @@ def _draw_bytes(ax: Any, rows: Sequence[Row]) -> None:
 
 def _draw_model(ax: Any, machine: Measured | None, pass_: str) -> None:
     """The model's efficiency over the GPUs, by either link, at the shorter modelled length."""
-    from .lab import style
+    from .lab.show import style
 
     ax.set_title(f"model, N={SHORTER >> 20}M, causal, {pass_}")
     if machine is None:

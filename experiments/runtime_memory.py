@@ -11,13 +11,15 @@ import numpy as np
 from fa_numba import device, io_model
 from fa_numba.problem import Problem
 
-from .lab import calls, peers, precompile, published, tables
-from .lab.options import Bench, Options
-from .lab.series import LABELS, algorithm, row_fields
-from .lab.store import MODEL, Row
-from .lab.tables import Table
-from .lab.timing import FEWEST, Timing, attempt, time_call
-from .lab.workloads import SEED, Inputs
+from .lab.measure import calls, peers, precompile
+from .lab.measure.series import LABELS, algorithm, row_fields
+from .lab.measure.timing import FEWEST, Timing, attempt, time_call
+from .lab.measure.workloads import SEED, Inputs
+from .lab.record import published
+from .lab.record.options import Bench, Options
+from .lab.record.store import MODEL, Row
+from .lab.show import tables
+from .lab.show.tables import Table
 
 NAME = "runtime_memory"
 TITLE = "time and memory over the sequence length (FA-1 Fig. 3)"
@@ -319,7 +321,7 @@ _LIKE = {"PyTorch Attention": peers.UNFUSED, "FlashAttention": "fa1-mma"}
 
 def draw(rows: Sequence[Row]) -> Any:
     """Time and memory over N: published ones hollow and dotted, closed forms as lines alone."""
-    from .lab import style
+    from .lab.show import style
 
     rows = [r for r in rows if r.head_dim == HEAD_DIM and not r.causal] or list(rows)
     if not rows:

@@ -16,15 +16,17 @@ import numpy as np
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from .lab import breadth, calls, flex, peers, precompile, tables
-from .lab.breadth import AUTO
-from .lab.options import Bench, Options
-from .lab.series import LABELS, plan, row_fields
-from .lab.speeds import PASSES
-from .lab.store import Row
-from .lab.tables import Table
-from .lab.timing import FEWEST, attempt, time_call
-from .lab.workloads import HIDDEN, SEED, TOKENS, Inputs
+from .beside import breadth, flex
+from .beside.breadth import AUTO
+from .lab.measure import calls, peers, precompile
+from .lab.measure.series import LABELS, plan, row_fields
+from .lab.measure.speeds import PASSES
+from .lab.measure.timing import FEWEST, attempt, time_call
+from .lab.measure.workloads import HIDDEN, SEED, TOKENS, Inputs
+from .lab.record.options import Bench, Options
+from .lab.record.store import Row
+from .lab.show import tables
+from .lab.show.tables import Table
 
 NAME = "shapes"
 TITLE = "shapes beyond the papers' grid, beside torch's kernels"
@@ -384,7 +386,7 @@ def draw(rows: Sequence[Row]) -> Any:
     """Torch's time over ours: a line for each class and pass, a dot for each point, the median a
     bar.
     """
-    from .lab import style
+    from .lab.show import style
 
     found = ratios(rows)
     shown = (peers.FLASH, peers.FLEX, peers.UNFUSED, peers.CUDNN)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .lab import peers, speed_figures, speeds, tables
-from .lab.options import Bench, Options
-from .lab.series import LABELS, SPLITS
-from .lab.store import Row
-from .lab.tables import Across, Table
+from .lab.measure import peers, speeds
+from .lab.measure.series import LABELS, SPLITS
+from .lab.record.options import Bench, Options
+from .lab.record.store import Row
+from .lab.show import speed_figures, tables
+from .lab.show.tables import Across, Table
 
 NAME = "speed"
 TITLE = "TFLOP/s over the sequence length, both loop orders and torch"

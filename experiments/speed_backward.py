@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .lab import peers, speed_figures, speeds
-from .lab.options import Bench, Options
-from .lab.series import DETERMINISTIC
-from .lab.store import Row
-from .lab.tables import Table
+from .lab.measure import peers, speeds
+from .lab.measure.series import DETERMINISTIC
+from .lab.record.options import Bench, Options
+from .lab.record.store import Row
+from .lab.show import speed_figures
+from .lab.show.tables import Table
 
 NAME = "speed_backward"
 TITLE = "TFLOP/s of the backward pass over the sequence length, both loop orders and torch"

@@ -6,13 +6,14 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .lab import peers, speed_figures, speeds, tables
-from .lab.options import FIGURES as RECORDED
-from .lab.options import Bench, Options
-from .lab.report import MACHINE
-from .lab.series import HALF, LABELS
-from .lab.store import Row, Store
-from .lab.tables import Across, Table
+from .lab.measure import peers, speeds
+from .lab.measure.series import HALF, LABELS
+from .lab.record.options import FIGURES as RECORDED
+from .lab.record.options import Bench, Options
+from .lab.record.store import Row, Store
+from .lab.show import speed_figures, tables
+from .lab.show.report import MACHINE
+from .lab.show.tables import Across, Table
 
 NAME = "speed_bf16"
 TITLE = "bf16 TFLOP/s over the sequence length, all passes, both loop orders and torch"
@@ -45,7 +46,7 @@ def draw(rows: Sequence[Row], half: Sequence[Row] | None = None) -> Any:
 
     fp16's are the page's unless given.
     """
-    from .lab import style
+    from .lab.show import style
 
     half = Store(RECORDED).read("speed_fp16", MACHINE) if half is None else half
     found = ratios([*rows, *half])

@@ -6,13 +6,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from .lab import paper_bars, peers, published, speed_figures, speeds, tables
-from .lab.options import Bench, Options
-from .lab.series import HALF, HOPPER, LABELS, MMA_SPLITS
-from .lab.store import Row
-from .lab.tables import Across, Table
-from .lab.timing import ROUNDING
-from .lab.workloads import HEAD_DIMS
+from .beside import paper_bars
+from .lab.measure import peers, speeds
+from .lab.measure.series import HALF, HOPPER, LABELS, MMA_SPLITS
+from .lab.measure.timing import ROUNDING
+from .lab.measure.workloads import HEAD_DIMS
+from .lab.record import published
+from .lab.record.options import Bench, Options
+from .lab.record.store import Row
+from .lab.show import speed_figures, tables
+from .lab.show.tables import Across, Table
 
 NAME = "speed_fp16"
 TITLE = "fp16 TFLOP/s over the sequence length, all passes, both loop orders and torch"

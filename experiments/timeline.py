@@ -11,14 +11,14 @@ import fa_numba
 from fa_numba import device, emulator, io_model
 from fa_numba.problem import Problem
 
-from .lab import tables
-from .lab.moves import IN_REGISTERS, Move, Trace, notes, size, traces
-from .lab.options import Bench, Options
-from .lab.series import LABELS, call, plan, row_fields
-from .lab.store import EMULATOR, MODEL, Row
-from .lab.tables import Table
-from .lab.timing import attempt
-from .lab.workloads import Inputs, one_head
+from .lab.measure.moves import IN_REGISTERS, Move, Trace, notes, size, traces
+from .lab.measure.series import LABELS, call, plan, row_fields
+from .lab.measure.timing import attempt
+from .lab.measure.workloads import Inputs, one_head
+from .lab.record.options import Bench, Options
+from .lab.record.store import EMULATOR, MODEL, Row
+from .lab.show import tables
+from .lab.show.tables import Table
 
 NAME = "timeline"
 TITLE = "which tile is where: both orders, access by access"
@@ -159,7 +159,7 @@ def draw(rows: Sequence[Row]) -> Any:
     """Both orders side by side, the clock going down; a row of panels for each problem."""
     from matplotlib.patches import Patch
 
-    from .lab import style
+    from .lab.show import style
 
     pairs = _pairs(rows)
     if not pairs:
@@ -281,7 +281,8 @@ def _fate_of_o(trace: Trace) -> str:
 
 def animate(rows: Sequence[Row], note: str) -> bytes | None:
     """The same as an animated GIF: S in the middle, the tiles of the matrices around it."""
-    from .lab import film, style
+    from .beside import film
+    from .lab.show import style
 
     pairs = _pairs(rows)
     if not pairs:

@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from experiments.lab import counters, profiler  # noqa: E402
+from experiments.beside import profiler  # noqa: E402
+from experiments.lab.measure import counters  # noqa: E402
 from fa_numba import device as devices  # noqa: E402
 from fa_numba.device import (  # noqa: E402
     DeviceArray,

@@ -14,7 +14,7 @@ from access_patterns import (
     wavefronts,
 )
 
-from experiments.lab import profiler
+from experiments.beside import profiler
 
 PATTERNS = patterns()
 

@@ -168,6 +168,41 @@ def test_experiments_take_public_rooms():
     assert {(m, n) for m, n in taken if room(n) not in PUBLIC} == set()
 
 
+def users(folder):
+    """Module of a folder of experiments -> those outside the folder that reach it, tests apart."""
+    inside = {m for m in MODULES if m.startswith(f"experiments.{folder}.")}
+    below = {}
+    for module, name in edges():
+        below.setdefault(module, set()).add(name)
+    found = {}
+    for start in MODULES:
+        if start in inside or not start.startswith("experiments.") or ".lab." in start:
+            continue
+        todo = list(below.get(start, ()))
+        while todo:
+            name = todo.pop()
+            if name in inside and start not in found.setdefault(name, set()):
+                found[name].add(start)
+                todo += below.get(name, ())
+    return inside, found
+
+
+def test_what_stands_beside_serves_one_experiment():
+    inside, found = users("beside")
+    inside.discard("experiments.beside")
+    assert inside == set(found)
+    # Commands show what experiments have, verdicts read what they count.
+    others = ("experiments.__main__", "experiments.verdicts")
+    serves = {m: [x for x in u if not x.startswith(others)] for m, u in found.items()}
+    assert {m: u for m, u in serves.items() if len(u) > 1} == {}
+
+
+def test_what_experiments_share_imports_none_of_them():
+    shared = {(m, n) for m, n in edges() if m.startswith("experiments.lab")}
+    beyond = {n for _, n in shared if n.startswith("experiments.") and ".lab" not in n}
+    assert beyond == set() and len(shared) > 100
+
+
 def test_numba_cuda_has_one_door():
     naming = {
         room(module)

@@ -7,9 +7,11 @@ from test_experiments import gpu_row, store_synthetic
 
 import fa_numba
 from experiments import block_size
-from experiments.lab import block_figures, counters, report, resources, timing, variants
-from experiments.lab.options import Bench, Options
-from experiments.lab.store import MODEL, Store
+from experiments.beside import block_figures, resources
+from experiments.lab.measure import counters, timing, variants
+from experiments.lab.record.options import Bench, Options
+from experiments.lab.record.store import MODEL, Store
+from experiments.lab.show import report
 from fa_numba import io_model
 
 

@@ -7,12 +7,14 @@ import pytest
 
 import fa_numba
 from experiments import block_sparse
+from experiments.beside import sparse_figures
 from experiments.block_sparse import SHARES, block_mask, setting
-from experiments.lab import counts, report, sparse_figures, timing
-from experiments.lab.options import Bench, Options
-from experiments.lab.series import plan
-from experiments.lab.store import EMULATOR, MODEL, Recorder, Row, Store, dump
-from experiments.lab.workloads import Inputs
+from experiments.lab.measure import counts, timing
+from experiments.lab.measure.series import plan
+from experiments.lab.measure.workloads import Inputs
+from experiments.lab.record.options import Bench, Options
+from experiments.lab.record.store import EMULATOR, MODEL, Recorder, Row, Store, dump
+from experiments.lab.show import report
 
 
 def timed(problem, machine="some-gpu", passes=tuple(block_sparse.PASSES), shares=(None, *SHARES)):

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from experiments import cache
-from experiments.lab import lru, report
-from experiments.lab.options import Bench, Options, Refused
-from experiments.lab.store import MODEL, Recorder, Row, Store
+from experiments.beside import lru
+from experiments.lab.record.options import Bench, Options, Refused
+from experiments.lab.record.store import MODEL, Recorder, Row, Store
+from experiments.lab.show import report
 from fa_numba import io_model
 from fa_numba.problem import Problem
 

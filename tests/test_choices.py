@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import fa_numba
-from experiments.lab import spills
+from experiments.beside import spills
 from fa_numba import Tiles, bounds
 from fa_numba import device as devices
 from fa_numba.choices import facts, requests, splits, tiles, units

@@ -8,11 +8,11 @@ import pytest
 
 import fa_numba
 from experiments import claims as measured
-from experiments.lab import calls, peers
-from experiments.lab.series import row_fields
-from experiments.lab.store import Row
-from experiments.lab.timing import Gate
-from experiments.lab.workloads import Inputs, one_head
+from experiments.lab.measure import calls, peers
+from experiments.lab.measure.series import row_fields
+from experiments.lab.measure.timing import Gate
+from experiments.lab.measure.workloads import Inputs, one_head
+from experiments.lab.record.store import Row
 from fa_numba import reference
 from fa_numba.problem import Problem
 

@@ -11,10 +11,11 @@ from matplotlib.colors import to_hex
 
 import fa_numba
 from experiments import __main__ as command
-from experiments import lab
-from experiments.lab import compare, compare_command, compare_view, style
-from experiments.lab.store import EMULATOR
-from experiments.lab.timing import Timing
+from experiments.beside import compare, compare_command, compare_view
+from experiments.lab import show
+from experiments.lab.measure.timing import Timing
+from experiments.lab.record.store import EMULATOR
+from experiments.lab.show import style
 from fa_numba import Tiles, bounds, io_model
 from fa_numba.bounds import DEVICES
 from fa_numba.commands.text import in_bytes
@@ -297,8 +298,8 @@ def test_bad_arguments_are_refused_and_nothing_is_written(
 
 def test_without_matplotlib_nothing_is_measured(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "experiments.lab.style")
-    monkeypatch.delattr(lab, "style")
+    monkeypatch.delitem(sys.modules, "experiments.lab.show.style")
+    monkeypatch.delattr(show, "style")
     monkeypatch.setattr(compare, "measure", lambda *_: pytest.fail("measured"))
     arguments = ["compare", "--seqlen", "16", "--head-dim", "16", "--out", str(tmp_path / "new")]
     with pytest.raises(SystemExit):

@@ -9,9 +9,10 @@ from test_gpt2_table import cells, exact, exact_gradients
 import fa_numba
 from experiments import crossover
 from experiments.crossover import CASES, OVER, crossing, in_words
-from experiments.lab import calls, peers, report, timing
-from experiments.lab.options import Bench, Options
-from experiments.lab.store import MODEL, Recorder, Store
+from experiments.lab.measure import calls, peers, timing
+from experiments.lab.record.options import Bench, Options
+from experiments.lab.record.store import MODEL, Recorder, Store
+from experiments.lab.show import report
 from fa_numba.problem import Problem
 
 

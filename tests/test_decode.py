@@ -3,10 +3,10 @@
 import pytest
 
 from experiments import decode
-from experiments.lab import calls, timing
-from experiments.lab.options import Options
-from experiments.lab.series import row_fields
-from experiments.lab.store import Row
+from experiments.lab.measure import calls, timing
+from experiments.lab.measure.series import row_fields
+from experiments.lab.record.options import Options
+from experiments.lab.record.store import Row
 from fa_numba import bounds
 
 

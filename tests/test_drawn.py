@@ -6,7 +6,7 @@ import pytest
 from test_experiments import store_synthetic
 
 from experiments import __main__ as command
-from experiments.lab import drawn, runner
+from experiments.lab.record import drawn, runner
 
 NAME, OTHER = "online_softmax", "io_vs_head_dim"
 

@@ -36,23 +36,9 @@ from experiments import (
     speed_bf16,
     speed_fp16,
 )
-from experiments.lab import (
-    counters,
-    drawing,
-    paper_bars,
-    peers,
-    provenance,
-    published,
-    registry,
-    report,
-    runner,
-    speed_figures,
-    speeds,
-    style,
-    timing,
-)
-from experiments.lab.options import FIGURES, REPOSITORY, Bench, Options, Refused
-from experiments.lab.series import (
+from experiments.beside import paper_bars
+from experiments.lab.measure import counters, peers, speeds, timing
+from experiments.lab.measure.series import (
     LABELS,
     MMA_SPLITS,
     block_costs,
@@ -61,8 +47,11 @@ from experiments.lab.series import (
     query_splits,
     row_fields,
 )
-from experiments.lab.store import EMULATOR, MODEL, Row, Store, StoreError
-from experiments.lab.workloads import Inputs, fa2_setting, one_head
+from experiments.lab.measure.workloads import Inputs, fa2_setting, one_head
+from experiments.lab.record import drawing, provenance, published, registry, runner
+from experiments.lab.record.options import FIGURES, REPOSITORY, Bench, Options, Refused
+from experiments.lab.record.store import EMULATOR, MODEL, Row, Store, StoreError
+from experiments.lab.show import report, speed_figures, style
 from fa_numba import bounds, io_model, reference
 from fa_numba.problem import Problem
 
@@ -151,7 +140,7 @@ def made_up(name):
 
 
 def store_synthetic(name, folder, machine="some-gpu"):
-    from experiments.lab.store import Recorder
+    from experiments.lab.record.store import Recorder
 
     about = {"id": "r1", "commit": "a" * 40, "date": "2026-01-01", "device": {"name": "Some GPU"}}
     swept = getattr(registry.load(name), "SWEPT", ())
@@ -464,8 +453,8 @@ def test_all_does_without_a_gpu(monkeypatch, tmp_path):
 # --- an experiment more ----------------------------------------------------------------------
 
 ANOTHER = """
-from .lab import tables
-from .lab.store import MODEL, Row
+from .lab.show import tables
+from .lab.record.store import MODEL, Row
 
 TITLE = "squares"
 DESCRIPTION = "The square of N."
@@ -482,7 +471,7 @@ def measure(options, bench):
 
 
 def draw(rows):
-    from .lab import style
+    from .lab.show import style
 
     figure, axes = style.new(1, 1, 3)
     axes[0, 0].plot([r.seqlen_q for r in rows], [r.value for r in rows], marker="o")

@@ -9,10 +9,12 @@ from dataclasses import replace
 import pytest
 
 from experiments import explore
-from experiments.lab import drawn, explore_page, explore_panels, provenance, style
-from experiments.lab.options import FIGURES, Bench, Options
-from experiments.lab.panels import Axis, Panel
-from experiments.lab.store import EMULATOR, MODEL, Store
+from experiments.beside import explore_page, explore_panels
+from experiments.beside.panels import Axis, Panel
+from experiments.lab.record import drawn, provenance
+from experiments.lab.record.options import FIGURES, Bench, Options
+from experiments.lab.record.store import EMULATOR, MODEL, Store
+from experiments.lab.show import style
 from fa_numba import Tiles, io_model
 
 PAGE = FIGURES / "explore.html"

@@ -274,7 +274,7 @@ def test_without_a_script_it_says_so_and_shows_the_figures(browser):
 
 @pytest.fixture(scope="module")
 def url():
-    from experiments.lab import explore_server
+    from experiments.beside import explore_server
 
     with explore_server.Server() as server:
         thread = threading.Thread(target=server.serve_forever)

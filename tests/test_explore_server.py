@@ -11,7 +11,7 @@ import pytest
 from test_explore import drawn_states, panels
 
 import fa_numba
-from experiments.lab import explore_server
+from experiments.beside import explore_server
 from fa_numba import bounds
 
 STATE = {"N": 64, "d": 16, "Br": 32, "Bc": 32, "causal": "yes", "window": 0, "unit": "mma"}

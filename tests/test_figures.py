@@ -8,9 +8,10 @@ import pytest
 matplotlib = pytest.importorskip("matplotlib")
 from matplotlib import colors, image  # noqa: E402
 
-from experiments.lab import registry, report, thumbs  # noqa: E402
-from experiments.lab.options import FIGURES  # noqa: E402
-from experiments.lab.store import EMULATOR, MODEL, Store  # noqa: E402
+from experiments.lab.record import registry  # noqa: E402
+from experiments.lab.record.options import FIGURES  # noqa: E402
+from experiments.lab.record.store import EMULATOR, MODEL, Store  # noqa: E402
+from experiments.lab.show import report, thumbs  # noqa: E402
 
 BORDER = 4  # pixels
 # Of CIELAB's distance, as people without the cones for green see it: 2 is just noticed.

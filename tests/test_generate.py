@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from experiments import generate
-from experiments.lab import generation, peers, small_model, timing
-from experiments.lab.options import Bench, Options
-from experiments.lab.store import MODEL
-from experiments.lab.timing import WrongResult
+from experiments.beside import generation, small_model
+from experiments.lab.measure import peers, timing
+from experiments.lab.measure.timing import WrongResult
+from experiments.lab.record.options import Bench, Options
+from experiments.lab.record.store import MODEL
 from fa_numba import device
 
 SMALL = small_model.Sizes(5, heads=2, head_dim=4, layers=2)

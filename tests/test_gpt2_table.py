@@ -7,11 +7,13 @@ import pytest
 
 import fa_numba
 from experiments import gpt2_table
+from experiments.beside import unfused_steps
 from experiments.gpt2_table import ARRAYS, PRODUCTS, SETTING, gflop, paper, paper_gb
-from experiments.lab import calls, counters, counts, peers, report, timing, unfused_steps
-from experiments.lab.options import Bench, Options
-from experiments.lab.store import EMULATOR, MODEL, Recorder, Row, Store
-from experiments.lab.workloads import one_head
+from experiments.lab.measure import calls, counters, counts, peers, timing
+from experiments.lab.measure.workloads import one_head
+from experiments.lab.record.options import Bench, Options
+from experiments.lab.record.store import EMULATOR, MODEL, Recorder, Row, Store
+from experiments.lab.show import report
 from fa_numba import io_model, reference
 from fa_numba.problem import Problem
 

@@ -5,9 +5,9 @@ import pytest
 import test_io_vs_sram
 
 from experiments import io_vs_head_dim
-from experiments.lab import scaling
-from experiments.lab.options import Options
-from experiments.lab.workloads import one_head
+from experiments.lab.measure import scaling
+from experiments.lab.measure.workloads import one_head
+from experiments.lab.record.options import Options
 
 
 def synthetic():

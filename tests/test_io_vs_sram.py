@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from experiments import io_vs_head_dim, io_vs_sram
-from experiments.lab import counters, precompile, report, scaling
-from experiments.lab.options import Bench, Options
-from experiments.lab.store import EMULATOR, MODEL, Recorder, Row, Store
-from experiments.lab.workloads import one_head
+from experiments.lab.measure import counters, precompile, scaling
+from experiments.lab.measure.workloads import one_head
+from experiments.lab.record.options import Bench, Options
+from experiments.lab.record.store import EMULATOR, MODEL, Recorder, Row, Store
+from experiments.lab.show import report
 from fa_numba import io_model
 from fa_numba.problem import Problem
 

@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 
 from experiments import block_sparse, host_cost, io_vs_seqlen, ladder, profile, timeline
-from experiments.lab import kept, registry, runner, slices
-from experiments.lab.options import FIGURES, Bench, Options
-from experiments.lab.series import row_fields
-from experiments.lab.store import EMULATOR, MODEL, Row, Store
-from experiments.lab.workloads import one_head
+from experiments.lab.measure.series import row_fields
+from experiments.lab.measure.workloads import one_head
+from experiments.lab.record import kept, registry, runner, slices
+from experiments.lab.record.options import FIGURES, Bench, Options
+from experiments.lab.record.store import EMULATOR, MODEL, Row, Store
 from fa_numba import emulator
 
 NAME = "standing_in"
@@ -160,10 +160,11 @@ def test_the_sources_are_what_counts_come_from():
     assert {
         "fa_numba/kernels/simt/fa1_forward.py", "fa_numba/parts/softmax.py",
         "fa_numba/intrinsics/shared.py", "fa_numba/emulator/run.py", "fa_numba/host/planning.py",
-        "fa_numba/choices/tuned.csv", "experiments.lab.series", "experiments.lab.workloads",
-        "experiments.io_vs_seqlen",
+        "fa_numba/choices/tuned.csv", "experiments.lab.measure.series",
+        "experiments.lab.measure.workloads", "experiments.io_vs_seqlen",
     } <= set(found)  # fmt: skip
-    assert not {"fa_numba/torch.py", "experiments.lab.style", "experiments.profile"} & set(found)
+    assert not {"fa_numba/torch.py", "experiments.profile"} & set(found)
+    assert not [name for name in found if name.startswith("experiments.lab.show.")]
     assert "experiments.ladder" in kept.sources(profile, counts=True)
     left_out = kept._NO_PART | kept._NO_PART_OF_COUNTS
     assert all(kept._file(name) for name in left_out)
@@ -175,14 +176,18 @@ def test_the_sources_of_what_a_gpu_measures():
     draws, and of the host's part of a call only what an experiment measures.
     """
     found = set(kept.sources(ladder, counts=False))
-    lab = {f"experiments.lab.{n}" for n in ("variants", "peers", "timing", "counter_target")}
+    lab = {
+        f"experiments.lab.measure.{n}" for n in ("variants", "peers", "timing", "counter_target")
+    }
     package = {
         f"fa_numba/{n}" for n in ("choices/tuned.csv", "parts/softmax.py", "device/kernel.py")
     }
     assert lab | package | {"experiments.ladder"} <= found
     assert not {name for name in found if name.startswith(("fa_numba/emulator/", "fa_numba/host/"))}
-    other = {f"experiments.lab.{n}" for n in ("style", "tables", "store", "options", "speeds")}
-    assert not found & (other | {"experiments.loop_cost"})
+    assert not found & {"experiments.lab.measure.speeds", "experiments.loop_cost"}
+    assert not [
+        n for n in found if n.startswith(("experiments.lab.show.", "experiments.lab.record."))
+    ]
     assert "fa_numba/host/binding.py" in kept.sources(host_cost, counts=False)
 
 
@@ -320,10 +325,10 @@ def _tree(text):
 def test_what_draws_has_no_part(name):
     """It is imported where it is used, by functions that no measuring calls."""
     module = registry.load(name)
-    drawing = {f"experiments.lab.{n}" for n in ("style", "film", "drawing", "speed_figures")}
     for counts in (True, False):
         found = kept.sources(module, counts=counts)
-        assert f"experiments.{name}" in found and not drawing & set(found)
+        assert f"experiments.{name}" in found and "experiments.beside.film" not in found
+        assert not [each for each in found if each.startswith("experiments.lab.show.")]
 
 
 @pytest.mark.parametrize("name", ["io_vs_seqlen", "block_size", "block_sparse", "timeline",

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import fa_numba
-from experiments.lab import precompile
-from experiments.lab.options import Bench
-from experiments.lab.precompile import Call
-from experiments.lab.workloads import one_head
+from experiments.lab.measure import precompile
+from experiments.lab.measure.precompile import Call
+from experiments.lab.measure.workloads import one_head
+from experiments.lab.record.options import Bench
 from fa_numba.choices.requests import Choices
 from fa_numba.device import device_function, kernel_cache
 from fa_numba.emulator import compiling
@@ -410,7 +410,7 @@ def test_who_can_write_nowhere_compiles_without_keeping(tmp_path):
     # As if the package's folder could not be written either.
     environment["NUMBA_CACHE_LOCATOR_CLASSES"] = "UserWideCacheLocator"
     text = """
-import numpy as np, fa_numba, experiments.lab.lru
+import numpy as np, fa_numba, experiments.beside.lru
 from fa_numba.emulator import checks
 print(checks.outside(np.arange(3), 2, np.ones(3, bool)))
 """

@@ -7,20 +7,13 @@ import pytest
 
 import fa_numba
 from experiments import ladder
-from experiments.lab import (
-    bandwidth,
-    ceilings,
-    counters,
-    peers,
-    report,
-    timing,
-    variants,
-    workloads,
-)
-from experiments.lab.options import FIGURES, Bench, Options
-from experiments.lab.series import row_fields
-from experiments.lab.store import Recorder, Row, Store
-from experiments.lab.workloads import fa2_setting
+from experiments.beside import ceilings
+from experiments.lab.measure import bandwidth, counters, peers, timing, variants, workloads
+from experiments.lab.measure.series import row_fields
+from experiments.lab.measure.workloads import fa2_setting
+from experiments.lab.record.options import FIGURES, Bench, Options
+from experiments.lab.record.store import Recorder, Row, Store
+from experiments.lab.show import report
 from fa_numba import bounds, emulator
 from fa_numba.tiling import MEASURES, WGMMA_MEASURES
 

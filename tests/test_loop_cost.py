@@ -8,10 +8,11 @@ from test_experiments import gpu_row, store_synthetic
 
 import fa_numba
 from experiments import loop_cost
-from experiments.lab import counters, report, series, timing, variants, workloads
-from experiments.lab.options import Bench, Options
-from experiments.lab.store import MODEL, Store
-from experiments.lab.workloads import Inputs, fa2_setting, one_head
+from experiments.lab.measure import counters, series, timing, variants, workloads
+from experiments.lab.measure.workloads import Inputs, fa2_setting, one_head
+from experiments.lab.record.options import Bench, Options
+from experiments.lab.record.store import MODEL, Store
+from experiments.lab.show import report
 from fa_numba import io_model, reference
 
 TIMES = {

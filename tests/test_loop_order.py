@@ -6,10 +6,11 @@ from test_experiments import gpu_row, store_synthetic
 
 import fa_numba
 from experiments import loop_order
-from experiments.lab import counters, report, timing, variants, workloads
-from experiments.lab.options import Bench, Options
-from experiments.lab.store import Store
-from experiments.lab.workloads import fa2_setting
+from experiments.lab.measure import counters, timing, variants, workloads
+from experiments.lab.measure.workloads import fa2_setting
+from experiments.lab.record.options import Bench, Options
+from experiments.lab.record.store import Store
+from experiments.lab.show import report
 
 
 def synthetic(lengths=(1024, 4096), units=("simt", "mma")):

@@ -7,10 +7,11 @@ import pytest
 from offline import CAPABILITY, compiled
 
 from experiments import memory_hierarchy as experiment
-from experiments.lab import bandwidth, peers, report, timing, variants
-from experiments.lab.options import Bench, Options
-from experiments.lab.store import Recorder, Row, Store
-from experiments.lab.workloads import fa2_setting
+from experiments.lab.measure import bandwidth, peers, timing, variants
+from experiments.lab.measure.workloads import fa2_setting
+from experiments.lab.record.options import Bench, Options
+from experiments.lab.record.store import Recorder, Row, Store
+from experiments.lab.show import report
 from fa_numba import device, io_model
 
 NAME = experiment.NAME

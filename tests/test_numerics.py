@@ -8,10 +8,11 @@ from test_gpt2_table import cells, exact
 
 import fa_numba
 from experiments import numerics
-from experiments.lab import calls, peers, report
-from experiments.lab.options import Bench, Options
-from experiments.lab.series import row_fields
-from experiments.lab.store import EMULATOR, Recorder, Row, Store
+from experiments.lab.measure import calls, peers
+from experiments.lab.measure.series import row_fields
+from experiments.lab.record.options import Bench, Options
+from experiments.lab.record.store import EMULATOR, Recorder, Row, Store
+from experiments.lab.show import report
 from experiments.numerics import NORMAL, ONLINE, OUTLIERS, SAFE, inputs
 from fa_numba import reference
 from fa_numba.problem import Problem

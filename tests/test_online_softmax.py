@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from experiments import online_softmax
-from experiments.lab import peers, report, timing
-from experiments.lab.options import Bench, Options
-from experiments.lab.store import EMULATOR, MODEL, Recorder, Row, Store
+from experiments.lab.measure import peers, timing
+from experiments.lab.record.options import Bench, Options
+from experiments.lab.record.store import EMULATOR, MODEL, Recorder, Row, Store
+from experiments.lab.show import report
 from fa_numba import device, io_model
 
 NAME = online_softmax.NAME

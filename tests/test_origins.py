@@ -6,11 +6,12 @@ import subprocess
 import pytest
 
 from experiments import __main__ as command
-from experiments.lab import origins, provenance, report, tables
-from experiments.lab.options import FIGURES
-from experiments.lab.series import row_fields
-from experiments.lab.store import MODEL, Row, Store, dump
-from experiments.lab.workloads import one_head
+from experiments.lab.measure.series import row_fields
+from experiments.lab.measure.workloads import one_head
+from experiments.lab.record import origins, provenance
+from experiments.lab.record.options import FIGURES
+from experiments.lab.record.store import MODEL, Row, Store, dump
+from experiments.lab.show import report, tables
 
 CLOCKS = {"SM clock, MHz": [1095.0, 1620.0, 1980.0], "busy": 102, "held by": {"power cap": 94}}
 

@@ -8,10 +8,11 @@ import pytest
 
 import fa_numba
 from experiments import paged
-from experiments.lab import peers, report, timing
-from experiments.lab.options import Bench, Options
-from experiments.lab.series import row_fields
-from experiments.lab.store import EMULATOR, Recorder, Row, Store
+from experiments.lab.measure import peers, timing
+from experiments.lab.measure.series import row_fields
+from experiments.lab.record.options import Bench, Options
+from experiments.lab.record.store import EMULATOR, Recorder, Row, Store
+from experiments.lab.show import report
 
 
 @cache

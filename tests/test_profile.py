@@ -11,10 +11,11 @@ import pytest
 
 import fa_numba
 from experiments import ladder, profile
-from experiments.lab import counter_target, counters, profiler, series
-from experiments.lab.options import FIGURES, Bench, Options
-from experiments.lab.store import EMULATOR, Row, Store
-from experiments.lab.workloads import Inputs, fa2_setting, one_head
+from experiments.beside import profiler
+from experiments.lab.measure import counter_target, counters, series
+from experiments.lab.measure.workloads import Inputs, fa2_setting, one_head
+from experiments.lab.record.options import FIGURES, Bench, Options
+from experiments.lab.record.store import EMULATOR, Row, Store
 from fa_numba import device
 
 # An ncu of one kernel a call. It does not know what is named in REFUSED, nor say so beforehand.

@@ -15,9 +15,11 @@ import time_compile
 
 import fa_numba
 from experiments import __main__ as experiments
-from experiments.lab import compare, compare_command, registry, report
-from experiments.lab.options import FILTERED
-from experiments.lab.store import Store
+from experiments.beside import compare, compare_command
+from experiments.lab.record import registry
+from experiments.lab.record.options import FILTERED
+from experiments.lab.record.store import Store
+from experiments.lab.show import report
 from fa_numba import __main__ as command
 from fa_numba import device as devices
 from fa_numba.bounds import DEVICES

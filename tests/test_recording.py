@@ -15,13 +15,12 @@ import pytest
 from rich.console import Console
 
 from experiments import __main__ as command
-from experiments.lab import (
-    clocks,
-    counters,
+from experiments.lab.measure import clocks, counters, peers, precompile
+from experiments.lab.measure.series import row_fields
+from experiments.lab.measure.workloads import one_head
+from experiments.lab.record import (
     journal,
     kept,
-    peers,
-    precompile,
     provenance,
     registry,
     review,
@@ -29,10 +28,8 @@ from experiments.lab import (
     schedule,
     store,
 )
-from experiments.lab.options import FIGURES, REPOSITORY, Bench, Options
-from experiments.lab.series import row_fields
-from experiments.lab.store import EMULATOR, MODEL, Row, Store, StoreError
-from experiments.lab.workloads import one_head
+from experiments.lab.record.options import FIGURES, REPOSITORY, Bench, Options
+from experiments.lab.record.store import EMULATOR, MODEL, Row, Store, StoreError
 
 NAME, GPU = "standing_in", "some-gpu"
 
@@ -187,7 +184,7 @@ def test_two_runs_at_once_lose_no_row(bench, part):
 
 def test_a_killed_run_holds_no_lock(tmp_path):
     text = (
-        "import os, pathlib, sys; from experiments.lab.store import Store; "
+        "import os, pathlib, sys; from experiments.lab.record.store import Store; "
         "held = Store(pathlib.Path(sys.argv[1])).alone('a'); held.__enter__(); "
         "os.kill(os.getpid(), 9)"
     )

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 
 from experiments import ring
-from experiments.lab import peers, ring_model, ring_ranks, ring_rows, style
-from experiments.lab.options import Bench, Options
-from experiments.lab.ring_ranks import KV, LINK, MERGE, ONE, OURS, SERIES, Found, Q
-from experiments.lab.store import MODEL
+from experiments.beside import ring_model, ring_ranks, ring_rows
+from experiments.beside.ring_ranks import KV, LINK, MERGE, ONE, OURS, SERIES, Found, Q
+from experiments.lab.measure import peers
+from experiments.lab.record.options import Bench, Options
+from experiments.lab.record.store import MODEL
+from experiments.lab.show import style
 from fa_numba import io_model
 from fa_numba.problem import Problem
 

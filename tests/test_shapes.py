@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from experiments import shapes
-from experiments.lab import breadth, calls, peers, timing
-from experiments.lab.options import Bench, Options
-from experiments.lab.series import LABELS, plan, row_fields
-from experiments.lab.workloads import Inputs
+from experiments.beside import breadth
+from experiments.lab.measure import calls, peers, timing
+from experiments.lab.measure.series import LABELS, plan, row_fields
+from experiments.lab.measure.workloads import Inputs
+from experiments.lab.record.options import Bench, Options
 from fa_numba import bounds, reference
 from fa_numba.problem import Problem
 

@@ -10,9 +10,10 @@ from dataclasses import replace
 import pytest
 
 from experiments import speed_bf16, speed_fp16
-from experiments.lab import published, registry, report
-from experiments.lab.options import FIGURES
-from experiments.lab.store import COLUMNS, Recorder, Row, Store, StoreError, dump, parse
+from experiments.lab.record import published, registry
+from experiments.lab.record.options import FIGURES
+from experiments.lab.record.store import COLUMNS, Recorder, Row, Store, StoreError, dump, parse
+from experiments.lab.show import report
 
 
 def row(**changes):

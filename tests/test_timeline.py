@@ -10,11 +10,14 @@ from PIL import Image
 
 from experiments import __main__ as command
 from experiments import timeline
-from experiments.lab import film, moves, registry, runner, style
-from experiments.lab.options import FIGURES, Bench, Options
-from experiments.lab.series import row_fields
-from experiments.lab.store import EMULATOR, MODEL, Recorder, Row, Store
-from experiments.lab.workloads import one_head
+from experiments.beside import film
+from experiments.lab.measure import moves
+from experiments.lab.measure.series import row_fields
+from experiments.lab.measure.workloads import one_head
+from experiments.lab.record import registry, runner
+from experiments.lab.record.options import FIGURES, Bench, Options
+from experiments.lab.record.store import EMULATOR, MODEL, Recorder, Row, Store
+from experiments.lab.show import style
 from fa_numba import Tiles, algorithms, emulator, io_model
 
 # N, d, Br, Bc, causal: ragged ends, one tile, more rows or more columns in a tile.

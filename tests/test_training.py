@@ -9,9 +9,10 @@ import pytest
 from experiments import __main__ as command
 from experiments import char_model
 from experiments.char_model import AFTER, OURS, REFERENCE, SERIES, TRAINING, Text, generate
-from experiments.lab import report, runner, style
-from experiments.lab.options import Bench, Options
-from experiments.lab.store import Recorder, Store, dump
+from experiments.lab.record import runner
+from experiments.lab.record.options import Bench, Options
+from experiments.lab.record.store import Recorder, Store, dump
+from experiments.lab.show import report, style
 from fa_numba import device
 
 needs_torch = pytest.mark.skipif(char_model.torch is None, reason="no torch")

@@ -11,10 +11,11 @@ from rich.console import Console
 
 import fa_numba
 from experiments import __main__ as command
-from experiments.lab import runner, timing, tune
-from experiments.lab.options import Bench, Options
-from experiments.lab.store import Store
-from experiments.lab.workloads import fa2_setting
+from experiments.lab.measure import timing, tune
+from experiments.lab.measure.workloads import fa2_setting
+from experiments.lab.record import runner
+from experiments.lab.record.options import Bench, Options
+from experiments.lab.record.store import Store
 from fa_numba import Tiles, bounds, reference
 from fa_numba.choices import tuned
 from fa_numba.choices.requests import Choices

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from experiments import io_vs_sram, shapes, verdicts
-from experiments.lab import registry, report, ring_rows
-from experiments.lab.options import FIGURES
-from experiments.lab.published import lookup
-from experiments.lab.series import row_fields
-from experiments.lab.store import EMULATOR, MODEL, Row, Store
-from experiments.lab.workloads import one_head
+from experiments.beside import ring_rows
+from experiments.lab.measure.series import row_fields
+from experiments.lab.measure.workloads import one_head
+from experiments.lab.record import registry
+from experiments.lab.record.options import FIGURES
+from experiments.lab.record.published import lookup
+from experiments.lab.record.store import EMULATOR, MODEL, Row, Store
+from experiments.lab.show import report
 from experiments.verdicts import QUESTIONS, artefact, claims, published, questions, rule
 from experiments.verdicts.evidence import Evidence, MissingRows, Quantity, rows
 from experiments.verdicts.questions import Question

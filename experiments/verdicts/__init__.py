@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from experiments.lab.tables import Make
+from experiments.lab.show.tables import Make
 
 from . import artefact, claims, published, questions, result
 

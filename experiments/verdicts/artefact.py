@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from experiments import loop_order
-from experiments.lab.store import Row
-from experiments.lab.tables import MISSING, Across, Table, markdown
+from experiments.lab.record.store import Row
+from experiments.lab.show.tables import MISSING, Across, Table, markdown
 
 from .evidence import Evidence, MissingRows, Numbers, Quantity, rows
 from .result import equal_tiles, own_tiles

@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments import claims as measured
 from experiments import decode
-from experiments.lab.store import Row
+from experiments.lab.record.store import Row
 from fa_numba import io_model
 from fa_numba.problem import Problem
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from experiments.lab import published
-from experiments.lab.store import Row
+from experiments.lab.record import published
+from experiments.lab.record.store import Row
 
 from .rule import Place
 

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from experiments import io_vs_head_dim, io_vs_sram, numerics, runtime_memory
-from experiments.lab import unfused_steps
-from experiments.lab.store import Row
+from experiments.beside import unfused_steps
+from experiments.lab.record.store import Row
 
 from .evidence import Quantity, paper, rows
 from .questions import Pair, Pairs, declared, table

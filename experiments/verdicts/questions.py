@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.lab import registry
-from experiments.lab.tables import Across, Table, markdown
+from experiments.lab.record import registry
+from experiments.lab.show.tables import Across, Table, markdown
 
 from . import rule
 from .evidence import Evidence, MissingRows, Quantity

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments import loop_order
-from experiments.lab.store import Row
-from experiments.lab.tables import Across, Table
+from experiments.lab.record.store import Row
+from experiments.lab.show.tables import Across, Table
 
 from .evidence import Evidence, MissingRows, Quantity, rows
 from .rule import span

@@ -1,0 +1,17 @@
+"""What one experiment alone needs, or one command.
+
+block_size      block_figures, resources: curves over the block size; registers and spills
+block_sparse    sparse_figures: curves over the share of blocks
+cache           lru: the model of L2
+explore         explore_page, explore_panels, explore_picture, panels; explore_server is its command
+generate        small_model, generation: a language model, its text with a cache and without one
+gpt2_table      unfused_steps: the steps of standard attention, one by one
+ladder          ceilings: what the hardware gives of each resource
+loop_cost       loop_steps: the steps from FA-1 to FA-2
+profile         profiler: what a profiler counts, with an emulator or Nsight Compute
+ring            ring_ranks, ring_model, ring_rows: its processes, its model, what rows say
+shapes          breadth, flex: calls with options, FlexAttention
+speed_fp16      paper_bars: a paper's speed figure as the paper draws it, ours beside
+timeline        film: its figure as an animated GIF
+commands        compare, compare_command, compare_view; spills
+"""

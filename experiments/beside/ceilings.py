@@ -1,0 +1,129 @@
+"""What no kernel on Hopper's tensor cores passes: products of operands that stay in shared memory,
+and exponentials, each by a kernel that does nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+
+import numpy as np
+
+from fa_numba import device
+from fa_numba.device import Kernel, array_type, cuda, float32, types, uint32
+from fa_numba.intrinsics.arithmetic import exp2
+from fa_numba.intrinsics.bulk_copy import fence_async_proxy
+from fa_numba.intrinsics.shared import half_tile
+from fa_numba.intrinsics.warpgroup import multiply_f16, wait_products
+
+from ..lab.measure.bandwidth import Speed
+from ..lab.measure.timing import WrongResult
+
+# Of a product: rows of a warpgroup, columns, and summed elements, 16 an instruction.
+ROWS, COLUMNS, SUMMED = 64, 128, 64
+STEPS = SUMMED // 16
+GROUPS = 4  # warpgroups of a block: others' products are on their way while one waits for its own
+MULTIPLIERS = 128 * GROUPS
+TILE_A, TILE_B = ROWS * SUMMED, COLUMNS * SUMMED
+RESULTS = ROWS * COLUMNS // 128  # registers of a thread
+ONE = 0x3C00  # in float16
+PRODUCTS = 32768
+# Chains of exponentials that do not wait for each other, and threads that have them.
+CHAINS, EXP_THREADS, EXP_BLOCKS = 8, 256, 8
+EXPONENTIALS = 16384
+# x = 2^-x
+FIXED_POINT = 0.6411857445
+
+
+@cache
+def make_multiply() -> Kernel:
+    """Sums of `steps` products of tiles of ones, a warpgroup's first element for each thread."""
+
+    def multiply(Y, steps):
+        sA, sB = half_tile(0, TILE_A), half_tile(TILE_A, TILE_B)
+        rC = cuda.local.array(RESULTS, float32)
+        thread = uint32(cuda.threadIdx.x)
+        at = thread
+        while at < uint32(TILE_B):
+            sB[at] = ONE
+            if at < uint32(TILE_A):
+                sA[at] = ONE
+            at = uint32(at + MULTIPLIERS)
+        for e in range(RESULTS):
+            rC[e] = float32(0.0)
+        fence_async_proxy()
+        cuda.syncthreads()
+        step = uint32(0)
+        while step < uint32(steps):
+            multiply_f16(rC, COLUMNS, sA, 0, ROWS, 0, sB, 0, COLUMNS, 0, STEPS, 1)
+            wait_products(rC, RESULTS, 0)
+            step = uint32(step + 1)
+        Y[uint32(cuda.blockIdx.x * MULTIPLIERS) + thread] = rC[0]
+
+    arguments = (array_type(1), types.int32)
+    return Kernel(multiply, arguments, MULTIPLIERS, 2 * (TILE_A + TILE_B), 1)
+
+
+@cache
+def make_exponentials() -> Kernel:
+    """x = 2^-x, `steps` times from 0 on, CHAINS of them a thread."""
+
+    def exponentials(Y, steps):
+        r = cuda.local.array(CHAINS, float32)
+        for e in range(CHAINS):
+            r[e] = float32(0.0)
+        step = uint32(0)
+        while step < uint32(steps):
+            for e in range(CHAINS):
+                r[e] = exp2(-r[e])
+            step = uint32(step + 1)
+        total = float32(0.0)
+        for e in range(CHAINS):
+            total += r[e]
+        Y[uint32(cuda.blockIdx.x * EXP_THREADS) + uint32(cuda.threadIdx.x)] = total
+
+    arguments = (array_type(1), types.int32)
+    return Kernel(exponentials, arguments, EXP_THREADS, 0, EXP_BLOCKS)
+
+
+def measure_products(multiprocessors: int, repeats: int) -> Speed:
+    """FLOP a second of products whose operands stay in shared memory."""
+    kernel = partial(_measured, make_multiply(), multiprocessors, PRODUCTS, repeats)
+    work = 2 * GROUPS * ROWS * COLUMNS * SUMMED * multiprocessors * PRODUCTS
+    return kernel(float(SUMMED * PRODUCTS), work)
+
+
+def measure_exponentials(multiprocessors: int, repeats: int) -> Speed:
+    """Exponentials a second, of all multiprocessors."""
+    blocks = EXP_BLOCKS * multiprocessors
+    kernel = partial(_measured, make_exponentials(), blocks, EXPONENTIALS, repeats)
+    return kernel(CHAINS * FIXED_POINT, CHAINS * EXP_THREADS * blocks * EXPONENTIALS)
+
+
+MEASURES: dict[str, Callable[[int, int], Speed]] = {
+    "wgmma-resident": measure_products,
+    "exponentials": measure_exponentials,
+}
+
+
+def _measured(
+    kernel: Kernel, blocks: int, steps: int, repeats: int, wanted: float, work: float
+) -> Speed:
+    """What a second has of `work`; raises WrongResult unless each thread gives what is wanted."""
+    Y = device.empty((blocks * kernel.threads,))
+    argument = device.argument(Y)
+
+    def run() -> None:
+        device.launch(kernel, (blocks, 1, 1), (argument, steps))
+
+    run()
+    check(device.copied_to_host(Y), wanted)
+    return Speed.of(work, device.time_ms(run, repeats=repeats, warmup=2, flush_l2=False))
+
+
+def check(found: np.ndarray, wanted: float) -> None:
+    """Raise WrongResult unless all are as wanted, but for what an approximate 2^x may be off."""
+    wrong = np.flatnonzero(~(np.abs(found - wanted) <= 1e-5 * wanted))
+    if wrong.size:
+        at = int(wrong[0])
+        raise WrongResult(f"thread {at} has {found[at]} where it should have {wanted}")

@@ -1,0 +1,230 @@
+"""The table, the figure and the JSON of `compare`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from fa_numba import bounds, device
+from fa_numba.commands import text as text_of
+
+from ..lab.measure.speeds import PASSES
+from ..lab.record.store import Row
+from .compare import GROUPS, Setting, Side, equal_counts, labels, why_not_counted
+
+Value = Callable[[str], float | None]
+_GRIDS = "both orders have K/V outside: FA-1 with a thread block a head, FA-2 with a grid over K/V"
+
+
+class Numbers:
+    """Rows looked up by series, source and metric; the values of several arrays are added up."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = rows
+
+    def __call__(self, series: str, source: str, metric: str, note: str = "") -> float | None:
+        found = [
+            row.value
+            for row in self._rows
+            if (row.series, row.source, row.metric) == (series, source, metric)
+            and note in ("", row.note)
+        ]
+        values = [value for value in found if value is not None]
+        return sum(values) if values and len(values) == len(found) else None
+
+    def of(self, source: str, metric: str, note: str = "") -> Value:
+        """The same as a function of the series alone."""
+        return partial(self, source=source, metric=metric, note=note)
+
+
+def text(
+    setting: Setting,
+    found: Sequence[Side],
+    refused: dict[str, str],
+    rows: Sequence[Row],
+    gpu: bounds.Device,
+    machine: str | None,
+) -> list[str]:
+    """The table, and what is to be known of it."""
+    p, name = setting.problem, labels(setting.pass_)
+    mask = "causal" if p.causal else "not causal"
+    return [
+        f"q {p.q_shape}, k and v {p.k_shape}, {p.dtype}, {mask}, {PASSES[setting.pass_]}",
+        *([_GRIDS] if setting.pass_ == "bwd" else []),
+        "",
+        *text_of.columns(_table(setting, found, rows, gpu), left=(0, len(found) + 1)),
+        "",
+        *_of_counts(setting, rows),
+        *([] if machine else [f"time: not measured, {device.why_no_gpu()}."]),
+        *(f"{name[r.series]}: {r.note}" for r in rows if r.value is None),
+        *(f"{name[series]}: not there: {why}" for series, why in refused.items()),
+        f"data sheet: the {gpu.name}'s, nothing measured; python -m fa_numba plan says how.",
+    ]
+
+
+def _of_counts(setting: Setting, rows: Sequence[Row]) -> list[str]:
+    why = why_not_counted(setting)
+    if why:
+        return [f"model: closed forms. Not counted: {why}."]
+    heads, (equal, all_) = setting.problem.batch * setting.problem.heads_q, equal_counts(rows)
+    what = f"one head on the emulator, times {heads:,}" if heads > 1 else "on the emulator"
+    if setting.problem.dtype == "bfloat16":
+        what += ", in float16: NumPy has no bfloat16"
+    return [
+        f"counted: {what}.",
+        f"model: closed forms, which give the same as the counts in {equal} of {all_} numbers.",
+    ]
+
+
+def _table(
+    setting: Setting, found: Sequence[Side], rows: Sequence[Row], gpu: bounds.Device
+) -> list[tuple[str, ...]]:
+    """Its lines: what it is, a cell for each side, and where the numbers are from."""
+    get, series = Numbers(rows), [side.series for side in found]
+    heads = labels(setting.pass_)
+    if setting.pass_ == "bwd":  # the grids have a line of their own
+        heads = {s: heads[s].partition(" (")[0] for s in series}
+    fa2 = next((s for s in series if s.startswith("fa2")), "")
+    table = [
+        ("", *(heads[s] for s in series), "from"),
+        ("tiles Br x Bc", *(f"{x.planned.tiles.Br} x {x.planned.tiles.Bc}" for x in found), "plan"),
+        ("thread blocks", *(f"{_blocks(side):,}" for side in found), "plan"),
+    ]
+
+    def line(what: str, value: Value, shown: Callable[[float], str], source: str) -> None:
+        values = [value(s) for s in series]
+        if any(x is not None for x in values):
+            table.append((what, *("-" if x is None else shown(x) for x in values), source))
+
+    def over(value: Value) -> Value:
+        def ratio(s: str) -> float | None:
+            mine, other = value(s), value(fa2)
+            return mine / other if mine is not None and other else None
+
+        return ratio
+
+    counted = "model" if why_not_counted(setting) else "counted"
+    for metric in ("loads", "stores"):
+        line(f"elements, {metric}", get.of(counted, metric), text_of.count, counted)
+    for group in GROUPS:
+        line(f"bytes, {group}", get.of("model", "traffic", group), text_of.in_bytes, "model")
+    line("bytes, all", get.of("model", "traffic"), text_of.in_bytes, "model")
+    line("bytes over FA-2's", over(get.of("model", "traffic")), "{:.2f}".format, "model")
+    line("bytes of DRAM, about", get.of("model", "dram"), text_of.in_bytes, "data sheet")
+    for note in ("useful", "computed"):
+        line(f"FLOPs, {note}", get.of("model", "work", note), text_of.count, "model")
+    line("workspace", get.of("model", "memory"), mebibytes, "model")
+    line("time, at least", get.of("model", "time"), milliseconds, "data sheet")
+    line("time", get.of("measured", "time"), milliseconds, "measured")
+    line("time over FA-2's", over(get.of("measured", "time")), "{:.2f}".format, "measured")
+    line("TFLOP/s", get.of("measured", "speed"), "{:.3g}".format, "measured")
+    line("error", get.of("measured", "error"), "{:.1e}".format, "measured")
+    return table
+
+
+def _blocks(side: Side) -> int:
+    """Thread blocks of the kernel with the largest tiles, which has the products."""
+    return int(np.prod(max(side.planned.kernels, key=lambda k: k.shared_bytes).grid))
+
+
+def mebibytes(x: float) -> str:
+    """MiB as text."""
+    return text_of.mebibytes(x * 2**20)
+
+
+def milliseconds(x: float) -> str:
+    return text_of.seconds(x / 1e3)
+
+
+def dictionary(
+    setting: Setting, refused: dict[str, str], rows: Sequence[Row], about: dict[str, Any]
+) -> dict[str, Any]:
+    """All rows, and where they are from."""
+    return {
+        "problem": asdict(setting.problem),
+        "pass": setting.pass_,
+        "not_counted": why_not_counted(setting) or None,
+        "refused": refused,
+        "about": about,
+        "rows": [asdict(replace(row, run=about["id"])) for row in rows],
+    }
+
+
+# --- figure ------------------------------------------------------------------------------------
+
+# From dark to light.
+_SHADES = dict(zip(GROUPS, (1.0, 0.72, 0.5, 0.28), strict=True))
+
+
+def draw(setting: Setting, rows: Sequence[Row], gpu: bounds.Device) -> Any:
+    """Bytes by kind of array, bytes of DRAM, time, and workspace: a bar for each side.
+
+    Filled bars are measured or exact, hollow ones what the data sheet lets expect.
+    """
+    from ..lab.show import style
+
+    p, get = setting.problem, Numbers(rows)
+    series = list(dict.fromkeys(row.series for row in rows))
+    figure, (axes,) = style.new(1, 4, 3.9, sharey=True, width_ratios=(1.7, 1, 1, 1))
+    places = dict(zip(series, np.arange(len(series))[::-1], strict=True))
+    counted = "model" if why_not_counted(setting) else "counted"
+    for s, place in places.items():
+        start = 0.0
+        for group, shade in _SHADES.items():
+            value = get(s, "model", "traffic", group) or 0.0
+            axes[0].barh(place, value, left=start, height=0.7, color=style.COLOURS[s], alpha=shade)
+            start += value
+        axes[0].annotate(f" {text_of.in_bytes(start)}", (start, place), va="center")
+    for group, shade in _SHADES.items():
+        axes[0].barh(0, 0, color="#555555", alpha=shade, label=group)
+    axes[0].set_title(f"bytes accessed, {counted}")
+    measured = any(get(s, "measured", "time") is not None for s in series)
+    panels = (
+        (("model", "dram"), text_of.in_bytes, True, "bytes of DRAM, about"),
+        (("measured", "time"), milliseconds, False, "time, measured")
+        if measured
+        else (("model", "time"), milliseconds, True, "time, at least"),
+        (("model", "memory"), mebibytes, False, "workspace"),
+    )
+    for ax, (number, shown, hollow, title) in zip(axes[1:], panels, strict=True):
+        _bars(ax, get.of(*number), places, shown, hollow, style)
+        ax.set_title(title)
+    axes[0].set_yticks(list(places.values()), [labels(setting.pass_)[s] for s in series])
+    for ax in axes:
+        ax.grid(False)
+        ax.set_xticks([])
+        ax.spines["bottom"].set_visible(False)
+        ax.set_xlim(0, max(ax.get_xlim()[1] * (1.25 if ax is axes[0] else 1.5), 1e-9))
+    heads = p.batch * p.heads_q
+    size = f"N={p.seqlen_q}" if p.seqlen_q == p.seqlen_k else f"N={p.seqlen_q}, {p.seqlen_k}"
+    figure.legend(
+        *axes[0].get_legend_handles_labels(),
+        loc="outside upper center",
+        ncols=4,
+        title=f"{PASSES[setting.pass_]}, {p.dtype}, {size}, d={p.head_dim}, "
+        f"{heads} head{'s' if heads > 1 else ''}{', causal' if p.causal else ''}",
+    )
+    return figure
+
+
+def _bars(
+    ax: Any,
+    value: Value,
+    places: dict[str, Any],
+    shown: Callable[[float], str],
+    hollow: bool,
+    style: Any,
+) -> None:
+    """A bar for each series that has a value, and the value behind it."""
+    for s, place in places.items():
+        found, colour = value(s), style.COLOURS[s]
+        if found is None:
+            ax.annotate(" none", (0, place), va="center")
+            continue
+        look = {"fill": False, "edgecolor": colour} if hollow else {"color": colour}
+        ax.barh(place, found, height=0.7, **look)
+        ax.annotate(f" {shown(found)}", (found, place), va="center")

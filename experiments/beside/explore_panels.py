@@ -1,0 +1,498 @@
+"""What the page's panels answer: every number of the package's own functions."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache, lru_cache, partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+import fa_numba
+from fa_numba import algorithms, bounds, device, io_model
+from fa_numba.bounds.roofline import PRODUCTS
+from fa_numba.commands import trace as worked
+from fa_numba.problem import Problem
+
+from ..lab.measure.moves import LINES, Trace, events
+from .panels import Answer, Axis, Panel
+
+ORDERS = (("fa1", "FA-1, K/V outer"), ("fa2", "FA-2, Q outer"))
+ALGORITHMS = (("standard", "standard"), *ORDERS)
+YES_NO = ("no", "yes")
+GPU = "H200"  # where the grids of a trace are looked at
+# Lines that a move stands for beside its own: what is computed with the tile.
+COMPUTED = {("fa1", "O", "store"): (9, 10, 11, 12), ("fa2", "V", "load"): (8, 9, 10)}
+MOST_SCORES = 64
+OPERAND = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+# --- both orders, side by side -------------------------------------------------------------------
+
+
+def text_of(algorithm: str) -> list[tuple[str, list[int]]]:
+    """The lines of the algorithm in NumPy from its line 2 or 3 on, without what watches, each with
+    the lines of the paper that it carries out.
+    """
+    source = inspect.getsource(getattr(algorithms, f"{algorithm}_forward")).splitlines()
+    first = next(
+        n for n, line in enumerate(source) if re.match(r" +# (Alg\. 1 line 2|In gl)", line)
+    )
+    found: list[tuple[str, list[int]]] = []
+    lines: list[int] = []
+    watching: int | None = None
+    for line in source[first:]:
+        indent = len(line) - len(line.lstrip())
+        if watching is not None and line.strip() and indent <= watching:
+            watching = None
+        if line.strip().startswith("if watch"):
+            watching = indent
+        if watching is not None:
+            continue
+        named = re.match(r" +# Alg\. 1 lines? ([\d, ]+)", line)
+        if named:
+            lines = [int(n) for n in re.findall(r"\d+", named[1])]
+        elif not line.strip():
+            lines = []
+        found.append((line[4:], lines))
+    return found
+
+
+def steps(trace: Trace) -> Answer:
+    """What the page steps through: of each step "moves|on the chip|tile of S|lines|block", and the
+    bytes so far.
+
+    Where FA-1 fills O, l and m before its first pass, these stores are line 2.
+    """
+    passes = _passes(trace)
+    fills = trace.moves[: -len(passes.moves)]
+    known = LINES[trace.algorithm]
+    said, clock = [], []
+    for event in events(trace):
+        start, stop = event.start, event.stop
+        held = [h for h in passes.held if h.start < stop and start < h.stop]
+        visits = [v for v in passes.visits if v.start <= start < v.stop]
+        lines = {2} if event.moves[0] in fills else {
+            line for m in event.moves for line in (
+                known[m.array, m.kind], *COMPUTED.get((trace.algorithm, m.array, m.kind), ())
+            )
+        }  # fmt: skip
+        moves = (f"{'<' if m.kind == 'load' else '>'}{m.array}{trace.tile(m)}" for m in event.moves)
+        parts = (
+            " ".join(moves),
+            " ".join(dict.fromkeys(f"{h.array}{h.tile}" for h in held)),
+            f"{visits[-1].i},{visits[-1].j}" if visits else "",
+            ",".join(map(str, sorted(lines))),
+            str(event.moves[0].block),
+        )
+        said.append("|".join(parts))
+        clock.append(stop)
+    return {"steps": said, "bytes": clock}
+
+
+def order(trace: Trace, plan: fa_numba.Plan, expected: bounds.Expected) -> Answer:
+    """One order's trace, and its grid on a GPU."""
+
+    def moved(arrays: str, kind: str) -> int:
+        return sum(move.bytes for move in trace.select(tuple(arrays), kind))
+
+    kernel = max(range(len(plan.kernels)), key=lambda n: plan.kernels[n].shared_bytes)
+    blocks = math.prod(plan.kernels[kernel].grid)
+    holds = expected.device.multiprocessors * expected.occupancies[kernel].least
+    return {
+        **steps(trace),
+        "total": trace.bytes,
+        "model": plan.accesses.bytes,
+        "inputs": moved("QKV", "load"),
+        "again": moved("Olm", "load"),
+        "written": moved("OlmL", "store"),
+        "visited": len({(v.i, v.j) for v in _passes(trace).visits}),
+        "grid": " x ".join(map(str, plan.kernels[kernel].grid)),
+        "at_once": min(blocks, holds),
+    }
+
+
+def _passes(trace: Trace) -> Trace:
+    """Without what FA-1 stores before it loads the first Kj."""
+    first = next(n for n, m in enumerate(trace.moves) if m.array in "QK")
+    return replace(trace, moves=trace.moves[first:])
+
+
+def orders(
+    traces: Callable[..., Mapping[str, Trace]], N: int, d: int, Br: int, Bc: int,
+    causal: str, window: int, unit: str,
+) -> Answer:  # fmt: skip
+    """Both traces, and the size of the grid of tiles."""
+    found: Answer = {"Tr": -(-N // Br), "Tc": -(-N // Bc)}
+    gpu = bounds.DEVICES[GPU]
+    for name, trace in traces(N, d, Br, Bc, causal, window, unit).items():
+        with gpu.planning():
+            options: dict[str, Any] = {"kv_splits": 1} if name == "fa2" else {}
+            options |= {"window": (window, window)} if window else {}
+            shape = (1, 1, N, d)
+            plan = fa_numba.plan(
+                shape, shape, algorithm=name, unit=unit, tiles=fa_numba.Tiles(Br, Bc),
+                dtype="float32" if unit == "simt" else "float16", causal=causal == "yes", **options,
+            )  # fmt: skip
+        one = order(trace, plan, bounds.expected(plan, gpu))
+        found |= {f"{name}.{key}": value for key, value in one.items()}
+    return found
+
+
+def orders_panel(traces: Callable[..., Mapping[str, Trace]], baked: Mapping[str, Any]) -> Panel:
+    """`traces` gives those of a state, or raises ValueError; `baked` the values that it has."""
+    return Panel(
+        name="orders",
+        title="Both orders, side by side",
+        question="Why did the second paper exchange the two loops?",
+        sentence="With K and V outside, every pass reads and writes O, l and m of all rows again; "
+        "with Q outside they stay on the chip and O is written once.",
+        axes={
+            "N": Axis("N, rows of Q, K, V", baked["N"], 1, 512),
+            "d": Axis("d", baked["d"], 1, 256),
+            "Br": Axis("Br, rows of Q a tile", baked["Br"], 16, 128),
+            "Bc": Axis("Bc, rows of K a tile", baked["Bc"], 16, 128),
+            "causal": Axis("causal", YES_NO),
+            "window": Axis("window, 0: none", baked["window"], 0, 512),
+            "unit": Axis("unit", ("simt", "mma"),
+                         words={"simt": "CUDA cores, fp32", "mma": "tensor cores, fp16"}),
+        },
+        answer=partial(orders, traces),
+        columns=ORDERS,
+        rows=(
+            ("total", "bytes moved, traced"),
+            ("model", "bytes, closed form"),
+            ("inputs", "of them Q, K, V loaded"),
+            ("again", "O, l, m loaded again"),
+            ("written", "O, l, m, L stored"),
+            ("visited", "tiles of S visited"),
+            ("grid", "thread blocks, grid"),
+            ("at_once", f"blocks that run at a time, {GPU}"),
+        ),
+        note="One head, traced on the emulator, one thread block after the other; on a GPU the "
+        "blocks of a grid run side by side. In 16 bits FA-1's O passes through memory as a float32 "
+        "sum. The clock of both is the bytes moved.",
+    )  # fmt: skip
+
+
+# --- online softmax ------------------------------------------------------------------------------
+
+
+@cache
+def examples() -> dict[str, worked.Rows]:
+    """The worked examples of `python -m fa_numba trace`, and two more."""
+    Q, K, V = np.random.default_rng(0).standard_normal((3, 32, 8))
+    large = [3.0, 1.0, 98.0, 4.0, 97.0, 1.0, 3.0, 1.0]
+    return worked.examples() | {
+        "random": worked.Rows("32 keys, d = 8, standard normal", Q[:1], K, V, 8, None),
+        "large": _row_of(large, "scores beyond what e^x has in float32"),
+    }
+
+
+def _row_of(scores: list[float], title: str) -> worked.Rows:
+    """The scores themselves; V is the unit matrix, so that O is their softmax."""
+    one, every = np.ones((1, len(scores))), np.eye(len(scores))
+    return worked.Rows(f"{title}; V = I", one, np.diag(scores), every, 4, 1.0)
+
+
+def softmax(example: str, block: int, scores: str) -> Answer:
+    """A row in steps, by both orders, and the softmax of its scores by three algorithms."""
+    rows = own_scores(scores) if example == "own" else examples()[example]
+    Q, K, V = rows.Q[:1], rows.K, rows.V
+    block = block or rows.block
+    if block > len(K):
+        raise ValueError(f"block is {block}: allowed is 1 to {len(K)}, the row's keys")
+    found: Answer = {"title": rows.title, "keys": len(K), "block": block}
+    for name, forward in (("fa1", algorithms.fa1_forward), ("fa2", algorithms.fa2_forward)):
+        seen: list[Any] = []
+        out: Any = forward(Q, K, V, Br=1, Bc=block, scale=rows.scale, watch=seen.append)
+        found[f"{name}.steps"] = [
+            {
+                "j": step.j,
+                "keys": [step.columns.start, step.columns.stop],
+                **{what: step.on_chip[at][0] for what, at in
+                   (("S", "Sij"), ("P", "Pij"), ("m", "mi"), ("l", "li"), ("factor", "factor"),
+                    ("O", "Oi"))},
+                "moved": sum(np.size(x) for each in (step.read, step.written)
+                             for at, x in each.items() if at in ("Oi", "li", "mi")),
+            }
+            for step in seen
+        ]  # fmt: skip
+        found[f"{name}.O"] = out[0][0]
+    S = tuple(float(x) for step in found["fa2.steps"] for x in step["S"])
+    for name in ("naive", "safe", "online"):
+        P = _in_float32(S, name)
+        found[f"{name}.P"] = P
+        found[f"{name}.nan"] = int(np.isnan(P).sum())
+        found[f"{name}.accesses"] = io_model.softmax(1, len(S), name).total
+    return found
+
+
+@lru_cache(64)
+def _in_float32(scores: tuple[float, ...], name: str) -> np.ndarray:
+    with device.using("emulator"), np.errstate(all="ignore"):
+        return fa_numba.softmax(np.array([scores], np.float32), algorithm=name)[0]
+
+
+def own_scores(text: str) -> worked.Rows:
+    """A row of the reader's own scores. Raises ValueError with what is wrong in the text."""
+    parts = text.replace(",", " ").split()
+    if not 1 <= len(parts) <= MOST_SCORES:
+        raise ValueError(f"scores has {len(parts)} numbers: allowed are 1 to {MOST_SCORES}")
+    values = []
+    for part in parts:
+        try:
+            value = float(part)
+        except ValueError:
+            value = math.nan
+        if not abs(value) <= 1e4:
+            raise ValueError(f"scores has {part!r}: allowed are numbers from -10000 to 10000")
+        values.append(value)
+    return _row_of(values, "your scores")
+
+
+SOFTMAX = Panel(
+    name="softmax",
+    title="Online softmax, row by row",
+    question="How can a softmax be taken before all its scores are there?",
+    sentence="Keep the largest score so far, m, and the sum l; when m grows, multiply what came "
+    "before by e^(m before - m).",
+    axes={
+        "example": Axis("row of scores", ("1", "2", "3", "random", "large"), words={
+            "1": "worked example 1: four dimensions", "2": "worked example 2: 3 1 2 4 | 5 1 3 1",
+            "3": "worked example 3: 1 2 | 3 4, V = I", "random": "32 random keys, d = 8",
+            "large": "large scores: naive overflows", "own": "your own"}),
+        "block": Axis("keys a tile, 0: the example's", (0, 1, 2, 4), 0, MOST_SCORES),
+        "scores": Axis("your scores", ("3 1 2 4 5 1 3 1",), text=True),
+    },
+    answer=softmax,
+    columns=(("naive", "naive"), ("safe", "safe"), ("online", "online")),
+    rows=(("accesses", "accesses to memory, one vector"), ("nan", "elements that are NaN"),
+          ("P", "softmax in float32")),
+    note="FA-1 divides O by l in every pass, since O leaves the chip; FA-2 keeps O undivided and "
+    "divides once. P of FA-1 is relative to its own tile's largest score. Steps are those of "
+    "algorithms.py in float64, the three softmaxes run on the emulator.",
+)  # fmt: skip
+
+
+# --- tiles ---------------------------------------------------------------------------------------
+
+COUNTS: dict[str, Callable[..., io_model.Accesses]] = {
+    "standard": io_model.standard,
+    "fa1": io_model.fa1,
+    "fa2": io_model.fa2,
+}
+
+
+def tiles(n: int, d: int, Br: int, Bc: int, causal: str, window: int) -> Answer:
+    """Of one head in float16, by the closed forms."""
+    sides = (window, window) if window else (-1, -1)
+    problem = Problem(1, 1, 1, n, n, d, dtype="float16", causal=causal == "yes", window=sides)
+    sizes = SimpleNamespace(Br=Br, Bc=Bc)
+    every = -(-n // Br) * -(-n // Bc)
+    found: Answer = {}
+    for name, _ in ALGORITHMS:
+        visited = io_model.tiles_visited(name, problem, sizes)
+        accesses = COUNTS[name](problem, sizes)
+        one = {
+            "visited": visited,
+            "skipped": every - visited,
+            "entries": visited * Br * Bc,
+            "operations": PRODUCTS["fwd"] * visited,
+            "flops": 2 * PRODUCTS["fwd"] * visited * Br * Bc * d,
+            "workspace": io_model.workspace(name, problem),
+            "loads": accesses.total_loads,
+            "stores": accesses.total_stores,
+            "bytes": accesses.bytes,
+        }
+        found |= {f"{name}.{key}": value for key, value in one.items()}
+    return found | {"all": every, "scores": n * n, "flops": io_model.flops(problem)}
+
+
+TILES = Panel(
+    name="tiles",
+    title="Tile estimator",
+    question="How many tiles is that, and what does skipping save?",
+    sentence="S is cut into tiles; those that no row sees are never visited by the flash "
+    "algorithms. Standard attention stores every entry of S.",
+    axes={
+        "n": Axis("n", (512, 1024, 2048, 4096, 8192, 16384), 1, 1 << 20, first=4096),
+        "d": Axis("d", (64, 128), 1, 256),
+        "Br": Axis("rows of a Q tile", (32, 64, 128, 256), 1, 1024, first=128),
+        "Bc": Axis("rows of a K tile", (32, 64, 128, 256), 1, 1024, first=64),
+        "causal": Axis("causal", YES_NO),
+        "window": Axis("window, 0: none", (0, 256, 1024), 0, 1 << 20),
+    },
+    answer=tiles,
+    columns=ALGORITHMS,
+    rows=(
+        ("visited", "tiles visited"),
+        ("skipped", "tiles skipped"),
+        ("entries", "entries of S computed"),
+        ("operations", "tile operations (products of tiles)"),
+        ("flops", "FLOPs of the tiles"),
+        ("workspace", "workspace, bytes"),
+        ("loads", "elements loaded"),
+        ("stores", "elements stored"),
+        ("bytes", "bytes accessed"),
+    ),
+    note="One head, forward, 16 bits, exact closed forms; any tile sizes, also those that no GPU "
+    "has room for: the plan below says what fits.",
+)
+
+
+# --- traffic and plan ----------------------------------------------------------------------------
+
+
+def plans(
+    gpu: str, T: int, heads: int, d: int, dtype: str, passes: str, causal: str, tiles: str
+) -> Answer:
+    """What each algorithm runs, its bytes and what bounds it."""
+    sheet = bounds.DEVICES[gpu]
+    shape = (1, heads, T, d)
+    sizes = re.fullmatch(r"(\d{1,4}) ?x ?(\d{1,4})", tiles)
+    if sizes is None and tiles != "auto":
+        raise ValueError(f"tiles is {tiles!r}: allowed is auto, or Br x Bc such as 64x128")
+    chosen = fa_numba.Tiles(int(sizes[1]), int(sizes[2])) if sizes else None
+    found: Answer = {"naive.once": 4 * heads * T * d * OPERAND[dtype]}
+    for name, _ in ALGORITHMS:
+        try:
+            with sheet.planning():
+                plan = fa_numba.plan(
+                    shape, shape, algorithm=name, dtype=dtype, passes=passes,
+                    causal=causal == "yes", tiles=chosen,
+                )  # fmt: skip
+        except ValueError as error:
+            found[f"{name}.refused"] = str(error)
+            continue
+        found |= {f"{name}.{key}": value for key, value in _plan(plan, sheet)}
+    return found
+
+
+def _plan(plan: fa_numba.Plan, gpu: bounds.Device) -> Iterator[tuple[str, Any]]:
+    expected = bounds.expected(plan, gpu)
+    main = max(range(len(plan.kernels)), key=lambda n: plan.kernels[n].shared_bytes)
+    kernel, blocks = plan.kernels[main], expected.occupancies[main]
+    yield "unit", plan.unit
+    yield "tiles", f"{plan.tiles.Br} x {plan.tiles.Bc}"
+    yield "grid", " x ".join(map(str, kernel.grid))
+    yield "threads", kernel.threads
+    yield "shared", kernel.shared_bytes
+    yield "blocks", str(blocks)
+    yield "limit", blocks.limit
+    yield "splits", max(plan.kv_splits, plan.group_splits)
+    yield "busy", 100 * expected.busy
+    yield "bytes", plan.accesses.bytes
+    yield "dram", expected.dram.bytes
+    yield "served", "yes" if expected.dram.served else "no"
+    yield "naive", _naive(plan)
+    yield "workspace", plan.workspace_bytes
+    for key in ("compute", "l2", "memory", "floor"):
+        time = getattr(expected, key)
+        yield f"{key}_us", None if time is None else 1e6 * time
+    yield "bound", expected.bound
+    count: Any = plan.count
+    for what, change in (
+        ("Br", {"Br": -(-plan.tiles.Br // 2)}),
+        ("Bc", {"Bc": -(-plan.tiles.Bc // 2)}),
+    ):
+        sizes = SimpleNamespace(**{"Br": plan.tiles.Br, "Bc": plan.tiles.Bc, **change})
+        other = count.func(plan.problem, sizes, **count.keywords).bytes
+        yield f"half_{what}", other / plan.accesses.bytes
+    for what in ("unit", "tiles", "kv_splits", "group_splits"):
+        yield f"why_{what}", plan.why.get(what)
+
+
+def _naive(plan: fa_numba.Plan) -> int | None:
+    """Bytes by the formulas that articles repeat; of the backward pass there is none here."""
+    if plan.passes == "bwd":
+        return None
+    p, size = plan.problem, OPERAND[plan.problem.dtype]
+    if plan.algorithm == "standard":
+        return size * io_model.standard_paper(p)
+    once = 4 * p.heads_q * p.seqlen_q * p.head_dim
+    return size * (io_model.fa1_paper(p, plan.tiles.Bc) if plan.algorithm == "fa1" else once)
+
+
+PLAN_AXES = {
+    "gpu": Axis(
+        "GPU",
+        ("A100", "H100", "H200", "RTX 4090"),
+        first=GPU,
+        words={name: name for name in bounds.DEVICES},
+    ),
+    "T": Axis("T, sequence length", (512, 2048, 8192, 32768), 1, 1 << 20, first=8192),
+    "heads": Axis("heads", (8, 64), 1, 4096),
+    "d": Axis("d, head dimension", (64, 128), 1, 256),
+    "dtype": Axis("dtype", ("float16", "float32")),
+    "passes": Axis("pass", ("fwd", "bwd"), words={"fwd": "forward", "bwd": "backward"}),
+    "causal": Axis("causal", YES_NO),
+    "tiles": Axis("tiles Br x Bc", ("auto", "64x64", "128x64", "64x128"), text=True),
+}
+
+
+def _left_out(tiles: str, causal: str, **_: Any) -> bool:
+    """Tiles of the reader's own under a mask: a third of the page's size."""
+    return tiles != "auto" and causal == "yes"
+
+
+TRAFFIC = Panel(
+    name="traffic",
+    title="Traffic",
+    question="What moves, and does a block size change it?",
+    sentence="Fewer, larger tiles move less of what is loaded again; what L2 holds never reaches "
+    "DRAM a second time.",
+    axes=PLAN_AXES,
+    answer=plans,
+    columns=ALGORITHMS,
+    rows=(
+        ("bytes", "bytes accessed, all served by L2"),
+        ("dram", "bytes of DRAM, by a rule"),
+        ("served", "half of L2 holds what is gone over"),
+        ("naive", "bytes by the paper's formula"),
+        ("half_Br", "bytes at half Br, times"),
+        ("half_Bc", "bytes at half Bc, times"),
+        ("workspace", "memory beside Q, K, V, O, bytes"),
+        ("compute_us", "compute takes, µs"),
+        ("l2_us", "L2 takes, µs"),
+        ("memory_us", "DRAM takes, µs"),
+        ("floor_us", "time at least, µs"),
+        ("bound", "bound by"),
+    ),
+    note="Nothing here is measured: accesses are exact closed forms, DRAM a rule of thumb, times "
+    "follow from data sheets. Formulas that articles repeat: standard 4 T d + 4 T² elements a "
+    "head, FA-1 the paper's Fig. 2, FA-2 Q, K, V and O once; without a mask.",
+    left_out=_left_out,
+)
+
+PLAN = Panel(
+    name="plan",
+    title="Your GPU",
+    question="What would run on your GPU, and why?",
+    sentence="The plan takes the unit, tiles and grid that fit the GPU; it says why.",
+    axes=PLAN_AXES,
+    answer=plans,
+    columns=ALGORITHMS,
+    rows=(
+        ("unit", "unit"),
+        ("tiles", "tiles Br x Bc"),
+        ("grid", "grid, blocks"),
+        ("splits", "blocks that share a tile's loop"),
+        ("threads", "threads a block"),
+        ("shared", "shared memory a block, bytes"),
+        ("blocks", "blocks a multiprocessor"),
+        ("limit", "limited by"),
+        ("busy", "multiprocessors busy, %"),
+        ("why_unit", "why this unit"),
+        ("why_tiles", "why these tiles"),
+        ("why_kv_splits", "why so many blocks, forward"),
+        ("why_group_splits", "why so many blocks, backward"),
+    ),
+    note="The same inputs as above: the two panels go together.",
+    left_out=_left_out,
+)

@@ -1,0 +1,160 @@
+"""torch's flex_attention, compiled for a problem: the peer where torch's other kernels lack an
+option. torch may be missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from fa_numba.problem import Problem
+
+from ..lab.measure import peers
+
+try:
+    import torch
+except ImportError:  # pragma: no cover
+    torch = None
+
+# Processes that compile at a time; each has its own context on the GPU.
+MOST_JOBS = 8
+# Tiles that flex_attention's kernel has on their way where a bias is read.
+BIAS_STAGES = 2
+
+
+def call(problem: Problem, q: Any, k: Any, v: Any, **given: Any) -> Callable[..., Any]:
+    """A function that runs flex_attention once on q, k and v; it takes `out` and leaves it alone.
+
+    It is compiled at the first run, for this problem alone. `given` are the options of our call,
+    arrays on the GPU. Packed sequences are one long one here, whose mask tells them apart; q, k and
+    v are then copied to the layout that flex_attention has, before any run.
+    """
+    run = _compiled(problem, *_laid_out(problem, q, k, v), **given)
+    return lambda out=None: _as_given(problem, run())
+
+
+def _laid_out(problem: Problem, *arrays: Any) -> tuple[Any, ...]:
+    """The arrays as flex_attention has them: packed ones copied to (1, heads, total, d)."""
+    if not problem.packed:
+        return arrays
+    return tuple(x.transpose(0, 1)[None].contiguous() for x in arrays)
+
+
+def _as_given(problem: Problem, x: Any) -> Any:
+    """Back again, without a copy."""
+    return x[0].transpose(0, 1) if problem.packed else x
+
+
+def _compiled(problem: Problem, q: Any, k: Any, v: Any, **given: Any) -> Callable[[], Any]:
+    """A function that gives O of arrays that are laid out."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    # Else a new mask would be one of many of one compiled function, of which torch keeps a few.
+    torch._dynamo.reset()
+    options: dict[str, Any] = {"scale": problem.scale, "enable_gqa": problem.group > 1}
+    visible = _mask_mod(problem, **given)
+    if visible is not None:
+        sizes = q.shape[2], k.shape[2]
+        options["block_mask"] = create_block_mask(visible, None, None, *sizes, device="cuda")
+    options["score_mod"] = _score_mod(problem, **given)
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    if problem.bias is not None:
+        # As many tiles of a bias as torch prefetches by default take more memory than a block has.
+        options["kernel_options"] = {"num_stages": BIAS_STAGES}
+
+    return lambda: compiled(q, k, v, **options)
+
+
+def gradients(problem: Problem, pass_: str, *arrays: Any, **given: Any) -> Callable[..., Any]:
+    """A function that gives dq, dk and dv once, as `peers.gradients` does."""
+    import torch._functorch.config as functorch
+
+    functorch.donated_buffer = False  # a backward pass runs more than once here
+    *inputs, dout = _laid_out(problem, *(x.detach() for x in arrays))
+    leaves = tuple(x.requires_grad_() for x in inputs)
+    forward = _compiled(problem, *leaves, **given)
+    kept = forward() if pass_ == "bwd" else None
+
+    def run(out: Any = None) -> Any:
+        if kept is not None:
+            found = torch.autograd.grad(kept, leaves, dout, retain_graph=True)
+        else:
+            found = torch.autograd.grad(forward(), leaves, dout)
+        return tuple(_as_given(problem, x) for x in found)
+
+    return run
+
+
+def _mask_mod(problem: Problem, cu_seqlens_q: Any = None, **_: Any) -> Callable | None:
+    """Which column j a row i sees; None where it sees all."""
+    left, right, diagonal = problem.left, problem.right, problem.diagonal
+    if cu_seqlens_q is not None:
+        ends = torch.as_tensor(cu_seqlens_q, device="cuda")[1:].long()
+        rows = torch.arange(int(ends[-1]), device="cuda")
+        entry = torch.searchsorted(ends, rows, right=True)
+        if right is None:
+            return lambda b, h, i, j: entry[i] == entry[j]
+        return lambda b, h, i, j: (entry[i] == entry[j]) & (j <= i + right)
+    if left is not None and right is not None:
+        return lambda b, h, i, j: (j <= i + diagonal + right) & (j >= i + diagonal - left)
+    if right is not None:
+        return lambda b, h, i, j: j <= i + diagonal + right
+    return None
+
+
+def _score_mod(
+    problem: Problem, alibi_slopes: Any = None, bias: Any = None, **_: Any
+) -> Callable | None:
+    """What becomes of a score s of row i and column j; None where it stays. One option at most."""
+    cap, diagonal = problem.softcap, problem.diagonal
+    if cap is not None:
+        return lambda s, b, h, i, j: cap * torch.tanh(s / cap)
+    if alibi_slopes is not None:  # with a causal mask, so that j is never ahead
+        return lambda s, b, h, i, j: s + alibi_slopes[h] * (j - i - diagonal)
+    if bias is not None:
+        added = bias.expand(problem.score_shape)
+        return lambda s, b, h, i, j: s + added[b, h, i, j]
+    return None
+
+
+@contextlib.contextmanager
+def compiling(make: Callable[[Any], Callable], items: Sequence[Any]) -> Iterator[None]:
+    """While the block runs, other processes run `make(item)()` once for every item, a function of
+    a module: torch keeps on disk what it compiles. What fails there is left to fail where it is
+    measured.
+    """
+    if not items or not peers.available():
+        yield
+        return
+    jobs = min(MOST_JOBS, len(items), os.cpu_count() or 1)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, spawn, initializer=_compile_alone) as pool:
+        futures = [pool.submit(_run_once, make, item) for item in items]
+        try:
+            yield
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        for future in futures:
+            future.exception()
+
+
+def _compile_alone() -> None:
+    """Have torch compile in this process, which is one of many, and in no others of its own."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+
+
+def _run_once(make: Callable[[Any], Callable], item: Any) -> None:
+    make(item)()
+    torch.cuda.synchronize()
+
+
+def options_on_gpu(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a call with their float32 arrays on the GPU; all others as they are."""
+    arrays = {name: x for name, x in given.items() if getattr(x, "dtype", None) == "float32"}
+    moved = peers.on_device(tuple(arrays.values()))
+    return {**given, **dict(zip(arrays, moved, strict=True))}

@@ -1,0 +1,247 @@
+"""What a profiler says of a kernel: our names, Nsight Compute's, and the emulator's numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..lab.measure import counters
+from ..lab.measure.counters import Case, CountersError
+
+Counts = Any  # emulator.Counts
+
+
+@dataclass(frozen=True)
+class Counter:
+    """A number that the hardware and the emulator count.
+
+    `names` are Nsight Compute's, alternatives of which the first that a GPU has is taken; or
+    `opcodes` is a pattern of the instructions whose executions are added up. `counted` gives the
+    emulator's number.
+    """
+
+    counted: Callable[[Counts], int]
+    names: tuple[str, ...] = ()
+    opcodes: str = ""
+
+
+def _traffic(space: str, kind: str, field: str) -> Callable[[Counts], int]:
+    return lambda counts: getattr(counts.total(space=space, kind=kind), field)
+
+
+def _memory(space: str, kind: str, field: str, *names: str) -> Counter:
+    return Counter(_traffic(space, kind, field), tuple(f"{name}.sum" for name in names))
+
+
+def _instructions(kind: str, opcodes: str) -> Counter:
+    return Counter(lambda counts: counts.instructions[kind], opcodes=opcodes)
+
+
+_WAVEFRONTS = "l1tex__data_pipe_lsu_wavefronts_mem_shared"
+_CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared"
+_REQUESTS = "l1tex__t_requests_pipe_lsu_mem_global_op"
+_SECTORS = "l1tex__t_sectors_pipe_lsu_mem_global_op"
+
+
+def _sass(name: str) -> str:
+    """What a counter is called, behind its unit, where instrumented code counts it."""
+    return f"sass_{name.replace('__', '_')}"
+
+
+def _of_copies(name: str) -> tuple[str, ...]:
+    """The names that a counter of cp.async, LDGSTS in SASS, has in one version or another."""
+    return f"smsp__{_sass(name)}_ldgsts", f"sm__{_sass(name)}_ldgsts", f"{name}_ldgsts"
+
+
+def _shared_wavefronts(counts: Counts) -> int:
+    """Those of loads and stores, and one for each shuffle, which takes the same way."""
+    both = [counts.total(space="shared", kind=kind).wavefronts for kind in ("load", "store")]
+    return sum(both) + counts.instructions["shuffle"]
+
+
+def _shared_conflicts(counts: Counts) -> int:
+    return sum(counts.total(space="shared", kind=kind).conflicts for kind in ("load", "store"))
+
+
+def _read(field: str) -> Callable[[Counts], int]:
+    """Loads and copies, which the profiler's global loads are together."""
+    by_kind = [_traffic("global", kind, field) for kind in ("load", "copy")]
+    return lambda counts: sum(number(counts) for number in by_kind)
+
+
+def _written(field: str) -> Callable[[Counts], int]:
+    """Stores and atomics, whose operands go to L2 as stores do."""
+    by_kind = [_traffic("global", kind, field) for kind in ("store", "atomic")]
+    return lambda counts: sum(number(counts) for number in by_kind)
+
+
+# A request is a warp's instruction; ldmatrix is a load. Wavefronts are the hardware's steps of
+# shared memory, conflicts the ones beyond what the same bytes need without. Global loads are those
+# of copies too. Sectors from L2 are counted as if L1 kept nothing.
+COUNTERS = {
+    "shared wavefronts": Counter(_shared_wavefronts, (f"{_WAVEFRONTS}.sum",)),
+    "shared conflicts": Counter(_shared_conflicts, (f"{_CONFLICTS}.sum",)),
+    "shared load wavefronts": _memory("shared", "load", "wavefronts", f"{_WAVEFRONTS}_op_ld"),
+    "shared load conflicts": _memory("shared", "load", "conflicts", f"{_CONFLICTS}_op_ld"),
+    "shared store wavefronts": _memory("shared", "store", "wavefronts", f"{_WAVEFRONTS}_op_st"),
+    "shared store conflicts": _memory("shared", "store", "conflicts", f"{_CONFLICTS}_op_st"),
+    "copy wavefronts": _memory("shared", "copy", "wavefronts", *_of_copies(f"{_WAVEFRONTS}_op")),
+    "copy conflicts": _memory(
+        "shared",
+        "copy",
+        "conflicts",
+        *_of_copies(f"{_CONFLICTS}_op"),
+    ),
+    "global load requests": Counter(_read("requests"), (f"{_REQUESTS}_ld.sum",)),
+    "global load sectors": Counter(_read("sectors"), (f"{_SECTORS}_ld.sum",)),
+    "global store requests": _memory("global", "store", "requests", f"{_REQUESTS}_st"),
+    "global store sectors": _memory("global", "store", "sectors", f"{_SECTORS}_st"),
+    "copy requests": _memory("global", "copy", "requests", *_of_copies(_REQUESTS)),
+    "copy sectors": _memory("global", "copy", "sectors", *_of_copies(_SECTORS)),
+    "atomic requests": _memory("global", "atomic", "requests", f"{_REQUESTS}_red"),
+    "atomic sectors": _memory("global", "atomic", "sectors", f"{_SECTORS}_red"),
+    "sectors from L2": Counter(_read("sectors"), (counters.L2_READ,)),
+    "sectors to L2": Counter(_written("sectors"), (counters.L2_WRITE,)),
+    "load instructions": _instructions("load", r"LDS|LDSM|LDG|LD"),
+    "store instructions": _instructions("store", r"STS|STG|ST"),
+    "copy instructions": _instructions("copy", r"LDGSTS"),
+    "atomic instructions": _instructions("atomic", r"RED|REDG|ATOM|ATOMG"),
+    "mma instructions": _instructions("mma", r"HMMA"),
+    "fma instructions": _instructions("fma", r"FFMA"),
+    "exp instructions": _instructions("exp", r"MUFU\.EX2"),
+    "shuffle instructions": _instructions("shuffle", r"SHFL"),
+    "barrier instructions": _instructions("barrier", r"BAR"),
+}
+# What the hardware says beside.
+BESIDE = {
+    "matrix wavefronts": f"smsp__{_sass(_WAVEFRONTS)}_op_ldsm.sum",
+    "matrix conflicts": f"smsp__{_sass(_CONFLICTS)}_op_ldsm.sum",
+    "copy sectors past L1": f"sm__{_sass(_SECTORS)}_ldgsts_cache_bypass.sum",
+    "copy requests past L1": f"sm__{_sass(_REQUESTS)}_ldgsts_cache_bypass.sum",
+    "copy wavefronts past L1": f"sm__{_sass(_WAVEFRONTS)}_op_ldgsts_cache_bypass.sum",
+    "tensor instructions": "sm__inst_executed_pipe_tensor.sum",
+    "xu instructions": "sm__inst_executed_pipe_xu.sum",
+    "instructions": "smsp__inst_executed.sum",
+}
+# Nothing is lost where no other name is known.
+CERTAIN = (*counters.TRAFFIC, f"{_WAVEFRONTS}.sum", f"{_CONFLICTS}.sum")
+
+
+def counted(counts: Counts) -> dict[str, int]:
+    """The emulator's number of every counter."""
+    return {name: counter.counted(counts) for name, counter in COUNTERS.items()}
+
+
+def chosen(known: set[str] | None) -> dict[str, str]:
+    """Our name -> Nsight Compute's, of those that are `known` without their suffix; None for all.
+
+    Metrics of instrumented code are taken as known where the list has none of them: it may leave
+    them out.
+    """
+    if known is not None and not any("__sass_" in name for name in known):
+        known = None
+
+    def have(metric: str) -> bool:
+        return known is None or metric.partition(".")[0] in known
+
+    found = {}
+    every = {name: counter.names for name, counter in COUNTERS.items() if counter.names}
+    every |= {name: (metric,) for name, metric in BESIDE.items()}
+    for name, metrics in every.items():
+        metric = next(filter(have, metrics), None)
+        if metric is not None:
+            found[name] = metric
+    return found
+
+
+def usable(case: Case, say: Callable[[str], None]) -> dict[str, str]:
+    """Our name -> Nsight Compute's, of those that it gives here; says which it does not.
+
+    They are tried on `case`; a name that ncu refuses or leaves empty is left out, and the rest is
+    tried again. Raises CountersError where not even CERTAIN ones are given.
+    """
+    names = chosen(counters.available_metrics())
+    wanted = set(BESIDE) | {name for name, counter in COUNTERS.items() if counter.names}
+    dropped = wanted - set(names)
+    while True:
+        metrics = list(dict.fromkeys((*counters.TRAFFIC, *names.values())))
+        try:
+            (result,) = counters.count([case], metrics)
+        except CountersError as error:
+            refused = {name for name, metric in names.items() if _named(metric, str(error))}
+            if not refused:
+                refused = {name for name, metric in names.items() if metric not in CERTAIN}
+                say(f"  {error}")
+            if not refused:
+                raise
+            names = {name: metric for name, metric in names.items() if name not in refused}
+            dropped |= refused
+            continue
+        if isinstance(result, str):
+            raise CountersError(result)
+        break
+    if dropped:
+        say(f"  Nsight Compute has no counter here of: {', '.join(sorted(dropped))}")
+    return names
+
+
+def _named(metric: str, text: str) -> bool:
+    base = re.escape(metric.removesuffix(".sum"))
+    return re.search(rf"\b{base}(\.|\b)", text) is not None
+
+
+def executed(opcodes: Mapping[str, float]) -> dict[str, float]:
+    """Executed warp instructions by our names, of a launch's opcodes with their modifiers."""
+    return {
+        name: sum(n for opcode, n in opcodes.items() if _is(opcode, counter.opcodes))
+        for name, counter in COUNTERS.items()
+        if counter.opcodes
+    }
+
+
+def _is(opcode: str, pattern: str) -> bool:
+    return re.fullmatch(rf"({pattern})(\..*)?", opcode) is not None
+
+
+Numbers = list[dict[str, float] | str]
+
+
+def profiled(
+    cases: Sequence[Case], names: Mapping[str, str], say: Callable[[str], None]
+) -> tuple[Numbers, Numbers]:
+    """Of each case (ncu's metric -> value, our name -> executed instructions), or why it failed."""
+    say(f"  Nsight Compute: {len(cases)} calls, {len(names)} counters")
+    metrics = list(dict.fromkeys((*counters.TRAFFIC, *names.values())))
+    return _tried(counters.count, cases, metrics, say=say), _classes(cases, say)
+
+
+def _classes(cases: Sequence[Case], say: Callable[[str], None]) -> Numbers:
+    found = _tried(counters.count_opcodes, cases, say=say)
+    return [each if isinstance(each, str) else executed(each) for each in found]
+
+
+def _tried(
+    count: Callable[..., Numbers], cases: Sequence[Case], *given: Any, say: Callable[[str], None]
+) -> Numbers:
+    try:
+        return count(cases, *given)
+    except CountersError as error:
+        say(f"  {error}")
+        return [f"failed: {error}"] * len(cases)
+
+
+def ratio(measured: float | None, count: float | None) -> float | None:
+    """Measured over counted; 1 where both are 0, None without one of them."""
+    if measured is None or count is None:
+        return None
+    if measured == count:
+        return 1.0
+    return measured / count if count else float("inf")
+
+
+def share_equal(ratios: Iterable[float | None], within: float = 0.0) -> tuple[int, int]:
+    """(how many ratios are 1, `within` so much, how many there are)."""
+    known = [each for each in ratios if each is not None]
+    return sum(abs(each - 1) <= within for each in known), len(known)

@@ -1,0 +1,375 @@
+"""What the processes of experiment `ring` run, a GPU each, and how they are begun."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..lab.measure.timing import PEER_BOUND, ROUNDING, attempt
+
+# Series: what runs a whole problem on every GPU alone, both orders, and others' ways.
+ONE, KV, Q, ULYSSES = "one-gpu", "ring-kv", "ring-q", "ulysses"
+CP_FLASH, CP_CUDNN = "torch-cp-fa2", "torch-cp-cudnn"
+OURS = (KV, Q)
+SERIES = (ONE, *OURS, ULYSSES, CP_FLASH, CP_CUDNN)
+HEADS, CHECKED = 16, 1024
+LINK, MERGE = "link", "merge"
+LINK_BYTES = 2**29
+_BACKENDS = {CP_FLASH: "FLASH_ATTENTION", CP_CUDNN: "CUDNN_ATTENTION"}
+# Seconds between two looks at what was found.
+POLL = 0.5
+# A collective that waits so long has lost a rank.
+TIMEOUT = datetime.timedelta(seconds=120)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call to time: a series and a problem of `seqlen` rows over all ranks; LINK or MERGE."""
+
+    series: str
+    seqlen: int
+    head_dim: int
+    causal: bool
+    pass_: str
+    repeats: int
+
+
+@dataclass
+class Found:
+    """What the ranks found for the task of this index: milliseconds of each repeat on the slowest
+    rank, bytes sent by the rank that sends most, MiB of the one that takes most.
+    """
+
+    index: int
+    samples: list[float]
+    sent: int = 0
+    memory: float = 0.0
+    failure: str = ""
+
+
+def run(tasks: Sequence[Task], ranks: int) -> Iterator[Found]:
+    """Time the tasks over so many processes of this host, on a GPU each: what was found of each as
+    it comes. Who stops asking ends the processes.
+    """
+    from torch import multiprocessing
+
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "found"
+        arguments = ranks, f"{folder}/store", list(tasks), str(results)
+        begun, failure = attempt(
+            multiprocessing.spawn, _rank, arguments, nprocs=ranks, join=False, daemon=True
+        )
+        seen = 0
+        try:
+            ended = begun is None
+            while not ended:
+                ended, failure = attempt(begun.join, POLL)
+                for found in _lines(results)[seen:]:
+                    seen += 1
+                    yield found
+                ended = ended or bool(failure)
+        finally:
+            for process in begun.processes if begun is not None else ():
+                process.kill()
+    for n in range(seen, len(tasks)):
+        yield Found(n, [], failure=failure or "failed: no rank has said why")
+
+
+def _lines(results: Path) -> list[Found]:
+    """What the first rank has written; a line that is not whole yet is left for later."""
+    if not results.exists():
+        return []
+    whole = results.read_text("utf-8").rpartition("\n")[0]
+    return [Found(**json.loads(line)) for line in whole.splitlines()]
+
+
+def _rank(rank: int, ranks: int, store: str, tasks: Sequence[Task], results: str) -> None:
+    """One process: every task in turn, all ranks at once; rank 0 writes what was found."""
+    import torch
+    from torch import distributed as dist
+
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=TIMEOUT,
+        device_id=device,
+    )  # fmt: skip
+    bench = _Bench(rank, ranks, device)
+    for index, task in enumerate(tasks):
+        found = bench.found(index, task)
+        if rank == 0:
+            with open(results, "a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(found)) + "\n")
+    dist.destroy_process_group()
+
+
+class _Bench:
+    """A rank's side of the timing."""
+
+    def __init__(self, rank: int, ranks: int, device: Any) -> None:
+        import torch
+
+        self.torch, self.dist = torch, torch.distributed
+        self.rank, self.ranks, self.device = rank, ranks, device
+        self.flushed = torch.empty(2**28, device=device)
+        self.checked: dict[tuple[str, bool, str, int], str] = {}
+        self.mesh = None
+
+    def found(self, index: int, task: Task) -> Found:
+        """Check the task's kind of call once, then time it; every rank comes to the same end."""
+        within, failure = attempt(self._within, task.series, task.causal)
+        failure = self._shared(failure)
+        if failure:
+            return Found(index, [], failure=failure)
+        with within:
+            failure = self._checked(task) if task.series in SERIES else ""
+            if failure:
+                return Found(index, [], failure=failure)
+            self.torch.cuda.empty_cache()
+            call, failure = attempt(self._call, task)
+            failure = self._shared(failure)
+            if failure:
+                return Found(index, [], failure=failure)
+            samples, sent, memory, failure = self._timed(call, task)
+            return Found(index, samples, sent, memory, failure)
+
+    def _shared(self, failure: str) -> str:
+        """The failure of any rank, known to all."""
+        means: list[Any] = [None] * self.ranks
+        self.dist.all_gather_object(means, failure)
+        return next((each for each in means if each), "")
+
+    def _call(self, task: Task) -> Callable[[], Any]:
+        torch = self.torch
+        if task.series == LINK:
+            return self._exchange()
+        rows = task.seqlen if task.series == ONE else task.seqlen // self.ranks
+        generator = torch.Generator(self.device).manual_seed(self.rank)
+        shape = (1, HEADS, rows, task.head_dim)
+        arrays = [
+            torch.randn(shape, device=self.device, generator=generator, dtype=torch.float16)
+            for _ in range(3 if task.pass_ == "fwd" else 4)
+        ]
+        if task.series == MERGE:
+            return self._merge(arrays)
+        return self._attention(task.series, task.causal, task.pass_, arrays)
+
+    def _exchange(self) -> Callable[[], Any]:
+        from fa_numba.ring.link import Link
+
+        torch, link = self.torch, Link(None)
+        sent, received = (
+            torch.zeros(LINK_BYTES, dtype=torch.uint8, device=self.device) for _ in range(2)
+        )
+        return lambda: link.exchange((sent,), (received,)).wait()
+
+    def _merge(self, arrays: Sequence[Any]) -> Callable[[], Any]:
+        from fa_numba.ring.parts import Kind, Part, Sum
+
+        rows = 0, arrays[0].shape[2]
+        lse = self.torch.zeros(arrays[0].shape[:3], device=self.device)
+        x, y = (Part([z], lse.clone()) for z in arrays[:2])
+        into = Sum(Kind("bhnd", x.tensors, lse=True), rows, wide=False)
+        into.take(x, rows)
+        return lambda: into.take(y, rows)
+
+    def _attention(
+        self, series: str, causal: bool, pass_: str, arrays: Sequence[Any]
+    ) -> Callable[[], Any]:
+        """A function that gives O, or dq, dk and dv."""
+        torch = self.torch
+        forward = self._forward(series, causal)
+
+        def run() -> Any:
+            if pass_ == "fwd":
+                with torch.no_grad():
+                    return (forward(*arrays[:3]),)
+            leaves = [x.detach().requires_grad_() for x in arrays[:3]]
+            forward(*leaves).backward(arrays[3])
+            return tuple(x.grad for x in leaves)
+
+        return run
+
+    def _forward(self, series: str, causal: bool) -> Callable[..., Any]:
+        torch = self.torch
+        import fa_numba.torch as ours
+
+        if series == ONE:
+            return lambda q, k, v: ours.attention(q, k, v, causal=causal)
+        if series in OURS:
+            travels = series.removeprefix("ring-")
+            return lambda q, k, v: ours.ring_attention(q, k, v, travels=travels, causal=causal)
+        if series == ULYSSES:
+            to_heads, to_rows = _all_to_all(torch)
+
+            def run(q: Any, k: Any, v: Any) -> Any:
+                whole = (to_heads.apply(x) for x in (q, k, v))
+                return to_rows.apply(ours.attention(*whole, causal=causal))
+
+            return run
+        return lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=causal
+        )
+
+    def _within(self, series: str, causal: bool) -> Any:
+        """Of torch's context parallelism the context, whose split with a mask is the zigzag."""
+        if series not in _BACKENDS:
+            return contextlib.nullcontext()
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.experimental import _attention as theirs
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        if self.mesh is None:
+            self.mesh = init_device_mesh(self.device.type, (self.ranks,))
+        theirs._cp_options.enable_load_balance = causal
+        # The parts are split already; it asks for a tensor to split.
+        some = self.torch.zeros(1, 1, 256 * self.ranks, 1, device=self.device)
+        stack = contextlib.ExitStack()
+        stack.enter_context(
+            theirs.context_parallel(
+                self.mesh, buffers=[some], buffer_seq_dims=[2], no_restore_buffers={some}
+            )
+        )
+        stack.enter_context(sdpa_kernel(getattr(SDPBackend, _BACKENDS[series])))
+        return stack
+
+    def _timed(self, call: Callable[[], Any], task: Task) -> tuple[list[float], int, float, str]:
+        from fa_numba import device as own
+        from fa_numba.ring import count_link
+
+        torch, dist = self.torch, self.dist
+
+        def once() -> tuple[int, float]:
+            torch.cuda.reset_peak_memory_stats()
+            with own.track_memory() as workspace, count_link() as moved:
+                call()
+                torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() - self.flushed.nbytes
+            return moved.sent, (peak + workspace.peak_bytes) / 2**20
+
+        first, failure = attempt(once)
+        failure = self._shared(failure)
+        if failure:
+            return [], 0, 0.0, failure
+        if task.repeats > 2:
+            call()
+        times = []
+        for _ in range(task.repeats):
+            dist.barrier()
+            torch.cuda.synchronize()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            # Out of the L2 cache, and the host's part of the call is hidden behind it.
+            self.flushed.zero_()
+            self.flushed.zero_()
+            begin.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end))
+        every = torch.tensor([*times, *first], dtype=torch.float64, device=self.device)
+        dist.all_reduce(every, op=dist.ReduceOp.MAX)
+        *times, sent, memory = every.tolist()
+        return times, int(sent), memory, ""
+
+    # --- checks ------------------------------------------------------------------------------
+
+    def _checked(self, task: Task) -> str:
+        """Why such a call is not to be timed: once of a short problem, against float64."""
+        key = (task.series, task.causal, task.pass_, task.head_dim)
+        if key not in self.checked:
+            problem, failure = attempt(self._compare, *key)
+            self.checked[key] = self._shared(failure or problem)
+        return self.checked[key]
+
+    def _compare(self, series: str, causal: bool, pass_: str, d: int) -> str:
+        torch = self.torch
+        from fa_numba.torch import ring_split
+
+        generator = torch.Generator(self.device).manual_seed(7)
+        shape = (1, HEADS, CHECKED, d)
+        whole = [
+            torch.randn(shape, device=self.device, generator=generator, dtype=torch.float16)
+            for _ in range(4)
+        ]
+        zigzag = causal and series in (*OURS, *_BACKENDS)
+
+        def part(x: Any) -> Any:
+            return x if series == ONE else ring_split(x, self.rank, self.ranks, causal=zigzag)
+
+        found = self._attention(series, causal, pass_, [part(x).contiguous() for x in whole])()
+        one = self._attention(ONE, causal, pass_, whole)()
+        exact = _float64(torch, whole, causal, pass_)
+        for got, single, right in zip(found, one, exact, strict=True):
+            error = _relative(got, part(right))
+            bound = 2 * _relative(single, right) + 2 * ROUNDING["float16"]
+            bound = PEER_BOUND["float16"] if series in _BACKENDS else bound
+            if not error <= bound:
+                return f"failed: error {error:.2e} against float64, allowed {bound:.2e}"
+        return ""
+
+
+def _relative(found: Any, right: Any) -> float:
+    return float((found.double() - right).norm() / right.norm())
+
+
+def _float64(torch: Any, whole: Sequence[Any], causal: bool, pass_: str) -> tuple[Any, ...]:
+    """O, or dq, dk and dv, in float64."""
+    q, k, v = (x.double().requires_grad_() for x in whole[:3])
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    if causal:
+        above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(above, -math.inf)
+    out = scores.softmax(-1) @ v
+    if pass_ == "fwd":
+        return (out.detach(),)
+    return torch.autograd.grad(out, (q, k, v), whole[3].double())
+
+
+def _all_to_all(torch: Any) -> tuple[Any, Any]:
+    """DeepSpeed-Ulysses' two exchanges (arXiv 2309.14509): all rows of a share of the heads, and
+    back, each the other's gradient.
+    """
+    dist = torch.distributed
+
+    def heads(x: Any) -> Any:  # (1, H, n, d) to (1, H / P, P n, d)
+        P = dist.get_world_size()
+        _, H, n, d = x.shape
+        sent = x.reshape(P, H // P, n, d).contiguous()
+        got = torch.empty_like(sent)
+        dist.all_to_all_single(got, sent)
+        return got.transpose(0, 1).reshape(1, H // P, P * n, d)
+
+    def rows(x: Any) -> Any:  # and back
+        P = dist.get_world_size()
+        _, h, N, d = x.shape
+        sent = x.reshape(h, P, N // P, d).transpose(0, 1).contiguous()
+        got = torch.empty_like(sent)
+        dist.all_to_all_single(got, sent)
+        return got.reshape(1, P * h, N // P, d)
+
+    class ToHeads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return heads(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return rows(gradient)
+
+    class ToRows(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return rows(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return heads(gradient)
+
+    return ToHeads, ToRows

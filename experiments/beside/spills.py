@@ -1,0 +1,80 @@
+"""What Hopper's backward kernels spill, compiled without a GPU: the table that plans read.
+
+A row of `fa_numba/choices/spills.csv` is an option, alone or beside another, over some head
+dimensions. Its kernels are compiled at the largest of them, and where a thread's registers are
+shared out otherwise below, under each mask; the most bytes that one spills are the row's.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fa_numba
+from fa_numba import bounds, device
+from fa_numba.choices.facts import SPILLS, spills_allowed
+
+from ..lab.record.store import write_if_changed
+
+N, HEADS = 512, 16  # more heads than are few: a call whose column tiles go in one chunk
+DIMENSIONS = (48, 64, 192)  # from one to the next registers are shared out otherwise
+LENGTHS = ("q_lens", "kv_lens", "packed")
+_ENDS = [0, N]
+GIVEN: dict[str, dict[str, Any]] = {
+    "window": {"window": (64, 64)},
+    "softcap": {"softcap": 5.0},
+    "alibi": {"alibi_slopes": (HEADS,)},
+    "bias": {"bias": (1, 1, N, N)},
+    "causal": {"causal": True},
+    "q_lens": {"q_lens": [N]},
+    "kv_lens": {"kv_lens": [N]},
+    "packed": {"cu_seqlens_q": _ENDS, "cu_seqlens_k": _ENDS},
+}
+
+
+def calls(row: dict[str, str]) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """(head dimension, options) of each call that a row is about."""
+    option, beside = row["option"], row["beside"]
+    last = int(row["last"])
+    dims = [d for d in DIMENSIONS if int(row["first"]) <= d <= last] if last in DIMENSIONS else [64]
+    masks: tuple[tuple[str, ...], ...] = ((), ("causal",))
+    if option == "window" or beside == "no mask":
+        masks = ((),)
+    elif beside == "one chunk":
+        masks = (("causal",),)
+    others = LENGTHS if beside == "lengths" else (beside,) if beside in GIVEN else ()
+    for d, mask, other in itertools.product(dims, masks, others or (None,)):
+        yield d, (*mask, option, *([other] if other else []))
+
+
+def spilled(d: int, options: tuple[str, ...]) -> int:
+    """The most bytes that a kernel of the backward pass spills with these options."""
+    given: dict[str, Any] = {}
+    for name in options:
+        given |= GIVEN[name]
+    shape = (N, HEADS, d) if "packed" in options else (1, HEADS, N, d)
+    with bounds.DEVICES["H200"].planning(), spills_allowed():
+        how: dict[str, Any] = {"dtype": "float16", "passes": "bwd", "unit": "wgmma"}
+        planned = fa_numba.plan(shape, shape, **how, **given)
+    logs = (device.assembled(kernel, (9, 0))[1] for kernel in planned.launched)
+    return max(sum(map(int, re.findall(r"(\d+) bytes spill", log))) for log in logs)
+
+
+def write(say: Callable[[str], None], path: Path = SPILLS) -> bool:
+    """Compile what the table's rows are about and put their bytes there; True if it changed."""
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        row["bytes"] = str(max(spilled(*call) for call in calls(row)))
+        beside = f" beside {row['beside']}" if row["beside"] else ""
+        say(f"{row['option']}{beside}, d={row['first']} to {row['last']}: {row['bytes']} bytes")
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return write_if_changed(path, text.getvalue())

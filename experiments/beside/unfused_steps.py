@@ -1,0 +1,252 @@
+"""The steps of standard attention, one by one, beside the kernels that fuse them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from fa_numba import device
+from fa_numba.problem import Problem
+
+from ..lab.measure import calls, counters, peers
+from ..lab.measure.series import LABELS, algorithm, plan, row_fields
+from ..lab.measure.timing import REPEATS, Gate, Timing, attempt, time_call
+from ..lab.measure.workloads import Inputs
+from ..lab.record import published
+from ..lab.record.options import Bench
+from ..lab.record.store import Row
+from ..lab.show import tables
+from ..lab.show.tables import Table
+
+DROPOUT, SEED = 0.1, 7
+# FA-1's Fig. 1 right, in order, and which of them each of our three kernels does.
+STEPS = ("matmul QK^T", "scale, mask", "softmax", "dropout", "matmul PV")
+FUSED = "fused"
+KERNELS = {
+    "standard_scores": STEPS[:2],
+    "standard_softmax": STEPS[2:4],
+    "standard_output": STEPS[4:],
+}
+# What the notes of their rows say.
+PLACES = {name: " + ".join(steps) for name, steps in KERNELS.items()}
+OURS, THEIRS = "standard-mma", peers.UNFUSED
+FUSED_SERIES = ("fa1-mma", "fa2-mma", peers.FLASH, peers.CUDNN)
+DURATION = "gpu__time_duration.sum"
+
+
+def measure(name: str, problem: Problem, inputs: Inputs, bench: Bench) -> Iterator[Row]:
+    """Rows of time of each step, its name in the note, and of the fused kernels, all forward with
+    the problem's mask and dropout.
+    """
+    common = {"machine": str(bench.machine), "experiment": name, **row_fields(problem)}
+    host = inputs(problem)[:3]
+    arrays = peers.on_device(host, problem.dtype)
+    if peers.available():
+        yield from _torch(problem, host, arrays, common)
+    gate = calls.OptionsGate(problem, *host, dropout_p=DROPOUT)
+    for series in FUSED_SERIES:
+        if calls.theirs(series) and not peers.available():
+            continue
+        check = gate.peer if calls.theirs(series) else gate
+
+        def work(series: str = series, check: Any = check) -> Timing:
+            run = calls.make(series, "fwd", problem, arrays, dropout_p=DROPOUT, seed=SEED)
+            return time_call(run, check)
+
+        timing, failure = attempt(work)
+        yield calls.time_row(timing, failure, FUSED, series=series, **common)
+        device.release_memory()
+    yield from _kernels(problem, bench, common)
+    peers.release()
+
+
+def _torch(problem: Problem, host: Any, arrays: Any, common: dict[str, Any]) -> Iterator[Row]:
+    steps, failure = attempt(torch_steps, problem, *arrays)
+    if not failure:
+        # What is timed is checked: the steps together, with nothing dropped.
+        out, failure = attempt(run_all, steps)
+        if not failure:
+            _, failure = attempt(Gate(problem, *host).peer, out)
+        del out
+    for step in STEPS:
+        timing = None
+        if not failure:
+            samples, failure = attempt(device.time_ms, steps[step], repeats=REPEATS)
+        if not failure:
+            p20, median, p80 = np.percentile(samples, [20, 50, 80])
+            timing = Timing(float(median), float(p20), float(p80), len(samples), float("nan"))
+        yield calls.time_row(timing, failure, step, series=THEIRS, **common)
+
+
+def torch_steps(problem: Problem, q: Any, k: Any, v: Any) -> dict[str, Callable[[], Any]]:
+    """Step -> a function that makes it from what the step before left, and gives its result."""
+    torch = peers.torch
+    tq, tk, tv = (torch.as_tensor(x, device="cuda") for x in (q, k, v))
+    shape = (problem.seqlen_q, problem.seqlen_k)
+    hidden = torch.ones(shape, dtype=torch.bool, device="cuda").triu_(1) if problem.causal else None
+    left: dict[str, Any] = {}
+
+    def scores() -> Any:
+        left["S"] = torch.matmul(tq, tk.transpose(-2, -1))
+        return left["S"]
+
+    def mask() -> Any:
+        S = left["S"].mul_(problem.scale)
+        return S if hidden is None else S.masked_fill_(hidden, float("-inf"))
+
+    def softmax() -> Any:
+        left["P"] = torch.softmax(left["S"], dim=-1)
+        return left["P"]
+
+    def dropout() -> Any:
+        return torch.nn.functional.dropout(left["P"], DROPOUT)
+
+    def output() -> Any:
+        return torch.matmul(left["P"], tv)
+
+    return dict(zip(STEPS, (scores, mask, softmax, dropout, output), strict=True))
+
+
+def run_all(steps: dict[str, Callable[[], Any]]) -> Any:
+    """O by the steps in their order; what dropout gives is not used."""
+    made = None
+    for step in steps.values():
+        made = step()
+    return made
+
+
+def _kernels(problem: Problem, bench: Bench, common: dict[str, Any]) -> Iterator[Row]:
+    """Times of our kernels one by one, where there is Nsight Compute."""
+    if not counters.available():
+        bench.say("  no Nsight Compute (ncu) here: our kernels' steps are not timed one by one")
+        return
+    case = counters.Case.of(algorithm(OURS), problem, dropout_p=DROPOUT)
+    planned, failure = attempt(plan, OURS, problem, dropout_p=DROPOUT)
+    if not failure:
+        results, failure = attempt(counters.count_kernels, [case], (DURATION,))
+    if failure:
+        yield calls.time_row(None, failure, PLACES["standard_scores"], series=OURS, **common)
+        return
+    (result,) = results
+    for number, kernel in enumerate(planned.kernels):
+        timing, why = None, result if isinstance(result, str) else ""
+        if not why:
+            milliseconds = result[number][DURATION] / 1e6
+            timing = Timing(milliseconds, milliseconds, milliseconds, 1, float("nan"))
+        yield calls.time_row(timing, why, PLACES[kernel.name], series=OURS, **common)
+
+
+# --- figure and table ------------------------------------------------------------------------
+
+# The paper's names of the steps.
+_PUBLISHED = dict(
+    zip(STEPS, ("Matmul QK^T", "Mask", "Softmax", "Dropout", "Matmul PV"), strict=True)
+)
+_SHADES = dict(zip(STEPS, ("#7B3F00", "#F0C27B", "#D55E00", "#F4A582", "#A63603"), strict=True))
+# Kernels that do several steps have the colour of the first and the hatch of the others.
+_HATCHED = {
+    PLACES[name]: (KERNELS[name][0], "///") for name in ("standard_scores", "standard_softmax")
+}
+
+
+def published_steps() -> dict[str, float]:
+    """Step, or FUSED -> milliseconds of FA-1's Fig. 1 right."""
+    found = {
+        line["method"]: float(line["value"])
+        for line in published.lookup(paper="fa1", item="Fig. 1 right", metric="runtime")
+    }
+    steps = {step: found[name] for step, name in _PUBLISHED.items()}
+    return steps | {FUSED: found["FlashAttention fused"]}
+
+
+def times(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
+    """(series, step or FUSED) -> milliseconds, of the longest problem that there is."""
+    steps = [row for row in rows if row.metric == "time" and row.place and row.value is not None]
+    longest = max(((r.seqlen_q, r.batch) for r in steps), default=None)
+    return {(r.series, r.place): r.number for r in steps if (r.seqlen_q, r.batch) == longest}
+
+
+def _stack(ax: Any, at: int, steps: dict[str, float], hollow: bool) -> None:
+    """One bar of parts, each with its milliseconds, and their sum behind it."""
+    left = 0.0
+    for step, value in steps.items():
+        first, hatch = _HATCHED.get(step, (step, ""))
+        looks: dict[str, Any] = {"color": _SHADES[first], "edgecolor": "white", "hatch": hatch}
+        if hollow:
+            looks = {"facecolor": "none", "edgecolor": _SHADES[first], "linewidth": 1.6}
+        ax.barh(at, value, 0.66, left, **looks)
+        middle = {"ha": "center", "va": "center", "fontsize": 8.5}
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.75}
+        ax.text(left + value / 2, at, f"{value:.2g}", bbox=box, **middle)
+        left += value
+    ax.text(left, at, f" {left:.3g} ms", va="center", fontsize=9.5)
+
+
+def draw(ax: Any, rows: Sequence[Row]) -> None:
+    """Bars side by side: the steps of each way stacked, and the fused kernels."""
+    from matplotlib.patches import Patch
+
+    from ..lab.show import style
+
+    found, paper = times(rows), published_steps()
+    ways: dict[str, dict[str, float]] = {
+        "paper: PyTorch, A100": {step: paper[step] for step in STEPS},
+        "torch, step by step": {s: found[THEIRS, s] for s in STEPS if (THEIRS, s) in found},
+        "our three kernels": {s: found[OURS, s] for s in PLACES.values() if (OURS, s) in found},
+    }
+    names: list[str] = []
+    for label, steps in ways.items():
+        if steps:
+            _stack(ax, len(names), steps, hollow=not names)
+            names.append(label)
+    fused = {LABELS[s]: (s, found[s, FUSED]) for s in FUSED_SERIES if (s, FUSED) in found}
+    fused = {"paper: FlashAttention, A100": ("", paper[FUSED])} | fused
+    for label, (series, value) in fused.items():
+        looks: dict[str, Any] = {"color": style.COLOURS.get(series)}
+        if not series:
+            looks = {"facecolor": "none", "edgecolor": style.COLOURS["published"], "linewidth": 1.6}
+        ax.barh(len(names), value, 0.66, **looks)
+        ax.text(value, len(names), f" {value:.3g} ms", va="center", fontsize=9.5)
+        names.append(label)
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.4, -0.6)
+    ax.grid(False, axis="y")
+    ax.margins(x=0.09)
+    ax.set_xlabel("ms, forward, causal mask and dropout of 0.1; hollow: published")
+    ax.set_title("standard attention step by step, and fused")
+    ax.legend(
+        handles=[Patch(color=colour, label=step) for step, colour in _SHADES.items()],
+        loc="lower right",
+        fontsize=9,
+    )
+
+
+def table(rows: Sequence[Row]) -> Table | None:
+    """FA-1's Fig. 1 right with torch's steps and our kernels beside it."""
+    found, paper = times(rows), published_steps()
+    if not found:
+        return None
+    lines = []
+    for step in STEPS:
+        # A kernel of several steps stands at the first of them.
+        first = {KERNELS[name][0]: place for name, place in PLACES.items()}
+        ours = tables.number(found, (OURS, first.get(step)), ".2f")
+        if step not in first:
+            ours = "in the above"
+        lines.append(
+            [step, f"{paper[step]:.1f}", tables.number(found, (THEIRS, step), ".2f"), ours]
+        )
+    sums = [sum(v for (s, place), v in found.items() if s == series) for series in (THEIRS, OURS)]
+    whole = [f"{total:.2f}" if total else tables.MISSING for total in sums]
+    lines.append(["all steps", f"{sum(paper[step] for step in STEPS):.1f}", *whole])
+    fused = [tables.number(found, (s, FUSED), ".2f") for s in (peers.FLASH, "fa1-mma", "fa2-mma")]
+    lines.append(["fused, FA-1's order", f"{paper[FUSED]:.1f}", tables.MISSING, fused[1]])
+    lines.append(["fused, FA-2's order", tables.MISSING, fused[0], fused[2]])
+    header = ["ms", "published (PyTorch, A100)", "torch", "ours"]
+    caption = (
+        "Forward, fp16, N=1024, d=64, 16 heads, batch 64, causal, dropout 0.1. Our three kernels "
+        "take scale and mask with the first product and dropout with the softmax."
+    )
+    return Table(caption, tables.markdown(header, lines))

@@ -1,0 +1,225 @@
+"""How fast a GPU's memories are read, by two kernels that do little else; matrix products by torch.
+
+`read_global` reads `footprint` bytes of global memory over and over: they come from L2 where they
+fit there, else from DRAM. No thread reads what its multiprocessor read lately, so that L1 serves
+nothing. `read_shared` reads shared memory, without bank conflicts. Every access is of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from fa_numba import device
+from fa_numba.device import Kernel, array_type, cuda, float32, types, uint32
+from fa_numba.intrinsics.global_memory import read4
+from fa_numba.intrinsics.shared import load4, shared_tile
+
+from ..record.store import Row
+from . import peers
+from .timing import REPEATS, WrongResult, attempt
+
+CHUNK = 16  # bytes of an access
+UNROLL = 4  # accesses that a thread has on their way at a time
+AT_A_TIME = 4 * UNROLL
+THREADS, BLOCKS = 256, 1024
+# Chunks that all threads read side by side, and from there to the next: 37 blocks are skipped, so
+# that a multiprocessor comes back to a chunk after a hundred such steps, megabytes later.
+AT_ONCE = THREADS * BLOCKS
+STRIDE = AT_ONCE + 37 * THREADS
+LEAST_BYTES = STRIDE * CHUNK
+SHARED_THREADS, SHARED_FLOATS = 1024, 8192
+SHARED_STRIDE = 4 * SHARED_THREADS
+# What one run reads: long beside its launch.
+BYTES, SHARED_STEPS = 32 * 2**30, 65536
+MATMUL_SIZE = 8192
+
+
+@cache
+def make_read_global() -> Kernel:
+    """Sums of what each thread reads in `steps` accesses; launched over BLOCKS blocks.
+
+    X is (chunks, 4), STRIDE chunks at least; Y takes a sum a thread.
+    """
+
+    def read_global(X, Y, steps):
+        r = cuda.local.array(AT_A_TIME, float32)
+        rsum = cuda.local.array(4, float32)
+        for e in range(4):
+            rsum[e] = float32(0.0)
+        thread = uint32(cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
+        chunks = uint32(X.shape[0])
+        at = thread
+        step = uint32(0)
+        while step < uint32(steps):
+            for u in range(UNROLL):
+                r[4 * u], r[4 * u + 1], r[4 * u + 2], r[4 * u + 3] = read4(X, at, 0)
+                at = uint32(at + STRIDE)
+                if at >= chunks:
+                    at = uint32(at - chunks)
+            for e in range(4 * UNROLL):
+                rsum[e % 4] += r[e]
+            step = uint32(step + UNROLL)
+        Y[thread] = (rsum[0] + rsum[1]) + (rsum[2] + rsum[3])
+
+    arguments = (array_type(2), array_type(1), types.int32)
+    return Kernel(read_global, arguments, THREADS, 0, 2048 // THREADS)
+
+
+@cache
+def make_read_shared() -> Kernel:
+    """Sums of what each thread reads of shared memory in `steps` accesses, all of it 1.
+
+    From an access to the next it goes `stride` floats, an argument, so that no compiler sees that
+    it comes back to the same ones.
+    """
+
+    def read_shared(Y, steps, stride):
+        s = shared_tile(0, SHARED_FLOATS)
+        r = cuda.local.array(AT_A_TIME, float32)
+        rsum = cuda.local.array(4, float32)
+        for e in range(4):
+            rsum[e] = float32(0.0)
+        thread = uint32(cuda.threadIdx.x)
+        at = thread
+        while at < uint32(SHARED_FLOATS):
+            s[at] = float32(1.0)
+            at = uint32(at + SHARED_THREADS)
+        cuda.syncthreads()
+        at = uint32(thread * 4)
+        step = uint32(0)
+        while step < uint32(steps):
+            for u in range(UNROLL):
+                r[4 * u], r[4 * u + 1], r[4 * u + 2], r[4 * u + 3] = load4(s, at)
+                at = uint32(uint32(at + stride) % SHARED_FLOATS)
+            for e in range(4 * UNROLL):
+                rsum[e % 4] += r[e]
+            step = uint32(step + UNROLL)
+        Y[uint32(cuda.blockIdx.x * SHARED_THREADS) + thread] = (rsum[0] + rsum[1]) + (
+            rsum[2] + rsum[3]
+        )
+
+    arguments = (array_type(1), types.int32, types.uint32)
+    return Kernel(read_shared, arguments, SHARED_THREADS, 4 * SHARED_FLOATS, 2)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Median, p20 and p80 of so many runs, in TB/s or TFLOP/s."""
+
+    median: float
+    p20: float
+    p80: float
+    n: int
+
+    @classmethod
+    def of(cls, work: float, milliseconds: list[float]) -> Speed:
+        """Of bytes or FLOPs, each run of which took so long."""
+        speeds = [work / t / 1e9 for t in milliseconds]
+        p20, median, p80 = np.percentile(speeds, [20, 50, 80])
+        return cls(float(median), float(p20), float(p80), len(speeds))
+
+
+def global_steps(footprint: int, total: int = BYTES) -> int:
+    """Accesses of each thread: so that all read `total` bytes, and the footprint twice at least.
+
+    Raises ValueError for a footprint below LEAST_BYTES.
+    """
+    if footprint < LEAST_BYTES:
+        raise ValueError(f"footprint is {footprint}: allowed is at least {LEAST_BYTES} bytes")
+    steps = max(total, 2 * footprint) // (AT_ONCE * CHUNK)
+    return -(-steps // UNROLL) * UNROLL
+
+
+def measure_global(X: Any, footprint: int, repeats: int) -> Speed:
+    """Bytes a second that all threads read of the first `footprint` bytes of X.
+
+    X is an array of ones on the GPU, (chunks, 4). Raises WrongResult where the sums are not those
+    of the accesses.
+    """
+    steps = global_steps(footprint)
+    part, Y = X[: footprint // CHUNK], device.empty((AT_ONCE,))
+    arguments = device.argument(part), device.argument(Y)
+
+    def run() -> None:
+        device.launch(make_read_global(), (BLOCKS, 1, 1), (*arguments, steps))
+
+    run()
+    _check(device.copied_to_host(Y), 4 * steps)
+    times = device.time_ms(run, repeats=repeats, warmup=2, flush_l2=False)
+    return Speed.of(AT_ONCE * CHUNK * steps, times)
+
+
+def measure_shared(multiprocessors: int, repeats: int) -> Speed:
+    """The same of shared memory, two blocks on every multiprocessor."""
+    blocks, steps = 2 * multiprocessors, SHARED_STEPS
+    Y = device.empty((blocks * SHARED_THREADS,))
+    argument = device.argument(Y)
+
+    def run() -> None:
+        device.launch(make_read_shared(), (blocks, 1, 1), (argument, steps, SHARED_STRIDE))
+
+    run()
+    _check(device.copied_to_host(Y), 4 * steps)
+    times = device.time_ms(run, repeats=repeats, warmup=2, flush_l2=False)
+    return Speed.of(blocks * SHARED_THREADS * CHUNK * steps, times)
+
+
+def _check(sums: np.ndarray, expected: float) -> None:
+    wrong = np.flatnonzero(sums != expected)
+    if wrong.size:
+        at = int(wrong[0])
+        raise WrongResult(f"thread {at} read {sums[at]} where it should read {expected}")
+
+
+def measure_matmul(dtype: str, repeats: int) -> Speed:
+    """FLOP a second of torch's product of two square matrices; float32 without TF32."""
+    run: Callable[[], Any] = peers.matmul(MATMUL_SIZE, dtype)
+    times = device.time_ms(run, repeats=repeats, warmup=3, flush_l2=False)
+    return Speed.of(2 * MATMUL_SIZE**3, times)
+
+
+def matmul_peak(experiment: str, dtype: str, machine: str) -> Iterator[Row]:
+    """The speed of torch's product of two square matrices, which no kernel here can pass.
+
+    Its row has the matrices' size in the columns of lengths and of the head dimension.
+    """
+    speed, failure = attempt(measure_matmul, dtype, REPEATS)
+    size = MATMUL_SIZE
+    problem: dict[str, Any] = {
+        "seqlen_q": size,
+        "seqlen_k": size,
+        "head_dim": size,
+        "causal": False,
+    }
+    heads: dict[str, Any] = {"batch": 1, "heads_q": 1, "heads_k": 1}
+    found: dict[str, Any] = {} if failure else {"p20": speed.p20, "p80": speed.p80, "n": speed.n}
+    yield Row(
+        machine=machine,
+        experiment=experiment,
+        series=peers.MATMUL,
+        source="measured",
+        dtype=dtype,
+        metric="speed",
+        unit="TFLOP/s",
+        value=None if failure else speed.median,
+        note=failure,
+        **heads,
+        **problem,
+        **found,
+    )
+    peers.release()
+
+
+def ones(nbytes: int) -> Any:
+    """An array (chunks, 4) of ones on the GPU, filled there."""
+    X = device.empty((nbytes // CHUNK, 4))
+    small = np.ones((2**20, 4), np.float32)
+    for first in range(0, X.shape[0], len(small)):
+        part = X[first : first + len(small)]
+        part.copy_to_device(small[: part.shape[0]])
+    return X

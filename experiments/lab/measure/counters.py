@@ -1,0 +1,360 @@
+"""Hardware counters from Nsight Compute (`ncu`), which runs `counter_target` under it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fa_numba.problem import Problem
+
+from ..record.options import REPOSITORY
+
+# Reads and writes of device memory.
+DRAM = ("dram__bytes_read.sum", "dram__bytes_write.sum")
+# What passes between the multiprocessors' L1 and L2, in sectors, counted at L1. Those counted at L2
+# (lts__t_sectors_srcunit_tex) are up to 15 percent fewer, and differ from run to run.
+L2_READ, L2_WRITE = "l1tex__m_xbar2l1tex_read_sectors.sum", "l1tex__m_l1tex2xbar_write_sectors.sum"
+L2 = (L2_READ, L2_WRITE)
+# The counter of recordings whose JSON names none: all before L2_NAME was written into it.
+EARLIER_L2_NAME = "lts__t_sectors_srcunit_tex"
+L2_NAME = " + ".join(name.removesuffix(".sum") for name in L2)
+SECTOR_BYTES = 32
+TRAFFIC = DRAM + L2
+TIMEOUT = 540  # seconds
+PROTOCOL = (
+    "Nsight Compute around one call after a warm-up, caches emptied before every kernel, clocks "
+    f"left alone; L2 is the traffic between the multiprocessors and L2, {L2_NAME}, 32-byte sectors"
+)
+COMMAND = (
+    "ncu",
+    "--csv",
+    "--print-units=base",
+    "--profile-from-start=off",
+    "--clock-control=none",
+    "--cache-control=all",
+)
+# Executed warp instructions by opcode, such as LDSM.16.M88.4: its instances.
+OPCODES = "sass__inst_executed_per_opcode_with_modifier_all"
+_INSTANCES = ("--page=raw", "--print-metric-instances=details")
+_PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_NANOSECONDS = {"n": 1.0, "u": 1e3, "m": 1e6, "": 1e9}
+
+
+class CountersError(Exception):
+    """ncu is missing, or did not give what was asked of it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call to be counted. Br and Bc are None for the plan's own, else both are given.
+
+    `passes` is "fwd", or "bwd" for the backward pass alone. With `rows` the call has the first so
+    many rows of q alone. `unit` is simt or mma, by dtype, where it is None.
+    """
+
+    algorithm: str
+    batch: int
+    heads: int
+    seqlen: int
+    head_dim: int
+    causal: bool
+    Br: int | None = None
+    Bc: int | None = None
+    query_splits: int = 1
+    dtype: str = "float32"
+    threads: int | None = None
+    stages: int = 1
+    warp_partition: str = "rows"
+    ablate: Sequence[str] = ()
+    passes: str = "fwd"
+    rows: int | None = None
+    dropout_p: float = 0.0
+    unit: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.passes not in ("fwd", "bwd"):
+            raise ValueError(f"passes is {self.passes!r}: allowed are 'fwd' and 'bwd'")
+        if (self.Br is None) != (self.Bc is None):
+            raise ValueError(f"Br is {self.Br} and Bc is {self.Bc}: give both or neither")
+        if self.Br is None and (self.threads is not None or self.stages != 1):
+            raise ValueError(
+                f"threads is {self.threads} and stages is {self.stages} without Br and Bc: allowed "
+                "are None and 1"
+            )
+
+    @classmethod
+    def of(cls, algorithm: str, problem: Problem, tiles: Any = None, **options: Any) -> Case:
+        """A call for the problem; as many heads and rows of K and V as of Q.
+
+        ``options`` are query_splits, warp_partition, ablate, passes, rows, dropout_p and unit.
+        """
+        if (problem.heads_q, problem.seqlen_q) != (problem.heads_k, problem.seqlen_k):
+            raise ValueError(f"problem is {problem}: heads and lengths of q and k must be equal")
+        return cls(
+            algorithm,
+            problem.batch,
+            problem.heads_q,
+            problem.seqlen_q,
+            problem.head_dim,
+            problem.causal,
+            Br=None if tiles is None else tiles.Br,
+            Bc=None if tiles is None else tiles.Bc,
+            dtype=problem.dtype,
+            threads=None if tiles is None else tiles.threads,
+            stages=1 if tiles is None else tiles.stages,
+            **options,
+        )
+
+
+def available() -> bool:
+    return shutil.which("ncu") is not None
+
+
+def l2_bytes(counted: Mapping[str, float]) -> float:
+    return SECTOR_BYTES * sum(counted[name] for name in L2)
+
+
+def dram_bytes(counted: Mapping[str, float]) -> float:
+    return sum(counted[name] for name in DRAM)
+
+
+# Sources of the data store's rows of traffic.
+BYTES: dict[str, Callable[[Mapping[str, float]], float]] = {"l2": l2_bytes, "dram": dram_bytes}
+
+
+def read(
+    result: Mapping[str, float] | str, number: Callable[[Mapping[str, float]], float]
+) -> tuple[float | None, str]:
+    """(the number of a counted call, "") or, of one that failed, (None, why)."""
+    return (None, result) if isinstance(result, str) else (number(result), "")
+
+
+def parse(text: str, metrics: Sequence[str]) -> list[dict[str, float]]:
+    """ncu's CSV as one dict of metric -> value for each kernel launch, in launch order.
+
+    Bytes, sectors, instructions, requests and plain ratios as they are, times in ns, percentages as
+    fractions of 1. Raises CountersError for any other unit, and for a metric that a launch does not
+    have.
+    """
+    launches: dict[int, dict[str, float]] = {}
+    for line in _lines(text):
+        identity, name = line["ID"], line["Metric Name"]
+        # The program's own output may follow the table.
+        if not identity.isdecimal() or name not in metrics:
+            continue
+        launches.setdefault(int(identity), {})[name] = _number(
+            name, line["Metric Value"], line["Metric Unit"]
+        )
+    for launch, values in launches.items():
+        missing = [name for name in metrics if name not in values]
+        if missing:
+            raise CountersError(f"launch {launch} has no {', '.join(missing)}")
+    return [launches[launch] for launch in sorted(launches)]
+
+
+def _lines(text: str) -> Iterator[dict[str, str]]:
+    """The lines of the table that ncu prints, by column. Raises CountersError without one."""
+    start = re.search(r'^"ID",', text, re.MULTILINE)
+    if start is None:
+        raise CountersError(f"ncu printed no table: {_tail(text)}")
+    yield from csv.DictReader(io.StringIO(text[start.start() :]))
+
+
+def parse_opcodes(text: str) -> list[dict[str, float]]:
+    """ncu's raw page with instances as one dict of opcode -> warp instructions for each launch.
+
+    Raises CountersError where a launch's cell is not "12 (LDS: 8; STS: 4)".
+    """
+    found: dict[int, dict[str, float]] = {}
+    for line in _lines(text):
+        if not (line["ID"] or "").isdecimal():  # the line of the units
+            continue
+        cell = line.get(OPCODES) or ""
+        pairs = re.findall(r"([A-Z][\w.]*): ([\d,]+)", cell)
+        if not pairs:
+            raise CountersError(f"ncu's instances of {OPCODES} are {cell!r}: no opcodes")
+        found[int(line["ID"])] = {opcode: float(n.replace(",", "")) for opcode, n in pairs}
+    return [found[identity] for identity in sorted(found)]
+
+
+def _number(name: str, value: str, unit: str) -> float:
+    factor = _factor(unit)
+    if factor is None:
+        raise CountersError(
+            f"ncu gives {name} in {unit!r}: known are "
+            "byte, sector, inst, request, cycle, s, % and none"
+        )
+    try:
+        number = float(value.replace(",", ""))
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise CountersError(f"ncu's value of {name} is {value!r}, no number")
+    return number * factor
+
+
+def _factor(unit: str) -> float | None:
+    """What a value in ncu's unit is multiplied by; None for a unit not known."""
+    if unit in ("", "%"):
+        return 0.01 if unit else 1.0
+    if known := re.fullmatch(r"([KMGTP]?)(byte|sector|inst|request|cycle)s?", unit):
+        return _PREFIXES[known[1]]
+    if known := re.fullmatch(r"([num]?)s(econd)?", unit):
+        return _NANOSECONDS[known[1]]
+    return None
+
+
+def assign(
+    launches: Sequence[Mapping[str, float]], kernels: Sequence[int | str]
+) -> list[dict[str, float] | str]:
+    """Each call's values from the launches in their order, or why the call failed.
+
+    `kernels` has, for each call, how many kernels it launched, or why it failed.
+
+    Totals (metrics that end in .sum) of a call's kernels are added up. Any other metric is a ratio,
+    which cannot be: only a call of a single kernel has it.
+    """
+    expected = sum(count for count in kernels if isinstance(count, int))
+    if expected != len(launches):
+        raise CountersError(f"ncu saw {len(launches)} kernels where {expected} were launched")
+    results: list[dict[str, float] | str] = []
+    at = 0
+    for count in kernels:
+        if isinstance(count, str):
+            results.append(count)
+            continue
+        mine = launches[at : at + count]
+        at += count
+        ratios = [name for name in mine[0] if not name.endswith(".sum")] if mine else []
+        if ratios and count > 1:
+            results.append(f"failed: {', '.join(ratios)} of {count} kernels cannot be added up")
+        else:
+            names = mine[0] if mine else ()
+            results.append({name: sum(launch[name] for launch in mine) for name in names})
+    return results
+
+
+def count(cases: Sequence[Case], metrics: Sequence[str]) -> list[dict[str, float] | str]:
+    """Run the cases under ncu: for each one metric -> value as `parse` gives it, or why it failed.
+
+    One process runs all of them. Raises CountersError without ncu, and where ncu itself fails.
+    """
+    table, kernels = _run(cases, metrics)
+    return assign(parse(table, metrics), kernels)
+
+
+def count_kernels(
+    cases: Sequence[Case], metrics: Sequence[str]
+) -> list[list[dict[str, float]] | str]:
+    """The same for each kernel of a case by itself, in launch order; ratios too."""
+    table, kernels = _run(cases, metrics)
+    launches = parse(table, metrics)
+    assign([{}] * len(launches), kernels)  # refuses another number of launches
+    left = iter(launches)
+    return [n if isinstance(n, str) else [next(left) for _ in range(n)] for n in kernels]
+
+
+def count_opcodes(cases: Sequence[Case]) -> list[dict[str, float] | str]:
+    """The same with opcode -> executed warp instructions, of all kernels of a case together."""
+    table, kernels = _run(cases, (OPCODES,), _INSTANCES)
+    launches = parse_opcodes(table)
+    every = sorted(set().union(*launches))
+    sums = [{f"{name}.sum": launch.get(name, 0.0) for name in every} for launch in launches]
+    return [
+        result
+        if isinstance(result, str)
+        else {name.removesuffix(".sum"): number for name, number in result.items()}
+        for result in assign(sums, kernels)
+    ]
+
+
+def available_metrics() -> set[str] | None:
+    """The metrics that this GPU has, without suffixes such as .sum; None where ncu cannot say."""
+    if not available():
+        return None
+    try:
+        run = subprocess.run(
+            ("ncu", "--query-metrics"), capture_output=True, text=True, timeout=TIMEOUT
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    found = set(re.findall(r"^\s*(\w+__\w+)\b", run.stdout, re.MULTILINE))
+    return found if run.returncode == 0 and found else None
+
+
+def _run(
+    cases: Sequence[Case], metrics: Sequence[str], options: Sequence[str] = ()
+) -> tuple[str, list[int | str]]:
+    """(the table that ncu prints, what counter_target says of each case's kernels)."""
+    if not available():
+        raise CountersError("ncu is not on the PATH")
+    with tempfile.TemporaryDirectory() as folder:
+        wanted, done = Path(folder) / "cases.json", Path(folder) / "kernels.json"
+        wanted.write_text(json.dumps([asdict(case) for case in cases]), "utf-8")
+        log = Path(folder) / "ncu.csv"
+        command = (*COMMAND, *options, f"--metrics={','.join(metrics)}", "--log-file", str(log))
+        target = (sys.executable, "-m", "experiments.lab.measure.counter_target")
+        files = ("--cases", str(wanted), "--kernels", str(done))
+        status, said = _with_children((*command, *target, *files))
+        table = log.read_text("utf-8") if log.exists() else ""
+        if status or not done.exists():
+            raise CountersError(f"ncu ended with {status}: {_tail(table + said)}")
+        return table, json.loads(done.read_text("utf-8"))
+
+
+def _with_children(command: Sequence[str]) -> tuple[int, str]:
+    """(exit status, output) of a command; what cuts it short ends the program that it profiles too.
+
+    Raises CountersError after TIMEOUT.
+    """
+    with subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=TIMEOUT)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise CountersError(f"ncu took more than {TIMEOUT} s") from None
+            raise
+        return process.returncode, said
+
+
+def count_or_say(
+    cases: Sequence[Case], metrics: Sequence[str], say: Callable[[str], None]
+) -> list[dict[str, float] | str] | None:
+    """What `count` gives, with messages in place of exceptions.
+
+    None without ncu, which is said. Where ncu fails as a whole, every case gets that reason.
+    """
+    if not available():
+        say("  no Nsight Compute (ncu) here: hardware counters are not read")
+        return None
+    say(f"  Nsight Compute: {len(cases)} calls")
+    try:
+        return count(cases, metrics)
+    except CountersError as error:
+        say(f"  {error}")
+        return [f"failed: {error}"] * len(cases)
+
+
+def _tail(text: str, length: int = 300) -> str:
+    return " ".join(text.split())[-length:] or "(nothing)"

@@ -1,0 +1,69 @@
+"""Accesses counted on the emulator, beside the model's of the same problems."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fa_numba.problem import Problem
+
+from ..record.options import Bench
+from ..record.store import Row
+
+# Half a minute on the emulator for a problem's tiles; minutes beyond.
+LONGEST, FLOPS = 1024, 2**29
+
+
+def countable(problems: Sequence[Problem], bench: Bench) -> list[Problem]:
+    """The problems that the emulator counts within half a minute; says which are too large."""
+    small = [
+        p for p in problems if p.seqlen_q <= LONGEST and 4 * p.seqlen_q**2 * p.head_dim <= FLOPS
+    ]
+    beyond = {f"N={p.seqlen_q}, d={p.head_dim}": None for p in problems if p not in small}
+    if beyond:
+        bench.say(f"  not counted, minutes on the emulator: {'; '.join(beyond)}")
+    return small
+
+
+def totals(*accesses: Any, **common: Any) -> Iterator[Row]:
+    """A row of loads and a row of stores, in elements, of all these accesses together."""
+    for metric in ("loads", "stores"):
+        value = sum(sum(getattr(each, metric).values()) for each in accesses)
+        yield Row(metric=metric, unit="elements", value=value, **common)
+
+
+def equal(rows: Sequence[Row]) -> tuple[int, int]:
+    """(counted numbers that equal the model's at the same place, counted numbers)."""
+
+    def what(row: Row) -> tuple:
+        at = row.key.index(row.source)
+        return (*row.key[:at], *row.key[at + 1 :], row.place)
+
+    model = {what(row): row.value for row in rows if row.source == "model"}
+    counted = [row for row in rows if row.source == "counted"]
+    return sum(model.get(what(row)) == row.value for row in counted), len(counted)
+
+
+def said(rows: Sequence[Row]) -> str:
+    """How many counted numbers equal the model's; empty where none was counted."""
+    found, counted = equal(rows)
+    if not counted:
+        return ""
+    sizes = sorted({(r.seqlen_q, r.head_dim) for r in rows if r.source == "counted"})
+    where = "; ".join(f"N={N}, d={d}" for N, d in sizes)
+    return f"counted on the emulator at {where}: {found} of {counted} numbers equal the model"
+
+
+def annotate(ax: Any, rows: Sequence[Row], height: float, side: str = "right") -> None:
+    """Write on a panel, below a height from 0 to 1, how many counted numbers equal the model's."""
+    text = said(rows).replace(" at ", "\nat ").replace(": ", ":\n")
+    if text:
+        ax.annotate(
+            text,
+            (0.98 if side == "right" else 0.02, height),
+            xycoords="axes fraction",
+            ha=side,
+            va="top",
+            fontsize=8.5,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0},
+        )

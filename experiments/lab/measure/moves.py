@@ -1,0 +1,289 @@
+"""Tiles on their way between global memory and a thread block: a traced call as rows, and back.
+
+A move is one traced access: some rows of one array, loaded or stored. The clock of a trace is the
+bytes moved so far, one thread block after the other; a tile sits on the chip from its load until
+the next tile takes its place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ..record.store import Row
+
+# What a row of a trace says in its note. Up to the first semicolon it is the row's place.
+_NOTE = re.compile(
+    r"(?P<order>\d+) (?P<kind>\w+) (?P<array>\w+) (?P<first>\d+):(?P<end>\d+); "
+    r"block (?P<block>\d+); (?P<line>.*)"
+)
+# Arrays whose tiles are rows of Q, the others' are rows of K and V; of these O, l and m sit in
+# registers, the others in shared memory.
+# The lines of the papers' Algorithms 1 that move a tile.
+LINES = {
+    "fa1": {
+        **dict.fromkeys([("K", "load"), ("V", "load")], 6),
+        **dict.fromkeys([(array, "load") for array in "QOlm"], 8),
+        ("O", "store"): 12,
+        **dict.fromkeys([("l", "store"), ("m", "store")], 13),
+    },
+    "fa2": {
+        ("Q", "load"): 4,
+        **dict.fromkeys([("K", "load"), ("V", "load")], 7),
+        ("O", "store"): 14,
+        ("L", "store"): 15,
+    },
+}
+# Arrays whose tiles are rows of Q; those of the others are rows of K and V.
+ROW_TILES = ("Q", "O", "l", "m", "L")
+# Where the kernels on CUDA cores have a tile; the others' are in shared memory.
+IN_REGISTERS = ("O", "l", "m", "L")
+
+
+@dataclass(frozen=True)
+class Move:
+    """Rows `first` to `end` of an array, moved by `block`; `start` is the clock before it."""
+
+    array: str
+    kind: str
+    first: int
+    end: int
+    block: int
+    bytes: int
+    start: int
+    line: str
+
+    @property
+    def stop(self) -> int:
+        """The clock after it."""
+        return self.start + self.bytes
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tile of an array on the chip, over an interval of the clock."""
+
+    array: str
+    tile: int
+    block: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Visit:
+    """Tile (i, j) of S, and the interval of the clock in which it is computed with."""
+
+    i: int
+    j: int
+    start: int
+    stop: int
+
+
+def notes(accesses: Iterable[Any]) -> Iterator[tuple[str, int]]:
+    """The note and the bytes of each access, block by block in the order of the grid."""
+    in_order = sorted(accesses, key=lambda access: (access.block[::-1], access.step))
+    for order, access in enumerate(in_order):
+        first, end = access.rows
+        what = f"{order:05d} {access.kind} {access.array} {first}:{end}"
+        yield f"{what}; block {access.block[0]}; {access.line}", access.bytes
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One call of one series: its moves in order, and what follows from them."""
+
+    series: str
+    seqlen: int
+    head_dim: int
+    causal: bool
+    Br: int
+    Bc: int
+    moves: tuple[Move, ...]
+
+    @property
+    def algorithm(self) -> str:
+        return self.series.split("-")[0]
+
+    @property
+    def problem(self) -> tuple[int, int, bool, int, int]:
+        """What both orders have in common: d, N, the mask and the tiles."""
+        return self.head_dim, self.seqlen, self.causal, self.Br, self.Bc
+
+    @property
+    def bytes(self) -> int:
+        return sum(move.bytes for move in self.moves)
+
+    @property
+    def row_tiles(self) -> int:
+        return -(-self.seqlen // self.Br)
+
+    @property
+    def column_tiles(self) -> int:
+        return -(-self.seqlen // self.Bc)
+
+    def tiles(self, array: str) -> int:
+        """How many tiles the array has."""
+        return self.row_tiles if array in ROW_TILES else self.column_tiles
+
+    def tile(self, move: Move) -> int:
+        """Which tile of its array a move brings."""
+        return move.first // (self.Br if move.array in ROW_TILES else self.Bc)
+
+    def select(self, arrays: Sequence[str], kind: str) -> list[Move]:
+        """The loads or the stores of some arrays."""
+        return [m for m in self.moves if m.array in arrays and m.kind == kind]
+
+    def lines(self, moves: Iterable[Move]) -> str:
+        """Where the algorithm has these moves, as "line 8" or "lines 8, 12"."""
+        known = LINES[self.algorithm]
+        found = {known[m.array, m.kind] for m in moves if (m.array, m.kind) in known}
+        return f"line{'s'[: len(found) > 1]} {', '.join(map(str, sorted(found)))}" if found else ""
+
+    @cached_property
+    def blocks(self) -> dict[int, list[Move]]:
+        """The moves of each thread block."""
+        found: dict[int, list[Move]] = {}
+        for move in self.moves:
+            found.setdefault(move.block, []).append(move)
+        return found
+
+    @cached_property
+    def held(self) -> list[Held]:
+        """When which tile is on the chip.
+
+        A tile of Q, K or V sits in shared memory until the next one is loaded over it, or the block
+        ends. O, l and m sit in registers from their load to their store. A row tile that was not
+        loaded starts there as soon as its Q is there and the row tile before it is stored.
+        """
+        return [held for moves in self.blocks.values() for held in self._held_by(moves)]
+
+    def _held_by(self, moves: Sequence[Move]) -> Iterator[Held]:
+        end = moves[-1].stop
+        shared: dict[str, Move] = {}
+        there: dict[int, int] = {}  # row tile: since when its Q is
+        loaded: dict[tuple[str, int], int] = {}
+        tile, started, stored = -1, 0, moves[0].start  # the row tile in registers
+        for move in moves:
+            key = move.array, self.tile(move)
+            if move.array not in IN_REGISTERS:
+                before = shared.get(move.array)
+                if before is not None:
+                    yield Held(
+                        before.array, self.tile(before), move.block, before.start, move.start
+                    )
+                shared[move.array] = move
+                if move.array == "Q":
+                    there[key[1]] = move.stop
+            elif move.kind == "load":
+                loaded[key] = move.start
+            else:
+                if tile != key[1] or key in loaded:
+                    tile, started = key[1], max(stored, there.get(key[1], stored))
+                yield Held(*key, move.block, loaded.pop(key, started), move.stop)
+                stored = move.stop
+        for move in shared.values():
+            yield Held(move.array, self.tile(move), move.block, move.start, end)
+
+    @cached_property
+    def visits(self) -> list[Visit]:
+        """The tiles of S in the order in which they are computed.
+
+        With K/V outside a visit lasts as long as Oi is on the chip, with Q outside from the load of
+        Vj to that of the next one.
+        """
+        return [visit for moves in self.blocks.values() for visit in self._visited_by(moves)]
+
+    def _visited_by(self, moves: Sequence[Move]) -> Iterator[Visit]:
+        if self.algorithm == "fa1":
+            taken = {(h.tile, h.stop): h.start for h in self._held_by(moves) if h.array == "O"}
+            j = 0
+            for move in moves:
+                if move.array == "K":
+                    j = self.tile(move)
+                elif (move.array, move.kind) == ("O", "store"):
+                    i = self.tile(move)
+                    yield Visit(i, j, taken[i, move.stop], move.stop)
+            return
+        i = next((self.tile(move) for move in moves if move.array in ROW_TILES), 0)
+        columns = [move for move in moves if move.array == "V"]
+        last = next((move.start for move in moves if move.array == "O"), moves[-1].stop)
+        for move, end in zip(columns, [*(m.start for m in columns[1:]), last], strict=False):
+            yield Visit(i, self.tile(move), move.start, end)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Moves that are shown as one: a tile of O with its l and m, or a single tile."""
+
+    moves: tuple[Move, ...]
+
+    @property
+    def start(self) -> int:
+        return self.moves[0].start
+
+    @property
+    def stop(self) -> int:
+        return self.moves[-1].stop
+
+
+def events(trace: Trace) -> list[Event]:
+    """The moves, those of O, l, m and L of one row tile together."""
+    found: list[list[Move]] = []
+    for move in trace.moves:
+        last = found[-1][-1] if found else None
+        together = (
+            last is not None
+            and {move.array, last.array} <= set(IN_REGISTERS)
+            and (move.kind, move.first, move.block) == (last.kind, last.first, last.block)
+        )
+        if together:
+            found[-1].append(move)
+        else:
+            found.append([move])
+    return [Event(tuple(moves)) for moves in found]
+
+
+def traces(rows: Iterable[Row]) -> list[Trace]:
+    """The traced calls among stored rows, by problem and series.
+
+    Raises ValueError for a row whose note is no move.
+    """
+    calls: dict[tuple[Any, ...], list[tuple[int, Row, re.Match[str]]]] = {}
+    for row in rows:
+        if row.source != "counted" or row.metric != "traffic" or row.failed:
+            continue
+        found = _NOTE.fullmatch(row.note)
+        if found is None or row.Br is None or row.Bc is None:
+            raise ValueError(f"note is {row.note!r}, Br {row.Br}, Bc {row.Bc}: expected a move")
+        key = row.head_dim, row.seqlen_q, row.causal, row.Br, row.Bc, row.series
+        calls.setdefault(key, []).append((int(found["order"]), row, found))
+    made = []
+    for (d, N, causal, Br, Bc, series), call in sorted(calls.items()):
+        moves, clock = [], 0
+        for _, row, note in sorted(call, key=lambda entry: entry[0]):
+            moves.append(
+                Move(
+                    array=note["array"],
+                    kind=note["kind"],
+                    first=int(note["first"]),
+                    end=int(note["end"]),
+                    block=int(note["block"]),
+                    bytes=int(row.number),
+                    start=clock,
+                    line=note["line"],
+                )
+            )
+            clock += int(row.number)
+        made.append(Trace(series, N, d, causal, Br, Bc, tuple(moves)))
+    return made
+
+
+def size(moved: int) -> str:
+    """Bytes in kB or, from ten thousand of them on, in MB."""
+    if moved >= 1e7:
+        return f"{moved / 1e6:.1f} MB"
+    return f"{moved / 1e3:.{0 if moved >= 1e4 else 1}f} kB"

@@ -1,0 +1,83 @@
+"""Kernels compiled side by side, before anything is timed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from fa_numba import device
+from fa_numba.device import kernel_cache
+from fa_numba.problem import Problem
+
+from ..record.options import Bench
+from .series import backward_options, plan
+from .timing import attempt
+
+MOST_JOBS = 16
+# Fewer kernels are compiled by the time that processes have started.
+FEWEST = 3
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call to compile for: the arguments of `series.plan`."""
+
+    series: str
+    problem: Problem
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def calls(series: str, problem: Problem, pass_: str, **own: Any) -> Iterator[Call]:
+    """The calls that `series.call` makes, or for a pass with gradients `series.gradients`."""
+    if pass_ == "fwd":
+        yield Call(series, problem, own)
+    else:
+        yield Call(series, problem, own | {"return_lse": True})
+        yield Call(series, problem, own | {"passes": "bwd", **backward_options(series)})
+
+
+def compile_ahead(calls: Iterable[Call], bench: Bench, jobs: int | None = None) -> None:
+    """Compile the calls' kernels in several processes, into the kernel cache.
+
+    There are `jobs` processes, or as many as there are cores, MOST_JOBS at most. A call that cannot
+    be planned or compiled is left to fail where it is measured.
+    """
+    if jobs is None:
+        jobs = min(MOST_JOBS, os.cpu_count() or 1)
+    if jobs == 1 or kernel_cache.directory() is None or not device.gpu_available():
+        return
+    missing = missing_kernels(calls)
+    if len(missing) < FEWEST:
+        return
+    jobs = min(jobs, len(missing))
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        futures = [pool.submit(_compile, *each) for each in missing]
+        try:
+            for future in bench.track(futures, f"compiling, {jobs} processes"):
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # what is not begun would be waited for
+            raise
+
+
+def missing_kernels(calls: Iterable[Call]) -> list[tuple[Call, int]]:
+    """Each kernel that is not on disk, as a call that launches it and its place in the plan.
+
+    Those of the backward pass, which take longest to compile, come first.
+    """
+    found: dict[int, tuple[Call, int]] = {}
+    capability = device.compute_capability()
+    for call in calls:
+        planned, _ = attempt(plan, call.series, call.problem, **call.options)
+        for at, kernel in enumerate(planned.launched if planned is not None else ()):
+            if id(kernel) not in found and kernel_cache.read(kernel, capability) is None:
+                found[id(kernel)] = call, at
+    return sorted(found.values(), key=lambda each: each[0].options.get("passes") != "bwd")
+
+
+def _compile(call: Call, at: int) -> None:
+    attempt(lambda: plan(call.series, call.problem, **call.options).launched[at].compiled())

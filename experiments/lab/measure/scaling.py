@@ -1,0 +1,230 @@
+"""Accesses at given tiles from every source, in elements a score, and the powers they grow by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import fa_numba
+from fa_numba import device, io_model
+from fa_numba.choices.tiles import paper_rule, simt_tiles
+from fa_numba.problem import Problem
+
+from ..record.options import Bench
+from ..record.store import EMULATOR, MODEL, Row
+from ..show import tables
+from . import counters, counts, precompile
+from .series import LABELS as SERIES_LABELS
+from .series import algorithm, call, plan, row_fields
+from .timing import attempt
+from .workloads import Inputs
+
+# A series whose tiles are those of FlashAttention's line 1 for M ends in this, others have the
+# planner's for M.
+RULE = "-rule"
+PLANNED = ("standard-simt", "fa1-simt", "fa2-simt")
+RULED = tuple(name + RULE for name in PLANNED[1:])
+LABELS = {name: f"{SERIES_LABELS[name]}, planner's tiles" for name in PLANNED}
+LABELS |= {name: f"{SERIES_LABELS[name.removesuffix(RULE)]}, line 1's tiles" for name in RULED}
+FORMS: dict[str, Callable[..., Any]] = {
+    "standard": io_model.standard,
+    "fa1": io_model.fa1,
+    "fa2": io_model.fa2,
+}
+# What a kernel's tiles are multiples of: Br and Bc.
+STEPS = (4, 8)
+FLOAT = io_model.ELEMENT_BYTES
+# Fewer points have no exponent worth the name.
+FEWEST = 3
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A call of a series at these block sizes; `note` says what no column of a row does."""
+
+    series: str
+    problem: Problem
+    Br: int
+    Bc: int
+    note: str = ""
+
+    @property
+    def tiles(self) -> fa_numba.Tiles:
+        return fa_numba.Tiles(Br=self.Br, Bc=self.Bc)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        columns = {"series": self.series, "Br": self.Br, "Bc": self.Bc, "note": self.note}
+        return columns | row_fields(self.problem)
+
+
+def ruled(series: str, problem: Problem, M: int, note: str = "") -> Setting:
+    """Block sizes by line 1 of FlashAttention's Algorithm 1 for M floats on chip.
+
+    Bc = ceil(M / 4d) and Br = min(Bc, d). The Q-outer order takes the two exchanged: what it keeps
+    on chip through the inner loop are rows of Q.
+    """
+    rows, columns = paper_rule(M, problem.head_dim)
+    if algorithm(series) == "fa2":
+        rows, columns = columns, rows
+    return Setting(series, problem, rows, columns, note)
+
+
+def for_memory(series: str, problem: Problem, M: int, note: str = "") -> Setting:
+    """Block sizes that the planner takes where a block has M floats of shared memory."""
+    sizes = (problem.seqlen_q, problem.seqlen_k, problem.head_dim)
+    tiles = simt_tiles(algorithm(series), "fwd", *sizes, M * FLOAT).value
+    return Setting(series, problem, tiles.Br, tiles.Bc, note)
+
+
+def made(setting: Setting) -> fa_numba.Plan | None:
+    """The setting's plan on the emulated device, None where it has no kernel for the tiles."""
+    if setting.Br % STEPS[0] or setting.Bc % STEPS[1]:
+        return None
+    with device.using("emulator"):
+        found, _ = attempt(plan, setting.series, setting.problem, tiles=setting.tiles)
+    return found
+
+
+def runs(setting: Setting) -> bool:
+    """Whether there is a kernel with these block sizes."""
+    return made(setting) is not None
+
+
+def model(experiment: str, setting: Setting) -> Iterator[Row]:
+    """Loads and stores in closed form, of any block sizes."""
+    tiles = SimpleNamespace(Br=setting.Br, Bc=setting.Bc)
+    accesses = FORMS[algorithm(setting.series)](setting.problem, tiles)
+    common = {"machine": MODEL, "source": "model", "experiment": experiment}
+    yield from counts.totals(accesses, **common, **setting.fields)
+
+
+def count(experiment: str, setting: Setting, inputs: Inputs) -> Iterator[Row]:
+    """The same counted on the emulator."""
+    with fa_numba.count_accesses() as counted:
+        call(setting.series, setting.problem, *inputs(setting.problem), tiles=setting.tiles)()
+    common = {"machine": EMULATOR, "source": "counted", "experiment": experiment}
+    yield from counts.totals(counted, **common, **setting.fields)
+
+
+def hardware(experiment: str, settings: Sequence[Setting], bench: Bench) -> Iterator[Row]:
+    """L2 and DRAM bytes by Nsight Compute, and the closed form's bytes beside them."""
+    calls = [precompile.Call(s.series, s.problem, {"tiles": s.tiles}) for s in settings]
+    if counters.available():
+        precompile.compile_ahead(calls, bench)
+    cases = [counters.Case.of(algorithm(s.series), s.problem, s.tiles) for s in settings]
+    results = counters.count_or_say(cases, counters.TRAFFIC, bench.say)
+    for setting, result in zip(settings, results or (), strict=results is not None):
+        common = {"machine": bench.machine, "experiment": experiment, **setting.fields}
+        common |= {"metric": "traffic", "unit": "bytes"}
+        planned, failure = attempt(plan, setting.series, setting.problem, tiles=setting.tiles)
+        if planned is not None:
+            yield Row(source="model", value=planned.accesses.bytes, **common)
+        for source, in_bytes in counters.BYTES.items():
+            value, why = counters.read(failure or result, in_bytes)
+            told = "; ".join(part for part in (setting.note, why) if part)
+            yield Row(source=source, value=value, **common | {"note": told})
+
+
+Points = dict[Any, float]
+
+
+def per_score(rows: Iterable[Row], x: Callable[[Row], Any]) -> dict[tuple[str, str], Points]:
+    """(series, source) -> x -> loads and stores for each score, in elements of 4 bytes.
+
+    The rows are of one length; of the closed forms either those in elements or those in bytes,
+    which stand beside what was measured.
+    """
+    found: dict[tuple[str, str], Points] = {}
+    for row in rows:
+        if row.value is None:
+            continue
+        size = FLOAT if row.unit == "bytes" else 1
+        scores = row.batch * row.heads_q * row.seqlen_q * row.seqlen_k
+        points = found.setdefault((row.series, row.source), {})
+        points[x(row)] = points.get(x(row), 0) + row.value / size / scores
+    return {key: dict(sorted(points.items())) for key, points in found.items()}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """y ~ x**exponent from `low` to `high`, least squares of the logarithms.
+
+    `error` is the exponent's standard error: how far the points are from any power.
+    """
+
+    exponent: float
+    error: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.exponent:.2f} ± {self.error:.2f} ({self.low:g} to {self.high:g})"
+
+
+def fit(points: Points, low: float = 0, high: float = math.inf) -> Fit | None:
+    """The exponent of the points from x = low to high; None where there are fewer than three."""
+    from scipy import stats  # here: every command would wait a second for it
+
+    inside = [(x, y) for x, y in sorted(points.items()) if low <= x <= high and y > 0]
+    if len(inside) < FEWEST:
+        return None
+    line = stats.linregress(*([math.log(n) for n in each] for each in zip(*inside, strict=True)))
+    return Fit(float(line.slope), float(line.stderr), inside[0][0], inside[-1][0])
+
+
+def cell(found: Fit | None) -> str:
+    return tables.MISSING if found is None else str(found)
+
+
+def equal(rows: Sequence[Row]) -> str:
+    """How many counted numbers equal the closed form, as a sentence."""
+    same, counted = counts.equal(rows)
+    return f" {same} of {counted} counted numbers equal the closed form." if counted else ""
+
+
+LOOKS: dict[str, dict[str, Any]] = {
+    "model": {},
+    "counted": {"ls": "", "marker": "o", "ms": 7},
+    "l2": {"ls": "", "marker": "o", "ms": 5},
+    "dram": {"ls": "--", "lw": 1.2, "marker": "o", "ms": 5, "mfc": "white"},
+}
+KINDS = {
+    "model": "closed form",
+    "counted": "counted on the emulator",
+    "l2": "L2, measured",
+    "dram": "DRAM, measured",
+}
+
+# What exponents are fitted to: the counts, at small sizes, are the closed form's.
+FITTED = {source: label for source, label in KINDS.items() if source != "counted"}
+
+
+def draw(ax: Any, found: dict[tuple[str, str], Points], sources: Sequence[str], style: Any) -> None:
+    """Lines and marks of these sources; what has line 1's tiles is drawn broader and lighter."""
+    for (series, source), points in found.items():
+        if source not in sources:
+            continue
+        base = series.removesuffix(RULE)
+        look = {"lw": 1.8, **LOOKS[source]}
+        if series != base:
+            look |= {"lw": 5 if source == "model" else look["lw"], "alpha": 0.5}
+        ax.plot(list(points), list(points.values()), color=style.COLOURS[base], **look)
+
+
+def handles(found: Iterable[tuple[str, str]], style: Any) -> list[Any]:
+    """A legend: the series, then the sources."""
+    there = list(found)
+    lines = []
+    for series, label in LABELS.items():
+        if any(series == name for name, _ in there):
+            base = series.removesuffix(RULE)
+            look: dict[str, Any] = {"lw": 5, "alpha": 0.5} if series != base else {"lw": 1.8}
+            lines.append(style.key(label, color=style.COLOURS[base], **look))
+    for source, label in KINDS.items():
+        if any(source == name for _, name in there):
+            lines.append(style.key(label, **{"lw": 1.8, **LOOKS[source]}))
+    return lines

@@ -1,0 +1,253 @@
+"""Speed over the sequence length in FA-2's setting: what the speed experiments have in common.
+
+An experiment is a `Study`, which says what is measured; `measure` does it, `speed_figures` draws it
+and makes its table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fa_numba import device
+from fa_numba.problem import Problem
+
+from ..record.options import Bench, Options
+from ..record.store import Row
+from . import bandwidth, peers, precompile
+from .calls import workspace_bytes
+from .series import (
+    DETERMINISTIC,
+    HOPPER_FA1,
+    HOPPER_SPLITS,
+    MMA_SPLITS,
+    SPLITS,
+    backward_options,
+    call,
+    gradients,
+    plan,
+    query_splits,
+    row_fields,
+)
+from .timing import CHECKED_SEQLEN, SECONDS, Gate, GradientGate, attempt, time_call, timing_rows
+from .workloads import HEAD_DIMS, SEQLENS, Inputs, fa2_setting
+
+PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
+DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+# Series that one pass alone has, and those whose run is another's where there is one split.
+_ONLY_IN = {SPLITS: "fwd", DETERMINISTIC: "bwd"}
+UNSPLIT = {SPLITS: "fa1-simt", MMA_SPLITS: "fa1-mma", HOPPER_SPLITS: HOPPER_FA1}
+
+
+@dataclass(frozen=True)
+class Study:
+    """What one experiment measures.
+
+    `ours` and `theirs` are series. Where `fa1_longest` is given, FA-1's backward pass is left out
+    of longer problems. `forward_dims` are head dimensions of which the forward pass alone is
+    measured, `figures` those of the FA-2 paper whose order is judged beside, `seqlens` the lengths.
+    """
+
+    name: str
+    dtype: str
+    passes: tuple[str, ...]
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+    fa1_longest: int | None = None
+    forward_dims: tuple[int, ...] = ()
+    figures: tuple[str, ...] = ()
+    seqlens: tuple[int, ...] = SEQLENS
+
+    @property
+    def series(self) -> tuple[str, ...]:
+        return (*self.ours, *self.theirs)
+
+    def passes_of(self, series: str) -> tuple[str, ...]:
+        """The passes in which the series is measured."""
+        only = _ONLY_IN.get(series)
+        return tuple(p for p in self.passes if only in (None, p))
+
+    def at(self, problem: Problem, pass_: str) -> list[str]:
+        """The series that are measured for the problem."""
+        if pass_ != "fwd" and problem.head_dim in self.forward_dims:
+            return []
+        shown = self.series if peers.available() else self.ours
+        long = self.fa1_longest is not None and problem.seqlen_q > self.fa1_longest
+        return [
+            series
+            for series in shown
+            if pass_ in self.passes_of(series)
+            and not (long and pass_ != "fwd" and series.startswith("fa1"))
+        ]
+
+
+def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
+    """Rows of time, speed, error and, forward, peak memory; results are checked before timing."""
+    assert bench.machine is not None and bench.describe is not None
+    lengths = options.seqlens or (study.seqlens[:2] if options.quick else study.seqlens)
+    every = (*HEAD_DIMS, *study.forward_dims)
+    head_dims = options.head_dims or (HEAD_DIMS[:1] if options.quick else every)
+    masks = options.causal or ((False,) if options.quick else (False, True))
+    beyond = [N for N in lengths if study.fa1_longest is not None and N > study.fa1_longest]
+    if beyond:
+        bench.say(
+            f"  FA-1 is not measured at N={', '.join(map(str, beyond))}: its backward pass has one "
+            f"thread block a head, too few of them beyond N={study.fa1_longest}"
+        )
+    if not peers.available():
+        bench.say("  no torch with CUDA here: its kernels are not measured")
+    cases = [
+        fa2_setting(N, d, mask, study.dtype) for d in head_dims for mask in masks for N in lengths
+    ]
+    precompile.compile_ahead(_planned(study, cases, bench.describe["multiprocessors"]), bench)
+    if peers.available():
+        yield from bandwidth.matmul_peak(study.name, study.dtype, bench.machine)
+    checks = Checks(study)
+    for problem in bench.each(cases, "timing"):
+        arrays = peers.on_device(checks.inputs(problem), study.dtype)
+        for pass_ in study.passes:
+            measured: dict[str, list[Row]] = {}
+            for series in study.at(problem, pass_):
+                own = {}
+                if series in UNSPLIT:
+                    unsplit = UNSPLIT[series]
+                    own = _splits(unsplit, pass_, problem, bench.describe["multiprocessors"])
+                    if own == {"query_splits": 1}:
+                        # The same launch: measuring it twice would only show noise.
+                        yield from _copies(series, unsplit, measured[unsplit])
+                        continue
+                rows = _rows(study, series, pass_, problem, arrays, checks, bench.machine, own)
+                measured[series] = list(rows)
+                yield from measured[series]
+                device.release_memory()
+                peers.release()
+
+
+def _planned(
+    study: Study, cases: Sequence[Problem], multiprocessors: int
+) -> Iterator[precompile.Call]:
+    """Every call of our kernels that `measure` makes."""
+    for problem in cases:
+        for pass_ in study.passes:
+            for series in (s for s in study.at(problem, pass_) if s in study.ours):
+                own = {}
+                if series in UNSPLIT:
+                    own = _splits(UNSPLIT[series], pass_, problem, multiprocessors)
+                yield from precompile.calls(series, problem, pass_, **own)
+
+
+def _splits(series: str, pass_: str, problem: Problem, multiprocessors: int) -> dict[str, int]:
+    """The option query_splits for a pass; forward + backward takes the backward pass's.
+
+    Empty where there is no plan.
+    """
+    passes = "fwd" if pass_ == "fwd" else "bwd"
+    splits, failure = attempt(lambda: query_splits(problem, multiprocessors, series, passes))
+    return {} if failure else {"query_splits": splits}
+
+
+def _copies(series: str, unsplit: str, rows: Sequence[Row]) -> Iterator[Row]:
+    for row in rows:
+        yield replace(row, series=series, note=row.note or f"one split: the run of {unsplit}")
+
+
+def _call(
+    study: Study, series: str, pass_: str, problem: Problem, arrays: Sequence[Any], **own: Any
+) -> Callable[..., Any]:
+    theirs = series in study.theirs
+    if pass_ == "fwd":
+        make = peers.call if theirs else call
+        return make(series, problem, *arrays[:3], **own)
+    return (peers.gradients if theirs else gradients)(series, problem, pass_, *arrays, **own)
+
+
+class Checks:
+    """Checks each series and pass, on the problem itself or on a shorter one in its place.
+
+    Float64 gradients of long problems take minutes; such a problem is let through when the same
+    call gave the right gradients at CHECKED_SEQLEN, which is tried once.
+    """
+
+    def __init__(self, study: Study) -> None:
+        self.inputs = Inputs(gradient=study.passes != ("fwd",))
+        self._study = study
+        self._gates: dict[tuple[bool, Problem], Gate | GradientGate] = {}
+        self._passed: set[tuple[str, str, Problem]] = set()
+
+    def __call__(
+        self, series: str, pass_: str, problem: Problem, **own: Any
+    ) -> Callable[[Any], float]:
+        """The check of a result. Raises WrongResult at once where a shorter problem's is wrong."""
+        if pass_ == "fwd" or problem.seqlen_q <= CHECKED_SEQLEN:
+            return self._gate(series, pass_, problem)
+        shorter = fa2_setting(CHECKED_SEQLEN, problem.head_dim, problem.causal, problem.dtype)
+        if (series, pass_, shorter) not in self._passed:
+            gate = self._gate(series, pass_, shorter)
+            arrays = peers.on_device(self.inputs(shorter), shorter.dtype)
+            gate(_call(self._study, series, pass_, shorter, arrays, **own)())
+        return lambda result: float("nan")
+
+    def _gate(self, series: str, pass_: str, problem: Problem) -> Callable[[Any], float]:
+        forward = pass_ == "fwd"
+        if (forward, problem) not in self._gates:
+            arrays = self.inputs(problem)
+            self._gates[forward, problem] = (
+                Gate(problem, *arrays[:3]) if forward else GradientGate(problem, *arrays)
+            )
+        gate = self._gates[forward, problem]
+        check = gate.peer if series in self._study.theirs else gate
+
+        def checked(result: Any) -> float:
+            error = check(result)
+            self._passed.add((series, pass_, problem))
+            return error
+
+        return checked
+
+
+def _rows(
+    study: Study,
+    series: str,
+    pass_: str,
+    problem: Problem,
+    arrays: Sequence[Any],
+    checks: Checks,
+    machine: str,
+    own: dict[str, int],
+) -> Iterator[Row]:
+    tiles: dict[str, int | None] = {}
+
+    def work() -> tuple:
+        if series in study.ours:
+            more = {} if pass_ == "fwd" else {"passes": "bwd", **backward_options(series)}
+            chosen = plan(series, problem, **own, **more).tiles
+            tiles.update(Br=chosen.Br, Bc=chosen.Bc)
+        check = checks(series, pass_, problem, **own)
+        run = _call(study, series, pass_, problem, arrays, **own)
+        timing = time_call(run, check, seconds=SECONDS)
+        if pass_ != "fwd":
+            return timing, None
+        return timing, (peers.peak_bytes if series in study.theirs else workspace_bytes)(run)
+
+    result, failure = attempt(work)
+    common = {
+        "machine": machine,
+        "experiment": study.name,
+        "series": series,
+        "source": "measured",
+        "pass_": pass_,
+        "note": failure or ", ".join(f"{name}={value}" for name, value in own.items()),
+        **row_fields(problem),
+        **tiles,
+    }
+    if failure:
+        yield Row(metric="speed", unit="TFLOP/s", value=None, **common)
+        return
+    timing, peak = result
+    for row in timing_rows(timing, problem, **common):
+        # Beyond CHECKED_SEQLEN the error found of gradients is another problem's.
+        if row.metric != "error" or pass_ == "fwd" or problem.seqlen_q <= CHECKED_SEQLEN:
+            yield row
+    if peak is not None:
+        yield Row(metric="memory", unit="MiB", value=peak / 2**20, **common)

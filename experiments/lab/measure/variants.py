@@ -1,0 +1,275 @@
+"""Several calls compared at one problem: times, checked first, then hardware counters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from fa_numba import device
+from fa_numba.problem import Problem
+
+from ..record.options import Bench
+from ..record.store import Row
+from . import counters, peers, precompile
+from .series import algorithm, backward, call, plan, row_fields, row_tiles, unit
+from .timing import CHECKED_SEQLEN, Gate, GradientGate, attempt, time_call, timing_rows
+from .workloads import Inputs
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One call of a comparison: a series and the options it is called with.
+
+    `same_as` names the series of the same comparison whose call is just this one: it is measured
+    once and its rows are copied. `note` goes into the rows. `passes` is "fwd", or "bwd" for the
+    backward pass alone. With `by_row_tile` a forward call is made for each row tile of q, one after
+    the other: so a loop order whose grid is over row tiles has one thread block a head at a time.
+    """
+
+    series: str
+    options: dict[str, Any] = field(default_factory=dict)
+    same_as: str | None = None
+    note: str = ""
+    passes: str = "fwd"
+    by_row_tile: bool = False
+
+    @property
+    def planned(self) -> dict[str, Any]:
+        """The options of its plan."""
+        return self.options | ({} if self.passes == "fwd" else {"passes": self.passes})
+
+
+Work = Sequence[tuple[Problem, list[Variant]]]
+
+
+def splits_of(fa1: str, splits: int, passes: str = "fwd") -> Variant:
+    """FA-1 with its queries split; with one split that is the call of `fa1`, a copy."""
+    series = f"{fa1}-splits"
+    if splits == 1:
+        note = f"one split: the run of {fa1}"
+        return Variant(series, same_as=fa1, note=note, passes=passes)
+    return Variant(series, {"query_splits": splits}, note=f"query_splits={splits}", passes=passes)
+
+
+def measure(
+    experiment: str,
+    work: Work,
+    bench: Bench,
+    profiled: Mapping[str, str],
+    *,
+    seconds: float | None = None,
+    counted: Callable[[Problem], bool] = lambda problem: True,
+) -> Iterator[Row]:
+    """Rows of every problem's variants: first all times, then bytes and hardware counters.
+
+    `profiled` maps our metrics to Nsight Compute's names. A variant that is a copy must come after
+    its original. `seconds` limits the timing of a call as in `time_call`. Problems for which
+    `counted` is False get no hardware counters, only the model's bytes.
+    """
+    calls = [
+        precompile.Call(s.series, problem, s.planned)
+        for problem, variants in work
+        for s in variants
+    ]
+    backwards = any(s.passes == "bwd" for _, variants in work for s in variants)
+    precompile.compile_ahead(calls, bench)
+    inputs = Inputs(gradient=backwards)
+    for problem, variants in bench.each(work, "timing"):
+        host = inputs(problem)
+        gates = _Gates(problem, host, inputs)
+        arrays = peers.on_device(host, problem.dtype)
+        timed: dict[str, list[Row]] = {}
+        for variant in variants:
+            if variant.same_as is None:
+                rows = _timed(experiment, variant, problem, arrays, gates, bench.machine, seconds)
+                timed[variant.series] = list(rows)
+                device.release_memory()
+            else:
+                timed[variant.series] = copies(variant, timed[variant.same_as])
+            yield from timed[variant.series]
+    yield from _profiled(experiment, work, bench, profiled, counted)
+
+
+class _Gates:
+    """The checks of one problem's results, each made when it is first asked for."""
+
+    def __init__(self, problem: Problem, host: Sequence[np.ndarray], inputs: Inputs) -> None:
+        self._problem, self._host, self._inputs = problem, host, inputs
+        self._made: dict[str, Any] = {}
+
+    def __call__(self, variant: Variant) -> Callable[[Any], float]:
+        """The check of the variant's result; of gradients beyond CHECKED_SEQLEN at that length.
+
+        Raises WrongResult at once where the shorter problem's are wrong.
+        """
+        problem, shorter = self._problem, self._problem
+        if variant.passes == "fwd":
+            if "fwd" not in self._made:
+                self._made["fwd"] = Gate(problem, *self._host[:3])
+            return self._made["fwd"]
+        if problem.seqlen_q > CHECKED_SEQLEN:
+            shorter = replace(problem, batch=1, seqlen_q=CHECKED_SEQLEN, seqlen_k=CHECKED_SEQLEN)
+        arrays = self._inputs(shorter)
+        if "bwd" not in self._made:
+            self._made["bwd"] = GradientGate(shorter, *arrays)
+        if shorter is problem:
+            return self._made["bwd"]
+        on_device = peers.on_device(arrays, shorter.dtype)
+        self._made["bwd"](_run(variant, shorter, on_device)())
+        return lambda result: float("nan")
+
+
+def _run(variant: Variant, problem: Problem, arrays: Sequence[Any]) -> Callable[..., Any]:
+    if variant.passes == "bwd":
+        return backward(variant.series, problem, *arrays, **variant.options)
+    run = row_tiles if variant.by_row_tile else call
+    return run(variant.series, problem, *arrays[:3], **variant.options)
+
+
+def copies(variant: Variant, rows: Iterable[Row]) -> list[Row]:
+    """The rows of a call under the name of a variant that makes the same call."""
+    return [replace(row, series=variant.series, note=row.note or variant.note) for row in rows]
+
+
+def _common(
+    experiment: str, variant: Variant, problem: Problem, machine: str | None
+) -> tuple[dict[str, Any], Any, str]:
+    """(columns of the variant's rows, its plan, "") or (columns, None, why there is no plan)."""
+    common = {"machine": machine, "experiment": experiment, "series": variant.series}
+    common |= {"pass_": variant.passes} | row_fields(problem)
+    planned, failure = attempt(lambda: plan(variant.series, problem, **variant.planned))
+    tiles = variant.options.get("tiles") if planned is None else planned.tiles
+    if tiles is not None:
+        common |= {"Br": tiles.Br, "Bc": tiles.Bc}
+    return common, planned, failure
+
+
+def _timed(
+    experiment: str,
+    variant: Variant,
+    problem: Problem,
+    arrays: tuple,
+    gates: _Gates,
+    machine: str | None,
+    seconds: float | None,
+) -> Iterator[Row]:
+    common, _, failure = _common(experiment, variant, problem, machine)
+    timing = None
+    if not failure:
+
+        def work() -> Any:
+            gate = gates(variant)
+            return time_call(_run(variant, problem, arrays), gate, seconds=seconds)
+
+        timing, failure = attempt(work)
+    common |= {"source": "measured", "note": failure or variant.note}
+    if timing is None:
+        yield Row(metric="time", unit="ms", value=None, **common)
+    else:
+        for row in timing_rows(timing, problem, **common):
+            # Beyond CHECKED_SEQLEN the error found of gradients is another problem's.
+            if row.value == row.value:
+                yield row
+
+
+def _profiled(
+    experiment: str,
+    work: Work,
+    bench: Bench,
+    profiled: Mapping[str, str],
+    counted: Callable[[Problem], bool],
+) -> Iterator[Row]:
+    """Each variant's counters, and the model's bytes beside them."""
+    # By place: a comparison may have several variants of one series.
+    runs = [
+        (at, n, problem, variant)
+        for at, (problem, variants) in enumerate(work)
+        for n, variant in enumerate(variants)
+        if variant.same_as is None
+    ]
+    wanted = [run for run in runs if counted(run[2])]
+    cases = [_case(problem, variant) for _, _, problem, variant in wanted]
+    metrics = (*counters.TRAFFIC, *profiled.values())
+    results = counters.count_or_say(cases, metrics, bench.say) if cases else None
+    read = {
+        (at, n): result
+        for (at, n, _, _), result in zip(wanted, results or (), strict=results is not None)
+    }
+    found: dict[tuple[int, int], list[Row]] = {}
+    for at, n, problem, variant in runs:
+        result = read.get((at, n))
+        rows = _counted(experiment, variant, problem, result, bench.machine, profiled)
+        found[at, n] = list(rows)
+    for at, (_, variants) in enumerate(work):
+        first = {variant.series: n for n, variant in reversed(list(enumerate(variants)))}
+        for n, variant in enumerate(variants):
+            if variant.same_as is not None:
+                found[at, n] = copies(variant, found[at, first[variant.same_as]])
+            yield from found[at, n]
+
+
+def _launches(problem: Problem, variant: Variant) -> int:
+    """How many calls stand for the one that is counted: all row tiles, where each has its own."""
+    return -(-problem.seqlen_q // variant.options["tiles"].Br) if variant.by_row_tile else 1
+
+
+def _case(problem: Problem, variant: Variant) -> counters.Case:
+    """What is counted of a variant: its call or, of calls by row tile, the first."""
+    own: dict[str, Any] = {}
+    if variant.by_row_tile:
+        if problem.causal:
+            raise ValueError("problem is causal: its row tiles are not alike, and one is counted")
+        own["rows"] = variant.options["tiles"].Br
+    own |= {"passes": variant.passes, "unit": unit(variant.series)}
+    return counters.Case.of(algorithm(variant.series), problem, **variant.options, **own)
+
+
+def _counted(
+    experiment: str,
+    variant: Variant,
+    problem: Problem,
+    result: dict[str, float] | str | None,
+    machine: str | None,
+    profiled: Mapping[str, str],
+) -> Iterator[Row]:
+    common, planned, failure = _common(experiment, variant, problem, machine)
+    traffic = {"metric": "traffic", "unit": "bytes", **common}
+    if planned is not None:
+        yield Row(source="model", value=planned.accesses.bytes, note=variant.note, **traffic)
+    if result is None:
+        return
+    if failure:
+        result = failure
+    calls = _launches(problem, variant)
+    for source, in_bytes in counters.BYTES.items():
+        value, why = counters.read(result, in_bytes)
+        value = None if value is None else value * calls
+        yield Row(source=source, value=value, note=why or variant.note, **traffic)
+    common |= {"source": "measured", "unit": "1"}
+    for metric, name in profiled.items():
+        value, why = counters.read(result, itemgetter(name))
+        if value is not None and name.endswith(".sum"):
+            value *= calls
+        yield Row(metric=metric, value=value, note=why or variant.note, **common)
+
+
+Values = dict[tuple[str, str, str], float]
+
+
+def values(rows: Iterable[Row]) -> Values:
+    """(series, source, metric) -> value, for the rows of one problem that did not fail."""
+    return {(r.series, r.source, r.metric): r.value for r in rows if r.value is not None}
+
+
+def problems_of(rows: Iterable[Row]) -> dict[Problem, list[Row]]:
+    """The rows by problem: float32 first and without a mask, then by length and head dimension."""
+    found: dict[Problem, list[Row]] = {}
+    for row in sorted(rows, key=lambda r: (r.dtype != "float32", r.causal, r.seqlen_q, r.head_dim)):
+        sizes = (row.batch, row.heads_q, row.heads_k, row.seqlen_q, row.seqlen_k, row.head_dim)
+        problem = Problem(*sizes, dtype=row.dtype, causal=row.causal)
+        found.setdefault(problem, []).append(row)
+    return found

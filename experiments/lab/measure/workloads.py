@@ -1,0 +1,127 @@
+"""Problem sizes of the papers, and inputs for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from fa_numba.problem import Problem
+
+from ..record.options import Options
+
+# FA-2, section 4.1: 16k tokens in all, hidden dimension 2048.
+TOKENS = 16384
+HIDDEN = 2048
+SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+HEAD_DIMS = (64, 128)
+SEED = 20220527
+
+
+def fa2_setting(
+    seqlen: int, head_dim: int, causal: bool = False, dtype: str = "float32"
+) -> Problem:
+    """A problem of the FA-2 paper's benchmark: 16k tokens in all, hidden dimension 2048.
+
+    Batch and heads follow from the length and head dimension; both are at least 1.
+    """
+    heads = max(1, HIDDEN // head_dim)
+    return Problem(
+        batch=max(1, TOKENS // seqlen),
+        heads_q=heads,
+        heads_k=heads,
+        seqlen_q=seqlen,
+        seqlen_k=seqlen,
+        head_dim=head_dim,
+        dtype=dtype,
+        causal=causal,
+    )
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Lengths, head dimensions and masks of an experiment in the FA-2 paper's setting."""
+
+    seqlens: Sequence[int]
+    head_dims: Sequence[int]
+    masks: Sequence[bool]
+
+    @classmethod
+    def of(cls, options: Options, seqlens: Sequence[int], quick: Sequence[int]) -> Sizes:
+        """What the options ask for; else all lengths, the paper's head dimensions and both masks,
+        or, of a quick run, `quick` lengths, one head dimension and no mask.
+        """
+        return cls(
+            options.seqlens or (quick if options.quick else seqlens),
+            options.head_dims or HEAD_DIMS[: 1 if options.quick else None],
+            options.causal or ((False,) if options.quick else (False, True)),
+        )
+
+    def problems(self, dtypes: Iterable[str]) -> list[Problem]:
+        """The problems by dtype, head dimension, mask and length, each in this order."""
+        return [
+            fa2_setting(N, d, mask, dtype)
+            for dtype in dtypes
+            for d in self.head_dims
+            for mask in self.masks
+            for N in self.seqlens
+        ]
+
+
+def one_head(seqlen: int, head_dim: int, causal: bool = False, dtype: str = "float32") -> Problem:
+    """A problem of one batch entry and one head."""
+    return Problem(1, 1, 1, seqlen, seqlen, head_dim, dtype=dtype, causal=causal)
+
+
+def held(x: np.ndarray, dtype: str) -> np.ndarray:
+    """`x`, a float32 array, rounded or cut to numbers that `dtype` holds exactly; float32 still."""
+    if dtype == "float16":
+        return x.astype(np.float16).astype(np.float32)
+    if dtype == "bfloat16":  # the upper half of a float32
+        return (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    return x
+
+
+class Inputs:
+    """Standard normal q, k and v: the first numbers of three streams, drawn once.
+
+    `inputs(problem)` gives float32 arrays of numbers that the problem's dtype holds exactly. With
+    `gradient` it gives dout too, of a fourth stream.
+    """
+
+    def __init__(self, *, gradient: bool = False) -> None:
+        self._drawn: dict[str, tuple[np.ndarray, ...]] = {}
+        self._streams = 4 if gradient else 3
+
+    def __call__(self, problem: Problem) -> tuple[np.ndarray, ...]:
+        every = (problem.q_shape, problem.k_shape, problem.k_shape, problem.q_shape)
+        shapes = every[: self._streams]
+        sizes = [math.prod(shape) for shape in shapes]
+        drawn = self._drawn.get(problem.dtype, ())
+        if not drawn or drawn[0].size < max(sizes):
+            drawn = self._draw(max(sizes), problem.dtype)
+        return tuple(
+            stream[:size].reshape(shape)
+            for stream, size, shape in zip(drawn, sizes, shapes, strict=True)
+        )
+
+    def draw_for(self, problems: Sequence[Problem]) -> None:
+        """Draw what the largest of them takes, so that no longer streams are drawn later."""
+        most: dict[str, int] = {}
+        for p in problems:
+            size = max(math.prod(p.q_shape), math.prod(p.k_shape))
+            most[p.dtype] = max(size, most.get(p.dtype, 0))
+        for dtype, size in most.items():
+            self._draw(size, dtype)
+
+    def _draw(self, size: int, dtype: str) -> tuple[np.ndarray, ...]:
+        def stream(seed: np.random.SeedSequence) -> np.ndarray:
+            return held(np.random.default_rng(seed).standard_normal(size, np.float32), dtype)
+
+        with ThreadPoolExecutor() as pool:  # NumPy draws and rounds without Python's lock
+            seeds = np.random.SeedSequence(SEED).spawn(self._streams)
+            self._drawn[dtype] = tuple(pool.map(stream, seeds))
+        return self._drawn[dtype]

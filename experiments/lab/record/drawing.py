@@ -1,0 +1,114 @@
+"""Figures drawn by other processes, while the next experiment is counted."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from rich.console import Console
+
+from .options import Options
+from .runner import Report, Runner
+
+# A child that is forked has matplotlib and the experiments already.
+START = "fork"
+
+
+class Drawing:
+    """Draws each named figure once its data is stored; `missing` names those that were not drawn.
+
+    Without a pool of processes `draw` draws at once. With one it returns, and what a process says
+    of a figure is printed when a later call finds it, or by `wait`.
+    """
+
+    def __init__(self, runner: Any, pool: ProcessPoolExecutor | None) -> None:
+        self._runner, self._pool = runner, pool
+        self._running: dict[str, Future] = {}
+        self._failed: set[str] = set()
+        self._asked: list[str] = []
+
+    def draw(self, name: str) -> None:
+        self._asked.append(name)
+        if self._pool is None:
+            self._here(name)
+            return
+        runner = self._runner
+        look = {"width": runner.console.width, "force_terminal": runner.console.is_terminal}
+        try:
+            future = self._pool.submit(_draw, runner.options, name, look)
+        except BrokenProcessPool:
+            self._here(name)
+            return
+        self._running[name] = future
+        for done in [name for name, future in self._running.items() if future.done()]:
+            self._take(done)
+
+    def wait(self) -> None:
+        """Until every figure is drawn."""
+        for name in list(self._running):
+            self._take(name)
+
+    @property
+    def missing(self) -> list[str]:
+        return [name for name in self._asked if name in self._failed]
+
+    def _here(self, name: str) -> None:
+        if not self._runner.draw(name):
+            self._failed.add(name)
+
+    def _take(self, name: str) -> None:
+        try:
+            drawn, report, said = self._running.pop(name).result()
+        except BrokenProcessPool:  # killed, for want of memory for one
+            self._here(name)
+            return
+        self._runner.console.out(said, end="", highlight=False)
+        mine = self._runner.reports.setdefault(name, Report())
+        mine.drawn_from, mine.recorded = report.drawn_from, report.recorded
+        mine.error = report.error or mine.error
+        if not drawn:
+            self._failed.add(name)
+
+
+@contextmanager
+def side_by_side(runner: Any, names: Sequence[str]) -> Iterator[Drawing]:
+    """A `Drawing` with a process for each core, which has drawn all when the block ends.
+
+    Where there is a GPU, one core or one figure, it has none: nothing else runs while a GPU's work
+    is timed.
+    """
+    count = min(len(names), os.cpu_count() or 1)
+    starts = multiprocessing.get_all_start_methods()
+    if count == 1 or runner.machine is not None or START not in starts:
+        yield Drawing(runner, None)
+        return
+    with suppress(ModuleNotFoundError):  # which is said as a figure is drawn
+        from ..show import style  # noqa: F401  once, not in every process
+    context = multiprocessing.get_context(START)
+    with ProcessPoolExecutor(count, context, _leave_interrupts_to_the_parent) as pool:
+        drawing = Drawing(runner, pool)
+        try:
+            yield drawing
+            drawing.wait()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _leave_interrupts_to_the_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _draw(options: Options, name: str, look: dict[str, Any]) -> tuple[bool, Report, str]:
+    """Whether a figure was drawn, its report and what was said, in a process of its own."""
+    said = io.StringIO()
+    runner = Runner(options, [], Console(file=said, **look))
+    drawn = runner.draw(name)
+    return drawn, runner.reports[name], said.getvalue()

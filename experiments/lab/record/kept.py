@@ -1,0 +1,141 @@
+"""What need not be repeated: the same sources give the same counts, on every machine.
+
+Beside the emulator's rows stands a digest of the sources they were counted from and of the rows
+themselves. A complete run takes the stored rows while that digest is what it finds. A run on a GPU
+has the digest of its sources too, by which `schedule` tells what changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fa_numba
+
+from . import slices
+from .store import EMULATOR, Row, Store, dump, write_if_changed
+
+# What the JSON beside the rows calls the digest and the commit that it was counted at.
+ENTRY = "counted"
+PACKAGE, EXPERIMENTS = Path(fa_numba.__file__).parent, Path(__file__).resolve().parents[2]
+# Modules that no number depends on: how rows are asked for, kept and shown.
+_NO_PART = {
+    *(f"experiments.lab.record.{name}" for name in ("options", "store", "published")),
+    *(f"experiments.lab.show.{name}" for name in ("tables", "style")),
+    *("experiments", "experiments.beside"),
+    *(f"experiments.lab{room}" for room in ("", ".measure", ".record", ".show")),
+}
+_NO_PART_OF_COUNTS = {
+    f"experiments.lab.measure.{name}"
+    for name in ("counter_target", "peers", "precompile", "speeds")
+}
+# The package's files that what the emulator counts does not come from.
+_NOT_COUNTED = ("algorithms.py", "__main__.py", "commands/", "bounds/", "torch.py", "reference.py")
+# Those that a GPU's times and bytes do come from: what makes the kernels' PTX, which of them is
+# launched, and how a launch is timed. The way of a call on the host has a part where an experiment
+# says so, see `registry.Experiment`.
+_ON_GPU = (
+    *("kernels/", "parts/", "intrinsics/", "tiling/", "choices/", "masks.py", "dropout.py"),
+    *("dtypes.py", "integers.py", "options.py"),
+    *("device/kernel.py", "device/front_end.py", "device/signature.py", "device/timing.py"),
+)
+# Run by others under Nsight Compute, not imported.
+_TARGET = "experiments.lab.measure.counter_target"
+
+
+def sources(module: Any, *, counts: bool) -> dict[str, str]:
+    """Name -> text of what the experiment's numbers come from: `counts`, or what a GPU measures.
+
+    These are files of fa_numba with its tables, and of the modules of experiments the statements
+    that `measure` reaches; not those that draw. Texts are without docstrings and comments.
+    """
+    more = () if counts else tuple(getattr(module, "MEASURES", ()))
+    found = {
+        f"fa_numba/{name}": _text(path, path.stat().st_mtime_ns)
+        for name, path in _package(PACKAGE)
+        if (not name.startswith(_NOT_COUNTED) if counts else name.startswith(_ON_GPU + more))
+    }
+    reached = slices.Slice(_file, _NO_PART | (_NO_PART_OF_COUNTS if counts else set()))
+    reached.take(getattr(module, "__name__", ""), "measure")
+    if "experiments.lab.measure.counters" in reached.texts():
+        reached.take(_TARGET, None)
+    return found | reached.texts()
+
+
+def trained(module: str, name: str) -> str:
+    """The digest of what a function of an experiment reaches, for what it gives and is kept."""
+    reached = slices.Slice(_file, _NO_PART)
+    reached.take(module, name)
+    return digest(reached.texts(), ())
+
+
+@functools.cache
+def _package(folder: Path) -> tuple[tuple[str, Path], ...]:
+    files = (path for kind in ("*.py", "*.csv") for path in folder.rglob(kind))
+    return tuple((path.relative_to(folder).as_posix(), path) for path in files)
+
+
+def _file(name: str) -> Path | None:
+    """The file of a module of experiments; None of any other, and of a name in a module."""
+    top, *rest = name.split(".")
+    if top != "experiments" or not all(rest):
+        return None
+    path = EXPERIMENTS.joinpath(*rest)
+    found = (path.with_suffix(".py") if rest else path / "__init__.py", path / "__init__.py")
+    return next((each for each in found if each.is_file()), None)
+
+
+def digest(texts: Mapping[str, str], rows: Sequence[Row]) -> str:
+    """Of the texts and their names, a module's without its place, and of the rows."""
+    found = hashlib.sha256()
+    places = {
+        name: slices.short(name) if name.startswith("experiments.") else name for name in texts
+    }
+    for name, text in sorted((places[name], text) for name, text in texts.items()):
+        found.update(f"{name}\0{text}\0".encode())
+    found.update(dump(rows, runs=False).encode())
+    return found.hexdigest()
+
+
+@functools.cache
+def _text(path: Path, written: int) -> str:
+    """The file's text, read again only when it was written again; Python's without words."""
+    text = path.read_bytes().decode().replace("\r\n", "\n")
+    return slices.plain(text) if path.suffix == ".py" else text
+
+
+def stored(store: Store, experiment: str, texts: Mapping[str, str]) -> list[Row] | None:
+    """The emulator's rows, if they were counted from these sources; None otherwise.
+
+    Raises StoreError where the rows or the JSON beside them cannot be read.
+    """
+    rows = store.read(experiment, EMULATOR)
+    entry = _entry(store.provenance(experiment, EMULATOR))
+    if rows and entry.get("digest") == digest(texts, rows):
+        return [replace(row, run="") for row in rows]
+    return None
+
+
+def keep(store: Store, experiment: str, texts: Mapping[str, str], about: Mapping[str, Any]) -> None:
+    """Write down that the stored rows, all of them, were counted from these sources.
+
+    `about` is the run that counted them. The rest of the JSON stays: it is of the run that first
+    had these numbers.
+    """
+    now = digest(texts, store.read(experiment, EMULATOR))
+    recorded = store.provenance(experiment, EMULATOR)
+    if _entry(recorded).get("digest") == now:
+        return
+    run = {name: about.get(name) for name in ("commit", "date", "dirty")}
+    text = json.dumps({**recorded, ENTRY: {**run, "digest": now}}, indent=2, sort_keys=True)
+    write_if_changed(store.path(experiment, EMULATOR, ".json"), text + "\n")
+
+
+def _entry(about: Mapping[str, Any]) -> Mapping[str, Any]:
+    entry = about.get(ENTRY)
+    return entry if isinstance(entry, dict) else {}

@@ -1,0 +1,128 @@
+"""What a run was asked for, and where it runs, as every experiment receives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .store import PUBLISHED, Row
+
+if TYPE_CHECKING:
+    from .journal import Journal
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+FIGURES = REPOSITORY / "figures"
+# Where runs and figures of fewer or other sizes go, so that FIGURES has complete ones alone.
+QUICK, FILTERED = FIGURES / "quick", FIGURES / "filtered"
+
+# Fields of `Options` by which a part of an experiment is asked for.
+CHOICES = ("seqlens", "head_dims", "causal", "tiles")
+
+MASKS = {False: "not causal", True: "causal"}
+
+T = TypeVar("T")
+
+
+class Refused(Exception):
+    """Why something is not measured, or its rows may not replace a recording: said in a line."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Choices from the command line; None where nothing was chosen.
+
+    `seqlens` and `head_dims` are the values to take instead of an experiment's own, `causal` the
+    masks, `tiles` the block sizes (Br, Bc) of one that takes them. `quick` shrinks an experiment to
+    seconds, `recount` counts on the emulator what was counted before from the same sources too.
+    `replace` takes rows that `review` refuses. Figures go to the folder `out`, their data to
+    `out`/data.
+    """
+
+    quick: bool = False
+    seqlens: tuple[int, ...] | None = None
+    head_dims: tuple[int, ...] | None = None
+    causal: tuple[bool, ...] | None = None
+    tiles: tuple[tuple[int, int], ...] | None = None
+    out: Path = FIGURES
+    recount: bool = False
+    replace: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether a run with these options measures everything that an experiment has."""
+        return not self.quick and not any(getattr(self, name) for name in CHOICES)
+
+    @property
+    def chosen(self) -> str:
+        """The filters in words, such as "N=512; d=64, 128; causal"; empty without one."""
+        sizes = [
+            f"{name}={', '.join(map(str, values))}"
+            for name, values in (("N", self.seqlens), ("d", self.head_dims))
+            if values
+        ]
+        masks = [MASKS[mask] for mask in self.causal or ()]
+        tiles = [f"{Br}x{Bc}" for Br, Bc in self.tiles or ()]
+        sizes += [f"tiles {', '.join(tiles)}"] if tiles else []
+        return "; ".join([*sizes, *([" and ".join(masks)] if masks else [])])
+
+    def admits(self, row: Row) -> bool:
+        """Whether the row is among what was asked for: its rows of Q or of K for a length."""
+        return row.source == PUBLISHED or (
+            (self.seqlens is None or not {row.seqlen_q, row.seqlen_k}.isdisjoint(self.seqlens))
+            and (self.head_dims is None or row.head_dim in self.head_dims)
+            and (self.causal is None or row.causal in self.causal)
+            and (self.tiles is None or (row.Br, row.Bc) in self.tiles)
+        )
+
+
+@dataclass
+class Bench:
+    """Where an experiment runs: `machine` is this machine's GPU as a file name, None without one,
+    and `describe` what `device.describe` says of it.
+
+    `track(items, label)` goes through the items under a progress bar; `say` prints a line. `kept`
+    are all rows that a complete run counted on the emulator from the sources as they are. With a
+    `journal` what an interrupted run has measured is not measured again.
+    """
+
+    machine: str | None = None
+    describe: dict[str, Any] | None = None
+    progress: Callable[[Sequence[Any], str], Iterable[Any]] | None = None
+    say: Callable[[str], None] = print
+    kept: Sequence[Row] = ()
+    journal: Journal | None = None
+
+    def track(self, items: Sequence[T], label: str) -> Iterator[T]:
+        yield from self.progress(items, label) if self.progress and items else items
+
+    def each(self, items: Sequence[T], label: str) -> Iterator[T]:
+        """As `track`, for a loop whose every item gives its rows by itself, in the loop.
+
+        A run that goes on after an interruption leaves out the items whose rows it has.
+        """
+        if self.journal is None:
+            yield from self.track(items, label)
+            return
+        left = list(self.journal.items(items, label))
+        if len(left) < len(items):
+            self.say(f"  {label}: {len(items) - len(left)} of {len(items)} done before")
+        yield from self.journal.each(self.track(left, label))
+
+    def counted(
+        self,
+        work: Sequence[tuple[Any, ...]],
+        label: str,
+        count: Callable[..., Iterable[Row | Sequence[Row]]],
+    ) -> Iterator[Row | Sequence[Row]]:
+        """The rows that `count(*item)` gives of every item, or in place of them those kept.
+
+        An experiment counts all that it counts on the emulator in one such call.
+        """
+        if self.kept:
+            self.say(f"  counted before from the same sources: {len(self.kept)} rows")
+            yield self.kept
+            return
+        for item in self.each(work, label):
+            yield from count(*item)

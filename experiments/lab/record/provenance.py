@@ -1,0 +1,227 @@
+"""Where numbers come from: commit, command, machine, versions, date, protocol."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import re
+import secrets
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from typing import Any
+
+from ..measure import counters, peers
+from ..measure.timing import PROTOCOL
+from ..measure.workloads import SEED
+from .options import REPOSITORY
+from .store import EMULATOR, MODEL, Row
+
+# The commit, for a copy of the tree that has no .git.
+COMMIT_VARIABLE = "FA_NUMBA_COMMIT"
+_PACKAGES = ("numba", "numba-cuda", "numpy", "scipy")
+# What compiles and launches; None where the wheel is not installed.
+_CUDA_PACKAGES = ("cuda-core", "cuda-bindings", "nvidia-nvvm", "nvidia-cuda-nvrtc")
+
+
+def slug(gpu: str) -> str:
+    """A GPU's name as a file name: "NVIDIA H200" is nvidia-h200."""
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+
+
+def _output(*command: str) -> str | None:
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(
+            command, cwd=REPOSITORY, capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def commit() -> tuple[str | None, bool | None]:
+    """The commit, and whether the code differed from it: figures and pages do not count as code.
+
+    The environment's COMMIT_VARIABLE comes first, for a copy of the tree that has another history.
+    Whether the code differed is None there, and both are None without git.
+    """
+    named = os.environ.get(COMMIT_VARIABLE)
+    head = named or _output("git", "rev-parse", "--verify", "HEAD")
+    if named or head is None:
+        return head, None
+    changed = _output("git", "status", "--porcelain", "--", ".", ":!figures", ":!*.md")
+    return head, None if changed is None else bool(changed)
+
+
+@functools.cache
+def _smi() -> dict[str, str]:
+    names = {
+        "driver": "driver_version",
+        "sm_clock_max": "clocks.max.sm",
+        "memory_clock_max": "clocks.max.mem",
+        "sm_clock_application": "clocks.applications.graphics",
+        "power_limit": "power.limit",
+        "memory": "memory.total",
+    }
+    line = _output("nvidia-smi", f"--query-gpu={','.join(names.values())}", "--format=csv,noheader")
+    if not line:
+        return {}
+    values = [value.strip() for value in line.splitlines()[0].split(",")]
+    return dict(zip(names, values, strict=False))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def _ncu() -> str | None:
+    found = re.search(r"^Version (\S+)", _output("ncu", "--version") or "", re.MULTILINE)
+    return found[1] if found else None
+
+
+@functools.cache
+def _host() -> dict[str, Any]:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            name = re.search(r"^model name\s*: (.*)$", file.read(), re.MULTILINE)
+    except OSError:
+        name = None
+    return {"cpu": name[1] if name else platform.processor() or None, "cores": os.cpu_count()}
+
+
+class Provenance:
+    """Where a run's numbers come from, read once at its start."""
+
+    def __init__(self, arguments: list[str], gpu: dict[str, Any] | None) -> None:
+        head, dirty = commit()
+        self._common: dict[str, Any] = {
+            "id": f"r{secrets.token_hex(3)}",
+            "command": " ".join(["python -m experiments", *arguments]),
+            "commit": head,
+            "date": datetime.now(UTC).date().isoformat(),
+            "dirty": dirty,
+            "python": platform.python_version(),
+            **{package: _version(package) for package in _PACKAGES},
+        }
+        self._gpu = gpu
+
+    def for_machine(
+        self, machine: str, own: Mapping[str, str] | None = None, sources: str = ""
+    ) -> dict[str, Any]:
+        """The run as the JSON beside the machine's rows lists it; `own` is what the experiment adds
+        to the protocol, `sources` the digest of the sources of what a GPU measures.
+        """
+        about = dict(self._common)
+        if machine == MODEL:
+            about["protocol"] = "closed form: fa_numba.io_model"
+        elif machine == EMULATOR:
+            about["protocol"] = (
+                "global loads and stores of the unchanged kernels, counted by fa_numba.emulator"
+            )
+            about["seed"] = SEED
+        else:
+            about |= {
+                "cuda": {package: _version(package) for package in _CUDA_PACKAGES},
+                "device": self._gpu,
+                "host": _host(),
+                "l2_counter": counters.L2_NAME,
+                "ncu": _ncu(),
+                "nvidia_smi": _smi(),
+                "protocol": PROTOCOL | {"counters": counters.PROTOCOL} | dict(own or {}),
+                "seed": SEED,
+                "sources": sources,
+                "torch": peers.version(),
+                "system": f"{platform.system()} {platform.machine()}",
+            }
+        return about
+
+
+def of_rows(runs: Sequence[Mapping[str, Any]], rows: Iterable[Row]) -> list[Mapping[str, Any]]:
+    """The runs that measured these rows."""
+    named = {row.run for row in rows}
+    return [run for run in runs if run.get("id", "") in named]
+
+
+def when(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Date and commit of the runs that rows are of; a + stands for changes beyond a commit.
+
+    Runs of several commits are all named. Before rows had a run, a recording that kept rows of
+    earlier runs listed these beside its last.
+    """
+    every = [run for last in runs for run in (last, *last.get("earlier_runs", ()))]
+    commits = list(dict.fromkeys(map(_commit, every))) or [_commit({})]
+    dates = sorted({run.get("date") or "undated" for run in every}) or ["undated"]
+    if len(commits) == 1:
+        return f"{dates[-1]}, {'commit ' if commits[0] != NO_COMMIT else ''}{commits[0]}"
+    span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return f"{span}, {len(commits)} commits: {', '.join(commits)}"
+
+
+NO_COMMIT = "no commit"
+
+
+def _commit(run: Mapping[str, Any]) -> str:
+    head = run.get("commit")
+    return NO_COMMIT if head is None else f"{head[:7]}{'+' if run.get('dirty') else ''}"
+
+
+def device_name(runs: Sequence[Mapping[str, Any]], otherwise: str) -> str:
+    """The GPU's name that the runs have."""
+    return next((run["device"]["name"] for run in runs if run.get("device")), otherwise)
+
+
+def when_and_where(runs: Sequence[Mapping[str, Any]], name: str) -> str:
+    """One recording in a few words, for footnotes and tables."""
+    return f"{name}, {when(runs)}"
+
+
+def clocks(run: Mapping[str, Any]) -> str:
+    """What was seen of the GPU's clocks while the run measured."""
+    found = run.get("clocks")
+    if not found:
+        return "clocks were not sampled"
+    if not found["busy"]:
+        return "no sample of the clocks, one a second, found the GPU busy"
+    low, middle, high = (f"{x:.0f}" for x in found["SM clock, MHz"])
+    span = low if low == high else f"{low} to {high} MHz, in the median {middle}"
+    held = ", ".join(f"{name} in {n} of them" for name, n in found["held by"].items())
+    return (
+        f"SM clock {span} MHz in {found['busy']} samples of the busy GPU"
+        f"{f', held down by the {held}' if held else ''}"
+    )
+
+
+def l2_counter(runs: Sequence[Mapping[str, Any]], rows: Iterable[Row]) -> str:
+    """What counted the rows' bytes between L1 and L2; empty where no row has them."""
+    names = {
+        run.get("l2_counter", counters.EARLIER_L2_NAME)
+        for run in of_rows(runs, (row for row in rows if row.source == "l2"))
+    }
+    return f"L2 is {' and '.join(sorted(names))}" if names else ""
+
+
+def footnote(recorded: Mapping[str, Sequence[Mapping[str, Any]]], rows: Sequence[Row]) -> str:
+    """Machine, date and commit of all that a figure's rows are from, a GPU's first, with what
+    counted its bytes of L2. `recorded` has the runs of each machine.
+    """
+    gpus, others, l2 = [], [], []
+    for machine in sorted({row.machine for row in rows}):
+        mine = [row for row in rows if row.machine == machine]
+        runs = of_rows(recorded.get(machine, ()), mine)
+        if machine in (EMULATOR, MODEL):
+            label = {MODEL: "closed forms", EMULATOR: "counted on the emulator"}[machine]
+            others.append(when_and_where(runs, label))
+        else:
+            gpus.append(when_and_where(runs, f"recorded on {device_name(runs, machine)}"))
+            by = l2_counter(runs, mine)
+            l2 += [by] if by else []
+    return "\n".join("; ".join(line) for line in (gpus, l2, others) if line)

@@ -1,0 +1,97 @@
+"""The experiments that there are, and what a module must have to be one."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import experiments
+
+from ..show import thumbs
+from ..show.tables import Make
+from .options import CHOICES, Bench, Options
+from .store import Row
+
+Draw = Callable[[Sequence[Row]], Any]
+
+
+class Experiment(Protocol):
+    """What a module of `experiments` must have; it is found by its file alone.
+
+    TITLE is shown while it is measured, DESCRIPTION by the command `list`. With NEEDS_GPU nothing
+    is measured on a machine without a CUDA GPU. A module may have more:
+
+    `table(rows)`   its table, a `tables.Table`, on the page under the experiment's name
+    `animate(rows, note)`   its figure as an animated GIF, bytes; the note says where rows are from
+    `page(rows, note)`   its figure as a page, HTML; the note as above
+    READS           other experiments whose recordings the figure shows
+    FIGURES         further figures: name of the file -> function of the rows, as `draw`
+    TABLES          further tables: name -> function of the rows
+    NEEDS_TORCH     True where torch with CUDA is needed to measure
+    TAKES           which of `options.CHOICES` it takes; all but tiles without it
+    TAKES_ON_GPU    which more it takes for what a GPU measures
+    SWEPT           columns of a row that the experiment varies, see `store.Recorder`
+    MEASURES        what it measures of fa_numba besides kernels, such as "host/"; `kept.sources`
+    PROTOCOL        a sentence on how it measures, kept with its rows
+    """
+
+    TITLE: str
+    DESCRIPTION: str
+    NEEDS_GPU: bool
+
+    def measure(self, options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+        """The rows, each as soon as it is measured; it is stored at once. Rows that make one whole,
+        such as a trace, come as one sequence.
+        """
+
+    def draw(self, rows: Sequence[Row]) -> Any:
+        """A matplotlib figure of stored rows, measured now or before; None without rows to draw."""
+
+
+def names() -> list[str]:
+    """Every experiment, by its module's name."""
+    found = pkgutil.iter_modules(experiments.__path__)
+    return sorted(m.name for m in found if not m.ispkg and not m.name.startswith("_"))
+
+
+def load(name: str) -> Experiment:
+    return cast(Experiment, importlib.import_module(f"experiments.{name}"))
+
+
+def needs_torch(experiment: Experiment) -> bool:
+    return bool(getattr(experiment, "NEEDS_TORCH", False))
+
+
+def figures(experiment: Experiment) -> Mapping[str, Draw]:
+    """The experiment's figures beside the one under its own name, a small one for README too."""
+    name = getattr(experiment, "__name__", "").rpartition(".")[2]
+    return {**getattr(experiment, "FIGURES", {}), **thumbs.figures(name)}
+
+
+def reads(experiment: Experiment) -> Sequence[str]:
+    return tuple(getattr(experiment, "READS", ()))
+
+
+def takes(experiment: Experiment, gpu: bool) -> set[str]:
+    """The choices of the command line that it takes, with a `gpu` or without."""
+    taken = set(getattr(experiment, "TAKES", set(CHOICES) - {"tiles"}))
+    return taken | set(getattr(experiment, "TAKES_ON_GPU", ()) if gpu else ())
+
+
+def swept(experiment: Experiment) -> Sequence[str]:
+    return tuple(getattr(experiment, "SWEPT", ()))
+
+
+def protocol(name: str, experiment: Experiment) -> dict[str, str]:
+    """What the experiment says of how it measures, under its name."""
+    own = getattr(experiment, "PROTOCOL", "")
+    return {name: own} if own else {}
+
+
+def tables(name: str) -> Mapping[str, Make]:
+    """The experiment's tables by the names that the page has for them."""
+    module = load(name)
+    own = {name: module.table} if hasattr(module, "table") else {}
+    return own | getattr(module, "TABLES", {})

@@ -1,0 +1,434 @@
+"""Runs experiments: measure, store, draw, and say what came from where."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from fa_numba import device
+from fa_numba.choices.units import NoUnit
+
+from ..measure import clocks, peers
+from ..measure import tune as sweep
+from . import kept, provenance, registry, review, schedule
+from .journal import Journal
+from .options import FIGURES, Bench, Options, Refused
+from .registry import Experiment, load
+from .store import EMULATOR, MODEL, Outcome, Recorder, Row, Store, StoreError, write_if_changed
+
+_NOT_GPUS = (EMULATOR, MODEL)
+About = Callable[[str], dict[str, Any]]
+
+
+@dataclass
+class Report:
+    """What became of one experiment: rows measured, whence its figure's are, what failed.
+
+    `recorded` has the runs of each machine that the figure is drawn from. `kept` is how many of the
+    rows were counted before, from the same sources. `held` says that the rows do not stand in the
+    recording: the run was cut off, or refused.
+    """
+
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    drawn_from: list[str] = field(default_factory=list)
+    recorded: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    kept: int = 0
+    held: bool = False
+    error: str = ""
+    not_measured: str = ""
+
+
+class Runner:
+    """One command: `measure`, `draw` and `summary` for the experiments it names."""
+
+    def __init__(self, options: Options, arguments: Sequence[str], console: Console) -> None:
+        self.options, self.console = options, console
+        self.store = Store(options.out)
+        self.gpu = dict(device.describe()) if device.gpu_available() else None
+        self.machine = provenance.slug(self.gpu["name"]) if self.gpu else None
+        self._provenance = provenance.Provenance(list(arguments), self.gpu)
+        self.reports: dict[str, Report] = {}
+
+    def measure(self, name: str) -> None:
+        """Measure what this machine can; rows are stored as they come."""
+        report = self.reports.setdefault(name, Report())
+        with self._reporting(name, report):
+            module = load(name)
+            report.not_measured = self._lacking(module)
+            if report.not_measured:
+                self.console.print(f"[bold]{name}[/]: {report.not_measured}; there is none here")
+                return
+            self.store.make(name)  # minutes of measuring would be for nothing
+            self.console.print(f"[bold]{name}[/]: {module.TITLE}")
+            if self.machine is None and self._on_gpus(name):
+                self.console.print("  no CUDA GPU here: what one measures is left out")
+            with self.store.alone(name):
+                texts, before = kept.sources(module, counts=True), None
+                if self.options.complete and not self.options.recount:
+                    before = kept.stored(self.store, name, texts)
+                report.kept = len(before or ())
+                self._record(
+                    name,
+                    registry.swept(module),
+                    lambda bench: module.measure(self.options, replace(bench, kept=before or ())),
+                    about=self.about(name, module),
+                    of=self.described(name, module) if self.options.complete else None,
+                )
+                self._keep(name, report, texts)
+
+    def _on_gpus(self, name: str) -> bool:
+        """Whether there is a recording of some GPU."""
+        machines = {m for store in (Store(FIGURES), self.store) for m in store.machines(name)}
+        return bool(machines - {*_NOT_GPUS})
+
+    def about(self, name: str, module: Experiment) -> About:
+        """What describes a run of the experiment by the machine whose rows it is of."""
+        texts = kept.sources(module, counts=False) if self.machine else {}
+        sources = kept.digest(texts, ())
+        protocol = registry.protocol(name, module)
+        return functools.partial(self._provenance.for_machine, own=protocol, sources=sources)
+
+    def described(self, name: str, module: Experiment) -> dict[str, Any]:
+        """What two runs have in common of which the second may go on where the first stopped."""
+        counted = kept.digest(kept.sources(module, counts=True), ())
+        return self.about(name, module)(self.machine or EMULATOR) | {"sources of counts": counted}
+
+    def partial(self, name: str) -> Path:
+        """Where a complete run keeps its rows until all are there."""
+        return self.options.out / "partial" / f"{name}.jsonl"
+
+    def recording(self, name: str, machine: str) -> Store:
+        """The last recording of the machine: in --out, or else the one that is with the project."""
+        return self.store if machine in self.store.machines(name) else Store(FIGURES)
+
+    def _keep(self, name: str, report: Report, texts: Mapping[str, str]) -> None:
+        """Write the digest of rows that this run counted, all that there are and none failed."""
+        counted = report.outcomes.get(EMULATOR)
+        if counted is None or report.kept or not self.options.complete:
+            return
+        whole = len(self.store.read(name, EMULATOR)) == counted.measured
+        if whole and not counted.failed:
+            kept.keep(self.store, name, texts, self._provenance.for_machine(EMULATOR))
+
+    def lacking(self, name: str) -> bool:
+        """Whether this machine cannot measure the experiment."""
+        try:
+            return bool(self._lacking(load(name)))
+        except Exception:  # said when it is measured
+            return False
+
+    def _lacking(self, module: Experiment) -> str:
+        """What the experiment needs to measure and this machine has not; empty for nothing."""
+        if module.NEEDS_GPU and self.machine is None:
+            return "needs a CUDA GPU"
+        if registry.needs_torch(module) and not peers.available():
+            return "needs torch with CUDA"
+        return ""
+
+    def due(self, names: Iterable[str]) -> list[schedule.Due]:
+        """What of these is to be measured on this GPU, the most out of date first."""
+        assert self.machine is not None
+        found = []
+        for name in names:
+            try:
+                module = load(name)
+                if self._lacking(module):
+                    continue
+                store, of = self.recording(name, self.machine), self.described(name, module)
+                each = schedule.due(name, store, self.machine, of, self.partial(name))
+                if self.options.recount and each is None:
+                    each = schedule.Due(name, "to be counted again")
+            except Exception:  # said when it is measured
+                each = schedule.Due(name, "not to be read")
+            found += [each] if each else []
+        return schedule.in_order(found)
+
+    def recorded_first(self, names: Iterable[str]) -> list[str]:
+        """Those that this machine cannot measure come first: their figures need not wait."""
+        return sorted(names, key=lambda name: not self.lacking(name))
+
+    @contextlib.contextmanager
+    def _reporting(self, name: str, report: Report) -> Iterator[None]:
+        """What goes wrong is printed and put into the report, and the next experiment can go on.
+
+        A file or folder that is in the way is named in a line, and so is why rows are refused, or
+        that this GPU has no unit for them, which is no fault.
+        Anything else is a fault of the program and is printed with its traceback.
+        """
+        try:
+            yield
+        except (StoreError, Refused) as error:
+            if report.error != str(error):
+                report.error = str(error)
+                self.console.print(f"[red]{name}: {escape(report.error)}[/]", soft_wrap=True)
+        except NoUnit as error:  # an older GPU, which measures the others
+            report.not_measured = str(error)
+            self.console.print(f"{name}: not measured here, {escape(str(error))}", soft_wrap=True)
+        except Exception as error:
+            report.error = f"{type(error).__name__}: {error}"
+            self.console.print_exception()
+
+    def _record(
+        self,
+        name: str,
+        swept: Sequence[str],
+        measure: Callable[[Bench], Iterable[Row | Sequence[Row]]],
+        about: About,
+        of: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Store the rows as they come, or, of a complete run, which is `of` this, once it is whole.
+
+        Raises Refused where the rows of a complete run may not replace those before.
+        """
+        report = self.reports.setdefault(name, Report())
+        journal = None if of is None else self._journal(name, of)
+        with clocks.Sampling() if self.machine else contextlib.nullcontext() as sampling:
+            start = time.monotonic()
+
+            def now(machine: str) -> dict[str, Any]:
+                run = about(machine) | {"seconds": round(time.monotonic() - start, 1)}
+                if sampling is not None and machine not in _NOT_GPUS:
+                    run["clocks"] = sampling.summary()
+                return run
+
+            recorder = Recorder(self.store, name, now, swept, journal)
+            report.outcomes = recorder.outcomes
+            try:
+                if journal is None or not journal.whole:
+                    self._measure(measure, recorder, journal)
+                if journal is not None:
+                    journal.end()
+                    self._refuse(name, recorder.measured, journal)
+            except StoreError:
+                raise  # nothing more can be stored
+            except BaseException:
+                report.held = journal is not None
+                recorder.finish(complete=False)
+                raise
+            recorder.finish(complete=journal is not None)
+
+    def _journal(self, name: str, of: Mapping[str, Any]) -> Journal:
+        """The one to go on with. Rows that were refused are measured again, or with --replace taken
+        as they are.
+        """
+        journal = Journal(self.partial(name), of)
+        if journal.refused and not self.options.replace:
+            journal.remove()
+            journal = Journal(self.partial(name), of)
+        return journal
+
+    def _measure(
+        self,
+        measure: Callable[[Bench], Iterable[Row | Sequence[Row]]],
+        recorder: Recorder,
+        journal: Journal | None,
+    ) -> None:
+        with Progress(
+            TextColumn("  {task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self.console,
+        ) as progress:
+            bench = Bench(
+                machine=self.machine,
+                describe=self.gpu,
+                progress=lambda items, label: progress.track(items, description=label),
+                say=progress.console.print,
+                journal=journal,
+            )
+            for found in measure(bench):
+                if isinstance(found, Row):
+                    recorder.add(found)
+                else:
+                    recorder.add_all(found)
+
+    def _refuse(self, name: str, rows: Sequence[Row], journal: Journal) -> None:
+        """Raise Refused where the rows of this GPU may not replace its last recording."""
+        if self.machine is None or self.options.replace:
+            return
+        before = self.recording(name, self.machine).read(name, self.machine)
+        why = review.objections(before, [row for row in rows if row.machine == self.machine])
+        if why:
+            journal.refuse()
+            raise Refused(
+                f"the recording stays as it was: {'; '.join(why)}. The new rows are in "
+                f"{journal.path}: measure again, or take them with --replace"
+            )
+
+    def tune(
+        self, wanted: Sequence[sweep.Candidate], jobs: int | None, seconds: float | None = None
+    ) -> int:
+        """Time the wanted tiles on this machine's GPU, for about so many seconds if any are given;
+        store the fastest; gives an exit status.
+        """
+        report = self.reports.setdefault(sweep.NAME, Report())
+        if self.machine is None or self.gpu is None:
+            self.console.print("[red]tune needs a CUDA GPU, and this machine has none[/]")
+            return 1
+        self.console.print(f"[bold]{sweep.NAME}[/]: {len(wanted)} candidates")
+        with self._reporting(sweep.NAME, report), self.store.alone(sweep.NAME):
+            self._record(
+                sweep.NAME,
+                sweep.SWEPT,
+                lambda bench: sweep.measure(wanted, bench, jobs, seconds),
+                about=self._provenance.for_machine,
+            )
+        # What was measured before a failure counts too.
+        with self._reporting(sweep.NAME, report):
+            self._keep_fastest(wanted, self.machine, self.gpu["compute_capability"])
+        return 1 if report.error else 0
+
+    def _keep_fastest(
+        self, wanted: Sequence[sweep.Candidate], machine: str, capability: str
+    ) -> None:
+        rows = self.store.read(sweep.NAME, machine)
+        swept = sweep.complete(rows, wanted)
+        found = sweep.best([r for r in rows if (r.series, r.pass_, r.head_dim) in swept])
+        for (name, pass_, d), (tiles, speed) in sorted(found.items()):
+            text = f"Br={tiles.Br}, Bc={tiles.Bc}, {sweep.note(tiles)}: {speed:.0f} TFLOP/s"
+            self.console.print(f"  {name} {pass_} d={d}: {text}")
+        changed = sweep.update(found, capability)
+        self.console.print(f"  {sweep.TABLE.name}: {'changed' if changed else 'same as before'}")
+
+    def draw(self, name: str) -> bool:
+        """Draw one figure from stored files alone; False when none was drawn, which is said."""
+        report, drawn = self.reports.setdefault(name, Report()), False
+        with self._reporting(name, report):
+            drawn = self._draw(name, report)
+        if not drawn:
+            report.drawn_from = []
+        return drawn
+
+    def leave(self, name: str) -> bool:
+        """Say of a figure that it stands as it was drawn before; False where it cannot be said."""
+        report = self.reports.setdefault(name, Report())
+        with self._reporting(name, report):
+            rows, report.recorded = self._stored(name)
+            report.drawn_from = sorted({row.machine for row in rows})
+            self.console.print(f"  {escape(str(self.options.out / name))}: as it was drawn before")
+            return True
+        return False
+
+    def _draw(self, name: str, report: Report) -> bool:
+        try:
+            module = load(name)
+            from ..show import style
+        except ModuleNotFoundError as error:
+            if error.name != "matplotlib":
+                raise
+            report.error = (
+                "not drawn: matplotlib is not installed; the extra 'experiments' brings it"
+            )
+            self.console.print(f"[red]{name}: {report.error}[/]")
+            return False
+        stored, report.recorded = self._stored(name)
+        rows = [row for row in stored if self.options.admits(row)]
+        report.drawn_from = sorted({row.machine for row in rows})
+        figure = module.draw(rows) if rows else None
+        if figure is None:
+            self.console.print(f"[yellow]{name}: no data{self._instead(stored)}, no figure[/]")
+            return False
+        stem = self.options.out / name
+        note = provenance.footnote(report.recorded, rows)
+        changed, kinds = bool(style.save(figure, stem, note)), ".svg and .png"
+        film = module.animate(rows, note) if hasattr(module, "animate") else None
+        if film is not None:
+            changed |= write_if_changed(stem.with_suffix(".gif"), film)
+            kinds = ".svg, .png and .gif"
+        page = module.page(rows, note) if hasattr(module, "page") else None
+        if page is not None:
+            changed |= write_if_changed(stem.with_suffix(".html"), page)
+            kinds = ".svg, .png and .html"
+        self._say_drawn(stem, kinds, changed)
+        for other, draw in registry.figures(module).items():
+            further = draw(rows)
+            if further is not None:
+                stem = self.options.out / other
+                self._say_drawn(stem, ".svg and .png", bool(style.save(further, stem, note)))
+        return True
+
+    def _say_drawn(self, stem: Path, kinds: str, changed: bool) -> None:
+        state = "drawn" if changed else "drawn, same as before"
+        self.console.print(f"  {escape(str(stem))}{kinds}: {state}", soft_wrap=True)
+
+    def _instead(self, stored: Sequence[Row]) -> str:
+        """What the filters asked for in vain, and what is stored."""
+        if not self.options.chosen:
+            return ""
+        found = Options(
+            seqlens=tuple(sorted({N for row in stored for N in (row.seqlen_q, row.seqlen_k)})),
+            head_dims=tuple(sorted({row.head_dim for row in stored})),
+            causal=tuple(sorted({row.causal for row in stored})),
+        )
+        there = f" (stored: {found.chosen})" if stored else ""
+        return f" of {self.options.chosen}{there}"
+
+    def _stored(self, name: str) -> tuple[list[Row], dict[str, list[dict[str, Any]]]]:
+        """What there is to draw: closed forms, counts, and one GPU's rows; with their runs.
+
+        A machine missing from --out is taken from the recordings that come with the project.
+        """
+        places: dict[str, Store] = {}
+        for store in (Store(FIGURES), self.store):
+            places.update(dict.fromkeys(store.machines(name), store))
+        found = {machine: places[machine].recorded(name, machine) for machine in places}
+        runs = {machine: found[machine][1] for machine in found}
+        gpus = [machine for machine in places if machine not in _NOT_GPUS]
+
+        def preferred(machine: str) -> tuple[bool, bool, str, str]:
+            """To sort by: this machine's GPU comes last, before it those in --out, then by date."""
+            date = max((str(run.get("date")) for run in runs[machine]), default="")
+            return machine == self.machine, places[machine] is self.store, date, machine
+
+        gpus.sort(key=preferred)
+        chosen = [machine for machine in places if machine in _NOT_GPUS] + gpus[-1:]
+        rows = [row for machine in chosen for row in found[machine][0]]
+        return rows, {machine: runs[machine] for machine in chosen}
+
+    def summary(self, chosen: Iterable[str]) -> Table:
+        """A line for each figure and machine: measured here or recorded before, new or the same."""
+        table = Table(title="Figures", title_justify="left")
+        for column in ("figure", "data", "this run", "recorded"):
+            table.add_column(column)
+        for name in chosen:
+            report = self.reports.get(name, Report())
+            machines = sorted(set(report.drawn_from) | set(report.outcomes))
+            if not machines:
+                state = report.error or report.not_measured
+                table.add_row(name, "-", "no data" + (f" ({escape(state)})" if state else ""), "-")
+            for i, machine in enumerate(machines):
+                table.add_row(
+                    name if i == 0 else "",
+                    {MODEL: "closed forms", EMULATOR: "counts"}.get(machine, machine),
+                    _what_happened(machine, report),
+                    provenance.when(report.recorded.get(machine, ())),
+                )
+            if report.error and machines:
+                table.add_row("", "", f"[red]{escape(report.error)}[/]", "")
+        return table
+
+
+def _what_happened(machine: str, report: Report) -> str:
+    outcome = report.outcomes.get(machine)
+    if outcome is None:
+        why = f" ({report.not_measured} to measure)" if report.not_measured else ""
+        return f"drawn from the recording{why}"
+    if machine == EMULATOR and report.kept:
+        return f"counted before from the same sources: {report.kept} rows"
+    if report.held:
+        return f"{outcome.measured} rows, not whole: drawn from the recording"
+    verb = {MODEL: "computed", EMULATOR: "counted"}.get(machine, "measured")
+    text = f"{verb} here: {outcome.measured} rows, "
+    text += "new" if outcome.changed else "same as recorded"
+    return text + (f"; [red]{outcome.failed} failed[/]" if outcome.failed else "")

@@ -1,0 +1,204 @@
+"""The page paper_repro.md and those of figures/tables, whose tables are made from stored rows.
+
+    <!-- table: NAME -->
+    ...
+    <!-- end: NAME -->
+
+What stands between two markers is replaced; all other text is written by hand. An experiment whose
+tables stand nowhere yet gets a page figures/tables/<experiment>.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from ..record import registry
+from ..record.options import FIGURES, REPOSITORY
+from ..record.provenance import clocks, device_name, l2_counter, of_rows, when_and_where
+from ..record.store import EMULATOR, MODEL, Row, Store, replace_files
+from .tables import Across, Make, fewer_runs
+
+PAGE = REPOSITORY / "paper_repro.md"
+TABLES = FIGURES / "tables"
+# The GPU of the pages' numbers: whatever else is recorded, they stay as they are.
+MACHINE = "nvidia-h200"
+NO_RECORDING = "no recording yet"
+_BLOCK = re.compile(
+    r"(?P<start><!-- table: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(?P<end><!-- end: (?P=name) -->)",
+    re.DOTALL,
+)
+# A column of bytes of L2; "sectors from L2" is a counter by its own name.
+_L2 = re.compile(r"(?<!from )(?<!to )\bL2\b")
+
+# A table of times or speeds.
+_TIMED = re.compile(
+    r"\b(ms|us)\b|T(FLOP|B)/s|[Tt]imes? (of|over|at|a|than)\b|[Mm]icroseconds|[Ff]astest|"
+    r"Speed (of|in)\b"
+)
+
+
+def known() -> dict[str, tuple[Make, tuple[str, ...]]]:
+    """Every table by its name: what makes it, and the experiments whose rows it takes.
+
+    Raises ValueError where two experiments give a table one name.
+    """
+    found: dict[str, tuple[Make, tuple[str, ...]]] = {}
+    for experiment in registry.names():
+        for name, make in registry.tables(experiment).items():
+            if name in found:
+                others = ", ".join(found[name][1])
+                raise ValueError(f"table {name!r} is of {experiment} and of {others}: rename one")
+            of = make.experiments if isinstance(make, Across) else (experiment,)
+            found[name] = make, of
+    verdicts = importlib.import_module("experiments.verdicts")
+    return found | {name: (make, make.experiments) for name, make in verdicts.tables().items()}
+
+
+def text(name: str, store: Store) -> str:
+    """The table between the markers: caption and source, an empty line, the table.
+
+    Raises ValueError for a name that no experiment has.
+    """
+    tables = known()
+    if name not in tables:
+        raise ValueError(f"no table named {name!r}: known are {', '.join(tables)}")
+    make, experiments = tables[name]
+    rows: list[Row] = []
+    for experiment in experiments:
+        for machine in (MODEL, EMULATOR, MACHINE):
+            rows += store.recorded(experiment, machine)[0]
+    timed = isinstance(make, Across) and make.timed
+    table = make(rows, _seconds(store, experiments)) if timed else make(rows)
+    if table is None:
+        return f"{NO_RECORDING}\n"
+    if isinstance(make, Across) and not make.cites:
+        return f"{table.caption}\n\n{table.body}"
+    l2 = _L2.search(table.body) is not None
+    sources = [source for each in experiments for source in _source(store, each, l2)]
+    how = _how_timed(store, experiments) if _TIMED.search(table.caption + table.body) else ""
+    return f"{table.caption} {'; '.join(sources)}\n\n{table.body}{how}"
+
+
+def _seconds(store: Store, experiments: Sequence[str]) -> dict[str, float]:
+    """How long the recording of each took, where its runs say so."""
+    found = {}
+    for name in experiments:
+        runs = store.recorded(name, MACHINE)[1]
+        if runs and all("seconds" in run for run in runs):
+            found[name] = sum(run["seconds"] for run in runs)
+    return found
+
+
+def _how_timed(store: Store, experiments: Sequence[str]) -> str:
+    """At which clocks, and what is of few runs, of each experiment that timed something."""
+    said = []
+    for name in experiments:
+        rows = [row for row in store.read(name, MACHINE) if row.n is not None]
+        runs = of_rows(store.runs(name, MACHINE), rows)
+        words = [clocks(run) for run in runs] + [each for each in (fewer_runs(rows),) if each]
+        if runs:
+            sentence = f"{'; '.join(words)}."
+            several = len(experiments) > 1
+            said.append(f"{name}: {sentence}" if several else sentence[0].upper() + sentence[1:])
+    return f"\n{' '.join(said)}\n" if said else ""
+
+
+def _source(store: Store, experiment: str, l2: bool) -> list[str]:
+    """Which recording it is: the GPU, or without one what is counted, or the closed forms; date,
+    commit, for a table that shows `l2` what counted it, and file.
+    """
+    stored = store.machines(experiment)
+    counted = EMULATOR, "Counted on the emulator"
+    for machine, name in ((MACHINE, MACHINE), counted, (MODEL, "closed forms")):
+        if machine in stored:
+            rows, runs = store.recorded(experiment, machine)
+            said = when_and_where(runs, device_name(runs, name))
+            by = l2_counter(runs, rows) if l2 else ""
+            file = f"figures/data/{experiment}/{machine}.csv"
+            return ["; ".join(part for part in (said, by, file) if part)]
+    return []
+
+
+def render(page: str, store: Store, path: Path = PAGE) -> str:
+    """The page with every marked table made anew, links as they lead from where the page stands.
+
+    Raises ValueError for an unknown table.
+    """
+
+    def table(found: re.Match[str]) -> str:
+        made = text(found["name"], store)
+        if path.parent == TABLES:
+            made = made.replace("](figures/", "](../")
+        return f"{found['start']}{made}{found['end']}"
+
+    return _BLOCK.sub(table, page)
+
+
+def tables(page: str) -> dict[str, str]:
+    """Name -> text of the marked tables. Raises ValueError for a marker without its end."""
+    found = {block["name"]: block["body"] for block in _BLOCK.finditer(page)}
+    for name in re.findall(r"<!-- table: ([\w-]+) -->", page):
+        if name not in found:
+            raise ValueError(f"table {name!r} has no end marker")
+    return found
+
+
+def pages() -> list[Path]:
+    return [PAGE, *sorted(TABLES.glob("*.md"))]
+
+
+def everywhere() -> dict[str, str]:
+    """Name -> text of the tables of all pages. Raises ValueError for one that stands twice."""
+    found: dict[str, str] = {}
+    for path in pages():
+        for name, body in tables(path.read_text("utf-8")).items():
+            if name in found:
+                raise ValueError(f"table {name!r} stands on {path.name} and on another page")
+            found[name] = body
+    return found
+
+
+def begun(placed: Collection[str]) -> dict[Path, str]:
+    """A page for each experiment of whose tables some are not placed, its markers empty."""
+    found = {}
+    for experiment in registry.names():
+        new = [name for name in registry.tables(experiment) if name not in placed]
+        if new:
+            path, title = TABLES / f"{experiment}.md", registry.load(experiment).TITLE
+            page = (
+                path.read_text("utf-8")
+                if path.exists()
+                else (f"# {title}\n\n![{title}](../{experiment}.png)\n")
+            )
+            marked = (f"\n<!-- table: {name} -->\n<!-- end: {name} -->\n" for name in new)
+            found[path] = page + "".join(marked)
+    return found
+
+
+def check(path: Path | None = None, store: Store | None = None) -> list[str]:
+    """Names of the tables of a page, or of all, that differ from what the stored rows give."""
+    return [name for names, _ in _stale(path, store).values() for name in names]
+
+
+def update(path: Path | None = None, store: Store | None = None) -> list[str]:
+    """Write the tables of a page, or of all, anew; gives the names of those that changed."""
+    stale = _stale(path, store)
+    replace_files({each: page for each, (_, page) in stale.items()})
+    return [name for names, _ in stale.values() for name in names]
+
+
+def _stale(path: Path | None, store: Store | None) -> dict[Path, tuple[list[str], str]]:
+    """Of each page that differs its tables that do, and what it should be."""
+    old = {each: each.read_text("utf-8") for each in ([path] if path else pages())}
+    if path is None:
+        old |= begun(everywhere())
+    store, found = store or Store(FIGURES), {}
+    for each, page in old.items():
+        now, made = tables(page), render(page, store, each)
+        names = [name for name, body in tables(made).items() if now[name] != body]
+        if names:
+            found[each] = names, made
+    return found

@@ -1,0 +1,186 @@
+"""The figure and the table of a speed experiment, and the curves published for its problems."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..measure import peers
+from ..measure.series import LABELS
+from ..measure.speeds import DTYPES, PASSES, UNSPLIT, Study
+from ..measure.workloads import HEAD_DIMS
+from ..record import published
+from ..record.store import Row
+from . import tables
+from .tables import Table
+
+
+def draw(study: Study, rows: Sequence[Row]) -> Any:
+    """TFLOP/s over N: a row of panels for each pass and head dimension, a column for each mask."""
+    from . import style
+
+    peak = next((r.value for r in rows if r.series == peers.MATMUL and not r.failed), None)
+    rows = [row for row in rows if row.metric == "speed" and row.series in study.series]
+    if not rows:
+        return None
+    measured = {r.series for r in rows}
+    shown = [series for series in study.series if series in measured]
+    several = len(study.passes) > 1
+    across = [
+        (p, d) for p in study.passes for d in sorted({r.head_dim for r in rows if r.pass_ == p})
+    ]
+    masks = sorted({row.causal for row in rows})
+    height = 1.1 + 2.6 * len(across) if several else 0.9 + 3.1 * len(across)
+    figure, axes = style.new(len(across), len(masks), height, sharey="row")
+    for (pass_, d), panels in zip(across, axes, strict=True):
+        for mask, ax in zip(masks, panels, strict=True):
+            mine = [r for r in rows if (r.pass_, r.head_dim, r.causal) == (pass_, d, mask)]
+            _curves(ax, mine, shown)
+            if peak is not None:
+                name = f"torch matmul of the same run: {peak:.0f}"
+                ax.axhline(peak, color="#555555", ls=(0, (6, 3)), lw=1.2, zorder=1, label=name)
+            ax.set_ylim(bottom=0)
+            lengths = {row.seqlen_q for row in (rows if several else mine)}
+            style.sizes(ax, sorted(lengths), "sequence length N")
+            title = f"d={d}, {'causal' if mask else 'not causal'}"
+            ax.set_title(f"{PASSES[pass_]}, {title}" if several else title)
+        panels[0].set_ylabel("TFLOP/s")
+    _legend(figure, axes, rows, study)
+    return figure
+
+
+def _curves(ax: Any, rows: Sequence[Row], shown: Sequence[str]) -> None:
+    """Speed over N of each series, the band between its percentiles behind it."""
+    from . import style
+
+    for series in shown:
+        points = sorted(
+            (r for r in rows if r.series == series and not r.failed), key=lambda r: r.seqlen_q
+        )
+        x = [r.seqlen_q for r in points]
+        ax.plot(
+            x,
+            [r.value for r in points],
+            color=style.COLOURS[series],
+            marker=style.MARKERS[series],
+            ls="--" if series.startswith("torch") else "-",
+            zorder=2.5 if series in UNSPLIT else 3,
+            label=LABELS[series],
+        )
+        ax.fill_between(
+            x,
+            [r.value if r.p20 is None else r.p20 for r in points],
+            [r.value if r.p80 is None else r.p80 for r in points],
+            color=style.COLOURS[series],
+            alpha=0.2,
+            lw=0,
+        )
+
+
+def forward(rows: Sequence[Row], shown: Sequence[str], message: str) -> Any:
+    """TFLOP/s of the forward pass over N without a mask: a panel for d=64 and one for 128, or for
+    what there is, of the series that are `shown`. None without rows of them.
+    """
+    from . import style
+
+    mine = [r for r in rows if r.metric == "speed" and r.series in shown and r.pass_ == "fwd"]
+    mine = [r for r in mine if not r.causal] or mine
+    if not mine:
+        return None
+    head_dims = [d for d in sorted({r.head_dim for r in mine}) if d in HEAD_DIMS] or [
+        mine[0].head_dim
+    ]
+    figure, (axes,) = style.new(1, len(head_dims), 4.4, sharey=True)
+    for d, ax in zip(head_dims, axes, strict=True):
+        here = [r for r in mine if r.head_dim == d]
+        _curves(ax, here, [series for series in shown if series in {r.series for r in here}])
+        style.sizes(ax, sorted({r.seqlen_q for r in here}), "sequence length N")
+        ax.set_title(f"d={d}{', causal' if here[0].causal else ''}")
+    axes[0].set_ylabel("TFLOP/s")
+    axes[0].set_ylim(bottom=0)  # of all, once all are drawn
+    found = style.handles(axes)
+    what = f"forward, {DTYPES[mine[0].dtype]}, 16k tokens in all, hidden dimension 2048"
+    style.legend(figure, list(found.values()), f"{message}\n{what}")
+    return figure
+
+
+def published_speeds(
+    figures: Sequence[str], pass_: str, head_dim: int, causal: bool
+) -> dict[tuple[str, str], dict[int, float]]:
+    """(method, GPU) -> N -> TFLOP/s of those FA-2 paper's figures that show the pass."""
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    wanted = {"pass": pass_, "head_dim": str(head_dim), "causal": str(causal).lower()}
+    for item in figures:
+        for line in published.lookup(paper="fa2", item=item, metric="speed", **wanted):
+            gpu = line["hardware"].split("-")[0]
+            curve = found.setdefault((line["method"], gpu), {})
+            curve[int(line["seqlen"])] = float(line["value"])
+    return found
+
+
+def _legend(figure: Any, axes: Any, rows: Sequence[Row], study: Study) -> None:
+    """A legend of the series that have rows, and of what is published."""
+    from . import style
+
+    handles = style.handles(axes)
+    used = {r.series for r in rows}
+    left_out = {LABELS[series] for series in study.series if series not in used}
+    order = [LABELS[series] for series in study.series]
+    kept = [label for label in dict.fromkeys((*order, *handles)) if label not in left_out]
+    title = f"{DTYPES[study.dtype]}, 16k tokens in all, hidden dimension 2048"
+    if len(study.passes) == 1:
+        title = f"{PASSES[study.passes[0]]}, {title}"
+    if study.passes != ("fwd",):
+        title += (
+            "\nbackward both orders have K/V outside: FA-1 with a block a head, FA-2 with a grid "
+            "over K/V"
+        )
+    longest, drawn = study.fa1_longest, max(r.seqlen_q for r in rows)
+    if longest is not None and drawn > longest and any(s.startswith("fa1") for s in used):
+        title += f"; FA-1 to N={style.short(longest)} only"
+    style.legend(figure, [handles[label] for label in kept], title)
+
+
+def table(
+    study: Study, rows: Sequence[Row], caption: str, shown: Sequence[str] | None = None
+) -> Table | None:
+    """TFLOP/s of the series that are `shown`, and our FA-2 over the first of torch's kernels.
+
+    Of the shortest and the longest length; where there are several passes, of the longest alone,
+    with a causal mask where that is stored. None where no speed is stored. `shown` are all of the
+    study's unless given.
+    """
+    shown = shown or study.series
+    mine = [r for r in rows if r.metric == "speed" and r.series in study.series]
+    measured = {r.series for r in mine}
+    found = {(r.pass_, *tables.sizes(r), r.series): r for r in mine}
+    if not found:
+        return None
+    ours, peer = next(s for s in shown if s in ("fa2-simt", "fa2-mma")), study.theirs[0]
+    shown = [series for series in shown if series in measured]
+    several = len(study.passes) > 1
+    lengths, masks = {r.seqlen_q for r in mine}, {r.causal for r in mine}
+    at = {max(lengths)} if several else {min(lengths), max(lengths)}
+    if several:
+        masks = {max(masks)}
+    lines = []
+    for pass_, d, causal, N in sorted({(p, d, causal, N) for p, N, d, causal, _ in found}):
+        if N not in at or causal not in masks:
+            continue
+        cells = {series: found.get((pass_, N, d, causal, series)) for series in shown}
+        numbers = [tables.cell(row, lambda v: f"{v:.1f}") for row in cells.values()]
+        pair = [row.value if row else None for row in (cells.get(ours), cells.get(peer))]
+        ratio = f"{pair[0] / pair[1]:.2f}" if pair[0] and pair[1] else tables.MISSING
+        place = [str(d), tables.yes_no(causal), str(N)]
+        lines.append([*([pass_] if several else []), *place, *numbers, ratio])
+    header = ["d", "causal", "N", *(LABELS[s] for s in shown), f"FA-2 / {LABELS[peer]}"]
+    if several:
+        header.insert(0, "pass")
+    peak = next((r for r in rows if r.series == peers.MATMUL and not r.failed), None)
+    reach = f" torch's product of two matrices reached {peak.number:.0f} TFLOP/s." if peak else ""
+    timed = tables.runs(r for r in rows if r.metric == "time")
+    return Table(
+        f"{caption[:-1]}{f'; {timed}' if timed else ''}.{reach} All lengths and masks are "
+        "in the data file.",
+        tables.markdown(header, lines),
+    )

@@ -1,0 +1,234 @@
+"""One look for every figure, and files that come out byte for byte the same."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+from matplotlib.text import Text
+from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+
+from ..record.store import write_if_changed
+
+# Mostly the Okabe-Ito set: those of a panel are told apart by people with any colour vision.
+COLOURS = {
+    "standard-simt": "#D55E00",
+    "fa1-simt": "#0072B2",
+    "fa1-simt-splits": "#56B4E9",
+    "fa1-simt-keys": "#00456B",
+    "fa2-simt": "#009E73",
+    "fa2-simt-fa1-tiles": "#66C5AB",
+    "fa2-simt-one-block": "#A9DECF",
+    "fa2-simt-deterministic": "#003B2B",
+    "torch-efficient": "#8B5A2B",
+    "torch-fa2": "#000000",
+    "torch-cudnn": "#E69F00",
+    "torch-unfused": "#BABABA",
+    "torch-flex": "#0072B2",
+    "fa2-auto": "#6000E6",
+    "published": "#CC79A7",
+    "model": "#666666",
+    # Published alone: no kernel of these is run here.
+    "xformers": "#A05195",
+    "triton": "#6B6ECF",
+    "fa3": "#B22222",
+}
+MARKERS = {
+    "standard-simt": "s",
+    "fa1-simt": "o",
+    "fa1-simt-splits": "D",
+    "fa2-simt": "^",
+    "fa2-simt-deterministic": ">",
+    "torch-efficient": "v",
+    "torch-fa2": "v",
+    "torch-cudnn": "X",
+    "torch-unfused": "P",
+    "torch-flex": "D",
+    "fa2-auto": "h",
+}
+# The same algorithm on tensor cores looks the same.
+for _looks in (COLOURS, MARKERS):
+    _looks |= {name.replace("-simt", "-mma"): look for name, look in _looks.items()}
+COLOURS["fa2-wgmma"], MARKERS["fa2-wgmma"] = "#6000E6", "h"
+COLOURS["fa2-mma-splits"], MARKERS["fa2-mma-splits"] = "#8BC34A", "<"
+COLOURS["fa2-wgmma-splits"], MARKERS["fa2-wgmma-splits"] = "#CE93D8", "p"
+COLOURS["fa1-wgmma"], MARKERS["fa1-wgmma"] = "#330080", "H"
+COLOURS["fa1-wgmma-splits"], MARKERS["fa1-wgmma-splits"] = "#A48CFF", "8"
+COLOURS |= {"fa1-wgmma-own": "#0D1140", "fa2-wgmma-one-block": "#E1BEE7"}
+COLOURS["fa2-wgmma-fa1-tiles"] = "#AB6BC4"
+WIDTH = 10.0  # inches; a README shows it about 800 pixels wide
+PAD = 0.06  # inches about what is drawn: no ink at the border
+RC: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 11,
+    "axes.titlesize": 11.5,
+    "axes.labelsize": 11,
+    "legend.fontsize": 10,
+    "xtick.labelsize": 10,
+    "ytick.labelsize": 10,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": "#E4E4E4",
+    "grid.linewidth": 0.8,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 6,
+    "legend.frameon": False,
+    "figure.facecolor": "white",
+    "svg.hashsalt": "fa_numba",
+}
+
+
+def use() -> None:
+    """Start from matplotlib's defaults and this look, whatever the user's matplotlibrc says."""
+    matplotlib.rcdefaults()
+    matplotlib.rcParams.update(RC)
+
+
+def new(
+    rows: int, columns: int, height: float, width: float = WIDTH, **options: Any
+) -> tuple[Figure, Any]:
+    """A figure and its grid of axes (always two-dimensional)."""
+    use()
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def empty(ax: Any, text: str) -> None:
+    """A panel without data: the text, and no axes with made-up ticks."""
+    ax.text(0.5, 0.5, text, ha="center", transform=ax.transAxes)
+    ax.set_axis_off()
+
+
+def key(label: str, **look: Any) -> Line2D:
+    """A line of a legend that stands for a look: "dashed: backward"."""
+    return Line2D([], [], label=label, **{"color": "#444444", **look})
+
+
+def handles(axes: Any) -> dict[str, Any]:
+    """Label -> the first handle of it on any of the axes, for a legend of the whole figure."""
+    found: dict[str, Any] = {}
+    for ax in np.atleast_1d(axes).flat:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    return found
+
+
+def sizes(ax: Any, values: Sequence[int], name: str, every: int = 1) -> None:
+    """A log2 x axis over all sizes with a tick at every so many of them, 1024 as 1k."""
+    ticks = list(values)[::every]
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(ticks, [short(value) for value in ticks])
+    ax.xaxis.set_minor_locator(NullLocator())
+    if values:
+        ax.set_xlim(min(values) / 1.2, max(values) * 1.2)
+    ax.set_xlabel(name)
+
+
+def legend(figure: Figure, handles: Sequence[Any], title: str, ncols: int = 3) -> None:
+    """The figure's legend, below its message."""
+    found = figure.legend(
+        handles=handles,
+        loc="outside upper center",
+        ncols=ncols,
+        title=title,
+        title_fontsize=12,
+        columnspacing=1.4,
+    )
+    found.get_title().set_multialignment("center")
+
+
+def short(value: float) -> str:
+    """1024 as 1k, 65536 as 64k; anything else as it is."""
+    return f"{value / 1024:g}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
+
+
+def plain_ticks(axis: Any) -> None:
+    """Ticks of a log axis as plain numbers: 0.5, 1, 2."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def byte_axis(axis: Any) -> None:
+    """Ticks of a log axis of bytes in MB, GB, TB (powers of ten)."""
+
+    def label(value: float, _position: int) -> str:
+        for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+            if value >= size * 0.999:
+                return f"{value / size:g} {unit}"
+        return f"{value:g} B"
+
+    axis.set_major_formatter(FuncFormatter(label))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _settle(figure: Figure) -> None:
+    """Lay the axes out now, and round where they are.
+
+    The solver's last bits depend on memory addresses, and an SVG names its clip paths by them.
+    """
+    engine = figure.get_layout_engine()
+    if engine is not None:
+        engine.execute(figure)
+    figure.set_layout_engine(None)  # with "none" each savefig would draw twice
+    for ax in figure.axes:
+        left, bottom, width, height = (round(x, 5) for x in ax.get_position().bounds)
+        ax.set_position((left, bottom, width, height))
+
+
+def _show_single_points(figure: Figure) -> None:
+    """A line of one point has no extent: a short dash of the line's width stands for it."""
+    for ax in figure.axes:
+        for line in ax.lines:
+            if np.size(line.get_xdata()) == 1 and line.get_marker() in ("None", "none", "", " "):
+                line.set_marker("_")
+                line.set_markersize(16)
+                line.set_markeredgewidth(line.get_linewidth())
+
+
+def save(figure: Figure, stem: Path, footnote: str) -> list[Path]:
+    """Write stem.svg and stem.png with the footnote; gives the files that changed. A small figure
+    has no place for it: a link to the large one has.
+
+    Raises StoreError where they cannot be written.
+    """
+    _show_single_points(figure)
+    if not any("L2" in text.get_text() for text in figure.findobj(Text)):
+        said = footnote.splitlines()
+        footnote = "\n".join(line for line in said if not line.startswith("L2 is "))
+    if figure.get_figwidth() < WIDTH:
+        footnote = ""
+    with matplotlib.rc_context(RC):
+        lines = footnote.count("\n") + bool(footnote)
+        room = (0.16 * lines + 0.06) / figure.get_figheight()
+        engine = figure.get_layout_engine()
+        if isinstance(engine, ConstrainedLayoutEngine):
+            engine.set(rect=(0, room, 1, 1 - room), w_pad=PAD, h_pad=PAD)
+        figure.text(
+            0.008,
+            0.05 / figure.get_figheight(),
+            footnote,
+            fontsize=8.5,
+            color="#555555",
+            va="bottom",
+        )
+        _settle(figure)
+        changed = []
+        for suffix, options in (
+            (".svg", {"metadata": {"Date": None, "Creator": None}}),
+            (".png", {"dpi": 160, "metadata": {"Software": None}}),
+        ):
+            data = io.BytesIO()
+            figure.savefig(data, format=suffix[1:], **options)
+            path = stem.with_suffix(suffix)
+            if write_if_changed(path, data.getvalue()):
+                changed.append(path)
+        return changed

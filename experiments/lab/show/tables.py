@@ -1,0 +1,128 @@
+"""What the tables of the pages have in common: captions, Markdown, how a cell is written."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fa_numba.problem import Problem
+
+from ..record.store import Row
+
+MISSING = "-"
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table: `caption` is the text before it, `body` the table itself in Markdown.
+
+    The page writes behind the caption which recording the numbers are from.
+    """
+
+    caption: str
+    body: str
+
+
+# From an experiment's stored rows; None where they hold nothing of the table.
+Make = Callable[..., Table | None]
+
+
+@dataclass(frozen=True)
+class Across:
+    """A table over several experiments: `make` is given the rows of all of `experiments`.
+
+    `cites` is False where the table's own cells say which data they are from; with `timed` it takes
+    how many seconds each experiment's recording took, too.
+    """
+
+    make: Callable[..., Table | None]
+    experiments: tuple[str, ...]
+    cites: bool = True
+    timed: bool = False
+
+    def __call__(self, rows: Sequence[Row], *seconds: Mapping[str, float]) -> Table | None:
+        return self.make(rows, *seconds)
+
+
+def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; the first column is aligned to the left, the others to the right."""
+    rows = [header, ["---"] + ["---:"] * (len(header) - 1), *lines]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def cell(row: Row | None, shown: Callable[[float], str]) -> str:
+    """The row's value as `shown` writes it, "failed" where it failed, a dash without a row."""
+    if row is None:
+        return MISSING
+    return "failed" if row.value is None else shown(row.value)
+
+
+def number(values: Mapping[Any, float | None], key: Any, form: str) -> str:
+    """The value under the key in the format `form`, a dash where there is none."""
+    value = values.get(key)
+    return MISSING if value is None else format(value, form)
+
+
+# The first columns of many a table, and a problem's cells in them.
+PROBLEM = ("d", "causal", "N")
+
+
+def problem_cells(problem: Problem) -> list[str]:
+    return [str(problem.head_dim), yes_no(problem.causal), str(problem.seqlen_q)]
+
+
+def spread(ratios: Sequence[float]) -> str:
+    """The smallest, the median and the largest; a dash where there are none."""
+    if not ratios:
+        return MISSING
+    return f"{min(ratios):.2f}, {statistics.median(ratios):.2f}, {max(ratios):.2f}"
+
+
+def between(values: Sequence[float]) -> str:
+    """The smallest and the largest: "5 to 135", "1.1 to 1.4"; empty where there are none."""
+    if not values:
+        return ""
+    form = ".0f" if min(values) >= 4 else ".1f"
+    return " to ".join(dict.fromkeys(format(value, form) for value in (min(values), max(values))))
+
+
+def yes_no(causal: bool) -> str:
+    return "yes" if causal else "no"
+
+
+def sizes(row: Row) -> tuple[int, int, bool]:
+    """What distinguishes the problems of most experiments: length, head dimension, mask."""
+    return row.seqlen_q, row.head_dim, row.causal
+
+
+def runs(rows: Iterable[Row]) -> str:
+    """How many runs timed numbers are medians of, such as "medians of 5 to 20 runs".
+
+    Empty where no row says so.
+    """
+    counts = sorted({row.n for row in rows if row.n is not None and row.value is not None})
+    if not counts:
+        return ""
+    few, many = counts[0], counts[-1]
+    return f"medians of {many if few == many else f'{few} to {many}'} runs"
+
+
+def fewer_runs(rows: Iterable[Row], least: int = 5) -> str:
+    """Which timed numbers are of less runs than `least`; empty where none is."""
+    timed = [row for row in rows if row.n is not None and not row.failed and row.metric == "time"]
+    few = [row for row in timed if (row.n or least) < least]
+    if not few:
+        return ""
+
+    def span(values: Iterable[int | None]) -> str:
+        found = sorted({value or 0 for value in values})
+        return " to ".join(dict.fromkeys(str(value) for value in (found[0], found[-1])))
+
+    runs = span(row.n for row in few)
+    names = ", ".join(sorted({row.series for row in few}))
+    return (
+        f"{len(few)} of {len(timed)} times are of {runs} run{'s' if runs != '1' else ''}: "
+        f"N={span(row.seqlen_q for row in few)}, {names}"
+    )

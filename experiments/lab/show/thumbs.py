@@ -1,0 +1,110 @@
+"""Small figures for README: one panel of an experiment's rows, read at a third of a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from ..record.store import EMULATOR, Row
+
+TOKENS = 16384
+SUFFIX = "_small"
+WIDTH, HEIGHT = 3.4, 2.9  # inches; shown some 270 pixels wide
+
+
+@dataclass(frozen=True)
+class Thumb:
+    """The rows with these `fields`, over the column `x`: series -> label; `y` names the axis and
+    `unit` is what values are divided by. With `tokens` batch x N is 16k.
+    """
+
+    title: str
+    series: Mapping[str, str]
+    y: str
+    fields: Mapping[str, Any]
+    x: str = "seqlen_q"
+    unit: float = 1.0
+    log: bool = True
+    tokens: bool = False
+    places: Sequence[str] = field(default=("",))
+
+    def points(self, rows: Sequence[Row], series: str) -> list[tuple[int, float]]:
+        return sorted(
+            (getattr(row, self.x), row.number / self.unit)
+            for row in rows
+            if row.series == series
+            and row.machine != EMULATOR
+            and not row.failed
+            and (not self.places[0] or row.place in self.places)
+            and (not self.tokens or row.batch * row.seqlen_q == TOKENS)
+            and all(getattr(row, name) == value for name, value in self.fields.items())
+        )
+
+
+ORDERS = {"standard-simt": "standard", "fa1-simt": "FA-1", "fa2-simt": "FA-2"}
+PLAIN = {"causal": False, "pass_": "fwd"}
+THUMBS = {
+    "io_vs_seqlen": Thumb(
+        "FA-2's DRAM bytes do not grow with N", ORDERS, "DRAM, GB", unit=1e9, tokens=True,
+        fields={"source": "dram", "head_dim": 64, **PLAIN},
+    ),
+    "loop_order": Thumb(
+        "The same tiles: the order costs time",
+        {"fa1-mma": "FA-1", "fa1-mma-splits": "FA-1, equal grid", "fa2-mma-fa1-tiles": "FA-2"},
+        "ms", tokens=True, fields={"metric": "time", "head_dim": 64, "heads_q": 32, **PLAIN},
+    ),
+    "speed_fp16": Thumb(
+        "Speed beside torch's, fp16, d=128",
+        {"fa2-wgmma": "FA-2, wgmma", "torch-cudnn": "cuDNN", "fa2-mma": "FA-2",
+         "torch-fa2": "torch's FA-2"},
+        "TFLOP/s", log=False, fields={"metric": "speed", "head_dim": 128, **PLAIN},
+    ),
+    "runtime_memory": Thumb(
+        "Memory grows with N², or with N",
+        {"torch-unfused": "torch unfused", "fa2-mma": "FA-2"}, "GiB", unit=1024,
+        fields={"metric": "memory", "source": "measured", "pass_": "fwd+bwd"}, places=("plain",),
+    ),
+    "numerics": Thumb(
+        "With outliers standard loses digits",
+        {"standard-mma": "standard", "fa2-mma": "FA-2"}, "error, 10⁻⁴", unit=1e-4, log=False,
+        fields={"metric": "error", "dtype": "float16"}, places=("outliers",),
+    ),
+    "decode": Thumb(
+        "One query: columns shared by blocks",
+        {"fa2-mma-splits": "FA-2, shared", "torch-fa2": "torch's FA-2", "fa2-mma": "FA-2"},
+        "K and V, TB/s", x="seqlen_k", log=False,
+        fields={"metric": "bandwidth", "batch": 1, "heads_k": 32, "head_dim": 128, "seqlen_q": 1},
+    ),
+}  # fmt: skip
+
+
+def figures(experiment: str) -> dict[str, Any]:
+    """The experiment's small figure by its file's name; empty where it has none."""
+    return {experiment + SUFFIX: partial(draw, experiment)} if experiment in THUMBS else {}
+
+
+def draw(experiment: str, rows: Sequence[Row]) -> Any:
+    from . import style
+
+    thumb = THUMBS[experiment]
+    lines = {series: thumb.points(rows, series) for series in thumb.series}
+    if not all(lines.values()):
+        return None
+    figure, ((ax,),) = style.new(1, 1, HEIGHT, width=WIDTH)
+    for series, points in lines.items():
+        base = series.removesuffix("-fa1-tiles")
+        look = {"color": style.COLOURS[base], "marker": style.MARKERS[base]}
+        ax.plot(*zip(*points, strict=True), label=thumb.series[series], lw=2.4, **look)
+    every = sorted({x for points in lines.values() for x, _ in points})
+    style.sizes(ax, every, "keys" if thumb.x == "seqlen_k" else "N", 1 + len(every) // 5)
+    if thumb.log:
+        ax.set_yscale("log")
+        style.plain_ticks(ax.yaxis)
+    else:
+        ax.set_ylim(bottom=0)
+    ax.set_ylabel(thumb.y)
+    figure.suptitle(thumb.title, fontsize=12)
+    figure.legend(loc="outside lower center", ncols=2, columnspacing=1.0, handlelength=1.5)
+    return figure
