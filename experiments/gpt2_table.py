@@ -241,8 +241,7 @@ def paper_gb(problem: Problem, matrices: int, arrays: int) -> float:
 
 def paper(method: str, metric: str, item: str = "Fig. 2 left") -> float:
     """What the paper prints for "Standard" or "FlashAttention"."""
-    (line,) = published.lookup(paper="fa1", item=item, method=method, metric=metric)
-    return float(line["value"])
+    return published.value(paper="fa1", item=item, method=method, metric=metric)
 
 
 CORRECTED = "Fig. 2 left corrected (flash-attention issue 741)"

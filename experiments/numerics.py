@@ -342,9 +342,9 @@ def _panel(ax: Any, dtype: str, kind: str, on_gpu: Found, emulated: Found, style
 
 def paper_ratio() -> float:
     """Standard attention's RMSE over FlashAttention-2's in FA-3's Table 3, fp16 with outliers."""
-    lines = published.lookup(paper="fa3", item="Table 3", metric="rmse")
-    found = {line["method"]: float(line["value"]) for line in lines}
-    return found["Standard"] / found["FlashAttention-2"]
+    where = {"paper": "fa3", "item": "Table 3", "metric": "rmse"}
+    standard, ours = (published.value(method=m, **where) for m in ("Standard", "FlashAttention-2"))
+    return standard / ours
 
 
 def _latest(found: Found, *key: str) -> tuple[int, float] | None:

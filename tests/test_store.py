@@ -376,6 +376,15 @@ def test_damaged_published_figures_are_named(tmp_path, monkeypatch, change, says
         published.lookup(paper="fa2", item="Fig. 4", metric="speed")
 
 
+def test_a_published_number_is_one_line():
+    wanted = {"paper": "fa3", "item": "Table 3", "metric": "rmse"}
+    (line,) = (x for x in published.lookup(**wanted) if x["method"] == "Standard")
+    assert published.value(method="Standard", **wanted) == float(line["value"])
+    for less, count in ((wanted, len(published.lookup(**wanted))), (wanted | {"method": "?"}, 0)):
+        with pytest.raises(StoreError, match=f"it has {count} lines of fa3, Table 3, .*: expected"):
+            published.value(**less)
+
+
 @pytest.mark.parametrize("experiment", registry.names())
 def test_the_rows_of_every_recording_have_their_runs_in_the_json(experiment):
     store = Store(FIGURES)

@@ -153,12 +153,9 @@ _HATCHED = {
 
 def published_steps() -> dict[str, float]:
     """Step, or FUSED -> milliseconds of FA-1's Fig. 1 right."""
-    found = {
-        line["method"]: float(line["value"])
-        for line in published.lookup(paper="fa1", item="Fig. 1 right", metric="runtime")
-    }
-    steps = {step: found[name] for step, name in _PUBLISHED.items()}
-    return steps | {FUSED: found["FlashAttention fused"]}
+    names = _PUBLISHED | {FUSED: "FlashAttention fused"}
+    where = {"paper": "fa1", "item": "Fig. 1 right", "metric": "runtime"}
+    return {step: published.value(method=name, **where) for step, name in names.items()}
 
 
 def times(rows: Sequence[Row]) -> dict[tuple[str, str], float]:

@@ -43,3 +43,13 @@ def lookup(**wanted: str) -> list[dict[str, str]]:
     if not found and (of == wanted or not lookup(**of)):
         raise StoreError(f"{FILE}: it has no line of {', '.join(of.values()) or 'anything'}")
     return found
+
+
+def value(**wanted: str) -> float:
+    """The number of the one line that `lookup` finds. Raises StoreError for none or several."""
+    found = lookup(**wanted)
+    if len(found) != 1:
+        raise StoreError(
+            f"{FILE}: it has {len(found)} lines of {', '.join(wanted.values())}: expected one"
+        )
+    return float(found[0]["value"])
