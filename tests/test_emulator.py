@@ -598,6 +598,14 @@ def atomics_and_a_write(g, out, right):
     cuda.atomic.add(g, t // 2, 1)
 
 
+def atomics_and_a_read(g, out, right):
+    t = cuda.threadIdx.x
+    cuda.atomic.add(g, 0, 1)
+    if right:
+        cuda.syncthreads()
+    out[t] = g[0]
+
+
 @pytest.mark.parametrize("blocks", [1, 3])
 @pytest.mark.parametrize(
     "kernel, says",
@@ -609,7 +617,8 @@ def atomics_and_a_write(g, out, right):
         (written_after_all_read, "overwrites g[5], which several threads of warp 1 reads"),
         (vectors, "overwrites g[0], which thread (0, 0, 0) wrote"),
         (several_write_the_same, "overwrites g[0], which thread (0, 0, 0) wrote"),
-        (atomics_and_a_write, "atomically updates g[1], which thread (5, 0, 0) wrote"),
+        (atomics_and_a_write, "overwrites g[1], which thread (3, 0, 0) updates, no barrier"),
+        (atomics_and_a_read, "reads g[0], which thread (63, 0, 0) updates, no barrier between"),
     ],
 )
 def test_races_in_global_memory_within_a_block(kernel, says, blocks):

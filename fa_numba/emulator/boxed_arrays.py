@@ -132,7 +132,7 @@ class BoxedArray:
         if bad >= 0:
             where = tuple(int(i[bad]) for i in self._index(starts))
             raise array._conflict(kind, lane, int(starts[bad]), width, where)
-        if owners.wrote.size:
+        if owners.stamps.size:
             self._require_fence(ctx, kind, starts, width, lane)
         if ctx.trace is not None:
             whole = np.full(height, width), np.ones(height, bool)
@@ -146,7 +146,7 @@ class BoxedArray:
         known to the copy engine, which the end of a launch does.
         """
         array, places = self.array, (starts[:, None] + np.arange(width)).reshape(-1)
-        stamps = array.owners.wrote[places]
+        stamps = array.owners.stamps[STORE, places]
         stored = np.flatnonzero(stamps >= ctx.begun)
         if stored.size:
             first = int(stored[0])

@@ -252,27 +252,27 @@ def owned(kind, start, stop, block, several, writers, readers, atomics):
 
 
 @register_jitable
-def _raced(kind, start, stop, me, t, w, wrote, read, seen, base):
+def _raced(kind, start, stop, me, t, w, stamps, seen, base):
     """Note that a thread touches elements; whether another thread of its block may as well."""
     for p in range(start, stop):
-        if wrote[p] >= base and not _ordered(wrote[p], t, w, seen):
-            return True
-        if kind != LOAD and read[p] >= base and not _ordered(read[p], t, w, seen):
-            return True
-        if kind == STORE:
-            wrote[p] = me
-        elif kind == LOAD:
+        for other in range(3):
+            last = stamps[other, p]
+            if last >= base and (other != kind or kind == STORE) and not _ordered(last, t, w, seen):
+                return True
+        last, stamps[kind, p] = stamps[kind, p], me
+        if kind == LOAD:
             # Of the last readers alone: threads of one warp, since it has met.
             warp = me - t + SEVERAL + (t >> 5)
-            one = me - t <= read[p] < warp and read[p] != me and (read[p] & NOBODY) >> 5 == t >> 5
-            read[p] = warp if one or read[p] == warp else me
+            one = me - t <= last < warp and last != me and (last & NOBODY) >> 5 == t >> 5
+            if one or last == warp:
+                stamps[kind, p] = warp
     return False
 
 
 @compiled
 def global_access(
     kind, e, width, valid, itemsize, address, beside, mask, tids, first, several, writers, readers,
-    atomics, wrote, read, starts, seen, base, stats,
+    atomics, stamps, starts, seen, base, stats,
 ):  # fmt: skip
     """Count the sectors of an access to global memory and note which block it is of.
 
@@ -311,12 +311,12 @@ def global_access(
             block, stop = first + (tids[k] >> SHIFT), e[k] + valid[k]
             if mask[k] and not owned(kind, e[k], stop, block, several, writers, readers, atomics):
                 return k
-    if wrote.size:
+    if stamps.size:
         for k in range(count):
             if mask[k]:
                 s, w, t = tids[k] >> SHIFT, tids[k] >> 5, tids[k] & LOCAL
                 stop, me = e[k] + valid[k], starts[w] + t
-                if _raced(kind, e[k], stop, me, t, w, wrote, read, seen, base[s]):
+                if _raced(kind, e[k], stop, me, t, w, stamps, seen, base[s]):
                     return -2 - k
     return -1
 

@@ -26,19 +26,19 @@ DOES = ("reads", "overwrites", "atomically updates")
 
 class Owners:
     """Which block wrote, read or atomically updated each element: its number from 1, or MANY. And
-    the stamps of the threads that last wrote and read it.
+    by the kind of access the stamp of the thread that last touched it.
     """
 
-    __slots__ = ("writers", "readers", "atomics", "wrote", "read")
+    __slots__ = ("writers", "readers", "atomics", "stamps")
 
     def __init__(self, length: int, blocks: int = 1, writeable: bool = False) -> None:
         self.writers, self.readers, self.atomics = np.zeros((3, length * (blocks > 1)), np.int32)
-        self.wrote, self.read = np.zeros((2, length * writeable), np.int64)
+        self.stamps = np.zeros((len(KINDS), length * writeable), np.int64)
 
     def part(self, start: int, stop: int) -> Owners:
         part = object.__new__(Owners)
         for name in Owners.__slots__:
-            setattr(part, name, getattr(self, name)[start:stop])
+            setattr(part, name, getattr(self, name)[..., start:stop])
         return part
 
     @property
@@ -290,8 +290,8 @@ class GlobalArray:
         owners = self.owners
         lane = checks.global_access(
             kind, places, n, lengths, self.itemsize, self.start, beside, active, group.tids,
-            ctx.block_number, ctx.several, *owners.blocks, owners.wrote, owners.read, ctx.starts,
-            ctx.seen, ctx.base, ctx.statistics(self.name, "global", named),
+            ctx.block_number, ctx.several, *owners.blocks, owners.stamps, ctx.starts, ctx.seen,
+            ctx.base, ctx.statistics(self.name, "global", named),
         )  # fmt: skip
         if lane != -1:
             if ctx.several:
@@ -306,17 +306,16 @@ class GlobalArray:
 
     def _touch(self, kind: int, lane: int, e: int, n: int, index: tuple[Any, ...]) -> None:
         """Raise if another thread of the block may touch elements as well, one of them writing."""
-        ctx, owners, base = self.ctx, self.owners, self.ctx.base[0]
+        ctx, stamps, base = self.ctx, self.owners.stamps, self.ctx.base[0]
         for k, p in enumerate(range(e, e + n)):
-            for stamps, did in ((owners.wrote, "wrote"), (owners.read, "reads")):
-                last = int(stamps[p])
+            for other, did in ((STORE, "wrote"), (LOAD, "reads"), (ATOMIC, "updates")):
+                last = int(stamps[other, p])
                 raced = last >= base and not ctx.ordered(last, lane)
-                if raced and (kind != LOAD or did == "wrote"):
+                if raced and (other != kind or kind == STORE):
                     text = f"this thread {DOES[kind]} {self._element(index, lane, k)}, which "
                     text = f"{text}{ctx.who(last)} {did}, no barrier between"
                     raise ctx.fault(GlobalHazard, text, self.name, lane)
-            if kind != ATOMIC:
-                (owners.wrote if kind == STORE else owners.read)[p] = ctx.stamp(lane)
+            stamps[kind, p] = ctx.stamp(lane)
 
     def _element(self, index: tuple[Any, ...], lane: int, k: int) -> str:
         """The name of the k-th element of a lane's access."""

@@ -197,7 +197,7 @@ class Launch(Products):
     def takes_locks(self) -> None:
         """What orders the threads is not known: races in global memory are judged no more."""
         for array in self.arrays:
-            array.owners.wrote = array.owners.read = array.owners.wrote[:0]
+            array.owners.stamps = array.owners.stamps[:, :0]
 
     def end(self) -> None:
         """Unwind the groups that an error left waiting."""
