@@ -16,8 +16,8 @@ from fa_numba.host.plans import LaunchPlan, Plan
 from fa_numba.integers import round_up
 
 # The emulator's limit for one call. Its steps are the multiply-adds of tiles, padding included, and
-# STEPS_PER_THREAD for each thread. One core of a Xeon of 2023 does so many a second of each unit's
-# calls at the least, options and backward passes among them, and five times as many at the most.
+# STEPS_PER_THREAD for each thread; one core of a Xeon did so many a second of each unit's calls at
+# the least, backward passes and options among them, and six times as many at the most.
 EMULATOR_SECONDS = 30
 STEPS_PER_SECOND = {"simt": 4e7, "mma": 1e8, "wgmma": 1e8}
 STEPS_PER_THREAD = 100
