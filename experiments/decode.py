@@ -236,9 +236,27 @@ def draw(rows: Sequence[Row]) -> Any:
             style.sizes(ax, sorted({p[4] for p in here}), "keys")
             ax.set_ylim(bottom=0)
         across[0].set_ylabel("K and V, TB/s")
-    handles = style.handles(axes)
-    figure.legend(handles.values(), handles, loc="outside upper center", ncols=3)
+    style.legend(figure, list(style.handles(axes).values()), _message(mine, style))
     return figure
+
+
+def _message(found: dict[tuple, dict[str, Row]], style: Any) -> str:
+    """How much faster the longest sequence alone is read where blocks share its columns."""
+    alone = {p: x for p, x in found.items() if p[0] == 1}
+    longest = max((p[4] for p in alone), default=0)
+    gains = [
+        x[shared].number / x[series].number
+        for p, x in alone.items()
+        if p[4] == longest
+        for series, shared in SPLITS.items()
+        if all(s in x and not x[s].failed for s in (series, shared))
+    ]
+    if not gains:
+        return "One query reads all of K and V"
+    times = tables.between(gains)
+    return (
+        f"Blocks that share its {style.short(longest)} keys answer one query {times} times as fast"
+    )
 
 
 def _best_of_torch(found: dict[str, Row]) -> float | None:

@@ -417,9 +417,21 @@ def draw(rows: Sequence[Row]) -> Any:
     ax.set_xticks([x for x in (0.5, 0.7, 0.9, 1, 1.2, 1.5, 2, 3, 4, 6) if low <= x <= high])
     style.plain_ticks(ax.xaxis)
     ax.set_xlabel("torch's time over ours by auto: to the right of 1 ours is faster")
-    handles = style.handles(ax)
-    figure.legend(handles.values(), handles, loc="outside upper center", ncols=4)
+    style.legend(figure, list(style.handles(ax).values()), _message(found), ncols=4)
     return figure
+
+
+def _message(found: Mapping[tuple[str, str], Any]) -> str:
+    """torch's FA-2 over ours: the medians of the classes without dropout, and those with it."""
+    medians: dict[bool, list[float]] = {}
+    for (name, _), own in found.items():
+        if values := own.over.get(peers.FLASH):
+            medians.setdefault("dropout" in name, []).append(statistics.median(values.values()))
+    if not medians:
+        return "torch's time over ours"
+    said = [f"{tables.between(medians[False])} times our time"] if False in medians else []
+    said += [f"with dropout {tables.between(medians[True])} times"] if True in medians else []
+    return f"torch's FA-2 takes {', '.join(said)} in a class's median"
 
 
 def table(rows: Sequence[Row]) -> Table | None:
