@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -324,7 +324,8 @@ def draw(rows: Sequence[Row]) -> Any:
     counted, timed = by_length(rows, "traffic", "counted"), by_length(rows, "time", "measured")
     if not modelled and not counted and not timed:
         return None
-    figure, ((left, right),) = style.new(1, 2, 4.0)
+    figure, ((left, right),) = style.new(1, 2, 4.3)
+    figure.suptitle(_message(modelled, timed, style), fontsize=12)
     series = "fa2-simt"
     left.set_title(f"attention's accesses for a character, {COUNTED[series]}")
     for place, (colour, marker) in _LOOKS.items():
@@ -357,6 +358,28 @@ def draw(rows: Sequence[Row]) -> Any:
     else:
         style.empty(right, "not measured here")
     return figure
+
+
+def _message(
+    modelled: Mapping[tuple[str, str], Mapping[int, float]],
+    timed: Mapping[tuple[str, str], Mapping[int, float]],
+    style: Any,
+) -> str:
+    """How many times the bytes and the time a character takes without a cache, behind the most."""
+    parts = []
+    for numbers, what in ((modelled, "the bytes"), (timed, "the time")):
+        last = {key: max(by) for key, by in numbers.items() if by}
+        over = [
+            by[last[series, WHOLE]] / numbers[series, CACHE][last[series, WHOLE]]
+            for (series, place), by in numbers.items()
+            if place == WHOLE and last.get((series, CACHE)) == last[series, WHOLE]
+        ]
+        if over:
+            n = style.short(max(last.values()))
+            parts.append(f"{tables.between(over)} times {what}")
+    if not parts:
+        return "Text with a cache of keys and values, and without one"
+    return f"Without a cache a character behind {n} others takes {' and '.join(parts)}"
 
 
 def table(rows: Sequence[Row]) -> Table | None:

@@ -153,7 +153,14 @@ def draw(rows: Sequence[Row]) -> Any:
         panels.setdefault((row.seqlen_q, row.head_dim, row.causal, row.pass_), []).append(row)
     if not panels:
         return None
-    figure, axes = style.new(len(panels), 1, 0.4 + 2.5 * len(panels), sharex=True)
+    figure, axes = style.new(len(panels), 1, 0.7 + 2.5 * len(panels), sharex=True)
+    known = [(row.series.startswith("torch"), 1e3 * row.number)
+             for mine in panels.values() for row in mine if row.value is not None]  # fmt: skip
+    ours, theirs = (
+        tables.between([us for peer, us in known if peer == of]) for of in (False, True)
+    )
+    message = f"A call costs the host {ours} microseconds" if ours else "What a call costs the host"
+    figure.suptitle(f"{message}, of torch {theirs}" if theirs else message, fontsize=12)
     for ((N, d, causal, pass_), mine), ax in zip(panels.items(), axes[:, 0], strict=True):
         for at, row in enumerate(mine):
             if row.value is None:

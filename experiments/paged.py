@@ -212,7 +212,13 @@ def draw(rows: Sequence[Row]) -> Any:
     timed, shares = ratios(rows), counted(rows, "table_share")
     if not timed and not shares:
         return None
-    figure, ((*over, right),) = style.new(1, 1 + len(TIMED), 3.6, sharey=False)
+    figure, ((*over, right),) = style.new(1, 1 + len(TIMED), 3.9, sharey=False)
+    said = [
+        f"{tables.between([x for by in by_size.values() for x in by.values()])} on {unit(series)}"
+        for series, by_size in timed.items()
+    ]
+    message = f"Over pages a decoding step takes, of one piece's time, {', '.join(said)}"
+    figure.suptitle(message if said else "A block table is a small share of the bytes", fontsize=12)
     for series, left in zip(TIMED, over, strict=True):
         left.set_title(f"over one piece, {unit(series)}")
         by_size = timed.get(series)

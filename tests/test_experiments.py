@@ -1672,6 +1672,7 @@ def test_the_table_and_figure_of_host_times(tmp_path):
     ]
     figure = host_cost.draw(synthetic("host_cost"))
     assert titles(figure) == [f"{p}, one head, N=128, d=64" for p in ("forward", "backward")]
+    assert figure.get_suptitle().startswith("A call costs the host 10 ")
 
 
 # --- Makefile --------------------------------------------------------------------------------

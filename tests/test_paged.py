@@ -78,6 +78,8 @@ def test_the_figure_and_the_table_take_any_part_of_the_rows():
         assert texts.count("not measured here") == unmeasured
         assert ("not counted" in texts) == (rows[0].source == "measured")
         assert "| 16 |" in table.body
+    said = paged.draw(timed()).get_suptitle()
+    assert said.endswith("of one piece's time, 1.0 to 1.1 on mma")
     body = paged.table(whole).body.splitlines()
     assert body[2].split("|")[-5:-1] == [" 1.062 "] * 4
     assert paged.draw([]) is None and paged.table([]) is None

@@ -118,6 +118,17 @@ def published_speeds(
     return found
 
 
+def _over_fa1(rows: Sequence[Row]) -> list[float]:
+    """FA-2's speed over the larger of FA-1's, with its grid or with query splits."""
+    best: dict[tuple, dict[str, float]] = {}
+    for row in rows:
+        algorithm = row.series.split("-")[0]
+        if not row.failed and row.series.removesuffix("-splits").endswith(("fa1-simt", "fa2-simt")):
+            mine = best.setdefault((row.pass_, *tables.sizes(row)), {})
+            mine[algorithm] = max(mine.get(algorithm, 0.0), row.number)
+    return [found["fa2"] / found["fa1"] for found in best.values() if len(found) == 2]
+
+
 def _legend(figure: Any, axes: Any, rows: Sequence[Row], study: Study) -> None:
     """A legend of the series that have rows, and of what is published."""
     from . import style
@@ -128,6 +139,7 @@ def _legend(figure: Any, axes: Any, rows: Sequence[Row], study: Study) -> None:
     order = [LABELS[series] for series in study.series]
     kept = [label for label in dict.fromkeys((*order, *handles)) if label not in left_out]
     title = f"{DTYPES[study.dtype]}, 16k tokens in all, hidden dimension 2048"
+    faster = _over_fa1(rows)
     if len(study.passes) == 1:
         title = f"{PASSES[study.passes[0]]}, {title}"
     if study.passes != ("fwd",):
@@ -138,6 +150,9 @@ def _legend(figure: Any, axes: Any, rows: Sequence[Row], study: Study) -> None:
     longest, drawn = study.fa1_longest, max(r.seqlen_q for r in rows)
     if longest is not None and drawn > longest and any(s.startswith("fa1") for s in used):
         title += f"; FA-1 to N={style.short(longest)} only"
+    if faster:
+        grid = " at its faster grid" if any(s.endswith("-splits") for s in used) else ""
+        title = f"FA-2 is {tables.between(faster)} times as fast as FA-1{grid}\n{title}"
     style.legend(figure, [handles[label] for label in kept], title)
 
 
