@@ -772,6 +772,46 @@ def test_a_box_of_what_a_thread_has_stored(moves, stores):
     assert f"{moves}_box(" in found.line
 
 
+@pytest.mark.parametrize("stores", [False, True])
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        ("", ""),
+        ("wait", "P[5, 5], where a box is being stored that nobody has waited for"),
+        ("barrier", "P[5, 5], which thread (0, 0, 0) stored a box to, no barrier between"),
+    ],
+)
+def test_a_thread_where_a_box_is_stored(wrong, says, stores):
+    def kernel(P, X):
+        sX = half_tile(0, 512)
+        t = cuda.threadIdx.x
+        for n in range(t, 512, 64):
+            sX[n] = 7
+        fence_async_proxy()
+        cuda.syncthreads()
+        if t == 0:
+            store_box(X, 0, 0, 4, 0, sX, 0)
+            commit_boxes()
+            if wrong == "wait":
+                wait_boxes_read()
+            else:
+                wait_boxes()
+        if wrong != "barrier":
+            cuda.syncthreads()
+        if t == 33 and stores:
+            P[5, 5] = 8
+        elif t == 33:
+            P[0, 0] = P[5, 5]
+
+    x = bits(1, 1, 20, 64)
+    arrays = x[0, 0], Boxed(x, 8)
+    if wrong:
+        assert says in str(caught(GlobalHazard, kernel, 64, *arrays))
+    else:
+        launch(kernel, 64, *arrays)
+        assert (x[0, 0, 5, 5], x[0, 0, 0, 0] == 7) == ((8, False) if stores else (7, True))
+
+
 def test_boxes_in_single_precision():
     def kernel(X, Y):
         sX = shared_tile(0, 8 * 32)

@@ -3,8 +3,8 @@
 A copy to shared memory is there for those who have waited for its mbarrier's phase, and for those
 who come after them; until the first of these has, its elements are in flight. A copy from shared
 memory reads its elements until its thread has waited for that, and is in global memory when the
-thread has waited for that too, or has ended. Another box may be moved from or to these elements of
-global memory by who comes after that.
+thread has waited for that too, or has ended. Who comes after that may touch these elements of
+global memory, and move another box from or to them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from . import async_checks
 from .boxed_arrays import CHUNK, ROW_BYTES, BoxedArray
-from .checks import ATOMIC, IN_FLIGHT, LOAD, READING, STAMP, STORE, UNWRITTEN
+from .checks import ATOMIC, BOX, IN_FLIGHT, LOAD, READING, STAMP, STORE, UNWRITTEN
 from .errors import (
     EmulatorError,
     GlobalHazard,
@@ -107,19 +107,19 @@ class BoxStore:
 class Boxes(Mbarriers):
     """A context with bulk copies."""
 
-    __slots__ = ("begun", "_stores", "_groups_of_boxes", "_stored")
+    __slots__ = ("begun", "_stores", "_groups_of_boxes")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.begun = 0
         self._stores: list[BoxStore] = []
         self._groups_of_boxes: dict[int, int] = {}  # by thread, how many it has closed
-        # Of arrays that boxes were stored to, when somebody had waited for each element's last.
-        self._stored: dict[int, np.ndarray] = {}
 
     def begin_blocks(self, first: int, count: int) -> None:
         super().begin_blocks(first, count)
-        self._stores, self._groups_of_boxes, self._stored = [], {}, {}
+        for box in self._stores:  # that a block has left
+            box.array.owners.stamps[BOX, box.at] = 0
+        self._stores, self._groups_of_boxes = [], {}
         self.begun = (self.clock + 1) * STAMP  # the block's first stamp
         for buffer in self._pool.values():
             if buffer.reads.shape[1] > self.warps:  # marks that a block has left
@@ -244,10 +244,9 @@ class Boxes(Mbarriers):
             rows, columns, found = dst.access(self, ATOMIC if adds else STORE, where, lane)
             taken, to = places[rows, columns].reshape(-1), found.reshape(-1)
             dst.array._keep(to[:0])  # refuses an array that is read-only
-            if adds:  # behind each other in any order
-                self._stamps(dst.array)[to] = IN_FLIGHT
-            else:
-                self._behind_stores(dst, to, lane, "overwrites")[to] = IN_FLIGHT
+            if not adds:  # which come behind each other in any order
+                self._behind_stores(dst, to, lane, "overwrites")
+            dst.array.owners.stamps[BOX, to] = IN_FLIGHT
             tid = int(self.group.tids[lane])
             values = np.zeros(taken.size, src.buffer.data.dtype)
             tids = self.group.tids[lane : lane + 1]
@@ -257,26 +256,16 @@ class Boxes(Mbarriers):
             box = BoxStore(lent, dst.array, to, values, tid, number, element, self.site(), adds)
             self._stores.append(box)
 
-    def _stamps(self, array: GlobalArray) -> np.ndarray:
-        """When the box that was stored to each element of an array's memory was there."""
-        stamps = self._stored.get(id(array._root))
-        if stamps is None:
-            stamps = self._stored[id(array._root)] = np.zeros(array._memory.size, np.int64)
-        return stamps
-
-    def _behind_stores(
-        self, boxed: BoxedArray, places: np.ndarray, lane: int, does: str
-    ) -> np.ndarray:
-        """Raise unless the boxes that were stored to these places are there for this lane.
-
-        Returns the stamps of the array's elements.
-        """
+    def _behind_stores(self, boxed: BoxedArray, places: np.ndarray, lane: int, does: str) -> None:
+        """Raise unless the boxes that were stored to these places are there for this lane."""
         array = boxed.array
-        stamps = self._stamps(array)
-        for stamp in np.unique(stamps[places]).tolist():
-            if stamp == 0 or stamp < self.base[0] or self.ordered(stamp, lane):
+        if not array.owners.stamps.size:
+            return
+        stamps = array.owners.stamps[BOX, places]
+        for stamp in np.unique(stamps).tolist():
+            if stamp < self.base[0] or self.ordered(stamp, lane):
                 continue
-            first = int(places[stamps[places] == stamp][0])
+            first = int(places[stamps == stamp][0])
             element = ", ".join(map(str, _index_of(array, first)))
             text = f"this thread {does} {array.name}[{element}]"
             if stamp == IN_FLIGHT:
@@ -285,7 +274,6 @@ class Boxes(Mbarriers):
                 text = f"{text}, where a box was stored: {self.who(stamp)} waited for it"
                 text = f"{text}, no barrier between"
             raise self.fault(GlobalHazard, text, array.name, lane)
-        return stamps
 
     def lend(
         self, array: SharedArray, row: int, first: int, places: np.ndarray, tids: np.ndarray,
@@ -323,7 +311,7 @@ class Boxes(Mbarriers):
                 box.lent.mark(self.stamp(lane))
             if written:
                 self._write_box(box)
-                self._stored[id(box.array._root)][box.at] = self.stamp(lane)
+                box.array.owners.stamps[BOX, box.at] = self.stamp(lane)
             else:
                 left.append(box)
         self._stores = left
@@ -350,6 +338,7 @@ class Boxes(Mbarriers):
                 text = f"{text} it has not waited for"
                 raise self.fault_at(SharedHazard, text, box.tid, box.site, box.array.name)
             self._write_box(box)
+            box.array.owners.stamps[BOX, box.at] = 0
             self._stores.remove(box)
 
     def left_over(self) -> None:

@@ -33,7 +33,7 @@ IN_FLIGHT = (1 << 61) + NOBODY
 
 # Columns of a row of statistics.
 REQUESTS, SECTORS, WAVEFRONTS, CONFLICTS = range(4)
-LOAD, STORE, ATOMIC = range(3)
+LOAD, STORE, ATOMIC, BOX = range(4)  # the last: a box that is stored, or has been waited for
 MANY = -1
 
 # Kept on disk; what they call is compiled into them, so that one process never reads what another
@@ -255,7 +255,7 @@ def owned(kind, start, stop, block, several, writers, readers, atomics):
 def _raced(kind, start, stop, me, t, w, stamps, seen, base):
     """Note that a thread touches elements; whether another thread of its block may as well."""
     for p in range(start, stop):
-        for other in range(3):
+        for other in range(4):
             last = stamps[other, p]
             if last >= base and (other != kind or kind == STORE) and not _ordered(last, t, w, seen):
                 return True
@@ -272,7 +272,7 @@ def _raced(kind, start, stop, me, t, w, stamps, seen, base):
 @compiled
 def global_access(
     kind, e, width, valid, itemsize, address, beside, mask, tids, first, several, writers, readers,
-    atomics, stamps, starts, seen, base, stats,
+    atomics, stamps, locks, starts, seen, base, stats,
 ):  # fmt: skip
     """Count the sectors of an access to global memory and note which block it is of.
 
@@ -311,7 +311,7 @@ def global_access(
             block, stop = first + (tids[k] >> SHIFT), e[k] + valid[k]
             if mask[k] and not owned(kind, e[k], stop, block, several, writers, readers, atomics):
                 return k
-    if stamps.size:
+    if stamps.size and not locks:
         for k in range(count):
             if mask[k]:
                 s, w, t = tids[k] >> SHIFT, tids[k] >> 5, tids[k] & LOCAL

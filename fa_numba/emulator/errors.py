@@ -37,8 +37,8 @@ class SharedHazard(EmulatorError):
 
 class GlobalHazard(EmulatorError):
     """Two blocks touch an element of global memory, or two threads of a block with no barrier
-    between, one of them writing, without atomics; or a box is moved from or to where another one is
-    still being stored.
+    between, one of them writing, without atomics; or a box is still being stored where a thread,
+    or another box, goes.
     """
 
 

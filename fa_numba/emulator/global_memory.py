@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import checks
-from .checks import ATOMIC, LOAD, MANY, STORE
+from .checks import ATOMIC, BOX, IN_FLIGHT, LOAD, MANY, STORE
 from .conversions import converter
 from .counts import Tally
 from .errors import EmulatorError, GlobalHazard, Misaligned, ReadOnlyStore
@@ -26,14 +26,14 @@ DOES = ("reads", "overwrites", "atomically updates")
 
 class Owners:
     """Which block wrote, read or atomically updated each element: its number from 1, or MANY. And
-    by the kind of access the stamp of the thread that last touched it.
+    by the kind of access the stamp of the thread that last touched it, or waited for a stored box.
     """
 
     __slots__ = ("writers", "readers", "atomics", "stamps")
 
     def __init__(self, length: int, blocks: int = 1, writeable: bool = False) -> None:
         self.writers, self.readers, self.atomics = np.zeros((3, length * (blocks > 1)), np.int32)
-        self.stamps = np.zeros((len(KINDS), length * writeable), np.int64)
+        self.stamps = np.zeros((BOX + 1, length * writeable), np.int64)
 
     def part(self, start: int, stop: int) -> Owners:
         part = object.__new__(Owners)
@@ -290,8 +290,8 @@ class GlobalArray:
         owners = self.owners
         lane = checks.global_access(
             kind, places, n, lengths, self.itemsize, self.start, beside, active, group.tids,
-            ctx.block_number, ctx.several, *owners.blocks, owners.stamps, ctx.starts, ctx.seen,
-            ctx.base, ctx.statistics(self.name, "global", named),
+            ctx.block_number, ctx.several, *owners.blocks, owners.stamps, ctx.locks, ctx.starts,
+            ctx.seen, ctx.base, ctx.statistics(self.name, "global", named),
         )  # fmt: skip
         if lane != -1:
             if ctx.several:
@@ -308,12 +308,15 @@ class GlobalArray:
         """Raise if another thread of the block may touch elements as well, one of them writing."""
         ctx, stamps, base = self.ctx, self.owners.stamps, self.ctx.base[0]
         for k, p in enumerate(range(e, e + n)):
-            for other, did in ((STORE, "wrote"), (LOAD, "reads"), (ATOMIC, "updates")):
+            for other, did in enumerate(("reads", "wrote", "updates", "stored a box to")):
                 last = int(stamps[other, p])
                 raced = last >= base and not ctx.ordered(last, lane)
                 if raced and (other != kind or kind == STORE):
-                    text = f"this thread {DOES[kind]} {self._element(index, lane, k)}, which "
-                    text = f"{text}{ctx.who(last)} {did}, no barrier between"
+                    text = f"this thread {DOES[kind]} {self._element(index, lane, k)}, "
+                    if last == IN_FLIGHT:
+                        text = f"{text}where a box is being stored that nobody has waited for"
+                    else:
+                        text = f"{text}which {ctx.who(last)} {did}, no barrier between"
                     raise ctx.fault(GlobalHazard, text, self.name, lane)
             stamps[kind, p] = ctx.stamp(lane)
 

@@ -68,7 +68,7 @@ class Atomics:
         return target.atomic(index, fmin, value)
 
     def exch(self, target: Any, index: Any, value: Any) -> Any:
-        self._context.takes_locks()
+        self._context.locks = True
         old = target.atomic(index, lambda old, x: x, value)
         self._context.under(old == value, self._context.give_way)  # as below
         return old
@@ -77,7 +77,7 @@ class Atomics:
         def exchanged(old: Any, expected: Any, value: Any) -> Any:
             return value if old == expected else old
 
-        self._context.takes_locks()
+        self._context.locks = True
         old = target.atomic(index, exchanged, expected, value)
         # most likely a lock that another thread holds
         self._context.under(old != expected, self._context.give_way)

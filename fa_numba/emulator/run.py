@@ -194,11 +194,6 @@ class Launch(Products):
         place = cuda.threadIdx
         place.x, place.y, place.z, cuda.laneid = group.x, group.y, group.z, group.laneid
 
-    def takes_locks(self) -> None:
-        """What orders the threads is not known: races in global memory are judged no more."""
-        for array in self.arrays:
-            array.owners.stamps = array.owners.stamps[:, :0]
-
     def end(self) -> None:
         """Unwind the groups that an error left waiting."""
         for g in self._groups:
