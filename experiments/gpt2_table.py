@@ -318,6 +318,12 @@ def draw(rows: Sequence[Row]) -> Any:
         )
         panels[name].grid(False, axis="x")
     counts.annotate(panels["GB"], rows, 0.55)
+    moved = {fa: found.get((f"{fa}-mma", "dram", "GB")) for fa in ("standard", "fa1", "fa2")}
+    if all(moved.values()):
+        words = (
+            "Fused, a training step moves {fa1:.1f} (FA-1) and {fa2:.1f} GB of DRAM (FA-2) in place"
+        )
+        figure.suptitle(f"{words} of {{standard:.1f}}".format(**moved), fontsize=12)
     return figure
 
 

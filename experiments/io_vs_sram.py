@@ -187,8 +187,20 @@ def draw(rows: Sequence[Row]) -> Any:
             _axes(ax, found, d, style)
     own = scaling.handles(drawn, style)
     bounds = style.handles(axes)
-    figure.legend(handles=[*own, *bounds.values()], loc="outside upper center", ncols=3)
+    style.legend(figure, [*own, *bounds.values()], _message(rows))
     return figure
+
+
+def _message(rows: Sequence[Row]) -> str:
+    """The power of M that the accesses of FA-1 with line 1's tiles go with, above d^2."""
+    rows = [row for row in rows if not row.causal]
+    forms = _large(rows) if _lengths(rows, "model") else []
+    d, N = (max((getattr(r, name) for r in forms), default=0) for name in ("head_dim", "seqlen_q"))
+    points = scaling.per_score([r for r in forms if r.head_dim == d], memory)
+    fitted = scaling.fit(points.get((RULED[0], "model"), {}), d * d, N * d / 2)
+    if fitted is None:
+        return "Accesses over the size of on-chip memory"
+    return f"FA-1's accesses go with the on-chip memory to the {fitted.exponent:.2f} above M = d²"
 
 
 def _counted(rows: Sequence[Row]) -> list[Row]:

@@ -1,5 +1,6 @@
 """What is stored can be read: nothing lies on the border, colours of a panel are apart."""
 
+import re
 from itertools import combinations
 
 import numpy as np
@@ -120,3 +121,18 @@ def test_marks_lie_within_the_axes(name, draw):
                 at = np.array(line.get_xydata(), dtype=float)
                 at = at[np.isfinite(at).all(axis=1)]
                 assert ((low <= at) & (at <= high)).all(), (ax.get_title(), line.get_label())
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("io_vs_head_dim", "| d | FA-1 (K/V outer), line 1's tiles |"),
+        ("io_vs_sram", "| FA-1 (K/V outer), line 1's tiles, above d² |"),
+    ],
+)
+def test_titles_have_the_tables_exponents(name, line):
+    title = registry.load(name).draw(rows_of(name)).legends[0].get_title().get_text()
+    (said,) = re.findall(r"to the (-?\d\.\d\d)", title)
+    table = (FIGURES / "tables" / f"{name}.md").read_text().splitlines()
+    (found,) = [row.removeprefix(line) for row in table if row.startswith(line)]
+    assert re.findall(r"(-?\d\.\d\d) ±", found)[0] == said
