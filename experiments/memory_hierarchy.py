@@ -3,7 +3,7 @@ paper, Fig. 1 left."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fa_numba import device, io_model
@@ -212,10 +212,24 @@ def draw(rows: Sequence[Row]) -> Any:
     for ax, dtype in zip(axes[0, 1:], UNITS.values(), strict=True):
         mine = {p: calls for p, calls in found.items() if p.dtype == dtype}
         _roofline(ax, rows, mine, dtype, style)
-    handles = style.handles(axes)
-    if handles:
-        figure.legend(handles.values(), handles, loc="outside upper center", ncols=4, fontsize=9)
+    style.legend(figure, list(style.handles(axes).values()), _message(found), ncols=4)
     return figure
+
+
+def _message(found: Mapping[Problem, Mapping[Place, Mapping[str, float]]]) -> str:
+    """FA-2's FLOP a byte of DRAM over FA-1's, forward."""
+    ratios = [
+        calls["fa2" + series[3:], pass_, dtype]["DRAM"] / of["DRAM"]
+        for calls in found.values()
+        for (series, pass_, dtype), of in calls.items()
+        if series.startswith("fa1") and pass_ == "fwd" and "DRAM" in of
+        and "DRAM" in calls.get(("fa2" + series[3:], pass_, dtype), {})
+    ]  # fmt: skip
+    if not ratios:
+        return "Bandwidths, and what bounds the kernels"
+    return (
+        f"Forward FA-2 computes {tables.between(ratios)} times as much for a byte of DRAM as FA-1"
+    )
 
 
 def _bandwidth(ax: Any, rows: Sequence[Row], style: Any) -> None:

@@ -219,3 +219,14 @@ def test_the_figure(monkeypatch):
     alone = experiment.draw([r for r in measured(monkeypatch) if r.metric == "bandwidth"])
     assert [t.get_text() for ax in alone.axes[1:] for t in ax.texts] == ["not recorded yet"] * 2
     assert experiment.draw([]) is None
+
+
+def test_the_message_is_of_the_forward_pass():
+    def calls(fa1, fa2, pass_="fwd"):
+        at = (pass_, "float32")
+        return {("fa1-simt", *at): {"DRAM": fa1}, ("fa2-simt", *at): {"DRAM": fa2}}
+
+    found = {1: calls(2.0, 10.0), 2: calls(1.0, 7.0), 3: calls(1.0, 90.0, "bwd")}
+    said = "Forward FA-2 computes 5 to 7 times as much for a byte of DRAM as FA-1"
+    assert memory_hierarchy._message(found) == said
+    assert memory_hierarchy._message({3: found[3]}) == "Bandwidths, and what bounds the kernels"
