@@ -228,5 +228,5 @@ def test_the_message_is_of_the_forward_pass():
 
     found = {1: calls(2.0, 10.0), 2: calls(1.0, 7.0), 3: calls(1.0, 90.0, "bwd")}
     said = "Forward FA-2 computes 5 to 7 times as much for a byte of DRAM as FA-1"
-    assert memory_hierarchy._message(found) == said
-    assert memory_hierarchy._message({3: found[3]}) == "Bandwidths, and what bounds the kernels"
+    assert experiment._message(found) == said
+    assert experiment._message({3: found[3]}) == "Bandwidths, and what bounds the kernels"
