@@ -1,6 +1,7 @@
 """Shapes beyond the papers': what is measured, how it is checked, drawn and tabulated."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -130,8 +131,12 @@ def test_the_figure_has_a_line_a_class_and_pass():
     figure = shapes.draw(synthetic())
     message = figure.legends[0].get_title().get_text()
     (ax,) = figure.axes
-    own = f"{RATIOS['torch-fa2']:.1f} times"
-    assert message == f"torch's FA-2 takes {own} our time, with dropout {own} in a class's median"
+    assert message == shapes._message(shapes.ratios(synthetic()))
+    medians = {("dims", "fwd"): 1.5, ("lengths", "bwd"): 2.0, ("dropout", "fwd"): 0.5}
+    found = {at: SimpleNamespace(over={peers.FLASH: {1: x}}) for at, x in medians.items()}
+    assert shapes._message(found) == (
+        "torch's FA-2 takes 1.5 to 2.0 times our time, with dropout 0.5 times in a class's median"
+    )
     labels = [text.get_text() for text in ax.get_yticklabels()]
     assert len(labels) == 16 and labels[0] == "shared K/V heads, forward"
     dots = [line for line in ax.lines if line.get_linestyle() == "None"]
