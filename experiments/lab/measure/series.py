@@ -23,8 +23,6 @@ HOPPER = "fa2-wgmma"
 HOPPER_FA1, HOPPER_SPLITS = "fa1-wgmma", "fa1-wgmma-splits"
 # Everything that computes in 16 bits.
 HALF = ("standard-mma", "fa1-mma", MMA_SPLITS, "fa2-mma", HOPPER_FA1, HOPPER_SPLITS, HOPPER)
-# FA-2 at the block sizes that FA-1 takes.
-FA1_TILES = "fa2-simt-fa1-tiles"
 # FA-2's backward pass with a fixed order of dQ's sums.
 DETERMINISTIC = "fa2-simt-deterministic"
 # Of the time of a tile of S: what a column tile costs a block of FA-1 beside its tiles, and the
