@@ -65,30 +65,31 @@ def test_forward(unit, algorithm, d, ways):
     assert_no_growth(few, many, dtype)
 
 
-def sizes(*Nk, Nq=64, heads=1, **options):
-    return [((heads, Nq, n), options) for n in Nk]
+def sizes(*Nk, Nq=64, heads=1, d=64, **options):
+    return [((heads, Nq, n, d), options) for n in Nk]
 
 
 BACKWARD = [
-    # unit, algorithm, (heads, Nq, Nk) and options of few passes and of many
-    *(("simt", way, *[((1, 16, 256), x) for x in tiles(16, 64, 16)]) for way in ("fa1", "fa2")),
+    # unit, algorithm, (heads, Nq, Nk, d) and options of few passes and of many
+    *(("simt", way, *[((1, 16, 256, 16), x) for x in tiles(16, 64, 16)]) for way in ("fa1", "fa2")),
     *(
-        ("simt", way, *[((1, 256, 64), {"tiles": Tiles(Br, 64)}) for Br in (64, 16)])
+        ("simt", way, *[((1, 256, 64, 16), {"tiles": Tiles(Br, 64)}) for Br in (64, 16)])
         for way in ("fa1", "fa2")
     ),
     # Hopper's tiles are given.
     *(("wgmma", way, *sizes(64, 512)) for way in ("fa1", "fa2")),
     *(("wgmma", way, *sizes(64), *sizes(64, Nq=512)) for way in ("fa1", "fa2")),
     ("wgmma", "fa2", *sizes(64, 512, deterministic=True)),
+    ("wgmma", "fa2", *sizes(64, d=136), *sizes(64, Nq=512, d=136)),
     ("wgmma", "fa2", *[sizes(64, heads=4, group_splits=n)[0] for n in (1, 4)]),
 ]
 
 
 @pytest.mark.parametrize("unit, algorithm, few, many", BACKWARD)
 def test_backward(unit, algorithm, few, many):
-    dtype, d = ("float32", 16) if unit == "simt" else ("float16", 64)
+    dtype = "float32" if unit == "simt" else "float16"
     found = []
-    for (heads, Nq, Nk), way in (few, many):
+    for (heads, Nq, Nk, d), way in (few, many):
         (dout, *given), (_, *exact) = made(dtype, heads, 1, Nq, Nk, d)
         saved = saved_halves(algorithm, *given)
         how = {"algorithm": algorithm, "unit": unit, **way}

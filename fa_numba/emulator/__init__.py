@@ -4,8 +4,8 @@
 of several: a value is a number where they agree and a NumPy array over them where they may not. It
 counts the loads and stores of global memory exactly, with their sectors, the wavefronts and bank
 conflicts of shared memory and instructions by class, and raises, with block, thread, array and
-source line, on shared-memory races, conflicts between blocks, reads of uninitialised memory,
-divergent barriers, deadlock and accesses out of bounds.
+source line, on races in shared and global memory, conflicts between blocks, reads of uninitialised
+memory, divergent barriers, deadlock and accesses out of bounds.
 
 `rewrite.py` makes the code that runs for many lanes, of the trees of `syntax.py`; `flow.py` says
 which of them take part, `active.py` what these agree on, and `lanes.py` computes what Python's
