@@ -78,13 +78,11 @@ def _make_dropped(rows, columns, column_step):
 def _shared(spec):
     """How many rows, and columns, of a draw a thread has in one of its sets of registers."""
     RW, CW, step = spec.row_width, spec.column_width, spec.column_step
-    even = spec.tile_heads == 1 and spec.Br % (APART * DRAW_ROWS) == 0
-    rows = DRAW_ROWS if even and spec.row_step == APART and spec.TM % (2 * RW) == 0 else 1
+    rows = DRAW_ROWS if spec.row_step == APART and spec.TM % (2 * RW) == 0 else 1
     columns = APART * DRAW_COLUMNS
     while columns > step and spec.TN % (columns // step * CW):
         columns //= 2
-    tiles = spec.Bc % (APART * DRAW_COLUMNS) == spec.warp_columns % (APART * DRAW_COLUMNS) == 0
-    return rows, max(1, columns // step) if tiles else 1
+    return rows, max(1, columns // step)
 
 
 @part
