@@ -36,6 +36,8 @@ RESULT = launch_record.driver.CUresult
 SUCCESS = RESULT.CUDA_SUCCESS
 # Contexts of the GPUs, by ordinal: CONTEXT + 1 is GPU 1's.
 CONTEXT = 77
+# Of a block, where it is not an H100's.
+SHARED_BYTES = {(7, 5): 64 * 1024, (8, 6): 99 * 1024, (8, 9): 99 * 1024, (12, 0): 99 * 1024}
 POINTER = ctypes.POINTER
 
 # --- memory ----------------------------------------------------------------------------------
@@ -479,11 +481,12 @@ class Cuda:
 class Device:
     """A GPU of ``numba.cuda.gpus``, in a ``with`` the current one."""
 
-    MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = devices.EMULATED_SHARED_BYTES
     MULTIPROCESSOR_COUNT = 132
 
     def __init__(self, gpu, ordinal):
         self.gpu, self.id, self.compute_capability = gpu, ordinal, gpu.capabilities[ordinal]
+        limit = SHARED_BYTES.get(self.compute_capability, devices.EMULATED_SHARED_BYTES)
+        self.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = limit
         self.before = []
 
     def __enter__(self):

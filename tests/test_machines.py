@@ -10,9 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import random_inputs
+from numpy.testing import assert_allclose
+from stand_in_device import SHARED_BYTES, no_calls_kept, no_gpu_but_its_driver
 
 import fa_numba
-from fa_numba import bounds
+from fa_numba import bounds, device
 from fa_numba.device import kernel_cache
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -92,3 +95,20 @@ def test_the_wheel_runs_from_another_folder(tmp_path):
     assert Path(said[0]).is_relative_to(own) and said[1].split()[1] == fa_numba.__version__
     plan = [here, "-m", "fa_numba", "plan", "--seqlen", "99", "--head-dim", "64", "--device", "L4"]
     assert "tiles Br x Bc" in subprocess.run(plan, **run).stdout
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 9), (10, 0), (12, 0)])
+def test_first_calls_on_a_gpu_that_nobody_recorded(capability):
+    """By the driver that stands in: what is launched there, in tiles that fit, is right."""
+    q, k, v = random_inputs(1, 2, 1, 70, 70, 64)
+    dout = np.ones_like(q)
+    with no_gpu_but_its_driver(capability) as gpu, no_calls_kept():
+        for algorithm in ("fa1", "fa2"):
+            out, lse = fa_numba.attention(q, k, v, algorithm=algorithm, return_lse=True)
+            dq, *_ = fa_numba.attention_backward(dout, q, k, v, out, lse, algorithm=algorithm)
+            assert_allclose(out, fa_numba.reference.attention(q, k, v), atol=1e-5)
+            true, *_ = fa_numba.reference.attention_backward(dout, q, k, v)
+            assert_allclose(dq, true, atol=1e-5)
+        assert {found for _, found, _ in gpu.loaded} == {capability}
+        most = max(kernel.shared_bytes for kernel in gpu.launched)
+        assert most <= SHARED_BYTES.get(capability, device.EMULATED_SHARED_BYTES)
