@@ -128,13 +128,15 @@ def fits(kernel, arch):
     return kernel.min_blocks * kernel.threads <= 2048 and kernel.shared_bytes <= SHARED[arch]
 
 
-def ptx_within_budgets(kernel, arch, spilled=0):
-    """The PTX of a kernel that fits, spills so many bytes and has no float64."""
+def ptx_within_budgets(kernel, arch, spilled=(0, 0, 0)):
+    """The PTX of a kernel that fits, has no float64, and spills so many bytes: its stack's, those
+    stored and those loaded.
+    """
     ptx, log = compiled(kernel, arch)
     assert f".target {arch}" in ptx
     assert ".f64" not in ptx, "float64 arithmetic"
     assert ".local" not in ptx, "local memory"
-    assert spills_of(log) == [str(spilled)] * 3, log
+    assert spills_of(log) == list(map(str, spilled)), log
     assert registers(log) * kernel.threads * kernel.min_blocks <= REGISTERS
     assert fits(kernel, arch)
     return ptx
@@ -784,7 +786,7 @@ MMA_CASES = [
     *(
         (name, "sm_90a", 128, "float16", option)
         for name in MMA
-        for option in ("window", "bias", "packed")
+        for option in ("window", "bias", "packed", "dropout")
     ),
     *((name, "sm_90a", 256, "float16", "packed") for name in MMA),
     *(("fa1", "sm_90a", d, "float16", "packed") for d in (160, 192)),
@@ -797,6 +799,11 @@ MMA_CASES = [
 ]
 
 
+# FlashAttention-2's, its draws in a loop, spills 12 bytes and is a third slower.
+MMA_SPILLED = {
+    ("fa1", "sm_90a", 128, "float16", "dropout"): (32, 32, 32),
+    ("fa2", "sm_90a", 128, "float16", "dropout"): (24, 56, 40),
+}
 # FlashAttention-2's where registers are fullest: its tiles are others before sm_90.
 QUICK_MMA = {
     ("fa1", "sm_90a", 64, "float16", None),
@@ -807,7 +814,7 @@ QUICK_MMA = {
 @pytest.mark.parametrize("case", slow_but(QUICK_MMA, MMA_CASES))
 def test_an_mma_kernel_compiles_within_its_budgets(case):
     name, arch, _, dtype, option = case
-    ptx = ptx_within_budgets(mma_kernel(*case), arch)
+    ptx = ptx_within_budgets(mma_kernel(*case), arch, MMA_SPILLED.get(case, (0, 0, 0)))
 
     kind = {"float16": "f16", "bfloat16": "bf16"}[dtype]
     instruction = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
@@ -918,7 +925,6 @@ STANDARD_CASES = [
 
 
 # What registers do not hold: four blocks of these share a multiprocessor.
-SPILLED = {("bwd transposed", "sm_90a", 64, "float16", "unaligned"): 16}
 QUICK_STANDARD = {
     ("scores", "sm_90a", 64, "float16", None),
     ("output", "sm_90a", 64, "float16", None),
@@ -933,7 +939,7 @@ QUICK_STANDARD = {
 @pytest.mark.parametrize("case", slow_but(QUICK_STANDARD, STANDARD_CASES))
 def test_a_standard_mma_kernel_compiles_within_its_budgets(case):
     name, arch, _, dtype, option = case
-    ptx = ptx_within_budgets(standard_mma_kernel(*case), arch, SPILLED.get(case, 0))
+    ptx = ptx_within_budgets(standard_mma_kernel(*case), arch)
 
     by_rows = "softmax" in name or "dS" in name
     assert ("mma.sync" in ptx) == ("ldmatrix" in ptx) == (not by_rows)
@@ -985,6 +991,7 @@ MMA_BACKWARD_CASES = [
         for option in ("window", "softcap", "dbias", "alibi", "packed", "sparse", "dropout")
     ),
     *((name, "sm_90a", 128, "float16", "softcap") for name in MMA_BACKWARD),
+    ("fa2", "sm_90a", 128, "float16", "dropout"),
     *(("fa1", "sm_90a", d, "float16", "splits") for d in (64, 128)),
     ("fa2", "sm_90a", 64, "float16", "unaligned"),
     ("fa2 without dQ", "sm_90a", 64, "bfloat16", "causal"),
@@ -992,6 +999,11 @@ MMA_BACKWARD_CASES = [
 ]
 
 
+# With dropout the former kernel spilled 24 bytes and took twice the time.
+BACKWARD_SPILLED = {
+    ("fa2", "sm_90a", 128, "float16", "softcap"): (16, 16, 12),
+    ("fa2", "sm_90a", 128, "float16", "dropout"): (32, 32, 32),
+}
 # The adds are other instructions from sm_90 on: FlashAttention-1's are tried there.
 QUICK_MMA_BACKWARD = {
     ("fa1", "sm_90a", 128, "float16", "splits"),
@@ -1003,7 +1015,7 @@ QUICK_MMA_BACKWARD = {
 @pytest.mark.parametrize("case", slow_but(QUICK_MMA_BACKWARD, MMA_BACKWARD_CASES))
 def test_an_mma_backward_kernel_compiles_within_its_budgets(case):
     name, arch, _, dtype, option = case
-    ptx = ptx_within_budgets(mma_backward(*case), arch)
+    ptx = ptx_within_budgets(mma_backward(*case), arch, BACKWARD_SPILLED.get(case, (0, 0, 0)))
 
     kind = {"float16": "f16", "bfloat16": "bf16"}[dtype]
     instruction = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
