@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy.stats import chisquare
 
 from fa_numba import dropout
 from fa_numba.dropout import dropout_mask, kept
@@ -128,6 +129,42 @@ def test_seeds_and_offsets_are_independent(other, p):
     a, b = dropout_mask(*sizes, dropout_p=p), dropout_mask(*sizes, dropout_p=p, **other)
     assert_independent(a, b, p)
     np.testing.assert_array_equal(b, dropout_mask(*sizes, dropout_p=p, **other))
+
+
+@pytest.mark.slow
+def test_bits_of_many_draws_are_uniform_alone_and_in_pairs():
+    """Of 10^8 elements, 16 heads of 2500 x 2500, the six upper bits: chi-square, and of pairs along
+    rows, columns and diagonals, in one draw and in others, of heads and of seeds.
+    """
+    philox, (B, N, H) = PHILOX["numpy"][0], (64, 2500, 16)
+    i, j = np.arange(N)[:, None], np.arange(N)[None, :]
+    across, down = np.uint32(j // 32 * 8 + j % 8), np.uint32(i // 16 * 8 + i % 8)
+    half = i // 8 % 2 * 4 + j // 8 % 4
+    apart = [(0, 1), (0, 8), (1, 0), (8, 0), (1, 1), (8, 8), (16, 0), (0, 32), (1, -1)]
+    alone, pairs = np.zeros(B, int), {at: np.zeros(B * B, int) for at in [*apart, "head", "seed"]}
+
+    def bits(head, seed):
+        with np.errstate(over="ignore"):
+            words = np.stack(philox(across, down, *map(np.uint32, (head, 0, seed, 0))))
+        word = np.take_along_axis(words, half[None] // 2, 0)[0]
+        return (word >> np.where(half % 2, 26, 10).astype(np.uint32) & 63).astype(np.int64)
+
+    before = None
+    for head in range(H):
+        found = bits(head, 7)
+        alone += np.bincount(found.ravel(), minlength=B)
+        for di, dj in apart:
+            first = found[: N - di, max(0, -dj) : N - max(0, dj)]
+            second = found[di:, max(0, dj) : N + min(0, dj)]
+            pairs[di, dj] += np.bincount((first * B + second).ravel(), minlength=B * B)
+        others = {"head": before, "seed": bits(head, 8)}
+        for name, other in others.items():
+            if other is not None:
+                pairs[name] += np.bincount((found * B + other).ravel(), minlength=B * B)
+        before = found
+    assert alone.sum() == 10**8
+    likely = [chisquare(counts).pvalue for counts in (alone, *pairs.values())]
+    assert min(likely) > 1e-4 and max(likely) < 1 - 1e-4, likely
 
 
 def test_a_smaller_mask_is_a_part_of_a_larger_one(monkeypatch):
