@@ -474,10 +474,9 @@ def test_what_the_page_says_of_query_splits_backward():
 def test_what_the_pages_say_of_dropout():
     """Level with torch's FA-2 in FA-1's setting, behind cuDNN backward, ahead of unfused steps."""
     found = {
-        key[::2]: r.value
+        (r.series, r.pass_, r.place, r.seqlen_q): r.value
         for r in recorded("runtime_memory")
         if r.metric == "time" and r.value
-        for key in [(r.series, None, r.pass_, None, r.place, None, r.seqlen_q)]
     }
     level = [
         theirs / found["fa2-mma", *at]
