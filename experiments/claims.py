@@ -18,7 +18,7 @@ from fa_numba.problem import Problem
 from .lab.measure import calls, peers, variants
 from .lab.measure.series import LABELS, algorithm, call, plan, query_splits, row_fields, unit
 from .lab.measure.timing import SECONDS, Gate, attempt, time_call
-from .lab.measure.workloads import SEED, Inputs, fa2_setting, one_head
+from .lab.measure.workloads import DECODING, DECODING_HEADS, SEED, Inputs, fa2_setting, one_head
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, MODEL, Row
 from .lab.show import tables
@@ -53,9 +53,6 @@ MMA = ("standard-mma", "fa1-mma", "fa1-mma-splits", "fa2-mma")
 CACHE, CACHE_HEADS, QUICK_CACHE = 16384, (1, 32, 512), 2048
 # As many heads of a cache are drawn; it is a divisor of longer CACHE_HEADS.
 DRAWN_HEADS = 32
-# Flash-Decoding's micro-benchmark: 16 query heads on 2 of K and V, d=128, batch times length fixed
-# but for the last two.
-DECODING = tuple((max(1, 65536 // N), N) for N in (2**n for n in range(8, 18)))
 LONG, QUICK_LONG = 131072, 8192
 PAGE, PAGES = 32, 5
 COPY_BYTES = 2**32
@@ -201,7 +198,7 @@ def _decoding(options: Options, bench: Bench) -> Iterator[Row]:
         for heads in (CACHE_HEADS[:2] if options.quick else CACHE_HEADS)
     ]
     problems += [
-        Problem(batch, 16, 2, 1, N, 128, dtype="float16")
+        Problem(batch, *DECODING_HEADS, 1, N, 128, dtype="float16")
         for batch, N in (DECODING[:2] if options.quick else DECODING)
     ]
     for problem in bench.each(problems, "decoding"):

@@ -14,7 +14,7 @@ from fa_numba.problem import Problem
 from .lab.measure import bandwidth, calls, peers, precompile
 from .lab.measure.series import HOPPER, LABELS, call, plan, row_fields, unit
 from .lab.measure.timing import FEWEST, Gate, attempt, time_call
-from .lab.measure.workloads import Inputs
+from .lab.measure.workloads import DECODING, DECODING_HEADS, Inputs
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row
 from .lab.show import tables
@@ -37,9 +37,6 @@ PROTOCOL = (
 )
 
 HEADS = 32
-# Flash-Decoding's micro-benchmark: 16 query heads on 2, and (batch, keys).
-PUBLISHED_HEADS, PUBLISHED_GROUP = 16, 8
-PUBLISHED = tuple((max(1, 65536 >> n), 1 << n) for n in range(8, 18))
 GROUPS = (1, 4, 8)
 TOKENS = 65536  # batch times keys
 # (batch, keys): so many tokens, then one sequence, shorter and longer.
@@ -70,8 +67,8 @@ def problems(options: Options) -> list[Problem]:
     found += [_problem(1, group, 1, N) for group in GROUPS for N in ALONE]
     found += [_problem(ROWS_AT[0], 4, rows, ROWS_AT[1]) for rows in ROWS]
     found += [_problem(B, 4, 1, N, 64) for B, N in CACHES]
-    heads = PUBLISHED_HEADS
-    found += [_problem(B, PUBLISHED_GROUP, 1, N, heads=heads) for B, N in PUBLISHED]
+    heads, shared = DECODING_HEADS
+    found += [_problem(B, heads // shared, 1, N, heads=heads) for B, N in DECODING]
     if options.seqlens:
         found = [p for p in found if p.seqlen_k in options.seqlens]
     if options.head_dims:

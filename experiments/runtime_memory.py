@@ -14,7 +14,7 @@ from fa_numba.problem import Problem
 from .lab.measure import calls, peers, precompile
 from .lab.measure.series import LABELS, algorithm, row_fields
 from .lab.measure.timing import FEWEST, Timing, attempt, time_call
-from .lab.measure.workloads import SEED, Inputs
+from .lab.measure.workloads import Inputs, padded_lengths
 from .lab.record import published
 from .lab.record.options import Bench, Options
 from .lab.record.store import MODEL, Row
@@ -75,8 +75,7 @@ def given(name: str, problem: Problem) -> dict[str, Any]:
     if name in (DROPPED, BOTH):
         options |= {"dropout_p": DROPOUT, "seed": 7}
     if name in (MASKED, BOTH):
-        N, rng = problem.seqlen_q, np.random.default_rng([SEED, problem.seqlen_q])
-        lengths = rng.integers(max(1, N - PADDING), N + 1, problem.batch).tolist()
+        lengths = padded_lengths(problem, PADDING)
         options |= {"q_lens": lengths, "kv_lens": lengths}
     return options
 

@@ -22,7 +22,7 @@ from .lab.measure import calls, peers, precompile
 from .lab.measure.series import LABELS, plan, row_fields
 from .lab.measure.speeds import PASSES
 from .lab.measure.timing import FEWEST, attempt, time_call
-from .lab.measure.workloads import HIDDEN, SEED, TOKENS, Inputs
+from .lab.measure.workloads import HIDDEN, SEED, TOKENS, Inputs, padded_lengths
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row
 from .lab.show import tables
@@ -89,8 +89,7 @@ class Point:
             return {}
         options: dict[str, Any] = {"dropout_p": DROPOUT, "seed": SEED}
         if self.kind == "padded":
-            N, rng = problem.seqlen_q, np.random.default_rng([SEED, problem.seqlen_q])
-            lengths = tuple(rng.integers(N - PADDING, N + 1, problem.batch).tolist())
+            lengths = padded_lengths(problem, PADDING)
             options |= {"q_lens": lengths, "kv_lens": lengths}
         return options
 

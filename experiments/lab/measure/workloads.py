@@ -19,6 +19,10 @@ HIDDEN = 2048
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 HEAD_DIMS = (64, 128)
 SEED = 20220527
+# Flash-Decoding's micro-benchmark: query heads on heads of K and V, d=128, and (batch, keys), whose
+# product is fixed but for the last.
+DECODING_HEADS = (16, 2)
+DECODING = tuple((max(1, 65536 // N), N) for N in (2**n for n in range(8, 18)))
 
 
 def fa2_setting(
@@ -69,6 +73,12 @@ class Sizes:
             for mask in self.masks
             for N in self.seqlens
         ]
+
+
+def padded_lengths(problem: Problem, most: int) -> list[int]:
+    """Of each batch entry, up to ``most`` rows short of the longest; drawn anew for each N."""
+    N, rng = problem.seqlen_q, np.random.default_rng([SEED, problem.seqlen_q])
+    return rng.integers(max(1, N - most), N + 1, problem.batch).tolist()
 
 
 def one_head(seqlen: int, head_dim: int, causal: bool = False, dtype: str = "float32") -> Problem:
