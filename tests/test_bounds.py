@@ -77,6 +77,22 @@ def test_the_data_sheets():
     assert H200.block_shared_bytes == devices.EMULATED_SHARED_BYTES
 
 
+# FMA lanes of a multiprocessor by compute capability, and boost clocks in GHz as published.
+LANES = {(7, 5): 64, (8, 0): 64}
+BOOST = {
+    **{"A100": 1.41, "H100": 1.98, "H200": 1.98, "B200": 1.965, "A10G": 1.71, "L4": 2.04},
+    **{"RTX 3060": 1.777, "RTX 3090": 1.695, "RTX 4090": 2.52, "RTX 5090": 2.407, "T4": 1.59},
+}
+
+
+@pytest.mark.parametrize("name", bounds.DEVICES)
+def test_the_fp32_peak_is_that_of_the_multiprocessors(name):
+    """Two operations a lane and clock: a peak of a card's sibling with fewer units is none."""
+    device = bounds.DEVICES[name]
+    lanes = device.multiprocessors * LANES.get(device.capability, 128)
+    assert device.fp32 == pytest.approx(2 * lanes * BOOST[name] * 1e9, rel=0.01)
+
+
 def test_the_h200_is_the_recorded_one():
     """What the driver said of it."""
     about = json.loads((DATA / "loop_order" / "nvidia-h200.json").read_text())
