@@ -10,7 +10,7 @@ import pytest
 
 from experiments import explore
 from experiments.beside import explore_page, explore_panels
-from experiments.beside.panels import Axis, Panel
+from experiments.beside.panels import DIGITS, Axis, Panel, packed
 from experiments.lab.record import drawn, provenance
 from experiments.lab.record.options import FIGURES, Bench, Options
 from experiments.lab.record.store import EMULATOR, MODEL, Store
@@ -56,6 +56,18 @@ def traces(rows):
     }
 
 
+@functools.cache
+def unpacked(text, count):
+    """The places of `packed`, as page.js has them: two spaces are below 0."""
+    width = 1 if count <= len(DIGITS) else 2
+    runs = re.compile(rf"(.{{{width}}})\{{(\d+)\}}")
+    text = runs.sub(lambda run: run[1] * (1 + int(run[2])), text)
+    digits = [DIGITS.find(c) for c in text]
+    if width == 1:
+        return digits
+    return [a * len(DIGITS) + b for a, b in zip(digits[::2], digits[1::2], strict=True)]
+
+
 def looked_up(table, panel, state):
     """As page.js does."""
     found = {}
@@ -66,7 +78,7 @@ def looked_up(table, panel, state):
             place = place * len(panel.axes[name].values) + panel.axes[name].values.index(
                 state[name]
             )
-        where = at[0][place] if at else place
+        where = unpacked(at[0], len(values))[place] if at else place
         if where >= 0 and not (key.endswith("refused") and values[where] == ""):
             found[key] = values[where]
     return {"refused": found["refused"]} if "refused" in found else found
@@ -148,11 +160,20 @@ def test_a_table_keeps_what_differs_and_drops_what_does_not():
     panel = Panel("p", "", "", "", axes, answer)
     table = panel.baked()
     assert [table[key][0] for key in ("a", "both", "none", "fixed", "refused")] == [
-        [0], [0, 1], [1], [], [0, 1],
+        [0], [1, 0], [1], [], [1, 0],
     ]  # fmt: skip
     for a in (1, 2):
         for b in (1, 2, 3):
             assert looked_up(table, panel, {"a": a, "b": b}) == panel.at(a=a, b=b)
+
+
+@pytest.mark.parametrize("count", [1, 5, 86, 87, 3000])
+def test_packed_places_are_the_places(count):
+    draw = random.Random(count)
+    places = [p for _ in range(99) for p in [draw.randrange(-1, count)] * draw.choice((1, 2, 40))]
+    text = packed(places, count)
+    assert [max(-1, place) for place in unpacked(text, count)] == places
+    assert len(text) < (1 + (count > len(DIGITS))) * len(places) and len(DIGITS) == 86
 
 
 def test_what_is_too_large_to_trace_is_a_row_that_says_so(tmp_path):

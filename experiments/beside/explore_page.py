@@ -17,7 +17,7 @@ from ..lab.record.store import MODEL, Row, Store
 from ..lab.show import report
 from ..lab.show.style import COLOURS
 from . import explore_panels
-from .panels import NOT_HERE, Answer, Axis, Panel, Value
+from .panels import DIGITS, NOT_HERE, Answer, Axis, Panel, Value
 
 FOLDER = Path(__file__).resolve().parents[1] / "explore_page"
 STATE = ("N", "d", "Br", "Bc", "causal", "window", "unit")
@@ -162,6 +162,7 @@ def html(shown: Sequence[Panel], note: str, *, live: bool = False) -> str:
             described[panel.name]["table"] = table
     data = {
         "live": live,
+        "digits": DIGITS,
         "panels": described,
         "algorithms": {name: explore_panels.text_of(name) for name in ("fa1", "fa2")},
         "colours": {name: COLOURS[f"{name}-simt"] for name in ("standard", "fa1", "fa2")},

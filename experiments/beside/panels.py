@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,9 @@ from typing import Any
 import numpy as np
 
 NOT_HERE = "This is not on the page: `python -m experiments explore` answers it."
+# Of the places in a table: printable ASCII without the space, which is none, braces, which say how
+# often one comes, and what JSON or HTML would have to escape.
+DIGITS = "".join(sorted({*string.printable} - {*string.whitespace, *"{}\"\\<>&'"}))
 Value = int | str
 Answer = dict[str, Any]
 
@@ -108,8 +112,8 @@ class Panel:
         return {"axes": axes, **words, **shown}
 
     def baked(self) -> dict[str, Any]:
-        """Every answer: key -> the axes that it depends on, its different values, and which of them
-        stands where, the last axis fastest.
+        """Every answer: key -> the axes that it depends on, slowest first, its different values,
+        and which of them stands where (`packed`), if not one after the other.
 
         A key that an answer lacks is as in another answer; what is read of an answer that refuses
         is "refused" alone.
@@ -132,11 +136,26 @@ class Panel:
                 if ((codes == most) | (codes < 0)).all():
                     codes = most.squeeze(axis)
                 else:
-                    over.insert(0, axis)
+                    over.append(axis)
             values = [json.loads(text) for text in pool]
-            at = codes.ravel().tolist()
-            found[key] = [over, values] if at == list(range(len(values))) else [over, values, at]
+            at = codes.T.ravel().tolist()
+            all_in_order = at == list(range(len(values)))
+            found[key] = [over, values, *([] if all_in_order else [packed(at, len(values))])]
         return found
+
+
+def packed(places: Sequence[int], count: int) -> str:
+    """Places below `count`, or -1, in as many digits each as the largest takes; a place that comes
+    several times is followed by {how many more}.
+    """
+    base = len(DIGITS)
+    width = 1 if count <= base else 2
+    words = []
+    for place, run in itertools.groupby(places):
+        digits = DIGITS[place // base] * (width - 1) + DIGITS[place % base]
+        word, more = " " * width if place < 0 else digits, len(list(run)) - 1
+        words.append(min(word * (more + 1), f"{word}{{{more}}}", key=len))
+    return "".join(words)
 
 
 def plain(value: Any) -> Any:

@@ -38,13 +38,25 @@ function size(bytes) {
 
 // --- answers ---
 
+// Which value stands at a place: a word of digits, or what {n} repeats.
+const width = values => (values.length > DATA.digits.length ? 2 : 1);
+function unpack(entry) {
+  const every = new RegExp(`(.{${width(entry[1])}})\\{(\\d+)\\}`, "g");
+  entry[2] = entry[2] && entry[2].replace(every, (_, word, more) => word.repeat(1 + Number(more)));
+}
+function valueAt([, values, at], place) {
+  if (!at) return values[place];
+  const wide = width(values), word = at.slice(place * wide, (place + 1) * wide);
+  return values[[...word].reduce((n, digit) => n * DATA.digits.length + DATA.digits.indexOf(digit), 0)];
+}
+
 function lookup(name, chosen) {
   const { axes, table } = PANELS[owner(name)];
   const names = Object.keys(axes), found = {};
   const places = names.map(axis => axes[axis].values.findIndex(v => String(v) === chosen[axis]));
-  for (const [key, [over, values, at]] of Object.entries(table)) {
-    const place = over.reduce((sum, n) => sum * axes[names[n]].values.length + places[n], 0);
-    const value = values[at ? at[place] : place];
+  for (const [key, entry] of Object.entries(table)) {
+    const place = entry[0].reduce((sum, n) => sum * axes[names[n]].values.length + places[n], 0);
+    const value = valueAt(entry, place);
     if (value !== undefined && !(key.endsWith("refused") && value === "")) found[key] = value;
   }
   return found.refused ? { refused: found.refused } : found;
@@ -447,6 +459,7 @@ const VIEWS = {
   },
 };
 
+for (const { table } of Object.values(PANELS)) Object.values(table || {}).forEach(unpack);
 start();
 fromAddress();
 Object.keys(PANELS).forEach(build);
