@@ -137,7 +137,47 @@ def test_a_link_holds_what_is_set(open_page):
     page = open_page(PAGE.as_uri() + "#tiles.n=8192&tiles.Br=9&step=x&none.a=1")
     assert page.inner_text("#tiles output[for='tiles-n']") == "8,192"
     assert page.inner_text("#tiles output[for='tiles-Br']") == "128"  # there is no tile of 9 rows
-    assert abs(page.evaluate("document.getElementById('tiles').getBoundingClientRect().top")) < 2
+    assert top(page, "tiles") < 2
+
+
+def top(page, name):
+    """How far a panel's upper edge is from the window's."""
+    return abs(page.evaluate(f"document.getElementById('{name}').getBoundingClientRect().top"))
+
+
+def test_a_link_holds_every_panel_and_opens_where_its_sender_was(open_page):
+    page = open_page()
+    page.select_option("#orders-Br", "32")
+    page.click("#orders .transport button:has-text('Step')")
+    page.select_option("#measured-figure", "dram")
+    page.select_option("#traffic-passes", "bwd")
+    page.click("#plan table")
+    link = page.url
+    assert link.partition("#")[2].startswith("plan&orders.N=64&") and "tiles" not in {
+        part.partition(".")[0] for part in link.split("&")
+    }
+    other = open_page(link)
+    assert all(other.evaluate(SHOWN, name) == page.evaluate(SHOWN, name) for name in NAMES)
+    assert top(other, "plan") < 2
+    for selector, first in (("#orders-Br", "16"), ("#measured-figure", "forward"),
+                            ("#traffic-passes", "fwd")):  # fmt: skip
+        other.select_option(selector, first)
+    assert other.url.partition("#")[2] == "traffic"  # what is as the page begins is not said
+    # The same window goes to another link: what that does not say is as the page begins.
+    go_to(other, "tiles", {"n": 512})
+    assert other.evaluate(SHOWN, "orders") == open_page().evaluate(SHOWN, "orders")
+
+
+def test_what_the_page_has_not_it_offers_the_nearest_of(open_page):
+    page = open_page()
+    page.select_option("#traffic-causal", "yes")
+    page.select_option("#traffic-tiles", "64x128")
+    assert "is not on the page" in page.inner_text("#traffic .said")
+    page.click("#traffic button:has-text('causal no')")
+    assert page.input_value("#traffic-causal") == "no"
+    assert page.input_value("#traffic-tiles") == "64x128"
+    assert page.inner_text("[data-key='fa2.tiles']") == "64 x 128"
+    assert page.evaluate("document.activeElement.id") == "traffic-causal"
 
 
 @pytest.mark.parametrize("name", ["orders", "softmax"])

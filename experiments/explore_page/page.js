@@ -6,6 +6,7 @@ const CALM = matchMedia("(prefers-reduced-motion: reduce)").matches;
 const state = {};
 const shown = {};  // panel: its elements
 const steps = {};  // panel: the step that is shown
+const touched = {};  // panel: the input that was set last
 const answers = {};  // panel: what it shows now
 
 const owner = name => PANELS[name].shares || name;
@@ -50,16 +51,29 @@ function valueAt([, values, at], place) {
   return values[[...word].reduce((n, digit) => n * DATA.digits.length + DATA.digits.indexOf(digit), 0)];
 }
 
+function valueOf(name, chosen, entry) {
+  const axes = Object.entries(PANELS[owner(name)].axes);
+  const places = axes.map(([axis, { values }]) => values.findIndex(v => String(v) === chosen[axis]));
+  return valueAt(entry, entry[0].reduce((sum, n) => sum * axes[n][1].values.length + places[n], 0));
+}
 function lookup(name, chosen) {
-  const { axes, table } = PANELS[owner(name)];
-  const names = Object.keys(axes), found = {};
-  const places = names.map(axis => axes[axis].values.findIndex(v => String(v) === chosen[axis]));
-  for (const [key, entry] of Object.entries(table)) {
-    const place = entry[0].reduce((sum, n) => sum * axes[names[n]].values.length + places[n], 0);
-    const value = valueAt(entry, place);
+  const found = {};
+  for (const [key, entry] of Object.entries(PANELS[owner(name)].table)) {
+    const value = valueOf(name, chosen, entry);
     if (value !== undefined && !(key.endsWith("refused") && value === "")) found[key] = value;
   }
   return found.refused ? { refused: found.refused } : found;
+}
+
+// The inputs to change, as few as can be and not the last one set, for a state that has an answer.
+function nearest(name) {
+  const { axes, table } = PANELS[owner(name)], now = state[owner(name)];
+  let states = [{}];
+  for (const [axis, { values }] of Object.entries(axes))
+    states = states.flatMap(some => (axis === touched[owner(name)] ? [now[axis]] : values.map(String))
+      .map(value => (value === now[axis] ? some : { ...some, [axis]: value })));
+  states.sort((a, b) => Object.keys(a).length - Object.keys(b).length);
+  return states.find(some => !valueOf(name, { ...now, ...some }, table.refused));
 }
 const asks = name => DATA.live && PANELS[name].live;
 const query = name => new URLSearchParams(state[owner(name)]).toString();
@@ -88,13 +102,16 @@ async function answer(name, checking, progress) {
 
 function start() {
   for (const [name, panel] of Object.entries(PANELS)) {
+    delete steps[name];
     if (panel.shares) continue;
     state[name] = {};
     for (const [axis, { first }] of Object.entries(panel.axes)) state[name][axis] = String(first);
   }
 }
 
+// A link names the panel that was looked at, then all inputs of those that are not as the page begins.
 function fromAddress() {
+  start();
   for (const [key, value] of new URLSearchParams(location.hash.slice(1))) {
     const [name, axis] = key.split(".");
     if (axis === "step" && PANELS[name] && /^\d{1,6}$/.test(value)) steps[name] = Number(value);
@@ -107,21 +124,38 @@ function fromAddress() {
 }
 
 function toAddress(name) {
-  const parts = Object.entries(state[owner(name)]).map(([axis, value]) => [`${owner(name)}.${axis}`, value]);
-  if (steps[name]) parts.push([`${name}.step`, steps[name]]);
-  history.replaceState(null, "", "#" + new URLSearchParams(parts));
+  const parts = [];
+  for (const [each, panel] of Object.entries(PANELS)) {
+    const chosen = Object.entries(state[each] || {});
+    if (steps[each] || chosen.some(([axis, value]) => value !== String(panel.axes[axis].first)))
+      parts.push(...chosen.map(([axis, value]) => [`${each}.${axis}`, value]));
+    if (steps[each]) parts.push([`${each}.step`, steps[each]]);
+  }
+  history.replaceState(null, "", `#${[name, ...parts.map(part => new URLSearchParams([part]))].join("&")}`);
+}
+
+function goTo(name) {
+  document.getElementById(name).scrollIntoView();
+  document.getElementById(`${name}-title`).focus({ preventScroll: true });
+}
+function showLinked() {
+  const [first] = new URLSearchParams(location.hash.slice(1)).keys();
+  const name = first && first.split(".")[0];
+  if (PANELS[name]) goTo(name);
+}
+
+function change(name, some) {
+  Object.assign(state[owner(name)], some);
+  steps[name] = 0;
+  toAddress(name);
+  for (const other of Object.keys(PANELS)) if (owner(other) === owner(name)) update(other);
 }
 
 function input(name, axis) {
   const { label, values, words, least, most, text: free } = PANELS[name].axes[axis];
   const id = `${name}-${axis}`;
   const now = () => state[owner(name)][axis];
-  const set = value => {
-    state[owner(name)][axis] = String(value);
-    steps[name] = 0;
-    toAddress(name);
-    for (const other of Object.keys(PANELS)) if (owner(other) === owner(name)) update(other);
-  };
+  const set = value => change(name, { [touched[owner(name)] = axis]: String(value) });
   const choice = value => words[value] || String(value);
   if (free && !DATA.live && values.length < 2) return null;
   if (free && DATA.live) {
@@ -174,11 +208,11 @@ function build(name) {
   }
   document.querySelector("nav").append(one("a", { href: `#${name}`, onclick: e => {
     e.preventDefault();
-    const head = document.getElementById(`${name}-title`);
-    head.scrollIntoView();
-    head.focus();
+    toAddress(name);
+    goTo(name);
   } }, panel.title));
-  document.querySelector("main").append(one("section", { id: name, "aria-labelledby": `${name}-title` },
+  const here = () => toAddress(name);
+  document.querySelector("main").append(one("section", { id: name, "aria-labelledby": `${name}-title`, onclick: here, onfocusin: here },
     one("h2", { id: `${name}-title`, tabindex: -1 }, panel.title),
     one("p", { class: "question" }, panel.question), one("p", { class: "sentence" }, panel.sentence),
     one("form", { class: "inputs", onsubmit: e => e.preventDefault() }, ...inputs),
@@ -217,9 +251,24 @@ async function draw(name) {
   say(name, now.refused || "", Boolean(now.refused));
   parts.view.replaceChildren();
   parts.table.replaceChildren();
-  if (now.refused) return;
+  if (now.refused) {
+    if (!asks(name)) offer(parts, name);
+    return;
+  }
   (VIEWS[name] || (() => {}))(parts, now, name);
   if (PANELS[name].rows.length) parts.table.append(numbers(name, now));
+}
+
+// A page without a server has not all answers: what it takes to come to one.
+function offer(parts, name) {
+  const some = nearest(name);
+  if (!some) return;
+  const { axes } = PANELS[name], words = Object.entries(some).map(([axis, value]) =>
+    `${axes[axis].label.split(",")[0]} ${axes[axis].words[value] || value}`);
+  parts.view.append(one("button", { type: "button", onclick: () => {
+    change(name, some);
+    document.getElementById(`${name}-${Object.keys(some)[0]}`).focus();
+  } }, `Show what is here: ${words.join("; ")}`));
 }
 
 function numbers(name, now) {
@@ -460,17 +509,15 @@ const VIEWS = {
 };
 
 for (const { table } of Object.values(PANELS)) Object.values(table || {}).forEach(unpack);
-start();
 fromAddress();
 Object.keys(PANELS).forEach(build);
 Promise.all(Object.keys(PANELS).map(update)).then(() => {
   performance.mark("ready");
-  const [first] = new URLSearchParams(location.hash.slice(1)).keys();
-  const linked = first && document.getElementById(first.split(".")[0]);
-  if (linked) linked.scrollIntoView();
+  showLinked();
   document.body.dataset.ready = "yes";
 });
 addEventListener("hashchange", () => {
   fromAddress();
   Object.keys(PANELS).forEach(update);
+  showLinked();
 });
