@@ -678,6 +678,7 @@ def runs():
         on_hopper.test_biases,
         on_hopper.test_lengths,
         on_hopper.test_packed_sequences,
+        on_hopper.test_dropout_keeps_what_its_mask_keeps,
         on_hopper.test_heads_that_share_a_tile,
         on_hopper.test_heads_of_packed_sequences_that_share_a_tile,
         on_hopper.test_places_are_taken_again,

@@ -213,6 +213,11 @@ class Machine:
             # "For f16x2: d's upper half is of a, its lower half of b."
             high, low = (to_half(self.get(x), rest[1][:-2]) for x in given[1:])
             self.put(given[0], high << 16 | low)
+        elif name in ("cvt.rn.relu.f16x2.f32", "cvt.rn.relu.bf16x2.f32"):
+            # "Clamps negative results to 0; a NaN result is the canonical one."
+            halves = (to_half(self.get(x), rest[2][:-2]) for x in given[1:])
+            high, low = (np.where((h >= 0x8000) & (h != 0x7FFF), 0, h) for h in halves)
+            self.put(given[0], high << 16 | low)
         elif name.startswith(("ld.global", "st.global", "st.shared")):
             at, parts = self.address(given[first == "ld"]), several[first == "st"]
             assert len(parts) == (int(rest[1][1:]) if rest[1][0] == "v" else 1)

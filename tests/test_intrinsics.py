@@ -47,6 +47,8 @@ from fa_numba.intrinsics.matrix import (
     mma_f16,
     pack_bf16,
     pack_f16,
+    pack_positive_bf16,
+    pack_positive_f16,
     unpack_bf16,
     unpack_f16,
 )
@@ -1013,6 +1015,22 @@ def test_pack_keeps_nan(device, kind):
     to_float = from_float16 if kind == "float16" else from_bfloat16
     assert np.isnan(to_float(low[:5])).all() and np.isnan(to_float(high[5:10])).all()
     assert (to_float(low[5:]) == 1).all() and (to_float(high[:5]) == 1).all()
+
+
+@pytest.mark.parametrize(
+    "kind, pack", [("float16", pack_positive_f16), ("bfloat16", pack_positive_bf16)]
+)
+def test_pack_of_what_is_positive(device, kind, pack):
+    table = [x for x in ROUNDED[kind] if x[0] or not x[1]]  # of -0 either
+    x = np.zeros((32, 2), np.float32)
+    x[-1] = np.nan, -1.0
+    x[: len(table), 0] = x[: len(table), 1][::-1] = [value for value, _ in table]
+    _, y = run(device, _make_pack(pack), x, np.zeros(32, np.uint32))
+    bits, want = y[: len(table)], [0 if value < 0 else n for value, n in table]
+    assert [hex(n) for n in bits & 0xFFFF] == [hex(n) for n in want]
+    assert [hex(n) for n in bits >> 16] == [hex(n) for n in want[::-1]]
+    to_float = from_float16 if kind == "float16" else from_bfloat16
+    assert np.isnan(to_float(y[-1:].astype(np.uint16))).all() and y[-1] >> 16 == 0
 
 
 @pytest.mark.parametrize("kind", PACKS)

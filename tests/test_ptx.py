@@ -101,8 +101,8 @@ def one_nan(words, name):
     """The emulation may have any NaN where the instruction has 0x7FFF."""
     if not name.startswith("pack_"):
         return words
-    halves = [words >> shift & 0xFFFF for shift in (16, 0)]
-    high, low = (np.where(np.isnan(from_half(h, name[5:])), 0x7FFF, h) for h in halves)
+    halves, kind = [words >> shift & 0xFFFF for shift in (16, 0)], name.rpartition("_")[2]
+    high, low = (np.where(np.isnan(from_half(h, kind)), 0x7FFF, h) for h in halves)
     return high << 16 | low
 
 
@@ -188,6 +188,8 @@ CASES = {
     "anew": (arithmetic, "w"),
     "pack_f16": (matrix, "XX"),
     "pack_bf16": (matrix, "XX"),
+    "pack_positive_f16": (matrix, "XX"),
+    "pack_positive_bf16": (matrix, "XX"),
     "unpack_f16": (matrix, "w"),
     "unpack_bf16": (matrix, "w"),
     "ldmatrix": (matrix, "si"),
@@ -234,6 +236,8 @@ FAULTS = [
     ("maximum", "$1, $2", "$1, $1"),
     ("pack_f16", "$2, $1", "$1, $2"),
     ("pack_bf16", "$2, $1", "$1, $2"),
+    ("pack_positive_f16", ".relu", ""),
+    ("pack_positive_bf16", "$2, $1", "$1, $2"),
     ("unpack_f16", "{l, h}", "{h, l}"),
     ("unpack_bf16", "0xffff0000", "0x0000ffff"),
     ("ldmatrix", "$0,$1,$2,$3", "$0,$2,$1,$3"),

@@ -181,6 +181,36 @@ def test_heads_share_a_tile_where_their_rows_are_few():
     assert loads(8, 2, 1, q_lens=[1, 1]) == 4 and loads(8, 2, 1, kv_lens=[256, 256]) == 1
 
 
+DROPPED = [
+    # B, Hq, Hk, Nq, Nk, d, tiles, options
+    (1, 1, 1, 1, 1, 64, Tiles(128, 64, stages=2), {}),
+    (2, 2, 1, 77, 130, 136, Tiles(128, 64, stages=2), {"causal": True}),
+    (1, 1, 1, 130, 100, 128, Tiles(64, 48, stages=2), {"window": (60, 8), "softcap": 2.0}),
+    (1, 4, 1, 20, 64, 64, Tiles(64, 32, stages=2), {}),  # heads that share no tile
+    (1, 1, 1, 200, 60, 64, Tiles(192, 16, stages=2), {"kv_splits": 2}),
+    (2, 1, 1, 150, 128, 128, Tiles(128, 80, stages=2), {"q_lens": [150, 3], "kv_lens": [99, 128]}),
+]
+
+
+@pytest.mark.parametrize("B, Hq, Hk, Nq, Nk, d, tiles, options", DROPPED)
+def test_dropout_keeps_what_its_mask_keeps(B, Hq, Hk, Nq, Nk, d, tiles, options):
+    """V is the unit matrix: O is P without what is dropped."""
+    q, k, _ = half_inputs("float16", B, Hq, Hk, Nq, Nk, d, q_size=0.3)
+    v = np.broadcast_to(np.eye(Nk, d, dtype=np.float16), k.shape).copy()
+    words = {"dropout_p": 0.4, "seed": 2**63 + 2**40 + 5, "offset": 2**31 + 11}
+    result = check("emulator", "fa2", q, k, v, tiles=tiles, **words, **UNIT, **options)
+    whole = attend("emulator", "fa2", q, k, v, tiles=tiles, **UNIT, **options)
+    assert np.array_equal(whole.L, result.L)
+    mask = fa_numba.dropout_mask(B, Hq, Nq, Nk, **words)
+    assert np.array_equal(result.O[..., :Nk] != 0, mask & (whole.O[..., :Nk] != 0))
+
+
+def test_dropout_of_packed_sequences():
+    q, k, v, starts = _packed([70, 0, 5], [90, 64, 40], 4, 2, 64)
+    tiles, words = Tiles(128, 32, stages=2), {"dropout_p": 0.3, "seed": 9}
+    check("emulator", "fa2", q, k, v, tiles=tiles, causal=True, **words, **starts, **UNIT)
+
+
 def _attend(Nq=300, Nk=200, causal=True, blocks=1, rows=128, columns=32):
     """O and L, of some row tiles that so many blocks compute, and the counts."""
     q, k, v = half_inputs("float16", 1, 1, 1, Nq, Nk, 64)

@@ -287,7 +287,7 @@ class Wgmma(Unit):
     # What kernels are compiled for beside plain attention, and where some end at a head dimension.
     features: Mapping[tuple[str, str], tuple[str, ...]] = {
         ("fa1", "fwd"): ("causal", "window", "softcap", "q_lens"),
-        ("fa2", "fwd"): ("causal", "window", *_ADDED, *_LENGTHS, "page_size", "splits"),
+        ("fa2", "fwd"): ("causal", "window", *_ADDED, *_LENGTHS, "page_size", "splits", "dropout"),
         ("fa1", "bwd"): ("causal", "window"),
         ("fa2", "bwd"): ("causal", "window", *_ADDED, *_LENGTHS),
     }
@@ -327,6 +327,9 @@ class Wgmma(Unit):
             return "it is taken by name alone but for fa2, whose warps share rows"
         if not request.multiprocessors:
             return "the emulator runs mma's smaller blocks faster"
+        least = measured("rows from which dropout is faster than on mma", choices.passes)
+        if request.features.dropout and p.seqlen_q < least:
+            return f"dropout of less than {least:g} rows"
         one_tile = max(p.seqlen_q, p.seqlen_k) <= 2 * GROUP_ROWS and p.head_dim <= PANEL
         if choices.passes == "bwd":
             few = "one tile of a small head" if one_tile else ""
@@ -387,12 +390,13 @@ class Wgmma(Unit):
 def heads_share_tiles(request: Request) -> bool:
     """Whether the query heads of a K/V head lie in the rows of one tile on Hopper's tensor cores:
     where a head has less than a warpgroup's rows, and these are whole rows of all. The map of the
-    queries has no axis left for lengths then, unless they are packed, and slopes and a bias differ
-    by head.
+    queries has no axis left for lengths then, unless they are packed; slopes, a bias and what is
+    dropped differ by head.
     """
     p, features = request.problem, request.features
     few = p.seqlen_q <= GROUP_ROWS and GROUP_ROWS % p.group == 0
-    return p.group > 1 and few and not (features.q_lens or features.alibi or features.bias)
+    by_head = features.alibi or features.bias or features.dropout
+    return p.group > 1 and few and not (features.q_lens or by_head)
 
 
 def suits_few_rows(request: Request) -> bool:

@@ -190,13 +190,13 @@ def mma_bf16(typingctx, rC, low, high, a0, a1, a2, a3, b0, b1):
     return _mma("bf16")(typingctx, rC, low, high, a0, a1, a2, a3, b0, b1)
 
 
-def _pack(kind):
+def _pack(kind, relu=""):
     def build(typingctx, low, high):
         if low != types.float32 or high != types.float32:
             return None
 
         def codegen(context, builder, signature, args):
-            text = f"cvt.rn.{kind}x2.f32 $0, $2, $1;"
+            text = f"cvt.rn{relu}.{kind}x2.f32 $0, $2, $1;"
             return ptx(builder, text, args, I32, memory=False, stays=False)
 
         return types.uint32(low, high), codegen
@@ -237,6 +237,30 @@ def pack_f16(typingctx, low, high):
 def pack_bf16(typingctx, low, high):
     """Two float32 to nearest bfloat16, packed in a uint32: ``cvt.rn.bf16x2.f32``."""
     return _pack("bf16")(typingctx, low, high)
+
+
+def _positive(to_bits):
+    def emulation(low, high):
+        with np.errstate(invalid="ignore"):
+            low, high = (np.where(x < 0, np.float32(0.0), x) for x in (low, high))
+        word = to_bits(low, high)
+        return word if low.ndim or high.ndim else int(word)
+
+    return emulation
+
+
+@emulated_by(_positive(_packed(_bits_f16)))
+@intrinsic
+def pack_positive_f16(typingctx, low, high):
+    """``pack_f16`` with 0 for what is below 0: ``cvt.rn.relu.f16x2.f32``."""
+    return _pack("f16", ".relu")(typingctx, low, high)
+
+
+@emulated_by(_positive(_packed(_bits_bf16)))
+@intrinsic
+def pack_positive_bf16(typingctx, low, high):
+    """``pack_bf16`` with 0 for what is below 0: ``cvt.rn.relu.bf16x2.f32``."""
+    return _pack("bf16", ".relu")(typingctx, low, high)
 
 
 def _unpack(kind):
@@ -291,3 +315,4 @@ CONVERSIONS: dict[str | None, tuple[Any, Any]] = {
     "f16": (pack_f16, unpack_f16),
     "bf16": (pack_bf16, unpack_bf16),
 }
+PACK_POSITIVE: dict[str | None, Any] = {"f16": pack_positive_f16, "bf16": pack_positive_bf16}

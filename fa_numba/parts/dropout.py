@@ -145,6 +145,19 @@ def make_kept(spec):
 
 
 @part
+def make_scale_kept(spec):
+    """``scale_kept(rO, options)``: O / (1 - p), of a sum over what dropout kept."""
+    RO, dropout = spec.TM * spec.DN * 4, spec.features.dropout
+
+    def scale_kept(rO, options):
+        if dropout:
+            for e in range(RO):
+                rO[e] *= options.inverse_keep
+
+    return scale_kept
+
+
+@part
 def kept_if(dropout):
     """The same; without ``dropout`` an element weighs what it is."""
 

@@ -10,6 +10,7 @@ from fa_numba.device import cuda, device_function, float32
 from fa_numba.intrinsics.arithmetic import LN2, LOG2E, NEG_INF, exp2, log2, maximum
 from fa_numba.parts.dropout import make_drop as make_drop
 from fa_numba.parts.dropout import make_kept as make_kept
+from fa_numba.parts.dropout import make_scale_kept as make_scale_kept
 from fa_numba.parts.namespace import part
 
 # Registers of O that are scaled without asking.

@@ -75,7 +75,7 @@ def spare_taken(features: Features) -> int:
     """How many parts of three consumers' spare registers the options take."""
     ends = 2 if features.kv_lens or (features.splits and features.q_lens) else 0
     ends = 3 if features.packed else ends
-    more = SPARE + 1 if features.alibi or features.page_size else 0
+    more = SPARE + 1 if features.alibi or features.page_size or features.dropout else 0
     return ends + more + (3 if features.window else 0)
 
 

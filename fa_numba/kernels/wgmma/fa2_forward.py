@@ -95,6 +95,7 @@ def make_forward(spec):
     def write_out(rO, rl, rm, shared, q, out, split, tile):
         head, thread = tile.head, tile.thread
         row0 = uint32(tile.i0 + ROWS * thread.w)
+        softmax.scale_kept(rO, head.options)
         if SPLITS:  # merge_splits takes O, l and m of these columns
             pingpong.sync_group(thread.w)  # nobody of this warpgroup reads Qi any more
             q_pipeline.release_by(shared.bars, q, thread)
@@ -145,6 +146,7 @@ def make_forward(spec):
                     scores.scale_bias_and_mask(rS, rB, scale, tile)
                     # FA-1 lines 10, 11, FA-2 line 9: m, l, and P in units of the new m
                     softmax.online_of_lanes(rS, scale, rm, rl, rf)
+                    softmax.drop(rS, tile)
                     products.round_p(rP, rS)
                     j0 = uint32(j0 + Bc)
                     # FA-1 line 5, FA-2 line 6: for each column tile j that is seen, after the first
@@ -173,6 +175,7 @@ def make_forward(spec):
                         scores.scale_bias_and_mask(rS, rB, scale, tile)
                         # FA-1 lines 10, 11, FA-2 line 9: m, l, and P in units of the new m
                         softmax.online_of_lanes(rS, scale, rm, rl, rf)
+                        softmax.drop(rS, tile)
                         products.wait_output(rO, False)
                         v_pipeline.release(bars, kv)
                         # FA-1 line 12, FA-2 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj

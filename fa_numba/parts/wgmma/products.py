@@ -3,7 +3,7 @@
 from fa_numba.device import uint32
 from fa_numba.dtypes import DTYPES
 from fa_numba.integers import ceil_div
-from fa_numba.intrinsics.matrix import CONVERSIONS
+from fa_numba.intrinsics.matrix import CONVERSIONS, PACK_POSITIVE
 from fa_numba.intrinsics.warpgroup import MULTIPLY, MULTIPLY_REGISTERS, STEP, wait_products
 from fa_numba.parts.namespace import part
 from fa_numba.tiling.wgmma import PANEL
@@ -89,12 +89,19 @@ def make_wait_output(spec):
 
 @part
 def make_round_p(spec):
-    """``round_p(rP, rS)``: P in 16 bits, pairs of neighbours in a word."""
-    WORDS = spec.p_registers
-    pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
+    """``round_p(rP, rS)``: P, without what ``drop`` has marked, in 16 bits, pairs of neighbours in
+    a word.
+    """
+    WORDS, pack = spec.p_registers, pack_p(spec)
 
     def round_p(rP, rS):
         for n in range(WORDS):
             rP[n] = pack(rS[2 * n], rS[2 * n + 1])
 
     return round_p
+
+
+def pack_p(spec):
+    """``pack(p0, p1)``: two of P in 16 bits; 0 for those that ``drop`` has marked."""
+    matrix = DTYPES[spec.dtype].matrix
+    return PACK_POSITIVE[matrix] if spec.features.dropout else CONVERSIONS[matrix][0]
