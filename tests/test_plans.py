@@ -248,7 +248,7 @@ def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
 @pytest.mark.parametrize(
     ("facts", "lacking"),
     [
-        ({"options": {"dropout_p": 0.1}}, "lack the option dropout"),
+        ({"algorithm": "fa1", "options": {"dropout_p": 0.1}}, "lack the option dropout"),
         ({"algorithm": "fa1", "options": {"bias": (1, 2, 200, 200)}}, "lack the option bias"),
         ({"algorithm": "fa1", "options": {"kv_lens": (100,)}}, "lack the option kv_lens"),
         ({"algorithm": "standard", "passes": "bwd"}, "lack the backward pass of standard"),
