@@ -85,10 +85,15 @@ def looked_up(table, panel, state):
 
 
 def drawn_states(panel, count, seed=0):
-    draw = random.Random(seed)
-    return [
-        {name: draw.choice(axis.values) for name, axis in panel.axes.items()} for _ in range(count)
-    ]
+    """So many states, and between them some of those that are left out of the page."""
+    draw, found, left_out = random.Random(seed), [], 0
+    while len(found) < count + left_out:
+        state = {name: draw.choice(axis.values) for name, axis in panel.axes.items()}
+        here = panel.left_out is None or not panel.left_out(**state)
+        if here or left_out < count // 5:
+            found.append(state)
+            left_out += not here
+    return found
 
 
 # --- the file --------------------------------------------------------------------------------
@@ -137,7 +142,7 @@ def test_what_the_page_looks_up_is_the_answer(name):
         # A column that refuses has its reason alone; the page shows nothing else of it.
         for key, value in answer.items():
             assert found[key] == value, (key, state)
-    assert refused < 40
+    assert refused < 25
     assert name not in ("orders", "traffic") or refused
 
 

@@ -343,7 +343,7 @@ def test_the_served_page_runs_sizes_of_the_readers_own(url, open_page):
     enter(page, "#tiles-Br", "96")
     state = {"n": 1000, "d": 64, "Br": 96, "Bc": 64, "causal": "no", "window": 0}
     answer = panels()["tiles"].at(**state)
-    until(page, "#tiles [data-key='fa1.bytes']", f"{answer['fa1.bytes']:,}")
+    until(page, "#tiles [data-key='fa2.bytes']", f"{answer['fa2.bytes']:,}")  # of Br, unlike FA-1's
     assert all(same(text, answer[key]) for key, text in page.evaluate(SHOWN, "tiles"))
     enter(page, "#softmax-scores", "2 7 1 8 2 8")
     page.wait_for_selector("#softmax .scores span:nth-child(6)")

@@ -16,8 +16,8 @@ from fa_numba import bounds
 
 STATE = {"N": 64, "d": 16, "Br": 32, "Bc": 32, "causal": "yes", "window": 0, "unit": "mma"}
 TRAFFIC = {
-    "gpu": "A100", "T": 1000, "heads": 3, "d": 80, "dtype": "float16", "passes": "fwd",
-    "causal": "no", "tiles": "64x128",
+    "gpu": "A100", "T": 1000, "batch": 1, "heads": 3, "d": 80, "dtype": "float16",
+    "passes": "fwd", "query_splits": 1, "causal": "no", "tiles": "64x128",
 }  # fmt: skip
 SOFTMAX = {"example": "own", "block": 2, "scores": "3 1 2"}
 

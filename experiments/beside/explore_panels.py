@@ -350,28 +350,39 @@ TILES = Panel(
 
 
 def plans(
-    gpu: str, T: int, heads: int, d: int, dtype: str, passes: str, causal: str, tiles: str
-) -> Answer:
+    gpu: str, T: int, batch: int, heads: int, d: int, dtype: str, passes: str, query_splits: int,
+    causal: str, tiles: str,
+) -> Answer:  # fmt: skip
     """What each algorithm runs, its bytes and what bounds it."""
-    sheet = bounds.DEVICES[gpu]
-    shape = (1, heads, T, d)
     sizes = re.fullmatch(r"(\d{1,4}) ?x ?(\d{1,4})", tiles)
     if sizes is None and tiles != "auto":
         raise ValueError(f"tiles is {tiles!r}: allowed is auto, or Br x Bc such as 64x128")
     chosen = fa_numba.Tiles(int(sizes[1]), int(sizes[2])) if sizes else None
-    found: Answer = {"naive.once": 4 * heads * T * d * OPERAND[dtype]}
+    shape = (batch, heads, T, d)
+    found: Answer = {"naive.once": 4 * math.prod(shape) * OPERAND[dtype]}
     for name, _ in ALGORITHMS:
-        try:
-            with sheet.planning():
-                plan = fa_numba.plan(
-                    shape, shape, algorithm=name, dtype=dtype, passes=passes,
-                    causal=causal == "yes", tiles=chosen,
-                )  # fmt: skip
-        except ValueError as error:
-            found[f"{name}.refused"] = str(error)
-            continue
-        found |= {f"{name}.{key}": value for key, value in _plan(plan, sheet)}
+        splits = query_splits if name == "fa1" else 1
+        one = _planned(gpu, shape, name, dtype, passes, splits, causal == "yes", chosen)
+        found |= {f"{name}.{key}": value for key, value in one.items()}
     return found
+
+
+@lru_cache(64)
+def _planned(
+    gpu: str, shape: tuple[int, ...], algorithm: str, dtype: str, passes: str, query_splits: int,
+    causal: bool, tiles: fa_numba.Tiles | None,
+) -> Answer:  # fmt: skip
+    """An algorithm's plan, or why it has none."""
+    sheet = bounds.DEVICES[gpu]
+    try:
+        with sheet.planning():
+            plan = fa_numba.plan(
+                shape, shape, algorithm=algorithm, dtype=dtype, passes=passes, causal=causal,
+                tiles=tiles, query_splits=query_splits,
+            )  # fmt: skip
+    except ValueError as error:
+        return {"refused": str(error)}
+    return dict(_plan(plan, sheet))
 
 
 def _plan(plan: fa_numba.Plan, gpu: bounds.Device) -> Iterator[tuple[str, Any]]:
@@ -396,16 +407,22 @@ def _plan(plan: fa_numba.Plan, gpu: bounds.Device) -> Iterator[tuple[str, Any]]:
         time = getattr(expected, key)
         yield f"{key}_us", None if time is None else 1e6 * time
     yield "bound", expected.bound
-    count: Any = plan.count
-    for what, change in (
-        ("Br", {"Br": -(-plan.tiles.Br // 2)}),
-        ("Bc", {"Bc": -(-plan.tiles.Bc // 2)}),
-    ):
-        sizes = SimpleNamespace(**{"Br": plan.tiles.Br, "Bc": plan.tiles.Bc, **change})
-        other = count.func(plan.problem, sizes, **count.keywords).bytes
-        yield f"half_{what}", other / plan.accesses.bytes
+    resident = gpu.multiprocessors * blocks.least
+    for what, half in (("Br", (-(-plan.tiles.Br // 2), plan.tiles.Bc)),
+                       ("Bc", (plan.tiles.Br, -(-plan.tiles.Bc // 2)))):  # fmt: skip
+        other = _with_tiles(plan, *half)
+        yield f"half_{what}", other.accesses.bytes / plan.accesses.bytes
+        yield f"dram_half_{what}", bounds.dram(other, gpu, resident).bytes / expected.dram.bytes
     for what in ("unit", "tiles", "kv_splits", "group_splits"):
         yield f"why_{what}", plan.why.get(what)
+
+
+def _with_tiles(plan: fa_numba.Plan, Br: int, Bc: int) -> fa_numba.Plan:
+    """The plan's counts at other block sizes, also those that no kernel has."""
+    sizes: Any = SimpleNamespace(Br=Br, Bc=Bc)
+    count: Any = plan.count
+    counted = partial(count.func, plan.problem, sizes, **count.keywords)
+    return replace(plan, tiles=sizes, count=counted)
 
 
 def _naive(plan: fa_numba.Plan) -> int | None:
@@ -427,18 +444,20 @@ PLAN_AXES = {
         words={name: name for name in bounds.DEVICES},
     ),
     "T": Axis("T, sequence length", (512, 2048, 8192, 32768), 1, 1 << 20, first=8192),
+    "batch": Axis("batch", (1, 8), 1, 4096),
     "heads": Axis("heads", (8, 64), 1, 4096),
     "d": Axis("d, head dimension", (64, 128), 1, 256),
     "dtype": Axis("dtype", ("float16", "float32")),
     "passes": Axis("pass", ("fwd", "bwd"), words={"fwd": "forward", "bwd": "backward"}),
+    "query_splits": Axis("query_splits, blocks a head of FA-1", (1, 4, 16), 1, 1024),
     "causal": Axis("causal", YES_NO),
     "tiles": Axis("tiles Br x Bc", ("auto", "64x64", "128x64", "64x128"), text=True),
 }
 
 
-def _left_out(tiles: str, causal: str, **_: Any) -> bool:
-    """Tiles of the reader's own under a mask: a third of the page's size."""
-    return tiles != "auto" and causal == "yes"
+def _left_out(batch: int, query_splits: int, causal: str, tiles: str, **_: Any) -> bool:
+    """More than one of these: three quarters of the panels' answers."""
+    return (batch != 1) + (query_splits != 1) + (causal != "no") + (tiles != "auto") > 1
 
 
 TRAFFIC = Panel(
@@ -455,8 +474,10 @@ TRAFFIC = Panel(
         ("dram", "bytes of DRAM, by a rule"),
         ("served", "half of L2 holds what is gone over"),
         ("naive", "bytes by the paper's formula"),
-        ("half_Br", "bytes at half Br, times"),
-        ("half_Bc", "bytes at half Bc, times"),
+        ("half_Br", "bytes accessed at half Br, times"),
+        ("dram_half_Br", "bytes of DRAM at half Br, times"),
+        ("half_Bc", "bytes accessed at half Bc, times"),
+        ("dram_half_Bc", "bytes of DRAM at half Bc, times"),
         ("workspace", "memory beside Q, K, V, O, bytes"),
         ("compute_us", "compute takes, µs"),
         ("l2_us", "L2 takes, µs"),
