@@ -33,6 +33,7 @@ def plan(
     passes: str = "fwd",
     deterministic: bool = False,
     return_dbias: bool = False,
+    dlse: bool = False,
     unit: str = "auto",
     kv_splits: int | str = "auto",
     group_splits: int | str = "auto",
@@ -41,7 +42,8 @@ def plan(
     """What a call with these arguments runs on the current device, without running it.
 
     Shapes are (B, Hq, Nq, d) and (B, Hk, Nk, d); ``passes`` is "fwd" or "bwd". ``options`` as
-    ``AttentionOptions`` has them; for a bias, slopes and an ``attn_mask`` their shapes are enough.
+    ``AttentionOptions`` has them; for a bias, slopes and an ``attn_mask`` their shapes are enough,
+    and ``dlse`` is whether there is one.
     ``kv_splits`` and ``group_splits`` of the plan are what "auto" has chosen.
     Raises as the call itself would.
 
@@ -52,7 +54,7 @@ def plan(
     """
     how: dict[str, Any] = {"return_lse": return_lse, "ablate": ablate, "kv_splits": kv_splits}
     how |= {"query_splits": query_splits, "warp_partition": warp_partition}
-    how |= {"deterministic": deterministic, "return_dbias": return_dbias}
+    how |= {"deterministic": deterministic, "return_dbias": return_dbias, "dlse": dlse}
     choices = choices_of(algorithm, passes, tiles, unit, group_splits=group_splits, **how)
     arguments = Binding.of(options, shapes=True)
     problem = arguments.problem(q_shape, k_shape, dtype=dtype)
@@ -233,6 +235,7 @@ def standard_attention_backward(
     *,
     tiles=None,
     stream=None,
+    dlse=None,
     return_dbias=False,
     unit="auto",
     **options: Unpack[AttentionOptions],
@@ -241,11 +244,12 @@ def standard_attention_backward(
     Algorithm 3).
 
     Arguments, result and errors as ``flash_attention_2_backward``. P is made anew in global memory
-    and read back; ``out`` and ``lse`` are checked but not needed. The workspace is two Nq x Nk
-    matrices a head, in q's dtype.
+    and read back; ``out`` is checked but not needed, ``lse`` with ``dlse`` alone. The workspace is
+    two Nq x Nk matrices a head, in q's dtype.
     """
-    choices = choices_of("standard", "bwd", tiles, unit, return_dbias=return_dbias)
-    return attend(choices, (q, k, v, out, dout, lse), options, stream)
+    how = {"return_dbias": return_dbias, "dlse": dlse is not None}
+    choices = choices_of("standard", "bwd", tiles, unit, **how)
+    return attend(choices, (q, k, v, out, dout, lse, dlse), options, stream)
 
 
 @documents_options
@@ -259,6 +263,7 @@ def flash_attention_1_backward(
     *,
     tiles=None,
     stream=None,
+    dlse=None,
     return_dbias=False,
     unit="auto",
     query_splits=1,
@@ -272,9 +277,9 @@ def flash_attention_1_backward(
     to dk and dv in no fixed order: Nk d loads and stores of either a split, and in 16 bits both in
     float32 as workspace.
     """
-    how = {"query_splits": query_splits, "return_dbias": return_dbias}
+    how = {"query_splits": query_splits, "return_dbias": return_dbias, "dlse": dlse is not None}
     choices = choices_of("fa1", "bwd", tiles, unit, **how)
-    return attend(choices, (q, k, v, out, dout, lse), options, stream)
+    return attend(choices, (q, k, v, out, dout, lse, dlse), options, stream)
 
 
 @documents_options
@@ -288,6 +293,7 @@ def flash_attention_2_backward(
     *,
     tiles=None,
     stream=None,
+    dlse=None,
     return_dbias=False,
     deterministic=False,
     unit="auto",
@@ -297,7 +303,9 @@ def flash_attention_2_backward(
     """Gradients of attention, a grid over K/V blocks (arXiv 2307.08691, Algorithm 2).
 
     ``dout`` and ``out`` are as q, ``lse`` as the forward pass returned it with ``return_lse``; the
-    rest as ``flash_attention_2``, with the same ``options``.
+    rest as ``flash_attention_2``, with the same ``options``. ``dlse`` is the gradient of ``lse``
+    and like it, where the loss depends on that too: dS = P (dP - D + dlse). Of a row that sees no
+    column it counts as 0.
 
     dQ is summed by atomic adds in no fixed order: Tc Nq d loads and as many stores a head, and
     gradients that can differ in the last bits between runs. ``deterministic`` sums it in a second
@@ -333,9 +341,10 @@ def flash_attention_2_backward(
         unit,
         deterministic=deterministic,
         return_dbias=return_dbias,
+        dlse=dlse is not None,
         group_splits=group_splits,
     )
-    return attend(choices, (q, k, v, out, dout, lse), options, stream)
+    return attend(choices, (q, k, v, out, dout, lse, dlse), options, stream)
 
 
 @documents_options
@@ -348,6 +357,7 @@ def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
     ``dout``: the gradient of O; ``q``, ``k``, ``v`` and the options as in the forward pass.
     ``out``, ``lse``: O and L of the forward pass with ``return_lse``; dout and out in q's shape and
         dtype, lse float32 (B, Hq, Nq). All on one device.
+    ``dlse``: None, or the gradient of L, as lse, for a loss that depends on it too.
     ``return_dbias``: bool, False: whether the gradient of ``bias``, or of an ``attn_mask`` of
         numbers, is returned too.
     ``deterministic``: bool, of "fa2" alone: whether dq is summed in one order.

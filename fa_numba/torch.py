@@ -89,8 +89,7 @@ def attention(
     gradient of a bias has no fixed order over the axes that the bias repeats.
 
     Returns O, in q's shape and dtype; with ``return_lse`` (O, L), L float32 (B, Hq, Nq), or (Hq,
-    total), the natural logarithm of the rows' sums of exponentials, through which no gradient
-    flows.
+    total), the natural logarithm of the rows' sums of exponentials, differentiable too.
 
     Over pages of a cache (``block_table``) there are no gradients: tensors that require one are
     refused.
@@ -255,23 +254,23 @@ class _Attention(torch.autograd.Function):
             q, k, v, return_lse=True, bias=bias, alibi_slopes=slopes, **common, **ahead
         )
         ctx.save_for_backward(q, k, v, bias, slopes, out, lse)
-        ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         ctx.options = common | own
         return out, lse
 
     @staticmethod
-    def backward(ctx, dout, _dlse):
+    def backward(ctx, dout, dlse):
         nothing = (None,) * 8
-        if dout is None:
+        if dout is None and dlse is None:
             return nothing
 
-        def computed(dout, q, k, v, bias, slopes, out, lse):
-            given = {"bias": bias, "alibi_slopes": slopes, **ctx.options}
+        def computed(dout, dlse, q, k, v, bias, slopes, out, lse):
+            given = {"bias": bias, "alibi_slopes": slopes, "dlse": dlse, **ctx.options}
+            dout = torch.zeros_like(out) if dout is None else dout
             given["return_dbias"] = ctx.needs_input_grad[3]
             return fa_numba.attention_backward(dout, q, k, v, out, lse, **given)
 
-        found = _Once.apply(computed, dout, *ctx.saved_tensors)
+        found = _Once.apply(computed, dout, dlse, *ctx.saved_tensors)
         needed = zip(found, ctx.needs_input_grad, strict=False)
         gradients = tuple(gradient if need else None for gradient, need in needed)
         return gradients + nothing[len(gradients) :]

@@ -38,6 +38,7 @@ ARGUMENTS: dict[str, dict] = {
     "kv_splits": {"kv_splits": 2},
     "keys": {"warp_partition": "keys"},
     "deterministic": {"deterministic": True},
+    "dlse": {"dlse": True},
 }
 
 
@@ -605,6 +606,8 @@ WGMMA_FA1_BACKWARD_CASES = [
     (128, (), True, False),
     (80, (), False, True),
     (40, ("causal",), False, False),
+    (64, ("causal", "dlse"), True, False),
+    (128, ("dlse",), False, False),
 ]
 
 
@@ -995,6 +998,7 @@ MMA_BACKWARD_CASES = [
         for option in ("window", "softcap", "dbias", "alibi", "packed", "sparse", "dropout")
     ),
     *((name, "sm_90a", 128, "float16", "softcap") for name in MMA_BACKWARD),
+    *(("fa1", "sm_90a", d, "float16", "dlse") for d in (64, 128)),
     ("fa2", "sm_90a", 128, "float16", "dropout"),
     *(("fa1", "sm_90a", d, "float16", "splits") for d in (64, 128)),
     ("fa2", "sm_90a", 64, "float16", "unaligned"),
