@@ -12,6 +12,8 @@ from fa_numba.dtypes import DTYPES
 from fa_numba.host import planning
 from fa_numba.host.binding import Binding
 from fa_numba.host.calls import attend
+from fa_numba.host.merging import merge_all
+from fa_numba.host.merging import merge_backward as merge_backward_all
 from fa_numba.host.plans import Plan
 from fa_numba.host.softmax import softmax as softmax_of_vectors
 from fa_numba.options import AttentionOptions, documents_options
@@ -384,6 +386,43 @@ def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
     }
     check_algorithm(algorithm)
     return functions[algorithm](dout, q, k, v, out, lse, **options)
+
+
+def merge(outputs, lses, *, layout=None, stream=None):
+    """Attention over all columns, from that over parts of them, which share none.
+
+    ``outputs``: two or more arrays, O of the same rows over each part: (B, H, N, d) or packed
+        (total, H, d), of one dtype, float32, float16 or bfloat16, library and device, any strides.
+    ``lses``: as many, L of each part as ``return_lse`` gives it: float32 (B, H, N) or (H, total).
+    ``layout``: "bhnd" or "bnhd", outputs (B, N, H, d).
+    ``stream``: as for ``attention``.
+
+    Returns (O, L): with L = log(sum of e^(L_s)) over the parts s, O is the sum of e^(L_s - L) O_s.
+    It is summed in float32 and rounded once. A row that saw no column of a part has nothing of it.
+
+    Raises ValueError or TypeError, before anything runs, for arguments that are not as above.
+
+    >>> import numpy as np, fa_numba
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 16, 8), np.float32)
+    >>> parts = [fa_numba.attention(q, k[:, :, s], v[:, :, s], return_lse=True)
+    ...          for s in (slice(0, 5), slice(5, 16))]
+    >>> o, lse = fa_numba.merge(*zip(*parts))
+    >>> bool(abs(o - fa_numba.attention(q, k, v)).max() < 1e-6)
+    True
+    """
+    return merge_all(outputs, lses, layout, stream)
+
+
+def merge_backward(dout, outputs, lses, out, lse, *, dlse=None, layout=None, stream=None):
+    """Gradients of ``merge``: ((douts, ...), (dlses, ...)), like ``outputs`` and ``lses``.
+
+    ``dout``: the gradient of O, as it; ``out``, ``lse``: what ``merge`` returned; ``dlse``: None,
+    or the gradient of L, as it. The rest as for ``merge``. Those of a part s are P dO and
+    P (rowsum(dO o (O_s - O)) + dlse) with P = e^(L_s - L), 0 of rows that saw no column of it.
+
+    Raises ValueError or TypeError as ``merge`` does.
+    """
+    return merge_backward_all(dout, outputs, lses, out, lse, dlse, layout, stream)
 
 
 def softmax(x, *, algorithm="online", out=None, stream=None):

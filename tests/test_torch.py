@@ -337,6 +337,33 @@ def test_gradients_of_a_loss_on_lse_are_those_of_torchs_autograd(
     assert not any("dL" in x[-1]._fields for x, *_ in launches if hasattr(x[-1], "_fields"))
 
 
+@pytest.mark.parametrize("parts", [2, 3])
+def test_merged_parts_have_the_gradients_of_the_whole(place, parts):
+    """Through outputs and logsumexps, to q, k and v."""
+    q, k, v, dout = inputs_of({})
+    leaves = [tensor(x, place) for x in (q, k, v)]
+    some = [
+        attention(leaves[0], *(x[:, :, n::parts] for x in leaves[1:]), return_lse=True)
+        for n in range(parts)
+    ]
+    outputs, lses = zip(*some, strict=True)
+    out, lse = fa_numba.torch.merge(outputs, lses)
+    dL = np.random.default_rng(4).standard_normal(lse.shape, dtype=np.float32)
+    weights = tensor(dout, place, gradient=False), tensor(dL, place, gradient=False)
+    exact = fa_numba.reference.attention_backward(dout, q, k, v, dlse=dL)
+    found = torch.autograd.grad((out, lse), leaves, weights, retain_graph=True)
+    for got, right in zip(found, exact, strict=True):
+        assert np.abs(numpy(got) - right).max() < 1e-5 * np.abs(right).max()
+    exact = fa_numba.reference.attention_backward(0 * dout, q, k, v, dlse=dL)
+    for got, right in zip(torch.autograd.grad(lse, leaves, weights[1]), exact, strict=True):
+        assert np.abs(numpy(got) - right).max() <= 1e-5 * np.abs(right).max()
+    with torch.no_grad():
+        again, _ = fa_numba.torch.merge(outputs, lses)
+        assert not again.requires_grad and bool((again == out).all())
+    with pytest.raises(TypeError, match=r"lses\[1\] is an int: allowed is a torch tensor"):
+        fa_numba.torch.merge(outputs, [lses[0], 1])
+
+
 @pytest.mark.parametrize("loss", ["sum", "square"])
 def test_a_second_derivative_is_refused(place, loss):
     """Also where the gradient of O is a constant, and where only a path to q is asked for."""
