@@ -70,7 +70,7 @@ def steps(trace: Trace) -> Answer:
     Where FA-1 fills O, l and m before its first pass, these stores are line 2.
     """
     passes = _passes(trace)
-    fills = trace.moves[: -len(passes.moves)]
+    fills = {*trace.moves} - {*passes.moves}
     known = LINES[trace.algorithm]
     said, clock = [], []
     for event in events(trace):
@@ -86,7 +86,7 @@ def steps(trace: Trace) -> Answer:
         parts = (
             " ".join(moves),
             " ".join(dict.fromkeys(f"{h.array}{h.tile}" for h in held)),
-            f"{visits[-1].i},{visits[-1].j}" if visits else "",
+            f"{visits[0].i},{visits[0].j}" if visits else "",
             ",".join(map(str, sorted(lines))),
             str(event.moves[0].block),
         )
@@ -118,9 +118,10 @@ def order(trace: Trace, plan: fa_numba.Plan, expected: bounds.Expected) -> Answe
 
 
 def _passes(trace: Trace) -> Trace:
-    """Without what FA-1 stores before it loads the first Kj."""
-    first = next(n for n, m in enumerate(trace.moves) if m.array in "QK")
-    return replace(trace, moves=trace.moves[first:])
+    """Without what FA-1 stores before it loads the first Qi."""
+    first = next(n for n, m in enumerate(trace.moves) if m.array == "Q")
+    loads = tuple(m for m in trace.moves[:first] if m.kind == "load")
+    return replace(trace, moves=loads + trace.moves[first:])
 
 
 def orders(
@@ -144,7 +145,11 @@ def orders(
     return found
 
 
-def orders_panel(traces: Callable[..., Mapping[str, Trace]], baked: Mapping[str, Any]) -> Panel:
+def orders_panel(
+    traces: Callable[..., Mapping[str, Trace]],
+    baked: Mapping[str, Any],
+    left_out: Callable[..., bool] | None = None,
+) -> Panel:
     """`traces` gives those of a state, or raises ValueError; `baked` the values that it has."""
     return Panel(
         name="orders",
@@ -155,12 +160,13 @@ def orders_panel(traces: Callable[..., Mapping[str, Trace]], baked: Mapping[str,
         axes={
             "N": Axis("N, rows of Q, K, V", baked["N"], 1, 512),
             "d": Axis("d", baked["d"], 1, 256),
-            "Br": Axis("Br, rows of Q a tile", baked["Br"], 16, 128),
-            "Bc": Axis("Bc, rows of K a tile", baked["Bc"], 16, 128),
+            "Br": Axis("Br, rows of Q a tile", baked["Br"], 16, 256),
+            "Bc": Axis("Bc, rows of K a tile", baked["Bc"], 16, 256),
             "causal": Axis("causal", YES_NO),
             "window": Axis("window, 0: none", baked["window"], 0, 512),
-            "unit": Axis("unit", ("simt", "mma"),
-                         words={"simt": "CUDA cores, fp32", "mma": "tensor cores, fp16"}),
+            "unit": Axis("unit", ("simt", "mma", "wgmma"),
+                         words={"simt": "CUDA cores, fp32", "mma": "tensor cores, fp16",
+                                "wgmma": "Hopper's tensor cores, fp16"}),
         },
         answer=partial(orders, traces),
         columns=ORDERS,
@@ -176,7 +182,9 @@ def orders_panel(traces: Callable[..., Mapping[str, Trace]], baked: Mapping[str,
         ),
         note="One head, traced on the emulator, one thread block after the other; on a GPU the "
         "blocks of a grid run side by side. In 16 bits FA-1's O passes through memory as a float32 "
-        "sum. The clock of both is the bytes moved.",
+        "sum. The clock of both is the bytes moved. On Hopper's tensor cores a row tile has 64, "
+        "128 or 192 rows, and FA-1 loads ahead: two tiles of Q, K and V each are on the chip.",
+        left_out=left_out,
     )  # fmt: skip
 
 
