@@ -21,8 +21,7 @@ from fa_numba.intrinsics.shared import load4, shared_tile
 
 from ..record.store import Row
 from . import peers
-from .check import WrongResult
-from .timing import REPEATS, attempt
+from .timing import REPEATS, WrongResult, attempt
 
 CHUNK = 16  # bytes of an access
 UNROLL = 4  # accesses that a thread has on their way at a time

@@ -16,11 +16,12 @@ WARPS = 4
 
 @cache
 def make_row_sums(head_dim, dtype, aligned, clear, features):
-    """Alg. 2 line 4: D = rowsum(dO o O), less dL; line 3 if ``clear``: A = 0. Over (Nq / 4, Hq, B)
-    blocks; a warp takes a row.
+    """Alg. 2 line 4: D = rowsum(dO o O); line 3 if ``clear``: A = 0. Over (Nq / 4, Hq, B) blocks.
+
+    A warp takes a row.
     """
     facts = RowFacts(features, head_dim, dtype, aligned)
-    grid, pairs, gradients = bind(facts, mma.grid, mma.pairs, mma.gradients)
+    grid, pairs = bind(facts, mma.grid, mma.pairs)
 
     halves = half_type(4)
     arguments = (halves, halves, array_type(3), array_type(4), features.argument_type)
@@ -50,7 +51,7 @@ def make_row_sums(head_dim, dtype, aligned, clear, features):
             dot += cuda.shfl_xor_sync(FULL_WARP, dot, step)
             step //= 2
         if lane == uint32(0) and row < head.Nq:
-            Dh[row] = gradients.row_less_dlse(dot, head, row)
+            Dh[row] = dot
 
     return row_sums
 
