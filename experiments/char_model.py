@@ -12,8 +12,9 @@ import numpy as np
 
 from fa_numba.problem import Problem
 
+from .lab.measure.check import WrongResult
 from .lab.measure.series import LABELS, row_fields
-from .lab.measure.timing import WrongResult, attempt
+from .lab.measure.timing import attempt
 from .lab.measure.workloads import SEED
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row

@@ -15,9 +15,9 @@ import fa_numba
 from fa_numba import device, reference
 from fa_numba.problem import Problem
 
-from .lab.measure import calls, peers, variants
+from .lab.measure import calls, check, peers, variants
 from .lab.measure.series import LABELS, algorithm, call, plan, query_splits, row_fields, unit
-from .lab.measure.timing import SECONDS, Gate, attempt, time_call
+from .lab.measure.timing import SECONDS, attempt, time_call
 from .lab.measure.workloads import DECODING, DECODING_HEADS, SEED, Inputs, fa2_setting, one_head
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, MODEL, Row
@@ -210,7 +210,7 @@ def _decoding(options: Options, bench: Bench) -> Iterator[Row]:
 
 def _timed(series: str, problem: Problem, moved: int, bench: Bench) -> Iterator[Row]:
     arrays = _cached(problem)
-    gate = Gate(problem, *arrays)
+    gate = check.gate(problem, "fwd", *arrays)
     timing, failure = attempt(
         lambda: time_call(call(series, problem, *arrays), gate, seconds=SECONDS)
     )

@@ -106,7 +106,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     )
     precompile.compile_ahead(planned, bench)
     inputs = Inputs(gradient=True)
-    checks = calls.Checks(inputs, CHECKED)
+    checks = calls.Checks(inputs, calls.shortened(CHECKED))
     for problem in bench.each(problems, "timing"):
         yield from _times(problem, inputs, checks, bench.machine)
 

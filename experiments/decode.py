@@ -11,9 +11,9 @@ from typing import Any
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from .lab.measure import bandwidth, calls, peers, precompile
+from .lab.measure import bandwidth, calls, check, peers, precompile
 from .lab.measure.series import HOPPER, LABELS, call, plan, row_fields, unit
-from .lab.measure.timing import FEWEST, Gate, attempt, time_call
+from .lab.measure.timing import FEWEST, attempt, time_call
 from .lab.measure.workloads import DECODING, DECODING_HEADS, Inputs
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row
@@ -101,7 +101,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
     inputs = Inputs()
     for problem in bench.each(every, "timing"):
         arrays = _arrays(problem, inputs)
-        gate, failure = attempt(Gate, problem, *arrays)
+        gate, failure = attempt(check.gate, problem, "fwd", *arrays)
         for series in (*ours, *(PEERS if peers.available() else ())):
             yield from _timed(series, problem, arrays, gate, failure, bench.machine)
         device.release_memory()

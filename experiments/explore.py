@@ -37,18 +37,23 @@ SWEPT = ("Br", "Bc", "note")
 READS = ("speed_fp16", "io_vs_seqlen", "loop_order")
 
 _WORD = re.compile(r"(?P<kind>[<>])(?P<array>[QKVOlmL])(?P<tile>\d+)(:(?P<bytes>\d+))?")
-UNITS = {"simt": "float32", "mma": "float16"}
+UNITS = {"simt": "float32", "mma": "float16", "wgmma": "float16"}
 # Of a trace: tiles of S, more are too fine to see, and multiply-adds on the emulator.
 MOST_TILES, MOST_STEPS = 400, 2**26
-SEQLENS, HEAD_DIMS, BLOCKS, WINDOWS = (64, 128), (16, 32), (16, 32), (0, 24)
+SEQLENS, HEAD_DIMS, BLOCKS, WINDOWS = (64, 128, 256), (16, 32), (16, 32, 64), (0, 24)
 
 
-def traced(N: int, d: int, Br: int, Bc: int, window: int) -> bool:
+def traced(N: int, d: int, Br: int, Bc: int, window: int, on: str) -> bool:
     """Whether the page without a server has the trace: those that take the emulator long it has
-    not."""
-    if N == SEQLENS[0]:
-        return window == 0 or d == HEAD_DIMS[0]
-    return window == 0 and d == HEAD_DIMS[0] and (Br, Bc) != (BLOCKS[0], BLOCKS[0])
+    not.
+    """
+    tiles = N // Br * (N // Bc)
+    if on == "wgmma":
+        return Br == 64 and 4 <= tiles <= 16 and (window == 0 or d == 16)
+    if max(Br, Bc) == 64:
+        return min(Br, Bc) > 16 and 4 <= tiles <= 16 and window == 0 and d == 16
+    masked = window == 0 or (N, d) == (64, 16)
+    return tiles <= 32 and masked and (N == 64 or d == 16)
 
 
 def check(N: int, d: int, Br: int, Bc: int) -> None:
@@ -83,7 +88,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
         for Br, Bc in options.tiles or itertools.product(BLOCKS, BLOCKS)
         for causal in options.causal or (False, True)
         for window in WINDOWS
-        if not (options.complete or quick) or traced(N, d, Br, Bc, window)
+        if not (options.complete or quick) or traced(N, d, Br, Bc, window, on)
         for algorithm in ("fa1", "fa2")
     ]
     for series, problem, tiles in work:
@@ -151,12 +156,13 @@ def trace(
     for access in sorted(accesses, key=lambda access: (access.block[::-1], access.step)):
         # In 16 bits O's sums pass through memory in an array of float32, A: it is O's tile.
         array = "O" if access.array == "A" else access.array
+        if array not in "QKVOlmL":  # a counter of row tiles that Hopper's blocks take
+            continue
         block, moved = access.block[0], access.bytes
         moves.append(Move(array, access.kind, *access.rows, block, moved, clock, ""))
         clock += access.bytes
-    return Trace(
-        series, problem.seqlen_q, problem.head_dim, problem.causal, tiles.Br, tiles.Bc, tuple(moves)
-    )
+    shape = problem.seqlen_q, problem.head_dim, problem.causal, tiles.Br, tiles.Bc
+    return Trace(series, *shape, tuple(moves), max(problem.window[0], 0))
 
 
 def pack(found: Trace) -> str:
@@ -194,7 +200,8 @@ def unpack(row: Row) -> Trace:
         kind = "load" if said["kind"] == "<" else "store"
         moves.append(Move(array, kind, *ends, block, last[array], clock, ""))
         clock += last[array]
-    return Trace(row.series, row.seqlen_q, row.head_dim, row.causal, row.Br, row.Bc, tuple(moves))
+    shape = row.seqlen_q, row.head_dim, row.causal, row.Br, row.Bc
+    return Trace(row.series, *shape, tuple(moves), setting(row)[5])
 
 
 def setting(row: Row) -> tuple[Any, ...]:

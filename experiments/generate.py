@@ -23,8 +23,9 @@ from .beside.generation import Cache, steps, whole
 from .char_model import ALPHABET
 from .char_model import generate as lines_of
 from .lab.measure import peers, precompile
+from .lab.measure.check import WrongResult
 from .lab.measure.series import LABELS, row_fields, unit
-from .lab.measure.timing import WrongResult, attempt
+from .lab.measure.timing import attempt
 from .lab.measure.workloads import SEED
 from .lab.record import kept
 from .lab.record.options import FIGURES as RECORDED

@@ -12,10 +12,10 @@ import numpy as np
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from .lab.measure import peers, precompile
+from .lab.measure import check, peers, precompile
 from .lab.measure.series import BACKWARD_LABELS, LABELS, call, gradients, row_fields
 from .lab.measure.speeds import DTYPES, PASSES
-from .lab.measure.timing import Gate, GradientGate, attempt
+from .lab.measure.timing import attempt
 from .lab.measure.workloads import Inputs, one_head
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row
@@ -78,7 +78,7 @@ def _row(
 ) -> Row:
     def work() -> np.ndarray:
         host = inputs(problem)
-        gate = Gate(problem, *host[:3]) if pass_ == "fwd" else GradientGate(problem, *host)
+        gate = check.gate(problem, pass_, *host)
         run = _call(problem, pass_, series, peers.on_device(host, problem.dtype))
         (gate.peer if _theirs(series) else gate)(run())
         return host_ms(run, rounds)

@@ -1,5 +1,5 @@
 """Accesses over the on-chip memory M, and the change of regime at M = d^2: FlashAttention's Theorem
-2; Saha and Ye, arXiv 2402.07443."""
+2; Saha and Ye, arXiv 2402.07443; backward Li et al., arXiv 2410.09397."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from fa_numba.problem import Problem
 
 from .lab.measure import counts, scaling
 from .lab.measure.scaling import FLOAT, PLANNED, RULE, RULED, STEPS, Setting
-from .lab.measure.series import row_fields
+from .lab.measure.series import BACKWARD_LABELS, row_fields
+from .lab.measure.series import LABELS as SERIES_LABELS
 from .lab.measure.workloads import Inputs, fa2_setting, one_head
 from .lab.record.options import Bench, Options
 from .lab.record.store import MODEL, Row
@@ -21,7 +22,9 @@ from .lab.show import tables
 from .lab.show.tables import Table
 
 NAME = "io_vs_sram"
-TITLE = "accesses over the on-chip memory, the regimes of M (FA-1 Theorem 2; Saha and Ye)"
+TITLE = (
+    "accesses over the on-chip memory, the regimes of M (FA-1 Theorem 2; Saha and Ye; Li et al.)"
+)
 DESCRIPTION = (
     "Accesses over M, the floats on chip, with tiles by line 1 of FlashAttention's Algorithm 1 and "
     "with the planner's: closed form, counted on the emulator, and on a GPU the L2 and DRAM bytes; "
@@ -38,12 +41,13 @@ GPU_SEQLEN, QUICK_SEQLEN = 2048, 512
 COUNTED_SEQLEN = 96
 FLASH = PLANNED[1:]
 BLOCKED = "blocked-standard"
-BOUNDS = {"theta-flash": io_model.theta_flash, "saha-ye": io_model.saha_ye}
+BACKWARD_BOUND = "li-liang"
 LINES = (*FLASH, *RULED)
 LABELS = {
     BLOCKED: "standard, square blocks, $\\sqrt{M/3}$",
     "theta-flash": "bound $N^2d^2/M$",
     "saha-ye": "bound of Saha and Ye",
+    BACKWARD_BOUND: "bound of Li et al.",
 }
 
 
@@ -58,6 +62,27 @@ def blocked_standard(problem: Problem, M: float) -> float:
     b = math.sqrt(M / 3)
     products = 3 * d / b + max(1.0, d / b)
     return problem.batch * problem.heads_q * (N * N * (products + 3) + N * d)
+
+
+def blocked_standard_backward(problem: Problem, M: float) -> float:
+    """Accesses of standard attention's backward pass (FA-1's Algorithm 3) in the same blocks.
+
+    Elements per head, P given: dP loads 2 N^2 d / b and stores N^2, dS loads P and dP and stores
+    N^2 (its row sums are those of dO O: 2 N d loads, N stored and read); dQ, dK and dV load and
+    store as O does forward.
+    """
+    N, d = problem.seqlen_q, problem.head_dim
+    b = math.sqrt(M / 3)
+    products = 5 * d / b + 3 * max(1.0, d / b)
+    return problem.batch * problem.heads_q * (N * N * (products + 4) + 5 * N * d + 2 * N)
+
+
+# By pass: what the closed forms have beside both orders.
+BOUNDS = {
+    "fwd": {"theta-flash": io_model.theta_flash, "saha-ye": io_model.saha_ye},
+    "bwd": {BACKWARD_BOUND: io_model.li_liang},
+}
+BLOCKS = {"fwd": blocked_standard, "bwd": blocked_standard_backward}
 
 
 def memory(row: Row) -> int:
@@ -75,9 +100,11 @@ def fits(setting: Setting, M: int) -> bool:
     return made is not None and max(k.shared_bytes for k in made.launched) <= M * FLOAT
 
 
-def at(problem: Problem, M: int) -> list[Setting]:
-    """Both orders at line 1's tiles for M and at the planner's, where it has any."""
-    by_rule = [scaling.ruled(name, problem, M, _note(M)) for name in RULED]
+def at(problem: Problem, M: int, pass_: str = "fwd") -> list[Setting]:
+    """Both orders at line 1's tiles for M and, forward, at the planner's, where it has any."""
+    by_rule = [scaling.ruled(name, problem, M, _note(M), pass_) for name in RULED]
+    if pass_ == "bwd":
+        return by_rule
     if by_rule[0].Bc < STEPS[1]:
         return by_rule
     chosen = [scaling.for_memory(name, problem, M, _note(M)) for name in FLASH]
@@ -91,20 +118,22 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
     for problem in [one_head(N, d, mask) for d in head_dims for mask in masks for N in lengths]:
         for M in [1 << n for n in MODEL_EXPONENTS]:
             yield from _closed_forms(problem, M)
+            yield from _closed_forms(problem, M, "bwd")
 
     lengths = options.seqlens or (COUNTED_SEQLEN // (2 if options.quick else 1),)
     problems = [one_head(N, d, mask) for d in head_dims for mask in masks for N in lengths]
     work = [
         setting
         for problem in counts.countable(problems, bench)
-        for setting in _runnable(problem, options)
+        for pass_ in BOUNDS
+        for setting in _runnable(problem, options, pass_)
     ]
     for setting in work:
         yield from scaling.model(NAME, setting)
     yield from bench.counted(
         [(setting,) for setting in work],
         "counting on the emulator",
-        partial(scaling.count, NAME, inputs=Inputs()),
+        partial(scaling.count, NAME, inputs=Inputs(gradient=True)),
     )
 
     if bench.machine is not None:
@@ -114,25 +143,26 @@ def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
         yield from scaling.hardware(NAME, work, bench)
 
 
-def _runnable(problem: Problem, options: Options) -> list[Setting]:
+def _runnable(problem: Problem, options: Options, pass_: str = "fwd") -> list[Setting]:
     """What is run; of the planner's calls those that line 1 does not make at the same M."""
     found: list[Setting] = []
     for M in MEMORIES[2:] if options.quick else MEMORIES:
-        both = [s for s in at(problem, M) if scaling.runs(s)]
+        both = [s for s in at(problem, M, pass_) if scaling.runs(s)]
         by_rule = {(s.series.removesuffix(RULE), s.Br, s.Bc) for s in both if RULE in s.series}
         found += [s for s in both if RULE in s.series or (s.series, s.Br, s.Bc) not in by_rule]
     return found
 
 
-def _closed_forms(problem: Problem, M: int) -> Iterator[Row]:
-    for setting in at(problem, M):
+def _closed_forms(problem: Problem, M: int, pass_: str = "fwd") -> Iterator[Row]:
+    for setting in at(problem, M, pass_):
         if not setting.series.endswith(RULE) or M >= 4 * problem.head_dim:
             yield from scaling.model(NAME, setting)
     common: dict[str, Any] = {"machine": MODEL, "source": "model", "experiment": NAME}
     common |= {"metric": "accesses", "unit": "elements", "note": _note(M), **row_fields(problem)}
+    common["pass_"] = pass_
     if problem.causal:
         return  # the bounds know no mask
-    for series, bound in (BOUNDS | {BLOCKED: blocked_standard}).items():
+    for series, bound in (BOUNDS[pass_] | {BLOCKED: BLOCKS[pass_]}).items():
         if series != "theta-flash" or M >= problem.head_dim:
             yield Row(series=series, value=bound(problem, M), **common)
 
@@ -149,7 +179,7 @@ def _large(rows: Sequence[Row]) -> list[Row]:
     where only some M were taken.
     """
     models = [row for row in rows if row.source == "model" and row.unit == "elements"]
-    lengths = {row.seqlen_q for row in models if row.series in BOUNDS}
+    lengths = {row.seqlen_q for row in models if row.series in ("theta-flash", BACKWARD_BOUND)}
     return [row for row in models if row.seqlen_q == max(lengths or _lengths(models, "model"))]
 
 
@@ -158,14 +188,15 @@ def draw(rows: Sequence[Row]) -> Any:
     from .lab.show import style
 
     rows = [row for row in rows if not row.failed]
-    panels = sorted({(row.causal, row.head_dim) for row in rows})
+    panels = sorted({(row.pass_ == "bwd", row.causal, row.head_dim) for row in rows})
     if not panels:
         return None
     figure, axes = style.new(len(panels), 2, 1.4 + 3.6 * len(panels))
     drawn: set[tuple[str, str]] = set()
-    for (mask, d), (left, right) in zip(panels, axes, strict=True):
-        mine = [row for row in rows if (row.causal, row.head_dim) == (mask, d)]
-        masked = ", causal" if mask else ""
+    for (back, mask, d), (left, right) in zip(panels, axes, strict=True):
+        pass_ = "bwd" if back else "fwd"
+        mine = [r for r in rows if (r.pass_, r.causal, r.head_dim) == (pass_, mask, d)]
+        masked = (", backward" if back else "") + (", causal" if mask else "")
         forms = _large(mine) if _lengths(mine, "model") else []
         gpu = [row for row in mine if row.unit == "bytes"]
         for ax, shown, what in (
@@ -193,7 +224,7 @@ def draw(rows: Sequence[Row]) -> Any:
 
 def _message(rows: Sequence[Row]) -> str:
     """The power of M that the accesses of FA-1 with line 1's tiles go with, above d^2."""
-    rows = [row for row in rows if not row.causal]
+    rows = [row for row in rows if not row.causal and row.pass_ == "fwd"]
     forms = _large(rows) if _lengths(rows, "model") else []
     d, N = (max((getattr(r, name) for r in forms), default=0) for name in ("head_dim", "seqlen_q"))
     points = scaling.per_score([r for r in forms if r.head_dim == d], memory)
@@ -216,6 +247,7 @@ def _bounds(ax: Any, found: dict[tuple[str, str], dict[int, float]], style: Any)
         BLOCKED: {"color": style.COLOURS["standard-simt"], "lw": 1.8},
         "theta-flash": {"color": "#777777", "ls": "--", "lw": 1.2},
         "saha-ye": {"color": "#777777", "ls": ":", "lw": 2.2},
+        BACKWARD_BOUND: {"color": "#777777", "ls": "-.", "lw": 1.5},
     }
     for series, look in looks.items():
         points = found.get((series, "model"))
@@ -238,8 +270,8 @@ def _axes(ax: Any, found: dict[tuple[str, str], dict[int, float]], d: int, style
 
 
 def crossing(rows: Sequence[Row]) -> float | None:
-    """The M from which on FA-1 with line 1's tiles accesses no more than square blocks do, between
-    the two sizes about it by powers; None where they do not cross.
+    """The M from which on FA-1 with line 1's tiles accesses no more than square blocks do, in one
+    pass, between the two sizes about it by powers; None where they do not cross.
     """
     found = scaling.per_score(_large(rows), memory)
     flash, blocked = found.get((RULED[0], "model"), {}), found.get((BLOCKED, "model"), {})
@@ -258,38 +290,48 @@ def table(rows: Sequence[Row]) -> Table | None:
     rows = [r for r in rows if not r.failed and not r.causal and r.head_dim == HEAD_DIM]
     if not _lengths(rows, "model"):
         return None
-    d, large = HEAD_DIM, _large(rows)
-    N, square = large[0].seqlen_q, d * d
+    d, large = HEAD_DIM, {pass_: _large([r for r in rows if r.pass_ == pass_]) for pass_ in BOUNDS}
+    N, square = large["fwd"][0].seqlen_q, d * d
     regimes = (
-        (RULED[0], "-1", 4 * d, square),
-        (RULED[0], "-1", square, N * d / 2),
-        (RULED[1], "-1", square, N * d / 2),
-        (FLASH[0], "-1", square, N * d / 2),
-        (FLASH[1], "-1", square, N * d / 2),
-        (BLOCKED, "-1/2", 1, square),
-        ("saha-ye", "-1/2", 1, square),
-        ("saha-ye", "-1", square, N * d),
+        (RULED[0], "fwd", "-1", 4 * d, square),
+        (RULED[0], "fwd", "-1", square, N * d / 2),
+        (RULED[1], "fwd", "-1", square, N * d / 2),
+        (FLASH[0], "fwd", "-1", square, N * d / 2),
+        (FLASH[1], "fwd", "-1", square, N * d / 2),
+        (BLOCKED, "fwd", "-1/2", 1, square),
+        ("saha-ye", "fwd", "-1/2", 1, square),
+        ("saha-ye", "fwd", "-1", square, N * d),
+        (RULED[0], "bwd", "-1", square, N * d / 2),
+        (RULED[1], "bwd", "-1", square, N * d / 2),
+        (BLOCKED, "bwd", "-1/2", 1, square),
+        (BACKWARD_BOUND, "bwd", "-1/2", 1, square),
+        (BACKWARD_BOUND, "bwd", "-1", square, N * d),
     )
     lines = []
-    for series, theorem, low, high in regimes:
+    for series, pass_, theorem, low, high in regimes:
         fitted = []
         for source in scaling.FITTED:
-            mine = large if source == "model" else [r for r in rows if r.source == source]
+            measured = [r for r in rows if r.source == source and r.pass_ == pass_]
+            mine = large[pass_] if source == "model" else measured
             points = scaling.per_score(mine, memory).get((series, source), {})
             # What was run has few M: all of them count for the larger regime.
             whole = source != "model" and low >= square
             fitted.append(scaling.fit(points, *(() if whole else (low, high))))
         if any(fitted):
             name = scaling.LABELS.get(series) or LABELS[series].partition(", $")[0]
+            if pass_ == "bwd":
+                base = series.removesuffix(RULE)
+                forward = SERIES_LABELS.get(base, name)
+                name = name.replace(forward, BACKWARD_LABELS.get(base, forward)) + ", backward"
             side = "below d²" if high <= square else "above d²"
             lines.append([f"{name}, {side}", theorem, *map(scaling.cell, fitted)])
     if not lines:
         return None
-    where = crossing(rows)
-    said = "" if where is None else (
-        f" FA-1 with line 1's tiles accesses less than square blocks from M = {where / square:.2f} "
-        "d² on, every constant counted."
-    )  # fmt: skip
+    where = [f"{at / square:.2f} d²" for at in map(crossing, large.values()) if at is not None]
+    said = (
+        f" FA-1 with line 1's tiles accesses less than square blocks from M = {where[0]} on, "
+        f"backward from {where[1]} on, every constant counted."
+    ) if len(where) == len(large) else ""  # fmt: skip
     caption = (
         f"Exponents of M at d={d}, with the standard error of the fit and its range in floats; "
         f"d² = {square}. What was run has tiles of 8 to 128 rows and columns; the planner's stop "

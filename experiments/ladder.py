@@ -11,9 +11,9 @@ from fa_numba.problem import Problem
 from fa_numba.tiling import MEASURES, WGMMA_MEASURES
 
 from .beside import ceilings
-from .lab.measure import bandwidth, counters, peers, variants
+from .lab.measure import bandwidth, check, counters, peers, variants
 from .lab.measure.series import plan, row_fields
-from .lab.measure.timing import REPEATS, Gate, attempt, time_call, timing_rows
+from .lab.measure.timing import REPEATS, attempt, time_call, timing_rows
 from .lab.measure.workloads import HEAD_DIMS, Inputs, fa2_setting
 from .lab.record.options import Bench, Options
 from .lab.record.store import Row
@@ -221,7 +221,7 @@ def _peer(problems: Sequence[Problem], bench: Bench) -> Iterator[Row]:
     inputs = Inputs()
     for problem in bench.each(problems, "timing torch"):
         host = inputs(problem)
-        gate = Gate(problem, *host)
+        gate = check.gate(problem, "fwd", *host)
         arrays = peers.on_device(host, problem.dtype)
         run = peers.call(PEER, problem, *arrays)
         timing, failure = attempt(time_call, run, gate.peer)

@@ -17,9 +17,10 @@ from fa_numba import device, reference
 from fa_numba.problem import Problem
 
 from .lab.measure import calls, peers, precompile
+from .lab.measure.check import ROUNDING, to_host
 from .lab.measure.series import LABELS, row_fields
 from .lab.measure.speeds import DTYPES
-from .lab.measure.timing import ROUNDING, attempt, to_host
+from .lab.measure.timing import attempt
 from .lab.measure.workloads import SEED, held
 from .lab.record import published
 from .lab.record.options import Bench, Options

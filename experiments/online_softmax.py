@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 import fa_numba
-from fa_numba import device, io_model, reference
+from fa_numba import device, io_model
 from fa_numba.problem import Problem
 
 from .lab.measure import counts, peers
+from .lab.measure.check import Gate, to_host
 from .lab.measure.series import LABELS as ATTENTION_LABELS
 from .lab.measure.series import call, plan, row_fields
-from .lab.measure.timing import PEER_BOUND, ROUNDING, WrongResult, attempt, time_call, to_host
+from .lab.measure.timing import attempt, time_call
 from .lab.measure.workloads import SEED, Inputs, one_head
 from .lab.record import published
 from .lab.record.options import Bench, Options
@@ -156,37 +157,18 @@ def values(size: int) -> np.ndarray:
     return np.resize(drawn, size)
 
 
-class VectorGate:
-    """Checks the first and the last vector of a softmax: `gate(y)` ours, `gate.peer(y)` torch's.
+def vector_gate(x: Any) -> Gate:
+    """Checks the first and the last vector of a softmax of x, (vectors, V)."""
 
-    As `timing.Gate`: the relative error, and WrongResult beyond twice that of the unfused
-    computation in float32 and a rounding, of torch's beyond PEER_BOUND.
-    """
+    def ends(y: Any) -> list[np.ndarray]:
+        return [np.stack([to_host(y[row]) for row in (0, x.shape[0] - 1)])]
 
-    def __init__(self, x: Any) -> None:
-        rows = self._rows(x)
-        exact = rows.astype(np.float64)
-        exact = np.exp(exact - exact.max(axis=1, keepdims=True))
-        self._expected = exact / exact.sum(axis=1, keepdims=True)
-        unfused = np.exp(rows - rows.max(axis=1, keepdims=True))
-        unfused /= unfused.sum(axis=1, keepdims=True)
-        self.bound = 2 * reference.relative_error(unfused, self._expected) + ROUNDING["float32"]
+    def softmax(rows: np.ndarray) -> np.ndarray:
+        y = np.exp(rows - rows.max(axis=1, keepdims=True))
+        return y / y.sum(axis=1, keepdims=True)
 
-    @staticmethod
-    def _rows(x: Any) -> np.ndarray:
-        return np.stack([to_host(x[row]) for row in (0, x.shape[0] - 1)])
-
-    def __call__(self, y: Any) -> float:
-        return self._check(y, self.bound)
-
-    def peer(self, y: Any) -> float:
-        return self._check(y, PEER_BOUND["float32"])
-
-    def _check(self, y: Any, bound: float) -> float:
-        error = float(reference.relative_error(self._rows(y), self._expected))
-        if not error <= bound:
-            raise WrongResult(f"error {error:.2e} against float64, allowed {bound:.2e}")
-        return error
+    (rows,) = ends(x)
+    return Gate("float32", ends, [("y", softmax(rows.astype(np.float64)), softmax(rows))])
 
 
 def _times(lengths: Sequence[int], bench: Bench) -> Iterator[Row]:
@@ -197,7 +179,7 @@ def _times(lengths: Sequence[int], bench: Bench) -> Iterator[Row]:
         x, gate = None, None
         if not failure:
             x = everything[: batch * V].reshape(batch, V)
-            gate = VectorGate(x)
+            gate = vector_gate(x)
         for series in shown:
             timing, why = None, failure
             if gate is not None:

@@ -13,9 +13,9 @@ import fa_numba
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from .lab.measure import calls, peers, precompile
+from .lab.measure import calls, check, peers, precompile
 from .lab.measure.series import HOPPER, row_fields, unit
-from .lab.measure.timing import Gate, attempt, time_call
+from .lab.measure.timing import attempt, time_call
 from .lab.measure.workloads import SEED, Inputs
 from .lab.record.options import Bench, Options
 from .lab.record.store import EMULATOR, Row
@@ -147,7 +147,7 @@ def _counted(series: str, page_size: int) -> Iterator[Row]:
 
 def _times(problem: Problem, timed: Sequence[str], inputs: Inputs, machine: str) -> Iterator[Row]:
     q, k, v = host = inputs(problem)
-    gate = Gate(problem, *host)
+    gate = check.gate(problem, "fwd", *host)
     lengths = np.full(problem.batch, problem.seqlen_k, np.int32)
     for page_size, series in itertools.product((0, *PAGE_SIZES), timed):
 

@@ -11,7 +11,7 @@ import numpy as np
 from fa_numba import device, io_model
 from fa_numba.problem import Problem
 
-from .lab.measure import calls, peers, precompile
+from .lab.measure import calls, check, peers, precompile
 from .lab.measure.series import LABELS, algorithm, row_fields
 from .lab.measure.timing import FEWEST, Timing, attempt, time_call
 from .lab.measure.workloads import Inputs, padded_lengths
@@ -173,11 +173,11 @@ class _Session:
         host = tuple(np.broadcast_to(x, (problem.batch, *x.shape[1:])) for x in one)
         arrays = peers.repeated(one, problem.dtype, problem.batch)
         options = given(name, problem)
-        gate = calls.OptionsGate(problem, *host[:3], **options)
+        gate = check.gate(problem, "fwd", *host, **options)
         theirs = THEIRS if problem.seqlen_q <= ALL_TO else (peers.FLASH,)
         for series in (*OURS, *(theirs if peers.available() else ())):
-            check = gate.peer if calls.theirs(series) else gate
-            yield from self._series(problem, name, series, arrays, options, check)
+            held = gate.peer if calls.theirs(series) else gate
+            yield from self._series(problem, name, series, arrays, options, held)
 
     def _series(
         self,

@@ -246,7 +246,7 @@ def measure(options: Options, bench: Bench) -> Iterator[Row]:
         precompile.compile_ahead(ahead, bench)
     inputs = Inputs(gradient=True)
     inputs.draw_for([point.problem for point in every])
-    checks = Checks(inputs)
+    checks = calls.Checks(inputs, breadth.shorter, breadth.given)
     for point in bench.each(every, "timing"):
         arrays = peers.on_device(inputs(point.problem), point.problem.dtype)
         for pass_, series in ((p, s) for p in point.passes for s in at(point, p)):
@@ -284,28 +284,22 @@ def _flex_call(item: tuple[Problem, str]) -> Any:
     return lambda: [run()() for run in runs]
 
 
-class Checks(breadth.Checks):
-    """``breadth.Checks``, and of calls with dropout those of ``calls.OptionsGate``."""
+def _check(checks: calls.Checks, series: str, pass_: str, point: Point) -> calls.Check:
+    """The check of a point's result. Raises WrongResult at once where a shorter problem's is wrong.
 
-    _dropped: tuple[Point, calls.OptionsGate] | None = None
-
-    def of(self, series: str, pass_: str, point: Point) -> calls.Check:
-        """The check of a point's result. Raises WrongResult at once as ``Checks`` does."""
-        problem = point.problem
-        given = point.given(problem)
-        if not given:
-            return self(series, pass_, problem)
-        if pass_ == "fwd":
-            if self._dropped is None or self._dropped[0] != point:
-                host = self._inputs(problem)[:3]
-                self._dropped = point, calls.OptionsGate(problem, *host, **given)
-            gate = self._dropped[1]
-            return gate.peer if calls.theirs(series) else gate
-        small = breadth.shorter(problem)
-        if (series, point.kind, small) not in self._passed:
-            calls.check_once(series, small, self._inputs(small), point.given(small))
-            self._passed.add((series, point.kind, small))
-        return lambda result: float("nan")
+    With options that a problem has not, a shorter problem's output is checked with its gradients.
+    """
+    problem = point.problem
+    given = point.given(problem)
+    if not given:
+        return checks(series, pass_, problem, functools.partial(breadth.make, series, pass_))
+    if pass_ == "fwd":
+        gate = checks.gate(pass_, problem, **given)
+        return gate.peer if calls.theirs(series) else gate
+    small = breadth.shorter(problem)
+    key = (series, point.kind, small)
+    host, own = checks.inputs(small), point.given(small)
+    return checks.once(key, lambda: calls.check_once(series, small, host, own))
 
 
 def _timed(
@@ -313,7 +307,7 @@ def _timed(
     pass_: str,
     point: Point,
     arrays: Sequence[Any],
-    checks: Checks,
+    checks: calls.Checks,
     machine: str,
 ) -> Row:
     problem = point.problem
@@ -329,7 +323,7 @@ def _timed(
             said += f", {splits} splits" if splits > 1 else ""
 
     def work() -> Any:
-        check = checks.of(series, pass_, point)
+        check = _check(checks, series, pass_, point)
         own = point.given(problem)
         if own and pass_ == "fwd":
             own |= {"kv_splits": "auto"}

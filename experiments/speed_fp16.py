@@ -8,8 +8,8 @@ from typing import Any
 
 from .beside import paper_bars
 from .lab.measure import peers, speeds
+from .lab.measure.check import ROUNDING
 from .lab.measure.series import HALF, HOPPER, LABELS, MMA_SPLITS
-from .lab.measure.timing import ROUNDING
 from .lab.measure.workloads import HEAD_DIMS
 from .lab.record import published
 from .lab.record.options import Bench, Options

@@ -12,6 +12,8 @@ from fa_numba.dtypes import DTYPES
 from fa_numba.host import planning
 from fa_numba.host.binding import Binding
 from fa_numba.host.calls import attend
+from fa_numba.host.merging import merge_all
+from fa_numba.host.merging import merge_backward as merge_backward_all
 from fa_numba.host.plans import Plan
 from fa_numba.host.softmax import softmax as softmax_of_vectors
 from fa_numba.options import AttentionOptions, documents_options
@@ -33,6 +35,7 @@ def plan(
     passes: str = "fwd",
     deterministic: bool = False,
     return_dbias: bool = False,
+    dlse: bool = False,
     unit: str = "auto",
     kv_splits: int | str = "auto",
     group_splits: int | str = "auto",
@@ -41,7 +44,8 @@ def plan(
     """What a call with these arguments runs on the current device, without running it.
 
     Shapes are (B, Hq, Nq, d) and (B, Hk, Nk, d); ``passes`` is "fwd" or "bwd". ``options`` as
-    ``AttentionOptions`` has them; for a bias, slopes and an ``attn_mask`` their shapes are enough.
+    ``AttentionOptions`` has them; for a bias, slopes and an ``attn_mask`` their shapes are enough,
+    and ``dlse`` is whether there is one.
     ``kv_splits`` and ``group_splits`` of the plan are what "auto" has chosen.
     Raises as the call itself would.
 
@@ -52,7 +56,7 @@ def plan(
     """
     how: dict[str, Any] = {"return_lse": return_lse, "ablate": ablate, "kv_splits": kv_splits}
     how |= {"query_splits": query_splits, "warp_partition": warp_partition}
-    how |= {"deterministic": deterministic, "return_dbias": return_dbias}
+    how |= {"deterministic": deterministic, "return_dbias": return_dbias, "dlse": dlse}
     choices = choices_of(algorithm, passes, tiles, unit, group_splits=group_splits, **how)
     arguments = Binding.of(options, shapes=True)
     problem = arguments.problem(q_shape, k_shape, dtype=dtype)
@@ -233,6 +237,7 @@ def standard_attention_backward(
     *,
     tiles=None,
     stream=None,
+    dlse=None,
     return_dbias=False,
     unit="auto",
     **options: Unpack[AttentionOptions],
@@ -241,11 +246,12 @@ def standard_attention_backward(
     Algorithm 3).
 
     Arguments, result and errors as ``flash_attention_2_backward``. P is made anew in global memory
-    and read back; ``out`` and ``lse`` are checked but not needed. The workspace is two Nq x Nk
-    matrices a head, in q's dtype.
+    and read back; ``out`` is checked but not needed, ``lse`` with ``dlse`` alone. The workspace is
+    two Nq x Nk matrices a head, in q's dtype.
     """
-    choices = choices_of("standard", "bwd", tiles, unit, return_dbias=return_dbias)
-    return attend(choices, (q, k, v, out, dout, lse), options, stream)
+    how = {"return_dbias": return_dbias, "dlse": dlse is not None}
+    choices = choices_of("standard", "bwd", tiles, unit, **how)
+    return attend(choices, (q, k, v, out, dout, lse, dlse), options, stream)
 
 
 @documents_options
@@ -259,6 +265,7 @@ def flash_attention_1_backward(
     *,
     tiles=None,
     stream=None,
+    dlse=None,
     return_dbias=False,
     unit="auto",
     query_splits=1,
@@ -272,9 +279,9 @@ def flash_attention_1_backward(
     to dk and dv in no fixed order: Nk d loads and stores of either a split, and in 16 bits both in
     float32 as workspace.
     """
-    how = {"query_splits": query_splits, "return_dbias": return_dbias}
+    how = {"query_splits": query_splits, "return_dbias": return_dbias, "dlse": dlse is not None}
     choices = choices_of("fa1", "bwd", tiles, unit, **how)
-    return attend(choices, (q, k, v, out, dout, lse), options, stream)
+    return attend(choices, (q, k, v, out, dout, lse, dlse), options, stream)
 
 
 @documents_options
@@ -288,6 +295,7 @@ def flash_attention_2_backward(
     *,
     tiles=None,
     stream=None,
+    dlse=None,
     return_dbias=False,
     deterministic=False,
     unit="auto",
@@ -297,7 +305,9 @@ def flash_attention_2_backward(
     """Gradients of attention, a grid over K/V blocks (arXiv 2307.08691, Algorithm 2).
 
     ``dout`` and ``out`` are as q, ``lse`` as the forward pass returned it with ``return_lse``; the
-    rest as ``flash_attention_2``, with the same ``options``.
+    rest as ``flash_attention_2``, with the same ``options``. ``dlse`` is the gradient of ``lse``
+    and like it, where the loss depends on that too: dS = P (dP - D + dlse). Of a row that sees no
+    column it counts as 0.
 
     dQ is summed by atomic adds in no fixed order: Tc Nq d loads and as many stores a head, and
     gradients that can differ in the last bits between runs. ``deterministic`` sums it in a second
@@ -333,9 +343,10 @@ def flash_attention_2_backward(
         unit,
         deterministic=deterministic,
         return_dbias=return_dbias,
+        dlse=dlse is not None,
         group_splits=group_splits,
     )
-    return attend(choices, (q, k, v, out, dout, lse), options, stream)
+    return attend(choices, (q, k, v, out, dout, lse, dlse), options, stream)
 
 
 @documents_options
@@ -348,6 +359,7 @@ def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
     ``dout``: the gradient of O; ``q``, ``k``, ``v`` and the options as in the forward pass.
     ``out``, ``lse``: O and L of the forward pass with ``return_lse``; dout and out in q's shape and
         dtype, lse float32 (B, Hq, Nq). All on one device.
+    ``dlse``: None, or the gradient of L, as lse, for a loss that depends on it too.
     ``return_dbias``: bool, False: whether the gradient of ``bias``, or of an ``attn_mask`` of
         numbers, is returned too.
     ``deterministic``: bool, of "fa2" alone: whether dq is summed in one order.
@@ -374,6 +386,43 @@ def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
     }
     check_algorithm(algorithm)
     return functions[algorithm](dout, q, k, v, out, lse, **options)
+
+
+def merge(outputs, lses, *, layout=None, stream=None):
+    """Attention over all columns, from that over parts of them, which share none.
+
+    ``outputs``: two or more arrays, O of the same rows over each part: (B, H, N, d) or packed
+        (total, H, d), of one dtype, float32, float16 or bfloat16, library and device, any strides.
+    ``lses``: as many, L of each part as ``return_lse`` gives it: float32 (B, H, N) or (H, total).
+    ``layout``: "bhnd" or "bnhd", outputs (B, N, H, d).
+    ``stream``: as for ``attention``.
+
+    Returns (O, L): with L = log(sum of e^(L_s)) over the parts s, O is the sum of e^(L_s - L) O_s.
+    It is summed in float32 and rounded once. A row that saw no column of a part has nothing of it.
+
+    Raises ValueError or TypeError, before anything runs, for arguments that are not as above.
+
+    >>> import numpy as np, fa_numba
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 2, 16, 8), np.float32)
+    >>> parts = [fa_numba.attention(q, k[:, :, s], v[:, :, s], return_lse=True)
+    ...          for s in (slice(0, 5), slice(5, 16))]
+    >>> o, lse = fa_numba.merge(*zip(*parts))
+    >>> bool(abs(o - fa_numba.attention(q, k, v)).max() < 1e-6)
+    True
+    """
+    return merge_all(outputs, lses, layout, stream)
+
+
+def merge_backward(dout, outputs, lses, out, lse, *, dlse=None, layout=None, stream=None):
+    """Gradients of ``merge``: ((douts, ...), (dlses, ...)), like ``outputs`` and ``lses``.
+
+    ``dout``: the gradient of O, as it; ``out``, ``lse``: what ``merge`` returned; ``dlse``: None,
+    or the gradient of L, as it. The rest as for ``merge``. Those of a part s are P dO and
+    P (rowsum(dO o (O_s - O)) + dlse) with P = e^(L_s - L), 0 of rows that saw no column of it.
+
+    Raises ValueError or TypeError as ``merge`` does.
+    """
+    return merge_backward_all(dout, outputs, lses, out, lse, dlse, layout, stream)
 
 
 def softmax(x, *, algorithm="online", out=None, stream=None):

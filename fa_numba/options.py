@@ -151,10 +151,10 @@ _int32, _float32 = types.int32, types.float32
 class Bound(NamedTuple):
     """A call whose kernels' arguments are wanted.
 
-    ``given`` are launch arguments by name: of ``bias``, ``dbias``, ``alibi_slopes``, ``seed_low``,
-    ``seed_high``, ``offset``, ``kv_splits`` and what splits leave those that there are, and
-    ``block_table`` and ``kv_lens`` where they lie on the GPU. The scores are computed times
-    ``unit``, which is log2(e) where exponentials are powers of two.
+    ``given`` are launch arguments by name: of ``bias``, ``dbias``, ``dL``, ``alibi_slopes``,
+    ``seed_low``, ``seed_high``, ``offset``, ``kv_splits`` and what splits leave those that there
+    are, ``L``, and ``block_table`` and ``kv_lens`` where they lie on the GPU. The scores are
+    computed times ``unit``, which is log2(e) where exponentials are powers of two.
     """
 
     problem: Problem
@@ -263,6 +263,10 @@ FEATURES: dict[str, Feature] = {
         {"dbias": _given("dbias", array_type(4), _scores)},
         argument="return_dbias",
     ),
+    "dlse": Feature(
+        lambda p: False,
+        {"dL": _given("dL", array_type(3)), "L": _given("L", array_type(3))},
+    ),
     "alibi": Feature(
         lambda p: p.alibi,
         {"slopes": _given("alibi_slopes", array_type(2), _heads)},
@@ -341,6 +345,7 @@ class Features:
     bias: bool = False
     splits: bool = False
     dbias: bool = False
+    dlse: bool = False
     alibi: bool = False
     q_lens: bool = False
     kv_lens: bool = False
@@ -350,10 +355,10 @@ class Features:
     dropout: bool = False
 
     @classmethod
-    def of(cls, problem: Problem, *, dbias: bool = False, splits: bool = False) -> Features:
-        """The features that ``problem`` needs; the others are the call's."""
+    def of(cls, problem: Problem, **of_call: bool) -> Features:
+        """The features that ``problem`` needs, and the call's: ``dbias``, ``dlse``, ``splits``."""
         on: dict[str, Any] = {name: feature.on(problem) for name, feature in FEATURES.items()}
-        return cls(**on | {"dbias": dbias, "splits": splits})
+        return cls(**on | of_call)
 
     @property
     def right(self) -> bool:
@@ -373,7 +378,7 @@ class Features:
     @property
     def crowds(self) -> bool:
         """Whether some option holds registers of its own throughout the loops."""
-        return replace(self, causal=False, dropout=False, splits=False) != PLAIN
+        return replace(self, causal=False, dropout=False, splits=False, dlse=False) != PLAIN
 
     @property
     def initialises(self) -> bool:

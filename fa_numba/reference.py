@@ -115,20 +115,25 @@ def _backward(
     k: Array,
     v: Array,
     dbias_shape: tuple[int, ...] | None,
+    dlse: ArrayLike | None = None,
     rounded: Callable[..., Array] = np.asarray,
 ) -> Gradients:
     """dQ, dK, dV and, for a `dbias_shape`, dbias, a block of rows at a time.
 
     The matrices that are multiplied, and the gradients but dbias, are `rounded`.
 
-    dV = (P o dropout)^T dO, dP = dO V^T o dropout, D = rowsum(P o dP), dS = P o (dP - D), which is
-    dbias; dS then times the softcap's derivative: dQ = scale dS K, dK = scale dS^T Q. dK and dV are
-    sums over the query heads of a group, dbias over the axes that the bias broadcasts along.
+    dV = (P o dropout)^T dO, dP = dO V^T o dropout, D = rowsum(P o dP) - dL for a gradient dL of L,
+    dS = P o (dP - D), which is dbias; dS then times the softcap's derivative: dQ = scale dS K, dK =
+    scale dS^T Q. dK and dV are sums over the query heads of a group, dbias over the axes that the
+    bias broadcasts along.
     """
     problem = call.problem
     dO = rounded(as_real("dout", dout, call.dtype))
     if dO.shape != problem.q_shape:
         raise ValueError(f"dout has shape {dO.shape}: allowed is q's, {problem.q_shape}")
+    dL = np.zeros(problem.lse_shape) if dlse is None else as_real("dlse", dlse, call.dtype)
+    if dL.shape != problem.lse_shape:
+        raise ValueError(f"dlse has shape {dL.shape}: allowed is L's, {problem.lse_shape}")
     dQ = np.zeros(problem.q_shape, call.dtype)
     dK, dV = np.zeros(problem.k_shape, call.dtype), np.zeros(problem.k_shape, call.dtype)
     dbias = None if dbias_shape is None else np.zeros(problem.bias or (), call.dtype)
@@ -142,6 +147,8 @@ def _backward(
             P = softmax(S)
             dP = (dOi @ V.T) * dropped
             D = (P * dP).sum(axis=1)
+            if dlse is not None:  # a row that sees no column has no L
+                D -= np.where(P.any(axis=1), dL[head.lse][rows], 0)
             dS = P * (dP - D[:, None])
             if dbias is not None:
                 add_bias_gradient(dbias, head, rows, dS)
@@ -228,12 +235,14 @@ def attention_backward(
     v: ArrayLike,
     *,
     tiles: BlockSizes | None = None,
+    dlse: ArrayLike | None = None,
     return_dbias: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Gradients:
     """(dq, dk, dv) in float64: the gradients of sum(dout o attention(q, k, v)), by their formulas.
 
-    dout has the shape of q. With `return_dbias`, which needs a bias, (dq, dk, dv, dbias).
+    dout has the shape of q. With `return_dbias`, which needs a bias, (dq, dk, dv, dbias). With a
+    `dlse` of L's shape those of sum(dout o O) + sum(dlse o L), over rows that see a column.
 
     >>> import numpy as np
     >>> one_key = np.ones((1, 1, 1, 2))
@@ -241,7 +250,8 @@ def attention_backward(
     [[0.0, 0.0], [0.0, 0.0], [5.0, 5.0]]
     """
     shape = _dbias_shape(return_dbias, options)
-    return _backward(_exact_softmax, dout, *checked_call(q, k, v, tiles=tiles, **options), shape)
+    call = checked_call(q, k, v, tiles=tiles, **options)
+    return _backward(_exact_softmax, dout, *call, shape, dlse)
 
 
 def unfused_backward(
@@ -253,6 +263,7 @@ def unfused_backward(
     dtype: DTypeLike = np.float32,
     matrix_dtype: str | None = None,
     tiles: BlockSizes | None = None,
+    dlse: ArrayLike | None = None,
     return_dbias: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Gradients:
@@ -265,7 +276,7 @@ def unfused_backward(
     shape = _dbias_shape(return_dbias, options)
     call, Q, K, V = checked_call(q, k, v, dtype, tiles=tiles, **options)
     Q, K, V = rounded(Q), rounded(K), rounded(V)
-    return _backward(_rounded_softmax, dout, call, Q, K, V, shape, rounded)
+    return _backward(_rounded_softmax, dout, call, Q, K, V, shape, dlse, rounded)
 
 
 def _dbias_shape(return_dbias: bool, options: AttentionOptions) -> tuple[int, ...] | None:

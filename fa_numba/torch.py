@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, Unpack
 
 import numpy as np
@@ -31,7 +31,7 @@ except ModuleNotFoundError as error:
         name="torch",
     ) from error
 
-__all__ = ["attention", "ring_attention", "ring_join", "ring_split"]
+__all__ = ["attention", "merge", "ring_attention", "ring_join", "ring_split"]
 
 # Read to the host once, and kept for the backward pass as they were.
 _ON_HOST = ("q_lens", "kv_lens", "cu_seqlens_q", "cu_seqlens_k", "block_mask")
@@ -89,8 +89,7 @@ def attention(
     gradient of a bias has no fixed order over the axes that the bias repeats.
 
     Returns O, in q's shape and dtype; with ``return_lse`` (O, L), L float32 (B, Hq, Nq), or (Hq,
-    total), the natural logarithm of the rows' sums of exponentials, through which no gradient
-    flows.
+    total), the natural logarithm of the rows' sums of exponentials, differentiable too.
 
     Over pages of a cache (``block_table``) there are no gradients: tensors that require one are
     refused.
@@ -255,26 +254,81 @@ class _Attention(torch.autograd.Function):
             q, k, v, return_lse=True, bias=bias, alibi_slopes=slopes, **common, **ahead
         )
         ctx.save_for_backward(q, k, v, bias, slopes, out, lse)
-        ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         ctx.options = common | own
         return out, lse
 
     @staticmethod
-    def backward(ctx, dout, _dlse):
+    def backward(ctx, dout, dlse):
         nothing = (None,) * 8
-        if dout is None:
+        if dout is None and dlse is None:
             return nothing
 
-        def computed(dout, q, k, v, bias, slopes, out, lse):
-            given = {"bias": bias, "alibi_slopes": slopes, **ctx.options}
+        def computed(dout, dlse, q, k, v, bias, slopes, out, lse):
+            given = {"bias": bias, "alibi_slopes": slopes, "dlse": dlse, **ctx.options}
+            dout = torch.zeros_like(out) if dout is None else dout
             given["return_dbias"] = ctx.needs_input_grad[3]
             return fa_numba.attention_backward(dout, q, k, v, out, lse, **given)
 
-        found = _Once.apply(computed, dout, *ctx.saved_tensors)
+        found = _Once.apply(computed, dout, dlse, *ctx.saved_tensors)
         needed = zip(found, ctx.needs_input_grad, strict=False)
         gradients = tuple(gradient if need else None for gradient, need in needed)
         return gradients + nothing[len(gradients) :]
+
+
+@_untraced
+def merge(
+    outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], *, layout: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``fa_numba.merge`` of torch tensors, differentiable in all of them.
+
+    ``outputs`` and ``lses`` are O and L of the same rows over parts of the columns, as
+    ``attention`` gives them with ``return_lse``; the result is (O, L) over all columns. Shapes,
+    dtypes and errors are those of ``fa_numba.merge``; tangents and gradients of the gradients are
+    refused as by ``attention``.
+
+    >>> import torch, fa_numba.torch
+    >>> q, k, v = (torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))
+    >>> parts = [fa_numba.torch.attention(q, k[:, :, n::2], v[:, :, n::2], return_lse=True)
+    ...          for n in range(2)]
+    >>> o, lse = fa_numba.torch.merge(*zip(*parts))
+    >>> (o.sum() + lse.sum()).backward()
+    """
+    for name, parts in (("outputs", outputs), ("lses", lses)):
+        for n, x in enumerate(parts):
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"{name}[{n}] is {kind_of(x)}: allowed is a torch tensor")
+            check_tangent(f"{name}[{n}]", x)
+    tensors = (*outputs, *lses)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return _Merge.apply(layout, len(outputs), *tensors)
+    return fa_numba.merge(outputs, lses, layout=layout)
+
+
+class _Merge(torch.autograd.Function):
+    """(O, L) of ``tensors``, outputs and then as many lses."""
+
+    @staticmethod
+    def forward(ctx, layout, parts, *tensors):
+        out, lse = fa_numba.merge(tensors[:parts], tensors[parts:], layout=layout)
+        ctx.save_for_backward(out, lse, *tensors)
+        ctx.set_materialize_grads(False)
+        ctx.layout, ctx.parts = layout, parts
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        if dout is None and dlse is None:
+            return (None,) * (2 + 2 * ctx.parts)
+
+        def computed(dout, dlse, out, lse, *tensors):
+            dout = torch.zeros_like(out) if dout is None else dout
+            parts = tensors[: ctx.parts], tensors[ctx.parts :]
+            how = {"dlse": dlse, "layout": ctx.layout}
+            douts, dlses = fa_numba.merge_backward(dout, *parts, out, lse, **how)
+            return *douts, *dlses
+
+        return None, None, *_Once.apply(computed, dout, dlse, *ctx.saved_tensors)
 
 
 @_untraced

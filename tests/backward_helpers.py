@@ -49,7 +49,23 @@ def random_gradients(*shape, **options):
     return rng.standard_normal(q.shape, dtype=np.float32), q, k, v
 
 
-def saved(q, k, v, **options):
+def with_dlse(arrays, options):
+    """`options` and a gradient of L, normally distributed, of (dout, q, k, v): NaN where no column
+    is seen.
+    """
+    single = [x.astype(np.float32) for x in arrays[1:]]
+    with np.errstate(all="ignore"):
+        _, L = reference.attention(*single, return_lse=True, **changing(options))
+    dL = np.random.default_rng([2, *L.shape]).standard_normal(L.shape, dtype=np.float32)
+    return {**options, "dlse": np.where(L == -np.inf, np.float32(np.nan), dL)}
+
+
+def as_plan(options):
+    """What a plan takes of a backward call's options."""
+    return {**options, "dlse": options.get("dlse") is not None}
+
+
+def saved(q, k, v, *, dlse=None, **options):
     """O and L as a forward pass leaves them: float64, rounded once to float32."""
     with np.errstate(all="ignore"):
         O, L = reference.attention(q, k, v, return_lse=True, **options)
@@ -97,8 +113,8 @@ def differentiate(
         found = fa_numba.attention_backward(*arguments, algorithm=algorithm, **given)
         assert type(found) is tuple and len(found) == 3 + options["return_dbias"]
         if counts is not None:
-            planned = fa_numba.plan(q.shape, k.shape, algorithm=algorithm, passes="bwd", **options)
-            assert_counts(counts, planned)
+            facts = {"algorithm": algorithm, "passes": "bwd", **as_plan(options)}
+            assert_counts(counts, fa_numba.plan(q.shape, k.shape, **facts))
         for name, memory in (inputs | others).items():
             memory.assert_intact(name, whole=True)
         gradients = Gradients(*(to_numpy(g) for g in found))
@@ -129,7 +145,9 @@ class Errors:
         return U * float(np.sqrt(self.squares.sum() + shared))
 
 
-def gradient_roundings(dout, q, k, v, out, lse, *, tiles=None, return_dbias=False, **options):
+def gradient_roundings(
+    dout, q, k, v, out, lse, *, tiles=None, dlse=None, return_dbias=False, **options
+):
     """How far float32 takes dq, dk, dv (and dbias) from the exact ones, as Frobenius norms.
 
     As `helpers.roundings`. One that a row shares (L, D) moves all of it together, as one of a
@@ -138,7 +156,7 @@ def gradient_roundings(dout, q, k, v, out, lse, *, tiles=None, return_dbias=Fals
         S       the running sum over d, times scale; the cap's tanh, times the cap; less slope times
                 distance; plus bias
         P       L log2(e), S - L, ex2; L as far off as it was given
-        D       dO O and its sum, as one chain; O as far off as it was given
+        D       dO O and its sum, as one chain; less the gradient of L; O as far off as it was given
         dP, dS  the running sum over d; dropout's factor; dP - D, times P; with a cap 1 - tanh^2,
                 times that
         dV, dK, dQ, dbias   the sums over rows or columns, each tile's apart; times scale
@@ -153,6 +171,7 @@ def gradient_roundings(dout, q, k, v, out, lse, *, tiles=None, return_dbias=Fals
     O, L = reference.attention(q, k, v, return_lse=True, tiles=tiles, **options)
     finite = np.isfinite(L)
     off_O, off_L = (out - O) / U, (np.where(finite, lse, 0.0) - np.where(finite, L, 0.0)) / U
+    dL = np.where(finite, 0.0 if dlse is None else dlse, 0.0)
     L = np.where(finite, L, 0.0)
     dout = np.asarray(dout, np.float64)
     found = [Errors(a.shape) for a in (q, k, v)]
@@ -176,7 +195,9 @@ def gradient_roundings(dout, q, k, v, out, lse, *, tiles=None, return_dbias=Fals
         of_dP = drop**2 * product_squares(dO, V.T, halves(d))[0]
         if problem.dropout_p > 0:
             of_dP, of_kept = of_dP + dP**2, of_kept + 1
-        dS = P * (dP - (P * dP).sum(axis=1, keepdims=True))
+        D = (P * dP).sum(axis=1, keepdims=True) - dL[head.lse][:, None]
+        of_D += D**2 * (dlse is not None)
+        dS = P * (dP - D)
         of_dS = dS**2 * (s.of_P + 2) + P**2 * of_dP
         # The same of the scores under the cap, `by_S0` the derivative of that by them
         dS0, by_S0, of_dS0 = dS, dS, of_dS

@@ -25,6 +25,7 @@ ALGORITHMS = ("standard", "fa1", "fa2")
 # What changes the result; of the rest `tiles` does so with a block mask.
 # ``layout`` is a test's own word here, for strides; that of the arrays' axes has its own tests.
 CHANGING = (*(name for name in AttentionOptions.__annotations__ if name != "layout"), "tiles")
+CHANGING += ("dlse",)  # of a backward call
 EPS = float(np.finfo(np.float32).eps)
 
 # --- inputs ----------------------------------------------------------------------------------
@@ -232,8 +233,8 @@ def running(device, counted=True):
 def memories(device, layout, options):
     """Guarded copies of the arrays among `options`, and the options of a call with them."""
     given = {
-        name: Memory(device, options[name].shape, layout, options[name])
-        for name in ("bias", "alibi_slopes")
+        name: Memory(device, options[name].shape, layout, options[name], rows=name == "dlse")
+        for name in ("bias", "alibi_slopes", "dlse")
         if options.get(name) is not None
     }
     return given, {**options, **{name: memory.argument for name, memory in given.items()}}

@@ -128,6 +128,15 @@ def blocks(*shape):
     return mask
 
 
+def dlse(*shape, hidden=0, last=None):
+    """A gradient of L: NaN in the first ``hidden`` rows, and the last entry's from row ``last``."""
+    found = normal(*shape)
+    found[..., :hidden] = np.nan
+    if last is not None:
+        found[-1, :, last:] = np.nan
+    return {"dlse": found}
+
+
 def window(*sides, **options):
     return {"window": sides, **options}
 
@@ -364,6 +373,20 @@ MMA_STAGES["not ahead"] = (
 )
 MMA_STAGES["stages"] += (Case((2, 1, 1, 50, 64, 8), Tiles(16, 16, stages=2), _sparse[0].options),)
 
+# Rows that see no column have no L, nor have those past a length; a row of P too long to keep.
+BACKWARD_CASES["dlse"] = (
+    Case((1, 2, 1, 21, 13, 4), Tiles(8, 16), CAUSAL | dlse(1, 2, 21, hidden=8)),
+    Case((2, 1, 1, 21, 13, 4), Tiles(8, 16), {"q_lens": [21, 9]} | dlse(2, 1, 21, last=9)),
+    Case((1, 2, 1, 18, 30, 4), Tiles(8, 16), STARTS | dlse(2, 18, hidden=5)),
+    Case((1, 1, 1, 5, 13, 4), Tiles(8, 16), dlse(1, 1, 5), resident=False),
+)
+_dlse = (
+    Case((2, 2, 1, 36, 20, 8), Tiles(16, 16), CAUSAL | dlse(2, 2, 36, hidden=16)),
+    Case((2, 1, 1, 36, 20, 8), Tiles(16, 16), {"q_lens": [36, 9]} | dlse(2, 1, 36, last=9)),
+    Case((1, 1, 1, 18, 30, 8), Tiles(16, 16), STARTS | dlse(1, 18, hidden=5)),
+)
+MMA_BACKWARD_CASES["dlse"] = _dlse
+
 
 # Standard attention: several tiles and steps, a head for each block, two warps for a row of S.
 _long = {
@@ -395,7 +418,7 @@ MMA_STANDARD_BACKWARD_CASES = {
     **{
         name: MMA_BACKWARD_CASES[name]
         for name in ("odd", "q_lens", "kv_lens", "packed", "sparse", "dropout")
-        + ("scores", "slopes", "shared bias", "rows", "row passes")
+        + ("scores", "slopes", "shared bias", "rows", "row passes", "dlse")
     },
     **_long,
 }

@@ -22,7 +22,7 @@ import helpers
 import mma_helpers
 import numpy as np
 import test_mma_backward as mma_backward
-from backward_helpers import WAYS, check_gradients
+from backward_helpers import WAYS, as_plan, check_gradients, with_dlse
 from helpers import ALGORITHMS
 from options_helpers import DRAWS, inputs
 
@@ -55,6 +55,7 @@ class Kind:
     group: int
     options: tuple[str, ...]
     chosen: dict[str, Any]
+    dlse: bool
 
     def drawn(self, rng: np.random.Generator, shape: tuple[int, ...]) -> dict[str, Any]:
         """The options of a call of this shape (B, Hq, Hk, Nq, Nk, d)."""
@@ -89,7 +90,8 @@ def kind_of(seed: int, number: int) -> Kind:
     dtype = "float32" if unit == "simt" else "float16"
     if "bias" in options and (passes, unit) == ("bwd", "wgmma"):
         chosen["return_dbias"] = False  # mma's
-    return Kind(passes, way, dtype, one(HEAD_DIMS), group, tuple(sorted(options)), chosen)
+    d, dlse = one(HEAD_DIMS), passes == "bwd" and rng.random() < 0.3
+    return Kind(passes, way, dtype, d, group, tuple(sorted(options)), chosen, dlse)
 
 
 def call(kind: Kind, seed: list[int], device: str) -> str:
@@ -101,11 +103,13 @@ def call(kind: Kind, seed: list[int], device: str) -> str:
     shape = (batch, kind.group * heads, heads, Nq, Nk, kind.head_dim)
     arrays, options = inputs(shape, kind.drawn(rng, shape))
     arrays = [x.astype(kind.dtype) for x in arrays]
+    if kind.dlse:
+        options = with_dlse(arrays, options)
     algorithm, own = WAYS[kind.way] if kind.passes == "bwd" else (kind.way, {})
     told = {"dtype": kind.dtype, "passes": kind.passes, "algorithm": algorithm, **own}
     try:
         with devices.using(device):
-            planned = fa_numba.plan(arrays[1].shape, arrays[2].shape, **told, **options)
+            planned = fa_numba.plan(arrays[1].shape, arrays[2].shape, **told, **as_plan(options))
             placement.check_size(planned)
     except ValueError:
         return REFUSED

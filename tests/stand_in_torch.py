@@ -269,6 +269,9 @@ class Torch(ModuleType):
     def zeros(self, shape, dtype, device):
         return self._at(np.zeros(shape, dtype.host), dtype, device)
 
+    def zeros_like(self, tensor):
+        return tensor._like(np.zeros_like(tensor.values))
+
     def full(self, shape, value, dtype, device):
         return self._at(np.full(shape, value, dtype.host), dtype, device)
 

@@ -236,7 +236,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
     rows, timed = on_the_emulator(monkeypatch)
     failed = [row for row in rows if row.failed]
     assert {(r.pass_, sparse_figures.share_of(r)) for r in failed} == {("fwd+bwd", 50)}
-    assert all("failed: dv at N=32: error 1.00e-04" in row.note for row in failed)
+    assert all("failed: dv: error 1.00e-04 against float64 at N=32" in row.note for row in failed)
     assert len(timed) == len(rows) - len(failed) == 6
 
 

@@ -339,6 +339,41 @@ def test_what_standard_attention_moves_where_l2_holds_its_matrices():
     assert cache.dram(backward, endless, 132).bytes == 10 * own + 4 * matrix
 
 
+@pytest.mark.parametrize(
+    ("heads", "chunk", "in_step", "at_work"), [(64, 4, 4, 33), (16, 4, 8, 16), (8, 1, 16, 8)]
+)
+def test_where_heads_take_turns_their_chunks_go_over_the_rows(heads, chunk, in_step, at_work):
+    """Of a causal backward pass on Hopper a chunk of each head's column tiles goes before the next:
+    what is in step shares Q, dO, the sums of dQ, L and D.
+    """
+    shape = (1, heads, 8192, 128)
+    with H200.planning():
+        plan = fa_numba.plan(shape, shape, dtype="float16", passes="bwd", causal=True)
+    assert plan.decided.spec.chunk_tiles == chunk
+    once, row = 8192 * 128, 4 * 8192
+    head = 2 * once * 2 + 4 * once + 2 * row  # Q and dO, A in float32, L and D
+    found = cache.dram(plan, H200, 132)
+    assert (found.again, found.served) == (at_work * head, False)
+    again, accesses = {"Q", "dO", "A", "L", "D"}, plan.accesses
+    shared = replace(
+        accesses,
+        loads={x: n // in_step for x, n in accesses.loads.items() if x in again},
+        stores={x: n // in_step for x, n in accesses.stores.items() if x in again},
+    )
+    rest = heads * once * 2 * 6  # K, V and O, dK, dV and dQ
+    assert found.bytes == pytest.approx(shared.bytes + rest, rel=0.01)
+
+
+def test_where_l2_does_not_hold_k_and_v_a_causal_mask_halves_what_comes_again():
+    """512 row tiles, 128 at a time: K and V come four times, of which a mask leaves half."""
+    shape, small_l2 = (1, 1, 32768, 64), replace(H200, l2_bytes=1)
+    for causal, times in ((False, 4), (True, 2)):
+        plan = fa_numba.plan(shape, shape, tiles=Tiles(64, 64), causal=causal)
+        found = cache.dram(plan, small_l2, 128).bytes
+        once = cache.dram(plan, replace(H200, l2_bytes=1 << 40), 128).bytes
+        assert (found - once) / (2 * 4 * math.prod(shape)) == pytest.approx(times - 1, abs=0.01)
+
+
 def test_the_rule_for_l2_is_what_the_counters_read():
     """Within a fifth, on wgmma, whose blocks stay for row tiles of several heads, 1.3 times; near
     half of L2 between what it predicts with and without.

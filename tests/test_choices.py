@@ -118,7 +118,8 @@ def test_reasons_have_the_numbers_that_decided():
     assert "11 rounds of 1.29 by three, 16 by two" in why(wide, wide)["tiles"]
     assert why(long, long)["kv_splits"].endswith("row tiles have all 132 places")
     assert "(tuned.csv)" in why(long, long, algorithm="fa1")["tiles"]
-    assert "not wgmma: dropout of less than" in why(long, long, dropout_p=0.1)["unit"]
+    short = (4, 32, 200, 64)
+    assert "not wgmma: dropout of less than 256 rows" in why(short, short, dropout_p=0.1)["unit"]
     few = why((1, 8, 1, 128), (1, 1, 32768, 128), unit="mma")["kv_splits"]
     assert "splits of 1 row tiles over" in few and "end after" in few
 

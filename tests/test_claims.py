@@ -9,8 +9,8 @@ import pytest
 import fa_numba
 from experiments import claims as measured
 from experiments.lab.measure import calls, peers
+from experiments.lab.measure.check import Gate
 from experiments.lab.measure.series import row_fields
-from experiments.lab.measure.timing import Gate
 from experiments.lab.measure.workloads import Inputs, one_head
 from experiments.lab.record.store import Row
 from fa_numba import reference
@@ -90,8 +90,8 @@ def test_many_heads_share_what_is_drawn(monkeypatch, heads):
         assert np.array_equal(k, Inputs()(problem)[1])
     out = reference.attention(q, k, v)
     assert len(np.unique(out[..., 0])) == problem.batch * problem.heads_q
-    gate = Gate(problem, q, k, v)
-    assert gate(out.astype(np.float16)) < gate.bound
+    gate = Gate.of_rows(problem, q, k, v)
+    assert gate(out.astype(np.float16)) < gate.bounds[0]
     with pytest.raises(Exception, match="float64"):
         gate(np.roll(out, 1, axis=1))
 

@@ -38,6 +38,7 @@ ARGUMENTS: dict[str, dict] = {
     "kv_splits": {"kv_splits": 2},
     "keys": {"warp_partition": "keys"},
     "deterministic": {"deterministic": True},
+    "dlse": {"dlse": True},
 }
 
 
@@ -274,9 +275,14 @@ def test_the_kernel_that_appends_compiles_within_its_budgets(case):
 )
 def test_the_kernels_that_make_one_of_two_parts_compile_within_their_budgets(case):
     """Sixteen bytes of 16-bit elements at a time where rows are aligned."""
-    for make in (merge_parts.make_merge, merge_parts.make_add):
-        ptx = ptx_within_budgets(make(128, *case), "sm_90a")
-        assert ("ld.global.v4" in ptx) == ("st.global.v4" in ptx) == case[-1]
+    x_dtype, y_dtype, aligned = case
+    for kernel in (
+        merge_parts.make_merge(128, x_dtype, y_dtype, x_dtype, aligned),
+        merge_parts.make_add(128, *case),
+        merge_parts.make_merge_backward(128, y_dtype, True, aligned),
+    ):
+        ptx = ptx_within_budgets(kernel, "sm_90a")
+        assert ("ld.global.v4" in ptx) == ("st.global.v4" in ptx) == aligned
 
 
 SPLIT_CASES = [
@@ -605,6 +611,8 @@ WGMMA_FA1_BACKWARD_CASES = [
     (128, (), True, False),
     (80, (), False, True),
     (40, ("causal",), False, False),
+    (64, ("causal", "dlse"), True, False),
+    (128, ("dlse",), False, False),
 ]
 
 
@@ -995,6 +1003,7 @@ MMA_BACKWARD_CASES = [
         for option in ("window", "softcap", "dbias", "alibi", "packed", "sparse", "dropout")
     ),
     *((name, "sm_90a", 128, "float16", "softcap") for name in MMA_BACKWARD),
+    *(("fa1", "sm_90a", d, "float16", "dlse") for d in (64, 128)),
     ("fa2", "sm_90a", 128, "float16", "dropout"),
     *(("fa1", "sm_90a", d, "float16", "splits") for d in (64, 128)),
     ("fa2", "sm_90a", 64, "float16", "unaligned"),

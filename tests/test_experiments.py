@@ -37,7 +37,7 @@ from experiments import (
     speed_fp16,
 )
 from experiments.beside import paper_bars
-from experiments.lab.measure import counters, peers, speeds, timing
+from experiments.lab.measure import calls, check, counters, peers, speeds, timing
 from experiments.lab.measure.series import (
     LABELS,
     MMA_SPLITS,
@@ -989,15 +989,15 @@ def test_the_gate_passes_the_right_result_and_no_wrong_one(causal, lengths):
         rng.standard_normal(shape, dtype=np.float32)
         for shape in (problem.q_shape, problem.k_shape, problem.k_shape)
     )
-    gate = timing.Gate(problem, q, k, v)
+    gate = check.Gate.of_rows(problem, q, k, v)
     out = exact(problem, q, k, v)
-    assert gate(out) <= gate.bound
+    assert gate(out) <= gate.bounds[0]
     for wrong in (
         out * np.float32(1 + 1e-4),
         exact(problem, q * np.float32(1.01), k, v),
         np.full_like(out, np.nan),
     ):
-        with pytest.raises(timing.WrongResult):
+        with pytest.raises(check.WrongResult):
             gate(wrong)
 
 
@@ -1006,11 +1006,11 @@ def test_the_gate_asks_of_peers_only_that_they_compute_the_same(causal):
     problem = Problem(1, 2, 2, 100, 100, 16, causal=causal)
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal(problem.q_shape, dtype=np.float32) for _ in range(3))
-    gate = timing.Gate(problem, q, k, v)
+    gate = check.Gate.of_rows(problem, q, k, v)
     out = exact(problem, q, k, v)
     off = out * np.float32(1 + 5e-5)
-    assert gate.bound < gate.peer(off) < timing.PEER_BOUND["float32"]
-    with pytest.raises(timing.WrongResult):
+    assert gate.bounds[0] < gate.peer(off) < check.PEER_BOUND["float32"]
+    with pytest.raises(check.WrongResult):
         gate(off)
     other_mask = Problem(1, 2, 2, 100, 100, 16, causal=not causal)
     # 10 bits of the inputs, as TF32 keeps
@@ -1021,7 +1021,7 @@ def test_the_gate_asks_of_peers_only_that_they_compute_the_same(causal):
         exact(problem, *short),
         np.full_like(out, np.nan),
     ):
-        with pytest.raises(timing.WrongResult, match="allowed 1.00e-04"):
+        with pytest.raises(check.WrongResult, match="allowed 1.00e-04"):
             gate.peer(wrong)
 
 
@@ -1039,23 +1039,23 @@ def test_the_gates_of_16_bits(dtype, causal):
         assert np.array_equal(half(x, dtype), x) and x.dtype == np.float32
         assert abs(x.std() - 1) < 0.1
     other_mask = {"causal": not causal}
-    gate = timing.Gate(problem, q, k, v)
+    gate = check.Gate.of_rows(problem, q, k, v)
     right = reference.attention(q, k, v, causal=causal)
-    rounding = timing.ROUNDING[dtype]
+    rounding = check.ROUNDING[dtype]
     error = gate(half(right, dtype))
-    assert 0 < error <= rounding < gate.bound < 4 * rounding < gate.peer_bound < 0.05
+    assert 0 < error <= rounding < gate.bounds[0] < 4 * rounding < gate.peer_bounds[0] < 0.05
     # As the kernels may: P rounded before it is multiplied.
-    assert gate(reference.unfused(q, k, v, matrix_dtype=dtype, causal=causal)) < gate.bound
+    assert gate(reference.unfused(q, k, v, matrix_dtype=dtype, causal=causal)) < gate.bounds[0]
     wrong = [right * (1 + 4 * rounding), np.full_like(right, np.nan)]
     for result in (*wrong, reference.attention(q * 1.1, k, v, **{"causal": causal})):
-        with pytest.raises(timing.WrongResult):
+        with pytest.raises(check.WrongResult):
             gate(result)
-    assert gate.peer(wrong[0]) < gate.peer_bound
+    assert gate.peer(wrong[0]) < gate.peer_bounds[0]
     for result in (wrong[1], reference.attention(q, k, v, **other_mask)):
-        with pytest.raises(timing.WrongResult):
+        with pytest.raises(check.WrongResult):
             gate.peer(result)
 
-    gate = timing.GradientGate(problem, q, k, v, dout)
+    gate = check.Gate.of_gradients(problem, q, k, v, dout)
     right = reference.attention_backward(dout, q, k, v, causal=causal)
     assert 0 < gate([half(x, dtype) for x in right]) <= rounding
     near = reference.unfused_backward(dout, q, k, v, matrix_dtype=dtype, causal=causal)
@@ -1063,10 +1063,10 @@ def test_the_gates_of_16_bits(dtype, causal):
     assert rounding / 8 < gate(near) < max(gate.bounds) < 5 * rounding
     for i, name in enumerate(("dq", "dk", "dv")):
         off = [x * (1 + 6 * rounding * (i == n)) for n, x in enumerate(right)]
-        with pytest.raises(timing.WrongResult, match=name):
+        with pytest.raises(check.WrongResult, match=name):
             gate(off)
-        assert gate.peer(off) < timing.PEER_BOUND[dtype]
-    with pytest.raises(timing.WrongResult):
+        assert gate.peer(off) < check.PEER_BOUND[dtype]
+    with pytest.raises(check.WrongResult):
         gate.peer(reference.attention_backward(dout, q, k, v, **other_mask))
 
 
@@ -1075,7 +1075,7 @@ def test_failures_become_notes():
         raise RuntimeError("CUDA out of memory. Tried to allocate 2 TiB")
 
     def wrong():
-        raise timing.WrongResult("error 1 against float64, allowed 2")
+        raise check.WrongResult("error 1 against float64, allowed 2")
 
     assert timing.attempt(lambda: 3) == (3, "")
     assert timing.attempt(memory) == (None, "failed: out of memory")
@@ -1121,17 +1121,17 @@ def test_provenance_has_what_a_reader_needs():
 @pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.name)
 def test_speed_holds_torch_to_the_peers_bound(monkeypatch, study):
     problem = one_head(64, 16, dtype=study.dtype)
-    checks = speeds.Checks(study)
+    checks = calls.Checks(Inputs(gradient=study.passes != ("fwd",)))
     arrays = checks.inputs(problem)
     right = {"fwd": reference.attention(*arrays[:3])}
     if len(arrays) == 4:
         gradients = reference.attention_backward(arrays[3], *arrays[:3])
         right |= dict.fromkeys(("bwd", "fwd+bwd"), gradients)
-    bounds = timing.ROUNDING[study.dtype], timing.PEER_BOUND[study.dtype]
+    bounds = check.ROUNDING[study.dtype], check.PEER_BOUND[study.dtype]
     off = 1 + float(np.sqrt(bounds[0] * bounds[1]) * 2)
 
-    def time_call(run, check, seconds=None):
-        return timing.Timing(1.0, 1.0, 1.0, 20, check(run()))
+    def time_call(run, held, seconds=None):
+        return timing.Timing(1.0, 1.0, 1.0, 20, held(run()))
 
     def slightly_off(series, problem, pass_, *_, **__):
         result = right[pass_ if isinstance(pass_, str) else "fwd"]
@@ -1140,7 +1140,7 @@ def test_speed_holds_torch_to_the_peers_bound(monkeypatch, study):
         )
 
     monkeypatch.setattr(speeds, "time_call", time_call)
-    for module in (speeds, speeds.peers):
+    for module in (calls.ours, calls.peers):
         monkeypatch.setattr(module, "call", slightly_off)
         monkeypatch.setattr(module, "gradients", slightly_off)
     monkeypatch.setattr(speeds.peers, "peak_bytes", lambda run: 0)
@@ -1334,20 +1334,34 @@ def test_the_gradients_gate(causal):
     problem = Problem(2, 2, 2, 60, 60, 16, causal=causal)
     q, k, v, dout = Inputs(gradient=True)(problem)
     assert all(map(np.array_equal, Inputs()(problem), (q, k, v)))
-    gate = timing.GradientGate(problem, q, k, v, dout)
+    gate = check.Gate.of_gradients(problem, q, k, v, dout)
     exact = reference.attention_backward(dout, q, k, v, causal=causal)
     right = [x.astype(np.float32) for x in exact]
     assert gate(right) <= min(gate.bounds)
     for i, name in enumerate(("dq", "dk", "dv")):
         off = [x * np.float32(1 + 5e-5 * (i == n)) for n, x in enumerate(right)]
-        with pytest.raises(timing.WrongResult, match=name):
+        with pytest.raises(check.WrongResult, match=name):
             gate(off)
         assert 4e-5 < gate.peer(off) < 6e-5
         wrong = [np.full_like(x, np.nan) if i == n else x for n, x in enumerate(right)]
-        with pytest.raises(timing.WrongResult, match=name):
+        with pytest.raises(check.WrongResult, match=name):
             gate.peer(wrong)
-    with pytest.raises(ValueError, match="heads_k"):
-        timing.GradientGate(Problem(1, 2, 1, 8, 8, 4), *[np.ones((1, 2, 8, 4))] * 4)
+
+
+def test_the_gradients_gate_of_shared_heads():
+    problem = Problem(2, 6, 2, 40, 40, 8)
+    q, k, v, dout = Inputs(gradient=True)(problem)
+    gate = check.Gate.of_gradients(problem, q, k, v, dout)
+    right = [x.astype(np.float32) for x in reference.attention_backward(dout, q, k, v)]
+    assert gate(right) <= min(gate.bounds)
+    for n, heads in enumerate((slice(3, 6), slice(1, 2), slice(1, 2))):
+        unseen = [x.copy() for x in right]
+        unseen[n][:, : heads.start] = np.nan
+        unseen[n][0] = np.nan
+        gate(unseen)
+        unseen[n][1, heads] *= 1.01
+        with pytest.raises(check.WrongResult, match=check.GRADIENTS[n]):
+            gate(unseen)
 
 
 def on_the_emulator(monkeypatch, study=None, lengths=(8, 24)):
@@ -1603,8 +1617,8 @@ def test_the_gate_copies_no_more_than_it_checks():
     problem = Problem(2, 4, 2, 200, 200, 16, causal=True)
     host, copied = Inputs()(problem), []
     remote = [Remote(x, copied) for x in host]
-    near, far = timing.Gate(problem, *host), timing.Gate(problem, *remote)
-    assert far.bound == near.bound and np.array_equal(far._reference, near._reference)
+    near, far = check.Gate.of_rows(problem, *host), check.Gate.of_rows(problem, *remote)
+    assert far.bounds == near.bounds and np.array_equal(far._parts[0][1], near._parts[0][1])
     assert sum(copied) <= 2 * (3 * 32 * 16 + 2 * 3 * 200 * 16) < sum(x.size for x in host)
 
 

@@ -127,11 +127,11 @@ def test_every_number_is_pythons(name, open_page):
 
 def test_a_link_holds_what_is_set(open_page):
     page = open_page()
-    page.select_option("#orders-Br", "32")
+    page.select_option("#orders-d", "32")
     for _ in range(5):
         page.click("#orders .transport button:has-text('Step')")
     shown, link = page.evaluate(SHOWN, "orders"), page.url
-    assert "orders.Br=32" in link and "orders.step=5" in link
+    assert "orders.d=32" in link and "orders.step=5" in link
     other = open_page(link)
     assert other.evaluate(SHOWN, "orders") == shown
     page = open_page(PAGE.as_uri() + "#tiles.n=8192&tiles.Br=9&step=x&none.a=1")
@@ -147,7 +147,7 @@ def top(page, name):
 
 def test_a_link_holds_every_panel_and_opens_where_its_sender_was(open_page):
     page = open_page()
-    page.select_option("#orders-Br", "32")
+    page.select_option("#orders-d", "32")
     page.click("#orders .transport button:has-text('Step')")
     page.select_option("#measured-figure", "dram")
     page.select_option("#traffic-passes", "bwd")
@@ -159,7 +159,7 @@ def test_a_link_holds_every_panel_and_opens_where_its_sender_was(open_page):
     other = open_page(link)
     assert all(other.evaluate(SHOWN, name) == page.evaluate(SHOWN, name) for name in NAMES)
     assert top(other, "plan") < 2
-    for selector, first in (("#orders-Br", "16"), ("#measured-figure", "forward"),
+    for selector, first in (("#orders-d", "16"), ("#measured-figure", "forward"),
                             ("#traffic-passes", "fwd")):  # fmt: skip
         other.select_option(selector, first)
     assert other.url.partition("#")[2] == "traffic"  # what is as the page begins is not said
@@ -243,7 +243,7 @@ def test_the_keyboard_alone_is_enough(open_page):
         if tuple(found) in names:
             continue  # round again
         names.add(tuple(found))
-        if found[1] == "orders-Br":
+        if found[1] == "orders-d":
             page.keyboard.press("ArrowDown")
         if found[0] == "orders" and found[1] == "Step":
             page.keyboard.press("Enter")
@@ -252,7 +252,7 @@ def test_the_keyboard_alone_is_enough(open_page):
             assert "Step 4 of" in page.inner_text("#orders .said")
         if found[1] == "tiles-n":
             page.keyboard.press("ArrowRight")
-    assert "orders.Br=32" in page.url or page.input_value("#orders-Br") == "32"
+    assert "orders.d=32" in page.url and page.input_value("#orders-d") == "32"
     assert page.inner_text("#tiles output[for='tiles-n']") == "8,192"
     for name in NAMES:
         axes = [a for a in panels()[name].axes if not (name == "softmax" and a == "scores")]
@@ -291,7 +291,7 @@ def test_it_is_there_in_a_second_and_steps_at_once(open_page):
     ready = page.evaluate("performance.getEntriesByName('ready')[0].startTime")
     assert ready < 1000, ready  # milliseconds
     changes = {
-        "#orders .transport input": range(9), "#tiles-n": range(6), "#orders-Br": (16, 32),
+        "#orders .transport input": range(9), "#tiles-n": range(6), "#orders-d": (16, 32),
         "#traffic-gpu": ("A100", "H100", "RTX 4090"),
     }  # fmt: skip
     for selector, values in changes.items():
@@ -343,7 +343,7 @@ def test_the_served_page_runs_sizes_of_the_readers_own(url, open_page):
     enter(page, "#tiles-Br", "96")
     state = {"n": 1000, "d": 64, "Br": 96, "Bc": 64, "causal": "no", "window": 0}
     answer = panels()["tiles"].at(**state)
-    until(page, "#tiles [data-key='fa1.bytes']", f"{answer['fa1.bytes']:,}")
+    until(page, "#tiles [data-key='fa2.bytes']", f"{answer['fa2.bytes']:,}")  # of Br, unlike FA-1's
     assert all(same(text, answer[key]) for key, text in page.evaluate(SHOWN, "tiles"))
     enter(page, "#softmax-scores", "2 7 1 8 2 8")
     page.wait_for_selector("#softmax .scores span:nth-child(6)")

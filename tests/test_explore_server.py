@@ -16,8 +16,8 @@ from fa_numba import bounds
 
 STATE = {"N": 64, "d": 16, "Br": 32, "Bc": 32, "causal": "yes", "window": 0, "unit": "mma"}
 TRAFFIC = {
-    "gpu": "A100", "T": 1000, "heads": 3, "d": 80, "dtype": "float16", "passes": "fwd",
-    "causal": "no", "tiles": "64x128",
+    "gpu": "A100", "T": 1000, "batch": 1, "heads": 3, "d": 80, "dtype": "float16",
+    "passes": "fwd", "query_splits": 1, "causal": "no", "tiles": "64x128",
 }  # fmt: skip
 SOFTMAX = {"example": "own", "block": 2, "scores": "3 1 2"}
 
@@ -60,6 +60,15 @@ def test_a_trace_is_run_and_is_the_recorded_one(server):
     assert asked(server, "orders", {**STATE, "N": 50}, check=1) == (200, {})
 
 
+def test_on_hoppers_unit_too_with_rows_of_two_warpgroups(server):
+    state = {**STATE, "N": 150, "Br": 128, "unit": "wgmma"}
+    found = asked(server, "orders", state)[1]
+    for name in ("fa1", "fa2"):
+        assert found[f"{name}.total"] == found[f"{name}.model"] == found[f"{name}.bytes"][-1]
+        visits = {step.split("|")[2] for step in found[f"{name}.steps"]} - {""}
+        assert visits == {f"{i},{j}" for i in range(2) for j in range(5) if 32 * j < 128 * (i + 1)}
+
+
 def test_any_size_is_answered(server):
     found = asked(server, "traffic", TRAFFIC)[1]
     shape = (1, 3, 1000, 80)
@@ -77,7 +86,8 @@ REFUSED = [
     ("/api/orders", {**STATE, "N": 512, "Br": 16, "Bc": 16}, "1024 tiles of S: allowed are 400"),
     ("/api/orders", {**STATE, "N": 512, "d": 256, "Br": 128}, "multiply-adds on the emulator"),
     ("/api/orders", {**STATE, "Br": 17}, "Br"),
-    ("/api/orders", {**STATE, "unit": "wgmma"}, "unit is 'wgmma': allowed is simt, mma"),
+    ("/api/orders", {**STATE, "unit": "tpu"}, "unit is 'tpu': allowed is simt, mma, wgmma"),
+    ("/api/orders", {**STATE, "unit": "wgmma"}, "allowed are 64, 128, 192 rows"),
     ("/api/orders", {**STATE, "colour": 1}, "unknown: colour"),
     ("/api/orders", {"N": 64}, "missing: d, Br"),
     ("/api/traffic", {**TRAFFIC, "gpu": "T5"}, "gpu is 'T5': allowed is"),

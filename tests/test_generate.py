@@ -8,7 +8,7 @@ import pytest
 from experiments import generate
 from experiments.beside import generation, small_model
 from experiments.lab.measure import peers, timing
-from experiments.lab.measure.timing import WrongResult
+from experiments.lab.measure.check import WrongResult
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import MODEL
 from fa_numba import device

@@ -9,7 +9,7 @@ import fa_numba
 from experiments import gpt2_table
 from experiments.beside import unfused_steps
 from experiments.gpt2_table import ARRAYS, PRODUCTS, SETTING, gflop, paper, paper_gb
-from experiments.lab.measure import calls, counters, counts, peers, timing
+from experiments.lab.measure import calls, check, counters, counts, peers, timing
 from experiments.lab.measure.workloads import one_head
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import EMULATOR, MODEL, Recorder, Row, Store
@@ -216,17 +216,17 @@ def test_the_gate_of_options_passes_the_right_result_and_no_wrong_one(causal, le
     rng = np.random.default_rng(5)
     q, k, v = (rng.standard_normal(problem.q_shape, np.float32) for _ in range(3))
     given = {} if lens is None else {"q_lens": lens, "kv_lens": lens}
-    gate = calls.OptionsGate(problem, q, k, v, **given)
+    gate = check.gate(problem, "fwd", q, k, v, **given)
     out = reference.attention(q, k, v, causal=causal, **given).astype(np.float32)
     assert gate(out) < 1e-6 and gate.peer(out) < 1e-6
     for factor, b, h in ((1.01, 0, 0), (0.0, 1, 1)):
         off = out.copy()
         off[b, h] *= factor
-        for check in (gate, gate.peer):
-            with pytest.raises(timing.WrongResult):
-                check(off)
+        for held in (gate, gate.peer):
+            with pytest.raises(check.WrongResult):
+                held(off)
     other = reference.attention(q, k, v, causal=not causal, **given).astype(np.float32)
-    with pytest.raises(timing.WrongResult):
+    with pytest.raises(check.WrongResult):
         gate.peer(other)
 
 
@@ -234,7 +234,7 @@ def test_the_gate_of_options_knows_what_dropout_does():
     problem = Problem(2, 2, 2, 160, 160, 32)
     rng = np.random.default_rng(5)
     q, k, v = (rng.standard_normal(problem.q_shape, np.float32) for _ in range(3))
-    gate = calls.OptionsGate(problem, q, k, v, dropout_p=0.1)
+    gate = check.gate(problem, "fwd", q, k, v, dropout_p=0.1)
     for seed in (1, 2):
         out = reference.attention(q, k, v, dropout_p=0.1, seed=seed)
         # Of values of mean 0 that do not lie together by chance it is sqrt(p / (1 - p)).
@@ -246,7 +246,7 @@ def test_the_gate_of_options_knows_what_dropout_does():
         reference.attention(q, k, v, dropout_p=0.2, seed=1),
         unscaled,
     ):
-        with pytest.raises(timing.WrongResult, match="with dropout"):
+        with pytest.raises(check.WrongResult, match="with dropout"):
             gate(wrong)
 
 
@@ -263,11 +263,11 @@ def test_gradients_of_long_problems_are_checked_on_short_ones(monkeypatch):
 
     monkeypatch.setattr(calls, "make", made)
     monkeypatch.setattr(peers, "on_device", lambda arrays, dtype: arrays)
-    checks = calls.Checks(gpt2_table.Inputs(gradient=True), longest=16)
+    checks = calls.Checks(gpt2_table.Inputs(gradient=True), calls.shortened(16))
     for _ in range(2):
         assert np.isnan(checks("fa2-simt", "bwd", problem)(None))
     assert seen == [("fa2-simt", "bwd", 16)]
-    with pytest.raises(timing.WrongResult):
+    with pytest.raises(check.WrongResult):
         checks("fa1-simt", "bwd", problem)
 
 

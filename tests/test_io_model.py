@@ -781,6 +781,16 @@ def test_saha_and_ye_change_regime_at_d_squared(d):
     assert falling == sorted(falling, reverse=True)
 
 
+@pytest.mark.parametrize("d", [32, 64, 128])
+def test_the_bound_of_the_backward_pass(d):
+    p, N = square(4096, d, batch=2), 4096
+    assert io.li_liang(p, d * d) == 2 * (N * N + N * d)
+    for M in (d * d // 4, d, 1):
+        assert io.li_liang(p, M) == pytest.approx(2 * (N * N * d + N * d * d) / math.sqrt(M))
+    for M in (2 * d * d, 16 * d * d):
+        assert io.li_liang(p, M) == pytest.approx(2 * (N * N * d * d + N * d**3) / M)
+
+
 def test_exact_counts_follow_the_bounds():
     """With the papers' B_c = M / 4d the counts are within known constants of the Thetas."""
     for N, d, M in product([1024, 4096, 16384], [32, 64, 128], [12288, 24576, 57344]):
@@ -933,6 +943,7 @@ def test_a_block_mask_of_each_head():
         (lambda p: io.theta_flash(p, 0), ["M", "0", "> 0"]),
         (lambda p: io.saha_ye(p, math.inf), ["M", "inf", "finite"]),
         (lambda p: io.saha_ye(p, math.nan), ["M", "nan", "finite"]),
+        (lambda p: io.li_liang(p, 0), ["M", "0", "> 0"]),
     ],
 )
 def test_bad_arguments_are_named(call, says):

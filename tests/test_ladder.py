@@ -8,7 +8,7 @@ import pytest
 import fa_numba
 from experiments import ladder
 from experiments.beside import ceilings
-from experiments.lab.measure import bandwidth, counters, peers, timing, variants, workloads
+from experiments.lab.measure import bandwidth, check, counters, peers, timing, variants, workloads
 from experiments.lab.measure.series import row_fields
 from experiments.lab.measure.workloads import fa2_setting
 from experiments.lab.record.options import FIGURES, Bench, Options
@@ -285,7 +285,7 @@ def test_the_kernels_of_the_ceilings_compute_what_is_checked(make):
         assert counts.instructions["exp"] == ceilings.CHAINS * steps * kernel.threads // 32
     ceilings.check(found, wanted)
     found[3] *= 1.001
-    with pytest.raises(timing.WrongResult, match="thread 3 has"):
+    with pytest.raises(check.WrongResult, match="thread 3 has"):
         ceilings.check(found, wanted)
 
 

@@ -8,7 +8,7 @@ from test_experiments import gpu_row, store_synthetic
 
 import fa_numba
 from experiments import loop_cost
-from experiments.lab.measure import counters, series, timing, variants, workloads
+from experiments.lab.measure import calls, counters, series, timing, variants, workloads
 from experiments.lab.measure.workloads import Inputs, fa2_setting, one_head
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import MODEL, Store
@@ -100,8 +100,7 @@ class Stub:
         for module in (variants, series):
             monkeypatch.setattr(module.peers, "on_device", lambda arrays, dtype: tuple(arrays))
         monkeypatch.setattr(fa_numba.device, "release_memory", lambda: None)
-        for name in ("Gate", "GradientGate"):
-            monkeypatch.setattr(variants, name, lambda *problem: lambda result: 1e-7)
+        monkeypatch.setattr(calls, "gate", lambda *problem: lambda result: 1e-7)
         monkeypatch.setattr(counters, "count_or_say", self.count_or_say)
         monkeypatch.setattr(workloads, "TOKENS", 1024)
         monkeypatch.setattr(workloads, "HIDDEN", 128)

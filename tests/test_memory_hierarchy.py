@@ -7,7 +7,7 @@ import pytest
 from offline import CAPABILITY, compiled
 
 from experiments import memory_hierarchy as experiment
-from experiments.lab.measure import bandwidth, peers, timing, variants
+from experiments.lab.measure import bandwidth, check, peers, variants
 from experiments.lab.measure.workloads import fa2_setting
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import Recorder, Row, Store
@@ -116,7 +116,7 @@ def test_what_a_run_reads():
 
 def test_a_wrong_sum_is_refused():
     bandwidth._check(np.full(5, 8.0), 8)
-    with pytest.raises(timing.WrongResult, match="thread 2 read 7.0 where it should read 8"):
+    with pytest.raises(check.WrongResult, match="thread 2 read 7.0 where it should read 8"):
         bandwidth._check(np.array([8, 8, 7, 8.0]), 8)
 
 

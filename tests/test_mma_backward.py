@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from backward_helpers import (
     NAMES,
+    as_plan,
     asks_for_dbias,
     gradient_roundings,
     saved,
+    with_dlse,
 )
 from backward_helpers import WAYS as SINGLE_WAYS
 from conftest import examples
@@ -80,8 +82,10 @@ def half_gradients(dtype, *sizes, **options):
 
 
 def saved_halves(way, q, k, v, **options):
-    """O and L of a forward pass, rounded once; standard attention needs neither, and gets zeros."""
-    if way == "standard":
+    """O and L of a forward pass, rounded once; standard attention needs neither without a gradient
+    of L, and gets zeros.
+    """
+    if way == "standard" and options.get("dlse") is None:
         return np.zeros_like(q), np.zeros(q.shape[:3] if q.ndim == 4 else q.shape[1::-1], "f4")
     single = [x.astype(np.float32) for x in (q, k, v)]
     O, L = saved(*single, **changing(options))
@@ -104,7 +108,7 @@ def differentiate(device, way, dout, q, k, v, *, layout="padded", saved_values=N
         assert type(found) is tuple and len(found) == 3 + options["return_dbias"]
         if counts is not None:
             facts = {"algorithm": algorithm, "dtype": dtype, "passes": "bwd"}
-            plan = fa_numba.plan(q.shape, k.shape, **facts, **options)
+            plan = fa_numba.plan(q.shape, k.shape, **facts, **as_plan(options))
             assert_counts(counts, plan)
             moved = sum(n.total() for n in (counts.load_bytes, counts.store_bytes))
             assert plan.unit == options.get("unit", "mma") and plan.accesses.bytes == moved
@@ -117,7 +121,7 @@ def differentiate(device, way, dout, q, k, v, *, layout="padded", saved_values=N
     return gradients
 
 
-def standard_yardstick(dout, q, k, v, *, tiles=None, **options):
+def standard_yardstick(dout, q, k, v, *, tiles=None, dlse=None, **options):
     """Standard attention's gradients with S, P, dP and dS rounded to 16 bits as they are stored.
 
     dbias is in float32. After dropout P is stored once more; the scale goes into dS, and the cap's
@@ -133,6 +137,7 @@ def standard_yardstick(dout, q, k, v, *, tiles=None, **options):
 
     dq, dk, dv = (np.zeros_like(x) for x in (q, k, v))
     dbias = np.zeros(problem.bias or (), np.float32)
+    dL = np.zeros(problem.lse_shape) if dlse is None else np.nan_to_num(dlse)
     for head in call.heads():
         Q, K, V, dO = q[head.q], k[head.k], v[head.k], dout[head.q]
         rows = slice(0, head.Nq)
@@ -140,7 +145,7 @@ def standard_yardstick(dout, q, k, v, *, tiles=None, **options):
         dropped = call.dropout(head, rows)
         P = rounded(reference._rounded_softmax(rounded(S)))
         dP = rounded(dO @ V.T) * dropped
-        D = (P * dP).sum(axis=1, keepdims=True)
+        D = (P * dP).sum(axis=1, keepdims=True) - dL[head.lse][:, None]
         dS = P * (dP - D)
         if problem.bias:
             add_bias_gradient(dbias, head, rows, dS)
@@ -359,6 +364,15 @@ ON_GPU = ("window", "softcap", "bias", "alibi", "both lengths", "block mask", "d
 def test_options(way, name):
     inputs = half_gradients("float16", 2, 2, 1, 40, 55, 8)
     check_gradients("emulator", way, *inputs, tiles=SMALL, **OPTIONS[name])
+
+
+@every_way
+@pytest.mark.parametrize("d, Nq", [(8, 40), (72, 70)])
+def test_a_gradient_of_lse(device, way, d, Nq):
+    """Of rows that see a column, up to where a sequence ends."""
+    inputs = half_gradients("float16", 2, 2, 1, Nq, 35, d)
+    options = {"causal": True, "q_lens": [Nq, 21], "tiles": small_tiles(way, d)}
+    check_gradients(device, way, *inputs, **with_dlse(inputs, options))
 
 
 @every_way

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from experiments import online_softmax
-from experiments.lab.measure import peers, timing
+from experiments.lab.measure import check, peers
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import EMULATOR, MODEL, Recorder, Row, Store
 from experiments.lab.show import report
@@ -114,17 +114,17 @@ def test_times_are_of_checked_results(monkeypatch):
 
 def test_the_gate():
     x = online_softmax.values(3 * 50).reshape(3, 50)
-    gate = online_softmax.VectorGate(x)
+    gate = online_softmax.vector_gate(x)
     right = np.exp(x) / np.exp(x).sum(axis=1, keepdims=True)
-    assert gate(right) <= gate.bound
+    assert gate(right) <= gate.bounds[0]
     almost = right * np.float32(1.00001)
-    assert gate.peer(almost) > gate.bound
-    for wrong, check in ((almost, gate), (right * np.float32(1.001), gate.peer)):
-        with pytest.raises(timing.WrongResult):
-            check(wrong)
+    assert gate.peer(almost) > gate.bounds[0]
+    for wrong, held in ((almost, gate), (right * np.float32(1.001), gate.peer)):
+        with pytest.raises(check.WrongResult):
+            held(wrong)
     wrong = right.copy()
     wrong[-1, 7] = np.nan
-    with pytest.raises(timing.WrongResult):
+    with pytest.raises(check.WrongResult):
         gate(wrong)
 
 

@@ -15,6 +15,7 @@ from backward_helpers import (
     random_gradients,
     saved,
     true_gradients,
+    with_dlse,
 )
 from conftest import examples
 from helpers import (
@@ -244,7 +245,7 @@ def test_gradients_of_all_options(device, way, names):
     shape = (2, 2, 1, 13, 37, 6)
     given_inputs, options = inputs(shape, drawn(names, shape, seed=3))
     options["window"] = (9, 5)
-    check_gradients(device, way, *given_inputs, **options)
+    check_gradients(device, way, *given_inputs, **with_dlse(given_inputs, options))
 
 
 shapes = st.builds(
@@ -277,6 +278,8 @@ def test_any_problem(forward, shape, names, tiles, seed, layout):
 )
 def test_gradients_of_any_problem(way, shape, names, tiles, seed, layout):
     given_inputs, options = inputs(shape, drawn(names, shape, tiles, seed))
+    if seed % 2:
+        options = with_dlse(given_inputs, options)
     check_gradients("emulator", way, *given_inputs, layout=layout, **options)
 
 
@@ -816,6 +819,39 @@ def test_a_kernel_takes_the_options_that_are_on(name, kernels):
         fa_numba.attention_backward(dout, q, k, v, *values, algorithm=algorithm, **own, **options)
         assert set().union(*kernels) == want, algorithm
         kernels.clear()
+
+
+# --- the gradient of L -----------------------------------------------------------------------
+
+WITH_DLSE = ("causal", "q_lens of 0 and all", "kv_lens of 0 and all", "packed, causal", "dropout")
+
+
+@every_way
+@pytest.mark.parametrize("name", WITH_DLSE)
+def test_a_gradient_of_lse(device, way, name):
+    """It takes part where a column is seen, and only there."""
+    arrays, options = given_alone(name, ODD if name == "causal" else TINY)
+    found = check_gradients(device, way, *arrays, **with_dlse(arrays, options))
+    assert all(np.isfinite(g).all() for g in found)
+
+
+def test_a_gradient_of_lse_that_is_wrong_is_refused(kernels):
+    dout, q, k, v = random_gradients(1, 2, 1, 5, 7, 4)
+    given_ = (dout, q, k, v, q, q[..., 0])
+    for algorithm in ("standard", "fa1", "fa2"):
+        for wrong, error, says in (
+            (normal(1, 2, 7), ValueError, ["dlse", "(1, 2, 7)", "(1, 2, 5)"]),
+            (normal(1, 2, 5).astype(np.float64), TypeError, ["dlse", "float64", "float32"]),
+            (True, TypeError, ["dlse", "bool"]),
+        ):
+            with pytest.raises(error) as caught:
+                fa_numba.attention_backward(*given_, algorithm=algorithm, dlse=wrong)
+            assert all(part in str(caught.value) for part in says), caught.value
+        with pytest.raises(TypeError, match="dlse is no option here .*flash_attention_1_backward"):
+            fa_numba.attention(q, k, v, algorithm=algorithm, dlse=normal(1, 2, 5))
+    with pytest.raises(ValueError, match="dlse is True: only passes='bwd'"):
+        fa_numba.plan(q.shape, k.shape, dlse=True)
+    assert not kernels
 
 
 # --- the gradient of a bias ------------------------------------------------------------------

@@ -220,6 +220,7 @@ def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
         {"passes": "bwd", "deterministic": True},
         {"passes": "bwd", "options": {"softcap": 2.0}, "sizes": (1, 2, 2, 200, 200, 256)},
         *({"options": options} for options in ({"causal": True}, {"kv_lens": (100,)})),
+        {"options": {"dropout_p": 0.1}, "sizes": (1, 2, 2, 256, 256, 64)},
         {"passes": "bwd", "options": {"kv_lens": (100,)}},
         *({"options": {"bias": (1, 2, 200, 200)}, "passes": passes} for passes in ("fwd", "bwd")),
         {"sizes": (1, 8, 2, 1, 200, 64)},  # the heads of a group fill one
@@ -228,7 +229,8 @@ def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
     assert {chosen(other) for other in ((8, 0), (8, 9), (10, 0), (12, 0))} == {"mma"}
     assert chosen((9, 0), places=0) == "mma"  # on the emulator
     for facts in (
-        {"options": {"dropout_p": 0.1}},
+        {"options": {"dropout_p": 0.1}},  # of few rows
+        {"options": {"dropout_p": 0.1}, "passes": "bwd", "sizes": (1, 2, 2, 300, 300, 64)},
         {"options": {"bias": (1, 2, 200, 201)}, "sizes": (1, 2, 2, 200, 201, 64)},  # not in pairs
         {"options": {"bias": (1, 2, 200, 1)}},
         {"options": {"bias": (1, 2, 200, 200)}, "sizes": (1, 2, 2, 200, 200, 136)},

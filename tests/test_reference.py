@@ -533,13 +533,21 @@ def with_output_gradient(shape, *, seed=0):
     return np.random.default_rng(seed + 1000).standard_normal(q.shape), q, k, v
 
 
-def central_differences(dout, q, k, v, **options):
+def central_differences(dout, q, k, v, *, dlse=None, **options):
     """The gradients of sum(dout o attention(q, k, v)), one element moved at a time, the same of all
-    batch entries and heads, which know nothing of each other.
+    batch entries and heads, which know nothing of each other. With a `dlse` of sum(dlse o L) too,
+    where L is finite.
 
     Four where there is a bias. `unfused` in float64 is attention, and faster.
     """
-    compute = partial(unfused, dtype=np.float64)
+
+    def losses(**given):
+        O, L = unfused(**given, dtype=np.float64, return_lse=True)
+        if dlse is None:
+            return dout * O
+        of_L = np.where(L == -np.inf, 0.0, dlse * np.where(L == -np.inf, 0.0, L))
+        return np.concatenate([dout * O, of_L[..., None]], axis=-1)
+
     step = 1e-5  # error: step^2 of the method, EPS / step of the arithmetic
     names = ["q", "k", "v"] + ["bias"] * ("bias" in options)
     given = {"q": q, "k": k, "v": v, **options}
@@ -550,9 +558,9 @@ def central_differences(dout, q, k, v, **options):
         for where in np.ndindex(gradient.shape[-2:] if gradient.ndim == 4 else gradient.shape):
             moved = given[name].copy()
             moved[..., *where] += step
-            loss = dout * compute(**{**given, name: moved})
+            loss = losses(**{**given, name: moved})
             moved[..., *where] -= 2 * step
-            loss -= dout * compute(**{**given, name: moved})
+            loss -= losses(**{**given, name: moved})
             # One number for each entry and head, of which a group or all may share the element.
             own = loss.reshape(entries, len(loss) // entries, heads, -1).sum(axis=(1, 3))
             gradient[..., *where] = (own if gradient.ndim == 4 else own[0, 0]) / (2 * step)
@@ -574,6 +582,25 @@ def test_gradients_are_the_central_differences(shape, scale, causal):
         for name, got, ref in zip("qkv", compute(dout, q, k, v, **options), want, strict=True):
             assert got.dtype == np.float64 and got.shape == ref.shape
             np.testing.assert_allclose(got, ref, rtol=0, atol=1e-8, err_msg=f"d{name}")
+
+
+@pytest.mark.parametrize(
+    "names", [(), ("bias",), ("q_lens", "kv_lens"), *EVERYTHING], ids=" + ".join
+)
+def test_gradients_of_a_loss_on_L_too_are_the_central_differences(names):
+    shape = (2, 2, 1, 5, 4, 2)
+    dout, q, k, v = with_output_gradient(shape)
+    options = dict(together(names, shape), causal=True)
+    _, L = attention(q, k, v, return_lse=True, **options)
+    dlse = np.where(L == -np.inf, np.nan, np.random.default_rng(5).standard_normal(L.shape))
+    want = central_differences(dout, q, k, v, dlse=dlse, **options)
+    for compute in IN_FLOAT64:
+        found = compute(dout, q, k, v, dlse=dlse, **options, return_dbias=len(want) == 4)
+        assert len(found) == len(want)
+        for name, got, ref in zip(("dq", "dk", "dv", "dbias"), found, want, strict=False):
+            np.testing.assert_allclose(got, ref, rtol=0, atol=1e-8, err_msg=name)
+        with pytest.raises(ValueError, match="dlse has shape .* allowed is L's"):
+            compute(dout, q, k, v, dlse=dlse[..., :1], **options)
 
 
 ALIKE = {  # one of each kind makes the pairs

@@ -219,7 +219,7 @@ def test_merged_parts_are_those_of_float64(case):
     np.testing.assert_allclose(lse, want_lse, rtol=2.0**-22, atol=2.0**-22)
     n, rows = x.size, x_lse.size
     loads = {"X": n, "Y": n, "LX": n // width, "LY": n // width}
-    assert (dict(counts.loads), dict(counts.stores)) == (loads, {"X": n, "L": rows})
+    assert (dict(counts.loads), dict(counts.stores)) == (loads, {"O": n, "L": rows})
 
 
 @pytest.mark.parametrize("case", MERGED, ids=lambda c: "-".join(map(str, c[:-1])))

@@ -9,7 +9,7 @@ from test_gpt2_table import cells, exact, exact_gradients
 
 import fa_numba
 from experiments import runtime_memory
-from experiments.lab.measure import calls, peers, timing
+from experiments.lab.measure import calls, check, peers, timing
 from experiments.lab.record.options import Bench, Options
 from experiments.lab.record.store import MODEL, Recorder, Store
 from experiments.lab.show import report
@@ -137,7 +137,7 @@ def measured(monkeypatch, attention=exact, seqlens=(24, 40), repeated=32, failin
     monkeypatch.setattr(runtime_memory, "CHECKED", small)
     # A few small rows: what dropout makes of them is spread.
     for name in ("DEVIATION_BOUND", "SIZE_BOUND"):
-        monkeypatch.setattr(calls, name, 2.0)
+        monkeypatch.setattr(check, name, 2.0)
     monkeypatch.setattr(fa_numba, "attention", attention)
     monkeypatch.setattr(fa_numba, "attention_backward", failing or exact_gradients)
     bench = Bench(machine="some-gpu", describe={}, say=lambda line: None)
@@ -252,7 +252,7 @@ def test_the_check_with_options(monkeypatch, name, series):
     calls.check_once(series, problem, host, options)
     for wrong_one in factor:
         factor[wrong_one] = np.nan if theirs and "dropout_p" in options else 1.02
-        with pytest.raises(timing.WrongResult):
+        with pytest.raises(check.WrongResult):
             calls.check_once(series, problem, host, options)
         factor[wrong_one] = 1.0
 

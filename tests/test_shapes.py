@@ -8,7 +8,7 @@ import pytest
 
 from experiments import shapes
 from experiments.beside import breadth
-from experiments.lab.measure import calls, peers, timing
+from experiments.lab.measure import calls, check, peers, timing
 from experiments.lab.measure.series import LABELS, plan, row_fields
 from experiments.lab.measure.workloads import Inputs
 from experiments.lab.record.options import Bench, Options
@@ -171,13 +171,13 @@ def test_rows_of_a_result_with_options_are_checked(problem):
     arrays = Inputs()(problem)
     options = {"causal": problem.causal, **breadth.given(problem)}
     right = reference.attention(*arrays, **options)
-    gate = breadth.RowsGate(problem, *arrays)
+    gate = check.gate(problem, "fwd", *arrays, **breadth.given(problem))
     assert gate(right.astype(np.float16)) < 1e-3
     wrong = right.copy()
     wrong[..., -1] *= 1.1
-    for check in (gate, gate.peer):
-        with pytest.raises(timing.WrongResult, match="O: error"):
-            check(wrong)
+    for held in (gate, gate.peer):
+        with pytest.raises(check.WrongResult, match="O: error"):
+            held(wrong)
 
 
 @pytest.mark.parametrize("problem", SMALL, ids=ids)
@@ -185,11 +185,11 @@ def test_gradients_are_checked_on_a_shorter_problem(problem):
     arrays = Inputs(gradient=True)(problem)
     options = {"causal": problem.causal, **breadth.given(problem)}
     right = reference.attention_backward(arrays[3], *arrays[:3], **options)[:3]
-    gate = breadth.GradientsGate(problem, *arrays)
+    gate = check.gate(problem, "bwd", *arrays, **breadth.given(problem))
     assert gate([x.astype(np.float16) for x in right]) < 2e-3
     for n, name in enumerate(("dq", "dk", "dv")):
         wrong = [x * (1.1 if at == n else 1) for at, x in enumerate(right)]
-        with pytest.raises(timing.WrongResult, match=f"{name}: error"):
+        with pytest.raises(check.WrongResult, match=f"{name}: error"):
             gate(wrong)
 
 
@@ -236,9 +236,8 @@ def test_a_run_of_small_points_on_the_emulator(monkeypatch):
     ]
     assert [row.note for row in rows if row.failed] == []
     assert {row.note for row in rows} == {f"{p.place}; mma" for p in found}
-    for room in (breadth, calls):
-        monkeypatch.setattr(room, "ROUNDING", {"float16": -1.0})
-    monkeypatch.setattr(calls, "DEVIATION_BOUND", -1.0)
+    monkeypatch.setattr(check, "ROUNDING", {"float16": -1.0})
+    monkeypatch.setattr(check, "DEVIATION_BOUND", -1.0)
     wrong = list(shapes.measure(Options(), Bench(machine="some-gpu")))
     assert all(row.failed and "float64" in row.note for row in wrong)
     assert len(wrong) == len(rows)

@@ -303,11 +303,65 @@ def test_the_backward_pass_has_block_sizes_of_its_own(place, monkeypatch):
         assert np.allclose(numpy(v.grad), 1)
 
 
-def test_lse_has_no_gradient(place):
-    q, k, v = (tensor(x, place) for x in inputs_of({})[:3])
-    out, lse = attention(q, k, v, return_lse=True)
-    assert out.requires_grad and not lse.requires_grad
-    assert lse.shape == (2, 4, 20)
+@pytest.mark.parametrize("of_out", [True, False], ids=["O and L", "L alone"])
+@pytest.mark.parametrize("algorithm", ["standard", "fa1", "fa2"])
+def test_gradients_of_a_loss_on_lse_are_those_of_torchs_autograd(
+    place, launches, algorithm, of_out
+):
+    """The kernels take a gradient of L where the loss depends on it, and only there."""
+    options = {"causal": True}
+    q, k, v, dout = inputs_of(options)
+    leaves = [tensor(x, place) for x in (q, k, v)]
+    out, lse = attention(*leaves, algorithm=algorithm, return_lse=True, **options)
+    assert out.requires_grad and lse.requires_grad and lse.shape == (2, 4, 20)
+    dL = np.random.default_rng(4).standard_normal(lse.shape, dtype=np.float32)
+    given = tensor(dout, place, gradient=False), tensor(dL, place, gradient=False)
+    losses, weights = ((out, lse), given) if of_out else ((lse,), given[1:])
+    found = torch.autograd.grad(losses, leaves, weights, retain_graph=True)
+    assert any("dL" in x[-1]._fields for x, *_ in launches if hasattr(x[-1], "_fields"))
+
+    doubles = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (q, k, v)]
+    scores = doubles[0] @ doubles[1].repeat_interleave(2, 1).mT / 8**0.5
+    hidden = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1 + k.shape[2] - q.shape[2])
+    L = scores.masked_fill(hidden, -torch.inf).logsumexp(-1)
+    loss = (L * torch.tensor(dL)).sum()
+    if of_out:
+        loss = loss + (exact(*doubles, **options) * torch.tensor(dout)).sum()
+    dout = dout if of_out else np.zeros_like(dout)
+    bounds = true_gradients(dout, q, k, v, dlse=dL, **options).bounds
+    expected = torch.autograd.grad(loss, doubles, allow_unused=True)
+    for (name, bound), got, right in zip(bounds.items(), found, expected, strict=True):
+        assert_within(name, numpy(got), 0 * numpy(got) if right is None else numpy(right), bound)
+    launches.clear()
+    torch.autograd.grad(out, leaves, given[0])
+    assert not any("dL" in x[-1]._fields for x, *_ in launches if hasattr(x[-1], "_fields"))
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_merged_parts_have_the_gradients_of_the_whole(place, parts):
+    """Through outputs and logsumexps, to q, k and v."""
+    q, k, v, dout = inputs_of({})
+    leaves = [tensor(x, place) for x in (q, k, v)]
+    some = [
+        attention(leaves[0], *(x[:, :, n::parts] for x in leaves[1:]), return_lse=True)
+        for n in range(parts)
+    ]
+    outputs, lses = zip(*some, strict=True)
+    out, lse = fa_numba.torch.merge(outputs, lses)
+    dL = np.random.default_rng(4).standard_normal(lse.shape, dtype=np.float32)
+    weights = tensor(dout, place, gradient=False), tensor(dL, place, gradient=False)
+    exact = fa_numba.reference.attention_backward(dout, q, k, v, dlse=dL)
+    found = torch.autograd.grad((out, lse), leaves, weights, retain_graph=True)
+    for got, right in zip(found, exact, strict=True):
+        assert np.abs(numpy(got) - right).max() < 1e-5 * np.abs(right).max()
+    exact = fa_numba.reference.attention_backward(0 * dout, q, k, v, dlse=dL)
+    for got, right in zip(torch.autograd.grad(lse, leaves, weights[1]), exact, strict=True):
+        assert np.abs(numpy(got) - right).max() <= 1e-5 * np.abs(right).max()
+    with torch.no_grad():
+        again, _ = fa_numba.torch.merge(outputs, lses)
+        assert not again.requires_grad and bool((again == out).all())
+    with pytest.raises(TypeError, match=r"lses\[1\] is an int: allowed is a torch tensor"):
+        fa_numba.torch.merge(outputs, [lses[0], 1])
 
 
 @pytest.mark.parametrize("loss", ["sum", "square"])

@@ -101,7 +101,7 @@ def check_both_passes(gpu, attention, tensors, options, algorithm="fa2", backwar
     wanted = [n for n, x in tensors.items() if x.requires_grad]
     gpu.log.clear()
     out, lse = attention(**tensors, **options, **own, algorithm=algorithm, return_lse=True)
-    assert out.requires_grad and not lse.requires_grad
+    assert out.requires_grad and lse.requires_grad
     forward = steps(out=out, lse=lse)
     out.backward(dout)
     gradients = {f"d{n}": tensors[n].grad for n in wanted}
@@ -120,6 +120,24 @@ def check_both_passes(gpu, attention, tensors, options, algorithm="fa2", backwar
     made = {f"d{n}": x for n, x in zip(names, made, strict=True) if n in wanted}
     assert made.keys() == gradients.keys()
     assert found == steps(out=out, lse=lse, **made) and found
+
+
+@pytest.mark.parametrize("algorithm", ["standard", "fa1", "fa2"])
+def test_a_loss_on_lse_alone_has_a_gradient_of_O_of_zeros(gpu, attention, torch, algorithm):
+    tensors = leaves()
+    out, lse = attention(**tensors, algorithm=algorithm, return_lse=True)
+    dlse = tensor(lse.shape, gradient=False)
+    gpu.log.clear()
+    lse.backward(dlse)
+    gradients = {f"d{n}": tensors[n].grad for n in "qkv"}
+    given = tensors | {"out": out, "lse": lse, "dlse": dlse}
+    found, _ = gpu.steps(given | gradients)
+    gpu.log.clear()
+    first = [tensors[n].detach() for n in "qkv"]
+    dout, beside = torch.zeros_like(out.detach()), {"algorithm": algorithm, "dlse": dlse}
+    made = fa_numba.attention_backward(dout, *first, out.detach(), lse.detach(), **beside)
+    made = dict(zip(gradients, made, strict=True))
+    assert found == gpu.steps(given | made)[0] and found
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -4,6 +4,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from backward_helpers import with_dlse
 from mma_helpers import BFLOAT16, every_dtype, no_bfloat16
 from options_helpers import cumulative
 from test_mma_backward import check_gradients, differentiate, half_gradients, saved_halves
@@ -52,6 +53,13 @@ WAYS = [
     ("fa2", "float16", 1, 1, 1, 77, 200, 64, {"softcap": 2.0}),
     ("fa2", "float16", 1, 1, 1, 177, 140, 128, {"softcap": 1.5, "causal": True}),
 ]
+
+
+@pytest.mark.parametrize("way, d", [("fa2", 64), ("fa2-deterministic", 72)])
+def test_a_gradient_of_lse(way, d):
+    inputs = half_gradients("float16", 2, 2, 1, 90, 70, d)
+    options = with_dlse(inputs, {"causal": True, "q_lens": [80, 90]})
+    check_gradients("emulator", way, *inputs, **UNIT, **options)
 
 
 @pytest.mark.parametrize("way, dtype, B, Hq, Hk, Nq, Nk, d, options", WAYS)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from backward_helpers import with_dlse
 from mma_helpers import BFLOAT16
 from test_mma_backward import check_gradients, half_gradients, saved_halves
 
@@ -27,6 +28,15 @@ CASES = [
 def test_gradients_and_counts(B, Hq, Hk, Nq, Nk, d, options):
     inputs = half_gradients("float16", B, Hq, Hk, Nq, Nk, d)
     check_gradients("emulator", "fa1", *inputs, **UNIT, **options)
+
+
+@pytest.mark.parametrize(
+    "sizes, options",
+    [((1, 3, 1, 200, 130, 64), {"causal": True}), ((1, 1, 1, 130, 150, 72), {"window": (30, 5)})],
+)
+def test_a_gradient_of_lse(sizes, options):
+    inputs = half_gradients("float16", *sizes)
+    check_gradients("emulator", "fa1", *inputs, **UNIT, **with_dlse(inputs, options))
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (30, 5)}])

@@ -17,7 +17,7 @@ from fa_numba.intrinsics.shared import half_tile
 from fa_numba.intrinsics.warpgroup import multiply_f16, wait_products
 
 from ..lab.measure.bandwidth import Speed
-from ..lab.measure.timing import WrongResult
+from ..lab.measure.check import WrongResult
 
 # Of a product: rows of a warpgroup, columns, and summed elements, 16 an instruction.
 ROWS, COLUMNS, SUMMED = 64, 128, 64

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -237,7 +236,4 @@ def _timed(
     if failure:
         yield Row(metric="time", unit="ms", value=None, note=failure, **columns)
         return
-    for row in timing_rows(timing, problem, **columns):
-        # The gradients of a long problem were checked on a shorter one, whose error is another.
-        if row.metric != "error" or not math.isnan(timing.error):
-            yield row
+    yield from timing_rows(timing, problem, **columns)

@@ -17,7 +17,7 @@ from ..lab.record.store import MODEL, Row, Store
 from ..lab.show import report
 from ..lab.show.style import COLOURS
 from . import explore_panels
-from .panels import DIGITS, NOT_HERE, Answer, Axis, Panel, Value
+from .panels import DIGITS, Answer, Axis, Panel
 
 FOLDER = Path(__file__).resolve().parents[1] / "explore_page"
 STATE = ("N", "d", "Br", "Bc", "causal", "window", "unit")
@@ -137,13 +137,12 @@ def panels(orders: Panel) -> list[Panel]:
 def stored(found: Mapping[tuple[Any, ...], Mapping[str, Trace]]) -> Panel:
     """The first panel, of traces by state."""
 
-    def traces(*state: Value) -> Mapping[str, Trace]:
-        if state not in found or len(found[state]) < 2:
-            raise ValueError(NOT_HERE)
-        return found[state]
-
     columns = dict(zip(STATE, zip(*found, strict=True), strict=True))
-    return explore_panels.orders_panel(traces, {k: sorted(set(v)) for k, v in columns.items()})
+    return explore_panels.orders_panel(
+        lambda *state: found[state],
+        {name: sorted(set(values)) for name, values in columns.items()},
+        lambda **state: len(found.get(tuple(state.values()), ())) < 2,
+    )
 
 
 def static(found: Mapping[tuple[Any, ...], Mapping[str, Trace]], note: str) -> str:

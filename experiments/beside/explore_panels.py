@@ -70,7 +70,7 @@ def steps(trace: Trace) -> Answer:
     Where FA-1 fills O, l and m before its first pass, these stores are line 2.
     """
     passes = _passes(trace)
-    fills = trace.moves[: -len(passes.moves)]
+    fills = {*trace.moves} - {*passes.moves}
     known = LINES[trace.algorithm]
     said, clock = [], []
     for event in events(trace):
@@ -86,7 +86,7 @@ def steps(trace: Trace) -> Answer:
         parts = (
             " ".join(moves),
             " ".join(dict.fromkeys(f"{h.array}{h.tile}" for h in held)),
-            f"{visits[-1].i},{visits[-1].j}" if visits else "",
+            f"{visits[0].i},{visits[0].j}" if visits else "",
             ",".join(map(str, sorted(lines))),
             str(event.moves[0].block),
         )
@@ -118,9 +118,10 @@ def order(trace: Trace, plan: fa_numba.Plan, expected: bounds.Expected) -> Answe
 
 
 def _passes(trace: Trace) -> Trace:
-    """Without what FA-1 stores before it loads the first Kj."""
-    first = next(n for n, m in enumerate(trace.moves) if m.array in "QK")
-    return replace(trace, moves=trace.moves[first:])
+    """Without what FA-1 stores before it loads the first Qi."""
+    first = next(n for n, m in enumerate(trace.moves) if m.array == "Q")
+    loads = tuple(m for m in trace.moves[:first] if m.kind == "load")
+    return replace(trace, moves=loads + trace.moves[first:])
 
 
 def orders(
@@ -144,7 +145,11 @@ def orders(
     return found
 
 
-def orders_panel(traces: Callable[..., Mapping[str, Trace]], baked: Mapping[str, Any]) -> Panel:
+def orders_panel(
+    traces: Callable[..., Mapping[str, Trace]],
+    baked: Mapping[str, Any],
+    left_out: Callable[..., bool] | None = None,
+) -> Panel:
     """`traces` gives those of a state, or raises ValueError; `baked` the values that it has."""
     return Panel(
         name="orders",
@@ -155,12 +160,13 @@ def orders_panel(traces: Callable[..., Mapping[str, Trace]], baked: Mapping[str,
         axes={
             "N": Axis("N, rows of Q, K, V", baked["N"], 1, 512),
             "d": Axis("d", baked["d"], 1, 256),
-            "Br": Axis("Br, rows of Q a tile", baked["Br"], 16, 128),
-            "Bc": Axis("Bc, rows of K a tile", baked["Bc"], 16, 128),
+            "Br": Axis("Br, rows of Q a tile", baked["Br"], 16, 256),
+            "Bc": Axis("Bc, rows of K a tile", baked["Bc"], 16, 256),
             "causal": Axis("causal", YES_NO),
             "window": Axis("window, 0: none", baked["window"], 0, 512),
-            "unit": Axis("unit", ("simt", "mma"),
-                         words={"simt": "CUDA cores, fp32", "mma": "tensor cores, fp16"}),
+            "unit": Axis("unit", ("simt", "mma", "wgmma"),
+                         words={"simt": "CUDA cores, fp32", "mma": "tensor cores, fp16",
+                                "wgmma": "Hopper's tensor cores, fp16"}),
         },
         answer=partial(orders, traces),
         columns=ORDERS,
@@ -176,7 +182,9 @@ def orders_panel(traces: Callable[..., Mapping[str, Trace]], baked: Mapping[str,
         ),
         note="One head, traced on the emulator, one thread block after the other; on a GPU the "
         "blocks of a grid run side by side. In 16 bits FA-1's O passes through memory as a float32 "
-        "sum. The clock of both is the bytes moved.",
+        "sum. The clock of both is the bytes moved. On Hopper's tensor cores a row tile has 64, "
+        "128 or 192 rows, and FA-1 loads ahead: two tiles of Q, K and V each are on the chip.",
+        left_out=left_out,
     )  # fmt: skip
 
 
@@ -350,28 +358,39 @@ TILES = Panel(
 
 
 def plans(
-    gpu: str, T: int, heads: int, d: int, dtype: str, passes: str, causal: str, tiles: str
-) -> Answer:
+    gpu: str, T: int, batch: int, heads: int, d: int, dtype: str, passes: str, query_splits: int,
+    causal: str, tiles: str,
+) -> Answer:  # fmt: skip
     """What each algorithm runs, its bytes and what bounds it."""
-    sheet = bounds.DEVICES[gpu]
-    shape = (1, heads, T, d)
     sizes = re.fullmatch(r"(\d{1,4}) ?x ?(\d{1,4})", tiles)
     if sizes is None and tiles != "auto":
         raise ValueError(f"tiles is {tiles!r}: allowed is auto, or Br x Bc such as 64x128")
     chosen = fa_numba.Tiles(int(sizes[1]), int(sizes[2])) if sizes else None
-    found: Answer = {"naive.once": 4 * heads * T * d * OPERAND[dtype]}
+    shape = (batch, heads, T, d)
+    found: Answer = {"naive.once": 4 * math.prod(shape) * OPERAND[dtype]}
     for name, _ in ALGORITHMS:
-        try:
-            with sheet.planning():
-                plan = fa_numba.plan(
-                    shape, shape, algorithm=name, dtype=dtype, passes=passes,
-                    causal=causal == "yes", tiles=chosen,
-                )  # fmt: skip
-        except ValueError as error:
-            found[f"{name}.refused"] = str(error)
-            continue
-        found |= {f"{name}.{key}": value for key, value in _plan(plan, sheet)}
+        splits = query_splits if name == "fa1" else 1
+        one = _planned(gpu, shape, name, dtype, passes, splits, causal == "yes", chosen)
+        found |= {f"{name}.{key}": value for key, value in one.items()}
     return found
+
+
+@lru_cache(64)
+def _planned(
+    gpu: str, shape: tuple[int, ...], algorithm: str, dtype: str, passes: str, query_splits: int,
+    causal: bool, tiles: fa_numba.Tiles | None,
+) -> Answer:  # fmt: skip
+    """An algorithm's plan, or why it has none."""
+    sheet = bounds.DEVICES[gpu]
+    try:
+        with sheet.planning():
+            plan = fa_numba.plan(
+                shape, shape, algorithm=algorithm, dtype=dtype, passes=passes, causal=causal,
+                tiles=tiles, query_splits=query_splits,
+            )  # fmt: skip
+    except ValueError as error:
+        return {"refused": str(error)}
+    return dict(_plan(plan, sheet))
 
 
 def _plan(plan: fa_numba.Plan, gpu: bounds.Device) -> Iterator[tuple[str, Any]]:
@@ -396,16 +415,22 @@ def _plan(plan: fa_numba.Plan, gpu: bounds.Device) -> Iterator[tuple[str, Any]]:
         time = getattr(expected, key)
         yield f"{key}_us", None if time is None else 1e6 * time
     yield "bound", expected.bound
-    count: Any = plan.count
-    for what, change in (
-        ("Br", {"Br": -(-plan.tiles.Br // 2)}),
-        ("Bc", {"Bc": -(-plan.tiles.Bc // 2)}),
-    ):
-        sizes = SimpleNamespace(**{"Br": plan.tiles.Br, "Bc": plan.tiles.Bc, **change})
-        other = count.func(plan.problem, sizes, **count.keywords).bytes
-        yield f"half_{what}", other / plan.accesses.bytes
+    resident = gpu.multiprocessors * blocks.least
+    for what, half in (("Br", (-(-plan.tiles.Br // 2), plan.tiles.Bc)),
+                       ("Bc", (plan.tiles.Br, -(-plan.tiles.Bc // 2)))):  # fmt: skip
+        other = _with_tiles(plan, *half)
+        yield f"half_{what}", other.accesses.bytes / plan.accesses.bytes
+        yield f"dram_half_{what}", bounds.dram(other, gpu, resident).bytes / expected.dram.bytes
     for what in ("unit", "tiles", "kv_splits", "group_splits"):
         yield f"why_{what}", plan.why.get(what)
+
+
+def _with_tiles(plan: fa_numba.Plan, Br: int, Bc: int) -> fa_numba.Plan:
+    """The plan's counts at other block sizes, also those that no kernel has."""
+    sizes: Any = SimpleNamespace(Br=Br, Bc=Bc)
+    count: Any = plan.count
+    counted = partial(count.func, plan.problem, sizes, **count.keywords)
+    return replace(plan, tiles=sizes, count=counted)
 
 
 def _naive(plan: fa_numba.Plan) -> int | None:
@@ -427,18 +452,20 @@ PLAN_AXES = {
         words={name: name for name in bounds.DEVICES},
     ),
     "T": Axis("T, sequence length", (512, 2048, 8192, 32768), 1, 1 << 20, first=8192),
+    "batch": Axis("batch", (1, 8), 1, 4096),
     "heads": Axis("heads", (8, 64), 1, 4096),
     "d": Axis("d, head dimension", (64, 128), 1, 256),
     "dtype": Axis("dtype", ("float16", "float32")),
     "passes": Axis("pass", ("fwd", "bwd"), words={"fwd": "forward", "bwd": "backward"}),
+    "query_splits": Axis("query_splits, blocks a head of FA-1", (1, 4, 16), 1, 1024),
     "causal": Axis("causal", YES_NO),
     "tiles": Axis("tiles Br x Bc", ("auto", "64x64", "128x64", "64x128"), text=True),
 }
 
 
-def _left_out(tiles: str, causal: str, **_: Any) -> bool:
-    """Tiles of the reader's own under a mask: a third of the page's size."""
-    return tiles != "auto" and causal == "yes"
+def _left_out(batch: int, query_splits: int, causal: str, tiles: str, **_: Any) -> bool:
+    """More than one of these: three quarters of the panels' answers."""
+    return (batch != 1) + (query_splits != 1) + (causal != "no") + (tiles != "auto") > 1
 
 
 TRAFFIC = Panel(
@@ -455,8 +482,10 @@ TRAFFIC = Panel(
         ("dram", "bytes of DRAM, by a rule"),
         ("served", "half of L2 holds what is gone over"),
         ("naive", "bytes by the paper's formula"),
-        ("half_Br", "bytes at half Br, times"),
-        ("half_Bc", "bytes at half Bc, times"),
+        ("half_Br", "bytes accessed at half Br, times"),
+        ("dram_half_Br", "bytes of DRAM at half Br, times"),
+        ("half_Bc", "bytes accessed at half Bc, times"),
+        ("dram_half_Bc", "bytes of DRAM at half Bc, times"),
         ("workspace", "memory beside Q, K, V, O, bytes"),
         ("compute_us", "compute takes, µs"),
         ("l2_us", "L2 takes, µs"),

@@ -121,15 +121,18 @@ class Panel:
         sizes = [len(axis.values) for axis in self.axes.values()]
         states = itertools.product(*(axis.values for axis in self.axes.values()))
         answers = [self.on_page(**dict(zip(self.axes, state, strict=True))) for state in states]
-        refusing = sorted({key for a in answers for key in a if key.endswith("refused")})
-        keys = dict.fromkeys(key for answer in answers for key in answer)
+        texts: dict[str, dict[int, str]] = {}
+        for place, answer in enumerate(answers):
+            for key, value in answer.items():
+                texts.setdefault(key, {})[place] = json.dumps(value)
         found = {}
-        for key in keys:
-            default = {key: ""} if key in refusing else {}
-            texts = [json.dumps({**default, **a}[key]) if key in a or default else None
-                     for a in answers]  # fmt: skip
-            pool = {text: n for n, text in enumerate(dict.fromkeys(t for t in texts if t))}
-            codes = np.array([-1 if text is None else pool[text] for text in texts]).reshape(sizes)
+        for key, said in texts.items():
+            if key.endswith("refused"):
+                said = {place: said.get(place, '""') for place in range(len(answers))}
+            pool = {text: n for n, text in enumerate(dict.fromkeys(said.values()))}
+            codes = np.full(len(answers), -1)
+            codes[list(said)] = [pool[text] for text in said.values()]
+            codes = codes.reshape(sizes)
             over: list[int] = []
             for axis in reversed(range(len(sizes))):
                 most = codes.max(axis=axis, keepdims=True)

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..lab.measure.timing import PEER_BOUND, ROUNDING, attempt
+from ..lab.measure.check import PEER_BOUND, ROUNDING
+from ..lab.measure.timing import attempt
 
 # Series: what runs a whole problem on every GPU alone, both orders, and others' ways.
 ONE, KV, Q, ULYSSES = "one-gpu", "ring-kv", "ring-q", "ulysses"

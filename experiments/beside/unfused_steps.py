@@ -10,9 +10,9 @@ import numpy as np
 from fa_numba import device
 from fa_numba.problem import Problem
 
-from ..lab.measure import calls, counters, peers
+from ..lab.measure import calls, check, counters, peers
 from ..lab.measure.series import LABELS, algorithm, plan, row_fields
-from ..lab.measure.timing import REPEATS, Gate, Timing, attempt, time_call
+from ..lab.measure.timing import REPEATS, Timing, attempt, time_call
 from ..lab.measure.workloads import Inputs
 from ..lab.record import published
 from ..lab.record.options import Bench
@@ -45,15 +45,15 @@ def measure(name: str, problem: Problem, inputs: Inputs, bench: Bench) -> Iterat
     arrays = peers.on_device(host, problem.dtype)
     if peers.available():
         yield from _torch(problem, host, arrays, common)
-    gate = calls.OptionsGate(problem, *host, dropout_p=DROPOUT)
+    gate = check.gate(problem, "fwd", *host, dropout_p=DROPOUT)
     for series in FUSED_SERIES:
         if calls.theirs(series) and not peers.available():
             continue
-        check = gate.peer if calls.theirs(series) else gate
+        held = gate.peer if calls.theirs(series) else gate
 
-        def work(series: str = series, check: Any = check) -> Timing:
+        def work(series: str = series, held: Any = held) -> Timing:
             run = calls.make(series, "fwd", problem, arrays, dropout_p=DROPOUT, seed=SEED)
-            return time_call(run, check)
+            return time_call(run, held)
 
         timing, failure = attempt(work)
         yield calls.time_row(timing, failure, FUSED, series=series, **common)
@@ -68,7 +68,7 @@ def _torch(problem: Problem, host: Any, arrays: Any, common: dict[str, Any]) -> 
         # What is timed is checked: the steps together, with nothing dropped.
         out, failure = attempt(run_all, steps)
         if not failure:
-            _, failure = attempt(Gate(problem, *host).peer, out)
+            _, failure = attempt(check.gate(problem, "fwd", *host).peer, out)
         del out
     for step in STEPS:
         timing = None

@@ -465,11 +465,12 @@ const VIEWS = {
         return [one("span", {}, words), one("div", { class: `bar ${kind}` }, one("i", { style: width }), size(value))];
       })])));
     const says = what => algorithms.map(([key, label]) => {
-      const times = now[`${key}.half_${what}`];
+      const times = now[`${key}.${what}`];
       return times === 1 ? `does not move ${label}` : `moves ${label} to ${short(times)} times`;
     }).join(", ");
+    const half = what => `${says(`half_${what}`)}; of DRAM it ${says(`dram_half_${what}`)}`;
     const beyond = algorithms.filter(([key]) => now[`${key}.served`] === "no").map(([, label]) => label);
-    parts.view.append(one("p", {}, `Of the bytes accessed, half of Br ${says("Br")}; half of Bc ${says("Bc")}. `,
+    parts.view.append(one("p", {}, `Of the bytes accessed, half of Br ${half("Br")}. Half of Bc ${half("Bc")}. `,
       `By the rule DRAM's bytes follow the tiles only where L2 does not hold what is gone over: here ${beyond.join(", ") || "nowhere"}. `,
       "Q, K, V and O once: ", one("strong", { "data-key": "naive.once" }, text(now["naive.once"])), " bytes."));
   },

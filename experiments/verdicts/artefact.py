@@ -47,7 +47,7 @@ def _span(find: Callable[[Evidence], Numbers], form: str = ".2f") -> Callable[[E
 
 def _equal(found: Evidence) -> str:
     """How many counted numbers the closed form has."""
-    by = ("series", "head_dim", "seqlen_q", "Br", "Bc", "metric", "place")
+    by = ("series", "pass_", "head_dim", "seqlen_q", "Br", "Bc", "metric", "place")
     equal = number = 0
     for name in COUNTED:
         counted = rows(name, *by, source="counted").find(found)

@@ -74,9 +74,10 @@ def share(of: Any) -> int:
     return int(found[0]) if found else 100
 
 
-def over_memory(series: str) -> Quantity:
+def over_memory(series: str, pass_: str = "fwd") -> Quantity:
     return rows("io_vs_sram", io_vs_sram.memory, series=series, source="model", unit="elements",
-                seqlen_q=io_vs_sram.SEQLEN, causal=False, head_dim=io_vs_sram.HEAD_DIM)  # fmt: skip
+                seqlen_q=io_vs_sram.SEQLEN, causal=False, pass_=pass_,
+                head_dim=io_vs_sram.HEAD_DIM)  # fmt: skip
 
 
 LINE_1 = "fa1-simt-rule"  # K/V outer with the tiles of Algorithm 1's line 1
@@ -88,6 +89,18 @@ EXPONENTS: Pairs = {
                **MODEL).power(), 2.0),
     "M": (over_memory(LINE_1).where(lambda M: M >= io_vs_sram.HEAD_DIM**2).power(), -1.0),
 }  # fmt: skip
+
+
+def blocks_over_flash(pass_: str) -> Pairs:
+    """Square blocks access less than FA-1 for M below d^2, and FA-1 less above."""
+    return {
+        "square blocks / FA-1 at each M": (
+            over_memory(io_vs_sram.BLOCKED, pass_) / over_memory(LINE_1, pass_),
+            lambda M: Bounds(0, 1) if M < io_vs_sram.HEAD_DIM**2 else Bounds(1, float("inf")),
+        )
+    }
+
+
 NO_MASK = (*(f"{share} % of blocks" for share in range(10, 100, 10)), "no mask")
 STEPS = ("Matmul QK^T", "Mask", "Softmax", "Dropout", "Matmul PV")
 UNFUSED = step(unfused_steps.THEIRS, *unfused_steps.STEPS)
@@ -156,12 +169,8 @@ PAIRS: dict[str, Pairs] = {
         )
     },
     "fa1-theorems": EXPONENTS,
-    "saha-ye": {
-        "square blocks / FA-1 at each M": (
-            over_memory(io_vs_sram.BLOCKED) / over_memory(LINE_1),
-            lambda M: Bounds(0, 1) if M < io_vs_sram.HEAD_DIM**2 else Bounds(1, float("inf")),
-        )
-    },
+    "saha-ye": blocks_over_flash("fwd"),
+    "li-liang": blocks_over_flash("bwd"),
 }  # fmt: skip
 
 # --- FA-2 and FA-3 -------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ lies between the two. What is gone over, and what happens where it does not lie 
     fa1       by each block, its rows of Q, of O and its sums, l and m (backward Q, O, dO, dQ, L):
               every access reaches device memory
     fa2       by the blocks of one head, K and V (backward Q, dO, dQ, L, D): those that run at a
-              time go in step, and what they share comes from device memory once for all of them
+              time go in step, and what they share comes from device memory once for all of them;
+              a causal backward pass on Hopper takes a few column tiles of every head at a time
     standard  by each kernel after the last, S and P (backward dP and dS too), all of them: every
               access reaches device memory
 
@@ -67,11 +68,14 @@ def dram(plan: Plan, device: Device, resident: int) -> Dram:
         """Of an array's elements accessed those that reach device memory, the least of them
         ``first`` times all that it has.
         """
+        whole = _elements(plan, name)
         if name in again and not served:
             if plan.algorithm != "fa2":
                 return count
-            first = ceil_div(_grid(plan)[0], resident)
-        return min(count, first * _elements(plan, name))
+            tiles, in_step, _ = _outer_loop(plan, resident)
+            times = ceil_div(tiles, in_step)  # under a mask each time less than the whole
+            return min(count, times * whole, max(whole, count * times // tiles))
+        return min(count, first * whole)
 
     loads = {
         name: reaches(name, count, 0 if name in again and name in made else loaded.get(name, 1))
@@ -104,16 +108,20 @@ def _gone_over(plan: Plan, again: tuple[str, ...], resident: int) -> int:
         rows = min(plan.split_rows, p.seqlen_q)
         blocks = min(resident, heads * ceil_div(p.seqlen_q, plan.split_rows))
         return whole * blocks * rows // (heads * p.seqlen_q)
-    blocks, with_blocks, batch = _grid(plan)
-    at_a_time = min(heads, ceil_div(resident, blocks) * heads // (with_blocks * batch))
-    return whole * at_a_time // heads
+    _, in_step, columns = _outer_loop(plan, resident)
+    return whole * min(heads, max(1, ceil_div(resident, in_step) * heads // columns)) // heads
 
 
-def _grid(plan: Plan) -> tuple[int, int, int]:
-    """Tiles of FlashAttention-2's outer loop: along the sequence, which go first, heads, batch
-    entries. Where blocks do not stay for several it is the grid.
+def _outer_loop(plan: Plan, resident: int) -> tuple[int, int, int]:
+    """Of FlashAttention-2's outer loop: tiles of a head, how many of them run at a time, and how
+    many heads, or shares of one, there are. Of a head's tiles all go before the next head's, but in
+    chunks, of which a chunk of every head does.
     """
-    if plan.passes == "bwd":
-        return plan.kernels[1].grid
-    p = plan.problem
-    return ceil_div(p.seqlen_q, plan.tiles.Br), p.heads_q, p.batch
+    p, chunk = plan.problem, 0
+    if plan.passes == "fwd":
+        tiles, heads = ceil_div(p.seqlen_q, plan.tiles.Br), p.batch * p.heads_q
+    else:
+        tiles, heads = ceil_div(p.seqlen_k, plan.tiles.Bc), p.batch * p.heads_k * plan.group_splits
+        chunk = getattr(plan.decided.spec, "chunk_tiles", 0)
+    in_step = max(chunk, resident // heads) if chunk else tiles
+    return tiles, min(tiles, in_step, resident), heads

@@ -25,6 +25,7 @@ _OF_PASS = {
     "kv_splits": "fwd",
     "deterministic": "bwd",
     "return_dbias": "bwd",
+    "dlse": "bwd",
     "group_splits": "bwd",
 }
 
@@ -60,12 +61,13 @@ class Choices:
     warp_partition: str = "rows"
     deterministic: bool = False
     return_dbias: bool = False
+    dlse: bool = False
     group_splits: int | str = "auto"
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {}
-        for name in ("return_lse", "deterministic", "return_dbias"):
+        for name in ("return_lse", "deterministic", "return_dbias", "dlse"):
             checked[name] = as_flag(name, getattr(self, name))
         _check_name("passes", self.passes, PASSES)
         check_algorithm(self.algorithm)
@@ -141,9 +143,12 @@ class Request:
 
     @functools.cached_property
     def features(self) -> Features:
-        """The options that its kernels are compiled for."""
-        splits = self.choices.kv_splits not in ("auto", 1)
-        return Features.of(self.problem, dbias=self.choices.return_dbias, splits=splits)
+        """The options that its main kernel is compiled for."""
+        choices = self.choices
+        splits = choices.kv_splits not in ("auto", 1)
+        # What else takes D from memory takes it with dL.
+        of_call = {"splits": splits, "dlse": choices.dlse and choices.algorithm == "fa1"}
+        return Features.of(self.problem, dbias=choices.return_dbias, **of_call)
 
     @property
     def lengths(self) -> Features:
@@ -155,10 +160,10 @@ class Request:
 
     @property
     def lengths_of_rows(self) -> Features:
-        """The options of a kernel that takes each row by itself: its lengths, but packed sequences
-        are one long one.
+        """The options of the kernel that makes D, each row by itself: its lengths, but packed
+        sequences are one long one, and the gradient of L.
         """
-        return replace(self.lengths, packed=False)
+        return replace(self.lengths, packed=False, dlse=self.choices.dlse)
 
     @property
     def dtype(self) -> DType:

@@ -121,7 +121,9 @@ class Binding:
         """
         call = Bound(problem, given, unit, self.block_mask, self.block_table)
         values: dict[str, Any] = {}
-        features = Features.of(problem, dbias="dbias" in given, splits="kv_splits" in given)
+        of_call = {"dbias": "dbias", "dlse": "dL", "splits": "kv_splits"}
+        on = {flag: name in given for flag, name in of_call.items()}
+        features = Features.of(problem, **on)
         for name, passed in features.passed.items():
             value = passed.value(call)
             if isinstance(value, np.ndarray) and name in SENT:

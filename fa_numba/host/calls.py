@@ -27,13 +27,13 @@ from fa_numba.problem import Problem
 # The arrays that a pass takes, in their order, as callers and as kernels name them.
 _NAMES = {
     "fwd": {"q": "Q", "k": "K", "v": "V"},
-    "bwd": {"q": "Q", "k": "K", "v": "V", "out": "O", "dout": "dO", "lse": "L"},
+    "bwd": {"q": "Q", "k": "K", "v": "V", "out": "O", "dout": "dO", "lse": "L", "dlse": "dL"},
 }
 
 
 def attend(choices: Choices, arrays: tuple, options: Any, stream: Any, out: Any = None) -> Any:
     """O, or with ``return_lse`` (O, L), of (q, k, v); or the gradients of (q, k, v, out, dout,
-    lse); with the other arguments of the public functions.
+    lse, dlse or None); with the other arguments of the public functions.
     """
     options = _with_numeric_mask(options, stream)
     call = launch_cache.describe_call(choices, arrays, options, out)
@@ -55,8 +55,11 @@ def _with_numeric_mask(options: Any, stream: Any) -> Any:
 def _first_attend(
     choices: Choices, given: tuple, options: Any, stream: Any, out: Any, call: Call | None
 ) -> list:
-    names = _NAMES[choices.passes]
-    dtypes = {"lse": {"allowed": SUMS}}
+    names = dict(_NAMES[choices.passes])
+    if choices.passes == "bwd" and not choices.dlse:
+        del names["dlse"]
+        given = given[:-1]
+    dtypes = {"lse": {"allowed": SUMS}, "dlse": {"allowed": SUMS}}
     inputs = [operand(n, x, **dtypes.get(n, {})) for n, x in zip(names, given, strict=True)]
     arguments = Binding.of(options)
     matrices, rows = inputs[:5], inputs[5:]

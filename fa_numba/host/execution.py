@@ -27,6 +27,8 @@ from fa_numba.problem import Problem
 
 # Arrays of attention that kernels take one by one; all others reach them in ``options``.
 TENSORS = ("Q", "K", "V", "O", "dO", "L", "dQ", "dK", "dV")
+# Those that reach some kernels there, seen as the others are.
+_ROWS = ("L", "dL")
 
 
 def attend(plan: Plan, arguments: Binding, arrays: Mapping[str, Any], stream: Any) -> None:
@@ -41,9 +43,10 @@ def attend(plan: Plan, arguments: Binding, arrays: Mapping[str, Any], stream: An
         "split_rows": plan.split_rows,
     }
     found |= {name: _heads(problem, arrays[name]) for name in TENSORS if name in arrays}
+    rows = {name: _heads(problem, arrays[name]) for name in _ROWS if name in arrays}
 
     def options(workspace: Mapping[str, Any]) -> dict[str, Any]:
-        given = dict(arrays)
+        given = {**arrays, **rows}
         if plan.kv_splits > 1:
             given |= {"kv_splits": plan.kv_splits} | {name: workspace[name] for name in SPLIT_SUMS}
         return arguments.values(problem, given, plan.score_unit)

@@ -153,6 +153,7 @@ def _fa1_backward(request: Request, decided: Decision) -> Plan:
             *(_rounding(request, A, out, 1.0, keys=True) for out, A in sums.items()),
         )
     how: dict[str, Any] = {"dbias": request.choices.return_dbias, "query_splits": splits}
+    how["dlse"] = request.choices.dlse
     count = functools.partial(io_model.fa1_backward, p, tiles, **how)
     return Plan.of(request, decided, launches, workspace, count, split_rows)
 
@@ -172,6 +173,7 @@ def _fa2_backward(request: Request, decided: Decision) -> Plan:
     if chunk:
         over_columns = (chunk * p.heads_k * splits, batch, ceil_div(Tc, chunk))
     how: dict[str, Any] = {"dbias": request.choices.return_dbias, "group_splits": splits}
+    how["dlse"] = request.choices.dlse
     workspace = [Buffer("D", request.row_shape)]
     sums = "dQ" if request.dtype.sums_in_place else "A"
     sum_of_dq: dict[str, Argument] = {} if atomic else {sums: Untouched(request.q_shape)}

@@ -1,17 +1,170 @@
-"""Two parts of one result made one, in the first one's place: checks, plan."""
+"""Parts of one result made one, and two in the first one's place: checks, plans."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fa_numba import device
-from fa_numba.checks import LAYOUTS, as_layout
+from fa_numba.checks import LAYOUTS, PACKED_AXES, as_layout, kind_of
 from fa_numba.host import launch_cache, placement
-from fa_numba.host.arrays import HOST, SUMS, Operand, check_shape, check_written, operand
+from fa_numba.host.arrays import (
+    HOST,
+    SUMS,
+    Operand,
+    check_shape,
+    check_together,
+    check_written,
+    operand,
+)
 from fa_numba.host.calls import launched
 from fa_numba.host.execution import execute, heads_first
-from fa_numba.host.plans import Launch, LaunchPlan
-from fa_numba.kernels.merge_parts import blocks, make_add, make_merge
+from fa_numba.host.plans import Buffer, Launch, LaunchPlan
+from fa_numba.kernels.merge_parts import (
+    blocks,
+    make_add,
+    make_merge,
+    make_merge_backward,
+    row_blocks,
+)
+
+
+def merge_all(outputs: Any, lses: Any, layout: Any, stream: Any) -> tuple[Any, Any]:
+    """(O, L) of all columns, with the arguments of the public function."""
+    return tuple(_whole("merge", {}, outputs, lses, layout, stream))
+
+
+def merge_backward(
+    dout: Any, outputs: Any, lses: Any, out: Any, lse: Any, dlse: Any, layout: Any, stream: Any
+) -> tuple[tuple, tuple]:
+    """The gradients of ``outputs`` and of ``lses``, as the public function has them."""
+    given = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
+    found = _whole("merge_backward", given, outputs, lses, layout, stream)
+    return tuple(found[: len(outputs)]), tuple(found[len(outputs) :])
+
+
+def _whole(
+    name: str, beside: Mapping[str, Any], outputs: Any, lses: Any, layout: Any, stream: Any
+) -> list:
+    """The results of ``name`` over parts, given what is ``beside`` these."""
+    for said, parts in (("outputs", outputs), ("lses", lses)):
+        if not isinstance(parts, (list, tuple)):
+            raise TypeError(f"{said} is {kind_of(parts)}: allowed is a list or tuple of arrays")
+    if len(outputs) < 2 or len(lses) != len(outputs):
+        raise ValueError(
+            f"outputs has {len(outputs)} arrays, lses {len(lses)}: allowed are two or more, and as "
+            "many of either"
+        )
+    arrays = {**beside, **_numbered("outputs", outputs), **_numbered("lses", lses)}
+    choices = (name, layout, len(outputs), "dlse" in beside)
+    call = launch_cache.describe_call(choices, tuple(arrays.values()), {})
+    found = launch_cache.replay(call, None, stream)
+    return (
+        _first_whole(name, arrays, len(outputs), layout, stream, call) if found is None else found
+    )
+
+
+def _numbered(name: str, parts: Sequence[Any]) -> dict[str, Any]:
+    return {f"{name}[{n}]": x for n, x in enumerate(parts)}
+
+
+def _first_whole(
+    name: str, arrays: dict[str, Any], parts: int, layout: Any, stream: Any, call: Any
+) -> list:
+    rows = [n for n in arrays if n.startswith("lse") or n == "dlse"]
+    sums = {n: {"allowed": SUMS} for n in rows}
+    inputs = {n: operand(n, x, **sums.get(n, {})) for n, x in arrays.items()}
+    matrices = [x for n, x in inputs.items() if n not in rows]
+    first = inputs["outputs[0]"]
+    axes = _axes(first, layout)
+    check_together([first, *matrices], [inputs[n] for n in rows])
+    named = {"batch": 1} | dict(zip(axes, first.shape, strict=True))
+    sizes = tuple(named[n] for n in LAYOUTS["bhnd"])
+    of_rows = sizes[1:3] if axes == PACKED_AXES else sizes[:3]
+    for n, x in inputs.items():
+        check_shape(x, of_rows if n in rows else first.shape)
+
+    with placement.placed(first):
+        copied = device.on_gpu() and first.place == HOST
+        aligned = copied or all(x.aligned for x in matrices)
+        make = plan_of_merge if name == "merge" else plan_of_backward
+        plan = make(sizes, (first.shape, of_rows), first.dtype, parts, aligned, "dlse" in inputs)
+        placement.check_grid(plan, "outputs[0]")
+
+        def run(found: dict[str, Any], stream: Any) -> None:
+            execute(plan, {n: _heads_first(x, axes) for n, x in found.items()}, stream)
+
+        return launched(plan, inputs, stream, call, run)
+
+
+def _axes(x: Operand, layout: Any) -> tuple[str, ...]:
+    """What the axes of outputs are; packed sequences have three, and one layout."""
+    axes = LAYOUTS["bhnd" if layout is None else as_layout(layout)]
+    if len(x.shape) == 3 and layout is None:
+        return PACKED_AXES
+    if len(x.shape) != 4:
+        raise ValueError(
+            f"{x.name} has shape {x.shape}: allowed is ({', '.join(axes)}), or without a layout "
+            f"({', '.join(PACKED_AXES)})"
+        )
+    return axes
+
+
+def _heads_first(array: Any, axes: tuple[str, ...]) -> Any:
+    """A launch argument as the kernels take it: (batch, heads, rows, ...)."""
+    if axes == PACKED_AXES:
+        return device.transposed(array, (1, 0, 2) if len(array.shape) == 3 else (0, 1))
+    return heads_first(array) if len(array.shape) == 4 and axes[1] != "heads" else array
+
+
+def plan_of_merge(
+    sizes: tuple[int, ...],
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    dtype: str,
+    parts: int,
+    aligned: bool,
+    _dlse: bool = False,
+) -> LaunchPlan:
+    """The plan for O and L of so many parts of these sizes, (B, H, N, d), in outputs of these
+    ``shapes``: the first two, then the others one by one, with the sum in float32 on the way.
+    """
+    batch, heads, rows, d = sizes
+    grid = (blocks(rows, d, aligned), heads, batch)
+    launches, before = [], {"X": "outputs[0]", "LX": "lses[0]"}
+    for n in range(1, parts):
+        last = n == parts - 1
+        # The threads of a row all read its L: the new one is elsewhere.
+        to = {"O": "out", "L": "lse"} if last else {"O": "A", "L": f"M{n % 2}"}
+        x_dtype, out_dtype = "float32" if n > 1 else dtype, dtype if last else "float32"
+        kernel = make_merge(d, x_dtype, dtype, out_dtype, aligned)
+        bound = before | {"Y": f"outputs[{n}]", "LY": f"lses[{n}]"} | to
+        launches.append(Launch.of(kernel, grid, **bound))
+        before = {"X": "A", "LX": f"M{n % 2}"}
+    made = Buffer("out", shapes[0], dtype), Buffer("lse", shapes[1])
+    workspace = [Buffer("A", sizes)] if parts > 2 else []
+    workspace += [Buffer(f"M{n}", sizes[:3]) for n in (1, 0)[: parts - 2]]
+    return LaunchPlan(launches=tuple(launches), outputs=made, workspace=tuple(workspace))
+
+
+def plan_of_backward(
+    sizes: tuple[int, ...],
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    dtype: str,
+    parts: int,
+    aligned: bool,
+    dlse: bool,
+) -> LaunchPlan:
+    """The plan for the gradients of so many parts, as ``plan_of_merge``: one after the other."""
+    batch, heads, rows, d = sizes
+    kernel = make_merge_backward(d, dtype, dlse, aligned)
+    bound = {"dO": "dout", "O": "out", "L": "lse", "dL": "dlse" if dlse else "lse"}
+    launches, grid = [], (row_blocks(rows, d, aligned), heads, batch)
+    for n in range(parts):
+        own = {"Y": f"outputs[{n}]", "LY": f"lses[{n}]", "dY": f"douts[{n}]", "dLY": f"dlses[{n}]"}
+        launches.append(Launch.of(kernel, grid, **bound, **own))
+    made = [Buffer(f"douts[{n}]", shapes[0], dtype) for n in range(parts)]
+    made += [Buffer(f"dlses[{n}]", shapes[1]) for n in range(parts)]
+    return LaunchPlan(launches=tuple(launches), outputs=tuple(made))
 
 
 def merge(x: Any, x_lse: Any, y: Any, y_lse: Any, lse: Any, layout: str = "bhnd") -> None:
@@ -34,8 +187,9 @@ def plan_of(sizes: tuple[int, ...], dtypes: tuple[str, str], aligned: bool, lse:
     by their logsumexps. ``aligned``: rows of both start at 16-byte addresses.
     """
     batch, heads, rows, d = sizes
-    kernel = (make_merge if lse else make_add)(d, *dtypes, aligned)
-    bound = {"X": "x", "Y": "y"} | ({"LX": "x_lse", "LY": "y_lse", "L": "lse"} if lse else {})
+    kernel = make_merge(d, *dtypes, dtypes[0], aligned) if lse else make_add(d, *dtypes, aligned)
+    bound = {"X": "x", "Y": "y"}
+    bound |= {"LX": "x_lse", "LY": "y_lse", "O": "x", "L": "lse"} if lse else {}
     launch = Launch.of(kernel, (blocks(rows, d, aligned), heads, batch), **bound)
     return LaunchPlan(launches=(launch,), updated=("x", "lse"))
 

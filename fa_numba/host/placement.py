@@ -83,7 +83,7 @@ def check_grid(plan: LaunchPlan, of: str) -> None:
     """Raise ValueError for more blocks than a grid takes, or the emulator, over the rows of the
     array ``of``, and for more threads a head than 32 bits count.
     """
-    (kernel,) = plan.kernels
+    kernel = plan.kernels[0]  # those of one plan have one grid
     pieces = kernel.grid[0] * kernel.threads
     if pieces > 2**32:
         raise ValueError(

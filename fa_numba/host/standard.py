@@ -51,7 +51,8 @@ def backward(request: Request) -> Plan:
     lengths = request.lengths
     masked = replace(spec, features=replace(features, dropout=False, dbias=False))
     plain = replace(spec, features=lengths)
-    summed = replace(lengths, dropout=features.dropout, dbias=features.dbias)
+    on = {"dropout": features.dropout, "dbias": features.dbias, "dlse": request.choices.dlse}
+    summed = replace(lengths, **on)
     limit, most = request.shared_limit, shared.MAX_WARPS
     row = row_elements(p.seqlen_k, limit, dtype, most)
     pair = row_elements(p.seqlen_k, limit, dtype, most, rows=2)
@@ -82,7 +83,7 @@ def backward(request: Request) -> Plan:
         Launch.of(transposed, column_tiles, P="dP", dO="Q", dV="dK"),
     ]
     how = {"row_resident": pair > 0, "forward_resident": row > 0}
-    how["dbias"] = request.choices.return_dbias
+    how |= {"dbias": request.choices.return_dbias, "dlse": request.choices.dlse}
     count = functools.partial(io_model.standard_backward, p, tiles, **how)
     decided = Decision(unit, tiles, spec, why={"tiles": why})
     matrices = [_matrix(name, request) for name in ("P", "dP")]

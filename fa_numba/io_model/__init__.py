@@ -3,7 +3,8 @@
     standard, fa1, fa2, standard_backward ...   loads and stores of this package's kernels, exact
     softmax                                     of the softmax of vectors alone, exact
     tiles_visited                               how many tiles of S they compute
-    theta_standard, theta_flash, saha_ye        the published bounds, every constant set to 1
+    theta_standard, theta_flash, saha_ye        the published bounds, every constant set to 1;
+    li_liang                                    of the backward pass
     standard_paper, fa1_paper, fa1_paper_gb     how the papers themselves count accesses
     ring, ring_messages, ring_break_even        bytes between devices that share a sequence, exact
     flops, workspace                            FLOPs as published, bytes beside inputs and outputs
@@ -58,6 +59,7 @@ from fa_numba.io_model.count_standard import standard, standard_backward
 from fa_numba.io_model.published import (
     fa1_paper,
     fa1_paper_gb,
+    li_liang,
     saha_ye,
     standard_paper,
     theta_flash,
@@ -81,6 +83,7 @@ __all__ = [
     "fa2",
     "fa2_backward",
     "flops",
+    "li_liang",
     "ring",
     "ring_break_even",
     "ring_messages",

@@ -82,6 +82,7 @@ def fa1_backward(
     query_splits: int = 1,
     block_mask: Any = None,
     dbias: bool = False,
+    dlse: bool = False,
 ) -> Accesses:
     """Accesses of FA-1's Algorithm 4: K/V outer, Q inner; dQ through global memory in every pass.
 
@@ -90,7 +91,7 @@ def fa1_backward(
                 dQ: sum_{j>0} r_i d (line 5's zeros need no read)
         stores  dQ: sum r_i d
     and per K/V head K, V loaded, N_k d each, and dK, dV stored, N_k' d each. `dbias` adds
-    sum r_i c_j atomic adds to dbias, each a load and a store.
+    sum r_i c_j atomic adds to dbias, each a load and a store, `dlse` loads dL as L.
 
     With a window, `q_lens` or a block mask that pass is like the others, as in `fa1`: line 5 then
     stores dQ N_q' d, and the sum over "j > 0" is over all j. In 16 bits dQ is kept in a float32
@@ -118,6 +119,7 @@ def fa1_backward(
         "O": visits.rows * d,
         "dO": visits.rows * d,
         "L": visits.rows,
+        "dL": visits.rows if dlse else 0,
         "bias": visits.pairs if problem.bias else 0,
         kept: read * d,
         "K": runs * shared.columns * d,

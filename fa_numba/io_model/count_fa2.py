@@ -80,6 +80,7 @@ def fa2_backward(
     sweep_tiles: BlockSizes | None = None,
     block_mask: Any = None,
     dbias: bool = False,
+    dlse: bool = False,
     group_splits: int = 1,
 ) -> Accesses:
     """Accesses of FA-2's Algorithm 2: D first, then a grid over K/V blocks.
@@ -89,7 +90,8 @@ def fa2_backward(
         the K/V grid  loads Q, dO: sum r_i d each, L, D: sum r_i each, bias: sum r_i c_j
                       dQ: sum r_i d atomic adds, each a load and a store
     and per K/V head K, V loaded, N_k d each, and dK, dV stored, N_k' d each. `dbias` adds
-    sum r_i c_j atomic adds to dbias, each a load and a store.
+    sum r_i c_j atomic adds to dbias, each a load and a store; with `dlse` the row sums load dL and
+    L, N_q each.
 
     In 16 bits dQ is summed in a float32 array `A`, and then rounded:
         loads  A: N_q' d    stores  dQ: N_q' d
@@ -112,9 +114,10 @@ def fa2_backward(
     kept = "dQ" if DTYPES[problem.dtype].sums_in_place else "A"
     adds = {kept: 0 if deterministic else visits.rows * d, "dbias": visits.pairs if dbias else 0}
 
+    of_lse = dict.fromkeys(("dL", "L"), head.rows if dlse else 0)
     row_sums = count(
         problem,
-        {"O": head.rows * d, "dO": head.rows * d},
+        {"O": head.rows * d, "dO": head.rows * d} | of_lse,
         {"D": head.rows, kept: 0 if deterministic else head.all_rows * d},
     )
     over_columns = count(

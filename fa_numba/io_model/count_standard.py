@@ -54,6 +54,7 @@ def standard_backward(
     forward_resident: bool = True,
     block_mask: Any = None,
     dbias: bool = False,
+    dlse: bool = False,
 ) -> Accesses:
     """Accesses of standard attention's gradients (FA-1 Algorithm 3) in seven tiled kernels.
 
@@ -67,8 +68,9 @@ def standard_backward(
         dQ = dS K          loads P N_q N_k, V T_r N_k d                stores O N_q' d
         dK = dS^T Q        as dV, named P, dO, dV
     with dV, and dK, stored per K/V head. Dropout makes dS also store P, N_q N_k, without what is
-    dropped; `dbias` makes it add to dbias, N_q N_k atomic adds, each a load and a store. A softcap
-    takes the scores once more, to multiply dS by its slope: as dP, and S also loaded, N_q N_k.
+    dropped; `dbias` makes it add to dbias, N_q N_k atomic adds, each a load and a store, and
+    `dlse` load dL and L, N_q each. A softcap takes the scores once more, to multiply dS by its
+    slope: as dP, and S also loaded, N_q N_k.
 
     A row of S too long for shared memory (`forward_resident` False) is loaded twice by the softmax;
     rows of P and dP that are too long together (`row_resident` False), twice for dS. No mask skips
@@ -83,6 +85,7 @@ def standard_backward(
     bias = {"bias": matrix if problem.bias else 0}
     product = {"Q": head.rows * d, "K": head.columns_by_row_tile * d}
     dbias_adds = {"dbias": matrix if dbias else 0}
+    of_lse = dict.fromkeys(("dL", "L"), head.rows if dlse else 0)
     kept = {"P": matrix if problem.dropout_p else 0}
 
     scores = count(problem, product | bias, {"S": matrix})
@@ -90,7 +93,7 @@ def standard_backward(
     dP = count(problem, product, {"S": matrix})
     dS = count(
         problem,
-        {"P": reads * matrix, "dP": reads * matrix} | dbias_adds,
+        {"P": reads * matrix, "dP": reads * matrix} | dbias_adds | of_lse,
         {"dS": matrix} | kept | dbias_adds,
     )
     slopes = count(problem, product | {"S": matrix}, {"S": matrix})

@@ -44,6 +44,18 @@ def saha_ye(problem: Problem, M: float) -> float:
     return min(problem.batch * problem.heads_q * (Nq * Nk * d / math.sqrt(M)), flash)
 
 
+def li_liang(problem: Problem, M: float) -> float:
+    """Theta(min((N^2 d^2 + N d^3) / M, (N^2 d + N d^2) / sqrt(M))), backward (Li, Liang, Shi, Song
+    and Zhou, arXiv 2410.09397, main theorem).
+
+    Constant 1, in elements, `M` in elements, times B H, no mask; of N d^2 the longer length's. As
+    `saha_ye` forward the two meet at M = d^2, above which FlashAttention is optimal.
+    """
+    Nq, Nk, d = problem.seqlen_q, problem.seqlen_k, problem.head_dim
+    more = problem.batch * problem.heads_q * max(Nq, Nk) * d * d
+    return saha_ye(problem, M) + more * min(d / M, 1 / math.sqrt(M))
+
+
 def standard_paper(problem: Problem) -> int:
     """Accesses of FA-1's Algorithm 0 with matrices of any size read once, in elements.
 

@@ -9,14 +9,21 @@ with the logsumexp in the place of m and l):
     O = (e^(L_x - m) O_x + e^(L_y - m) O_y) / l
     L = m + log l
 
-in float32. A row that has seen no column has L = -inf and counts for nothing. Gradients are sums
-over sets of columns, or of rows, without a weight: ``make_add``.
+in float32. A row that has seen no column has L = -inf and counts for nothing. Gradients of q, or of
+k and v, are sums over sets of columns, or of rows, without a weight: ``make_add``.
 
-X takes the result in its own place and dtype, either may be of 16 bits or float32. A thread takes
-eight neighbours of a row, or one where rows do not start at 16-byte addresses.
+The result may take the place of O_x; each may be of 16 bits or float32. A thread takes eight
+neighbours of a row, or one where rows do not start at 16-byte addresses.
 
-Accesses, elements per head:  loads 2 N d + 2 N d / w, stores N d + N, of w elements a thread; of
-gradients loads 2 N d, stores N d.
+Gradients of a loss on O and L by a part's O_y and L_y (``make_merge_backward``):
+
+    P = e^(L_y - L)
+    dO_y = P dO
+    dL_y = P (rowsum(dO o (O_y - O)) + dL)
+
+Accesses, elements per head:  loads 2 N d + 2 N d / w, stores N d + N, of w elements a thread;
+adding loads 2 N d, stores N d. Backward, for each part, with t threads a row: loads 3 N d + 2 N t,
+stores N d + N.
 """
 
 from functools import cache
@@ -30,22 +37,23 @@ from fa_numba.integers import ceil_div
 from fa_numba.intrinsics.arithmetic import LN2, LOG2E, NEG_INF, exp2, log2, maximum
 from fa_numba.intrinsics.global_memory import read4, read8, write4, write8
 from fa_numba.parts.mma.chunks import conversions
+from fa_numba.parts.softmax import FULL_WARP
 
 THREADS = 128
 WIDE = 8
 
 
 @cache
-def make_merge(head_dim, x_dtype, y_dtype, aligned):
+def make_merge(head_dim, x_dtype, y_dtype, out_dtype, aligned):
     """The kernel for O and L; launched over (``blocks``, H, B) blocks."""
     width = width_of(head_dim, aligned)
-    pieces, add = head_dim // width, _add_weighted(x_dtype, y_dtype, width)
+    pieces, add = head_dim // width, _add_weighted(x_dtype, y_dtype, out_dtype, width)
 
-    matrices = _matrix(x_dtype), _matrix(y_dtype)
-    arguments = (matrices[0], array_type(3), matrices[1], array_type(3), array_type(3))
+    rows = array_type(3)
+    arguments = (_matrix(x_dtype), rows, _matrix(y_dtype), rows, _matrix(out_dtype), rows)
 
     @cuda.jit(arguments, THREADS, 0)
-    def merge_parts(X, LX, Y, LY, L):
+    def merge_parts(X, LX, Y, LY, O, L):
         b, h = uint32(cuda.blockIdx.z), uint32(cuda.blockIdx.y)
         piece = uint32(cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
         row = uint32(piece // uint32(pieces))
@@ -63,7 +71,7 @@ def make_merge(head_dim, x_dtype, y_dtype, aligned):
             factor = float32(0.0)
             if l != float32(0.0):
                 factor = float32(1.0) / l
-            add(X[b, h], Y[b, h], row, col, factor * f_x, factor * f_y)
+            add(O[b, h], X[b, h], Y[b, h], row, col, factor * f_x, factor * f_y)
             if col == uint32(0):
                 # L = m + log l
                 L[b, h, row] = m + LN2 * log2(l)
@@ -75,7 +83,7 @@ def make_merge(head_dim, x_dtype, y_dtype, aligned):
 def make_add(head_dim, x_dtype, y_dtype, aligned):
     """The kernel for gradients, X += Y; launched over (``blocks``, H, B) blocks."""
     width = width_of(head_dim, aligned)
-    pieces, add = head_dim // width, _add_weighted(x_dtype, y_dtype, width)
+    pieces, add = head_dim // width, _add_weighted(x_dtype, y_dtype, x_dtype, width)
 
     @cuda.jit((_matrix(x_dtype), _matrix(y_dtype)), THREADS, 0)
     def add_parts(X, Y):
@@ -84,9 +92,58 @@ def make_add(head_dim, x_dtype, y_dtype, aligned):
         row = uint32(piece // uint32(pieces))
         col = uint32(uint32(piece % uint32(pieces)) * width)
         if row < uint32(X.shape[2]):
-            add(X[b, h], Y[b, h], row, col, float32(1.0), float32(1.0))
+            add(X[b, h], X[b, h], Y[b, h], row, col, float32(1.0), float32(1.0))
 
     return add_parts
+
+
+@cache
+def make_merge_backward(head_dim, dtype, dlse, aligned):
+    """The kernel for the gradients of one part, with a gradient of L if ``dlse``; launched over
+    (``row_blocks``, H, B) blocks.
+    """
+    width, T = width_of(head_dim, aligned), row_threads(head_dim, aligned)
+    ROWS, weight = THREADS // T, _weight_gradient(dtype, width)
+    matrix, rows = _matrix(dtype), array_type(3)
+    arguments = (matrix, matrix, rows, rows, matrix, rows, matrix, rows)
+
+    @cuda.jit(arguments, THREADS, 0)
+    def merge_backward(dO, O, L, dL, Y, LY, dY, dLY):
+        b, h = uint32(cuda.blockIdx.z), uint32(cuda.blockIdx.y)
+        row = uint32(cuda.blockIdx.x * ROWS + cuda.threadIdx.x // T)
+        lane = uint32(uint32(cuda.threadIdx.x) % uint32(T))
+        P, dot = float32(0.0), float32(0.0)
+        if row < uint32(O.shape[2]):
+            # P = e^(L_y - L), and 0 of a part that has seen no column
+            L_y = LY[b, h, row]
+            if L_y != NEG_INF:
+                P = exp2(LOG2E * (L_y - L[b, h, row]))
+                if dlse and lane == uint32(0):
+                    dot = dL[b, h, row]
+            # dO_y = P dO; rowsum(dO o (O_y - O)) + dL
+            col = uint32(lane * width)
+            while col < uint32(head_dim):
+                dot += weight(dY[b, h], dO[b, h], O[b, h], Y[b, h], row, col, P)
+                col = uint32(col + T * width)
+        step = T // 2
+        while step > 0:
+            dot += cuda.shfl_xor_sync(FULL_WARP, dot, step)
+            step //= 2
+        if lane == uint32(0) and row < uint32(O.shape[2]):
+            dLY[b, h, row] = P * dot
+
+    return merge_backward
+
+
+def row_threads(head_dim, aligned):
+    """Threads that share a row in ``make_merge_backward``, a power of two."""
+    pieces = ceil_div(head_dim, width_of(head_dim, aligned))
+    return min(32, 1 << (pieces - 1).bit_length())
+
+
+def row_blocks(rows, head_dim, aligned):
+    """Thread blocks for so many rows of a head there."""
+    return ceil_div(rows * row_threads(head_dim, aligned), THREADS)
 
 
 def width_of(head_dim, aligned):
@@ -103,20 +160,20 @@ def _matrix(dtype):
     return array_type(4, types.uint16 if DTYPES[dtype].matrix else types.float32)
 
 
-def _add_weighted(x_dtype, y_dtype, width):
-    """``add(X, Y, row, col, f, g)``: X = f X + g Y in ``width`` neighbours."""
+def _add_weighted(x_dtype, y_dtype, out_dtype, width):
+    """``add(O, X, Y, row, col, f, g)``: O = f X + g Y in ``width`` neighbours."""
     if width == 1:
-        read_x, read_y, write = _read_one(x_dtype), _read_one(y_dtype), _write_one(x_dtype)
+        read_x, read_y, write = _read_one(x_dtype), _read_one(y_dtype), _write_one(out_dtype)
 
         @device_function
-        def add_one(X, Y, row, col, f, g):
-            write(X, row, col, f * read_x(X, row, col) + g * read_y(Y, row, col))
+        def add_one(O, X, Y, row, col, f, g):
+            write(O, row, col, f * read_x(X, row, col) + g * read_y(Y, row, col))
 
         return add_one
-    read_x, read_y, write = _read_wide(x_dtype), _read_wide(y_dtype), _write_wide(x_dtype)
+    read_x, read_y, write = _read_wide(x_dtype), _read_wide(y_dtype), _write_wide(out_dtype)
 
     @device_function
-    def add_wide(X, Y, row, col, f, g):
+    def add_wide(O, X, Y, row, col, f, g):
         x, y = read_x(X, row, col), read_y(Y, row, col)
         sums = (
             f * x[0] + g * y[0],
@@ -128,9 +185,41 @@ def _add_weighted(x_dtype, y_dtype, width):
             f * x[6] + g * y[6],
             f * x[7] + g * y[7],
         )
-        write(X, row, col, sums)
+        write(O, row, col, sums)
 
     return add_wide
+
+
+def _weight_gradient(dtype, width):
+    """``weight(dY, dO, O, Y, row, col, P)``: dY = P dO in ``width`` neighbours; gives the sum of
+    dO o (Y - O) over them.
+    """
+    if width == 1:
+        read, write = _read_one(dtype), _write_one(dtype)
+
+        @device_function
+        def weight_one(dY, dO, O, Y, row, col, P):
+            g = read(dO, row, col)
+            write(dY, row, col, P * g)
+            return g * (read(Y, row, col) - read(O, row, col))
+
+        return weight_one
+    read, write = _read_wide(dtype), _write_wide(dtype)
+
+    @device_function
+    def weight_wide(dY, dO, O, Y, row, col, P):
+        g, o, y = read(dO, row, col), read(O, row, col), read(Y, row, col)
+        write(
+            dY, row, col,
+            (P * g[0], P * g[1], P * g[2], P * g[3], P * g[4], P * g[5], P * g[6], P * g[7]),
+        )  # fmt: skip
+        low = g[0] * (y[0] - o[0]) + g[1] * (y[1] - o[1])
+        low += g[2] * (y[2] - o[2]) + g[3] * (y[3] - o[3])
+        high = g[4] * (y[4] - o[4]) + g[5] * (y[5] - o[5])
+        high += g[6] * (y[6] - o[6]) + g[7] * (y[7] - o[7])
+        return low + high
+
+    return weight_wide
 
 
 @cache

@@ -1,7 +1,9 @@
 """From dP to dS, element by element: softmax, cap on the scores, bias; dK and dV in registers."""
 
 from fa_numba.device import float32, uint32
+from fa_numba.intrinsics.arithmetic import NEG_INF
 from fa_numba.intrinsics.reduction import add_global
+from fa_numba.parts.grid import make_query_rows
 from fa_numba.parts.layout import make_column, make_row
 from fa_numba.parts.namespace import part
 
@@ -41,6 +43,38 @@ def make_of_scores(spec):
                 rdP[e] *= rG[e]
 
     return of_scores
+
+
+@part
+def make_less_dlse(spec):
+    """``less_dlse(D, l, head, row)``: with a gradient dL of the row's logsumexp l, D - dL in the
+    place of D, since dS = P o (dP - D + dL); of a row that sees no column D.
+    """
+    dlse, query_rows = spec.features.dlse, make_query_rows(spec)
+
+    def less_dlse(D, l, head, row):
+        less = D
+        if dlse:
+            dL = query_rows(head.options.dL, head)[row]
+            if l != NEG_INF:
+                less = D - dL
+        return less
+
+    return less_dlse
+
+
+@part
+def make_row_less_dlse(spec):
+    """``row_less_dlse(D, head, row)``: the same, which reads the row's logsumexp."""
+    dlse, query_rows, less_dlse = spec.features.dlse, make_query_rows(spec), make_less_dlse(spec)
+
+    def row_less_dlse(D, head, row):
+        less = D
+        if dlse:
+            less = less_dlse(D, query_rows(head.options.L, head)[row], head, row)
+        return less
+
+    return row_less_dlse
 
 
 @part

@@ -4,7 +4,8 @@ workloads   problem sizes of the papers, and inputs for them
 series      our algorithms under the names that the data store has for them
 calls, peers    calls of ours and of torch's alike, with options, and their checks; torch's kernels
 variants    several calls compared at one problem, with hardware counters
-timing, speeds, bandwidth   times, and the check against float64 before them
+check                       the comparison with float64 before anything is timed
+timing, speeds, bandwidth   times
 counters, counter_target    Nsight Compute
 counts      accesses counted on the emulator
 scaling     how they grow

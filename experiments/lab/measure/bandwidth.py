@@ -21,7 +21,8 @@ from fa_numba.intrinsics.shared import load4, shared_tile
 
 from ..record.store import Row
 from . import peers
-from .timing import REPEATS, WrongResult, attempt
+from .check import WrongResult
+from .timing import REPEATS, attempt
 
 CHUNK = 16  # bytes of an access
 UNROLL = 4  # accesses that a thread has on their way at a time

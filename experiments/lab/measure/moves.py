@@ -8,6 +8,7 @@ the next tile takes its place.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -103,10 +104,16 @@ class Trace:
     Br: int
     Bc: int
     moves: tuple[Move, ...]
+    window: int = 0
 
     @property
     def algorithm(self) -> str:
         return self.series.split("-")[0]
+
+    @property
+    def slots(self) -> int:
+        """How many tiles of Q, K and V each are in shared memory: of two one is loaded ahead."""
+        return 2 if self.series == "fa1-wgmma" else 1
 
     @property
     def problem(self) -> tuple[int, int, bool, int, int]:
@@ -155,7 +162,7 @@ class Trace:
     def held(self) -> list[Held]:
         """When which tile is on the chip.
 
-        A tile of Q, K or V sits in shared memory until the next one is loaded over it, or the block
+        A tile of Q, K or V sits in shared memory until another is loaded over it, or the block
         ends. O, l and m sit in registers from their load to their store. A row tile that was not
         loaded starts there as soon as its Q is there and the row tile before it is stored.
         """
@@ -163,19 +170,22 @@ class Trace:
 
     def _held_by(self, moves: Sequence[Move]) -> Iterator[Held]:
         end = moves[-1].stop
-        shared: dict[str, Move] = {}
+        shared: dict[tuple[str, int], Move] = {}
+        brought = Counter[str]()
         there: dict[int, int] = {}  # row tile: since when its Q is
         loaded: dict[tuple[str, int], int] = {}
         tile, started, stored = -1, 0, moves[0].start  # the row tile in registers
         for move in moves:
             key = move.array, self.tile(move)
             if move.array not in IN_REGISTERS:
-                before = shared.get(move.array)
+                slot = move.array, brought[move.array] % self.slots
+                brought[move.array] += 1
+                before = shared.get(slot)
                 if before is not None:
                     yield Held(
                         before.array, self.tile(before), move.block, before.start, move.start
                     )
-                shared[move.array] = move
+                shared[slot] = move
                 if move.array == "Q":
                     there[key[1]] = move.stop
             elif move.kind == "load":
@@ -200,12 +210,16 @@ class Trace:
     def _visited_by(self, moves: Sequence[Move]) -> Iterator[Visit]:
         if self.algorithm == "fa1":
             taken = {(h.tile, h.stop): h.start for h in self._held_by(moves) if h.array == "O"}
-            j = 0
+            j, stored = 0, Counter[int]()
             for move in moves:
                 if move.array == "K":
                     j = self.tile(move)
                 elif (move.array, move.kind) == ("O", "store"):
                     i = self.tile(move)
+                    if self.slots > 1:  # of the columns that row tile i sees the next
+                        seen = max(0, i * self.Br - self.window) if self.window else 0
+                        j = seen // self.Bc + stored[move.first]
+                        stored[move.first] += 1
                     yield Visit(i, j, taken[i, move.stop], move.stop)
             return
         i = next((self.tile(move) for move in moves if move.array in ROW_TILES), 0)

@@ -18,7 +18,7 @@ from ..record.store import EMULATOR, MODEL, Row
 from ..show import tables
 from . import counters, counts, precompile
 from .series import LABELS as SERIES_LABELS
-from .series import algorithm, call, plan, row_fields
+from .series import algorithm, backward, call, plan, row_fields
 from .timing import attempt
 from .workloads import Inputs
 
@@ -29,10 +29,12 @@ PLANNED = ("standard-simt", "fa1-simt", "fa2-simt")
 RULED = tuple(name + RULE for name in PLANNED[1:])
 LABELS = {name: f"{SERIES_LABELS[name]}, planner's tiles" for name in PLANNED}
 LABELS |= {name: f"{SERIES_LABELS[name.removesuffix(RULE)]}, line 1's tiles" for name in RULED}
-FORMS: dict[str, Callable[..., Any]] = {
-    "standard": io_model.standard,
-    "fa1": io_model.fa1,
-    "fa2": io_model.fa2,
+FORMS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("standard", "fwd"): io_model.standard,
+    ("fa1", "fwd"): io_model.fa1,
+    ("fa2", "fwd"): io_model.fa2,
+    ("fa1", "bwd"): io_model.fa1_backward,
+    ("fa2", "bwd"): io_model.fa2_backward,
 }
 # What a kernel's tiles are multiples of: Br and Bc.
 STEPS = (4, 8)
@@ -43,13 +45,16 @@ FEWEST = 3
 
 @dataclass(frozen=True)
 class Setting:
-    """A call of a series at these block sizes; `note` says what no column of a row does."""
+    """A call of a series at these block sizes, forward ("fwd") or the backward pass alone ("bwd");
+    `note` says what no column of a row does.
+    """
 
     series: str
     problem: Problem
     Br: int
     Bc: int
     note: str = ""
+    pass_: str = "fwd"
 
     @property
     def tiles(self) -> fa_numba.Tiles:
@@ -58,19 +63,19 @@ class Setting:
     @property
     def fields(self) -> dict[str, Any]:
         columns = {"series": self.series, "Br": self.Br, "Bc": self.Bc, "note": self.note}
-        return columns | row_fields(self.problem)
+        return columns | {"pass_": self.pass_} | row_fields(self.problem)
 
 
-def ruled(series: str, problem: Problem, M: int, note: str = "") -> Setting:
-    """Block sizes by line 1 of FlashAttention's Algorithm 1 for M floats on chip.
+def ruled(series: str, problem: Problem, M: int, note: str = "", pass_: str = "fwd") -> Setting:
+    """Block sizes by line 1 of FlashAttention's Algorithms 1 and 4 for M floats on chip.
 
     Bc = ceil(M / 4d) and Br = min(Bc, d). The Q-outer order takes the two exchanged: what it keeps
-    on chip through the inner loop are rows of Q.
+    on chip through the inner loop are rows of Q. Backward both orders keep rows of K and V.
     """
     rows, columns = paper_rule(M, problem.head_dim)
-    if algorithm(series) == "fa2":
+    if algorithm(series) == "fa2" and pass_ == "fwd":
         rows, columns = columns, rows
-    return Setting(series, problem, rows, columns, note)
+    return Setting(series, problem, rows, columns, note, pass_)
 
 
 def for_memory(series: str, problem: Problem, M: int, note: str = "") -> Setting:
@@ -85,7 +90,9 @@ def made(setting: Setting) -> fa_numba.Plan | None:
     if setting.Br % STEPS[0] or setting.Bc % STEPS[1]:
         return None
     with device.using("emulator"):
-        found, _ = attempt(plan, setting.series, setting.problem, tiles=setting.tiles)
+        found, _ = attempt(
+            plan, setting.series, setting.problem, tiles=setting.tiles, passes=setting.pass_
+        )
     return found
 
 
@@ -97,15 +104,20 @@ def runs(setting: Setting) -> bool:
 def model(experiment: str, setting: Setting) -> Iterator[Row]:
     """Loads and stores in closed form, of any block sizes."""
     tiles = SimpleNamespace(Br=setting.Br, Bc=setting.Bc)
-    accesses = FORMS[algorithm(setting.series)](setting.problem, tiles)
+    accesses = FORMS[algorithm(setting.series), setting.pass_](setting.problem, tiles)
     common = {"machine": MODEL, "source": "model", "experiment": experiment}
     yield from counts.totals(accesses, **common, **setting.fields)
 
 
 def count(experiment: str, setting: Setting, inputs: Inputs) -> Iterator[Row]:
-    """The same counted on the emulator."""
+    """The same counted on the emulator; backward, `inputs` have a gradient."""
+    q, k, v, *dout = inputs(setting.problem)
+    if setting.pass_ == "fwd":
+        once = call(setting.series, setting.problem, q, k, v, tiles=setting.tiles)
+    else:
+        once = backward(setting.series, setting.problem, q, k, v, *dout, tiles=setting.tiles)
     with fa_numba.count_accesses() as counted:
-        call(setting.series, setting.problem, *inputs(setting.problem), tiles=setting.tiles)()
+        once()
     common = {"machine": EMULATOR, "source": "counted", "experiment": experiment}
     yield from counts.totals(counted, **common, **setting.fields)
 

@@ -6,7 +6,7 @@ and makes its table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +15,7 @@ from fa_numba.problem import Problem
 
 from ..record.options import Bench, Options
 from ..record.store import Row
-from . import bandwidth, peers, precompile
-from .calls import workspace_bytes
+from . import bandwidth, calls, peers, precompile
 from .series import (
     DETERMINISTIC,
     HOPPER_FA1,
@@ -24,13 +23,11 @@ from .series import (
     MMA_SPLITS,
     SPLITS,
     backward_options,
-    call,
-    gradients,
     plan,
     query_splits,
     row_fields,
 )
-from .timing import CHECKED_SEQLEN, SECONDS, Gate, GradientGate, attempt, time_call, timing_rows
+from .timing import CHECKED_SEQLEN, SECONDS, attempt, time_call, timing_rows
 from .workloads import HEAD_DIMS, SEQLENS, Inputs, fa2_setting
 
 PASSES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward + backward"}
@@ -103,9 +100,10 @@ def measure(study: Study, options: Options, bench: Bench) -> Iterator[Row]:
     precompile.compile_ahead(_planned(study, cases, bench.describe["multiprocessors"]), bench)
     if peers.available():
         yield from bandwidth.matmul_peak(study.name, study.dtype, bench.machine)
-    checks = Checks(study)
+    inputs = Inputs(gradient=study.passes != ("fwd",))
+    checks = calls.Checks(inputs, calls.shortened(CHECKED_SEQLEN))
     for problem in bench.each(cases, "timing"):
-        arrays = peers.on_device(checks.inputs(problem), study.dtype)
+        arrays = peers.on_device(inputs(problem), study.dtype)
         for pass_ in study.passes:
             measured: dict[str, list[Row]] = {}
             for series in study.at(problem, pass_):
@@ -152,67 +150,13 @@ def _copies(series: str, unsplit: str, rows: Sequence[Row]) -> Iterator[Row]:
         yield replace(row, series=series, note=row.note or f"one split: the run of {unsplit}")
 
 
-def _call(
-    study: Study, series: str, pass_: str, problem: Problem, arrays: Sequence[Any], **own: Any
-) -> Callable[..., Any]:
-    theirs = series in study.theirs
-    if pass_ == "fwd":
-        make = peers.call if theirs else call
-        return make(series, problem, *arrays[:3], **own)
-    return (peers.gradients if theirs else gradients)(series, problem, pass_, *arrays, **own)
-
-
-class Checks:
-    """Checks each series and pass, on the problem itself or on a shorter one in its place.
-
-    Float64 gradients of long problems take minutes; such a problem is let through when the same
-    call gave the right gradients at CHECKED_SEQLEN, which is tried once.
-    """
-
-    def __init__(self, study: Study) -> None:
-        self.inputs = Inputs(gradient=study.passes != ("fwd",))
-        self._study = study
-        self._gates: dict[tuple[bool, Problem], Gate | GradientGate] = {}
-        self._passed: set[tuple[str, str, Problem]] = set()
-
-    def __call__(
-        self, series: str, pass_: str, problem: Problem, **own: Any
-    ) -> Callable[[Any], float]:
-        """The check of a result. Raises WrongResult at once where a shorter problem's is wrong."""
-        if pass_ == "fwd" or problem.seqlen_q <= CHECKED_SEQLEN:
-            return self._gate(series, pass_, problem)
-        shorter = fa2_setting(CHECKED_SEQLEN, problem.head_dim, problem.causal, problem.dtype)
-        if (series, pass_, shorter) not in self._passed:
-            gate = self._gate(series, pass_, shorter)
-            arrays = peers.on_device(self.inputs(shorter), shorter.dtype)
-            gate(_call(self._study, series, pass_, shorter, arrays, **own)())
-        return lambda result: float("nan")
-
-    def _gate(self, series: str, pass_: str, problem: Problem) -> Callable[[Any], float]:
-        forward = pass_ == "fwd"
-        if (forward, problem) not in self._gates:
-            arrays = self.inputs(problem)
-            self._gates[forward, problem] = (
-                Gate(problem, *arrays[:3]) if forward else GradientGate(problem, *arrays)
-            )
-        gate = self._gates[forward, problem]
-        check = gate.peer if series in self._study.theirs else gate
-
-        def checked(result: Any) -> float:
-            error = check(result)
-            self._passed.add((series, pass_, problem))
-            return error
-
-        return checked
-
-
 def _rows(
     study: Study,
     series: str,
     pass_: str,
     problem: Problem,
     arrays: Sequence[Any],
-    checks: Checks,
+    checks: calls.Checks,
     machine: str,
     own: dict[str, int],
 ) -> Iterator[Row]:
@@ -224,11 +168,11 @@ def _rows(
             chosen = plan(series, problem, **own, **more).tiles
             tiles.update(Br=chosen.Br, Bc=chosen.Bc)
         check = checks(series, pass_, problem, **own)
-        run = _call(study, series, pass_, problem, arrays, **own)
+        run = calls.make(series, pass_, problem, arrays, **own)
         timing = time_call(run, check, seconds=SECONDS)
         if pass_ != "fwd":
             return timing, None
-        return timing, (peers.peak_bytes if series in study.theirs else workspace_bytes)(run)
+        return timing, (peers.peak_bytes if series in study.theirs else calls.workspace_bytes)(run)
 
     result, failure = attempt(work)
     common = {
@@ -245,9 +189,6 @@ def _rows(
         yield Row(metric="speed", unit="TFLOP/s", value=None, **common)
         return
     timing, peak = result
-    for row in timing_rows(timing, problem, **common):
-        # Beyond CHECKED_SEQLEN the error found of gradients is another problem's.
-        if row.metric != "error" or pass_ == "fwd" or problem.seqlen_q <= CHECKED_SEQLEN:
-            yield row
+    yield from timing_rows(timing, problem, **common)
     if peak is not None:
         yield Row(metric="memory", unit="MiB", value=peak / 2**20, **common)

@@ -30,10 +30,10 @@ from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS
 
 from ..record.options import Bench
 from ..record.store import Row, write_if_changed
-from . import peers
+from . import check, peers
 from .precompile import Call, compile_ahead
 from .series import HOPPER, algorithm, plan, row_fields, unit
-from .timing import Gate, GradientGate, Timing, attempt, time_call, timing_rows
+from .timing import Timing, attempt, time_call, timing_rows
 from .workloads import Inputs, fa2_setting, one_head
 
 NAME = "tune"
@@ -193,9 +193,8 @@ def _small(problem: Problem) -> tuple[tuple[np.ndarray, ...], np.ndarray, np.nda
 
 
 @lru_cache(maxsize=4)
-def _gate(problem: Problem, pass_: str) -> Gate | GradientGate:
-    host = _inputs()(problem)
-    return Gate(problem, *host[:3]) if pass_ == "fwd" else GradientGate(problem, *host)
+def _gate(problem: Problem, pass_: str) -> check.Gate:
+    return check.gate(problem, pass_, *_inputs()(problem))
 
 
 @lru_cache(maxsize=1)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import itemgetter
 from typing import Any
-
-import numpy as np
 
 from fa_numba import device
 from fa_numba.problem import Problem
 
 from ..record.options import Bench
 from ..record.store import Row
-from . import counters, peers, precompile
+from . import calls, counters, peers, precompile
 from .series import algorithm, backward, call, plan, row_fields, row_tiles, unit
-from .timing import CHECKED_SEQLEN, Gate, GradientGate, attempt, time_call, timing_rows
+from .timing import CHECKED_SEQLEN, attempt, time_call, timing_rows
 from .workloads import Inputs
 
 
@@ -70,57 +69,27 @@ def measure(
     its original. `seconds` limits the timing of a call as in `time_call`. Problems for which
     `counted` is False get no hardware counters, only the model's bytes.
     """
-    calls = [
+    planned = [
         precompile.Call(s.series, problem, s.planned)
         for problem, variants in work
         for s in variants
     ]
     backwards = any(s.passes == "bwd" for _, variants in work for s in variants)
-    precompile.compile_ahead(calls, bench)
+    precompile.compile_ahead(planned, bench)
     inputs = Inputs(gradient=backwards)
+    checks = calls.Checks(inputs, calls.shortened(CHECKED_SEQLEN))
     for problem, variants in bench.each(work, "timing"):
-        host = inputs(problem)
-        gates = _Gates(problem, host, inputs)
-        arrays = peers.on_device(host, problem.dtype)
+        arrays = peers.on_device(inputs(problem), problem.dtype)
         timed: dict[str, list[Row]] = {}
         for variant in variants:
             if variant.same_as is None:
-                rows = _timed(experiment, variant, problem, arrays, gates, bench.machine, seconds)
+                rows = _timed(experiment, variant, problem, arrays, checks, bench.machine, seconds)
                 timed[variant.series] = list(rows)
                 device.release_memory()
             else:
                 timed[variant.series] = copies(variant, timed[variant.same_as])
             yield from timed[variant.series]
     yield from _profiled(experiment, work, bench, profiled, counted)
-
-
-class _Gates:
-    """The checks of one problem's results, each made when it is first asked for."""
-
-    def __init__(self, problem: Problem, host: Sequence[np.ndarray], inputs: Inputs) -> None:
-        self._problem, self._host, self._inputs = problem, host, inputs
-        self._made: dict[str, Any] = {}
-
-    def __call__(self, variant: Variant) -> Callable[[Any], float]:
-        """The check of the variant's result; of gradients beyond CHECKED_SEQLEN at that length.
-
-        Raises WrongResult at once where the shorter problem's are wrong.
-        """
-        problem, shorter = self._problem, self._problem
-        if variant.passes == "fwd":
-            if "fwd" not in self._made:
-                self._made["fwd"] = Gate(problem, *self._host[:3])
-            return self._made["fwd"]
-        if problem.seqlen_q > CHECKED_SEQLEN:
-            shorter = replace(problem, batch=1, seqlen_q=CHECKED_SEQLEN, seqlen_k=CHECKED_SEQLEN)
-        arrays = self._inputs(shorter)
-        if "bwd" not in self._made:
-            self._made["bwd"] = GradientGate(shorter, *arrays)
-        if shorter is problem:
-            return self._made["bwd"]
-        on_device = peers.on_device(arrays, shorter.dtype)
-        self._made["bwd"](_run(variant, shorter, on_device)())
-        return lambda result: float("nan")
 
 
 def _run(variant: Variant, problem: Problem, arrays: Sequence[Any]) -> Callable[..., Any]:
@@ -153,7 +122,7 @@ def _timed(
     variant: Variant,
     problem: Problem,
     arrays: tuple,
-    gates: _Gates,
+    checks: calls.Checks,
     machine: str | None,
     seconds: float | None,
 ) -> Iterator[Row]:
@@ -162,18 +131,17 @@ def _timed(
     if not failure:
 
         def work() -> Any:
-            gate = gates(variant)
-            return time_call(_run(variant, problem, arrays), gate, seconds=seconds)
+            run = partial(_run, variant)
+            name = " ".join(map(str, (variant.series, *variant.options.items())))
+            check = checks(name, variant.passes, problem, run)
+            return time_call(run(problem, arrays), check, seconds=seconds)
 
         timing, failure = attempt(work)
     common |= {"source": "measured", "note": failure or variant.note}
     if timing is None:
         yield Row(metric="time", unit="ms", value=None, **common)
     else:
-        for row in timing_rows(timing, problem, **common):
-            # Beyond CHECKED_SEQLEN the error found of gradients is another problem's.
-            if row.value == row.value:
-                yield row
+        yield from timing_rows(timing, problem, **common)
 
 
 def _profiled(

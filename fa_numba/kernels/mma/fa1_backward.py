@@ -90,7 +90,7 @@ def make_backward(spec):
                             row_tiles.load_with_o(stage, Qh, dOh, Oh, Lh, i_next, i_stop)
                         commit_async()
                     # Alg. 4 line 19: Di = rowsum(dOi o Oi), in every pass
-                    gradients.row_dots(sD, sdO, sO)
+                    gradients.row_dots(sD, sL, sdO, sO, tile)
                     # FA-1 lines 11, 12, FA-2 line 10: Sij = scale Qi KjT
                     transposed.scores(rS, rK, sK, sQ, warp.column, warp.row)
                     scores.cap_slopes(rG, rS, scale_log2, options)

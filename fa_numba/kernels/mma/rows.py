@@ -16,12 +16,11 @@ WARPS = 4
 
 @cache
 def make_row_sums(head_dim, dtype, aligned, clear, features):
-    """Alg. 2 line 4: D = rowsum(dO o O); line 3 if ``clear``: A = 0. Over (Nq / 4, Hq, B) blocks.
-
-    A warp takes a row.
+    """Alg. 2 line 4: D = rowsum(dO o O), less dL; line 3 if ``clear``: A = 0. Over (Nq / 4, Hq, B)
+    blocks; a warp takes a row.
     """
     facts = RowFacts(features, head_dim, dtype, aligned)
-    grid, pairs = bind(facts, mma.grid, mma.pairs)
+    grid, pairs, gradients = bind(facts, mma.grid, mma.pairs, mma.gradients)
 
     halves = half_type(4)
     arguments = (halves, halves, array_type(3), array_type(4), features.argument_type)
@@ -51,7 +50,7 @@ def make_row_sums(head_dim, dtype, aligned, clear, features):
             dot += cuda.shfl_xor_sync(FULL_WARP, dot, step)
             step //= 2
         if lane == uint32(0) and row < head.Nq:
-            Dh[row] = dot
+            Dh[row] = gradients.row_less_dlse(dot, head, row)
 
     return row_sums
 

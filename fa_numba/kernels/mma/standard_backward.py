@@ -92,7 +92,7 @@ def make_standard_transposed_output(spec):
 
 @cache
 def make_standard_score_gradients(row_halves, warps, features, dtype):
-    """dS = scale P o (dP - rowsum(P o dP)), in place of dP; over (Nq, Hq, B) blocks.
+    """dS = scale P o (dP - rowsum(P o dP) + dL), in place of dP; over (Nq, Hq, B) blocks.
 
     With dropout P is left without what is dropped, for dV. dS / scale is added to dbias.
 
@@ -103,9 +103,10 @@ def make_standard_score_gradients(row_halves, warps, features, dtype):
     NR = max(row_halves, 8)
     WARPS, threads = warps, 32 * warps
     AT_DP, AT_D = NR, NR
-    shortened, dropout, dbias = features.lengths, features.dropout, features.dbias
+    shortened, dropout = features.lengths, features.dropout
+    dbias, dlse = features.dbias, features.dlse
     facts = RowFacts(features, dtype=dtype)
-    grid, softmax = bind(facts, mma.grid, mma.softmax)
+    grid, softmax, gradients = bind(facts, mma.grid, mma.softmax, mma.gradients)
     load_row = make_load_row(threads, resident)
     read_chunk = make_read_chunk(dtype, resident)
     write_chunk = make_write_chunk(dtype)
@@ -146,6 +147,8 @@ def make_standard_score_gradients(row_halves, warps, features, dtype):
         while lane > 0:
             dot += cuda.shfl_xor_sync(FULL_WARP, dot, lane)
             lane //= 2
+        if dlse and thread == uint32(0) and row < head.Nq:
+            dot = gradients.row_less_dlse(dot, head, row)
         if thread % uint32(32) == uint32(0):
             sD[thread // uint32(32)] = dot
         cuda.syncthreads()

@@ -75,7 +75,7 @@ def make_backward(spec):
                     tile = Tile(i0, j0, head, thread)
                     # Alg. 4 lines 10, 19: li and mi as Li; Di = rowsum(dOi o Oi), in every pass
                     values.read(rL, Lh, i0, head.Nq, thread)
-                    gradients.row_dots(rD, sdO, Oh, i0, head.Nq, thread)
+                    gradients.row_dots(rD, rL, sdO, Oh, tile)
                     # FA-1 lines 11, 12, FA-2 line 10: Sij = scale Qi KjT
                     products.scores(rS, sQ, sK, thread)
                     scores.cap_slopes(rG, rS, scale_log2, options)

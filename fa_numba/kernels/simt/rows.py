@@ -13,12 +13,11 @@ WARPS = 4
 
 @cache
 def make_row_sums(head_dim, clear, features):
-    """Alg. 2 line 4: D = rowsum(dO o O); line 3 if ``clear``: dQ = 0. Over (Nq / 4, Hq, B) blocks.
-
-    A warp takes a row.
+    """Alg. 2 line 4: D = rowsum(dO o O), less dL; line 3 if ``clear``: dQ = 0. Over (Nq / 4, Hq, B)
+    blocks; a warp takes a row.
     """
     facts = RowFacts(features)
-    (grid,) = bind(facts, simt.grid)
+    grid, gradients = bind(facts, simt.grid, simt.gradients)
 
     arrays = (array_type(4), array_type(4), array_type(3), array_type(4))
     arguments = (*arrays, features.argument_type)
@@ -48,6 +47,6 @@ def make_row_sums(head_dim, clear, features):
             dot += cuda.shfl_xor_sync(FULL_WARP, dot, step)
             step //= 2
         if lane == uint32(0) and row < head.Nq:
-            Dh[row] = dot
+            Dh[row] = gradients.row_less_dlse(dot, head, row)
 
     return row_sums

@@ -77,7 +77,7 @@ def make_standard_transposed_output(spec):
 
 @cache
 def make_standard_score_gradients(row_floats, warps, features):
-    """dS = scale P o (dP - rowsum(P o dP)), in place of dP; over (Nq, Hq, B) blocks.
+    """dS = scale P o (dP - rowsum(P o dP) + dL), in place of dP; over (Nq, Hq, B) blocks.
 
     With dropout P is left without what is dropped, for dV. dS / scale is added to dbias.
 
@@ -88,9 +88,10 @@ def make_standard_score_gradients(row_floats, warps, features):
     NR = max(row_floats, 4)
     WARPS, threads = warps, 32 * warps
     AT_DP, AT_D = NR, 2 * NR
-    shortened, dropout, dbias = features.lengths, features.dropout, features.dbias
+    shortened, dropout = features.lengths, features.dropout
+    dbias, dlse = features.dbias, features.dlse
     facts = RowFacts(features)
-    grid, softmax = bind(facts, simt.grid, simt.softmax)
+    grid, softmax, gradients = bind(facts, simt.grid, simt.softmax, simt.gradients)
 
     arguments = (*[array_type(4)] * 3, types.float32, features.argument_type)
 
@@ -125,6 +126,8 @@ def make_standard_score_gradients(row_floats, warps, features):
         while lane > 0:
             dot += cuda.shfl_xor_sync(FULL_WARP, dot, lane)
             lane //= 2
+        if dlse and thread == uint32(0) and row < head.Nq:
+            dot = gradients.row_less_dlse(dot, head, row)
         if thread % uint32(32) == uint32(0):
             sD[thread // uint32(32)] = dot
         cuda.syncthreads()

@@ -28,8 +28,8 @@ def make_backward(spec):
     (transposed,) = bind(spec.transposed, wgmma.products)  # ST = K QT, dPT = V dOT
     (scores,) = bind(spec.masked_part, wgmma.scores)
     kv_pipeline, q_pipeline, do_pipeline, o_pipeline, d_pipeline = wgmma.pipelines(spec)
-    RS, RP, RQ, RK = spec.tile_registers
-    Bc, EARLY, (FEW, MANY) = spec.Bc, spec.rounds_early, spec.registers
+    (RS, RP, RQ, RK), (FEW, MANY) = spec.tile_registers, spec.registers
+    Bc, EARLY, DLSE = spec.Bc, spec.rounds_early, spec.features.dlse
 
     @device_function
     def own_rows(Q, K, group, split_rows, options):
@@ -71,7 +71,7 @@ def make_backward(spec):
                 # Alg. 4 line 10: load Li
                 slot = Slot(stage, phase)
                 q_pipeline.acquire(shared.bars, slot)
-                fa1_gradients.load_lse(shared, L[first.b, h], i0, first.Nq, slot)
+                fa1_gradients.load_lse(shared, L, i0, grid.member(first, h), slot)
                 stage, phase = q_pipeline.next(slot)
                 h, i0 = fa1_gradients.next_of_pass(h, i0, i_first, i_end)
             j0 = uint32(j0 + Bc)
@@ -88,6 +88,8 @@ def make_backward(spec):
                 slot = Slot(uint32(n % 2), uint32(n // 2 % 2))
                 do_pipeline.wait(shared.bars, slot)
                 o_pipeline.wait(shared.bars, slot)
+                if DLSE:  # and dLi with Li
+                    q_pipeline.wait(shared.bars, slot)
                 fa1_gradients.row_dots(shared, slot.stage, columns)
                 n = uint32(n + 1)
             j0 = uint32(j0 + Bc)

@@ -7,6 +7,7 @@ from functools import cache
 from fa_numba.device import cuda, device_function, float32, int32, int64, uint32
 from fa_numba.intrinsics.shared import load2
 from fa_numba.parts.gradients import *  # noqa: F403
+from fa_numba.parts.gradients import make_less_dlse
 from fa_numba.parts.grid import head_after, make_query_rows
 from fa_numba.parts.mma.chunks import conversions
 from fa_numba.parts.mma.epilogue import write_halves
@@ -204,14 +205,16 @@ def column_thread(warp, thread):
 
 @part
 def make_row_dots(spec):
-    """``row_dots(sD, sdO, sO)``: D = rowsum(dO o O), there at the next barrier; a warp a row.
+    """``row_dots(sD, sL, sdO, sO, tile)``: D = rowsum(dO o O), less dL, there at the next barrier;
+    a warp a row.
 
     The columns of a row may stand in any order, which is one for both.
     """
     Br, pitch, columns, warps = spec.Br, spec.rows.pitch, spec.columns, spec.warps
     _, unpack = conversions(spec.dtype)
+    dlse, less_dlse = spec.features.dlse, make_less_dlse(spec)
 
-    def row_dots(sD, sdO, sO):
+    def row_dots(sD, sL, sdO, sO, tile):
         lane = uint32(cuda.threadIdx.x) % uint32(32)
         row = uint32(cuda.threadIdx.x) // uint32(32)
         while row < uint32(Br):
@@ -226,6 +229,8 @@ def make_row_dots(spec):
             while step > 0:
                 dot += cuda.shfl_xor_sync(FULL_WARP, dot, step)
                 step //= 2
+            if dlse and lane == uint32(0) and uint32(tile.i0 + row) < tile.head.Nq:
+                dot = less_dlse(dot, sL[row], tile.head, uint32(tile.i0 + row))
             if lane == uint32(0):
                 sD[row] = dot
             row = uint32(row + warps)

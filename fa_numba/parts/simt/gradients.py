@@ -1,6 +1,7 @@
 """Backward on CUDA cores: D of a row tile, and dQ between registers and global memory."""
 
 from fa_numba.device import cuda, float32, int64, uint32
+from fa_numba.intrinsics.arithmetic import NEG_INF
 from fa_numba.intrinsics.reduction import add_global
 from fa_numba.intrinsics.shared import load4_at_byte
 from fa_numba.parts.gradients import *  # noqa: F403
@@ -9,6 +10,7 @@ from fa_numba.parts.namespace import part
 from fa_numba.parts.simt.epilogue import make_read_rows, make_write_rows
 from fa_numba.parts.simt.swizzle import flip_of
 from fa_numba.parts.softmax import FULL_WARP
+from fa_numba.parts.values import make_read
 
 
 @part
@@ -78,15 +80,16 @@ def make_update_rows(spec):
 
 @part
 def make_row_dots(spec):
-    """``row_dots(rD, sdO, O, row0, rows_end, thread)``: D = rowsum(dO o O), dO in shared memory."""
+    """``row_dots(rD, rL, sdO, O, tile)``: D = rowsum(dO o O), dO in shared memory, less dL."""
     TM, DN, TX, TY = spec.TM, spec.DN, spec.tx_count, spec.ty_count
     row_bytes, flip = 4 * spec.rows_q.pitch, flip_of(spec.rows_q)
     RO = TM * DN * 4
-    read_rows = make_read_rows(spec)
+    read_rows, subtract_dlse = make_read_rows(spec), _make_subtract_dlse(spec)
 
-    def row_dots(rD, sdO, O, row0, rows_end, thread):
+    def row_dots(rD, rL, sdO, O, tile):
+        thread = tile.thread
         rO = cuda.local.array(RO, float32)
-        read_rows(rO, O, row0, rows_end, thread)
+        read_rows(rO, O, tile.i0, tile.head.Nq, thread)
         at = int64(uint32(thread.ty * row_bytes)) + (
             int64(uint32(16 * thread.tx)) ^ flip(thread.ty)
         )
@@ -101,5 +104,25 @@ def make_row_dots(spec):
                 dot += cuda.shfl_xor_sync(FULL_WARP, dot, lane)
                 lane //= 2
             rD[i] = dot
+        subtract_dlse(rD, rL, tile)
 
     return row_dots
+
+
+@part
+def _make_subtract_dlse(spec):
+    """``subtract_dlse(rD, rL, tile)``: D -= dL, the gradient of L, of rows that see a column."""
+    TM, dlse = spec.TM, spec.features.dlse
+    query_rows, read = make_query_rows(spec), make_read(spec)
+
+    def subtract_dlse(rD, rL, tile):
+        if dlse:
+            rdL = cuda.local.array(TM, float32)
+            read(
+                rdL, query_rows(tile.head.options.dL, tile.head), tile.i0, tile.head.Nq, tile.thread
+            )
+            for i in range(TM):
+                if rL[i] != NEG_INF:
+                    rD[i] -= rdL[i]
+
+    return subtract_dlse

@@ -142,12 +142,14 @@ def make_load_rows(spec):
 
 @part
 def make_load_lse(spec):
-    """``load_lse(shared, L, i0, rows_end, slot)``: a warp loads L, in units of log2; 0 past the
-    end, and of rows that see no column.
+    """``load_lse(shared, L, i0, head, slot)``: a warp loads L, in units of log2; 0 past the end,
+    and of rows that see no column. And L's gradient, to where D will be.
     """
     Br, place_of, full = spec.Br, value_place, spec.pipelines.q.full
+    dlse = spec.features.dlse
 
-    def load_lse(shared, L, i0, rows_end, slot):
+    def load_lse(shared, L, i0, head, slot):
+        Lh, rows_end = L[head.b, head.h], head.Nq
         at = uint32(slot.stage * (2 * Br))
         r = uint32(uint32(cuda.threadIdx.x) % WARP)
         place = uint32(at + place_of(r))
@@ -155,7 +157,14 @@ def make_load_lse(spec):
             row = uint32(i0 + r + WARP * n)
             shift = float32(0.0)
             if row < rows_end:
-                shift = LOG2E * L[row]
+                shift = LOG2E * Lh[row]
+            if dlse:
+                dL = float32(0.0)
+                if row < rows_end:
+                    dL = head.options.dL[head.b, head.h, row]
+                if shift == NEG_INF:
+                    dL = float32(0.0)
+                shared.sL[uint32(place + Br + WARP * n)] = dL
             if shift == NEG_INF:
                 shift = float32(0.0)
             shared.sL[uint32(place + WARP * n)] = shift
@@ -166,18 +175,21 @@ def make_load_lse(spec):
 
 @part
 def make_row_dots(spec):
-    """``row_dots(shared, stage, columns)``: D = rowsum(dO o O), by two warps; a thread takes a row,
-    in chunks of 16 bytes. They have few registers: that the ends are no constants leaves the loops
-    loops.
+    """``row_dots(shared, stage, columns)``: D = rowsum(dO o O), less dL, by two warps; a thread
+    takes a row, in chunks of 16 bytes. They have few registers: that the ends are no constants
+    leaves the loops loops.
     """
     Br, NQ, place_of, full = spec.Br, spec.tile_halves[0], value_place, spec.pipelines.d.full
     _, unpack = CONVERSIONS[DTYPES[spec.dtype].matrix]
+    dlse = spec.features.dlse
 
     def row_dots(shared, stage, columns):
         at_rows, at = uint32(stage * NQ), uint32(stage * (2 * Br) + Br)
         r, rows = uint32(uint32(cuda.threadIdx.x) - WARP), anew(uint32(Br))
         while r < rows:
             dot, col = float32(0.0), uint32(0)
+            if dlse:
+                dot = -shared.sL[uint32(at + place_of(r))]
             while col < columns:
                 chunk = uint32(uint32(col % PANEL) ^ uint32(CHUNK * (r % 8)))
                 place = uint32(at_rows + PANEL * (r + Br * (col // PANEL)) + chunk)

@@ -1,0 +1,238 @@
+"""Results against float64, before anything is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fa_numba import reference
+from fa_numba.problem import Problem
+
+# Allowed beside the error of the unfused computation: a rounding of the result.
+ROUNDING = {"float32": 2.0**-23, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+# For kernels that are not ours: that they computed the same function. A forgotten scale or mask,
+# or TF32 in float32, is further off; another order of summation, or 16-bit scores, is not.
+PEER_BOUND = {"float32": 1e-4, "float16": 2.0**-8, "bfloat16": 2.0**-5}
+# How far from what dropout makes them a result's deviation and its size may be.
+DEVIATION_BOUND, SIZE_BOUND = 0.2, 0.06
+ROWS, DROPPED_ROWS = 32, 128  # of a block of rows that is checked, and of one with dropout
+GRADIENTS = ("dq", "dk", "dv")
+
+Check = Callable[[Any], float]
+# A part of a result: its name, its values in float64, and those of the unfused computation.
+Part = tuple[str, np.ndarray, np.ndarray]
+
+
+class WrongResult(Exception):
+    """The result is further from float64 than the tolerance allows."""
+
+
+def to_host(array: Any) -> np.ndarray:
+    """A NumPy copy of a NumPy, numba or torch array."""
+    if hasattr(array, "copy_to_host"):
+        return array.copy_to_host()
+    if hasattr(array, "cpu"):
+        return array.detach().float().cpu().numpy()
+    return np.asarray(array)
+
+
+def rounds(problem: Problem) -> dict[str, Any]:
+    """How the unfused computation of the problem's dtype rounds: sums are float32 in any."""
+    return {"matrix_dtype": None if problem.dtype == "float32" else problem.dtype}
+
+
+class Gate:
+    """Holds parts of a result to float64: `gate(result)` our kernels', `gate.peer(result)` others'.
+
+    Of ours the relative error is at most `bounds`: twice that of the unfused computation in the
+    dtype, and a rounding; of others' at most PEER_BOUND. Both give the largest of the parts and
+    raise WrongResult with the name of one that is beyond its bound. `take` finds the parts; the
+    message says `at`.
+    """
+
+    def __init__(
+        self, dtype: str, take: Callable[[Any], Any], parts: Sequence[Part], at: str = ""
+    ) -> None:
+        self._take, self._parts, self._at = take, parts, at
+        self.bounds = [
+            2 * float(reference.relative_error(unfused, exact)) + ROUNDING[dtype]
+            for _, exact, unfused in parts
+        ]
+        self.peer_bounds = [PEER_BOUND[dtype]] * len(parts)
+
+    @classmethod
+    def of_rows(cls, problem: Problem, q: Any, k: Any, v: Any, **options: Any) -> Gate:
+        """Of O: the first, the middle and the last 32 rows of the first and of the last head.
+
+        q, k and v are NumPy's, or lie on the GPU, from where only what is looked at is copied.
+        `options` are those of our call, but for a block mask and dropout.
+        """
+        problem = _with_lengths(problem, options)
+        places, exact, unfused = [], [], []
+        for place, block, own in _blocks(problem, (q, k, v), (0, 1, 2), ROWS, options):
+            places.append(place)
+            exact.append(np.ravel(reference.attention(*block, **own)))
+            unfused.append(np.ravel(reference.unfused(*block, **own | rounds(problem))))
+        part = "O", np.concatenate(exact), np.concatenate(unfused)
+        return cls(problem.dtype, _taken(places), [part])
+
+    @classmethod
+    def of_whole(cls, problem: Problem, pass_: str, *arrays: Any, **options: Any) -> Gate:
+        """Of all of (O,), or of (dq, dk, dv); `arrays` are q, k, v and dout, of NumPy."""
+        own = {"scale": problem.scale, "causal": problem.causal, **options}
+        exact: Any
+        unfused: Any
+        q, k, v = arrays[:3]
+        if pass_ == "fwd":
+            names: tuple[str, ...] = ("O",)
+            exact = [reference.attention(q, k, v, **own)]
+            unfused = [reference.unfused(q, k, v, **own, **rounds(problem))]
+        else:
+            names = GRADIENTS
+            exact = reference.attention_backward(arrays[3], q, k, v, **own)[:3]
+            unfused = reference.unfused_backward(arrays[3], q, k, v, **own, **rounds(problem))[:3]
+        parts = list(zip(names, exact, unfused, strict=True))
+        return cls(problem.dtype, tuple, parts, f" at N={problem.seqlen_q}")
+
+    @classmethod
+    def of_gradients(cls, problem: Problem, *arrays: Any) -> Gate:
+        """Of dq, dk and dv of the last K/V head and its query heads; `arrays` as in `of_whole`."""
+        last = slice(problem.batch - 1, problem.batch)
+        queries = last, slice(problem.heads_q - problem.group, problem.heads_q)
+        keys = last, slice(problem.heads_k - 1, problem.heads_k)
+        at = (queries, keys, keys)
+        cut = (x[place] for x, place in zip(arrays, (*at, queries), strict=True))
+        gate = cls.of_whole(problem, "bwd", *cut)
+        gate._take = lambda found: [x[place] for x, place in zip(found, at, strict=True)]
+        return gate
+
+    def __call__(self, result: Any) -> float:
+        return self._check(result, self.bounds)
+
+    def peer(self, result: Any) -> float:
+        return self._check(result, self.peer_bounds)
+
+    def _check(self, result: Any, bounds: Sequence[float]) -> float:
+        errors = []
+        for got, (name, exact, _), bound in zip(
+            self._take(result), self._parts, bounds, strict=True
+        ):
+            errors.append(float(reference.relative_error(to_host(got), exact)))
+            if not errors[-1] <= bound:
+                raise WrongResult(
+                    f"{name}: error {errors[-1]:.2e} against float64{self._at}, allowed {bound:.2e}"
+                )
+        return max(errors)
+
+
+class DropoutGate(Gate):
+    """Holds O of a call with dropout to what dropout has to make of it.
+
+    It draws other elements in torch than in our kernels: of any call with it, the deviation from
+    float64 without dropout is held to what it has to be, whose square is p / (1 - p) times the sum
+    of Pij^2 |vj|^2, within 20 percent, and its size, its projection on the result without dropout,
+    to 1 within 6 percent. Looked at are the middle and the last 128 rows of two heads.
+    """
+
+    def __init__(
+        self, problem: Problem, q: Any, k: Any, v: Any, *, dropout_p: float, **options: Any
+    ) -> None:
+        problem = _with_lengths(problem, options)
+        places, exact, spread = [], [], 0.0
+        for place, block, own in _blocks(problem, (q, k, v), (1, 2), DROPPED_ROWS, options):
+            places.append(place)
+            exact.append(np.ravel(reference.attention(*block, **own)))
+            spread += _spread(*(x[0, 0].astype(np.float64) for x in block), **own)
+        self._take, self._exact = _taken(places), np.concatenate(exact)
+        size = float(self._exact @ self._exact)
+        self._deviation = float(np.sqrt(dropout_p / (1 - dropout_p) * spread / size))
+        self.bounds = self.peer_bounds = [DEVIATION_BOUND, SIZE_BOUND]
+
+    def _check(self, result: Any, bounds: Sequence[float]) -> float:
+        (got,), exact = self._take(result), self._exact
+        found = float(reference.relative_error(got, exact))
+        size = float(got @ exact / (exact @ exact))
+        off = abs(found / self._deviation - 1), abs(size - 1)
+        if not all(x <= bound for x, bound in zip(off, bounds, strict=True)):
+            raise WrongResult(
+                f"O with dropout is {found:.3f} off float64 without and has {size:.3f} of its "
+                f"size, expected {self._deviation:.3f} and 1"
+            )
+        return found
+
+
+def gate(problem: Problem, pass_: str, *arrays: Any, **options: Any) -> Gate:
+    """The gate of a call's result in a pass; arrays are q, k, v and, with gradients, dout."""
+    if pass_ != "fwd" and options:
+        return Gate.of_whole(problem, "bwd", *arrays, **options)
+    if pass_ != "fwd":
+        return Gate.of_gradients(problem, *arrays)
+    if options.get("dropout_p"):
+        return DropoutGate(problem, *arrays[:3], **options)
+    return Gate.of_rows(problem, *arrays[:3], **options)
+
+
+def _with_lengths(problem: Problem, options: dict[str, Any]) -> Problem:
+    """The problem with the valid lengths that the options name."""
+    lens = {n: tuple(map(int, x)) for n, x in options.items() if n in ("q_lens", "kv_lens")}
+    return replace(problem, **lens)  # type: ignore[arg-type]
+
+
+def _blocks(
+    problem: Problem, arrays: Sequence[Any], halves: Sequence[int], rows: int, options: dict
+) -> Iterator[tuple[Any, list[np.ndarray], dict[str, Any]]]:
+    """(where its rows are, its q, k and v, its options) of each block of rows.
+
+    A block begins `halves` half lengths from the first row. It is bottom-right aligned itself once
+    the columns that its last row does not see are cut off.
+    """
+    for b, h in dict.fromkeys([(0, 0), (problem.batch - 1, problem.heads_q - 1)]):
+        Nq, _ = problem.lengths(b)
+        # Dropout needs many rows, and none that sees a few columns alone.
+        most = min(rows, Nq) if rows == ROWS else min(rows, max(1, Nq // 2))
+        for first in dict.fromkeys((Nq - most) * half // 2 for half in halves):
+            end = problem.columns_end(first + most - 1, b)
+            if end == 0:
+                continue
+            at = _place(problem, problem.q_lens, b, h, first, first + most)
+            columns = _place(problem, problem.kv_lens, b, h // problem.group, 0, end)
+            places = (at, columns, columns)
+            block = [to_host(x[p])[None, None] for x, p in zip(arrays, places, strict=True)]
+            own: dict[str, Any] = {"scale": problem.scale, "causal": problem.causal}
+            own |= {n: options[n] for n in ("window", "softcap") if n in options}
+            if "alibi_slopes" in options:
+                own["alibi_slopes"] = options["alibi_slopes"][h : h + 1]
+            if "bias" in options:
+                bias = np.broadcast_to(options["bias"], problem.score_shape)
+                own["bias"] = bias[b : b + 1, h : h + 1, first : first + most, :end]
+            yield at, block, own
+
+
+def _place(
+    problem: Problem, lens: Sequence[int] | None, entry: int, head: int, first: int, end: int
+) -> tuple[Any, ...]:
+    """Where rows of a head of a batch entry are: in (batch, heads, N, d), or packed (total, heads,
+    d).
+    """
+    if not problem.packed:
+        return entry, head, slice(first, end)
+    begin = sum((lens or ())[:entry])
+    return slice(begin + first, begin + end), head
+
+
+def _taken(places: Sequence[Any]) -> Callable[[Any], list[np.ndarray]]:
+    return lambda out: [np.concatenate([to_host(out[place]).ravel() for place in places])]
+
+
+def _spread(Q: np.ndarray, K: np.ndarray, V: np.ndarray, scale: float, causal: bool) -> float:
+    """The sum of Pij^2 |vj|^2 over the rows of Q, which are the last ones of a head."""
+    S = scale * (Q @ K.T)
+    if causal:
+        above = np.arange(len(K)) > np.arange(len(Q))[:, None] + len(K) - len(Q)
+        S[above] = -np.inf
+    P = np.exp(S - S.max(axis=1, keepdims=True))
+    P /= P.sum(axis=1, keepdims=True)
+    return float(np.sum(P**2 @ np.sum(V**2, axis=1)))
