@@ -151,6 +151,7 @@ def test_other_architectures(arch, by_mlir):
 
 def test_what_it_is_not_given_is_refused(by_mlir):
     """Hopper's maps of arrays."""
-    (kernel, *_) = fa_numba.plan(*2 * [(1, 1, 512, 64)], algorithm="fa2", unit="wgmma").launched
+    shape, how = (1, 1, 512, 64), {"algorithm": "fa2", "unit": "wgmma", "dtype": "float16"}
+    (kernel, *_) = fa_numba.plan(shape, shape, **how).launched
     with pytest.raises(NotImplementedError, match="no kernel with Tiled.* unit='mma'"):
         from_source(kernel, "sm_90a")
