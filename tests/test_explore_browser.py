@@ -286,6 +286,38 @@ def test_nothing_overflows_and_the_theme_is_the_systems(width, scheme, open_page
     assert outside == []
 
 
+def test_a_panel_begins_with_a_question_and_its_answer(open_page):
+    page = open_page()
+    for name in NAMES:
+        question, sentence = page.locator(f"#{name} .question"), page.locator(f"#{name} .sentence")
+        assert question.inner_text().endswith("?") and sentence.inner_text().endswith(".")
+        first = page.evaluate(
+            "name => [...document.getElementById(name).children].map(e => e.className)", name
+        )
+        assert first[1:4] == ["question", "sentence", "inputs"]
+
+
+@pytest.mark.parametrize(("motion", "step"), [("reduce", 1), ("no-preference", 3)])
+def test_who_wants_less_motion_has_fewer_steps_a_second(motion, step, open_page):
+    page = open_page(reduced_motion=motion)
+    page.evaluate("window.setInterval = (step, wait) => { window.wait = wait; return 1; }")
+    page.click("#softmax .transport button:has-text('Play')")
+    assert page.evaluate("window.wait") == 1500 / step
+    style = "e => [...document.querySelectorAll('*')].filter(e => { const s = getComputedStyle(e);"
+    style += "return s.animationName !== 'none' || s.transitionDuration !== '0s'; }).length"
+    assert page.evaluate(style) == 0
+
+
+def test_what_moves_is_in_sight_as_one_steps_through_it(open_page):
+    page = open_page(viewport={"width": 400, "height": 700})
+    page.locator("#orders svg").last.scroll_into_view_if_needed()
+    page.click("#orders .transport button:has-text('Step')")
+    assert page.evaluate("""() => {
+        const box = document.querySelectorAll("#orders svg")[1].getBoundingClientRect();
+        return box.top > 0 && box.bottom < innerHeight;
+    }""")
+
+
 def test_it_is_there_in_a_second_and_steps_at_once(open_page):
     page = open_page()
     ready = page.evaluate("performance.getEntriesByName('ready')[0].startTime")
