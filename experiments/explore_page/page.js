@@ -257,6 +257,16 @@ async function draw(name) {
   }
   (VIEWS[name] || (() => {}))(parts, now, name);
   if (PANELS[name].rows.length) parts.table.append(numbers(name, now));
+  if (document.body.dataset.ready && !parts.said.textContent) say(name, summary(name, now));
+}
+
+// What a change did, for those who do not see the table: its first row.
+function summary(name, now) {
+  const { columns, rows, title } = PANELS[name];
+  if (!rows.length) return `${title}: ${now.title}, ${now.lines.length} curves.`;
+  const [key, label] = rows[0];
+  return `${label}: ${columns.map(([column, words]) =>
+    `${words.split(",")[0]} ${now[`${column}.refused`] ? "none" : text(now[`${column}.${key}`])}`).join(", ")}.`;
 }
 
 // A page without a server has not all answers: what it takes to come to one.
