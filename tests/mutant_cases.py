@@ -716,6 +716,7 @@ def runs():
         backward_on_hopper.test_lengths,
         backward_on_hopper.test_packed_sequences,
         backward_on_hopper.test_head_dimensions_above_128,
+        backward_on_hopper.test_dropout,
         test_pages.test_pages_give_the_bits_of_one_piece,
         test_pages.test_packed_queries_over_pages_give_the_bits_of_packed_keys,
         test_group_splits.test_gradients_and_counts,

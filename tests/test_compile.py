@@ -523,6 +523,11 @@ WGMMA_BACKWARD_CASES = [
     (64, ("causal", "packed"), True, True),
     (128, ("causal",), True, True),
     (64, ("window",), True, True),
+    (64, ("causal", "dropout")),
+    (128, ("dropout",)),
+    (64, ("window", "packed", "dropout"), True),
+    (128, ("causal", "q_lens", "kv_lens", "dropout"), True, True),
+    (48, ("bias", "dropout")),
 ]
 
 
@@ -559,6 +564,8 @@ WGMMA_DETERMINISTIC_CASES = [
     ),
     (128, ("causal", "packed")),
     (256, ("window", "q_lens", "kv_lens")),
+    (64, ("causal", "dropout")),
+    (256, ("causal", "packed", "dropout")),
 ]
 
 
@@ -585,6 +592,8 @@ WGMMA_SWEEP_CASES = [
     (160, ("causal",)),
     (128, ("packed",)),
     (256, ("causal", "q_lens", "kv_lens")),
+    (64, ("causal", "dropout")),
+    (256, ("window", "dropout")),
 ]
 
 

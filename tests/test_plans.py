@@ -259,7 +259,10 @@ def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
             {"algorithm": "fa1", "passes": "bwd", "options": {"softcap": 2.0}},
             "lack the option softcap",
         ),
-        ({"passes": "bwd", "options": {"dropout_p": 0.1}}, "lack the option dropout"),
+        (
+            {"passes": "bwd", "options": {"dropout_p": 0.1, "softcap": 2.0}},
+            "lack the option dropout_p beside softcap",
+        ),
         ({"aligned": False}, "lack arrays whose rows do not start at 16-byte addresses"),
         ({"capability": (10, 0)}, "capability 10.0: wgmma needs 9.0 and no other"),
         ({"dtype": "float32"}, "dtype float32: wgmma takes float16 or bfloat16"),

@@ -160,6 +160,44 @@ def test_head_dimensions_above_128(way, dtype, B, Hq, Hk, Nq, Nk, d, options):
     assert (found[0] == differentiate("emulator", way, *inputs, **UNIT, **options)[0]).all()
 
 
+DROPPED = [
+    # way, B, Hq, Hk, Nq, Nk, d, options
+    ("fa2", 1, 1, 1, 1, 1, 64, {}),
+    ("fa2", 2, 4, 2, 77, 130, 64, {"causal": True}),
+    ("fa2", 1, 2, 1, 150, 300, 128, {"window": (200, 40), "group_splits": 2}),
+    ("fa2", 2, 1, 1, 300, 150, 64, {"q_lens": [300, 77], "kv_lens": [99, 150]}),
+    ("fa2", 1, 2, 1, 70, 150, 192, {"causal": True}),
+    ("fa2-deterministic", 1, 2, 1, 150, 200, 64, {"causal": True}),
+    ("fa2-deterministic", 2, 2, 2, 70, 77, 128, {"alibi_slopes": np.float32([0.3, -0.1])}),
+]
+WORDS = {"dropout_p": 0.4, "seed": 2**63 + 2**40 + 5, "offset": 2**31 + 11}
+
+
+@pytest.mark.parametrize("way, B, Hq, Hk, Nq, Nk, d, options", DROPPED)
+def test_dropout(way, B, Hq, Hk, Nq, Nk, d, options):
+    inputs = half_gradients("float16", B, Hq, Hk, Nq, Nk, d)
+    check_gradients("emulator", way, *inputs, **UNIT, **WORDS, **options)
+
+
+@no_bfloat16
+def test_dropout_of_packed_sequences_in_bfloat16():
+    inputs, starts = _packed_gradients([130, 0, 40], [70, 64, 140], 2, 1, 64)
+    inputs = [x.astype("bfloat16") for x in inputs]
+    check_gradients("emulator", "fa2", *inputs, **starts, **UNIT, **WORDS, causal=True)
+
+
+@pytest.mark.parametrize("Nq, Nk, d", [(64, 150, 64), (192, 70, 192)])
+def test_dropout_keeps_what_its_mask_keeps(Nq, Nk, d):
+    """Without scores P is even, and with dO the unit matrix dV is what is kept of its transpose."""
+    q, k, v = (np.zeros((1, 2, N, d), np.float16) for N in (Nq, Nk, Nk))
+    dout = np.broadcast_to(np.eye(Nq, d, dtype=np.float16), q.shape).copy()
+    saved = saved_halves("fa2", q, k, v, **WORDS)
+    _, _, dv = differentiate("emulator", "fa2", dout, q, k, v, saved_values=saved, **UNIT, **WORDS)
+    mask = fa_numba.dropout_mask(1, 2, Nq, Nk, **WORDS).swapaxes(2, 3)
+    assert np.array_equal(dv[..., :Nq] != 0, mask)
+    assert np.allclose(dv[..., :Nq].astype("f4"), mask / (0.6 * Nk), rtol=1e-2)
+
+
 @no_bfloat16
 @pytest.mark.parametrize("way", ["fa2", "fa2-deterministic"])
 def test_a_second_sweep_and_a_cap_in_bfloat16(way):

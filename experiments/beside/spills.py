@@ -31,6 +31,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "alibi": {"alibi_slopes": (HEADS,)},
     "bias": {"bias": (1, 1, N, N)},
     "causal": {"causal": True},
+    "dropout": {"dropout_p": 0.1},
     "q_lens": {"q_lens": [N]},
     "kv_lens": {"kv_lens": [N]},
     "packed": {"cu_seqlens_q": _ENDS, "cu_seqlens_k": _ENDS},

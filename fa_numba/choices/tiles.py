@@ -304,6 +304,8 @@ def lacks_together(head_dim: int, features: Features) -> str:
     added = [name for name in ("alibi", "bias") if getattr(features, name)]
     if added and features.softcap:
         return f"the option {argument_of(added[0])} beside softcap"
+    if features.dropout and features.softcap:
+        return f"the option {argument_of('dropout')} beside softcap"
     if len(added) == 2:
         return f"the option {argument_of(added[0])} beside bias"
     at = f"at a head dimension of {head_dim}"

@@ -289,7 +289,7 @@ class Wgmma(Unit):
         ("fa1", "fwd"): ("causal", "window", "softcap", "q_lens"),
         ("fa2", "fwd"): ("causal", "window", *_ADDED, *_LENGTHS, "page_size", "splits", "dropout"),
         ("fa1", "bwd"): ("causal", "window", "dlse"),
-        ("fa2", "bwd"): ("causal", "window", *_ADDED, *_LENGTHS),
+        ("fa2", "bwd"): ("causal", "window", *_ADDED, *_LENGTHS, "dropout"),
     }
     largest: Mapping[tuple[str, str], int] = {("fa1", "bwd"): 128}
 

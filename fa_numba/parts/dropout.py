@@ -20,7 +20,7 @@ _philox = device_function(masks.make_philox(uint32, uint64))
 
 
 @device_function
-def _draw(row, col, head):
+def draw(row, col, head):
     """The four random words that this element shares with seven others."""
     across = uint32(uint32(col // uint32(APART * DRAW_COLUMNS)) * uint32(APART))
     down = uint32(uint32(row // uint32(APART * DRAW_ROWS)) * uint32(APART))
@@ -38,7 +38,7 @@ def _lower(word):
 
 
 @device_function
-def _keeps(words, row, col, threshold):
+def keeps_of(words, row, col, threshold):
     """Whether dropout keeps the element, one of the eight that the words are of."""
     second = uint32(row // uint32(APART)) % uint32(DRAW_ROWS) != uint32(0)
     n = uint32(col // uint32(APART)) % uint32(DRAW_COLUMNS)
@@ -52,7 +52,7 @@ def _keeps(words, row, col, threshold):
 @device_function
 def keeps(row, col, head):
     """Whether dropout keeps this element."""
-    return _keeps(_draw(row, col, head), row, col, uint32(head.options.threshold))
+    return keeps_of(draw(row, col, head), row, col, uint32(head.options.threshold))
 
 
 @part
@@ -68,7 +68,7 @@ def _make_dropped(rows, columns, column_step):
         bits, row, col = uint32(0), uint32(row & uint32(ROW)), uint32(col & uint32(COL))
         for n in range(rows * columns):
             r, c = uint32(row + n // columns * APART), uint32(col + n % columns * column_step)
-            lost = uint32(not _keeps(words, r, c, threshold))
+            lost = uint32(not keeps_of(words, r, c, threshold))
             bits = uint32(bits | uint32(lost << uint32(n)))
         return bits
 
@@ -119,7 +119,7 @@ def _make_drop_from(spec, first):
             i, j = r // RW * (RW * DR) + r % RW, c // CW * (CW * DC) + c % CW
             row = uint32(tile.i0 + row_of(thread.ty, i))
             col = uint32(col0 + column_of(thread.tx, j))
-            found = dropped(_draw(row, col, tile.head), row, col, threshold)
+            found = dropped(draw(row, col, tile.head), row, col, threshold)
             bits |= uint64(found) << uint64(8 * (s - first))
         for s in range(first, LAST):
             r, c = s // ACROSS, s % ACROSS

@@ -149,8 +149,9 @@ class KeyTile(NamedTuple):
 
 
 class BackwardShared(NamedTuple):
-    """A backward kernel's tiles in shared memory, L and D, the words of its key tile, and the
-    barriers of its pipelines. Which of sdQ, sO and sS there is depends on the kernel.
+    """A backward kernel's tiles in shared memory, L and D, bits of what dropout drops, the words of
+    its key tile, and the barriers of its pipelines. Which of sdQ, sO and sS there is depends on the
+    kernel.
     """
 
     sK: Any
@@ -160,8 +161,18 @@ class BackwardShared(NamedTuple):
     sdS: Any
     sdQ: Any
     sL: Any
+    sB: Any
     words: Any
     bars: Any
+
+
+class RowTiles(NamedTuple):
+    """What a backward kernel loads of row tiles."""
+
+    Q: Any
+    dO: Any
+    L: Any
+    D: Any
 
 
 class Gradients(NamedTuple):
@@ -207,6 +218,7 @@ class WideShared(NamedTuple):
     sdO: Any
     sS: Any
     sL: Any
+    sB: Any
     words: Any
     bars: Any
 

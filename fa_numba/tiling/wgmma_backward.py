@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from fa_numba.integers import ceil_div
+from fa_numba.options import Features
 from fa_numba.tiling.spec import Spec
 from fa_numba.tiling.tiles import Tiles
 from fa_numba.tiling.wgmma import (
@@ -215,7 +216,17 @@ class WgmmaBackwardSpec(Spec):
         """For the forward pass's products Q KT and P V, to make ST = K QT, dPT = V dOT, dV = PT dO
         and dK = dST Q: rows are columns of S.
         """
-        return WgmmaSpec(self.head_dim, self.Bc, self.Br, 4, self.Bc // 2, dtype=self.dtype)
+        return self._transposed(WgmmaSpec)
+
+    def _transposed(self, kind: type[WgmmaSpec]) -> WgmmaSpec:
+        features = Features(dropout=self.features.dropout)  # PT is without what is dropped
+        sizes = (self.head_dim, self.Bc, self.Br, 4, self.Bc // 2)
+        return kind(*sizes, features, dtype=self.dtype)
+
+    @property
+    def drawn_words(self) -> int:
+        """Words with a bit for each element of a consumer thread's S, 1 where dropout drops it."""
+        return self.TM * self.TN // 32 if self.features.dropout else 0
 
     @property
     def tile_halves(self) -> tuple[int, int, int]:
@@ -257,14 +268,15 @@ class WgmmaBackwardSpec(Spec):
 
     @property
     def arrivals(self) -> Arrivals:
-        """A slot of Q is full when its L is there too, and its D, which two warps load, or, of
-        FlashAttention-1, L, which one does, as two make D of dO and O. Every consumer warp empties
-        one of Q, dO and O, every consumer that of K and V.
+        """A slot of Q is full when its L is there too, its D, which two warps load, and what
+        dropout drops, or, of FlashAttention-1, L, which one does, as two make D of dO and O. Every
+        consumer warp empties one of Q, dO and O, every consumer that of K and V.
         """
         kv, q, do, o, d = self.pipelines
         empty = (q.empty, 4 * CONSUMERS)
         if self.algorithm == "fa2":
-            of_rows: tuple[tuple[int, int], ...] = ((q.full, 1 + 2 * WARP), (do.full, 1), empty)
+            full = (q.full, self.fill_arrivals)
+            of_rows: tuple[tuple[int, int], ...] = (full, (do.full, 1), empty)
             return (1, ((kv.full, 1),)), (STAGES, of_rows)
         of_rows = ((q.full, 1 + WARP), (do.full, 1), (o.full, 1), (d.full, 2 * WARP), empty)
         return (1, ((kv.full, 1), (kv.empty, CONSUMERS))), (STAGES, of_rows)
@@ -282,8 +294,27 @@ class WgmmaBackwardSpec(Spec):
         return 2 * (self.places[-1] + self.barriers), words
 
     @property
+    def fill_arrivals(self) -> int:
+        """Arrivals that fill a slot of FlashAttention-2's Q: of who loads it, of two warps with L
+        and D, and of a thread for each column of S, which draws.
+        """
+        return 1 + 2 * WARP + (self.Bc if self.features.dropout else 0)
+
+    @property
+    def drawing_threads(self) -> int:
+        """Consumer threads with columns of their own, two each, of places of four in a row."""
+        return 2 * self.Bc
+
+    @property
+    def drawn_places(self) -> tuple[int, int]:
+        """Behind those, in words: where the bits of what dropout drops begin, and how many words
+        there are.
+        """
+        return sum(self.key_tile_words), STAGES * self.drawing_threads * self.drawn_words
+
+    @property
     def shared_bytes(self) -> int:
-        return 4 * sum(self.key_tile_words)
+        return 4 * sum(self.drawn_places)
 
     @property
     def accumulators(self) -> int:
@@ -320,7 +351,7 @@ class WgmmaWideBackwardSpec(WgmmaBackwardSpec):
 
     @property
     def transposed(self) -> WgmmaSpec:
-        return _SharedRows(self.head_dim, self.Bc, self.Br, 4, self.Bc // 2, dtype=self.dtype)
+        return self._transposed(_SharedRows)
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -343,7 +374,7 @@ class WgmmaWideBackwardSpec(WgmmaBackwardSpec):
     def arrivals(self) -> Arrivals:
         """A slot of S is full when each thread has stored its part."""
         kv, q, do, s = self.pipelines
-        of_rows = ((q.full, 1 + 2 * WARP), (do.full, 1), (q.empty, 4 * CONSUMERS))
+        of_rows = ((q.full, self.fill_arrivals), (do.full, 1), (q.empty, 4 * CONSUMERS))
         return (STAGES, ((s.full, GROUP),)), (1, ((kv.full, 1),)), (STAGES, of_rows)
 
     @property

@@ -8,7 +8,8 @@ Only dS passes through shared memory, for dQ. dQ is summed in float32 (``A``) by
 atomic adds, in no fixed order, then rounded; or by a kernel of its own, with Q outer, in one order.
 Several blocks can share a column tile, each with its own query heads of the K/V head, or rows of
 one (``group_splits``). Where it takes more than a block's place to find these, or batch entries
-have lengths of their own, one thread finds them for all. Shared memory and accesses: at the end.
+have lengths of their own, one thread finds them for all. What dropout drops the producers draw,
+ahead of the products, as bits. Shared memory and accesses: at the end.
 """
 
 from functools import cache
@@ -18,7 +19,7 @@ from fa_numba.device.signature import arguments, array_type, tiled_type
 from fa_numba.intrinsics.warpgroup import give_registers, take_registers
 from fa_numba.kernels.wgmma.fa2_backward_wide import make_wide_backward
 from fa_numba.parts import bind, wgmma
-from fa_numba.parts.records import Gradients, QueryRows, Slot, Tile
+from fa_numba.parts.records import Gradients, QueryRows, RowTiles, Slot, Tile
 
 
 @cache
@@ -27,6 +28,7 @@ def make_producers(spec):
     and D.
     """
     grid, key_tiles, gradients = bind(spec, wgmma.grid, wgmma.key_tiles, wgmma.gradients)
+    (drawing,) = bind(spec, wgmma.drawing)
     (q_pipeline,) = bind(spec.pipelines.q, wgmma.pipeline)
 
     @device_function
@@ -57,7 +59,30 @@ def make_producers(spec):
             stage, phase = q_pipeline.next(slot)
             h, i0 = key_tiles.next_visit(h, i0, i_first, i_end)
 
-    return produce, produce_values
+    @device_function
+    def produce_drawing(shared, rows, K, V, group, options):
+        Q, dO, L, D = rows
+        j0, head, h_end, i_first, i_end = key_tiles.key_tile(shared.words, Q, K, group, options)
+        first, of_values = cuda.threadIdx.x == 0, 32 <= cuda.threadIdx.x < 96
+        if first:
+            # Alg. 2 line 6: load Kj, Vj
+            gradients.load_columns(shared, K, V, j0, key_tiles.shared_key_head(head, Q, K))
+        stage, phase, h, i0 = uint32(0), uint32(1), head.h, i_first
+        while i0 < i_end and h < h_end:
+            # Alg. 2 line 9: load Qi, dOi, Li, Di
+            slot, member = Slot(stage, phase), key_tiles.at_head(head, h)
+            q_pipeline.acquire(shared.bars, slot)
+            if first:
+                gradients.load_q(shared, Q, i0, member, slot)
+                gradients.load_do(shared, dO, i0, member, slot)
+            elif of_values:
+                Lh, Dh = grid.query_rows(L, member), grid.query_rows(D, member)
+                gradients.load_values(shared, Lh, Dh, i0, head.Nq, slot)
+            drawing.draw_tile(shared, i0, j0, member, slot)
+            stage, phase = q_pipeline.next(slot)
+            h, i0 = key_tiles.next_visit(h, i0, i_first, i_end)
+
+    return produce, produce_values, produce_drawing
 
 
 @cache
@@ -65,16 +90,18 @@ def make_backward(spec, atomic=True):
     """The kernel, over the blocks of ``key_tiles``; without ``atomic`` dQ is
     ``make_query_gradients``'s.
     """
-    produce, produce_values = make_producers(spec)
+    producers = make_producers(spec)
     if spec.wide:
-        return make_wide_backward(spec, produce, produce_values)
+        return make_wide_backward(spec, *producers)
+    produce, produce_values, produce_drawing = producers
     grid, key_tiles, gradients = bind(spec, wgmma.grid, wgmma.key_tiles, wgmma.gradients)
-    pipeline, pingpong = bind(spec, wgmma.pipeline, wgmma.pingpong)
+    pipeline, pingpong, drawing = bind(spec, wgmma.pipeline, wgmma.pingpong, wgmma.drawing)
     (transposed,) = bind(spec.transposed, wgmma.products)  # ST = K QT, dPT = V dOT
     (scores,) = bind(spec.masked_part, wgmma.scores)
     kv_pipeline, q_pipeline, do_pipeline, *_ = wgmma.pipelines(spec)
     RS, RP, RQ, RK = spec.tile_registers
     EARLY, (FEW, MANY) = spec.rounds_early, spec.registers
+    DROPS = spec.features.dropout
 
     @device_function
     def consume(shared, Q, K, results, scale, scale_log2, group, options):
@@ -82,7 +109,7 @@ def make_backward(spec, atomic=True):
         rP, rdS = cuda.local.array(RP, uint32), cuda.local.array(RP, uint32)
         rdQ, rdK = cuda.local.array(RQ, float32), cuda.local.array(RK, float32)
         rdV = cuda.local.array(RK, float32)
-        sK, sV, sQ, sdO, sdS, sdQ, sL, words, bars = shared
+        sK, sV, sQ, sdO, sdS, sdQ, sL, sB, words, bars = shared
         thread = grid.transposed_thread()
         j0, head, h_end, i_first, i_end = key_tiles.key_tile(words, Q, K, group, options)
         column0 = uint32(j0 + 64 * thread.w)
@@ -108,6 +135,8 @@ def make_backward(spec, atomic=True):
             scores.scale_and_mask(rS, scale_log2, tile)
             # Alg. 2 line 11: Pij = exp(Sij - Li)
             gradients.p_of_columns(rS, scale_log2, sL, at.values, thread)
+            if DROPS:
+                drawing.drop_drawn(rS, sB, stage)
             # Alg. 2 line 12: dVj += PijT dOi
             if EARLY:
                 transposed.round_p(rP, rS)
@@ -148,6 +177,8 @@ def make_backward(spec, atomic=True):
         # Alg. 2 line 18: write dKj, dVj
         pingpong.sync_consumers()  # nobody reads Kj and Vj any more
         gradients.scale_columns(rdK, scale)
+        if DROPS:
+            gradients.scale_columns(rdV, options.inverse_keep)
         head = key_tiles.read_head(head, head.h, Q, K)
         gradients.write_columns(rdK, sK, results.dK, column0, head, thread)
         gradients.write_columns(rdV, sV, results.dV, column0, head, thread)
@@ -166,7 +197,9 @@ def make_backward(spec, atomic=True):
         cuda.syncthreads()
         if cuda.threadIdx.x < 128:
             give_registers(FEW)
-            if cuda.threadIdx.x == 0:
+            if DROPS:
+                produce_drawing(shared, RowTiles(Q, dO, L, D), K, V, group, options)
+            elif cuda.threadIdx.x == 0:
                 produce(shared, Q, K, V, dO, group, options)
             elif 32 <= cuda.threadIdx.x < 96:
                 produce_values(shared, Q, K, L, D, group, options)
@@ -190,7 +223,7 @@ def make_query_gradients(spec):
     grid, visits, load = bind(spec, wgmma.grid, wgmma.visits, wgmma.load)
     pipeline, pingpong, products = bind(spec, wgmma.pipeline, wgmma.pingpong, wgmma.products)
     scores, values, dq_kernel = bind(spec, wgmma.scores, wgmma.values, wgmma.dq_kernel)
-    (epilogue,) = bind(spec, wgmma.epilogue)
+    softmax, epilogue = bind(spec, wgmma.softmax, wgmma.epilogue)
     q_pipeline, do_pipeline, k_pipeline, v_pipeline = wgmma.pipelines(spec)
     RS, RQ, RP = spec.tile_registers
     TM, Br, Bc, (FEW, MANY) = spec.TM, spec.Br, spec.Bc, spec.registers
@@ -244,6 +277,7 @@ def make_query_gradients(spec):
             scores.scale_and_mask(rS, scale_log2, tile)
             # Alg. 2 line 11: Pij = exp(Sij - Li)
             dq_kernel.p_of_rows(rS, scale_log2, rL)
+            softmax.drop(rS, tile)
             products.wait_scores(rdP, False)
             v_pipeline.release(bars, kv)
             # Alg. 2 line 14: dSij = Pij o (dPij - Di)
@@ -292,7 +326,7 @@ def make_query_gradients(spec):
 __doc__ += """
 Shared memory, 16-bit elements, d rounded up to 64:  2 Bc d + 4 Br d + 2 Br Bc + 8 Br, 32768
     bytes for dQ, and the barriers; in bytes:  198712 (d=64, 128 x 128), 197688 (d=128, 64 x 128);
-    with lengths, or rows split, 36 more
+    with lengths, or rows split, 36 more; with dropout Br Bc / 4
 Accesses: those of the kernel on ``mma``, Q and dO by TMA. Of S blocks that share a column tile
     each loads Kj and Vj, and stores its parts of dKj and dVj in float32; ``round_rows`` adds these
     up in one order: S Nk d loads and Nk d stores of dK, and of dV.

@@ -13,27 +13,28 @@ from fa_numba.device import cuda, device_function, float32, uint32
 from fa_numba.device.signature import arguments, array_type, tiled_type
 from fa_numba.intrinsics.warpgroup import give_registers, take_registers
 from fa_numba.parts import bind, wgmma
-from fa_numba.parts.records import Head, Slot, Tile
+from fa_numba.parts.records import Head, RowTiles, Slot, Tile
 
 
 @cache
-def make_wide_backward(spec, produce, produce_values):
+def make_wide_backward(spec, produce, produce_values, produce_drawing):
     """The kernel for ``spec`` and its producers, those of ``fa2_backward.make_producers``; launched
     over the blocks of ``key_tiles``.
     """
     grid, key_tiles, gradients = bind(spec, wgmma.grid, wgmma.key_tiles, wgmma.gradients)
     pipeline, pingpong, wide = bind(spec, wgmma.pipeline, wgmma.pingpong, wgmma.wide_gradients)
+    (drawing,) = bind(spec, wgmma.drawing)
     (transposed,) = bind(spec.transposed, wgmma.products)  # ST = K QT, dPT = V dOT
     (scores,) = bind(spec.masked_part, wgmma.scores)
     kv_pipeline, q_pipeline, do_pipeline, s_pipeline = wgmma.pipelines(spec)
     RS, RP, _, RK = spec.tile_registers
-    FEW, MANY = spec.registers
+    (FEW, MANY), DROPS = spec.registers, spec.features.dropout
 
     @device_function
     def consume_values(shared, Q, K, dV, scale_log2, group, options):
         rS, rP = cuda.local.array(RS, float32), cuda.local.array(RP, uint32)
         rdV = cuda.local.array(RK, float32)
-        sK, _, sQ, sdO, _, sL, words, bars = shared
+        sK, _, sQ, sdO, _, sL, sB, words, bars = shared
         thread = grid.transposed_thread()
         j0, head, h_end, i_first, i_end = key_tiles.key_tile(words, Q, K, group, options)
         # Alg. 2 line 7: dVj = 0, on chip
@@ -53,6 +54,8 @@ def make_wide_backward(spec, produce, produce_values):
             wide.give_scores(shared, at.scores, stage, rS)
             # Alg. 2 line 11: Pij = exp(Sij - Li)
             gradients.probabilities(rS, scale_log2, sL, at.values, thread)
+            if DROPS:
+                drawing.drop_drawn(rS, sB, stage)
             transposed.round_p(rP, rS)
             # Alg. 2 line 12: dVj += PijT dOi
             do_pipeline.wait(bars, slot)
@@ -75,13 +78,15 @@ def make_wide_backward(spec, produce, produce_values):
 
         # Alg. 2 line 18: write dVj, by way of Kj
         pingpong.sync_group(thread.w)  # no warp reads Kj any more
+        if DROPS:
+            gradients.scale_columns(rdV, options.inverse_keep)
         gradients.write_columns(rdV, sK, dV, j0, head, thread)
 
     @device_function
     def consume_keys(shared, Q, K, dK, scale, scale_log2, group, options):
         rS, rdP = cuda.local.array(RS, float32), cuda.local.array(RS, float32)
         rdS, rdK = cuda.local.array(RP, uint32), cuda.local.array(RK, float32)
-        _, sV, sQ, sdO, sS, sL, words, bars = shared
+        _, sV, sQ, sdO, sS, sL, sB, words, bars = shared
         thread = grid.transposed_thread()
         j0, head, h_end, i_first, i_end = key_tiles.key_tile(words, Q, K, group, options)
         # Alg. 2 line 7: dKj = 0, on chip
@@ -101,6 +106,8 @@ def make_wide_backward(spec, produce, produce_values):
             # Alg. 2 line 11: Pij = exp(Sij - Li)
             q_pipeline.wait(bars, slot)
             gradients.p_of_columns(rS, scale_log2, sL, at.values, thread)
+            if DROPS:
+                drawing.drop_drawn(rS, sB, stage)
             # Alg. 2 line 14: dSij = Pij o (dPij - Di)
             gradients.ds_of_columns(rdS, rdS, rdP, rS, sL, at.values, options, thread)
             # Alg. 2 line 16: dKj += dSijT Qi
@@ -139,7 +146,9 @@ def make_wide_backward(spec, produce, produce_values):
         cuda.syncthreads()
         if cuda.threadIdx.x < 128:
             give_registers(FEW)
-            if cuda.threadIdx.x == 0:
+            if DROPS:
+                produce_drawing(shared, RowTiles(Q, dO, L, D), K, V, group, options)
+            elif cuda.threadIdx.x == 0:
                 produce(shared, Q, K, V, dO, group, options)
             elif 32 <= cuda.threadIdx.x < 96:
                 produce_values(shared, Q, K, L, D, group, options)
@@ -155,6 +164,7 @@ def make_wide_backward(spec, produce, produce_values):
 
 __doc__ += """
 Shared memory, 16-bit elements, d rounded up to 64:  2 Bc d + 4 Br d + 4 Br Bc + 8 Br, and the
-    barriers; in bytes:  181320 (d=192, 64 x 64), 230472 (d=256, 64 x 64)
+    barriers; in bytes:  181320 (d=192, 64 x 64), 230472 (d=256, 64 x 64);
+    with dropout Br Bc / 4 more
 Accesses: those of the kernel on ``mma`` without its adds to A, Q and dO by TMA.
 """

@@ -4,6 +4,7 @@ from fa_numba.parts import scores, softmax, values, visits
 from fa_numba.parts.namespace import bind
 from fa_numba.parts.wgmma import (
     dq_kernel,
+    drawing,
     epilogue,
     fa1_gradients,
     fa1_state,
@@ -20,6 +21,7 @@ from fa_numba.parts.wgmma import (
 
 __all__ = [
     "dq_kernel",
+    "drawing",
     "epilogue",
     "fa1_gradients",
     "fa1_state",

@@ -12,7 +12,7 @@ from fa_numba.parts import softmax
 from fa_numba.parts.grid import make_lengths
 from fa_numba.parts.namespace import part
 from fa_numba.parts.records import DqShared, Head
-from fa_numba.parts.wgmma.gradients import cap_slope
+from fa_numba.parts.wgmma.gradients import cap_slope, make_ds_of_kept
 from fa_numba.parts.wgmma.load import make_tile_of_queries
 from fa_numba.parts.wgmma.scheduler import sequence_tile_of
 from fa_numba.tiling.wgmma import GROUP_ROWS
@@ -87,6 +87,7 @@ def make_ds_of_rows(spec):
     """
     TM, TN, softcap = spec.TM, spec.TN, spec.features.softcap
     pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
+    ds_of_kept = make_ds_of_kept(spec)
 
     def ds_of_rows(rdS, rdP, rS, rL, rD, options):
         if softcap:
@@ -100,6 +101,7 @@ def make_ds_of_rows(spec):
                 if softcap:
                     g0 = exp2(g0 - shift) * cap_slope(g0, inverse)
                     g1 = exp2(g1 - shift) * cap_slope(g1, inverse)
-                rdS[e // 2] = pack(g0 * (rdP[e] - rD[i]), g1 * (rdP[e + 1] - rD[i]))
+                ds0 = ds_of_kept(g0, rdP[e], rD[i], options)
+                rdS[e // 2] = pack(ds0, ds_of_kept(g1, rdP[e + 1], rD[i], options))
 
     return ds_of_rows

@@ -27,6 +27,7 @@ from fa_numba.parts.wgmma.epilogue import make_write_tile
 from fa_numba.parts.wgmma.key_tiles import make_read_key_box, make_read_query_box
 from fa_numba.parts.wgmma.load import make_tile
 from fa_numba.parts.wgmma.pingpong import make_sync_group
+from fa_numba.parts.wgmma.products import pack_p
 from fa_numba.tiling.wgmma import GROUP, GROUP_ROWS, PANEL
 
 WARP = 32
@@ -36,20 +37,21 @@ VALUE_THREADS = 64  # that load L and D
 
 @part
 def make_backward_shared_memory(spec):
-    """``backward_shared_memory()``: Kj and Vj, slots of Q and dO, dS, dQ, L and D, the words of
-    the key tile, and the barriers.
+    """``backward_shared_memory()``: Kj and Vj, slots of Q and dO, dS, dQ, L and D, bits of what
+    dropout drops, the words of the key tile, and the barriers.
     """
     NQ, NK, NS = spec.tile_halves
     AT_Q, AT_DO, AT_DS, AT_DQ, AT_L, AT_BARRIERS = spec.places
     NQS, NSS, NDQ, NL, BARRIERS = 2 * NQ, 2 * NS, spec.query_floats, 4 * spec.Br, spec.barriers
-    AT_WORDS, WORDS = spec.key_tile_words
+    (AT_WORDS, WORDS), (AT_B, NB) = spec.key_tile_words, spec.drawn_places
 
     def backward_shared_memory():
         sK, sV = half_tile(0, NK), half_tile(NK, NK)
         sQ, sdO, sdS = half_tile(AT_Q, NQS), half_tile(AT_DO, NQS), half_tile(AT_DS, NSS)
         sdQ, sL = shared_tile(AT_DQ, NDQ), shared_tile(AT_L, NL)
         bars, words = mbarrier_tile(AT_BARRIERS, BARRIERS), index_tile(AT_WORDS, WORDS)
-        return BackwardShared(sK, sV, sQ, sdO, sdS, sdQ, sL, words, bars)
+        sB = index_tile(AT_B, NB)
+        return BackwardShared(sK, sV, sQ, sdO, sdS, sdQ, sL, sB, words, bars)
 
     return backward_shared_memory
 
@@ -217,6 +219,7 @@ def make_ds_of_columns(spec):
         spec.features.softcap,
     )
     pack, _ = CONVERSIONS[DTYPES[spec.dtype].matrix]
+    ds_of_kept, round_pair = make_ds_of_kept(spec), pack_p(spec)
 
     def ds_of_columns(rdS, rP, rdP, rS, sL, at, options, thread):
         if softcap:
@@ -233,11 +236,28 @@ def make_ds_of_columns(spec):
                     if softcap:
                         p0, p1 = exp2(p0 - shifts[n]), exp2(p1 - shifts[n + 1])
                         g0, g1 = p0 * cap_slope(g0, inverse), p1 * cap_slope(g1, inverse)
-                    rdS[e // 2] = pack(g0 * (rdP[e] - dots[n]), g1 * (rdP[e + 1] - dots[n + 1]))
+                    ds0 = ds_of_kept(g0, rdP[e], dots[n], options)
+                    ds1 = ds_of_kept(g1, rdP[e + 1], dots[n + 1], options)
+                    rdS[e // 2] = pack(ds0, ds1)
                     if late:
-                        rP[e // 2] = pack(p0, p1)
+                        rP[e // 2] = round_pair(p0, p1)
 
     return ds_of_columns
+
+
+@part
+def make_ds_of_kept(spec):
+    """``ds_of_kept(p, dp, d, options)``: of dS = P o (dP - D) an element, with P as ``drop`` has
+    marked it.
+    """
+    dropout = spec.features.dropout
+
+    def ds_of_kept(p, dp, d, options):
+        if dropout:
+            return maximum(p, float32(0.0)) * (dp * options.inverse_keep) - abs(p) * d
+        return p * (dp - d)
+
+    return ds_of_kept
 
 
 @device_function

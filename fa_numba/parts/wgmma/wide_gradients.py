@@ -19,14 +19,14 @@ def make_wide_shared_memory(spec):
     NQ, NK, NS = spec.tile_halves
     AT_Q, AT_DO, AT_S, AT_L, AT_BARRIERS = spec.places
     NQS, NSS, NL, BARRIERS = 2 * NQ, 2 * NS, 4 * spec.Br, spec.barriers
-    AT_WORDS, WORDS = spec.key_tile_words
+    (AT_WORDS, WORDS), (AT_B, NB) = spec.key_tile_words, spec.drawn_places
 
     def wide_shared_memory():
         sK, sV = half_tile(0, NK), half_tile(NK, NK)
         sQ, sdO = half_tile(AT_Q, NQS), half_tile(AT_DO, NQS)
         sS, sL = shared_tile(AT_S, NSS), shared_tile(AT_L, NL)
         bars, words = mbarrier_tile(AT_BARRIERS, BARRIERS), index_tile(AT_WORDS, WORDS)
-        return WideShared(sK, sV, sQ, sdO, sS, sL, words, bars)
+        return WideShared(sK, sV, sQ, sdO, sS, sL, index_tile(AT_B, NB), words, bars)
 
     return wide_shared_memory
 
