@@ -221,6 +221,7 @@ def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
         {"passes": "bwd", "options": {"softcap": 2.0}, "sizes": (1, 2, 2, 200, 200, 256)},
         *({"options": options} for options in ({"causal": True}, {"kv_lens": (100,)})),
         {"options": {"dropout_p": 0.1}, "sizes": (1, 2, 2, 256, 256, 64)},
+        {"options": {"dropout_p": 0.1}, "passes": "bwd", "sizes": (1, 2, 2, 512, 512, 64)},
         {"passes": "bwd", "options": {"kv_lens": (100,)}},
         *({"options": {"bias": (1, 2, 200, 200)}, "passes": passes} for passes in ("fwd", "bwd")),
         {"sizes": (1, 8, 2, 1, 200, 64)},  # the heads of a group fill one
@@ -230,7 +231,7 @@ def test_auto_takes_hoppers_unit_for_a_gpu_of_compute_capability_9_0_alone():
     assert chosen((9, 0), places=0) == "mma"  # on the emulator
     for facts in (
         {"options": {"dropout_p": 0.1}},  # of few rows
-        {"options": {"dropout_p": 0.1}, "passes": "bwd", "sizes": (1, 2, 2, 300, 300, 64)},
+        {"options": {"dropout_p": 0.1}, "passes": "bwd", "sizes": (1, 2, 2, 511, 511, 64)},
         {"options": {"bias": (1, 2, 200, 201)}, "sizes": (1, 2, 2, 200, 201, 64)},  # not in pairs
         {"options": {"bias": (1, 2, 200, 1)}},
         {"options": {"bias": (1, 2, 200, 200)}, "sizes": (1, 2, 2, 200, 200, 136)},
