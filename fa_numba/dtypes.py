@@ -45,6 +45,7 @@ DTYPES = {
         DType("bfloat16", 2, "uint16", 0x7FFF, "bf16"),
     )
 }
-# Of arrays beside them: block tables, and lengths that stay on the device.
+# Of arrays beside them: block tables, lengths that stay on the device, what functions capture.
 INDEX = DType("int32", 4, "int32", 0)
-STORED = DTYPES | {INDEX.name: INDEX}
+FLAG = DType("bool", 1, "uint8", 0)
+STORED = DTYPES | {x.name: x for x in (INDEX, FLAG)}

@@ -21,6 +21,7 @@ import numpy as np
 from numba import types
 
 from fa_numba.device import array_type
+from fa_numba.mods import Mod
 from fa_numba.problem import UNBOUNDED, Problem
 
 
@@ -34,6 +35,20 @@ class AttentionOptions(TypedDict, total=False):
     ``window``: (left, right), row i sees i + Nk - Nq - left <= j <= i + Nk - Nq + right; -1 or None
         leaves a side open. Tiles wholly outside are not visited.
     ``softcap``: float c, scores become c tanh(s / c), before biases and masks; 0 is no cap.
+    ``score_mod``: a Python function, scores become score_mod(score, b, h, i, j): after scale and
+        softcap, before biases and masks, float32, in natural units. b is the batch entry or the
+        number of the sequence, h the query head, i and j the row and the column within it, ints
+        from 0: with lengths those of valid rows and columns, so that row i is aligned to column
+        i + Nk - Nq of them, as ``causal`` is. It may assign names, and returns one expression of
+        arithmetic, comparisons, conditional expressions, ``math``, min, max and abs; and may take
+        numbers, and float32, int32 and bool arrays by an index for each axis, from outside. Numbers
+        are arguments of the kernel: another value compiles nothing. Arrays lie where q does, and
+        are read there. It is evaluated for every row and column of a visited tile, hidden ones too,
+        and an index has to be within its array: from 0, none counts from the end.
+    ``score_mod_grad``: a function like it that gives its derivative with respect to the score, for
+        the backward pass; made from ``score_mod`` unless given.
+    ``mask_mod``: such a function of (b, h, i, j), whether row i sees column j. It costs no memory;
+        every tile is visited that other options do not leave out.
     ``bias``: float32 array that broadcasts to (B, Hq, Nq, Nk), added to the scores.
     ``attn_mask``: bool array that broadcasts to (B, Hq, Nq, Nk), True where a column takes part; or
         numbers in float32, float16 or bfloat16 that are added to the scores. It becomes a float32
@@ -72,6 +87,9 @@ class AttentionOptions(TypedDict, total=False):
     causal: bool | None
     window: tuple[int | None, int | None] | None
     softcap: float | None
+    score_mod: Any
+    score_mod_grad: Any
+    mask_mod: Any
     bias: Any
     attn_mask: Any
     alibi_slopes: Any
@@ -153,8 +171,9 @@ class Bound(NamedTuple):
 
     ``given`` are launch arguments by name: of ``bias``, ``dbias``, ``dL``, ``alibi_slopes``,
     ``seed_low``, ``seed_high``, ``offset``, ``kv_splits`` and what splits leave those that there
-    are, ``L``, and ``block_table`` and ``kv_lens`` where they lie on the GPU. The scores are
-    computed times ``unit``, which is log2(e) where exponentials are powers of two.
+    are, ``L``, ``block_table`` and ``kv_lens`` where they lie on the GPU, and what the caller's
+    functions capture. The scores are computed times ``unit``, which is log2(e) where exponentials
+    are powers of two; up to a ``score_mod`` in natural units.
     """
 
     problem: Problem
@@ -180,12 +199,14 @@ class KernelField:
 @dataclass(frozen=True)
 class Feature:
     """When a feature is on (or which one a kernel is compiled for), what it passes to a kernel by
-    name, whether visible scores are then more than scale Q KT, and the name that it has as an
-    argument, where that is another one than the flag's.
+    name, or a function of which one it is that says so, whether visible scores are then more than
+    scale Q KT, and the name that it has as an argument, where that is another one than the flag's.
     """
 
-    on: Callable[[Problem], bool | int]
-    passes: Mapping[str, KernelField] = field(default_factory=dict)
+    on: Callable[[Problem], bool | int | Mod | None]
+    passes: Mapping[str, KernelField] | Callable[[Any], Mapping[str, KernelField]] = field(
+        default_factory=dict
+    )
     changes_scores: bool = False
     argument: str = ""
 
@@ -223,6 +244,29 @@ def _starts(name: str) -> KernelField:
     )
 
 
+_NUMBERS = {"int32": _int32, "float32": _float32, "bool": _int32}
+_ELEMENTS = {"int32": _int32, "float32": _float32, "bool": types.uint8}
+
+
+def _captured(mod: Mod) -> dict[str, KernelField]:
+    """What a function of the caller's captures."""
+    found = {}
+    for name, kind in zip(mod.fields, mod.captures, strict=True):
+        element, _, axes = kind.rstrip("]").partition("[")
+        ty = array_type(int(axes), _ELEMENTS[element]) if axes else _NUMBERS[element]
+        found[name] = _given(name, ty)
+    return found
+
+
+def score_unit(problem: Problem, unit: float) -> float:
+    """The unit of the scores up to a ``score_mod``: a function of the caller's has natural ones."""
+    return unit if problem.score_mod is None else 1.0
+
+
+def _softcap(call: Bound) -> float:
+    return (call.problem.softcap or 0.0) * score_unit(call.problem, call.unit)
+
+
 def _side(name: str) -> KernelField:
     def value(call: Bound) -> int:
         side = getattr(call.problem, name)
@@ -240,9 +284,12 @@ FEATURES: dict[str, Feature] = {
     ),
     "softcap": Feature(
         lambda p: p.softcap is not None,
-        {"softcap": KernelField(_float32, lambda call: (call.problem.softcap or 0.0) * call.unit)},
+        {"softcap": KernelField(_float32, _softcap)},
         changes_scores=True,
     ),
+    "score_mod": Feature(lambda p: p.score_mod, _captured, changes_scores=True),
+    "score_mod_grad": Feature(lambda p: p.score_mod_grad, _captured),
+    "mask_mod": Feature(lambda p: p.mask_mod, _captured),
     "bias": Feature(
         lambda p: p.bias is not None,
         {"bias": _given("bias", array_type(4), _scores)},
@@ -336,12 +383,15 @@ SENT = (*UNIFORM, "block_table")
 @dataclass(frozen=True)
 class Features:
     """Which options a kernel is compiled for. ``causal`` where no ``window`` has the bound;
-    ``page_size`` is 0 where K and V are no pages.
+    ``page_size`` is 0 where K and V are no pages; of a caller's function its ``Mod`` is here.
     """
 
     causal: bool = False
     window: bool = False
     softcap: bool = False
+    score_mod: Mod | None = None
+    score_mod_grad: Mod | None = None
+    mask_mod: Mod | None = None
     bias: bool = False
     splits: bool = False
     dbias: bool = False
@@ -376,6 +426,16 @@ class Features:
         return any(getattr(self, name) for name, f in FEATURES.items() if f.changes_scores)
 
     @property
+    def calls(self) -> bool:
+        """Whether there are functions of the caller's."""
+        return self.score_mod is not None or self.mask_mod is not None
+
+    @property
+    def slopes(self) -> bool:
+        """Whether some option makes the scores' derivative another one than scale."""
+        return self.softcap or self.score_mod is not None
+
+    @property
     def crowds(self) -> bool:
         """Whether some option holds registers of its own throughout the loops."""
         return replace(self, causal=False, dropout=False, splits=False, dlse=False) != PLAIN
@@ -393,8 +453,10 @@ class Features:
     @property
     def passed(self) -> dict[str, KernelField]:
         """What these features pass to a kernel, by name."""
-        on = (f.name for f in fields(self) if getattr(self, f.name))
-        found = {name: passed for flag in on for name, passed in FEATURES[flag].passes.items()}
+        found: dict[str, KernelField] = {}
+        for flag in (f.name for f in fields(self) if getattr(self, f.name)):
+            passes = FEATURES[flag].passes
+            found |= passes(getattr(self, flag)) if callable(passes) else passes
         if self.page_size:  # whose rows the block table finds
             found.pop("k_starts", None)
         return found

@@ -31,6 +31,8 @@ from fa_numba.checks import (
 )
 from fa_numba.dtypes import DTYPES
 from fa_numba.integers import ceil_div
+from fa_numba.mods import PARAMETERS as MODS
+from fa_numba.mods import Mod, as_mod
 
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**31 - 1024  # rows and columns are 32-bit in the kernels, with room for a tile
@@ -65,6 +67,8 @@ class Problem:
     row i sees columns j <= i + seqlen_k - seqlen_q; `window` (left, right) lets it see left columns
     before and right columns after that one, -1 for all. `softcap` c makes c tanh(s / c) of a
     score, `bias` is the 4-D shape of an array added to the scores, `alibi` whether slopes are.
+    `score_mod`, its derivative `score_mod_grad` and `mask_mod` are the caller's functions, or what
+    `mods` has made of them.
     `q_lens` and `kv_lens` are the valid lengths of each batch entry, to which masks are then
     aligned. `packed`: the sequences of these lengths lie one after the other in tensors
     (total, heads, head_dim), and seqlen_q, seqlen_k are the longest. `sparse`: a block mask is
@@ -88,6 +92,9 @@ class Problem:
     causal: bool = False
     window: tuple[int, int] = (-1, -1)
     softcap: float | None = None
+    score_mod: Mod | None = None
+    score_mod_grad: Mod | None = None
+    mask_mod: Mod | None = None
     bias: tuple[int, ...] | None = None
     alibi: bool = False
     q_lens: tuple[int, ...] | None = None
@@ -120,6 +127,12 @@ class Problem:
         object.__setattr__(self, "window", as_window(self.window))
         object.__setattr__(self, "softcap", as_softcap(self.softcap))
         object.__setattr__(self, "dropout_p", as_dropout(self.dropout_p))
+        for name in MODS:
+            object.__setattr__(self, name, as_mod(name, getattr(self, name)))
+        if self.score_mod_grad is not None and self.score_mod is None:
+            raise ValueError(
+                f"score_mod_grad is {self.score_mod_grad} without a score_mod: allowed is None"
+            )
         if self.softcap is not None and self.scale:
             inner = abs(self.scale) / self.softcap
             single = np.finfo(np.float32)
@@ -264,6 +277,11 @@ class Problem:
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in named}
         defaults = {f.name: f.default for f in fields(self)}
         return {name: value for name, value in given.items() if value != defaults[name]}
+
+    @property
+    def mods(self) -> list[Mod]:
+        """The caller's functions."""
+        return [mod for name in MODS if (mod := getattr(self, name)) is not None]
 
     @property
     def group(self) -> int:

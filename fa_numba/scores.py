@@ -4,17 +4,18 @@ The reference is built on this, and so are the tests' estimates of rounding erro
 checks q, k, v and the options, as a caller gives them, and makes a `Call` of them:
 
     call.heads()    every query head, and where its matrices lie in the arrays of the call
-    call.scores()   S of some of its rows, with softcap, ALiBi, bias and masks, and its derivative
+    call.scores()   S of some of its rows, with softcap, the caller's functions, ALiBi, bias and
+                    masks, and its derivative
     call.dropout()  what dropout multiplies these rows of P by
 
 An option that changes S or P is written here, and nowhere else in the reference. No kernel is
-imported.
+imported, and a function of the caller's is called as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,12 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from . import dropout
 from .checks import as_real
 from .masks import distance, numeric_mask, visible_causal, visible_window
+from .mods import PARAMETERS, captured, holding, is_array
 from .options import as_word, check_names
 from .problem import UNBOUNDED, BlockSizes, Problem, check_block_mask, check_blocks
 
 Array = NDArray[Any]
+_STEP = 1e-5  # of a difference quotient, in float64
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Call:
     Bc: int
     seed: int  # of dropout
     offset: int
+    mods: dict[str, Callable] = field(default_factory=dict)  # functions of the caller's
 
     def heads(self) -> Iterator[Head]:
         """The query heads of every batch entry, without those that have no row or no column."""
@@ -82,7 +86,8 @@ class Call:
     def scores(self, head: Head, Qi: Array, K: Array, row: int) -> tuple[Array, Array | float]:
         """S of the rows Qi of Q, the first of which is `row`, and its derivative by scale Qi K^T.
 
-        S = softcap tanh(scale Qi K^T / softcap) - slope distance + bias, -inf where hidden.
+        S = score_mod(softcap tanh(scale Qi K^T / softcap)) - slope distance + bias, -inf where
+        hidden.
         """
         b, h, problem = head.entry, head.number, self.problem
         rows, columns = np.arange(row, row + len(Qi))[:, None], np.arange(head.Nk)[None, :]
@@ -93,6 +98,9 @@ class Call:
             softcap = self.dtype.type(problem.softcap)
             tanh = np.tanh(S / softcap)
             S, derivative = softcap * tanh, 1 - tanh * tanh
+        if "score_mod" in self.mods:
+            derivative = derivative * self._slope(S, head, rows, columns)
+            S = self._of_each("score_mod", self.dtype, head, S, rows, columns)
         if self.slopes is not None:
             S -= self.slopes[b, h] * distance(rows, columns, diagonal).astype(self.dtype)
         if self.bias is not None:
@@ -100,6 +108,28 @@ class Call:
         for visible in self._masks(head, rows, columns, diagonal):
             S[~visible] = -np.inf
         return S, derivative
+
+    def _of_each(self, name: str, dtype: DTypeLike, head: Head, *args: Array) -> Array:
+        """A function of the caller's, of each element by itself: of a score, a row and a column."""
+        function, b, h = self.mods[name], head.entry, head.number
+
+        def of_one(*args: Any) -> Any:
+            return function(*args[:-2], b, h, *args[-2:])
+
+        with np.errstate(all="ignore"):
+            return np.vectorize(of_one, otypes=[dtype])(*args)
+
+    def _slope(self, S: Array, head: Head, rows: Array, columns: Array) -> Array:
+        """The derivative of score_mod: the caller's, or a central difference in float64."""
+        exact = S.astype(np.float64)
+        if "score_mod_grad" in self.mods:
+            own = self._of_each("score_mod_grad", np.float64, head, exact, rows, columns)
+            return own.astype(self.dtype)
+        ends = exact - _STEP, exact + _STEP
+        below, above = (
+            self._of_each("score_mod", np.float64, head, end, rows, columns) for end in ends
+        )
+        return ((above - below) / (ends[1] - ends[0])).astype(self.dtype)
 
     def _masks(self, head: Head, rows: Array, columns: Array, diagonal: int) -> Iterator[Array]:
         """Which columns each row sees, (rows, columns), by each mask that the call has."""
@@ -109,6 +139,8 @@ class Call:
         if problem.window != (-1, -1):
             left, right = (UNBOUNDED if n < 0 else n for n in problem.window)
             yield visible_window(rows, columns, diagonal, left, right)
+        if "mask_mod" in self.mods:
+            yield self._of_each("mask_mod", bool, head, rows, columns)
         if self.block_mask is not None:
             yield self.block_mask[head.entry, head.number][rows // self.Br, columns // self.Bc]
 
@@ -165,6 +197,7 @@ def checked_call(
         *_blocks(problem, block_mask, tiles),
         as_word("seed", 0 if seed is None else seed, 64),
         as_word("offset", 0 if offset is None else offset, 32),
+        {name: _doubled(name, f) for name in PARAMETERS if (f := options.get(name)) is not None},
     )
     if problem.dropout_p and max(problem.batch, problem.heads_q) > dropout.MAX_HEADS:
         raise ValueError(
@@ -172,6 +205,16 @@ def checked_call(
             f"most {dropout.MAX_HEADS} each"
         )
     return call, as_real("q", q, dtype), as_real("k", k, dtype), as_real("v", v, dtype)
+
+
+def _doubled(option: str, function: Any) -> Callable:
+    """A function of the caller's that finds arrays of float64 where it captures float32 ones."""
+    arrays: dict[str, Any] = {}
+    for name, value in captured(option, function).values:
+        if is_array(value):
+            host = np.asarray(value.detach().cpu() if hasattr(value, "cpu") else value)
+            arrays[name] = host.astype(np.float64) if host.dtype == np.float32 else host
+    return holding(function, arrays)
 
 
 def _slopes(problem: Problem, alibi_slopes: ArrayLike, dtype: DTypeLike) -> Array:

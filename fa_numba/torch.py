@@ -10,6 +10,7 @@ from typing import Any, TypeVar, Unpack
 import numpy as np
 
 import fa_numba
+from fa_numba import mods
 from fa_numba.checks import as_flag, as_splits, kind_of
 from fa_numba.choices.requests import check_algorithm
 from fa_numba.host import placement
@@ -77,8 +78,9 @@ def attention(
     none.
 
     ``options`` as listed below, but that ``bias``, ``alibi_slopes`` and ``attn_mask`` are tensors,
-    a mask of numbers is differentiated too, and without a ``seed`` dropout draws one from torch's
-    default CPU generator, which torch.manual_seed sets; the backward pass drops the same elements.
+    a mask of numbers is differentiated too, functions keep for the backward pass what they captured
+    as they were given, and without a ``seed`` dropout draws one from torch's default CPU generator,
+    which torch.manual_seed sets; the backward pass drops the same elements.
     ``tiles`` are the forward pass's block sizes, threads and stages, ``backward_tiles`` the
     backward pass's, which are those of ``tiles`` unless given; its kernels have no choice of
     stages. With a ``block_mask`` both have its blocks. ``kv_splits`` is the forward pass's,
@@ -147,6 +149,9 @@ def attention(
                     f"none: allowed is a tensor that requires none, such as {name}.detach(), or a "
                     "call under torch.no_grad()"
                 )
+    for name in mods.PARAMETERS:
+        if name in given:
+            given[name] = _held(name, given[name], wanted)
     for name in _ON_HOST:
         if name in given and not (paged and name == "kv_lens"):
             given[name] = np.array(on_host(name, given[name]))
@@ -165,6 +170,18 @@ def attention(
         return fa_numba.attention(q, k, v, return_lse=return_lse, **given)
     out, lse = _Attention.apply(q, k, v, bias, slopes, given, ahead, backward)
     return (out, lse) if return_lse else out
+
+
+def _held(option: str, function: Any, wanted: bool) -> Any:
+    """A caller's function as it is now, for the backward pass too."""
+    mod, values = mods.captured(option, function)
+    for name, value in values:
+        if wanted and isinstance(value, torch.Tensor) and value.requires_grad:
+            raise ValueError(
+                f"{name} of {option} {mod} requires a gradient and attention computes none: "
+                f"allowed is a tensor that requires none, such as {name}.detach()"
+            )
+    return mods.holding(function, dict(values))
 
 
 def _bias_of(mask: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

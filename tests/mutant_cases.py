@@ -220,6 +220,20 @@ BACKWARD_CASES["scores"] = (
 BACKWARD_CASES["shared bias"] = (
     Case((1, 2, 2, 13, 19, 4), Tiles(8, 16), {"bias": normal(13, 19)}),
 )
+# Functions that differ from place to place, whose mask leaves a row and a tile nothing.
+_far = normal(2, 40)
+MODS = {
+    "score_mod": lambda s, b, h, i, j: s * _far[b, i] + _far[h, j] * s * s,
+    "mask_mod": lambda b, h, i, j: (i + 2 * j + h) % 3 != b and i != 2 and (i > 7 or j < 8),
+}
+CASES["mods"] = (
+    Case((2, 2, 1, 13, 19, 4), Tiles(8, 8), {**MODS, "softcap": 1.5}),
+    Case((1, 1, 1, 9, 12, 4), Tiles(8, 8), {"score_mod": MODS["score_mod"], "q_lens": [7]}),
+)
+BACKWARD_CASES["mods"] = (
+    Case((2, 2, 1, 13, 19, 4), Tiles(8, 16), {**MODS, "softcap": 1.5}),
+    Case((1, 1, 1, 9, 12, 4), Tiles(8, 16), {"score_mod": MODS["score_mod"], "q_lens": [7]}),
+)
 CASES["slopes"] = (Case((1, 1, 1, 13, 19, 4), Tiles(8, 8), {"alibi_slopes": np.float32([0.5])}),)
 BACKWARD_CASES["slopes"] = (
     Case((1, 1, 1, 13, 19, 4), Tiles(8, 16), {"alibi_slopes": np.float32([0.5])}),
@@ -267,6 +281,7 @@ MMA_CASES = {
     "kv_lens": (Case((2, 1, 1, 5, 20, 8), Tiles(16, 16), {"kv_lens": [17, 0]}),),
     "dropout": (Case((1, 2, 1, 20, 70, 8), Tiles(16, 64), DROPOUT),),
     "softcap": (Case((1, 1, 1, 20, 35, 8), Tiles(16, 16), {"softcap": 1.5}),),
+    "mods": (Case((2, 2, 1, 20, 35, 8), Tiles(16, 16), MODS),),
     # Rows enough to tell half a rounding of 16 bits in scale; passes enough to tell sums in 16 bits
     "slopes": (Case((1, 1, 1, 13, 19, 8), Tiles(16, 16), {"alibi_slopes": np.float32([0.5])}),),
     "rows": (Case((1, 2, 2, 64, 64, 16), Tiles(32, 32), peaked=False),),
@@ -327,6 +342,7 @@ MMA_BACKWARD_CASES = {
         Case((1, 1, 1, 20, 35, 8), Tiles(16, 16), {"softcap": 1.5, "bias": normal(1, 1, 20, 35)}),
     ),
     "slopes": (Case((1, 1, 1, 13, 19, 8), Tiles(16, 16), {"alibi_slopes": np.float32([0.5])}),),
+    "mods": (Case((2, 2, 1, 20, 35, 8), Tiles(16, 16), MODS),),
     "shared bias": (Case((1, 2, 2, 20, 35, 5), Tiles(16, 16), {"bias": normal(20, 35)}),),
     "rows": (
         Case((1, 2, 2, 64, 64, 16), Tiles(32, 32), {"bias": normal(1, 2, 64, 64)}, peaked=False),
@@ -659,7 +675,8 @@ def host_runs():
         test_ring.test_parts_that_do_not_fit_are_refused,
     )
     others = (test_launch_cache, test_append_kv, test_softmax, test_plans, test_inputs, *merged)
-    plain = (replace(x, unit="host", quick=False) for x in own_runs() if "-plain-0" in x.title)
+    few = (x for x in own_runs() if x.title.endswith(("-plain-0", "-mods-0")))
+    plain = (replace(x, unit="host", quick=False) for x in few)
     return (
         *runs_of("host", test_recorded_launches),
         *runs_of("torch", test_torch_stand_in),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from backward_helpers import random_gradients
 from hypothesis import strategies as st
@@ -24,6 +26,32 @@ def draw_window(rng, shape, tiles):
 
 def draw_softcap(rng, shape, tiles):
     return {"softcap": float(rng.choice([0.5, 1.0, 3.0]))}
+
+
+def draw_score_mod(rng, shape, tiles):
+    """Of an array, of numbers and math, or another one for some elements."""
+    _, Hq, _, Nq, Nk, _ = shape
+    table = rng.standard_normal((Hq, Nq + Nk), np.float32)
+    slope, cap = rng.uniform([-1, 1], [1, 4]).tolist()
+    of = [
+        lambda s, b, h, i, j: s + table[h, j - i + Nq],
+        lambda s, b, h, i, j: cap * math.tanh(s / cap) + b - slope * abs(i - j),
+        lambda s, b, h, i, j: s * slope if (i + j) % 3 else max(s, -cap) + 1,
+    ]
+    return {"score_mod": of[rng.integers(3)]}
+
+
+def draw_mask_mod(rng, shape, tiles):
+    """Of documents, of distances, or at random; rows that see nothing among them."""
+    B, _, _, Nq, Nk, _ = shape
+    document = np.sort(rng.integers(0, 3, (B, max(Nq, Nk)), np.int32))
+    seen, step = rng.random((Nq, Nk)) < 0.6, int(rng.integers(3))
+    of = [
+        lambda b, h, i, j: document[b, i] == document[b, j],
+        lambda b, h, i, j: (i - j) % 3 != step and i + h > 0,
+        lambda b, h, i, j: seen[i, j],
+    ]
+    return {"mask_mod": of[rng.integers(3)]}
 
 
 def draw_bias(rng, shape, tiles):
@@ -179,6 +207,9 @@ def visible(shape, options):
         if right >= 0:
             see &= away <= right
         seen[b, :, :nq, :nk] = see
+        if "mask_mod" in options:
+            for h, i, j in np.argwhere(seen[b]):
+                seen[b, h, i, j] = options["mask_mod"](b, h, i, j)
     if options.get("block_mask") is not None:
         tiles = options["tiles"]
         mask = np.repeat(np.repeat(options["block_mask"], tiles.Br, axis=-2), tiles.Bc, axis=-1)

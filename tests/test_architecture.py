@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # A room may import the rooms of the lines above its own, and itself.
 FLOORS = (
     ("emulator", "masks", "dtypes", "integers", "checks"),
+    ("mods",),
     ("device", "problem"),
     ("intrinsics", "options"),
     ("tiling", "dropout"),

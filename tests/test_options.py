@@ -1,6 +1,7 @@
 """Every option of attention, alone and together: results, gradients, cost and errors."""
 
 import itertools
+import math
 from contextlib import nullcontext
 
 import numpy as np
@@ -96,6 +97,7 @@ def alone(B, Hq, Nq, Nk, tiles):
     """Every option by itself, for this problem."""
     Tr, Tc = -(-Nq // tiles.Br), -(-Nk // tiles.Bc)
     some_q, some_k = [Nq, Nq // 2][:B], [Nk // 3, Nk][:B]
+    far = normal(B, Hq, Nq + Nk)
     return {
         "causal": {"causal": True},
         "window of both sides": {"window": (3, 2)},
@@ -107,6 +109,16 @@ def alone(B, Hq, Nq, Nk, tiles):
         "causal window with a right side": {"window": (2, 7), "causal": True},
         "softcap": {"softcap": 1.5},
         "softcap below the scores": {"softcap": 0.125},
+        "score_mod of an array": {"score_mod": lambda s, b, h, i, j: s - far[b, h, i - j + Nk]},
+        "score_mod of a power": {"score_mod": lambda s, b, h, i, j: s * s - abs(s) ** 1.5 / 2},
+        "score_mod of 0 here and there": {"score_mod": lambda s, b, h, i, j: s if i < j else 0},
+        "score_mod of a kink, and softcap": {
+            "score_mod": lambda s, b, h, i, j: max(s, h / 8) + math.sin(s * i),
+            "softcap": 1.5,
+        },
+        "mask_mod": {"mask_mod": lambda b, h, i, j: (i + 2 * j + h) % 3 != b},
+        "mask_mod of an array": {"mask_mod": lambda b, h, i, j: far[b, h, i] < 0.5 or i == j},
+        "mask_mod of nothing": {"mask_mod": lambda b, h, i, j: i < 0},
         "bias": {"bias": normal(B, Hq, Nq, Nk)},
         "bias for all batch entries": {"bias": normal(1, Hq, Nq, Nk)},
         "bias for all heads": {"bias": normal(B, 1, Nq, Nk)},
@@ -167,6 +179,8 @@ kinds_of_options = pytest.mark.parametrize(
         "window of one key",
         "causal window",
         "softcap",
+        "score_mod of an array",
+        "mask_mod",
         "bias for all batch entries",
         "bias of -inf",
         "slopes",

@@ -426,6 +426,7 @@ def heads_in_tiles(request: Request) -> int:
     """
     p, features = request.problem, request.features
     by_head = features.bias or features.alibi or features.dropout or features.sparse
+    by_head = by_head or features.calls
     if request.choices.algorithm != "fa2" or p.seqlen_q > GROUP_ROWS or by_head:
         return 1
     return min(p.group & -p.group, GROUP_ROWS)

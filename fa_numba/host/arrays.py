@@ -13,13 +13,14 @@ import numpy as np
 from fa_numba import device
 from fa_numba.checks import kind_of
 from fa_numba.device import DeviceArray
-from fa_numba.dtypes import DTYPES, INDEX, STORED
+from fa_numba.dtypes import DTYPES, FLAG, INDEX, STORED
 from fa_numba.host.overlap import overlap, overlaps_itself
 from fa_numba.masks import numeric_mask
 
 HOST = -1
 SUMS = ("float32",)  # dtypes of lse, bias and alibi_slopes, whatever q has
 MASKS = ("float32", "float16", "bfloat16", "bool")  # of attn_mask, which becomes a float32 one
+CAPTURED = (*SUMS, INDEX.name, FLAG.name)  # of what functions of the caller's take from outside
 INTEGERS = (INDEX.name,)  # of a block table and of lengths that are not read back
 
 
@@ -391,11 +392,11 @@ def added_mask(mask: Any) -> Any:
 def check_together(operands: list[Operand], single: Sequence[Operand] = ()) -> None:
     """Raise ValueError unless all are on one device, and TypeError unless of one dtype.
 
-    Those in ``single`` are float32 whatever the others are, or integers of their own.
+    Those in ``single`` are float32 whatever the others are, or integers or flags of their own.
     """
     first = operands[0]
     for other in single:
-        if other.dtype not in (*SUMS, *INTEGERS):
+        if other.dtype not in CAPTURED:
             raise TypeError(f"{other.name} has dtype {other.dtype}: allowed is float32")
         if other.place != first.place:
             raise ValueError(

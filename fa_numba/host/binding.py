@@ -5,15 +5,24 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from fa_numba import device
+from fa_numba import device, mods
 from fa_numba.checks import as_flag, as_shape, as_table, check_table
-from fa_numba.host.arrays import INTEGERS, MASKS, SUMS, Operand, lies_on_gpu, on_host, operand
-from fa_numba.options import SENT, Bound, Features, as_word, check_names, signed
+from fa_numba.host.arrays import (
+    CAPTURED,
+    INTEGERS,
+    MASKS,
+    SUMS,
+    Operand,
+    lies_on_gpu,
+    on_host,
+    operand,
+)
+from fa_numba.options import SENT, Bound, Features, as_word, check_names, score_unit, signed
 from fa_numba.problem import Problem, check_block_mask
 from fa_numba.tiling import Tiles
 
@@ -32,7 +41,8 @@ class Binding:
     """The options of one call, checked as far as they can be without q.
 
     ``facts`` are what ``Problem.from_shapes`` takes of them, ``arrays`` the operands among the
-    options by the kernels' names, ``block_mask`` is on the host. So is ``block_table`` unless it is
+    options, and ``numbers`` what functions of the caller's capture beside, by the kernels' names,
+    ``block_mask`` is on the host. So is ``block_table`` unless it is
     among the arrays; ``checked`` are a table and lengths whose values have to be looked at.
     """
 
@@ -43,6 +53,7 @@ class Binding:
     offset: int
     block_table: np.ndarray | None = None
     checked: tuple[np.ndarray, Any] | None = None
+    numbers: Mapping[str, int | float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, options: Mapping[str, Any], *, shapes: bool = False) -> Binding:
@@ -66,6 +77,17 @@ class Binding:
                 facts[name] = found.shape
                 # Given both, bias and mask are refused by what follows.
                 arrays[known_as] = found
+        numbers: dict[str, int | float] = {}
+        for name in mods.PARAMETERS:
+            if name not in given:
+                continue
+            mod, values = mods.captured(name, given.pop(name))
+            facts[name] = mod
+            for known_as, (own, value) in zip(mod.fields, values, strict=True):
+                if not mods.is_array(value) or isinstance(value, np.generic):
+                    numbers[known_as] = value
+                elif not shapes:
+                    arrays[known_as] = operand(f"{own} of {name} {mod}", value, CAPTURED)
         facts["alibi_shape"] = facts.pop("alibi_slopes", None)
         mask = given.pop("block_mask", None)
         if mask is not None:
@@ -78,7 +100,7 @@ class Binding:
             if name in given:
                 facts[name] = on_host(name, given.pop(name))
         facts |= given
-        return cls(facts, arrays, mask, seed, offset, table, checked)
+        return cls(facts, arrays, mask, seed, offset, table, checked, numbers)
 
     def problem(self, *shapes: Any, dtype: str) -> Problem:
         """The Problem of q, k and v with these shapes."""
@@ -119,6 +141,7 @@ class Binding:
         """What kernels are passed for the options that are on, by name; ``options.Bound`` has the
         words. Small arrays are sent to the device.
         """
+        given = {**given, **self.numbers}
         call = Bound(problem, given, unit, self.block_mask, self.block_table)
         values: dict[str, Any] = {}
         of_call = {"dbias": "dbias", "dlse": "dL", "splits": "kv_splits"}
@@ -174,7 +197,7 @@ def score_scale(problem: Problem, unit: float) -> float:
     """What the scores are multiplied by first: with a cap, for the argument of tanh."""
     if problem.softcap is not None:
         return problem.scale / problem.softcap
-    return problem.scale * unit
+    return problem.scale * score_unit(problem, unit)
 
 
 def pack(kernel: device.Kernel, values: Mapping[str, Any]) -> tuple:

@@ -250,6 +250,7 @@ class Plan(LaunchPlan):
             split_rows=split_rows,
             kv_splits=decided.splits if forward else 1,
             group_splits=1 if forward else decided.splits,
+            uncounted=(*UNIFORM, "taken", *(name for mod in p.mods for name in mod.fields)),
             score_unit=1.0 if choices.algorithm == "standard" else LOG2E,
             launches=tuple(launches),
             workspace=tuple(workspace),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 from fa_numba import io_model
 from fa_numba.choices.decisions import Decision
@@ -51,8 +52,8 @@ def backward(request: Request) -> Plan:
     lengths = request.lengths
     masked = replace(spec, features=replace(features, dropout=False, dbias=False))
     plain = replace(spec, features=lengths)
-    on = {"dropout": features.dropout, "dbias": features.dbias, "dlse": request.choices.dlse}
-    summed = replace(lengths, **on)
+    asked = request.choices
+    summed = replace(lengths, dropout=features.dropout, dbias=features.dbias, dlse=asked.dlse)
     limit, most = request.shared_limit, shared.MAX_WARPS
     row = row_elements(p.seqlen_k, limit, dtype, most)
     pair = row_elements(p.seqlen_k, limit, dtype, most, rows=2)
@@ -73,9 +74,12 @@ def backward(request: Request) -> Plan:
         Launch.of(product, row_tiles, Q="dO", K="V", S="dP", scale=1.0),
         Launch.of(gradients, rows, dS="dP"),
     ]
-    if features.softcap:
-        capped = replace(plain, features=replace(lengths, softcap=True))
-        slopes = shared.make_standard_scores(capped, slopes=True)
+    if features.slopes:
+        kept: dict[str, Any] = {}
+        for name in ("softcap", "score_mod", "score_mod_grad"):
+            kept[name] = getattr(features, name)
+        changed = replace(plain, features=replace(lengths, **kept))
+        slopes = shared.make_standard_scores(changed, slopes=True)
         launches.append(Launch.of(slopes, row_tiles, S="dP", scale="score_scale"))
     launches += [
         Launch.of(transposed, column_tiles),

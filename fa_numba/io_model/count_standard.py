@@ -69,8 +69,8 @@ def standard_backward(
         dK = dS^T Q        as dV, named P, dO, dV
     with dV, and dK, stored per K/V head. Dropout makes dS also store P, N_q N_k, without what is
     dropped; `dbias` makes it add to dbias, N_q N_k atomic adds, each a load and a store, and
-    `dlse` load dL and L, N_q each. A softcap takes the scores once more, to multiply dS by its
-    slope: as dP, and S also loaded, N_q N_k.
+    `dlse` load dL and L, N_q each. A softcap or a score_mod takes the scores once more, to multiply
+    dS by its slope: as dP, and S also loaded, N_q N_k.
 
     A row of S too long for shared memory (`forward_resident` False) is loaded twice by the softmax;
     rows of P and dP that are too long together (`row_resident` False), twice for dS. No mask skips
@@ -102,4 +102,5 @@ def standard_backward(
     )
     dQ = count(problem, {"P": matrix, "V": head.columns_by_row_tile * d}, {"O": head.all_rows * d})
     kernels = [scores, softmax, dP, dS, transposed_output, dQ, transposed_output]
-    return add_up(problem, kernels if problem.softcap is None else [*kernels, slopes])
+    changed = problem.softcap is not None or problem.score_mod is not None
+    return add_up(problem, [*kernels, slopes] if changed else kernels)

@@ -1,4 +1,4 @@
-"""From dP to dS, element by element: softmax, cap on the scores, bias; dK and dV in registers."""
+"""From dP to dS, element by element: softmax, bias, slopes of scores; dK and dV in registers."""
 
 from fa_numba.device import float32, uint32
 from fa_numba.intrinsics.arithmetic import NEG_INF
@@ -12,12 +12,13 @@ from fa_numba.parts.namespace import part
 def make_of_scores(spec):
     """``of_scores(rdP, rP, rD, rG, tile)``.
 
-    dS = P o (dP - D), in place of dP: added to dbias where asked for, and times the cap's slope. P
-    as ``drop`` has marked it.
+    dS = P o (dP - D), in place of dP: added to dbias where asked for, and times the slopes of a cap
+    and of the caller's function. P as ``drop`` has marked it.
     """
     TM, TN, (EI, EJ), features = spec.TM, spec.TN, spec.element_steps, spec.features
     row_of, column_of = make_row(spec), make_column(spec)
-    dropout, dbias, softcap = features.dropout, features.dbias, features.softcap
+    dropout, dbias, slopes = features.dropout, features.dbias, features.slopes
+    anywhere = features.score_mod is not None  # its slope may be no number where P is 0
 
     def of_scores(rdP, rP, rD, rG, tile):
         head, options, thread = tile.head, tile.head.options, tile.thread
@@ -38,9 +39,13 @@ def make_of_scores(spec):
                     col = uint32(tile.j0 + column_of(thread.tx, j))
                     if row < head.Nq and col < head.Nk:
                         add_global(dBh, row, col, rdP[i * EI + j * EJ])
-        if softcap:
+        if slopes:
             for e in range(TM * TN):
-                rdP[e] *= rG[e]
+                if anywhere:
+                    if rdP[e] != float32(0.0):
+                        rdP[e] *= rG[e]
+                else:
+                    rdP[e] *= rG[e]
 
     return of_scores
 

@@ -12,23 +12,10 @@ from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, ONE
 from fa_numba.parts.bias import make_add_bias
 from fa_numba.parts.bias import make_read_bias as make_read_bias
 from fa_numba.parts.layout import make_column, make_row, make_warp_tile
+from fa_numba.parts.mods import make_apply_score_mod, make_hide
+from fa_numba.parts.mods import make_slopes as make_slopes
 from fa_numba.parts.namespace import part
 from fa_numba.problem import UNBOUNDED
-
-
-@part
-def make_cap_slopes(spec):
-    """``cap_slopes(rG, rS, scale, options)``: rG = 1 - tanh(scale S)^2, where there is a cap."""
-    RS, softcap = spec.TM * spec.TN, spec.features.softcap
-
-    def cap_slopes(rG, rS, scale, options):
-        if softcap:
-            for e in range(RS):
-                t = math.tanh(scale * rS[e])
-                rG[e] = float32(1.0) - t * t
-
-    return cap_slopes
-
 
 _visible_causal = device_function(masks.visible_causal)
 
@@ -43,9 +30,9 @@ _distance = device_function(masks.distance)
 def make_scale_and_mask(spec):
     """``scale_and_mask(rS, scale, tile)``: scores in units of log2.
 
-    Multiplies them by ``scale``, caps them, adds slopes and bias, and sets those outside the mask
-    or the matrix to -inf. With a cap, ``scale`` is that of its argument and ``options.softcap`` is
-    in the unit of the scores.
+    Multiplies them by ``scale``, caps them, applies the caller's function, adds slopes and bias,
+    and sets those outside the masks or the matrix to -inf. With a cap, ``scale`` is that of its
+    argument and ``options.softcap`` is in the unit of the scores, natural ones before a function.
     """
     return _without_bias_read(_make_scale_and_mask(spec, LOG2E, hides_blocks=False))
 
@@ -84,6 +71,8 @@ def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
     scales, COLUMNS = not spec.folds_scale, spec.warp_columns or spec.Bc
     hides_blocks = hides_blocks and features.sparse
     add_bias = make_add_bias(spec, unit, ahead)
+    score_mod, mask_mod = features.score_mod is not None, features.mask_mod is not None
+    apply_score_mod, hide = make_apply_score_mod(spec, unit), make_hide(spec)
 
     def scale_and_mask(rS, rB, scale, tile):
         head, options, thread = tile.head, tile.head.options, tile.thread
@@ -96,6 +85,8 @@ def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
         if softcap:
             for e in range(TM * TN):
                 rS[e] = options.softcap * math.tanh(rS[e])
+        if score_mod:
+            apply_score_mod(rS, own)
         if alibi:
             slope = unit * options.slopes[head.b, head.h]
             # Columns count from this thread's first, so that they are constants, and rows from
@@ -149,5 +140,7 @@ def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
                         visible = visible and block != 0
                     if not visible:
                         rS[i * EI + j * EJ] = NEG_INF
+        if mask_mod:
+            hide(rS, own)
 
     return scale_and_mask

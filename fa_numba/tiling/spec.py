@@ -146,10 +146,10 @@ class Spec(ABC):
 
     @property
     def cap_registers(self) -> int:
-        """Registers for the slopes of a cap on the scores, kept from S to dS; 1 where there is no
-        cap, since an array of registers has at least one.
+        """Registers for the slopes of a cap and of a function on the scores, kept from S to dS; 1
+        where there is neither, since an array of registers has at least one.
         """
-        return self.TM * self.TN if self.features.softcap else 1
+        return self.TM * self.TN if self.features.slopes else 1
 
     @property
     @abstractmethod

@@ -93,7 +93,7 @@ def make_backward(spec):
                     gradients.row_dots(sD, sL, sdO, sO, tile)
                     # FA-1 lines 11, 12, FA-2 line 10: Sij = scale Qi KjT
                     transposed.scores(rS, rK, sK, sQ, warp.column, warp.row)
-                    scores.cap_slopes(rG, rS, scale_log2, options)
+                    scores.slopes(rG, rS, scale_log2, tile)
                     scores.scale_and_mask(rS, scale_log2, tile)
                     # FA-1 line 13, FA-2 line 11: Pij = exp(Sij - Li)
                     row_tiles.take(rL, sL, thread)

@@ -80,7 +80,7 @@ def make_backward(spec, atomic=True):
                 commit_async()
                 # FA-1 lines 11, 12, FA-2 line 10: Sij = scale Qi KjT
                 transposed.scores(rS, rK, sK, sQ, warp.column, warp.row)
-                scores.cap_slopes(rG, rS, scale_log2, options)
+                scores.slopes(rG, rS, scale_log2, tile)
                 scores.scale_and_mask(rS, scale_log2, tile)
                 # FA-1 line 13, FA-2 line 11: Pij = exp(Sij - Li)
                 row_tiles.take(rL, sL, thread)
@@ -172,7 +172,7 @@ def make_query_gradients(spec):
             cuda.syncthreads()  # Kj and Vj are there
             tile = Tile(i0, j0, head, thread)
             products.scores(rS, rQ, sQ, sK, warp_row, uint32(0))
-            scores.cap_slopes(rG, rS, scale_log2, options)
+            scores.slopes(rG, rS, scale_log2, tile)
             scores.scale_and_mask(rS, scale_log2, tile)
             softmax.from_lse(rS, scale_log2, rL)
             softmax.drop(rS, tile)

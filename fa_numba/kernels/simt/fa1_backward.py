@@ -78,7 +78,7 @@ def make_backward(spec):
                     gradients.row_dots(rD, rL, sdO, Oh, tile)
                     # FA-1 lines 11, 12, FA-2 line 10: Sij = scale Qi KjT
                     products.scores(rS, sQ, sK, thread)
-                    scores.cap_slopes(rG, rS, scale_log2, options)
+                    scores.slopes(rG, rS, scale_log2, tile)
                     scores.scale_and_mask(rS, scale_log2, tile)
                     # FA-1 line 13, FA-2 line 11: Pij = exp(Sij - Li)
                     softmax.from_lse(rS, scale_log2, rL)

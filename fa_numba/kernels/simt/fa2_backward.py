@@ -72,7 +72,7 @@ def make_backward(spec, atomic=True):
                 values.read(rD, Dh, i0, head.Nq, thread)
                 # FA-1 lines 11, 12, FA-2 line 10: Sij = scale Qi KjT
                 products.scores(rS, sQ, sK, thread)
-                scores.cap_slopes(rG, rS, scale_log2, options)
+                scores.slopes(rG, rS, scale_log2, tile)
                 scores.scale_and_mask(rS, scale_log2, tile)
                 # FA-1 line 13, FA-2 line 11: Pij = exp(Sij - Li)
                 softmax.from_lse(rS, scale_log2, rL)
@@ -161,7 +161,7 @@ def make_query_gradients(spec):
             cuda.syncthreads()  # Kj and Vj are there; nobody reads sdS any more
             tile = Tile(i0, j0, head, thread)
             products.scores(rS, sQ, sK, thread)
-            scores.cap_slopes(rG, rS, scale_log2, options)
+            scores.slopes(rG, rS, scale_log2, tile)
             scores.scale_and_mask(rS, scale_log2, tile)
             softmax.from_lse(rS, scale_log2, rL)
             softmax.drop(rS, tile)

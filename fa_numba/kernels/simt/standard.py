@@ -31,7 +31,7 @@ MAX_WARPS = 8
 def make_standard_scores(spec, slopes=False):
     """S = scale Q KT, masked (line 1); launched over (Tr, Hq, B) blocks.
 
-    With ``slopes`` S is multiplied by the slopes of the cap on the scores instead.
+    With ``slopes`` S is multiplied by the slopes of a cap and of a function on the scores instead.
     """
     grid, load, products = bind(spec, simt.grid, simt.load, simt.products)
     (scores,) = bind(spec, simt.scores)
@@ -71,7 +71,7 @@ def make_standard_scores(spec, slopes=False):
             load.k(sK, Kh, uint32(j0 + Bc), head.Nk)
             commit_async()
             if slopes:
-                scores.cap_slopes(rS, rS, scale, options)
+                scores.slopes(rS, rS, scale, tile)
             else:
                 scores.scale_and_mask_all(rS, scale, tile)
             for i in range(TM):

@@ -1,0 +1,114 @@
+"""Functions of the caller's that run in kernels: ``score_mod``, ``mask_mod``, ``score_mod_grad``.
+
+A function is read, not run: ``source`` finds its syntax tree and what it captures, ``rewriting``
+makes of it the text of a function for kernels, with a type for every value, and that of its
+derivative. A ``Mod`` is these texts. Names do not occur in them, so that two functions of equal
+code, which capture values of equal types, share a kernel; what they capture is passed to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import linecache
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import CellType, FunctionType
+from typing import Any, NamedTuple
+
+from numba import float32, int32, uint32
+
+from .rewriting import PARAMETERS as PARAMETERS
+from .rewriting import written
+from .source import Source, kind_of_capture, source_of
+from .source import is_array as is_array
+
+
+@dataclass(frozen=True)
+class Mod:
+    """A function of the caller's as a kernel has it.
+
+    ``option`` is what it was given as. ``value`` is the text of its function, ``slope`` that of its
+    derivative with respect to the score, empty where it has none. Both take the option's parameters
+    and ``options``, a kernel's last argument, with a field ``<option>_<n>`` for each of
+    ``captures`` in their order: "int32", "float32" or "bool" for a number, with axes, "float32[2]",
+    for an array. ``shown`` is its name and its place.
+    """
+
+    option: str
+    value: str
+    slope: str
+    captures: tuple[str, ...]
+    shown: str = field(compare=False)
+
+    def __repr__(self) -> str:
+        return self.shown
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """What ``captures`` are called in a kernel."""
+        return tuple(f"{self.option}_{n}" for n in range(len(self.captures)))
+
+
+class Captured(NamedTuple):
+    """A ``Mod`` and what its function captures now: numbers, and arrays of any library, by the
+    names that the function has for them.
+    """
+
+    mod: Mod
+    values: tuple[tuple[str, Any], ...]
+
+
+def captured(option: str, function: Any) -> Captured:
+    """What kernels have of a caller's function, given as ``option``.
+
+    Raises TypeError for what is no function of the option's parameters, or captures what is neither
+    number nor array of float32, int32 or bool; ValueError for one whose source is not at hand or
+    that says what a kernel cannot. The message names it, where it stands and what is allowed.
+    """
+    source = source_of(option, function, len(PARAMETERS[option]))
+    values = source.outside(function)
+    kinds = tuple((name, kind_of_capture(value)) for name, value in values.items())
+    text = _written(option, source, kinds)
+    taken = tuple((name, values[name]) for name in text.names)
+    return Captured(text.mod, taken)
+
+
+def as_mod(option: str, value: Any) -> Mod | None:
+    """``value`` if it is a ``Mod``, that of a function, and None for None."""
+    if value is None or isinstance(value, Mod):
+        return value
+    return captured(option, value).mod
+
+
+def holding(function: FunctionType, values: Mapping[str, Any]) -> FunctionType:
+    """The function with these values of what it captures by name, whatever becomes of them."""
+    free = function.__code__.co_freevars
+    cells = zip(free, function.__closure__ or (), strict=True)
+    closure = tuple(CellType(values[name]) if name in values else cell for name, cell in cells)
+    return FunctionType(function.__code__, {**function.__globals__, **values}, closure=closure)
+
+
+class _Text(NamedTuple):
+    mod: Mod
+    names: tuple[str, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def _written(option: str, source: Source, kinds: tuple[tuple[str, str], ...]) -> _Text:
+    value = written(option, source, dict(kinds))
+    slope = written(option, source, dict(kinds), slope=True).text if option == "score_mod" else ""
+    captures = tuple(dict(kinds)[name] for name in value.names)
+    return _Text(Mod(option, value.text, slope, captures, source.shown), value.names)
+
+
+@functools.cache
+def function_of(text: str) -> Callable[..., Any]:
+    """The function of a ``Mod``'s text, whose source the emulator finds."""
+    name = f"<fa_numba.mods {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
+    linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
+    known: dict[str, Any] = {"__name__": __name__, "math": math}
+    known |= {"int32": int32, "uint32": uint32, "float32": float32}
+    exec(compile(text, name, "exec"), known)
+    return known["mod"]

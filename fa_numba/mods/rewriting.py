@@ -1,0 +1,526 @@
+"""A caller's function as the text of a kernel's: every operation a statement, every value typed.
+
+Integers are int32, and unsigned as an index, numbers float32, so that nothing is computed in 64
+bits. What Python does not evaluate, the other side of a conditional expression, of `and`, `or` and
+of a chain of comparisons, stands under an `if`, since an index there may be outside of its array.
+
+The derivative with respect to the score is made by the same walk, in forward mode: each value has
+its slope beside it, or none where the score is no part of it. A library of symbolic mathematics
+would want the function run on its symbols, which a conditional expression, an index and `and`
+refuse, and its result written as Python again; here a rule is a line or two.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from .source import NUMBERS, Source
+
+PARAMETERS = {
+    "score_mod": ("score", "b", "h", "i", "j"),
+    "mask_mod": ("b", "h", "i", "j"),
+    "score_mod_grad": ("score", "b", "h", "i", "j"),
+}
+# Functions of math: the slope by the argument x, as a text of it and of the value y, and its parts.
+_SLOPES = {
+    "exp": "{y}",
+    "expm1": "{y} + float32(1.0)",
+    "log": "float32(1.0) / {x}",
+    "log2": f"float32({1 / math.log(2)!r}) / {{x}}",
+    "log10": f"float32({1 / math.log(10)!r}) / {{x}}",
+    "log1p": "float32(1.0) / (float32(1.0) + {x})",
+    "sqrt": "float32(0.5) / {y}",
+    "sin": "float32(math.cos({x}))",
+    "cos": "-float32(math.sin({x}))",
+    "tan": "float32(1.0) + {y} * {y}",
+    "atan": "float32(1.0) / (float32(1.0) + {x} * {x})",
+    "sinh": "float32(math.cosh({x}))",
+    "cosh": "float32(math.sinh({x}))",
+    "tanh": "float32(1.0) - {y} * {y}",
+    "erf": f"float32({2 / math.sqrt(math.pi)!r}) * float32(math.exp(-({{x}} * {{x}})))",
+    "fabs": "float32(math.copysign(float32(1.0), {x}))",
+}
+_STEPS = ("floor", "ceil", "trunc")  # which give an integer
+_CONSTANTS = ("pi", "e", "tau", "inf", "nan")
+_CALLS = ("min", "max", "abs", "int", "float", "bool", "len")
+_LARGEST_POWER = 4
+_SYMBOLS: dict[type, str] = {
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//", ast.Mod: "%",
+    ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^", ast.LShift: "<<", ast.RShift: ">>",
+    ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=",
+}  # fmt: skip
+_TRUTHS = (ast.BitAnd, ast.BitOr, ast.BitXor)
+ALLOWED = (
+    "allowed are assignments to names and a return behind them; arithmetic, comparisons, and, or, "
+    "not, conditional expressions; "
+    f"{', '.join(_CALLS)}; math's {', '.join((*_SLOPES, *_STEPS, 'pow', *_CONSTANTS))}; {NUMBERS}, "
+    "these with an index for each axis"
+)
+_NAMED = {
+    ast.For: "a loop", ast.While: "a loop", ast.If: "an if statement", ast.With: "a with statement",
+    ast.FunctionDef: "a function within", ast.Lambda: "a lambda within", ast.Slice: "a slice",
+    ast.ListComp: "a loop", ast.GeneratorExp: "a loop", ast.Raise: "a raise",
+}  # fmt: skip
+
+
+class Term(NamedTuple):
+    """A value: "int", "float" or "bool", the name or literal that stands for it, and that of its
+    slope; None where the score is no part of it.
+    """
+
+    kind: str
+    text: str
+    slope: str | None = None
+
+
+class Written(NamedTuple):
+    """The text of a function, and the names of what it captures, in the order of its fields."""
+
+    text: str
+    names: tuple[str, ...]
+
+
+class _Refused(Exception):
+    def __init__(self, what: str, node: ast.AST) -> None:
+        super().__init__(what)
+        self.line = getattr(node, "lineno", 0)
+
+
+def written(option: str, source: Source, kinds: dict[str, str], slope: bool = False) -> Written:
+    """The function given as ``option``, or with ``slope`` its derivative; ``kinds`` are those of
+    the values from outside, by name (``source.kind_of_capture``). Raises as ``mods.captured``.
+    """
+    writer = _Writer(option, source, kinds, slope)
+    try:
+        lines = writer.function()
+    except _Refused as refused:
+        line = f" in line {refused.line}" if refused.line != source.code.co_firstlineno else ""
+        raise ValueError(
+            f"{option} is {source.shown}, which has {refused}{line}: {ALLOWED}"
+        ) from None
+    return Written("".join(f"{line}\n" for line in lines), tuple(writer.captured))
+
+
+class _Writer:
+    """Writes one function."""
+
+    def __init__(self, option: str, source: Source, kinds: dict[str, str], slope: bool) -> None:
+        self.option, self.source, self.kinds = option, source, kinds
+        self.lines: list[str] = []
+        self.count = 0
+        self.captured: dict[str, str] = {}  # the fields of captured values, by the function's names
+        self.known: dict[str, Term] = {}
+        for theirs, ours in zip(source.parameters, PARAMETERS[option], strict=True):
+            score = ours == "score"
+            start = "float32(1.0)" if score and slope else None
+            self.known[theirs] = Term("float" if score else "int", ours, start)
+        self.slope = slope
+        for name, kind in kinds.items():
+            if kind.partition("[")[0] in ("int32", "float32", "bool"):
+                self.captured[name] = f"options.{option}_{len(self.captured)}"
+
+    def function(self) -> list[str]:
+        *before, last = self.source.body
+        for statement in before:
+            self.statement(statement)
+        if not isinstance(last, ast.Return) or last.value is None:
+            raise _Refused(f"{_what(last)} where it should return a value", last)
+        result = self.visit(last.value)
+        if self.option == "mask_mod":
+            if result.kind == "float":
+                raise _Refused("a float as its result, not whether j is seen", last)
+            found = self.truth(result)
+        elif result.kind == "bool":
+            raise _Refused("a truth value as its result, not a score", last)
+        else:
+            found = (result.slope or "float32(0.0)") if self.slope else self.real(result)
+        taken = ", ".join((*PARAMETERS[self.option], "options"))
+        body = [f"    {line}" for line in (*self.lines, f"return {found}")]
+        return [f"def mod({taken}):", *body]
+
+    # --- statements --------------------------------------------------------------------------
+
+    def statement(self, node: ast.stmt) -> None:
+        if isinstance(node, ast.AnnAssign) and node.value is not None:
+            self.assign(node.target, node.value)
+        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            old = ast.copy_location(ast.Name(node.target.id, ast.Load()), node)
+            whole = ast.copy_location(ast.BinOp(old, node.op, node.value), node)
+            self.assign(node.target, whole)
+        elif isinstance(node, ast.Assign) and len(node.targets) == 1:
+            self.assign(node.targets[0], node.value)
+        else:
+            raise _Refused(_what(node), node)
+
+    def assign(self, target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, ast.Name):
+            self.known[target.id] = self.visit(value)
+            return
+        both = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+        if not both or len(target.elts) != len(value.elts):  # type: ignore[attr-defined]
+            raise _Refused(f"an assignment to {ast.unparse(target)}", target)
+        values = [self.visit(each) for each in value.elts]  # type: ignore[attr-defined]
+        for each, term in zip(target.elts, values, strict=True):  # type: ignore[attr-defined]
+            if not isinstance(each, ast.Name):
+                raise _Refused(f"an assignment to {ast.unparse(each)}", each)
+            self.known[each.id] = term
+
+    def put(self, text: str) -> str:
+        """A new name for what ``text`` says."""
+        self.count += 1
+        self.lines.append(f"t{self.count} = {text}")
+        return f"t{self.count}"
+
+    @contextmanager
+    def under(self, head: str) -> Iterator[None]:
+        """What is written within stands under ``head``."""
+        outer, self.lines = self.lines, []
+        yield
+        body = self.lines or ["pass"]
+        self.lines = [*outer, head, *(f"    {line}" for line in body)]
+
+    # --- kinds -------------------------------------------------------------------------------
+
+    def real(self, term: Term) -> str:
+        if term.kind == "float":
+            return term.text
+        return self.put(f"float32({self.integer(term)})")
+
+    def integer(self, term: Term) -> str:
+        return self.put(f"int32({term.text})") if term.kind == "bool" else term.text
+
+    def truth(self, term: Term) -> str:
+        if term.kind == "bool":
+            return term.text
+        return self.put(f"{term.text} != {'int32(0)' if term.kind == 'int' else 'float32(0.0)'}")
+
+    def same(self, *terms: Term) -> str:
+        """The kind that all of ``terms`` can have."""
+        kinds = {term.kind for term in terms}
+        if len(kinds) == 1:
+            return kinds.pop()
+        return "float" if "float" in kinds else "int"
+
+    def of_kind(self, kind: str, term: Term) -> str:
+        if kind == "float":
+            return self.real(term)
+        return self.integer(term) if kind == "int" else term.text
+
+    # --- slopes ------------------------------------------------------------------------------
+
+    def times(self, slope: str | None, factor: str) -> str | None:
+        return None if slope is None else self.put(f"{slope} * {factor}")
+
+    def plus(self, a: str | None, b: str | None, sign: str = "+") -> str | None:
+        if a is None:
+            return b if b is None or sign == "+" else self.put(f"-{b}")
+        return a if b is None else self.put(f"{a} {sign} {b}")
+
+    # --- expressions -------------------------------------------------------------------------
+
+    def visit(self, node: ast.expr) -> Term:
+        method: Callable[[Any], Term] | None = getattr(self, type(node).__name__, None)
+        if method is None:
+            raise _Refused(_what(node), node)
+        return method(node)
+
+    def Constant(self, node: ast.Constant) -> Term:
+        value = node.value
+        if isinstance(value, bool):
+            return Term("bool", repr(value))
+        if isinstance(value, int) and -(2**31) <= value < 2**31:
+            return Term("int", f"int32({value})")
+        if isinstance(value, float):
+            return self.constant(value)
+        raise _Refused(f"the constant {value!r}", node)
+
+    def constant(self, value: float) -> Term:
+        known = {"inf": "math.inf", "nan": "math.nan"}.get(repr(value), repr(value))
+        return Term("float", f"float32({known})")
+
+    def Name(self, node: ast.Name) -> Term:
+        if node.id in self.known:
+            return self.known[node.id]
+        kind = self.kind(node)
+        if kind in ("int32", "float32"):
+            return Term(kind.removesuffix("32"), self.captured[node.id])
+        if kind == "bool":
+            return Term("bool", self.put(f"{self.captured[node.id]} != int32(0)"))
+        raise _Refused(f"{node.id} {'without an index' if '[' in kind else 'as a value'}", node)
+
+    def kind(self, node: ast.Name) -> str:
+        """What a name from outside stands for."""
+        kind = self.kinds.get(node.id)
+        if kind is None:
+            raise _Refused(f"{node.id}, which has no value yet", node)
+        if kind.startswith("?"):
+            raise _Refused(f"{node.id}, {kind[1:]}", node)
+        return kind
+
+    def Attribute(self, node: ast.Attribute) -> Term:
+        owner = node.value
+        of_math = isinstance(owner, ast.Name) and self.of_outside(owner) == "math"
+        if of_math and node.attr in _CONSTANTS:
+            return self.constant(getattr(math, node.attr))
+        raise _Refused(ast.unparse(node), node)
+
+    def of_outside(self, node: ast.Name) -> str:
+        return "" if node.id in self.known else self.kinds.get(node.id, "")
+
+    def Subscript(self, node: ast.Subscript) -> Term:
+        indices: list[ast.expr] = []
+        array: ast.expr = node
+        while isinstance(array, ast.Subscript):
+            own = array.slice
+            indices = [*(own.elts if isinstance(own, ast.Tuple) else [own]), *indices]
+            array = array.value
+        shape = isinstance(array, ast.Attribute) and array.attr == "shape"
+        owner = array.value if shape else array  # type: ignore[attr-defined]
+        if not isinstance(owner, ast.Name) or owner.id in self.known:
+            raise _Refused(f"an index of {ast.unparse(array)}", node)
+        kind, _, axes = self.kind(owner).rstrip("]").partition("[")
+        if not axes:
+            raise _Refused(f"an index of {owner.id}, which is no array", node)
+        if shape:
+            (axis,) = indices if len(indices) == 1 else (None,)
+            number = getattr(axis, "value", None)
+            if not isinstance(number, int) or not 0 <= number < int(axes):
+                raise _Refused(f"{ast.unparse(node)}, no axis of {owner.id}", node)
+            return self.length(owner.id, number)
+        if len(indices) != int(axes):
+            has = f"which has {axes} ax{'i' if axes == '1' else 'e'}s"
+            raise _Refused(f"{ast.unparse(node)} of {owner.id}, {has}", node)
+        places = []
+        for index in indices:
+            term = self.visit(index)
+            if term.kind != "int":
+                raise _Refused(f"the index {ast.unparse(index)}, no integer", node)
+            places.append(f"uint32({term.text})")
+        element = self.put(f"{self.captured[owner.id]}[{', '.join(places)}]")
+        if kind == "bool":
+            return Term("bool", self.put(f"{element} != 0"))
+        return Term(kind.removesuffix("32"), element)
+
+    def length(self, name: str, axis: int) -> Term:
+        return Term("int", self.put(f"int32({self.captured[name]}.shape[{axis}])"))
+
+    def UnaryOp(self, node: ast.UnaryOp) -> Term:
+        term = self.visit(node.operand)
+        if isinstance(node.op, ast.Not):
+            return Term("bool", self.put(f"not {self.truth(term)}"))
+        if isinstance(node.op, ast.Invert):
+            if term.kind == "float":
+                raise _Refused(f"~ of {ast.unparse(node.operand)}, no integer", node)
+            truth = term.kind == "bool"
+            text = f"not {term.text}" if truth else f"int32(~{term.text})"
+            return Term(term.kind, self.put(text))
+        kind = "float" if term.kind == "float" else "int"
+        text = self.of_kind(kind, term)
+        if isinstance(node.op, ast.UAdd):
+            return Term(kind, text, term.slope)
+        return Term(kind, self.put(f"{kind}32(-{text})"), self.plus(None, term.slope, "-"))
+
+    def BinOp(self, node: ast.BinOp) -> Term:
+        a, b = self.visit(node.left), self.visit(node.right)
+        if isinstance(node.op, ast.Div):
+            return self.divide(a, b)
+        if isinstance(node.op, ast.Pow):
+            return self.power(a, b, node)
+        symbol = _SYMBOLS.get(type(node.op))
+        if symbol is None:
+            raise _Refused(f"the operator in {ast.unparse(node)}", node)
+        if isinstance(node.op, (*_TRUTHS, ast.LShift, ast.RShift)):
+            if "float" in (a.kind, b.kind):
+                raise _Refused(f"{symbol} of a float, in {ast.unparse(node)}", node)
+            if isinstance(node.op, _TRUTHS) and a.kind == b.kind == "bool":
+                return Term("bool", self.put(f"{a.text} {symbol} {b.text}"))
+        if "float" not in (a.kind, b.kind):
+            left, right = self.integer(a), self.integer(b)
+            return Term("int", self.put(f"int32({left} {symbol} {right})"))
+        left, right = self.real(a), self.real(b)
+        if symbol in ("//", "%"):
+            whole = self.put(f"float32(math.floor({left} / {right}))")
+            if symbol == "//":
+                return Term("float", whole)
+            rest = self.put(f"{left} - {whole} * {right}")
+            return Term("float", rest, self.plus(a.slope, self.times(b.slope, whole), "-"))
+        value = self.put(f"{left} {symbol} {right}")
+        if symbol == "*":
+            slope = self.plus(self.times(a.slope, right), self.times(b.slope, left))
+        else:
+            slope = self.plus(a.slope, b.slope, symbol)
+        return Term("float", value, slope)
+
+    def divide(self, a: Term, b: Term) -> Term:
+        left, right = self.real(a), self.real(b)
+        value = self.put(f"{left} / {right}")
+        slope = self.plus(a.slope, self.times(b.slope, value), "-")
+        return Term("float", value, None if slope is None else self.put(f"{slope} / {right}"))
+
+    def power(self, a: Term, b: Term, node: ast.expr) -> Term:
+        exponent = getattr(node, "right", None)
+        times = exponent.value if isinstance(exponent, ast.Constant) else None
+        if isinstance(times, int) and 1 <= times <= _LARGEST_POWER:
+            found = Term(a.kind, self.integer(a), a.slope) if a.kind != "float" else a
+            for _ in range(times - 1):
+                found = self.product(found, a)
+            return found
+        if a.kind != "float" and b.kind != "float":
+            raise _Refused(f"{ast.unparse(node)} of integers, but for 1 to 4 as exponent", node)
+        left, right = self.real(a), self.real(b)
+        value = self.put(f"float32(math.pow({left}, {right}))")
+        slope = None
+        if a.slope is not None:
+            less = f"float32(math.pow({left}, {right} - float32(1.0)))"
+            slope = self.times(a.slope, self.put(f"{right} * {less}"))
+        if b.slope is not None:
+            more = self.times(b.slope, self.put(f"{value} * float32(math.log({left}))"))
+            slope = self.plus(slope, more)
+        return Term("float", value, slope)
+
+    def product(self, a: Term, b: Term) -> Term:
+        if a.kind != "float":
+            return Term("int", self.put(f"int32({a.text} * {self.integer(b)})"))
+        slope = self.plus(self.times(a.slope, b.text), self.times(b.slope, a.text))
+        return Term("float", self.put(f"{a.text} * {b.text}"), slope)
+
+    def Compare(self, node: ast.Compare) -> Term:
+        for op in node.ops:
+            if type(op) not in _SYMBOLS:
+                raise _Refused(f"the comparison in {ast.unparse(node)}", node)
+        left, right = self.visit(node.left), self.visit(node.comparators[0])
+        result = self.put(self.compared(left, node.ops[0], right))
+        self.chain(result, right, list(zip(node.ops, node.comparators, strict=True))[1:])
+        return Term("bool", result)
+
+    def chain(self, result: str, left: Term, rest: list[tuple[ast.cmpop, ast.expr]]) -> None:
+        """The other comparisons of a chain, each under the one before."""
+        if not rest:
+            return
+        (op, other), *rest = rest
+        with self.under(f"if {result}:"):
+            right = self.visit(other)
+            self.lines.append(f"{result} = {self.compared(left, op, right)}")
+            self.chain(result, right, rest)
+
+    def compared(self, a: Term, op: ast.cmpop, b: Term) -> str:
+        kind = self.same(a, b)
+        kind = "int" if kind == "bool" else kind
+        return f"{self.of_kind(kind, a)} {_SYMBOLS[type(op)]} {self.of_kind(kind, b)}"
+
+    def BoolOp(self, node: ast.BoolOp) -> Term:
+        conjunction = isinstance(node.op, ast.And)
+        first, *rest = node.values
+        result = self.put(self.condition(first, node))
+        for value in rest:
+            with self.under(f"if {result}:" if conjunction else f"if not {result}:"):
+                self.lines.append(f"{result} = {self.condition(value, node)}")
+        return Term("bool", result)
+
+    def condition(self, value: ast.expr, node: ast.expr) -> str:
+        term = self.visit(value)
+        if term.kind != "bool":
+            raise _Refused(f"{ast.unparse(value)}, no truth value, in {ast.unparse(node)}", node)
+        return term.text
+
+    def IfExp(self, node: ast.IfExp) -> Term:
+        test = self.truth(self.visit(node.test))
+        outer, sides = self.lines, []
+        for side in (node.body, node.orelse):
+            self.lines = []
+            term = self.visit(side)
+            sides.append((self.lines, term))
+        kind = self.same(*(term for _, term in sides))
+        self.count += 1
+        value, slope = f"t{self.count}", f"d{self.count}"
+        slopes = any(term.slope is not None for _, term in sides)
+        self.lines = outer
+        for head, (lines, term) in zip((f"if {test}:", "else:"), sides, strict=True):
+            with self.under(head):
+                self.lines += lines
+                self.lines.append(f"{value} = {self.of_kind(kind, term)}")
+                if slopes:
+                    self.lines.append(f"{slope} = {term.slope or 'float32(0.0)'}")
+        return Term(kind, value, slope if slopes else None)
+
+    # --- calls -------------------------------------------------------------------------------
+
+    def Call(self, node: ast.Call) -> Term:
+        name, of_math = self.called(node.func)
+        if node.keywords or any(isinstance(arg, ast.Starred) for arg in node.args):
+            raise _Refused(f"{ast.unparse(node)}, with names or *", node)
+        one = len(node.args) == 1
+        if of_math and name == "pow" and len(node.args) == 2:
+            left, right = map(self.visit, node.args)
+            return self.power(Term("float", self.real(left), left.slope), right, node)
+        if of_math and one and name in (*_SLOPES, *_STEPS):
+            return self.of_math(name, self.visit(node.args[0]))
+        if name == "len" and one and isinstance(node.args[0], ast.Name):
+            array = node.args[0]
+            if "[" in self.of_outside(array):
+                return self.length(array.id, 0)
+        if not of_math and name in ("min", "max") and len(node.args) > 1:
+            return self.extreme(name, [self.visit(arg) for arg in node.args])
+        if not of_math and one and name in ("abs", "int", "float", "bool"):
+            return self.converted(name, self.visit(node.args[0]))
+        raise _Refused(f"the call {ast.unparse(node)}", node)
+
+    def called(self, function: ast.expr) -> tuple[str, bool]:
+        """The name of what is called, and whether it is one of math's."""
+        if isinstance(function, ast.Name):
+            kind = self.of_outside(function)
+            if kind.startswith("call "):
+                name = kind.removeprefix("call ")
+                return name, name not in _CALLS
+        owner = function.value if isinstance(function, ast.Attribute) else None
+        if isinstance(owner, ast.Name) and self.of_outside(owner) == "math":
+            return function.attr, True  # type: ignore[attr-defined]
+        raise _Refused(f"a call of {ast.unparse(function)}", function)
+
+    def of_math(self, name: str, term: Term) -> Term:
+        x = self.real(term)
+        if name in _STEPS:
+            return Term("int", self.put(f"int32(math.{name}({x}))"))
+        y = self.put(f"float32(math.{name}({x}))")
+        if term.slope is None:
+            return Term("float", y)
+        own = self.put(_SLOPES[name].format(x=x, y=y))
+        return Term("float", y, self.times(term.slope, own))
+
+    def extreme(self, name: str, terms: list[Term]) -> Term:
+        kind = self.same(*terms)
+        kind = "int" if kind == "bool" else kind
+        first, *rest = (Term(kind, self.of_kind(kind, x), x.slope) for x in terms)
+        for other in rest:
+            slope = None
+            if first.slope is not None or other.slope is not None:
+                ours, theirs = (x.slope or "float32(0.0)" for x in (first, other))
+                beyond = "<" if name == "min" else ">"
+                slope = self.put(f"{theirs} if {other.text} {beyond} {first.text} else {ours}")
+            value = self.put(f"{kind}32({name}({first.text}, {other.text}))")
+            first = Term(kind, value, slope)
+        return first
+
+    def converted(self, name: str, term: Term) -> Term:
+        if name == "bool":
+            return Term("bool", self.truth(term))
+        if name == "float":
+            return Term("float", self.real(term), term.slope)
+        if name == "int":
+            return Term("int", self.put(f"int32({term.text})"))
+        kind = "float" if term.kind == "float" else "int"
+        text = self.of_kind(kind, term)
+        value, slope = self.put(f"{kind}32(abs({text}))"), None
+        if term.slope is not None:
+            slope = self.put(f"-{term.slope} if {text} < float32(0.0) else {term.slope}")
+        return Term(kind, value, slope)
+
+
+def _what(node: ast.AST) -> str:
+    """A syntax that is not allowed, in words."""
+    named = next((words for kind, words in _NAMED.items() if isinstance(node, kind)), "")
+    return named or f"`{ast.unparse(node)}`"

@@ -1,0 +1,154 @@
+"""The syntax tree of a caller's function, and the values that it takes from outside."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import inspect
+import linecache
+import math
+import os
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType
+from typing import Any
+
+import numpy as np
+
+from fa_numba.checks import kind_of
+
+NUMBERS = "captured numbers, and captured arrays of float32, int32 or bool, of any library"
+ARRAYS = ("float32", "int32", "bool")
+_INT32 = 2**31
+
+
+@dataclass(frozen=True)
+class Source:
+    """A function as it stands in a file: its parameters, and its statements, of which the last one
+    returns. Two are equal that have equal code on the same line.
+    """
+
+    code: CodeType
+    shown: str  # its name and its place, for messages
+    node: ast.FunctionDef | ast.Lambda = field(compare=False)
+
+    @property
+    def parameters(self) -> list[str]:
+        return [each.arg for each in self.node.args.args]
+
+    @property
+    def body(self) -> list[ast.stmt]:
+        """Its statements, without what documents them."""
+        if isinstance(self.node, ast.Lambda):
+            return [ast.copy_location(ast.Return(self.node.body), self.node.body)]
+        first, *rest = self.node.body
+        constant = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+        return rest if constant else self.node.body
+
+    def outside(self, function: FunctionType) -> dict[str, Any]:
+        """What the names stand for that it takes from outside, in an order that the names have no
+        part in; without those that stand for nothing.
+        """
+        nodes = (node for statement in self.body for node in ast.walk(statement))
+        taken = dict.fromkeys(node.id for node in nodes if isinstance(node, ast.Name))
+        known = vars(builtins) | function.__globals__
+        cells = zip(self.code.co_freevars, function.__closure__ or (), strict=True)
+        for name, cell in cells:
+            try:
+                known[name] = cell.cell_contents
+            except ValueError:  # not assigned yet
+                known.pop(name, None)
+        own = set(self.code.co_varnames)
+        return {name: known[name] for name in taken if name in known and name not in own}
+
+
+def source_of(option: str, function: Any, parameters: int) -> Source:
+    """The source of a function with so many parameters, given as ``option``; raises as
+    ``mods.captured`` does.
+    """
+    wanted = "(score, b, h, i, j)" if parameters == 5 else "(b, h, i, j)"
+    if not isinstance(function, FunctionType):
+        raise TypeError(
+            f"{option} is {kind_of(function)}: allowed is a Python function, def or lambda, of "
+            f"{wanted}"
+        )
+    code = function.__code__
+    if code.co_argcount != parameters or code.co_kwonlyargcount or code.co_flags & 0x2AC:
+        raise TypeError(
+            f"{option} is {_shown(code)}, {inspect.signature(function)}: allowed are {parameters} "
+            f"parameters, {wanted}, and neither a generator nor a coroutine"
+        )
+    found = _found(code)
+    if found is None:
+        raise ValueError(
+            f"{option} is {_shown(code)}, whose source is not at hand: allowed is a function that "
+            "stands in a file or a notebook's cell, as it was when it was read"
+        )
+    return found
+
+
+def _shown(code: CodeType) -> str:
+    name = "a lambda" if code.co_name == "<lambda>" else code.co_name
+    return f"{name} ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})"
+
+
+@functools.lru_cache(maxsize=256)
+def _found(code: CodeType) -> Source | None:
+    found = None
+    tree = _tree(code.co_filename, tuple(linecache.getlines(code.co_filename)))
+    # Of every instruction where it begins and ends; what the compiler adds has no length.
+    places = [((a, c), (b, d)) for a, b, c, d in code.co_positions() if None not in (a, b, c, d)]
+    own = [(begin, end) for begin, end in places if begin < end]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Lambda) and code.co_name == "<lambda>":
+            # What holds other lambdas on this line is walked before them.
+            body = node.body
+            start, stop = (body.lineno, body.col_offset), (body.end_lineno, body.end_col_offset)
+            within = all(start <= begin and end <= stop for begin, end in own)
+            if not own:  # a constant, in Python 3.12
+                within = repr(getattr(body, "value", body)) in map(repr, code.co_consts)
+            if node.lineno == code.co_firstlineno and within:
+                found = Source(code, _shown(code), node)
+        elif isinstance(node, ast.FunctionDef) and node.name == code.co_name:
+            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            names = tuple(each.arg for each in node.args.args)
+            if first == code.co_firstlineno and names == code.co_varnames[: len(names)]:
+                return Source(code, _shown(code), node)
+    return found
+
+
+@functools.lru_cache(maxsize=16)
+def _tree(filename: str, lines: tuple[str, ...]) -> ast.Module:
+    try:
+        return ast.parse("".join(lines))
+    except SyntaxError:  # a notebook's cell with commands beside Python
+        return ast.Module([], [])
+
+
+def is_array(value: Any) -> bool:
+    """Whether an array of some library, which may be one without an axis."""
+    return isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype")
+
+
+def kind_of_capture(value: Any) -> str:
+    """What a function is compiled for of a value that it takes from outside: "int32", "float32" or
+    "bool"; with axes, as "int32[2]", for an array; "math" and "call exp", by its name, for that
+    module and what may be called. Of others it says what they are, behind a "?".
+    """
+    if isinstance(value, (bool, np.bool_)):
+        return "bool"
+    if isinstance(value, (int, np.integer)):
+        return "int32" if -_INT32 <= value < _INT32 else f"?{value}, no 32-bit integer"
+    if isinstance(value, (float, np.floating)):
+        return "float32"
+    if value is math:
+        return "math"
+    if callable(value) and getattr(value, "__module__", "") in ("math", "builtins"):
+        return f"call {value.__name__}"
+    if is_array(value):
+        dtype = str(value.dtype).removeprefix("torch.")
+        axes = len(value.shape)
+        if dtype not in ARRAYS:
+            return f"?an array of {dtype}"
+        return f"{dtype}[{axes}]" if axes else "?an array without an axis, for a number"
+    return f"?{kind_of(value)}"

@@ -1,0 +1,150 @@
+"""The caller's functions on a tile of scores in registers: ``score_mod``, its slope, ``mask_mod``.
+
+They are called for every element of the tile, at the matrix's last row and column for those beyond
+it: what they capture is read at the matrix's places alone, and without a branch, so that what two
+elements of a row or a column read alike is read once.
+"""
+
+import math
+
+from fa_numba.device import device_function, float32, int32, uint32
+from fa_numba.intrinsics.arithmetic import NEG_INF
+from fa_numba.mods import function_of
+from fa_numba.parts.layout import make_column, make_row
+from fa_numba.parts.namespace import part
+
+# Elements, and lines of all of them, of a loop that the compiler unrolls, as registers need.
+AT_A_TIME, LINES = 8, 128
+
+
+@part
+def make_apply_score_mod(spec, unit):
+    """``apply_score_mod(rS, tile)``: natural scores to ``unit`` times score_mod of them."""
+    each = _make_each(spec, 0, _make_changed(spec, unit), _chunk(spec.features.score_mod))
+
+    def apply_score_mod(rS, tile):
+        each(rS, rS, unit, tile)
+
+    return apply_score_mod
+
+
+@part
+def make_slopes(spec):
+    """``slopes(rG, rS, scale, tile)``: rG = the derivative of a score by scale S, that of the cap,
+    1 - tanh(scale S)^2, times that of score_mod; nothing where there is neither.
+    """
+    RS, features = spec.TM * spec.TN, spec.features
+    softcap, score_mod = features.softcap, features.score_mod is not None
+    each = _make_each(spec, 0, _make_slope(spec), _chunk(_slope_of(features)))
+
+    def slopes(rG, rS, scale, tile):
+        if score_mod:
+            each(rG, rS, scale, tile)
+        elif softcap:
+            for e in range(RS):
+                t = math.tanh(scale * rS[e])
+                rG[e] = float32(1.0) - t * t
+
+    return slopes
+
+
+@part
+def make_hide(spec):
+    """``hide(rS, tile)``: scores become -inf where mask_mod says that they are not seen."""
+    each = _make_each(spec, 0, _make_hidden(spec), _chunk(spec.features.mask_mod))
+
+    def hide(rS, tile):
+        each(rS, rS, float32(1.0), tile)
+
+    return hide
+
+
+@part
+def _make_each(spec, first, of_one, chunk):
+    """``each(rG, rS, scale, tile)``: ``of_one(rG, rS, e, scale, row, col, head)`` of each element e
+    from number ``first`` on, in ``chunk`` at a time.
+    """
+    TN, (EI, EJ), COUNT = spec.TN, spec.element_steps, spec.TM * spec.TN
+    row_of, column_of = make_row(spec), make_column(spec)
+    LAST = min(first + chunk, COUNT)
+    rest = _make_each(spec, LAST, of_one, chunk) if LAST < COUNT else _nothing
+
+    def each(rG, rS, scale, tile):
+        head, thread = tile.head, tile.thread
+        for n in range(first, LAST):
+            row = uint32(tile.i0 + row_of(thread.ty, n // TN))
+            col = uint32(tile.j0 + column_of(thread.tx, n % TN))
+            of_one(rG, rS, n // TN * EI + n % TN * EJ, scale, row, col, head)
+        rest(rG, rS, scale, tile)
+
+    return each
+
+
+@device_function
+def _nothing(rG, rS, scale, tile):
+    pass
+
+
+@device_function
+def _last(place, end):
+    """A row or column, the last one for those at the end and beyond."""
+    return int32(min(place, uint32(end - uint32(1))))
+
+
+@part
+def _make_changed(spec, unit):
+    score_mod = _called(spec.features.score_mod)
+
+    def changed(rG, rS, e, scale, row, col, head):
+        i, j = _last(row, head.Nq), _last(col, head.Nk)
+        s = unit * score_mod(rS[e], int32(head.b), int32(head.h), i, j, head.options)
+        if row < head.Nq:  # beyond it are zeros, which backward stay those of rows of zeros
+            rS[e] = s
+
+    return changed
+
+
+@part
+def _make_slope(spec):
+    features = spec.features
+    softcap, slope_of = features.softcap, _called(_slope_of(features), slope=True)
+
+    def slope(rG, rS, e, scale, row, col, head):
+        s, g = scale * rS[e], float32(1.0)
+        if softcap:
+            t = math.tanh(s)
+            s, g = head.options.softcap * t, float32(1.0) - t * t
+        i, j = _last(row, head.Nq), _last(col, head.Nk)
+        rG[e] = g * slope_of(s, int32(head.b), int32(head.h), i, j, head.options)
+
+    return slope
+
+
+@part
+def _make_hidden(spec):
+    mask_mod = _called(spec.features.mask_mod)
+
+    def hidden(rG, rS, e, scale, row, col, head):
+        i, j = _last(row, head.Nq), _last(col, head.Nk)
+        if not mask_mod(int32(head.b), int32(head.h), i, j, head.options):
+            rS[e] = NEG_INF
+
+    return hidden
+
+
+def _slope_of(features):
+    """The function whose derivative, or that as which, a score_mod's is made."""
+    return features.score_mod_grad or features.score_mod
+
+
+def _called(mod, slope=False):
+    """A ``Mod``'s function, or its derivative; None of None."""
+    if mod is None:
+        return None
+    return device_function(function_of((slope and mod.slope) or mod.value))
+
+
+def _chunk(mod):
+    """Elements that are taken at a time."""
+    lines = max(len(mod.value.splitlines()), len(mod.slope.splitlines())) if mod else 1
+    return max(1, min(AT_A_TIME, LINES // lines))

@@ -1,0 +1,359 @@
+"""The caller's own functions: how they are read, written for kernels and differentiated; what is
+refused; kernels that they share. What they do to results is `test_options`' too.
+"""
+
+import linecache
+import math
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from backward_helpers import check_gradients, random_gradients
+from conftest import examples
+from helpers import check, random_inputs
+from hypothesis import given
+from hypothesis import strategies as st
+from offline import compiled
+from test_compile import plan_of
+
+import fa_numba
+from fa_numba import Tiles, mods
+from fa_numba.emulator import EmulatorError
+
+SMALL = Tiles(8, 16)
+table = np.random.default_rng(0).standard_normal((3, 40)).astype(np.float32)
+steps = np.arange(40, dtype=np.int32)[::-1].copy()
+flags = table[0] > 0
+slope, cap, width, on = 0.3, 2.5, 5, True
+
+
+# --- what is written says what the function says ------------------------------------------------
+
+
+def written(function, option="score_mod", derivative=False):
+    """What a kernel has of the function, as a function of Python's own numbers."""
+    mod, values = mods.captured(option, function)
+    exact = {"int32": int, "uint32": int, "float32": float, "math": math}
+    exec(mod.slope if derivative else mod.value, exact)
+    taken = dict(zip(mod.fields, (value for _, value in values), strict=True))
+    options = SimpleNamespace(**taken)
+    return lambda *args: exact["mod"](*args, options)
+
+
+def several(score, b, h, i, j):
+    """Statements, of which one changes a name that is there already."""
+    x, away = score * slope, i - j
+    away *= 2
+    y: float = x + away
+    return y if y > 0 else -x
+
+
+FUNCTIONS = {
+    "arithmetic": lambda s, b, h, i, j: (s + 1) * (s - 2.5) / (b + 2) - s * i + +j,
+    "integers": lambda s, b, h, i, j: s + (i - 7 * j) // 4 + (j - i) % 5 + (i ^ j | h & 3 | i << 2),
+    "floats divided": lambda s, b, h, i, j: (s * s + 9) // 4 + (s * 7) % 2.5 + 3 / (2 + s * s),
+    "powers": lambda s, b, h, i, j: s**3 - s**2 + abs(s) ** 1.5 + 2.0**s + (i + 1) ** 2 / 9,
+    "bits": lambda s, b, h, i, j: s + (~i >> 1) + int(s * 3) + (not i),
+    "chains": lambda s, b, h, i, j: s if 0 <= i - j < width <= h + 5 else -s if i > j > 2 else 2,
+    "conditions": lambda s, b, h, i, j: s if (i < j and flags[i]) or not on else slope,
+    "index behind a condition": lambda s, b, h, i, j: s + (table[h, i - j] if i >= j else 0),
+    "arrays": lambda s, b, h, i, j: s * table[h % 3, steps[i]] + steps.shape[0] + len(table),
+    "an index at a time": lambda s, b, h, i, j: s + table[h][j] * flags[i],
+    "min and max": lambda s, b, h, i, j: max(s, slope, -s / 3) + min(i, j, 4) + min(s * s, 2 * s),
+    "math": lambda s, b, h, i, j: (
+        math.exp(s / 4) + math.log(s * s + 1) + math.sqrt(s * s + 2) + math.sin(s) * math.cos(s)
+        + math.tanh(s) + math.erf(s) + math.fabs(s) + math.atan(s) + math.log1p(s * s)
+    ),
+    "more math": lambda s, b, h, i, j: (
+        math.expm1(s / 5) + math.log2(s * s + 1) - math.log10(s * s + 2) + math.tan(s / 9)
+        + math.sinh(s / 3) + math.cosh(s / 3) + math.pow(s * s + 1, 0.3) + math.pow(2, s / 4)
+    ),
+    "steps": lambda s, b, h, i, j: s * math.floor(s) + math.ceil(s) + math.trunc(s) * math.pi,
+    "the scores left out": lambda s, b, h, i, j: i * slope,
+    "statements": several,
+}  # fmt: skip
+places = [(0, 0, 0, 0), (1, 2, 3, 0), (0, 1, 7, 9), (1, 0, 12, 12), (0, 2, 20, 4)]
+every_function = pytest.mark.parametrize("name", FUNCTIONS)
+scores = np.random.default_rng(1).uniform(-4, 4, 6).tolist()
+
+
+@every_function
+def test_what_is_written_gives_what_the_function_gives(name):
+    function, own = FUNCTIONS[name], written(FUNCTIONS[name])
+    for place in places:
+        for score in scores:
+            assert own(score, *place) == pytest.approx(
+                function(score, *place), rel=1e-12, abs=1e-12
+            )
+
+
+@every_function
+def test_the_derivative_is_the_limit_of_differences(name):
+    values = dict(mods.captured("score_mod", FUNCTIONS[name]).values)
+    wide = {
+        n: x.astype(float) for n, x in values.items() if getattr(x, "dtype", None) == np.float32
+    }
+    function = mods.holding(FUNCTIONS[name], wide)
+    own = written(FUNCTIONS[name], derivative=True)
+    for place in places:
+        for score in scores:
+            step = 1e-6
+            above, below = function(score + step, *place), function(score - step, *place)
+            assert own(score, *place) == pytest.approx(
+                (above - below) / (2 * step), rel=1e-7, abs=1e-7
+            )
+
+
+_leaves = st.sampled_from(
+    ["s", "i", "j", "h", "slope", "width", "2", "0.5", "steps[i]", "table[h, j]"]
+)
+
+
+def _grown(parts):
+    two = st.sampled_from(["({} + {})", "({} - {})", "({} * {})", "max({}, {})", "min({}, {})"])
+    joined = st.builds(lambda text, a, b: text.format(a, b), two, parts, parts)
+    one = st.sampled_from(["-{}", "abs({})", "math.sin({})", "math.tanh({})", "float({})"])
+    single = st.builds(lambda text, a: text.format(a), one, parts)
+    chosen = st.builds("({} if {} < {} else {})".format, parts, parts, parts, parts)
+    either = st.builds("({} if i > j and {} > 0 or flags[j] else {})".format, parts, parts, parts)
+    return joined | single | chosen | either
+
+
+def _from_text(text):
+    """A function whose source is found under the name of a file that is not there."""
+    name = f"<test_mods {abs(hash(text))}>"
+    linecache.cache[name] = len(text), None, [f"{text}\n"], name
+    return eval(compile(text, name, "eval"), globals())
+
+
+@examples(150)
+@given(st.recursive(_leaves, _grown, max_leaves=9), st.floats(-3, 3), st.sampled_from(places))
+def test_any_expression(text, score, place):
+    function = _from_text(f"lambda s, b, h, i, j: {text}")
+    assert written(function)(score, *place) == pytest.approx(
+        function(score, *place), rel=1e-12, abs=1e-12
+    )
+    quotient = [
+        (function(score + d, *place) - function(score - d, *place)) / (2 * d) for d in (1e-6, 2e-6)
+    ]
+    if math.isclose(*quotient, rel_tol=1e-6, abs_tol=1e-6):  # no kink, and no step, just here
+        own = written(function, derivative=True)(score, *place)
+        assert own == pytest.approx(quotient[0], rel=1e-5, abs=1e-5)
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+def loop(score, b, h, i, j):
+    for n in range(3):
+        score += n
+    return score
+
+
+def branches(score, b, h, i, j):
+    if i > j:
+        return score
+    return -score
+
+
+def nothing_returned(score, b, h, i, j):
+    score + 1
+
+
+def later(score, b, h, i, j):
+    return score * of_later  # noqa: F821
+
+
+class Callable_:
+    def __call__(self, score, b, h, i, j):
+        return score
+
+
+doubles, text = table.astype(np.float64), "slope"
+LINE = loop.__code__.co_firstlineno
+REFUSED = {
+    "a loop": (loop, f"loop .*line {LINE}.*a loop in line {LINE + 1}: allowed are"),
+    "an if statement": (branches, "branches .*an if statement"),
+    "no result": (nothing_returned, "nothing_returned .*where it should return a value"),
+    "a name without a value": (later, "of_later, which has no value yet"),
+    "another function": (lambda s, b, h, i, j: np.exp(s), r"a lambda .*a call of np\.exp: allowed"),
+    "a function of one's own": (lambda s, b, h, i, j: several(s, b, h, i, j), "a call of several"),
+    "float64": (lambda s, b, h, i, j: s + doubles[0, i], "doubles, an array of float64"),
+    "a text": (lambda s, b, h, i, j: s + text, "text, a str"),
+    "a long integer": (lambda s, b, h, i, j: s + (s > 4294967296), "constant 4294967296"),
+    "an index too few": (lambda s, b, h, i, j: s + table[i], "of table, which has 2 axes"),
+    "a float as an index": (lambda s, b, h, i, j: s + steps[s], "the index s, no integer"),
+    "no index": (lambda s, b, h, i, j: s + steps, "steps without an index"),
+    "a slice": (lambda s, b, h, i, j: s + table[1:, i], "a slice"),
+    "a truth value": (lambda s, b, h, i, j: i == j, "a truth value as its result, not a score"),
+    "a comprehension": (lambda s, b, h, i, j: max([s for _ in (1,)]), "the call max"),
+    "a set": (lambda s, b, h, i, j: s if i in {1, 2} else 0, "the comparison in i in {1, 2}"),
+    "a method": (lambda s, b, h, i, j: table.sum(), r"a call of table\.sum"),
+    "a lambda within": (lambda s, b, h, i, j: (lambda x: x)(s), "a call of lambda x: x"),
+    "and of numbers": (lambda s, b, h, i, j: s and i, "s, no truth value"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_kernel_cannot_say_is_refused(name):
+    function, message = REFUSED[name]
+    q, k, v = random_inputs(1, 1, 1, 5, 5, 4)
+    with pytest.raises(ValueError, match=f"^score_mod is .*{message}") as refused:
+        fa_numba.attention(q, k, v, score_mod=function)
+    assert "test_mods.py, line " in str(refused.value) and "allowed are" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (3, "is an int: allowed is a Python function, def or lambda"),
+        (math.exp, "allowed is a Python function"),
+        (Callable_(), "allowed is a Python function"),
+        (lambda s, b, h, i: s, r"\(s, b, h, i\): allowed are 5 parameters"),
+        (lambda *all_: 0, "allowed are 5 parameters"),
+        (lambda s, b, h, i, j, *, x=1: s, "allowed are 5 parameters"),
+    ],
+)
+def test_what_is_no_such_function_is_refused(function, message):
+    with pytest.raises(TypeError, match=f"^score_mod .*{message}"):
+        fa_numba.plan((1, 1, 5, 4), (1, 1, 5, 4), score_mod=function)
+
+
+def test_a_function_without_a_source_is_refused():
+    with pytest.raises(ValueError, match="whose source is not at hand"):
+        mods.captured("mask_mod", eval("lambda b, h, i, j: i == j"))
+
+
+def test_a_mask_is_a_truth_value():
+    with pytest.raises(ValueError, match="a float as its result, not whether j is seen"):
+        mods.captured("mask_mod", lambda b, h, i, j: i * slope)
+    assert written(lambda b, h, i, j: i & 4, "mask_mod")(0, 0, 5, 0) is True
+
+
+def test_a_derivative_needs_its_function():
+    with pytest.raises(ValueError, match="score_mod_grad is .* without a score_mod"):
+        fa_numba.plan((1, 1, 5, 4), (1, 1, 5, 4), score_mod_grad=FUNCTIONS["powers"])
+
+
+def test_hoppers_unit_says_what_it_lacks():
+    shape = (1, 1, 64, 64)
+    for name, function in (("score_mod", several), ("mask_mod", lambda b, h, i, j: i > j)):
+        with pytest.raises(
+            ValueError, match=f"unit is 'wgmma': its kernels lack the option {name}"
+        ):
+            fa_numba.plan(shape, shape, dtype="float16", unit="wgmma", **{name: function})
+
+
+def test_an_index_outside_of_its_array_is_reported():
+    q, k, v = random_inputs(1, 1, 1, 5, 5, 4)
+    for function in (
+        lambda s, b, h, i, j: s + steps[i - 4],
+        lambda s, b, h, i, j: s + steps[i + 36],
+    ):
+        with pytest.raises(EmulatorError, match="score_mod_0"):
+            fa_numba.attention(q, k, v, score_mod=function)
+
+
+# --- which function it is ------------------------------------------------------------------------
+
+
+def test_lambdas_of_one_line_are_told_apart():
+    both = [lambda s, b, h, i, j: s + 1, lambda s, b, h, i, j: s if i else 2]  # fmt: skip
+    constants = [lambda b, h, i, j: True, lambda b, h, i, j: False]
+    assert [written(f)(5.0, 0, 0, 0, 0) for f in both] == [6, 2]
+    assert [written(f, "mask_mod")(0, 0, 0, 0) for f in constants] == [True, False]
+
+
+def _made(x):
+    return lambda s, b, h, i, j: s * x
+
+
+def test_equal_code_shares_a_kernel_whatever_its_names_and_numbers():
+    def launched(function):
+        return fa_numba.plan((1, 2, 9, 8), (1, 2, 9, 8), score_mod=function).launched
+
+    first = launched(_made(1.5))
+    other = 0.25
+    for same in (
+        _made(-4.0),
+        lambda score, b, h, i, j: score * other,
+        lambda t, x, y, z, w: t * slope,
+    ):
+        assert launched(same) is not None and launched(same)[0] is first[0]
+    for different in (_made(3), _made(True), lambda s, b, h, i, j: s + slope):
+        assert launched(different)[0] is not first[0]
+
+
+@pytest.mark.parametrize("algorithm", ["standard", "fa1", "fa2"])
+def test_numbers_are_those_of_the_call(device, algorithm):
+    q, k, v = random_inputs(2, 4, 2, 11, 21, 8)
+    x, y = 0.5, 3
+
+    def scaled(score, b, h, i, j):
+        return score * x + (y if (i + j) % y else -1)
+
+    for x, y in ((0.5, 3), (np.float32(-1.25), 2), (2, np.int64(5))):  # noqa: B007
+        check(device, algorithm, q, k, v, tiles=SMALL, score_mod=scaled)
+
+
+def test_a_derivative_may_be_given():
+    """Of a function whose own derivative is another one, so that it is seen which one is taken."""
+    arrays = random_gradients(1, 2, 2, 11, 21, 8)
+    given_ = {"score_mod": lambda s, b, h, i, j: max(s, 0), "score_mod_grad": several}
+    for way in ("standard", "fa1", "fa2", "fa2-deterministic"):
+        check_gradients("emulator", way, *arrays, tiles=SMALL, softcap=2.0, **given_)
+
+
+# --- options that say the same -------------------------------------------------------------------
+
+slopes = np.float32([0.5, 0.25])
+N, KEYS = 40, 50
+away = KEYS - N
+SAME = {
+    "ALiBi": (
+        {"score_mod": lambda s, b, h, i, j: s - slopes[h] * abs(i + away - j)},
+        {"alibi_slopes": slopes},
+    ),
+    "softcap": ({"score_mod": lambda s, b, h, i, j: cap * math.tanh(s / cap)}, {"softcap": cap}),
+    "causal": ({"mask_mod": lambda b, h, i, j: j <= i + away}, {"causal": True}),
+    "window": ({"mask_mod": lambda b, h, i, j: 0 <= i + away - j <= width}, {"window": (width, 0)}),
+    "bias": (
+        {"score_mod": lambda s, b, h, i, j: s + table[0, i] * table[1, j % N]},
+        {"bias": np.outer(table[0], np.resize(table[1], KEYS)).astype(np.float32)},
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("algorithm", ["standard", "fa1", "fa2"])
+@pytest.mark.parametrize("name", SAME)
+def test_a_function_that_says_what_an_option_says(name, algorithm, dtype):
+    dout, q, k, v = (x.astype(dtype) for x in random_gradients(1, 2, 1, N, KEYS, 16))
+    results = []
+    for options in SAME[name]:
+        options = {"algorithm": algorithm, "tiles": Tiles(16, 32), **options}
+        out, lse = fa_numba.attention(q, k, v, return_lse=True, **options)
+        saved = out if not results else results[0][0], lse if not results else results[0][1]
+        results.append((out, lse, *fa_numba.attention_backward(dout, q, k, v, *saved, **options)))
+    for own, built_in in zip(*results, strict=True):
+        rounding = float(np.finfo(own.dtype).eps)
+        assert abs(own.astype(float) - built_in).max() <= 8 * rounding * abs(built_in).max()
+
+
+# --- compiled ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("unit", "passes"), [("simt", "bwd"), ("mma", "fwd")])
+def test_nothing_is_computed_in_64_bits(unit, passes):
+    """But for sin, cos and tan, whose arguments may be far from 0."""
+
+    def function(s, b, h, i, j):
+        x = math.exp(s) + math.log1p(s) / math.sqrt(s) + math.tanh(s) + math.erf(s) ** 0.3
+        y = math.floor(s) // 3 + (i - 7 * j) % 5 + steps[i] + int(s) + table[h, j] * flags[i]
+        return max(x, y, -s) if s > slope and i < width else s**2 // 2.0
+
+    plan = plan_of("sm_90a", 32, unit=unit, passes=passes, tiles=Tiles(16, 16), score_mod=function)
+    for kernel in plan.launched:
+        ptx, _ = compiled(kernel, "sm_90a")
+        assert not re.search(r"\.f64|\.local|(div|rem)\.[us]64", ptx)
