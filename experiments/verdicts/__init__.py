@@ -10,14 +10,14 @@
 
 from __future__ import annotations
 
-from experiments.lab.show.tables import Make
+from experiments.lab.show.tables import Across
 
 from . import artefact, claims, published, questions, result
 
 QUESTIONS = (*published.QUESTIONS, *claims.QUESTIONS)
 
 
-def tables() -> dict[str, Make]:
+def tables() -> dict[str, Across]:
     """Tables of the page by name: they take rows of many experiments."""
     return {
         "artefact": artefact.TABLE,

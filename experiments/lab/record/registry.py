@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 import experiments
 
 from ..show import thumbs
-from ..show.tables import Make
+from ..show.tables import Across, Make
 from .options import CHOICES, Bench, Options
 from .store import Row
 
@@ -54,6 +54,16 @@ def names() -> list[str]:
     """Every experiment, by its module's name."""
     found = pkgutil.iter_modules(experiments.__path__)
     return sorted(m.name for m in found if not m.ispkg and not m.name.startswith("_"))
+
+
+def shared_tables() -> dict[str, Across]:
+    """Tables of several experiments' rows, by name: what the packages' functions `tables` give."""
+    found: dict[str, Across] = {}
+    for each in pkgutil.iter_modules(experiments.__path__):
+        if each.ispkg:
+            package = importlib.import_module(f"experiments.{each.name}")
+            found |= getattr(package, "tables", dict)()
+    return found
 
 
 def load(name: str) -> Experiment:

@@ -10,7 +10,6 @@ tables stand nowhere yet gets a page figures/tables/<experiment>.md.
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -53,8 +52,8 @@ def known() -> dict[str, tuple[Make, tuple[str, ...]]]:
                 raise ValueError(f"table {name!r} is of {experiment} and of {others}: rename one")
             of = make.experiments if isinstance(make, Across) else (experiment,)
             found[name] = make, of
-    verdicts = importlib.import_module("experiments.verdicts")
-    return found | {name: (make, make.experiments) for name, make in verdicts.tables().items()}
+    shared = registry.shared_tables()
+    return found | {name: (make, make.experiments) for name, make in shared.items()}
 
 
 def text(name: str, store: Store) -> str:
