@@ -1,7 +1,8 @@
 """The online softmax of scores in registers, and O, l and m with it.
 
-TX neighbouring lanes share a row. Scores are in units of log2, and so is m. A thread's row i of O
-is registers i DN4 .. (i + 1) DN4 - 1, DN4 = 4 DN; ``layout`` says which row and columns these are.
+TX lanes, ``lane_step`` apart, share a row. Scores are in units of log2, and so is m. A thread's row
+i of O is registers i DN4 .. (i + 1) DN4 - 1, DN4 = 4 DN; ``layout`` says which row and columns
+these are.
 """
 
 from functools import cache
@@ -116,7 +117,8 @@ def make_online_of_lanes(spec):
 
 @part
 def _make_online(spec, whole_rows):
-    TM, TN, TX, folds = spec.TM, spec.TN, spec.tx_count, spec.folds_scale
+    TM, TN, STEP, folds = spec.TM, spec.TN, spec.lane_step, spec.folds_scale
+    FARTHEST = spec.tx_count // 2 * STEP
 
     def online_softmax(rS, scale, rm, rl, rf):
         for i in range(TM):
@@ -127,8 +129,8 @@ def _make_online(spec, whole_rows):
                 m_new = maximum(m_new, rS[i * TN + j])
             if folds:
                 m_new = maximum(rm[i], m_new * scale)
-            lane = TX // 2
-            while lane > 0:
+            lane = FARTHEST
+            while lane >= STEP:
                 m_new = maximum(m_new, cuda.shfl_xor_sync(FULL_WARP, m_new, lane))
                 lane //= 2
             shift = m_new
@@ -142,8 +144,8 @@ def _make_online(spec, whole_rows):
                 p = exp2(s - shift)
                 rS[i * TN + j] = p
                 rowsum += p
-            lane = TX // 2 if whole_rows else 0
-            while lane > 0:
+            lane = FARTHEST if whole_rows else 0
+            while lane >= STEP:
                 rowsum += cuda.shfl_xor_sync(FULL_WARP, rowsum, lane)
                 lane //= 2
             rf[i] = exp2(rm[i] - shift)
@@ -156,12 +158,13 @@ def _make_online(spec, whole_rows):
 @part
 def make_sum_lanes(spec):
     """``sum_lanes(rl)``: the sum of each row's value over the lanes that share the row."""
-    TM, TX = spec.TM, spec.tx_count
+    TM, STEP = spec.TM, spec.lane_step
+    FARTHEST = spec.tx_count // 2 * STEP
 
     def sum_lanes(rl):
         for i in range(TM):
-            lane = TX // 2
-            while lane > 0:
+            lane = FARTHEST
+            while lane >= STEP:
                 rl[i] += cuda.shfl_xor_sync(FULL_WARP, rl[i], lane)
                 lane //= 2
 

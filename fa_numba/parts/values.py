@@ -26,10 +26,10 @@ def make_read_maxima(spec):
 
 @part
 def _make_read(spec, unread):
-    TM, TY, owns = spec.TM, spec.row_step, make_owns(spec)
+    TM, TY, owns, STEP = spec.TM, spec.row_step, make_owns(spec), spec.lane_step
 
     def read_values(rv, V, row0, rows_end, thread):
-        first = uint32(uint32(cuda.threadIdx.x) % uint32(32) - thread.tx)
+        first = uint32(uint32(cuda.threadIdx.x) % uint32(32) - thread.tx * STEP)
         for i in range(TM):
             row = uint32(row0 + thread.ty + i * TY)
             value = unread

@@ -70,6 +70,10 @@ class SimtSpec(Spec):
         return self.tx_count
 
     @property
+    def lane_step(self) -> int:
+        return 2 if self.tx_count < BANKS and self.ty_count % 2 == 0 else 1
+
+    @property
     def shares_evenly(self) -> bool:
         """Whether the threads cover the tile with equal parts, in whole warps."""
         whole = self.Bc % self.tx_count == 0 and self.Br % self.ty_count == 0
@@ -94,8 +98,8 @@ class SimtSpec(Spec):
 
     @property
     def rows_q(self) -> SharedRows:
-        """Rows of sQ: a column of 16 / TX of them is read at once."""
-        return self._rows(self.width, 16 // self.tx_count)
+        """Rows of sQ: a column of 16 / TX of them is read at once, of neighbours in any case."""
+        return self._rows(self.width, max(16 // self.tx_count, self.lane_step))
 
     @property
     def rows_k(self) -> SharedRows:

@@ -63,6 +63,11 @@ class Spec(ABC):
         return self.threads
 
     @property
+    def lane_step(self) -> int:
+        """Lanes from one thread of a row to the next."""
+        return 1
+
+    @property
     def TM(self) -> int:
         """Rows of S in one thread."""
         return self.Br // self.ty_count

@@ -7,6 +7,7 @@ from fa_numba.intrinsics.shared import load4_at_byte
 from fa_numba.parts.gradients import *  # noqa: F403
 from fa_numba.parts.grid import head_after, make_query_rows
 from fa_numba.parts.namespace import part
+from fa_numba.parts.records import Thread
 from fa_numba.parts.simt.epilogue import make_read_rows, make_write_rows
 from fa_numba.parts.simt.swizzle import flip_of
 from fa_numba.parts.softmax import FULL_WARP
@@ -82,12 +83,16 @@ def make_update_rows(spec):
 def make_row_dots(spec):
     """``row_dots(rD, rL, sdO, O, tile)``: D = rowsum(dO o O), dO in shared memory, less dL."""
     TM, DN, TX, TY = spec.TM, spec.DN, spec.tx_count, spec.ty_count
+    STEP, TURN = spec.lane_step, (4 - spec.rows_q.pitch // 4) % 8 if 8 <= TX < 32 else 0
     row_bytes, flip = 4 * spec.rows_q.pitch, flip_of(spec.rows_q)
     RO = TM * DN * 4
     read_rows, subtract_dlse = make_read_rows(spec), _make_subtract_dlse(spec)
 
     def row_dots(rD, rL, sdO, O, tile):
         thread = tile.thread
+        # Of the next row the lanes begin half a line further, in other banks.
+        tx = uint32(thread.tx + thread.ty % uint32(2) * uint32(TURN)) % uint32(TX)
+        thread = Thread(thread.ty, tx)
         rO = cuda.local.array(RO, float32)
         read_rows(rO, O, tile.i0, tile.head.Nq, thread)
         at = int64(uint32(thread.ty * row_bytes)) + (
@@ -99,8 +104,8 @@ def make_row_dots(spec):
                 g = load4_at_byte(sdO, at + i * TY * row_bytes + 16 * c * TX)
                 e = 4 * (i * DN + c)
                 dot += g[0] * rO[e] + g[1] * rO[e + 1] + g[2] * rO[e + 2] + g[3] * rO[e + 3]
-            lane = TX // 2
-            while lane > 0:
+            lane = TX // 2 * STEP
+            while lane >= STEP:
                 dot += cuda.shfl_xor_sync(FULL_WARP, dot, lane)
                 lane //= 2
             rD[i] = dot
