@@ -56,6 +56,22 @@ def test_a_command_says_the_same_on_every_machine(settings, tmp_path):
     assert "0.032   0.087   0.237   0.644" in done.stdout
 
 
+def test_a_call_from_a_path_with_spaces(tmp_path):
+    """The package too lies there, and what the emulator compiles is kept beside it."""
+    place = tmp_path / "a b"
+    place.mkdir()
+    (place / "fa_numba").symlink_to(ROOT / "fa_numba")
+    where = {"PATH": os.environ["PATH"], "HOME": str(place), "PYTHONPATH": str(place)}
+    where[kernel_cache.VARIABLE] = str(place / "kept")
+    code = (
+        "import fa_numba, numpy as np; x = np.ones((1, 1, 9, 8), np.float32); "
+        "print(fa_numba.__file__, fa_numba.attention(x, x, x, algorithm='fa1').sum())"
+    )
+    done = python(code, env=where, cwd=place)
+    assert (done.stdout, done.stderr) == (f"{place}/fa_numba/__init__.py 72.0\n", "")
+    assert any((place / "kept").iterdir())
+
+
 def test_show_config_says_what_a_report_needs(monkeypatch, capsys):
     monkeypatch.setenv(kernel_cache.VARIABLE, "/dev/null/kept")
     with bounds.as_gpu("T4"):
