@@ -15,8 +15,8 @@ from fa_numba.dtypes import DTYPES
 from fa_numba.ops import plan
 
 _PACKAGES = (
-    *("numpy", "scipy", "greenlet", "numba", "llvmlite", "numba-cuda", "cuda-core"),
-    *("cuda-bindings", "nvidia-nvvm", "nvidia-nvjitlink", "torch", "cupy"),
+    *("numpy", "scipy", "greenlet", "numba", "llvmlite", "numba-cuda", "numba-cuda-mlir"),
+    *("cuda-core", "cuda-bindings", "nvidia-nvvm", "nvidia-nvjitlink", "torch", "cupy"),
 )
 # Settings that change what is compiled, or where it runs.
 _SETTINGS = ("FA_NUMBA_", "NUMBA_", "CUDA_")

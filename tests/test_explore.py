@@ -124,6 +124,12 @@ def test_the_page_is_small_and_needs_nothing_else():
         assert (FIGURES / figure).exists()
 
 
+def test_the_readme_begins_with_its_picture():
+    first_screen = "".join((FIGURES.parent / "README.md").read_text().splitlines(True)[:20])
+    assert re.search(r"\[!\[[^]]+\]\(figures/explore.png\)\]\(figures/explore.html\)", first_screen)
+    assert "python -m experiments explore" in first_screen
+
+
 def test_the_script_has_no_formula():
     script = (explore_page.FOLDER / "page.js").read_text()
     assert not re.findall(r"Math\.(?:exp|ceil|sqrt|pow)", script)

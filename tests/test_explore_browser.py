@@ -24,6 +24,26 @@ TIMED = """async ([selector, value]) => {
     document.body.offsetHeight;
     return performance.now() - before;
 }"""
+# Texts whose contrast with what is behind them is below 4.5, as WCAG has it.
+FAINT = """() => {
+    const parts = words => words.match(/[\\d.]+/g).map(Number);
+    const light = rgb => rgb.slice(0, 3).map(c => c / 255).map(
+        c => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+    ).reduce((sum, c, n) => sum + c * [0.2126, 0.7152, 0.0722][n], 0);
+    const behind = e => {
+        const found = parts(getComputedStyle(e).backgroundColor);
+        return found.length < 4 || found[3] ? found : behind(e.parentElement);
+    };
+    const faint = e => {
+        const ink = getComputedStyle(e)[e.closest("svg") ? "fill" : "color"];
+        const [a, b] = [light(parts(ink)), light(behind(e))].sort((x, y) => y - x);
+        return (a + 0.05) / (b + 0.05) < 4.5;
+    };
+    const unseen = "script, noscript, title";
+    return [...document.querySelectorAll("body *")].filter(e => !e.closest(unseen)
+        && [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim()) && faint(e)
+    ).map(e => e.outerHTML.slice(0, 99));
+}"""
 NAMES = ["orders", "softmax", "tiles", "traffic", "plan", "measured"]
 
 
@@ -268,6 +288,13 @@ def test_every_input_has_a_label_and_numbers_are_announced(open_page):
         e => !e.labels?.length && !e.getAttribute("aria-label")).map(e => e.outerHTML)""")
     assert bare == []
     assert page.locator(".said[aria-live=polite]").count() == len(NAMES)
+    state = {name: axis.values[0] for name, axis in panels()["tiles"].axes.items()} | {"n": 1024}
+    go_to(page, "tiles", state)
+    visited = [f"{panels()['tiles'].at(**state)[f'{name}.visited']:,}" for name in ("fa1", "fa2")]
+    said = page.inner_text("#tiles .said")
+    assert said.endswith(f"FA-1 {visited[0]}, FA-2 {visited[1]}.")
+    page.select_option("#measured-figure", "dram")
+    assert "bytes of DRAM" in page.inner_text("#measured .said")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -284,6 +311,40 @@ def test_nothing_overflows_and_the_theme_is_the_systems(width, scheme, open_page
         return box.right > innerWidth + 1 && !e.closest(".scroll, pre, svg");
     }).map(e => e.outerHTML.slice(0, 99))""")  # fmt: skip
     assert outside == []
+    page.click("#softmax .transport button:has-text('Last')")
+    assert page.evaluate(FAINT) == []
+
+
+def test_a_panel_begins_with_a_question_and_its_answer(open_page):
+    page = open_page()
+    for name in NAMES:
+        question, sentence = page.locator(f"#{name} .question"), page.locator(f"#{name} .sentence")
+        assert question.inner_text().endswith("?") and sentence.inner_text().endswith(".")
+        first = page.evaluate(
+            "name => [...document.getElementById(name).children].map(e => e.className)", name
+        )
+        assert first[1:4] == ["question", "sentence", "inputs"]
+
+
+@pytest.mark.parametrize(("motion", "step"), [("reduce", 1), ("no-preference", 3)])
+def test_who_wants_less_motion_has_fewer_steps_a_second(motion, step, open_page):
+    page = open_page(reduced_motion=motion)
+    page.evaluate("window.setInterval = (step, wait) => { window.wait = wait; return 1; }")
+    page.click("#softmax .transport button:has-text('Play')")
+    assert page.evaluate("window.wait") == 1500 / step
+    style = "e => [...document.querySelectorAll('*')].filter(e => { const s = getComputedStyle(e);"
+    style += "return s.animationName !== 'none' || s.transitionDuration !== '0s'; }).length"
+    assert page.evaluate(style) == 0
+
+
+def test_what_moves_is_in_sight_as_one_steps_through_it(open_page):
+    page = open_page(viewport={"width": 400, "height": 700})
+    page.locator("#orders svg").last.scroll_into_view_if_needed()
+    page.click("#orders .transport button:has-text('Step')")
+    assert page.evaluate("""() => {
+        const box = document.querySelectorAll("#orders svg")[1].getBoundingClientRect();
+        return box.top > 0 && box.bottom < innerHeight;
+    }""")
 
 
 def test_it_is_there_in_a_second_and_steps_at_once(open_page):

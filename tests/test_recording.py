@@ -30,6 +30,8 @@ from experiments.lab.record import (
 )
 from experiments.lab.record.options import FIGURES, REPOSITORY, Bench, Options
 from experiments.lab.record.store import EMULATOR, MODEL, Row, Store, StoreError
+from experiments.lab.show import beside, style
+from experiments.lab.show.beside import png
 
 NAME, GPU = "standing_in", "some-gpu"
 
@@ -553,6 +555,79 @@ def test_all_ends_in_time_and_says_what_is_left(everything, capsys, monkeypatch)
 
 def test_the_time_for_all_leaves_some_for_drawing():
     assert schedule.SECONDS + 60 <= 60 * schedule.ALL_MINUTES == 360
+
+
+# --- another card ----------------------------------------------------------------------------
+
+# A card's name, compute capability, and the units of an H200's series that it lacks.
+CARDS = [
+    ("Tesla T4", "7.5", ("mma", "wgmma")),
+    ("NVIDIA GeForce RTX 4090", "8.9", ("wgmma",)),
+    ("NVIDIA B200", "10.0", ("wgmma",)),
+]
+
+
+@pytest.mark.parametrize("card, capability, lacks", CARDS, ids=[card for card, *_ in CARDS])
+def test_a_new_card_is_recorded_and_drawn_beside_the_pages(
+    card, capability, lacks, monkeypatch, tmp_path
+):
+    """Cut off and gone on with, under its name; each half of the figure is of its own rows."""
+    name, page = "loop_order", "nvidia-h200"
+    known = [x for x in Store(FIGURES).read(name, page) if x.series.split("-")[1] not in lacks]
+    machine = provenance.slug(card)
+    mine = [replace(x, machine=machine, run="", value=3 * x.value) for x in known if x.value]
+    stops = [True]
+
+    def measure(options, bench):
+        for n in bench.each(range(2), "timing"):
+            if n == 1 and stops.pop():
+                raise KeyboardInterrupt
+            yield from mine[n::2]
+
+    about = {"name": card, "multiprocessors": 4, "compute_capability": capability}
+    monkeypatch.setattr(runner.device, "gpu_available", lambda: True)
+    monkeypatch.setattr(runner.device, "describe", lambda: about)
+    monkeypatch.setattr(kept, "sources", lambda module, counts: {})
+    drawn = registry.load(name)
+    module = SimpleNamespace(TITLE="", NEEDS_GPU=True, measure=measure, draw=drawn.draw)
+    monkeypatch.setattr(runner, "load", lambda name: module)
+
+    def run():
+        running = runner.Runner(Options(out=tmp_path), ["all"], Console(file=io.StringIO()))
+        assert [each.name for each in running.due([name])] == [name]
+        running.measure(name)
+        return running
+
+    made = []
+    monkeypatch.setattr(beside, "png", lambda figures: made.append(figures) or png(figures))
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    stops.append(False)
+    running = run()
+    assert running.draw(name)
+    said = running.console.file.getvalue()
+    assert "timing: 1 of 2 done before" in said and f"{name}_beside.png: drawn" in said
+    assert len(Store(tmp_path).read(name, machine)) == len(mine)
+    (figures,) = made
+    assert list(figures) == [card, "NVIDIA H200"]
+    lines = [sum(len(ax.lines) for ax in figure.axes) for figure in figures.values()]
+    assert lines[0] < lines[1]
+    assert (tmp_path / f"{name}_beside.png").read_bytes()[1:4] == b"PNG"
+    running.machine = page  # whose own figure stands alone
+    assert running.draw(name) and len(made) == 1
+
+
+def test_logarithmic_axes_beside_each_other_show_the_same_range():
+    """Others keep their own, so that a slow card's speeds are no flat line."""
+    figures = {}
+    for name, most in (("slow", 10), ("fast", 1000)):
+        figures[name], ((log, linear),) = style.new(1, 2, 2.0)
+        log.loglog([1, most], [1, most])
+        linear.plot([1, most], [1, most])
+    png(figures)
+    (log, linear), (other_log, other_linear) = (figure.axes for figure in figures.values())
+    assert log.get_xlim() == other_log.get_xlim() and log.get_ylim() == other_log.get_ylim()
+    assert log.get_ylim()[1] > 1000 > linear.get_ylim()[1] and other_linear.get_ylim()[1] > 1000
 
 
 # --- clocks ----------------------------------------------------------------------------------

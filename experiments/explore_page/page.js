@@ -257,6 +257,16 @@ async function draw(name) {
   }
   (VIEWS[name] || (() => {}))(parts, now, name);
   if (PANELS[name].rows.length) parts.table.append(numbers(name, now));
+  if (document.body.dataset.ready && !parts.said.textContent) say(name, summary(name, now));
+}
+
+// What a change did, for those who do not see the table: its first row.
+function summary(name, now) {
+  const { columns, rows, title } = PANELS[name];
+  if (!rows.length) return `${title}: ${now.title}, ${now.lines.length} curves.`;
+  const [key, label] = rows[0];
+  return `${label}: ${columns.map(([column, words]) =>
+    `${words.split(",")[0]} ${now[`${column}.refused`] ? "none" : text(now[`${column}.${key}`])}`).join(", ")}.`;
 }
 
 // A page without a server has not all answers: what it takes to come to one.
@@ -428,7 +438,7 @@ const VIEWS = {
     const table = (key, title, means) => one("div", {}, one("h3", {}, title), one("p", { class: "note" }, means),
       one("div", { class: "scroll" }, one("table", { "aria-label": title }, one("thead", {}, one("tr", {},
         one("th", { scope: "col" }, "tile"), ...fields.map(([, head]) => one("th", { scope: "col" }, head)),
-        one("th", { scope: "col" }, "numbers of O, l, m moved"))), bodies[key])));
+        one("th", { scope: "col" }, "O, l, m moved"))), bodies[key])));
     const { bar, go } = transport(parts, name, last, at => {
       scores.forEach(box => {
         const tile = Number(box.dataset.tile);
@@ -464,15 +474,17 @@ const VIEWS = {
         const width = `width: ${(78 * value) / most}%; --shade: ${DATA.colours[key]}`;
         return [one("span", {}, words), one("div", { class: `bar ${kind}` }, one("i", { style: width }), size(value))];
       })])));
-    const says = what => algorithms.map(([key, label]) => {
-      const times = now[`${key}.${what}`];
-      return times === 1 ? `does not move ${label}` : `moves ${label} to ${short(times)} times`;
-    }).join(", ");
-    const half = what => `${says(`half_${what}`)}; of DRAM it ${says(`dram_half_${what}`)}`;
-    const beyond = algorithms.filter(([key]) => now[`${key}.served`] === "no").map(([, label]) => label);
-    parts.view.append(one("p", {}, `Of the bytes accessed, half of Br ${half("Br")}. Half of Bc ${half("Bc")}. `,
-      `By the rule DRAM's bytes follow the tiles only where L2 does not hold what is gone over: here ${beyond.join(", ") || "nowhere"}. `,
-      "Q, K, V and O once: ", one("strong", { "data-key": "naive.once" }, text(now["naive.once"])), " bytes."));
+    const says = what => {
+      const key = name => `${name}.${what}`, moved = algorithms.filter(([name]) => now[key(name)] !== 1);
+      const words = moved.map(([name, label]) => `${label.split(",")[0]} ${short(now[key(name)])} times`);
+      if (moved.length < algorithms.length) words.push(moved.length ? "else the same" : "the same");
+      return one("strong", {}, words.join(", "));
+    };
+    const half = what => one("li", {}, `Half of ${what}: bytes accessed `, says(`half_${what}`), ", bytes of DRAM ", says(`dram_half_${what}`), ".");
+    const beyond = algorithms.filter(([key]) => now[`${key}.served`] === "no").map(([, label]) => label.split(",")[0]);
+    parts.view.append(one("ul", {}, half("Br"), half("Bc"),
+      one("li", {}, `A tile can move bytes of DRAM only where L2 does not hold what is gone over: here ${beyond.join(", ") || "nowhere"}.`),
+      one("li", {}, "Q, K, V and O once: ", one("strong", { "data-key": "naive.once" }, text(now["naive.once"])), " bytes.")));
   },
 
   measured(parts, now) {

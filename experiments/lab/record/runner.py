@@ -356,7 +356,31 @@ class Runner:
             if further is not None:
                 stem = self.options.out / other
                 self._say_drawn(stem, ".svg and .png", bool(style.save(further, stem, note)))
+        self._draw_beside(name, module, rows)
         return True
+
+    def _draw_beside(self, name: str, module: Experiment, rows: Sequence[Row]) -> None:
+        """The figure of another GPU than the pages' and that of the pages' side by side."""
+        from ..show import beside, report
+
+        gpus = {row.machine for row in rows} - {*_NOT_GPUS}
+        if not gpus or report.MACHINE in gpus:
+            return
+        others, runs = self._stored(name, report.MACHINE)
+        others = [row for row in others if self.options.admits(row)]
+        if not any(row.machine == report.MACHINE for row in others):
+            return
+        runs |= self.reports[name].recorded
+        figures = {}
+        for machine, of in ((gpus.pop(), rows), (report.MACHINE, others)):
+            figure = module.draw(of)
+            if figure is None:
+                return
+            figures[provenance.device_name(runs[machine], machine)] = figure
+        stem = self.options.out / f"{name}_beside"
+        self._say_drawn(
+            stem, ".png", write_if_changed(stem.with_suffix(".png"), beside.png(figures))
+        )
 
     def _say_drawn(self, stem: Path, kinds: str, changed: bool) -> None:
         state = "drawn" if changed else "drawn, same as before"
@@ -374,7 +398,9 @@ class Runner:
         there = f" (stored: {found.chosen})" if stored else ""
         return f" of {self.options.chosen}{there}"
 
-    def _stored(self, name: str) -> tuple[list[Row], dict[str, list[dict[str, Any]]]]:
+    def _stored(
+        self, name: str, gpu: str | None = None
+    ) -> tuple[list[Row], dict[str, list[dict[str, Any]]]]:
         """What there is to draw: closed forms, counts, and one GPU's rows; with their runs.
 
         A machine missing from --out is taken from the recordings that come with the project.
@@ -391,7 +417,7 @@ class Runner:
             date = max((str(run.get("date")) for run in runs[machine]), default="")
             return machine == self.machine, places[machine] is self.store, date, machine
 
-        gpus.sort(key=preferred)
+        gpus = [gpu] if gpu in gpus else sorted(gpus, key=preferred)
         chosen = [machine for machine in places if machine in _NOT_GPUS] + gpus[-1:]
         rows = [row for machine in chosen for row in found[machine][0]]
         return rows, {machine: runs[machine] for machine in chosen}
