@@ -81,6 +81,18 @@ def as_splits(name: str, value: Any) -> int | str:
     return splits
 
 
+def as_precision(value: Any, allowed: Sequence[str], dtype: str) -> str:
+    """`value` as the name of a precision, "ieee" alone for what is not float32."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"precision is {value!r}: allowed is one of {', '.join(allowed)}")
+    if value != "ieee" and dtype != "float32":
+        raise ValueError(
+            f"precision is {value!r} with dtype {dtype}: allowed is 'ieee', the others are of "
+            "float32 matrices"
+        )
+    return value
+
+
 def as_flag(name: str, value: Any) -> bool:
     """`value` as a bool, of Python or NumPy; else a TypeError that calls it `name`."""
     if not isinstance(value, (bool, np.bool_)):

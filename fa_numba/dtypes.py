@@ -45,6 +45,27 @@ DTYPES = {
         DType("bfloat16", 2, "uint16", 0x7FFF, "bf16"),
     )
 }
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How products of float32 matrices are computed: an element is the sum of so many ``planes`` of
+    ``dtype``, the first of them the nearest to it and each other to what is left. Plane i times
+    plane j is computed where i + j < ``planes``. ``scaled``: planes have less range than float32,
+    so that a power of two goes before them.
+    """
+
+    planes: int
+    dtype: str
+    scaled: bool = False
+
+
+PRECISIONS = {
+    "ieee": Precision(1, "float32"),
+    "fp16x3": Precision(2, "float16", scaled=True),
+    "bf16x6": Precision(3, "bfloat16"),
+    "bf16x3": Precision(2, "bfloat16"),
+}
 # Of arrays beside them: block tables, lengths that stay on the device, what functions capture.
 INDEX = DType("int32", 4, "int32", 0)
 FLAG = DType("bool", 1, "uint8", 0)

@@ -21,6 +21,7 @@ import numpy as np
 from numba import types
 
 from fa_numba.device import array_type
+from fa_numba.dtypes import PRECISIONS
 from fa_numba.mods import Mod
 from fa_numba.problem import UNBOUNDED, Problem
 
@@ -81,6 +82,11 @@ class AttentionOptions(TypedDict, total=False):
         head, row, column) decides alone, see ``dropout_mask``. 0 unless given.
     ``layout``: "bhnd" for q (B, Hq, Nq, d), k and v (B, Hk, Nk, d), unless given; "bnhd" for q
         (B, Nq, Hq, d), k and v (B, Nk, Hk, d). Outputs and gradients have it too; lse does not.
+    ``precision``: how products of float32 matrices are computed. "ieee", unless given, in float32
+        on CUDA cores. On tensor cores, FlashAttention-2 forward, an element as a sum of 16-bit
+        ones: "fp16x3" of two float16, three products; "bf16x6" of three bfloat16, six products;
+        "bf16x3" of two bfloat16, three products, 2^-16 of each element is lost. Sums are in float32
+        in all.
     """
 
     scale: float | None
@@ -104,6 +110,7 @@ class AttentionOptions(TypedDict, total=False):
     seed: int | None
     offset: int | None
     layout: str | None
+    precision: str | None
 
 
 NAMES = tuple(AttentionOptions.__annotations__)
@@ -203,7 +210,7 @@ class Feature:
     scale Q KT, and the name that it has as an argument, where that is another one than the flag's.
     """
 
-    on: Callable[[Problem], bool | int | Mod | None]
+    on: Callable[[Problem], bool | int | str | Mod | None]
     passes: Mapping[str, KernelField] | Callable[[Any], Mapping[str, KernelField]] = field(
         default_factory=dict
     )
@@ -273,6 +280,14 @@ def _side(name: str) -> KernelField:
         return UNBOUNDED if side is None else side
 
     return KernelField(_int32, value)
+
+
+# What planes of Q, K and V of a head are to be multiplied by, where they are scaled.
+POWERS = ("q_power", "k_power", "v_power")
+
+
+def _powers() -> dict[str, KernelField]:
+    return {name: _given(name, array_type(2)) for name in POWERS}
 
 
 # By the name of a flag in ``Features``. All threads of a block read an integer array at one place.
@@ -363,6 +378,10 @@ FEATURES: dict[str, Feature] = {
         },
         argument="dropout_p",
     ),
+    "precision": Feature(
+        lambda p: "" if p.precision == "ieee" else p.precision,
+        lambda precision: _powers() if PRECISIONS[precision].scaled else {},
+    ),
 }
 
 
@@ -383,7 +402,8 @@ SENT = (*UNIFORM, "block_table")
 @dataclass(frozen=True)
 class Features:
     """Which options a kernel is compiled for. ``causal`` where no ``window`` has the bound;
-    ``page_size`` is 0 where K and V are no pages; of a caller's function its ``Mod`` is here.
+    ``page_size`` is 0 where K and V are no pages, ``precision`` empty for "ieee"; of a caller's
+    function its ``Mod`` is here.
     """
 
     causal: bool = False
@@ -403,12 +423,23 @@ class Features:
     packed: bool = False
     sparse: bool = False
     dropout: bool = False
+    precision: str = ""
 
     @classmethod
     def of(cls, problem: Problem, **of_call: bool) -> Features:
         """The features that ``problem`` needs, and the call's: ``dbias``, ``dlse``, ``splits``."""
         on: dict[str, Any] = {name: feature.on(problem) for name, feature in FEATURES.items()}
         return cls(**on | of_call)
+
+    @property
+    def planes(self) -> int:
+        """16-bit matrices whose sum Q, K and V are each."""
+        return PRECISIONS[self.precision or "ieee"].planes
+
+    @property
+    def scaled(self) -> bool:
+        """Whether these are scaled."""
+        return PRECISIONS[self.precision or "ieee"].scaled
 
     @property
     def right(self) -> bool:

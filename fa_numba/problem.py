@@ -18,6 +18,7 @@ from fa_numba.checks import (
     as_layout,
     as_lengths,
     as_page_size,
+    as_precision,
     as_scale,
     as_size,
     as_sizes,
@@ -29,7 +30,7 @@ from fa_numba.checks import (
     packed_lengths,
     table_lengths,
 )
-from fa_numba.dtypes import DTYPES
+from fa_numba.dtypes import DTYPES, PRECISIONS
 from fa_numba.integers import ceil_div
 from fa_numba.mods import PARAMETERS as MODS
 from fa_numba.mods import Mod, as_mod
@@ -76,7 +77,8 @@ class Problem:
     arrays lie as (batch, seqlen, heads, head_dim), which `q_shape` and `k_shape` then have; what is
     computed is the same. `pages`: K and V lie in so many pages of `page_size` rows, (pages,
     heads_k, page_size, head_dim), of which a table has seqlen_k / page_size for each batch entry;
-    without `kv_lens` their lengths are on the device.
+    without `kv_lens` their lengths are on the device. `precision` names how products of float32
+    matrices are computed, one of `dtypes.PRECISIONS`.
 
     Raises TypeError or ValueError with the argument's name, its value and what is allowed.
     """
@@ -105,6 +107,7 @@ class Problem:
     layout: str = "bhnd"
     pages: int | None = None
     page_size: int | None = None
+    precision: str = "ieee"
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -120,6 +123,8 @@ class Problem:
             raise TypeError(f"dtype is {self.dtype!r}: allowed is a name, {' or '.join(DTYPES)}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}: allowed is {' or '.join(DTYPES)}")
+        precision = as_precision(self.precision, tuple(PRECISIONS), self.dtype)
+        object.__setattr__(self, "precision", precision)
         for name in ("causal", "alibi", "packed", "sparse"):
             object.__setattr__(self, name, as_flag(name, getattr(self, name)))
         object.__setattr__(self, "layout", as_layout(self.layout))

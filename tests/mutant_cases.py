@@ -26,6 +26,7 @@ import test_launch_cache
 import test_mma_backward as on_mma
 import test_pages
 import test_plans
+import test_precision
 import test_recorded_launches
 import test_ring
 import test_softmax
@@ -711,6 +712,9 @@ def runs():
         test_kv_splits.test_heads_that_share_a_tile,
         test_kv_splits.test_small_calls,
         test_pages.test_packed_queries_over_pages_give_the_bits_of_packed_keys,
+        test_precision.test_results_and_counts,
+        test_precision.test_heads_have_powers_of_their_own_and_padding_none,
+        test_precision.test_nan_reaches_its_own_head_and_what_is_finite_is_scaled_by_what_is_finite,
     )
     found += runs_of(
         "wgmma",

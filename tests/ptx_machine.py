@@ -13,7 +13,8 @@ I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 SIZES = {"float": 4, "i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8}
 
 # Instructions that touch registers alone, and those that a compiler may not put on two paths.
-OF_REGISTERS = ("", "ex2", "lg2", "max", "min", "mov", "setp", "shl", "and", "add", "cvt", "mma")
+OF_REGISTERS = ("", "ex2", "lg2", "max", "min", "mov", "setp", "shl", "and", "add", "sub", "cvt")
+OF_REGISTERS += ("mma",)
 OF_WARPS = ("bar", "setmaxnreg", "wgmma")
 
 
@@ -207,6 +208,8 @@ class Machine:
         elif name in ("shl.b32", "and.b32"):
             a, b = self.get(given[1]), self.get(given[2])
             self.put(given[0], a << b if first == "shl" else a & b)
+        elif name == "sub.s32":
+            self.put(given[0], self.get(given[1]) - self.get(given[2]))
         elif name == "cvt.f32.f16":
             self.put(given[0], bits(self.get(given[1]).astype(np.uint16).view(np.float16)))
         elif name in ("cvt.rn.f16x2.f32", "cvt.rn.bf16x2.f32"):

@@ -13,6 +13,7 @@ from offline import CAPABILITY, compiled
 import fa_numba
 from fa_numba import Tiles
 from fa_numba.device import Kernel, array_type, float32, planning_for
+from fa_numba.dtypes import PRECISIONS
 from fa_numba.host import planning
 from fa_numba.integers import ceil_div
 from fa_numba.intrinsics.barriers import arrive_named, sync_named
@@ -846,6 +847,25 @@ def test_an_mma_kernel_compiles_within_its_budgets(case):
     assert ("cp.async.cg.shared.global" in ptx) == (option != "unaligned")
     assert "cp.async.ca" not in ptx
     assert "ex2.approx.ftz.f32" in ptx and "shfl.sync.bfly" in ptx
+
+
+PLANE_CASES = [
+    *(("fp16x3", arch, d) for arch in ("sm_80", "sm_89", "sm_90a") for d in (64, 128, 256)),
+    *((precision, "sm_90a", d) for precision in ("bf16x6", "bf16x3") for d in (64, 128)),
+]
+
+
+@pytest.mark.parametrize("case", slow_but({("fp16x3", "sm_90a", 64)}, PLANE_CASES))
+def test_kernels_of_planes_compile_within_their_budgets(case):
+    precision, arch, d = case
+    planes = PRECISIONS[precision].planes
+    plan = plan_of(arch, d, unit="mma", dtype="float32", precision=precision)
+    for kernel in {x.name: x for x in plan.launched}.values():
+        ptx = ptx_within_budgets(kernel, arch)
+    products = sum(range(1, planes + 1))
+    # Of S and of P V: 16 x 8 x 16 each, of 16 rows.
+    each = plan.tiles.Bc * d // (8 * 16)
+    assert ptx.count("mma.sync") == 2 * products * each
 
 
 @pytest.mark.parametrize("name", MMA)

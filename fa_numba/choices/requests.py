@@ -9,7 +9,7 @@ from typing import Any
 
 from fa_numba import device
 from fa_numba.checks import as_flag, as_splits
-from fa_numba.dtypes import DTYPES, DType
+from fa_numba.dtypes import DTYPES, PRECISIONS, DType
 from fa_numba.io_model import ALGORITHMS
 from fa_numba.options import PLAIN, Features
 from fa_numba.problem import Problem, as_size
@@ -168,6 +168,12 @@ class Request:
     @property
     def dtype(self) -> DType:
         return DTYPES[self.problem.dtype]
+
+    @property
+    def matrix_dtype(self) -> str:
+        """The dtype that products are computed in: the problem's, or that of its planes."""
+        p = self.problem
+        return p.dtype if p.precision == "ieee" else PRECISIONS[p.precision].dtype
 
     @property
     def row_shape(self) -> tuple[int, int, int]:

@@ -85,15 +85,21 @@ def mma_tiles(
     row of the table, halved until memory and registers hold it. With ``keys`` the warps of a block
     share columns.
 
-    Where 32 rows a warp would spill registers, or an option's own values make them, it takes 16.
+    Where 32 rows a warp would spill registers, or an option's own values or planes make them, it
+    takes 16.
     """
     d, crowded = round_up(head_dim, 16), features.crowds
+    planes = features.planes > 1
     kinds = ("bias", "options") if features.bias else ("options",) if crowded else ()
+    if planes:
+        kinds = ("planes",)
     if keys:
         kinds = ("keys options", "keys") if crowded else ("keys",)
     row = size("mma", algorithm, of, head_dim, *kinds)
     Br, Bc, least_rows, least_columns = row.Br, row.Bc, 16, 32 if keys else 16
     sizes: dict[str, Any] = {"head_dim": head_dim, "shared_limit": shared_limit}
+    if planes:
+        sizes["features"] = features
     gradients = of == "bwd" and algorithm != "standard"
     if gradients:
         sizes["algorithm"] = algorithm
@@ -119,6 +125,7 @@ def mma_tiles(
         narrow = algorithm == "fa1" or 64 < d < 128 or (d == 64 and features.packed)
         narrow |= d == 128 and (crowded or (older and (features.causal or features.splits)))
         narrow &= found.Br % 128 == 0 or features.splits
+        narrow |= planes
         threads = 2 * found.Br if narrow or row.beside == "bias" else None
     return _fitted(replace(found, threads=threads), str(row))
 

@@ -57,8 +57,8 @@ class Unit(ABC):
     standard_backward, fa1_backward and fa2_backward, or some of them, whose factories have one set
     of names. What an algorithm has a choice of, by (algorithm, pass): ``staged`` how many tiles of
     K and V are in memory, ``splits_queries`` how many blocks share a head, ``splits_columns`` how
-    many share a row tile, ``splits_keys`` what the warps share; ``measures`` names what its kernels
-    can do without, and the algorithms.
+    many share a row tile, ``splits_keys`` what the warps share, ``splits_floats`` of how many
+    planes float32 is; ``measures`` names what its kernels can do without, and the algorithms.
 
     The methods that give a ``Shape`` raise ValueError for tiles that cannot be.
     """
@@ -74,6 +74,7 @@ class Unit(ABC):
     staged: Mapping[tuple[str, str], int] = {}
     splits_queries: frozenset[tuple[str, str]] = frozenset()
     splits_keys: frozenset[tuple[str, str]] = frozenset()
+    splits_floats: frozenset[tuple[str, str]] = frozenset()
     splits_columns: frozenset[tuple[str, str]] = frozenset()
     measures: Mapping[str, tuple[str, ...]] = {}
 
@@ -223,6 +224,7 @@ class Mma(Unit):
     splits_columns = frozenset({("fa2", "fwd")})
     splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
     splits_keys = frozenset({("fa1", "fwd")})
+    splits_floats = frozenset({("fa2", "fwd")})
     measures = tiling.MEASURES
 
     def forward(self, request: Request) -> Shape:
@@ -426,7 +428,7 @@ def heads_in_tiles(request: Request) -> int:
     """
     p, features = request.problem, request.features
     by_head = features.bias or features.alibi or features.dropout or features.sparse
-    by_head = by_head or features.calls
+    by_head = by_head or features.calls or features.precision != ""
     if request.choices.algorithm != "fa2" or p.seqlen_q > GROUP_ROWS or by_head:
         return 1
     return min(p.group & -p.group, GROUP_ROWS)
@@ -439,7 +441,7 @@ def _select(request: Request, kind: type[tiling.MmaSpec]) -> Callable[..., Any]:
 def _facts(request: Request) -> dict[str, Any]:
     """Fields of every specialisation on tensor cores."""
     facts: dict[str, Any] = {"features": request.features, "aligned": request.aligned}
-    return facts | {"dtype": request.problem.dtype}
+    return facts | {"dtype": request.matrix_dtype}
 
 
 def _flash_facts(request: Request) -> dict[str, Any]:
@@ -466,8 +468,10 @@ def unit_of(request: Request) -> tuple[Unit, str]:
     if not isinstance(name, str) or name not in allowed:
         raise ValueError(f"unit is {name!r}: allowed is one of {', '.join(allowed)}")
     dtype, capability = request.problem.dtype, request.capability
+    if request.features.precision:
+        dtype += f" as planes of {request.matrix_dtype} (precision {request.problem.precision!r})"
     found = [unit for unit in UNITS.values() if name in ("auto", unit.name)]
-    taking = [unit for unit in found if dtype in unit.dtypes]
+    taking = [unit for unit in found if request.matrix_dtype in unit.dtypes]
     if not taking:
         takes = "; ".join(f"{unit.name} takes {' or '.join(unit.dtypes)}" for unit in found)
         raise ValueError(f"unit is {name!r} with dtype {dtype}: {takes}")

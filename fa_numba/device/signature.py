@@ -19,6 +19,11 @@ def half_type(ndim: int):
     return array_type(ndim, types.uint16)
 
 
+def result_type(planes: int, ndim: int):
+    """Numba's type of O of 16-bit matrices, or of float32 ones in ``planes`` of these."""
+    return half_type(ndim) if planes == 1 else array_type(ndim)
+
+
 def arguments(arrays: Iterable, floats: int, integers: int, options: types.Type) -> tuple:
     """The types of a kernel's arguments: its arrays, so many float32 and int32, and its options."""
     return *arrays, *[types.float32] * floats, *[types.int32] * integers, options

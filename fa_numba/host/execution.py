@@ -22,7 +22,7 @@ from fa_numba.host.plans import (
     Untouched,
     takes_options,
 )
-from fa_numba.options import SPLIT_SUMS
+from fa_numba.options import POWERS, SPLIT_SUMS
 from fa_numba.problem import Problem
 
 # Arrays of attention that kernels take one by one; all others reach them in ``options``.
@@ -49,6 +49,7 @@ def attend(plan: Plan, arguments: Binding, arrays: Mapping[str, Any], stream: An
         given = {**arrays, **rows}
         if plan.kv_splits > 1:
             given |= {"kv_splits": plan.kv_splits} | {name: workspace[name] for name in SPLIT_SUMS}
+        given |= {name: workspace[name] for name in POWERS if name in workspace}
         return arguments.values(problem, given, plan.score_unit)
 
     execute(plan, {**arrays, **found}, stream, options)

@@ -11,10 +11,11 @@ from fa_numba.choices import decisions
 from fa_numba.choices.decisions import Decision
 from fa_numba.choices.requests import Request
 from fa_numba.choices.units import UNITS
+from fa_numba.dtypes import PRECISIONS
 from fa_numba.host.plans import Argument, Boxes, Buffer, Grouped, Launch, Plan, Untouched
 from fa_numba.integers import ceil_div, round_up
-from fa_numba.kernels import merge_splits
-from fa_numba.options import PLAIN, SPLIT_SUMS
+from fa_numba.kernels import merge_splits, planes
+from fa_numba.options import PLAIN, POWERS, SPLIT_SUMS
 from fa_numba.parts.pages import common_rows
 from fa_numba.problem import Problem
 from fa_numba.tiling import Tiles
@@ -44,7 +45,12 @@ def forward(request: Request) -> Plan:
             own += _split_sums(request, spec.tile_heads, splits)
             if not unit.copies_boxes:
                 bound |= _unwritten(request, spec.tile_heads)
-        launches = (Launch.of(kernel, grid, scale="score_scale", **bound), *merge)
+        before: tuple[Launch, ...] = ()
+        if spec.planes > 1:
+            before, of_planes = _planes(request)
+            own += of_planes
+            bound |= {name: planes_of(name) for name in "QKV"}
+        launches = (*before, Launch.of(kernel, grid, scale="score_scale", **bound), *merge)
         how: dict[str, Any] = {"tile_heads": spec.tile_heads, "kv_splits": splits}
         if p.pages is not None:
             how |= {"threads": spec.loading_threads, "key_pieces": spec.key_pieces}
@@ -67,6 +73,36 @@ def forward(request: Request) -> Plan:
     how["whole_tiles"] = unit.copies_boxes
     count = functools.partial(io_model.fa1, p, tiles, **how)
     return Plan.of(request, decided, launches, workspace, count, split_rows)
+
+
+def _planes(request: Request) -> tuple[tuple[Launch, ...], tuple[Buffer, ...]]:
+    """What makes planes of Q, K and V, and where these lie, their powers, and what those are of."""
+    p, launches, buffers = request.problem, [], []
+    precision = PRECISIONS[p.precision]
+    shapes = {"Q": request.q_shape, "K": request.k_shape, "V": request.k_shape}
+    for (name, shape), power in zip(shapes.items(), POWERS, strict=True):
+        lens = request.lengths_of_rows
+        facts = planes.PlaneFacts(lens, p.head_dim, p.precision, request.aligned, name != "Q")
+        heads, rows, of = shape[:2], shape[2], f"largest of {name}"
+        row = precision.planes * facts.columns
+        buffers.append(Buffer(planes_of(name), (*heads, rows, row), precision.dtype))
+        scaling: dict[str, Argument] = {"M": of, "power": power}
+        if precision.scaled:
+            partial = (*heads, planes.WARPS_OF_HEAD)
+            buffers += [Buffer(of, partial), Buffer(power, heads)]
+            grid = (planes.WARPS_OF_HEAD // planes.WARPS, *heads[::-1])
+            launches.append(Launch.of(planes.make_largest(facts), grid, X=name, M=of))
+        else:
+            scaling = {"M": Untouched((*heads, 1)), "power": Untouched(heads)}
+        grid = (ceil_div(rows, planes.ROWS * planes.WARPS), *heads[::-1])
+        kernel = planes.make_split_rows(facts)
+        launches.append(Launch.of(kernel, grid, X=name, planes=planes_of(name), **scaling))
+    return tuple(launches), tuple(buffers)
+
+
+def planes_of(name: str) -> str:
+    """What the planes of an array are called."""
+    return f"planes of {name}"
 
 
 def _split_sums(request: Request, heads: int, splits: int) -> tuple[Buffer, ...]:

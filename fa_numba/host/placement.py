@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from fa_numba import device, io_model
+from fa_numba.dtypes import PRECISIONS
 from fa_numba.host.arrays import HOST, Operand
 from fa_numba.host.plans import LaunchPlan, Plan
 from fa_numba.integers import round_up
@@ -55,6 +56,7 @@ def check_size(plan: Plan) -> None:
     dense = replace(p, sparse=False)
     tiles_visited = io_model.tiles_visited(plan.algorithm, dense, tiles, passes=plan.passes)
     steps = tiles_visited * tiles.Br * tiles.Bc * 2 * columns
+    steps *= sum(range(1, PRECISIONS[p.precision].planes + 1))
     if plan.passes == "bwd":
         steps = steps * 5 // 2
     check_steps(

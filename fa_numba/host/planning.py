@@ -67,6 +67,8 @@ def _check_problem(request: Request) -> None:
     for name, size in (("batch", problem.batch), ("heads of q", problem.heads_q)):
         if size > _MAX_GRID_YZ:
             raise ValueError(f"{name} is {size}: allowed is at most {_MAX_GRID_YZ}, a grid's limit")
+    if problem.precision != "ieee":
+        _check_precision(request)
     if problem.pages is None:
         return
     if choices.passes == "bwd":
@@ -82,6 +84,19 @@ def _check_problem(request: Request) -> None:
         raise ValueError(
             f"tiles: Bc={choices.tiles.Bc} with a block_table: allowed are multiples of 16, rows "
             "that lie in one page"
+        )
+
+
+def _check_precision(request: Request) -> None:
+    """Raise ValueError where no kernel takes float32 matrices as planes."""
+    given = f"precision is {request.problem.precision!r}"
+    if request.problem.pages is not None:
+        raise ValueError(f"{given} with a block_table: allowed is 'ieee'")
+    if not any(request.kernel in unit.splits_floats for unit in UNITS.values()):
+        algorithm, passes = request.kernel
+        raise ValueError(
+            f"{given} with algorithm {algorithm!r}, pass {passes!r}: allowed is 'ieee', only "
+            f"{having(lambda u: u.splits_floats, passes=True)} has others"
         )
 
 

@@ -16,9 +16,12 @@ from fa_numba.choices.units import unit_of
 from fa_numba.device import Kernel
 from fa_numba.dtypes import DTYPES
 from fa_numba.host.binding import LOG2E
-from fa_numba.options import UNIFORM
+from fa_numba.options import POWERS, UNIFORM
 from fa_numba.problem import Problem
 from fa_numba.tiling import Tiles
+
+# Words that threads of a block read together: of options, of a scheduler, of planes.
+UNCOUNTED = (*UNIFORM, "taken", "M", "power", *POWERS)
 
 
 @dataclass(frozen=True)
@@ -140,15 +143,15 @@ class KernelPlan:
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
     """The ``launches`` of a call in their order, over its inputs, ``outputs`` and ``workspace`` by
-    name. Inputs that are ``updated`` are written in their own place; reads of those ``uncounted``,
-    by all threads of a block together, are no part of the emulator's counts.
+    name. Inputs that are ``updated`` are written in their own place; accesses to those
+    ``uncounted``, which threads of a block read together, are no part of the emulator's counts.
     """
 
     launches: tuple[Launch, ...] = field(repr=False, hash=False)
     workspace: tuple[Buffer, ...] = ()
     outputs: tuple[Buffer, ...] = ()
     updated: tuple[str, ...] = ()
-    uncounted: tuple[str, ...] = (*UNIFORM, "taken")
+    uncounted: tuple[str, ...] = UNCOUNTED
 
     @functools.cached_property
     def kernels(self) -> tuple[KernelPlan, ...]:
@@ -250,7 +253,7 @@ class Plan(LaunchPlan):
             split_rows=split_rows,
             kv_splits=decided.splits if forward else 1,
             group_splits=1 if forward else decided.splits,
-            uncounted=(*UNIFORM, "taken", *(name for mod in p.mods for name in mod.fields)),
+            uncounted=(*UNCOUNTED, *(name for mod in p.mods for name in mod.fields)),
             score_unit=1.0 if choices.algorithm == "standard" else LOG2E,
             launches=tuple(launches),
             workspace=tuple(workspace),

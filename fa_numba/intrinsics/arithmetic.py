@@ -98,6 +98,27 @@ def maximum(typingctx, x, y):
     return types.float32(types.float32, types.float32), codegen
 
 
+def _inverse_power(x):
+    bits = np.asarray(x, np.float32).view(np.int32) & 0x7F800000
+    made = (0x7F000000 - bits).astype(np.int32).view(np.float32)
+    return made if isinstance(x, np.ndarray) else made[()]
+
+
+@emulated_by(_inverse_power)
+@intrinsic
+def inverse_power(typingctx, x):
+    """1 / p, p the largest power of two up to x, exactly; 2^-126 <= x < 2^127."""
+    if x != types.float32:
+        return None
+
+    def codegen(context, builder, signature, args):
+        bits = "mov.b32 t, $1; and.b32 t, t, 0x7f800000; sub.s32 t, 0x7f000000, t;"
+        text = f"{{.reg .b32 t; {bits} mov.b32 $0, t;}}"
+        return ptx(builder, text, args, F32, memory=False, stays=False)
+
+    return types.float32(types.float32), codegen
+
+
 def _anew(x):
     return x
 

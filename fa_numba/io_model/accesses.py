@@ -21,13 +21,14 @@ class Accesses:
     An array goes by the name of the kernel's parameter; one that is never loaded (or stored) is
     not in `loads` (or `stores`). An atomic add is a load and a store. `dtype` is that of Q, K, V,
     O, S, P and their gradients, without those named in `sums`, which like every other array are
-    float32. `print` shows a table.
+    float32, but for those named in `halves`, of 16 bits. `print` shows a table.
     """
 
     loads: dict[str, int]
     stores: dict[str, int]
     dtype: str = "float32"
     sums: tuple[str, ...] = ()
+    halves: tuple[str, ...] = ()
 
     @property
     def total_loads(self) -> int:
@@ -50,8 +51,9 @@ class Accesses:
         return self._bytes(self.loads) + self._bytes(self.stores)
 
     def _bytes(self, counts: dict[str, int]) -> int:
-        own, halves = DTYPES[self.dtype].bytes, _OF_ONE_DTYPE - set(self.sums)
-        return sum(n * (own if name in halves else ELEMENT_BYTES) for name, n in counts.items())
+        bytes_of = dict.fromkeys(_OF_ONE_DTYPE - set(self.sums), DTYPES[self.dtype].bytes)
+        bytes_of |= dict.fromkeys(self.halves, 2)
+        return sum(n * bytes_of.get(name, ELEMENT_BYTES) for name, n in counts.items())
 
     def __str__(self) -> str:
         arrays = self.loads | self.stores

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from fa_numba.dtypes import DTYPES
 from fa_numba.io_model.accesses import Accesses, add_up, check_dbias, count
 from fa_numba.io_model.paging import table_reads
+from fa_numba.io_model.planes import of_planes, row_loaded
 from fa_numba.io_model.visits import columns_visited, visit_sums, whole_sums
 from fa_numba.problem import BlockSizes, Problem, as_size
 
@@ -42,6 +43,9 @@ def fa2(
         loads   Q: S N_q d    K, V, bias as above    A: S N_q' d    l, m: S N_q' each
         stores  A: S N_q' d    l, m: S N_q' each    O: N_q' d    L: N_q'
 
+    Where float32 is split in P planes of 16 bits, d in the loads above is P d', d' = d rounded up
+    to a multiple of 16; `planes.of_planes` has what makes them.
+
     With pages the block table is read beside, for K and for V (`paging.table_reads`): of a block
     `threads` threads load, and `key_pieces` neighbouring ones share a row of K, and of V. Where
     the lengths are on the device, the numbers are of sequences as long as the table has pages for.
@@ -51,11 +55,11 @@ def fa2(
     d, head = problem.head_dim, whole_sums(problem, tiles, problem.heads_q)
     block = _Block(tiles.Br // tile_heads, tiles.Bc)
     visits = visit_sums(problem, block, block_mask)
-    columns = visits.columns // tile_heads
+    columns, row = visits.columns // tile_heads, row_loaded(problem)
     loads = {
-        "Q": kv_splits * head.rows * d,
-        "K": columns * d,
-        "V": columns * d,
+        "Q": kv_splits * head.rows * row,
+        "K": columns * row,
+        "V": columns * row,
         "bias": visits.pairs if problem.bias else 0,
     }
     if problem.page_size is not None:
@@ -69,7 +73,7 @@ def fa2(
     results, sums = {"O": rows * d, "L": rows}, {}
     if kv_splits > 1:
         sums = {"A": kv_splits * rows * d, "l": kv_splits * rows, "m": kv_splits * rows}
-    return count(problem, loads | sums, results | sums)
+    return of_planes(problem, tiles, count(problem, loads | sums, results | sums))
 
 
 def fa2_backward(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from fa_numba.dtypes import CHUNK_BYTES, DTYPES
+from fa_numba.dtypes import CHUNK_BYTES, DTYPES, PRECISIONS
 from fa_numba.integers import round_up
 from fa_numba.io_model.accesses import ELEMENT_BYTES
+from fa_numba.io_model.planes import row_loaded
 from fa_numba.io_model.visits import ALGORITHMS, PASSES, blocks_of, check_name, distinct_heads
 from fa_numba.problem import Problem, as_size
 
@@ -79,6 +80,8 @@ def workspace(
 
     With `kv_splits` above 1 fa2 has forward, for each of them, O as A, l and m, 8 R, beside; with
     `group_splits` above 1 backward, for each of them, parts of dK and dV, as A, of their rows.
+    Where float32 is split in P planes fa2 has forward 2 P d' bytes for each row of Q, K and V, d'
+    being d rounded up to a multiple of 16, and where they are scaled 516 bytes for each head.
     A, the float32 sum of O or dQ, has 4 R d bytes, d rounded up to a multiple of 2.
     """
     check_name("algorithm", algorithm, ALGORITHMS)
@@ -104,4 +107,16 @@ def workspace(
     if algorithm == "fa1":
         return ELEMENT_BYTES * rows * (2 + kept)
     of_splits = kv_splits * (round_up(problem.head_dim, 2) + 2) if kv_splits > 1 else 0
-    return ELEMENT_BYTES * rows * (of_splits + (0 if return_lse else 1))
+    found = ELEMENT_BYTES * rows * (of_splits + (0 if return_lse else 1))
+    return found + _planes(problem, rows)
+
+
+def _planes(problem: Problem, rows: int) -> int:
+    """Bytes of the planes of Q, with so many rows, of K and of V."""
+    precision = PRECISIONS[problem.precision]
+    if precision.planes == 1:
+        return 0
+    batch = 1 if problem.packed else problem.batch
+    heads = batch * (problem.heads_q + 2 * problem.heads_k)
+    matrices = 2 * (rows + 2 * math.prod(problem.k_shape[:-1])) * row_loaded(problem)
+    return matrices + (heads * 4 * 129 if precision.scaled else 0)

@@ -53,7 +53,7 @@ class MmaSpec(Spec):
     @property
     def stores_wide(self) -> bool:
         """Whether O leaves in 16-byte stores, by way of shared memory."""
-        return self.aligned and "wide_stores" not in self.ablated
+        return self.aligned and self.planes == 1 and "wide_stores" not in self.ablated
 
     @property
     def key_pieces(self) -> tuple[int, int]:
@@ -98,7 +98,18 @@ class MmaSpec(Spec):
     def rows(self) -> TileRows:
         """How rows of sQ, sK and sV lie in shared memory."""
         swizzled = "swizzle" not in self.ablated
-        return TileRows(self.columns, swizzled, not swizzled and "padding" not in self.ablated)
+        padded = not swizzled and "padding" not in self.ablated
+        return TileRows(self.planes * self.columns, swizzled, padded)
+
+    @property
+    def row_halves(self) -> int:
+        """16-bit elements of a row of Q, K or V in global memory; of planes it is padded too."""
+        return self.head_dim if self.planes == 1 else self.planes * self.columns
+
+    @property
+    def loads_aligned(self) -> bool:
+        """Whether these rows are aligned: planes always are."""
+        return self.aligned or self.planes > 1
 
     @property
     def tile_halves(self) -> tuple[int, ...]:
@@ -118,8 +129,8 @@ class MmaSpec(Spec):
 
     @property
     def accumulators(self) -> int:
-        """Registers of one thread's parts of O and of S."""
-        return self.TM * (4 * self.DN + self.TN)
+        """Registers of one thread's parts of O and of S; of planes S has two sums."""
+        return self.TM * (4 * self.DN + min(self.planes, 2) * self.TN)
 
     @property
     def reads_bias(self) -> bool:
@@ -130,13 +141,14 @@ class MmaSpec(Spec):
     @property
     def keeps_q(self) -> bool:
         """Whether Q's fragments stay in registers: where S, O and they leave room for the rest."""
-        fit = self.columns <= 128 and self.accumulators + 2 * self.TM * self.DN <= 160
+        room = 160 if self.planes == 1 else 128
+        fit = self.columns <= 128 and self.accumulators + self.q_registers <= room
         return fit and "q_registers" not in self.ablated
 
     @property
     def q_registers(self) -> int:
         """Registers of Q's fragments; where they do not stay there few are in use at a time."""
-        return 2 * self.TM * self.DN
+        return self.planes * 2 * self.TM * self.DN
 
     @property
     def fits_registers(self) -> bool:

@@ -48,6 +48,11 @@ class Spec(ABC):
         return self.threads, self.shared_bytes, self.min_blocks
 
     @property
+    def planes(self) -> int:
+        """16-bit matrices whose sum Q, K and V are each, side by side in a row of all."""
+        return self.features.planes
+
+    @property
     def head_rows(self) -> int:
         """Rows of one head in a tile."""
         return self.Br // self.tile_heads

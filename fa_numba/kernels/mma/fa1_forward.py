@@ -40,6 +40,7 @@ def make_forward(spec):
         lh, mh = grid.query_rows(l, head), grid.query_rows(m, head)
         state = State(Oh, Ah, lh, mh)
         rows = uint32(Qh.shape[0])
+        scale, unit = products.units(scale, head)
 
         # FA-1 line 2, FA-2 line 5: O = 0, l = 0, m = -inf
         i_first, i_last = visits.own_rows(split_rows, rows)
@@ -80,7 +81,7 @@ def make_forward(spec):
                 softmax.drop(rS, tile)
                 # FA-1 line 12, FA-2 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj
                 softmax.scale_rows(rO, rf)
-                products.add_output(rO, rS, sV, options)
+                products.add_output(rO, rS, sV, unit, options)
                 softmax.combine(rO, rm, rl, sO, thread)  # ... over warps, where they split the keys
                 # FA-1 lines 12, 13, FA-2 lines 12, 14: O = diag(l)^-1 O, to global memory
                 softmax.normalise_rows(rO, rl)

@@ -9,7 +9,7 @@ leaves. Units of m, stages, shared memory and accesses: at the end.
 from functools import cache
 
 from fa_numba.device import cuda, float32, uint32
-from fa_numba.device.signature import arguments, array_type, half_type
+from fa_numba.device.signature import arguments, array_type, half_type, result_type
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
 from fa_numba.intrinsics.shared import half_tile
 from fa_numba.parts import bind, mma
@@ -28,7 +28,7 @@ def make_forward(spec):
     SPLITS, axes = spec.features.splits, 4 if spec.tile_heads == 1 else 5
     TM, RS, RO, RQ = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4, spec.q_registers
     RB, queries, halves = spec.bias_registers, half_type(axes), half_type(4)
-    arrays = (queries, halves, halves, queries, array_type(axes - 1))
+    arrays = (queries, halves, halves, result_type(spec.planes, axes), array_type(axes - 1))
 
     @cuda.jit(arguments(arrays, 1, 1, spec.features.argument_type), *spec.launch)
     def fa2_forward(Q, K, V, O, L, scale, group, options):
@@ -45,6 +45,7 @@ def make_forward(spec):
         i0, split = grid.row_tile(options)  # Alg. 1 line 3: row tile i
         j0, j_end = visits.columns_seen(i0, head)
         j0, j_end = visits.share_of_columns(j0, j_end, split, i0, head)
+        scale, unit = products.units(scale, head)
 
         # Alg. 1 line 4: load Qi (and the first Kj, ahead of line 7)
         load.q(sQ, Qh, i0, head.Nq)
@@ -80,7 +81,7 @@ def make_forward(spec):
             softmax.drop(rS, tile)
             # FA-1 line 12, FA-2 line 10: O = diag(e^(m_old - m_new)) O + Pij Vj
             softmax.rescale_rows(rO, rf)
-            products.add_output(rO, rS, sV, options)
+            products.add_output(rO, rS, sV, unit, options)
             j0 = j_next
 
         softmax.sum_lanes(rl)  # Alg. 1 line 9: l of whole rows, whose columns lie with four lanes
@@ -105,6 +106,7 @@ barrier less, more memory.
 Shared memory, 16-bit elements:  (Br + 2 stages Bc) d
     in bytes at the default tiles:  49152 (d=64, 128 x 128), 65536 (d=128, 128 x 64), 98304
     (d=256, 64 x 64)
+    Of float32 matrices in P planes, d rounded up to a multiple of 16, P times as many.
 Accesses, elements per head:  loads Nq d + 2 Tr Nk d, stores Nq d + Nq; with a causal mask only the
     K/V tiles that row tile i sees. With S splits Q is loaded S times, and in place of O and L leave
     S (Nq d + 2 Nq), for merge_splits.

@@ -7,7 +7,8 @@ column j of the thread's, so that rows 2 r and 2 r + 1 share the fragments of r.
 """
 
 from fa_numba.device import cuda, uint32
-from fa_numba.parts.mma.swizzle import make_exchange
+from fa_numba.intrinsics.matrix import ldmatrix
+from fa_numba.parts.mma.swizzle import make_exchange, make_further
 from fa_numba.parts.namespace import part
 
 
@@ -34,3 +35,19 @@ def make_place(rows, carries=False):
         return at if carries else uint32(at ^ exchange(row))
 
     return place
+
+
+@part
+def make_load_fragment(spec):
+    """``load_fragment(rQ, sQ, at, r, k)``: rows 16 r, columns 16 k on of Q from ``at``."""
+    K, further = spec.planes * spec.DN, make_further(spec.rows)
+
+    def load_fragment(rQ, sQ, at, r, k):
+        a = ldmatrix(sQ, further(at, 16 * r, 16 * k))
+        e = 4 * (r * K + k)
+        rQ[e] = a[0]
+        rQ[e + 1] = a[1]
+        rQ[e + 2] = a[2]
+        rQ[e + 3] = a[3]
+
+    return load_fragment

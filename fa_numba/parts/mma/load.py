@@ -28,8 +28,8 @@ def _make_load_halves(rows, spec, page_size=0):
     Unaligned rows are copied one element after the other, there at the next barrier. With pages T
     is what ``heads.key_rows`` gives of them.
     """
-    load = make_half_tile(rows, spec.rows, spec.threads, spec.aligned, page_size)
-    prefetches, d = spec.prefetches, spec.head_dim
+    load = make_half_tile(rows, spec.rows, spec.threads, spec.loads_aligned, page_size)
+    prefetches, d = spec.prefetches, spec.row_halves
 
     def load_halves(sT, T, row0, rows_end):
         load(sT, 0, T, row0, rows_end, 0, d)
@@ -67,8 +67,8 @@ def make_q(spec):
 @part
 def _q_of_heads(spec):
     """``q(sQ, Q, i0, rows_end)`` of a (rows, heads, d) Q: from row i0 of each head on."""
-    heads, prefetches, d = spec.tile_heads, spec.prefetches, spec.head_dim
-    load = make_half_tile(spec.Br, spec.rows, spec.threads, spec.aligned, heads=heads)
+    heads, prefetches, d = spec.tile_heads, spec.prefetches, spec.row_halves
+    load = make_half_tile(spec.Br, spec.rows, spec.threads, spec.loads_aligned, heads=heads)
 
     def q(sQ, Q, i0, rows_end):
         load(sQ, 0, Q, uint32(i0 * heads), uint32(rows_end * heads), 0, d)

@@ -3,7 +3,7 @@
 Of 16-bit arrays they are rounded; of float32 sums (``A``) rows start at 8-byte addresses.
 """
 
-from fa_numba.device import float32, uint32
+from fa_numba.device import float32, int64, uint32
 from fa_numba.intrinsics.global_memory import read2, read_pair, write2, write_pair
 from fa_numba.intrinsics.reduction import add_global, add_pair, add_pair_vector
 from fa_numba.parts.mma.chunks import conversions
@@ -33,6 +33,8 @@ def make_write_two(spec, cols_end=None):
 
     ``cols_end`` is the length of T's rows, where that is not the head dimension of ``spec``.
     """
+    if spec.features.planes > 1:  # O of float32 matrices
+        return _make_write_two_floats(spec)
     d, aligned = spec.head_dim if cols_end is None else cols_end, spec.aligned
     pack, _ = conversions(spec.dtype)
 
@@ -46,6 +48,23 @@ def make_write_two(spec, cols_end=None):
                 T[row, col] = pair & uint32(0xFFFF)
             if uint32(col + 1) < uint32(d):
                 T[row, uint32(col + 1)] = pair >> uint32(16)
+
+    return write_two
+
+
+@part
+def _make_write_two_floats(spec):
+    """The same in float32, as they are."""
+    d, aligned, write_floats = spec.head_dim, spec.aligned, make_write_floats(spec)
+
+    def write_two(T, row, col, low, high):
+        if aligned:
+            write_floats(T, int64(row), int64(col), col < uint32(d), low, high)
+        else:
+            if col < uint32(d):
+                T[row, col] = low
+            if uint32(col + 1) < uint32(d):
+                T[row, uint32(col + 1)] = high
 
     return write_two
 

@@ -9,8 +9,10 @@ from fa_numba.intrinsics.shared import store2
 from fa_numba.parts.dropout import kept_if
 from fa_numba.parts.layout import make_column, make_row
 from fa_numba.parts.layout import make_warp_column as make_warp_column
+from fa_numba.parts.mma import planes
 from fa_numba.parts.mma.chunks import conversions
-from fa_numba.parts.mma.fragments import make_place
+from fa_numba.parts.mma.fragments import make_load_fragment, make_place
+from fa_numba.parts.mma.planes import make_units as make_units
 from fa_numba.parts.mma.swizzle import make_further
 from fa_numba.parts.namespace import part
 from fa_numba.tiling.mma_rows import CHUNK
@@ -22,10 +24,17 @@ def instructions(dtype):
     return MMA[DTYPES[dtype].matrix], pack
 
 
-@part
+@cache
 def make_scores(spec):
     """``scores(rS, rQ, sQ, sK, row0, col0)``: rS = Qi KjT for this warp's rows from ``row0`` and
     columns from ``col0`` on.
+    """
+    return planes.make_scores_of_planes(spec) if spec.planes > 1 else _make_scores(spec)
+
+
+@part
+def _make_scores(spec):
+    """The same of matrices of one plane.
 
     Where Q's fragments do not stay in rQ each passes through it: a loop that indexes registers is
     unrolled.
@@ -57,12 +66,19 @@ def make_scores(spec):
     return scores
 
 
-@cache
+@part
 def make_add_output(spec):
-    """``add_output(rO, rP, sV, options)``: rO += Pij Vj, P as ``drop`` has marked it, rounded to 16
-    bits as it goes in.
+    """``add_output(rO, rP, sV, unit, options)``: rO += Pij Vj, P as ``drop`` has marked it, rounded
+    to 16 bits as it goes in; of planes times ``unit``.
     """
-    return add_fragment_product(spec, spec.features.dropout)
+    if spec.planes > 1:
+        return planes.make_add_output_of_planes(spec)
+    add = add_fragment_product(spec, spec.features.dropout)
+
+    def add_output(rO, rP, sV, unit, options):
+        add(rO, rP, sV, options)
+
+    return add_output
 
 
 @cache
@@ -232,25 +248,9 @@ def make_dq(spec):
 
 
 @part
-def make_load_fragment(spec):
-    """``load_fragment(rQ, sQ, at, r, k)``: rows 16 r, columns 16 k on of Q from ``at``."""
-    K, further = spec.DN, make_further(spec.rows)
-
-    def load_fragment(rQ, sQ, at, r, k):
-        a = ldmatrix(sQ, further(at, 16 * r, 16 * k))
-        e = 4 * (r * K + k)
-        rQ[e] = a[0]
-        rQ[e + 1] = a[1]
-        rQ[e + 2] = a[2]
-        rQ[e + 3] = a[3]
-
-    return load_fragment
-
-
-@part
 def make_load_fragments(spec):
     """``load_fragments(rQ, sQ, row0)``: Q's fragments to registers, where they stay there."""
-    R, K, pitch, keeps = spec.TM // 2, spec.DN, spec.rows.pitch, spec.keeps_q
+    R, K, pitch, keeps = spec.TM // 2, spec.planes * spec.DN, spec.rows.pitch, spec.keeps_q
     place, load_fragment = make_place(spec.rows), make_load_fragment(spec)
 
     def load_fragments(rQ, sQ, row0):

@@ -1,0 +1,36 @@
+"""Accesses of float32 matrices that are split in planes of 16 bits, and what makes these."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fa_numba.dtypes import PRECISIONS
+from fa_numba.integers import round_up
+from fa_numba.io_model.accesses import Accesses, add_up, count
+from fa_numba.io_model.visits import whole_sums
+from fa_numba.problem import BlockSizes, Problem
+
+
+def row_loaded(problem: Problem) -> int:
+    """Elements that a kernel loads of a row of Q, K or V: d, or those of all planes, of d rounded
+    up to a multiple of 16.
+    """
+    planes = PRECISIONS[problem.precision].planes
+    return problem.head_dim if planes == 1 else planes * round_up(problem.head_dim, 16)
+
+
+def of_planes(problem: Problem, tiles: BlockSizes, kernel: Accesses) -> Accesses:
+    """The accesses of a ``kernel`` that takes Q, K and V as planes, and of those that make them.
+
+    Of each, with N valid rows, P planes and d' = d rounded up to a multiple of 16:
+        loads  X: N d; twice where the planes are scaled    stores  planes: N P d'
+    """
+    precision = PRECISIONS[problem.precision]
+    if precision.planes == 1:
+        return kernel
+    queries = whole_sums(problem, tiles, problem.heads_q).rows
+    keys = whole_sums(problem, tiles, problem.heads_k).columns
+    rows, times = queries + 2 * keys, 2 if precision.scaled else 1
+    loads = {"X": times * rows * problem.head_dim}
+    before = count(problem, loads, {"planes": rows * row_loaded(problem)})
+    return replace(add_up(problem, [before, kernel]), halves=("Q", "K", "V", "planes"))

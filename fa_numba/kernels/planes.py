@@ -1,0 +1,169 @@
+"""Float32 matrices as sums of 16-bit ones, for products on tensor cores (``parts.mma.planes``).
+
+Each row of X becomes one of ``columns`` elements a plane, the planes side by side, zeros behind the
+head dimension. float16 has less range than float32, so that there X is multiplied by a power of two
+first, one for each head, which makes its largest element 2^13 to 2^14: elements down to 2^-16 of
+that keep 22 bits, and smaller ones are off by 2^-38 of it at most. Elements that are inf or NaN are
+not asked how large they are.
+
+A warp takes rows. ``M`` has the largest element that each of WARPS_OF_HEAD warps has seen.
+
+Accesses, elements per head:  loads N d, where scaled twice; stores N planes columns.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+from fa_numba.device import cuda, float32, int64, uint32
+from fa_numba.device.signature import array_type, half_type
+from fa_numba.dtypes import PRECISIONS
+from fa_numba.integers import ceil_div, round_up
+from fa_numba.intrinsics.arithmetic import inverse_power, maximum
+from fa_numba.intrinsics.global_memory import write2
+from fa_numba.options import Features
+from fa_numba.parts import bind
+from fa_numba.parts import grid as grid_parts
+from fa_numba.parts.mma.pairs import make_read_floats
+from fa_numba.parts.mma.planes import make_split
+from fa_numba.parts.namespace import part
+from fa_numba.parts.softmax import FULL_WARP
+
+WARPS, ROWS = 8, 4  # of a block, and that a warp has on their way together
+WARPS_OF_HEAD = 128
+TARGET = float32(2.0**13)
+# The largest element is taken to lie between these: the powers are float32.
+_LEAST, _MOST, _FINITE = float32(2.0**-100), float32(2.0**126), float32(3.4028234e38)
+
+
+class PlaneFacts(NamedTuple):
+    """What the kernels are compiled for: ``features`` say which rows there are, of K or V with
+    ``keys``.
+    """
+
+    features: Features
+    head_dim: int
+    precision: str
+    aligned: bool
+    keys: bool
+
+    @property
+    def columns(self) -> int:
+        return round_up(self.head_dim, 16)
+
+
+@part
+def _make_rows_end(facts):
+    keys = facts.keys
+
+    def rows_end(head):
+        return head.Nk if keys else head.Nq
+
+    return rows_end
+
+
+@part
+def _make_read_rows(facts):
+    """``read_rows(rX, X, row0, rows_end)``: a lane's pairs of ROWS rows, zeros behind their end."""
+    d, PAIRS, aligned = facts.head_dim, ceil_div(facts.head_dim, 64), facts.aligned
+    read_floats = make_read_floats(facts)
+
+    def read_rows(rX, X, row0, rows_end):
+        lane = uint32(uint32(cuda.threadIdx.x) % uint32(32))
+        for r in range(ROWS):
+            row = uint32(row0 + r)
+            for c in range(PAIRS):
+                col, e = uint32(2 * lane + 64 * c), 2 * (r * PAIRS + c)
+                if aligned:
+                    inside = row < rows_end and col < uint32(d)
+                    pair = read_floats(X, int64(row), int64(col), inside)
+                    rX[e] = pair[0]
+                    rX[e + 1] = pair[1]
+                else:
+                    for n in range(2):
+                        rX[e + n] = float32(0.0)
+                        if row < rows_end and uint32(col + n) < uint32(d):
+                            rX[e + n] = X[row, uint32(col + n)]
+
+    return read_rows
+
+
+@cache
+def make_largest(facts):
+    """M = the largest |x| of what each warp has of a head; over (WARPS_OF_HEAD / WARPS, H, B)
+    blocks.
+    """
+    (grid,) = bind(facts, grid_parts)
+    RX, STEP = ROWS * 2 * ceil_div(facts.head_dim, 64), ROWS * WARPS_OF_HEAD
+    read_rows, rows_end = _make_read_rows(facts), _make_rows_end(facts)
+    arguments = (array_type(4), array_type(3), facts.features.argument_type)
+
+    @cuda.jit(arguments, 32 * WARPS, 0)
+    def largest(X, M, options):
+        rX = cuda.local.array(RX, float32)
+        head = grid.query_head(X.shape[2], X.shape[2], options)
+        Xh, end = X[head.b, head.h], rows_end(head)
+        warp = uint32(cuda.blockIdx.x * WARPS + cuda.threadIdx.x // 32)
+        found = float32(0.0)
+        row = uint32(ROWS * warp)
+        while row < end:
+            read_rows(rX, Xh, row, end)
+            for e in range(RX):
+                size = maximum(rX[e], -rX[e])
+                if size <= _FINITE:
+                    found = maximum(found, size)
+            row = uint32(row + STEP)
+        step = 16
+        while step > 0:
+            found = maximum(found, cuda.shfl_xor_sync(FULL_WARP, found, step))
+            step //= 2
+        if uint32(cuda.threadIdx.x) % uint32(32) == uint32(0):
+            M[head.b, head.h, warp] = found
+
+    return largest
+
+
+@cache
+def make_split_rows(facts):
+    """``planes`` of X, and of each head the ``power`` of two that they are to be multiplied by,
+    where they are scaled; over (N / (ROWS WARPS), H, B) blocks.
+    """
+    (grid,) = bind(facts, grid_parts)
+    precision = PRECISIONS[facts.precision]
+    PAIRS, PLANES, scaled = ceil_div(facts.head_dim, 64), precision.planes, precision.scaled
+    RX, SEEN, COLUMNS = ROWS * 2 * PAIRS, WARPS_OF_HEAD // 32, facts.columns
+    read_rows, rows_end = _make_read_rows(facts), _make_rows_end(facts)
+    split = make_split(precision.dtype, PLANES)
+    arrays = (array_type(4), array_type(3), half_type(4), array_type(2))
+
+    @cuda.jit((*arrays, facts.features.argument_type), 32 * WARPS, 0)
+    def split_rows(X, M, planes, power, options):
+        rX, words = cuda.local.array(RX, float32), cuda.local.array(PLANES, uint32)
+        head = grid.query_head(X.shape[2], X.shape[2], options)
+        Xh, end, planes_h = X[head.b, head.h], rows_end(head), planes[head.b, head.h]
+        lane = uint32(uint32(cuda.threadIdx.x) % uint32(32))
+        row0 = uint32(ROWS * (cuda.blockIdx.x * WARPS + cuda.threadIdx.x // 32))
+        read_rows(rX, Xh, row0, end)
+        if scaled:
+            size = float32(0.0)
+            for n in range(SEEN):
+                size = maximum(size, M[head.b, head.h, uint32(lane + 32 * n)])
+            step = 16
+            while step > 0:
+                size = maximum(size, cuda.shfl_xor_sync(FULL_WARP, size, step))
+                step //= 2
+            size = min(maximum(size, _LEAST), _MOST)
+            factor = TARGET * inverse_power(size)
+            for e in range(RX):
+                rX[e] *= factor
+            if row0 == uint32(0) and lane == uint32(0):
+                power[head.b, head.h] = inverse_power(factor)
+        for r in range(ROWS):
+            row = uint32(row0 + r)
+            for c in range(PAIRS):
+                col, e = uint32(2 * lane + 64 * c), 2 * (r * PAIRS + c)
+                split(words, 0, 1, rX[e], rX[e + 1])
+                if row < end and col < uint32(COLUMNS):
+                    for p in range(PLANES):
+                        write2(planes_h, row, uint32(col + p * COLUMNS), words[p])
+
+    return split_rows

@@ -1,0 +1,208 @@
+"""Float32 on tensor cores: products of planes of 16 bits, held against float64 and CUDA cores."""
+
+import numpy as np
+import pytest
+from helpers import EPS, _distance, assert_within, attend, changing, random_inputs, truth
+
+import fa_numba
+from fa_numba import Tiles, reference
+from fa_numba.bounds import as_gpu
+from fa_numba.dtypes import PRECISIONS
+
+SPLIT = tuple(name for name, precision in PRECISIONS.items() if precision.planes > 1)
+MASK = np.array([[1, 0, 1], [1, 1, 0]], bool)
+
+
+def normal(*shape):
+    return np.random.default_rng(3).standard_normal(shape, dtype=np.float32)
+
+
+# (B, Hq, Hk, Nq, Nk, d), tiles, and the options of a call; two warps, ragged edges, several tiles.
+CASES = {
+    "padded d": ((1, 2, 1, 37, 45, 24), Tiles(32, 16, 64), {}),
+    "Q not kept": ((1, 1, 1, 18, 33, 136), Tiles(32, 16, 64), {}),
+    "32 rows": ((1, 1, 1, 40, 37, 64), Tiles(32, 32, 32), {"causal": True}),
+    "stages": ((1, 1, 1, 33, 70, 16), Tiles(16, 16, 32, stages=2), {"window": (20, 9)}),
+    "unaligned": ((1, 2, 2, 21, 35, 5), Tiles(16, 32), {"layout": "odd", "out_layout": "odd"}),
+    "lengths": ((2, 2, 1, 20, 70, 40), Tiles(16, 32), {"q_lens": [20, 7], "kv_lens": [9, 70]}),
+    "packed": (
+        (1, 2, 1, 40, 50, 8), Tiles(16, 16),
+        {"cu_seqlens_q": [0, 33, 40], "cu_seqlens_k": [0, 9, 50]},
+    ),
+    "scores": (
+        (1, 2, 1, 20, 37, 16), Tiles(16, 16),
+        {"softcap": 1.5, "bias": normal(2, 20, 37), "alibi_slopes": np.float32([0.5, 0.1])},
+    ),
+    # What dropout keeps of P is up to 1 / (1 - p).
+    "dropout": ((1, 2, 1, 20, 70, 16), Tiles(16, 64), {"dropout_p": 0.9, "seed": 5}),
+    "kv_splits": ((1, 2, 1, 20, 70, 24), Tiles(16, 16), {"kv_splits": 3}),
+    "block mask": ((1, 1, 1, 32, 48, 16), Tiles(16, 16), {"block_mask": MASK}),
+    "ablated": ((1, 1, 1, 33, 35, 32), Tiles(16, 16), {"ablate": ("swizzle", "prefetch")}),
+}  # fmt: skip
+
+
+def inputs(shape, **options):
+    """q, k and v of a head's own size each, from 1e-9 to 1e9, so that scores are of one size."""
+    packed = "cu_seqlens_q" in options
+    q, k, v = random_inputs(*shape)
+    sizes = np.float32(10.0) ** np.linspace(-9, 9, shape[2])[:, None, None].astype(np.float32)
+    group = shape[1] // shape[2]
+    q, k, v = q / np.repeat(sizes, group, axis=0), k * sizes, v * sizes
+    return tuple(x[0].swapaxes(0, 1) if packed else x for x in (q, k, v))
+
+
+@pytest.mark.parametrize("precision", SPLIT)
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_counts(device, name, precision):
+    """As good as float32; with two planes of bfloat16, 2^-16 of the largest terms worse."""
+    shape, tiles, options = CASES[name]
+    q, k, v = inputs(shape, **options)
+    given = {"tiles": tiles, "precision": precision, "unit": "mma", **options}
+    result = attend(device, "fa2", q, k, v, **given)
+    want = truth(q, k, v, **changing(given))
+    lost = 2.0**-15 if precision == "bf16x3" else 0.0
+    assert_within("O", result.O, want.O, want.O_bound + lost * np.linalg.norm(want.O))
+    assert_within("L", result.L, want.L, want.L_bound + lost * np.sqrt(want.L.size))
+
+
+def outliers(shape, share=1e-3, size=100.0):
+    rng = np.random.default_rng(1)
+    made = rng.standard_normal(shape) + size * rng.standard_normal(shape) * (
+        rng.random(shape) < share
+    )
+    return made.astype(np.float32)
+
+
+HARD = {
+    "plain": random_inputs(1, 1, 1, 64, 192, 64),
+    "causal": random_inputs(1, 1, 1, 128, 128, 64),
+    "wide": random_inputs(1, 1, 1, 32, 96, 256),
+    "long": random_inputs(1, 1, 1, 16, 4096, 16),
+    "outliers": tuple(outliers((1, 1, n, 64)) for n in (64, 192, 192)),
+    "logits of 10^4": random_inputs(1, 1, 1, 64, 192, 64, q_size=1e4),
+    # Elements a millionth of the head's largest are of most rows all there is.
+    "one huge row": tuple(
+        x * np.where(np.arange(len(x[0, 0])) == 3, np.float32(1e6), np.float32(1.0))[:, None]
+        for x in random_inputs(1, 1, 1, 64, 64, 64)
+    ),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp16x3", "bf16x6"])
+@pytest.mark.parametrize("name", HARD)
+def test_errors_are_at_most_twice_those_of_cuda_cores(name, precision):
+    q, k, v = HARD[name]
+    options = {"causal": name in ("causal", "one huge row")}
+    exact = reference.attention(q, k, v, **options)
+    of = {p: fa_numba.attention(q, k, v, precision=p, **options) for p in ("ieee", precision)}
+    errors = {p: _distance(O, exact) for p, O in of.items()}
+    # Where one P is 1 and all others are 0, float32 gives V itself, and planes V to a rounding.
+    assert errors[precision] <= 2 * errors["ieee"] + EPS / 2 * np.linalg.norm(exact), errors
+
+
+def test_heads_have_powers_of_their_own_and_padding_none():
+    """Sizes that float16 does not have, up to those that float32 has; behind the lengths lies what
+    would leave nothing of a head.
+    """
+    q, k, v = random_inputs(1, 5, 5, 9, 20, 8)
+    sizes = np.float32([1e-30, 1e37, 0.0, 1e-40, 1.0])[:, None, None]
+    lens = {"q_lens": [7], "kv_lens": [17]}
+    cases = q / np.float32(1e20), k * np.float32(1e20), v * sizes
+    exact, exact_L = reference.attention(*cases, return_lse=True, **lens)
+    for x, n in zip(cases, (7, 17, 17), strict=True):
+        x[0, :3, n:] = np.float32(3e38)
+        x[0, 3:, n:] = np.nan
+    O, L = fa_numba.attention(*cases, precision="fp16x3", return_lse=True, **lens)
+    assert np.isfinite(O).all() and np.abs(L[..., :7] - exact_L[..., :7]).max() < 1e-5
+    for h in (0, 1, 4):
+        assert _distance(O[0, h], exact[0, h]) < 1e-6 * np.linalg.norm(exact[0, h])
+    assert not O[0, 2].any() and np.abs(O[0, 3]).max() < 1e-39  # or 0: of V as denormals
+
+
+def test_nan_reaches_its_own_head_and_what_is_finite_is_scaled_by_what_is_finite():
+    q, k, v = random_inputs(1, 2, 2, 9, 20, 8)
+    want = fa_numba.attention(q, k, v, precision="fp16x3")
+    v[0, 0, 3, 1], k[0, 0, 4, 2] = np.inf, np.nan
+    O = fa_numba.attention(q, k, v, precision="fp16x3")
+    assert np.isnan(O[0, 0]).all() and np.array_equal(O[0, 1], want[0, 1])
+    k[0, 0, 4, 2] = 1.0
+    O = fa_numba.attention(q, k, v, precision="fp16x3")
+    finite = np.arange(8) != 1
+    exact = reference.attention(q, k, np.where(np.isinf(v), 0, v))
+    assert _distance(O[..., finite], exact[..., finite]) < 1e-5
+
+
+Q, K = (1, 2, 5, 4), (1, 1, 7, 4)
+REFUSED = {
+    "another name": (
+        {"precision": "tf32"}, ["precision is 'tf32'", "ieee, fp16x3, bf16x6, bf16x3"],
+    ),
+    "no text": ({"precision": 3}, ["precision is 3", "allowed is one of"]),
+    "16 bits": (
+        {"precision": "bf16x6", "dtype": "float16"},
+        ["precision is 'bf16x6' with dtype float16", "allowed is 'ieee'"],
+    ),
+    "fa1": (
+        {"precision": "fp16x3", "algorithm": "fa1"},
+        ["precision is 'fp16x3' with algorithm 'fa1', pass 'fwd'", "allowed is 'ieee'",
+         "the forward pass of fa2 on tensor cores ('mma')"],
+    ),
+    "standard": ({"precision": "fp16x3", "algorithm": "standard"}, ["algorithm 'standard'"]),
+    "backward": (
+        {"precision": "fp16x3", "passes": "bwd"}, ["algorithm 'fa2', pass 'bwd'", "'ieee'"],
+    ),
+    "CUDA cores": (
+        {"precision": "fp16x3", "unit": "simt"},
+        ["unit is 'simt' with dtype float32 as planes of float16 (precision 'fp16x3')",
+         "simt takes float32"],
+    ),
+    "Hopper's unit": (
+        {"precision": "bf16x3", "unit": "wgmma", "gpu": "H200"},
+        ["unit is 'wgmma'", "lack the option precision"],
+    ),
+    "an old GPU": (
+        {"precision": "bf16x3", "gpu": "T4"}, ["compute capability 7.5: mma needs 8.0"],
+    ),
+    "pages": (
+        {"precision": "fp16x3", "block_table": (1, 1), "k": (3, 1, 16, 4)},
+        ["precision is 'fp16x3' with a block_table", "allowed is 'ieee'"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_built_is_refused(name):
+    options, says = REFUSED[name]
+    options = dict(options)
+    gpu, k = options.pop("gpu", None), options.pop("k", K)
+
+    def plan():
+        fa_numba.plan(Q, k, **options)
+
+    with pytest.raises(ValueError) as error:
+        if gpu:
+            with as_gpu(gpu):
+                plan()
+        else:
+            plan()
+    assert all(text in str(error.value) for text in says), error.value
+
+
+def test_ieee_is_what_a_call_without_the_option_runs():
+    plain, given = (fa_numba.plan(Q, K, **more) for more in ({}, {"precision": "ieee"}))
+    assert plain.kernels == given.kernels and given.unit == "simt"
+    half = fa_numba.plan(Q, K, dtype="float16", precision="ieee")
+    assert half.unit == "mma"
+    with as_gpu("H200"):
+        assert fa_numba.plan(Q, K, precision="fp16x3").unit == "mma"
+
+
+def test_the_model_counts_planes_and_what_makes_them():
+    for precision, planes, reads in (("fp16x3", 2, 2), ("bf16x6", 3, 1), ("bf16x3", 2, 1)):
+        p = fa_numba.plan((1, 2, 64, 24), (1, 1, 40, 24), precision=precision)
+        rows, row = 128 + 40 + 40, planes * 32
+        assert p.accesses.loads["X"] == reads * rows * 24
+        assert p.accesses.stores["planes"] == rows * row and p.accesses.loads["Q"] == 128 * row
+        own = {name: 2 for name in ("Q", "K", "V", "planes")}
+        both = (*p.accesses.loads.items(), *p.accesses.stores.items())
+        assert p.accesses.bytes == sum(own.get(name, 4) * n for name, n in both)
