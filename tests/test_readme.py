@@ -25,7 +25,7 @@ from fa_numba import device as devices
 from fa_numba.bounds import DEVICES
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("fa_numba", "fa_numba/kernels", "fa_numba/emulator", "experiments", "tests")
+ROOMS = ("fa_numba", "fa_numba/kernels", "fa_numba/emulator", "experiments", "figures", "tests")
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "paper_repro.md")
 PAGES += tuple(f"{room}/README.md" for room in ROOMS)
 PAGES += tuple(str(path.relative_to(ROOT)) for path in sorted(report.TABLES.glob("*.md")))
@@ -87,6 +87,17 @@ def test_words_in_brackets_of_the_long_page_lead_somewhere():
     defined = set(re.findall(r"^\[([^]]+)\]: ", text, re.M))
     words = set(re.findall(r"(?<![]!])\[([^]]+)\](?![(:])", text))
     assert words - defined == set() and set(registry.names()) <= words
+
+
+@pytest.mark.parametrize("path", sorted(report.TABLES.glob("*.md")), ids=lambda path: path.stem)
+def test_figures_readme_has_every_page_with_what_is_drawn(path):
+    text = path.read_text()
+    title = text.splitlines()[0].removeprefix("# ")
+    figure = re.search(r"!\[([^]]+)\]\(\.\./(\w+\.png)\)", text)
+    drawn = f"[{figure[1]}]({figure[2]})" if figure else "-"
+    name = f"`{path.stem}`" if path.stem in registry.names() else "-"
+    row = f"| [{title}](tables/{path.name}) | {drawn} | {name} |\n"
+    assert row in (ROOT / "figures" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("page", LONGEST)
