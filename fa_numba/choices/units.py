@@ -268,6 +268,7 @@ class Mma(Unit):
 
 _PASSES = {"fwd": "forward", "bwd": "backward"}
 _ADDED, _LENGTHS = ("softcap", "bias", "alibi"), ("q_lens", "kv_lens", "packed")
+_MASKS = ("causal", "window", "mask_mod")
 
 
 class Wgmma(Unit):
@@ -288,10 +289,18 @@ class Wgmma(Unit):
     splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
     # What kernels are compiled for beside plain attention, and where some end at a head dimension.
     features: Mapping[tuple[str, str], tuple[str, ...]] = {
-        ("fa1", "fwd"): ("causal", "window", "softcap", "q_lens"),
-        ("fa2", "fwd"): ("causal", "window", *_ADDED, *_LENGTHS, "page_size", "splits", "dropout"),
-        ("fa1", "bwd"): ("causal", "window", "dlse"),
-        ("fa2", "bwd"): ("causal", "window", *_ADDED, *_LENGTHS, "dropout"),
+        ("fa1", "fwd"): (*_MASKS, "softcap", "score_mod", "q_lens"),
+        ("fa2", "fwd"): (
+            *_MASKS,
+            *_ADDED,
+            "score_mod",
+            *_LENGTHS,
+            "page_size",
+            "splits",
+            "dropout",
+        ),
+        ("fa1", "bwd"): (*_MASKS, "dlse"),
+        ("fa2", "bwd"): (*_MASKS, *_ADDED, *_LENGTHS, "dropout"),
     }
     largest: Mapping[tuple[str, str], int] = {("fa1", "bwd"): 128}
 
@@ -397,7 +406,7 @@ def heads_share_tiles(request: Request) -> bool:
     """
     p, features = request.problem, request.features
     few = p.seqlen_q <= GROUP_ROWS and GROUP_ROWS % p.group == 0
-    by_head = features.alibi or features.bias or features.dropout
+    by_head = features.alibi or features.bias or features.dropout or features.calls
     return p.group > 1 and few and not (features.q_lens or by_head)
 
 
