@@ -205,6 +205,21 @@ def test_every_size_is_one_of_its_unit_and_says_where_it_is_from():
             assert f"{plain.Br} x {plain.Bc} up to d={plain.head_dim}" in str(plain)
 
 
+@pytest.mark.parametrize(
+    "capability, d, threads", [((10, 0), 160, 256), ((12, 0), 152, 256), ((8, 6), 160, 128)]
+)
+def test_eight_warps_share_what_four_spill_on_blackwell(capability, d, threads):
+    """There and at these head dimensions alone; test_cards compiles it."""
+    shape, how = (2, 8, 4096, d), {"algorithm": "fa2", "passes": "bwd", "dtype": "float16"}
+    with devices.planning_for(capability, 99 * 1024):
+        plan = fa_numba.plan(shape, shape, **how)
+        mine = fa_numba.plan(shape, shape, tiles=Tiles(32, 64), **how)
+        (least,) = {fa_numba.plan(*2 * [(*shape[:3], n)], **how).tiles.threads for n in (128, 144)}
+    assert plan.tiles == Tiles(32, 64, threads)
+    assert ("eight warps" in plan.why["tiles"]) == (threads == 256)
+    assert mine.tiles.threads == least == 128
+
+
 def test_what_spills_is_left_out_and_can_be_looked_for():
     planning.planned.cache_clear()
     shape = (1, 4, 256, 64)

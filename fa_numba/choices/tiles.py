@@ -130,6 +130,17 @@ def mma_tiles(
     return _fitted(replace(found, threads=threads), str(row))
 
 
+def unspilled(request: Request, rule: Callable[[], Chosen]) -> Chosen:
+    """The rule's ``Tiles`` of FlashAttention-2's backward pass on tensor cores. The assembler for
+    Blackwell spills 32 x 64 at these head dimensions, unless eight warps share them.
+    """
+    tiles, why = rule()
+    crowded = 144 < request.problem.head_dim <= 160 and request.capability >= (10, 0)
+    if not crowded or (tiles.Br, tiles.Bc) != (32, 64):
+        return Chosen(tiles, why)
+    return Chosen(replace(tiles, threads=256), f"{why}; eight warps, since four spill (ptxas)")
+
+
 def _fitted(tiles: Tiles, why: str) -> Chosen:
     fits = why.startswith(f"{tiles.Br} x {tiles.Bc} ")
     return Chosen(tiles, why if fits else f"{why}; {tiles.Br} x {tiles.Bc} fit, or are enough")

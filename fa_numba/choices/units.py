@@ -24,6 +24,7 @@ from fa_numba.choices.tiles import (
     mma_tiles,
     simt_tiles,
     takes_places,
+    unspilled,
 )
 from fa_numba.choices.tuned import tuned_tiles
 from fa_numba.dtypes import DTYPES
@@ -245,7 +246,10 @@ class Mma(Unit):
         select = _selecting(tiling.select_mma_backward_spec, request, algorithm=algorithm)
         facts = {"splits_queries": request.choices.query_splits > 1, **_flash_facts(request)}
         facts["vector_adds"] = request.capability >= (9, 0)
-        return self.shaped(request, select, _by_table(mma_tiles, request), facts)
+        rule = _by_table(mma_tiles, request)
+        if algorithm == "fa2":
+            rule = functools.partial(unspilled, request, rule)
+        return self.shaped(request, select, rule, facts)
 
     def sweep(self, request: Request, tiles: Tiles, spec: Any) -> tuple[Tiles, Spec]:
         if request.problem.sparse:  # the blocks of a mask are those of the tiles
