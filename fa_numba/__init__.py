@@ -16,6 +16,7 @@ from fa_numba.kv_cache import append_kv
 from fa_numba.ops import (
     attention,
     attention_backward,
+    create_block_mask,
     flash_attention_1,
     flash_attention_1_backward,
     flash_attention_2,
@@ -39,6 +40,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "count_accesses",
+    "create_block_mask",
     "dropout_mask",
     "flash_attention_1",
     "flash_attention_1_backward",

@@ -11,11 +11,13 @@ from fa_numba.choices.units import documents_units
 from fa_numba.dtypes import DTYPES
 from fa_numba.host import planning
 from fa_numba.host.binding import Binding
-from fa_numba.host.calls import attend
+from fa_numba.host.blocks import create
+from fa_numba.host.calls import attend, of_blocks
 from fa_numba.host.merging import merge_all
 from fa_numba.host.merging import merge_backward as merge_backward_all
 from fa_numba.host.plans import Plan
 from fa_numba.host.softmax import softmax as softmax_of_vectors
+from fa_numba.mods.blocks import BlockMask
 from fa_numba.options import AttentionOptions, documents_options
 from fa_numba.tiling import Tiles
 
@@ -58,12 +60,13 @@ def plan(
     how |= {"query_splits": query_splits, "warp_partition": warp_partition}
     how |= {"deterministic": deterministic, "return_dbias": return_dbias, "dlse": dlse}
     choices = choices_of(algorithm, passes, tiles, unit, group_splits=group_splits, **how)
+    choices = of_blocks(choices, options)
     arguments = Binding.of(options, shapes=True)
     problem = arguments.problem(q_shape, k_shape, dtype=dtype)
     # How often a block table is read depends on the copies' width.
     aligned = problem.pages is None or problem.head_dim % DTYPES[problem.dtype].chunk == 0
     plan = planning.plan_of(problem, choices, aligned)
-    arguments.check_mask(problem, tiles, plan.tiles)
+    arguments.check_mask(problem, choices.tiles, plan.tiles)
     return replace(plan, block_mask=arguments.block_mask)
 
 
@@ -423,6 +426,25 @@ def merge_backward(dout, outputs, lses, out, lse, *, dlse=None, layout=None, str
     Raises ValueError or TypeError as ``merge`` does.
     """
     return merge_backward_all(dout, outputs, lses, out, lse, dlse, layout, stream)
+
+
+def create_block_mask(mask_mod, batch, heads, seqlen_q, seqlen_k, *, tiles) -> BlockMask:
+    """Which blocks of S a ``mask_mod`` leaves empty, full or mixed, for ``block_mask=``.
+
+    ``batch`` and ``heads`` are those of q, or 1 where the function asks for neither b nor h, and
+    ``tiles`` the block sizes of the call. Attention by it leaves empty blocks out, in both orders
+    and both passes, and asks the function in mixed ones alone; it has the function too, with what
+    that captured at this time. A kernel finds the blocks, on the GPU or the emulator.
+
+    Raises TypeError or ValueError as ``attention`` does of a ``mask_mod``.
+
+    >>> import fa_numba
+    >>> tiles = fa_numba.Tiles(Br=16, Bc=16)
+    >>> blocks = fa_numba.create_block_mask(lambda b, h, i, j: j <= i, 1, 1, 64, 64, tiles=tiles)
+    >>> blocks.blocks[0, 0].tolist()
+    [[1, 0, 0, 0], [2, 1, 0, 0], [2, 2, 1, 0], [2, 2, 2, 1]]
+    """
+    return create(mask_mod, (batch, heads, seqlen_q, seqlen_k), tiles)
 
 
 def softmax(x, *, algorithm="online", out=None, stream=None):

@@ -23,6 +23,7 @@ from numba import types
 from fa_numba.device import array_type
 from fa_numba.dtypes import PRECISIONS
 from fa_numba.mods import Mod
+from fa_numba.mods.blocks import FULL
 from fa_numba.problem import UNBOUNDED, Problem
 
 
@@ -49,7 +50,8 @@ class AttentionOptions(TypedDict, total=False):
     ``score_mod_grad``: a function like it that gives its derivative with respect to the score, for
         the backward pass; made from ``score_mod`` unless given.
     ``mask_mod``: such a function of (b, h, i, j), whether row i sees column j. It costs no memory;
-        every tile is visited that other options do not leave out.
+        every tile is visited that other options do not leave out; ``create_block_mask`` finds those
+        of which it hides everything, or nothing.
     ``bias``: float32 array that broadcasts to (B, Hq, Nq, Nk), added to the scores.
     ``attn_mask``: bool array that broadcasts to (B, Hq, Nq, Nk), True where a column takes part; or
         numbers in float32, float16 or bfloat16 that are added to the scores. It becomes a float32
@@ -74,7 +76,8 @@ class AttentionOptions(TypedDict, total=False):
         ``block_table`` k and v are pages and ``cu_seqlens_q`` stands alone, beside ``kv_lens``.
     ``block_mask``: bool (ceil(Nq / Br), ceil(Nk / Bc)), or that with leading axes that broadcast to
         (B, Hq), for the block sizes of ``tiles``, which must be given: False blocks are neither
-        loaded nor computed (block-sparse FlashAttention; standard attention computes and hides).
+        loaded nor computed (block-sparse FlashAttention; standard attention computes and hides). Or
+        what ``create_block_mask`` gives, which has tiles and a ``mask_mod`` of its own.
     ``dropout_p``: float from 0 to below 1, the probability that an element of P becomes 0,
         rounded to a multiple of 2^-16; the rest are multiplied by 1 / (1 - dropout_p). 0 unless
         given.
@@ -188,6 +191,7 @@ class Bound(NamedTuple):
     unit: float
     block_mask: np.ndarray | None = None
     block_table: np.ndarray | None = None
+    full: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -274,6 +278,14 @@ def _softcap(call: Bound) -> float:
     return (call.problem.softcap or 0.0) * score_unit(call.problem, call.unit)
 
 
+def _states(call: Bound) -> np.ndarray:
+    """A number for each block: 0 is not visited, FULL one of which ``mask_mod`` hides nothing."""
+    states = np.array(call.block_mask, np.uint8, order="C")
+    if call.full is not None:
+        states[call.full] = FULL
+    return states
+
+
 def _side(name: str) -> KernelField:
     def value(call: Bound) -> int:
         side = getattr(call.problem, name)
@@ -357,7 +369,7 @@ FEATURES: dict[str, Feature] = {
         {
             "block_mask": KernelField(
                 array_type(4, types.uint8),
-                lambda call: np.ascontiguousarray(call.block_mask, np.uint8),
+                _states,
                 lambda call: (*_heads(call), *call.block_mask.shape[-2:]),  # type: ignore[union-attr]
             )
         },

@@ -25,6 +25,7 @@ from . import dropout
 from .checks import as_real
 from .masks import distance, numeric_mask, visible_causal, visible_window
 from .mods import PARAMETERS, captured, holding, is_array
+from .mods.blocks import BlockMask
 from .options import as_word, check_names
 from .problem import UNBOUNDED, BlockSizes, Problem, check_block_mask, check_blocks
 
@@ -175,6 +176,9 @@ def checked_call(
     Raises TypeError or ValueError with an argument's name, its value and what is allowed.
     """
     check_names(options)
+    if isinstance(block_mask, BlockMask):
+        options["mask_mod"], tiles = block_mask.mask_mod, block_mask.tiles
+        block_mask = block_mask.visited
     problem = Problem.from_shapes(
         np.shape(q),
         np.shape(k),

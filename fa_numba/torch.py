@@ -15,6 +15,7 @@ from fa_numba.checks import as_flag, as_splits, kind_of
 from fa_numba.choices.requests import check_algorithm
 from fa_numba.host import placement
 from fa_numba.host.arrays import MASKS, added_mask, check_tangent, on_host, operand
+from fa_numba.mods.blocks import BlockMask
 from fa_numba.options import AttentionOptions, check_names, documents_options
 from fa_numba.ring import call as ring_call
 from fa_numba.ring import passes as ring_passes
@@ -153,6 +154,8 @@ def attention(
         if name in given:
             given[name] = _held(name, given[name], wanted)
     for name in _ON_HOST:
+        if isinstance(given.get(name), BlockMask):
+            continue
         if name in given and not (paged and name == "kv_lens"):
             given[name] = np.array(on_host(name, given[name]))
     given |= {"algorithm": algorithm, "tiles": tiles}

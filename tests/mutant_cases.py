@@ -24,6 +24,7 @@ import test_inputs
 import test_kv_splits
 import test_launch_cache
 import test_mma_backward as on_mma
+import test_mods
 import test_pages
 import test_plans
 import test_precision
@@ -701,6 +702,8 @@ def runs():
         test_softmax.test_any_strides_and_an_output_of_ones_own,
         test_append_kv.test_rows_appended_are_those_of_the_whole_cache,
         test_append_kv.test_rows_are_appended_in_the_other_layout,
+        test_mods.test_blocks_are_empty_full_or_mixed,
+        test_mods.test_a_full_block_is_not_asked,
         test_kv_splits.test_splits_against_float64,
         test_kv_splits.test_packed_splits,
         test_ring.test_merged_parts_are_those_of_float64,

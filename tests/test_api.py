@@ -456,7 +456,7 @@ def test_mixed_places_are_refused_on_a_gpu():
 def test_the_public_names():
     assert sorted(fa_numba.__all__) == sorted(
         ["AttentionOptions", "Plan", "Tiles", "algorithms", "append_kv", "attention",
-         "attention_backward", "count_accesses", "dropout_mask",
+         "attention_backward", "count_accesses", "create_block_mask", "dropout_mask",
          "flash_attention_1", "flash_attention_1_backward", "flash_attention_2",
          "flash_attention_2_backward", "io_model", "merge", "merge_backward", "plan", "reference",
          "show_config", "softmax",

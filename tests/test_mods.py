@@ -19,7 +19,9 @@ from test_compile import plan_of
 
 import fa_numba
 from fa_numba import Tiles, mods
+from fa_numba import device as devices
 from fa_numba.emulator import EmulatorError
+from fa_numba.mods.blocks import BlockMask
 
 SMALL = Tiles(8, 16)
 table = np.random.default_rng(0).standard_normal((3, 40)).astype(np.float32)
@@ -365,3 +367,105 @@ def test_nothing_is_computed_in_64_bits(unit, passes):
     for kernel in plan.launched:
         ptx, _ = compiled(kernel, "sm_90a")
         assert not re.search(r"\.f64|\.local|(div|rem)\.[us]64", ptx)
+
+
+# --- blocks --------------------------------------------------------------------------------------
+
+documents = np.sort(np.random.default_rng(3).integers(0, 4, (2, 96), np.int32))
+
+
+def near_in_a_document(b, h, i, j):
+    return documents[b, i] == documents[b, j] and i - j < width * (h + 3)
+
+
+def _states(seen, tiles):
+    """0, 1 or 2 for each block of ``seen``, by the definition."""
+    Tr, Tc = -(-seen.shape[2] // tiles.Br), -(-seen.shape[3] // tiles.Bc)
+    found = np.ones((*seen.shape[:2], Tr, Tc), int)
+    for b, h, i, j in np.ndindex(*found.shape):
+        rows = slice(i * tiles.Br, (i + 1) * tiles.Br)
+        part = seen[b, h, rows, j * tiles.Bc : (j + 1) * tiles.Bc]
+        found[b, h, i, j] = 2 if part.all() else int(part.any())
+    return found
+
+
+@pytest.mark.parametrize("tiles", [SMALL, Tiles(16, 32)], ids=str)
+def test_blocks_are_empty_full_or_mixed(device, tiles):
+    shape = (2, 2, 77, 90)
+    seen = np.array([near_in_a_document(*place) for place in np.ndindex(*shape)]).reshape(shape)
+    with devices.using(device):
+        found = fa_numba.create_block_mask(near_in_a_document, *shape, tiles=tiles)
+        everything = fa_numba.create_block_mask(lambda b, h, i, j: i >= 0, *shape, tiles=tiles)
+    assert np.array_equal(found.blocks, _states(seen, tiles))
+    assert {0, 1} <= set(found.blocks.flat) and (everything.blocks == 2).all()
+    assert (found.visited == (found.blocks > 0)).all() and "empty" in str(found)
+
+
+@pytest.mark.parametrize("way", ["standard", "fa1", "fa2", "fa2-deterministic"])
+def test_empty_blocks_are_not_visited_and_full_ones_not_asked(device, way):
+    """Held against float64, and on the emulator against the closed form of the accesses."""
+    arrays = random_gradients(2, 2, 1, 77, 90, 4)
+    with devices.using(device):
+        mask = fa_numba.create_block_mask(near_in_a_document, 2, 2, 77, 90, tiles=SMALL)
+    options = {"block_mask": mask, "softcap": 2.0}
+    if way != "fa2-deterministic":
+        check(device, way, *arrays[1:], **options)
+    check_gradients(device, way, *arrays, **options)
+
+
+@pytest.mark.parametrize("algorithm", ["fa1", "fa2"])
+def test_tiles_in_16_bits_are_left_out_too(algorithm):
+    dout, q, k, v = (x.astype(np.float16) for x in random_gradients(2, 2, 1, 77, 90, 16))
+    tiles = Tiles(16, 16)
+    mask = fa_numba.create_block_mask(near_in_a_document, 2, 2, 77, 90, tiles=tiles)
+    how = {"algorithm": algorithm, "return_lse": True}
+    with fa_numba.count_accesses() as counts:
+        out, lse = fa_numba.attention(q, k, v, block_mask=mask, **how)
+    planned = fa_numba.plan(q.shape, k.shape, dtype="float16", block_mask=mask, **how)
+    assert planned.accesses.loads == counts.loads
+    whole = fa_numba.attention(q, k, v, mask_mod=near_in_a_document, tiles=tiles, **how)
+    assert abs(out.astype(float) - whole[0]).max() < 1e-3 and np.allclose(lse, whole[1])
+    grad = {"algorithm": algorithm}
+    found = fa_numba.attention_backward(dout, q, k, v, out, lse, block_mask=mask, **grad)
+    grad |= {"mask_mod": near_in_a_document, "tiles": tiles}
+    for a, b in zip(
+        found, fa_numba.attention_backward(dout, q, k, v, out, lse, **grad), strict=True
+    ):
+        assert np.array_equal(a, b)
+
+
+def test_a_full_block_is_not_asked():
+    """Of blocks that another function made, so that it shows."""
+    q, k, v = random_inputs(1, 1, 1, 16, 32, 4)
+    hidden = fa_numba.create_block_mask(lambda b, h, i, j: i > 99, 1, 1, 16, 32, tiles=SMALL)
+    mask = BlockMask(hidden.mask_mod, SMALL, np.full_like(hidden.blocks, 2))
+    for algorithm in ("fa1", "fa2"):
+        found = fa_numba.attention(q, k, v, algorithm=algorithm, block_mask=mask)
+        assert np.array_equal(found, fa_numba.attention(q, k, v, algorithm=algorithm, tiles=SMALL))
+
+
+def test_what_goes_with_blocks():
+    shape = (1, 1, 77, 4)
+    mask = fa_numba.create_block_mask(lambda b, h, i, j: i > j, 1, 1, 77, 77, tiles=SMALL)
+    with pytest.raises(ValueError, match="mask_mod is given with a block_mask that has one"):
+        fa_numba.plan(shape, shape, block_mask=mask, mask_mod=near_in_a_document)
+    with pytest.raises(ValueError, match="block_mask has shape"):
+        fa_numba.plan(shape, shape, block_mask=mask, tiles=Tiles(16, 16))
+    with pytest.raises(TypeError, match="mask_mod is None"):
+        fa_numba.create_block_mask(None, 1, 1, 77, 77, tiles=SMALL)
+    with pytest.raises(ValueError, match="the emulator takes at most"):
+        fa_numba.create_block_mask(
+            lambda b, h, i, j: i > j, 8, 8, 2**14, 2**14, tiles=Tiles(64, 64)
+        )
+
+
+def test_a_block_mask_has_what_its_function_captured():
+    q, k, v = random_inputs(1, 1, 1, 40, 40, 4)
+    reach = 5
+    mask = fa_numba.create_block_mask(
+        lambda b, h, i, j: 0 <= i - j < reach, 1, 1, 40, 40, tiles=SMALL
+    )
+    before = fa_numba.attention(q, k, v, block_mask=mask)
+    reach = 1
+    assert np.array_equal(before, fa_numba.attention(q, k, v, block_mask=mask))
+    check("emulator", "fa2", q, k, v, block_mask=mask)

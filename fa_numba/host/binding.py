@@ -22,6 +22,7 @@ from fa_numba.host.arrays import (
     on_host,
     operand,
 )
+from fa_numba.mods.blocks import BlockMask
 from fa_numba.options import SENT, Bound, Features, as_word, check_names, score_unit, signed
 from fa_numba.problem import Problem, check_block_mask
 from fa_numba.tiling import Tiles
@@ -42,8 +43,9 @@ class Binding:
 
     ``facts`` are what ``Problem.from_shapes`` takes of them, ``arrays`` the operands among the
     options, and ``numbers`` what functions of the caller's capture beside, by the kernels' names,
-    ``block_mask`` is on the host. So is ``block_table`` unless it is
-    among the arrays; ``checked`` are a table and lengths whose values have to be looked at.
+    ``block_mask`` is on the host, and ``full`` are those of its blocks of which a function hides
+    nothing. ``block_table`` is there too, unless it is among the arrays; ``checked`` are a table
+    and lengths whose values have to be looked at.
     """
 
     facts: dict[str, Any]
@@ -54,6 +56,7 @@ class Binding:
     block_table: np.ndarray | None = None
     checked: tuple[np.ndarray, Any] | None = None
     numbers: Mapping[str, int | float] = field(default_factory=dict)
+    full: np.ndarray | None = None
 
     @classmethod
     def of(cls, options: Mapping[str, Any], *, shapes: bool = False) -> Binding:
@@ -77,6 +80,14 @@ class Binding:
                 facts[name] = found.shape
                 # Given both, bias and mask are refused by what follows.
                 arrays[known_as] = found
+        mask: Any = given.pop("block_mask", None)
+        full = None
+        if isinstance(mask, BlockMask):
+            if "mask_mod" in given:
+                raise ValueError(
+                    "mask_mod is given with a block_mask that has one: allowed is one of the two"
+                )
+            given["mask_mod"], full, mask = mask.mask_mod, mask.full, mask.visited
         numbers: dict[str, int | float] = {}
         for name in mods.PARAMETERS:
             if name not in given:
@@ -89,7 +100,6 @@ class Binding:
                 elif not shapes:
                     arrays[known_as] = operand(f"{own} of {name} {mod}", value, CAPTURED)
         facts["alibi_shape"] = facts.pop("alibi_slopes", None)
-        mask = given.pop("block_mask", None)
         if mask is not None:
             mask = on_host("block_mask", mask)
         facts["sparse"] = mask is not None
@@ -100,7 +110,7 @@ class Binding:
             if name in given:
                 facts[name] = on_host(name, given.pop(name))
         facts |= given
-        return cls(facts, arrays, mask, seed, offset, table, checked, numbers)
+        return cls(facts, arrays, mask, seed, offset, table, checked, numbers, full)
 
     def problem(self, *shapes: Any, dtype: str) -> Problem:
         """The Problem of q, k and v with these shapes."""
@@ -142,7 +152,7 @@ class Binding:
         words. Small arrays are sent to the device.
         """
         given = {**given, **self.numbers}
-        call = Bound(problem, given, unit, self.block_mask, self.block_table)
+        call = Bound(problem, given, unit, self.block_mask, self.block_table, self.full)
         values: dict[str, Any] = {}
         of_call = {"dbias": "dbias", "dlse": "dL", "splits": "kv_splits"}
         on = {flag: name in given for flag, name in of_call.items()}

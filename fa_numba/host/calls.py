@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fa_numba import device
@@ -22,6 +23,7 @@ from fa_numba.host.arrays import (
 from fa_numba.host.binding import Binding
 from fa_numba.host.launch_cache import Call
 from fa_numba.host.plans import LaunchPlan
+from fa_numba.mods.blocks import BlockMask
 from fa_numba.problem import Problem
 
 # The arrays that a pass takes, in their order, as callers and as kernels name them.
@@ -36,11 +38,21 @@ def attend(choices: Choices, arrays: tuple, options: Any, stream: Any, out: Any 
     lse, dlse or None); with the other arguments of the public functions.
     """
     options = _with_numeric_mask(options, stream)
+    choices = of_blocks(choices, options)
     call = launch_cache.describe_call(choices, arrays, options, out)
     results = launch_cache.replay(call, out, stream)
     if results is None:
         results = _first_attend(choices, arrays, options, stream, out, call)
     return results[0] if choices.passes == "fwd" and not choices.return_lse else tuple(results)
+
+
+def of_blocks(choices: Choices, options: Any) -> Choices:
+    """The choices with the tiles of a ``BlockMask``, unless tiles were chosen."""
+    mask = options.get("block_mask")
+    if not isinstance(mask, BlockMask) or choices.tiles is not None:
+        return choices
+    tiles = mask.tiles.for_backward() if choices.passes == "bwd" else mask.tiles
+    return replace(choices, tiles=tiles)
 
 
 def _with_numeric_mask(options: Any, stream: Any) -> Any:

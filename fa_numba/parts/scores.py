@@ -9,6 +9,7 @@ from functools import cache
 from fa_numba import masks
 from fa_numba.device import device_function, float32, int32, uint32
 from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, ONE
+from fa_numba.mods.blocks import FULL
 from fa_numba.parts.bias import make_add_bias
 from fa_numba.parts.bias import make_read_bias as make_read_bias
 from fa_numba.parts.layout import make_column, make_row, make_warp_tile
@@ -69,7 +70,7 @@ def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
     softcap, alibi, bias = features.softcap, features.alibi, features.bias
     row_of, column_of, warp_tile = make_row(spec), make_column(spec), make_warp_tile(spec)
     scales, COLUMNS = not spec.folds_scale, spec.warp_columns or spec.Bc
-    hides_blocks = hides_blocks and features.sparse
+    sparse, hides_blocks = features.sparse, hides_blocks and features.sparse
     add_bias = make_add_bias(spec, unit, ahead)
     score_mod, mask_mod = features.score_mod is not None, features.mask_mod is not None
     apply_score_mod, hide = make_apply_score_mod(spec, unit), make_hide(spec)
@@ -141,6 +142,11 @@ def _make_scale_and_mask(spec, unit, hides_blocks, ahead=False):
                     if not visible:
                         rS[i * EI + j * EJ] = NEG_INF
         if mask_mod:
-            hide(rS, own)
+            state = uint32(0)
+            if sparse:
+                block = options.block_mask[head.b, head.h, row0 // uint32(Br), col0 // uint32(Bc)]
+                state = uint32(block)
+            if state != uint32(FULL):
+                hide(rS, own)
 
     return scale_and_mask
