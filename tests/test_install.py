@@ -64,9 +64,11 @@ def test_what_uv_cannot_be_told_is_left_to_pip(setting):
     assert install.uv_arguments(["global.index-url='https://a'", setting]) is None
 
 
-@pytest.mark.parametrize("fails", [None, "no pip", "settings", "no uv", "uv"])
+@pytest.mark.parametrize("fails", [None, "no pip", "older pip", "settings", "no uv", "uv"])
 def test_pip_installs_what_uv_does_not(monkeypatch, tmp_path, fails):
-    """And every command is for the environment that was named."""
+    """And every command is for the environment that was named; before 22.3 pip knew none but its
+    own.
+    """
     python = tmp_path / "bin" / "python"
     commands = []
 
@@ -77,6 +79,7 @@ def test_pip_installs_what_uv_does_not(monkeypatch, tmp_path, fails):
             self.stdout = "global.proxy='http://a'\n" if fails == "settings" else ""
             failing = {
                 "no pip": "pip" in command and str(python) not in map(str, command),
+                "older pip": command[1:4] == ["-m", "pip", "--python"],
                 "no uv": command[-1] == "uv",
                 "uv": str(command[0]).endswith("uv"),
             }
