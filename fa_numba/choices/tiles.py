@@ -91,10 +91,10 @@ def mma_tiles(
     d, crowded = round_up(head_dim, 16), features.crowds
     planes = features.planes > 1
     kinds = ("bias", "options") if features.bias else ("options",) if crowded else ()
-    if planes:
-        kinds = ("planes",)
     if keys:
         kinds = ("keys options", "keys") if crowded else ("keys",)
+    if planes:
+        kinds = ("keys planes",) if keys else ("planes",)
     row = size("mma", algorithm, of, head_dim, *kinds)
     Br, Bc, least_rows, least_columns = row.Br, row.Bc, 16, 32 if keys else 16
     sizes: dict[str, Any] = {"head_dim": head_dim, "shared_limit": shared_limit}

@@ -225,7 +225,7 @@ class Mma(Unit):
     splits_columns = frozenset({("fa2", "fwd")})
     splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
     splits_keys = frozenset({("fa1", "fwd")})
-    splits_floats = frozenset({("fa2", "fwd")})
+    splits_floats = frozenset({("fa1", "fwd"), ("fa2", "fwd")})
     measures = tiling.MEASURES
 
     def forward(self, request: Request) -> Shape:

@@ -45,11 +45,9 @@ def forward(request: Request) -> Plan:
             own += _split_sums(request, spec.tile_heads, splits)
             if not unit.copies_boxes:
                 bound |= _unwritten(request, spec.tile_heads)
-        before: tuple[Launch, ...] = ()
-        if spec.planes > 1:
-            before, of_planes = _planes(request)
-            own += of_planes
-            bound |= {name: planes_of(name) for name in "QKV"}
+        before, of_planes, taken = _planes(request)
+        own += of_planes
+        bound |= taken
         launches = (*before, Launch.of(kernel, grid, scale="score_scale", **bound), *merge)
         how: dict[str, Any] = {"tile_heads": spec.tile_heads, "kv_splits": splits}
         if p.pages is not None:
@@ -68,24 +66,37 @@ def forward(request: Request) -> Plan:
         rows = {"Q": GROUP_ROWS, "K": tiles.Bc, "V": tiles.Bc, "O": GROUP_ROWS}
         by_boxes = {name: Boxes(name, n) for name, n in rows.items()}
         by_boxes["A"] = Boxes("A", GROUP_ROWS, "float32")
-    launches = (Launch.of(kernel, grid, L=L, scale="score_scale", **by_boxes),)
+    before, of_planes, taken = _planes(request)
+    if taken:
+        taken["A"] = Untouched(request.q_shape)
+    launches = (*before, Launch.of(kernel, grid, L=L, scale="score_scale", **by_boxes, **taken))
+    workspace += of_planes
     how = {"query_splits": request.choices.query_splits, "return_lse": return_lse}
     how["whole_tiles"] = unit.copies_boxes
     count = functools.partial(io_model.fa1, p, tiles, **how)
     return Plan.of(request, decided, launches, workspace, count, split_rows)
 
 
-def _planes(request: Request) -> tuple[tuple[Launch, ...], tuple[Buffer, ...]]:
-    """What makes planes of Q, K and V, and where these lie, their powers, and what those are of."""
+def _planes(
+    request: Request,
+) -> tuple[tuple[Launch, ...], tuple[Buffer, ...], dict[str, Argument]]:
+    """What makes planes of Q, K and V, where these lie, their powers, and what those are of; and
+    what a kernel takes in the place of the three. Nothing where they are taken as they are.
+    """
     p, launches, buffers = request.problem, [], []
+    taken: dict[str, Argument] = {}
     precision = PRECISIONS[p.precision]
+    if precision.planes == 1:
+        return (), (), {}
     shapes = {"Q": request.q_shape, "K": request.k_shape, "V": request.k_shape}
     for (name, shape), power in zip(shapes.items(), POWERS, strict=True):
-        lens = request.lengths_of_rows
-        facts = planes.PlaneFacts(lens, p.head_dim, p.precision, request.aligned, name != "Q")
+        lens, keys = request.lengths_of_rows, name != "Q"
+        keys &= lens != PLAIN
+        facts = planes.PlaneFacts(lens, p.head_dim, p.precision, request.aligned, keys)
         heads, rows, of = shape[:2], shape[2], f"largest of {name}"
-        row = precision.planes * facts.columns
-        buffers.append(Buffer(planes_of(name), (*heads, rows, row), precision.dtype))
+        row, of_name = precision.planes * facts.columns, f"planes of {name}"
+        taken[name] = of_name
+        buffers.append(Buffer(of_name, (*heads, rows, row), precision.dtype))
         scaling: dict[str, Argument] = {"M": of, "power": power}
         if precision.scaled:
             partial = (*heads, planes.WARPS_OF_HEAD)
@@ -96,13 +107,8 @@ def _planes(request: Request) -> tuple[tuple[Launch, ...], tuple[Buffer, ...]]:
             scaling = {"M": Untouched((*heads, 1)), "power": Untouched(heads)}
         grid = (ceil_div(rows, planes.ROWS * planes.WARPS), *heads[::-1])
         kernel = planes.make_split_rows(facts)
-        launches.append(Launch.of(kernel, grid, X=name, planes=planes_of(name), **scaling))
-    return tuple(launches), tuple(buffers)
-
-
-def planes_of(name: str) -> str:
-    """What the planes of an array are called."""
-    return f"planes of {name}"
+        launches.append(Launch.of(kernel, grid, X=name, planes=of_name, **scaling))
+    return tuple(launches), tuple(buffers), taken
 
 
 def _split_sums(request: Request, heads: int, splits: int) -> tuple[Buffer, ...]:

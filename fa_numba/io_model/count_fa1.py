@@ -8,6 +8,7 @@ from typing import Any
 from fa_numba.dtypes import DTYPES
 from fa_numba.integers import ceil_div
 from fa_numba.io_model.accesses import Accesses, add_up, check_dbias, count
+from fa_numba.io_model.planes import of_planes, row_loaded
 from fa_numba.io_model.visits import starts_in_first_pass, visit_sums, whole_sums
 from fa_numba.problem import BlockSizes, Problem, as_size
 
@@ -43,6 +44,8 @@ def fa1(
         stores  O: r_i d in row tile i's last visit    A: r_i d in each of the others
     and where line 2 stores O it stores A too, N_q' d each.
 
+    Where float32 is split in planes a row of Q, K or V has more elements (`planes`).
+
     With `whole_tiles` a row tile of Q, O and A is moved whole, also the rows past `q_lens`: what
     the copy engine does.
     """
@@ -60,9 +63,9 @@ def fa1(
     lse = head.all_rows if return_lse else 0
     kept = "O" if DTYPES[problem.dtype].sums_in_place else "A"
     loads = {
-        "Q": moved.rows * d,
-        "K": by_split.columns * d,
-        "V": by_split.columns * d,
+        "Q": moved.rows * row_loaded(problem),
+        "K": by_split.columns * row_loaded(problem),
+        "V": by_split.columns * row_loaded(problem),
         "bias": visits.pairs if problem.bias else 0,
         kept: (moved.rows_again if starts else moved.rows) * d,
         "l": read + lse,
@@ -72,7 +75,7 @@ def fa1(
     if kept == "A":
         stores["A"] -= moved.rows_once * d
         stores["O"] = (moved.rows_once + started) * d
-    return count(problem, loads, stores)
+    return of_planes(problem, tiles, count(problem, loads, stores))
 
 
 def fa1_backward(

@@ -43,8 +43,7 @@ def fa2(
         loads   Q: S N_q d    K, V, bias as above    A: S N_q' d    l, m: S N_q' each
         stores  A: S N_q' d    l, m: S N_q' each    O: N_q' d    L: N_q'
 
-    Where float32 is split in P planes of 16 bits, d in the loads above is P d', d' = d rounded up
-    to a multiple of 16; `planes.of_planes` has what makes them.
+    Where float32 is split in planes a row of Q, K or V has more elements (`planes`).
 
     With pages the block table is read beside, for K and for V (`paging.table_reads`): of a block
     `threads` threads load, and `key_pieces` neighbouring ones share a row of K, and of V. Where

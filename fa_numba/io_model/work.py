@@ -80,7 +80,7 @@ def workspace(
 
     With `kv_splits` above 1 fa2 has forward, for each of them, O as A, l and m, 8 R, beside; with
     `group_splits` above 1 backward, for each of them, parts of dK and dV, as A, of their rows.
-    Where float32 is split in P planes fa2 has forward 2 P d' bytes for each row of Q, K and V, d'
+    Where float32 is split in P planes both have forward 2 P d' bytes for each row of Q, K and V, d'
     being d rounded up to a multiple of 16, and where they are scaled 516 bytes for each head.
     A, the float32 sum of O or dQ, has 4 R d bytes, d rounded up to a multiple of 2.
     """
@@ -105,7 +105,7 @@ def workspace(
         keys = keys if query_splits > 1 else 0
         return ELEMENT_BYTES * (rows + 2 * keys) * kept
     if algorithm == "fa1":
-        return ELEMENT_BYTES * rows * (2 + kept)
+        return ELEMENT_BYTES * rows * (2 + kept) + _planes(problem, rows)
     of_splits = kv_splits * (round_up(problem.head_dim, 2) + 2) if kv_splits > 1 else 0
     found = ELEMENT_BYTES * rows * (of_splits + (0 if return_lse else 1))
     return found + _planes(problem, rows)

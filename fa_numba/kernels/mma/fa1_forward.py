@@ -9,7 +9,7 @@ Units of m, warps, shared memory and accesses: at the end.
 from functools import cache
 
 from fa_numba.device import cuda, float32, uint32
-from fa_numba.device.signature import arguments, array_type, half_type
+from fa_numba.device.signature import arguments, array_type, half_type, result_type
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
 from fa_numba.parts import bind, mma
 from fa_numba.parts.records import State, Tile
@@ -23,7 +23,7 @@ def make_forward(spec):
     (fa1_state,) = bind(spec, mma.fa1_state)
     TM, RS, RO, RQ = spec.TM, spec.TM * spec.TN, spec.TM * spec.DN * 4, spec.q_registers
     Bc, RB, halves = spec.Bc, spec.bias_registers, half_type(4)
-    arrays = [*[halves] * 4, array_type(4), *[array_type(3)] * 3]
+    arrays = [*[halves] * 3, result_type(spec.planes, 4), array_type(4), *[array_type(3)] * 3]
 
     @cuda.jit(arguments(arrays, 1, 2, spec.features.argument_type), *spec.launch)
     def fa1_forward(Q, K, V, O, A, L, l, m, scale, group, split_rows, options):
@@ -105,11 +105,12 @@ product, where the released code exchanged m and l before it and O after it.
 Shared memory, 16-bit elements:  (Br + 2 Bc) d
     in bytes at the default tiles:  81920 (d=64, 128 x 256), 163840 (d=128, 128 x 256), 196608
     (d=256, 128 x 128)
+    Of float32 matrices in P planes, d rounded up to a multiple of 16, P times as many.
     With "keys" and W warps 4 (W - 1) Br (d + 2) bytes more.
 Accesses, elements per head:  loads 2 Nk d for each query split + Tc Nq d + (Tc - 1) (Nq d + 2 Nq),
     stores (Tc - 1) Nq d + Nq d + 2 Tc Nq; with a causal mask only the row tiles that see column
     tile j. The first pass knows line 2's O = 0, l = 0, m = -inf and reads none of them; it takes
     all row tiles, with Nq > Nk also those that see nothing. With a window, q_lens or a block mask
     it is like the others, and line 2 is carried out before it, of A and of O: Nq (2 d + 2) stores.
-    With L for the caller 2 Nq loads and Nq stores more.
+    Of float32 matrices A is O itself. With L for the caller 2 Nq loads and Nq stores more.
 """

@@ -7,7 +7,7 @@ from fa_numba.intrinsics.global_memory import write8
 from fa_numba.intrinsics.shared import load8, store2
 from fa_numba.parts.layout import make_column, make_owns
 from fa_numba.parts.mma.chunks import ChunkMap, conversions, make_first_chunk, make_turn
-from fa_numba.parts.mma.pairs import make_read_floats, make_write_floats, make_write_two
+from fa_numba.parts.mma.pairs import make_read_sums, make_write_floats, make_write_two
 from fa_numba.parts.mma.swizzle import make_exchange, make_first_place, make_further
 from fa_numba.parts.namespace import part
 from fa_numba.parts.split_epilogue import writes_split
@@ -204,7 +204,7 @@ def make_read_fragments(spec):
     Zeros too in another warp's rows.
     """
     TM, DN4, STEP = spec.TM, 4 * spec.DN, spec.row_step
-    owns, read_floats = make_owns(spec), make_read_floats(spec)
+    owns, read_floats = make_owns(spec), make_read_sums(spec)
 
     def read_fragments(rO, A, row0, rows_end, thread):
         first = uint32(row0 + thread.ty)

@@ -1,6 +1,7 @@
 """What FlashAttention-1 passes through global memory: O, l and m of a row tile.
 
-O is in float32 there (``A``), until a row tile's last pass rounds it to O.
+O is in float32 there (``A``), until a row tile's last pass rounds it to O; of float32 matrices, in
+planes, it is O itself.
 """
 
 from fa_numba.device import uint32
@@ -17,6 +18,7 @@ def make_initialise(spec):
     rows, unless the first pass does it, which then takes all of them.
     """
     Br, start, initialises = spec.Br, make_start(spec), spec.features.initialises
+    in_place = spec.planes > 1
     write_rows, write_fragments = make_write_rows(spec), make_write_fragments(spec)
     write_values = make_write(spec)
 
@@ -26,7 +28,8 @@ def make_initialise(spec):
             while i0 < rows_end:
                 start(rO, rl, rm)
                 write_rows(rO, state.O, i0, rows_end, thread)
-                write_fragments(rO, state.A, i0, rows_end, thread)
+                if not in_place:
+                    write_fragments(rO, state.A, i0, rows_end, thread)
                 write_values(rl, state.l, i0, rows_end, thread)
                 write_values(rm, state.m, i0, rows_end, thread)
                 i0 = uint32(i0 + Br)
@@ -41,13 +44,14 @@ def make_read_state(spec):
     The pass over column 0 knows them, and reads nothing, unless the kernel has initialised them.
     """
     initialises, read_fragments = spec.features.initialises, make_read_fragments(spec)
+    in_place = spec.planes > 1
     read_values, read_maxima = make_read(spec), make_read_maxima(spec)
 
     def read_state(rO, rl, rm, state, tile, rows_end):
         seen = rows_end  # rows whose O, l and m some pass has written
         if not initialises and tile.j0 == uint32(0):
             seen = uint32(0)
-        read_fragments(rO, state.A, tile.i0, seen, tile.thread)
+        read_fragments(rO, state.O if in_place else state.A, tile.i0, seen, tile.thread)
         read_values(rl, state.l, tile.i0, seen, tile.thread)
         read_maxima(rm, state.m, tile.i0, seen, tile.thread)
 
@@ -60,11 +64,11 @@ def make_write_state(spec):
     O to A if there is ``more`` to come.
     """
     write_rows, write_fragments = make_write_rows(spec), make_write_fragments(spec)
-    write_values = make_write(spec)
+    write_values, in_place = make_write(spec), spec.planes > 1
 
     def write_state(rO, rl, rm, state, more, tile, rows_end):
         i0, thread = tile.i0, tile.thread
-        if more:
+        if more and not in_place:
             write_fragments(rO, state.A, i0, rows_end, thread)
         else:
             write_rows(rO, state.O, i0, rows_end, thread)

@@ -86,6 +86,24 @@ def make_read_floats(spec):
 
 
 @part
+def make_read_sums(spec):
+    """``read_sums(O, row, col, inside)``: the same of a float32 O; its rows may start anywhere."""
+    head_dim = spec.head_dim
+    if spec.features.planes == 1 or spec.aligned:
+        return make_read_floats(spec)
+
+    def read_sums(O, row, col, inside):
+        low, high = float32(0.0), float32(0.0)
+        if inside and col < head_dim:
+            low = O[row, col]
+        if inside and col + 1 < head_dim:
+            high = O[row, col + 1]
+        return low, high
+
+    return read_sums
+
+
+@part
 def make_write_floats(spec):
     """``write_floats(A, row, col, inside, low, high)``: the same to memory."""
     head_dim, odd = spec.head_dim, spec.head_dim % 2 == 1
