@@ -180,8 +180,9 @@ class _Writer:
         """What is written within stands under ``head``."""
         outer, self.lines = self.lines, []
         yield
-        body = self.lines or ["pass"]
-        self.lines = [*outer, head, *(f"    {line}" for line in body)]
+        # In place: a line that waits for what is written within goes to the same list.
+        outer += [head, *(f"    {line}" for line in self.lines or ["pass"])]
+        self.lines = outer
 
     # --- kinds -------------------------------------------------------------------------------
 
