@@ -16,6 +16,7 @@ from experiments.lab.measure import counter_target, counters, series
 from experiments.lab.measure.workloads import Inputs, fa2_setting, one_head
 from experiments.lab.record.options import FIGURES, Bench, Options
 from experiments.lab.record.store import EMULATOR, Row, Store
+from experiments.lab.show import report
 from fa_numba import device
 
 # An ncu of one kernel a call. It does not know what is named in REFUSED, nor say so beforehand.
@@ -387,7 +388,7 @@ EQUAL = (
 def recorded():
     """The recorded numbers, as `profile.pairs` has them, of N=256 and d=64 without a mask."""
     store = Store(FIGURES)
-    measured = store.read("profile", "nvidia-h200")
+    measured = store.read("profile", report.gpu(store, "profile"))
     if not measured:
         pytest.skip("no recording of these kernels")
     found = profile.pairs(measured + store.read("profile", EMULATOR))

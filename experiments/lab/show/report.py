@@ -22,7 +22,7 @@ from .tables import Across, Make, fewer_runs
 
 PAGE = REPOSITORY / "paper_repro.md"
 TABLES = FIGURES / "tables"
-# The GPU of the pages' numbers: whatever else is recorded, they stay as they are.
+# The GPU of the pages' numbers: whatever else is recorded beside it, they stay as they are.
 MACHINE = "nvidia-h200"
 NO_RECORDING = "no recording yet"
 _BLOCK = re.compile(
@@ -56,6 +56,12 @@ def known() -> dict[str, tuple[Make, tuple[str, ...]]]:
     return found | {name: (make, make.experiments) for name, make in shared.items()}
 
 
+def gpu(store: Store, experiment: str) -> str:
+    """The GPU of an experiment's numbers: MACHINE, but where another one alone was recorded."""
+    others = {*store.machines(experiment)} - {MODEL, EMULATOR, MACHINE}
+    return others.pop() if len(others) == 1 and not store.read(experiment, MACHINE) else MACHINE
+
+
 def text(name: str, store: Store) -> str:
     """The table between the markers: caption and source, an empty line, the table.
 
@@ -67,7 +73,7 @@ def text(name: str, store: Store) -> str:
     make, experiments = tables[name]
     rows: list[Row] = []
     for experiment in experiments:
-        for machine in (MODEL, EMULATOR, MACHINE):
+        for machine in (MODEL, EMULATOR, gpu(store, experiment)):
             rows += store.recorded(experiment, machine)[0]
     timed = isinstance(make, Across) and make.timed
     table = make(rows, _seconds(store, experiments)) if timed else make(rows)
@@ -85,7 +91,7 @@ def _seconds(store: Store, experiments: Sequence[str]) -> dict[str, float]:
     """How long the recording of each took, where its runs say so."""
     found = {}
     for name in experiments:
-        runs = store.recorded(name, MACHINE)[1]
+        runs = store.recorded(name, gpu(store, name))[1]
         if runs and all("seconds" in run for run in runs):
             found[name] = sum(run["seconds"] for run in runs)
     return found
@@ -95,8 +101,9 @@ def _how_timed(store: Store, experiments: Sequence[str]) -> str:
     """At which clocks, and what is of few runs, of each experiment that timed something."""
     said = []
     for name in experiments:
-        rows = [row for row in store.read(name, MACHINE) if row.n is not None]
-        runs = of_rows(store.runs(name, MACHINE), rows)
+        machine = gpu(store, name)
+        rows = [row for row in store.read(name, machine) if row.n is not None]
+        runs = of_rows(store.runs(name, machine), rows)
         words = [clocks(run) for run in runs] + [each for each in (fewer_runs(rows),) if each]
         if runs:
             sentence = f"{'; '.join(words)}."
@@ -111,7 +118,7 @@ def _source(store: Store, experiment: str, l2: bool) -> list[str]:
     """
     stored = store.machines(experiment)
     counted = EMULATOR, "Counted on the emulator"
-    for machine, name in ((MACHINE, MACHINE), counted, (MODEL, "closed forms")):
+    for machine, name in ((gpu(store, experiment),) * 2, counted, (MODEL, "closed forms")):
         if machine in stored:
             rows, runs = store.recorded(experiment, machine)
             said = when_and_where(runs, device_name(runs, name))
