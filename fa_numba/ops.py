@@ -37,6 +37,7 @@ def plan(
     passes: str = "fwd",
     deterministic: bool = False,
     return_dbias: bool = False,
+    return_dsinks: bool = False,
     dlse: bool = False,
     unit: str = "auto",
     kv_splits: int | str = "auto",
@@ -46,10 +47,9 @@ def plan(
     """What a call with these arguments runs on the current device, without running it.
 
     Shapes are (B, Hq, Nq, d) and (B, Hk, Nk, d); ``passes`` is "fwd" or "bwd". ``options`` as
-    ``AttentionOptions`` has them; for a bias, slopes and an ``attn_mask`` their shapes are enough,
-    and ``dlse`` is whether there is one.
-    ``kv_splits`` and ``group_splits`` of the plan are what "auto" has chosen.
-    Raises as the call itself would.
+    ``AttentionOptions`` has them; for a bias, slopes, sinks and an ``attn_mask`` their shapes are
+    enough, and ``dlse`` is whether there is one. ``kv_splits`` and ``group_splits`` of the plan are
+    what "auto" has chosen. Raises as the call itself would.
 
     >>> import fa_numba
     >>> p = fa_numba.plan((1, 2, 1024, 64), (1, 2, 1024, 64), algorithm="fa2")
@@ -59,6 +59,7 @@ def plan(
     how: dict[str, Any] = {"return_lse": return_lse, "ablate": ablate, "kv_splits": kv_splits}
     how |= {"query_splits": query_splits, "warp_partition": warp_partition}
     how |= {"deterministic": deterministic, "return_dbias": return_dbias, "dlse": dlse}
+    how["return_dsinks"] = return_dsinks
     choices = choices_of(algorithm, passes, tiles, unit, group_splits=group_splits, **how)
     choices = of_blocks(choices, options)
     arguments = Binding.of(options, shapes=True)
@@ -242,6 +243,7 @@ def standard_attention_backward(
     stream=None,
     dlse=None,
     return_dbias=False,
+    return_dsinks=False,
     unit="auto",
     **options: Unpack[AttentionOptions],
 ):
@@ -252,7 +254,7 @@ def standard_attention_backward(
     and read back; ``out`` is checked but not needed, ``lse`` with ``dlse`` alone. The workspace is
     two Nq x Nk matrices a head, in q's dtype.
     """
-    how = {"return_dbias": return_dbias, "dlse": dlse is not None}
+    how = {"return_dbias": return_dbias, "dlse": dlse is not None, "return_dsinks": return_dsinks}
     choices = choices_of("standard", "bwd", tiles, unit, **how)
     return attend(choices, (q, k, v, out, dout, lse, dlse), options, stream)
 
@@ -270,6 +272,7 @@ def flash_attention_1_backward(
     stream=None,
     dlse=None,
     return_dbias=False,
+    return_dsinks=False,
     unit="auto",
     query_splits=1,
     **options: Unpack[AttentionOptions],
@@ -283,6 +286,7 @@ def flash_attention_1_backward(
     float32 as workspace.
     """
     how = {"query_splits": query_splits, "return_dbias": return_dbias, "dlse": dlse is not None}
+    how["return_dsinks"] = return_dsinks
     choices = choices_of("fa1", "bwd", tiles, unit, **how)
     return attend(choices, (q, k, v, out, dout, lse, dlse), options, stream)
 
@@ -300,6 +304,7 @@ def flash_attention_2_backward(
     stream=None,
     dlse=None,
     return_dbias=False,
+    return_dsinks=False,
     deterministic=False,
     unit="auto",
     group_splits="auto",
@@ -328,7 +333,8 @@ def flash_attention_2_backward(
 
     Returns (dq, dk, dv), in the shapes of q, k and v, and in q's dtype, library and place; with
     ``return_dbias`` also dbias, float32 in the shape of the bias, summed by atomic adds over the
-    axes that the bias repeats. A query that sees no key, and a key that no query sees, get zeros.
+    axes that the bias repeats; with ``return_dsinks`` at last dsinks, float32 (Hq,). A query that
+    sees no key, and a key that no query sees, get zeros.
 
     Raises ValueError or TypeError, before anything runs, as ``flash_attention_2`` does.
 
@@ -346,6 +352,7 @@ def flash_attention_2_backward(
         unit,
         deterministic=deterministic,
         return_dbias=return_dbias,
+        return_dsinks=return_dsinks,
         dlse=dlse is not None,
         group_splits=group_splits,
     )
@@ -365,13 +372,15 @@ def attention_backward(dout, q, k, v, out, lse, *, algorithm="fa2", **options):
     ``dlse``: None, or the gradient of L, as lse, for a loss that depends on it too.
     ``return_dbias``: bool, False: whether the gradient of ``bias``, or of an ``attn_mask`` of
         numbers, is returned too.
+    ``return_dsinks``: bool, False: whether that of ``sinks`` is.
     ``deterministic``: bool, of "fa2" alone: whether dq is summed in one order.
     ``group_splits``: of "fa2" alone; more than 1 on ``unit`` "wgmma".
     ``query_splits``: of "fa1" alone.
     ``tiles``, ``unit``, ``stream``: as for ``attention``.
 
     Returns (dq, dk, dv), in the shapes of q, k and v, and in q's dtype, library and place; with
-    ``return_dbias`` also dbias, float32 in the shape of the bias.
+    ``return_dbias`` also dbias, float32 in the shape of the bias, and at last with
+    ``return_dsinks`` dsinks, float32 (Hq,).
 
     Raises ValueError or TypeError as ``attention`` does.
 

@@ -58,6 +58,9 @@ class AttentionOptions(TypedDict, total=False):
         bias of the mask's shape, 4 bytes an element, and excludes ``bias``. A causal mask, a window
         or a block mask costs no memory and leaves tiles out.
     ``alibi_slopes``: float32 (Hq,) or (B, Hq), adds -slope |i + Nk - Nq - j| to the scores.
+    ``sinks``: float32 (Hq,), a logit s that each row of a head has beside its scores, with no value
+        of its own: l and lse have e^s in their sums (attention sinks; s = 0 is "softmax off by
+        one"). A row that sees no column has O = 0 and lse = s. -inf is none.
     ``q_lens``, ``kv_lens``: integers (B,), the valid rows of each batch entry. What comes after is
         neither read nor seen; its output and gradients are 0. Nq and Nk above are then the valid
         ones. On a GPU they are read back to be checked: the call waits for them.
@@ -102,6 +105,7 @@ class AttentionOptions(TypedDict, total=False):
     bias: Any
     attn_mask: Any
     alibi_slopes: Any
+    sinks: Any
     q_lens: Any
     kv_lens: Any
     block_table: Any
@@ -180,10 +184,10 @@ class Bound(NamedTuple):
     """A call whose kernels' arguments are wanted.
 
     ``given`` are launch arguments by name: of ``bias``, ``dbias``, ``dL``, ``alibi_slopes``,
-    ``seed_low``, ``seed_high``, ``offset``, ``kv_splits`` and what splits leave those that there
-    are, ``L``, ``block_table`` and ``kv_lens`` where they lie on the GPU, and what the caller's
-    functions capture. The scores are computed times ``unit``, which is log2(e) where exponentials
-    are powers of two; up to a ``score_mod`` in natural units.
+    ``sinks``, ``seed_low``, ``seed_high``, ``offset``, ``kv_splits`` and what splits leave those
+    that there are, ``L``, ``block_table`` and ``kv_lens`` where they lie on the GPU, and what the
+    caller's functions capture. The scores are computed times ``unit``, which is log2(e) where
+    exponentials are powers of two; up to a ``score_mod`` in natural units.
     """
 
     problem: Problem
@@ -347,6 +351,7 @@ FEATURES: dict[str, Feature] = {
         changes_scores=True,
         argument="alibi_slopes",
     ),
+    "sinks": Feature(lambda p: p.sinks, {"sinks": _given("sinks", array_type(1))}),
     "q_lens": Feature(
         lambda p: p.q_lens is not None and not p.packed, {"q_lens": _lengths("q_lens")}
     ),
@@ -406,7 +411,7 @@ def argument_of(flag: str) -> str:
 SPLIT_SUMS = ("A", "l", "m")
 # Arrays whose elements all threads of a block read together, over and over: not part of the counts
 # of accesses.
-UNIFORM = ("slopes", "q_lens", "kv_lens", "q_starts", "k_starts", "block_mask")
+UNIFORM = ("slopes", "sinks", "q_lens", "kv_lens", "q_starts", "k_starts", "block_mask")
 # Small arrays that may come from the host.
 SENT = (*UNIFORM, "block_table")
 
@@ -429,6 +434,7 @@ class Features:
     dbias: bool = False
     dlse: bool = False
     alibi: bool = False
+    sinks: bool = False
     q_lens: bool = False
     kv_lens: bool = False
     page_size: int = 0
@@ -481,7 +487,10 @@ class Features:
     @property
     def crowds(self) -> bool:
         """Whether some option holds registers of its own throughout the loops."""
-        return replace(self, causal=False, dropout=False, splits=False, dlse=False) != PLAIN
+        beside: dict[str, Any] = dict.fromkeys(
+            ("causal", "dropout", "splits", "dlse", "sinks"), False
+        )
+        return replace(self, **beside) != PLAIN
 
     @property
     def initialises(self) -> bool:

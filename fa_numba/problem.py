@@ -67,7 +67,8 @@ class Problem:
     1/sqrt(head_dim) and is stored as that number. `causal` aligns the mask to the bottom right:
     row i sees columns j <= i + seqlen_k - seqlen_q; `window` (left, right) lets it see left columns
     before and right columns after that one, -1 for all. `softcap` c makes c tanh(s / c) of a
-    score, `bias` is the 4-D shape of an array added to the scores, `alibi` whether slopes are.
+    score, `bias` is the 4-D shape of an array added to the scores, `alibi` whether slopes are,
+    `sinks` whether each row's sum has one more term.
     `score_mod`, its derivative `score_mod_grad` and `mask_mod` are the caller's functions, or what
     `mods` has made of them.
     `q_lens` and `kv_lens` are the valid lengths of each batch entry, to which masks are then
@@ -99,6 +100,7 @@ class Problem:
     mask_mod: Mod | None = None
     bias: tuple[int, ...] | None = None
     alibi: bool = False
+    sinks: bool = False
     q_lens: tuple[int, ...] | None = None
     kv_lens: tuple[int, ...] | None = None
     packed: bool = False
@@ -125,7 +127,7 @@ class Problem:
             raise ValueError(f"dtype is {self.dtype!r}: allowed is {' or '.join(DTYPES)}")
         precision = as_precision(self.precision, tuple(PRECISIONS), self.dtype)
         object.__setattr__(self, "precision", precision)
-        for name in ("causal", "alibi", "packed", "sparse"):
+        for name in ("causal", "alibi", "sinks", "packed", "sparse"):
             object.__setattr__(self, name, as_flag(name, getattr(self, name)))
         object.__setattr__(self, "layout", as_layout(self.layout))
         object.__setattr__(self, "scale", as_scale(self.scale, self.head_dim))

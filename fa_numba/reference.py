@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -39,7 +39,7 @@ from .problem import BlockSizes
 from .scores import Array, Call, Head, add_bias_gradient, checked_call
 
 Result = Array | tuple[Array, Array]
-Gradients = tuple[Array, Array, Array] | tuple[Array, Array, Array, Array]
+Gradients = tuple[Array, ...]
 Softmax = Callable[..., Array]
 
 _ROWS = 512  # rows of S held at a time: at seqlen_k = 65536 that is 256 MiB of float64
@@ -51,6 +51,20 @@ def _row_blocks(head: Head) -> Iterator[slice]:
         yield slice(row, min(row + _ROWS, head.Nq))
 
 
+def _with_sinks(softmax: Softmax) -> Softmax:
+    """``softmax(S, L=None, sink=None)``: with a sink each row has that score too, but no P of
+    it."""
+
+    @functools.wraps(softmax)
+    def with_sink(S: Array, L: Array | None = None, sink: Any = None) -> Array:
+        if sink is None:
+            return softmax(S, L)
+        return softmax(np.column_stack([S, np.full(len(S), sink, S.dtype)]), L)[:, :-1]
+
+    return with_sink
+
+
+@_with_sinks
 def _exact_softmax(S: Array, L: Array | None = None) -> Array:
     """P by SciPy; L, if given, is filled. A row of -inf, for SciPy NaN, has P = 0 and L = -inf."""
     empty = S.max(axis=1) == -np.inf
@@ -63,6 +77,7 @@ def _exact_softmax(S: Array, L: Array | None = None) -> Array:
     return P
 
 
+@_with_sinks
 def _rounded_softmax(S: Array, L: Array | None = None) -> Array:
     """P = e^(S - m) / l, m the rows' maxima and l their sums, in the dtype of S.
 
@@ -102,7 +117,7 @@ def _forward(
         Q, K, V = q[head.q], k[head.k], v[head.k]
         for rows in _row_blocks(head):
             S, _ = call.scores(head, Q[rows], K, rows.start)
-            P = softmax(S, L[head.lse][rows])
+            P = softmax(S, L[head.lse][rows], call.sink(head))
             O[head.q][rows] = rounded(rounded(P * call.dropout(head, rows)) @ V)
     return O, L
 
@@ -116,18 +131,22 @@ def _backward(
     v: Array,
     dbias_shape: tuple[int, ...] | None,
     dlse: ArrayLike | None = None,
+    return_dsinks: bool = False,
     rounded: Callable[..., Array] = np.asarray,
 ) -> Gradients:
-    """dQ, dK, dV and, for a `dbias_shape`, dbias, a block of rows at a time.
+    """dQ, dK, dV, for a `dbias_shape` dbias and then dsinks, a block of rows at a time.
 
-    The matrices that are multiplied, and the gradients but dbias, are `rounded`.
+    The matrices that are multiplied, and the gradients but dbias and dsinks, are `rounded`.
 
     dV = (P o dropout)^T dO, dP = dO V^T o dropout, D = rowsum(P o dP) - dL for a gradient dL of L,
     dS = P o (dP - D), which is dbias; dS then times the softcap's derivative: dQ = scale dS K, dK =
     scale dS^T Q. dK and dV are sums over the query heads of a group, dbias over the axes that the
-    bias broadcasts along.
+    bias broadcasts along. A sink s is a column with dP = 0: ds = -sum e^(s - L) D.
     """
     problem = call.problem
+    if return_dsinks and call.sinks is None:
+        raise ValueError("return_dsinks is True without sinks: allowed is False")
+    dsinks = np.zeros(problem.heads_q, call.dtype)
     dO = rounded(as_real("dout", dout, call.dtype))
     if dO.shape != problem.q_shape:
         raise ValueError(f"dout has shape {dO.shape}: allowed is q's, {problem.q_shape}")
@@ -144,11 +163,14 @@ def _backward(
             dOi = dO[head.q][rows]
             S, derivative = call.scores(head, Q[rows], K, rows.start)
             dropped = call.dropout(head, rows)
-            P = softmax(S)
+            L, sink = np.empty(len(S), S.dtype), call.sink(head)
+            P = softmax(S, L, sink)
             dP = (dOi @ V.T) * dropped
             D = (P * dP).sum(axis=1)
             if dlse is not None:  # a row that sees no column has no L
-                D -= np.where(P.any(axis=1), dL[head.lse][rows], 0)
+                D -= np.where(L == -np.inf, 0, dL[head.lse][rows])
+            if return_dsinks:
+                dsinks[head.number] -= (exp_minus(np.full_like(L, sink), L) * D).sum()
             dS = P * (dP - D[:, None])
             if dbias is not None:
                 add_bias_gradient(dbias, head, rows, dS)
@@ -157,9 +179,8 @@ def _backward(
             dQ[head.q][rows] = scale * (dS @ K)
             dK[head.k] += scale * (dS.T @ Q[rows])
     dQ, dK, dV = rounded(dQ), rounded(dK), rounded(dV)
-    if dbias is None:
-        return dQ, dK, dV
-    return dQ, dK, dV, dbias.reshape(dbias_shape)
+    added = () if dbias is None else (dbias.reshape(dbias_shape),)
+    return dQ, dK, dV, *added, *([dsinks] if return_dsinks else [])
 
 
 def attention(
@@ -210,8 +231,8 @@ def unfused(
     softmax = _rounded_softmax
     if stored_scores:
 
-        def softmax(S: Array, L: Array | None = None) -> Array:
-            return _rounded_softmax(rounded(S), L)
+        def softmax(S: Array, L: Array | None = None, sink: Any = None) -> Array:
+            return _rounded_softmax(rounded(S), L, sink)
 
     O, L = _forward(softmax, call, rounded(Q), rounded(K), rounded(V), rounded)
     return (O, L) if return_lse else O
@@ -237,11 +258,13 @@ def attention_backward(
     tiles: BlockSizes | None = None,
     dlse: ArrayLike | None = None,
     return_dbias: bool = False,
+    return_dsinks: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Gradients:
     """(dq, dk, dv) in float64: the gradients of sum(dout o attention(q, k, v)), by their formulas.
 
-    dout has the shape of q. With `return_dbias`, which needs a bias, (dq, dk, dv, dbias). With a
+    dout has the shape of q. With `return_dbias`, which needs a bias, (dq, dk, dv, dbias), with
+    `return_dsinks` dsinks at the end. With a
     `dlse` of L's shape those of sum(dout o O) + sum(dlse o L), over rows that see a column.
 
     >>> import numpy as np
@@ -251,7 +274,7 @@ def attention_backward(
     """
     shape = _dbias_shape(return_dbias, options)
     call = checked_call(q, k, v, tiles=tiles, **options)
-    return _backward(_exact_softmax, dout, *call, shape, dlse)
+    return _backward(_exact_softmax, dout, *call, shape, dlse, return_dsinks)
 
 
 def unfused_backward(
@@ -265,6 +288,7 @@ def unfused_backward(
     tiles: BlockSizes | None = None,
     dlse: ArrayLike | None = None,
     return_dbias: bool = False,
+    return_dsinks: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Gradients:
     """What `attention_backward` gives, from whole rows of P and dP, every step rounded to `dtype`.
@@ -276,7 +300,8 @@ def unfused_backward(
     shape = _dbias_shape(return_dbias, options)
     call, Q, K, V = checked_call(q, k, v, dtype, tiles=tiles, **options)
     Q, K, V = rounded(Q), rounded(K), rounded(V)
-    return _backward(_rounded_softmax, dout, call, Q, K, V, shape, dlse, rounded)
+    how = dlse, return_dsinks, rounded
+    return _backward(_rounded_softmax, dout, call, Q, K, V, shape, *how)
 
 
 def _dbias_shape(return_dbias: bool, options: AttentionOptions) -> tuple[int, ...] | None:

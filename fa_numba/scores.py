@@ -57,6 +57,7 @@ class Call:
     dtype: np.dtype  # of every array here and of every result
     bias: Array | None  # (B, Hq, Nq, Nk), as a view
     slopes: Array | None  # (B, Hq)
+    sinks: Array | None  # (Hq,)
     block_mask: Array | None  # (B, Hq, Tr, Tc), as a view
     Br: int  # of the block mask
     Bc: int
@@ -65,13 +66,15 @@ class Call:
     mods: dict[str, Callable] = field(default_factory=dict)  # functions of the caller's
 
     def heads(self) -> Iterator[Head]:
-        """The query heads of every batch entry, without those that have no row or no column."""
+        """The query heads of every batch entry, without those that have no row, or no column and no
+        sink.
+        """
         problem = self.problem
         row = column = 0
         for b in range(problem.batch):
             Nq, Nk = problem.lengths(b)
             rows, columns = slice(row, row + Nq), slice(column, column + Nk)
-            for h in range(problem.heads_q if Nq and Nk else 0):
+            for h in range(problem.heads_q if Nq and (Nk or problem.sinks) else 0):
                 hk = h // problem.group
                 if problem.packed:
                     yield Head(b, h, Nq, Nk, (rows, h), (columns, hk), (h, rows))
@@ -145,6 +148,10 @@ class Call:
         if self.block_mask is not None:
             yield self.block_mask[head.entry, head.number][rows // self.Br, columns // self.Bc]
 
+    def sink(self, head: Head) -> Any:
+        """The logit that each row of a head has beside its scores, or None."""
+        return None if self.sinks is None else self.sinks[head.number]
+
     def dropout(self, head: Head, rows: slice) -> Array | float:
         """What dropout multiplies these rows of P by, (rows, Nk): 1 / (1 - p), or 0."""
         p = self.problem.dropout_p
@@ -166,6 +173,7 @@ def checked_call(
     bias: ArrayLike | None = None,
     attn_mask: ArrayLike | None = None,
     alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
     block_mask: ArrayLike | None = None,
     seed: int | None = None,
     offset: int | None = None,
@@ -186,6 +194,7 @@ def checked_call(
         bias=None if bias is None else np.shape(bias),
         attn_mask=None if attn_mask is None else np.shape(attn_mask),
         alibi=alibi_slopes is not None,
+        sinks=sinks is not None,
         sparse=block_mask is not None,
         **options,
     )
@@ -198,6 +207,7 @@ def checked_call(
         np.dtype(dtype),
         bias,
         None if alibi_slopes is None else _slopes(problem, alibi_slopes, dtype),
+        None if sinks is None else _sinks(problem, sinks, dtype),
         *_blocks(problem, block_mask, tiles),
         as_word("seed", 0 if seed is None else seed, 64),
         as_word("offset", 0 if offset is None else offset, 32),
@@ -230,6 +240,13 @@ def _slopes(problem: Problem, alibi_slopes: ArrayLike, dtype: DTypeLike) -> Arra
             f"alibi_slopes has shape {slopes.shape}: allowed is ({Hq},) or ({B}, {Hq})"
         )
     return np.broadcast_to(slopes, (B, Hq))
+
+
+def _sinks(problem: Problem, sinks: ArrayLike, dtype: DTypeLike) -> Array:
+    found, allowed = as_real("sinks", sinks, dtype), (problem.heads_q,)
+    if found.shape != allowed:
+        raise ValueError(f"sinks has shape {found.shape}: allowed is {allowed}, one a query head")
+    return found
 
 
 def _blocks(

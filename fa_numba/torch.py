@@ -70,7 +70,7 @@ def attention(
     group_splits: int | str = "auto",
     **options: Unpack[AttentionOptions],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """``fa_numba.attention`` of torch tensors, differentiable in q, k, v and ``bias``.
+    """``fa_numba.attention`` of torch tensors, differentiable in q, k, v, ``bias`` and ``sinks``.
 
     q is (B, Hq, Nq, d), k and v (B, Hk, Nk, d), all float32, float16 or bfloat16, any strides, on
     one device; with ``layout="bnhd"`` (B, Nq, Hq, d) and (B, Nk, Hk, d); with ``cu_seqlens_q`` and
@@ -78,10 +78,10 @@ def attention(
     runs on torch's current stream. CPU tensors go through the GPU, or the emulator where there is
     none.
 
-    ``options`` as listed below, but that ``bias``, ``alibi_slopes`` and ``attn_mask`` are tensors,
-    a mask of numbers is differentiated too, functions keep for the backward pass what they captured
-    as they were given, and without a ``seed`` dropout draws one from torch's default CPU generator,
-    which torch.manual_seed sets; the backward pass drops the same elements.
+    ``options`` as listed below, but that ``bias``, ``alibi_slopes``, ``sinks`` and ``attn_mask``
+    are tensors, a mask of numbers is differentiated too, functions keep for the backward pass what
+    they captured as they were given, and without a ``seed`` dropout draws one from torch's default
+    CPU generator, which torch.manual_seed sets; the backward pass drops the same elements.
     ``tiles`` are the forward pass's block sizes, threads and stages, ``backward_tiles`` the
     backward pass's, which are those of ``tiles`` unless given; its kernels have no choice of
     stages. With a ``block_mask`` both have its blocks. ``kv_splits`` is the forward pass's,
@@ -111,9 +111,10 @@ def attention(
     """
     check_names(options)
     given: dict[str, Any] = {name: x for name, x in options.items() if x is not None}
-    bias, slopes = given.pop("bias", None), given.pop("alibi_slopes", None)
+    bias, slopes, sinks = (given.pop(name, None) for name in ("bias", "alibi_slopes", "sinks"))
     mask = given.pop("attn_mask", None)
     tensors = {"q": q, "k": k, "v": v, "bias": bias, "alibi_slopes": slopes, "attn_mask": mask}
+    tensors["sinks"] = sinks
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor) and (x is not None or name in "qkv"):
             raise TypeError(f"{name} is {kind_of(x)}: allowed is a torch tensor")
@@ -143,7 +144,7 @@ def attention(
         )
     paged = "block_table" in given
     if paged and wanted:
-        for name, x in {"q": q, "k": k, "v": v, "bias": bias}.items():
+        for name, x in {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks}.items():
             if x is not None and x.requires_grad:
                 raise ValueError(
                     f"{name} requires a gradient and attention over pages (block_table) computes "
@@ -159,19 +160,21 @@ def attention(
         if name in given and not (paged and name == "kv_lens"):
             given[name] = np.array(on_host(name, given[name]))
     given |= {"algorithm": algorithm, "tiles": tiles}
-    differentiable = wanted and any(x is not None and x.requires_grad for x in (q, k, v, bias))
+    added = {"bias": bias, "alibi_slopes": slopes, "sinks": sinks}
+    learnt = (q, k, v, bias, sinks)
+    differentiable = wanted and any(x is not None and x.requires_grad for x in learnt)
     backward = {}
     if differentiable:
         own = (deterministic, group_splits, backward_tiles)
-        backward = _check_backward(q, k, bias, slopes, given, *own)
+        backward = _check_backward(q, k, added, given, *own)
     if given.get("seed") is None:
         # Drawn only where it is used: a call without dropout leaves the generator alone.
         given["seed"] = _drawn_seed() if given.get("dropout_p") else 0
     ahead = {"kv_splits": kv_splits} if algorithm == "fa2" or kv_splits != "auto" else {}
     if not differentiable:
-        given |= {"bias": bias, "alibi_slopes": slopes, **ahead}
+        given |= added | ahead
         return fa_numba.attention(q, k, v, return_lse=return_lse, **given)
-    out, lse = _Attention.apply(q, k, v, bias, slopes, given, ahead, backward)
+    out, lse = _Attention.apply(q, k, v, *added.values(), given, ahead, backward)
     return (out, lse) if return_lse else out
 
 
@@ -203,8 +206,7 @@ def _bias_of(mask: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 def _check_backward(
     q: torch.Tensor,
     k: torch.Tensor,
-    bias: Any,
-    slopes: Any,
+    added: dict[str, Any],
     given: dict,
     deterministic: Any,
     group_splits: int | str,
@@ -212,7 +214,8 @@ def _check_backward(
 ) -> dict[str, Any]:
     """What the backward pass takes beside the forward's options; raises as that pass would."""
     algorithm, strict = given["algorithm"], deterministic is None
-    dbias = bias is not None and bias.requires_grad
+    bias, *_, sinks = added.values()
+    dbias, dsinks = (x is not None and x.requires_grad for x in (bias, sinks))
     if strict:
         deterministic = torch.are_deterministic_algorithms_enabled()
     own: dict[str, Any] = {"deterministic": deterministic} if algorithm == "fa2" else {}
@@ -224,9 +227,10 @@ def _check_backward(
         own["tiles"] = given["tiles"].for_backward()
     first = operand("q", q.detach())
     asked = {"dtype": first.dtype, "passes": "bwd", "return_dbias": dbias, **given, **own}
+    asked["return_dsinks"] = dsinks
     with placement.placed(first):
         try:
-            plan = fa_numba.plan(q.shape, k.shape, bias=bias, alibi_slopes=slopes, **asked)
+            plan = fa_numba.plan(q.shape, k.shape, **added, **asked)
         except ValueError as error:
             if tiles is None or not str(error).startswith("tiles:"):
                 raise
@@ -264,36 +268,36 @@ class _Once(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """(O, L) of q, k, v, bias and slopes; ``common`` is for both passes, ``ahead`` for forward,
-    ``own`` for backward.
+    """(O, L) of q, k, v, bias, slopes and sinks; ``common`` is for both passes, ``ahead`` for
+    forward, ``own`` for backward.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, bias, slopes, common, ahead, own):
-        out, lse = fa_numba.attention(
-            q, k, v, return_lse=True, bias=bias, alibi_slopes=slopes, **common, **ahead
-        )
-        ctx.save_for_backward(q, k, v, bias, slopes, out, lse)
+    def forward(ctx, q, k, v, bias, slopes, sinks, common, ahead, own):
+        added = {"bias": bias, "alibi_slopes": slopes, "sinks": sinks}
+        out, lse = fa_numba.attention(q, k, v, return_lse=True, **added, **common, **ahead)
+        ctx.save_for_backward(q, k, v, bias, slopes, sinks, out, lse)
         ctx.set_materialize_grads(False)
         ctx.options = common | own
         return out, lse
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        nothing = (None,) * 8
         if dout is None and dlse is None:
-            return nothing
+            return (None,) * 9
+        *_, wants_bias, _, wants_sinks = ctx.needs_input_grad[:6]
 
-        def computed(dout, dlse, q, k, v, bias, slopes, out, lse):
-            given = {"bias": bias, "alibi_slopes": slopes, "dlse": dlse, **ctx.options}
+        def computed(dout, dlse, q, k, v, bias, slopes, sinks, out, lse):
+            given = {"bias": bias, "alibi_slopes": slopes, "sinks": sinks, "dlse": dlse}
+            given |= {"return_dbias": wants_bias, "return_dsinks": wants_sinks, **ctx.options}
             dout = torch.zeros_like(out) if dout is None else dout
-            given["return_dbias"] = ctx.needs_input_grad[3]
             return fa_numba.attention_backward(dout, q, k, v, out, lse, **given)
 
         found = _Once.apply(computed, dout, dlse, *ctx.saved_tensors)
-        needed = zip(found, ctx.needs_input_grad, strict=False)
-        gradients = tuple(gradient if need else None for gradient, need in needed)
-        return gradients + nothing[len(gradients) :]
+        needed = zip(found[:3], ctx.needs_input_grad, strict=False)
+        dq, dk, dv = (gradient if need else None for gradient, need in needed)
+        dbias, dsinks = found[3] if wants_bias else None, found[-1] if wants_sinks else None
+        return dq, dk, dv, dbias, None, dsinks, None, None, None
 
 
 @_untraced

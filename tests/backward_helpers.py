@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 from helpers import (
     EPS,
+    EX2,
     TANH,
     Memory,
     Scores,
@@ -78,9 +79,16 @@ class Gradients:
     dk: np.ndarray
     dv: np.ndarray
     dbias: np.ndarray | None = None
+    dsinks: np.ndarray | None = None
 
     def __iter__(self):
-        return iter((self.dq, self.dk, self.dv, *(() if self.dbias is None else (self.dbias,))))
+        others = (x for x in (self.dbias, self.dsinks) if x is not None)
+        return iter((self.dq, self.dk, self.dv, *others))
+
+
+def names_of(dbias, dsinks):
+    """Of the gradients that a call gives, in their order."""
+    return (*NAMES, *["dbias"] * bool(dbias), *["dsinks"] * bool(dsinks))
 
 
 def asks_for_dbias(way, q, k, bias):
@@ -96,11 +104,12 @@ def differentiate(
     """One backward call on `device` between guard bands: every input and band must stay.
 
     out and lse are `saved`'s unless `saved_values` gives them. On the emulator the accesses must be
-    those of the plan. Asks for dbias wherever it can, unless told otherwise.
+    those of the plan. Asks for dbias and dsinks wherever it can, unless told otherwise.
     """
     algorithm, own = WAYS[way]
     asks = asks_for_dbias(way, q, k, options.get("bias"))
-    options = {"return_dbias": asks, **options, **own}
+    options = {"return_dbias": asks, "return_dsinks": "sinks" in options, **options, **own}
+    names = names_of(options["return_dbias"], options["return_dsinks"])
     out, lse = saved(q, k, v, **changing(options)) if saved_values is None else saved_values
     inputs = {
         name: Memory(device, a.shape, layout, a)
@@ -111,15 +120,16 @@ def differentiate(
     with running(device, counted) as counts:
         arguments = [m.argument for m in inputs.values()]
         found = fa_numba.attention_backward(*arguments, algorithm=algorithm, **given)
-        assert type(found) is tuple and len(found) == 3 + options["return_dbias"]
+        assert type(found) is tuple and len(found) == len(names)
         if counts is not None:
             facts = {"algorithm": algorithm, "passes": "bwd", **as_plan(options)}
             assert_counts(counts, fa_numba.plan(q.shape, k.shape, **facts))
         for name, memory in (inputs | others).items():
             memory.assert_intact(name, whole=True)
-        gradients = Gradients(*(to_numpy(g) for g in found))
-    of = (q, k, v, options["bias"]) if options["return_dbias"] else (q, k, v)
-    for name, gradient, x in zip((*NAMES, "dbias"), gradients, of, strict=False):
+        gradients = Gradients(**dict(zip(names, map(to_numpy, found), strict=True)))
+    of = {"q": q, "k": k, "v": v, **options}
+    for name, gradient in zip(names, gradients, strict=True):
+        x = of[name[1:]]
         assert gradient.shape == x.shape and gradient.dtype == np.float32, name
     return gradients
 
@@ -146,9 +156,10 @@ class Errors:
 
 
 def gradient_roundings(
-    dout, q, k, v, out, lse, *, tiles=None, dlse=None, return_dbias=False, **options
-):
-    """How far float32 takes dq, dk, dv (and dbias) from the exact ones, as Frobenius norms.
+    dout, q, k, v, out, lse, *, tiles=None, dlse=None, return_dbias=False, return_dsinks=False,
+    **options,
+):  # fmt: skip
+    """How far float32 takes dq, dk, dv (dbias and dsinks) from the exact ones, as Frobenius norms.
 
     As `helpers.roundings`. One that a row shares (L, D) moves all of it together, as one of a
     constant moves the whole call.
@@ -160,11 +171,12 @@ def gradient_roundings(
         dP, dS  the running sum over d; dropout's factor; dP - D, times P; with a cap 1 - tanh^2,
                 times that
         dV, dK, dQ, dbias   the sums over rows or columns, each tile's apart; times scale
+        dsinks   s log2(e) and the steps of P; times D; the sum over rows and batch entries
     """
     call, q, k, v = checked_call(q, k, v, tiles=tiles, **options)
     problem, scale, d = call.problem, call.problem.scale, call.problem.head_dim
     if not counted(problem):
-        return [0.0] * (3 + return_dbias)
+        return [0.0] * (3 + return_dbias + return_dsinks)
     if tiles is None:
         sizes = problem.seqlen_q, problem.seqlen_k, d
         tiles = simt_tiles("fa2", "bwd", *sizes, devices.EMULATED_SHARED_BYTES).value
@@ -178,6 +190,7 @@ def gradient_roundings(
     dq, dk, dv = found
     if return_dbias:
         found.append(Errors(problem.bias))
+    of_sinks, sinks = Errors((problem.heads_q,)), np.zeros(problem.heads_q)
     all_dS, sums = np.zeros(problem.score_shape), {}
     for head in call.heads():
         Q, K, V, dO, Li = q[head.q], k[head.k], v[head.k], dout[head.q], L[head.lse][:, None]
@@ -197,6 +210,21 @@ def gradient_roundings(
             of_dP, of_kept = of_dP + dP**2, of_kept + 1
         D = (P * dP).sum(axis=1, keepdims=True) - dL[head.lse][:, None]
         of_D += D**2 * (dlse is not None)
+        if return_dsinks:
+            sink = call.sink(head)
+            s_L = np.where(sink > -np.inf, sink - Li, 0.0)
+            share = np.where(sink > -np.inf, np.exp(s_L), 0.0)
+            terms = share * D
+            off = terms**2 * (2 * s_L**2 + EX2**2 + of_L + 2) + share**2 * of_D
+            running = np.cumsum(terms) + sinks[head.number]
+            of_sinks.squares[head.number] += off.sum() + (running**2).sum()
+            of_sinks.of("log2(e)")[head.number] += (terms * s_L).sum()
+            # What O and L are off by is given, row by row, and may add up.
+            by_O = share * (dO * off_O[head.q]).sum(axis=1, keepdims=True)
+            of_sinks.of("O, L")[head.number] += (by_O - terms * off_L[head.lse][:, None]).sum()
+            sinks[head.number] = running[-1]
+        if head.Nk == 0:  # rows that have a sink alone
+            continue
         dS = P * (dP - D)
         of_dS = dS**2 * (s.of_P + 2) + P**2 * of_dP
         # The same of the scores under the cap, `by_S0` the derivative of that by them
@@ -247,7 +275,7 @@ def gradient_roundings(
         dk.squares[place] += (scale * sum_k) ** 2
     if return_dbias:
         found[3].squares += adding_squares(all_dS, problem.bias)
-    return [x.norm() for x in found]
+    return [x.norm() for x in (*found, *[of_sinks] * return_dsinks)]
 
 
 def adding_squares(terms, shape):
@@ -262,7 +290,10 @@ def adding_squares(terms, shape):
 # --- float64 ---------------------------------------------------------------------------------
 
 
-def true_gradients(dout, q, k, v, *, saved_values=None, tiles=None, return_dbias=False, **options):
+def true_gradients(
+    dout, q, k, v, *, saved_values=None, tiles=None, return_dbias=False, return_dsinks=False,
+    **options,
+):  # fmt: skip
     """The gradients in float64 and how far float32 ones may be from them, as Frobenius norms.
 
     Twice the error of the unfused float32 computation, or `gradient_roundings` where that is more,
@@ -270,9 +301,9 @@ def true_gradients(dout, q, k, v, *, saved_values=None, tiles=None, return_dbias
     own sum of P o dP, so that errors cancel, down to 0 in a row of one key; the kernels compare L
     and O, rounded by the forward pass, with numbers that they round themselves.
     """
-    names = (*NAMES, "dbias") if return_dbias else NAMES
+    names = names_of(return_dbias, return_dsinks)
     options |= {"tiles": tiles}
-    both = options | {"return_dbias": return_dbias}
+    both = options | {"return_dbias": return_dbias, "return_dsinks": return_dsinks}
     with np.errstate(all="ignore"):
         exact = reference.attention_backward(dout, q, k, v, **both)
         unfused = reference.unfused_backward(dout, q, k, v, **both)
@@ -287,10 +318,16 @@ def true_gradients(dout, q, k, v, *, saved_values=None, tiles=None, return_dbias
     )
 
 
+def asked(found, options):
+    """What ``found`` has beside the three, with dsinks wherever there are sinks."""
+    dsinks = len(found) > 3 and options.get("sinks") is not None
+    return {"return_dbias": len(found) - dsinks == 4, "return_dsinks": dsinks}
+
+
 def assert_gradients(gradients, dout, q, k, v, **options):
     """`gradients` are as close to float64 as `true_gradients` allows."""
     gradients = list(gradients)
-    want = true_gradients(dout, q, k, v, return_dbias=len(gradients) == 4, **options)
+    want = true_gradients(dout, q, k, v, **asked(gradients, options), **options)
     for name, got in zip(want.bounds, gradients, strict=True):
         assert_within(name, got, getattr(want, name), want.bounds[name])
 

@@ -234,7 +234,7 @@ def memories(device, layout, options):
     """Guarded copies of the arrays among `options`, and the options of a call with them."""
     given = {
         name: Memory(device, options[name].shape, layout, options[name], rows=name == "dlse")
-        for name in ("bias", "alibi_slopes", "dlse")
+        for name in ("bias", "alibi_slopes", "sinks", "dlse")
         if options.get(name) is not None
     }
     return given, {**options, **{name: memory.argument for name, memory in given.items()}}
@@ -329,7 +329,8 @@ class Scores:
 
     `of_S0` and `of_S` are squares of the errors of the scores under the cap and of the rest of what
     P is the exponential of, in units of U^2; `G` is its derivative by the first. Of what is hidden
-    all is 0. Each row's largest S is the shift unless one is given.
+    all is 0. Each row's largest S is the shift unless one is given; then a sink comes before the
+    columns, as one more.
     """
 
     def __init__(self, call, head, Q, K, shift=None):
@@ -338,8 +339,9 @@ class Scores:
         S, self.G = call.scores(head, Q, K, 0)
         seen = S > -np.inf
         self.S = np.where(seen, S, 0.0)
+        sink = call.sink(head) if shift is None else None
         if shift is None:
-            shift = S.max(axis=1, keepdims=True)
+            shift = S.max(axis=1, keepdims=True, initial=-np.inf if sink is None else sink)
             shift = np.where(shift == -np.inf, 0.0, shift)
         self.shift = shift
         self.P = np.where(seen, np.exp(self.S - shift), 0.0)
@@ -366,6 +368,15 @@ class Scores:
         self.of_P = self.G**2 * self.of_S0 + self.of_S
         if self.cap:
             self.of_P = self.of_P + (TANH * self.Sc) ** 2
+        if sink is not None:
+            # s times log2(e); the rest as of a column
+            s = sink if sink > -np.inf else 0.0
+            off = (s - shift) ** 2 + EX2**2 + s**2
+            first = {"S": s, "P": np.exp(sink - shift), "of_S": off, "of_P": off}
+            for name in ("S0", "Sc", "S", "P", "G", "of_S0", "of_S", "of_P"):
+                x = np.broadcast_to(getattr(self, name), S.shape)
+                own = np.broadcast_to(first.get(name, 0.0), (len(S), 1))
+                setattr(self, name, np.hstack([own, x]))
 
 
 def roundings(q, k, v, *, tiles=None, only_L=False, **options):
@@ -393,15 +404,18 @@ def roundings(q, k, v, *, tiles=None, only_L=False, **options):
     Bc = (tiles or simt_tiles("fa1", "fwd", *sizes, devices.EMULATED_SHARED_BYTES).value).Bc
     of_O = of_L = 0.0
     for head in call.heads():
-        V, cuts = v[head.k], range(0, head.Nk, Bc)
-        s = Scores(call, head, q[head.q], k[head.k])
+        V, cuts = v[head.k], [*range(0, head.Nk, Bc)]
+        s, drop = Scores(call, head, q[head.q], k[head.k]), call.dropout(head, slice(0, head.Nq))
+        if call.sinks is not None:  # one more column, by itself, without a value
+            V, cuts = np.vstack([0 * q[head.q][:1, : V.shape[1]], V]), [0, *(1 + n for n in cuts)]
+            drop = drop if np.ndim(drop) == 0 else np.hstack([np.ones((head.Nq, 1)), drop])
         l = s.P.sum(axis=1, keepdims=True)
         log_l = np.log(np.where(l > 0, l, 1.0))
         L = np.where(l > 0, s.shift + log_l, 0.0)
         P = s.P / np.where(l > 0, l, 1.0)
-        kept = P * call.dropout(head, slice(0, head.Nq))
+        kept = P * drop
         squares, O = product_squares(kept, V, cuts, steps=4)
-        of_l, _ = product_squares(P, np.ones((head.Nk, 1)), cuts)
+        of_l, _ = product_squares(P, np.ones((P.shape[1], 1)), cuts)
         # P o dropout V less P O: the derivative of O by S
         squares += (kept**2 * s.of_P) @ V**2 - 2 * (kept * P * s.of_P) @ V * O
         squares += ((P**2 * s.of_P).sum(axis=1, keepdims=True) + of_l + 2) * O**2

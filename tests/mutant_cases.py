@@ -23,6 +23,7 @@ import test_group_splits
 import test_inputs
 import test_kv_splits
 import test_launch_cache
+import test_merge
 import test_mma_backward as on_mma
 import test_mods
 import test_pages
@@ -406,6 +407,31 @@ _dlse = (
 MMA_BACKWARD_CASES["dlse"] = _dlse
 
 
+def sinks(*of_heads, **options):
+    return {"sinks": np.float32(of_heads), **options}
+
+
+# Rows with a sink alone, heads without one; passes that do not begin with column 0.
+CASES["sinks"] = (
+    Case((1, 2, 1, 13, 9, 4), Tiles(8, 8), CAUSAL | sinks(1.5, -np.inf)),
+    Case((2, 2, 1, 13, 19, 4), Tiles(8, 8), sinks(0.5, 3.0, q_lens=[13, 5], kv_lens=[0, 19])),
+)
+BACKWARD_CASES["sinks"] = (
+    Case((1, 2, 1, 13, 9, 4), Tiles(8, 16), CAUSAL | sinks(1.5, -np.inf)),
+    Case((2, 2, 1, 21, 19, 4), Tiles(8, 16), sinks(0.5, 3.0, q_lens=[21, 5], kv_lens=[0, 19])),
+    Case((1, 2, 1, 18, 30, 4), Tiles(8, 16), STARTS | sinks(0.5, -1.0)),
+    Case((1, 1, 1, 530, 5, 4), Tiles(8, 16), sinks(1.0)),  # more rows than threads sum them
+)
+MMA_CASES["sinks"] = (
+    Case((1, 4, 1, 18, 9, 8), Tiles(16, 16), CAUSAL | sinks(1.5, -np.inf, 0.0, 3.0)),
+    Case((2, 2, 1, 36, 20, 8), Tiles(16, 16), sinks(0.5, 3.0, q_lens=[21, 0], kv_lens=[0, 20])),
+)
+MMA_BACKWARD_CASES["sinks"] = (
+    Case((1, 2, 1, 36, 20, 8), Tiles(16, 16), CAUSAL | sinks(1.5, -np.inf)),
+    Case((2, 2, 1, 36, 20, 8), Tiles(16, 16), sinks(0.5, 3.0, q_lens=[21, 0])),
+)
+
+
 # Standard attention: several tiles and steps, a head for each block, two warps for a row of S.
 _long = {
     "long": (Case((1, 1, 1, 5, 300, 8), Tiles(16, 64)),),
@@ -423,7 +449,7 @@ MMA_STANDARD_CASES = {
     **{
         name: MMA_CASES[name]
         for name in ("odd", "blind", "window", "q_lens", "kv_lens", "packed", "sparse", "dropout")
-        + ("softcap", "scores", "slopes", "rows", "passes")
+        + ("softcap", "scores", "slopes", "rows", "passes", "sinks")
     },
     **_long,
 }
@@ -436,7 +462,7 @@ MMA_STANDARD_BACKWARD_CASES = {
     **{
         name: MMA_BACKWARD_CASES[name]
         for name in ("odd", "q_lens", "kv_lens", "packed", "sparse", "dropout")
-        + ("scores", "slopes", "shared bias", "rows", "row passes", "dlse")
+        + ("scores", "slopes", "shared bias", "rows", "row passes", "dlse", "sinks")
     },
     **_long,
 }
@@ -518,8 +544,8 @@ def wanted_gradients(case):
     """out and lse of a forward pass, and the gradients."""
     given, options = inputs(case), {"tiles": case.tiles, **case.options}
     values = saved(*given[1:], **options)
-    asks = "bias" in options
-    return values, true_gradients(*given, saved_values=values, return_dbias=asks, **options)
+    asks = {f"return_d{name}": name in options for name in ("bias", "sinks")}
+    return values, true_gradients(*given, saved_values=values, **asks, **options)
 
 
 def run_backward(way, case):
@@ -538,7 +564,8 @@ def wanted_half_gradients(case, algorithm):
     """dout, q, k and v, out and lse of a forward pass, the gradients and their bounds."""
     given, options = [x.astype(np.float16) for x in inputs(case)], options_of(case)
     values = on_mma.saved_halves(algorithm, *given[1:], **options)
-    facts = {"dbias": "bias" in options, "saved_values": values, **options}
+    asks = {f"d{name}": name in options for name in ("bias", "sinks")}
+    facts = {**asks, "saved_values": values, **options}
     return given, values, on_mma.expected(algorithm, *given, **facts)
 
 
@@ -547,7 +574,11 @@ def run_mma_backward(way, case):
     given, values, (exact, bounds) = wanted_half_gradients(case, on_mma.WAYS[way][0])
     facts = {"saved_values": values, **options_of(case)}
     found = on_mma.differentiate("emulator", way, *given, **facts)
-    of = zip((*on_mma.NAMES, "dbias"), found, exact, bounds, strict=False)
+    names = on_mma.names_of("bias" in case.options, "sinks" in case.options)
+    wanted = dict(zip(names, zip(exact, bounds, strict=True), strict=True))
+    asks = {n.removeprefix("return_"): x for n, x in on_mma.asked(found, case.options).items()}
+    names = on_mma.names_of(**asks)
+    of = ((n, x, *wanted[n]) for n, x in zip(names, found, strict=True))
     for name, gradient, want, bound in of:
         assert_within(name, gradient.astype(np.float64), want, bound, FLOAT16)
     if case.few:
@@ -676,7 +707,7 @@ def host_runs():
         test_ring.test_added_parts_are_those_of_float64,
         test_ring.test_parts_that_do_not_fit_are_refused,
     )
-    others = (test_launch_cache, test_append_kv, test_softmax, test_plans, test_inputs, *merged)
+    others = (test_launch_cache, test_append_kv, test_merge, test_softmax, test_plans, test_inputs)
     few = (x for x in own_runs() if x.title.endswith(("-plain-0", "-mods-0")))
     plain = (replace(x, unit="host", quick=False) for x in few)
     return (
@@ -684,7 +715,7 @@ def host_runs():
         *runs_of("torch", test_torch_stand_in),
         *runs_of("ring", test_ring.test_a_window_is_that_of_the_whole_sequence),
         *plain,
-        *runs_of("host", *others, quick=False),
+        *runs_of("host", *others, *merged, quick=False),
         *runs_of("torch", passes, quick=False),
         *runs_of("ring", test_ring, quick=False),
     )
@@ -706,6 +737,8 @@ def runs():
         test_mods.test_a_full_block_is_not_asked,
         test_kv_splits.test_splits_against_float64,
         test_kv_splits.test_packed_splits,
+        test_merge.test_parts_become_the_whole,
+        test_merge.test_gradients_are_the_central_differences,
         test_ring.test_merged_parts_are_those_of_float64,
         test_ring.test_added_parts_are_those_of_float64,
         test_ring.test_a_part_without_columns_changes_nothing,
@@ -737,6 +770,7 @@ def runs():
         test_kv_splits.test_small_calls,
         fa1_on_hopper.test_results_and_counts,
         backward_on_hopper.test_gradients_and_counts,
+        backward_on_hopper.test_gradients_of_sinks,
         backward_on_hopper.test_a_second_sweep_and_a_cap,
         backward_on_hopper.test_lengths,
         backward_on_hopper.test_packed_sequences,
@@ -746,6 +780,7 @@ def runs():
         test_pages.test_packed_queries_over_pages_give_the_bits_of_packed_keys,
         test_group_splits.test_gradients_and_counts,
         fa1_backward_on_hopper.test_gradients_and_counts,
+        fa1_backward_on_hopper.test_a_gradient_of_lse,
         fa1_backward_on_hopper.test_blocks_that_share_a_head,
     )
     return tuple(found)

@@ -71,6 +71,14 @@ def draw_alibi(rng, shape, tiles):
     return {"alibi_slopes": slopes.astype(np.float32)}
 
 
+def draw_sinks(rng, shape, tiles):
+    """Sometimes none, -inf, in a head."""
+    sinks = rng.uniform(-3, 4, shape[1])
+    if rng.random() < 0.3:
+        sinks[rng.integers(shape[1])] = -np.inf
+    return {"sinks": sinks.astype(np.float32)}
+
+
 def draw_lengths(rng, shape, tiles):
     """Of queries, of keys, or of both; 0 and full among them."""
     B, _, _, Nq, Nk, _ = shape

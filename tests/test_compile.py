@@ -57,6 +57,8 @@ def plan_of(arch, d, *options, heads=(1, 1), Nq=N, Nk=N, unit="simt", **how):
         "bias": {"bias": (1, Hq, Nq, Nk)},
         "dbias": {"bias": (1, Hq, Nq, Nk), "return_dbias": True},
         "alibi": {"alibi_slopes": (Hq,)},
+        "sinks": {"sinks": (Hq,)},
+        "dsinks": {"sinks": (Hq,), "return_dsinks": True},
         "q_lens": {"q_lens": [Nq]},
         "kv_lens": {"kv_lens": [Nk]},
         "packed": {"cu_seqlens_q": [0, Nq], "cu_seqlens_k": [0, Nk]},

@@ -46,6 +46,8 @@ CASES = {
     "kv_lens": ((4, 2, 1, 3, 120, 8), 4, {"kv_lens": [120, 17, 1, 0]}),
     "q_lens": ((3, 2, 1, 20, 70, 8), 3, {"q_lens": [20, 3, 0], "causal": True}),
     "slopes": ((1, 2, 2, 5, 70, 8), 3, {"alibi_slopes": np.float32([0.5, 0.1])}),
+    "sinks": ((1, 4, 2, 5, 70, 8), 3, {"sinks": np.float32([0.5, 4.0, -np.inf, -2.0])}),
+    "sinks alone": ((2, 4, 1, 9, 70, 8), 3, {"sinks": np.float32([1, 2, 3, 0]), "kv_lens": [0, 9]}),
     "softcap": ((1, 2, 2, 5, 70, 8), 3, {"softcap": 1.5}),
     "dropout": ((1, 2, 1, 9, 130, 8), 5, {"dropout_p": 0.4, "seed": 3}),
 }

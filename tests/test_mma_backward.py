@@ -11,8 +11,10 @@ import pytest
 from backward_helpers import (
     NAMES,
     as_plan,
+    asked,
     asks_for_dbias,
     gradient_roundings,
+    names_of,
     saved,
     with_dlse,
 )
@@ -83,9 +85,9 @@ def half_gradients(dtype, *sizes, **options):
 
 def saved_halves(way, q, k, v, **options):
     """O and L of a forward pass, rounded once; standard attention needs neither without a gradient
-    of L, and gets zeros.
+    of L or of sinks, and gets zeros.
     """
-    if way == "standard" and options.get("dlse") is None:
+    if way == "standard" and options.get("dlse") is None and "sinks" not in options:
         return np.zeros_like(q), np.zeros(q.shape[:3] if q.ndim == 4 else q.shape[1::-1], "f4")
     single = [x.astype(np.float32) for x in (q, k, v)]
     O, L = saved(*single, **changing(options))
@@ -96,7 +98,7 @@ def differentiate(device, way, dout, q, k, v, *, layout="padded", saved_values=N
     """One backward call between guard bands, its accesses those of the plan."""
     algorithm, own = WAYS[way]
     dtype, asks = q.dtype.name, asks_for_dbias(way, q, k, options.get("bias"))
-    options = {"return_dbias": asks, **options, **own}
+    options = {"return_dbias": asks, "return_dsinks": "sinks" in options, **options, **own}
     place = device if dtype == "float16" else "emulator"
     out, lse = saved_values or saved_halves(way, q, k, v, **options)
     inputs = [HalfMemory(device, dtype, a.shape, layout, a) for a in (dout, q, k, v, out)]
@@ -105,7 +107,9 @@ def differentiate(device, way, dout, q, k, v, *, layout="padded", saved_values=N
     with running(device) as counts:
         arguments = [m.argument for m in inputs]
         found = fa_numba.attention_backward(*arguments, algorithm=algorithm, **given_)
-        assert type(found) is tuple and len(found) == 3 + options["return_dbias"]
+        assert type(found) is tuple and len(found) == 3 + sum(
+            options[f"return_{n}"] for n in ("dbias", "dsinks")
+        )
         if counts is not None:
             facts = {"algorithm": algorithm, "dtype": dtype, "passes": "bwd"}
             plan = fa_numba.plan(q.shape, k.shape, **facts, **as_plan(options))
@@ -124,8 +128,8 @@ def differentiate(device, way, dout, q, k, v, *, layout="padded", saved_values=N
 def standard_yardstick(dout, q, k, v, *, tiles=None, dlse=None, **options):
     """Standard attention's gradients with S, P, dP and dS rounded to 16 bits as they are stored.
 
-    dbias is in float32. After dropout P is stored once more; the scale goes into dS, and the cap's
-    slope after it.
+    dbias is in float32; dsinks comes from O and L, not from here. After dropout P is stored once
+    more; the scale goes into dS, and the cap's slope after it.
     """
     dtype = q.dtype.name
     single = [x.astype(np.float32) for x in (q, k, v)]
@@ -143,7 +147,7 @@ def standard_yardstick(dout, q, k, v, *, tiles=None, dlse=None, **options):
         rows = slice(0, head.Nq)
         S, slope = call.scores(head, Q, K, 0)
         dropped = call.dropout(head, rows)
-        P = rounded(reference._rounded_softmax(rounded(S)))
+        P = rounded(reference._rounded_softmax(rounded(S), None, call.sink(head)))
         dP = rounded(dO @ V.T) * dropped
         D = (P * dP).sum(axis=1, keepdims=True) - dL[head.lse][:, None]
         dS = P * (dP - D)
@@ -159,7 +163,7 @@ def standard_yardstick(dout, q, k, v, *, tiles=None, dlse=None, **options):
     return gradients if not problem.bias else [*gradients, dbias]
 
 
-def expected(way, dout, q, k, v, *, dbias=False, saved_values=None, **options):
+def expected(way, dout, q, k, v, *, dbias=False, dsinks=False, saved_values=None, **options):
     """The gradients in float64, and how far 16-bit ones may be from each, as Frobenius norms.
 
     Twice the error of the unfused computation with 16-bit matrices, or of standard attention that
@@ -167,18 +171,24 @@ def expected(way, dout, q, k, v, *, dbias=False, saved_values=None, **options):
     by, which the unfused computation makes itself; and one rounding.
     """
     dtype, options = q.dtype.name, changing(options)
-    asks = {"return_dbias": dbias}
+    asks = {"return_dbias": dbias, "return_dsinks": dsinks}
     single = [x.astype(np.float32) for x in (dout, q, k, v)]
     with np.errstate(all="ignore"):
         exact = reference.attention_backward(*single, **asks, **options)
         if way == "standard":
             near = standard_yardstick(dout, q, k, v, **options)
+            whole = reference.unfused_backward(*single, matrix_dtype=dtype, **asks, **options)
+            near += whole[-1:] if dsinks else []
             out, lse = saved(*single[1:], **options)  # it makes its own P, in float32 at first
         else:
             near = reference.unfused_backward(*single, matrix_dtype=dtype, **asks, **options)
             out, lse = saved_values or saved_halves(way, q, k, v, **options)
         steps = gradient_roundings(*single, out.astype("f4"), lse, **asks, **options)
-    last = [ROUNDING[dtype]] * 3 + [EPS]  # dbias is in float32
+        if way == "standard" and dsinks:  # of the O that was given
+            out, lse = saved_values or saved_halves(way, q, k, v, **options)
+            given_ = gradient_roundings(*single, out.astype("f4"), lse, **asks, **options)
+            steps[-1] = given_[-1]
+    last = [ROUNDING[dtype]] * 3 + [EPS] * 2  # dbias and dsinks are in float32
     bounds = [
         2 * (_distance(u.reshape(e.shape), e) + s) + r * _size(e)
         for u, e, s, r in zip(near, exact, steps, last, strict=False)
@@ -187,9 +197,10 @@ def expected(way, dout, q, k, v, *, dbias=False, saved_values=None, **options):
 
 
 def assert_gradients(found, way, *inputs, **options):
-    exact, bounds = expected(way, *inputs, dbias=len(found) == 4, **options)
+    asks = {name.removeprefix("return_"): x for name, x in asked(found, options).items()}
+    exact, bounds = expected(way, *inputs, **asks, **options)
     rounding = ROUNDING[inputs[0].dtype.name]
-    for name, got, e, bound in zip((*NAMES, "dbias"), found, exact, bounds, strict=False):
+    for name, got, e, bound in zip(names_of(**asks), found, exact, bounds, strict=True):
         assert_within(name, np.asarray(got, np.float64), e, bound, rounding)
 
 

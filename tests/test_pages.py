@@ -118,6 +118,7 @@ def test_packed_queries_over_pages_give_the_bits_of_packed_keys(case):
     options["cu_seqlens_q"] = np.cumsum([0, *rows])
     if "unit" not in options:
         options |= {"dropout_p": 0.2, "seed": 3}
+    sinks = {"sinks": np.linspace(-1, 3, sizes[1], dtype=np.float32)}
     alibi = {"alibi_slopes": np.linspace(0.1, 0.5, sizes[0] * sizes[1], dtype=np.float32)}
     alibi["alibi_slopes"] = alibi["alibi_slopes"].reshape(sizes[:2])
 
@@ -126,15 +127,15 @@ def test_packed_queries_over_pages_give_the_bits_of_packed_keys(case):
 
     q, whole = packed(q, rows), (packed(k, lens), packed(v, lens))
     want = fa_numba.flash_attention_2(
-        q, *whole, cu_seqlens_k=np.cumsum([0, *lens]), **options, **alibi
+        q, *whole, cu_seqlens_k=np.cumsum([0, *lens]), **options, **alibi, **sinks
     )
     options |= {"kv_lens": lens, "block_table": table}
     with fa_numba.count_accesses() as counts:
-        found = fa_numba.flash_attention_2(q, k_pages, v_pages, **options, **alibi)
+        found = fa_numba.flash_attention_2(q, k_pages, v_pages, **options, **alibi, **sinks)
     for a, b in zip(found, want, strict=True):
         np.testing.assert_array_equal(a, b)
         assert not np.isnan(np.asarray(a, np.float32)).any()
-    options |= {"block_table": table.shape, "alibi_slopes": sizes[:2]}
+    options |= {"block_table": table.shape, "alibi_slopes": sizes[:2], "sinks": sizes[1:2]}
     plan = fa_numba.plan(q.shape, k_pages.shape, dtype=dtype, **options)
     assert_counts(counts, plan)
     assert plan.problem.k_shape == k_pages.shape and plan.problem.q_shape == q.shape
@@ -150,6 +151,7 @@ def test_pages_are_as_close_to_float64_as_one_piece(dtype):
     k_pages, v_pages, table = cache_of(k, v, lens, 16)
     options = {"kv_lens": lens, "causal": True, "softcap": 3.0}
     options["alibi_slopes"] = np.array([0.5, 0.1, 0.0, 0.2], np.float32)
+    options["sinks"] = np.array([0.5, -1.0, 3.0, 0.0], np.float32)
     paged = {"block_table": table, "return_lse": True}
     O, L = fa_numba.flash_attention_2(q, k_pages, v_pages, **paged, **options)
     close(O, q, k, v, L, **options)

@@ -26,7 +26,8 @@ EPS = np.finfo(np.float64).eps
 
 def plain_loop(
     q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=None, bias=None, attn_mask=None,
-    alibi_slopes=None, q_lens=None, kv_lens=None, block_mask=None, tiles=None, dropout_p=0.0, **draw
+    alibi_slopes=None, sinks=None, q_lens=None, kv_lens=None, block_mask=None, tiles=None,
+    dropout_p=0.0, **draw,
 ):  # fmt: skip
     """(O, L) element by element, exactly summed; of the package it takes the dropout mask alone."""
     (B, Hq, Nq, d), (_, Hk, Nk, _) = q.shape, k.shape
@@ -66,12 +67,15 @@ def plain_loop(
         columns = Nk if kv_lens is None else kv_lens[b]
         for i in range(rows):
             s = {j: x for j in range(columns) if (x := score(b, h, i, j)) is not None}
+            if sinks is not None:
+                s[None] = float(sinks[h])
             m = max(s.values(), default=-math.inf)
             if m == -math.inf:
                 continue
             w = {j: math.exp(x - m) for j, x in s.items()}
             total = math.fsum(w.values())
             L[b, h, i] = m + math.log(total)
+            w.pop(None, None)
             if dropout_p:
                 w = {j: x / (1 - dropout_p) for j, x in w.items() if kept[b, h, i, j]}
             for c in range(d):
@@ -276,6 +280,7 @@ def option(name, shape):
         "attn_mask of numbers": lambda: dict(attn_mask=normal((Hq, 1, Nk)).astype(np.float32)),
         "alibi": lambda: dict(alibi_slopes=slopes(Hq)),
         "alibi of entries": lambda: dict(alibi_slopes=slopes((B, Hq))),
+        "sinks": lambda: dict(sinks=np.where(np.arange(Hq) == 1, -np.inf, normal(Hq))),
         "q_lens": lambda: dict(q_lens=lengths(B, Nq)),
         "kv_lens": lambda: dict(kv_lens=lengths(B, Nk)[::-1]),
         "block mask": lambda: visited(shape),
@@ -288,7 +293,7 @@ SINGLE = [
     *("scale", "causal", "window", "window on the left", "window on the right", "softcap"),
     *("bias", "bias of columns", "bias of rows", "bias of -inf", "alibi", "alibi of entries"),
     *("attn_mask", "attn_mask of numbers"),
-    *("q_lens", "kv_lens", "block mask", "block mask of heads", "dropout"),
+    *("sinks", "q_lens", "kv_lens", "block mask", "block mask of heads", "dropout"),
 ]
 TINY = (2, 2, 1, 3, 4, 2)
 
@@ -302,6 +307,7 @@ def fit_together(*names):
 PAIRS = [pair for pair in itertools.combinations(SINGLE, 2) if fit_together(*pair)]
 EVERYTHING = [
     ("causal", "softcap", "bias", "alibi", "q_lens", "kv_lens", "block mask", "dropout"),
+    ("causal", "bias", "sinks", "q_lens", "kv_lens", "dropout"),
     ("window", "scale", "softcap", "bias of -inf", "alibi of entries", "block mask of heads"),
 ]
 
@@ -400,11 +406,16 @@ BESIDE = [n for n in SINGLE if "lens" not in n]
 ALL_FOUR = [attention, unfused, attention_backward, unfused_backward]
 
 
+def asks(options):
+    """For the gradients of a bias and of sinks, where there are any."""
+    return {f"return_d{name}": name in options for name in ("bias", "sinks")}
+
+
 def run(compute, dout, q, k, v, **options):
     """Every result of any of the four functions."""
     if compute in (attention, unfused):
         return compute(q, k, v, return_lse=True, **options)
-    return compute(dout, q, k, v, return_dbias="bias" in options, **options)
+    return compute(dout, q, k, v, **asks(options), **options)
 
 
 def filled(a, lens, value):
@@ -434,7 +445,10 @@ def test_what_lengths_hide_is_not_read(compute, name):
         for other in others:
             np.testing.assert_array_equal(other, zeros)
     for b, (Nq, Nk) in enumerate(zip(Q_LENS, KV_LENS, strict=True)):
-        rows, columns = slice(Nq if Nk else 0, None), slice(Nk if Nq else 0, None)
+        rows, columns = (
+            slice(Nq if Nk or name == "sinks" else 0, None),
+            slice(Nk if Nq else 0, None),
+        )
         if compute in (attention, unfused):
             O, L = results[0]
             assert np.all(O[b, :, rows] == 0) and np.all(L[b, :, rows] == -np.inf)
@@ -501,7 +515,8 @@ def test_packed_sequences_are_each_alone(name):
     for b, (row, column, Nq, Nk) in enumerate(starts):
         rows, columns = slice(row, row + Nq), slice(column, column + Nk)
         if not (Nq and Nk):
-            assert np.all(O[rows] == 0) and np.all(L[:, rows] == -np.inf)
+            alone = np.broadcast_to(options.get("sinks", -np.inf), 4)[:, None]
+            assert np.all(O[rows] == 0) and np.all(L[:, rows] == alone)
             assert np.all(gradients[0][rows] == 0)
             assert np.all(gradients[1][columns] == 0) and np.all(gradients[2][columns] == 0)
             continue
@@ -538,7 +553,7 @@ def central_differences(dout, q, k, v, *, dlse=None, **options):
     batch entries and heads, which know nothing of each other. With a `dlse` of sum(dlse o L) too,
     where L is finite.
 
-    Four where there is a bias. `unfused` in float64 is attention, and faster.
+    Four where there is a bias or sinks. `unfused` in float64 is attention, and faster.
     """
 
     def losses(**given):
@@ -549,7 +564,7 @@ def central_differences(dout, q, k, v, *, dlse=None, **options):
         return np.concatenate([dout * O, of_L[..., None]], axis=-1)
 
     step = 1e-5  # error: step^2 of the method, EPS / step of the arithmetic
-    names = ["q", "k", "v"] + ["bias"] * ("bias" in options)
+    names = ["q", "k", "v"] + [name for name in ("bias", "sinks") if name in options]
     given = {"q": q, "k": k, "v": v, **options}
     gradients = []
     for name in names:
@@ -562,6 +577,7 @@ def central_differences(dout, q, k, v, *, dlse=None, **options):
             moved[..., *where] -= 2 * step
             loss -= losses(**{**given, name: moved})
             # One number for each entry and head, of which a group or all may share the element.
+            loss = np.where(np.isnan(loss), 0.0, loss) if name == "sinks" else loss
             own = loss.reshape(entries, len(loss) // entries, heads, -1).sum(axis=(1, 3))
             gradient[..., *where] = (own if gradient.ndim == 4 else own[0, 0]) / (2 * step)
         gradients.append(gradient)
@@ -585,7 +601,7 @@ def test_gradients_are_the_central_differences(shape, scale, causal):
 
 
 @pytest.mark.parametrize(
-    "names", [(), ("bias",), ("q_lens", "kv_lens"), *EVERYTHING], ids=" + ".join
+    "names", [(), ("bias",), ("sinks",), ("q_lens", "kv_lens"), *EVERYTHING], ids=" + ".join
 )
 def test_gradients_of_a_loss_on_L_too_are_the_central_differences(names):
     shape = (2, 2, 1, 5, 4, 2)
@@ -595,17 +611,16 @@ def test_gradients_of_a_loss_on_L_too_are_the_central_differences(names):
     dlse = np.where(L == -np.inf, np.nan, np.random.default_rng(5).standard_normal(L.shape))
     want = central_differences(dout, q, k, v, dlse=dlse, **options)
     for compute in IN_FLOAT64:
-        found = compute(dout, q, k, v, dlse=dlse, **options, return_dbias=len(want) == 4)
-        assert len(found) == len(want)
-        for name, got, ref in zip(("dq", "dk", "dv", "dbias"), found, want, strict=False):
-            np.testing.assert_allclose(got, ref, rtol=0, atol=1e-8, err_msg=name)
+        found = compute(dout, q, k, v, dlse=dlse, **options, **asks(options))
+        for got, ref in zip(found, want, strict=True):
+            np.testing.assert_allclose(got, ref, rtol=0, atol=1e-8)
         with pytest.raises(ValueError, match="dlse has shape .* allowed is L's"):
             compute(dout, q, k, v, dlse=dlse[..., :1], **options)
 
 
 ALIKE = {  # one of each kind makes the pairs
     *("scale", "window on the left", "window on the right", "bias of columns", "bias of rows"),
-    *("alibi of entries", "block mask of heads", "attn_mask of numbers"),
+    *("alibi of entries", "block mask of heads", "attn_mask of numbers", "sinks"),
 }
 GRADIENT_PAIRS = [pair for pair in PAIRS if ALIKE.isdisjoint(pair)]
 
@@ -620,11 +635,10 @@ def test_gradients_with_options_are_the_central_differences(names, monkeypatch):
         options = together(names, shape)
         want = central_differences(dout, q, k, v, **options)
         for compute in IN_FLOAT64:
-            found = compute(dout, q, k, v, **options, return_dbias=len(want) == 4)
-            assert len(found) == len(want)
-            for name, got, ref in zip(("dq", "dk", "dv", "dbias"), found, want, strict=False):
+            found = compute(dout, q, k, v, **options, **asks(options))
+            for got, ref in zip(found, want, strict=True):
                 assert got.dtype == np.float64 and got.shape == ref.shape
-                np.testing.assert_allclose(got, ref, rtol=0, atol=1e-8, err_msg=name)
+                np.testing.assert_allclose(got, ref, rtol=0, atol=1e-8)
 
 
 @pytest.mark.parametrize("compute", IN_FLOAT64)

@@ -96,7 +96,7 @@ def numpy(x):
 # --- gradients -------------------------------------------------------------------------------
 
 
-def unfused(q, k, v, *, bias=None, keep=None, hidden=None, **options):
+def unfused(q, k, v, *, bias=None, sinks=None, keep=None, hidden=None, **options):
     """O by torch's own operations, (B, H, N, d), in the dtype of q."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
@@ -117,13 +117,18 @@ def unfused(q, k, v, *, bias=None, keep=None, hidden=None, **options):
         shown &= (columns >= rows - left) & (columns <= rows + right)
     if hidden is not None:
         shown &= ~hidden
-    P = torch.softmax(S.masked_fill(~shown, -math.inf), dim=-1)
+    S = S.masked_fill(~shown, -math.inf)
+    if sinks is not None:
+        S = torch.cat([S, sinks[:, None, None].expand(*S.shape[:-1], 1)], dim=-1)
+    P = torch.softmax(S, dim=-1)[..., : k.shape[2]]
     if keep is not None:
         P = P * keep / (1 - options["dropout_p"])
     return P @ v
 
 
-def exact(q, k, v, *, bias=None, cu_seqlens_q=None, cu_seqlens_k=None, tiles=None, **options):
+def exact(
+    q, k, v, *, bias=None, sinks=None, cu_seqlens_q=None, cu_seqlens_k=None, tiles=None, **options
+):
     """The same in float64 for the options of a call; the inputs are float64 tensors on the CPU."""
     if options.pop("seed", None) is not None:
         B, H = (len(cu_seqlens_q) - 1, q.shape[1]) if cu_seqlens_q else q.shape[:2]
@@ -136,20 +141,21 @@ def exact(q, k, v, *, bias=None, cu_seqlens_q=None, cu_seqlens_k=None, tiles=Non
     if "alibi_slopes" in options:
         options["alibi_slopes"] = torch.tensor(options["alibi_slopes"], dtype=q.dtype)
     if cu_seqlens_q is None:
-        return unfused(q, k, v, bias=bias, **options)
+        return unfused(q, k, v, bias=bias, sinks=sinks, **options)
     keep, parts = options.pop("keep", None), []
     pairs = zip(pairwise(cu_seqlens_q), pairwise(cu_seqlens_k), strict=True)
     for n, ((a, b), (c, e)) in enumerate(pairs):
         if keep is not None:
             options["keep"] = keep[n, :, : b - a, : e - c]
         one = (x.transpose(0, 1)[None] for x in (q[a:b], k[c:e], v[c:e]))
-        parts.append(unfused(*one, **options)[0].transpose(0, 1))
+        parts.append(unfused(*one, sinks=sinks, **options)[0].transpose(0, 1))
     return torch.cat(parts)
 
 
 SEED = 2**40 + 7
 RNG = np.random.default_rng(5)
 BIAS = RNG.standard_normal((2, 4, 20, 28), dtype=np.float32)
+SINKS = np.float32([0.5, -1.0, 4.0, 0.0])
 SLOPES = 2.0 ** -np.arange(1, 5, dtype=np.float32)
 BLOCKS = np.array([[True, False], [True, True], [False, True]])
 PACKED = {"cu_seqlens_q": [0, 9, 20], "cu_seqlens_k": [0, 13, 28]}
@@ -164,10 +170,13 @@ CASES = {
     "bias of heads": {"bias": BIAS[:1, :, :1, :1], "window": (4, 4)},
     "alibi": {"alibi_slopes": SLOPES},
     "dropout": DROPOUT,
+    "sinks": {"sinks": SINKS, "causal": True},
+    "sinks, packed": {"sinks": SINKS, **PACKED},
     "blocks": {"block_mask": BLOCKS, "tiles": Tiles(8, 16)},
     "packed": PACKED,
     "packed, dropout": {**PACKED, **DROPOUT, "causal": True},
-    "all": {"bias": BIAS[:, :1], "softcap": 2.0, "causal": True, "alibi_slopes": SLOPES, **DROPOUT},
+    "all": {"bias": BIAS[:, :1], "softcap": 2.0, "causal": True, "alibi_slopes": SLOPES, **DROPOUT}
+    | {"sinks": SINKS},
 }
 
 
@@ -190,30 +199,29 @@ def inputs_of(options):
 def test_gradients_are_those_of_torchs_autograd(place, algorithm, case):
     options = CASES[case]
     q, k, v, dout = inputs_of(options)
-    bias = options.get("bias")
+    learnt = [name for name in ("bias", "sinks") if name in options]
     leaves = [tensor(x, place) for x in (q, k, v)]
-    given = dict(options)
-    if bias is not None:
-        given["bias"] = tensor(bias, place)
+    given = options | {name: tensor(options[name], place) for name in learnt}
     if "alibi_slopes" in options:
         given["alibi_slopes"] = tensor(SLOPES, place, gradient=False)
     out, lse = attention(*leaves, algorithm=algorithm, return_lse=True, **given)
-    wanted = [*leaves, *([given["bias"]] if bias is not None else [])]
+    wanted = [*leaves, *(given[name] for name in learnt)]
     found = torch.autograd.grad(out, wanted, tensor(dout, place, gradient=False))
 
-    doubles = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (q, k, v)]
-    double_bias = bias
-    if bias is not None:
-        double_bias = torch.tensor(bias, dtype=torch.float64, requires_grad=True)
-    expected = exact(*doubles, **{**options, "bias": double_bias})
-    doubles += [double_bias] if bias is not None else []
+    doubles = [
+        torch.tensor(x, dtype=torch.float64, requires_grad=True)
+        for x in (q, k, v, *(options[name] for name in learnt))
+    ]
+    added = dict(zip(learnt, doubles[3:], strict=True))
+    expected = exact(*doubles[:3], **{**options, **added})
     gradients = torch.autograd.grad(expected, doubles, torch.tensor(dout, dtype=torch.float64))
 
     want = truth(q, k, v, **options)
     assert_within("O", numpy(out), numpy(expected), want.O_bound)
     assert_within("L", numpy(lse), want.L, want.L_bound)
     saved = (numpy(out), numpy(lse))
-    asked = {"saved_values": saved, "return_dbias": bias is not None}
+    asked = {f"return_d{name}": name in options for name in ("bias", "sinks")}
+    asked["saved_values"] = saved
     bounds = true_gradients(dout, q, k, v, **asked, **options).bounds
     for (name, bound), got, right in zip(bounds.items(), found, gradients, strict=True):
         assert_within(name, numpy(got), numpy(right), bound)

@@ -84,6 +84,9 @@ ADDED = {
     "row of bias": {"bias": ((Nk,), True), "alibi_slopes": ((Hq,), False)},
     "mask": {"attn_mask": ((Nq, Nk), True)},
     "slopes": {"alibi_slopes": ((B, Hq), False)},
+    "sinks": {"sinks": ((Hq,), True)},
+    "sinks without a gradient, bias": {"sinks": ((Hq,), False), "bias": ((Hq, Nq, Nk), True)},
+    "sinks and bias": {"bias": ((Nk,), True), "sinks": ((Hq,), True)},
 }
 
 
@@ -114,8 +117,9 @@ def check_both_passes(gpu, attention, tensors, options, algorithm="fa2", backwar
     out, lse = fa_numba.attention(*first, return_lse=True, **given)
     assert forward == steps(out=out, lse=lse)
     given |= backward or {}
-    added = [n for n in ("bias", "attn_mask") if n in wanted]
-    made = fa_numba.attention_backward(dout, *first, out, lse, return_dbias=bool(added), **given)
+    added = [n for n in ("bias", "attn_mask", "sinks") if n in wanted]
+    asks = {"return_dbias": bool({*added} - {"sinks"}), "return_dsinks": "sinks" in added}
+    made = fa_numba.attention_backward(dout, *first, out, lse, **asks, **given)
     names = ("q", "k", "v", *added)
     made = {f"d{n}": x for n, x in zip(names, made, strict=True) if n in wanted}
     assert made.keys() == gradients.keys()

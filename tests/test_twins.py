@@ -144,9 +144,9 @@ PASSES = (
                 "softmax.combine",
                 "visits.sees_more",
             },
-            LOOPS[1]
+            LOOPS[1] - {"softmax.start"}
             | {"load.first_columns", "load.columns_early", "softmax.online_of_lanes"}
-            | {"softmax.rescale_rows", "softmax.sum_lanes"}
+            | {"softmax.start_of_lanes", "softmax.rescale_rows", "softmax.sum_lanes"}
             | {"epilogue.write_tile", "epilogue.write_values"},
         ),
         # With row tiles O for D, or D itself.

@@ -62,6 +62,14 @@ def test_a_gradient_of_lse(way, d):
     check_gradients("emulator", way, *inputs, **UNIT, **options)
 
 
+@pytest.mark.parametrize("way, d", [("fa2", 72), ("fa2-deterministic", 64)])
+def test_gradients_of_sinks(way, d):
+    """With a gradient of L, whose rows that see a sink alone have one."""
+    inputs = half_gradients("float16", 2, 2, 1, 90, 70, d)
+    options = {"causal": True, "q_lens": [80, 90], "sinks": np.float32([1.0, -np.inf])}
+    check_gradients("emulator", way, *inputs, **UNIT, **with_dlse(inputs, options))
+
+
 @pytest.mark.parametrize("way, dtype, B, Hq, Hk, Nq, Nk, d, options", WAYS)
 def test_a_second_sweep_and_a_cap(way, dtype, B, Hq, Hk, Nq, Nk, d, options):
     inputs = half_gradients(dtype, B, Hq, Hk, Nq, Nk, d)

@@ -15,6 +15,7 @@ from fa_numba.host import planning
 
 UNIT = {"unit": "wgmma"}
 SLOPES = np.float32([[0.5, 0.1, 0.02, 1.0], [0.0, 0.3, 0.25, 0.7]])
+SINKS = np.float32([0.5, 4.0, -np.inf, -1.0])
 CASES = [
     # B, Hq, Hk, Nq, Nk, d, tiles, options
     (1, 1, 1, 1, 1, 64, Tiles(128, 64, stages=2), {}),
@@ -27,6 +28,18 @@ CASES = [
     (1, 1, 1, 65, 100, 256, Tiles(128, 80, stages=2), {}),
     (2, 4, 2, 40, 90, 64, Tiles(128, 64, stages=2), {"alibi_slopes": SLOPES, "causal": True}),
     (1, 4, 2, 140, 140, 64, Tiles(64, 64, stages=3), {"causal": True}),
+    (2, 2, 2, 140, 77, 64, Tiles(128, 64, stages=2), {"sinks": SINKS[:2], "causal": True}),
+    (
+        2,
+        2,
+        1,
+        80,
+        77,
+        72,
+        Tiles(128, 32),
+        {"sinks": SINKS[:2], "q_lens": [70, 9], "kv_lens": [0, 77]},
+    ),
+    (1, 2, 1, 130, 200, 64, Tiles(128, 64), {"sinks": SINKS[1:3], "kv_splits": 3}),
     (2, 3, 3, 70, 60, 64, Tiles(128, 64, stages=4), {}),
     (1, 2, 1, 128, 192, 64, Tiles(64, 64, stages=2), {"causal": True}),  # no ragged edge
 ]
@@ -151,6 +164,7 @@ SHARED_HEADS = [
     (2, 8, 2, 20, 100, 64, "transposed", {"causal": True}),
     (1, 16, 2, 33, 70, 128, "strided", {"window": (20, 3), "softcap": 3.0}),
     (2, 4, 2, 5, 90, 64, "padded", {"kv_lens": [30, 0], "causal": True}),
+    (2, 4, 1, 17, 90, 64, "padded", {"kv_lens": [30, 0], "sinks": SINKS}),
 ]
 
 

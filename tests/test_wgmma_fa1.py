@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import numpy as np
 import pytest
 from mma_helpers import BFLOAT16, check, half_inputs
 
@@ -24,6 +25,8 @@ CASES = [
     (2, 1, 1, 129, 97, 80, Tiles(64, 64), {"query_splits": 2}),
     (2, 1, 1, 130, 40, 64, Tiles(64, 16), {"q_lens": (70, 0)}),
     (2, 1, 1, 128, 192, 64, Tiles(64, 64), {"q_lens": (128, 64), "query_splits": 2}),
+    (1, 2, 1, 140, 77, 64, Tiles(128, 32), {"causal": True, "sinks": np.float32([3.0, -np.inf])}),
+    (2, 1, 1, 130, 40, 64, Tiles(64, 16), {"q_lens": (70, 0), "sinks": np.float32([1.0])}),
 ]
 
 

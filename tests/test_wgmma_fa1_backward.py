@@ -32,7 +32,11 @@ def test_gradients_and_counts(B, Hq, Hk, Nq, Nk, d, options):
 
 @pytest.mark.parametrize(
     "sizes, options",
-    [((1, 3, 1, 200, 130, 64), {"causal": True}), ((1, 1, 1, 130, 150, 72), {"window": (30, 5)})],
+    [
+        ((1, 3, 1, 200, 130, 64), {"causal": True}),
+        ((1, 1, 1, 130, 150, 72), {"window": (30, 5)}),
+        ((1, 2, 1, 70, 50, 64), {"causal": True, "sinks": np.float32([-1.0, 2.0])}),
+    ],
 )
 def test_a_gradient_of_lse(sizes, options):
     inputs = half_gradients("float16", *sizes)

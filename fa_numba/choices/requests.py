@@ -25,6 +25,7 @@ _OF_PASS = {
     "kv_splits": "fwd",
     "deterministic": "bwd",
     "return_dbias": "bwd",
+    "return_dsinks": "bwd",
     "dlse": "bwd",
     "group_splits": "bwd",
 }
@@ -61,13 +62,14 @@ class Choices:
     warp_partition: str = "rows"
     deterministic: bool = False
     return_dbias: bool = False
+    return_dsinks: bool = False
     dlse: bool = False
     group_splits: int | str = "auto"
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {}
-        for name in ("return_lse", "deterministic", "return_dbias", "dlse"):
+        for name in ("return_lse", "deterministic", "return_dbias", "return_dsinks", "dlse"):
             checked[name] = as_flag(name, getattr(self, name))
         _check_name("passes", self.passes, PASSES)
         check_algorithm(self.algorithm)
@@ -148,7 +150,9 @@ class Request:
         splits = choices.kv_splits not in ("auto", 1)
         # What else takes D from memory takes it with dL.
         of_call = {"splits": splits, "dlse": choices.dlse and choices.algorithm == "fa1"}
-        return Features.of(self.problem, dbias=choices.return_dbias, **of_call)
+        found = Features.of(self.problem, dbias=choices.return_dbias, **of_call)
+        # Backward L has them.
+        return replace(found, sinks=found.sinks and choices.passes == "fwd")
 
     @property
     def lengths(self) -> Features:

@@ -271,7 +271,7 @@ class Mma(Unit):
 
 
 _PASSES = {"fwd": "forward", "bwd": "backward"}
-_ADDED, _LENGTHS = ("softcap", "bias", "alibi"), ("q_lens", "kv_lens", "packed")
+_ADDED, _LENGTHS = ("softcap", "bias", "alibi", "sinks"), ("q_lens", "kv_lens", "packed")
 _MASKS = ("causal", "window", "mask_mod")
 
 
@@ -293,7 +293,7 @@ class Wgmma(Unit):
     splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
     # What kernels are compiled for beside plain attention, and where some end at a head dimension.
     features: Mapping[tuple[str, str], tuple[str, ...]] = {
-        ("fa1", "fwd"): (*_MASKS, "softcap", "score_mod", "q_lens"),
+        ("fa1", "fwd"): (*_MASKS, "softcap", "score_mod", "sinks", "q_lens"),
         ("fa2", "fwd"): (
             *_MASKS,
             *_ADDED,
@@ -303,7 +303,7 @@ class Wgmma(Unit):
             "splits",
             "dropout",
         ),
-        ("fa1", "bwd"): (*_MASKS, "dlse"),
+        ("fa1", "bwd"): (*_MASKS, "sinks", "dlse"),
         ("fa2", "bwd"): (*_MASKS, *_ADDED, *_LENGTHS, "dropout"),
     }
     largest: Mapping[tuple[str, str], int] = {("fa1", "bwd"): 128}

@@ -32,7 +32,8 @@ LOG2E = math.log2(math.e)
 _SEEDS = ("seed_low", "seed_high", "offset")
 LENGTHS = ("q_lens", "kv_lens", "cu_seqlens_q", "cu_seqlens_k")
 # Options that are arrays on the call's device, always in float32, and what kernels know them by.
-ARRAYS = {"bias": "bias", "attn_mask": "bias", "alibi_slopes": "alibi_slopes"}
+ARRAYS = {"bias": "bias", "attn_mask": "bias"} | {n: n for n in ("alibi_slopes", "sinks")}
+_SHAPES = {"alibi_slopes": "alibi_shape", "sinks": "sinks_shape"}  # facts that are checked with q's
 # Integer arrays that are used where they lie on a GPU, and else go there by value.
 PAGING = ("block_table", "kv_lens")
 
@@ -99,7 +100,8 @@ class Binding:
                     numbers[known_as] = value
                 elif not shapes:
                     arrays[known_as] = operand(f"{own} of {name} {mod}", value, CAPTURED)
-        facts["alibi_shape"] = facts.pop("alibi_slopes", None)
+        for name, shape in _SHAPES.items():
+            facts[shape] = facts.pop(name, None)
         if mask is not None:
             mask = on_host("block_mask", mask)
         facts["sparse"] = mask is not None
@@ -115,13 +117,16 @@ class Binding:
     def problem(self, *shapes: Any, dtype: str) -> Problem:
         """The Problem of q, k and v with these shapes."""
         facts = dict(self.facts)
-        slopes = facts.pop("alibi_shape")
-        problem = Problem.from_shapes(*shapes, dtype=dtype, alibi=slopes is not None, **facts)
+        slopes, sinks = (facts.pop(name) for name in _SHAPES.values())
+        facts |= {"alibi": slopes is not None, "sinks": sinks is not None}
+        problem = Problem.from_shapes(*shapes, dtype=dtype, **facts)
         allowed = ((problem.heads_q,), (problem.batch, problem.heads_q))
         if slopes is not None and slopes not in allowed:
             raise ValueError(
                 f"alibi_slopes has shape {slopes}: allowed is {allowed[0]} or {allowed[1]}"
             )
+        if sinks is not None and sinks != allowed[0]:
+            raise ValueError(f"sinks has shape {sinks}: allowed is {allowed[0]}, one a query head")
         if "kv_lens" in self.arrays and self.arrays["kv_lens"].shape != (problem.batch,):
             raise ValueError(
                 f"kv_lens has shape {self.arrays['kv_lens'].shape}: allowed is "

@@ -12,6 +12,7 @@ from fa_numba.choices.decisions import Decision
 from fa_numba.choices.requests import Request
 from fa_numba.choices.units import UNITS
 from fa_numba.dtypes import PRECISIONS
+from fa_numba.host import sinks
 from fa_numba.host.plans import Argument, Boxes, Buffer, Grouped, Launch, Plan, Untouched
 from fa_numba.integers import ceil_div, round_up
 from fa_numba.kernels import merge_splits, planes
@@ -195,7 +196,9 @@ def _fa1_backward(request: Request, decided: Decision) -> Plan:
             *(_rounding(request, A, out, 1.0, keys=True) for out, A in sums.items()),
         )
     how: dict[str, Any] = {"dbias": request.choices.return_dbias, "query_splits": splits}
-    how["dlse"] = request.choices.dlse
+    how |= {"dlse": request.choices.dlse, "dsinks": request.choices.return_dsinks}
+    of_sinks, beside = sinks.gradients(request, has_d=False)
+    launches, workspace = (*launches, *of_sinks), (*workspace, *beside)
     count = functools.partial(io_model.fa1_backward, p, tiles, **how)
     return Plan.of(request, decided, launches, workspace, count, split_rows)
 
@@ -215,12 +218,10 @@ def _fa2_backward(request: Request, decided: Decision) -> Plan:
     if chunk:
         over_columns = (chunk * p.heads_k * splits, batch, ceil_div(Tc, chunk))
     how: dict[str, Any] = {"dbias": request.choices.return_dbias, "group_splits": splits}
-    how["dlse"] = request.choices.dlse
+    how |= {"dlse": request.choices.dlse, "dsinks": request.choices.return_dsinks}
     workspace = [Buffer("D", request.row_shape)]
     sums = "dQ" if request.dtype.sums_in_place else "A"
     sum_of_dq: dict[str, Argument] = {} if atomic else {sums: Untouched(request.q_shape)}
-    facts = (p.head_dim, *unit.row_facts(request))
-    row_sums = unit.kernels.rows.make_row_sums(*facts, atomic, request.lengths_of_rows)
     boxes = _boxes(request, tiles, spec, splits == 1)
     bound = {"scale_log2": "score_scale", **boxes, **sum_of_dq}
     parts = {"dK": "parts of dK", "dV": "parts of dV"} if splits > 1 else {}
@@ -228,7 +229,7 @@ def _fa2_backward(request: Request, decided: Decision) -> Plan:
         # Heads of a share, or shares of a head.
         bound |= parts | {"group": max(p.group // splits, splits // p.group)}
     launches = [
-        Launch.of(row_sums, _by_rows(request, unit.kernels.rows.WARPS), **sum_of_dq),
+        sinks.row_sums(request, atomic),
         Launch.of(kernels.make_backward(spec, atomic), over_columns, **bound),
     ]
     if not atomic:
@@ -249,6 +250,7 @@ def _fa2_backward(request: Request, decided: Decision) -> Plan:
     for out, name in parts.items():
         workspace.append(_sum(name, (batch, heads * splits, *rows)))
         launches.append(_rounding(request, name, out, 1.0, keys=True, splits=splits))
+    launches += sinks.gradients(request, has_d=True)[0]
     count = functools.partial(io_model.fa2_backward, p, tiles, **how)
     return Plan.of(request, decided, launches, workspace, count)
 

@@ -160,6 +160,8 @@ def _check_backward(request: Request, unit: Unit) -> None:
         )
     if choices.return_dbias and problem.bias is None:
         raise ValueError("return_dbias is True without a bias: allowed is False")
+    if choices.return_dsinks and not problem.sinks:
+        raise ValueError("return_dsinks is True without sinks: allowed is False")
     whole = problem.bias == problem.score_shape
     if choices.return_dbias and choices.deterministic and not whole:
         raise ValueError(

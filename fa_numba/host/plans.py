@@ -242,6 +242,8 @@ class Plan(LaunchPlan):
             outputs += [Buffer(name, p.k_shape, p.dtype, zeroed=added) for name in ("dK", "dV")]
             if p.bias is not None and choices.return_dbias:  # a sum of atomic adds
                 outputs.append(Buffer("dbias", p.bias, zeroed=True))
+            if choices.return_dsinks:
+                outputs.append(Buffer("dsinks", (p.heads_q,)))
         return cls(
             algorithm=choices.algorithm,
             passes=choices.passes,

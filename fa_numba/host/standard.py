@@ -11,6 +11,7 @@ from fa_numba.choices.decisions import Decision
 from fa_numba.choices.requests import Request
 from fa_numba.choices.units import UNITS
 from fa_numba.dtypes import DType
+from fa_numba.host import sinks
 from fa_numba.host.plans import Buffer, Launch, Plan, Untouched
 from fa_numba.integers import ceil_div, power_of_two, round_up
 
@@ -22,8 +23,8 @@ def forward(request: Request) -> Plan:
     return_lse = request.choices.return_lse
     features, kernels = request.features, unit.kernels.standard
     lengths = request.lengths
-    scores = replace(spec, features=replace(features, dropout=False))
-    softmax = replace(lengths, dropout=features.dropout)
+    scores = replace(spec, features=replace(features, dropout=False, sinks=False))
+    softmax = replace(lengths, dropout=features.dropout, sinks=features.sinks)
     row = row_elements(p.seqlen_k, request.shared_limit, dtype, kernels.MAX_WARPS)
     warps = row_warps(p.seqlen_k, dtype, kernels.MAX_WARPS)
     row_tiles = (ceil_div(p.seqlen_q, tiles.Br), p.heads_q, p.batch)
@@ -62,7 +63,8 @@ def backward(request: Request) -> Plan:
     column_tiles = (ceil_div(p.seqlen_k, tiles.Bc), p.heads_k, p.batch)
     rows = (p.seqlen_q, p.heads_q, p.batch)
     of_dtype = unit.row_facts(request)[:1]
-    softmax = shared.make_standard_softmax(row, warps, False, lengths, *of_dtype)
+    normalised = replace(lengths, sinks=p.sinks)
+    softmax = shared.make_standard_softmax(row, warps, False, normalised, *of_dtype)
     gradients = own.make_standard_score_gradients(pair, warps, summed, *of_dtype)
     product = shared.make_standard_scores(plain)
     output = shared.make_standard_output(plain)
@@ -86,12 +88,14 @@ def backward(request: Request) -> Plan:
         Launch.of(output, row_tiles, P="dP", V="K", O="dQ"),
         Launch.of(transposed, column_tiles, P="dP", dO="Q", dV="dK"),
     ]
+    of_sinks, beside = sinks.gradients(request, has_d=False)
     how = {"row_resident": pair > 0, "forward_resident": row > 0}
     how |= {"dbias": request.choices.return_dbias, "dlse": request.choices.dlse}
+    how["dsinks"] = request.choices.return_dsinks
     count = functools.partial(io_model.standard_backward, p, tiles, **how)
     decided = Decision(unit, tiles, spec, why={"tiles": why})
     matrices = [_matrix(name, request) for name in ("P", "dP")]
-    return Plan.of(request, decided, launches, matrices, count)
+    return Plan.of(request, decided, launches + of_sinks, matrices + beside, count)
 
 
 def _matrix(name: str, request: Request) -> Buffer:

@@ -28,9 +28,9 @@ visited tiles: if all are, sum c_j is T_r N_k and sum r_i is T_c N_q.
 
 "Per head" means summed over batch entries and query heads; each query head loads the K/V head that
 it shares with others for itself, unless it says "per K/V head". Integers that all threads read at
-one place (lengths, block mask), ALiBi slopes and what the caller's functions read are not counted.
-Softcap, score_mod and dropout cost accesses in `standard_backward` alone. Where a float32 sum does
-not fit into an output, in 16 bits, there is an array `A` beside it.
+one place (lengths, block mask), ALiBi slopes, sinks and what the caller's functions read are not
+counted. Softcap, score_mod and dropout cost accesses in `standard_backward` alone. Where a float32
+sum does not fit into an output, in 16 bits, there is an array `A` beside it.
 
 `tiles` is anything with Br and Bc. `block_mask` is the bool array (T_r, T_c) of the longest
 sequences, or that with leading axes that broadcast to (B, Hq); it must be given if and only if the

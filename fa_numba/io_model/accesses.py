@@ -85,6 +85,19 @@ def add_up(problem: Problem, parts: Iterable[Accesses]) -> Accesses:
     return Accesses(dict(loads), dict(stores), problem.dtype)
 
 
+def sink_gradients(
+    problem: Problem, rows: int, dlse: bool = False, has_d: bool = True
+) -> list[Accesses]:
+    """Of the kernel that makes the sinks' gradient over so many rows of all heads, which loads L
+    and D of each; unless the pass `has_d` of the one before it, which makes D.
+    """
+    own = count(problem, {"L": rows, "D": rows}, {"dsinks": problem.heads_q})
+    if has_d:
+        return [own]
+    d, of_lse = problem.head_dim, dict.fromkeys(("dL", "L"), rows if dlse else 0)
+    return [count(problem, {"O": rows * d, "dO": rows * d} | of_lse, {"D": rows}), own]
+
+
 def check_dbias(problem: Problem, dbias: bool) -> None:
     """Raise ValueError where a bias's gradient is asked for without a bias."""
     if dbias and problem.bias is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fa_numba.dtypes import DTYPES
 from fa_numba.integers import ceil_div
-from fa_numba.io_model.accesses import Accesses, add_up, check_dbias, count
+from fa_numba.io_model.accesses import Accesses, add_up, check_dbias, count, sink_gradients
 from fa_numba.io_model.planes import of_planes, row_loaded
 from fa_numba.io_model.visits import starts_in_first_pass, visit_sums, whole_sums
 from fa_numba.problem import BlockSizes, Problem, as_size
@@ -86,6 +86,7 @@ def fa1_backward(
     block_mask: Any = None,
     dbias: bool = False,
     dlse: bool = False,
+    dsinks: bool = False,
 ) -> Accesses:
     """Accesses of FA-1's Algorithm 4: K/V outer, Q inner; dQ through global memory in every pass.
 
@@ -94,7 +95,8 @@ def fa1_backward(
                 dQ: sum_{j>0} r_i d (line 5's zeros need no read)
         stores  dQ: sum r_i d
     and per K/V head K, V loaded, N_k d each, and dK, dV stored, N_k' d each. `dbias` adds
-    sum r_i c_j atomic adds to dbias, each a load and a store, `dlse` loads dL as L.
+    sum r_i c_j atomic adds to dbias, each a load and a store, `dlse` loads dL as L. `dsinks` adds
+    FA-2's row sums, which store D, N_q, and loads L and D, N_q each, for dsinks, one a head.
 
     With a window, `q_lens` or a block mask that pass is like the others, as in `fa1`: line 5 then
     stores dQ N_q' d, and the sum over "j > 0" is over all j. In 16 bits dQ is kept in a float32
@@ -136,12 +138,15 @@ def fa1_backward(
     if kept == "A":
         stores["A"] -= visits.rows_once * d
         stores["dQ"] = (visits.rows_once + started) * d
-    grid = count(problem, loads | dbias_adds, stores | dbias_adds)
+    parts = [count(problem, loads | dbias_adds, stores | dbias_adds)]
+    if dsinks:
+        parts += sink_gradients(problem, head.rows, dlse, has_d=False)
     if splits == 1:
-        return grid
+        return add_up(problem, parts)
     sums = {name: stores[name] for name in ("dK", "dV")}
+    parts.append(count(problem, sums, {}))
     if kept == "dQ":
-        return add_up(problem, (grid, count(problem, sums, {})))
+        return add_up(problem, parts)
     rounded = 2 * shared.all_columns * d
-    parts = count(problem, sums, {}), count(problem, {"A": rounded}, {"dQ": rounded})
-    return replace(add_up(problem, (grid, *parts)), sums=("dK", "dV"))
+    parts.append(count(problem, {"A": rounded}, {"dQ": rounded}))
+    return replace(add_up(problem, parts), sums=("dK", "dV"))

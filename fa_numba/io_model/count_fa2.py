@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fa_numba.dtypes import DTYPES
-from fa_numba.io_model.accesses import Accesses, add_up, check_dbias, count
+from fa_numba.io_model.accesses import Accesses, add_up, check_dbias, count, sink_gradients
 from fa_numba.io_model.paging import table_reads
 from fa_numba.io_model.planes import of_planes, row_loaded
 from fa_numba.io_model.visits import columns_visited, visit_sums, whole_sums
@@ -84,6 +84,7 @@ def fa2_backward(
     block_mask: Any = None,
     dbias: bool = False,
     dlse: bool = False,
+    dsinks: bool = False,
     group_splits: int = 1,
 ) -> Accesses:
     """Accesses of FA-2's Algorithm 2: D first, then a grid over K/V blocks.
@@ -94,7 +95,7 @@ def fa2_backward(
                       dQ: sum r_i d atomic adds, each a load and a store
     and per K/V head K, V loaded, N_k d each, and dK, dV stored, N_k' d each. `dbias` adds
     sum r_i c_j atomic adds to dbias, each a load and a store; with `dlse` the row sums load dL and
-    L, N_q each.
+    L, N_q each. `dsinks` loads L and D, N_q each, for dsinks, one a head.
 
     In 16 bits dQ is summed in a float32 array `A`, and then rounded:
         loads  A: N_q' d    stores  dQ: N_q' d
@@ -138,6 +139,8 @@ def fa2_backward(
         dict.fromkeys(("dK", "dV"), splits * shared.all_columns * d) | adds,
     )
     parts = [row_sums, over_columns]
+    if dsinks:
+        parts += sink_gradients(problem, head.rows)
     if deterministic:
         sweep = visit_sums(problem, sweep_tiles or tiles, block_mask)
         loads = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fa_numba.io_model.accesses import Accesses, add_up, check_dbias, count
+from fa_numba.io_model.accesses import Accesses, add_up, check_dbias, count, sink_gradients
 from fa_numba.io_model.visits import blocks_of, whole_sums
 from fa_numba.problem import BlockSizes, Problem
 
@@ -55,6 +55,7 @@ def standard_backward(
     block_mask: Any = None,
     dbias: bool = False,
     dlse: bool = False,
+    dsinks: bool = False,
 ) -> Accesses:
     """Accesses of standard attention's gradients (FA-1 Algorithm 3) in seven tiled kernels.
 
@@ -69,8 +70,9 @@ def standard_backward(
         dK = dS^T Q        as dV, named P, dO, dV
     with dV, and dK, stored per K/V head. Dropout makes dS also store P, N_q N_k, without what is
     dropped; `dbias` makes it add to dbias, N_q N_k atomic adds, each a load and a store, and
-    `dlse` load dL and L, N_q each. A softcap or a score_mod takes the scores once more, to multiply
-    dS by its slope: as dP, and S also loaded, N_q N_k.
+    `dlse` load dL and L, N_q each; `dsinks` adds what it does in `fa1_backward`. A softcap or a
+    score_mod takes the scores once more, to multiply dS by its slope: as dP, and S also loaded,
+    N_q N_k.
 
     A row of S too long for shared memory (`forward_resident` False) is loaded twice by the softmax;
     rows of P and dP that are too long together (`row_resident` False), twice for dS. No mask skips
@@ -102,5 +104,7 @@ def standard_backward(
     )
     dQ = count(problem, {"P": matrix, "V": head.columns_by_row_tile * d}, {"O": head.all_rows * d})
     kernels = [scores, softmax, dP, dS, transposed_output, dQ, transposed_output]
+    if dsinks:
+        kernels += sink_gradients(problem, head.rows, dlse, has_d=False)
     changed = problem.softcap is not None or problem.score_mod is not None
     return add_up(problem, [*kernels, slopes] if changed else kernels)

@@ -28,6 +28,22 @@ def make_column(spec):
 
 
 @part
+def make_head_of_row(spec):
+    """``head_of_row(head, ty, i)``: the query head of a thread's row i, which others may share the
+    tile with.
+    """
+    width, step, heads = spec.row_width, spec.row_step, spec.tile_heads
+
+    def head_of_row(head, ty, i):
+        if heads > 1:
+            place = uint32(ty * width + i // width * step + i % width)
+            return uint32(head.h * heads + place % uint32(heads))
+        return head.h
+
+    return head_of_row
+
+
+@part
 def _make_place(width, step, heads=1):
     """``width`` neighbours each, ``step`` from the first of them to the next; as rows of one of
     ``heads``.

@@ -7,30 +7,71 @@ these are.
 
 from functools import cache
 
-from fa_numba.device import cuda, device_function, float32
+from fa_numba.device import cuda, device_function, float32, uint32
 from fa_numba.intrinsics.arithmetic import LN2, LOG2E, NEG_INF, exp2, log2, maximum
 from fa_numba.parts.dropout import make_drop as make_drop
 from fa_numba.parts.dropout import make_kept as make_kept
 from fa_numba.parts.dropout import make_scale_kept as make_scale_kept
+from fa_numba.parts.layout import make_head_of_row, make_owns, make_row
 from fa_numba.parts.namespace import part
 
 # Registers of O that are scaled without asking.
 LARGEST_SCALED = 64
 
 
-@part
+@cache
 def make_start(spec):
-    """``start(rO, rl, rm)``: O = 0, l = 0, m = -inf, before any column has been seen."""
-    TM, RO = spec.TM, spec.TM * spec.DN * 4
+    """``start(rO, rl, rm, tile, split)``: O = 0, l = 0, m = -inf, before any column has been seen;
+    with sinks the first of the splits has seen these.
+    """
+    return _make_start(spec, whole_rows=True)
 
-    def start(rO, rl, rm):
+
+@cache
+def make_start_of_lanes(spec):
+    """``start``, but l is of this thread's own columns, for ``sum_lanes`` to add up in the end."""
+    return _make_start(spec, whole_rows=False)
+
+
+@part
+def _make_start(spec, whole_rows):
+    TM, RO, take_sinks = spec.TM, spec.TM * spec.DN * 4, _make_take_sinks(spec, whole_rows)
+
+    def start(rO, rl, rm, tile, split):
         for e in range(RO):
             rO[e] = float32(0.0)
         for i in range(TM):
             rl[i] = float32(0.0)
             rm[i] = NEG_INF
+        take_sinks(rl, rm, tile, split)
 
     return start
+
+
+@cache
+def make_take_sinks(spec):
+    """``take_sinks(rl, rm, tile, split)``: with sinks l = 1, m = s in the first of the splits."""
+    return _make_take_sinks(spec, whole_rows=True)
+
+
+@part
+def _make_take_sinks(spec, whole_rows):
+    TM, sinks, q_lens = spec.TM, spec.features.sinks, spec.features.q_lens
+    row_of, head_of_row, owns = make_row(spec), make_head_of_row(spec), make_owns(spec)
+
+    def take_sinks(rl, rm, tile, split):
+        if sinks and split == uint32(0):
+            head, thread = tile.head, tile.thread
+            for i in range(TM):
+                there = owns(i)
+                if q_lens:  # a row past the end has no sink either
+                    there = there and uint32(tile.i0 + row_of(thread.ty, i)) < head.Nq
+                if there:
+                    rm[i] = LOG2E * head.options.sinks[head_of_row(head, thread.ty, i)]
+                    if whole_rows or thread.tx == uint32(0):
+                        rl[i] = float32(1.0)
+
+    return take_sinks
 
 
 @part

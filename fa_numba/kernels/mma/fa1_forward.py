@@ -45,7 +45,7 @@ def make_forward(spec):
         # FA-1 line 2, FA-2 line 5: O = 0, l = 0, m = -inf
         i_first, i_last = visits.own_rows(split_rows, rows)
         j0, j_end = visits.column_passes(i_first, i_last, head)
-        fa1_state.initialise(rO, rl, rm, state, i_first, i_last, thread)
+        fa1_state.initialise(rO, rl, rm, state, i_first, i_last, head, thread)
         i_stop = uint32(min(i_last, head.Nq))
 
         # FA-1 line 5, FA-2 line 6: for each column tile j that is seen

@@ -53,7 +53,7 @@ def make_forward(spec):
         load.first_columns(Kh, Vh, j0, j_end, head.Nk)
         commit_async()
         # FA-1 line 2, FA-2 line 5: O = 0, l = 0, m = -inf
-        softmax.start(rO, rl, rm)
+        softmax.start_of_lanes(rO, rl, rm, Tile(i0, j0, head, thread), split)
         wait_async()
         cuda.syncthreads()  # Qi is there
         products.load_fragments(rQ, sQ, warp_row)

@@ -108,7 +108,7 @@ def make_standard_softmax(row_halves, warps, return_lse, features, dtype):
     NR = max(row_halves, 8)
     WARPS, threads = warps, 32 * warps
     AT_M, AT_L = NR // 2, NR // 2 + WARPS
-    shortened, dropout = features.lengths, features.dropout
+    shortened, dropout, sinks = features.lengths, features.dropout, features.sinks
     facts = RowFacts(features, dtype=dtype)
     (grid,) = bind(facts, mma.grid)
     load_row = make_load_row(threads, resident)
@@ -167,6 +167,8 @@ def make_standard_softmax(row_halves, warps, return_lse, features, dtype):
         cuda.syncthreads()
         m = NEG_INF
         l = float32(0.0)
+        if sinks and row < head.Nq:
+            m, l = options.sinks[h], float32(1.0)
         for w in range(WARPS):
             m_new = maximum(m, sm[w])
             l = l * exp_of_difference(m, m_new) + sl[w] * exp_of_difference(sm[w], m_new)

@@ -51,7 +51,7 @@ def make_forward(spec):
             load.k(sK, Kh, j0, head.Nk)
         commit_async()
         # FA-1 line 2, FA-2 line 5: O = 0, l = 0, m = -inf
-        softmax.start(rO, rl, rm)
+        softmax.start(rO, rl, rm, Tile(i0, j0, head, thread), split)
 
         # FA-1 line 5, FA-2 line 6: for each column tile j that is seen
         while j0 < j_end:

@@ -101,7 +101,7 @@ def make_standard_softmax(row_floats, warps, return_lse, features):
     NR = max(row_floats, 4)
     WARPS, threads = warps, 32 * warps
     AT_M, AT_L = NR, NR + WARPS
-    shortened, dropout = features.lengths, features.dropout
+    shortened, dropout, sinks = features.lengths, features.dropout, features.sinks
     facts = RowFacts(features)
     (grid,) = bind(facts, simt.grid)
 
@@ -146,6 +146,8 @@ def make_standard_softmax(row_floats, warps, return_lse, features):
         cuda.syncthreads()
         m = NEG_INF
         l = float32(0.0)
+        if sinks and row < head.Nq:
+            m, l = options.sinks[h], float32(1.0)
         for w in range(WARPS):
             m_new = maximum(m, sm[w])
             l = l * exp_of_difference(m, m_new) + sl[w] * exp_of_difference(sm[w], m_new)

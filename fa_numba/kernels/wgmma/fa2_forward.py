@@ -92,6 +92,12 @@ def make_forward(spec):
             work_pipeline.wait(bars, Slot(q_stage, q_phase))
 
     @device_function
+    def start(rO, rl, rm, work, Nq, Nk, options):
+        thread, head = grid.thread(), Head(work.b, work.h, work.h, Nq, Nk, options)
+        tile = Tile(uint32(work.i0 + ROWS * thread.w), uint32(0), head, thread)
+        softmax.start_of_lanes(rO, rl, rm, tile, work.split)
+
+    @device_function
     def write_out(rO, rl, rm, shared, q, out, split, tile):
         head, thread = tile.head, tile.thread
         row0 = uint32(tile.i0 + ROWS * thread.w)
@@ -128,7 +134,7 @@ def make_forward(spec):
             work = WorkTile(i0, h, b, split)
             Nq, Nk, j0, j_end = scheduler.columns_of(work, Q, K, options)
             # FA-1 line 2, FA-2 line 5: O = 0, l = 0, m = -inf
-            softmax.start(rO, rl, rm)
+            start(rO, rl, rm, work, Nq, Nk, options)
             if j0 < j_end:
                 # FA-1 line 9, FA-2 line 8: Sij = scale Qi KjT, of the first column tile
                 kv = Slot(stage, phase)
@@ -216,7 +222,7 @@ def make_forward(spec):
                     i0, h, b, split = scheduler.read_work_tile(schedule, q_stage)
                     work = WorkTile(i0, h, b, split)
                     Nq, Nk, j0, j_end = scheduler.columns_of(work, Q, K, options)
-                    softmax.start(rO, rl, rm)
+                    start(rO, rl, rm, work, Nq, Nk, options)
                 products.begin_output(rO, rP, shared.sV, stage)
                 softmax.sum_lanes(rl)
                 products.wait_output(rO, False)

@@ -8,25 +8,26 @@ from fa_numba.device import uint32
 from fa_numba.parts.fa1_state import *  # noqa: F403
 from fa_numba.parts.mma.epilogue import make_read_fragments, make_write_fragments, make_write_rows
 from fa_numba.parts.namespace import part
-from fa_numba.parts.softmax import make_start
+from fa_numba.parts.records import Tile
+from fa_numba.parts.softmax import make_start, make_take_sinks
 from fa_numba.parts.values import make_read, make_read_maxima, make_write
 
 
 @part
 def make_initialise(spec):
-    """``initialise(rO, rl, rm, state, row0, rows_end, thread)``: O = 0, l = 0, m = -inf of these
-    rows, unless the first pass does it, which then takes all of them.
+    """``initialise(rO, rl, rm, state, row0, rows_end, head, thread)``: O = 0, l = 0, m = -inf of
+    these rows, unless the first pass does it, which then takes all of them.
     """
     Br, start, initialises = spec.Br, make_start(spec), spec.features.initialises
     in_place = spec.planes > 1
     write_rows, write_fragments = make_write_rows(spec), make_write_fragments(spec)
     write_values = make_write(spec)
 
-    def initialise(rO, rl, rm, state, row0, rows_end, thread):
+    def initialise(rO, rl, rm, state, row0, rows_end, head, thread):
         if initialises:
             i0 = row0
             while i0 < rows_end:
-                start(rO, rl, rm)
+                start(rO, rl, rm, Tile(i0, uint32(0), head, thread), uint32(0))
                 write_rows(rO, state.O, i0, rows_end, thread)
                 if not in_place:
                     write_fragments(rO, state.A, i0, rows_end, thread)
@@ -46,6 +47,7 @@ def make_read_state(spec):
     initialises, read_fragments = spec.features.initialises, make_read_fragments(spec)
     in_place = spec.planes > 1
     read_values, read_maxima = make_read(spec), make_read_maxima(spec)
+    take_sinks = make_take_sinks(spec)
 
     def read_state(rO, rl, rm, state, tile, rows_end):
         seen = rows_end  # rows whose O, l and m some pass has written
@@ -54,6 +56,8 @@ def make_read_state(spec):
         read_fragments(rO, state.O if in_place else state.A, tile.i0, seen, tile.thread)
         read_values(rl, state.l, tile.i0, seen, tile.thread)
         read_maxima(rm, state.m, tile.i0, seen, tile.thread)
+        if not initialises and tile.j0 == uint32(0):
+            take_sinks(rl, rm, tile, uint32(0))
 
     return read_state
 

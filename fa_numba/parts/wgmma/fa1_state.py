@@ -21,8 +21,8 @@ from fa_numba.intrinsics.mbarrier import arrive_mbarrier, expect_bytes, mbarrier
 from fa_numba.intrinsics.shared import half_tile, load_pair, shared_tile, store_pair
 from fa_numba.parts.fa1_state import *  # noqa: F403
 from fa_numba.parts.namespace import part
-from fa_numba.parts.records import SharedWithO
-from fa_numba.parts.softmax import FULL_WARP, make_start
+from fa_numba.parts.records import SharedWithO, Tile
+from fa_numba.parts.softmax import FULL_WARP, make_start, make_take_sinks
 from fa_numba.parts.values import make_read, make_read_maxima, make_write
 from fa_numba.parts.wgmma.epilogue import make_write_tile
 from fa_numba.parts.wgmma.load import whole_box
@@ -96,7 +96,7 @@ def make_has_state(spec):
 @part
 def make_read_statistics(spec):
     """``read_statistics(rl, rm, state, tile, rows_end)``: l and m of a row tile."""
-    has_state = make_has_state(spec)
+    has_state, take_sinks = make_has_state(spec), make_take_sinks(spec)
     read_values, read_maxima = make_read(spec), make_read_maxima(spec)
 
     def read_statistics(rl, rm, state, tile, rows_end):
@@ -105,6 +105,8 @@ def make_read_statistics(spec):
             seen = uint32(0)
         read_values(rl, state.l, tile.i0, seen, tile.thread)
         read_maxima(rm, state.m, tile.i0, seen, tile.thread)
+        if not has_state(tile.j0):
+            take_sinks(rl, rm, tile, uint32(0))
 
     return read_statistics
 
@@ -248,7 +250,7 @@ def make_initialise(spec):
         if initialises:
             i0 = tile.i0
             while i0 < rows_end:
-                start(rO, rl, rm)
+                start(rO, rl, rm, Tile(i0, tile.j0, head, thread), uint32(0))
                 write_tile(rO, shared.sQ, uint32(0), state.O, i0, head, thread)
                 write_sums(rO, shared.sO, uint32(0), state.A, i0, head, thread)
                 write_values(rl, state.l, i0, rows_end, thread)

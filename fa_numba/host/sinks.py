@@ -1,0 +1,35 @@
+"""What the gradient of the sinks takes beside the other gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fa_numba.choices.requests import Request
+from fa_numba.choices.units import UNITS
+from fa_numba.host.plans import Argument, Buffer, Launch, Untouched
+from fa_numba.integers import ceil_div
+from fa_numba.kernels.sink_gradients import make_sink_gradients
+
+
+def row_sums(request: Request, clears: bool) -> Launch:
+    """D = rowsum(dO o O), less dL; what dQ is summed in becomes 0 if it ``clears`` that."""
+    kernels, p = UNITS[request.unit].kernels.rows, request.problem
+    facts = (p.head_dim, *UNITS[request.unit].row_facts(request))
+    kernel = kernels.make_row_sums(*facts, clears, request.lengths_of_rows)
+    batch, heads, rows, _ = request.q_shape
+    sums = "dQ" if request.dtype.sums_in_place else "A"
+    bound: dict[str, Argument] = {} if clears else {sums: Untouched(request.q_shape)}
+    return Launch.of(kernel, (ceil_div(rows, kernels.WARPS), heads, batch), **bound)
+
+
+def gradients(request: Request, has_d: bool) -> tuple[list[Launch], list[Buffer]]:
+    """The launches for it and their workspace: D comes first unless the pass ``has_d``. Nothing
+    where it is not asked for.
+    """
+    if not request.choices.return_dsinks:
+        return [], []
+    features = replace(request.lengths, packed=False, sinks=True)
+    own = Launch.of(make_sink_gradients(features), (request.problem.heads_q, 1, 1))
+    if has_d:
+        return [own], []
+    return [row_sums(request, False), own], [Buffer("D", request.row_shape)]

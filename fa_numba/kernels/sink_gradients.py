@@ -1,0 +1,62 @@
+"""The gradient of the sinks, a logit s that each row of a head has beside its scores, and no value.
+
+s has the share e^(s - L) of a row's sum. Its value being 0, it is to dO what a column with dP = 0
+is: dS = P o (dP - D), with D = rowsum(dO o O), less a gradient of L, of Algorithm 2 line 4:
+
+    ds = - sum e^(s - L) D
+
+over the rows of a head and of all batch entries. A block takes a head, and the sum has one order.
+
+Accesses, elements per head:  loads 2 Nq, and 1 is stored for all batch entries.
+"""
+
+from functools import cache
+
+from fa_numba.device import cuda, float32, uint32
+from fa_numba.device.signature import array_type
+from fa_numba.intrinsics.arithmetic import LOG2E, NEG_INF, exp2
+from fa_numba.intrinsics.shared import shared_tile
+from fa_numba.parts import bind
+from fa_numba.parts import grid as grid_parts
+from fa_numba.parts.namespace import RowFacts
+from fa_numba.parts.softmax import FULL_WARP
+
+WARPS = 16
+
+
+@cache
+def make_sink_gradients(features):
+    """The kernel; launched over (Hq, 1, 1) blocks."""
+    (grid,) = bind(RowFacts(features), grid_parts)
+    THREADS = 32 * WARPS
+    rows = array_type(3)
+
+    @cuda.jit((rows, rows, array_type(1), features.argument_type), THREADS, 4 * WARPS)
+    def sink_gradients(L, D, dsinks, options):
+        sSum = shared_tile(0, WARPS)
+        h, thread = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x)
+        s, total = options.sinks[h], float32(0.0)
+        b = uint32(0)
+        while b < uint32(L.shape[0]):
+            Nq, _ = grid.lengths(L.shape[2], L.shape[2], b, options)
+            row = thread
+            while row < Nq:
+                l, d = L[b, h, row], D[b, h, row]
+                if l != NEG_INF:  # a row that sees nothing, of a head without a sink
+                    total -= exp2(LOG2E * (s - l)) * d
+                row = uint32(row + THREADS)
+            b = uint32(b + 1)
+        lane = 16
+        while lane > 0:
+            total += cuda.shfl_xor_sync(FULL_WARP, total, lane)
+            lane //= 2
+        if thread % uint32(32) == uint32(0):
+            sSum[thread // uint32(32)] = total
+        cuda.syncthreads()  # the warps' sums are there
+        if thread == uint32(0):
+            total = float32(0.0)
+            for w in range(WARPS):
+                total += sSum[w]
+            dsinks[h] = total
+
+    return sink_gradients
