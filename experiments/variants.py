@@ -1,0 +1,252 @@
+"""Fifteen variants of attention, a function or two each, in both loop orders.
+
+Each of the first fifteen functions below is a variant: at a length N, for H heads, it gives the
+`score_mod` or the `mask_mod` that a call takes. What follows them counts what they cost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+import fa_numba
+from fa_numba import reference
+from fa_numba.problem import Problem
+
+from .lab.measure import counts
+from .lab.measure.series import algorithm, row_fields, unit
+from .lab.measure.workloads import SEED, Inputs
+from .lab.record.options import Bench, Options
+from .lab.record.store import EMULATOR, MODEL, Row
+from .lab.show import tables
+from .lab.show.tables import Table
+
+Variant = Callable[[int, int], dict[str, Any]]
+
+
+def causal(N: int, H: int) -> dict[str, Any]:
+    return {"mask_mod": lambda b, h, i, j: j <= i}
+
+
+def sliding_window(N: int, H: int) -> dict[str, Any]:
+    width = N // 8
+    return {"mask_mod": lambda b, h, i, j: 0 <= i - j < width}
+
+
+def dilated(N: int, H: int) -> dict[str, Any]:
+    step, width = 4, N // 2
+    return {"mask_mod": lambda b, h, i, j: 0 <= i - j < width and (i - j) % step == 0}
+
+
+def prefix_lm(N: int, H: int) -> dict[str, Any]:
+    prefix = N // 4
+    return {"mask_mod": lambda b, h, i, j: j <= i or j < prefix}
+
+
+def documents(N: int, H: int) -> dict[str, Any]:
+    """Packed one after the other, causal within."""
+    of = np.searchsorted([N // 8, N // 2, 3 * N // 4], np.arange(N), "right").astype(np.int32)
+    return {"mask_mod": lambda b, h, i, j: of[i] == of[j] and j <= i}
+
+
+def alibi(N: int, H: int) -> dict[str, Any]:
+    slopes = (2.0 ** (-8.0 * np.arange(1, H + 1) / H)).astype(np.float32)
+    return {"score_mod": lambda s, b, h, i, j: s - slopes[h] * abs(i - j)}
+
+
+def relative_positions(N: int, H: int) -> dict[str, Any]:
+    table = np.random.default_rng(SEED).standard_normal((H, 2 * N), np.float32)
+    return {"score_mod": lambda s, b, h, i, j: s + table[h, i - j + N]}
+
+
+def softcap(N: int, H: int) -> dict[str, Any]:
+    cap = 2.0
+    return {"score_mod": lambda s, b, h, i, j: cap * math.tanh(s / cap)}
+
+
+def sink_tokens(N: int, H: int) -> dict[str, Any]:
+    """The first tokens stay in sight of a window (arXiv 2309.17453)."""
+    first, width = 4, N // 4
+    return {"mask_mod": lambda b, h, i, j: j <= i and (j < first or i - j < width)}
+
+
+def speculated_tree(N: int, H: int) -> dict[str, Any]:
+    """Token n follows token (n - 1) // 2 and sees what leads to it (arXiv 2305.09781)."""
+    sees = np.eye(N, dtype=bool)
+    for n in range(1, N):
+        sees[n] |= sees[(n - 1) // 2]
+    return {"mask_mod": lambda b, h, i, j: sees[i, j]}
+
+
+def block_diagonal(N: int, H: int) -> dict[str, Any]:
+    size = N // 4
+    return {"mask_mod": lambda b, h, i, j: i // size == j // size}
+
+
+def t5_buckets(N: int, H: int) -> dict[str, Any]:
+    """A learned number for a distance, or for all those of about that size (arXiv 1910.10683)."""
+    table = np.random.default_rng(SEED).standard_normal((H, 16), np.float32)
+    bucket = np.minimum(15, 2 * np.log2(np.arange(N) + 1)).astype(np.int32)
+    return {"score_mod": lambda s, b, h, i, j: s + table[h, bucket[abs(i - j)]]}
+
+
+def two_cosines(N: int, H: int) -> dict[str, Any]:
+    """Of the distance, with two periods."""
+    short, far = 0.8, 12.6 / N
+    return {
+        "score_mod": lambda s, b, h, i, j: s + math.cos(short * (i - j)) + math.cos(far * (j - i))
+    }
+
+
+def neighbourhood(N: int, H: int) -> dict[str, Any]:
+    """Of a square image's pixels, row by row (arXiv 2204.07143)."""
+    side, reach = math.isqrt(N), 2
+    return {
+        "mask_mod": lambda b, h, i, j: (
+            abs(i // side - j // side) <= reach and abs(i % side - j % side) <= reach
+        )
+    }
+
+
+def random_blocks(N: int, H: int) -> dict[str, Any]:
+    kept, size = np.random.default_rng(SEED).random((8, 8)) < 0.3, N // 8
+    return {"mask_mod": lambda b, h, i, j: kept[i // size, j // size] or i == j}
+
+
+VARIANTS: dict[str, Variant] = {
+    variant.__name__.replace("_", " "): variant
+    for variant in (
+        *(causal, sliding_window, dilated, prefix_lm, documents),
+        *(alibi, relative_positions, softcap, sink_tokens, speculated_tree),
+        *(block_diagonal, t5_buckets, two_cosines, neighbourhood, random_blocks),
+    )
+}
+
+NAME = "variants"
+TITLE = "fifteen variants of attention, written in Python, in both orders"
+DESCRIPTION = (
+    "Masks and scores as functions of a few lines: the accesses of both loop orders, counted on "
+    "the emulator beside the model's, the share of tiles that a mask leaves, errors against "
+    "float64, and a picture of each."
+)
+NEEDS_GPU = False
+# A row's variant stands in its note.
+SWEPT = ("note",)
+TAKES: tuple[str, ...] = ()
+
+SERIES = ("fa1-simt", "fa2-simt")
+SEQLEN, HEADS, HEAD_DIM, TILES = 64, 2, 16, fa_numba.Tiles(8, 8)
+
+
+def measure(options: Options, bench: Bench) -> Iterator[Row | Sequence[Row]]:
+    """Accesses, the share of tiles visited and errors, of every variant in both orders."""
+    names = list(VARIANTS)[: 3 if options.quick else None]
+    work = [(name, series) for name in names for series in SERIES]
+    yield from bench.counted(work, "counting", _counted)
+
+
+def given(name: str) -> dict[str, Any]:
+    """What a call takes for a variant: its tiles, and of a mask the blocks that it leaves."""
+    found = VARIANTS[name](SEQLEN, HEADS)
+    if "mask_mod" in found:
+        sizes = (1, HEADS, SEQLEN, SEQLEN)
+        return {"block_mask": fa_numba.create_block_mask(found["mask_mod"], *sizes, tiles=TILES)}
+    return found | {"tiles": TILES}
+
+
+def _counted(name: str, series: str) -> Iterator[Row]:
+    problem = Problem(1, HEADS, HEADS, SEQLEN, SEQLEN, HEAD_DIM)
+    q, k, v = Inputs()(problem)
+    options = given(name)
+    how: dict[str, Any] = {"algorithm": algorithm(series), "unit": unit(series)}
+    with fa_numba.count_accesses() as counted:
+        O = fa_numba.attention(q, k, v, **how, **options)
+    planned = fa_numba.plan(q.shape, k.shape, **how, **options)
+    common: dict[str, Any] = {"experiment": NAME, "series": series, "note": name}
+    common |= {"Br": TILES.Br, "Bc": TILES.Bc, **row_fields(problem)}
+    yield from counts.totals(planned.accesses, machine=MODEL, source="model", **common)
+    common |= {"machine": EMULATOR, "source": "counted"}
+    yield from counts.totals(counted, **common)
+    visited = options["block_mask"].visited.mean() if "block_mask" in options else 1.0
+    yield Row(metric="visited", unit="1", value=float(visited), **common)
+    error = reference.relative_error(O, reference.attention(q, k, v, **options))
+    yield Row(metric="error", unit="1", value=error, **common)
+
+
+# --- figure and table ------------------------------------------------------------------------
+
+
+def elements(rows: Sequence[Row], metric: str = "") -> dict[str, dict[str, float]]:
+    """Variant -> series -> loads and stores together, or the number of a metric; counted."""
+    wanted = (metric,) if metric else ("loads", "stores")
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row.source == "counted" and row.metric in wanted and row.place in VARIANTS:
+            of = found.setdefault(row.place, {})
+            of[row.series] = of.get(row.series, 0.0) + float(row.number)
+    return {name: found[name] for name in VARIANTS if len(found.get(name, ())) == len(SERIES)}
+
+
+def weights(name: str) -> np.ndarray:
+    """P of head 0 for scores drawn at random, over each row's largest; NaN where hidden."""
+    S = np.random.default_rng(SEED).standard_normal((SEQLEN, SEQLEN))
+    found = VARIANTS[name](SEQLEN, HEADS)
+    for i, j in np.ndindex(*S.shape):
+        if "mask_mod" in found and not found["mask_mod"](0, 0, i, j):
+            S[i, j] = np.nan
+        elif "score_mod" in found:
+            S[i, j] = found["score_mod"](S[i, j], 0, 0, i, j)
+    return np.exp(S - np.nanmax(S, axis=1, keepdims=True))
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """Each variant's weights, with the share of tiles visited and what the order costs."""
+    from .lab.show import style
+
+    moved, visited = elements(rows), elements(rows, "visited")
+    if not moved:
+        return None
+    figure, axes = style.new(3, 5, 8.4)
+    shown = dict(zip(VARIANTS, (ax for line in axes for ax in line), strict=True))
+    for name, ax in shown.items():
+        ax.set_xticks([])
+        ax.set_yticks([])
+        ax.grid(False)
+        ax.set_title(name, fontsize=11)
+        if name not in moved:
+            style.empty(ax, "not counted")
+            continue
+        ax.imshow(weights(name), cmap="viridis_r", vmin=0, vmax=1, interpolation="nearest")
+        one, two = (moved[name][series] for series in SERIES)
+        ax.set_xlabel(f"{visited[name][SERIES[0]]:.0%} of tiles\nFA-1 / FA-2: {one / two:.1f}")
+    over = [by[SERIES[0]] / by[SERIES[1]] for by in moved.values()]
+    figure.suptitle(
+        f"Of {len(moved)} variants K/V outer moves {tables.between(over)} times what Q outer does",
+        fontsize=12,
+    )
+    return figure
+
+
+def table(rows: Sequence[Row]) -> Table | None:
+    """A line for each variant: tiles visited, elements of both orders, errors."""
+    moved, visited, errors = elements(rows), elements(rows, "visited"), elements(rows, "error")
+    lines = []
+    for name, by in moved.items():
+        one, two = (by[series] for series in SERIES)
+        worst = max(errors[name].values())
+        share = f"{visited[name][SERIES[0]]:.0%}"
+        lines.append(
+            [name, share, f"{one:,.0f}", f"{two:,.0f}", f"{one / two:.2f}", f"{worst:.1e}"]
+        )
+    if not lines:
+        return None
+    accesses = [row for row in rows if row.metric in ("loads", "stores")]
+    header = ["variant", "tiles visited", "FA-1, elements", "FA-2, elements", "ratio", "error"]
+    caption = (
+        f"Forward, fp32, {HEADS} heads, tiles of {TILES.Br} x {TILES.Bc}; loads and stores "
+        f"{counts.said(accesses)}. The error is against float64. Times are not measured here."
+    )
+    return Table(caption, tables.markdown(header, lines))
