@@ -938,3 +938,33 @@ def test_tensors_in_host_memory_go_by_the_default_stream(gpu, torch, dtype):
     for name, x in zip("QKV", arrays, strict=True):
         assert given[name].tobytes() == x.values.tobytes()
     assert streams_of(gpu) == [0] and not torch.entered
+
+
+def _with_functions(x, table):
+    functions = {
+        "score_mod": lambda s, b, h, i, j: s * x + table[i],
+        "mask_mod": lambda b, h, i, j: i >= j or table[i] > x,
+    }
+    return call_of("q", "k", "v", "out", **functions)
+
+
+def test_calls_of_functions_are_kept_by_their_code_and_what_they_capture(gpu, kept):
+    """An array by what it is, wherever it lies; a number by its value."""
+
+    def table(rows=NQ):
+        return Array(aligned((rows,), "float32"))
+
+    cases = [_with_functions(x, table()) for x in (2.0, 3.0, 2)]
+    wanted = [as_first(gpu, call, call.made("interface")) for call in cases]
+    for call, want in zip(cases, wanted, strict=True):
+        assert asked(gpu, call, call.made("interface")) == want
+    assert len(kept) == len(cases) and len({str(want[0]) for want in wanted}) == len(cases)
+    other = table()
+    with mock.patch.object(launch_cache, "run_and_keep") as planned:
+        call = _with_functions(2.0, other)
+        assert asked(gpu, call, call.made("interface")) == wanted[0]
+    assert not planned.called and str(address(other)) in str(gpu.launches[-1])
+    asked(gpu, call := _with_functions(2.0, table(NQ + 1)), call.made("interface"))
+    assert len(kept) == len(cases) + 1
+    asked(gpu, call := _with_functions(2.0, np.zeros(NQ, np.float32)), call.made("interface"))
+    assert len(kept) == len(cases) + 1

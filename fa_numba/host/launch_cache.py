@@ -5,8 +5,9 @@ under a key of all that these depend on: what was asked for, and of each array t
 dtype, shape, strides and alignment. A later call with an equal key skips all that and replays the
 record with its own addresses. Only calls that succeeded are kept, so what is refused once is
 refused again. Lengths are part of the key by their values, read back from a GPU by each call, but
-for those beside a block table there. Never kept, and so checked and planned each time, are calls
-with host arrays, JAX arrays or block masks.
+for those beside a block table there; of functions the code is, and the numbers that they capture.
+Never kept, and so checked and planned each time, are calls with host arrays, JAX arrays or block
+masks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fa_numba import device
+from fa_numba import device, mods
 from fa_numba.device.launch_record import DeviceArray, LaunchRecord, Word
 from fa_numba.host import placement
 from fa_numba.host.arrays import HOST, Operand, address_and_kind, on_host, operand, pointer_of
@@ -106,7 +107,12 @@ def describe_call(
     if paged and options.get("check_table"):
         return None
     named = (*ARRAYS, *PAGING, "new_lens") if paged else tuple(ARRAYS)
-    for array in (*arrays, *map(options.get, named), out):
+    captured: list[Any] = []
+    for name in mods.PARAMETERS:
+        if options.get(name) is not None and not _add_function(name, options[name], key, captured):
+            return None
+    others = map(options.get, named[len(ARRAYS) :])
+    for array in (*arrays, *map(options.get, ARRAYS), *captured, *others, out):
         if array is None:
             key.append(None)
             continue
@@ -126,12 +132,29 @@ def describe_call(
             key += (name, kind, value)
         elif kind is tuple and name != "block_mask":
             key += (name, *map(type, value), value)
-        elif name not in named:
+        elif name not in named and name not in mods.PARAMETERS:
             content = _content(name, value) if name in LENGTHS else None
             if content is None:
                 return None
             key += (name, *content)
     return Call(tuple(key), pointers, seed_words(seed, offset))
+
+
+def _add_function(name: str, function: Any, key: list[Any], arrays: list[Any]) -> bool:
+    """Add what a call depends on of a caller's function to ``key``, and what it captures to that or
+    to ``arrays``; False for one that only the checks can judge.
+    """
+    try:
+        mod, values = mods.captured(name, function)
+    except (TypeError, ValueError):
+        return False
+    key += (name, mod)
+    for _, value in values:
+        if mods.is_array(value) and not isinstance(value, np.generic):
+            arrays.append(value)
+        else:
+            key += (type(value), value)
+    return True
 
 
 def _content(name: str, value: Any) -> tuple | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import functools
 import inspect
 import linecache
@@ -45,21 +46,30 @@ class Source:
         constant = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
         return rest if constant else self.node.body
 
-    def outside(self, function: FunctionType) -> dict[str, Any]:
-        """What the names stand for that it takes from outside, in an order that the names have no
-        part in; without those that stand for nothing.
-        """
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """The names that are not its own, in an order that they have no part in."""
         nodes = (node for statement in self.body for node in ast.walk(statement))
         taken = dict.fromkeys(node.id for node in nodes if isinstance(node, ast.Name))
-        known = vars(builtins) | function.__globals__
-        cells = zip(self.code.co_freevars, function.__closure__ or (), strict=True)
-        for name, cell in cells:
-            try:
-                known[name] = cell.cell_contents
-            except ValueError:  # not assigned yet
-                known.pop(name, None)
         own = set(self.code.co_varnames)
-        return {name: known[name] for name in taken if name in known and name not in own}
+        return [name for name in taken if name not in own]
+
+    def outside(self, function: FunctionType) -> dict[str, Any]:
+        """What the names stand for that it takes from outside, without those that stand for
+        nothing.
+        """
+        cells = dict(zip(self.code.co_freevars, function.__closure__ or (), strict=True))
+        found = {}
+        for name in self.names:
+            if name in cells:
+                with contextlib.suppress(ValueError):  # not assigned yet
+                    found[name] = cells[name].cell_contents
+                continue
+            for known in (function.__globals__, vars(builtins)):
+                if name in known:
+                    found[name] = known[name]
+                    break
+        return found
 
 
 def source_of(option: str, function: Any, parameters: int) -> Source:
