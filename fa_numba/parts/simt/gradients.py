@@ -83,7 +83,8 @@ def make_update_rows(spec):
 def make_row_dots(spec):
     """``row_dots(rD, rL, sdO, O, tile)``: D = rowsum(dO o O), dO in shared memory, less dL."""
     TM, DN, TX, TY = spec.TM, spec.DN, spec.tx_count, spec.ty_count
-    STEP, TURN = spec.lane_step, (4 - spec.rows_q.pitch // 4) % 8 if 8 <= TX < 32 else 0
+    STEP = spec.lane_step
+    TURN = (4 - spec.rows_q.pitch // 4) % 8 if STEP == 2 and TX >= 8 else 0
     row_bytes, flip = 4 * spec.rows_q.pitch, flip_of(spec.rows_q)
     RO = TM * DN * 4
     read_rows, subtract_dlse = make_read_rows(spec), _make_subtract_dlse(spec)
