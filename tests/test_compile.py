@@ -368,6 +368,10 @@ WGMMA_CASES = [
     (80, 192, 112, ()),
     (128, 192, 80, ()),
     (64, 192, 80, ("q_lens", "kv_lens")),
+    (64, 192, 128, ("causal", "sinks")),
+    (128, 128, 128, ("causal", "sinks")),
+    (256, 128, 80, ("sinks",)),
+    (64, 128, 128, ("sinks", "shared heads", "kv_lens")),
     (64, 128, 128, ("dropout",)),
     (128, 128, 128, ("causal", "dropout")),
     (64, 128, 128, ("window", "softcap", "packed", "dropout")),
@@ -450,6 +454,8 @@ WGMMA_FA1_CASES = [
     (256, None, ("causal",)),
     (256, None, ("window", "softcap", "q_lens")),
     (256, (128, 32), ()),
+    (64, None, ("causal", "sinks")),
+    (128, None, ("sinks", "q_lens")),
 ]
 
 
@@ -623,7 +629,7 @@ WGMMA_FA1_BACKWARD_CASES = [
     (128, (), True, False),
     (80, (), False, True),
     (40, ("causal",), False, False),
-    (64, ("causal", "dlse"), True, False),
+    (64, ("dlse",), True, False),
     (128, ("dlse",), False, False),
 ]
 
@@ -698,7 +704,7 @@ def test_a_backward_kernel_compiles_within_its_budgets(case):
     assert ("red.global.add.f32" in ptx) == (name in ("fa2", "fa1 splits"))
 
 
-OPTIONS = ("window", "softcap", "bias", "alibi", "q_lens", "packed", "sparse", "dropout")
+OPTIONS = ("window", "softcap", "bias", "alibi", "sinks", "q_lens", "packed", "sparse", "dropout")
 
 
 @pytest.mark.slow
@@ -805,7 +811,7 @@ MMA_CASES = [
     *(
         (name, "sm_90a", 64, "float16", option)
         for name in MMA
-        for option in ("window", "softcap", "bias", "alibi", "packed", "dropout")
+        for option in ("window", "softcap", "bias", "alibi", "sinks", "packed", "dropout")
     ),
     *(
         (name, "sm_90a", 128, "float16", option)
