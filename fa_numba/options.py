@@ -89,10 +89,10 @@ class AttentionOptions(TypedDict, total=False):
     ``layout``: "bhnd" for q (B, Hq, Nq, d), k and v (B, Hk, Nk, d), unless given; "bnhd" for q
         (B, Nq, Hq, d), k and v (B, Nk, Hk, d). Outputs and gradients have it too; lse does not.
     ``precision``: how products of float32 matrices are computed. "ieee", unless given, in float32
-        on CUDA cores. On tensor cores, forward in both orders, an element as a sum of 16-bit ones:
-        "fp16x3" of two float16, three products; "bf16x6" of three bfloat16, six products;
-        "bf16x3" of two bfloat16, three products, 2^-16 of each element is lost. Sums are in float32
-        in all.
+        on CUDA cores. On tensor cores, an element as a sum of 16-bit ones: "fp16x3" of two
+        float16, three products, forward; "bf16x6" of three bfloat16, six products; "bf16x3" of two
+        bfloat16, three products, 2^-16 of each element is lost. Sums are in float32 in all. Forward
+        in both orders, backward FlashAttention-2, without ``deterministic``.
     """
 
     scale: float | None

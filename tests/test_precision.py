@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from backward_helpers import differentiate, saved, true_gradients, with_dlse
 from helpers import EPS, _distance, assert_within, attend, changing, random_inputs, truth
 
 import fa_numba
@@ -75,6 +76,49 @@ def test_results_and_counts(device, algorithm, name, precision):
     lost = 2.0**-15 if precision == "bf16x3" else 0.0
     assert_within("O", result.O, want.O, want.O_bound + lost * np.linalg.norm(want.O))
     assert_within("L", result.L, want.L, want.L_bound + lost * np.sqrt(want.L.size))
+
+
+# (B, Hq, Hk, Nq, Nk, d), tiles and options of a backward call; beyond d = 64 two warps have the
+# same columns.
+BACKWARD = {
+    "padded d": ((1, 2, 1, 37, 45, 24), Tiles(32, 32), {}),
+    "32 columns a warp": ((1, 1, 1, 20, 70, 16), Tiles(16, 64, 64), {"causal": True}),
+    "two warps": ((1, 1, 1, 40, 70, 72), Tiles(32, 32), {"causal": True}),
+    "two warps, dropout": ((1, 1, 1, 33, 40, 80), Tiles(32, 32), {"dropout_p": 0.6, "seed": 5}),
+    "unaligned": ((1, 2, 2, 21, 35, 6), Tiles(16, 16), {"layout": "odd"}),
+    # Two warps down the rows of dQ
+    "lengths": ((2, 2, 1, 20, 40, 8), Tiles(32, 32), {"q_lens": [20, 7], "kv_lens": [9, 40]}),
+    "packed": (
+        (1, 2, 1, 40, 50, 8), Tiles(16, 16),
+        {"cu_seqlens_q": [0, 33, 40], "cu_seqlens_k": [0, 9, 50]},
+    ),
+    "scores": (
+        (1, 2, 1, 20, 37, 16), Tiles(16, 16),
+        {"softcap": 1.5, "bias": normal(1, 2, 20, 37), "alibi_slopes": np.float32([0.5, 0.1])},
+    ),
+    "dropout": ((1, 1, 1, 20, 70, 16), Tiles(16, 64), {"dropout_p": 0.6, "seed": 5}),
+    "dlse": ((1, 1, 1, 20, 35, 16), Tiles(16, 16), {"dlse": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["bf16x6", "bf16x3"])
+@pytest.mark.parametrize("name", BACKWARD)
+def test_gradients_and_counts(device, name, precision):
+    shape, tiles, options = BACKWARD[name]
+    q, k, v = inputs(shape, **options)
+    arrays = np.random.default_rng(1).standard_normal(q.shape, dtype=np.float32), q, k, v
+    given = {"tiles": tiles, **options}
+    layout = given.pop("layout", "padded")
+    if given.pop("dlse", False):
+        given = with_dlse(arrays, given)
+    values = saved(q, k, v, **given)
+    facts = {"saved_values": values, "unit": "mma", "precision": precision, "layout": layout}
+    found = differentiate(device, "fa2", *arrays, **facts, **given)
+    want = true_gradients(*arrays, saved_values=values, return_dbias="bias" in given, **given)
+    lost = 2.0**-14 if precision == "bf16x3" else 0.0
+    for of, gradient in zip(want.bounds, found, strict=False):
+        exact = getattr(want, of)
+        assert_within(of, gradient, exact, want.bounds[of] + lost * np.linalg.norm(exact))
 
 
 def outliers(shape, share=1e-3, size=100.0):
@@ -163,8 +207,17 @@ REFUSED = {
         ["precision is 'fp16x3' with algorithm 'standard', pass 'fwd'", "allowed is 'ieee'",
          "the forward pass of fa1 on tensor cores ('mma')", "the forward pass of fa2"],
     ),
-    "backward": (
-        {"precision": "fp16x3", "passes": "bwd"}, ["algorithm 'fa2', pass 'bwd'", "'ieee'"],
+    "float16 backward": (
+        {"precision": "fp16x3", "passes": "bwd"},
+        ["algorithm 'fa2', pass 'bwd'", "'ieee' or 'bf16x6' or 'bf16x3'"],
+    ),
+    "fa1 backward": (
+        {"precision": "bf16x6", "passes": "bwd", "algorithm": "fa1"},
+        ["algorithm 'fa1', pass 'bwd'", "allowed is 'ieee'; more have"],
+    ),
+    "one order": (
+        {"precision": "bf16x6", "passes": "bwd", "deterministic": True},
+        ["precision is 'bf16x6' with deterministic=True: allowed is 'ieee'"],
     ),
     "CUDA cores": (
         {"precision": "fp16x3", "unit": "simt"},

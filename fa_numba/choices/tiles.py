@@ -116,7 +116,7 @@ def mma_tiles(
     Br, Bc = _needed(Br, seqlen_q, least_rows), _needed(Bc, seqlen_k, least_columns)
     found = _shrunk(Br, Bc, select, least_rows, least_columns)
     threads = None
-    if gradients and algorithm == "fa1":  # which reads O and dQ too: 16 columns a warp
+    if gradients and (algorithm == "fa1" or planes):  # which reads O and dQ too: 16 columns a warp
         threads = 2 * least_rows // 16 * found.Bc
     elif algorithm == "standard":
         threads = 2 * found.Br if found.Br == found.Bc == 128 else None

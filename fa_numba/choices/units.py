@@ -58,8 +58,8 @@ class Unit(ABC):
     standard_backward, fa1_backward and fa2_backward, or some of them, whose factories have one set
     of names. What an algorithm has a choice of, by (algorithm, pass): ``staged`` how many tiles of
     K and V are in memory, ``splits_queries`` how many blocks share a head, ``splits_columns`` how
-    many share a row tile, ``splits_keys`` what the warps share, ``splits_floats`` of how many
-    planes float32 is; ``measures`` names what its kernels can do without, and the algorithms.
+    many share a row tile, ``splits_keys`` what the warps share, ``precisions`` of what planes
+    float32 is; ``measures`` names what its kernels can do without, and the algorithms.
 
     The methods that give a ``Shape`` raise ValueError for tiles that cannot be.
     """
@@ -75,7 +75,7 @@ class Unit(ABC):
     staged: Mapping[tuple[str, str], int] = {}
     splits_queries: frozenset[tuple[str, str]] = frozenset()
     splits_keys: frozenset[tuple[str, str]] = frozenset()
-    splits_floats: frozenset[tuple[str, str]] = frozenset()
+    precisions: Mapping[tuple[str, str], tuple[str, ...]] = {}
     splits_columns: frozenset[tuple[str, str]] = frozenset()
     measures: Mapping[str, tuple[str, ...]] = {}
 
@@ -225,7 +225,11 @@ class Mma(Unit):
     splits_columns = frozenset({("fa2", "fwd")})
     splits_queries = frozenset({("fa1", "fwd"), ("fa1", "bwd")})
     splits_keys = frozenset({("fa1", "fwd")})
-    splits_floats = frozenset({("fa1", "fwd"), ("fa2", "fwd")})
+    precisions: Mapping[tuple[str, str], tuple[str, ...]] = {
+        ("fa1", "fwd"): ("fp16x3", "bf16x6", "bf16x3"),
+        ("fa2", "fwd"): ("fp16x3", "bf16x6", "bf16x3"),
+        ("fa2", "bwd"): ("bf16x6", "bf16x3"),
+    }
     measures = tiling.MEASURES
 
     def forward(self, request: Request) -> Shape:
@@ -246,7 +250,8 @@ class Mma(Unit):
         select = _selecting(tiling.select_mma_backward_spec, request, algorithm=algorithm)
         facts = {"splits_queries": request.choices.query_splits > 1, **_flash_facts(request)}
         facts["vector_adds"] = request.capability >= (9, 0)
-        rule = _by_table(mma_tiles, request)
+        precision = replace(PLAIN, precision=request.features.precision)
+        rule = _by_table(mma_tiles, request, 1, precision)
         if algorithm == "fa2":
             rule = functools.partial(unspilled, request, rule)
         return self.shaped(request, select, rule, facts)

@@ -46,7 +46,7 @@ def forward(request: Request) -> Plan:
             own += _split_sums(request, spec.tile_heads, splits)
             if not unit.copies_boxes:
                 bound |= _unwritten(request, spec.tile_heads)
-        before, of_planes, taken = _planes(request)
+        before, of_planes, taken = _planes(request, spec)
         own += of_planes
         bound |= taken
         launches = (*before, Launch.of(kernel, grid, scale="score_scale", **bound), *merge)
@@ -67,7 +67,7 @@ def forward(request: Request) -> Plan:
         rows = {"Q": GROUP_ROWS, "K": tiles.Bc, "V": tiles.Bc, "O": GROUP_ROWS}
         by_boxes = {name: Boxes(name, n) for name, n in rows.items()}
         by_boxes["A"] = Boxes("A", GROUP_ROWS, "float32")
-    before, of_planes, taken = _planes(request)
+    before, of_planes, taken = _planes(request, spec)
     if taken:
         taken["A"] = Untouched(request.q_shape)
     launches = (*before, Launch.of(kernel, grid, L=L, scale="score_scale", **by_boxes, **taken))
@@ -79,10 +79,10 @@ def forward(request: Request) -> Plan:
 
 
 def _planes(
-    request: Request,
+    request: Request, spec: Any
 ) -> tuple[tuple[Launch, ...], tuple[Buffer, ...], dict[str, Argument]]:
-    """What makes planes of Q, K and V, where these lie, their powers, and what those are of; and
-    what a kernel takes in the place of the three. Nothing where they are taken as they are.
+    """What makes planes of Q, K and V, and of dO backward, where these lie, their powers, and what
+    those are of; and what a kernel takes in their place. Nothing where they are taken as they are.
     """
     p, launches, buffers = request.problem, [], []
     taken: dict[str, Argument] = {}
@@ -90,10 +90,13 @@ def _planes(
     if precision.planes == 1:
         return (), (), {}
     shapes = {"Q": request.q_shape, "K": request.k_shape, "V": request.k_shape}
-    for (name, shape), power in zip(shapes.items(), POWERS, strict=True):
-        lens, keys = request.lengths_of_rows, name != "Q"
+    if request.choices.passes == "bwd":
+        shapes["dO"] = request.q_shape
+    for (name, shape), power in zip(shapes.items(), (*POWERS, ""), strict=False):
+        lens, keys = request.lengths_of_rows, name in "KV"
         keys &= lens != PLAIN
-        facts = planes.PlaneFacts(lens, p.head_dim, p.precision, request.aligned, keys)
+        sizes = p.head_dim, spec.columns
+        facts = planes.PlaneFacts(lens, *sizes, p.precision, request.aligned, keys)
         heads, rows, of = shape[:2], shape[2], f"largest of {name}"
         row, of_name = precision.planes * facts.columns, f"planes of {name}"
         taken[name] = of_name
@@ -110,6 +113,13 @@ def _planes(
         kernel = planes.make_split_rows(facts)
         launches.append(Launch.of(kernel, grid, X=name, planes=of_name, **scaling))
     return tuple(launches), tuple(buffers), taken
+
+
+def _row_sums_of_planes(request: Request) -> Launch:
+    """D, and A = 0, where dO is taken as planes too."""
+    p = request.problem
+    facts = planes.PlaneFacts(request.lengths_of_rows, p.head_dim, 0, "", request.aligned, False)
+    return Launch.of(planes.make_row_sums(facts), _by_rows(request, 4), X="dO")
 
 
 def _split_sums(request: Request, heads: int, splits: int) -> tuple[Buffer, ...]:
@@ -220,16 +230,20 @@ def _fa2_backward(request: Request, decided: Decision) -> Plan:
     how: dict[str, Any] = {"dbias": request.choices.return_dbias, "group_splits": splits}
     how |= {"dlse": request.choices.dlse, "dsinks": request.choices.return_dsinks}
     workspace = [Buffer("D", request.row_shape)]
-    sums = "dQ" if request.dtype.sums_in_place else "A"
+    sums = "dQ" if request.dtype.sums_in_place and spec.planes == 1 else "A"
+    before, of_planes, taken = _planes(request, spec)
+    workspace += of_planes
     sum_of_dq: dict[str, Argument] = {} if atomic else {sums: Untouched(request.q_shape)}
+    row_sums = sinks.row_sums(request, atomic) if not taken else _row_sums_of_planes(request)
     boxes = _boxes(request, tiles, spec, splits == 1)
-    bound = {"scale_log2": "score_scale", **boxes, **sum_of_dq}
+    bound = {"scale_log2": "score_scale", **boxes, **sum_of_dq, **taken}
     parts = {"dK": "parts of dK", "dV": "parts of dV"} if splits > 1 else {}
     if splits > 1:
         # Heads of a share, or shares of a head.
         bound |= parts | {"group": max(p.group // splits, splits // p.group)}
     launches = [
-        sinks.row_sums(request, atomic),
+        row_sums,
+        *before,
         Launch.of(kernels.make_backward(spec, atomic), over_columns, **bound),
     ]
     if not atomic:
@@ -303,7 +317,9 @@ def _rounding(
     """
     unit, p = UNITS[request.unit], request.problem
     kernels, facts = unit.kernels.rows, (p.head_dim, *unit.row_facts(request))
-    own = {"splits": splits} if splits > 1 else {}
+    own: dict[str, Any] = {"splits": splits} if splits > 1 else {}
+    if request.features.precision:
+        own["precision"] = request.features.precision
     kernel = kernels.make_round_rows(*facts, **own)
     return Launch.of(kernel, _by_rows(request, kernels.WARPS, keys), A=A, dQ=out, scale=scale)
 

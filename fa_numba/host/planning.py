@@ -92,12 +92,16 @@ def _check_precision(request: Request) -> None:
     given = f"precision is {request.problem.precision!r}"
     if request.problem.pages is not None:
         raise ValueError(f"{given} with a block_table: allowed is 'ieee'")
-    if not any(request.kernel in unit.splits_floats for unit in UNITS.values()):
-        algorithm, passes = request.kernel
+    algorithm, passes = request.kernel
+    found = [name for u in UNITS.values() for name in u.precisions.get(request.kernel, ())]
+    if request.problem.precision not in found:
+        allowed = " or ".join(map(repr, ("ieee", *dict.fromkeys(found))))
         raise ValueError(
-            f"{given} with algorithm {algorithm!r}, pass {passes!r}: allowed is 'ieee', only "
-            f"{having(lambda u: u.splits_floats, passes=True)} has others"
+            f"{given} with algorithm {algorithm!r}, pass {passes!r}: allowed is {allowed}; more "
+            f"have {having(lambda u: u.precisions, passes=True)}"
         )
+    if request.choices.deterministic:
+        raise ValueError(f"{given} with deterministic=True: allowed is 'ieee'")
 
 
 def _check_forward(request: Request, unit: Unit) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from fa_numba.dtypes import DTYPES
+from fa_numba.dtypes import DTYPES, PRECISIONS
 from fa_numba.io_model.accesses import Accesses, add_up, check_dbias, count, sink_gradients
 from fa_numba.io_model.paging import table_reads
 from fa_numba.io_model.planes import of_planes, row_loaded
@@ -97,7 +97,7 @@ def fa2_backward(
     sum r_i c_j atomic adds to dbias, each a load and a store; with `dlse` the row sums load dL and
     L, N_q each. `dsinks` loads L and D, N_q each, for dsinks, one a head.
 
-    In 16 bits dQ is summed in a float32 array `A`, and then rounded:
+    In 16 bits, and of float32 in planes, dQ is summed in a float32 array `A`, and then rounded:
         loads  A: N_q' d    stores  dQ: N_q' d
 
     `deterministic` goes without the atomic adds to dQ, its zeros and its rounding: a second sweep,
@@ -115,24 +115,26 @@ def fa2_backward(
     d, head = problem.head_dim, whole_sums(problem, tiles, problem.heads_q)
     shared = whole_sums(problem, tiles, problem.heads_k)
     visits = visit_sums(problem, tiles, block_mask)
-    kept = "dQ" if DTYPES[problem.dtype].sums_in_place else "A"
+    split = PRECISIONS[problem.precision].planes > 1
+    kept = "dQ" if DTYPES[problem.dtype].sums_in_place and not split else "A"
+    row = row_loaded(problem, backward=True)
     adds = {kept: 0 if deterministic else visits.rows * d, "dbias": visits.pairs if dbias else 0}
 
     of_lse = dict.fromkeys(("dL", "L"), head.rows if dlse else 0)
     row_sums = count(
         problem,
-        {"O": head.rows * d, "dO": head.rows * d} | of_lse,
+        {"O": head.rows * d, "X" if split else "dO": head.rows * d} | of_lse,
         {"D": head.rows, kept: 0 if deterministic else head.all_rows * d},
     )
     over_columns = count(
         problem,
         {
-            "Q": visits.rows * d,
-            "dO": visits.rows * d,
+            "Q": visits.rows * row,
+            "dO": visits.rows * row,
             "L": visits.rows,
             "D": visits.rows,
-            "K": splits * shared.columns * d,
-            "V": splits * shared.columns * d,
+            "K": splits * shared.columns * row,
+            "V": splits * shared.columns * row,
             "bias": visits.pairs if problem.bias else 0,
         }
         | adds,
@@ -157,7 +159,7 @@ def fa2_backward(
         rounded = head.all_rows * d
         parts.append(count(problem, {"A": rounded}, {"dQ": rounded}))
     if splits == 1:
-        return add_up(problem, parts)
+        return of_planes(problem, tiles, add_up(problem, parts), backward=True)
     summed = 2 * shared.all_columns * d
     parts.append(count(problem, {"A": splits * summed}, {"dQ": summed}))
     return replace(add_up(problem, parts), sums=("dK", "dV"))

@@ -11,16 +11,19 @@ from fa_numba.io_model.visits import whole_sums
 from fa_numba.problem import BlockSizes, Problem
 
 
-def row_loaded(problem: Problem) -> int:
-    """Elements that a kernel loads of a row of Q, K or V: d, or those of all planes, of d rounded
-    up to a multiple of 16.
+def row_loaded(problem: Problem, backward: bool = False) -> int:
+    """Elements that a kernel loads of a row of Q, K, V or dO: d, or those of all planes, of d
+    rounded up to a multiple of 16, ``backward`` beyond 64 of 32.
     """
-    planes = PRECISIONS[problem.precision].planes
-    return problem.head_dim if planes == 1 else planes * round_up(problem.head_dim, 16)
+    planes, d = PRECISIONS[problem.precision].planes, problem.head_dim
+    return d if planes == 1 else planes * round_up(d, 32 if backward and d > 64 else 16)
 
 
-def of_planes(problem: Problem, tiles: BlockSizes, kernel: Accesses) -> Accesses:
-    """The accesses of a ``kernel`` that takes Q, K and V as planes, and of those that make them.
+def of_planes(
+    problem: Problem, tiles: BlockSizes, kernel: Accesses, backward: bool = False
+) -> Accesses:
+    """The accesses of a ``kernel`` that takes Q, K and V as planes, and dO ``backward``, and of
+    those that make them.
 
     Of each, with N valid rows, P planes and d' = d rounded up to a multiple of 16:
         loads  X: N d; twice where the planes are scaled    stores  planes: N P d'
@@ -30,7 +33,7 @@ def of_planes(problem: Problem, tiles: BlockSizes, kernel: Accesses) -> Accesses
         return kernel
     queries = whole_sums(problem, tiles, problem.heads_q).rows
     keys = whole_sums(problem, tiles, problem.heads_k).columns
-    rows, times = queries + 2 * keys, 2 if precision.scaled else 1
+    rows, times = (2 if backward else 1) * queries + 2 * keys, 2 if precision.scaled else 1
     loads = {"X": times * rows * problem.head_dim}
-    before = count(problem, loads, {"planes": rows * row_loaded(problem)})
-    return replace(add_up(problem, [before, kernel]), halves=("Q", "K", "V", "planes"))
+    before = count(problem, loads, {"planes": rows * row_loaded(problem, backward)})
+    return replace(add_up(problem, [before, kernel]), halves=("Q", "K", "V", "dO", "planes"))

@@ -95,13 +95,15 @@ def workspace(
         row_bytes = round_up(DTYPES[problem.dtype].bytes * Nk, CHUNK_BYTES)
         return matrices * math.prod(rows_of_scores) * row_bytes
     rows = math.prod(problem.lse_shape)
-    kept = 0 if DTYPES[problem.dtype].sums_in_place else round_up(problem.head_dim, 2)
+    split = PRECISIONS[problem.precision].planes > 1 and passes == "bwd"
+    in_place = DTYPES[problem.dtype].sums_in_place and not split
+    kept = 0 if in_place else round_up(problem.head_dim, 2)
     if passes == "bwd":
         keys = math.prod(problem.k_shape[:-1])
         if algorithm == "fa2":
             of_queries = rows * (1 if deterministic else 1 + kept)
             of_parts = 2 * group_splits * keys * kept if group_splits > 1 else 0
-            return ELEMENT_BYTES * (of_queries + of_parts)
+            return ELEMENT_BYTES * (of_queries + of_parts) + _planes(problem, rows, True)
         keys = keys if query_splits > 1 else 0
         return ELEMENT_BYTES * (rows + 2 * keys) * kept
     if algorithm == "fa1":
@@ -111,12 +113,13 @@ def workspace(
     return found + _planes(problem, rows)
 
 
-def _planes(problem: Problem, rows: int) -> int:
-    """Bytes of the planes of Q, with so many rows, of K and of V."""
+def _planes(problem: Problem, rows: int, backward: bool = False) -> int:
+    """Bytes of the planes of Q, with so many rows, of K and of V; ``backward`` of dO too."""
     precision = PRECISIONS[problem.precision]
     if precision.planes == 1:
         return 0
     batch = 1 if problem.packed else problem.batch
     heads = batch * (problem.heads_q + 2 * problem.heads_k)
-    matrices = 2 * (rows + 2 * math.prod(problem.k_shape[:-1])) * row_loaded(problem)
+    rows = (2 if backward else 1) * rows + 2 * math.prod(problem.k_shape[:-1])
+    matrices = 2 * rows * row_loaded(problem, backward)
     return matrices + (heads * 4 * 129 if precision.scaled else 0)

@@ -17,11 +17,12 @@ from typing import NamedTuple
 from fa_numba.device import cuda, float32, int64, uint32
 from fa_numba.device.signature import array_type, half_type
 from fa_numba.dtypes import PRECISIONS
-from fa_numba.integers import ceil_div, round_up
+from fa_numba.integers import ceil_div
 from fa_numba.intrinsics.arithmetic import inverse_power, maximum
 from fa_numba.intrinsics.global_memory import write2
 from fa_numba.options import Features
 from fa_numba.parts import bind
+from fa_numba.parts import gradients as gradient_parts
 from fa_numba.parts import grid as grid_parts
 from fa_numba.parts.mma.pairs import make_read_floats
 from fa_numba.parts.mma.planes import make_split
@@ -37,18 +38,15 @@ _LEAST, _MOST, _FINITE = float32(2.0**-100), float32(2.0**126), float32(3.402823
 
 class PlaneFacts(NamedTuple):
     """What the kernels are compiled for: ``features`` say which rows there are, of K or V with
-    ``keys``.
+    ``keys``; planes have so many ``columns``.
     """
 
     features: Features
     head_dim: int
+    columns: int
     precision: str
     aligned: bool
     keys: bool
-
-    @property
-    def columns(self) -> int:
-        return round_up(self.head_dim, 16)
 
 
 @part
@@ -167,3 +165,36 @@ def make_split_rows(facts):
                         write2(planes_h, row, uint32(col + p * COLUMNS), words[p])
 
     return split_rows
+
+
+@cache
+def make_row_sums(facts):
+    """D = rowsum(X o O), X being dO, less dL, and A = 0; over (N / 4, H, B) blocks: Alg. 2, lines 3
+    and 4 of FlashAttention-2, where dO in planes has a name of its own. A warp takes a row.
+    """
+    grid, gradients = bind(facts, grid_parts, gradient_parts)
+    d = facts.head_dim
+    arrays = (array_type(4), array_type(4), array_type(3), array_type(4))
+
+    @cuda.jit((*arrays, facts.features.argument_type), 128, 0)
+    def row_sums_of_floats(X, O, D, A, options):
+        head = grid.query_head(O.shape[2], 0, options)
+        lane = uint32(cuda.threadIdx.x) % uint32(32)
+        row = uint32(cuda.blockIdx.x * 4 + cuda.threadIdx.x // 32)
+        Xh, Oh = grid.query_rows(X, head), grid.query_rows(O, head)
+        Dh, Ah = grid.query_rows(D, head), grid.query_rows(A, head)
+        dot, col = float32(0.0), lane
+        while col < uint32(d):
+            if row < head.Nq:
+                dot += Xh[row, col] * Oh[row, col]
+            if row < uint32(Oh.shape[0]):
+                Ah[row, col] = float32(0.0)
+            col = uint32(col + 32)
+        step = 16
+        while step > 0:
+            dot += cuda.shfl_xor_sync(FULL_WARP, dot, step)
+            step //= 2
+        if lane == uint32(0) and row < head.Nq:
+            Dh[row] = gradients.row_less_dlse(dot, head, row)
+
+    return row_sums_of_floats

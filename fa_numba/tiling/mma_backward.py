@@ -71,7 +71,8 @@ class MmaBackwardSpec(MmaSpec):
         or V, where they look for Q.
         """
         rows = self.Br // self.row_warps
-        keeps = self.row_warps == 1 and self.accumulators + 4 * self.TN * self.DN <= 176
+        kept = 4 * self.planes * self.TN * self.DN
+        keeps = self.row_warps == 1 and self.accumulators + kept <= 176
         return self._transposed(16 * self.DN, rows, keeps)
 
     @property
@@ -95,8 +96,11 @@ class MmaBackwardSpec(MmaSpec):
 
     @property
     def accumulators(self) -> int:
-        """Registers of one thread's parts of dK and dV, and of S and dP."""
-        return 2 * self.TN * (4 * self.DN // self.row_warps + self.TM)
+        """Registers of one thread's parts of dK and dV, and of S and dP; of planes one of these has
+        two sums.
+        """
+        found = 2 * self.TN * (4 * self.DN // self.row_warps + self.TM)
+        return found + (self.TN * self.TM if self.planes > 1 else 0)
 
     @property
     def warp_parts(self) -> tuple[int, int, int, int]:
@@ -141,10 +145,15 @@ class MmaBackwardSpec(MmaSpec):
         return TileRows(self.Br, swizzled=False, padded=True)
 
     @property
+    def plane_of_scores(self) -> int:
+        """16-bit elements of a plane of dST in shared memory."""
+        return self.Bc * self.rows_ds.pitch
+
+    @property
     def tile_halves(self) -> tuple[int, ...]:
         """16-bit elements of a row tile, a column tile and a tile of dST in shared memory."""
         pitch = self.rows.pitch
-        return self.Br * pitch, self.Bc * pitch, self.Bc * self.rows_ds.pitch
+        return self.Br * pitch, self.Bc * pitch, self.planes * self.plane_of_scores
 
     @property
     def shared_bytes(self) -> int:

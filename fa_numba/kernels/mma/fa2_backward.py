@@ -8,7 +8,7 @@ rounded; or by a second sweep with Q outer, in one order. Warps, memory, accesse
 from functools import cache
 
 from fa_numba.device import cuda, float32, uint32
-from fa_numba.device.signature import arguments, array_type, half_type
+from fa_numba.device.signature import arguments, array_type, half_type, result_type
 from fa_numba.intrinsics.async_copy import commit_async, wait_async
 from fa_numba.parts import bind, mma
 from fa_numba.parts.records import Tile
@@ -24,7 +24,7 @@ def make_backward(spec, atomic=True):
     TM, RS, RQ = spec.TM, spec.TM * spec.TN, 8 * spec.query_fragments * spec.query_chunks
     RG, RF, RK = spec.cap_registers, spec.scores.q_registers, spec.column_registers
     Br, Bc, halves, rows = spec.Br, spec.Bc, half_type(4), array_type(3)
-    arrays = [*[halves] * 4, rows, rows, array_type(4), halves, halves]
+    arrays = [*[halves] * 4, rows, rows, array_type(4), *[result_type(spec.planes, 4)] * 2]
 
     @cuda.jit(arguments(arrays, 2, 1, spec.features.argument_type), *spec.launch)
     def fa2_backward(Q, K, V, dO, L, D, A, dK, dV, scale, scale_log2, group, options):
@@ -197,6 +197,7 @@ Shared memory, 16-bit elements:  2 (2 Br + Bc) d + U Bc (Br + 8) + 8 Br
     U = 1 up to d = 64, else 2; d rounded up to a multiple of 16 U
     in bytes at the default tiles:  59904 (d=64, 32 x 128), 168960 (d=128, 64 x 128), 141824
     (d=256, 32 x 64)
+    Of float32 matrices in P planes, P times as many but for 8 Br.
 Accesses, elements per head:  loads 2 Nk d + Tc (2 Nq d + 2 Nq), stores 2 Nk d, and Tc Nq d atomic
     adds to A, each a load and a store; with a causal mask only the row tiles that see column
     tile j. The row sums D take 2 Nq d loads before, and Nq + Nq d stores with A = 0; rounding A to

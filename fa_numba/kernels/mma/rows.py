@@ -1,11 +1,12 @@
 """Rows of 16-bit arrays, a warp a row: D = rowsum(dO o O); and float32 sums, rounded."""
 
+from dataclasses import replace
 from functools import cache
 
 from numba import types
 
 from fa_numba.device import cuda, float32, uint32
-from fa_numba.device.signature import array_type, half_type
+from fa_numba.device.signature import array_type, half_type, result_type
 from fa_numba.options import PLAIN
 from fa_numba.parts import bind, mma
 from fa_numba.parts.namespace import RowFacts
@@ -56,16 +57,17 @@ def make_row_sums(head_dim, dtype, aligned, clear, features):
 
 
 @cache
-def make_round_rows(head_dim, dtype, aligned, splits=1):
-    """dQ = scale A in 16 bits, or dK, or dV. Over (N / 4, H, B) blocks; a warp takes a row.
+def make_round_rows(head_dim, dtype, aligned, splits=1, precision=""):
+    """dQ = scale A in 16 bits, or dK, or dV; in float32 with a ``precision``. Over (N / 4, H, B)
+    blocks; a warp takes a row.
 
     A may be in so many ``splits``, neighbours along the axis of heads, which are added up in their
     order.
     """
-    facts = RowFacts(PLAIN, head_dim, dtype, aligned)
+    facts = RowFacts(replace(PLAIN, precision=precision), head_dim, dtype, aligned)
     (pairs,) = bind(facts, mma.pairs)
 
-    arrays = (array_type(4), half_type(4))
+    arrays = (array_type(4), result_type(facts.features.planes, 4))
     arguments = (*arrays, types.float32, PLAIN.argument_type)
 
     @cuda.jit(arguments, 32 * WARPS, 0)

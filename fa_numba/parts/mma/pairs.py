@@ -34,7 +34,7 @@ def make_write_two(spec, cols_end=None):
     ``cols_end`` is the length of T's rows, where that is not the head dimension of ``spec``.
     """
     if spec.features.planes > 1:  # O of float32 matrices
-        return _make_write_two_floats(spec)
+        return _make_write_two_floats(spec, cols_end or spec.head_dim)
     d, aligned = spec.head_dim if cols_end is None else cols_end, spec.aligned
     pack, _ = conversions(spec.dtype)
 
@@ -53,13 +53,13 @@ def make_write_two(spec, cols_end=None):
 
 
 @part
-def _make_write_two_floats(spec):
+def _make_write_two_floats(spec, d):
     """The same in float32, as they are."""
-    d, aligned, write_floats = spec.head_dim, spec.aligned, make_write_floats(spec)
+    aligned = spec.aligned
 
     def write_two(T, row, col, low, high):
         if aligned:
-            write_floats(T, int64(row), int64(col), col < uint32(d), low, high)
+            write_pair(T, int64(row), int64(col), low, high, col < uint32(d))
         else:
             if col < uint32(d):
                 T[row, col] = low

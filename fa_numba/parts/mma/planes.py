@@ -12,12 +12,15 @@ In a row of a tile in shared memory, and in registers, plane p begins ``planes``
 """
 
 from functools import cache
+from typing import Any, NamedTuple
 
-from fa_numba.device import cuda, device_function, float32, uint32
+from fa_numba.device import cuda, device_function, float32, int64, uint32
 from fa_numba.dtypes import DTYPES
 from fa_numba.intrinsics.arithmetic import ONE
 from fa_numba.intrinsics.matrix import MMA, ldmatrix, ldmatrix_transposed
-from fa_numba.parts.layout import make_warp_column
+from fa_numba.intrinsics.shared import store2
+from fa_numba.parts.dropout import kept_if
+from fa_numba.parts.layout import make_column, make_row, make_warp_column
 from fa_numba.parts.mma.chunks import conversions
 from fa_numba.parts.mma.fragments import make_load_fragment, make_place
 from fa_numba.parts.mma.swizzle import make_further
@@ -84,24 +87,26 @@ def _no_product(a, b, c, d, e, f, g):
 
 
 @part
-def _make_multiply(dtype, planes, step, count=None):
+def _make_multiply(dtype, planes, step, beside=2, count=None):
     """``multiply(rL, rT, low, high, rA, a, rB)``: the products of the planes of a fragment of A,
     from rA[a] on and ``step`` registers apart, with those of B, added to 16 x 16 elements at
-    ``low`` and ``high``: A0 B0 to rL, the others to rT, from the smallest on. The first ``count``.
+    ``low`` and ``high``, 8 columns on ``beside`` registers further: A0 B0 to rL, the others to rT,
+    from the smallest on. The first ``count``.
     """
     order = [(i, n - i) for n in range(planes - 1, -1, -1) for i in range(n + 1)]
     count = len(order) if count is None else count
     i, j = order[count - 1]
     A, B, largest = step * i, 4 * j, count == len(order)
     mma = MMA[DTYPES[dtype].matrix]
-    before = _make_multiply(dtype, planes, step, count - 1) if count > 1 else _no_product
+    before = _make_multiply(dtype, planes, step, beside, count - 1) if count > 1 else _no_product
 
     def multiply(rL, rT, low, high, rA, a, rB):
         before(rL, rT, low, high, rA, a, rB)
         rC = rL if largest else rT
         e = a + A
         mma(rC, low, high, rA[e], rA[e + 1], rA[e + 2], rA[e + 3], rB[B], rB[B + 1])
-        mma(rC, low + 2, high + 2, rA[e], rA[e + 1], rA[e + 2], rA[e + 3], rB[B + 2], rB[B + 3])
+        low, high = low + beside, high + beside
+        mma(rC, low, high, rA[e], rA[e + 1], rA[e + 2], rA[e + 3], rB[B + 2], rB[B + 3])
 
     return multiply
 
@@ -157,14 +162,34 @@ def _make_add_scores_from(spec, first):
     return add_from
 
 
-@part
+class Sums(NamedTuple):
+    """What a warp adds up of A B, of planes: R fragments of 16 rows, 16 K terms, 16 DN columns of
+    B's ``rows`` in shared memory; ``carries`` as ``make_further`` says.
+    """
+
+    R: int
+    K: int
+    DN: int
+    planes: int
+    dtype: str
+    rows: Any
+    carries: bool = False
+
+
+@cache
 def make_add_output_of_planes(spec):
     """``add_output(rO, rP, sV, unit, options)``: as ``products.make_add_output``, of planes."""
+    return add_fragment_product_of_planes(spec, spec.features.dropout)
+
+
+@part
+def add_fragment_product_of_planes(spec, drops):
+    """The same; ``drops`` is for a P with marks, whose factor ``unit`` has."""
     R, TN, K, pitch, PLANES = spec.TM // 2, spec.TN, spec.TN // 4, spec.rows.pitch, spec.planes
     STEP, P, scaled = spec.TM * spec.TN // 2, P_SCALE, spec.features.scaled
-    RA, drops, place = PLANES * STEP, spec.features.dropout, make_place(spec.rows)
+    RA, place = PLANES * STEP, make_place(spec.rows)
     warp_column, split = make_warp_column(spec), make_split(spec.dtype, PLANES)
-    add_from = _make_add_columns_from(spec, 0)
+    add_from = _make_add_columns_from(Sums(R, K, spec.DN, PLANES, spec.dtype, spec.rows), 0)
 
     def add_output(rO, rP, sV, unit, options):
         rA = cuda.local.array(RA, uint32)
@@ -185,15 +210,15 @@ def make_add_output_of_planes(spec):
 
 
 @part
-def _make_add_columns_from(spec, first):
-    """``add_from(rO, rA, sV, at, unit)``: P V of 16 columns at a time, from number ``first`` on, in
+def _make_add_columns_from(sums, first):
+    """``add_from(rO, rA, sV, at, unit)``: A B of 16 columns at a time, from number ``first`` on, in
     sums of this tile alone, and ``unit`` times these to rO; some, and the rest, as above.
     """
-    R, K, DN, PLANES = spec.TM // 2, spec.TN // 4, spec.DN, spec.planes
-    STEP, RF, RV = spec.TM * spec.TN // 2, 8 * (spec.TM // 2), 4 * spec.planes
-    LAST, further = min(DN, first + UNROLLED), make_further(spec.rows)
-    multiply = _make_multiply(spec.dtype, PLANES, STEP)
-    rest = _make_add_columns_from(spec, LAST) if LAST < DN else _nothing
+    R, K, DN, PLANES, dtype, rows, carries = sums
+    STEP, RF, RV, PLANE = 4 * R * K, 8 * R, 4 * PLANES, rows.columns // PLANES
+    LAST, further = min(DN, first + UNROLLED), make_further(rows, carries)
+    multiply = _make_multiply(dtype, PLANES, STEP)
+    rest = _make_add_columns_from(sums, LAST) if LAST < DN else _nothing
 
     def add_from(rO, rA, sV, at, unit):
         rV = cuda.local.array(RV, uint32)
@@ -204,7 +229,7 @@ def _make_add_columns_from(spec, first):
                 rT[e] = float32(0.0)
             for k in range(K):
                 for p in range(PLANES):
-                    b = ldmatrix_transposed(sV, further(at, 16 * k, 16 * (p * DN + c)))
+                    b = ldmatrix_transposed(sV, further(at, 16 * k, PLANE * p + 16 * c))
                     for n in range(4):
                         rV[4 * p + n] = b[n]
                 for r in range(R):
@@ -215,3 +240,106 @@ def _make_add_columns_from(spec, first):
         rest(rO, rA, sV, at, unit)
 
     return add_from
+
+
+# --- backward ----------------------------------------------------------------------------------
+
+
+@part
+def make_add_transposed_of_planes(spec, drops):
+    """``add(rdV, rP, sP, sT, row0, col0, options)``: as ``products.make_add_dv`` has it and
+    ``make_add_dk``, of planes; ``drops`` for a P with marks.
+    """
+    own, PLANES, PLANE = spec.row_warps == 1, spec.planes, spec.plane_of_scores
+    R, K, rows = spec.TN // 2, spec.Br // 16, spec.rows
+    STEP, RA, pitch = 4 * R * K, PLANES * 4 * R * K, spec.rows_ds.pitch
+    from_registers = add_fragment_product_of_planes(spec.gradients, drops) if own else _nothing
+    sums = Sums(R, K, spec.gradients.DN, PLANES, spec.dtype, rows, rows.group > 2)
+    place_p, further_p = make_place(spec.rows_ds), make_further(spec.rows_ds)
+    place, add_from = make_place(rows, sums.carries), _make_add_columns_from(sums, 0)
+
+    def add(rdV, rP, sP, sT, row0, col0, options):
+        unit = options.inverse_keep if drops else ONE
+        if own:
+            from_registers(rdV, rP, sT, unit, options)
+        else:
+            rA = cuda.local.array(RA, uint32)
+            first = uint32(row0 * pitch + place_p(True, 0))
+            for k in range(K):
+                for r in range(R):
+                    for p in range(PLANES):
+                        a = ldmatrix(sP, further_p(first, 16 * r, 16 * k) + p * PLANE)
+                        for n in range(4):
+                            rA[p * STEP + 4 * (k * R + r) + n] = a[n]
+            add_from(rdV, rA, sT, place(True, col0), ONE)
+
+    return add
+
+
+@part
+def make_dq_of_planes(spec):
+    """``dq(rdQ, sdS, sK)``: as ``products.make_dq``, of planes."""
+    R, C, ALONG, DN = spec.query_fragments, spec.query_chunks, spec.chunk_warps, spec.DN
+    K, PLANES, PLANE, COLUMNS = spec.Bc // 16, spec.planes, spec.plane_of_scores, spec.columns
+    RA, RV, STEP, RQ = 4 * R * PLANES, 4 * PLANES, 4 * R, 8 * R * C
+    carries = spec.rows.group > 2
+    place, further = make_place(spec.rows, carries), make_further(spec.rows, carries)
+    place_ds, further_ds = make_place(spec.rows_ds), make_further(spec.rows_ds)
+    multiply = _make_multiply(spec.dtype, PLANES, STEP, 4)
+
+    def dq(rdQ, sdS, sK):
+        rA, rV = cuda.local.array(RA, uint32), cuda.local.array(RV, uint32)
+        rT = cuda.local.array(RQ, float32)
+        for e in range(RQ):
+            rT[e] = float32(0.0)
+        warp = uint32(cuda.threadIdx.x) // uint32(32)
+        chunk = uint32(warp % uint32(ALONG))
+        at_ds = place_ds(False, warp // uint32(ALONG) * (16 * R))
+        at_k = place(True, chunk * 16)
+        for k in range(K):
+            for r in range(R):
+                for p in range(PLANES):
+                    a = ldmatrix_transposed(sdS, further_ds(at_ds, 16 * k, 16 * r) + p * PLANE)
+                    for n in range(4):
+                        rA[p * STEP + 4 * r + n] = a[n]
+            for c in range(C):
+                if uint32(chunk + c * ALONG) < uint32(DN):
+                    for p in range(PLANES):
+                        right = 16 * c * ALONG + COLUMNS * p
+                        b = ldmatrix_transposed(sK, further(at_k, 16 * k, right))
+                        rV[4 * p] = b[0]
+                        rV[4 * p + 1] = b[1]
+                        rV[4 * p + 2] = b[2]
+                        rV[4 * p + 3] = b[3]
+                    for r in range(R):
+                        low = 8 * (r * C + c)
+                        multiply(rdQ, rT, low, low + 2, rA, 4 * r, rV)
+        for e in range(RQ):
+            rdQ[e] += rT[e]
+
+    return dq
+
+
+@part
+def make_store_of_planes(spec, drops, wanted):
+    """``store(sT, rT, options, thread)``: as ``products.make_store_p`` and ``make_store_ds``, the
+    planes one behind the other.
+    """
+    TM, TN, pitch, PLANES = spec.TM, spec.TN, spec.rows_ds.pitch, spec.planes
+    row_of, column_of, PLANE = make_row(spec), make_column(spec), spec.plane_of_scores
+    kept, split = kept_if(drops), make_split(spec.dtype, PLANES)
+
+    def store(sT, rT, options, thread):
+        if wanted:
+            words = cuda.local.array(PLANES, uint32)
+            first = uint32(column_of(thread.tx, 0) * pitch + row_of(thread.ty, 0))
+            for j in range(TN):
+                for i in range(0, TM, 2):
+                    e = j * TM + i
+                    further = uint32(column_of(uint32(0), j) * pitch + row_of(uint32(0), i))
+                    at = int64(first) + int64(further)
+                    split(words, 0, 1, kept(rT[e], options), kept(rT[e + 1], options))
+                    for p in range(PLANES):
+                        store2(sT, at + p * PLANE, words[p])
+
+    return store

@@ -194,6 +194,8 @@ def make_add_dk(spec):
 
 @part
 def _make_add_transposed_product(spec, drops):
+    if spec.planes > 1:
+        return planes.make_add_transposed_of_planes(spec, drops)
     sizes = spec.TN // 2, spec.gradients.DN, spec.Br // 16
     from_registers = add_fragment_product(spec.gradients, drops)
     own, (*_, WIDTH) = spec.row_warps == 1, spec.warp_parts
@@ -212,6 +214,8 @@ def _make_add_transposed_product(spec, drops):
 @part
 def make_dq(spec):
     """``dq(rdQ, sdS, sK)``: this warp's part of dQ += dSij Kj, dST in shared memory."""
+    if spec.planes > 1:
+        return planes.make_dq_of_planes(spec)
     R, C, ALONG, DN = spec.query_fragments, spec.query_chunks, spec.chunk_warps, spec.DN
     K, RA = spec.Bc // 16, 4 * spec.query_fragments
     mma, _ = instructions(spec.dtype)
@@ -279,6 +283,8 @@ def make_store_ds(spec):
 
 @part
 def _make_store(spec, drops, wanted):
+    if spec.planes > 1:
+        return planes.make_store_of_planes(spec, drops, wanted)
     TM, TN, pitch = spec.TM, spec.TN, spec.rows_ds.pitch
     row_of, column_of = make_row(spec), make_column(spec)
     kept = kept_if(drops)
