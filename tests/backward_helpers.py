@@ -234,6 +234,10 @@ def gradient_roundings(
             of_dS0 = by_S0**2 * s.of_S0 + dS0**2 * (s.of_S + 3) + (P * G) ** 2 * of_dP
             by_tanh = TANH * (s.Sc * G - 2 * s.tanh**2)
             of_dS0 += dS**2 * (by_tanh**2 + s.tanh**4 + G**2)
+        elif "score_mod" in call.mods:
+            dS0, of_dS0 = dS * G, G**2 * of_dS
+        if "score_mod" in call.mods:  # its slope's steps, as of tanh
+            of_dS0 = of_dS0 + (TANH * dS0) ** 2
 
         # Each product's own sums, and what its operands bring along
         squares, _ = product_squares(dS0, K, column_cuts, steps=1)

@@ -364,6 +364,9 @@ class Scores:
             # Bias times log2(e), added
             bias = np.where(seen, call.bias[place][: head.Nq, : head.Nk], 0.0)
             self.of_S = self.of_S + bias**2 + self.S**2
+        if "score_mod" in call.mods:
+            # The function's steps, as of tanh
+            self.of_S = self.of_S + (TANH * np.where(seen, self.S, 0.0)) ** 2
         # Squares of the errors of P, relative to it
         self.of_P = self.G**2 * self.of_S0 + self.of_S
         if self.cap:
