@@ -94,7 +94,7 @@ def mma_tiles(
     if keys:
         kinds = ("keys options", "keys") if crowded else ("keys",)
     if planes:
-        kinds = ("keys planes",) if keys else ("planes",)
+        kinds = ("keys planes",) if keys else (f"{features.planes} planes", "planes")
     row = size("mma", algorithm, of, head_dim, *kinds)
     Br, Bc, least_rows, least_columns = row.Br, row.Bc, 16, 32 if keys else 16
     sizes: dict[str, Any] = {"head_dim": head_dim, "shared_limit": shared_limit}
@@ -127,7 +127,9 @@ def mma_tiles(
         narrow &= found.Br % 128 == 0 or features.splits
         narrow |= planes
         threads = 2 * found.Br if narrow or row.beside == "bias" else None
-    return _fitted(replace(found, threads=threads), str(row))
+    found = replace(found, threads=threads)
+    staged = replace(found, stages=row.stages)
+    return _fitted(staged if is_valid(staged, select) else found, str(row))
 
 
 def unspilled(request: Request, rule: Callable[[], Chosen]) -> Chosen:

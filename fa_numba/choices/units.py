@@ -240,6 +240,8 @@ class Mma(Unit):
         tiles, why = self.chosen_tiles(request, select, rule, plain=not keys and heads == 1)
         if heads > 1 and choices.tiles is None:  # registers for two indices a row
             tiles = replace(tiles, threads=2 * tiles.Br)
+        if "prefetch" in choices.ablate:
+            tiles = replace(tiles, stages=1)
         heads = math.gcd(heads, tiles.Br)
         facts = {"splits_keys": keys, "ablated": choices.ablate, **_flash_facts(request)}
         facts["return_lse"] = choices.return_lse and choices.algorithm == "fa1"
