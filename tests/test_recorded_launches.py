@@ -271,6 +271,23 @@ def test_a_kept_call_asks_what_a_first_one_does(gpu, torch, kept, plain, library
         assert refused[f"{name} on another GPU"] == (ValueError, says, 0)
 
 
+def test_a_kept_call_makes_planes_anew(gpu, kept):
+    """Of its own arrays, each precision by its own kernels, before the one that multiplies them."""
+    cases = {
+        f"{name} {algorithm}": call_of("q", "k", "v", precision=name, algorithm=algorithm)
+        for name in ("ieee", "fp16x3", "bf16x6", "bf16x3")
+        for algorithm in ("fa1", "fa2")
+    }
+    names = ("q", "k", "v", "out", "dout", "lse")
+    for name in ("ieee", "bf16x6", "bf16x3"):
+        cases[f"{name} backward"] = call_of(*names, backward=True, precision=name)
+    assert not check_kept_calls(gpu, kept, cases, "interface")
+    for name, launches in (("fp16x3 fa2", 7), ("bf16x6 fa1", 4), ("bf16x3 backward", 7)):
+        call = cases[name]
+        steps, _ = as_first(gpu, call, call.made("interface"))
+        assert sum(step[0] == "launch" for step in steps) == launches, [s[:2] for s in steps]
+
+
 def on_hopper(backward=False, **options):
     """A call whose matrices kernels take by tensor maps."""
     names = ("q", "k", "v", "out", *(("dout", "lse") if backward else ()))
