@@ -586,12 +586,15 @@ def test_figures_come_out_byte_for_byte_the_same(names, tmp_path, monkeypatch):
     done = run("draw", *names, "--out", str(tmp_path / "one"))
     assert done.returncode == 0, done.stdout + done.stderr
     figures = {other for name in names for other in (name, *registry.figures(registry.load(name)))}
-    assert done.stdout.count(": drawn") == len(figures)
+    beside = {path.stem for path in (tmp_path / "one").glob("*_beside.png")}
+    assert beside <= {f"{name}_beside" for name in names} and len(beside) > 0
+    assert done.stdout.count(": drawn") == len(figures | beside)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     assert command.main(["draw", *names[::-1], "--out", str(tmp_path / "two")]) == 0
     drawn = [digests(tmp_path / folder) for folder in ("one", "two")]
     animated = {f"{name}.gif" for name in names if hasattr(registry.load(name), "animate")}
     still = {f"{name}.{kind}" for name in figures for kind in ("svg", "png")}
+    still |= {f"{name}.png" for name in beside}
     assert set(drawn[0]) == still | animated
     assert drawn[0] == drawn[1]
 

@@ -485,15 +485,35 @@ def test_what_the_pages_say_of_dropout():
     ]
     assert len(level) == 12 and 0.98 < min(level) and np.median(level) > 1
     ratios = shapes.ratios(recorded("shapes"))
-    cudnn = ratios["dropout", "bwd"].over["torch-cudnn"].values()
-    readme = (FIGURES.parent / "fa_numba" / "README.md").read_text()
-    assert f"its backward pass has {rule.span(cudnn)} of the speed of cuDNN's" in " ".join(
-        readme.split()
-    )
     for pass_, least in (("fwd", 0.95), ("bwd", 0.85)):
         over = ratios["dropout", pass_].over["torch-fa2"].values()
         assert np.median([*over]) > 1 and min(over) > least
         assert min(ratios["padded", pass_].over["torch-unfused"].values()) > 1.3
+
+
+def test_what_the_page_says_of_trials_on_an_h100():
+    """No experiment records them yet; what is said of them is what the file has."""
+    with open(FIGURES.parent / "tests" / "data" / "h100_trials.csv") as file:
+        trials = list(csv.DictReader(file))
+
+    def ratio(trial, series, other, **of):
+        by = {}
+        for r in trials:
+            if r["trial"] == trial and of.items() <= r.items():
+                by.setdefault((r["N"], r["d"], r["causal"]), {})[r["series"]] = float(r["ms"])
+        return {at: ms[other] / ms[series] for at, ms in by.items() if {series, other} <= {*ms}}
+
+    def span(values):
+        return f"{min(values):.2f} to {max(values):.2f}"
+
+    readme = " ".join((FIGURES.parent / "fa_numba" / "README.md").read_text().split())
+    plain = {"pass": "bwd", "note": "plain"}
+    cudnn = ratio("dropout 0.1", "fa2-wgmma", "torch-cudnn", **plain).values()
+    assert f"backward pass had {span(cudnn)} of the speed of cuDNN's" in readme
+    for name, said in (("fp16x3", "3.0 and 2.1"), ("bf16x6", "1.9 and 1.4")):
+        over = ratio("precision", f"fa2-{name}", "torch-efficient", N="4096", causal="false")
+        assert " and ".join(f"{over['4096', d, 'false']:.1f}" for d in ("64", "128")) == said
+        assert f'"{name}" has {said} times the speed' in readme or f'"{name}" {said};' in readme
 
 
 def test_what_the_page_says_of_training():
