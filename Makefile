@@ -47,10 +47,10 @@ test-torch: $(VENV)/.torch-$(WHEELS)
 	@$(RUN) -m pytest -q -n $(JOBS) -m "slow or not slow" -k "torch or gloo" $(TESTS)
 
 test-mlir: $(VENV)/.mlir-$(WHEELS)
-	@$(RUN) -m pytest -q -n $(JOBS) -m "slow or not slow" tests/test_mlir.py
+	@$(RUN) -m pytest -q -n $(JOBS) -m "slow or not slow" tests/device/test_mlir.py
 
 browser: $(VENV)/.browser-$(WHEELS)
-	@$(RUN) -m pytest -q -rs -m browser tests/test_explore_browser.py
+	@$(RUN) -m pytest -q -rs -m browser tests/experiments/test_explore_browser.py
 
 lint: $(VENV)/.lint-$(WHEELS)
 	@$(RUN) -m ruff check $(SOURCES)
@@ -60,7 +60,7 @@ lint: $(VENV)/.lint-$(WHEELS)
 # The first run compiles side by side; the others find the kernels on disk. Memcheck leaves out driver
 # calls that fail: cuda.core makes one as it opens a memory pool.
 SANITIZED := -m pytest -q -m gpu -k "layouts or packed or all_options" \
-	tests/test_options.py tests/test_mma.py tests/test_mma_backward.py
+	tests/kernels/test_options.py tests/kernels/test_mma.py tests/kernels/test_mma_backward.py
 
 sanitize: $(VENV)/.dev-$(WHEELS)
 	@$(RUN) $(SANITIZED) -n $(JOBS)

@@ -9,6 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import rooms  # noqa: F401
 from hypothesis import HealthCheck, settings
 
 # Before NumPy is imported: the processes that run the tests have the cores, and threads of BLAS
@@ -52,7 +53,7 @@ def pytest_configure(config):
     every_example = config.option.markexpr != "not slow"
     worker = getattr(config, "workerinput", None)
     if worker and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
-        names = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py"))
+        names = sorted(path.stem for path in Path(__file__).parent.rglob("test_*.py"))
         first = int(worker["workerid"].removeprefix("gw")) * len(names) // worker["workercount"]
         for name in names[first:]:
             # What is wrong with it is said when it is collected.

@@ -18,6 +18,7 @@ from unittest import mock
 import mma_helpers
 import numpy as np
 import pytest
+import rooms  # noqa: F401
 import test_append_kv
 import test_group_splits
 import test_inputs

@@ -21,6 +21,7 @@ from typing import Any
 import helpers
 import mma_helpers
 import numpy as np
+import rooms  # noqa: F401
 import test_mma_backward as mma_backward
 from backward_helpers import WAYS, as_plan, check_gradients, with_dlse
 from helpers import ALGORITHMS

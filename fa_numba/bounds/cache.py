@@ -13,8 +13,8 @@ lies between the two. What is gone over, and what happens where it does not lie 
     standard  by each kernel after the last, S and P (backward dP and dS too), all of them: every
               access reaches device memory
 
-All else comes, and goes, once. tests/test_bounds.py holds the rule against recorded counters; the
-experiment `cache` follows every tile through an LRU model of L2 instead.
+All else comes, and goes, once. tests/package/test_bounds.py holds the rule against recorded
+counters; the experiment `cache` follows every tile through an LRU model of L2 instead.
 """
 
 from __future__ import annotations

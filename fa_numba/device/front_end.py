@@ -4,8 +4,8 @@ A kernel here is one function with some hundred calls of device functions, all o
 some thousand statements. A few of Numba's functions take time that grows with the square of that,
 or do again at each call what one call has done: most of the seconds that a large kernel took to
 compile. ``without_repeats`` puts shorter ones in the place of six while a kernel is compiled. The
-machine code that comes out is the same: ``tests/test_front_end.py`` compares PTX, and ``make ptx``
-that of every kernel.
+machine code that comes out is the same: ``tests/device/test_front_end.py`` compares PTX, and
+``make ptx`` that of every kernel.
 
 Nor is garbage collected meanwhile: nearly all that is made lives until the kernel is compiled.
 """

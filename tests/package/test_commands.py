@@ -88,7 +88,7 @@ def test_an_interrupt_while_it_is_imported_shows_no_traceback(module, tmp_path):
         [sys.executable, "-m", *module.split()],
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[1]}"},
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}"},
     )
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 

@@ -18,7 +18,7 @@ from fa_numba.bounds import cache, occupancy
 from fa_numba.bounds.multiprocessor import share
 from fa_numba.device import assembling
 
-DATA = Path(__file__).resolve().parent.parent / "figures" / "data"
+DATA = Path(__file__).resolve().parents[2] / "figures" / "data"
 H200 = bounds.DEVICES["H200"]
 # Experiments whose recorded calls are as their rows say.
 RECORDED = ("loop_order", "io_vs_seqlen", "speed", "speed_fp16", "speed_backward")

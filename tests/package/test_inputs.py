@@ -241,11 +241,11 @@ def test_the_version_is_that_of_the_source_tree():
     import configparser
 
     source = configparser.ConfigParser()
-    source.read(Path(__file__).parent.parent / "setup.cfg")
+    source.read(Path(__file__).parents[2] / "setup.cfg")
     assert fa_numba.__version__ == source["metadata"]["version"]
-    cited = Path(__file__).parent.parent / "CITATION.cff"
+    cited = Path(__file__).parents[2] / "CITATION.cff"
     assert f"\nversion: {fa_numba.__version__}\n" in cited.read_text(encoding="utf-8")
-    changes = Path(__file__).parent.parent / "CHANGELOG.md"
+    changes = Path(__file__).parents[2] / "CHANGELOG.md"
     assert f"\n## {fa_numba.__version__}\n" in changes.read_text(encoding="utf-8")
 
 

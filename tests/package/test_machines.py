@@ -18,7 +18,7 @@ import fa_numba
 from fa_numba import bounds, device
 from fa_numba.device import kernel_cache
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def python(code, **settings):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / ".ci" / "install.py"
 spec = importlib.util.spec_from_file_location("install", SOURCE)
 install = importlib.util.module_from_spec(spec)

@@ -515,7 +515,7 @@ def test_a_masked_array_is_refused():
 @pytest.mark.skipif(not devices.gpu_available(), reason="no CUDA GPU")
 def test_the_readmes_torch_example_runs():
     torch = pytest.importorskip("torch")
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
     (example,) = re.findall(r"```python\n(q, k, v = \(torch.*?)```", readme, re.DOTALL)
     names = {"torch": torch, "fa_numba": fa_numba}
     exec(example, names)

@@ -30,7 +30,9 @@ def spawned(work, ranks, *arguments):
     from torch import multiprocessing
 
     before = os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), before])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parents[1]), str(Path(__file__).parent), before]
+    )
     try:
         multiprocessing.spawn(work, (ranks, *arguments), nprocs=ranks)
     finally:
