@@ -77,6 +77,7 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left_out)
         gone = set(left_out)
         items[:] = [item for item in items if item not in gone]
+    items.sort(key=lambda item: item.path.name != "test_mutants.py")  # what takes longest, first
 
 
 def take_turns(items):

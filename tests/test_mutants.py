@@ -23,8 +23,8 @@ import pytest
 import stand_in_torch
 
 SURVIVORS = Path(__file__).parent / "data" / "survivors.csv"
-UNITS = {"simt": 24, "mma": 16, "wgmma": 10}  # and of how many sites by default
-HOST = {"host": 6, "ring": 8, "torch": 4}
+UNITS = {"simt": 16, "mma": 12, "wgmma": 5}  # and of how many sites by default
+HOST = {"host": 4, "ring": 4, "torch": 2}
 PARTS = 48  # of all
 PACKAGES = ("fa_numba.kernels", "fa_numba.parts", "fa_numba.intrinsics")
 TORCH = "fa_numba.torch"  # imported by a stand-in for torch

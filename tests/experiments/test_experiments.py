@@ -599,11 +599,15 @@ def test_figures_come_out_byte_for_byte_the_same(names, tmp_path, monkeypatch):
     assert drawn[0] == drawn[1]
 
 
-@pytest.mark.parametrize("name", NAMES)
+# explore's page is made of all that is stored.
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "explore" else n for n in NAMES]
+)
 def test_figures_say_where_their_numbers_come_from(name, tmp_path, monkeypatch):
     store_synthetic(name, tmp_path)
     notes = []
     monkeypatch.setattr(style, "save", lambda figure, stem, footnote: notes.append(footnote))
+    monkeypatch.setattr(runner.Runner, "_draw_beside", lambda *_: None)
     command.main(["draw", name, "--out", str(tmp_path)])
     on_gpu = "some-gpu" in Store(tmp_path).machines(name)
     where = "recorded on Some GPU" if on_gpu else "closed forms"

@@ -562,12 +562,12 @@ def test_the_time_for_all_leaves_some_for_drawing():
 # A card's name, compute capability, and the units of an H200's series that it lacks.
 CARDS = [
     ("Tesla T4", "7.5", ("mma", "wgmma")),
-    ("NVIDIA GeForce RTX 4090", "8.9", ("wgmma",)),
-    ("NVIDIA B200", "10.0", ("wgmma",)),
+    pytest.param("NVIDIA GeForce RTX 4090", "8.9", ("wgmma",), marks=pytest.mark.slow),
+    pytest.param("NVIDIA B200", "10.0", ("wgmma",), marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize("card, capability, lacks", CARDS, ids=[card for card, *_ in CARDS])
+@pytest.mark.parametrize("card, capability, lacks", CARDS, ids=["T4", "RTX 4090", "B200"])
 def test_a_new_card_is_recorded_and_drawn_beside_the_pages(
     card, capability, lacks, monkeypatch, tmp_path
 ):

@@ -363,6 +363,7 @@ def test_a_function_that_says_what_an_option_says(name, algorithm, unit):
 # --- compiled ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("unit", "passes"), [("simt", "bwd"), ("mma", "fwd")])
 def test_nothing_is_computed_in_64_bits(unit, passes):
     """But for sin, cos and tan, whose arguments may be far from 0."""

@@ -143,9 +143,14 @@ HARD = {
     ),
 }
 
+LONG = ("wide", "long")
+
 
 @pytest.mark.parametrize("precision", ["fp16x3", "bf16x6"])
-@pytest.mark.parametrize("name", HARD)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in HARD],
+)
 def test_errors_are_at_most_twice_those_of_cuda_cores(name, precision):
     q, k, v = HARD[name]
     options = {"causal": name in ("causal", "one huge row")}

@@ -56,6 +56,7 @@ def test_a_command_says_the_same_on_every_machine(settings, tmp_path):
     assert "0.032   0.087   0.237   0.644" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_call_from_a_path_with_spaces(tmp_path):
     """The package too lies there, and what the emulator compiles is kept beside it."""
     place = tmp_path / "a b"
