@@ -23,7 +23,7 @@ import pytest
 import stand_in_torch
 
 SURVIVORS = Path(__file__).parent / "data" / "survivors.csv"
-UNITS = {"simt": 16, "mma": 12, "wgmma": 5}  # and of how many sites by default
+UNITS = {"simt": 12, "mma": 8, "wgmma": 4}  # and of how many sites by default
 HOST = {"host": 4, "ring": 4, "torch": 2}
 PARTS = 48  # of all
 PACKAGES = ("fa_numba.kernels", "fa_numba.parts", "fa_numba.intrinsics")
@@ -278,7 +278,9 @@ def test_the_source_as_it_is_passes(run):
     run()
 
 
-@pytest.mark.parametrize("unit", HOST)
+@pytest.mark.parametrize(
+    "unit", ["host", *(pytest.param(unit, marks=pytest.mark.slow) for unit in ("ring", "torch"))]
+)
 def test_quick_runs_notice_most_of_a_sample(unit):
     """Of the places that they execute."""
     known = {key for _, record in records(unit) for key in record}

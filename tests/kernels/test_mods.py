@@ -336,6 +336,7 @@ SAME = {
 }
 
 
+@pytest.mark.in_turn("algorithm")
 @pytest.mark.parametrize("unit", ["simt", "mma", "wgmma"])
 @pytest.mark.parametrize("algorithm", ["standard", "fa1", "fa2"])
 @pytest.mark.parametrize("name", SAME)
