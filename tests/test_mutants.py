@@ -23,7 +23,7 @@ import pytest
 import stand_in_torch
 
 SURVIVORS = Path(__file__).parent / "data" / "survivors.csv"
-UNITS = {"simt": 12, "mma": 8, "wgmma": 4}  # and of how many sites by default
+UNITS = {"simt": 8, "mma": 6, "wgmma": 3}  # and of how many sites by default
 HOST = {"host": 4, "ring": 4, "torch": 2}
 PARTS = 48  # of all
 PACKAGES = ("fa_numba.kernels", "fa_numba.parts", "fa_numba.intrinsics")
